@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How this package lies over the pinned ``flashinfer-python`` wheel.
+
+The fork holds only the modules it adds or changes; every other module is the wheel's. Two things make the two
+directories one package:
+
+1. ``__path__`` of each package that both have is ``[ours, the wheel's]``, so a module of ours is found first and any
+   other one is found in the wheel.
+2. A module of ours that exists upstream too *extends* it. It says so once, as the first statement after its
+   docstring::
+
+       from flashinfer._layer import extend
+
+       _upstream = extend(globals())
+
+   Upstream's code then runs in the module's own namespace, and what our module defines afterwards replaces names in
+   that same namespace: upstream functions of the module see our replacements. ``_upstream`` holds upstream's
+   definitions as they were, so that a replacement can call what it replaces::
+
+       def cutlass_fused_moe(...):
+           if not _is_ours(...):
+               return _upstream.cutlass_fused_moe(...)
+
+   For type checkers, follow it with ``if TYPE_CHECKING: def __getattr__(name: str) -> Any: ...``.
+
+Rules that follow from it, each with a test in ``tests/layer``:
+
+* A directory of ours under ``flashinfer/`` that exists upstream needs an ``__init__.py`` that extends. Without one
+  Python would take the wheel's package, and our modules in it would never be found.
+* While upstream's code runs, ``__file__`` is upstream's (``flashinfer.jit.env`` derives the data folder from it) and
+  ``__name__`` is the module's real name, also under ``python -m``: upstream's ``if __name__ == "__main__"`` does not
+  fire, so a module of ours that is run as a script needs its own. Afterwards both are what Python set.
+  ``__upstream_file__`` remains as the wheel's file.
+* A module docstring of ours wins over upstream's; without one, upstream's stays.
+
+The docs (``docs/layering.md``) tell it with a picture.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import linecache
+import sys
+from collections.abc import Iterator
+from functools import cache
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.readers import MultiplexedPath
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from flashinfer._version import (
+    UPSTREAM_DISTRIBUTION,
+    UPSTREAM_VERSION,
+    __fork_version__,
+)
+
+_OURS = Path(__file__).resolve().parent
+
+
+def fork_root() -> Path:
+    """The directory that holds this fork's ``flashinfer/``, ``include/``, ``csrc/`` and ``3rdparty/``.
+
+    It is the checkout when the fork runs from one (``PYTHONPATH``, ``pip install -e .``), and
+    ``site-packages/flashinfer_sm12x`` after ``pip install .``. The layout below it is the same.
+    """
+    return _OURS.parent
+
+
+@cache
+def wheel_root() -> Path:
+    """The ``flashinfer/`` directory of the pinned wheel, looked for on ``sys.path``.
+
+    Raises:
+        ImportError: no installed wheel has the version that this fork extends. The message lists what was found and
+            gives the command that installs what is needed.
+    """
+    found = []
+    for dist in importlib.metadata.distributions(name=UPSTREAM_DISTRIBUTION):
+        package = Path(str(dist.locate_file("flashinfer"))).resolve()
+        complete = package != _OURS and (package / "__init__.py").is_file()
+        if complete and dist.version == UPSTREAM_VERSION:
+            return package
+        found.append(
+            f"{UPSTREAM_DISTRIBUTION} {dist.version} in {package.parent}"
+            + ("" if complete else ", without its package directory flashinfer/")
+        )
+    needed = f"{UPSTREAM_DISTRIBUTION}=={UPSTREAM_VERSION}"
+    reinstall = "--force-reinstall --no-deps " if found else ""
+    raise ImportError(
+        f"flashinfer (the SM12x fork {__fork_version__} in {fork_root()}) extends the wheel {needed}.\n"
+        f"Found: {'; '.join(found) or f'no {UPSTREAM_DISTRIBUTION} on sys.path'}.\n"
+        f'Install it with:  "{sys.executable}" -m pip install {reinstall}"{needed}"',
+        name="flashinfer",
+        path=str(_OURS),
+    )
+
+
+def extend(namespace: dict[str, Any]) -> Any:
+    """Run the upstream module of the same name in ``namespace``, which is the caller's ``globals()``.
+
+    Args:
+        namespace: ``globals()`` of the module that extends. Its ``__spec__`` names the upstream module.
+
+    Returns:
+        A namespace object with upstream's definitions as attributes, as they were before the caller replaced any.
+
+    Raises:
+        ImportError: the wheel is missing or of another version, or has no module of this name.
+        RuntimeError: the caller was not imported as a module (``python path/to/file.py``).
+    """
+    spec = namespace.get("__spec__")
+    if spec is None or spec.origin is None:
+        raise RuntimeError(
+            f"{namespace.get('__file__', namespace.get('__name__'))} extends a module of the flashinfer wheel and "
+            f"so must be imported, or run with 'python -m', not run as a file"
+        )
+    source = _upstream_source(spec.name)
+    if spec.submodule_search_locations is not None:
+        _layer_package(namespace, spec, source.parent)
+
+    before = dict(namespace)
+    namespace.update(__file__=str(source), __name__=spec.name)
+    try:
+        exec(SourceFileLoader(spec.name, str(source)).get_code(spec.name), namespace)
+    finally:
+        namespace.update(__file__=before["__file__"], __name__=before["__name__"])
+    if before.get("__doc__"):
+        namespace["__doc__"] = before["__doc__"]
+    namespace["__upstream_file__"] = str(source)
+
+    added = {k: v for k, v in namespace.items() if before.get(k) is not v}
+    _let_inspect_see_both(spec, source, added)
+    return SimpleNamespace(
+        **{k: v for k, v in added.items() if not k.startswith("__")}
+    )
+
+
+def _upstream_source(name: str) -> Path:
+    stem = wheel_root().joinpath(*name.split(".")[1:])
+    for source in (stem / "__init__.py", stem.with_name(stem.name + ".py")):
+        if source.is_file():
+            return source
+    raise ImportError(
+        f"{name} calls extend(), but {UPSTREAM_DISTRIBUTION} {UPSTREAM_VERSION} in {wheel_root().parent} has no such "
+        f"module: there is nothing to extend",
+        name=name,
+    )
+
+
+def _layer_package(namespace: dict[str, Any], spec: ModuleSpec, upstream: Path) -> None:
+    """Append the wheel's directory to the package's ``__path__`` and to where its resources are looked for."""
+    locations = namespace["__path__"]
+    if str(upstream) not in locations:
+        locations.append(str(upstream))
+    assert spec.origin is not None
+    spec.loader = namespace["__loader__"] = _LayeredLoader(spec.name, spec.origin)
+
+
+class _LayeredLoader(SourceFileLoader):
+    """Loader of a layered package: ``importlib.resources`` finds what lies in either directory."""
+
+    def get_resource_reader(self, fullname: str) -> Any:
+        roots = [Path(self.path).parent, _upstream_source(fullname).parent]
+        return SimpleNamespace(files=lambda: _LayeredFiles(*roots))
+
+
+class _LayeredFiles(MultiplexedPath):
+    """Directories of the same name as one: the first that has an entry gives it."""
+
+    def __init__(self, *roots: Path) -> None:
+        super().__init__(*roots)
+        self._roots = roots
+
+    def joinpath(self, *parts: Any) -> Any:
+        paths = [root.joinpath(*parts) for root in self._roots]
+        present = [path for path in paths if path.exists()] or paths[:1]
+        if len(present) > 1 and all(path.is_dir() for path in present):
+            return _LayeredFiles(*present)
+        return present[0]
+
+    def __truediv__(self, part: Any) -> Any:
+        return self.joinpath(part)
+
+
+def _let_inspect_see_both(
+    spec: ModuleSpec, upstream: Path, added: dict[str, Any]
+) -> None:
+    """Make ``inspect.getsource`` work for upstream's classes too.
+
+    ``inspect`` finds a function's text by its code object, which knows the wheel's file, but a class's text by its
+    module's ``__file__``, which is ours. So the line cache's entry for our file gets upstream's text after ours: line
+    numbers of ours stay true, and a class of upstream's is found below. Python 3.13 records the line of a class in
+    the class itself; it is moved by as much.
+    """
+    assert spec.origin is not None
+    ours = linecache.getlines(spec.origin)
+    head = [*ours, "\n", f"# ---- extends {upstream}\n"]
+    lines = head + linecache.getlines(str(upstream))
+    # A modification time of None keeps linecache.checkcache() from dropping the entry.
+    linecache.cache[spec.origin] = (
+        sum(map(len, lines)),
+        None,
+        lines,
+        spec.origin,
+    )
+    for cls in _classes_of(spec.name, added):
+        if "__firstlineno__" in vars(cls):
+            cls.__firstlineno__ += len(head)
+
+
+def _classes_of(module: str, namespace: dict[str, Any]) -> Iterator[Any]:
+    seen: set[int] = set()
+    stack = list(namespace.values())
+    while stack:
+        value = stack.pop()
+        if (
+            isinstance(value, type)
+            and value.__module__ == module
+            and id(value) not in seen
+        ):
+            seen.add(id(value))
+            yield value
+            stack.extend(vars(value).values())
