@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+# Everything sets itself up: a complete active virtual environment is used, else .venv is made here.
+#
+#   make demo     compile fused_moe_120 for SM121, look into its machine code, run a gpt-oss-120b layer on the CPU
+#   make test     the tests (PYTEST_ARGS="-k layer" to choose some)
+#   make bench    the benchmark (needs a GPU; BENCH_ARGS="--help")
+#   make lint     ruff, mypy, clang-format; make format applies them
+#   make clean    remove what builds and tools left in the checkout (make distclean: .venv too)
+#
+# Variables: PYTHON (an interpreter, 3.10-3.13), VENV (an environment to use), TORCH (what pip installs as torch).
+
+PYTHON ?= python3
+VENV ?= $(shell $(PYTHON) tools/create_env.py --find || echo .venv)
+PY := $(VENV)/bin/python
+# The environment's ninja, ruff and so on, for whatever the commands below start.
+export PATH := $(abspath $(VENV))/bin:$(PATH)
+
+PYTEST_ARGS ?=
+# Test processes beside each other. Compilers run under them, so not more than cores.
+TEST_JOBS ?= $(shell n=$$(nproc); [ $$n -gt 4 ] && echo 4 || echo $$n)
+BENCH_ARGS ?=
+DEMO_ARGS ?=
+
+CXX_SOURCES = $(shell git ls-files 'include/*.cuh' 'include/*.h' 'csrc/*.cu' 'csrc/*.cuh' 'csrc/*.h' 'csrc/*.inl' \
+	'emulator/*.cpp' 'emulator/*.h' 'emulator/*.cu')
+
+.PHONY: all env test demo bench lint format clean distclean
+all: test
+
+# A record that the environment has what the requirement files ask for.
+READY := $(VENV)/.flashinfer-sm12x-ready
+$(READY): requirements.txt requirements-cuda.txt requirements-dev.txt pyproject.toml setup.py tools/create_env.py tools/pep517.py
+	$(PYTHON) tools/create_env.py $(VENV)
+	@touch $@
+env: $(READY)
+
+test: env
+	$(PY) -m pytest -n $(TEST_JOBS) --dist loadfile $(PYTEST_ARGS)
+
+demo: env
+	$(PY) tools/demo.py $(DEMO_ARGS)
+
+bench: env
+	$(PY) benchmarks/bench_cutlass_fused_moe_mxfp4.py $(BENCH_ARGS)
+
+lint: env
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	@if [ -n "$(CXX_SOURCES)" ]; then $(VENV)/bin/clang-format --dry-run --Werror $(CXX_SOURCES); fi
+
+format: env
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+	@if [ -n "$(CXX_SOURCES)" ]; then $(VENV)/bin/clang-format -i $(CXX_SOURCES); fi
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf .venv
