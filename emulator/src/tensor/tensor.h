@@ -58,11 +58,13 @@ struct MatrixOp {
 /// Registers of the operand; false if the ISA has no such form.
 bool ldmatrix_registers(const MatrixOp& op, int* registers);
 bool stmatrix_registers(const MatrixOp& op, int* registers);
-/// Rows the instruction reads or writes in memory, 16 bytes each (stmatrix m16n8.b8: as the ISA says);
-/// row i's address is given by lane matrix_row_lane(op, i).
+/// Rows the instruction reads or writes in memory, 16 bytes each at a 16-byte-aligned address; row i's address is
+/// given by lane matrix_row_lane(op, i). (stmatrix m16n8.b8: 8 rows a matrix, each a column of the 16x8 matrix.)
 int matrix_rows(const MatrixOp& op);
 int matrix_row_bytes(const MatrixOp& op);
 int matrix_row_lane(const MatrixOp& op, int row);
+/// Bytes at the front of a row that matter: 16, but 8 and 12 for b4x16_p64 and b6x16_p32, the rest being padding.
+int matrix_row_data_bytes(const MatrixOp& op);
 /// `rows` holds matrix_rows(op) rows of matrix_row_bytes(op) bytes, in order.
 void ldmatrix(const MatrixOp& op, RegOut d, const uint8_t* rows);
 void stmatrix(const MatrixOp& op, RegIn s, uint8_t* rows);
@@ -72,14 +74,22 @@ void movmatrix_trans(uint32_t* d, const uint32_t* s);
 // --- cvt of the narrow formats -----------------------------------------------------------------------------------
 enum class Round : uint8_t { kRN, kRZ, kRM, kRP, kRNA, kRS };
 
+/// Whether sm_121a has cvt.<round>{.satfinite}{.relu} from packed pairs of `src` (kF32: two registers) to packed
+/// pairs of `dst`, one of the two a narrow format. Stochastic rounding (kRS) is not there. The functions below
+/// assume a form that this accepts.
+bool cvt_narrow_supported(Type dst, Type src, Round round, bool satfinite, bool relu);
+
 /// cvt.<round>.satfinite{.relu}.<dst>x2.f32 d, hi, lo. kE2M1 gives 8 bits, the others 16.
 /// dst: kE4M3 kE5M2 kE2M3 kE3M2 kE2M1 (kRN) and kUE8M0 (kRZ, kRP; satfinite optional).
 uint32_t cvt_f32x2_to_narrow(Type dst, Round round, bool satfinite, bool relu, float hi, float lo);
-/// Source packed f16x2 (e4m3x2, e5m2x2, and the forms newer ISAs add) or bf16x2 (ue8m0x2, ...).
+/// Source packed f16x2 (to e4m3x2, e5m2x2) or bf16x2 (to ue8m0x2).
 uint32_t cvt_f16x2_to_narrow(Type dst, Type src, Round round, bool satfinite, bool relu, uint32_t packed);
 /// cvt.rn{.relu}.f16x2.<src>x2, cvt.rn.bf16x2.ue8m0x2: `dst` kF16 or kBF16.
 uint32_t cvt_narrow_to_f16x2(Type src, Type dst, bool relu, uint32_t packed);
-/// One element of any type of up to 32 bits (not packed) to its exact float32 value.
+/// cvt.<round>{.relu}{.satfinite}.<dst>.f32 of one element: `dst` kF16, kBF16 (16 bits) or kTF32 (32 bits, the
+/// low 13 zero unless NaN). NaN gives the canonical 0x7fff (tf32: 0x7fffffff).
+uint32_t cvt_f32_to(Type dst, Round round, bool satfinite, bool relu, float x);
+/// One element (not packed) to its exact float32 value; not kF64, kS32. kE2M1: the low four bits.
 float to_float(Type type, uint32_t bits);
 
 }  // namespace vsm::tensor
