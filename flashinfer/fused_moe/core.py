@@ -1,0 +1,446 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Upstream's MoE operators; ``cutlass_fused_moe`` with MXFP4 weights runs on SM12x's own kernels and on the CPU.
+
+Where a call goes:
+
+============================  =========================================  ====================================
+device                        MXFP4 weights, SwiGLU (the three modes)    everything else
+============================  =========================================  ====================================
+CPU                           the CPU backend                            ``NotImplementedError``
+CUDA, SM12x                   ``fused_moe_120``, this fork's kernels     upstream's ``fused_moe_120_upstream``
+CUDA, 8.9 and 9.0             upstream's; with                           upstream's
+                              ``FLASHINFER_SM12X_MOE=1`` this fork's
+CUDA, other                   upstream's                                 upstream's
+============================  =========================================  ====================================
+
+``FLASHINFER_SM12X_MOE=0`` sends SM12x to upstream's module too.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from flashinfer._layer import extend
+
+_upstream = extend(globals())
+
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any: ...
+
+
+from ..api_logging import flashinfer_api
+from ..tllm_enums import ActivationType
+from ..trace.templates.moe import cutlass_fused_moe_trace
+from . import sm12x_dispatch, sm12x_moe
+from .sm12x_plan import make_plan
+from .sm12x_validation import (
+    Mode,
+    MoEProblem,
+    require_k_alignment,
+    require_parallel_sizes,
+    select_mode,
+)
+
+_SM12X_ARCHITECTURES = ("120", "121")
+
+
+@functools.cache
+def _upstream_sm12x_module(backend: str, use_fast_build: bool) -> Any:
+    """Upstream's MoE module for SM12x under its own name, beside this fork's ``fused_moe_120``.
+
+    Upstream's function finds its generator in its globals; here it runs with a copy of them in which that generator
+    is upstream's again.
+    """
+    from ..jit.fused_moe import gen_cutlass_fused_moe_sm120_upstream_module
+
+    build = _upstream.get_cutlass_fused_moe_module.__wrapped__
+    namespace = dict(build.__globals__)
+    namespace["gen_cutlass_fused_moe_sm120_module"] = gen_cutlass_fused_moe_sm120_upstream_module
+    renamed = types.FunctionType(
+        build.__code__,
+        namespace,
+        build.__name__,
+        build.__defaults__,
+        build.__closure__,
+    )
+    return renamed(backend, use_fast_build)
+
+
+@functools.cache
+def get_cutlass_fused_moe_module(backend: str = "100", use_fast_build: bool = False) -> Any:
+    """Upstream's CUTLASS MoE module for compute capability ``backend`` (``"90"``, ``"120"``, ...)."""
+    if backend in _SM12X_ARCHITECTURES:
+        return _upstream_sm12x_module(backend, use_fast_build)
+    return _upstream.get_cutlass_fused_moe_module(backend, use_fast_build)
+
+
+def _reject_foreign_options(
+    min_latency_mode: bool,
+    cluster_size: int,
+    cluster_rank: int,
+    clamped_relu2_limit: Any,
+    situ_beta: Any,
+    situ_linear_beta: Any,
+) -> None:
+    """Raise for options of upstream's signature that mean nothing to the MXFP4 SwiGLU modes."""
+    if min_latency_mode:
+        raise NotImplementedError("min_latency_mode is True; MXFP4 weights run without it, pass False")
+    if cluster_size != 1 or cluster_rank != 0:
+        raise ValueError(f"cluster_size is {cluster_size}, cluster_rank {cluster_rank}; they must be 1 and 0")
+    for name, value in (
+        ("clamped_relu2_limit", clamped_relu2_limit),
+        ("situ_beta", situ_beta),
+        ("situ_linear_beta", situ_linear_beta),
+    ):
+        if value is not None:
+            raise ValueError(f"{name} is given; it belongs to another activation_type than Swiglu, pass None")
+
+
+def _cpu_mode_error(input: Any, weights: Any, activation_type: Any) -> Exception:
+    return NotImplementedError(
+        f"cutlass_fused_moe on CPU tensors serves MXFP4 weights (torch.uint8 or torch.int64) with activation_type "
+        f"Swiglu, and use_mxfp8_act_scaling=True (float8_e4m3fn, bfloat16 or float16 input) or use_w4_group_scaling=True "
+        f"(bfloat16 input); got weights of {weights.dtype}, input of {input.dtype}, activation_type "
+        f"{ActivationType(activation_type).name}. Other kinds need a CUDA device"
+    )
+
+
+@flashinfer_api(trace=cutlass_fused_moe_trace)
+def cutlass_fused_moe(
+    input: torch.Tensor,
+    token_selected_experts: torch.Tensor,
+    token_final_scales: torch.Tensor,
+    fc1_expert_weights: torch.Tensor,
+    fc2_expert_weights: torch.Tensor,
+    output_dtype: torch.dtype,
+    quant_scales: list[torch.Tensor],
+    fc1_expert_biases: torch.Tensor | None = None,
+    fc2_expert_biases: torch.Tensor | None = None,
+    input_sf: torch.Tensor | None = None,
+    swiglu_alpha: torch.Tensor | None = None,
+    swiglu_beta: torch.Tensor | None = None,
+    swiglu_limit: torch.Tensor | None = None,
+    tp_size: int = 1,
+    tp_rank: int = 0,
+    ep_size: int = 1,
+    ep_rank: int = 0,
+    cluster_size: int = 1,
+    cluster_rank: int = 0,
+    output: torch.Tensor | None = None,
+    enable_alltoall: bool = False,
+    use_deepseek_fp8_block_scale: bool = False,
+    use_w4_group_scaling: bool = False,
+    use_mxfp8_act_scaling: bool = False,
+    min_latency_mode: bool = False,
+    use_packed_weights: bool = False,
+    use_wfp4afp8_humming: bool = False,
+    tune_max_num_tokens: int = 8192,
+    enable_pdl: bool | None = None,
+    activation_type: ActivationType = ActivationType.Swiglu,
+    swizzled_input_sf: bool = True,
+    use_fused_finalize: bool = True,
+    profile_ids: list[int] | None = None,
+    workspace_buffer: torch.Tensor | None = None,
+    *,
+    clamped_relu2_limit: torch.Tensor | None = None,
+    situ_beta: torch.Tensor | None = None,
+    situ_linear_beta: torch.Tensor | None = None,
+    backend: str = "cutlass",
+) -> torch.Tensor:
+    """One MoE layer: FC1, gated activation, FC2 and the weighted sum over each token's experts.
+
+    The signature is upstream's, and so is the meaning of every argument for the kinds of weights that upstream serves;
+    ``flashinfer.fused_moe.core._upstream.cutlass_fused_moe`` documents those.  What follows is the contract of
+    MXFP4 weights, on SM12x and on the CPU.  M is the number of tokens, H the hidden size, I the intermediate size
+    (both multiples of 32), E the experts of this rank.
+
+    Parameters
+    ----------
+    input : torch.Tensor
+        ``[M, H]``: ``float8_e4m3fn`` with ``input_sf``, or bfloat16/float16 that is quantized to MXFP8 inside
+        (both with ``use_mxfp8_act_scaling``), or bfloat16 used as it is (``use_w4_group_scaling``).
+    token_selected_experts : torch.Tensor
+        int32 ``[M, top_k]``, global expert ids.  Experts of other ranks contribute nothing.
+    token_final_scales : torch.Tensor
+        float32 ``[M, top_k]`` routing weights; ``None`` stands for ones.
+    fc1_expert_weights, fc2_expert_weights : torch.Tensor
+        Packed e2m1, two per byte, the even element in the low nibble: uint8 ``[E, 2 I, H / 2]`` and ``[E, H, I / 2]``,
+        or int64 views of them.  FC1's rows are stacked ``[up; gate]``.
+    output_dtype : torch.dtype
+        bfloat16 or float16.
+    quant_scales : list of torch.Tensor
+        W4A8: ``[fc1_sf, fc1_global, fc2_sf, fc2_global]``; W4A16: ``[fc1_sf, fc2_sf]``.  Block scales are UE8M0 in 128x4
+        layout per expert: uint8 ``[E, pad128(rows), pad4(K / 32)]``, its int32 view, or the flat bytes.  Global scales are
+        float32 ``[E]`` and multiply the GEMMs' results.
+    fc1_expert_biases, fc2_expert_biases : torch.Tensor, optional
+        bfloat16 or ``output_dtype``, ``[E, 2 I]`` (added before the clamps) and ``[E, H]`` (before the routing weight).
+    input_sf : torch.Tensor, optional
+        uint8 scales of an e4m3 input, 128x4, or linear ``[M, H / 32]`` with ``swizzled_input_sf=False``.
+    swiglu_alpha, swiglu_beta, swiglu_limit : torch.Tensor, optional
+        float32 ``[E]``; absent they are 1, 0 and infinity.  With ``g = min(gate, limit)`` and
+        ``u = clamp(up, -limit, limit)`` the activation is ``g * sigmoid(alpha * g) * (u + beta)``.
+    ep_size, ep_rank, tp_size, tp_rank : int
+        This rank owns experts ``[ep_rank * E, (ep_rank + 1) * E)``; with ``tp_size > 1`` weights are sharded along I and the
+        caller reduces.
+    output, workspace_buffer : torch.Tensor, optional
+        ``[M, H]`` of ``output_dtype``; 1-D uint8 or int8 of :func:`cutlass_fused_moe_workspace_size` bytes, aligned to
+        128.  Given both, the call allocates nothing.
+    enable_alltoall : bool
+        Ids outside ``[0, E * ep_size)`` mark padding and contribute nothing, instead of being an error.
+    tune_max_num_tokens : int
+        Largest token count that ``flashinfer.autotune`` tunes for.
+    profile_ids : list of int, optional
+        ``[fc1_tactic, fc2_tactic]``: indices of the instance table, -1 for the default.
+    use_fused_finalize : bool
+        Accepted; the sum over experts has a fixed order either way, so results repeat bit for bit.
+
+    Returns
+    -------
+    torch.Tensor
+        ``[M, H]`` of ``output_dtype``.
+
+    Raises
+    ------
+    ValueError, TypeError, NotImplementedError
+        Before any launch, naming the argument, what it was and what it may be.  Expert ids are checked on the
+        CPU, and on CUDA with ``FLASHINFER_SM12X_CHECK=1``.
+    """
+    if backend == "cutlass":
+        mode = select_mode(
+            input.dtype,
+            fc1_expert_weights.dtype,
+            use_mxfp8_act_scaling,
+            use_w4_group_scaling,
+            use_packed_weights,
+            use_wfp4afp8_humming,
+            use_deepseek_fp8_block_scale,
+            activation_type,
+        )
+        device = input.device
+        ours = mode is not None and (
+            sm12x_dispatch.serves_cuda(device.index) if device.type == "cuda" else device.type == "cpu"
+        )
+        if ours:
+            if (
+                min_latency_mode
+                or cluster_size != 1
+                or cluster_rank != 0
+                or clamped_relu2_limit is not None
+                or situ_beta is not None
+                or situ_linear_beta is not None
+            ):
+                _reject_foreign_options(
+                    min_latency_mode,
+                    cluster_size,
+                    cluster_rank,
+                    clamped_relu2_limit,
+                    situ_beta,
+                    situ_linear_beta,
+                )
+            run = sm12x_moe.run_moe_compiled if torch.compiler.is_compiling() else sm12x_moe.run_moe
+            return run(
+                mode,
+                output,
+                output_dtype,
+                input,
+                input_sf,
+                token_selected_experts,
+                token_final_scales,
+                fc1_expert_weights,
+                fc1_expert_biases,
+                fc2_expert_weights,
+                fc2_expert_biases,
+                quant_scales,
+                swiglu_alpha,
+                swiglu_beta,
+                swiglu_limit,
+                swizzled_input_sf,
+                (tp_size, tp_rank, ep_size, ep_rank),
+                enable_alltoall,
+                tune_max_num_tokens,
+                enable_pdl,
+                profile_ids,
+                workspace_buffer,
+            )
+        if device.type == "cpu":
+            raise _cpu_mode_error(input, fc1_expert_weights, activation_type)
+    return _upstream.cutlass_fused_moe(
+        input,
+        token_selected_experts,
+        token_final_scales,
+        fc1_expert_weights,
+        fc2_expert_weights,
+        output_dtype,
+        quant_scales,
+        fc1_expert_biases,
+        fc2_expert_biases,
+        input_sf,
+        swiglu_alpha,
+        swiglu_beta,
+        swiglu_limit,
+        tp_size,
+        tp_rank,
+        ep_size,
+        ep_rank,
+        cluster_size,
+        cluster_rank,
+        output,
+        enable_alltoall,
+        use_deepseek_fp8_block_scale,
+        use_w4_group_scaling,
+        use_mxfp8_act_scaling,
+        min_latency_mode,
+        use_packed_weights,
+        use_wfp4afp8_humming,
+        tune_max_num_tokens,
+        enable_pdl,
+        activation_type,
+        swizzled_input_sf,
+        use_fused_finalize,
+        profile_ids,
+        workspace_buffer,
+        clamped_relu2_limit=clamped_relu2_limit,
+        situ_beta=situ_beta,
+        situ_linear_beta=situ_linear_beta,
+        backend=backend,
+    )
+
+
+def _workspace_device(device: Any) -> torch.device:
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def cutlass_fused_moe_workspace_size(
+    max_num_tokens: int,
+    hidden_size: int,
+    intermediate_size: int,
+    num_experts_total: int,
+    top_k: int,
+    *,
+    x_dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    output_dtype: torch.dtype = torch.bfloat16,
+    activation_type: ActivationType = ActivationType.Swiglu,
+    tp_size: int = 1,
+    tp_rank: int = 0,
+    ep_size: int = 1,
+    ep_rank: int = 0,
+    min_latency_mode: bool = False,
+    use_deepseek_fp8_block_scale: bool = False,
+    use_w4_group_scaling: bool = False,
+    use_mxfp8_act_scaling: bool = False,
+    use_fused_finalize: bool = True,
+    use_packed_weights: bool = False,
+    use_wfp4afp8_humming: bool = False,
+    device: torch.device | None = None,
+    backend: str = "cutlass",
+) -> int:
+    """Bytes of ``workspace_buffer`` that :func:`cutlass_fused_moe` needs for up to ``max_num_tokens`` tokens.
+
+    The signature is upstream's.  For MXFP4 weights on this fork's kernels the size is theirs; the CPU backend needs
+    none and the answer is 0.  ``device`` defaults to the current CUDA device, or to the CPU where there is none.
+
+    Raises
+    ------
+    ValueError
+        A size that is not positive, ranks outside their groups, experts that ``ep_size`` does not divide, or
+        ``top_k`` above the number of experts.
+    """
+    where = _workspace_device(device)
+    mode = select_mode(
+        x_dtype,
+        weight_dtype,
+        use_mxfp8_act_scaling,
+        use_w4_group_scaling,
+        use_packed_weights,
+        use_wfp4afp8_humming,
+        use_deepseek_fp8_block_scale,
+        activation_type,
+    )
+    on_cpu = where.type == "cpu"
+    if backend == "cutlass" and mode is not None and (on_cpu or sm12x_dispatch.serves_cuda(where.index)):
+        problem = _workspace_problem(
+            mode,
+            max_num_tokens,
+            hidden_size,
+            intermediate_size,
+            num_experts_total,
+            top_k,
+            (tp_size, tp_rank, ep_size, ep_rank),
+        )
+        return make_plan(problem, where).workspace_bytes
+    if on_cpu and backend == "cutlass":
+        raise NotImplementedError(
+            f"on the CPU only MXFP4 weights are served; got x_dtype {x_dtype}, weight_dtype {weight_dtype}"
+        )
+    return _upstream.cutlass_fused_moe_workspace_size(
+        max_num_tokens,
+        hidden_size,
+        intermediate_size,
+        num_experts_total,
+        top_k,
+        x_dtype=x_dtype,
+        weight_dtype=weight_dtype,
+        output_dtype=output_dtype,
+        activation_type=activation_type,
+        tp_size=tp_size,
+        tp_rank=tp_rank,
+        ep_size=ep_size,
+        ep_rank=ep_rank,
+        min_latency_mode=min_latency_mode,
+        use_deepseek_fp8_block_scale=use_deepseek_fp8_block_scale,
+        use_w4_group_scaling=use_w4_group_scaling,
+        use_mxfp8_act_scaling=use_mxfp8_act_scaling,
+        use_fused_finalize=use_fused_finalize,
+        use_packed_weights=use_packed_weights,
+        use_wfp4afp8_humming=use_wfp4afp8_humming,
+        device=device,
+        backend=backend,
+    )
+
+
+def _workspace_problem(
+    mode: Mode,
+    max_num_tokens: int,
+    hidden_size: int,
+    intermediate_size: int,
+    num_experts_total: int,
+    top_k: int,
+    parallel: tuple[int, int, int, int],
+) -> MoEProblem:
+    require_parallel_sizes(*parallel)
+    for name, value in (
+        ("max_num_tokens", max_num_tokens),
+        ("num_experts_total", num_experts_total),
+        ("top_k", top_k),
+    ):
+        if value < 1:
+            raise ValueError(f"{name} is {value}; it must be at least 1")
+    require_k_alignment("hidden_size", hidden_size)
+    require_k_alignment("intermediate_size", intermediate_size)
+    ep_size, ep_rank = parallel[2:]
+    if num_experts_total % ep_size:
+        raise ValueError(f"num_experts_total is {num_experts_total}; it must be a multiple of ep_size, {ep_size}")
+    if top_k > num_experts_total:
+        raise ValueError(f"top_k is {top_k}; it must be at most num_experts_total, {num_experts_total}")
+    local = num_experts_total // ep_size
+    return MoEProblem(
+        mode,
+        max_num_tokens,
+        hidden_size,
+        intermediate_size,
+        local,
+        top_k,
+        ep_rank * local,
+        num_experts_total,
+    )

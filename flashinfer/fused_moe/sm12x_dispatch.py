@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which backend serves a device, and the compiled modules behind it.
+
+Environment
+-----------
+``FLASHINFER_SM12X_MOE``
+    ``0``: SM12x goes to upstream's module (``fused_moe_120_upstream``), for comparison.  ``1``: compute capability 8.9
+    and 9.0 run this kernel family too.  Unset: SM12x runs it, other devices are upstream's.
+``FLASHINFER_SM12X_CHECK``
+    ``1``: expert ids and ``m_indptr`` are read back and checked before each launch.  This synchronizes with the device,
+    and is skipped while a CUDA graph is captured.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+import torch
+
+from ..jit.sm12x.instances import INSTANCES
+from ..utils import get_compute_capability
+
+OPT_IN_CAPABILITIES = ((8, 9), (9, 0))
+
+
+def _switch(name: str) -> str:
+    value = os.environ.get(name, "")
+    if value not in ("", "0", "1"):
+        raise ValueError(f"{name} is {value!r}; it may be 0, 1 or unset")
+    return value
+
+
+def checks_values() -> bool:
+    """Whether ``FLASHINFER_SM12X_CHECK`` asks for checks that read tensors back."""
+    return _switch("FLASHINFER_SM12X_CHECK") == "1"
+
+
+@functools.lru_cache(maxsize=64)
+def _serves(capability: tuple[int, int], switch: str) -> bool:
+    if capability[0] == 12:
+        return switch != "0"
+    return switch == "1" and capability in OPT_IN_CAPABILITIES
+
+
+@functools.lru_cache(maxsize=64)
+def _capability(index: int) -> tuple[int, int]:
+    major, minor = get_compute_capability(torch.device("cuda", index))
+    return int(major), int(minor)
+
+
+def serves_cuda(index: int) -> bool:
+    """Whether CUDA device ``index`` runs the MXFP4 modes on this kernel family."""
+    return _serves(_capability(index), _switch("FLASHINFER_SM12X_MOE"))
+
+
+@functools.lru_cache(maxsize=64)
+def sm_count(index: int) -> int:
+    """Streaming multiprocessors of CUDA device ``index``."""
+    return int(torch.cuda.get_device_properties(index).multi_processor_count)
+
+
+@functools.lru_cache(maxsize=1024)
+def fits_device(tactic: int, num_experts: int, index: int) -> bool:
+    """Whether CUDA device ``index`` grants a block the shared memory that ``tactic`` needs for ``num_experts``."""
+    granted = torch.cuda.get_device_properties(index).shared_memory_per_block_optin
+    return INSTANCES[tactic].smem_bytes(num_experts) <= granted
+
+
+@functools.cache
+def moe_module() -> Any:
+    """The loaded ``fused_moe_120``; built on first use."""
+    from ..jit.fused_moe import gen_cutlass_fused_moe_sm120_module
+
+    return gen_cutlass_fused_moe_sm120_module().build_and_load()
+
+
+@functools.cache
+def ensure_instance(index: int) -> None:
+    """Make tactic ``index`` runnable: rows outside the default set are built and registered when first asked for."""
+    row = INSTANCES[index]
+    if row.default:
+        return
+    from ..jit.fused_moe import gen_cutlass_fused_moe_sm120_instance_module
+
+    module = gen_cutlass_fused_moe_sm120_instance_module(row).build_and_load()
+    moe_module().sm12x_register_instance(index, module.sm12x_instance_address())
+
+
+@functools.cache
+def group_gemm_module() -> Any:
+    """The loaded ``gemm_mxfp4_sm12x``; built on first use."""
+    from ..jit.gemm import gen_gemm_mxfp4_sm12x_module
+
+    return gen_gemm_mxfp4_sm12x_module().build_and_load()

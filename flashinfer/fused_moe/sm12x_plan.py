@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a call of known shapes needs beyond its tensors: tactics, workspace size; and the launch itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..jit.sm12x.instances import INSTANCES
+from . import sm12x_dispatch as dispatch
+from .sm12x_validation import Mode, MoEProblem
+
+
+@dataclasses.dataclass(eq=False)
+class Plan:
+    """What is known of a call once its shapes are."""
+
+    problem: MoEProblem
+    workspace_bytes: int = 0
+    tactics: tuple[int, int] = (-1, -1)
+    tuned: tuple[Any, tuple[int, int]] | None = None  # autotuner state and what it chose then
+    unit_scales: torch.Tensor | None = None  # stands in for token_final_scales that are None
+
+
+@functools.lru_cache(maxsize=8)
+def allowed_tactics(mode: Mode) -> tuple[int, ...]:
+    """Tactic numbers that fit ``mode``: rows of the instance table with its activation format."""
+    return tuple(row.index for row in INSTANCES if row.activation == mode.activation)
+
+
+def check_profile_ids(profile_ids: Sequence[int], mode: Mode) -> None:
+    """Raise ``ValueError`` unless ``profile_ids`` is a pair of -1 or tactics that fit ``mode``."""
+    allowed = allowed_tactics(mode)
+    if len(profile_ids) != 2 or any(tactic != -1 and tactic not in allowed for tactic in profile_ids):
+        raise ValueError(
+            f"profile_ids is {list(profile_ids)}; it must be [fc1_tactic, fc2_tactic], each -1 (the default) or, in mode "
+            f"{mode.name}, one of {list(allowed)}"
+        )
+
+
+def forced_tactics(profile_ids: Sequence[int], default: tuple[int, int]) -> tuple[int, int]:
+    """Checked ``profile_ids`` with -1 replaced by ``default``; builds what is not built yet."""
+    fc1 = default[0] if profile_ids[0] == -1 else int(profile_ids[0])
+    fc2 = default[1] if profile_ids[1] == -1 else int(profile_ids[1])
+    dispatch.ensure_instance(fc1)
+    dispatch.ensure_instance(fc2)
+    return fc1, fc2
+
+
+def make_plan(problem: MoEProblem, device: torch.device) -> Plan:
+    """Default tactics and workspace size of ``problem`` on ``device``."""
+    if device.type == "cpu" or problem.num_tokens == 0:
+        return Plan(problem)
+    from .sm12x_planner import plan_moe
+
+    tactics = plan_moe(
+        problem.num_tokens,
+        problem.top_k,
+        problem.num_local_experts,
+        problem.hidden,
+        problem.inter,
+        int(problem.mode),
+        dispatch.sm_count(device.index),
+    )
+    for tactic in tactics:
+        dispatch.ensure_instance(tactic)
+    size = dispatch.moe_module().sm12x_moe_workspace_size(
+        problem.num_tokens,
+        problem.hidden,
+        problem.inter,
+        problem.num_local_experts,
+        problem.top_k,
+        int(problem.mode),
+    )
+    return Plan(problem, int(size), (int(tactics[0]), int(tactics[1])))
+
+
+def launch(
+    problem: MoEProblem,
+    arguments: tuple[Any, ...],
+    workspace: torch.Tensor,
+    swizzled_input_sf: bool,
+    tactics: tuple[int, int],
+    enable_pdl: bool,
+) -> None:
+    """Call the kernel module on the device of ``arguments``, in the order its binding declares."""
+    device = workspace.device
+    if torch.cuda.current_device() != device.index:
+        with torch.cuda.device(device):
+            return launch(problem, arguments, workspace, swizzled_input_sf, tactics, enable_pdl)
+    dispatch.moe_module().sm12x_moe_run(
+        *arguments,
+        workspace,
+        int(problem.mode),
+        swizzled_input_sf,
+        problem.first_expert,
+        problem.num_experts_total,
+        tactics[0],
+        tactics[1],
+        enable_pdl,
+    )
+    return None

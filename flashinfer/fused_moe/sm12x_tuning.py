@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Upstream's autotuner over the instance table.
+
+FC1 and FC2 are tuned one after the other, each as the time of the whole layer with the other at its default, because
+FC2 starts streaming its weights while FC1 still runs.  The operators' names in a cache file are
+``flashinfer::sm12x_moe::fc1`` and ``flashinfer::sm12x_moe::fc2``; a tactic is an index of the instance table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import torch
+
+from ..autotuner import AutoTuner, DynamicTensorSpec, TunableRunner, TuningConfig
+from ..jit.sm12x.instances import INSTANCES
+from . import sm12x_dispatch as dispatch
+from .sm12x_plan import Plan, allowed_tactics, launch, make_plan
+from .sm12x_validation import BLOCK_SIZE, Mode, MoEProblem, round_up
+from .utils import get_hybrid_num_tokens_buckets, make_hybrid_bucket_mapper
+
+OPERATORS = ("flashinfer::sm12x_moe::fc1", "flashinfer::sm12x_moe::fc2")
+# Positions in the argument tuple that sm12x_moe builds for the kernel module.
+_OUTPUT, _INPUT, _INPUT_SF, _IDS, _SCALES, _FC1, _FC2 = 0, 1, 2, 3, 4, 5, 9
+_ROUTING_SEED = 0
+
+
+@functools.lru_cache(maxsize=16)
+def tuning_config(tune_max_num_tokens: int) -> TuningConfig:
+    """Token counts to tune at, spaced as upstream spaces them for MoE layers."""
+    return TuningConfig(
+        dynamic_tensor_specs=(
+            DynamicTensorSpec(
+                (0,),
+                (0,),
+                get_hybrid_num_tokens_buckets(tune_max_num_tokens),
+                make_hybrid_bucket_mapper(tune_max_num_tokens),
+            ),
+        )
+    )
+
+
+class SM12xMoERunner(TunableRunner):
+    """Times one layer with a given tactic for FC1 (``gemm_idx=1``) or FC2 (``gemm_idx=2``).
+
+    ``inputs`` are the activations, whose token count is tuned over, and the two weights.  Expert ids of a profile are
+    drawn uniformly without replacement from a fixed seed, so that two processes time the same routing.
+    """
+
+    def __init__(
+        self,
+        problem: MoEProblem,
+        arguments: tuple[Any, ...],
+        swizzled_input_sf: bool,
+        enable_pdl: bool,
+    ) -> None:
+        self.problem = dataclasses.replace(problem, num_tokens=0)
+        self.output_dtype = arguments[_OUTPUT].dtype
+        self.swizzled_input_sf = swizzled_input_sf
+        self.enable_pdl = enable_pdl
+        # Names that end in _cache stay out of the runner's hash (TunableRunner.__hash__).
+        self._arguments_cache = arguments
+        self._profile_cache: dict[int, tuple[Plan, tuple[Any, ...], torch.Tensor]] = {}
+
+    def get_cache_key_extras(self, inputs: list[torch.Tensor]) -> tuple[Any, ...]:
+        """What besides the shapes tells saved tactics apart; the same in every process and on every rank."""
+        problem = self.problem
+        return (
+            int(problem.mode),
+            str(inputs[0].dtype),
+            str(self.output_dtype),
+            problem.top_k,
+            problem.num_experts_total,
+            self.swizzled_input_sf,
+            self.enable_pdl,
+        )
+
+    def get_valid_tactics(self, inputs: list[torch.Tensor], profile: Any) -> list[int]:
+        """Default rows of the instance table that fit the mode and the device's shared memory."""
+        return [
+            tactic
+            for tactic in allowed_tactics(self.problem.mode)
+            if INSTANCES[tactic].default
+            and dispatch.fits_device(tactic, self.problem.num_local_experts, inputs[0].device.index)
+        ]
+
+    def validate_tactic(self, inputs: list[torch.Tensor], tactic: Any) -> bool:
+        """Whether a tactic from a cache file names a row that fits this mode."""
+        return tactic == -1 or tactic in allowed_tactics(self.problem.mode)
+
+    def _profile(self, activations: torch.Tensor) -> tuple[Plan, tuple[Any, ...], torch.Tensor]:
+        tokens = activations.shape[0]
+        held = self._profile_cache.get(tokens)
+        if held is not None:
+            return held
+        device = activations.device
+        problem = dataclasses.replace(self.problem, num_tokens=tokens)
+        plan = make_plan(problem, device)
+        generator = torch.Generator(device).manual_seed(_ROUTING_SEED)
+        scores = torch.rand((tokens, problem.num_experts_total), device=device, generator=generator)
+        arguments = list(self._arguments_cache)
+        arguments[_OUTPUT] = torch.empty((tokens, problem.hidden), dtype=self.output_dtype, device=device)
+        arguments[_IDS] = scores.topk(problem.top_k, dim=1).indices.to(torch.int32).contiguous()
+        arguments[_SCALES] = torch.full((tokens, problem.top_k), 1 / problem.top_k, device=device)
+        if problem.mode is Mode.MXFP8_INPUT:
+            rows = round_up(tokens, 128) if self.swizzled_input_sf else tokens
+            blocks = problem.hidden // BLOCK_SIZE
+            if self.swizzled_input_sf:
+                blocks = round_up(blocks, 4)
+            arguments[_INPUT_SF] = torch.full((rows, blocks), 0x7F, dtype=torch.uint8, device=device)
+        workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=device)
+        self._profile_cache[tokens] = plan, tuple(arguments), workspace
+        return self._profile_cache[tokens]
+
+    def forward(
+        self,
+        inputs: list[torch.Tensor],
+        tactic: Any = -1,
+        do_preparation: bool = False,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Run the layer once on ``inputs[0]``; ``gemm_idx`` says which GEMM ``tactic`` is for."""
+        plan, arguments, workspace = self._profile(inputs[0])
+        tactics = list(plan.tactics)
+        if tactic != -1:
+            tactics[kwargs["gemm_idx"] - 1] = tactic
+        launch(
+            plan.problem,
+            (arguments[_OUTPUT], inputs[0], *arguments[_INPUT_SF:]),
+            workspace,
+            self.swizzled_input_sf,
+            (tactics[0], tactics[1]),
+            self.enable_pdl,
+        )
+        return arguments[_OUTPUT]
+
+
+def _state(tuner: Any) -> Any:
+    """What the tuner's answers depend on outside a tuning context, or ``None`` inside one: then it must be asked."""
+    if tuner.is_tuning_mode or tuner._active_tuning_contexts or tuner._in_v2_context:
+        return None
+    return (
+        tuner._dirty_seq,
+        len(tuner.profiling_cache),
+        len(tuner._file_configs),
+        tuner._managed_cache,
+    )
+
+
+_NOTHING_TUNED = (0, 0, 0, None)
+
+
+def tuned_tactics(
+    plan: Plan,
+    arguments: tuple[Any, ...],
+    swizzled_input_sf: bool,
+    tune_max_num_tokens: int,
+    enable_pdl: bool,
+) -> tuple[int, int]:
+    """The autotuner's tactics for this call: tuned now inside ``autotune(True)``, else remembered, else the plan's."""
+    tuner = AutoTuner.get()
+    state = _state(tuner)
+    if state == _NOTHING_TUNED:
+        return plan.tactics
+    if state is not None:
+        state = (*state, tune_max_num_tokens, enable_pdl)
+    if state is not None and plan.tuned is not None and plan.tuned[0] == state:
+        return plan.tuned[1]
+    runner = SM12xMoERunner(plan.problem, arguments, swizzled_input_sf, enable_pdl)
+    chosen = list(plan.tactics)
+    for position, operator in enumerate(OPERATORS):
+        _, tactic = tuner.choose_one(
+            operator,
+            [runner],
+            tuning_config(tune_max_num_tokens),
+            [arguments[_INPUT], arguments[_FC1], arguments[_FC2]],
+            gemm_idx=position + 1,
+        )
+        if tactic != -1:
+            dispatch.ensure_instance(tactic)
+            chosen[position] = tactic
+    tactics = (chosen[0], chosen[1])
+    if state is not None:
+        plan.tuned = (state, tactics)
+    return tactics
