@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""JIT specs, and building many of them.
+
+Adds to upstream: ``build_jit_specs`` hands specs of the SM12x family to their own engine; that engine's log lines go
+where upstream's do.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from flashinfer._layer import extend
+
+_upstream = extend(globals())
+
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any: ...
+
+
+def _share_log_handlers(name: str) -> None:
+    """Give a standard logger the handlers and the level of upstream's JIT logger, which stands outside the hierarchy."""
+    logger = logging.getLogger(name)
+    logger.handlers = list(_upstream.logger.handlers)
+    logger.setLevel(_upstream.logger.level)
+    logger.propagate = False
+
+
+_share_log_handlers("flashinfer.jit.sm12x")
+
+
+def build_jit_specs(specs: Sequence[Any], verbose: bool = False, skip_prebuilt: bool = True) -> None:
+    """Build modules.
+
+    Args:
+        specs: JIT specs, upstream's and those of the SM12x family.
+        verbose: Show the compilers' output.
+        skip_prebuilt: Leave out modules that an installed wheel brings.
+
+    Raises:
+        JitBuildError: a module of the SM12x family could not be built.
+        RuntimeError: a module of upstream's could not be built.
+    """
+    from .sm12x.spec import JitSpecSm12x
+
+    max_jobs = os.environ.get("FLASHINFER_JIT_PREBUILD_MAX_JOBS", "")
+    for spec in specs:
+        if isinstance(spec, JitSpecSm12x) and not (skip_prebuilt and spec.aot_path.exists()):
+            spec.build(verbose=verbose, need_lock=True, max_jobs=int(max_jobs) if max_jobs.isdigit() else None)
+    others = [spec for spec in specs if not isinstance(spec, JitSpecSm12x)]
+    _upstream.build_jit_specs(others, verbose, skip_prebuilt)

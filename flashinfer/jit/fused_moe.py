@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Specs of the fused MoE modules.
+
+Adds to upstream: ``fused_moe_120`` is the lean MXFP4 module of the SM12x family. Upstream's own, which serves all other
+dtypes and modes on these GPUs, is ``fused_moe_120_upstream``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from flashinfer._layer import extend
+
+_upstream = extend(globals())
+
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any: ...
+
+
+def gen_cutlass_fused_moe_sm120_module(use_fast_build: bool = False) -> Any:
+    """The spec of ``fused_moe_120``: MXFP4 weights with MXFP8 or bf16 activations on compute capability 12.x.
+
+    Args:
+        use_fast_build: Accepted for upstream's signature. It leaves out kernels of upstream's module; this one has none
+            to leave out.
+
+    Raises:
+        RuntimeError: no architecture of the family is to be compiled for; the message says what to set.
+    """
+    from .sm12x.modules import gen_fused_moe_module
+
+    return gen_fused_moe_module()
+
+
+def gen_cutlass_fused_moe_sm120_instance_module(tactic: int) -> Any:
+    """The spec of the module with one instance that is not part of ``fused_moe_120``.
+
+    Args:
+        tactic: The instance's number in the table (``flashinfer.jit.sm12x.instances``).
+
+    Raises:
+        ValueError: there is no such instance, or ``fused_moe_120`` has it.
+        RuntimeError: as :func:`gen_cutlass_fused_moe_sm120_module`.
+    """
+    from .sm12x.instances import instance
+    from .sm12x.modules import gen_fused_moe_instance_module
+
+    return gen_fused_moe_instance_module(instance(tactic))
+
+
+def gen_cutlass_fused_moe_sm120_upstream_module(use_fast_build: bool = False) -> Any:
+    """The spec of ``fused_moe_120_upstream``: upstream's module for compute capability 12.x, all dtypes.
+
+    Args:
+        use_fast_build: As upstream has it.
+    """
+    return _upstream.gen_cutlass_fused_moe_sm120_module(use_fast_build)
+
+
+def gen_cutlass_fused_moe_module(
+    nvcc_flags: list[str], device_arch: str, use_fast_build: bool = False, module_name: str | None = None
+) -> Any:
+    """Upstream's generator of fused MoE modules; its one for ``"120"`` is named ``fused_moe_120_upstream``."""
+    if device_arch == "120" and module_name is None:
+        module_name = "fused_moe_120_upstream"
+    return _upstream.gen_cutlass_fused_moe_module(nvcc_flags, device_arch, use_fast_build, module_name)

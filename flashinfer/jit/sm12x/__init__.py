@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The SM12x kernel family's modules: what they are made of, and how they are built.
+
+Nothing is imported here: ``flashinfer.jit.cpp_ext`` needs ``toolchain`` while ``flashinfer.jit`` is still loading.
+
+=================  ====================================================================================
+``instances``      the one table of kernel instances
+``toolchain``      where the CUDA compiler, its headers and libraries are
+``modules``        the JIT specs: sources and flags of each module
+``spec``           how such a spec fits upstream's ``JitSpec``
+``build``          the engine: what is fresh, what is built, under which lock
+``freshness``      content hashes and the manifest
+``jobs``           how many compilers may run, from memory and cores
+``executor``       runs compilers, measures them, shows progress
+``diagnosis``      from a compiler's output to a short error
+=================  ====================================================================================
+"""

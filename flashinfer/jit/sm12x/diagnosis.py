@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From what a compiler or the system said to an error that says what to do."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+from pathlib import Path
+
+from . import toolchain
+
+
+class JitBuildError(RuntimeError):
+    """A module could not be built.
+
+    Attributes:
+        module: The module's name.
+        log_path: The file with the compiler's full output, or None when there is none.
+        hint: What to do about it, or None when the cause is not a known one.
+    """
+
+    def __init__(self, module: str, what: str, log_path: Path | None = None, hint: str | None = None) -> None:
+        self.module = module
+        self.log_path = log_path
+        self.hint = hint
+        lines = [f"building {module} failed: {what}"]
+        if hint:
+            lines.append(f"Hint: {hint}")
+        if log_path is not None:
+            lines.append(f"Log: {log_path}")
+        super().__init__("\n".join(lines))
+
+
+_ERROR_LINES = (
+    r"\S.*:\d+:(?:\d+:)? (?:fatal )?error: .*",  # GCC, Clang
+    r"\S.*\(\d+\): (?:catastrophic )?error\b.*",  # cudafe++
+    r"ptxas (?:fatal|error|.*; error)\b.*",
+    r"(?:nvcc|nvlink|fatbinary) (?:fatal|error)\b.*",
+    r".*\bundefined reference to\b.*",
+    r"\S*ld(?:\.\w+)?: .*",
+    r"(?:Fatal )?[Ee]rror: .*",
+    r".*No space left on device.*",
+    r".*\bKilled\b.*",
+)
+
+
+def first_error_line(output: str) -> str:
+    """The first line of a compiler's output that reports an error; else its last line; else an empty string."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    for line in lines:
+        if any(re.match(pattern, line) for pattern in _ERROR_LINES) and "warning" not in line.split(":")[0]:
+            return line
+    return lines[-1] if lines else ""
+
+
+def was_killed(returncode: int, output: str) -> bool:
+    """Whether a process of the compiler was ended by SIGKILL, as the kernel does when memory runs out."""
+    by_signal = returncode in (-9, 137) or re.search(r"died due to signal 9\b|\bKilled signal\b", output) is not None
+    return by_signal or re.search(r"^.*\bKilled$", output, re.MULTILINE) is not None
+
+
+def hint_for(returncode: int, output: str) -> str | None:
+    """What to do about a failed compilation, where its cause is a known one."""
+    missing = re.search(
+        r"fatal error: (\S+): No such file or directory|could not open source file \"([^\"]+)\"", output
+    )
+    if missing is not None:
+        return _missing_header(missing.group(1) or missing.group(2))
+    if was_killed(returncode, output):
+        return (
+            "the compiler was killed, most likely because memory ran out. Free some, or set MAX_JOBS=1 "
+            "to run one compiler at a time"
+        )
+    if "No space left on device" in output:
+        return _disk_full(None)
+    suffix = re.search(r"not supported on \.target '(sm_(\d+))'", output)
+    if suffix is not None:
+        number = suffix.group(2)
+        return (
+            f"{suffix.group(1)} without a suffix has no FP4 conversion and no block-scaled MMA. "
+            f"Set FLASHINFER_CUDA_ARCH_LIST={number[:-1]}.{number[-1]}a"
+        )
+    unknown = re.search(r"(?:Unsupported gpu architecture|Value) '(\w+)'", output)
+    if unknown is not None and "gpu" in output.lower():
+        return (
+            f"this nvcc does not know {unknown.group(1)}: 12.0a needs CUDA 12.8, 12.1a and the suffix f need 12.9. "
+            f"Install a newer one: {toolchain.PIP_COMMAND}"
+        )
+    if "unsupported GNU version" in output:
+        return "nvcc does not support this version of GCC. Set CC and CXX to an older one, e.g. CC=gcc-13 CXX=g++-13"
+    if re.search(r"cc1plus|gcc: (?:command )?not found|Failed to (?:preprocess|run) host compiler", output):
+        return "the host C++ compiler is missing or broken. Debian, Ubuntu: apt-get install g++"
+    library = re.search(r"cannot find -l(\w+)", output)
+    if library is not None:
+        return f"the toolkit has no lib{library.group(1)}; install all of it: {toolchain.PIP_COMMAND}"
+    if re.search(r"Permission denied|Read-only file system", output):
+        return "a folder that the compiler writes to is not writable: the cache, or TMPDIR"
+    return None
+
+
+def _missing_header(header: str) -> str:
+    wheel = toolchain.wheel_of_header(header)
+    if wheel is not None:
+        return f"{header} is not part of this CUDA toolkit. Install it: pip install {wheel}"
+    if header.startswith(("cuda", "crt/", "cooperative_groups")):
+        return f"{header} belongs to the CUDA toolkit, which is not complete. Install it: {toolchain.PIP_COMMAND}"
+    if header == "Python.h":
+        return "Python's headers are missing. Debian, Ubuntu: apt-get install python3-dev"
+    return f"no include folder holds {header}; the log shows the folders that were searched"
+
+
+def _disk_full(folder: Path | None) -> str:
+    where = "the file system of the cache or of TMPDIR"
+    if folder is not None:
+        try:
+            where = f"the file system of {folder} ({shutil.disk_usage(folder).free >> 20} MiB free)"
+        except OSError:
+            where = f"the file system of {folder}"
+    return (
+        f"{where} is full. Make room, or set FLASHINFER_WORKSPACE_BASE to a folder on another one. "
+        "'python -m flashinfer clear-cache' removes all built modules"
+    )
+
+
+def explain_os_error(module: str, folder: Path, error: OSError) -> JitBuildError:
+    """The error to raise when the cache itself cannot be used."""
+    reason = os.strerror(error.errno) if error.errno else str(error)
+    at = error.filename or folder
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        existing = next((path for path in (folder, *folder.parents) if path.exists()), None)
+        return JitBuildError(module, f"{reason}: {at}", hint=_disk_full(existing))
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
+        return JitBuildError(
+            module,
+            f"the cache cannot be written: {reason}: {at}",
+            hint="set FLASHINFER_WORKSPACE_BASE to a folder that you may write to (default: the home folder), "
+            "or correct its owner and mode",
+        )
+    return JitBuildError(module, f"{reason}: {at}")

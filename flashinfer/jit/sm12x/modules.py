@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The modules of the SM12x family: which sources, for which architectures, with which flags.
+
+===============================  =================================================================
+``fused_moe_120``                the MXFP4 MoE layer: binding, launcher, one source per default instance
+``fused_moe_120_<instance>``     an instance outside the default set, registered with the module above
+``gemm_mxfp4_sm12x``             the public MXFP4 grouped GEMM
+===============================  =================================================================
+
+Each source holds one instance, generated from a template and the table in ``instances``, so that sources build in
+parallel and an edit of the table rebuilds what it touches.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import jinja2
+
+from flashinfer._layer import fork_root, wheel_root
+
+from .. import core, cpp_ext
+from .. import env as jit_env
+from .freshness import write_atomically
+from .instances import GEMM_INSTANCES, INSTANCES, Instance
+from .spec import JitSpecSm12x
+
+FUSED_MOE = "fused_moe_120"
+GROUP_GEMM = "gemm_mxfp4_sm12x"
+
+_MOE_TEMPLATE = "fused_moe/cutlass_backend/sm12x_moe_instance.cu.jinja"
+_MOE_SOURCES = (
+    "fused_moe/cutlass_backend/flashinfer_sm12x_fused_moe_binding.cu",
+    "nv_internal/tensorrt_llm/kernels/cutlass_kernels/moe_gemm/launchers/moe_gemm_sm120_mixed_input_launcher.cu",
+)
+_INSTANCE_BINDING = "fused_moe/cutlass_backend/flashinfer_sm12x_instance_binding.cu"
+_GEMM_TEMPLATE = "gemm/sm12x_group_gemm_instance.cu.jinja"
+_GEMM_BINDING = "group_gemm_mxfp4_sm12x_binding.cu"
+
+EMBED_PTX_VARIABLE = "FLASHINFER_SM12X_EMBED_PTX"
+"""Set to 1, modules carry the PTX of their SM12x kernels too, uncompressed, under names that end in ``_ptx``."""
+
+
+def gen_fused_moe_module() -> JitSpecSm12x:
+    """The spec of ``fused_moe_120``.
+
+    Raises:
+        RuntimeError: no architecture of the family is to be compiled for; the message says what to set.
+    """
+    instances = [instance for instance in INSTANCES if instance.default]
+    sources = [_csrc() / source for source in _MOE_SOURCES]
+    return _spec(FUSED_MOE, sources, _MOE_TEMPLATE, instances)
+
+
+def gen_fused_moe_instance_module(instance: Instance) -> JitSpecSm12x:
+    """The spec of the small module that holds one instance outside the default set.
+
+    Raises:
+        RuntimeError: as :func:`gen_fused_moe_module`.
+        ValueError: the instance is in the default set, and so in ``fused_moe_120``.
+    """
+    if instance.default:
+        raise ValueError(
+            f"{instance.name} (tactic {instance.index}) is part of {FUSED_MOE} and has no module of its own"
+        )
+    return _spec(f"{FUSED_MOE}_{instance.name}", [_csrc() / _INSTANCE_BINDING], _MOE_TEMPLATE, [instance])
+
+
+def gen_group_gemm_module() -> JitSpecSm12x:
+    """The spec of ``gemm_mxfp4_sm12x``.
+
+    Raises:
+        RuntimeError: as :func:`gen_fused_moe_module`.
+    """
+    return _spec(GROUP_GEMM, [_csrc() / _GEMM_BINDING], _GEMM_TEMPLATE, GEMM_INSTANCES)
+
+
+def target_architectures() -> tuple[tuple[int, str], ...]:
+    """Those of the architectures to compile for that the family has kernels for: 12.x, 9.0 and 8.9.
+
+    Raises:
+        RuntimeError: there is none of them, or none at all is known; the message says what to set.
+    """
+    context = core.current_compilation_context
+    if not context.TARGET_CUDA_ARCHS:
+        context = core.refresh_current_compilation_context()
+    known = sorted(context.TARGET_CUDA_ARCHS)
+    ours = tuple((major, minor) for major, minor in known if major == 12 or (major, minor) in ((9, "0a"), (8, "9")))
+    if ours:
+        return ours
+    if not known:
+        raise RuntimeError(
+            "it is not known which GPU to compile for: no GPU is visible and FLASHINFER_CUDA_ARCH_LIST is not set. "
+            "Set FLASHINFER_CUDA_ARCH_LIST=12.1a (DGX Spark) or 12.0a (RTX 50, RTX PRO Blackwell)"
+        )
+    names = ", ".join(f"{major}.{minor}" for major, minor in known)
+    raise RuntimeError(
+        f"the SM12x kernels are for compute capability 12.0, 12.1, 9.0 and 8.9, but modules are compiled for {names}. "
+        "Set FLASHINFER_CUDA_ARCH_LIST, e.g. 12.1a (DGX Spark) or 12.0a (RTX 50, RTX PRO Blackwell)"
+    )
+
+
+def _csrc() -> Path:
+    return fork_root() / "csrc"
+
+
+def _include_dirs() -> list[Path]:
+    """This tree's headers, before any of the wheel's."""
+    cutlass = fork_root() / "3rdparty" / "cutlass" / "include"
+    ours = [fork_root() / "include", _csrc(), _csrc() / "nv_internal"]
+    upstream = [
+        wheel_root() / "data" / "csrc" / "nv_internal",
+        wheel_root() / "data" / "csrc" / "nv_internal" / "include",
+    ]
+    return [*ours, *([cutlass] if cutlass.is_dir() else []), *upstream]
+
+
+def _spec(name: str, sources: Sequence[Path], template: str, instances: Iterable[Instance]) -> JitSpecSm12x:
+    architectures = target_architectures()
+    embed_ptx = os.environ.get(EMBED_PTX_VARIABLE, "0") == "1"
+    if embed_ptx:
+        name += "_ptx"
+    spec = JitSpecSm12x(
+        name=name,
+        sources=[*sources, *_render(name, template, instances)],
+        extra_cflags=_cxx_flags(),
+        extra_cuda_cflags=_cuda_flags(architectures, embed_ptx),
+        extra_ldflags=None,
+        extra_include_dirs=_include_dirs(),
+        architectures=architectures,
+        watched_dirs=(fork_root() / "include", _csrc()),
+    )
+    core.jit_spec_registry.register(spec)
+    return spec
+
+
+def _render(name: str, template: str, instances: Iterable[Instance]) -> list[Path]:
+    """Write one source per instance into the cache's folder of generated sources."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_csrc()),
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        autoescape=False,
+    )
+    compiled = environment.get_template(template)
+    folder = jit_env.FLASHINFER_GEN_SRC_DIR / name
+    paths = []
+    for instance in instances:
+        path = folder / f"{instance.name}.cu"
+        write_atomically(path, compiled.render(instance=instance))
+        paths.append(path)
+    return paths
+
+
+def _debug() -> bool:
+    return os.environ.get("FLASHINFER_JIT_DEBUG", "0") == "1"
+
+
+def _cxx_flags() -> list[str]:
+    return ["-std=c++17", *(["-O0", "-g"] if _debug() else ["-O3", "-DNDEBUG"])]
+
+
+def _cuda_flags(architectures: Iterable[tuple[int, str]], embed_ptx: bool) -> list[str]:
+    # Without -use_fast_math: the quantizers' results are part of the contract.
+    flags = ["-std=c++17", *cpp_ext.get_nvcc_parallelism_flags()]
+    flags += ["-O0", "-g", "--device-debug"] if _debug() else ["-O3", "-DNDEBUG"]
+    if os.environ.get("FLASHINFER_JIT_LINEINFO", "0") == "1" and not _debug():
+        flags.append("-lineinfo")
+    flags.append(f"--compress-mode={'none' if embed_ptx else 'size'}")
+    for major, minor in architectures:
+        code = f"{major}{minor}"
+        flags.append(f"-gencode=arch=compute_{code},code=sm_{code}")
+        if embed_ptx and major == 12:
+            flags.append(f"-gencode=arch=compute_{code},code=compute_{code}")
+    return flags

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The JIT spec of a module that is built by the engine in ``build``.
+
+To the registry, the AOT entry, the command line and whoever calls ``build_and_load`` it is one of upstream's.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .. import core, cpp_ext
+from . import build as engine
+from . import toolchain
+from .diagnosis import JitBuildError
+
+if TYPE_CHECKING:
+    _JitSpecNvcc: Any = object
+else:
+    _JitSpecNvcc = core.JitSpecNvcc
+
+
+@dataclass
+class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
+    """A module of the SM12x family.
+
+    Its fields are those of upstream's ``JitSpecNvcc``.
+
+    Attributes:
+        architectures: What it is compiled for, as in ``CompilationContext.TARGET_CUDA_ARCHS``.
+        watched_dirs: Folders whose files are edited by whoever works on the kernels.
+    """
+
+    architectures: tuple[tuple[int, str], ...] = ()
+    watched_dirs: tuple[Path, ...] = field(default=())
+
+    @cached_property
+    def plan(self) -> engine.ModulePlan:
+        """What the engine builds.
+
+        Raises:
+            ToolchainError: there is no CUDA compiler, or one too old for the architectures.
+        """
+        toolkit = cpp_ext.find_toolkit()
+        toolchain.require_architectures(toolkit, self.architectures)
+        steps = self._steps(toolkit)
+        return engine.ModulePlan(
+            name=self.name,
+            folder=self.build_dir,
+            lock_path=self.lock_path,
+            steps=steps,
+            linker=(os.environ.get("CXX", "c++"),),
+            link_flags=self._link_flags(toolkit),
+            watched=tuple(folder for folder in self.watched_dirs if folder.is_dir()),
+            description=f"CUDA {toolkit.version} in {toolkit.root} (found through {toolkit.origin})",
+        )
+
+    def _steps(self, toolkit: toolchain.Toolkit) -> tuple[engine.CompileStep, ...]:
+        root = str(toolkit.root)
+        common = cpp_ext.build_common_cflags(root, self.extra_include_dirs)
+        cuda_flags = tuple(_as_arguments(cpp_ext.build_cuda_cflags(common, self.extra_cuda_cflags), common, root))
+        cxx_flags = tuple(_as_arguments(cpp_ext.build_cflags(common, self.extra_cflags), common, root))
+        steps = []
+        for source in self.sources:
+            cuda = source.suffix == ".cu"
+            launcher = os.environ.get(f"FLASHINFER_{'NVCC' if cuda else 'CXX'}_LAUNCHER", "")
+            step = engine.CompileStep(
+                name=f"{source.parent.name}_{source.stem}.o",
+                source=source.resolve(),
+                compiler=os.environ.get("FLASHINFER_NVCC", str(toolkit.nvcc)) if cuda else os.environ.get("CXX", "c++"),
+                flags=cuda_flags if cuda else cxx_flags,
+                launcher=tuple(launcher.split()),
+                depfile_flags=("--generate-dependencies-with-compile", "-MF") if cuda else ("-MD", "-MF"),
+            )
+            steps.append(step)
+        return tuple(steps)
+
+    def _link_flags(self, toolkit: toolchain.Toolkit) -> tuple[str, ...]:
+        # The runtime by its file: the wheels have no link name for it. Not the driver: entry points come from
+        # cudaGetDriverEntryPoint, so that the module loads on a machine without one.
+        runtime = toolkit.find_library("cudart")
+        extra = [*cpp_ext.parse_env_flags("FLASHINFER_EXTRA_LDFLAGS"), *(self.extra_ldflags or [])]
+        return ("-shared", str(runtime), f"-Wl,-rpath,{runtime.parent}", *extra)
+
+    def try_load(self) -> Any:
+        """The module from an installed wheel, or from the cache if it is fresh; else None."""
+        prebuilt = super().try_load()
+        if prebuilt is not None:
+            return prebuilt
+        try:
+            if not engine.is_fresh(self.plan):
+                return None
+            return self.load()
+        except (toolchain.ToolchainError, OSError, RuntimeError) as error:
+            core.logger.debug("%s in the cache cannot be used: %s", self.name, error)
+            return None
+
+    def build(self, verbose: bool | None = None, need_lock: bool = False, max_jobs: int | None = None) -> None:
+        """Bring the library in the cache up to date.
+
+        Args:
+            verbose: Show commands and compiler output; ``FLASHINFER_JIT_VERBOSE=1`` when omitted.
+            need_lock: Take the module's lock. Without it the caller holds it.
+            max_jobs: Compilers at once; chosen by the engine when omitted.
+
+        Raises:
+            MissingJITCacheError: ``FLASHINFER_DISABLE_JIT`` is set.
+            ToolchainError: there is no CUDA compiler, or one too old.
+            JitBuildError: a compiler failed, or the cache cannot be written.
+        """
+        if os.environ.get("FLASHINFER_DISABLE_JIT"):
+            raise core.MissingJITCacheError(
+                f"{self.name} is not built, or no longer fresh, and FLASHINFER_DISABLE_JIT forbids building it. Unset "
+                "that variable, or build the module where it is not set",
+                spec=self,
+            )
+        if verbose is None:
+            verbose = os.environ.get("FLASHINFER_JIT_VERBOSE", "0") == "1"
+        if not need_lock:
+            engine.build(self.plan, verbose, max_jobs)
+            return
+        with engine.module_lock(self.plan):
+            engine.build(self.plan, verbose, max_jobs)
+
+    def build_and_load(self) -> Any:
+        """Load the module, building it first if it is not fresh. Processes that want it at once build it once.
+
+        Raises:
+            What :meth:`build` raises.
+        """
+        module = self.try_load()
+        if module is not None:
+            return module
+        with engine.module_lock(self.plan):
+            module = self.try_load()
+            if module is not None:
+                return module
+            self.build()
+        return self.load()
+
+    @property
+    def lock_path(self) -> Path:
+        """The file that is locked while the module is built. Making its folder is left to whoever locks it."""
+        return Path(core.jit_env.FLASHINFER_JIT_DIR) / "tmp" / f"{self.name}.lock"
+
+
+def _as_arguments(flags: Iterable[str], common: Iterable[str], cuda_home: str) -> Iterable[str]:
+    """Upstream's flags, which are text for a build file, as the arguments of a command."""
+    for flag in flags:
+        if flag == "$common_cflags":
+            yield from _as_arguments(common, (), cuda_home)
+        elif flag.startswith("-isystem "):
+            yield from ("-isystem", flag.removeprefix("-isystem ").replace("$cuda_home", cuda_home))
+        elif flag:
+            yield flag.replace("$cuda_home", cuda_home)
+
+
+__all__ = ["JitBuildError", "JitSpecSm12x"]

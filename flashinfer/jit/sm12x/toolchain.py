@@ -1,0 +1,364 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the CUDA compiler, its headers and its libraries are.
+
+Three kinds of toolkit are understood:
+
+- a toolkit as NVIDIA's installers lay it out (``bin/``, ``include/``, ``lib64/``),
+- a distribution's (``/usr/bin/nvcc`` with headers in ``/usr/include``),
+- the wheels of PyPI (``site-packages/nvidia/cu13``): ``bin/`` and ``include/``, but ``lib/`` in place of
+  ``lib64/``, versioned libraries only (``libcudart.so.13``, no ``libcudart.so``), and no stub of the driver.
+
+The first of these that exists is used: ``CUDA_HOME``, ``CUDA_PATH``, ``nvcc`` on ``PATH``, the wheels,
+``/usr/local/cuda``. Nothing here imports the rest of FlashInfer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+from packaging.version import Version
+
+PIP_COMMAND = (
+    'pip install "nvidia-cuda-nvcc==13.0.*" "nvidia-cuda-crt==13.0.*" "nvidia-nvvm==13.0.*" '
+    '"nvidia-cuda-runtime==13.0.*" nvidia-curand'
+)
+"""What installs a toolkit that this package can use, without root."""
+
+DEFAULT_ROOT = Path("/usr/local/cuda")
+"""Where NVIDIA's installers put the toolkit; used when nothing else names one."""
+
+_MINIMUM_VERSION: Mapping[str, str] = {"0a": "12.8", "1a": "12.9", "0f": "12.9", "1f": "12.9"}
+"""Oldest nvcc for each minor-and-suffix of compute capability 12 (release notes of CUDA 12.8 and 12.9)."""
+
+_COMPANION_HEADERS: Mapping[str, str] = {
+    "curand_kernel.h": "nvidia-curand",
+    "cublas_v2.h": "nvidia-cublas",
+    "cublasLt.h": "nvidia-cublas",
+    "nvrtc.h": "nvidia-cuda-nvrtc",
+    "cusparse.h": "nvidia-cusparse",
+    "cusolverDn.h": "nvidia-cusolver",
+    "cupti.h": "nvidia-cuda-cupti",
+    "nvtx3/nvToolsExt.h": "nvidia-nvtx",
+}
+"""Headers that FlashInfer's sources include and a bare toolkit may lack -> the wheel that has them."""
+
+
+class ToolchainError(RuntimeError):
+    """No usable CUDA compiler: none found, a broken one named, or one too old for the architecture."""
+
+
+@dataclass(frozen=True)
+class Toolkit:
+    """One CUDA toolkit.
+
+    Attributes:
+        root: What ``CUDA_HOME`` would name.
+        nvcc: The compiler driver.
+        origin: What led to it, for messages: ``CUDA_HOME``, ``CUDA_PATH``, ``PATH``, ``pip``, ``default``.
+        include_dirs: Its own header folder first, then those of wheels that hold what it lacks.
+        library_dirs: Existing folders with its libraries, in search order.
+    """
+
+    root: Path
+    nvcc: Path
+    origin: str
+    include_dirs: tuple[Path, ...] = field(default=())
+    library_dirs: tuple[Path, ...] = field(default=())
+
+    @property
+    def version(self) -> Version:
+        """The toolkit's version, e.g. ``13.0``, as ``nvcc --version`` gives it."""
+        text = compiler_banner(self.nvcc)
+        match = re.search(r"release (\d+\.\d+)", text)
+        if match is None:
+            raise ToolchainError(f"{self.nvcc} --version names no CUDA release; it printed: {text.strip()[:200]!r}")
+        return Version(match.group(1))
+
+    @property
+    def extra_include_dirs(self) -> tuple[Path, ...]:
+        """Header folders beyond the toolkit's own."""
+        own = self.root / "include"
+        return tuple(folder for folder in self.include_dirs if folder != own)
+
+    def find_library(self, stem: str) -> Path:
+        """The shared library ``lib<stem>.so`` or its newest versioned file.
+
+        Raises:
+            ToolchainError: no folder of the toolkit holds it.
+        """
+        for folder in self.library_dirs:
+            plain = folder / f"lib{stem}.so"
+            if plain.exists():
+                return plain
+            versioned = sorted(folder.glob(f"lib{stem}.so.*"), key=lambda path: len(path.name))
+            if versioned:
+                return versioned[0]
+        searched = ", ".join(map(str, self.library_dirs)) or "none"
+        raise ToolchainError(
+            f"the CUDA toolkit {self.root} has no lib{stem}.so (folders searched: {searched}). "
+            f"Install the missing part, or all of it: {PIP_COMMAND}"
+        )
+
+
+@cache
+def compiler_banner(compiler: Path | str) -> str:
+    """What ``<compiler> --version`` prints. Asked once per process and compiler."""
+    try:
+        result = subprocess.run([str(compiler), "--version"], capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ToolchainError(f"{compiler} --version failed: {error}") from error
+    return result.stdout
+
+
+def wheel_folders() -> list[Path]:
+    """The ``nvidia`` folders of every site-packages on ``sys.path``: where CUDA's wheels unpack."""
+    spec = importlib.util.find_spec("nvidia")
+    if spec is None or spec.submodule_search_locations is None:
+        return []
+    return [Path(location) for location in spec.submodule_search_locations]
+
+
+def discover(
+    environ: Mapping[str, str] | None = None,
+    wheels: Sequence[Path] | None = None,
+    default_root: Path = DEFAULT_ROOT,
+) -> Toolkit:
+    """Find the CUDA toolkit.
+
+    Args:
+        environ: The environment to read; the process's own when omitted.
+        wheels: Folders to search for CUDA's wheels; those on ``sys.path`` when omitted.
+        default_root: The last resort.
+
+    Raises:
+        ToolchainError: ``CUDA_HOME`` or ``CUDA_PATH`` names a folder without ``bin/nvcc``, or there is
+            no toolkit at all; the message gives the command that installs one.
+    """
+    environ = os.environ if environ is None else environ
+    wheels = wheel_folders() if wheels is None else wheels
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        if environ.get(variable):
+            root = Path(environ[variable])
+            if not _is_executable(root / "bin" / "nvcc"):
+                raise ToolchainError(
+                    f"{variable}={environ[variable]} holds no bin/nvcc. Point it at a CUDA toolkit of 12.8 or "
+                    f"later, or unset it to use nvcc on PATH or the one that this installs: {PIP_COMMAND}"
+                )
+            return _toolkit(root, variable, wheels)
+    on_path = shutil.which("nvcc", path=environ.get("PATH", ""))
+    if on_path is not None:
+        return _toolkit(_root_of(Path(on_path)), "PATH", wheels)
+    for root in _wheel_toolkits(wheels):
+        return _toolkit(root, "pip", wheels)
+    if _is_executable(default_root / "bin" / "nvcc"):
+        return _toolkit(default_root, "default", wheels)
+    raise ToolchainError(
+        "no CUDA compiler found: CUDA_HOME and CUDA_PATH are not set, nvcc is not on PATH, "
+        f"no wheel brings one, and {default_root} has none. Install one with: {PIP_COMMAND}"
+    )
+
+
+def require_architectures(toolkit: Toolkit, architectures: Iterable[tuple[int, str]]) -> None:
+    """Check that the toolkit knows every architecture.
+
+    Args:
+        toolkit: The toolkit.
+        architectures: ``(major, minor with suffix)``, as in ``CompilationContext.TARGET_CUDA_ARCHS``.
+
+    Raises:
+        ToolchainError: it is too old for one of them; the message names both versions.
+    """
+    for major, minor in sorted(architectures):
+        needed = _MINIMUM_VERSION.get(minor) if major == 12 else None
+        if needed is not None and toolkit.version < Version(needed):
+            raise ToolchainError(
+                f"compute capability {major}.{minor} needs CUDA {needed} or later, but {toolkit.nvcc} "
+                f"(found through {toolkit.origin}) is {toolkit.version}. Install a newer one: {PIP_COMMAND}"
+            )
+
+
+def wheel_of_header(header: str) -> str | None:
+    """The wheel on PyPI that brings a header of CUDA's libraries, or None when it is not known."""
+    return _COMPANION_HEADERS.get(header)
+
+
+def _is_executable(path: Path) -> bool:
+    return path.is_file() and os.access(path, os.X_OK)
+
+
+def _wheel_toolkits(wheels: Sequence[Path]) -> list[Path]:
+    """Folders ``nvidia/cu<major>`` that hold a compiler, newest first."""
+    found = [root for folder in wheels for root in folder.glob("cu[0-9]*") if _is_executable(root / "bin" / "nvcc")]
+    return sorted(found, key=lambda root: int(re.sub(r"\D", "", root.name)), reverse=True)
+
+
+def _root_of(nvcc: Path) -> Path:
+    """The toolkit of an ``nvcc`` on PATH, which may be a link or a script that runs another one."""
+    for candidate in (nvcc.parent.parent, nvcc.resolve().parent.parent):
+        if _has_runtime_header(candidate):
+            return candidate
+    try:
+        plan = subprocess.run([str(nvcc), "--dryrun", "-c", "x.cu"], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.SubprocessError):
+        return nvcc.parent.parent
+    match = re.search(r"^#\$ TOP=(.+)$", plan.stderr + plan.stdout, re.MULTILINE)
+    if match is not None:
+        top = Path(os.path.normpath(match.group(1).strip()))
+        if _has_runtime_header(top) and _is_executable(top / "bin" / "nvcc"):
+            return top
+    return nvcc.parent.parent
+
+
+def _has_runtime_header(root: Path) -> bool:
+    return (root / "include" / "cuda_runtime.h").is_file()
+
+
+def _toolkit(root: Path, origin: str, wheels: Sequence[Path]) -> Toolkit:
+    nvcc = root / "bin" / "nvcc"
+    bare = Toolkit(root=root, nvcc=nvcc, origin=origin)
+    own_include = root / "include"
+    own_libraries = [
+        folder
+        for folder in (root / "lib64", root / "lib", root / "targets" / _target_name() / "lib")
+        if _holds_libraries(folder)
+    ]
+    companions = _companion_roots(bare, wheels)
+    missing = [header for header in _COMPANION_HEADERS if not (own_include / header).is_file()]
+    includes = [own_include] + [
+        companion / "include"
+        for companion in companions
+        if any((companion / "include" / header).is_file() for header in missing)
+    ]
+    libraries = own_libraries + [companion / "lib" for companion in companions if _holds_libraries(companion / "lib")]
+    return Toolkit(
+        root=root,
+        nvcc=nvcc,
+        origin=origin,
+        include_dirs=tuple(dict.fromkeys(includes)),
+        library_dirs=tuple(dict.fromkeys(libraries)),
+    )
+
+
+def _target_name() -> str:
+    machine = os.uname().machine
+    return {"aarch64": "sbsa-linux"}.get(machine, f"{machine}-linux")
+
+
+def _holds_libraries(folder: Path) -> bool:
+    return folder.is_dir() and any(folder.glob("lib*"))
+
+
+def _companion_roots(toolkit: Toolkit, wheels: Sequence[Path]) -> list[Path]:
+    """Folders of wheels whose headers and libraries are of the toolkit's major version."""
+    try:
+        major = toolkit.version.major
+    except ToolchainError:
+        return []
+    roots = []
+    for folder in wheels:
+        roots.append(folder / f"cu{major}")
+        if major == 12:  # the wheels of CUDA 12 have a folder per library
+            roots += sorted(path.parent for path in folder.glob("*/include"))
+    return [root for root in roots if (root / "include").is_dir() and root != toolkit.root]
+
+
+def link_shim(toolkit: Toolkit, parent: Path, cxx: str = "c++") -> Path:
+    """A folder that makes ``-lcudart -lcuda -lnvrtc ...`` resolve for a toolkit without link names.
+
+    It holds ``lib<x>.so`` for every library of which the toolkit has only the versioned file, and, where the
+    toolkit has no stub of the driver, a ``libcuda.so`` made here: it carries the driver's SONAME and exports
+    every name that ``cuda.h`` declares, and nothing of it is ever run.
+
+    Args:
+        toolkit: The toolkit.
+        parent: Where to make it (in the cache). It is made once, and made again when a link is broken.
+        cxx: The host compiler that makes the stub.
+
+    Returns:
+        The folder, for ``-L``.
+
+    Raises:
+        ToolchainError: the host compiler cannot make the stub.
+    """
+    links = _missing_link_names(toolkit)
+    needs_stub = not _has_driver_stub(toolkit)
+    key = hashlib.sha256(
+        "\n".join([str(toolkit.root), str(needs_stub), *(f"{k}={v}" for k, v in sorted(links.items()))]).encode()
+    ).hexdigest()[:12]
+    shim = parent / f"link-{key}"
+    if _shim_is_complete(shim, links, needs_stub):
+        return shim
+    parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=parent, prefix=".link-") as scratch:
+        folder = Path(scratch) / "shim"
+        folder.mkdir()
+        for name, target in links.items():
+            (folder / name).symlink_to(target)
+        if needs_stub:
+            _make_driver_stub(toolkit, folder, cxx)
+        if shim.exists():
+            shutil.rmtree(shim, ignore_errors=True)
+        try:
+            folder.rename(shim)
+        except OSError:
+            # Another process has put the same folder there meanwhile.
+            if not _shim_is_complete(shim, links, needs_stub):
+                raise
+    return shim
+
+
+def _missing_link_names(toolkit: Toolkit) -> dict[str, Path]:
+    links: dict[str, Path] = {}
+    for folder in toolkit.library_dirs:
+        for library in sorted(folder.glob("lib*.so.*")):
+            name = library.name.split(".so.")[0] + ".so"
+            if name not in links and not any((other / name).exists() for other in toolkit.library_dirs):
+                links[name] = library.absolute()
+    return links
+
+
+def _has_driver_stub(toolkit: Toolkit) -> bool:
+    return any((folder / "stubs" / "libcuda.so").exists() for folder in toolkit.library_dirs)
+
+
+def _shim_is_complete(shim: Path, links: Mapping[str, Path], needs_stub: bool) -> bool:
+    wanted = list(links) + (["libcuda.so"] if needs_stub else [])
+    return shim.is_dir() and all((shim / name).exists() for name in wanted)
+
+
+def _make_driver_stub(toolkit: Toolkit, folder: Path, cxx: str) -> None:
+    names: set[str] = set()
+    for include in toolkit.include_dirs:
+        header = include / "cuda.h"
+        if header.is_file():
+            names.update(re.findall(r"\bcu[A-Z]\w+(?=\s*\()", header.read_text(errors="replace")))
+            names.update(re.findall(r"#define\s+cu[A-Z]\w+\s+(cu[A-Z]\w+)", header.read_text(errors="replace")))
+            break
+    source = folder / "stub.s"
+    # Assembly: nothing to compile, and no type to agree with.
+    lines = [f".globl {name}\n.type {name}, %function\n{name}:" for name in sorted(names)]
+    source.write_text(".text\n" + "\n".join(lines) + '\n.section .note.GNU-stack,"",%progbits\n')
+    command = [cxx, "-shared", "-nostdlib", "-Wl,-soname,libcuda.so.1", "-o", str(folder / "libcuda.so"), str(source)]
+    try:
+        subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    except subprocess.CalledProcessError as error:
+        first = (error.stderr or error.stdout).strip().splitlines()
+        raise ToolchainError(
+            f"the host compiler {cxx} cannot link a shared library: {first[0] if first else error}"
+        ) from error
+    except OSError as error:
+        raise ToolchainError(
+            f"the host compiler {cxx} cannot be run ({error}). Install one (Debian, Ubuntu: apt-get install g++) "
+            "or set CXX"
+        ) from error
+    source.unlink()
