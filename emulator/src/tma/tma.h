@@ -47,15 +47,24 @@ std::string replace(uint8_t image[128], const char* field, uint32_t ordinal, uin
 
 /// Piece of a copy, contiguous in global and in shared memory.
 struct Run {
-  enum class Kind : uint8_t { kCopy, kFill, kSkip };  // kSkip: padding / out of bounds of a store, not touched
+  /// kFill: out of bounds of a load. kSkip: out of bounds of a store, not touched; in a load the padding of the packed
+  /// types, whose contents the ISA leaves undefined.
+  enum class Kind : uint8_t { kCopy, kFill, kSkip };
   uint64_t global = 0;   // kCopy
   uint32_t shared = 0;   // shared-space address
   uint32_t bytes = 0;
   Kind kind = Kind::kCopy;
 };
 
-/// Bytes that a load of one box counts on its mbarrier (and takes in shared memory).
+/// Bytes that a load of one box counts on its mbarrier: the whole box, out-of-bounds elements included, without the
+/// padding that the packed types get in shared memory.
 uint32_t box_bytes(const Descriptor& d);
+/// Bytes that the box takes in shared memory: box_bytes, and the padding.
+uint32_t box_shared_bytes(const Descriptor& d);
+
+/// The shared address at which a swizzle places the byte that belongs at `address` without it. The pattern hangs on
+/// the address itself, so it repeats every 256, 512 or 1,024 bytes of the shared window.
+uint32_t swizzle_address(Swizzle swizzle, uint32_t address);
 
 /// The runs of a tiled copy of one box at `coords` (rank of them) to or from shared address `shared`.
 /// Empty string, or what rule was broken (alignment of `shared`, ...).
