@@ -115,7 +115,7 @@ def extend(namespace: dict[str, Any]) -> Any:
             f"{namespace.get('__file__', namespace.get('__name__'))} extends a module of the flashinfer wheel and "
             f"so must be imported, or run with 'python -m', not run as a file"
         )
-    source = _upstream_source(spec.name)
+    source = _upstream_source(spec)
     if spec.submodule_search_locations is not None:
         _layer_package(namespace, spec, source.parent)
 
@@ -131,20 +131,24 @@ def extend(namespace: dict[str, Any]) -> Any:
 
     added = {k: v for k, v in namespace.items() if before.get(k) is not v}
     _let_inspect_see_both(spec, source, added)
-    return SimpleNamespace(
-        **{k: v for k, v in added.items() if not k.startswith("__")}
-    )
+    return SimpleNamespace(**{k: v for k, v in added.items() if not k.startswith("__")})
 
 
-def _upstream_source(name: str) -> Path:
-    stem = wheel_root().joinpath(*name.split(".")[1:])
-    for source in (stem / "__init__.py", stem.with_name(stem.name + ".py")):
+def _upstream_source(spec: ModuleSpec) -> Path:
+    """The wheel's file at the place that the module of ours has in this package."""
+    assert spec.origin is not None
+    ours = Path(spec.origin).resolve()
+    if not ours.is_relative_to(_OURS):
+        raise ImportError(f"{spec.name} calls extend(), but {ours} does not lie in {_OURS}", name=spec.name)
+    same = wheel_root() / ours.relative_to(_OURS)
+    other_kind = same.parent.with_suffix(".py") if same.name == "__init__.py" else same.with_suffix("") / "__init__.py"
+    for source in (same, other_kind):
         if source.is_file():
             return source
     raise ImportError(
-        f"{name} calls extend(), but {UPSTREAM_DISTRIBUTION} {UPSTREAM_VERSION} in {wheel_root().parent} has no such "
-        f"module: there is nothing to extend",
-        name=name,
+        f"{spec.name} calls extend(), but {UPSTREAM_DISTRIBUTION} {UPSTREAM_VERSION} in {wheel_root().parent} has no "
+        f"such module: there is nothing to extend",
+        name=spec.name,
     )
 
 
@@ -153,16 +157,19 @@ def _layer_package(namespace: dict[str, Any], spec: ModuleSpec, upstream: Path) 
     locations = namespace["__path__"]
     if str(upstream) not in locations:
         locations.append(str(upstream))
-    assert spec.origin is not None
-    spec.loader = namespace["__loader__"] = _LayeredLoader(spec.name, spec.origin)
+    spec.loader = namespace["__loader__"] = _LayeredLoader(spec, upstream)
 
 
 class _LayeredLoader(SourceFileLoader):
     """Loader of a layered package: ``importlib.resources`` finds what lies in either directory."""
 
+    def __init__(self, spec: ModuleSpec, upstream: Path) -> None:
+        assert spec.origin is not None
+        super().__init__(spec.name, spec.origin)
+        self._files = _LayeredFiles(Path(spec.origin).parent, upstream)
+
     def get_resource_reader(self, fullname: str) -> Any:
-        roots = [Path(self.path).parent, _upstream_source(fullname).parent]
-        return SimpleNamespace(files=lambda: _LayeredFiles(*roots))
+        return SimpleNamespace(files=lambda: self._files)
 
 
 class _LayeredFiles(MultiplexedPath):
@@ -183,9 +190,7 @@ class _LayeredFiles(MultiplexedPath):
         return self.joinpath(part)
 
 
-def _let_inspect_see_both(
-    spec: ModuleSpec, upstream: Path, added: dict[str, Any]
-) -> None:
+def _let_inspect_see_both(spec: ModuleSpec, upstream: Path, added: dict[str, Any]) -> None:
     """Make ``inspect.getsource`` work for upstream's classes too.
 
     ``inspect`` finds a function's text by its code object, which knows the wheel's file, but a class's text by its
@@ -214,11 +219,7 @@ def _classes_of(module: str, namespace: dict[str, Any]) -> Iterator[Any]:
     stack = list(namespace.values())
     while stack:
         value = stack.pop()
-        if (
-            isinstance(value, type)
-            and value.__module__ == module
-            and id(value) not in seen
-        ):
+        if isinstance(value, type) and value.__module__ == module and id(value) not in seen:
             seen.add(id(value))
             yield value
             stack.extend(vars(value).values())
