@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     def __getattr__(name: str) -> Any: ...
 
 
-_log = logging.getLogger("flashinfer.jit.cpp_ext")
+_log = logging.getLogger("flashinfer.jit.sm12x")
 
 
 @functools.cache

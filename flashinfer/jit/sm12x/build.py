@@ -47,7 +47,7 @@ from .jobs import GIB, JobLimit, job_limit
 from .progress import Progress
 from .toolchain import ToolchainError, compiler_banner
 
-_logger = logging.getLogger("flashinfer.jit.build")
+_logger = logging.getLogger("flashinfer.jit.sm12x")
 
 COMPILER_ENVIRONMENT = (
     "NVCC_PREPEND_FLAGS",

@@ -20,7 +20,7 @@ MEMORY_SHARE = 0.9
 MEMORY_MARGIN = 1.15
 """A job is taken to need this much more than when it was measured: sources change, and other versions of nvcc do."""
 
-_logger = logging.getLogger("flashinfer.jit.jobs")
+_logger = logging.getLogger("flashinfer.jit.sm12x")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of instances as built: registers, shared memory, stages and what the machine code holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from . import build as engine
+from .inspect_sass import KernelCode, inspect
+from .instances import INSTANCES, Instance
+from .spec import JitSpecSm12x
+
+
+@dataclass(frozen=True)
+class InstanceRow:
+    """One kernel of one instance, as compiled for one architecture.
+
+    Attributes:
+        tactic: The instance's number, as in ``profile_ids``.
+        instance: Its name.
+        gemm: ``fc1`` or ``fc2``.
+        architecture: Such as ``sm_121a``.
+        token_tile, row_tile, k_tile, stages, schedule: From the table.
+        blocks_per_sm: Blocks that are to fit an SM of a GB10 together.
+        threads: Of a block.
+        registers: Per thread.
+        shared_bytes: Dynamic and static shared memory of a block with 128 local experts.
+        local_accesses: Spilled loads and stores in the machine code.
+        tensor_instructions: Matrix instructions in the machine code.
+        block_scaled_mmas: Those of them that are ``QMMA.SF`` with an E2M1 operand.
+    """
+
+    tactic: int
+    instance: str
+    gemm: str
+    architecture: str
+    token_tile: int
+    row_tile: int
+    k_tile: int
+    stages: int
+    schedule: str
+    blocks_per_sm: int
+    threads: int
+    registers: int
+    shared_bytes: int
+    local_accesses: int
+    tensor_instructions: int
+    block_scaled_mmas: int
+
+
+def instance_rows(spec: JitSpecSm12x, instances: Iterable[Instance] = INSTANCES) -> list[InstanceRow]:
+    """One row per instance, GEMM and architecture of a module that has been built in the cache.
+
+    Args:
+        spec: The module; instances that are not part of it have no row.
+        instances: The table.
+
+    Raises:
+        ToolchainError: ``cuobjdump`` is missing.
+        RuntimeError: the module is not built, or not fresh.
+    """
+    if not engine.is_fresh(spec.plan):
+        raise RuntimeError(f"{spec.name} is not built for this toolkit and these sources; build it first")
+    objects = {step.source.stem: spec.plan.object_path(step) for step in spec.plan.steps}
+    rows = []
+    for instance in instances:
+        if instance.name in objects:
+            rows += [_row(instance, kernel) for kernel in inspect(objects[instance.name]) if kernel.tensor_instructions]
+    return rows
+
+
+def _row(instance: Instance, kernel: KernelCode) -> InstanceRow:
+    return InstanceRow(
+        tactic=instance.index,
+        instance=instance.name,
+        gemm=_gemm_of(kernel.name),
+        architecture=kernel.architecture,
+        token_tile=instance.token_tile,
+        row_tile=instance.row_tile,
+        k_tile=instance.k_tile,
+        stages=instance.stages,
+        schedule=instance.schedule,
+        blocks_per_sm=instance.blocks_per_sm,
+        threads=instance.threads,
+        registers=kernel.registers,
+        shared_bytes=instance.smem_bytes() + kernel.static_shared,
+        local_accesses=kernel.local_accesses,
+        tensor_instructions=kernel.tensor_instructions,
+        block_scaled_mmas=kernel.block_scaled_mmas,
+    )
+
+
+def _gemm_of(kernel: str) -> str:
+    lowered = kernel.lower()
+    return next((gemm for gemm in ("fc1", "fc2", "group") if gemm in lowered), "gemm")
+
+
+HEADERS = {
+    "tactic": "tactic",
+    "instance": "instance",
+    "gemm": "GEMM",
+    "architecture": "arch",
+    "schedule": "schedule",
+    "stages": "stages",
+    "threads": "threads",
+    "registers": "regs",
+    "shared_bytes": "smem B",
+    "blocks_per_sm": "blocks/SM",
+    "local_accesses": "LDL+STL",
+    "tensor_instructions": "MMA",
+    "block_scaled_mmas": "QMMA.SF E2M1",
+}
+"""The columns of the printed table, and their titles."""
+
+
+def as_table(rows: Iterable[InstanceRow]) -> tuple[list[str], list[list[Any]]]:
+    """Titles and cells for ``tabulate``."""
+    return list(HEADERS.values()), [[asdict(row)[column] for column in HEADERS] for row in rows]
