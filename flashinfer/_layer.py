@@ -122,7 +122,9 @@ def extend(namespace: dict[str, Any]) -> Any:
     before = dict(namespace)
     namespace.update(__file__=str(source), __name__=spec.name)
     try:
-        exec(SourceFileLoader(spec.name, str(source)).get_code(spec.name), namespace)
+        code = SourceFileLoader(spec.name, str(source)).get_code(spec.name)
+        assert code is not None
+        exec(code, namespace)
     finally:
         namespace.update(__file__=before["__file__"], __name__=before["__name__"])
     if before.get("__doc__"):
@@ -168,7 +170,7 @@ class _LayeredLoader(SourceFileLoader):
         super().__init__(spec.name, spec.origin)
         self._files = _LayeredFiles(Path(spec.origin).parent, upstream)
 
-    def get_resource_reader(self, fullname: str) -> Any:
+    def get_resource_reader(self, name: str | None = None) -> Any:
         return SimpleNamespace(files=lambda: self._files)
 
 

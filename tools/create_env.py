@@ -90,10 +90,21 @@ def create(env: Path) -> int:
         files = [word for file in REQUIREMENTS for word in ("-r", str(ROOT / file))]
         if run([*pip, *torch, *files]):
             return fail("pip could not install the requirements; its message stands above")
-    # Without dependencies and isolation: both are settled by the line above.
+    # An environment made here serves this checkout from any directory. One that only happened to be complete is left
+    # as it is: make sets PYTHONPATH.
+    # Without dependencies and isolation: both are settled above.
+    if env.resolve() != ROOT / ".venv" or serves_checkout(python):
+        return 0
     if run([*pip, "--no-deps", "--no-build-isolation", "--editable", str(ROOT)]):
         return fail("pip could not install the checkout; its message stands above")
     return 0
+
+
+def serves_checkout(python: Path) -> bool:
+    code = "import importlib.util as u; s = u.find_spec('flashinfer'); print(s and s.origin)"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    found = subprocess.run([str(python), "-c", code], capture_output=True, text=True, cwd="/", env=environment)
+    return found.stdout.strip() == str(ROOT / "flashinfer" / "__init__.py")
 
 
 def make_venv(env: Path) -> bool:

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Both kinds of installation, beside a wheel in the same site-packages, in either order.
+
+Wheels are built with this project's own backend and unpacked as pip unpacks a pure one; what Python then does with
+them is asked of a real virtual environment.
+"""
+
+from __future__ import annotations
+
+import email.parser
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from layer_toys import REPO, UPSTREAM, WHEEL_FILES, Run, write_wheel
+
+BUILD_INPUTS = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "NOTICE")
+WHERE = "import flashinfer; print(flashinfer.__file__)"
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what the build reads, so that it leaves nothing in the real one."""
+    copy = tmp_path_factory.mktemp("checkout")
+    for name in ("flashinfer", "include", "csrc", "tools"):
+        shutil.copytree(REPO / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (copy / "3rdparty" / "cutlass").mkdir(parents=True)
+    shutil.copy(REPO / "3rdparty" / "cutlass" / "README.md", copy / "3rdparty" / "cutlass")
+    for file in [REPO / name for name in BUILD_INPUTS] + list(REPO.glob("requirements*.txt")):
+        shutil.copy(file, copy)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def build(checkout: Path, tmp_path_factory: pytest.TempPathFactory):
+    def build(hook: str, source: Path = checkout) -> zipfile.ZipFile:
+        output = tmp_path_factory.mktemp(hook)
+        code = f"import sys; sys.path.insert(0, 'tools'); import pep517; pep517.{hook}({str(output)!r})"
+        result = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True)
+        assert result.returncode == 0, result.stdout + result.stderr
+        (wheel,) = output.iterdir()
+        return zipfile.ZipFile(wheel)
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def normal(build) -> zipfile.ZipFile:
+    return build("build_wheel")
+
+
+@pytest.fixture(scope="module")
+def editable(build) -> zipfile.ZipFile:
+    return build("build_editable")
+
+
+class Environment:
+    """A virtual environment whose site-packages the tests fill."""
+
+    def __init__(self, root: Path, run: Run) -> None:
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(root)], check=True)
+        self.python = root / "bin" / "python"
+        (self.site,) = root.glob("lib/python*/site-packages")
+        self._run = run
+
+    def run(self, *arguments: str, path: tuple[Path, ...] = ()) -> subprocess.CompletedProcess:
+        return self._run(*arguments, path=list(path), python=self.python)
+
+
+@pytest.fixture
+def environment(tmp_path: Path, run_python: Run) -> Environment:
+    return Environment(tmp_path / "env", run_python)
+
+
+def test_the_wheels_touch_nothing_of_upstreams(normal, editable) -> None:
+    for archive in (normal, editable):
+        tops = {name.split("/")[0] for name in archive.namelist()}
+        info = {name for name in tops if name.endswith(".dist-info")}
+        assert tops - info <= {"flashinfer_sm12x", "_flashinfer_sm12x.py", "flashinfer_sm12x.pth"}
+        assert len(info) == 1
+    assert not any(name.startswith("flashinfer_sm12x/") for name in editable.namelist())
+
+
+def test_metadata(normal) -> None:
+    (name,) = (name for name in normal.namelist() if name.endswith("/METADATA"))
+    metadata = email.parser.Parser().parsestr(normal.read(name).decode())
+    versions = {}
+    exec((REPO / "flashinfer" / "_version.py").read_text(), versions)
+    assert (metadata["Name"], metadata["Version"]) == ("flashinfer-sm12x", versions["__fork_version__"])
+    assert metadata["Requires-Python"] == "<3.14,>=3.10"
+    requirements = metadata.get_all("Requires-Dist")
+    assert f"flashinfer-python=={UPSTREAM}" in requirements
+    assert not any(requirement.startswith("torch") for requirement in requirements)
+    assert any(r.startswith("nvidia-cuda-nvcc==13.0.") and 'extra == "cuda"' in r for r in requirements)
+    # Neither processor nor Python ABI: the same file serves x86-64 and aarch64.
+    assert normal.filename is not None
+    assert normal.filename.endswith("-py3-none-any.whl")
+
+
+def test_the_tree_travels(normal, checkout: Path) -> None:
+    shipped = {name for name in normal.namelist() if name.startswith("flashinfer_sm12x/")}
+    wanted = {
+        f"flashinfer_sm12x/{file.relative_to(checkout)}"
+        for top in ("flashinfer", "include", "csrc", "3rdparty")
+        for file in (checkout / top).rglob("*")
+        if file.is_file() and file.suffix != ".pyc"
+    }
+    assert shipped == wanted
+    assert "flashinfer_sm12x/flashinfer/py.typed" in shipped
+    assert "flashinfer_sm12x/3rdparty/cutlass/README.md" in shipped
+
+
+def test_of_a_cutlass_checkout_only_the_headers_travel(build, checkout: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "with_cutlass"
+    shutil.copytree(checkout, copy)
+    for file in ("include/cutlass/cutlass.h", "test/unit/test.cu", "media/large.png"):
+        target = copy / "3rdparty" / "cutlass" / file
+        target.parent.mkdir(parents=True)
+        target.touch()
+    names = build("build_wheel", copy).namelist()
+    inside = {name.partition("3rdparty/cutlass/")[2] for name in names if "3rdparty" in name}
+    assert inside == {"README.md", "include/cutlass/cutlass.h"}
+
+
+@pytest.mark.parametrize("ours_first", [True, False], ids=["before the wheel", "after the wheel"])
+@pytest.mark.parametrize("kind", ["normal", "editable"])
+def test_import_finds_the_fork(request, environment, checkout: Path, kind: str, ours_first: bool) -> None:
+    archive = request.getfixturevalue(kind)
+    for ours in (ours_first, not ours_first):
+        if ours:
+            archive.extractall(environment.site)
+        else:
+            write_wheel(environment.site, WHEEL_FILES)
+    tree = checkout if kind == "editable" else environment.site / "flashinfer_sm12x"
+    code = (
+        "import flashinfer; from flashinfer._layer import fork_root, wheel_root; "
+        "print(flashinfer.__file__, flashinfer.__path__[1], fork_root(), wheel_root(), sep='\\n')"
+    )
+    upstream = str(environment.site / "flashinfer")
+    assert environment.run("-c", code).stdout.split() == [
+        str(tree / "flashinfer" / "__init__.py"),
+        upstream,
+        str(tree),
+        upstream,
+    ]
+    assert (tree / "3rdparty" / "cutlass" / "README.md").is_file()
+
+
+def test_pythonpath_comes_before_an_installation(environment, normal) -> None:
+    normal.extractall(environment.site)
+    write_wheel(environment.site, WHEEL_FILES)
+    assert environment.run("-c", WHERE, path=(REPO,)).stdout.strip() == str(REPO / "flashinfer" / "__init__.py")
+
+
+def test_without_the_wheel_an_installation_says_so(environment, normal) -> None:
+    normal.extractall(environment.site)
+    code = "try:\n import flashinfer\nexcept ImportError as error: print(error)"
+    message = environment.run("-c", code).stdout
+    assert "Found: no flashinfer-python on sys.path." in message
+    assert f'"{environment.python}" -m pip install "flashinfer-python=={UPSTREAM}"' in message
+
+
+def test_a_checkout_that_moved_away_is_reported(environment, build, checkout: Path, tmp_path: Path) -> None:
+    moving = tmp_path / "moving"
+    shutil.copytree(checkout, moving)
+    build("build_editable", moving).extractall(environment.site)
+    write_wheel(environment.site, WHEEL_FILES)
+    moving.rename(tmp_path / "moved")
+    result = environment.run("-c", WHERE)
+    assert result.stdout.strip() == str(environment.site / "flashinfer" / "__init__.py")
+    assert f"flashinfer-sm12x: {moving} holds no fork any more" in result.stderr
+
+
+def test_start_up_imports_nothing_heavy(environment, normal) -> None:
+    """The path hook runs whenever Python starts, also for programs that never see flashinfer."""
+    loaded = "import sys; print(*sorted(sys.modules))"
+    before = set(environment.run("-c", loaded).stdout.split())
+    normal.extractall(environment.site)
+    assert set(environment.run("-c", loaded).stdout.split()) - before == {"_flashinfer_sm12x"}
+
+
+@pytest.mark.parametrize("kind", ["normal", "editable"])
+def test_an_installation_over_the_real_wheel_has_what_vllm_looks_for(
+    request, run_python: Run, site_packages: Path, tmp_path: Path, kind: str
+) -> None:
+    """The trap: an editable install that resolves to an empty namespace package, which vLLM takes for FlashInfer."""
+    site = tmp_path / "site-packages"
+    request.getfixturevalue(kind).extractall(site)
+    for name in ("flashinfer", f"flashinfer_python-{UPSTREAM}.dist-info"):
+        (site / name).symlink_to(site_packages / name)
+    code = f"""if True:
+        import site, sys
+        for directory in ({str(site)!r}, {str(site_packages)!r}):
+            site.addsitedir(directory)
+        import flashinfer, flashinfer.fused_moe as moe
+        wanted = [(moe, "cutlass_fused_moe"), (moe, "trtllm_fp4_block_scale_moe"),
+                  (flashinfer, "fp4_quantize"), (flashinfer, "nvfp4_block_scale_interleave")]
+        print(all(hasattr(module, name) for module, name in wanted), flashinfer.__fork_version__ > "")
+    """
+    assert run_python("-c", code, path=[], bare=True).stdout == "True True\n"
