@@ -1,0 +1,42 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What a host that knows of the virtual device asks of libcudart.so.13 beside CUDA's own names: settings, memory to
+   make accessible, and the record of what ran. Every call is thread-safe. */
+#ifndef VSM_SHIM_CONTROL_H_
+#define VSM_SHIM_CONTROL_H_
+#include <stdint.h>
+#ifdef __cplusplus
+#include <string>
+namespace vsm::shim {
+struct LaunchRecord;
+/// One launch as a JSON object.
+std::string to_json(const LaunchRecord& record);
+}  // namespace vsm::shim
+extern "C" {
+#endif
+
+/* architecture: "sm_121a" or "sm_90a"; another one than now resets the device. watch: flags of device.h.
+   host_threads 0: all cores (takes effect at the next reset). max_warp_instructions 0: the default bound.
+   strict: a watcher's report fails its launch. log: explanations go to stderr too. 0, or -1 for a bad name. */
+int vsm_runtime_configure(const char* architecture, int host_threads, uint32_t watch, uint64_t max_warp_instructions,
+                          int strict, int log);
+/* Current settings: any pointer may be NULL. The string lives until the next configure. */
+void vsm_runtime_settings(const char** architecture, int* host_threads, uint32_t* watch, uint64_t* max_warp_instructions,
+                          int* strict, int* log);
+/* Makes host memory accessible to kernels, as if cudaMalloc had given it. Counted per address. */
+void vsm_runtime_register(uint64_t address, uint64_t bytes, int read_only);
+int vsm_runtime_unregister(uint64_t address);
+/* The launches since the last call as a JSON array, oldest first; to be given to vsm_runtime_free. At most 65,536
+   are kept; *dropped counts those lost since the start. */
+char* vsm_runtime_take_launches(uint64_t* dropped);
+void vsm_runtime_free(char*);
+/* Why the last refused call was refused ("" if none was); cleared by the call. To be given to vsm_runtime_free. */
+char* vsm_runtime_take_message(void);
+/* Seconds that the launches since the last reset would take on the modelled GPU (predicted). */
+double vsm_runtime_clock(void);
+/* Forgets a fault, all device memory and all grants; registered binaries stay. */
+void vsm_runtime_reset(void);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
