@@ -79,12 +79,11 @@ def moe_module() -> Any:
 @functools.cache
 def ensure_instance(index: int) -> None:
     """Make tactic ``index`` runnable: rows outside the default set are built and registered when first asked for."""
-    row = INSTANCES[index]
-    if row.default:
+    if INSTANCES[index].default:
         return
     from ..jit.fused_moe import gen_cutlass_fused_moe_sm120_instance_module
 
-    module = gen_cutlass_fused_moe_sm120_instance_module(row).build_and_load()
+    module = gen_cutlass_fused_moe_sm120_instance_module(index).build_and_load()
     moe_module().sm12x_register_instance(index, module.sm12x_instance_address())
 
 

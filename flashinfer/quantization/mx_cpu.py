@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MXFP4 and MXFP8 on CPU tensors, vectorized.
+
+The semantics are ``docs``' formats page and OCP Microscaling Formats v1.0: scales are ``amax / element_max`` rounded up to a
+power of two, values round to nearest even and saturate.  All of it is done on the bits of float32, which hold every
+value exactly, so that the results equal those of the float64 reference bit for bit.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+BLOCK_SIZE = 32
+_MANTISSA_BITS = 23
+_E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def _pad_to(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def swizzle_128x4(linear: torch.Tensor) -> torch.Tensor:
+    """Linear scale bytes ``[rows, blocks]`` to the 128x4 layout ``[pad128(rows), pad4(blocks)]``, padded with 0."""
+    rows, blocks = linear.shape
+    padded_rows, padded_blocks = _pad_to(rows, 128), _pad_to(blocks, 4)
+    padded = linear.new_zeros((padded_rows, padded_blocks))
+    padded[:rows, :blocks] = linear
+    tiles = padded.view(padded_rows // 128, 4, 32, padded_blocks // 4, 4)
+    return tiles.permute(0, 3, 2, 1, 4).reshape(padded_rows, padded_blocks)
+
+
+def unswizzle_128x4(swizzled: torch.Tensor, rows: int, blocks: int) -> torch.Tensor:
+    """The linear ``[rows, blocks]`` of 128x4 scales of any byte-compatible shape and dtype."""
+    padded_rows, padded_blocks = _pad_to(rows, 128), _pad_to(blocks, 4)
+    tiles = swizzled.reshape(-1).view(torch.uint8)
+    tiles = tiles.view(padded_rows // 128, padded_blocks // 4, 32, 4, 4)
+    linear = tiles.permute(0, 3, 2, 1, 4).reshape(padded_rows, padded_blocks)
+    return linear[:rows, :blocks]
+
+
+def _block_amax(blocks: torch.Tensor) -> torch.Tensor:
+    amax = blocks.abs().amax(-1)
+    if bool(torch.isnan(amax).any()):  # NaN takes no part in the scale
+        amax = blocks.abs().nan_to_num(nan=0.0, posinf=torch.inf).amax(-1)
+    return amax
+
+
+def _scale_bytes(amax: torch.Tensor, max_exponent: int, max_mantissa: int) -> torch.Tensor:
+    """UE8M0 bytes of ``amax / element_max`` rounded up to a power of two.
+
+    ``element_max`` is ``2^max_exponent`` times the significand whose mantissa bits are ``max_mantissa``: an amax with a larger
+    mantissa carries into the exponent, one with the same or a smaller mantissa does not.
+    """
+    carry = (1 << _MANTISSA_BITS) - 1 - max_mantissa
+    biased = ((amax.view(torch.int32) + carry) >> _MANTISSA_BITS) - max_exponent
+    return torch.where(torch.isinf(amax), 254, biased.clamp(0, 254)).to(torch.uint8).contiguous()
+
+
+def _inverse_scales(scale_bytes: torch.Tensor) -> torch.Tensor:
+    """``2^(127 - s)`` as float32; for s = 254 that is the subnormal ``2^-127``."""
+    exponent = 254 - scale_bytes.to(torch.int32)
+    bits = torch.where(exponent > 0, exponent << _MANTISSA_BITS, 1 << (_MANTISSA_BITS - 1))
+    return bits.view(torch.float32)
+
+
+@functools.cache
+def _scale_table(dtype: torch.dtype) -> torch.Tensor:
+    """``2^(s - 127)`` for every UE8M0 byte, NaN for 255."""
+    values = torch.arange(256, dtype=torch.float64) - 127
+    table = torch.exp2(values)
+    table[255] = torch.nan
+    return table.to(dtype)
+
+
+def decode_scale_bytes(scale_bytes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """UE8M0 bytes as ``dtype``, which is float32 or bfloat16; NaN for 255."""
+    flat = scale_bytes.reshape(-1).to(torch.int32)
+    return _scale_table(dtype).index_select(0, flat).view(scale_bytes.shape)
+
+
+def quantize_mxfp8_linear(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[..., K]`` floats to (e4m3 ``[..., K]``, linear scale bytes ``[..., K / 32]``)."""
+    blocks = values.float().unflatten(-1, (-1, BLOCK_SIZE))
+    scales = _scale_bytes(_block_amax(blocks), 8, 0x600000)  # 448 = 1.75 * 2^8
+    scaled = blocks * _inverse_scales(scales).unsqueeze(-1)
+    quantized = scaled.clamp_(-448.0, 448.0).to(torch.float8_e4m3fn)
+    return quantized.flatten(-2), scales
+
+
+def dequantize_mxfp8_linear(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """``[..., K]`` e4m3 or e5m2 with linear scale bytes to float32."""
+    blocks = values.float().unflatten(-1, (-1, BLOCK_SIZE))
+    return (blocks * decode_scale_bytes(scales, torch.float32).unsqueeze(-1)).flatten(-2)
+
+
+def quantize_mxfp4_linear(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[..., K]`` floats to (packed e2m1 ``[..., K / 2]``, linear scale bytes ``[..., K / 32]``); NaN gives scale 255."""
+    blocks = values.float().unflatten(-1, (-1, BLOCK_SIZE))
+    scales = _scale_bytes(_block_amax(blocks), 2, 0x400000)  # 6 = 1.5 * 2^2
+    scaled = blocks * _inverse_scales(scales).unsqueeze(-1)
+    magnitude = scaled.abs()
+    codes = torch.zeros(scaled.shape, dtype=torch.uint8)
+    # Midpoints between neighbours; a tie goes to the even code, so every other midpoint belongs to the upper one.
+    for midpoint in (0.25, 1.25, 2.5, 5.0):
+        codes += magnitude > midpoint
+    for midpoint in (0.75, 1.75, 3.5):
+        codes += magnitude >= midpoint
+    isnan = torch.isnan(scaled)
+    codes |= (torch.signbit(scaled) & ~isnan).to(torch.uint8) << 3
+    scales = torch.where(isnan.any(-1), 255, scales).to(torch.uint8)
+    codes = codes.flatten(-2)
+    return codes[..., 0::2] | (codes[..., 1::2] << 4), scales
+
+
+@functools.cache
+def _four_element_table() -> torch.Tensor:
+    """bfloat16 values of every pair of packed bytes: entry ``b0 + 256 b1`` holds four of them as one int64."""
+    nibble = torch.tensor([*_E2M1_VALUES, *(-v for v in _E2M1_VALUES)])
+    pair = torch.arange(65536)
+    values = torch.stack([nibble[(pair >> shift) & 15] for shift in (0, 4, 8, 12)], 1)
+    return values.to(torch.bfloat16).view(torch.int64).view(-1)
+
+
+def dequantize_mxfp4_linear(
+    packed: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """``[rows, K / 2]`` bytes with linear scale bytes ``[rows, K / 32]`` to float32 or bfloat16 ``[rows, K]``.
+
+    Both dtypes hold the products exactly, up to overflow of scales near ``2^127``.
+    """
+    rows = packed.shape[0]
+    pairs = packed.reshape(-1).view(torch.int16).to(torch.int32).bitwise_and_(0xFFFF)
+    values = _four_element_table().index_select(0, pairs).view(torch.bfloat16)
+    blocks = values.view(rows, -1, BLOCK_SIZE)
+    if dtype is torch.bfloat16 or not bool((scales >= 252).any()):
+        blocks.mul_(decode_scale_bytes(scales, torch.bfloat16).unsqueeze(-1))
+        return blocks.flatten(1).to(dtype)
+    return (blocks.float() * decode_scale_bytes(scales, torch.float32).unsqueeze(-1)).flatten(1)

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random inputs of MXFP4 MoE layers and grouped GEMMs, made on the device they are for."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import torch
+
+from .moe_reference import MoEInputs
+from .mxfp_formats import BLOCK, power_of_two, quantize_mxfp8, swizzle_scales
+
+Data = Literal["normal", "lattice"]
+Routing = Literal["uniform", "one_expert", "few_experts"]
+
+
+@dataclasses.dataclass(frozen=True)
+class MoECase:
+    """A layer to make inputs for.
+
+    Attributes
+    ----------
+    num_tokens, hidden, inter, num_experts, top_k : int
+        Sizes; ``num_experts`` counts all ranks.
+    mode : int
+        0: W4A8 with a quantized input, 1: W4A8 with a bf16/fp16 input, 2: W4A16.
+    data : str
+        ``"normal"``: Gaussian activations, any e2m1 weights, scales over five octaves.  ``"lattice"``: small integers and
+        scales over two octaves, for which FC1's float32 sums are exact in any order.
+    routing : str
+        ``"uniform"``, ``"one_expert"`` (every token chooses the same experts) or ``"few_experts"`` (the last quarter).
+    """
+
+    num_tokens: int
+    hidden: int
+    inter: int
+    num_experts: int
+    top_k: int
+    mode: int
+    data: Data = "normal"
+    routing: Routing = "uniform"
+    swizzled_input_sf: bool = True
+    biases: bool = True
+    swiglu_parameters: bool = True
+    global_scales: bool = True
+    input_dtype: torch.dtype = torch.bfloat16
+    output_dtype: torch.dtype = torch.bfloat16
+    bias_dtype: torch.dtype = torch.bfloat16
+    ep_size: int = 1
+    ep_rank: int = 0
+
+
+class _Source:
+    """Random tensors of one seed on one device."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self.device = device
+        self.generator = torch.Generator(device).manual_seed(seed)
+
+    def bytes(self, *shape: int) -> torch.Tensor:
+        return torch.randint(0, 256, shape, dtype=torch.uint8, device=self.device, generator=self.generator)
+
+    def integers(self, low: int, high: int, *shape: int) -> torch.Tensor:
+        """Uniform over ``[low, high]``."""
+        return torch.randint(low, high + 1, shape, device=self.device, generator=self.generator)
+
+    def normal(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=self.device, generator=self.generator)
+
+    def uniform(self, *shape: int) -> torch.Tensor:
+        return torch.rand(shape, device=self.device, generator=self.generator)
+
+
+def _weights(source: _Source, experts: int, rows: int, k: int, data: Data) -> tuple[torch.Tensor, torch.Tensor]:
+    """Packed weights and 128x4 scales such that a product with unit-variance activations has about unit variance."""
+    packed = source.bytes(experts, rows, k // 2)
+    # e2m1 codes drawn uniformly have a mean square of 8.9; divide that and K out, to a power of two.
+    centre = 127 - round(0.5 * torch.log2(torch.tensor(8.9 * k)).item())
+    low, high = (centre - 2, centre + 2) if data == "normal" else (centre, centre + 1)
+    linear = source.integers(low, high, experts, rows, -(-k // BLOCK)).to(torch.uint8)
+    return packed, swizzle_scales(linear)
+
+
+def _expert_ids(source: _Source, case: MoECase) -> torch.Tensor:
+    scores = source.uniform(case.num_tokens, case.num_experts)
+    if case.routing == "one_expert":
+        scores = scores[:1].expand(case.num_tokens, -1)
+    elif case.routing == "few_experts":
+        few = max(case.top_k, case.num_experts // 4)
+        scores[:, :-few] = -1.0
+    return scores.topk(case.top_k, dim=1).indices.to(torch.int32).contiguous()
+
+
+def _activations(source: _Source, case: MoECase) -> tuple[torch.Tensor, torch.Tensor | None]:
+    shape = (case.num_tokens, case.hidden)
+    if case.data == "lattice":
+        values = source.integers(-2, 2, *shape).double()
+    else:
+        values = source.normal(*shape).double()
+        # Blocks of different magnitude, and some that are zero.
+        blocks = values.unflatten(1, (-1, BLOCK))
+        spread = source.integers(-3, 3, *blocks.shape[:2])
+        empty = source.uniform(*blocks.shape[:2]) < 0.02
+        blocks.mul_(torch.where(empty, 0.0, power_of_two(spread)).unsqueeze(-1))
+    if case.mode != 0:
+        return values.to(case.input_dtype), None
+    quantized, scales = quantize_mxfp8(values)
+    if case.swizzled_input_sf:
+        return quantized, swizzle_scales(scales).flatten()
+    return quantized, scales
+
+
+def make_moe_inputs(case: MoECase, seed: int, device: torch.device | str = "cpu") -> MoEInputs:
+    """Inputs of ``case``, the same for the same seed and kind of device."""
+    source = _Source(seed, torch.device(device))
+    assert case.num_experts % case.ep_size == 0
+    experts = case.num_experts // case.ep_size
+    input, input_sf = _activations(source, case)
+    fc1_weights, fc1_scales = _weights(source, experts, 2 * case.inter, case.hidden, case.data)
+    fc2_weights, fc2_scales = _weights(source, experts, case.hidden, case.inter, case.data)
+    inputs = MoEInputs(
+        input=input,
+        input_sf=input_sf,
+        swizzled_input_sf=case.swizzled_input_sf,
+        token_selected_experts=_expert_ids(source, case),
+        token_final_scales=source.uniform(case.num_tokens, case.top_k) + 0.25,
+        fc1_weights=fc1_weights,
+        fc1_scales=fc1_scales,
+        fc2_weights=fc2_weights,
+        fc2_scales=fc2_scales,
+        output_dtype=case.output_dtype,
+        ep_size=case.ep_size,
+        ep_rank=case.ep_rank,
+    )
+    if case.mode != 2:
+        scales = source.uniform(2, experts) + 0.5 if case.global_scales else torch.ones((2, experts), device=device)
+        inputs.fc1_global, inputs.fc2_global = scales[0], scales[1]
+    if case.biases:
+        inputs.fc1_bias = source.normal(experts, 2 * case.inter).to(case.bias_dtype)
+        inputs.fc2_bias = source.normal(experts, case.hidden).to(case.bias_dtype)
+    if case.swiglu_parameters:
+        inputs.swiglu_alpha = 1.702 + 0.1 * source.normal(experts)
+        inputs.swiglu_beta = 1.0 + 0.1 * source.normal(experts)
+        inputs.swiglu_limit = 1.5 + 5.5 * source.uniform(experts)
+    return inputs

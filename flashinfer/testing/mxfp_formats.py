@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MXFP4 and MXFP8 in float64, written to be read next to the OCP Microscaling Formats specification v1.0.
+
+Every function works on any device and keeps its tensors there.  Values are exact: e2m1, e4m3, e5m2 and UE8M0 all fit
+float64, and so do their products.
+"""
+
+from __future__ import annotations
+
+import torch
+
+BLOCK = 32  # elements along K that share one scale (section 5.2)
+NAN_SCALE = 255  # UE8M0 (section 5.4.1)
+SCALE_BIAS = 127
+E2M1_MAX = 6.0
+E4M3_MAX = 448.0
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # section 5.3.3
+
+
+def power_of_two(exponents: torch.Tensor) -> torch.Tensor:
+    """``2^exponents`` as float64, exact; integer ``exponents`` in [-1022, 1023]."""
+    return ((exponents.long() + 1023) << 52).view(torch.float64)
+
+
+def decode_scales(scales: torch.Tensor) -> torch.Tensor:
+    """``2^(s - 127)`` of UE8M0 bytes, NaN for 255, as float64 of the same shape."""
+    scales = scales.view(torch.uint8)
+    values = power_of_two(scales.to(torch.int32) - SCALE_BIAS)
+    return torch.where(scales == NAN_SCALE, torch.nan, values)
+
+
+def decode_e2m1(packed: torch.Tensor) -> torch.Tensor:
+    """Values of packed e2m1: bytes ``[..., n]`` to float64 ``[..., 2 n]``, the low nibble first."""
+    table = torch.tensor(
+        [*E2M1_VALUES, *(-v for v in E2M1_VALUES)],
+        dtype=torch.float64,
+        device=packed.device,
+    )
+    # Entry b of the table of all bytes is the pair (low nibble, high nibble), kept as one complex number.
+    pairs = torch.complex(table.repeat(16), table.repeat_interleave(16))
+    codes = packed.contiguous().view(torch.uint8)
+    values = torch.view_as_real(pairs.index_select(0, codes.flatten().to(torch.int32)))
+    return values.view(*codes.shape[:-1], -1)
+
+
+def _per_element(scales: torch.Tensor, k: int) -> torch.Tensor:
+    return decode_scales(scales).repeat_interleave(BLOCK, dim=-1)[..., :k]
+
+
+def dequantize_mxfp4(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """``[..., K / 2]`` bytes with linear scales ``[..., ceil(K / 32)]`` to float64 ``[..., K]``."""
+    values = decode_e2m1(packed)
+    k = values.shape[-1]
+    if k % BLOCK == 0:  # in place: an expert of gpt-oss-120b is 200 MB in float64
+        values.unflatten(-1, (-1, BLOCK)).mul_(decode_scales(scales).unsqueeze(-1))
+        return values
+    return values * _per_element(scales, k)
+
+
+def dequantize_mxfp8(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """``[..., K]`` e4m3 or e5m2 with linear scales ``[..., ceil(K / 32)]`` to float64 ``[..., K]``."""
+    return values.double() * _per_element(scales, values.shape[-1])
+
+
+def scale_exponents(amax: torch.Tensor, element_max: float) -> torch.Tensor:
+    """Exponents of the scales for blocks of largest magnitude ``amax``: ``amax / element_max`` up to a power of two.
+
+    Clamped to what UE8M0 holds, [-127, 127]; ``amax = 0`` gives -127, infinity 127.
+    """
+    fraction, exponent = torch.frexp(amax.double() / element_max)
+    # frexp gives [0.5, 1) * 2^exponent, and 0.5 * 2^exponent is itself a power of two.  Dividing by 448 or 6 rounds,
+    # but never across a power of two: float64 has room for amax of any smaller format.
+    rounded_up = torch.where(fraction == 0.5, exponent - 1, exponent).clamp(-127, 127)
+    rounded_up = torch.where(amax == 0, -127, rounded_up)
+    return torch.where(torch.isinf(amax), 127, rounded_up)
+
+
+def round_to_e4m3(values: torch.Tensor) -> torch.Tensor:
+    """Float64 values rounded to the nearest e4m3, ties to even, saturated to 448; NaN stays."""
+    magnitude = values.abs().clamp(max=E4M3_MAX)
+    _, exponent = torch.frexp(magnitude)
+    # A value in [2^e, 2^(e+1)) has e4m3 neighbours 2^(e-3) apart; below 2^-6 they stay 2^-9 apart.
+    quantum = power_of_two((exponent - 1).clamp(min=-6) - 3)
+    return torch.copysign((torch.round(magnitude / quantum) * quantum).clamp(max=E4M3_MAX), values)
+
+
+def block_amax(values: torch.Tensor) -> torch.Tensor:
+    """Largest magnitude of each 32-block of ``[..., K]``, NaN left out; ``[..., ceil(K / 32)]``."""
+    k = values.shape[-1]
+    padded = torch.nn.functional.pad(values.abs().nan_to_num(nan=0.0, posinf=torch.inf), (0, -k % BLOCK))
+    return padded.unflatten(-1, (-1, BLOCK)).amax(-1)
+
+
+def quantize_mxfp8(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Float ``[..., K]`` to (e4m3 ``[..., K]``, linear UE8M0 ``[..., ceil(K / 32)]``).
+
+    The scale is ``amax / 448`` rounded up to a power of two (byte 0 for an all-zero block); values are rounded to
+    nearest even and saturated, so infinity becomes 448; NaN stays NaN and does not take part in ``amax``.
+    """
+    exponents = scale_exponents(block_amax(values.double()), E4M3_MAX)
+    scales = (exponents + SCALE_BIAS).to(torch.uint8)
+    scaled = values.double() / _per_element(scales, values.shape[-1])
+    return round_to_e4m3(scaled).float().to(torch.float8_e4m3fn), scales
+
+
+def quantize_mxfp4(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Float ``[..., K]``, K even, to (packed e2m1 bytes ``[..., K / 2]``, linear UE8M0 ``[..., ceil(K / 32)]``).
+
+    The scale is ``amax / 6`` rounded up to a power of two (byte 0 for an all-zero block); values are rounded to nearest
+    even and saturated, so infinity becomes 6.  e2m1 has no NaN: a block that holds one gets the NaN scale.
+    """
+    k = values.shape[-1]
+    exponents = scale_exponents(block_amax(values.double()), E2M1_MAX)
+    scales = (exponents + SCALE_BIAS).to(torch.uint8)
+    scaled = values.double() / _per_element(scales, k)
+    table = torch.tensor(E2M1_VALUES, dtype=torch.float64, device=values.device)
+    distance = (scaled.abs().clamp(max=E2M1_MAX).unsqueeze(-1) - table).abs()
+    # Of two equally near values the one with an even code wins.
+    even_first = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7], device=values.device)
+    codes = even_first[distance[..., even_first].argmin(-1)] + 8 * torch.signbit(scaled)
+    codes = torch.where(torch.isnan(values), 0, codes)
+    isnan = torch.nn.functional.pad(torch.isnan(values), (0, -k % BLOCK))
+    holds_nan = isnan.unflatten(-1, (-1, BLOCK)).any(-1)
+    scales = torch.where(holds_nan, NAN_SCALE, scales).to(torch.uint8)
+    return (codes[..., 0::2] + 16 * codes[..., 1::2]).to(torch.uint8), scales
+
+
+def swizzle_scales(linear: torch.Tensor) -> torch.Tensor:
+    """Linear scales ``[..., rows, blocks]`` to 128x4 bytes ``[..., pad128(rows), pad4(blocks)]``; padding is 0.
+
+    Byte of (row m, block k): ``(m // 128) * (KB // 4) * 512 + (k // 4) * 512 + (m % 32) * 16 + (m % 128) // 32 * 4 + k % 4``
+    with KB the padded number of blocks.
+    """
+    rows, blocks = linear.shape[-2:]
+    padded = torch.nn.functional.pad(linear.view(torch.uint8), (0, -blocks % 4, 0, -rows % 128))
+    tiles = padded.unflatten(-1, (-1, 4)).unflatten(-3, (-1, 4, 32))
+    # [..., row tile, row // 32 % 4, row % 32, block tile, block % 4] -> [..., row tile, block tile, 32, 4, 4]
+    swizzled = tiles.movedim((-2, -3, -4), (-4, -3, -2)).contiguous()
+    return swizzled.view(padded.shape)
+
+
+def unswizzle_scales(swizzled: torch.Tensor, rows: int, blocks: int) -> torch.Tensor:
+    """128x4 scales of any integer view, ``[..., pad128(rows), *]``, to linear bytes ``[..., rows, blocks]``.
+
+    A flat tensor is taken as one matrix.
+    """
+    padded_rows, padded_blocks = rows + -rows % 128, blocks + -blocks % 4
+    lead = swizzled.shape[:-2]
+    tiles = swizzled.contiguous().view(torch.uint8).reshape(*lead, padded_rows // 128, padded_blocks // 4, 32, 4, 4)
+    linear = tiles.movedim((-4, -3, -2), (-2, -3, -4))
+    return linear.reshape(*lead, padded_rows, padded_blocks)[..., :rows, :blocks].contiguous()
