@@ -29,10 +29,6 @@ Activation = Literal["mxfp8", "bf16"]
 Schedule = Literal["pingpong", "cooperative"]
 
 
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
-
-
 @dataclasses.dataclass(frozen=True)
 class Instance:
     """One compiled member of the family.
@@ -76,7 +72,13 @@ class Instance:
     @property
     def schedule(self) -> Schedule:
         """``cooperative``: eight consumer warps share a tile; ``pingpong``: four, and the SM's blocks alternate."""
-        return "cooperative" if self.token_tile == 128 else "pingpong"
+        wide = self.token_tile * self.element_bytes >= 128
+        return "cooperative" if wide else "pingpong"
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one activation element."""
+        return 1 if self.activation == "mxfp8" else 2
 
     @property
     def consumer_warps(self) -> int:
@@ -98,21 +100,17 @@ class Instance:
         weights = ROW_TILE * self.k_tile // 2
         scales = 3 * words * SCALE_CHUNK_BYTES
         tokens = self.token_tile * self.token_pitch
-        token_scales = (
-            4 * words * self.token_tile if self.activation == "mxfp8" else 0
-        )
+        token_scales = 4 * words * self.token_tile if self.activation == "mxfp8" else 0
         return weights + scales + tokens + token_scales
 
     def smem_bytes(self, num_experts: int = 128) -> int:
         """Dynamic shared memory of an FC1 block, bytes, for ``num_experts`` local experts."""
-        barriers = 2 * 8 * self.stages
-        element = 1 if self.activation == "mxfp8" else 2
-        staging = self.token_tile * (64 * element + 16)
-        amax = 4 * 4 * self.token_tile
-        routing = 4 * 2 * (num_experts + 1) + 2 * IN_KERNEL_ENTRIES + 16
-        flags = 4 * self.token_tile + 16
-        fixed = _round_up(barriers + staging + amax + routing + flags, 16)
-        return 1024 + self.stages * self.stage_bytes + fixed
+        staging = self.token_tile * (64 * self.element_bytes + 16)
+        scratch = 16 * self.token_tile
+        barriers_and_flag = 2 * 8 * self.stages + 16
+        routing = 2 * IN_KERNEL_ENTRIES + 2 * 4 * (num_experts + 1)
+        ring = self.stages * self.stage_bytes
+        return 1024 + ring + staging + scratch + barriers_and_flag + routing
 
     def weight_bytes_in_flight_per_sm(self) -> int:
         """Weight bytes that the rings of one SM's blocks can have outstanding on a GB10."""
@@ -135,9 +133,7 @@ INSTANCES: tuple[Instance, ...] = (
     Instance(12, "bf16", 8, 256, 3, 1, default=False),
 )
 
-GEMM_INSTANCES: tuple[Instance, ...] = tuple(
-    row for row in INSTANCES if row.activation == "mxfp8" and row.default
-)
+GEMM_INSTANCES: tuple[Instance, ...] = tuple(row for row in INSTANCES if row.activation == "mxfp8" and row.default)
 
 
 def instance(index: int) -> Instance:

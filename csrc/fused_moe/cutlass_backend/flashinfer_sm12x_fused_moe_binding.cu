@@ -1,0 +1,115 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// TVM-FFI face of the SM12x MXFP4 MoE. Python has validated shapes, dtypes and layouts (flashinfer/fused_moe); what is
+// checked here again is only what would otherwise read or write out of bounds.
+#include <climits>
+#include <string>
+
+#include "nv_internal/tensorrt_llm/kernels/cutlass_kernels/moe_gemm/launchers/moe_gemm_sm120_mixed_input_launcher.h"
+#include "sm12x_binding_utils.h"
+
+namespace flashinfer::sm12x {
+
+namespace {
+
+using tvm::ffi::Optional;
+using tvm::ffi::TensorView;
+
+MoeMode checked_mode(int64_t mode) {
+  TVM_FFI_CHECK(mode >= 0 && mode <= 2, ValueError) << "mode is " << mode << "; it may be 0 (MXFP8 input), 1 (bf16/fp16 "
+                                                       "input, quantized inside) or 2 (W4A16)";
+  return static_cast<MoeMode>(mode);
+}
+
+const GemmInstance* checked_instance(int64_t tactic, Activation activation) {
+  const GemmInstance* instance = find_instance(static_cast<int>(tactic));
+  TVM_FFI_CHECK(instance != nullptr, ValueError)
+      << "tactic " << tactic << " is not loaded; hand its module's address to sm12x_register_instance first";
+  TVM_FFI_CHECK(instance->activation == activation && instance->fc1 != nullptr, ValueError)
+      << "tactic " << tactic << " was compiled for other activations than this call has";
+  return instance;
+}
+
+}  // namespace
+
+int64_t moe_workspace_size(int64_t num_tokens, int64_t hidden, int64_t inter, int64_t num_local_experts, int64_t top_k,
+                           int64_t mode) {
+  const MoeShape shape = {static_cast<int>(num_tokens),        static_cast<int>(hidden), static_cast<int>(inter),
+                          static_cast<int>(num_local_experts), static_cast<int>(top_k),  checked_mode(mode)};
+  return static_cast<int64_t>(moe_workspace_bytes(shape, multiprocessors(current_device())));
+}
+
+void moe_run(TensorView output, TensorView input, Optional<TensorView> input_sf, TensorView token_selected_experts,
+             TensorView token_final_scales, TensorView fc1_w, TensorView fc1_sf, Optional<TensorView> fc1_global,
+             Optional<TensorView> fc1_bias, TensorView fc2_w, TensorView fc2_sf, Optional<TensorView> fc2_global,
+             Optional<TensorView> fc2_bias, Optional<TensorView> swiglu_alpha, Optional<TensorView> swiglu_beta,
+             Optional<TensorView> swiglu_limit, TensorView workspace, int64_t mode, bool swizzled_input_sf,
+             int64_t first_expert, int64_t num_experts_total, int64_t tactic_fc1, int64_t tactic_fc2, bool enable_pdl) {
+  MoeArguments a = {};
+  a.shape.mode = checked_mode(mode);
+  a.shape.num_tokens = static_cast<int>(input.size(0));
+  a.shape.hidden = static_cast<int>(fc2_w.size(1));
+  a.shape.inter = static_cast<int>(2 * fc2_w.size(2));
+  a.shape.num_experts = static_cast<int>(fc2_w.size(0));
+  a.shape.top_k = static_cast<int>(token_selected_experts.size(1));
+  if (a.shape.num_tokens == 0) return;
+
+  TVM_FFI_CHECK(input.size(1) == a.shape.hidden && fc1_w.size(1) == 2 * a.shape.inter &&
+                    2 * fc1_w.size(2) == a.shape.hidden && fc1_w.size(0) == a.shape.num_experts,
+                ValueError)
+      << "input, fc1_expert_weights and fc2_expert_weights disagree about hidden or intermediate size";
+  TVM_FFI_CHECK(a.shape.hidden % kScaleBlock == 0 && a.shape.inter % kScaleBlock == 0, ValueError)
+      << "hidden size " << a.shape.hidden << " and intermediate size " << a.shape.inter << " must be multiples of 32";
+  TVM_FFI_CHECK(a.shape.num_experts <= kMaxLocalExperts, ValueError)
+      << a.shape.num_experts << " local experts; the kernels route at most " << kMaxLocalExperts;
+  TVM_FFI_CHECK(static_cast<int64_t>(a.shape.num_tokens) * a.shape.top_k <= INT_MAX / 2, ValueError)
+      << "too many (token, expert) pairs for one call";
+  TVM_FFI_CHECK(first_expert >= 0 && first_expert + a.shape.num_experts <= num_experts_total, ValueError)
+      << "local experts [" << first_expert << ", " << first_expert + a.shape.num_experts << ") of " << num_experts_total;
+
+  const Activation activation = a.shape.mode == MoeMode::kBf16Activations ? Activation::kBf16 : Activation::kE4m3;
+  a.input = input.data_ptr();
+  if (a.shape.mode == MoeMode::kQuantizeInput) a.input_type = scalar_type(input, "input");
+  a.input_sf = bytes_or_null(input_sf);
+  TVM_FFI_CHECK(a.shape.mode != MoeMode::kMxfp8Input || a.input_sf != nullptr, ValueError)
+      << "MXFP8 input needs its scales (input_sf)";
+  a.swizzled_input_sf = swizzled_input_sf;
+  a.ids = static_cast<const int32_t*>(token_selected_experts.data_ptr());
+  a.routing_weights = static_cast<const float*>(token_final_scales.data_ptr());
+  a.first_expert = static_cast<int>(first_expert);
+  a.fc1_weights = static_cast<const uint8_t*>(fc1_w.data_ptr());
+  a.fc1_scales = static_cast<const uint8_t*>(fc1_sf.data_ptr());
+  a.fc1_global = floats_or_null(fc1_global);
+  a.fc1_bias = pointer_or_null(fc1_bias);
+  if (fc1_bias.has_value()) a.fc1_bias_type = scalar_type(fc1_bias.value(), "fc1_expert_biases");
+  a.fc2_weights = static_cast<const uint8_t*>(fc2_w.data_ptr());
+  a.fc2_scales = static_cast<const uint8_t*>(fc2_sf.data_ptr());
+  a.fc2_global = floats_or_null(fc2_global);
+  a.fc2_bias = pointer_or_null(fc2_bias);
+  if (fc2_bias.has_value()) a.fc2_bias_type = scalar_type(fc2_bias.value(), "fc2_expert_biases");
+  a.alpha = floats_or_null(swiglu_alpha);
+  a.beta = floats_or_null(swiglu_beta);
+  a.limit = floats_or_null(swiglu_limit);
+  a.output = output.data_ptr();
+  a.output_type = scalar_type(output, "output");
+  a.workspace = static_cast<uint8_t*>(workspace.data_ptr());
+  a.workspace_bytes = static_cast<size_t>(workspace.numel());
+  a.fc1_instance = checked_instance(tactic_fc1, activation);
+  a.fc2_instance = checked_instance(tactic_fc2, activation);
+
+  const int device = input.device().device_id;
+  check_status(run_moe(a, {stream_of(input), enable_pdl, multiprocessors(device)}));
+}
+
+void register_instance_address(int64_t index, int64_t address) {
+  const auto* instance = reinterpret_cast<const GemmInstance*>(address);
+  TVM_FFI_CHECK(instance != nullptr && instance->index == index, ValueError)
+      << "the module handed over for tactic " << index << " holds another instance";
+  register_instance(instance);
+}
+
+}  // namespace flashinfer::sm12x
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(sm12x_moe_workspace_size, flashinfer::sm12x::moe_workspace_size);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(sm12x_moe_run, flashinfer::sm12x::moe_run);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(sm12x_register_instance, flashinfer::sm12x::register_instance_address);

@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// TVM-FFI face of the grouped GEMM (flashinfer.gemm.group_gemm_mxfp4_nt_groupwise on SM12x).
+#include "flashinfer/gemm/group_gemm_mxfp4_groupwise_sm120.cuh"
+#include "sm12x_binding_utils.h"
+
+namespace flashinfer::sm12x {
+
+using tvm::ffi::TensorView;
+
+int64_t group_gemm_workspace_size(int64_t, int64_t, int64_t, int64_t) {
+  return static_cast<int64_t>(group_gemm_workspace_bytes(multiprocessors(current_device())));
+}
+
+void group_gemm_run(TensorView out, TensorView a, TensorView a_sf, TensorView b, TensorView b_sf, TensorView m_indptr,
+                    TensorView workspace, int64_t tactic, bool enable_pdl) {
+  const DLDataType type = a.dtype();
+  TVM_FFI_CHECK(type.code == kDLFloat8_e4m3fn || type.code == kDLFloat8_e5m2, ValueError)
+      << "a must be float8_e4m3fn or float8_e5m2";
+  GroupGemmArguments g = {};
+  g.cum_m = static_cast<int>(a.size(0));
+  g.k = static_cast<int>(a.size(1));
+  g.n = static_cast<int>(b.size(1));
+  g.num_groups = static_cast<int>(b.size(0));
+  TVM_FFI_CHECK(2 * b.size(2) == g.k && out.size(0) == g.cum_m && out.size(1) == g.n &&
+                    m_indptr.size(0) == g.num_groups + 1,
+                ValueError)
+      << "a, b, out and m_indptr disagree about their sizes";
+  TVM_FFI_CHECK(g.k % kScaleBlock == 0, ValueError) << "k is " << g.k << "; it must be a multiple of 32";
+  TVM_FFI_CHECK(g.num_groups <= kMaxLocalExperts, ValueError)
+      << g.num_groups << " groups; the kernels take at most " << kMaxLocalExperts;
+  if (g.cum_m == 0) return;
+  g.a = a.data_ptr();
+  g.a_scales = static_cast<const uint8_t*>(a_sf.data_ptr());
+  g.b = static_cast<const uint8_t*>(b.data_ptr());
+  g.b_scales = static_cast<const uint8_t*>(b_sf.data_ptr());
+  g.m_indptr = static_cast<const int32_t*>(m_indptr.data_ptr());
+  g.output = out.data_ptr();
+  g.output_type = scalar_type(out, "out");
+  g.workspace = static_cast<uint8_t*>(workspace.data_ptr());
+  g.workspace_bytes = static_cast<size_t>(workspace.numel());
+  const int device = a.device().device_id;
+  check_status(gemm::group_gemm_mxfp4_groupwise_sm120(
+      g, type.code == kDLFloat8_e5m2 ? Activation::kE5m2 : Activation::kE4m3, static_cast<int>(tactic),
+      {stream_of(a), enable_pdl, multiprocessors(device)}));
+}
+
+}  // namespace flashinfer::sm12x
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(sm12x_group_gemm_workspace_size, flashinfer::sm12x::group_gemm_workspace_size);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(sm12x_group_gemm_run, flashinfer::sm12x::group_gemm_run);

@@ -1,0 +1,297 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A layer is three launches: prologue, FC1, FC2. Everything their parameters need is computed here from sizes alone.
+#include "moe_gemm_sm120_mixed_input_launcher.h"
+
+#include <algorithm>
+
+#include "../sm12x_layout_sfa_utils.h"
+#include "flashinfer/sm12x/impls/moe_prologue.cuh"
+
+namespace flashinfer::sm12x {
+
+namespace {
+
+constexpr int kMaxBlocksPerSm = 16;                    // more than any instance's occupancy
+constexpr size_t kPartialBytesPerSm = size_t{256} << 10;  // two parts of a tile for every resident block
+
+struct Registry {
+  const GemmInstance* table[kMaxInstances] = {};
+};
+
+Registry& registry() {
+  static Registry instance;  // first used by the static initialisers of the rendered sources
+  return instance;
+}
+
+size_t aligned(size_t bytes) { return (bytes + 255) / 256 * 256; }
+
+// Hands out consecutive, aligned pieces of the workspace; with a null base it only counts.
+class Arena {
+ public:
+  explicit Arena(uint8_t* base) : base_(base) {}
+  template <class T>
+  T* take(size_t count) {
+    T* piece = base_ == nullptr ? nullptr : reinterpret_cast<T*>(base_ + used_);
+    used_ += aligned(count * sizeof(T));
+    return piece;
+  }
+  size_t used() const { return used_; }
+
+ private:
+  uint8_t* base_;
+  size_t used_ = 0;
+};
+
+struct SplitBuffers {
+  float4* partials;
+  int* arrivals;  // FC1's blocks, then FC2's
+  int blocks;     // of one launch at most
+};
+
+SplitBuffers take_split_buffers(Arena& arena, int sm_count) {
+  SplitBuffers split;
+  split.blocks = sm_count * kMaxBlocksPerSm;
+  split.partials = arena.take<float4>(sm_count * kPartialBytesPerSm / sizeof(float4));
+  split.arrivals = arena.take<int>(2 * static_cast<size_t>(split.blocks));
+  return split;
+}
+
+struct MoeWorkspace {
+  uint8_t* act;
+  uint8_t* act_scales;
+  uint8_t* tokens;
+  uint8_t* token_scales;
+  int32_t* offsets;
+  int32_t* order;
+  float* contributions;
+  int* token_arrivals;
+  SplitBuffers split;
+  size_t bytes;
+};
+
+MoeWorkspace lay_out(const MoeShape& s, int sm_count, uint8_t* base) {
+  Arena arena(base);
+  const size_t entries = static_cast<size_t>(s.num_tokens) * s.top_k;
+  const size_t element = s.mode == MoeMode::kBf16Activations ? 2 : 1;
+  MoeWorkspace w;
+  w.act = arena.take<uint8_t>(entries * s.inter * element);
+  w.act_scales = arena.take<uint8_t>(entries * kScaleChunkBlocks * scale_words(s.inter));
+  w.tokens = arena.take<uint8_t>(s.mode == MoeMode::kQuantizeInput ? static_cast<size_t>(s.num_tokens) * s.hidden : 0);
+  w.token_scales = arena.take<uint8_t>(s.mode == MoeMode::kBf16Activations
+                                           ? 0
+                                           : static_cast<size_t>(s.num_tokens) * kScaleChunkBlocks * scale_words(s.hidden));
+  w.offsets = arena.take<int32_t>(s.num_experts + 1);
+  w.order = arena.take<int32_t>(entries);
+  w.contributions = arena.take<float>(entries * s.hidden);
+  w.token_arrivals = arena.take<int>(static_cast<size_t>(s.num_tokens) * ceil_div(s.hidden, kRowTile));
+  w.split = take_split_buffers(arena, sm_count);
+  w.bytes = arena.used();
+  return w;
+}
+
+using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
+                                 const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
+                                 CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+// The driver's entry point, through the runtime: the library does not link libcuda.
+EncodeTiled encode_tiled() {
+  static const EncodeTiled function = [] {
+    void* entry = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    const cudaError_t error =
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
+    return error == cudaSuccess && found == cudaDriverEntryPointSuccess ? reinterpret_cast<EncodeTiled>(entry) : nullptr;
+  }();
+  return function;
+}
+
+// Packed weights as a 3-D tensor of bytes [experts][rows][k / 2]; a box is 64 rows of one k-tile.
+Status encode_weights(const uint8_t* weights, int experts, int rows, int k, int k_tile, CUtensorMap* map) {
+  const EncodeTiled encode = encode_tiled();
+  if (encode == nullptr) return {cudaErrorSymbolNotFound, "the driver has no cuTensorMapEncodeTiled"};
+  const cuuint64_t row_bytes = static_cast<cuuint64_t>(weight_bytes(k));
+  const cuuint64_t sizes[3] = {row_bytes, static_cast<cuuint64_t>(rows), static_cast<cuuint64_t>(experts)};
+  const cuuint64_t strides[2] = {row_bytes, row_bytes * static_cast<cuuint64_t>(rows)};
+  const cuuint32_t box[3] = {static_cast<cuuint32_t>(weight_bytes(k_tile)), kRowHalf, 1};
+  const cuuint32_t steps[3] = {1, 1, 1};
+  const CUresult result = encode(
+      map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 3, const_cast<uint8_t*>(weights), sizes, strides, box, steps,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, k_tile == 256 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS) return {cudaErrorInvalidValue, "cuTensorMapEncodeTiled refused the weights"};
+  return {};
+}
+
+// Resident blocks of a whole device, at most as many as the split buffers serve.
+Status grid_blocks(const GemmInstance& instance, Role role, int num_experts, int sm_count, int* blocks) {
+  int per_sm = 0;
+  if (const cudaError_t error = instance.blocks_per_sm(role, num_experts, &per_sm); error != cudaSuccess) {
+    return {error, "this device does not grant the instance's shared memory"};
+  }
+  if (per_sm == 0) return {cudaErrorLaunchOutOfResources, "the instance does not fit an SM of this device"};
+  const size_t parts = 2 * sizeof(float) * kRowTile * instance.token_tile;
+  const int served = static_cast<int>(kPartialBytesPerSm / parts);
+  *blocks = sm_count * std::min({per_sm, served, kMaxBlocksPerSm});
+  return {};
+}
+
+Status launch_prologue(const PrologueParams& params, const LaunchOptions& options) {
+  const bool sorts = params.offsets != nullptr;
+  const int workers = std::min(std::max(params.num_tokens, 1), 4 * options.sm_count);
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(workers + (sorts ? 1 : 0)));
+  config.blockDim = dim3(kPrologueThreads);
+  config.dynamicSmemBytes = sorts ? sizeof(int) * ((kPrologueWarps + 1) * params.num_experts + 1) : 0;
+  config.stream = options.stream;
+  config.attrs = &attribute;
+  config.numAttrs = options.dependent_launch ? 1 : 0;
+  return {cudaLaunchKernelEx(&config, moe_prologue_kernel, params), "prologue"};
+}
+
+// What FC1 and FC2 share.
+template <Role kRole>
+Status fill_common(GroupedGemmParams<kRole>& g, const GemmInstance& instance, const uint8_t* weights,
+                   const uint8_t* scales, int experts, int rows, int k, const SplitBuffers& split) {
+  g.weight_scales = scales;
+  g.weight_scale_pitch = swizzled_scale_bytes(rows, k);
+  g.rows = rows;
+  g.k = k;
+  g.num_experts = experts;
+  g.partials = split.partials;
+  g.split_arrivals = split.arrivals + (kRole == Role::kFc2 ? split.blocks : 0);
+  return encode_weights(weights, experts, rows, k, instance.k_tile, &g.weights);
+}
+
+}  // namespace
+
+const GemmInstance* find_instance(int index) {
+  return index >= 0 && index < kMaxInstances ? registry().table[index] : nullptr;
+}
+
+void register_instance(const GemmInstance* instance) { registry().table[instance->index] = instance; }
+
+size_t moe_workspace_bytes(const MoeShape& shape, int sm_count) { return lay_out(shape, sm_count, nullptr).bytes; }
+
+size_t group_gemm_workspace_bytes(int sm_count) {
+  Arena arena(nullptr);
+  take_split_buffers(arena, sm_count);
+  return arena.used();
+}
+
+Status run_moe(const MoeArguments& a, const LaunchOptions& options) {
+  const MoeShape& s = a.shape;
+  const int entries = s.num_tokens * s.top_k;
+  const MoeWorkspace w = lay_out(s, options.sm_count, a.workspace);
+  if (w.bytes > a.workspace_bytes) return {cudaErrorInvalidValue, "the workspace is too small"};
+  const bool kernels_route = entries <= kInKernelEntries;
+  const bool mxfp8 = s.mode != MoeMode::kBf16Activations;
+  const bool repack = s.mode == MoeMode::kMxfp8Input && !a.swizzled_input_sf &&
+                      s.hidden / kScaleBlock % kScaleChunkBlocks != 0;
+
+  int fc1_blocks = 0, fc2_blocks = 0;
+  if (Status r = grid_blocks(*a.fc1_instance, Role::kFc1, s.num_experts, options.sm_count, &fc1_blocks); r.error) return r;
+  if (Status r = grid_blocks(*a.fc2_instance, Role::kFc2, s.num_experts, options.sm_count, &fc2_blocks); r.error) return r;
+
+  GroupedGemmParams<Role::kFc1> fc1 = {};
+  GroupedGemmParams<Role::kFc2> fc2 = {};
+  if (Status r = fill_common(fc1, *a.fc1_instance, a.fc1_weights, a.fc1_scales, s.num_experts, 2 * s.inter, s.hidden,
+                             w.split);
+      r.error) {
+    return r;
+  }
+  if (Status r = fill_common(fc2, *a.fc2_instance, a.fc2_weights, a.fc2_scales, s.num_experts, s.hidden, s.inter, w.split);
+      r.error) {
+    return r;
+  }
+
+  PrologueParams prologue = {};
+  prologue.num_tokens = s.num_tokens;
+  prologue.hidden = s.hidden;
+  prologue.quantized = w.tokens;
+  prologue.quantized_scales = w.token_scales;
+  if (s.mode == MoeMode::kQuantizeInput) {
+    prologue.input_kind = a.input_type == ScalarType::kBf16 ? TokenInput::kQuantizeBf16 : TokenInput::kQuantizeF16;
+    prologue.input = a.input;
+  } else if (repack) {
+    prologue.input_kind = TokenInput::kRepackScales;
+    prologue.input = a.input_sf;
+  }
+  prologue.ids = a.ids;
+  prologue.num_entries = entries;
+  prologue.top_k = s.top_k;
+  prologue.first_expert = a.first_expert;
+  prologue.num_experts = s.num_experts;
+  prologue.offsets = kernels_route ? nullptr : w.offsets;
+  prologue.order = kernels_route ? nullptr : w.order;
+  prologue.split_arrivals = w.split.arrivals;
+  prologue.num_split_arrivals = 2 * w.split.blocks;
+  prologue.token_arrivals = w.token_arrivals;
+  prologue.row_tiles = ceil_div(s.hidden, kRowTile);
+  prologue.output = a.output;
+  prologue.output_type = a.output_type;
+
+  auto route = [&](auto& gemm) {
+    gemm.ids = a.ids;
+    gemm.num_entries = entries;
+    gemm.top_k = s.top_k;
+    gemm.first_expert = a.first_expert;
+    gemm.offsets = prologue.offsets;
+    gemm.order = prologue.order;
+    gemm.weights_read_once = entries <= s.num_experts * 8;  // more: several token tiles share the weights through L2
+  };
+  route(fc1);
+  route(fc2);
+
+  const bool own_rows = s.mode == MoeMode::kQuantizeInput;
+  fc1.tokens = own_rows ? w.tokens : static_cast<const uint8_t*>(a.input);
+  if (mxfp8) {
+    const bool own_scales = own_rows || repack;
+    fc1.token_scales = reinterpret_cast<const uint32_t*>(own_scales ? w.token_scales : a.input_sf);
+    fc1.token_scale_pitch = !own_scales && a.swizzled_input_sf ? 0 : scale_words(s.hidden);
+  }
+  fc1.epilogue = {a.fc1_global, a.fc1_bias, a.fc1_bias_type, a.alpha, a.beta, a.limit, w.act, w.act_scales};
+
+  fc2.tokens = w.act;
+  if (mxfp8) {
+    fc2.token_scales = reinterpret_cast<const uint32_t*>(w.act_scales);
+    fc2.token_scale_pitch = scale_words(s.inter);
+  }
+  fc2.epilogue = {a.fc2_global, a.fc2_bias,         a.fc2_bias_type, a.routing_weights,
+                  w.contributions, w.token_arrivals, a.output,       a.output_type};
+
+  if (Status r = launch_prologue(prologue, options); r.error) return r;
+  if (const cudaError_t error = a.fc1_instance->fc1(fc1, fc1_blocks, options)) return {error, "FC1"};
+  if (const cudaError_t error = a.fc2_instance->fc2(fc2, fc2_blocks, options)) return {error, "FC2"};
+  return {};
+}
+
+Status run_group_gemm(const GroupGemmArguments& a, const LaunchOptions& options) {
+  Arena arena(a.workspace);
+  const SplitBuffers split = take_split_buffers(arena, options.sm_count);
+  if (arena.used() > a.workspace_bytes) return {cudaErrorInvalidValue, "the workspace is too small"};
+  int blocks = 0;
+  if (Status r = grid_blocks(*a.instance, Role::kStore, a.num_groups, options.sm_count, &blocks); r.error) return r;
+
+  GroupedGemmParams<Role::kStore> gemm = {};
+  if (Status r = fill_common(gemm, *a.instance, a.b, a.b_scales, a.num_groups, a.n, a.k, split); r.error) return r;
+  gemm.tokens = static_cast<const uint8_t*>(a.a);
+  gemm.token_scales = reinterpret_cast<const uint32_t*>(a.a_scales);
+  gemm.token_scale_pitch = 0;
+  gemm.top_k = 1;
+  gemm.num_entries = a.cum_m;
+  gemm.offsets = a.m_indptr;
+  gemm.weights_read_once = a.cum_m <= a.num_groups * 8;
+  gemm.epilogue = {a.output, a.output_type};
+
+  PrologueParams prologue = {};
+  prologue.split_arrivals = split.arrivals;
+  prologue.num_split_arrivals = split.blocks;
+  if (Status r = launch_prologue(prologue, options); r.error) return r;
+  return {a.instance->store(gemm, blocks, options), "grouped GEMM"};
+}
+
+}  // namespace flashinfer::sm12x

@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Host side of the SM12x MXFP4 family: plain CUDA, no framework. A launch allocates nothing and waits for nothing.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "flashinfer/sm12x/impls/grouped_gemm_params.cuh"
+
+namespace flashinfer::sm12x {
+
+struct LaunchOptions {
+  cudaStream_t stream;
+  bool dependent_launch;  // programmatic dependent launch within the layer
+  int sm_count;
+};
+
+// One compiled member of the family. The rendered sources register theirs when the library is loaded.
+template <Role kRole>
+using GemmLaunch = cudaError_t (*)(const GroupedGemmParams<kRole>& params, int blocks, const LaunchOptions& options);
+
+struct GemmInstance {
+  int index;  // tactic number
+  Activation activation;
+  int token_tile;
+  int k_tile;
+  GemmLaunch<Role::kFc1> fc1;
+  GemmLaunch<Role::kFc2> fc2;
+  GemmLaunch<Role::kStore> store;
+  // Blocks of one kernel that an SM of the current device holds; an error where its shared memory is not granted.
+  cudaError_t (*blocks_per_sm)(Role role, int num_experts, int* blocks);
+};
+
+constexpr int kMaxInstances = 64;
+
+// The process-wide table, by tactic number. Null: not compiled into this library and not handed to it.
+const GemmInstance* find_instance(int index);
+void register_instance(const GemmInstance* instance);
+
+// A launch that failed, and why: `what` names the call, null where `error` says it all.
+struct Status {
+  cudaError_t error = cudaSuccess;
+  const char* what = nullptr;
+};
+
+enum class MoeMode : int { kMxfp8Input = 0, kQuantizeInput = 1, kBf16Activations = 2 };
+
+struct MoeShape {
+  int num_tokens;
+  int hidden;
+  int inter;
+  int num_experts;  // on this rank
+  int top_k;
+  MoeMode mode;
+};
+
+struct MoeArguments {
+  MoeShape shape;
+  const void* input;
+  ScalarType input_type;     // kQuantizeInput: kBf16 or kF16
+  const uint8_t* input_sf;   // kMxfp8Input
+  bool swizzled_input_sf;
+  const int32_t* ids;        // [tokens, top_k] global expert ids
+  const float* routing_weights;
+  int first_expert;
+  const uint8_t* fc1_weights;
+  const uint8_t* fc1_scales;
+  const float* fc1_global;
+  const void* fc1_bias;
+  ScalarType fc1_bias_type;
+  const uint8_t* fc2_weights;
+  const uint8_t* fc2_scales;
+  const float* fc2_global;
+  const void* fc2_bias;
+  ScalarType fc2_bias_type;
+  const float* alpha;
+  const float* beta;
+  const float* limit;
+  void* output;
+  ScalarType output_type;
+  uint8_t* workspace;
+  size_t workspace_bytes;
+  const GemmInstance* fc1_instance;
+  const GemmInstance* fc2_instance;
+};
+
+size_t moe_workspace_bytes(const MoeShape& shape, int sm_count);
+Status run_moe(const MoeArguments& arguments, const LaunchOptions& options);
+
+struct GroupGemmArguments {
+  int cum_m;
+  int n;
+  int k;
+  int num_groups;
+  const void* a;
+  const uint8_t* a_scales;  // 128x4, every group from a multiple of 128 rows
+  const uint8_t* b;
+  const uint8_t* b_scales;
+  const int32_t* m_indptr;  // [groups + 1]
+  void* output;
+  ScalarType output_type;
+  uint8_t* workspace;
+  size_t workspace_bytes;
+  const GemmInstance* instance;
+};
+
+size_t group_gemm_workspace_bytes(int sm_count);
+Status run_group_gemm(const GroupGemmArguments& arguments, const LaunchOptions& options);
+
+}  // namespace flashinfer::sm12x

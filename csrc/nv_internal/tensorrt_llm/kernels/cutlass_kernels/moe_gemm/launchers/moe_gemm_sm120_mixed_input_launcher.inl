@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// From a kernel template to a registered instance. Included by the rendered sources only.
+#pragma once
+
+#include <algorithm>
+
+#include "flashinfer/sm12x/impls/grouped_gemm.cuh"
+#include "moe_gemm_sm120_mixed_input_launcher.h"
+
+namespace flashinfer::sm12x {
+
+template <class Config>
+struct KernelLauncher {
+  static constexpr Role kRole = Config::kRole;
+  static_assert(SharedStorage<Config>::bytes(128) <= Sm12xLimits::kSharedBytesPerBlock,
+                "an instance must fit a block of an SM12x (128 local experts)");
+  static_assert(Config::kBlocksPerSm * (SharedStorage<Config>::bytes(128) + Sm12xLimits::kSharedBytesReservedPerBlock) <=
+                    Sm12xLimits::kSharedBytesPerSm,
+                "the planned number of blocks must fit an SM12x");
+
+  static cudaError_t prepare(int num_experts) {
+    const auto kernel = grouped_gemm_kernel<Config>;
+    return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                SharedStorage<Config>::bytes(num_experts));
+  }
+
+  static cudaError_t blocks_per_sm(int num_experts, int* blocks) {
+    if (const cudaError_t error = prepare(num_experts); error != cudaSuccess) return error;
+    return cudaOccupancyMaxActiveBlocksPerMultiprocessor(blocks, grouped_gemm_kernel<Config>, Config::kThreads,
+                                                         SharedStorage<Config>::bytes(num_experts));
+  }
+
+  static cudaError_t launch(const GroupedGemmParams<kRole>& params, int blocks, const LaunchOptions& options) {
+    cudaLaunchAttribute attribute;
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(static_cast<unsigned>(blocks));
+    config.blockDim = dim3(Config::kThreads);
+    config.dynamicSmemBytes = SharedStorage<Config>::bytes(params.num_experts);
+    config.stream = options.stream;
+    config.attrs = &attribute;
+    config.numAttrs = options.dependent_launch ? 1 : 0;
+    return cudaLaunchKernelEx(&config, grouped_gemm_kernel<Config>, params);
+  }
+};
+
+// What a rendered MoE source instantiates: both GEMMs of one tile configuration.
+template <Activation kActivation, int kTokenTile, int kKTile, int kStages, int kBlocksPerSm>
+struct MoeInstance {
+  using Fc1 = KernelLauncher<GemmConfig<Role::kFc1, kActivation, kTokenTile, kKTile, kStages, kBlocksPerSm>>;
+  using Fc2 = KernelLauncher<GemmConfig<Role::kFc2, kActivation, kTokenTile, kKTile, kStages, kBlocksPerSm>>;
+
+  static cudaError_t blocks_per_sm(Role role, int num_experts, int* blocks) {
+    return role == Role::kFc1 ? Fc1::blocks_per_sm(num_experts, blocks) : Fc2::blocks_per_sm(num_experts, blocks);
+  }
+  static GemmInstance describe(int index) {
+    return {index, kActivation, kTokenTile, kKTile, Fc1::launch, Fc2::launch, nullptr, blocks_per_sm};
+  }
+};
+
+template <Activation kActivation, int kTokenTile, int kKTile, int kStages, int kBlocksPerSm>
+struct GroupGemmInstance {
+  using Store = KernelLauncher<GemmConfig<Role::kStore, kActivation, kTokenTile, kKTile, kStages, kBlocksPerSm>>;
+
+  static cudaError_t blocks_per_sm(Role, int num_groups, int* blocks) { return Store::blocks_per_sm(num_groups, blocks); }
+  static GemmInstance describe(int index) {
+    return {index, kActivation, kTokenTile, kKTile, nullptr, nullptr, Store::launch, blocks_per_sm};
+  }
+};
+
+struct Registration {
+  explicit Registration(const GemmInstance& instance) { register_instance(&instance); }
+};
+
+}  // namespace flashinfer::sm12x

@@ -1,0 +1,175 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The grouped GEMM of the family: for every expert, [rows, k] MXFP4 weights times the token rows routed to it.
+//
+// Weights are the MMA's M operand and stay packed up to the registers; tokens are its N operand, so that eight of them
+// already fill an MMA. One producer warp keeps a ring of stages full, the other warps consume it. Schedules: with token
+// tiles up to 64 a block has four consumer warps and several blocks share an SM, so that one's epilogue hides behind
+// another's mainloop (PingPong, the SM's warp schedulers being the referee); a 128-token tile takes eight consumer warps
+// (Cooperative).
+#pragma once
+
+#include <type_traits>
+
+#include "../epilogue/combine.cuh"
+#include "../epilogue/split_reduce.cuh"
+#include "../epilogue/swiglu_quantize.cuh"
+#include "../scheduler/routing.cuh"
+#include "../scheduler/tile_scheduler.cuh"
+#include "mainloop.cuh"
+#include "producer.cuh"
+
+namespace flashinfer::sm12x {
+
+// Expert offsets, and token-tile prefix sums, of this launch into shared memory. One warp.
+template <class Config>
+__device__ __forceinline__ void load_routing(const GroupedGemmParams<Config::kRole>& p,
+                                             const SharedStorage<Config>& shared, int lane) {
+  int* offsets = shared.offsets();
+  int* tile_prefix = shared.tile_prefix(p.num_experts);
+  if (p.offsets != nullptr) {
+    for (int e = lane; e <= p.num_experts; e += 32) offsets[e] = p.offsets[e];
+    __syncwarp();
+  } else {
+    scheduler::route_with_one_warp<kInKernelEntries>(p.ids, p.num_entries, p.first_expert, p.num_experts, offsets,
+                                                     shared.order(), lane);
+  }
+  for (int e = lane; e < p.num_experts; e += 32) {
+    tile_prefix[e] = ceil_div(offsets[e + 1] - offsets[e], Config::kTokenTile);
+  }
+  __syncwarp();
+  scheduler::exclusive_offsets(tile_prefix, tile_prefix, p.num_experts, lane);
+}
+
+// Token columns that no copy fills are multiplied too (and never stored): give them a value.
+template <class Config>
+__device__ __forceinline__ void clear_token_stages(const SharedStorage<Config>& shared) {
+  constexpr int kBytes = Config::kStages * (Config::kTokenStage + Config::kTokenScaleStage);
+  static_assert(kBytes % 16 == 0);
+  uint4* words = reinterpret_cast<uint4*>(shared.tokens(0));
+  for (int i = threadIdx.x; i < kBytes / 16; i += Config::kThreads) words[i] = make_uint4(0, 0, 0, 0);
+  ptx::fence_async_proxy();
+}
+
+template <class Config>
+class Consumer {
+  using Params = GroupedGemmParams<Config::kRole>;
+
+ public:
+  static __device__ __forceinline__ void run(const Params& p, const SharedStorage<Config>& shared,
+                                             const scheduler::UnitMap<Config::kTokenTile>& units,
+                                             const scheduler::Shares& shares, int k_tiles, int warp, int lane) {
+    const int begin = shares.begin(blockIdx.x), end = shares.begin(blockIdx.x + 1);
+    const int thread = 32 * warp + lane;
+    const int blocks = p.k / kScaleBlock;
+    ptx::wait_for_prerequisite_grids();
+
+    int stage = 0;
+    uint32_t phase = 0;
+    for (int tile = begin; tile < end;) {
+      const int unit_index = tile / k_tiles;
+      const int first = unit_index * k_tiles, last = first + k_tiles - 1;
+      const int stop = min(end, last + 1);
+      const scheduler::Unit unit = units.locate(unit_index);
+      const OperandOffsets<Config> at = operand_offsets<Config>(unit.row_tile, p.rows, warp, lane);
+      const int entry = own_entry(p, shared, unit, thread);
+
+      Accumulators<Config> accumulators;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int step = 0; step < Config::kTokenSteps; ++step) {
+#pragma unroll
+          for (int value = 0; value < 4; ++value) accumulators[half][step][value] = 0.0f;
+        }
+      }
+      const bool whole = first >= begin && last < end;
+      for (; tile < stop; ++tile) {
+        ptx::mbarrier_wait(shared.full(stage), phase);
+        const int valid_blocks = blocks - (tile - first) * (Config::kKTile / kScaleBlock);
+        if (valid_blocks >= Config::kKTile / kScaleBlock) {
+          consume_tile<Config, true>(shared, stage, at, valid_blocks, lane, accumulators);
+        } else {
+          consume_tile<Config, false>(shared, stage, at, valid_blocks, lane, accumulators);
+        }
+        __syncwarp();
+        if (lane == 0) ptx::mbarrier_arrive(shared.empty(stage));
+        if (++stage == Config::kStages) {
+          stage = 0;
+          phase ^= 1;
+        }
+      }
+      if (!whole && !epilogue::reduce_split<Config>(p.partials, p.split_arrivals, shared, shares, first, last, thread,
+                                                    accumulators)) {
+        continue;
+      }
+      finish(p, shared, unit, entry, warp, lane, accumulators);
+    }
+  }
+
+ private:
+  // FC2: number of the entry that this thread's token of the tile came from; loaded early, used in the epilogue.
+  static __device__ __forceinline__ int own_entry(const Params& p, const SharedStorage<Config>& shared,
+                                                  const scheduler::Unit& unit, int thread) {
+    if constexpr (Config::kRole != Role::kFc2) return 0;
+    if (thread >= unit.num_tokens) return 0;
+    const int position = unit.first_token + thread;
+    return p.order != nullptr ? p.order[position] : static_cast<int>(shared.order()[position]);
+  }
+
+  static __device__ __forceinline__ void finish(const Params& p, const SharedStorage<Config>& shared,
+                                                const scheduler::Unit& unit, int entry, int warp, int lane,
+                                                Accumulators<Config>& accumulators) {
+    if constexpr (Config::kRole == Role::kFc1) {
+      epilogue::Fc1Finish<Config>::run(p, shared, unit, warp, lane, accumulators);
+    } else if constexpr (Config::kRole == Role::kFc2) {
+      epilogue::Fc2Finish<Config>::run(p, shared, unit, entry, warp, lane, accumulators);
+    } else {
+      epilogue::store_output<Config>(p, unit, warp, lane, accumulators);
+    }
+  }
+};
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
+    grouped_gemm_kernel(const __grid_constant__ GroupedGemmParams<Config::kRole> p) {
+  extern __shared__ char dynamic_shared[];
+  const SharedStorage<Config> shared(dynamic_shared);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+
+  ptx::launch_dependent_grids();  // their producers may start to stream weights; they wait for this grid's results
+  if (p.offsets != nullptr) ptx::wait_for_prerequisite_grids();  // the prologue routes
+
+  if (warp == 0) {
+    load_routing<Config>(p, shared, lane);
+  } else if (warp == Config::kConsumerWarps && lane == 0) {
+    ptx::prefetch_tensor_map(&p.weights);
+    for (int stage = 0; stage < Config::kStages; ++stage) {
+      // The producer's announcement, and one arrival of each of its lanes for the token scales.
+      ptx::mbarrier_init(shared.full(stage), Config::kTokenScales ? 1 + 32 : 1);
+      ptx::mbarrier_init(shared.empty(stage), Config::kConsumerWarps);
+    }
+    ptx::fence_barrier_init();
+  }
+  clear_token_stages<Config>(shared);
+  __syncthreads();
+
+  const int row_tiles = Config::kRole == Role::kFc1 ? ceil_div(p.rows / 2, kRowHalf) : ceil_div(p.rows, kRowTile);
+  const scheduler::UnitMap<Config::kTokenTile> units = {shared.offsets(), shared.tile_prefix(p.num_experts),
+                                                        p.num_experts, row_tiles};
+  const int k_tiles = ceil_div(p.k, Config::kKTile);
+  const scheduler::Shares shares(units.num_units() * k_tiles, gridDim.x);
+  if (static_cast<int>(blockIdx.x) >= shares.blocks) {
+    ptx::wait_for_prerequisite_grids();  // this grid must not count as complete before those it depends on
+    return;
+  }
+
+  if (warp == Config::kConsumerWarps) {
+    Producer<Config>(p, shared, units, p.order, lane)
+        .run(shares.begin(blockIdx.x), shares.begin(blockIdx.x + 1), k_tiles);
+  } else {
+    Consumer<Config>::run(p, shared, units, shares, k_tiles, warp, lane);
+  }
+}
+
+}  // namespace flashinfer::sm12x

@@ -1,0 +1,91 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What a launch of the grouped GEMM is told. Filled by the launcher, read by the kernel.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "nv_internal/tensorrt_llm/kernels/cutlass_kernels/moe_gemm/sm12x_arch_config.h"
+
+namespace flashinfer::sm12x {
+
+// What the GEMM is used for: where token rows come from and what happens to the accumulators.
+enum class Role : int {
+  kFc1 = 0,    // token rows by expert order through `order`; bias, SwiGLU, requantization
+  kFc2 = 1,    // token rows in expert order; bias, routing weight, top-k sum
+  kStore = 2,  // token rows in group order; plain store
+};
+
+enum class ScalarType : int { kBf16 = 0, kF16 = 1, kF32 = 2 };
+
+struct Fc1Epilogue {
+  const float* global_scale;  // [E] or null: 1
+  const void* bias;           // [E, 2 * inter] or null
+  ScalarType bias_type;
+  const float* alpha;  // [E] or null: 1, 0, infinity
+  const float* beta;
+  const float* limit;
+  uint8_t* act;         // [entries, inter] e4m3 or bf16, in expert order
+  uint8_t* act_scales;  // [entries, 4 * scale_words(inter)] UE8M0, e4m3 only
+};
+
+struct Fc2Epilogue {
+  const float* global_scale;  // [E] or null: 1
+  const void* bias;           // [E, rows] or null
+  ScalarType bias_type;
+  const float* routing_weights;  // [entries]
+  float* contributions;          // [entries, rows], by entry
+  int* token_arrivals;           // [tokens, row tiles]
+  void* output;                  // [tokens, rows]
+  ScalarType output_type;
+};
+
+struct StoreEpilogue {
+  void* output;  // [cum_m, rows]
+  ScalarType output_type;
+};
+
+template <Role kRole>
+struct EpilogueOf;
+template <>
+struct EpilogueOf<Role::kFc1> {
+  using type = Fc1Epilogue;
+};
+template <>
+struct EpilogueOf<Role::kFc2> {
+  using type = Fc2Epilogue;
+};
+template <>
+struct EpilogueOf<Role::kStore> {
+  using type = StoreEpilogue;
+};
+
+template <Role kRole>
+struct GroupedGemmParams {
+  CUtensorMap weights;           // bytes [E][rows][k / 2]
+  const uint8_t* weight_scales;  // 128x4, expert after expert
+  int64_t weight_scale_pitch;    // bytes from one expert's scales to the next
+  int rows;                      // weight rows of an expert (FC1: 2 * inter, up rows first)
+  int k;
+
+  const uint8_t* tokens;          // [*, k] elements of the activation type
+  const uint32_t* token_scales;   // words of four UE8M0 scales
+  int token_scale_pitch;          // words of a row, or 0: 128x4 layout
+  const int32_t* ids;             // [entries] global expert ids
+  int num_entries;
+  int top_k;
+  int first_expert;
+  int num_experts;
+  const int32_t* offsets;  // [E + 1] and
+  const int32_t* order;    // [entries] from the prologue (or the caller); null: the kernel routes by itself
+
+  float4* partials;     // [grid][2][kRowTile * kTokenTile / 4]
+  int* split_arrivals;  // [grid], zeroed by the prologue
+  bool weights_read_once;
+  typename EpilogueOf<kRole>::type epilogue;
+};
+
+}  // namespace flashinfer::sm12x

@@ -1,0 +1,131 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What has to be in place before FC1 reads tokens: arrival counters, quantized activations or scales in whole words, zero
+// rows for tokens without a local expert, and, where there are too many entries for the GEMM kernels to sort by
+// themselves, the routing. With programmatic dependent launch FC1's producer already streams weights meanwhile.
+#pragma once
+
+#include "../epilogue/scalar.cuh"
+#include "../ptx/sync.cuh"
+#include "../scheduler/routing.cuh"
+#include "nv_internal/tensorrt_llm/kernels/cutlass_kernels/moe_gemm/sm12x_activation_quantizer.cuh"
+
+namespace flashinfer::sm12x {
+
+enum class TokenInput : int {
+  kAsIs = 0,         // FC1 reads the caller's rows (and scales)
+  kRepackScales = 1, // linear scales whose rows are no whole words
+  kQuantizeBf16 = 2,
+  kQuantizeF16 = 3,
+};
+
+struct PrologueParams {
+  int num_tokens;
+  int hidden;
+  TokenInput input_kind;
+  const void* input;           // [tokens, hidden] bf16/fp16, or scales [tokens, hidden / 32]
+  uint8_t* quantized;          // [tokens, hidden] e4m3
+  uint8_t* quantized_scales;   // [tokens, 4 * scale_words(hidden)]
+
+  const int32_t* ids;  // null: no routing at all (grouped GEMM)
+  int num_entries;
+  int top_k;
+  int first_expert;
+  int num_experts;
+  int32_t* offsets;  // [E + 1], null: the GEMM kernels route
+  int32_t* order;    // [entries]
+
+  int* split_arrivals;  // counters to zero
+  int num_split_arrivals;
+  int* token_arrivals;  // [tokens, row_tiles]: starts at the slots that no local expert serves
+  int row_tiles;
+  void* output;  // [tokens, hidden]
+  ScalarType output_type;
+};
+
+constexpr int kPrologueThreads = 512;
+constexpr int kPrologueWarps = kPrologueThreads / 32;
+
+// Stable counting sort of all entries by expert. One block; `counts` is [kPrologueWarps][E] in shared memory, `totals`
+// [E + 1]. Every warp counts a contiguous share of the entries, then writes it behind those of the warps before it.
+__device__ __forceinline__ void sort_entries(const PrologueParams& p, int* counts, int* totals) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int share = ceil_div(ceil_div(p.num_entries, kPrologueWarps), 32) * 32;
+  const int begin = warp * share, end = min(begin + share, p.num_entries);
+  int* mine = counts + warp * p.num_experts;
+
+  for (int i = threadIdx.x; i < kPrologueWarps * p.num_experts; i += kPrologueThreads) counts[i] = 0;
+  __syncthreads();
+  auto expert_of = [&](int i) {
+    return i < end ? scheduler::local_expert(p.ids[i], p.first_expert, p.num_experts) : -1;
+  };
+  for (int base = begin; base < end; base += 32) scheduler::count_chunk(expert_of(base + lane), mine, lane);
+  __syncthreads();
+  for (int e = threadIdx.x; e < p.num_experts; e += kPrologueThreads) {
+    int before = 0;
+    for (int w = 0; w < kPrologueWarps; ++w) {
+      const int count = counts[w * p.num_experts + e];
+      counts[w * p.num_experts + e] = before;
+      before += count;
+    }
+    totals[e] = before;
+  }
+  __syncthreads();
+  if (warp == 0) scheduler::exclusive_offsets(totals, totals, p.num_experts, lane);
+  __syncthreads();
+  for (int e = threadIdx.x; e <= p.num_experts; e += kPrologueThreads) p.offsets[e] = totals[e];
+  for (int base = begin; base < end; base += 32) {
+    const int expert = expert_of(base + lane);
+    const int place = scheduler::count_chunk(expert, mine, lane);
+    if (expert >= 0) p.order[totals[expert] + place] = base + lane;
+  }
+}
+
+__device__ __forceinline__ void prepare_token(const PrologueParams& p, int token) {
+  const int64_t row = static_cast<int64_t>(token) * p.hidden;
+  const int pitch = kScaleChunkBlocks * scale_words(p.hidden);
+  uint8_t* scales = p.quantized_scales + static_cast<int64_t>(token) * pitch;
+  if (p.input_kind == TokenInput::kQuantizeBf16) {
+    quantize_row<true>(static_cast<const uint16_t*>(p.input) + row, p.hidden, p.quantized + row, scales);
+  } else if (p.input_kind == TokenInput::kQuantizeF16) {
+    quantize_row<false>(static_cast<const uint16_t*>(p.input) + row, p.hidden, p.quantized + row, scales);
+  } else if (p.input_kind == TokenInput::kRepackScales) {
+    const int blocks = p.hidden / kScaleBlock;
+    const uint8_t* source = static_cast<const uint8_t*>(p.input) + static_cast<int64_t>(token) * blocks;
+    for (int i = threadIdx.x; i < pitch; i += kPrologueThreads) scales[i] = i < blocks ? source[i] : 0;
+  }
+  if (p.ids == nullptr) return;
+
+  int elsewhere = 0;
+  for (int slot = 0; slot < p.top_k; ++slot) {
+    elsewhere += scheduler::local_expert(p.ids[token * p.top_k + slot], p.first_expert, p.num_experts) < 0;
+  }
+  for (int tile = threadIdx.x; tile < p.row_tiles; tile += kPrologueThreads) {
+    p.token_arrivals[static_cast<int64_t>(token) * p.row_tiles + tile] = elsewhere;
+  }
+  if (elsewhere == p.top_k) {
+    for (int i = threadIdx.x; i < p.hidden; i += kPrologueThreads) {
+      epilogue::store_scalar(p.output, row + i, p.output_type, 0.0f);
+    }
+  }
+}
+
+// Grid: one block for the sort, if any, the others share the tokens.
+__global__ void __launch_bounds__(kPrologueThreads) moe_prologue_kernel(const __grid_constant__ PrologueParams p) {
+  extern __shared__ int sort_counts[];
+  ptx::wait_for_prerequisite_grids();
+  ptx::launch_dependent_grids();
+
+  const bool sorts = p.offsets != nullptr;
+  if (sorts && blockIdx.x == 0) {
+    sort_entries(p, sort_counts, sort_counts + kPrologueWarps * p.num_experts);
+    return;
+  }
+  const int block = static_cast<int>(blockIdx.x) - (sorts ? 1 : 0), blocks = static_cast<int>(gridDim.x) - (sorts ? 1 : 0);
+  for (int i = block * kPrologueThreads + threadIdx.x; i < p.num_split_arrivals; i += blocks * kPrologueThreads) {
+    p.split_arrivals[i] = 0;
+  }
+  for (int token = block; token < p.num_tokens; token += blocks) prepare_token(p, token);
+}
+
+}  // namespace flashinfer::sm12x

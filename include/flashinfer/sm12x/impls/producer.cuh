@@ -1,0 +1,185 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The producer warp: keeps the ring of stages filled. A stage holds everything that its consumers need for one k-tile of
+// one unit: packed weights, weight scales, token rows, token scales.
+#pragma once
+
+#include "../ptx/copy.cuh"
+#include "../scheduler/tile_scheduler.cuh"
+#include "shared_storage.cuh"
+
+namespace flashinfer::sm12x {
+
+// First weight row of half `half` of a row tile.
+template <class Config>
+__device__ __forceinline__ int half_row(int row_tile, int half, int rows) {
+  if constexpr (Config::kRole == Role::kFc1) {
+    return (half == 0 ? 0 : rows / 2) + row_tile * kRowHalf;  // up, gate
+  } else {
+    return row_tile * kRowTile + half * kRowHalf;
+  }
+}
+
+template <class Config>
+class Producer {
+  using Params = GroupedGemmParams<Config::kRole>;
+  using Map = scheduler::UnitMap<Config::kTokenTile>;
+  static constexpr int kRowsPerLane = (Config::kTokenTile + 31) / 32;
+
+ public:
+  __device__ __forceinline__ Producer(const Params& params, const SharedStorage<Config>& storage, const Map& map,
+                                      const int32_t* global_order, int lane)
+      : p(params), shared(storage), units(map), order(global_order), lane(lane),
+        words(scale_words(params.k)),
+        policy(params.weights_read_once ? ptx::evict_first_policy() : ptx::evict_normal_policy()) {}
+
+  // Streams the k-tiles [begin, end). The first kStages stages' weights are on their way before the wait for the
+  // kernels that this one depends on: weights depend on nobody.
+  __device__ __forceinline__ void run(int begin, int end, int k_tiles) {
+    const int ahead = min(Config::kStages, end - begin);
+    Cursor early(*this, begin, k_tiles);
+    for (int i = 0; i < ahead; ++i, early.advance()) issue_weights(i, early);
+
+    ptx::wait_for_prerequisite_grids();
+
+    Cursor cursor(*this, begin, k_tiles);
+    int stage = 0;
+    uint32_t phase = 1;  // flips when the ring wraps; a first pass over the ring waits for nobody
+    for (int i = begin; i < end; ++i, cursor.advance()) {
+      if (i - begin >= Config::kStages) {
+        ptx::mbarrier_wait(shared.empty(stage), phase);
+        issue_weights(stage, cursor);
+      }
+      issue_tokens(stage, cursor);
+      if (++stage == Config::kStages) {
+        stage = 0;
+        phase ^= 1;
+      }
+    }
+  }
+
+ private:
+  // Walks k-tiles; knows, per lane, where the token rows of the current unit come from.
+  struct Cursor {
+    const Producer& owner;
+    scheduler::Unit unit;
+    int unit_index, k_tile, k_tiles;
+    int64_t token_row[kRowsPerLane];
+
+    __device__ __forceinline__ Cursor(const Producer& producer, int tile, int tiles)
+        : owner(producer), unit_index(tile / tiles), k_tile(tile % tiles), k_tiles(tiles) {
+      enter();
+    }
+    __device__ __forceinline__ void advance() {
+      if (++k_tile == k_tiles) {
+        k_tile = 0;
+        ++unit_index;
+        if (unit_index < owner.units.num_units()) enter();
+      }
+    }
+    __device__ __forceinline__ void enter() {
+      unit = owner.units.locate(unit_index);
+#pragma unroll
+      for (int j = 0; j < kRowsPerLane; ++j) {
+        const int i = owner.lane + 32 * j;
+        token_row[j] = i < unit.num_tokens ? owner.source_row(unit, i) : -1;
+      }
+    }
+  };
+
+  // Row of `tokens` of the i-th token of a unit.
+  __device__ __forceinline__ int64_t source_row(const scheduler::Unit& unit, int i) const {
+    const int position = unit.first_token + i;
+    if constexpr (Config::kRole == Role::kFc1) {
+      return (order != nullptr ? order[position] : static_cast<int>(shared.order()[position])) / p.top_k;
+    } else {
+      return position;
+    }
+  }
+
+  // Row of `token_scales`: the grouped GEMM's caller starts each group's scales at a multiple of 128 rows.
+  __device__ __forceinline__ int64_t scale_row(const scheduler::Unit& unit, int64_t row) const {
+    if constexpr (Config::kRole == Role::kStore) {
+      const int group = units.offsets[unit.expert];
+      const int aligned = (group + unit.expert * (kScaleChunkRows - 1)) / kScaleChunkRows * kScaleChunkRows;
+      return aligned + row - group;
+    } else {
+      return row;
+    }
+  }
+
+  __device__ __forceinline__ int valid_k(int k_tile) const {
+    return min(Config::kKTile, p.k - k_tile * Config::kKTile);
+  }
+
+  __device__ __forceinline__ void issue_weights(int stage, const Cursor& at) const {
+    if (lane == 0) {
+      const int valid = valid_k(at.k_tile);
+      const int scale_bytes = ceil_div(valid, kScaleChunkElements) * kScaleChunkBytes;
+      const int chunks = num_scale_chunks(at.unit.row_tile);
+      ptx::mbarrier_arrive_expect(shared.full(stage), Config::kWeightStage + chunks * scale_bytes +
+                                                          at.unit.num_tokens * valid * Config::kElementBytes);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        ptx::tensor_copy_3d(shared.weights(stage) + half * (Config::kWeightStage / 2), &p.weights,
+                            at.k_tile * Config::kWeightPitch, half_row<Config>(at.unit.row_tile, half, p.rows),
+                            at.unit.expert, shared.full(stage), policy);
+      }
+      const uint8_t* expert_scales = p.weight_scales + at.unit.expert * p.weight_scale_pitch;
+      for (int chunk = 0; chunk < chunks; ++chunk) {
+        const int64_t word = static_cast<int64_t>(chunk_block(at.unit.row_tile, chunk)) * words + at.k_tile * Config::kWords;
+        ptx::bulk_copy(shared.scales(stage) + chunk * Config::kWords * kScaleChunkBytes,
+                       expert_scales + word * kScaleChunkBytes, scale_bytes, shared.full(stage));
+      }
+    }
+    __syncwarp();
+  }
+
+  __device__ __forceinline__ void issue_tokens(int stage, const Cursor& at) const {
+    const int valid = valid_k(at.k_tile);
+#pragma unroll
+    for (int j = 0; j < kRowsPerLane; ++j) {
+      if (at.token_row[j] < 0) continue;
+      const int i = lane + 32 * j;
+      const int64_t element = at.token_row[j] * p.k + at.k_tile * Config::kKTile;
+      ptx::bulk_copy(shared.tokens(stage) + i * Config::kTokenPitch, p.tokens + element * Config::kElementBytes,
+                     valid * Config::kElementBytes, shared.full(stage));
+      if constexpr (Config::kTokenScales) {
+        const int64_t row = scale_row(at.unit, at.token_row[j]);
+        const ScaleRow at_row = p.token_scale_pitch == 0 ? swizzled_scale_row(row, words)
+                                                         : linear_scale_row(row, p.token_scale_pitch);
+#pragma unroll
+        for (int w = 0; w < Config::kWords; ++w) {
+          if (w * kScaleChunkElements < valid) {
+            ptx::copy_word(shared.token_scales(stage) + w * Config::kTokenTile + i,
+                           p.token_scales + at_row.base + (at.k_tile * Config::kWords + w) * at_row.stride);
+          }
+        }
+      }
+    }
+    if constexpr (Config::kTokenScales) ptx::mbarrier_arrive_after_copies(shared.full(stage));
+  }
+
+  // 128-row blocks of scales that a row tile touches. FC1: the up half lies in one, the gate half in one or two, since
+  // it starts at inter_size, any multiple of 32.
+  __device__ __forceinline__ int num_scale_chunks(int row_tile) const {
+    if constexpr (Config::kRole != Role::kFc1) return 1;
+    return half_row<Config>(row_tile, 1, p.rows) % kScaleChunkRows > kRowHalf ? 3 : 2;
+  }
+  // Clamped: a tile may reach past the last row block; those rows are never stored, but what is read was written.
+  __device__ __forceinline__ int chunk_block(int row_tile, int chunk) const {
+    const int block = chunk == 0 ? half_row<Config>(row_tile, 0, p.rows) / kScaleChunkRows
+                                 : half_row<Config>(row_tile, 1, p.rows) / kScaleChunkRows + chunk - 1;
+    return min(block, ceil_div(p.rows, kScaleChunkRows) - 1);
+  }
+
+  const Params& p;
+  const SharedStorage<Config>& shared;
+  const Map& units;
+  const int32_t* order;
+  int lane;
+  int words;
+  uint64_t policy;
+};
+
+}  // namespace flashinfer::sm12x

@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Compile-time configuration of a grouped GEMM and its shared memory.
+#pragma once
+
+#include "../mma/policy.cuh"
+#include "grouped_gemm_params.cuh"
+#include "nv_internal/tensorrt_llm/kernels/cutlass_kernels/moe_gemm/sm12x_layout_sfa_utils.h"
+
+namespace flashinfer::sm12x {
+
+template <Role kRole_, Activation kActivation_, int kTokenTile_, int kKTile_, int kStages_, int kBlocksPerSm_>
+struct GemmConfig {
+  static constexpr Role kRole = kRole_;
+  static constexpr Activation kActivation = kActivation_;
+  static constexpr int kTokenTile = kTokenTile_;
+  static constexpr int kKTile = kKTile_;
+  static constexpr int kStages = kStages_;
+  static constexpr int kBlocksPerSm = kBlocksPerSm_;
+
+  // Tiles whose accumulators and fragments would not fit four warps' registers are shared by eight.
+  static constexpr bool kCooperative = kTokenTile * element_bytes(kActivation) >= 128;
+  static constexpr int kConsumerWarps = kCooperative ? 8 : 4;
+  static constexpr int kConsumerThreads = 32 * kConsumerWarps;
+  static constexpr int kThreads = kConsumerThreads + 32;
+  static constexpr int kWarpTokens = kCooperative ? kTokenTile / 2 : kTokenTile;  // a warp's tile: 2 x 16 rows, these tokens
+  static constexpr int kTokenSteps = kWarpTokens / 8;
+
+  static constexpr bool kTokenScales = kActivation != Activation::kBf16;
+  static constexpr int kElementBytes = element_bytes(kActivation);
+  static constexpr int kTokenBytes = kKTile * kElementBytes;
+  // Rows shifted by 32 (64 for 16-byte fragments) bytes against the 128-byte period of the banks: no conflicts.
+  static constexpr int kTokenPitch = kTokenBytes + 32 * kElementBytes;
+  static constexpr int kWeightPitch = weight_bytes(kKTile);
+  static constexpr int kWords = kKTile / kScaleChunkElements;
+  static constexpr int kScaleChunks = kRole == Role::kFc1 ? 3 : 1;  // up; gate, which may straddle two
+
+  static constexpr int kWeightStage = kRowTile * kWeightPitch;
+  static constexpr int kScaleStage = kScaleChunks * kWords * kScaleChunkBytes;
+  static constexpr int kTokenStage = kTokenTile * kTokenPitch;
+  static constexpr int kTokenScaleStage = kTokenScales ? 4 * kWords * kTokenTile : 0;
+
+  // FC1 leaves its act tile (64 values a token) here before it goes to memory in 16-byte pieces.
+  static constexpr int kStagingPitch = kRowHalf * kElementBytes + 16;
+  static constexpr int kStagingBytes = kRole == Role::kFc1 ? kTokenTile * kStagingPitch : 0;
+
+  static_assert(kKTile == 128 || kKTile == 256, "a weight row of a stage is one 64- or 128-byte swizzle span");
+  static_assert(kTokenTile == 8 || kTokenTile == 16 || kTokenTile == 32 || kTokenTile == 64 || kTokenTile == 128);
+  static_assert(kStages >= 2, "the ring overlaps copies with arithmetic");
+  static_assert(kWeightStage % 1024 == 0 && kScaleStage % 16 == 0 && kTokenStage % 16 == 0);
+};
+
+// Offsets into dynamic shared memory; only the routing tables depend on the number of experts.
+template <class Config>
+struct SharedStorage {
+  static constexpr int kWeights = 0;
+  static constexpr int kScales = kWeights + Config::kStages * Config::kWeightStage;
+  static constexpr int kTokens = kScales + Config::kStages * Config::kScaleStage;
+  static constexpr int kTokenScales = kTokens + Config::kStages * Config::kTokenStage;
+  static constexpr int kStaging = kTokenScales + Config::kStages * Config::kTokenScaleStage;
+  static constexpr int kScratch = kStaging + Config::kStagingBytes;             // 16 bytes a token
+  static constexpr int kBarriers = kScratch + 16 * Config::kTokenTile;          // full, empty
+  static constexpr int kFlag = kBarriers + 2 * 8 * Config::kStages;
+  static constexpr int kOrder = kFlag + 16;
+  static constexpr int kRouting = kOrder + 2 * kInKernelEntries;
+  static constexpr int kAlignment = 1024;  // of the 128-byte swizzle's atom
+
+  static_assert(kScratch % 16 == 0 && kBarriers % 8 == 0 && kRouting % 4 == 0);
+
+  static constexpr int bytes(int num_experts) { return kAlignment + kRouting + 2 * 4 * (num_experts + 1); }
+
+  char* base;
+
+  __device__ __forceinline__ explicit SharedStorage(char* dynamic)
+      : base(dynamic + ((kAlignment - (ptx::shared_address(dynamic) & (kAlignment - 1))) & (kAlignment - 1))) {}
+
+  __device__ __forceinline__ uint8_t* weights(int stage) const { return at(kWeights + stage * Config::kWeightStage); }
+  __device__ __forceinline__ uint8_t* scales(int stage) const { return at(kScales + stage * Config::kScaleStage); }
+  __device__ __forceinline__ uint8_t* tokens(int stage) const { return at(kTokens + stage * Config::kTokenStage); }
+  __device__ __forceinline__ uint32_t* token_scales(int stage) const {
+    return reinterpret_cast<uint32_t*>(base + kTokenScales + stage * Config::kTokenScaleStage);
+  }
+  __device__ __forceinline__ uint8_t* staging() const { return at(kStaging); }
+  template <class T>
+  __device__ __forceinline__ T* scratch() const {
+    return reinterpret_cast<T*>(base + kScratch);
+  }
+  __device__ __forceinline__ uint64_t* full(int stage) const {
+    return reinterpret_cast<uint64_t*>(base + kBarriers) + stage;
+  }
+  __device__ __forceinline__ uint64_t* empty(int stage) const { return full(Config::kStages + stage); }
+  __device__ __forceinline__ int* flag() const { return reinterpret_cast<int*>(base + kFlag); }
+  __device__ __forceinline__ uint16_t* order() const { return reinterpret_cast<uint16_t*>(base + kOrder); }
+  __device__ __forceinline__ int* offsets() const { return reinterpret_cast<int*>(base + kRouting); }
+  __device__ __forceinline__ int* tile_prefix(int num_experts) const { return offsets() + num_experts + 1; }
+
+ private:
+  __device__ __forceinline__ uint8_t* at(int offset) const { return reinterpret_cast<uint8_t*>(base + offset); }
+};
+
+}  // namespace flashinfer::sm12x

@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Eight e2m1 nibbles of a 32-bit word, expanded in registers. Nibble i of a word is K element 8t + i of a row's 32-block,
+// t the lane's place in its quad. The order of K inside a block is free as long as both operands agree, so each
+// expansion takes the order that costs least, and the token side (policy_*.cuh) follows it.
+#pragma once
+
+#include <cstdint>
+
+#include "../ptx/convert.cuh"
+
+namespace flashinfer::sm12x::mma {
+
+// 00xxxx00 containers, as kind::mxf8f6f4 reads e2m1: elements 0, 2, 4, 6 and 1, 3, 5, 7. Four instructions.
+__device__ __forceinline__ void expand_to_containers(uint32_t nibbles, uint32_t& even, uint32_t& odd) {
+  even = (nibbles & 0x0F0F0F0Fu) << 2;
+  odd = (nibbles >> 2) & 0x3C3C3C3Cu;
+}
+
+// Halves equal to the value times 2^-14: the three magnitude bits of e2m1 are the low exponent bits and the top mantissa
+// bit of e5m2, whose byte is the upper byte of a half; e2m1's subnormal 0.5 is a half's subnormal too.
+// pair[0] = elements 0, 4; pair[1] = 2, 6; pair[2] = 1, 5; pair[3] = 3, 7. Eleven instructions.
+constexpr float kHalfExpansion = 16384.0f;  // 2^14 undoes it
+
+__device__ __forceinline__ void expand_to_halves(uint32_t nibbles, uint32_t (&pair)[4]) {
+  const uint32_t even = ((nibbles << 4) & 0x80808080u) | ((nibbles << 1) & 0x0E0E0E0Eu);
+  const uint32_t odd = (nibbles & 0x80808080u) | ((nibbles >> 3) & 0x0E0E0E0Eu);
+  pair[0] = __byte_perm(even, 0, 0x2404);  // bytes (0, even[0], 0, even[2])
+  pair[1] = even & 0xFF00FF00u;
+  pair[2] = __byte_perm(odd, 0, 0x2404);
+  pair[3] = odd & 0xFF00FF00u;
+}
+
+// bfloat16 with the exact value: sign and magnitude bits put in place give value * 2^-126, one multiply restores it.
+// pair[i] = elements i, i + 4. Nineteen instructions.
+__device__ __forceinline__ void expand_to_bf16(uint32_t nibbles, uint32_t (&pair)[4]) {
+  constexpr uint32_t kSign = 0x80008000u, kMagnitude = 0x01C001C0u, kTwoTo126 = 0x7E807E80u;
+  pair[0] = ((nibbles << 12) & kSign) | ((nibbles << 6) & kMagnitude);
+  pair[1] = ((nibbles << 8) & kSign) | ((nibbles << 2) & kMagnitude);
+  pair[2] = ((nibbles << 4) & kSign) | ((nibbles >> 2) & kMagnitude);
+  pair[3] = (nibbles & kSign) | ((nibbles >> 6) & kMagnitude);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) pair[i] = ptx::bf16x2_multiply(pair[i], kTwoTo126);
+}
+
+}  // namespace flashinfer::sm12x::mma

@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Conversions between the narrow formats (PTX ISA 9.0, section 9.7.9.21; OCP Microscaling Formats v1.0, section 5.3).
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+namespace flashinfer::sm12x::ptx {
+
+// Two e4m3 (low half of `pair`) to two halves; exact.
+__device__ __forceinline__ uint32_t e4m3x2_to_f16x2(uint16_t pair) {
+  uint32_t result;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(result) : "h"(pair));
+  return result;
+}
+
+// Round to nearest even, saturating to +-448; NaN stays NaN. `low` goes to the low byte.
+__device__ __forceinline__ uint16_t f32x2_to_e4m3x2(float low, float high) {
+  uint16_t result;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(result) : "f"(high), "f"(low));
+  return result;
+}
+
+__device__ __forceinline__ uint32_t bf16x2_multiply(uint32_t a, uint32_t b) {
+  uint32_t result;  // fma with -0: mul.bf16x2 needs sm_90, this also runs on sm_89, and -0 keeps the sign of zeros
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(0x80008000u));
+  return result;
+}
+
+// Byte `kByte` of four UE8M0 scales as a float32: 2^(s - 127); s = 0 is the subnormal 2^-127, s = 255 is NaN.
+template <int kByte>
+__device__ __forceinline__ float ue8m0_to_f32(uint32_t scales) {
+  const uint32_t exponent = kByte == 3 ? scales >> 1 : scales << (23 - 8 * kByte);
+  const uint32_t bits = max(exponent & 0x7F800000u, 0x00400000u);
+  const float value = __uint_as_float(bits);
+  return fmaf(value, 0.0f, value);  // infinity (s = 255) becomes NaN, everything else stays
+}
+
+// UE8M0 scale of a block whose largest magnitude is `amax`: amax / 448 rounded up to a power of two.
+// 448 = 1.75 * 2^8, so the exponent is that of amax less 8, one more where the significand exceeds 1.75.
+__device__ __forceinline__ uint32_t mxfp8_scale(float amax) {
+  const uint32_t bits = __float_as_uint(amax);
+  if (bits >= 0x7F800000u) return bits > 0x7F800000u ? 255u : 254u;
+  const int scale = static_cast<int>(bits >> 23) - 8 + ((bits & 0x7FFFFFu) > 0x600000u ? 1 : 0);
+  return static_cast<uint32_t>(max(scale, 0));
+}
+
+// 2^(127 - scale), what values are multiplied with before they are rounded to e4m3.
+__device__ __forceinline__ float mxfp8_inverse_scale(uint32_t scale) {
+  return __uint_as_float(scale == 254u ? 0x00400000u : (254u - scale) << 23);
+}
+
+}  // namespace flashinfer::sm12x::ptx

@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// mma.sync and ldmatrix (PTX ISA 9.0, sections 9.7.14.5 and 9.7.14.5.15). Fragments are plain registers.
+#pragma once
+
+#include <cstdint>
+
+#include "sync.cuh"
+
+namespace flashinfer::sm12x::ptx {
+
+// Four 8x8 matrices of 16-bit elements, i.e. 8 rows of 16 bytes each; lanes 8j..8j+7 give the row addresses of matrix j.
+__device__ __forceinline__ void load_matrix_x4(uint32_t (&matrix)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(matrix[0]), "=r"(matrix[1]), "=r"(matrix[2]), "=r"(matrix[3])
+               : "r"(address)
+               : "memory");
+}
+
+// d = a * b + c, 16x8x16, half or bfloat16 operands, float32 accumulation.
+template <bool kBf16>
+__device__ __forceinline__ void mma_16816(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
+                                          const float (&c)[4]) {
+  if constexpr (kBf16) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
+        " {%10, %11, %12, %13};"
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
+  } else {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
+        " {%10, %11, %12, %13};"
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
+  }
+}
+
+// Block-scaled 16x8x32: a is e2m1 in 8-bit containers (00xxxx00), b is e4m3 or e5m2. `scale_a` and `scale_b` hold four
+// UE8M0 scales each and kByte picks one. Lanes 4i and 4i+1 supply rows i and i+8 of a, lane 4i supplies column i of b
+// (scale_vec::1X with thread-id 0 on both sides).
+template <int kByte, bool kE5m2>
+__device__ __forceinline__ void mma_block_scaled_16832(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
+                                                       uint32_t scale_a, uint32_t scale_b) {
+  if constexpr (kE5m2) {
+    asm volatile(
+        "mma.sync.aligned.kind::mxf8f6f4.block_scale.scale_vec::1X.m16n8k32.row.col.f32.e2m1.e5m2.f32.ue8m0"
+        " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3}, {%10}, {%12, 0}, {%11}, {%12, 0};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(scale_a), "r"(scale_b), "n"(kByte));
+  } else {
+    asm volatile(
+        "mma.sync.aligned.kind::mxf8f6f4.block_scale.scale_vec::1X.m16n8k32.row.col.f32.e2m1.e4m3.f32.ue8m0"
+        " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3}, {%10}, {%12, 0}, {%11}, {%12, 0};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(scale_a), "r"(scale_b), "n"(kByte));
+  }
+}
+
+}  // namespace flashinfer::sm12x::ptx
