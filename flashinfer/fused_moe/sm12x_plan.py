@@ -68,14 +68,15 @@ def make_plan(problem: MoEProblem, device: torch.device) -> Plan:
     )
     for tactic in tactics:
         dispatch.ensure_instance(tactic)
-    size = dispatch.moe_module().sm12x_moe_workspace_size(
-        problem.num_tokens,
-        problem.hidden,
-        problem.inter,
-        problem.num_local_experts,
-        problem.top_k,
-        int(problem.mode),
-    )
+    with torch.cuda.device(device):
+        size = dispatch.moe_module().sm12x_moe_workspace_size(
+            problem.num_tokens,
+            problem.hidden,
+            problem.inter,
+            problem.num_local_experts,
+            problem.top_k,
+            int(problem.mode),
+        )
     return Plan(problem, int(size), (int(tactics[0]), int(tactics[1])))
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 from .error_bounds import (
     ANY_ORDER,
+    TENSOR_CORE,
     Accumulation,
     BoundViolation,
     check_within_bound,
@@ -35,6 +36,7 @@ from .mxfp_formats import (
 __all__ = [
     *(name for name in vars(_upstream) if not name.startswith("_")),
     "ANY_ORDER",
+    "TENSOR_CORE",
     "Accumulation",
     "BoundViolation",
     "MoECase",

@@ -63,28 +63,29 @@ class Accumulation:
     ----------
     unit_roundoff : float
         Relative error of one addition: ``2^-24`` rounding to nearest, ``2^-23`` for an adder that truncates.
-    additions : int, optional
-        Additions that one term passes through at most; ``None`` for any order, which is the length of the sum.
-        A GEMM that issues MMAs of depth ``d`` passes a term through at most ``d + K / d`` additions.
+    mma_depth : int, optional
+        For a GEMM that issues MMAs of this depth along K: a term passes through at most ``mma_depth`` additions inside
+        its MMA and one for each MMA.  ``None`` for any order, in which there are as many as terms.
     exact_bits : int
         Sums of multiples of ``q`` are exact while magnitudes stay below ``2^exact_bits q``.
-    block_loss : float
-        Error of one 32-block's dot product, relative to the product of the two blocks' largest magnitudes, for MMAs that
-        align the products of a block to the largest one and drop the bits below.  0 where none are dropped.
     """
 
     unit_roundoff: float = FLOAT32_ROUNDOFF
-    additions: int | None = None
+    mma_depth: int | None = None
     exact_bits: int = 24
-    block_loss: float = 0.0
 
     def gamma(self, k: int) -> float:
         """Relative error of a sum of ``k`` terms against the sum of their magnitudes."""
-        n = k if self.additions is None else min(k, self.additions)
+        n = k
+        if self.mma_depth is not None:
+            n = min(k, self.mma_depth + -(-k // self.mma_depth))
         return n * self.unit_roundoff / (1 - n * self.unit_roundoff)
 
 
 ANY_ORDER = Accumulation()
+# Tensor cores add the products of an MMA and the accumulator at once and truncate; 16 is the shallowest MMA of the
+# kernel family (bf16, and f16 on compute capability 8.9 and 9.0), which makes the longest path.
+TENSOR_CORE = Accumulation(unit_roundoff=2.0**-23, mma_depth=16)
 
 
 def granularity(values: torch.Tensor) -> torch.Tensor:
@@ -117,9 +118,6 @@ def dot_error(
     """
     magnitude = x.abs() @ w_abs.T
     error = accumulation.gamma(x.shape[-1]) * magnitude
-    if accumulation.block_loss:
-        blocks = block_amax(x) @ block_amax(w_abs).T
-        error = error + accumulation.block_loss * blocks
     unit = torch.outer(granularity(x), w_granularity)
     error = torch.where(magnitude <= 2.0**accumulation.exact_bits * unit, 0.0, error)
     return torch.where(magnitude > _FLOAT32_MAX, torch.inf, error)

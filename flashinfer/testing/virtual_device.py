@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operators on CPU tensors run their compiled kernels on a virtual SM121, instruction by instruction.
+
+::
+
+    with flashinfer.testing.virtual_device("sm_121a") as device:
+        out = flashinfer.fused_moe.cutlass_fused_moe(...)   # CPU tensors
+        for launch in device.launches:
+            print(launch.kernel, launch.counters.warp_instructions, launch.predicted.seconds)
+
+``FLASHINFER_VIRTUAL_DEVICE=sm_121a`` does the same for a whole process. The module is built for 12.1a with its PTX
+embedded, and loaded over the emulator's CUDA runtime: launcher, workspace arithmetic and kernels are those that ship.
+Kernels may touch exactly the bytes of the tensors of the call. Out-of-bounds accesses, reads of memory that nothing
+wrote, missing proxy fences, deadlocks and the driver's refusals raise :class:`VirtualDeviceError`.
+
+How an operator uses it
+-----------------------
+An operator that has compiled kernels asks :func:`active` when its tensors are on the CPU::
+
+    device = virtual_device.active()
+    if device is not None:
+        module = device.module(gen_cutlass_fused_moe_sm120_module)
+        workspace = device.empty(size)
+        device.call(module.sm12x_moe_run, output, ..., writes=(output, workspace))
+
+The emulator itself (``emulator/``) knows nothing of this package.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import importlib
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from flashinfer._layer import fork_root
+
+VARIABLE = "FLASHINFER_VIRTUAL_DEVICE"
+ARCHITECTURES = {"sm_121a": (12, "1a")}
+_EMBED_PTX = "FLASHINFER_SM12X_EMBED_PTX"
+
+_lock = threading.RLock()
+_stack: list[VirtualDevice] = []
+
+
+class VirtualDeviceError(RuntimeError):
+    """A launch on the virtual device was refused, failed, or a watcher reported on it.
+
+    Attributes:
+        launches: Those of the call, the failed one included; their ``reports`` name kernel, PTX line, block, warp, lane
+            and address.
+    """
+
+    def __init__(self, text: str, launches: Sequence[Any] = ()) -> None:
+        super().__init__(text)
+        self.launches = tuple(launches)
+
+
+@functools.cache
+def _vsm() -> Any:
+    """The emulator's Python face, from the checkout."""
+    folder = fork_root() / "emulator" / "python"
+    if not (folder / "vsm" / "__init__.py").is_file():
+        raise RuntimeError(
+            f"the virtual device needs the emulator's sources, which are not in {folder.parent}: run from a checkout "
+            "(PYTHONPATH or pip install -e)"
+        )
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+    return importlib.import_module("vsm")
+
+
+def _check_architecture(name: str, origin: str) -> None:
+    if name not in ARCHITECTURES:
+        raise ValueError(f"{origin} is {name!r}; the virtual device can be {', '.join(ARCHITECTURES)}")
+
+
+class VirtualDevice:
+    """A virtual GB10 (SM121). Made by :func:`virtual_device`.
+
+    Attributes:
+        architecture: ``"sm_121a"``.
+        launches: What ran so far, oldest first (``vsm.Launch``: counters, predicted time, reports).
+        strict: Whether a watcher's report raises, as a fault does.
+    """
+
+    sm_count = 48
+    compute_capability = (12, 1)
+    shared_memory_per_block_optin = 101376
+
+    def __init__(self, architecture: str, strict: bool, watch: int | None, threads: int) -> None:
+        vsm = _vsm()
+        self.architecture = architecture
+        self.strict = strict
+        self.launches: list[Any] = []
+        self._runtime = vsm.activate_runtime()
+        self._runtime.configure(
+            architecture=architecture, threads=threads, watch=vsm.Watch.DEFAULT if watch is None else vsm.Watch(watch)
+        )
+        self._runtime.reset()
+        self._runtime.take_launches()
+        self._runtime.take_message()
+        self._modules: dict[Any, Any] = {}
+        self._owned: set[int] = set()
+        self._failure = ""
+
+    def module(self, generate: Callable[..., Any], *arguments: Any) -> Any:
+        """The loaded module of the JIT spec that ``generate(*arguments)`` gives, built for this device on first use.
+
+        Raises:
+            What building raises.
+        """
+        key = (generate, arguments)
+        if key not in self._modules:
+            with self._compiling():
+                self._modules[key] = generate(*arguments).build_and_load()
+        return self._modules[key]
+
+    def empty(self, size: int) -> torch.Tensor:
+        """``size`` bytes (uint8) of the device's own memory, watched: reading a byte that nothing wrote is reported.
+
+        The tensor must not outlive the device's context.
+        """
+        runtime = ctypes.CDLL("libcudart.so.13")  # the shim: it is loaded already
+        address = ctypes.c_void_p()
+        if size <= 0 or runtime.cudaMalloc(ctypes.byref(address), ctypes.c_size_t(size)) != 0:
+            raise VirtualDeviceError(f"{size} bytes of the virtual device's memory: {self._runtime.take_message()}")
+        start = int(address.value or 0)
+        buffer = (ctypes.c_uint8 * size).from_address(start)
+        self._owned.add(start)
+        # The tensor keeps the buffer alive; when both are gone, the memory goes.
+        weakref.finalize(buffer, self._release, runtime, start)
+        return torch.frombuffer(buffer, dtype=torch.uint8)
+
+    def _release(self, runtime: ctypes.CDLL, address: int) -> None:
+        if address in self._owned:
+            self._owned.discard(address)
+            runtime.cudaFree(ctypes.c_void_p(address))
+
+    def call(self, function: Callable[..., Any], *arguments: Any, writes: Sequence[torch.Tensor] | None = None) -> Any:
+        """Call a module's function with CPU tensors as its device memory.
+
+        Args:
+            function: Takes ``arguments``; launches kernels.
+            writes: The tensors among ``arguments`` that kernels may write; all, when omitted.
+
+        Returns:
+            What ``function`` returns. The launches are appended to :attr:`launches`.
+
+        Raises:
+            VirtualDeviceError: a launch was refused or failed; with ``strict``, a watcher reported. After a fault the
+                device answers nothing more, as a GPU's context does: enter a new one.
+        """
+        if self._failure:
+            raise VirtualDeviceError(f"the virtual device stopped at an earlier fault: {self._failure}")
+        tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor) and argument.numel()]
+        for tensor in tensors:
+            if tensor.device.type != "cpu":
+                raise ValueError(f"a tensor is on {tensor.device}; the virtual device takes CPU tensors")
+        writable = None if writes is None else {tensor.data_ptr() for tensor in writes}
+        ranges = [_byte_range(tensor) for tensor in tensors if tensor.data_ptr() not in self._owned]
+        failure: Exception | None = None
+        result = None
+        with contextlib.ExitStack() as registered:
+            for start, size in ranges:
+                self._runtime.register(start, size, read_only=writable is not None and start not in writable)
+                registered.callback(self._runtime.unregister, start)
+            try:
+                result = function(*arguments)
+            except RuntimeError as error:
+                failure = error
+        launches = self._runtime.take_launches()
+        self.launches.extend(launches)
+        self._check(launches, failure)
+        return result
+
+    def _check(self, launches: Sequence[Any], failure: Exception | None) -> None:
+        failed = [launch for launch in launches if launch.status not in ("ok", "refused")]
+        if failed:
+            self._failure = str(failed[0])
+            raise VirtualDeviceError(self._failure, launches) from failure
+        if failure is not None:
+            message = self._runtime.take_message()
+            raise VirtualDeviceError(f"{failure}" + (f" ({message})" if message else ""), launches) from failure
+        reported = [launch for launch in launches if not launch.clean]
+        if reported and self.strict:
+            raise VirtualDeviceError("\n".join(map(str, reported)), launches)
+
+    @contextlib.contextmanager
+    def _compiling(self) -> Iterator[None]:
+        """Specs made within are for this architecture, with PTX that the emulator can read."""
+        from flashinfer.jit import core
+
+        context = core.current_compilation_context
+        before, embed = set(context.TARGET_CUDA_ARCHS), os.environ.get(_EMBED_PTX)
+        context.TARGET_CUDA_ARCHS = {ARCHITECTURES[self.architecture]}
+        os.environ[_EMBED_PTX] = "1"
+        try:
+            yield
+        finally:
+            context.TARGET_CUDA_ARCHS = before
+            if embed is None:
+                del os.environ[_EMBED_PTX]
+            else:
+                os.environ[_EMBED_PTX] = embed
+
+    def close(self) -> None:
+        """Free what :meth:`empty` gave and forget a fault."""
+        self._owned.clear()
+        self._modules.clear()
+        self._runtime.reset()
+
+
+def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
+    """First byte and number of bytes that a strided tensor spans."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), (last + 1) * tensor.element_size()
+
+
+@contextlib.contextmanager
+def virtual_device(
+    architecture: str = "sm_121a", *, strict: bool = True, watch: int | None = None, threads: int = 0
+) -> Iterator[VirtualDevice]:
+    """Within it, operators on CPU tensors run their compiled kernels on a virtual GPU.
+
+    Args:
+        architecture: ``"sm_121a"``: GB10 (DGX Spark).
+        strict: A watcher's report raises :class:`VirtualDeviceError`, as a fault does; else it is only recorded.
+        watch: Flags of ``vsm.Watch``; its default is all but races.
+        threads: Host threads that execute blocks; 0: one per core.
+
+    Yields:
+        The device, with what it executed.
+
+    Raises:
+        ValueError: no such architecture.
+        RuntimeError: the emulator cannot be built, or the process has a real CUDA 13 runtime loaded (the text says what
+            to do).
+    """
+    _check_architecture(architecture, "architecture")
+    with _lock:
+        if _stack:
+            raise RuntimeError("a virtual device is active in this process already; there can be one at a time")
+        device = VirtualDevice(architecture, strict, watch, threads)
+        _stack.append(device)
+    try:
+        yield device
+    finally:
+        with _lock:
+            _stack.remove(device)
+            device.close()
+
+
+def active() -> VirtualDevice | None:
+    """The virtual device that operators on CPU tensors use now, or None.
+
+    The innermost :func:`virtual_device`, else the process-wide one that ``FLASHINFER_VIRTUAL_DEVICE`` asks for.
+
+    Raises:
+        ValueError: that variable names no architecture.
+    """
+    if _stack:
+        return _stack[-1]
+    name = os.environ.get(VARIABLE, "")
+    return _process_device(name) if name else None
+
+
+@functools.cache
+def _process_device(name: str) -> VirtualDevice:
+    _check_architecture(name, VARIABLE)
+    with _lock:
+        return VirtualDevice(name, strict=True, watch=None, threads=0)

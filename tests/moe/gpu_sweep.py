@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sweep of ``cutlass_fused_moe`` with MXFP4 weights over modes, instances and shapes, on a GPU.
+
+Needs no pytest, so that it can run under ``compute-sanitizer``::
+
+    FLASHINFER_SM12X_MOE=1 python tests/moe/gpu_sweep.py
+    FLASHINFER_SM12X_MOE=1 compute-sanitizer --tool memcheck python tests/moe/gpu_sweep.py --quick --reference cpu
+
+Every case runs into poisoned output and workspace, is compared with the float64 reference within its bound, repeated
+bit for bit, and replayed from a CUDA graph; every instance that fits the mode is forced through ``profile_ids``.
+The last line is a summary; the exit status is 1 when a case failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import random
+import sys
+import time
+import traceback
+from collections import Counter
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch
+from moe_harness import check_case
+
+from flashinfer.fused_moe import sm12x_dispatch
+from flashinfer.fused_moe.sm12x_plan import allowed_tactics
+from flashinfer.fused_moe.sm12x_validation import Mode
+from flashinfer.jit.sm12x.instances import INSTANCES
+from flashinfer.testing import MoECase
+
+MODES = (0, 1, 2)
+# 720 (gpt-oss over four ranks) is no multiple of 32: its weights are padded with zeros, as callers must.
+INTER_SIZES = (736, 1440, 2880, 2944)
+EXPERT_COUNTS = (8, 32, 128, 256)
+Work = tuple[str, MoECase, list[list[int] | None]]
+
+
+def tactics_of(mode: int, case: MoECase, extra: bool) -> list[list[int] | None]:
+    """The default, and each instance for both GEMMs; rows outside the default set only with ``extra``."""
+    index = torch.cuda.current_device()
+    local = case.num_experts // case.ep_size
+    fitting = [
+        tactic
+        for tactic in allowed_tactics(Mode(mode))
+        if (extra or INSTANCES[tactic].default) and sm12x_dispatch.fits_device(tactic, local, index)
+    ]
+    return [None, *([tactic, tactic] for tactic in fitting)]
+
+
+def model_cases(quick: bool, extra: bool) -> list[Work]:
+    """gpt-oss layers, every instance forced."""
+    work: list[Work] = []
+    experts = (("gpt-oss-120b", 128), ("gpt-oss-20b", 32))
+    tokens = (1, 2, 4, 8, 17, 64, 300)
+    for name, count in experts[1:] if quick else experts:
+        for mode in MODES:
+            for num_tokens in tokens[::3] if quick else tokens:
+                case = MoECase(num_tokens, 2880, 2880, count, 4, mode)
+                work.append((name, case, tactics_of(mode, case, extra)))
+    return work
+
+
+def instance_cases(extra: bool) -> list[Work]:
+    """Small odd shapes, every instance forced, on data whose FC1 is exact, and mixed pairs of instances."""
+    work: list[Work] = []
+    for mode in MODES:
+        for num_tokens in (1, 7, 40, 150):
+            for data in ("normal", "lattice"):
+                case = MoECase(
+                    num_tokens,
+                    416,
+                    352,
+                    8,
+                    3,
+                    mode,
+                    data=data,
+                    output_dtype=torch.float16,  # type: ignore[arg-type]
+                )
+                pairs = tactics_of(mode, case, extra)
+                forced = [pair[0] for pair in pairs if pair]
+                pairs += [[a, b] for a, b in zip(forced, [*forced[1:], forced[0]], strict=True)]
+                pairs += [[forced[0], -1], [-1, forced[-1]]]
+                work.append(("instances", case, pairs))
+    return work
+
+
+def random_case(rng: random.Random, quick: bool) -> MoECase:
+    """An odd shape: sizes, routing, shards, layouts and dtypes drawn independently."""
+    mode = rng.choice(MODES)
+    ep_size = rng.choice((1, 1, 1, 2, 4))
+    experts = rng.choice(EXPERT_COUNTS[:2] if quick else EXPERT_COUNTS)
+    inter = rng.choice((96, 352, 736) if quick else INTER_SIZES)
+    hidden = rng.choice((160, 736) if quick else (736, 1440, 2880, 2944))
+    output_dtype = rng.choice((torch.bfloat16, torch.float16))
+    return MoECase(
+        num_tokens=rng.randint(1, 300),
+        hidden=hidden,
+        inter=inter,
+        num_experts=experts,
+        top_k=rng.randint(1, 8),
+        mode=mode,
+        data=rng.choice(("normal", "lattice")),
+        routing=rng.choice(("uniform", "uniform", "one_expert", "few_experts")),
+        swizzled_input_sf=rng.random() < 0.5,
+        biases=rng.random() < 0.7,
+        swiglu_parameters=rng.random() < 0.7,
+        global_scales=rng.random() < 0.5,
+        input_dtype=rng.choice((torch.bfloat16, torch.float16)) if mode == 1 else torch.bfloat16,
+        output_dtype=output_dtype,
+        bias_dtype=rng.choice((torch.bfloat16, output_dtype)),
+        ep_size=ep_size,
+        ep_rank=rng.randrange(ep_size),
+    )
+
+
+def random_cases(rng: random.Random, count: int, quick: bool, extra: bool) -> list[Work]:
+    """``count`` random shapes, each with the default and one forced instance."""
+    work: list[Work] = []
+    for _ in range(count):
+        case = random_case(rng, quick)
+        forced = [pair for pair in tactics_of(case.mode, case, extra) if pair]
+        work.append(("random", case, [None, rng.choice(forced)]))
+    return work
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="small shapes and few cases")
+    parser.add_argument("--cases", type=int, help="random cases (default 200, with --quick 20)")
+    parser.add_argument("--only", help="run only the group of cases of this name")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--reference", choices=("device", "cpu", "none"), default="device")
+    parser.add_argument("--no-graphs", action="store_true", help="skip CUDA graph capture and replay")
+    parser.add_argument(
+        "--extra-instances", action="store_true", help="build the instances outside the default set too"
+    )
+    parser.add_argument("--stop", action="store_true", help="stop at the first failure")
+    parser.add_argument("--time-limit", type=float, default=float("inf"), help="seconds after which to stop")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the sweep; 0 when every case held."""
+    options = parse(argv)
+    if not torch.cuda.is_available():
+        print("gpu_sweep needs a CUDA device")
+        return 2
+    device = torch.device("cuda", torch.cuda.current_device())
+    if not sm12x_dispatch.serves_cuda(device.index):
+        print(f"{torch.cuda.get_device_name(device)} does not run this kernel family: set FLASHINFER_SM12X_MOE=1")
+        return 2
+    rng = random.Random(options.seed)
+    count = options.cases if options.cases is not None else (20 if options.quick else 200)
+    work = instance_cases(options.extra_instances)
+    work += random_cases(rng, count, options.quick, options.extra_instances)
+    work += model_cases(options.quick, options.extra_instances)
+    if options.only:
+        work = [entry for entry in work if entry[0] == options.only]
+
+    print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, seed {options.seed}, {len(work)} cases")
+    ran, checks, failures = Counter[str](), Counter[str](), 0
+    worst, begin = 0.0, time.time()
+    for number, (group, case, tactics) in enumerate(work):
+        if time.time() - begin > options.time_limit:
+            print(f"time limit: {len(work) - number} cases not run")
+            break
+        try:
+            outcomes = check_case(
+                case, options.seed + number, device, tactics, options.reference, not options.no_graphs
+            )
+        except Exception as error:
+            failures += 1
+            print(f"FAILED {group} {dataclasses.asdict(case)} seed {options.seed + number}: {error}", flush=True)
+            if not isinstance(error, AssertionError):
+                traceback.print_exc()
+            if options.stop:
+                break
+            continue
+        for tactic, outcome in zip(tactics, outcomes, strict=True):
+            ran[f"mode {case.mode}"] += 1
+            ran["forced" if tactic else "default tactic"] += 1
+            checks.update(outcome.checks)
+            worst = max(worst, 0.0 if outcome.used != outcome.used else outcome.used)
+        if number % 20 == 19:
+            print(f"  {number + 1}/{len(work)} cases, {time.time() - begin:.0f} s, {failures} failed", flush=True)
+        torch.cuda.empty_cache()
+    print(
+        f"SUMMARY {'ok' if not failures else 'FAILED'}: {sum(checks.values())} checks {dict(checks)}, runs {dict(ran)}, "
+        f"{failures} cases failed, at most {worst:.3f} of a bound used, {time.time() - begin:.0f} s, seed {options.seed}"
+    )
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
