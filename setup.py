@@ -21,7 +21,14 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).resolve().parent
 NAME = "flashinfer_sm12x"
 # Of a CUTLASS checkout in 3rdparty/ only the headers are needed.
-SHIPPED = ("flashinfer/**/*", "include/**/*", "csrc/**/*", "3rdparty/*/README.md", "3rdparty/*/include/**/*")
+SHIPPED = (
+    "flashinfer/**/*",
+    "include/**/*",
+    "csrc/**/*",
+    "3rdparty/*/README.md",
+    "3rdparty/*/include/**/*",
+    "3rdparty/*/tools/util/include/**/*",
+)
 
 ACTIVATOR = '''\
 # SPDX-License-Identifier: Apache-2.0
