@@ -35,6 +35,7 @@ import importlib
 import os
 import sys
 import threading
+import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -278,3 +279,14 @@ def _process_device(name: str) -> VirtualDevice:
     _check_architecture(name, VARIABLE)
     with _lock:
         return VirtualDevice(name, strict=True, watch=None, threads=0)
+
+
+class _CallableModule(types.ModuleType):
+    """``flashinfer.testing.virtual_device`` names this module and its main function: importing the module binds the
+    name in the package, whoever does it first."""
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> contextlib.AbstractContextManager[VirtualDevice]:
+        return virtual_device(*arguments, **keywords)
+
+
+sys.modules[__name__].__class__ = _CallableModule

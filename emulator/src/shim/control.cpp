@@ -208,7 +208,8 @@ int vsm_runtime_unregister(uint64_t address) {
 char* vsm_runtime_take_launches(uint64_t* dropped) {
   Runtime& runtime = Runtime::get();
   std::lock_guard<std::recursive_mutex> lock(runtime.mutex());
-  if (dropped) *dropped = runtime.launches_dropped();
+  const uint64_t lost = runtime.take_dropped();
+  if (dropped) *dropped = lost;
   std::string out = "[";
   for (const vsm::shim::LaunchRecord& record : runtime.records()) {
     if (out.size() > 1) out += ',';

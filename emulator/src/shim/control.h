@@ -26,7 +26,7 @@ void vsm_runtime_settings(const char** architecture, int* host_threads, uint32_t
 void vsm_runtime_register(uint64_t address, uint64_t bytes, int read_only);
 int vsm_runtime_unregister(uint64_t address);
 /* The launches since the last call as a JSON array, oldest first; to be given to vsm_runtime_free. At most 65,536
-   are kept; *dropped counts those lost since the start. */
+   are kept; *dropped counts those lost since the last call. */
 char* vsm_runtime_take_launches(uint64_t* dropped);
 void vsm_runtime_free(char*);
 /* Why the last refused call was refused ("" if none was); cleared by the call. To be given to vsm_runtime_free. */

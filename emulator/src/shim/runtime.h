@@ -145,7 +145,11 @@ class Runtime {
   /// Checks a launch as the driver does, packs its arguments and submits it. A CUDA error.
   int launch(const LaunchRequest& request, void** arguments);
   std::deque<LaunchRecord>& records() { return records_; }
-  uint64_t launches_dropped() const { return launches_dropped_; }
+  uint64_t take_dropped() {
+    const uint64_t dropped = launches_dropped_;
+    launches_dropped_ = 0;
+    return dropped;
+  }
   double clock_seconds() const { return clock_seconds_; }
 
   // --- streams and events -------------------------------------------------------------------------------------

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The virtual GPU without CUDA's runtime: PTX text in, launches out."""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import json
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from ._library import VsmError, load, take_text
+from .results import Launch
+
+
+class Watch(enum.IntFlag):
+    """What is watched beside the accesses' bounds and alignment, which always are."""
+
+    NONE = 0
+    UNINITIALIZED = 1  # reads of shared and allocated memory that nothing wrote
+    RACES = 2  # between the warps of a block, in shared memory; slow
+    FENCES = 4  # generic writes that the async proxy reads without a fence
+    DISTINCT = 8  # count distinct global sectors
+    DEFAULT = UNINITIALIZED | FENCES | DISTINCT
+    ALL = UNINITIALIZED | RACES | FENCES | DISTINCT
+
+
+class _LaunchStruct(ctypes.Structure):
+    """``vsm_launch`` of capi.h."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint32 * 3),
+        ("block", ctypes.c_uint32 * 3),
+        ("dynamic_shared", ctypes.c_uint32),
+        ("registers", ctypes.c_uint32),
+        ("max_dynamic_shared", ctypes.c_uint32),
+        ("watch", ctypes.c_uint32),
+        ("max_reports", ctypes.c_uint32),
+        ("max_warp_instructions", ctypes.c_uint64),
+    )
+
+
+def pack(*arguments: Any) -> bytes:
+    """A parameter buffer as the PTX lays it out: each argument at its natural alignment.
+
+    An argument is a ``ctypes`` scalar, a ``ctypes`` structure (aligned as it says), ``bytes`` (an opaque struct of
+    64-byte alignment, such as a tensor map), or an ``int``: a 64-bit device address.
+    """
+    buffer = bytearray()
+    for argument in arguments:
+        if isinstance(argument, int):
+            argument = ctypes.c_uint64(argument)
+        if isinstance(argument, (bytes, bytearray)):
+            alignment, raw = 64, bytes(argument)
+        else:
+            alignment, raw = ctypes.alignment(argument), bytes(argument)
+        buffer.extend(bytes(-len(buffer) % alignment))
+        buffer.extend(raw)
+    return bytes(buffer)
+
+
+def _three(values: int | Sequence[int]) -> tuple[int, int, int]:
+    given = (values,) if isinstance(values, int) else tuple(values)
+    if not 1 <= len(given) <= 3:
+        raise ValueError(f"grid and block have one to three dimensions, not {len(given)}")
+    x, y, z = (*given, 1, 1)[:3]
+    return x, y, z
+
+
+class Device:
+    """One virtual GPU with memory of its own.
+
+    Args:
+        architecture: ``"sm_121a"`` (GB10) or ``"sm_90a"`` (H200).
+        threads: Host threads that execute blocks; 0: one per core.
+
+    Raises:
+        VsmError: no such architecture.
+    """
+
+    def __init__(self, architecture: str = "sm_121a", threads: int = 0) -> None:
+        self._library = load()
+        self._handle: int | None = self._library.vsm_device_create(architecture.encode(), threads)
+        if not self._handle:
+            raise VsmError(self._error())
+        self.architecture = architecture
+
+    def _error(self) -> str:
+        text: bytes = self._library.vsm_last_error()
+        return text.decode("utf-8", "replace")
+
+    def close(self) -> None:
+        """Give back the device and all that was allocated on it."""
+        if self._handle:
+            self._library.vsm_device_destroy(self._handle)
+            self._handle = None
+
+    def __enter__(self) -> Device:
+        return self
+
+    def __exit__(self, kind: type | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None):
+            self.close()
+
+    def allocate(self, size: int) -> int:
+        """The address of ``size`` bytes, aligned to 256, watched as uninitialized."""
+        address: int = self._library.vsm_allocate(self._handle, size)
+        if not address:
+            raise MemoryError(f"{size} bytes of device memory: {self._error()}")
+        return address
+
+    def release(self, address: int) -> None:
+        """Free what :meth:`allocate` gave."""
+        if self._library.vsm_release(self._handle, address) != 0:
+            raise ValueError(f"{address:#x} is not the start of an allocation")
+
+    def upload(self, data: bytes | bytearray | memoryview, address: int | None = None) -> int:
+        """Copy bytes to ``address``, or to memory allocated for them; returns the address."""
+        raw = bytes(data)
+        if address is None:
+            address = self.allocate(max(1, len(raw)))
+        ctypes.memmove(address, raw, len(raw))
+        self._library.vsm_mark_initialized(self._handle, address, len(raw))
+        return address
+
+    def download(self, address: int, size: int) -> bytes:
+        """The ``size`` bytes at ``address``."""
+        return ctypes.string_at(address, size)
+
+    def register(self, address: int, size: int, read_only: bool = False) -> None:
+        """Let kernels access memory that somebody else owns, a CPU tensor for example. Counted per address."""
+        self._library.vsm_register_memory(self._handle, address, size, int(read_only))
+
+    def unregister(self, address: int) -> None:
+        """Undo one :meth:`register`."""
+        if self._library.vsm_unregister_memory(self._handle, address) != 0:
+            raise ValueError(f"{address:#x} is not registered")
+
+    def load(self, ptx: str | bytes, name: str = "module") -> Module:
+        """Parse PTX text and place its variables.
+
+        Raises:
+            VsmError: an instruction, modifier or operand form that is not known; the text names it and its line.
+        """
+        text = ptx.encode() if isinstance(ptx, str) else ptx
+        handle = self._library.vsm_module_load(self._handle, text, len(text), name.encode())
+        if not handle:
+            raise VsmError(self._error())
+        return Module(self, handle, name)
+
+
+class Module:
+    """PTX that was loaded on a device."""
+
+    def __init__(self, device: Device, handle: int, name: str) -> None:
+        self._device, self._handle, self.name = device, handle, name
+
+    def unload(self) -> None:
+        """Take it from the device."""
+        self._device._library.vsm_module_unload(self._device._handle, self._handle)
+
+    def kernel(self, name: str) -> Kernel:
+        """The kernel of this (mangled) name. Raises ``KeyError`` if the module has none."""
+        index = self._device._library.vsm_module_kernel(self._device._handle, self._handle, name.encode())
+        if index < 0:
+            raise KeyError(f"module {self.name} has no kernel {name}")
+        return Kernel(self._device, self._handle, index, name)
+
+    def variable(self, name: str) -> tuple[int, int]:
+        """Address and size of a ``.global`` or ``.const`` variable. Raises ``KeyError`` if there is none."""
+        size = ctypes.c_uint64()
+        address = self._device._library.vsm_module_variable(
+            self._device._handle, self._handle, name.encode(), ctypes.byref(size)
+        )
+        if not address:
+            raise KeyError(f"module {self.name} has no variable {name}")
+        return address, size.value
+
+
+class Kernel:
+    """A kernel of a module."""
+
+    def __init__(self, device: Device, module: int, index: int, name: str) -> None:
+        self._device, self._module, self._index, self.name = device, module, index, name
+
+    @property
+    def param_bytes(self) -> int:
+        """Size of its parameter buffer."""
+        size: int = self._device._library.vsm_kernel_param_bytes(self._device._handle, self._module, self._index)
+        return size
+
+    def launch(
+        self,
+        grid: int | Sequence[int],
+        block: int | Sequence[int],
+        params: bytes = b"",
+        *,
+        dynamic_shared: int = 0,
+        registers: int = 0,
+        watch: Watch = Watch.DEFAULT,
+        max_reports: int = 16,
+        max_warp_instructions: int = 0,
+    ) -> Launch:
+        """Run it to its end; what goes wrong is in the result.
+
+        Args:
+            grid, block: One to three dimensions.
+            params: The parameter buffer, see :func:`pack`.
+            dynamic_shared: Bytes; granted as if ``cudaFuncSetAttribute`` had been called with them.
+            registers: Per thread; 0 leaves the register file unchecked.
+            watch: What is watched.
+            max_reports: Findings kept.
+            max_warp_instructions: Bound of the launch; 0 takes the device's default.
+        """
+        library = self._device._library
+        config = _LaunchStruct(
+            (ctypes.c_uint32 * 3)(*_three(grid)),
+            (ctypes.c_uint32 * 3)(*_three(block)),
+            dynamic_shared,
+            registers,
+            dynamic_shared,
+            int(watch),
+            max_reports,
+            max_warp_instructions,
+        )
+        answer = ctypes.c_void_p()
+        library.vsm_run(
+            self._device._handle,
+            self._module,
+            self._index,
+            ctypes.byref(config),
+            ctypes.c_char_p(params),
+            len(params),
+            ctypes.byref(answer),
+        )
+        values = json.loads(take_text(library, "vsm_free", answer.value))
+        values.setdefault("kernel", self.name)
+        values.setdefault("grid", _three(grid))
+        values.setdefault("block", _three(block))
+        values.setdefault("dynamic_shared", dynamic_shared)
+        values.setdefault("registers", registers)
+        return Launch.from_json(values)

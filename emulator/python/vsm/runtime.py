@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The virtual GPU behind CUDA's runtime interface, in this process."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from ._library import VsmError, shim_directory, take_text
+from .device import Watch
+from .results import Launch
+
+_LIBRARIES = ("libcudart.so.13", "libcuda.so.1")
+_active: Runtime | None = None
+
+
+class Settings(NamedTuple):
+    """See :meth:`Runtime.configure`."""
+
+    architecture: str
+    threads: int
+    watch: Watch
+    max_warp_instructions: int
+    strict: bool
+    log: bool
+
+
+class Runtime:
+    """Controls of the shim. There is one per process: :func:`activate_runtime` gives it."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        u32, u64, i32, text, handle = (
+            ctypes.c_uint32,
+            ctypes.c_uint64,
+            ctypes.c_int,
+            ctypes.c_char_p,
+            ctypes.c_void_p,
+        )
+        pointer = ctypes.POINTER
+        signatures: dict[str, tuple[object, tuple[object, ...]]] = {
+            "vsm_runtime_configure": (i32, (text, i32, u32, u64, i32, i32)),
+            "vsm_runtime_settings": (
+                None,
+                (pointer(text), pointer(i32), pointer(u32), pointer(u64), pointer(i32), pointer(i32)),
+            ),
+            "vsm_runtime_register": (None, (u64, u64, i32)),
+            "vsm_runtime_unregister": (i32, (u64,)),
+            "vsm_runtime_take_launches": (handle, (pointer(u64),)),
+            "vsm_runtime_take_message": (handle, ()),
+            "vsm_runtime_free": (None, (handle,)),
+            "vsm_runtime_clock": (ctypes.c_double, ()),
+            "vsm_runtime_reset": (None, ()),
+        }
+        for name, (result, arguments) in signatures.items():
+            function = getattr(library, name)
+            function.restype = result
+            function.argtypes = arguments
+
+    @property
+    def settings(self) -> Settings:
+        """What is set now."""
+        architecture = ctypes.c_char_p()
+        threads, strict, log = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+        watch, bound = ctypes.c_uint32(), ctypes.c_uint64()
+        references = map(ctypes.byref, (architecture, threads, watch, bound, strict, log))
+        self._library.vsm_runtime_settings(*references)
+        name = (architecture.value or b"").decode()
+        return Settings(name, threads.value, Watch(watch.value), bound.value, bool(strict.value), bool(log.value))
+
+    def configure(
+        self,
+        *,
+        architecture: str | None = None,
+        threads: int | None = None,
+        watch: Watch | None = None,
+        max_warp_instructions: int | None = None,
+        strict: bool | None = None,
+        log: bool | None = None,
+    ) -> None:
+        """Change what is given, leave the rest.
+
+        Args:
+            architecture: ``"sm_121a"`` or ``"sm_90a"``; another one than now resets the device.
+            threads: Host threads, 0: one per core. Takes effect at the next :meth:`reset`.
+            watch: What is watched.
+            max_warp_instructions: Bound of a launch, 0: the device's default.
+            strict: A watcher's report fails its launch.
+            log: Explanations of refused calls and reports go to stderr too.
+
+        Raises:
+            VsmError: no such architecture.
+        """
+        now = self.settings
+        chosen = Settings(
+            now.architecture if architecture is None else architecture,
+            now.threads if threads is None else threads,
+            now.watch if watch is None else watch,
+            now.max_warp_instructions if max_warp_instructions is None else max_warp_instructions,
+            now.strict if strict is None else strict,
+            now.log if log is None else log,
+        )
+        answer = self._library.vsm_runtime_configure(
+            chosen.architecture.encode(),
+            chosen.threads,
+            int(chosen.watch),
+            chosen.max_warp_instructions,
+            int(chosen.strict),
+            int(chosen.log),
+        )
+        if answer != 0:
+            raise VsmError(f"architecture is {chosen.architecture!r}; the virtual GPU can be 'sm_121a' or 'sm_90a'")
+
+    def register(self, address: int, size: int, read_only: bool = False) -> None:
+        """Let kernels access memory that somebody else owns, a CPU tensor for example. Counted per address."""
+        self._library.vsm_runtime_register(address, size, int(read_only))
+
+    def unregister(self, address: int) -> None:
+        """Undo one :meth:`register`."""
+        if self._library.vsm_runtime_unregister(address) != 0:
+            raise ValueError(f"{address:#x} is not registered")
+
+    def take_launches(self) -> list[Launch]:
+        """The launches since the last call, oldest first.
+
+        Raises:
+            VsmError: more ran than are kept (65,536), so that the oldest are lost.
+        """
+        dropped = ctypes.c_uint64()
+        answer = self._library.vsm_runtime_take_launches(ctypes.byref(dropped))
+        launches = [
+            Launch.from_json(values) for values in json.loads(take_text(self._library, "vsm_runtime_free", answer))
+        ]
+        if dropped.value:
+            raise VsmError(f"{dropped.value} launches were not kept: call take_launches more often")
+        return launches
+
+    def take_message(self) -> str:
+        """Why the last refused call was refused, then forgotten; empty if none was."""
+        return take_text(self._library, "vsm_runtime_free", self._library.vsm_runtime_take_message())
+
+    @property
+    def clock(self) -> float:
+        """Seconds that all launches since the last reset would take on the modelled GPU (predicted)."""
+        seconds: float = self._library.vsm_runtime_clock()
+        return seconds
+
+    def reset(self) -> None:
+        """Forget a fault, all device memory and what ``cudaFuncSetAttribute`` granted."""
+        self._library.vsm_runtime_reset()
+
+
+def loaded_libraries(name: str) -> list[Path]:
+    """Files of this name that the process has mapped, other than the shim's."""
+    found = set()
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            path = line.rstrip("\n").split(maxsplit=5)[5:]
+            if path and Path(path[0]).name.startswith(name):
+                found.add(Path(path[0]))
+    return sorted(found)
+
+
+def activate_runtime() -> Runtime:
+    """Make the shim this process's CUDA runtime: libraries that need ``libcudart.so.13`` (or ``libcuda.so.1``) and are
+    loaded from now on run on the virtual GPU. The first call does it, later ones give the same object.
+
+    A library that was loaded before stays with the runtime it has, and the dynamic linker would give later ones the
+    same. So this refuses to work in a process that has a real CUDA 13 runtime.
+
+    Raises:
+        VsmError: such a runtime is loaded, or the shim cannot be built.
+    """
+    global _active
+    if _active is not None:
+        return _active
+    directory = shim_directory()
+    for name in _LIBRARIES:
+        others = [path for path in loaded_libraries(name) if path.parent.resolve() != directory.resolve()]
+        if others:
+            raise VsmError(
+                f"{others[0]} is loaded in this process already, so a library that needs {name} would use it and not the "
+                "virtual GPU. Activate the virtual GPU before anything loads CUDA, or start the process with "
+                f"LD_PRELOAD={directory / _LIBRARIES[0]}"
+            )
+    libraries = [ctypes.CDLL(str(directory / name), mode=os.RTLD_GLOBAL | os.RTLD_NOW) for name in _LIBRARIES]
+    _active = Runtime(libraries[0])
+    _active.configure(log=False)
+    return _active
