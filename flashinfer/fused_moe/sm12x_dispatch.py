@@ -90,6 +90,6 @@ def ensure_instance(index: int) -> None:
 @functools.cache
 def group_gemm_module() -> Any:
     """The loaded ``gemm_mxfp4_sm12x``; built on first use."""
-    from ..jit.gemm import gen_gemm_mxfp4_sm12x_module
+    from ..jit.sm12x.modules import gen_group_gemm_module
 
-    return gen_gemm_mxfp4_sm12x_module().build_and_load()
+    return gen_group_gemm_module().build_and_load()

@@ -23,6 +23,7 @@ from .sm12x_validation import (
     Mode,
     check_expert_ids,
     check_workspace,
+    require_alignment,
     validate_moe,
 )
 
@@ -38,15 +39,6 @@ def _checks_now() -> bool:
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dtype is torch.uint8 else tensor.view(torch.uint8)
-
-
-def _raise_misaligned(**tensors: torch.Tensor) -> None:
-    for name, tensor in tensors.items():
-        if tensor.data_ptr() % POINTER_ALIGNMENT:
-            raise ValueError(
-                f"{name} starts at address {tensor.data_ptr():#x}; it must be aligned to {POINTER_ALIGNMENT} bytes "
-                "(clone() a view that is not)"
-            )
 
 
 def run_moe(
@@ -181,13 +173,15 @@ def run_moe(
         | fc2_sf.data_ptr()
     ) % POINTER_ALIGNMENT
     if misaligned:
-        _raise_misaligned(
-            input=input,
-            output=output,
-            fc1_expert_weights=fc1_expert_weights,
-            fc2_expert_weights=fc2_expert_weights,
-            fc1_block_scales=fc1_sf,
-            fc2_block_scales=fc2_sf,
+        require_alignment(
+            {
+                "input": input,
+                "output": output,
+                "fc1_expert_weights": fc1_expert_weights,
+                "fc2_expert_weights": fc2_expert_weights,
+                "fc1's block scales (quant_scales)": fc1_sf,
+                "fc2's block scales (quant_scales)": fc2_sf,
+            }
         )
     arguments = (
         output,

@@ -137,7 +137,7 @@ class SM12xMoERunner(TunableRunner):
         return arguments[_OUTPUT]
 
 
-def _state(tuner: Any) -> Any:
+def tuner_state(tuner: Any) -> Any:
     """What the tuner's answers depend on outside a tuning context, or ``None`` inside one: then it must be asked."""
     if tuner.is_tuning_mode or tuner._active_tuning_contexts or tuner._in_v2_context:
         return None
@@ -149,7 +149,7 @@ def _state(tuner: Any) -> Any:
     )
 
 
-_NOTHING_TUNED = (0, 0, 0, None)
+NOTHING_TUNED = (0, 0, 0, None)
 
 
 def tuned_tactics(
@@ -161,8 +161,8 @@ def tuned_tactics(
 ) -> tuple[int, int]:
     """The autotuner's tactics for this call: tuned now inside ``autotune(True)``, else remembered, else the plan's."""
     tuner = AutoTuner.get()
-    state = _state(tuner)
-    if state == _NOTHING_TUNED:
+    state = tuner_state(tuner)
+    if state == NOTHING_TUNED:
         return plan.tactics
     if state is not None:
         state = (*state, tune_max_num_tokens, enable_pdl)

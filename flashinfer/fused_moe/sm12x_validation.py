@@ -399,3 +399,13 @@ def check_workspace(workspace: Any, needed: int, device: torch.device, hint: str
             f"workspace_buffer starts at address {workspace.data_ptr():#x}; it must be aligned to "
             f"{WORKSPACE_ALIGNMENT} bytes (torch.empty is)"
         )
+
+
+def require_alignment(tensors: dict[str, torch.Tensor]) -> None:
+    """Raise unless every tensor starts at a multiple of the kernels' widest access."""
+    for name, tensor in tensors.items():
+        if tensor.data_ptr() % POINTER_ALIGNMENT:
+            raise ValueError(
+                f"{name} starts at address {tensor.data_ptr():#x}; it must be aligned to {POINTER_ALIGNMENT} bytes "
+                "(clone() a view that is not)"
+            )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """MXFP4 and MXFP8 on CPU tensors, vectorized.
 
-The semantics are ``docs``' formats page and OCP Microscaling Formats v1.0: scales are ``amax / element_max`` rounded up to a
+The semantics are those of OCP Microscaling Formats v1.0 and of upstream's CUDA quantizers: scales are ``amax / element_max`` rounded up to a
 power of two, values round to nearest even and saturate.  All of it is done on the bits of float32, which hold every
 value exactly, so that the results equal those of the float64 reference bit for bit.
 """
@@ -11,6 +11,8 @@ from __future__ import annotations
 import functools
 
 import torch
+
+from ..tllm_enums import SfLayout
 
 BLOCK_SIZE = 32
 _MANTISSA_BITS = 23
@@ -41,10 +43,8 @@ def unswizzle_128x4(swizzled: torch.Tensor, rows: int, blocks: int) -> torch.Ten
 
 
 def _block_amax(blocks: torch.Tensor) -> torch.Tensor:
-    amax = blocks.abs().amax(-1)
-    if bool(torch.isnan(amax).any()):  # NaN takes no part in the scale
-        amax = blocks.abs().nan_to_num(nan=0.0, posinf=torch.inf).amax(-1)
-    return amax
+    """Largest magnitude of each block; NaN takes no part in it."""
+    return blocks.abs().nan_to_num(nan=0.0, posinf=torch.inf).amax(-1)
 
 
 def _scale_bytes(amax: torch.Tensor, max_exponent: int, max_mantissa: int) -> torch.Tensor:
@@ -138,3 +138,32 @@ def dequantize_mxfp4_linear(
         blocks.mul_(decode_scale_bytes(scales, torch.bfloat16).unsqueeze(-1))
         return blocks.flatten(1).to(dtype)
     return (blocks.float() * decode_scale_bytes(scales, torch.float32).unsqueeze(-1)).flatten(1)
+
+
+def swizzled_size(rows: int, blocks: int) -> int:
+    """Bytes of the 128x4 scales of a matrix of ``rows`` rows and ``blocks`` K-blocks."""
+    return _pad_to(rows, 128) * _pad_to(blocks, 4)
+
+
+def arrange_scales(linear: torch.Tensor, layout: SfLayout) -> torch.Tensor:
+    """Linear scales ``[rows, blocks]`` in ``layout``."""
+    return swizzle_128x4(linear) if layout is SfLayout.layout_128x4 else linear
+
+
+def check_layout(layout: SfLayout) -> None:
+    """Raise ``ValueError`` for a scale layout that the CPU does not make."""
+    if layout not in (SfLayout.layout_128x4, SfLayout.layout_linear):
+        raise ValueError(
+            f"scale layout {SfLayout(layout).name} exists on CUDA only; on the CPU it may be layout_128x4 or "
+            "layout_linear"
+        )
+
+
+def check_float_input(name: str, tensor: torch.Tensor) -> None:
+    """Raise ``ValueError`` unless ``tensor`` is a float ``[..., K]`` with K a positive multiple of 32."""
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    if tensor.dtype not in dtypes or tensor.ndim < 1 or tensor.shape[-1] == 0 or tensor.shape[-1] % BLOCK_SIZE:
+        raise ValueError(
+            f"{name} is {tensor.dtype} {tuple(tensor.shape)}; it must be {', '.join(map(str, dtypes))} with a last "
+            f"dimension that is a positive multiple of {BLOCK_SIZE}"
+        )

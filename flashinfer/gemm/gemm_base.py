@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Upstream's GEMMs; the MXFP8 x MXFP4 grouped GEMM is this fork's kernel on SM12x, and runs on CPU tensors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from flashinfer._layer import extend
+
+_upstream = extend(globals())
+
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any: ...
+
+
+from ..api_logging import flashinfer_api
+from . import sm12x_group_gemm
+
+
+@flashinfer_api
+def group_gemm_mxfp8_mxfp4_nt_groupwise(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    m_indptr: torch.Tensor,
+    mma_sm: int = 1,
+    tile_m: int = 128,
+    tile_n: int = 128,
+    tile_k: int = 128,
+    swap_ab: bool = True,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    *,
+    skip_check: bool = False,
+) -> torch.Tensor:
+    """Grouped GEMM of MXFP8 rows with MXFP4 matrices: rows of group ``g`` times ``b[g]`` transposed.
+
+    On SM12x (and, with ``FLASHINFER_SM12X_MOE=1``, on compute capability 8.9 and 9.0) this is the kernel of
+    ``cutlass_fused_moe``; CPU tensors are computed on the CPU; every other device is upstream's.
+
+    Parameters
+    ----------
+    a : torch.Tensor
+        ``[cum_m, k]`` float8_e4m3fn or float8_e5m2, the rows of all groups one after another.
+    b : torch.Tensor
+        ``[groups, n, k / 2]`` uint8, two e2m1 per byte, the even element in the low nibble.
+    a_scale : torch.Tensor
+        ``[rows, pad4(k / 32)]`` uint8 UE8M0, 128x4 layout in each group; group ``g`` starts at row
+        ``(m_indptr[g] + 127 g) // 128 * 128``, so ``(cum_m + 127 groups) // 128 * 128`` rows hold every split.
+    b_scale : torch.Tensor
+        ``[groups, pad128(n), pad4(k / 32)]`` uint8 UE8M0, 128x4 layout.
+    m_indptr : torch.Tensor
+        ``[groups + 1]`` int32: group ``g`` is rows ``[m_indptr[g], m_indptr[g + 1])``.  Here groups may have any size,
+        zero included; upstream's kernels want multiples of 4.
+    mma_sm, tile_m, tile_n, tile_k, swap_ab
+        Upstream's tile choice.  The values upstream takes on SM12x are accepted (1; 128; 32, 64 or 128; 128; any bool) and
+        choose nothing here: the tile follows from the shape, or from ``flashinfer.autotune``.
+    out : torch.Tensor, optional
+        ``[cum_m, n]``, bfloat16 or float16.
+    out_dtype : torch.dtype, optional
+        bfloat16 (default) or float16; that of ``out`` if given.
+    skip_check : bool
+        Upstream's switch; here checks cost one look-up for known shapes and are always made.
+
+    Returns
+    -------
+    torch.Tensor
+        ``out``.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Before any launch, naming the argument, what it was and what it may be.  ``m_indptr``'s values are checked
+        on the CPU, and on CUDA with ``FLASHINFER_SM12X_CHECK=1``.
+
+    Notes
+    -----
+    ``k`` is a multiple of 32 and ``n`` of 8.
+    """
+    if sm12x_group_gemm.serves(a.device):
+        return sm12x_group_gemm.group_gemm(
+            a,
+            b,
+            a_scale,
+            b_scale,
+            m_indptr,
+            (mma_sm, tile_m, tile_n, tile_k, swap_ab),
+            out,
+            out_dtype,
+        )
+    return _upstream.group_gemm_mxfp8_mxfp4_nt_groupwise(
+        a,
+        b,
+        a_scale,
+        b_scale,
+        m_indptr,
+        mma_sm,
+        tile_m,
+        tile_n,
+        tile_k,
+        swap_ab,
+        out,
+        out_dtype,
+        skip_check=skip_check,
+    )
+
+
+# Which compute capabilities the operator serves is asked through attributes that upstream's decorator sets.
+for _attribute in ("is_backend_supported", "is_compute_capability_supported"):
+    setattr(
+        group_gemm_mxfp8_mxfp4_nt_groupwise,
+        _attribute,
+        getattr(_upstream.group_gemm_mxfp8_mxfp4_nt_groupwise, _attribute),
+    )
+
+group_gemm_mxfp4_nt_groupwise = group_gemm_mxfp8_mxfp4_nt_groupwise

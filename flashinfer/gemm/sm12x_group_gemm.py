@@ -1,0 +1,416 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The grouped MXFP8 x MXFP4 GEMM on SM12x's kernels and on the CPU: checks, plans, launch, autotuning."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from typing import Any
+
+import torch
+
+from ..autotuner import AutoTuner, DynamicTensorSpec, TunableRunner, TuningConfig
+from ..jit.sm12x.instances import GEMM_INSTANCES, MAX_EXPERTS
+from ..quantization.mx_cpu import (
+    BLOCK_SIZE,
+    dequantize_mxfp4_linear,
+    dequantize_mxfp8_linear,
+    unswizzle_128x4,
+)
+from ..utils import device_support_pdl
+
+OPERATOR = "flashinfer::sm12x_group_gemm_mxfp4"
+ROW_ALIGNMENT = 8  # of n: a store of 16 bytes
+_MAX_PLANS = 4096
+_UPSTREAM_TILES = (
+    ("mma_sm", (1,)),
+    ("tile_m", (128,)),
+    ("tile_n", (32, 64, 128)),
+    ("tile_k", (128,)),
+    ("swap_ab", (True, False)),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupGemmProblem:
+    """Sizes of a validated call."""
+
+    cum_m: int
+    num_groups: int
+    n: int
+    k: int
+    out_dtype: torch.dtype
+
+
+@dataclasses.dataclass(eq=False)
+class Plan:
+    """What is known of a call once its shapes are."""
+
+    problem: GroupGemmProblem
+    workspace_bytes: int = 0
+    tactic: int = -1
+    tuned: tuple[Any, int] | None = None
+
+
+_plans: dict[Any, Plan] = {}
+
+
+@functools.cache
+def _dispatch() -> Any:
+    # fused_moe imports gemm while the package is being imported, so this import waits for the first call.
+    from ..fused_moe import sm12x_dispatch
+
+    return sm12x_dispatch
+
+
+@functools.cache
+def _validation() -> Any:
+    from ..fused_moe import sm12x_validation
+
+    return sm12x_validation
+
+
+def serves(device: torch.device) -> bool:
+    """Whether this module computes calls on ``device``; upstream does otherwise."""
+    if device.type == "cuda":
+        return bool(_dispatch().serves_cuda(device.index))
+    return device.type == "cpu"
+
+
+def scale_rows(cum_m: int, num_groups: int) -> int:
+    """Rows of ``a_scale`` that hold every split of ``cum_m`` rows into ``num_groups`` groups."""
+    return (cum_m + 127 * num_groups) // 128 * 128
+
+
+def validate(
+    a: Any,
+    b: Any,
+    a_scale: Any,
+    b_scale: Any,
+    m_indptr: Any,
+    tiles: tuple[Any, ...],
+    out: Any,
+    out_dtype: torch.dtype | None,
+) -> GroupGemmProblem:
+    """Check the metadata of a call and return its sizes; looks at no element.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the first argument that does not fit, what it was and what it may be.
+    """
+    check = _validation()
+    describe, require, round_up = (
+        check.describe,
+        check.require_tensor,
+        check.round_up,
+    )
+    for (name, allowed), value in zip(_UPSTREAM_TILES, tiles, strict=True):
+        if value not in allowed:
+            choices = " or ".join(map(str, allowed))
+            raise ValueError(f"{name} is {value!r}; it must be {choices}")
+    for name, tensor, rank in (
+        ("a", a, 2),
+        ("b", b, 3),
+        ("m_indptr", m_indptr, 1),
+        ("a_scale", a_scale, 2),
+    ):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is {describe(tensor)}; it must be a tensor")
+        if tensor.ndim != rank:
+            raise ValueError(f"{name} is {describe(tensor)}; it must be {rank}-D")
+    device = a.device
+    groups, n, half = b.shape
+    cum_m, k = a.shape[0], 2 * half
+    if not 1 <= groups <= MAX_EXPERTS:
+        raise ValueError(f"b is {describe(b)}; it must hold 1 to {MAX_EXPERTS} groups")
+    check.require_k_alignment("k (b.shape[2] * 2)", k)
+    if n <= 0 or n % ROW_ALIGNMENT:
+        raise ValueError(f"n (b.shape[1]) is {n}; it must be a positive multiple of {ROW_ALIGNMENT}")
+    require("a", a, [(cum_m, k)], [torch.float8_e4m3fn, torch.float8_e5m2], device)
+    require("b", b, [(groups, n, half)], [torch.uint8], device)
+    require("m_indptr", m_indptr, [(groups + 1,)], [torch.int32], device)
+    blocks, needed = round_up(k // BLOCK_SIZE, 4), scale_rows(cum_m, groups)
+    if a_scale.shape[0] < needed:
+        raise ValueError(
+            f"a_scale is {describe(a_scale)}; it must have at least (cum_m + 127 * groups) // 128 * 128 = {needed} rows"
+        )
+    require("a_scale", a_scale, [(a_scale.shape[0], blocks)], [torch.uint8], device)
+    require("b_scale", b_scale, [(groups, round_up(n, 128), blocks)], [torch.uint8], device)
+    if out_dtype is None:
+        out_dtype = out.dtype if isinstance(out, torch.Tensor) else torch.bfloat16
+    if out_dtype not in check.OUTPUT_DTYPES:
+        raise ValueError(f"out_dtype is {out_dtype}; it must be torch.bfloat16 or torch.float16")
+    if out is not None:
+        require("out", out, [(cum_m, n)], [out_dtype], device)
+    return GroupGemmProblem(cum_m, groups, n, k, out_dtype)
+
+
+def check_group_ends(m_indptr: torch.Tensor, cum_m: int) -> None:
+    """Raise ``ValueError`` unless ``m_indptr`` ascends from 0 to ``cum_m``; reads the values, so it synchronizes."""
+    ends = m_indptr.tolist()
+    if ends[0] != 0 or ends[-1] != cum_m:
+        raise ValueError(f"m_indptr runs from {ends[0]} to {ends[-1]}; it must run from 0 to {cum_m}, the rows of a")
+    for group, (first, last) in enumerate(itertools.pairwise(ends)):
+        if last < first:
+            raise ValueError(f"m_indptr[{group + 1}] is {last}, below m_indptr[{group}] = {first}; it must not descend")
+
+
+def _make_plan(problem: GroupGemmProblem, device: torch.device) -> Plan:
+    if device.type == "cpu" or problem.cum_m == 0:
+        return Plan(problem)
+    from ..fused_moe.sm12x_planner import plan_group_gemm
+
+    sizes = problem.cum_m, problem.num_groups, problem.n, problem.k
+    tactic = plan_group_gemm(*sizes, _dispatch().sm_count(device.index))
+    with torch.cuda.device(device):
+        size = (
+            _dispatch()
+            .group_gemm_module()
+            .sm12x_group_gemm_workspace_size(problem.cum_m, problem.n, problem.k, problem.num_groups)
+        )
+    return Plan(problem, int(size), int(tactic))
+
+
+def launch(
+    plan: Plan,
+    out: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    m_indptr: torch.Tensor,
+    tactic: int,
+) -> None:
+    """Call the kernel module on the device of ``a``."""
+    device = a.device
+    if torch.cuda.current_device() != device.index:
+        with torch.cuda.device(device):
+            launch(plan, out, a, b, a_scale, b_scale, m_indptr, tactic)
+        return
+    workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=device)
+    _dispatch().group_gemm_module().sm12x_group_gemm_run(
+        out,
+        a,
+        a_scale,
+        b,
+        b_scale,
+        m_indptr,
+        workspace,
+        tactic,
+        device_support_pdl(device),
+    )
+
+
+def group_gemm_cpu(
+    out: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    m_indptr: torch.Tensor,
+) -> None:
+    """Write the result of validated CPU tensors into ``out``: float32 products of exact values, float32 sums."""
+    n, k = b.shape[1], 2 * b.shape[2]
+    blocks = k // BLOCK_SIZE
+    ends = m_indptr.tolist()
+    for group, (first, last) in enumerate(itertools.pairwise(ends)):
+        rows = last - first
+        if rows == 0:
+            continue
+        offset = scale_rows(first, group)
+        padded = -(-rows // 128) * 128
+        scales = unswizzle_128x4(a_scale[offset : offset + padded], rows, blocks)
+        x = dequantize_mxfp8_linear(a[first:last], scales)
+        w = dequantize_mxfp4_linear(b[group], unswizzle_128x4(b_scale[group], n, blocks))
+        out[first:last] = x @ w.T
+
+
+def group_gemm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    m_indptr: torch.Tensor,
+    tiles: tuple[Any, ...],
+    out: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+    tactic: int | None = None,
+) -> torch.Tensor:
+    """Validate, plan, launch; ``tactic`` forces an instance of the table, as the tests do."""
+    if torch.compiler.is_compiling():
+        if out is None:
+            out = torch.empty(
+                (a.shape[0], b.shape[1]),
+                dtype=out_dtype or torch.bfloat16,
+                device=a.device,
+            )
+        torch.ops.flashinfer.sm12x_group_gemm_mxfp4(
+            out, a, b, a_scale, b_scale, m_indptr, list(tiles[:4]), tiles[4], tactic
+        )
+        return out
+    tensors = (a, b, a_scale, b_scale, m_indptr, out)
+    try:
+        signature = tuple([None if t is None else (t.shape, t.dtype, t.device, t.is_contiguous()) for t in tensors])
+        key = (out_dtype, tiles, signature)
+        plan = _plans.get(key)
+    except (AttributeError, TypeError):  # something is no tensor: validation says what
+        key = plan = None
+    if plan is None:
+        problem = validate(a, b, a_scale, b_scale, m_indptr, tiles, out, out_dtype)
+        plan = _make_plan(problem, a.device)
+        if len(_plans) >= _MAX_PLANS:
+            _plans.clear()
+        _plans[key] = plan
+    problem = plan.problem
+    on_cpu = a.device.type == "cpu"
+    if on_cpu or (_dispatch().checks_values() and not torch.cuda.is_current_stream_capturing()):
+        check_group_ends(m_indptr, problem.cum_m)
+    allowed = [row.index for row in GEMM_INSTANCES]
+    if tactic is not None and tactic not in allowed:
+        raise ValueError(f"tactic is {tactic}; it must be one of {allowed}")
+    if out is None:
+        out = torch.empty((problem.cum_m, problem.n), dtype=problem.out_dtype, device=a.device)
+    if problem.cum_m == 0:
+        return out
+    if on_cpu:
+        group_gemm_cpu(out, a, b, a_scale, b_scale, m_indptr)
+        return out
+    operands = {"a": a, "b": b, "a_scale": a_scale, "b_scale": b_scale, "out": out}
+    _validation().require_alignment(operands)
+    if tactic is None:
+        tactic = plan.tactic
+        if AutoTuner._instance is not None:
+            tactic = _tuned_tactic(plan, out, a, b, a_scale, b_scale, m_indptr)
+    launch(plan, out, a, b, a_scale, b_scale, m_indptr, tactic)
+    return out
+
+
+@torch.library.custom_op(OPERATOR, mutates_args=("out",))
+def _operator(
+    out: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    m_indptr: torch.Tensor,
+    tile: list[int],
+    swap_ab: bool,
+    tactic: int | None,
+) -> None:
+    tiles = (*tile, swap_ab)
+    group_gemm(a, b, a_scale, b_scale, m_indptr, tiles, out, out.dtype, tactic)
+
+
+@_operator.register_fake
+def _operator_fake(*_arguments: Any, **_named: Any) -> None:
+    """Nothing is returned: ``out`` is an argument, so its shape is known to whoever traces."""
+
+
+class SM12xGroupGemmRunner(TunableRunner):
+    """Times the grouped GEMM with each instance; rows are split evenly over the groups."""
+
+    def __init__(self, num_groups: int, out_dtype: torch.dtype) -> None:
+        self.num_groups = num_groups
+        self.out_dtype = out_dtype
+        self._profile_cache: dict[int, tuple[Plan, tuple[torch.Tensor, ...]]] = {}
+
+    def get_cache_key_extras(self, inputs: list[torch.Tensor]) -> tuple[Any, ...]:
+        """What besides the shapes tells saved tactics apart."""
+        return (str(inputs[0].dtype), str(self.out_dtype), self.num_groups)
+
+    def get_valid_tactics(self, inputs: list[torch.Tensor], profile: Any) -> list[int]:
+        """Instances that fit the device's shared memory."""
+        index = inputs[0].device.index
+        return [row.index for row in GEMM_INSTANCES if _dispatch().fits_device(row.index, self.num_groups, index)]
+
+    def validate_tactic(self, inputs: list[torch.Tensor], tactic: Any) -> bool:
+        """Whether a tactic from a cache file is an instance of the grouped GEMM."""
+        return tactic == -1 or tactic in [row.index for row in GEMM_INSTANCES]
+
+    def forward(
+        self,
+        inputs: list[torch.Tensor],
+        tactic: Any = -1,
+        do_preparation: bool = False,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Run the GEMM once on ``inputs``, which are ``a`` and ``b``."""
+        a, b = inputs
+        cum_m, device = a.shape[0], a.device
+        held = self._profile_cache.get(cum_m)
+        if held is None:
+            n, k = b.shape[1], a.shape[1]
+            plan = _make_plan(GroupGemmProblem(cum_m, self.num_groups, n, k, self.out_dtype), device)
+            blocks = -(-k // 128) * 4
+            steps = torch.arange(self.num_groups + 1, device=device)
+            ends = (steps * cum_m // self.num_groups).to(torch.int32)
+            unit = functools.partial(torch.full, fill_value=0x7F, dtype=torch.uint8, device=device)
+            out = torch.empty((cum_m, n), dtype=self.out_dtype, device=device)
+            held = self._profile_cache[cum_m] = (
+                plan,
+                (
+                    out,
+                    unit((scale_rows(cum_m, self.num_groups), blocks)),
+                    unit((self.num_groups, -(-n // 128) * 128, blocks)),
+                    ends,
+                ),
+            )
+        plan, (out, a_scale, b_scale, ends) = held
+        launch(
+            plan,
+            out,
+            a,
+            b,
+            a_scale,
+            b_scale,
+            ends,
+            plan.tactic if tactic == -1 else tactic,
+        )
+        return out
+
+
+@functools.cache
+def _tuning_config() -> TuningConfig:
+    from ..fused_moe.utils import (
+        get_hybrid_num_tokens_buckets,
+        make_hybrid_bucket_mapper,
+    )
+
+    largest = 8192
+    return TuningConfig(
+        dynamic_tensor_specs=(
+            DynamicTensorSpec(
+                (0,),
+                (0,),
+                get_hybrid_num_tokens_buckets(largest),
+                make_hybrid_bucket_mapper(largest),
+            ),
+        )
+    )
+
+
+def _tuned_tactic(
+    plan: Plan,
+    out: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    m_indptr: torch.Tensor,
+) -> int:
+    from ..fused_moe.sm12x_tuning import NOTHING_TUNED, tuner_state
+
+    tuner = AutoTuner.get()
+    state = tuner_state(tuner)
+    if state == NOTHING_TUNED:
+        return plan.tactic
+    if state is not None and plan.tuned is not None and plan.tuned[0] == state:
+        return plan.tuned[1]
+    runner = SM12xGroupGemmRunner(plan.problem.num_groups, plan.problem.out_dtype)
+    _, tactic = tuner.choose_one(OPERATOR, [runner], _tuning_config(), [a, b])
+    tactic = plan.tactic if tactic == -1 else int(tactic)
+    if state is not None:
+        plan.tuned = (state, tactic)
+    return tactic

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Upstream's FP4 quantization; MXFP4 and the 128x4 scale layout take CPU tensors too."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from flashinfer._layer import extend
+
+_upstream = extend(globals())
+
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any: ...
+
+
+from ..api_logging import flashinfer_api
+from ..tllm_enums import SfLayout
+from ..trace.templates.quantize import mxfp4_quantize_trace
+from . import mx_cpu
+
+
+@flashinfer_api(trace=mxfp4_quantize_trace)
+def mxfp4_quantize(
+    a: torch.Tensor,
+    backend: str = "cuda",
+    enable_pdl: bool | None = None,
+    sfLayout: SfLayout = SfLayout.layout_128x4,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize to MXFP4: packed e2m1 values with one UE8M0 scale per 32 of them along the last dimension.
+
+    CUDA tensors are upstream's; a CPU tensor is quantized on the CPU and the result stays there.  The scale is ``amax / 6``
+    rounded up to a power of two (byte 0 for a block of zeros), values round to nearest even and saturate at 6, also
+    infinity.  e2m1 has no NaN: a block that holds one gets the NaN scale, 255.
+
+    Parameters
+    ----------
+    a : torch.Tensor
+        ``[..., K]`` float16 or bfloat16, on the CPU also float32; K a multiple of 32.
+    backend, enable_pdl
+        Upstream's; they mean nothing on the CPU.
+    sfLayout : SfLayout
+        Layout of the scales; on the CPU ``layout_128x4`` or ``layout_linear``.
+
+    Returns
+    -------
+    packed : torch.Tensor
+        uint8 ``[..., K / 2]``, the even element in the low nibble.
+    scales : torch.Tensor
+        uint8 ``[pad128(rows), pad4(K / 32)]`` with zeros as padding, or ``[rows, K / 32]``.
+
+    Raises
+    ------
+    ValueError
+        On the CPU: another dtype, K no multiple of 32, or a layout that the CPU does not make.
+    """
+    if a.device.type != "cpu":
+        return _upstream.mxfp4_quantize(a, backend, enable_pdl, sfLayout)
+    layout = SfLayout(sfLayout)
+    mx_cpu.check_float_input("a", a)
+    mx_cpu.check_layout(layout)
+    packed, scales = mx_cpu.quantize_mxfp4_linear(a)
+    linear = scales.reshape(-1, scales.shape[-1])
+    return packed, mx_cpu.arrange_scales(linear, layout)
+
+
+@flashinfer_api
+def mxfp4_dequantize(
+    a_fp4: torch.Tensor,
+    a_sf: torch.Tensor,
+    sfLayout: SfLayout = SfLayout.layout_128x4,
+) -> torch.Tensor:
+    """Values of an MXFP4 matrix as float32.
+
+    CUDA tensors are upstream's; CPU tensors are computed on the CPU and need no compiled module.
+
+    Parameters
+    ----------
+    a_fp4 : torch.Tensor
+        uint8 ``[M, K / 2]``, the even element in the low nibble; K a multiple of 32.
+    a_sf : torch.Tensor
+        UE8M0 scales of any byte view and shape with as many bytes as the layout has.
+    sfLayout : SfLayout
+        Layout of the scales; on the CPU ``layout_128x4`` or ``layout_linear``.
+
+    Returns
+    -------
+    torch.Tensor
+        float32 ``[M, K]``; NaN where a scale is 255.
+
+    Raises
+    ------
+    ValueError
+        On the CPU: another dtype, rank or K, scales of another size, or a layout that the CPU does not read.
+    """
+    if a_fp4.device.type != "cpu" or a_sf.device.type != "cpu":
+        return _upstream.mxfp4_dequantize(a_fp4, a_sf, sfLayout)
+    layout = SfLayout(sfLayout)
+    mx_cpu.check_layout(layout)
+    if a_fp4.ndim != 2 or a_fp4.dtype != torch.uint8 or a_fp4.shape[1] % 16:
+        raise ValueError(
+            f"a_fp4 is {a_fp4.dtype} {tuple(a_fp4.shape)}; it must be torch.uint8 [M, K / 2], K a multiple of 32"
+        )
+    rows, blocks = a_fp4.shape[0], a_fp4.shape[1] // 16
+    swizzled = layout is SfLayout.layout_128x4
+    needed = mx_cpu.swizzled_size(rows, blocks) if swizzled else rows * blocks
+    scales = a_sf.contiguous().view(torch.uint8)
+    if scales.numel() != needed:
+        raise ValueError(
+            f"a_sf holds {scales.numel()} bytes; {layout.name} scales of a {rows} x {blocks * 32} matrix have {needed}"
+        )
+    linear = mx_cpu.unswizzle_128x4(scales, rows, blocks) if swizzled else scales.view(rows, blocks)
+    return mx_cpu.dequantize_mxfp4_linear(a_fp4.contiguous(), linear)
+
+
+@flashinfer_api
+def block_scale_interleave(unswizzled_sf: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Linear block scales to the 128x4 layout, flat.
+
+    CUDA tensors are upstream's; CPU tensors are rearranged on the CPU.
+
+    Parameters
+    ----------
+    unswizzled_sf : torch.Tensor
+        ``[rows, blocks]`` or ``[experts, rows, blocks]``, uint8 or bfloat16.
+    out : torch.Tensor, optional
+        Flat, contiguous, of the same dtype and device.
+
+    Returns
+    -------
+    torch.Tensor
+        Flat: ``pad128(rows) * pad4(blocks)`` elements an expert, zeros as padding.
+
+    Raises
+    ------
+    ValueError
+        On the CPU: another dtype or rank, or an ``out`` that does not fit.
+    """
+    if unswizzled_sf.device.type != "cpu":
+        return _upstream.block_scale_interleave(unswizzled_sf, out=out)
+    if unswizzled_sf.ndim not in (2, 3) or unswizzled_sf.dtype not in (
+        torch.uint8,
+        torch.bfloat16,
+    ):
+        raise ValueError(
+            f"unswizzled_sf is {unswizzled_sf.dtype} {tuple(unswizzled_sf.shape)}; it must be torch.uint8 or "
+            "torch.bfloat16, 2-D or 3-D"
+        )
+    matrices = unswizzled_sf.reshape(-1, *unswizzled_sf.shape[-2:])
+    swizzled = torch.stack([mx_cpu.swizzle_128x4(matrix) for matrix in matrices])
+    if out is None:
+        return swizzled.reshape(-1)
+    if (
+        out.shape != (swizzled.numel(),)
+        or out.dtype != swizzled.dtype
+        or out.device != swizzled.device
+        or not out.is_contiguous()
+    ):
+        raise ValueError(
+            f"out is {out.dtype} {tuple(out.shape)} on {out.device}; it must be contiguous {swizzled.dtype} "
+            f"({swizzled.numel()},) on {swizzled.device}"
+        )
+    return out.copy_(swizzled.reshape(-1))
+
+
+nvfp4_block_scale_interleave = block_scale_interleave

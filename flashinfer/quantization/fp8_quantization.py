@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Upstream's FP8 quantization; ``mxfp8_quantize`` takes CPU tensors too."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from flashinfer._layer import extend
+
+_upstream = extend(globals())
+
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any: ...
+
+
+from ..api_logging import flashinfer_api
+from ..tllm_enums import SfLayout
+from ..trace.templates.quantize import mxfp8_quantize_trace
+from . import mx_cpu
+
+
+@flashinfer_api(trace=mxfp8_quantize_trace)
+def mxfp8_quantize(
+    input: torch.Tensor,
+    is_sf_swizzled_layout: bool = True,
+    alignment: int = 32,
+    enable_pdl: bool | None = None,
+    backend: Literal["cuda", "cute-dsl"] = "cuda",
+    sf_swizzle_layout: SfLayout | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize to MXFP8: e4m3 values with one UE8M0 scale per 32 of them along the last dimension.
+
+    CUDA tensors are upstream's; a CPU tensor is quantized on the CPU to the same format.  The scale is ``amax / 448`` rounded
+    up to a power of two (byte 0 for a block of zeros), values round to nearest even and saturate at 448, also infinity;
+    NaN stays NaN and takes no part in ``amax``.
+
+    Parameters
+    ----------
+    input : torch.Tensor
+        ``[..., K]`` float16 or bfloat16, on the CPU also float32; K a multiple of 32.
+    is_sf_swizzled_layout : bool
+        128x4 scales, else linear ones.
+    alignment : int
+        K is padded with zeros to a multiple of it; itself a multiple of 32.
+    enable_pdl, backend
+        Upstream's; they mean nothing on the CPU.
+    sf_swizzle_layout : SfLayout, optional
+        Overrides ``is_sf_swizzled_layout``; on the CPU ``layout_128x4`` or ``layout_linear``.
+
+    Returns
+    -------
+    values : torch.Tensor
+        float8_e4m3fn ``[..., K padded]``.
+    scales : torch.Tensor
+        uint8, flat: ``pad128(rows) * pad4(K / 32)`` bytes in 128x4 layout with zeros as padding, or ``rows * K / 32``.
+
+    Raises
+    ------
+    ValueError
+        On the CPU: another dtype, K or ``alignment`` no multiple of 32, or a layout that the CPU does not make.
+    """
+    if input.device.type != "cpu":
+        return _upstream.mxfp8_quantize(
+            input,
+            is_sf_swizzled_layout,
+            alignment,
+            enable_pdl,
+            backend,
+            sf_swizzle_layout,
+        )
+    if sf_swizzle_layout is None:
+        sf_swizzle_layout = SfLayout.layout_128x4 if is_sf_swizzled_layout else SfLayout.layout_linear
+    mx_cpu.check_float_input("input", input)
+    mx_cpu.check_layout(sf_swizzle_layout)
+    if alignment <= 0 or alignment % mx_cpu.BLOCK_SIZE:
+        raise ValueError(f"alignment is {alignment}; it must be a positive multiple of {mx_cpu.BLOCK_SIZE}")
+    padding = -input.shape[-1] % alignment
+    padded = torch.nn.functional.pad(input, (0, padding)) if padding else input
+    values, scales = mx_cpu.quantize_mxfp8_linear(padded)
+    linear = scales.reshape(-1, scales.shape[-1])
+    return values, mx_cpu.arrange_scales(linear, sf_swizzle_layout).reshape(-1)
