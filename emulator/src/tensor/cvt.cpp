@@ -45,7 +45,7 @@ uint32_t narrow_bits(Type dst, Round round, bool satfinite, bool relu, float x) 
 uint32_t tf32_bits(float x, Rounding mode) {
   const uint32_t u = float_to_bits(x);
   const uint32_t a = u & 0x7fffffffu;
-  if (a > 0x7f800000u) return 0x7fffffffu;
+  if (a > 0x7f800000u) return 0x7fffe000u;
   // Rounding may carry into the exponent, up to infinity; rounding toward zero cannot.
   return (u & 0x80000000u) | static_cast<uint32_t>(round_off(a, 13, mode, (u >> 31) != 0) << 13);
 }

@@ -87,7 +87,7 @@ uint32_t cvt_f16x2_to_narrow(Type dst, Type src, Round round, bool satfinite, bo
 /// cvt.rn{.relu}.f16x2.<src>x2, cvt.rn.bf16x2.ue8m0x2: `dst` kF16 or kBF16.
 uint32_t cvt_narrow_to_f16x2(Type src, Type dst, bool relu, uint32_t packed);
 /// cvt.<round>{.relu}{.satfinite}.<dst>.f32 of one element: `dst` kF16, kBF16 (16 bits) or kTF32 (32 bits, the
-/// low 13 zero unless NaN). NaN gives the canonical 0x7fff (tf32: 0x7fffffff).
+/// low 13 zero). NaN gives the canonical 0x7fff (tf32: 0x7fffe000).
 uint32_t cvt_f32_to(Type dst, Round round, bool satfinite, bool relu, float x);
 /// One element (not packed) to its exact float32 value; not kF64, kS32. kE2M1: the low four bits.
 float to_float(Type type, uint32_t bits);

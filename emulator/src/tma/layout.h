@@ -60,4 +60,12 @@ inline uint32_t row_groups(const Descriptor& d) {
   return (d.box[0] + group.elements - 1) / group.elements;
 }
 
+/// Bytes from one row of the box to the next in shared memory. A swizzle spreads short rows to its full span
+/// (measured on an H200, golden cases load.swizzle*; the CUDA programming guide asks for room for the full width).
+inline uint32_t row_pitch(const Descriptor& d) {
+  const uint32_t row = row_groups(d) * group_of(d.type).shared_bytes;
+  const uint32_t span = swizzle_span(d.swizzle);
+  return row > span ? row : span;
+}
+
 }  // namespace vsm::tma

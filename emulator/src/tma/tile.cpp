@@ -55,7 +55,7 @@ struct Line {
 class TileWalk {
  public:
   TileWalk(const Descriptor& d, bool store, std::vector<Run>* runs)
-      : d_(d), group_(group_of(d.type)), atom_(swizzle_atom(d.swizzle)),
+      : d_(d), group_(group_of(d.type)), atom_(swizzle_atom(d.swizzle)), store_(store),
         outside_(store ? Run::Kind::kSkip : Run::Kind::kFill), runs_(runs) {}
 
   void walk(const int32_t* coords, uint32_t shared) {
@@ -64,8 +64,14 @@ class TileWalk {
     const int64_t start = coords[0] / static_cast<int32_t>(group_.elements);
     const int64_t length = static_cast<int64_t>(d_.dims[0] / group_.elements);
     const int64_t first = std::clamp<int64_t>(-start, 0, groups);
-    const int64_t last = std::clamp<int64_t>(length - start, first, groups);
-    const uint32_t pitch = static_cast<uint32_t>(groups) * group_.shared_bytes;
+    int64_t last = std::clamp<int64_t>(length - start, first, groups);
+    if (store_ && last > first) {
+      // A store is cut off at 16-byte granularity: the rest of the tensor's last 16 bytes is written too (measured
+      // on an H200, golden case store.u8; strides being multiples of 16, these bytes belong to the row's padding).
+      const int64_t chunk = 16 / group_.global_bytes;
+      last = std::min(groups, (last + chunk - 1) / chunk * chunk);
+    }
+    const uint32_t pitch = row_pitch(d_);
 
     uint32_t steps[5] = {0, 0, 0, 0, 0};
     for (uint32_t row = shared;; row += pitch) {
@@ -131,6 +137,7 @@ class TileWalk {
   const Descriptor& d_;
   const Group group_;
   const uint32_t atom_;
+  const bool store_;
   const Run::Kind outside_;
   Runs runs_;
 };
@@ -140,6 +147,11 @@ std::string check_copy(const Descriptor& d, const int32_t* coords, uint32_t shar
   if (!broken.empty()) return "the tensor map breaks a rule: " + broken;
   if (d.interleave != Interleave::kNone) return "interleaved tensor maps are not modelled";
   if (shared % 128) return "the shared-memory address is " + std::to_string(shared) + ", must be a multiple of 128";
+  const Group group = group_of(d.type);
+  if (int64_t{coords[0]} * group.global_bytes % (16 * int64_t{group.elements})) {
+    // PTX ISA 5.5.3.1; the hardware stops with an illegal-instruction error.
+    return "coordinate 0 is " + std::to_string(coords[0]) + ": the box must start at a multiple of 16 bytes along dimension 0";
+  }
   if (is_packed(d.type)) {
     const int32_t multiple = is_padded(d.type) ? 128 : 16;
     if (coords[0] % multiple) {
@@ -177,8 +189,9 @@ uint32_t box_bytes(const Descriptor& d) {
 }
 
 uint32_t box_shared_bytes(const Descriptor& d) {
-  const Group group = group_of(d.type);
-  return box_bytes(d) / group.global_bytes * group.shared_bytes;
+  uint32_t rows = 1;
+  for (uint32_t i = 1; i < d.rank; ++i) rows *= box_count(d, i);
+  return rows * row_pitch(d);
 }
 
 std::string tile_runs(const Descriptor& d, const int32_t* coords, uint32_t shared, bool store, std::vector<Run>* runs) {

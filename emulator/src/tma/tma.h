@@ -59,7 +59,7 @@ struct Run {
 /// Bytes that a load of one box counts on its mbarrier: the whole box, out-of-bounds elements included, without the
 /// padding that the packed types get in shared memory.
 uint32_t box_bytes(const Descriptor& d);
-/// Bytes that the box takes in shared memory: box_bytes, and the padding.
+/// Bytes that the box takes in shared memory: with the padding, and with each row at its swizzle's full span.
 uint32_t box_shared_bytes(const Descriptor& d);
 
 /// The shared address at which a swizzle places the byte that belongs at `address` without it. The pattern hangs on
@@ -73,7 +73,7 @@ std::string tile_runs(const Descriptor& d, const int32_t* coords, uint32_t share
 /// Value of out-of-bounds elements: writes `bytes` bytes of fill.
 void fill(const Descriptor& d, uint8_t* dst, uint32_t bytes);
 
-/// Element conversions that a load applies on the way (kF32Ftz, kTF32, ...); a no-op for the other types.
+/// Element conversions that a load (not a store) applies on the way (kF32Ftz, kTF32, ...); a no-op for the other types.
 void convert_elements(ElementType type, uint8_t* data, uint32_t bytes);
 
 enum class Reduce : uint8_t { kAdd, kMin, kMax, kInc, kDec, kAnd, kOr, kXor };
