@@ -33,6 +33,7 @@ env:
 	@$(PYTHON) tools/create_env.py $(VENV)
 
 test: env
+	$(MAKE) -C emulator -j$(TEST_JOBS)
 	$(PY) -m pytest -n $(TEST_JOBS) --dist loadfile $(PYTEST_ARGS)
 
 demo: env
@@ -53,6 +54,7 @@ format: env
 	@if [ -n "$(CXX_SOURCES)" ]; then $(VENV)/bin/clang-format -i $(CXX_SOURCES); fi
 
 clean:
+	$(MAKE) -C emulator clean
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +
 

@@ -148,11 +148,12 @@ def print_instances(rows: list[InstanceRow]) -> None:
 def machine_code_checks(rows: list[InstanceRow]) -> list[tuple[str, bool]]:
     block_scaled = [row for row in rows if "mxfp8" in row.instance and row.architecture.startswith("sm_12")]
     others = [row for row in rows if row not in block_scaled]
+    spilling = [f"{row.instance} {row.gemm}: {row.local_accesses}" for row in rows if row.local_accesses]
     checks = [
         (f"{len(rows)} kernels have matrix instructions", bool(rows) and all(r.tensor_instructions for r in rows)),
         (
-            f"{len(rows)} kernels neither spill nor use local memory (no LDL, no STL)",
-            all(row.local_accesses == 0 for row in rows),
+            f"no kernel spills or uses local memory (LDL, STL){' but ' if spilling else ''}{', '.join(spilling)}",
+            not spilling,
         ),
     ]
     if block_scaled:
