@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 GIB = 1 << 30
-DEFAULT_JOB_MEMORY = 2 * GIB
-"""Assumed need of a job nobody has measured: the most that a source of this family may take."""
+DEFAULT_JOB_MEMORY = GIB
+"""Assumed need of a job that nobody has measured here: three times what the largest source took when this was written."""
 
 MEMORY_SHARE = 0.9
 """The part of the free memory that a build may plan to use."""

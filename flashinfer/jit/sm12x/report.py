@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from . import build as engine
 from .inspect_sass import KernelCode, inspect
-from .instances import INSTANCES, Instance
+from .instances import GB10_SMEM_RESERVED_PER_BLOCK, INSTANCES, Instance
 from .spec import JitSpecSm12x
 
 
@@ -20,13 +21,13 @@ class InstanceRow:
     Attributes:
         tactic: The instance's number, as in ``profile_ids``.
         instance: Its name.
-        gemm: ``fc1`` or ``fc2``.
+        gemm: ``fc1``, ``fc2`` or ``group`` (the public grouped GEMM).
         architecture: Such as ``sm_121a``.
         token_tile, row_tile, k_tile, stages, schedule: From the table.
         blocks_per_sm: Blocks that are to fit an SM of a GB10 together.
         threads: Of a block.
         registers: Per thread.
-        shared_bytes: Dynamic and static shared memory of a block with 128 local experts.
+        shared_bytes: Shared memory of an FC1 block with 128 local experts, without what the driver reserves.
         local_accesses: Spilled loads and stores in the machine code.
         tensor_instructions: Matrix instructions in the machine code.
         block_scaled_mmas: Those of them that are ``QMMA.SF`` with an E2M1 operand.
@@ -85,7 +86,7 @@ def _row(instance: Instance, kernel: KernelCode) -> InstanceRow:
         blocks_per_sm=instance.blocks_per_sm,
         threads=instance.threads,
         registers=kernel.registers,
-        shared_bytes=instance.smem_bytes() + kernel.static_shared,
+        shared_bytes=instance.smem_bytes() + max(0, kernel.static_shared - GB10_SMEM_RESERVED_PER_BLOCK),
         local_accesses=kernel.local_accesses,
         tensor_instructions=kernel.tensor_instructions,
         block_scaled_mmas=kernel.block_scaled_mmas,
@@ -93,8 +94,9 @@ def _row(instance: Instance, kernel: KernelCode) -> InstanceRow:
 
 
 def _gemm_of(kernel: str) -> str:
-    lowered = kernel.lower()
-    return next((gemm for gemm in ("fc1", "fc2", "group") if gemm in lowered), "gemm")
+    """Which GEMM of the layer a kernel is, from the ``Role`` among its template arguments (``grouped_gemm.cuh``)."""
+    match = re.search(r"Role\)(\d)", kernel) or re.search(r"4RoleE(\d)", kernel)
+    return {"0": "fc1", "1": "fc2", "2": "group"}.get(match.group(1), "?") if match is not None else "?"
 
 
 HEADERS = {

@@ -268,7 +268,8 @@ def _companion_roots(toolkit: Toolkit, wheels: Sequence[Path]) -> list[Path]:
     for folder in wheels:
         roots.append(folder / f"cu{major}")
         if major == 12:  # the wheels of CUDA 12 have a folder per library
-            roots += sorted(path.parent for path in folder.glob("*/include"))
+            libraries = sorted(path.parent for path in folder.glob("*/include"))
+            roots += [library for library in libraries if not re.fullmatch(r"cu\d+", library.name)]
     return [root for root in roots if (root / "include").is_dir() and root != toolkit.root]
 
 

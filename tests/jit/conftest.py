@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures of the JIT tests."""
+
+from __future__ import annotations
+
+import logging
+import stat
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from jit_fakes import FAKE_COMPILER, Project
+
+from flashinfer.jit.sm12x import build as engine
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
+    for variable in ("MAX_JOBS", *engine.COMPILER_ENVIRONMENT):
+        monkeypatch.delenv(variable, raising=False)
+    made = Project(tmp_path)
+    made.write("one.h", "int one;\n")
+    made.write("two.h", "int two;\n")
+    made.write("a.cu", '#include "one.h"\n')
+    made.write("b.cu", '#include "one.h"\n#include "two.h"\n')
+    made.write("c.cu", "int c;\n")
+    made.compiler.parent.mkdir(parents=True)
+    made.compiler.write_text(FAKE_COMPILER.replace("{python}", sys.executable))
+    made.compiler.chmod(made.compiler.stat().st_mode | stat.S_IXUSR)
+    (made.compiler.parent / "banner").write_text("Fake compiler, release 13.0, V13.0.1")
+    return made
+
+
+@pytest.fixture
+def jit_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """``caplog`` for the engine's logger, which does not propagate."""
+    logger = logging.getLogger("flashinfer.jit.sm12x")
+    level = logger.level
+    logger.addHandler(caplog.handler)
+    logger.setLevel(logging.DEBUG)
+    yield caplog
+    logger.removeHandler(caplog.handler)
+    logger.setLevel(level)

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From compiler output to one line and a hint. The outputs are those of nvcc 13.0, GCC and GNU ld."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from flashinfer.jit.sm12x.diagnosis import JitBuildError, explain_os_error, first_error_line, hint_for, was_killed
+
+CASES = [
+    (
+        1,
+        "In file included from a.cu:1:\nx.h:16:10: fatal error: cublasLt.h: No such file or directory\n   16 | #include",
+        "x.h:16:10: fatal error: cublasLt.h: No such file or directory",
+        "pip install nvidia-cublas",
+    ),
+    (
+        1,
+        'a.cu(3): catastrophic error: cannot open source file "nope.h"\n',
+        'a.cu(3): catastrophic error: cannot open source file "nope.h"',
+        None,
+    ),
+    (
+        1,
+        "a.cu:1:10: fatal error: nope.h: No such file or directory",
+        "a.cu:1:10: fatal error: nope.h: No such file or directory",
+        "no include folder holds nope.h",
+    ),
+    (
+        1,
+        "a.cu:1:10: fatal error: cuda_runtime.h: No such file or directory",
+        "a.cu:1:10: fatal error: cuda_runtime.h: No such file or directory",
+        "belongs to the CUDA toolkit",
+    ),
+    (
+        255,
+        "nvcc error   : 'cicc' died due to signal 9 (Kill signal)",
+        "nvcc error   : 'cicc' died due to signal 9 (Kill signal)",
+        "memory ran out",
+    ),
+    (137, "Killed\n", "Killed", "MAX_JOBS=1"),
+    (-9, "", "", "MAX_JOBS=1"),
+    (
+        255,
+        "ptxas /tmp/t.ptx, line 31; error   : Feature 'cvt.e2m1x2.f32' not supported on .target 'sm_121'\n"
+        "ptxas fatal   : Ptx assembly aborted due to errors",
+        "ptxas /tmp/t.ptx, line 31; error   : Feature 'cvt.e2m1x2.f32' not supported on .target 'sm_121'",
+        "FLASHINFER_CUDA_ARCH_LIST=12.1a",
+    ),
+    (
+        1,
+        "nvcc fatal   : Unsupported gpu architecture 'compute_121a'",
+        "nvcc fatal   : Unsupported gpu architecture 'compute_121a'",
+        "this nvcc does not know compute_121a",
+    ),
+    (
+        1,
+        "host_config.h:137:2: error: #error -- unsupported GNU version! gcc versions later than 15 are not supported!",
+        "host_config.h:137:2: error: #error -- unsupported GNU version! gcc versions later than 15 are not supported!",
+        "older one",
+    ),
+    (
+        1,
+        "gcc: fatal error: cannot execute 'cc1plus': execvp: No such file or directory",
+        "gcc: fatal error: cannot execute 'cc1plus': execvp: No such file or directory",
+        "apt-get install g++",
+    ),
+    (
+        1,
+        "/usr/bin/ld: cannot find -lcudart: No such file or directory\ncollect2: error: ld returned 1 exit status",
+        "/usr/bin/ld: cannot find -lcudart: No such file or directory",
+        "no libcudart",
+    ),
+    (
+        1,
+        "/tmp/x.s: Fatal error: can't write 4096 bytes to section: 'No space left on device'",
+        "/tmp/x.s: Fatal error: can't write 4096 bytes to section: 'No space left on device'",
+        "is full",
+    ),
+    (
+        2,
+        'a.cu(2): warning #177-D: variable "error" was declared but never referenced\n'
+        'a.cu(7): error: identifier "foo" is undefined\n\n1 error detected in the compilation of "a.cu".',
+        'a.cu(7): error: identifier "foo" is undefined',
+        None,
+    ),
+    (1, "something odd\nand its end\n", "and its end", None),
+]
+
+
+@pytest.mark.parametrize(("returncode", "output", "line", "hint"), CASES)
+def test_first_line_and_hint(returncode: int, output: str, line: str, hint: str | None) -> None:
+    assert first_error_line(output) == line
+    found = hint_for(returncode, output)
+    if hint is None:
+        assert found is None
+    else:
+        assert found is not None
+        assert hint in found
+
+
+def test_an_error_is_not_taken_for_a_kill() -> None:
+    assert not was_killed(1, "a.cu(7): error: the variable Killed is unused")
+    assert not was_killed(255, "nvcc error : 'ptxas' died due to signal 11 (Invalid memory reference)")
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [
+        (errno.EACCES, "the cache cannot be written: Permission denied"),
+        (errno.EROFS, "the cache cannot be written: Read-only file system"),
+        (errno.ENOSPC, "No space left on device"),
+        (errno.EDQUOT, "MiB free"),
+        (errno.EIO, "Input/output error"),
+    ],
+)
+def test_system_errors(number: int, expected: str, tmp_path: Path) -> None:
+    error = explain_os_error("demo", tmp_path / "not" / "yet", OSError(number, "text", str(tmp_path / "f")))
+    assert isinstance(error, JitBuildError)
+    assert str(error).startswith("building demo failed: ")
+    assert expected in str(error)
+    assert str(tmp_path) in str(error)

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many compilers run at once."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from flashinfer.jit.sm12x.executor import Job, JobResult, run_jobs
+from flashinfer.jit.sm12x.jobs import (
+    DEFAULT_JOB_MEMORY,
+    GIB,
+    MEMORY_MARGIN,
+    MEMORY_SHARE,
+    JobLimit,
+    available_memory,
+    job_limit,
+    usable_cores,
+)
+
+MIB = 1 << 20
+
+
+def test_max_jobs_wins() -> None:
+    limit = job_limit({"MAX_JOBS": "7"}, available=1, cores=2)
+    assert (limit.jobs, limit.memory, limit.reason) == (7, None, "MAX_JOBS=7")
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "two", "1.5"])
+def test_unusable_max_jobs_is_ignored_and_said(value: str, jit_log: pytest.LogCaptureFixture) -> None:
+    assert job_limit({"MAX_JOBS": value}, available=8 * GIB, cores=2).jobs == 2
+    assert f"ignoring MAX_JOBS={value!r}: it must be a positive whole number" in jit_log.text
+
+
+def test_memory_and_cores_otherwise() -> None:
+    limit = job_limit({}, available=10 * GIB, cores=20)
+    assert (limit.jobs, limit.memory) == (20, int(10 * GIB * MEMORY_SHARE))
+    assert limit.reason == "20 cores, 10.0 GiB of memory free"
+
+
+def _machine(root: Path, available_kib: int) -> Path:
+    (root / "proc" / "self").mkdir(parents=True)
+    (root / "proc" / "meminfo").write_text(f"MemTotal: 99999999 kB\nMemAvailable: {available_kib} kB\n")
+    (root / "proc" / "self" / "cgroup").write_text("0::/slice/job\n")
+    return root
+
+
+def _group(root: Path, path: str, **files: object) -> None:
+    folder = root / "sys/fs/cgroup" / path
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (folder / name.replace("_", ".", 1)).write_text(f"{content}\n")
+
+
+def test_available_memory_of_the_machine(tmp_path: Path) -> None:
+    assert available_memory(_machine(tmp_path, 4096)) == 4096 * 1024
+
+
+def test_available_memory_within_a_control_group(tmp_path: Path) -> None:
+    root = _machine(tmp_path, 8 * MIB)  # 8 GiB
+    _group(root, "slice/job", memory_max="max", memory_current=5, memory_stat="inactive_file 0")
+    _group(
+        root, "slice", memory_max=3 * GIB, memory_current=2 * GIB, memory_stat=f"anon 1\ninactive_file {GIB}\nfile 3"
+    )
+    assert available_memory(root) == 2 * GIB
+
+
+def test_available_memory_with_version_1_groups(tmp_path: Path) -> None:
+    root = _machine(tmp_path, 8 * MIB)
+    (root / "proc/self/cgroup").write_text("4:memory:/docker/x\n")
+    folder = root / "sys/fs/cgroup/memory"
+    folder.mkdir(parents=True)
+    (folder / "memory.limit_in_bytes").write_text(str(GIB))
+    (folder / "memory.usage_in_bytes").write_text(str(GIB // 4))
+    (folder / "memory.stat").write_text("total_inactive_file 0\n")
+    assert available_memory(root) == GIB - GIB // 4
+
+
+def test_overcommitted_group_leaves_nothing(tmp_path: Path) -> None:
+    root = _machine(tmp_path, 8 * MIB)
+    _group(root, "slice/job", memory_max=GIB, memory_current=2 * GIB, memory_stat="inactive_file 0")
+    assert available_memory(root) == 0
+
+
+def test_unknown_machine_allows_one_job(tmp_path: Path) -> None:
+    assert available_memory(tmp_path) == DEFAULT_JOB_MEMORY
+
+
+def test_cpu_quota(tmp_path: Path) -> None:
+    root = _machine(tmp_path, 1)
+    _group(root, "slice", cpu_max="50000 100000")
+    assert usable_cores(root) == 1
+    _group(root, "slice", cpu_max="max 100000")
+    assert usable_cores(root) == usable_cores(tmp_path / "nowhere")
+
+
+def _sleepers(tmp_path: Path, count: int, **measured: object) -> list[Job]:
+    code = "import time; time.sleep(0.3)"
+    return [Job(f"job{i}", (sys.executable, "-ISc", code), **measured) for i in range(count)]  # type: ignore[arg-type]
+
+
+def _most_at_once(jobs: list[Job], limit: JobLimit, folder: Path, left: int = 1 << 60) -> int:
+    """Run, and count the most that were alive together from their start and end times."""
+    spans = []
+
+    def finished(result: JobResult) -> None:
+        assert result.returncode == 0, result.output
+        end = time.monotonic()
+        spans.append((end - result.wall_seconds, end))
+
+    run_jobs(jobs, limit, folder, finished, lambda: left)
+    assert len(spans) == len(jobs)
+    return max(sum(1 for start, end in spans if start <= moment < end - 0.02) for moment, _ in spans)
+
+
+@pytest.mark.parametrize("allowed", [1, 2, 4])
+def test_cores_bound_the_jobs(tmp_path: Path, allowed: int) -> None:
+    jobs = _sleepers(tmp_path, 4, peak_memory=MIB)
+    assert _most_at_once(jobs, JobLimit(allowed, GIB, ""), tmp_path) == allowed
+
+
+@pytest.mark.parametrize(("memory", "expected"), [(50, 1), (119, 1), (235, 2), (10_000, 4)])
+def test_measured_need_bounds_the_jobs(tmp_path: Path, memory: int, expected: int) -> None:
+    jobs = _sleepers(tmp_path, 4, peak_memory=100 * MIB)
+    assert MEMORY_MARGIN == 1.15
+    assert _most_at_once(jobs, JobLimit(4, memory * MIB, ""), tmp_path) == expected
+
+
+def test_memory_that_others_took_meanwhile_bounds_the_jobs(tmp_path: Path) -> None:
+    jobs = _sleepers(tmp_path, 3, peak_memory=100 * MIB)
+    assert _most_at_once(jobs, JobLimit(3, GIB, ""), tmp_path, left=50 * MIB) == 1
+
+
+def test_unmeasured_jobs_are_taken_for_large_until_one_has_ended(tmp_path: Path) -> None:
+    jobs = _sleepers(tmp_path, 4)
+    limit = JobLimit(4, int(DEFAULT_JOB_MEMORY * MEMORY_MARGIN * 1.5), "")
+    assert _most_at_once(jobs, limit, tmp_path) == 3  # one alone, then all the rest: they need megabytes
+
+
+def test_max_jobs_ignores_memory(tmp_path: Path) -> None:
+    jobs = _sleepers(tmp_path, 3, peak_memory=100 * GIB)
+    assert _most_at_once(jobs, JobLimit(3, None, "MAX_JOBS=3"), tmp_path, left=0) == 3
+
+
+def test_longest_first(tmp_path: Path) -> None:
+    times = {"short": 1.0, "long": 9.0, "middle": 5.0}
+    jobs = [Job(name, ("true",), MIB, seconds) for name, seconds in times.items()]
+    order: list[str] = []
+    run_jobs(jobs, JobLimit(1, GIB, ""), tmp_path, lambda result: order.append(result.job.name))
+    assert order == ["long", "middle", "short"]
+
+
+def test_first_failure_ends_the_run_and_what_still_runs(tmp_path: Path) -> None:
+    marker = tmp_path / "survived"
+    slow = f"import time; time.sleep(3); open({str(marker)!r}, 'w')"
+    jobs = [Job("slow", (sys.executable, "-ISc", slow)), Job("bad", ("false",)), Job("never", ("true",))]
+    started = time.monotonic()
+    results = run_jobs(jobs, JobLimit(2, None, ""), tmp_path, lambda result: None)
+    assert time.monotonic() - started < 2.5
+    assert [(result.job.name, result.returncode) for result in results] == [("bad", 1)]
+    time.sleep(0.2)
+    assert threading.active_count() < 20
+    assert not marker.exists()
+
+
+def test_measures_cpu_and_memory_of_grandchildren(tmp_path: Path) -> None:
+    burn = "import time; b = bytearray(90 << 20); b[::4096] = b'x' * len(b[::4096]); t = time.process_time()\n"
+    burn += "while time.process_time() - t < 0.3: pass"
+    jobs = [Job("tree", ("sh", "-c", f'"{sys.executable}" -ISc "$0"; exit $?', burn))]
+    results = run_jobs(jobs, JobLimit(1, None, ""), tmp_path, lambda result: None)
+    assert results[0].returncode == 0, results[0].output
+    assert results[0].peak_memory >= 90 << 20
+    assert results[0].cpu_seconds >= 0.3

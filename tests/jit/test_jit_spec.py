@@ -1,0 +1,414 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The modules' specs: what they are made of, how they fit upstream's lifecycle, and one real build."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flashinfer.jit import core, fused_moe
+from flashinfer.jit import env as jit_env
+from flashinfer.jit.core import MissingJITCacheError
+from flashinfer.jit.sm12x import modules, toolchain
+from flashinfer.jit.sm12x.instances import GEMM_INSTANCES, INSTANCES
+from flashinfer.jit.sm12x.spec import JitSpecSm12x
+
+
+def _has_toolkit() -> bool:
+    try:
+        toolchain.discover()
+    except toolchain.ToolchainError:
+        return False
+    return True
+
+
+needs_nvcc = pytest.mark.skipif(not _has_toolkit(), reason="no CUDA compiler")
+
+
+@pytest.fixture(autouse=True)
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of its own, compiling for 12.1a."""
+    for name, folder in (("WORKSPACE", ""), ("JIT", "cached_ops"), ("GEN_SRC", "generated")):
+        monkeypatch.setattr(jit_env, f"FLASHINFER_{name}_DIR", tmp_path / folder)
+    for variable in ("JIT_DEBUG", "JIT_VERBOSE", "JIT_LINEINFO", "DISABLE_JIT", "SM12X_EMBED_PTX", "NVCC"):
+        monkeypatch.delenv(f"FLASHINFER_{variable}", raising=False)
+    monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "12.1a")
+    monkeypatch.setattr(core.jit_spec_registry, "_specs", {})
+    monkeypatch.setattr(core.current_compilation_context, "TARGET_CUDA_ARCHS", {(12, "1a")})
+    return tmp_path
+
+
+def _set_archs(monkeypatch: pytest.MonkeyPatch, *archs: tuple[int, str]) -> None:
+    monkeypatch.setattr(core.current_compilation_context, "TARGET_CUDA_ARCHS", set(archs))
+
+
+def test_fused_moe_120_is_lean(workspace: Path) -> None:
+    spec = fused_moe.gen_cutlass_fused_moe_sm120_module()
+    assert isinstance(spec, core.JitSpecNvcc)
+    assert spec.name == "fused_moe_120"
+    assert len(spec.sources) <= 24
+    rendered = [source for source in spec.sources if source.parent == workspace / "generated" / "fused_moe_120"]
+    defaults = [row for row in INSTANCES if row.default]
+    assert [source.stem for source in rendered] == [row.name for row in defaults]
+    for source, row in zip(rendered, defaults, strict=True):
+        assert row.name in source.read_text()
+    assert all(source.is_file() for source in spec.sources)
+    assert len({source.name for source in spec.sources}) == len(spec.sources)
+    assert spec.jit_library_path == workspace / "cached_ops" / "fused_moe_120" / "fused_moe_120.so"
+
+
+def test_registered_and_listed() -> None:
+    modules.gen_fused_moe_module()
+    modules.gen_group_gemm_module()
+    statuses = {status.name: status for status in core.jit_spec_registry.get_all_statuses()}
+    assert set(statuses) == {"fused_moe_120", "gemm_mxfp4_sm12x"}
+    assert not statuses["fused_moe_120"].is_compiled
+    assert len(statuses["gemm_mxfp4_sm12x"].sources) == 1 + len(GEMM_INSTANCES)
+
+
+@pytest.mark.parametrize("row", [row for row in INSTANCES if not row.default], ids=lambda row: row.name)
+def test_other_instances_are_modules_of_their_own(row: Any) -> None:
+    spec = fused_moe.gen_cutlass_fused_moe_sm120_instance_module(row.index)
+    assert spec.name == f"fused_moe_120_{row.name}"
+    assert [source.name for source in spec.sources] == ["flashinfer_sm12x_instance_binding.cu", f"{row.name}.cu"]
+
+
+def test_instance_modules_that_do_not_exist() -> None:
+    with pytest.raises(ValueError, match=rf"tactic {len(INSTANCES)} does not exist"):
+        fused_moe.gen_cutlass_fused_moe_sm120_instance_module(len(INSTANCES))
+    with pytest.raises(ValueError, match=r"tactic 0\) is part of fused_moe_120 and has no module of its own"):
+        fused_moe.gen_cutlass_fused_moe_sm120_instance_module(0)
+
+
+@needs_nvcc
+def test_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    _set_archs(monkeypatch, (12, "1a"), (9, "0a"), (10, "0a"))
+    for step in modules.gen_fused_moe_module().plan.steps:
+        assert not {"-use_fast_math", "--use_fast_math"} & set(step.flags)
+        assert {"-O3", "-std=c++17", "--expt-relaxed-constexpr", "-DNDEBUG"} <= set(step.flags)
+        gencode = [flag for flag in step.flags if flag.startswith("-gencode")]
+        assert gencode == [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in ("90a", "121a")]
+
+
+@needs_nvcc
+def test_this_tree_comes_before_the_wheel() -> None:
+    plan = modules.gen_fused_moe_module().plan
+    folders = plan.steps[0].include_dirs
+    tree = str(modules.fork_root())
+    ours = [folder for folder in folders if folder.startswith(tree) and "site-packages" not in folder]
+    assert ours[:3] == [f"{tree}/include", f"{tree}/csrc", f"{tree}/csrc/nv_internal"]
+    assert folders[: len(ours)] == ours
+    wheel = str(modules.wheel_root() / "data")
+    for part in ("include", "csrc", "cutlass/include"):
+        assert f"{wheel}/{part}" in folders
+
+
+def test_3rdparty_cutlass_comes_before_the_wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jit_env, "fork_root", lambda: tmp_path)
+    assert jit_env._fork_cutlass_include_dirs() == []
+    (tmp_path / "3rdparty/cutlass/include").mkdir(parents=True)
+    assert jit_env._fork_cutlass_include_dirs() == [tmp_path / "3rdparty/cutlass/include"]
+
+
+@needs_nvcc
+def test_debug_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHINFER_JIT_DEBUG", "1")
+    flags = modules.gen_fused_moe_module().plan.steps[0].flags
+    assert {"-O0", "-g", "--device-debug"} <= set(flags)
+    assert "-O3" not in flags
+
+
+@needs_nvcc
+def test_embedded_ptx_has_a_name_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHINFER_SM12X_EMBED_PTX", "1")
+    spec = modules.gen_fused_moe_module()
+    assert spec.name == "fused_moe_120_ptx"
+    flags = spec.plan.steps[0].flags
+    assert "-gencode=arch=compute_121a,code=compute_121a" in flags
+    assert "--compress-mode=none" in flags
+
+
+def test_no_architecture_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FLASHINFER_CUDA_ARCH_LIST")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    _set_archs(monkeypatch)
+    with pytest.raises(RuntimeError, match=r"no GPU is visible .* Set FLASHINFER_CUDA_ARCH_LIST=12\.1a"):
+        modules.gen_fused_moe_module()
+
+
+def test_architecture_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    _set_archs(monkeypatch, (10, "0a"), (8, "6"))
+    with pytest.raises(RuntimeError, match=r"modules are compiled for 8\.6, 10\.0a\. Set FLASHINFER_CUDA_ARCH_LIST"):
+        modules.gen_fused_moe_module()
+
+
+def test_upstreams_module_has_a_name_and_folders_of_its_own(workspace: Path) -> None:
+    upstream = fused_moe.gen_cutlass_fused_moe_sm120_upstream_module()
+    ours = fused_moe.gen_cutlass_fused_moe_sm120_module()
+    assert upstream.name == "fused_moe_120_upstream"
+    assert not isinstance(upstream, JitSpecSm12x)
+    assert len(upstream.sources) > 50
+    assert "-DENABLE_FP4" in upstream.extra_cuda_cflags
+    assert not {source.parent for source in ours.sources} & {source.parent for source in upstream.sources}
+    assert upstream.build_dir != ours.build_dir
+    assert set(core.jit_spec_registry.get_all_specs()) == {"fused_moe_120", "fused_moe_120_upstream"}
+
+
+def test_other_upstream_modules_keep_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    _set_archs(monkeypatch, (10, "0a"))
+    assert fused_moe.gen_cutlass_fused_moe_sm100_module().name == "fused_moe_100"
+
+
+@needs_nvcc
+def test_upstreams_ninja_file_links_against_this_toolkit(workspace: Path) -> None:
+    spec = fused_moe.gen_cutlass_fused_moe_sm120_upstream_module()
+    spec.write_ninja()
+    text = spec.ninja_path.read_text()
+    link_dirs = [Path(word[2:]) for word in text.split() if word.startswith("-L/")]
+    assert any((folder / "libcudart.so").exists() for folder in link_dirs)
+    assert any((folder / "libcuda.so").exists() for folder in [*link_dirs, *(f / "stubs" for f in link_dirs)])
+
+
+@needs_nvcc
+def test_compile_commands() -> None:
+    spec = modules.gen_fused_moe_module()
+    entries = spec.get_compile_commands()
+    assert [entry["file"] for entry in entries] == [str(source.resolve()) for source in spec.sources]
+    assert all("compute_121a" in entry["command"] for entry in entries)
+
+
+BINDING = """
+#include <cuda_runtime.h>
+#include <tvm/ffi/function.h>
+#include "answer.h"
+__global__ void kernel(int* out) { *out = ANSWER; }
+int64_t launch(int64_t out) { kernel<<<1, 1>>>(reinterpret_cast<int*>(out)); return cudaGetLastError(); }
+int64_t answer() { return ANSWER; }
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(launch, launch);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(answer, answer);
+"""
+
+
+def _small_spec(folder: Path, name: str = "small") -> JitSpecSm12x:
+    source = folder / "src" / f"{name}.cu"
+    source.parent.mkdir(parents=True, exist_ok=True)
+    if not source.exists():
+        source.write_text(BINDING)
+        (source.parent / "answer.h").write_text("#define ANSWER 41\n")
+    return JitSpecSm12x(
+        name=name,
+        sources=[source],
+        extra_cflags=[],
+        extra_cuda_cflags=modules._cuda_flags([(12, "1a")], False),
+        extra_ldflags=None,
+        extra_include_dirs=[source.parent],
+        architectures=((12, "1a"),),
+        watched_dirs=(source.parent,),
+    )
+
+
+@needs_nvcc
+@pytest.mark.slow
+def test_real_build_loads_without_a_driver_and_follows_its_headers(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = _small_spec(workspace).build_and_load()
+    assert module.answer() == 41
+    assert module.launch(0) != 0 or _gpu_visible()  # an error, not a crash
+    spec = _small_spec(workspace)
+    monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "1")
+    assert spec.try_load().answer() == 41
+    (workspace / "src" / "answer.h").write_text("#define ANSWER 42\n")
+    stale = _small_spec(workspace)
+    assert stale.try_load() is None
+    with pytest.raises(MissingJITCacheError, match="small is not built, or no longer fresh") as caught:
+        stale.build_and_load()
+    assert caught.value.spec is stale
+    monkeypatch.delenv("FLASHINFER_DISABLE_JIT")
+    code = (  # another process: this one has the old library loaded
+        "import sys, tvm_ffi; print(tvm_ffi.load_module(sys.argv[1]).answer())"
+    )
+    stale.build(need_lock=True)
+    out = subprocess.run([sys.executable, "-c", code, str(stale.jit_library_path)], capture_output=True, text=True)
+    assert out.stdout.strip() == "42", out.stderr
+    needed = subprocess.run(["readelf", "-d", str(stale.jit_library_path)], capture_output=True, text=True).stdout
+    assert "libcudart.so" in needed
+    assert "libcuda.so" not in needed
+
+
+def _gpu_visible() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+@needs_nvcc
+def test_real_missing_suffix_gives_the_hint(workspace: Path) -> None:
+    spec = _small_spec(workspace)
+    spec.sources[0].write_text(
+        "#include <cuda_fp4.h>\n"
+        "__global__ void k(unsigned short* o, float a, float b) {\n"
+        '  asm volatile("{ .reg .b8 x; cvt.rn.satfinite.e2m1x2.f32 x, %1, %2; cvt.u16.u8 %0, x; }"'
+        ' : "=h"(*o) : "f"(a), "f"(b));\n}\n'
+    )
+    spec.extra_cuda_cflags = ["-std=c++17", "-gencode=arch=compute_121,code=sm_121"]
+    with pytest.raises(Exception, match=r"not supported on \.target 'sm_121'") as caught:
+        spec.build(need_lock=True)
+    assert "Set FLASHINFER_CUDA_ARCH_LIST=12.1a" in str(caught.value)
+    assert str(caught.value).splitlines()[-1] == f"Log: {spec.build_dir / 'build.log'}"
+
+
+@needs_nvcc
+def test_pip_toolkit_alone_is_enough(workspace: Path) -> None:
+    """A process with neither nvcc on PATH nor CUDA_HOME plans with the toolkit from PyPI."""
+    if not any((folder / "cu13" / "bin" / "nvcc").exists() for folder in toolchain.wheel_folders()):
+        pytest.skip("nvidia-cuda-nvcc is not installed")
+    environment = {key: value for key, value in os.environ.items() if key not in ("CUDA_HOME", "CUDA_PATH")}
+    folders = [f for f in os.environ["PATH"].split(os.pathsep) if not (Path(f) / "nvcc").exists()]
+    environment |= {"PATH": os.pathsep.join(folders), "FLASHINFER_WORKSPACE_BASE": str(workspace)}
+    code = (
+        "from flashinfer.jit.sm12x import modules; plan = modules.gen_fused_moe_module().plan;"
+        "print(plan.description); print(plan.steps[0].compiler); print(*plan.link_flags)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    description, compiler, link = out.stdout.strip().splitlines()[-3:]
+    assert description.endswith("(found through pip)"), out.stderr
+    assert compiler.endswith("nvidia/cu13/bin/nvcc")
+    assert "libcudart.so.13" in link
+
+
+def _cli(workspace: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "FLASHINFER_WORKSPACE_BASE": str(workspace), "FLASHINFER_CUDA_ARCH_LIST": "12.1a"}
+    command = [sys.executable, "-m", "flashinfer", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+@needs_nvcc
+def test_command_line_knows_the_modules(workspace: Path) -> None:
+    listed = _cli(workspace, "list-modules").stdout
+    for name in ("fused_moe_120", "fused_moe_120_upstream", "gemm_mxfp4_sm12x"):
+        assert f"  {name} - Not Compiled" in listed
+
+
+@needs_nvcc
+def test_command_line_says_that_the_module_is_not_built() -> None:
+    from click.testing import CliRunner
+
+    from flashinfer.__main__ import cli
+
+    shown = CliRunner().invoke(cli, ["sm12x-instances"])
+    assert shown.exit_code == 1
+    assert "fused_moe_120 is not built" in shown.output
+    assert "'python -m flashinfer sm12x-instances --build' builds it" in shown.output
+
+
+def test_aot_lists_the_modules_for_these_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flashinfer import aot
+
+    others = [type("Spec", (), {"name": name})() for name in ("norm", "fused_moe_120")]
+
+    def upstream(  # the signature of upstream's, by the names that matter here
+        f16_dtype_: Any, sm_capabilities: dict, add_moe: bool
+    ) -> list[Any]:
+        return others
+
+    monkeypatch.setattr(aot._upstream, "gen_all_modules", upstream)
+    names = [spec.name for spec in aot.gen_all_modules([], sm_capabilities={"sm121": True}, add_moe=True)]
+    assert names == ["fused_moe_120", "gemm_mxfp4_sm12x", "fused_moe_120_upstream", "norm"]
+    assert aot.gen_all_modules([], sm_capabilities={"sm121": True}, add_moe=False) == others
+    assert aot.gen_all_modules([], sm_capabilities={"sm90": True}, add_moe=True) == others
+
+
+@needs_nvcc
+@pytest.mark.slow
+def test_aot_builds_and_packages(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours through the engine, one of upstream's through ninja, both from the wheel's sources, into one folder."""
+    from flashinfer import aot
+
+    theirs = workspace / "theirs.cu"
+    theirs.write_text(
+        '#include <cuda.h>\nextern "C" int driver_version() { int v = 0; cuDriverGetVersion(&v); return v; }\n'
+    )
+    names = ("CSRC_DIR", "INCLUDE_DIR")
+    for name in (*(f"FLASHINFER_{name}" for name in names), "CUTLASS_INCLUDE_DIRS", "SPDLOG_INCLUDE_DIR"):
+        monkeypatch.setattr(jit_env, name, getattr(jit_env, name))
+    monkeypatch.setattr(
+        aot._upstream,
+        "compile_and_package_modules",
+        _with_modules(aot, lambda: [_small_spec(workspace, "ours"), core.gen_jit_spec("theirs", [theirs])]),
+    )
+    out = workspace / "out"
+    aot.compile_and_package_modules(out, workspace / "build", Path(aot.__file__).parents[1], skip_prebuilt=False)
+    assert sorted(path.name for path in out.rglob("*.so")) == ["ours.so", "theirs.so"]
+    assert (workspace / "build" / "upstream" / "csrc" / "quantization.cu").is_file()
+
+
+def _with_modules(aot: Any, make: Any) -> Any:
+    upstream = aot._upstream.compile_and_package_modules
+
+    def compile_these(*args: Any, **kwargs: Any) -> None:
+        before = aot.__dict__["gen_all_modules"]
+        aot.__dict__["gen_all_modules"] = lambda *_: make()
+        try:
+            upstream(*args, **kwargs)
+        finally:
+            aot.__dict__["gen_all_modules"] = before
+
+    return compile_these
+
+
+def test_manifest_is_readable_by_people(workspace: Path) -> None:
+    """The format that docs describe: the keys of a manifest."""
+    from flashinfer.jit.sm12x.freshness import Manifest
+
+    Manifest("m").write(workspace / "m.json")
+    assert set(json.loads((workspace / "m.json").read_text())) == {
+        "format",
+        "module",
+        "library",
+        "link",
+        "objects",
+        "files",
+    }
+
+
+@needs_nvcc
+@pytest.mark.slow
+def test_machine_code_is_read(workspace: Path) -> None:
+    from flashinfer.jit.sm12x.inspect_sass import find_tool, inspect
+
+    try:
+        find_tool()
+    except toolchain.ToolchainError as error:
+        pytest.skip(str(error))
+    spec = _small_spec(workspace)
+    spec.sources[0].write_text(
+        "#include <mma.h>\nusing namespace nvcuda::wmma;\n"
+        "__global__ void with_mma(const half* a, const half* b, float* c) {\n"
+        "  fragment<matrix_a, 16, 16, 16, half, row_major> x; fragment<matrix_b, 16, 16, 16, half, col_major> y;\n"
+        "  fragment<accumulator, 16, 16, 16, float> z; fill_fragment(z, 0.f);\n"
+        "  load_matrix_sync(x, a, 16); load_matrix_sync(y, b, 16); mma_sync(z, x, y, z);\n"
+        "  store_matrix_sync(c, z, 16, mem_row_major);\n}\n"
+        "__global__ void with_spills(int* p, int n) {\n"
+        "  volatile int local[64];\n"
+        "#pragma unroll\n"
+        "  for (int i = 0; i < 64; ++i) local[i * n & 63] = p[i];\n"
+        "  p[0] = local[n & 63];\n}\n"
+    )
+    spec.build(need_lock=True)
+    kernels = {kernel.name.split("(")[0]: kernel for kernel in inspect(spec.jit_library_path)}
+    assert set(kernels) == {"with_mma", "with_spills"}
+    mma, spills = kernels["with_mma"], kernels["with_spills"]
+    assert mma.architecture == spills.architecture == "sm_121a"
+    assert (mma.tensor_instructions, mma.local_accesses, mma.block_scaled_mmas) == (2, 0, 0)  # two m16n8k16
+    assert spills.local_accesses >= 65
+    assert spills.stack >= 256
+    assert 8 <= mma.registers <= 255
+    assert shutil.which("c++filt") is None or "half const*" in mma.name or "__half const*" in mma.name
