@@ -221,10 +221,7 @@ def cutlass_fused_moe(
             use_deepseek_fp8_block_scale,
             activation_type,
         )
-        device = input.device
-        ours = mode is not None and (
-            sm12x_dispatch.serves_cuda(device.index) if device.type == "cuda" else device.type == "cpu"
-        )
+        ours = mode is not None and sm12x_dispatch.serves(input.device)
         if ours:
             if (
                 min_latency_mode
@@ -244,30 +241,32 @@ def cutlass_fused_moe(
                 )
             run = sm12x_moe.run_moe_compiled if torch.compiler.is_compiling() else sm12x_moe.run_moe
             return run(
-                mode,
-                output,
-                output_dtype,
-                input,
-                input_sf,
-                token_selected_experts,
-                token_final_scales,
-                fc1_expert_weights,
-                fc1_expert_biases,
-                fc2_expert_weights,
-                fc2_expert_biases,
-                quant_scales,
-                swiglu_alpha,
-                swiglu_beta,
-                swiglu_limit,
-                swizzled_input_sf,
-                (tp_size, tp_rank, ep_size, ep_rank),
-                enable_alltoall,
-                tune_max_num_tokens,
-                enable_pdl,
-                profile_ids,
-                workspace_buffer,
+                sm12x_moe.MoECall(
+                    mode,
+                    output_dtype,
+                    swizzled_input_sf,
+                    (tp_size, tp_rank, ep_size, ep_rank),
+                    input,
+                    token_selected_experts,
+                    token_final_scales,
+                    fc1_expert_weights,
+                    fc2_expert_weights,
+                    fc1_expert_biases,
+                    fc2_expert_biases,
+                    input_sf,
+                    swiglu_alpha,
+                    swiglu_beta,
+                    swiglu_limit,
+                    output,
+                    quant_scales,
+                    enable_alltoall,
+                    tune_max_num_tokens,
+                    enable_pdl,
+                    profile_ids,
+                    workspace_buffer,
+                )
             )
-        if device.type == "cpu":
+        if input.device.type == "cpu":
             raise _cpu_mode_error(input, fc1_expert_weights, activation_type)
     return _upstream.cutlass_fused_moe(
         input,
@@ -367,8 +366,7 @@ def cutlass_fused_moe_workspace_size(
         use_deepseek_fp8_block_scale,
         activation_type,
     )
-    on_cpu = where.type == "cpu"
-    if backend == "cutlass" and mode is not None and (on_cpu or sm12x_dispatch.serves_cuda(where.index)):
+    if backend == "cutlass" and mode is not None and sm12x_dispatch.serves(where):
         problem = _workspace_problem(
             mode,
             max_num_tokens,
@@ -379,7 +377,7 @@ def cutlass_fused_moe_workspace_size(
             (tp_size, tp_rank, ep_size, ep_rank),
         )
         return make_plan(problem, where).workspace_bytes
-    if on_cpu and backend == "cutlass":
+    if where.type == "cpu" and backend == "cutlass":
         raise NotImplementedError(
             f"on the CPU only MXFP4 weights are served; got x_dtype {x_dtype}, weight_dtype {weight_dtype}"
         )

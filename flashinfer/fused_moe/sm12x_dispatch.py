@@ -25,16 +25,25 @@ from ..utils import get_compute_capability
 OPT_IN_CAPABILITIES = ((8, 9), (9, 0))
 
 
-def _switch(name: str) -> str:
-    value = os.environ.get(name, "")
+# Read on every call, so that one process can compare both settings; bytes because looking up a str costs a microsecond.
+_environment = os.environb if os.supports_bytes_environ else os.environ
+_MOE = os.fsencode("FLASHINFER_SM12X_MOE") if os.supports_bytes_environ else "FLASHINFER_SM12X_MOE"
+_CHECK = os.fsencode("FLASHINFER_SM12X_CHECK") if os.supports_bytes_environ else "FLASHINFER_SM12X_CHECK"
+
+
+def _switch(name: Any) -> str:
+    raw = _environment.get(name)
+    if raw is None:
+        return ""
+    value = os.fsdecode(raw)
     if value not in ("", "0", "1"):
-        raise ValueError(f"{name} is {value!r}; it may be 0, 1 or unset")
+        raise ValueError(f"{os.fsdecode(name)} is {value!r}; it may be 0, 1 or unset")
     return value
 
 
 def checks_values() -> bool:
     """Whether ``FLASHINFER_SM12X_CHECK`` asks for checks that read tensors back."""
-    return _switch("FLASHINFER_SM12X_CHECK") == "1"
+    return _switch(_CHECK) == "1"
 
 
 @functools.lru_cache(maxsize=64)
@@ -52,7 +61,13 @@ def _capability(index: int) -> tuple[int, int]:
 
 def serves_cuda(index: int) -> bool:
     """Whether CUDA device ``index`` runs the MXFP4 modes on this kernel family."""
-    return _serves(_capability(index), _switch("FLASHINFER_SM12X_MOE"))
+    return _serves(_capability(index), _switch(_MOE))
+
+
+def serves(device: torch.device) -> bool:
+    """Whether this fork computes the MXFP4 modes on ``device``; upstream does otherwise."""
+    kind = device.type
+    return serves_cuda(device.index) if kind == "cuda" else kind == "cpu"
 
 
 @functools.lru_cache(maxsize=64)

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """``cutlass_fused_moe`` with MXFP4 weights: from a call to the kernel module, or to the CPU backend.
 
-A call of known shapes costs one dictionary look-up: its :class:`Plan` holds the validated sizes, the default tactics and
-the workspace's size.  :func:`run_moe` is the whole way; ``torch.compile`` sees it as the opaque operator
-``flashinfer::sm12x_cutlass_fused_moe``.
+A call of known shapes costs one dictionary look-up: its :class:`~.sm12x_plan.Plan` holds the validated sizes, the default
+tactics and the workspace's size.  ``torch.compile`` sees the opaque operator ``flashinfer::sm12x_cutlass_fused_moe``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..autotuner import AutoTuner
 from ..utils import device_support_pdl
 from . import sm12x_dispatch as dispatch
+from .sm12x_cpu import moe_cpu
 from .sm12x_plan import Plan, check_profile_ids, forced_tactics, launch, make_plan
 from .sm12x_tuning import tuned_tactics
 from .sm12x_validation import (
@@ -28,186 +28,204 @@ from .sm12x_validation import (
 )
 
 _MAX_PLANS = 4096  # distinct shapes remembered before the memory starts anew
+_WORKSPACE_HINT = "cutlass_fused_moe_workspace_size() tells it"
 
 
+class MoECall(NamedTuple):
+    """Arguments of one call, named as in ``cutlass_fused_moe``; ``parallel`` is ``(tp_size, tp_rank, ep_size, ep_rank)``."""
+
+    mode: Mode
+    output_dtype: torch.dtype
+    swizzled_input_sf: bool
+    parallel: tuple[int, int, int, int]
+    # From here to output: tensors whose metadata, with the options above, decides what a plan depends on.
+    input: torch.Tensor
+    token_selected_experts: torch.Tensor
+    token_final_scales: torch.Tensor | None
+    fc1_expert_weights: torch.Tensor
+    fc2_expert_weights: torch.Tensor
+    fc1_expert_biases: torch.Tensor | None
+    fc2_expert_biases: torch.Tensor | None
+    input_sf: torch.Tensor | None
+    swiglu_alpha: torch.Tensor | None
+    swiglu_beta: torch.Tensor | None
+    swiglu_limit: torch.Tensor | None
+    output: torch.Tensor | None
+    quant_scales: Sequence[torch.Tensor]
+    enable_alltoall: bool
+    tune_max_num_tokens: int
+    enable_pdl: bool | None
+    profile_ids: Sequence[int] | None
+    workspace_buffer: torch.Tensor | None
+
+
+_OPTIONS = slice(0, MoECall._fields.index("input"))
+_TENSORS = slice(MoECall._fields.index("input"), MoECall._fields.index("quant_scales"))
 _plans: dict[Any, Plan] = {}
 
 
-def _checks_now() -> bool:
+def _key(call: MoECall) -> Any:
+    """What tells plans apart; ``None`` when an argument is no tensor, which validation then reports."""
+    try:
+        return call[_OPTIONS], tuple(
+            [
+                None if t is None else (t.shape, t.dtype, t.device, t.is_contiguous())
+                for t in (*call[_TENSORS], *call.quant_scales)
+            ]
+        )
+    except (AttributeError, TypeError):
+        return None
+
+
+def _new_plan(key: Any, call: MoECall) -> Plan:
+    """Validate a call of unknown shapes, plan it and remember the plan."""
+    tp_size, tp_rank, ep_size, ep_rank = call.parallel
+    problem = validate_moe(
+        call.mode,
+        input=call.input,
+        input_sf=call.input_sf,
+        token_selected_experts=call.token_selected_experts,
+        token_final_scales=call.token_final_scales,
+        fc1_expert_weights=call.fc1_expert_weights,
+        fc1_expert_biases=call.fc1_expert_biases,
+        fc2_expert_weights=call.fc2_expert_weights,
+        fc2_expert_biases=call.fc2_expert_biases,
+        quant_scales=call.quant_scales,
+        swiglu_alpha=call.swiglu_alpha,
+        swiglu_beta=call.swiglu_beta,
+        swiglu_limit=call.swiglu_limit,
+        output=call.output,
+        output_dtype=call.output_dtype,
+        swizzled_input_sf=call.swizzled_input_sf,
+        tp_size=tp_size,
+        tp_rank=tp_rank,
+        ep_size=ep_size,
+        ep_rank=ep_rank,
+    )
+    plan = make_plan(problem, call.input.device)
+    if len(_plans) >= _MAX_PLANS:
+        _plans.clear()
+    _plans[key] = plan
+    return plan
+
+
+def _reads_values(device: torch.device) -> bool:
+    """Whether expert ids are to be checked: always on the CPU, on CUDA when asked and no graph is captured."""
+    if device.type == "cpu":
+        return True
     return dispatch.checks_values() and not torch.cuda.is_current_stream_capturing()
+
+
+def run_moe(call: MoECall) -> torch.Tensor:
+    """Validate, plan, compute; returns the output, which is allocated when the call brings none."""
+    key = _key(call)
+    plan = _plans.get(key)
+    if plan is None:
+        plan = _new_plan(key, call)
+    problem, device = plan.problem, call.input.device
+    if not call.enable_alltoall and _reads_values(device):
+        check_expert_ids(call.token_selected_experts, problem.num_experts_total)
+    if call.profile_ids is not None:
+        check_profile_ids(call.profile_ids, call.mode)
+    if call.workspace_buffer is not None:
+        check_workspace(call.workspace_buffer, plan.workspace_bytes, device, _WORKSPACE_HINT)
+    output = call.output
+    if output is None:
+        output = torch.empty((problem.num_tokens, problem.hidden), dtype=call.output_dtype, device=device)
+    if problem.num_tokens == 0:
+        return output
+    if device.type == "cpu":
+        _run_cpu(plan, call, output)
+    else:
+        _run_cuda(plan, call, output, device)
+    return output
+
+
+def _run_cpu(plan: Plan, call: MoECall, output: torch.Tensor) -> None:
+    moe_cpu(
+        plan.problem,
+        output,
+        call.input,
+        call.input_sf,
+        call.token_selected_experts,
+        call.token_final_scales,
+        call.fc1_expert_weights,
+        call.fc1_expert_biases,
+        call.fc2_expert_weights,
+        call.fc2_expert_biases,
+        call.quant_scales,
+        call.swiglu_alpha,
+        call.swiglu_beta,
+        call.swiglu_limit,
+        call.swizzled_input_sf,
+    )
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dtype is torch.uint8 else tensor.view(torch.uint8)
 
 
-def run_moe(
-    mode: Mode,
-    output: torch.Tensor | None,
-    output_dtype: torch.dtype,
-    input: torch.Tensor,
-    input_sf: torch.Tensor | None,
-    token_selected_experts: torch.Tensor,
-    token_final_scales: torch.Tensor | None,
-    fc1_expert_weights: torch.Tensor,
-    fc1_expert_biases: torch.Tensor | None,
-    fc2_expert_weights: torch.Tensor,
-    fc2_expert_biases: torch.Tensor | None,
-    quant_scales: Sequence[torch.Tensor],
-    swiglu_alpha: torch.Tensor | None,
-    swiglu_beta: torch.Tensor | None,
-    swiglu_limit: torch.Tensor | None,
-    swizzled_input_sf: bool,
-    parallel: tuple[int, int, int, int],
-    enable_alltoall: bool,
-    tune_max_num_tokens: int,
-    enable_pdl: bool | None,
-    profile_ids: Sequence[int] | None,
-    workspace_buffer: torch.Tensor | None,
-) -> torch.Tensor:
-    """Validate, plan, launch; returns the output, which is allocated when ``output`` is None.
-
-    ``parallel`` is ``(tp_size, tp_rank, ep_size, ep_rank)``; the rest is named as in ``cutlass_fused_moe``.
-    """
-    device = input.device
-    tensors = (
-        input,
-        token_selected_experts,
-        token_final_scales,
-        fc1_expert_weights,
-        fc2_expert_weights,
-        fc1_expert_biases,
-        fc2_expert_biases,
-        input_sf,
-        swiglu_alpha,
-        swiglu_beta,
-        swiglu_limit,
-        output,
-        *(quant_scales if isinstance(quant_scales, (list, tuple)) else ()),
-    )
-    try:
-        signature = tuple([None if t is None else (t.shape, t.dtype, t.device, t.is_contiguous()) for t in tensors])
-        key = (mode, output_dtype, swizzled_input_sf, parallel, signature)
-        plan = _plans.get(key)
-    except (AttributeError, TypeError):  # something is no tensor: validation says what
-        key = plan = None
-    if plan is None:
-        tp_size, tp_rank, ep_size, ep_rank = parallel
-        problem = validate_moe(
-            mode,
-            input=input,
-            input_sf=input_sf,
-            token_selected_experts=token_selected_experts,
-            token_final_scales=token_final_scales,
-            fc1_expert_weights=fc1_expert_weights,
-            fc1_expert_biases=fc1_expert_biases,
-            fc2_expert_weights=fc2_expert_weights,
-            fc2_expert_biases=fc2_expert_biases,
-            quant_scales=quant_scales,
-            swiglu_alpha=swiglu_alpha,
-            swiglu_beta=swiglu_beta,
-            swiglu_limit=swiglu_limit,
-            output=output,
-            output_dtype=output_dtype,
-            swizzled_input_sf=swizzled_input_sf,
-            tp_size=tp_size,
-            tp_rank=tp_rank,
-            ep_size=ep_size,
-            ep_rank=ep_rank,
-        )
-        plan = make_plan(problem, device)
-        if len(_plans) >= _MAX_PLANS:
-            _plans.clear()
-        _plans[key] = plan
-
-    problem = plan.problem
-    on_cpu = device.type == "cpu"
-    if not enable_alltoall and (on_cpu or _checks_now()):
-        check_expert_ids(token_selected_experts, problem.num_experts_total)
-    if profile_ids is not None:
-        check_profile_ids(profile_ids, mode)
-    if workspace_buffer is not None:
-        check_workspace(workspace_buffer, plan.workspace_bytes, device, "cutlass_fused_moe_workspace_size() tells it")
-    if output is None:
-        output = torch.empty((problem.num_tokens, problem.hidden), dtype=output_dtype, device=device)
-    if problem.num_tokens == 0:
-        return output
-
-    if on_cpu:
-        from .sm12x_cpu import moe_cpu
-
-        moe_cpu(
-            problem,
-            output,
-            input,
-            input_sf,
-            token_selected_experts,
-            token_final_scales,
-            fc1_expert_weights,
-            fc1_expert_biases,
-            fc2_expert_weights,
-            fc2_expert_biases,
-            quant_scales,
-            swiglu_alpha,
-            swiglu_beta,
-            swiglu_limit,
-            swizzled_input_sf,
-        )
-        return output
-
-    if token_final_scales is None:
+def _run_cuda(plan: Plan, call: MoECall, output: torch.Tensor, device: torch.device) -> None:
+    final_scales = call.token_final_scales
+    if final_scales is None:
         if plan.unit_scales is None:
-            plan.unit_scales = torch.ones(token_selected_experts.shape, dtype=torch.float32, device=device)
-        token_final_scales = plan.unit_scales
-    if workspace_buffer is None:
-        workspace_buffer = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=device)
+            shape = call.token_selected_experts.shape
+            plan.unit_scales = torch.ones(shape, dtype=torch.float32, device=device)
+        final_scales = plan.unit_scales
+    workspace = call.workspace_buffer
+    if workspace is None:
+        workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=device)
+    enable_pdl = call.enable_pdl
     if enable_pdl is None:
         enable_pdl = device_support_pdl(device)
-    fc1_sf, fc2_sf = quant_scales[0], quant_scales[-1 if mode is Mode.W4A16 else 2]
-    misaligned = (
-        input.data_ptr()
+    if call.mode is Mode.W4A16:
+        fc1_sf, fc2_sf = call.quant_scales
+        fc1_global = fc2_global = None
+    else:
+        fc1_sf, fc1_global, fc2_sf, fc2_global = call.quant_scales
+    fc1, fc2 = call.fc1_expert_weights, call.fc2_expert_weights
+    if (
+        call.input.data_ptr()
         | output.data_ptr()
-        | fc1_expert_weights.data_ptr()
-        | fc2_expert_weights.data_ptr()
+        | fc1.data_ptr()
+        | fc2.data_ptr()
         | fc1_sf.data_ptr()
         | fc2_sf.data_ptr()
-    ) % POINTER_ALIGNMENT
-    if misaligned:
+    ) % POINTER_ALIGNMENT:
         require_alignment(
             {
-                "input": input,
+                "input": call.input,
                 "output": output,
-                "fc1_expert_weights": fc1_expert_weights,
-                "fc2_expert_weights": fc2_expert_weights,
+                "fc1_expert_weights": fc1,
+                "fc2_expert_weights": fc2,
                 "fc1's block scales (quant_scales)": fc1_sf,
                 "fc2's block scales (quant_scales)": fc2_sf,
             }
         )
     arguments = (
         output,
-        input,
-        input_sf,
-        token_selected_experts,
-        token_final_scales,
-        _bytes(fc1_expert_weights),
+        call.input,
+        call.input_sf,
+        call.token_selected_experts,
+        final_scales,
+        _bytes(fc1),
         _bytes(fc1_sf),
-        None if mode is Mode.W4A16 else quant_scales[1],
-        fc1_expert_biases,
-        _bytes(fc2_expert_weights),
+        fc1_global,
+        call.fc1_expert_biases,
+        _bytes(fc2),
         _bytes(fc2_sf),
-        None if mode is Mode.W4A16 else quant_scales[3],
-        fc2_expert_biases,
-        swiglu_alpha,
-        swiglu_beta,
-        swiglu_limit,
+        fc2_global,
+        call.fc2_expert_biases,
+        call.swiglu_alpha,
+        call.swiglu_beta,
+        call.swiglu_limit,
     )
     tactics = plan.tactics
-    if profile_ids is not None:
-        tactics = forced_tactics(profile_ids, tactics)
+    if call.profile_ids is not None:
+        tactics = forced_tactics(call.profile_ids, tactics)
     elif AutoTuner._instance is not None:
-        tactics = tuned_tactics(plan, arguments, swizzled_input_sf, tune_max_num_tokens, enable_pdl)
-    launch(problem, arguments, workspace_buffer, swizzled_input_sf, tactics, enable_pdl)
-    return output
+        tactics = tuned_tactics(plan, arguments, call.swizzled_input_sf, call.tune_max_num_tokens, enable_pdl)
+    launch(plan.problem, arguments, workspace, call.swizzled_input_sf, tactics, enable_pdl)
 
 
 @torch.library.custom_op("flashinfer::sm12x_cutlass_fused_moe", mutates_args=("output", "workspace_buffer"))
@@ -226,7 +244,7 @@ def _moe_operator(
     swiglu_alpha: torch.Tensor | None,
     swiglu_beta: torch.Tensor | None,
     swiglu_limit: torch.Tensor | None,
-    mode: int,
+    activation_mode: int,  # "mode" is taken by torch.compile's own dispatch
     swizzled_input_sf: bool,
     parallel: list[int],
     enable_alltoall: bool,
@@ -236,28 +254,30 @@ def _moe_operator(
 ) -> None:
     tp_size, tp_rank, ep_size, ep_rank = parallel
     run_moe(
-        Mode(mode),
-        output,
-        output.dtype,
-        input,
-        input_sf,
-        token_selected_experts,
-        token_final_scales,
-        fc1_expert_weights,
-        fc1_expert_biases,
-        fc2_expert_weights,
-        fc2_expert_biases,
-        quant_scales,
-        swiglu_alpha,
-        swiglu_beta,
-        swiglu_limit,
-        swizzled_input_sf,
-        (tp_size, tp_rank, ep_size, ep_rank),
-        enable_alltoall,
-        tune_max_num_tokens,
-        enable_pdl,
-        profile_ids,
-        workspace_buffer,
+        MoECall(
+            Mode(activation_mode),
+            output.dtype,
+            swizzled_input_sf,
+            (tp_size, tp_rank, ep_size, ep_rank),
+            input,
+            token_selected_experts,
+            token_final_scales,
+            fc1_expert_weights,
+            fc2_expert_weights,
+            fc1_expert_biases,
+            fc2_expert_biases,
+            input_sf,
+            swiglu_alpha,
+            swiglu_beta,
+            swiglu_limit,
+            output,
+            quant_scales,
+            enable_alltoall,
+            tune_max_num_tokens,
+            enable_pdl,
+            profile_ids,
+            workspace_buffer,
+        )
     )
 
 
@@ -266,58 +286,36 @@ def _moe_operator_fake(*_arguments: Any, **_named: Any) -> None:
     """Nothing is returned: the output is an argument, so its shape is known to whoever traces."""
 
 
-def run_moe_compiled(
-    mode: Mode,
-    output: torch.Tensor | None,
-    output_dtype: torch.dtype,
-    input: torch.Tensor,
-    input_sf: torch.Tensor | None,
-    token_selected_experts: torch.Tensor,
-    token_final_scales: torch.Tensor | None,
-    fc1_expert_weights: torch.Tensor,
-    fc1_expert_biases: torch.Tensor | None,
-    fc2_expert_weights: torch.Tensor,
-    fc2_expert_biases: torch.Tensor | None,
-    quant_scales: Sequence[torch.Tensor],
-    swiglu_alpha: torch.Tensor | None,
-    swiglu_beta: torch.Tensor | None,
-    swiglu_limit: torch.Tensor | None,
-    swizzled_input_sf: bool,
-    parallel: tuple[int, int, int, int],
-    enable_alltoall: bool,
-    tune_max_num_tokens: int,
-    enable_pdl: bool | None,
-    profile_ids: Sequence[int] | None,
-    workspace_buffer: torch.Tensor | None,
-) -> torch.Tensor:
-    """:func:`run_moe` as ``torch.compile`` traces it: one opaque operator that writes ``output``."""
+def run_moe_compiled(call: MoECall) -> torch.Tensor:
+    """:func:`run_moe` as ``torch.compile`` traces it: one opaque operator that writes the output."""
+    output = call.output
     if output is None:
         output = torch.empty(
-            (input.shape[0], fc2_expert_weights.shape[1]),
-            dtype=output_dtype,
-            device=input.device,
+            (call.input.shape[0], call.fc2_expert_weights.shape[1]),
+            dtype=call.output_dtype,
+            device=call.input.device,
         )
     torch.ops.flashinfer.sm12x_cutlass_fused_moe(
         output,
-        workspace_buffer,
-        input,
-        input_sf,
-        token_selected_experts,
-        token_final_scales,
-        fc1_expert_weights,
-        fc1_expert_biases,
-        fc2_expert_weights,
-        fc2_expert_biases,
-        quant_scales,
-        swiglu_alpha,
-        swiglu_beta,
-        swiglu_limit,
-        int(mode),
-        swizzled_input_sf,
-        parallel,
-        enable_alltoall,
-        tune_max_num_tokens,
-        enable_pdl,
-        profile_ids,
+        call.workspace_buffer,
+        call.input,
+        call.input_sf,
+        call.token_selected_experts,
+        call.token_final_scales,
+        call.fc1_expert_weights,
+        call.fc1_expert_biases,
+        call.fc2_expert_weights,
+        call.fc2_expert_biases,
+        call.quant_scales,
+        call.swiglu_alpha,
+        call.swiglu_beta,
+        call.swiglu_limit,
+        int(call.mode),
+        call.swizzled_input_sf,
+        call.parallel,
+        call.enable_alltoall,
+        call.tune_max_num_tokens,
+        call.enable_pdl,
+        call.profile_ids,
     )
     return output

@@ -73,9 +73,7 @@ def _validation() -> Any:
 
 def serves(device: torch.device) -> bool:
     """Whether this module computes calls on ``device``; upstream does otherwise."""
-    if device.type == "cuda":
-        return bool(_dispatch().serves_cuda(device.index))
-    return device.type == "cpu"
+    return bool(_dispatch().serves(device))
 
 
 def scale_rows(cum_m: int, num_groups: int) -> int:
