@@ -23,6 +23,8 @@ from packaging.version import Version
 
 from . import env as jit_env
 from .sm12x import toolchain
+from .sm12x.diagnosis import JitBuildError, first_error_line, hint_for
+from .sm12x.jobs import GIB, job_limit
 
 if TYPE_CHECKING:
 
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
 
 
 _log = logging.getLogger("flashinfer.jit.sm12x")
+
+UPSTREAM_MOE_JOB_MEMORY = 6 * GIB
+"""What a compiler of upstream's fused MoE modules may need: 5.5 GB have been measured on SM120."""
 
 
 @functools.cache
@@ -106,3 +111,33 @@ def _with_toolkit_link_flags(generate: Callable[..., str]) -> Callable[..., str]
 
 
 generate_ninja_build_for_op = _with_toolkit_link_flags(_upstream.generate_ninja_build_for_op)
+
+
+def run_ninja(workdir: Path, ninja_file: Path, verbose: bool, max_jobs: int | None = None) -> None:
+    """Build a module of upstream's.
+
+    Args:
+        workdir: The module's folder; the full output of a failed build goes to ``build.log`` in it.
+        ninja_file: The build file.
+        verbose: Show the output while it is made.
+        max_jobs: Compilers at once. When omitted, ``MAX_JOBS``, else ninja's own choice; for the fused MoE modules no
+            more than memory allows.
+
+    Raises:
+        JitBuildError: the build failed; with the first real error, a hint where the cause is a known one, and the log.
+        RuntimeError: as upstream, in a verbose build: the output has been shown.
+    """
+    if max_jobs is None and not os.environ.get("MAX_JOBS") and workdir.name.startswith("fused_moe"):
+        limit = job_limit()
+        assert limit.memory is not None
+        max_jobs = max(1, min(limit.jobs, limit.memory // UPSTREAM_MOE_JOB_MEMORY))
+        _log.info("building %s: %d compilers at once (%s)", workdir.name, max_jobs, limit.reason)
+    try:
+        _upstream.run_ninja(workdir, ninja_file, verbose, max_jobs)
+    except RuntimeError as error:
+        output = getattr(error.__cause__, "output", None)
+        if not output:
+            raise
+        log = workdir / "build.log"
+        log.write_text(output)
+        raise JitBuildError(workdir.name, first_error_line(output), log, hint_for(1, output)) from None

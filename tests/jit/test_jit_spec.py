@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from flashinfer.jit import core, fused_moe
+from flashinfer.jit import core, cpp_ext, fused_moe
 from flashinfer.jit import env as jit_env
 from flashinfer.jit.core import MissingJITCacheError
-from flashinfer.jit.sm12x import modules, toolchain
+from flashinfer.jit.sm12x import jobs, modules, toolchain
+from flashinfer.jit.sm12x.diagnosis import JitBuildError
 from flashinfer.jit.sm12x.instances import GEMM_INSTANCES, INSTANCES
 from flashinfer.jit.sm12x.spec import JitSpecSm12x
 
@@ -174,6 +175,45 @@ def test_upstreams_ninja_file_links_against_this_toolkit(workspace: Path) -> Non
     link_dirs = [Path(word[2:]) for word in text.split() if word.startswith("-L/")]
     assert any((folder / "libcudart.so").exists() for folder in link_dirs)
     assert any((folder / "libcuda.so").exists() for folder in [*link_dirs, *(f / "stubs" for f in link_dirs)])
+
+
+@needs_nvcc
+def test_upstreams_failed_build_is_as_short(workspace: Path) -> None:
+    source = workspace / "broken.cpp"
+    source.write_text("#include <cublasLt.h>\n#include <none.h>\nint x = y;\n")
+    spec = core.gen_jit_spec("broken", [source])
+    with pytest.raises(JitBuildError) as caught:
+        spec.build(need_lock=True)
+    lines = str(caught.value).splitlines()
+    assert "fatal error: " in lines[0]
+    assert lines[0].endswith(".h: No such file or directory")
+    assert lines[-1] == f"Log: {workspace}/cached_ops/broken/build.log"
+    assert len(lines) == 3
+    assert "FAILED: " in (workspace / "cached_ops" / "broken" / "build.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "max_jobs", "free", "expected"),
+    [
+        ("fused_moe_120_upstream", None, 20, 3),  # 20 GiB * 0.9 / 6 GiB
+        ("fused_moe_120_upstream", None, 1, 1),
+        ("fused_moe_120_upstream", None, 999, 16),
+        ("fused_moe_120_upstream", "5", 1, None),  # upstream reads MAX_JOBS
+        ("norm", None, 1, None),
+    ],
+)
+def test_upstreams_moe_module_gets_no_more_jobs_than_fit(
+    name: str, max_jobs: str | None, free: int, expected: int | None, workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    monkeypatch.setattr(cpp_ext._upstream, "run_ninja", lambda *args: seen.append(args[3]))
+    monkeypatch.setattr(jobs, "available_memory", lambda: free << 30)
+    monkeypatch.setattr(jobs, "usable_cores", lambda: 16)
+    monkeypatch.delenv("MAX_JOBS", raising=False)
+    if max_jobs:
+        monkeypatch.setenv("MAX_JOBS", max_jobs)
+    cpp_ext.run_ninja(workspace / name, workspace / "build.ninja", False)
+    assert seen == [expected]
 
 
 @needs_nvcc
