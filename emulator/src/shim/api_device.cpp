@@ -133,7 +133,7 @@ int cudaGetDeviceProperties(abi::DeviceProperties* out, int device) {
 }
 
 int cudaDeviceSynchronize() {
-  return api([](Runtime& r) -> int { return r.capturing() ? r.refuse_in_capture("cudaDeviceSynchronize") : abi::kSuccess; });
+  return api([](Runtime& r) { return r.forbid_in_capture("cudaDeviceSynchronize"); });
 }
 
 int cudaDeviceReset() {

@@ -19,16 +19,16 @@ namespace {
 
 /// The rule that a description breaks, or nothing. Differs from the documentation (tma::check) where a real driver
 /// does (tests/shim/golden): it takes a null address and an interleave of 32B without a swizzle, and refuses a box
-/// that no block's shared memory holds.
+/// larger than an SM's shared memory.
 std::string broken_rule(const Limits& limits, const tma::Descriptor& description) {
   tma::Descriptor d = description;
   constexpr uint64_t kAnyAlignedAddress = 4096;
   if (d.address == 0) d.address = kAnyAlignedAddress;
   if (d.interleave == tma::Interleave::k32B && d.swizzle == tma::Swizzle::kNone) d.swizzle = tma::Swizzle::k32B;
   std::string rule = tma::check(d);
-  if (rule.empty() && tma::box_bytes(d) > limits.shared_per_block_optin) {
-    rule = "the box takes " + std::to_string(tma::box_bytes(d)) + " bytes of shared memory; a block has at most " +
-           std::to_string(limits.shared_per_block_optin);
+  if (rule.empty() && tma::box_bytes(d) > limits.shared_per_sm) {
+    rule = "the box takes " + std::to_string(tma::box_bytes(d)) + " bytes of shared memory; an SM has " +
+           std::to_string(limits.shared_per_sm);
   }
   return rule;
 }

@@ -122,7 +122,10 @@ int allocate_pinned(Runtime& runtime, void** out, size_t bytes) {
 extern "C" {
 
 int cudaMalloc(void** out, size_t bytes) {
-  return api([&](Runtime& r) -> int { return r.capturing() ? r.refuse_in_capture("cudaMalloc") : allocate(r, out, bytes); });
+  return api([&](Runtime& r) -> int {
+    if (int error = r.forbid_in_capture("cudaMalloc")) return error;
+    return allocate(r, out, bytes);
+  });
 }
 
 int cudaMallocManaged(void** out, size_t bytes, unsigned) {
@@ -130,7 +133,10 @@ int cudaMallocManaged(void** out, size_t bytes, unsigned) {
 }
 
 int cudaFree(void* pointer) {
-  return api([&](Runtime& r) -> int { return r.capturing() ? r.refuse_in_capture("cudaFree") : release(r, pointer); });
+  return api([&](Runtime& r) -> int {
+    if (int error = r.forbid_in_capture("cudaFree")) return error;
+    return release(r, pointer);
+  });
 }
 
 int cudaMallocAsync(void** out, size_t bytes, void* stream) {
@@ -150,7 +156,10 @@ int cudaFreeAsync(void* pointer, void* stream) {
 }
 
 int cudaHostAlloc(void** out, size_t bytes, unsigned) {
-  return api([&](Runtime& r) -> int { return allocate_pinned(r, out, bytes); });
+  return api([&](Runtime& r) -> int {
+    if (int error = r.forbid_in_capture("cudaHostAlloc")) return error;
+    return allocate_pinned(r, out, bytes);
+  });
 }
 
 int cudaMallocHost(void** out, size_t bytes) { return cudaHostAlloc(out, bytes, 0); }
@@ -190,9 +199,7 @@ int cudaMemcpyAsync(void* to, const void* from, size_t bytes, int kind, void* st
 }
 
 int cudaMemcpy(void* to, const void* from, size_t bytes, int kind) {
-  return api([&](Runtime& r) -> int {
-    return r.capturing() ? r.refuse_in_capture("cudaMemcpy") : copy(r, to, from, bytes, kind, nullptr);
-  });
+  return api([&](Runtime& r) { return copy(r, to, from, bytes, kind, nullptr); });
 }
 
 int cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width, size_t height, int kind,
@@ -209,7 +216,7 @@ int cudaMemsetAsync(void* to, int value, size_t bytes, void* stream) {
 }
 
 int cudaMemset(void* to, int value, size_t bytes) {
-  return api([&](Runtime& r) -> int { return r.capturing() ? r.refuse_in_capture("cudaMemset") : set(r, to, value, bytes, nullptr); });
+  return api([&](Runtime& r) { return set(r, to, value, bytes, nullptr); });
 }
 
 int cudaMemset2DAsync(void* to, size_t pitch, int value, size_t width, size_t height, void* stream) {

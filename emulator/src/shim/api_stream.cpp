@@ -36,8 +36,18 @@ int record(Runtime& r, void* handle, void* stream_handle) {
   return abi::kSuccess;
 }
 
-int known_event(Runtime& r, void* handle) {
-  return r.events.count(static_cast<Event*>(handle)) ? abi::kSuccess : abi::kInvalidResourceHandle;
+/// Waiting for a stream or asking about it: everything is done already.
+int wait_for_stream(Runtime& r, void* handle, const char* call) {
+  Stream* stream = r.find_stream(handle);
+  if (!stream) return abi::kInvalidResourceHandle;
+  if (int error = r.forbid_in_capture(call)) return error;
+  if (!stream->capture) return abi::kSuccess;
+  return r.invalidate_captures(abi::kStreamCaptureUnsupported, std::string(call) + " of a stream that captures");
+}
+
+int wait_for_event(Runtime& r, void* handle, const char* call) {
+  if (!r.events.count(static_cast<Event*>(handle))) return abi::kInvalidResourceHandle;
+  return r.forbid_in_capture(call);
 }
 
 /// Ends the capture on every stream that joined it.
@@ -71,19 +81,11 @@ int cudaStreamDestroy(void* handle) {
 }
 
 int cudaStreamSynchronize(void* handle) {
-  return api([&](Runtime& r) -> int {
-    Stream* stream = r.find_stream(handle);
-    if (!stream) return abi::kInvalidResourceHandle;
-    return stream->capture ? r.refuse_in_capture("cudaStreamSynchronize") : abi::kSuccess;
-  });
+  return api([&](Runtime& r) { return wait_for_stream(r, handle, "cudaStreamSynchronize"); });
 }
 
 int cudaStreamQuery(void* handle) {
-  return api([&](Runtime& r) -> int {
-    Stream* stream = r.find_stream(handle);
-    if (!stream) return abi::kInvalidResourceHandle;
-    return stream->capture ? r.refuse_in_capture("cudaStreamQuery") : abi::kSuccess;
-  });
+  return api([&](Runtime& r) { return wait_for_stream(r, handle, "cudaStreamQuery"); });
 }
 
 int cudaStreamGetFlags(void* handle, unsigned* flags) {
@@ -170,11 +172,11 @@ int cudaEventRecordWithFlags(void* event, void* stream, unsigned flags) {
 }
 
 int cudaEventQuery(void* event) {
-  return api([&](Runtime& r) { return known_event(r, event); });
+  return api([&](Runtime& r) { return wait_for_event(r, event, "cudaEventQuery"); });
 }
 
 int cudaEventSynchronize(void* event) {
-  return api([&](Runtime& r) { return known_event(r, event); });
+  return api([&](Runtime& r) { return wait_for_event(r, event, "cudaEventSynchronize"); });
 }
 
 /// Milliseconds of predicted device time (model/), not of the host's.
@@ -194,7 +196,7 @@ int cudaEventElapsedTime(float* milliseconds, void* from_handle, void* to_handle
 
 // --- captures and graphs ------------------------------------------------------------------------------------------
 
-int cudaStreamBeginCapture(void* handle, int) {
+int cudaStreamBeginCapture(void* handle, int mode) {
   return api([&](Runtime& r) -> int {
     Stream* stream = r.find_stream(handle);
     if (!stream) return abi::kInvalidResourceHandle;
@@ -202,6 +204,7 @@ int cudaStreamBeginCapture(void* handle, int) {
     if (stream->capture) return abi::kIllegalState;
     stream->capture = std::make_shared<Graph>();
     stream->capture_origin = true;
+    stream->capture_mode = mode;
     return abi::kSuccess;
   });
 }
@@ -211,7 +214,9 @@ int cudaStreamEndCapture(void* handle, void** out) {
     Stream* stream = r.find_stream(handle);
     if (!stream) return abi::kInvalidResourceHandle;
     if (!stream->capture) return abi::kIllegalState;
-    if (!stream->capture_origin) return abi::kStreamCaptureUnmatched;
+    if (!stream->capture_origin) {
+      return r.invalidate_captures(abi::kStreamCaptureUnmatched, "a capture is ended on the stream that it was begun on");
+    }
     const bool invalid = stream->capture_invalid;
     Graph* graph = invalid ? nullptr : new Graph(*stream->capture);
     leave_capture(r, stream);

@@ -34,6 +34,7 @@ enum Error : int {
   kStreamCaptureUnsupported = 900,
   kStreamCaptureInvalidated = 901,
   kStreamCaptureUnmatched = 903,
+  kStreamCaptureImplicit = 906,
   kInvalidClusterSize = 912,
   kUnknown = 999,
 };

@@ -45,6 +45,7 @@ constexpr ErrorName kErrors[] = {
     {900, "cudaErrorStreamCaptureUnsupported", "not allowed while a stream captures"},
     {901, "cudaErrorStreamCaptureInvalidated", "the capture was made invalid by an earlier call"},
     {903, "cudaErrorStreamCaptureUnmatched", "the capture was not begun on this stream"},
+    {906, "cudaErrorStreamCaptureImplicit", "the default stream would have to wait for a stream that captures"},
     {912, "cudaErrorInvalidClusterSize", "cluster dimensions that this device does not take"},
     {999, "cudaErrorUnknown", "unknown error"},
 };

@@ -110,7 +110,11 @@ int Runtime::launch(const LaunchRequest& request, void** arguments) {
     explain("the PTX has no kernel " + kernel.name);
     return abi::kInvalidDeviceFunction;
   }
-  if (int error = check(request)) return error;
+  if (request.stream->capture_invalid) return abi::kStreamCaptureInvalidated;
+  if (int error = check(request)) {
+    if (request.stream->capture) request.stream->capture_invalid = true;
+    return error;
+  }
   const KernelInfo& info = this->info(kernel);
   std::vector<uint8_t> params(info.param_bytes);
   for (size_t i = 0; i < info.params.size(); ++i) {

@@ -250,19 +250,21 @@ void Runtime::remove_stream(Stream* stream) {
   delete stream;
 }
 
-bool Runtime::capturing() const {
-  for (const Stream* stream : streams_) {
-    if (stream->capture) return true;
-  }
-  return false;
-}
-
-int Runtime::refuse_in_capture(const char* call) {
+int Runtime::invalidate_captures(int error, const std::string& text) {
   for (Stream* stream : streams_) {
     if (stream->capture) stream->capture_invalid = true;
   }
-  explain(std::string(call) + " is not allowed while a stream captures");
-  return abi::kStreamCaptureUnsupported;
+  explain(text);
+  return error;
+}
+
+int Runtime::forbid_in_capture(const char* call) {
+  constexpr int kRelaxed = 2;
+  for (const Stream* stream : streams_) {
+    if (!stream->capture_origin || stream->capture_mode == kRelaxed) continue;
+    return invalidate_captures(abi::kStreamCaptureUnsupported, std::string(call) + " is not allowed while a stream captures");
+  }
+  return abi::kSuccess;
 }
 
 int Runtime::submit(Stream* stream, std::function<int()> work) {
@@ -271,8 +273,14 @@ int Runtime::submit(Stream* stream, std::function<int()> work) {
     stream->capture->nodes.push_back(std::move(work));
     return abi::kSuccess;
   }
-  const int error = work();
-  return error;
+  if (stream == &default_stream_) {
+    for (const Stream* other : streams_) {
+      if (!other->capture || other->non_blocking()) continue;
+      return invalidate_captures(abi::kStreamCaptureImplicit,
+                                 "work on the default stream waits for a stream that captures: create that with cudaStreamNonBlocking");
+    }
+  }
+  return work();
 }
 
 }  // namespace vsm::shim

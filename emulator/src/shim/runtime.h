@@ -59,10 +59,13 @@ struct Graph {
 };
 
 struct Stream {
+  bool non_blocking() const { return (flags & 1) != 0; }
+
   unsigned flags = 0;
   int priority = 0;
   uint64_t id = 0;
   std::shared_ptr<Graph> capture;  // null when not capturing
+  int capture_mode = 0;            // of the origin: 0 global, 1 of this thread, 2 relaxed
   bool capture_origin = false;
   bool capture_invalid = false;
 };
@@ -162,9 +165,10 @@ class Runtime {
     visit(default_stream_);
     for (Stream* stream : streams_) visit(*stream);
   }
-  bool capturing() const;
-  /// What a call that a capture forbids answers; it invalidates the captures.
-  int refuse_in_capture(const char* call);
+  /// Answers a call that waits or allocates: an error while a stream captures in a mode that forbids such calls.
+  int forbid_in_capture(const char* call);
+  /// Makes every capture invalid, for the reason `error`, and hands it on.
+  int invalidate_captures(int error, const std::string& text);
   std::set<Event*> events;
   std::set<Graph*> graphs;
   std::set<Graph*> executables;

@@ -86,6 +86,7 @@ SAME_VALUE(cudaErrorNotSupported, kNotSupported);
 SAME_VALUE(cudaErrorStreamCaptureUnsupported, kStreamCaptureUnsupported);
 SAME_VALUE(cudaErrorStreamCaptureInvalidated, kStreamCaptureInvalidated);
 SAME_VALUE(cudaErrorStreamCaptureUnmatched, kStreamCaptureUnmatched);
+SAME_VALUE(cudaErrorStreamCaptureImplicit, kStreamCaptureImplicit);
 SAME_VALUE(cudaErrorInvalidClusterSize, kInvalidClusterSize);
 SAME_VALUE(cudaErrorUnknown, kUnknown);
 

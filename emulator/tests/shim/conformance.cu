@@ -5,7 +5,7 @@
 // print the same lines. Every size that depends on the device is asked of the device, so the lines do not.
 //
 //   conformance            all cases that leave the context usable
-//   conformance GROUP      one group of them: launch shared attributes device memory stream driver
+//   conformance GROUP      one group of them: launch shared attributes device memory stream capture driver
 //   conformance fault KIND one kernel fault and what the calls after it answer (a fault is sticky)
 #include <cuda.h>
 #include <cuda_runtime.h>
@@ -13,6 +13,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -326,6 +327,104 @@ void stream_cases() {
   show("synchronize device", cudaDeviceSynchronize());
 }
 
+void capture_cases(int* out) {
+  cudaStream_t stream = nullptr, other = nullptr;
+  cudaGraph_t graph = nullptr;
+  cudaGraphExec_t executable = nullptr;
+  cudaEvent_t event = nullptr;
+  cudaStreamCaptureStatus status;
+  void* memory = nullptr;
+  cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
+  cudaStreamCreateWithFlags(&other, cudaStreamNonBlocking);
+  cudaEventCreateWithFlags(&event, cudaEventDisableTiming);
+  const auto mode = cudaStreamCaptureModeGlobal;
+  show("capture of the default stream", cudaStreamBeginCapture(nullptr, mode));
+  show("end without a capture", cudaStreamEndCapture(stream, &graph));
+  show("capture", cudaStreamBeginCapture(stream, mode));
+  show("capture again", cudaStreamBeginCapture(stream, mode));
+  cudaStreamIsCapturing(stream, &status);
+  show("status in a capture", static_cast<long long>(status));
+  plain_kernel<<<1, 32, 0, stream>>>(out);
+  show("launch in a capture", cudaGetLastError());
+  show("memset in a capture", cudaMemsetAsync(out, 0, 16, stream));
+  show("record in a capture", cudaEventRecord(event, stream));
+  show("wait joins the capture", cudaStreamWaitEvent(other, event, 0));
+  cudaStreamIsCapturing(other, &status);
+  show("status of the stream that joined", static_cast<long long>(status));
+  plain_kernel<<<1, 32, 0, other>>>(out);
+  cudaEventRecord(event, other);
+  cudaStreamWaitEvent(stream, event, 0);
+  show("end", cudaStreamEndCapture(stream, &graph));
+  size_t nodes = 0;
+  show("nodes", cudaGraphGetNodes(graph, nullptr, &nodes));
+  show("number of nodes", static_cast<long long>(nodes));
+  show("instantiate", cudaGraphInstantiate(&executable, graph, 0));
+  show("instantiate null", cudaGraphInstantiate(&executable, nullptr, 0));
+  show("graph launch", cudaGraphLaunch(executable, stream));
+  show("graph launch on the default stream", cudaGraphLaunch(executable, nullptr));
+  show("synchronize after it", cudaStreamSynchronize(stream));
+  show("destroy executable", cudaGraphExecDestroy(executable));
+  show("destroy graph", cudaGraphDestroy(graph));
+
+  cudaStreamBeginCapture(stream, mode);
+  cudaEventRecord(event, stream);
+  cudaStreamWaitEvent(other, event, 0);
+  show("end on the stream that joined", cudaStreamEndCapture(other, &graph));
+  show("end after that", cudaStreamEndCapture(stream, &graph));
+  graph = nullptr;
+  auto forbidden = [&](const char* label, auto call) {
+    cudaStreamBeginCapture(stream, mode);
+    show(label, call());
+    cudaStreamIsCapturing(stream, &status);
+    show("  status after it", static_cast<long long>(status));
+    plain_kernel<<<1, 32, 0, stream>>>(out);
+    show("  launch after it", cudaGetLastError());
+    show("  end after it", cudaStreamEndCapture(stream, &graph));
+    if (graph) cudaGraphDestroy(graph);
+    graph = nullptr;
+  };
+  auto kernel = reinterpret_cast<const void*>(plain_kernel);
+  int blocks = 0;
+  cudaEventRecord(event, other);
+  forbidden("refused launch in a capture", [&] { return plain_kernel<<<0, 32, 0, stream>>>(out), cudaGetLastError(); });
+  forbidden("synchronize in a capture", [&] { return cudaStreamSynchronize(stream); });
+  forbidden("query in a capture", [&] { return cudaStreamQuery(stream); });
+  forbidden("synchronize another stream in a capture", [&] { return cudaStreamSynchronize(other); });
+  forbidden("query another stream in a capture", [&] { return cudaStreamQuery(other); });
+  forbidden("synchronize an event in a capture", [&] { return cudaEventSynchronize(event); });
+  forbidden("query an event in a capture", [&] { return cudaEventQuery(event); });
+  forbidden("synchronize device in a capture", [] { return cudaDeviceSynchronize(); });
+  forbidden("malloc in a capture", [&] { return cudaMalloc(&memory, 16); });
+  forbidden("host malloc in a capture", [&] { return cudaMallocHost(&memory, 16); });
+  forbidden("free of null in a capture", [] { return cudaFree(nullptr); });
+  forbidden("copy on the default stream in a capture", [&] { return cudaMemcpy(out, &status, 4, cudaMemcpyHostToDevice); });
+  forbidden("launch on the default stream in a capture", [&] { return plain_kernel<<<1, 32>>>(out), cudaGetLastError(); });
+  forbidden("launch on another stream in a capture",
+            [&] { return plain_kernel<<<1, 32, 0, other>>>(out), cudaGetLastError(); });
+  forbidden("grant in a capture",
+            [&] { return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, 1024); });
+  forbidden("occupancy in a capture",
+            [&] { return cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, 128, 0); });
+  cudaStream_t blocking = nullptr;
+  cudaStreamCreate(&blocking);
+  std::swap(stream, blocking);
+  forbidden("copy on the default stream beside a blocking capture",
+            [&] { return cudaMemcpy(out, &status, 4, cudaMemcpyHostToDevice); });
+  forbidden("launch on the default stream beside a blocking capture",
+            [&] { return plain_kernel<<<1, 32>>>(out), cudaGetLastError(); });
+  std::swap(stream, blocking);
+  cudaStreamDestroy(blocking);
+  cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed);
+  show("malloc in a relaxed capture", cudaMalloc(&memory, 16));
+  show("synchronize another stream in a relaxed capture", cudaStreamSynchronize(other));
+  show("end of a relaxed capture", cudaStreamEndCapture(stream, &graph));
+  cudaFree(memory);
+  cudaGraphDestroy(graph);
+  cudaEventDestroy(event);
+  cudaStreamDestroy(stream);
+  cudaStreamDestroy(other);
+}
+
 }  // namespace
 
 void entry_point_cases();  // tensor maps: conformance_tensor_map.cu
@@ -381,6 +480,7 @@ int main(int argc, char** argv) {
   if (wanted("device")) device_cases();
   if (wanted("memory")) memory_cases();
   if (wanted("stream")) stream_cases();
+  if (wanted("capture")) capture_cases(out);
   if (wanted("driver")) entry_point_cases();
   return cudaDeviceSynchronize() == cudaSuccess ? 0 : 1;
 }

@@ -92,6 +92,12 @@ void shape_rules() {
   check("box row of 24 bytes", [](Description& d) { d.box[0] = 12; });
   check("box row of 16 bytes", [](Description& d) { d.box[0] = 8; });
   check("box of 256 KiB", [](Description& d) { d.box[0] = 64, d.box[1] = 256, d.box[2] = 8; });
+  // An SM's shared memory is a whole number of KiB, and 8 rows of 128 bytes are one.
+  int most = 0;
+  cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerMultiprocessor, 0);
+  const auto rows = static_cast<cuuint32_t>(most / 1024);
+  check("box of an SM's shared memory", [&](Description& d) { d.box[0] = 64, d.box[1] = rows, d.box[2] = 8; });
+  check("box of 1 KiB more", [&](Description& d) { d.box[0] = 64, d.box[1] = rows + 1, d.box[2] = 8; });
   check("step 0 is zero", [](Description& d) { d.steps[0] = 0; });
   check("step 0 is 9", [](Description& d) { d.steps[0] = 9; });
   check("step 1 is zero", [](Description& d) { d.steps[1] = 0; });

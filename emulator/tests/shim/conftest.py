@@ -20,7 +20,12 @@ sys.path.insert(0, str(EMULATOR / "python"))
 import vsm  # noqa: E402
 
 # sm_90a for the golden files' machine; the cubin and the PTX of sm_121a are what the virtual GPU takes.
-ARCHITECTURES = ("-gencode", "arch=compute_90a,code=sm_90a", "-gencode", "arch=compute_121a,code=[sm_121a,compute_121a]")
+ARCHITECTURES = (
+    "-gencode",
+    "arch=compute_90a,code=sm_90a",
+    "-gencode",
+    "arch=compute_121a,code=[sm_121a,compute_121a]",
+)
 
 
 def find_toolkit() -> Path | None:
