@@ -224,6 +224,13 @@ def test_compile_commands() -> None:
     assert all("compute_121a" in entry["command"] for entry in entries)
 
 
+@needs_nvcc
+def test_architecture_need_not_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FLASHINFER_CUDA_ARCH_LIST")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert "-gencode=arch=compute_121a,code=sm_121a" in modules.gen_fused_moe_module().plan.steps[0].flags
+
+
 BINDING = """
 #include <cuda_runtime.h>
 #include <tvm/ffi/function.h>

@@ -104,13 +104,14 @@ class Instance:
         return weights + scales + tokens + token_scales
 
     def smem_bytes(self, num_experts: int = 128) -> int:
-        """Dynamic shared memory of an FC1 block, bytes, for ``num_experts`` local experts."""
+        """Dynamic shared memory of an FC1 block on SM12x, bytes, for ``num_experts`` local experts."""
         staging = self.token_tile * (64 * self.element_bytes + 16)
         scratch = 16 * self.token_tile
+        factors = 0 if self.activation == "mxfp8" else 512 * self.consumer_warps
         barriers_and_flag = 2 * 8 * self.stages + 16
         routing = 2 * IN_KERNEL_ENTRIES + 2 * 4 * (num_experts + 1)
         ring = self.stages * self.stage_bytes
-        return 1024 + ring + staging + scratch + barriers_and_flag + routing
+        return 1024 + ring + staging + factors + scratch + barriers_and_flag + routing
 
     def weight_bytes_in_flight_per_sm(self) -> int:
         """Weight bytes that the rings of one SM's blocks can have outstanding on a GB10."""
@@ -127,7 +128,7 @@ INSTANCES: tuple[Instance, ...] = (
     Instance(6, "mxfp8", 16, 256, 3, 1),
     Instance(7, "mxfp8", 32, 256, 3, 1, default=False),
     Instance(8, "bf16", 8, 128, 3, 2),
-    Instance(9, "bf16", 16, 128, 3, 2),
+    Instance(9, "bf16", 16, 128, 2, 2),
     Instance(10, "bf16", 32, 128, 3, 1),
     Instance(11, "bf16", 64, 128, 2, 1),
     Instance(12, "bf16", 8, 256, 3, 1, default=False),

@@ -7,6 +7,7 @@ To the registry, the AOT entry, the command line and whoever calls ``build_and_l
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -62,7 +63,7 @@ class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
     def _steps(self, toolkit: toolchain.Toolkit) -> tuple[engine.CompileStep, ...]:
         root = str(toolkit.root)
         common = cpp_ext.build_common_cflags(root, self.extra_include_dirs)
-        cuda_flags = tuple(_as_arguments(cpp_ext.build_cuda_cflags(common, self.extra_cuda_cflags), common, root))
+        cuda_flags = tuple(_as_arguments(self._cuda_flags(), common, root))
         cxx_flags = tuple(_as_arguments(cpp_ext.build_cflags(common, self.extra_cflags), common, root))
         steps = []
         for source in self.sources:
@@ -78,6 +79,30 @@ class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
             )
             steps.append(step)
         return tuple(steps)
+
+    def _cuda_flags(self) -> list[str]:
+        # Not upstream's build_cuda_cflags: it asks which architectures the environment names, even for a module that
+        # brings its own, and so fails where those were chosen otherwise.
+        host = os.environ.get("CC")
+        return [
+            *(["-ccbin", host] if host else []),
+            "$common_cflags",
+            "--compiler-options=-fPIC",
+            "--expt-relaxed-constexpr",
+            "-static-global-template-stub=false",
+            *core.common_nvcc_flags,
+            *(self.extra_cuda_cflags or []),
+            *cpp_ext.parse_env_flags("FLASHINFER_EXTRA_CUDAFLAGS"),
+        ]
+
+    def get_compile_commands(self) -> list[dict[str, str]]:
+        """One entry of ``compile_commands.json`` for each source: the very command that the engine runs."""
+        entries = []
+        for step in self.plan.steps:
+            output = self.plan.object_path(step)
+            command = shlex.join(step.command(output, output.with_suffix(".d")))
+            entries.append({"directory": str(self.build_dir), "command": command, "file": str(step.source)})
+        return entries
 
     def _link_flags(self, toolkit: toolchain.Toolkit) -> tuple[str, ...]:
         # The runtime by its file: the wheels have no link name for it. Not the driver: entry points come from

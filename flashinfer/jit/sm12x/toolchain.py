@@ -37,8 +37,11 @@ PIP_COMMAND = (
 DEFAULT_ROOT = Path("/usr/local/cuda")
 """Where NVIDIA's installers put the toolkit; used when nothing else names one."""
 
-_MINIMUM_VERSION: Mapping[str, str] = {"0a": "12.8", "1a": "12.9", "0f": "12.9", "1f": "12.9"}
-"""Oldest nvcc for each minor-and-suffix of compute capability 12 (release notes of CUDA 12.8 and 12.9)."""
+_MINIMUM_VERSION = "12.8"
+"""Oldest toolkit: the first with compute capability 12.0, and with the compiler's flags that modules use."""
+
+_LATER_VERSIONS: Mapping[tuple[int, str], str] = {(12, "1a"): "12.9", (12, "0f"): "12.9", (12, "1f"): "12.9"}
+"""Architectures that came after it (release notes of CUDA 12.9)."""
 
 _COMPANION_HEADERS: Mapping[str, str] = {
     "curand_kernel.h": "nvidia-curand",
@@ -179,10 +182,10 @@ def require_architectures(toolkit: Toolkit, architectures: Iterable[tuple[int, s
         ToolchainError: it is too old for one of them; the message names both versions.
     """
     for major, minor in sorted(architectures):
-        needed = _MINIMUM_VERSION.get(minor) if major == 12 else None
-        if needed is not None and toolkit.version < Version(needed):
+        needed = _LATER_VERSIONS.get((major, minor), _MINIMUM_VERSION)
+        if toolkit.version < Version(needed):
             raise ToolchainError(
-                f"compute capability {major}.{minor} needs CUDA {needed} or later, but {toolkit.nvcc} "
+                f"building for compute capability {major}.{minor} needs CUDA {needed} or later, but {toolkit.nvcc} "
                 f"(found through {toolkit.origin}) is {toolkit.version}. Install a newer one: {PIP_COMMAND}"
             )
 
