@@ -179,7 +179,9 @@ def test_start_up_imports_nothing_heavy(environment, normal) -> None:
     loaded = "import sys; print(*sorted(sys.modules))"
     before = set(environment.run("-c", loaded).stdout.split())
     normal.extractall(environment.site)
-    assert set(environment.run("-c", loaded).stdout.split()) - before == {"_flashinfer_sm12x"}
+    added = set(environment.run("-c", loaded).stdout.split()) - before
+    # Python 3.13 decodes .pth files itself and imports the codec for it.
+    assert added - {"encodings.utf_8_sig"} == {"_flashinfer_sm12x"}
 
 
 @pytest.mark.parametrize("kind", ["normal", "editable"])

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The project's own tools and pages: environment set-up, demo, and what the README promises to list."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from layer_toys import OURS, REPO, UPSTREAM
+
+from flashinfer import _layer, _version
+
+
+def load_tool(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, REPO / "tools" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def create_env(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(REPO / "tools" / "create_env.py"), *arguments]
+    inherited = {name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"}
+    return subprocess.run(command, capture_output=True, text=True, env=inherited | environment)
+
+
+def test_pins_agree() -> None:
+    """The version stands in two places; a release moves both."""
+    assert _version.UPSTREAM_VERSION == UPSTREAM
+    requirements = (REPO / "requirements.txt").read_text().splitlines()
+    assert f"{_version.UPSTREAM_DISTRIBUTION}=={_version.UPSTREAM_VERSION}" in requirements
+    assert _layer.wheel_root().name == "flashinfer"
+
+
+def test_without_an_active_environment_the_checkouts_own_is_used() -> None:
+    assert create_env("--find").stdout.strip() == str(REPO / ".venv")
+
+
+def test_an_incomplete_active_environment_is_not_used(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "env")], check=True)
+    assert create_env("--find", VIRTUAL_ENV=str(tmp_path / "env")).stdout.strip() == str(REPO / ".venv")
+
+
+def test_an_active_environment_of_another_pin_is_not_used(tmp_path: Path) -> None:
+    """Complete but for one pinned package of another version."""
+    tool = load_tool("create_env")
+    env = tmp_path / "env"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(env)], check=True)
+    (site,) = env.glob("lib/python*/site-packages")
+    wanted = [line for file in tool.REQUIREMENTS for line in (REPO / file).read_text().splitlines()]
+    for line in ["torch==2.13.0+cpu", *wanted]:
+        if match := re.match(r"([\w.-]+)(?:[=>]=([\w.+]+))?", line):
+            info = site / f"{match[1].replace('-', '_')}-{match[2]}.dist-info"
+            info.mkdir()
+            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {match[1]}\nVersion: {match[2]}\n")
+    assert tool.missing(env) == []
+    assert create_env("--find", VIRTUAL_ENV=str(env)).stdout.strip() == str(env)
+    (metadata,) = site.glob("flashinfer_python-*/METADATA")
+    metadata.write_text(metadata.read_text().replace(UPSTREAM, "0.7.1"))
+    assert tool.missing(env) == ["flashinfer-python"]
+    assert create_env("--find", VIRTUAL_ENV=str(env)).stdout.strip() == str(REPO / ".venv")
+
+
+def test_an_unsupported_python_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    tool = load_tool("create_env")
+    for version in ((3, 9, 18), (3, 14, 0)):
+        fake = type("version_info", (tuple,), {})(version)
+        monkeypatch.setattr(tool.sys, "version_info", fake)
+        assert tool.main() == 1
+        assert "Python 3.10 to 3.13 is needed. Name one: make PYTHON=python3.12 ..." in capsys.readouterr().err
+
+
+class Row:
+    """As much of a report's row as the demo's checks read."""
+
+    def __init__(self, **values: Any) -> None:
+        self.__dict__.update(
+            instance="moe_mxfp8_t8",
+            gemm="fc1",
+            architecture="sm_121a",
+            tensor_instructions=14,
+            block_scaled_mmas=14,
+            local_accesses=0,
+        )
+        self.__dict__.update(values)
+
+
+@pytest.mark.parametrize(
+    ("rows", "failing"),
+    [
+        ([Row(), Row(gemm="fc2"), Row(instance="moe_bf16_t8", block_scaled_mmas=0)], []),
+        ([], ["0 kernels have matrix instructions"]),
+        ([Row(tensor_instructions=0)], ["1 kernels have matrix instructions"]),
+        ([Row(), Row(local_accesses=3)], ["no kernel spills or uses local memory (LDL, STL) but moe_mxfp8_t8 fc1: 3"]),
+        (
+            [Row(), Row(block_scaled_mmas=0)],
+            ["2 W4A8 kernels use the block-scaled FP4 MMA: 14 QMMA.SF with E2M1 in all"],
+        ),
+        ([Row(instance="moe_bf16_t8")], ["1 other kernels use none"]),
+        ([Row(architecture="sm_90a")], ["1 other kernels use none"]),
+    ],
+    ids=["good", "none", "no MMA", "spills", "W4A8 without", "W4A16 with", "Hopper with"],
+)
+def test_the_demo_sees_what_is_wrong_with_machine_code(rows: list[Row], failing: list[str]) -> None:
+    checks = load_tool("demo").machine_code_checks(rows)
+    assert [what for what, holds in checks if not holds] == failing
+
+
+def test_the_demo_refuses_no_tokens() -> None:
+    result = subprocess.run(
+        [sys.executable, str(REPO / "tools" / "demo.py"), "--tokens", "0"], capture_output=True, text=True
+    )
+    assert result.returncode == 2
+    assert "--tokens is 0; it must be at least 1" in result.stderr
+
+
+def test_the_readme_lists_each_variable_that_the_fork_reads() -> None:
+    variable = re.compile(r"FLASHINFER_SM12X_[A-Z_]+|FLASHINFER_CUDA_ARCH_LIST|MAX_JOBS")
+    names = set()
+    for file in OURS.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            value = getattr(node, "value", None)
+            if isinstance(node, ast.Constant) and isinstance(value, str) and variable.fullmatch(value):
+                names.add(value)
+    assert {"FLASHINFER_CUDA_ARCH_LIST", "MAX_JOBS", "FLASHINFER_SM12X_MOE"} <= names
+    readme = (REPO / "README.md").read_text(encoding="utf-8")
+    assert [name for name in sorted(names) if f"| `{name}` |" not in readme] == []
+
+
+@pytest.mark.parametrize("page", ["docs/layering.md", "docs/troubleshooting.md"])
+def test_links_between_pages_lead_somewhere(page: str) -> None:
+    text = (REPO / page).read_text(encoding="utf-8")
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        file, _, anchor = target.partition("#")
+        if file.startswith("http"):
+            continue
+        linked = (REPO / page).parent / file if file else REPO / page
+        if not linked.exists():
+            broken.append(target)
+        elif anchor:
+            headings = re.findall(r"^#+ (.*)$", linked.read_text(encoding="utf-8"), re.MULTILINE)
+            slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+            if anchor not in slugs:
+                broken.append(target)
+    assert broken == []
