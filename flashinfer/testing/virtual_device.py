@@ -23,7 +23,7 @@ An operator that has compiled kernels asks :func:`active` when its tensors are o
         workspace = device.empty(size)
         device.call(module.sm12x_moe_run, output, ..., writes=(output, workspace))
 
-The emulator itself (``emulator/``) knows nothing of this package.
+``virtual_operators`` does that for the MoE layer and the grouped GEMM. The emulator itself (``emulator/``) knows nothing of this package.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ _EMBED_PTX = "FLASHINFER_SM12X_EMBED_PTX"
 
 _lock = threading.RLock()
 _stack: list[VirtualDevice] = []
+_modules: dict[Any, Any] = {}  # they stay loaded: their PTX is parsed once per process
 
 
 class VirtualDeviceError(RuntimeError):
@@ -109,7 +110,6 @@ class VirtualDevice:
         self._runtime.reset()
         self._runtime.take_launches()
         self._runtime.take_message()
-        self._modules: dict[Any, Any] = {}
         self._owned: set[int] = set()
         self._failure = ""
 
@@ -119,11 +119,11 @@ class VirtualDevice:
         Raises:
             What building raises.
         """
-        key = (generate, arguments)
-        if key not in self._modules:
+        key = (self.architecture, generate, arguments)
+        if key not in _modules:
             with self._compiling():
-                self._modules[key] = generate(*arguments).build_and_load()
-        return self._modules[key]
+                _modules[key] = generate(*arguments).build_and_load()
+        return _modules[key]
 
     def empty(self, size: int) -> torch.Tensor:
         """``size`` bytes (uint8) of the device's own memory, watched: reading a byte that nothing wrote is reported.
@@ -216,7 +216,6 @@ class VirtualDevice:
     def close(self) -> None:
         """Free what :meth:`empty` gave and forget a fault."""
         self._owned.clear()
-        self._modules.clear()
         self._runtime.reset()
 
 

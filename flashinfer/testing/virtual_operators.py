@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The SM12x family's operators on a virtual device: the arguments that a GPU's launch would get, launched there.
+
+Their callers have validated everything already and hold CPU tensors::
+
+    device = virtual_device.active()
+    if device is not None:
+        virtual_operators.run_moe(device, problem, arguments, swizzled_input_sf, profile_ids, enable_pdl)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .virtual_device import VirtualDevice
+
+
+def run_moe(
+    device: VirtualDevice,
+    problem: Any,
+    arguments: tuple[Any, ...],
+    swizzled_input_sf: bool,
+    profile_ids: Sequence[int] | None = None,
+    enable_pdl: bool = True,
+) -> None:
+    """One MoE layer.
+
+    Args:
+        device: Where it runs.
+        problem: Sizes (``fused_moe.sm12x_validation.MoEProblem``).
+        arguments: Those of ``sm12x_moe_run`` before the workspace, ``output`` first; CPU tensors.
+        swizzled_input_sf: As in ``cutlass_fused_moe``.
+        profile_ids: Tactics of the two GEMMs, -1 for the planner's; checked.
+        enable_pdl: Launch programmatic dependents.
+
+    Raises:
+        VirtualDeviceError: a launch was refused, failed, or a watcher reported.
+    """
+    from flashinfer.fused_moe.sm12x_planner import plan_moe
+    from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm120_module
+
+    sizes = (problem.num_tokens, problem.top_k, problem.num_local_experts, problem.hidden, problem.inter)
+    planned = plan_moe(*sizes, int(problem.mode), device.sm_count)
+    forced = profile_ids or (-1, -1)
+    tactics = [int(own if given == -1 else given) for own, given in zip(planned, forced, strict=True)]
+    module = device.module(gen_cutlass_fused_moe_sm120_module)
+    for tactic in tactics:
+        _register_instance(device, module, tactic)
+    size = device.call(
+        module.sm12x_moe_workspace_size,
+        problem.num_tokens,
+        problem.hidden,
+        problem.inter,
+        problem.num_local_experts,
+        problem.top_k,
+        int(problem.mode),
+    )
+    workspace = device.empty(max(1, int(size)))
+    device.call(
+        module.sm12x_moe_run,
+        *arguments,
+        workspace,
+        int(problem.mode),
+        swizzled_input_sf,
+        problem.first_expert,
+        problem.num_experts_total,
+        *tactics,
+        enable_pdl,
+        writes=(arguments[0], workspace),
+    )
+
+
+def _register_instance(device: VirtualDevice, module: Any, tactic: int) -> None:
+    """Make a tactic outside the default set runnable: its module is built and handed to the main one."""
+    from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm120_instance_module
+    from flashinfer.jit.sm12x.instances import INSTANCES
+
+    if not INSTANCES[tactic].default:
+        instance = device.module(gen_cutlass_fused_moe_sm120_instance_module, tactic)
+        module.sm12x_register_instance(tactic, instance.sm12x_instance_address())
+
+
+def run_group_gemm(
+    device: VirtualDevice,
+    problem: Any,
+    out: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    m_indptr: torch.Tensor,
+    tactic: int | None = None,
+    enable_pdl: bool = True,
+) -> None:
+    """One grouped GEMM of MXFP8 rows and MXFP4 weights.
+
+    Args:
+        device: Where it runs.
+        problem: Sizes (``gemm.sm12x_group_gemm.GroupGemmProblem``).
+        out, a, b, a_scale, b_scale, m_indptr: CPU tensors, as in ``group_gemm_mxfp4_nt_groupwise``; ``out`` is written.
+        tactic: An instance of the table; the planner's when omitted.
+        enable_pdl: Launch programmatic dependents.
+
+    Raises:
+        VirtualDeviceError: a launch was refused, failed, or a watcher reported.
+    """
+    from flashinfer.fused_moe.sm12x_planner import plan_group_gemm
+    from flashinfer.jit.sm12x.modules import gen_group_gemm_module
+
+    if tactic is None:
+        sizes = (problem.cum_m, problem.num_groups, problem.n, problem.k)
+        tactic = int(plan_group_gemm(*sizes, device.sm_count))
+    module = device.module(gen_group_gemm_module)
+    size = device.call(module.sm12x_group_gemm_workspace_size, problem.cum_m, problem.n, problem.k, problem.num_groups)
+    workspace = device.empty(max(1, int(size)))
+    device.call(
+        module.sm12x_group_gemm_run,
+        out,
+        a,
+        a_scale,
+        b,
+        b_scale,
+        m_indptr,
+        workspace,
+        tactic,
+        enable_pdl,
+        writes=(out, workspace),
+    )
