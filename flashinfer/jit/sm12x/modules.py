@@ -31,10 +31,8 @@ FUSED_MOE = "fused_moe_120"
 GROUP_GEMM = "gemm_mxfp4_sm12x"
 
 _MOE_TEMPLATE = "fused_moe/cutlass_backend/sm12x_moe_instance.cu.jinja"
-_MOE_SOURCES = (
-    "fused_moe/cutlass_backend/flashinfer_sm12x_fused_moe_binding.cu",
-    "nv_internal/tensorrt_llm/kernels/cutlass_kernels/moe_gemm/launchers/moe_gemm_sm120_mixed_input_launcher.cu",
-)
+_LAUNCHER = "nv_internal/tensorrt_llm/kernels/cutlass_kernels/moe_gemm/launchers/moe_gemm_sm120_mixed_input_launcher.cu"
+_MOE_BINDING = "fused_moe/cutlass_backend/flashinfer_sm12x_fused_moe_binding.cu"
 _INSTANCE_BINDING = "fused_moe/cutlass_backend/flashinfer_sm12x_instance_binding.cu"
 _GEMM_TEMPLATE = "gemm/sm12x_group_gemm_instance.cu.jinja"
 _GEMM_BINDING = "group_gemm_mxfp4_sm12x_binding.cu"
@@ -50,8 +48,7 @@ def gen_fused_moe_module() -> JitSpecSm12x:
         RuntimeError: no architecture of the family is to be compiled for; the message says what to set.
     """
     instances = [instance for instance in INSTANCES if instance.default]
-    sources = [_csrc() / source for source in _MOE_SOURCES]
-    return _spec(FUSED_MOE, sources, _MOE_TEMPLATE, instances)
+    return _spec(FUSED_MOE, [_csrc() / _MOE_BINDING, _csrc() / _LAUNCHER], _MOE_TEMPLATE, instances)
 
 
 def gen_fused_moe_instance_module(instance: Instance) -> JitSpecSm12x:
@@ -74,7 +71,7 @@ def gen_group_gemm_module() -> JitSpecSm12x:
     Raises:
         RuntimeError: as :func:`gen_fused_moe_module`.
     """
-    return _spec(GROUP_GEMM, [_csrc() / _GEMM_BINDING], _GEMM_TEMPLATE, GEMM_INSTANCES)
+    return _spec(GROUP_GEMM, [_csrc() / _GEMM_BINDING, _csrc() / _LAUNCHER], _GEMM_TEMPLATE, GEMM_INSTANCES)
 
 
 def target_architectures() -> tuple[tuple[int, str], ...]:

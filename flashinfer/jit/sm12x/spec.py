@@ -109,7 +109,8 @@ class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
         # cudaGetDriverEntryPoint, so that the module loads on a machine without one.
         runtime = toolkit.find_library("cudart")
         extra = [*cpp_ext.parse_env_flags("FLASHINFER_EXTRA_LDFLAGS"), *(self.extra_ldflags or [])]
-        return ("-shared", str(runtime), f"-Wl,-rpath,{runtime.parent}", *extra)
+        # -z now: a name that nobody defines fails the load, rather than the process at the first call.
+        return ("-shared", str(runtime), f"-Wl,-rpath,{runtime.parent}", "-Wl,-z,now", *extra)
 
     def try_load(self) -> Any:
         """The module from an installed wheel, or from the cache if it is fresh; else None."""
