@@ -228,7 +228,7 @@ def check_within_bound(actual: torch.Tensor, reference: torch.Tensor, bound: tor
     high = (reference + bound).float().to(actual.dtype)
     inside = (actual >= low) & (actual <= high)
     good = torch.where(wanted_nan, torch.isnan(actual), inside) | free
-    judged = ~(free | wanted_nan)
+    judged = ~(free | wanted_nan) & torch.isfinite(actual)
     distance = (actual.double() - reference).abs()
     half_ulp = torch.finfo(actual.dtype).eps / 2 * reference.abs()
     room = bound + half_ulp + torch.finfo(actual.dtype).smallest_normal

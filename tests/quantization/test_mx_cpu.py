@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MXFP4 and MXFP8 on CPU tensors equal the float64 reference bit for bit."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from flashinfer.tllm_enums import SfLayout
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import flashinfer
+from flashinfer.quantization import (
+    block_scale_interleave,
+    mxfp4_dequantize,
+    mxfp4_quantize,
+    mxfp8_quantize,
+)
+from flashinfer.quantization.mx_cpu import dequantize_mxfp4_linear, dequantize_mxfp8_linear
+from flashinfer.testing import (
+    dequantize_mxfp4,
+    dequantize_mxfp8,
+    quantize_mxfp4,
+    quantize_mxfp8,
+    swizzle_scales,
+)
+
+LINEAR = SfLayout.layout_linear
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _every_value(dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """All 65,536 values of a 16-bit dtype, NaN and infinity included, shuffled into blocks eight times."""
+    values = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype)
+    generator = torch.Generator().manual_seed(seed)
+    return torch.stack([values[torch.randperm(65536, generator=generator)] for _ in range(8)]).view(-1, 64)
+
+
+def _wide_range(dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Gaussian blocks over the exponents of ``dtype``, with zero blocks and exact powers of two among them."""
+    generator = torch.Generator().manual_seed(seed)
+    low, high = (-20, 12) if dtype is torch.float16 else (-145, 118)
+    scale = torch.exp2(torch.randint(low, high, (4000, 1), generator=generator).double())
+    values = torch.randn(4000, 96, generator=generator, dtype=torch.float64) * scale
+    values[::7, 32:64] = 0.0
+    values[3::11] = 1.75 * scale[3::11]
+    return values.to(dtype)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8)
+
+
+@pytest.mark.parametrize("make", [_every_value, _wide_range])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_quantizers_equal_the_reference_bitwise(make, dtype: torch.dtype) -> None:
+    values = make(torch.bfloat16, 0).to(dtype) if dtype is torch.float32 and make is _every_value else make(dtype, 0)
+    rows, k = values.shape
+    quantized, scales = mxfp8_quantize(values, is_sf_swizzled_layout=False)
+    expected, expected_scales = quantize_mxfp8(values)
+    assert torch.equal(scales.view(rows, k // 32), expected_scales)
+    assert torch.equal(_bits(quantized), _bits(expected))
+    packed, scales = mxfp4_quantize(values, sfLayout=LINEAR)
+    expected, expected_scales = quantize_mxfp4(values)
+    assert torch.equal(scales, expected_scales)
+    assert torch.equal(packed, expected)
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.lists(st.floats(width=32, allow_nan=True, allow_infinity=True, allow_subnormal=True), min_size=32, max_size=32)
+)
+def test_any_float32_block_equals_the_reference(block: list[float]) -> None:
+    values = torch.tensor([block], dtype=torch.float32)
+    quantized, scales = mxfp8_quantize(values, is_sf_swizzled_layout=False)
+    expected, expected_scales = quantize_mxfp8(values)
+    assert torch.equal(scales, expected_scales.flatten())
+    assert torch.equal(_bits(quantized), _bits(expected))
+    packed, scales = mxfp4_quantize(values, sfLayout=LINEAR)
+    expected, expected_scales = quantize_mxfp4(values)
+    assert torch.equal(scales, expected_scales)
+    assert torch.equal(packed, expected)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 127, 130])
+@pytest.mark.parametrize("k", [32, 160, 256])
+def test_swizzled_scales_are_the_linear_ones_rearranged(rows: int, k: int) -> None:
+    values = torch.randn(rows, k, generator=torch.Generator().manual_seed(1)).bfloat16()
+    _, linear = mxfp8_quantize(values, is_sf_swizzled_layout=False)
+    _, swizzled = mxfp8_quantize(values)
+    assert torch.equal(swizzled, swizzle_scales(linear.view(rows, k // 32)).flatten())
+    _, linear = mxfp4_quantize(values, sfLayout=LINEAR)
+    _, swizzled = mxfp4_quantize(values)
+    assert torch.equal(swizzled, swizzle_scales(linear))
+    assert swizzled.shape[1] == -(-k // 128) * 4
+
+
+def test_alignment_pads_with_zeros() -> None:
+    values = torch.randn(3, 96, generator=torch.Generator().manual_seed(2)).half()
+    padded, scales = mxfp8_quantize(values, False, alignment=128)
+    plain, plain_scales = mxfp8_quantize(values, False)
+    assert padded.shape == (3, 128)
+    assert torch.equal(_bits(padded[:, :96]), _bits(plain))
+    assert (padded[:, 96:].float() == 0).all()
+    assert torch.equal(scales.view(3, 4)[:, :3].flatten(), plain_scales)
+    assert (scales.view(3, 4)[:, 3] == 0).all()
+
+
+def test_leading_dimensions_are_rows() -> None:
+    values = torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(3)).bfloat16()
+    quantized, scales = mxfp8_quantize(values)
+    flat, flat_scales = mxfp8_quantize(values.view(6, 64))
+    assert quantized.shape == values.shape
+    assert torch.equal(_bits(quantized).view(6, 64), _bits(flat))
+    assert torch.equal(scales, flat_scales)
+
+
+@pytest.mark.parametrize("layout", [SfLayout.layout_128x4, LINEAR])
+def test_mxfp4_dequantize_equals_the_reference(layout: SfLayout) -> None:
+    generator = torch.Generator().manual_seed(4)
+    packed = torch.randint(0, 256, (200, 80), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(0, 252, (200, 5), dtype=torch.uint8, generator=generator)
+    scales[3, 2] = 255
+    arranged = swizzle_scales(scales) if layout is SfLayout.layout_128x4 else scales
+    values = mxfp4_dequantize(packed, arranged, layout)
+    expected = dequantize_mxfp4(packed, scales)
+    assert values.dtype == torch.float32
+    assert torch.equal(values.double().nan_to_num(nan=12345.0), expected.nan_to_num(nan=12345.0))
+    assert torch.isnan(values).nonzero().tolist() == [[3, column] for column in range(64, 96)]
+
+
+def test_dequantizers_hold_the_largest_scales() -> None:
+    packed = torch.full((1, 16), 0x11, dtype=torch.uint8)  # all 0.5
+    scales = torch.tensor([[254]], dtype=torch.uint8)
+    assert (dequantize_mxfp4_linear(packed, scales) == 2.0**126).all()
+    values = torch.full((1, 32), 0.5).to(torch.float8_e5m2)
+    assert torch.equal(dequantize_mxfp8_linear(values, scales).double(), dequantize_mxfp8(values, scales))
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (2, 129, 3)])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16])
+def test_block_scale_interleave(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    linear = torch.randint(0, 255, shape, generator=torch.Generator().manual_seed(5)).to(dtype)
+    swizzled = block_scale_interleave(linear)
+    if dtype is torch.uint8:
+        assert torch.equal(swizzled, swizzle_scales(linear).flatten())
+    out = torch.empty_like(swizzled)
+    assert block_scale_interleave(linear, out=out) is out
+    assert torch.equal(out, swizzled)
+    assert flashinfer.nvfp4_block_scale_interleave is flashinfer.block_scale_interleave
+    with pytest.raises(ValueError, match="out is"):
+        block_scale_interleave(linear, out=out[:-1])
+
+
+def test_old_module_names_hold_the_same_functions() -> None:
+    import flashinfer.fp4_quantization
+    import flashinfer.fp8_quantization
+
+    assert flashinfer.fp4_quantization.mxfp4_quantize is mxfp4_quantize is flashinfer.mxfp4_quantize
+    assert flashinfer.fp8_quantization.mxfp8_quantize is mxfp8_quantize is flashinfer.mxfp8_quantize
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: mxfp8_quantize(torch.zeros(2, 48)), r"input is torch.float32 \(2, 48\).*multiple of 32"),
+        (lambda: mxfp8_quantize(torch.zeros(2, 64, dtype=torch.int32)), "input is torch.int32"),
+        (lambda: mxfp8_quantize(torch.zeros(2, 64), alignment=48), "alignment is 48"),
+        (
+            lambda: mxfp8_quantize(torch.zeros(2, 64), sf_swizzle_layout=SfLayout.layout_8x4),
+            "layout_8x4 exists on CUDA only",
+        ),
+        (lambda: mxfp4_quantize(torch.zeros(2, 33)), r"a is torch.float32 \(2, 33\)"),
+        (lambda: mxfp4_quantize(torch.zeros(2, 64), sfLayout=SfLayout.layout_8x4), "layout_8x4"),
+        (
+            lambda: mxfp4_dequantize(torch.zeros(2, 16, dtype=torch.uint8), torch.zeros(3, dtype=torch.uint8)),
+            "a_sf holds 3 bytes; layout_128x4 scales of a 2 x 32 matrix have 512",
+        ),
+        (lambda: mxfp4_dequantize(torch.zeros(2, 17, dtype=torch.uint8), torch.zeros(512)), "a_fp4 is torch.uint8"),
+        (lambda: block_scale_interleave(torch.zeros(4, 4)), "unswizzled_sf is torch.float32"),
+    ],
+)
+def test_bad_input_is_named(call, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_nan_marks_its_element_or_block_only() -> None:
+    values = torch.ones(2, 64)
+    values[1, 40] = math.nan
+    quantized, scales = mxfp8_quantize(values, False)
+    assert torch.isnan(quantized.float()).nonzero().tolist() == [[1, 40]]
+    assert (scales == 119).all()
+    _, scales = mxfp4_quantize(values, sfLayout=LINEAR)
+    assert scales.tolist() == [[125, 125], [125, 255]]

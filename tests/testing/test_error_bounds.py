@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bounds hold for float32 in any order, and are tight enough that planted faults leave them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import flashinfer
+from flashinfer.testing import (
+    ANY_ORDER,
+    TENSOR_CORE,
+    BoundViolation,
+    MoECase,
+    MoEInputs,
+    check_within_bound,
+    make_moe_inputs,
+    moe_reference,
+)
+from flashinfer.testing.error_bounds import (
+    FLOAT32_ROUNDOFF,
+    dot_error,
+    granularity,
+    requantize_mxfp8,
+    round_to_bfloat16,
+    swiglu,
+)
+from flashinfer.testing.mxfp_formats import decode_scales, quantize_mxfp8
+
+
+def _rng(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def _truncate(values: torch.Tensor) -> torch.Tensor:
+    """float64 to float32 towards zero, as an adder that drops bits does."""
+    rounded = values.float()
+    too_far = rounded.double().abs() > values.abs()
+    return torch.where(too_far, torch.nextafter(rounded, torch.zeros(())), rounded)
+
+
+@pytest.mark.parametrize("order", ["forward", "backward", "sorted", "mma"])
+def test_dot_error_covers_float32_sums_in_every_order(order: str) -> None:
+    generator = _rng(4)
+    k, depth = 512, TENSOR_CORE.mma_depth
+    assert depth is not None
+    x = torch.randn(16, k, generator=generator).bfloat16().double()
+    w = torch.randn(24, k, generator=generator).bfloat16().double()
+    terms = x[:, None, :] * w
+    total = torch.zeros(16, 24, dtype=torch.float32)
+    if order == "mma":  # blocks of the MMA's depth at once, truncated
+        accumulation = TENSOR_CORE
+        for start in range(0, k, depth):
+            total = _truncate(total.double() + terms[..., start : start + depth].sum(-1))
+    else:
+        accumulation = ANY_ORDER
+        if order == "backward":
+            terms = terms.flip(-1)
+        elif order == "sorted":  # all positive terms first: the largest partial sums
+            terms = terms.sort(dim=-1, descending=True).values
+        for index in range(k):
+            total = total + terms[..., index].float()
+    error = (total.double() - x @ w.T).abs()
+    bound = dot_error(x, w.abs(), torch.zeros(24, dtype=torch.float64), accumulation)
+    assert (error <= bound).all()
+    assert error.max() > 0
+
+
+def test_lattice_sums_are_exact() -> None:
+    generator = _rng(5)
+    x = torch.randint(-3, 4, (8, 640), generator=generator).double()
+    w = torch.randint(-12, 13, (8, 640), generator=generator).double() / 2
+    bound = dot_error(x, w.abs(), torch.full((8,), 0.5, dtype=torch.float64), ANY_ORDER)
+    assert (bound == 0).all()
+    assert torch.equal((x.float() @ w.float().T).double(), x @ w.T)
+    assert (dot_error(x * (1 + 2.0**-20), w.abs(), torch.full((8,), 0.5, dtype=torch.float64), ANY_ORDER) > 0).all()
+
+
+def test_granularity() -> None:
+    rows = torch.tensor([[0.0, 6.0], [0.75, -2.0], [0.0, 0.0], [1.0, math.nan], [2.0**-140, 1.0]], dtype=torch.float64)
+    assert granularity(rows).tolist() == [2.0, 0.25, math.inf, 0.0, 2.0**-140]
+
+
+@pytest.mark.parametrize("alpha", [1.0, 1.702, -1.3])
+def test_swiglu_error_covers_perturbed_float32(alpha: float) -> None:
+    generator = _rng(6)
+    up, gate = 6 * torch.randn(2, 400, 64, generator=generator, dtype=torch.float64)
+    size = 2.0 ** torch.randint(-24, -6, (2, 400, 64), generator=generator)
+    push = torch.rand(2, 400, 64, generator=generator, dtype=torch.float64).mul(2).sub(1).sign()
+    value, error = swiglu(up, gate, size[0].double(), size[1].double(), alpha, 1.0, 7.0)
+    u, g = (up + push[0] * size[0]).float(), (gate + push[1] * size[1]).float()
+    # One rounding of the inputs to float32, which callers hold within their own error.
+    value, error = swiglu(up, gate, size[0] + up.abs() * 2**-24, size[1] + gate.abs() * 2**-24, alpha, 1.0, 7.0)
+    g, u = g.clamp(max=7.0), u.clamp(-7.0, 7.0)
+    computed = g * torch.sigmoid(alpha * g) * (u + 1.0)
+    difference = (computed.double() - value).abs()
+    assert (difference <= error).all()
+    assert (difference / error).max() > 0.3, "a bound that is never approached is no test"
+
+
+def test_swiglu_error_vanishes_beyond_the_limit() -> None:
+    ten, delta = torch.tensor([10.0], dtype=torch.float64), torch.tensor([1.0], dtype=torch.float64)
+    _, error = swiglu(ten, ten, delta, delta, 1.0, 0.0, 7.0)
+    assert float(error) < 1e-3
+
+
+@pytest.mark.parametrize("relative", [2.0**-20, 2.0**-10, 2.0**-4])
+def test_requantization_interval_holds_every_outcome(relative: float) -> None:
+    generator = _rng(7)
+    values = torch.randn(300, 64, generator=generator, dtype=torch.float64)
+    values[:20] = 448 * 2.0 ** torch.randint(-5, 5, (20, 1), generator=generator)  # scale steps
+    error = values.abs() * relative
+    reference, radius = requantize_mxfp8(values, error)
+    exact, scales = quantize_mxfp8(values)
+    assert torch.equal(reference, exact.double() * decode_scales(scales).repeat_interleave(32, dim=-1))
+    for _ in range(40):
+        push = torch.rand(values.shape, generator=generator, dtype=torch.float64) * 2 - 1
+        if _ % 2:
+            push = push.sign()
+        quantized, scales = quantize_mxfp8(values + push * error)
+        outcome = quantized.double() * decode_scales(scales).repeat_interleave(32, dim=-1)
+        assert ((outcome - reference).abs() <= radius).all()
+    if relative < 2.0**-19:
+        assert (radius[20:] == 0).double().mean() > 0.99, "nearly all elements cannot flip"
+
+
+def test_bfloat16_interval_holds_every_outcome() -> None:
+    generator = _rng(8)
+    values = torch.randn(4000, generator=generator, dtype=torch.float64)
+    error = values.abs() * 2.0**-12
+    reference, radius = round_to_bfloat16(values, error)
+    for push in (-1.0, 1.0, 0.3):
+        assert (((values + push * error).bfloat16().double() - reference).abs() <= radius).all()
+    assert (radius == 0).double().mean() > 0.8
+
+
+def test_check_within_bound_compares_rounded_ends() -> None:
+    reference = torch.tensor([1.0, 2.0, math.nan, 70000.0, 5.0], dtype=torch.float64)
+    bound = torch.tensor([0.0, 0.01, 1.0, 10.0, math.inf], dtype=torch.float64)
+    good = torch.tensor([1.0, 2.008, math.nan, math.inf, math.nan]).half()
+    assert check_within_bound(good, reference, bound) <= 1.01
+    for position, wrong in ((0, 1.001), (1, 2.02), (2, 0.0), (3, 60000.0)):
+        bad = good.clone()
+        bad[position] = wrong
+        with pytest.raises(BoundViolation, match=rf"1 of 5 elements outside their bound; worst at \({position},\)"):
+            check_within_bound(bad, reference, bound)
+    with pytest.raises(BoundViolation, match="shape"):
+        check_within_bound(good[:2], reference, bound)
+
+
+# Planted faults: each is a mistake that a kernel can make.  Lattice data makes FC1 exact, so that one wrong block shows.
+def _lattice_inputs(mode: int) -> MoEInputs:
+    case = MoECase(24, 352, 416, 4, 2, mode, data="lattice", output_dtype=torch.float16)
+    return make_moe_inputs(case, 9)
+
+
+def _wrong_weight_block(inputs: MoEInputs) -> None:
+    inputs.fc1_weights[1, 77, 16:32] ^= 0x88  # one 32-block of one row, signs flipped
+
+
+def _wrong_fc2_block(inputs: MoEInputs) -> None:
+    inputs.fc2_weights[2, 200, 48:64] = inputs.fc2_weights[2, 200, 64:80]
+
+
+def _wrong_fc1_scale(inputs: MoEInputs) -> None:
+    inputs.fc1_scales.view(4, -1)[1, 700] += 1
+
+
+def _wrong_fc2_scale(inputs: MoEInputs) -> None:
+    inputs.fc2_scales.view(4, -1)[3, 1030] += 1
+
+
+def _swapped_nibbles(inputs: MoEInputs) -> None:
+    byte = inputs.fc2_weights[0, 5, 3].item()
+    inputs.fc2_weights[0, 5, 3] = (byte >> 4) | (byte & 15) << 4 if byte >> 4 != byte & 15 else byte ^ 0x31
+
+
+def _wrong_tile(inputs: MoEInputs) -> None:
+    inputs.fc2_weights[:, 128:256] = inputs.fc2_weights[:, 0:128]
+
+
+def _wrong_bias(inputs: MoEInputs) -> None:
+    assert inputs.fc2_bias is not None
+    inputs.fc2_bias[2, 17] += 0.25
+
+
+def _wrong_expert(inputs: MoEInputs) -> None:
+    inputs.token_selected_experts[3, 0] = 6 - inputs.token_selected_experts[3].sum()
+
+
+def _swapped_gate_and_up(inputs: MoEInputs) -> None:
+    inputs.fc1_weights = inputs.fc1_weights.roll(416, dims=1).contiguous()
+
+
+FAULTS: list[Callable[[MoEInputs], None]] = [
+    _wrong_weight_block,
+    _wrong_fc2_block,
+    _wrong_fc1_scale,
+    _wrong_fc2_scale,
+    _swapped_nibbles,
+    _wrong_tile,
+    _wrong_bias,
+    _wrong_expert,
+    _swapped_gate_and_up,
+]
+
+
+def _copy(inputs: MoEInputs) -> MoEInputs:
+    fields = {field.name: getattr(inputs, field.name) for field in dataclasses.fields(inputs)}
+    return MoEInputs(**{k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in fields.items()})
+
+
+@pytest.mark.parametrize("mode", [0, 1, 2])
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__.strip("_"))
+def test_planted_fault_leaves_the_bound(fault: Callable[[MoEInputs], None], mode: int) -> None:
+    inputs = _lattice_inputs(mode)
+    reference, bound = moe_reference(inputs)
+    check_within_bound(flashinfer.cutlass_fused_moe(**inputs.arguments()), reference, bound)
+    faulty = _copy(inputs)
+    fault(faulty)
+    with pytest.raises(BoundViolation):
+        check_within_bound(flashinfer.cutlass_fused_moe(**faulty.arguments()), reference, bound)
+
+
+@pytest.mark.parametrize("mode", [0, 2])
+def test_wrong_tile_of_ordinary_data_leaves_the_bound(mode: int) -> None:
+    inputs = make_moe_inputs(MoECase(8, 736, 736, 4, 2, mode), 10)
+    reference, bound = moe_reference(inputs)
+    faulty = _copy(inputs)
+    _wrong_tile(faulty)
+    with pytest.raises(BoundViolation):
+        check_within_bound(flashinfer.cutlass_fused_moe(**faulty.arguments()), reference, bound)
+
+
+def test_bound_is_a_small_part_of_the_result() -> None:
+    """A regression guard for tightness: what a bound may be worth, relative to the outputs' size."""
+    for data, share in (("lattice", 2e-4), ("normal", 2e-2)):
+        case = MoECase(16, 736, 736, 4, 2, 0, data=data)  # type: ignore[arg-type]
+        reference, bound = moe_reference(make_moe_inputs(case, 11), TENSOR_CORE)
+        assert bound.mean() < share * reference.pow(2).mean().sqrt()
+
+
+def test_unit_roundoff_is_that_of_float32() -> None:
+    assert torch.finfo(torch.float32).eps / 2 == FLOAT32_ROUNDOFF
