@@ -34,7 +34,8 @@ def find_toolkit() -> Path | None:
     if nvcc := shutil.which("nvcc"):
         candidates.append(Path(nvcc).resolve().parents[1])
     candidates.append(Path(sysconfig.get_path("purelib")) / "nvidia" / "cu13")
-    return next((path for path in candidates if (path / "bin" / "nvcc").is_file()), None)
+    needed = ("bin/nvcc", "include/cuda_runtime.h")
+    return next((path for path in candidates if all((path / file).is_file() for file in needed)), None)
 
 
 @pytest.fixture(scope="session")
