@@ -51,8 +51,21 @@ def find_toolkit() -> toolchain.Toolkit:
 
 @functools.cache
 def get_cuda_path() -> str:
-    """The toolkit's root folder, as upstream's sources of this name return it."""
-    return str(find_toolkit().root)
+    """The toolkit's root folder; without a compiler, a folder named for it that has its headers at least.
+
+    Some of upstream's modules are compiled by NVRTC and need no more than those.
+
+    Raises:
+        ToolchainError: there is neither.
+    """
+    try:
+        return str(find_toolkit().root)
+    except toolchain.ToolchainError:
+        named = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), str(toolchain.DEFAULT_ROOT)]
+        for root in filter(None, named):
+            if (Path(root) / "include" / "cuda_runtime.h").is_file():
+                return root
+        raise
 
 
 @functools.cache

@@ -145,8 +145,8 @@ def test_no_architecture_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_architecture_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    _set_archs(monkeypatch, (10, "0a"), (8, "6"))
-    with pytest.raises(RuntimeError, match=r"modules are compiled for 8\.6, 10\.0a\. Set FLASHINFER_CUDA_ARCH_LIST"):
+    _set_archs(monkeypatch, (10, "0a"), (8, "9"))
+    with pytest.raises(RuntimeError, match=r"modules are compiled for 8\.9, 10\.0a\. Set FLASHINFER_CUDA_ARCH_LIST"):
         modules.gen_fused_moe_module()
 
 
@@ -175,6 +175,22 @@ def test_upstreams_ninja_file_links_against_this_toolkit(workspace: Path) -> Non
     link_dirs = [Path(word[2:]) for word in text.split() if word.startswith("-L/")]
     assert any((folder / "libcudart.so").exists() for folder in link_dirs)
     assert any((folder / "libcuda.so").exists() for folder in [*link_dirs, *(f / "stubs" for f in link_dirs)])
+
+
+def test_headers_without_a_compiler_are_a_cuda_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_found() -> None:
+        raise toolchain.ToolchainError("no CUDA compiler found")
+
+    monkeypatch.setattr(cpp_ext, "find_toolkit", none_found)
+    monkeypatch.setattr(toolchain, "DEFAULT_ROOT", tmp_path / "none")
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    path_of = cpp_ext.get_cuda_path.__wrapped__
+    with pytest.raises(toolchain.ToolchainError, match="no CUDA compiler found"):
+        path_of()
+    (tmp_path / "include").mkdir()
+    (tmp_path / "include" / "cuda_runtime.h").touch()
+    assert path_of() == str(tmp_path)
 
 
 @needs_nvcc

@@ -75,7 +75,9 @@ def gen_group_gemm_module() -> JitSpecSm12x:
 
 
 def target_architectures() -> tuple[tuple[int, str], ...]:
-    """Those of the architectures to compile for that the family has kernels for: 12.x, 9.0 and 8.9.
+    """Those of the architectures to compile for that the family has kernels for: 12.x and 9.0.
+
+    Older ones have neither bulk copies nor programmatic dependent launch.
 
     Raises:
         RuntimeError: there is none of them, or none at all is known; the message says what to set.
@@ -84,7 +86,7 @@ def target_architectures() -> tuple[tuple[int, str], ...]:
     if not context.TARGET_CUDA_ARCHS:
         context = core.refresh_current_compilation_context()
     known = sorted(context.TARGET_CUDA_ARCHS)
-    ours = tuple((major, minor) for major, minor in known if major == 12 or (major, minor) in ((9, "0a"), (8, "9")))
+    ours = tuple((major, minor) for major, minor in known if major == 12 or (major, minor) == (9, "0a"))
     if ours:
         return ours
     if not known:
@@ -94,7 +96,7 @@ def target_architectures() -> tuple[tuple[int, str], ...]:
         )
     names = ", ".join(f"{major}.{minor}" for major, minor in known)
     raise RuntimeError(
-        f"the SM12x kernels are for compute capability 12.0, 12.1, 9.0 and 8.9, but modules are compiled for {names}. "
+        f"the SM12x kernels are for compute capability 12.0, 12.1 and 9.0, but modules are compiled for {names}. "
         "Set FLASHINFER_CUDA_ARCH_LIST, e.g. 12.1a (DGX Spark) or 12.0a (RTX 50, RTX PRO Blackwell)"
     )
 
