@@ -129,11 +129,12 @@ def extend(namespace: dict[str, Any]) -> Any:
         namespace.update(__file__=before["__file__"], __name__=before["__name__"])
     if before.get("__doc__"):
         namespace["__doc__"] = before["__doc__"]
-    namespace["__upstream_file__"] = str(source)
 
-    added = {k: v for k, v in namespace.items() if before.get(k) is not v}
+    # What upstream's code binds, also where we had imported the very same object before.
+    added = {k: v for k, v in namespace.items() if before.get(k) is not v or k in code.co_names}
     _let_inspect_see_both(spec, source, added)
-    return SimpleNamespace(**{k: v for k, v in added.items() if not k.startswith("__")})
+    namespace["__upstream_file__"] = str(source)
+    return SimpleNamespace(**added)
 
 
 def _upstream_source(spec: ModuleSpec) -> Path:
@@ -201,6 +202,7 @@ def _let_inspect_see_both(spec: ModuleSpec, upstream: Path, added: dict[str, Any
     the class itself; it is moved by as much.
     """
     assert spec.origin is not None
+    linecache.cache.pop(spec.origin, None)  # after importlib.reload(): what an earlier call put there
     ours = linecache.getlines(spec.origin)
     head = [*ours, "\n", f"# ---- extends {upstream}\n"]
     lines = head + linecache.getlines(str(upstream))

@@ -177,19 +177,40 @@ def test_runpy(evaluate):
     assert out["imported"] == "flashinfer.plain"
 
 
-def test_reload(evaluate):
-    out = evaluate("""
-        import importlib, inspect
+def test_reload(run_python, tmp_path):
+    """Also after an edit: what a notebook with autoreload does."""
+    fork, wheel = write_fork(tmp_path / "fork", FORK_FILES), write_wheel(tmp_path / "wheel", WHEEL_FILES)
+    code = """if True:
+        import importlib, inspect, linecache, pathlib
         import flashinfer, flashinfer.ops.core as core
-        before = list(flashinfer.__path__)
-        importlib.reload(core)
-        importlib.reload(flashinfer)
-        out["path"] = flashinfer.__path__ == before
-        out["call"] = core.call()
-        out["source"] = inspect.getsource(core.Spec).startswith("class Spec")
-        out["ours"] = inspect.getsource(core.Mine).startswith("class Mine")
-    """)
-    assert out == {"path": True, "call": "our helper over upstream helper", "source": True, "ours": True}
+        path, length = list(flashinfer.__path__), len(linecache.getlines(core.__file__))
+        file = pathlib.Path(core.__file__)
+        file.write_text(file.read_text().replace("width = 1", "width = 1000"))
+        for _ in range(2):
+            importlib.reload(core)
+            importlib.reload(flashinfer)
+        print(flashinfer.__path__ == path, len(linecache.getlines(core.__file__)) == length)
+        print(core.call())
+        print(core.Mine.width, inspect.getsource(core.Mine).split()[-1], inspect.getsource(core.Spec).split()[1])
+    """
+    output = run_python("-B", "-c", code, path=[fork, wheel], bare=True).stdout.splitlines()
+    assert output == ["True True", "our helper over upstream helper", "1000 1000 Spec:"]
+
+
+def test_upstream_view_has_what_upstream_binds(run_python, tmp_path):
+    """Names that both import, dunder names, and the original of what we replace; nothing that only we bind."""
+    wheel_files = {**WHEEL_FILES, "plain.py": "import os\n__all__ = ['f']\ndef f(): return 1\n"}
+    fork_files = {
+        **FORK_FILES,
+        "plain.py": "import os, sys\nfrom flashinfer._layer import extend\n_upstream = extend(globals())\n"
+        "def f(): return 2\n__all__ = [*_upstream.__all__, 'g']\n",
+    }
+    path = [write_fork(tmp_path / "fork", fork_files), write_wheel(tmp_path / "wheel", wheel_files)]
+    code = (
+        "import flashinfer.plain as p, os; u = p._upstream; "
+        "print(u.os is os, hasattr(u, 'sys'), hasattr(u, 'extend'), u.f(), p.f(), p.__all__)"
+    )
+    assert run_python("-c", code, path=path, bare=True).stdout == "True False False 1 2 ['f', 'g']\n"
 
 
 def test_running_an_extending_file_as_a_script_is_refused(run_python, toy):
