@@ -380,7 +380,7 @@ def check_expert_ids(token_selected_experts: torch.Tensor, num_experts: int) -> 
 
 
 def check_workspace(workspace: Any, needed: int, device: torch.device, hint: str) -> None:
-    """Raise unless ``workspace`` is a 1-D byte tensor on ``device``, large enough and aligned.
+    """Raise unless ``workspace`` is a 1-D byte tensor on ``device``, large enough and, where kernels read it, aligned.
 
     ``hint`` says how its size is to be found.
     """
@@ -394,7 +394,7 @@ def check_workspace(workspace: Any, needed: int, device: torch.device, hint: str
         raise ValueError(f"workspace_buffer is on {workspace.device}; it must be on the input's device, {device}")
     if workspace.numel() < needed:
         raise ValueError(f"workspace_buffer holds {workspace.numel()} bytes; this call needs {needed} ({hint})")
-    if workspace.data_ptr() % WORKSPACE_ALIGNMENT:
+    if device.type != "cpu" and workspace.data_ptr() % WORKSPACE_ALIGNMENT:
         raise ValueError(
             f"workspace_buffer starts at address {workspace.data_ptr():#x}; it must be aligned to "
             f"{WORKSPACE_ALIGNMENT} bytes (torch.empty is)"

@@ -1,0 +1,346 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``cutlass_fused_moe`` with MXFP4 weights against the float64 reference, on the CPU and on a GPU.
+
+On a GPU every instance of the table that fits the mode is forced as well.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from moe_harness import (
+    accumulation_on,
+    check_case,
+    run,
+    same_bits,
+    workspace_bytes,
+)
+
+import flashinfer
+from flashinfer.fused_moe import sm12x_dispatch
+from flashinfer.fused_moe.sm12x_plan import allowed_tactics
+from flashinfer.fused_moe.sm12x_validation import Mode
+from flashinfer.jit.sm12x.instances import INSTANCES
+from flashinfer.testing import (
+    MoECase,
+    MoEInputs,
+    check_within_bound,
+    make_moe_inputs,
+    moe_reference,
+)
+
+MODES = (0, 1, 2)
+
+
+def _tactics(case: MoECase, device: torch.device) -> list[list[int] | None]:
+    if device.type == "cpu":
+        return [None]
+    local = case.num_experts // case.ep_size
+    fitting = [
+        tactic
+        for tactic in allowed_tactics(Mode(case.mode))
+        if INSTANCES[tactic].default and sm12x_dispatch.fits_device(tactic, local, device.index)
+    ]
+    return [None, *([tactic, tactic] for tactic in fitting)]
+
+
+def _check(case: MoECase, seed: int, device: torch.device) -> None:
+    check_case(case, seed, device, _tactics(case, device))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("data", ["normal", "lattice"])
+@pytest.mark.parametrize("num_tokens", [1, 7, 64, 130])
+def test_modes_and_token_counts(mode: int, data: str, num_tokens: int, device: torch.device) -> None:
+    case = MoECase(num_tokens, 288, 352, 8, 3, mode, data=data, output_dtype=torch.float16)  # type: ignore[arg-type]
+    _check(case, 100 + num_tokens, device)
+
+
+# 736 is gpt-oss over four ranks, 720, padded to a multiple of 32; 2880 and 2944 are gpt-oss and its vLLM padding.
+@pytest.mark.parametrize("inter", [736, 1440, 2880, 2944])
+@pytest.mark.parametrize("mode", MODES)
+def test_intermediate_sizes(inter: int, mode: int, device: torch.device) -> None:
+    _check(MoECase(9, 160, inter, 4, 2, mode, data="lattice"), inter, device)
+
+
+@pytest.mark.parametrize("hidden", [32, 64, 2880])
+@pytest.mark.parametrize("mode", MODES)
+def test_hidden_sizes(hidden: int, mode: int, device: torch.device) -> None:
+    _check(MoECase(6, hidden, 96, 4, 2, mode, data="lattice"), hidden, device)
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [(8, 8), (32, 4), (128, 4), (256, 1), (256, 6), (1, 1)])
+def test_expert_counts(experts: int, top_k: int, device: torch.device) -> None:
+    _check(MoECase(21, 96, 64, experts, top_k, 1), experts + top_k, device)
+
+
+@pytest.mark.parametrize("routing", ["one_expert", "few_experts"])
+@pytest.mark.parametrize("num_tokens", [5, 200])
+def test_uneven_routing(routing: str, num_tokens: int, device: torch.device) -> None:
+    _check(MoECase(num_tokens, 160, 96, 16, 2, 0, routing=routing), 7, device)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("ep_size", [2, 4])
+def test_expert_parallel_ranks_sum_to_the_whole(mode: int, ep_size: int, device: torch.device) -> None:
+    whole_case = MoECase(19, 160, 96, 8, 3, mode)
+    whole = make_moe_inputs(whole_case, 11, device)
+    accumulation = accumulation_on(device)
+    reference, bound = moe_reference(whole, accumulation)
+    total, total_bound = torch.zeros_like(reference), torch.zeros_like(reference)
+    local = 8 // ep_size
+    for rank in range(ep_size):
+        owned = slice(rank * local, (rank + 1) * local)
+        shard = dataclasses.replace(whole, ep_size=ep_size, ep_rank=rank)
+        for field in dataclasses.fields(shard):
+            value = getattr(shard, field.name)
+            if isinstance(value, torch.Tensor) and field.name.startswith(("fc1_", "fc2_", "swiglu_")):
+                setattr(shard, field.name, value[owned].clone())
+        output = run(shard, device, 0xFF, None)
+        part, part_bound = moe_reference(shard, accumulation)
+        check_within_bound(output, part, part_bound, f"rank {rank}")
+        total, total_bound = total + part, total_bound + part_bound
+    assert ((total - reference).abs() <= bound + total_bound).all()
+
+
+def test_tensor_parallel_shards_sum_to_the_whole(device: torch.device) -> None:
+    """Weights sharded along I, the caller sums: rank 0 alone has the FC2 bias, as vLLM does it."""
+    inter, tp_size = 192, 2
+    whole = make_moe_inputs(MoECase(9, 160, inter, 4, 2, 2, global_scales=False), 12, device)
+    from flashinfer.testing import swizzle_scales, unswizzle_scales
+
+    reference, bound = moe_reference(whole, accumulation_on(device))
+    parts = torch.zeros_like(reference)
+    slack = bound.clone()
+    part_inter = inter // tp_size
+    fc1_sf = unswizzle_scales(whole.fc1_scales, 2 * inter, 5)
+    fc2_sf = unswizzle_scales(whole.fc2_scales, 160, inter // 32)
+    for rank in range(tp_size):
+        rows = torch.arange(rank * part_inter, (rank + 1) * part_inter, device=device)
+        rows = torch.cat((rows, rows + inter))
+        columns = slice(rank * part_inter // 2, (rank + 1) * part_inter // 2)
+        blocks = slice(rank * part_inter // 32, (rank + 1) * part_inter // 32)
+        assert whole.fc1_bias is not None
+        shard = dataclasses.replace(
+            whole,
+            fc1_weights=whole.fc1_weights[:, rows].contiguous(),
+            fc1_scales=swizzle_scales(fc1_sf[:, rows]),
+            fc1_bias=whole.fc1_bias[:, rows].contiguous(),
+            fc2_weights=whole.fc2_weights[..., columns].contiguous(),
+            fc2_scales=swizzle_scales(fc2_sf[..., blocks].contiguous()),
+            fc2_bias=whole.fc2_bias if rank == 0 else None,
+            output_dtype=torch.float16,
+        )
+        output = flashinfer.cutlass_fused_moe(**shard.arguments(), tp_size=tp_size, tp_rank=rank)
+        part, part_bound = moe_reference(shard, accumulation_on(device))
+        check_within_bound(output, part, part_bound, f"rank {rank}")
+        parts, slack = parts + part, slack + part_bound
+    assert ((parts - reference).abs() <= slack).all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("output_dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bias_dtype", [None, torch.bfloat16, torch.float16])
+def test_output_and_bias_dtypes(
+    mode: int, output_dtype: torch.dtype, bias_dtype: torch.dtype | None, device: torch.device
+) -> None:
+    if bias_dtype is torch.float16 and output_dtype is torch.bfloat16:
+        pytest.skip("biases are bfloat16 or the output dtype; the other pair is refused, see test_moe_validation")
+    case = MoECase(
+        10,
+        96,
+        64,
+        4,
+        2,
+        mode,
+        output_dtype=output_dtype,
+        biases=bias_dtype is not None,
+        bias_dtype=bias_dtype or torch.bfloat16,
+    )
+    _check(case, 13, device)
+
+
+@pytest.mark.parametrize("swizzled", [True, False])
+@pytest.mark.parametrize("num_tokens", [1, 127, 128, 129])
+def test_input_scale_layouts(swizzled: bool, num_tokens: int, device: torch.device) -> None:
+    _check(MoECase(num_tokens, 160, 64, 4, 2, 0, swizzled_input_sf=swizzled), 14, device)
+
+
+@pytest.mark.parametrize("input_dtype", [torch.bfloat16, torch.float16])
+def test_inside_quantization_equals_quantizing_outside(input_dtype: torch.dtype, device: torch.device) -> None:
+    case = MoECase(33, 288, 96, 4, 2, 1, input_dtype=input_dtype)
+    inputs = make_moe_inputs(case, 15, device)
+    inside = run(inputs, device, 0xFF, None)
+    from flashinfer.testing import quantize_mxfp8, swizzle_scales
+
+    values, scales = quantize_mxfp8(inputs.input)
+    outside = dataclasses.replace(inputs, input=values, input_sf=swizzle_scales(scales).flatten())
+    reference, bound = moe_reference(outside, accumulation_on(device))
+    check_within_bound(inside, reference, bound)
+    if device.type == "cpu":
+        assert same_bits(inside, run(outside, device, 0x00, None))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_views_of_weights_and_scales_give_the_same_bits(mode: int, device: torch.device) -> None:
+    inputs = make_moe_inputs(MoECase(12, 288, 352, 4, 2, mode), 16, device)
+    expected = flashinfer.cutlass_fused_moe(**inputs.arguments())
+    arguments = inputs.arguments()
+    viewed = dict(arguments)
+    for name in ("fc1_expert_weights", "fc2_expert_weights"):
+        viewed[name] = arguments[name].view(torch.int64)
+    for view in (
+        lambda scales: scales.view(torch.int32),
+        lambda scales: scales.flatten(),
+    ):
+        viewed["quant_scales"] = [view(s) if s.ndim == 3 else s for s in arguments["quant_scales"]]
+        assert same_bits(flashinfer.cutlass_fused_moe(**viewed), expected)
+    if mode == 0:
+        for sf in (inputs.input_sf.view(128, -1), inputs.input_sf.view(128, -1).view(torch.int32)):  # type: ignore[union-attr]
+            assert same_bits(flashinfer.cutlass_fused_moe(**{**arguments, "input_sf": sf}), expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_absent_parameters_have_their_defaults(mode: int, device: torch.device) -> None:
+    case = MoECase(9, 96, 64, 4, 2, mode, biases=False, swiglu_parameters=False)
+    inputs = make_moe_inputs(case, 17, device)
+    expected = run(inputs, device, 0xFF, None)
+    explicit = dataclasses.replace(
+        inputs,
+        swiglu_alpha=torch.ones(4, device=device),
+        swiglu_beta=torch.zeros(4, device=device),
+        swiglu_limit=torch.full((4,), torch.inf, device=device),
+        fc1_bias=torch.zeros(4, 128, dtype=torch.bfloat16, device=device),
+        fc2_bias=torch.zeros(4, 96, dtype=torch.bfloat16, device=device),
+    )
+    assert torch.equal(run(explicit, device, 0xFF, None), expected)
+    without = dataclasses.replace(inputs, token_final_scales=None)
+    ones = dataclasses.replace(inputs, token_final_scales=torch.ones(9, 2, device=device))
+    assert same_bits(run(without, device, 0xFF, None), run(ones, device, 0xFF, None))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_tokens_give_an_empty_output(mode: int, device: torch.device) -> None:
+    inputs = make_moe_inputs(MoECase(0, 96, 64, 4, 2, mode), 18, device)
+    output = flashinfer.cutlass_fused_moe(**inputs.arguments())
+    assert output.shape == (0, 96)
+    assert output.dtype == torch.bfloat16
+    assert output.device == inputs.input.device
+
+
+def test_duplicate_expert_of_a_token_counts_twice(device: torch.device) -> None:
+    inputs = make_moe_inputs(MoECase(5, 96, 64, 4, 2, 1), 19, device)
+    inputs.token_selected_experts[2] = 3
+    reference, bound = moe_reference(inputs, accumulation_on(device))
+    check_within_bound(run(inputs, device, 0xFF, None), reference, bound)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
+def test_poisoned_token_stays_alone(mode: int, poison: float, device: torch.device) -> None:
+    inputs = make_moe_inputs(MoECase(20, 160, 96, 4, 2, mode), 20, device)
+    clean = run(inputs, device, 0xFF, None)
+    values = inputs.input.clone().float()
+    values[7, 33] = poison
+    if mode == 0 and poison != poison:
+        inputs.input = values.to(torch.float8_e4m3fn)
+    elif mode == 0:
+        pytest.skip("e4m3 has no infinity")
+    else:
+        inputs.input = values.to(inputs.input.dtype)
+    poisoned = run(inputs, device, 0xFF, None)
+    others = [token for token in range(20) if token != 7]
+    assert same_bits(poisoned[others], clean[others])
+    if poison != poison:
+        assert torch.isnan(poisoned[7]).all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_nan_scale_of_fc1_reaches_only_the_tokens_of_its_expert(mode: int, device: torch.device) -> None:
+    inputs = make_moe_inputs(MoECase(20, 160, 96, 4, 2, mode), 21, device)
+    clean = run(inputs, device, 0xFF, None)
+    inputs.fc1_scales.view(4, -1)[2, 0] = 255  # expert 2, row 0 (up), block 0
+    dirty = run(inputs, device, 0xFF, None)
+    affected = (inputs.token_selected_experts == 2).any(1)
+    assert affected.any()
+    assert (~affected).any()
+    assert torch.isnan(dirty[affected]).all()
+    assert same_bits(dirty[~affected], clean[~affected])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_nan_scale_of_fc2_reaches_only_its_output_column(mode: int, device: torch.device) -> None:
+    inputs = make_moe_inputs(MoECase(20, 160, 96, 4, 2, mode), 22, device)
+    clean = run(inputs, device, 0xFF, None)
+    inputs.fc2_scales.view(4, -1)[1, 5 * 16 + 2] = 255  # expert 1, output 5, block 2
+    dirty = run(inputs, device, 0xFF, None)
+    expected = torch.zeros(20, 160, dtype=torch.bool, device=device)
+    expected[:, 5] = (inputs.token_selected_experts == 1).any(1)
+    assert expected.any()
+    assert torch.equal(torch.isnan(dirty), expected)
+    assert same_bits(dirty[~expected], clean[~expected])
+
+
+def test_nan_input_scale_reaches_only_its_token(device: torch.device) -> None:
+    inputs = make_moe_inputs(MoECase(20, 160, 96, 4, 2, 0, swizzled_input_sf=False), 23, device)
+    clean = run(inputs, device, 0xFF, None)
+    assert inputs.input_sf is not None
+    inputs.input_sf[4, 1] = 255
+    dirty = run(inputs, device, 0xFF, None)
+    assert torch.isnan(dirty[4]).all()
+    others = [token for token in range(20) if token != 4]
+    assert same_bits(dirty[others], clean[others])
+
+
+def test_larger_workspace_and_int8_are_taken(device: torch.device) -> None:
+    inputs = make_moe_inputs(MoECase(20, 160, 96, 4, 2, 1), 24, device)
+    expected = flashinfer.cutlass_fused_moe(**inputs.arguments())
+    size = workspace_bytes(inputs, device) + 1000
+    for dtype in (torch.uint8, torch.int8):
+        workspace = torch.full((size,), -1 if dtype is torch.int8 else 255, dtype=dtype, device=device)
+        output = flashinfer.cutlass_fused_moe(**inputs.arguments(), workspace_buffer=workspace)
+        assert same_bits(output, expected)
+
+
+def test_workspace_for_the_most_tokens_serves_fewer(device: torch.device) -> None:
+    sizes = []
+    for tokens in (1, 8, 64, 65, 300, 4096):
+        inputs = make_moe_inputs(MoECase(tokens, 96, 64, 4, 2, 0), 25, device)
+        sizes.append(workspace_bytes(inputs, device))
+    assert sizes == sorted(sizes)
+
+
+@settings(
+    deadline=None,
+    max_examples=25,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(st.integers(0, 2**32))
+def test_random_layers(device: torch.device, seed: int) -> None:
+    """Sizes, routing, shards, layouts and dtypes drawn independently, as ``gpu_sweep --quick`` draws them."""
+    from gpu_sweep import random_case
+
+    case = random_case(random.Random(seed), quick=True)
+    _check(dataclasses.replace(case, num_tokens=case.num_tokens % 90 + 1), seed % 2**31, device)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_gpt_oss_120b_layer(mode: int, device: torch.device) -> None:
+    """The real sizes with two tokens; eight of the 128 experts are touched."""
+    case = MoECase(2, 2880, 2880, 128 if device.type == "cuda" else 16, 4, mode, data="lattice")
+    _check(case, 26, device)
+
+
+def test_inputs_are_not_written(device: torch.device) -> None:
+    inputs = make_moe_inputs(MoECase(20, 160, 96, 4, 2, 0), 27, device)
+    fields = [f.name for f in dataclasses.fields(MoEInputs)]
+    tensors = {name: v for name in fields if isinstance(v := getattr(inputs, name), torch.Tensor)}
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    run(inputs, device, 0xFF, None)
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor.view(torch.uint8), before[name].view(torch.uint8)), name
