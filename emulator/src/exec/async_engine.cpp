@@ -1,0 +1,245 @@
+// SPDX-License-Identifier: Apache-2.0
+// Copies that complete later: cp.async, bulk and tensor copies. They finish some scheduler rounds after they were
+// issued, in an order of their own, so a program that does not wait for them reads what was there before.
+#include <algorithm>
+
+#include "exec/machine.h"
+#include "tma/tma.h"
+
+namespace vsm::exec {
+namespace {
+
+// The ranges of shared memory that a copy reads (stores) or writes (loads).
+struct Piece {
+  uint64_t global;
+  uint32_t shared;
+  uint32_t bytes;
+  bool fill;
+};
+
+std::vector<Piece> pieces(Warp& w, const PendingCopy& c, tma::Descriptor* d) {
+  if (c.kind != PendingCopy::Kind::kTensor) return {{c.global, c.shared, c.bytes, false}};
+  if (!tma::decode(c.tensor, d)) w.fail(ReportKind::kBadDescriptor, *c.inst, c.lane, "the 128 bytes are not a tensor map");
+  std::vector<tma::Run> runs;
+  const std::string error = tma::tile_runs(*d, c.coords, c.shared, !c.to_shared, &runs);
+  if (!error.empty()) w.fail(ReportKind::kBadDescriptor, *c.inst, c.lane, error, "shared", c.shared);
+  std::vector<Piece> out;
+  for (const tma::Run& r : runs) {
+    if (r.kind != tma::Run::Kind::kSkip) out.push_back({r.global, r.shared, r.bytes, r.kind == tma::Run::Kind::kFill});
+  }
+  return out;
+}
+
+void check_shared(Warp& w, const PendingCopy& c, uint32_t address, uint32_t bytes) {
+  const Block& b = *w.block;
+  if (address < b.launch->limits->shared_reserved || address > b.shared.size || bytes > b.shared.size - address) {
+    w.fail(ReportKind::kOutOfBounds, *c.inst, c.lane, "the copy of " + std::to_string(bytes) + " bytes leaves the block's shared memory", "shared", address);
+  }
+  for (uint32_t i = 0; i < bytes; ++i) {
+    if (b.shared.shadow[address + i] & SharedMemory::kMBarrier) {
+      w.fail(ReportKind::kBarrierMisuse, *c.inst, c.lane, "the copy touches a live mbarrier object", "shared", address + i);
+    }
+  }
+}
+
+const Region& check_global(Warp& w, const PendingCopy& c, uint64_t address, uint32_t bytes, bool store) {
+  const Launch& l = *w.block->launch;
+  const Region* r = l.memory->lookup(address, bytes, w.block->cache);
+  if (!r) {
+    w.fail(ReportKind::kOutOfBounds, *c.inst, c.lane,
+           "the copy " + std::string(store ? "writes " : "reads ") + std::to_string(bytes) + " bytes of global memory: " + l.memory->describe(address), "global", address);
+  }
+  if (store && r->read_only) w.fail(ReportKind::kReadOnlyWrite, *c.inst, c.lane, "the copy writes read-only memory", "global", address);
+  if (!store && (l.config->watch & kWatchUninitialized) && r->written && !region_written(*r, address, bytes)) {
+    w.report(ReportKind::kUninitialized, *c.inst, c.lane, "the copy reads global memory that nothing wrote", "global", address);
+  }
+  region_touch(*r, address, bytes);
+  return *r;
+}
+
+// What a copy out of shared memory may read: written, and fenced if written by the generic proxy.
+void check_source(Warp& w, const PendingCopy& c, uint32_t address, uint32_t bytes) {
+  Block& b = *w.block;
+  SharedMemory& m = b.shared;
+  if ((b.launch->config->watch & kWatchUninitialized) && !m.written(address, bytes)) {
+    w.report(ReportKind::kUninitialized, *c.inst, c.lane, "the copy reads shared memory that nothing wrote", "shared", address);
+  }
+  if (!m.generic_writes.empty() && c.kind != PendingCopy::Kind::kCpAsync) {
+    for (uint32_t g = address / 16; g <= (address + bytes - 1) / 16; ++g) {
+      const SharedMemory::Event& e = m.generic_writes[g];
+      if (e.clock == 0 || b.fenced.t[e.warp] >= e.clock) continue;
+      w.report(ReportKind::kMissingFence, *c.inst, c.lane,
+               "the async proxy reads what warp " + std::to_string(e.warp) + " wrote through the generic proxy, with no fence.proxy.async in between",
+               "shared", g * 16);
+      break;
+    }
+  }
+  if (m.writes.empty()) return;
+  for (uint32_t a = address; a < address + bytes; ++a) {
+    const SharedMemory::Event& e = m.writes[a];
+    if (e.clock != 0 && e.warp != static_cast<uint32_t>(w.id) && c.clock.t[e.warp] < e.clock) {
+      w.report(ReportKind::kRace, *c.inst, c.lane, "the copy reads a byte that warp " + std::to_string(e.warp) + " wrote, with nothing ordering the two", "shared", a);
+      break;
+    }
+  }
+}
+
+// A copy into shared memory must not overtake reads and writes of other warps that nothing orders before it.
+void note_async_write(Warp& w, const PendingCopy& c, uint32_t address, uint32_t bytes) {
+  SharedMemory& m = w.block->shared;
+  m.mark_written(address, bytes);
+  if (!m.generic_writes.empty()) {
+    for (uint32_t g = address / 16; g <= (address + bytes - 1) / 16; ++g) m.generic_writes[g] = SharedMemory::Event();
+  }
+  if (m.writes.empty()) return;
+  bool reported = false;
+  for (uint32_t a = address; a < address + bytes; ++a) {
+    for (int other = 0; other < m.warps && !reported; ++other) {
+      const uint32_t read = m.reads[size_t{a} * static_cast<size_t>(m.warps) + static_cast<size_t>(other)];
+      if (other == w.id || read == 0 || c.clock.t[other] >= read) continue;
+      w.report(ReportKind::kRace, *c.inst, c.lane, "the copy overwrites a byte that warp " + std::to_string(other) + " read, with nothing ordering the two", "shared", a);
+      reported = true;
+    }
+    m.writes[a] = {c.clock.t[w.id], static_cast<uint32_t>(w.id)};
+  }
+}
+
+}  // namespace
+
+void Block::issue(PendingCopy copy) {
+  // 1 to 4 rounds, from the block's own sequence: the same in every run.
+  rng = rng * 6364136223846793005ull + 1442695040888963407ull;
+  copy.delay = 1 + (rng >> 62);
+  Warp& w = warps[static_cast<size_t>(copy.warp)];
+  copy.clock = w.clock;
+  if (!copy.to_shared || copy.shared_to_shared) {
+    tma::Descriptor d;
+    for (const Piece& p : pieces(w, copy, &d)) {
+      check_shared(w, copy, p.shared, p.bytes);
+      check_source(w, copy, p.shared, p.bytes);
+    }
+  }
+  ++w.clock.t[w.id];
+  ++effects;
+  pending.push_back(std::move(copy));
+}
+
+bool Block::advance_async(bool force) {
+  if (pending.empty()) return false;
+  bool any = false;
+  for (size_t i = 0; i < pending.size();) {
+    if (pending[i].delay > 0) --pending[i].delay;
+    if (pending[i].delay == 0) {
+      const PendingCopy copy = std::move(pending[i]);
+      pending.erase(pending.begin() + static_cast<long>(i));
+      finish(copy);
+      any = true;
+      if (copy.kind == PendingCopy::Kind::kCpAsyncArrive) i = 0;  // took others with it
+    } else {
+      ++i;
+    }
+  }
+  if (!any && force && !pending.empty()) {
+    const PendingCopy copy = std::move(pending.front());
+    pending.pop_front();
+    finish(copy);
+    any = true;
+  }
+  if (any) ++effects;
+  return any;
+}
+
+void Block::finish(const PendingCopy& c) {
+  Warp& w = warps[static_cast<size_t>(c.warp)];
+  uint8_t* base = shared.bytes.data();
+  if (c.kind == PendingCopy::Kind::kCpAsyncArrive) {
+    uint32_t all[32];
+    std::fill_n(all, 32, ~0u);
+    finish_cp_async(c.warp, 1u << c.lane, all);
+    MBarrier& b = mbarrier(w, *c.inst, c.lane, c.barrier);
+    if (b.pending == 0) w.fail(ReportKind::kBarrierMisuse, *c.inst, c.lane, "one arrival more than the phase expects", "shared", c.barrier);
+    --b.pending;
+    b.arriving.join(c.clock);
+    mbarrier_complete_if_due(b);
+    return;
+  }
+  if (c.kind == PendingCopy::Kind::kCpAsync) {
+    if (c.source_bytes) {
+      check_global(w, c, c.global, c.source_bytes, false);
+      std::memcpy(base + c.shared, reinterpret_cast<const void*>(c.global), c.source_bytes);
+    }
+    std::memset(base + c.shared + c.source_bytes, 0, c.bytes - c.source_bytes);
+    note_async_write(w, c, c.shared, c.bytes);
+    return;
+  }
+  tma::Descriptor d;
+  for (const Piece& p : pieces(w, c, &d)) {
+    check_shared(w, c, p.shared, p.bytes);
+    if (c.shared_to_shared) {
+      check_shared(w, c, c.shared_target, p.bytes);
+      std::memmove(base + c.shared_target, base + p.shared, p.bytes);
+      note_async_write(w, c, c.shared_target, p.bytes);
+    } else if (c.to_shared) {
+      if (p.fill) {
+        tma::fill(d, base + p.shared, p.bytes);
+      } else {
+        check_global(w, c, p.global, p.bytes, false);
+        std::memcpy(base + p.shared, reinterpret_cast<const void*>(p.global), p.bytes);
+        if (c.kind == PendingCopy::Kind::kTensor) tma::convert_elements(d.type, base + p.shared, p.bytes);
+        counters.async_load_bytes += p.bytes;
+      }
+      note_async_write(w, c, p.shared, p.bytes);
+    } else {
+      const Region& r = check_global(w, c, p.global, p.bytes, true);
+      uint8_t* to = reinterpret_cast<uint8_t*>(p.global);
+      if (c.reduce >= 0) {
+        const std::lock_guard<std::mutex> lock(launch->reduce_mutex);
+        const auto type = c.kind == PendingCopy::Kind::kTensor ? d.type : static_cast<tma::ElementType>(c.reduce_type);
+        if (!tma::reduce_elements(type, static_cast<tma::Reduce>(c.reduce), to, base + p.shared, p.bytes)) {
+          w.fail(ReportKind::kBadDescriptor, *c.inst, c.lane, "that reduction is not possible on the element type");
+        }
+      } else {
+        std::memcpy(to, base + p.shared, p.bytes);
+      }
+      region_mark_written(r, p.global, p.bytes);
+      counters.async_store_bytes += p.bytes;
+    }
+  }
+  if (!c.has_barrier) return;
+  MBarrier& b = mbarrier(w, *c.inst, c.lane, c.barrier);
+  b.arriving.join(c.clock);
+  mbarrier_tx(w, *c.inst, c.lane, c.barrier, -static_cast<int64_t>(c.bytes));
+}
+
+void Block::finish_cp_async(int warp, uint32_t mask, const uint32_t* group) {
+  for (size_t i = 0; i < pending.size();) {
+    const PendingCopy& c = pending[i];
+    if (c.kind == PendingCopy::Kind::kCpAsync && c.warp == warp && (mask >> c.lane & 1) && c.group < group[c.lane]) {
+      const PendingCopy copy = std::move(pending[i]);
+      pending.erase(pending.begin() + static_cast<long>(i));
+      finish(copy);
+      ++effects;
+    } else {
+      ++i;
+    }
+  }
+}
+
+bool Block::bulk_pending(int warp, int lane, uint32_t group) const {
+  return std::any_of(pending.begin(), pending.end(), [&](const PendingCopy& c) {
+    return (c.kind == PendingCopy::Kind::kBulk || c.kind == PendingCopy::Kind::kTensor) && !c.has_barrier && c.warp == warp && c.lane == lane &&
+           c.group < group;
+  });
+}
+
+// All warps have exited: nothing may still read or write the block's shared memory.
+void Block::check_end() {
+  for (const PendingCopy& c : pending) {
+    warps[static_cast<size_t>(c.warp)].report(ReportKind::kUndefined, *c.inst, c.lane,
+                                              std::string("the block ended while a copy ") + (c.to_shared ? "into" : "out of") +
+                                                  " its shared memory was not waited for",
+                                              "shared", c.shared);
+  }
+}
+
+}  // namespace vsm::exec
