@@ -161,7 +161,7 @@ int Runtime::run(const LaunchRequest& request, const std::vector<uint8_t>& param
 
   int error = error_of(record.result);
   std::string text = record.result.message;
-  if (!record.result.reports.empty()) text += (text.empty() ? "" : "; ") + record.result.reports.front().str();
+  if (text.empty() && !record.result.reports.empty()) text = record.result.reports.front().str();
   if (error == abi::kSuccess && settings_.strict && !record.result.reports.empty()) error = abi::kLaunchFailure;
   if (!text.empty()) explain(info.name + ": " + text);
   // A launch that was refused never started; everything else leaves the context as it is for good.

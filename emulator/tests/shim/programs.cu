@@ -82,7 +82,7 @@ __global__ void tensor_copy_kernel(const __grid_constant__ CUtensorMap map, int 
 __global__ void bad_store_kernel(int* out, int index) { out[index] = 1; }
 
 __global__ void uninitialized_kernel(int* out) {
-  __shared__ int never_written[32];
+  __shared__ volatile int never_written[32];
   out[threadIdx.x] = never_written[threadIdx.x];
 }
 
