@@ -50,14 +50,31 @@ def inputs(name: str) -> np.ndarray:
     exponent_bits, mantissa_bits, _, _ = FORMATS[name]
     bias = 2 ** (exponent_bits - 1) - 1
     points = []
-    for exponent in (-149, -127, -bias - mantissa_bits - 1, -bias - mantissa_bits, -bias - 1, -bias, 1 - bias, 2 - bias, -1, 0, 1, 7, bias - 1, bias):
+    for exponent in (
+        -149,
+        -127,
+        -bias - mantissa_bits - 1,
+        -bias - mantissa_bits,
+        -bias - 1,
+        -bias,
+        1 - bias,
+        2 - bias,
+        -1,
+        0,
+        1,
+        7,
+        bias - 1,
+        bias,
+    ):
         for mantissa in (0, 1, 2, 3, (1 << mantissa_bits) - 2, (1 << mantissa_bits) - 1):
             for half in (0, 0.5, 1):
                 value = math.ldexp(1 + (mantissa + half) / (1 << mantissa_bits), exponent)
                 points += [value] if 2.0**-149 <= value < 2.0**128 else []
     array = np.array(points, np.float32)
     array = np.concatenate([array, np.nextafter(array, np.float32(np.inf)), np.nextafter(array, np.float32(0))])
-    array = np.concatenate([array, np.array([0.0, np.inf, np.nan, 3.4028235e38, 1e-45, 65519.996, 65520.0, 65504.0], np.float32)])
+    array = np.concatenate(
+        [array, np.array([0.0, np.inf, np.nan, 3.4028235e38, 1e-45, 65519.996, 65520.0, 65504.0], np.float32)]
+    )
     return np.concatenate([array, -array])
 
 

@@ -178,7 +178,14 @@ def test_ue8m0_to_bfloat16() -> None:
 @pytest.mark.parametrize("source", ["f32", "bf16"])
 def test_float_to_ue8m0(source: str, round_: str, satfinite: bool) -> None:
     powers = np.array([math.ldexp(1, e) for e in range(-149, 128)], np.float32)
-    values = np.concatenate([powers, np.nextafter(powers, np.float32(np.inf)), np.nextafter(powers, np.float32(0)), powers * np.float32(1.5)])
+    values = np.concatenate(
+        [
+            powers,
+            np.nextafter(powers, np.float32(np.inf)),
+            np.nextafter(powers, np.float32(0)),
+            powers * np.float32(1.5),
+        ]
+    )
     values = np.concatenate([values, np.array([0.0, np.inf, np.nan], np.float32)])
     values = np.concatenate([values, -values])
     if source == "bf16":
@@ -227,7 +234,9 @@ def test_supported_forms() -> None:
         assert not vsm.cvt_supported("bf16", name, "rn")
     for source in ("f32", "bf16"):
         for satfinite in (False, True):
-            assert vsm.cvt_supported("ue8m0", source, "rp", satfinite) and vsm.cvt_supported("ue8m0", source, "rz", satfinite)
+            assert vsm.cvt_supported("ue8m0", source, "rp", satfinite) and vsm.cvt_supported(
+                "ue8m0", source, "rz", satfinite
+            )
             assert not vsm.cvt_supported("ue8m0", source, "rn", satfinite)
             assert not vsm.cvt_supported("ue8m0", source, "rp", satfinite, relu=True)
     assert vsm.cvt_supported("bf16", "ue8m0", "rn") and not vsm.cvt_supported("f16", "ue8m0", "rn")

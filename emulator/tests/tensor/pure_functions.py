@@ -38,8 +38,16 @@ U32, U64, I32, U8, F32, U16 = np.uint32, np.uint64, np.int32, np.uint8, np.float
 @functools.cache
 def library() -> ctypes.CDLL:
     sanitize = os.environ.get("VSM_TEST_SANITIZE") == "1"
-    sources = [*sorted((EMULATOR / "src/tensor").glob("*.cpp")), *sorted((EMULATOR / "src/tma").glob("*.cpp")), HERE / "pure_functions.cpp"]
-    headers = [p for folder in ("src", "src/tensor", "src/tma", "src/numerics") for p in sorted((EMULATOR / folder).glob("*.h"))]
+    sources = [
+        *sorted((EMULATOR / "src/tensor").glob("*.cpp")),
+        *sorted((EMULATOR / "src/tma").glob("*.cpp")),
+        HERE / "pure_functions.cpp",
+    ]
+    headers = [
+        p
+        for folder in ("src", "src/tensor", "src/tma", "src/numerics")
+        for p in sorted((EMULATOR / folder).glob("*.h"))
+    ]
     flags = ["-std=c++17", "-O2", "-g1", "-fPIC", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off", "-fno-math-errno"]
     if sanitize:
         flags += ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
@@ -51,7 +59,10 @@ def library() -> ctypes.CDLL:
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_suffix(f".{os.getpid()}")
-        subprocess.run([compiler, *flags, "-shared", "-I", str(EMULATOR / "src"), "-o", str(partial), *map(str, sources)], check=True)
+        subprocess.run(
+            [compiler, *flags, "-shared", "-I", str(EMULATOR / "src"), "-o", str(partial), *map(str, sources)],
+            check=True,
+        )
         partial.replace(target)
     lib = ctypes.CDLL(str(target))
     lib.test_mma_check_scale.restype = ctypes.c_char_p
@@ -85,7 +96,18 @@ class Mma:
     def fields(self) -> np.ndarray:
         c = TYPES[self.c or self.acc]
         return _array(
-            [KINDS[self.kind], self.k, TYPES[self.a], TYPES[self.b], c, TYPES[self.acc], TYPES[self.scale], self.scale_vec, self.satfinite], I32
+            [
+                KINDS[self.kind],
+                self.k,
+                TYPES[self.a],
+                TYPES[self.b],
+                c,
+                TYPES[self.acc],
+                TYPES[self.scale],
+                self.scale_vec,
+                self.satfinite,
+            ],
+            I32,
         )
 
     def registers(self) -> tuple[int, ...] | None:
@@ -104,7 +126,9 @@ class Mma:
         zero = np.zeros(32, U32)
         sa, sb = (_array(zero if s is None else s, U32) for s in (scale_a, scale_b))
         d = c.copy() if in_place else np.full((counts[3], 32), 0xDEADBEEF, U32)
-        library().test_mma(_p(self.fields()), _p(d), _p(a), _p(b), _p(d if in_place else c), _p(sa), _p(sb), _p(_array(ids, U16)))
+        library().test_mma(
+            _p(self.fields()), _p(d), _p(a), _p(b), _p(d if in_place else c), _p(sa), _p(sb), _p(_array(ids, U16))
+        )
         return d
 
 
@@ -159,10 +183,14 @@ def cvt_f32x2_to_narrow(dst: str, hi, lo, round_: str = "rn", satfinite: bool = 
     return out
 
 
-def cvt_f16x2_to_narrow(dst: str, src: str, packed, round_: str = "rn", satfinite: bool = True, relu: bool = False) -> np.ndarray:
+def cvt_f16x2_to_narrow(
+    dst: str, src: str, packed, round_: str = "rn", satfinite: bool = True, relu: bool = False
+) -> np.ndarray:
     packed = _array(packed, U32)
     out = np.zeros(packed.size, U32)
-    library().test_cvt_f16x2_to_narrow(TYPES[dst], TYPES[src], ROUNDS[round_], satfinite, relu, _p(packed), _p(out), out.size)
+    library().test_cvt_f16x2_to_narrow(
+        TYPES[dst], TYPES[src], ROUNDS[round_], satfinite, relu, _p(packed), _p(out), out.size
+    )
     return out
 
 
@@ -208,7 +236,15 @@ class Descriptor:
         def padded(values: list[int], length: int, value: int) -> list[int]:
             return list(values) + [value] * (length - len(values))
 
-        head = [self.address, len(self.dims) if self.rank is None else self.rank, self.type, self.interleave, self.swizzle, self.fill, self.promotion]
+        head = [
+            self.address,
+            len(self.dims) if self.rank is None else self.rank,
+            self.type,
+            self.interleave,
+            self.swizzle,
+            self.fill,
+            self.promotion,
+        ]
         dims, strides = padded(self.dims, 5, 1), padded(self.strides, 4, 0)
         return _array(head + dims + strides + padded(self.box, 5, 1) + padded(self.element_strides or [], 5, 1), U64)
 
@@ -228,7 +264,14 @@ class Descriptor:
         runs = np.zeros((65536, 4), U64)
         buffer = ctypes.create_string_buffer(512)
         count = library().test_tma_runs(
-            _p(self.fields()), _p(_array(coords + [0] * (5 - len(coords)), I32)), shared, int(store), _p(runs), len(runs), buffer, 512
+            _p(self.fields()),
+            _p(_array(coords + [0] * (5 - len(coords)), I32)),
+            shared,
+            int(store),
+            _p(runs),
+            len(runs),
+            buffer,
+            512,
         )
         if buffer.value:
             raise ValueError(buffer.value.decode())
@@ -256,7 +299,9 @@ def tma_decode(image: np.ndarray) -> np.ndarray | None:
 def tma_replace(image: np.ndarray, field_: str, ordinal: int, value: int) -> str:
     """Changes ``image`` in place."""
     return _text(
-        lambda buffer, size: library().test_tma_replace(_p(image), field_.encode(), ordinal, ctypes.c_uint64(value), buffer, size)
+        lambda buffer, size: library().test_tma_replace(
+            _p(image), field_.encode(), ordinal, ctypes.c_uint64(value), buffer, size
+        )
     )
 
 

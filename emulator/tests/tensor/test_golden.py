@@ -29,7 +29,9 @@ def golden() -> tuple[list[dict], dict[str, np.ndarray]]:
 
 
 def entries(*ops: str) -> list:
-    return [pytest.param(i, case, id=case["name"]) for i, case in enumerate(golden()[0]) if not ops or case["op"] in ops]
+    return [
+        pytest.param(i, case, id=case["name"]) for i, case in enumerate(golden()[0]) if not ops or case["op"] in ops
+    ]
 
 
 def buffers(number: int, dtype: type = np.uint32) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -151,7 +153,14 @@ def test_tensor_copy(number: int, case: dict) -> None:
     tensor, image = tensor.copy(), image.copy()
     assert not status.any(), "the mbarrier got the bytes that were expected"
     descriptor = vsm.Descriptor(
-        base, case["type"], case["dims"], case["strides"], case["box"], case["steps"], swizzle=case["swizzle"], fill=case["fill"]
+        base,
+        case["type"],
+        case["dims"],
+        case["strides"],
+        case["box"],
+        case["steps"],
+        swizzle=case["swizzle"],
+        fill=case["fill"],
     )
     assert descriptor.check() == ""
     for where, at, count, kind in descriptor.runs(case["coords"], case["offset"], store=case["op"] != "load"):

@@ -150,5 +150,10 @@ def test_forms() -> None:
         Matrix("m8n16", "b8x16.b4x16_p64", 1, True), Matrix("m16n16", "b16", 1, True), Matrix("m16n8", "b8", 1, True),
     ]  # fmt: skip
     assert [form.registers() for form in refused_loads] == [0] * len(refused_loads)
-    refused_stores = [Matrix("m16n8", "b8", 1, False), Matrix("m16n16", "b8", 1, True), Matrix("m8n8", "b8"), Matrix("m8n16", "b8x16.b4x16_p64", 1)]
+    refused_stores = [
+        Matrix("m16n8", "b8", 1, False),
+        Matrix("m16n16", "b8", 1, True),
+        Matrix("m8n8", "b8"),
+        Matrix("m8n16", "b8x16.b4x16_p64", 1),
+    ]
     assert [form.registers(store=True) for form in refused_stores] == [0] * len(refused_stores)

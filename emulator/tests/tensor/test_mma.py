@@ -13,16 +13,47 @@ import pytest
 from fragments import a_place, b_place, c_place, scale_a_lane, scale_b_lane
 from pure_functions import Mma
 
-BITS = {"f16": 16, "bf16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8, "e3m2": 8, "e2m3": 8, "e2m1": 8, "s8": 8, "u8": 8, "s4": 4, "u4": 4}
+BITS = {
+    "f16": 16,
+    "bf16": 16,
+    "tf32": 32,
+    "e4m3": 8,
+    "e5m2": 8,
+    "e3m2": 8,
+    "e2m3": 8,
+    "e2m1": 8,
+    "s8": 8,
+    "u8": 8,
+    "s4": 4,
+    "u4": 4,
+}
 F8F6F4 = ("e4m3", "e5m2", "e3m2", "e2m3", "e2m1")
 
 PLAIN = [
     *(Mma(k, "f16", "f16", acc) for k in (8, 16) for acc in ("f32", "f16")),
     *(Mma(k, "bf16", "bf16") for k in (8, 16)),
     *(Mma(k, "tf32", "tf32") for k in (4, 8)),
-    *(Mma(k, a, b, acc) for k in (16, 32) for a in ("e4m3", "e5m2") for b in ("e4m3", "e5m2") for acc in ("f32", "f16")),
-    *(Mma(k, a, b, "s32", satfinite=s) for k in (16, 32) for a in ("s8", "u8") for b in ("s8", "u8") for s in (False, True)),
-    *(Mma(k, a, b, "s32", satfinite=s) for k in (32, 64) for a in ("s4", "u4") for b in ("s4", "u4") for s in (False, True)),
+    *(
+        Mma(k, a, b, acc)
+        for k in (16, 32)
+        for a in ("e4m3", "e5m2")
+        for b in ("e4m3", "e5m2")
+        for acc in ("f32", "f16")
+    ),
+    *(
+        Mma(k, a, b, "s32", satfinite=s)
+        for k in (16, 32)
+        for a in ("s8", "u8")
+        for b in ("s8", "u8")
+        for s in (False, True)
+    ),
+    *(
+        Mma(k, a, b, "s32", satfinite=s)
+        for k in (32, 64)
+        for a in ("s4", "u4")
+        for b in ("s4", "u4")
+        for s in (False, True)
+    ),
     *(Mma(32, a, b, acc, "f8f6f4") for a in F8F6F4 for b in F8F6F4 for acc in ("f32", "f16")),
 ]
 SCALED = [
@@ -34,7 +65,12 @@ SCALED = [
 
 
 def name(form: Mma) -> str:
-    return ".".join(filter(None, [form.kind, f"k{form.k}", form.a, form.b, form.acc, form.scale.replace("none", ""), "sat" * form.satfinite]))
+    return ".".join(
+        filter(
+            None,
+            [form.kind, f"k{form.k}", form.a, form.b, form.acc, form.scale.replace("none", ""), "sat" * form.satfinite],
+        )
+    )
 
 
 def bits_of(form: Mma, kind: str) -> int:
@@ -127,7 +163,11 @@ def random_codes(rng: np.random.Generator, form: Mma, kind: str, count: int) -> 
     if kind in ("f16", "bf16", "tf32"):
         values = rng.standard_normal((count, 32, 32 // bits)) * 2.0 ** rng.integers(-4, 4, (count, 32, 32 // bits))
         values = values.astype(np.float32)
-        elements = values.astype(np.float16).view(np.uint16) if kind == "f16" else values.view(np.uint32) >> (16 if kind == "bf16" else 0)
+        elements = (
+            values.astype(np.float16).view(np.uint16)
+            if kind == "f16"
+            else values.view(np.uint32) >> (16 if kind == "bf16" else 0)
+        )
         shifts = (np.arange(32 // bits) * bits).astype(np.uint32)
         return np.bitwise_or.reduce(elements.astype(np.uint32) << shifts, axis=-1)
     if kind in ("e4m3", "e5m2"):  # no NaN, no infinity
@@ -153,7 +193,9 @@ def results(form: Mma, d: np.ndarray) -> np.ndarray:
     return addends(form, d)
 
 
-def scale_matrices(form: Mma, scale_a: np.ndarray, scale_b: np.ndarray, ids: tuple[int, int, int, int]) -> tuple[np.ndarray, np.ndarray]:
+def scale_matrices(
+    form: Mma, scale_a: np.ndarray, scale_b: np.ndarray, ids: tuple[int, int, int, int]
+) -> tuple[np.ndarray, np.ndarray]:
     """scale_A [16, chunks] and scale_B [chunks, 8] as the selectors pick them."""
     chunks = range(form.scale_vec)
     byte = lambda word, i: float(vsm.to_float(form.scale, [(int(word) >> (8 * i)) & 0xFF])[0])  # noqa: E731
@@ -186,7 +228,11 @@ def test_plain(form: Mma) -> None:
     assert np.array_equal(form(a, b, c, in_place=True), d), "D may be C"
 
 
-SELECTORS = {1: [(0, 0, 0, 0), (3, 1, 1, 2), (1, 0, 2, 3), (2, 1, 3, 1)], 2: [(0, 0, 0, 0), (2, 1, 0, 3), (0, 1, 2, 1), (2, 0, 2, 2)], 4: [(0, 0, 0, 0), (0, 1, 0, 3), (0, 1, 0, 1), (0, 0, 0, 2)]}
+SELECTORS = {
+    1: [(0, 0, 0, 0), (3, 1, 1, 2), (1, 0, 2, 3), (2, 1, 3, 1)],
+    2: [(0, 0, 0, 0), (2, 1, 0, 3), (0, 1, 2, 1), (2, 0, 2, 2)],
+    4: [(0, 0, 0, 0), (0, 1, 0, 3), (0, 1, 0, 1), (0, 0, 0, 2)],
+}
 
 
 @pytest.mark.parametrize("form", SCALED, ids=name)
@@ -221,12 +267,16 @@ def test_every_selector_reads_its_own_lane_and_byte(scale: str, vec: int) -> Non
     one = np.uint32(0x38383838 if vec == 1 else 0x22222222)
     a, b, c = np.full((4, 32), one), np.full((2, 32), one), np.zeros((4, 32), np.uint32)
     rng = np.random.default_rng(vec)
-    words = [rng.integers(0x70, 0x8E, (32, 4)) if scale == "ue8m0" else rng.integers(1, 0x7F, (32, 4)) for _ in range(2)]
+    words = [
+        rng.integers(0x70, 0x8E, (32, 4)) if scale == "ue8m0" else rng.integers(1, 0x7F, (32, 4)) for _ in range(2)
+    ]
     scale_a, scale_b = (w.astype(np.uint8).view(np.uint32).ravel() for w in words)
     chosen = [ids for s, v, ids in ALL_SELECTORS if v == vec]
     for ids in chosen:
         sa, sb = scale_matrices(form, scale_a, scale_b, ids)
-        expected = np.vectorize(lambda x: round_float(x, 8, 23), otypes=[float])(exact_products(sa * (form.k // vec), sb))
+        expected = np.vectorize(lambda x: round_float(x, 8, 23), otypes=[float])(
+            exact_products(sa * (form.k // vec), sb)
+        )
         assert np.array_equal(results(form, form(a, b, c, scale_a, scale_b, ids)), expected), ids
 
 
@@ -245,7 +295,9 @@ def test_bad_selectors(ids: tuple[int, int, int, int], text: str) -> None:
 
 def test_bad_selectors_of_the_wider_scale_vectors() -> None:
     two, four = SCALED[-3], SCALED[-1]
-    assert two.check_scale((1, 0, 0, 0)) == two.check_scale((0, 0, 3, 0)) == "a byte-id must be 0 or 2 with .scale_vec::2X"
+    assert (
+        two.check_scale((1, 0, 0, 0)) == two.check_scale((0, 0, 3, 0)) == "a byte-id must be 0 or 2 with .scale_vec::2X"
+    )
     assert four.check_scale((1, 0, 0, 0)) == four.check_scale((0, 0, 2, 0)) == "a byte-id must be 0 with .scale_vec::4X"
 
 
@@ -268,7 +320,9 @@ def test_scale_edges(code: int, which: str) -> None:
     expected[(9, slice(None)) if which == "a" else (slice(None), 5)] = scaled
     assert np.array_equal(results(form, d), expected, equal_nan=True)
     if code == 0xFF:
-        assert (d.view(np.float32)[np.isnan(d.view(np.float32))].view(np.uint32) == 0x7FFFFFFF).all(), "the canonical NaN"
+        assert (d.view(np.float32)[np.isnan(d.view(np.float32))].view(np.uint32) == 0x7FFFFFFF).all(), (
+            "the canonical NaN"
+        )
 
 
 def test_largest_and_smallest_scales_meet() -> None:
@@ -296,11 +350,17 @@ def test_e2m1_container_is_not_the_low_nibble() -> None:
     assert (in_place.view(np.float32) == 192.0).all() and (too_low.view(np.float32) == 16.0).all()
 
 
-@pytest.mark.parametrize("form", [Mma(16, "f16", "f16"), Mma(16, "bf16", "bf16"), Mma(16, "f16", "f16", "f16"), Mma(32, "e5m2", "e5m2")], ids=name)
+@pytest.mark.parametrize(
+    "form",
+    [Mma(16, "f16", "f16"), Mma(16, "bf16", "bf16"), Mma(16, "f16", "f16", "f16"), Mma(32, "e5m2", "e5m2")],
+    ids=name,
+)
 def test_infinities_and_nans(form: Mma) -> None:
     """Row 0 of A meets inf * 1, row 1 inf * 0, row 2 inf - inf, row 3 a NaN; the others stay finite."""
     bits = BITS[form.a]
-    one, inf, nan = {"f16": (0x3C00, 0x7C00, 0x7E00), "bf16": (0x3F80, 0x7F80, 0x7FC0), "e5m2": (0x3C, 0x7C, 0x7D)}[form.a]
+    one, inf, nan = {"f16": (0x3C00, 0x7C00, 0x7E00), "bf16": (0x3F80, 0x7F80, 0x7FC0), "e5m2": (0x3C, 0x7C, 0x7D)}[
+        form.a
+    ]
     a = np.full((16, form.k), one)
     b = np.full((form.k, 8), one)
     a[0, 3] = inf
@@ -308,44 +368,70 @@ def test_infinities_and_nans(form: Mma) -> None:
     a[2, 3], a[2, 4] = inf, inf | 1 << (bits - 1)
     a[3, 0] = nan
 
-    def registers(values: np.ndarray, place, count: int) -> np.ndarray:
-        out = np.zeros((count, 32), np.uint32)
-        per = 32 // bits
-        for lane, i in itertools.product(range(32), range(count * per)):
-            out[i // per, lane] |= np.uint32(int(values[place(lane, i)]) << (i % per * bits))
-        return out
-
-    na, nb, nc, _ = form.registers()
-    d = form(registers(a, a_place(form.k, bits), na), registers(b, b_place(form.k, bits), nb), np.zeros((nc, 32), np.uint32))
+    c = np.zeros((form.registers()[2], 32), np.uint32)
+    d = form(registers_of(a, a_place(form.k, bits), bits), registers_of(b, b_place(form.k, bits), bits), c)
     values = results(form, d)
     assert (values[0] == np.inf).all()
     assert np.isnan(values[1:4]).all()
     assert (values[4:] == form.k - 1).all()
     canonical = 0x7FFFFFFF if form.acc == "f32" else 0x7FFF
     codes = d if form.acc == "f32" else unpack(d, 16)
-    assert set(np.unique(codes[np.isnan(d.view(np.float32))] if form.acc == "f32" else codes[codes > 0x7C00])) == {canonical}
+    assert set(np.unique(codes[np.isnan(d.view(np.float32))] if form.acc == "f32" else codes[codes > 0x7C00])) == {
+        canonical
+    }
 
 
-def test_float32_sum_is_rounded_once() -> None:
-    """C + product at a tie, just below and just above it: 2^24 + {1, 1 - 2^-18, 1 + 2^-18, 3}."""
+def registers_of(codes: np.ndarray, place, bits: int) -> np.ndarray:
+    """Registers of a matrix of element codes."""
+    per = 32 // bits
+    count = codes.size // (32 * per)
+    out = np.zeros((count, 32), np.uint32)
+    for lane, i in itertools.product(range(32), range(count * per)):
+        out[i // per, lane] |= np.uint32(int(codes[place(lane, i)]) << (i % per * bits))
+    return out
+
+
+ROUNDINGS = [  # C, products as pairs of e4m3, D: ties go to even, what lies beside them does not
+    (2.0**24, [(1, 1)], 2.0**24),
+    (2.0**24, [(3, 1)], 2.0**24 + 4),
+    (2.0**24, [(1, 1), (2**-9, 2**-9)], 2.0**24 + 2),
+    (2.0**24, [(1, 1), (2**-9, -(2**-9))], 2.0**24),
+    (2.0**24, [(-1, 1)], 2.0**24 - 1),
+    (2.0**24, [(-0.5, 1)], 2.0**24),
+    (2.0**24, [(-0.5, 1), (2**-9, -(2**-9))], 2.0**24 - 1),
+    # These sums need 59 bits: rounding to float64 first would make a tie of them.
+    (2.0**40, [(256, 256)], 2.0**40),
+    (2.0**40, [(256, 256), (2**-9, 2**-9)], 2.0**40 + 2.0**17),
+    (2.0**40, [(256, 256), (2**-9, -(2**-9))], 2.0**40),
+    (-(2.0**40), [(-256, 256), (2**-9, -(2**-9))], -(2.0**40) - 2.0**17),
+    (-(2.0**40) - 2.0**17, [(256, -256), (2**-9, 2**-9)], -(2.0**40) - 2.0**17),
+    (-(2.0**40) - 2.0**17, [(256, -256), (2**-9, -(2**-9))], -(2.0**40) - 2.0**18),
+]
+
+
+@pytest.mark.parametrize("c,pairs,expected", ROUNDINGS)
+def test_float32_sum_is_rounded_once(c: float, pairs: list[tuple[float, float]], expected: float) -> None:
     form = Mma(32, "e4m3", "e4m3")
-    for product, expected in ((1.0, 2**24), (1 - 2.0**-18, 2**24), (1 + 2.0**-18, 2**24 + 2), (3.0, 2**24 + 4), (-1.0, 2**24 - 1), (-0.5, 2**24)):
-        # The product as a sum of e4m3 products: its bits as 2^-9 times multiples of 2^-9.
-        a, b = np.zeros((16, 32)), np.zeros((32, 8))
-        whole, rest = (math.copysign(1, product) * x for x in divmod(abs(product), 1))
-        if rest == 1 - 2.0**-18:  # 1 - 2^-18
-            whole, rest = 1.0, -(2.0**-18)
-        a[:, 0], b[0, :] = whole, 1.0
-        a[:, 1], b[1, :] = (rest, 1.0) if abs(rest) >= 2.0**-9 else (math.copysign(2.0**-9, rest), 2.0**-9 if rest else 0.0)
-        encode = lambda m: vsm.cvt_f32x2_to_narrow("e4m3", np.zeros(m.size), m.ravel()).reshape(m.shape)  # noqa: E731
-        ca, cb = encode(a), encode(b)
-        ra, rb = np.zeros((4, 32), np.uint32), np.zeros((2, 32), np.uint32)
-        for lane, i in itertools.product(range(32), range(16)):
-            ra[i // 4, lane] |= np.uint32(int(ca[a_place(32, 8)(lane, i)]) << (i % 4 * 8))
-        for lane, i in itertools.product(range(32), range(8)):
-            rb[i // 4, lane] |= np.uint32(int(cb[b_place(32, 8)(lane, i)]) << (i % 4 * 8))
-        c = np.full((4, 32), np.float32(2**24)).view(np.uint32)
-        assert (form(ra, rb, c).view(np.float32) == expected).all(), product
+    a, b = np.zeros((16, 32)), np.zeros((32, 8))
+    for k, (x, y) in enumerate(pairs):
+        a[:, 31 - k], b[31 - k, :] = x, y
+    codes = [vsm.cvt_f32x2_to_narrow("e4m3", np.zeros(m.size), m.ravel()).reshape(m.shape) for m in (a, b)]
+    ra, rb = registers_of(codes[0], a_place(32, 8), 8), registers_of(codes[1], b_place(32, 8), 8)
+    d = form(ra, rb, np.full((4, 32), np.float32(c)).view(np.uint32))
+    assert (d.view(np.float32) == expected).all()
+
+
+def test_float16_sum_is_rounded_once() -> None:
+    """1024 + 0.5 is a tie of float16, 1024 + 0.5 + 2^-18 is not, though float32 cannot tell them apart."""
+    form = Mma(32, "e4m3", "e4m3", "f16")
+    one, half, tiny = (int(vsm.cvt_f32x2_to_narrow("e4m3", [0], [x])[0]) for x in (1, 0.5, 2.0**-9))
+    c = np.full((2, 32), 0x64006400)
+    for codes, expected in (([(one, half)], 1024), ([(one, half), (tiny, tiny)], 1025)):
+        a, b = np.zeros((16, 32), int), np.zeros((32, 8), int)
+        for k, (x, y) in enumerate(codes):
+            a[:, k], b[k, :] = x, y
+        d = form(registers_of(a, a_place(32, 8), 8), registers_of(b, b_place(32, 8), 8), c)
+        assert (d.view(np.float16) == expected).all()
 
 
 def test_float32_subnormal_results() -> None:

@@ -16,7 +16,19 @@ PACKED = Descriptor(0x10000, U4P, [256, 64], [128], [128, 16], [1, 1], swizzle=3
 
 
 def test_image_round_trip() -> None:
-    for d in (BASE, PACKED, replace(BASE, dims=[1 << 32, 7, 9, 11, 13], strides=[16, 32, 48, (1 << 40) - 16], box=[256, 1, 2, 3, 4], element_strides=[1, 2, 3, 4, 8], fill=1, interleave=1)):
+    for d in (
+        BASE,
+        PACKED,
+        replace(
+            BASE,
+            dims=[1 << 32, 7, 9, 11, 13],
+            strides=[16, 32, 48, (1 << 40) - 16],
+            box=[256, 1, 2, 3, 4],
+            element_strides=[1, 2, 3, 4, 8],
+            fill=1,
+            interleave=1,
+        ),
+    ):
         image = d.encode()
         assert np.array_equal(vsm.tma_decode(image), d.fields())
 
@@ -86,7 +98,18 @@ def test_broken_rules(d: Descriptor, text: str) -> None:
     assert d.check() == text
 
 
-FIELD = {"address": 0, "rank": 1, "type": 2, "interleave": 3, "swizzle": 4, "fill": 5, "dims": 7, "strides": 12, "box": 16, "element_strides": 21}
+FIELD = {
+    "address": 0,
+    "rank": 1,
+    "type": 2,
+    "interleave": 3,
+    "swizzle": 4,
+    "fill": 5,
+    "dims": 7,
+    "strides": 12,
+    "box": 16,
+    "element_strides": 21,
+}
 
 
 @pytest.mark.parametrize(
@@ -105,7 +128,10 @@ FIELD = {"address": 0, "rank": 1, "type": 2, "interleave": 3, "swizzle": 4, "fil
         ("swizzle_atomicity", 0, 3, "swizzle", 6),
         ("fill_mode", 0, 1, "fill", 1),
         # Table 33's numbers are not the driver's: f64, bf16, f32.ftz stand elsewhere.
-        *(("elemtype", 0, ptx, "type", driver) for ptx, driver in enumerate([0, 1, 2, 3, 4, 5, 6, 7, 10, 8, 9, 11, 12, 13, 14, 15])),
+        *(
+            ("elemtype", 0, ptx, "type", driver)
+            for ptx, driver in enumerate([0, 1, 2, 3, 4, 5, 6, 7, 10, 8, 9, 11, 12, 13, 14, 15])
+        ),
     ],
 )
 def test_replace(field: str, ordinal: int, value: int, where: str, stored: int) -> None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes ``golden.npz``: what a GPU of compute capability 9.0 does with the kernels of this folder.
 
-    python make_golden.py cases cases.bin            # write the case file
-    ./gpu_runner cases.bin results.bin               # on the GPU
-    python make_golden.py pack results.bin "NVIDIA H200, driver ..."   # write golden.npz
+python make_golden.py cases cases.bin            # write the case file
+./gpu_runner cases.bin results.bin               # on the GPU
+python make_golden.py pack results.bin "NVIDIA H200, driver ..."   # write golden.npz
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ def pack(results: bytes, device: str) -> None:
         entry = {"name": case.name, **case.meta}
         if case.meta["op"] == "cvt":
             answers = np.frombuffer(after[2], np.uint32)
-            keep = ~np.isnan(np.frombuffer(after[0], np.float32)) if "rna" in case.name else slice(None)  # see test_golden.py
+            keep = (
+                ~np.isnan(np.frombuffer(after[0], np.float32)) if "rna" in case.name else slice(None)
+            )  # see test_golden.py
             entry["sha256"] = hashlib.sha256(answers[keep].tobytes()).hexdigest()
             arrays[f"{number}.sample"] = answers[::16].astype(np.uint16 if case.meta["bits"] == 16 else np.uint32)
         else:

@@ -265,10 +265,12 @@ def matrix_cases() -> list[Case]:
                     else f"stmatrix.sync.aligned.m8n8.x{num}{trans}.shared.b16 [x], {regs};\n"
                 )
                 copy_in = "".join(
-                    f"ld.global.b32 y, [ps+{128 * i}]; st.shared.b32 [s+{128 * i}], y;\n" for i in range(SHARED_BYTES // 128)
+                    f"ld.global.b32 y, [ps+{128 * i}]; st.shared.b32 [s+{128 * i}], y;\n"
+                    for i in range(SHARED_BYTES // 128)
                 )
                 copy_out = "".join(
-                    f"ld.shared.b32 y, [s+{128 * i}]; st.global.b32 [ps+{128 * i}], y;\n" for i in range(SHARED_BYTES // 128)
+                    f"ld.shared.b32 y, [s+{128 * i}]; st.global.b32 [ps+{128 * i}], y;\n"
+                    for i in range(SHARED_BYTES // 128)
                 )
                 load_regs = "".join(f"ld.global.b32 r{i}, [pr+{128 * i}];\n" for i in range(num))
                 store_regs = "".join(f"st.global.b32 [pr+{128 * i}], r{i};\n" for i in range(num))

@@ -53,14 +53,18 @@ def _instruction(op: str, rank: int) -> str:
     return f"cp.reduce.async.bulk.tensor.{rank}d.global.shared::cta.{op}.tile.bulk_group [m, @C], [d];"
 
 
-def _case(name: str, op: str, tensor_map: TensorMap, coords: list[int], tensor: np.ndarray, image: np.ndarray, offset: int) -> Case:
+def _case(
+    name: str, op: str, tensor_map: TensorMap, coords: list[int], tensor: np.ndarray, image: np.ndarray, offset: int
+) -> Case:
     rank = len(tensor_map.dims)
     steps = tensor_map.element_strides or [1] * rank
     size = SIZES[tensor_map.type]
     tx = size * tensor_map.box[0]
     for box, step in zip(tensor_map.box[1:], steps[1:]):
         tx *= -(-box // step)
-    values = [Value(struct.pack("<i", c)) for c in (coords + [0] * 5)[:5]] + [Value(struct.pack("<I", v)) for v in (offset, tx)]
+    values = [Value(struct.pack("<i", c)) for c in (coords + [0] * 5)[:5]] + [
+        Value(struct.pack("<I", v)) for v in (offset, tx)
+    ]
     # The map comes first in the kernel's parameters, but its buffer must exist: the runner takes them in order.
     return Case(
         name,
@@ -70,8 +74,16 @@ def _case(name: str, op: str, tensor_map: TensorMap, coords: list[int], tensor: 
         "k",
         [Buffer(tensor.tobytes()), tensor_map, Buffer(image.tobytes()), Buffer(bytes(4)), *values],
         meta={
-            "op": op, "type": tensor_map.type, "dims": tensor_map.dims, "strides": tensor_map.strides, "box": tensor_map.box,
-            "steps": steps, "swizzle": tensor_map.swizzle, "fill": tensor_map.fill, "coords": coords, "offset": offset,
+            "op": op,
+            "type": tensor_map.type,
+            "dims": tensor_map.dims,
+            "strides": tensor_map.strides,
+            "box": tensor_map.box,
+            "steps": steps,
+            "swizzle": tensor_map.swizzle,
+            "fill": tensor_map.fill,
+            "coords": coords,
+            "offset": offset,
         },
     )
 
@@ -84,19 +96,45 @@ def _interesting(element: str, name: str, count: int) -> np.ndarray:
     """Elements of a type, edge values among them, as bytes."""
     rng = _rng(name)
     if element in ("f32", "f32.ftz", "tf32", "tf32.ftz"):
-        edges = np.array([0, 1, 0x7FFFFF, 0x800000, 0x7F800000, 0xFF800000, 0x7FC00000, 0x7F800001, 0x80000000, 0x80000001,
-                          0x3F801000, 0x3F800FFF, 0x3F801001, 0x3F803000, 0xBF801000, 0x7F7FFFFF, 0x00001000], np.uint32)
+        edges = np.array(
+            [
+                0,
+                1,
+                0x7FFFFF,
+                0x800000,
+                0x7F800000,
+                0xFF800000,
+                0x7FC00000,
+                0x7F800001,
+                0x80000000,
+                0x80000001,
+                0x3F801000,
+                0x3F800FFF,
+                0x3F801001,
+                0x3F803000,
+                0xBF801000,
+                0x7F7FFFFF,
+                0x00001000,
+            ],
+            np.uint32,
+        )
         normals = rng.standard_normal(count).astype(np.float32).view(np.uint32)
         return np.where(rng.random(count) < 0.4, rng.choice(edges, count), normals).astype(np.uint32).view(np.uint8)
     if element in ("f16", "bf16"):
         infinity = 0x7C00 if element == "f16" else 0x7F80
-        edges = np.array([0, 1, infinity - 1, infinity, infinity | 0x8000, infinity + 1, 0x7FFF, 0xFFFF, 0x8000, 0x8001, 3], np.uint16)
+        edges = np.array(
+            [0, 1, infinity - 1, infinity, infinity | 0x8000, infinity + 1, 0x7FFF, 0xFFFF, 0x8000, 0x8001, 3],
+            np.uint16,
+        )
         normals = rng.integers(0, 65536, count).astype(np.uint16) & np.uint16(0xBFFF)
         return np.where(rng.random(count) < 0.4, rng.choice(edges, count), normals).astype(np.uint16).view(np.uint8)
     size = SIZES[TYPES.index(element)]
     edges = [0, 1, 2, 2 ** (8 * size) - 1, 2 ** (8 * size - 1), 2 ** (8 * size - 1) - 1]
     small = rng.integers(0, 7, count)
-    values = [edges[i] if pick < 0.4 else int(s) for i, pick, s in zip(rng.integers(0, len(edges), count), rng.random(count), small)]
+    values = [
+        edges[i] if pick < 0.4 else int(s)
+        for i, pick, s in zip(rng.integers(0, len(edges), count), rng.random(count), small)
+    ]
     return np.array(values, dtype=f"<u{size}").view(np.uint8)
 
 
@@ -112,8 +150,17 @@ def load_cases() -> list[Case]:
     cases = []
     blank = np.full(IMAGE_BYTES, UNTOUCHED, np.uint8)
 
-    def add(name: str, type_: int, dims: list[int], box: list[int], coords: list[int], steps: list[int] | None = None,
-            swizzle: int = 0, fill: int = 0, offset: int = 0) -> None:
+    def add(
+        name: str,
+        type_: int,
+        dims: list[int],
+        box: list[int],
+        coords: list[int],
+        steps: list[int] | None = None,
+        swizzle: int = 0,
+        fill: int = 0,
+        offset: int = 0,
+    ) -> None:
         size = SIZES[type_]
         strides = _strides(dims, size)
         count = (strides[-1] * dims[-1] if strides else dims[0] * size) // size
@@ -132,7 +179,15 @@ def load_cases() -> list[Case]:
             if width > span:
                 continue
             for offset in (0, 128, 384, 640):
-                add(f"swizzle{span}.width{width}.at{offset}", 0, [160, 40], [width, 20], [16, 3], swizzle=swizzle, offset=offset)
+                add(
+                    f"swizzle{span}.width{width}.at{offset}",
+                    0,
+                    [160, 40],
+                    [width, 20],
+                    [16, 3],
+                    swizzle=swizzle,
+                    offset=offset,
+                )
     add("rank1", 1, [300], [64], [8])
     add("rank1.ends", 1, [300], [64], [280])
     add("rank3", 1, [40, 6, 5], [24, 3, 4], [8, 1, 2])
@@ -153,15 +208,28 @@ def load_cases() -> list[Case]:
 def store_cases() -> list[Case]:
     cases = []
 
-    def add(name: str, op: str, type_: int, dims: list[int], box: list[int], coords: list[int], steps: list[int] | None = None,
-            swizzle: int = 0, offset: int = 0) -> None:
+    def add(
+        name: str,
+        op: str,
+        type_: int,
+        dims: list[int],
+        box: list[int],
+        coords: list[int],
+        steps: list[int] | None = None,
+        swizzle: int = 0,
+        offset: int = 0,
+    ) -> None:
         size = SIZES[type_]
         strides = _strides(dims, size)
         count = (strides[-1] * dims[-1] if strides else dims[0] * size) // size
         full = f"{op}.{name}"
         tensor = _interesting(TYPES[type_], full, count)
         image = _interesting(TYPES[type_], full + ".image", IMAGE_BYTES // size)
-        cases.append(_case(full, op, TensorMap(0, type_, dims, strides, box, steps, swizzle=swizzle), coords, tensor, image, offset))
+        cases.append(
+            _case(
+                full, op, TensorMap(0, type_, dims, strides, box, steps, swizzle=swizzle), coords, tensor, image, offset
+            )
+        )
 
     for type_, element in enumerate(TYPES):
         row = 32 // SIZES[type_]
