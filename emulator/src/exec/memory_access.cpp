@@ -61,7 +61,8 @@ uint8_t* local_access(Warp& w, const Inst& in, int lane, uint64_t address, uint3
   return w.local.data() + size_t{w.local_bytes} * static_cast<size_t>(lane) + address;
 }
 
-uint8_t* global_access(Warp& w, const Inst& in, int lane, uint64_t address, uint32_t bytes, Access kind) {
+// Also for param and const memory, which are not counted as global traffic.
+uint8_t* global_access(Warp& w, const Inst& in, int lane, uint64_t address, uint32_t bytes, Access kind, bool count) {
   Block& b = *w.block;
   const Launch& l = *b.launch;
   const Region* r = l.memory->lookup(address, bytes, b.cache);
@@ -89,7 +90,7 @@ uint8_t* global_access(Warp& w, const Inst& in, int lane, uint64_t address, uint
     }
     region_mark_written(*r, address, bytes);
   }
-  region_touch(*r, address, bytes);
+  if (count) region_touch(*r, address, bytes);
   return reinterpret_cast<uint8_t*>(address);
 }
 
@@ -115,7 +116,7 @@ uint8_t* Warp::access(const Inst& in, int lane, Space space, uint64_t address, u
   switch (space) {
     case Space::kShared: return shared_access(*this, in, lane, address, bytes, kind);
     case Space::kLocal: return local_access(*this, in, lane, address, bytes, kind);
-    default: return global_access(*this, in, lane, address, bytes, kind);
+    default: return global_access(*this, in, lane, address, bytes, kind, space == Space::kGlobal);
   }
 }
 

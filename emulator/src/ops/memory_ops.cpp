@@ -166,10 +166,10 @@ void load_or_store(Form& f) {
   if (space == Space::kParam) {
     const ptx::AstOperand& base = f.operand(store ? 0 : 1).sub[0];
     const bool own = base.kind == ptx::AstOperand::Kind::kSymbol && f.symbol_space(base.symbol) == "local";
-    space = own ? Space::kLocal : Space::kGlobal;
+    if (own) space = Space::kLocal;
     if (store && !own) f.fail("parameters of an entry cannot be written");
   }
-  if (space == Space::kConst) space = Space::kGlobal;
+  if (space == Space::kConst && store) f.fail(".const memory cannot be written");
   if (q.cache_hint) f.in(2, Type::kB64);
   f.inst.form = static_cast<uint32_t>(bits / 8) | static_cast<uint32_t>(count) << 8 | static_cast<uint32_t>(space) << 16 |
                 (exec::is_signed(t) && bits < 64 ? kSigned : 0) | (q.weak ? 0 : kStrong) | (bits == 128 ? kWide128 : 0);
