@@ -8,7 +8,7 @@ device                        MXFP4 weights, SwiGLU (the three modes)    everyth
 ============================  =========================================  ====================================
 CPU                           the CPU backend                            ``NotImplementedError``
 CUDA, SM12x                   ``fused_moe_120``, this fork's kernels     upstream's ``fused_moe_120_upstream``
-CUDA, 8.9 and 9.0             upstream's; with                           upstream's
+CUDA, 9.0                     upstream's; with                           upstream's
                               ``FLASHINFER_SM12X_MOE=1`` this fork's
 CUDA, other                   upstream's                                 upstream's
 ============================  =========================================  ====================================

@@ -4,8 +4,8 @@
 Environment
 -----------
 ``FLASHINFER_SM12X_MOE``
-    ``0``: SM12x goes to upstream's module (``fused_moe_120_upstream``), for comparison.  ``1``: compute capability 8.9
-    and 9.0 run this kernel family too.  Unset: SM12x runs it, other devices are upstream's.
+    ``0``: SM12x goes to upstream's module (``fused_moe_120_upstream``), for comparison.  ``1``: compute capability 9.0
+    runs this kernel family too.  Unset: SM12x runs it, other devices are upstream's.
 ``FLASHINFER_SM12X_CHECK``
     ``1``: expert ids and ``m_indptr`` are read back and checked before each launch.  This synchronizes with the device,
     and is skipped while a CUDA graph is captured.
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import os
+import warnings
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ import torch
 from ..jit.sm12x.instances import INSTANCES
 from ..utils import get_compute_capability
 
-OPT_IN_CAPABILITIES = ((8, 9), (9, 0))
+OPT_IN_CAPABILITIES = ((9, 0),)
 
 
 # Read on every call, so that one process can compare both settings; bytes because looking up a str costs a microsecond.
@@ -50,6 +51,12 @@ def checks_values() -> bool:
 def _serves(capability: tuple[int, int], switch: str) -> bool:
     if capability[0] == 12:
         return switch != "0"
+    if switch == "1" and capability not in OPT_IN_CAPABILITIES:
+        warnings.warn(
+            f"FLASHINFER_SM12X_MOE=1, but the kernel family has no kernels for compute capability "
+            f"{capability[0]}.{capability[1]}; upstream's are used there",
+            stacklevel=2,
+        )
     return switch == "1" and capability in OPT_IN_CAPABILITIES
 
 
@@ -68,6 +75,11 @@ def serves(device: torch.device) -> bool:
     """Whether this fork computes the MXFP4 modes on ``device``; upstream does otherwise."""
     kind = device.type
     return serves_cuda(device.index) if kind == "cuda" else kind == "cpu"
+
+
+def has_block_scaled_mma(index: int) -> bool:
+    """Whether CUDA device ``index`` multiplies block scales in its MMA: the planner's choice of tiles depends on it."""
+    return _capability(index)[0] == 12
 
 
 @functools.lru_cache(maxsize=64)

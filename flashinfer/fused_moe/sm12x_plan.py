@@ -65,6 +65,7 @@ def make_plan(problem: MoEProblem, device: torch.device) -> Plan:
         problem.inter,
         int(problem.mode),
         dispatch.sm_count(device.index),
+        dispatch.has_block_scaled_mma(device.index),
     )
     for tactic in tactics:
         dispatch.ensure_instance(tactic)

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from ..jit.sm12x.instances import MAX_EXPERTS
+
 BLOCK_SIZE = 32  # elements that share one UE8M0 scale (OCP MX v1.0, section 5.2)
 K_ALIGNMENT = 32  # the kernels' smallest step along K
 POINTER_ALIGNMENT = 16  # bytes; bulk copies and vector loads
@@ -206,8 +208,8 @@ def _weight_sizes(fc1: Any, fc2: Any, device: torch.device) -> tuple[int, int, i
     inter = columns * 2 * fc2.dtype.itemsize
     require_k_alignment("hidden size (fc2_expert_weights.shape[1])", hidden)
     require_k_alignment("intermediate size (fc2_expert_weights.shape[2], unpacked)", inter)
-    if experts == 0:
-        raise ValueError(f"fc2_expert_weights is {describe(fc2)}; it must hold at least one expert")
+    if not 1 <= experts <= MAX_EXPERTS:
+        raise ValueError(f"fc2_expert_weights is {describe(fc2)}; it must hold 1 to {MAX_EXPERTS} experts")
     shape = (experts, 2 * inter, hidden // (2 * fc1.dtype.itemsize))
     what = "[experts, 2 * inter, hidden / 2] bytes, inter and hidden as fc2_expert_weights has them"
     require_tensor("fc1_expert_weights", fc1, [shape], [fc1.dtype], device, what)

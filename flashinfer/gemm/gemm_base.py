@@ -39,7 +39,7 @@ def group_gemm_mxfp8_mxfp4_nt_groupwise(
 ) -> torch.Tensor:
     """Grouped GEMM of MXFP8 rows with MXFP4 matrices: rows of group ``g`` times ``b[g]`` transposed.
 
-    On SM12x (and, with ``FLASHINFER_SM12X_MOE=1``, on compute capability 8.9 and 9.0) this is the kernel of
+    On SM12x (and, with ``FLASHINFER_SM12X_MOE=1``, on compute capability 9.0) this is the kernel of
     ``cutlass_fused_moe``; CPU tensors are computed on the CPU; every other device is upstream's.
 
     Parameters

@@ -161,7 +161,8 @@ def _make_plan(problem: GroupGemmProblem, device: torch.device) -> Plan:
     from ..fused_moe.sm12x_planner import plan_group_gemm
 
     sizes = problem.cum_m, problem.num_groups, problem.n, problem.k
-    tactic = plan_group_gemm(*sizes, _dispatch().sm_count(device.index))
+    dispatch = _dispatch()
+    tactic = plan_group_gemm(*sizes, dispatch.sm_count(device.index), dispatch.has_block_scaled_mma(device.index))
     with torch.cuda.device(device):
         size = (
             _dispatch()

@@ -84,7 +84,7 @@ class Accumulation:
 
 ANY_ORDER = Accumulation()
 # Tensor cores add the products of an MMA and the accumulator at once and truncate; 16 is the shallowest MMA of the
-# kernel family (bf16, and f16 on compute capability 8.9 and 9.0), which makes the longest path.
+# kernel family (bf16, and f16 on compute capability 9.0), which makes the longest path.
 TENSOR_CORE = Accumulation(unit_roundoff=2.0**-23, mma_depth=16)
 
 

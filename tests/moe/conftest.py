@@ -15,7 +15,7 @@ def _gpu_reason() -> str | None:
     from flashinfer.fused_moe import sm12x_dispatch
 
     if not sm12x_dispatch.serves_cuda(torch.cuda.current_device()):
-        return "this GPU runs the kernel family only with FLASHINFER_SM12X_MOE=1 and compute capability 8.9 or 9.0"
+        return "this GPU runs the kernel family only with FLASHINFER_SM12X_MOE=1 and compute capability 9.0"
     return None
 
 

@@ -317,7 +317,7 @@ def test_workspace_for_the_most_tokens_serves_fewer(device: torch.device) -> Non
 
 @settings(
     deadline=None,
-    max_examples=25,
+    max_examples=12,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(st.integers(0, 2**32))
