@@ -42,7 +42,7 @@ void group_gemm_run(TensorView out, TensorView a, TensorView a_sf, TensorView b,
   const int device = a.device().device_id;
   check_status(gemm::group_gemm_mxfp4_groupwise_sm120(
       g, type.code == kDLFloat8_e5m2 ? Activation::kE5m2 : Activation::kE4m3, static_cast<int>(tactic),
-      {stream_of(a), enable_pdl, multiprocessors(device)}));
+      launch_options(stream_of(a), enable_pdl, device)));
 }
 
 }  // namespace flashinfer::sm12x

@@ -38,11 +38,18 @@ inline int current_device() {
   return device;
 }
 
-inline int multiprocessors(int device) {
-  int count = 0;
-  const cudaError_t error = cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+inline int device_attribute(cudaDeviceAttr attribute, int device) {
+  int value = 0;
+  const cudaError_t error = cudaDeviceGetAttribute(&value, attribute, device);
   TVM_FFI_CHECK(error == cudaSuccess, RuntimeError) << cudaGetErrorString(error);
-  return count;
+  return value;
+}
+
+inline int multiprocessors(int device) { return device_attribute(cudaDevAttrMultiProcessorCount, device); }
+
+inline LaunchOptions launch_options(cudaStream_t stream, bool dependent_launch, int device) {
+  return {stream, dependent_launch, multiprocessors(device),
+          device_attribute(cudaDevAttrComputeCapabilityMajor, device) == 12};
 }
 
 inline cudaStream_t stream_of(const tvm::ffi::TensorView& tensor) {

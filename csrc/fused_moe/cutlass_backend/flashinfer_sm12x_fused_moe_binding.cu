@@ -98,7 +98,7 @@ void moe_run(TensorView output, TensorView input, Optional<TensorView> input_sf,
   a.fc2_instance = checked_instance(tactic_fc2, activation);
 
   const int device = input.device().device_id;
-  check_status(run_moe(a, {stream_of(input), enable_pdl, multiprocessors(device)}));
+  check_status(run_moe(a, launch_options(stream_of(input), enable_pdl, device)));
 }
 
 void register_instance_address(int64_t index, int64_t address) {

@@ -72,8 +72,7 @@ class Instance:
     @property
     def schedule(self) -> Schedule:
         """``cooperative``: eight consumer warps share a tile; ``pingpong``: four, and the SM's blocks alternate."""
-        wide = self.token_tile * self.element_bytes >= 128
-        return "cooperative" if wide else "pingpong"
+        return "cooperative" if self.token_tile == 128 else "pingpong"
 
     @property
     def element_bytes(self) -> int:
@@ -126,12 +125,11 @@ INSTANCES: tuple[Instance, ...] = (
     Instance(4, "mxfp8", 128, 128, 2, 1),
     Instance(5, "mxfp8", 8, 256, 2, 2),
     Instance(6, "mxfp8", 16, 256, 3, 1),
-    Instance(7, "mxfp8", 32, 256, 3, 1, default=False),
+    Instance(7, "mxfp8", 32, 256, 3, 1),
     Instance(8, "bf16", 8, 128, 3, 2),
     Instance(9, "bf16", 16, 128, 2, 2),
     Instance(10, "bf16", 32, 128, 3, 1),
-    Instance(11, "bf16", 64, 128, 2, 1),
-    Instance(12, "bf16", 8, 256, 3, 1, default=False),
+    Instance(11, "mxfp8", 64, 256, 2, 1, default=False),
 )
 
 GEMM_INSTANCES: tuple[Instance, ...] = tuple(row for row in INSTANCES if row.activation == "mxfp8" and row.default)

@@ -88,9 +88,9 @@ class Consumer {
         ptx::mbarrier_wait(shared.full(stage), phase);
         const int valid_blocks = blocks - (tile - first) * (Config::kKTile / kScaleBlock);
         if (valid_blocks >= Config::kKTile / kScaleBlock) {
-          consume_tile<Config, true>(shared, stage, at, valid_blocks, lane, accumulators);
+          consume_tile<Config, true>(shared, stage, at, valid_blocks, warp, lane, accumulators);
         } else {
-          consume_tile<Config, false>(shared, stage, at, valid_blocks, lane, accumulators);
+          consume_tile<Config, false>(shared, stage, at, valid_blocks, warp, lane, accumulators);
         }
         __syncwarp();
         if (lane == 0) ptx::mbarrier_arrive(shared.empty(stage));
@@ -131,7 +131,7 @@ class Consumer {
 };
 
 template <class Config>
-__global__ void __launch_bounds__(Config::kThreads, Config::kBlocksPerSm)
+__global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
     grouped_gemm_kernel(const __grid_constant__ GroupedGemmParams<Config::kRole> p) {
   extern __shared__ char dynamic_shared[];
   const SharedStorage<Config> shared(dynamic_shared);

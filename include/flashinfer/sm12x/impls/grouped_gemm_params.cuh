@@ -84,7 +84,6 @@ struct GroupedGemmParams {
 
   float4* partials;     // [grid][2][kRowTile * kTokenTile / 4]
   int* split_arrivals;  // [grid], zeroed by the prologue
-  bool weights_read_once;
   typename EpilogueOf<kRole>::type epilogue;
 };
 

@@ -30,8 +30,7 @@ class Producer {
   __device__ __forceinline__ Producer(const Params& params, const SharedStorage<Config>& storage, const Map& map,
                                       const int32_t* global_order, int lane)
       : p(params), shared(storage), units(map), order(global_order), lane(lane),
-        words(scale_words(params.k)),
-        policy(params.weights_read_once ? ptx::evict_first_policy() : ptx::evict_normal_policy()) {}
+        words(scale_words(params.k)) {}
 
   // Streams the k-tiles [begin, end). The first kStages stages' weights are on their way before the wait for the
   // kernels that this one depends on: weights depend on nobody.
@@ -123,7 +122,7 @@ class Producer {
       for (int half = 0; half < 2; ++half) {
         ptx::tensor_copy_3d(shared.weights(stage) + half * (Config::kWeightStage / 2), &p.weights,
                             at.k_tile * Config::kWeightPitch, half_row<Config>(at.unit.row_tile, half, p.rows),
-                            at.unit.expert, shared.full(stage), policy);
+                            at.unit.expert, shared.full(stage));
       }
       const uint8_t* expert_scales = p.weight_scales + at.unit.expert * p.weight_scale_pitch;
       for (int chunk = 0; chunk < chunks; ++chunk) {
@@ -179,7 +178,6 @@ class Producer {
   const int32_t* order;
   int lane;
   int words;
-  uint64_t policy;
 };
 
 }  // namespace flashinfer::sm12x

@@ -18,13 +18,15 @@ struct GemmConfig {
   static constexpr int kStages = kStages_;
   static constexpr int kBlocksPerSm = kBlocksPerSm_;
 
-  // Tiles whose accumulators and fragments would not fit four warps' registers are shared by eight.
-  static constexpr bool kCooperative = kTokenTile * element_bytes(kActivation) >= 128;
+  static constexpr bool kCooperative = kTokenTile == 128;
   static constexpr int kConsumerWarps = kCooperative ? 8 : 4;
   static constexpr int kConsumerThreads = 32 * kConsumerWarps;
   static constexpr int kThreads = kConsumerThreads + 32;
   static constexpr int kWarpTokens = kCooperative ? kTokenTile / 2 : kTokenTile;  // a warp's tile: 2 x 16 rows, these tokens
   static constexpr int kTokenSteps = kWarpTokens / 8;
+
+  // Registers for more blocks than a GB10's shared memory holds: parts with more of it fill up.
+  static constexpr int kMinBlocks = kTokenTile <= 8 ? 4 : kTokenTile <= 16 ? 3 : kBlocksPerSm;
 
   static constexpr bool kTokenScales = kActivation != Activation::kBf16;
   static constexpr int kElementBytes = element_bytes(kActivation);
@@ -50,15 +52,26 @@ struct GemmConfig {
   static_assert(kWeightStage % 1024 == 0 && kScaleStage % 16 == 0 && kTokenStage % 16 == 0);
 };
 
+// Whether the MMA of a device takes block scales as operands; the kernels know at compile time, launchers ask the device.
+#if defined(FLASHINFER_SM12X_BLOCK_SCALED_MMA)
+constexpr bool kDeviceScalesInMma = true;
+#else
+constexpr bool kDeviceScalesInMma = false;
+#endif
+
 // Offsets into dynamic shared memory; only the routing tables depend on the number of experts.
-template <class Config>
+template <class Config, bool kBlockScaledMma = kDeviceScalesInMma>
 struct SharedStorage {
   static constexpr int kWeights = 0;
   static constexpr int kScales = kWeights + Config::kStages * Config::kWeightStage;
   static constexpr int kTokens = kScales + Config::kStages * Config::kScaleStage;
   static constexpr int kTokenScales = kTokens + Config::kStages * Config::kTokenStage;
   static constexpr int kStaging = kTokenScales + Config::kStages * Config::kTokenScaleStage;
-  static constexpr int kScratch = kStaging + Config::kStagingBytes;             // 16 bytes a token
+  // Float factors of a warp's rows and tokens, where the MMA does not take scales.
+  static constexpr int kWarpFactors = 16 * (32 + (Config::kTokenScales ? Config::kWarpTokens : 0));
+  static constexpr bool kNeedsFactors = !(kBlockScaledMma && Config::kTokenScales);
+  static constexpr int kFactors = kStaging + Config::kStagingBytes;
+  static constexpr int kScratch = kFactors + (kNeedsFactors ? Config::kConsumerWarps * kWarpFactors : 0);  // 16 bytes a token
   static constexpr int kBarriers = kScratch + 16 * Config::kTokenTile;          // full, empty
   static constexpr int kFlag = kBarriers + 2 * 8 * Config::kStages;
   static constexpr int kOrder = kFlag + 16;
@@ -79,6 +92,9 @@ struct SharedStorage {
   __device__ __forceinline__ uint8_t* tokens(int stage) const { return at(kTokens + stage * Config::kTokenStage); }
   __device__ __forceinline__ uint32_t* token_scales(int stage) const {
     return reinterpret_cast<uint32_t*>(base + kTokenScales + stage * Config::kTokenScaleStage);
+  }
+  __device__ __forceinline__ float4* factors(int warp) const {
+    return reinterpret_cast<float4*>(base + kFactors + warp * kWarpFactors);
   }
   __device__ __forceinline__ uint8_t* staging() const { return at(kStaging); }
   template <class T>

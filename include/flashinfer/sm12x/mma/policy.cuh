@@ -17,16 +17,11 @@
 
 namespace flashinfer::sm12x::mma {
 
-// Row scales of 16 rows over four 32-blocks, as words of four UE8M0 bytes, one for row g and one for row g + 8.
-struct RowScaleWords {
-  uint32_t row, row_plus_8;
-};
-
 // SM12x, MXFP8 x MXFP4: scales go into the MMA, weights need four instructions a word.
 template <Activation kActivation_>
 struct BlockScaledPolicy {
   static constexpr Activation kActivation = kActivation_;
-  static constexpr bool kTokenScales = true;
+  static constexpr bool kScalesInMma = true;
   static constexpr float kAccumulatorScale = 1.0f;
 
   struct RowScales {
@@ -46,6 +41,7 @@ struct BlockScaledPolicy {
   static __device__ __forceinline__ RowScales row_scales(const uint32_t* words, int row, int row_plus_8, int lane) {
     return {words[(lane & 1) ? row_plus_8 : row]};
   }
+  // `words` of the eight tokens of a step.
   static __device__ __forceinline__ TokenScales token_scales(const uint32_t* words, int lane) {
     return {words[lane >> 2]};
   }
@@ -67,15 +63,21 @@ struct BlockScaledPolicy {
   }
 };
 
-// Applies the scales of one 32-block to its partial sums in float32.
-template <int kBlock>
-__device__ __forceinline__ void accumulate_scaled(float (&accumulator)[4], const float (&partial)[4],
-                                                  const RowScaleWords& row) {
-  const float low = ptx::ue8m0_to_f32<kBlock>(row.row), high = ptx::ue8m0_to_f32<kBlock>(row.row_plus_8);
-  accumulator[0] = fmaf(partial[0], low, accumulator[0]);
-  accumulator[1] = fmaf(partial[1], low, accumulator[1]);
-  accumulator[2] = fmaf(partial[2], high, accumulator[2]);
-  accumulator[3] = fmaf(partial[3], high, accumulator[3]);
+// Scales as float32 factors, for policies that apply them to the partial sums of a 32-block. All lanes of a quad need
+// those of the same rows, and all quads those of the same tokens: a warp converts each once and shares it (mainloop.cuh).
+struct RowFactors {
+  float row, row_plus_8;
+};
+struct TokenFactors {
+  float even, odd;  // tokens 2t and 2t + 1
+};
+
+__device__ __forceinline__ void accumulate_scaled(float (&accumulator)[4], const float (&partial)[4], float row,
+                                                  float row_plus_8) {
+  accumulator[0] = fmaf(partial[0], row, accumulator[0]);
+  accumulator[1] = fmaf(partial[1], row, accumulator[1]);
+  accumulator[2] = fmaf(partial[2], row_plus_8, accumulator[2]);
+  accumulator[3] = fmaf(partial[3], row_plus_8, accumulator[3]);
 }
 
 // SM89/SM90, MXFP8 x MXFP4. Their mma.sync has no native FP8 on Hopper (ptxas converts both operands to half), so this
@@ -83,13 +85,9 @@ __device__ __forceinline__ void accumulate_scaled(float (&accumulator)[4], const
 template <Activation kActivation_>
 struct HalfPolicy {
   static constexpr Activation kActivation = kActivation_;
-  static constexpr bool kTokenScales = true;
+  static constexpr bool kScalesInMma = false;
   static constexpr float kAccumulatorScale = kHalfExpansion;
 
-  using RowScales = RowScaleWords;
-  struct TokenScales {
-    uint32_t even, odd;  // tokens 2t and 2t + 1
-  };
   struct Weights {
     uint32_t a[2][4];
   };
@@ -97,13 +95,6 @@ struct HalfPolicy {
     uint32_t b[2][2];
   };
 
-  static __device__ __forceinline__ RowScales row_scales(const uint32_t* words, int row, int row_plus_8, int) {
-    return {words[row], words[row_plus_8]};
-  }
-  static __device__ __forceinline__ TokenScales token_scales(const uint32_t* words, int lane) {
-    const uint2 pair = *reinterpret_cast<const uint2*>(words + 2 * (lane & 3));
-    return {pair.x, pair.y};
-  }
   static __device__ __forceinline__ Weights expand(uint32_t row, uint32_t row_plus_8) {
     uint32_t low[4], high[4];
     expand_to_halves(row, low);
@@ -118,17 +109,16 @@ struct HalfPolicy {
   }
   template <int kBlock>
   static __device__ __forceinline__ void multiply(float (&accumulator)[4], const Weights& w, const Tokens& x,
-                                                  const RowScales& row, const TokenScales& token) {
+                                                  const RowFactors& row, const TokenFactors& token) {
     constexpr float kZero[4] = {0.0f, 0.0f, 0.0f, 0.0f};
     float partial[4];
     ptx::mma_16816<false>(partial, w.a[0], x.b[0], kZero);
     ptx::mma_16816<false>(partial, w.a[1], x.b[1], partial);
-    const float even = ptx::ue8m0_to_f32<kBlock>(token.even), odd = ptx::ue8m0_to_f32<kBlock>(token.odd);
-    partial[0] *= even;
-    partial[1] *= odd;
-    partial[2] *= even;
-    partial[3] *= odd;
-    accumulate_scaled<kBlock>(accumulator, partial, row);
+    partial[0] *= token.even;
+    partial[1] *= token.odd;
+    partial[2] *= token.even;
+    partial[3] *= token.odd;
+    accumulate_scaled(accumulator, partial, row.row, row.row_plus_8);
   }
 
  private:
@@ -144,11 +134,9 @@ struct HalfPolicy {
 // bf16 x MXFP4 (W4A16), on every architecture.
 struct Bf16Policy {
   static constexpr Activation kActivation = Activation::kBf16;
-  static constexpr bool kTokenScales = false;
+  static constexpr bool kScalesInMma = false;
   static constexpr float kAccumulatorScale = 1.0f;
 
-  using RowScales = RowScaleWords;
-  struct TokenScales {};
   struct Weights {
     uint32_t a[2][4];
   };
@@ -156,10 +144,6 @@ struct Bf16Policy {
     uint32_t b[2][2];
   };
 
-  static __device__ __forceinline__ RowScales row_scales(const uint32_t* words, int row, int row_plus_8, int) {
-    return {words[row], words[row_plus_8]};
-  }
-  static __device__ __forceinline__ TokenScales token_scales(const uint32_t*, int) { return {}; }
   static __device__ __forceinline__ Weights expand(uint32_t row, uint32_t row_plus_8) {
     uint32_t low[4], high[4];
     expand_to_bf16(row, low);
@@ -174,12 +158,12 @@ struct Bf16Policy {
   }
   template <int kBlock>
   static __device__ __forceinline__ void multiply(float (&accumulator)[4], const Weights& w, const Tokens& x,
-                                                  const RowScales& row, const TokenScales&) {
+                                                  const RowFactors& row, const TokenFactors&) {
     constexpr float kZero[4] = {0.0f, 0.0f, 0.0f, 0.0f};
     float partial[4];
     ptx::mma_16816<true>(partial, w.a[0], x.b[0], kZero);
     ptx::mma_16816<true>(partial, w.a[1], x.b[1], partial);
-    accumulate_scaled<kBlock>(accumulator, partial, row);
+    accumulate_scaled(accumulator, partial, row.row, row.row_plus_8);
   }
 };
 

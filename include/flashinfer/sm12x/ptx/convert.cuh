@@ -39,6 +39,11 @@ __device__ __forceinline__ float ue8m0_to_f32(uint32_t scales) {
   return fmaf(value, 0.0f, value);  // infinity (s = 255) becomes NaN, everything else stays
 }
 
+__device__ __forceinline__ float4 ue8m0x4_to_f32x4(uint32_t scales) {
+  return make_float4(ue8m0_to_f32<0>(scales), ue8m0_to_f32<1>(scales), ue8m0_to_f32<2>(scales),
+                     ue8m0_to_f32<3>(scales));
+}
+
 // UE8M0 scale of a block whose largest magnitude is `amax`: amax / 448 rounded up to a power of two.
 // 448 = 1.75 * 2^8, so the exponent is that of amax less 8, one more where the significand exceeds 1.75.
 __device__ __forceinline__ uint32_t mxfp8_scale(float amax) {

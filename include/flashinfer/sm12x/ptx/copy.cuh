@@ -12,27 +12,13 @@
 
 namespace flashinfer::sm12x::ptx {
 
-// L2 eviction priorities as createpolicy encodes them for a fraction of 1.0: weights are read once, so they should not
-// push out the activations, which every row tile reads again.
-__device__ __forceinline__ uint64_t evict_first_policy() {
-  uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-
-__device__ __forceinline__ uint64_t evict_normal_policy() {
-  uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-
 // A box of a 3-D tensor map; completes `barrier` by the box's bytes (out-of-bounds elements are zero and count).
 __device__ __forceinline__ void tensor_copy_3d(void* shared, const CUtensorMap* map, int x, int y, int z,
-                                               uint64_t* barrier, uint64_t policy) {
+                                               uint64_t* barrier) {
   asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cta.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-      " [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(shared_address(shared)),
-      "l"(map), "r"(x), "r"(y), "r"(z), "r"(shared_address(barrier)), "l"(policy)
+      "cp.async.bulk.tensor.3d.shared::cta.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(shared_address(shared)),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(shared_address(barrier))
       : "memory");
 }
 

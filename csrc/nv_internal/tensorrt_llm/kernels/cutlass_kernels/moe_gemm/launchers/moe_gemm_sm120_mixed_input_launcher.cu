@@ -118,21 +118,21 @@ Status encode_weights(const uint8_t* weights, int experts, int rows, int k, int 
   const CUresult result = encode(
       map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 3, const_cast<uint8_t*>(weights), sizes, strides, box, steps,
       CU_TENSOR_MAP_INTERLEAVE_NONE, k_tile == 256 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) return {cudaErrorInvalidValue, "cuTensorMapEncodeTiled refused the weights"};
   return {};
 }
 
 // Resident blocks of a whole device, at most as many as the split buffers serve.
-Status grid_blocks(const GemmInstance& instance, Role role, int num_experts, int sm_count, int* blocks) {
+Status grid_blocks(const GemmInstance& instance, Role role, int num_experts, const LaunchOptions& options, int* blocks) {
   int per_sm = 0;
-  if (const cudaError_t error = instance.blocks_per_sm(role, num_experts, &per_sm); error != cudaSuccess) {
+  if (const cudaError_t error = instance.blocks_per_sm(role, options.block_scaled_mma, num_experts, &per_sm); error != cudaSuccess) {
     return {error, "this device does not grant the instance's shared memory"};
   }
   if (per_sm == 0) return {cudaErrorLaunchOutOfResources, "the instance does not fit an SM of this device"};
   const size_t parts = 2 * sizeof(float) * kRowTile * instance.token_tile;
   const int served = static_cast<int>(kPartialBytesPerSm / parts);
-  *blocks = sm_count * std::min({per_sm, served, kMaxBlocksPerSm});
+  *blocks = options.sm_count * std::min({per_sm, served, kMaxBlocksPerSm});
   return {};
 }
 
@@ -193,8 +193,8 @@ Status run_moe(const MoeArguments& a, const LaunchOptions& options) {
                       s.hidden / kScaleBlock % kScaleChunkBlocks != 0;
 
   int fc1_blocks = 0, fc2_blocks = 0;
-  if (Status r = grid_blocks(*a.fc1_instance, Role::kFc1, s.num_experts, options.sm_count, &fc1_blocks); r.error) return r;
-  if (Status r = grid_blocks(*a.fc2_instance, Role::kFc2, s.num_experts, options.sm_count, &fc2_blocks); r.error) return r;
+  if (Status r = grid_blocks(*a.fc1_instance, Role::kFc1, s.num_experts, options, &fc1_blocks); r.error) return r;
+  if (Status r = grid_blocks(*a.fc2_instance, Role::kFc2, s.num_experts, options, &fc2_blocks); r.error) return r;
 
   GroupedGemmParams<Role::kFc1> fc1 = {};
   GroupedGemmParams<Role::kFc2> fc2 = {};
@@ -241,7 +241,6 @@ Status run_moe(const MoeArguments& a, const LaunchOptions& options) {
     gemm.first_expert = a.first_expert;
     gemm.offsets = prologue.offsets;
     gemm.order = prologue.order;
-    gemm.weights_read_once = entries <= s.num_experts * 8;  // more: several token tiles share the weights through L2
   };
   route(fc1);
   route(fc2);
@@ -274,7 +273,7 @@ Status run_group_gemm(const GroupGemmArguments& a, const LaunchOptions& options)
   const SplitBuffers split = take_split_buffers(arena, options.sm_count);
   if (arena.used() > a.workspace_bytes) return {cudaErrorInvalidValue, "the workspace is too small"};
   int blocks = 0;
-  if (Status r = grid_blocks(*a.instance, Role::kStore, a.num_groups, options.sm_count, &blocks); r.error) return r;
+  if (Status r = grid_blocks(*a.instance, Role::kStore, a.num_groups, options, &blocks); r.error) return r;
 
   GroupedGemmParams<Role::kStore> gemm = {};
   if (Status r = fill_common(gemm, *a.instance, a.b, a.b_scales, a.num_groups, a.n, a.k, split); r.error) return r;
@@ -284,7 +283,6 @@ Status run_group_gemm(const GroupGemmArguments& a, const LaunchOptions& options)
   gemm.top_k = 1;
   gemm.num_entries = a.cum_m;
   gemm.offsets = a.m_indptr;
-  gemm.weights_read_once = a.cum_m <= a.num_groups * 8;
   gemm.epilogue = {a.output, a.output_type};
 
   PrologueParams prologue = {};

@@ -16,6 +16,7 @@ struct LaunchOptions {
   cudaStream_t stream;
   bool dependent_launch;  // programmatic dependent launch within the layer
   int sm_count;
+  bool block_scaled_mma;  // SM12x: the MMA takes block scales
 };
 
 // One compiled member of the family. The rendered sources register theirs when the library is loaded.
@@ -31,7 +32,7 @@ struct GemmInstance {
   GemmLaunch<Role::kFc2> fc2;
   GemmLaunch<Role::kStore> store;
   // Blocks of one kernel that an SM of the current device holds; an error where its shared memory is not granted.
-  cudaError_t (*blocks_per_sm)(Role role, int num_experts, int* blocks);
+  cudaError_t (*blocks_per_sm)(Role role, bool block_scaled_mma, int num_experts, int* blocks);
 };
 
 constexpr int kMaxInstances = 64;

@@ -13,22 +13,25 @@ namespace flashinfer::sm12x {
 template <class Config>
 struct KernelLauncher {
   static constexpr Role kRole = Config::kRole;
-  static_assert(SharedStorage<Config>::bytes(128) <= Sm12xLimits::kSharedBytesPerBlock,
+  using Sm12xStorage = SharedStorage<Config, true>;
+  static_assert(Sm12xStorage::bytes(128) <= Sm12xLimits::kSharedBytesPerBlock,
                 "an instance must fit a block of an SM12x (128 local experts)");
-  static_assert(Config::kBlocksPerSm * (SharedStorage<Config>::bytes(128) + Sm12xLimits::kSharedBytesReservedPerBlock) <=
+  static_assert(Config::kBlocksPerSm * (Sm12xStorage::bytes(128) + Sm12xLimits::kSharedBytesReservedPerBlock) <=
                     Sm12xLimits::kSharedBytesPerSm,
                 "the planned number of blocks must fit an SM12x");
 
-  static cudaError_t prepare(int num_experts) {
-    const auto kernel = grouped_gemm_kernel<Config>;
-    return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                SharedStorage<Config>::bytes(num_experts));
+  static int shared_bytes(bool block_scaled_mma, int num_experts) {
+    return block_scaled_mma ? Sm12xStorage::bytes(num_experts) : SharedStorage<Config, false>::bytes(num_experts);
   }
 
-  static cudaError_t blocks_per_sm(int num_experts, int* blocks) {
-    if (const cudaError_t error = prepare(num_experts); error != cudaSuccess) return error;
-    return cudaOccupancyMaxActiveBlocksPerMultiprocessor(blocks, grouped_gemm_kernel<Config>, Config::kThreads,
-                                                         SharedStorage<Config>::bytes(num_experts));
+  static cudaError_t blocks_per_sm(bool block_scaled_mma, int num_experts, int* blocks) {
+    const int bytes = shared_bytes(block_scaled_mma, num_experts);
+    if (const cudaError_t error =
+            cudaFuncSetAttribute(grouped_gemm_kernel<Config>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+        error != cudaSuccess) {
+      return error;
+    }
+    return cudaOccupancyMaxActiveBlocksPerMultiprocessor(blocks, grouped_gemm_kernel<Config>, Config::kThreads, bytes);
   }
 
   static cudaError_t launch(const GroupedGemmParams<kRole>& params, int blocks, const LaunchOptions& options) {
@@ -38,7 +41,7 @@ struct KernelLauncher {
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(static_cast<unsigned>(blocks));
     config.blockDim = dim3(Config::kThreads);
-    config.dynamicSmemBytes = SharedStorage<Config>::bytes(params.num_experts);
+    config.dynamicSmemBytes = shared_bytes(options.block_scaled_mma, params.num_experts);
     config.stream = options.stream;
     config.attrs = &attribute;
     config.numAttrs = options.dependent_launch ? 1 : 0;
@@ -52,8 +55,9 @@ struct MoeInstance {
   using Fc1 = KernelLauncher<GemmConfig<Role::kFc1, kActivation, kTokenTile, kKTile, kStages, kBlocksPerSm>>;
   using Fc2 = KernelLauncher<GemmConfig<Role::kFc2, kActivation, kTokenTile, kKTile, kStages, kBlocksPerSm>>;
 
-  static cudaError_t blocks_per_sm(Role role, int num_experts, int* blocks) {
-    return role == Role::kFc1 ? Fc1::blocks_per_sm(num_experts, blocks) : Fc2::blocks_per_sm(num_experts, blocks);
+  static cudaError_t blocks_per_sm(Role role, bool block_scaled_mma, int num_experts, int* blocks) {
+    return role == Role::kFc1 ? Fc1::blocks_per_sm(block_scaled_mma, num_experts, blocks)
+                              : Fc2::blocks_per_sm(block_scaled_mma, num_experts, blocks);
   }
   static GemmInstance describe(int index) {
     return {index, kActivation, kTokenTile, kKTile, Fc1::launch, Fc2::launch, nullptr, blocks_per_sm};
@@ -64,7 +68,9 @@ template <Activation kActivation, int kTokenTile, int kKTile, int kStages, int k
 struct GroupGemmInstance {
   using Store = KernelLauncher<GemmConfig<Role::kStore, kActivation, kTokenTile, kKTile, kStages, kBlocksPerSm>>;
 
-  static cudaError_t blocks_per_sm(Role, int num_groups, int* blocks) { return Store::blocks_per_sm(num_groups, blocks); }
+  static cudaError_t blocks_per_sm(Role, bool block_scaled_mma, int num_groups, int* blocks) {
+    return Store::blocks_per_sm(block_scaled_mma, num_groups, blocks);
+  }
   static GemmInstance describe(int index) {
     return {index, kActivation, kTokenTile, kKTile, nullptr, nullptr, Store::launch, blocks_per_sm};
   }
