@@ -32,6 +32,12 @@ def _share_log_handlers(name: str) -> None:
 _share_log_handlers("flashinfer.jit.sm12x")
 
 
+def replace_registered(spec: Any) -> None:
+    """Put a spec into the registry in place of the one of its name, if there is one."""
+    _upstream.jit_spec_registry.register(spec)
+    _upstream.jit_spec_registry._specs[spec.name] = spec
+
+
 def build_jit_specs(specs: Sequence[Any], verbose: bool = False, skip_prebuilt: bool = True) -> None:
     """Build modules.
 

@@ -13,6 +13,8 @@ from flashinfer._layer import extend
 
 _upstream = extend(globals())
 
+from .cpp_ext import UPSTREAM_MOE_JOB_MEMORY
+
 if TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any: ...
@@ -52,10 +54,21 @@ def gen_cutlass_fused_moe_sm120_instance_module(tactic: int) -> Any:
 def gen_cutlass_fused_moe_sm120_upstream_module(use_fast_build: bool = False) -> Any:
     """The spec of ``fused_moe_120_upstream``: upstream's module for compute capability 12.x, all dtypes.
 
+    Its sources and flags are upstream's; it is built by the engine of the SM12x modules, so that a build of most of an
+    hour is not begun again because of file times, and is not killed for memory.
+
     Args:
         use_fast_build: As upstream has it.
+
+    Raises:
+        RuntimeError: there is no architecture 12.x to compile for.
     """
-    return _upstream.gen_cutlass_fused_moe_sm120_module(use_fast_build)
+    from .sm12x.spec import JitSpecSm12x
+
+    spec = _upstream.gen_cutlass_fused_moe_sm120_module(use_fast_build)
+    targets = _upstream.current_compilation_context.TARGET_CUDA_ARCHS
+    architectures = sorted(target for target in targets if target[0] == 12)
+    return JitSpecSm12x.adopt(spec, architectures, UPSTREAM_MOE_JOB_MEMORY)
 
 
 def gen_cutlass_fused_moe_module(

@@ -15,12 +15,14 @@ import sys
 import termios
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from jit_fakes import Project
 
 from flashinfer.jit.sm12x import build as engine
 from flashinfer.jit.sm12x.diagnosis import JitBuildError
+from flashinfer.jit.sm12x.executor import Job, JobResult
 from flashinfer.jit.sm12x.freshness import hash_file
 
 ALL = ["a.cu", "b.cu", "c.cu"]
@@ -244,6 +246,36 @@ def _compilers_of(project: Project) -> list[int]:
             except OSError:
                 continue
     return found
+
+
+def test_measured_need_is_used_by_the_next_build(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    project.build()
+    needs: list[int] = []
+    run = engine.run_jobs
+
+    def spy(jobs: list[Job], *args: Any) -> list[JobResult]:
+        needs.extend(job.peak_memory for job in jobs)
+        return run(jobs, *args)
+
+    monkeypatch.setattr(engine, "run_jobs", spy)
+    measured = json.loads(project.plan().manifest.read_text())["objects"]["a.o"]["peak_memory"]
+    assert 0 < measured < 100 << 20
+    project.write("a.cu", "int changed;\n")
+    project.build()
+    assert needs[0] == measured
+
+
+def test_interrupted_build_frees_the_lock_and_ends_its_compilers(project: Project) -> None:
+    project.write("c.cu", "// fake: sleep 60\nint c;\n")
+    child = _build_in_process(project)
+    _wait_for(lambda: "c.cu" in _calls_so_far(project))
+    child.send_signal(signal.SIGINT)
+    assert child.wait(timeout=20) != 0
+    assert not _compilers_of(project)
+    assert "interrupted or failed" in project.plan().log.read_text()
+    project.write("c.cu", "int c;\n")
+    project.build()
+    assert engine.is_fresh(project.plan())
 
 
 def test_waiting_for_another_process_is_said(project: Project, jit_log: pytest.LogCaptureFixture) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -154,8 +155,9 @@ def test_upstreams_module_has_a_name_and_folders_of_its_own(workspace: Path) -> 
     upstream = fused_moe.gen_cutlass_fused_moe_sm120_upstream_module()
     ours = fused_moe.gen_cutlass_fused_moe_sm120_module()
     assert upstream.name == "fused_moe_120_upstream"
-    assert not isinstance(upstream, JitSpecSm12x)
     assert len(upstream.sources) > 50
+    assert upstream.job_memory >= 5.5e9
+    assert core.jit_spec_registry.get_all_specs()["fused_moe_120_upstream"] is upstream
     assert "-DENABLE_FP4" in upstream.extra_cuda_cflags
     assert not {source.parent for source in ours.sources} & {source.parent for source in upstream.sources}
     assert upstream.build_dir != ours.build_dir
@@ -168,8 +170,39 @@ def test_other_upstream_modules_keep_their_names(monkeypatch: pytest.MonkeyPatch
 
 
 @needs_nvcc
-def test_upstreams_ninja_file_links_against_this_toolkit(workspace: Path) -> None:
+def test_upstreams_module_has_upstreams_flags(workspace: Path) -> None:
+    """The commands of the engine are those of upstream's build file, but for their order and their outputs."""
     spec = fused_moe.gen_cutlass_fused_moe_sm120_upstream_module()
+    spec.write_ninja()
+    text = spec.ninja_path.read_text().replace("$\n", "").replace("$cuda_home", cpp_ext.get_cuda_path())
+    variables = dict(re.findall(r"^(\w+) = (.*)$", text, re.MULTILINE))
+    for suffix, name in ((".cu", "cuda_cflags"), (".cpp", "cflags")):
+        step = next(step for step in spec.plan.steps if step.source.suffix == suffix)
+        upstreams = variables[name].replace("$common_cflags", variables["common_cflags"]).split()
+        assert sorted(set(upstreams)) == sorted(set(step.flags))
+    assert {"-lcudart", "-lcuda", "-lnvrtc"} <= set(spec.plan.link_flags)
+
+
+def test_adopting_what_the_engine_cannot_build(workspace: Path) -> None:
+    spec = core.gen_jit_spec("special", [workspace / "x.cu"], needs_device_linking=True)
+    with pytest.raises(ValueError, match="special needs steps that the engine does not have"):
+        JitSpecSm12x.adopt(spec, [(12, "1a")], 1)
+
+
+@needs_nvcc
+def test_adopted_module_is_built_and_links_the_driver(workspace: Path) -> None:
+    source = workspace / "driver.cpp"
+    source.write_text('#include <cuda.h>\nextern "C" int v() { int n = 0; cuDriverGetVersion(&n); return n; }\n')
+    spec = JitSpecSm12x.adopt(core.gen_jit_spec("driver", [source]), [(12, "1a")], 1 << 30)
+    spec.build(need_lock=True)
+    needed = subprocess.run(["readelf", "-d", str(spec.jit_library_path)], capture_output=True, text=True).stdout
+    assert "[libcuda.so.1]" in needed
+    assert core.jit_spec_registry.get_all_specs()["driver"] is spec
+
+
+@needs_nvcc
+def test_upstreams_ninja_file_links_against_this_toolkit(workspace: Path) -> None:
+    spec = core.gen_jit_spec("plain", [workspace / "plain.cpp"])
     spec.write_ninja()
     text = spec.ninja_path.read_text()
     link_dirs = [Path(word[2:]) for word in text.split() if word.startswith("-L/")]

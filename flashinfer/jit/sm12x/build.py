@@ -43,7 +43,7 @@ from .freshness import (
     parse_depfile,
     shadowing_files,
 )
-from .jobs import GIB, JobLimit, job_limit
+from .jobs import DEFAULT_JOB_MEMORY, GIB, JobLimit, job_limit
 from .progress import Progress
 from .toolchain import ToolchainError, compiler_banner
 
@@ -111,6 +111,7 @@ class ModulePlan:
         linker: Program and arguments that come before the objects.
         link_flags: Arguments that come after them.
         watched: Folders whose files may be edited while a build runs.
+        job_memory: What a compiler is assumed to need until it has been measured, bytes.
         description: Lines for the head of the log.
     """
 
@@ -121,6 +122,7 @@ class ModulePlan:
     linker: tuple[str, ...]
     link_flags: tuple[str, ...]
     watched: tuple[Path, ...] = ()
+    job_memory: int = DEFAULT_JOB_MEMORY
     description: str = ""
 
     @property
@@ -410,7 +412,7 @@ class _Work:
         before = self._manifest.objects.get(step.name)
         command = step.command(self._scratch / step.name, self._depfile(step))
         if before is None:
-            return Job(step.name, command)
+            return Job(step.name, command, self._plan.job_memory)
         return Job(step.name, command, before.peak_memory, before.wall_seconds)
 
     def _depfile(self, step: CompileStep) -> Path:

@@ -29,13 +29,13 @@ class Job:
     Attributes:
         name: What it makes; unique among the jobs of a run.
         command: Program and arguments.
-        peak_memory: What it needed when it was last measured, bytes; 0 when it never was.
+        peak_memory: What it needed when it was last measured, or is assumed to need, bytes.
         wall_seconds: How long it took then; 0 when it never was measured.
     """
 
     name: str
     command: tuple[str, ...]
-    peak_memory: int = 0
+    peak_memory: int = DEFAULT_JOB_MEMORY
     wall_seconds: float = 0.0
 
 
@@ -130,7 +130,7 @@ def run_jobs(
         while waiting or running or alone:
             if not waiting and not running:
                 waiting.append(alone.pop(0))
-            _start_what_fits(waiting, running, results, limit, folder, done, memory_left)
+            _start_what_fits(waiting, running, limit, folder, done, memory_left)
             ended = done.get()
             running.remove(ended)
             result = ended.result()
@@ -154,17 +154,13 @@ def run_jobs(
 def _start_what_fits(
     waiting: list[Job],
     running: list[_Running],
-    results: list[JobResult],
     limit: JobLimit,
     folder: Path,
     done: queue.Queue[_Running],
     memory_left: Callable[[], int],
 ) -> None:
-    # Until a job of this build has ended, a job nobody measured is assumed to need what the largest source may.
-    typical = max((result.peak_memory for result in results), default=0) or DEFAULT_JOB_MEMORY
-
     def need(job: Job) -> int:
-        return int((job.peak_memory or typical) * MEMORY_MARGIN)
+        return int(job.peak_memory * MEMORY_MARGIN)
 
     while waiting and len(running) < limit.jobs:
         if running and limit.memory is not None:

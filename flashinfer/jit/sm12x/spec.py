@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The JIT spec of a module that is built by the engine in ``build``.
+"""The JIT spec of a module that is built by the engine in ``build``: one of the SM12x family, or one of upstream's.
 
 To the registry, the AOT entry, the command line and whoever calls ``build_and_load`` it is one of upstream's.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shlex
 from collections.abc import Iterable
@@ -18,6 +19,7 @@ from .. import core, cpp_ext
 from . import build as engine
 from . import toolchain
 from .diagnosis import JitBuildError
+from .jobs import DEFAULT_JOB_MEMORY
 
 if TYPE_CHECKING:
     _JitSpecNvcc: Any = object
@@ -27,17 +29,35 @@ else:
 
 @dataclass
 class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
-    """A module of the SM12x family.
+    """A module that the engine builds.
 
     Its fields are those of upstream's ``JitSpecNvcc``.
 
     Attributes:
         architectures: What it is compiled for, as in ``CompilationContext.TARGET_CUDA_ARCHS``.
         watched_dirs: Folders whose files are edited by whoever works on the kernels.
+        job_memory: What a compiler is assumed to need until it has been measured, bytes.
+        links_driver: Its code calls the driver and other libraries by name, as upstream's does.
     """
 
     architectures: tuple[tuple[int, str], ...] = ()
     watched_dirs: tuple[Path, ...] = field(default=())
+    job_memory: int = DEFAULT_JOB_MEMORY
+    links_driver: bool = False
+
+    @classmethod
+    def adopt(cls, spec: Any, architectures: Iterable[tuple[int, str]], job_memory: int) -> JitSpecSm12x:
+        """A module of upstream's, to be built by the engine; it takes the place of ``spec`` in the registry.
+
+        Raises:
+            ValueError: the module is of a kind that only upstream can build.
+        """
+        if spec.needs_device_linking or spec.embedded_cubin_factory or spec.extra_cuda_cflags_by_source:
+            raise ValueError(f"{spec.name} needs steps that the engine does not have")
+        fields = {each.name: getattr(spec, each.name) for each in dataclasses.fields(spec)}
+        adopted = cls(**fields, architectures=tuple(architectures), job_memory=job_memory, links_driver=True)
+        core.replace_registered(adopted)
+        return adopted
 
     @cached_property
     def plan(self) -> engine.ModulePlan:
@@ -57,6 +77,7 @@ class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
             linker=(os.environ.get("CXX", "c++"),),
             link_flags=self._link_flags(toolkit),
             watched=tuple(folder for folder in self.watched_dirs if folder.is_dir()),
+            job_memory=self.job_memory,
             description=f"CUDA {toolkit.version} in {toolkit.root} (found through {toolkit.origin})",
         )
 
@@ -105,11 +126,13 @@ class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
         return entries
 
     def _link_flags(self, toolkit: toolchain.Toolkit) -> tuple[str, ...]:
+        extra = [*cpp_ext.parse_env_flags("FLASHINFER_EXTRA_LDFLAGS"), *(self.extra_ldflags or [])]
+        if self.links_driver:
+            return ("-shared", *cpp_ext.toolkit_link_flags(), "-lcudart", "-lcuda", *extra)
         # The runtime by its file: the wheels have no link name for it. Not the driver: entry points come from
         # cudaGetDriverEntryPoint, so that the module loads on a machine without one.
-        runtime = toolkit.find_library("cudart")
-        extra = [*cpp_ext.parse_env_flags("FLASHINFER_EXTRA_LDFLAGS"), *(self.extra_ldflags or [])]
         # -z now: a name that nobody defines fails the load, rather than the process at the first call.
+        runtime = toolkit.find_library("cudart")
         return ("-shared", str(runtime), f"-Wl,-rpath,{runtime.parent}", "-Wl,-z,now", *extra)
 
     def try_load(self) -> Any:
