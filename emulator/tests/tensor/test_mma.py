@@ -421,17 +421,22 @@ def test_float32_sum_is_rounded_once(c: float, pairs: list[tuple[float, float]],
     assert (d.view(np.float32) == expected).all()
 
 
-def test_float16_sum_is_rounded_once() -> None:
-    """1024 + 0.5 is a tie of float16, 1024 + 0.5 + 2^-18 is not, though float32 cannot tell them apart."""
+@pytest.mark.parametrize(
+    "c,tiny,expected",
+    [(1024, 0, 1024), (1024, 2**-9, 1025), (1025, 0, 1026), (1025, -(2**-9), 1025), (-1025, 2**-9, -1025)],
+)
+def test_float16_sum_is_rounded_once(c: int, tiny: float, expected: int) -> None:
+    """C and one half are a tie of float16; with 2^-18 more or less they are none, though float32 cannot tell."""
     form = Mma(32, "e4m3", "e4m3", "f16")
-    one, half, tiny = (int(vsm.cvt_f32x2_to_narrow("e4m3", [0], [x])[0]) for x in (1, 0.5, 2.0**-9))
-    c = np.full((2, 32), 0x64006400)
-    for codes, expected in (([(one, half)], 1024), ([(one, half), (tiny, tiny)], 1025)):
-        a, b = np.zeros((16, 32), int), np.zeros((32, 8), int)
-        for k, (x, y) in enumerate(codes):
-            a[:, k], b[k, :] = x, y
-        d = form(registers_of(a, a_place(32, 8), 8), registers_of(b, b_place(32, 8), 8), c)
-        assert (d.view(np.float16) == expected).all()
+    a, b = np.zeros((16, 32)), np.zeros((32, 8))
+    a[:, 0], b[0, :] = math.copysign(0.5, c), 1
+    a[:, 1], b[1, :] = tiny, 2**-9
+    codes = [vsm.cvt_f32x2_to_narrow("e4m3", np.zeros(m.size), m.ravel()).reshape(m.shape) for m in (a, b)]
+    addend = int(np.float16(c).view(np.uint16)) * 0x10001
+    d = form(
+        registers_of(codes[0], a_place(32, 8), 8), registers_of(codes[1], b_place(32, 8), 8), np.full((2, 32), addend)
+    )
+    assert (d.view(np.float16) == expected).all()
 
 
 def test_float32_subnormal_results() -> None:
