@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -508,3 +509,33 @@ def test_machine_code_is_read(workspace: Path) -> None:
     assert spills.stack >= 256
     assert 8 <= mma.registers <= 255
     assert shutil.which("c++filt") is None or "half const*" in mma.name or "__half const*" in mma.name
+
+
+@needs_nvcc
+@pytest.mark.slow
+def test_table_of_instances_as_built(workspace: Path) -> None:
+    """One instance of the real module: its rows hold what its machine code does."""
+    from flashinfer.jit.sm12x.inspect_sass import find_tool
+    from flashinfer.jit.sm12x.report import as_table, instance_rows
+
+    try:
+        find_tool()
+    except toolchain.ToolchainError as error:
+        pytest.skip(str(error))
+    row = next(row for row in INSTANCES if row.default and row.activation == "mxfp8")
+    whole = modules.gen_fused_moe_module()
+    source = next(source for source in whole.sources if source.stem == row.name)
+    spec = dataclasses.replace(whole, name="one_instance", sources=[source])
+    with pytest.raises(RuntimeError, match=r"one_instance is not built .*; build it first"):
+        instance_rows(spec)
+    spec.build(need_lock=True)
+    rows = instance_rows(spec)
+    assert {built.gemm for built in rows} == {"fc1", "fc2"}
+    for built in rows:
+        assert (built.tactic, built.instance, built.architecture) == (row.index, row.name, "sm_121a")
+        assert built.block_scaled_mmas == built.tensor_instructions > 0
+        assert built.local_accesses == 0
+        assert 32 <= built.registers <= 65536 // (row.blocks_per_sm * row.threads)
+        assert row.smem_bytes() <= built.shared_bytes <= 101376
+    headers, cells = as_table(rows)
+    assert all(len(cell) == len(headers) for cell in cells)
