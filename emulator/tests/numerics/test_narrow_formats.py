@@ -7,6 +7,8 @@ a search in that table. Nothing here follows the implementation's bit arithmetic
 
 from __future__ import annotations
 
+import bisect
+import functools
 import math
 from dataclasses import dataclass
 
@@ -46,7 +48,7 @@ class Format:
 
     def nearest(self, x: float, relu: bool = False) -> int:
         """cvt.rn.satfinite{.relu} of a float32 value."""
-        table = self.finite()
+        table = finite_values(self)
         if math.isnan(x):
             return len(table) - 1 if self.canonical_nan is None else self.canonical_nan
         if relu and math.copysign(1, x) < 0:
@@ -55,12 +57,17 @@ class Format:
         magnitude = abs(x)
         if magnitude >= table[-1]:
             return sign | len(table) - 1
-        above = next(i for i, v in enumerate(table) if v > magnitude)
+        above = bisect.bisect_right(table, magnitude)
         below = above - 1
         down, up = magnitude - table[below], table[above] - magnitude  # exact: few bits apart
         if down == up:
             return sign | (below if below % 2 == 0 else above)
         return sign | (below if down < up else above)
+
+
+@functools.cache
+def finite_values(form: Format) -> list[float]:
+    return form.finite()
 
 
 FORMATS = {
