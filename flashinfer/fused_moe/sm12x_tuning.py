@@ -98,11 +98,12 @@ class SM12xMoERunner(TunableRunner):
         device = activations.device
         problem = dataclasses.replace(self.problem, num_tokens=tokens)
         plan = make_plan(problem, device)
-        generator = torch.Generator(device).manual_seed(_ROUTING_SEED)
-        scores = torch.rand((tokens, problem.num_experts_total), device=device, generator=generator)
+        generator = torch.Generator().manual_seed(_ROUTING_SEED)
+        scores = torch.rand((tokens, problem.num_experts_total), generator=generator)
+        ids = scores.topk(problem.top_k, dim=1).indices.to(torch.int32)
         arguments = list(self._arguments_cache)
         arguments[_OUTPUT] = torch.empty((tokens, problem.hidden), dtype=self.output_dtype, device=device)
-        arguments[_IDS] = scores.topk(problem.top_k, dim=1).indices.to(torch.int32).contiguous()
+        arguments[_IDS] = ids.to(device)
         arguments[_SCALES] = torch.full((tokens, problem.top_k), 1 / problem.top_k, device=device)
         if problem.mode is Mode.MXFP8_INPUT:
             rows = round_up(tokens, 128) if self.swizzled_input_sf else tokens

@@ -75,8 +75,8 @@ class _Source:
 def _weights(source: _Source, experts: int, rows: int, k: int, data: Data) -> tuple[torch.Tensor, torch.Tensor]:
     """Packed weights and 128x4 scales such that a product with unit-variance activations has about unit variance."""
     packed = source.bytes(experts, rows, k // 2)
-    # e2m1 codes drawn uniformly have a mean square of 8.9; divide that and K out, to a power of two.
-    centre = 127 - round(0.5 * torch.log2(torch.tensor(8.9 * k)).item())
+    # e2m1 codes drawn uniformly have a mean square of 8.56; divide that and K out, to a power of two.
+    centre = 127 - round(0.5 * torch.log2(torch.tensor(8.56 * k)).item())
     low, high = (centre - 2, centre + 2) if data == "normal" else (centre, centre + 1)
     linear = source.integers(low, high, experts, rows, -(-k // BLOCK)).to(torch.uint8)
     return packed, swizzle_scales(linear)

@@ -1,0 +1,379 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a call goes, what reaches the kernel module, and what it costs: with a recording module and meta tensors.
+
+Meta tensors have shapes, dtypes and no memory; told that this fork serves them, the CUDA path runs up to the launch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import time
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from flashinfer.autotuner import AutoTuner, autotune
+
+import flashinfer
+from flashinfer.fused_moe import core, sm12x_dispatch, sm12x_moe, sm12x_planner
+from flashinfer.jit.sm12x.instances import INSTANCES
+from flashinfer.testing import MoECase, make_moe_inputs
+
+CASE = MoECase(6, 160, 96, 8, 3, 0)
+WORKSPACE = 4096
+ARGUMENTS = (
+    "output", "input", "input_sf", "ids", "final_scales", "fc1_w", "fc1_sf", "fc1_global", "fc1_bias", "fc2_w", "fc2_sf",
+    "fc2_global", "fc2_bias", "alpha", "beta", "limit", "workspace", "mode", "swizzled_input_sf", "first_expert",
+    "num_experts_total", "tactic_fc1", "tactic_fc2", "enable_pdl",
+)  # fmt: skip
+
+
+class RecordingModule:
+    """Stands in for ``fused_moe_120``: keeps the last launch and counts them."""
+
+    def __init__(self) -> None:
+        self.launches: list[dict[str, Any]] = []
+        self.registered: list[tuple[int, int]] = []
+        self.sizes: list[tuple[int, ...]] = []
+
+    def sm12x_moe_workspace_size(self, *sizes: int) -> int:
+        self.sizes.append(sizes)
+        return WORKSPACE
+
+    def sm12x_moe_run(self, *arguments: Any) -> None:
+        self.launches.append(dict(zip(ARGUMENTS, arguments, strict=True)))
+
+    def sm12x_register_instance(self, index: int, address: int) -> None:
+        self.registered.append((index, address))
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordingModule]:
+    recording = RecordingModule()
+    monkeypatch.setattr(sm12x_dispatch, "serves", lambda device: True)
+    monkeypatch.setattr(sm12x_dispatch, "moe_module", lambda: recording)
+    monkeypatch.setattr(sm12x_dispatch, "sm_count", lambda index: 48)
+    monkeypatch.setattr(sm12x_dispatch, "has_block_scaled_mma", lambda index: True)
+    monkeypatch.setattr(sm12x_dispatch, "fits_device", lambda tactic, experts, index: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(sm12x_moe, "_plans", {})
+    yield recording
+    AutoTuner.get().clear_cache()
+
+
+def _meta(mode: int = 0, **changes: Any) -> dict[str, Any]:
+    inputs = make_moe_inputs(dataclasses.replace(CASE, mode=mode, **changes), 0)
+
+    def move(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.to("meta")
+        return [move(item) for item in value] if isinstance(value, list) else value
+
+    return {name: move(value) for name, value in inputs.arguments().items()}
+
+
+def test_signatures_are_upstreams() -> None:
+    for name in ("cutlass_fused_moe", "cutlass_fused_moe_workspace_size"):
+        ours = inspect.signature(getattr(flashinfer.fused_moe, name))
+        theirs = inspect.signature(getattr(core._upstream, name))
+        assert list(ours.parameters) == list(theirs.parameters)
+        for parameter, other in zip(ours.parameters.values(), theirs.parameters.values(), strict=True):
+            assert (parameter.name, parameter.kind, parameter.default) == (other.name, other.kind, other.default)
+
+
+def test_one_function_under_all_names() -> None:
+    assert flashinfer.cutlass_fused_moe is flashinfer.fused_moe.cutlass_fused_moe is core.cutlass_fused_moe
+    assert flashinfer.fused_moe.cutlass_fused_moe_workspace_size is core.cutlass_fused_moe_workspace_size
+
+
+@pytest.mark.parametrize("mode", [0, 1, 2])
+def test_launch_gets_what_the_binding_declares(mode: int, module: RecordingModule) -> None:
+    arguments = _meta(mode)
+    for name in ("fc1_expert_weights", "fc2_expert_weights"):
+        arguments[name] = arguments[name].view(torch.int64)
+    arguments["quant_scales"] = [s.view(torch.int32) if s.ndim == 3 else s for s in arguments["quant_scales"]]
+    result = flashinfer.cutlass_fused_moe(**arguments)
+    (launch,) = module.launches
+    assert launch["output"] is result
+    assert (result.shape, result.dtype) == ((6, 160), torch.bfloat16)
+    assert launch["input"] is arguments["input"]
+    assert launch["input_sf"] is arguments["input_sf"]
+    assert launch["ids"] is arguments["token_selected_experts"]
+    assert launch["final_scales"] is arguments["token_final_scales"]
+    for name, shape in (
+        ("fc1_w", (8, 192, 80)),
+        ("fc2_w", (8, 160, 48)),
+        ("fc1_sf", (8, 256, 8)),
+        ("fc2_sf", (8, 256, 4)),
+    ):
+        assert launch[name].dtype == torch.uint8
+        assert launch[name].shape == shape
+    if mode == 2:
+        assert launch["fc1_global"] is launch["fc2_global"] is None
+    else:
+        assert launch["fc1_global"] is arguments["quant_scales"][1]
+        assert launch["fc2_global"] is arguments["quant_scales"][3]
+    assert launch["fc1_bias"] is arguments["fc1_expert_biases"]
+    assert launch["fc2_bias"] is arguments["fc2_expert_biases"]
+    assert launch["alpha"] is arguments["swiglu_alpha"]
+    assert launch["beta"] is arguments["swiglu_beta"]
+    assert launch["limit"] is arguments["swiglu_limit"]
+    assert launch["workspace"].shape == (WORKSPACE,)
+    assert (launch["mode"], launch["first_expert"], launch["num_experts_total"]) == (mode, 0, 8)
+    default = sm12x_planner.plan_moe(6, 3, 8, 160, 96, mode, 48, True)
+    assert (launch["tactic_fc1"], launch["tactic_fc2"]) == default
+    assert module.sizes == [(6, 160, 96, 8, 3, mode)]
+
+
+def test_options_reach_the_launch(module: RecordingModule) -> None:
+    arguments = _meta(0, swizzled_input_sf=False, ep_size=2, ep_rank=1)
+    output = torch.empty(6, 160, dtype=torch.bfloat16, device="meta")
+    workspace = torch.empty(WORKSPACE, dtype=torch.int8, device="meta")
+    result = flashinfer.cutlass_fused_moe(**arguments, output=output, workspace_buffer=workspace, enable_pdl=True)
+    (launch,) = module.launches
+    assert result is output is launch["output"]
+    assert launch["workspace"] is workspace
+    assert launch["enable_pdl"] is True
+    assert launch["swizzled_input_sf"] is False
+    assert (launch["first_expert"], launch["num_experts_total"]) == (4, 8)
+
+
+def test_absent_routing_weights_are_ones_made_once(module: RecordingModule) -> None:
+    arguments = {**_meta(1), "token_final_scales": None}
+    for _ in range(2):
+        flashinfer.cutlass_fused_moe(**arguments)
+    first, second = (launch["final_scales"] for launch in module.launches)
+    assert first is second
+    assert (first.shape, first.dtype) == ((6, 3), torch.float32)
+
+
+def test_no_tokens_launch_nothing(module: RecordingModule) -> None:
+    arguments = _meta(1, num_tokens=0)
+    assert flashinfer.cutlass_fused_moe(**arguments).shape == (0, 160)
+    assert module.launches == []
+
+
+def test_profile_ids_force_tactics_and_build_the_missing(
+    module: RecordingModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[int] = []
+    monkeypatch.setattr(sm12x_dispatch, "ensure_instance", built.append)
+    flashinfer.cutlass_fused_moe(**_meta(0), profile_ids=[3, 7])
+    flashinfer.cutlass_fused_moe(**_meta(0), profile_ids=[-1, 4])
+    default = sm12x_planner.plan_moe(6, 3, 8, 160, 96, 0, 48, True)
+    tactics = [(launch["tactic_fc1"], launch["tactic_fc2"]) for launch in module.launches]
+    assert tactics == [(3, 7), (default[0], 4)]
+    assert {3, 7, 4} <= set(built)
+
+
+def test_instance_outside_the_default_set_is_built_and_registered_once(
+    module: RecordingModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extra = next(row.index for row in INSTANCES if not row.default)
+    asked: list[int] = []
+
+    class Spec:
+        def __init__(self, tactic: int) -> None:
+            asked.append(tactic)
+
+        def build_and_load(self) -> Any:
+            return self
+
+        def sm12x_instance_address(self) -> int:
+            return 4711
+
+    import flashinfer.jit.fused_moe as generators
+
+    monkeypatch.setattr(generators, "gen_cutlass_fused_moe_sm120_instance_module", Spec)
+    sm12x_dispatch.ensure_instance.cache_clear()
+    try:
+        for _ in range(2):
+            sm12x_dispatch.ensure_instance(extra)
+            sm12x_dispatch.ensure_instance(0)
+    finally:
+        sm12x_dispatch.ensure_instance.cache_clear()
+    assert asked == [extra]
+    assert module.registered == [(extra, 4711)]
+
+
+def test_misaligned_pointer_is_refused(module: RecordingModule, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = _meta(1)
+    storage = torch.empty(8 * 192 * 80 + 8, dtype=torch.uint8)
+    shifted = storage[8:].view(8, 192, 80)
+    assert shifted.data_ptr() % 16 == 8
+    monkeypatch.setattr(sm12x_moe, "_reads_values", lambda device: False)
+    from flashinfer.fused_moe.sm12x_validation import require_alignment
+
+    with pytest.raises(ValueError, match=r"^fc1_expert_weights starts at address 0x[0-9a-f]+; .*aligned to 16 bytes"):
+        require_alignment({"input": arguments["input"], "fc1_expert_weights": shifted})
+    require_alignment({"input": arguments["input"], "output": torch.empty(4)})
+
+
+@pytest.mark.parametrize(
+    ("capability", "switch", "served"),
+    [
+        ((12, 1), None, True),
+        ((12, 0), "1", True),
+        ((12, 1), "0", False),
+        ((9, 0), None, False),
+        ((9, 0), "1", True),
+        ((9, 0), "0", False),
+        ((10, 0), None, False),
+    ],
+)
+def test_switch_and_capability_choose_the_backend(
+    capability: tuple[int, int], switch: str | None, served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sm12x_dispatch, "_capability", lambda index: capability)
+    if switch is None:
+        monkeypatch.delenv("FLASHINFER_SM12X_MOE", raising=False)
+    else:
+        monkeypatch.setenv("FLASHINFER_SM12X_MOE", switch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert sm12x_dispatch.serves(torch.device("cuda", 0)) is served
+    assert sm12x_dispatch.serves(torch.device("cpu"))
+    assert not sm12x_dispatch.serves(torch.device("meta"))
+
+
+def test_opting_in_where_there_are_no_kernels_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sm12x_dispatch, "_capability", lambda index: (10, 3))
+    monkeypatch.setenv("FLASHINFER_SM12X_MOE", "1")
+    sm12x_dispatch._serves.cache_clear()
+    with pytest.warns(UserWarning, match=r"no kernels for compute capability 10\.3"):
+        assert not sm12x_dispatch.serves_cuda(0)
+
+
+@pytest.mark.parametrize("name", ["FLASHINFER_SM12X_MOE", "FLASHINFER_SM12X_CHECK"])
+def test_switch_with_another_value_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sm12x_dispatch, "_capability", lambda index: (12, 1))
+    monkeypatch.setenv(name, "yes")
+    read = sm12x_dispatch.checks_values if name.endswith("CHECK") else lambda: sm12x_dispatch.serves_cuda(0)
+    with pytest.raises(ValueError, match=f"^{name} is 'yes'; it may be 0, 1 or unset"):
+        read()
+
+
+def test_value_check_follows_its_switch_and_not_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda", 0)
+    capturing = False
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    assert not sm12x_moe._reads_values(cuda)
+    monkeypatch.setenv("FLASHINFER_SM12X_CHECK", "1")
+    assert sm12x_moe._reads_values(cuda)
+    capturing = True
+    assert not sm12x_moe._reads_values(cuda)
+    assert sm12x_moe._reads_values(torch.device("cpu"))
+
+
+def test_other_kinds_go_to_upstream_with_every_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each argument is passed on under its own name, none dropped and none swapped."""
+    seen: dict[str, Any] = {}
+    signature = inspect.signature(core._upstream.cutlass_fused_moe)
+
+    def record(*args: Any, **kwargs: Any) -> str:
+        seen.update(signature.bind(*args, **kwargs).arguments)
+        return "upstream"
+
+    monkeypatch.setattr(core._upstream, "cutlass_fused_moe", record)
+    given: dict[str, Any] = {name: f"value of {name}" for name in signature.parameters}
+    given["input"] = torch.empty(2, 4, device="meta")
+    given["fc1_expert_weights"] = torch.empty(2, 4, device="meta")
+    assert flashinfer.cutlass_fused_moe(**given) == "upstream"
+    assert seen.keys() == given.keys()
+    assert all(seen[name] is given[name] for name in given)
+
+
+def test_upstreams_sm12x_module_has_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    import flashinfer.jit.fused_moe as generators
+
+    class Stop(Exception):
+        pass
+
+    def upstream_generator(use_fast_build: bool = False) -> Any:
+        raise Stop(f"upstream module asked for, fast build {use_fast_build}")
+
+    monkeypatch.setattr(generators, "gen_cutlass_fused_moe_sm120_upstream_module", upstream_generator)
+    for backend in ("120", "121"):
+        with pytest.raises(Stop, match="upstream module asked for, fast build True"):
+            core.get_cutlass_fused_moe_module(backend, True)
+    with pytest.raises(ValueError, match="Invalid backend"):
+        core.get_cutlass_fused_moe_module("75")
+
+
+def _fake_profiler(times: dict[tuple[int, int], float]) -> Any:
+    def profile(self: AutoTuner, runner: Any, inputs: Any, tactic: int, config: Any, **kwargs: Any) -> float:
+        runner(inputs, tactic=tactic, **{k: v for k, v in kwargs.items() if k == "gemm_idx"})
+        return times.get((kwargs["gemm_idx"], tactic), 1.0)
+
+    return profile
+
+
+def test_autotuner_chooses_and_its_cache_file_is_honoured(
+    module: RecordingModule, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(AutoTuner, "_profile_single_kernel", _fake_profiler({(1, 4): 0.5, (2, 2): 0.25}))
+    cache = str(tmp_path / "tactics.json")
+    arguments = _meta(0)
+    tuner = AutoTuner.get()
+    tuner.clear_cache()
+
+    def tactics() -> tuple[int, int]:
+        flashinfer.cutlass_fused_moe(**arguments, tune_max_num_tokens=16)
+        return module.launches[-1]["tactic_fc1"], module.launches[-1]["tactic_fc2"]
+
+    default = tactics()
+    with autotune(True, cache=cache):
+        assert tactics() == (4, 2)
+    tuned_shapes = {launch["input"].shape[0] for launch in module.launches}
+    assert {1, 2, 4, 8, 16} <= tuned_shapes, "each bucket of token counts is timed"
+    assert tactics() == (4, 2)
+    assert flashinfer.cutlass_fused_moe(**arguments, profile_ids=[0, -1]) is not None
+    assert (module.launches[-1]["tactic_fc1"], module.launches[-1]["tactic_fc2"]) == (0, default[1])
+    tuner.clear_cache()
+    assert tactics() == default
+    with autotune(False, cache=cache):
+        assert tactics() == (4, 2)
+
+
+def test_python_costs_little(module: RecordingModule) -> None:
+    """A guard against accidents, ten times what was measured (17 us on a loaded 2-core virtual machine)."""
+    arguments = _meta(0)
+    arguments["output"] = torch.empty(6, 160, dtype=torch.bfloat16, device="meta")
+    arguments["workspace_buffer"] = torch.empty(WORKSPACE, dtype=torch.uint8, device="meta")
+    for _ in range(50):
+        flashinfer.cutlass_fused_moe(**arguments)
+    best = float("inf")
+    for _ in range(20):
+        begin = time.perf_counter()
+        for _ in range(20):
+            flashinfer.cutlass_fused_moe(**arguments)
+        best = min(best, (time.perf_counter() - begin) / 20)
+    print(f"{best * 1e6:.1f} us a call")
+    assert best < 170e-6
+    assert len(sm12x_moe._plans) == 1
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("mode", [0, 1, 2])
+def test_compiles_without_graph_breaks(backend: str, mode: int) -> None:
+    inputs = make_moe_inputs(dataclasses.replace(CASE, mode=mode), 3)
+    arguments = inputs.arguments()
+    x = arguments.pop("input")
+    expected = flashinfer.cutlass_fused_moe(x, **arguments)
+    torch.compiler.reset()
+
+    @torch.compile(backend=backend, fullgraph=True)
+    def layer(x: torch.Tensor, output: torch.Tensor | None) -> torch.Tensor:
+        return flashinfer.cutlass_fused_moe(x, **arguments, output=output) + 0
+
+    assert torch.equal(layer(x, None), expected)
+    output = torch.empty_like(expected)
+    assert torch.equal(layer(x, output), expected)
+    assert torch.equal(output, expected), "the compiled call writes the given output"
