@@ -22,7 +22,7 @@ from .error_bounds import (
     check_within_bound,
 )
 from .gemm_reference import group_gemm_reference
-from .moe_inputs import MoECase, make_moe_inputs
+from .moe_inputs import MoECase, make_group_gemm_inputs, make_moe_inputs
 from .moe_reference import MoEInputs, moe_reference
 from .mxfp_formats import (
     dequantize_mxfp4,
@@ -45,6 +45,7 @@ __all__ = [
     "dequantize_mxfp4",
     "dequantize_mxfp8",
     "group_gemm_reference",
+    "make_group_gemm_inputs",
     "make_moe_inputs",
     "moe_reference",
     "quantize_mxfp4",

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -144,3 +146,42 @@ def make_moe_inputs(case: MoECase, seed: int, device: torch.device | str = "cpu"
         inputs.swiglu_beta = 1.0 + 0.1 * source.normal(experts)
         inputs.swiglu_limit = 1.5 + 5.5 * source.uniform(experts)
     return inputs
+
+
+def make_group_gemm_inputs(
+    sizes: Sequence[int],
+    n: int,
+    k: int,
+    seed: int,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    data: Data = "normal",
+) -> dict[str, torch.Tensor]:
+    """Operands of ``group_gemm_mxfp4_nt_groupwise`` for groups of ``sizes`` rows, by argument name.
+
+    ``data`` is as in :class:`MoECase`; with ``"lattice"`` every float32 sum is exact, so that the bound is 0.
+    """
+    source = _Source(seed, torch.device(device))
+    cum_m, groups, blocks = sum(sizes), len(sizes), -(-k // BLOCK)
+    if data == "lattice":
+        values = source.integers(-2, 2, cum_m, k).float()
+    else:
+        values = source.normal(cum_m, k) * 8
+    low, high = (124, 130) if data == "normal" else (126, 128)
+    linear = source.integers(low, high, cum_m, blocks).to(torch.uint8)
+    ends = [0, *itertools.accumulate(sizes)]
+    # Each group's scales begin at a multiple of 128 rows that leaves room for every group before it.
+    rows = (cum_m + 127 * groups) // 128 * 128
+    a_scale = torch.zeros((rows, blocks + -blocks % 4), dtype=torch.uint8, device=source.device)
+    for group, (first, last) in enumerate(itertools.pairwise(ends)):
+        start = (first + 127 * group) // 128 * 128
+        swizzled = swizzle_scales(linear[first:last])
+        a_scale[start : start + swizzled.shape[0]] = swizzled
+    b, b_scale = _weights(source, groups, n, k, data)
+    return {
+        "a": values.to(dtype),
+        "b": b,
+        "a_scale": a_scale,
+        "b_scale": b_scale,
+        "m_indptr": torch.tensor(ends, dtype=torch.int32, device=source.device),
+    }

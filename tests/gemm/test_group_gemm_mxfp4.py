@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``group_gemm_mxfp4_nt_groupwise`` against the float64 reference, on the CPU and, every instance forced, on a GPU."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import flashinfer
+from flashinfer.gemm import gemm_base, group_gemm_mxfp4_nt_groupwise, sm12x_group_gemm
+from flashinfer.jit.sm12x.instances import GEMM_INSTANCES
+from flashinfer.testing import (
+    ANY_ORDER,
+    TENSOR_CORE,
+    BoundViolation,
+    check_within_bound,
+    group_gemm_reference,
+    make_group_gemm_inputs,
+)
+
+Arguments = dict[str, Any]
+DEFAULT_TILES = (1, 128, 128, 128, True)
+
+
+def _check(
+    sizes: list[int],
+    n: int,
+    k: int,
+    device: torch.device,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    out_dtype: torch.dtype = torch.float16,
+    data: str = "normal",
+) -> None:
+    inputs = make_group_gemm_inputs(sizes, n, k, seed, device, dtype, data)  # type: ignore[arg-type]
+    accumulation = TENSOR_CORE if device.type == "cuda" else ANY_ORDER
+    reference, bound = group_gemm_reference(**inputs, accumulation=accumulation)
+    if data == "lattice":
+        assert (bound == 0).all(), "lattice data is exact"
+    tactics: list[int | None] = [None]
+    if device.type == "cuda":
+        tactics += [row.index for row in GEMM_INSTANCES]
+    for tactic in tactics:
+        results = []
+        for _ in range(2):
+            out = torch.full((sum(sizes), n), torch.nan, dtype=out_dtype, device=device)
+            result = sm12x_group_gemm.group_gemm(**inputs, tiles=DEFAULT_TILES, out=out, out_dtype=None, tactic=tactic)
+            assert result is out
+            results.append(out)
+        check_within_bound(results[0], reference, bound, f"sizes {sizes}, n {n}, k {k}, tactic {tactic}, seed {seed}")
+        assert torch.equal(results[0].view(torch.int16), results[1].view(torch.int16)), "repeats bit for bit"
+
+
+@pytest.mark.parametrize("sizes", [[1], [4, 0, 9], [0, 0, 130, 1], [128, 128, 128], [257, 3]])
+@pytest.mark.parametrize("data", ["normal", "lattice"])
+def test_group_sizes(sizes: list[int], data: str, device: torch.device) -> None:
+    _check(sizes, 136, 288, device, data=data)
+
+
+@pytest.mark.parametrize("n", [8, 32, 120, 128, 720, 2880])
+@pytest.mark.parametrize("k", [32, 96, 128, 736])
+def test_extents(n: int, k: int, device: torch.device) -> None:
+    _check([5, 12], n, k, device, seed=n + k, data="lattice")
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16])
+def test_dtypes(dtype: torch.dtype, out_dtype: torch.dtype, device: torch.device) -> None:
+    _check([17, 6], 64, 256, device, seed=1, dtype=dtype, out_dtype=out_dtype)
+
+
+def test_all_groups_empty(device: torch.device) -> None:
+    inputs = make_group_gemm_inputs([0, 0], 64, 96, 2, device)
+    assert group_gemm_mxfp4_nt_groupwise(**inputs).shape == (0, 64)
+
+
+@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.integers(0, 150), min_size=1, max_size=6).filter(any),
+    st.integers(1, 40).map(lambda i: 8 * i),
+    st.integers(1, 20).map(lambda i: 32 * i),
+    st.integers(0, 2**31),
+)
+def test_random_groups(device: torch.device, sizes: list[int], n: int, k: int, seed: int) -> None:
+    _check(sizes, n, k, device, seed)
+
+
+def test_public_function_allocates_and_takes_out(device: torch.device) -> None:
+    inputs = make_group_gemm_inputs([3, 5], 64, 96, 3, device)
+    expected = group_gemm_mxfp4_nt_groupwise(**inputs)
+    assert (expected.dtype, expected.shape) == (torch.bfloat16, (8, 64))
+    half = group_gemm_mxfp4_nt_groupwise(**inputs, out_dtype=torch.float16)
+    out = torch.empty_like(half)
+    assert group_gemm_mxfp4_nt_groupwise(**inputs, out=out) is out
+    assert torch.equal(out, half)
+    # Upstream's tile arguments keep working.
+    for tile_n in (32, 64, 128):
+        for swap_ab in (True, False):
+            again = group_gemm_mxfp4_nt_groupwise(**inputs, tile_n=tile_n, swap_ab=swap_ab, skip_check=True)
+            assert torch.equal(again, expected)
+
+
+def test_names_and_signature_are_upstreams() -> None:
+    assert flashinfer.gemm.group_gemm_mxfp4_nt_groupwise is flashinfer.gemm.group_gemm_mxfp8_mxfp4_nt_groupwise
+    upstream = gemm_base._upstream.group_gemm_mxfp8_mxfp4_nt_groupwise
+    ours = inspect.signature(group_gemm_mxfp4_nt_groupwise).parameters
+    theirs = inspect.signature(inspect.unwrap(upstream)).parameters
+    assert [*theirs, "skip_check"] == list(ours)
+    assert all(ours[name].default == parameter.default for name, parameter in theirs.items())
+    for capability in (90, 100, 120, 121):
+        assert group_gemm_mxfp4_nt_groupwise.is_compute_capability_supported(
+            capability
+        ) == upstream.is_compute_capability_supported(capability)
+
+
+def test_other_devices_are_upstreams(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = make_group_gemm_inputs([3, 5], 64, 128, 4)
+    moved = {name: tensor.to("meta") for name, tensor in inputs.items()}
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr(
+        gemm_base._upstream,
+        "group_gemm_mxfp8_mxfp4_nt_groupwise",
+        lambda *args, **kwargs: seen.update(args=args, kwargs=kwargs),
+    )
+    group_gemm_mxfp4_nt_groupwise(**moved, mma_sm=2, tile_m=128, tile_n=192, tile_k=256, swap_ab=False)
+    operands = tuple(moved[name] for name in ("a", "b", "a_scale", "b_scale", "m_indptr"))
+    assert all(given is passed for given, passed in zip(operands, seen["args"][:5], strict=True))
+    assert seen["args"][5:] == (2, 128, 192, 256, False, None, None)
+
+
+def test_planted_faults_leave_the_bound(device: torch.device) -> None:
+    inputs = make_group_gemm_inputs([9, 5], 64, 128, 5, device, data="lattice")
+    reference, bound = group_gemm_reference(**inputs)
+
+    def flip_nibble(wrong: Arguments) -> None:
+        wrong["b"][1, 3, 7] ^= 0x02
+
+    def next_scale(wrong: Arguments) -> None:
+        wrong["b_scale"][0, 0, 2] += 1
+
+    def next_row_scale(wrong: Arguments) -> None:
+        wrong["a_scale"][0, 1] += 1
+
+    def shift_group(wrong: Arguments) -> None:
+        wrong["m_indptr"][1] -= 1
+
+    for fault in (flip_nibble, next_scale, next_row_scale, shift_group):
+        wrong = {name: tensor.clone() for name, tensor in inputs.items()}
+        fault(wrong)
+        with pytest.raises(BoundViolation):
+            check_within_bound(group_gemm_mxfp4_nt_groupwise(**wrong, out_dtype=torch.float16), reference, bound)
+
+
+def _replace(name: str, change: Callable[[torch.Tensor], Any]) -> Callable[[Arguments], None]:
+    return lambda arguments: arguments.update({name: change(arguments[name])})
+
+
+def _set(**values: Any) -> Callable[[Arguments], None]:
+    return lambda arguments: arguments.update(values)
+
+
+BAD: list[tuple[Callable[[Arguments], None], str]] = [
+    (_replace("a", lambda a: a.bfloat16()), r"^a is torch.bfloat16 \(8, 96\).*float8_e4m3fn or torch.float8_e5m2"),
+    (_replace("a", lambda a: a[:, :64].contiguous()), r"^a is .*\(8, 64\).*\(8, 96\)"),
+    (_replace("a", lambda a: a.T.contiguous().T), r"^a is .*strides"),
+    (_replace("a", lambda a: a[0]), r"^a is .*\(96,\).*2-D"),
+    (_replace("b", lambda b: b.to(torch.int32)), r"^b is torch.int32.*torch.uint8"),
+    (_replace("b", lambda b: b[0]), r"^b is .*3-D"),
+    (
+        _replace("b", lambda b: b[:, :60].contiguous()),
+        r"^n \(b.shape\[1\]\) is 60; it must be a positive multiple of 8",
+    ),
+    (_replace("b", lambda b: b[..., :40].contiguous()), r"^k \(b.shape\[2\] \* 2\) is 80; .*multiple of 32"),
+    (_replace("b", lambda b: b[:1]), r"^m_indptr is torch.int32 \(3,\).*\(2,\)"),
+    (_replace("b", lambda b: b[:0]), r"^b is .*1 to 512 groups"),
+    (_replace("b", lambda b: b.to("meta")), r"^b is .*on meta"),
+    (_replace("b", lambda b: None), r"^b is None; it must be a tensor"),
+    (_replace("a_scale", lambda s: s[:128]), r"^a_scale is .*\(128, 4\).* at least .* = 256 rows"),
+    (_replace("a_scale", lambda s: s[:, :3].contiguous()), r"^a_scale is .*\(256, 3\).*\(256, 4\)"),
+    (_replace("a_scale", lambda s: s.flatten()), r"^a_scale is .*2-D"),
+    (_replace("a_scale", lambda s: s.to(torch.int8)), r"^a_scale is torch.int8.*torch.uint8"),
+    (_replace("b_scale", lambda s: s[:, :64].contiguous()), r"^b_scale is .*\(2, 64, 4\).*\(2, 128, 4\)"),
+    (_replace("b_scale", lambda s: s.float()), r"^b_scale is torch.float32"),
+    (_replace("m_indptr", lambda i: i.long()), r"^m_indptr is torch.int64.*torch.int32"),
+    (_set(mma_sm=2), r"^mma_sm is 2; it must be 1"),
+    (_set(tile_m=64), r"^tile_m is 64; it must be 128"),
+    (_set(tile_n=256), r"^tile_n is 256; it must be 32 or 64 or 128"),
+    (_set(tile_k=256), r"^tile_k is 256; it must be 128"),
+    (_set(swap_ab=3), r"^swap_ab is 3; it must be True or False"),
+    (_set(out_dtype=torch.float32), r"^out_dtype is torch.float32"),
+    (_set(out=torch.empty(8, 32, dtype=torch.bfloat16)), r"^out is .*\(8, 32\).*\(8, 64\)"),
+    (
+        _set(out=torch.empty(8, 64, dtype=torch.bfloat16), out_dtype=torch.float16),
+        r"^out is torch.bfloat16.*torch.float16",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD, ids=[entry[1][:50] for entry in BAD])
+def test_bad_argument_is_named(change: Callable[[Arguments], None], message: str, device: torch.device) -> None:
+    arguments: Arguments = dict(make_group_gemm_inputs([3, 5], 64, 96, 6, device))
+    change(arguments)
+    if isinstance(arguments.get("out"), torch.Tensor):
+        arguments["out"] = arguments["out"].to(device)
+    with pytest.raises((ValueError, TypeError), match=message):
+        group_gemm_mxfp4_nt_groupwise(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("ends", "message"),
+    [
+        ([0, 3, 7], r"^m_indptr runs from 0 to 7; it must run from 0 to 8"),
+        ([1, 3, 8], r"^m_indptr runs from 1 to 8"),
+        ([0, 9, 8], r"^m_indptr\[2\] is 8, below m_indptr\[1\] = 9"),
+    ],
+)
+def test_group_ends_are_checked(
+    ends: list[int], message: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device.type == "cuda":
+        monkeypatch.setenv("FLASHINFER_SM12X_CHECK", "1")
+    arguments: Arguments = dict(make_group_gemm_inputs([3, 5], 64, 96, 6, device))
+    arguments["m_indptr"] = torch.tensor(ends, dtype=torch.int32, device=device)
+    with pytest.raises(ValueError, match=message):
+        group_gemm_mxfp4_nt_groupwise(**arguments)
+
+
+def test_unknown_tactic_is_refused(device: torch.device) -> None:
+    inputs = make_group_gemm_inputs([3, 5], 64, 96, 7, device)
+    with pytest.raises(ValueError, match=r"^tactic is 99; it must be one of \[0, 1"):
+        sm12x_group_gemm.group_gemm(**inputs, tiles=DEFAULT_TILES, out=None, out_dtype=None, tactic=99)
+
+
+@pytest.mark.gpu
+def test_replays_from_a_cuda_graph(device: torch.device) -> None:
+    if device.type != "cuda":
+        pytest.skip("CUDA graphs need a GPU")
+    inputs = make_group_gemm_inputs([3, 40, 0, 5], 128, 288, 8, device)
+    expected = group_gemm_mxfp4_nt_groupwise(**inputs)
+    out = torch.empty_like(expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        group_gemm_mxfp4_nt_groupwise(**inputs, out=out)
+    out.fill_(torch.nan)
+    graph.replay()
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiles_without_graph_breaks(backend: str) -> None:
+    inputs = make_group_gemm_inputs([3, 5], 64, 96, 9)
+    expected = group_gemm_mxfp4_nt_groupwise(**inputs)
+    torch.compiler.reset()
+
+    @torch.compile(backend=backend, fullgraph=True)
+    def gemm(a: torch.Tensor) -> torch.Tensor:
+        return group_gemm_mxfp4_nt_groupwise(**{**inputs, "a": a}) + 0
+
+    assert torch.equal(gemm(inputs["a"]), expected)
