@@ -128,11 +128,13 @@ uint64_t vsm_allocate(vsm_device* d, uint64_t bytes) {
     return 0;
   }
 }
-int vsm_release(vsm_device* d, uint64_t address) { return d->device.release(address); }
+int vsm_release(vsm_device* d, uint64_t address) { return d->device.release(address) ? 0 : -1; }
 void vsm_register_memory(vsm_device* d, uint64_t address, uint64_t bytes, int read_only) {
   d->device.register_memory(reinterpret_cast<const void*>(address), bytes, read_only != 0);
 }
-int vsm_unregister_memory(vsm_device* d, uint64_t address) { return d->device.unregister_memory(reinterpret_cast<const void*>(address)); }
+int vsm_unregister_memory(vsm_device* d, uint64_t address) {
+  return d->device.unregister_memory(reinterpret_cast<const void*>(address)) ? 0 : -1;
+}
 void vsm_mark_initialized(vsm_device* d, uint64_t address, uint64_t bytes) { d->device.mark_initialized(address, bytes); }
 
 vsm_module* vsm_module_load(vsm_device* d, const char* ptx, size_t bytes, const char* name) {

@@ -23,6 +23,7 @@ const char* vsm_last_error(void);
 vsm_device* vsm_device_create(const char* architecture, int host_threads);
 void vsm_device_destroy(vsm_device*);
 uint64_t vsm_allocate(vsm_device*, uint64_t bytes);
+/* 0, or -1 if the address is not the start of an allocation (a registered range). */
 int vsm_release(vsm_device*, uint64_t address);
 void vsm_register_memory(vsm_device*, uint64_t address, uint64_t bytes, int read_only);
 int vsm_unregister_memory(vsm_device*, uint64_t address);
