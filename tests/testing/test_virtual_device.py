@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operators' compiled kernels, executed on the virtual SM121, against the float64 reference."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import flashinfer.testing
+from flashinfer.gemm.sm12x_group_gemm import GroupGemmProblem, scale_rows
+from flashinfer.testing import (
+    MoECase,
+    check_within_bound,
+    group_gemm_reference,
+    make_moe_inputs,
+    moe_reference,
+    quantize_mxfp4,
+    quantize_mxfp8,
+    swizzle_scales,
+    virtual_operators,
+)
+from flashinfer.testing.virtual_device import VirtualDevice, VirtualDeviceError, active, virtual_device
+
+ROOT = Path(__file__).parents[2]
+RUNTIME = Path(sysconfig.get_path("purelib")) / "nvidia" / "cu13" / "lib" / "libcudart.so.13"
+
+
+@dataclasses.dataclass
+class GroupGemmCall:
+    """Arguments of a grouped GEMM on the CPU."""
+
+    problem: GroupGemmProblem
+    a: torch.Tensor
+    b: torch.Tensor
+    a_scale: torch.Tensor
+    b_scale: torch.Tensor
+    m_indptr: torch.Tensor
+
+    def run(self, device: VirtualDevice, tactic: int | None = None) -> torch.Tensor:
+        out = torch.full((self.problem.cum_m, self.problem.n), float("nan"), dtype=torch.bfloat16)
+        operands = (self.a, self.b, self.a_scale, self.b_scale, self.m_indptr)
+        virtual_operators.run_group_gemm(device, self.problem, out, *operands, tactic)
+        return out
+
+
+def make_group_gemm(rows: list[int], n: int, k: int, seed: int) -> GroupGemmCall:
+    print("seed", seed)
+    generator = torch.Generator().manual_seed(seed)
+    total, groups = sum(rows), len(rows)
+    a, a_linear = quantize_mxfp8(torch.randn((total, k), generator=generator))
+    b, b_linear = quantize_mxfp4(torch.randn((groups, n, k), generator=generator))
+    ends = torch.tensor([0, *rows]).cumsum(0).to(torch.int32)
+    a_scale = torch.zeros((scale_rows(total, groups), a_linear.shape[1] + -a_linear.shape[1] % 4), dtype=torch.uint8)
+    for group, (first, last) in enumerate(zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)):
+        swizzled = swizzle_scales(a_linear[first:last])
+        offset = (first + 127 * group) // 128 * 128
+        a_scale[offset : offset + len(swizzled)] = swizzled
+    problem = GroupGemmProblem(total, groups, n, k, torch.bfloat16)
+    return GroupGemmCall(problem, a, b.view(torch.uint8), a_scale, swizzle_scales(b_linear), ends)
+
+
+@pytest.fixture
+def device() -> Iterator[VirtualDevice]:
+    with virtual_device("sm_121a") as made:
+        yield made
+
+
+def test_the_name_is_a_function_and_a_module_whoever_imports_first():
+    code = (
+        "from flashinfer.testing.virtual_device import active; import flashinfer.testing as t; t.virtual_device('sm_1')"
+    )
+    later = "import flashinfer.testing as t; from flashinfer.testing import virtual_device; t.virtual_device('sm_1')"
+    for program in (code, later):
+        done = subprocess.run(
+            [sys.executable, "-c", f"with_ = lambda c: c.__enter__()\n{program}.__enter__()"],
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        assert "architecture is 'sm_1'; the virtual device can be sm_121a" in done.stderr, done.stderr
+
+
+def test_one_device_is_active_within_its_context():
+    assert active() is None
+    with flashinfer.testing.virtual_device("sm_121a") as device:
+        assert active() is device
+        assert (device.sm_count, device.compute_capability) == (48, (12, 1))
+        with pytest.raises(RuntimeError, match="one at a time"), virtual_device():
+            pass
+        assert active() is device
+    assert active() is None
+
+
+def test_the_environment_variable_is_checked(monkeypatch):
+    monkeypatch.setenv("FLASHINFER_VIRTUAL_DEVICE", "gb10")
+    with pytest.raises(ValueError, match="FLASHINFER_VIRTUAL_DEVICE is 'gb10'; the virtual device can be sm_121a"):
+        active()
+
+
+def test_the_environment_variable_makes_a_device_for_the_process():
+    code = "from flashinfer.testing.virtual_device import active; a = active(); print(a is active(), a.architecture)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "FLASHINFER_VIRTUAL_DEVICE": "sm_121a"},
+    )
+    assert done.stdout.split() == ["True", "sm_121a"], done.stderr
+
+
+@pytest.mark.skipif(not RUNTIME.is_file(), reason="no CUDA runtime wheel is installed")
+def test_a_process_with_a_real_runtime_is_refused():
+    code = (
+        f"import ctypes; ctypes.CDLL({str(RUNTIME)!r})\n"
+        "from flashinfer.testing.virtual_device import virtual_device\nvirtual_device().__enter__()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert "is loaded in this process already" in done.stderr
+    assert "LD_PRELOAD=" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rows", "n", "k"),
+    [([5, 3], 128, 256), ([0, 17, 1, 0], 256, 512), ([130], 384, 128)],
+    ids=["two groups", "empty groups", "more rows than a tile"],
+)
+def test_group_gemm_kernels_keep_the_bound(device, rows, n, k):
+    call = make_group_gemm(rows, n, k, seed=11)
+    reference, bound = group_gemm_reference(call.a, call.b, call.a_scale, call.b_scale, call.m_indptr)
+    check_within_bound(call.run(device), reference, bound)
+    assert all(launch.clean for launch in device.launches)
+    assert any("grouped_gemm_kernel" in launch.kernel for launch in device.launches)
+    macs = sum(rows) * n * k
+    assert sum(launch.counters.mma_flops for launch in device.launches) >= 2 * macs
+    assert sum(launch.predicted.seconds for launch in device.launches) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [0, 1, 2], ids=["MXFP8 input", "bf16 input", "W4A16"])
+def test_moe_kernels_keep_the_bound(device, mode):
+    print("seed", 12)
+    case = MoECase(num_tokens=5, hidden=256, inter=128, num_experts=4, top_k=2, mode=mode)
+    inputs = make_moe_inputs(case, seed=12)
+    output = torch.full((case.num_tokens, case.hidden), float("nan"), dtype=torch.bfloat16)
+    run_moe(device, case, inputs, output)
+    check_within_bound(output, *moe_reference(inputs))
+    names = [launch.kernel for launch in device.launches]
+    assert sum("grouped_gemm_kernel" in name for name in names) == 2
+    assert all(launch.clean for launch in device.launches)
+
+
+def run_moe(device: VirtualDevice, case: MoECase, inputs: Any, output: torch.Tensor) -> None:
+    from flashinfer.fused_moe.sm12x_validation import Mode, MoEProblem
+
+    problem = MoEProblem(
+        mode=Mode(case.mode),
+        num_tokens=case.num_tokens,
+        hidden=case.hidden,
+        inter=case.inter,
+        num_local_experts=case.num_experts,
+        top_k=case.top_k,
+        first_expert=0,
+        num_experts_total=case.num_experts,
+    )
+    arguments = (
+        output,
+        inputs.input,
+        inputs.input_sf,
+        inputs.token_selected_experts,
+        inputs.token_final_scales,
+        inputs.fc1_weights.view(torch.uint8),
+        inputs.fc1_scales.view(torch.uint8),
+        inputs.fc1_global,
+        inputs.fc1_bias,
+        inputs.fc2_weights.view(torch.uint8),
+        inputs.fc2_scales.view(torch.uint8),
+        inputs.fc2_global,
+        inputs.fc2_bias,
+        inputs.swiglu_alpha,
+        inputs.swiglu_beta,
+        inputs.swiglu_limit,
+    )
+    virtual_operators.run_moe(device, problem, arguments, inputs.swizzled_input_sf)
+
+
+@pytest.mark.slow
+def test_rows_outside_the_tensors_are_a_fault_with_its_place(device):
+    call = make_group_gemm([5, 3], 128, 256, seed=13)
+    good = call.run(device)
+    call.m_indptr[2] = 4000  # rows that a does not have
+    with pytest.raises(VirtualDeviceError, match=r"out of bounds in .*PTX line [0-9]+") as caught:
+        call.run(device)
+    failed = [launch for launch in caught.value.launches if launch.status == "fault"]
+    assert failed[0].reports[0].address
+    call.m_indptr[2] = 8
+    with pytest.raises(VirtualDeviceError, match="the virtual device stopped at an earlier fault: "):
+        call.run(device)
+    device.close()
+    assert not good.isnan().any()
+
+
+@pytest.mark.slow
+def test_a_device_works_after_another_one_faulted():
+    call = make_group_gemm([5, 3], 128, 256, seed=14)
+    call.m_indptr[2] = 4000
+    with virtual_device() as device, pytest.raises(VirtualDeviceError):
+        call.run(device)
+    call.m_indptr[2] = 8
+    with virtual_device() as device:
+        assert not call.run(device).isnan().any()
+
+
+def test_tensors_of_other_devices_are_refused(device):
+    with pytest.raises(ValueError, match="a tensor is on meta; the virtual device takes CPU tensors"):
+        device.call(print, torch.empty(4, device="meta"))
+
+
+def test_memory_of_the_device_is_given_back(device):
+    tensor = device.empty(1000)
+    assert (tensor.dtype, tensor.numel(), tensor.data_ptr() % 256) == (torch.uint8, 1000, 0)
+    tensor.fill_(7)
+    assert int(tensor.sum()) == 7000
+    with pytest.raises(VirtualDeviceError, match="bytes of the virtual device's memory"):
+        device.empty(1 << 60)
