@@ -119,6 +119,10 @@ bool Warp::run_fragment(int& budget) {
   bool waited = fragments[current].waiting_for[0] != '\0';
   while (budget > 0) {
     Fragment& f = fragments[current];
+    if (f.pc == f.meeting_pc) {
+      arrive_at_meeting(current);
+      return any;
+    }
     const Inst& in = code[f.pc];
     uint32_t mask = f.mask;
     if (in.guard >= 0) mask &= in.guard_negated ? ~preds[in.guard] : preds[in.guard];
@@ -134,11 +138,6 @@ bool Warp::run_fragment(int& budget) {
     n.thread_instructions += static_cast<uint64_t>(__builtin_popcount(mask));
     ++n.by_class[static_cast<int>(in.cls)];
     if (changed_) return any;
-    Fragment& after = fragments[current];
-    if (after.pc == after.meeting_pc) {
-      arrive_at_meeting(current);
-      return any;
-    }
     if (yield) return any;
   }
   return any;

@@ -211,6 +211,7 @@ class Parser {
   }
 
   void initializer(const std::string& type, uint32_t element, Variable& v) {
+    const Depth depth(*this);
     if (accept("{")) {
       if (accept("}")) return;
       do initializer(type, element, v);
@@ -495,7 +496,17 @@ class Parser {
     }
   }
 
+  /// Vectors and initializers nest; nothing that a compiler writes nests deeply.
+  struct Depth {
+    explicit Depth(Parser& p) : parser(p) {
+      if (++parser.depth_ > 16) parser.fail("nested too deeply");
+    }
+    ~Depth() { --parser.depth_; }
+    Parser& parser;
+  };
+
   AstOperand operand() {
+    const Depth depth(*this);
     AstOperand o;
     if (accept("{")) {
       o.kind = AstOperand::Kind::kVector;
@@ -622,6 +633,7 @@ class Parser {
   std::vector<Scope> scopes_;
   int scope_ = 0;
   int unique_ = 0;
+  int depth_ = 0;
   std::vector<int> scope_of_;  // of each statement of the current function
 };
 
