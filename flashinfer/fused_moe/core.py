@@ -19,6 +19,7 @@ CUDA, other                   upstream's                                 upstrea
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,8 @@ from .sm12x_validation import (
 )
 
 _SM12X_ARCHITECTURES = ("120", "121")
+_MOE_PARAMETERS = tuple(inspect.signature(_upstream.cutlass_fused_moe).parameters)
+_WORKSPACE_PARAMETERS = tuple(inspect.signature(_upstream.cutlass_fused_moe_workspace_size).parameters)
 
 
 @functools.cache
@@ -110,48 +113,31 @@ def _cpu_mode_error(input: Any, weights: Any, activation_type: Any) -> Exception
     )
 
 
+# The signatures are upstream's, parameter by parameter; grouped here by what belongs together.
+# fmt: off
 @flashinfer_api(trace=cutlass_fused_moe_trace)
 def cutlass_fused_moe(
-    input: torch.Tensor,
-    token_selected_experts: torch.Tensor,
-    token_final_scales: torch.Tensor,
-    fc1_expert_weights: torch.Tensor,
-    fc2_expert_weights: torch.Tensor,
-    output_dtype: torch.dtype,
-    quant_scales: list[torch.Tensor],
-    fc1_expert_biases: torch.Tensor | None = None,
-    fc2_expert_biases: torch.Tensor | None = None,
+    input: torch.Tensor, token_selected_experts: torch.Tensor, token_final_scales: torch.Tensor,
+    fc1_expert_weights: torch.Tensor, fc2_expert_weights: torch.Tensor,
+    output_dtype: torch.dtype, quant_scales: list[torch.Tensor],
+    fc1_expert_biases: torch.Tensor | None = None, fc2_expert_biases: torch.Tensor | None = None,
     input_sf: torch.Tensor | None = None,
-    swiglu_alpha: torch.Tensor | None = None,
-    swiglu_beta: torch.Tensor | None = None,
+    swiglu_alpha: torch.Tensor | None = None, swiglu_beta: torch.Tensor | None = None,
     swiglu_limit: torch.Tensor | None = None,
-    tp_size: int = 1,
-    tp_rank: int = 0,
-    ep_size: int = 1,
-    ep_rank: int = 0,
-    cluster_size: int = 1,
-    cluster_rank: int = 0,
-    output: torch.Tensor | None = None,
-    enable_alltoall: bool = False,
-    use_deepseek_fp8_block_scale: bool = False,
-    use_w4_group_scaling: bool = False,
-    use_mxfp8_act_scaling: bool = False,
-    min_latency_mode: bool = False,
-    use_packed_weights: bool = False,
-    use_wfp4afp8_humming: bool = False,
-    tune_max_num_tokens: int = 8192,
-    enable_pdl: bool | None = None,
+    tp_size: int = 1, tp_rank: int = 0, ep_size: int = 1, ep_rank: int = 0, cluster_size: int = 1, cluster_rank: int = 0,
+    output: torch.Tensor | None = None, enable_alltoall: bool = False,
+    use_deepseek_fp8_block_scale: bool = False, use_w4_group_scaling: bool = False, use_mxfp8_act_scaling: bool = False,
+    min_latency_mode: bool = False, use_packed_weights: bool = False, use_wfp4afp8_humming: bool = False,
+    tune_max_num_tokens: int = 8192, enable_pdl: bool | None = None,
     activation_type: ActivationType = ActivationType.Swiglu,
-    swizzled_input_sf: bool = True,
-    use_fused_finalize: bool = True,
-    profile_ids: list[int] | None = None,
-    workspace_buffer: torch.Tensor | None = None,
+    swizzled_input_sf: bool = True, use_fused_finalize: bool = True,
+    profile_ids: list[int] | None = None, workspace_buffer: torch.Tensor | None = None,
     *,
     clamped_relu2_limit: torch.Tensor | None = None,
-    situ_beta: torch.Tensor | None = None,
-    situ_linear_beta: torch.Tensor | None = None,
+    situ_beta: torch.Tensor | None = None, situ_linear_beta: torch.Tensor | None = None,
     backend: str = "cutlass",
 ) -> torch.Tensor:
+    # fmt: on
     """One MoE layer: FC1, gated activation, FC2 and the weighted sum over each token's experts.
 
     The signature is upstream's, and so is the meaning of every argument for the kinds of weights that upstream serves;
@@ -221,8 +207,7 @@ def cutlass_fused_moe(
             use_deepseek_fp8_block_scale,
             activation_type,
         )
-        ours = mode is not None and sm12x_dispatch.serves(input.device)
-        if ours:
+        if mode is not None and sm12x_dispatch.serves(input.device):
             if (
                 min_latency_mode
                 or cluster_size != 1
@@ -268,46 +253,8 @@ def cutlass_fused_moe(
             )
         if input.device.type == "cpu":
             raise _cpu_mode_error(input, fc1_expert_weights, activation_type)
-    return _upstream.cutlass_fused_moe(
-        input,
-        token_selected_experts,
-        token_final_scales,
-        fc1_expert_weights,
-        fc2_expert_weights,
-        output_dtype,
-        quant_scales,
-        fc1_expert_biases,
-        fc2_expert_biases,
-        input_sf,
-        swiglu_alpha,
-        swiglu_beta,
-        swiglu_limit,
-        tp_size,
-        tp_rank,
-        ep_size,
-        ep_rank,
-        cluster_size,
-        cluster_rank,
-        output,
-        enable_alltoall,
-        use_deepseek_fp8_block_scale,
-        use_w4_group_scaling,
-        use_mxfp8_act_scaling,
-        min_latency_mode,
-        use_packed_weights,
-        use_wfp4afp8_humming,
-        tune_max_num_tokens,
-        enable_pdl,
-        activation_type,
-        swizzled_input_sf,
-        use_fused_finalize,
-        profile_ids,
-        workspace_buffer,
-        clamped_relu2_limit=clamped_relu2_limit,
-        situ_beta=situ_beta,
-        situ_linear_beta=situ_linear_beta,
-        backend=backend,
-    )
+    given = locals()
+    return _upstream.cutlass_fused_moe(**{name: given[name] for name in _MOE_PARAMETERS})
 
 
 def _workspace_device(device: Any) -> torch.device:
@@ -319,31 +266,19 @@ def _workspace_device(device: Any) -> torch.device:
     return device
 
 
+# fmt: off
 def cutlass_fused_moe_workspace_size(
-    max_num_tokens: int,
-    hidden_size: int,
-    intermediate_size: int,
-    num_experts_total: int,
-    top_k: int,
+    max_num_tokens: int, hidden_size: int, intermediate_size: int, num_experts_total: int, top_k: int,
     *,
-    x_dtype: torch.dtype,
-    weight_dtype: torch.dtype,
-    output_dtype: torch.dtype = torch.bfloat16,
+    x_dtype: torch.dtype, weight_dtype: torch.dtype, output_dtype: torch.dtype = torch.bfloat16,
     activation_type: ActivationType = ActivationType.Swiglu,
-    tp_size: int = 1,
-    tp_rank: int = 0,
-    ep_size: int = 1,
-    ep_rank: int = 0,
+    tp_size: int = 1, tp_rank: int = 0, ep_size: int = 1, ep_rank: int = 0,
     min_latency_mode: bool = False,
-    use_deepseek_fp8_block_scale: bool = False,
-    use_w4_group_scaling: bool = False,
-    use_mxfp8_act_scaling: bool = False,
-    use_fused_finalize: bool = True,
-    use_packed_weights: bool = False,
-    use_wfp4afp8_humming: bool = False,
-    device: torch.device | None = None,
-    backend: str = "cutlass",
+    use_deepseek_fp8_block_scale: bool = False, use_w4_group_scaling: bool = False, use_mxfp8_act_scaling: bool = False,
+    use_fused_finalize: bool = True, use_packed_weights: bool = False, use_wfp4afp8_humming: bool = False,
+    device: torch.device | None = None, backend: str = "cutlass",
 ) -> int:
+    # fmt: on
     """Bytes of ``workspace_buffer`` that :func:`cutlass_fused_moe` needs for up to ``max_num_tokens`` tokens.
 
     The signature is upstream's.  For MXFP4 weights on this fork's kernels the size is theirs; the CPU backend needs
@@ -381,29 +316,9 @@ def cutlass_fused_moe_workspace_size(
         raise NotImplementedError(
             f"on the CPU only MXFP4 weights are served; got x_dtype {x_dtype}, weight_dtype {weight_dtype}"
         )
-    return _upstream.cutlass_fused_moe_workspace_size(
-        max_num_tokens,
-        hidden_size,
-        intermediate_size,
-        num_experts_total,
-        top_k,
-        x_dtype=x_dtype,
-        weight_dtype=weight_dtype,
-        output_dtype=output_dtype,
-        activation_type=activation_type,
-        tp_size=tp_size,
-        tp_rank=tp_rank,
-        ep_size=ep_size,
-        ep_rank=ep_rank,
-        min_latency_mode=min_latency_mode,
-        use_deepseek_fp8_block_scale=use_deepseek_fp8_block_scale,
-        use_w4_group_scaling=use_w4_group_scaling,
-        use_mxfp8_act_scaling=use_mxfp8_act_scaling,
-        use_fused_finalize=use_fused_finalize,
-        use_packed_weights=use_packed_weights,
-        use_wfp4afp8_humming=use_wfp4afp8_humming,
-        device=device,
-        backend=backend,
+    given = locals()
+    return int(
+        _upstream.cutlass_fused_moe_workspace_size(**{name: given[name] for name in _WORKSPACE_PARAMETERS})
     )
 
 

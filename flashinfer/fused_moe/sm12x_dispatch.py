@@ -91,7 +91,8 @@ def sm_count(index: int) -> int:
 @functools.lru_cache(maxsize=1024)
 def fits_device(tactic: int, num_experts: int, index: int) -> bool:
     """Whether CUDA device ``index`` grants a block the shared memory that ``tactic`` needs for ``num_experts``."""
-    granted = torch.cuda.get_device_properties(index).shared_memory_per_block_optin
+    properties: Any = torch.cuda.get_device_properties(index)  # its stub lacks shared_memory_per_block_optin
+    granted = int(properties.shared_memory_per_block_optin)
     return INSTANCES[tactic].smem_bytes(num_experts) <= granted
 
 

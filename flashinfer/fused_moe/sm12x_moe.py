@@ -66,11 +66,12 @@ _plans: dict[Any, Plan] = {}
 
 def _key(call: MoECall) -> Any:
     """What tells plans apart; ``None`` when an argument is no tensor, which validation then reports."""
+    tensors: Any = call[_TENSORS]
     try:
         return call[_OPTIONS], tuple(
             [
                 None if t is None else (t.shape, t.dtype, t.device, t.is_contiguous())
-                for t in (*call[_TENSORS], *call.quant_scales)
+                for t in (*tensors, *call.quant_scales)
             ]
         )
     except (AttributeError, TypeError):

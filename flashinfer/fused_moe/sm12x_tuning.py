@@ -116,11 +116,7 @@ class SM12xMoERunner(TunableRunner):
         return self._profile_cache[tokens]
 
     def forward(
-        self,
-        inputs: list[torch.Tensor],
-        tactic: Any = -1,
-        do_preparation: bool = False,
-        **kwargs: Any,
+        self, inputs: list[torch.Tensor], tactic: Any = -1, do_preparation: bool = False, **kwargs: Any
     ) -> torch.Tensor:
         """Run the layer once on ``inputs[0]``; ``gemm_idx`` says which GEMM ``tactic`` is for."""
         plan, arguments, workspace = self._profile(inputs[0])

@@ -20,23 +20,17 @@ from ..api_logging import flashinfer_api
 from . import sm12x_group_gemm
 
 
+# The signature is upstream's, parameter by parameter.
+# fmt: off
 @flashinfer_api
 def group_gemm_mxfp8_mxfp4_nt_groupwise(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_scale: torch.Tensor,
-    b_scale: torch.Tensor,
-    m_indptr: torch.Tensor,
-    mma_sm: int = 1,
-    tile_m: int = 128,
-    tile_n: int = 128,
-    tile_k: int = 128,
-    swap_ab: bool = True,
-    out: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+    a: torch.Tensor, b: torch.Tensor, a_scale: torch.Tensor, b_scale: torch.Tensor, m_indptr: torch.Tensor,
+    mma_sm: int = 1, tile_m: int = 128, tile_n: int = 128, tile_k: int = 128, swap_ab: bool = True,
+    out: torch.Tensor | None = None, out_dtype: torch.dtype | None = None,
     *,
     skip_check: bool = False,
 ) -> torch.Tensor:
+    # fmt: on
     """Grouped GEMM of MXFP8 rows with MXFP4 matrices: rows of group ``g`` times ``b[g]`` transposed.
 
     On SM12x (and, with ``FLASHINFER_SM12X_MOE=1``, on compute capability 9.0) this is the kernel of

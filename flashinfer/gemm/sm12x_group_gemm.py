@@ -250,6 +250,7 @@ def group_gemm(
         )
         return out
     tensors = (a, b, a_scale, b_scale, m_indptr, out)
+    key: Any
     try:
         signature = tuple([None if t is None else (t.shape, t.dtype, t.device, t.is_contiguous()) for t in tensors])
         key = (out_dtype, tiles, signature)
@@ -329,11 +330,7 @@ class SM12xGroupGemmRunner(TunableRunner):
         return tactic == -1 or tactic in [row.index for row in GEMM_INSTANCES]
 
     def forward(
-        self,
-        inputs: list[torch.Tensor],
-        tactic: Any = -1,
-        do_preparation: bool = False,
-        **kwargs: Any,
+        self, inputs: list[torch.Tensor], tactic: Any = -1, do_preparation: bool = False, **kwargs: Any
     ) -> torch.Tensor:
         """Run the GEMM once on ``inputs``, which are ``a`` and ``b``."""
         a, b = inputs

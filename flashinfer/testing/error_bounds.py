@@ -130,7 +130,7 @@ def affine_error(
     result: torch.Tensor,
 ) -> torch.Tensor:
     """Bound on ``factor * product + addend`` in float32: ``error`` of the product, and one rounding for each operation."""
-    scaled = abs(factor) * error
+    scaled = (error * factor).abs()
     return scaled + FLOAT32_ROUNDOFF * ((product * factor).abs() + result.abs() + 2 * scaled)
 
 
