@@ -47,7 +47,10 @@ class Form {
 
   // --- operands of the text
   size_t count() const { return statement_.operands.size(); }
-  const AstOperand& operand(size_t i) const { return statement_.operands[i]; }
+  const AstOperand& operand(size_t i) const {
+    if (i >= count()) fail("operand " + std::to_string(i + 1) + " is missing");
+    return statement_.operands[i];
+  }
   void expect(size_t least, size_t most);
   void expect(size_t n) { expect(n, n); }
   bool is_register(const AstOperand& o, int bits) const;

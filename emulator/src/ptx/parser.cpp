@@ -463,6 +463,9 @@ class Parser {
       while (accept(","));
     }
     expect(";");
+    auto is_symbol = [&](size_t i) { return i < st.operands.size() && st.operands[i].kind == AstOperand::Kind::kSymbol; };
+    if (st.opcode[0] == "bra" && !(st.operands.size() == 1 && is_symbol(0))) fail_at(st.line, "bra needs one label");
+    if (st.opcode[0] == "brx" && !(st.operands.size() == 2 && is_symbol(1))) fail_at(st.line, "brx needs an index and a branch table");
     f.statements.push_back(std::move(st));
     scope_of_.push_back(scope_);
   }
