@@ -122,7 +122,9 @@ float to_float(Type type, uint32_t bits) {
     case Type::kS4: return static_cast<float>(static_cast<int8_t>(bits << 4) >> 4);
     case Type::kU4: return static_cast<float>(bits & 0xfu);
     case Type::kB1: return static_cast<float>(bits & 1u);
-    case Type::kS32: case Type::kF64: case Type::kNone: break;
+    case Type::kS32:
+    case Type::kF64:
+    case Type::kNone: break;
   }
   assert(!"no exact float32 value of one element");
   return bits_to_float(0x7fffffffu);

@@ -86,8 +86,10 @@ void ldmatrix(const MatrixOp& op, RegOut d, const uint8_t* rows) {
       const int group = lane / 4, thread = lane % 4;
       if (op.shape == MatrixShape::kM8N8) {
         // Two neighbours of a row; with .trans, of a column.
-        const uint32_t lo = op.trans ? load_u16(row(matrix, 2 * thread) + 2 * group) : load_u16(row(matrix, group) + 4 * thread);
-        const uint32_t hi = op.trans ? load_u16(row(matrix, 2 * thread + 1) + 2 * group) : load_u16(row(matrix, group) + 4 * thread + 2);
+        const uint32_t lo =
+            op.trans ? load_u16(row(matrix, 2 * thread) + 2 * group) : load_u16(row(matrix, group) + 4 * thread);
+        const uint32_t hi = op.trans ? load_u16(row(matrix, 2 * thread + 1) + 2 * group)
+                                     : load_u16(row(matrix, group) + 4 * thread + 2);
         d[matrix][lane] = hi << 16 | lo;
       } else if (op.shape == MatrixShape::kM8N16) {
         uint32_t word = 0;
@@ -97,7 +99,8 @@ void ldmatrix(const MatrixOp& op, RegOut d, const uint8_t* rows) {
         // Transposed: four neighbours of column `group` in the first register, of column `group + 8` in the second.
         for (int half = 0; half < 2; ++half) {
           uint32_t word = 0;
-          for (int i = 0; i < 4; ++i) word |= row_element(op.type, row(matrix, 4 * thread + i), group + 8 * half) << (8 * i);
+          for (int i = 0; i < 4; ++i)
+            word |= row_element(op.type, row(matrix, 4 * thread + i), group + 8 * half) << (8 * i);
           d[2 * matrix + half][lane] = word;
         }
       }

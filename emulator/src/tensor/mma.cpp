@@ -43,11 +43,18 @@ bool is_integer(const MmaOp& op) { return op.d == Type::kS32; }
 /// Bits that one element takes in a register; 0 for types that no form has.
 int element_bits(const MmaOp& op, Type type) {
   switch (type) {
-    case Type::kF16: case Type::kBF16: return 16;
+    case Type::kF16:
+    case Type::kBF16: return 16;
     case Type::kTF32: return 32;
-    case Type::kE4M3: case Type::kE5M2: case Type::kE3M2: case Type::kE2M3: case Type::kS8: case Type::kU8: return 8;
+    case Type::kE4M3:
+    case Type::kE5M2:
+    case Type::kE3M2:
+    case Type::kE2M3:
+    case Type::kS8:
+    case Type::kU8: return 8;
     case Type::kE2M1: return op.kind == MmaKind::kMxF4 || op.kind == MmaKind::kMxF4NvF4 ? 4 : 8;
-    case Type::kS4: case Type::kU4: return 4;
+    case Type::kS4:
+    case Type::kU4: return 4;
     default: return 0;
   }
 }
@@ -161,7 +168,8 @@ void decode_operand(const MmaOp& op, bool is_a, RegIn reg, int registers, Tile& 
     case Type::kE3M2: return decode_as<8>(is_a, FromTable{numerics::kE3M2Values.data()}, reg, registers, tile);
     case Type::kE2M3: return decode_as<8>(is_a, FromTable{numerics::kE2M3Values.data()}, reg, registers, tile);
     case Type::kE2M1:
-      if (element_bits(op, type) == 4) return decode_as<4>(is_a, FromTable{numerics::kE2M1Values.data()}, reg, registers, tile);
+      if (element_bits(op, type) == 4)
+        return decode_as<4>(is_a, FromTable{numerics::kE2M1Values.data()}, reg, registers, tile);
       return decode_as<8>(is_a, FromTable{numerics::kE2M1ContainerValues.data()}, reg, registers, tile);
     case Type::kS8: return decode_as<8>(is_a, FromS8{}, reg, registers, tile);
     case Type::kU8: return decode_as<8>(is_a, FromU8{}, reg, registers, tile);

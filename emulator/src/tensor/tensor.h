@@ -13,8 +13,25 @@ using RegIn = const uint32_t* const*;  // reg[i][lane]
 using RegOut = uint32_t* const*;
 
 enum class Type : uint8_t {
-  kF16, kBF16, kTF32, kF32, kF64, kE4M3, kE5M2, kE3M2, kE2M3, kE2M1, kUE8M0, kUE4M3,
-  kS8, kU8, kS4, kU4, kS32, kB1, kNone
+  kF16,
+  kBF16,
+  kTF32,
+  kF32,
+  kF64,
+  kE4M3,
+  kE5M2,
+  kE3M2,
+  kE2M3,
+  kE2M1,
+  kUE8M0,
+  kUE4M3,
+  kS8,
+  kU8,
+  kS4,
+  kU4,
+  kS32,
+  kB1,
+  kNone
 };
 
 enum class MmaKind : uint8_t { kPlain, kF8F6F4, kMxF8F6F4, kMxF4, kMxF4NvF4 };

@@ -49,10 +49,13 @@ std::string check_global(const Descriptor& d) {
   for (uint32_t i = 0; i < d.rank; ++i) {
     if (d.dims[i] == 0 || d.dims[i] > uint64_t{1} << 32) return rule(indexed("globalDim", i), d.dims[i], "1 to 2^32");
   }
-  if (is_padded(d.type) && d.dims[0] % 128) return rule("globalDim[0]", d.dims[0], "a multiple of 128 with this packed type");
-  if (d.type == ElementType::k16U4Align8B && d.dims[0] % 2) return rule("globalDim[0]", d.dims[0], "a multiple of 2 with this packed type");
+  if (is_padded(d.type) && d.dims[0] % 128)
+    return rule("globalDim[0]", d.dims[0], "a multiple of 128 with this packed type");
+  if (d.type == ElementType::k16U4Align8B && d.dims[0] % 2)
+    return rule("globalDim[0]", d.dims[0], "a multiple of 2 with this packed type");
   for (uint32_t i = 0; i + 1 < d.rank; ++i) {
-    if (d.strides[i] % alignment) return rule(indexed("globalStrides", i), d.strides[i], "a multiple of " + std::to_string(alignment));
+    if (d.strides[i] % alignment)
+      return rule(indexed("globalStrides", i), d.strides[i], "a multiple of " + std::to_string(alignment));
     if (d.strides[i] >= uint64_t{1} << 40) return rule(indexed("globalStrides", i), d.strides[i], "less than 2^40");
   }
   return {};
@@ -61,7 +64,8 @@ std::string check_global(const Descriptor& d) {
 std::string check_box(const Descriptor& d) {
   for (uint32_t i = 0; i < d.rank; ++i) {
     if (d.box[i] == 0 || d.box[i] > 256) return rule(indexed("boxDim", i), d.box[i], "1 to 256");
-    if (d.element_strides[i] == 0 || d.element_strides[i] > 8) return rule(indexed("elementStrides", i), d.element_strides[i], "1 to 8");
+    if (d.element_strides[i] == 0 || d.element_strides[i] > 8)
+      return rule(indexed("elementStrides", i), d.element_strides[i], "1 to 8");
   }
   if (is_padded(d.type) && d.box[0] != 128) return rule("boxDim[0]", d.box[0], "128 with this packed type");
   const Group group = group_of(d.type);
@@ -73,30 +77,35 @@ std::string check_box(const Descriptor& d) {
 }
 
 std::string check_modes(const Descriptor& d) {
-  if (d.interleave != Interleave::kNone && d.rank < 3) return rule("tensorRank", d.rank, "at least 3 with an interleaved layout");
-  if (d.interleave == Interleave::k32B && d.swizzle != Swizzle::k32B) return rule("an interleave of 32B needs the 32B swizzle");
+  if (d.interleave != Interleave::kNone && d.rank < 3)
+    return rule("tensorRank", d.rank, "at least 3 with an interleaved layout");
+  if (d.interleave == Interleave::k32B && d.swizzle != Swizzle::k32B)
+    return rule("an interleave of 32B needs the 32B swizzle");
   if (d.interleave == Interleave::kNone && d.swizzle != Swizzle::kNone) {
     const Group group = group_of(d.type);
     const uint32_t row = d.box[0] * group.global_bytes / group.elements;
     if (row > swizzle_span(d.swizzle)) {
-      return rule("boxDim[0] times the element size", row, "at most the swizzle's " + std::to_string(swizzle_span(d.swizzle)) + " bytes");
+      return rule("boxDim[0] times the element size", row,
+                  "at most the swizzle's " + std::to_string(swizzle_span(d.swizzle)) + " bytes");
     }
   }
   if (d.fill == Fill::kNan && !is_float(d.type)) return rule("the NaN fill needs a floating-point type");
   if (is_padded(d.type)) {
     if (d.interleave != Interleave::kNone) return rule("this packed type cannot be interleaved");
-    const bool fits = d.swizzle == Swizzle::kNone || d.swizzle == Swizzle::k128B || d.swizzle == Swizzle::k128BAtom32B ||
+    const bool fits = d.swizzle == Swizzle::kNone || d.swizzle == Swizzle::k128B ||
+                      d.swizzle == Swizzle::k128BAtom32B ||
                       (d.type == ElementType::k16U6Align16B && d.swizzle == Swizzle::k128BAtom64B);
-    if (!fits) return rule("swizzle", static_cast<unsigned>(d.swizzle), "none, 128B or 128B_ATOM_32B with this packed type");
+    if (!fits)
+      return rule("swizzle", static_cast<unsigned>(d.swizzle), "none, 128B or 128B_ATOM_32B with this packed type");
   }
   return {};
 }
 
 /// Element types in the numbering of tensormap.replace (PTX ISA 9.0, table 33), which is not the driver's.
 constexpr ElementType kReplaceTypes[16] = {
-    ElementType::kU8,  ElementType::kU16,    ElementType::kU32, ElementType::kS32,
-    ElementType::kU64, ElementType::kS64,    ElementType::kF16, ElementType::kF32,
-    ElementType::kF32Ftz, ElementType::kF64, ElementType::kBF16, ElementType::kTF32,
+    ElementType::kU8,      ElementType::kU16,         ElementType::kU32,          ElementType::kS32,
+    ElementType::kU64,     ElementType::kS64,         ElementType::kF16,          ElementType::kF32,
+    ElementType::kF32Ftz,  ElementType::kF64,         ElementType::kBF16,         ElementType::kTF32,
     ElementType::kTF32Ftz, ElementType::k16U4Align8B, ElementType::k16U4Align16B, ElementType::k16U6Align16B};
 
 std::string replace_swizzle_mode(Descriptor* d, uint64_t value) {
@@ -116,20 +125,32 @@ std::string replace_swizzle_atomicity(Descriptor* d, uint64_t value) {
 }
 
 std::string replace_field(Descriptor* d, const std::string& field, uint32_t ordinal, uint64_t value) {
-  const bool per_dimension = field == "box_dim" || field == "global_dim" || field == "global_stride" || field == "element_stride";
-  if (per_dimension && ordinal > (field == "global_stride" ? 3u : 4u)) return rule("the ordinal of ." + field, ordinal, "a dimension of the map");
+  const bool per_dimension =
+      field == "box_dim" || field == "global_dim" || field == "global_stride" || field == "element_stride";
+  if (per_dimension && ordinal > (field == "global_stride" ? 3u : 4u))
+    return rule("the ordinal of ." + field, ordinal, "a dimension of the map");
   if (field == "global_address") return d->address = value, std::string();
   if (field == "global_stride") return d->strides[ordinal] = value, std::string();
   value &= 0xffffffffu;  // .b32
-  if (field == "rank") return value > 4 ? rule(".rank", value, "0 to 4 (the rank less one)") : (d->rank = static_cast<uint32_t>(value) + 1, std::string());
+  if (field == "rank")
+    return value > 4 ? rule(".rank", value, "0 to 4 (the rank less one)")
+                     : (d->rank = static_cast<uint32_t>(value) + 1, std::string());
   if (field == "global_dim") return d->dims[ordinal] = value, std::string();
-  if (field == "box_dim") return value > 256 ? rule(".box_dim", value, "1 to 256") : (d->box[ordinal] = static_cast<uint32_t>(value), std::string());
-  if (field == "element_stride") return value > 8 ? rule(".element_stride", value, "1 to 8") : (d->element_strides[ordinal] = static_cast<uint32_t>(value), std::string());
-  if (field == "elemtype") return value > 15 ? rule(".elemtype", value, "0 to 15") : (d->type = kReplaceTypes[value], std::string());
-  if (field == "interleave_layout") return value > 2 ? rule(".interleave_layout", value, "0 to 2") : (d->interleave = static_cast<Interleave>(value), std::string());
+  if (field == "box_dim")
+    return value > 256 ? rule(".box_dim", value, "1 to 256")
+                       : (d->box[ordinal] = static_cast<uint32_t>(value), std::string());
+  if (field == "element_stride")
+    return value > 8 ? rule(".element_stride", value, "1 to 8")
+                     : (d->element_strides[ordinal] = static_cast<uint32_t>(value), std::string());
+  if (field == "elemtype")
+    return value > 15 ? rule(".elemtype", value, "0 to 15") : (d->type = kReplaceTypes[value], std::string());
+  if (field == "interleave_layout")
+    return value > 2 ? rule(".interleave_layout", value, "0 to 2")
+                     : (d->interleave = static_cast<Interleave>(value), std::string());
   if (field == "swizzle_mode") return replace_swizzle_mode(d, value);
   if (field == "swizzle_atomicity") return replace_swizzle_atomicity(d, value);
-  if (field == "fill_mode") return value > 1 ? rule(".fill_mode", value, "0 or 1") : (d->fill = static_cast<Fill>(value), std::string());
+  if (field == "fill_mode")
+    return value > 1 ? rule(".fill_mode", value, "0 or 1") : (d->fill = static_cast<Fill>(value), std::string());
   return "a tensor map has no field ." + field;
 }
 

@@ -28,13 +28,15 @@ uint32_t convert(ElementType type, uint32_t bits) {
   uint32_t magnitude = bits & 0x7fffffffu;
   if (magnitude > 0x7f800000u) return rounds(type) ? 0x7fffe000u : bits;
   if (flushes(type) && magnitude < 0x00800000u) magnitude = 0;
-  if (rounds(type)) magnitude = static_cast<uint32_t>(round_off(magnitude, 13, Rounding::kNearestEven, sign != 0) << 13);
+  if (rounds(type))
+    magnitude = static_cast<uint32_t>(round_off(magnitude, 13, Rounding::kNearestEven, sign != 0) << 13);
   return sign | magnitude;
 }
 
 template <class T, class F>
 void each(uint8_t* dst, const uint8_t* src, uint32_t bytes, F op) {
-  for (uint32_t i = 0; i + sizeof(T) <= bytes; i += sizeof(T)) store<T>(dst + i, op(load<T>(dst + i), load<T>(src + i)));
+  for (uint32_t i = 0; i + sizeof(T) <= bytes; i += sizeof(T))
+    store<T>(dst + i, op(load<T>(dst + i), load<T>(src + i)));
 }
 
 template <class T>
@@ -127,7 +129,8 @@ bool reduce_elements(ElementType type, Reduce op, uint8_t* dst, const uint8_t* s
       if (op == Reduce::kAdd) return reduce_u32(op, dst, src, bytes);
       return reduce_min_max<int32_t>(op, dst, src, bytes) || reduce_bits<uint32_t>(op, dst, src, bytes);
     case ElementType::kU64:
-      if (op == Reduce::kAdd) return each<uint64_t>(dst, src, bytes, [](uint64_t a, uint64_t b) { return a + b; }), true;
+      if (op == Reduce::kAdd)
+        return each<uint64_t>(dst, src, bytes, [](uint64_t a, uint64_t b) { return a + b; }), true;
       return reduce_min_max<uint64_t>(op, dst, src, bytes) || reduce_bits<uint64_t>(op, dst, src, bytes);
     case ElementType::kS64:
       return reduce_min_max<int64_t>(op, dst, src, bytes);  // bitwise: an illegal instruction on an H200

@@ -17,8 +17,12 @@ struct Group {
 inline Group group_of(ElementType type) {
   switch (type) {
     case ElementType::kU8: return {1, 1, 1};
-    case ElementType::kU16: case ElementType::kF16: case ElementType::kBF16: return {1, 2, 2};
-    case ElementType::kU64: case ElementType::kS64: case ElementType::kF64: return {1, 8, 8};
+    case ElementType::kU16:
+    case ElementType::kF16:
+    case ElementType::kBF16: return {1, 2, 2};
+    case ElementType::kU64:
+    case ElementType::kS64:
+    case ElementType::kF64: return {1, 8, 8};
     case ElementType::k16U4Align8B: return {16, 8, 8};
     case ElementType::k16U4Align16B: return {16, 8, 16};
     case ElementType::k16U6Align16B: return {16, 12, 16};
@@ -32,8 +36,13 @@ inline bool is_padded(ElementType type) { return is_packed(type) && type != Elem
 
 inline bool is_float(ElementType type) {
   switch (type) {
-    case ElementType::kF16: case ElementType::kF32: case ElementType::kF64: case ElementType::kBF16:
-    case ElementType::kF32Ftz: case ElementType::kTF32: case ElementType::kTF32Ftz: return true;
+    case ElementType::kF16:
+    case ElementType::kF32:
+    case ElementType::kF64:
+    case ElementType::kBF16:
+    case ElementType::kF32Ftz:
+    case ElementType::kTF32:
+    case ElementType::kTF32Ftz: return true;
     default: return false;
   }
 }

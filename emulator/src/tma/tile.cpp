@@ -55,8 +55,12 @@ struct Line {
 class TileWalk {
  public:
   TileWalk(const Descriptor& d, bool store, std::vector<Run>* runs)
-      : d_(d), group_(group_of(d.type)), atom_(swizzle_atom(d.swizzle)), store_(store),
-        outside_(store ? Run::Kind::kSkip : Run::Kind::kFill), runs_(runs) {}
+      : d_(d),
+        group_(group_of(d.type)),
+        atom_(swizzle_atom(d.swizzle)),
+        store_(store),
+        outside_(store ? Run::Kind::kSkip : Run::Kind::kFill),
+        runs_(runs) {}
 
   void walk(const int32_t* coords, uint32_t shared) {
     const int64_t groups = row_groups(d_);
@@ -150,18 +154,22 @@ std::string check_copy(const Descriptor& d, const int32_t* coords, uint32_t shar
   const Group group = group_of(d.type);
   if (int64_t{coords[0]} * group.global_bytes % (16 * int64_t{group.elements})) {
     // PTX ISA 5.5.3.1; the hardware stops with an illegal-instruction error.
-    return "coordinate 0 is " + std::to_string(coords[0]) + ": the box must start at a multiple of 16 bytes along dimension 0";
+    return "coordinate 0 is " + std::to_string(coords[0]) +
+           ": the box must start at a multiple of 16 bytes along dimension 0";
   }
   if (is_packed(d.type)) {
     const int32_t multiple = is_padded(d.type) ? 128 : 16;
     if (coords[0] % multiple) {
-      return "coordinate 0 is " + std::to_string(coords[0]) + ", must be a multiple of " + std::to_string(multiple) + " with this packed type";
+      return "coordinate 0 is " + std::to_string(coords[0]) + ", must be a multiple of " + std::to_string(multiple) +
+             " with this packed type";
     }
     if (d.dims[0] % 16) return "a packed tensor whose rows are not whole groups of 16 elements is not modelled";
     if (store && is_padded(d.type)) return "a packed type with padding cannot be stored from shared memory";
   }
   for (uint32_t i = 0; store && i < d.rank; ++i) {
-    if (coords[i] < 0) return "coordinate " + std::to_string(i) + " of a store is " + std::to_string(coords[i]) + ", must not be negative";
+    if (coords[i] < 0)
+      return "coordinate " + std::to_string(i) + " of a store is " + std::to_string(coords[i]) +
+             ", must not be negative";
   }
   return {};
 }

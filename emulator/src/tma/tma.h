@@ -11,12 +11,34 @@ namespace vsm::tma {
 
 /// Values are CUtensorMapDataType's.
 enum class ElementType : uint8_t {
-  kU8 = 0, kU16 = 1, kU32 = 2, kS32 = 3, kU64 = 4, kS64 = 5, kF16 = 6, kF32 = 7, kF64 = 8, kBF16 = 9,
-  kF32Ftz = 10, kTF32 = 11, kTF32Ftz = 12, k16U4Align8B = 13, k16U4Align16B = 14, k16U6Align16B = 15
+  kU8 = 0,
+  kU16 = 1,
+  kU32 = 2,
+  kS32 = 3,
+  kU64 = 4,
+  kS64 = 5,
+  kF16 = 6,
+  kF32 = 7,
+  kF64 = 8,
+  kBF16 = 9,
+  kF32Ftz = 10,
+  kTF32 = 11,
+  kTF32Ftz = 12,
+  k16U4Align8B = 13,
+  k16U4Align16B = 14,
+  k16U6Align16B = 15
 };
 /// Values are CUtensorMapInterleave's / Swizzle's / L2promotion's / FloatOOBfill's.
 enum class Interleave : uint8_t { kNone = 0, k16B = 1, k32B = 2 };
-enum class Swizzle : uint8_t { kNone = 0, k32B = 1, k64B = 2, k128B = 3, k128BAtom32B = 4, k128BAtom32BFlip8B = 5, k128BAtom64B = 6 };
+enum class Swizzle : uint8_t {
+  kNone = 0,
+  k32B = 1,
+  k64B = 2,
+  k128B = 3,
+  k128BAtom32B = 4,
+  k128BAtom32BFlip8B = 5,
+  k128BAtom64B = 6
+};
 enum class Fill : uint8_t { kZero = 0, kNan = 1 };
 
 /// What a tensor map says. Dimension 0 is the fastest; strides[i] is that of dimension i+1, in bytes.

@@ -72,7 +72,9 @@ void flatten(const tma::Descriptor& d, uint64_t* f) {
   for (int i = 0; i < 4; ++i) f[12 + i] = d.strides[i];
 }
 
-void copy_text(const std::string& text, char* out, int size) { std::snprintf(out, static_cast<size_t>(size), "%s", text.c_str()); }
+void copy_text(const std::string& text, char* out, int size) {
+  std::snprintf(out, static_cast<size_t>(size), "%s", text.c_str());
+}
 
 }  // namespace
 
@@ -97,7 +99,8 @@ void test_mma(const int32_t* form, uint32_t* d, const uint32_t* a, const uint32_
 
 int test_matrix_registers(const int32_t* form, int store) {
   int count = 0;
-  const bool known = store ? tensor::stmatrix_registers(matrix_op(form), &count) : tensor::ldmatrix_registers(matrix_op(form), &count);
+  const bool known =
+      store ? tensor::stmatrix_registers(matrix_op(form), &count) : tensor::ldmatrix_registers(matrix_op(form), &count);
   return known ? count : 0;
 }
 /// rows, bytes a row, bytes that matter, then the lane of each row
@@ -118,12 +121,15 @@ int test_cvt_supported(int dst, int src, int round, int satfinite, int relu) {
   return tensor::cvt_narrow_supported(static_cast<tensor::Type>(dst), static_cast<tensor::Type>(src),
                                       static_cast<tensor::Round>(round), satfinite != 0, relu != 0);
 }
-void test_cvt_f32x2_to_narrow(int dst, int round, int satfinite, int relu, const float* hi, const float* lo, uint32_t* out, int count) {
+void test_cvt_f32x2_to_narrow(int dst, int round, int satfinite, int relu, const float* hi, const float* lo,
+                              uint32_t* out, int count) {
   for (int i = 0; i < count; ++i) {
-    out[i] = tensor::cvt_f32x2_to_narrow(static_cast<tensor::Type>(dst), static_cast<tensor::Round>(round), satfinite != 0, relu != 0, hi[i], lo[i]);
+    out[i] = tensor::cvt_f32x2_to_narrow(static_cast<tensor::Type>(dst), static_cast<tensor::Round>(round),
+                                         satfinite != 0, relu != 0, hi[i], lo[i]);
   }
 }
-void test_cvt_f16x2_to_narrow(int dst, int src, int round, int satfinite, int relu, const uint32_t* in, uint32_t* out, int count) {
+void test_cvt_f16x2_to_narrow(int dst, int src, int round, int satfinite, int relu, const uint32_t* in, uint32_t* out,
+                              int count) {
   for (int i = 0; i < count; ++i) {
     out[i] = tensor::cvt_f16x2_to_narrow(static_cast<tensor::Type>(dst), static_cast<tensor::Type>(src),
                                          static_cast<tensor::Round>(round), satfinite != 0, relu != 0, in[i]);
@@ -131,12 +137,14 @@ void test_cvt_f16x2_to_narrow(int dst, int src, int round, int satfinite, int re
 }
 void test_cvt_narrow_to_f16x2(int src, int dst, int relu, const uint32_t* in, uint32_t* out, int count) {
   for (int i = 0; i < count; ++i) {
-    out[i] = tensor::cvt_narrow_to_f16x2(static_cast<tensor::Type>(src), static_cast<tensor::Type>(dst), relu != 0, in[i]);
+    out[i] =
+        tensor::cvt_narrow_to_f16x2(static_cast<tensor::Type>(src), static_cast<tensor::Type>(dst), relu != 0, in[i]);
   }
 }
 void test_cvt_f32_to(int dst, int round, int satfinite, int relu, const float* in, uint32_t* out, int count) {
   for (int i = 0; i < count; ++i) {
-    out[i] = tensor::cvt_f32_to(static_cast<tensor::Type>(dst), static_cast<tensor::Round>(round), satfinite != 0, relu != 0, in[i]);
+    out[i] = tensor::cvt_f32_to(static_cast<tensor::Type>(dst), static_cast<tensor::Round>(round), satfinite != 0,
+                                relu != 0, in[i]);
   }
 }
 void test_to_float(int type, const uint32_t* bits, float* out, int count) {
@@ -157,19 +165,25 @@ void test_tma_replace(uint8_t* image, const char* field, uint32_t ordinal, uint6
 uint32_t test_tma_box_bytes(const uint64_t* form, int shared) {
   return shared ? tma::box_shared_bytes(descriptor(form)) : tma::box_bytes(descriptor(form));
 }
-uint32_t test_tma_swizzle(int swizzle, uint32_t address) { return tma::swizzle_address(static_cast<tma::Swizzle>(swizzle), address); }
+uint32_t test_tma_swizzle(int swizzle, uint32_t address) {
+  return tma::swizzle_address(static_cast<tma::Swizzle>(swizzle), address);
+}
 /// runs[i]: global, shared, bytes, kind. Returns how many there are, whatever `capacity` is.
-int test_tma_runs(const uint64_t* form, const int32_t* coords, uint32_t shared, int store, uint64_t* runs, int capacity, char* text, int size) {
+int test_tma_runs(const uint64_t* form, const int32_t* coords, uint32_t shared, int store, uint64_t* runs, int capacity,
+                  char* text, int size) {
   std::vector<tma::Run> found;
   copy_text(tma::tile_runs(descriptor(form), coords, shared, store != 0, &found), text, size);
   for (int i = 0; i < static_cast<int>(found.size()) && i < capacity; ++i) {
     const tma::Run& run = found[static_cast<size_t>(i)];
-    runs[4 * i] = run.global, runs[4 * i + 1] = run.shared, runs[4 * i + 2] = run.bytes, runs[4 * i + 3] = static_cast<uint64_t>(run.kind);
+    runs[4 * i] = run.global, runs[4 * i + 1] = run.shared, runs[4 * i + 2] = run.bytes,
+             runs[4 * i + 3] = static_cast<uint64_t>(run.kind);
   }
   return static_cast<int>(found.size());
 }
 void test_tma_fill(const uint64_t* form, uint8_t* dst, uint32_t bytes) { tma::fill(descriptor(form), dst, bytes); }
-void test_tma_convert(int type, uint8_t* data, uint32_t bytes) { tma::convert_elements(static_cast<tma::ElementType>(type), data, bytes); }
+void test_tma_convert(int type, uint8_t* data, uint32_t bytes) {
+  tma::convert_elements(static_cast<tma::ElementType>(type), data, bytes);
+}
 int test_tma_reduce(int type, int op, uint8_t* dst, const uint8_t* src, uint32_t bytes) {
   return tma::reduce_elements(static_cast<tma::ElementType>(type), static_cast<tma::Reduce>(op), dst, src, bytes);
 }

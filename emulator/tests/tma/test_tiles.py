@@ -118,6 +118,29 @@ def test_loads_element_by_element(case: str) -> None:
     assert d.box_bytes(shared=True) >= d.box_bytes()
 
 
+@pytest.mark.parametrize("seed", range(60))
+def test_random_loads(seed: int) -> None:
+    rng = np.random.default_rng([7, seed])
+    rank, swizzle, type_ = int(rng.integers(1, 6)), int(rng.choice(list(TABLES))), int(rng.integers(0, 13))
+    size = SIZES[type_]
+    chunk = 16 // size  # elements in 16 bytes
+    span = {NONE: 256, B32: 32, B64: 64}.get(swizzle, 128)
+    box = [int(rng.integers(1, min(span // 16, 256 // chunk) + 1)) * chunk]
+    box += [int(n) for n in rng.integers(1, (5, 40, 12, 6, 5)[rank - 1], rank - 1)]
+    steps = [1] + [int(n) for n in rng.choice([1, 1, 2, 3], rank - 1)]
+    dims = [int(rng.integers(1, 3 * box[0])), *(int(rng.integers(1, 3 * n + 1)) for n in box[1:])]
+    strides, stride = [], -(-dims[0] * size // 16) * 16
+    for dim in dims[1:]:
+        strides.append(stride + 16 * int(rng.integers(0, 3)))
+        stride = strides[-1] * dim
+    coords = [int(rng.integers(-box[0] // chunk - 1, dims[0] // chunk + 2)) * chunk]
+    coords += [int(rng.integers(-n, d + 1)) for n, d in zip(box[1:], dims[1:])]
+    d = Descriptor(1 << 24, type_, dims, strides, box, steps, swizzle=swizzle)
+    assert d.check() == "", d
+    shared = 128 * int(rng.integers(0, 12))
+    assert elements(d, coords, shared) == reference(d, coords, shared), (d, coords, shared)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_stores_are_loads_turned_round(case: str) -> None:
     """A store writes what a load reads; beyond the tensor, nothing but the rest of a row's last 16 bytes."""

@@ -148,7 +148,8 @@ int main(int argc, char** argv) {
     std::vector<void*> arguments;
     for (Parameter& p : parameters) arguments.push_back(p.bytes.data());
     check(cuLaunchKernel(function, shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], shape[6], nullptr,
-                         arguments.data(), nullptr), name.c_str());
+                         arguments.data(), nullptr),
+          name.c_str());
     check(cuCtxSynchronize(), name.c_str());
     for (Parameter& p : parameters) {
       if (!p.buffer) continue;
