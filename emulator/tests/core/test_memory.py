@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads, stores, atomics, named barriers, mbarriers, cp.async and bulk copies: PTX ISA 9.0, 9.7.9, 9.7.13, 9.7.13.15."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+from bits import f16, f32, f64, u
+
+PRELUDE = """.reg .pred %p, %q; .reg .b16 %h<4>; .reg .b32 %r<10>; .reg .b64 %w<10>; .reg .f32 %f<4>; .reg .b128 %x;
+ld.param.u64 %w0, [out]; mov.u32 %r0, %tid.x; mul.wide.u32 %w1, %r0, 4; add.u64 %w2, %w0, %w1;
+"""
+IN = tuple(range(0x100, 0x100 + 64))
+DATA = struct.pack("64I", *IN)
+
+
+def kernel(body: str, declared: str = "") -> str:
+    return f"{declared} .visible .entry k(.param .u64 out, .param .u64 in) {{ {PRELUDE} ld.param.u64 %w3, [in]; {body} ret; }}"
+
+
+def words(out: bytes, count: int = 32) -> tuple[int, ...]:
+    return struct.unpack(f"{count}I", out[: 4 * count])
+
+
+def clean(launch):
+    assert launch.clean, str(launch)
+
+
+LANES = range(32)
+STORE = " st.global.u32 [%w2], %r1;"
+
+LOADS = [
+    ("ld.global.u8 %r1, [%w3+1];", [1] * 32),
+    ("ld.global.s8 %r1, [%w3+252];", [0x3F] * 32),
+    ("ld.global.nc.L1::no_allocate.L2::128B.u32 %r1, [%w3+8];", [IN[2]] * 32),
+    ("ld.global.v2.u32 {%r2, %r1}, [%w3+8];", [IN[3]] * 32),
+    ("ld.global.v4.u32 {_, %r2, _, %r1}, [%w3+16];", [IN[7]] * 32),
+    ("ld.global.v8.b32 {%r2, %r3, %r4, %r5, %r6, %r7, %r8, %r1}, [%w3+32];", [IN[15]] * 32),
+    ("ld.global.v2.u16 {%h0, %h1}, [%w3+4]; mov.b32 %r1, {%h1, %h0};", [IN[1] << 16] * 32),
+    ("ld.global.u64 %w4, [%w3+8]; shr.u64 %w4, %w4, 32; cvt.u32.u64 %r1, %w4;", [IN[3]] * 32),
+    ("ld.global.b128 %x, [%w3+16]; mov.b128 {%w4, %w5}, %x; cvt.u32.u64 %r1, %w5;", [IN[6]] * 32),
+    ("ld.u32 %r1, [%w3];", [IN[0]] * 32),
+    ("ld.acquire.gpu.global.u32 %r1, [%w3];", [IN[0]] * 32),
+    ("ld.relaxed.sys.global.u32 %r1, [%w3];", [IN[0]] * 32),
+    ("ld.volatile.global.u32 %r1, [%w3];", [IN[0]] * 32),
+    ("ld.global.L2::cache_hint.u32 %r1, [%w3], %w3;", [IN[0]] * 32),
+    ("add.u64 %w4, %w3, %w1; ld.global.u32 %r1, [%w4+-0];", list(IN[:32])),
+    ("st.shared.u32 [s+4], 7; ld.shared.u32 %r1, [s+4];", [7] * 32),
+    ("mov.u32 %r2, s; st.shared.v2.u32 [%r2+8], {1, 9}; ld.shared.u32 %r1, [%r2+12];", [9] * 32),
+    ("mov.u64 %w4, s; cvta.shared.u64 %w5, %w4; st.u32 [%w5], 5; ld.shared.u32 %r1, [s];", [5] * 32),
+    ("st.local.u32 [l+4], %r0; ld.local.u32 %r1, [l+4];", list(LANES)),
+    ("mov.u64 %w4, l; cvta.local.u64 %w5, %w4; st.u32 [%w5+8], %r0; ld.local.u32 %r1, [l+8];", list(LANES)),
+    ("st.local.s8 [l], %r0; sub.u32 %r2, 0, %r0; st.local.u8 [l], %r2; ld.local.s8 %r1, [l];", [u(-k) for k in LANES]),
+    ("ld.const.u32 %r1, [table+4];", [22] * 32),
+    ("mov.u64 %w4, variable; ld.global.u32 %r1, [%w4];", [77] * 32),
+    ("ld.global.u64 %w4, [pointer]; ld.u32 %r1, [%w4+4];", [22] * 32),
+    ("prefetch.global.L2 [%w3]; createpolicy.fractional.L2::evict_first.b64 %w4, 0f3F800000; mov.u32 %r1, 1;", [1] * 32),
+]
+DECLARED = """.const .align 4 .b32 table[3] = {11, 22, 33}; .global .align 4 .b32 variable = 77;
+.global .align 8 .u64 pointer = generic(table);"""
+
+
+@pytest.mark.parametrize(("body", "expected"), LOADS, ids=[x[0] for x in LOADS])
+def test_load(run_kernel, body, expected):
+    body = ".shared .align 16 .b8 s[64]; .local .align 16 .b8 l[64]; " + body + STORE
+    launch, out = run_kernel(kernel(body, DECLARED), inputs=[DATA])
+    clean(launch)
+    assert words(out) == tuple(expected)
+
+
+def test_store_is_truncated_to_its_type(run_kernel):
+    launch, out = run_kernel(kernel("mov.u32 %r1, 0x12345678; st.global.u8 [%w2], %r1; st.global.u16 [%w2+2], %r1;"), inputs=[DATA])
+    clean(launch)
+    assert words(out) == (0x56780078,) * 32
+
+
+def atomic_rows():
+    total = sum(LANES)
+    return [
+        ("atom.global.add.u32 %r1, [%w0+512], %r0;", 0, total, None),
+        ("red.global.add.u32 [%w0+512], %r0;", 0, total, None),
+        ("red.relaxed.gpu.global.max.s32 [%w0+512], %r0;", u(-5), 31, None),
+        ("red.global.min.u32 [%w0+512], %r0;", 100, 0, None),
+        ("atom.global.inc.u32 %r1, [%w0+512], 9;", 0, 32 % 10, None),
+        ("atom.global.dec.u32 %r1, [%w0+512], 9;", 0, 8, None),
+        ("atom.global.or.b32 %r1, [%w0+512], %r0;", 64, 95, None),
+        ("atom.global.and.b32 %r1, [%w0+512], 12;", 10, 8, None),
+        ("red.global.xor.b32 [%w0+512], %r0;", 1, 1, None),
+        ("atom.acq_rel.gpu.global.exch.b32 %r1, [%w0+512], 5;", 9, 5, None),
+        ("atom.global.cas.b32 %r1, [%w0+512], 9, %r0;", 9, 0, None),
+        ("cvt.rn.f32.u32 %f0, %r0; atom.global.add.f32 %f1, [%w0+512], %f0;", f32(0.5), f32(total + 0.5), None),
+        ("mov.b32 %r2, 0x3C003C00; red.global.add.noftz.f16x2 [%w0+512], %r2;", 0, f16(32) << 16 | f16(32), None),
+        ("mov.b32 %r2, 0x3F803F80; red.global.add.noftz.bf16x2 [%w0+512], %r2;", 0, 0x42004200, None),
+    ]
+
+
+@pytest.mark.parametrize(("body", "initial", "final", "_"), atomic_rows(), ids=[a[0] for a in atomic_rows()])
+def test_atomic(run_kernel, body, initial, final, _):
+    launch, out = run_kernel(kernel(f"setp.eq.u32 %p, %r0, 0; @%p st.global.u32 [%w0+512], {initial}; bar.warp.sync -1; {body}"), inputs=[DATA])
+    clean(launch)
+    assert hex(struct.unpack_from("I", out, 512)[0]) == hex(final)
+
+
+def test_atomic_64_bits_and_vectors(run_kernel):
+    body = """cvt.u64.u32 %w4, %r0; atom.global.add.u64 %w5, [%w0+512], %w4; mov.f32 %f0, 0f3F800000;
+    red.global.add.v2.f32 [%w0+528], {%f0, %f0}; cvt.rn.f64.u32 %w6, %r0; red.global.add.f64 [%w0+544], %w6;"""
+    launch, out = run_kernel(kernel(body), inputs=[DATA])
+    clean(launch)
+    assert struct.unpack_from("Q", out, 512)[0] == 496
+    assert struct.unpack_from("2I", out, 528) == (f32(32), f32(32))
+    assert struct.unpack_from("Q", out, 544)[0] == f64(496)
+
+
+def test_atomics_of_many_blocks(run_kernel):
+    launch, out = run_kernel(kernel("atom.global.add.u32 %r1, [%w0+512], 1;"), grid=64, block=128, inputs=[DATA])
+    clean(launch)
+    assert struct.unpack_from("I", out, 512)[0] == 64 * 128
+
+
+def test_blocks_may_wait_for_one_another(run_kernel):
+    """Every block waits until all 40 have arrived: they have to be resident together."""
+    body = """setp.ne.u32 %p, %r0, 0; @%p exit; atom.global.add.u32 %r1, [%w0], 1;
+    SPIN: ld.acquire.gpu.global.u32 %r2, [%w0]; setp.lt.u32 %q, %r2, 40; @%q bra SPIN; red.global.add.u32 [%w0+4], 1;"""
+    launch, out = run_kernel(kernel(body), grid=40, inputs=[DATA], max_warp_instructions=100_000_000)
+    clean(launch)
+    assert words(out, 2) == (40, 40)
+
+
+# --- named barriers ---------------------------------------------------------------------------------------------------
+
+
+def test_bar_sync_orders_shared_memory(run_kernel):
+    body = """.shared .align 4 .b32 s[128]; mov.u32 %r2, s; shl.b32 %r3, %r0, 2; add.u32 %r3, %r2, %r3; st.shared.u32 [%r3], %r0;
+    bar.sync 0; sub.u32 %r4, 127, %r0; shl.b32 %r4, %r4, 2; add.u32 %r4, %r4, %r2; ld.shared.u32 %r1, [%r4];""" + STORE
+    launch, out = run_kernel(kernel(body), block=128, inputs=[DATA])
+    clean(launch)
+    assert words(out, 128) == tuple(127 - k for k in range(128))
+
+
+def test_bar_arrive_and_sync_with_counts(run_kernel):
+    """Warp 0 produces and arrives, warp 1 waits; two other warps use another barrier."""
+    body = """.shared .align 4 .b32 s[2]; setp.ge.u32 %p, %r0, 32; @%p bra OTHERS; st.shared.u32 [s], 42; bar.arrive 1, 64; bra END;
+    OTHERS: setp.ge.u32 %p, %r0, 64; @%p bra MORE; bar.sync 1, 64; ld.shared.u32 %r1, [s]; st.global.u32 [%w2], %r1; bra END;
+    MORE: bar.sync 2, 64; mov.u32 %r1, 7; st.global.u32 [%w2], %r1; END:"""
+    launch, out = run_kernel(kernel(body), block=128, inputs=[DATA])
+    clean(launch)
+    assert words(out, 128) == (0,) * 32 + (42,) * 32 + (7,) * 64
+
+
+def test_bar_red(run_kernel):
+    body = """setp.lt.u32 %p, %r0, 40; bar.red.popc.u32 %r1, 0, %p; bar.red.and.pred %q, 1, %p; selp.u32 %r2, 100, 0, %q; add.u32 %r1, %r1, %r2;
+    bar.red.or.pred %q, 2, 64, %p; selp.u32 %r2, 1000, 0, %q; add.u32 %r1, %r1, %r2;""" + STORE
+    launch, out = run_kernel(kernel(body), block=64, inputs=[DATA])
+    clean(launch)
+    assert words(out, 64) == (1040,) * 64
+
+
+def test_cluster_barrier_of_one_block(run_kernel):
+    body = """.shared .align 4 .b32 s; setp.eq.u32 %p, %r0, 0; @%p st.shared.u32 [s], 3; barrier.cluster.arrive.release.aligned;
+    barrier.cluster.wait.acquire.aligned; ld.shared.u32 %r1, [s];""" + STORE
+    launch, out = run_kernel(kernel(body), block=64, inputs=[DATA])
+    clean(launch)
+    assert words(out, 64) == (3,) * 64
+
+
+# --- mbarriers and asynchronous copies --------------------------------------------------------------------------------
+
+INIT = """setp.eq.u32 %p, %r0, 0; @%p mbarrier.init.shared::cta.b64 [bar], COUNT; fence.mbarrier_init.release.cluster; bar.sync 0;"""
+
+
+def test_mbarrier_phases(run_kernel):
+    """Two phases of 64 arrivals; parity waits; the phase before the first counts as complete."""
+    body = ".shared .align 8 .b64 bar; .shared .align 4 .b32 s[64]; " + INIT.replace("COUNT", "64") + """
+    mbarrier.try_wait.parity.shared::cta.b64 %q, [bar], 1; selp.u32 %r1, 1, 0, %q;
+    mbarrier.test_wait.parity.shared::cta.b64 %q, [bar], 0; selp.u32 %r2, 2, 0, %q; bar.sync 0; add.u32 %r1, %r1, %r2;
+    mbarrier.arrive.shared::cta.b64 %w4, [bar];
+    W0: mbarrier.try_wait.shared::cta.b64 %q, [bar], %w4; @!%q bra W0;
+    mbarrier.arrive.shared::cta.b64 _, [bar];
+    W1: mbarrier.try_wait.parity.shared::cta.b64 %q, [bar], 1, 1000; @!%q bra W1;
+    mbarrier.pending_count.b64 %r3, %w4; setp.gt.u32 %q, %r3, 0; selp.u32 %r3, 100, 0, %q; add.u32 %r1, %r1, %r3;
+    bar.sync 0; setp.eq.u32 %p, %r0, 0; @%p mbarrier.inval.shared::cta.b64 [bar];""" + STORE
+    launch, out = run_kernel(kernel(body), block=64, inputs=[DATA])
+    clean(launch)
+    assert words(out, 64) == (101,) * 64
+
+
+def test_bulk_copy_in_and_out(run_kernel):
+    """256 bytes in by a bulk copy that an mbarrier tracks, doubled, and out again after a proxy fence."""
+    body = ".shared .align 128 .b8 s[256]; .shared .align 8 .b64 bar; " + INIT.replace("COUNT", "1") + """
+    @%p mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar], 256;
+    @%p cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [s], [%w3], 256, [bar];
+    W: mbarrier.try_wait.parity.shared::cta.b64 %q, [bar], 0; @!%q bra W;
+    mov.u32 %r2, s; shl.b32 %r3, %r0, 2; add.u32 %r2, %r2, %r3; ld.shared.u32 %r1, [%r2]; add.u32 %r1, %r1, %r1; st.shared.u32 [%r2], %r1;
+    fence.proxy.async.shared::cta; bar.sync 0; setp.eq.u32 %p, %r0, 0; @!%p exit;
+    cp.async.bulk.global.shared::cta.bulk_group [%w0], [s], 256; cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;"""
+    launch, out = run_kernel(kernel(body), block=64, inputs=[DATA])
+    clean(launch)
+    assert words(out, 64) == tuple(2 * v for v in IN)
+    assert launch.counters.async_load_bytes == launch.counters.async_store_bytes == 256
+
+
+def test_bulk_reduction(run_kernel):
+    body = """.shared .align 128 .b8 s[256]; shl.b32 %r3, %r0, 2; mov.u32 %r2, s; add.u32 %r2, %r2, %r3; st.shared.u32 [%r2], %r0;
+    st.global.u32 [%w2], 1000; fence.proxy.async; bar.sync 0; setp.eq.u32 %p, %r0, 0; @!%p exit;
+    cp.reduce.async.bulk.global.shared::cta.bulk_group.add.u32 [%w0], [s], 256; cp.async.bulk.commit_group; cp.async.bulk.wait_group.read 0;"""
+    launch, out = run_kernel(kernel(body), block=64, inputs=[DATA])
+    clean(launch)
+    assert words(out, 64) == tuple(1000 + k for k in range(64))
+
+
+def test_cp_async_groups(run_kernel):
+    """Two groups; the second copies 4 of 16 bytes and fills the rest with zeros."""
+    body = """.shared .align 16 .b8 s[1024]; shl.b32 %r3, %r0, 4; mov.u32 %r2, s; add.u32 %r2, %r2, %r3; cvt.u64.u32 %w4, %r3; and.b64 %w4, %w4, 240; add.u64 %w4, %w3, %w4;
+    cp.async.cg.shared.global [%r2], [%w4], 16; cp.async.commit_group; cp.async.cg.shared.global [%r2+512], [%w4], 16, 4; cp.async.commit_group;
+    cp.async.wait_group 1; ld.shared.u32 %r1, [%r2+4]; cp.async.wait_all; ld.shared.v2.u32 {%r4, %r5}, [%r2+512]; add.u32 %r1, %r1, %r4; add.u32 %r1, %r1, %r5;""" + STORE
+    launch, out = run_kernel(kernel(body), inputs=[DATA])
+    clean(launch)
+    assert words(out) == tuple(IN[4 * (k % 16) + 1] + IN[4 * (k % 16)] for k in LANES)
+
+
+def test_cp_async_mbarrier_arrive(run_kernel):
+    body = ".shared .align 16 .b8 s[512]; .shared .align 8 .b64 bar; " + INIT.replace("COUNT", "32") + """
+    shl.b32 %r3, %r0, 2; mov.u32 %r2, s; add.u32 %r2, %r2, %r3; add.u64 %w4, %w3, %w1; cp.async.ca.shared.global [%r2], [%w4], 4;
+    cp.async.mbarrier.arrive.noinc.shared.b64 [bar];
+    W: mbarrier.try_wait.parity.shared::cta.b64 %q, [bar], 0; @!%q bra W; ld.shared.u32 %r1, [%r2];""" + STORE
+    launch, out = run_kernel(kernel(body), inputs=[DATA])
+    clean(launch)
+    assert words(out) == IN[:32]
+
+
+def test_a_copy_takes_its_time(run_kernel):
+    """What a bulk copy brings is not there when the instruction has been issued."""
+    body = ".shared .align 128 .b8 s[256]; .shared .align 8 .b64 bar; " + INIT.replace("COUNT", "1") + """
+    @!%p exit; st.shared.u32 [s], 1; mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar], 256;
+    cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [s], [%w3], 256, [bar]; ld.shared.u32 %r1, [s];
+    W: mbarrier.try_wait.parity.shared::cta.b64 %q, [bar], 0; @!%q bra W;""" + STORE
+    launch, out = run_kernel(kernel(body), inputs=[DATA])
+    clean(launch)
+    assert words(out, 1) == (1,)
+
+
+# --- counters ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stride", "sectors", "conflicts"), [(4, 4, 0), (8, 8, 1), (32, 32, 7), (128, 32, 31)], ids=lambda v: str(v)
+)
+def test_sectors_and_bank_conflicts(run_kernel, stride, sectors, conflicts):
+    body = f""".shared .align 128 .b8 s[4096]; mul.lo.u32 %r2, %r0, {stride}; mov.u32 %r3, s; add.u32 %r3, %r3, %r2; st.shared.u32 [%r3], %r0;
+    cvt.u64.u32 %w4, %r2; add.u64 %w4, %w0, %w4; st.global.u32 [%w4], %r0;"""
+    launch, _ = run_kernel(kernel(body), inputs=[DATA])
+    clean(launch)
+    n = launch.counters
+    assert (n.global_sectors, n.global_distinct_bytes, n.shared_bank_conflicts) == (sectors, 32 * sectors, conflicts)
+    assert (n.global_store_bytes, n.shared_accesses, n.shared_wavefronts) == (128, 1, conflicts + 1)
