@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A kernel that others wrote runs unchanged on the virtual device: upstream's SM120 MXFP4 grouped GEMM, from the wheel.
+
+Its CUTLASS builder kernel exercises what this project's kernels do not: tensor maps that the kernel itself edits and
+publishes, 4-bit tensor copies, ``ldmatrix`` with expansion, a persistent tile scheduler, the store path through TMA.
+One tile takes about a minute of compiler; ``FLASHINFER_TEST_ALL_TILES=1`` runs all six.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from group_gemm_inputs import make_group_gemm
+
+from flashinfer.jit.sm12x.spec import JitSpecSm12x
+from flashinfer.testing import check_within_bound, group_gemm_reference
+from flashinfer.testing.virtual_device import virtual_device
+
+SOURCE = Path(__file__).with_name("upstream_group_gemm.cu")
+TILES = [(128, False), (32, True)]
+if os.environ.get("FLASHINFER_TEST_ALL_TILES") == "1":
+    TILES += [(128, True), (64, False), (64, True), (32, False)]
+WORKSPACE = 8 << 20
+
+
+@pytest.fixture(scope="module", params=TILES, ids=lambda tile: f"128x{tile[0]}x128{' swapped' if tile[1] else ''}")
+def library(request) -> Path:
+    tile_n, swap = request.param
+    flags = ["-std=c++17", "-O3", "-DNDEBUG", "-w", "--compress-mode=none", "-DCUTLASS_ENABLE_GDC_FOR_SM100=1"]
+    flags += ["-gencode=arch=compute_121a,code=sm_121a", "-gencode=arch=compute_121a,code=compute_121a"]
+    flags += [f"-DTILE_N={tile_n}", f"-DSWAP_AB={'true' if swap else 'false'}"]
+    spec = JitSpecSm12x(
+        name=f"test_upstream_group_gemm_{tile_n}_{'swap' if swap else 'plain'}",
+        sources=[SOURCE],
+        extra_cflags=[],
+        extra_cuda_cflags=flags,
+        extra_ldflags=None,
+        extra_include_dirs=[],
+        architectures=((12, "1a"),),
+    )
+    spec.build(need_lock=True)
+    return spec.plan.library
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rows", "n", "k"),
+    [([5, 3], 128, 256), ([100, 0, 156], 256, 512), ([1], 384, 128)],
+    ids=["two groups", "ragged and empty", "one row"],
+)
+def test_it_keeps_the_bound(library, rows, n, k):
+    case = make_group_gemm(rows, n, k, seed=21)
+    out = torch.full((sum(rows), n), float("nan"), dtype=torch.bfloat16)
+    with virtual_device("sm_121a") as device:
+        function = ctypes.CDLL(str(library)).group_gemm
+        integers, floats = device.empty(WORKSPACE), device.empty(WORKSPACE)
+
+        def run(*tensors: torch.Tensor) -> None:
+            pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
+            size = ctypes.c_size_t(WORKSPACE)
+            status = function(pointers[0], size, pointers[1], size, *pointers[2:], n, k, len(rows))
+            if status != 0:
+                raise RuntimeError(f"the launcher answered {status}")
+
+        operands = (case.a, case.b, case.a_scale, case.b_scale)
+        device.call(run, integers, floats, *operands, out, case.m_indptr, writes=(integers, floats, out))
+        assert len(device.launches) == 2
+        assert all(launch.clean for launch in device.launches)
+    check_within_bound(out, *group_gemm_reference(*operands, case.m_indptr))
