@@ -85,7 +85,7 @@ class Accumulation:
 ANY_ORDER = Accumulation()
 # Tensor cores add the products of an MMA and the accumulator at once and truncate; 16 is the shallowest MMA of the
 # kernel family (bf16, and f16 on compute capability 9.0), which makes the longest path.
-TENSOR_CORE = Accumulation(unit_roundoff=2.0**-23, mma_depth=16)
+TENSOR_CORE = Accumulation(unit_roundoff=2.0**-23, mma_depth=16, exact_bits=22)
 
 
 def granularity(values: torch.Tensor) -> torch.Tensor:

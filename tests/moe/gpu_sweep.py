@@ -25,13 +25,20 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
-from moe_harness import check_case
+from moe_harness import check_case, same_bits
 
 from flashinfer.fused_moe import sm12x_dispatch
 from flashinfer.fused_moe.sm12x_plan import allowed_tactics
 from flashinfer.fused_moe.sm12x_validation import Mode
-from flashinfer.jit.sm12x.instances import INSTANCES
-from flashinfer.testing import MoECase
+from flashinfer.gemm import sm12x_group_gemm
+from flashinfer.jit.sm12x.instances import GEMM_INSTANCES, INSTANCES
+from flashinfer.testing import (
+    TENSOR_CORE,
+    MoECase,
+    check_within_bound,
+    group_gemm_reference,
+    make_group_gemm_inputs,
+)
 
 MODES = (0, 1, 2)
 # 720 (gpt-oss over four ranks) is no multiple of 32: its weights are padded with zeros, as callers must.
@@ -128,6 +135,35 @@ def random_cases(rng: random.Random, count: int, quick: bool, extra: bool) -> li
     return work
 
 
+def group_gemm_cases(rng: random.Random, count: int, seed: int) -> int:
+    """The grouped GEMM with random groups, every instance forced; returns the number of runs, raises on a violation."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    runs = 0
+    for number in range(count):
+        sizes = [rng.choice((0, 1, 3, 8, rng.randint(1, 300))) for _ in range(rng.choice((1, 3, 8, 32)))]
+        if not any(sizes):
+            sizes[0] = 5
+        n, k = rng.choice((8, 120, 720, 1440, 2880)), rng.choice((32, 96, 736, 2880))
+        dtype = rng.choice((torch.float8_e4m3fn, torch.float8_e5m2))
+        data = rng.choice(("normal", "lattice"))
+        inputs = make_group_gemm_inputs(sizes, n, k, seed + number, device, dtype, data)  # type: ignore[arg-type]
+        reference, bound = group_gemm_reference(**inputs, accumulation=TENSOR_CORE)
+        for row in (None, *GEMM_INSTANCES):
+            tactic = None if row is None else row.index
+            label = f"group gemm sizes {sizes}, n {n}, k {k}, {dtype}, {data}, tactic {tactic}, seed {seed + number}"
+            results = []
+            for _ in range(2):
+                out = torch.full((sum(sizes), n), torch.nan, dtype=torch.float16, device=device)
+                sm12x_group_gemm.group_gemm(
+                    **inputs, tiles=(1, 128, 128, 128, True), out=out, out_dtype=None, tactic=tactic
+                )
+                results.append(out)
+            check_within_bound(results[0], reference, bound, label)
+            assert same_bits(*results), f"{label}: a second run differs"
+            runs += 1
+    return runs
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small shapes and few cases")
@@ -189,9 +225,16 @@ def main(argv: list[str] | None = None) -> int:
         if number % 20 == 19:
             print(f"  {number + 1}/{len(work)} cases, {time.time() - begin:.0f} s, {failures} failed", flush=True)
         torch.cuda.empty_cache()
+    gemm_runs = 0
+    if options.only in (None, "group_gemm") and not (failures and options.stop):
+        try:
+            gemm_runs = group_gemm_cases(rng, 5 if options.quick else 40, options.seed)
+        except Exception as error:
+            failures += 1
+            print(f"FAILED {error}", flush=True)
     print(
         f"SUMMARY {'ok' if not failures else 'FAILED'}: {sum(checks.values())} checks {dict(checks)}, runs {dict(ran)}, "
-        f"{failures} cases failed, at most {worst:.3f} of a bound used, {time.time() - begin:.0f} s, seed {options.seed}"
+        f"{gemm_runs} grouped GEMMs, {failures} cases failed, at most {worst:.3f} of a bound used, {time.time() - begin:.0f} s, seed {options.seed}"
     )
     return 1 if failures else 0
 

@@ -68,6 +68,34 @@ def test_intermediate_sizes(inter: int, mode: int, device: torch.device) -> None
     _check(MoECase(9, 160, inter, 4, 2, mode, data="lattice"), inter, device)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_shard_of_720_padded_with_zeros(mode: int, device: torch.device) -> None:
+    """gpt-oss over four ranks: I = 720 is no multiple of 32, so callers pad FC1's rows and FC2's columns with zeros."""
+    from flashinfer.testing import swizzle_scales, unswizzle_scales
+
+    inter, padded = 720, 736
+    whole = make_moe_inputs(MoECase(7, 160, inter, 4, 2, mode, output_dtype=torch.float16), 28, device)
+    assert whole.fc1_bias is not None
+
+    def rows(tensor: torch.Tensor) -> torch.Tensor:
+        filled = tensor.new_zeros((4, 2 * padded, *tensor.shape[2:]))
+        filled[:, :inter], filled[:, padded : padded + inter] = tensor[:, :inter], tensor[:, inter:]
+        return filled
+
+    fc1_sf = unswizzle_scales(whole.fc1_scales, 2 * inter, 5)
+    fc2_sf = unswizzle_scales(whole.fc2_scales, 160, 23)  # the last block has 16 elements, and 32 when padded
+    inputs = dataclasses.replace(
+        whole,
+        fc1_weights=rows(whole.fc1_weights),
+        fc1_scales=swizzle_scales(rows(fc1_sf)),
+        fc1_bias=rows(whole.fc1_bias),
+        fc2_weights=torch.nn.functional.pad(whole.fc2_weights, (0, (padded - inter) // 2)),
+        fc2_scales=swizzle_scales(fc2_sf),
+    )
+    reference, bound = moe_reference(whole, accumulation_on(device))
+    check_within_bound(run(inputs, device, 0xFF, None), reference, bound)
+
+
 @pytest.mark.parametrize("hidden", [32, 64, 2880])
 @pytest.mark.parametrize("mode", MODES)
 def test_hidden_sizes(hidden: int, mode: int, device: torch.device) -> None:
