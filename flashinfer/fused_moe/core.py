@@ -39,6 +39,7 @@ from ..tllm_enums import ActivationType
 from ..trace.templates.moe import cutlass_fused_moe_trace
 from . import sm12x_dispatch, sm12x_moe
 from .sm12x_plan import make_plan
+from .sm12x_tuning import SM12xStageRunner
 from .sm12x_validation import (
     Mode,
     MoEProblem,
@@ -74,11 +75,34 @@ def _upstream_sm12x_module(backend: str, use_fast_build: bool) -> Any:
     return renamed(backend, use_fast_build)
 
 
+class _Sm12xModule:
+    """Upstream's module for SM12x, built when something of it is used, and runners of this fork for its MXFP4 modes."""
+
+    def __init__(self, backend: str, use_fast_build: bool) -> None:
+        self._key = (backend, use_fast_build)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_upstream_sm12x_module(*self._key), name)
+
+    def MoERunner(self, **options: Any) -> Any:
+        """What upstream's unified ``MoELayer`` tunes with; options as upstream's class of this name has them."""
+        names = ("use_packed_weights", "use_wfp4afp8_humming", "use_deepseek_fp8_block_scale", "activation_type")
+        scaling = (options["use_mxfp8_act_scaling"], options["use_w4_group_scaling"])
+        mode = select_mode(options["x_dtype"], options["weight_dtype"], *scaling, *(options[name] for name in names))
+        if mode is None or not sm12x_dispatch.serves(torch.device("cuda", torch.cuda.current_device())):
+            return self.__getattr__("MoERunner")(**options)
+        taken = (options[name] for name in ("output_dtype", "top_k", "ep_size", "enable_pdl"))
+        return SM12xStageRunner(mode, *taken)
+
+
 @functools.cache
 def get_cutlass_fused_moe_module(backend: str = "100", use_fast_build: bool = False) -> Any:
-    """Upstream's CUTLASS MoE module for compute capability ``backend`` (``"90"``, ``"120"``, ...)."""
+    """Upstream's CUTLASS MoE module for compute capability ``backend`` (``"90"``, ``"120"``, ...).
+
+    That of SM12x, ``fused_moe_120_upstream``, is built when something is first taken from it.
+    """
     if backend in _SM12X_ARCHITECTURES:
-        return _upstream_sm12x_module(backend, use_fast_build)
+        return _Sm12xModule(backend, use_fast_build)
     return _upstream.get_cutlass_fused_moe_module(backend, use_fast_build)
 
 

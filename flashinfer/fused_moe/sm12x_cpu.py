@@ -37,7 +37,7 @@ def _activations(
     if swizzled:
         scales = unswizzle_128x4(input_sf, problem.num_tokens, blocks)
     else:
-        scales = input_sf.view(problem.num_tokens, blocks)
+        scales = input_sf.view(torch.uint8).view(problem.num_tokens, blocks)
     return dequantize_mxfp8_linear(input, scales)
 
 

@@ -206,7 +206,7 @@ def _run_cuda(plan: Plan, call: MoECall, output: torch.Tensor, device: torch.dev
     arguments = (
         output,
         call.input,
-        call.input_sf,
+        None if call.input_sf is None else _bytes(call.input_sf),
         call.token_selected_experts,
         final_scales,
         _bytes(fc1),

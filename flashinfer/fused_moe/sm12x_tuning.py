@@ -134,6 +134,62 @@ class SM12xMoERunner(TunableRunner):
         return arguments[_OUTPUT]
 
 
+class SM12xStageRunner(TunableRunner):
+    """What upstream's unified ``MoELayer`` tunes a CUTLASS backend with, for this fork's kernels.
+
+    It takes the place of the ``MoERunner`` of upstream's module: the layer hands it activations and weights only, so it
+    times them with unit scales, and it gives the pairs of tactics that ``cutlass_fused_moe`` takes as ``profile_ids``.
+
+    ``inputs`` are ``[input, fc1 weights, ignored, fc2 weights, ignored]``.
+    """
+
+    def __init__(self, mode: Mode, output_dtype: torch.dtype, top_k: int, ep_size: int, enable_pdl: bool) -> None:
+        self.mode = mode
+        self.output_dtype = output_dtype
+        self.top_k = top_k
+        self.ep_size = ep_size
+        self.enable_pdl = enable_pdl
+        self.gemm_idx_for_tuning: int | None = None  # set by the layer; every tactic serves either GEMM
+        self._runner_cache: dict[Any, SM12xMoERunner] = {}
+
+    def _runner(self, inputs: list[Any]) -> SM12xMoERunner:
+        x, fc1, _, fc2, _ = inputs
+        key = (fc1.data_ptr(), fc2.data_ptr(), fc2.shape)
+        runner = self._runner_cache.get(key)
+        if runner is None:
+            experts, hidden, columns = fc2.shape
+            inter = 2 * columns * fc2.dtype.itemsize
+            problem = MoEProblem(self.mode, 0, hidden, inter, experts, self.top_k, 0, experts * self.ep_size)
+
+            def unit_scales(rows: int, k: int) -> torch.Tensor:
+                shape = (experts, round_up(rows, 128), round_up(k // BLOCK_SIZE, 4))
+                return torch.full(shape, 0x7F, dtype=torch.uint8, device=x.device)
+
+            ones = None if self.mode is Mode.W4A16 else torch.ones(experts, device=x.device)
+            arguments = (
+                *(torch.empty(0, dtype=self.output_dtype, device=x.device), x, None, None, None),
+                *(fc1.view(torch.uint8), unit_scales(2 * inter, hidden), ones, None),
+                *(fc2.view(torch.uint8), unit_scales(hidden, inter), ones, None),
+                *(None, None, None),
+            )
+            runner = self._runner_cache[key] = SM12xMoERunner(problem, arguments, True, self.enable_pdl)
+        return runner
+
+    def get_cache_key_extras(self, inputs: list[torch.Tensor]) -> tuple[Any, ...]:
+        """As :class:`SM12xMoERunner` has them."""
+        return self._runner(inputs).get_cache_key_extras(inputs)
+
+    def get_valid_tactics(self, inputs: list[torch.Tensor], profile: Any) -> list[int]:
+        """As :class:`SM12xMoERunner` has them."""
+        return self._runner(inputs).get_valid_tactics(inputs, profile)
+
+    def forward(
+        self, inputs: list[torch.Tensor], tactic: Any = -1, do_preparation: bool = False, **kwargs: Any
+    ) -> torch.Tensor:
+        """Run the layer once; ``gemm_idx`` says which GEMM ``tactic`` is for."""
+        return self._runner(inputs).forward(inputs, tactic, do_preparation, **kwargs)
+
+
 def tuner_state(tuner: Any) -> Any:
     """What the tuner's answers depend on outside a tuning context, or ``None`` inside one: then it must be asked."""
     if tuner.is_tuning_mode or tuner._active_tuning_contexts or tuner._in_v2_context:

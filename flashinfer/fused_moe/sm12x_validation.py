@@ -23,6 +23,8 @@ POINTER_ALIGNMENT = 16  # bytes; bulk copies and vector loads
 WORKSPACE_ALIGNMENT = 128  # bytes, as upstream asks
 OUTPUT_DTYPES = (torch.bfloat16, torch.float16)
 WEIGHT_DTYPES = (torch.uint8, torch.int64)
+# What a byte of scales may be typed as: upstream's unified layer hands linear ones over as float8.
+SCALE_DTYPES = (torch.uint8, torch.float8_e4m3fn, torch.float8_e8m0fnu)
 SWIGLU = 3  # ActivationType.Swiglu
 
 
@@ -270,7 +272,7 @@ def _check_input_sf(problem: MoEProblem, input_sf: Any, swizzled: bool, device: 
             "input_sf (swizzled_input_sf=False)",
             input_sf,
             shapes,
-            [torch.uint8],
+            SCALE_DTYPES,
             device,
             "linear scales",
         )

@@ -233,6 +233,15 @@ def test_views_of_weights_and_scales_give_the_same_bits(mode: int, device: torch
             assert same_bits(flashinfer.cutlass_fused_moe(**{**arguments, "input_sf": sf}), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e8m0fnu])
+def test_linear_scales_typed_as_float8_give_the_same_bits(dtype: torch.dtype, device: torch.device) -> None:
+    inputs = make_moe_inputs(MoECase(12, 288, 96, 4, 2, 0, swizzled_input_sf=False), 29, device)
+    assert inputs.input_sf is not None
+    expected = flashinfer.cutlass_fused_moe(**inputs.arguments())
+    typed = {**inputs.arguments(), "input_sf": inputs.input_sf.view(dtype)}
+    assert same_bits(flashinfer.cutlass_fused_moe(**typed), expected)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_absent_parameters_have_their_defaults(mode: int, device: torch.device) -> None:
     case = MoECase(9, 96, 64, 4, 2, mode, biases=False, swiglu_parameters=False)

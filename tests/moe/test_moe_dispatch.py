@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from flashinfer.autotuner import AutoTuner, autotune
+from flashinfer.tllm_enums import ActivationType
 
 import flashinfer
 from flashinfer.fused_moe import core, sm12x_dispatch, sm12x_moe, sm12x_planner
@@ -289,7 +290,7 @@ def test_other_kinds_go_to_upstream_with_every_argument(monkeypatch: pytest.Monk
     assert all(seen[name] is given[name] for name in given)
 
 
-def test_upstreams_sm12x_module_has_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_upstreams_sm12x_module_has_its_own_name_and_is_built_when_used(monkeypatch: pytest.MonkeyPatch) -> None:
     import flashinfer.jit.fused_moe as generators
 
     class Stop(Exception):
@@ -300,10 +301,55 @@ def test_upstreams_sm12x_module_has_its_own_name(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(generators, "gen_cutlass_fused_moe_sm120_upstream_module", upstream_generator)
     for backend in ("120", "121"):
+        module = core.get_cutlass_fused_moe_module(backend, True)
         with pytest.raises(Stop, match="upstream module asked for, fast build True"):
-            core.get_cutlass_fused_moe_module(backend, True)
+            _ = module.cutlass_fused_moe
     with pytest.raises(ValueError, match="Invalid backend"):
         core.get_cutlass_fused_moe_module("75")
+
+
+RUNNER_OPTIONS = {
+    "x_dtype": torch.float8_e4m3fn, "weight_dtype": torch.int64, "output_dtype": torch.bfloat16, "top_k": 3,
+    "tp_size": 1, "tp_rank": 0, "ep_size": 1, "ep_rank": 0, "cluster_size": 1, "cluster_rank": 0,
+    "enable_alltoall": False, "use_deepseek_fp8_block_scale": False, "use_w4_group_scaling": False,
+    "use_mxfp8_act_scaling": True, "min_latency_mode": False, "enable_pdl": True,
+    "activation_type": ActivationType.Swiglu, "use_packed_weights": False, "use_fused_finalize": True,
+    "use_wfp4afp8_humming": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [
+        (0, {}),
+        (1, {"x_dtype": torch.bfloat16}),
+        (2, {"x_dtype": torch.bfloat16, "use_mxfp8_act_scaling": False, "use_w4_group_scaling": True}),
+    ],
+)
+def test_unified_layer_tunes_this_forks_tactics(mode: int, options: dict[str, Any], module: RecordingModule) -> None:
+    """``MoELayer`` ranks both GEMMs' tactics with the inner runner and passes the pair on as ``profile_ids``."""
+    runner = core.get_cutlass_fused_moe_module("121").MoERunner(**{**RUNNER_OPTIONS, **options})
+    arguments = _meta(mode)
+    weights = [arguments[name].view(torch.int64) for name in ("fc1_expert_weights", "fc2_expert_weights")]
+    inputs = [arguments["input"], weights[0], None, weights[1], None]
+    for stage in (1, 2):
+        runner.gemm_idx_for_tuning = stage
+        tactics = runner.get_valid_tactics(inputs, None)
+        expected = [
+            row.index for row in INSTANCES if row.default and row.activation == ("bf16" if mode == 2 else "mxfp8")
+        ]
+        assert tactics == expected
+        runner.forward(inputs, tactic=tactics[-1], do_preparation=True, gemm_idx=stage)
+        launch = module.launches[-1]
+        assert launch[f"tactic_fc{stage}"] == tactics[-1]
+        assert launch["input"] is inputs[0]
+        assert launch["fc1_w"].shape == (8, 192, 80)
+        assert launch["fc1_sf"].shape == (8, 256, 8)
+        assert launch["fc2_sf"].shape == (8, 256, 4)
+        assert (launch["input_sf"] is None) == (mode != 0)
+    hash(runner)
+    flashinfer.cutlass_fused_moe(**arguments, profile_ids=[tactics[0], tactics[-1]])
+    assert (module.launches[-1]["tactic_fc1"], module.launches[-1]["tactic_fc2"]) == (tactics[0], tactics[-1])
 
 
 def _fake_profiler(times: dict[tuple[int, int], float]) -> Any:
