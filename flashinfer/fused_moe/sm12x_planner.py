@@ -25,7 +25,7 @@ class Choice:
 
 
 # Token tile by the expected rows of an expert: the first entry whose limit is not exceeded.
-_TILES_HOPPER = ((6.0, 8), (14.0, 16), (float("inf"), 32))
+_TILES_HOPPER = ((8.5, 8), (float("inf"), 16))
 _TILES_SM12X = ((6.0, 8), (14.0, 16), (28.0, 32), (64.0, 64), (float("inf"), 128))
 
 
@@ -41,7 +41,7 @@ def choose(activation: Activation, num_rows: int, num_experts: int, block_scaled
     tiles = _TILES_SM12X if block_scaled_mma else _TILES_HOPPER
     wanted = next(tile for limit, tile in tiles if rows <= limit)
     candidates = [row for row in INSTANCES if row.default and row.activation == activation]
-    tile = max((row.token_tile for row in candidates if row.token_tile <= wanted))
+    tile = max(row.token_tile for row in candidates if row.token_tile <= wanted)
     # Of equal tiles the longer K tile: whole 128-byte pieces of a weight row.
     best = max((row for row in candidates if row.token_tile == tile), key=lambda row: row.k_tile)
     return Choice(best, f"{rows:.1f} rows for an expert that is hit: token tile {tile}, K tile {best.k_tile}")

@@ -12,22 +12,28 @@
 
 namespace flashinfer::sm12x::epilogue {
 
+// What FC2's epilogue knows of a token, loaded while the mainloop runs.
+struct OwnToken {
+  int entry;  // (token, slot) number
+  float weight;
+};
+
 template <class Config>
 class Fc2Finish {
   using Params = GroupedGemmParams<Role::kFc2>;
 
  public:
-  // `entry` is the (token, slot) number of the thread's own token of the tile (threads below num_tokens).
+  // `own` is the thread's own token of the tile (threads below num_tokens).
   static __device__ __forceinline__ void run(const Params& p, const SharedStorage<Config>& shared,
-                                             const scheduler::Unit& unit, int entry, int warp, int lane,
+                                             const scheduler::Unit& unit, const OwnToken& own, int warp, int lane,
                                              const Accumulators<Config>& accumulators) {
     const int thread = 32 * warp + lane;
     int* entries = shared.template scratch<int>();
     float* weights = shared.template scratch<float>() + Config::kTokenTile;
     int* complete = shared.template scratch<int>() + 2 * Config::kTokenTile;
     if (thread < unit.num_tokens) {
-      entries[thread] = entry;
-      weights[thread] = p.epilogue.routing_weights[entry];
+      entries[thread] = own.entry;
+      weights[thread] = own.weight;
     }
     ptx::named_barrier_sync<Config::kConsumerThreads>(kConsumerBarrier);
     contribute(p, unit, entries, weights, warp, lane, accumulators);
@@ -37,7 +43,7 @@ class Fc2Finish {
     const int row_tiles = ceil_div(p.rows, kRowTile);
     if (thread < unit.num_tokens) {
       // The prologue starts the count at the number of slots that no local expert serves.
-      const int token = entry / p.top_k;
+      const int token = own.entry / p.top_k;
       const int before = atomicAdd(p.epilogue.token_arrivals + static_cast<int64_t>(token) * row_tiles + unit.row_tile, 1);
       complete[thread] = before == p.top_k - 1;
     }
@@ -82,11 +88,25 @@ class Fc2Finish {
   static __device__ __forceinline__ void sum_slots(const Params& p, const scheduler::Unit& unit, int token, int thread) {
     const int row = unit.row_tile * kRowTile + thread;
     if (thread >= kRowTile || row >= p.rows) return;
+    constexpr int kBatch = 4;  // slots whose loads are in flight together
     float sum = 0.0f;
-    for (int slot = 0; slot < p.top_k; ++slot) {
-      const int entry = token * p.top_k + slot;
-      if (scheduler::local_expert(p.ids[entry], p.first_expert, p.num_experts) < 0) continue;
-      sum += __ldcg(p.epilogue.contributions + static_cast<int64_t>(entry) * p.rows + row);
+    for (int base = 0; base < p.top_k; base += kBatch) {
+      bool local[kBatch];
+      float value[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        local[i] = base + i < p.top_k &&
+                   scheduler::local_expert(p.ids[token * p.top_k + base + i], p.first_expert, p.num_experts) >= 0;
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int64_t entry = static_cast<int64_t>(token) * p.top_k + base + i;
+        value[i] = local[i] ? __ldcg(p.epilogue.contributions + entry * p.rows + row) : 0.0f;
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        if (local[i]) sum += value[i];
+      }
     }
     store_scalar(p.epilogue.output, static_cast<int64_t>(token) * p.rows + row, p.epilogue.output_type, sum);
   }

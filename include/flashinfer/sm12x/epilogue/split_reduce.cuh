@@ -38,20 +38,41 @@ __device__ __forceinline__ bool reduce_split(float4* partials, int* arrivals, co
   if (!last_to_arrive) return false;
   __threadfence();
 
+  // Several parts are fetched at once: one after the other, their latencies would be the tail of a small layer.
+  constexpr int kBatch = kVectors <= 4 ? 4 : 1;
+  float4 sum[kVectors];
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) sum[v] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  for (int base = first_block; base <= last_block; base += kBatch) {
+    float4 part[kBatch][kVectors];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const float4* from = slot(min(base + i, last_block));
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) part[i][v] = __ldcg(from + v * Config::kConsumerThreads);
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      if (base + i > last_block) break;
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        sum[v].x += part[i][v].x;
+        sum[v].y += part[i][v].y;
+        sum[v].z += part[i][v].z;
+        sum[v].w += part[i][v].w;
+      }
+    }
+  }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
 #pragma unroll
     for (int step = 0; step < Config::kTokenSteps; ++step) {
+      const float4 total = sum[half * Config::kTokenSteps + step];
       float(&a)[4] = accumulators[half][step];
-#pragma unroll
-      for (int value = 0; value < 4; ++value) a[value] = 0.0f;
-      for (int block = first_block; block <= last_block; ++block) {
-        const float4 part = __ldcg(slot(block) + (half * Config::kTokenSteps + step) * Config::kConsumerThreads);
-        a[0] += part.x;
-        a[1] += part.y;
-        a[2] += part.z;
-        a[3] += part.w;
-      }
+      a[0] = total.x;
+      a[1] = total.y;
+      a[2] = total.z;
+      a[3] = total.w;
     }
   }
   return true;

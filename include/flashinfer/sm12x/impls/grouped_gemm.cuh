@@ -72,7 +72,7 @@ class Consumer {
       const int stop = min(end, last + 1);
       const scheduler::Unit unit = units.locate(unit_index);
       const OperandOffsets<Config> at = operand_offsets<Config>(unit.row_tile, p.rows, warp, lane);
-      const int entry = own_entry(p, shared, unit, thread);
+      const epilogue::OwnToken own = own_token(p, shared, unit, thread);
 
       Accumulators<Config> accumulators;
 #pragma unroll
@@ -103,27 +103,31 @@ class Consumer {
                                                     accumulators)) {
         continue;
       }
-      finish(p, shared, unit, entry, warp, lane, accumulators);
+      finish(p, shared, unit, own, warp, lane, accumulators);
     }
   }
 
  private:
-  // FC2: number of the entry that this thread's token of the tile came from; loaded early, used in the epilogue.
-  static __device__ __forceinline__ int own_entry(const Params& p, const SharedStorage<Config>& shared,
-                                                  const scheduler::Unit& unit, int thread) {
-    if constexpr (Config::kRole != Role::kFc2) return 0;
-    if (thread >= unit.num_tokens) return 0;
-    const int position = unit.first_token + thread;
-    return p.order != nullptr ? p.order[position] : static_cast<int>(shared.order()[position]);
+  // FC2: the entry that this thread's token of the tile came from; loaded early, used in the epilogue.
+  static __device__ __forceinline__ epilogue::OwnToken own_token(const Params& p, const SharedStorage<Config>& shared,
+                                                                 const scheduler::Unit& unit, int thread) {
+    if constexpr (Config::kRole == Role::kFc2) {
+      if (thread < unit.num_tokens) {
+        const int position = unit.first_token + thread;
+        const int entry = p.order != nullptr ? p.order[position] : static_cast<int>(shared.order()[position]);
+        return {entry, p.epilogue.routing_weights[entry]};
+      }
+    }
+    return {};
   }
 
   static __device__ __forceinline__ void finish(const Params& p, const SharedStorage<Config>& shared,
-                                                const scheduler::Unit& unit, int entry, int warp, int lane,
+                                                const scheduler::Unit& unit, const epilogue::OwnToken& own, int warp, int lane,
                                                 Accumulators<Config>& accumulators) {
     if constexpr (Config::kRole == Role::kFc1) {
       epilogue::Fc1Finish<Config>::run(p, shared, unit, warp, lane, accumulators);
     } else if constexpr (Config::kRole == Role::kFc2) {
-      epilogue::Fc2Finish<Config>::run(p, shared, unit, entry, warp, lane, accumulators);
+      epilogue::Fc2Finish<Config>::run(p, shared, unit, own, warp, lane, accumulators);
     } else {
       epilogue::store_output<Config>(p, unit, warp, lane, accumulators);
     }

@@ -47,20 +47,23 @@ struct UnitMap {
   }
 };
 
-// The equal shares of `total` k-tiles among `blocks` blocks.
+// The shares of `total` k-tiles among `blocks` blocks: equal but for one tile, the first `longer` blocks having it.
 struct Shares {
-  int total;
   int blocks;
+  int length;  // of the shorter shares
+  int longer;
 
-  __device__ __forceinline__ Shares(int total_tiles, int grid_blocks)
-      : total(total_tiles), blocks(min(total_tiles, grid_blocks)) {}
-
-  __device__ __forceinline__ int begin(int block) const {
-    return static_cast<int>(static_cast<int64_t>(total) * block / blocks);
+  __device__ __forceinline__ Shares(int total, int grid_blocks) : blocks(min(total, grid_blocks)) {
+    length = total / max(blocks, 1);
+    longer = total - length * blocks;
   }
-  // The block whose share holds `tile`: the largest b with begin(b) <= tile.
+
+  __device__ __forceinline__ int begin(int block) const { return block * length + min(block, longer); }
+
+  // The block whose share holds `tile`.
   __device__ __forceinline__ int owner(int tile) const {
-    return static_cast<int>(((static_cast<int64_t>(tile) + 1) * blocks - 1) / total);
+    const int in_longer = longer * (length + 1);
+    return tile < in_longer ? tile / (length + 1) : longer + (tile - in_longer) / length;
   }
 };
 
