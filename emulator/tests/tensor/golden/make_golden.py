@@ -16,9 +16,11 @@ from pathlib import Path
 import numpy as np
 from ptx_cases import cvt_cases, matrix_cases, mma_cases
 from runner_file import Case, dump, split_results
+from scalar_cases import operands, scalar_cases
 from tma_cases import load_cases, store_cases
 
 GOLDEN = Path(__file__).with_name("golden.npz")
+GOLDEN_SCALAR = Path(__file__).with_name("golden_scalar.npz")
 
 
 def all_cases() -> list[Case]:
@@ -52,11 +54,28 @@ def pack(results: bytes, device: str) -> None:
     np.savez_compressed(GOLDEN, **arrays)
 
 
+def pack_scalar(results: bytes, device: str) -> None:
+    """Keeps the operands of each class once, and the results of each instruction by its text."""
+    cases = scalar_cases()
+    arrays = {f"operands.{kind}": operands(kind) for kind in sorted({case.meta["kind"] for case in cases})}
+    for case, after in zip(cases, split_results(cases, results)):
+        arrays[case.name] = np.frombuffer(after[0], np.uint32 if case.meta["bits"] == 32 else np.uint64)
+    names = [case.name for case in cases]
+    packed = {f"{i}": arrays[name] for i, name in enumerate(names)}
+    packed.update({key: value for key, value in arrays.items() if key.startswith("operands.")})
+    packed["index"] = np.frombuffer(json.dumps({"device": device, "cases": names}).encode(), np.uint8)
+    np.savez_compressed(GOLDEN_SCALAR, **packed)
+
+
 def main(arguments: list[str]) -> None:
     if len(arguments) == 2 and arguments[0] == "cases":
         Path(arguments[1]).write_bytes(dump(all_cases()))
     elif len(arguments) == 3 and arguments[0] == "pack":
         pack(Path(arguments[1]).read_bytes(), arguments[2])
+    elif len(arguments) == 2 and arguments[0] == "scalar-cases":
+        Path(arguments[1]).write_bytes(dump(scalar_cases()))
+    elif len(arguments) == 3 and arguments[0] == "scalar-pack":
+        pack_scalar(Path(arguments[1]).read_bytes(), arguments[2])
     else:
         sys.exit(__doc__)
 
