@@ -205,7 +205,8 @@ def cutlass_fused_moe(
     tune_max_num_tokens : int
         Largest token count that ``flashinfer.autotune`` tunes for.
     profile_ids : list of int, optional
-        ``[fc1_tactic, fc2_tactic]``: indices of the instance table, -1 for the default.
+        ``[fc1_tactic, fc2_tactic]``: indices of the instance table, -1 for the default.  Checked on the CPU, which has
+        one way to compute.
     use_fused_finalize : bool
         Accepted; the sum over experts has a fixed order either way, so results repeat bit for bit.
 

@@ -22,6 +22,11 @@ from ..trace.templates.quantize import mxfp4_quantize_trace
 from . import mx_cpu
 
 
+def _only_upstream_has(layout: SfLayout) -> bool:
+    """Upstream takes CPU tensors with 8x4 scales too, through a CUDA device."""
+    return layout is SfLayout.layout_8x4 and torch.cuda.is_available()
+
+
 @flashinfer_api(trace=mxfp4_quantize_trace)
 def mxfp4_quantize(
     a: torch.Tensor,
@@ -42,7 +47,7 @@ def mxfp4_quantize(
     backend, enable_pdl
         Upstream's; they mean nothing on the CPU.
     sfLayout : SfLayout
-        Layout of the scales; on the CPU ``layout_128x4`` or ``layout_linear``.
+        Layout of the scales; on the CPU ``layout_128x4`` or ``layout_linear`` (``layout_8x4`` is upstream's and needs CUDA).
 
     Returns
     -------
@@ -56,9 +61,9 @@ def mxfp4_quantize(
     ValueError
         On the CPU: another dtype, K no multiple of 32, or a layout that the CPU does not make.
     """
-    if a.device.type != "cpu":
-        return _upstream.mxfp4_quantize(a, backend, enable_pdl, sfLayout)
     layout = SfLayout(sfLayout)
+    if a.device.type != "cpu" or _only_upstream_has(layout):
+        return _upstream.mxfp4_quantize(a, backend, enable_pdl, sfLayout)
     mx_cpu.check_float_input("a", a)
     mx_cpu.check_layout(layout)
     packed, scales = mx_cpu.quantize_mxfp4_linear(a)
@@ -83,7 +88,7 @@ def mxfp4_dequantize(
     a_sf : torch.Tensor
         UE8M0 scales of any byte view and shape with as many bytes as the layout has.
     sfLayout : SfLayout
-        Layout of the scales; on the CPU ``layout_128x4`` or ``layout_linear``.
+        Layout of the scales; on the CPU ``layout_128x4`` or ``layout_linear`` (``layout_8x4`` is upstream's and needs CUDA).
 
     Returns
     -------
@@ -95,9 +100,9 @@ def mxfp4_dequantize(
     ValueError
         On the CPU: another dtype, rank or K, scales of another size, or a layout that the CPU does not read.
     """
-    if a_fp4.device.type != "cpu" or a_sf.device.type != "cpu":
-        return _upstream.mxfp4_dequantize(a_fp4, a_sf, sfLayout)
     layout = SfLayout(sfLayout)
+    if a_fp4.device.type != "cpu" or a_sf.device.type != "cpu" or _only_upstream_has(layout):
+        return _upstream.mxfp4_dequantize(a_fp4, a_sf, sfLayout)
     mx_cpu.check_layout(layout)
     if a_fp4.ndim != 2 or a_fp4.dtype != torch.uint8 or a_fp4.shape[1] % 16:
         raise ValueError(
