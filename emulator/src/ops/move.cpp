@@ -56,7 +56,6 @@ void mov_vector(Form& f, Type t, bool to_vector) {
   const int count = static_cast<int>(v.sub.size());
   const int bits = exec::type_bits(t) / (count ? count : 1);
   if ((count != 2 && count != 4) || bits < 8) f.fail("a vector of " + std::to_string(count) + " elements is not possible here");
-  if (bits == 8) f.fail("8-bit elements are not modelled");
   f.inst.form = static_cast<uint32_t>(bits);
   if (!to_vector) f.out(0, t);
   for (const ptx::AstOperand& e : v.sub) to_vector ? f.out(e, bits_type(bits)) : f.in(e, bits_type(bits));
