@@ -22,9 +22,9 @@ void group_gemm_run(TensorView out, TensorView a, TensorView a_sf, TensorView b,
   g.k = static_cast<int>(a.size(1));
   g.n = static_cast<int>(b.size(1));
   g.num_groups = static_cast<int>(b.size(0));
-  TVM_FFI_CHECK(2 * b.size(2) == g.k && out.size(0) == g.cum_m && out.size(1) == g.n &&
-                    m_indptr.size(0) == g.num_groups + 1,
-                ValueError)
+  TVM_FFI_CHECK(
+      2 * b.size(2) == g.k && out.size(0) == g.cum_m && out.size(1) == g.n && m_indptr.size(0) == g.num_groups + 1,
+      ValueError)
       << "a, b, out and m_indptr disagree about their sizes";
   TVM_FFI_CHECK(g.k % kScaleBlock == 0, ValueError) << "k is " << g.k << "; it must be a multiple of 32";
   TVM_FFI_CHECK(g.num_groups <= kMaxLocalExperts, ValueError)

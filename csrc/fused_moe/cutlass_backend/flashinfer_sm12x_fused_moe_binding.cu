@@ -16,7 +16,8 @@ using tvm::ffi::Optional;
 using tvm::ffi::TensorView;
 
 MoeMode checked_mode(int64_t mode) {
-  TVM_FFI_CHECK(mode >= 0 && mode <= 2, ValueError) << "mode is " << mode << "; it may be 0 (MXFP8 input), 1 (bf16/fp16 "
+  TVM_FFI_CHECK(mode >= 0 && mode <= 2, ValueError) << "mode is " << mode
+                                                    << "; it may be 0 (MXFP8 input), 1 (bf16/fp16 "
                                                        "input, quantized inside) or 2 (W4A16)";
   return static_cast<MoeMode>(mode);
 }
@@ -65,7 +66,8 @@ void moe_run(TensorView output, TensorView input, Optional<TensorView> input_sf,
   TVM_FFI_CHECK(static_cast<int64_t>(a.shape.num_tokens) * a.shape.top_k <= INT_MAX / 2, ValueError)
       << "too many (token, expert) pairs for one call";
   TVM_FFI_CHECK(first_expert >= 0 && first_expert + a.shape.num_experts <= num_experts_total, ValueError)
-      << "local experts [" << first_expert << ", " << first_expert + a.shape.num_experts << ") of " << num_experts_total;
+      << "local experts [" << first_expert << ", " << first_expert + a.shape.num_experts << ") of "
+      << num_experts_total;
 
   const Activation activation = a.shape.mode == MoeMode::kBf16Activations ? Activation::kBf16 : Activation::kE4m3;
   a.input = input.data_ptr();

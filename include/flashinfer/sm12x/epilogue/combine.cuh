@@ -44,7 +44,8 @@ class Fc2Finish {
     if (thread < unit.num_tokens) {
       // The prologue starts the count at the number of slots that no local expert serves.
       const int token = own.entry / p.top_k;
-      const int before = atomicAdd(p.epilogue.token_arrivals + static_cast<int64_t>(token) * row_tiles + unit.row_tile, 1);
+      const int before =
+          atomicAdd(p.epilogue.token_arrivals + static_cast<int64_t>(token) * row_tiles + unit.row_tile, 1);
       complete[thread] = before == p.top_k - 1;
     }
     ptx::named_barrier_sync<Config::kConsumerThreads>(kConsumerBarrier);
@@ -85,7 +86,8 @@ class Fc2Finish {
     }
   }
 
-  static __device__ __forceinline__ void sum_slots(const Params& p, const scheduler::Unit& unit, int token, int thread) {
+  static __device__ __forceinline__ void sum_slots(const Params& p, const scheduler::Unit& unit, int token,
+                                                   int thread) {
     const int row = unit.row_tile * kRowTile + thread;
     if (thread >= kRowTile || row >= p.rows) return;
     constexpr int kBatch = 4;  // slots whose loads are in flight together

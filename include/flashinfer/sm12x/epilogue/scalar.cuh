@@ -12,25 +12,17 @@ namespace flashinfer::sm12x::epilogue {
 
 __device__ __forceinline__ float load_scalar(const void* data, int64_t index, ScalarType type) {
   switch (type) {
-    case ScalarType::kBf16:
-      return __bfloat162float(static_cast<const __nv_bfloat16*>(data)[index]);
-    case ScalarType::kF16:
-      return __half2float(static_cast<const __half*>(data)[index]);
-    default:
-      return static_cast<const float*>(data)[index];
+    case ScalarType::kBf16: return __bfloat162float(static_cast<const __nv_bfloat16*>(data)[index]);
+    case ScalarType::kF16: return __half2float(static_cast<const __half*>(data)[index]);
+    default: return static_cast<const float*>(data)[index];
   }
 }
 
 __device__ __forceinline__ void store_scalar(void* data, int64_t index, ScalarType type, float value) {
   switch (type) {
-    case ScalarType::kBf16:
-      static_cast<__nv_bfloat16*>(data)[index] = __float2bfloat16_rn(value);
-      break;
-    case ScalarType::kF16:
-      static_cast<__half*>(data)[index] = __float2half_rn(value);
-      break;
-    default:
-      static_cast<float*>(data)[index] = value;
+    case ScalarType::kBf16: static_cast<__nv_bfloat16*>(data)[index] = __float2bfloat16_rn(value); break;
+    case ScalarType::kF16: static_cast<__half*>(data)[index] = __float2half_rn(value); break;
+    default: static_cast<float*>(data)[index] = value;
   }
 }
 

@@ -18,15 +18,16 @@ __device__ __forceinline__ bool reduce_split(float4* partials, int* arrivals, co
   const int first_block = shares.owner(first), last_block = shares.owner(last);
   // A block has at most two parts: one of a unit that began before its share, one of a unit that goes on behind it.
   auto slot = [&](int block) {
-    return partials + (static_cast<int64_t>(2 * block + (block == first_block ? 1 : 0)) * kVectors) *
-                          Config::kConsumerThreads + thread;
+    return partials +
+           (static_cast<int64_t>(2 * block + (block == first_block ? 1 : 0)) * kVectors) * Config::kConsumerThreads +
+           thread;
   };
   float4* mine = slot(blockIdx.x);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
 #pragma unroll
     for (int step = 0; step < Config::kTokenSteps; ++step) {
-      const float(&a)[4] = accumulators[half][step];
+      const float (&a)[4] = accumulators[half][step];
       mine[(half * Config::kTokenSteps + step) * Config::kConsumerThreads] = make_float4(a[0], a[1], a[2], a[3]);
     }
   }
@@ -68,7 +69,7 @@ __device__ __forceinline__ bool reduce_split(float4* partials, int* arrivals, co
 #pragma unroll
     for (int step = 0; step < Config::kTokenSteps; ++step) {
       const float4 total = sum[half * Config::kTokenSteps + step];
-      float(&a)[4] = accumulators[half][step];
+      float (&a)[4] = accumulators[half][step];
       a[0] = total.x;
       a[1] = total.y;
       a[2] = total.z;

@@ -59,7 +59,8 @@ class Fc1Finish {
                                                   int warp, int lane, Accumulators<Config>& accumulators) {
     const int inter = p.rows / 2;
     const Fc1Epilogue& e = p.epilogue;
-    const float scale = mma::Policy<Config::kActivation>::kAccumulatorScale * load_or(e.global_scale, unit.expert, 1.0f);
+    const float scale =
+        mma::Policy<Config::kActivation>::kAccumulatorScale * load_or(e.global_scale, unit.expert, 1.0f);
     const SwigluParameters parameters = {load_or(e.alpha, unit.expert, 1.0f), load_or(e.beta, unit.expert, 0.0f),
                                          load_or(e.limit, unit.expert, INFINITY)};
 #pragma unroll

@@ -122,8 +122,8 @@ class Consumer {
   }
 
   static __device__ __forceinline__ void finish(const Params& p, const SharedStorage<Config>& shared,
-                                                const scheduler::Unit& unit, const epilogue::OwnToken& own, int warp, int lane,
-                                                Accumulators<Config>& accumulators) {
+                                                const scheduler::Unit& unit, const epilogue::OwnToken& own, int warp,
+                                                int lane, Accumulators<Config>& accumulators) {
     if constexpr (Config::kRole == Role::kFc1) {
       epilogue::Fc1Finish<Config>::run(p, shared, unit, warp, lane, accumulators);
     } else if constexpr (Config::kRole == Role::kFc2) {

@@ -61,7 +61,8 @@ struct WarpFactors {
     __syncwarp();  // the last use is over
     // Quad g of this warp knows the words of rows g and g + 8 of both halves; its lane t converts one of the four.
     const int t = lane % 4;
-    const int word = t < 2 ? (t == 0 ? scale_row[0][0] : scale_row[0][1]) : (t == 2 ? scale_row[1][0] : scale_row[1][1]);
+    const int word =
+        t < 2 ? (t == 0 ? scale_row[0][0] : scale_row[0][1]) : (t == 2 ? scale_row[1][0] : scale_row[1][1]);
     rows[8 * t + lane / 4] = ptx::ue8m0x4_to_f32x4(row_words[word]);
     if constexpr (Config::kTokenScales) {
 #pragma unroll
@@ -134,11 +135,13 @@ __device__ __forceinline__ void consume_tile(const SharedStorage<Config>& shared
 #pragma unroll
         for (int step = 0; step < Config::kTokenSteps; ++step) {
           const auto operand = Policy::load_tokens(
-              tokens + 8 * step * Config::kTokenPitch + (4 * word + kBlock) * kScaleBlock * Config::kElementBytes, lane);
+              tokens + 8 * step * Config::kTokenPitch + (4 * word + kBlock) * kScaleBlock * Config::kElementBytes,
+              lane);
           const auto scale = token_scales(step, kBlock);
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
-            Policy::template multiply<kBlock>(accumulators[half][step], expanded[half], operand, row_scale[half], scale);
+            Policy::template multiply<kBlock>(accumulators[half][step], expanded[half], operand, row_scale[half],
+                                              scale);
           }
         }
       };

@@ -13,8 +13,8 @@
 namespace flashinfer::sm12x {
 
 enum class TokenInput : int {
-  kAsIs = 0,         // FC1 reads the caller's rows (and scales)
-  kRepackScales = 1, // linear scales whose rows are no whole words
+  kAsIs = 0,  // FC1 reads the caller's rows (and scales)
+  kRepackScales = 1,  // linear scales whose rows are no whole words
   kQuantizeBf16 = 2,
   kQuantizeF16 = 3,
 };
@@ -23,9 +23,9 @@ struct PrologueParams {
   int num_tokens;
   int hidden;
   TokenInput input_kind;
-  const void* input;           // [tokens, hidden] bf16/fp16, or scales [tokens, hidden / 32]
-  uint8_t* quantized;          // [tokens, hidden] e4m3
-  uint8_t* quantized_scales;   // [tokens, 4 * scale_words(hidden)]
+  const void* input;  // [tokens, hidden] bf16/fp16, or scales [tokens, hidden / 32]
+  uint8_t* quantized;  // [tokens, hidden] e4m3
+  uint8_t* quantized_scales;  // [tokens, 4 * scale_words(hidden)]
 
   const int32_t* ids;  // null: no routing at all (grouped GEMM)
   int num_entries;
@@ -33,7 +33,7 @@ struct PrologueParams {
   int first_expert;
   int num_experts;
   int32_t* offsets;  // [E + 1], null: the GEMM kernels route
-  int32_t* order;    // [entries]
+  int32_t* order;  // [entries]
 
   int* split_arrivals;  // counters to zero
   int num_split_arrivals;
@@ -121,7 +121,8 @@ __global__ void __launch_bounds__(kPrologueThreads) moe_prologue_kernel(const __
     sort_entries(p, sort_counts, sort_counts + kPrologueWarps * p.num_experts);
     return;
   }
-  const int block = static_cast<int>(blockIdx.x) - (sorts ? 1 : 0), blocks = static_cast<int>(gridDim.x) - (sorts ? 1 : 0);
+  const int block = static_cast<int>(blockIdx.x) - (sorts ? 1 : 0),
+            blocks = static_cast<int>(gridDim.x) - (sorts ? 1 : 0);
   for (int i = block * kPrologueThreads + threadIdx.x; i < p.num_split_arrivals; i += blocks * kPrologueThreads) {
     p.split_arrivals[i] = 0;
   }

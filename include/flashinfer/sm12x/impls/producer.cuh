@@ -29,8 +29,7 @@ class Producer {
  public:
   __device__ __forceinline__ Producer(const Params& params, const SharedStorage<Config>& storage, const Map& map,
                                       const int32_t* global_order, int lane)
-      : p(params), shared(storage), units(map), order(global_order), lane(lane),
-        words(scale_words(params.k)) {}
+      : p(params), shared(storage), units(map), order(global_order), lane(lane), words(scale_words(params.k)) {}
 
   // Streams the k-tiles [begin, end). The first kStages stages' weights are on their way before the wait for the
   // kernels that this one depends on: weights depend on nobody.
@@ -126,7 +125,8 @@ class Producer {
       }
       const uint8_t* expert_scales = p.weight_scales + at.unit.expert * p.weight_scale_pitch;
       for (int chunk = 0; chunk < chunks; ++chunk) {
-        const int64_t word = static_cast<int64_t>(chunk_block(at.unit.row_tile, chunk)) * words + at.k_tile * Config::kWords;
+        const int64_t word =
+            static_cast<int64_t>(chunk_block(at.unit.row_tile, chunk)) * words + at.k_tile * Config::kWords;
         ptx::bulk_copy(shared.scales(stage) + chunk * Config::kWords * kScaleChunkBytes,
                        expert_scales + word * kScaleChunkBytes, scale_bytes, shared.full(stage));
       }
@@ -145,8 +145,8 @@ class Producer {
                      valid * Config::kElementBytes, shared.full(stage));
       if constexpr (Config::kTokenScales) {
         const int64_t row = scale_row(at.unit, at.token_row[j]);
-        const ScaleRow at_row = p.token_scale_pitch == 0 ? swizzled_scale_row(row, words)
-                                                         : linear_scale_row(row, p.token_scale_pitch);
+        const ScaleRow at_row =
+            p.token_scale_pitch == 0 ? swizzled_scale_row(row, words) : linear_scale_row(row, p.token_scale_pitch);
 #pragma unroll
         for (int w = 0; w < Config::kWords; ++w) {
           if (w * kScaleChunkElements < valid) {

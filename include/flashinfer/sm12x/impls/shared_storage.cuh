@@ -22,11 +22,14 @@ struct GemmConfig {
   static constexpr int kConsumerWarps = kCooperative ? 8 : 4;
   static constexpr int kConsumerThreads = 32 * kConsumerWarps;
   static constexpr int kThreads = kConsumerThreads + 32;
-  static constexpr int kWarpTokens = kCooperative ? kTokenTile / 2 : kTokenTile;  // a warp's tile: 2 x 16 rows, these tokens
+  static constexpr int kWarpTokens =
+      kCooperative ? kTokenTile / 2 : kTokenTile;  // a warp's tile: 2 x 16 rows, these tokens
   static constexpr int kTokenSteps = kWarpTokens / 8;
 
   // Registers for more blocks than a GB10's shared memory holds: parts with more of it fill up.
-  static constexpr int kMinBlocks = kTokenTile <= 8 ? 4 : kTokenTile <= 16 ? 3 : kBlocksPerSm;
+  static constexpr int kMinBlocks = kTokenTile <= 8                                 ? 4
+                                    : kTokenTile * element_bytes(kActivation) <= 16 ? 3
+                                                                                    : kBlocksPerSm;
 
   static constexpr bool kTokenScales = kActivation != Activation::kBf16;
   static constexpr int kElementBytes = element_bytes(kActivation);
@@ -71,7 +74,8 @@ struct SharedStorage {
   static constexpr int kWarpFactors = 16 * (32 + (Config::kTokenScales ? Config::kWarpTokens : 0));
   static constexpr bool kNeedsFactors = !(kBlockScaledMma && Config::kTokenScales);
   static constexpr int kFactors = kStaging + Config::kStagingBytes;
-  static constexpr int kScratch = kFactors + (kNeedsFactors ? Config::kConsumerWarps * kWarpFactors : 0);  // 16 bytes a token
+  static constexpr int kScratch =
+      kFactors + (kNeedsFactors ? Config::kConsumerWarps * kWarpFactors : 0);  // 16 bytes a token
   static constexpr int kBarriers = kScratch + 16 * Config::kTokenTile;          // full, empty
   static constexpr int kFlag = kBarriers + 2 * 8 * Config::kStages;
   static constexpr int kOrder = kFlag + 16;

@@ -103,7 +103,7 @@ struct HalfPolicy {
   }
   static __device__ __forceinline__ Tokens load_tokens(const uint8_t* tokens, int lane) {
     const uint2 k = *reinterpret_cast<const uint2*>(tokens + 8 * (lane & 3));
-    const uint32_t first = __byte_perm(k.x, k.y, 0x5140);   // elements 0, 4, 1, 5
+    const uint32_t first = __byte_perm(k.x, k.y, 0x5140);  // elements 0, 4, 1, 5
     const uint32_t second = __byte_perm(k.x, k.y, 0x7362);  // elements 2, 6, 3, 7
     return {{{to_halves(first), to_halves(second)}, {to_halves(first >> 16), to_halves(second >> 16)}}};
   }

@@ -28,11 +28,10 @@ __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
 
 // Contiguous bytes, a multiple of 16, both ends aligned to 16.
 __device__ __forceinline__ void bulk_copy(void* shared, const void* global, uint32_t bytes, uint64_t* barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-          shared_address(shared)),
-      "l"(__cvta_generic_to_global(global)), "r"(bytes), "r"(shared_address(barrier))
-      : "memory");
+  asm volatile("cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(shared)),
+               "l"(__cvta_generic_to_global(global)), "r"(bytes), "r"(shared_address(barrier))
+               : "memory");
 }
 
 __device__ __forceinline__ void copy_word(void* shared, const void* global) {

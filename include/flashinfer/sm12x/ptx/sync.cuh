@@ -16,9 +16,9 @@ __device__ __forceinline__ void mbarrier_init(uint64_t* barrier, uint32_t arriva
 }
 
 __device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {
-  asm volatile("{\n\t.reg .b64 state;\n\tmbarrier.arrive.shared::cta.b64 state, [%0];\n\t}" ::"r"(
-                   shared_address(barrier))
-               : "memory");
+  asm volatile(
+      "{\n\t.reg .b64 state;\n\tmbarrier.arrive.shared::cta.b64 state, [%0];\n\t}" ::"r"(shared_address(barrier))
+      : "memory");
 }
 
 // One arrival that also announces `bytes` of asynchronous copies for the current phase.
@@ -49,7 +49,9 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity
 }
 
 // Makes mbarrier.init visible to the async proxy's completions.
-__device__ __forceinline__ void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void fence_barrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
 
 // Orders this thread's generic writes to shared memory before later writes of the async proxy to the same place.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

@@ -10,8 +10,8 @@
 // architecture-specific ("a") or family-specific ("f") target: nvcc announces those through the macros below.
 #if defined(__CUDA_ARCH__)
 #if __CUDA_ARCH__ >= 1200 && __CUDA_ARCH__ < 1300
-#if defined(__CUDA_ARCH_FEAT_SM120_ALL) || defined(__CUDA_ARCH_FEAT_SM121_ALL) || \
-    defined(__CUDA_ARCH_SPECIFIC__) || defined(__CUDA_ARCH_FAMILY_SPECIFIC__)
+#if defined(__CUDA_ARCH_FEAT_SM120_ALL) || defined(__CUDA_ARCH_FEAT_SM121_ALL) || defined(__CUDA_ARCH_SPECIFIC__) || \
+    defined(__CUDA_ARCH_FAMILY_SPECIFIC__)
 #define FLASHINFER_SM12X_BLOCK_SCALED_MMA 1
 #else
 static_assert(sizeof(char) == 0,

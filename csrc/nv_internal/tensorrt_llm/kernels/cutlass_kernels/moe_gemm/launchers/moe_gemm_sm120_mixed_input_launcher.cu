@@ -78,9 +78,10 @@ MoeWorkspace lay_out(const MoeShape& s, int sm_count, uint8_t* base) {
   w.act = arena.take<uint8_t>(entries * s.inter * element);
   w.act_scales = arena.take<uint8_t>(entries * kScaleChunkBlocks * scale_words(s.inter));
   w.tokens = arena.take<uint8_t>(s.mode == MoeMode::kQuantizeInput ? static_cast<size_t>(s.num_tokens) * s.hidden : 0);
-  w.token_scales = arena.take<uint8_t>(s.mode == MoeMode::kBf16Activations
-                                           ? 0
-                                           : static_cast<size_t>(s.num_tokens) * kScaleChunkBlocks * scale_words(s.hidden));
+  w.token_scales =
+      arena.take<uint8_t>(s.mode == MoeMode::kBf16Activations
+                              ? 0
+                              : static_cast<size_t>(s.num_tokens) * kScaleChunkBlocks * scale_words(s.hidden));
   w.offsets = arena.take<int32_t>(s.num_experts + 1);
   w.order = arena.take<int32_t>(entries);
   w.contributions = arena.take<float>(entries * s.hidden);
@@ -101,7 +102,8 @@ EncodeTiled encode_tiled() {
     cudaDriverEntryPointQueryResult found;
     const cudaError_t error =
         cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
-    return error == cudaSuccess && found == cudaDriverEntryPointSuccess ? reinterpret_cast<EncodeTiled>(entry) : nullptr;
+    return error == cudaSuccess && found == cudaDriverEntryPointSuccess ? reinterpret_cast<EncodeTiled>(entry)
+                                                                        : nullptr;
   }();
   return function;
 }
@@ -115,18 +117,20 @@ Status encode_weights(const uint8_t* weights, int experts, int rows, int k, int 
   const cuuint64_t strides[2] = {row_bytes, row_bytes * static_cast<cuuint64_t>(rows)};
   const cuuint32_t box[3] = {static_cast<cuuint32_t>(weight_bytes(k_tile)), kRowHalf, 1};
   const cuuint32_t steps[3] = {1, 1, 1};
-  const CUresult result = encode(
-      map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 3, const_cast<uint8_t*>(weights), sizes, strides, box, steps,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, k_tile == 256 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result =
+      encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 3, const_cast<uint8_t*>(weights), sizes, strides, box, steps,
+             CU_TENSOR_MAP_INTERLEAVE_NONE, k_tile == 256 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) return {cudaErrorInvalidValue, "cuTensorMapEncodeTiled refused the weights"};
   return {};
 }
 
 // Resident blocks of a whole device, at most as many as the split buffers serve.
-Status grid_blocks(const GemmInstance& instance, Role role, int num_experts, const LaunchOptions& options, int* blocks) {
+Status grid_blocks(const GemmInstance& instance, Role role, int num_experts, const LaunchOptions& options,
+                   int* blocks) {
   int per_sm = 0;
-  if (const cudaError_t error = instance.blocks_per_sm(role, options.block_scaled_mma, num_experts, &per_sm); error != cudaSuccess) {
+  if (const cudaError_t error = instance.blocks_per_sm(role, options.block_scaled_mma, num_experts, &per_sm);
+      error != cudaSuccess) {
     return {error, "this device does not grant the instance's shared memory"};
   }
   if (per_sm == 0) return {cudaErrorLaunchOutOfResources, "the instance does not fit an SM of this device"};
@@ -189,8 +193,8 @@ Status run_moe(const MoeArguments& a, const LaunchOptions& options) {
   if (w.bytes > a.workspace_bytes) return {cudaErrorInvalidValue, "the workspace is too small"};
   const bool kernels_route = entries <= kInKernelEntries;
   const bool mxfp8 = s.mode != MoeMode::kBf16Activations;
-  const bool repack = s.mode == MoeMode::kMxfp8Input && !a.swizzled_input_sf &&
-                      s.hidden / kScaleBlock % kScaleChunkBlocks != 0;
+  const bool repack =
+      s.mode == MoeMode::kMxfp8Input && !a.swizzled_input_sf && s.hidden / kScaleBlock % kScaleChunkBlocks != 0;
 
   int fc1_blocks = 0, fc2_blocks = 0;
   if (Status r = grid_blocks(*a.fc1_instance, Role::kFc1, s.num_experts, options, &fc1_blocks); r.error) return r;
@@ -198,12 +202,13 @@ Status run_moe(const MoeArguments& a, const LaunchOptions& options) {
 
   GroupedGemmParams<Role::kFc1> fc1 = {};
   GroupedGemmParams<Role::kFc2> fc2 = {};
-  if (Status r = fill_common(fc1, *a.fc1_instance, a.fc1_weights, a.fc1_scales, s.num_experts, 2 * s.inter, s.hidden,
-                             w.split);
+  if (Status r =
+          fill_common(fc1, *a.fc1_instance, a.fc1_weights, a.fc1_scales, s.num_experts, 2 * s.inter, s.hidden, w.split);
       r.error) {
     return r;
   }
-  if (Status r = fill_common(fc2, *a.fc2_instance, a.fc2_weights, a.fc2_scales, s.num_experts, s.hidden, s.inter, w.split);
+  if (Status r =
+          fill_common(fc2, *a.fc2_instance, a.fc2_weights, a.fc2_scales, s.num_experts, s.hidden, s.inter, w.split);
       r.error) {
     return r;
   }
@@ -259,8 +264,8 @@ Status run_moe(const MoeArguments& a, const LaunchOptions& options) {
     fc2.token_scales = reinterpret_cast<const uint32_t*>(w.act_scales);
     fc2.token_scale_pitch = scale_words(s.inter);
   }
-  fc2.epilogue = {a.fc2_global, a.fc2_bias,         a.fc2_bias_type, a.routing_weights,
-                  w.contributions, w.token_arrivals, a.output,       a.output_type};
+  fc2.epilogue = {a.fc2_global,    a.fc2_bias,       a.fc2_bias_type, a.routing_weights,
+                  w.contributions, w.token_arrivals, a.output,        a.output_type};
 
   if (Status r = launch_prologue(prologue, options); r.error) return r;
   if (const cudaError_t error = a.fc1_instance->fc1(fc1, fc1_blocks, options)) return {error, "FC1"};
