@@ -24,6 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import moe_harness
 import torch
 from moe_harness import check_case, same_bits
 
@@ -175,6 +176,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--extra-instances", action="store_true", help="build the instances outside the default set too"
     )
+    parser.add_argument("--no-poison", action="store_true", help="leave output and workspace as allocated (initcheck)")
     parser.add_argument("--stop", action="store_true", help="stop at the first failure")
     parser.add_argument("--time-limit", type=float, default=float("inf"), help="seconds after which to stop")
     return parser.parse_args(argv)
@@ -183,6 +185,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Run the sweep; 0 when every case held."""
     options = parse(argv)
+    moe_harness.POISON = not options.no_poison
     if not torch.cuda.is_available():
         print("gpu_sweep needs a CUDA device")
         return 2
