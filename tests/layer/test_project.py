@@ -137,7 +137,7 @@ def test_the_readme_lists_each_variable_that_the_fork_reads() -> None:
     assert [name for name in sorted(names) if f"| `{name}` |" not in readme] == []
 
 
-@pytest.mark.parametrize("page", ["docs/layering.md", "docs/troubleshooting.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/layering.md", "docs/troubleshooting.md"])
 def test_links_between_pages_lead_somewhere(page: str) -> None:
     text = (REPO / page).read_text(encoding="utf-8")
     broken = []
