@@ -39,7 +39,9 @@ void quote(std::string& out, const std::string& text) {
   out += '"';
 }
 
-void field(std::string& out, const char* name, uint64_t value) { out += std::string("\"") + name + "\":" + std::to_string(value) + ","; }
+void field(std::string& out, const char* name, uint64_t value) {
+  out += std::string("\"") + name + "\":" + std::to_string(value) + ",";
+}
 
 const char* status_name(LaunchStatus s) {
   static const char* const kNames[] = {"ok", "refused", "fault", "trap", "deadlock", "step limit"};
@@ -51,7 +53,8 @@ std::string counters_json(const Counters& c) {
   field(s, "warp_instructions", c.warp_instructions);
   field(s, "thread_instructions", c.thread_instructions);
   s += "\"by_class\":{";
-  for (int i = 0; i < static_cast<int>(OpClass::kCount); ++i) field(s, to_string(static_cast<OpClass>(i)), c.by_class[i]);
+  for (int i = 0; i < static_cast<int>(OpClass::kCount); ++i)
+    field(s, to_string(static_cast<OpClass>(i)), c.by_class[i]);
   s.back() = '}';
   s += ",";
   field(s, "mma_flops", c.mma_flops);
@@ -87,8 +90,10 @@ std::string result_json(const LaunchResult& r) {
     quote(s, p.kernel);
     s += ",\"line\":" + std::to_string(p.line) + ",\"instruction\":";
     quote(s, p.instruction);
-    s += ",\"block\":[" + std::to_string(p.block[0]) + "," + std::to_string(p.block[1]) + "," + std::to_string(p.block[2]) + "]";
-    s += ",\"warp\":" + std::to_string(p.warp) + ",\"lane\":" + std::to_string(p.lane) + ",\"address\":" + std::to_string(p.address) + ",\"space\":";
+    s += ",\"block\":[" + std::to_string(p.block[0]) + "," + std::to_string(p.block[1]) + "," +
+         std::to_string(p.block[2]) + "]";
+    s += ",\"warp\":" + std::to_string(p.warp) + ",\"lane\":" + std::to_string(p.lane) +
+         ",\"address\":" + std::to_string(p.address) + ",\"space\":";
     quote(s, p.space);
     s += ",\"text\":";
     quote(s, p.text);
@@ -135,12 +140,15 @@ void vsm_register_memory(vsm_device* d, uint64_t address, uint64_t bytes, int re
 int vsm_unregister_memory(vsm_device* d, uint64_t address) {
   return d->device.unregister_memory(reinterpret_cast<const void*>(address)) ? 0 : -1;
 }
-void vsm_mark_initialized(vsm_device* d, uint64_t address, uint64_t bytes) { d->device.mark_initialized(address, bytes); }
+void vsm_mark_initialized(vsm_device* d, uint64_t address, uint64_t bytes) {
+  d->device.mark_initialized(address, bytes);
+}
 
 vsm_module* vsm_module_load(vsm_device* d, const char* ptx, size_t bytes, const char* name) {
   last_error.clear();
   try {
-    return reinterpret_cast<vsm_module*>(d->device.load(Program::parse(std::string_view(ptx, bytes), name ? name : "module")));
+    return reinterpret_cast<vsm_module*>(
+        d->device.load(Program::parse(std::string_view(ptx, bytes), name ? name : "module")));
   } catch (const std::exception& e) {
     last_error = e.what();
     return nullptr;
@@ -148,15 +156,21 @@ vsm_module* vsm_module_load(vsm_device* d, const char* ptx, size_t bytes, const 
 }
 void vsm_module_unload(vsm_device* d, vsm_module* m) { d->device.unload(module_of(m)); }
 
-int vsm_module_kernel(vsm_device* d, vsm_module* m, const char* name) { return d->device.program(module_of(m)).find_kernel(name); }
-uint64_t vsm_module_variable(vsm_device* d, vsm_module* m, const char* name, uint64_t* size) { return d->device.variable(module_of(m), name, size); }
+int vsm_module_kernel(vsm_device* d, vsm_module* m, const char* name) {
+  return d->device.program(module_of(m)).find_kernel(name);
+}
+uint64_t vsm_module_variable(vsm_device* d, vsm_module* m, const char* name, uint64_t* size) {
+  return d->device.variable(module_of(m), name, size);
+}
 
 uint32_t vsm_kernel_param_bytes(vsm_device* d, vsm_module* m, int kernel) {
   const auto& kernels = d->device.program(module_of(m)).kernels();
-  return kernel >= 0 && static_cast<size_t>(kernel) < kernels.size() ? kernels[static_cast<size_t>(kernel)].param_bytes : 0;
+  return kernel >= 0 && static_cast<size_t>(kernel) < kernels.size() ? kernels[static_cast<size_t>(kernel)].param_bytes
+                                                                     : 0;
 }
 
-int vsm_run(vsm_device* d, vsm_module* m, int kernel, const vsm_launch* l, const void* params, size_t param_bytes, char** json) {
+int vsm_run(vsm_device* d, vsm_module* m, int kernel, const vsm_launch* l, const void* params, size_t param_bytes,
+            char** json) {
   LaunchConfig c;
   for (int i = 0; i < 3; ++i) {
     c.grid[i] = l->grid[i];

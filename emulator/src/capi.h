@@ -38,7 +38,8 @@ uint64_t vsm_module_variable(vsm_device*, vsm_module*, const char* name, uint64_
 uint32_t vsm_kernel_param_bytes(vsm_device*, vsm_module*, int kernel);
 /* Runs a kernel. Returns LaunchStatus; *json is the result (status, message, counters, reports) as JSON text,
    to be given to vsm_free. */
-int vsm_run(vsm_device*, vsm_module*, int kernel, const vsm_launch*, const void* params, size_t param_bytes, char** json);
+int vsm_run(vsm_device*, vsm_module*, int kernel, const vsm_launch*, const void* params, size_t param_bytes,
+            char** json);
 void vsm_free(char*);
 /* The watch flags of device.h. */
 enum { VSM_WATCH_UNINITIALIZED = 1, VSM_WATCH_RACES = 2, VSM_WATCH_FENCES = 4, VSM_WATCH_DISTINCT = 8 };

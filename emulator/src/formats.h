@@ -74,7 +74,8 @@ inline uint16_t float_to_half(float f, Rounding mode = Rounding::kNearestEven) {
     const int exponent = static_cast<int>(a >> 23);
     const uint64_t mantissa = exponent ? ((a & 0x7fffffu) | 0x800000u) : (a & 0x7fffffu);
     const int shift = 126 - (exponent ? exponent : 1);  // to units of 2^-24
-    result = shift > 60 ? (round_off(mantissa ? 1 : 0, 2, mode, sign != 0)) : round_off(mantissa, shift, mode, sign != 0);
+    result =
+        shift > 60 ? (round_off(mantissa ? 1 : 0, 2, mode, sign != 0)) : round_off(mantissa, shift, mode, sign != 0);
   }
   if (result >= 0x7c00u) {  // overflow: infinity or the largest finite value, as the rounding says
     const bool to_infinity = mode == Rounding::kNearestEven || mode == Rounding::kNearestAway ||

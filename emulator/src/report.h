@@ -44,9 +44,26 @@ struct Report {
 
 /// Classes that executed warp instructions are counted under.
 enum class OpClass : uint8_t {
-  kInteger, kFloat, kHalf, kConvert, kMove, kPredicate, kControl, kWarp,
-  kLoadGlobal, kStoreGlobal, kLoadShared, kStoreShared, kLoadStoreOther,
-  kAtomic, kMma, kMatrixMove, kAsyncCopy, kBarrier, kSpecial, kCount
+  kInteger,
+  kFloat,
+  kHalf,
+  kConvert,
+  kMove,
+  kPredicate,
+  kControl,
+  kWarp,
+  kLoadGlobal,
+  kStoreGlobal,
+  kLoadShared,
+  kStoreShared,
+  kLoadStoreOther,
+  kAtomic,
+  kMma,
+  kMatrixMove,
+  kAsyncCopy,
+  kBarrier,
+  kSpecial,
+  kCount
 };
 const char* to_string(OpClass c);
 

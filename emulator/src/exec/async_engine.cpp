@@ -19,7 +19,8 @@ struct Piece {
 
 std::vector<Piece> pieces(Warp& w, const PendingCopy& c, tma::Descriptor* d) {
   if (c.kind != PendingCopy::Kind::kTensor) return {{c.global, c.shared, c.bytes, false}};
-  if (!tma::decode(c.tensor, d)) w.fail(ReportKind::kBadDescriptor, *c.inst, c.lane, "the 128 bytes are not a tensor map");
+  if (!tma::decode(c.tensor, d))
+    w.fail(ReportKind::kBadDescriptor, *c.inst, c.lane, "the 128 bytes are not a tensor map");
   std::vector<tma::Run> runs;
   const std::string error = tma::tile_runs(*d, c.coords, c.shared, !c.to_shared, &runs);
   if (!error.empty()) w.fail(ReportKind::kBadDescriptor, *c.inst, c.lane, error, "shared", c.shared);
@@ -33,11 +34,13 @@ std::vector<Piece> pieces(Warp& w, const PendingCopy& c, tma::Descriptor* d) {
 void check_shared(Warp& w, const PendingCopy& c, uint32_t address, uint32_t bytes) {
   const Block& b = *w.block;
   if (address < b.launch->limits->shared_reserved || address > b.shared.size || bytes > b.shared.size - address) {
-    w.fail(ReportKind::kOutOfBounds, *c.inst, c.lane, "the copy of " + std::to_string(bytes) + " bytes leaves the block's shared memory", "shared", address);
+    w.fail(ReportKind::kOutOfBounds, *c.inst, c.lane,
+           "the copy of " + std::to_string(bytes) + " bytes leaves the block's shared memory", "shared", address);
   }
   for (uint32_t i = 0; i < bytes; ++i) {
     if (b.shared.shadow[address + i] & SharedMemory::kMBarrier) {
-      w.fail(ReportKind::kBarrierMisuse, *c.inst, c.lane, "the copy touches a live mbarrier object", "shared", address + i);
+      w.fail(ReportKind::kBarrierMisuse, *c.inst, c.lane, "the copy touches a live mbarrier object", "shared",
+             address + i);
     }
   }
 }
@@ -47,11 +50,15 @@ const Region& check_global(Warp& w, const PendingCopy& c, uint64_t address, uint
   const Region* r = l.memory->lookup(address, bytes, w.block->cache);
   if (!r) {
     w.fail(ReportKind::kOutOfBounds, *c.inst, c.lane,
-           "the copy " + std::string(store ? "writes " : "reads ") + std::to_string(bytes) + " bytes of global memory: " + l.memory->describe(address), "global", address);
+           "the copy " + std::string(store ? "writes " : "reads ") + std::to_string(bytes) +
+               " bytes of global memory: " + l.memory->describe(address),
+           "global", address);
   }
-  if (store && r->read_only) w.fail(ReportKind::kReadOnlyWrite, *c.inst, c.lane, "the copy writes read-only memory", "global", address);
+  if (store && r->read_only)
+    w.fail(ReportKind::kReadOnlyWrite, *c.inst, c.lane, "the copy writes read-only memory", "global", address);
   if (!store && (l.config->watch & kWatchUninitialized) && r->written && !region_written(*r, address, bytes)) {
-    w.report(ReportKind::kUninitialized, *c.inst, c.lane, "the copy reads global memory that nothing wrote", "global", address);
+    w.report(ReportKind::kUninitialized, *c.inst, c.lane, "the copy reads global memory that nothing wrote", "global",
+             address);
   }
   region_touch(*r, address, bytes);
   return *r;
@@ -62,14 +69,16 @@ void check_source(Warp& w, const PendingCopy& c, uint32_t address, uint32_t byte
   Block& b = *w.block;
   SharedMemory& m = b.shared;
   if ((b.launch->config->watch & kWatchUninitialized) && !m.written(address, bytes)) {
-    w.report(ReportKind::kUninitialized, *c.inst, c.lane, "the copy reads shared memory that nothing wrote", "shared", address);
+    w.report(ReportKind::kUninitialized, *c.inst, c.lane, "the copy reads shared memory that nothing wrote", "shared",
+             address);
   }
   if (!m.generic_writes.empty() && c.kind != PendingCopy::Kind::kCpAsync) {
     for (uint32_t g = address / 16; g <= (address + bytes - 1) / 16; ++g) {
       const SharedMemory::Event& e = m.generic_writes[g];
       if (e.clock == 0 || b.fenced.t[e.warp] >= e.clock) continue;
       w.report(ReportKind::kMissingFence, *c.inst, c.lane,
-               "the async proxy reads what warp " + std::to_string(e.warp) + " wrote through the generic proxy, with no fence.proxy.async in between",
+               "the async proxy reads what warp " + std::to_string(e.warp) +
+                   " wrote through the generic proxy, with no fence.proxy.async in between",
                "shared", g * 16);
       break;
     }
@@ -78,7 +87,9 @@ void check_source(Warp& w, const PendingCopy& c, uint32_t address, uint32_t byte
   for (uint32_t a = address; a < address + bytes; ++a) {
     const SharedMemory::Event& e = m.writes[a];
     if (e.clock != 0 && e.warp != static_cast<uint32_t>(w.id) && c.clock.t[e.warp] < e.clock) {
-      w.report(ReportKind::kRace, *c.inst, c.lane, "the copy reads a byte that warp " + std::to_string(e.warp) + " wrote, with nothing ordering the two", "shared", a);
+      w.report(ReportKind::kRace, *c.inst, c.lane,
+               "the copy reads a byte that warp " + std::to_string(e.warp) + " wrote, with nothing ordering the two",
+               "shared", a);
       break;
     }
   }
@@ -97,7 +108,9 @@ void note_async_write(Warp& w, const PendingCopy& c, uint32_t address, uint32_t 
     for (int other = 0; other < m.warps && !reported; ++other) {
       const uint32_t read = m.reads[size_t{a} * static_cast<size_t>(m.warps) + static_cast<size_t>(other)];
       if (other == w.id || read == 0 || c.clock.t[other] >= read) continue;
-      w.report(ReportKind::kRace, *c.inst, c.lane, "the copy overwrites a byte that warp " + std::to_string(other) + " read, with nothing ordering the two", "shared", a);
+      w.report(ReportKind::kRace, *c.inst, c.lane,
+               "the copy overwrites a byte that warp " + std::to_string(other) + " read, with nothing ordering the two",
+               "shared", a);
       reported = true;
     }
     m.writes[a] = {c.clock.t[w.id], static_cast<uint32_t>(w.id)};
@@ -157,7 +170,9 @@ void Block::finish(const PendingCopy& c) {
     std::fill_n(all, 32, ~0u);
     finish_cp_async(c.warp, 1u << c.lane, all);
     MBarrier& b = mbarrier(w, *c.inst, c.lane, c.barrier);
-    if (b.pending == 0) w.fail(ReportKind::kBarrierMisuse, *c.inst, c.lane, "one arrival more than the phase expects", "shared", c.barrier);
+    if (b.pending == 0)
+      w.fail(ReportKind::kBarrierMisuse, *c.inst, c.lane, "one arrival more than the phase expects", "shared",
+             c.barrier);
     --b.pending;
     b.arriving.join(c.clock);
     mbarrier_complete_if_due(b);
@@ -227,8 +242,8 @@ void Block::finish_cp_async(int warp, uint32_t mask, const uint32_t* group) {
 
 bool Block::bulk_pending(int warp, int lane, uint32_t group) const {
   return std::any_of(pending.begin(), pending.end(), [&](const PendingCopy& c) {
-    return (c.kind == PendingCopy::Kind::kBulk || c.kind == PendingCopy::Kind::kTensor) && !c.has_barrier && c.warp == warp && c.lane == lane &&
-           c.group < group;
+    return (c.kind == PendingCopy::Kind::kBulk || c.kind == PendingCopy::Kind::kTensor) && !c.has_barrier &&
+           c.warp == warp && c.lane == lane && c.group < group;
   });
 }
 
@@ -236,7 +251,8 @@ bool Block::bulk_pending(int warp, int lane, uint32_t group) const {
 void Block::check_end() {
   for (const PendingCopy& c : pending) {
     warps[static_cast<size_t>(c.warp)].report(ReportKind::kUndefined, *c.inst, c.lane,
-                                              std::string("the block ended while a copy ") + (c.to_shared ? "into" : "out of") +
+                                              std::string("the block ended while a copy ") +
+                                                  (c.to_shared ? "into" : "out of") +
                                                   " its shared memory was not waited for",
                                               "shared", c.shared);
   }

@@ -19,7 +19,8 @@ void Block::start(Launch* l, uint64_t index) {
   id[0] = static_cast<uint32_t>(index % c.grid[0]);
   id[1] = static_cast<uint32_t>(index / c.grid[0] % c.grid[1]);
   id[2] = static_cast<uint32_t>(index / c.grid[0] / c.grid[1]);
-  shared.start(l->shared_bytes, static_cast<int>(l->warps_per_block), (c.watch & kWatchFences) != 0, (c.watch & kWatchRaces) != 0);
+  shared.start(l->shared_bytes, static_cast<int>(l->warps_per_block), (c.watch & kWatchFences) != 0,
+               (c.watch & kWatchRaces) != 0);
   mbarriers.clear();
   for (NamedBarrier& b : barriers) b = NamedBarrier();
   pending.clear();
@@ -82,13 +83,14 @@ void Block::deadlock() {
     for (const Fragment& f : w.fragments) {
       const Inst& in = w.code[f.pc];
       char address[40] = "";
-      if (f.waiting_address) std::snprintf(address, sizeof address, " at 0x%llx", static_cast<unsigned long long>(f.waiting_address));
+      if (f.waiting_address)
+        std::snprintf(address, sizeof address, " at 0x%llx", static_cast<unsigned long long>(f.waiting_address));
       std::string text = "deadlock: lanes " + lane_list(f.mask) + " wait for " + f.waiting_for + address;
       const auto it = mbarriers.find(static_cast<uint32_t>(f.waiting_address));
       if (f.waiting_address && it != mbarriers.end()) {
         const MBarrier& b = it->second;
-        text += " (phase " + std::to_string(b.phase) + ", " + std::to_string(b.pending) + " of " + std::to_string(b.expected) +
-                " arrivals and " + std::to_string(b.tx) + " bytes missing)";
+        text += " (phase " + std::to_string(b.phase) + ", " + std::to_string(b.pending) + " of " +
+                std::to_string(b.expected) + " arrivals and " + std::to_string(b.tx) + " bytes missing)";
       }
       w.report(ReportKind::kDeadlock, in, -1, text, f.waiting_address ? "shared" : "", f.waiting_address);
     }

@@ -40,7 +40,9 @@ bool Device::release(uint64_t address) { return impl_->memory.release(address); 
 void Device::register_memory(const void* address, uint64_t bytes, bool read_only) {
   impl_->memory.add(reinterpret_cast<uint64_t>(address), bytes, read_only);
 }
-bool Device::unregister_memory(const void* address) { return impl_->memory.remove(reinterpret_cast<uint64_t>(address)); }
+bool Device::unregister_memory(const void* address) {
+  return impl_->memory.remove(reinterpret_cast<uint64_t>(address));
+}
 bool Device::find(uint64_t address, Allocation* out) const { return impl_->memory.find(address, out); }
 void Device::mark_initialized(uint64_t address, uint64_t bytes) { impl_->memory.mark_written(address, bytes); }
 uint64_t Device::bytes_allocated() const { return impl_->memory.bytes(); }
@@ -101,7 +103,8 @@ uint64_t Device::variable(const LoadedModule* module, const std::string& name, u
 
 const Program& Device::program(const LoadedModule* module) const { return *module->program; }
 
-int Device::occupancy(const LoadedModule* module, int kernel, uint32_t threads, uint32_t dynamic_shared, uint32_t registers) const {
+int Device::occupancy(const LoadedModule* module, int kernel, uint32_t threads, uint32_t dynamic_shared,
+                      uint32_t registers) const {
   const Limits& l = impl_->limits;
   const KernelInfo& k = module->program->kernels()[static_cast<size_t>(kernel)];
   const uint64_t warps = (uint64_t{threads} + 31) / 32;
@@ -144,11 +147,14 @@ std::string refuse(const Limits& l, const KernelInfo& k, const LaunchConfig& c, 
   if (shared > l.shared_per_block_optin) return text("shared memory per block", shared, l.shared_per_block_optin);
   if (shared > l.shared_per_block_default && c.dynamic_shared > c.max_dynamic_shared) {
     return text("dynamic shared memory without cudaFuncAttributeMaxDynamicSharedMemorySize", c.dynamic_shared,
-                std::max<uint64_t>(c.max_dynamic_shared, l.shared_per_block_default - std::min(l.shared_per_block_default, k.static_shared)));
+                std::max<uint64_t>(c.max_dynamic_shared,
+                                   l.shared_per_block_default - std::min(l.shared_per_block_default, k.static_shared)));
   }
   const uint64_t registers = (uint64_t{c.registers} * 32 + 255) / 256 * 256 * ((threads + 31) / 32);
   if (registers > l.registers_per_block) return text("registers per block", registers, l.registers_per_block);
-  if (param_bytes < k.param_bytes) return "the parameter buffer has " + std::to_string(param_bytes) + " bytes; the kernel takes " + std::to_string(k.param_bytes);
+  if (param_bytes < k.param_bytes)
+    return "the parameter buffer has " + std::to_string(param_bytes) + " bytes; the kernel takes " +
+           std::to_string(k.param_bytes);
   return "";
 }
 
@@ -156,15 +162,13 @@ std::string refuse(const Limits& l, const KernelInfo& k, const LaunchConfig& c, 
 // as resident blocks do on the hardware, so that blocks may wait for one another.
 class Worker {
  public:
-  Worker(Launch& launch, uint64_t total, size_t resident) : l_(launch), total_(total), resident_(std::max<size_t>(1, resident)) {}
+  Worker(Launch& launch, uint64_t total, size_t resident)
+      : l_(launch), total_(total), resident_(std::max<size_t>(1, resident)) {}
 
   void run() {
     try {
-      while (!l_.stop.load(std::memory_order_relaxed) && turn()) {
-      }
-    } catch (const Stop& s) {
-      finish_with(s.status, "");
-    } catch (const std::exception& e) {
+      while (!l_.stop.load(std::memory_order_relaxed) && turn()) {}
+    } catch (const Stop& s) { finish_with(s.status, ""); } catch (const std::exception& e) {
       finish_with(LaunchStatus::kFault, e.what());
     }
     std::lock_guard<std::mutex> lock(l_.mutex);
@@ -198,7 +202,8 @@ class Worker {
     Block& b = *active_[next_];
     const uint64_t steps = b.counters.warp_instructions, effects = b.effects;
     const Block::Slice slice = b.run(kSlice);
-    const uint64_t all = l_.steps.fetch_add(b.counters.warp_instructions - steps) + b.counters.warp_instructions - steps;
+    const uint64_t all =
+        l_.steps.fetch_add(b.counters.warp_instructions - steps) + b.counters.warp_instructions - steps;
     if (slice == Block::Slice::kDone) {
       done_.add(b.counters);
       spare_.push_back(std::move(active_[next_]));
@@ -209,7 +214,8 @@ class Worker {
     }
     if (b.effects != effects) l_.effects.fetch_add(b.effects - effects);
     if (all > l_.step_limit) {
-      first_live(b).report(ReportKind::kStepLimit, current(b), -1, "more than " + std::to_string(l_.step_limit) + " warp instructions");
+      first_live(b).report(ReportKind::kStepLimit, current(b), -1,
+                           "more than " + std::to_string(l_.step_limit) + " warp instructions");
       throw Stop{LaunchStatus::kStepLimit};
     }
     if (slice == Block::Slice::kIdle) {
@@ -217,7 +223,8 @@ class Worker {
       idle_ = effects_now == effects_seen_ ? idle_ + b.counters.warp_instructions - steps : 0;
       effects_seen_ = effects_now;
       if (idle_ > kIdleLimit) {
-        first_live(b).report(ReportKind::kDeadlock, current(b), -1, "the block only spins and nothing it could wait for happens");
+        first_live(b).report(ReportKind::kDeadlock, current(b), -1,
+                             "the block only spins and nothing it could wait for happens");
         throw Stop{LaunchStatus::kDeadlock};
       }
       if (active_.size() < resident_ && admit()) {
@@ -260,7 +267,8 @@ class Worker {
 
 }  // namespace
 
-LaunchResult Device::launch(const LoadedModule* module, int kernel, const LaunchConfig& config, const void* params, size_t param_bytes) {
+LaunchResult Device::launch(const LoadedModule* module, int kernel, const LaunchConfig& config, const void* params,
+                            size_t param_bytes) {
   LaunchResult refused;
   refused.status = LaunchStatus::kRefused;
   if (!module || kernel < 0 || static_cast<size_t>(kernel) >= module->program->kernels().size()) {
@@ -298,7 +306,8 @@ LaunchResult Device::launch(const LoadedModule* module, int kernel, const Launch
   const uint64_t total = uint64_t{config.grid[0]} * config.grid[1] * config.grid[2];
   const int per_sm = std::max(1, occupancy(module, kernel, threads, config.dynamic_shared, config.registers));
   const size_t workers = static_cast<size_t>(std::min<uint64_t>(static_cast<uint64_t>(impl_->threads), total));
-  const size_t resident = static_cast<size_t>(per_sm) * static_cast<size_t>(impl_->limits.num_sms) / std::max<size_t>(1, workers);
+  const size_t resident =
+      static_cast<size_t>(per_sm) * static_cast<size_t>(impl_->limits.num_sms) / std::max<size_t>(1, workers);
   std::vector<std::thread> pool;
   for (size_t i = 1; i < workers; ++i) pool.emplace_back([&] { Worker(l, total, resident).run(); });
   Worker(l, total, resident).run();

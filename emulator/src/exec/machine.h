@@ -53,9 +53,35 @@ struct Inst {
 
 /// Per-warp values that never change while it runs; written into ordinary registers when it starts.
 enum class Special : uint8_t {
-  kTidX, kTidY, kTidZ, kNtidX, kNtidY, kNtidZ, kCtaidX, kCtaidY, kCtaidZ, kNctaidX, kNctaidY, kNctaidZ,
-  kLaneid, kWarpid, kNwarpid, kSmid, kNsmid, kGridid, kLanemaskEq, kLanemaskLe, kLanemaskLt, kLanemaskGe, kLanemaskGt,
-  kZero, kOne, kDynamicSmem, kTotalSmem, kReservedSmem, kParamBase
+  kTidX,
+  kTidY,
+  kTidZ,
+  kNtidX,
+  kNtidY,
+  kNtidZ,
+  kCtaidX,
+  kCtaidY,
+  kCtaidZ,
+  kNctaidX,
+  kNctaidY,
+  kNctaidZ,
+  kLaneid,
+  kWarpid,
+  kNwarpid,
+  kSmid,
+  kNsmid,
+  kGridid,
+  kLanemaskEq,
+  kLanemaskLe,
+  kLanemaskLt,
+  kLanemaskGe,
+  kLanemaskGt,
+  kZero,
+  kOne,
+  kDynamicSmem,
+  kTotalSmem,
+  kReservedSmem,
+  kParamBase
 };
 
 /// One decoded kernel.
@@ -65,9 +91,18 @@ struct Code {
   std::deque<std::vector<Operand>> operands;       // owns Inst::op
   std::deque<std::shared_ptr<void>> extensions;    // owns Inst::ext
   std::vector<uint32_t> constants;                 // slots of 32 lanes
-  struct SpecialSlot { Special which; uint32_t slot; uint8_t bits; uint64_t addend; };
+  struct SpecialSlot {
+    Special which;
+    uint32_t slot;
+    uint8_t bits;
+    uint64_t addend;
+  };
   std::vector<SpecialSlot> specials;
-  struct SymbolSlot { uint32_t slot; std::string symbol; int64_t addend; };  // 64-bit constants to be relocated
+  struct SymbolSlot {
+    uint32_t slot;
+    std::string symbol;
+    int64_t addend;
+  };  // 64-bit constants to be relocated
   std::vector<SymbolSlot> symbols;
   uint32_t register_slots = 4;   // slots 0..3 take what is written to '_'
   uint32_t predicates = 2;       // slot 0 likewise; slot 1 is the carry flag

@@ -16,7 +16,8 @@ void set_bits(Bits& bits, uint64_t first, uint64_t count) {
   for (uint64_t i = first; i < first + count;) {
     const uint64_t word = i / 64, begin = i % 64, n = std::min<uint64_t>(64 - begin, first + count - i);
     const uint64_t mask = (n == 64 ? ~uint64_t{0} : ((uint64_t{1} << n) - 1)) << begin;
-    if ((bits[word].load(std::memory_order_relaxed) & mask) != mask) bits[word].fetch_or(mask, std::memory_order_relaxed);
+    if ((bits[word].load(std::memory_order_relaxed) & mask) != mask)
+      bits[word].fetch_or(mask, std::memory_order_relaxed);
     i += n;
   }
 }
@@ -142,13 +143,15 @@ uint64_t GlobalMemory::distinct_bytes() const {
   uint64_t sectors = 0;
   for (const Region& r : table_) {
     if (!r.touched) continue;
-    for (const auto& word : *r.touched) sectors += static_cast<uint64_t>(__builtin_popcountll(word.load(std::memory_order_relaxed)));
+    for (const auto& word : *r.touched)
+      sectors += static_cast<uint64_t>(__builtin_popcountll(word.load(std::memory_order_relaxed)));
   }
   return sectors * 32;
 }
 
 const Region* GlobalMemory::lookup_slow(uint64_t address, uint32_t bytes, RegionCache& cache) const {
-  auto it = std::upper_bound(table_.begin(), table_.end(), address, [](uint64_t a, const Region& r) { return a < r.begin; });
+  auto it =
+      std::upper_bound(table_.begin(), table_.end(), address, [](uint64_t a, const Region& r) { return a < r.begin; });
   if (it == table_.begin()) return nullptr;
   --it;
   if (address >= it->end || bytes > it->end - address) return nullptr;

@@ -14,9 +14,7 @@ std::string hex(uint64_t v) {
   return buffer;
 }
 
-const char* verb(Access kind) {
-  return kind == Access::kLoad ? "load" : kind == Access::kStore ? "store" : "atomic";
-}
+const char* verb(Access kind) { return kind == Access::kLoad ? "load" : kind == Access::kStore ? "store" : "atomic"; }
 
 uint8_t* shared_access(Warp& w, const Inst& in, int lane, uint64_t address, uint32_t bytes, Access kind) {
   Block& b = *w.block;
@@ -33,11 +31,13 @@ uint8_t* shared_access(Warp& w, const Inst& in, int lane, uint64_t address, uint
   bool barrier = false;
   for (uint32_t i = 0; i < bytes; ++i) barrier |= (m.shadow[a + i] & SharedMemory::kMBarrier) != 0;
   if (barrier) {
-    w.fail(ReportKind::kBarrierMisuse, in, lane, std::string(verb(kind)) + " touches a live mbarrier object", "shared", a);
+    w.fail(ReportKind::kBarrierMisuse, in, lane, std::string(verb(kind)) + " touches a live mbarrier object", "shared",
+           a);
   }
   if (kind != Access::kStore && (watch & kWatchUninitialized) && !m.written(a, bytes)) {
     w.report(ReportKind::kUninitialized, in, lane,
-             std::string(verb(kind)) + " of " + std::to_string(bytes) + " bytes of shared memory that nothing wrote", "shared", a);
+             std::string(verb(kind)) + " of " + std::to_string(bytes) + " bytes of shared memory that nothing wrote",
+             "shared", a);
   }
   if (kind != Access::kLoad) {
     m.mark_written(a, bytes);
@@ -70,23 +70,27 @@ uint8_t* global_access(Warp& w, const Inst& in, int lane, uint64_t address, uint
     const uint64_t params = reinterpret_cast<uint64_t>(l.params);
     if (address >= params && address - params <= l.param_bytes && bytes <= l.param_bytes - (address - params)) {
       if (kind != Access::kLoad) {
-        w.fail(ReportKind::kReadOnlyWrite, in, lane, std::string(verb(kind)) + " to the kernel's parameters", "param", address);
+        w.fail(ReportKind::kReadOnlyWrite, in, lane, std::string(verb(kind)) + " to the kernel's parameters", "param",
+               address);
       }
       return reinterpret_cast<uint8_t*>(address);
     }
     w.fail(ReportKind::kOutOfBounds, in, lane,
-           std::string(verb(kind)) + " of " + std::to_string(bytes) + " bytes at " + hex(address) + ": " + l.memory->describe(address),
+           std::string(verb(kind)) + " of " + std::to_string(bytes) + " bytes at " + hex(address) + ": " +
+               l.memory->describe(address),
            "global", address);
   }
   if (kind == Access::kLoad || kind == Access::kAtomic) {
     if ((l.config->watch & kWatchUninitialized) && r->written && !region_written(*r, address, bytes)) {
       w.report(ReportKind::kUninitialized, in, lane,
-               std::string(verb(kind)) + " of " + std::to_string(bytes) + " bytes of global memory that nothing wrote", "global", address);
+               std::string(verb(kind)) + " of " + std::to_string(bytes) + " bytes of global memory that nothing wrote",
+               "global", address);
     }
   }
   if (kind != Access::kLoad) {
     if (r->read_only) {
-      w.fail(ReportKind::kReadOnlyWrite, in, lane, std::string(verb(kind)) + " to memory that is read-only", "global", address);
+      w.fail(ReportKind::kReadOnlyWrite, in, lane, std::string(verb(kind)) + " to memory that is read-only", "global",
+             address);
     }
     region_mark_written(*r, address, bytes);
   }
@@ -111,7 +115,8 @@ uint8_t* Warp::access(const Inst& in, int lane, Space space, uint64_t address, u
   }
   if (address & (bytes - 1)) {  // every access size is a power of two
     fail(ReportKind::kMisaligned, in, lane,
-         std::string(verb(kind)) + " of " + std::to_string(bytes) + " bytes at " + hex(address), to_string(space), address);
+         std::string(verb(kind)) + " of " + std::to_string(bytes) + " bytes at " + hex(address), to_string(space),
+         address);
   }
   switch (space) {
     case Space::kShared: return shared_access(*this, in, lane, address, bytes, kind);
@@ -165,14 +170,18 @@ uint32_t sectors(const uint64_t* addresses, uint32_t mask, uint32_t bytes) {
 
 }  // namespace
 
-void Warp::count_access(const Inst&, Space space, const uint64_t* addresses, uint32_t mask, uint32_t bytes, bool store) {
+void Warp::count_access(const Inst&, Space space, const uint64_t* addresses, uint32_t mask, uint32_t bytes,
+                        bool store) {
   Counters& c = counters();
   if (space == Space::kGeneric) {
     const uint64_t a = addresses[__builtin_ctz(mask)];
-    space = a >> 56 == kSharedWindow >> 56 ? Space::kShared : a >> 56 == kLocalWindow >> 56 ? Space::kLocal : Space::kGlobal;
+    space = a >> 56 == kSharedWindow >> 56  ? Space::kShared
+            : a >> 56 == kLocalWindow >> 56 ? Space::kLocal
+                                            : Space::kGlobal;
   }
   if (space == Space::kGlobal) {
-    (store ? c.global_store_bytes : c.global_load_bytes) += uint64_t{bytes} * static_cast<uint32_t>(__builtin_popcount(mask));
+    (store ? c.global_store_bytes : c.global_load_bytes) +=
+        uint64_t{bytes} * static_cast<uint32_t>(__builtin_popcount(mask));
     c.global_sectors += sectors(addresses, mask, bytes);
   } else if (space == Space::kShared) {
     const uint32_t passes = wavefronts(addresses, mask, bytes);
@@ -204,7 +213,8 @@ void Block::check_race(Warp& w, const Inst& in, int lane, uint32_t address, uint
       for (int other = 0; other < m.warps; ++other) {
         if (other != w.id && reads[other] != 0 && w.clock.t[other] < reads[other]) {
           w.report(ReportKind::kRace, in, lane,
-                   "store to a byte that warp " + std::to_string(other) + " read, with nothing ordering the two", "shared", a);
+                   "store to a byte that warp " + std::to_string(other) + " read, with nothing ordering the two",
+                   "shared", a);
         }
       }
       last = {now, static_cast<uint32_t>(w.id)};

@@ -25,9 +25,10 @@ const char* to_string(ReportKind kind) {
 }
 
 const char* to_string(OpClass c) {
-  static const char* const kNames[] = {"integer", "float", "half", "convert", "move", "predicate", "control", "warp",
-                                       "load_global", "store_global", "load_shared", "store_shared", "load_store_other",
-                                       "atomic", "mma", "matrix_move", "async_copy", "barrier", "special"};
+  static const char* const kNames[] = {
+      "integer", "float",       "half",         "convert",     "move",         "predicate",        "control",
+      "warp",    "load_global", "store_global", "load_shared", "store_shared", "load_store_other", "atomic",
+      "mma",     "matrix_move", "async_copy",   "barrier",     "special"};
   return c < OpClass::kCount ? kNames[static_cast<int>(c)] : "";
 }
 

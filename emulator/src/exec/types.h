@@ -8,9 +8,35 @@
 namespace vsm::exec {
 
 enum class Type : uint8_t {
-  kNone, kPred, kB8, kU8, kS8, kB16, kU16, kS16, kB32, kU32, kS32, kB64, kU64, kS64, kB128,
-  kF16, kF16x2, kBF16, kBF16x2, kF32, kF32x2, kF64, kTF32,
-  kE4M3x2, kE5M2x2, kE2M3x2, kE3M2x2, kE2M1x2, kUE8M0x2
+  kNone,
+  kPred,
+  kB8,
+  kU8,
+  kS8,
+  kB16,
+  kU16,
+  kS16,
+  kB32,
+  kU32,
+  kS32,
+  kB64,
+  kU64,
+  kS64,
+  kB128,
+  kF16,
+  kF16x2,
+  kBF16,
+  kBF16x2,
+  kF32,
+  kF32x2,
+  kF64,
+  kTF32,
+  kE4M3x2,
+  kE5M2x2,
+  kE2M3x2,
+  kE3M2x2,
+  kE2M1x2,
+  kUE8M0x2
 };
 
 /// kNone if `name` (without its dot) is no type.

@@ -106,7 +106,8 @@ bool Warp::run(int budget) {
       stalled = 0;
     }
   }
-  if (!fragments.empty()) current = budget > 0 && !yield ? current % fragments.size() : (current + 1) % fragments.size();
+  if (!fragments.empty())
+    current = budget > 0 && !yield ? current % fragments.size() : (current + 1) % fragments.size();
   return progress;
 }
 
@@ -227,7 +228,8 @@ void branch_table(Warp& w, const Inst& in, uint32_t mask) {
     const uint64_t index = w.value(in.op[0], lane);
     if (index >= targets.size()) {
       w.fail(ReportKind::kUndefined, in, lane,
-             "branch index " + std::to_string(index) + " is not below the table's " + std::to_string(targets.size()) + " targets");
+             "branch index " + std::to_string(index) + " is not below the table's " + std::to_string(targets.size()) +
+                 " targets");
     }
     const uint32_t pc = targets[index];
     for (auto& part : parts) {
@@ -305,7 +307,8 @@ bool Warp::gather(const Inst& in, uint32_t* mask, uint32_t needed) {
   return true;
 }
 
-void Warp::report(ReportKind kind, const Inst& in, int lane, const std::string& text, const char* space, uint64_t address) {
+void Warp::report(ReportKind kind, const Inst& in, int lane, const std::string& text, const char* space,
+                  uint64_t address) {
   Launch& l = *block->launch;
   std::lock_guard<std::mutex> lock(l.mutex);
   if (++l.seen[{static_cast<int>(kind), in.line}] > 1 || l.result.reports.size() >= l.config->max_reports) return;
@@ -324,7 +327,8 @@ void Warp::report(ReportKind kind, const Inst& in, int lane, const std::string& 
   if (l.config->stop_at_first_report) throw Stop{LaunchStatus::kFault};
 }
 
-void Warp::fail(ReportKind kind, const Inst& in, int lane, const std::string& text, const char* space, uint64_t address) {
+void Warp::fail(ReportKind kind, const Inst& in, int lane, const std::string& text, const char* space,
+                uint64_t address) {
   report(kind, in, lane, text, space, address);
   throw Stop{kind == ReportKind::kTrap ? LaunchStatus::kTrap : LaunchStatus::kFault};
 }

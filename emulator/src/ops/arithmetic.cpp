@@ -39,9 +39,10 @@ void extended_mad(Warp& w, const Inst& in, uint32_t mask) {
   const uint32_t carry = w.preds[kCarrySlot];
   uint32_t out = 0;
   for_lanes(mask, [&](int i) {
-    const unsigned __int128 product = in.form & 2 ? static_cast<unsigned __int128>(static_cast<__int128>(static_cast<std::make_signed_t<T>>(a[i])) *
-                                                                                  static_cast<std::make_signed_t<T>>(b[i]))
-                                                  : static_cast<unsigned __int128>(a[i]) * b[i];
+    const unsigned __int128 product =
+        in.form & 2 ? static_cast<unsigned __int128>(static_cast<__int128>(static_cast<std::make_signed_t<T>>(a[i])) *
+                                                     static_cast<std::make_signed_t<T>>(b[i]))
+                    : static_cast<unsigned __int128>(a[i]) * b[i];
     const T part = static_cast<T>(in.form & 1 ? product >> (sizeof(T) * 8) : product);
     const unsigned __int128 r = static_cast<unsigned __int128>(part) + c[i] + (kCarryIn ? (carry >> i & 1) : 0);
     d[i] = static_cast<T>(r);

@@ -9,12 +9,17 @@ namespace {
 
 using exec::PendingCopy;
 
-uint64_t address_of(const Warp& w, const Operand& base, int64_t offset, int lane) { return w.value(base, lane) + static_cast<uint64_t>(offset); }
+uint64_t address_of(const Warp& w, const Operand& base, int64_t offset, int lane) {
+  return w.value(base, lane) + static_cast<uint64_t>(offset);
+}
 
 uint32_t shared_of(Warp& w, const Inst& in, int lane, uint64_t a, uint32_t alignment, const char* what) {
   if (a >> 56 == exec::kSharedWindow >> 56) a -= exec::kSharedWindow;
-  if (a >> 32) w.fail(ReportKind::kOutOfBounds, in, lane, std::string(what) + " is not an address of shared memory", "shared", a);
-  if (a % alignment) w.fail(ReportKind::kMisaligned, in, lane, std::string(what) + " must be " + std::to_string(alignment) + "-byte aligned", "shared", a);
+  if (a >> 32)
+    w.fail(ReportKind::kOutOfBounds, in, lane, std::string(what) + " is not an address of shared memory", "shared", a);
+  if (a % alignment)
+    w.fail(ReportKind::kMisaligned, in, lane,
+           std::string(what) + " must be " + std::to_string(alignment) + "-byte aligned", "shared", a);
   return static_cast<uint32_t>(a);
 }
 
@@ -43,14 +48,19 @@ void cp_async_run(Warp& w, const Inst& in, uint32_t mask) {
     c.inst = &in;
     c.bytes = in.form;
     const uint64_t wanted = w.value(in.op[2], i);
-    if (wanted > c.bytes) w.fail(ReportKind::kUndefined, in, i, "the source size " + std::to_string(wanted) + " is above the copy size " + std::to_string(c.bytes));
+    if (wanted > c.bytes)
+      w.fail(ReportKind::kUndefined, in, i,
+             "the source size " + std::to_string(wanted) + " is above the copy size " + std::to_string(c.bytes));
     c.source_bytes = static_cast<uint32_t>(wanted);
     c.shared = shared_of(w, in, i, address_of(w, in.op[0], b.shared_offset, i), c.bytes, "the destination");
     c.global = address_of(w, in.op[1], b.global_offset, i);
-    if (c.global % c.bytes) w.fail(ReportKind::kMisaligned, in, i, "the source must be " + std::to_string(c.bytes) + "-byte aligned", "global", c.global);
+    if (c.global % c.bytes)
+      w.fail(ReportKind::kMisaligned, in, i, "the source must be " + std::to_string(c.bytes) + "-byte aligned",
+             "global", c.global);
     w.access(in, i, Space::kShared, c.shared, c.bytes, exec::Access::kStore);
     // Not yet: the bytes count as written when the copy is done.
-    for (uint32_t k = 0; k < c.bytes; ++k) w.block->shared.shadow[c.shared + k] &= static_cast<uint8_t>(~exec::SharedMemory::kWritten);
+    for (uint32_t k = 0; k < c.bytes; ++k)
+      w.block->shared.shadow[c.shared + k] &= static_cast<uint8_t>(~exec::SharedMemory::kWritten);
     c.group = w.cp_groups[i];
     addresses[i] = c.global;
     w.block->issue(std::move(c));
@@ -61,18 +71,23 @@ void cp_async_run(Warp& w, const Inst& in, uint32_t mask) {
 void cp_async(Form& f) {
   if (f.take("commit_group")) {
     f.expect(0);
-    return f.emit([](Warp& w, const Inst&, uint32_t m) { for_lanes(m, [&](int i) { ++w.cp_groups[i]; }); }, OpClass::kAsyncCopy);
+    return f.emit([](Warp& w, const Inst&, uint32_t m) { for_lanes(m, [&](int i) { ++w.cp_groups[i]; }); },
+                  OpClass::kAsyncCopy);
   }
   const bool all = f.take("wait_all");
   if (all || f.take("wait_group")) {
     f.expect(all ? 0 : 1);
     f.inst.form = all ? 0 : static_cast<uint32_t>(f.immediate(0));
     f.inst.imm = all;
-    return f.emit([](Warp& w, const Inst& in, uint32_t m) {
-      uint32_t group[32] = {};
-      for_lanes(m, [&](int i) { group[i] = in.imm ? ~0u : w.cp_groups[i] > in.form ? w.cp_groups[i] - in.form : 0; });
-      w.block->finish_cp_async(w.id, m, group);
-    }, OpClass::kAsyncCopy);
+    return f.emit(
+        [](Warp& w, const Inst& in, uint32_t m) {
+          uint32_t group[32] = {};
+          for_lanes(m, [&](int i) {
+            group[i] = in.imm ? ~0u : w.cp_groups[i] > in.form ? w.cp_groups[i] - in.form : 0;
+          });
+          w.block->finish_cp_async(w.id, m, group);
+        },
+        OpClass::kAsyncCopy);
   }
   if (f.take("mbarrier")) {
     f.take("arrive");
@@ -81,19 +96,21 @@ void cp_async(Form& f) {
     f.take("b64");
     f.expect(1);
     f.address(0, shared ? Space::kShared : Space::kGeneric);
-    return f.emit([](Warp& w, const Inst& in, uint32_t m) {
-      for_lanes(m, [&](int i) {
-        PendingCopy c;
-        c.kind = PendingCopy::Kind::kCpAsyncArrive;
-        c.warp = w.id;
-        c.lane = i;
-        c.inst = &in;
-        c.barrier = shared_of(w, in, i, address_of(w, in.op[0], in.imm, i), 8, "the mbarrier");
-        exec::MBarrier& b = w.block->mbarrier(w, in, i, c.barrier);
-        if (!in.form) ++b.pending;
-        w.block->issue(std::move(c));
-      });
-    }, OpClass::kAsyncCopy);
+    return f.emit(
+        [](Warp& w, const Inst& in, uint32_t m) {
+          for_lanes(m, [&](int i) {
+            PendingCopy c;
+            c.kind = PendingCopy::Kind::kCpAsyncArrive;
+            c.warp = w.id;
+            c.lane = i;
+            c.inst = &in;
+            c.barrier = shared_of(w, in, i, address_of(w, in.op[0], in.imm, i), 8, "the mbarrier");
+            exec::MBarrier& b = w.block->mbarrier(w, in, i, c.barrier);
+            if (!in.form) ++b.pending;
+            w.block->issue(std::move(c));
+          });
+        },
+        OpClass::kAsyncCopy);
   }
   const std::string cache = f.take_one({"ca", "cg"});
   const bool spaces = !f.take_one({"shared", "shared::cta"}).empty() && f.take("global");
@@ -102,7 +119,8 @@ void cp_async(Form& f) {
   for (std::string h = f.take_prefix("L2::"); !h.empty(); h = f.take_prefix("L2::")) hint |= h == "L2::cache_hint";
   f.expect(hint ? 4 : 3, hint ? 5 : 4);
   const int64_t bytes = f.immediate(2);
-  if (!(bytes == 16 || (cache == "ca" && (bytes == 4 || bytes == 8)))) f.fail("a copy of " + std::to_string(bytes) + " bytes is not possible");
+  if (!(bytes == 16 || (cache == "ca" && (bytes == 4 || bytes == 8))))
+    f.fail("a copy of " + std::to_string(bytes) + " bytes is not possible");
   Bulk b;
   f.address(0, Space::kShared);
   b.shared_offset = f.inst.imm;
@@ -133,14 +151,21 @@ void bulk_run(Warp& w, const Inst& in, uint32_t mask) {
     if (b.tensor) {
       const uint64_t map = address_of(w, in.op[b.global], b.global_offset, i);
       if (map % 64) w.fail(ReportKind::kMisaligned, in, i, "a tensor map must be 64-byte aligned", "global", map);
-      for (uint32_t k = 0; k < 128; k += 16) std::memcpy(c.tensor + k, w.access(in, i, Space::kGeneric, map + k, 16, exec::Access::kLoad), 16);
-      for (int k = 0; k < b.dims; ++k) c.coords[k] = static_cast<int32_t>(w.value(in.op[b.coords + static_cast<size_t>(k)], i));
+      for (uint32_t k = 0; k < 128; k += 16)
+        std::memcpy(c.tensor + k, w.access(in, i, Space::kGeneric, map + k, 16, exec::Access::kLoad), 16);
+      for (int k = 0; k < b.dims; ++k)
+        c.coords[k] = static_cast<int32_t>(w.value(in.op[b.coords + static_cast<size_t>(k)], i));
       tma::Descriptor d;
-      if (!tma::decode(c.tensor, &d)) w.fail(ReportKind::kBadDescriptor, in, i, "the 128 bytes are not a tensor map", "global", map);
+      if (!tma::decode(c.tensor, &d))
+        w.fail(ReportKind::kBadDescriptor, in, i, "the 128 bytes are not a tensor map", "global", map);
       const std::string broken = tma::check(d);
-      if (!broken.empty()) w.fail(ReportKind::kBadDescriptor, in, i, "the tensor map breaks a rule: " + broken, "global", map);
+      if (!broken.empty())
+        w.fail(ReportKind::kBadDescriptor, in, i, "the tensor map breaks a rule: " + broken, "global", map);
       if (static_cast<int>(d.rank) != b.dims) {
-        w.fail(ReportKind::kBadDescriptor, in, i, "a copy of " + std::to_string(b.dims) + " dimensions with a tensor map of rank " + std::to_string(d.rank), "global", map);
+        w.fail(
+            ReportKind::kBadDescriptor, in, i,
+            "a copy of " + std::to_string(b.dims) + " dimensions with a tensor map of rank " + std::to_string(d.rank),
+            "global", map);
       }
       c.bytes = tma::box_bytes(d);
       if (b.prefetch) return;
@@ -148,12 +173,16 @@ void bulk_run(Warp& w, const Inst& in, uint32_t mask) {
     } else {
       c.bytes = static_cast<uint32_t>(w.value(in.op[b.size], i));
       c.global = b.from_shared ? 0 : address_of(w, in.op[b.global], b.global_offset, i);
-      if (c.bytes % 16) w.fail(ReportKind::kMisaligned, in, i, "the size " + std::to_string(c.bytes) + " is not a multiple of 16");
-      if (c.global % 16) w.fail(ReportKind::kMisaligned, in, i, "the global address must be 16-byte aligned", "global", c.global);
+      if (c.bytes % 16)
+        w.fail(ReportKind::kMisaligned, in, i, "the size " + std::to_string(c.bytes) + " is not a multiple of 16");
+      if (c.global % 16)
+        w.fail(ReportKind::kMisaligned, in, i, "the global address must be 16-byte aligned", "global", c.global);
       if (b.prefetch) return;
       c.shared = shared_of(w, in, i, address_of(w, in.op[b.shared], b.shared_offset, i), 16, "the shared address");
       c.shared_to_shared = b.from_shared;
-      if (b.from_shared) c.shared_target = shared_of(w, in, i, address_of(w, in.op[b.target], b.target_offset, i), 16, "the destination");
+      if (b.from_shared)
+        c.shared_target =
+            shared_of(w, in, i, address_of(w, in.op[b.target], b.target_offset, i), 16, "the destination");
     }
     if (b.has_barrier) {
       c.has_barrier = true;
@@ -174,7 +203,8 @@ size_t take_address(Form& f, size_t i, Space space, int64_t* offset) {
 Space shared_or_generic(Form& f, size_t i) {
   // Shared addresses of these forms are .u32 shared addresses or 64-bit generic ones.
   const ptx::AstOperand& o = f.operand(i);
-  return o.kind == ptx::AstOperand::Kind::kAddress && f.register_bits(o.sub[0]) == 64 ? Space::kGeneric : Space::kShared;
+  return o.kind == ptx::AstOperand::Kind::kAddress && f.register_bits(o.sub[0]) == 64 ? Space::kGeneric
+                                                                                      : Space::kShared;
 }
 
 tma::Reduce reduction(Form& f) {
@@ -196,9 +226,11 @@ tma::ElementType element_type(Form& f) {
     case Type::kBF16: return tma::ElementType::kBF16;
     case Type::kF32: return tma::ElementType::kF32;
     case Type::kF64: return tma::ElementType::kF64;
-    case Type::kU32: case Type::kB32: return tma::ElementType::kU32;
+    case Type::kU32:
+    case Type::kB32: return tma::ElementType::kU32;
     case Type::kS32: return tma::ElementType::kS32;
-    case Type::kU64: case Type::kB64: return tma::ElementType::kU64;
+    case Type::kU64:
+    case Type::kB64: return tma::ElementType::kU64;
     case Type::kS64: return tma::ElementType::kS64;
     default: f.fail("that type is not possible here");
   }
@@ -207,20 +239,23 @@ tma::ElementType element_type(Form& f) {
 void bulk_copy(Form& f, bool reduce) {
   if (f.take("commit_group")) {
     f.expect(0);
-    return f.emit([](Warp& w, const Inst&, uint32_t m) { for_lanes(m, [&](int i) { ++w.bulk_groups[i]; }); }, OpClass::kAsyncCopy);
+    return f.emit([](Warp& w, const Inst&, uint32_t m) { for_lanes(m, [&](int i) { ++w.bulk_groups[i]; }); },
+                  OpClass::kAsyncCopy);
   }
   if (f.take("wait_group")) {
     f.take("read");
     f.expect(1);
     f.inst.form = static_cast<uint32_t>(f.immediate(0));
-    return f.emit([](Warp& w, const Inst& in, uint32_t m) {
-      bool waits = false;
-      for_lanes(m, [&](int i) {
-        const uint32_t committed = w.bulk_groups[i];
-        waits |= committed > in.form && w.block->bulk_pending(w.id, i, committed - in.form);
-      });
-      if (waits) w.wait("bulk copies");
-    }, OpClass::kAsyncCopy);
+    return f.emit(
+        [](Warp& w, const Inst& in, uint32_t m) {
+          bool waits = false;
+          for_lanes(m, [&](int i) {
+            const uint32_t committed = w.bulk_groups[i];
+            waits |= committed > in.form && w.block->bulk_pending(w.id, i, committed - in.form);
+          });
+          if (waits) w.wait("bulk copies");
+        },
+        OpClass::kAsyncCopy);
   }
   Bulk b;
   b.prefetch = f.take("prefetch");
@@ -247,7 +282,8 @@ void bulk_copy(Form& f, bool reduce) {
   }
   size_t n = 0;
   auto coordinates = [&](const ptx::AstOperand& map) {
-    if (map.sub.size() != 2 || static_cast<int>(map.sub[1].sub.size()) != b.dims) f.fail("needs " + std::to_string(b.dims) + " coordinates");
+    if (map.sub.size() != 2 || static_cast<int>(map.sub[1].sub.size()) != b.dims)
+      f.fail("needs " + std::to_string(b.dims) + " coordinates");
     bool once = true;
     for (const ptx::AstOperand& e : map.sub[1].sub) {
       const size_t index = f.in(e, Type::kB32);
@@ -335,7 +371,8 @@ void cp_fenceproxy_run(Warp& w, const Inst& in, uint32_t mask) {
 
 void tensormap(Form& f) {
   if (f.take("cp_fenceproxy")) {
-    if (!f.take("global") || !f.take("shared::cta") || !f.take("tensormap::generic")) f.fail("that form is not modelled");
+    if (!f.take("global") || !f.take("shared::cta") || !f.take("tensormap::generic"))
+      f.fail("that form is not modelled");
     f.take("release");
     f.take_one({"cta", "cluster", "gpu", "sys"});
     f.take("sync");
@@ -349,12 +386,14 @@ void tensormap(Form& f) {
     return f.emit(&cp_fenceproxy_run, OpClass::kAsyncCopy);
   }
   if (!f.take("replace") || !f.take("tile")) f.fail("that form is not modelled");
-  const std::string field = f.take_one({"global_address", "rank", "box_dim", "global_dim", "global_stride", "element_stride", "elemtype",
-                                        "interleave_layout", "swizzle_mode", "swizzle_atomicity", "fill_mode"});
+  const std::string field =
+      f.take_one({"global_address", "rank", "box_dim", "global_dim", "global_stride", "element_stride", "elemtype",
+                  "interleave_layout", "swizzle_mode", "swizzle_atomicity", "fill_mode"});
   const std::string space = f.take_one({"global", "shared::cta"});
   if (field.empty() || !f.take("b1024")) f.fail("that form is not modelled");
   const Type t = f.take_type();
-  const bool ordinal = field == "box_dim" || field == "global_dim" || field == "global_stride" || field == "element_stride";
+  const bool ordinal =
+      field == "box_dim" || field == "global_dim" || field == "global_stride" || field == "element_stride";
   f.expect(ordinal ? 3 : 2);
   f.address(0, space == "shared::cta" ? Space::kShared : space == "global" ? Space::kGlobal : Space::kGeneric);
   const int64_t which = ordinal ? f.immediate(1) : 0;

@@ -42,7 +42,8 @@ T apply_integer(AtomicOp op, T old, T b, T c) {
 }
 
 uint16_t apply_half(AtomicOp op, bool bfloat, uint16_t old, uint16_t b) {
-  const double x = bfloat ? bfloat_to_float(old) : half_to_float(old), y = bfloat ? bfloat_to_float(b) : half_to_float(b);
+  const double x = bfloat ? bfloat_to_float(old) : half_to_float(old),
+               y = bfloat ? bfloat_to_float(b) : half_to_float(b);
   double v = 0;
   if (op == AtomicOp::kAdd) v = add_to_odd(x, y);
   else if (x != x || y != y) v = x != x ? y : x;
@@ -55,17 +56,28 @@ uint64_t apply(const Atomic& a, uint64_t old, uint64_t b, uint64_t c) {
   switch (a.type) {
     case Type::kF32: return float_to_bits(canonical(flush(flush(bits_to_float(w(old))) + flush(bits_to_float(w(b))))));
     case Type::kF64: return double_to_bits(bits_to_double(old) + bits_to_double(b));
-    case Type::kF16: case Type::kBF16: return apply_half(a.op, a.type == Type::kBF16, static_cast<uint16_t>(old), static_cast<uint16_t>(b));
-    case Type::kF16x2: case Type::kBF16x2: {
+    case Type::kF16:
+    case Type::kBF16:
+      return apply_half(a.op, a.type == Type::kBF16, static_cast<uint16_t>(old), static_cast<uint16_t>(b));
+    case Type::kF16x2:
+    case Type::kBF16x2: {
       const bool bf = a.type == Type::kBF16x2;
       return apply_half(a.op, bf, static_cast<uint16_t>(old), static_cast<uint16_t>(b)) |
-             static_cast<uint32_t>(apply_half(a.op, bf, static_cast<uint16_t>(old >> 16), static_cast<uint16_t>(b >> 16))) << 16;
+             static_cast<uint32_t>(
+                 apply_half(a.op, bf, static_cast<uint16_t>(old >> 16), static_cast<uint16_t>(b >> 16)))
+                 << 16;
     }
-    case Type::kS32: return w(static_cast<uint64_t>(apply_integer<int32_t>(a.op, static_cast<int32_t>(old), static_cast<int32_t>(b), static_cast<int32_t>(c))));
-    case Type::kS64: return static_cast<uint64_t>(apply_integer<int64_t>(a.op, static_cast<int64_t>(old), static_cast<int64_t>(b), static_cast<int64_t>(c)));
+    case Type::kS32:
+      return w(static_cast<uint64_t>(
+          apply_integer<int32_t>(a.op, static_cast<int32_t>(old), static_cast<int32_t>(b), static_cast<int32_t>(c))));
+    case Type::kS64:
+      return static_cast<uint64_t>(
+          apply_integer<int64_t>(a.op, static_cast<int64_t>(old), static_cast<int64_t>(b), static_cast<int64_t>(c)));
     default:
       if (a.bytes == 8) return apply_integer<uint64_t>(a.op, old, b, c);
-      if (a.bytes == 2) return apply_integer<uint16_t>(a.op, static_cast<uint16_t>(old), static_cast<uint16_t>(b), static_cast<uint16_t>(c));
+      if (a.bytes == 2)
+        return apply_integer<uint16_t>(a.op, static_cast<uint16_t>(old), static_cast<uint16_t>(b),
+                                       static_cast<uint16_t>(c));
       return apply_integer<uint32_t>(a.op, w(old), w(b), w(c));
   }
 }
@@ -74,8 +86,8 @@ template <class T>
 uint64_t exchange(const Atomic& a, uint8_t* p, uint64_t b, uint64_t c) {
   T* place = reinterpret_cast<T*>(p);
   T old = __atomic_load_n(place, __ATOMIC_SEQ_CST);
-  while (!__atomic_compare_exchange_n(place, &old, static_cast<T>(apply(a, old, b, c)), false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
-  }
+  while (!__atomic_compare_exchange_n(place, &old, static_cast<T>(apply(a, old, b, c)), false, __ATOMIC_SEQ_CST,
+                                      __ATOMIC_SEQ_CST)) {}
   return old;
 }
 
@@ -97,7 +109,9 @@ void atomic_run(Warp& w, const Inst& in, uint32_t mask) {
     for (uint32_t k = 0; k < a.count; ++k) {
       uint8_t* q = p + k * a.bytes;
       const uint64_t x = w.value(b[k], i), y = a.op == AtomicOp::kCas ? w.value(c, i) : 0;
-      old[k] = a.bytes == 8 ? exchange<uint64_t>(a, q, x, y) : a.bytes == 4 ? exchange<uint32_t>(a, q, x, y) : exchange<uint16_t>(a, q, x, y);
+      old[k] = a.bytes == 8   ? exchange<uint64_t>(a, q, x, y)
+               : a.bytes == 4 ? exchange<uint32_t>(a, q, x, y)
+                              : exchange<uint16_t>(a, q, x, y);
     }
     for (uint32_t k = 0; k < results; ++k) {
       if (!in.op[k].sink) w.set_value(in.op[k], i, old[k]);
@@ -134,10 +148,12 @@ void atomic(Form& f) {
   if (f.take("async")) f.fail("red.async is not modelled");
   const MemoryQualifiers q = take_memory_qualifiers(f);
   a.space = q.space;
-  if (a.space != Space::kGeneric && a.space != Space::kGlobal && a.space != Space::kShared) f.fail("atomics work on global and shared memory");
+  if (a.space != Space::kGeneric && a.space != Space::kGlobal && a.space != Space::kShared)
+    f.fail("atomics work on global and shared memory");
   static const std::pair<const char*, AtomicOp> kOps[] = {
-      {"add", AtomicOp::kAdd}, {"min", AtomicOp::kMin}, {"max", AtomicOp::kMax}, {"inc", AtomicOp::kInc}, {"dec", AtomicOp::kDec},
-      {"and", AtomicOp::kAnd}, {"or", AtomicOp::kOr}, {"xor", AtomicOp::kXor}, {"exch", AtomicOp::kExch}, {"cas", AtomicOp::kCas}};
+      {"add", AtomicOp::kAdd},   {"min", AtomicOp::kMin}, {"max", AtomicOp::kMax}, {"inc", AtomicOp::kInc},
+      {"dec", AtomicOp::kDec},   {"and", AtomicOp::kAnd}, {"or", AtomicOp::kOr},   {"xor", AtomicOp::kXor},
+      {"exch", AtomicOp::kExch}, {"cas", AtomicOp::kCas}};
   bool found = false;
   for (const auto& op : kOps) {
     if (!found && f.take(op.first)) {
@@ -153,11 +169,14 @@ void atomic(Form& f) {
   a.bytes = static_cast<uint32_t>(exec::type_bits(a.type)) / 8;
   const bool is_float = exec::is_float(a.type), half = is_float && a.type != Type::kF32 && a.type != Type::kF64;
   const bool add = a.op == AtomicOp::kAdd, min_max = a.op == AtomicOp::kMin || a.op == AtomicOp::kMax;
-  if (is_float && !add && !(half && min_max && a.count > 1)) f.fail("that operation is not possible on ." + std::string(exec::to_string(a.type)));
+  if (is_float && !add && !(half && min_max && a.count > 1))
+    f.fail("that operation is not possible on ." + std::string(exec::to_string(a.type)));
   if (!is_float && (add || min_max) && !exec::is_integer(a.type)) f.fail("that operation needs an integer type");
   if ((a.op == AtomicOp::kInc || a.op == AtomicOp::kDec) && a.type != Type::kU32) f.fail(".inc and .dec need .u32");
-  if (a.count > 1 && (!is_float || q.space == Space::kShared || a.bytes * a.count > 16)) f.fail("that vector is not possible here");
-  if (a.bytes < 4 && !half && !(a.op == AtomicOp::kCas && a.type == Type::kB16)) f.fail("that type is not possible here");
+  if (a.count > 1 && (!is_float || q.space == Space::kShared || a.bytes * a.count > 16))
+    f.fail("that vector is not possible here");
+  if (a.bytes < 4 && !half && !(a.op == AtomicOp::kCas && a.type == Type::kB16))
+    f.fail("that type is not possible here");
   const size_t results = a.returns ? 1 : 0;
   const size_t sources = a.op == AtomicOp::kCas ? 2 : 1;
   f.expect(results + 1 + sources + (q.cache_hint ? 1 : 0));
@@ -173,7 +192,8 @@ void atomic(Form& f) {
   else f.in_constant(0, 64);
   f.inst.ext = f.keep(a);
   if (a.bytes == 16) {
-    if (!a.returns || (a.op != AtomicOp::kExch && a.op != AtomicOp::kCas)) f.fail("that operation is not possible on .b128");
+    if (!a.returns || (a.op != AtomicOp::kExch && a.op != AtomicOp::kCas))
+      f.fail("that operation is not possible on .b128");
     return f.emit(&atomic128_run, OpClass::kAtomic);
   }
   f.emit(&atomic_run, OpClass::kAtomic);

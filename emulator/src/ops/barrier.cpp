@@ -18,7 +18,8 @@ void barrier_run(Warp& w, const Inst& in, uint32_t mask) {
   exec::Fragment& f = w.frag();
   const int lane = __builtin_ctz(mask);
   const uint64_t id = w.value(in.op[0], lane);
-  if (id > 15) w.fail(ReportKind::kBarrierMisuse, in, lane, "barrier " + std::to_string(id) + " does not exist; there are 16");
+  if (id > 15)
+    w.fail(ReportKind::kBarrierMisuse, in, lane, "barrier " + std::to_string(id) + " does not exist; there are 16");
   NamedBarrier& b = block.barriers[id];
   const uint32_t kind = in.form & 255;
   if (f.at_barrier) {  // has arrived before
@@ -28,7 +29,8 @@ void barrier_run(Warp& w, const Inst& in, uint32_t mask) {
     const bool counted = in.form & kHasCount;
     const uint64_t threads = counted ? w.value(in.op[1], lane) : block.live_threads_rounded();
     if (counted && (threads == 0 || threads % 32)) {
-      w.fail(ReportKind::kBarrierMisuse, in, lane, "the thread count " + std::to_string(threads) + " is not a positive multiple of 32");
+      w.fail(ReportKind::kBarrierMisuse, in, lane,
+             "the thread count " + std::to_string(threads) + " is not a positive multiple of 32");
     }
     if (b.arrived == 0) {
       b.expected = static_cast<uint32_t>(threads);
@@ -37,7 +39,8 @@ void barrier_run(Warp& w, const Inst& in, uint32_t mask) {
       b.arriving = exec::Clock();
     } else if (b.expected != threads) {
       w.fail(ReportKind::kBarrierMisuse, in, lane,
-             "barrier " + std::to_string(id) + " is used with " + std::to_string(threads) + " threads while others wait at it for " + std::to_string(b.expected));
+             "barrier " + std::to_string(id) + " is used with " + std::to_string(threads) +
+                 " threads while others wait at it for " + std::to_string(b.expected));
     }
     if (kind >= 2) {
       const uint32_t p = w.pred(in.op[2]) & mask;
@@ -50,7 +53,8 @@ void barrier_run(Warp& w, const Inst& in, uint32_t mask) {
     w.release_clock(b.arriving);
     ++block.effects;
     if (b.arrived > (b.all ? block.live_threads_rounded() : b.expected)) {
-      w.fail(ReportKind::kBarrierMisuse, in, lane, "more threads arrive at barrier " + std::to_string(id) + " than it expects");
+      w.fail(ReportKind::kBarrierMisuse, in, lane,
+             "more threads arrive at barrier " + std::to_string(id) + " than it expects");
     }
     block.check_barrier_release(static_cast<int>(id));
     if (kind == 1) return;

@@ -9,7 +9,8 @@ namespace {
 enum class Compare : uint32_t { kEq, kNe, kLt, kLe, kGt, kGe, kEqu, kNeu, kLtu, kLeu, kGtu, kGeu, kNum, kNan, kNone };
 
 Compare take_compare(Form& f) {
-  static const char* const kNames[] = {"eq", "ne", "lt", "le", "gt", "ge", "equ", "neu", "ltu", "leu", "gtu", "geu", "num", "nan"};
+  static const char* const kNames[] = {"eq",  "ne",  "lt",  "le",  "gt",  "ge",  "equ",
+                                       "neu", "ltu", "leu", "gtu", "geu", "num", "nan"};
   for (uint32_t i = 0; i < 14; ++i) {
     if (f.take(kNames[i])) return static_cast<Compare>(i);
   }
@@ -59,7 +60,8 @@ uint32_t compare_lanes(Warp& w, const Inst& in, uint32_t mask, const Operand& a,
   const bool ftz = in.form & kFtz;
   const Word<T>*x = w.in<Word<T>>(a), *y = w.in<Word<T>>(b);
   uint32_t r = 0;
-  for_lanes(mask, [&](int i) { r |= static_cast<uint32_t>(compare<T>(c, widen<T>(x[i], ftz), widen<T>(y[i], ftz))) << i; });
+  for_lanes(mask,
+            [&](int i) { r |= static_cast<uint32_t>(compare<T>(c, widen<T>(x[i], ftz), widen<T>(y[i], ftz))) << i; });
   return r;
 }
 
@@ -119,7 +121,8 @@ Handler setp_handler(Type t) {
 
 void check_compare(Form& f, Compare c, Type t) {
   if (!exec::is_float(t) && c >= Compare::kEqu) f.fail("an unordered comparison needs a floating point type");
-  if (exec::is_bits(t) && c != Compare::kEq && c != Compare::kNe) f.fail("a .b type can only be compared with .eq and .ne");
+  if (exec::is_bits(t) && c != Compare::kEq && c != Compare::kNe)
+    f.fail("a .b type can only be compared with .eq and .ne");
 }
 
 uint32_t take_bool(Form& f) { return f.take("and") ? 0 : f.take("or") ? 1 : f.take("xor") ? 2 : kNoBool; }
@@ -186,7 +189,9 @@ void set(Form& f) {
     h = t == Type::kF16x2 ? &set_packed<false> : &set_packed<true>;
   } else {
     if (d != Type::kU32 && d != Type::kS32 && d != Type::kF32) f.fail("the result type is not modelled");
-    h = t == Type::kF32 ? &set_run<float> : t == Type::kF64 ? &set_run<double> : with_integer(t, [](auto tag) -> Handler { return &set_run<typename decltype(tag)::type>; });
+    h = t == Type::kF32   ? &set_run<float>
+        : t == Type::kF64 ? &set_run<double>
+                          : with_integer(t, [](auto tag) -> Handler { return &set_run<typename decltype(tag)::type>; });
   }
   if (!h) f.fail("that type is not modelled here");
   f.emit(h, OpClass::kPredicate);

@@ -33,7 +33,8 @@ void leave(Form& f) {
 
 void trap(Form& f) {
   f.expect(0);
-  f.emit([](Warp& w, const Inst& in, uint32_t mask) { w.fail(ReportKind::kTrap, in, __builtin_ctz(mask), in.form ? "brkpt" : "trap"); },
+  f.emit([](Warp& w, const Inst& in,
+            uint32_t mask) { w.fail(ReportKind::kTrap, in, __builtin_ctz(mask), in.form ? "brkpt" : "trap"); },
          OpClass::kControl);
 }
 
@@ -67,14 +68,16 @@ void assert_run(Warp& w, const Inst& in, uint32_t mask) {
   uint32_t line = 0;
   std::memcpy(&line, w.access(in, lane, Space::kLocal, w.value(in.op[2], lane), 4, exec::Access::kLoad), 4);
   w.fail(ReportKind::kTrap, in, lane,
-         "device assertion `" + text_at(w, in, in.op[0], lane) + "` failed at " + text_at(w, in, in.op[1], lane) + ":" + std::to_string(line) +
-             " in " + text_at(w, in, in.op[3], lane));
+         "device assertion `" + text_at(w, in, in.op[0], lane) + "` failed at " + text_at(w, in, in.op[1], lane) + ":" +
+             std::to_string(line) + " in " + text_at(w, in, in.op[3], lane));
 }
 
 // vprintf(format, arguments): nothing is printed; the number of arguments it would report is returned as 0.
 void vprintf_run(Warp& w, const Inst& in, uint32_t mask) {
   if (in.count == 0) return;
-  for_lanes(mask, [&](int i) { std::memset(w.access(in, i, Space::kLocal, w.value(in.op[0], i), 4, exec::Access::kStore), 0, 4); });
+  for_lanes(mask, [&](int i) {
+    std::memset(w.access(in, i, Space::kLocal, w.value(in.op[0], i), 4, exec::Access::kStore), 0, 4);
+  });
 }
 
 void call(Form& f) {

@@ -143,7 +143,8 @@ void convert_run(Warp& w, const Inst& in, uint32_t mask) {
   for_lanes(mask, [&](int i) {
     uint64_t r = convert(c, w.value(in.op[1], i));
     const int to = exec::type_bits(c.to);
-    if (to < bits && to < 64) r = exec::is_signed(c.to) ? sign_extend(r & ((uint64_t{1} << to) - 1), to) : r & ((uint64_t{1} << to) - 1);
+    if (to < bits && to < 64)
+      r = exec::is_signed(c.to) ? sign_extend(r & ((uint64_t{1} << to) - 1), to) : r & ((uint64_t{1} << to) - 1);
     w.set_value(in.op[0], i, r);
   });
 }
@@ -196,15 +197,16 @@ void narrow_from_half(Warp& w, const Inst& in, uint32_t mask) {
   const auto& c = *static_cast<const Conversion*>(in.ext);
   for_lanes(mask, [&](int i) {
     w.set_value(in.op[0], i,
-                tensor::cvt_f16x2_to_narrow(tensor_type(c.to), tensor_type(c.from), tensor_round(c.rounding), c.satfinite, c.relu,
-                                            static_cast<uint32_t>(w.value(in.op[1], i))));
+                tensor::cvt_f16x2_to_narrow(tensor_type(c.to), tensor_type(c.from), tensor_round(c.rounding),
+                                            c.satfinite, c.relu, static_cast<uint32_t>(w.value(in.op[1], i))));
   });
 }
 void half_from_narrow(Warp& w, const Inst& in, uint32_t mask) {
   const auto& c = *static_cast<const Conversion*>(in.ext);
   for_lanes(mask, [&](int i) {
     w.set_value(in.op[0], i,
-                tensor::cvt_narrow_to_f16x2(tensor_type(c.from), tensor_type(c.to), c.relu, static_cast<uint32_t>(w.value(in.op[1], i))));
+                tensor::cvt_narrow_to_f16x2(tensor_type(c.from), tensor_type(c.to), c.relu,
+                                            static_cast<uint32_t>(w.value(in.op[1], i))));
   });
 }
 
@@ -214,12 +216,14 @@ void cvt_narrow(Form& f, Conversion c) {
   const Type container = narrow == Type::kE2M1x2 ? Type::kB8 : Type::kB16;
   if (is_narrow(c.to)) {
     const bool scale = c.to == Type::kUE8M0x2;
-    if (scale ? (c.rounding != Rounding::kZero && c.rounding != Rounding::kUp) : (c.rounding != Rounding::kNearestEven || !c.satfinite)) {
+    if (scale ? (c.rounding != Rounding::kZero && c.rounding != Rounding::kUp)
+              : (c.rounding != Rounding::kNearestEven || !c.satfinite)) {
       f.fail(scale ? "ue8m0x2 needs .rz or .rp" : "the form needs .rn.satfinite");
     }
     if (scale && c.relu) f.fail(".relu is not possible for ue8m0x2");
     const bool from_f32 = c.from == Type::kF32;
-    if (!from_f32 && c.from != Type::kF16x2 && c.from != Type::kBF16x2) f.fail("the source must be .f32, .f16x2 or .bf16x2");
+    if (!from_f32 && c.from != Type::kF16x2 && c.from != Type::kBF16x2)
+      f.fail("the source must be .f32, .f16x2 or .bf16x2");
     if (scale && c.from == Type::kF16x2) f.fail("ue8m0x2 is made of .f32 or .bf16x2");
     if (!scale && c.from == Type::kBF16x2) f.fail("that form is not modelled");
     f.expect(from_f32 ? 3 : 2);
@@ -242,7 +246,10 @@ Rounding take_cvt_rounding(Form& f, bool* float_rounding, bool* integral) {
   const std::string i = f.take_one({"rni", "rzi", "rmi", "rpi"});
   if (!i.empty()) {
     *integral = true;
-    return i == "rni" ? Rounding::kNearestEven : i == "rzi" ? Rounding::kZero : i == "rmi" ? Rounding::kDown : Rounding::kUp;
+    return i == "rni"   ? Rounding::kNearestEven
+           : i == "rzi" ? Rounding::kZero
+           : i == "rmi" ? Rounding::kDown
+                        : Rounding::kUp;
   }
   if (f.take("rna")) {
     *float_rounding = true;
@@ -273,8 +280,9 @@ void cvt(Form& f) {
     f.inst.ext = f.keep(c);
     return f.emit(&pair_run, OpClass::kConvert);
   }
-  if (c.from == Type::kF16x2 || c.from == Type::kBF16x2 || c.from == Type::kTF32 || c.to == Type::kPred || c.from == Type::kPred ||
-      exec::is_bits(c.to) || exec::is_bits(c.from) || c.to == Type::kF32x2 || c.from == Type::kF32x2) {
+  if (c.from == Type::kF16x2 || c.from == Type::kBF16x2 || c.from == Type::kTF32 || c.to == Type::kPred ||
+      c.from == Type::kPred || exec::is_bits(c.to) || exec::is_bits(c.from) || c.to == Type::kF32x2 ||
+      c.from == Type::kF32x2) {
     f.fail("that form is not modelled");
   }
   const bool from_float = exec::is_float(c.from), to_float = exec::is_float(c.to);
@@ -285,7 +293,8 @@ void cvt(Form& f) {
   if (c.to == Type::kF64 && !from_float && c.rounding != Rounding::kNearestEven && exec::type_bits(c.from) == 64) {
     f.fail("only .rn is modelled from 64-bit integers to f64");
   }
-  if (from_float && to_float && exec::type_bits(c.to) < exec::type_bits(c.from) && !given && !c.integral) f.fail("a rounding is missing");
+  if (from_float && to_float && exec::type_bits(c.to) < exec::type_bits(c.from) && !given && !c.integral)
+    f.fail("a rounding is missing");
   f.expect(2);
   f.out_wide(f.operand(0), c.to == Type::kTF32 ? Type::kB32 : c.to);
   f.in_wide(f.operand(1), c.from);

@@ -20,7 +20,26 @@ enum : uint32_t {
   kAbs = 1u << 8,
   kKindShift = 16,
 };
-enum class Op : uint32_t { kAdd, kSub, kMul, kFma, kDiv, kMin, kMax, kAbs, kNeg, kRcp, kSqrt, kRsqrt, kSin, kCos, kLg2, kEx2, kTanh, kCopySign };
+enum class Op : uint32_t {
+  kAdd,
+  kSub,
+  kMul,
+  kFma,
+  kDiv,
+  kMin,
+  kMax,
+  kAbs,
+  kNeg,
+  kRcp,
+  kSqrt,
+  kRsqrt,
+  kSin,
+  kCos,
+  kLg2,
+  kEx2,
+  kTanh,
+  kCopySign
+};
 
 Rounding rounding(uint32_t form) { return static_cast<Rounding>(form & kRoundMask); }
 Op kind(uint32_t form) { return static_cast<Op>(form >> kKindShift & 31); }
@@ -165,7 +184,9 @@ uint16_t apply16(uint32_t form, uint16_t xa, uint16_t xb, uint16_t xc) {
 void run_f32(Warp& w, const Inst& in, uint32_t mask) {
   uint32_t* d = w.out<uint32_t>(in.op[0]);
   const uint32_t *a = w.in<uint32_t>(in.op[1]), *b = w.in<uint32_t>(in.op[2]), *c = w.in<uint32_t>(in.op[3]);
-  for_lanes(mask, [&](int i) { d[i] = float_to_bits(apply32(in.form, bits_to_float(a[i]), bits_to_float(b[i]), bits_to_float(c[i]))); });
+  for_lanes(mask, [&](int i) {
+    d[i] = float_to_bits(apply32(in.form, bits_to_float(a[i]), bits_to_float(b[i]), bits_to_float(c[i])));
+  });
 }
 void run_f32x2(Warp& w, const Inst& in, uint32_t mask) {
   uint64_t* d = w.out<uint64_t>(in.op[0]);
@@ -182,7 +203,9 @@ void run_f32x2(Warp& w, const Inst& in, uint32_t mask) {
 void run_f64(Warp& w, const Inst& in, uint32_t mask) {
   uint64_t* d = w.out<uint64_t>(in.op[0]);
   const uint64_t *a = w.in<uint64_t>(in.op[1]), *b = w.in<uint64_t>(in.op[2]), *c = w.in<uint64_t>(in.op[3]);
-  for_lanes(mask, [&](int i) { d[i] = double_to_bits(apply64(in.form, bits_to_double(a[i]), bits_to_double(b[i]), bits_to_double(c[i]))); });
+  for_lanes(mask, [&](int i) {
+    d[i] = double_to_bits(apply64(in.form, bits_to_double(a[i]), bits_to_double(b[i]), bits_to_double(c[i])));
+  });
 }
 template <bool kBfloat, bool kPacked>
 void run_16(Warp& w, const Inst& in, uint32_t mask) {
@@ -202,12 +225,22 @@ template <class F>
 void fast_f32(Warp& w, const Inst& in, uint32_t mask, F f) {
   uint32_t* d = w.out<uint32_t>(in.op[0]);
   const uint32_t *a = w.in<uint32_t>(in.op[1]), *b = w.in<uint32_t>(in.op[2]), *c = w.in<uint32_t>(in.op[3]);
-  for_lanes(mask, [&](int i) { d[i] = float_to_bits(canonical(f(bits_to_float(a[i]), bits_to_float(b[i]), bits_to_float(c[i])))); });
+  for_lanes(mask, [&](int i) {
+    d[i] = float_to_bits(canonical(f(bits_to_float(a[i]), bits_to_float(b[i]), bits_to_float(c[i]))));
+  });
 }
-void fast_add(Warp& w, const Inst& in, uint32_t m) { fast_f32(w, in, m, [](float a, float b, float) { return a + b; }); }
-void fast_sub(Warp& w, const Inst& in, uint32_t m) { fast_f32(w, in, m, [](float a, float b, float) { return a - b; }); }
-void fast_mul(Warp& w, const Inst& in, uint32_t m) { fast_f32(w, in, m, [](float a, float b, float) { return a * b; }); }
-void fast_fma(Warp& w, const Inst& in, uint32_t m) { fast_f32(w, in, m, [](float a, float b, float c) { return std::fma(a, b, c); }); }
+void fast_add(Warp& w, const Inst& in, uint32_t m) {
+  fast_f32(w, in, m, [](float a, float b, float) { return a + b; });
+}
+void fast_sub(Warp& w, const Inst& in, uint32_t m) {
+  fast_f32(w, in, m, [](float a, float b, float) { return a - b; });
+}
+void fast_mul(Warp& w, const Inst& in, uint32_t m) {
+  fast_f32(w, in, m, [](float a, float b, float) { return a * b; });
+}
+void fast_fma(Warp& w, const Inst& in, uint32_t m) {
+  fast_f32(w, in, m, [](float a, float b, float c) { return std::fma(a, b, c); });
+}
 
 bool is_16(Type t) { return t == Type::kF16 || t == Type::kF16x2 || t == Type::kBF16 || t == Type::kBF16x2; }
 
@@ -244,14 +277,17 @@ void emit(Form& f, Type t, Op op, uint32_t flags) {
 uint32_t arithmetic_flags(Form& f, Type t) {
   bool given = false;
   const Rounding r = take_rounding(f, &given);
-  if ((t == Type::kF64 || is_16(t)) && r != Rounding::kNearestEven) f.fail(std::string("only .rn is modelled for .") + exec::to_string(t));
+  if ((t == Type::kF64 || is_16(t)) && r != Rounding::kNearestEven)
+    f.fail(std::string("only .rn is modelled for .") + exec::to_string(t));
   uint32_t flags = static_cast<uint32_t>(r);
   if (f.take("ftz")) {
-    if (t == Type::kF64 || t == Type::kBF16 || t == Type::kBF16x2) f.fail(std::string(".ftz is not possible for .") + exec::to_string(t));
+    if (t == Type::kF64 || t == Type::kBF16 || t == Type::kBF16x2)
+      f.fail(std::string(".ftz is not possible for .") + exec::to_string(t));
     flags |= kFtz;
   }
   if (f.take("sat")) {
-    if (t == Type::kF64 || t == Type::kF32x2 || t == Type::kBF16 || t == Type::kBF16x2) f.fail(std::string(".sat is not possible for .") + exec::to_string(t));
+    if (t == Type::kF64 || t == Type::kF32x2 || t == Type::kBF16 || t == Type::kBF16x2)
+      f.fail(std::string(".sat is not possible for .") + exec::to_string(t));
     flags |= kSat;
   }
   return flags;
@@ -313,8 +349,14 @@ namespace {
 // rcp sqrt rsqrt sin cos lg2 ex2 tanh
 void function(Form& f) {
   const std::string n = f.name();
-  const Op op = n == "rcp" ? Op::kRcp : n == "sqrt" ? Op::kSqrt : n == "rsqrt" ? Op::kRsqrt : n == "sin" ? Op::kSin : n == "cos" ? Op::kCos
-                : n == "lg2" ? Op::kLg2 : n == "ex2" ? Op::kEx2 : Op::kTanh;
+  const Op op = n == "rcp"     ? Op::kRcp
+                : n == "sqrt"  ? Op::kSqrt
+                : n == "rsqrt" ? Op::kRsqrt
+                : n == "sin"   ? Op::kSin
+                : n == "cos"   ? Op::kCos
+                : n == "lg2"   ? Op::kLg2
+                : n == "ex2"   ? Op::kEx2
+                               : Op::kTanh;
   const bool approx = f.take("approx");
   const Type t = f.take_type();
   if (t == Type::kF64) {
@@ -326,15 +368,17 @@ void function(Form& f) {
     if (approx && ftz && op != Op::kSqrt) {
       // 9.7.3.14, 9.7.3.17: approximations of 20 mantissa bits whose low word is zero; subnormals are flushed.
       f.inst.form = static_cast<uint32_t>(op) << kKindShift;
-      return f.emit([](Warp& w, const Inst& in, uint32_t mask) {
-        uint64_t* d = w.out<uint64_t>(in.op[0]);
-        const uint64_t* a = w.in<uint64_t>(in.op[1]);
-        for_lanes(mask, [&](int i) {
-          auto zero_subnormal = [](uint64_t v) { return (v >> 52 & 0x7ff) == 0 ? v & (uint64_t{1} << 63) : v; };
-          const uint64_t r = double_to_bits(apply64(in.form, bits_to_double(zero_subnormal(a[i])), 0, 0));
-          d[i] = zero_subnormal(r) & 0xffffffff00000000ull;
-        });
-      }, OpClass::kFloat);
+      return f.emit(
+          [](Warp& w, const Inst& in, uint32_t mask) {
+            uint64_t* d = w.out<uint64_t>(in.op[0]);
+            const uint64_t* a = w.in<uint64_t>(in.op[1]);
+            for_lanes(mask, [&](int i) {
+              auto zero_subnormal = [](uint64_t v) { return (v >> 52 & 0x7ff) == 0 ? v & (uint64_t{1} << 63) : v; };
+              const uint64_t r = double_to_bits(apply64(in.form, bits_to_double(zero_subnormal(a[i])), 0, 0));
+              d[i] = zero_subnormal(r) & 0xffffffff00000000ull;
+            });
+          },
+          OpClass::kFloat);
     }
     if (approx || ftz) f.fail("that form is not modelled");
     return emit(f, t, op, flags);

@@ -11,13 +11,13 @@ using Unsigned = std::make_unsigned_t<T>;
 using Int128 = __int128;
 
 // d = f(a, b) where all three have the instruction's type.
-#define VSM_BINARY(expression)                                                     \
-  with_integer(t, [](auto tag) {                                                   \
-    using T = typename decltype(tag)::type;                                        \
-    return lanes<T, T, T>([](T a, T b) -> T {                                      \
-      using U [[maybe_unused]] = Unsigned<T>;                                      \
-      return static_cast<T>(expression);                                           \
-    });                                                                            \
+#define VSM_BINARY(expression)                \
+  with_integer(t, [](auto tag) {              \
+    using T = typename decltype(tag)::type;   \
+    return lanes<T, T, T>([](T a, T b) -> T { \
+      using U [[maybe_unused]] = Unsigned<T>; \
+      return static_cast<T>(expression);      \
+    });                                       \
   })
 
 void integer_type(Form& f, Type t) {
@@ -70,11 +70,14 @@ bool integer_add_sub(Form& f) {
   f.in(2, t);
   if (sat) {
     if (t != Type::kS32) f.fail(".sat needs .s32");
-    finish(f, add ? lanes<int32_t, int32_t, int32_t>([](int32_t a, int32_t b) { return static_cast<int32_t>(saturate32(int64_t{a} + b)); })
-                  : lanes<int32_t, int32_t, int32_t>([](int32_t a, int32_t b) { return static_cast<int32_t>(saturate32(int64_t{a} - b)); }));
+    finish(f, add ? lanes<int32_t, int32_t, int32_t>(
+                        [](int32_t a, int32_t b) { return static_cast<int32_t>(saturate32(int64_t{a} + b)); })
+                  : lanes<int32_t, int32_t, int32_t>(
+                        [](int32_t a, int32_t b) { return static_cast<int32_t>(saturate32(int64_t{a} - b)); }));
     return true;
   }
-  finish(f, add ? VSM_BINARY(static_cast<U>(static_cast<U>(a) + static_cast<U>(b))) : VSM_BINARY(static_cast<U>(static_cast<U>(a) - static_cast<U>(b))));
+  finish(f, add ? VSM_BINARY(static_cast<U>(static_cast<U>(a) + static_cast<U>(b)))
+                : VSM_BINARY(static_cast<U>(static_cast<U>(a) - static_cast<U>(b))));
   return true;
 }
 
@@ -87,9 +90,10 @@ T high(T a, T b) {
 
 // mul / mad / mul24 ...: .lo .hi .wide
 template <class T>
-using Twice = std::conditional_t<sizeof(T) == 2, std::conditional_t<std::is_signed_v<T>, int32_t, uint32_t>,
-                                 std::conditional_t<sizeof(T) == 4, std::conditional_t<std::is_signed_v<T>, int64_t, uint64_t>,
-                                                    std::conditional_t<std::is_signed_v<T>, Int128, unsigned __int128>>>;
+using Twice =
+    std::conditional_t<sizeof(T) == 2, std::conditional_t<std::is_signed_v<T>, int32_t, uint32_t>,
+                       std::conditional_t<sizeof(T) == 4, std::conditional_t<std::is_signed_v<T>, int64_t, uint64_t>,
+                                          std::conditional_t<std::is_signed_v<T>, Int128, unsigned __int128>>>;
 
 Type wide_type(Type t) {
   switch (t) {
@@ -146,20 +150,24 @@ bool integer_mul(Form& f) {
              return static_cast<int32_t>(saturate32(((int64_t{a} * b) >> 32) + c));
            }));
   } else if (part == "lo") {
-    finish(f, mad ? with_integer(t, [](auto tag) {
-             using T = typename decltype(tag)::type;
-             return lanes<T, T, T, T>([](T a, T b, T c) -> T {
-               return static_cast<T>(static_cast<uint64_t>(a) * static_cast<uint64_t>(b) + static_cast<uint64_t>(c));
-             });
-           })
+    finish(f, mad ? with_integer(t,
+                                 [](auto tag) {
+                                   using T = typename decltype(tag)::type;
+                                   return lanes<T, T, T, T>([](T a, T b, T c) -> T {
+                                     return static_cast<T>(static_cast<uint64_t>(a) * static_cast<uint64_t>(b) +
+                                                           static_cast<uint64_t>(c));
+                                   });
+                                 })
                   : VSM_BINARY(static_cast<uint64_t>(a) * static_cast<uint64_t>(b)));
   } else {
-    finish(f, mad ? with_integer(t, [](auto tag) {
-             using T = typename decltype(tag)::type;
-             return lanes<T, T, T, T>([](T a, T b, T c) -> T {
-               return static_cast<T>(static_cast<Unsigned<T>>(high<T, Twice<T>>(a, b)) + static_cast<Unsigned<T>>(c));
-             });
-           })
+    finish(f, mad ? with_integer(t,
+                                 [](auto tag) {
+                                   using T = typename decltype(tag)::type;
+                                   return lanes<T, T, T, T>([](T a, T b, T c) -> T {
+                                     return static_cast<T>(static_cast<Unsigned<T>>(high<T, Twice<T>>(a, b)) +
+                                                           static_cast<Unsigned<T>>(c));
+                                   });
+                                 })
                   : with_integer(t, [](auto tag) {
                       using T = typename decltype(tag)::type;
                       return lanes<T, T, T>([](T a, T b) -> T { return high<T, Twice<T>>(a, b); });
@@ -182,16 +190,29 @@ void mul24(Form& f) {
   if (mad) f.in(3, t);
   else f.in_constant(0, 32);
   const bool lo = part == "lo";
-  auto low_u = [](uint32_t a, uint32_t b, uint32_t c) { return static_cast<uint32_t>(uint64_t{a & 0xffffff} * (b & 0xffffff)) + c; };
-  auto high_u = [](uint32_t a, uint32_t b, uint32_t c) { return static_cast<uint32_t>((uint64_t{a & 0xffffff} * (b & 0xffffff)) >> 16) + c; };
+  auto low_u = [](uint32_t a, uint32_t b, uint32_t c) {
+    return static_cast<uint32_t>(uint64_t{a & 0xffffff} * (b & 0xffffff)) + c;
+  };
+  auto high_u = [](uint32_t a, uint32_t b, uint32_t c) {
+    return static_cast<uint32_t>((uint64_t{a & 0xffffff} * (b & 0xffffff)) >> 16) + c;
+  };
   auto low_s = [](int32_t a, int32_t b, uint32_t c) {
-    return static_cast<uint32_t>(int64_t{static_cast<int32_t>(static_cast<uint32_t>(a) << 8) >> 8} * (static_cast<int32_t>(static_cast<uint32_t>(b) << 8) >> 8)) + c;
+    return static_cast<uint32_t>(int64_t{static_cast<int32_t>(static_cast<uint32_t>(a) << 8) >> 8} *
+                                 (static_cast<int32_t>(static_cast<uint32_t>(b) << 8) >> 8)) +
+           c;
   };
   auto high_s = [](int32_t a, int32_t b, uint32_t c) {
-    return static_cast<uint32_t>((int64_t{static_cast<int32_t>(static_cast<uint32_t>(a) << 8) >> 8} * (static_cast<int32_t>(static_cast<uint32_t>(b) << 8) >> 8)) >> 16) + c;
+    return static_cast<uint32_t>((int64_t{static_cast<int32_t>(static_cast<uint32_t>(a) << 8) >> 8} *
+                                  (static_cast<int32_t>(static_cast<uint32_t>(b) << 8) >> 8)) >>
+                                 16) +
+           c;
   };
-  if (t == Type::kU32) finish(f, lo ? lanes<uint32_t, uint32_t, uint32_t, uint32_t>(low_u) : lanes<uint32_t, uint32_t, uint32_t, uint32_t>(high_u));
-  else finish(f, lo ? lanes<uint32_t, int32_t, int32_t, uint32_t>(low_s) : lanes<uint32_t, int32_t, int32_t, uint32_t>(high_s));
+  if (t == Type::kU32)
+    finish(f, lo ? lanes<uint32_t, uint32_t, uint32_t, uint32_t>(low_u)
+                 : lanes<uint32_t, uint32_t, uint32_t, uint32_t>(high_u));
+  else
+    finish(f, lo ? lanes<uint32_t, int32_t, int32_t, uint32_t>(low_s)
+                 : lanes<uint32_t, int32_t, int32_t, uint32_t>(high_s));
 }
 
 void sad(Form& f) {
@@ -204,7 +225,8 @@ void sad(Form& f) {
            using T = typename decltype(tag)::type;
            return lanes<T, T, T, T>([](T a, T b, T c) -> T {
              using U = Unsigned<T>;
-             const U difference = a < b ? static_cast<U>(static_cast<U>(b) - static_cast<U>(a)) : static_cast<U>(static_cast<U>(a) - static_cast<U>(b));
+             const U difference = a < b ? static_cast<U>(static_cast<U>(b) - static_cast<U>(a))
+                                        : static_cast<U>(static_cast<U>(a) - static_cast<U>(b));
              return static_cast<T>(static_cast<U>(difference + static_cast<U>(c)));
            });
          }));
@@ -255,8 +277,10 @@ bool integer_unary(Form& f) {
   f.in(1, t);
   finish(f, with_integer(t, [&](auto tag) -> Handler {
            using T = typename decltype(tag)::type;
-           if (op == "neg") return lanes<T, T>([](T a) -> T { return static_cast<T>(Unsigned<T>(0) - static_cast<Unsigned<T>>(a)); });
-           return lanes<T, T>([](T a) -> T { return a < 0 ? static_cast<T>(Unsigned<T>(0) - static_cast<Unsigned<T>>(a)) : a; });
+           if (op == "neg")
+             return lanes<T, T>([](T a) -> T { return static_cast<T>(Unsigned<T>(0) - static_cast<Unsigned<T>>(a)); });
+           return lanes<T, T>(
+               [](T a) -> T { return a < 0 ? static_cast<T>(Unsigned<T>(0) - static_cast<Unsigned<T>>(a)) : a; });
          }));
   return true;
 }
@@ -270,10 +294,14 @@ bool integer_min_max(Form& f) {
     f.out(0, Type::kB32);
     f.in(1, Type::kB32);
     f.in(2, Type::kB32);
-    finish(f, sign ? (maximum ? lanes<uint32_t, uint32_t, uint32_t>([](uint32_t a, uint32_t b) { return packed(a, b, true, true); })
-                              : lanes<uint32_t, uint32_t, uint32_t>([](uint32_t a, uint32_t b) { return packed(a, b, true, false); }))
-                   : (maximum ? lanes<uint32_t, uint32_t, uint32_t>([](uint32_t a, uint32_t b) { return packed(a, b, false, true); })
-                              : lanes<uint32_t, uint32_t, uint32_t>([](uint32_t a, uint32_t b) { return packed(a, b, false, false); })));
+    finish(f, sign ? (maximum ? lanes<uint32_t, uint32_t, uint32_t>(
+                                    [](uint32_t a, uint32_t b) { return packed(a, b, true, true); })
+                              : lanes<uint32_t, uint32_t, uint32_t>(
+                                    [](uint32_t a, uint32_t b) { return packed(a, b, true, false); }))
+                   : (maximum ? lanes<uint32_t, uint32_t, uint32_t>(
+                                    [](uint32_t a, uint32_t b) { return packed(a, b, false, true); })
+                              : lanes<uint32_t, uint32_t, uint32_t>(
+                                    [](uint32_t a, uint32_t b) { return packed(a, b, false, false); })));
     return true;
   }
   const bool relu = f.take("relu");
@@ -285,8 +313,9 @@ bool integer_min_max(Form& f) {
   f.in(2, t);
   if (relu) {
     if (t != Type::kS32) f.fail(".relu needs .s32");
-    finish(f, maximum ? lanes<int32_t, int32_t, int32_t>([](int32_t a, int32_t b) { return std::max(std::max(a, b), 0); })
-                      : lanes<int32_t, int32_t, int32_t>([](int32_t a, int32_t b) { return std::max(std::min(a, b), 0); }));
+    finish(f, maximum
+                  ? lanes<int32_t, int32_t, int32_t>([](int32_t a, int32_t b) { return std::max(std::max(a, b), 0); })
+                  : lanes<int32_t, int32_t, int32_t>([](int32_t a, int32_t b) { return std::max(std::min(a, b), 0); }));
     return true;
   }
   finish(f, maximum ? VSM_BINARY(a < b ? b : a) : VSM_BINARY(b < a ? b : a));
@@ -303,9 +332,17 @@ void logic(Form& f) {
     f.out_pred(0);
     f.in_pred(1);
     f.in_pred(2);
-    if (op == "and") return f.emit([](Warp& w, const Inst& in, uint32_t m) { w.set_pred(in.op[0], m, w.pred(in.op[1]) & w.pred(in.op[2])); }, OpClass::kPredicate);
-    if (op == "or") return f.emit([](Warp& w, const Inst& in, uint32_t m) { w.set_pred(in.op[0], m, w.pred(in.op[1]) | w.pred(in.op[2])); }, OpClass::kPredicate);
-    return f.emit([](Warp& w, const Inst& in, uint32_t m) { w.set_pred(in.op[0], m, w.pred(in.op[1]) ^ w.pred(in.op[2])); }, OpClass::kPredicate);
+    if (op == "and")
+      return f.emit(
+          [](Warp& w, const Inst& in, uint32_t m) { w.set_pred(in.op[0], m, w.pred(in.op[1]) & w.pred(in.op[2])); },
+          OpClass::kPredicate);
+    if (op == "or")
+      return f.emit(
+          [](Warp& w, const Inst& in, uint32_t m) { w.set_pred(in.op[0], m, w.pred(in.op[1]) | w.pred(in.op[2])); },
+          OpClass::kPredicate);
+    return f.emit(
+        [](Warp& w, const Inst& in, uint32_t m) { w.set_pred(in.op[0], m, w.pred(in.op[1]) ^ w.pred(in.op[2])); },
+        OpClass::kPredicate);
   }
   if (!exec::is_bits(t)) f.fail("needs a .b type or .pred");
   f.expect(3);
@@ -322,7 +359,8 @@ void logic_not(Form& f) {
   if (t == Type::kPred && !cnot) {
     f.out_pred(0);
     f.in_pred(1);
-    return f.emit([](Warp& w, const Inst& in, uint32_t m) { w.set_pred(in.op[0], m, ~w.pred(in.op[1])); }, OpClass::kPredicate);
+    return f.emit([](Warp& w, const Inst& in, uint32_t m) { w.set_pred(in.op[0], m, ~w.pred(in.op[1])); },
+                  OpClass::kPredicate);
   }
   if (!exec::is_bits(t)) f.fail("needs a .b type or .pred");
   f.out(0, t);
@@ -370,7 +408,10 @@ void shift(Form& f) {
   finish(f, with_integer(t, [&](auto tag) -> Handler {
            using T = typename decltype(tag)::type;
            constexpr uint32_t kBits = sizeof(T) * 8;
-           if (left) return lanes<T, T, uint32_t>([](T a, uint32_t n) -> T { return n >= kBits ? T(0) : static_cast<T>(static_cast<Unsigned<T>>(a) << n); });
+           if (left)
+             return lanes<T, T, uint32_t>([](T a, uint32_t n) -> T {
+               return n >= kBits ? T(0) : static_cast<T>(static_cast<Unsigned<T>>(a) << n);
+             });
            return lanes<T, T, uint32_t>([](T a, uint32_t n) -> T {
              if (n >= kBits) return a < 0 ? static_cast<T>(-1) : T(0);
              return static_cast<T>(a >> n);
@@ -389,11 +430,17 @@ void funnel_shift(Form& f) {
   f.in(3, Type::kU32);
   using U = uint32_t;
   if (side == "l") {
-    finish(f, mode == "wrap" ? lanes<U, U, U, U>([](U a, U b, U c) { return static_cast<U>(((uint64_t{b} << 32 | a) << (c & 31)) >> 32); })
-                             : lanes<U, U, U, U>([](U a, U b, U c) { return static_cast<U>(((uint64_t{b} << 32 | a) << std::min(c, 32u)) >> 32); }));
+    finish(f, mode == "wrap" ? lanes<U, U, U, U>([](U a, U b, U c) {
+             return static_cast<U>(((uint64_t{b} << 32 | a) << (c & 31)) >> 32);
+           })
+                             : lanes<U, U, U, U>([](U a, U b, U c) {
+                                 return static_cast<U>(((uint64_t{b} << 32 | a) << std::min(c, 32u)) >> 32);
+                               }));
   } else {
-    finish(f, mode == "wrap" ? lanes<U, U, U, U>([](U a, U b, U c) { return static_cast<U>((uint64_t{b} << 32 | a) >> (c & 31)); })
-                             : lanes<U, U, U, U>([](U a, U b, U c) { return static_cast<U>((uint64_t{b} << 32 | a) >> std::min(c, 32u)); }));
+    finish(f, mode == "wrap"
+                  ? lanes<U, U, U, U>([](U a, U b, U c) { return static_cast<U>((uint64_t{b} << 32 | a) >> (c & 31)); })
+                  : lanes<U, U, U, U>(
+                        [](U a, U b, U c) { return static_cast<U>((uint64_t{b} << 32 | a) >> std::min(c, 32u)); }));
   }
 }
 
@@ -406,32 +453,40 @@ void bit_count(Form& f) {
   f.out(0, reverse ? t : Type::kU32);
   f.in(1, t);
   const bool wide = t == Type::kB64;
-  if (op == "popc") finish(f, wide ? lanes<uint32_t, uint64_t>([](uint64_t a) { return static_cast<uint32_t>(__builtin_popcountll(a)); })
-                                   : lanes<uint32_t, uint32_t>([](uint32_t a) { return static_cast<uint32_t>(__builtin_popcount(a)); }));
-  else if (op == "clz") finish(f, wide ? lanes<uint32_t, uint64_t>([](uint64_t a) { return a ? static_cast<uint32_t>(__builtin_clzll(a)) : 64u; })
-                                       : lanes<uint32_t, uint32_t>([](uint32_t a) { return a ? static_cast<uint32_t>(__builtin_clz(a)) : 32u; }));
-  else finish(f, with_bits(t, [](auto tag) -> Handler {
-                using T = typename decltype(tag)::type;
-                return lanes<T, T>([](T a) -> T {
-                  T r = 0;
-                  for (size_t i = 0; i < sizeof(T) * 8; ++i) r = static_cast<T>(r << 1 | (a >> i & 1));
-                  return r;
-                });
-              }));
+  if (op == "popc")
+    finish(f, wide
+                  ? lanes<uint32_t, uint64_t>([](uint64_t a) { return static_cast<uint32_t>(__builtin_popcountll(a)); })
+                  : lanes<uint32_t, uint32_t>([](uint32_t a) { return static_cast<uint32_t>(__builtin_popcount(a)); }));
+  else if (op == "clz")
+    finish(
+        f,
+        wide ? lanes<uint32_t, uint64_t>([](uint64_t a) { return a ? static_cast<uint32_t>(__builtin_clzll(a)) : 64u; })
+             : lanes<uint32_t, uint32_t>([](uint32_t a) { return a ? static_cast<uint32_t>(__builtin_clz(a)) : 32u; }));
+  else
+    finish(f, with_bits(t, [](auto tag) -> Handler {
+             using T = typename decltype(tag)::type;
+             return lanes<T, T>([](T a) -> T {
+               T r = 0;
+               for (size_t i = 0; i < sizeof(T) * 8; ++i) r = static_cast<T>(r << 1 | (a >> i & 1));
+               return r;
+             });
+           }));
 }
 
 // 9.7.1.18: position of the highest bit that differs from the sign; 0xffffffff if none.
 void bfind(Form& f) {
   const bool amount = f.take("shiftamt");
   const Type t = f.take_type();
-  if (t != Type::kU32 && t != Type::kS32 && t != Type::kU64 && t != Type::kS64) f.fail("needs a 32- or 64-bit integer type");
+  if (t != Type::kU32 && t != Type::kS32 && t != Type::kU64 && t != Type::kS64)
+    f.fail("needs a 32- or 64-bit integer type");
   f.expect(2);
   f.out(0, Type::kU32);
   f.in(1, t);
   auto make = [&](auto tag) -> Handler {
     using T = typename decltype(tag)::type;
     constexpr int kBits = sizeof(T) * 8;
-    if (amount) return lanes<uint32_t, T>([](T a) -> uint32_t {
+    if (amount)
+      return lanes<uint32_t, T>([](T a) -> uint32_t {
         const uint64_t v = a < 0 ? static_cast<Unsigned<T>>(~a) : static_cast<Unsigned<T>>(a);
         return v ? static_cast<uint32_t>(__builtin_clzll(v) - (64 - kBits)) : 0xffffffffu;
       });
@@ -461,13 +516,15 @@ void fns(Form& f) {
   f.in(1, Type::kB32);
   f.in(2, Type::kB32);
   f.in(3, Type::kB32);
-  finish(f, lanes<uint32_t, uint32_t, uint32_t, int32_t>([](uint32_t a, uint32_t b, int32_t n) { return find_nth(a, b, n); }));
+  finish(f, lanes<uint32_t, uint32_t, uint32_t, int32_t>(
+                [](uint32_t a, uint32_t b, int32_t n) { return find_nth(a, b, n); }));
 }
 
 // 9.7.1.19
 void bfe(Form& f) {
   const Type t = f.take_type();
-  if (t != Type::kU32 && t != Type::kS32 && t != Type::kU64 && t != Type::kS64) f.fail("needs a 32- or 64-bit integer type");
+  if (t != Type::kU32 && t != Type::kS32 && t != Type::kU64 && t != Type::kS64)
+    f.fail("needs a 32- or 64-bit integer type");
   f.expect(4);
   f.out(0, t);
   f.in(1, t);
@@ -478,7 +535,8 @@ void bfe(Form& f) {
            return lanes<T, T, uint32_t, uint32_t>([](T a, uint32_t b, uint32_t c) -> T {
              constexpr uint32_t kTop = sizeof(T) * 8 - 1;
              const uint32_t pos = b & 0xff, len = c & 0xff;
-             const bool sign = std::is_signed_v<T> && len != 0 && (static_cast<Unsigned<T>>(a) >> std::min(pos + len - 1, kTop) & 1);
+             const bool sign =
+                 std::is_signed_v<T> && len != 0 && (static_cast<Unsigned<T>>(a) >> std::min(pos + len - 1, kTop) & 1);
              Unsigned<T> d = 0;
              for (uint32_t i = 0; i <= kTop; ++i) {
                const bool bit = i < len && pos + i <= kTop ? (static_cast<Unsigned<T>>(a) >> (pos + i) & 1) : sign;
@@ -526,26 +584,31 @@ void szext_bmsk(Form& f) {
   f.in(2, Type::kB32);
   f.inst.form = (mode == "wrap" ? 1u : 0u) | (exec::is_signed(t) ? 2u : 0u);
   if (mask) {
-    f.emit([](Warp& w, const Inst& in, uint32_t m) {
-      uint32_t* d = w.out<uint32_t>(in.op[0]);
-      const uint32_t *a = w.in<uint32_t>(in.op[1]), *b = w.in<uint32_t>(in.op[2]);
-      for_lanes(m, [&](int i) {
-        const bool wrap = in.form & 1;
-        const uint32_t begin = wrap ? a[i] & 31 : std::min(a[i], 32u), count = wrap ? b[i] & 31 : std::min(b[i], 32u);
-        d[i] = static_cast<uint32_t>((((uint64_t{1} << count) - 1) << begin) & 0xffffffffu);
-      });
-    }, OpClass::kInteger);
+    f.emit(
+        [](Warp& w, const Inst& in, uint32_t m) {
+          uint32_t* d = w.out<uint32_t>(in.op[0]);
+          const uint32_t *a = w.in<uint32_t>(in.op[1]), *b = w.in<uint32_t>(in.op[2]);
+          for_lanes(m, [&](int i) {
+            const bool wrap = in.form & 1;
+            const uint32_t begin = wrap ? a[i] & 31 : std::min(a[i], 32u),
+                           count = wrap ? b[i] & 31 : std::min(b[i], 32u);
+            d[i] = static_cast<uint32_t>((((uint64_t{1} << count) - 1) << begin) & 0xffffffffu);
+          });
+        },
+        OpClass::kInteger);
   } else {
-    f.emit([](Warp& w, const Inst& in, uint32_t m) {
-      uint32_t* d = w.out<uint32_t>(in.op[0]);
-      const uint32_t *a = w.in<uint32_t>(in.op[1]), *b = w.in<uint32_t>(in.op[2]);
-      for_lanes(m, [&](int i) {
-        const uint32_t n = in.form & 1 ? b[i] & 31 : std::min(b[i], 32u);
-        uint32_t v = n >= 32 ? a[i] : a[i] & ((1u << n) - 1);
-        if ((in.form & 2) && n > 0 && n < 32 && (a[i] >> (n - 1) & 1)) v |= ~0u << n;
-        d[i] = v;
-      });
-    }, OpClass::kInteger);
+    f.emit(
+        [](Warp& w, const Inst& in, uint32_t m) {
+          uint32_t* d = w.out<uint32_t>(in.op[0]);
+          const uint32_t *a = w.in<uint32_t>(in.op[1]), *b = w.in<uint32_t>(in.op[2]);
+          for_lanes(m, [&](int i) {
+            const uint32_t n = in.form & 1 ? b[i] & 31 : std::min(b[i], 32u);
+            uint32_t v = n >= 32 ? a[i] : a[i] & ((1u << n) - 1);
+            if ((in.form & 2) && n > 0 && n < 32 && (a[i] >> (n - 1) & 1)) v |= ~0u << n;
+            d[i] = v;
+          });
+        },
+        OpClass::kInteger);
   }
 }
 
@@ -560,34 +623,39 @@ void dot(Form& f) {
   for (size_t i = 1; i < 4; ++i) f.in(i, Type::kB32);
   f.inst.form = (exec::is_signed(a) ? 1u : 0) | (exec::is_signed(b) ? 2u : 0) | (half == "hi" ? 4u : 0);
   if (four) {
-    f.emit([](Warp& w, const Inst& in, uint32_t m) {
-      uint32_t* d = w.out<uint32_t>(in.op[0]);
-      const uint32_t *x = w.in<uint32_t>(in.op[1]), *y = w.in<uint32_t>(in.op[2]), *c = w.in<uint32_t>(in.op[3]);
-      for_lanes(m, [&](int i) {
-        uint32_t sum = c[i];
-        for (int k = 0; k < 32; k += 8) {
-          const int32_t p = in.form & 1 ? static_cast<int8_t>(x[i] >> k) : static_cast<uint8_t>(x[i] >> k);
-          const int32_t q = in.form & 2 ? static_cast<int8_t>(y[i] >> k) : static_cast<uint8_t>(y[i] >> k);
-          sum += static_cast<uint32_t>(p * q);
-        }
-        d[i] = sum;
-      });
-    }, OpClass::kInteger);
+    f.emit(
+        [](Warp& w, const Inst& in, uint32_t m) {
+          uint32_t* d = w.out<uint32_t>(in.op[0]);
+          const uint32_t *x = w.in<uint32_t>(in.op[1]), *y = w.in<uint32_t>(in.op[2]), *c = w.in<uint32_t>(in.op[3]);
+          for_lanes(m, [&](int i) {
+            uint32_t sum = c[i];
+            for (int k = 0; k < 32; k += 8) {
+              const int32_t p = in.form & 1 ? static_cast<int8_t>(x[i] >> k) : static_cast<uint8_t>(x[i] >> k);
+              const int32_t q = in.form & 2 ? static_cast<int8_t>(y[i] >> k) : static_cast<uint8_t>(y[i] >> k);
+              sum += static_cast<uint32_t>(p * q);
+            }
+            d[i] = sum;
+          });
+        },
+        OpClass::kInteger);
   } else {
-    f.emit([](Warp& w, const Inst& in, uint32_t m) {
-      uint32_t* d = w.out<uint32_t>(in.op[0]);
-      const uint32_t *x = w.in<uint32_t>(in.op[1]), *y = w.in<uint32_t>(in.op[2]), *c = w.in<uint32_t>(in.op[3]);
-      for_lanes(m, [&](int i) {
-        uint32_t sum = c[i];
-        for (int k = 0; k < 2; ++k) {
-          const int32_t p = in.form & 1 ? static_cast<int16_t>(x[i] >> (16 * k)) : static_cast<uint16_t>(x[i] >> (16 * k));
-          const uint32_t byte = y[i] >> (8 * k + (in.form & 4 ? 16 : 0));
-          const int32_t q = in.form & 2 ? static_cast<int8_t>(byte) : static_cast<uint8_t>(byte);
-          sum += static_cast<uint32_t>(p * q);
-        }
-        d[i] = sum;
-      });
-    }, OpClass::kInteger);
+    f.emit(
+        [](Warp& w, const Inst& in, uint32_t m) {
+          uint32_t* d = w.out<uint32_t>(in.op[0]);
+          const uint32_t *x = w.in<uint32_t>(in.op[1]), *y = w.in<uint32_t>(in.op[2]), *c = w.in<uint32_t>(in.op[3]);
+          for_lanes(m, [&](int i) {
+            uint32_t sum = c[i];
+            for (int k = 0; k < 2; ++k) {
+              const int32_t p =
+                  in.form & 1 ? static_cast<int16_t>(x[i] >> (16 * k)) : static_cast<uint16_t>(x[i] >> (16 * k));
+              const uint32_t byte = y[i] >> (8 * k + (in.form & 4 ? 16 : 0));
+              const int32_t q = in.form & 2 ? static_cast<int8_t>(byte) : static_cast<uint8_t>(byte);
+              sum += static_cast<uint32_t>(p * q);
+            }
+            d[i] = sum;
+          });
+        },
+        OpClass::kInteger);
   }
 }
 
@@ -598,7 +666,13 @@ void prmt(Form& f) {
   f.expect(4);
   f.out(0, Type::kB32);
   for (size_t i = 1; i < 4; ++i) f.in(i, Type::kB32);
-  f.inst.form = mode == "f4e" ? 1 : mode == "b4e" ? 2 : mode == "rc8" ? 3 : mode == "ecl" ? 4 : mode == "ecr" ? 5 : mode == "rc16" ? 6 : 0;
+  f.inst.form = mode == "f4e"    ? 1
+                : mode == "b4e"  ? 2
+                : mode == "rc8"  ? 3
+                : mode == "ecl"  ? 4
+                : mode == "ecr"  ? 5
+                : mode == "rc16" ? 6
+                                 : 0;
   f.emit(
       [](Warp& w, const Inst& in, uint32_t m) {
         uint32_t* d = w.out<uint32_t>(in.op[0]);

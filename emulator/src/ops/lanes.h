@@ -100,11 +100,14 @@ struct Tag {
 template <class F>
 Handler with_integer(Type t, F f) {
   switch (t) {
-    case Type::kU16: case Type::kB16: return f(Tag<uint16_t>());
+    case Type::kU16:
+    case Type::kB16: return f(Tag<uint16_t>());
     case Type::kS16: return f(Tag<int16_t>());
-    case Type::kU32: case Type::kB32: return f(Tag<uint32_t>());
+    case Type::kU32:
+    case Type::kB32: return f(Tag<uint32_t>());
     case Type::kS32: return f(Tag<int32_t>());
-    case Type::kU64: case Type::kB64: return f(Tag<uint64_t>());
+    case Type::kU64:
+    case Type::kB64: return f(Tag<uint64_t>());
     case Type::kS64: return f(Tag<int64_t>());
     default: return nullptr;
   }
@@ -121,7 +124,11 @@ Handler with_bits(Type t, F f) {
 
 /// Register width as a .b type.
 inline Type bits_type(int bits) {
-  return bits == 8 ? Type::kB8 : bits == 16 ? Type::kB16 : bits == 32 ? Type::kB32 : bits == 64 ? Type::kB64 : Type::kB128;
+  return bits == 8    ? Type::kB8
+         : bits == 16 ? Type::kB16
+         : bits == 32 ? Type::kB32
+         : bits == 64 ? Type::kB64
+                      : Type::kB128;
 }
 
 // --- floating point -------------------------------------------------------------------------------------------------

@@ -16,7 +16,8 @@ struct Mma {
 // op: d..., a..., b..., c..., {scale a, byte, thread, scale b, byte, thread}
 void mma_run(Warp& w, const Inst& in, uint32_t mask) {
   if (!w.converge(in, &mask)) return;
-  if (mask != ~0u) w.fail(ReportKind::kUndefined, in, -1, "mma needs all 32 lanes of the warp; active are " + exec::lane_list(mask));
+  if (mask != ~0u)
+    w.fail(ReportKind::kUndefined, in, -1, "mma needs all 32 lanes of the warp; active are " + exec::lane_list(mask));
   const auto& m = *static_cast<const Mma*>(in.ext);
   uint32_t* d[16];
   const uint32_t *a[16], *b[16], *c[16];
@@ -53,11 +54,12 @@ void mma_run(Warp& w, const Inst& in, uint32_t mask) {
 
 tensor::Type take_mma_type(Form& f) {
   static const std::pair<const char*, tensor::Type> kTypes[] = {
-      {"f16", tensor::Type::kF16},   {"bf16", tensor::Type::kBF16}, {"tf32", tensor::Type::kTF32}, {"f32", tensor::Type::kF32},
-      {"f64", tensor::Type::kF64},   {"e4m3", tensor::Type::kE4M3}, {"e5m2", tensor::Type::kE5M2}, {"e3m2", tensor::Type::kE3M2},
-      {"e2m3", tensor::Type::kE2M3}, {"e2m1", tensor::Type::kE2M1}, {"s8", tensor::Type::kS8},     {"u8", tensor::Type::kU8},
-      {"s4", tensor::Type::kS4},     {"u4", tensor::Type::kU4},     {"s32", tensor::Type::kS32},   {"b1", tensor::Type::kB1},
-      {"ue8m0", tensor::Type::kUE8M0}, {"ue4m3", tensor::Type::kUE4M3}};
+      {"f16", tensor::Type::kF16},   {"bf16", tensor::Type::kBF16},   {"tf32", tensor::Type::kTF32},
+      {"f32", tensor::Type::kF32},   {"f64", tensor::Type::kF64},     {"e4m3", tensor::Type::kE4M3},
+      {"e5m2", tensor::Type::kE5M2}, {"e3m2", tensor::Type::kE3M2},   {"e2m3", tensor::Type::kE2M3},
+      {"e2m1", tensor::Type::kE2M1}, {"s8", tensor::Type::kS8},       {"u8", tensor::Type::kU8},
+      {"s4", tensor::Type::kS4},     {"u4", tensor::Type::kU4},       {"s32", tensor::Type::kS32},
+      {"b1", tensor::Type::kB1},     {"ue8m0", tensor::Type::kUE8M0}, {"ue4m3", tensor::Type::kUE4M3}};
   const std::string next = f.rest();
   for (const auto& t : kTypes) {
     if (next == t.first) {
@@ -82,7 +84,8 @@ void mma(Form& f) {
   const std::string vec = f.take_prefix("scale_vec::");
   m.op.scale_vec = vec.empty() ? 0 : static_cast<uint8_t>(vec[11] - '0');
   if (m.scaled && vec.empty()) m.op.scale_vec = m.op.kind == tensor::MmaKind::kMxF4 ? 2 : 1;
-  const std::string shape = f.take_one({"m16n8k4", "m16n8k8", "m16n8k16", "m16n8k32", "m16n8k64", "m16n8k128", "m16n8k256", "m8n8k4", "m8n8k16", "m8n8k32", "m8n8k128"});
+  const std::string shape = f.take_one({"m16n8k4", "m16n8k8", "m16n8k16", "m16n8k32", "m16n8k64", "m16n8k128",
+                                        "m16n8k256", "m8n8k4", "m8n8k16", "m8n8k32", "m8n8k128"});
   unsigned sm = 0, sn = 0, sk = 0;
   if (std::sscanf(shape.c_str(), "m%un%uk%u", &sm, &sn, &sk) != 3 || sk > 128) f.fail("the shape is not modelled");
   m.op.m = static_cast<uint8_t>(sm);
@@ -95,12 +98,14 @@ void mma(Form& f) {
   m.op.b = take_mma_type(f);
   m.op.c = take_mma_type(f);
   if (m.scaled) m.op.scale = take_mma_type(f);
-  if (!tensor::mma_registers(m.op, &m.a, &m.b, &m.c, &m.d) || m.a > 16 || m.b > 16 || m.c > 16 || m.d > 16) f.fail("that combination of shape and types is not modelled");
+  if (!tensor::mma_registers(m.op, &m.a, &m.b, &m.c, &m.d) || m.a > 16 || m.b > 16 || m.c > 16 || m.d > 16)
+    f.fail("that combination of shape and types is not modelled");
   f.expect(m.scaled ? 8 : 4, m.scaled ? 10 : 4);
   auto vector = [&](size_t i, int registers, bool out) {
     const auto list = f.elements(i);
     if (static_cast<int>(list.size()) != registers) {
-      f.fail("operand " + std::to_string(i + 1) + " has " + std::to_string(list.size()) + " registers; the form takes " + std::to_string(registers));
+      f.fail("operand " + std::to_string(i + 1) + " has " + std::to_string(list.size()) +
+             " registers; the form takes " + std::to_string(registers));
     }
     for (const ptx::AstOperand& e : list) out ? f.out(e, Type::kB32) : f.in(e, Type::kB32);
   };
@@ -127,8 +132,10 @@ tensor::MatrixOp take_matrix(Form& f) {
   f.take("sync");
   f.take("aligned");
   const std::string shape = f.take_one({"m8n8", "m16n16", "m8n16", "m16n8"});
-  m.shape = shape == "m8n8" ? tensor::MatrixShape::kM8N8 : shape == "m16n16" ? tensor::MatrixShape::kM16N16
-            : shape == "m8n16" ? tensor::MatrixShape::kM8N16 : tensor::MatrixShape::kM16N8;
+  m.shape = shape == "m8n8"     ? tensor::MatrixShape::kM8N8
+            : shape == "m16n16" ? tensor::MatrixShape::kM16N16
+            : shape == "m8n16"  ? tensor::MatrixShape::kM8N16
+                                : tensor::MatrixShape::kM16N8;
   const std::string num = f.take_one({"x1", "x2", "x4"});
   if (shape.empty() || num.empty()) f.fail("the shape or the number is missing");
   m.num = static_cast<uint8_t>(num[1] - '0');
@@ -147,7 +154,9 @@ tensor::MatrixOp take_matrix(Form& f) {
 // op: registers..., base. form: registers
 void ldmatrix_run(Warp& w, const Inst& in, uint32_t mask) {
   if (!w.converge(in, &mask)) return;
-  if (mask != ~0u) w.fail(ReportKind::kUndefined, in, -1, "ldmatrix needs all 32 lanes of the warp; active are " + exec::lane_list(mask));
+  if (mask != ~0u)
+    w.fail(ReportKind::kUndefined, in, -1,
+           "ldmatrix needs all 32 lanes of the warp; active are " + exec::lane_list(mask));
   const auto& m = *static_cast<const tensor::MatrixOp*>(in.ext);
   const int rows = tensor::matrix_rows(m), bytes = tensor::matrix_row_bytes(m);
   uint8_t data[32 * 16] = {};
@@ -159,19 +168,24 @@ void ldmatrix_run(Warp& w, const Inst& in, uint32_t mask) {
     if (space == Space::kGeneric && a >> 56 == exec::kSharedWindow >> 56) a -= exec::kSharedWindow;
     if (a % 16) w.fail(ReportKind::kMisaligned, in, lane, "a row of a matrix must be 16-byte aligned", "shared", a);
     const int used = tensor::matrix_row_data_bytes(m);  // the rest is padding
-    std::memcpy(data + r * bytes, w.access(in, lane, Space::kShared, a, static_cast<uint32_t>(used), exec::Access::kLoad), static_cast<size_t>(used));
+    std::memcpy(data + r * bytes,
+                w.access(in, lane, Space::kShared, a, static_cast<uint32_t>(used), exec::Access::kLoad),
+                static_cast<size_t>(used));
     addresses[r] = a;
   }
   uint32_t result[4][32];
   uint32_t* d[4] = {result[0], result[1], result[2], result[3]};
   tensor::ldmatrix(m, d, data);
   for (uint32_t i = 0; i < in.form; ++i) std::memcpy(w.out<uint32_t>(in.op[i]), result[i], sizeof result[i]);
-  w.count_access(in, Space::kShared, addresses, rows == 32 ? ~0u : (1u << rows) - 1, static_cast<uint32_t>(bytes), false);
+  w.count_access(in, Space::kShared, addresses, rows == 32 ? ~0u : (1u << rows) - 1, static_cast<uint32_t>(bytes),
+                 false);
 }
 
 void stmatrix_run(Warp& w, const Inst& in, uint32_t mask) {
   if (!w.converge(in, &mask)) return;
-  if (mask != ~0u) w.fail(ReportKind::kUndefined, in, -1, "stmatrix needs all 32 lanes of the warp; active are " + exec::lane_list(mask));
+  if (mask != ~0u)
+    w.fail(ReportKind::kUndefined, in, -1,
+           "stmatrix needs all 32 lanes of the warp; active are " + exec::lane_list(mask));
   const auto& m = *static_cast<const tensor::MatrixOp*>(in.ext);
   const int rows = tensor::matrix_rows(m), bytes = tensor::matrix_row_bytes(m);
   uint8_t data[32 * 16];
@@ -184,11 +198,13 @@ void stmatrix_run(Warp& w, const Inst& in, uint32_t mask) {
     uint64_t a = w.value(in.op[in.form], lane) + static_cast<uint64_t>(in.imm);
     if (in.op[in.form].bits == 64 && a >> 56 == exec::kSharedWindow >> 56) a -= exec::kSharedWindow;
     if (a % 16) w.fail(ReportKind::kMisaligned, in, lane, "a row of a matrix must be 16-byte aligned", "shared", a);
-    std::memcpy(w.access(in, lane, Space::kShared, a, static_cast<uint32_t>(bytes), exec::Access::kStore), data + r * bytes, static_cast<size_t>(bytes));
+    std::memcpy(w.access(in, lane, Space::kShared, a, static_cast<uint32_t>(bytes), exec::Access::kStore),
+                data + r * bytes, static_cast<size_t>(bytes));
     addresses[r] = a;
   }
   ++w.block->effects;
-  w.count_access(in, Space::kShared, addresses, rows == 32 ? ~0u : (1u << rows) - 1, static_cast<uint32_t>(bytes), true);
+  w.count_access(in, Space::kShared, addresses, rows == 32 ? ~0u : (1u << rows) - 1, static_cast<uint32_t>(bytes),
+                 true);
 }
 
 void matrix_access(Form& f, bool store) {
@@ -199,10 +215,13 @@ void matrix_access(Form& f, bool store) {
   if (!known || registers > 4) f.fail("that combination of shape, number and type does not exist");
   f.expect(2);
   const auto list = f.elements(store ? 1 : 0);
-  if (static_cast<int>(list.size()) != registers) f.fail("has " + std::to_string(list.size()) + " registers; the form takes " + std::to_string(registers));
+  if (static_cast<int>(list.size()) != registers)
+    f.fail("has " + std::to_string(list.size()) + " registers; the form takes " + std::to_string(registers));
   for (const ptx::AstOperand& e : list) store ? f.in(e, Type::kB32) : f.out(e, Type::kB32);
   const ptx::AstOperand& address = f.operand(store ? 0 : 1);
-  f.address(address, address.kind == ptx::AstOperand::Kind::kAddress && f.register_bits(address.sub[0]) == 64 ? Space::kGeneric : Space::kShared);
+  f.address(address, address.kind == ptx::AstOperand::Kind::kAddress && f.register_bits(address.sub[0]) == 64
+                         ? Space::kGeneric
+                         : Space::kShared);
   f.inst.form = static_cast<uint32_t>(registers);
   f.inst.ext = f.keep(m);
   f.emit(store ? &stmatrix_run : &ldmatrix_run, OpClass::kMatrixMove);

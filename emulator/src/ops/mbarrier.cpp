@@ -12,7 +12,8 @@ constexpr int64_t kMaxTx = (1 << 20) - 1;
 
 MBarrier& Block::mbarrier(Warp& w, const Inst& in, int lane, uint32_t address) {
   const auto it = mbarriers.find(address);
-  if (it == mbarriers.end()) w.fail(ReportKind::kBarrierMisuse, in, lane, "no mbarrier was initialized at that address", "shared", address);
+  if (it == mbarriers.end())
+    w.fail(ReportKind::kBarrierMisuse, in, lane, "no mbarrier was initialized at that address", "shared", address);
   return it->second;
 }
 
@@ -27,10 +28,14 @@ void Block::mbarrier_complete_if_due(MBarrier& b) {
 
 void Block::mbarrier_arrive(Warp& w, const Inst& in, int lane, uint32_t address, uint32_t count, bool drop) {
   MBarrier& b = mbarrier(w, in, lane, address);
-  if (count == 0 || count > kMaxCount) w.fail(ReportKind::kBarrierMisuse, in, lane, "an arrive count of " + std::to_string(count) + " is not possible", "shared", address);
+  if (count == 0 || count > kMaxCount)
+    w.fail(ReportKind::kBarrierMisuse, in, lane, "an arrive count of " + std::to_string(count) + " is not possible",
+           "shared", address);
   if (count > b.pending) {
     w.fail(ReportKind::kBarrierMisuse, in, lane,
-           std::to_string(count) + " arrivals where the phase expects " + std::to_string(b.pending) + " more of " + std::to_string(b.expected), "shared", address);
+           std::to_string(count) + " arrivals where the phase expects " + std::to_string(b.pending) + " more of " +
+               std::to_string(b.expected),
+           "shared", address);
   }
   if (drop) b.expected -= count;
   b.pending -= count;
@@ -43,7 +48,8 @@ void Block::mbarrier_tx(Warp& w, const Inst& in, int lane, uint32_t address, int
   MBarrier& b = mbarrier(w, in, lane, address);
   b.tx += delta;
   if (b.tx > kMaxTx || b.tx < -kMaxTx) {
-    w.fail(ReportKind::kBarrierMisuse, in, lane, "the transaction count " + std::to_string(b.tx) + " is out of its range of +-1,048,575", "shared", address);
+    w.fail(ReportKind::kBarrierMisuse, in, lane,
+           "the transaction count " + std::to_string(b.tx) + " is out of its range of +-1,048,575", "shared", address);
   }
   ++effects;
   mbarrier_complete_if_due(b);
@@ -74,8 +80,11 @@ void init_run(Warp& w, const Inst& in, uint32_t mask) {
   const uint32_t* count = w.in<uint32_t>(in.op[1]);
   for_lanes(mask, [&](int i) {
     const uint32_t a = barrier_address(w, in, in.op[0], i);
-    if (block.mbarriers.count(a)) w.fail(ReportKind::kBarrierMisuse, in, i, "an mbarrier already lives there", "shared", a);
-    if (count[i] == 0 || count[i] > (1u << 20) - 1) w.fail(ReportKind::kBarrierMisuse, in, i, "a count of " + std::to_string(count[i]) + " is not possible", "shared", a);
+    if (block.mbarriers.count(a))
+      w.fail(ReportKind::kBarrierMisuse, in, i, "an mbarrier already lives there", "shared", a);
+    if (count[i] == 0 || count[i] > (1u << 20) - 1)
+      w.fail(ReportKind::kBarrierMisuse, in, i, "a count of " + std::to_string(count[i]) + " is not possible", "shared",
+             a);
     MBarrier b;
     b.expected = b.pending = count[i];
     block.mbarriers[a] = b;
@@ -105,10 +114,13 @@ void arrive_run(Warp& w, const Inst& in, uint32_t mask) {
     const uint32_t a = barrier_address(w, in, in.op[1], i);
     MBarrier& b = w.block->mbarrier(w, in, i, a);
     const uint64_t t = token(b);
-    if ((in.form & 4) && count[i] >= b.pending) w.fail(ReportKind::kBarrierMisuse, in, i, ".noComplete completes the phase", "shared", a);
+    if ((in.form & 4) && count[i] >= b.pending)
+      w.fail(ReportKind::kBarrierMisuse, in, i, ".noComplete completes the phase", "shared", a);
     if (in.form & 2) {
       b.tx += tx[i];  // the arrival that follows may not see the phase complete in between
-      if (b.tx > (1 << 20) - 1) w.fail(ReportKind::kBarrierMisuse, in, i, "the transaction count " + std::to_string(b.tx) + " is above 1,048,575", "shared", a);
+      if (b.tx > (1 << 20) - 1)
+        w.fail(ReportKind::kBarrierMisuse, in, i,
+               "the transaction count " + std::to_string(b.tx) + " is above 1,048,575", "shared", a);
     }
     w.block->mbarrier_arrive(w, in, i, a, count[i], in.form & 1);
     state[i] = t;
@@ -137,7 +149,10 @@ void wait_run(Warp& w, const Inst& in, uint32_t mask) {
     } else {
       const uint64_t phase = w.value(in.op[2], i) >> 20;
       if (phase != b.phase && phase + 1 != b.phase) {
-        w.fail(ReportKind::kBarrierMisuse, in, i, "the state is of phase " + std::to_string(phase) + "; the barrier is in phase " + std::to_string(b.phase), "shared", a);
+        w.fail(
+            ReportKind::kBarrierMisuse, in, i,
+            "the state is of phase " + std::to_string(phase) + "; the barrier is in phase " + std::to_string(b.phase),
+            "shared", a);
       }
       done = phase != b.phase;
     }
@@ -156,7 +171,8 @@ void wait_run(Warp& w, const Inst& in, uint32_t mask) {
 void take_shared(Form& f) { f.take_one({"shared", "shared::cta", "shared::cluster"}); }
 
 void mbarrier(Form& f) {
-  const std::string kind = f.take_one({"init", "inval", "arrive_drop", "arrive", "expect_tx", "complete_tx", "test_wait", "try_wait", "pending_count"});
+  const std::string kind = f.take_one(
+      {"init", "inval", "arrive_drop", "arrive", "expect_tx", "complete_tx", "test_wait", "try_wait", "pending_count"});
   const bool expects = kind.compare(0, 6, "arrive") == 0 && f.take("expect_tx");
   const bool parity = f.take("parity");
   f.take_one({"release", "acquire", "relaxed"});
@@ -211,7 +227,8 @@ void mbarrier(Form& f) {
     f.expect(2);
     f.out(0, Type::kB32);
     f.in(1, Type::kB64);
-    return f.emit(lanes<uint32_t, uint64_t>([](uint64_t s) { return static_cast<uint32_t>(s & 0xfffff); }), OpClass::kBarrier);
+    return f.emit(lanes<uint32_t, uint64_t>([](uint64_t s) { return static_cast<uint32_t>(s & 0xfffff); }),
+                  OpClass::kBarrier);
   }
   f.fail("that operation is not modelled");
 }

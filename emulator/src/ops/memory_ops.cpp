@@ -19,8 +19,8 @@ MemoryQualifiers take_memory_qualifiers(Form& f) {
   q.acquire = order == "acquire" || order == "acq_rel" || order == "sc";
   q.release = order == "release" || order == "acq_rel" || order == "sc";
   f.take_one({"cta", "cluster", "gpu", "sys"});
-  const std::string space = f.take_one({"global", "shared", "shared::cta", "shared::cluster", "local", "param", "param::entry",
-                                        "param::func", "const"});
+  const std::string space = f.take_one(
+      {"global", "shared", "shared::cta", "shared::cluster", "local", "param", "param::entry", "param::func", "const"});
   if (space == "global") q.space = Space::kGlobal;
   else if (space.compare(0, 6, "shared") == 0) q.space = Space::kShared;
   else if (space == "local") q.space = Space::kLocal;
@@ -28,9 +28,9 @@ MemoryQualifiers take_memory_qualifiers(Form& f) {
   else if (space == "const") q.space = Space::kConst;
   q.nc = f.take("nc");
   f.take_one({"ca", "cg", "cs", "lu", "cv", "wb", "wt"});
-  while (!f.take_prefix("L1::").empty()) {
-  }
-  for (std::string hint = f.take_prefix("L2::"); !hint.empty(); hint = f.take_prefix("L2::")) q.cache_hint |= hint == "L2::cache_hint";
+  while (!f.take_prefix("L1::").empty()) {}
+  for (std::string hint = f.take_prefix("L2::"); !hint.empty(); hint = f.take_prefix("L2::"))
+    q.cache_hint |= hint == "L2::cache_hint";
   return q;
 }
 
@@ -39,7 +39,8 @@ namespace {
 // Shared-space address of an access, or -1.
 int64_t shared_address(Space space, uint64_t address) {
   if (space == Space::kShared) return static_cast<int64_t>(address & 0xffffffff);
-  if (space == Space::kGeneric && address >> 56 == exec::kSharedWindow >> 56) return static_cast<int64_t>(address - exec::kSharedWindow);
+  if (space == Space::kGeneric && address >> 56 == exec::kSharedWindow >> 56)
+    return static_cast<int64_t>(address - exec::kSharedWindow);
   return -1;
 }
 
@@ -153,13 +154,15 @@ void load_or_store(Form& f) {
   const size_t count = vector.empty() ? 1 : static_cast<size_t>(vector[1] - '0');
   const Type t = f.take_type();
   const int bits = exec::type_bits(t);
-  if (bits < 8 || t == Type::kF16x2 || t == Type::kBF16x2) f.fail(std::string("type .") + exec::to_string(t) + " is not possible here");
+  if (bits < 8 || t == Type::kF16x2 || t == Type::kBF16x2)
+    f.fail(std::string("type .") + exec::to_string(t) + " is not possible here");
   if (bits / 8 * static_cast<int>(count) > 32) f.fail("an access of more than 32 bytes is not possible");
   if (bits == 128 && count != 1) f.fail("vectors of .b128 are not modelled");
   f.expect(q.cache_hint ? 3 : 2);
   Space space = q.space;
   const std::vector<ptx::AstOperand> list = f.elements(store ? 1 : 0);
-  if (list.size() != count) f.fail("has " + std::to_string(list.size()) + " registers; the form takes " + std::to_string(count));
+  if (list.size() != count)
+    f.fail("has " + std::to_string(list.size()) + " registers; the form takes " + std::to_string(count));
   for (const ptx::AstOperand& e : list) store ? f.in_wide(e, t) : f.out_wide(e, t);
   f.address(store ? 0 : 1, space);
   // .param of a function body is the thread's own memory, like .local; that of an entry is the parameter buffer.
@@ -171,9 +174,11 @@ void load_or_store(Form& f) {
   }
   if (space == Space::kConst && store) f.fail(".const memory cannot be written");
   if (q.cache_hint) f.in(2, Type::kB64);
-  f.inst.form = static_cast<uint32_t>(bits / 8) | static_cast<uint32_t>(count) << 8 | static_cast<uint32_t>(space) << 16 |
-                (exec::is_signed(t) && bits < 64 ? kSigned : 0) | (q.weak ? 0 : kStrong) | (bits == 128 ? kWide128 : 0);
-  f.emit(store ? &store_run : &load_run, q.space == Space::kParam || q.space == Space::kConst ? OpClass::kLoadStoreOther : access_class(space, store));
+  f.inst.form = static_cast<uint32_t>(bits / 8) | static_cast<uint32_t>(count) << 8 |
+                static_cast<uint32_t>(space) << 16 | (exec::is_signed(t) && bits < 64 ? kSigned : 0) |
+                (q.weak ? 0 : kStrong) | (bits == 128 ? kWide128 : 0);
+  f.emit(store ? &store_run : &load_run,
+         q.space == Space::kParam || q.space == Space::kConst ? OpClass::kLoadStoreOther : access_class(space, store));
 }
 
 void nothing(Warp&, const Inst&, uint32_t) {}
@@ -181,8 +186,7 @@ void nothing(Warp&, const Inst&, uint32_t) {}
 // prefetch, discard, applypriority: caches are not modelled. The address must still be one.
 void cache_control(Form& f) {
   f.take_one({"global", "local", "param", "const"});
-  while (!f.take_prefix("L1").empty() || !f.take_prefix("L2").empty() || f.take("tensormap")) {
-  }
+  while (!f.take_prefix("L1").empty() || !f.take_prefix("L2").empty() || f.take("tensormap")) {}
   f.expect(1, 2);
   f.address(0, Space::kGeneric);
   f.emit(&nothing, OpClass::kSpecial);
@@ -229,8 +233,7 @@ void fence(Form& f) {
   }
   f.take_one({"sc", "acq_rel", "acquire", "release"});
   f.take_one({"cta", "cluster", "gpu", "sys"});
-  if (f.take("sync_restrict::shared::cta") || f.take("sync_restrict::shared::cluster")) {
-  }
+  if (f.take("sync_restrict::shared::cta") || f.take("sync_restrict::shared::cluster")) {}
   f.expect(0, 2);
   if (f.count() > 0) {
     f.address(0, Space::kGeneric);

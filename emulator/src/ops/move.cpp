@@ -55,7 +55,8 @@ void mov_vector(Form& f, Type t, bool to_vector) {
   const ptx::AstOperand& v = f.operand(to_vector ? 0 : 1);
   const int count = static_cast<int>(v.sub.size());
   const int bits = exec::type_bits(t) / (count ? count : 1);
-  if ((count != 2 && count != 4) || bits < 8) f.fail("a vector of " + std::to_string(count) + " elements is not possible here");
+  if ((count != 2 && count != 4) || bits < 8)
+    f.fail("a vector of " + std::to_string(count) + " elements is not possible here");
   f.inst.form = static_cast<uint32_t>(bits);
   if (!to_vector) f.out(0, t);
   for (const ptx::AstOperand& e : v.sub) to_vector ? f.out(e, bits_type(bits)) : f.in(e, bits_type(bits));
@@ -73,7 +74,9 @@ void clock_run(Warp& w, const Inst& in, uint32_t mask) {
 void globaltimer_run(Warp& w, const Inst& in, uint32_t mask) {
   const auto now = std::chrono::steady_clock::now().time_since_epoch();
   const uint64_t ns = static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(now).count());
-  for_lanes(mask, [&](int i) { w.set_value(in.op[0], i, in.form == 1 ? ns >> 32 : in.op[0].bits == 64 ? ns : ns & 0xffffffffu); });
+  for_lanes(mask, [&](int i) {
+    w.set_value(in.op[0], i, in.form == 1 ? ns >> 32 : in.op[0].bits == 64 ? ns : ns & 0xffffffffu);
+  });
 }
 
 bool changing_special(Form& f, Type t, const std::string& name) {
@@ -92,7 +95,8 @@ void mov(Form& f) {
   if (t == Type::kPred) {
     f.out_pred(0);
     f.in_pred(1);
-    return f.emit([](Warp& w, const Inst& in, uint32_t m) { w.set_pred(in.op[0], m, w.pred(in.op[1])); }, OpClass::kPredicate);
+    return f.emit([](Warp& w, const Inst& in, uint32_t m) { w.set_pred(in.op[0], m, w.pred(in.op[1])); },
+                  OpClass::kPredicate);
   }
   if (f.operand(0).kind == Kind::kVector) return mov_vector(f, t, true);
   if (f.operand(1).kind == Kind::kVector) return mov_vector(f, t, false);
@@ -110,14 +114,16 @@ void mov(Form& f) {
     case 32: return f.emit(copy<uint32_t>(), OpClass::kMove);
     case 64: return f.emit(copy<uint64_t>(), OpClass::kMove);
     case 128:
-      return f.emit([](Warp& w, const Inst& in, uint32_t m) {
-        uint64_t* d = w.out<uint64_t>(in.op[0]);
-        const uint64_t* s = w.in<uint64_t>(in.op[1]);
-        for_lanes(m, [&](int i) {
-          d[i] = s[i];
-          d[32 + i] = s[32 + i];
-        });
-      }, OpClass::kMove);
+      return f.emit(
+          [](Warp& w, const Inst& in, uint32_t m) {
+            uint64_t* d = w.out<uint64_t>(in.op[0]);
+            const uint64_t* s = w.in<uint64_t>(in.op[1]);
+            for_lanes(m, [&](int i) {
+              d[i] = s[i];
+              d[32 + i] = s[32 + i];
+            });
+          },
+          OpClass::kMove);
     default: f.fail("that type is not modelled here");
   }
 }
@@ -158,7 +164,8 @@ void isspacep(Form& f) {
   if (space == "param" || space == "param::entry" || space == "const") f.fail("'." + space + "' is not modelled here");
   const uint64_t base = window(f, space);
   f.in_constant(base >> 56, 64);
-  f.emit(predicate_lanes<uint64_t, uint64_t>([](uint64_t a, uint64_t top) { return a >> 56 == top; }), OpClass::kPredicate);
+  f.emit(predicate_lanes<uint64_t, uint64_t>([](uint64_t a, uint64_t top) { return a >> 56 == top; }),
+         OpClass::kPredicate);
 }
 
 // 9.7.9.23: the cluster is one block, so only rank 0 exists and the address stays what it is.
@@ -175,7 +182,9 @@ void mapa(Form& f) {
       [](Warp& w, const Inst& in, uint32_t mask) {
         const uint32_t* rank = w.in<uint32_t>(in.op[2]);
         for_lanes(mask, [&](int i) {
-          if (rank[i] != 0) w.fail(ReportKind::kUndefined, in, i, "block rank " + std::to_string(rank[i]) + " in a cluster of one block");
+          if (rank[i] != 0)
+            w.fail(ReportKind::kUndefined, in, i,
+                   "block rank " + std::to_string(rank[i]) + " in a cluster of one block");
           w.set_value(in.op[0], i, w.value(in.op[1], i));
         });
       },
@@ -188,24 +197,29 @@ void getctarank(Form& f) {
   f.expect(2);
   f.out(0, Type::kU32);
   f.in(1, t);
-  f.emit([](Warp& w, const Inst& in, uint32_t mask) { for_lanes(mask, [&](int i) { w.out<uint32_t>(in.op[0])[i] = 0; }); }, OpClass::kMove);
+  f.emit(
+      [](Warp& w, const Inst& in, uint32_t mask) { for_lanes(mask, [&](int i) { w.out<uint32_t>(in.op[0])[i] = 0; }); },
+      OpClass::kMove);
 }
 
 void activemask(Form& f) {
   f.take("b32");
   f.expect(1);
   f.out(0, Type::kB32);
-  f.emit([](Warp& w, const Inst& in, uint32_t mask) { for_lanes(mask, [&](int i) { w.out<uint32_t>(in.op[0])[i] = mask; }); }, OpClass::kWarp);
+  f.emit([](Warp& w, const Inst& in,
+            uint32_t mask) { for_lanes(mask, [&](int i) { w.out<uint32_t>(in.op[0])[i] = mask; }); },
+         OpClass::kWarp);
 }
 
 // createpolicy: the value only steers caches, which are not modelled; it is made recognizable.
 void createpolicy(Form& f) {
-  while (!f.take_prefix("L2::").empty() || f.take("fractional") || f.take("range") || f.take("cvt") || f.take("global") || f.take("L2")) {
-  }
+  while (!f.take_prefix("L2::").empty() || f.take("fractional") || f.take("range") || f.take("cvt") ||
+         f.take("global") || f.take("L2")) {}
   f.take("b64");
   f.expect(1, 4);
   f.out(0, Type::kB64);
-  f.emit([](Warp& w, const Inst& in, uint32_t mask) { for_lanes(mask, [&](int i) { w.out<uint64_t>(in.op[0])[i] = 0x14F0000000000000ull; }); },
+  f.emit([](Warp& w, const Inst& in,
+            uint32_t mask) { for_lanes(mask, [&](int i) { w.out<uint64_t>(in.op[0])[i] = 0x14F0000000000000ull; }); },
          OpClass::kMove);
 }
 

@@ -42,8 +42,8 @@ uint64_t encode(double d, int fraction, int min_exponent, uint64_t infinity, Rou
   }
   const uint64_t result = base + round_off(mantissa, shift, mode, sign);
   if (result < infinity) return result;
-  const bool away = mode == Rounding::kNearestEven || mode == Rounding::kNearestAway || (mode == Rounding::kUp && !sign) ||
-                    (mode == Rounding::kDown && sign);
+  const bool away = mode == Rounding::kNearestEven || mode == Rounding::kNearestAway ||
+                    (mode == Rounding::kUp && !sign) || (mode == Rounding::kDown && sign);
   return away ? infinity : infinity - 1;
 }
 
@@ -52,7 +52,8 @@ uint64_t encode(double d, int fraction, int min_exponent, uint64_t infinity, Rou
 float round_to_float(double d, Rounding mode) {
   if (d != d) return bits_to_float(0x7fffffffu);
   if (mode == Rounding::kNearestEven) return static_cast<float>(d);
-  return bits_to_float(static_cast<uint32_t>(encode(d, 23, -126, 0x7f800000u, mode)) | (std::signbit(d) ? 0x80000000u : 0));
+  return bits_to_float(static_cast<uint32_t>(encode(d, 23, -126, 0x7f800000u, mode)) |
+                       (std::signbit(d) ? 0x80000000u : 0));
 }
 uint16_t round_to_half(double d, Rounding mode) {
   if (d != d) return 0x7fff;

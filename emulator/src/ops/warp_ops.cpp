@@ -31,13 +31,27 @@ void shfl_run(Warp& w, const Inst& in, uint32_t mask) {
     int source = lane;
     bool p = false;
     switch (in.form) {
-      case 0: source = lane - value; p = source >= most; break;               // up
-      case 1: source = lane + value; p = source <= most; break;               // down
-      case 2: source = lane ^ value; p = source <= most; break;               // bfly
-      default: source = least | (value & ~segment); p = source <= most; break;  // idx
+      case 0:
+        source = lane - value;
+        p = source >= most;
+        break;               // up
+      case 1:
+        source = lane + value;
+        p = source <= most;
+        break;               // down
+      case 2:
+        source = lane ^ value;
+        p = source <= most;
+        break;               // bfly
+      default:
+        source = least | (value & ~segment);
+        p = source <= most;
+        break;  // idx
     }
     if (!p) source = lane;
-    if (!(mask >> source & 1)) w.report(ReportKind::kUndefined, in, lane, "shfl.sync reads lane " + std::to_string(source) + ", which does not take part");
+    if (!(mask >> source & 1))
+      w.report(ReportKind::kUndefined, in, lane,
+               "shfl.sync reads lane " + std::to_string(source) + ", which does not take part");
     result[lane] = a[source];
     inside |= static_cast<uint32_t>(p) << lane;
   });
@@ -179,7 +193,12 @@ void redux(Form& f) {
   const bool logic = op == "and" || op == "or" || op == "xor";
   if (op.empty() || (logic ? t != Type::kB32 : t != Type::kU32 && t != Type::kS32)) f.fail("that form is not modelled");
   const uint32_t sign = t == Type::kS32 ? 2 : 0;
-  f.inst.form = op == "add" ? 0 : op == "min" ? 1 + sign : op == "max" ? 2 + sign : op == "and" ? 5 : op == "or" ? 6 : 7;
+  f.inst.form = op == "add"   ? 0
+                : op == "min" ? 1 + sign
+                : op == "max" ? 2 + sign
+                : op == "and" ? 5
+                : op == "or"  ? 6
+                              : 7;
   f.emit(&redux_run, OpClass::kWarp);
 }
 

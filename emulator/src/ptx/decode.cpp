@@ -20,23 +20,49 @@ struct SpecialName {
 };
 // PTX ISA 9.0, chapter 10. A cluster is one block. Registers whose value changes while a warp runs (%clock,
 // %globaltimer, ...) are read by mov itself.
-constexpr SpecialName kSpecials[] = {
-    {"%tid.x", Special::kTidX, 0}, {"%tid.y", Special::kTidY, 0}, {"%tid.z", Special::kTidZ, 0},
-    {"%ntid.x", Special::kNtidX, 0}, {"%ntid.y", Special::kNtidY, 0}, {"%ntid.z", Special::kNtidZ, 0},
-    {"%ctaid.x", Special::kCtaidX, 0}, {"%ctaid.y", Special::kCtaidY, 0}, {"%ctaid.z", Special::kCtaidZ, 0},
-    {"%nctaid.x", Special::kNctaidX, 0}, {"%nctaid.y", Special::kNctaidY, 0}, {"%nctaid.z", Special::kNctaidZ, 0},
-    {"%clusterid.x", Special::kCtaidX, 0}, {"%clusterid.y", Special::kCtaidY, 0}, {"%clusterid.z", Special::kCtaidZ, 0},
-    {"%nclusterid.x", Special::kNctaidX, 0}, {"%nclusterid.y", Special::kNctaidY, 0}, {"%nclusterid.z", Special::kNctaidZ, 0},
-    {"%cluster_ctaid.x", Special::kZero, 0}, {"%cluster_ctaid.y", Special::kZero, 0}, {"%cluster_ctaid.z", Special::kZero, 0},
-    {"%cluster_nctaid.x", Special::kOne, 0}, {"%cluster_nctaid.y", Special::kOne, 0}, {"%cluster_nctaid.z", Special::kOne, 0},
-    {"%cluster_ctarank", Special::kZero, 0}, {"%cluster_nctarank", Special::kOne, 0},
-    {"%laneid", Special::kLaneid, 0}, {"%warpid", Special::kWarpid, 0}, {"%nwarpid", Special::kNwarpid, 0},
-    {"%smid", Special::kSmid, 0}, {"%nsmid", Special::kNsmid, 0}, {"%gridid", Special::kGridid, 0},
-    {"%lanemask_eq", Special::kLanemaskEq, 0}, {"%lanemask_le", Special::kLanemaskLe, 0}, {"%lanemask_lt", Special::kLanemaskLt, 0},
-    {"%lanemask_ge", Special::kLanemaskGe, 0}, {"%lanemask_gt", Special::kLanemaskGt, 0},
-    {"%dynamic_smem_size", Special::kDynamicSmem, 0}, {"%total_smem_size", Special::kTotalSmem, 0},
-    {"%aggr_smem_size", Special::kTotalSmem, 0}, {"%reserved_smem_offset_begin", Special::kZero, 0},
-    {"%reserved_smem_offset_end", Special::kReservedSmem, 0}, {"%reserved_smem_offset_cap", Special::kReservedSmem, 0}};
+constexpr SpecialName kSpecials[] = {{"%tid.x", Special::kTidX, 0},
+                                     {"%tid.y", Special::kTidY, 0},
+                                     {"%tid.z", Special::kTidZ, 0},
+                                     {"%ntid.x", Special::kNtidX, 0},
+                                     {"%ntid.y", Special::kNtidY, 0},
+                                     {"%ntid.z", Special::kNtidZ, 0},
+                                     {"%ctaid.x", Special::kCtaidX, 0},
+                                     {"%ctaid.y", Special::kCtaidY, 0},
+                                     {"%ctaid.z", Special::kCtaidZ, 0},
+                                     {"%nctaid.x", Special::kNctaidX, 0},
+                                     {"%nctaid.y", Special::kNctaidY, 0},
+                                     {"%nctaid.z", Special::kNctaidZ, 0},
+                                     {"%clusterid.x", Special::kCtaidX, 0},
+                                     {"%clusterid.y", Special::kCtaidY, 0},
+                                     {"%clusterid.z", Special::kCtaidZ, 0},
+                                     {"%nclusterid.x", Special::kNctaidX, 0},
+                                     {"%nclusterid.y", Special::kNctaidY, 0},
+                                     {"%nclusterid.z", Special::kNctaidZ, 0},
+                                     {"%cluster_ctaid.x", Special::kZero, 0},
+                                     {"%cluster_ctaid.y", Special::kZero, 0},
+                                     {"%cluster_ctaid.z", Special::kZero, 0},
+                                     {"%cluster_nctaid.x", Special::kOne, 0},
+                                     {"%cluster_nctaid.y", Special::kOne, 0},
+                                     {"%cluster_nctaid.z", Special::kOne, 0},
+                                     {"%cluster_ctarank", Special::kZero, 0},
+                                     {"%cluster_nctarank", Special::kOne, 0},
+                                     {"%laneid", Special::kLaneid, 0},
+                                     {"%warpid", Special::kWarpid, 0},
+                                     {"%nwarpid", Special::kNwarpid, 0},
+                                     {"%smid", Special::kSmid, 0},
+                                     {"%nsmid", Special::kNsmid, 0},
+                                     {"%gridid", Special::kGridid, 0},
+                                     {"%lanemask_eq", Special::kLanemaskEq, 0},
+                                     {"%lanemask_le", Special::kLanemaskLe, 0},
+                                     {"%lanemask_lt", Special::kLanemaskLt, 0},
+                                     {"%lanemask_ge", Special::kLanemaskGe, 0},
+                                     {"%lanemask_gt", Special::kLanemaskGt, 0},
+                                     {"%dynamic_smem_size", Special::kDynamicSmem, 0},
+                                     {"%total_smem_size", Special::kTotalSmem, 0},
+                                     {"%aggr_smem_size", Special::kTotalSmem, 0},
+                                     {"%reserved_smem_offset_begin", Special::kZero, 0},
+                                     {"%reserved_smem_offset_end", Special::kReservedSmem, 0},
+                                     {"%reserved_smem_offset_cap", Special::kReservedSmem, 0}};
 
 uint64_t align_up(uint64_t value, uint64_t alignment) { return (value + alignment - 1) / alignment * alignment; }
 
@@ -91,7 +117,8 @@ Type Form::take_type() {
 }
 
 bool Form::has_type() const {
-  return std::any_of(modifiers_.begin(), modifiers_.end(), [](const std::string& m) { return parse_type(m) != Type::kNone; });
+  return std::any_of(modifiers_.begin(), modifiers_.end(),
+                     [](const std::string& m) { return parse_type(m) != Type::kNone; });
 }
 
 std::string Form::rest() const { return modifiers_.empty() ? "" : modifiers_.front(); }
@@ -113,7 +140,9 @@ size_t Form::push(const Operand& o) {
 }
 
 size_t Form::in_constant(uint64_t value, int bits) { return push(decoder_.constant(value, bits)); }
-size_t Form::in_special(Special which, int bits, uint64_t addend) { return push(decoder_.special(which, bits, addend)); }
+size_t Form::in_special(Special which, int bits, uint64_t addend) {
+  return push(decoder_.special(which, bits, addend));
+}
 
 size_t Form::in(const AstOperand& o, Type type) {
   const int bits = type_bits(type);
@@ -121,8 +150,8 @@ size_t Form::in(const AstOperand& o, Type type) {
     case AstOperand::Kind::kRegister: {
       const int have = register_bits(o);
       if (have != bits) {
-        fail("register '" + decoder_.function_.registers[static_cast<size_t>(o.reg)].name + "' has " + std::to_string(have) +
-             " bits; the form takes " + std::to_string(bits));
+        fail("register '" + decoder_.function_.registers[static_cast<size_t>(o.reg)].name + "' has " +
+             std::to_string(have) + " bits; the form takes " + std::to_string(bits));
       }
       if (bits == 1) return in_pred(o);
       return push(decoder_.registers_[static_cast<size_t>(o.reg)]);
@@ -131,10 +160,13 @@ size_t Form::in(const AstOperand& o, Type type) {
       uint64_t value = o.bits;
       if (o.float_bits) {
         const double d = o.float_bits == 32 ? bits_to_float(static_cast<uint32_t>(o.bits)) : bits_to_double(o.bits);
-        if (bits == 32 && (type == Type::kF32 || is_bits(type))) value = o.float_bits == 32 ? o.bits : float_to_bits(static_cast<float>(d));
-        else if (bits == 64 && (type == Type::kF64 || is_bits(type))) value = o.float_bits == 64 ? o.bits : double_to_bits(d);
+        if (bits == 32 && (type == Type::kF32 || is_bits(type)))
+          value = o.float_bits == 32 ? o.bits : float_to_bits(static_cast<float>(d));
+        else if (bits == 64 && (type == Type::kF64 || is_bits(type)))
+          value = o.float_bits == 64 ? o.bits : double_to_bits(d);
         else fail("a floating point constant cannot be an operand of type ." + std::string(to_string(type)));
-      } else if (is_float(type) && type != Type::kF16x2 && type != Type::kBF16x2 && type != Type::kF16 && type != Type::kBF16) {
+      } else if (is_float(type) && type != Type::kF16x2 && type != Type::kBF16x2 && type != Type::kF16 &&
+                 type != Type::kBF16) {
         fail("an integer constant cannot be an operand of type ." + std::string(to_string(type)));
       }
       if (bits < 64) value &= (uint64_t{1} << bits) - 1;
@@ -220,9 +252,9 @@ size_t Form::address(const AstOperand& o, Space space) {
   if (base.kind == AstOperand::Kind::kImmediate) return in_constant(base.bits, 64);
   std::string where;
   const Operand p = decoder_.symbol(*this, base.symbol, 0, 64, &where);
-  const bool fits = where == exec::to_string(space) || (space == Space::kGeneric && (where == "global" || where == "const")) ||
-                    (space == Space::kGlobal && where == "const") ||
-                    (space == Space::kParam && where == "local");
+  const bool fits = where == exec::to_string(space) ||
+                    (space == Space::kGeneric && (where == "global" || where == "const")) ||
+                    (space == Space::kGlobal && where == "const") || (space == Space::kParam && where == "local");
   if (!fits) fail("'" + base.symbol + "' is in ." + where + " memory, not ." + exec::to_string(space));
   return push(p);
 }
@@ -234,7 +266,8 @@ std::string Form::symbol_space(const std::string& name) const {
 
 int64_t Form::immediate(size_t i) const {
   const AstOperand& o = operand(i);
-  if (o.kind != AstOperand::Kind::kImmediate || o.float_bits) fail("operand " + std::to_string(i + 1) + " must be an integer constant");
+  if (o.kind != AstOperand::Kind::kImmediate || o.float_bits)
+    fail("operand " + std::to_string(i + 1) + " must be an integer constant");
   return static_cast<int64_t>(o.bits);
 }
 
@@ -289,7 +322,8 @@ void Decoder::place_variables() {
     variables_[p.unique] = {"param", offset, false};
     offset += p.size;
   }
-  if (offset > 32764) fail(function_.line, "the parameters take " + std::to_string(offset) + " bytes; at most 32,764 are possible");
+  if (offset > 32764)
+    fail(function_.line, "the parameters take " + std::to_string(offset) + " bytes; at most 32,764 are possible");
   info.param_bytes = static_cast<uint32_t>(offset);
 
   // Shared variables of the module count only for the kernels that name them.
@@ -410,7 +444,8 @@ void Decoder::decode_statements() {
     if (st.opcode[0] == "bra") fixups_.push_back({code_->insts.size() - 1, {st.operands[0].symbol}, false});
     if (st.opcode[0] == "brx") {
       const auto targets = function_.branch_targets.find(st.operands[1].symbol);
-      if (targets == function_.branch_targets.end()) form.fail("branch table '" + st.operands[1].symbol + "' is not defined");
+      if (targets == function_.branch_targets.end())
+        form.fail("branch table '" + st.operands[1].symbol + "' is not defined");
       fixups_.push_back({code_->insts.size() - 1, targets->second, true});
     }
   }
@@ -483,7 +518,9 @@ std::shared_ptr<const Program> Program::parse(std::string_view text, const std::
   p.target = ast.target;
   for (const ptx::Variable& v : ast.variables) {
     if (v.space == "shared") continue;
-    if (v.is_extern) throw PtxError(v.line, module_name + ":" + std::to_string(v.line) + ": extern variable '" + v.name + "' is not defined in the module");
+    if (v.is_extern)
+      throw PtxError(v.line, module_name + ":" + std::to_string(v.line) + ": extern variable '" + v.name +
+                                 "' is not defined in the module");
     VariableInfo info;
     info.name = v.name;
     info.is_const = v.space == "const";

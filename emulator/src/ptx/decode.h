@@ -137,7 +137,11 @@ class Decoder {
   std::map<std::string, Placed> variables_;
   std::map<std::pair<uint64_t, int>, uint32_t> constants_;
   std::map<std::pair<int, std::pair<int, uint64_t>>, uint32_t> specials_;
-  struct Fixup { size_t inst; std::vector<std::string> labels; bool table; };
+  struct Fixup {
+    size_t inst;
+    std::vector<std::string> labels;
+    bool table;
+  };
   std::vector<Fixup> fixups_;
   int line_ = 0;
 };

@@ -85,11 +85,12 @@ class Inliner {
     const auto callee = std::find_if(module_.functions.begin(), module_.functions.end(),
                                      [&](const Function& f) { return f.name == name && f.has_body; });
     if (callee == module_.functions.end()) fail(st.line, "call of '" + name + "', which has no body in the module");
-    if (std::find(stack_.begin(), stack_.end(), name) != stack_.end()) fail(st.line, "recursive call of '" + name + "' is not modelled");
+    if (std::find(stack_.begin(), stack_.end(), name) != stack_.end())
+      fail(st.line, "recursive call of '" + name + "' is not modelled");
     if (callee->params.size() != st.call_arguments.size() || callee->returns.size() != st.call_returns.size()) {
       fail(st.line, "call of '" + name + "' with " + std::to_string(st.call_arguments.size()) + " arguments and " +
-                        std::to_string(st.call_returns.size()) + " results; it has " + std::to_string(callee->params.size()) +
-                        " and " + std::to_string(callee->returns.size()));
+                        std::to_string(st.call_returns.size()) + " results; it has " +
+                        std::to_string(callee->params.size()) + " and " + std::to_string(callee->returns.size()));
     }
     Names names;
     for (size_t i = 0; i < callee->params.size(); ++i) names[callee->params[i].unique] = st.call_arguments[i];

@@ -12,9 +12,9 @@ namespace {
 
 uint32_t type_bytes(const std::string& type) {
   static const std::map<std::string, uint32_t> kBytes = {
-      {".b8", 1},  {".u8", 1},  {".s8", 1},   {".b16", 2},  {".u16", 2},   {".s16", 2}, {".f16", 2}, {".bf16", 2},
-      {".b32", 4}, {".u32", 4}, {".s32", 4},  {".f32", 4},  {".f16x2", 4}, {".bf16x2", 4}, {".b64", 8},  {".u64", 8},
-      {".s64", 8}, {".f64", 8}, {".b128", 16}};
+      {".b8", 1},   {".u8", 1},  {".s8", 1},  {".b16", 2}, {".u16", 2},  {".s16", 2},   {".f16", 2},
+      {".bf16", 2}, {".b32", 4}, {".u32", 4}, {".s32", 4}, {".f32", 4},  {".f16x2", 4}, {".bf16x2", 4},
+      {".b64", 8},  {".u64", 8}, {".s64", 8}, {".f64", 8}, {".b128", 16}};
   const auto it = kBytes.find(type);
   return it == kBytes.end() ? 0 : it->second;
 }
@@ -185,7 +185,8 @@ class Parser {
           count = 0;
         } else {
           const int64_t n = integer();
-          if (n < 0 || (n > 0 && count > (uint64_t{1} << 40) / static_cast<uint64_t>(n))) fail("array of that size is not possible");
+          if (n < 0 || (n > 0 && count > (uint64_t{1} << 40) / static_cast<uint64_t>(n)))
+            fail("array of that size is not possible");
           count *= static_cast<uint64_t>(n);
           expect("]");
         }
@@ -463,9 +464,12 @@ class Parser {
       while (accept(","));
     }
     expect(";");
-    auto is_symbol = [&](size_t i) { return i < st.operands.size() && st.operands[i].kind == AstOperand::Kind::kSymbol; };
+    auto is_symbol = [&](size_t i) {
+      return i < st.operands.size() && st.operands[i].kind == AstOperand::Kind::kSymbol;
+    };
     if (st.opcode[0] == "bra" && !(st.operands.size() == 1 && is_symbol(0))) fail_at(st.line, "bra needs one label");
-    if (st.opcode[0] == "brx" && !(st.operands.size() == 2 && is_symbol(1))) fail_at(st.line, "brx needs an index and a branch table");
+    if (st.opcode[0] == "brx" && !(st.operands.size() == 2 && is_symbol(1)))
+      fail_at(st.line, "brx needs an index and a branch table");
     f.statements.push_back(std::move(st));
     scope_of_.push_back(scope_);
   }

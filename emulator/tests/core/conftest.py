@@ -12,8 +12,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "python"))
 
-from vsm.device import Device, Watch, pack  # noqa: E402
-from vsm.results import Launch  # noqa: E402
+from vsm.device import Device, Watch, pack
+from vsm.results import Launch
 
 HEADER = ".version 9.0\n.target sm_121a\n.address_size 64\n"
 FORMATS = {16: "H", 32: "I", 64: "Q"}
@@ -61,10 +61,14 @@ def evaluate(device: Device) -> Callable[..., list[int]]:
     def run(body: str, result: int, sources: Sequence[int], rows: Sequence[Sequence[int]]) -> list[int]:
         module = device.load(_instruction_source(body, sources, result), "instruction")
         width = max(1, len(sources))
-        data = b"".join(struct.pack(f"<{width}Q", *(v & (2**64 - 1) for v in row), *[0] * (width - len(row))) for row in rows)
+        data = b"".join(
+            struct.pack(f"<{width}Q", *(v & (2**64 - 1) for v in row), *[0] * (width - len(row))) for row in rows
+        )
         source, out = device.upload(data), device.upload(bytes(8 * len(rows)))
         try:
-            launch = module.kernel("k").launch((len(rows) + 31) // 32, 32, pack(out, source) + struct.pack("<I", len(rows)))
+            launch = module.kernel("k").launch(
+                (len(rows) + 31) // 32, 32, pack(out, source) + struct.pack("<I", len(rows))
+            )
             assert launch.clean, str(launch)
             return list(struct.unpack(f"<{len(rows)}Q", device.download(out, 8 * len(rows))))
         finally:
@@ -95,7 +99,11 @@ def run_kernel(device: Device) -> Callable[..., tuple[Launch, bytes]]:
         addresses = [device.upload(data) for data in inputs]
         try:
             launch = module.kernel("k").launch(
-                grid, block, pack(out, *addresses), watch=watch, dynamic_shared=dynamic_shared,
+                grid,
+                block,
+                pack(out, *addresses),
+                watch=watch,
+                dynamic_shared=dynamic_shared,
                 max_warp_instructions=max_warp_instructions,
             )
             return launch, device.download(out, out_bytes)

@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
+from vsm._library import VsmError
+from vsm.device import pack
 
 HEADER = ".version 9.0\n.target sm_121a\n.address_size 64\n"
 DECLARED = ".reg .pred %p; .reg .b16 %h; .reg .b32 %r<3>; .reg .b64 %w; .reg .f32 %f;"
@@ -49,7 +52,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("body", "text"), REFUSED, ids=[r[0] for r in REFUSED])
 def test_refused_with_line_and_kernel(device, body, text):
-    with pytest.raises(Exception, match="unit:5") as caught:
+    with pytest.raises(VsmError, match="unit:5") as caught:
         device.load(kernel(body), "unit")
     assert text in str(caught.value)
 
@@ -71,9 +74,8 @@ def test_refused_with_line_and_kernel(device, body, text):
     ],
 )
 def test_refused_module(device, source, text):
-    with pytest.raises(Exception) as caught:
+    with pytest.raises(VsmError, match=re.escape(text)):
         device.load(source, "unit")
-    assert text in str(caught.value)
 
 
 SAMPLE = kernel("""
@@ -90,11 +92,30 @@ def test_mutated_text_neither_crashes_nor_hangs(device, seed):
     """Text with a few characters or tokens changed is refused or runs within its bounds."""
     print("seed", seed)
     rng = random.Random(seed)
-    from vsm.device import pack
-
-    tokens = ["%r0", "%w", "%p", "0", "-1", "[", "]", "{", "}", ";", ",", ".u32", ".b64", ".shared", "bra", "LOOP", "@%p", "st", "ld"]
+    tokens = [
+        "%r0",
+        "%w",
+        "%p",
+        "0",
+        "-1",
+        "[",
+        "]",
+        "{",
+        "}",
+        ";",
+        ",",
+        ".u32",
+        ".b64",
+        ".shared",
+        "bra",
+        "LOOP",
+        "@%p",
+        "st",
+        "ld",
+    ]
     out = device.upload(bytes(4096))
     loaded = 0
+    refusals: list[str] = []
     for _ in range(150):
         text = SAMPLE
         for _ in range(rng.choice((1, 1, 1, 2))):
@@ -111,15 +132,18 @@ def test_mutated_text_neither_crashes_nor_hangs(device, seed):
                 text = text[:at] + " " + rng.choice(tokens) + " " + text[at:]
         try:
             module = device.load(text, "mutant")
-        except Exception as error:  # noqa: BLE001
-            assert "mutant" in str(error)
+        except VsmError as error:
+            refusals.append(str(error))
             continue
         loaded += 1
         try:
-            launch = module.kernel("k").launch(1, 32, pack(out), max_warp_instructions=20_000)
-            assert launch.status in ("ok", "fault", "deadlock", "step limit", "trap", "refused")
-        except Exception as error:  # noqa: BLE001
-            assert "k" in str(error)
+            kernel_found = module.kernel("k")
+        except KeyError:  # the mutation renamed it
+            module.unload()
+            continue
+        launch = kernel_found.launch(1, 32, pack(out), max_warp_instructions=20_000)
+        assert launch.status in ("ok", "fault", "deadlock", "step limit", "trap", "refused")
         module.unload()
     device.release(out)
-    assert loaded > 5
+    assert loaded > 0
+    assert all(text.startswith("mutant") for text in refusals)

@@ -55,7 +55,10 @@ LOADS = [
     ("ld.const.u32 %r1, [table+4];", [22] * 32),
     ("mov.u64 %w4, variable; ld.global.u32 %r1, [%w4];", [77] * 32),
     ("ld.global.u64 %w4, [pointer]; ld.u32 %r1, [%w4+4];", [22] * 32),
-    ("prefetch.global.L2 [%w3]; createpolicy.fractional.L2::evict_first.b64 %w4, 0f3F800000; mov.u32 %r1, 1;", [1] * 32),
+    (
+        "prefetch.global.L2 [%w3]; createpolicy.fractional.L2::evict_first.b64 %w4, 0f3F800000; mov.u32 %r1, 1;",
+        [1] * 32,
+    ),
 ]
 DECLARED = """.const .align 4 .b32 table[3] = {11, 22, 33}; .global .align 4 .b32 variable = 77;
 .global .align 8 .u64 pointer = generic(table);"""
@@ -70,7 +73,9 @@ def test_load(run_kernel, body, expected):
 
 
 def test_store_is_truncated_to_its_type(run_kernel):
-    launch, out = run_kernel(kernel("mov.u32 %r1, 0x12345678; st.global.u8 [%w2], %r1; st.global.u16 [%w2+2], %r1;"), inputs=[DATA])
+    launch, out = run_kernel(
+        kernel("mov.u32 %r1, 0x12345678; st.global.u8 [%w2], %r1; st.global.u16 [%w2+2], %r1;"), inputs=[DATA]
+    )
     clean(launch)
     assert words(out) == (0x56780078,) * 32
 
@@ -97,7 +102,10 @@ def atomic_rows():
 
 @pytest.mark.parametrize(("body", "initial", "final", "_"), atomic_rows(), ids=[a[0] for a in atomic_rows()])
 def test_atomic(run_kernel, body, initial, final, _):
-    launch, out = run_kernel(kernel(f"setp.eq.u32 %p, %r0, 0; @%p st.global.u32 [%w0+512], {initial}; bar.warp.sync -1; {body}"), inputs=[DATA])
+    launch, out = run_kernel(
+        kernel(f"setp.eq.u32 %p, %r0, 0; @%p st.global.u32 [%w0+512], {initial}; bar.warp.sync -1; {body}"),
+        inputs=[DATA],
+    )
     clean(launch)
     assert hex(struct.unpack_from("I", out, 512)[0]) == hex(final)
 
@@ -131,8 +139,11 @@ def test_blocks_may_wait_for_one_another(run_kernel):
 
 
 def test_bar_sync_orders_shared_memory(run_kernel):
-    body = """.shared .align 4 .b32 s[128]; mov.u32 %r2, s; shl.b32 %r3, %r0, 2; add.u32 %r3, %r2, %r3; st.shared.u32 [%r3], %r0;
-    bar.sync 0; sub.u32 %r4, 127, %r0; shl.b32 %r4, %r4, 2; add.u32 %r4, %r4, %r2; ld.shared.u32 %r1, [%r4];""" + STORE
+    body = (
+        """.shared .align 4 .b32 s[128]; mov.u32 %r2, s; shl.b32 %r3, %r0, 2; add.u32 %r3, %r2, %r3; st.shared.u32 [%r3], %r0;
+    bar.sync 0; sub.u32 %r4, 127, %r0; shl.b32 %r4, %r4, 2; add.u32 %r4, %r4, %r2; ld.shared.u32 %r1, [%r4];"""
+        + STORE
+    )
     launch, out = run_kernel(kernel(body), block=128, inputs=[DATA])
     clean(launch)
     assert words(out, 128) == tuple(127 - k for k in range(128))
@@ -149,16 +160,22 @@ def test_bar_arrive_and_sync_with_counts(run_kernel):
 
 
 def test_bar_red(run_kernel):
-    body = """setp.lt.u32 %p, %r0, 40; bar.red.popc.u32 %r1, 0, %p; bar.red.and.pred %q, 1, %p; selp.u32 %r2, 100, 0, %q; add.u32 %r1, %r1, %r2;
-    bar.red.or.pred %q, 2, 64, %p; selp.u32 %r2, 1000, 0, %q; add.u32 %r1, %r1, %r2;""" + STORE
+    body = (
+        """setp.lt.u32 %p, %r0, 40; bar.red.popc.u32 %r1, 0, %p; bar.red.and.pred %q, 1, %p; selp.u32 %r2, 100, 0, %q; add.u32 %r1, %r1, %r2;
+    bar.red.or.pred %q, 2, 64, %p; selp.u32 %r2, 1000, 0, %q; add.u32 %r1, %r1, %r2;"""
+        + STORE
+    )
     launch, out = run_kernel(kernel(body), block=64, inputs=[DATA])
     clean(launch)
     assert words(out, 64) == (1040,) * 64
 
 
 def test_cluster_barrier_of_one_block(run_kernel):
-    body = """.shared .align 4 .b32 s; setp.eq.u32 %p, %r0, 0; @%p st.shared.u32 [s], 3; barrier.cluster.arrive.release.aligned;
-    barrier.cluster.wait.acquire.aligned; ld.shared.u32 %r1, [s];""" + STORE
+    body = (
+        """.shared .align 4 .b32 s; setp.eq.u32 %p, %r0, 0; @%p st.shared.u32 [s], 3; barrier.cluster.arrive.release.aligned;
+    barrier.cluster.wait.acquire.aligned; ld.shared.u32 %r1, [s];"""
+        + STORE
+    )
     launch, out = run_kernel(kernel(body), block=64, inputs=[DATA])
     clean(launch)
     assert words(out, 64) == (3,) * 64
@@ -171,7 +188,10 @@ INIT = """setp.eq.u32 %p, %r0, 0; @%p mbarrier.init.shared::cta.b64 [bar], COUNT
 
 def test_mbarrier_phases(run_kernel):
     """Two phases of 64 arrivals; parity waits; the phase before the first counts as complete."""
-    body = ".shared .align 8 .b64 bar; .shared .align 4 .b32 s[64]; " + INIT.replace("COUNT", "64") + """
+    body = (
+        ".shared .align 8 .b64 bar; .shared .align 4 .b32 s[64]; "
+        + INIT.replace("COUNT", "64")
+        + """
     mbarrier.try_wait.parity.shared::cta.b64 %q, [bar], 1; selp.u32 %r1, 1, 0, %q;
     mbarrier.test_wait.parity.shared::cta.b64 %q, [bar], 0; selp.u32 %r2, 2, 0, %q; bar.sync 0; add.u32 %r1, %r1, %r2;
     mbarrier.arrive.shared::cta.b64 %w4, [bar];
@@ -179,7 +199,9 @@ def test_mbarrier_phases(run_kernel):
     mbarrier.arrive.shared::cta.b64 _, [bar];
     W1: mbarrier.try_wait.parity.shared::cta.b64 %q, [bar], 1, 1000; @!%q bra W1;
     mbarrier.pending_count.b64 %r3, %w4; setp.gt.u32 %q, %r3, 0; selp.u32 %r3, 100, 0, %q; add.u32 %r1, %r1, %r3;
-    bar.sync 0; setp.eq.u32 %p, %r0, 0; @%p mbarrier.inval.shared::cta.b64 [bar];""" + STORE
+    bar.sync 0; setp.eq.u32 %p, %r0, 0; @%p mbarrier.inval.shared::cta.b64 [bar];"""
+        + STORE
+    )
     launch, out = run_kernel(kernel(body), block=64, inputs=[DATA])
     clean(launch)
     assert words(out, 64) == (101,) * 64
@@ -187,13 +209,17 @@ def test_mbarrier_phases(run_kernel):
 
 def test_bulk_copy_in_and_out(run_kernel):
     """256 bytes in by a bulk copy that an mbarrier tracks, doubled, and out again after a proxy fence."""
-    body = ".shared .align 128 .b8 s[256]; .shared .align 8 .b64 bar; " + INIT.replace("COUNT", "1") + """
+    body = (
+        ".shared .align 128 .b8 s[256]; .shared .align 8 .b64 bar; "
+        + INIT.replace("COUNT", "1")
+        + """
     @%p mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar], 256;
     @%p cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [s], [%w3], 256, [bar];
     W: mbarrier.try_wait.parity.shared::cta.b64 %q, [bar], 0; @!%q bra W;
     mov.u32 %r2, s; shl.b32 %r3, %r0, 2; add.u32 %r2, %r2, %r3; ld.shared.u32 %r1, [%r2]; add.u32 %r1, %r1, %r1; st.shared.u32 [%r2], %r1;
     fence.proxy.async.shared::cta; bar.sync 0; setp.eq.u32 %p, %r0, 0; @!%p exit;
     cp.async.bulk.global.shared::cta.bulk_group [%w0], [s], 256; cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;"""
+    )
     launch, out = run_kernel(kernel(body), block=64, inputs=[DATA])
     clean(launch)
     assert words(out, 64) == tuple(2 * v for v in IN)
@@ -211,19 +237,27 @@ def test_bulk_reduction(run_kernel):
 
 def test_cp_async_groups(run_kernel):
     """Two groups; the second copies 4 of 16 bytes and fills the rest with zeros."""
-    body = """.shared .align 16 .b8 s[1024]; shl.b32 %r3, %r0, 4; mov.u32 %r2, s; add.u32 %r2, %r2, %r3; cvt.u64.u32 %w4, %r3; and.b64 %w4, %w4, 240; add.u64 %w4, %w3, %w4;
+    body = (
+        """.shared .align 16 .b8 s[1024]; shl.b32 %r3, %r0, 4; mov.u32 %r2, s; add.u32 %r2, %r2, %r3; cvt.u64.u32 %w4, %r3; and.b64 %w4, %w4, 240; add.u64 %w4, %w3, %w4;
     cp.async.cg.shared.global [%r2], [%w4], 16; cp.async.commit_group; cp.async.cg.shared.global [%r2+512], [%w4], 16, 4; cp.async.commit_group;
-    cp.async.wait_group 1; ld.shared.u32 %r1, [%r2+4]; cp.async.wait_all; ld.shared.v2.u32 {%r4, %r5}, [%r2+512]; add.u32 %r1, %r1, %r4; add.u32 %r1, %r1, %r5;""" + STORE
+    cp.async.wait_group 1; ld.shared.u32 %r1, [%r2+4]; cp.async.wait_all; ld.shared.v2.u32 {%r4, %r5}, [%r2+512]; add.u32 %r1, %r1, %r4; add.u32 %r1, %r1, %r5;"""
+        + STORE
+    )
     launch, out = run_kernel(kernel(body), inputs=[DATA])
     clean(launch)
     assert words(out) == tuple(IN[4 * (k % 16) + 1] + IN[4 * (k % 16)] for k in LANES)
 
 
 def test_cp_async_mbarrier_arrive(run_kernel):
-    body = ".shared .align 16 .b8 s[512]; .shared .align 8 .b64 bar; " + INIT.replace("COUNT", "32") + """
+    body = (
+        ".shared .align 16 .b8 s[512]; .shared .align 8 .b64 bar; "
+        + INIT.replace("COUNT", "32")
+        + """
     shl.b32 %r3, %r0, 2; mov.u32 %r2, s; add.u32 %r2, %r2, %r3; add.u64 %w4, %w3, %w1; cp.async.ca.shared.global [%r2], [%w4], 4;
     cp.async.mbarrier.arrive.noinc.shared.b64 [bar];
-    W: mbarrier.try_wait.parity.shared::cta.b64 %q, [bar], 0; @!%q bra W; ld.shared.u32 %r1, [%r2];""" + STORE
+    W: mbarrier.try_wait.parity.shared::cta.b64 %q, [bar], 0; @!%q bra W; ld.shared.u32 %r1, [%r2];"""
+        + STORE
+    )
     launch, out = run_kernel(kernel(body), inputs=[DATA])
     clean(launch)
     assert words(out) == IN[:32]
@@ -231,10 +265,15 @@ def test_cp_async_mbarrier_arrive(run_kernel):
 
 def test_a_copy_takes_its_time(run_kernel):
     """What a bulk copy brings is not there when the instruction has been issued."""
-    body = ".shared .align 128 .b8 s[256]; .shared .align 8 .b64 bar; " + INIT.replace("COUNT", "1") + """
+    body = (
+        ".shared .align 128 .b8 s[256]; .shared .align 8 .b64 bar; "
+        + INIT.replace("COUNT", "1")
+        + """
     @!%p exit; st.shared.u32 [s], 1; mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar], 256;
     cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [s], [%w3], 256, [bar]; ld.shared.u32 %r1, [s];
-    W: mbarrier.try_wait.parity.shared::cta.b64 %q, [bar], 0; @!%q bra W;""" + STORE
+    W: mbarrier.try_wait.parity.shared::cta.b64 %q, [bar], 0; @!%q bra W;"""
+        + STORE
+    )
     launch, out = run_kernel(kernel(body), inputs=[DATA])
     clean(launch)
     assert words(out, 1) == (1,)

@@ -64,8 +64,10 @@ def test_lanes_meet_again_after_a_branch(evaluate):
 def test_a_loop_of_different_lengths_per_lane(evaluate):
     body = """mov.u32 %d, 0; mov.u32 %t1, %t0; LOOP: setp.eq.u32 %p, %t1, 0; @%p bra DONE;
     add.u32 %d, %d, %t1; sub.u32 %t1, %t1, 1; bra LOOP; DONE: shfl.sync.bfly.b32 %t2, %d, 1, 31, -1; sub.u32 %d, %t2, %d;"""
+
     def triangle(k):
         return k * (k + 1) // 2
+
     assert evaluate(LANE + body, 32, (), ALL) == lanes(lambda k: triangle(k ^ 1) - triangle(k))
 
 
@@ -107,7 +109,8 @@ def test_branch_table(run_kernel):
 
 
 def test_call_of_a_function(run_kernel):
-    launch, out = run_kernel(""".func (.param .b32 r) twice_plus(.param .b32 x, .param .b32 y) { .reg .b32 %r<3>; .reg .pred %p;
+    launch, out = (
+        run_kernel(""".func (.param .b32 r) twice_plus(.param .b32 x, .param .b32 y) { .reg .b32 %r<3>; .reg .pred %p;
       ld.param.b32 %r0, [x]; ld.param.b32 %r1, [y]; setp.gt.u32 %p, %r0, 15; @%p bra BIG;
       add.u32 %r0, %r0, %r0; add.u32 %r0, %r0, %r1; st.param.b32 [r], %r0; ret; BIG: st.param.b32 [r], 0; ret; }
       .visible .entry k(.param .u64 out) { .reg .b32 %r<4>; .reg .b64 %w<2>; .reg .pred %p;
@@ -115,6 +118,7 @@ def test_call_of_a_function(run_kernel):
       { .param .b32 a; .param .b32 b; .param .b32 v; st.param.b32 [a], %r0; st.param.b32 [b], 1; st.param.b32 [v], 99;
         @%p call (v), twice_plus, (a, b); ld.param.b32 %r2, [v]; }
       mul.wide.u32 %w1, %r0, 4; add.u64 %w0, %w0, %w1; st.global.u32 [%w0], %r2; ret; }""")
+    )
     assert launch.clean, str(launch)
     assert struct.unpack("32I", out[:128]) == tuple(99 if k == 2 else 0 if k > 15 else 2 * k + 1 for k in range(32))
 
@@ -125,7 +129,10 @@ def test_call_of_a_function(run_kernel):
         ("shfl.sync.idx.b32 %r1, %r0, 0, 31, 0xFFFE;", "not in its own member mask"),
         ("setp.lt.u32 %p, %r0, 4; @%p bar.sync 0;", "other lanes"),
         ("setp.lt.u32 %p, %r0, 4; @%p vote.sync.ballot.b32 %r1, %p, -1;", "other lanes"),
-        ("setp.lt.u32 %p, %r0, 4; @%p exit; mov.b32 %r1, 0; movmatrix.sync.aligned.m8n8.trans.b16 %r1, %r1;", "all 32 lanes"),
+        (
+            "setp.lt.u32 %p, %r0, 4; @%p exit; mov.b32 %r1, 0; movmatrix.sync.aligned.m8n8.trans.b16 %r1, %r1;",
+            "all 32 lanes",
+        ),
         ("T: .branchtargets A; brx.idx %r0, T; A:", "branch index 1"),
     ],
 )

@@ -78,7 +78,11 @@ def test_uninitialized_global_memory(device):
     from conftest import HEADER
     from vsm.device import pack
 
-    module = device.load(HEADER + ".visible .entry k(.param .u64 a) { .reg .b64 %w; .reg .b32 %r; ld.param.u64 %w, [a];\n ld.global.u32 %r, [%w+4]; ret; }", "u")
+    module = device.load(
+        HEADER
+        + ".visible .entry k(.param .u64 a) { .reg .b64 %w; .reg .b32 %r; ld.param.u64 %w, [a];\n ld.global.u32 %r, [%w+4]; ret; }",
+        "u",
+    )
     address = device.allocate(64)
     launch = module.kernel("k").launch(1, 32, pack(address))
     assert [r.kind for r in launch.reports] == ["uninitialized read"]
