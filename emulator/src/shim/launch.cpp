@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Launches: what the driver refuses, the packing of arguments, and what becomes of a fault.
 // The codes are those that a real driver gave for the same calls (tests/shim/golden).
+#include <cxxabi.h>
+
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 
 #include "shim/control.h"
@@ -21,6 +24,42 @@ uint64_t volume(const abi::Dim3& d) { return uint64_t{d.x} * d.y * d.z; }
 
 bool within(const abi::Dim3& d, const uint32_t most[3]) {
   return d.x >= 1 && d.y >= 1 && d.z >= 1 && d.x <= most[0] && d.y <= most[1] && d.z <= most[2];
+}
+
+/// A kernel's name for people: demangled, without template arguments and parameters (a CUTLASS kernel's fill a page).
+std::string readable(const std::string& mangled) {
+  int status = 0;
+  char* demangled = ::abi::__cxa_demangle(mangled.c_str(), nullptr, nullptr, &status);
+  const std::string full = status == 0 && demangled ? demangled : mangled;
+  std::free(demangled);
+  constexpr const char* kUnnamed = "(anonymous namespace)";
+  std::string name;
+  int depth = 0;
+  for (size_t i = 0; i < full.size(); ++i) {
+    if (depth == 0 && full.compare(i, std::strlen(kUnnamed), kUnnamed) == 0) {
+      name += kUnnamed;
+      i += std::strlen(kUnnamed) - 1;
+      continue;
+    }
+    if (full[i] == '(' && depth == 0) break;
+    if (full[i] == '<' && depth++ == 0) name += "<...>";
+    if (depth == 0) name += full[i];
+    if (full[i] == '>') --depth;
+  }
+  const size_t type = name.rfind(' ');  // a template's return type comes first
+  const bool unnamed_after = type != std::string::npos && name.compare(type, 11, " namespace)") == 0;
+  return type == std::string::npos || unnamed_after ? name : name.substr(type + 1);
+}
+
+/// Where and what, without the kernel's name.
+std::string describe(const Report& report) {
+  std::string text = std::string(to_string(report.kind)) + " at PTX line " + std::to_string(report.line);
+  if (!report.instruction.empty()) text += " `" + report.instruction + "`";
+  text += ", block (" + std::to_string(report.block[0]) + "," + std::to_string(report.block[1]) + "," +
+          std::to_string(report.block[2]) + ")";
+  if (report.warp >= 0) text += ", warp " + std::to_string(report.warp);
+  if (report.lane >= 0) text += ", lane " + std::to_string(report.lane);
+  return text + ": " + report.text;
 }
 
 /// Dynamic shared memory that a launch of this kernel may ask for.
@@ -58,7 +97,7 @@ int Runtime::check(const LaunchRequest& request) {
   const Kernel& kernel = *request.kernel;
   const KernelInfo& info = this->info(kernel);
   auto refuse = [&](int error, const std::string& text) {
-    explain("launch of " + info.name + " refused: " + text);
+    explain("launch of " + readable(info.name) + " refused: " + text);
     return error;
   };
   if (!within(request.grid, limits_.max_grid)) return refuse(abi::kInvalidValue, "grid " + dims(request.grid));
@@ -160,10 +199,10 @@ int Runtime::run(const LaunchRequest& request, const std::vector<uint8_t>& param
   clock_seconds_ += record.predicted.seconds;
 
   int error = error_of(record.result);
-  std::string text = record.result.message;
-  if (text.empty() && !record.result.reports.empty()) text = record.result.reports.front().str();
+  const bool reported = !record.result.reports.empty();
+  const std::string text = reported ? describe(record.result.reports.front()) : record.result.message;
   if (error == abi::kSuccess && settings_.strict && !record.result.reports.empty()) error = abi::kLaunchFailure;
-  if (!text.empty()) explain(info.name + ": " + text);
+  if (!text.empty()) explain(readable(info.name) + ": " + text);
   // A launch that was refused never started; everything else leaves the context as it is for good.
   if (error != abi::kSuccess && record.result.status != LaunchStatus::kRefused) sticky_ = error;
   this->record(std::move(record));
