@@ -244,5 +244,16 @@ def test_bound_is_a_small_part_of_the_result() -> None:
         assert bound.mean() < share * reference.pow(2).mean().sqrt()
 
 
+def test_where_float32_can_overflow_nothing_is_asked() -> None:
+    """An infinite input saturates to 448 * 2^127, whose products float32 does not hold: only that token is free."""
+    inputs = make_moe_inputs(MoECase(6, 160, 96, 4, 2, 1), 12)
+    inputs.input[2, 5] = torch.inf
+    reference, bound = moe_reference(inputs)
+    assert torch.isinf(bound[2]).all()
+    others = [0, 1, 3, 4, 5]
+    assert torch.isfinite(bound[others]).all()
+    check_within_bound(flashinfer.cutlass_fused_moe(**inputs.arguments()), reference, bound)
+
+
 def test_unit_roundoff_is_that_of_float32() -> None:
     assert torch.finfo(torch.float32).eps / 2 == FLOAT32_ROUNDOFF
