@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..autotuner import AutoTuner
+from ..testing import virtual_device, virtual_operators
 from ..utils import device_support_pdl
 from . import sm12x_dispatch as dispatch
 from .sm12x_cpu import moe_cpu
@@ -135,10 +136,14 @@ def run_moe(call: MoECall) -> torch.Tensor:
         output = torch.empty((problem.num_tokens, problem.hidden), dtype=call.output_dtype, device=device)
     if problem.num_tokens == 0:
         return output
-    if device.type == "cpu":
+    if device.type != "cpu":
+        _run_cuda(plan, call, output, device)
+    elif (virtual := virtual_device.active()) is None:
         _run_cpu(plan, call, output)
     else:
-        _run_cuda(plan, call, output, device)
+        arguments = _kernel_arguments(plan, call, output, device)
+        enable_pdl = True if call.enable_pdl is None else call.enable_pdl
+        virtual_operators.run_moe(virtual, problem, arguments, call.swizzled_input_sf, call.profile_ids, enable_pdl)
     return output
 
 
@@ -166,19 +171,14 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dtype is torch.uint8 else tensor.view(torch.uint8)
 
 
-def _run_cuda(plan: Plan, call: MoECall, output: torch.Tensor, device: torch.device) -> None:
+def _kernel_arguments(plan: Plan, call: MoECall, output: torch.Tensor, device: torch.device) -> tuple[Any, ...]:
+    """What ``sm12x_moe_run`` takes before the workspace, on the device of the call."""
     final_scales = call.token_final_scales
     if final_scales is None:
         if plan.unit_scales is None:
             shape = call.token_selected_experts.shape
             plan.unit_scales = torch.ones(shape, dtype=torch.float32, device=device)
         final_scales = plan.unit_scales
-    workspace = call.workspace_buffer
-    if workspace is None:
-        workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=device)
-    enable_pdl = call.enable_pdl
-    if enable_pdl is None:
-        enable_pdl = device_support_pdl(device)
     if call.mode is Mode.W4A16:
         fc1_sf, fc2_sf = call.quant_scales
         fc1_global = fc2_global = None
@@ -203,7 +203,7 @@ def _run_cuda(plan: Plan, call: MoECall, output: torch.Tensor, device: torch.dev
                 "fc2's block scales (quant_scales)": fc2_sf,
             }
         )
-    arguments = (
+    return (
         output,
         call.input,
         None if call.input_sf is None else _bytes(call.input_sf),
@@ -221,6 +221,16 @@ def _run_cuda(plan: Plan, call: MoECall, output: torch.Tensor, device: torch.dev
         call.swiglu_beta,
         call.swiglu_limit,
     )
+
+
+def _run_cuda(plan: Plan, call: MoECall, output: torch.Tensor, device: torch.device) -> None:
+    workspace = call.workspace_buffer
+    if workspace is None:
+        workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=device)
+    enable_pdl = call.enable_pdl
+    if enable_pdl is None:
+        enable_pdl = device_support_pdl(device)
+    arguments = _kernel_arguments(plan, call, output, device)
     tactics = plan.tactics
     if call.profile_ids is not None:
         tactics = forced_tactics(call.profile_ids, tactics)

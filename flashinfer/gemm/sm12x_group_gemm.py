@@ -18,6 +18,7 @@ from ..quantization.mx_cpu import (
     dequantize_mxfp8_linear,
     unswizzle_128x4,
 )
+from ..testing import virtual_device, virtual_operators
 from ..utils import device_support_pdl
 
 OPERATOR = "flashinfer::sm12x_group_gemm_mxfp4"
@@ -274,11 +275,14 @@ def group_gemm(
         out = torch.empty((problem.cum_m, problem.n), dtype=problem.out_dtype, device=a.device)
     if problem.cum_m == 0:
         return out
-    if on_cpu:
+    if on_cpu and (virtual := virtual_device.active()) is None:
         group_gemm_cpu(out, a, b, a_scale, b_scale, m_indptr)
         return out
     operands = {"a": a, "b": b, "a_scale": a_scale, "b_scale": b_scale, "out": out}
     _validation().require_alignment(operands)
+    if on_cpu:
+        virtual_operators.run_group_gemm(virtual, problem, out, a, b, a_scale, b_scale, m_indptr, tactic)
+        return out
     if tactic is None:
         tactic = plan.tactic
         if AutoTuner._instance is not None:

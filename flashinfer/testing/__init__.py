@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     def __getattr__(name: str) -> Any: ...
 
 
+from . import virtual_device
 from .error_bounds import (
     ANY_ORDER,
     TENSOR_CORE,
@@ -52,4 +53,5 @@ __all__ = [
     "quantize_mxfp8",
     "swizzle_scales",
     "unswizzle_scales",
+    "virtual_device",
 ]

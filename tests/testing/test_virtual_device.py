@@ -164,6 +164,25 @@ def run_moe(device: VirtualDevice, case: MoECase, inputs: Any, output: torch.Ten
 
 
 @pytest.mark.slow
+def test_the_public_operators_use_the_active_device():
+    case = make_group_gemm([5, 3], 128, 256, seed=15)
+    operands = (case.a, case.b, case.a_scale, case.b_scale, case.m_indptr)
+    with flashinfer.testing.virtual_device("sm_121a") as device:
+        out = flashinfer.gemm.group_gemm_mxfp4_nt_groupwise(*operands)
+        assert any("grouped_gemm_kernel" in launch.kernel for launch in device.launches)
+    check_within_bound(out, *group_gemm_reference(*operands))
+    launched = len(device.launches)
+    flashinfer.gemm.group_gemm_mxfp4_nt_groupwise(*operands)  # the CPU backend again
+    assert len(device.launches) == launched
+
+    inputs = make_moe_inputs(MoECase(num_tokens=3, hidden=256, inter=128, num_experts=4, top_k=2, mode=1), seed=16)
+    with flashinfer.testing.virtual_device("sm_121a") as device:
+        output = flashinfer.cutlass_fused_moe(**inputs.arguments())
+        assert sum("grouped_gemm_kernel" in launch.kernel for launch in device.launches) == 2
+    check_within_bound(output, *moe_reference(inputs))
+
+
+@pytest.mark.slow
 def test_rows_outside_the_tensors_are_a_fault_with_its_place(device):
     call = make_group_gemm([5, 3], 128, 256, seed=13)
     good = call.run(device)
