@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bit patterns of numbers."""
+"""Bit patterns of numbers, and what every PTX module begins with."""
 
 from __future__ import annotations
 
 import struct
 
+HEADER = ".version 9.0\n.target sm_121a\n.address_size 64\n"
 INF32, NAN32 = 0x7F800000, 0x7FFFFFFF  # NAN32: PTX's canonical NaN
 
 

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from bits import HEADER
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "python"))
 
 from vsm.device import Device, Watch, pack
 from vsm.results import Launch
 
-HEADER = ".version 9.0\n.target sm_121a\n.address_size 64\n"
 FORMATS = {16: "H", 32: "I", 64: "Q"}
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import struct
 
 import pytest
+from bits import HEADER
 
 PRELUDE = """.reg .pred %p, %q; .reg .b32 %r<10>; .reg .b64 %w<10>;
 ld.param.u64 %w0, [out]; mov.u32 %r0, %tid.x; mul.wide.u32 %w1, %r0, 4; add.u64 %w2, %w0, %w1; ld.param.u64 %w3, [in];
@@ -75,7 +76,6 @@ def test_clean_twin_is_silent(run_kernel, kind, _, __, body):
 
 
 def test_uninitialized_global_memory(device):
-    from conftest import HEADER
     from vsm.device import pack
 
     module = device.load(
@@ -108,7 +108,6 @@ def test_step_limit(run_kernel):
     ],
 )
 def test_refused_launches(device, grid, block, shared, text):
-    from conftest import HEADER
 
     module = device.load(HEADER + ".visible .entry k() { ret; }", "r")
     launch = module.kernel("k").launch(grid, block, b"", dynamic_shared=shared)
@@ -119,7 +118,6 @@ def test_refused_launches(device, grid, block, shared, text):
 
 
 def test_too_many_registers_are_refused(device):
-    from conftest import HEADER
 
     module = device.load(HEADER + ".visible .entry k() { ret; }", "r")
     assert module.kernel("k").launch(1, 512, b"", registers=129).status == "refused"
