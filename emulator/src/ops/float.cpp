@@ -73,6 +73,12 @@ F extreme(F a, F b, bool maximum, bool propagate) {
   return (a < b) == maximum ? b : a;
 }
 
+// IEEE 754, 6.3: an exact zero sum of unlike signs is -0 when rounding down.
+double directed_sum(double a, double b, Rounding r) {
+  const double s = add_to_odd(a, b);
+  return s == 0 && r == Rounding::kDown && (std::signbit(a) || std::signbit(b)) ? -0.0 : s;
+}
+
 float apply32(uint32_t form, float a, float b, float c) {
   const bool ftz = form & kFtz;
   if (ftz) {
@@ -84,10 +90,14 @@ float apply32(uint32_t form, float a, float b, float c) {
   const bool nearest = r == Rounding::kNearestEven;
   float d = 0;
   switch (kind(form)) {
-    case Op::kAdd: d = nearest ? a + b : round_to_float(add_to_odd(a, b), r); break;
-    case Op::kSub: d = nearest ? a - b : round_to_float(add_to_odd(a, -double{b}), r); break;
-    case Op::kMul: d = nearest ? a * b : round_to_float(double{a} * b, r); break;
-    case Op::kFma: d = nearest ? std::fma(a, b, c) : round_to_float(add_to_odd(double{a} * b, c), r); break;
+    case Op::kAdd: d = nearest ? a + b : round_to_float(directed_sum(a, b, r), r); break;
+    case Op::kSub: d = nearest ? a - b : round_to_float(directed_sum(a, -double{b}, r), r); break;
+    case Op::kMul:
+      d = nearest ? a * b : round_to_float(double{a} * b, r);
+      // Hardware flushes by the exact product: one below 2^-126 that would round up to it is flushed too.
+      if (ftz && std::fabs(double{a} * b) < 0x1p-126) d = static_cast<float>(std::copysign(0.0, double{a} * b));
+      break;
+    case Op::kFma: d = nearest ? std::fma(a, b, c) : round_to_float(directed_sum(double{a} * b, c, r), r); break;
     case Op::kDiv: d = nearest ? a / b : round_to_float(quotient_to_odd(a, b), r); break;
     case Op::kRcp: d = nearest ? 1.0f / a : round_to_float(quotient_to_odd(1.0, a), r); break;
     case Op::kSqrt: d = nearest ? std::sqrt(a) : round_to_float(root_to_odd(a), r); break;
@@ -422,7 +432,7 @@ void testp(Form& f) {
     if (what == "infinite") return predicate_lanes<T>([](T a) { return std::isinf(a); });
     if (what == "number") return predicate_lanes<T>([](T a) { return a == a; });
     if (what == "notanumber") return predicate_lanes<T>([](T a) { return a != a; });
-    if (what == "normal") return predicate_lanes<T>([](T a) { return std::isnormal(a); });
+    if (what == "normal") return predicate_lanes<T>([](T a) { return std::isnormal(a) || a == 0; });
     return predicate_lanes<T>([](T a) { return std::fpclassify(a) == FP_SUBNORMAL; });
   };
   f.emit(t == Type::kF32 ? pick(Tag<float>()) : pick(Tag<double>()), OpClass::kFloat);
