@@ -36,15 +36,6 @@ REFUSED = [
 ANY_NAN = re.compile(
     r"^((add|sub|mul|div|fma|rcp|sqrt)\.r.\.f64|(min|max)\.f64|cvt\.r.\.f32\.f64|cvt\.rn\.bf16\.f32|(abs|neg)\.)"
 )
-# Known differences, each a defect of the executor.
-DEFECTS = [
-    (
-        re.compile(r"^(add|sub|fma)\.rm(\.ftz)?\.f32"),
-        "an exact zero sum of unlike signs is -0 when rounding down (IEEE 754, 6.3)",
-    ),
-    (re.compile(r"^mul\.r[np]\.ftz(\.sat)?\.f32"), "a product below 2^-126 is flushed even if it would round up to it"),
-    (re.compile(r"^testp\.normal"), "testp.normal holds for zeros (ISA 9.7.3.1)"),
-]
 
 
 @functools.cache
@@ -89,15 +80,12 @@ EXACT = [case for case in scalar_cases() if case.name not in APPROXIMATE]
 
 
 @pytest.mark.parametrize("case", EXACT, ids=lambda c: c.name.split(";")[0][:60])
-def test_instruction(device: Device, case: Case, request: pytest.FixtureRequest) -> None:
+def test_instruction(device: Device, case: Case) -> None:
     for pattern, text in REFUSED:
         if pattern.search(case.name):
             with pytest.raises(VsmError, match=re.escape(text)):
                 device.load(case.ptx, "kernel")
             return
-    for pattern, reason in DEFECTS:
-        if pattern.search(case.name):
-            request.applymarker(pytest.mark.xfail(reason=reason, strict=False))
     actual, expected = run(device, case), golden()[0][case.name]
     kind = case.meta["kind"]
     if "cvt.r" in case.name and ".f32.f64" in case.name:  # a float32 in 64 bits
