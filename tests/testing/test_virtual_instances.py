@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every instance of the kernel family, as compiled for ``sm_121a``, on the virtual SM121 with every watcher on.
+
+Outputs are held to the float64 reference's derived bound for tensor cores. Shapes are small, but hidden and intermediate
+sizes are no multiples of a tile, and the tests of the instances assert from their launches' grids that rings wrapped,
+that blocks took parts of more than one unit of work, and that units were cut between blocks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from flashinfer.fused_moe.sm12x_validation import Mode, MoEProblem
+from flashinfer.gemm.sm12x_group_gemm import GroupGemmProblem
+from flashinfer.jit.sm12x.instances import GEMM_INSTANCES, IN_KERNEL_ENTRIES, INSTANCES, ROW_TILE, Instance
+from flashinfer.testing import (
+    TENSOR_CORE,
+    MoECase,
+    MoEInputs,
+    check_within_bound,
+    group_gemm_reference,
+    make_group_gemm_inputs,
+    make_moe_inputs,
+    moe_reference,
+    virtual_operators,
+)
+from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
+
+pytestmark = pytest.mark.slow
+
+ALL_WATCHERS = 15  # vsm.Watch.ALL, races included
+DEFAULT_INSTANCES = [instance for instance in INSTANCES if instance.default]
+EIGHT_BIT = [instance for instance in DEFAULT_INSTANCES if instance.activation == "mxfp8"]
+SIXTEEN_BIT = [instance for instance in DEFAULT_INSTANCES if instance.activation == "bf16"]
+# Neither is a multiple of a tile along N or K; K / 32 is 39 and 13, no multiple of the four that share a scale word.
+HIDDEN, INTER = 1248, 416
+# Tokens by token tile: with two of four experts a token, an expert's rows are several tiles, the last one partly filled.
+TOKENS = {8: 56, 16: 100, 32: 126, 64: 160, 128: 300}
+
+
+@pytest.fixture
+def device() -> Iterator[VirtualDevice]:
+    with virtual_device("sm_121a", watch=ALL_WATCHERS) as made:
+        yield made
+
+
+def names(instances: list[Instance] | tuple[Instance, ...]) -> list[str]:
+    return [instance.name for instance in instances]
+
+
+def run_moe(device: VirtualDevice, inputs: MoEInputs, mode: int, profile_ids: list[int] | None) -> torch.Tensor:
+    """The layer's output, from memory that holds NaN before."""
+    tokens, top_k = inputs.token_selected_experts.shape
+    experts, hidden, half = inputs.fc2_weights.shape
+    problem = MoEProblem(
+        mode=Mode(mode),
+        num_tokens=tokens,
+        hidden=hidden,
+        inter=2 * half,
+        num_local_experts=experts,
+        top_k=top_k,
+        first_expert=inputs.ep_rank * experts,
+        num_experts_total=inputs.ep_size * experts,
+    )
+    output = torch.full((tokens, hidden), float("nan"), dtype=inputs.output_dtype)
+    arguments = (
+        output,
+        inputs.input,
+        inputs.input_sf,
+        inputs.token_selected_experts,
+        inputs.token_final_scales,
+        inputs.fc1_weights,
+        inputs.fc1_scales,
+        inputs.fc1_global,
+        inputs.fc1_bias,
+        inputs.fc2_weights,
+        inputs.fc2_scales,
+        inputs.fc2_global,
+        inputs.fc2_bias,
+        inputs.swiglu_alpha,
+        inputs.swiglu_beta,
+        inputs.swiglu_limit,
+    )
+    virtual_operators.run_moe(device, problem, arguments, inputs.swizzled_input_sf, profile_ids)
+    return output
+
+
+def check_moe(device: VirtualDevice, case: MoECase, seed: int, profile_ids: list[int] | None = None) -> MoEInputs:
+    """Assert that the layer keeps its bound and that no watcher reports."""
+    print("seed", seed)
+    inputs = make_moe_inputs(case, seed)
+    start = time.perf_counter()
+    output = run_moe(device, inputs, case.mode, profile_ids)
+    print(throughput(device, time.perf_counter() - start))
+    used = check_within_bound(
+        output, *moe_reference(inputs, TENSOR_CORE), f"{case}, seed {seed}, profile_ids {profile_ids}"
+    )
+    print(f"{used:.1%} of the bound")
+    assert all(launch.clean for launch in device.launches), device.launches
+    return inputs
+
+
+def throughput(device: VirtualDevice, seconds: float) -> str:
+    instructions = sum(launch.counters.warp_instructions for launch in device.launches)
+    return f"{instructions} warp instructions in {seconds:.2f} s: {instructions / seconds / 1e6:.2f} million a second"
+
+
+def gemm_launches(device: VirtualDevice) -> list[Any]:
+    return [launch for launch in device.launches if "grouped_gemm_kernel" in launch.kernel]
+
+
+def assert_instance(launch: Any, instance: Instance) -> None:
+    """The kernel's template arguments are the instance's: token tile, K tile, stages, blocks per SM."""
+    sizes = (instance.token_tile, instance.k_tile, instance.stages, instance.blocks_per_sm)
+    found = re.search(r"Li(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E", launch.kernel)
+    assert found, launch.kernel
+    assert tuple(map(int, found.groups())) == sizes, launch.kernel
+
+
+def assert_shares(launch: Any, instance: Instance, rows_of_experts: list[int], row_tiles: int, k: int) -> None:
+    """The launch's blocks reuse stages, hold parts of more than one unit, and cut units between them.
+
+    A block takes ``tiles // blocks`` K tiles, one more in the first ``tiles % blocks`` blocks; a unit has ``k_tiles`` of them.
+    """
+    k_tiles = -(-k // instance.k_tile)
+    token_tiles = sum(-(-rows // instance.token_tile) for rows in rows_of_experts)
+    tiles, blocks = token_tiles * row_tiles * k_tiles, launch.grid[0]
+    length, longer = divmod(tiles, blocks)
+    starts = [block * length + min(block, longer) for block in range(blocks + 1)]
+    assert length > instance.stages, f"{tiles} K tiles in {blocks} blocks do not fill the ring of {instance.name}"
+    assert any(start % k_tiles for start in starts)
+    assert any((end - 1) // k_tiles > start // k_tiles for start, end in zip(starts, starts[1:], strict=False))
+
+
+def assert_moe_shares(device: VirtualDevice, case: MoECase, inputs: MoEInputs, instance: Instance) -> None:
+    fc1, fc2 = gemm_launches(device)
+    rows = torch.bincount(inputs.token_selected_experts.flatten(), minlength=case.num_experts).tolist()
+    assert max(rows) > instance.token_tile
+    for launch in (fc1, fc2):
+        assert_instance(launch, instance)
+    assert_shares(fc1, instance, rows, -(-case.inter // (ROW_TILE // 2)), case.hidden)
+    assert_shares(fc2, instance, rows, -(-case.hidden // ROW_TILE), case.inter)
+
+
+def layer(instance: Instance, mode: int, **changes: Any) -> MoECase:
+    """A layer that exercises ``instance``."""
+    case = MoECase(TOKENS[instance.token_tile], HIDDEN, INTER, num_experts=4, top_k=2, mode=mode)
+    return dataclasses.replace(case, **changes)
+
+
+@pytest.mark.parametrize("instance", EIGHT_BIT, ids=names(EIGHT_BIT))
+@pytest.mark.parametrize(
+    ("mode", "swizzled"), [(0, True), (0, False), (1, True)], ids=["MXFP8 swizzled", "MXFP8 linear", "bf16 quantized"]
+)
+def test_an_instance_with_8_bit_activations(device, instance, mode, swizzled):
+    case = layer(instance, mode, swizzled_input_sf=swizzled)
+    inputs = check_moe(device, case, 100 + instance.index, [instance.index] * 2)
+    assert_moe_shares(device, case, inputs, instance)
+
+
+@pytest.mark.parametrize("instance", SIXTEEN_BIT, ids=names(SIXTEEN_BIT))
+def test_an_instance_with_16_bit_activations(device, instance):
+    case = layer(instance, 2)
+    inputs = check_moe(device, case, 200 + instance.index, [instance.index] * 2)
+    assert_moe_shares(device, case, inputs, instance)
+
+
+@pytest.mark.parametrize("tactics", [(0, 7), (4, 5), (3, 6)], ids=lambda pair: f"{pair[0]} then {pair[1]}")
+def test_both_gemms_choose_for_themselves(device, tactics):
+    case = MoECase(20, 352, INTER, num_experts=3, top_k=2, mode=0)
+    check_moe(device, case, 300, list(tactics))
+    for launch, tactic in zip(gemm_launches(device), tactics, strict=True):
+        assert_instance(launch, INSTANCES[tactic])
+
+
+@pytest.mark.parametrize("biases", [True, False], ids=["biases", "none"])
+@pytest.mark.parametrize("mode", [0, 1, 2], ids=["MXFP8 input", "bf16 input", "W4A16"])
+def test_optional_tensors(device, mode, biases):
+    case = MoECase(7, 352, INTER, 4, 2, mode, biases=biases, swiglu_parameters=biases, global_scales=biases)
+    check_moe(device, case, 301)
+
+
+def test_an_instance_outside_the_default_set(device):
+    (instance,) = [row for row in INSTANCES if not row.default]
+    case = layer(instance, 0)
+    inputs = check_moe(device, case, 305, [instance.index] * 2)
+    assert_moe_shares(device, case, inputs, instance)
+
+
+@pytest.mark.parametrize("mode", [1, 2], ids=["fp16 input", "W4A16"])
+def test_other_dtypes(device, mode):
+    dtypes = {"bias_dtype": torch.float32, "output_dtype": torch.float16}
+    if mode == 1:
+        dtypes["input_dtype"] = torch.float16
+    check_moe(device, MoECase(6, 352, INTER, 4, 2, mode, **dtypes), 306)
+
+
+@pytest.mark.parametrize("mode", [0, 2], ids=["MXFP8 input", "W4A16"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_shard_of_the_experts_some_of_them_empty(device, rank, mode):
+    case = MoECase(9, 352, INTER, 16, 2, mode, ep_size=2, ep_rank=rank)
+    inputs = check_moe(device, case, 302)
+    local = inputs.token_selected_experts - 8 * rank
+    here = (local >= 0) & (local < 8)
+    assert here.any() and not here.all()
+    assert len(set(local[here].tolist())) < 8
+
+
+@pytest.mark.parametrize("mode", [0, 2], ids=["MXFP8 input", "W4A16"])
+def test_a_shard_without_any_row_is_zeros(device, mode):
+    case = MoECase(9, 352, INTER, 16, 2, mode, routing="few_experts", ep_size=2, ep_rank=0)
+    inputs = make_moe_inputs(case, 307)
+    assert int(inputs.token_selected_experts.min()) >= 8
+    assert torch.equal(run_moe(device, inputs, mode, None), torch.zeros((9, 352), dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("mode", [0, 2], ids=["MXFP8 input", "W4A16"])
+@pytest.mark.parametrize("tokens", [37, IN_KERNEL_ENTRIES + 9], ids=["routed by the kernels", "routed by the prologue"])
+def test_every_token_on_one_expert(device, mode, tokens):
+    case = MoECase(tokens, 352, INTER, 8, 1, mode, routing="one_expert", swizzled_input_sf=False)
+    inputs = check_moe(device, case, 303)
+    assert len(set(inputs.token_selected_experts.flatten().tolist())) == 1
+
+
+@pytest.mark.parametrize("mode", [0, 1, 2], ids=["MXFP8 input", "bf16 input", "W4A16"])
+def test_more_pairs_than_the_kernels_route(device, mode):
+    case = MoECase(IN_KERNEL_ENTRIES // 2 + 2, 160, 96, 5, 2, mode)
+    check_moe(device, case, 304, [0, 0] if mode != 2 else [8, 8])
+
+
+@pytest.mark.parametrize("activation", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["e4m3", "e5m2"])
+@pytest.mark.parametrize("instance", GEMM_INSTANCES, ids=names(GEMM_INSTANCES))
+def test_a_grouped_gemm_instance(device, instance, activation):
+    tile = instance.token_tile
+    rows, n, k = [3 * tile - 3, 0, 1, 4 * tile + 5, 2 * tile], HIDDEN, 800
+    seed = 400 + instance.index
+    print("seed", seed)
+    call = make_group_gemm_inputs(rows, n, k, seed, dtype=activation)
+    out = torch.full((sum(rows), n), float("nan"), dtype=torch.bfloat16)
+    problem = GroupGemmProblem(sum(rows), len(rows), n, k, out.dtype)
+    virtual_operators.run_group_gemm(
+        device, problem, out, call["a"], call["b"], call["a_scale"], call["b_scale"], call["m_indptr"], instance.index
+    )
+    used = check_within_bound(
+        out, *group_gemm_reference(**call, accumulation=TENSOR_CORE), f"{instance.name}, seed {seed}"
+    )
+    print(f"{used:.1%} of the bound")
+    assert all(launch.clean for launch in device.launches), device.launches
+    (launch,) = gemm_launches(device)
+    assert_instance(launch, instance)
+    assert_shares(launch, instance, rows, -(-n // ROW_TILE), k)
+
+
+@pytest.mark.parametrize("mode", [0, 1, 2], ids=["MXFP8 input", "bf16 input", "W4A16"])
+def test_a_layer_of_gpt_oss_120b_in_full_dimensions(device, mode):
+    case = MoECase(num_tokens=1, hidden=2880, inter=2880, num_experts=128, top_k=4, mode=mode)
+    check_moe(device, case, 500 + mode)
+    assert len(gemm_launches(device)) == 2
