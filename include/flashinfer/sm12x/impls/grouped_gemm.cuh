@@ -92,8 +92,7 @@ class Consumer {
         } else {
           consume_tile<Config, false>(shared, stage, at, valid_blocks, warp, lane, accumulators);
         }
-        __syncwarp();
-        if (lane == 0) ptx::mbarrier_arrive(shared.empty(stage));
+        ptx::mbarrier_arrive(shared.empty(stage));  // every reader for itself: racecheck follows that too
         if (++stage == Config::kStages) {
           stage = 0;
           phase ^= 1;
@@ -151,7 +150,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
     for (int stage = 0; stage < Config::kStages; ++stage) {
       // The producer's announcement, and one arrival of each of its lanes for the token scales.
       ptx::mbarrier_init(shared.full(stage), Config::kTokenScales ? 1 + 32 : 1);
-      ptx::mbarrier_init(shared.empty(stage), Config::kConsumerWarps);
+      ptx::mbarrier_init(shared.empty(stage), Config::kConsumerThreads);
     }
     ptx::fence_barrier_init();
   }

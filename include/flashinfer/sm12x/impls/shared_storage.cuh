@@ -9,6 +9,13 @@
 
 namespace flashinfer::sm12x {
 
+// Whether the MMA of a device takes block scales as operands; the kernels know at compile time, launchers ask the device.
+#if defined(FLASHINFER_SM12X_BLOCK_SCALED_MMA)
+constexpr bool kDeviceScalesInMma = true;
+#else
+constexpr bool kDeviceScalesInMma = false;
+#endif
+
 template <Role kRole_, Activation kActivation_, int kTokenTile_, int kKTile_, int kStages_, int kBlocksPerSm_>
 struct GemmConfig {
   static constexpr Role kRole = kRole_;
@@ -26,10 +33,9 @@ struct GemmConfig {
       kCooperative ? kTokenTile / 2 : kTokenTile;  // a warp's tile: 2 x 16 rows, these tokens
   static constexpr int kTokenSteps = kWarpTokens / 8;
 
-  // Registers for more blocks than a GB10's shared memory holds: parts with more of it fill up.
-  static constexpr int kMinBlocks = kTokenTile <= 8                                 ? 4
-                                    : kTokenTile * element_bytes(kActivation) <= 16 ? 3
-                                                                                    : kBlocksPerSm;
+  // Registers for more blocks than a GB10's shared memory holds: parts with more of it fill up. Not where SM12x would spill.
+  static constexpr bool kSpillsOnSm12x = kDeviceScalesInMma && kActivation == Activation::kBf16;
+  static constexpr int kMinBlocks = kTokenTile <= 8 ? 4 : kTokenTile <= 16 && !kSpillsOnSm12x ? 3 : kBlocksPerSm;
 
   static constexpr bool kTokenScales = kActivation != Activation::kBf16;
   static constexpr int kElementBytes = element_bytes(kActivation);
@@ -54,13 +60,6 @@ struct GemmConfig {
   static_assert(kStages >= 2, "the ring overlaps copies with arithmetic");
   static_assert(kWeightStage % 1024 == 0 && kScaleStage % 16 == 0 && kTokenStage % 16 == 0);
 };
-
-// Whether the MMA of a device takes block scales as operands; the kernels know at compile time, launchers ask the device.
-#if defined(FLASHINFER_SM12X_BLOCK_SCALED_MMA)
-constexpr bool kDeviceScalesInMma = true;
-#else
-constexpr bool kDeviceScalesInMma = false;
-#endif
 
 // Offsets into dynamic shared memory; only the routing tables depend on the number of experts.
 template <class Config, bool kBlockScaledMma = kDeviceScalesInMma>
