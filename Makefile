@@ -32,9 +32,17 @@ all: test
 env:
 	@$(PYTHON) tools/create_env.py $(VENV)
 
+# Three runs, because a process has one CUDA runtime: tests that load a real one, tests that bring the virtual GPU's, and
+# the emulator's own. UPSTREAM=1 adds CUTLASS's kernels on the emulator, a minute or two of compiler each.
+VIRTUAL_TESTS = $(wildcard tests/testing/test_virtual_*.py)
+EMULATOR_TESTS = emulator/tests $(if $(UPSTREAM),,--ignore=emulator/tests/upstream)
+RUN_TESTS = $(PY) -m pytest -n $(TEST_JOBS) --dist loadfile
+
 test: env
 	$(MAKE) -C emulator -j$(TEST_JOBS)
-	$(PY) -m pytest -n $(TEST_JOBS) --dist loadfile $(PYTEST_ARGS)
+	$(RUN_TESTS) tests $(addprefix --ignore=,$(VIRTUAL_TESTS)) $(PYTEST_ARGS)
+	$(RUN_TESTS) $(VIRTUAL_TESTS) $(PYTEST_ARGS)
+	$(RUN_TESTS) $(EMULATOR_TESTS) $(PYTEST_ARGS)
 
 demo: env
 	$(PY) tools/demo.py $(DEMO_ARGS)
