@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -221,3 +222,12 @@ def test_memory_of_the_device_is_given_back(device):
     assert int(tensor.sum()) == 7000
     with pytest.raises(VirtualDeviceError, match="bytes of the virtual device's memory"):
         device.empty(1 << 60)
+
+
+def test_a_new_device_does_not_answer_with_an_old_error():
+    with virtual_device("sm_121a"):
+        runtime = ctypes.CDLL("libcudart.so.13")
+        assert runtime.cudaFree(ctypes.c_void_p(0x1234)) != 0
+        assert runtime.cudaPeekAtLastError() != 0
+    with virtual_device("sm_121a"):
+        assert runtime.cudaPeekAtLastError() == 0

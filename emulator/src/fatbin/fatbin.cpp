@@ -83,7 +83,10 @@ constexpr uint32_t kSectionNoBits = 8;
 constexpr uint32_t kSectionSymbols = 2;
 
 std::vector<Section> sections_of(const Reader& elf) {
-  if (elf.slice(0, 4) != std::string_view("\x7f" "ELF", 4) || elf.at<uint8_t>(4) != 2) {
+  if (elf.slice(0, 4) != std::string_view("\x7f"
+                                          "ELF",
+                                          4) ||
+      elf.at<uint8_t>(4) != 2) {
     throw FatbinError("a cubin is not a 64-bit ELF file");
   }
   const uint64_t table = elf.at<uint64_t>(0x28);
@@ -153,7 +156,8 @@ std::vector<Image> images_of(std::string_view bytes) {
 std::vector<Image> images_of_wrapper(const void* wrapper) {
   uint32_t magic;
   std::memcpy(&magic, wrapper, sizeof(magic));
-  if (magic != kWrapperMagic) throw FatbinError("the struct given to __cudaRegisterFatBinary lacks its mark 0x466243b1");
+  if (magic != kWrapperMagic)
+    throw FatbinError("the struct given to __cudaRegisterFatBinary lacks its mark 0x466243b1");
   const char* data;
   std::memcpy(&data, static_cast<const char*>(wrapper) + 8, sizeof(data));
   uint16_t header;

@@ -180,8 +180,8 @@ int vsm_runtime_configure(const char* architecture, int host_threads, uint32_t w
   return 0;
 }
 
-void vsm_runtime_settings(const char** architecture, int* host_threads, uint32_t* watch, uint64_t* max_warp_instructions,
-                          int* strict, int* log) {
+void vsm_runtime_settings(const char** architecture, int* host_threads, uint32_t* watch,
+                          uint64_t* max_warp_instructions, int* strict, int* log) {
   Runtime& runtime = Runtime::get();
   std::lock_guard<std::recursive_mutex> lock(runtime.mutex());
   const Settings& settings = runtime.settings();
@@ -239,6 +239,7 @@ void vsm_runtime_reset(void) {
   Runtime& runtime = Runtime::get();
   std::lock_guard<std::recursive_mutex> lock(runtime.mutex());
   runtime.reset();
+  last_error() = abi::kSuccess;  // as cudaDeviceReset: the next caller must not read an old one
 }
 
 }  // extern "C"
