@@ -239,7 +239,7 @@ void vsm_runtime_reset(void) {
   Runtime& runtime = Runtime::get();
   std::lock_guard<std::recursive_mutex> lock(runtime.mutex());
   runtime.reset();
-  last_error() = abi::kSuccess;  // as cudaDeviceReset: the next caller must not read an old one
+  vsm::shim::last_error() = vsm::abi::kSuccess;  // as cudaDeviceReset does: the next caller must not read an old one
 }
 
 }  // extern "C"
