@@ -275,12 +275,13 @@ def group_gemm(
         out = torch.empty((problem.cum_m, problem.n), dtype=problem.out_dtype, device=a.device)
     if problem.cum_m == 0:
         return out
-    if on_cpu and (virtual := virtual_device.active()) is None:
+    virtual = virtual_device.active() if on_cpu else None
+    if on_cpu and virtual is None:
         group_gemm_cpu(out, a, b, a_scale, b_scale, m_indptr)
         return out
     operands = {"a": a, "b": b, "a_scale": a_scale, "b_scale": b_scale, "out": out}
     _validation().require_alignment(operands)
-    if on_cpu:
+    if virtual is not None:
         virtual_operators.run_group_gemm(virtual, problem, out, a, b, a_scale, b_scale, m_indptr, tactic)
         return out
     if tactic is None:

@@ -20,8 +20,12 @@ constexpr int kMemoryClockKhz = 4266000;
 int attribute_value(const Limits& limits, int attribute) {
   switch (attribute) {
     case 1: return static_cast<int>(limits.max_threads_per_block);
-    case 2: case 3: case 4: return static_cast<int>(limits.max_block[attribute - 2]);
-    case 5: case 6: case 7: return static_cast<int>(limits.max_grid[attribute - 5]);
+    case 2:
+    case 3:
+    case 4: return static_cast<int>(limits.max_block[attribute - 2]);
+    case 5:
+    case 6:
+    case 7: return static_cast<int>(limits.max_grid[attribute - 5]);
     case 8: return static_cast<int>(limits.shared_per_block_default);
     case 9: return 65536;  // constant memory
     case 10: return kWarpSize;
@@ -41,7 +45,8 @@ int attribute_value(const Limits& limits, int attribute) {
     case 75: return limits.compute_major;
     case 76: return limits.compute_minor;
     case 78: return 1;  // stream priorities
-    case 79: case 80: return 1;  // L1 caches global and local memory
+    case 79:
+    case 80: return 1;  // L1 caches global and local memory
     case 81: return static_cast<int>(limits.shared_per_sm);
     case 82: return static_cast<int>(limits.registers_per_sm);
     case 83: return 1;  // managed memory
@@ -164,7 +169,8 @@ int cudaCtxResetPersistingL2Cache() {
 }
 
 int cudaDriverGetVersion(int* version) {
-  return api_always([&](Runtime&) -> int { return version ? (*version = kVersion, abi::kSuccess) : abi::kInvalidValue; });
+  return api_always(
+      [&](Runtime&) -> int { return version ? (*version = kVersion, abi::kSuccess) : abi::kInvalidValue; });
 }
 
 int cudaRuntimeGetVersion(int* version) { return cudaDriverGetVersion(version); }

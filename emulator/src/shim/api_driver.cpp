@@ -49,7 +49,8 @@ int vsm_cu_tensor_map_encode_tiled(void* map, int type, uint32_t rank, void* add
   if (!map || !dims || !box || !steps || (rank > 1 && !strides)) return refuse("a required pointer is null");
   if (rank < 1 || rank > 5) return refuse("tensorRank is " + std::to_string(rank) + ", must be 1 to 5");
   for (int mode : {type, interleave, swizzle, promotion, fill}) {
-    if (mode < 0 || mode > 255) return refuse("a mode is " + std::to_string(mode) + ", which is none of its enumeration");
+    if (mode < 0 || mode > 255)
+      return refuse("a mode is " + std::to_string(mode) + ", which is none of its enumeration");
   }
   tma::Descriptor d;
   d.address = reinterpret_cast<uint64_t>(address);
@@ -101,10 +102,16 @@ int vsm_cu_device_get_attribute(int* value, int attribute, int device) {
   return error;
 }
 /// One context, always current; its handle is the runtime's address.
-int vsm_cu_ctx_get_current(void** context) { return context ? (*context = &Runtime::get(), abi::kSuccess) : abi::kInvalidValue; }
+int vsm_cu_ctx_get_current(void** context) {
+  return context ? (*context = &Runtime::get(), abi::kSuccess) : abi::kInvalidValue;
+}
 int vsm_cu_ctx_get_device(int* device) { return vsm_cu_device_get(device, 0); }
-int vsm_cu_get_error_string(int code, const char** text) { return text ? (*text = cudaGetErrorString(code), abi::kSuccess) : abi::kInvalidValue; }
-int vsm_cu_get_error_name(int code, const char** text) { return text ? (*text = cudaGetErrorName(code), abi::kSuccess) : abi::kInvalidValue; }
+int vsm_cu_get_error_string(int code, const char** text) {
+  return text ? (*text = cudaGetErrorString(code), abi::kSuccess) : abi::kInvalidValue;
+}
+int vsm_cu_get_error_name(int code, const char** text) {
+  return text ? (*text = cudaGetErrorName(code), abi::kSuccess) : abi::kInvalidValue;
+}
 
 }  // extern "C"
 

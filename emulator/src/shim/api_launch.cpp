@@ -21,8 +21,8 @@ std::vector<CallConfiguration>& call_configurations() {
   return stack;
 }
 
-int launch_plain(Runtime& runtime, const void* function, abi::Dim3 grid, abi::Dim3 block, void** arguments, size_t shared,
-                 void* stream, bool cooperative) {
+int launch_plain(Runtime& runtime, const void* function, abi::Dim3 grid, abi::Dim3 block, void** arguments,
+                 size_t shared, void* stream, bool cooperative) {
   LaunchRequest request;
   if (!function) return abi::kInvalidDeviceFunction;
   request.kernel = runtime.find_kernel(function);
@@ -50,7 +50,9 @@ int apply_attribute(Runtime& runtime, const abi::LaunchAttribute& attribute, Lau
       return abi::kSuccess;
     }
     case abi::kCooperative: request->cooperative = attribute.value.number != 0; return abi::kSuccess;
-    case abi::kProgrammaticStreamSerialization: request->programmatic = attribute.value.number != 0; return abi::kSuccess;
+    case abi::kProgrammaticStreamSerialization:
+      request->programmatic = attribute.value.number != 0;
+      return abi::kSuccess;
     case abi::kProgrammaticEvent:
     case abi::kLaunchCompletionEvent:
       runtime.explain("launch attribute " + std::to_string(attribute.id) + " (an event) is not modelled");
@@ -72,7 +74,8 @@ int set_attribute(Runtime& runtime, Kernel& kernel, int attribute, int value) {
       const int64_t most = int64_t{runtime.limits().shared_per_block_optin} - info.static_shared;
       if (value < 0 || value > most) {
         runtime.explain(info.name + ": " + std::to_string(value) + " bytes of dynamic shared memory asked for; 0 to " +
-                        std::to_string(most) + " can be granted beside " + std::to_string(info.static_shared) + " static ones");
+                        std::to_string(most) + " can be granted beside " + std::to_string(info.static_shared) +
+                        " static ones");
         return abi::kInvalidValue;
       }
       kernel.max_dynamic = value;
@@ -122,7 +125,8 @@ void __cudaUnregisterFatBinary(void** handle) {
   runtime.remove_binary(reinterpret_cast<Binary*>(handle));
 }
 
-void __cudaRegisterFunction(void** handle, const char* host, char*, const char* name, int, void*, void*, void*, void*, int*) {
+void __cudaRegisterFunction(void** handle, const char* host, char*, const char* name, int, void*, void*, void*, void*,
+                            int*) {
   Runtime& runtime = Runtime::get();
   std::lock_guard<std::recursive_mutex> lock(runtime.mutex());
   runtime.add_kernel(reinterpret_cast<Binary*>(handle), host, name);
@@ -175,7 +179,8 @@ int __cudaGetKernel(void** handle, const void* function) {
   return *handle ? abi::kSuccess : finish(abi::kInvalidDeviceFunction);
 }
 
-int cudaLaunchKernel(const void* function, abi::Dim3 grid, abi::Dim3 block, void** arguments, size_t shared, void* stream) {
+int cudaLaunchKernel(const void* function, abi::Dim3 grid, abi::Dim3 block, void** arguments, size_t shared,
+                     void* stream) {
   return api([&](Runtime& r) { return launch_plain(r, function, grid, block, arguments, shared, stream, false); });
 }
 
@@ -234,7 +239,8 @@ int cudaFuncGetAttributes(abi::FunctionAttributes* out, const void* function) {
     if (kernel->index < 0) return abi::kInvalidDeviceFunction;
     const KernelInfo& info = runtime.info(*kernel);
     const Limits& limits = runtime.limits();
-    const uint32_t bound = info.maxntid[0] * (info.maxntid[1] ? info.maxntid[1] : 1) * (info.maxntid[2] ? info.maxntid[2] : 1);
+    const uint32_t bound =
+        info.maxntid[0] * (info.maxntid[1] ? info.maxntid[1] : 1) * (info.maxntid[2] ? info.maxntid[2] : 1);
     const uint32_t fitting = kernel->registers ? max_threads(limits, kernel->registers) : limits.max_threads_per_block;
     *out = abi::FunctionAttributes{};
     out->shared_bytes = info.static_shared;
@@ -242,8 +248,9 @@ int cudaFuncGetAttributes(abi::FunctionAttributes* out, const void* function) {
     out->max_threads_per_block = static_cast<int>(bound && bound < fitting ? bound : fitting);
     out->registers = static_cast<int>(kernel->registers);
     out->ptx_version = out->binary_version = limits.compute_major * 10 + limits.compute_minor;
-    out->max_dynamic_shared_bytes =
-        kernel->max_dynamic >= 0 ? kernel->max_dynamic : static_cast<int>(limits.shared_per_block_default - info.static_shared);
+    out->max_dynamic_shared_bytes = kernel->max_dynamic >= 0
+                                        ? kernel->max_dynamic
+                                        : static_cast<int>(limits.shared_per_block_default - info.static_shared);
     out->preferred_shared_carveout = kernel->carveout;
     return abi::kSuccess;
   });
@@ -259,9 +266,11 @@ int cudaFuncGetName(const char** name, const void* function) {
   });
 }
 
-int cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, const void* function, int threads, size_t dynamic,
-                                                           unsigned flags) {
-  return api([&](Runtime& r) -> int { return flags > 1 ? abi::kInvalidValue : occupancy(r, blocks, function, threads, dynamic); });
+int cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, const void* function, int threads,
+                                                           size_t dynamic, unsigned flags) {
+  return api([&](Runtime& r) -> int {
+    return flags > 1 ? abi::kInvalidValue : occupancy(r, blocks, function, threads, dynamic);
+  });
 }
 
 int cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void* function, int threads, size_t dynamic) {

@@ -29,7 +29,8 @@ int allocate(Runtime& runtime, void** out, size_t bytes) {
   *out = nullptr;
   if (bytes == 0) return abi::kSuccess;
   if (bytes > kTotalMemory || runtime.device().bytes_allocated() > kTotalMemory - bytes) {
-    runtime.explain("cudaMalloc of " + std::to_string(bytes) + " bytes: the modelled machine has " + std::to_string(kTotalMemory));
+    runtime.explain("cudaMalloc of " + std::to_string(bytes) + " bytes: the modelled machine has " +
+                    std::to_string(kTotalMemory));
     return abi::kMemoryAllocation;
   }
   *out = reinterpret_cast<void*>(runtime.device().allocate(bytes));
@@ -84,12 +85,12 @@ int set(Runtime& runtime, void* to, int value, size_t bytes, void* stream_handle
   });
 }
 
-int copy_rows(Runtime& runtime, void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width, size_t height,
-              int kind, void* stream) {
+int copy_rows(Runtime& runtime, void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width,
+              size_t height, int kind, void* stream) {
   if (width > to_pitch || width > from_pitch) return abi::kInvalidValue;
   for (size_t row = 0; row < height; ++row) {
-    if (int error = copy(runtime, static_cast<char*>(to) + row * to_pitch, static_cast<const char*>(from) + row * from_pitch,
-                         width, kind, stream)) {
+    if (int error = copy(runtime, static_cast<char*>(to) + row * to_pitch,
+                         static_cast<const char*>(from) + row * from_pitch, width, kind, stream)) {
       return error;
     }
   }
@@ -97,7 +98,8 @@ int copy_rows(Runtime& runtime, void* to, size_t to_pitch, const void* from, siz
 }
 
 /// Copies to or from a registered variable. `in`: towards it.
-int copy_symbol(Runtime& runtime, const void* symbol, void* host, size_t bytes, size_t offset, bool in, int kind, void* stream) {
+int copy_symbol(Runtime& runtime, const void* symbol, void* host, size_t bytes, size_t offset, bool in, int kind,
+                void* stream) {
   uint64_t address = 0, size = 0;
   if (int error = runtime.find_variable(symbol, &address, &size)) return error;
   if (offset > size || bytes > size - offset) return abi::kInvalidValue;
@@ -152,7 +154,8 @@ int cudaMallocAsync(void** out, size_t bytes, void* stream) {
 }
 
 int cudaFreeAsync(void* pointer, void* stream) {
-  return api([&](Runtime& r) -> int { return r.find_stream(stream) ? release(r, pointer) : abi::kInvalidResourceHandle; });
+  return api(
+      [&](Runtime& r) -> int { return r.find_stream(stream) ? release(r, pointer) : abi::kInvalidResourceHandle; });
 }
 
 int cudaHostAlloc(void** out, size_t bytes, unsigned) {
@@ -202,12 +205,13 @@ int cudaMemcpy(void* to, const void* from, size_t bytes, int kind) {
   return api([&](Runtime& r) { return copy(r, to, from, bytes, kind, nullptr); });
 }
 
-int cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width, size_t height, int kind,
-                      void* stream) {
+int cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width, size_t height,
+                      int kind, void* stream) {
   return api([&](Runtime& r) { return copy_rows(r, to, to_pitch, from, from_pitch, width, height, kind, stream); });
 }
 
-int cudaMemcpy2D(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width, size_t height, int kind) {
+int cudaMemcpy2D(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width, size_t height,
+                 int kind) {
   return cudaMemcpy2DAsync(to, to_pitch, from, from_pitch, width, height, kind, nullptr);
 }
 
@@ -230,7 +234,8 @@ int cudaMemset2DAsync(void* to, size_t pitch, int value, size_t width, size_t he
 }
 
 int cudaMemcpyToSymbolAsync(const void* symbol, const void* from, size_t bytes, size_t offset, int kind, void* stream) {
-  return api([&](Runtime& r) { return copy_symbol(r, symbol, const_cast<void*>(from), bytes, offset, true, kind, stream); });
+  return api(
+      [&](Runtime& r) { return copy_symbol(r, symbol, const_cast<void*>(from), bytes, offset, true, kind, stream); });
 }
 
 int cudaMemcpyToSymbol(const void* symbol, const void* from, size_t bytes, size_t offset, int kind) {

@@ -215,7 +215,8 @@ int cudaStreamEndCapture(void* handle, void** out) {
     if (!stream) return abi::kInvalidResourceHandle;
     if (!stream->capture) return abi::kIllegalState;
     if (!stream->capture_origin) {
-      return r.invalidate_captures(abi::kStreamCaptureUnmatched, "a capture is ended on the stream that it was begun on");
+      return r.invalidate_captures(abi::kStreamCaptureUnmatched,
+                                   "a capture is ended on the stream that it was begun on");
     }
     const bool invalid = stream->capture_invalid;
     Graph* graph = invalid ? nullptr : new Graph(*stream->capture);

@@ -20,8 +20,8 @@ extern "C" {
 int vsm_runtime_configure(const char* architecture, int host_threads, uint32_t watch, uint64_t max_warp_instructions,
                           int strict, int log);
 /* Current settings: any pointer may be NULL. The string lives until the next configure. */
-void vsm_runtime_settings(const char** architecture, int* host_threads, uint32_t* watch, uint64_t* max_warp_instructions,
-                          int* strict, int* log);
+void vsm_runtime_settings(const char** architecture, int* host_threads, uint32_t* watch,
+                          uint64_t* max_warp_instructions, int* strict, int* log);
 /* Makes host memory accessible to kernels, as if cudaMalloc had given it. Counted per address. */
 void vsm_runtime_register(uint64_t address, uint64_t bytes, int read_only);
 int vsm_runtime_unregister(uint64_t address);

@@ -65,7 +65,8 @@ std::string describe(const Report& report) {
 /// Dynamic shared memory that a launch of this kernel may ask for.
 uint32_t dynamic_limit(const Limits& limits, const Kernel& kernel, const KernelInfo& info) {
   if (kernel.max_dynamic >= 0) return static_cast<uint32_t>(kernel.max_dynamic);
-  return limits.shared_per_block_default > info.static_shared ? limits.shared_per_block_default - info.static_shared : 0;
+  return limits.shared_per_block_default > info.static_shared ? limits.shared_per_block_default - info.static_shared
+                                                              : 0;
 }
 
 /// The CUDA error of a launch that did not end well.
@@ -106,29 +107,34 @@ int Runtime::check(const LaunchRequest& request) {
     return refuse(abi::kInvalidValue, "block " + dims(request.block) + "; at most " +
                                           std::to_string(limits_.max_threads_per_block) + " threads");
   }
-  const uint64_t bound = uint64_t{info.maxntid[0]} * (info.maxntid[1] ? info.maxntid[1] : 1) *
-                         (info.maxntid[2] ? info.maxntid[2] : 1);
+  const uint64_t bound =
+      uint64_t{info.maxntid[0]} * (info.maxntid[1] ? info.maxntid[1] : 1) * (info.maxntid[2] ? info.maxntid[2] : 1);
   if (bound && threads > bound) {
-    return refuse(abi::kInvalidValue, std::to_string(threads) + " threads; its launch bounds allow " + std::to_string(bound));
+    return refuse(abi::kInvalidValue,
+                  std::to_string(threads) + " threads; its launch bounds allow " + std::to_string(bound));
   }
-  if (info.reqntid[0] && (request.block.x != info.reqntid[0] || request.block.y != (info.reqntid[1] ? info.reqntid[1] : 1) ||
-                          request.block.z != (info.reqntid[2] ? info.reqntid[2] : 1))) {
+  if (info.reqntid[0] &&
+      (request.block.x != info.reqntid[0] || request.block.y != (info.reqntid[1] ? info.reqntid[1] : 1) ||
+       request.block.z != (info.reqntid[2] ? info.reqntid[2] : 1))) {
     return refuse(abi::kInvalidValue, "block " + dims(request.block) + " is not the one that .reqntid requires");
   }
   const uint32_t most = dynamic_limit(limits_, kernel, info);
   if (request.dynamic_shared > most) {
     return refuse(abi::kInvalidValue, std::to_string(request.dynamic_shared) + " bytes of dynamic shared memory; " +
                                           std::to_string(most) + " are granted beside " +
-                                          std::to_string(info.static_shared) + " static ones (cudaFuncSetAttribute raises it to " +
+                                          std::to_string(info.static_shared) +
+                                          " static ones (cudaFuncSetAttribute raises it to " +
                                           std::to_string(limits_.shared_per_block_optin - info.static_shared) + ")");
   }
   if (kernel.registers && !registers_fit(limits_, static_cast<uint32_t>(threads), kernel.registers)) {
-    return refuse(abi::kLaunchOutOfResources, std::to_string(threads) + " threads of " + std::to_string(kernel.registers) +
-                                                  " registers; a block has " + std::to_string(limits_.registers_per_block));
+    return refuse(abi::kLaunchOutOfResources, std::to_string(threads) + " threads of " +
+                                                  std::to_string(kernel.registers) + " registers; a block has " +
+                                                  std::to_string(limits_.registers_per_block));
   }
   const abi::Dim3& cluster = request.cluster;
   if (volume(cluster) != 1) {
-    return refuse(abi::kInvalidClusterSize, "cluster " + dims(cluster) + "; the virtual device forms clusters of one block");
+    return refuse(abi::kInvalidClusterSize,
+                  "cluster " + dims(cluster) + "; the virtual device forms clusters of one block");
   }
   if (request.cooperative) {
     const int blocks = blocks_per_sm(limits_, static_cast<uint32_t>(threads), kernel.registers,
@@ -136,7 +142,8 @@ int Runtime::check(const LaunchRequest& request) {
     const uint64_t resident = uint64_t(blocks) * limits_.num_sms;
     if (volume(request.grid) > resident) {
       return refuse(abi::kCooperativeLaunchTooLarge, "a cooperative grid of " + std::to_string(volume(request.grid)) +
-                                                         " blocks; " + std::to_string(resident) + " are resident at a time");
+                                                         " blocks; " + std::to_string(resident) +
+                                                         " are resident at a time");
     }
   }
   return abi::kSuccess;

@@ -48,7 +48,8 @@ inline int blocks_per_sm(const Limits& limits, uint32_t threads, uint32_t regist
         limits.registers_per_sm / kSubPartitions / warp_registers(registers_per_thread) * kSubPartitions;
     blocks = std::min<uint64_t>(blocks, warps_held / warps);
   }
-  const uint64_t taken = (shared + limits.shared_reserved + kSharedGranularity - 1) / kSharedGranularity * kSharedGranularity;
+  const uint64_t taken =
+      (shared + limits.shared_reserved + kSharedGranularity - 1) / kSharedGranularity * kSharedGranularity;
   return static_cast<int>(std::min<uint64_t>(blocks, limits.shared_per_sm / taken));
 }
 

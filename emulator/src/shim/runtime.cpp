@@ -26,7 +26,8 @@ Settings settings_from_environment() {
   if (const char* text = std::getenv("VSM_ARCH")) settings.architecture = text;
   if (const char* text = std::getenv("VSM_THREADS")) settings.host_threads = std::atoi(text);
   if (const char* text = std::getenv("VSM_WATCH")) settings.watch = watch_from(text);
-  if (const char* text = std::getenv("VSM_MAX_INSTRUCTIONS")) settings.max_warp_instructions = std::strtoull(text, nullptr, 10);
+  if (const char* text = std::getenv("VSM_MAX_INSTRUCTIONS"))
+    settings.max_warp_instructions = std::strtoull(text, nullptr, 10);
   if (const char* text = std::getenv("VSM_STRICT")) settings.strict = std::strcmp(text, "0") != 0;
   if (const char* text = std::getenv("VSM_TRACE")) settings.trace_path = text;
   if (const char* text = std::getenv("VSM_QUIET")) settings.log_to_stderr = std::strcmp(text, "0") == 0;
@@ -71,7 +72,8 @@ Runtime& Runtime::get() {
 
 Runtime::Runtime() : settings_(settings_from_environment()) {
   if (!limits_of(settings_.architecture, &limits_)) {
-    explain("VSM_ARCH is '" + settings_.architecture + "'; the virtual device can be sm_121a or sm_90a: it is sm_121a now");
+    explain("VSM_ARCH is '" + settings_.architecture +
+            "'; the virtual device can be sm_121a or sm_90a: it is sm_121a now");
     settings_.architecture = "sm_121a";
   }
 }
@@ -169,10 +171,12 @@ const fatbin::Image* Runtime::choose_image(const std::vector<fatbin::Image>& ima
   }
   if (best) return best;
   if (compressed) {
-    *why = "the PTX embedded in this library is compressed, which the virtual device does not read: build with "
-           "nvcc -no-compress (FlashInfer's JIT: FLASHINFER_SM12X_EMBED_PTX=1)";
+    *why =
+        "the PTX embedded in this library is compressed, which the virtual device does not read: build with "
+        "nvcc -no-compress (FlashInfer's JIT: FLASHINFER_SM12X_EMBED_PTX=1)";
   } else {
-    *why = "this library embeds no PTX that " + settings_.architecture + " can run: build it with nvcc -no-compress "
+    *why = "this library embeds no PTX that " + settings_.architecture +
+           " can run: build it with nvcc -no-compress "
            "-gencode arch=compute_121a,code=[sm_121a,compute_121a] (FlashInfer's JIT: FLASHINFER_SM12X_EMBED_PTX=1)";
   }
   return nullptr;
@@ -206,9 +210,7 @@ int Runtime::load(Binary& binary) {
     binary.module = device().load(binary.program);
   } catch (const fatbin::FatbinError& error) {
     return fail(abi::kInvalidKernelImage, error.what());
-  } catch (const PtxError& error) {
-    return fail(abi::kInvalidPtx, error.what());
-  }
+  } catch (const PtxError& error) { return fail(abi::kInvalidPtx, error.what()); }
   for (Kernel& kernel : binary.kernels) {
     kernel.index = binary.program->find_kernel(kernel.name);
     auto found = binary.resources.find(kernel.name);
@@ -262,7 +264,8 @@ int Runtime::forbid_in_capture(const char* call) {
   constexpr int kRelaxed = 2;
   for (const Stream* stream : streams_) {
     if (!stream->capture_origin || stream->capture_mode == kRelaxed) continue;
-    return invalidate_captures(abi::kStreamCaptureUnsupported, std::string(call) + " is not allowed while a stream captures");
+    return invalidate_captures(abi::kStreamCaptureUnsupported,
+                               std::string(call) + " is not allowed while a stream captures");
   }
   return abi::kSuccess;
 }
@@ -276,8 +279,9 @@ int Runtime::submit(Stream* stream, std::function<int()> work) {
   if (stream == &default_stream_) {
     for (const Stream* other : streams_) {
       if (!other->capture || other->non_blocking()) continue;
-      return invalidate_captures(abi::kStreamCaptureImplicit,
-                                 "work on the default stream waits for a stream that captures: create that with cudaStreamNonBlocking");
+      return invalidate_captures(
+          abi::kStreamCaptureImplicit,
+          "work on the default stream waits for a stream that captures: create that with cudaStreamNonBlocking");
     }
   }
   return work();

@@ -220,18 +220,21 @@ void device_cases() {
                                   static_cast<size_t>(attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin)) &&
                               properties.l2CacheSize == attribute(cudaDevAttrL2CacheSize) &&
                               properties.regsPerMultiprocessor == attribute(cudaDevAttrMaxRegistersPerMultiprocessor) &&
-                              properties.maxBlocksPerMultiProcessor == attribute(cudaDevAttrMaxBlocksPerMultiprocessor)));
+                              properties.maxBlocksPerMultiProcessor ==
+                                  attribute(cudaDevAttrMaxBlocksPerMultiprocessor)));
   int blocks = 0;
   auto kernel = reinterpret_cast<const void*>(plain_kernel);
   show("occupancy", cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, 128, 0));
   show("occupancy of zero threads", cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, 0, 0));
   show("occupancy of negative threads", cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, -4, 0));
   show("occupancy into null", cudaOccupancyMaxActiveBlocksPerMultiprocessor(nullptr, kernel, 128, 0));
-  show("occupancy of a null kernel", cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, static_cast<const void*>(nullptr), 128, 0));
+  show("occupancy of a null kernel",
+       cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, static_cast<const void*>(nullptr), 128, 0));
   show("occupancy of 2048 threads", cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, 2048, 0));
   show("blocks of 2048 threads", static_cast<long long>(blocks));
   show("occupancy above the default shared memory",
-       cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, 128, attribute(cudaDevAttrMaxSharedMemoryPerBlock) + 1));
+       cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, 128,
+                                                     attribute(cudaDevAttrMaxSharedMemoryPerBlock) + 1));
   show("blocks above the default shared memory", static_cast<long long>(blocks));
   int low = 9, high = 9;
   show("stream priorities", cudaDeviceGetStreamPriorityRange(&low, &high));
@@ -397,8 +400,10 @@ void capture_cases(int* out) {
   forbidden("malloc in a capture", [&] { return cudaMalloc(&memory, 16); });
   forbidden("host malloc in a capture", [&] { return cudaMallocHost(&memory, 16); });
   forbidden("free of null in a capture", [] { return cudaFree(nullptr); });
-  forbidden("copy on the default stream in a capture", [&] { return cudaMemcpy(out, &status, 4, cudaMemcpyHostToDevice); });
-  forbidden("launch on the default stream in a capture", [&] { return plain_kernel<<<1, 32>>>(out), cudaGetLastError(); });
+  forbidden("copy on the default stream in a capture",
+            [&] { return cudaMemcpy(out, &status, 4, cudaMemcpyHostToDevice); });
+  forbidden("launch on the default stream in a capture",
+            [&] { return plain_kernel<<<1, 32>>>(out), cudaGetLastError(); });
   forbidden("launch on another stream in a capture",
             [&] { return plain_kernel<<<1, 32, 0, other>>>(out), cudaGetLastError(); });
   forbidden("grant in a capture",
@@ -442,7 +447,8 @@ int fault(const char* kind) {
     cudaFree(large);
     error = launch(store_kernel, dim3(1), dim3(1), 0, large);
   }
-  if (!std::strcmp(kind, "misaligned")) error = launch(misaligned_kernel, dim3(1), dim3(1), 0, reinterpret_cast<char*>(buffer));
+  if (!std::strcmp(kind, "misaligned"))
+    error = launch(misaligned_kernel, dim3(1), dim3(1), 0, reinterpret_cast<char*>(buffer));
   if (!std::strcmp(kind, "trap")) error = launch(trap_kernel, dim3(1), dim3(1), 0);
   std::printf("%s: launch %s\n", kind, cudaGetErrorName(error));
   std::printf("%s: synchronize %s\n", kind, cudaGetErrorName(cudaDeviceSynchronize()));

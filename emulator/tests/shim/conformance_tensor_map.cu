@@ -46,8 +46,8 @@ void check(const char* label, Change change) {
 void pointer_rules() {
   alignas(64) unsigned char storage[256];
   Description d;
-  auto call = [&](CUtensorMap* map, void* address, const cuuint64_t* dims, const cuuint64_t* strides, const cuuint32_t* box,
-                  const cuuint32_t* steps) {
+  auto call = [&](CUtensorMap* map, void* address, const cuuint64_t* dims, const cuuint64_t* strides,
+                  const cuuint32_t* box, const cuuint32_t* steps) {
     return static_cast<int>(
         encode(map, d.type, d.rank, address, dims, strides, box, steps, d.interleave, d.swizzle, d.promotion, d.fill));
   };
@@ -136,7 +136,8 @@ void mode_rules() {
     d.interleave = CU_TENSOR_MAP_INTERLEAVE_32B, d.swizzle = CU_TENSOR_MAP_SWIZZLE_32B, d.box[0] = 8, d.address += 16;
   });
   check("interleave 32, stride of 16", [](Description& d) {
-    d.interleave = CU_TENSOR_MAP_INTERLEAVE_32B, d.swizzle = CU_TENSOR_MAP_SWIZZLE_32B, d.box[0] = 8, d.strides[0] = 1040;
+    d.interleave = CU_TENSOR_MAP_INTERLEAVE_32B, d.swizzle = CU_TENSOR_MAP_SWIZZLE_32B, d.box[0] = 8,
+    d.strides[0] = 1040;
   });
 }
 

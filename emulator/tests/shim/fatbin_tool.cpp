@@ -32,7 +32,8 @@ int dump(const std::string& bytes) {
     }
     if (image.kind != ImageKind::kCubin || image.compressed) continue;
     for (const auto& [name, used] : vsm::fatbin::kernel_resources(image.payload)) {
-      std::printf("  %s registers %u stack %u shared %u\n", name.c_str(), used.registers, used.stack, used.static_shared);
+      std::printf("  %s registers %u stack %u shared %u\n", name.c_str(), used.registers, used.stack,
+                  used.static_shared);
     }
   }
   return 0;
@@ -54,9 +55,7 @@ int fuzz(const std::string& original, unsigned seed, int runs) {
       for (const Image& image : vsm::fatbin::images_of(bytes)) {
         if (image.kind == ImageKind::kCubin && !image.compressed) vsm::fatbin::kernel_resources(image.payload);
       }
-    } catch (const FatbinError&) {
-      ++refused;
-    }
+    } catch (const FatbinError&) { ++refused; }
   }
   std::printf("%d of %d refused\n", refused, runs);
   return refused > 0 && refused < runs ? 0 : 1;

@@ -2,8 +2,8 @@
 //
 // The shim's occupancy against the toolkit's own calculator (cuda_occupancy.h) over a grid of launches. Prints the
 // first difference and fails.
-#include <cuda_runtime.h>
 #include <cuda_occupancy.h>
+#include <cuda_runtime.h>
 
 #include <cstdio>
 
@@ -46,11 +46,13 @@ long compare(const vsm::Limits& limits, const char* name) {
         attributes.shmemLimitConfig = FUNC_SHMEM_LIMIT_OPTIN;
         attributes.numBlockBarriers = 1;
         cudaOccResult result;
-        if (cudaOccMaxActiveBlocksPerMultiprocessor(&result, &properties, &attributes, &state, threads, shared)) return -1;
-        const int ours = vsm::shim::blocks_per_sm(limits, static_cast<uint32_t>(threads), static_cast<uint32_t>(registers), shared);
+        if (cudaOccMaxActiveBlocksPerMultiprocessor(&result, &properties, &attributes, &state, threads, shared))
+          return -1;
+        const int ours =
+            vsm::shim::blocks_per_sm(limits, static_cast<uint32_t>(threads), static_cast<uint32_t>(registers), shared);
         if (ours != result.activeBlocksPerMultiprocessor) {
-          std::printf("%s: %d threads, %d registers, %zu bytes: %d here, %d by cuda_occupancy.h\n", name, threads, registers,
-                      shared, ours, result.activeBlocksPerMultiprocessor);
+          std::printf("%s: %d threads, %d registers, %zu bytes: %d here, %d by cuda_occupancy.h\n", name, threads,
+                      registers, shared, ours, result.activeBlocksPerMultiprocessor);
           return -1;
         }
         ++compared;

@@ -39,8 +39,8 @@ struct Mixed {
 };
 
 // Parameters of every size and alignment.
-__global__ void params_kernel(bool flag, char small, const __grid_constant__ Mixed mixed, float half, int64_t wide, short last,
-                              double* out) {
+__global__ void params_kernel(bool flag, char small, const __grid_constant__ Mixed mixed, float half, int64_t wide,
+                              short last, double* out) {
   out[0] = flag, out[1] = small, out[2] = mixed.tag, out[3] = mixed.scale, out[4] = mixed.offsets[2], out[5] = half;
   out[6] = static_cast<double>(wide), out[7] = last;
 }
@@ -62,19 +62,19 @@ __global__ void tensor_copy_kernel(const __grid_constant__ CUtensorMap map, int 
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier_address));
     asm volatile("fence.proxy.async.shared::cta;");
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier_address), "r"(2048));
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
-                     tile_address),
-                 "l"(&map), "r"(barrier_address), "r"(x), "r"(y)
-                 : "memory");
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
+            tile_address),
+        "l"(&map), "r"(barrier_address), "r"(x), "r"(y)
+        : "memory");
   }
   __syncthreads();
   uint32_t done = 0;
   while (!done) {
-    asm volatile(
-        "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], 0; selp.u32 %0, 1, 0, p; }"
-        : "=r"(done)
-        : "r"(barrier_address)
-        : "memory");
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], 0; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(done)
+                 : "r"(barrier_address)
+                 : "memory");
   }
   for (int i = threadIdx.x; i < 16 * 64; i += blockDim.x) out[i] = tile[i];
 }
@@ -131,7 +131,8 @@ int chain(int* value, int links, void* stream) {
 int tensor_copy(void* matrix, int width, int height, int x, int y, int swizzle, uint16_t* out) {
   void* function = nullptr;
   cudaDriverEntryPointQueryResult found;
-  if (cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found)) {
+  if (cudaError_t error =
+          cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found)) {
     return error;
   }
   CUtensorMap map;
