@@ -2,6 +2,7 @@
 # Everything sets itself up: a complete active virtual environment is used, else .venv is made here.
 #
 #   make demo     compile fused_moe_120 for SM121, look into its machine code, run a gpt-oss-120b layer on the CPU
+#                 backend and, by the kernels themselves, on the virtual SM121
 #   make test     the tests (PYTEST_ARGS="-k layer" to choose some)
 #   make bench    the benchmark (needs a GPU; BENCH_ARGS="--help")
 #   make lint     ruff, mypy, clang-format; make format applies them
@@ -45,6 +46,7 @@ test: env
 	$(RUN_TESTS) $(EMULATOR_TESTS) $(PYTEST_ARGS)
 
 demo: env
+	$(MAKE) -C emulator -j$(TEST_JOBS)
 	$(PY) tools/demo.py $(DEMO_ARGS)
 
 bench: env

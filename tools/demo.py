@@ -6,6 +6,8 @@
    this architecture has.
 3. Runs one gpt-oss-120b MoE layer (hidden = intermediate = 2880, 128 experts, top-4) through ``cutlass_fused_moe`` on
    CPU tensors, in each mode, and holds every output element against a float64 reference and its error bound.
+4. Runs the shipped kernels themselves, for one token of that layer, on the virtual SM121 of ``emulator/``: the module
+   is built once more with its PTX embedded, and each launch's work and watchers' reports are listed.
 
 The exit status is 0 only if every check in the tables holds. No part of it needs a GPU, and none measures one.
 """
@@ -18,12 +20,13 @@ import itertools
 import logging
 import os
 import platform
+import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flashinfer.jit.sm12x.report import InstanceRow
@@ -33,6 +36,7 @@ MODES = {
     1: "W4A8, bf16 input",
     2: "W4A16, bf16 input",
 }
+VIRTUAL_MODES = (0, 2)
 GIB = 1 << 30
 
 
@@ -44,6 +48,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--cache", type=Path, help="build in this cache, and keep it, instead of a temporary one")
     parser.add_argument("--skip-build", action="store_true", help="only run the layer")
     parser.add_argument("--skip-layer", action="store_true", help="only compile and look into the machine code")
+    parser.add_argument("--skip-virtual", action="store_true", help="run no kernel on the virtual SM121")
     options = parser.parse_args()
     if options.tokens < 1:
         parser.error(f"--tokens is {options.tokens}; it must be at least 1")
@@ -63,6 +68,8 @@ def main() -> int:
             checks += compile_and_inspect()
         if not options.skip_layer:
             checks += run_layer(options.tokens, options.seed)
+        if not options.skip_virtual:
+            checks += run_on_virtual_device(options.seed)
     failed = [what for what, holds in checks if not holds]
     print(f"\n{len(checks) - len(failed)} of {len(checks)} checks hold" + "".join(f"\n  FAILED: {f}" for f in failed))
     return 1 if failed else 0
@@ -208,6 +215,93 @@ def run_layer(num_tokens: int, seed: int) -> list[tuple[str, bool]]:
     for what, holds in checks:
         print(f"{'ok  ' if holds else 'FAIL'} {what}")
     return checks
+
+
+def run_on_virtual_device(seed: int) -> list[tuple[str, bool]]:
+    """One token through the layer, by the kernels as compiled for SM121."""
+    from flashinfer.fused_moe import cutlass_fused_moe
+    from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm120_module
+    from flashinfer.testing import (
+        TENSOR_CORE,
+        BoundViolation,
+        MoECase,
+        check_within_bound,
+        make_moe_inputs,
+        moe_reference,
+    )
+    from flashinfer.testing.virtual_device import virtual_device
+
+    print("\nbuilding emulator/ and, with its PTX embedded, fused_moe_120_ptx for 12.1a", flush=True)
+    rows: list[list[object]] = []
+    checks: list[tuple[str, bool]] = []
+    started = time.perf_counter()
+    with virtual_device("sm_121a", strict=False) as device:
+        device.module(gen_cutlass_fused_moe_sm120_module)
+        print(f"built in {time.perf_counter() - started:.1f} s; running one token on the virtual SM121", flush=True)
+        for mode in VIRTUAL_MODES:
+            name = MODES[mode]
+            inputs = make_moe_inputs(MoECase(1, hidden=2880, inter=2880, num_experts=128, top_k=4, mode=mode), seed)
+            before = len(device.launches)
+            output = cutlass_fused_moe(**inputs.arguments())
+            (output,) = output if isinstance(output, list | tuple) else (output,)
+            launches = device.launches[before:]
+            rows += launch_rows(name, launches)
+            try:
+                used = check_within_bound(output, *moe_reference(inputs, TENSOR_CORE), name)
+                checks.append((f"{name}: {output.numel()} elements within the bound, {used:.2f} of it used", True))
+            except BoundViolation as violation:
+                print(violation)
+                checks.append((f"{name}: {output.numel()} elements within the bound", False))
+            checks += launch_checks(name, launches)
+            del inputs
+    headers = ["mode", "launch", "warp instr.", "MMAs", "global MB", "bank conflicts", "predicted us", "by"]
+    headers += ["reports", "host s"]
+    table("4. The shipped kernels on the virtual SM121, gpt-oss-120b layer, one token: each launch", headers, rows)
+    print(
+        "predicted: a roofline for GB10 from these counters, a lower bound and no measurement (emulator/src/model/model.h)"
+        "\nglobal MB: distinct 32-byte sectors touched"
+    )
+    for what, holds in checks:
+        print(f"{'ok  ' if holds else 'FAIL'} {what}")
+    return checks
+
+
+def launch_title(kernel: str) -> str:
+    """What a launch is to the layer, from its kernel's mangled name."""
+    role = re.search(r"4RoleE(\d)", kernel)
+    return {"0": "FC1", "1": "FC2"}.get(role[1], "GEMM") if role else "prologue"
+
+
+def launch_rows(mode: str, launches: Sequence[Any]) -> list[list[object]]:
+    """One line per launch: what it executed."""
+    return [
+        [
+            mode,
+            launch_title(launch.kernel),
+            launch.counters.warp_instructions,
+            launch.counters.by_class.get("mma", 0),
+            f"{launch.counters.global_distinct_bytes / 1e6:.2f}",
+            launch.counters.shared_bank_conflicts,
+            f"{launch.predicted.seconds * 1e6:.1f}",
+            launch.predicted.bound,
+            len(launch.reports),
+            f"{launch.host_seconds:.1f}",
+        ]
+        for launch in launches
+    ]
+
+
+def launch_checks(mode: str, launches: Sequence[Any]) -> list[tuple[str, bool]]:
+    """Both GEMMs ran on tensor cores, and no watcher has anything to report."""
+    gemms = [launch for launch in launches if launch_title(launch.kernel) != "prologue"]
+    titles = [launch_title(launch.kernel) for launch in gemms]
+    multiplied = all(launch.counters.by_class.get("mma", 0) for launch in gemms)
+    reports = [str(report) for launch in launches for report in launch.reports]
+    silent = all(launch.clean for launch in launches)
+    return [
+        (f"{mode}: FC1 and FC2 ran, with MMAs", titles == ["FC1", "FC2"] and multiplied),
+        (f"{mode}: {len(launches)} launches, all watchers silent{''.join(chr(10) + r for r in reports)}", silent),
+    ]
 
 
 if __name__ == "__main__":
