@@ -15,6 +15,7 @@ ld.param.u64 %w0, [out]; mov.u32 %r0, %tid.x; mul.wide.u32 %w1, %r0, 4; add.u64 
 INIT = "@%p mbarrier.init.shared::cta.b64 [bar], 1; bar.sync 0;"
 LOAD = "@%p mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar], {expect};\n @%p cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [s], [%w3], 256, [bar];"
 WAIT = "W: mbarrier.try_wait.parity.shared::cta.b64 %q, [bar], 0; @!%q bra W;"
+ARRIVE = "@%p mbarrier.arrive.shared::cta.b64 _, [bar];\n"
 PUT = "st.shared.u32 [%r2], %r0;"
 OUT = "@%p cp.async.bulk.global.shared::cta.bulk_group [%w0], [s], 256;\n cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;"
 
@@ -40,6 +41,8 @@ FAULTS = [
     ("barrier misuse", "while others wait", "setp.lt.u32 %q, %r0, 32; @%q bra A; bar.sync 1, 128; bra E; A: bar.sync 1, 96; E:", "setp.lt.u32 %q, %r0, 32; @%q bra A; bar.sync 1, 64; bra E; A: bar.sync 1, 64; E:"),
     ("deadlock", "mbarrier at", INIT + LOAD.format(expect=272) + WAIT, INIT + LOAD.format(expect=256) + WAIT),
     ("deadlock", "wait for mbarrier", INIT + "W: mbarrier.try_wait.parity.shared::cta.b64 %q, [bar], 0; @!%q bra W;", INIT + "W: mbarrier.try_wait.parity.shared::cta.b64 %q, [bar], 1; @!%q bra W;"),
+    # A phase lost: two complete before anybody waits for the first.
+    ("deadlock", "(phase 2", INIT + ARRIVE + ARRIVE + "bar.sync 0;\n" + WAIT, INIT + ARRIVE + WAIT + "bar.sync 0;" + ARRIVE),
     ("deadlock", "wait for barrier", "setp.lt.u32 %q, %r0, 32; @%q bra E; bar.sync 1, 64; E:", "bar.sync 1, 64;"),
     ("undefined behaviour", "was not waited for", INIT + LOAD.format(expect=256), INIT + LOAD.format(expect=256) + WAIT),
     ("trap", "trap", "@%p trap;", "@!%p bra E; E:"),
