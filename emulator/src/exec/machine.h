@@ -161,6 +161,7 @@ struct Fragment {
   bool at_barrier = false;    // has arrived at a named barrier
   uint8_t barrier = 0;
   uint64_t generation = 0;    // of that barrier at arrival
+  uint32_t members = 0;       // lanes that a .sync form with a member mask still waits for
   const char* waiting_for = "";
   uint64_t waiting_address = 0;
 };
@@ -230,9 +231,9 @@ struct Warp {
   void wait(const char* what, uint64_t address = 0, bool may_time_out = false);
   /// For .sync forms: makes `mask` hold all lanes of `needed`, taking in fragments that wait at the same
   /// instruction; false if they are not all there yet (the fragment then waits).
-  bool gather(const Inst& in, uint32_t* mask, uint32_t needed);
+  bool gather(const Inst& in, uint32_t* mask, uint32_t needed, bool aligned = false);
   /// For .aligned forms: all live lanes of the warp.
-  bool converge(const Inst& in, uint32_t* mask) { return gather(in, mask, live); }
+  bool converge(const Inst& in, uint32_t* mask) { return gather(in, mask, live, true); }
   void release_clock(Clock& into) {
     into.join(clock);
     ++clock.t[id];
@@ -256,6 +257,9 @@ struct Warp {
   void arrive_at_meeting(size_t index);
   void release_meeting(int m);
   void remove_fragment(size_t index);
+  /// Lanes that wait where others are to join them go on alone if those wait for them at a .sync form: meeting again is
+  /// this machine's choice, and the ISA has such a form wait for no lane that has exited. True if any went on.
+  bool part_from_meetings();
   int new_meeting(const Meeting& m);
   bool changed_ = false;  // the fragment list is not what it was before the instruction
   std::vector<int> free_meetings_;

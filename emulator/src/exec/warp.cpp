@@ -106,6 +106,7 @@ bool Warp::run(int budget) {
       stalled = 0;
     }
   }
+  if (!progress && part_from_meetings()) progress = true;
   if (!fragments.empty())
     current = budget > 0 && !yield ? current % fragments.size() : (current + 1) % fragments.size();
   return progress;
@@ -276,12 +277,13 @@ void Warp::wait(const char* what, uint64_t address, bool may_time_out) {
   if (!f.blocked && f.waiting_for != what) ++block->counters.barrier_waits;
   f.blocked = true;
   f.may_time_out = may_time_out;
+  f.members = 0;
   f.waiting_for = what;
   f.waiting_address = address;
   --f.pc;
 }
 
-bool Warp::gather(const Inst& in, uint32_t* mask, uint32_t needed) {
+bool Warp::gather(const Inst& in, uint32_t* mask, uint32_t needed, bool aligned) {
   needed &= live;  // lanes that have exited are not waited for
   if ((needed & ~*mask) == 0) return true;
   const uint32_t pc = frag().pc - 1;
@@ -295,6 +297,7 @@ bool Warp::gather(const Inst& in, uint32_t* mask, uint32_t needed) {
   }
   if (needed & ~there) {
     wait("other lanes of the warp");
+    if (!aligned) frag().members = needed & ~there;
     return false;
   }
   for (size_t i = 0; i < fragments.size(); ++i) {
@@ -305,6 +308,29 @@ bool Warp::gather(const Inst& in, uint32_t* mask, uint32_t needed) {
   }
   *mask = there;
   return true;
+}
+
+bool Warp::part_from_meetings() {
+  uint32_t wanted = 0;
+  for (const Fragment& f : fragments) wanted |= f.blocked ? f.members : 0;
+  if (wanted == 0) return false;
+  bool any = false;
+  for (const Fragment& f : std::vector<Fragment>(fragments)) {
+    for (int m = f.meeting; m >= 0; m = meetings[m].parent) {
+      Meeting& meeting = meetings[m];
+      if ((meeting.arrived & wanted) == 0) continue;
+      Fragment alone;
+      alone.pc = meeting.pc;
+      alone.mask = meeting.arrived;
+      alone.meeting = meeting.parent;
+      alone.meeting_pc = meeting.parent >= 0 ? meetings[meeting.parent].pc : ~0u;
+      meeting.expected &= ~meeting.arrived;
+      meeting.arrived = 0;
+      fragments.push_back(alone);
+      any = true;
+    }
+  }
+  return any;
 }
 
 void Warp::report(ReportKind kind, const Inst& in, int lane, const std::string& text, const char* space,

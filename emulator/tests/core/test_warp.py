@@ -98,6 +98,18 @@ def test_independent_progress_of_lanes(run_kernel):
     assert struct.unpack("32I", out[:128]) == (9,) + (7,) * 31
 
 
+def test_exited_lanes_are_not_waited_for(run_kernel):
+    """9.7.9.6: shfl.sync waits for the non-exited threads of its mask. Lanes 20 to 31 left the loop and only exit."""
+    launch, out = run_kernel(""".visible .entry k(.param .u64 out) { .reg .pred %p; .reg .b32 %r<6>; .reg .b64 %w<2>;
+      ld.param.u64 %w0, [out]; mov.u32 %r0, %tid.x; mov.u32 %r2, 0;
+      ROW: mov.u32 %r1, %r0; setp.ge.u32 %p, %r1, 52; @%p bra NEXT;
+      COLUMN: shfl.sync.bfly.b32 %r4, %r1, 1, 31, -1; mul.wide.u32 %w1, %r1, 4; add.u64 %w1, %w0, %w1;
+      st.global.u32 [%w1], %r4; add.u32 %r1, %r1, 32; setp.lt.u32 %p, %r1, 52; @%p bra COLUMN;
+      NEXT: add.u32 %r2, %r2, 1; setp.lt.u32 %p, %r2, 2; @%p bra ROW; ret; }""")
+    assert launch.clean, str(launch)
+    assert struct.unpack("52I", out[:208]) == tuple(k ^ 1 for k in range(52))
+
+
 def test_branch_table(run_kernel):
     launch, out = run_kernel(""".visible .entry k(.param .u64 out) { .reg .b32 %r<4>; .reg .b64 %w<2>;
       ld.param.u64 %w0, [out]; mov.u32 %r0, %laneid; and.b32 %r1, %r0, 3;

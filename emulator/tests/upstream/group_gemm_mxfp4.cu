@@ -1,13 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Runs upstream's stock SM120 MXFP4 grouped GEMM (from the installed wheel's headers) on random data and compares it with
-// float64. TILE_N and SWAP_AB pick the instance. Prints "bad <n> of <elements>"; exits 0 if there is none.
-#include <cmath>
-#include <cstdint>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
+// float64: `program n k rows...`. TILE_N and SWAP_AB pick the instance. Prints "bad <n> of <elements>"; exits 0 if there
+// is none.
 #include <flashinfer/gemm/group_gemm_mxfp4_groupwise_sm120.cuh>
-#include <vector>
+
+#include "group_gemm_driver.h"
 
 using namespace flashinfer;
 using namespace flashinfer::group_gemm;
@@ -22,12 +19,6 @@ INSTANTIATE_GROUP_GEMM_MXFP4_GROUPWISE_SM120(128, TILE_N, 128, SWAP_AB, cutlass:
 
 namespace {
 
-double e4m3(uint8_t v) {
-  const int exponent = v >> 3 & 15, mantissa = v & 7;
-  const double m = exponent ? std::ldexp(1 + mantissa / 8.0, exponent - 7) : std::ldexp(mantissa / 8.0, -6);
-  return v & 128 ? -m : m;
-}
-
 double e2m1(uint8_t v) {
   static const double kValues[8] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
   return v & 8 ? -kValues[v & 7] : kValues[v & 7];
@@ -38,70 +29,39 @@ size_t scale_at(size_t row, size_t block, size_t blocks) {
   return row / 128 * (blocks / 4) * 512 + block / 4 * 512 + row % 32 * 16 + row % 128 / 32 * 4 + block % 4;
 }
 
-template <class T>
-T* on_device(const std::vector<uint8_t>& bytes) {
-  void* p = nullptr;
-  if (cudaMalloc(&p, bytes.size()) != cudaSuccess) std::abort();
-  if (cudaMemcpy(p, bytes.data(), bytes.size(), cudaMemcpyHostToDevice) != cudaSuccess) std::abort();
-  return static_cast<T*>(p);
-}
-
 }  // namespace
 
-int main() {
-  const std::vector<int> indptr = {0, 40, 40, 168};  // ragged, one group empty
-  const int groups = 3, tokens = 168, n = 192, k = 384;
-  const size_t blocks = k / 32;
+int main(int count, char** arguments) {
+  const driver::Problem p = driver::read(count, arguments);
+  const size_t blocks = (p.k / 32 + 3) / 4 * 4, n_rows = (p.n + 127) / 128 * 128;
   std::srand(1);
-  std::vector<uint8_t> a(size_t{tokens} * k), b(size_t{groups} * n * k / 2);
-  std::vector<uint8_t> a_scale((tokens + groups * 128) * blocks), b_scale(groups * 256 * blocks);
-  for (uint8_t& v : a) do
-      v = static_cast<uint8_t>(std::rand());
-    while ((v & 127) == 127);
+  const std::vector<uint8_t> a = driver::random_e4m3(size_t(p.tokens) * p.k);
+  std::vector<uint8_t> b(size_t(p.groups) * p.n * p.k / 2);
+  std::vector<uint8_t> a_scale((p.tokens + p.groups * 128) * blocks), b_scale(p.groups * n_rows * blocks);
   for (uint8_t& v : b) v = static_cast<uint8_t>(std::rand());
   for (auto* scales : {&a_scale, &b_scale}) {
     for (uint8_t& v : *scales) v = static_cast<uint8_t>(124 + std::rand() % 7);
   }
-  std::vector<uint8_t> starts(indptr.size() * 4);
-  std::memcpy(starts.data(), indptr.data(), starts.size());
-  auto* out = on_device<cutlass::bfloat16_t>(std::vector<uint8_t>(size_t{tokens} * n * 2));
-  constexpr size_t kWorkspace = 32u << 20;
-  void *integers = nullptr, *floats = nullptr;
-  if (cudaMalloc(&integers, kWorkspace) != cudaSuccess || cudaMalloc(&floats, kWorkspace) != cudaSuccess) return 2;
+  auto* out = driver::device_bytes<cutlass::bfloat16_t>(size_t(p.tokens) * p.n * 2);
   const cudaError_t status =
       CutlassMXFP4GroupwiseScaledGroupGEMMSM120<128, TILE_N, 128, SWAP_AB, cutlass::float_e4m3_t, cutlass::float_e2m1_t,
                                                 cutlass::float_ue8m0_t, cutlass::float_ue8m0_t, cutlass::bfloat16_t>(
-          integers, kWorkspace, floats, kWorkspace, on_device<cutlass::float_e4m3_t>(a),
-          on_device<cutlass::float_e2m1_t>(b), on_device<cutlass::float_ue8m0_t>(a_scale),
-          on_device<cutlass::float_ue8m0_t>(b_scale), out, on_device<int>(starts), n, k, groups, nullptr, 0);
-  if (status != cudaSuccess || cudaDeviceSynchronize() != cudaSuccess) {
-    std::printf("failed: %s\n", cudaGetErrorString(cudaGetLastError()));
-    return 2;
-  }
-  std::vector<uint16_t> got(size_t{tokens} * n);
-  if (cudaMemcpy(got.data(), out, got.size() * 2, cudaMemcpyDeviceToHost) != cudaSuccess) return 2;
-  int bad = 0;
-  for (int g = 0; g < groups; ++g) {
-    const size_t first_scale = static_cast<size_t>((indptr[g] + g * 127) / 128 * 128) * blocks;
-    for (int m = indptr[g]; m < indptr[g + 1]; ++m) {
-      for (int j = 0; j < n; ++j) {
-        double sum = 0, magnitude = 0;
-        for (int i = 0; i < k; ++i) {
-          const uint8_t pair = b[(size_t(g) * n + j) * k / 2 + i / 2];
-          const int exponent = a_scale[first_scale + scale_at(m - indptr[g], i / 32, blocks)] +
-                               b_scale[size_t(g) * 256 * blocks + scale_at(j, i / 32, blocks)] - 254;
-          const double product = std::ldexp(e4m3(a[size_t(m) * k + i]) * e2m1(i & 1 ? pair >> 4 : pair & 15), exponent);
-          sum += product;
-          magnitude += std::fabs(product);
-        }
-        float value;
-        const uint32_t bits = uint32_t{got[size_t(m) * n + j]} << 16;
-        std::memcpy(&value, &bits, 4);
-        // Half a unit of bf16, and one float32 rounding for each of the k/32 MMAs at the size of the terms' sum.
-        if (!(std::fabs(value - sum) <= std::fabs(sum) / 256 + magnitude * (k / 32 + 1) * 0x1p-24)) ++bad;
-      }
+          driver::device_bytes<void>(driver::kWorkspace), driver::kWorkspace,
+          driver::device_bytes<void>(driver::kWorkspace), driver::kWorkspace,
+          driver::on_device<cutlass::float_e4m3_t>(a), driver::on_device<cutlass::float_e2m1_t>(b),
+          driver::on_device<cutlass::float_ue8m0_t>(a_scale), driver::on_device<cutlass::float_ue8m0_t>(b_scale), out,
+          driver::on_device<int>(p.indptr), p.n, p.k, p.groups, nullptr, nullptr);
+  // A float32 rounding for each of the k / 32 MMAs, and one for the sum of them.
+  return driver::verdict(p, status, out, p.k / 32 + 1, [&](int g, int m, int j, double* sum, double* magnitude) {
+    const size_t first_scale = static_cast<size_t>((p.indptr[g] + g * 127) / 128 * 128) * blocks;
+    for (int i = 0; i < p.k; ++i) {
+      const uint8_t pair = b[((size_t(g) * p.n + j) * p.k + i) / 2];
+      const int exponent = a_scale[first_scale + scale_at(m - p.indptr[g], i / 32, blocks)] +
+                           b_scale[size_t(g) * n_rows * blocks + scale_at(j, i / 32, blocks)] - 254;
+      const double product =
+          std::ldexp(driver::e4m3(a[size_t(m) * p.k + i]) * e2m1(i & 1 ? pair >> 4 : pair & 15), exponent);
+      *sum += product;
+      *magnitude += std::fabs(product);
     }
-  }
-  std::printf("bad %d of %d\n", bad, tokens * n);
-  return bad != 0;
+  });
 }
