@@ -21,6 +21,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,13 +35,16 @@ if TYPE_CHECKING:
     def __getattr__(name: str) -> Any: ...
 
 
+from .. import api_logging
 from ..api_logging import flashinfer_api
 from ..tllm_enums import ActivationType
 from ..trace.templates.moe import cutlass_fused_moe_trace
 from . import sm12x_dispatch, sm12x_moe
+from .sm12x_known_calls import MoETensors, repeat
 from .sm12x_plan import make_plan
 from .sm12x_tuning import SM12xStageRunner
 from .sm12x_validation import (
+    SWIGLU,
     Mode,
     MoEProblem,
     require_k_alignment,
@@ -48,6 +52,8 @@ from .sm12x_validation import (
     select_mode,
 )
 
+# Nothing is logged: upstream reads FLASHINFER_LOGLEVEL once, when it is imported.
+_BARE = api_logging._API_LOG_LEVEL == 0
 _SM12X_ARCHITECTURES = ("120", "121")
 _MOE_PARAMETERS = tuple(inspect.signature(_upstream.cutlass_fused_moe).parameters)
 _WORKSPACE_PARAMETERS = tuple(inspect.signature(_upstream.cutlass_fused_moe_workspace_size).parameters)
@@ -222,6 +228,28 @@ def cutlass_fused_moe(
         CPU, and on CUDA with ``FLASHINFER_SM12X_CHECK=1``.
     """
     if backend == "cutlass":
+        tensors = (
+            output, input, input_sf, token_selected_experts, token_final_scales, fc1_expert_weights, fc1_expert_biases,
+            fc2_expert_weights, fc2_expert_biases, swiglu_alpha, swiglu_beta, swiglu_limit, workspace_buffer,
+        )  # fmt: skip
+        options: Any = None
+        if not torch.compiler.is_compiling():
+            if _BARE and sm12x_dispatch.dumps_traces():
+                _dump_trace(locals())
+            # All arguments that are no tensors, and which tensors are None: see sm12x_known_calls.
+            options = (
+                input.shape, output_dtype, quant_scales.__class__, input_sf is None, token_final_scales is None,
+                fc1_expert_biases is None, fc2_expert_biases is None, swiglu_alpha is None, swiglu_beta is None,
+                swiglu_limit is None, output is None, workspace_buffer is None, clamped_relu2_limit is None,
+                situ_beta is None, situ_linear_beta is None, tp_size, tp_rank, ep_size, ep_rank, cluster_size,
+                cluster_rank, enable_alltoall, use_deepseek_fp8_block_scale, use_w4_group_scaling,
+                use_mxfp8_act_scaling, min_latency_mode, use_packed_weights, use_wfp4afp8_humming, enable_pdl,
+                activation_type == SWIGLU, swizzled_input_sf, None if profile_ids is None else tuple(profile_ids),
+                sm12x_dispatch.switches(),
+            )  # fmt: skip
+            result = repeat(options, tensors, quant_scales, tune_max_num_tokens)
+            if result is not None:
+                return result
         mode = select_mode(
             input.dtype,
             fc1_expert_weights.dtype,
@@ -233,53 +261,60 @@ def cutlass_fused_moe(
             activation_type,
         )
         if mode is not None and sm12x_dispatch.serves(input.device):
-            if (
-                min_latency_mode
-                or cluster_size != 1
-                or cluster_rank != 0
-                or clamped_relu2_limit is not None
-                or situ_beta is not None
-                or situ_linear_beta is not None
-            ):
-                _reject_foreign_options(
-                    min_latency_mode,
-                    cluster_size,
-                    cluster_rank,
-                    clamped_relu2_limit,
-                    situ_beta,
-                    situ_linear_beta,
-                )
-            run = sm12x_moe.run_moe_compiled if torch.compiler.is_compiling() else sm12x_moe.run_moe
-            return run(
-                sm12x_moe.MoECall(
-                    mode,
-                    output_dtype,
-                    swizzled_input_sf,
-                    (tp_size, tp_rank, ep_size, ep_rank),
-                    input,
-                    token_selected_experts,
-                    token_final_scales,
-                    fc1_expert_weights,
-                    fc2_expert_weights,
-                    fc1_expert_biases,
-                    fc2_expert_biases,
-                    input_sf,
-                    swiglu_alpha,
-                    swiglu_beta,
-                    swiglu_limit,
-                    output,
-                    quant_scales,
-                    enable_alltoall,
-                    tune_max_num_tokens,
-                    enable_pdl,
-                    profile_ids,
-                    workspace_buffer,
-                )
+            _reject_foreign_options(
+                min_latency_mode,
+                cluster_size,
+                cluster_rank,
+                clamped_relu2_limit,
+                situ_beta,
+                situ_linear_beta,
             )
+            call = sm12x_moe.MoECall(
+                mode,
+                output_dtype,
+                swizzled_input_sf,
+                (tp_size, tp_rank, ep_size, ep_rank),
+                MoETensors(*tensors),
+                quant_scales,
+                enable_alltoall,
+                tune_max_num_tokens,
+                enable_pdl,
+                profile_ids,
+            )
+            return sm12x_moe.run_moe_compiled(call) if options is None else sm12x_moe.run_moe(call, options)
         if input.device.type == "cpu":
             raise _cpu_mode_error(input, fc1_expert_weights, activation_type)
     given = locals()
     return _upstream.cutlass_fused_moe(**{name: given[name] for name in _MOE_PARAMETERS})
+
+
+def _without_idle_wrapper(public: Any) -> Any:
+    """``public`` as upstream's decorator leaves it, less the wrapper around it when nothing is logged.
+
+    That wrapper packs and unpacks 36 arguments and looks the switch of trace dumps up in ``os.environ``, 2 us a call, to do
+    nothing.  Without it the function looks at the switch itself (:func:`_dump_trace`); with logging on the wrapper stays.
+    """
+    if not _BARE:
+        return public
+    bare = public.__wrapped__
+    bare.__dict__.update({name: value for name, value in vars(public).items() if name != "__wrapped__"})
+    return bare
+
+
+@functools.cache
+def _warn_of_trace(kind: str, text: str) -> None:
+    warnings.warn(f"no trace of cutlass_fused_moe was dumped: {kind}: {text}", stacklevel=4)
+
+
+def _dump_trace(arguments: dict[str, Any]) -> None:
+    """What upstream's decorator does under ``FLASHINFER_TRACE_DUMP``: write a trace, and never fail the call for it."""
+    try:
+        cutlass_fused_moe.fi_trace(**{name: arguments[name] for name in _MOE_PARAMETERS})
+    except Exception as error:
+        _warn_of_trace(type(error).__name__, str(error))
+
+
+cutlass_fused_moe = _without_idle_wrapper(cutlass_fused_moe)
 
 
 def _workspace_device(device: Any) -> torch.device:

@@ -26,10 +26,13 @@ from ..utils import get_compute_capability
 OPT_IN_CAPABILITIES = ((9, 0),)
 
 
-# Read on every call, so that one process can compare both settings; bytes because looking up a str costs a microsecond.
-_environment = os.environb if os.supports_bytes_environ else os.environ
-_MOE = os.fsencode("FLASHINFER_SM12X_MOE") if os.supports_bytes_environ else "FLASHINFER_SM12X_MOE"
-_CHECK = os.fsencode("FLASHINFER_SM12X_CHECK") if os.supports_bytes_environ else "FLASHINFER_SM12X_CHECK"
+# Read on every call, so that one process can compare both settings. os.environ decodes a value, and raises and catches
+# a KeyError for an absent one, a microsecond each; what it keeps underneath is a plain dictionary.
+_environment: Any = getattr(os.environ, "_data", os.environ)
+_encode: Any = getattr(os.environ, "encodekey", str)
+_MOE = _encode("FLASHINFER_SM12X_MOE")
+_CHECK = _encode("FLASHINFER_SM12X_CHECK")
+_TRACE_DUMP = _encode("FLASHINFER_TRACE_DUMP")
 
 
 def _switch(name: Any) -> str:
@@ -40,6 +43,17 @@ def _switch(name: Any) -> str:
     if value not in ("", "0", "1"):
         raise ValueError(f"{os.fsdecode(name)} is {value!r}; it may be 0, 1 or unset")
     return value
+
+
+def switches() -> tuple[Any, Any]:
+    """The raw values of ``FLASHINFER_SM12X_MOE`` and ``FLASHINFER_SM12X_CHECK``: equal ones mean the same."""
+    return _environment.get(_MOE), _environment.get(_CHECK)
+
+
+def dumps_traces() -> bool:
+    """Whether ``FLASHINFER_TRACE_DUMP`` asks for a trace of each call, as upstream reads it."""
+    raw = _environment.get(_TRACE_DUMP)
+    return raw is not None and os.fsdecode(raw) not in ("", "0")
 
 
 def checks_values() -> bool:
@@ -86,6 +100,12 @@ def has_block_scaled_mma(index: int) -> bool:
 def sm_count(index: int) -> int:
     """Streaming multiprocessors of CUDA device ``index``."""
     return int(torch.cuda.get_device_properties(index).multi_processor_count)
+
+
+@functools.cache
+def one_device() -> bool:
+    """Whether the process sees no more than one CUDA device: it is then the current one."""
+    return torch.cuda.device_count() <= 1
 
 
 @functools.lru_cache(maxsize=1024)

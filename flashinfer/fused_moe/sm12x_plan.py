@@ -91,7 +91,7 @@ def launch(
 ) -> None:
     """Call the kernel module on the device of ``arguments``, in the order its binding declares."""
     device = workspace.device
-    if torch.cuda.current_device() != device.index:
+    if not dispatch.one_device() and torch.cuda.current_device() != device.index:
         with torch.cuda.device(device):
             return launch(problem, arguments, workspace, swizzled_input_sf, tactics, enable_pdl)
     dispatch.moe_module().sm12x_moe_run(

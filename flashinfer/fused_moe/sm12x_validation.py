@@ -384,7 +384,9 @@ def check_expert_ids(token_selected_experts: torch.Tensor, num_experts: int) -> 
 
 
 def check_workspace(workspace: Any, needed: int, device: torch.device, hint: str) -> None:
-    """Raise unless ``workspace`` is a 1-D byte tensor on ``device``, large enough and, where kernels read it, aligned.
+    """Raise unless ``workspace`` is a 1-D byte tensor on ``device``, and large enough.
+
+    Where kernels read it, it must be aligned too; that is checked with the other addresses, on every call.
 
     ``hint`` says how its size is to be found.
     """
@@ -398,18 +400,13 @@ def check_workspace(workspace: Any, needed: int, device: torch.device, hint: str
         raise ValueError(f"workspace_buffer is on {workspace.device}; it must be on the input's device, {device}")
     if workspace.numel() < needed:
         raise ValueError(f"workspace_buffer holds {workspace.numel()} bytes; this call needs {needed} ({hint})")
-    if device.type != "cpu" and workspace.data_ptr() % WORKSPACE_ALIGNMENT:
-        raise ValueError(
-            f"workspace_buffer starts at address {workspace.data_ptr():#x}; it must be aligned to "
-            f"{WORKSPACE_ALIGNMENT} bytes (torch.empty is)"
-        )
 
 
-def require_alignment(tensors: dict[str, torch.Tensor]) -> None:
-    """Raise unless every tensor starts at a multiple of the kernels' widest access."""
+def require_alignment(tensors: dict[str, torch.Tensor], alignment: int = POINTER_ALIGNMENT) -> None:
+    """Raise unless every tensor starts at a multiple of ``alignment`` bytes, by default the kernels' widest access."""
     for name, tensor in tensors.items():
-        if tensor.data_ptr() % POINTER_ALIGNMENT:
+        if tensor.data_ptr() % alignment:
             raise ValueError(
-                f"{name} starts at address {tensor.data_ptr():#x}; it must be aligned to {POINTER_ALIGNMENT} bytes "
-                "(clone() a view that is not)"
+                f"{name} starts at address {tensor.data_ptr():#x}; it must be aligned to {alignment} bytes "
+                "(torch.empty is; clone() a view that is not)"
             )

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
+from moe_recording import RecordingModule, recording
 
 
 def _gpu_reason() -> str | None:
@@ -36,3 +38,10 @@ def _no_switches_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FLASHINFER_SM12X_CHECK", raising=False)
     if os.environ.get("FLASHINFER_SM12X_MOE") == "0":
         monkeypatch.delenv("FLASHINFER_SM12X_MOE")
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordingModule]:
+    """Stands in for ``fused_moe_120`` on meta tensors (``moe_recording``)."""
+    with recording(monkeypatch) as recorder:
+        yield recorder

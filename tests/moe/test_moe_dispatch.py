@@ -1,82 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a call goes, what reaches the kernel module, and what it costs: with a recording module and meta tensors.
-
-Meta tensors have shapes, dtypes and no memory; told that this fork serves them, the CUDA path runs up to the launch.
-"""
+"""Where a call goes and what reaches the kernel module: with a recording module and meta tensors."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import inspect
-import time
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from flashinfer.autotuner import AutoTuner, autotune
 from flashinfer.tllm_enums import ActivationType
+from moe_recording import CASE, WORKSPACE, RecordingModule, meta_arguments
 
 import flashinfer
 from flashinfer.fused_moe import core, sm12x_dispatch, sm12x_moe, sm12x_planner
 from flashinfer.jit.sm12x.instances import INSTANCES
-from flashinfer.testing import MoECase, make_moe_inputs
-
-CASE = MoECase(6, 160, 96, 8, 3, 0)
-WORKSPACE = 4096
-ARGUMENTS = (
-    "output", "input", "input_sf", "ids", "final_scales", "fc1_w", "fc1_sf", "fc1_global", "fc1_bias", "fc2_w", "fc2_sf",
-    "fc2_global", "fc2_bias", "alpha", "beta", "limit", "workspace", "mode", "swizzled_input_sf", "first_expert",
-    "num_experts_total", "tactic_fc1", "tactic_fc2", "enable_pdl",
-)  # fmt: skip
-
-
-class RecordingModule:
-    """Stands in for ``fused_moe_120``: keeps the last launch and counts them."""
-
-    def __init__(self) -> None:
-        self.launches: list[dict[str, Any]] = []
-        self.registered: list[tuple[int, int]] = []
-        self.sizes: list[tuple[int, ...]] = []
-
-    def sm12x_moe_workspace_size(self, *sizes: int) -> int:
-        self.sizes.append(sizes)
-        return WORKSPACE
-
-    def sm12x_moe_run(self, *arguments: Any) -> None:
-        self.launches.append(dict(zip(ARGUMENTS, arguments, strict=True)))
-
-    def sm12x_register_instance(self, index: int, address: int) -> None:
-        self.registered.append((index, address))
-
-
-@pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordingModule]:
-    recording = RecordingModule()
-    monkeypatch.setattr(sm12x_dispatch, "serves", lambda device: True)
-    monkeypatch.setattr(sm12x_dispatch, "moe_module", lambda: recording)
-    monkeypatch.setattr(sm12x_dispatch, "sm_count", lambda index: 48)
-    monkeypatch.setattr(sm12x_dispatch, "has_block_scaled_mma", lambda index: True)
-    monkeypatch.setattr(sm12x_dispatch, "fits_device", lambda tactic, experts, index: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(sm12x_moe, "_plans", {})
-    yield recording
-    AutoTuner.get().clear_cache()
-
-
-def _meta(mode: int = 0, **changes: Any) -> dict[str, Any]:
-    inputs = make_moe_inputs(dataclasses.replace(CASE, mode=mode, **changes), 0)
-
-    def move(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return value.to("meta")
-        return [move(item) for item in value] if isinstance(value, list) else value
-
-    return {name: move(value) for name, value in inputs.arguments().items()}
+from flashinfer.testing import make_moe_inputs
 
 
 def test_signatures_are_upstreams() -> None:
@@ -95,7 +36,7 @@ def test_one_function_under_all_names() -> None:
 
 @pytest.mark.parametrize("mode", [0, 1, 2])
 def test_launch_gets_what_the_binding_declares(mode: int, module: RecordingModule) -> None:
-    arguments = _meta(mode)
+    arguments = meta_arguments(mode)
     for name in ("fc1_expert_weights", "fc2_expert_weights"):
         arguments[name] = arguments[name].view(torch.int64)
     arguments["quant_scales"] = [s.view(torch.int32) if s.ndim == 3 else s for s in arguments["quant_scales"]]
@@ -133,7 +74,7 @@ def test_launch_gets_what_the_binding_declares(mode: int, module: RecordingModul
 
 
 def test_options_reach_the_launch(module: RecordingModule) -> None:
-    arguments = _meta(0, swizzled_input_sf=False, ep_size=2, ep_rank=1)
+    arguments = meta_arguments(0, swizzled_input_sf=False, ep_size=2, ep_rank=1)
     output = torch.empty(6, 160, dtype=torch.bfloat16, device="meta")
     workspace = torch.empty(WORKSPACE, dtype=torch.int8, device="meta")
     result = flashinfer.cutlass_fused_moe(**arguments, output=output, workspace_buffer=workspace, enable_pdl=True)
@@ -146,7 +87,7 @@ def test_options_reach_the_launch(module: RecordingModule) -> None:
 
 
 def test_absent_routing_weights_are_ones_made_once(module: RecordingModule) -> None:
-    arguments = {**_meta(1), "token_final_scales": None}
+    arguments = {**meta_arguments(1), "token_final_scales": None}
     for _ in range(2):
         flashinfer.cutlass_fused_moe(**arguments)
     first, second = (launch["final_scales"] for launch in module.launches)
@@ -155,7 +96,7 @@ def test_absent_routing_weights_are_ones_made_once(module: RecordingModule) -> N
 
 
 def test_no_tokens_launch_nothing(module: RecordingModule) -> None:
-    arguments = _meta(1, num_tokens=0)
+    arguments = meta_arguments(1, num_tokens=0)
     assert flashinfer.cutlass_fused_moe(**arguments).shape == (0, 160)
     assert module.launches == []
 
@@ -165,8 +106,8 @@ def test_profile_ids_force_tactics_and_build_the_missing(
 ) -> None:
     built: list[int] = []
     monkeypatch.setattr(sm12x_dispatch, "ensure_instance", built.append)
-    flashinfer.cutlass_fused_moe(**_meta(0), profile_ids=[3, 7])
-    flashinfer.cutlass_fused_moe(**_meta(0), profile_ids=[-1, 4])
+    flashinfer.cutlass_fused_moe(**meta_arguments(0), profile_ids=[3, 7])
+    flashinfer.cutlass_fused_moe(**meta_arguments(0), profile_ids=[-1, 4])
     default = sm12x_planner.plan_moe(6, 3, 8, 160, 96, 0, 48, True)
     tactics = [(launch["tactic_fc1"], launch["tactic_fc2"]) for launch in module.launches]
     assert tactics == [(3, 7), (default[0], 4)]
@@ -201,19 +142,6 @@ def test_instance_outside_the_default_set_is_built_and_registered_once(
         sm12x_dispatch.ensure_instance.cache_clear()
     assert asked == [extra]
     assert module.registered == [(extra, 4711)]
-
-
-def test_misaligned_pointer_is_refused(module: RecordingModule, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = _meta(1)
-    storage = torch.empty(8 * 192 * 80 + 8, dtype=torch.uint8)
-    shifted = storage[8:].view(8, 192, 80)
-    assert shifted.data_ptr() % 16 == 8
-    monkeypatch.setattr(sm12x_moe, "_reads_values", lambda device: False)
-    from flashinfer.fused_moe.sm12x_validation import require_alignment
-
-    with pytest.raises(ValueError, match=r"^fc1_expert_weights starts at address 0x[0-9a-f]+; .*aligned to 16 bytes"):
-        require_alignment({"input": arguments["input"], "fc1_expert_weights": shifted})
-    require_alignment({"input": arguments["input"], "output": torch.empty(4)})
 
 
 @pytest.mark.parametrize(
@@ -329,7 +257,7 @@ RUNNER_OPTIONS = {
 def test_unified_layer_tunes_this_forks_tactics(mode: int, options: dict[str, Any], module: RecordingModule) -> None:
     """``MoELayer`` ranks both GEMMs' tactics with the inner runner and passes the pair on as ``profile_ids``."""
     runner = core.get_cutlass_fused_moe_module("121").MoERunner(**{**RUNNER_OPTIONS, **options})
-    arguments = _meta(mode)
+    arguments = meta_arguments(mode)
     weights = [arguments[name].view(torch.int64) for name in ("fc1_expert_weights", "fc2_expert_weights")]
     inputs = [arguments["input"], weights[0], None, weights[1], None]
     for stage in (1, 2):
@@ -366,7 +294,7 @@ def test_autotuner_chooses_and_its_cache_file_is_honoured(
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(AutoTuner, "_profile_single_kernel", _fake_profiler({(1, 4): 0.5, (2, 2): 0.25}))
     cache = str(tmp_path / "tactics.json")
-    arguments = _meta(0)
+    arguments = meta_arguments(0)
     tuner = AutoTuner.get()
     tuner.clear_cache()
 
@@ -386,24 +314,6 @@ def test_autotuner_chooses_and_its_cache_file_is_honoured(
     assert tactics() == default
     with autotune(False, cache=cache):
         assert tactics() == (4, 2)
-
-
-def test_python_costs_little(module: RecordingModule) -> None:
-    """A guard against accidents, ten times what was measured (17 us on a loaded 2-core virtual machine)."""
-    arguments = _meta(0)
-    arguments["output"] = torch.empty(6, 160, dtype=torch.bfloat16, device="meta")
-    arguments["workspace_buffer"] = torch.empty(WORKSPACE, dtype=torch.uint8, device="meta")
-    for _ in range(50):
-        flashinfer.cutlass_fused_moe(**arguments)
-    best = float("inf")
-    for _ in range(20):
-        begin = time.perf_counter()
-        for _ in range(20):
-            flashinfer.cutlass_fused_moe(**arguments)
-        best = min(best, (time.perf_counter() - begin) / 20)
-    print(f"{best * 1e6:.1f} us a call")
-    assert best < 170e-6
-    assert len(sm12x_moe._plans) == 1
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

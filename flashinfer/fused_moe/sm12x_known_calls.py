@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of ``cutlass_fused_moe`` on CUDA that look like an earlier one: to the launch without validating again.
+
+All that validation and planning depend on is the options of a call, which are values that hash, and the metadata of its
+tensors.  A :class:`KnownCall` keeps what they led to; :func:`repeat` launches a call that matches one.  What may differ
+between calls that match, the addresses, is checked every time.  A call that matches nothing is no error: its caller
+validates it from the start.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ..autotuner import AutoTuner
+from .sm12x_plan import Plan, launch
+from .sm12x_tuning import tuned_tactics
+from .sm12x_validation import POINTER_ALIGNMENT, WORKSPACE_ALIGNMENT, require_alignment
+
+MAX_OPTIONS = 4096  # distinct options remembered before the memory starts anew
+MAX_LOOKS = 8  # distinct metadata under the same options; the oldest makes room
+
+
+class MoETensors(NamedTuple):
+    """The tensors of a call, named as in ``cutlass_fused_moe``; ``quant_scales`` travel beside them."""
+
+    output: torch.Tensor | None
+    input: torch.Tensor
+    input_sf: torch.Tensor | None
+    token_selected_experts: torch.Tensor
+    token_final_scales: torch.Tensor | None
+    fc1_expert_weights: torch.Tensor
+    fc1_expert_biases: torch.Tensor | None
+    fc2_expert_weights: torch.Tensor
+    fc2_expert_biases: torch.Tensor | None
+    swiglu_alpha: torch.Tensor | None
+    swiglu_beta: torch.Tensor | None
+    swiglu_limit: torch.Tensor | None
+    workspace_buffer: torch.Tensor | None
+
+
+def _look(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.device, tensor.stride(), type(tensor)
+
+
+def same_look(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """A function that tells whether as many tensors have the shapes, strides, dtypes and devices of ``tensors``.
+
+    The first choice is what ``torch.compile`` guards its graphs with: one call into C++, a third of the time that reading
+    the attributes takes.  It is not public, hence the second.
+    """
+    guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+    tensor_guards = getattr(guards, "TensorGuards", None)
+    if tensor_guards is not None:
+        check: Callable[..., bool] = tensor_guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        return check
+    looks = [_look(tensor) for tensor in tensors]
+    return lambda *others: [_look(other) for other in others] == looks
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dtype is torch.uint8 else tensor.view(torch.uint8)
+
+
+def kernel_arguments(
+    plan: Plan, tensors: Sequence[Any], output: torch.Tensor, quant_scales: Sequence[torch.Tensor]
+) -> tuple[Any, ...]:
+    """What ``sm12x_moe_run`` takes before the workspace, from the tensors of a validated call.
+
+    Raises
+    ------
+    ValueError
+        A tensor that does not start at a multiple of the kernels' widest access.
+    """
+    _, x, input_sf, ids, final_scales, fc1, fc1_bias, fc2, fc2_bias, alpha, beta, limit, _ = tensors
+    if len(quant_scales) == 2:
+        (fc1_sf, fc2_sf), fc1_global, fc2_global = quant_scales, None, None
+    else:
+        fc1_sf, fc1_global, fc2_sf, fc2_global = quant_scales
+    if final_scales is None:
+        if plan.unit_scales is None:
+            plan.unit_scales = torch.ones(ids.shape, dtype=torch.float32, device=ids.device)
+        final_scales = plan.unit_scales
+    if (
+        x.data_ptr() | output.data_ptr() | fc1.data_ptr() | fc2.data_ptr() | fc1_sf.data_ptr() | fc2_sf.data_ptr()
+    ) % POINTER_ALIGNMENT:
+        require_alignment(
+            {
+                "input": x,
+                "output": output,
+                "fc1_expert_weights": fc1,
+                "fc2_expert_weights": fc2,
+                "fc1's block scales (quant_scales)": fc1_sf,
+                "fc2's block scales (quant_scales)": fc2_sf,
+            }
+        )
+    return (
+        output,
+        x,
+        None if input_sf is None else _bytes(input_sf),
+        ids,
+        final_scales,
+        _bytes(fc1),
+        _bytes(fc1_sf),
+        fc1_global,
+        fc1_bias,
+        _bytes(fc2),
+        _bytes(fc2_sf),
+        fc2_global,
+        fc2_bias,
+        alpha,
+        beta,
+        limit,
+    )
+
+
+@dataclasses.dataclass(eq=False)
+class KnownCall:
+    """A validated call on a CUDA device with at least one token: what its launch takes beside the tensors.
+
+    ``forced`` are the tactics that ``profile_ids`` ask for, ``None`` without them.
+    """
+
+    plan: Plan
+    device: torch.device
+    output_dtype: torch.dtype
+    swizzled_input_sf: bool
+    enable_pdl: bool
+    forced: tuple[int, int] | None
+
+    def run(
+        self, tensors: Sequence[Any], quant_scales: Sequence[torch.Tensor], tune_max_num_tokens: int
+    ) -> torch.Tensor:
+        """Launch the layer on ``tensors`` (the fields of :class:`MoETensors`) and return its output."""
+        plan = self.plan
+        output, workspace = tensors[0], tensors[-1]
+        if output is None:
+            shape = (plan.problem.num_tokens, plan.problem.hidden)
+            output = torch.empty(shape, dtype=self.output_dtype, device=self.device)
+        if workspace is None:
+            workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=self.device)
+        elif workspace.data_ptr() % WORKSPACE_ALIGNMENT:
+            require_alignment({"workspace_buffer": workspace}, WORKSPACE_ALIGNMENT)
+        arguments = kernel_arguments(plan, tensors, output, quant_scales)
+        tactics = self.forced
+        if tactics is None:
+            tactics = plan.tactics
+            if AutoTuner._instance is not None:
+                swizzled = self.swizzled_input_sf
+                tactics = tuned_tactics(plan, arguments, swizzled, tune_max_num_tokens, self.enable_pdl)
+        launch(plan.problem, arguments, workspace, self.swizzled_input_sf, tactics, self.enable_pdl)
+        return output
+
+
+class _Look(NamedTuple):
+    present: Callable[[Sequence[Any]], tuple[torch.Tensor, ...]]  # the tensors that are not None
+    num_scales: int
+    matches: Callable[..., bool]
+    call: KnownCall
+
+
+_known: dict[Hashable, list[_Look]] = {}
+
+
+def remember(options: Hashable, tensors: MoETensors, quant_scales: Sequence[torch.Tensor], call: KnownCall) -> None:
+    """Keep ``call``, which came of these arguments.
+
+    ``options`` must determine every argument that is no tensor, which tensors are ``None``, and what of the environment
+    the call depended on.
+    """
+    present = operator.itemgetter(*(position for position, tensor in enumerate(tensors) if tensor is not None))
+    look = _Look(present, len(quant_scales), same_look([*present(tensors), *quant_scales]), call)
+    if len(_known) >= MAX_OPTIONS:
+        _known.clear()
+    looks = _known.setdefault(options, [])
+    looks.append(look)
+    del looks[:-MAX_LOOKS]
+
+
+def repeat(
+    options: Hashable, tensors: Sequence[Any], quant_scales: Sequence[torch.Tensor], tune_max_num_tokens: int
+) -> torch.Tensor | None:
+    """Launch a call that looks like one remembered and return its output; ``None`` when there is none like it.
+
+    ``tensors`` are the fields of :class:`MoETensors`; a plain tuple of them is made faster.
+    """
+    try:
+        looks = _known.get(options)
+    except TypeError:  # something that does not hash, such as a list for a number: validation reports it
+        return None
+    if looks is None:
+        return None
+    for present, num_scales, matches, call in looks:
+        if len(quant_scales) == num_scales and matches(*present(tensors), *quant_scales):
+            return call.run(tensors, quant_scales, tune_max_num_tokens)
+    return None

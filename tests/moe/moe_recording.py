@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A module that records launches in place of ``fused_moe_120``, and tensors without memory to call it with.
+
+Meta tensors have shapes, dtypes and no memory; told that this fork serves them, the CUDA path runs up to the launch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from flashinfer.autotuner import AutoTuner
+
+from flashinfer.fused_moe import sm12x_dispatch, sm12x_known_calls, sm12x_moe
+from flashinfer.testing import MoECase, make_moe_inputs
+
+CASE = MoECase(6, 160, 96, 8, 3, 0)
+WORKSPACE = 4096
+ARGUMENTS = (
+    "output", "input", "input_sf", "ids", "final_scales", "fc1_w", "fc1_sf", "fc1_global", "fc1_bias", "fc2_w", "fc2_sf",
+    "fc2_global", "fc2_bias", "alpha", "beta", "limit", "workspace", "mode", "swizzled_input_sf", "first_expert",
+    "num_experts_total", "tactic_fc1", "tactic_fc2", "enable_pdl",
+)  # fmt: skip
+
+
+class RecordingModule:
+    """Stands in for ``fused_moe_120``: keeps the last launch and counts them."""
+
+    def __init__(self) -> None:
+        self.launches: list[dict[str, Any]] = []
+        self.registered: list[tuple[int, int]] = []
+        self.sizes: list[tuple[int, ...]] = []
+
+    def sm12x_moe_workspace_size(self, *sizes: int) -> int:
+        self.sizes.append(sizes)
+        return WORKSPACE
+
+    def sm12x_moe_run(self, *arguments: Any) -> None:
+        self.launches.append(dict(zip(ARGUMENTS, arguments, strict=True)))
+
+    def sm12x_register_instance(self, index: int, address: int) -> None:
+        self.registered.append((index, address))
+
+
+@contextlib.contextmanager
+def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordingModule]:
+    """Launches on meta tensors go to the module that is given; the autotuner and the remembered calls start empty."""
+    module = RecordingModule()
+    monkeypatch.setattr(sm12x_dispatch, "serves", lambda device: True)
+    monkeypatch.setattr(sm12x_dispatch, "moe_module", lambda: module)
+    monkeypatch.setattr(sm12x_dispatch, "sm_count", lambda index: 48)
+    monkeypatch.setattr(sm12x_dispatch, "has_block_scaled_mma", lambda index: True)
+    monkeypatch.setattr(sm12x_dispatch, "fits_device", lambda tactic, experts, index: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(sm12x_moe, "_plans", {})
+    monkeypatch.setattr(sm12x_known_calls, "_known", {})
+    yield module
+    AutoTuner.get().clear_cache()
+
+
+def meta_arguments(mode: int = 0, **changes: Any) -> dict[str, Any]:
+    """Arguments of ``cutlass_fused_moe`` for :data:`CASE` with ``changes``, as meta tensors."""
+    inputs = make_moe_inputs(dataclasses.replace(CASE, mode=mode, **changes), 0)
+
+    def move(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.to("meta")
+        return [move(item) for item in value] if isinstance(value, list) else value
+
+    return {name: move(value) for name, value in inputs.arguments().items()}
