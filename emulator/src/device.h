@@ -29,7 +29,7 @@ struct Allocation {
 enum WatchFlags : uint32_t {
   kWatchUninitialized = 1u << 0,  // shared memory, and global memory from allocate()
   kWatchRaces = 1u << 1,          // shared memory, between the warps of a block (slow)
-  kWatchFences = 1u << 2,         // generic write, async read, no proxy fence between
+  kWatchFences = 1u << 2,         // generic write, async read, no proxy fence between; overlapping grids without a wait
   kWatchDistinct = 1u << 3,       // count distinct global bytes
   kWatchDefault = kWatchUninitialized | kWatchFences | kWatchDistinct,
 };
@@ -43,6 +43,9 @@ struct LaunchConfig {
   /// What cudaFuncSetAttribute(MaxDynamicSharedMemorySize) granted; static + dynamic above 48 KiB needs it.
   uint32_t max_dynamic_shared = 0;
   uint32_t cluster[3] = {1, 1, 1};
+  /// Launches of one stream are ordered; with programmatic stream serialization, this one by griddepcontrol.wait alone.
+  uint64_t stream = 0;
+  bool programmatic = false;
   uint32_t watch = kWatchDefault;
   uint64_t max_warp_instructions = 0;  // bound for the launch; 0: the device's default
   uint32_t max_reports = 16;
@@ -73,6 +76,8 @@ class Device {
   /// For memcpy/memset of the runtime: says that the host wrote the bytes.
   void mark_initialized(uint64_t address, uint64_t bytes);
   uint64_t bytes_allocated() const;
+  /// Every launch so far is complete before the next begins: the host waited, or put other work between them.
+  void settle();
 
   // --- modules ----------------------------------------------------------------------------------------------
   /// Places the program's variables. Throws PtxError if a symbol cannot be resolved.

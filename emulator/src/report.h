@@ -17,6 +17,7 @@ enum class ReportKind : uint8_t {
   kDeadlock,         // every live warp of a block waits
   kStepLimit,        // the launch ran longer than its bound
   kMissingFence,     // generic-proxy write read by the async proxy without a proxy fence
+  kMissingGridWait,  // what the grid before may still write or read, touched before griddepcontrol.wait
   kRace,             // two warps touched a byte, one of them writing, nothing ordering them
   kTrap,             // the program executed trap
   kBadDescriptor,    // a tensor map that is not one, or a copy against its rules

@@ -20,7 +20,7 @@ class Watch(enum.IntFlag):
     NONE = 0
     UNINITIALIZED = 1  # reads of shared and allocated memory that nothing wrote
     RACES = 2  # between the warps of a block, in shared memory; slow
-    FENCES = 4  # generic writes that the async proxy reads without a fence
+    FENCES = 4  # generic writes that the async proxy reads without a fence; grids that overlap without a wait
     DISTINCT = 8  # count distinct global sectors
     DEFAULT = UNINITIALIZED | FENCES | DISTINCT
     ALL = UNINITIALIZED | RACES | FENCES | DISTINCT
@@ -37,7 +37,9 @@ class _LaunchStruct(ctypes.Structure):
         ("max_dynamic_shared", ctypes.c_uint32),
         ("watch", ctypes.c_uint32),
         ("max_reports", ctypes.c_uint32),
+        ("programmatic", ctypes.c_uint32),
         ("max_warp_instructions", ctypes.c_uint64),
+        ("stream", ctypes.c_uint64),
     )
 
 
@@ -204,6 +206,8 @@ class Kernel:
         watch: Watch = Watch.DEFAULT,
         max_reports: int = 16,
         max_warp_instructions: int = 0,
+        programmatic: bool = False,
+        stream: int = 0,
     ) -> Launch:
         """Run it to its end; what goes wrong is in the result.
 
@@ -215,6 +219,8 @@ class Kernel:
             watch: What is watched.
             max_reports: Findings kept.
             max_warp_instructions: Bound of the launch; 0 takes the device's default.
+            programmatic: With programmatic stream serialization: on a GPU it could start before the launch ahead ends.
+            stream: Any number; launches of the same one are ordered.
         """
         library = self._device._library
         config = _LaunchStruct(
@@ -225,7 +231,9 @@ class Kernel:
             dynamic_shared,
             int(watch),
             max_reports,
+            int(programmatic),
             max_warp_instructions,
+            stream,
         )
         answer = ctypes.c_void_p()
         library.vsm_run(

@@ -61,6 +61,9 @@ const Region& check_global(Warp& w, const PendingCopy& c, uint64_t address, uint
              address);
   }
   region_touch(*r, address, bytes);
+  // As of when the copy was issued: it may be done any time after that.
+  if (w.block->watches_grids)
+    w.block->note_grid_access(w, *c.inst, c.lane, address, bytes, !store || c.reduce >= 0, store, c.clock);
   return *r;
 }
 

@@ -12,7 +12,7 @@ constexpr uint32_t kMaxFruitless = 64;  // time-outs of waits without any side e
 
 }  // namespace
 
-void Block::start(Launch* l, uint64_t index) {
+void Block::start(Launch* l, uint64_t index, GridAccesses* shares) {
   launch = l;
   linear = index;
   const LaunchConfig& c = *l->config;
@@ -28,6 +28,10 @@ void Block::start(Launch* l, uint64_t index) {
   counters.blocks = 1;
   cache = RegionCache();
   fenced = Clock();
+  accesses = shares;
+  watches_grids = accesses || l->in_flight;
+  triggered = false;
+  std::fill_n(grid_waits, kMaxWarps, 0u);
   sync_variables.clear();
   effects = effects_seen = idle_steps = 0;
   fruitless = 0;
@@ -56,6 +60,8 @@ Block::Slice Block::run(uint64_t budget) {
     const bool all_done = finished();
     if (all_done && !end_checked) {
       check_end();
+      const bool waited = std::any_of(grid_waits, grid_waits + kMaxWarps, [](uint32_t c) { return c != 0; });
+      if (waited && !triggered) launch->waited_before_trigger = true;
       end_checked = true;
     }
     any |= advance_async(!any || all_done);

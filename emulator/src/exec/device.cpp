@@ -24,6 +24,17 @@ struct DeviceImpl {
   int threads = 1;
   GlobalMemory memory;
   std::mutex launch_mutex;
+  std::map<uint64_t, GridsInFlight> in_flight;  // by stream; guarded by launch_mutex
+  /// The host gives the bytes, or takes them: no launch behind is to blame for touching them.
+  void forget(uint64_t address, uint64_t bytes) {
+    std::lock_guard<std::mutex> lock(launch_mutex);
+    for (auto& stream : in_flight) {
+      for (auto& grid : stream.second) {
+        grid->reads.remove(address, bytes);
+        grid->writes.remove(address, bytes);
+      }
+    }
+  }
   mutable std::mutex module_mutex;
   std::map<const LoadedModule*, std::unique_ptr<LoadedModule>> modules;
 };
@@ -36,15 +47,27 @@ Device::~Device() = default;
 
 const Limits& Device::limits() const { return impl_->limits; }
 uint64_t Device::allocate(uint64_t bytes) { return impl_->memory.allocate(bytes); }
-bool Device::release(uint64_t address) { return impl_->memory.release(address); }
+bool Device::release(uint64_t address) {
+  Allocation a;
+  if (impl_->memory.find(address, &a)) impl_->forget(a.address, a.size);
+  return impl_->memory.release(address);
+}
 void Device::register_memory(const void* address, uint64_t bytes, bool read_only) {
+  impl_->forget(reinterpret_cast<uint64_t>(address), bytes);
   impl_->memory.add(reinterpret_cast<uint64_t>(address), bytes, read_only);
 }
 bool Device::unregister_memory(const void* address) {
   return impl_->memory.remove(reinterpret_cast<uint64_t>(address));
 }
 bool Device::find(uint64_t address, Allocation* out) const { return impl_->memory.find(address, out); }
-void Device::mark_initialized(uint64_t address, uint64_t bytes) { impl_->memory.mark_written(address, bytes); }
+void Device::mark_initialized(uint64_t address, uint64_t bytes) {
+  impl_->forget(address, bytes);
+  impl_->memory.mark_written(address, bytes);
+}
+void Device::settle() {
+  std::lock_guard<std::mutex> lock(impl_->launch_mutex);
+  impl_->in_flight.clear();
+}
 uint64_t Device::bytes_allocated() const { return impl_->memory.bytes(); }
 
 LoadedModule* Device::load(std::shared_ptr<const Program> program) {
@@ -174,6 +197,10 @@ class Worker {
     std::lock_guard<std::mutex> lock(l_.mutex);
     for (auto& b : active_) l_.result.counters.add(b->counters);
     l_.result.counters.add(done_);
+    if (l_.accesses) {
+      l_.accesses->reads.merge(accesses_.reads);
+      l_.accesses->writes.merge(accesses_.writes);
+    }
   }
 
  private:
@@ -191,7 +218,7 @@ class Worker {
       spare_.pop_back();
     }
     active_.push_back(std::move(b));
-    active_.back()->start(&l_, index);
+    active_.back()->start(&l_, index, l_.accesses ? &accesses_ : nullptr);
     return true;
   }
 
@@ -263,6 +290,7 @@ class Worker {
   size_t next_ = 0;
   uint64_t idle_ = 0, effects_seen_ = 0;
   Counters done_;
+  GridAccesses accesses_;
 };
 
 }  // namespace
@@ -302,6 +330,13 @@ LaunchResult Device::launch(const LoadedModule* module, int kernel, const Launch
   l.warps_per_block = (threads + 31) / 32;
   l.step_limit = config.max_warp_instructions ? config.max_warp_instructions : uint64_t{20} * 1000 * 1000 * 1000;
   impl_->memory.freeze((config.watch & kWatchDistinct) != 0);
+  GridsInFlight& ahead = impl_->in_flight[config.stream];
+  if (!config.programmatic || !(config.watch & kWatchFences)) ahead.clear();
+  if (!ahead.empty()) l.in_flight = &ahead;
+  if (code.launches_dependents && (config.watch & kWatchFences)) {
+    l.accesses = std::make_shared<GridAccesses>();
+    l.accesses->kernel = info.name;
+  }
 
   const uint64_t total = uint64_t{config.grid[0]} * config.grid[1] * config.grid[2];
   const int per_sm = std::max(1, occupancy(module, kernel, threads, config.dynamic_shared, config.registers));
@@ -312,6 +347,12 @@ LaunchResult Device::launch(const LoadedModule* module, int kernel, const Launch
   for (size_t i = 1; i < workers; ++i) pool.emplace_back([&] { Worker(l, total, resident).run(); });
   Worker(l, total, resident).run();
   for (std::thread& t : pool) t.join();
+
+  // Grids behind this one start when it is complete or lets them: those ahead are complete then if it waited for them.
+  if (l.waited_before_trigger) ahead.clear();
+  if (l.accesses) ahead.push_back(l.accesses);
+  constexpr size_t kMostInFlight = 4;
+  if (ahead.size() > kMostInFlight) ahead.erase(ahead.begin());
 
   LaunchResult result = std::move(l.result);
   if (config.watch & kWatchDistinct) result.counters.global_distinct_bytes = impl_->memory.distinct_bytes();

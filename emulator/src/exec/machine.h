@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "device.h"
+#include "exec/grid_order.h"
 #include "exec/memory.h"
 #include "exec/types.h"
 #include "program.h"
@@ -107,6 +108,7 @@ struct Code {
   uint32_t register_slots = 4;   // slots 0..3 take what is written to '_'
   uint32_t predicates = 2;       // slot 0 likewise; slot 1 is the carry flag
   uint32_t local_bytes = 0;
+  bool launches_dependents = false;  // has a griddepcontrol.launch_dependents
   uint32_t dynamic_shared_offset() const {  // behind the reserved kilobyte and the static variables
     const uint32_t a = info.dynamic_shared_align;
     return (info.static_shared + a - 1) / a * a;
@@ -135,6 +137,9 @@ struct Launch {
   std::atomic<uint64_t> next_block{0};
   std::atomic<uint64_t> effects{0};      // side effects visible to other blocks
   std::atomic<bool> stop{false};
+  const GridsInFlight* in_flight = nullptr;  // what this grid may overlap; null: nothing
+  std::shared_ptr<GridAccesses> accesses;    // what it touches itself; null: not recorded. Guarded by the mutex
+  std::atomic<bool> waited_before_trigger{false};  // some block executed griddepcontrol.wait before it let others start
   std::mutex reduce_mutex;               // bulk reductions to global memory
   std::mutex mutex;                      // guards the rest
   LaunchResult result;
@@ -325,6 +330,10 @@ struct Block {
   std::deque<PendingCopy> pending;
   Counters counters;
   RegionCache cache;
+  GridAccesses* accesses = nullptr;  // the host thread's share of Launch::accesses
+  bool watches_grids = false;
+  bool triggered = false;            // has executed griddepcontrol.launch_dependents
+  uint32_t grid_waits[kMaxWarps] = {};  // each warp's clock when it executed griddepcontrol.wait; 0: it has not
   Clock fenced;           // generic writes that a proxy fence has made visible to the async proxy
   std::unordered_map<uint32_t, Clock> sync_variables;  // shared addresses used by atomics, releases, acquires
   uint64_t effects = 0;   // side effects so far: the measure of progress
@@ -334,12 +343,18 @@ struct Block {
   bool end_checked = false;
   uint64_t idle_steps = 0;    // instructions executed since the last side effect
 
-  void start(Launch* launch, uint64_t linear);
+  void start(Launch* launch, uint64_t linear, GridAccesses* accesses);
   enum class Slice { kDone, kBusy, kIdle };
   /// Runs about `budget` warp instructions. kIdle: nothing but spinning since the last slice.
   Slice run(uint64_t budget);
   bool finished() const;
   void check_race(Warp& w, const Inst& in, int lane, uint32_t address, uint32_t bytes, bool store);
+  /// A global access: recorded for the next grid, checked against those that this one may overlap (grid_order.h).
+  void note_grid_access(Warp& w, const Inst& in, int lane, uint64_t address, uint32_t bytes, bool load, bool store,
+                        const Clock& clock);
+  void grid_wait(Warp& w);
+  void grid_trigger(const Warp& w);
+  bool follows_grid_wait(const Clock& clock) const;
   uint32_t live_threads_rounded() const;
   void check_barrier_release(int barrier);
 

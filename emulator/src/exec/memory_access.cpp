@@ -95,6 +95,8 @@ uint8_t* global_access(Warp& w, const Inst& in, int lane, uint64_t address, uint
     region_mark_written(*r, address, bytes);
   }
   if (count) region_touch(*r, address, bytes);
+  if (b.watches_grids)
+    b.note_grid_access(w, in, lane, address, bytes, kind != Access::kStore, kind != Access::kLoad, w.clock);
   return reinterpret_cast<uint8_t*>(address);
 }
 

@@ -15,6 +15,7 @@ const char* to_string(ReportKind kind) {
     case ReportKind::kDeadlock: return "deadlock";
     case ReportKind::kStepLimit: return "step limit";
     case ReportKind::kMissingFence: return "missing proxy fence";
+    case ReportKind::kMissingGridWait: return "missing grid wait";
     case ReportKind::kRace: return "race";
     case ReportKind::kTrap: return "trap";
     case ReportKind::kBadDescriptor: return "bad tensor map";

@@ -111,11 +111,17 @@ void setmaxnreg(Form& f) {
   f.emit([](Warp& w, const Inst& in, uint32_t mask) { (void)w.converge(in, &mask); }, OpClass::kControl);
 }
 
-// Launches run one after another, so whatever a grid depends on is complete and visible.
+// Launches run one after another, so whatever a grid depends on is complete and visible; that it waits for it where it
+// must is checked (exec/grid_order.h).
 void griddepcontrol(Form& f) {
-  if (f.take_one({"wait", "launch_dependents"}).empty()) f.fail(".wait or .launch_dependents is missing");
+  const std::string which = f.take_one({"wait", "launch_dependents"});
+  if (which.empty()) f.fail(".wait or .launch_dependents is missing");
   f.expect(0);
-  f.emit(&nothing, OpClass::kControl);
+  if (which == "wait") {
+    return f.emit([](Warp& w, const Inst&, uint32_t) { w.block->grid_wait(w); }, OpClass::kControl);
+  }
+  f.note_launches_dependents();
+  f.emit([](Warp& w, const Inst&, uint32_t) { w.block->grid_trigger(w); }, OpClass::kControl);
 }
 
 }  // namespace

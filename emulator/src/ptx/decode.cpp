@@ -273,6 +273,8 @@ int64_t Form::immediate(size_t i) const {
 
 void Form::keep_pointer(std::shared_ptr<void> p) { decoder_.code_->extensions.push_back(std::move(p)); }
 
+void Form::note_launches_dependents() { decoder_.code_->launches_dependents = true; }
+
 void Form::emit(Handler fn, OpClass cls) {
   if (!modifiers_.empty()) fail("modifier '." + modifiers_.front() + "' is not modelled here");
   inst.fn = fn;

@@ -90,6 +90,7 @@ class Form {
     return raw;
   }
   void emit(exec::Handler fn, OpClass cls);
+  void note_launches_dependents();
   [[noreturn]] void fail(const std::string& what) const;
   const std::string& name() const { return statement_.opcode[0]; }
   Decoder& decoder() { return decoder_; }

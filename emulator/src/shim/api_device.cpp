@@ -138,7 +138,11 @@ int cudaGetDeviceProperties(abi::DeviceProperties* out, int device) {
 }
 
 int cudaDeviceSynchronize() {
-  return api([](Runtime& r) { return r.forbid_in_capture("cudaDeviceSynchronize"); });
+  return api([](Runtime& r) {
+    if (int error = r.forbid_in_capture("cudaDeviceSynchronize")) return error;
+    r.device().settle();
+    return int{abi::kSuccess};
+  });
 }
 
 int cudaDeviceReset() {

@@ -64,6 +64,7 @@ int copy(Runtime& runtime, void* to, const void* from, size_t bytes, int kind, v
   if (int error = check_copy(runtime, to, from, bytes, kind)) return error;
   if (bytes == 0) return abi::kSuccess;
   return runtime.submit(stream, [&runtime, to, from, bytes]() -> int {
+    runtime.device().settle();
     std::memmove(to, from, bytes);
     if (touches_device(runtime, to)) runtime.device().mark_initialized(reinterpret_cast<uint64_t>(to), bytes);
     return abi::kSuccess;
@@ -79,6 +80,7 @@ int set(Runtime& runtime, void* to, int value, size_t bytes, void* stream_handle
     return abi::kInvalidValue;
   }
   return runtime.submit(stream, [&runtime, to, value, bytes]() -> int {
+    runtime.device().settle();
     std::memset(to, value, bytes);
     runtime.device().mark_initialized(reinterpret_cast<uint64_t>(to), bytes);
     return abi::kSuccess;

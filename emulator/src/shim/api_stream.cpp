@@ -41,13 +41,18 @@ int wait_for_stream(Runtime& r, void* handle, const char* call) {
   Stream* stream = r.find_stream(handle);
   if (!stream) return abi::kInvalidResourceHandle;
   if (int error = r.forbid_in_capture(call)) return error;
-  if (!stream->capture) return abi::kSuccess;
+  if (!stream->capture) {
+    r.device().settle();
+    return abi::kSuccess;
+  }
   return r.invalidate_captures(abi::kStreamCaptureUnsupported, std::string(call) + " of a stream that captures");
 }
 
 int wait_for_event(Runtime& r, void* handle, const char* call) {
   if (!r.events.count(static_cast<Event*>(handle))) return abi::kInvalidResourceHandle;
-  return r.forbid_in_capture(call);
+  if (int error = r.forbid_in_capture(call)) return error;
+  r.device().settle();
+  return abi::kSuccess;
 }
 
 /// Ends the capture on every stream that joined it.
@@ -135,7 +140,10 @@ int cudaLaunchHostFunc(void* handle, void (*function)(void*), void* data) {
     Stream* stream = r.find_stream(handle);
     if (!stream) return abi::kInvalidResourceHandle;
     if (!function) return abi::kInvalidValue;
-    return r.submit(stream, [=]() -> int { return function(data), abi::kSuccess; });
+    return r.submit(stream, [=, &r]() -> int {
+      r.device().settle();
+      return function(data), abi::kSuccess;
+    });
   });
 }
 

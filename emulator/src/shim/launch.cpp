@@ -186,6 +186,8 @@ int Runtime::run(const LaunchRequest& request, const std::vector<uint8_t>& param
   config.max_dynamic_shared = dynamic_limit(limits_, kernel, info);
   config.registers = kernel.registers;
   config.watch = settings_.watch;
+  config.stream = request.stream->id;
+  config.programmatic = request.programmatic;
   config.max_warp_instructions = settings_.max_warp_instructions;
 
   LaunchRecord record;

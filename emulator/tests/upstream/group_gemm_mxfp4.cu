@@ -50,7 +50,7 @@ int main(int count, char** arguments) {
           driver::device_bytes<void>(driver::kWorkspace), driver::kWorkspace,
           driver::on_device<cutlass::float_e4m3_t>(a), driver::on_device<cutlass::float_e2m1_t>(b),
           driver::on_device<cutlass::float_ue8m0_t>(a_scale), driver::on_device<cutlass::float_ue8m0_t>(b_scale), out,
-          driver::on_device<int>(p.indptr), p.n, p.k, p.groups, nullptr, nullptr);
+          driver::on_device<int>(p.indptr), p.n, p.k, p.groups, nullptr, 0);
   // A float32 rounding for each of the k / 32 MMAs, and one for the sum of them.
   return driver::verdict(p, status, out, p.k / 32 + 1, [&](int g, int m, int j, double* sum, double* magnitude) {
     const size_t first_scale = static_cast<size_t>((p.indptr[g] + g * 127) / 128 * 128) * blocks;
