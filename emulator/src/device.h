@@ -10,7 +10,7 @@
 #include <memory>
 #include <string>
 
-#include "limits.h"
+#include "gpu_limits.h"
 #include "program.h"
 #include "report.h"
 

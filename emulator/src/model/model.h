@@ -17,7 +17,7 @@
 
 #include <cstdint>
 
-#include "limits.h"
+#include "gpu_limits.h"
 #include "report.h"
 
 namespace vsm::model {

@@ -76,22 +76,24 @@ uint64_t write_float(const Conversion& c, double d) {
   }
 }
 
-// cvt.rna/rn.tf32.f32: 10 mantissa bits kept, the low 13 zero.
-uint64_t to_tf32(const Conversion& c, uint32_t bits) {
-  const uint32_t a = bits & 0x7fffffffu;
-  if (a > 0x7f800000u) return 0x7fffffffu;
-  if (a == 0x7f800000u) return bits & 0xff800000u;
-  uint64_t r = round_off(a, 13, c.rounding, bits >> 31) << 13;
-  if (r >= 0x7f800000u && c.satfinite) r = 0x7f7fe000u;
-  if (c.relu && bits >> 31) return 0;
-  return r | (bits & 0x80000000u);
+tensor::Round tensor_round(Rounding r) {
+  switch (r) {
+    case Rounding::kZero: return tensor::Round::kRZ;
+    case Rounding::kDown: return tensor::Round::kRM;
+    case Rounding::kUp: return tensor::Round::kRP;
+    case Rounding::kNearestAway: return tensor::Round::kRNA;
+    default: return tensor::Round::kRN;
+  }
 }
 
 uint64_t convert(const Conversion& c, uint64_t v) {
   const bool from_float = exec::is_float(c.from), to_float = exec::is_float(c.to);
   const int from_bits = exec::type_bits(c.from);
   if (from_bits < 64) v &= (uint64_t{1} << from_bits) - 1;
-  if (c.to == Type::kTF32) return to_tf32(c, static_cast<uint32_t>(v));
+  if (c.to == Type::kTF32) {
+    return tensor::cvt_f32_to(tensor::Type::kTF32, tensor_round(c.rounding), c.satfinite, c.relu,
+                              bits_to_float(static_cast<uint32_t>(v)));
+  }
   if (!from_float && !to_float) {
     if (exec::is_signed(c.from)) v = sign_extend(v, from_bits);
     if (c.sat) {
@@ -171,16 +173,6 @@ tensor::Type tensor_type(Type t) {
     case Type::kBF16x2: return tensor::Type::kBF16;
     case Type::kF32: return tensor::Type::kF32;
     default: return tensor::Type::kNone;
-  }
-}
-
-tensor::Round tensor_round(Rounding r) {
-  switch (r) {
-    case Rounding::kZero: return tensor::Round::kRZ;
-    case Rounding::kDown: return tensor::Round::kRM;
-    case Rounding::kUp: return tensor::Round::kRP;
-    case Rounding::kNearestAway: return tensor::Round::kRNA;
-    default: return tensor::Round::kRN;
   }
 }
 

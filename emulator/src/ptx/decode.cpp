@@ -5,7 +5,7 @@
 #include <set>
 
 #include "formats.h"
-#include "limits.h"
+#include "gpu_limits.h"
 
 namespace vsm::ptx {
 

@@ -104,6 +104,11 @@ struct LaunchConfig {
   unsigned attribute_count;
 };
 
+struct ChannelFormat {
+  int x, y, z, w;  // bits
+  int kind;
+};
+
 struct PointerAttributes {
   int type;  // 0 unregistered, 1 host, 2 device, 3 managed
   int device;

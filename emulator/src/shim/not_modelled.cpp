@@ -16,6 +16,11 @@ int not_modelled(const char* name) {
 
 }  // namespace
 
+// No call on the device: what is refused is the array or texture that it would be for.
+extern "C" vsm::abi::ChannelFormat cudaCreateChannelDesc(int x, int y, int z, int w, int kind) {
+  return {x, y, z, w, kind};
+}
+
 #define VSM_NOT_MODELLED(name) \
   extern "C" int name() { return not_modelled(#name); }
 

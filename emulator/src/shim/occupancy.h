@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "limits.h"
+#include "gpu_limits.h"
 
 namespace vsm::shim {
 

@@ -32,6 +32,8 @@ SAME_OFFSET(cudaFuncAttributes, binaryVersion, FunctionAttributes, binary_versio
 SAME_OFFSET(cudaFuncAttributes, maxDynamicSharedSizeBytes, FunctionAttributes, max_dynamic_shared_bytes);
 SAME_OFFSET(cudaFuncAttributes, preferredShmemCarveout, FunctionAttributes, preferred_shared_carveout);
 
+SAME_SIZE(cudaChannelFormatDesc, ChannelFormat);
+SAME_OFFSET(cudaChannelFormatDesc, f, ChannelFormat, kind);
 SAME_SIZE(cudaPointerAttributes, PointerAttributes);
 SAME_OFFSET(cudaPointerAttributes, device, PointerAttributes, device);
 SAME_OFFSET(cudaPointerAttributes, devicePointer, PointerAttributes, device_pointer);

@@ -45,9 +45,9 @@ __global__ void params_kernel(bool flag, char small, const __grid_constant__ Mix
   out[6] = static_cast<double>(wide), out[7] = last;
 }
 
-// A chain of programmatic dependents: each doubles what its predecessor left.
-__global__ void chain_kernel(int* value) {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+// A chain of programmatic dependents: each doubles what its predecessor left, and may forget to wait for it.
+__global__ void chain_kernel(int* value, bool waits) {
+  if (waits) asm volatile("griddepcontrol.wait;" ::: "memory");
   *value = *value * 2 + 1;
   asm volatile("griddepcontrol.launch_dependents;");
 }
@@ -112,7 +112,7 @@ int params(double* out) {
   return cudaGetLastError();
 }
 
-int chain(int* value, int links, void* stream) {
+int chain_that_waits(int* value, int links, void* stream, bool waits) {
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
@@ -123,10 +123,12 @@ int chain(int* value, int links, void* stream) {
   config.attrs = &attribute;
   config.numAttrs = 1;
   for (int i = 0; i < links; ++i) {
-    if (cudaError_t error = cudaLaunchKernelEx(&config, chain_kernel, value)) return error;
+    if (cudaError_t error = cudaLaunchKernelEx(&config, chain_kernel, value, waits)) return error;
   }
   return cudaSuccess;
 }
+
+int chain(int* value, int links, void* stream) { return chain_that_waits(value, links, stream, true); }
 
 int tensor_copy(void* matrix, int width, int height, int x, int y, int swizzle, uint16_t* out) {
   void* function = nullptr;
@@ -191,6 +193,8 @@ int graph(int* value, int* before_replay, int* nodes) {
   cudaGraphDestroy(captured);
   return cudaStreamDestroy(stream);
 }
+
+int synchronize() { return cudaDeviceSynchronize(); }
 
 // What a capture answers to a call that it forbids, and what it ends with then.
 int synchronize_in_capture(int* value, int* end) {

@@ -24,7 +24,7 @@ def tool(tmp_path_factory) -> Path:
     sources = HERE.parents[1] / "src"
     sanitize = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
     files = (HERE / "fatbin_tool.cpp", sources / "fatbin" / "fatbin.cpp")
-    run("g++", "-std=c++17", "-O1", "-g", *sanitize, "-iquote", sources, *files, "-o", target)
+    run("g++", "-std=c++17", "-O1", "-g", *sanitize, f"-I{sources}", *files, "-o", target)
     return target
 
 

@@ -10,9 +10,8 @@ HERE = Path(__file__).parent
 
 
 def compile_cpp(toolkit: Path, source: Path, target: Path, *flags: str) -> None:
-    # -iquote: the emulator's limits.h must not stand in for the system's <limits.h>.
     sources = HERE.parents[1] / "src"
-    command = ["g++", "-std=c++17", *flags, "-iquote", str(sources), f"-I{toolkit / 'include'}", str(source)]
+    command = ["g++", "-std=c++17", *flags, f"-I{sources}", f"-I{toolkit / 'include'}", str(source)]
     done = subprocess.run([*command, "-o", str(target)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

@@ -119,6 +119,20 @@ def test_programmatic_dependents_run_in_order(runtime, programs):
     assert [launch.programmatic for launch in runtime.take_launches()] == [True] * 4
 
 
+def test_a_dependent_that_does_not_wait_is_reported(runtime, programs):
+    value = (ctypes.c_int * 1)(3)
+    with device_memory(runtime, value):
+        assert programs.chain_that_waits(value, 2, None, False) == SUCCESS
+        first, second = runtime.take_launches()
+        assert first.clean, str(first)
+        assert [report.kind for report in second.reports] == ["missing grid wait"] * 2, str(second)  # read, then written
+        # Whatever orders the two in another way does: the host's wait.
+        for _ in range(2):
+            assert programs.synchronize() == SUCCESS
+            assert programs.chain_that_waits(value, 1, None, False) == SUCCESS
+            assert runtime.take_launches()[0].clean
+
+
 def test_a_stream_keeps_its_order(runtime, programs):
     value = (ctypes.c_int * 1)(99)
     host = ctypes.c_int(-1)
@@ -290,6 +304,21 @@ def test_a_trace_file_gets_a_line_per_launch(compile_cuda, run_on_shim, tmp_path
     launch = vsm.Launch.from_json(json.loads(line))
     assert "store_kernel" in launch.kernel
     assert launch.status == "fault"
+
+
+def test_a_channel_description_is_made_but_no_texture(runtime):
+    """The one name that returns no error code: a plain struct. What would use it is refused by name."""
+
+    class Description(ctypes.Structure):
+        _fields_ = [(name, ctypes.c_int) for name in ("x", "y", "z", "w", "kind")]
+
+    library = ctypes.CDLL("libcudart.so.13")
+    library.cudaCreateChannelDesc.restype = Description
+    made = library.cudaCreateChannelDesc(8, 16, 0, 0, 2)
+    assert [getattr(made, name) for name, _ in Description._fields_] == [8, 16, 0, 0, 2]
+    not_supported = 801
+    assert library.cudaCreateTextureObject() == not_supported
+    assert "cudaCreateTextureObject is not modelled" in runtime.take_message()
 
 
 def test_packing_follows_alignment():

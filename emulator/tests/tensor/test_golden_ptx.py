@@ -90,11 +90,8 @@ def test_the_cases_are_those_of_the_golden_file() -> None:
 
 
 @pytest.mark.parametrize("number", of_ops("cvt"))
-def test_cvt(device: Device, number: int, request: pytest.FixtureRequest) -> None:
+def test_cvt(device: Device, number: int) -> None:
     case, entry = cases()[number], golden()[0][number]
-    if ".tf32." in case.name and case.name != "cvt.rna.tf32.f32":
-        reason = "src/ops/convert.cpp: tf32 NaN is 0x7fffffff, not 0x7fffe000; .satfinite and .relu leave infinities"
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=False))
     inputs = case.buffers()
     actual = np.frombuffer(run(device, case, inputs)[2], np.uint32)
     a = np.frombuffer(inputs[0], np.uint32)
