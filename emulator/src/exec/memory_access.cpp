@@ -137,18 +137,17 @@ uint32_t wavefronts(const uint64_t* addresses, uint32_t mask, uint32_t bytes) {
   uint32_t total = 0;
   for (int first = 0; first < 32; first += lanes) {
     uint32_t count[32] = {};
-    uint32_t seen[32][8];
+    uint32_t seen[32][32];  // words of a bank; a pass has at most one for each lane
     uint32_t worst = 0;
     for (int lane = first; lane < first + lanes; ++lane) {
       if (!(mask >> lane & 1)) continue;
       for (uint32_t i = 0; i < words; ++i) {
         const uint32_t word = static_cast<uint32_t>(addresses[lane] / 4) + i;
         const uint32_t bank = word % 32;
-        const uint32_t known = std::min(count[bank], 8u);
         bool again = false;
-        for (uint32_t k = 0; k < known; ++k) again |= seen[bank][k] == word;
+        for (uint32_t k = 0; k < count[bank]; ++k) again |= seen[bank][k] == word;
         if (again) continue;
-        if (count[bank] < 8) seen[bank][count[bank]] = word;
+        seen[bank][count[bank]] = word;
         worst = std::max(worst, ++count[bank]);
       }
     }

@@ -7,6 +7,7 @@ import struct
 
 import pytest
 from bits import f16, f32, f64, u
+from vsm.device import Watch
 
 PRELUDE = """.reg .pred %p, %q; .reg .b16 %h<4>; .reg .b32 %r<10>; .reg .b64 %w<10>; .reg .f32 %f<4>; .reg .b128 %x;
 ld.param.u64 %w0, [out]; mov.u32 %r0, %tid.x; mul.wide.u32 %w1, %r0, 4; add.u64 %w2, %w0, %w1;
@@ -293,3 +294,71 @@ def test_sectors_and_bank_conflicts(run_kernel, stride, sectors, conflicts):
     n = launch.counters
     assert (n.global_sectors, n.global_distinct_bytes, n.shared_bank_conflicts) == (sectors, 32 * sectors, conflicts)
     assert (n.global_store_bytes, n.shared_accesses, n.shared_wavefronts) == (128, 1, conflicts + 1)
+
+
+def wavefronts(addresses: list[int], width: int) -> int:
+    """Passes over 32 banks of 4 bytes: 32, 16 or 8 lanes at a time for accesses of up to 4, 8 and 16 bytes a lane."""
+    lanes = {8: 16, 16: 8}.get(width, 32)
+    total = 0
+    for first in range(0, len(addresses), lanes):
+        words = {a // 4 + i for a in addresses[first : first + lanes] for i in range(max(1, width // 4))}
+        total += max(sum(word % 32 == bank for word in words) for bank in range(32))
+    return total
+
+
+# width, address of a lane as an expression of `l`, wavefronts counted by hand
+@pytest.mark.parametrize(
+    ("width", "address", "expected"),
+    [
+        (1, "l", 1),  # lanes that share a word share a pass
+        (2, "2 * l", 1),
+        (4, "4 * (l % 2)", 1),
+        (4, "4 * (31 - l)", 1),
+        (4, "132 * l", 1),
+        (4, "128 * (l // 2)", 16),
+        (4, "16 * (l // 4) + 128 * (l % 2)", 2),  # words of 16 rows, 16 bytes apart
+        (8, "8 * l", 2),
+        (8, "16 * l", 4),
+        (8, "0", 2),
+        (8, "128 * l", 32),
+        (16, "16 * l", 4),
+        (16, "32 * l", 8),
+        (16, "128 * l", 32),
+        (16, "144 * l", 4),
+        (16, "128 * (l % 8) + 16 * ((l // 8) ^ (l % 8))", 4),  # a swizzle of 128 bytes: eight chunks of a column
+        (16, "16 * (l // 4) + 128 * (l % 4)", 16),
+    ],
+)
+@pytest.mark.parametrize("store", [False, True], ids=["load", "store"])
+def test_wavefronts_by_width(run_kernel, width, address, expected, store):
+    addresses = [eval(address, {"l": lane}) for lane in range(32)]
+    assert wavefronts(addresses, width) == expected
+    registers = {8: "{%r4, %r5}", 16: "{%r4, %r5, %r6, %r7}"}.get(width, "%r4")
+    form = {1: "u8", 2: "u16", 4: "u32", 8: "v2.u32", 16: "v4.u32"}[width]
+    table = ", ".join(map(str, addresses))
+    access = f"st.shared.{form} [%r2], {registers};" if store else f"ld.shared.{form} {registers}, [%r2];"
+    body = f""".shared .align 128 .b8 s[8192]; mov.u32 %r3, s; mov.u32 %r4, 0; mov.u32 %r5, 0; mov.u32 %r6, 0; mov.u32 %r7, 0;
+    mul.lo.u32 %r2, %r0, 4; cvt.u64.u32 %w4, %r2; mov.u64 %w5, at; add.u64 %w4, %w4, %w5; ld.global.u32 %r2, [%w4];
+    add.u32 %r2, %r2, %r3; {access}"""
+    declared = f".global .align 4 .u32 at[32] = {{{table}}};"
+    launch, _ = run_kernel(kernel(body, declared), inputs=[DATA], watch=Watch.NONE)
+    clean(launch)
+    n = launch.counters
+    least = {8: 2, 16: 4}.get(width, 1)
+    assert (n.shared_accesses, n.shared_wavefronts, n.shared_bank_conflicts) == (1, expected, expected - least)
+
+
+@pytest.mark.parametrize(
+    ("matrices", "pitch", "expected"), [(1, 16, 1), (1, 128, 8), (2, 16, 2), (4, 16, 4), (4, 32, 8), (4, 128, 32), (4, 144, 4)]
+)
+def test_wavefronts_of_ldmatrix(run_kernel, matrices, pitch, expected):
+    """Eight rows of 16 bytes to a pass; lanes whose addresses the form does not use do not count."""
+    rows = 8 * matrices
+    assert wavefronts([pitch * row for row in range(rows)], 16) == expected
+    registers = ", ".join(f"%r{4 + i}" for i in range(matrices))
+    body = f""".shared .align 128 .b8 s[8192]; mov.u32 %r3, s; and.b32 %r2, %r0, {rows - 1}; mad.lo.u32 %r2, %r2, {pitch}, %r3;
+    ldmatrix.sync.aligned.m8n8.x{matrices}.shared.b16 {{{registers}}}, [%r2];"""
+    launch, _ = run_kernel(kernel(body), inputs=[DATA], watch=Watch.NONE)
+    clean(launch)
+    n = launch.counters
+    assert (n.shared_accesses, n.shared_wavefronts, n.shared_bank_conflicts) == (1, expected, expected - matrices)
