@@ -4,7 +4,7 @@
 #   make demo     compile fused_moe_120 for SM121, look into its machine code, run a gpt-oss-120b layer on the CPU
 #                 backend and, by the kernels themselves, on the virtual SM121
 #   make test     the tests (PYTEST_ARGS="-k layer" to choose some)
-#   make bench    the benchmark (needs a GPU; BENCH_ARGS="--help")
+#   make bench    the benchmark; without a GPU, the predicted GB10 table (BENCH_ARGS="--help")
 #   make lint     ruff, mypy, clang-format; make format applies them
 #   make clean    remove what builds and tools left in the checkout (make distclean: .venv too)
 #

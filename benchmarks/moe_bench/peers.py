@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Other implementations of the layer, as far as they can be found on this machine.
+
+A peer takes the layer's weights once, into whatever layout it wants, and then gives a callable per batch that goes from
+expert ids to the layer's output.  What it allocates while it is captured in a CUDA graph costs it no time.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from flashinfer.testing import MoEInputs
+
+from .problem import Batch
+
+# A peer rounds to bfloat16 after FC1, the activation, FC2 and the sum, and may round the routing weights: five roundings,
+# each of at most 2**-8 / 2 of a value, and the activation's slope (at most 1.1) on the first.
+TOLERANCE = 6 * 2.0**-9
+
+
+class Layer(Protocol):
+    """A peer with the weights of one layer."""
+
+    def bind(self, batch: Batch) -> Callable[[], torch.Tensor]:
+        """A call on ``batch`` that returns the layer's output, ``[M, H]``."""
+        ...
+
+
+class Peer(Protocol):
+    """An implementation that was found."""
+
+    name: str
+
+    def prepare(self, weights: MoEInputs) -> Layer:
+        """Lay the weights of a layer out as this implementation wants them."""
+        ...
+
+
+def relative_error(output: torch.Tensor, reference: torch.Tensor) -> float:
+    """Frobenius norm of the difference over that of the reference."""
+    return float((output.double() - reference).norm() / reference.norm())
+
+
+def find_vllm(*inside: str) -> Path | None:
+    """A path inside an installed vLLM, found without importing it."""
+    spec = importlib.util.find_spec("vllm")
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        for pattern in inside:
+            for path in sorted(Path(folder).glob(pattern)):
+                return path
+    return None
+
+
+def marlin(given: Path | None) -> tuple[Peer | None, str]:
+    """Marlin from vLLM's library: the one given, else that of an installed vLLM; or why not."""
+    path = given or find_vllm("_moe_C_stable_libtorch*.so", "_moe_C*.so")
+    if path is None:
+        return None, "vLLM is not installed; --marlin names its _moe_C_stable_libtorch.abi3.so"
+    if not path.is_file():
+        return None, f"--marlin: {path} is no file"
+    try:
+        from .peer_marlin import Marlin
+
+        return Marlin(path), str(path)
+    except Exception as error:  # a library for another torch, no triton, no GPU: whatever it is, the others go on
+        return None, f"{path}: {_reason(error)}"
+
+
+def triton_kernels(given: Path | None) -> tuple[Peer | None, str]:
+    """triton_kernels: the folder given, else an installed one, else that in vLLM; or why not."""
+    if given is not None:
+        if given.name != "triton_kernels" or not (given / "__init__.py").is_file():
+            return None, f"--triton-kernels: {given} is no folder of the package triton_kernels"
+        sys.path.insert(0, str(given.resolve().parent))
+    elif importlib.util.find_spec("triton_kernels") is None:
+        found = find_vllm("third_party/triton_kernels/__init__.py")
+        if found is None:
+            return None, "not installed, nor is vLLM; --triton-kernels names the package's folder"
+        sys.path.append(str(found.parents[1]))
+    try:
+        from .peer_triton_kernels import TritonKernels
+
+        return TritonKernels(), str(Path(str(importlib.import_module("triton_kernels").__file__)).parent)
+    except Exception as error:
+        return None, _reason(error)
+
+
+def _reason(error: Exception) -> str:
+    cause: Any = error.__cause__ or error
+    return f"{type(cause).__name__}: {str(cause).splitlines()[0] if str(cause) else ''}"

@@ -1,0 +1,394 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A layer's time on a GB10, predicted: counters of the shipped kernels on the virtual SM121, and a GB10's limits.
+
+No part of it is a measurement of a GB10.  For each mode and each tactic that the planner gives a row of the table:
+
+1. The kernels compiled for ``sm_121a`` run on the virtual device in the layer's full hidden and intermediate size, on a few
+   experts.  Each launch yields its counts: warp instructions, MMA operations, shared-memory wavefronts and distinct bytes of
+   global memory.
+2. A launch's counts are linear in three numbers: 1 (the grid, and units of work that are cut between blocks), the tiles of
+   tokens T (summed over experts: for each, all rows and all of K are computed) and the token rows R (what is done for each
+   row of an expert).  Three runs - few experts with short tiles, more of them, the first with full tiles - give the three
+   coefficients; a fourth, with random routing, is predicted from them and the deviation is printed.  Weights are read
+   from DRAM once per touched expert, not once per tile: an expert's tiles follow one another and find them in L2.
+3. A row's T, R and touched experts are means over random routings.  A prologue is linear in the tokens.
+4. Each launch takes as long as the busiest of four resources: DRAM, issue slots, MMA, shared memory.  To these come
+   what launches and their tails add, during which DRAM idles.
+
+What is assumed beyond the counters stands in :class:`Assumptions`, with where it is from, and is printed with the table.
+What is not modelled: sectors that are written and read again (they count once), the clock under load, DRAM refresh and page conflicts, L2 capacity, the sort of a large batch's routing
+(one block), and a bound on bytes in flight (``sm12x-instances`` has them).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tabulate import tabulate
+
+import flashinfer
+from flashinfer.fused_moe.sm12x_planner import plan_moe
+from flashinfer.jit.sm12x.instances import INSTANCES
+from flashinfer.testing import MoECase, make_moe_inputs
+from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
+
+from .problem import MODE_NAMES, MODELS
+
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 2048, 8192)
+DEFAULT_MODES = (1, 2)  # mode 0's GEMMs are mode 1's
+ROUTINGS = 8
+SCALE_BLOCK = 32
+EMULATED_EXPERTS = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Assumptions:
+    """What the counters do not say.  Microseconds are per layer or per GEMM launch as named."""
+
+    multiprocessors: int = 48
+    gigahertz: float = 2.418
+    dram_gb_per_second: float = 273.0
+    streamed_gb_per_second: float = 236.0
+    schedulers: int = 4
+    mma_flops_per_cycle: int = 2048
+    issue_per_warp: float = 0.42
+    issue_ceiling: float = 0.6
+    launch_us: float = 2.0
+    routing_us: float = 2.7
+    first_byte_us: float = 1.0
+    tail_us: float = 8.0
+
+    def told(self) -> list[str]:
+        """One line each, with its source."""
+        return [
+            f"GB10: {self.multiprocessors} SMs, {self.schedulers} schedulers each, {self.gigahertz} GHz, LPDDR5X of "
+            f"{self.dram_gb_per_second:g} GB/s (published); caches perfect: every byte comes from DRAM once",
+            f"MMA: {self.mma_flops_per_cycle} operations per cycle and SM with 8-bit operands, half of it with bf16 "
+            "(from the published 1 PFLOP/s of sparse FP4)",
+            f"issue: {self.issue_per_warp} instructions per cycle for each resident warp of a scheduler, at most "
+            f"{self.issue_ceiling} (measured on an H200: a probe with one warp each, and 59 % of all slots at 64 tokens)",
+            f"launch: {self.launch_us:g} us before the layer's first instruction (assumed)",
+            f"each GEMM: {self.routing_us:g} us until its blocks know their work and {self.tail_us:g} us from its last load to "
+            f"its end (both measured on an H200 at one token), {self.first_byte_us:g} us of DRAM latency (assumed)",
+            f"last column: the same with DRAM at {self.streamed_gb_per_second:g} GB/s, the best stream published for a GB10",
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Counts:
+    """What one launch did."""
+
+    instructions: float = 0.0
+    mma_flops: float = 0.0
+    wavefronts: float = 0.0
+    bytes: float = 0.0
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(*(a + b for a, b in zip(self.values(), other.values(), strict=True)))
+
+    def __mul__(self, factor: float) -> Counts:
+        return Counts(*(factor * value for value in self.values()))
+
+    def values(self) -> tuple[float, ...]:
+        """The fields in their order."""
+        return dataclasses.astuple(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What the counts of a batch are linear in."""
+
+    tokens: float
+    experts: float
+    tiles: float
+    rows: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """Counts of one launch as a function of the work: ``constant + per_tile T + per_row R``.
+
+    ``tile`` is its token tile, 0 for a prologue, whose rows are the batch's tokens.
+    """
+
+    tile: int
+    constant: Counts
+    per_tile: Counts
+    per_row: Counts
+    warps_per_scheduler: float
+
+    def at(self, work: Work) -> Counts:
+        """Counts of ``work``; the bytes that a tile brings are an expert's weights, read once."""
+        tiles = dataclasses.replace(self.per_tile * work.tiles, bytes=self.per_tile.bytes * work.experts)
+        return self.constant + tiles + self.per_row * (work.rows if self.tile else work.tokens)
+
+
+def fit_gemm(tile: int, works: Sequence[Work], counts: Sequence[Counts], warps: float) -> Fit:
+    """The coefficients from three runs whose tiles and rows are not proportional."""
+    system = torch.tensor([[1.0, work.tiles, work.rows] for work in works], dtype=torch.float64)
+    solved = torch.linalg.solve(system, torch.tensor([c.values() for c in counts], dtype=torch.float64))
+    constant, per_tile, per_row = (Counts(*row.tolist()) for row in solved)
+    return Fit(tile, constant, per_tile, per_row, warps)
+
+
+def fit_prologue(works: Sequence[Work], counts: Sequence[Counts], warps: float) -> Fit:
+    """A launch that is linear in the tokens."""
+    system = torch.tensor([[1.0, work.tokens] for work in works], dtype=torch.float64)
+    solved = torch.linalg.lstsq(system, torch.tensor([c.values() for c in counts], dtype=torch.float64)).solution
+    constant, per_token = (Counts(*row.tolist()) for row in solved)
+    return Fit(0, constant, Counts(), per_token, warps)
+
+
+def counts_of(launch: Any) -> Counts:
+    """From the emulator's counters."""
+    c = launch.counters
+    return Counts(c.warp_instructions, c.mma_flops, c.shared_wavefronts, c.global_distinct_bytes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A batch to be emulated: ``rows`` of each of ``experts`` (all equal), or random ids when ``rows`` is 0."""
+
+    experts: int
+    rows: int
+    tokens: int
+
+    def ids(self, top_k: int) -> torch.Tensor:
+        if self.rows == 0:
+            scores = torch.rand((self.tokens, self.experts), generator=torch.Generator().manual_seed(0))
+            return scores.topk(top_k).indices.int()
+        return torch.arange(self.experts, dtype=torch.int32).repeat(self.rows).view(self.tokens, top_k)
+
+
+def token_tiles(tactics: tuple[int, int]) -> tuple[int, int]:
+    """The token tiles of FC1 and FC2."""
+    return INSTANCES[tactics[0]].token_tile, INSTANCES[tactics[1]].token_tile
+
+
+def runs_for(tactics: tuple[int, int]) -> list[Run]:
+    """Three that determine the coefficients, and one that checks them."""
+    few, short, full = EMULATED_EXPERTS, max(1, min(token_tiles(tactics)) // 8), max(token_tiles(tactics))
+    return [Run(few, short, short), Run(2 * few, short, 2 * short), Run(few, full, full), Run(2 * few, 0, 2 * short)]
+
+
+def work_of(ids: torch.Tensor, tile: int) -> Work:
+    """The work of a routing with token tiles of ``tile``; no tiles where that is 0."""
+    per_expert = torch.bincount(ids.flatten().long())
+    tiles = int(((per_expert + tile - 1) // tile).sum()) if tile else 0
+    return Work(ids.shape[0], int((per_expert > 0).sum()), tiles, ids.numel())
+
+
+def emulate(
+    device: VirtualDevice, model: str, mode: int, run: Run, tactics: tuple[int, int]
+) -> tuple[torch.Tensor, list[Any]]:
+    """One batch on the virtual device: its expert ids and its launches."""
+    hidden, inter, _, _ = MODELS[model]
+    top_k = EMULATED_EXPERTS
+    inputs = make_moe_inputs(MoECase(run.tokens, hidden, inter, run.experts, top_k, mode), 0)
+    inputs = dataclasses.replace(inputs, token_selected_experts=run.ids(top_k))
+    before = len(device.launches)
+    flashinfer.cutlass_fused_moe(**inputs.arguments(), profile_ids=list(tactics))
+    return inputs.token_selected_experts, device.launches[before:]
+
+
+def fit_layer(device: VirtualDevice, model: str, mode: int, tactics: tuple[int, int]) -> tuple[list[Fit], float, int]:
+    """The launches of a layer, the largest deviation of the check, and how often a watcher reported.
+
+    A launch without MMAs is a prologue; the others are FC1 and FC2 in this order, or the whole layer where there is one.
+    """
+    emulated = [emulate(device, model, mode, run, tactics) for run in runs_for(tactics)]
+    if len({len(launches) for _, launches in emulated}) != 1:
+        raise RuntimeError(f"tactics {tactics}: the number of launches depends on the batch, which is not modelled")
+    fits: list[Fit] = []
+    deviation = 0.0
+    for position, launch in enumerate(emulated[0][1]):
+        counts = [counts_of(launches[position]) for _, launches in emulated]
+        warps = launch.blocks_per_sm * (launch.block[0] // 32) / Assumptions.schedulers
+        gemms = sum(fit.tile > 0 for fit in fits)
+        tile = token_tiles(tactics)[min(gemms, 1)] if counts[0].mma_flops else 0
+        works = [work_of(ids, tile) for ids, _ in emulated]
+        fit = fit_gemm(tile, works[:3], counts[:3], warps) if tile else fit_prologue(works[:3], counts[:3], warps)
+        fits.append(fit)
+        if tile:
+            expected = fit.at(works[3])
+            for seen, told in ((counts[3].instructions, expected.instructions), (counts[3].bytes, expected.bytes)):
+                deviation = max(deviation, abs(told - seen) / seen)
+    return fits, deviation, sum(len(launch.reports) for _, launches in emulated for launch in launches)
+
+
+@dataclasses.dataclass
+class Line:
+    """A row of the predicted table; times in microseconds."""
+
+    model: str
+    mode: str
+    tokens: int
+    tactics: tuple[int, int]
+    experts: float
+    megabytes: float
+    floor: float
+    dram: float
+    issue: float
+    mma: float
+    shared: float
+    overhead: float
+    predicted: float
+    streamed: float
+    bound: str
+
+    @property
+    def share(self) -> float:
+        """Of DRAM's rate, by the bytes of weights and scales alone."""
+        return self.floor / self.predicted
+
+
+def weight_bytes(model: str) -> int:
+    """Weights and scales of one expert as they lie in memory."""
+    hidden, inter, _, _ = MODELS[model]
+
+    def matrix(rows: int, k: int) -> int:
+        return rows * k // 2 + -(-rows // 128) * 128 * (-(-k // SCALE_BLOCK // 4) * 4)
+
+    return matrix(2 * inter, hidden) + matrix(hidden, inter)
+
+
+@functools.cache
+def mean_work(model: str, tokens: int, tile: int) -> Work:
+    """The mean over random routings."""
+    _, _, experts, top_k = MODELS[model]
+    works = []
+    for seed in range(ROUTINGS):
+        scores = torch.rand((tokens, experts), generator=torch.Generator().manual_seed(seed))
+        works.append(dataclasses.astuple(work_of(scores.topk(top_k).indices, tile)))
+    return Work(*torch.tensor(works, dtype=torch.float64).mean(0).tolist())
+
+
+def resources(fit: Fit, counts: Counts, mode: int, given: Assumptions) -> dict[str, float]:
+    """Microseconds that each resource is busy with a launch."""
+    cycles = 1e3 * given.gigahertz * given.multiprocessors  # of all multiprocessors, per microsecond
+    issue = min(given.issue_ceiling, given.issue_per_warp * fit.warps_per_scheduler)
+    flops = given.mma_flops_per_cycle / (2 if mode == 2 else 1)
+    return {
+        "dram": counts.bytes / (1e3 * given.dram_gb_per_second),
+        "issue": counts.instructions / (cycles * given.schedulers * issue),
+        "mma": counts.mma_flops / (cycles * flops),
+        "shared": counts.wavefronts / cycles,
+    }
+
+
+def predict(
+    model: str, mode: int, tokens: int, tactics: tuple[int, int], fits: Sequence[Fit], given: Assumptions
+) -> Line:
+    """One row of the table."""
+    experts = mean_work(model, tokens, 0).experts
+    totals = dict.fromkeys(("dram", "issue", "mma", "shared"), 0.0)
+    by_bound: dict[str, float] = {}
+    busy = streamed = 0.0
+    slower = given.dram_gb_per_second / given.streamed_gb_per_second
+    for fit in fits:
+        used = resources(fit, fit.at(mean_work(model, tokens, fit.tile)), mode, given)
+        for name, value in used.items():
+            totals[name] += value
+        bound = max(used, key=lambda name: used[name])
+        by_bound[bound] = by_bound.get(bound, 0.0) + used[bound]
+        busy += used[bound]
+        streamed += max(used[bound], used["dram"] * slower)
+    gemms = sum(fit.tile > 0 for fit in fits)
+    overhead = given.launch_us + gemms * (given.routing_us + given.first_byte_us + given.tail_us)
+    megabytes = experts * weight_bytes(model) / 1e6
+    return Line(
+        model,
+        MODE_NAMES[mode],
+        tokens,
+        tactics,
+        experts,
+        megabytes,
+        1e3 * megabytes / given.dram_gb_per_second,
+        **totals,
+        overhead=overhead,
+        predicted=busy + overhead,
+        streamed=streamed + overhead,
+        bound=max(by_bound, key=lambda name: by_bound[name]),
+    )
+
+
+def as_table(lines: Sequence[Line]) -> str:
+    """For people."""
+    headers = ["model", "mode", "tokens", "tactics", "experts", "MB", "floor us", "DRAM us", "issue us", "MMA us"]
+    headers += ["shared us", "launch+tail us", "predicted us", "of 273 GB/s", "bound by", "at 236 GB/s"]
+    body = [
+        [
+            line.model,
+            line.mode,
+            f"{line.tokens:,}",
+            "/".join(map(str, line.tactics)),
+            f"{line.experts:.1f}",
+            f"{line.megabytes:,.0f}",
+            *(f"{value:,.0f}" for value in (line.floor, line.dram, line.issue, line.mma, line.shared, line.overhead)),
+            f"{line.predicted:,.0f}",
+            f"{line.share:.0%}",
+            line.bound,
+            f"{line.streamed:,.0f}",
+        ]
+        for line in lines
+    ]
+    return str(tabulate(body, headers, tablefmt="github", disable_numparse=True))
+
+
+def planned(model: str, mode: int, tokens: int, given: Assumptions) -> tuple[int, int]:
+    """What the planner gives a GB10."""
+    hidden, inter, experts, top_k = MODELS[model]
+    first, second = plan_moe(tokens, top_k, experts, hidden, inter, mode, given.multiprocessors, True)
+    return int(first), int(second)
+
+
+def lines(models: Sequence[str], tokens: Sequence[int], modes: Sequence[int], given: Assumptions) -> Iterator[Line]:
+    """All rows; says what it emulates."""
+    fitted: dict[tuple[Any, ...], list[Fit]] = {}
+    with virtual_device("sm_121a", strict=False) as device:
+        for model, mode, count in itertools.product(models, modes, tokens):
+            tactics = planned(model, mode, count, given)
+            key = (mode, tactics, MODELS[model][:2])
+            if key not in fitted:
+                began = time.perf_counter()
+                fitted[key], deviation, reports = fit_layer(device, model, mode, tactics)
+                print(
+                    f"emulated {MODE_NAMES[mode]}, {INSTANCES[tactics[0]].name} and {INSTANCES[tactics[1]].name}: "
+                    f"{time.perf_counter() - began:.0f} s, check off by {deviation:.1%}, {reports} watchers' reports",
+                    flush=True,
+                )
+            yield predict(model, mode, count, tactics, fitted[key], given)
+
+
+def main(models: Sequence[str], tokens: Sequence[int], modes: Sequence[int], folder: Path) -> int:
+    """Print the table and write it to ``predicted.json``; 2 where the emulator cannot run."""
+    given = Assumptions()
+    print("building the emulator and fused_moe_120 for SM121, with its PTX, where they are not fresh", flush=True)
+    try:
+        table = list(lines(models, tokens, modes, given))
+    except RuntimeError as error:
+        print(f"bench: no prediction: {error}", file=sys.stderr)
+        return 2
+    print("\nGB10 (SM121): prediction, not a measurement\n")
+    print(as_table(table))
+    print("\nfloor: weights and scales of the touched experts at DRAM's full rate. Assumed:")
+    for line in given.told():
+        print(f"- {line}")
+    folder.mkdir(parents=True, exist_ok=True)
+    report = {
+        "prediction": "not a measurement",
+        "assumptions": dataclasses.asdict(given),
+        "rows": [dataclasses.asdict(line) | {"share": line.share} for line in table],
+    }
+    (folder / "predicted.json").write_text(json.dumps(report, indent=1))
+    print(f"wrote {folder / 'predicted.json'}")
+    return 0

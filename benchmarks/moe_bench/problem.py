@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layers that are timed, their inputs in each mode, and a call of ``cutlass_fused_moe`` on them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+
+import flashinfer
+from flashinfer.testing import MoECase, MoEInputs, make_moe_inputs
+from flashinfer.testing.mxfp_formats import quantize_mxfp8
+
+MODELS = {
+    "gpt-oss-120b": (2880, 2880, 128, 4),
+    "gpt-oss-20b": (2880, 2880, 32, 4),
+    "gpt-oss-120b-tp2": (2880, 1440, 128, 4),
+    "moe-2048-768-e128": (2048, 768, 128, 8),
+}
+"""Hidden size, intermediate size, experts, experts per token."""
+
+MODE_NAMES = {0: "W4A8 mxfp8", 1: "W4A8 bf16", 2: "W4A16"}
+ALPHA, BETA, LIMIT = 1.702, 1.0, 7.0  # gpt-oss' activation, the only one that every peer computes
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """A batch of tokens for one layer: bf16 activations, routing, and the layer's weights.
+
+    ``logits`` are what the routing was drawn from, float32 ``[M, E]``: the ids are the largest of a row and the routing
+    weights their softmax.  ``inputs`` is the W4A16 call (mode 2); :meth:`of_mode` gives the others.
+    """
+
+    inputs: MoEInputs
+    logits: torch.Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        return self.inputs.input.shape[0]
+
+    def of_mode(self, mode: int) -> MoEInputs:
+        """The same layer and routing as a call of ``mode``."""
+        if mode == 2:
+            return self.inputs
+        ones = torch.ones(self.inputs.fc1_weights.shape[0], device=self.inputs.input.device)
+        changes = {"fc1_global": ones, "fc2_global": ones}
+        if mode == 1:
+            return dataclasses.replace(self.inputs, **changes)
+        values, scales = quantize_mxfp8(self.inputs.input.double())
+        return dataclasses.replace(self.inputs, **changes, input=values, input_sf=scales, swizzled_input_sf=False)
+
+
+def make_layer(model: str, num_tokens: int, seed: int, device: str) -> Batch:
+    """The weights of ``model`` and activations for up to ``num_tokens`` tokens; its routing is to be replaced."""
+    hidden, inter, experts, top_k = MODELS[model]
+    inputs = make_moe_inputs(MoECase(num_tokens, hidden, inter, experts, top_k, 2), seed, device)
+
+    def constant(value: float) -> torch.Tensor:
+        return torch.full((experts,), value, dtype=torch.float32, device=device)
+
+    inputs = dataclasses.replace(
+        inputs, swiglu_alpha=constant(ALPHA), swiglu_beta=constant(BETA), swiglu_limit=constant(LIMIT)
+    )
+    return Batch(inputs, torch.empty(0))
+
+
+def route(layer: Batch, num_tokens: int, seed: int) -> Batch:
+    """The first ``num_tokens`` rows of ``layer`` with random routing of ``seed``."""
+    inputs = layer.inputs
+    device = inputs.input.device
+    top_k = inputs.token_selected_experts.shape[1]
+    generator = torch.Generator(device).manual_seed(seed)
+    logits = torch.randn(num_tokens, inputs.fc1_weights.shape[0], device=device, generator=generator)
+    largest, ids = logits.topk(top_k)
+    return Batch(
+        dataclasses.replace(
+            inputs,
+            input=inputs.input[:num_tokens].contiguous(),
+            token_selected_experts=ids.int(),
+            token_final_scales=largest.softmax(dim=1),
+        ),
+        logits,
+    )
+
+
+def rows_of(inputs: MoEInputs, rows: torch.Tensor) -> MoEInputs:
+    """The call on some of the tokens only; inputs with linear scales or none."""
+    assert inputs.input_sf is None or not inputs.swizzled_input_sf
+    final = inputs.token_final_scales
+    return dataclasses.replace(
+        inputs,
+        input=inputs.input[rows],
+        input_sf=None if inputs.input_sf is None else inputs.input_sf[rows],
+        token_selected_experts=inputs.token_selected_experts[rows],
+        token_final_scales=None if final is None else final[rows],
+    )
+
+
+def layer_call(inputs: MoEInputs, profile_ids: list[int] | None = None) -> Callable[[], torch.Tensor]:
+    """A call of ``cutlass_fused_moe`` that allocates nothing; its output starts as NaN."""
+    tokens, top_k = inputs.token_selected_experts.shape
+    experts, hidden, half = inputs.fc2_weights.shape
+    device = inputs.input.device
+    size = flashinfer.fused_moe.cutlass_fused_moe_workspace_size(
+        tokens,
+        hidden,
+        2 * half,
+        experts,
+        top_k,
+        x_dtype=inputs.input.dtype,
+        weight_dtype=inputs.fc1_weights.dtype,
+        output_dtype=inputs.output_dtype,
+        use_w4_group_scaling=inputs.w4a16,
+        use_mxfp8_act_scaling=not inputs.w4a16,
+        device=device,
+    )
+    workspace = torch.empty(size, dtype=torch.uint8, device=device)
+    output = torch.full((tokens, hidden), torch.nan, dtype=inputs.output_dtype, device=device)
+    arguments = inputs.arguments()
+
+    def run() -> torch.Tensor:
+        return flashinfer.cutlass_fused_moe(
+            **arguments, output=output, workspace_buffer=workspace, profile_ids=profile_ids
+        )
+
+    return run
