@@ -23,6 +23,7 @@ from .sm12x_validation import POINTER_ALIGNMENT, WORKSPACE_ALIGNMENT, require_al
 
 MAX_OPTIONS = 4096  # distinct options remembered before the memory starts anew
 MAX_LOOKS = 8  # distinct metadata under the same options; the oldest makes room
+_UINT8 = torch.uint8
 
 
 class MoETensors(NamedTuple):
@@ -62,10 +63,6 @@ def same_look(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     return lambda *others: [_look(other) for other in others] == looks
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.dtype is torch.uint8 else tensor.view(torch.uint8)
-
-
 def kernel_arguments(
     plan: Plan, tensors: Sequence[Any], output: torch.Tensor, quant_scales: Sequence[torch.Tensor]
 ) -> tuple[Any, ...]:
@@ -101,15 +98,15 @@ def kernel_arguments(
     return (
         output,
         x,
-        None if input_sf is None else _bytes(input_sf),
+        input_sf if input_sf is None or input_sf.dtype is _UINT8 else input_sf.view(_UINT8),
         ids,
         final_scales,
-        _bytes(fc1),
-        _bytes(fc1_sf),
+        fc1 if fc1.dtype is _UINT8 else fc1.view(_UINT8),
+        fc1_sf if fc1_sf.dtype is _UINT8 else fc1_sf.view(_UINT8),
         fc1_global,
         fc1_bias,
-        _bytes(fc2),
-        _bytes(fc2_sf),
+        fc2 if fc2.dtype is _UINT8 else fc2.view(_UINT8),
+        fc2_sf if fc2_sf.dtype is _UINT8 else fc2_sf.view(_UINT8),
         fc2_global,
         fc2_bias,
         alpha,

@@ -168,21 +168,10 @@ def _moe_operator(
     enable_pdl: bool | None,
     profile_ids: list[int] | None,
 ) -> None:
-    tensors = MoETensors(
-        output,
-        input,
-        input_sf,
-        token_selected_experts,
-        token_final_scales,
-        fc1_expert_weights,
-        fc1_expert_biases,
-        fc2_expert_weights,
-        fc2_expert_biases,
-        swiglu_alpha,
-        swiglu_beta,
-        swiglu_limit,
-        workspace_buffer,
-    )
+    routing = token_selected_experts, token_final_scales
+    weights = fc1_expert_weights, fc1_expert_biases, fc2_expert_weights, fc2_expert_biases
+    activation = swiglu_alpha, swiglu_beta, swiglu_limit
+    tensors = MoETensors(output, input, input_sf, *routing, *weights, *activation, workspace_buffer)
     tp_size, tp_rank, ep_size, ep_rank = parallel
     options = (
         "operator",

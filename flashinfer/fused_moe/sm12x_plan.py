@@ -32,6 +32,25 @@ def allowed_tactics(mode: Mode) -> tuple[int, ...]:
     return tuple(row.index for row in INSTANCES if row.activation == mode.activation)
 
 
+def computes_layer(tactic: int) -> bool:
+    """Whether ``tactic`` computes FC1 and FC2 in one launch; it then stands in both places of a pair."""
+    return bool(getattr(INSTANCES[tactic], "streamed", False))
+
+
+def resolved_pair(wanted: Sequence[int], default: tuple[int, int]) -> tuple[int, int]:
+    """FC1's and FC2's tactics from ``wanted``, in which -1 leaves the choice to ``default``.
+
+    A first one that computes the whole layer decides for both.  Where the default is such a one and only one of the
+    GEMMs was given a tactic of its own, that tactic serves both.
+    """
+    fc1, fc2 = (int(own) if given == -1 else int(given) for own, given in zip(default, wanted, strict=True))
+    if wanted[0] == -1 and wanted[1] != -1 and computes_layer(fc1):
+        fc1 = fc2
+    if computes_layer(fc1) or (wanted[1] == -1 and computes_layer(fc2)):
+        fc2 = fc1
+    return fc1, fc2
+
+
 def check_profile_ids(profile_ids: Sequence[int], mode: Mode) -> None:
     """Raise ``ValueError`` unless ``profile_ids`` is a pair of -1 or tactics that fit ``mode``."""
     allowed = allowed_tactics(mode)
@@ -40,12 +59,17 @@ def check_profile_ids(profile_ids: Sequence[int], mode: Mode) -> None:
             f"profile_ids is {list(profile_ids)}; it must be [fc1_tactic, fc2_tactic], each -1 (the default) or, in mode "
             f"{mode.name}, one of {list(allowed)}"
         )
+    fc1, fc2 = profile_ids
+    if fc2 != -1 and computes_layer(fc2) and fc1 != fc2:
+        raise ValueError(
+            f"profile_ids is {list(profile_ids)}; tactic {fc2} computes FC1 and FC2 in one launch, so that it cannot be "
+            f"FC2's alone: pass [{fc2}, {fc2}]"
+        )
 
 
 def forced_tactics(profile_ids: Sequence[int], default: tuple[int, int]) -> tuple[int, int]:
     """Checked ``profile_ids`` with -1 replaced by ``default``; builds what is not built yet."""
-    fc1 = default[0] if profile_ids[0] == -1 else int(profile_ids[0])
-    fc2 = default[1] if profile_ids[1] == -1 else int(profile_ids[1])
+    fc1, fc2 = resolved_pair(profile_ids, default)
     dispatch.ensure_instance(fc1)
     dispatch.ensure_instance(fc2)
     return fc1, fc2

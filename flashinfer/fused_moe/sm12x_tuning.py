@@ -2,7 +2,8 @@
 """Upstream's autotuner over the instance table.
 
 FC1 and FC2 are tuned one after the other, each as the time of the whole layer with the other at its default, because
-FC2 starts streaming its weights while FC1 still runs.  The operators' names in a cache file are
+FC2 starts streaming its weights while FC1 still runs.  A tactic that computes the whole layer is one of FC1's; chosen, it
+leaves FC2 nothing to choose.  The operators' names in a cache file are
 ``flashinfer::sm12x_moe::fc1`` and ``flashinfer::sm12x_moe::fc2``; a tactic is an index of the instance table.
 """
 
@@ -17,7 +18,7 @@ import torch
 from ..autotuner import AutoTuner, DynamicTensorSpec, TunableRunner, TuningConfig
 from ..jit.sm12x.instances import INSTANCES
 from . import sm12x_dispatch as dispatch
-from .sm12x_plan import Plan, allowed_tactics, launch, make_plan
+from .sm12x_plan import Plan, allowed_tactics, computes_layer, launch, make_plan, resolved_pair
 from .sm12x_validation import BLOCK_SIZE, Mode, MoEProblem, round_up
 from .utils import get_hybrid_num_tokens_buckets, make_hybrid_bucket_mapper
 
@@ -29,7 +30,11 @@ _ROUTING_SEED = 0
 
 @functools.lru_cache(maxsize=16)
 def tuning_config(tune_max_num_tokens: int) -> TuningConfig:
-    """Token counts to tune at, spaced as upstream spaces them for MoE layers."""
+    """Token counts to tune at, spaced as upstream spaces them for MoE layers.
+
+    Tactics are timed with a cold L2: a layer's weights do not stay in it from one token to the next, but those of a small
+    batch would from one profiling run to the next.
+    """
     return TuningConfig(
         dynamic_tensor_specs=(
             DynamicTensorSpec(
@@ -38,12 +43,14 @@ def tuning_config(tune_max_num_tokens: int) -> TuningConfig:
                 get_hybrid_num_tokens_buckets(tune_max_num_tokens),
                 make_hybrid_bucket_mapper(tune_max_num_tokens),
             ),
-        )
+        ),
+        use_cold_l2_cache=True,
+        use_cuda_graph=True,
     )
 
 
 class SM12xMoERunner(TunableRunner):
-    """Times one layer with a given tactic for FC1 (``gemm_idx=1``) or FC2 (``gemm_idx=2``).
+    """Times one layer with a given tactic for FC1 (``gemm_idx`` 1) or FC2 (2).
 
     ``inputs`` are the activations, whose token count is tuned over, and the two weights.  Expert ids of a profile are
     drawn uniformly without replacement from a fixed seed, so that two processes time the same routing.
@@ -55,7 +62,9 @@ class SM12xMoERunner(TunableRunner):
         arguments: tuple[Any, ...],
         swizzled_input_sf: bool,
         enable_pdl: bool,
+        gemm_idx: int,
     ) -> None:
+        self.gemm_idx = gemm_idx
         self.problem = dataclasses.replace(problem, num_tokens=0)
         self.output_dtype = arguments[_OUTPUT].dtype
         self.swizzled_input_sf = swizzled_input_sf
@@ -78,17 +87,22 @@ class SM12xMoERunner(TunableRunner):
         )
 
     def get_valid_tactics(self, inputs: list[torch.Tensor], profile: Any) -> list[int]:
-        """Default rows of the instance table that fit the mode and the device's shared memory."""
+        """Default rows of the instance table that fit the mode, the device's shared memory and the GEMM."""
         return [
             tactic
             for tactic in allowed_tactics(self.problem.mode)
             if INSTANCES[tactic].default
+            and not (self.gemm_idx == 2 and computes_layer(tactic))
             and dispatch.fits_device(tactic, self.problem.num_local_experts, inputs[0].device.index)
         ]
 
     def validate_tactic(self, inputs: list[torch.Tensor], tactic: Any) -> bool:
-        """Whether a tactic from a cache file names a row that fits this mode."""
-        return tactic == -1 or tactic in allowed_tactics(self.problem.mode)
+        """Whether a tactic from a cache file names a row that fits this mode, device and GEMM."""
+        return tactic == -1 or (
+            tactic in allowed_tactics(self.problem.mode)
+            and not (self.gemm_idx == 2 and computes_layer(tactic))
+            and dispatch.fits_device(tactic, self.problem.num_local_experts, inputs[0].device.index)
+        )
 
     def _profile(self, activations: torch.Tensor) -> tuple[Plan, tuple[Any, ...], torch.Tensor]:
         tokens = activations.shape[0]
@@ -118,17 +132,15 @@ class SM12xMoERunner(TunableRunner):
     def forward(
         self, inputs: list[torch.Tensor], tactic: Any = -1, do_preparation: bool = False, **kwargs: Any
     ) -> torch.Tensor:
-        """Run the layer once on ``inputs[0]``; ``gemm_idx`` says which GEMM ``tactic`` is for."""
+        """Run the layer once on ``inputs[0]`` with ``tactic`` for this runner's GEMM."""
         plan, arguments, workspace = self._profile(inputs[0])
-        tactics = list(plan.tactics)
-        if tactic != -1:
-            tactics[kwargs["gemm_idx"] - 1] = tactic
+        wanted = (tactic, -1) if self.gemm_idx == 1 else (-1, tactic)
         launch(
             plan.problem,
             (arguments[_OUTPUT], inputs[0], *arguments[_INPUT_SF:]),
             workspace,
             self.swizzled_input_sf,
-            (tactics[0], tactics[1]),
+            resolved_pair(wanted, plan.tactics),
             self.enable_pdl,
         )
         return arguments[_OUTPUT]
@@ -149,12 +161,13 @@ class SM12xStageRunner(TunableRunner):
         self.top_k = top_k
         self.ep_size = ep_size
         self.enable_pdl = enable_pdl
-        self.gemm_idx_for_tuning: int | None = None  # set by the layer; every tactic serves either GEMM
+        self.gemm_idx_for_tuning: int | None = None  # set by the layer before it tunes a GEMM
         self._runner_cache: dict[Any, SM12xMoERunner] = {}
 
-    def _runner(self, inputs: list[Any]) -> SM12xMoERunner:
+    def _runner(self, inputs: list[Any], gemm_idx: int | None = None) -> SM12xMoERunner:
+        gemm_idx = gemm_idx or self.gemm_idx_for_tuning or 1
         x, fc1, _, fc2, _ = inputs
-        key = (fc1.data_ptr(), fc2.data_ptr(), fc2.shape)
+        key = (fc1.data_ptr(), fc2.data_ptr(), fc2.shape, gemm_idx)
         runner = self._runner_cache.get(key)
         if runner is None:
             experts, hidden, columns = fc2.shape
@@ -172,7 +185,7 @@ class SM12xStageRunner(TunableRunner):
                 *(fc2.view(torch.uint8), unit_scales(hidden, inter), ones, None),
                 *(None, None, None),
             )
-            runner = self._runner_cache[key] = SM12xMoERunner(problem, arguments, True, self.enable_pdl)
+            runner = self._runner_cache[key] = SM12xMoERunner(problem, arguments, True, self.enable_pdl, gemm_idx)
         return runner
 
     def get_cache_key_extras(self, inputs: list[torch.Tensor]) -> tuple[Any, ...]:
@@ -187,7 +200,7 @@ class SM12xStageRunner(TunableRunner):
         self, inputs: list[torch.Tensor], tactic: Any = -1, do_preparation: bool = False, **kwargs: Any
     ) -> torch.Tensor:
         """Run the layer once; ``gemm_idx`` says which GEMM ``tactic`` is for."""
-        return self._runner(inputs).forward(inputs, tactic, do_preparation, **kwargs)
+        return self._runner(inputs, kwargs.get("gemm_idx")).forward(inputs, tactic, do_preparation)
 
 
 def tuner_state(tuner: Any) -> Any:
@@ -221,20 +234,19 @@ def tuned_tactics(
         state = (*state, tune_max_num_tokens, enable_pdl)
     if state is not None and plan.tuned is not None and plan.tuned[0] == state:
         return plan.tuned[1]
-    runner = SM12xMoERunner(plan.problem, arguments, swizzled_input_sf, enable_pdl)
-    chosen = list(plan.tactics)
-    for position, operator in enumerate(OPERATORS):
+    chosen = []
+    for gemm_idx, operator in enumerate(OPERATORS, start=1):
         _, tactic = tuner.choose_one(
             operator,
-            [runner],
+            [SM12xMoERunner(plan.problem, arguments, swizzled_input_sf, enable_pdl, gemm_idx)],
             tuning_config(tune_max_num_tokens),
             [arguments[_INPUT], arguments[_FC1], arguments[_FC2]],
-            gemm_idx=position + 1,
+            gemm_idx=gemm_idx,
         )
         if tactic != -1:
             dispatch.ensure_instance(tactic)
-            chosen[position] = tactic
-    tactics = (chosen[0], chosen[1])
+        chosen.append(tactic)
+    tactics = resolved_pair(chosen, plan.tactics)
     if state is not None:
         plan.tuned = (state, tactics)
     return tactics

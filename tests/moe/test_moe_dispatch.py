@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from flashinfer.autotuner import AutoTuner, autotune
 from flashinfer.tllm_enums import ActivationType
 from moe_recording import CASE, WORKSPACE, RecordingModule, meta_arguments
 
 import flashinfer
 from flashinfer.fused_moe import core, sm12x_dispatch, sm12x_moe, sm12x_planner
+from flashinfer.fused_moe.sm12x_plan import allowed_tactics, computes_layer, resolved_pair
+from flashinfer.fused_moe.sm12x_validation import Mode
 from flashinfer.jit.sm12x.instances import INSTANCES
 from flashinfer.testing import make_moe_inputs
 
@@ -106,12 +107,13 @@ def test_profile_ids_force_tactics_and_build_the_missing(
 ) -> None:
     built: list[int] = []
     monkeypatch.setattr(sm12x_dispatch, "ensure_instance", built.append)
-    flashinfer.cutlass_fused_moe(**meta_arguments(0), profile_ids=[3, 7])
-    flashinfer.cutlass_fused_moe(**meta_arguments(0), profile_ids=[-1, 4])
+    first, *_, last = [tactic for tactic in allowed_tactics(Mode.MXFP8_INPUT) if not computes_layer(tactic)]
     default = sm12x_planner.plan_moe(6, 3, 8, 160, 96, 0, 48, True)
+    flashinfer.cutlass_fused_moe(**meta_arguments(0), profile_ids=[first, last])
+    flashinfer.cutlass_fused_moe(**meta_arguments(0), profile_ids=[-1, last])
     tactics = [(launch["tactic_fc1"], launch["tactic_fc2"]) for launch in module.launches]
-    assert tactics == [(3, 7), (default[0], 4)]
-    assert {3, 7, 4} <= set(built)
+    assert tactics == [(first, last), resolved_pair([-1, last], default)]
+    assert {first, last} <= set(built)
 
 
 def test_instance_outside_the_default_set_is_built_and_registered_once(
@@ -264,7 +266,11 @@ def test_unified_layer_tunes_this_forks_tactics(mode: int, options: dict[str, An
         runner.gemm_idx_for_tuning = stage
         tactics = runner.get_valid_tactics(inputs, None)
         expected = [
-            row.index for row in INSTANCES if row.default and row.activation == ("bf16" if mode == 2 else "mxfp8")
+            row.index
+            for row in INSTANCES
+            if row.default
+            and row.activation == ("bf16" if mode == 2 else "mxfp8")
+            and not (stage == 2 and computes_layer(row.index))
         ]
         assert tactics == expected
         runner.forward(inputs, tactic=tactics[-1], do_preparation=True, gemm_idx=stage)
@@ -278,42 +284,6 @@ def test_unified_layer_tunes_this_forks_tactics(mode: int, options: dict[str, An
     hash(runner)
     flashinfer.cutlass_fused_moe(**arguments, profile_ids=[tactics[0], tactics[-1]])
     assert (module.launches[-1]["tactic_fc1"], module.launches[-1]["tactic_fc2"]) == (tactics[0], tactics[-1])
-
-
-def _fake_profiler(times: dict[tuple[int, int], float]) -> Any:
-    def profile(self: AutoTuner, runner: Any, inputs: Any, tactic: int, config: Any, **kwargs: Any) -> float:
-        runner(inputs, tactic=tactic, **{k: v for k, v in kwargs.items() if k == "gemm_idx"})
-        return times.get((kwargs["gemm_idx"], tactic), 1.0)
-
-    return profile
-
-
-def test_autotuner_chooses_and_its_cache_file_is_honoured(
-    module: RecordingModule, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(AutoTuner, "_profile_single_kernel", _fake_profiler({(1, 4): 0.5, (2, 2): 0.25}))
-    cache = str(tmp_path / "tactics.json")
-    arguments = meta_arguments(0)
-    tuner = AutoTuner.get()
-    tuner.clear_cache()
-
-    def tactics() -> tuple[int, int]:
-        flashinfer.cutlass_fused_moe(**arguments, tune_max_num_tokens=16)
-        return module.launches[-1]["tactic_fc1"], module.launches[-1]["tactic_fc2"]
-
-    default = tactics()
-    with autotune(True, cache=cache):
-        assert tactics() == (4, 2)
-    tuned_shapes = {launch["input"].shape[0] for launch in module.launches}
-    assert {1, 2, 4, 8, 16} <= tuned_shapes, "each bucket of token counts is timed"
-    assert tactics() == (4, 2)
-    assert flashinfer.cutlass_fused_moe(**arguments, profile_ids=[0, -1]) is not None
-    assert (module.launches[-1]["tactic_fc1"], module.launches[-1]["tactic_fc2"]) == (0, default[1])
-    tuner.clear_cache()
-    assert tactics() == default
-    with autotune(False, cache=cache):
-        assert tactics() == (4, 2)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from flashinfer.autotuner import AutoTuner
 from moe_recording import CASE, WORKSPACE, RecordingModule, meta_arguments
 
 import flashinfer
@@ -23,8 +24,8 @@ from flashinfer.fused_moe import core, sm12x_dispatch, sm12x_known_calls, sm12x_
 from flashinfer.testing import make_moe_inputs
 
 # Calls of Python and C functions that sys.setprofile sees in a call that is known, the public function's included.
-# Counted with CPython 3.11: 32.  Each is 40 to 100 ns.
-MOST_CALLS = 36
+# Counted with CPython 3.11: 26, and 32 in a process that has an autotuner.  Each is 40 to 100 ns.
+MOST_CALLS = {False: 28, True: 34}
 
 
 def _complete(mode: int) -> dict[str, Any]:
@@ -52,9 +53,16 @@ def _counted(function: Callable[[], Any]) -> list[str]:
     return names[1:-1]  # without the lambda, and without setprofile itself
 
 
+@pytest.mark.parametrize("tuner", [False, True])
 @pytest.mark.parametrize("mode", [0, 1, 2])
-def test_known_call_takes_few_steps(mode: int, module: RecordingModule) -> None:
+def test_known_call_takes_few_steps(
+    mode: int, tuner: bool, module: RecordingModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
     arguments = _complete(mode)
+    if tuner:
+        AutoTuner.get()
+    else:
+        monkeypatch.setattr(AutoTuner, "_instance", None)
 
     def call() -> torch.Tensor:
         return flashinfer.cutlass_fused_moe(**arguments)
@@ -64,7 +72,7 @@ def test_known_call_takes_few_steps(mode: int, module: RecordingModule) -> None:
     print(f"mode {mode}: {len(first)} calls the first time, {len(names)} after it: {names}")
     assert "validate_moe" in first
     assert "validate_moe" not in names
-    assert len(names) <= MOST_CALLS, names
+    assert len(names) <= MOST_CALLS[tuner], names
     assert len(module.launches) == 2
 
 
@@ -175,11 +183,12 @@ def test_options_that_reach_the_launch_are_not_mixed_up(module: RecordingModule)
 
 
 def test_profile_ids_of_a_known_call_are_honoured(module: RecordingModule) -> None:
-    from flashinfer.fused_moe.sm12x_plan import allowed_tactics
+    from flashinfer.fused_moe.sm12x_plan import allowed_tactics, computes_layer
     from flashinfer.fused_moe.sm12x_validation import Mode
     from flashinfer.jit.sm12x.instances import INSTANCES
 
-    tactics = [tactic for tactic in allowed_tactics(Mode.HALF_INPUT) if INSTANCES[tactic].default]
+    fitting = [tactic for tactic in allowed_tactics(Mode.HALF_INPUT) if INSTANCES[tactic].default]
+    tactics = [tactic for tactic in fitting if not computes_layer(tactic)]
     arguments = _complete(1)
     pairs = [[tactic, other] for tactic in tactics for other in (tactics[0], tactics[-1])] * 2
     for pair in pairs:

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Upstream's autotuner over the instance table, with a profiler that answers given times."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flashinfer.autotuner import AutoTuner, autotune
+from moe_recording import RecordingModule, meta_arguments
+
+import flashinfer
+from flashinfer.fused_moe import sm12x_dispatch, sm12x_plan, sm12x_tuning
+from flashinfer.fused_moe.sm12x_plan import allowed_tactics, check_profile_ids, computes_layer, resolved_pair
+from flashinfer.fused_moe.sm12x_validation import Mode
+from flashinfer.jit.sm12x.instances import INSTANCES
+
+BUCKETS = {1, 2, 4, 8, 16}
+MOST_TOKENS = 16
+
+
+class Profiler:
+    """Answers with given times and keeps what it was asked; 1.0 where no time is given."""
+
+    def __init__(self) -> None:
+        self.times: dict[tuple[int, int], float] = {}
+        self.asked: list[tuple[int, int, int]] = []  # gemm, tactic, tokens
+        self.configs: list[Any] = []
+
+    def __call__(self, tuner: AutoTuner, runner: Any, inputs: Any, tactic: int, config: Any, **kwargs: Any) -> float:
+        gemm = kwargs["gemm_idx"]
+        runner(inputs, tactic=tactic, gemm_idx=gemm)
+        self.asked.append((gemm, tactic, inputs[0].shape[0]))
+        self.configs.append(config)
+        return self.times.get((gemm, tactic), 1.0)
+
+
+@pytest.fixture
+def profiler(monkeypatch: pytest.MonkeyPatch, module: RecordingModule) -> Profiler:
+    made = Profiler()
+    monkeypatch.setattr(
+        AutoTuner, "_profile_single_kernel", lambda tuner, *given, **named: made(tuner, *given, **named)
+    )
+    monkeypatch.setattr(AutoTuner, "_get_l2_cache_size_in_bytes", lambda tuner, device_id=None: 0)
+    AutoTuner.get().clear_cache()
+    return made
+
+
+def caller(module: RecordingModule, mode: int = 0, **options: Any) -> Callable[[], tuple[int, int]]:
+    arguments = meta_arguments(mode)
+
+    def tactics() -> tuple[int, int]:
+        flashinfer.cutlass_fused_moe(**arguments, tune_max_num_tokens=MOST_TOKENS, **options)
+        return module.launches[-1]["tactic_fc1"], module.launches[-1]["tactic_fc2"]
+
+    return tactics
+
+
+def offered(mode: int, gemm: int = 1) -> list[int]:
+    fitting = [tactic for tactic in allowed_tactics(Mode(mode)) if INSTANCES[tactic].default]
+    return [tactic for tactic in fitting if gemm == 1 or not computes_layer(tactic)]
+
+
+def two_others(mode: int, default: tuple[int, int]) -> tuple[int, int]:
+    """Tactics for FC1 and FC2 that are not the default's."""
+    free = [tactic for tactic in offered(mode, 2) if tactic not in default]
+    return free[0], free[-1]
+
+
+@pytest.mark.parametrize("mode", [0, 1, 2])
+def test_every_tactic_that_fits_is_timed_for_both_gemms_and_the_best_are_used(
+    mode: int, module: RecordingModule, profiler: Profiler
+) -> None:
+    tactics = caller(module, mode)
+    default = tactics()
+    wanted = two_others(mode, default)
+    profiler.times = {(1, wanted[0]): 0.5, (2, wanted[1]): 0.25}
+    with autotune(True):
+        assert tactics() == wanted
+    for gemm in (1, 2):
+        asked = {(tactic, tokens) for which, tactic, tokens in profiler.asked if which == gemm}
+        assert {tactic for tactic, _ in asked} >= set(offered(mode, gemm))
+        for tactic in offered(mode, gemm):
+            assert {tokens for timed, tokens in asked if timed == tactic} >= BUCKETS, "each bucket is timed"
+    assert tactics() == wanted
+    timed = len(profiler.asked)
+    with autotune(True):
+        assert tactics() == wanted
+    assert len(profiler.asked) == timed, "what was timed is not timed again"
+    assert all(config.use_cold_l2_cache and config.use_cuda_graph for config in profiler.configs)
+
+
+def test_a_tactic_that_does_not_fit_the_device_is_not_timed(
+    module: RecordingModule, profiler: Profiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tactics = caller(module)
+    default = tactics()
+    too_large = next(tactic for tactic in offered(0) if tactic not in default)
+    monkeypatch.setattr(sm12x_dispatch, "fits_device", lambda tactic, experts, index: tactic != too_large)
+    with autotune(True):
+        tactics()
+    asked = {tactic for _, tactic, _ in profiler.asked}
+    assert too_large not in asked
+    assert set(offered(0)) - {too_large} <= asked
+
+
+def test_profiles_launch_the_tactic_they_time(module: RecordingModule, profiler: Profiler) -> None:
+    default = caller(module)()
+    before = len(module.launches)
+    with autotune(True):
+        caller(module)()
+    launched = {(launch["tactic_fc1"], launch["tactic_fc2"]) for launch in module.launches[before:]}
+    assert launched >= {resolved_pair((tactic, -1), default) for tactic in offered(0)}
+    assert launched >= {resolved_pair((-1, tactic), default) for tactic in offered(0, 2)}
+
+
+def test_the_cache_file_is_honoured_by_another_process(
+    module: RecordingModule, profiler: Profiler, tmp_path: Path
+) -> None:
+    """Another process has nothing but the file: the tuner is emptied, and profiling again would fail."""
+    cache = tmp_path / "tactics.json"
+    tactics = caller(module)
+    default = tactics()
+    wanted = two_others(0, default)
+    profiler.times = {(1, wanted[0]): 0.5, (2, wanted[1]): 0.25}
+    with autotune(True, cache=str(cache)):
+        assert tactics() == wanted
+    assert all(operator in cache.read_text() for operator in sm12x_tuning.OPERATORS)
+    AutoTuner.get().clear_cache()
+    assert tactics() == default
+    profiler.asked.clear()
+    with autotune(False, cache=str(cache)):
+        assert tactics() == wanted
+    with autotune(True, cache=str(cache)):
+        assert tactics() == wanted
+    assert profiler.asked == []
+
+
+@pytest.mark.parametrize("changes", [{"top_k": 2}, {"hidden": 192}, {"inter": 128}])
+def test_another_layer_does_not_get_this_ones_tactics(
+    changes: dict[str, int], module: RecordingModule, profiler: Profiler
+) -> None:
+    tactics = caller(module)
+    wanted = two_others(0, tactics())
+    profiler.times = {(1, wanted[0]): 0.5, (2, wanted[1]): 0.25}
+    with autotune(True):
+        assert tactics() == wanted
+    other = meta_arguments(0, **changes)
+    AutoTuner.get().clear_cache()
+    flashinfer.cutlass_fused_moe(**other)
+    default = module.launches[-1]["tactic_fc1"], module.launches[-1]["tactic_fc2"]
+    with autotune(True):
+        assert tactics() == wanted
+    flashinfer.cutlass_fused_moe(**other)
+    assert (module.launches[-1]["tactic_fc1"], module.launches[-1]["tactic_fc2"]) == default
+
+
+def test_a_tactic_of_the_file_that_is_gone_is_not_used(
+    module: RecordingModule, profiler: Profiler, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = tmp_path / "tactics.json"
+    tactics = caller(module)
+    default = tactics()
+    wanted = two_others(0, default)
+    profiler.times = {(1, wanted[0]): 0.5, (2, wanted[1]): 0.25}
+    with autotune(True, cache=str(cache)):
+        tactics()
+    saved = json.loads(cache.read_text())
+    changed = 0
+    for value in saved.values():
+        if isinstance(value, list) and value[:1] == ["SM12xMoERunner"]:
+            value[1] = 9999
+            changed += 1
+    assert changed >= 2
+    cache.write_text(json.dumps(saved))
+    AutoTuner.get().clear_cache()
+    with caplog.at_level(logging.WARNING), autotune(False, cache=str(cache)):
+        assert tactics() == default
+
+
+def test_profile_ids_win_over_what_was_tuned(module: RecordingModule, profiler: Profiler) -> None:
+    default = caller(module)()
+    wanted = two_others(0, default)
+    profiler.times = {(1, wanted[0]): 0.5, (2, wanted[1]): 0.25}
+    with autotune(True):
+        assert caller(module)() == wanted
+    forced = list(reversed(wanted))
+    assert caller(module, profile_ids=forced)() == tuple(forced)
+    assert caller(module)() == wanted
+
+
+@pytest.fixture
+def whole(monkeypatch: pytest.MonkeyPatch) -> int:
+    """A tactic of W4A8 that is made to compute the whole layer, alone."""
+    tactic = offered(0, 2)[-1]
+    for place in (sm12x_plan, sm12x_tuning):
+        monkeypatch.setattr(place, "computes_layer", lambda index: index == tactic)
+    return tactic
+
+
+def test_pairs_with_a_tactic_that_computes_the_layer(whole: int) -> None:
+    one, other = [tactic for tactic in offered(0, 2) if tactic != whole][:2]
+    assert resolved_pair((-1, -1), (one, other)) == (one, other)
+    assert resolved_pair((other, -1), (one, one)) == (other, one)
+    assert resolved_pair((-1, other), (one, one)) == (one, other)
+    assert resolved_pair((-1, -1), (whole, whole)) == (whole, whole)
+    assert resolved_pair((whole, -1), (one, other)) == (whole, whole)
+    assert resolved_pair((whole, other), (one, other)) == (whole, whole)
+    assert resolved_pair((one, -1), (whole, whole)) == (one, one)
+    assert resolved_pair((-1, one), (whole, whole)) == (one, one)
+    assert resolved_pair((one, other), (whole, whole)) == (one, other)
+    check_profile_ids([whole, whole], Mode.MXFP8_INPUT)
+    check_profile_ids([whole, one], Mode.MXFP8_INPUT)
+    for first in (one, -1):
+        with pytest.raises(
+            ValueError, match=rf"tactic {whole} computes FC1 and FC2 in one launch.*\[{whole}, {whole}\]"
+        ):
+            check_profile_ids([first, whole], Mode.MXFP8_INPUT)
+
+
+@pytest.mark.parametrize("best", [True, False])
+def test_a_tactic_that_computes_the_layer_is_tuned_as_fc1s(
+    best: bool, whole: int, module: RecordingModule, profiler: Profiler
+) -> None:
+    tactics = caller(module)
+    default = tactics()
+    free = [tactic for tactic in offered(0, 2) if tactic not in (whole, *default)]
+    wanted = (whole, whole) if best else (free[0], free[-1])
+    profiler.times = {(1, wanted[0]): 0.5, (2, free[-1]): 0.25}
+    with autotune(True):
+        assert tactics() == wanted
+    assert (1, whole) in {(gemm, tactic) for gemm, tactic, _ in profiler.asked}
+    assert (2, whole) not in {(gemm, tactic) for gemm, tactic, _ in profiler.asked}
+    assert (whole, whole) in {(launch["tactic_fc1"], launch["tactic_fc2"]) for launch in module.launches}
+    assert all(
+        launch["tactic_fc1"] == launch["tactic_fc2"]
+        for launch in module.launches
+        if whole in (launch["tactic_fc1"], launch["tactic_fc2"])
+    )
+    assert tactics() == wanted
+
+
+def test_tuning_buffers_are_what_a_call_has(module: RecordingModule, profiler: Profiler) -> None:
+    with autotune(True):
+        caller(module)()
+    for launch in module.launches:
+        tokens = launch["input"].shape[0]
+        assert launch["output"].shape == (tokens, 160)
+        assert launch["ids"].shape == launch["final_scales"].shape == (tokens, 3)
+        assert (launch["ids"].dtype, launch["final_scales"].dtype) == (torch.int32, torch.float32)
