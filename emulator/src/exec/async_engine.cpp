@@ -120,6 +120,20 @@ void note_async_write(Warp& w, const PendingCopy& c, uint32_t address, uint32_t 
   }
 }
 
+// Takes the copies that satisfy `wanted` out of the queue, in the order of issue.
+template <class Wanted>
+std::vector<PendingCopy> take(std::deque<PendingCopy>* queue, Wanted wanted) {
+  std::vector<PendingCopy> taken;
+  size_t kept = 0;
+  for (size_t i = 0; i < queue->size(); ++i) {
+    PendingCopy& c = (*queue)[i];
+    if (wanted(c)) taken.push_back(std::move(c));
+    else if (kept++ != i) (*queue)[kept - 1] = std::move(c);
+  }
+  queue->resize(kept);
+  return taken;
+}
+
 }  // namespace
 
 void Block::issue(PendingCopy copy) {
@@ -142,19 +156,10 @@ void Block::issue(PendingCopy copy) {
 
 bool Block::advance_async(bool force) {
   if (pending.empty()) return false;
-  bool any = false;
-  for (size_t i = 0; i < pending.size();) {
-    if (pending[i].delay > 0) --pending[i].delay;
-    if (pending[i].delay == 0) {
-      const PendingCopy copy = std::move(pending[i]);
-      pending.erase(pending.begin() + static_cast<long>(i));
-      finish(copy);
-      any = true;
-      if (copy.kind == PendingCopy::Kind::kCpAsyncArrive) i = 0;  // took others with it
-    } else {
-      ++i;
-    }
-  }
+  // What is due leaves the queue before any of it is finished: that may take others out of the queue.
+  const std::vector<PendingCopy> due = take(&pending, [](PendingCopy& c) { return c.delay == 0 || --c.delay == 0; });
+  for (const PendingCopy& copy : due) finish(copy);
+  bool any = !due.empty();
   if (!any && force && !pending.empty()) {
     const PendingCopy copy = std::move(pending.front());
     pending.pop_front();
@@ -230,17 +235,11 @@ void Block::finish(const PendingCopy& c) {
 }
 
 void Block::finish_cp_async(int warp, uint32_t mask, const uint32_t* group) {
-  for (size_t i = 0; i < pending.size();) {
-    const PendingCopy& c = pending[i];
-    if (c.kind == PendingCopy::Kind::kCpAsync && c.warp == warp && (mask >> c.lane & 1) && c.group < group[c.lane]) {
-      const PendingCopy copy = std::move(pending[i]);
-      pending.erase(pending.begin() + static_cast<long>(i));
-      finish(copy);
-      ++effects;
-    } else {
-      ++i;
-    }
-  }
+  const std::vector<PendingCopy> due = take(&pending, [&](const PendingCopy& c) {
+    return c.kind == PendingCopy::Kind::kCpAsync && c.warp == warp && (mask >> c.lane & 1) && c.group < group[c.lane];
+  });
+  for (const PendingCopy& copy : due) finish(copy);
+  effects += due.size();
 }
 
 bool Block::bulk_pending(int warp, int lane, uint32_t group) const {

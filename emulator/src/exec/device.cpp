@@ -228,7 +228,8 @@ class Worker {
     if (next_ >= active_.size()) next_ = 0;
     Block& b = *active_[next_];
     const uint64_t steps = b.counters.warp_instructions, effects = b.effects;
-    const Block::Slice slice = b.run(kSlice);
+    // Not far beyond the bound: a slice of copies can take seconds.
+    const Block::Slice slice = b.run(std::min(kSlice, l_.step_limit - std::min(l_.step_limit - 1, l_.steps.load())));
     const uint64_t all =
         l_.steps.fetch_add(b.counters.warp_instructions - steps) + b.counters.warp_instructions - steps;
     if (slice == Block::Slice::kDone) {

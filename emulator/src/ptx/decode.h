@@ -144,7 +144,6 @@ class Decoder {
     bool table;
   };
   std::vector<Fixup> fixups_;
-  int line_ = 0;
 };
 
 /// Copies the bodies of called functions into the caller. Throws PtxError for recursion and unknown functions.
