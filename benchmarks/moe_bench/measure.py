@@ -98,8 +98,8 @@ def measure_peers(plan: Plan, rows: list[Row]) -> None:
         for batch in of_model:
             row = next(remaining)
             assert (row.model, row.tokens) == (model, batch.num_tokens)
-            if plan.upstream:
-                row.peers["upstream W4A8"] = measure_upstream(plan, batch.of_mode(0))
+            for mode in plan.modes if plan.upstream else ():
+                row.peers[f"upstream {MODE_NAMES[mode]}"] = measure_upstream(plan, batch.of_mode(mode))
             for name, layer in layers.items():
                 row.peers[name] = layer if isinstance(layer, Entry) else measure_peer(plan, layer, batch)
             if (broken := context_error()) is not None:

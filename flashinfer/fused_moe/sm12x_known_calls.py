@@ -44,7 +44,9 @@ class MoETensors(NamedTuple):
     workspace_buffer: torch.Tensor | None
 
 
-def _look(tensor: torch.Tensor) -> tuple[Any, ...]:
+def _look(tensor: Any) -> tuple[Any, ...]:
+    if not isinstance(tensor, torch.Tensor):
+        return (type(tensor),)
     return tensor.shape, tensor.dtype, tensor.device, tensor.stride(), type(tensor)
 
 

@@ -166,7 +166,12 @@ def test_metadata_changed_in_place_is_validated_again(module: RecordingModule) -
         ({"situ_linear_beta": 7.0}, "situ_linear_beta is given"),
     ],
 )
-def test_a_changed_option_is_validated_again(changes: dict[str, Any], text: str, module: RecordingModule) -> None:
+@pytest.mark.parametrize("guards", ["C", "Python"])
+def test_a_changed_option_is_validated_again(
+    guards: str, changes: dict[str, Any], text: str, module: RecordingModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if guards == "Python":
+        monkeypatch.setattr(torch._C._dynamo.guards, "TensorGuards", None)
     arguments = _complete(0)
     flashinfer.cutlass_fused_moe(**arguments)
     with pytest.raises((ValueError, TypeError, NotImplementedError), match=text):

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m flashinfer sm12x-plan``: it shows what a call gets, and says what is wrong with its options."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from flashinfer.__main__ import cli
+from flashinfer.fused_moe import sm12x_explain, sm12x_planner
+from flashinfer.fused_moe.sm12x_plan import allowed_tactics
+from flashinfer.fused_moe.sm12x_validation import Mode
+from flashinfer.jit.sm12x.instances import INSTANCES
+
+
+def plan(*options: str) -> Result:
+    return CliRunner().invoke(cli, ["sm12x-plan", *options])
+
+
+def rows_of(*options: str) -> Any:
+    result = plan(*options, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.output)
+
+
+@pytest.mark.parametrize("mode", sm12x_explain.MODES)
+@pytest.mark.parametrize("device", sm12x_explain.DEVICES)
+@pytest.mark.parametrize("model", sm12x_explain.MODELS)
+def test_shows_what_the_planner_gives_a_call(model: str, device: str, mode: str) -> None:
+    tokens = [1, 4, 64, 2048, 8192]
+    shown = rows_of("--tokens", ",".join(map(str, tokens)), "--model", model, "--mode", mode, "--device", device)
+    layer, gpu = sm12x_explain.MODELS[model], sm12x_explain.DEVICES[device]
+    number = int(sm12x_explain.MODES[mode])
+    assert [row["tokens"] for row in shown["rows"]] == tokens
+    for row in shown["rows"]:
+        planned = sm12x_planner.plan_moe(
+            row["tokens"], layer.top_k, layer.experts, layer.hidden, layer.inter, number, gpu.sm_count,
+            gpu.block_scaled_mma,
+        )  # fmt: skip
+        assert (row["fc1"], row["fc2"]) == planned
+        assert row["fc1_instance"] == INSTANCES[row["fc1"]].name
+        assert row["fc2_instance"] == INSTANCES[row["fc2"]].name
+        assert {row["fc1"], row["fc2"]} <= set(allowed_tactics(Mode(number)))
+        assert row["reason"]
+    assert shown["device"] == {"name": gpu.name, "sm_count": gpu.sm_count, "block_scaled_mma": gpu.block_scaled_mma}
+
+
+def test_the_reason_is_of_the_tactic_that_is_shown() -> None:
+    for mode, tokens, block_scaled in itertools.product(Mode, (1, 3, 8, 37, 64, 512, 8192), (True, False)):
+        activation: Any = mode.activation
+        choice = sm12x_planner.choose(activation, tokens * 4, 128, block_scaled)
+        assert choice.instance.index in sm12x_planner.plan_moe(tokens, 4, 128, 2880, 2880, int(mode), 48, block_scaled)
+
+
+def test_table_names_the_layer_and_gives_a_line_per_token_count() -> None:
+    result = plan("--tokens", "1,64", "--hidden", "2048", "--inter", "768", "--top-k", "8", "--sm-count", "36")
+    assert result.exit_code == 0, result.output
+    first, header, _, *lines = result.output.strip().splitlines()
+    assert first == ("hidden 2048, inter 768, 128 experts, top-8, w4a8-bf16; GB10, 36 SMs, MMA with block scales")
+    assert [cell.strip() for cell in header.strip("|").split("|")] == [
+        "tokens", "rows/expert", "FC1", "FC1's instance", "FC2", "FC2's instance", "why",
+    ]  # fmt: skip
+    assert [line.split("|")[1].strip() for line in lines] == ["1", "64"]
+
+
+def test_rows_per_expert() -> None:
+    (one, many) = rows_of("--tokens", "1,8192")["rows"]
+    assert one["rows_per_expert"] == pytest.approx(1.0, abs=0.02)  # four rows on four of 128 experts, nearly always
+    assert many["rows_per_expert"] == pytest.approx(8192 * 4 / 128)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--tokens", "many"], "'many' is no list of numbers such as 1,4,64"),
+        (["--tokens", "1,,2"], "'1,,2' is no list of numbers"),
+        (["--tokens", "0"], "tokens is 0; it must be at least 1"),
+        (["--model", "llama"], "--model is 'llama'; it may be gpt-oss-120b, gpt-oss-20b"),
+        (["--mode", "w8a8"], "--mode is 'w8a8'; it may be w4a8, w4a8-bf16, w4a16"),
+        (["--device", "b200"], "--device is 'b200'; it may be gb10, h200"),
+        (["--sm-count", "0"], "sm_count is 0; it must be at least 1"),
+        (
+            ["--hidden", "2890"],
+            "hidden is 2890; it must be a positive multiple of 32 (pad the weights with zeros to 2912)",
+        ),
+        (["--inter", "0"], "inter is 0; it must be a positive multiple of 32"),
+        (["--experts", "513"], "experts is 513; it must be in [1, 512]"),
+        (["--experts", "0"], "experts is 0; it must be in [1, 512]"),
+        (["--experts", "2"], "top_k is 4; it must be in [1, 2], the number of experts"),
+        (["--top-k", "0"], "top_k is 0; it must be in [1, 128]"),
+        (["--top-k", "few"], "'few' is not a valid integer"),
+    ],
+)
+def test_bad_options(options: list[str], text: str) -> None:
+    result = plan(*options)
+    assert result.exit_code != 0
+    assert text in " ".join(result.output.split())
