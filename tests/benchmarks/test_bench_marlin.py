@@ -3,9 +3,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
-from moe_bench import peer_marlin
+from moe_bench import peer_marlin, peers, problem
+
+from flashinfer.testing import moe_reference
 
 
 @pytest.mark.parametrize(("rows", "k"), [(64, 16), (128, 64), (192, 96)])
@@ -55,3 +60,88 @@ def test_padding_keeps_what_was_there() -> None:
     assert float(grown.sum()) == 24
     assert bool((grown[:, :3, :4] == 1).all())
     assert (peer_marlin.pad(2880, 256), peer_marlin.pad(2880, 128), peer_marlin.pad(128, 128)) == (3072, 2944, 128)
+
+
+def marlin_weights(words: torch.Tensor, scales: torch.Tensor, n: int, k: int) -> torch.Tensor:
+    """Values ``[K, N]`` of one expert's weights in Marlin's order, found lane by lane."""
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+    lanes = words.view(k // 16, n // 64, 32, 4).long() & 0xFFFFFFFF
+    tile_k, tile_n, lane, group = torch.meshgrid(*map(torch.arange, lanes.shape), indexing="ij")
+    matrix = torch.empty(k, n, dtype=torch.float64)
+    for position, (down, right) in enumerate((o + 8 * b, 8 * r) for o in (0, 1) for r in (0, 1) for b in (0, 1)):
+        code = lanes >> (4 * position) & 15
+        at = (16 * tile_k + 2 * (lane % 4) + down, 64 * tile_n + 16 * group + right + lane // 4)
+        matrix[at] = values[code & 7] * torch.where(code >= 8, -1.0, 1.0)
+    column = torch.arange(n)
+    within = column % 64
+    within = within - within % 4 + torch.tensor([0, 2, 1, 3])[within % 4]
+    linear = torch.empty(k // 32, n, dtype=torch.float64)
+    linear[:, column // 64 * 64 + 8 * (within % 8) + within // 8] = torch.exp2(scales.double() - 127)
+    return matrix * linear.repeat_interleave(32, dim=0)
+
+
+class TorchOperators:
+    """What vLLM's operators do, in torch, as their names and its calls of them say."""
+
+    def moe_align_block_size(
+        self, ids: torch.Tensor, experts: int, block: int, order: torch.Tensor, owners: torch.Tensor,
+        used: torch.Tensor, expert_map: None, scatter: None,
+    ) -> None:  # fmt: skip
+        order.fill_(ids.numel())
+        owners.fill_(-7)
+        position = 0
+        for expert in range(experts):
+            rows = (ids.flatten() == expert).nonzero().flatten()
+            order[position : position + len(rows)] = rows.int()
+            blocks = -(-len(rows) // block)
+            owners[position // block : position // block + blocks] = expert
+            position += blocks * block
+        used.fill_(position)
+
+    def moe_wna16_marlin_gemm(self, *given: Any) -> None:
+        assert len(given) == peer_marlin.GEMM_ARGUMENTS
+        a, c, weights, bias, scales, *absent, locks, order, owners, used, factors = given[:13]
+        block, top_k, weighted, kind, size_m, size_n, size_k, *flags = given[13:]
+        assert absent == [None, None, None]
+        assert (kind, size_m, flags) == (peer_marlin.FLOAT4_E2M1, a.shape[0], [False, True, False, -1, -1, -1])
+        assert a.shape[1] == size_k
+        assert c.shape == (a.shape[0] * top_k, size_n)
+        assert not locks.any()
+        c.fill_(torch.nan)
+        group = torch.arange(size_n)
+        place = group // 32 * 32 + 8 * (group % 8 // 2) + 2 * (group % 32 // 8) + group % 2
+        for first in range(0, int(used), block):
+            expert = int(owners[first // block])
+            rows = order[first : first + block]
+            rows = rows[rows < c.shape[0]].long()
+            matrix = marlin_weights(weights[expert], scales[expert].view(torch.uint8), size_n, size_k)
+            product = a[rows // top_k].double() @ matrix + bias[expert].double()[place]
+            c[rows] = (product * factors.flatten()[rows].unsqueeze(1) if weighted else product).to(c.dtype)
+
+    def moe_sum(self, parts: torch.Tensor, output: torch.Tensor, ids: None, expert_map: None) -> None:
+        output.copy_(parts.float().sum(dim=1))
+
+
+def swiglu(hidden: torch.Tensor, activated: torch.Tensor, alpha: float, limit: float) -> None:
+    gate, up = hidden.float().chunk(2, dim=1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    activated.copy_(gate * torch.sigmoid(alpha * gate) * (up + 1))
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+def test_driver_computes_the_layer(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hidden and intermediate size are no multiples of what Marlin wants, so both are padded."""
+    monkeypatch.setitem(problem.MODELS, "tiny", (160, 96, 8, 3))
+    properties = SimpleNamespace(multi_processor_count=3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    batch = problem.route(problem.make_layer("tiny", tokens, tokens, "cpu"), tokens, tokens)
+    layer = peer_marlin._Layer(TorchOperators(), swiglu, batch.inputs)
+    assert (layer.hidden, layer.inter) == (256, 128)
+    assert layer.fc1.shape == (8, 256 // 16, 2 * 2 * 128)
+    assert layer.fc2.shape == (8, 128 // 16, 2 * 256)
+    call = layer.bind(batch)
+    reference, _ = moe_reference(batch.inputs)
+    for _ in range(2):
+        output = call()
+        assert output.shape == (tokens, 160)
+        assert peers.relative_error(output, reference) < peers.TOLERANCE
