@@ -29,8 +29,8 @@ struct Allocation {
 enum WatchFlags : uint32_t {
   kWatchUninitialized = 1u << 0,  // shared memory, and global memory from allocate()
   kWatchRaces = 1u << 1,          // shared memory, between the warps of a block (slow)
-  kWatchFences = 1u << 2,         // generic write, async read, no proxy fence between; overlapping grids without a wait
-  kWatchDistinct = 1u << 3,       // count distinct global bytes
+  kWatchFences = 1u << 2,  // generic write, async read, no proxy fence between; overlapping grids without a wait
+  kWatchDistinct = 1u << 3,  // count distinct global bytes
   kWatchDefault = kWatchUninitialized | kWatchFences | kWatchDistinct,
 };
 

@@ -151,6 +151,7 @@ void Block::issue(PendingCopy copy) {
   }
   ++w.clock.t[w.id];
   ++effects;
+  cp_async_pending += copy.kind == PendingCopy::Kind::kCpAsync;
   pending.push_back(std::move(copy));
 }
 
@@ -187,6 +188,7 @@ void Block::finish(const PendingCopy& c) {
     return;
   }
   if (c.kind == PendingCopy::Kind::kCpAsync) {
+    --cp_async_pending;
     if (c.source_bytes) {
       check_global(w, c, c.global, c.source_bytes, false);
       std::memcpy(base + c.shared, reinterpret_cast<const void*>(c.global), c.source_bytes);
@@ -235,6 +237,7 @@ void Block::finish(const PendingCopy& c) {
 }
 
 void Block::finish_cp_async(int warp, uint32_t mask, const uint32_t* group) {
+  if (cp_async_pending == 0) return;
   const std::vector<PendingCopy> due = take(&pending, [&](const PendingCopy& c) {
     return c.kind == PendingCopy::Kind::kCpAsync && c.warp == warp && (mask >> c.lane & 1) && c.group < group[c.lane];
   });

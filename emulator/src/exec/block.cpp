@@ -24,6 +24,7 @@ void Block::start(Launch* l, uint64_t index, GridAccesses* shares) {
   mbarriers.clear();
   for (NamedBarrier& b : barriers) b = NamedBarrier();
   pending.clear();
+  cp_async_pending = 0;
   counters = Counters();
   counters.blocks = 1;
   cache = RegionCache();

@@ -97,8 +97,9 @@ void Block::note_grid_access(Warp& w, const Inst& in, int lane, uint64_t address
     const bool written = grid->writes.touches(address, bytes);
     if (!written && !(store && grid->reads.touches(address, bytes))) continue;
     w.report(ReportKind::kMissingGridWait, in, lane,
-             std::string(store ? "writes" : "reads") + " what the kernel before it in the stream, " + grid->kernel + ", " +
-                 (written ? "writes" : "reads") + ": not ordered after griddepcontrol.wait, so the two may overlap",
+             std::string(store ? "writes" : "reads") + " what the kernel before it in the stream, " + grid->kernel +
+                 ", " + (written ? "writes" : "reads") +
+                 ": not ordered after griddepcontrol.wait, so the two may overlap",
              "global", address);
     return;
   }

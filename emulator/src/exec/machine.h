@@ -140,8 +140,8 @@ struct Launch {
   const GridsInFlight* in_flight = nullptr;  // what this grid may overlap; null: nothing
   std::shared_ptr<GridAccesses> accesses;    // what it touches itself; null: not recorded. Guarded by the mutex
   std::atomic<bool> waited_before_trigger{false};  // some block executed griddepcontrol.wait before it let others start
-  std::mutex reduce_mutex;               // bulk reductions to global memory
-  std::mutex mutex;                      // guards the rest
+  std::mutex reduce_mutex;  // bulk reductions to global memory
+  std::mutex mutex;  // guards the rest
   LaunchResult result;
   std::map<std::pair<int, uint32_t>, int> seen;  // (kind, line) -> reports of it
 };
@@ -158,15 +158,15 @@ struct Meeting {
 struct Fragment {
   uint32_t pc = 0;
   uint32_t mask = 0;
-  int meeting = -1;           // innermost Meeting, -1: none
+  int meeting = -1;  // innermost Meeting, -1: none
   uint32_t meeting_pc = ~0u;
-  bool blocked = false;       // the instruction at pc has to be tried again
-  bool timed_out = false;     // a potentially blocking wait must give up now
+  bool blocked = false;  // the instruction at pc has to be tried again
+  bool timed_out = false;  // a potentially blocking wait must give up now
   bool may_time_out = false;  // ... and is one that can
-  bool at_barrier = false;    // has arrived at a named barrier
+  bool at_barrier = false;  // has arrived at a named barrier
   uint8_t barrier = 0;
-  uint64_t generation = 0;    // of that barrier at arrival
-  uint32_t members = 0;       // lanes that a .sync form with a member mask still waits for
+  uint64_t generation = 0;  // of that barrier at arrival
+  uint32_t members = 0;  // lanes that a .sync form with a member mask still waits for
   const char* waiting_for = "";
   uint64_t waiting_address = 0;
 };
@@ -180,8 +180,8 @@ struct Warp {
   uint32_t* regs = nullptr;
   uint32_t* preds = nullptr;
   int id = 0;
-  uint32_t existing = 0;      // lanes that were launched
-  uint32_t live = 0;          // lanes that have not exited
+  uint32_t existing = 0;  // lanes that were launched
+  uint32_t live = 0;  // lanes that have not exited
   std::vector<Fragment> fragments;
   size_t current = 0;
   std::vector<Meeting> meetings;
@@ -273,20 +273,20 @@ struct Warp {
 
 /// An mbarrier object of shared memory (PTX ISA 9.0, 9.7.13.15).
 struct MBarrier {
-  uint32_t expected = 0;   // arrivals of each phase
-  uint32_t pending = 0;    // arrivals still missing in the current phase
+  uint32_t expected = 0;  // arrivals of each phase
+  uint32_t pending = 0;  // arrivals still missing in the current phase
   int64_t tx = 0;
-  uint64_t phase = 0;      // completed phases
-  Clock arriving;          // what the arrivals of the current phase released
-  Clock completed;         // ... and those of the last complete one
+  uint64_t phase = 0;  // completed phases
+  Clock arriving;  // what the arrivals of the current phase released
+  Clock completed;  // ... and those of the last complete one
 };
 
 struct NamedBarrier {
-  uint32_t arrived = 0;      // threads
-  uint32_t expected = 0;     // 0: not in use
-  bool all = false;          // expected is "all threads of the block"
+  uint32_t arrived = 0;  // threads
+  uint32_t expected = 0;  // 0: not in use
+  bool all = false;  // expected is "all threads of the block"
   uint64_t generation = 0;
-  uint32_t reduction = 0;    // popc, or the and/or so far
+  uint32_t reduction = 0;  // popc, or the and/or so far
   uint32_t result = 0;
   Clock arriving, completed;
 };
@@ -298,21 +298,21 @@ struct PendingCopy {
   int warp = 0;
   int lane = 0;
   const Inst* inst = nullptr;
-  uint64_t delay = 0;          // scheduler rounds still to pass
+  uint64_t delay = 0;  // scheduler rounds still to pass
   bool to_shared = true;
   uint64_t global = 0;
   uint32_t shared = 0;
   uint32_t bytes = 0;
-  uint32_t source_bytes = 0;   // cp.async with src-size
+  uint32_t source_bytes = 0;  // cp.async with src-size
   uint32_t group = 0;
-  uint32_t barrier = 0;        // mbarrier address, or 0
+  uint32_t barrier = 0;  // mbarrier address, or 0
   bool has_barrier = false;
-  bool increment = false;      // cp.async.mbarrier.arrive without .noinc
-  int reduce = -1;             // tma::Reduce
-  int reduce_type = 0;         // tma::ElementType of a bulk reduction
-  uint8_t tensor[128];         // image of the tensor map when issued
+  bool increment = false;  // cp.async.mbarrier.arrive without .noinc
+  int reduce = -1;  // tma::Reduce
+  int reduce_type = 0;  // tma::ElementType of a bulk reduction
+  uint8_t tensor[128];  // image of the tensor map when issued
   int32_t coords[5] = {0, 0, 0, 0, 0};
-  Clock clock;                 // the issuing warp's
+  Clock clock;  // the issuing warp's
   uint32_t shared_target = 0;  // shared to shared copies
   bool shared_to_shared = false;
 };
@@ -328,20 +328,21 @@ struct Block {
   std::unordered_map<uint32_t, MBarrier> mbarriers;
   NamedBarrier barriers[17];  // the last is the cluster's
   std::deque<PendingCopy> pending;
+  size_t cp_async_pending = 0;  // kCpAsync that are not finished: what an arrive has to look for
   Counters counters;
   RegionCache cache;
   GridAccesses* accesses = nullptr;  // the host thread's share of Launch::accesses
   bool watches_grids = false;
-  bool triggered = false;            // has executed griddepcontrol.launch_dependents
+  bool triggered = false;  // has executed griddepcontrol.launch_dependents
   uint32_t grid_waits[kMaxWarps] = {};  // each warp's clock when it executed griddepcontrol.wait; 0: it has not
-  Clock fenced;           // generic writes that a proxy fence has made visible to the async proxy
+  Clock fenced;  // generic writes that a proxy fence has made visible to the async proxy
   std::unordered_map<uint32_t, Clock> sync_variables;  // shared addresses used by atomics, releases, acquires
-  uint64_t effects = 0;   // side effects so far: the measure of progress
+  uint64_t effects = 0;  // side effects so far: the measure of progress
   uint64_t effects_seen = 0;  // at the last time-out of waits
-  uint32_t fruitless = 0;     // time-outs since then
+  uint32_t fruitless = 0;  // time-outs since then
   uint64_t rng = 0;
   bool end_checked = false;
-  uint64_t idle_steps = 0;    // instructions executed since the last side effect
+  uint64_t idle_steps = 0;  // instructions executed since the last side effect
 
   void start(Launch* launch, uint64_t linear, GridAccesses* accesses);
   enum class Slice { kDone, kBusy, kIdle };

@@ -502,7 +502,7 @@ void bfind(Form& f) {
 uint32_t find_nth(uint32_t mask, uint32_t base, int32_t n) {
   if (n == 0) return base < 32 && (mask >> base & 1) ? base : 0xffffffffu;
   const int step = n > 0 ? 1 : -1;
-  int left = n > 0 ? n : -n;
+  int64_t left = n > 0 ? n : -int64_t{n};
   for (int64_t i = base; i >= 0 && i < 32; i += step) {
     if ((mask >> i & 1) && --left == 0) return static_cast<uint32_t>(i);
   }

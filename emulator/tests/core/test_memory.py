@@ -349,7 +349,8 @@ def test_wavefronts_by_width(run_kernel, width, address, expected, store):
 
 
 @pytest.mark.parametrize(
-    ("matrices", "pitch", "expected"), [(1, 16, 1), (1, 128, 8), (2, 16, 2), (4, 16, 4), (4, 32, 8), (4, 128, 32), (4, 144, 4)]
+    ("matrices", "pitch", "expected"),
+    [(1, 16, 1), (1, 128, 8), (2, 16, 2), (4, 16, 4), (4, 32, 8), (4, 128, 32), (4, 144, 4)],
 )
 def test_wavefronts_of_ldmatrix(run_kernel, matrices, pitch, expected):
     """Eight rows of 16 bytes to a pass; lanes whose addresses the form does not use do not count."""

@@ -125,7 +125,8 @@ def test_a_dependent_that_does_not_wait_is_reported(runtime, programs):
         assert programs.chain_that_waits(value, 2, None, False) == SUCCESS
         first, second = runtime.take_launches()
         assert first.clean, str(first)
-        assert [report.kind for report in second.reports] == ["missing grid wait"] * 2, str(second)  # read, then written
+        kinds = [report.kind for report in second.reports]
+        assert kinds == ["missing grid wait"] * 2, str(second)  # read, then written
         # Whatever orders the two in another way does: the host's wait.
         for _ in range(2):
             assert programs.synchronize() == SUCCESS
