@@ -5,6 +5,9 @@
 
 #include <cuda_runtime.h>
 
+#include <map>
+#include <mutex>
+
 #include "nv_internal/tensorrt_llm/kernels/cutlass_kernels/moe_gemm/launchers/moe_gemm_sm120_mixed_input_launcher.h"
 #include "tvm_ffi_utils.h"
 
@@ -47,9 +50,22 @@ inline int device_attribute(cudaDeviceAttr attribute, int device) {
 
 inline int multiprocessors(int device) { return device_attribute(cudaDevAttrMultiProcessorCount, device); }
 
+// What launches need to know of a device, asked of the driver once.
 inline LaunchOptions launch_options(cudaStream_t stream, bool dependent_launch, int device) {
-  return {stream, dependent_launch, multiprocessors(device),
-          device_attribute(cudaDevAttrComputeCapabilityMajor, device) == 12};
+  static std::mutex mutex;
+  static std::map<int, LaunchOptions> known;
+  const std::lock_guard<std::mutex> lock(mutex);
+  auto found = known.find(device);
+  if (found == known.end()) {
+    const LaunchOptions facts = {nullptr, false, multiprocessors(device),
+                                 device_attribute(cudaDevAttrComputeCapabilityMajor, device) == 12,
+                                 device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device)};
+    found = known.emplace(device, facts).first;
+  }
+  LaunchOptions options = found->second;
+  options.stream = stream;
+  options.dependent_launch = dependent_launch;
+  return options;
 }
 
 inline cudaStream_t stream_of(const tvm::ffi::TensorView& tensor) {

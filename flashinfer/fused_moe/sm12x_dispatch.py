@@ -111,9 +111,22 @@ def one_device() -> bool:
 @functools.lru_cache(maxsize=1024)
 def fits_device(tactic: int, num_experts: int, index: int) -> bool:
     """Whether CUDA device ``index`` grants a block the shared memory that ``tactic`` needs for ``num_experts``."""
+    return INSTANCES[tactic].smem_bytes(num_experts) <= _shared_bytes_per_block(index)
+
+
+@functools.lru_cache(maxsize=64)
+def _shared_bytes_per_block(index: int) -> int:
     properties: Any = torch.cuda.get_device_properties(index)  # its stub lacks shared_memory_per_block_optin
-    granted = int(properties.shared_memory_per_block_optin)
-    return INSTANCES[tactic].smem_bytes(num_experts) <= granted
+    return int(properties.shared_memory_per_block_optin)
+
+
+def takes_layer(tactic: int, num_rows: int, hidden: int, inter: int, index: int) -> bool:
+    """Whether ``tactic`` computes a layer of these sizes on CUDA device ``index``; pairs of GEMMs take any.
+
+    ``num_rows`` is tokens x top_k.
+    """
+    row = INSTANCES[tactic]
+    return not row.streamed or row.takes(num_rows, hidden, inter, _shared_bytes_per_block(index))
 
 
 @functools.cache

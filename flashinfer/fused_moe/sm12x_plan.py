@@ -34,7 +34,7 @@ def allowed_tactics(mode: Mode) -> tuple[int, ...]:
 
 def computes_layer(tactic: int) -> bool:
     """Whether ``tactic`` computes FC1 and FC2 in one launch; it then stands in both places of a pair."""
-    return bool(getattr(INSTANCES[tactic], "streamed", False))
+    return INSTANCES[tactic].streamed
 
 
 def resolved_pair(wanted: Sequence[int], default: tuple[int, int]) -> tuple[int, int]:

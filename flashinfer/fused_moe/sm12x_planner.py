@@ -11,7 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from ..jit.sm12x.instances import INSTANCES, Activation, Instance
+from ..jit.sm12x.instances import (
+    GB10_SMEM_PER_BLOCK,
+    HOPPER_SMEM_PER_BLOCK,
+    INSTANCES,
+    Activation,
+    Instance,
+)
 
 MODE_BF16_ACTIVATIONS = 2
 
@@ -24,9 +30,30 @@ class Choice:
     reason: str
 
 
-# Token tile by the expected rows of an expert: the first entry whose limit is not exceeded.
-_TILES_HOPPER = ((8.5, 8), (float("inf"), 16))
-_TILES_SM12X = ((6.0, 8), (14.0, 16), (28.0, 32), (64.0, 64), (float("inf"), 128))
+@dataclasses.dataclass(frozen=True)
+class DeviceClass:
+    """How a class of devices chooses by the expected rows of an expert: the first entry whose limit is not exceeded.
+
+    Attributes
+    ----------
+    shared_bytes : int
+        Shared memory that a block may have.
+    streamed : tuple
+        Limits and token tiles of the streamed layer; past the last limit it is not used.
+    pairs : tuple
+        The same for pairs of GEMM kernels.
+    """
+
+    shared_bytes: int
+    streamed: tuple[tuple[float, int], ...]
+    pairs: tuple[tuple[float, int], ...]
+
+
+_HOPPER = DeviceClass(HOPPER_SMEM_PER_BLOCK, ((7.0, 8), (20.0, 16)), ((8.5, 8), (float("inf"), 16)))
+# A tile that is too narrow reads weights twice, and a GB10 waits for memory: the streamed layer ends earlier there.
+_SM12X = DeviceClass(
+    GB10_SMEM_PER_BLOCK, ((4.5, 8),), ((6.0, 8), (14.0, 16), (28.0, 32), (64.0, 64), (float("inf"), 128))
+)
 
 
 def expected_rows(num_rows: int, num_experts: int) -> float:
@@ -35,16 +62,32 @@ def expected_rows(num_rows: int, num_experts: int) -> float:
     return num_rows / hit if hit else 0.0
 
 
-def choose(activation: Activation, num_rows: int, num_experts: int, block_scaled_mma: bool) -> Choice:
-    """The default instance for ``num_rows`` token rows (tokens x top_k) on ``num_experts`` local experts."""
+def choose(
+    activation: Activation,
+    num_rows: int,
+    num_experts: int,
+    block_scaled_mma: bool,
+    layer: tuple[int, int] | None = None,
+) -> Choice:
+    """The default instance for ``num_rows`` token rows (tokens x top_k) on ``num_experts`` local experts.
+
+    ``layer`` is hidden and intermediate size of an MoE layer; without it only single GEMMs are chosen from.
+    """
     rows = expected_rows(num_rows, num_experts)
-    tiles = _TILES_SM12X if block_scaled_mma else _TILES_HOPPER
-    wanted = next(tile for limit, tile in tiles if rows <= limit)
-    candidates = [row for row in INSTANCES if row.default and row.activation == activation]
+    device = _SM12X if block_scaled_mma else _HOPPER
+    busy = f"{rows:.1f} rows for an expert that is hit"
+    tile = next((tile for limit, tile in device.streamed if rows <= limit), 0)
+    for row in INSTANCES:
+        if layer is None or not row.streamed or row.activation != activation or row.token_tile != tile:
+            continue
+        if row.takes(num_rows, *layer, device.shared_bytes):
+            return Choice(row, f"{busy}: the layer as one stream of weights, token tile {tile}")
+    wanted = next(tile for limit, tile in device.pairs if rows <= limit)
+    candidates = [row for row in INSTANCES if row.default and not row.streamed and row.activation == activation]
     tile = max(row.token_tile for row in candidates if row.token_tile <= wanted)
     # Of equal tiles the longer K tile: whole 128-byte pieces of a weight row.
     best = max((row for row in candidates if row.token_tile == tile), key=lambda row: row.k_tile)
-    return Choice(best, f"{rows:.1f} rows for an expert that is hit: token tile {tile}, K tile {best.k_tile}")
+    return Choice(best, f"{busy}: token tile {tile}, K tile {best.k_tile}")
 
 
 def plan_moe(
@@ -57,14 +100,14 @@ def plan_moe(
     sm_count: int,
     block_scaled_mma: bool = True,
 ) -> tuple[int, int]:
-    """Default tactics of FC1 and FC2.
+    """Default tactics of FC1 and FC2: one that computes the whole layer, twice, or a pair.
 
-    Shares of work are cut to the SM count inside the kernels (``scheduler/tile_scheduler.cuh``), so neither N, K nor
-    ``sm_count`` changes the choice of a tile.
+    Shares of work are cut to the SM count inside the kernels (``scheduler/tile_scheduler.cuh``,
+    ``impls/streamed_walk.cuh``), so that ``sm_count`` does not change the choice.
     """
-    del hidden, inter, sm_count
+    del sm_count
     activation: Activation = "bf16" if mode == MODE_BF16_ACTIVATIONS else "mxfp8"
-    index = choose(activation, num_tokens * top_k, num_local_experts, block_scaled_mma).instance.index
+    index = choose(activation, num_tokens * top_k, num_local_experts, block_scaled_mma, (hidden, inter)).instance.index
     return index, index
 
 

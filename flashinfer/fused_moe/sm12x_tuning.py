@@ -86,23 +86,23 @@ class SM12xMoERunner(TunableRunner):
             self.enable_pdl,
         )
 
-    def get_valid_tactics(self, inputs: list[torch.Tensor], profile: Any) -> list[int]:
-        """Default rows of the instance table that fit the mode, the device's shared memory and the GEMM."""
-        return [
-            tactic
-            for tactic in allowed_tactics(self.problem.mode)
-            if INSTANCES[tactic].default
+    def _fits(self, tactic: int, inputs: list[torch.Tensor]) -> bool:
+        """Whether ``tactic`` is for this mode, GEMM, device and number of tokens."""
+        problem, index = self.problem, inputs[0].device.index
+        return (
+            tactic in allowed_tactics(problem.mode)
             and not (self.gemm_idx == 2 and computes_layer(tactic))
-            and dispatch.fits_device(tactic, self.problem.num_local_experts, inputs[0].device.index)
-        ]
+            and dispatch.fits_device(tactic, problem.num_local_experts, index)
+            and dispatch.takes_layer(tactic, inputs[0].shape[0] * problem.top_k, problem.hidden, problem.inter, index)
+        )
+
+    def get_valid_tactics(self, inputs: list[torch.Tensor], profile: Any) -> list[int]:
+        """Default rows of the instance table that fit."""
+        return [row.index for row in INSTANCES if row.default and self._fits(row.index, inputs)]
 
     def validate_tactic(self, inputs: list[torch.Tensor], tactic: Any) -> bool:
-        """Whether a tactic from a cache file names a row that fits this mode, device and GEMM."""
-        return tactic == -1 or (
-            tactic in allowed_tactics(self.problem.mode)
-            and not (self.gemm_idx == 2 and computes_layer(tactic))
-            and dispatch.fits_device(tactic, self.problem.num_local_experts, inputs[0].device.index)
-        )
+        """Whether a tactic from a cache file names a row that fits."""
+        return tactic == -1 or self._fits(tactic, inputs)
 
     def _profile(self, activations: torch.Tensor) -> tuple[Plan, tuple[Any, ...], torch.Tensor]:
         tokens = activations.shape[0]

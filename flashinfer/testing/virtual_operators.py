@@ -39,13 +39,13 @@ def run_moe(
     Raises:
         VirtualDeviceError: a launch was refused, failed, or a watcher reported.
     """
+    from flashinfer.fused_moe.sm12x_plan import resolved_pair
     from flashinfer.fused_moe.sm12x_planner import plan_moe
     from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm120_module
 
     sizes = (problem.num_tokens, problem.top_k, problem.num_local_experts, problem.hidden, problem.inter)
     planned = plan_moe(*sizes, int(problem.mode), device.sm_count)
-    forced = profile_ids or (-1, -1)
-    tactics = [int(own if given == -1 else given) for own, given in zip(planned, forced, strict=True)]
+    tactics = resolved_pair(profile_ids or (-1, -1), planned)
     module = device.module(gen_cutlass_fused_moe_sm120_module)
     for tactic in tactics:
         _register_instance(device, module, tactic)

@@ -99,17 +99,18 @@ class Row:
     ("rows", "failing"),
     [
         ([Row(), Row(gemm="fc2"), Row(instance="moe_bf16_t8", block_scaled_mmas=0)], []),
+        ([Row(), Row(gemm="layer", block_scaled_mmas=0)], []),
         ([], ["0 kernels have matrix instructions"]),
         ([Row(tensor_instructions=0)], ["1 kernels have matrix instructions"]),
         ([Row(), Row(local_accesses=3)], ["no kernel spills or uses local memory (LDL, STL) but moe_mxfp8_t8 fc1: 3"]),
         (
             [Row(), Row(block_scaled_mmas=0)],
-            ["2 W4A8 kernels use the block-scaled FP4 MMA: 14 QMMA.SF with E2M1 in all"],
+            ["2 W4A8 GEMM kernels use the block-scaled FP4 MMA: 14 QMMA.SF with E2M1 in all"],
         ),
         ([Row(instance="moe_bf16_t8")], ["1 other kernels use none"]),
         ([Row(architecture="sm_90a")], ["1 other kernels use none"]),
     ],
-    ids=["good", "none", "no MMA", "spills", "W4A8 without", "W4A16 with", "Hopper with"],
+    ids=["good", "streamed layer in bfloat16", "none", "no MMA", "spills", "W4A8 without", "W4A16 with", "Hopper with"],
 )
 def test_the_demo_sees_what_is_wrong_with_machine_code(rows: list[Row], failing: list[str]) -> None:
     checks = load_tool("demo").machine_code_checks(rows)
@@ -131,7 +132,7 @@ class Launch:
         self.host_seconds = 0.25
 
 
-PROLOGUE = "_ZN3moe8prologueEv"
+PROLOGUE, LAYER = "_ZN3moe8prologueEv", "_Z21streamed_layer_kernelIvEvv"
 FC1, FC2 = "_Z19grouped_gemm_kernelILN5sm12x4RoleE0EEvv", "_Z19grouped_gemm_kernelILN5sm12x4RoleE1EEvv"
 
 
@@ -139,13 +140,14 @@ FC1, FC2 = "_Z19grouped_gemm_kernelILN5sm12x4RoleE0EEvv", "_Z19grouped_gemm_kern
     ("launches", "failing"),
     [
         ([Launch(PROLOGUE, 0), Launch(FC1), Launch(FC2)], []),
+        ([Launch(PROLOGUE, 0), Launch(LAYER)], []),
         ([], ["W4A8: FC1 and FC2 ran, with MMAs"]),
         ([Launch(PROLOGUE, 0), Launch(FC1)], ["W4A8: FC1 and FC2 ran, with MMAs"]),
         ([Launch(FC1), Launch(FC2, 0)], ["W4A8: FC1 and FC2 ran, with MMAs"]),
         ([Launch(FC1, reports=("a race",)), Launch(FC2)], ["W4A8: 2 launches, all watchers silent\na race"]),
         ([Launch(FC1, status="deadlock"), Launch(FC2)], ["W4A8: 2 launches, all watchers silent"]),
     ],
-    ids=["good", "none", "no FC2", "no MMA", "a report", "a deadlock"],
+    ids=["good", "streamed", "none", "no FC2", "no MMA", "a report", "a deadlock"],
 )
 def test_the_demo_sees_what_is_wrong_with_launches(launches: list[Launch], failing: list[str]) -> None:
     checks = load_tool("demo").launch_checks("W4A8", launches)

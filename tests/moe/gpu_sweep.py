@@ -57,6 +57,8 @@ def tactics_of(mode: int, case: MoECase, extra: bool) -> list[list[int] | None]:
         for tactic in allowed_tactics(Mode(mode))
         if (extra or INSTANCES[tactic].default) and sm12x_dispatch.fits_device(tactic, local, index)
     ]
+    rows = case.num_tokens * case.top_k
+    fitting = [t for t in fitting if sm12x_dispatch.takes_layer(t, rows, case.hidden, case.inter, index)]
     return [None, *([tactic, tactic] for tactic in fitting)]
 
 
@@ -90,7 +92,7 @@ def instance_cases(extra: bool) -> list[Work]:
                     output_dtype=torch.float16,  # type: ignore[arg-type]
                 )
                 pairs = tactics_of(mode, case, extra)
-                forced = [pair[0] for pair in pairs if pair]
+                forced = [pair[0] for pair in pairs if pair and not INSTANCES[pair[0]].streamed]
                 pairs += [[a, b] for a, b in zip(forced, [*forced[1:], forced[0]], strict=True)]
                 pairs += [[forced[0], -1], [-1, forced[-1]]]
                 work.append(("instances", case, pairs))

@@ -46,6 +46,8 @@ def _tactics(case: MoECase, device: torch.device) -> list[list[int] | None]:
         for tactic in allowed_tactics(Mode(case.mode))
         if INSTANCES[tactic].default and sm12x_dispatch.fits_device(tactic, local, device.index)
     ]
+    rows = case.num_tokens * case.top_k
+    fitting = [t for t in fitting if sm12x_dispatch.takes_layer(t, rows, case.hidden, case.inter, device.index)]
     return [None, *([tactic, tactic] for tactic in fitting)]
 
 

@@ -52,7 +52,7 @@ def test_shows_what_the_planner_gives_a_call(model: str, device: str, mode: str)
 def test_the_reason_is_of_the_tactic_that_is_shown() -> None:
     for mode, tokens, block_scaled in itertools.product(Mode, (1, 3, 8, 37, 64, 512, 8192), (True, False)):
         activation: Any = mode.activation
-        choice = sm12x_planner.choose(activation, tokens * 4, 128, block_scaled)
+        choice = sm12x_planner.choose(activation, tokens * 4, 128, block_scaled, (2880, 2880))
         assert choice.instance.index in sm12x_planner.plan_moe(tokens, 4, 128, 2880, 2880, int(mode), 48, block_scaled)
 
 

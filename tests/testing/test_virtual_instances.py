@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from flashinfer.fused_moe.sm12x_planner import choose
 from flashinfer.fused_moe.sm12x_validation import Mode, MoEProblem
 from flashinfer.gemm.sm12x_group_gemm import GroupGemmProblem
 from flashinfer.jit.sm12x.instances import GEMM_INSTANCES, IN_KERNEL_ENTRIES, INSTANCES, ROW_TILE, Instance
@@ -36,7 +37,9 @@ from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
 pytestmark = pytest.mark.slow
 
 ALL_WATCHERS = 15  # vsm.Watch.ALL, races included
-DEFAULT_INSTANCES = [instance for instance in INSTANCES if instance.default]
+PAIRS = [instance for instance in INSTANCES if not instance.streamed]
+STREAMED = [instance for instance in INSTANCES if instance.streamed]
+DEFAULT_INSTANCES = [instance for instance in PAIRS if instance.default]
 EIGHT_BIT = [instance for instance in DEFAULT_INSTANCES if instance.activation == "mxfp8"]
 SIXTEEN_BIT = [instance for instance in DEFAULT_INSTANCES if instance.activation == "bf16"]
 # Neither is a multiple of a tile along N or K; K / 32 is 39 and 13, no multiple of the four that share a scale word.
@@ -116,6 +119,12 @@ def gemm_launches(device: VirtualDevice) -> list[Any]:
     return [launch for launch in device.launches if "grouped_gemm_kernel" in launch.kernel]
 
 
+def layer_launch(device: VirtualDevice) -> Any:
+    """The one launch of a streamed layer."""
+    (launch,) = [launch for launch in device.launches if "streamed_layer_kernel" in launch.kernel]
+    return launch
+
+
 def assert_instance(launch: Any, instance: Instance) -> None:
     """The kernel's template arguments are the instance's: token tile, K tile, stages, blocks per SM."""
     sizes = (instance.token_tile, instance.k_tile, instance.stages, instance.blocks_per_sm)
@@ -188,7 +197,7 @@ def test_optional_tensors(device, mode, biases):
 
 
 def test_an_instance_outside_the_default_set(device):
-    (instance,) = [row for row in INSTANCES if not row.default]
+    (instance,) = [row for row in PAIRS if not row.default]
     case = layer(instance, 0)
     inputs = check_moe(device, case, 305, [instance.index] * 2)
     assert_moe_shares(device, case, inputs, instance)
@@ -262,4 +271,80 @@ def test_a_grouped_gemm_instance(device, instance, activation):
 def test_a_layer_of_gpt_oss_120b_in_full_dimensions(device, mode):
     case = MoECase(num_tokens=1, hidden=2880, inter=2880, num_experts=128, top_k=4, mode=mode)
     check_moe(device, case, 500 + mode)
+    assert layer_launch(device).grid[0] == device.sm_count
+
+
+@pytest.mark.parametrize("mode", [0, 2], ids=["MXFP8 input", "W4A16"])
+def test_a_layer_of_gpt_oss_120b_by_a_pair_of_gemms(device, mode):
+    case = MoECase(num_tokens=1, hidden=2880, inter=2880, num_experts=128, top_k=4, mode=mode)
+    tactic = choose("bf16" if mode == 2 else "mxfp8", 4, 128, True).instance.index
+    check_moe(device, case, 510 + mode, [tactic, tactic])
     assert len(gemm_launches(device)) == 2
+
+
+def stream_modes() -> list[Any]:
+    """Streamed rows with each mode that fits them."""
+    modes = {"mxfp8": {0: "MXFP8", 1: "bf16 quantized"}, "bf16": {2: "bf16"}}
+    return [
+        pytest.param(row, mode, id=f"{row.name} {name}")
+        for row in STREAMED
+        for mode, name in modes[row.activation].items()
+    ]
+
+
+# K of 1, 2 and 4 groups of warps; of whole words and with one, two and three blocks of 32 in the last; of few and of many
+# units for each block.
+@pytest.mark.parametrize("sizes", [(1248, 416), (2880, 96), (1504, 2912), (256, 1440)], ids=str)
+@pytest.mark.parametrize(("instance", "mode"), stream_modes())
+def test_a_streamed_layer(device, instance, mode, sizes):
+    hidden, inter = sizes
+    case = MoECase(37, hidden, inter, num_experts=4, top_k=2, mode=mode, swizzled_input_sf=hidden % 256 != 0)
+    inputs = check_moe(device, case, 600 + instance.index, [instance.index] * 2)
+    rows = torch.bincount(inputs.token_selected_experts.flatten(), minlength=4)
+    assert int(rows.max()) > instance.token_tile  # several tiles for an expert, the last of them partly filled
+    assert int(rows.max()) % instance.token_tile or int(rows.min()) % instance.token_tile
+    launch = layer_launch(device)
+    found = re.search(r"Li(\d+)ELi(\d+)ELi(\d+)E", launch.kernel)
+    assert found, launch.kernel
+    assert tuple(map(int, found.groups())) == (instance.token_tile, instance.k_tile // 128, instance.mma_warps)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 8, 9, 130], ids=lambda tokens: f"{tokens} tokens")
+@pytest.mark.parametrize("instance", [row for row in STREAMED if row.default], ids=lambda row: row.name)
+def test_a_streamed_layer_routes_few_and_many(device, instance, tokens):
+    """Up to 32 (token, slot) pairs are sorted in registers, more in shared memory."""
+    case = MoECase(tokens, 160, 96, 40, 4, 2 if instance.activation == "bf16" else 0)
+    check_moe(device, case, 620 + tokens, [instance.index] * 2)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("instance", [row for row in STREAMED if row.default], ids=lambda row: row.name)
+def test_a_streamed_layer_on_a_shard_without_biases(device, instance, rank):
+    mode = 2 if instance.activation == "bf16" else 1
+    case = MoECase(9, 352, 416, 16, 2, mode, ep_size=2, ep_rank=rank, biases=False, swiglu_parameters=False)
+    check_moe(device, case, 630 + rank, [instance.index] * 2)
+
+
+@pytest.mark.parametrize("instance", [row for row in STREAMED if row.default], ids=lambda row: row.name)
+@pytest.mark.parametrize("exponent", [0, 126, 129, 200], ids=lambda e: f"scales from 2^{e - 127}")
+def test_a_streamed_layer_takes_any_weight_scale(device, instance, exponent):
+    """Scales above 2^1 do not fold into the expansion's factor; they take a path of their own. Blocks of both kinds mix."""
+    mode = 2 if instance.activation == "bf16" else 0
+    inputs = make_moe_inputs(MoECase(3, 160, 96, 4, 2, mode, biases=False, swiglu_parameters=False), 640 + exponent)
+    generator = torch.Generator().manual_seed(640 + exponent)
+    for scales, fixed in ((inputs.fc1_scales, None), (inputs.fc2_scales, 254 - 2 * min(max(exponent, 64), 190))):
+        low = exponent if fixed is None else min(max(fixed, 0), 250)
+        scales.copy_(torch.randint(low, low + 4, scales.shape, generator=generator, dtype=torch.uint8))
+    output = run_moe(device, inputs, mode, [instance.index] * 2)
+    check_within_bound(output, *moe_reference(inputs, TENSOR_CORE), f"scales from {exponent}")
+    assert all(launch.clean for launch in device.launches), device.launches
+
+
+def test_a_streamed_tactic_refuses_what_it_cannot_take(device):
+    (tactic, *_) = [row.index for row in STREAMED if row.activation == "mxfp8" and row.default]
+    for case, message in (
+        (MoECase(300, 160, 96, 4, 4, 0), "at most 1024"),
+        (MoECase(2, 3104, 96, 4, 2, 0), "K is too long for this streamed tactic"),
+    ):
+        with pytest.raises(Exception, match=message):
+            run_moe(device, make_moe_inputs(case, 650), 0, [tactic, tactic])

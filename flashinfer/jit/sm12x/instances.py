@@ -19,14 +19,20 @@ GB10_SMEM_PER_SM = 102_400
 GB10_SMEM_PER_BLOCK = 101_376
 GB10_SMEM_RESERVED_PER_BLOCK = 1_024
 GB10_REGISTERS_PER_SM = 65_536
+HOPPER_SMEM_PER_BLOCK = 232_448  # compute capability 9.0, the same table
 
 ROW_TILE = 128
 SCALE_CHUNK_BYTES = 512  # 128 rows x 128 K elements of the 128x4 scale layout
 MAX_EXPERTS = 512  # local experts whose routing tables fit the block's shared memory
 IN_KERNEL_ENTRIES = 256  # (token, slot) pairs that the kernels route by themselves
 
+# The streamed layer (include/flashinfer/sm12x/impls/streamed_params.cuh).
+STREAM_KEEPER_WARPS = 4
+STREAM_MAX_STAGES = 16
+STREAM_ENTRIES = 1024  # (token, slot) pairs that a streamed layer takes
+
 Activation = Literal["mxfp8", "bf16"]
-Schedule = Literal["pingpong", "cooperative"]
+Schedule = Literal["pingpong", "cooperative", "streamed"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +57,10 @@ class Instance:
         Blocks that must fit one SM of a GB10 together; also ``__launch_bounds__``' second argument.
     default : bool
         Part of ``fused_moe_120`` itself; other rows are small modules built when asked for.
+    mma_warps : int
+        0: a pair of GEMM kernels, FC1 and FC2.  Else the row is the whole layer in one launch of one block per SM (the
+        streamed layer), this many warps share K, ``k_tile`` elements each, and the ring of stages takes what shared
+        memory the device grants.
     """
 
     index: int
@@ -60,9 +70,17 @@ class Instance:
     stages: int
     blocks_per_sm: int
     default: bool = True
+    mma_warps: int = 0
+
+    @property
+    def streamed(self) -> bool:
+        """Whether the row computes FC1 and FC2 in one launch."""
+        return self.mma_warps > 0
 
     @property
     def name(self) -> str:
+        if self.streamed:
+            return f"moe_{self.activation}_t{self.token_tile}_k{self.k_tile}_w{self.mma_warps}"
         return f"moe_{self.activation}_t{self.token_tile}_k{self.k_tile}_s{self.stages}"
 
     @property
@@ -71,7 +89,13 @@ class Instance:
 
     @property
     def schedule(self) -> Schedule:
-        """``cooperative``: eight consumer warps share a tile; ``pingpong``: four, and the SM's blocks alternate."""
+        """How a block's warps work together.
+
+        ``cooperative``: eight consumer warps share a tile; ``pingpong``: four, and the SM's blocks alternate;
+        ``streamed``: all MMA warps share K of whole weight rows, one block per SM, both GEMMs.
+        """
+        if self.streamed:
+            return "streamed"
         return "cooperative" if self.token_tile == 128 else "pingpong"
 
     @property
@@ -85,6 +109,8 @@ class Instance:
 
     @property
     def threads(self) -> int:
+        if self.streamed:
+            return 32 * (self.mma_warps + STREAM_KEEPER_WARPS)
         return 32 * (self.consumer_warps + 1)
 
     @property
@@ -103,7 +129,14 @@ class Instance:
         return weights + scales + tokens + token_scales
 
     def smem_bytes(self, num_experts: int = 128) -> int:
-        """Dynamic shared memory of an FC1 block on SM12x, bytes, for ``num_experts`` local experts."""
+        """Dynamic shared memory of an FC1 block on SM12x, bytes, for ``num_experts`` local experts.
+
+        A streamed row: what it needs beside its ring, whose size follows the layer's and the device's.
+        """
+        if self.streamed:
+            barriers = 8 * (2 * STREAM_MAX_STAGES + 2)
+            routing = (4 + 2) * STREAM_ENTRIES + 4
+            return -(-(barriers + routing) // 128) * 128
         staging = self.token_tile * (64 * self.element_bytes + 16)
         scratch = 16 * self.token_tile
         factors = 0 if self.activation == "mxfp8" else 512 * self.consumer_warps
@@ -112,8 +145,38 @@ class Instance:
         ring = self.stages * self.stage_bytes
         return 1024 + ring + staging + factors + scratch + barriers_and_flag + routing
 
+    def stage_bytes_of(self, hidden: int, inter: int) -> int:
+        """Bytes of one stage of a streamed row's ring for such a layer, or 0 where K is too long for its warps.
+
+        Mirrors ``plan_stream`` in the launcher: 16 weight rows for each group of warps, the scales of all of their K,
+        biases, and partial sums of lanes beyond K.
+        """
+        largest = 0
+        for outputs, out, k in ((8, inter, hidden), (16, hidden, inter)):
+            words = -(-k // 128)
+            group_warps = -(-words * 128 // self.k_tile)
+            groups = next((n for n in (4, 2, 1) if n * group_warps <= self.mma_warps and out % (n * outputs) == 0), 0)
+            if groups == 0:
+                return 0
+            parts = 16 // outputs
+            scales = parts * words * min(outputs * groups, 32) * 16
+            need = -(-16 * groups * (k // 2) // 128) * 128 + scales + 64 * groups
+            need += groups * (self.token_tile // 8) * 512 if k % 128 else 0
+            largest = max(largest, -(-need // 128) * 128)
+        return largest
+
+    def takes(self, num_rows: int, hidden: int, inter: int, shared_bytes: int) -> bool:
+        """Whether the row computes a layer of these sizes with so much shared memory a block; ``num_rows`` is tokens x top_k."""
+        if not self.streamed:
+            return True
+        stage = self.stage_bytes_of(hidden, inter)
+        return 0 < stage <= (shared_bytes - self.smem_bytes()) // 2 and num_rows <= STREAM_ENTRIES
+
     def weight_bytes_in_flight_per_sm(self) -> int:
         """Weight bytes that the rings of one SM's blocks can have outstanding on a GB10."""
+        if self.streamed:  # of a gpt-oss layer
+            stage = self.stage_bytes_of(2880, 2880)
+            return (GB10_SMEM_PER_BLOCK - self.smem_bytes()) // stage * 16 * 2880 // 2
         return self.blocks_per_sm * self.stages * ROW_TILE * self.k_tile // 2
 
 
@@ -130,9 +193,15 @@ INSTANCES: tuple[Instance, ...] = (
     Instance(9, "bf16", 16, 128, 2, 2),
     Instance(10, "bf16", 32, 128, 3, 1),
     Instance(11, "mxfp8", 64, 256, 2, 1, default=False),
+    Instance(12, "mxfp8", 8, 256, 0, 1, mma_warps=12),
+    Instance(13, "bf16", 8, 256, 0, 1, mma_warps=12),
+    Instance(14, "mxfp8", 16, 256, 0, 1, default=False, mma_warps=12),
+    Instance(15, "bf16", 16, 256, 0, 1, default=False, mma_warps=12),
 )
 
-GEMM_INSTANCES: tuple[Instance, ...] = tuple(row for row in INSTANCES if row.activation == "mxfp8" and row.default)
+GEMM_INSTANCES: tuple[Instance, ...] = tuple(
+    row for row in INSTANCES if row.activation == "mxfp8" and row.default and not row.streamed
+)
 
 
 def instance(index: int) -> Instance:

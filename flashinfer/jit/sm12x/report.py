@@ -10,7 +10,7 @@ from typing import Any
 
 from . import build as engine
 from .inspect_sass import KernelCode, inspect
-from .instances import GB10_SMEM_RESERVED_PER_BLOCK, INSTANCES, Instance
+from .instances import GB10_SMEM_PER_BLOCK, GB10_SMEM_RESERVED_PER_BLOCK, INSTANCES, Instance
 from .spec import JitSpecSm12x
 
 
@@ -21,13 +21,14 @@ class InstanceRow:
     Attributes:
         tactic: The instance's number, as in ``profile_ids``.
         instance: Its name.
-        gemm: ``fc1``, ``fc2`` or ``group`` (the public grouped GEMM).
+        gemm: ``fc1``, ``fc2``, ``layer`` (both in one launch) or ``group`` (the public grouped GEMM).
         architecture: Such as ``sm_121a``.
-        token_tile, row_tile, k_tile, stages, schedule: From the table.
+        token_tile, row_tile, k_tile, stages, schedule: From the table; a streamed layer has as many stages as fit.
         blocks_per_sm: Blocks that are to fit an SM of a GB10 together.
         threads: Of a block.
         registers: Per thread.
-        shared_bytes: Shared memory of an FC1 block with 128 local experts, without what the driver reserves.
+        shared_bytes: Shared memory of an FC1 block with 128 local experts, without what the driver reserves; a streamed
+            layer takes all that a GB10 grants.
         local_accesses: Spilled loads and stores in the machine code.
         tensor_instructions: Matrix instructions in the machine code.
         block_scaled_mmas: Those of them that are ``QMMA.SF`` with an E2M1 operand.
@@ -86,7 +87,9 @@ def _row(instance: Instance, kernel: KernelCode) -> InstanceRow:
         blocks_per_sm=instance.blocks_per_sm,
         threads=instance.threads,
         registers=kernel.registers,
-        shared_bytes=instance.smem_bytes() + max(0, kernel.static_shared - GB10_SMEM_RESERVED_PER_BLOCK),
+        shared_bytes=GB10_SMEM_PER_BLOCK
+        if instance.streamed
+        else instance.smem_bytes() + max(0, kernel.static_shared - GB10_SMEM_RESERVED_PER_BLOCK),
         local_accesses=kernel.local_accesses,
         tensor_instructions=kernel.tensor_instructions,
         block_scaled_mmas=kernel.block_scaled_mmas,
@@ -95,6 +98,8 @@ def _row(instance: Instance, kernel: KernelCode) -> InstanceRow:
 
 def _gemm_of(kernel: str) -> str:
     """Which GEMM of the layer a kernel is, from the ``Role`` among its template arguments (``grouped_gemm.cuh``)."""
+    if "streamed_layer_kernel" in kernel:
+        return "layer"
     match = re.search(r"Role\)(\d)", kernel) or re.search(r"4RoleE(\d)", kernel)
     return {"0": "fc1", "1": "fc2", "2": "group"}.get(match.group(1), "?") if match is not None else "?"
 

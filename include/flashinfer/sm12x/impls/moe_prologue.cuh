@@ -6,7 +6,7 @@
 #pragma once
 
 #include "../epilogue/scalar.cuh"
-#include "../ptx/sync.cuh"
+#include "../ptx/copy.cuh"
 #include "../scheduler/routing.cuh"
 #include "nv_internal/tensorrt_llm/kernels/cutlass_kernels/moe_gemm/sm12x_activation_quantizer.cuh"
 
@@ -34,6 +34,9 @@ struct PrologueParams {
   int num_experts;
   int32_t* offsets;  // [E + 1], null: the GEMM kernels route
   int32_t* order;  // [entries]
+
+  const void* prefetch;  // into L2, what the next kernel reads first
+  int prefetch_bytes;
 
   int* split_arrivals;  // counters to zero
   int num_split_arrivals;
@@ -116,6 +119,9 @@ __global__ void __launch_bounds__(kPrologueThreads) moe_prologue_kernel(const __
   ptx::wait_for_prerequisite_grids();
   ptx::launch_dependent_grids();
 
+  for (int i = 128 * threadIdx.x; blockIdx.x == 0 && i < p.prefetch_bytes; i += 128 * kPrologueThreads) {
+    ptx::prefetch_to_l2(static_cast<const uint8_t*>(p.prefetch) + i);
+  }
   const bool sorts = p.offsets != nullptr;
   if (sorts && blockIdx.x == 0) {
     sort_entries(p, sort_counts, sort_counts + kPrologueWarps * p.num_experts);

@@ -31,16 +31,20 @@ __device__ __forceinline__ void expand_to_halves(uint32_t nibbles, uint32_t (&pa
   pair[3] = odd & 0xFF00FF00u;
 }
 
-// bfloat16 with the exact value: sign and magnitude bits put in place give value * 2^-126, one multiply restores it.
-// pair[i] = elements i, i + 4. Nineteen instructions.
-__device__ __forceinline__ void expand_to_bf16(uint32_t nibbles, uint32_t (&pair)[4]) {
-  constexpr uint32_t kSign = 0x80008000u, kMagnitude = 0x01C001C0u, kTwoTo126 = 0x7E807E80u;
-  pair[0] = ((nibbles << 12) & kSign) | ((nibbles << 6) & kMagnitude);
-  pair[1] = ((nibbles << 8) & kSign) | ((nibbles << 2) & kMagnitude);
-  pair[2] = ((nibbles << 4) & kSign) | ((nibbles >> 2) & kMagnitude);
-  pair[3] = (nibbles & kSign) | ((nibbles >> 6) & kMagnitude);
+// bfloat16: sign and magnitude bits put in place are the value times 2^-126, and `factor`, a pair of bfloat16 that holds
+// 2^126 times a block scale, makes the scaled value of it; exact wherever that is a bfloat16. A multiply by 2^6 + 2^12
+// copies a nibble to where its magnitude and its sign belong. pair[i] = elements i, i + 4. Seventeen instructions.
+constexpr uint32_t kTwoTo126Pair = 0x7E807E80u;
+
+__device__ __forceinline__ void expand_to_bf16(uint32_t nibbles, uint32_t factor, uint32_t (&pair)[4]) {
+  constexpr uint32_t kInPlace = 0x81C081C0u, kSpread = (1u << 6) + (1u << 12);
+  const uint32_t upper = nibbles >> 8;
+  pair[0] = (nibbles & 0x000F000Fu) * kSpread & kInPlace;
+  pair[1] = (nibbles & 0x00F000F0u) * (kSpread >> 4) & kInPlace;
+  pair[2] = (upper & 0x000F000Fu) * kSpread & kInPlace;
+  pair[3] = (upper & 0x00F000F0u) * (kSpread >> 4) & kInPlace;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) pair[i] = ptx::bf16x2_multiply(pair[i], kTwoTo126);
+  for (int i = 0; i < 4; ++i) pair[i] = ptx::bf16x2_multiply(pair[i], factor);
 }
 
 }  // namespace flashinfer::sm12x::mma

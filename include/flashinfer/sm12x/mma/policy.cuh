@@ -146,8 +146,8 @@ struct Bf16Policy {
 
   static __device__ __forceinline__ Weights expand(uint32_t row, uint32_t row_plus_8) {
     uint32_t low[4], high[4];
-    expand_to_bf16(row, low);
-    expand_to_bf16(row_plus_8, high);
+    expand_to_bf16(row, kTwoTo126Pair, low);
+    expand_to_bf16(row_plus_8, kTwoTo126Pair, high);
     return {{{low[0], high[0], low[1], high[1]}, {low[2], high[2], low[3], high[3]}}};
   }
   // Words of two elements: (0, 1), (2, 3), (4, 5), (6, 7); wanted are (0, 4), (1, 5) and (2, 6), (3, 7).

@@ -61,6 +61,23 @@ __device__ __forceinline__ void named_barrier_sync(int barrier) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");
 }
 
+// Counts this block among those that have arrived; what its threads wrote before is visible to whoever sees the count.
+__device__ __forceinline__ void arrive_at_gpu_counter(unsigned* counter) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(__cvta_generic_to_global(counter)) : "memory");
+}
+
+__device__ __forceinline__ unsigned load_acquire_gpu(const unsigned* counter) {
+  unsigned value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(__cvta_generic_to_global(counter)) : "memory");
+  return value;
+}
+
+// Counts the calling warp at a named barrier without waiting there.
+template <int kThreads>
+__device__ __forceinline__ void named_barrier_arrive(int barrier) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");
+}
+
 // Programmatic dependent launch (section 9.7.13.13): waits until the grids this one depends on have completed and their
 // writes are visible; returns at once in a grid launched without the attribute.
 __device__ __forceinline__ void wait_for_prerequisite_grids() { asm volatile("griddepcontrol.wait;" ::: "memory"); }

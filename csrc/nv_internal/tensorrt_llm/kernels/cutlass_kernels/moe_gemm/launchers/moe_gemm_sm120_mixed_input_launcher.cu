@@ -75,7 +75,8 @@ MoeWorkspace lay_out(const MoeShape& s, int sm_count, uint8_t* base) {
   const size_t entries = static_cast<size_t>(s.num_tokens) * s.top_k;
   const size_t element = s.mode == MoeMode::kBf16Activations ? 2 : 1;
   MoeWorkspace w;
-  w.act = arena.take<uint8_t>(entries * s.inter * element);
+  const bool may_stream = entries <= kStreamEntries;  // the streamed layer keeps act in float32
+  w.act = arena.take<uint8_t>(entries * s.inter * (may_stream ? sizeof(float) : element));
   w.act_scales = arena.take<uint8_t>(entries * kScaleChunkBlocks * scale_words(s.inter));
   w.tokens = arena.take<uint8_t>(s.mode == MoeMode::kQuantizeInput ? static_cast<size_t>(s.num_tokens) * s.hidden : 0);
   w.token_scales =
@@ -170,6 +171,124 @@ Status fill_common(GroupedGemmParams<kRole>& g, const GemmInstance& instance, co
   return encode_weights(weights, experts, rows, k, instance.k_tile, &g.weights);
 }
 
+// How a block's warps share a stage of one GEMM, and what a stage holds; zero groups: K is too long for the instance.
+StreamedGemm plan_stream(const StreamedInstance& instance, Role role, int out, int k) {
+  const bool fc1 = role == Role::kFc1;
+  StreamedGemm g = {};
+  g.out = out;
+  g.k = k;
+  g.row_bytes = weight_bytes(k);
+  g.words = scale_words(k);
+  g.group_warps = ceil_div(g.words, instance.words);
+  for (int groups = kMaxGroups; groups > 0 && g.groups == 0; groups /= 2) {
+    if (groups * g.group_warps <= instance.mma_warps && out % (groups * slab_outputs(fc1)) == 0) g.groups = groups;
+  }
+  if (g.groups == 0) return g;
+  const int rows = fc1 ? 2 * out : out;
+  g.units = out / (slab_outputs(fc1) * g.groups);
+  g.weight_pitch = static_cast<int64_t>(rows) * g.row_bytes;
+  g.scale_pitch = ceil_div(rows, kScaleChunkRows);
+  g.piece_rows = std::min(slab_outputs(fc1) * g.groups, 32);
+  g.scale_offset = round_up(kSlabRows * g.groups * g.row_bytes, 128);
+  g.bias_offset = g.scale_offset + (fc1 ? 2 : 1) * g.piece_bytes();
+  g.tail_offset = round_up(g.bias_offset + kSlabRows * g.groups * static_cast<int>(sizeof(float)), 16);
+  return g;
+}
+
+int stage_bytes(int token_tile, const StreamedGemm& g) {
+  const int tail = g.words * kScaleChunkElements > g.k ? g.groups * token_tile / 8 * 32 * 16 : 0;
+  return round_up(g.tail_offset + tail, 128);
+}
+
+// 128x4 scales as words [experts x row chunks][words along K][128]; a box is `piece_rows` rows of the chunk's 32, all of K.
+Status encode_scales(const uint8_t* scales, int experts, StreamedGemm* g) {
+  const EncodeTiled encode = encode_tiled();
+  if (encode == nullptr) return {cudaErrorSymbolNotFound, "the driver has no cuTensorMapEncodeTiled"};
+  const cuuint64_t words = static_cast<cuuint64_t>(g->words);
+  const cuuint64_t sizes[3] = {kScaleChunkRows, words, static_cast<cuuint64_t>(experts) * g->scale_pitch};
+  const cuuint64_t strides[2] = {kScaleChunkBytes, words * kScaleChunkBytes};
+  const cuuint32_t box[3] = {static_cast<cuuint32_t>(g->piece_rows * kScaleChunkBlocks),
+                             static_cast<cuuint32_t>(g->words), 1};
+  const cuuint32_t steps[3] = {1, 1, 1};
+  const CUresult result = encode(&g->scales, CU_TENSOR_MAP_DATA_TYPE_UINT32, 3, const_cast<uint8_t*>(scales), sizes,
+                                 strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
+                                 CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS) return {cudaErrorInvalidValue, "cuTensorMapEncodeTiled refused the scales"};
+  return {};
+}
+
+Status run_streamed_moe(const MoeArguments& a, const LaunchOptions& options) {
+  const MoeShape& s = a.shape;
+  const StreamedInstance& instance = a.fc1_instance->streamed;
+  const int entries = s.num_tokens * s.top_k;
+  if (entries > kStreamEntries) {
+    return {cudaErrorInvalidValue, "a streamed tactic takes at most 1024 (token, slot) pairs"};
+  }
+  const MoeWorkspace w = lay_out(s, options.sm_count, a.workspace);
+  if (w.bytes > a.workspace_bytes) return {cudaErrorInvalidValue, "the workspace is too small"};
+
+  StreamedLayerParams p = {};
+  for (const void* bias : {a.fc1_bias, a.fc2_bias}) {
+    if (reinterpret_cast<uintptr_t>(bias) % 16 != 0) {
+      return {cudaErrorMisalignedAddress, "biases must start at a multiple of 16 bytes"};
+    }
+  }
+  const int token_tile = a.fc1_instance->token_tile;
+  p.gemm[0] = plan_stream(instance, Role::kFc1, s.inter, s.hidden);
+  p.gemm[1] = plan_stream(instance, Role::kFc2, s.hidden, s.inter);
+  for (const StreamedGemm& g : p.gemm) {
+    if (g.groups == 0) return {cudaErrorInvalidValue, "K is too long for this streamed tactic"};
+    p.stage_bytes = std::max(p.stage_bytes, stage_bytes(token_tile, g));
+  }
+  p.stages = std::min((options.shared_bytes - instance.fixed_bytes) / p.stage_bytes, kMaxStreamStages);
+  if (p.stages < 2 || p.stages * p.stage_bytes < StreamStorage::kRouting) {
+    return {cudaErrorInvalidValue, "two stages of this streamed tactic do not fit shared memory"};
+  }
+
+  if (Status r = encode_scales(a.fc1_scales, s.num_experts, &p.gemm[0]); r.error) return r;
+  if (Status r = encode_scales(a.fc2_scales, s.num_experts, &p.gemm[1]); r.error) return r;
+  p.gemm[0].weights = a.fc1_weights;
+  p.gemm[0].global_scale = a.fc1_global;
+  p.gemm[0].bias = a.fc1_bias;
+  p.gemm[0].bias_type = a.fc1_bias_type;
+  p.gemm[1].weights = a.fc2_weights;
+  p.gemm[1].global_scale = a.fc2_global;
+  p.gemm[1].bias = a.fc2_bias;
+  p.gemm[1].bias_type = a.fc2_bias_type;
+
+  p.input = a.input;
+  p.input_scales = a.input_sf;
+  if (s.mode == MoeMode::kMxfp8Input) {
+    p.source = a.swizzled_input_sf ? TokenSource::kMxfp8Swizzled : TokenSource::kMxfp8Linear;
+  } else {
+    p.source =
+        s.mode == MoeMode::kQuantizeInput && a.input_type == ScalarType::kF16 ? TokenSource::kF16 : TokenSource::kBf16;
+  }
+  p.ids = a.ids;
+  p.routing_weights = a.routing_weights;
+  p.num_tokens = s.num_tokens;
+  p.num_entries = entries;
+  p.top_k = s.top_k;
+  p.first_expert = a.first_expert;
+  p.num_experts = s.num_experts;
+  p.alpha = a.alpha;
+  p.beta = a.beta;
+  p.limit = a.limit;
+  p.act = reinterpret_cast<float*>(w.act);
+  p.contributions = w.contributions;
+  p.blocks_done = reinterpret_cast<unsigned*>(w.split.arrivals);
+  p.output = a.output;
+  p.output_type = a.output_type;
+
+  PrologueParams prologue = {};
+  prologue.split_arrivals = w.split.arrivals;
+  prologue.num_split_arrivals = 2;
+  prologue.prefetch = a.ids;
+  prologue.prefetch_bytes = entries * static_cast<int>(sizeof(int32_t));
+  if (Status r = launch_prologue(prologue, options); r.error) return r;
+  return {instance.launch(p, p.stages * p.stage_bytes + instance.fixed_bytes, options), "streamed layer"};
+}
+
 }  // namespace
 
 const GemmInstance* find_instance(int index) {
@@ -187,6 +306,12 @@ size_t group_gemm_workspace_bytes(int sm_count) {
 }
 
 Status run_moe(const MoeArguments& a, const LaunchOptions& options) {
+  if (a.fc1_instance->streamed.launch != nullptr || a.fc2_instance->streamed.launch != nullptr) {
+    if (a.fc1_instance != a.fc2_instance) {
+      return {cudaErrorInvalidValue, "a streamed tactic computes both GEMMs: FC1 and FC2 must name the same"};
+    }
+    return run_streamed_moe(a, options);
+  }
   const MoeShape& s = a.shape;
   const int entries = s.num_tokens * s.top_k;
   const MoeWorkspace w = lay_out(s, options.sm_count, a.workspace);

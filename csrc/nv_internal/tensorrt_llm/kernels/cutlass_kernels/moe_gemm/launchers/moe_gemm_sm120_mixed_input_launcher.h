@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "flashinfer/sm12x/impls/grouped_gemm_params.cuh"
+#include "flashinfer/sm12x/impls/streamed_params.cuh"
 
 namespace flashinfer::sm12x {
 
@@ -17,12 +18,22 @@ struct LaunchOptions {
   bool dependent_launch;  // programmatic dependent launch within the layer
   int sm_count;
   bool block_scaled_mma;  // SM12x: the MMA takes block scales
+  int shared_bytes;       // that a block may have
 };
 
 // One compiled member of the family. The rendered sources register theirs when the library is loaded.
 template <Role kRole>
 using GemmLaunch = cudaError_t (*)(const GroupedGemmParams<kRole>& params, int blocks, const LaunchOptions& options);
 
+// A member that computes the whole layer in one launch.
+struct StreamedInstance {
+  cudaError_t (*launch)(const StreamedLayerParams& params, int shared_bytes, const LaunchOptions& options);
+  int words;        // of 128 along K, that a warp takes
+  int mma_warps;    // of a block
+  int fixed_bytes;  // of shared memory, beside the ring of stages
+};
+
+// Either a pair of GEMM kernels (or one, the grouped GEMM's), or a streamed layer; the other's pointers are null.
 struct GemmInstance {
   int index;  // tactic number
   Activation activation;
@@ -33,6 +44,7 @@ struct GemmInstance {
   GemmLaunch<Role::kStore> store;
   // Blocks of one kernel that an SM of the current device holds; an error where its shared memory is not granted.
   cudaError_t (*blocks_per_sm)(Role role, bool block_scaled_mma, int num_experts, int* blocks);
+  StreamedInstance streamed;
 };
 
 constexpr int kMaxInstances = 64;

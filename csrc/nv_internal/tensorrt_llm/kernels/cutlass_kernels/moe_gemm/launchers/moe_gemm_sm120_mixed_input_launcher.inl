@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "flashinfer/sm12x/impls/grouped_gemm.cuh"
+#include "flashinfer/sm12x/impls/streamed_layer.cuh"
 #include "moe_gemm_sm120_mixed_input_launcher.h"
 
 namespace flashinfer::sm12x {
@@ -60,7 +61,7 @@ struct MoeInstance {
                               : Fc2::blocks_per_sm(block_scaled_mma, num_experts, blocks);
   }
   static GemmInstance describe(int index) {
-    return {index, kActivation, kTokenTile, kKTile, Fc1::launch, Fc2::launch, nullptr, blocks_per_sm};
+    return {index, kActivation, kTokenTile, kKTile, Fc1::launch, Fc2::launch, nullptr, blocks_per_sm, {}};
   }
 };
 
@@ -72,7 +73,45 @@ struct GroupGemmInstance {
     return Store::blocks_per_sm(block_scaled_mma, num_groups, blocks);
   }
   static GemmInstance describe(int index) {
-    return {index, kActivation, kTokenTile, kKTile, nullptr, nullptr, Store::launch, blocks_per_sm};
+    return {index, kActivation, kTokenTile, kKTile, nullptr, nullptr, Store::launch, blocks_per_sm, {}};
+  }
+};
+
+// The layer in one launch.
+template <Activation kActivation, int kTokenTile, int kWords, int kMmaWarps>
+struct StreamedLayerInstance {
+  using Config = StreamConfig<kActivation, kTokenTile, kWords, kMmaWarps>;
+
+  static cudaError_t launch(const StreamedLayerParams& params, int shared_bytes, const LaunchOptions& options) {
+    if (const cudaError_t error = cudaFuncSetAttribute(streamed_layer_kernel<Config>,
+                                                       cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+        error != cudaSuccess) {
+      return error;
+    }
+    cudaLaunchAttribute attributes[2];
+    attributes[0].id = cudaLaunchAttributeCooperative;
+    attributes[0].val.cooperative = 1;
+    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[1].val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(static_cast<unsigned>(options.sm_count));
+    config.blockDim = dim3(Config::kThreads);
+    config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+    config.stream = options.stream;
+    config.attrs = attributes;
+    config.numAttrs = options.dependent_launch ? 2 : 1;
+    return cudaLaunchKernelEx(&config, streamed_layer_kernel<Config>, params);
+  }
+  static GemmInstance describe(int index) {
+    return {index,
+            kActivation,
+            kTokenTile,
+            kScaleChunkElements * kWords,
+            nullptr,
+            nullptr,
+            nullptr,
+            nullptr,
+            {launch, kWords, kMmaWarps, StreamStorage::kRing}};
   }
 };
 

@@ -1,0 +1,221 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The keeper warps of the streamed layer. They take turns at the block's units: fill a stage; when the MMA warps are
+// through with it, add their partial sums in K order; fill the stage again with the unit that is due; and finish the
+// outputs. All blocks' keepers meet twice: behind FC1, whose results FC2 reads, and behind FC2, whose contributions are
+// then added.
+#pragma once
+
+#include "../impls/streamed_copies.cuh"
+#include "scalar.cuh"
+#include "swiglu_quantize.cuh"
+
+namespace flashinfer::sm12x::epilogue {
+
+template <class Config>
+class StreamKeeper {
+  static constexpr int kSteps = Config::kTokenSteps;
+  static constexpr int kWarps = Config::kKeeperWarps, kThreads = 32 * kWarps;
+  using Sums = float[kSteps][4];
+
+ public:
+  __device__ __forceinline__ StreamKeeper(const StreamedLayerParams& params, const StreamBlock& block, int turn,
+                                          int lane)
+      : p(params),
+        shared(block),
+        turn_(turn),
+        lane_(lane),
+        keepers_(min(kWarps, block.stages)),
+        to_fill_(params, *block.num_tiles(), turn, keepers_),
+        to_finish_(to_fill_) {
+    place_.advance(turn, block.stages);
+  }
+
+  __device__ __forceinline__ void run() {
+    const bool keeps = turn_ < keepers_;
+    for (int stage = turn_; keeps && stage < shared.stages && !to_fill_.ended(); stage += keepers_) {
+      if (stage >= min(Config::kFirstStages, shared.stages - 1)) ptx::mbarrier_wait(shared.tokens_ready(), 0);
+      fill(stage);
+    }
+    // What goes into the stages that this warp will empty: its own units' successors, a ring further on.
+    to_fill_ = StreamStride(p, *shared.num_tiles(), turn_ + shared.stages, keepers_);
+    ptx::wait_for_prerequisite_grids();  // the counters are zero
+
+    for (; keeps && to_finish_.gemm() == 0; next()) finish<0>();
+    meet(p.blocks_done);
+    if (turn_ == 0 && lane_ == 0) ptx::mbarrier_arrive(shared.act_ready());
+    for (; keeps && !to_finish_.ended(); next()) finish<1>();
+    meet(p.blocks_done + 1);
+    sum_slots();
+  }
+
+ private:
+  // The next of the units to fill with, if there is one.
+  __device__ __forceinline__ void fill(int stage) {
+    if (to_fill_.ended()) return;
+    if (lane_ == 0) {
+      fill_stage(p, shared, stage, to_fill_.gemm() == 0, shared.tiles()[to_fill_.tile()].expert(), to_fill_.unit());
+    }
+    to_fill_.advance(p, *shared.num_tiles());
+  }
+
+  __device__ __forceinline__ void next() {
+    to_finish_.advance(p, *shared.num_tiles());
+    place_.advance(keepers_, shared.stages);
+  }
+
+  // The keepers of all blocks meet; afterwards everyone may read what anyone wrote before, past the L1 cache.
+  __device__ __forceinline__ void meet(unsigned* counter) {
+    ptx::named_barrier_sync<kThreads>(kKeeperBarrier);
+    if (turn_ == 0 && lane_ == 0) {
+      ptx::arrive_at_gpu_counter(counter);
+      while (ptx::load_acquire_gpu(counter) != gridDim.x) __nanosleep(32);
+    }
+    ptx::named_barrier_sync<kThreads>(kKeeperBarrier);
+  }
+
+  template <int kGemm>
+  __device__ __forceinline__ void finish() {
+    const StreamedGemm& g = p.gemm[kGemm];
+    const TokenTile tile = shared.tiles()[to_finish_.tile()];
+    const int unit = to_finish_.unit(), row = slab_row(lane_ / 4, g.row_bytes);
+    constexpr int kOutputs = slab_outputs(kGemm == 0);
+    const float scale = load_or(g.global_scale, tile.expert(), 1.0f);
+    SwigluParameters swiglu_parameters = {};
+    if constexpr (kGemm == 0) {
+      swiglu_parameters = {load_or(p.alpha, tile.expert(), 1.0f), load_or(p.beta, tile.expert(), 0.0f),
+                           load_or(p.limit, tile.expert(), INFINITY)};
+    }
+
+    for (int slab = 0; slab < g.groups; ++slab) {
+      const int first = (unit * g.groups + slab) * kOutputs;
+      if (slab == 0) ptx::mbarrier_wait(shared.done(place_.stage), place_.parity);
+      const uint8_t* stage = shared.stage(place_.stage);
+      float bias[2] = {0.0f, 0.0f};
+      if (g.bias != nullptr) {
+        const int at = slab * kOutputs + row;
+        bias[0] = load_scalar(stage + g.bias_offset, at, g.bias_type);
+        bias[1] = load_scalar(stage + g.bias_offset, at + (kGemm == 0 ? g.groups * kOutputs : 8), g.bias_type);
+      }
+      Sums sums;
+      add_partials(g, kGemm == 0, stage, slab, row, sums);
+      if (slab == g.groups - 1) {
+        __syncwarp();
+        fill(place_.stage);
+      }
+      if constexpr (kGemm == 0) {
+        activate(tile, first + row, scale, bias, swiglu_parameters, sums);
+      } else {
+        contribute(tile, first + row, scale, bias, sums);
+      }
+    }
+  }
+
+  // In the order of K, so that the sum is the same on every run.
+  __device__ __forceinline__ void add_partials(const StreamedGemm& g, bool fc1, const uint8_t* stage, int slab, int row,
+                                               Sums& sums) const {
+    const LaneRows rows(g, fc1, row);
+    const PartialPlace<Config> first(g, rows, 0, lane_), last(g, rows, g.group_warps - 1, lane_);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const uint8_t* from = stage + first.offset[step] + slab * first.next_slab;
+      const float4 last_part = *reinterpret_cast<const float4*>(stage + last.offset[step] + slab * last.next_slab);
+      float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      auto add = [&sum](const float4& part) {
+        sum.x += part.x;
+        sum.y += part.y;
+        sum.z += part.z;
+        sum.w += part.w;
+      };
+#pragma unroll 11
+      for (int warp = 0; warp < g.group_warps - 1; ++warp) {
+        add(*reinterpret_cast<const float4*>(from + warp * Config::kWords * kWordBytes));
+      }
+      add(last_part);
+      sums[step][0] = sum.x;
+      sums[step][1] = sum.y;
+      sums[step][2] = sum.z;
+      sums[step][3] = sum.w;
+    }
+  }
+
+  // Up and gate of one output meet in a lane: values 0, 1 are up of tokens 2t and 2t + 1, values 2, 3 their gates.
+  __device__ __forceinline__ void activate(const TokenTile& tile, int output, float scale, const float (&bias)[2],
+                                           const SwigluParameters& parameters, const Sums& sums) const {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+      for (int parity = 0; parity < 2; ++parity) {
+        const int token = 8 * step + 2 * (lane_ % 4) + parity;
+        if (token >= tile.count()) continue;
+        const float up = fmaf(sums[step][parity], scale, bias[0]);
+        const float gate = fmaf(sums[step][parity + 2], scale, bias[1]);
+        p.act[static_cast<int64_t>(tile.first() + token) * p.gemm[0].out + output] = swiglu(up, gate, parameters);
+      }
+    }
+  }
+
+  // Every expert's contribution goes to its own row.
+  __device__ __forceinline__ void contribute(const TokenTile& tile, int row, float scale, const float (&bias)[2],
+                                             const Sums& sums) const {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+      for (int parity = 0; parity < 2; ++parity) {
+        const int token = 8 * step + 2 * (lane_ % 4) + parity;
+        if (token >= tile.count()) continue;
+        const int entry = shared.order()[tile.first() + token];
+        const float weight = p.routing_weights[entry];
+        float* to = p.contributions + static_cast<int64_t>(entry) * p.gemm[1].out + row;
+        to[0] = fmaf(sums[step][parity], scale, bias[0]) * weight;
+        to[8] = fmaf(sums[step][parity + 2], scale, bias[1]) * weight;
+      }
+    }
+  }
+
+  // This block's part of the outputs: contributions in the order of slots, rounded once.
+  __device__ __forceinline__ void sum_slots() const {
+    const int thread = 32 * turn_ + lane_;
+    constexpr int kBatch = 4;  // slots whose loads are in flight together
+    const int hidden = p.gemm[1].out, vectors = hidden / 4;
+    for (int i = blockIdx.x * kThreads + thread; i < p.num_tokens * vectors; i += gridDim.x * kThreads) {
+      const int token = i / vectors, column = 4 * (i - token * vectors);
+      const int32_t* ids = p.ids + token * p.top_k;
+      const float* from = p.contributions + static_cast<int64_t>(token) * p.top_k * hidden + column;
+      float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      for (int base = 0; base < p.top_k; base += kBatch) {
+        float4 value[kBatch];
+#pragma unroll
+        for (int slot = 0; slot < kBatch; ++slot) {
+          value[slot] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+          if (base + slot >= p.top_k) continue;
+          if (scheduler::local_expert(ids[base + slot], p.first_expert, p.num_experts) < 0) continue;
+          value[slot] = __ldcg(reinterpret_cast<const float4*>(from + (base + slot) * static_cast<int64_t>(hidden)));
+        }
+#pragma unroll
+        for (int slot = 0; slot < kBatch; ++slot) {
+          sum.x += value[slot].x;
+          sum.y += value[slot].y;
+          sum.z += value[slot].z;
+          sum.w += value[slot].w;
+        }
+      }
+      const int64_t at = static_cast<int64_t>(token) * hidden + column;
+      store_scalar(p.output, at, p.output_type, sum.x);
+      store_scalar(p.output, at + 1, p.output_type, sum.y);
+      store_scalar(p.output, at + 2, p.output_type, sum.z);
+      store_scalar(p.output, at + 3, p.output_type, sum.w);
+    }
+  }
+
+  const StreamedLayerParams& p;
+  const StreamBlock& shared;
+  int turn_, lane_;
+  // Not more than stages: then a unit's predecessor in its stage is none that comes behind this warp's last one, and the
+  // parity of `done` cannot be taken for that of a phase before.
+  int keepers_;
+  RingPlace place_;
+  StreamStride to_fill_, to_finish_;
+};
+
+}  // namespace flashinfer::sm12x::epilogue
