@@ -158,8 +158,20 @@ class KnownCall:
 class _Look(NamedTuple):
     present: Callable[[Sequence[Any]], tuple[torch.Tensor, ...]]  # the tensors that are not None
     num_scales: int
+    repeated: tuple[tuple[int, int], ...]  # positions of one tensor among those and the scales: the first, and another
+    distinct: Callable[[Sequence[Any]], tuple[torch.Tensor, ...]]  # what is left without the other positions
     matches: Callable[..., bool]
     call: KnownCall
+
+    def fits(self, tensors: Sequence[Any], quant_scales: Sequence[torch.Tensor]) -> bool:
+        """Whether a call's tensors look like those remembered."""
+        if len(quant_scales) != self.num_scales:
+            return False
+        given = (*self.present(tensors), *quant_scales)
+        for first, other in self.repeated:
+            if given[first] is not given[other]:
+                return False
+        return self.matches(*(self.distinct(given) if self.repeated else given))
 
 
 _known: dict[Hashable, list[_Look]] = {}
@@ -172,7 +184,16 @@ def remember(options: Hashable, tensors: MoETensors, quant_scales: Sequence[torc
     the call depended on.
     """
     present = operator.itemgetter(*(position for position, tensor in enumerate(tensors) if tensor is not None))
-    look = _Look(present, len(quant_scales), same_look([*present(tensors), *quant_scales]), call)
+    given = (*present(tensors), *quant_scales)
+    # One tensor in two places, as callers pass a scale of 1 for both GEMMs: torch's guards take each only once.
+    firsts: dict[int, int] = {}
+    repeated = tuple(
+        (firsts[id(tensor)], position)
+        for position, tensor in enumerate(given)
+        if firsts.setdefault(id(tensor), position) != position
+    )
+    distinct = operator.itemgetter(*firsts.values())
+    look = _Look(present, len(quant_scales), repeated, distinct, same_look(distinct(given)), call)
     if len(_known) >= MAX_OPTIONS:
         _known.clear()
     looks = _known.setdefault(options, [])
@@ -193,7 +214,7 @@ def repeat(
         return None
     if looks is None:
         return None
-    for present, num_scales, matches, call in looks:
-        if len(quant_scales) == num_scales and matches(*present(tensors), *quant_scales):
-            return call.run(tensors, quant_scales, tune_max_num_tokens)
+    for look in looks:
+        if look.fits(tensors, quant_scales):
+            return look.call.run(tensors, quant_scales, tune_max_num_tokens)
     return None

@@ -49,7 +49,7 @@ class DeviceClass:
     pairs: tuple[tuple[float, int], ...]
 
 
-_HOPPER = DeviceClass(HOPPER_SMEM_PER_BLOCK, ((7.0, 8), (20.0, 16)), ((8.5, 8), (float("inf"), 16)))
+_HOPPER = DeviceClass(HOPPER_SMEM_PER_BLOCK, ((7.0, 8), (40.0, 16)), ((8.5, 8), (float("inf"), 16)))
 # A tile that is too narrow reads weights twice, and a GB10 waits for memory: the streamed layer ends earlier there.
 _SM12X = DeviceClass(
     GB10_SMEM_PER_BLOCK, ((4.5, 8),), ((6.0, 8), (14.0, 16), (28.0, 32), (64.0, 64), (float("inf"), 128))

@@ -76,6 +76,23 @@ def test_known_call_takes_few_steps(
     assert len(module.launches) == 2
 
 
+@pytest.mark.parametrize("mode", [0, 1])
+def test_one_tensor_in_two_places_is_known_too(mode: int, module: RecordingModule) -> None:
+    """vLLM passes the same global scale for both GEMMs."""
+    arguments = _complete(mode)
+    fc1_sf, one, fc2_sf, _ = arguments["quant_scales"]
+    shared = {**arguments, "quant_scales": [fc1_sf, one, fc2_sf, one]}
+    flashinfer.cutlass_fused_moe(**shared)
+    assert "validate_moe" not in _counted(lambda: flashinfer.cutlass_fused_moe(**shared))
+    distinct = {**arguments, "quant_scales": [fc1_sf, one, fc2_sf, one.clone()]}
+    assert "validate_moe" in _counted(lambda: flashinfer.cutlass_fused_moe(**distinct))
+    for known in (shared, distinct):
+        assert "validate_moe" not in _counted(lambda known=known: flashinfer.cutlass_fused_moe(**known))
+    other = {**arguments, "quant_scales": [fc1_sf, one[:-1], fc2_sf, one[:-1]]}
+    with pytest.raises(ValueError, match="quant_scales"):
+        flashinfer.cutlass_fused_moe(**other)
+
+
 def test_known_call_without_the_c_guards_does_the_same(
     module: RecordingModule, monkeypatch: pytest.MonkeyPatch
 ) -> None:

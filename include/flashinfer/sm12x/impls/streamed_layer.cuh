@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   if (turn == 0) {
     for (int stage = lane; stage < shared.stages; stage += 32) {
       ptx::mbarrier_init(shared.full(stage), 1);
-      ptx::mbarrier_init(shared.done(stage), Config::kMmaWarps);
+      ptx::mbarrier_init(shared.done(stage), 32 * Config::kMmaWarps);
     }
     if (lane == 0) {
       ptx::mbarrier_init(shared.act_ready(), 1);

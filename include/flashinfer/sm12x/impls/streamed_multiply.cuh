@@ -61,7 +61,7 @@ class StreamMultiplier {
       if (rehearsal) {
         rehearsal = false;
         place_ = {};
-        releases_ = lane_ == 0;
+        releases_ = true;
         ptx::named_barrier_sync<Config::kThreads>(kRoutedBarrier);
       }
 
@@ -225,7 +225,7 @@ class StreamMultiplier {
   int warp_, lane_;
   int group_warp_ = 0;
   bool works_ = false;
-  bool releases_ = false;  // this lane, for the warp; nobody in the rehearsal
+  bool releases_ = false;  // every lane for itself: racecheck follows a barrier only so. Not in the rehearsal
   RingPlace place_;
   bool announced_ = false;
   Operands operands_[kWords];
