@@ -20,7 +20,15 @@ import torch
 from flashinfer.fused_moe.sm12x_planner import choose
 from flashinfer.fused_moe.sm12x_validation import Mode, MoEProblem
 from flashinfer.gemm.sm12x_group_gemm import GroupGemmProblem
-from flashinfer.jit.sm12x.instances import GEMM_INSTANCES, IN_KERNEL_ENTRIES, INSTANCES, ROW_TILE, Instance
+from flashinfer.jit.sm12x.instances import (
+    GB10_SMEM_PER_BLOCK,
+    GEMM_INSTANCES,
+    IN_KERNEL_ENTRIES,
+    INSTANCES,
+    ROW_TILE,
+    STREAM_MAX_STAGES,
+    Instance,
+)
 from flashinfer.testing import (
     TENSOR_CORE,
     MoECase,
@@ -307,6 +315,9 @@ def test_a_streamed_layer(device, instance, mode, sizes):
     found = re.search(r"Li(\d+)ELi(\d+)ELi(\d+)E", launch.kernel)
     assert found, launch.kernel
     assert tuple(map(int, found.groups())) == (instance.token_tile, instance.k_tile // 128, instance.mma_warps)
+    stage, fixed = instance.stage_bytes_of(hidden, inter), instance.smem_bytes()
+    stages = min((GB10_SMEM_PER_BLOCK - fixed) // stage, STREAM_MAX_STAGES)
+    assert launch.dynamic_shared == fixed + stages * stage  # the table mirrors the launcher's arithmetic
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 8, 9, 130], ids=lambda tokens: f"{tokens} tokens")

@@ -172,11 +172,17 @@ class Instance:
         stage = self.stage_bytes_of(hidden, inter)
         return 0 < stage <= (shared_bytes - self.smem_bytes()) // 2 and num_rows <= STREAM_ENTRIES
 
+    @property
+    def gpt_oss_stages(self) -> int:
+        """Stages on a GB10, of a gpt-oss layer where the ring takes what shared memory there is."""
+        if not self.streamed:
+            return self.stages
+        return (GB10_SMEM_PER_BLOCK - self.smem_bytes()) // self.stage_bytes_of(2880, 2880)
+
     def weight_bytes_in_flight_per_sm(self) -> int:
         """Weight bytes that the rings of one SM's blocks can have outstanding on a GB10."""
-        if self.streamed:  # of a gpt-oss layer
-            stage = self.stage_bytes_of(2880, 2880)
-            return (GB10_SMEM_PER_BLOCK - self.smem_bytes()) // stage * 16 * 2880 // 2
+        if self.streamed:
+            return self.gpt_oss_stages * 16 * 2880 // 2
         return self.blocks_per_sm * self.stages * ROW_TILE * self.k_tile // 2
 
 

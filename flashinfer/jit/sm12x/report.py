@@ -23,7 +23,7 @@ class InstanceRow:
         instance: Its name.
         gemm: ``fc1``, ``fc2``, ``layer`` (both in one launch) or ``group`` (the public grouped GEMM).
         architecture: Such as ``sm_121a``.
-        token_tile, row_tile, k_tile, stages, schedule: From the table; a streamed layer has as many stages as fit.
+        token_tile, row_tile, k_tile, stages, schedule: From the table; stages of a streamed layer: a gpt-oss layer's on a GB10.
         blocks_per_sm: Blocks that are to fit an SM of a GB10 together.
         threads: Of a block.
         registers: Per thread.
@@ -82,7 +82,7 @@ def _row(instance: Instance, kernel: KernelCode) -> InstanceRow:
         token_tile=instance.token_tile,
         row_tile=instance.row_tile,
         k_tile=instance.k_tile,
-        stages=instance.stages,
+        stages=instance.gpt_oss_stages,
         schedule=instance.schedule,
         blocks_per_sm=instance.blocks_per_sm,
         threads=instance.threads,
