@@ -272,11 +272,11 @@ def mean_work(model: str, tokens: int, tile: int) -> Work:
     return Work(*torch.tensor(works, dtype=torch.float64).mean(0).tolist())
 
 
-def resources(fit: Fit, counts: Counts, mode: int, given: Assumptions) -> dict[str, float]:
-    """Microseconds that each resource is busy with a launch."""
+def resources(fit: Fit, counts: Counts, eight_bit: bool, given: Assumptions) -> dict[str, float]:
+    """Microseconds that each resource is busy with a launch; ``eight_bit``: its MMAs have 8-bit operands, else bf16."""
     cycles = 1e3 * given.gigahertz * given.multiprocessors  # of all multiprocessors, per microsecond
     issue = min(given.issue_ceiling, given.issue_per_warp * fit.warps_per_scheduler)
-    flops = given.mma_flops_per_cycle / (2 if mode == 2 else 1)
+    flops = given.mma_flops_per_cycle / (1 if eight_bit else 2)
     return {
         "dram": counts.bytes / (1e3 * given.dram_gb_per_second),
         "issue": counts.instructions / (cycles * given.schedulers * issue),
@@ -294,8 +294,9 @@ def predict(
     by_bound: dict[str, float] = {}
     busy = streamed = 0.0
     slower = given.dram_gb_per_second / given.streamed_gb_per_second
+    eight_bit = mode != 2 and not INSTANCES[tactics[0]].streamed  # the streamed layer multiplies in bf16
     for fit in fits:
-        used = resources(fit, fit.at(mean_work(model, tokens, fit.tile)), mode, given)
+        used = resources(fit, fit.at(mean_work(model, tokens, fit.tile)), eight_bit, given)
         for name, value in used.items():
             totals[name] += value
         bound = max(used, key=lambda name: used[name])

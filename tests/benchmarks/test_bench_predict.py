@@ -122,8 +122,8 @@ def test_time_of_a_row_by_hand() -> None:
 def test_bf16_and_few_warps_are_slower() -> None:
     counts = Counts(1e6, 1e9, 0, 0)
     given = Assumptions()
-    many = predict.resources(GIVEN, counts, 1, given)
-    few = predict.resources(dataclasses.replace(GIVEN, warps_per_scheduler=1.0), counts, 2, given)
+    many = predict.resources(GIVEN, counts, True, given)
+    few = predict.resources(dataclasses.replace(GIVEN, warps_per_scheduler=1.0), counts, False, given)
     assert few["mma"] == pytest.approx(2 * many["mma"])
     assert few["issue"] == pytest.approx(many["issue"] * 0.6 / 0.42)
 
