@@ -26,8 +26,9 @@ const GemmInstance* checked_instance(int64_t tactic, Activation activation) {
   const GemmInstance* instance = find_instance(static_cast<int>(tactic));
   TVM_FFI_CHECK(instance != nullptr, ValueError)
       << "tactic " << tactic << " is not loaded; hand its module's address to sm12x_register_instance first";
-  TVM_FFI_CHECK(instance->activation == activation && (instance->fc1 != nullptr || instance->streamed.launch != nullptr),
-                ValueError)
+  TVM_FFI_CHECK(
+      instance->activation == activation && (instance->fc1 != nullptr || instance->streamed.launch != nullptr),
+      ValueError)
       << "tactic " << tactic << " was compiled for other activations than this call has";
   return instance;
 }

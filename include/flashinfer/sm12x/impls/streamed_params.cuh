@@ -88,7 +88,6 @@ struct StreamConfig {
   // Stages filled before the MMA warps have code and tokens, all but one at most: enough to keep memory busy, and no queue
   // in which those would wait. Measured on an H200.
   static constexpr int kFirstStages = 3;
-  static constexpr int kMaxK = kMmaWarps * kWords * kScaleChunkElements;
 
   static_assert(kTokenTile == 8 || kTokenTile == 16, "partial sums replace a lane's two rows of weights");
 };
