@@ -96,6 +96,11 @@ def has_block_scaled_mma(index: int) -> bool:
     return _capability(index)[0] == 12
 
 
+def is_block_scaled(device: torch.device) -> bool:
+    """:func:`has_block_scaled_mma` of a device of any kind; a virtual device runs whatever it is given."""
+    return device.type != "cpu" and has_block_scaled_mma(device.index)
+
+
 @functools.lru_cache(maxsize=64)
 def sm_count(index: int) -> int:
     """Streaming multiprocessors of CUDA device ``index``."""
@@ -110,8 +115,11 @@ def one_device() -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def fits_device(tactic: int, num_experts: int, index: int) -> bool:
-    """Whether CUDA device ``index`` grants a block the shared memory that ``tactic`` needs for ``num_experts``."""
-    return INSTANCES[tactic].smem_bytes(num_experts) <= _shared_bytes_per_block(index)
+    """Whether ``tactic`` is for CUDA device ``index``, which grants a block the shared memory it needs for ``num_experts``."""
+    row = INSTANCES[tactic]
+    if row.widens and has_block_scaled_mma(index):
+        return False
+    return row.smem_bytes(num_experts) <= _shared_bytes_per_block(index)
 
 
 @functools.lru_cache(maxsize=64)

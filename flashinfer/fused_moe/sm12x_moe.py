@@ -88,7 +88,7 @@ def run_moe(call: MoECall, options: Hashable = None) -> torch.Tensor:
     if not call.enable_alltoall and _reads_values(device):
         check_expert_ids(call.tensors.token_selected_experts, problem.num_experts_total)
     if call.profile_ids is not None:
-        check_profile_ids(call.profile_ids, call.mode)
+        check_profile_ids(call.profile_ids, call.mode, dispatch.is_block_scaled(device))
     if call.tensors.workspace_buffer is not None:
         check_workspace(call.tensors.workspace_buffer, plan.workspace_bytes, device, _WORKSPACE_HINT)
     if device.type == "cpu" or problem.num_tokens == 0:

@@ -37,33 +37,47 @@ def computes_layer(tactic: int) -> bool:
     return INSTANCES[tactic].streamed
 
 
+def go_together(fc1: int, fc2: int) -> bool:
+    """Whether two tactics make a layer: one that computes all of it, or two that keep activations in the same type."""
+    if computes_layer(fc1) or computes_layer(fc2):
+        return fc1 == fc2
+    return INSTANCES[fc1].operand == INSTANCES[fc2].operand
+
+
 def resolved_pair(wanted: Sequence[int], default: tuple[int, int]) -> tuple[int, int]:
     """FC1's and FC2's tactics from ``wanted``, in which -1 leaves the choice to ``default``.
 
-    A first one that computes the whole layer decides for both.  Where the default is such a one and only one of the
-    GEMMs was given a tactic of its own, that tactic serves both.
+    Where the two do not :func:`go_together`, the one that was wanted serves both; of two that were, the first.
     """
     fc1, fc2 = (int(own) if given == -1 else int(given) for own, given in zip(default, wanted, strict=True))
-    if wanted[0] == -1 and wanted[1] != -1 and computes_layer(fc1):
-        fc1 = fc2
-    if computes_layer(fc1) or (wanted[1] == -1 and computes_layer(fc2)):
-        fc2 = fc1
-    return fc1, fc2
+    if go_together(fc1, fc2):
+        return fc1, fc2
+    only_second = wanted[0] == -1 and wanted[1] != -1
+    return (fc2, fc2) if only_second else (fc1, fc1)
 
 
-def check_profile_ids(profile_ids: Sequence[int], mode: Mode) -> None:
-    """Raise ``ValueError`` unless ``profile_ids`` is a pair of -1 or tactics that fit ``mode``."""
-    allowed = allowed_tactics(mode)
+def check_profile_ids(profile_ids: Sequence[int], mode: Mode, block_scaled_mma: bool = False) -> None:
+    """Raise ``ValueError`` unless ``profile_ids`` is a pair of -1 or tactics that fit ``mode`` and make a layer.
+
+    ``block_scaled_mma``: the device's MMA takes block scales, so that there are no tactics that widen activations.
+    """
+    allowed = [t for t in allowed_tactics(mode) if not (block_scaled_mma and INSTANCES[t].widens)]
     if len(profile_ids) != 2 or any(tactic != -1 and tactic not in allowed for tactic in profile_ids):
         raise ValueError(
             f"profile_ids is {list(profile_ids)}; it must be [fc1_tactic, fc2_tactic], each -1 (the default) or, in mode "
-            f"{mode.name}, one of {list(allowed)}"
+            f"{mode.name}, one of {allowed}"
         )
     fc1, fc2 = profile_ids
     if fc2 != -1 and computes_layer(fc2) and fc1 != fc2:
         raise ValueError(
             f"profile_ids is {list(profile_ids)}; tactic {fc2} computes FC1 and FC2 in one launch, so that it cannot be "
             f"FC2's alone: pass [{fc2}, {fc2}]"
+        )
+    if -1 not in (fc1, fc2) and not computes_layer(fc1) and not go_together(fc1, fc2):
+        kept = {tactic: INSTANCES[tactic].operand for tactic in (fc1, fc2)}
+        raise ValueError(
+            f"profile_ids is {list(profile_ids)}; FC1 and FC2 must keep activations in the same type, but tactic {fc1} "
+            f"keeps {kept[fc1]} and tactic {fc2} {kept[fc2]}: pass two that do alike, or -1 for one of them"
         )
 
 
@@ -101,6 +115,7 @@ def make_plan(problem: MoEProblem, device: torch.device) -> Plan:
             problem.num_local_experts,
             problem.top_k,
             int(problem.mode),
+            not dispatch.has_block_scaled_mma(device.index),
         )
     return Plan(problem, int(size), (int(tactics[0]), int(tactics[1])))
 

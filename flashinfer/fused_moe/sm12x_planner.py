@@ -30,6 +30,10 @@ class Choice:
     reason: str
 
 
+Limits = tuple[tuple[float, int], ...]
+_END = float("inf")
+
+
 @dataclasses.dataclass(frozen=True)
 class DeviceClass:
     """How a class of devices chooses by the expected rows of an expert: the first entry whose limit is not exceeded.
@@ -38,22 +42,33 @@ class DeviceClass:
     ----------
     shared_bytes : int
         Shared memory that a block may have.
+    widens : bool
+        Pairs of GEMMs keep MXFP8 activations as bfloat16 where such a row has the token tile: the MMA takes no scales.
     streamed : tuple
         Limits and token tiles of the streamed layer; past the last limit it is not used.
     pairs : tuple
         The same for pairs of GEMM kernels.
+    gemms : tuple
+        The same for the grouped GEMM.
     """
 
     shared_bytes: int
-    streamed: tuple[tuple[float, int], ...]
-    pairs: tuple[tuple[float, int], ...]
+    widens: bool
+    streamed: Limits
+    pairs: Limits
+    gemms: Limits
 
 
-_HOPPER = DeviceClass(HOPPER_SMEM_PER_BLOCK, ((7.0, 8), (40.0, 16)), ((8.5, 8), (float("inf"), 16)))
-# A tile that is too narrow reads weights twice, and a GB10 waits for memory: the streamed layer ends earlier there.
-_SM12X = DeviceClass(
-    GB10_SMEM_PER_BLOCK, ((4.5, 8),), ((6.0, 8), (14.0, 16), (28.0, 32), (64.0, 64), (float("inf"), 128))
+_HOPPER = DeviceClass(
+    HOPPER_SMEM_PER_BLOCK,
+    True,
+    ((7.0, 8), (12.0, 16)),
+    ((7.0, 8), (22.0, 32), (36.0, 48), (_END, 64)),
+    ((8.5, 8), (_END, 16)),
 )
+# A tile that is too narrow reads weights twice, and a GB10 waits for memory: the streamed layer ends earlier there.
+_SM12X_PAIRS = ((6.0, 8), (14.0, 16), (28.0, 32), (42.0, 48), (64.0, 64), (_END, 128))
+_SM12X = DeviceClass(GB10_SMEM_PER_BLOCK, False, ((4.5, 8),), _SM12X_PAIRS, _SM12X_PAIRS)
 
 
 def expected_rows(num_rows: int, num_experts: int) -> float:
@@ -82,12 +97,19 @@ def choose(
             continue
         if row.takes(num_rows, *layer, device.shared_bytes):
             return Choice(row, f"{busy}: the layer as one stream of weights, token tile {tile}")
-    wanted = next(tile for limit, tile in device.pairs if rows <= limit)
-    candidates = [row for row in INSTANCES if row.default and not row.streamed and row.activation == activation]
-    tile = max(row.token_tile for row in candidates if row.token_tile <= wanted)
-    # Of equal tiles the longer K tile: whole 128-byte pieces of a weight row.
-    best = max((row for row in candidates if row.token_tile == tile), key=lambda row: row.k_tile)
-    return Choice(best, f"{busy}: token tile {tile}, K tile {best.k_tile}")
+    wanted = next(tile for limit, tile in (device.gemms if layer is None else device.pairs) if rows <= limit)
+    widens = device.widens and layer is not None
+    candidates = [
+        row
+        for row in INSTANCES
+        if not row.streamed and row.activation == activation and (row.default or (widens and row.widens))
+    ]
+    tiles = sorted({row.token_tile for row in candidates})
+    tile = next((tile for tile in tiles if tile >= wanted), tiles[-1])
+    # Of equal tiles the one made for such a device, then the longer K tile: whole 128-byte pieces of a weight row.
+    best = max((row for row in candidates if row.token_tile == tile), key=lambda row: (row.widens, row.k_tile))
+    kept = ", activations kept as bfloat16" if best.widens else ""
+    return Choice(best, f"{busy}: token tile {tile}, K tile {best.k_tile}{kept}")
 
 
 def plan_moe(

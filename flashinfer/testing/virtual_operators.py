@@ -42,6 +42,7 @@ def run_moe(
     from flashinfer.fused_moe.sm12x_plan import resolved_pair
     from flashinfer.fused_moe.sm12x_planner import plan_moe
     from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm120_module
+    from flashinfer.jit.sm12x.instances import INSTANCES
 
     sizes = (problem.num_tokens, problem.top_k, problem.num_local_experts, problem.hidden, problem.inter)
     planned = plan_moe(*sizes, int(problem.mode), device.sm_count)
@@ -57,6 +58,7 @@ def run_moe(
         problem.num_local_experts,
         problem.top_k,
         int(problem.mode),
+        any(INSTANCES[tactic].widens for tactic in tactics),
     )
     workspace = device.empty(max(1, int(size)))
     device.call(

@@ -93,7 +93,9 @@ def instance_cases(extra: bool) -> list[Work]:
                 )
                 pairs = tactics_of(mode, case, extra)
                 forced = [pair[0] for pair in pairs if pair and not INSTANCES[pair[0]].streamed]
-                pairs += [[a, b] for a, b in zip(forced, [*forced[1:], forced[0]], strict=True)]
+                for kept in ("mxfp8", "bf16"):
+                    alike = [tactic for tactic in forced if INSTANCES[tactic].operand == kept]
+                    pairs += [[a, b] for a, b in zip(alike, [*alike[1:], *alike[:1]], strict=True)]
                 pairs += [[forced[0], -1], [-1, forced[-1]]]
                 work.append(("instances", case, pairs))
     return work

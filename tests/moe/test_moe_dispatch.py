@@ -71,7 +71,7 @@ def test_launch_gets_what_the_binding_declares(mode: int, module: RecordingModul
     assert (launch["mode"], launch["first_expert"], launch["num_experts_total"]) == (mode, 0, 8)
     default = sm12x_planner.plan_moe(6, 3, 8, 160, 96, mode, 48, True)
     assert (launch["tactic_fc1"], launch["tactic_fc2"]) == default
-    assert module.sizes == [(6, 160, 96, 8, 3, mode)]
+    assert module.sizes == [(6, 160, 96, 8, 3, mode, False)]  # no room to widen activations: the MMA takes block scales
 
 
 def test_options_reach_the_launch(module: RecordingModule) -> None:
@@ -107,13 +107,32 @@ def test_profile_ids_force_tactics_and_build_the_missing(
 ) -> None:
     built: list[int] = []
     monkeypatch.setattr(sm12x_dispatch, "ensure_instance", built.append)
-    first, *_, last = [tactic for tactic in allowed_tactics(Mode.MXFP8_INPUT) if not computes_layer(tactic)]
+    pairs = [tactic for tactic in allowed_tactics(Mode.MXFP8_INPUT) if not computes_layer(tactic)]
+    first, *_, last = [tactic for tactic in pairs if not INSTANCES[tactic].widens]
     default = sm12x_planner.plan_moe(6, 3, 8, 160, 96, 0, 48, True)
     flashinfer.cutlass_fused_moe(**meta_arguments(0), profile_ids=[first, last])
     flashinfer.cutlass_fused_moe(**meta_arguments(0), profile_ids=[-1, last])
     tactics = [(launch["tactic_fc1"], launch["tactic_fc2"]) for launch in module.launches]
     assert tactics == [(first, last), resolved_pair([-1, last], default)]
     assert {first, last} <= set(built)
+
+
+def test_tactics_of_different_operands_are_refused(
+    module: RecordingModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sm12x_dispatch, "ensure_instance", lambda tactic: None)
+    widened = next(row.index for row in INSTANCES if row.widens)
+    with pytest.raises(ValueError, match="one of"):
+        flashinfer.cutlass_fused_moe(**meta_arguments(0), profile_ids=[widened, widened])
+    monkeypatch.setattr(sm12x_dispatch, "has_block_scaled_mma", lambda index: False)
+    flashinfer.cutlass_fused_moe(**meta_arguments(0), profile_ids=[widened, -1])
+    assert (module.launches[-1]["tactic_fc1"], module.launches[-1]["tactic_fc2"]) == (widened, widened)
+    for profile_ids in ([widened, 0], [0, widened]):
+        with pytest.raises(
+            ValueError, match=rf"must keep activations in the same type, but .*tactic {profile_ids[1]} (mxfp8|bf16)"
+        ):
+            flashinfer.cutlass_fused_moe(**meta_arguments(0), profile_ids=profile_ids)
+    assert len(module.launches) == 1
 
 
 def test_instance_outside_the_default_set_is_built_and_registered_once(

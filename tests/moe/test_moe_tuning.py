@@ -223,6 +223,16 @@ def test_pairs_with_a_tactic_that_computes_the_layer(whole: int) -> None:
             check_profile_ids([first, whole], Mode.MXFP8_INPUT)
 
 
+def test_pairs_keep_activations_alike() -> None:
+    widened = next(row.index for row in INSTANCES if row.widens)
+    assert resolved_pair((-1, -1), (widened, widened)) == (widened, widened)
+    assert resolved_pair((0, -1), (widened, widened)) == (0, 0)
+    assert resolved_pair((-1, 0), (widened, widened)) == (0, 0)
+    assert resolved_pair((-1, widened), (0, 1)) == (widened, widened)
+    assert resolved_pair((0, widened), (1, 1)) == (0, 0)
+    assert resolved_pair((1, -1), (0, 2)) == (1, 2)
+
+
 @pytest.mark.parametrize("best", [True, False])
 def test_a_tactic_that_computes_the_layer_is_tuned_as_fc1s(
     best: bool, whole: int, module: RecordingModule, profiler: Profiler

@@ -36,9 +36,14 @@ const GemmInstance* checked_instance(int64_t tactic, Activation activation) {
 }  // namespace
 
 int64_t moe_workspace_size(int64_t num_tokens, int64_t hidden, int64_t inter, int64_t num_local_experts, int64_t top_k,
-                           int64_t mode) {
-  const MoeShape shape = {static_cast<int>(num_tokens),        static_cast<int>(hidden), static_cast<int>(inter),
-                          static_cast<int>(num_local_experts), static_cast<int>(top_k),  checked_mode(mode)};
+                           int64_t mode, bool widens) {
+  const MoeShape shape = {static_cast<int>(num_tokens),
+                          static_cast<int>(hidden),
+                          static_cast<int>(inter),
+                          static_cast<int>(num_local_experts),
+                          static_cast<int>(top_k),
+                          checked_mode(mode),
+                          widens};
   return static_cast<int64_t>(moe_workspace_bytes(shape, multiprocessors(current_device())));
 }
 
@@ -100,6 +105,7 @@ void moe_run(TensorView output, TensorView input, Optional<TensorView> input_sf,
   a.workspace_bytes = static_cast<size_t>(workspace.numel());
   a.fc1_instance = checked_instance(tactic_fc1, activation);
   a.fc2_instance = checked_instance(tactic_fc2, activation);
+  a.shape.widens = a.fc1_instance->fc1 != nullptr && a.fc1_instance->operand == Activation::kBf16;
 
   const int device = input.device().device_id;
   check_status(run_moe(a, launch_options(stream_of(input), enable_pdl, device)));

@@ -61,6 +61,9 @@ class Instance:
         0: a pair of GEMM kernels, FC1 and FC2.  Else the row is the whole layer in one launch of one block per SM (the
         streamed layer), this many warps share K, ``k_tile`` elements each, and the ring of stages takes what shared
         memory the device grants.
+    widens : bool
+        A pair of GEMMs keeps and multiplies MXFP8 activations as bfloat16, which holds each exactly: twice the bytes, for
+        devices whose MMA takes no block scales.
     """
 
     index: int
@@ -71,6 +74,12 @@ class Instance:
     blocks_per_sm: int
     default: bool = True
     mma_warps: int = 0
+    widens: bool = False
+
+    @property
+    def operand(self) -> Activation:
+        """As what activations lie in shared memory or registers and are multiplied."""
+        return "bf16" if self.widens or self.streamed else self.activation
 
     @property
     def streamed(self) -> bool:
@@ -81,7 +90,8 @@ class Instance:
     def name(self) -> str:
         if self.streamed:
             return f"moe_{self.activation}_t{self.token_tile}_k{self.k_tile}_w{self.mma_warps}"
-        return f"moe_{self.activation}_t{self.token_tile}_k{self.k_tile}_s{self.stages}"
+        kept = self.activation if self.operand == self.activation else f"{self.activation}_as_{self.operand}"
+        return f"moe_{kept}_t{self.token_tile}_k{self.k_tile}_s{self.stages}"
 
     @property
     def row_tile(self) -> int:
@@ -100,8 +110,8 @@ class Instance:
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of one activation element."""
-        return 1 if self.activation == "mxfp8" else 2
+        """Bytes of one activation element in a stage."""
+        return 1 if self.operand == "mxfp8" else 2
 
     @property
     def consumer_warps(self) -> int:
@@ -115,8 +125,8 @@ class Instance:
 
     @property
     def token_pitch(self) -> int:
-        """Bytes between the token rows of a stage: padded so that fragment loads meet no bank twice."""
-        return self.k_tile + 32 if self.activation == "mxfp8" else 2 * self.k_tile + 64
+        """Bytes of a token row of a stage; MXFP8 rows are padded so that fragment loads meet no bank twice."""
+        return self.k_tile + 32 if self.operand == "mxfp8" else 2 * self.k_tile
 
     @property
     def stage_bytes(self) -> int:
@@ -125,7 +135,7 @@ class Instance:
         weights = ROW_TILE * self.k_tile // 2
         scales = 3 * words * SCALE_CHUNK_BYTES
         tokens = self.token_tile * self.token_pitch
-        token_scales = 4 * words * self.token_tile if self.activation == "mxfp8" else 0
+        token_scales = 4 * words * self.token_tile if self.operand == "mxfp8" else 0
         return weights + scales + tokens + token_scales
 
     def smem_bytes(self, num_experts: int = 128) -> int:
@@ -139,11 +149,10 @@ class Instance:
             return -(-(barriers + routing) // 128) * 128
         staging = self.token_tile * (64 * self.element_bytes + 16)
         scratch = 16 * self.token_tile
-        factors = 0 if self.activation == "mxfp8" else 512 * self.consumer_warps
         barriers_and_flag = 2 * 8 * self.stages + 16
         routing = 2 * IN_KERNEL_ENTRIES + 2 * 4 * (num_experts + 1)
         ring = self.stages * self.stage_bytes
-        return 1024 + ring + staging + factors + scratch + barriers_and_flag + routing
+        return 1024 + ring + staging + scratch + barriers_and_flag + routing
 
     def stage_bytes_of(self, hidden: int, inter: int) -> int:
         """Bytes of one stage of a streamed row's ring for such a layer, or 0 where K is too long for its warps.
@@ -203,6 +212,11 @@ INSTANCES: tuple[Instance, ...] = (
     Instance(13, "bf16", 8, 256, 0, 1, mma_warps=12),
     Instance(14, "mxfp8", 16, 256, 0, 1, default=False, mma_warps=12),
     Instance(15, "bf16", 16, 256, 0, 1, default=False, mma_warps=12),
+    Instance(16, "bf16", 48, 128, 3, 1),
+    Instance(17, "bf16", 64, 128, 3, 1),
+    Instance(18, "mxfp8", 32, 128, 3, 1, default=False, widens=True),
+    Instance(19, "mxfp8", 48, 128, 3, 1, default=False, widens=True),
+    Instance(20, "mxfp8", 64, 128, 3, 1, default=False, widens=True),
 )
 
 GEMM_INSTANCES: tuple[Instance, ...] = tuple(

@@ -21,6 +21,7 @@ struct OwnToken {
 template <class Config>
 class Fc2Finish {
   using Params = GroupedGemmParams<Role::kFc2>;
+  static constexpr int kTogether = Config::kTokenTile <= 16 ? 1 : 4;  // tokens summed at a time
 
  public:
   // `own` is the thread's own token of the tile (threads below num_tokens).
@@ -30,7 +31,7 @@ class Fc2Finish {
     const int thread = 32 * warp + lane;
     int* entries = shared.template scratch<int>();
     float* weights = shared.template scratch<float>() + Config::kTokenTile;
-    int* complete = shared.template scratch<int>() + 2 * Config::kTokenTile;
+    uint32_t* complete = shared.template scratch<uint32_t>() + 2 * Config::kTokenTile;  // a bit for each token
     if (thread < unit.num_tokens) {
       entries[thread] = own.entry;
       weights[thread] = own.weight;
@@ -41,18 +42,21 @@ class Fc2Finish {
     __threadfence();
     ptx::named_barrier_sync<Config::kConsumerThreads>(kConsumerBarrier);
     const int row_tiles = ceil_div(p.rows, kRowTile);
+    bool last = false;
     if (thread < unit.num_tokens) {
       // The prologue starts the count at the number of slots that no local expert serves.
       const int token = own.entry / p.top_k;
       const int before =
           atomicAdd(p.epilogue.token_arrivals + static_cast<int64_t>(token) * row_tiles + unit.row_tile, 1);
-      complete[thread] = before == p.top_k - 1;
+      last = before == p.top_k - 1;
+    }
+    if (32 * warp < Config::kTokenTile) {
+      const uint32_t mask = __ballot_sync(scheduler::kAllLanes, last);
+      if (lane == 0) complete[warp] = mask;
     }
     ptx::named_barrier_sync<Config::kConsumerThreads>(kConsumerBarrier);
     __threadfence();
-    for (int i = 0; i < unit.num_tokens; ++i) {
-      if (complete[i]) sum_slots(p, unit, entries[i] / p.top_k, thread);
-    }
+    sum_complete(p, unit, entries, complete, thread);
     ptx::named_barrier_sync<Config::kConsumerThreads>(kConsumerBarrier);  // the scratch area is free again
   }
 
@@ -61,7 +65,7 @@ class Fc2Finish {
                                                     const float* weights, int warp, int lane,
                                                     const Accumulators<Config>& accumulators) {
     const float scale =
-        mma::Policy<Config::kActivation>::kAccumulatorScale * load_or(p.epilogue.global_scale, unit.expert, 1.0f);
+        Config::Policy::kAccumulatorScale * load_or(p.epilogue.global_scale, unit.expert, 1.0f);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
@@ -86,31 +90,51 @@ class Fc2Finish {
     }
   }
 
-  static __device__ __forceinline__ void sum_slots(const Params& p, const scheduler::Unit& unit, int token,
-                                                   int thread) {
+  // Sums of all tokens that are complete, some at a time: one after the other, the latencies of their loads would add up.
+  static __device__ __forceinline__ void sum_complete(const Params& p, const scheduler::Unit& unit, const int* entries,
+                                                      const uint32_t* complete, int thread) {
     const int row = unit.row_tile * kRowTile + thread;
     if (thread >= kRowTile || row >= p.rows) return;
-    constexpr int kBatch = 4;  // slots whose loads are in flight together
-    float sum = 0.0f;
-    for (int base = 0; base < p.top_k; base += kBatch) {
-      bool local[kBatch];
-      float value[kBatch];
+    for (int first = 0; first < unit.num_tokens; first += 32) {
+      for (uint32_t left = complete[first / 32]; left != 0;) {
+        int tokens[kTogether], count = 0;
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        local[i] = base + i < p.top_k &&
-                   scheduler::local_expert(p.ids[token * p.top_k + base + i], p.first_expert, p.num_experts) >= 0;
-      }
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        const int64_t entry = static_cast<int64_t>(token) * p.top_k + base + i;
-        value[i] = local[i] ? __ldcg(p.epilogue.contributions + entry * p.rows + row) : 0.0f;
-      }
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        if (local[i]) sum += value[i];
+        for (int j = 0; j < kTogether; ++j) {
+          tokens[j] = left != 0 ? entries[first + __ffs(left) - 1] / p.top_k : tokens[0];
+          count += left != 0;
+          left &= left - 1;
+        }
+        sum_slots(p, tokens, count, row);
       }
     }
-    store_scalar(p.epilogue.output, static_cast<int64_t>(token) * p.rows + row, p.epilogue.output_type, sum);
+  }
+
+  static __device__ __forceinline__ void sum_slots(const Params& p, const int (&tokens)[kTogether], int count, int row) {
+    constexpr int kSlots = 4;  // of a token whose loads are in flight together
+    float sum[kTogether] = {};
+    for (int base = 0; base < p.top_k; base += kSlots) {
+      float value[kTogether][kSlots];
+#pragma unroll
+      for (int j = 0; j < kTogether; ++j) {
+#pragma unroll
+        for (int i = 0; i < kSlots; ++i) {
+          const int entry = tokens[j] * p.top_k + base + i;
+          const bool local = base + i < p.top_k &&
+                             scheduler::local_expert(p.ids[entry], p.first_expert, p.num_experts) >= 0;
+          value[j][i] = local ? __ldcg(p.epilogue.contributions + static_cast<int64_t>(entry) * p.rows + row) : 0.0f;
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kTogether; ++j) {
+#pragma unroll
+        for (int i = 0; i < kSlots; ++i) sum[j] += value[j][i];
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+      if (j >= count) break;
+      store_scalar(p.epilogue.output, static_cast<int64_t>(tokens[j]) * p.rows + row, p.epilogue.output_type, sum[j]);
+    }
   }
 };
 
@@ -118,7 +142,7 @@ class Fc2Finish {
 template <class Config>
 __device__ __forceinline__ void store_output(const GroupedGemmParams<Role::kStore>& p, const scheduler::Unit& unit,
                                              int warp, int lane, const Accumulators<Config>& accumulators) {
-  constexpr float kScale = mma::Policy<Config::kActivation>::kAccumulatorScale;
+  constexpr float kScale = Config::Policy::kAccumulatorScale;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
 #pragma unroll

@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// FC1's epilogue: global scale, bias, SwiGLU, and what FC2 reads: MXFP8 values with their scales (W4A8) or bf16 (W4A16).
+// FC1's epilogue: global scale, bias, SwiGLU, and what FC2 reads: MXFP8 values with their scales, the same widened to bf16,
+// or bf16 (W4A16).
 // Half 0 of the row tile are 64 up rows, half 1 the matching gate rows, so that both operands of SwiGLU meet in a thread.
 #pragma once
 
 #include <cmath>
 
 #include "../impls/mainloop.cuh"
+#include "../impls/token_blocks.cuh"
 #include "scalar.cuh"
 
 namespace flashinfer::sm12x::epilogue {
@@ -37,7 +39,7 @@ class Fc1Finish {
     activate(p, unit, warp, lane, accumulators);
     if constexpr (Config::kActivation == Activation::kBf16) {
       ptx::named_barrier_sync<Config::kConsumerThreads>(kConsumerBarrier);  // the last tile has left the staging area
-      stage_bf16(shared, warp, lane, accumulators);
+      round_to_bf16(shared, warp, lane, accumulators);
     } else {
       quantize(p, shared, unit, warp, lane, accumulators);
     }
@@ -60,7 +62,7 @@ class Fc1Finish {
     const int inter = p.rows / 2;
     const Fc1Epilogue& e = p.epilogue;
     const float scale =
-        mma::Policy<Config::kActivation>::kAccumulatorScale * load_or(e.global_scale, unit.expert, 1.0f);
+        Config::Policy::kAccumulatorScale * load_or(e.global_scale, unit.expert, 1.0f);
     const SwigluParameters parameters = {load_or(e.alpha, unit.expert, 1.0f), load_or(e.beta, unit.expert, 0.0f),
                                          load_or(e.limit, unit.expert, INFINITY)};
 #pragma unroll
@@ -116,6 +118,12 @@ class Fc1Finish {
         const uint32_t scale = ptx::mxfp8_scale(fmaxf(of_warp[0], of_warp[Config::kTokenTile]));
         const float inverse = ptx::mxfp8_inverse_scale(scale);
         const uint16_t pair = ptx::f32x2_to_e4m3x2(act[0][step][parity] * inverse, act[0][step][parity + 2] * inverse);
+        if constexpr (Config::kOperand == Activation::kBf16) {
+          const uint32_t widened = ptx::e4m3x2_to_bf16x2(pair, ptx::ue8m0_to_f32<0>(scale));
+          stage_bf16(shared, token, row_of(warp, lane, 0), static_cast<uint16_t>(widened));
+          stage_bf16(shared, token, row_of(warp, lane, 2), static_cast<uint16_t>(widened >> 16));
+          continue;
+        }
         uint8_t* staged = shared.staging() + token * Config::kStagingPitch + row_of(warp, lane, 0);
         staged[0] = static_cast<uint8_t>(pair);
         staged[8] = static_cast<uint8_t>(pair >> 8);
@@ -131,14 +139,20 @@ class Fc1Finish {
     }
   }
 
-  static __device__ __forceinline__ void stage_bf16(const SharedStorage<Config>& shared, int warp, int lane,
-                                                    const Accumulators<Config>& act) {
+  static __device__ __forceinline__ void stage_bf16(const SharedStorage<Config>& shared, int token, int row,
+                                                    uint16_t value) {
+    uint8_t* staged = shared.staging() + token * Config::kStagingPitch;
+    reinterpret_cast<uint16_t*>(staged)[arranged_place(row)] = value;
+  }
+
+  static __device__ __forceinline__ void round_to_bf16(const SharedStorage<Config>& shared, int warp, int lane,
+                                                       const Accumulators<Config>& act) {
 #pragma unroll
     for (int step = 0; step < Config::kTokenSteps; ++step) {
 #pragma unroll
       for (int value = 0; value < kValues; ++value) {
-        uint8_t* staged = shared.staging() + token_of(warp, lane, step, value) * Config::kStagingPitch;
-        reinterpret_cast<__nv_bfloat16*>(staged)[row_of(warp, lane, value)] = __float2bfloat16_rn(act[0][step][value]);
+        stage_bf16(shared, token_of(warp, lane, step, value), row_of(warp, lane, value),
+                   __bfloat16_as_ushort(__float2bfloat16_rn(act[0][step][value])));
       }
     }
   }
@@ -147,14 +161,24 @@ class Fc1Finish {
   static __device__ __forceinline__ void store(const GroupedGemmParams<Role::kFc1>& p,
                                                const SharedStorage<Config>& shared, const scheduler::Unit& unit,
                                                int thread) {
-    constexpr int kPieces = kRowHalf * Config::kElementBytes / 16;
-    const int64_t row_bytes = static_cast<int64_t>(p.rows / 2) * Config::kElementBytes;
-    const int first_byte = unit.row_tile * kRowHalf * Config::kElementBytes;
-    for (int i = thread; i < unit.num_tokens * kPieces; i += Config::kConsumerThreads) {
-      const int token = i / kPieces, byte = 16 * (i % kPieces);
-      if (first_byte + byte >= row_bytes) continue;
-      const uint4 piece = *reinterpret_cast<const uint4*>(shared.staging() + token * Config::kStagingPitch + byte);
-      *reinterpret_cast<uint4*>(p.epilogue.act + (unit.first_token + token) * row_bytes + first_byte + byte) = piece;
+    constexpr int kBlockPieces = kScaleBlock * Config::kElementBytes / 16;
+    constexpr int kTileBlocks = kRowHalf / kScaleBlock;
+    const int inter = p.rows / 2, first_block = unit.row_tile * kTileBlocks;
+    // FC2 copies whole words of arranged rows: the last tile writes their padding.
+    const int last_block =
+        Config::kTokenScales ? inter / kScaleBlock : kScaleChunkBlocks * scale_words(inter);
+    const bool last_tile = (unit.row_tile + 1) * kRowHalf >= inter;
+    const int blocks = last_tile ? last_block - first_block : kTileBlocks;
+    for (int i = thread; i < unit.num_tokens * blocks * kBlockPieces; i += Config::kConsumerThreads) {
+      const int token = i / (blocks * kBlockPieces), piece = i - token * (blocks * kBlockPieces);
+      const int block = first_block + piece / kBlockPieces, byte = 16 * (piece % kBlockPieces);
+      const int position = unit.first_token + token;
+      const uint4 value = piece < kTileBlocks * kBlockPieces
+                              ? *reinterpret_cast<const uint4*>(shared.staging() + token * Config::kStagingPitch + 16 * piece)
+                              : make_uint4(0, 0, 0, 0);
+      const int64_t at = Config::kTokenScales ? static_cast<int64_t>(position) * inter + block * kScaleBlock
+                                              : arranged_offset(p.num_entries, position, block);
+      *reinterpret_cast<uint4*>(p.epilogue.act + at + byte) = value;
     }
   }
 };

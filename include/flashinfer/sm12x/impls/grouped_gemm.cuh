@@ -44,11 +44,10 @@ __device__ __forceinline__ void load_routing(const GroupedGemmParams<Config::kRo
 // Token columns that no copy fills are multiplied too (and never stored): give them a value.
 template <class Config>
 __device__ __forceinline__ void clear_token_stages(const SharedStorage<Config>& shared) {
-  constexpr int kBytes = Config::kStages * (Config::kTokenStage + Config::kTokenScaleStage);
+  constexpr int kBytes = SharedStorage<Config>::kStages * (Config::kTokenStage + Config::kTokenScaleStage);
   static_assert(kBytes % 16 == 0);
   uint4* words = reinterpret_cast<uint4*>(shared.tokens(0));
   for (int i = threadIdx.x; i < kBytes / 16; i += Config::kThreads) words[i] = make_uint4(0, 0, 0, 0);
-  ptx::fence_async_proxy();
 }
 
 template <class Config>
@@ -71,7 +70,7 @@ class Consumer {
       const int first = unit_index * k_tiles, last = first + k_tiles - 1;
       const int stop = min(end, last + 1);
       const scheduler::Unit unit = units.locate(unit_index);
-      const OperandOffsets<Config> at = operand_offsets<Config>(unit.row_tile, p.rows, warp, lane);
+      const OperandOffsets<Config> at = operand_offsets<Config>(unit, p.rows, warp, lane);
       const epilogue::OwnToken own = own_token(p, shared, unit, thread);
 
       Accumulators<Config> accumulators;
@@ -87,13 +86,14 @@ class Consumer {
       for (; tile < stop; ++tile) {
         ptx::mbarrier_wait(shared.full(stage), phase);
         const int valid_blocks = blocks - (tile - first) * (Config::kKTile / kScaleBlock);
-        if (valid_blocks >= Config::kKTile / kScaleBlock) {
-          consume_tile<Config, true>(shared, stage, at, valid_blocks, warp, lane, accumulators);
+        const StageScales<Config> scales(shared, stage, at, warp, lane);
+        if (valid_blocks >= Config::kKTile / kScaleBlock && scales.fold()) {
+          consume_tile<Config, true>(shared, stage, at, scales, valid_blocks, lane, accumulators);
         } else {
-          consume_tile<Config, false>(shared, stage, at, valid_blocks, warp, lane, accumulators);
+          consume_tile<Config, false>(shared, stage, at, scales, valid_blocks, lane, accumulators);
         }
         ptx::mbarrier_arrive(shared.empty(stage));  // every reader for itself: racecheck follows that too
-        if (++stage == Config::kStages) {
+        if (++stage == SharedStorage<Config>::kStages) {
           stage = 0;
           phase ^= 1;
         }
@@ -147,8 +147,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
     load_routing<Config>(p, shared, lane);
   } else if (warp == Config::kConsumerWarps && lane == 0) {
     ptx::prefetch_tensor_map(&p.weights);
-    for (int stage = 0; stage < Config::kStages; ++stage) {
-      // The producer's announcement, and one arrival of each of its lanes for the token scales.
+    for (int stage = 0; stage < SharedStorage<Config>::kStages; ++stage) {
+      // The producer's announcement, and one arrival of each of its lanes for the rows and scales that they copy.
       ptx::mbarrier_init(shared.full(stage), Config::kTokenScales ? 1 + 32 : 1);
       ptx::mbarrier_init(shared.empty(stage), Config::kConsumerThreads);
     }

@@ -21,6 +21,21 @@ enum class Role : int {
 
 enum class ScalarType : int { kBf16 = 0, kF16 = 1, kF32 = 2 };
 
+// A layer's input, for those who convert it.
+enum class TokenSource : int {
+  kMxfp8Swizzled = 0,  // e4m3, scales in the 128x4 layout
+  kMxfp8Linear = 1,    // e4m3, scales [tokens, k / 32]
+  kBf16 = 2,           // quantized to MXFP8 in W4A8, taken as they are in W4A16
+  kF16 = 3,            // quantized to MXFP8
+};
+
+struct InputRows {
+  const void* data;       // [tokens, k]
+  const uint8_t* scales;  // of MXFP8
+  TokenSource source;
+  int k;
+};
+
 struct Fc1Epilogue {
   const float* global_scale;  // [E] or null: 1
   const void* bias;           // [E, 2 * inter] or null
@@ -28,7 +43,7 @@ struct Fc1Epilogue {
   const float* alpha;  // [E] or null: 1, 0, infinity
   const float* beta;
   const float* limit;
-  uint8_t* act;         // [entries, inter] e4m3 or bf16, in expert order
+  uint8_t* act;         // [entries, inter] e4m3, or arranged bf16 (token_blocks.cuh), in expert order
   uint8_t* act_scales;  // [entries, 4 * scale_words(inter)] UE8M0, e4m3 only
 };
 
@@ -71,7 +86,7 @@ struct GroupedGemmParams {
   int rows;                      // weight rows of an expert (FC1: 2 * inter, up rows first)
   int k;
 
-  const uint8_t* tokens;          // [*, k] elements of the activation type
+  const uint8_t* tokens;          // [*, k] e4m3 or e5m2; or arranged bf16, `num_entries` rows in expert order
   const uint32_t* token_scales;   // words of four UE8M0 scales
   int token_scale_pitch;          // words of a row, or 0: 128x4 layout
   const int32_t* ids;             // [entries] global expert ids

@@ -3,10 +3,10 @@
 // One k-tile of one warp: 2 x 16 weight rows (16 of either half of the row tile) against the warp's tokens.
 #pragma once
 
-#include <array>
 #include <type_traits>
 
 #include "../mma/policy.cuh"
+#include "../scheduler/routing.cuh"
 #include "producer.cuh"
 #include "shared_storage.cuh"
 
@@ -22,17 +22,19 @@ struct OperandOffsets {
   uint32_t swizzle;         // XOR for the 16-byte chunk index of that row
   int scale_row[2][2];      // word of rows g and g + 8, per half
   int first_token;          // of the warp within the tile
+  uint32_t tokens[2];       // byte offset of this lane's piece of even and of odd 32-blocks of its first token
 };
 
 template <class Config>
-__device__ __forceinline__ OperandOffsets<Config> operand_offsets(int row_tile, int rows, int warp, int lane) {
+__device__ __forceinline__ OperandOffsets<Config> operand_offsets(const scheduler::Unit& unit, int rows, int warp, int lane) {
+  using Policy = typename Config::Policy;
   OperandOffsets<Config> at;
   const int row_group = 16 * (warp % 4);
   const int matrix_row = row_group + lane % 16;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     at.weights[half] = half * (Config::kWeightStage / 2) + matrix_row * Config::kWeightPitch;
-    const int start = half_row<Config>(row_tile, half, rows);
+    const int start = half_row<Config>(unit.row_tile, half, rows);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = start % kScaleChunkRows + row_group + lane / 4 + 8 * i;  // may reach into the next chunk
@@ -43,11 +45,19 @@ __device__ __forceinline__ OperandOffsets<Config> operand_offsets(int row_tile, 
   // The TMA swizzle: 64-byte rows XOR the chunk with address bits 7..8, 128-byte rows with bits 7..9.
   at.swizzle = Config::kWeightPitch == 64 ? (matrix_row >> 1) & 3 : matrix_row & 7;
   at.first_token = Config::kWarpTokens * (warp / 4);
+  const int token = at.first_token + lane / 4;
+  // Odd rows in expert order have neighbouring blocks swapped.
+  const int swapped = Config::kTokenScales ? 0 : (unit.first_token + token) & 1;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    at.tokens[i] = token * Config::kTokenPitch + (i ^ swapped) * kScaleBlock * Config::kElementBytes +
+                   Policy::kTokenPiece * (lane % 4);
+  }
   return at;
 }
 
-// Factors that a warp shares through shared memory where the MMA does not take scales: of its 32 rows (16 of either half)
-// and of its tokens, four 32-blocks each.
+// Factors that a warp shares through shared memory where sums are scaled: of its 32 rows (16 of either half) and of its
+// tokens, four 32-blocks each.
 template <class Config>
 struct WarpFactors {
   float4* rows;
@@ -64,11 +74,9 @@ struct WarpFactors {
     const int word =
         t < 2 ? (t == 0 ? scale_row[0][0] : scale_row[0][1]) : (t == 2 ? scale_row[1][0] : scale_row[1][1]);
     rows[8 * t + lane / 4] = ptx::ue8m0x4_to_f32x4(row_words[word]);
-    if constexpr (Config::kTokenScales) {
 #pragma unroll
-      for (int i = 0; i < Config::kWarpTokens; i += 32) {
-        if (i + lane < Config::kWarpTokens) tokens[i + lane] = ptx::ue8m0x4_to_f32x4(token_words[i + lane]);
-      }
+    for (int i = 0; i < Config::kWarpTokens; i += 32) {
+      if (i + lane < Config::kWarpTokens) tokens[i + lane] = ptx::ue8m0x4_to_f32x4(token_words[i + lane]);
     }
     __syncwarp();
   }
@@ -78,41 +86,94 @@ struct WarpFactors {
     return {factors[0], factors[4 * 8]};
   }
   __device__ __forceinline__ mma::TokenFactors of_tokens(int step, int block, int lane) const {
-    if constexpr (!Config::kTokenScales) return {};
     const float* factors = reinterpret_cast<const float*>(tokens + 8 * step + 2 * (lane % 4)) + block;
     return {factors[0], factors[4]};
   }
 };
 
-template <class Config, bool kWholeTile>
+// Scales of a stage in the policy's form; of_rows and of_tokens are of the word that began last.
+template <class Config>
+class StageScales {
+  using Policy = typename Config::Policy;
+  static constexpr mma::Scaling kScaling = Policy::kScaling;
+
+ public:
+  __device__ __forceinline__ StageScales(const SharedStorage<Config>& shared, int stage,
+                                         const OperandOffsets<Config>& at, int warp, int lane)
+      : at_(at),
+        row_words_(reinterpret_cast<const uint32_t*>(shared.scales(stage))),
+        token_words_(shared.token_scales(stage) + at.first_token),
+        factors_(shared, warp),
+        lane_(lane) {
+    if constexpr (kScaling == mma::Scaling::kInWeights) {
+#pragma unroll
+      for (int i = 0; i < 4 * Config::kWords; ++i) {
+        held_[i / 4][i % 4] = row_words_[i / 4 * kScaleChunkRows + at.scale_row[i % 4 / 2][i % 2]];
+      }
+    }
+  }
+
+  // Whether the policy can fold all of this warp's row scales into its expansion of weights.
+  __device__ __forceinline__ bool fold() const {
+    if constexpr (kScaling != mma::Scaling::kInWeights) return true;
+    uint32_t exceeding = 0;
+#pragma unroll
+    for (int i = 0; i < 4 * Config::kWords; ++i) exceeding |= mma::exceeds_folded_scale(held_[i / 4][i % 4]);
+    return __all_sync(scheduler::kAllLanes, exceeding == 0);
+  }
+
+  __device__ __forceinline__ void begin_word(int word) const {
+    if constexpr (kScaling == mma::Scaling::kInSums) {
+      factors_.convert(row_words_ + word * kScaleChunkRows, at_.scale_row, token_words_ + word * Config::kTokenTile,
+                       lane_);
+    }
+  }
+  __device__ __forceinline__ typename Policy::RowScales of_rows(int word, int half, int block) const {
+    if constexpr (kScaling == mma::Scaling::kInMma) {
+      return Policy::row_scales(row_words_ + word * kScaleChunkRows, at_.scale_row[half][0], at_.scale_row[half][1],
+                                lane_);
+    } else if constexpr (kScaling == mma::Scaling::kInSums) {
+      return factors_.of_rows(half, block, lane_);
+    } else {
+      return {held_[word][2 * half], held_[word][2 * half + 1]};
+    }
+  }
+  __device__ __forceinline__ typename Policy::TokenScales of_tokens(int word, int step, int block) const {
+    if constexpr (kScaling == mma::Scaling::kInMma) {
+      return Policy::token_scales(token_words_ + word * Config::kTokenTile + 8 * step, lane_);
+    } else if constexpr (kScaling == mma::Scaling::kInSums) {
+      return factors_.of_tokens(step, block, lane_);
+    } else {
+      return {};
+    }
+  }
+
+ private:
+  const OperandOffsets<Config>& at_;
+  const uint32_t* row_words_;
+  const uint32_t* token_words_;
+  WarpFactors<Config> factors_;
+  int lane_;
+  uint32_t held_[Config::kWords][4];  // of rows g and g + 8 of either half
+};
+
+// kPlain: K does not end within the tile, and its scales fold.
+template <class Config, bool kPlain>
 __device__ __forceinline__ void consume_tile(const SharedStorage<Config>& shared, int stage,
-                                             const OperandOffsets<Config>& at, int valid_blocks, int warp, int lane,
-                                             Accumulators<Config>& accumulators) {
-  using Policy = mma::Policy<Config::kActivation>;
+                                             const OperandOffsets<Config>& at, const StageScales<Config>& scales,
+                                             int valid_blocks, int lane, Accumulators<Config>& accumulators) {
+  using Policy = typename Config::Policy;
+  constexpr int kBlockBytes = kScaleBlock * Config::kElementBytes;
+  constexpr int kWordPitch = Config::kTokenScales ? kScaleChunkElements : Config::kTokenTile * kArrangedRowBytes;
+  // Token steps whose operands are held together: enough for the MMAs of one part to hide their latency from the next.
+  constexpr int kSteps = Config::kTokenSteps;
+  constexpr int kGroup = Policy::kParts == 1 ? 1 : kSteps % 4 == 0 ? 4 : kSteps % 3 == 0 ? 3 : kSteps;
   const uint32_t weights = ptx::shared_address(shared.weights(stage));
-  const uint8_t* tokens = shared.tokens(stage) + (at.first_token + lane / 4) * Config::kTokenPitch;
-  const WarpFactors<Config> factors(shared, warp);
+  const uint8_t* tokens[2] = {shared.tokens(stage) + at.tokens[0], shared.tokens(stage) + at.tokens[1]};
 
 #pragma unroll
   for (int word = 0; word < Config::kWords; ++word) {
-    const uint32_t* row_words = reinterpret_cast<const uint32_t*>(shared.scales(stage)) + word * kScaleChunkRows;
-    const uint32_t* token_words = shared.token_scales(stage) + word * Config::kTokenTile + at.first_token;
-    if constexpr (!Policy::kScalesInMma) factors.convert(row_words, at.scale_row, token_words, lane);
-    const auto row_scales = [&](int half, int block) {
-      if constexpr (Policy::kScalesInMma) {
-        return Policy::row_scales(row_words, at.scale_row[half][0], at.scale_row[half][1], lane);
-      } else {
-        return factors.of_rows(half, block, lane);
-      }
-    };
-    const auto token_scales = [&](int step, int block) {
-      if constexpr (Policy::kScalesInMma) {
-        return Policy::token_scales(token_words + 8 * step, lane);
-      } else {
-        return factors.of_tokens(step, block, lane);
-      }
-    };
-
+    scales.begin_word(word);
     auto block_pair = [&](auto pair_constant) {
       constexpr int kPair = decltype(pair_constant)::value;
       uint32_t packed[2][4];
@@ -123,26 +184,39 @@ __device__ __forceinline__ void consume_tile(const SharedStorage<Config>& shared
       }
       auto block = [&](auto block_constant) {
         constexpr int kBlock = decltype(block_constant)::value;  // of the four that share a scale word
-        if (!kWholeTile && 4 * word + kBlock >= valid_blocks) return;
+        if (!kPlain && 4 * word + kBlock >= valid_blocks) return;
         // Keeps ptxas from hoisting the next block's fragments above this one's, which would cost spills.
         if constexpr (Config::kCooperative) __syncwarp();
         typename Policy::Weights expanded[2];
-        const std::array row_scale = {row_scales(0, kBlock), row_scales(1, kBlock)};
+        typename Policy::RowScales row_scales[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          expanded[half] = Policy::expand(packed[half][2 * (kBlock % 2)], packed[half][2 * (kBlock % 2) + 1]);
+          row_scales[half] = scales.of_rows(word, half, kBlock);
+          expanded[half] = Policy::template expand<kBlock, kPlain>(
+              packed[half][2 * (kBlock % 2)], packed[half][2 * (kBlock % 2) + 1], row_scales[half]);
         }
+        auto part = [&](int first_step, const auto& operands, auto part_constant) {
 #pragma unroll
-        for (int step = 0; step < Config::kTokenSteps; ++step) {
-          const auto operand = Policy::load_tokens(
-              tokens + 8 * step * Config::kTokenPitch + (4 * word + kBlock) * kScaleBlock * Config::kElementBytes,
-              lane);
-          const auto scale = token_scales(step, kBlock);
+          for (int i = 0; i < kGroup; ++i) {
+            const int step = first_step + i;
+            const auto token_scales = scales.of_tokens(word, step, kBlock);
 #pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            Policy::template multiply<kBlock>(accumulators[half][step], expanded[half], operand, row_scale[half],
-                                              scale);
+            for (int half = 0; half < 2; ++half) {
+              Policy::template multiply<kBlock, decltype(part_constant)::value>(
+                  accumulators[half][step], expanded[half], operands[i], row_scales[half], token_scales);
+            }
           }
+        };
+#pragma unroll
+        for (int first_step = 0; first_step < kSteps; first_step += kGroup) {
+          typename Policy::Tokens operands[kGroup];
+#pragma unroll
+          for (int i = 0; i < kGroup; ++i) {
+            operands[i] = Policy::load_tokens(tokens[kBlock % 2] + word * kWordPitch + kBlock / 2 * 2 * kBlockBytes +
+                                              8 * (first_step + i) * Config::kTokenPitch);
+          }
+          part(first_step, operands, std::integral_constant<int, 0>{});
+          if constexpr (Policy::kParts == 2) part(first_step, operands, std::integral_constant<int, 1>{});
         }
       };
       block(std::integral_constant<int, 2 * kPair>{});

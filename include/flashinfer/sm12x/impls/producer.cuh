@@ -5,6 +5,7 @@
 #pragma once
 
 #include "../ptx/copy.cuh"
+#include "../scheduler/routing.cuh"
 #include "../scheduler/tile_scheduler.cuh"
 #include "shared_storage.cuh"
 
@@ -25,6 +26,7 @@ class Producer {
   using Params = GroupedGemmParams<Config::kRole>;
   using Map = scheduler::UnitMap<Config::kTokenTile>;
   static constexpr int kRowsPerLane = (Config::kTokenTile + 31) / 32;
+  static constexpr int kPieceElements = 16 / Config::kElementBytes;
 
  public:
   __device__ __forceinline__ Producer(const Params& params, const SharedStorage<Config>& storage, const Map& map,
@@ -34,7 +36,7 @@ class Producer {
   // Streams the k-tiles [begin, end). The first kStages stages' weights are on their way before the wait for the
   // kernels that this one depends on: weights depend on nobody.
   __device__ __forceinline__ void run(int begin, int end, int k_tiles) {
-    const int ahead = min(Config::kStages, end - begin);
+    const int ahead = min(SharedStorage<Config>::kStages, end - begin);
     Cursor early(*this, begin, k_tiles);
     for (int i = 0; i < ahead; ++i, early.advance()) issue_weights(i, early);
 
@@ -44,12 +46,12 @@ class Producer {
     int stage = 0;
     uint32_t phase = 1;  // flips when the ring wraps; a first pass over the ring waits for nobody
     for (int i = begin; i < end; ++i, cursor.advance()) {
-      if (i - begin >= Config::kStages) {
+      if (i - begin >= SharedStorage<Config>::kStages) {
         ptx::mbarrier_wait(shared.empty(stage), phase);
         issue_weights(stage, cursor);
       }
       issue_tokens(stage, cursor);
-      if (++stage == Config::kStages) {
+      if (++stage == SharedStorage<Config>::kStages) {
         stage = 0;
         phase ^= 1;
       }
@@ -57,12 +59,13 @@ class Producer {
   }
 
  private:
-  // Walks k-tiles; knows, per lane, where the token rows of the current unit come from.
+  // Walks k-tiles; knows, per lane, where rows `lane`, `lane + 32`, ... of the current unit come from if they are gathered.
   struct Cursor {
     const Producer& owner;
     scheduler::Unit unit;
     int unit_index, k_tile, k_tiles;
-    int64_t token_row[kRowsPerLane];
+    uint32_t row_piece[kRowsPerLane];   // of 16 bytes, of `tokens`
+    uint32_t scale_word[kRowsPerLane];  // of `token_scales`
 
     __device__ __forceinline__ Cursor(const Producer& producer, int tile, int tiles)
         : owner(producer), unit_index(tile / tiles), k_tile(tile % tiles), k_tiles(tiles) {
@@ -77,16 +80,20 @@ class Producer {
     }
     __device__ __forceinline__ void enter() {
       unit = owner.units.locate(unit_index);
+      if constexpr (!Config::kTokenScales) return;
 #pragma unroll
       for (int j = 0; j < kRowsPerLane; ++j) {
         const int i = owner.lane + 32 * j;
-        token_row[j] = i < unit.num_tokens ? owner.source_row(unit, i) : -1;
+        if (i >= unit.num_tokens) continue;
+        const int row = owner.source_row(unit, i);
+        row_piece[j] = static_cast<uint32_t>(row) * static_cast<uint32_t>(owner.p.k / kPieceElements);
+        scale_word[j] = static_cast<uint32_t>(owner.scale_row(unit, row).base);
       }
     }
   };
 
   // Row of `tokens` of the i-th token of a unit.
-  __device__ __forceinline__ int64_t source_row(const scheduler::Unit& unit, int i) const {
+  __device__ __forceinline__ int source_row(const scheduler::Unit& unit, int i) const {
     const int position = unit.first_token + i;
     if constexpr (Config::kRole == Role::kFc1) {
       return (order != nullptr ? order[position] : static_cast<int>(shared.order()[position])) / p.top_k;
@@ -96,27 +103,29 @@ class Producer {
   }
 
   // Row of `token_scales`: the grouped GEMM's caller starts each group's scales at a multiple of 128 rows.
-  __device__ __forceinline__ int64_t scale_row(const scheduler::Unit& unit, int64_t row) const {
+  __device__ __forceinline__ ScaleRow scale_row(const scheduler::Unit& unit, int row) const {
     if constexpr (Config::kRole == Role::kStore) {
       const int group = units.offsets[unit.expert];
       const int aligned = (group + unit.expert * (kScaleChunkRows - 1)) / kScaleChunkRows * kScaleChunkRows;
-      return aligned + row - group;
-    } else {
-      return row;
+      row += aligned - group;
     }
+    return p.token_scale_pitch == 0 ? swizzled_scale_row(row, words) : linear_scale_row(row, p.token_scale_pitch);
   }
 
   __device__ __forceinline__ int valid_k(int k_tile) const {
     return min(Config::kKTile, p.k - k_tile * Config::kKTile);
   }
 
+  // Words of 128 that a k-tile holds.
+  __device__ __forceinline__ int words_of(int k_tile) const { return min(Config::kWords, words - k_tile * Config::kWords); }
+
   __device__ __forceinline__ void issue_weights(int stage, const Cursor& at) const {
     if (lane == 0) {
       const int valid = valid_k(at.k_tile);
       const int scale_bytes = ceil_div(valid, kScaleChunkElements) * kScaleChunkBytes;
       const int chunks = num_scale_chunks(at.unit.row_tile);
-      ptx::mbarrier_arrive_expect(shared.full(stage), Config::kWeightStage + chunks * scale_bytes +
-                                                          at.unit.num_tokens * valid * Config::kElementBytes);
+      const int token_bytes = Config::kTokenScales ? 0 : words_of(at.k_tile) * at.unit.num_tokens * kArrangedRowBytes;
+      ptx::mbarrier_arrive_expect(shared.full(stage), Config::kWeightStage + chunks * scale_bytes + token_bytes);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         ptx::tensor_copy_3d(shared.weights(stage) + half * (Config::kWeightStage / 2), &p.weights,
@@ -135,28 +144,62 @@ class Producer {
   }
 
   __device__ __forceinline__ void issue_tokens(int stage, const Cursor& at) const {
-    const int valid = valid_k(at.k_tile);
+    if constexpr (Config::kTokenScales) {
+      gather_rows(stage, at);
+      issue_token_scales(stage, at);
+      ptx::mbarrier_arrive_after_copies(shared.full(stage));
+    } else {
+      copy_arranged_rows(stage, at);
+    }
+  }
+
+  // They are in expert order: a tile is one piece of each word.
+  __device__ __forceinline__ void copy_arranged_rows(int stage, const Cursor& at) const {
+    if (lane == 0) {
+      for (int w = 0; w < words_of(at.k_tile); ++w) {
+        const int64_t row = static_cast<int64_t>(at.k_tile * Config::kWords + w) * p.num_entries + at.unit.first_token;
+        ptx::bulk_copy(shared.tokens(stage) + w * Config::kTokenTile * kArrangedRowBytes,
+                       p.tokens + row * kArrangedRowBytes, at.unit.num_tokens * kArrangedRowBytes, shared.full(stage));
+      }
+    }
+    __syncwarp();
+  }
+
+  // 16-byte copies by all lanes: one bulk copy a row would be issued by one lane at a time, and this warp would be what
+  // the consumers wait for.
+  __device__ __forceinline__ void gather_rows(int stage, const Cursor& at) const {
+    constexpr int kPieces = Config::kTokenBytes / 16;  // of a row
+    constexpr int kRows = 32 / kPieces;                // that one instruction copies from
+    const int piece = lane % kPieces, row = lane / kPieces;
+    const int rows = piece * kPieceElements < valid_k(at.k_tile) ? at.unit.num_tokens : 0;  // that this lane copies from
+    const uint8_t* from = p.tokens + at.k_tile * Config::kTokenBytes + 16 * piece;
+    uint8_t* to = shared.tokens(stage) + row * Config::kTokenPitch + 16 * piece;
+    constexpr int kTogether = Config::kTokenTile < 16 ? Config::kTokenTile : 16;  // rows between two looks at the end
 #pragma unroll
-    for (int j = 0; j < kRowsPerLane; ++j) {
-      if (at.token_row[j] < 0) continue;
-      const int i = lane + 32 * j;
-      const int64_t element = at.token_row[j] * p.k + at.k_tile * Config::kKTile;
-      ptx::bulk_copy(shared.tokens(stage) + i * Config::kTokenPitch, p.tokens + element * Config::kElementBytes,
-                     valid * Config::kElementBytes, shared.full(stage));
-      if constexpr (Config::kTokenScales) {
-        const int64_t row = scale_row(at.unit, at.token_row[j]);
-        const ScaleRow at_row =
-            p.token_scale_pitch == 0 ? swizzled_scale_row(row, words) : linear_scale_row(row, p.token_scale_pitch);
+    for (int first = 0; first < Config::kTokenTile; first += kTogether) {
+      if (first >= at.unit.num_tokens) break;
 #pragma unroll
-        for (int w = 0; w < Config::kWords; ++w) {
-          if (w * kScaleChunkElements < valid) {
-            ptx::copy_word(shared.token_scales(stage) + w * Config::kTokenTile + i,
-                           p.token_scales + at_row.base + (at.k_tile * Config::kWords + w) * at_row.stride);
-          }
+      for (int i = first; i < first + kTogether; i += kRows) {
+        const uint32_t before = __shfl_sync(scheduler::kAllLanes, at.row_piece[i / 32], i % 32 + row);
+        ptx::copy_16_bytes_if(i + row < rows, to + i * Config::kTokenPitch, from + uint64_t{16} * before);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void issue_token_scales(int stage, const Cursor& at) const {
+    const int stride = p.token_scale_pitch == 0 ? kScaleChunkRows : 1;
+    const uint32_t* from = p.token_scales + at.k_tile * Config::kWords * stride;
+    uint32_t* to = shared.token_scales(stage) + lane;
+#pragma unroll
+    for (int w = 0; w < Config::kWords; ++w) {
+      if (w >= words_of(at.k_tile)) break;
+#pragma unroll
+      for (int j = 0; j < kRowsPerLane; ++j) {
+        if (lane + 32 * j < at.unit.num_tokens) {
+          ptx::copy_word(to + w * Config::kTokenTile + 32 * j, from + at.scale_word[j] + w * stride);
         }
       }
     }
-    if constexpr (Config::kTokenScales) ptx::mbarrier_arrive_after_copies(shared.full(stage));
   }
 
   // 128-row blocks of scales that a row tile touches. FC1: the up half lies in one, the gate half in one or two, since

@@ -6,6 +6,7 @@
 #include "../mma/policy.cuh"
 #include "grouped_gemm_params.cuh"
 #include "nv_internal/tensorrt_llm/kernels/cutlass_kernels/moe_gemm/sm12x_layout_sfa_utils.h"
+#include "token_blocks.cuh"
 
 namespace flashinfer::sm12x {
 
@@ -16,10 +17,14 @@ constexpr bool kDeviceScalesInMma = true;
 constexpr bool kDeviceScalesInMma = false;
 #endif
 
-template <Role kRole_, Activation kActivation_, int kTokenTile_, int kKTile_, int kStages_, int kBlocksPerSm_>
+// kActivation_ is what activations are rounded to, kOperand_ the type in which they are kept and multiplied.
+template <Role kRole_, Activation kActivation_, Activation kOperand_, int kTokenTile_, int kKTile_, int kStages_,
+          int kBlocksPerSm_>
 struct GemmConfig {
   static constexpr Role kRole = kRole_;
   static constexpr Activation kActivation = kActivation_;
+  static constexpr Activation kOperand = kOperand_;
+  using Policy = mma::Policy<kOperand>;
   static constexpr int kTokenTile = kTokenTile_;
   static constexpr int kKTile = kKTile_;
   static constexpr int kStages = kStages_;
@@ -34,49 +39,60 @@ struct GemmConfig {
   static constexpr int kTokenSteps = kWarpTokens / 8;
 
   // Registers for more blocks than a GB10's shared memory holds: parts with more of it fill up. Not where SM12x would spill.
-  static constexpr bool kSpillsOnSm12x = kDeviceScalesInMma && kActivation == Activation::kBf16;
-  static constexpr int kMinBlocks = kTokenTile <= 8 ? 4 : kTokenTile <= 16 && !kSpillsOnSm12x ? 3 : kBlocksPerSm;
+  static constexpr bool kBf16 = kOperand == Activation::kBf16;
+  static constexpr int kHopperBlocks = kTokenTile <= 8 ? 4 : kTokenTile <= 32 ? 3 : 2;  // of bf16 rows, measured
+  static constexpr int kSm12xBlocks = kTokenTile <= 8 ? 4 : kTokenTile <= 16 && !kBf16 ? 3 : kBlocksPerSm;
+  static constexpr int kMinBlocks = kBf16 && !kDeviceScalesInMma ? kHopperBlocks : kSm12xBlocks;
 
-  static constexpr bool kTokenScales = kActivation != Activation::kBf16;
-  static constexpr int kElementBytes = element_bytes(kActivation);
+  static constexpr bool kTokenScales = !kBf16;
+  static constexpr int kElementBytes = element_bytes(kOperand);
   static constexpr int kTokenBytes = kKTile * kElementBytes;
-  // Rows shifted by 32 (64 for 16-byte fragments) bytes against the 128-byte period of the banks: no conflicts.
-  static constexpr int kTokenPitch = kTokenBytes + 32 * kElementBytes;
+  // MXFP8 rows are shifted by 32 bytes against the 128-byte period of the banks; arranged rows lie word by word.
+  static constexpr int kTokenPitch = kTokenScales ? kTokenBytes + 32 : kArrangedRowBytes;
   static constexpr int kWeightPitch = weight_bytes(kKTile);
   static constexpr int kWords = kKTile / kScaleChunkElements;
   static constexpr int kScaleChunks = kRole == Role::kFc1 ? 3 : 1;  // up; gate, which may straddle two
 
   static constexpr int kWeightStage = kRowTile * kWeightPitch;
   static constexpr int kScaleStage = kScaleChunks * kWords * kScaleChunkBytes;
-  static constexpr int kTokenStage = kTokenTile * kTokenPitch;
+  static constexpr int kTokenStage = kTokenTile * kTokenPitch * (kTokenScales ? 1 : kWords);
   static constexpr int kTokenScaleStage = kTokenScales ? 4 * kWords * kTokenTile : 0;
 
   // FC1 leaves its act tile (64 values a token) here before it goes to memory in 16-byte pieces.
   static constexpr int kStagingPitch = kRowHalf * kElementBytes + 16;
   static constexpr int kStagingBytes = kRole == Role::kFc1 ? kTokenTile * kStagingPitch : 0;
 
+  // bf16 rows are what a Hopper runs of a layer: there the ring takes what its blocks leave of shared memory.
+  static constexpr int kStageBytes = kWeightStage + kScaleStage + kTokenStage + kTokenScaleStage;
+  static constexpr int kBesideRing = kStagingBytes + 16 * kTokenTile + 4096;  // barriers, routing tables, alignment
+  static constexpr int kHopperBlockBytes =
+      HopperLimits::kSharedBytesPerSm / kHopperBlocks - HopperLimits::kSharedBytesReservedPerBlock;
+  static constexpr int kHopperStages = kBf16 ? (kHopperBlockBytes - kBesideRing) / kStageBytes : kStages;
+
+  static_assert(kOperand == kActivation || kOperand == Activation::kBf16, "bfloat16 holds any scaled activation");
   static_assert(kKTile == 128 || kKTile == 256, "a weight row of a stage is one 64- or 128-byte swizzle span");
-  static_assert(kTokenTile == 8 || kTokenTile == 16 || kTokenTile == 32 || kTokenTile == 64 || kTokenTile == 128);
-  static_assert(kStages >= 2, "the ring overlaps copies with arithmetic");
+  static_assert(kTokenTile == 128 || (kTokenTile % 8 == 0 && kTokenTile <= 64), "registers of four consumer warps");
+  static_assert(kStages >= 2 && kHopperStages >= 2, "the ring overlaps copies with arithmetic");
   static_assert(kWeightStage % 1024 == 0 && kScaleStage % 16 == 0 && kTokenStage % 16 == 0);
 };
 
 // Offsets into dynamic shared memory; only the routing tables depend on the number of experts.
 template <class Config, bool kBlockScaledMma = kDeviceScalesInMma>
 struct SharedStorage {
+  static constexpr int kStages = kBlockScaledMma ? Config::kStages : Config::kHopperStages;
   static constexpr int kWeights = 0;
-  static constexpr int kScales = kWeights + Config::kStages * Config::kWeightStage;
-  static constexpr int kTokens = kScales + Config::kStages * Config::kScaleStage;
-  static constexpr int kTokenScales = kTokens + Config::kStages * Config::kTokenStage;
-  static constexpr int kStaging = kTokenScales + Config::kStages * Config::kTokenScaleStage;
-  // Float factors of a warp's rows and tokens, where the MMA does not take scales.
-  static constexpr int kWarpFactors = 16 * (32 + (Config::kTokenScales ? Config::kWarpTokens : 0));
-  static constexpr bool kNeedsFactors = !(kBlockScaledMma && Config::kTokenScales);
+  static constexpr int kScales = kWeights + kStages * Config::kWeightStage;
+  static constexpr int kTokens = kScales + kStages * Config::kScaleStage;
+  static constexpr int kTokenScales = kTokens + kStages * Config::kTokenStage;
+  static constexpr int kStaging = kTokenScales + kStages * Config::kTokenScaleStage;
+  // Float factors of a warp's rows and tokens, where MXFP8 meets an MMA that does not take scales.
+  static constexpr int kWarpFactors = 16 * (32 + Config::kWarpTokens);
+  static constexpr bool kNeedsFactors = !kBlockScaledMma && Config::kTokenScales;
   static constexpr int kFactors = kStaging + Config::kStagingBytes;
   static constexpr int kScratch =
       kFactors + (kNeedsFactors ? Config::kConsumerWarps * kWarpFactors : 0);  // 16 bytes a token
   static constexpr int kBarriers = kScratch + 16 * Config::kTokenTile;          // full, empty
-  static constexpr int kFlag = kBarriers + 2 * 8 * Config::kStages;
+  static constexpr int kFlag = kBarriers + 2 * 8 * kStages;
   static constexpr int kOrder = kFlag + 16;
   static constexpr int kRouting = kOrder + 2 * kInKernelEntries;
   static constexpr int kAlignment = 1024;  // of the 128-byte swizzle's atom
@@ -107,7 +123,7 @@ struct SharedStorage {
   __device__ __forceinline__ uint64_t* full(int stage) const {
     return reinterpret_cast<uint64_t*>(base + kBarriers) + stage;
   }
-  __device__ __forceinline__ uint64_t* empty(int stage) const { return full(Config::kStages + stage); }
+  __device__ __forceinline__ uint64_t* empty(int stage) const { return full(kStages + stage); }
   __device__ __forceinline__ int* flag() const { return reinterpret_cast<int*>(base + kFlag); }
   __device__ __forceinline__ uint16_t* order() const { return reinterpret_cast<uint16_t*>(base + kOrder); }
   __device__ __forceinline__ int* offsets() const { return reinterpret_cast<int*>(base + kRouting); }

@@ -85,11 +85,11 @@ __device__ __forceinline__ void route_few(const StreamedLayerParams& p, const St
 template <class Config>
 __device__ __forceinline__ void prefetch_input(const StreamedLayerParams& p) {
   constexpr int kLine = 128;
-  const bool eight_bit = p.source == TokenSource::kMxfp8Swizzled || p.source == TokenSource::kMxfp8Linear;
+  const bool eight_bit = p.input.source == TokenSource::kMxfp8Swizzled || p.input.source == TokenSource::kMxfp8Linear;
   const int64_t bytes = static_cast<int64_t>(p.num_tokens) * p.gemm[0].k * (eight_bit ? 1 : 2);
   for (int64_t i = (threadIdx.x * gridDim.x + blockIdx.x) * int64_t{kLine}; i < bytes;
        i += static_cast<int64_t>(gridDim.x) * Config::kThreads * kLine) {
-    ptx::prefetch_to_l2(static_cast<const uint8_t*>(p.input) + i);
+    ptx::prefetch_to_l2(static_cast<const uint8_t*>(p.input.data) + i);
   }
 }
 

@@ -11,16 +11,6 @@
 
 namespace flashinfer::sm12x {
 
-// 2^126 * 2^(s - 127) as a pair of bfloat16, for s up to kLargestFoldedScale; above that it would overflow.
-constexpr uint32_t kLargestFoldedScale = 128;
-__device__ __forceinline__ uint32_t folded_factor(uint32_t s) { return (s + 126u) * 0x00800080u; }
-
-// 2^(s - 127) as a pair of bfloat16, NaN for s = 255.
-__device__ __forceinline__ uint32_t scale_pair(uint32_t s) {
-  const uint32_t bits = s == 0 ? 0x0040u : s == kNanScale ? 0x7FFFu : s << 7;
-  return bits * 0x00010001u;
-}
-
 template <class Config>
 class StreamMultiplier {
   static constexpr int kSteps = Config::kTokenSteps, kWords = Config::kWords;
@@ -170,17 +160,17 @@ class StreamMultiplier {
 #pragma unroll
     for (int w = 0; w < kWords; ++w) largest = max(largest, max(scales[w][0], scales[w][1]));
     float chain[kSteps][Config::kChains][4] = {};
-    if (__any_sync(scheduler::kAllLanes, largest > kLargestFoldedScale)) {
+    if (__any_sync(scheduler::kAllLanes, largest > mma::kLargestFoldedScale)) {
 #pragma unroll
       for (int w = 0; w < kWords; ++w) {
         if (!kTogether) load_weights(w);
-        multiply_word<true>(weights[w], scale_pair(scales[w][0]), scale_pair(scales[w][1]), w, chain);
+        multiply_word<true>(weights[w], mma::scale_pair(scales[w][0]), mma::scale_pair(scales[w][1]), w, chain);
       }
     } else {
 #pragma unroll
       for (int w = 0; w < kWords; ++w) {
         if (!kTogether) load_weights(w);
-        multiply_word<false>(weights[w], folded_factor(scales[w][0]), folded_factor(scales[w][1]), w, chain);
+        multiply_word<false>(weights[w], mma::folded_factor(scales[w][0]), mma::folded_factor(scales[w][1]), w, chain);
       }
     }
     __syncwarp();  // all lanes have read before partial sums replace weights

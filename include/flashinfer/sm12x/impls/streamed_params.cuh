@@ -15,14 +15,6 @@ constexpr int kMaxStreamStages = 16;
 constexpr int kStreamEntries = 1024;  // (token, slot) pairs of a launch
 constexpr int kWordBytes = weight_bytes(kScaleChunkElements);  // packed weights of a row that share a scale word
 
-// Where FC1's token rows come from.
-enum class TokenSource : int {
-  kMxfp8Swizzled = 0,  // e4m3, scales in the 128x4 layout
-  kMxfp8Linear = 1,  // e4m3, scales [tokens, k / 32]
-  kBf16 = 2,  // quantized to MXFP8 here in W4A8, taken as they are in W4A16
-  kF16 = 3,  // quantized to MXFP8 here
-};
-
 // One GEMM of the layer as a stream of stages: some slabs of 16 weight rows, all of K.
 struct StreamedGemm {
   CUtensorMap scales;  // words [expert x row chunk][word along K][128], a box is one piece of every word of K
@@ -51,9 +43,7 @@ struct StreamedGemm {
 
 struct StreamedLayerParams {
   StreamedGemm gemm[2];
-  const void* input;  // [tokens, hidden]
-  const uint8_t* input_scales;
-  TokenSource source;
+  InputRows input;
   const int32_t* ids;  // [entries] global expert ids
   const float* routing_weights;  // [entries]
   int num_tokens;

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "../ptx/convert.cuh"
+#include "nv_internal/tensorrt_llm/kernels/cutlass_kernels/moe_gemm/sm12x_arch_config.h"
 
 namespace flashinfer::sm12x::mma {
 
@@ -45,6 +46,28 @@ __device__ __forceinline__ void expand_to_bf16(uint32_t nibbles, uint32_t factor
   pair[3] = (upper & 0x00F000F0u) * (kSpread >> 4) & kInPlace;
 #pragma unroll
   for (int i = 0; i < 4; ++i) pair[i] = ptx::bf16x2_multiply(pair[i], factor);
+}
+
+// 2^126 * 2^(s - 127) as a pair of bfloat16, for s up to kLargestFoldedScale; above that it would overflow.
+constexpr uint32_t kLargestFoldedScale = 128;
+__device__ __forceinline__ uint32_t folded_factor(uint32_t s) { return (s + 126u) * 0x00800080u; }
+
+// The same of byte `kByte` of four scales.
+template <int kByte>
+__device__ __forceinline__ uint32_t folded_factor_of(uint32_t scales) {
+  return __byte_perm(scales, 0, 0x4040 | kByte << 8 | kByte) * 128u + 126u * 0x00800080u;
+}
+
+// 2^(s - 127) as a pair of bfloat16, NaN for s = 255.
+__device__ __forceinline__ uint32_t scale_pair(uint32_t s) {
+  const uint32_t bits = s == 0 ? 0x0040u : s == kNanScale ? 0x7FFFu : s << 7;
+  return bits * 0x00010001u;
+}
+
+// Nonzero if one of four scales exceeds kLargestFoldedScale: its top bit is set, and another one.
+__device__ __forceinline__ uint32_t exceeds_folded_scale(uint32_t scales) {
+  static_assert(kLargestFoldedScale == 0x80);
+  return scales & ((scales & 0x7F7F7F7Fu) + 0x7F7F7F7Fu) & 0x80808080u;
 }
 
 }  // namespace flashinfer::sm12x::mma

@@ -6,6 +6,14 @@
 //   accumulator[row][token] += 2^(row scale) * 2^(token scale) * sum over 32 of weight * token
 //
 // lane = 4 * g + t throughout; a fragment's accumulators are rows g, g, g + 8, g + 8 at tokens 2t, 2t + 1, 2t, 2t + 1.
+//
+// A block is multiplied in kParts parts, each an MMA's worth, so that those of other tokens can come between two that add to
+// the same sums.
+//
+// Lane 4g + t takes kTokenPiece bytes of token g, piece t of its block.
+//
+// A policy is that of an operand type, what tokens are in shared memory: MXFP8 as it is, or bfloat16, which W4A16 brings
+// and which holds a scaled MXFP8 value exactly.
 #pragma once
 
 #include <cstdint>
@@ -17,11 +25,18 @@
 
 namespace flashinfer::sm12x::mma {
 
+enum class Scaling {
+  kInMma,      // the MMA takes both scales
+  kInSums,     // partial sums of a block are multiplied by both
+  kInWeights,  // weights are multiplied by theirs as they are expanded; tokens have none
+};
+
 // SM12x, MXFP8 x MXFP4: scales go into the MMA, weights need four instructions a word.
-template <Activation kActivation_>
+template <Activation kOperand>
 struct BlockScaledPolicy {
-  static constexpr Activation kActivation = kActivation_;
-  static constexpr bool kScalesInMma = true;
+  static constexpr Scaling kScaling = Scaling::kInMma;
+  static constexpr int kParts = 1;
+  static constexpr int kTokenPiece = 8;
   static constexpr float kAccumulatorScale = 1.0f;
 
   struct RowScales {
@@ -45,21 +60,21 @@ struct BlockScaledPolicy {
   static __device__ __forceinline__ TokenScales token_scales(const uint32_t* words, int lane) {
     return {words[lane >> 2]};
   }
-  static __device__ __forceinline__ Weights expand(uint32_t row, uint32_t row_plus_8) {
+  template <int, bool>
+  static __device__ __forceinline__ Weights expand(uint32_t row, uint32_t row_plus_8, const RowScales&) {
     Weights w;
     expand_to_containers(row, w.a[0], w.a[2]);
     expand_to_containers(row_plus_8, w.a[1], w.a[3]);
     return w;
   }
-  // `tokens` points at K element 0 of the 32-block of this lane's token g.
-  static __device__ __forceinline__ Tokens load_tokens(const uint8_t* tokens, int lane) {
-    const uint2 k = *reinterpret_cast<const uint2*>(tokens + 8 * (lane & 3));
+  static __device__ __forceinline__ Tokens load_tokens(const uint8_t* piece) {
+    const uint2 k = *reinterpret_cast<const uint2*>(piece);
     return {{__byte_perm(k.x, k.y, 0x6420), __byte_perm(k.x, k.y, 0x7531)}};
   }
-  template <int kBlock>
+  template <int kBlock, int kPart>
   static __device__ __forceinline__ void multiply(float (&accumulator)[4], const Weights& w, const Tokens& x,
                                                   const RowScales& row, const TokenScales& token) {
-    ptx::mma_block_scaled_16832<kBlock, kActivation == Activation::kE5m2>(accumulator, w.a, x.b, row.word, token.word);
+    ptx::mma_block_scaled_16832<kBlock, kOperand == Activation::kE5m2>(accumulator, w.a, x.b, row.word, token.word);
   }
 };
 
@@ -82,11 +97,14 @@ __device__ __forceinline__ void accumulate_scaled(float (&accumulator)[4], const
 
 // SM89/SM90, MXFP8 x MXFP4. Their mma.sync has no native FP8 on Hopper (ptxas converts both operands to half), so this
 // policy expands to half itself, which is exact for e2m1, e4m3 and e5m2 and cheaper.
-template <Activation kActivation_>
+template <Activation kOperand>
 struct HalfPolicy {
-  static constexpr Activation kActivation = kActivation_;
-  static constexpr bool kScalesInMma = false;
+  static constexpr Scaling kScaling = Scaling::kInSums;
+  static constexpr int kParts = 1;
+  static constexpr int kTokenPiece = 8;
   static constexpr float kAccumulatorScale = kHalfExpansion;
+  using RowScales = RowFactors;
+  using TokenScales = TokenFactors;
 
   struct Weights {
     uint32_t a[2][4];
@@ -95,19 +113,20 @@ struct HalfPolicy {
     uint32_t b[2][2];
   };
 
-  static __device__ __forceinline__ Weights expand(uint32_t row, uint32_t row_plus_8) {
+  template <int, bool>
+  static __device__ __forceinline__ Weights expand(uint32_t row, uint32_t row_plus_8, const RowScales&) {
     uint32_t low[4], high[4];
     expand_to_halves(row, low);
     expand_to_halves(row_plus_8, high);
     return {{{low[0], high[0], low[1], high[1]}, {low[2], high[2], low[3], high[3]}}};
   }
-  static __device__ __forceinline__ Tokens load_tokens(const uint8_t* tokens, int lane) {
-    const uint2 k = *reinterpret_cast<const uint2*>(tokens + 8 * (lane & 3));
+  static __device__ __forceinline__ Tokens load_tokens(const uint8_t* piece) {
+    const uint2 k = *reinterpret_cast<const uint2*>(piece);
     const uint32_t first = __byte_perm(k.x, k.y, 0x5140);  // elements 0, 4, 1, 5
     const uint32_t second = __byte_perm(k.x, k.y, 0x7362);  // elements 2, 6, 3, 7
     return {{{to_halves(first), to_halves(second)}, {to_halves(first >> 16), to_halves(second >> 16)}}};
   }
-  template <int kBlock>
+  template <int kBlock, int kPart>
   static __device__ __forceinline__ void multiply(float (&accumulator)[4], const Weights& w, const Tokens& x,
                                                   const RowFactors& row, const TokenFactors& token) {
     constexpr float kZero[4] = {0.0f, 0.0f, 0.0f, 0.0f};
@@ -123,7 +142,7 @@ struct HalfPolicy {
 
  private:
   static __device__ __forceinline__ uint32_t to_halves(uint32_t pair) {
-    if constexpr (kActivation == Activation::kE5m2) {
+    if constexpr (kOperand == Activation::kE5m2) {
       return __byte_perm(pair, 0, 0x1404);  // an e5m2 byte is the upper byte of the half with the same value
     } else {
       return ptx::e4m3x2_to_f16x2(static_cast<uint16_t>(pair));
@@ -131,12 +150,18 @@ struct HalfPolicy {
   }
 };
 
-// bf16 x MXFP4 (W4A16), on every architecture.
+// bf16 x MXFP4, on every architecture: W4A16, and W4A8 where tokens have been widened. A scaled weight is exact wherever it
+// is a bfloat16, so that MMAs accumulate final values and nothing is left to do for a sum.
 struct Bf16Policy {
-  static constexpr Activation kActivation = Activation::kBf16;
-  static constexpr bool kScalesInMma = false;
+  static constexpr Scaling kScaling = Scaling::kInWeights;
+  static constexpr int kParts = 2;
+  static constexpr int kTokenPiece = 16;
   static constexpr float kAccumulatorScale = 1.0f;
 
+  struct RowScales {
+    uint32_t row, row_plus_8;  // words of four
+  };
+  struct TokenScales {};
   struct Weights {
     uint32_t a[2][4];
   };
@@ -144,43 +169,49 @@ struct Bf16Policy {
     uint32_t b[2][2];
   };
 
-  static __device__ __forceinline__ Weights expand(uint32_t row, uint32_t row_plus_8) {
+  // kFolded: no scale of the word exceeds kLargestFoldedScale.
+  template <int kBlock, bool kFolded>
+  static __device__ __forceinline__ Weights expand(uint32_t row, uint32_t row_plus_8, const RowScales& scales) {
     uint32_t low[4], high[4];
-    expand_to_bf16(row, kTwoTo126Pair, low);
-    expand_to_bf16(row_plus_8, kTwoTo126Pair, high);
+    expand_scaled<kBlock, kFolded>(row, scales.row, low);
+    expand_scaled<kBlock, kFolded>(row_plus_8, scales.row_plus_8, high);
     return {{{low[0], high[0], low[1], high[1]}, {low[2], high[2], low[3], high[3]}}};
   }
-  // Words of two elements: (0, 1), (2, 3), (4, 5), (6, 7); wanted are (0, 4), (1, 5) and (2, 6), (3, 7).
-  static __device__ __forceinline__ Tokens load_tokens(const uint8_t* tokens, int lane) {
-    const uint4 k = *reinterpret_cast<const uint4*>(tokens + 16 * (lane & 3));
-    return {{{__byte_perm(k.x, k.z, 0x5410), __byte_perm(k.x, k.z, 0x7632)},
-             {__byte_perm(k.y, k.w, 0x5410), __byte_perm(k.y, k.w, 0x7632)}}};
+  // Elements (0, 4), (1, 5), (2, 6), (3, 7) of eight: tokens are arranged (impls/token_blocks.cuh).
+  static __device__ __forceinline__ Tokens load_tokens(const uint8_t* piece) {
+    const uint4 k = *reinterpret_cast<const uint4*>(piece);
+    return {{{k.x, k.y}, {k.z, k.w}}};
   }
-  template <int kBlock>
+  template <int kBlock, int kPart>
   static __device__ __forceinline__ void multiply(float (&accumulator)[4], const Weights& w, const Tokens& x,
-                                                  const RowFactors& row, const TokenFactors&) {
-    constexpr float kZero[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-    float partial[4];
-    ptx::mma_16816<true>(partial, w.a[0], x.b[0], kZero);
-    ptx::mma_16816<true>(partial, w.a[1], x.b[1], partial);
-    accumulate_scaled(accumulator, partial, row.row, row.row_plus_8);
+                                                  const RowScales&, const TokenScales&) {
+    ptx::mma_16816<true>(accumulator, w.a[kPart], x.b[kPart], accumulator);
+  }
+
+ private:
+  template <int kBlock, bool kFolded>
+  static __device__ __forceinline__ void expand_scaled(uint32_t nibbles, uint32_t scales, uint32_t (&pair)[4]) {
+    expand_to_bf16(nibbles, kFolded ? folded_factor_of<kBlock>(scales) : kTwoTo126Pair, pair);
+    const uint32_t factor = scale_pair(scales >> (8 * kBlock) & 0xFFu);
+#pragma unroll
+    for (int i = 0; !kFolded && i < 4; ++i) pair[i] = ptx::bf16x2_multiply(pair[i], factor);
   }
 };
 
 // The policy of this compilation pass: the only place where architectures differ.
-template <Activation kActivation>
+template <Activation kOperand>
 struct PolicyOf {
 #if defined(FLASHINFER_SM12X_BLOCK_SCALED_MMA)
-  using type = BlockScaledPolicy<kActivation>;
+  using type = BlockScaledPolicy<kOperand>;
 #else
-  using type = HalfPolicy<kActivation>;
+  using type = HalfPolicy<kOperand>;
 #endif
 };
 template <>
 struct PolicyOf<Activation::kBf16> {
   using type = Bf16Policy;
 };
-template <Activation kActivation>
-using Policy = typename PolicyOf<kActivation>::type;
+template <Activation kOperand>
+using Policy = typename PolicyOf<kOperand>::type;
 
 }  // namespace flashinfer::sm12x::mma

@@ -24,6 +24,18 @@ __device__ __forceinline__ uint16_t f32x2_to_e4m3x2(float low, float high) {
   return result;
 }
 
+__device__ __forceinline__ uint32_t f32x2_to_bf16x2(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return reinterpret_cast<const uint32_t&>(pair);
+}
+
+// Two e4m3 values times 2^s, which a bfloat16 holds (unless it is below 2^-133).
+__device__ __forceinline__ uint32_t e4m3x2_to_bf16x2(uint16_t e4m3, float scale) {
+  const uint32_t halves = e4m3x2_to_f16x2(e4m3);
+  const float2 pair = __half22float2(reinterpret_cast<const __half2&>(halves));
+  return f32x2_to_bf16x2(pair.x * scale, pair.y * scale);
+}
+
 __device__ __forceinline__ uint32_t bf16x2_multiply(uint32_t a, uint32_t b) {
   uint32_t result;  // fma with -0: mul.bf16x2 needs sm_90, this also runs on sm_89, and -0 keeps the sign of zeros
   asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(0x80008000u));

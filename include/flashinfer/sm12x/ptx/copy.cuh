@@ -38,6 +38,17 @@ __device__ __forceinline__ void bulk_copy(void* shared, const void* global, uint
                : "memory");
 }
 
+// Past L1: others of the grid want these bytes, this block does not see them again. A predicate instead of a branch, which
+// would have the lanes meet again behind each copy.
+__device__ __forceinline__ void copy_16_bytes_if(bool wanted, void* shared, const void* global) {
+  asm volatile(
+      "{\n\t.reg .pred wanted;\n\t"
+      "setp.ne.u32 wanted, %2, 0;\n\t"
+      "@wanted cp.async.cg.shared.global [%0], [%1], 16;\n\t}" ::"r"(shared_address(shared)),
+      "l"(__cvta_generic_to_global(global)), "r"(static_cast<uint32_t>(wanted))
+      : "memory");
+}
+
 __device__ __forceinline__ void copy_word(void* shared, const void* global) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)),
                "l"(__cvta_generic_to_global(global))

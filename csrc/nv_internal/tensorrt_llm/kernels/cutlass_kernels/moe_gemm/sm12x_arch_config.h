@@ -33,6 +33,12 @@ struct Sm12xLimits {
   static constexpr int kThreadsPerSm = 1'536;
 };
 
+// The same of 9.0, on which the kernels are measured.
+struct HopperLimits {
+  static constexpr int kSharedBytesPerSm = 233'472;
+  static constexpr int kSharedBytesReservedPerBlock = 1'024;
+};
+
 // OCP Microscaling Formats v1.0, section 5.2 and 6.3: one UE8M0 scale for 32 elements along K.
 constexpr int kScaleBlock = 32;
 constexpr uint8_t kIdentityScale = 0x7F;  // 2^0

@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A layer is three launches: prologue, FC1, FC2. Everything their parameters need is computed here from sizes alone.
+// A layer is three launches, prologue, FC1 and FC2, or four, with a gather behind the prologue; or two, prologue and streamed
+// layer. Everything their parameters need is computed here from sizes alone.
 #include "moe_gemm_sm120_mixed_input_launcher.h"
 
 #include <algorithm>
 
 #include "../sm12x_layout_sfa_utils.h"
+#include "flashinfer/sm12x/impls/moe_gather.cuh"
 #include "flashinfer/sm12x/impls/moe_prologue.cuh"
 
 namespace flashinfer::sm12x {
@@ -70,15 +72,19 @@ struct MoeWorkspace {
   size_t bytes;
 };
 
+size_t arranged_bytes(size_t rows, int k) { return rows * scale_words(k) * kArrangedRowBytes; }
+
 MoeWorkspace lay_out(const MoeShape& s, int sm_count, uint8_t* base) {
   Arena arena(base);
   const size_t entries = static_cast<size_t>(s.num_tokens) * s.top_k;
-  const size_t element = s.mode == MoeMode::kBf16Activations ? 2 : 1;
-  MoeWorkspace w;
-  const bool may_stream = entries <= kStreamEntries;  // the streamed layer keeps act in float32
-  w.act = arena.take<uint8_t>(entries * s.inter * (may_stream ? sizeof(float) : element));
+  MoeWorkspace w = {};
+  // Sizes do not depend on the tactic: act is e4m3, arranged bfloat16, or a streamed layer's float32.
+  const bool widens = s.widens || s.mode == MoeMode::kBf16Activations;
+  const size_t act_bytes = entries * s.inter * (entries <= kStreamEntries ? sizeof(float) : 1);
+  w.act = arena.take<uint8_t>(std::max(act_bytes, widens ? arranged_bytes(entries, s.inter) : 0));
   w.act_scales = arena.take<uint8_t>(entries * kScaleChunkBlocks * scale_words(s.inter));
-  w.tokens = arena.take<uint8_t>(s.mode == MoeMode::kQuantizeInput ? static_cast<size_t>(s.num_tokens) * s.hidden : 0);
+  const size_t quantized_bytes = s.mode == MoeMode::kQuantizeInput ? static_cast<size_t>(s.num_tokens) * s.hidden : 0;
+  w.tokens = arena.take<uint8_t>(std::max(quantized_bytes, widens ? arranged_bytes(entries, s.hidden) : 0));
   w.token_scales =
       arena.take<uint8_t>(s.mode == MoeMode::kBf16Activations
                               ? 0
@@ -157,6 +163,23 @@ Status launch_prologue(const PrologueParams& params, const LaunchOptions& option
   return {cudaLaunchKernelEx(&config, moe_prologue_kernel, params), "prologue"};
 }
 
+Status launch_gather(const GatherParams& params, MoeMode mode, const LaunchOptions& options) {
+  const int64_t blocks = static_cast<int64_t>(params.num_entries) * kScaleChunkBlocks * scale_words(params.input.k);
+  const int64_t wanted = (blocks + kGatherThreads - 1) / kGatherThreads;
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(std::min<int64_t>(wanted, 8 * options.sm_count)));
+  config.blockDim = dim3(kGatherThreads);
+  config.stream = options.stream;
+  config.attrs = &attribute;
+  config.numAttrs = options.dependent_launch ? 1 : 0;
+  const auto kernel = mode == MoeMode::kBf16Activations ? moe_gather_kernel<Activation::kBf16>
+                                                        : moe_gather_kernel<Activation::kE4m3>;
+  return {cudaLaunchKernelEx(&config, kernel, params), "gather"};
+}
+
 // What FC1 and FC2 share.
 template <Role kRole>
 Status fill_common(GroupedGemmParams<kRole>& g, const GemmInstance& instance, const uint8_t* weights,
@@ -169,6 +192,15 @@ Status fill_common(GroupedGemmParams<kRole>& g, const GemmInstance& instance, co
   g.partials = split.partials;
   g.split_arrivals = split.arrivals + (kRole == Role::kFc2 ? split.blocks : 0);
   return encode_weights(weights, experts, rows, k, instance.k_tile, &g.weights);
+}
+
+InputRows input_rows(const MoeArguments& a) {
+  const bool f16 = a.shape.mode == MoeMode::kQuantizeInput && a.input_type == ScalarType::kF16;
+  TokenSource source = f16 ? TokenSource::kF16 : TokenSource::kBf16;
+  if (a.shape.mode == MoeMode::kMxfp8Input) {
+    source = a.swizzled_input_sf ? TokenSource::kMxfp8Swizzled : TokenSource::kMxfp8Linear;
+  }
+  return {a.input, a.input_sf, source, a.shape.hidden};
 }
 
 // How a block's warps share a stage of one GEMM, and what a stage holds; zero groups: K is too long for the instance.
@@ -256,14 +288,7 @@ Status run_streamed_moe(const MoeArguments& a, const LaunchOptions& options) {
   p.gemm[1].bias = a.fc2_bias;
   p.gemm[1].bias_type = a.fc2_bias_type;
 
-  p.input = a.input;
-  p.input_scales = a.input_sf;
-  if (s.mode == MoeMode::kMxfp8Input) {
-    p.source = a.swizzled_input_sf ? TokenSource::kMxfp8Swizzled : TokenSource::kMxfp8Linear;
-  } else {
-    p.source =
-        s.mode == MoeMode::kQuantizeInput && a.input_type == ScalarType::kF16 ? TokenSource::kF16 : TokenSource::kBf16;
-  }
+  p.input = input_rows(a);
   p.ids = a.ids;
   p.routing_weights = a.routing_weights;
   p.num_tokens = s.num_tokens;
@@ -316,10 +341,13 @@ Status run_moe(const MoeArguments& a, const LaunchOptions& options) {
   const int entries = s.num_tokens * s.top_k;
   const MoeWorkspace w = lay_out(s, options.sm_count, a.workspace);
   if (w.bytes > a.workspace_bytes) return {cudaErrorInvalidValue, "the workspace is too small"};
-  const bool kernels_route = entries <= kInKernelEntries;
-  const bool mxfp8 = s.mode != MoeMode::kBf16Activations;
-  const bool repack =
-      s.mode == MoeMode::kMxfp8Input && !a.swizzled_input_sf && s.hidden / kScaleBlock % kScaleChunkBlocks != 0;
+  if (a.fc1_instance->operand != a.fc2_instance->operand) {
+    return {cudaErrorInvalidValue, "FC1 and FC2 must keep activations in the same type"};
+  }
+  const bool mxfp8 = a.fc1_instance->operand != Activation::kBf16;
+  const bool kernels_route = mxfp8 && entries <= kInKernelEntries;
+  const bool repack = mxfp8 && s.mode == MoeMode::kMxfp8Input && !a.swizzled_input_sf &&
+                      s.hidden / kScaleBlock % kScaleChunkBlocks != 0;
 
   int fc1_blocks = 0, fc2_blocks = 0;
   if (Status r = grid_blocks(*a.fc1_instance, Role::kFc1, s.num_experts, options, &fc1_blocks); r.error) return r;
@@ -343,7 +371,7 @@ Status run_moe(const MoeArguments& a, const LaunchOptions& options) {
   prologue.hidden = s.hidden;
   prologue.quantized = w.tokens;
   prologue.quantized_scales = w.token_scales;
-  if (s.mode == MoeMode::kQuantizeInput) {
+  if (mxfp8 && s.mode == MoeMode::kQuantizeInput) {
     prologue.input_kind = a.input_type == ScalarType::kBf16 ? TokenInput::kQuantizeBf16 : TokenInput::kQuantizeF16;
     prologue.input = a.input;
   } else if (repack) {
@@ -375,7 +403,7 @@ Status run_moe(const MoeArguments& a, const LaunchOptions& options) {
   route(fc1);
   route(fc2);
 
-  const bool own_rows = s.mode == MoeMode::kQuantizeInput;
+  const bool own_rows = !mxfp8 || s.mode == MoeMode::kQuantizeInput;
   fc1.tokens = own_rows ? w.tokens : static_cast<const uint8_t*>(a.input);
   if (mxfp8) {
     const bool own_scales = own_rows || repack;
@@ -393,6 +421,10 @@ Status run_moe(const MoeArguments& a, const LaunchOptions& options) {
                   w.contributions, w.token_arrivals, a.output,        a.output_type};
 
   if (Status r = launch_prologue(prologue, options); r.error) return r;
+  if (!mxfp8) {
+    const GatherParams gather = {input_rows(a), w.offsets, w.order, s.num_experts, entries, s.top_k, w.tokens};
+    if (Status r = launch_gather(gather, s.mode, options); r.error) return r;
+  }
   if (const cudaError_t error = a.fc1_instance->fc1(fc1, fc1_blocks, options)) return {error, "FC1"};
   if (const cudaError_t error = a.fc2_instance->fc2(fc2, fc2_blocks, options)) return {error, "FC2"};
   return {};

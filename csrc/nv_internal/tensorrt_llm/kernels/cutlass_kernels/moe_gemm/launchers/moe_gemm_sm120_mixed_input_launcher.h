@@ -36,7 +36,8 @@ struct StreamedInstance {
 // Either a pair of GEMM kernels (or one, the grouped GEMM's), or a streamed layer; the other's pointers are null.
 struct GemmInstance {
   int index;  // tactic number
-  Activation activation;
+  Activation activation;  // what activations are rounded to,
+  Activation operand;     // and as what they are multiplied
   int token_tile;
   int k_tile;
   GemmLaunch<Role::kFc1> fc1;
@@ -68,6 +69,7 @@ struct MoeShape {
   int num_experts;  // on this rank
   int top_k;
   MoeMode mode;
+  bool widens;  // room for MXFP8 activations as bfloat16
 };
 
 struct MoeArguments {

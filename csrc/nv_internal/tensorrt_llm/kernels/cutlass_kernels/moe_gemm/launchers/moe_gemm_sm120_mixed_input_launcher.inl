@@ -51,29 +51,32 @@ struct KernelLauncher {
 };
 
 // What a rendered MoE source instantiates: both GEMMs of one tile configuration.
-template <Activation kActivation, int kTokenTile, int kKTile, int kStages, int kBlocksPerSm>
+template <Activation kActivation, Activation kOperand, int kTokenTile, int kKTile, int kStages, int kBlocksPerSm>
 struct MoeInstance {
-  using Fc1 = KernelLauncher<GemmConfig<Role::kFc1, kActivation, kTokenTile, kKTile, kStages, kBlocksPerSm>>;
-  using Fc2 = KernelLauncher<GemmConfig<Role::kFc2, kActivation, kTokenTile, kKTile, kStages, kBlocksPerSm>>;
+  template <Role kRole>
+  using Gemm = KernelLauncher<GemmConfig<kRole, kActivation, kOperand, kTokenTile, kKTile, kStages, kBlocksPerSm>>;
+  using Fc1 = Gemm<Role::kFc1>;
+  using Fc2 = Gemm<Role::kFc2>;
 
   static cudaError_t blocks_per_sm(Role role, bool block_scaled_mma, int num_experts, int* blocks) {
     return role == Role::kFc1 ? Fc1::blocks_per_sm(block_scaled_mma, num_experts, blocks)
                               : Fc2::blocks_per_sm(block_scaled_mma, num_experts, blocks);
   }
   static GemmInstance describe(int index) {
-    return {index, kActivation, kTokenTile, kKTile, Fc1::launch, Fc2::launch, nullptr, blocks_per_sm, {}};
+    return {index, kActivation, kOperand, kTokenTile, kKTile, Fc1::launch, Fc2::launch, nullptr, blocks_per_sm, {}};
   }
 };
 
 template <Activation kActivation, int kTokenTile, int kKTile, int kStages, int kBlocksPerSm>
 struct GroupGemmInstance {
-  using Store = KernelLauncher<GemmConfig<Role::kStore, kActivation, kTokenTile, kKTile, kStages, kBlocksPerSm>>;
+  using Store =
+      KernelLauncher<GemmConfig<Role::kStore, kActivation, kActivation, kTokenTile, kKTile, kStages, kBlocksPerSm>>;
 
   static cudaError_t blocks_per_sm(Role, bool block_scaled_mma, int num_groups, int* blocks) {
     return Store::blocks_per_sm(block_scaled_mma, num_groups, blocks);
   }
   static GemmInstance describe(int index) {
-    return {index, kActivation, kTokenTile, kKTile, nullptr, nullptr, Store::launch, blocks_per_sm, {}};
+    return {index, kActivation, kActivation, kTokenTile, kKTile, nullptr, nullptr, Store::launch, blocks_per_sm, {}};
   }
 };
 
@@ -105,6 +108,7 @@ struct StreamedLayerInstance {
   static GemmInstance describe(int index) {
     return {index,
             kActivation,
+            Activation::kBf16,
             kTokenTile,
             kScaleChunkElements * kWords,
             nullptr,
