@@ -84,19 +84,25 @@ def kernel_arguments(
         if plan.unit_scales is None:
             plan.unit_scales = torch.ones(ids.shape, dtype=torch.float32, device=ids.device)
         final_scales = plan.unit_scales
-    if (
+    addresses = (
         x.data_ptr() | output.data_ptr() | fc1.data_ptr() | fc2.data_ptr() | fc1_sf.data_ptr() | fc2_sf.data_ptr()
-    ) % POINTER_ALIGNMENT:
-        require_alignment(
-            {
-                "input": x,
-                "output": output,
-                "fc1_expert_weights": fc1,
-                "fc2_expert_weights": fc2,
-                "fc1's block scales (quant_scales)": fc1_sf,
-                "fc2's block scales (quant_scales)": fc2_sf,
-            }
-        )
+    )
+    if fc1_bias is not None:
+        addresses |= fc1_bias.data_ptr()
+    if fc2_bias is not None:
+        addresses |= fc2_bias.data_ptr()
+    if addresses % POINTER_ALIGNMENT:
+        named = {
+            "input": x,
+            "output": output,
+            "fc1_expert_weights": fc1,
+            "fc1_expert_biases": fc1_bias,
+            "fc2_expert_weights": fc2,
+            "fc2_expert_biases": fc2_bias,
+            "fc1's block scales (quant_scales)": fc1_sf,
+            "fc2's block scales (quant_scales)": fc2_sf,
+        }
+        require_alignment({name: tensor for name, tensor in named.items() if tensor is not None})
     return (
         output,
         x,

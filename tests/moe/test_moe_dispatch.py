@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 import warnings
 from typing import Any
 
@@ -117,12 +118,11 @@ def test_profile_ids_force_tactics_and_build_the_missing(
     assert {first, last} <= set(built)
 
 
-def test_tactics_of_different_operands_are_refused(
-    module: RecordingModule, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tactics_of_different_operands_are_refused(module: RecordingModule, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sm12x_dispatch, "ensure_instance", lambda tactic: None)
     widened = next(row.index for row in INSTANCES if row.widens)
-    with pytest.raises(ValueError, match="one of"):
+    native = [tactic for tactic in allowed_tactics(Mode.MXFP8_INPUT) if not INSTANCES[tactic].widens]
+    with pytest.raises(ValueError, match=re.escape(f"in mode MXFP8_INPUT, one of {native}")):
         flashinfer.cutlass_fused_moe(**meta_arguments(0), profile_ids=[widened, widened])
     monkeypatch.setattr(sm12x_dispatch, "has_block_scaled_mma", lambda index: False)
     flashinfer.cutlass_fused_moe(**meta_arguments(0), profile_ids=[widened, -1])

@@ -267,7 +267,18 @@ def test_the_memory_is_bounded_and_keeps_no_tensor(module: RecordingModule, monk
 
 
 @pytest.mark.parametrize(
-    "name", ["input", "output", "fc1_expert_weights", "fc2_expert_weights", 0, 2, "workspace_buffer"]
+    "name",
+    [
+        "input",
+        "output",
+        "fc1_expert_weights",
+        "fc1_expert_biases",
+        "fc2_expert_weights",
+        "fc2_expert_biases",
+        0,
+        2,
+        "workspace_buffer",
+    ],
 )
 def test_a_misaligned_address_is_refused_in_a_known_call(
     name: str | int, module: RecordingModule, monkeypatch: pytest.MonkeyPatch

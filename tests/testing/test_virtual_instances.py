@@ -50,6 +50,9 @@ STREAMED = [instance for instance in INSTANCES if instance.streamed]
 DEFAULT_INSTANCES = [instance for instance in PAIRS if instance.default]
 EIGHT_BIT = [instance for instance in DEFAULT_INSTANCES if instance.activation == "mxfp8"]
 SIXTEEN_BIT = [instance for instance in DEFAULT_INSTANCES if instance.activation == "bf16"]
+WIDENED = [instance for instance in PAIRS if instance.widens]
+# One of each kind whose weights are scaled while they are expanded.
+FOLDING = [*(row for row in STREAMED if row.default), SIXTEEN_BIT[0], SIXTEEN_BIT[-1], WIDENED[0]]
 # Neither is a multiple of a tile along N or K; K / 32 is 39 and 13, no multiple of the four that share a scale word.
 HIDDEN, INTER = 1248, 416
 # Tokens by token tile: with two of four experts a token, an expert's rows are several tiles, the last one partly filled.
@@ -172,7 +175,7 @@ def layer(instance: Instance, mode: int, **changes: Any) -> MoECase:
     return dataclasses.replace(case, **changes)
 
 
-@pytest.mark.parametrize("instance", EIGHT_BIT, ids=names(EIGHT_BIT))
+@pytest.mark.parametrize("instance", [*EIGHT_BIT, *WIDENED], ids=names([*EIGHT_BIT, *WIDENED]))
 @pytest.mark.parametrize(
     ("mode", "swizzled"), [(0, True), (0, False), (1, True)], ids=["MXFP8 swizzled", "MXFP8 linear", "bf16 quantized"]
 )
@@ -205,7 +208,7 @@ def test_optional_tensors(device, mode, biases):
 
 
 def test_an_instance_outside_the_default_set(device):
-    (instance,) = [row for row in PAIRS if not row.default]
+    (instance,) = [row for row in PAIRS if not row.default and not row.widens]
     case = layer(instance, 0)
     inputs = check_moe(device, case, 305, [instance.index] * 2)
     assert_moe_shares(device, case, inputs, instance)
@@ -230,12 +233,26 @@ def test_a_shard_of_the_experts_some_of_them_empty(device, rank, mode):
     assert len(set(local[here].tolist())) < 8
 
 
-@pytest.mark.parametrize("mode", [0, 2], ids=["MXFP8 input", "W4A16"])
-def test_a_shard_without_any_row_is_zeros(device, mode):
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("instance", [SIXTEEN_BIT[-1], WIDENED[0]], ids=lambda row: row.name)
+def test_gathered_rows_of_a_shard(device, rank, instance):
+    """There are fewer rows than (token, slot) pairs."""
+    mode = 2 if instance.activation == "bf16" else 1
+    case = MoECase(40, 352, INTER, 16, 2, mode, ep_size=2, ep_rank=rank, biases=False)
+    check_moe(device, case, 308, [instance.index] * 2)
+
+
+@pytest.mark.parametrize(
+    ("mode", "tactic"),
+    [(0, None), (0, 0), (0, WIDENED[0].index), (2, None), (2, SIXTEEN_BIT[0].index)],
+    ids=lambda value: str(value),
+)
+def test_a_shard_without_any_row_is_zeros(device, mode, tactic):
     case = MoECase(9, 352, INTER, 16, 2, mode, routing="few_experts", ep_size=2, ep_rank=0)
     inputs = make_moe_inputs(case, 307)
     assert int(inputs.token_selected_experts.min()) >= 8
-    assert torch.equal(run_moe(device, inputs, mode, None), torch.zeros((9, 352), dtype=torch.bfloat16))
+    tactics = None if tactic is None else [tactic, tactic]
+    assert torch.equal(run_moe(device, inputs, mode, tactics), torch.zeros((9, 352), dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize("mode", [0, 2], ids=["MXFP8 input", "W4A16"])
@@ -336,9 +353,9 @@ def test_a_streamed_layer_on_a_shard_without_biases(device, instance, rank):
     check_moe(device, case, 630 + rank, [instance.index] * 2)
 
 
-@pytest.mark.parametrize("instance", [row for row in STREAMED if row.default], ids=lambda row: row.name)
+@pytest.mark.parametrize("instance", FOLDING, ids=names(FOLDING))
 @pytest.mark.parametrize("exponent", [0, 126, 129, 200], ids=lambda e: f"scales from 2^{e - 127}")
-def test_a_streamed_layer_takes_any_weight_scale(device, instance, exponent):
+def test_any_weight_scale(device, instance, exponent):
     """Scales above 2^1 do not fold into the expansion's factor; they take a path of their own. Blocks of both kinds mix."""
     mode = 2 if instance.activation == "bf16" else 0
     inputs = make_moe_inputs(MoECase(3, 160, 96, 4, 2, mode, biases=False, swiglu_parameters=False), 640 + exponent)

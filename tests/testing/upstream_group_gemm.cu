@@ -24,7 +24,8 @@ extern "C" int group_gemm(void* int_buffer, size_t int_bytes, void* float_buffer
     return flashinfer::group_gemm::CutlassMXFP4GroupwiseScaledGroupGEMMSM120<128, TILE_N, 128, SWAP_AB>(
         int_buffer, int_bytes, float_buffer, float_bytes, static_cast<cutlass::float_e4m3_t*>(a),
         static_cast<cutlass::float_e2m1_t*>(b), static_cast<cutlass::float_ue8m0_t*>(sfa),
-        static_cast<cutlass::float_ue8m0_t*>(sfb), static_cast<cutlass::bfloat16_t*>(out), m_indptr, n, k, groups, nullptr, 0);
+        static_cast<cutlass::float_ue8m0_t*>(sfb), static_cast<cutlass::bfloat16_t*>(out), m_indptr, n, k, groups,
+        nullptr, 0);
   } catch (const std::exception& error) {
     std::fprintf(stderr, "%s\n", error.what());
     return -1;

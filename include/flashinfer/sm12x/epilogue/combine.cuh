@@ -64,8 +64,7 @@ class Fc2Finish {
   static __device__ __forceinline__ void contribute(const Params& p, const scheduler::Unit& unit, const int* entries,
                                                     const float* weights, int warp, int lane,
                                                     const Accumulators<Config>& accumulators) {
-    const float scale =
-        Config::Policy::kAccumulatorScale * load_or(p.epilogue.global_scale, unit.expert, 1.0f);
+    const float scale = Config::Policy::kAccumulatorScale * load_or(p.epilogue.global_scale, unit.expert, 1.0f);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
@@ -109,7 +108,8 @@ class Fc2Finish {
     }
   }
 
-  static __device__ __forceinline__ void sum_slots(const Params& p, const int (&tokens)[kTogether], int count, int row) {
+  static __device__ __forceinline__ void sum_slots(const Params& p, const int (&tokens)[kTogether], int count,
+                                                   int row) {
     constexpr int kSlots = 4;  // of a token whose loads are in flight together
     float sum[kTogether] = {};
     for (int base = 0; base < p.top_k; base += kSlots) {
@@ -119,8 +119,8 @@ class Fc2Finish {
 #pragma unroll
         for (int i = 0; i < kSlots; ++i) {
           const int entry = tokens[j] * p.top_k + base + i;
-          const bool local = base + i < p.top_k &&
-                             scheduler::local_expert(p.ids[entry], p.first_expert, p.num_experts) >= 0;
+          const bool local =
+              base + i < p.top_k && scheduler::local_expert(p.ids[entry], p.first_expert, p.num_experts) >= 0;
           value[j][i] = local ? __ldcg(p.epilogue.contributions + static_cast<int64_t>(entry) * p.rows + row) : 0.0f;
         }
       }

@@ -61,8 +61,7 @@ class Fc1Finish {
                                                   int warp, int lane, Accumulators<Config>& accumulators) {
     const int inter = p.rows / 2;
     const Fc1Epilogue& e = p.epilogue;
-    const float scale =
-        Config::Policy::kAccumulatorScale * load_or(e.global_scale, unit.expert, 1.0f);
+    const float scale = Config::Policy::kAccumulatorScale * load_or(e.global_scale, unit.expert, 1.0f);
     const SwigluParameters parameters = {load_or(e.alpha, unit.expert, 1.0f), load_or(e.beta, unit.expert, 0.0f),
                                          load_or(e.limit, unit.expert, INFINITY)};
 #pragma unroll
@@ -165,17 +164,17 @@ class Fc1Finish {
     constexpr int kTileBlocks = kRowHalf / kScaleBlock;
     const int inter = p.rows / 2, first_block = unit.row_tile * kTileBlocks;
     // FC2 copies whole words of arranged rows: the last tile writes their padding.
-    const int last_block =
-        Config::kTokenScales ? inter / kScaleBlock : kScaleChunkBlocks * scale_words(inter);
+    const int last_block = Config::kTokenScales ? inter / kScaleBlock : kScaleChunkBlocks * scale_words(inter);
     const bool last_tile = (unit.row_tile + 1) * kRowHalf >= inter;
     const int blocks = last_tile ? last_block - first_block : kTileBlocks;
     for (int i = thread; i < unit.num_tokens * blocks * kBlockPieces; i += Config::kConsumerThreads) {
       const int token = i / (blocks * kBlockPieces), piece = i - token * (blocks * kBlockPieces);
       const int block = first_block + piece / kBlockPieces, byte = 16 * (piece % kBlockPieces);
       const int position = unit.first_token + token;
-      const uint4 value = piece < kTileBlocks * kBlockPieces
-                              ? *reinterpret_cast<const uint4*>(shared.staging() + token * Config::kStagingPitch + 16 * piece)
-                              : make_uint4(0, 0, 0, 0);
+      const uint4 value =
+          piece < kTileBlocks * kBlockPieces
+              ? *reinterpret_cast<const uint4*>(shared.staging() + token * Config::kStagingPitch + 16 * piece)
+              : make_uint4(0, 0, 0, 0);
       const int64_t at = Config::kTokenScales ? static_cast<int64_t>(position) * inter + block * kScaleBlock
                                               : arranged_offset(p.num_entries, position, block);
       *reinterpret_cast<uint4*>(p.epilogue.act + at + byte) = value;

@@ -26,7 +26,8 @@ struct OperandOffsets {
 };
 
 template <class Config>
-__device__ __forceinline__ OperandOffsets<Config> operand_offsets(const scheduler::Unit& unit, int rows, int warp, int lane) {
+__device__ __forceinline__ OperandOffsets<Config> operand_offsets(const scheduler::Unit& unit, int rows, int warp,
+                                                                  int lane) {
   using Policy = typename Config::Policy;
   OperandOffsets<Config> at;
   const int row_group = 16 * (warp % 4);

@@ -12,7 +12,7 @@ namespace flashinfer::sm12x {
 struct GatherParams {
   InputRows input;
   const int32_t* offsets;  // [E + 1]
-  const int32_t* order;    // [entries]
+  const int32_t* order;  // [entries]
   int num_experts;
   int num_entries;
   int top_k;
@@ -30,7 +30,8 @@ __global__ void __launch_bounds__(kGatherThreads) moe_gather_kernel(const __grid
   const int64_t blocks = static_cast<int64_t>(p.offsets[p.num_experts]) * row_blocks;
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kGatherThreads;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kGatherThreads + threadIdx.x; i < blocks; i += stride) {
-    const int row = static_cast<int>(i / row_blocks), k_block = static_cast<int>(i - static_cast<int64_t>(row) * row_blocks);
+    const int row = static_cast<int>(i / row_blocks),
+              k_block = static_cast<int>(i - static_cast<int64_t>(row) * row_blocks);
     TokenBlock block = {};
     if (k_block * kScaleBlock < p.input.k) {
       load_input_block<kActivation>(p.input, p.order[row] / p.top_k, k_block, block);

@@ -64,7 +64,7 @@ class Producer {
     const Producer& owner;
     scheduler::Unit unit;
     int unit_index, k_tile, k_tiles;
-    uint32_t row_piece[kRowsPerLane];   // of 16 bytes, of `tokens`
+    uint32_t row_piece[kRowsPerLane];  // of 16 bytes, of `tokens`
     uint32_t scale_word[kRowsPerLane];  // of `token_scales`
 
     __device__ __forceinline__ Cursor(const Producer& producer, int tile, int tiles)
@@ -117,7 +117,9 @@ class Producer {
   }
 
   // Words of 128 that a k-tile holds.
-  __device__ __forceinline__ int words_of(int k_tile) const { return min(Config::kWords, words - k_tile * Config::kWords); }
+  __device__ __forceinline__ int words_of(int k_tile) const {
+    return min(Config::kWords, words - k_tile * Config::kWords);
+  }
 
   __device__ __forceinline__ void issue_weights(int stage, const Cursor& at) const {
     if (lane == 0) {
@@ -169,9 +171,10 @@ class Producer {
   // the consumers wait for.
   __device__ __forceinline__ void gather_rows(int stage, const Cursor& at) const {
     constexpr int kPieces = Config::kTokenBytes / 16;  // of a row
-    constexpr int kRows = 32 / kPieces;                // that one instruction copies from
+    constexpr int kRows = 32 / kPieces;  // that one instruction copies from
     const int piece = lane % kPieces, row = lane / kPieces;
-    const int rows = piece * kPieceElements < valid_k(at.k_tile) ? at.unit.num_tokens : 0;  // that this lane copies from
+    const int rows =
+        piece * kPieceElements < valid_k(at.k_tile) ? at.unit.num_tokens : 0;  // that this lane copies from
     const uint8_t* from = p.tokens + at.k_tile * Config::kTokenBytes + 16 * piece;
     uint8_t* to = shared.tokens(stage) + row * Config::kTokenPitch + 16 * piece;
     constexpr int kTogether = Config::kTokenTile < 16 ? Config::kTokenTile : 16;  // rows between two looks at the end

@@ -5,8 +5,8 @@
 #pragma once
 
 #include "../mma/expand.cuh"
-#include "../ptx/copy.cuh"
 #include "../ptx/mma.cuh"
+#include "../ptx/shared.cuh"
 #include "streamed_tokens.cuh"
 
 namespace flashinfer::sm12x {
@@ -221,8 +221,8 @@ class StreamMultiplier {
   Operands operands_[kWords];
   uint32_t next_weights_ = 0, next_scale_ = 0;  // from row g to row g + 8
   uint32_t partial_[kSteps];
-  uint32_t first_row_ = 0, unit_rows_ = 0,
-           gate_ = 0;  // of the slab in the first unit, from unit to unit, up to gate row
+  uint32_t first_row_ = 0, unit_rows_ = 0;  // the slab's first row in the first unit, and from unit to unit
+  uint32_t gate_ = 0;                       // from an up row to its gate row
   TokenFragments<Config> tokens_;
 };
 

@@ -17,23 +17,23 @@ constexpr int kWordBytes = weight_bytes(kScaleChunkElements);  // packed weights
 
 // One GEMM of the layer as a stream of stages: some slabs of 16 weight rows, all of K.
 struct StreamedGemm {
-  CUtensorMap scales;  // words [expert x row chunk][word along K][128], a box is one piece of every word of K
+  CUtensorMap scales;      // words [expert x row chunk][word along K][128], a box is one piece of every word of K
   const uint8_t* weights;  // [E][rows][k / 2]; FC1: up rows, then gate rows
-  int64_t weight_pitch;  // bytes of an expert
-  int scale_pitch;  // row chunks of an expert
-  int out;  // outputs of an expert: FC1 inter, FC2 hidden
+  int64_t weight_pitch;    // bytes of an expert
+  int scale_pitch;         // row chunks of an expert
+  int out;                 // outputs of an expert: FC1 inter, FC2 hidden
   int k;
   int row_bytes;
-  int words;  // of 128 along K
-  int group_warps;  // MMA warps that share K, `Config::kWords` words each
-  int groups;  // of warps, and slabs of a stage: 1, 2 or 4
-  int units;  // stages that one token tile needs, all of them whole
-  int piece_rows;  // of 32 that a scale piece holds: those of a stage's (FC1: up) rows
-  int scale_offset;  // in a stage, behind the weights. FC1: pieces of up rows, then of gate rows
-  int bias_offset;  // in a stage, behind the scales. FC1: biases of up rows, then of gate rows
-  int tail_offset;  // in a stage, behind the biases: partial sums of lanes whose block of 32 lies beyond K
+  int words;                  // of 128 along K
+  int group_warps;            // MMA warps that share K, `Config::kWords` words each
+  int groups;                 // of warps, and slabs of a stage: 1, 2 or 4
+  int units;                  // stages that one token tile needs, all of them whole
+  int piece_rows;             // of 32 that a scale piece holds: those of a stage's (FC1: up) rows
+  int scale_offset;           // in a stage, behind the weights. FC1: pieces of up rows, then of gate rows
+  int bias_offset;            // in a stage, behind the scales. FC1: biases of up rows, then of gate rows
+  int tail_offset;            // in a stage, behind the biases: partial sums of lanes whose block of 32 lies beyond K
   const float* global_scale;  // [E] or null: 1
-  const void* bias;  // [E, FC1: 2 * inter, FC2: hidden] or null; 16-byte aligned
+  const void* bias;           // [E, FC1: 2 * inter, FC2: hidden] or null; 16-byte aligned
   ScalarType bias_type;
 
   FLASHINFER_SM12X_HOST_DEVICE int bias_bytes() const { return bias_type == ScalarType::kF32 ? 4 : 2; }
@@ -44,7 +44,7 @@ struct StreamedGemm {
 struct StreamedLayerParams {
   StreamedGemm gemm[2];
   InputRows input;
-  const int32_t* ids;  // [entries] global expert ids
+  const int32_t* ids;            // [entries] global expert ids
   const float* routing_weights;  // [entries]
   int num_tokens;
   int num_entries;
@@ -54,10 +54,10 @@ struct StreamedLayerParams {
   const float* alpha;  // [E] or null: 1, 0, infinity
   const float* beta;
   const float* limit;
-  float* act;  // [entries, inter], in expert order
-  float* contributions;  // [entries, hidden], by entry
+  float* act;             // [entries, inter], in expert order
+  float* contributions;   // [entries, hidden], by entry
   unsigned* blocks_done;  // [2] with FC1, with FC2; zeroed by the prologue
-  void* output;  // [tokens, hidden]
+  void* output;           // [tokens, hidden]
   ScalarType output_type;
   int stages;
   int stage_bytes;

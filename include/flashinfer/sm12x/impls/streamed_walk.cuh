@@ -22,6 +22,7 @@ struct TokenTile {
   __device__ __forceinline__ int count() const { return static_cast<int>(packed >> 27); }
 };
 
+// A block's shared memory (StreamStorage), and how its ring is divided.
 struct StreamBlock {
   using Storage = StreamStorage;
 
@@ -91,7 +92,7 @@ class StreamWalk {
 
   __device__ __forceinline__ Run next_run(const StreamedLayerParams& p, int num_tiles) {
     for (++tile; gemm < 2; ++gemm, tile = -1) {
-      // Fits 32 bits: at most kStreamEntries tiles, and the launcher bounds the units of one.
+      // Fits 32 bits: kStreamEntries tiles of at most 384 units (outputs of one GEMM are K of the other, and so bounded).
       const unsigned units = p.gemm[gemm].units, total = num_tiles * units;
       const unsigned begin = total * blockIdx.x / gridDim.x, end = total * (blockIdx.x + 1) / gridDim.x;
       tile = max(tile, static_cast<int>(begin / units));

@@ -94,8 +94,8 @@ __device__ __forceinline__ void take_bf16_block(const uint4 (&packed)[4], TokenB
 template <Activation kActivation>
 __device__ __forceinline__ void load_input_block(const InputRows& rows, int64_t token, int k_block, TokenBlock& block) {
   const int64_t element = token * rows.k + k_block * kScaleBlock;
-  const bool sixteen_bit = kActivation == Activation::kBf16 || rows.source == TokenSource::kBf16 ||
-                           rows.source == TokenSource::kF16;
+  const bool sixteen_bit =
+      kActivation == Activation::kBf16 || rows.source == TokenSource::kBf16 || rows.source == TokenSource::kF16;
   if (sixteen_bit) {
     const uint4* from = reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(rows.data) + element);
     const uint4 packed[4] = {from[0], from[1], from[2], from[3]};

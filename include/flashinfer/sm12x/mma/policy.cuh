@@ -26,8 +26,8 @@
 namespace flashinfer::sm12x::mma {
 
 enum class Scaling {
-  kInMma,      // the MMA takes both scales
-  kInSums,     // partial sums of a block are multiplied by both
+  kInMma,  // the MMA takes both scales
+  kInSums,  // partial sums of a block are multiplied by both
   kInWeights,  // weights are multiplied by theirs as they are expanded; tokens have none
 };
 

@@ -14,7 +14,7 @@ namespace flashinfer::sm12x {
 
 namespace {
 
-constexpr int kMaxBlocksPerSm = 16;                    // more than any instance's occupancy
+constexpr int kMaxBlocksPerSm = 16;  // more than any instance's occupancy
 constexpr size_t kPartialBytesPerSm = size_t{256} << 10;  // two parts of a tile for every resident block
 
 struct Registry {
@@ -48,7 +48,7 @@ class Arena {
 struct SplitBuffers {
   float4* partials;
   int* arrivals;  // FC1's blocks, then FC2's
-  int blocks;     // of one launch at most
+  int blocks;  // of one launch at most
 };
 
 SplitBuffers take_split_buffers(Arena& arena, int sm_count) {
@@ -175,8 +175,8 @@ Status launch_gather(const GatherParams& params, MoeMode mode, const LaunchOptio
   config.stream = options.stream;
   config.attrs = &attribute;
   config.numAttrs = options.dependent_launch ? 1 : 0;
-  const auto kernel = mode == MoeMode::kBf16Activations ? moe_gather_kernel<Activation::kBf16>
-                                                        : moe_gather_kernel<Activation::kE4m3>;
+  const auto kernel =
+      mode == MoeMode::kBf16Activations ? moe_gather_kernel<Activation::kBf16> : moe_gather_kernel<Activation::kE4m3>;
   return {cudaLaunchKernelEx(&config, kernel, params), "gather"};
 }
 
@@ -277,6 +277,11 @@ Status run_streamed_moe(const MoeArguments& a, const LaunchOptions& options) {
     return {cudaErrorInvalidValue, "two stages of this streamed tactic do not fit shared memory"};
   }
 
+  const int shared_bytes = p.stages * p.stage_bytes + instance.fixed_bytes;
+  if (const cudaError_t error = instance.prepare(shared_bytes)) {
+    return {error, "this device does not grant the streamed tactic's shared memory"};
+  }
+
   if (Status r = encode_scales(a.fc1_scales, s.num_experts, &p.gemm[0]); r.error) return r;
   if (Status r = encode_scales(a.fc2_scales, s.num_experts, &p.gemm[1]); r.error) return r;
   p.gemm[0].weights = a.fc1_weights;
@@ -311,7 +316,7 @@ Status run_streamed_moe(const MoeArguments& a, const LaunchOptions& options) {
   prologue.prefetch = a.ids;
   prologue.prefetch_bytes = entries * static_cast<int>(sizeof(int32_t));
   if (Status r = launch_prologue(prologue, options); r.error) return r;
-  return {instance.launch(p, p.stages * p.stage_bytes + instance.fixed_bytes, options), "streamed layer"};
+  return {instance.launch(p, shared_bytes, options), "streamed layer"};
 }
 
 }  // namespace

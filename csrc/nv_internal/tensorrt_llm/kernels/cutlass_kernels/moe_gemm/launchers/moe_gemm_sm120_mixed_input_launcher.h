@@ -27,9 +27,10 @@ using GemmLaunch = cudaError_t (*)(const GroupedGemmParams<kRole>& params, int b
 
 // A member that computes the whole layer in one launch.
 struct StreamedInstance {
+  cudaError_t (*prepare)(int shared_bytes);  // before anything is launched: fails where the device does not grant them
   cudaError_t (*launch)(const StreamedLayerParams& params, int shared_bytes, const LaunchOptions& options);
-  int words;        // of 128 along K, that a warp takes
-  int mma_warps;    // of a block
+  int words;  // of 128 along K, that a warp takes
+  int mma_warps;  // of a block
   int fixed_bytes;  // of shared memory, beside the ring of stages
 };
 
@@ -37,7 +38,7 @@ struct StreamedInstance {
 struct GemmInstance {
   int index;  // tactic number
   Activation activation;  // what activations are rounded to,
-  Activation operand;     // and as what they are multiplied
+  Activation operand;  // and as what they are multiplied
   int token_tile;
   int k_tile;
   GemmLaunch<Role::kFc1> fc1;
@@ -75,10 +76,10 @@ struct MoeShape {
 struct MoeArguments {
   MoeShape shape;
   const void* input;
-  ScalarType input_type;     // kQuantizeInput: kBf16 or kF16
-  const uint8_t* input_sf;   // kMxfp8Input
+  ScalarType input_type;  // kQuantizeInput: kBf16 or kF16
+  const uint8_t* input_sf;  // kMxfp8Input
   bool swizzled_input_sf;
-  const int32_t* ids;        // [tokens, top_k] global expert ids
+  const int32_t* ids;  // [tokens, top_k] global expert ids
   const float* routing_weights;
   int first_expert;
   const uint8_t* fc1_weights;

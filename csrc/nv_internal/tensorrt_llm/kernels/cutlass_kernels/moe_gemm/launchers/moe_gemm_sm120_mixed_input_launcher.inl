@@ -85,12 +85,12 @@ template <Activation kActivation, int kTokenTile, int kWords, int kMmaWarps>
 struct StreamedLayerInstance {
   using Config = StreamConfig<kActivation, kTokenTile, kWords, kMmaWarps>;
 
+  static cudaError_t prepare(int shared_bytes) {
+    return cudaFuncSetAttribute(streamed_layer_kernel<Config>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                shared_bytes);
+  }
+
   static cudaError_t launch(const StreamedLayerParams& params, int shared_bytes, const LaunchOptions& options) {
-    if (const cudaError_t error = cudaFuncSetAttribute(streamed_layer_kernel<Config>,
-                                                       cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-        error != cudaSuccess) {
-      return error;
-    }
     cudaLaunchAttribute attributes[2];
     attributes[0].id = cudaLaunchAttributeCooperative;
     attributes[0].val.cooperative = 1;
@@ -115,7 +115,7 @@ struct StreamedLayerInstance {
             nullptr,
             nullptr,
             nullptr,
-            {launch, kWords, kMmaWarps, StreamStorage::kRing}};
+            {prepare, launch, kWords, kMmaWarps, StreamStorage::kRing}};
   }
 };
 
