@@ -43,7 +43,13 @@ class Plan:
 
 
 def find_peers(wanted: str, marlin: Path | None, triton_kernels: Path | None) -> list[Peer]:
-    """The peers among ``wanted`` that are there; says of each where it was found or why it was not."""
+    """The peers among ``wanted`` that are there; says of each where it was found or why it was not.
+
+    Raises
+    ------
+    SystemExit
+        One that was named by its path cannot be used: a table without it is not what was asked for.
+    """
     found = []
     for name, find, given in (
         ("marlin", peer_module.marlin, marlin),
@@ -52,6 +58,8 @@ def find_peers(wanted: str, marlin: Path | None, triton_kernels: Path | None) ->
         if name not in wanted.split(","):
             continue
         peer, told = find(given)
+        if peer is None and given is not None:
+            raise SystemExit(f"{name} cannot be measured: {told}")
         print(f"{name}: {'' if peer else 'not measured: '}{told}")
         if peer is not None:
             found.append(peer)

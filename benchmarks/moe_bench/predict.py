@@ -11,7 +11,8 @@ No part of it is a measurement of a GB10.  For each mode and each tactic that th
    row of an expert).  Three runs - few experts with short tiles, more of them, the first with full tiles - give the three
    coefficients; a fourth, with random routing, is predicted from them and the deviation is printed.  Weights are read
    from DRAM once per touched expert, not once per tile: an expert's tiles follow one another and find them in L2.
-3. A row's T, R and touched experts are means over random routings.  A prologue is linear in the tokens.
+3. A row's T, R and touched experts are means over random routings.  A prologue is linear in the tokens, a gather in R (it
+   reads a token's row once for each of its experts; emulated with fewer of them, its reads are overestimated).
 4. Each launch takes as long as the busiest of four resources: DRAM, issue slots, MMA, shared memory.  To these come
    what launches and their tails add, during which DRAM idles.
 
@@ -117,10 +118,11 @@ class Work:
 class Fit:
     """Counts of one launch as a function of the work: ``constant + per_tile T + per_row R``.
 
-    ``tile`` is its token tile, 0 for a prologue, whose rows are the batch's tokens.
+    ``tile`` is its token tile, 0 for what is no GEMM; a prologue's rows are the batch's tokens (``by_tokens``).
     """
 
     tile: int
+    by_tokens: bool
     constant: Counts
     per_tile: Counts
     per_row: Counts
@@ -129,7 +131,7 @@ class Fit:
     def at(self, work: Work) -> Counts:
         """Counts of ``work``; the bytes that a tile brings are an expert's weights, read once."""
         tiles = dataclasses.replace(self.per_tile * work.tiles, bytes=self.per_tile.bytes * work.experts)
-        return self.constant + tiles + self.per_row * (work.rows if self.tile else work.tokens)
+        return self.constant + tiles + self.per_row * (work.tokens if self.by_tokens else work.rows)
 
 
 def fit_gemm(tile: int, works: Sequence[Work], counts: Sequence[Counts], warps: float) -> Fit:
@@ -137,15 +139,16 @@ def fit_gemm(tile: int, works: Sequence[Work], counts: Sequence[Counts], warps: 
     system = torch.tensor([[1.0, work.tiles, work.rows] for work in works], dtype=torch.float64)
     solved = torch.linalg.solve(system, torch.tensor([c.values() for c in counts], dtype=torch.float64))
     constant, per_tile, per_row = (Counts(*row.tolist()) for row in solved)
-    return Fit(tile, constant, per_tile, per_row, warps)
+    return Fit(tile, False, constant, per_tile, per_row, warps)
 
 
-def fit_prologue(works: Sequence[Work], counts: Sequence[Counts], warps: float) -> Fit:
-    """A launch that is linear in the tokens."""
-    system = torch.tensor([[1.0, work.tokens] for work in works], dtype=torch.float64)
+def fit_rows(by_tokens: bool, works: Sequence[Work], counts: Sequence[Counts], warps: float) -> Fit:
+    """A launch that is linear in the tokens, or in the rows."""
+    sizes = [work.tokens if by_tokens else work.rows for work in works]
+    system = torch.tensor([[1.0, size] for size in sizes], dtype=torch.float64)
     solved = torch.linalg.lstsq(system, torch.tensor([c.values() for c in counts], dtype=torch.float64)).solution
-    constant, per_token = (Counts(*row.tolist()) for row in solved)
-    return Fit(0, constant, Counts(), per_token, warps)
+    constant, per_row = (Counts(*row.tolist()) for row in solved)
+    return Fit(0, by_tokens, constant, Counts(), per_row, warps)
 
 
 def counts_of(launch: Any) -> Counts:
@@ -203,7 +206,8 @@ def emulate(
 def fit_layer(device: VirtualDevice, model: str, mode: int, tactics: tuple[int, int]) -> tuple[list[Fit], float, int]:
     """The launches of a layer, the largest deviation of the check, and how often a watcher reported.
 
-    A launch without MMAs is a prologue; the others are FC1 and FC2 in this order, or the whole layer where there is one.
+    A launch without MMAs is a prologue or a gather; the others are FC1 and FC2 in this order, or the whole layer where there
+    is one.
     """
     emulated = [emulate(device, model, mode, run, tactics) for run in runs_for(tactics)]
     if len({len(launches) for _, launches in emulated}) != 1:
@@ -216,7 +220,10 @@ def fit_layer(device: VirtualDevice, model: str, mode: int, tactics: tuple[int, 
         gemms = sum(fit.tile > 0 for fit in fits)
         tile = token_tiles(tactics)[min(gemms, 1)] if counts[0].mma_flops else 0
         works = [work_of(ids, tile) for ids, _ in emulated]
-        fit = fit_gemm(tile, works[:3], counts[:3], warps) if tile else fit_prologue(works[:3], counts[:3], warps)
+        if tile:
+            fit = fit_gemm(tile, works[:3], counts[:3], warps)
+        else:
+            fit = fit_rows("moe_gather" not in launch.kernel, works[:3], counts[:3], warps)
         fits.append(fit)
         if tile:
             expected = fit.at(works[3])
@@ -294,7 +301,7 @@ def predict(
     by_bound: dict[str, float] = {}
     busy = streamed = 0.0
     slower = given.dram_gb_per_second / given.streamed_gb_per_second
-    eight_bit = mode != 2 and not INSTANCES[tactics[0]].streamed  # the streamed layer multiplies in bf16
+    eight_bit = INSTANCES[tactics[0]].operand == "mxfp8"
     for fit in fits:
         used = resources(fit, fit.at(mean_work(model, tokens, fit.tile)), eight_bit, given)
         for name, value in used.items():

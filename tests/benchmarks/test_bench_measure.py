@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -180,23 +181,32 @@ def test_bad_arguments(arguments: list[str], text: str, capsys: pytest.CaptureFi
     with pytest.raises(SystemExit) as stopped:
         bench.parse(arguments)
     assert stopped.value.code == 2
-    import re
-
     assert re.search(text, capsys.readouterr().err)
 
 
-def test_peers_that_are_not_there_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = tmp_path / "library.so"
-    text.write_text("no library")
-    found = measure.find_peers("marlin,triton_kernels", text, tmp_path)
+def test_peers_that_are_not_there_are_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for look in ("marlin", "triton_kernels"):
+        monkeypatch.setattr(measure.peer_module, look, lambda given: (None, "not installed"))
+    assert measure.find_peers("marlin,triton_kernels", None, None) == []
     printed = capsys.readouterr().out
-    assert found == []
-    assert f"marlin: not measured: {text}: " in printed
-    assert f"triton_kernels: not measured: --triton-kernels: {tmp_path} is no folder of the package" in printed
-    assert measure.find_peers("marlin", tmp_path / "absent.so", None) == []
-    assert f"--marlin: {tmp_path / 'absent.so'} is no file" in capsys.readouterr().out
-    assert measure.find_peers("", text, None) == []
+    assert "marlin: not measured: not installed" in printed
+    assert "triton_kernels: not measured: not installed" in printed
+    assert measure.find_peers("", tmp_path, tmp_path) == []
     assert capsys.readouterr().out == ""
+
+
+def test_peers_that_were_named_must_be_usable(tmp_path: Path) -> None:
+    text = tmp_path / "library.so"
+    text.write_text("not a library")
+    for wanted, marlin, triton_kernels, told in (
+        ("marlin", text, None, f"marlin cannot be measured: {text}: "),
+        ("marlin", tmp_path / "absent.so", None, "is no file"),
+        ("triton_kernels", None, tmp_path, f"--triton-kernels: {tmp_path} is no folder of the package"),
+    ):
+        with pytest.raises(SystemExit, match=re.escape(told)):
+            measure.find_peers(wanted, marlin, triton_kernels)
 
 
 def test_host_cost_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:

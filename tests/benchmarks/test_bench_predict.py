@@ -22,26 +22,29 @@ MODEL = "gpt-oss-120b"
 TACTIC = next(row.index for row in INSTANCES if row.activation == "mxfp8")
 TILE = INSTANCES[TACTIC].token_tile
 CONSTANT, PER_TILE, PER_ROW = Counts(1e5, 0, 100, 1e4), Counts(7e5, 2e8, 2e5, 9e6), Counts(3e3, 1e3, 50, 2e4)
-GIVEN = Fit(TILE, CONSTANT, PER_TILE, PER_ROW, 2.5)
+GIVEN = Fit(TILE, False, CONSTANT, PER_TILE, PER_ROW, 2.5)
 
 
-def launch(counts: Counts, threads: int = 160, blocks_per_sm: int = 2, reports: tuple[str, ...] = ()) -> Any:
+def launch(
+    counts: Counts, threads: int = 160, blocks_per_sm: int = 2, reports: tuple[str, ...] = (), kernel: str = "k"
+) -> Any:
     fields = ("warp_instructions", "mma_flops", "shared_wavefronts", "global_distinct_bytes")
     counters = SimpleNamespace(**dict(zip(fields, counts.values(), strict=True)))
     return SimpleNamespace(
-        kernel="k", counters=counters, blocks_per_sm=blocks_per_sm, block=(threads, 1, 1), reports=reports
+        kernel=kernel, counters=counters, blocks_per_sm=blocks_per_sm, block=(threads, 1, 1), reports=reports
     )
 
 
 @pytest.fixture
 def linear(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device on which a prologue is linear in the tokens and both GEMMs are :data:`GIVEN`."""
+    """A device on which a prologue is linear in the tokens, a gather in the rows, and both GEMMs are :data:`GIVEN`."""
 
     def emulate(device: Any, model: str, mode: int, run: predict.Run, tactics: tuple[int, int]) -> Any:
         ids = run.ids(predict.EMULATED_EXPERTS)
         prologue = Counts(1000, 0, 0, 3200) + Counts(4000, 0, 10, 8640) * ids.shape[0]
         gemm = launch(GIVEN.at(predict.work_of(ids, TILE)))
-        return ids, [launch(prologue), gemm, gemm]
+        gather = Counts(500, 0, 0, 64) + Counts(300, 0, 4, 5760) * ids.numel()
+        return ids, [launch(prologue), launch(gather, kernel="moe_gather_kernel"), gemm, gemm]
 
     monkeypatch.setattr(predict, "emulate", emulate)
 
@@ -52,8 +55,11 @@ def close(a: Counts, b: Counts) -> bool:
 
 def test_three_runs_give_the_coefficients(linear: None) -> None:
     fits, deviation, reports = predict.fit_layer(None, MODEL, 1, (TACTIC, TACTIC))  # type: ignore[arg-type]
-    assert [fit.tile for fit in fits] == [0, TILE, TILE]
-    for fit in fits[1:]:
+    assert [fit.tile for fit in fits] == [0, 0, TILE, TILE]
+    assert [fit.by_tokens for fit in fits] == [True, False, False, False]
+    assert close(fits[1].constant, Counts(500, 0, 0, 64))
+    assert close(fits[1].per_row, Counts(300, 0, 4, 5760))
+    for fit in fits[2:]:
         assert close(fit.constant, CONSTANT)
         assert close(fit.per_tile, PER_TILE)
         assert close(fit.per_row, PER_ROW)
