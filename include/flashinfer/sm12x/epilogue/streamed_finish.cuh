@@ -139,38 +139,39 @@ class StreamKeeper {
     }
   }
 
-  // Up and gate of one output meet in a lane: values 0, 1 are up of tokens 2t and 2t + 1, values 2, 3 their gates.
-  __device__ __forceinline__ void activate(const TokenTile& tile, int output, float scale, const float (&bias)[2],
-                                           const SwigluParameters& parameters, const Sums& sums) const {
+  // The tokens whose sums this lane holds: values `parity` and `parity + 2` of a step are of token 2t + parity.
+  template <class Function>
+  __device__ __forceinline__ void for_each_token(const TokenTile& tile, const Sums& sums,
+                                                 const Function& function) const {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
       for (int parity = 0; parity < 2; ++parity) {
         const int token = 8 * step + 2 * (lane_ % 4) + parity;
-        if (token >= tile.count()) continue;
-        const float up = fmaf(sums[step][parity], scale, bias[0]);
-        const float gate = fmaf(sums[step][parity + 2], scale, bias[1]);
-        p.act[static_cast<int64_t>(tile.first() + token) * p.gemm[0].out + output] = swiglu(up, gate, parameters);
+        if (token < tile.count()) function(tile.first() + token, sums[step][parity], sums[step][parity + 2]);
       }
     }
+  }
+
+  // Up and gate of one output meet in a lane.
+  __device__ __forceinline__ void activate(const TokenTile& tile, int output, float scale, const float (&bias)[2],
+                                           const SwigluParameters& parameters, const Sums& sums) const {
+    for_each_token(tile, sums, [&](int position, float up, float gate) {
+      p.act[static_cast<int64_t>(position) * p.gemm[0].out + output] =
+          swiglu(fmaf(up, scale, bias[0]), fmaf(gate, scale, bias[1]), parameters);
+    });
   }
 
   // Every expert's contribution goes to its own row.
   __device__ __forceinline__ void contribute(const TokenTile& tile, int row, float scale, const float (&bias)[2],
                                              const Sums& sums) const {
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-#pragma unroll
-      for (int parity = 0; parity < 2; ++parity) {
-        const int token = 8 * step + 2 * (lane_ % 4) + parity;
-        if (token >= tile.count()) continue;
-        const int entry = shared.order()[tile.first() + token];
-        const float weight = p.routing_weights[entry];
-        float* to = p.contributions + static_cast<int64_t>(entry) * p.gemm[1].out + row;
-        to[0] = fmaf(sums[step][parity], scale, bias[0]) * weight;
-        to[8] = fmaf(sums[step][parity + 2], scale, bias[1]) * weight;
-      }
-    }
+    for_each_token(tile, sums, [&](int position, float low, float high) {
+      const int entry = shared.order()[position];
+      const float weight = p.routing_weights[entry];
+      float* to = p.contributions + static_cast<int64_t>(entry) * p.gemm[1].out + row;
+      to[0] = fmaf(low, scale, bias[0]) * weight;
+      to[8] = fmaf(high, scale, bias[1]) * weight;
+    });
   }
 
   // This block's part of the outputs: contributions in the order of slots, rounded once.

@@ -5,6 +5,7 @@
 #include "moe_gemm_sm120_mixed_input_launcher.h"
 
 #include <algorithm>
+#include <cstdint>
 
 #include "../sm12x_layout_sfa_utils.h"
 #include "flashinfer/sm12x/impls/moe_gather.cuh"
@@ -132,6 +133,12 @@ Status encode_weights(const uint8_t* weights, int experts, int rows, int k, int 
   return {};
 }
 
+// Kernels count 16-byte pieces of activations in 32 bits.
+Status check_activations(int64_t rows, int k) {
+  if (rows * k / 8 > int64_t{UINT32_MAX}) return {cudaErrorInvalidValue, "activations of 64 GiB and more"};
+  return {};
+}
+
 // Resident blocks of a whole device, at most as many as the split buffers serve.
 Status grid_blocks(const GemmInstance& instance, Role role, int num_experts, const LaunchOptions& options,
                    int* blocks) {
@@ -150,34 +157,19 @@ Status grid_blocks(const GemmInstance& instance, Role role, int num_experts, con
 Status launch_prologue(const PrologueParams& params, const LaunchOptions& options) {
   const bool sorts = params.offsets != nullptr;
   const int workers = std::min(std::max(params.num_tokens, 1), 4 * options.sm_count);
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(workers + (sorts ? 1 : 0)));
-  config.blockDim = dim3(kPrologueThreads);
-  config.dynamicSmemBytes = sorts ? sizeof(int) * ((kPrologueWarps + 1) * params.num_experts + 1) : 0;
-  config.stream = options.stream;
-  config.attrs = &attribute;
-  config.numAttrs = options.dependent_launch ? 1 : 0;
-  return {cudaLaunchKernelEx(&config, moe_prologue_kernel, params), "prologue"};
+  const int sort_bytes = static_cast<int>(sizeof(int)) * ((kPrologueWarps + 1) * params.num_experts + 1);
+  return {launch_kernel(moe_prologue_kernel, params, workers + (sorts ? 1 : 0), kPrologueThreads,
+                        sorts ? sort_bytes : 0, options),
+          "prologue"};
 }
 
 Status launch_gather(const GatherParams& params, MoeMode mode, const LaunchOptions& options) {
-  const int64_t blocks = static_cast<int64_t>(params.num_entries) * kScaleChunkBlocks * scale_words(params.input.k);
-  const int64_t wanted = (blocks + kGatherThreads - 1) / kGatherThreads;
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(std::min<int64_t>(wanted, 8 * options.sm_count)));
-  config.blockDim = dim3(kGatherThreads);
-  config.stream = options.stream;
-  config.attrs = &attribute;
-  config.numAttrs = options.dependent_launch ? 1 : 0;
+  const int64_t row_blocks = kScaleChunkBlocks * scale_words(params.input.k);
+  const int64_t wanted = (params.num_entries * row_blocks + kGatherThreads - 1) / kGatherThreads;
+  const int blocks = static_cast<int>(std::min<int64_t>(wanted, 8 * options.sm_count));
   const auto kernel =
       mode == MoeMode::kBf16Activations ? moe_gather_kernel<Activation::kBf16> : moe_gather_kernel<Activation::kE4m3>;
-  return {cudaLaunchKernelEx(&config, kernel, params), "gather"};
+  return {launch_kernel(kernel, params, blocks, kGatherThreads, 0, options), "gather"};
 }
 
 // What FC1 and FC2 share.
@@ -346,6 +338,7 @@ Status run_moe(const MoeArguments& a, const LaunchOptions& options) {
   const int entries = s.num_tokens * s.top_k;
   const MoeWorkspace w = lay_out(s, options.sm_count, a.workspace);
   if (w.bytes > a.workspace_bytes) return {cudaErrorInvalidValue, "the workspace is too small"};
+  if (Status r = check_activations(entries, std::max(s.hidden, s.inter)); r.error) return r;
   if (a.fc1_instance->operand != a.fc2_instance->operand) {
     return {cudaErrorInvalidValue, "FC1 and FC2 must keep activations in the same type"};
   }
@@ -439,6 +432,7 @@ Status run_group_gemm(const GroupGemmArguments& a, const LaunchOptions& options)
   Arena arena(a.workspace);
   const SplitBuffers split = take_split_buffers(arena, options.sm_count);
   if (arena.used() > a.workspace_bytes) return {cudaErrorInvalidValue, "the workspace is too small"};
+  if (Status r = check_activations(a.cum_m, a.k); r.error) return r;
   int blocks = 0;
   if (Status r = grid_blocks(*a.instance, Role::kStore, a.num_groups, options, &blocks); r.error) return r;
 

@@ -21,6 +21,23 @@ struct LaunchOptions {
   int shared_bytes;       // that a block may have
 };
 
+// A kernel behind the launches before it in the stream, or, with dependent_launch, beside them until it waits for them.
+template <class Params>
+cudaError_t launch_kernel(void (*kernel)(Params), const Params& params, int blocks, int threads, int shared_bytes,
+                          const LaunchOptions& options) {
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+  config.stream = options.stream;
+  config.attrs = &attribute;
+  config.numAttrs = options.dependent_launch ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, params);
+}
+
 // One compiled member of the family. The rendered sources register theirs when the library is loaded.
 template <Role kRole>
 using GemmLaunch = cudaError_t (*)(const GroupedGemmParams<kRole>& params, int blocks, const LaunchOptions& options);

@@ -36,17 +36,8 @@ struct KernelLauncher {
   }
 
   static cudaError_t launch(const GroupedGemmParams<kRole>& params, int blocks, const LaunchOptions& options) {
-    cudaLaunchAttribute attribute;
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(static_cast<unsigned>(blocks));
-    config.blockDim = dim3(Config::kThreads);
-    config.dynamicSmemBytes = shared_bytes(options.block_scaled_mma, params.num_experts);
-    config.stream = options.stream;
-    config.attrs = &attribute;
-    config.numAttrs = options.dependent_launch ? 1 : 0;
-    return cudaLaunchKernelEx(&config, grouped_gemm_kernel<Config>, params);
+    return launch_kernel(grouped_gemm_kernel<Config>, params, blocks, Config::kThreads,
+                         shared_bytes(options.block_scaled_mma, params.num_experts), options);
   }
 };
 
