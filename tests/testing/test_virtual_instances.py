@@ -147,14 +147,16 @@ def assert_instance(launch: Any, instance: Instance) -> None:
 def assert_shares(launch: Any, instance: Instance, rows_of_experts: list[int], row_tiles: int, k: int) -> None:
     """The launch's blocks reuse stages, hold parts of more than one unit, and cut units between them.
 
-    A block takes ``tiles // blocks`` K tiles, one more in the first ``tiles % blocks`` blocks; a unit has ``k_tiles`` of them.
+    Blocks take whole units in turn as long as two are left for each; the rest is shared by K tiles, a unit having ``k_tiles``.
     """
     k_tiles = -(-k // instance.k_tile)
-    token_tiles = sum(-(-rows // instance.token_tile) for rows in rows_of_experts)
-    tiles, blocks = token_tiles * row_tiles * k_tiles, launch.grid[0]
+    units = sum(-(-rows // instance.token_tile) for rows in rows_of_experts) * row_tiles
+    turns = max(units // launch.grid[0] - 1, 0)
+    tiles, blocks = (units - turns * launch.grid[0]) * k_tiles, launch.grid[0]
     length, longer = divmod(tiles, blocks)
     starts = [block * length + min(block, longer) for block in range(blocks + 1)]
-    assert length > instance.stages, f"{tiles} K tiles in {blocks} blocks do not fill the ring of {instance.name}"
+    whole = turns * k_tiles
+    assert whole + length > instance.stages, f"{tiles} K tiles in {blocks} blocks do not fill {instance.name}'s ring"
     assert any(start % k_tiles for start in starts)
     assert any((end - 1) // k_tiles > start // k_tiles for start, end in zip(starts, starts[1:], strict=False))
 
@@ -190,6 +192,22 @@ def test_an_instance_with_16_bit_activations(device, instance):
     case = layer(instance, 2)
     inputs = check_moe(device, case, 200 + instance.index, [instance.index] * 2)
     assert_moe_shares(device, case, inputs, instance)
+
+
+@pytest.mark.parametrize(
+    "instance", [EIGHT_BIT[0], EIGHT_BIT[-1], SIXTEEN_BIT[-1], WIDENED[0]], ids=lambda row: row.name
+)
+def test_blocks_take_whole_units_in_turn(device, instance):
+    """More than two units for each block: what is not shared along K."""
+    tokens = 4 * instance.token_tile + 3
+    case = MoECase(tokens, 2080, 2400, 4, 2, 2 if instance.activation == "bf16" else 0, biases=False)
+    inputs = check_moe(device, case, 310 + instance.index, [instance.index] * 2)
+    rows = torch.bincount(inputs.token_selected_experts.flatten(), minlength=4).tolist()
+    tiles = sum(-(-count // instance.token_tile) for count in rows)
+    fc1, fc2 = gemm_launches(device)
+    for launch, row_tiles in ((fc1, -(-case.inter // (ROW_TILE // 2))), (fc2, -(-case.hidden // ROW_TILE))):
+        print(f"{tiles * row_tiles} units, {launch.grid[0]} blocks")
+    assert tiles * -(-case.inter // (ROW_TILE // 2)) >= 3 * fc1.grid[0]  # two turns and a rest
 
 
 @pytest.mark.parametrize("tactics", [(0, 7), (4, 5), (3, 6)], ids=lambda pair: f"{pair[0]} then {pair[1]}")

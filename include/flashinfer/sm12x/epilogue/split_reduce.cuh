@@ -9,13 +9,14 @@
 
 namespace flashinfer::sm12x::epilogue {
 
-// Tiles [first, last] of the sequence make up the unit. Returns whether this block has the whole sum.
+// `unit` is one of those that are shared. Returns whether this block has the whole sum.
 template <class Config>
 __device__ __forceinline__ bool reduce_split(float4* partials, int* arrivals, const SharedStorage<Config>& shared,
-                                             const scheduler::Shares& shares, int first, int last, int thread,
+                                             const scheduler::Shares& shares, int unit, int thread,
                                              Accumulators<Config>& accumulators) {
   constexpr int kVectors = 2 * Config::kTokenSteps;  // float4 of one thread
-  const int first_block = shares.owner(first), last_block = shares.owner(last);
+  const int first = (unit - shares.first_shared_unit()) * shares.k_tiles;
+  const int first_block = shares.owner(first), last_block = shares.owner(first + shares.k_tiles - 1);
   // A block has at most two parts: one of a unit that began before its share, one of a unit that goes on behind it.
   auto slot = [&](int block) {
     return partials +

@@ -57,19 +57,16 @@ class Consumer {
  public:
   static __device__ __forceinline__ void run(const Params& p, const SharedStorage<Config>& shared,
                                              const scheduler::UnitMap<Config::kTokenTile>& units,
-                                             const scheduler::Shares& shares, int k_tiles, int warp, int lane) {
-    const int begin = shares.begin(blockIdx.x), end = shares.begin(blockIdx.x + 1);
+                                             const scheduler::Shares& shares, int warp, int lane) {
     const int thread = 32 * warp + lane;
     const int blocks = p.k / kScaleBlock;
     ptx::wait_for_prerequisite_grids();
 
     int stage = 0;
     uint32_t phase = 0;
-    for (int tile = begin; tile < end;) {
-      const int unit_index = tile / k_tiles;
-      const int first = unit_index * k_tiles, last = first + k_tiles - 1;
-      const int stop = min(end, last + 1);
-      const scheduler::Unit unit = units.locate(unit_index);
+    scheduler::BlockWalk walk(shares);
+    for (scheduler::Run run = walk.next(); run.tiles > 0; run = walk.next()) {
+      const scheduler::Unit unit = units.locate(run.unit);
       const OperandOffsets<Config> at = operand_offsets<Config>(unit, p.rows, warp, lane);
       const epilogue::OwnToken own = own_token(p, shared, unit, thread);
 
@@ -82,10 +79,9 @@ class Consumer {
           for (int value = 0; value < 4; ++value) accumulators[half][step][value] = 0.0f;
         }
       }
-      const bool whole = first >= begin && last < end;
-      for (; tile < stop; ++tile) {
+      for (int k_tile = run.first; k_tile < run.first + run.tiles; ++k_tile) {
         ptx::mbarrier_wait(shared.full(stage), phase);
-        const int valid_blocks = blocks - (tile - first) * (Config::kKTile / kScaleBlock);
+        const int valid_blocks = blocks - k_tile * (Config::kKTile / kScaleBlock);
         const StageScales<Config> scales(shared, stage, at, warp, lane);
         if (valid_blocks >= Config::kKTile / kScaleBlock && scales.fold()) {
           consume_tile<Config, true>(shared, stage, at, scales, valid_blocks, lane, accumulators);
@@ -98,8 +94,8 @@ class Consumer {
           phase ^= 1;
         }
       }
-      if (!whole && !epilogue::reduce_split<Config>(p.partials, p.split_arrivals, shared, shares, first, last, thread,
-                                                    accumulators)) {
+      if (run.tiles < shares.k_tiles && !epilogue::reduce_split<Config>(p.partials, p.split_arrivals, shared, shares,
+                                                                        run.unit, thread, accumulators)) {
         continue;
       }
       finish(p, shared, unit, own, warp, lane, accumulators);
@@ -160,18 +156,16 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
   const int row_tiles = Config::kRole == Role::kFc1 ? ceil_div(p.rows / 2, kRowHalf) : ceil_div(p.rows, kRowTile);
   const scheduler::UnitMap<Config::kTokenTile> units = {shared.offsets(), shared.tile_prefix(p.num_experts),
                                                         p.num_experts, row_tiles};
-  const int k_tiles = ceil_div(p.k, Config::kKTile);
-  const scheduler::Shares shares(units.num_units() * k_tiles, gridDim.x);
+  const scheduler::Shares shares(units.num_units(), ceil_div(p.k, Config::kKTile), gridDim.x);
   if (static_cast<int>(blockIdx.x) >= shares.blocks) {
     ptx::wait_for_prerequisite_grids();  // this grid must not count as complete before those it depends on
     return;
   }
 
   if (warp == Config::kConsumerWarps) {
-    Producer<Config>(p, shared, units, p.order, lane)
-        .run(shares.begin(blockIdx.x), shares.begin(blockIdx.x + 1), k_tiles);
+    Producer<Config>(p, shared, units, shares, lane).run();
   } else {
-    Consumer<Config>::run(p, shared, units, shares, k_tiles, warp, lane);
+    Consumer<Config>::run(p, shared, units, shares, warp, lane);
   }
 }
 

@@ -30,23 +30,23 @@ class Producer {
 
  public:
   __device__ __forceinline__ Producer(const Params& params, const SharedStorage<Config>& storage, const Map& map,
-                                      const int32_t* global_order, int lane)
-      : p(params), shared(storage), units(map), order(global_order), lane(lane), words(scale_words(params.k)) {}
+                                      const scheduler::Shares& all_shares, int lane)
+      : p(params), shared(storage), units(map), shares(all_shares), lane(lane), words(scale_words(params.k)) {}
 
-  // Streams the k-tiles [begin, end). The first kStages stages' weights are on their way before the wait for the
-  // kernels that this one depends on: weights depend on nobody.
-  __device__ __forceinline__ void run(int begin, int end, int k_tiles) {
-    const int ahead = min(SharedStorage<Config>::kStages, end - begin);
-    Cursor early(*this, begin, k_tiles);
+  // Streams the block's k-tiles. The first kStages stages' weights are on their way before the wait for the kernels that
+  // this one depends on: weights depend on nobody.
+  __device__ __forceinline__ void run() {
+    const int tiles = shares.tiles(blockIdx.x), ahead = min(SharedStorage<Config>::kStages, tiles);
+    Cursor early(*this);
     for (int i = 0; i < ahead; ++i, early.advance()) issue_weights(i, early);
 
     ptx::wait_for_prerequisite_grids();
 
-    Cursor cursor(*this, begin, k_tiles);
+    Cursor cursor(*this);
     int stage = 0;
     uint32_t phase = 1;  // flips when the ring wraps; a first pass over the ring waits for nobody
-    for (int i = begin; i < end; ++i, cursor.advance()) {
-      if (i - begin >= SharedStorage<Config>::kStages) {
+    for (int i = 0; i < tiles; ++i, cursor.advance()) {
+      if (i >= SharedStorage<Config>::kStages) {
         ptx::mbarrier_wait(shared.empty(stage), phase);
         issue_weights(stage, cursor);
       }
@@ -62,24 +62,25 @@ class Producer {
   // Walks k-tiles; knows, per lane, where rows `lane`, `lane + 32`, ... of the current unit come from if they are gathered.
   struct Cursor {
     const Producer& owner;
+    scheduler::BlockWalk walk;
     scheduler::Unit unit;
-    int unit_index, k_tile, k_tiles;
+    int k_tile, left;  // k-tiles of the run, this one included
     uint32_t row_piece[kRowsPerLane];  // of 16 bytes, of `tokens`
     uint32_t scale_word[kRowsPerLane];  // of `token_scales`
 
-    __device__ __forceinline__ Cursor(const Producer& producer, int tile, int tiles)
-        : owner(producer), unit_index(tile / tiles), k_tile(tile % tiles), k_tiles(tiles) {
+    __device__ __forceinline__ explicit Cursor(const Producer& producer) : owner(producer), walk(producer.shares) {
       enter();
     }
     __device__ __forceinline__ void advance() {
-      if (++k_tile == k_tiles) {
-        k_tile = 0;
-        ++unit_index;
-        if (unit_index < owner.units.num_units()) enter();
-      }
+      ++k_tile;
+      if (--left == 0) enter();
     }
     __device__ __forceinline__ void enter() {
-      unit = owner.units.locate(unit_index);
+      const scheduler::Run run = walk.next();
+      k_tile = run.first;
+      left = run.tiles;
+      if (left == 0) return;
+      unit = owner.units.locate(run.unit);
       if constexpr (!Config::kTokenScales) return;
 #pragma unroll
       for (int j = 0; j < kRowsPerLane; ++j) {
@@ -96,7 +97,7 @@ class Producer {
   __device__ __forceinline__ int source_row(const scheduler::Unit& unit, int i) const {
     const int position = unit.first_token + i;
     if constexpr (Config::kRole == Role::kFc1) {
-      return (order != nullptr ? order[position] : static_cast<int>(shared.order()[position])) / p.top_k;
+      return (p.order != nullptr ? p.order[position] : static_cast<int>(shared.order()[position])) / p.top_k;
     } else {
       return position;
     }
@@ -221,7 +222,7 @@ class Producer {
   const Params& p;
   const SharedStorage<Config>& shared;
   const Map& units;
-  const int32_t* order;
+  const scheduler::Shares& shares;
   int lane;
   int words;
 };
