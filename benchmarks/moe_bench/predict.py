@@ -9,16 +9,18 @@ No part of it is a measurement of a GB10.  For each mode and each tactic that th
 2. A launch's counts are linear in three numbers: 1 (the grid, and units of work that are cut between blocks), the tiles of
    tokens T (summed over experts: for each, all rows and all of K are computed) and the token rows R (what is done for each
    row of an expert).  Three runs - few experts with short tiles, more of them, the first with full tiles - give the three
-   coefficients; a fourth, with random routing, is predicted from them and the deviation is printed.  Weights are read
-   from DRAM once per touched expert, not once per tile: an expert's tiles follow one another and find them in L2.
+   coefficients; a fourth, with random routing, is predicted from them and the deviation is printed.  By these counts
+   weights come from DRAM once per touched expert, not once per tile; what a pair of GEMMs reads more often, because L2 is
+   too small, is simulated (:mod:`.l2`) and added, and so are contributions that are read back when L2 has lost them.
 3. A row's T, R and touched experts are means over random routings.  A prologue is linear in the tokens, a gather in R (it
    reads a token's row once for each of its experts; emulated with fewer of them, its reads are overestimated).
 4. Each launch takes as long as the busiest of four resources: DRAM, issue slots, MMA, shared memory.  To these come
    what launches and their tails add, during which DRAM idles.
 
 What is assumed beyond the counters stands in :class:`Assumptions`, with where it is from, and is printed with the table.
-What is not modelled: sectors that are written and read again (they count once), the clock under load, DRAM refresh and page conflicts, L2 capacity, the sort of a large batch's routing
-(one block), and a bound on bytes in flight (``sm12x-instances`` has them).
+What is not modelled: other sectors that are written and read again (they count once), the clock under load, DRAM refresh
+and page conflicts, the sort of a large batch's routing (one block), the producer warp's own pace, and a bound on bytes in
+flight (``sm12x-instances`` has them).
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ from flashinfer.jit.sm12x.instances import INSTANCES
 from flashinfer.testing import MoECase, make_moe_inputs
 from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
 
+from .l2 import ROW_TILE, Gemm, dram_bytes
 from .problem import MODE_NAMES, MODELS
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 2048, 8192)
@@ -59,6 +62,8 @@ class Assumptions:
     gigahertz: float = 2.418
     dram_gb_per_second: float = 273.0
     streamed_gb_per_second: float = 236.0
+    l2_megabytes: float = 24.0
+    l2_usable: float = 0.8
     schedulers: int = 4
     mma_flops_per_cycle: int = 2048
     issue_per_warp: float = 0.42
@@ -72,7 +77,9 @@ class Assumptions:
         """One line each, with its source."""
         return [
             f"GB10: {self.multiprocessors} SMs, {self.schedulers} schedulers each, {self.gigahertz} GHz, LPDDR5X of "
-            f"{self.dram_gb_per_second:g} GB/s (published); caches perfect: every byte comes from DRAM once",
+            f"{self.dram_gb_per_second:g} GB/s, L2 of {self.l2_megabytes:g} MB (published)",
+            f"L2: {self.l2_usable:.0%} of it holds tiles, the least recently used goes first, blocks keep pace (this simulation "
+            "gave 14.2 GB where an H200 was measured to read 15.0)",
             f"MMA: {self.mma_flops_per_cycle} operations per cycle and SM with 8-bit operands, half of it with bf16 "
             "(from the published 1 PFLOP/s of sparse FP4)",
             f"issue: {self.issue_per_warp} instructions per cycle for each resident warp of a scheduler, at most "
@@ -127,6 +134,7 @@ class Fit:
     per_tile: Counts
     per_row: Counts
     warps_per_scheduler: float
+    blocks: int = 0
 
     def at(self, work: Work) -> Counts:
         """Counts of ``work``; the bytes that a tile brings are an expert's weights, read once."""
@@ -134,12 +142,12 @@ class Fit:
         return self.constant + tiles + self.per_row * (work.tokens if self.by_tokens else work.rows)
 
 
-def fit_gemm(tile: int, works: Sequence[Work], counts: Sequence[Counts], warps: float) -> Fit:
+def fit_gemm(tile: int, works: Sequence[Work], counts: Sequence[Counts], warps: float, blocks: int = 0) -> Fit:
     """The coefficients from three runs whose tiles and rows are not proportional."""
     system = torch.tensor([[1.0, work.tiles, work.rows] for work in works], dtype=torch.float64)
     solved = torch.linalg.solve(system, torch.tensor([c.values() for c in counts], dtype=torch.float64))
     constant, per_tile, per_row = (Counts(*row.tolist()) for row in solved)
-    return Fit(tile, False, constant, per_tile, per_row, warps)
+    return Fit(tile, False, constant, per_tile, per_row, warps, blocks)
 
 
 def fit_rows(by_tokens: bool, works: Sequence[Work], counts: Sequence[Counts], warps: float) -> Fit:
@@ -221,7 +229,7 @@ def fit_layer(device: VirtualDevice, model: str, mode: int, tactics: tuple[int, 
         tile = token_tiles(tactics)[min(gemms, 1)] if counts[0].mma_flops else 0
         works = [work_of(ids, tile) for ids, _ in emulated]
         if tile:
-            fit = fit_gemm(tile, works[:3], counts[:3], warps)
+            fit = fit_gemm(tile, works[:3], counts[:3], warps, launch.grid[0])
         else:
             fit = fit_rows("moe_gather" not in launch.kernel, works[:3], counts[:3], warps)
         fits.append(fit)
@@ -279,6 +287,23 @@ def mean_work(model: str, tokens: int, tile: int) -> Work:
     return Work(*torch.tensor(works, dtype=torch.float64).mean(0).tolist())
 
 
+@functools.cache
+def reread_bytes(model: str, tokens: int, tactic: int, fc1: bool, blocks: int, given: Assumptions) -> float:
+    """What one GEMM of a pair reads from DRAM beyond once, for one random routing; FC2 its contributions, too."""
+    hidden, inter, experts, top_k = MODELS[model]
+    row = INSTANCES[tactic]
+    scores = torch.rand((tokens, experts), generator=torch.Generator().manual_seed(0))
+    rows = torch.bincount(scores.topk(top_k).indices.flatten(), minlength=experts).tolist()
+    outputs, k = (2 * inter, hidden) if fc1 else (hidden, inter)
+    scales = row.k_tile / SCALE_BLOCK
+    weights = ROW_TILE * (row.k_tile / 2 + scales)
+    row_bytes = row.element_bytes * row.k_tile + (scales if row.operand == "mxfp8" else 0)
+    gemm = Gemm(rows, -(-outputs // ROW_TILE), -(-k // row.k_tile), row.token_tile, weights, row_bytes)
+    capacity = 1e6 * given.l2_megabytes * given.l2_usable
+    contributions = 0 if fc1 else 4.0 * sum(rows) * hidden
+    return dram_bytes(gemm, blocks, capacity) - gemm.once() + (contributions if contributions > capacity else 0.0)
+
+
 def resources(fit: Fit, counts: Counts, eight_bit: bool, given: Assumptions) -> dict[str, float]:
     """Microseconds that each resource is busy with a launch; ``eight_bit``: its MMAs have 8-bit operands, else bf16."""
     cycles = 1e3 * given.gigahertz * given.multiprocessors  # of all multiprocessors, per microsecond
@@ -302,15 +327,19 @@ def predict(
     busy = streamed = 0.0
     slower = given.dram_gb_per_second / given.streamed_gb_per_second
     eight_bit = INSTANCES[tactics[0]].operand == "mxfp8"
+    gemms = 0
     for fit in fits:
-        used = resources(fit, fit.at(mean_work(model, tokens, fit.tile)), eight_bit, given)
+        counts = fit.at(mean_work(model, tokens, fit.tile))
+        if fit.tile and not INSTANCES[tactics[0]].streamed:
+            counts += Counts(bytes=reread_bytes(model, tokens, tactics[gemms], gemms == 0, fit.blocks, given))
+        gemms += fit.tile > 0
+        used = resources(fit, counts, eight_bit, given)
         for name, value in used.items():
             totals[name] += value
         bound = max(used, key=lambda name: used[name])
         by_bound[bound] = by_bound.get(bound, 0.0) + used[bound]
         busy += used[bound]
         streamed += max(used[bound], used["dram"] * slower)
-    gemms = sum(fit.tile > 0 for fit in fits)
     overhead = given.launch_us + gemms * (given.routing_us + given.first_byte_us + given.tail_us)
     megabytes = experts * weight_bytes(model) / 1e6
     return Line(

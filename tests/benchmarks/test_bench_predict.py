@@ -22,7 +22,7 @@ MODEL = "gpt-oss-120b"
 TACTIC = next(row.index for row in INSTANCES if row.activation == "mxfp8")
 TILE = INSTANCES[TACTIC].token_tile
 CONSTANT, PER_TILE, PER_ROW = Counts(1e5, 0, 100, 1e4), Counts(7e5, 2e8, 2e5, 9e6), Counts(3e3, 1e3, 50, 2e4)
-GIVEN = Fit(TILE, False, CONSTANT, PER_TILE, PER_ROW, 2.5)
+GIVEN = Fit(TILE, False, CONSTANT, PER_TILE, PER_ROW, 2.5, 96)
 
 
 def launch(
@@ -31,7 +31,12 @@ def launch(
     fields = ("warp_instructions", "mma_flops", "shared_wavefronts", "global_distinct_bytes")
     counters = SimpleNamespace(**dict(zip(fields, counts.values(), strict=True)))
     return SimpleNamespace(
-        kernel=kernel, counters=counters, blocks_per_sm=blocks_per_sm, block=(threads, 1, 1), reports=reports
+        kernel=kernel,
+        counters=counters,
+        blocks_per_sm=blocks_per_sm,
+        grid=(48 * blocks_per_sm, 1, 1),
+        block=(threads, 1, 1),
+        reports=reports,
     )
 
 
@@ -140,6 +145,16 @@ def test_an_experts_second_tile_reads_no_weights_again() -> None:
     assert two.instructions == one.instructions + PER_TILE.instructions
 
 
+def test_what_an_l2_of_a_gb10_loses() -> None:
+    """Contributions of a large batch are read back; tiles are read once, since neighbours are at work at a time."""
+    given, tactic = Assumptions(), next(row.index for row in INSTANCES if row.token_tile == 64)
+    contributions = 4.0 * 2048 * 4 * 2880
+    assert predict.reread_bytes(MODEL, 1, tactic, False, 48, given) == pytest.approx(0.0, abs=1.0)
+    assert predict.reread_bytes(MODEL, 2048, tactic, False, 48, given) == pytest.approx(contributions, rel=1e-6)
+    small = dataclasses.replace(given, l2_megabytes=1.0)
+    assert predict.reread_bytes(MODEL, 2048, tactic, False, 48, small) > 1.1 * contributions
+
+
 class NoDevice:
     def __enter__(self) -> None:
         return None
@@ -153,6 +168,7 @@ def test_table_without_a_gpu_says_what_it_is(
 ) -> None:
     monkeypatch.setattr(predict, "virtual_device", lambda *arguments, **named: NoDevice())
     monkeypatch.setattr(predict, "planned", lambda *arguments: (TACTIC, TACTIC))
+    monkeypatch.setattr(predict, "reread_bytes", lambda *arguments: 0.0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert bench.main(["--out", str(tmp_path), "--models", "gpt-oss-120b,gpt-oss-20b"]) == 0
     printed = capsys.readouterr().out

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a pair of GEMMs reads from DRAM, given an L2 of some size: a simulation of the order in which blocks read tiles.
+
+Every k-tile of a unit reads a tile of weights and a tile of token rows.  Blocks walk their units as
+``include/flashinfer/sm12x/scheduler/tile_scheduler.cuh`` has them do, all at the same pace; L2 evicts what was used least
+recently.  Against an H200 (50 MB), FC1 of gpt-oss-120b at 8,192 tokens with the order of units that was used before
+(contiguous shares of everything): 14.2 GB computed, 15.0 GB measured, of which the results that it writes are 0.2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+
+ROW_TILE = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Gemm:
+    """One GEMM of a layer.
+
+    Attributes
+    ----------
+    rows : sequence of int
+        Token rows of each expert.
+    row_tiles, k_tiles, token_tile : int
+        Tiles of 128 weight rows, tiles along K, and token rows of a tile.
+    weight_bytes, row_bytes : float
+        Of one k-tile: weights and scales of a row tile, and one token row with its scales.
+    """
+
+    rows: Sequence[int]
+    row_tiles: int
+    k_tiles: int
+    token_tile: int
+    weight_bytes: float
+    row_bytes: float
+
+    def units(self) -> list[tuple[int, int, int]]:
+        """(expert, row tile, token tile) in the kernels' order."""
+        return [
+            (expert, row_tile, token_tile)
+            for expert, rows in enumerate(self.rows)
+            for row_tile in range(self.row_tiles)
+            for token_tile in range(-(-rows // self.token_tile))
+        ]
+
+    def once(self) -> float:
+        """Bytes if each were read once."""
+        experts = sum(rows > 0 for rows in self.rows)
+        return self.k_tiles * (experts * self.row_tiles * self.weight_bytes + sum(self.rows) * self.row_bytes)
+
+
+def walk(units: int, k_tiles: int, blocks: int, block: int) -> Iterator[tuple[int, int]]:
+    """The (unit, k-tile) pairs of one block: whole units in turn, then an equal share of the rest."""
+    turns = max(units // blocks - 1, 0)
+    for turn in range(turns):
+        for k_tile in range(k_tiles):
+            yield turn * blocks + block, k_tile
+    rest = (units - turns * blocks) * k_tiles
+    length, longer = divmod(rest, min(rest, blocks)) if rest else (0, 0)
+    if rest and block >= min(rest, blocks):
+        return
+    begin = block * length + min(block, longer)
+    for tile in range(begin, begin + length + (block < longer)):
+        unit, k_tile = divmod(tile, k_tiles)
+        yield turns * blocks + unit, k_tile
+
+
+def dram_bytes(gemm: Gemm, blocks: int, capacity: float) -> float:
+    """Bytes that miss an L2 of ``capacity`` bytes."""
+    units = gemm.units()
+    walks = [walk(len(units), gemm.k_tiles, blocks, block) for block in range(blocks)]
+    held: OrderedDict[tuple[int, ...], float] = OrderedDict()
+    filled = missed = 0.0
+    while walks:
+        going = []
+        for steps in walks:
+            step = next(steps, None)
+            if step is None:
+                continue
+            going.append(steps)
+            expert, row_tile, token_tile = units[step[0]]
+            rows = min(gemm.token_tile, gemm.rows[expert] - token_tile * gemm.token_tile)
+            for tile, size in (
+                ((0, expert, row_tile, step[1]), gemm.weight_bytes),
+                ((1, expert, token_tile, step[1]), rows * gemm.row_bytes),
+            ):
+                if tile in held:
+                    held.move_to_end(tile)
+                    continue
+                held[tile] = size
+                missed += size
+                filled += size
+                while filled > capacity and len(held) > 1:
+                    filled -= held.popitem(last=False)[1]
+        walks = going
+    return missed
