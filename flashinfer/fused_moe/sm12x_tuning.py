@@ -19,6 +19,7 @@ from ..autotuner import AutoTuner, DynamicTensorSpec, TunableRunner, TuningConfi
 from ..jit.sm12x.instances import INSTANCES
 from . import sm12x_dispatch as dispatch
 from .sm12x_plan import Plan, allowed_tactics, computes_layer, launch, make_plan, resolved_pair
+from .sm12x_planner import plan_moe
 from .sm12x_validation import BLOCK_SIZE, Mode, MoEProblem, round_up
 from .utils import get_hybrid_num_tokens_buckets, make_hybrid_bucket_mapper
 
@@ -97,8 +98,19 @@ class SM12xMoERunner(TunableRunner):
         )
 
     def get_valid_tactics(self, inputs: list[torch.Tensor], profile: Any) -> list[int]:
-        """Default rows of the instance table that fit."""
-        return [row.index for row in INSTANCES if row.default and self._fits(row.index, inputs)]
+        """Rows of the instance table that fit: the default set, those made for such a device, and the planner's own choice."""
+        planned = self._planned(inputs[0])
+        return [
+            row.index
+            for row in INSTANCES
+            if (row.default or row.widens or row.index in planned) and self._fits(row.index, inputs)
+        ]
+
+    def _planned(self, activations: torch.Tensor) -> tuple[int, int]:
+        problem, index = self.problem, activations.device.index
+        sizes = (activations.shape[0], problem.top_k, problem.num_local_experts, problem.hidden, problem.inter)
+        block_scaled = dispatch.has_block_scaled_mma(index)
+        return plan_moe(*sizes, int(problem.mode), dispatch.sm_count(index), block_scaled)
 
     def validate_tactic(self, inputs: list[torch.Tensor], tactic: Any) -> bool:
         """Whether a tactic from a cache file names a row that fits."""
@@ -135,12 +147,15 @@ class SM12xMoERunner(TunableRunner):
         """Run the layer once on ``inputs[0]`` with ``tactic`` for this runner's GEMM."""
         plan, arguments, workspace = self._profile(inputs[0])
         wanted = (tactic, -1) if self.gemm_idx == 1 else (-1, tactic)
+        tactics = resolved_pair(wanted, plan.tactics)
+        for each in tactics:
+            dispatch.ensure_instance(each)
         launch(
             plan.problem,
             (arguments[_OUTPUT], inputs[0], *arguments[_INPUT_SF:]),
             workspace,
             self.swizzled_input_sf,
-            resolved_pair(wanted, plan.tactics),
+            tactics,
             self.enable_pdl,
         )
         return arguments[_OUTPUT]

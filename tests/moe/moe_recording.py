@@ -16,7 +16,7 @@ import torch
 from flashinfer.autotuner import AutoTuner
 
 from flashinfer.fused_moe import sm12x_dispatch, sm12x_known_calls, sm12x_moe
-from flashinfer.jit.sm12x.instances import GB10_SMEM_PER_BLOCK
+from flashinfer.jit.sm12x.instances import GB10_SMEM_PER_BLOCK, INSTANCES
 from flashinfer.testing import MoECase, make_moe_inputs
 
 CASE = MoECase(6, 160, 96, 8, 3, 0)
@@ -55,7 +55,7 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordingModule]:
     monkeypatch.setattr(sm12x_dispatch, "moe_module", lambda: module)
     monkeypatch.setattr(sm12x_dispatch, "sm_count", lambda index: 48)
     monkeypatch.setattr(sm12x_dispatch, "has_block_scaled_mma", lambda index: True)
-    monkeypatch.setattr(sm12x_dispatch, "fits_device", lambda tactic, experts, index: True)
+    monkeypatch.setattr(sm12x_dispatch, "fits_device", lambda tactic, experts, index: not INSTANCES[tactic].widens)
     monkeypatch.setattr(sm12x_dispatch, "_shared_bytes_per_block", lambda index: GB10_SMEM_PER_BLOCK)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())

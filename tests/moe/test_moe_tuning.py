@@ -18,7 +18,7 @@ import flashinfer
 from flashinfer.fused_moe import sm12x_dispatch, sm12x_plan, sm12x_tuning
 from flashinfer.fused_moe.sm12x_plan import allowed_tactics, check_profile_ids, computes_layer, resolved_pair
 from flashinfer.fused_moe.sm12x_validation import Mode
-from flashinfer.jit.sm12x.instances import INSTANCES
+from flashinfer.jit.sm12x.instances import HOPPER_SMEM_PER_BLOCK, INSTANCES
 
 BUCKETS = {1, 2, 4, 8, 16}
 MOST_TOKENS = 16
@@ -107,6 +107,25 @@ def test_a_tactic_that_does_not_fit_the_device_is_not_timed(
     asked = {tactic for _, tactic, _ in profiler.asked}
     assert too_large not in asked
     assert set(offered(0)) - {too_large} <= asked
+
+
+def test_a_device_without_block_scales_times_what_was_made_for_it(
+    module: RecordingModule, profiler: Profiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows outside the default set, which are built for it: those that widen activations, and the planner's own choice."""
+    built: set[int] = set()
+    monkeypatch.setattr(sm12x_dispatch, "has_block_scaled_mma", lambda index: False)
+    monkeypatch.setattr(sm12x_dispatch, "fits_device", lambda tactic, experts, index: True)
+    monkeypatch.setattr(sm12x_dispatch, "_shared_bytes_per_block", lambda index: HOPPER_SMEM_PER_BLOCK)
+    monkeypatch.setattr(sm12x_dispatch, "ensure_instance", built.add)
+    with autotune(True):
+        caller(module)()
+    asked = {tactic for which, tactic, _ in profiler.asked if which == 1}
+    widened = {row.index for row in INSTANCES if row.widens}
+    streamed = {row.index for row in INSTANCES if row.streamed and row.activation == "mxfp8"}
+    assert widened | set(offered(0)) <= asked
+    assert asked - widened - set(offered(0)) <= streamed, "of other rows only the planner's"
+    assert widened <= built
 
 
 def test_profiles_launch_the_tactic_they_time(module: RecordingModule, profiler: Profiler) -> None:
