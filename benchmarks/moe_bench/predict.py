@@ -11,7 +11,8 @@ No part of it is a measurement of a GB10.  For each mode and each tactic that th
    row of an expert).  Three runs - few experts with short tiles, more of them, the first with full tiles - give the three
    coefficients; a fourth, with random routing, is predicted from them and the deviation is printed.  By these counts
    weights come from DRAM once per touched expert, not once per tile; what a pair of GEMMs reads more often, because L2 is
-   too small, is simulated (:mod:`.l2`) and added, and so are contributions that are read back when L2 has lost them.
+   too small, is simulated (:mod:`.l2`) and added, and so are contributions that are read back when L2 has lost them.  A
+   streamed layer reads an expert's weights once for each of its tiles.
 3. A row's T, R and touched experts are means over random routings.  A prologue is linear in the tokens, a gather in R (it
    reads a token's row once for each of its experts; emulated with fewer of them, its reads are overestimated).
 4. Each launch takes as long as the busiest of four resources: DRAM, issue slots, MMA, shared memory.  To these come
@@ -329,8 +330,12 @@ def predict(
     eight_bit = INSTANCES[tactics[0]].operand == "mxfp8"
     gemms = 0
     for fit in fits:
-        counts = fit.at(mean_work(model, tokens, fit.tile))
-        if fit.tile and not INSTANCES[tactics[0]].streamed:
+        work = mean_work(model, tokens, fit.tile)
+        counts = fit.at(work)
+        if fit.tile and INSTANCES[tactics[0]].streamed:
+            # A block's share holds one tile after the other: an expert's second tile finds none of its weights in L2.
+            counts += Counts(bytes=(work.tiles - work.experts) * weight_bytes(model))
+        elif fit.tile:
             counts += Counts(bytes=reread_bytes(model, tokens, tactics[gemms], gemms == 0, fit.blocks, given))
         gemms += fit.tile > 0
         used = resources(fit, counts, eight_bit, given)

@@ -145,6 +145,16 @@ def test_an_experts_second_tile_reads_no_weights_again() -> None:
     assert two.instructions == one.instructions + PER_TILE.instructions
 
 
+def test_a_streamed_layer_reads_weights_once_a_tile() -> None:
+    tactic = next(row.index for row in INSTANCES if row.streamed and row.token_tile == 8)
+    fit = dataclasses.replace(GIVEN, tile=8)
+    work = predict.mean_work(MODEL, 512, 8)
+    assert work.tiles > 2 * work.experts
+    line = predict.predict(MODEL, 1, 512, (tactic, tactic), [fit], Assumptions())
+    expected = fit.at(work).bytes + (work.tiles - work.experts) * predict.weight_bytes(MODEL)
+    assert line.dram == pytest.approx(expected / 273e3)
+
+
 def test_what_an_l2_of_a_gb10_loses() -> None:
     """Contributions of a large batch are read back; tiles are read once, since neighbours are at work at a time."""
     given, tactic = Assumptions(), next(row.index for row in INSTANCES if row.token_tile == 64)
