@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from flashinfer.fused_moe import sm12x_plan
 from flashinfer.fused_moe.sm12x_planner import choose
 from flashinfer.fused_moe.sm12x_validation import Mode, MoEProblem
 from flashinfer.gemm.sm12x_group_gemm import GroupGemmProblem
@@ -384,6 +385,34 @@ def test_any_weight_scale(device, instance, exponent):
     output = run_moe(device, inputs, mode, [instance.index] * 2)
     check_within_bound(output, *moe_reference(inputs, TENSOR_CORE), f"scales from {exponent}")
     assert all(launch.clean for launch in device.launches), device.launches
+
+
+def test_the_launcher_refuses_tactics_that_make_no_layer(device, monkeypatch):
+    """Python refuses them before; the launcher for itself, since it would write where nobody reads."""
+    monkeypatch.setattr(sm12x_plan, "resolved_pair", lambda wanted, default: tuple(wanted))
+    streamed = next(row.index for row in STREAMED if row.activation == "mxfp8")
+    inputs = make_moe_inputs(MoECase(2, 160, 96, 4, 2, 0), 651)
+    for tactics, message in (
+        ([streamed, 0], "FC1 and FC2 must name the same"),
+        ([WIDENED[0].index, 0], "FC1 and FC2 must keep activations in the same type"),
+    ):
+        with pytest.raises(Exception, match=message):
+            run_moe(device, inputs, 0, tactics)
+    assert device.launches == []
+
+
+def test_activations_beyond_32_bits_of_pieces_are_refused(device):
+    """One row seen as many: nothing of it is read."""
+    n, k, rows = 128, 4096, 1 << 23
+    call = make_group_gemm_inputs([4], n, k, 652)
+    many = call["a"][:1].expand(rows, k)
+    out = torch.zeros((1, n), dtype=torch.bfloat16).expand(rows, n)
+    problem = GroupGemmProblem(rows, 1, n, k, out.dtype)
+    with pytest.raises(Exception, match="activations of 64 GiB and more"):
+        virtual_operators.run_group_gemm(
+            device, problem, out, many, call["b"], call["a_scale"], call["b_scale"], call["m_indptr"], 0
+        )
+    assert device.launches == []
 
 
 def test_a_streamed_tactic_refuses_what_it_cannot_take(device):
