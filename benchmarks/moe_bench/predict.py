@@ -14,7 +14,7 @@ No part of it is a measurement of a GB10.  For each mode and each tactic that th
    too small, is simulated (:mod:`.l2`) and added, and so are contributions that are read back when L2 has lost them.  A
    streamed layer reads an expert's weights once for each of its tiles.
 3. A row's T, R and touched experts are means over random routings.  A prologue is linear in the tokens, a gather in R (it
-   reads a token's row once for each of its experts; emulated with fewer of them, its reads are overestimated).
+   reads a token's row once and writes it for each of its experts; emulated with fewer of them, reads are overestimated).
 4. Each launch takes as long as the busiest of four resources: DRAM, issue slots, MMA, shared memory.  To these come
    what launches and their tails add, during which DRAM idles.
 

@@ -33,7 +33,8 @@ struct PrologueParams {
   int first_expert;
   int num_experts;
   int32_t* offsets;  // [E + 1], null: the GEMM kernels route
-  int32_t* order;  // [entries]
+  int32_t* order;  // [entries] in expert order
+  int32_t* positions;  // [entries] null, or where each entry stands in that order, -1 without a local expert
 
   const void* prefetch;  // into L2, what the next kernel reads first
   int prefetch_bytes;
@@ -80,7 +81,9 @@ __device__ __forceinline__ void sort_entries(const PrologueParams& p, int* count
   for (int base = begin; base < end; base += 32) {
     const int expert = expert_of(base + lane);
     const int place = scheduler::count_chunk(expert, mine, lane);
-    if (expert >= 0) p.order[totals[expert] + place] = base + lane;
+    const int position = expert >= 0 ? totals[expert] + place : -1;
+    if (expert >= 0) p.order[position] = base + lane;
+    if (p.positions != nullptr && base + lane < end) p.positions[base + lane] = position;
   }
 }
 

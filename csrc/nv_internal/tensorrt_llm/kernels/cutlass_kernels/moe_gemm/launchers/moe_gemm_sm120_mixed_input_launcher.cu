@@ -67,6 +67,7 @@ struct MoeWorkspace {
   uint8_t* token_scales;
   int32_t* offsets;
   int32_t* order;
+  int32_t* positions;
   float* contributions;
   int* token_arrivals;
   SplitBuffers split;
@@ -92,6 +93,7 @@ MoeWorkspace lay_out(const MoeShape& s, int sm_count, uint8_t* base) {
                               : static_cast<size_t>(s.num_tokens) * kScaleChunkBlocks * scale_words(s.hidden));
   w.offsets = arena.take<int32_t>(s.num_experts + 1);
   w.order = arena.take<int32_t>(entries);
+  w.positions = arena.take<int32_t>(widens ? entries : 0);
   w.contributions = arena.take<float>(entries * s.hidden);
   w.token_arrivals = arena.take<int>(static_cast<size_t>(s.num_tokens) * ceil_div(s.hidden, kRowTile));
   w.split = take_split_buffers(arena, sm_count);
@@ -165,7 +167,7 @@ Status launch_prologue(const PrologueParams& params, const LaunchOptions& option
 
 Status launch_gather(const GatherParams& params, MoeMode mode, const LaunchOptions& options) {
   const int64_t row_blocks = kScaleChunkBlocks * scale_words(params.input.k);
-  const int64_t wanted = (params.num_entries * row_blocks + kGatherThreads - 1) / kGatherThreads;
+  const int64_t wanted = (params.num_tokens * row_blocks + kGatherThreads - 1) / kGatherThreads;
   const int blocks = static_cast<int>(std::min<int64_t>(wanted, 8 * options.sm_count));
   const auto kernel =
       mode == MoeMode::kBf16Activations ? moe_gather_kernel<Activation::kBf16> : moe_gather_kernel<Activation::kE4m3>;
@@ -383,6 +385,7 @@ Status run_moe(const MoeArguments& a, const LaunchOptions& options) {
   prologue.num_experts = s.num_experts;
   prologue.offsets = kernels_route ? nullptr : w.offsets;
   prologue.order = kernels_route ? nullptr : w.order;
+  prologue.positions = mxfp8 ? nullptr : w.positions;
   prologue.split_arrivals = w.split.arrivals;
   prologue.num_split_arrivals = 2 * w.split.blocks;
   prologue.token_arrivals = w.token_arrivals;
@@ -420,7 +423,7 @@ Status run_moe(const MoeArguments& a, const LaunchOptions& options) {
 
   if (Status r = launch_prologue(prologue, options); r.error) return r;
   if (!mxfp8) {
-    const GatherParams gather = {input_rows(a), w.offsets, w.order, s.num_experts, entries, s.top_k, w.tokens};
+    const GatherParams gather = {input_rows(a), w.positions, s.num_tokens, s.top_k, w.tokens};
     if (Status r = launch_gather(gather, s.mode, options); r.error) return r;
   }
   if (const cudaError_t error = a.fc1_instance->fc1(fc1, fc1_blocks, options)) return {error, "FC1"};
