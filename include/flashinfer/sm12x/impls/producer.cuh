@@ -26,7 +26,11 @@ class Producer {
   using Params = GroupedGemmParams<Config::kRole>;
   using Map = scheduler::UnitMap<Config::kTokenTile>;
   static constexpr int kRowsPerLane = (Config::kTokenTile + 31) / 32;
+  // Rows that are gathered: 16-byte pieces of a stage's row, rows that one copy instruction takes pieces of.
   static constexpr int kPieceElements = 16 / Config::kElementBytes;
+  static constexpr int kPieces = Config::kTokenBytes / 16;
+  static constexpr int kRowsTogether = 32 / kPieces < 1 ? 1 : 32 / kPieces;
+  static constexpr int kCopies = Config::kTokenScales ? Config::kTokenTile / kRowsTogether : 1;
 
  public:
   __device__ __forceinline__ Producer(const Params& params, const SharedStorage<Config>& storage, const Map& map,
@@ -59,14 +63,14 @@ class Producer {
   }
 
  private:
-  // Walks k-tiles; knows, per lane, where rows `lane`, `lane + 32`, ... of the current unit come from if they are gathered.
+  // Walks k-tiles; knows, per lane, where what it gathers of the current unit comes from.
   struct Cursor {
     const Producer& owner;
     scheduler::BlockWalk walk;
     scheduler::Unit unit;
     int k_tile, left;  // k-tiles of the run, this one included
-    uint32_t row_piece[kRowsPerLane];  // of 16 bytes, of `tokens`
-    uint32_t scale_word[kRowsPerLane];  // of `token_scales`
+    uint32_t piece[kCopies];  // of `tokens`, at K 0, that each copy takes
+    uint32_t scale_word[kRowsPerLane];  // of `token_scales`, for rows `lane`, `lane + 32`, ...
 
     __device__ __forceinline__ explicit Cursor(const Producer& producer) : owner(producer), walk(producer.shares) {
       enter();
@@ -81,14 +85,24 @@ class Producer {
       left = run.tiles;
       if (left == 0) return;
       unit = owner.units.locate(run.unit);
-      if constexpr (!Config::kTokenScales) return;
+      if constexpr (Config::kTokenScales) find_rows();
+    }
+    __device__ __forceinline__ void find_rows() {
+      uint32_t before[kRowsPerLane];  // pieces before rows `lane`, `lane + 32`, ...
 #pragma unroll
       for (int j = 0; j < kRowsPerLane; ++j) {
         const int i = owner.lane + 32 * j;
+        before[j] = scale_word[j] = 0;
         if (i >= unit.num_tokens) continue;
         const int row = owner.source_row(unit, i);
-        row_piece[j] = static_cast<uint32_t>(row) * static_cast<uint32_t>(owner.p.k / kPieceElements);
+        before[j] = static_cast<uint32_t>(row) * static_cast<uint32_t>(owner.p.k / kPieceElements);
         scale_word[j] = static_cast<uint32_t>(owner.scale_row(unit, row).base);
+      }
+#pragma unroll
+      for (int c = 0; c < kCopies; ++c) {
+        const int i = c * kRowsTogether;
+        piece[c] =
+            owner.lane % kPieces + __shfl_sync(scheduler::kAllLanes, before[i / 32], i % 32 + owner.lane / kPieces);
       }
     }
   };
@@ -169,23 +183,22 @@ class Producer {
   }
 
   // 16-byte copies by all lanes: one bulk copy a row would be issued by one lane at a time, and this warp would be what
-  // the consumers wait for.
+  // the consumers wait for. That it should not be either is why a copy is three instructions: all else is done once a unit.
   __device__ __forceinline__ void gather_rows(int stage, const Cursor& at) const {
-    constexpr int kPieces = Config::kTokenBytes / 16;  // of a row
-    constexpr int kRows = 32 / kPieces;  // that one instruction copies from
-    const int piece = lane % kPieces, row = lane / kPieces;
-    const int rows =
-        piece * kPieceElements < valid_k(at.k_tile) ? at.unit.num_tokens : 0;  // that this lane copies from
-    const uint8_t* from = p.tokens + at.k_tile * Config::kTokenBytes + 16 * piece;
-    uint8_t* to = shared.tokens(stage) + row * Config::kTokenPitch + 16 * piece;
-    constexpr int kTogether = Config::kTokenTile < 16 ? Config::kTokenTile : 16;  // rows between two looks at the end
+    const int row = lane / kPieces;
+    const bool within_k = lane % kPieces * kPieceElements < valid_k(at.k_tile);
+    const int rows = within_k ? at.unit.num_tokens : 0;  // that this lane copies from
+    const uint8_t* from = p.tokens + at.k_tile * Config::kTokenBytes;
+    asm volatile("" : "+l"(from));  // one register: else each copy adds the tensor's address anew
+    uint8_t* to = shared.tokens(stage) + row * Config::kTokenPitch + lane % kPieces * 16;
+    constexpr int kCheck = kCopies < 4 ? kCopies : 4;  // copies between two looks at the end
 #pragma unroll
-    for (int first = 0; first < Config::kTokenTile; first += kTogether) {
-      if (first >= at.unit.num_tokens) break;
+    for (int first = 0; first < kCopies; first += kCheck) {
+      if (first * kRowsTogether >= at.unit.num_tokens) break;
 #pragma unroll
-      for (int i = first; i < first + kTogether; i += kRows) {
-        const uint32_t before = __shfl_sync(scheduler::kAllLanes, at.row_piece[i / 32], i % 32 + row);
-        ptx::copy_16_bytes_if(i + row < rows, to + i * Config::kTokenPitch, from + uint64_t{16} * before);
+      for (int c = first; c < first + kCheck; ++c) {
+        ptx::copy_16_bytes_if(c * kRowsTogether + row < rows, to + c * kRowsTogether * Config::kTokenPitch,
+                              from + uint64_t{16} * at.piece[c]);
       }
     }
   }
