@@ -143,7 +143,7 @@ class Fit:
         return self.constant + tiles + self.per_row * (work.tokens if self.by_tokens else work.rows)
 
 
-def fit_gemm(tile: int, works: Sequence[Work], counts: Sequence[Counts], warps: float, blocks: int = 0) -> Fit:
+def fit_gemm(tile: int, works: Sequence[Work], counts: Sequence[Counts], warps: float, blocks: int) -> Fit:
     """The coefficients from three runs whose tiles and rows are not proportional."""
     system = torch.tensor([[1.0, work.tiles, work.rows] for work in works], dtype=torch.float64)
     solved = torch.linalg.solve(system, torch.tensor([c.values() for c in counts], dtype=torch.float64))

@@ -403,7 +403,7 @@ def test_the_launcher_refuses_tactics_that_make_no_layer(device, monkeypatch):
 
 def test_activations_beyond_32_bits_of_pieces_are_refused(device):
     """One row seen as many: nothing of it is read."""
-    n, k, rows = 128, 4096, 1 << 23
+    n, k, rows = 128, 4096, 1 << 24
     call = make_group_gemm_inputs([4], n, k, 652)
     many = call["a"][:1].expand(rows, k)
     out = torch.zeros((1, n), dtype=torch.bfloat16).expand(rows, n)

@@ -54,7 +54,7 @@ class Instance:
     stages : int
         Depth of the ring of stages in shared memory.
     blocks_per_sm : int
-        Blocks that must fit one SM of a GB10 together; also ``__launch_bounds__``' second argument.
+        Blocks that must fit one SM of a GB10 together; ``__launch_bounds__``' second argument is this or more.
     default : bool
         Part of ``fused_moe_120`` itself; other rows are small modules built when asked for.
     mma_warps : int

@@ -29,7 +29,7 @@ class Producer {
   // Rows that are gathered: 16-byte pieces of a stage's row, rows that one copy instruction takes pieces of.
   static constexpr int kPieceElements = 16 / Config::kElementBytes;
   static constexpr int kPieces = Config::kTokenBytes / 16;
-  static constexpr int kRowsTogether = 32 / kPieces < 1 ? 1 : 32 / kPieces;
+  static constexpr int kRowsTogether = 32 / kPieces;
   static constexpr int kCopies = Config::kTokenScales ? Config::kTokenTile / kRowsTogether : 1;
 
  public:

@@ -2,7 +2,7 @@
 //
 // Eight e2m1 nibbles of a 32-bit word, expanded in registers. Nibble i of a word is K element 8t + i of a row's 32-block,
 // t the lane's place in its quad. The order of K inside a block is free as long as both operands agree, so each
-// expansion takes the order that costs least, and the token side (policy_*.cuh) follows it.
+// expansion takes the order that costs least, and the token side (policy.cuh) follows it.
 #pragma once
 
 #include <cstdint>

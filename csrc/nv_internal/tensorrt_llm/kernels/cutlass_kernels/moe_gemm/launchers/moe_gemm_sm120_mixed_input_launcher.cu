@@ -80,7 +80,8 @@ MoeWorkspace lay_out(const MoeShape& s, int sm_count, uint8_t* base) {
   Arena arena(base);
   const size_t entries = static_cast<size_t>(s.num_tokens) * s.top_k;
   MoeWorkspace w = {};
-  // Sizes do not depend on the tactic: act is e4m3, arranged bfloat16, or a streamed layer's float32.
+  // Room for whatever tactic comes: act is e4m3, arranged bfloat16 (W4A16, or a device that widens), or a streamed layer's
+  // float32.
   const bool widens = s.widens || s.mode == MoeMode::kBf16Activations;
   const size_t act_bytes = entries * s.inter * (entries <= kStreamEntries ? sizeof(float) : 1);
   w.act = arena.take<uint8_t>(std::max(act_bytes, widens ? arranged_bytes(entries, s.inter) : 0));
@@ -135,9 +136,9 @@ Status encode_weights(const uint8_t* weights, int experts, int rows, int k, int 
   return {};
 }
 
-// Kernels count 16-byte pieces of activations in 32 bits.
+// Where MXFP8 rows are gathered from, kernels count 16-byte pieces in 32 bits.
 Status check_activations(int64_t rows, int k) {
-  if (rows * k / 8 > int64_t{UINT32_MAX}) return {cudaErrorInvalidValue, "activations of 64 GiB and more"};
+  if (rows * k / 16 > int64_t{UINT32_MAX}) return {cudaErrorInvalidValue, "activations of 64 GiB and more"};
   return {};
 }
 
