@@ -48,6 +48,7 @@ __device__ __forceinline__ void clear_token_stages(const SharedStorage<Config>& 
   static_assert(kBytes % 16 == 0);
   uint4* words = reinterpret_cast<uint4*>(shared.tokens(0));
   for (int i = threadIdx.x; i < kBytes / 16; i += Config::kThreads) words[i] = make_uint4(0, 0, 0, 0);
+  ptx::fence_async_proxy();  // arranged rows come by bulk copies, which are not ordered behind these writes otherwise
 }
 
 template <class Config>
