@@ -29,7 +29,7 @@ struct Allocation {
 enum WatchFlags : uint32_t {
   kWatchUninitialized = 1u << 0,  // shared memory, and global memory from allocate()
   kWatchRaces = 1u << 1,          // shared memory, between the warps of a block (slow)
-  kWatchFences = 1u << 2,  // generic write, async read, no proxy fence between; overlapping grids without a wait
+  kWatchFences = 1u << 2,  // generic write, async access, no proxy fence between; overlapping grids without a wait
   kWatchDistinct = 1u << 3,  // count distinct global bytes
   kWatchDefault = kWatchUninitialized | kWatchFences | kWatchDistinct,
 };

@@ -16,7 +16,7 @@ enum class ReportKind : uint8_t {
   kBarrierMisuse,    // mbarrier or named barrier used against its rules
   kDeadlock,         // every live warp of a block waits
   kStepLimit,        // the launch ran longer than its bound
-  kMissingFence,     // generic-proxy write read by the async proxy without a proxy fence
+  kMissingFence,     // generic-proxy write read or overwritten by the async proxy without a proxy fence
   kMissingGridWait,  // what the grid before may still write or read, touched before griddepcontrol.wait
   kRace,             // two warps touched a byte, one of them writing, nothing ordering them
   kTrap,             // the program executed trap

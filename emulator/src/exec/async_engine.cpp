@@ -67,6 +67,22 @@ const Region& check_global(Warp& w, const PendingCopy& c, uint64_t address, uint
   return *r;
 }
 
+// What the async proxy reads or overwrites has been fenced if the generic proxy wrote it.
+void check_fenced(Warp& w, const PendingCopy& c, const Clock& fenced, const char* touches, uint32_t address,
+                  uint32_t bytes) {
+  const SharedMemory& m = w.block->shared;
+  if (m.generic_writes.empty() || c.kind == PendingCopy::Kind::kCpAsync) return;
+  for (uint32_t g = address / 16; g <= (address + bytes - 1) / 16; ++g) {
+    const SharedMemory::Event& e = m.generic_writes[g];
+    if (e.clock == 0 || fenced.t[e.warp] >= e.clock) continue;
+    w.report(ReportKind::kMissingFence, *c.inst, c.lane,
+             "the async proxy " + std::string(touches) + " what warp " + std::to_string(e.warp) +
+                 " wrote through the generic proxy, with no fence.proxy.async in between",
+             "shared", g * 16);
+    break;
+  }
+}
+
 // What a copy out of shared memory may read: written, and fenced if written by the generic proxy.
 void check_source(Warp& w, const PendingCopy& c, uint32_t address, uint32_t bytes) {
   Block& b = *w.block;
@@ -75,17 +91,7 @@ void check_source(Warp& w, const PendingCopy& c, uint32_t address, uint32_t byte
     w.report(ReportKind::kUninitialized, *c.inst, c.lane, "the copy reads shared memory that nothing wrote", "shared",
              address);
   }
-  if (!m.generic_writes.empty() && c.kind != PendingCopy::Kind::kCpAsync) {
-    for (uint32_t g = address / 16; g <= (address + bytes - 1) / 16; ++g) {
-      const SharedMemory::Event& e = m.generic_writes[g];
-      if (e.clock == 0 || b.fenced.t[e.warp] >= e.clock) continue;
-      w.report(ReportKind::kMissingFence, *c.inst, c.lane,
-               "the async proxy reads what warp " + std::to_string(e.warp) +
-                   " wrote through the generic proxy, with no fence.proxy.async in between",
-               "shared", g * 16);
-      break;
-    }
-  }
+  check_fenced(w, c, b.fenced, "reads", address, bytes);
   if (m.writes.empty()) return;
   for (uint32_t a = address; a < address + bytes; ++a) {
     const SharedMemory::Event& e = m.writes[a];
@@ -101,6 +107,7 @@ void check_source(Warp& w, const PendingCopy& c, uint32_t address, uint32_t byte
 // A copy into shared memory must not overtake reads and writes of other warps that nothing orders before it.
 void note_async_write(Warp& w, const PendingCopy& c, uint32_t address, uint32_t bytes) {
   SharedMemory& m = w.block->shared;
+  check_fenced(w, c, c.fenced, "overwrites", address, bytes);
   m.mark_written(address, bytes);
   if (!m.generic_writes.empty()) {
     for (uint32_t g = address / 16; g <= (address + bytes - 1) / 16; ++g) m.generic_writes[g] = SharedMemory::Event();
@@ -142,6 +149,7 @@ void Block::issue(PendingCopy copy) {
   copy.delay = 1 + (rng >> 62);
   Warp& w = warps[static_cast<size_t>(copy.warp)];
   copy.clock = w.clock;
+  copy.fenced = fenced;
   if (!copy.to_shared || copy.shared_to_shared) {
     tma::Descriptor d;
     for (const Piece& p : pieces(w, copy, &d)) {

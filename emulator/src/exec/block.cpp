@@ -50,11 +50,13 @@ Block::Slice Block::run(uint64_t budget) {
   const uint64_t effects_before = effects;
   uint64_t executed = 0;
   while (executed < budget) {
-    bool any = false;
+    bool any = false, awake = false;  // some warp ran; it did not end its turn by sleeping
     const uint64_t effects_round = effects;
     const uint64_t steps_before = counters.warp_instructions;
     for (Warp& w : warps) {
-      if (!w.done()) any |= w.run(kTurn);
+      if (w.done() || !w.run(kTurn)) continue;
+      any = true;
+      awake |= !w.yield;
     }
     executed += counters.warp_instructions - steps_before;
     idle_steps = effects == effects_round ? idle_steps + (counters.warp_instructions - steps_before) : 0;
@@ -67,6 +69,8 @@ Block::Slice Block::run(uint64_t budget) {
     }
     any |= advance_async(!any || all_done);
     if (all_done && pending.empty()) return Slice::kDone;
+    // Sleepers poll for what other blocks do: the rest of the slice would be spent on that, and counted.
+    if (any && !awake && effects == effects_round && pending.empty()) break;
     if (any) continue;
     if (effects == effects_seen) {
       if (++fruitless > kMaxFruitless) deadlock();

@@ -206,6 +206,10 @@ class Worker {
  private:
   static constexpr uint64_t kSlice = 1 << 16;
   static constexpr uint64_t kIdleLimit = 200 * 1000 * 1000;
+  // When all blocks of this thread wait for another thread's: a pause, and what it counts for, so that polling neither takes
+  // that thread's time nor fills the counters. Ten seconds of pauses are the limit.
+  static constexpr std::chrono::microseconds kPause{100};
+  static constexpr uint64_t kPauseSteps = 2000;
 
   bool admit() {
     const uint64_t index = l_.next_block.fetch_add(1);
@@ -249,6 +253,7 @@ class Worker {
     if (slice == Block::Slice::kIdle) {
       const uint64_t effects_now = l_.effects.load();
       idle_ = effects_now == effects_seen_ ? idle_ + b.counters.warp_instructions - steps : 0;
+      idle_slices_ = effects_now == effects_seen_ ? idle_slices_ + 1 : 0;
       effects_seen_ = effects_now;
       if (idle_ > kIdleLimit) {
         first_live(b).report(ReportKind::kDeadlock, current(b), -1,
@@ -260,6 +265,11 @@ class Worker {
         return true;
       }
       ++next_;
+      if (idle_slices_ >= active_.size()) {
+        idle_slices_ = 0;
+        idle_ += kPauseSteps;
+        std::this_thread::sleep_for(kPause);
+      }
     }
     return true;
   }
@@ -290,6 +300,7 @@ class Worker {
   std::vector<std::unique_ptr<Block>> active_, spare_;
   size_t next_ = 0;
   uint64_t idle_ = 0, effects_seen_ = 0;
+  size_t idle_slices_ = 0;  // in a row
   Counters done_;
   GridAccesses accesses_;
 };

@@ -313,6 +313,7 @@ struct PendingCopy {
   uint8_t tensor[128];  // image of the tensor map when issued
   int32_t coords[5] = {0, 0, 0, 0, 0};
   Clock clock;  // the issuing warp's
+  Clock fenced;  // the block's, as of then
   uint32_t shared_target = 0;  // shared to shared copies
   bool shared_to_shared = false;
 };

@@ -270,7 +270,7 @@ def test_a_copy_takes_its_time(run_kernel):
         ".shared .align 128 .b8 s[256]; .shared .align 8 .b64 bar; "
         + INIT.replace("COUNT", "1")
         + """
-    @!%p exit; st.shared.u32 [s], 1; mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar], 256;
+    @!%p exit; st.shared.u32 [s], 1; fence.proxy.async; mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar], 256;
     cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [s], [%w3], 256, [bar]; ld.shared.u32 %r1, [s];
     W: mbarrier.try_wait.parity.shared::cta.b64 %q, [bar], 0; @!%q bra W;"""
         + STORE

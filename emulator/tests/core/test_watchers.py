@@ -33,6 +33,8 @@ FAULTS = [
     ("race", "wrote", "@%p st.shared.u32 [s+256], 1;\n setp.eq.u32 %q, %r0, 32; @%q st.shared.u32 [s+256], 1;", "@%p st.shared.u32 [s+256], 1;\n setp.eq.u32 %q, %r0, 32; bar.sync 1; @%q st.shared.u32 [s+256], 1;"),
     ("missing proxy fence", "no fence.proxy.async", PUT + "bar.sync 0;\n" + OUT, PUT + "fence.proxy.async.shared::cta; bar.sync 0;\n" + OUT),
     ("missing proxy fence", "no fence.proxy.async", "fence.proxy.async;" + PUT + "bar.sync 0;\n" + OUT, PUT + "bar.sync 0; fence.proxy.async;\n" + OUT),
+    ("missing proxy fence", "async proxy overwrites what warp", INIT + PUT + "bar.sync 0;\n" + LOAD.format(expect=256) + WAIT,
+     INIT + PUT + "bar.sync 0; fence.proxy.async;\n" + LOAD.format(expect=256) + WAIT),
     ("barrier misuse", "arrivals where the phase expects", INIT + "mbarrier.arrive.shared::cta.b64 _, [bar], 2;", INIT + "@%p mbarrier.arrive.shared::cta.b64 _, [bar];"),
     ("barrier misuse", "no mbarrier was initialized", "@%p mbarrier.arrive.shared::cta.b64 _, [bar];", INIT + "@%p mbarrier.arrive.shared::cta.b64 _, [bar];"),
     ("barrier misuse", "touches a live mbarrier", INIT + "st.shared.u32 [bar], 1;", INIT + "st.shared.u32 [%r2], 1;"),
