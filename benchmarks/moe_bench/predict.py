@@ -13,8 +13,9 @@ No part of it is a measurement of a GB10.  For each mode and each tactic that th
    weights come from DRAM once per touched expert, not once per tile; what a pair of GEMMs reads more often, because L2 is
    too small, is simulated (:mod:`.l2`) and added, and so are contributions that are read back when L2 has lost them.  A
    streamed layer reads an expert's weights once for each of its tiles.
-3. A row's T, R and touched experts are means over random routings.  A prologue is linear in the tokens, a gather in R (it
-   reads a token's row once and writes it for each of its experts; emulated with fewer of them, reads are overestimated).
+3. A row's T, R and touched experts are means over random routings.  A prologue is linear in the tokens, as is the
+   arranging of tokens for a streamed layer; for a pair of GEMMs that is linear in R (it reads a token's row once and writes
+   it for each of its experts; emulated with fewer of them, reads are overestimated).
 4. Each launch takes as long as the busiest of four resources: DRAM, issue slots, MMA, shared memory.  To these come
    what launches and their tails add, during which DRAM idles.
 
@@ -215,8 +216,8 @@ def emulate(
 def fit_layer(device: VirtualDevice, model: str, mode: int, tactics: tuple[int, int]) -> tuple[list[Fit], float, int]:
     """The launches of a layer, the largest deviation of the check, and how often a watcher reported.
 
-    A launch without MMAs is a prologue or a gather; the others are FC1 and FC2 in this order, or the whole layer where there
-    is one.
+    A launch without MMAs is a prologue or arranges tokens; the others are FC1 and FC2 in this order, or the whole layer where
+    there is one.
     """
     emulated = [emulate(device, model, mode, run, tactics) for run in runs_for(tactics)]
     if len({len(launches) for _, launches in emulated}) != 1:
@@ -232,7 +233,8 @@ def fit_layer(device: VirtualDevice, model: str, mode: int, tactics: tuple[int, 
         if tile:
             fit = fit_gemm(tile, works[:3], counts[:3], warps, launch.grid[0])
         else:
-            fit = fit_rows("moe_gather" not in launch.kernel, works[:3], counts[:3], warps)
+            by_tokens = "moe_arrange" not in launch.kernel or INSTANCES[tactics[0]].streamed
+            fit = fit_rows(by_tokens, works[:3], counts[:3], warps)
         fits.append(fit)
         if tile:
             expected = fit.at(works[3])

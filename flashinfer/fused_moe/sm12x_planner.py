@@ -59,15 +59,18 @@ class DeviceClass:
     gemms: Limits
 
 
+# An expert's rows take ceil(rows / tile) tiles. On an H200 a tile costs, relative to a streamed one of 8 (docs/performance.md):
+# streamed 16, 1.26; pairs of 8, 16, 24, 32, 40, 64: 1.33, 1.39, 1.54, 1.77, 1.95, 2.63. Limits are where the cheapest
+# changes if an expert's rows are Poisson distributed: at 64 rows two tiles of 40 cost less than the 1.5 of 64 that it takes.
 _HOPPER = DeviceClass(
     HOPPER_SMEM_PER_BLOCK,
     True,
-    ((7.0, 8), (12.0, 16)),
-    ((7.0, 8), (22.0, 32), (36.0, 48), (_END, 64)),
+    ((5.9, 8), (14.5, 16)),
+    ((4.8, 8), (12.0, 16), (20.0, 24), (26.0, 32), (38.0, 40), (63.5, 64), (84.0, 40), (_END, 64)),
     ((8.5, 8), (_END, 16)),
 )
 # A tile that is too narrow reads weights twice, and a GB10 waits for memory: the streamed layer ends earlier there.
-_SM12X_PAIRS = ((6.0, 8), (14.0, 16), (28.0, 32), (42.0, 48), (64.0, 64), (_END, 128))
+_SM12X_PAIRS = ((6.0, 8), (14.0, 16), (20.0, 24), (28.0, 32), (36.0, 40), (64.0, 64), (_END, 128))
 _SM12X = DeviceClass(GB10_SMEM_PER_BLOCK, False, ((4.5, 8),), _SM12X_PAIRS, _SM12X_PAIRS)
 
 

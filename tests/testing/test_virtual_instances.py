@@ -57,7 +57,7 @@ FOLDING = [*(row for row in STREAMED if row.default), SIXTEEN_BIT[0], SIXTEEN_BI
 # Neither is a multiple of a tile along N or K; K / 32 is 39 and 13, no multiple of the four that share a scale word.
 HIDDEN, INTER = 1248, 416
 # Tokens by token tile: with two of four experts a token, an expert's rows are several tiles, the last one partly filled.
-TOKENS = {8: 56, 16: 100, 32: 126, 48: 140, 64: 160, 128: 300}
+TOKENS = {8: 56, 16: 100, 24: 114, 32: 126, 40: 134, 64: 160, 128: 300}
 
 
 @pytest.fixture
@@ -362,6 +362,18 @@ def test_a_streamed_layer_routes_few_and_many(device, instance, tokens):
     """Up to 32 (token, slot) pairs are sorted in registers, more in shared memory."""
     case = MoECase(tokens, 160, 96, 40, 4, 2 if instance.activation == "bf16" else 0)
     check_moe(device, case, 620 + tokens, [instance.index] * 2)
+
+
+@pytest.mark.parametrize("tokens", [15, 45], ids=["routed in registers", "routed in shared memory"])
+@pytest.mark.parametrize("instance", [row for row in STREAMED if row.token_tile == 16], ids=lambda row: row.name)
+def test_tiles_with_more_and_with_fewer_than_eight_tokens(device, instance, tokens):
+    """Of a streamed tile of 16; those with fewer take one step of MMAs, and are computed last."""
+    inputs = check_moe(
+        device, MoECase(tokens, 288, 160, 4, 2, 2 if instance.activation == "bf16" else 1), 640, [instance.index] * 2
+    )
+    rows = torch.bincount(inputs.token_selected_experts.flatten(), minlength=4).tolist()
+    tiles = [min(16, count - first) for count in rows for first in range(0, count, 16)]
+    assert min(tiles) <= 8 < max(tiles), rows
 
 
 @pytest.mark.parametrize("rank", [0, 1])

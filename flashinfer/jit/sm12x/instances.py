@@ -212,11 +212,14 @@ INSTANCES: tuple[Instance, ...] = (
     Instance(13, "bf16", 8, 256, 0, 1, mma_warps=12),
     Instance(14, "mxfp8", 16, 256, 0, 1, default=False, mma_warps=12),
     Instance(15, "bf16", 16, 256, 0, 1, default=False, mma_warps=12),
-    Instance(16, "bf16", 48, 128, 3, 1),
+    Instance(16, "bf16", 40, 128, 3, 1),
     Instance(17, "bf16", 64, 128, 3, 1),
     Instance(18, "mxfp8", 32, 128, 3, 1, default=False, widens=True),
-    Instance(19, "mxfp8", 48, 128, 3, 1, default=False, widens=True),
+    Instance(19, "mxfp8", 40, 128, 3, 1, default=False, widens=True),
     Instance(20, "mxfp8", 64, 128, 3, 1, default=False, widens=True),
+    Instance(21, "bf16", 24, 128, 2, 2),
+    Instance(22, "mxfp8", 24, 128, 2, 2, default=False, widens=True),
+    Instance(23, "mxfp8", 16, 128, 2, 2, default=False, widens=True),
 )
 
 GEMM_INSTANCES: tuple[Instance, ...] = tuple(

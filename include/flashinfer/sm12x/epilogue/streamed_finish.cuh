@@ -26,19 +26,22 @@ class StreamKeeper {
         turn_(turn),
         lane_(lane),
         keepers_(min(kWarps, block.stages)),
-        to_fill_(params, *block.num_tiles(), turn, keepers_),
+        to_fill_(params, block, turn, keepers_),
         to_finish_(to_fill_) {
     place_.advance(turn, block.stages);
   }
 
   __device__ __forceinline__ void run() {
     const bool keeps = turn_ < keepers_;
+    // At first one stage of each keeper is under way: enough to keep memory busy, and no queue in which what is needed first,
+    // weights and code, would wait for what is not.
     for (int stage = turn_; keeps && stage < shared.stages && !to_fill_.ended(); stage += keepers_) {
-      if (stage >= min(Config::kFirstStages, shared.stages - 1)) ptx::mbarrier_wait(shared.tokens_ready(), 0);
+      if (stage >= keepers_) ptx::mbarrier_wait(shared.full(stage - keepers_), 0);
+      if (stage == shared.stages - 1) ptx::mbarrier_wait(shared.rehearsed(), 0);
       fill(stage);
     }
     // What goes into the stages that this warp will empty: its own units' successors, a ring further on.
-    to_fill_ = StreamStride(p, *shared.num_tiles(), turn_ + shared.stages, keepers_);
+    to_fill_ = StreamStride(p, shared, turn_ + shared.stages, keepers_);
     ptx::wait_for_prerequisite_grids();  // the counters are zero
 
     for (; keeps && to_finish_.gemm() == 0; next()) finish<0>();
@@ -56,11 +59,11 @@ class StreamKeeper {
     if (lane_ == 0) {
       fill_stage(p, shared, stage, to_fill_.gemm() == 0, shared.tiles()[to_fill_.tile()].expert(), to_fill_.unit());
     }
-    to_fill_.advance(p, *shared.num_tiles());
+    to_fill_.advance(p, shared);
   }
 
   __device__ __forceinline__ void next() {
-    to_finish_.advance(p, *shared.num_tiles());
+    to_finish_.advance(p, shared);
     place_.advance(keepers_, shared.stages);
   }
 
@@ -98,7 +101,7 @@ class StreamKeeper {
         bias[1] = load_scalar(stage + g.bias_offset, at + (kGemm == 0 ? g.groups * kOutputs : 8), g.bias_type);
       }
       Sums sums;
-      add_partials(g, kGemm == 0, stage, slab, row, sums);
+      add_partials(g, kGemm == 0, stage, slab, row, tile.count(), sums);
       if (slab == g.groups - 1) {
         __syncwarp();
         fill(place_.stage);
@@ -113,11 +116,12 @@ class StreamKeeper {
 
   // In the order of K, so that the sum is the same on every run.
   __device__ __forceinline__ void add_partials(const StreamedGemm& g, bool fc1, const uint8_t* stage, int slab, int row,
-                                               Sums& sums) const {
+                                               int count, Sums& sums) const {
     const LaneRows rows(g, fc1, row);
     const PartialPlace<Config> first(g, rows, 0, lane_), last(g, rows, g.group_warps - 1, lane_);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
+      if (kNarrowTokens * step >= count) break;  // nothing was multiplied
       const uint8_t* from = stage + first.offset[step] + slab * first.next_slab;
       const float4 last_part = *reinterpret_cast<const float4*>(stage + last.offset[step] + slab * last.next_slab);
       float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);

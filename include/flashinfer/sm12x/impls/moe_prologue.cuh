@@ -6,7 +6,7 @@
 #pragma once
 
 #include "../epilogue/scalar.cuh"
-#include "../ptx/copy.cuh"
+#include "../ptx/sync.cuh"
 #include "../scheduler/routing.cuh"
 #include "nv_internal/tensorrt_llm/kernels/cutlass_kernels/moe_gemm/sm12x_activation_quantizer.cuh"
 
@@ -35,9 +35,6 @@ struct PrologueParams {
   int32_t* offsets;  // [E + 1], null: the GEMM kernels route
   int32_t* order;  // [entries] in expert order
   int32_t* positions;  // [entries] null, or where each entry stands in that order, -1 without a local expert
-
-  const void* prefetch;  // into L2, what the next kernel reads first
-  int prefetch_bytes;
 
   int* split_arrivals;  // counters to zero
   int num_split_arrivals;
@@ -87,6 +84,7 @@ __device__ __forceinline__ void sort_entries(const PrologueParams& p, int* count
   }
 }
 
+// One block.
 __device__ __forceinline__ void prepare_token(const PrologueParams& p, int token) {
   const int64_t row = static_cast<int64_t>(token) * p.hidden;
   const int pitch = kScaleChunkBlocks * scale_words(p.hidden);
@@ -100,19 +98,20 @@ __device__ __forceinline__ void prepare_token(const PrologueParams& p, int token
     const uint8_t* source = static_cast<const uint8_t*>(p.input) + static_cast<int64_t>(token) * blocks;
     for (int i = threadIdx.x; i < pitch; i += kPrologueThreads) scales[i] = i < blocks ? source[i] : 0;
   }
-  if (p.ids == nullptr) return;
+}
 
+// One warp.
+__device__ __forceinline__ void count_elsewhere(const PrologueParams& p, int token, int lane) {
   int elsewhere = 0;
-  for (int slot = 0; slot < p.top_k; ++slot) {
+  for (int slot = lane; slot < p.top_k; slot += 32) {
     elsewhere += scheduler::local_expert(p.ids[token * p.top_k + slot], p.first_expert, p.num_experts) < 0;
   }
-  for (int tile = threadIdx.x; tile < p.row_tiles; tile += kPrologueThreads) {
+  elsewhere = __reduce_add_sync(scheduler::kAllLanes, elsewhere);
+  for (int tile = lane; tile < p.row_tiles; tile += 32) {
     p.token_arrivals[static_cast<int64_t>(token) * p.row_tiles + tile] = elsewhere;
   }
-  if (elsewhere == p.top_k) {
-    for (int i = threadIdx.x; i < p.hidden; i += kPrologueThreads) {
-      epilogue::store_scalar(p.output, row + i, p.output_type, 0.0f);
-    }
+  for (int i = elsewhere == p.top_k ? lane : p.hidden; i < p.hidden; i += 32) {
+    epilogue::store_scalar(p.output, static_cast<int64_t>(token) * p.hidden + i, p.output_type, 0.0f);
   }
 }
 
@@ -122,9 +121,6 @@ __global__ void __launch_bounds__(kPrologueThreads) moe_prologue_kernel(const __
   ptx::wait_for_prerequisite_grids();
   ptx::launch_dependent_grids();
 
-  for (int i = 128 * threadIdx.x; blockIdx.x == 0 && i < p.prefetch_bytes; i += 128 * kPrologueThreads) {
-    ptx::prefetch_to_l2(static_cast<const uint8_t*>(p.prefetch) + i);
-  }
   const bool sorts = p.offsets != nullptr;
   if (sorts && blockIdx.x == 0) {
     sort_entries(p, sort_counts, sort_counts + kPrologueWarps * p.num_experts);
@@ -135,7 +131,13 @@ __global__ void __launch_bounds__(kPrologueThreads) moe_prologue_kernel(const __
   for (int i = block * kPrologueThreads + threadIdx.x; i < p.num_split_arrivals; i += blocks * kPrologueThreads) {
     p.split_arrivals[i] = 0;
   }
-  for (int token = block; token < p.num_tokens; token += blocks) prepare_token(p, token);
+  for (int token = block; p.input_kind != TokenInput::kAsIs && token < p.num_tokens; token += blocks) {
+    prepare_token(p, token);
+  }
+  for (int token = block * kPrologueWarps + static_cast<int>(threadIdx.x) / 32;
+       p.ids != nullptr && token < p.num_tokens; token += blocks * kPrologueWarps) {
+    count_elsewhere(p, token, threadIdx.x % 32);
+  }
 }
 
 }  // namespace flashinfer::sm12x

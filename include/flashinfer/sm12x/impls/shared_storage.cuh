@@ -40,7 +40,7 @@ struct GemmConfig {
 
   // Registers for more blocks than a GB10's shared memory holds: parts with more of it fill up. Not where SM12x would spill.
   static constexpr bool kBf16 = kOperand == Activation::kBf16;
-  static constexpr int kHopperBlocks = kTokenTile <= 8 ? 4 : kTokenTile <= 32 ? 3 : 2;  // of bf16 rows, measured
+  static constexpr int kHopperBlocks = kTokenTile <= 24 ? 4 : 3;  // of bf16 rows, measured
   static constexpr int kSm12xBlocks = kTokenTile <= 8 ? 4 : kTokenTile <= 16 && !kBf16 ? 3 : kBlocksPerSm;
   static constexpr int kMinBlocks = kBf16 && !kDeviceScalesInMma ? kHopperBlocks : kSm12xBlocks;
 

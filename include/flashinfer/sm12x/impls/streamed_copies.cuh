@@ -24,8 +24,8 @@ __device__ __forceinline__ void fill_stage(const StreamedLayerParams& p, const S
     const int row = unit * rows + part * g.out;
     ptx::bulk_copy(to + part * bytes, g.weights + expert * g.weight_pitch + static_cast<int64_t>(row) * g.row_bytes,
                    bytes, full);
-    ptx::tensor_copy_3d(to + g.scale_offset + part * piece_bytes, &g.scales, row % 32 / g.piece_rows * g.piece_rows * 4,
-                        0, expert * g.scale_pitch + row / kScaleChunkRows, full);
+    ptx::tensor_copy_3d(to + g.scale_offset + part * piece_bytes, &g.scales, (row % 32 & ~(g.piece_rows - 1)) * 4, 0,
+                        expert * g.scale_pitch + row / kScaleChunkRows, full);
     if (bias_bytes != 0) {
       const int64_t at = static_cast<int64_t>(expert) * parts * g.out + row;
       ptx::bulk_copy(to + g.bias_offset + part * bias_bytes, static_cast<const uint8_t*>(g.bias) + at * g.bias_bytes(),

@@ -15,10 +15,11 @@
 
 namespace flashinfer::sm12x {
 
-// One warp: entries by expert, then their tiles. A stable counting sort over the local experts of all entries, which the
-// whole block has left in shared memory.
+// One warp: entries by expert, then their tiles, whose numbers it returns. A stable counting sort over the local experts of
+// all entries, which the whole block has left in shared memory.
 template <class Config>
-__device__ __forceinline__ void route_many(const StreamedLayerParams& p, const StreamBlock& shared, int lane) {
+__device__ __forceinline__ TileCounts route_many(const StreamedLayerParams& p, const StreamBlock& shared, int lane) {
+  constexpr int kTile = Config::kTokenTile;
   int* counts = shared.routing_counts();
   int* offsets = counts + kMaxLocalExperts;
   const int* experts = shared.routing_experts();
@@ -27,25 +28,34 @@ __device__ __forceinline__ void route_many(const StreamedLayerParams& p, const S
   __syncwarp();
 #pragma unroll 1
   for (int base = 0; base < p.num_entries; base += 32) scheduler::count_chunk(expert_of(base + lane), counts, lane);
-  int before_entries = 0, before_tiles = 0;
+  auto wide_tiles = [](int count) {
+    return kTile <= kNarrowTokens ? 0 : count / kTile + (count % kTile > kNarrowTokens ? 1 : 0);
+  };
+  TileCounts tiles = {0, 0};
+  for (int e = lane; e < p.num_experts; e += 32) tiles.wide += wide_tiles(counts[e]);
+  tiles.wide = __reduce_add_sync(scheduler::kAllLanes, tiles.wide);
+  int before_entries = 0, before_wide = 0, before_narrow = tiles.wide;
 #pragma unroll 1
   for (int base = 0; base < p.num_experts; base += 32) {
     const int expert = base + lane;
     const int count = expert < p.num_experts ? counts[expert] : 0;
-    const int tiles = ceil_div(count, Config::kTokenTile);
+    const int wide = wide_tiles(count), narrow = ceil_div(count, kTile) - wide;
     const int first = before_entries + scheduler::inclusive_scan(count, lane) - count;
-    const int first_tile = before_tiles + scheduler::inclusive_scan(tiles, lane) - tiles;
-    for (int i = 0; i < tiles; ++i) {
-      shared.tiles()[first_tile + i] = TokenTile::make(expert, first + i * Config::kTokenTile,
-                                                       min(Config::kTokenTile, count - i * Config::kTokenTile));
+    const int first_wide = before_wide + scheduler::inclusive_scan(wide, lane) - wide;
+    const int first_narrow = before_narrow + scheduler::inclusive_scan(narrow, lane) - narrow;
+    for (int i = 0; i < wide + narrow; ++i) {
+      shared.tiles()[i < wide ? first_wide + i : first_narrow + i - wide] =
+          TokenTile::make(expert, first + i * kTile, min(kTile, count - i * kTile));
     }
     if (expert < p.num_experts) {
       offsets[expert] = first;
       counts[expert] = 0;
     }
     before_entries = __shfl_sync(scheduler::kAllLanes, first + count, 31);
-    before_tiles = __shfl_sync(scheduler::kAllLanes, first_tile + tiles, 31);
+    before_wide = __shfl_sync(scheduler::kAllLanes, first_wide + wide, 31);
+    before_narrow = __shfl_sync(scheduler::kAllLanes, first_narrow + narrow, 31);
   }
+  tiles.all = before_narrow;
   __syncwarp();
 #pragma unroll 1
   for (int base = 0; base < p.num_entries; base += 32) {
@@ -53,15 +63,15 @@ __device__ __forceinline__ void route_many(const StreamedLayerParams& p, const S
     const int place = scheduler::count_chunk(expert, counts, lane);
     if (expert >= 0) shared.order()[offsets[expert] + place] = static_cast<uint16_t>(base + lane);
   }
-  if (lane == 0) *shared.num_tiles() = before_tiles;
+  return tiles;
 }
 
 // The same for up to 32 entries, one a lane: every lane counts those that come before its own. At one token, routing is
 // part of what nothing hides.
 template <class Config>
-__device__ __forceinline__ void route_few(const StreamedLayerParams& p, const StreamBlock& shared, int lane) {
+__device__ __forceinline__ TileCounts route_few(const StreamedLayerParams& p, const StreamBlock& shared, int expert,
+                                                int lane) {
   constexpr unsigned kAll = scheduler::kAllLanes;
-  const int expert = lane < p.num_entries ? scheduler::local_expert(p.ids[lane], p.first_expert, p.num_experts) : -1;
   int place = 0, of_expert = 0, before_in_expert = 0;
   for (int other = 0; other < p.num_entries; ++other) {
     const int theirs = __shfl_sync(kAll, expert, other);
@@ -70,27 +80,14 @@ __device__ __forceinline__ void route_few(const StreamedLayerParams& p, const St
     before_in_expert += theirs == expert && other < lane;
   }
   const bool heads = expert >= 0 && before_in_expert % Config::kTokenTile == 0;  // a tile's first token
+  const int count = min(Config::kTokenTile, of_expert - before_in_expert);
+  const bool wide = heads && count > kNarrowTokens;
+  const int order = heads ? (wide ? place : 32 + place) : INT_MAX;
   int tile = 0;
-  for (int other = 0; other < p.num_entries; ++other) {
-    tile += __shfl_sync(kAll, heads ? place : INT_MAX, other) < place;
-  }
+  for (int other = 0; other < p.num_entries; ++other) tile += __shfl_sync(kAll, order, other) < order;
   if (expert >= 0) shared.order()[place] = static_cast<uint16_t>(lane);
-  if (heads)
-    shared.tiles()[tile] = TokenTile::make(expert, place, min(Config::kTokenTile, of_expert - before_in_expert));
-  const int tiles = __popc(__ballot_sync(kAll, heads));
-  if (lane == 0) *shared.num_tiles() = tiles;
-}
-
-// All blocks together: FC1's token rows into L2 while routing is under way.
-template <class Config>
-__device__ __forceinline__ void prefetch_input(const StreamedLayerParams& p) {
-  constexpr int kLine = 128;
-  const bool eight_bit = p.input.source == TokenSource::kMxfp8Swizzled || p.input.source == TokenSource::kMxfp8Linear;
-  const int64_t bytes = static_cast<int64_t>(p.num_tokens) * p.gemm[0].k * (eight_bit ? 1 : 2);
-  for (int64_t i = (threadIdx.x * gridDim.x + blockIdx.x) * int64_t{kLine}; i < bytes;
-       i += static_cast<int64_t>(gridDim.x) * Config::kThreads * kLine) {
-    ptx::prefetch_to_l2(static_cast<const uint8_t*>(p.input.data) + i);
-  }
+  if (heads) shared.tiles()[tile] = TokenTile::make(expert, place, count);
+  return {__popc(__ballot_sync(kAll, heads)), __popc(__ballot_sync(kAll, wide))};
 }
 
 template <class Config>
@@ -101,22 +98,25 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
   ptx::launch_dependent_grids();
-  prefetch_input<Config>(p);
   const int turn = warp - Config::kMmaWarps;  // of a keeper
-  if (turn == 0) {
+  const bool few = p.num_entries <= 32;
+  auto expert_of = [&](int entry) {
+    return entry < p.num_entries ? scheduler::local_expert(p.ids[entry], p.first_expert, p.num_experts) : -1;
+  };
+  const int expert = few && turn == 0 ? expert_of(lane) : -1;
+  if (turn == 1) {
     for (int stage = lane; stage < shared.stages; stage += 32) {
       ptx::mbarrier_init(shared.full(stage), 1);
       ptx::mbarrier_init(shared.done(stage), 32 * Config::kMmaWarps);
     }
     if (lane == 0) {
       ptx::mbarrier_init(shared.act_ready(), 1);
-      ptx::mbarrier_init(shared.tokens_ready(), Config::kMmaWarps);
+      ptx::mbarrier_init(shared.rehearsed(), Config::kMmaWarps);
     }
     ptx::fence_barrier_init();
   }
-  const bool few = p.num_entries <= 32;
   for (int i = threadIdx.x; !few && i < p.num_entries; i += Config::kThreads) {
-    shared.routing_experts()[i] = scheduler::local_expert(p.ids[i], p.first_expert, p.num_experts);
+    shared.routing_experts()[i] = expert_of(i);
   }
   __syncthreads();
 
@@ -124,8 +124,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     StreamMultiplier<Config>(shared, warp, lane).run(p);
     return;
   }
-  if (turn == 0 && few) route_few<Config>(p, shared, lane);
-  if (turn == 0 && !few) route_many<Config>(p, shared, lane);
+  if (turn == 0) {
+    const TileCounts tiles = few ? route_few<Config>(p, shared, expert, lane) : route_many<Config>(p, shared, lane);
+    if (lane < 2) shared.shares()[lane] = StreamShare::of_block(tiles, Config::kWideFifths, p.gemm[lane].units);
+  }
   if (turn == 1 && lane < 2) ptx::prefetch_tensor_map(&p.gemm[lane].scales);
   ptx::named_barrier_sync<32 * Config::kKeeperWarps>(kKeeperBarrier);
   ptx::named_barrier_arrive<Config::kThreads>(kRoutedBarrier);

@@ -25,50 +25,62 @@ class StreamMultiplier {
   __device__ __forceinline__ StreamMultiplier(const StreamBlock& block, int warp, int lane)
       : shared(block), warp_(warp), lane_(lane) {}
 
-  // The first turn of the loop is a rehearsal, while routing is under way and memory has nothing to do: fetching code for
-  // the first time behind a ring full of weights would take microseconds. Its token is the first row, which may be all
-  // there are; its slab is zeros. It must be this loop, not a copy of its code.
+  // Each GEMM begins with a rehearsal: FC1 with a slab of zeros, while routing and the arranging of tokens are under way,
+  // FC2 without, while other blocks are at FC1. Both without tokens: what counts is that code is fetched, which behind a ring
+  // full of weights would take microseconds. It must be this loop, not a copy of its code.
   __device__ __forceinline__ void run(const StreamedLayerParams& p) {
     enter_gemm(p.gemm[0], true);
-    bool rehearsal = true;
     int gemm = 0;
-    TokenTile tile = TokenTile::make(0, 0, 1);
+    bool rehearsal = true;
+    TokenTile tile = {};  // no tokens
     StreamWalk walk;
     StreamWalk::Run run = {0, prepare_rehearsal() ? 1 : 0};
     place_ = {shared.stages - 1, 1};  // a phase that counts as complete, and whose successor is the ring's first
 #pragma unroll 1
     for (;;) {
-      const bool loaded = !rehearsal && gemm == 0 && p.num_tokens == 1;
-      if (works_ && !loaded) {
-        tokens_.load(p, gemm, group_warp_, lane_, tile.count(), [&](int token) {
-          const int position = tile.first() + token;
-          if (rehearsal || gemm == 1) return static_cast<int64_t>(position);
-          return static_cast<int64_t>(shared.order()[position] / static_cast<unsigned>(p.top_k));
-        });
+      if (works_) load_tokens(p, gemm, tile);
+      if (!rehearsal || gemm == 0) multiply(run, tile.count());
+      if (rehearsal && gemm == 1) {
+        rehearsal = false;
+        ptx::mbarrier_wait(shared.act_ready(), 0);
+        tile = shared.tiles()[walk.tile];
+        continue;
       }
-      if (!rehearsal) announce_tokens();
-      multiply(run);
       if (rehearsal) {
         rehearsal = false;
         place_ = {};
         releases_ = true;
+        __syncwarp();
+        if (lane_ == 0) ptx::mbarrier_arrive(shared.rehearsed());
         ptx::named_barrier_sync<Config::kThreads>(kRoutedBarrier);
+        ptx::wait_for_prerequisite_grids();  // tokens are arranged
       }
 
-      run = walk.next_run(p, *shared.num_tiles());
+      run = walk.next_run(p, shared);
       if (walk.ended()) break;
-      tile = shared.tiles()[walk.tile];
       if (walk.gemm == 1 && gemm == 0) {
         gemm = 1;
-        announce_tokens();
+        rehearsal = true;
+        tile = {};
         enter_gemm(p.gemm[1], false);
-        ptx::mbarrier_wait(shared.act_ready(), 0);
+      } else {
+        tile = shared.tiles()[walk.tile];
       }
     }
   }
 
  private:
-  // Zeros for one slab in the last stage, which is not filled before the tokens are there; not where routing works.
+  __device__ __forceinline__ void load_tokens(const StreamedLayerParams& p, int gemm, const TokenTile& tile) {
+    if (gemm == 0) {
+      tokens_.load_input(p, group_warp_, lane_, tile.count(), [&](int token) {
+        return static_cast<int>(shared.order()[tile.first() + token] / static_cast<unsigned>(p.top_k));
+      });
+    } else {
+      tokens_.load_act(p, group_warp_, lane_, tile.count(), tile.first());
+    }
+  }
+
+  // Zeros for one slab in the last stage, which is filled behind the rehearsal; not where routing works.
   __device__ __forceinline__ bool prepare_rehearsal() const {
     const uint32_t stage = (shared.stages - 1) * shared.stage_bytes;
     if (!works_ || stage < StreamStorage::kRouting) return false;
@@ -82,14 +94,6 @@ class StreamMultiplier {
     }
     __syncwarp();
     return true;
-  }
-
-  // Once: the keepers may fill the ring. FC2's tokens depend on it, so with no share in FC1 there is nothing to wait for.
-  __device__ __forceinline__ void announce_tokens() {
-    if (announced_) return;
-    announced_ = true;
-    __syncwarp();
-    if (lane_ == 0) ptx::mbarrier_arrive(shared.tokens_ready());
   }
 
   // Where the lane's operands of one GEMM lie.
@@ -109,7 +113,8 @@ class StreamMultiplier {
     first_row_ = group * outputs;
     unit_rows_ = g.groups * outputs;
     gate_ = fc1 ? g.out : 0;
-    const uint32_t in_piece = 16 * (first_row_ % g.piece_rows);  // of the slab's first row, where its quarter begins
+    const uint32_t in_piece =
+        16 * (first_row_ & (g.piece_rows - 1));  // of the slab's first row: where its quarter begins
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {
       // A lane whose block of 32 lies beyond K takes the word's first, or the first word's: what it multiplies with is 0.
@@ -124,15 +129,26 @@ class StreamMultiplier {
     next_scale_ = fc1 ? g.piece_bytes() : 8 * 16;
   }
 
-  // Units of one run.
-  __device__ __forceinline__ void multiply(const StreamWalk::Run& run) {
+  // Units of one run, whose tile has `count` tokens.
+  __device__ __forceinline__ void multiply(const StreamWalk::Run& run, int count) {
     uint32_t row = run.unit * unit_rows_ + first_row_;
     for (int left = run.units; left > 0; --left, row += unit_rows_) {
       ptx::mbarrier_wait(shared.full(place_.stage), place_.parity);
-      if (works_) multiply_slab(place_.stage * shared.stage_bytes, row);
+      if (works_) {
+        const uint32_t stage = place_.stage * shared.stage_bytes;
+        if (kSteps == 1 || count > kNarrowTokens) {
+          multiply_slab<kSteps>(stage, row);
+        } else {
+          multiply_slab<1>(stage, row);
+        }
+      }
       release();
     }
   }
+
+  // Independent accumulators of a token step: one would have each MMA wait for the one before.
+  template <int kActive>
+  static constexpr int kChains = kActive == 1 ? 2 : 1;
 
   // The warp is through with a stage.
   __device__ __forceinline__ void release() {
@@ -141,7 +157,9 @@ class StreamMultiplier {
     place_.advance(shared.stages);
   }
 
-  // `row`: the slab's first (FC1: up) row. A chunk of scales holds rows r, r + 32, r + 64 and r + 96 side by side.
+  // kActive: token steps that hold tokens. `row`: the slab's first (FC1: up) row. A chunk of scales holds rows r, r + 32,
+  // r + 64 and r + 96 side by side.
+  template <int kActive>
   __device__ __forceinline__ void multiply_slab(uint32_t stage, uint32_t row) {
     const uint32_t low_quarter = stage + ((row >> 3) & 12),
                    high_quarter = stage + next_scale_ + (((row + gate_) >> 3) & 12);
@@ -159,7 +177,7 @@ class StreamMultiplier {
     }
 #pragma unroll
     for (int w = 0; w < kWords; ++w) largest = max(largest, max(scales[w][0], scales[w][1]));
-    float chain[kSteps][Config::kChains][4] = {};
+    float chain[kActive][kChains<kActive>][4] = {};
     if (__any_sync(scheduler::kAllLanes, largest > mma::kLargestFoldedScale)) {
 #pragma unroll
       for (int w = 0; w < kWords; ++w) {
@@ -175,8 +193,8 @@ class StreamMultiplier {
     }
     __syncwarp();  // all lanes have read before partial sums replace weights
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      if constexpr (Config::kChains == 2) {
+    for (int step = 0; step < kActive; ++step) {
+      if constexpr (kChains<kActive> == 2) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) chain[step][0][i] += chain[step][1][i];
       }
@@ -185,10 +203,10 @@ class StreamMultiplier {
   }
 
   // kLargeScales: the factors are the scales alone, and the expansion's 2^126 is a multiplication of its own.
-  template <bool kLargeScales>
+  template <bool kLargeScales, int kActive>
   __device__ __forceinline__ void multiply_word(const uint32_t (&weights)[2][4], uint32_t low_factor,
                                                 uint32_t high_factor, int w,
-                                                float (&chain)[kSteps][Config::kChains][4]) const {
+                                                float (&chain)[kActive][kChains<kActive>][4]) const {
 #pragma unroll
     for (int q = 0; q < 4; ++q) {
       uint32_t of_low[4], of_high[4];
@@ -203,8 +221,8 @@ class StreamMultiplier {
       for (int h = 0; h < 2; ++h) {
         const uint32_t operand[4] = {of_low[2 * h], of_high[2 * h], of_low[2 * h + 1], of_high[2 * h + 1]};
 #pragma unroll
-        for (int step = 0; step < kSteps; ++step) {
-          float (&sum)[4] = chain[step][h % Config::kChains];
+        for (int step = 0; step < kActive; ++step) {
+          float (&sum)[4] = chain[step][h % kChains<kActive>];
           ptx::mma_16816<true>(sum, operand, tokens_.block[step][w][2 * q + h], sum);
         }
       }
@@ -217,7 +235,6 @@ class StreamMultiplier {
   bool works_ = false;
   bool releases_ = false;  // every lane for itself: racecheck follows a barrier only so. Not in the rehearsal
   RingPlace place_;
-  bool announced_ = false;
   Operands operands_[kWords];
   uint32_t next_weights_ = 0, next_scale_ = 0;  // from row g to row g + 8
   uint32_t partial_[kSteps];

@@ -28,7 +28,7 @@ struct StreamedGemm {
   int group_warps;            // MMA warps that share K, `Config::kWords` words each
   int groups;                 // of warps, and slabs of a stage: 1, 2 or 4
   int units;                  // stages that one token tile needs, all of them whole
-  int piece_rows;             // of 32 that a scale piece holds: those of a stage's (FC1: up) rows
+  int piece_rows;             // of 32 that a scale piece holds: those of a stage's (FC1: up) rows. A power of two
   int scale_offset;           // in a stage, behind the weights. FC1: pieces of up rows, then of gate rows
   int bias_offset;            // in a stage, behind the scales. FC1: biases of up rows, then of gate rows
   int tail_offset;            // in a stage, behind the biases: partial sums of lanes whose block of 32 lies beyond K
@@ -43,7 +43,7 @@ struct StreamedGemm {
 
 struct StreamedLayerParams {
   StreamedGemm gemm[2];
-  InputRows input;
+  const uint8_t* tokens;         // [words][num_tokens][kArrangedRowBytes] (token_blocks.cuh)
   const int32_t* ids;            // [entries] global expert ids
   const float* routing_weights;  // [entries]
   int num_tokens;
@@ -74,10 +74,8 @@ struct StreamConfig {
   static constexpr int kKeeperWarps = 4;  // fill stages and finish outputs
   static constexpr int kThreads = 32 * (kMmaWarps + kKeeperWarps);
   static constexpr int kTokenSteps = kTokenTile / 8;
-  static constexpr int kChains = kTokenSteps == 1 ? 2 : 1;  // independent accumulators of a token step
-  // Stages filled before the MMA warps have code and tokens, all but one at most: enough to keep memory busy, and no queue
-  // in which those would wait. Measured on an H200.
-  static constexpr int kFirstStages = 3;
+  // A tile of more than eight tokens is wide: a unit of it takes this many fifths of the time of others (on an H200).
+  static constexpr int kWideFifths = 6;
 
   static_assert(kTokenTile == 8 || kTokenTile == 16, "partial sums replace a lane's two rows of weights");
 };
@@ -94,8 +92,8 @@ struct StreamStorage {
   static constexpr int kBarriers = 0;  // full, done, then the single ones
   static constexpr int kTiles = kBarriers + 8 * (2 * kMaxStreamStages + 2);
   static constexpr int kOrder = kTiles + 4 * kStreamEntries;
-  static constexpr int kNumTiles = kOrder + 2 * kStreamEntries;
-  static constexpr int kRing = round_up(kNumTiles + 4, 128);
+  static constexpr int kShares = kOrder + 2 * kStreamEntries;
+  static constexpr int kRing = round_up(kShares + 2 * 12, 128);
   static constexpr int kRouting =
       2 * 4 * kMaxLocalExperts + 4 * kStreamEntries;  // bytes of the ring that routing borrows
 };

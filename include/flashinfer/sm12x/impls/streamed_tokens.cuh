@@ -5,88 +5,151 @@
 // 8q + {2h, 2h + 4} and 8q + {2h + 1, 2h + 5} of every lane's block.
 #pragma once
 
+#include "../ptx/copy.cuh"
 #include "streamed_walk.cuh"
 #include "token_blocks.cuh"
 
 namespace flashinfer::sm12x {
 
-// FC2: a block of act, which FC1 left in float32, to MXFP8 (W4A8) or bfloat16 (W4A16).
-template <class Config>
-__device__ __forceinline__ void load_act_block(const StreamedLayerParams& p, int64_t position, int k_block,
-                                               TokenBlock& block) {
-  const float4* from = reinterpret_cast<const float4*>(p.act + position * p.gemm[1].k + k_block * kScaleBlock);
-  auto load_eight = [from](int q, float (&x)[8]) {
-    const float4 low = __ldcg(from + 2 * q), high = __ldcg(from + 2 * q + 1);  // other blocks wrote it
-    x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w;
-    x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
-  };
-  if constexpr (Config::kActivation == Activation::kBf16) {
-#pragma unroll
-    for (int q = 0; q < 4; ++q) {
-      float x[8];
-      load_eight(q, x);
-      block[2 * q][0] = ptx::f32x2_to_bf16x2(x[0], x[4]);
-      block[2 * q][1] = ptx::f32x2_to_bf16x2(x[1], x[5]);
-      block[2 * q + 1][0] = ptx::f32x2_to_bf16x2(x[2], x[6]);
-      block[2 * q + 1][1] = ptx::f32x2_to_bf16x2(x[3], x[7]);
-    }
-  } else {
-    // Held, or loaded again where registers are short.
-    constexpr bool kHold = Config::kTokenSteps == 1;
-    float x[kHold ? 4 : 1][8], amax = 0.0f;
-#pragma unroll
-    for (int q = 0; q < 4; ++q) {
-      load_eight(q, x[kHold ? q : 0]);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) amax = fmaxf(amax, fabsf(x[kHold ? q : 0][i]));
-    }
-    const uint32_t exponent = ptx::mxfp8_scale(amax);
-    const float inverse = ptx::mxfp8_inverse_scale(exponent), scale = ptx::ue8m0_to_f32<0>(exponent);
-#pragma unroll
-    for (int q = 0; q < 4; ++q) {
-      if (!kHold) load_eight(q, x[0]);
-      detail::requantize_eight(x[kHold ? q : 0], inverse, scale, block[2 * q], block[2 * q + 1]);
-    }
-  }
-}
-
 // All tokens of a tile that a warp multiplies with; zero where there is no token, or no K.
-//
-// This code runs once or twice in a launch, so what it costs is mostly fetching it: words are converted in a loop, through
-// which the registers shift, instead of once each in unrolled code.
 template <class Config>
 class TokenFragments {
-  static constexpr int kBlocks = Config::kTokenSteps * Config::kWords;
+  static constexpr int kSteps = Config::kTokenSteps, kWords = Config::kWords, kBlocks = kSteps * kWords;
+  // Where registers are short the values of a block are loaded twice, rather than held until its maximum is known.
+  static constexpr bool kHold = kSteps == 1;
 
  public:
-  TokenBlock block[Config::kTokenSteps][Config::kWords];
+  TokenBlock block[kSteps][kWords];
 
-  // The first `count` tokens of a tile; `row_of` tells where token i is among FC1's input or act.
+  // FC1: `count` rows of the layer's input; `row_of` tells which of them token i of the tile is.
   template <class RowOf>
-  __device__ __forceinline__ void load(const StreamedLayerParams& p, int gemm, int group_warp, int lane, int count,
-                                       const RowOf& row_of) {
-    const int first_block = group_warp * Config::kWords * kScaleChunkBlocks + lane % 4, k = p.gemm[gemm].k;
-    TokenBlock* blocks = &block[0][0];
-    TokenBlock& last = blocks[kBlocks - 1];
+  __device__ __forceinline__ void load_input(const StreamedLayerParams& p, int group_warp, int lane, int count,
+                                             const RowOf& row_of) {
+    auto load = [&](int i, TokenBlock& to) {
+      const int token = 8 * (i / kWords) + lane / 4, word = group_warp * kWords + i % kWords;
+      const bool wanted = token < count && word < p.gemm[0].words;
+      const int row = wanted ? row_of(token) : 0, k_block = word * kScaleChunkBlocks + lane % 4;
+      const uint8_t* from = p.tokens + arranged_offset(p.num_tokens, row, k_block);
+#pragma unroll
+      for (int q = 0; q < 4; ++q) set_eight(to, q, ptx::load_16_bytes_if(wanted, from + 16 * q));
+    };
+    if constexpr (kHold) {
+#pragma unroll
+      for (int i = 0; i < kBlocks; ++i) load(i, blocks()[i]);
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < kBlocks; ++i) {
+        shift();
+        load(i, blocks()[kBlocks - 1]);
+      }
+    }
+  }
+
+  // FC2: `count` rows of act from row `first` on, which FC1 left in float32; to MXFP8 (W4A8) or bfloat16 (W4A16).
+  //
+  // This code runs once for each tile, so what it costs is mostly fetching it: blocks are converted in a loop, through which
+  // the registers shift, instead of once each in unrolled code. While one is converted, the next one's values are on their way.
+  __device__ __forceinline__ void load_act(const StreamedLayerParams& p, int group_warp, int lane, int count,
+                                           int first) {
+    const int first_block = group_warp * kWords * kScaleChunkBlocks + lane % 4, k = p.gemm[1].k;
+    TokenBlock& last = blocks()[kBlocks - 1];
+    auto source = [&](int i) -> Source {
+      const int token = 8 * (i / kWords) + lane / 4, k_block = first_block + i % kWords * kScaleChunkBlocks;
+      const bool wanted = token < count && k_block * kScaleBlock < k;
+      return {p.act + (wanted ? static_cast<int64_t>(first + token) * k + k_block * kScaleBlock : 0), wanted};
+    };
+    float ahead[4][8];
+    if constexpr (kHold) {
+      const Source from = source(0);
+#pragma unroll
+      for (int q = 0; q < 4; ++q) from.load_eight(q, ahead[q]);
+    }
 #pragma unroll 1
     for (int i = 0; i < kBlocks; ++i) {
+      shift();
+      if constexpr (kHold) {
+        float values[4][8];
+        const Source next = i + 1 < kBlocks ? source(i + 1) : Source{p.act, false};
 #pragma unroll
-      for (int j = 0; j + 1 < kBlocks; ++j) {
+        for (int q = 0; q < 4; ++q) {
 #pragma unroll
-        for (int v = 0; v < 8; ++v) {
-          blocks[j][v][0] = blocks[j + 1][v][0];
-          blocks[j][v][1] = blocks[j + 1][v][1];
+          for (int v = 0; v < 8; ++v) values[q][v] = ahead[q][v];
+          next.load_eight(q, ahead[q]);
         }
-      }
-      const int token = 8 * (i / Config::kWords) + lane / 4;
-      const int k_block = first_block + i % Config::kWords * kScaleChunkBlocks;
-      if (token >= count || k_block * kScaleBlock >= k) {
+        convert(last, [&](int q, float (&x)[8]) {
 #pragma unroll
-        for (int v = 0; v < 8; ++v) last[v][0] = last[v][1] = 0;
-      } else if (gemm == 0) {
-        load_input_block<Config::kActivation>(p.input, row_of(token), k_block, last);
+          for (int v = 0; v < 8; ++v) x[v] = values[q][v];
+        });
       } else {
-        load_act_block<Config>(p, row_of(token), k_block, last);
+        const Source from = source(i);
+        convert(last, [&](int q, float (&x)[8]) { from.load_eight(q, x); });
+      }
+    }
+  }
+
+ private:
+  // A block of act; zeros where it is not wanted.
+  struct Source {
+    const float* from;
+    bool wanted;
+
+    __device__ __forceinline__ void load_eight(int q, float (&x)[8]) const {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint4 four = ptx::load_16_bytes_if(wanted, from + 8 * q + 4 * half);
+        x[4 * half] = __uint_as_float(four.x);
+        x[4 * half + 1] = __uint_as_float(four.y);
+        x[4 * half + 2] = __uint_as_float(four.z);
+        x[4 * half + 3] = __uint_as_float(four.w);
+      }
+    }
+  };
+
+  __device__ __forceinline__ TokenBlock* blocks() { return &block[0][0]; }
+  // Makes room for a block behind the others.
+  __device__ __forceinline__ void shift() {
+#pragma unroll
+    for (int i = 0; i + 1 < kBlocks; ++i) {
+#pragma unroll
+      for (int v = 0; v < 8; ++v) {
+        blocks()[i][v][0] = blocks()[i + 1][v][0];
+        blocks()[i][v][1] = blocks()[i + 1][v][1];
+      }
+    }
+  }
+
+  static __device__ __forceinline__ void set_eight(TokenBlock& to, int q, const uint4& eight) {
+    to[2 * q][0] = eight.x;
+    to[2 * q][1] = eight.y;
+    to[2 * q + 1][0] = eight.z;
+    to[2 * q + 1][1] = eight.w;
+  }
+  // `eight_of(q, x)` gives elements 8q.. of the block.
+  template <class EightOf>
+  static __device__ __forceinline__ void convert(TokenBlock& to, const EightOf& eight_of) {
+    float x[8];
+    if constexpr (Config::kActivation == Activation::kBf16) {
+#pragma unroll
+      for (int q = 0; q < 4; ++q) {
+        eight_of(q, x);
+        set_eight(to, q,
+                  make_uint4(ptx::f32x2_to_bf16x2(x[0], x[4]), ptx::f32x2_to_bf16x2(x[1], x[5]),
+                             ptx::f32x2_to_bf16x2(x[2], x[6]), ptx::f32x2_to_bf16x2(x[3], x[7])));
+      }
+    } else {
+      float amax = 0.0f;
+#pragma unroll
+      for (int q = 0; q < 4; ++q) {
+        eight_of(q, x);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) amax = fmaxf(amax, fabsf(x[i]));
+      }
+      const uint32_t exponent = ptx::mxfp8_scale(amax);
+      const float inverse = ptx::mxfp8_inverse_scale(exponent), scale = ptx::ue8m0_to_f32<0>(exponent);
+#pragma unroll
+      for (int q = 0; q < 4; ++q) {
+        eight_of(q, x);
+        set_eight(to, q, detail::requantize_eight(x, inverse, scale));
       }
     }
   }

@@ -22,6 +22,30 @@ struct TokenTile {
   __device__ __forceinline__ int count() const { return static_cast<int>(packed >> 27); }
 };
 
+// Tiles of a launch. The wide ones, which hold more tokens than one step of MMAs takes, come first.
+constexpr int kNarrowTokens = 8;
+struct TileCounts {
+  int all, wide;
+};
+
+// Units [begin, end) of one GEMM, counted tile by tile, that a block computes, and the tile of the first.
+struct StreamShare {
+  int begin, end, first_tile;
+
+  // Shares of equal time. A wide tile's units take `wide_fifths` / 5 of the others' time, and come first. Fits 32 bits:
+  // kStreamEntries tiles of at most 384 units (outputs of one GEMM are K of the other, and so bounded), and a GPU's SMs.
+  static __device__ __forceinline__ StreamShare of_block(const TileCounts& tiles, int wide_fifths, int units_per_tile) {
+    const unsigned units = units_per_tile, wide_time = tiles.wide * units * wide_fifths;
+    const unsigned time = wide_time + (tiles.all - tiles.wide) * units * 5;
+    auto first_unit = [&](unsigned block) {
+      const unsigned start = time * block / gridDim.x;
+      return start < wide_time ? start / wide_fifths : tiles.wide * units + (start - wide_time) / 5;
+    };
+    const unsigned begin = first_unit(blockIdx.x);
+    return {static_cast<int>(begin), static_cast<int>(first_unit(blockIdx.x + 1)), static_cast<int>(begin / units)};
+  }
+};
+
 // A block's shared memory (StreamStorage), and how its ring is divided.
 struct StreamBlock {
   using Storage = StreamStorage;
@@ -35,7 +59,7 @@ struct StreamBlock {
 
   __device__ __forceinline__ uint8_t* stage(int i) const { return at<uint8_t>(Storage::kRing + i * stage_bytes); }
   __device__ __forceinline__ TokenTile* tiles() const { return at<TokenTile>(Storage::kTiles); }
-  __device__ __forceinline__ int* num_tiles() const { return at<int>(Storage::kNumTiles); }
+  __device__ __forceinline__ StreamShare* shares() const { return at<StreamShare>(Storage::kShares); }  // FC1's, FC2's
   __device__ __forceinline__ uint16_t* order() const { return at<uint16_t>(Storage::kOrder); }
   // While there is nothing in the ring: two numbers for each expert, one for each entry.
   __device__ __forceinline__ int* routing_counts() const { return at<int>(Storage::kRing); }
@@ -45,8 +69,8 @@ struct StreamBlock {
   __device__ __forceinline__ uint64_t* done(int stage) const { return barrier(kMaxStreamStages + stage); }
   // FC1's results of all blocks can be read.
   __device__ __forceinline__ uint64_t* act_ready() const { return barrier(2 * kMaxStreamStages); }
-  // The MMA warps have their first tokens.
-  __device__ __forceinline__ uint64_t* tokens_ready() const { return barrier(2 * kMaxStreamStages + 1); }
+  // The MMA warps have rehearsed in the last stage.
+  __device__ __forceinline__ uint64_t* rehearsed() const { return barrier(2 * kMaxStreamStages + 1); }
 
  private:
   template <class T>
@@ -90,14 +114,13 @@ class StreamWalk {
 
   __device__ __forceinline__ bool ended() const { return gemm == 2; }
 
-  __device__ __forceinline__ Run next_run(const StreamedLayerParams& p, int num_tiles) {
+  __device__ __forceinline__ Run next_run(const StreamedLayerParams& p, const StreamBlock& shared) {
     for (++tile; gemm < 2; ++gemm, tile = -1) {
-      // Fits 32 bits: kStreamEntries tiles of at most 384 units (outputs of one GEMM are K of the other, and so bounded).
-      const unsigned units = p.gemm[gemm].units, total = num_tiles * units;
-      const unsigned begin = total * blockIdx.x / gridDim.x, end = total * (blockIdx.x + 1) / gridDim.x;
-      tile = max(tile, static_cast<int>(begin / units));
-      const unsigned first = max(begin, tile * units), last = min(end, (tile + 1) * units);
-      if (first < last) return {static_cast<int>(first - tile * units), static_cast<int>(last - first)};
+      const StreamShare share = shared.shares()[gemm];
+      const int units = p.gemm[gemm].units;
+      tile = max(tile, share.first_tile);
+      const int first = max(share.begin, tile * units), last = min(share.end, (tile + 1) * units);
+      if (first < last) return {first - tile * units, last - first};
     }
     return {};
   }
@@ -106,25 +129,26 @@ class StreamWalk {
 // Every `stride`-th unit of the block, from unit `first` on.
 class StreamStride {
  public:
-  __device__ __forceinline__ StreamStride(const StreamedLayerParams& p, int num_tiles, int first, int stride)
+  __device__ __forceinline__ StreamStride(const StreamedLayerParams& p, const StreamBlock& shared, int first,
+                                          int stride)
       : at_(first), stride_(stride) {
-    run_ = walk_.next_run(p, num_tiles);
-    settle(p, num_tiles);
+    run_ = walk_.next_run(p, shared);
+    settle(p, shared);
   }
   __device__ __forceinline__ int gemm() const { return walk_.gemm; }
   __device__ __forceinline__ int tile() const { return walk_.tile; }
   __device__ __forceinline__ int unit() const { return run_.unit + at_; }
   __device__ __forceinline__ bool ended() const { return walk_.ended(); }
-  __device__ __forceinline__ void advance(const StreamedLayerParams& p, int num_tiles) {
+  __device__ __forceinline__ void advance(const StreamedLayerParams& p, const StreamBlock& shared) {
     at_ += stride_;
-    settle(p, num_tiles);
+    settle(p, shared);
   }
 
  private:
-  __device__ __forceinline__ void settle(const StreamedLayerParams& p, int num_tiles) {
+  __device__ __forceinline__ void settle(const StreamedLayerParams& p, const StreamBlock& shared) {
     while (!walk_.ended() && at_ >= run_.units) {
       at_ -= run_.units;
-      run_ = walk_.next_run(p, num_tiles);
+      run_ = walk_.next_run(p, shared);
     }
   }
 

@@ -32,95 +32,58 @@ using TokenBlock = uint32_t[8][2];
 
 namespace detail {
 
-__device__ __forceinline__ void from_eight_bytes(const uint2& eight, float scale, uint32_t (&even)[2],
-                                                 uint32_t (&odd)[2]) {
+__device__ __forceinline__ uint4 from_eight_bytes(const uint2& eight, float scale) {
   const uint32_t first = __byte_perm(eight.x, eight.y, 0x5140);  // elements 0, 4, 1, 5
   const uint32_t second = __byte_perm(eight.x, eight.y, 0x7362);  // elements 2, 6, 3, 7
-  even[0] = ptx::e4m3x2_to_bf16x2(static_cast<uint16_t>(first), scale);
-  even[1] = ptx::e4m3x2_to_bf16x2(static_cast<uint16_t>(first >> 16), scale);
-  odd[0] = ptx::e4m3x2_to_bf16x2(static_cast<uint16_t>(second), scale);
-  odd[1] = ptx::e4m3x2_to_bf16x2(static_cast<uint16_t>(second >> 16), scale);
+  return make_uint4(ptx::e4m3x2_to_bf16x2(static_cast<uint16_t>(first), scale),
+                    ptx::e4m3x2_to_bf16x2(static_cast<uint16_t>(first >> 16), scale),
+                    ptx::e4m3x2_to_bf16x2(static_cast<uint16_t>(second), scale),
+                    ptx::e4m3x2_to_bf16x2(static_cast<uint16_t>(second >> 16), scale));
 }
 
 // Eight floats to MXFP8 and back.
-__device__ __forceinline__ void requantize_eight(const float (&x)[8], float inverse, float scale, uint32_t (&even)[2],
-                                                 uint32_t (&odd)[2]) {
-  even[0] = ptx::e4m3x2_to_bf16x2(ptx::f32x2_to_e4m3x2(x[0] * inverse, x[4] * inverse), scale);
-  even[1] = ptx::e4m3x2_to_bf16x2(ptx::f32x2_to_e4m3x2(x[1] * inverse, x[5] * inverse), scale);
-  odd[0] = ptx::e4m3x2_to_bf16x2(ptx::f32x2_to_e4m3x2(x[2] * inverse, x[6] * inverse), scale);
-  odd[1] = ptx::e4m3x2_to_bf16x2(ptx::f32x2_to_e4m3x2(x[3] * inverse, x[7] * inverse), scale);
+__device__ __forceinline__ uint4 requantize_eight(const float (&x)[8], float inverse, float scale) {
+  return make_uint4(ptx::e4m3x2_to_bf16x2(ptx::f32x2_to_e4m3x2(x[0] * inverse, x[4] * inverse), scale),
+                    ptx::e4m3x2_to_bf16x2(ptx::f32x2_to_e4m3x2(x[1] * inverse, x[5] * inverse), scale),
+                    ptx::e4m3x2_to_bf16x2(ptx::f32x2_to_e4m3x2(x[2] * inverse, x[6] * inverse), scale),
+                    ptx::e4m3x2_to_bf16x2(ptx::f32x2_to_e4m3x2(x[3] * inverse, x[7] * inverse), scale));
 }
 
-template <bool kBf16>
-__device__ __forceinline__ void unpack_eight(const uint4& packed, float (&x)[8]) {
-  unpack_pair<kBf16>(packed.x, x[0], x[1]);
-  unpack_pair<kBf16>(packed.y, x[2], x[3]);
-  unpack_pair<kBf16>(packed.z, x[4], x[5]);
-  unpack_pair<kBf16>(packed.w, x[6], x[7]);
-}
-
-template <bool kBf16>
-__device__ __forceinline__ void quantize_block(const uint4 (&packed)[4], TokenBlock& block) {
-  float amax = 0.0f, x[8];
-#pragma unroll
-  for (int q = 0; q < 4; ++q) {
-    unpack_eight<kBf16>(packed[q], x);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) amax = fmaxf(amax, fabsf(x[i]));
-  }
-  const uint32_t exponent = ptx::mxfp8_scale(amax);
-  const float inverse = ptx::mxfp8_inverse_scale(exponent), scale = ptx::ue8m0_to_f32<0>(exponent);
-#pragma unroll
-  for (int q = 0; q < 4; ++q) {
-    unpack_eight<kBf16>(packed[q], x);
-    requantize_eight(x, inverse, scale, block[2 * q], block[2 * q + 1]);
-  }
-}
-
-__device__ __forceinline__ void take_bf16_block(const uint4 (&packed)[4], TokenBlock& block) {
-#pragma unroll
-  for (int q = 0; q < 4; ++q) {
-    const uint4& k = packed[q];
-    block[2 * q][0] = __byte_perm(k.x, k.z, 0x5410);
-    block[2 * q][1] = __byte_perm(k.x, k.z, 0x7632);
-    block[2 * q + 1][0] = __byte_perm(k.y, k.w, 0x5410);
-    block[2 * q + 1][1] = __byte_perm(k.y, k.w, 0x7632);
-  }
+__device__ __forceinline__ uint4 from_eight_bf16(const uint4& k) {
+  return make_uint4(__byte_perm(k.x, k.z, 0x5410), __byte_perm(k.x, k.z, 0x7632), __byte_perm(k.y, k.w, 0x5410),
+                    __byte_perm(k.y, k.w, 0x7632));
 }
 
 }  // namespace detail
 
-// Block `k_block` of row `token` of the layer's input, as W4A8 (kE4m3) or W4A16 (kBf16) rounds it.
+// Elements 8 * eighth.. of row `token` of the layer's input, as W4A8 (kE4m3) or W4A16 (kBf16) rounds them, arranged. Lanes
+// 4i..4i + 3 hold one block and call together.
 template <Activation kActivation>
-__device__ __forceinline__ void load_input_block(const InputRows& rows, int64_t token, int k_block, TokenBlock& block) {
-  const int64_t element = token * rows.k + k_block * kScaleBlock;
+__device__ __forceinline__ uint4 load_input_eight(const InputRows& rows, int64_t token, int eighth) {
+  const int64_t at = token * (rows.k / 8) + eighth;
   const bool sixteen_bit =
       kActivation == Activation::kBf16 || rows.source == TokenSource::kBf16 || rows.source == TokenSource::kF16;
   if (sixteen_bit) {
-    const uint4* from = reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(rows.data) + element);
-    const uint4 packed[4] = {from[0], from[1], from[2], from[3]};
-    if constexpr (kActivation == Activation::kBf16) {
-      detail::take_bf16_block(packed, block);
-    } else if (rows.source == TokenSource::kBf16) {
-      detail::quantize_block<true>(packed, block);
+    const uint4 packed = static_cast<const uint4*>(rows.data)[at];
+    if constexpr (kActivation == Activation::kBf16) return detail::from_eight_bf16(packed);
+    const unsigned lanes = 0xFu << (threadIdx.x % 32 & ~3u);
+    uint2 eight;
+    uint32_t scale;
+    if (rows.source == TokenSource::kBf16) {
+      quantize_eight<true>(packed, lanes, eight, scale);
     } else {
-      detail::quantize_block<false>(packed, block);
+      quantize_eight<false>(packed, lanes, eight, scale);
     }
-    return;
+    return detail::from_eight_bytes(eight, ptx::ue8m0_to_f32<0>(scale));
   }
-  int64_t at = token * (rows.k / kScaleBlock) + k_block;
+  const int k_block = eighth / 4;
+  int64_t scale_at = token * (rows.k / kScaleBlock) + k_block;
   if (rows.source == TokenSource::kMxfp8Swizzled) {
     const ScaleRow row = swizzled_scale_row(token, scale_words(rows.k));
-    at = 4 * (row.base + k_block / kScaleChunkBlocks * row.stride) + k_block % kScaleChunkBlocks;
+    scale_at = 4 * (row.base + k_block / kScaleChunkBlocks * row.stride) + k_block % kScaleChunkBlocks;
   }
-  const uint4* from = reinterpret_cast<const uint4*>(static_cast<const uint8_t*>(rows.data) + element);
-  const uint4 packed[2] = {from[0], from[1]};
-  const float factor = ptx::ue8m0_to_f32<0>(rows.scales[at]);
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    detail::from_eight_bytes(make_uint2(packed[i].x, packed[i].y), factor, block[4 * i], block[4 * i + 1]);
-    detail::from_eight_bytes(make_uint2(packed[i].z, packed[i].w), factor, block[4 * i + 2], block[4 * i + 3]);
-  }
+  const uint2 eight = static_cast<const uint2*>(rows.data)[at];
+  return detail::from_eight_bytes(eight, ptx::ue8m0_to_f32<0>(rows.scales[scale_at]));
 }
 
 }  // namespace flashinfer::sm12x

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A layer is three launches, prologue, FC1 and FC2, or four, with a gather behind the prologue; or two, prologue and streamed
-// layer. Everything their parameters need is computed here from sizes alone.
+// A layer is three launches, prologue, FC1 and FC2, or four, tokens being arranged behind the prologue; or two, tokens
+// arranged and the streamed layer. Everything their parameters need is computed here from sizes alone.
 #include "moe_gemm_sm120_mixed_input_launcher.h"
 
 #include <algorithm>
 #include <cstdint>
 
 #include "../sm12x_layout_sfa_utils.h"
-#include "flashinfer/sm12x/impls/moe_gather.cuh"
+#include "flashinfer/sm12x/impls/moe_arrange.cuh"
 #include "flashinfer/sm12x/impls/moe_prologue.cuh"
 
 namespace flashinfer::sm12x {
@@ -81,13 +81,14 @@ MoeWorkspace lay_out(const MoeShape& s, int sm_count, uint8_t* base) {
   const size_t entries = static_cast<size_t>(s.num_tokens) * s.top_k;
   MoeWorkspace w = {};
   // Room for whatever tactic comes: act is e4m3, arranged bfloat16 (W4A16, or a device that widens), or a streamed layer's
-  // float32.
-  const bool widens = s.widens || s.mode == MoeMode::kBf16Activations;
-  const size_t act_bytes = entries * s.inter * (entries <= kStreamEntries ? sizeof(float) : 1);
+  // float32; tokens are e4m3, or arranged, for a pair of GEMMs one row for each entry.
+  const bool widens = s.widens || s.mode == MoeMode::kBf16Activations, streamed = entries <= kStreamEntries;
+  const size_t act_bytes = entries * s.inter * (streamed ? sizeof(float) : 1);
   w.act = arena.take<uint8_t>(std::max(act_bytes, widens ? arranged_bytes(entries, s.inter) : 0));
   w.act_scales = arena.take<uint8_t>(entries * kScaleChunkBlocks * scale_words(s.inter));
   const size_t quantized_bytes = s.mode == MoeMode::kQuantizeInput ? static_cast<size_t>(s.num_tokens) * s.hidden : 0;
-  w.tokens = arena.take<uint8_t>(std::max(quantized_bytes, widens ? arranged_bytes(entries, s.hidden) : 0));
+  const size_t arranged_rows = widens ? entries : streamed ? static_cast<size_t>(s.num_tokens) : 0;
+  w.tokens = arena.take<uint8_t>(std::max(quantized_bytes, arranged_bytes(arranged_rows, s.hidden)));
   w.token_scales =
       arena.take<uint8_t>(s.mode == MoeMode::kBf16Activations
                               ? 0
@@ -166,13 +167,13 @@ Status launch_prologue(const PrologueParams& params, const LaunchOptions& option
           "prologue"};
 }
 
-Status launch_gather(const GatherParams& params, MoeMode mode, const LaunchOptions& options) {
-  const int64_t row_blocks = kScaleChunkBlocks * scale_words(params.input.k);
-  const int64_t wanted = (params.num_tokens * row_blocks + kGatherThreads - 1) / kGatherThreads;
+Status launch_arrange(const ArrangeParams& params, MoeMode mode, const LaunchOptions& options) {
+  const int64_t row_eighths = 4 * kScaleChunkBlocks * scale_words(params.input.k);
+  const int64_t wanted = (params.num_tokens * row_eighths + kArrangeThreads - 1) / kArrangeThreads;
   const int blocks = static_cast<int>(std::min<int64_t>(wanted, 8 * options.sm_count));
   const auto kernel =
-      mode == MoeMode::kBf16Activations ? moe_gather_kernel<Activation::kBf16> : moe_gather_kernel<Activation::kE4m3>;
-  return {launch_kernel(kernel, params, blocks, kGatherThreads, 0, options), "gather"};
+      mode == MoeMode::kBf16Activations ? moe_arrange_kernel<Activation::kBf16> : moe_arrange_kernel<Activation::kE4m3>;
+  return {launch_kernel(kernel, params, blocks, kArrangeThreads, 0, options), "arranging of tokens"};
 }
 
 // What FC1 and FC2 share.
@@ -288,7 +289,7 @@ Status run_streamed_moe(const MoeArguments& a, const LaunchOptions& options) {
   p.gemm[1].bias = a.fc2_bias;
   p.gemm[1].bias_type = a.fc2_bias_type;
 
-  p.input = input_rows(a);
+  p.tokens = w.tokens;
   p.ids = a.ids;
   p.routing_weights = a.routing_weights;
   p.num_tokens = s.num_tokens;
@@ -305,12 +306,16 @@ Status run_streamed_moe(const MoeArguments& a, const LaunchOptions& options) {
   p.output = a.output;
   p.output_type = a.output_type;
 
-  PrologueParams prologue = {};
-  prologue.split_arrivals = w.split.arrivals;
-  prologue.num_split_arrivals = 2;
-  prologue.prefetch = a.ids;
-  prologue.prefetch_bytes = entries * static_cast<int>(sizeof(int32_t));
-  if (Status r = launch_prologue(prologue, options); r.error) return r;
+  ArrangeParams arrange = {};
+  arrange.input = input_rows(a);
+  arrange.num_tokens = s.num_tokens;
+  arrange.top_k = 1;
+  arrange.tokens = w.tokens;
+  arrange.counters = p.blocks_done;
+  arrange.num_counters = 2;
+  arrange.prefetch = a.ids;
+  arrange.prefetch_bytes = entries * static_cast<int>(sizeof(int32_t));
+  if (Status r = launch_arrange(arrange, s.mode, options); r.error) return r;
   return {instance.launch(p, shared_bytes, options), "streamed layer"};
 }
 
@@ -424,8 +429,13 @@ Status run_moe(const MoeArguments& a, const LaunchOptions& options) {
 
   if (Status r = launch_prologue(prologue, options); r.error) return r;
   if (!mxfp8) {
-    const GatherParams gather = {input_rows(a), w.positions, s.num_tokens, s.top_k, w.tokens};
-    if (Status r = launch_gather(gather, s.mode, options); r.error) return r;
+    ArrangeParams arrange = {};
+    arrange.input = input_rows(a);
+    arrange.positions = w.positions;
+    arrange.num_tokens = s.num_tokens;
+    arrange.top_k = s.top_k;
+    arrange.tokens = w.tokens;
+    if (Status r = launch_arrange(arrange, s.mode, options); r.error) return r;
   }
   if (const cudaError_t error = a.fc1_instance->fc1(fc1, fc1_blocks, options)) return {error, "FC1"};
   if (const cudaError_t error = a.fc2_instance->fc2(fc2, fc2_blocks, options)) return {error, "FC2"};
