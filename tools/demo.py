@@ -273,6 +273,8 @@ def launch_title(kernel: str) -> str:
     """What a launch is to the layer, from its kernel's mangled name."""
     if "streamed_layer_kernel" in kernel:
         return "layer"
+    if "moe_arrange_kernel" in kernel:
+        return "tokens"
     role = re.search(r"4RoleE(\d)", kernel)
     return {"0": "FC1", "1": "FC2"}.get(role[1], "GEMM") if role else "prologue"
 
@@ -298,7 +300,7 @@ def launch_rows(mode: str, launches: Sequence[Any]) -> list[list[object]]:
 
 def launch_checks(mode: str, launches: Sequence[Any]) -> list[tuple[str, bool]]:
     """Both GEMMs ran on tensor cores, in two launches or one, and no watcher has anything to report."""
-    gemms = [launch for launch in launches if launch_title(launch.kernel) != "prologue"]
+    gemms = [launch for launch in launches if launch_title(launch.kernel) not in ("prologue", "tokens")]
     titles = [launch_title(launch.kernel) for launch in gemms]
     multiplied = all(launch.counters.by_class.get("mma", 0) for launch in gemms)
     reports = [str(report) for launch in launches for report in launch.reports]

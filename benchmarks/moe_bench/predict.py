@@ -127,7 +127,8 @@ class Work:
 class Fit:
     """Counts of one launch as a function of the work: ``constant + per_tile T + per_row R``.
 
-    ``tile`` is its token tile, 0 for what is no GEMM; a prologue's rows are the batch's tokens (``by_tokens``).
+    ``tile`` is its token tile, 0 for what is no GEMM; the rows of a prologue, and of a streamed layer's arranging, are the
+    batch's tokens (``by_tokens``).
     """
 
     tile: int

@@ -42,14 +42,14 @@ def launch(
 
 @pytest.fixture
 def linear(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device on which a prologue is linear in the tokens, a gather in the rows, and both GEMMs are :data:`GIVEN`."""
+    """A device on which a prologue is linear in the tokens, the arranging of tokens in the rows, and both GEMMs are :data:`GIVEN`."""
 
     def emulate(device: Any, model: str, mode: int, run: predict.Run, tactics: tuple[int, int]) -> Any:
         ids = run.ids(predict.EMULATED_EXPERTS)
         prologue = Counts(1000, 0, 0, 3200) + Counts(4000, 0, 10, 8640) * ids.shape[0]
         gemm = launch(GIVEN.at(predict.work_of(ids, TILE)))
-        gather = Counts(500, 0, 0, 64) + Counts(300, 0, 4, 5760) * ids.numel()
-        return ids, [launch(prologue), launch(gather, kernel="moe_arrange_kernel"), gemm, gemm]
+        arrange = Counts(500, 0, 0, 64) + Counts(300, 0, 4, 5760) * ids.numel()
+        return ids, [launch(prologue), launch(arrange, kernel="moe_arrange_kernel"), gemm, gemm]
 
     monkeypatch.setattr(predict, "emulate", emulate)
 

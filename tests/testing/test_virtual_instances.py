@@ -52,8 +52,9 @@ DEFAULT_INSTANCES = [instance for instance in PAIRS if instance.default]
 EIGHT_BIT = [instance for instance in DEFAULT_INSTANCES if instance.activation == "mxfp8"]
 SIXTEEN_BIT = [instance for instance in DEFAULT_INSTANCES if instance.activation == "bf16"]
 WIDENED = [instance for instance in PAIRS if instance.widens]
+WIDEST_BF16 = max(SIXTEEN_BIT, key=lambda row: row.token_tile)
 # One of each kind whose weights are scaled while they are expanded.
-FOLDING = [*(row for row in STREAMED if row.default), SIXTEEN_BIT[0], SIXTEEN_BIT[-1], WIDENED[0]]
+FOLDING = [*(row for row in STREAMED if row.default), SIXTEEN_BIT[0], WIDEST_BF16, WIDENED[0]]
 # Neither is a multiple of a tile along N or K; K / 32 is 39 and 13, no multiple of the four that share a scale word.
 HIDDEN, INTER = 1248, 416
 # Tokens by token tile: with two of four experts a token, an expert's rows are several tiles, the last one partly filled.
@@ -195,9 +196,7 @@ def test_an_instance_with_16_bit_activations(device, instance):
     assert_moe_shares(device, case, inputs, instance)
 
 
-@pytest.mark.parametrize(
-    "instance", [EIGHT_BIT[0], EIGHT_BIT[-1], SIXTEEN_BIT[-1], WIDENED[0]], ids=lambda row: row.name
-)
+@pytest.mark.parametrize("instance", [EIGHT_BIT[0], EIGHT_BIT[-1], WIDEST_BF16, WIDENED[0]], ids=lambda row: row.name)
 def test_blocks_take_whole_units_in_turn(device, instance):
     """More than two units for each block: what is not shared along K."""
     tokens = 4 * instance.token_tile + 3
@@ -252,9 +251,23 @@ def test_a_shard_of_the_experts_some_of_them_empty(device, rank, mode):
     assert len(set(local[here].tolist())) < 8
 
 
+def test_more_tokens_than_the_grid_arranges_at_once(device):
+    """Threads go on to other tokens, and to other places in their rows."""
+    hidden = 416
+    check_moe(device, MoECase(1600, hidden, 96, 4, 2, 2), 309, [WIDEST_BF16.index] * 2)
+    (launch,) = [launch for launch in device.launches if "moe_arrange_kernel" in launch.kernel]
+    row_eighths, at_once = -(-hidden // 128) * 16, launch.grid[0] * launch.block[0]
+    assert 1600 * row_eighths > at_once and at_once % row_eighths == 0
+    check_moe(
+        device, MoECase(1400, 608, 96, 4, 2, 2), 310, [WIDEST_BF16.index] * 2
+    )  # rows of 80: the pass ends within one
+    launch = [launch for launch in device.launches if "moe_arrange_kernel" in launch.kernel][-1]
+    assert launch.grid[0] * launch.block[0] < 1400 * 80 and launch.grid[0] * launch.block[0] % 80 != 0
+
+
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("instance", [SIXTEEN_BIT[-1], WIDENED[0]], ids=lambda row: row.name)
-def test_gathered_rows_of_a_shard(device, rank, instance):
+@pytest.mark.parametrize("instance", [WIDEST_BF16, WIDENED[0]], ids=lambda row: row.name)
+def test_arranged_rows_of_a_shard(device, rank, instance):
     """There are fewer rows than (token, slot) pairs."""
     mode = 2 if instance.activation == "bf16" else 1
     case = MoECase(40, 352, INTER, 16, 2, mode, ep_size=2, ep_rank=rank, biases=False)
@@ -357,7 +370,7 @@ def test_a_streamed_layer(device, instance, mode, sizes):
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 8, 9, 130], ids=lambda tokens: f"{tokens} tokens")
-@pytest.mark.parametrize("instance", [row for row in STREAMED if row.default], ids=lambda row: row.name)
+@pytest.mark.parametrize("instance", STREAMED, ids=lambda row: row.name)
 def test_a_streamed_layer_routes_few_and_many(device, instance, tokens):
     """Up to 32 (token, slot) pairs are sorted in registers, more in shared memory."""
     case = MoECase(tokens, 160, 96, 40, 4, 2 if instance.activation == "bf16" else 0)
@@ -367,13 +380,20 @@ def test_a_streamed_layer_routes_few_and_many(device, instance, tokens):
 @pytest.mark.parametrize("tokens", [15, 45], ids=["routed in registers", "routed in shared memory"])
 @pytest.mark.parametrize("instance", [row for row in STREAMED if row.token_tile == 16], ids=lambda row: row.name)
 def test_tiles_with_more_and_with_fewer_than_eight_tokens(device, instance, tokens):
-    """Of a streamed tile of 16; those with fewer take one step of MMAs, and are computed last."""
-    inputs = check_moe(
-        device, MoECase(tokens, 288, 160, 4, 2, 2 if instance.activation == "bf16" else 1), 640, [instance.index] * 2
-    )
+    """Of a streamed tile of 16; those with fewer take one step of MMAs."""
+    hidden, inter = 288, 160
+    case = MoECase(tokens, hidden, inter, 4, 2, 2 if instance.activation == "bf16" else 1)
+    inputs = check_moe(device, case, 640, [instance.index] * 2)
     rows = torch.bincount(inputs.token_selected_experts.flatten(), minlength=4).tolist()
     tiles = [min(16, count - first) for count in rows for first in range(0, count, 16)]
     assert min(tiles) <= 8 < max(tiles), rows
+    # Eight MMAs a step for each word of 128 that a warp takes: FC1's slabs have 8 outputs, FC2's 16. Three words of K are two
+    # warps, two words one. The rehearsal is a step of one slab for each warp of a block that has one in FC1.
+    words = instance.k_tile // 128
+    slab = 8 * words * (inter // 8 * 2 + hidden // 16 * 1)
+    launch = layer_launch(device)
+    rehearsal = launch.grid[0] * 8 * words * (4 * 2)
+    assert launch.counters.by_class["mma"] == rehearsal + slab * sum(2 if tile > 8 else 1 for tile in tiles)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -20,7 +20,9 @@ class Watch(enum.IntFlag):
     NONE = 0
     UNINITIALIZED = 1  # reads of shared and allocated memory that nothing wrote
     RACES = 2  # between the warps of a block, in shared memory; slow
-    FENCES = 4  # generic writes that the async proxy reads without a fence; grids that overlap without a wait
+    FENCES = (
+        4  # generic writes that the async proxy reads or overwrites without a fence; grids that overlap without a wait
+    )
     DISTINCT = 8  # count distinct global sectors
     DEFAULT = UNINITIALIZED | FENCES | DISTINCT
     ALL = UNINITIALIZED | RACES | FENCES | DISTINCT

@@ -347,7 +347,7 @@ struct Block {
 
   void start(Launch* launch, uint64_t linear, GridAccesses* accesses);
   enum class Slice { kDone, kBusy, kIdle };
-  /// Runs about `budget` warp instructions. kIdle: nothing but spinning since the last slice.
+  /// Runs about `budget` warp instructions, fewer if all warps sleep. kIdle: nothing but spinning since the last slice.
   Slice run(uint64_t budget);
   bool finished() const;
   void check_race(Warp& w, const Inst& in, int lane, uint32_t address, uint32_t bytes, bool store);

@@ -264,6 +264,23 @@ def test_cp_async_mbarrier_arrive(run_kernel):
     assert words(out) == IN[:32]
 
 
+def test_a_block_that_polls_leaves_the_others_their_time(run_kernel):
+    """And its polls do not fill the counters: they depend on how fast the host's threads are."""
+    body = """
+    mov.u32 %r1, %ctaid.x; setp.ne.u32 %p, %r1, 0; @%p bra WORK;
+    POLL: nanosleep.u32 32; ld.acquire.gpu.global.u32 %r1, [%w0]; setp.eq.u32 %p, %r1, 0; @%p bra POLL;
+    bra END;
+    WORK: mov.u32 %r1, 0;
+    LOOP: add.u32 %r1, %r1, 1; setp.lt.u32 %q, %r1, 50000; @%q bra LOOP;
+    mov.u32 %r1, 1; st.release.gpu.global.u32 [%w0], %r1;
+    END:"""
+    launch, out = run_kernel(kernel(body), grid=2, inputs=[DATA])
+    clean(launch)
+    assert words(out, 1) == (1,)
+    work = 3 * 50000
+    assert work < launch.counters.warp_instructions < work + 20000
+
+
 def test_a_copy_takes_its_time(run_kernel):
     """What a bulk copy brings is not there when the instruction has been issued."""
     body = (

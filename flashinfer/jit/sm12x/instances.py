@@ -145,7 +145,7 @@ class Instance:
         """
         if self.streamed:
             barriers = 8 * (2 * STREAM_MAX_STAGES + 2)
-            routing = (4 + 2) * STREAM_ENTRIES + 4
+            routing = (4 + 2) * STREAM_ENTRIES + 2 * 12
             return -(-(barriers + routing) // 128) * 128
         staging = self.token_tile * (64 * self.element_bytes + 16)
         scratch = 16 * self.token_tile

@@ -33,8 +33,8 @@ class StreamKeeper {
 
   __device__ __forceinline__ void run() {
     const bool keeps = turn_ < keepers_;
-    // At first one stage of each keeper is under way: enough to keep memory busy, and no queue in which what is needed first,
-    // weights and code, would wait for what is not.
+    // At first one stage of each keeper is under way: enough to keep memory busy, and no queue in which what is needed
+    // first, weights and code, would wait for what is not.
     for (int stage = turn_; keeps && stage < shared.stages && !to_fill_.ended(); stage += keepers_) {
       if (stage >= keepers_) ptx::mbarrier_wait(shared.full(stage - keepers_), 0);
       if (stage == shared.stages - 1) ptx::mbarrier_wait(shared.rehearsed(), 0);
@@ -67,7 +67,7 @@ class StreamKeeper {
     place_.advance(keepers_, shared.stages);
   }
 
-  // The keepers of all blocks meet; afterwards everyone may read what anyone wrote before, past the L1 cache.
+  // The keepers of all blocks meet; afterwards everyone may read what anyone wrote before.
   __device__ __forceinline__ void meet(unsigned* counter) {
     ptx::named_barrier_sync<kThreads>(kKeeperBarrier);
     if (turn_ == 0 && lane_ == 0) {

@@ -25,9 +25,9 @@ class StreamMultiplier {
   __device__ __forceinline__ StreamMultiplier(const StreamBlock& block, int warp, int lane)
       : shared(block), warp_(warp), lane_(lane) {}
 
-  // Each GEMM begins with a rehearsal: FC1 with a slab of zeros, while routing and the arranging of tokens are under way,
-  // FC2 without, while other blocks are at FC1. Both without tokens: what counts is that code is fetched, which behind a ring
-  // full of weights would take microseconds. It must be this loop, not a copy of its code.
+  // Each GEMM begins with a rehearsal: FC1 with a slab of zeros (as narrow tiles take it), while routing and the arranging of
+  // tokens are under way, FC2 without, while other blocks are at FC1. Both without tokens: what counts is that code is
+  // fetched, which behind a ring full of weights would take microseconds. It must be this loop, not a copy of its code.
   __device__ __forceinline__ void run(const StreamedLayerParams& p) {
     enter_gemm(p.gemm[0], true);
     int gemm = 0;

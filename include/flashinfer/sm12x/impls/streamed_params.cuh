@@ -56,7 +56,7 @@ struct StreamedLayerParams {
   const float* limit;
   float* act;             // [entries, inter], in expert order
   float* contributions;   // [entries, hidden], by entry
-  unsigned* blocks_done;  // [2] with FC1, with FC2; zeroed by the prologue
+  unsigned* blocks_done;  // [2] with FC1, with FC2; zeroed by moe_arrange_kernel
   void* output;           // [tokens, hidden]
   ScalarType output_type;
   int stages;

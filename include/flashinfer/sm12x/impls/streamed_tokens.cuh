@@ -47,8 +47,9 @@ class TokenFragments {
 
   // FC2: `count` rows of act from row `first` on, which FC1 left in float32; to MXFP8 (W4A8) or bfloat16 (W4A16).
   //
-  // This code runs once for each tile, so what it costs is mostly fetching it: blocks are converted in a loop, through which
-  // the registers shift, instead of once each in unrolled code. While one is converted, the next one's values are on their way.
+  // This code runs once for each tile, so what it costs is mostly fetching it: blocks are converted in a loop, through
+  // which the registers shift, instead of once each in unrolled code. While one is converted, the next one's values are on
+  // their way, if there are registers to hold them.
   __device__ __forceinline__ void load_act(const StreamedLayerParams& p, int group_warp, int lane, int count,
                                            int first) {
     const int first_block = group_warp * kWords * kScaleChunkBlocks + lane % 4, k = p.gemm[1].k;
