@@ -42,7 +42,7 @@ def launch(
 
 @pytest.fixture
 def linear(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device on which a prologue is linear in the tokens, the arranging of tokens in the rows, and both GEMMs are :data:`GIVEN`."""
+    """A prologue is linear in the tokens, the arranging of tokens in the rows, and both GEMMs are :data:`GIVEN`."""
 
     def emulate(device: Any, model: str, mode: int, run: predict.Run, tactics: tuple[int, int]) -> Any:
         ids = run.ids(predict.EMULATED_EXPERTS)

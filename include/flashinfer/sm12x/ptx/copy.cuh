@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Copies from global to shared memory, prefetches, a load that need not be (PTX ISA 9.0, section 9.7.9). Nothing here that only Blackwell has: what Hopper
-// runs is the kernel itself.
+// Copies from global to shared memory, prefetches, a load that need not be (PTX ISA 9.0, section 9.7.9). Nothing here that
+// only Blackwell has: what Hopper runs is the kernel itself.
 #pragma once
 
 #include <cuda.h>
