@@ -39,15 +39,14 @@ class Fc2Finish {
     ptx::named_barrier_sync<Config::kConsumerThreads>(kConsumerBarrier);
     contribute(p, unit, entries, weights, warp, lane, accumulators);
 
-    __threadfence();
     ptx::named_barrier_sync<Config::kConsumerThreads>(kConsumerBarrier);
     const int row_tiles = ceil_div(p.rows, kRowTile);
     bool last = false;
     if (thread < unit.num_tokens) {
       // The prologue starts the count at the number of slots that no local expert serves.
       const int token = own.entry / p.top_k;
-      const int before =
-          atomicAdd(p.epilogue.token_arrivals + static_cast<int64_t>(token) * row_tiles + unit.row_tile, 1);
+      const int64_t counter = static_cast<int64_t>(token) * row_tiles + unit.row_tile;
+      const int before = ptx::count_at_gpu_counter(p.epilogue.token_arrivals + counter);
       last = before == p.top_k - 1;
     }
     if (32 * warp < Config::kTokenTile) {

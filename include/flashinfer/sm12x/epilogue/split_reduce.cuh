@@ -32,9 +32,8 @@ __device__ __forceinline__ bool reduce_split(float4* partials, int* arrivals, co
       mine[(half * Config::kTokenSteps + step) * Config::kConsumerThreads] = make_float4(a[0], a[1], a[2], a[3]);
     }
   }
-  __threadfence();
   ptx::named_barrier_sync<Config::kConsumerThreads>(kConsumerBarrier);
-  if (thread == 0) *shared.flag() = atomicAdd(arrivals + first_block, 1) == last_block - first_block;
+  if (thread == 0) { *shared.flag() = ptx::count_at_gpu_counter(arrivals + first_block) == last_block - first_block; }
   ptx::named_barrier_sync<Config::kConsumerThreads>(kConsumerBarrier);
   const bool last_to_arrive = *shared.flag() != 0;
   if (!last_to_arrive) return false;

@@ -1,11 +1,34 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Barriers, fences and dependent launches: thin wrappers, one PTX instruction each (PTX ISA 9.0, section 9.7.13).
+// Barriers, fences and dependent launches: thin wrappers, one PTX instruction each (PTX ISA 9.0, section 9.7.13), and the
+// fences that GB10 needs in front of arrivals.
 #pragma once
 
 #include <cstdint>
 
+// GB10 does not reliably honour the release ordering of mbarrier.arrive (flashinfer issue 3658, seen on a DGX Spark and not
+// on SM120; upstream's XQA kernel carries the same remedy). So every arrival, that of a thread that has only read included,
+// has a block-level fence before it, and a counter that other blocks look at is raised behind a device-level one.
+//
+// What counts is where the binary may run: code for 12.1, and code for the family 12.x, which a GB10 takes too, whatever
+// __CUDA_ARCH__ says. Only 12.0a never meets one. Defined on the command line, the macro forces either.
+#if !defined(FLASHINFER_SM12X_FENCE_ARRIVALS)
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200 && __CUDA_ARCH__ < 1300 && \
+    !(__CUDA_ARCH__ == 1200 && defined(__CUDA_ARCH_SPECIFIC__))
+#define FLASHINFER_SM12X_FENCE_ARRIVALS 1
+#else
+#define FLASHINFER_SM12X_FENCE_ARRIVALS 0
+#endif
+#endif
+
 namespace flashinfer::sm12x::ptx {
+
+constexpr bool kFenceArrivals = FLASHINFER_SM12X_FENCE_ARRIVALS;
+
+// In front of every arrival at an mbarrier.
+__device__ __forceinline__ void fence_before_arrival() {
+  if constexpr (kFenceArrivals) __threadfence_block();
+}
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
@@ -16,6 +39,7 @@ __device__ __forceinline__ void mbarrier_init(uint64_t* barrier, uint32_t arriva
 }
 
 __device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {
+  fence_before_arrival();
   asm volatile(
       "{\n\t.reg .b64 state;\n\tmbarrier.arrive.shared::cta.b64 state, [%0];\n\t}" ::"r"(shared_address(barrier))
       : "memory");
@@ -23,6 +47,7 @@ __device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {
 
 // One arrival that also announces `bytes` of asynchronous copies for the current phase.
 __device__ __forceinline__ void mbarrier_arrive_expect(uint64_t* barrier, uint32_t bytes) {
+  fence_before_arrival();
   asm volatile("{\n\t.reg .b64 state;\n\tmbarrier.arrive.expect_tx.shared::cta.b64 state, [%0], %1;\n\t}" ::"r"(
                    shared_address(barrier)),
                "r"(bytes)
@@ -32,6 +57,7 @@ __device__ __forceinline__ void mbarrier_arrive_expect(uint64_t* barrier, uint32
 // Arrives once all of this thread's earlier cp.async copies have landed. The arrival is one of those that the barrier
 // was initialised with (.noinc).
 __device__ __forceinline__ void mbarrier_arrive_after_copies(uint64_t* barrier) {
+  fence_before_arrival();
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
@@ -61,9 +87,17 @@ __device__ __forceinline__ void named_barrier_sync(int barrier) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");
 }
 
-// Counts this block among those that have arrived; what its threads wrote before is visible to whoever sees the count.
+// Counts this block among those that have arrived; what its threads wrote before the barrier that this thread comes from is
+// visible to whoever sees the count.
 __device__ __forceinline__ void arrive_at_gpu_counter(unsigned* counter) {
+  if constexpr (kFenceArrivals) __threadfence();
   asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(__cvta_generic_to_global(counter)) : "memory");
+}
+
+// The same, and how many arrived before.
+__device__ __forceinline__ int count_at_gpu_counter(int* counter) {
+  __threadfence();
+  return atomicAdd(counter, 1);
 }
 
 __device__ __forceinline__ unsigned load_acquire_gpu(const unsigned* counter) {

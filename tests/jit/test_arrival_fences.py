@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SM121's ordering rule, read back from the machine code: no arrival at an mbarrier without a fence before it.
+
+GB10 does not reliably honour the release ordering of ``mbarrier.arrive`` (``include/flashinfer/sm12x/ptx/sync.cuh``).
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from flashinfer._layer import fork_root
+from flashinfer.jit import core
+from flashinfer.jit.sm12x import inspect_sass, modules, toolchain
+from flashinfer.jit.sm12x.instances import INSTANCES
+
+try:
+    toolchain.discover()
+    inspect_sass.find_tool()
+except toolchain.ToolchainError as error:
+    pytestmark = pytest.mark.skip(reason=str(error))
+
+INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:\{\s*)?(?:@!?U?P\w+\s+)?([A-Z][\w.]*)")
+ARRIVAL = re.compile(r"SYNCS\.ARRIVE|ARRIVES\.")
+FENCE = re.compile(r"MEMBAR\.(SC|ALL)\.(CTA|GPU|SYS)")
+# What a warp does to memory, and where control may come from elsewhere: neither may stand between a fence and its arrival.
+MEMORY = re.compile(r"LD|ST|ATOM|RED|UBLKCP|UTMALDG|CCTL")
+CONTROL = re.compile(r"BRA|BRX|CALL|RET|EXIT|WARPSYNC|BAR|BSYNC")
+
+
+def arrivals(sass: str) -> tuple[int, int]:
+    """How many arrivals at mbarriers there are, and how many of them come straight behind a fence."""
+    found = fenced = 0
+    behind_fence = False
+    for line in sass.splitlines():
+        if line.lstrip().startswith(".L_"):  # a label
+            behind_fence = False
+        if (match := INSTRUCTION.match(line)) is None:
+            continue
+        opcode = match[1]
+        if ARRIVAL.match(opcode):
+            found += 1
+            fenced += behind_fence
+            behind_fence = False
+        elif FENCE.match(opcode):
+            behind_fence = True
+        elif MEMORY.match(opcode) or CONTROL.match(opcode):
+            behind_fence = False
+    return found, fenced
+
+
+def grid_counters(sass: str) -> tuple[int, int]:
+    """The same of reductions and atomics that count blocks in global memory, for fences of the device."""
+    found = fenced = 0
+    behind_fence = False
+    for line in sass.splitlines():
+        if (match := INSTRUCTION.match(line)) is None:
+            continue
+        opcode = match[1]
+        if re.match(r"(REDG?|ATOMG?)\.E\.ADD", opcode):
+            found += 1
+            fenced += behind_fence
+        elif re.match(r"MEMBAR\.\w+\.GPU", opcode):
+            behind_fence = True
+        elif re.match(r"STG|BAR", opcode):
+            behind_fence = False
+    return found, fenced
+
+
+class Compiled:
+    """A streamed layer, and the narrowest pair of GEMMs with MXFP8 activations, compiled as their module is."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.patch = folder, monkeypatch
+        monkeypatch.setattr(modules.jit_env, "FLASHINFER_GEN_SRC_DIR", folder / "generated")
+        self.names = {next(row.name for row in INSTANCES if row.streamed == streamed) for streamed in (True, False)}
+
+    def machine_code(self, minor: str) -> dict[str, str]:
+        """SASS for compute capability 12.``minor``, by instance."""
+        self.patch.setattr(core.current_compilation_context, "TARGET_CUDA_ARCHS", {(12, minor)})
+        steps = [step for step in modules.gen_fused_moe_module().plan.steps if step.source.stem in self.names]
+        code = {}
+        for step in steps:
+            built = self.folder / f"{step.source.stem}.{minor}.o"
+            done = subprocess.run(step.command(built, built.with_suffix(".d")), capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+            code[step.source.stem] = inspect_sass._run(inspect_sass.find_tool(), ["--dump-sass", str(built)])
+        return code
+
+
+@pytest.fixture
+def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiled:
+    return Compiled(tmp_path, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("minor", "runs_on_gb10"), [("1a", True), ("1f", True), ("0f", True), ("0a", False)])
+def test_arrivals_have_fences_wherever_a_gb10_may_run_them(minor: str, runs_on_gb10: bool, compiled: Compiled) -> None:
+    """Code for the family (``12.0f``) runs on SM121 as well, though ``__CUDA_ARCH__`` is 1200 there."""
+    code = compiled.machine_code(minor)
+    assert set(code) == compiled.names
+    for name, sass in code.items():
+        found, fenced = arrivals(sass)
+        assert found >= 6, (name, found)  # of both kernels of a pair, or of the streamed layer
+        assert fenced == (found if runs_on_gb10 else 0), (name, found, fenced)
+        if runs_on_gb10:
+            counters, with_fence = grid_counters(sass)
+            assert counters == with_fence > 0, (name, counters, with_fence)
+
+
+@pytest.mark.slow
+def test_arrivals_without_their_fence_are_found(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHINFER_EXTRA_CUDAFLAGS", "-DFLASHINFER_SM12X_FENCE_ARRIVALS=0")
+    compiled.names = set(list(compiled.names)[:1])
+    (sass,) = compiled.machine_code("1a").values()
+    found, fenced = arrivals(sass)
+    assert found > fenced
+
+
+def test_fences_stand_in_one_place() -> None:
+    """Every ``mbarrier.arrive`` of the family is one of ``ptx/sync.cuh``, and has the fence in front of it."""
+    for path in sorted((fork_root() / "include" / "flashinfer").rglob("*.cuh")):
+        text = re.sub(r"//.*", "", path.read_text(encoding="utf-8"))
+        if path.name != "sync.cuh":
+            assert not re.search(r"mbarrier\.arrive|atomicAdd|\b(red|atom)\.", text), path
+    text = (fork_root() / "include/flashinfer/sm12x/ptx/sync.cuh").read_text(encoding="utf-8")
+    functions = re.findall(r"\{\n(.*?)\n\}\n", re.sub(r"//.*", "", text), flags=re.DOTALL)
+    arriving = [body for body in functions if "mbarrier.arrive" in body]
+    assert len(arriving) == 3
+    assert all(body.lstrip().startswith("fence_before_arrival();") for body in arriving)
