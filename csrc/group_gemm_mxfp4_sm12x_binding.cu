@@ -18,10 +18,10 @@ void group_gemm_run(TensorView out, TensorView a, TensorView a_sf, TensorView b,
   TVM_FFI_CHECK(type.code == kDLFloat8_e4m3fn || type.code == kDLFloat8_e5m2, ValueError)
       << "a must be float8_e4m3fn or float8_e5m2";
   GroupGemmArguments g = {};
-  g.cum_m = static_cast<int>(a.size(0));
-  g.k = static_cast<int>(a.size(1));
-  g.n = static_cast<int>(b.size(1));
-  g.num_groups = static_cast<int>(b.size(0));
+  g.cum_m = checked_int(a.size(0), "the number of rows of a");
+  g.k = checked_int(a.size(1), "k");
+  g.n = checked_int(b.size(1), "n");
+  g.num_groups = checked_int(b.size(0), "the number of groups");
   TVM_FFI_CHECK(
       2 * b.size(2) == g.k && out.size(0) == g.cum_m && out.size(1) == g.n && m_indptr.size(0) == g.num_groups + 1,
       ValueError)
@@ -29,6 +29,8 @@ void group_gemm_run(TensorView out, TensorView a, TensorView a_sf, TensorView b,
   TVM_FFI_CHECK(g.k % kScaleBlock == 0, ValueError) << "k is " << g.k << "; it must be a multiple of 32";
   TVM_FFI_CHECK(g.num_groups <= kMaxLocalExperts, ValueError)
       << g.num_groups << " groups; the kernels take at most " << kMaxLocalExperts;
+  TVM_FFI_CHECK(reinterpret_cast<uintptr_t>(a_sf.data_ptr()) % sizeof(uint32_t) == 0, ValueError)
+      << "a_scale must start at a multiple of 4 bytes";  // copied in words
   if (g.cum_m == 0) return;
   g.a = a.data_ptr();
   g.a_scales = static_cast<const uint8_t*>(a_sf.data_ptr());

@@ -54,9 +54,10 @@ class _Recorder:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.module, name)
 
-    def sm12x_moe_run(self, *arguments: Any) -> None:
+    def sm12x_moe_run(self, *arguments: Any) -> bool:
         self.arguments = arguments
-        self.module.sm12x_moe_run(*arguments)
+        launched: bool = self.module.sm12x_moe_run(*arguments)
+        return launched
 
 
 class _Stub:
@@ -65,8 +66,9 @@ class _Stub:
     def sm12x_moe_workspace_size(self, *_sizes: int) -> int:
         return 4096
 
-    def sm12x_moe_run(self, *_arguments: Any) -> None:
+    def sm12x_moe_run(self, *_arguments: Any) -> bool:
         """Takes what the launcher takes."""
+        return True
 
 
 def per_call(call: Callable[[], Any], synchronize: Callable[[], None]) -> float:
@@ -113,7 +115,6 @@ def _stubbed() -> Iterator[None]:
         for name, value in (
             ("serves", lambda device: True),
             ("moe_module", lambda: stub),
-            ("sm_count", lambda index: 48),
             ("has_block_scaled_mma", lambda index: True),
             ("one_device", lambda: True),
         ):

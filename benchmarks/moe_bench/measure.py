@@ -197,11 +197,8 @@ def planned_tactics(inputs: MoEInputs, mode: int) -> tuple[int, int]:
     tokens, top_k = inputs.token_selected_experts.shape
     experts, hidden, half = inputs.fc2_weights.shape
     index = inputs.input.device.index
-    blocks = sm12x_dispatch.sm_count(index)
-    first, second = plan_moe(
-        tokens, top_k, experts, hidden, 2 * half, mode, blocks, sm12x_dispatch.has_block_scaled_mma(index)
-    )
-    return int(first), int(second)
+    block_scaled = sm12x_dispatch.has_block_scaled_mma(index)
+    return plan_moe(tokens, top_k, experts, hidden, 2 * half, mode, block_scaled)
 
 
 def forced_tactics(wanted: str, mode: int) -> list[int]:

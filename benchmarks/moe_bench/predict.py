@@ -392,7 +392,7 @@ def as_table(lines: Sequence[Line]) -> str:
 def planned(model: str, mode: int, tokens: int, given: Assumptions) -> tuple[int, int]:
     """What the planner gives a GB10."""
     hidden, inter, experts, top_k = MODELS[model]
-    first, second = plan_moe(tokens, top_k, experts, hidden, inter, mode, given.multiprocessors, True)
+    first, second = plan_moe(tokens, top_k, experts, hidden, inter, mode)
     return int(first), int(second)
 
 

@@ -101,12 +101,6 @@ def is_block_scaled(device: torch.device) -> bool:
     return device.type != "cpu" and has_block_scaled_mma(device.index)
 
 
-@functools.lru_cache(maxsize=64)
-def sm_count(index: int) -> int:
-    """Streaming multiprocessors of CUDA device ``index``."""
-    return int(torch.cuda.get_device_properties(index).multi_processor_count)
-
-
 @functools.cache
 def one_device() -> bool:
     """Whether the process sees no more than one CUDA device: it is then the current one."""

@@ -88,7 +88,7 @@ def explain(layer: Layer, mode: Mode, tokens: Sequence[int], device: Device) -> 
             raise ValueError(f"tokens is {count}; it must be at least 1")
         rows = count * layer.top_k
         sizes = (count, layer.top_k, layer.experts, layer.hidden, layer.inter, int(mode))
-        fc1, fc2 = sm12x_planner.plan_moe(*sizes, device.sm_count, device.block_scaled_mma)
+        fc1, fc2 = sm12x_planner.plan_moe(*sizes, device.block_scaled_mma)
         activation: Any = mode.activation
         choice = sm12x_planner.choose(
             activation, rows, layer.experts, device.block_scaled_mma, (layer.hidden, layer.inter)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..autotuner import AutoTuner
-from .sm12x_plan import Plan, launch
+from .sm12x_plan import Plan, launch, pair_tactics
 from .sm12x_tuning import tuned_tactics
 from .sm12x_validation import POINTER_ALIGNMENT, WORKSPACE_ALIGNMENT, require_alignment
 
@@ -66,7 +66,7 @@ def same_look(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
 
 
 def kernel_arguments(
-    plan: Plan, tensors: Sequence[Any], output: torch.Tensor, quant_scales: Sequence[torch.Tensor]
+    tensors: Sequence[Any], output: torch.Tensor, quant_scales: Sequence[torch.Tensor]
 ) -> tuple[Any, ...]:
     """What ``sm12x_moe_run`` takes before the workspace, from the tensors of a validated call.
 
@@ -80,10 +80,6 @@ def kernel_arguments(
         (fc1_sf, fc2_sf), fc1_global, fc2_global = quant_scales, None, None
     else:
         fc1_sf, fc1_global, fc2_sf, fc2_global = quant_scales
-    if final_scales is None:
-        if plan.unit_scales is None:
-            plan.unit_scales = torch.ones(ids.shape, dtype=torch.float32, device=ids.device)
-        final_scales = plan.unit_scales
     addresses = (
         x.data_ptr() | output.data_ptr() | fc1.data_ptr() | fc2.data_ptr() | fc1_sf.data_ptr() | fc2_sf.data_ptr()
     )
@@ -150,14 +146,22 @@ class KnownCall:
             workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=self.device)
         elif workspace.data_ptr() % WORKSPACE_ALIGNMENT:
             require_alignment({"workspace_buffer": workspace}, WORKSPACE_ALIGNMENT)
-        arguments = kernel_arguments(plan, tensors, output, quant_scales)
+        arguments = kernel_arguments(tensors, output, quant_scales)
         tactics = self.forced
         if tactics is None:
             tactics = plan.tactics
             if AutoTuner._instance is not None:
                 swizzled = self.swizzled_input_sf
                 tactics = tuned_tactics(plan, arguments, swizzled, tune_max_num_tokens, self.enable_pdl)
-        launch(plan.problem, arguments, workspace, self.swizzled_input_sf, tactics, self.enable_pdl)
+        options = workspace, self.swizzled_input_sf
+        if not launch(plan.problem, arguments, *options, tactics, self.enable_pdl):
+            if self.forced is not None:
+                raise ValueError(
+                    f"profile_ids is {list(self.forced)}; tactic {self.forced[0]} computes the layer in one launch that "
+                    "needs all SMs of the device, and this stream has fewer (a green context, or MPS with a limited "
+                    "share): pass tactics of a pair of GEMMs, or None"
+                )
+            launch(plan.problem, arguments, *options, pair_tactics(plan, self.device), self.enable_pdl)
         return output
 
 

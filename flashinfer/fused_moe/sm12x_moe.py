@@ -60,7 +60,7 @@ def _validated_problem(call: MoECall) -> MoEProblem:
 
 
 def _plan(problem: MoEProblem, device: torch.device) -> Plan:
-    """The one plan of ``problem``: it holds what the autotuner said and the unit scales."""
+    """The one plan of ``problem``: it holds what the autotuner said."""
     plan = _plans.get((problem, device))
     if plan is None:
         plan = make_plan(problem, device)
@@ -117,7 +117,7 @@ def _run_here(call: MoECall, plan: Plan, device: torch.device) -> torch.Tensor:
     if (virtual := virtual_device.active()) is None:
         _run_cpu(problem, call, output)
         return output
-    arguments = kernel_arguments(plan, call.tensors, output, call.quant_scales)
+    arguments = kernel_arguments(call.tensors, output, call.quant_scales)
     enable_pdl = True if call.enable_pdl is None else call.enable_pdl
     virtual_operators.run_moe(virtual, problem, arguments, call.swizzled_input_sf, call.profile_ids, enable_pdl)
     return output

@@ -23,7 +23,7 @@ class Plan:
     workspace_bytes: int = 0
     tactics: tuple[int, int] = (-1, -1)
     tuned: tuple[Any, tuple[int, int]] | None = None  # autotuner state and what it chose then
-    unit_scales: torch.Tensor | None = None  # stands in for token_final_scales that are None
+    pair: tuple[int, int] | None = None  # tactics for a stream that has fewer SMs than the device
 
 
 @functools.lru_cache(maxsize=8)
@@ -93,20 +93,7 @@ def make_plan(problem: MoEProblem, device: torch.device) -> Plan:
     """Default tactics and workspace size of ``problem`` on ``device``."""
     if device.type == "cpu" or problem.num_tokens == 0:
         return Plan(problem)
-    from .sm12x_planner import plan_moe
-
-    tactics = plan_moe(
-        problem.num_tokens,
-        problem.top_k,
-        problem.num_local_experts,
-        problem.hidden,
-        problem.inter,
-        int(problem.mode),
-        dispatch.sm_count(device.index),
-        dispatch.has_block_scaled_mma(device.index),
-    )
-    for tactic in tactics:
-        dispatch.ensure_instance(tactic)
+    tactics = _default_tactics(problem, device)
     with torch.cuda.device(device):
         size = dispatch.moe_module().sm12x_moe_workspace_size(
             problem.num_tokens,
@@ -117,7 +104,25 @@ def make_plan(problem: MoEProblem, device: torch.device) -> Plan:
             int(problem.mode),
             not dispatch.has_block_scaled_mma(device.index),
         )
-    return Plan(problem, int(size), (int(tactics[0]), int(tactics[1])))
+    return Plan(problem, int(size), tactics)
+
+
+def _default_tactics(problem: MoEProblem, device: torch.device, all_sms: bool = True) -> tuple[int, int]:
+    """The planner's choice, ready to run."""
+    from .sm12x_planner import plan_moe
+
+    sizes = (problem.num_tokens, problem.top_k, problem.num_local_experts, problem.hidden, problem.inter)
+    fc1, fc2 = plan_moe(*sizes, int(problem.mode), dispatch.has_block_scaled_mma(device.index), all_sms)
+    for tactic in (fc1, fc2):
+        dispatch.ensure_instance(tactic)
+    return int(fc1), int(fc2)
+
+
+def pair_tactics(plan: Plan, device: torch.device) -> tuple[int, int]:
+    """Tactics for a stream that has fewer SMs than ``device``: a pair of GEMMs, whose blocks do not wait for each other."""
+    if plan.pair is None:
+        plan.pair = _default_tactics(plan.problem, device, all_sms=False)
+    return plan.pair
 
 
 def launch(
@@ -127,13 +132,17 @@ def launch(
     swizzled_input_sf: bool,
     tactics: tuple[int, int],
     enable_pdl: bool,
-) -> None:
-    """Call the kernel module on the device of ``arguments``, in the order its binding declares."""
+) -> bool:
+    """Call the kernel module on the device of ``arguments``, in the order its binding declares.
+
+    Returns ``False``, and has launched nothing, where ``tactics`` need all SMs of the device and the current stream has
+    fewer (a green context, or MPS with a limited share).
+    """
     device = workspace.device
     if not dispatch.one_device() and torch.cuda.current_device() != device.index:
         with torch.cuda.device(device):
             return launch(problem, arguments, workspace, swizzled_input_sf, tactics, enable_pdl)
-    dispatch.moe_module().sm12x_moe_run(
+    launched: bool = dispatch.moe_module().sm12x_moe_run(
         *arguments,
         workspace,
         int(problem.mode),
@@ -144,4 +153,4 @@ def launch(
         tactics[1],
         enable_pdl,
     )
-    return None
+    return launched

@@ -86,17 +86,19 @@ def choose(
     num_experts: int,
     block_scaled_mma: bool,
     layer: tuple[int, int] | None = None,
+    all_sms: bool = True,
 ) -> Choice:
     """The default instance for ``num_rows`` token rows (tokens x top_k) on ``num_experts`` local experts.
 
-    ``layer`` is hidden and intermediate size of an MoE layer; without it only single GEMMs are chosen from.
+    ``layer`` is hidden and intermediate size of an MoE layer; without it only single GEMMs are chosen from.  Without
+    ``all_sms`` of the device only pairs of GEMMs are: blocks of a streamed layer wait for each other.
     """
     rows = expected_rows(num_rows, num_experts)
     device = _SM12X if block_scaled_mma else _HOPPER
     busy = f"{rows:.1f} rows for an expert that is hit"
     tile = next((tile for limit, tile in device.streamed if rows <= limit), 0)
     for row in INSTANCES:
-        if layer is None or not row.streamed or row.activation != activation or row.token_tile != tile:
+        if layer is None or not all_sms or not row.streamed or row.activation != activation or row.token_tile != tile:
             continue
         if row.takes(num_rows, *layer, device.shared_bytes):
             return Choice(row, f"{busy}: the layer as one stream of weights, token tile {tile}")
@@ -122,21 +124,20 @@ def plan_moe(
     hidden: int,
     inter: int,
     mode: int,
-    sm_count: int,
     block_scaled_mma: bool = True,
+    all_sms: bool = True,
 ) -> tuple[int, int]:
     """Default tactics of FC1 and FC2: one that computes the whole layer, twice, or a pair.
 
-    Shares of work are cut to the SM count inside the kernels (``scheduler/tile_scheduler.cuh``,
-    ``impls/streamed_walk.cuh``), so that ``sm_count`` does not change the choice.
+    Shares of work are cut to the number of SMs inside the kernels (``scheduler/tile_scheduler.cuh``,
+    ``impls/streamed_walk.cuh``), so that it does not change the choice, unless the layer may not use all of them.
     """
-    del sm_count
     activation: Activation = "bf16" if mode == MODE_BF16_ACTIVATIONS else "mxfp8"
-    index = choose(activation, num_tokens * top_k, num_local_experts, block_scaled_mma, (hidden, inter)).instance.index
+    rows = num_tokens * top_k
+    index = choose(activation, rows, num_local_experts, block_scaled_mma, (hidden, inter), all_sms).instance.index
     return index, index
 
 
-def plan_group_gemm(cum_m: int, num_groups: int, n: int, k: int, sm_count: int, block_scaled_mma: bool = True) -> int:
+def plan_group_gemm(cum_m: int, num_groups: int, block_scaled_mma: bool = True) -> int:
     """Default tactic of the grouped GEMM."""
-    del n, k, sm_count
     return choose("mxfp8", cum_m, num_groups, block_scaled_mma).instance.index

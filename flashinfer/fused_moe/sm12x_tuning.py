@@ -18,7 +18,7 @@ import torch
 from ..autotuner import AutoTuner, DynamicTensorSpec, TunableRunner, TuningConfig
 from ..jit.sm12x.instances import INSTANCES
 from . import sm12x_dispatch as dispatch
-from .sm12x_plan import Plan, allowed_tactics, computes_layer, launch, make_plan, resolved_pair
+from .sm12x_plan import Plan, allowed_tactics, computes_layer, launch, make_plan, pair_tactics, resolved_pair
 from .sm12x_planner import plan_moe
 from .sm12x_validation import BLOCK_SIZE, Mode, MoEProblem, round_up
 from .utils import get_hybrid_num_tokens_buckets, make_hybrid_bucket_mapper
@@ -109,8 +109,7 @@ class SM12xMoERunner(TunableRunner):
     def _planned(self, activations: torch.Tensor) -> tuple[int, int]:
         problem, index = self.problem, activations.device.index
         sizes = (activations.shape[0], problem.top_k, problem.num_local_experts, problem.hidden, problem.inter)
-        block_scaled = dispatch.has_block_scaled_mma(index)
-        return plan_moe(*sizes, int(problem.mode), dispatch.sm_count(index), block_scaled)
+        return plan_moe(*sizes, int(problem.mode), dispatch.has_block_scaled_mma(index))
 
     def validate_tactic(self, inputs: list[torch.Tensor], tactic: Any) -> bool:
         """Whether a tactic from a cache file names a row that fits."""
@@ -150,14 +149,11 @@ class SM12xMoERunner(TunableRunner):
         tactics = resolved_pair(wanted, plan.tactics)
         for each in tactics:
             dispatch.ensure_instance(each)
-        launch(
-            plan.problem,
-            (arguments[_OUTPUT], inputs[0], *arguments[_INPUT_SF:]),
-            workspace,
-            self.swizzled_input_sf,
-            tactics,
-            self.enable_pdl,
-        )
+        given = (arguments[_OUTPUT], inputs[0], *arguments[_INPUT_SF:]), workspace, self.swizzled_input_sf
+        if not launch(plan.problem, *given, tactics, self.enable_pdl):
+            if tactic != -1:
+                raise RuntimeError(f"tactic {tactic} needs all SMs of the device, and this stream has fewer")
+            launch(plan.problem, *given, pair_tactics(plan, inputs[0].device), self.enable_pdl)
         return arguments[_OUTPUT]
 
 

@@ -161,9 +161,8 @@ def _make_plan(problem: GroupGemmProblem, device: torch.device) -> Plan:
         return Plan(problem)
     from ..fused_moe.sm12x_planner import plan_group_gemm
 
-    sizes = problem.cum_m, problem.num_groups, problem.n, problem.k
-    dispatch = _dispatch()
-    tactic = plan_group_gemm(*sizes, dispatch.sm_count(device.index), dispatch.has_block_scaled_mma(device.index))
+    block_scaled = _dispatch().has_block_scaled_mma(device.index)
+    tactic = plan_group_gemm(problem.cum_m, problem.num_groups, block_scaled)
     with torch.cuda.device(device):
         size = (
             _dispatch()

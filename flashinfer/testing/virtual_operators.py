@@ -45,7 +45,7 @@ def run_moe(
     from flashinfer.jit.sm12x.instances import INSTANCES
 
     sizes = (problem.num_tokens, problem.top_k, problem.num_local_experts, problem.hidden, problem.inter)
-    planned = plan_moe(*sizes, int(problem.mode), device.sm_count)
+    planned = plan_moe(*sizes, int(problem.mode))
     tactics = resolved_pair(profile_ids or (-1, -1), planned)
     module = device.module(gen_cutlass_fused_moe_sm120_module)
     for tactic in tactics:
@@ -113,8 +113,7 @@ def run_group_gemm(
     from flashinfer.jit.sm12x.modules import gen_group_gemm_module
 
     if tactic is None:
-        sizes = (problem.cum_m, problem.num_groups, problem.n, problem.k)
-        tactic = int(plan_group_gemm(*sizes, device.sm_count))
+        tactic = int(plan_group_gemm(problem.cum_m, problem.num_groups))
     module = device.module(gen_group_gemm_module)
     size = device.call(module.sm12x_group_gemm_workspace_size, problem.cum_m, problem.n, problem.k, problem.num_groups)
     workspace = device.empty(max(1, int(size)))

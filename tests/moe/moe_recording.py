@@ -35,13 +35,18 @@ class RecordingModule:
         self.launches: list[dict[str, Any]] = []
         self.registered: list[tuple[int, int]] = []
         self.sizes: list[tuple[int, ...]] = []
+        self.few_sms = False  # the stream has fewer than the device
 
     def sm12x_moe_workspace_size(self, *sizes: int) -> int:
         self.sizes.append(sizes)
         return WORKSPACE
 
-    def sm12x_moe_run(self, *arguments: Any) -> None:
-        self.launches.append(dict(zip(ARGUMENTS, arguments, strict=True)))
+    def sm12x_moe_run(self, *arguments: Any) -> bool:
+        launch = dict(zip(ARGUMENTS, arguments, strict=True))
+        if self.few_sms and INSTANCES[launch["tactic_fc1"]].streamed:
+            return False
+        self.launches.append(launch)
+        return True
 
     def sm12x_register_instance(self, index: int, address: int) -> None:
         self.registered.append((index, address))
@@ -53,7 +58,6 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordingModule]:
     module = RecordingModule()
     monkeypatch.setattr(sm12x_dispatch, "serves", lambda device: True)
     monkeypatch.setattr(sm12x_dispatch, "moe_module", lambda: module)
-    monkeypatch.setattr(sm12x_dispatch, "sm_count", lambda index: 48)
     monkeypatch.setattr(sm12x_dispatch, "has_block_scaled_mma", lambda index: True)
     monkeypatch.setattr(sm12x_dispatch, "fits_device", lambda tactic, experts, index: not INSTANCES[tactic].widens)
     monkeypatch.setattr(sm12x_dispatch, "_shared_bytes_per_block", lambda index: GB10_SMEM_PER_BLOCK)

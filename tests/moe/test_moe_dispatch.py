@@ -70,7 +70,7 @@ def test_launch_gets_what_the_binding_declares(mode: int, module: RecordingModul
     assert launch["limit"] is arguments["swiglu_limit"]
     assert launch["workspace"].shape == (WORKSPACE,)
     assert (launch["mode"], launch["first_expert"], launch["num_experts_total"]) == (mode, 0, 8)
-    default = sm12x_planner.plan_moe(6, 3, 8, 160, 96, mode, 48, True)
+    default = sm12x_planner.plan_moe(6, 3, 8, 160, 96, mode, True)
     assert (launch["tactic_fc1"], launch["tactic_fc2"]) == default
     assert module.sizes == [(6, 160, 96, 8, 3, mode, False)]  # no room to widen activations: the MMA takes block scales
 
@@ -88,13 +88,29 @@ def test_options_reach_the_launch(module: RecordingModule) -> None:
     assert (launch["first_expert"], launch["num_experts_total"]) == (4, 8)
 
 
-def test_absent_routing_weights_are_ones_made_once(module: RecordingModule) -> None:
-    arguments = {**meta_arguments(1), "token_final_scales": None}
-    for _ in range(2):
+def test_absent_routing_weights_reach_the_kernels_as_such(module: RecordingModule) -> None:
+    # Not as a tensor of ones: filled at first use, it would be filled by a graph that is being captured, at its replay.
+    flashinfer.cutlass_fused_moe(**{**meta_arguments(1), "token_final_scales": None})
+    assert module.launches[0]["final_scales"] is None
+
+
+@pytest.mark.parametrize("mode", [0, 1, 2])
+def test_a_stream_with_fewer_sms_gets_a_pair_of_gemms(mode: int, module: RecordingModule) -> None:
+    streamed = sm12x_planner.plan_moe(6, 3, 8, 160, 96, mode)
+    pair = sm12x_planner.plan_moe(6, 3, 8, 160, 96, mode, all_sms=False)
+    assert computes_layer(streamed[0])
+    assert not computes_layer(pair[0])
+    arguments = meta_arguments(mode)
+    for few_sms in (False, True, True, False):  # the streams of one process differ
+        module.few_sms = few_sms
         flashinfer.cutlass_fused_moe(**arguments)
-    first, second = (launch["final_scales"] for launch in module.launches)
-    assert first is second
-    assert (first.shape, first.dtype) == ((6, 3), torch.float32)
+    tactics = [(launch["tactic_fc1"], launch["tactic_fc2"]) for launch in module.launches]
+    assert tactics == [streamed, pair, pair, streamed]
+    module.few_sms = True
+    with pytest.raises(
+        ValueError, match=f"tactic {streamed[0]} .* needs all SMs of the device, and this stream has fewer"
+    ):
+        flashinfer.cutlass_fused_moe(**arguments, profile_ids=list(streamed))
 
 
 def test_no_tokens_launch_nothing(module: RecordingModule) -> None:
@@ -110,7 +126,7 @@ def test_profile_ids_force_tactics_and_build_the_missing(
     monkeypatch.setattr(sm12x_dispatch, "ensure_instance", built.append)
     pairs = [tactic for tactic in allowed_tactics(Mode.MXFP8_INPUT) if not computes_layer(tactic)]
     first, *_, last = [tactic for tactic in pairs if not INSTANCES[tactic].widens]
-    default = sm12x_planner.plan_moe(6, 3, 8, 160, 96, 0, 48, True)
+    default = sm12x_planner.plan_moe(6, 3, 8, 160, 96, 0, True)
     flashinfer.cutlass_fused_moe(**meta_arguments(0), profile_ids=[first, last])
     flashinfer.cutlass_fused_moe(**meta_arguments(0), profile_ids=[-1, last])
     tactics = [(launch["tactic_fc1"], launch["tactic_fc2"]) for launch in module.launches]

@@ -38,9 +38,8 @@ def test_shows_what_the_planner_gives_a_call(model: str, device: str, mode: str)
     assert [row["tokens"] for row in shown["rows"]] == tokens
     for row in shown["rows"]:
         planned = sm12x_planner.plan_moe(
-            row["tokens"], layer.top_k, layer.experts, layer.hidden, layer.inter, number, gpu.sm_count,
-            gpu.block_scaled_mma,
-        )  # fmt: skip
+            row["tokens"], layer.top_k, layer.experts, layer.hidden, layer.inter, number, gpu.block_scaled_mma
+        )
         assert (row["fc1"], row["fc2"]) == planned
         assert row["fc1_instance"] == INSTANCES[row["fc1"]].name
         assert row["fc2_instance"] == INSTANCES[row["fc2"]].name
@@ -53,7 +52,7 @@ def test_the_reason_is_of_the_tactic_that_is_shown() -> None:
     for mode, tokens, block_scaled in itertools.product(Mode, (1, 3, 8, 37, 64, 512, 8192), (True, False)):
         activation: Any = mode.activation
         choice = sm12x_planner.choose(activation, tokens * 4, 128, block_scaled, (2880, 2880))
-        assert choice.instance.index in sm12x_planner.plan_moe(tokens, 4, 128, 2880, 2880, int(mode), 48, block_scaled)
+        assert choice.instance.index in sm12x_planner.plan_moe(tokens, 4, 128, 2880, 2880, int(mode), block_scaled)
 
 
 def test_table_names_the_layer_and_gives_a_line_per_token_count() -> None:

@@ -10,11 +10,11 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from group_gemm_inputs import make_group_gemm
+from virtual_moe import run_moe
 
 import flashinfer.testing
 from flashinfer.testing import (
@@ -23,7 +23,6 @@ from flashinfer.testing import (
     group_gemm_reference,
     make_moe_inputs,
     moe_reference,
-    virtual_operators,
 )
 from flashinfer.testing.virtual_device import VirtualDevice, VirtualDeviceError, active, virtual_device
 
@@ -122,45 +121,9 @@ def test_moe_kernels_keep_the_bound(device, mode):
     print("seed", 12)
     case = MoECase(num_tokens=5, hidden=256, inter=128, num_experts=4, top_k=2, mode=mode)
     inputs = make_moe_inputs(case, seed=12)
-    output = torch.full((case.num_tokens, case.hidden), float("nan"), dtype=torch.bfloat16)
-    run_moe(device, case, inputs, output)
-    check_within_bound(output, *moe_reference(inputs))
+    check_within_bound(run_moe(device, inputs, mode), *moe_reference(inputs))
     assert sum("streamed_layer_kernel" in launch.kernel for launch in device.launches) == 1
     assert all(launch.clean for launch in device.launches)
-
-
-def run_moe(device: VirtualDevice, case: MoECase, inputs: Any, output: torch.Tensor) -> None:
-    from flashinfer.fused_moe.sm12x_validation import Mode, MoEProblem
-
-    problem = MoEProblem(
-        mode=Mode(case.mode),
-        num_tokens=case.num_tokens,
-        hidden=case.hidden,
-        inter=case.inter,
-        num_local_experts=case.num_experts,
-        top_k=case.top_k,
-        first_expert=0,
-        num_experts_total=case.num_experts,
-    )
-    arguments = (
-        output,
-        inputs.input,
-        inputs.input_sf,
-        inputs.token_selected_experts,
-        inputs.token_final_scales,
-        inputs.fc1_weights.view(torch.uint8),
-        inputs.fc1_scales.view(torch.uint8),
-        inputs.fc1_global,
-        inputs.fc1_bias,
-        inputs.fc2_weights.view(torch.uint8),
-        inputs.fc2_scales.view(torch.uint8),
-        inputs.fc2_global,
-        inputs.fc2_bias,
-        inputs.swiglu_alpha,
-        inputs.swiglu_beta,
-        inputs.swiglu_limit,
-    )
-    virtual_operators.run_moe(device, problem, arguments, inputs.swizzled_input_sf)
 
 
 @pytest.mark.slow

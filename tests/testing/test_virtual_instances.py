@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 import torch
+from virtual_moe import run_moe
 
 from flashinfer.fused_moe import sm12x_plan
 from flashinfer.fused_moe.sm12x_planner import choose
-from flashinfer.fused_moe.sm12x_validation import Mode, MoEProblem
 from flashinfer.gemm.sm12x_group_gemm import GroupGemmProblem
 from flashinfer.jit.sm12x.instances import (
     GB10_SMEM_PER_BLOCK,
@@ -69,43 +69,6 @@ def device() -> Iterator[VirtualDevice]:
 
 def names(instances: list[Instance] | tuple[Instance, ...]) -> list[str]:
     return [instance.name for instance in instances]
-
-
-def run_moe(device: VirtualDevice, inputs: MoEInputs, mode: int, profile_ids: list[int] | None) -> torch.Tensor:
-    """The layer's output, from memory that holds NaN before."""
-    tokens, top_k = inputs.token_selected_experts.shape
-    experts, hidden, half = inputs.fc2_weights.shape
-    problem = MoEProblem(
-        mode=Mode(mode),
-        num_tokens=tokens,
-        hidden=hidden,
-        inter=2 * half,
-        num_local_experts=experts,
-        top_k=top_k,
-        first_expert=inputs.ep_rank * experts,
-        num_experts_total=inputs.ep_size * experts,
-    )
-    output = torch.full((tokens, hidden), float("nan"), dtype=inputs.output_dtype)
-    arguments = (
-        output,
-        inputs.input,
-        inputs.input_sf,
-        inputs.token_selected_experts,
-        inputs.token_final_scales,
-        inputs.fc1_weights,
-        inputs.fc1_scales,
-        inputs.fc1_global,
-        inputs.fc1_bias,
-        inputs.fc2_weights,
-        inputs.fc2_scales,
-        inputs.fc2_global,
-        inputs.fc2_bias,
-        inputs.swiglu_alpha,
-        inputs.swiglu_beta,
-        inputs.swiglu_limit,
-    )
-    virtual_operators.run_moe(device, problem, arguments, inputs.swizzled_input_sf, profile_ids)
-    return output
 
 
 def check_moe(device: VirtualDevice, case: MoECase, seed: int, profile_ids: list[int] | None = None) -> MoEInputs:

@@ -37,31 +37,35 @@ const GemmInstance* checked_instance(int64_t tactic, Activation activation) {
 
 int64_t moe_workspace_size(int64_t num_tokens, int64_t hidden, int64_t inter, int64_t num_local_experts, int64_t top_k,
                            int64_t mode, bool widens) {
-  const MoeShape shape = {static_cast<int>(num_tokens),
-                          static_cast<int>(hidden),
-                          static_cast<int>(inter),
-                          static_cast<int>(num_local_experts),
-                          static_cast<int>(top_k),
+  TVM_FFI_CHECK(top_k >= 1, ValueError) << "top_k is " << top_k << "; it must be at least 1";
+  const MoeShape shape = {checked_int(num_tokens, "num_tokens"),
+                          checked_int(hidden, "hidden_size"),
+                          checked_int(inter, "intermediate_size"),
+                          checked_int(num_local_experts, "num_local_experts"),
+                          checked_int(top_k, "top_k"),
                           checked_mode(mode),
                           widens};
   return static_cast<int64_t>(moe_workspace_bytes(shape, multiprocessors(current_device())));
 }
 
-void moe_run(TensorView output, TensorView input, Optional<TensorView> input_sf, TensorView token_selected_experts,
-             TensorView token_final_scales, TensorView fc1_w, TensorView fc1_sf, Optional<TensorView> fc1_global,
-             Optional<TensorView> fc1_bias, TensorView fc2_w, TensorView fc2_sf, Optional<TensorView> fc2_global,
-             Optional<TensorView> fc2_bias, Optional<TensorView> swiglu_alpha, Optional<TensorView> swiglu_beta,
-             Optional<TensorView> swiglu_limit, TensorView workspace, int64_t mode, bool swizzled_input_sf,
-             int64_t first_expert, int64_t num_experts_total, int64_t tactic_fc1, int64_t tactic_fc2, bool enable_pdl) {
+// False: nothing was launched, because the tactic needs all SMs of the device and the stream has fewer.
+bool moe_run(TensorView output, TensorView input, Optional<TensorView> input_sf, TensorView token_selected_experts,
+             Optional<TensorView> token_final_scales, TensorView fc1_w, TensorView fc1_sf,
+             Optional<TensorView> fc1_global, Optional<TensorView> fc1_bias, TensorView fc2_w, TensorView fc2_sf,
+             Optional<TensorView> fc2_global, Optional<TensorView> fc2_bias, Optional<TensorView> swiglu_alpha,
+             Optional<TensorView> swiglu_beta, Optional<TensorView> swiglu_limit, TensorView workspace, int64_t mode,
+             bool swizzled_input_sf, int64_t first_expert, int64_t num_experts_total, int64_t tactic_fc1,
+             int64_t tactic_fc2, bool enable_pdl) {
   MoeArguments a = {};
   a.shape.mode = checked_mode(mode);
-  a.shape.num_tokens = static_cast<int>(input.size(0));
-  a.shape.hidden = static_cast<int>(fc2_w.size(1));
-  a.shape.inter = static_cast<int>(2 * fc2_w.size(2));
-  a.shape.num_experts = static_cast<int>(fc2_w.size(0));
-  a.shape.top_k = static_cast<int>(token_selected_experts.size(1));
-  if (a.shape.num_tokens == 0) return;
+  a.shape.num_tokens = checked_int(input.size(0), "the number of tokens");
+  a.shape.hidden = checked_int(fc2_w.size(1), "hidden size");
+  a.shape.inter = checked_int(2 * fc2_w.size(2), "intermediate size");
+  a.shape.num_experts = checked_int(fc2_w.size(0), "the number of local experts");
+  a.shape.top_k = checked_int(token_selected_experts.size(1), "top_k");
+  if (a.shape.num_tokens == 0) return true;
 
+  TVM_FFI_CHECK(a.shape.top_k >= 1, ValueError) << "token_selected_experts has no slots";
   TVM_FFI_CHECK(input.size(1) == a.shape.hidden && fc1_w.size(1) == 2 * a.shape.inter &&
                     2 * fc1_w.size(2) == a.shape.hidden && fc1_w.size(0) == a.shape.num_experts,
                 ValueError)
@@ -82,9 +86,12 @@ void moe_run(TensorView output, TensorView input, Optional<TensorView> input_sf,
   a.input_sf = bytes_or_null(input_sf);
   TVM_FFI_CHECK(a.shape.mode != MoeMode::kMxfp8Input || a.input_sf != nullptr, ValueError)
       << "MXFP8 input needs its scales (input_sf)";
+  // Copied in words; linear rows that are no whole words, byte by byte.
+  TVM_FFI_CHECK(reinterpret_cast<uintptr_t>(a.input_sf) % sizeof(uint32_t) == 0, ValueError)
+      << "input_sf must start at a multiple of 4 bytes";
   a.swizzled_input_sf = swizzled_input_sf;
   a.ids = static_cast<const int32_t*>(token_selected_experts.data_ptr());
-  a.routing_weights = static_cast<const float*>(token_final_scales.data_ptr());
+  a.routing_weights = floats_or_null(token_final_scales);
   a.first_expert = static_cast<int>(first_expert);
   a.fc1_weights = static_cast<const uint8_t*>(fc1_w.data_ptr());
   a.fc1_scales = static_cast<const uint8_t*>(fc1_sf.data_ptr());
@@ -107,8 +114,10 @@ void moe_run(TensorView output, TensorView input, Optional<TensorView> input_sf,
   a.fc2_instance = checked_instance(tactic_fc2, activation);
   a.shape.widens = a.fc1_instance->fc1 != nullptr && a.fc1_instance->operand == Activation::kBf16;
 
-  const int device = input.device().device_id;
-  check_status(run_moe(a, launch_options(stream_of(input), enable_pdl, device)));
+  const LaunchOptions options = launch_options(stream_of(input), enable_pdl, input.device().device_id);
+  if (!takes_sms(*a.fc1_instance, options)) return false;
+  check_status(run_moe(a, options));
+  return true;
 }
 
 void register_instance_address(int64_t index, int64_t address) {

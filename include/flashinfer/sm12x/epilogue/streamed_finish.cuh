@@ -67,12 +67,15 @@ class StreamKeeper {
     place_.advance(keepers_, shared.stages);
   }
 
-  // The keepers of all blocks meet; afterwards everyone may read what anyone wrote before.
+  // The keepers of all blocks meet; afterwards everyone may read what anyone wrote before. More arrivals than blocks are
+  // those of another launch that was given the same workspace at the same time: what it holds is not to be had any more.
   __device__ __forceinline__ void meet(unsigned* counter) {
     ptx::named_barrier_sync<kThreads>(kKeeperBarrier);
     if (turn_ == 0 && lane_ == 0) {
       ptx::arrive_at_gpu_counter(counter);
-      while (ptx::load_acquire_gpu(counter) != gridDim.x) __nanosleep(32);
+      unsigned arrived;
+      while ((arrived = ptx::load_acquire_gpu(counter)) < gridDim.x) __nanosleep(32);
+      if (arrived > gridDim.x) __trap();
     }
     ptx::named_barrier_sync<kThreads>(kKeeperBarrier);
   }
@@ -171,7 +174,7 @@ class StreamKeeper {
                                              const Sums& sums) const {
     for_each_token(tile, sums, [&](int position, float low, float high) {
       const int entry = shared.order()[position];
-      const float weight = p.routing_weights[entry];
+      const float weight = load_or(p.routing_weights, entry, 1.0f);
       float* to = p.contributions + static_cast<int64_t>(entry) * p.gemm[1].out + row;
       to[0] = fmaf(low, scale, bias[0]) * weight;
       to[8] = fmaf(high, scale, bias[1]) * weight;

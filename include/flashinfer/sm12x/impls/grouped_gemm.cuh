@@ -111,7 +111,7 @@ class Consumer {
       if (thread < unit.num_tokens) {
         const int position = unit.first_token + thread;
         const int entry = p.order != nullptr ? p.order[position] : static_cast<int>(shared.order()[position]);
-        return {entry, p.epilogue.routing_weights[entry]};
+        return {entry, epilogue::load_or(p.epilogue.routing_weights, entry, 1.0f)};
       }
     }
     return {};

@@ -51,7 +51,7 @@ struct Fc2Epilogue {
   const float* global_scale;  // [E] or null: 1
   const void* bias;           // [E, rows] or null
   ScalarType bias_type;
-  const float* routing_weights;  // [entries]
+  const float* routing_weights;  // [entries] or null: 1
   float* contributions;          // [entries, rows], by entry
   int* token_arrivals;           // [tokens, row tiles]
   void* output;                  // [tokens, rows]

@@ -45,7 +45,7 @@ struct StreamedLayerParams {
   StreamedGemm gemm[2];
   const uint8_t* tokens;         // [words][num_tokens][kArrangedRowBytes] (token_blocks.cuh)
   const int32_t* ids;            // [entries] global expert ids
-  const float* routing_weights;  // [entries]
+  const float* routing_weights;  // [entries] or null: 1
   int num_tokens;
   int num_entries;
   int top_k;

@@ -11,10 +11,10 @@ namespace flashinfer::sm12x::scheduler {
 
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 
-// Local number of a global expert id, or -1 where the expert lives on another rank (or does not exist).
+// Local number of a global expert id, or -1 where the expert lives on another rank, or does not exist: -1 marks padding.
 __device__ __forceinline__ int local_expert(int id, int first_expert, int num_experts) {
-  const int local = id - first_expert;
-  return local >= 0 && local < num_experts ? local : -1;
+  const unsigned local = static_cast<unsigned>(id) - static_cast<unsigned>(first_expert);
+  return local < static_cast<unsigned>(num_experts) ? static_cast<int>(local) : -1;
 }
 
 // Adds one chunk of up to 32 entries to `counts` and returns this lane's place among the entries of its expert counted

@@ -5,6 +5,8 @@
 #include "moe_gemm_sm120_mixed_input_launcher.h"
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 #include <cstdint>
 
 #include "../sm12x_layout_sfa_utils.h"
@@ -18,12 +20,10 @@ namespace {
 constexpr int kMaxBlocksPerSm = 16;  // more than any instance's occupancy
 constexpr size_t kPartialBytesPerSm = size_t{256} << 10;  // two parts of a tile for every resident block
 
-struct Registry {
-  const GemmInstance* table[kMaxInstances] = {};
-};
+using Registry = std::array<std::atomic<const GemmInstance*>, kMaxInstances>;
 
 Registry& registry() {
-  static Registry instance;  // first used by the static initialisers of the rendered sources
+  static Registry instance = {};  // first used by the static initialisers of the rendered sources
   return instance;
 }
 
@@ -52,10 +52,10 @@ struct SplitBuffers {
   int blocks;  // of one launch at most
 };
 
-SplitBuffers take_split_buffers(Arena& arena, int sm_count) {
+SplitBuffers take_split_buffers(Arena& arena, int device_sms) {
   SplitBuffers split;
-  split.blocks = sm_count * kMaxBlocksPerSm;
-  split.partials = arena.take<float4>(sm_count * kPartialBytesPerSm / sizeof(float4));
+  split.blocks = device_sms * kMaxBlocksPerSm;
+  split.partials = arena.take<float4>(device_sms * kPartialBytesPerSm / sizeof(float4));
   split.arrivals = arena.take<int>(2 * static_cast<size_t>(split.blocks));
   return split;
 }
@@ -76,18 +76,20 @@ struct MoeWorkspace {
 
 size_t arranged_bytes(size_t rows, int k) { return rows * scale_words(k) * kArrangedRowBytes; }
 
-MoeWorkspace lay_out(const MoeShape& s, int sm_count, uint8_t* base) {
+// Grows with the number of tokens, so that a workspace for many serves fewer.
+MoeWorkspace lay_out(const MoeShape& s, int device_sms, uint8_t* base) {
   Arena arena(base);
   const size_t entries = static_cast<size_t>(s.num_tokens) * s.top_k;
   MoeWorkspace w = {};
   // Room for whatever tactic comes: act is e4m3, arranged bfloat16 (W4A16, or a device that widens), or a streamed layer's
   // float32; tokens are e4m3, or arranged, for a pair of GEMMs one row for each entry.
-  const bool widens = s.widens || s.mode == MoeMode::kBf16Activations, streamed = entries <= kStreamEntries;
-  const size_t act_bytes = entries * s.inter * (streamed ? sizeof(float) : 1);
+  const bool widens = s.widens || s.mode == MoeMode::kBf16Activations;
+  const size_t streamed_tokens = std::min<size_t>(s.num_tokens, kStreamEntries / s.top_k);
+  const size_t act_bytes = s.inter * std::max(entries, streamed_tokens * s.top_k * sizeof(float));
   w.act = arena.take<uint8_t>(std::max(act_bytes, widens ? arranged_bytes(entries, s.inter) : 0));
   w.act_scales = arena.take<uint8_t>(entries * kScaleChunkBlocks * scale_words(s.inter));
   const size_t quantized_bytes = s.mode == MoeMode::kQuantizeInput ? static_cast<size_t>(s.num_tokens) * s.hidden : 0;
-  const size_t arranged_rows = widens ? entries : streamed ? static_cast<size_t>(s.num_tokens) : 0;
+  const size_t arranged_rows = widens ? entries : streamed_tokens;
   w.tokens = arena.take<uint8_t>(std::max(quantized_bytes, arranged_bytes(arranged_rows, s.hidden)));
   w.token_scales =
       arena.take<uint8_t>(s.mode == MoeMode::kBf16Activations
@@ -98,7 +100,7 @@ MoeWorkspace lay_out(const MoeShape& s, int sm_count, uint8_t* base) {
   w.positions = arena.take<int32_t>(widens ? entries : 0);
   w.contributions = arena.take<float>(entries * s.hidden);
   w.token_arrivals = arena.take<int>(static_cast<size_t>(s.num_tokens) * ceil_div(s.hidden, kRowTile));
-  w.split = take_split_buffers(arena, sm_count);
+  w.split = take_split_buffers(arena, device_sms);
   w.bytes = arena.used();
   return w;
 }
@@ -143,12 +145,11 @@ Status check_activations(int64_t rows, int k) {
   return {};
 }
 
-// Resident blocks of a whole device, at most as many as the split buffers serve.
+// Resident blocks of all SMs, at most as many as the split buffers serve.
 Status grid_blocks(const GemmInstance& instance, Role role, int num_experts, const LaunchOptions& options,
                    int* blocks) {
   int per_sm = 0;
-  if (const cudaError_t error = instance.blocks_per_sm(role, options.block_scaled_mma, num_experts, &per_sm);
-      error != cudaSuccess) {
+  if (const cudaError_t error = instance.blocks_per_sm(role, options, num_experts, &per_sm); error != cudaSuccess) {
     return {error, "this device does not grant the instance's shared memory"};
   }
   if (per_sm == 0) return {cudaErrorLaunchOutOfResources, "the instance does not fit an SM of this device"};
@@ -252,7 +253,10 @@ Status run_streamed_moe(const MoeArguments& a, const LaunchOptions& options) {
   if (entries > kStreamEntries) {
     return {cudaErrorInvalidValue, "a streamed tactic takes at most 1024 (token, slot) pairs"};
   }
-  const MoeWorkspace w = lay_out(s, options.sm_count, a.workspace);
+  if (!takes_sms(*a.fc1_instance, options)) {
+    return {cudaErrorInvalidValue, "a streamed tactic needs all SMs of the device, and this stream has fewer"};
+  }
+  const MoeWorkspace w = lay_out(s, options.device_sms, a.workspace);
   if (w.bytes > a.workspace_bytes) return {cudaErrorInvalidValue, "the workspace is too small"};
 
   StreamedLayerParams p = {};
@@ -274,7 +278,7 @@ Status run_streamed_moe(const MoeArguments& a, const LaunchOptions& options) {
   }
 
   const int shared_bytes = p.stages * p.stage_bytes + instance.fixed_bytes;
-  if (const cudaError_t error = instance.prepare(shared_bytes)) {
+  if (const cudaError_t error = instance.prepare(options)) {
     return {error, "this device does not grant the streamed tactic's shared memory"};
   }
 
@@ -322,16 +326,22 @@ Status run_streamed_moe(const MoeArguments& a, const LaunchOptions& options) {
 }  // namespace
 
 const GemmInstance* find_instance(int index) {
-  return index >= 0 && index < kMaxInstances ? registry().table[index] : nullptr;
+  return index >= 0 && index < kMaxInstances ? registry()[index].load(std::memory_order_acquire) : nullptr;
 }
 
-void register_instance(const GemmInstance* instance) { registry().table[instance->index] = instance; }
+void register_instance(const GemmInstance* instance) {
+  registry()[instance->index].store(instance, std::memory_order_release);
+}
 
-size_t moe_workspace_bytes(const MoeShape& shape, int sm_count) { return lay_out(shape, sm_count, nullptr).bytes; }
+bool takes_sms(const GemmInstance& instance, const LaunchOptions& options) {
+  return instance.streamed.launch == nullptr || options.sm_count >= options.device_sms;
+}
 
-size_t group_gemm_workspace_bytes(int sm_count) {
+size_t moe_workspace_bytes(const MoeShape& shape, int device_sms) { return lay_out(shape, device_sms, nullptr).bytes; }
+
+size_t group_gemm_workspace_bytes(int device_sms) {
   Arena arena(nullptr);
-  take_split_buffers(arena, sm_count);
+  take_split_buffers(arena, device_sms);
   return arena.used();
 }
 
@@ -344,7 +354,7 @@ Status run_moe(const MoeArguments& a, const LaunchOptions& options) {
   }
   const MoeShape& s = a.shape;
   const int entries = s.num_tokens * s.top_k;
-  const MoeWorkspace w = lay_out(s, options.sm_count, a.workspace);
+  const MoeWorkspace w = lay_out(s, options.device_sms, a.workspace);
   if (w.bytes > a.workspace_bytes) return {cudaErrorInvalidValue, "the workspace is too small"};
   if (Status r = check_activations(entries, std::max(s.hidden, s.inter)); r.error) return r;
   if (a.fc1_instance->operand != a.fc2_instance->operand) {
@@ -444,7 +454,7 @@ Status run_moe(const MoeArguments& a, const LaunchOptions& options) {
 
 Status run_group_gemm(const GroupGemmArguments& a, const LaunchOptions& options) {
   Arena arena(a.workspace);
-  const SplitBuffers split = take_split_buffers(arena, options.sm_count);
+  const SplitBuffers split = take_split_buffers(arena, options.device_sms);
   if (arena.used() > a.workspace_bytes) return {cudaErrorInvalidValue, "the workspace is too small"};
   if (Status r = check_activations(a.cum_m, a.k); r.error) return r;
   int blocks = 0;

@@ -16,9 +16,10 @@ namespace flashinfer::sm12x {
 struct LaunchOptions {
   cudaStream_t stream;
   bool dependent_launch;  // programmatic dependent launch within the layer
-  int sm_count;
+  int device_sms;         // of the device: what a workspace is made for
+  int sm_count;  // that kernels of the stream may use: fewer in a green context, or under MPS with a limited share
   bool block_scaled_mma;  // SM12x: the MMA takes block scales
-  int shared_bytes;       // that a block may have
+  int shared_bytes;  // that a block may have
 };
 
 // A kernel behind the launches before it in the stream, or, with dependent_launch, beside them until it waits for them.
@@ -44,7 +45,7 @@ using GemmLaunch = cudaError_t (*)(const GroupedGemmParams<kRole>& params, int b
 
 // A member that computes the whole layer in one launch.
 struct StreamedInstance {
-  cudaError_t (*prepare)(int shared_bytes);  // before anything is launched: fails where the device does not grant them
+  cudaError_t (*prepare)(const LaunchOptions& options);  // before anything is launched
   cudaError_t (*launch)(const StreamedLayerParams& params, int shared_bytes, const LaunchOptions& options);
   int words;  // of 128 along K, that a warp takes
   int mma_warps;  // of a block
@@ -62,13 +63,14 @@ struct GemmInstance {
   GemmLaunch<Role::kFc2> fc2;
   GemmLaunch<Role::kStore> store;
   // Blocks of one kernel that an SM of the current device holds; an error where its shared memory is not granted.
-  cudaError_t (*blocks_per_sm)(Role role, bool block_scaled_mma, int num_experts, int* blocks);
+  cudaError_t (*blocks_per_sm)(Role role, const LaunchOptions& options, int num_experts, int* blocks);
   StreamedInstance streamed;
 };
 
 constexpr int kMaxInstances = 64;
 
-// The process-wide table, by tactic number. Null: not compiled into this library and not handed to it.
+// The process-wide table, by tactic number; threads may register and look up at once. Null: not compiled into this library
+// and not handed to it.
 const GemmInstance* find_instance(int index);
 void register_instance(const GemmInstance* instance);
 
@@ -97,7 +99,7 @@ struct MoeArguments {
   const uint8_t* input_sf;  // kMxfp8Input
   bool swizzled_input_sf;
   const int32_t* ids;  // [tokens, top_k] global expert ids
-  const float* routing_weights;
+  const float* routing_weights;  // null: 1
   int first_expert;
   const uint8_t* fc1_weights;
   const uint8_t* fc1_scales;
@@ -120,7 +122,11 @@ struct MoeArguments {
   const GemmInstance* fc2_instance;
 };
 
-size_t moe_workspace_bytes(const MoeShape& shape, int sm_count);
+// Enough for fewer tokens, too, and for any number of the device's SMs.
+size_t moe_workspace_bytes(const MoeShape& shape, int device_sms);
+// Whether the layer can run where `options` says: a streamed one needs all SMs of the device, since its blocks wait for each
+// other.
+bool takes_sms(const GemmInstance& instance, const LaunchOptions& options);
 Status run_moe(const MoeArguments& arguments, const LaunchOptions& options);
 
 struct GroupGemmArguments {
@@ -140,7 +146,7 @@ struct GroupGemmArguments {
   const GemmInstance* instance;
 };
 
-size_t group_gemm_workspace_bytes(int sm_count);
+size_t group_gemm_workspace_bytes(int device_sms);
 Status run_group_gemm(const GroupGemmArguments& arguments, const LaunchOptions& options);
 
 }  // namespace flashinfer::sm12x

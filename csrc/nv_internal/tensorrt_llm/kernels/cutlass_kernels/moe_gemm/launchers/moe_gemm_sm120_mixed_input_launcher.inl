@@ -11,6 +11,13 @@
 
 namespace flashinfer::sm12x {
 
+// Lets a kernel ask for all the shared memory that a block may have. Always the same amount, so that threads which launch
+// layers of different sizes cannot take away from each other what they were granted.
+template <class Params>
+cudaError_t grant_shared_memory(void (*kernel)(Params), const LaunchOptions& options) {
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, options.shared_bytes);
+}
+
 template <class Config>
 struct KernelLauncher {
   static constexpr Role kRole = Config::kRole;
@@ -25,13 +32,10 @@ struct KernelLauncher {
     return block_scaled_mma ? Sm12xStorage::bytes(num_experts) : SharedStorage<Config, false>::bytes(num_experts);
   }
 
-  static cudaError_t blocks_per_sm(bool block_scaled_mma, int num_experts, int* blocks) {
-    const int bytes = shared_bytes(block_scaled_mma, num_experts);
-    if (const cudaError_t error =
-            cudaFuncSetAttribute(grouped_gemm_kernel<Config>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-        error != cudaSuccess) {
-      return error;
-    }
+  static cudaError_t blocks_per_sm(const LaunchOptions& options, int num_experts, int* blocks) {
+    const int bytes = shared_bytes(options.block_scaled_mma, num_experts);
+    if (bytes > options.shared_bytes) return cudaErrorInvalidValue;
+    if (const cudaError_t error = grant_shared_memory(grouped_gemm_kernel<Config>, options)) return error;
     return cudaOccupancyMaxActiveBlocksPerMultiprocessor(blocks, grouped_gemm_kernel<Config>, Config::kThreads, bytes);
   }
 
@@ -49,9 +53,9 @@ struct MoeInstance {
   using Fc1 = Gemm<Role::kFc1>;
   using Fc2 = Gemm<Role::kFc2>;
 
-  static cudaError_t blocks_per_sm(Role role, bool block_scaled_mma, int num_experts, int* blocks) {
-    return role == Role::kFc1 ? Fc1::blocks_per_sm(block_scaled_mma, num_experts, blocks)
-                              : Fc2::blocks_per_sm(block_scaled_mma, num_experts, blocks);
+  static cudaError_t blocks_per_sm(Role role, const LaunchOptions& options, int num_experts, int* blocks) {
+    return role == Role::kFc1 ? Fc1::blocks_per_sm(options, num_experts, blocks)
+                              : Fc2::blocks_per_sm(options, num_experts, blocks);
   }
   static GemmInstance describe(int index) {
     return {index, kActivation, kOperand, kTokenTile, kKTile, Fc1::launch, Fc2::launch, nullptr, blocks_per_sm, {}};
@@ -63,8 +67,8 @@ struct GroupGemmInstance {
   using Store =
       KernelLauncher<GemmConfig<Role::kStore, kActivation, kActivation, kTokenTile, kKTile, kStages, kBlocksPerSm>>;
 
-  static cudaError_t blocks_per_sm(Role, bool block_scaled_mma, int num_groups, int* blocks) {
-    return Store::blocks_per_sm(block_scaled_mma, num_groups, blocks);
+  static cudaError_t blocks_per_sm(Role, const LaunchOptions& options, int num_groups, int* blocks) {
+    return Store::blocks_per_sm(options, num_groups, blocks);
   }
   static GemmInstance describe(int index) {
     return {index, kActivation, kActivation, kTokenTile, kKTile, nullptr, nullptr, Store::launch, blocks_per_sm, {}};
@@ -76,9 +80,8 @@ template <Activation kActivation, int kTokenTile, int kWords, int kMmaWarps>
 struct StreamedLayerInstance {
   using Config = StreamConfig<kActivation, kTokenTile, kWords, kMmaWarps>;
 
-  static cudaError_t prepare(int shared_bytes) {
-    return cudaFuncSetAttribute(streamed_layer_kernel<Config>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                shared_bytes);
+  static cudaError_t prepare(const LaunchOptions& options) {
+    return grant_shared_memory(streamed_layer_kernel<Config>, options);
   }
 
   static cudaError_t launch(const StreamedLayerParams& params, int shared_bytes, const LaunchOptions& options) {
