@@ -20,6 +20,8 @@ No part of it is a measurement of a GB10.  For each mode and each tactic that th
    what launches and their tails add, during which DRAM idles.
 
 What is assumed beyond the counters stands in :class:`Assumptions`, with where it is from, and is printed with the table.
+Three of them are known only as ranges: the rate of DRAM, that of bf16 MMAs, and the fixed time of a layer.  So a prediction
+is a range, from :data:`FAST` to :data:`SLOW`; shares are of the 233 GB/s that a saturating kernel reads.
 What is not modelled: other sectors that are written and read again (they count once), the clock under load, DRAM refresh
 and page conflicts, the sort of a large batch's routing (one block), the producer warp's own pace, and a bound on bytes in
 flight (``sm12x-instances`` has them).
@@ -58,39 +60,47 @@ EMULATED_EXPERTS = 2
 
 @dataclasses.dataclass(frozen=True)
 class Assumptions:
-    """What the counters do not say.  Microseconds are per layer or per GEMM launch as named."""
+    """What the counters do not say: the middle of each range.
+
+    ``fixed_us`` is what a layer takes beside its busiest resource, launches, routing and tail; ``second_gemm_us`` what a
+    pair of GEMMs adds to that.
+    """
 
     multiprocessors: int = 48
     gigahertz: float = 2.418
-    dram_gb_per_second: float = 273.0
-    streamed_gb_per_second: float = 236.0
+    dram_gb_per_second: float = 233.0
     l2_megabytes: float = 24.0
     l2_usable: float = 0.8
     schedulers: int = 4
     mma_flops_per_cycle: int = 2048
+    bf16_flops_per_cycle: int = 768
     issue_per_warp: float = 0.42
     issue_ceiling: float = 0.6
-    launch_us: float = 2.0
-    routing_us: float = 2.7
-    first_byte_us: float = 1.0
-    tail_us: float = 8.0
+    fixed_us: float = 22.0
+    second_gemm_us: float = 11.7
 
     def told(self) -> list[str]:
         """One line each, with its source."""
         return [
-            f"GB10: {self.multiprocessors} SMs, {self.schedulers} schedulers each, {self.gigahertz} GHz, LPDDR5X of "
-            f"{self.dram_gb_per_second:g} GB/s, L2 of {self.l2_megabytes:g} MB (published)",
+            f"GB10: {self.multiprocessors} SMs, {self.schedulers} schedulers each, {self.gigahertz} GHz, L2 of "
+            f"{self.l2_megabytes:g} MB (published)",
+            f"DRAM: {FAST.dram_gb_per_second:g} to {SLOW.dram_gb_per_second:g} GB/s, the middle and what shares are of: "
+            f"{self.dram_gb_per_second:g} (public measurements of saturating reads: 231 to 236; sold as 273)",
             f"L2: {self.l2_usable:.0%} of it holds tiles, the least recently used goes first, blocks keep pace (this simulation "
             "gave 1.57 and 14.2 GB where an H200 was measured to read 1.57 and 15.0)",
-            f"MMA: {self.mma_flops_per_cycle} operations per cycle and SM with 8-bit operands, half of it with bf16 "
-            "(from the published 1 PFLOP/s of sparse FP4)",
+            f"MMA: {self.mma_flops_per_cycle} operations per cycle and SM with block-scaled 8-bit operands (measured on SM120 "
+            f"cards); {FAST.bf16_flops_per_cycle} to {SLOW.bf16_flops_per_cycle} with bf16 (the one on RTX PRO, the other on "
+            "GeForce; unknown of a GB10)",
             f"issue: {self.issue_per_warp} instructions per cycle for each resident warp of a scheduler, at most "
             f"{self.issue_ceiling} (measured on an H200: a probe with one warp each, and 59 % of all slots at 64 tokens)",
-            f"launch: {self.launch_us:g} us before the layer's first instruction (assumed)",
-            f"each GEMM: {self.routing_us:g} us until its blocks know their work and {self.tail_us:g} us from its last load to "
-            f"its end (both measured on an H200 at one token), {self.first_byte_us:g} us of DRAM latency (assumed)",
-            f"last column: the same with DRAM at {self.streamed_gb_per_second:g} GB/s, the best stream published for a GB10",
+            f"launches, routing and tail: {FAST.fixed_us:g} to {SLOW.fixed_us:g} us a layer (an H200 takes 14 at one token beyond "
+            f"its bytes and arithmetic; a GB10's clock and latencies are unknown), {self.second_gemm_us:g} more for a pair of "
+            "GEMMs (measured on an H200)",
         ]
+
+
+FAST = Assumptions(dram_gb_per_second=236.0, bf16_flops_per_cycle=1024, fixed_us=14.0)
+SLOW = Assumptions(dram_gb_per_second=220.0, bf16_flops_per_cycle=512, fixed_us=30.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,7 +256,7 @@ def fit_layer(device: VirtualDevice, model: str, mode: int, tactics: tuple[int, 
 
 @dataclasses.dataclass
 class Line:
-    """A row of the predicted table; times in microseconds."""
+    """A row of the predicted table; times in microseconds, by the middle of each range except ``fast`` and ``slow``."""
 
     model: str
     mode: str
@@ -260,14 +270,14 @@ class Line:
     mma: float
     shared: float
     overhead: float
-    predicted: float
-    streamed: float
+    fast: float
+    slow: float
     bound: str
 
     @property
-    def share(self) -> float:
-        """Of DRAM's rate, by the bytes of weights and scales alone."""
-        return self.floor / self.predicted
+    def shares(self) -> tuple[float, float]:
+        """Of 233 GB/s, by the bytes of weights and scales alone: the slow end's and the fast end's."""
+        return self.floor / self.slow, self.floor / self.fast
 
 
 def weight_bytes(model: str) -> int:
@@ -312,7 +322,7 @@ def resources(fit: Fit, counts: Counts, eight_bit: bool, given: Assumptions) -> 
     """Microseconds that each resource is busy with a launch; ``eight_bit``: its MMAs have 8-bit operands, else bf16."""
     cycles = 1e3 * given.gigahertz * given.multiprocessors  # of all multiprocessors, per microsecond
     issue = min(given.issue_ceiling, given.issue_per_warp * fit.warps_per_scheduler)
-    flops = given.mma_flops_per_cycle / (1 if eight_bit else 2)
+    flops = given.mma_flops_per_cycle if eight_bit else given.bf16_flops_per_cycle
     return {
         "dram": counts.bytes / (1e3 * given.dram_gb_per_second),
         "issue": counts.instructions / (cycles * given.schedulers * issue),
@@ -321,16 +331,10 @@ def resources(fit: Fit, counts: Counts, eight_bit: bool, given: Assumptions) -> 
     }
 
 
-def predict(
-    model: str, mode: int, tokens: int, tactics: tuple[int, int], fits: Sequence[Fit], given: Assumptions
-) -> Line:
-    """One row of the table."""
-    experts = mean_work(model, tokens, 0).experts
-    totals = dict.fromkeys(("dram", "issue", "mma", "shared"), 0.0)
-    by_bound: dict[str, float] = {}
-    busy = streamed = 0.0
-    slower = given.dram_gb_per_second / given.streamed_gb_per_second
-    eight_bit = INSTANCES[tactics[0]].operand == "mxfp8"
+def counts_of_layer(
+    model: str, tokens: int, tactics: tuple[int, int], fits: Sequence[Fit], given: Assumptions
+) -> Iterator[tuple[Fit, Counts]]:
+    """What each launch of a layer does."""
     gemms = 0
     for fit in fits:
         work = mean_work(model, tokens, fit.tile)
@@ -341,14 +345,29 @@ def predict(
         elif fit.tile:
             counts += Counts(bytes=reread_bytes(model, tokens, tactics[gemms], gemms == 0, fit.blocks, given))
         gemms += fit.tile > 0
+        yield fit, counts
+
+
+def predict(
+    model: str, mode: int, tokens: int, tactics: tuple[int, int], fits: Sequence[Fit], given: Assumptions
+) -> Line:
+    """One row of the table; ``given`` is the middle of its ranges."""
+    experts = mean_work(model, tokens, 0).experts
+    eight_bit = INSTANCES[tactics[0]].operand == "mxfp8"
+    launches = list(counts_of_layer(model, tokens, tactics, fits, given))
+    second = given.second_gemm_us * (sum(fit.tile > 0 for fit in fits) - 1)
+
+    def microseconds(by: Assumptions) -> float:
+        busy = sum(max(resources(fit, counts, eight_bit, by).values()) for fit, counts in launches)
+        return busy + by.fixed_us + second
+
+    totals = dict.fromkeys(("dram", "issue", "mma", "shared"), 0.0)
+    by_bound = dict.fromkeys(totals, 0.0)
+    for fit, counts in launches:
         used = resources(fit, counts, eight_bit, given)
-        for name, value in used.items():
-            totals[name] += value
+        totals = {name: totals[name] + value for name, value in used.items()}
         bound = max(used, key=lambda name: used[name])
-        by_bound[bound] = by_bound.get(bound, 0.0) + used[bound]
-        busy += used[bound]
-        streamed += max(used[bound], used["dram"] * slower)
-    overhead = given.launch_us + gemms * (given.routing_us + given.first_byte_us + given.tail_us)
+        by_bound[bound] += used[bound]
     megabytes = experts * weight_bytes(model) / 1e6
     return Line(
         model,
@@ -359,9 +378,9 @@ def predict(
         megabytes,
         1e3 * megabytes / given.dram_gb_per_second,
         **totals,
-        overhead=overhead,
-        predicted=busy + overhead,
-        streamed=streamed + overhead,
+        overhead=given.fixed_us + second,
+        fast=microseconds(FAST),
+        slow=microseconds(SLOW),
         bound=max(by_bound, key=lambda name: by_bound[name]),
     )
 
@@ -369,7 +388,7 @@ def predict(
 def as_table(lines: Sequence[Line]) -> str:
     """For people."""
     headers = ["model", "mode", "tokens", "tactics", "experts", "MB", "floor us", "DRAM us", "issue us", "MMA us"]
-    headers += ["shared us", "launch+tail us", "predicted us", "of 273 GB/s", "bound by", "at 236 GB/s"]
+    headers += ["shared us", "fixed us", "predicted us", "of 233 GB/s", "bound by"]
     body = [
         [
             line.model,
@@ -379,10 +398,9 @@ def as_table(lines: Sequence[Line]) -> str:
             f"{line.experts:.1f}",
             f"{line.megabytes:,.0f}",
             *(f"{value:,.0f}" for value in (line.floor, line.dram, line.issue, line.mma, line.shared, line.overhead)),
-            f"{line.predicted:,.0f}",
-            f"{line.share:.0%}",
+            f"{line.fast:,.0f} - {line.slow:,.0f}",
+            " - ".join(f"{share:.0%}" for share in line.shares),
             line.bound,
-            f"{line.streamed:,.0f}",
         ]
         for line in lines
     ]
@@ -425,14 +443,18 @@ def main(models: Sequence[str], tokens: Sequence[int], modes: Sequence[int], fol
         return 2
     print("\nGB10 (SM121): prediction, not a measurement\n")
     print(as_table(table))
-    print("\nfloor: weights and scales of the touched experts at DRAM's full rate. Assumed:")
+    print("\nfloor: weights and scales of the touched experts at 233 GB/s. Assumed:")
     for line in given.told():
         print(f"- {line}")
     folder.mkdir(parents=True, exist_ok=True)
     report = {
         "prediction": "not a measurement",
-        "assumptions": dataclasses.asdict(given),
-        "rows": [dataclasses.asdict(line) | {"share": line.share} for line in table],
+        "assumptions": {
+            "middle": dataclasses.asdict(given),
+            "fast": dataclasses.asdict(FAST),
+            "slow": dataclasses.asdict(SLOW),
+        },
+        "rows": [dataclasses.asdict(line) | {"shares": line.shares} for line in table],
     }
     (folder / "predicted.json").write_text(json.dumps(report, indent=1))
     print(f"wrote {folder / 'predicted.json'}")

@@ -69,7 +69,7 @@ def test_threads_with_layers_of_different_sizes_do_not_take_each_others_shared_m
         arguments = (*arguments_of(inputs, output), workspace, int(Mode.W4A16), False, 0, 2, tactic, tactic, True)
         try:
             start.wait()
-            for _ in range(4):
+            for _ in range(12):  # without one grant for all, about one launch in five is refused
                 device.call(module.sm12x_moe_run, *arguments)
             check_within_bound(output, *moe_reference(inputs))
         except BaseException as error:

@@ -5,9 +5,9 @@
 //   dram     bytes of the distinct 32-byte sectors touched / DRAM bandwidth (each sector is fetched once: the
 //            caches are taken to be perfect; what an earlier launch left in the L2 is not taken into account)
 //   issue    warp instructions / one per cycle and sub-partition (four of an SM)
-//   mma      floating-point operations of mma / 2,048 per cycle and SM. From the published 1 PFLOP/s of sparse FP4:
-//            halved for dense, halved again for 8-bit operands, over 48 SMs at 2.418 GHz. 16-bit operands take twice
-//            and 4-bit ones half of that time; the counter does not tell them apart.
+//   mma      floating-point operations of mma / 2,048 per cycle and SM, which block-scaled 8-bit operands were measured
+//            to reach on SM120 cards. 16-bit operands take two or four times as long (512 to 1,024, by card; unknown
+//            of a GB10) and 4-bit ones half as long; the counter does not tell them apart.
 //   shared   shared-memory wavefronts / one per cycle and SM
 //
 // The last three are stretched by the share of SMs that the grid leaves idle in its last wave. Launch latency, memory

@@ -288,7 +288,7 @@ def test_predicted_time_follows_its_model(runtime, programs):
     (launch,) = runtime.take_launches()
     counters, predicted = launch.counters, launch.predicted
     cycles = 48 * 2.418e9
-    assert predicted.dram == pytest.approx(counters.global_distinct_bytes / 273e9, rel=1e-6)
+    assert predicted.dram == pytest.approx(counters.global_distinct_bytes / 233e9, rel=1e-6)
     # 32 blocks on 48 SMs: one block on the busiest, two thirds of a block on average
     assert predicted.issue == pytest.approx(counters.warp_instructions / (4 * cycles) * 48 / 32, rel=1e-6)
     assert predicted.mma == 0
