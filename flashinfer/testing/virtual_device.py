@@ -119,7 +119,9 @@ class VirtualDevice:
         Raises:
             What building raises.
         """
-        key = (self.architecture, generate, arguments)
+        from flashinfer.jit.sm12x.modules import multiplies_in_half
+
+        key = (self.architecture, generate, arguments, multiplies_in_half())
         if key not in _modules:
             with self._compiling():
                 _modules[key] = generate(*arguments).build_and_load()

@@ -7,12 +7,15 @@
 ``gemm_mxfp4_sm12x``             the public MXFP4 grouped GEMM
 ===============================  =================================================================
 
+With :func:`multiplies_in_half` names end in ``_half``: MXFP8 meets weights in half-precision MMAs, with float32 sums.
+
 Each source holds one instance, generated from a template and the table in ``instances``, so that sources build in
 parallel and an edit of the table rebuilds what it touches.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -39,6 +42,53 @@ _GEMM_BINDING = "group_gemm_mxfp4_sm12x_binding.cu"
 
 EMBED_PTX_VARIABLE = "FLASHINFER_SM12X_EMBED_PTX"
 """Set to 1, modules carry the PTX of their SM12x kernels too, uncompressed, under names that end in ``_ptx``."""
+
+HALF_MMA_VARIABLE = "FLASHINFER_SM12X_HALF_MMA"
+"""1: MXFP8 is multiplied in half precision; 0: by the block-scaled MMA; unset: as :func:`probed_sum_bits` has it."""
+
+PROBE_FILE = "sm12x_probe.json"
+"""In the workspace folder: what a probe of this machine's GPU found, ``{"mma_sum_bits": 13, ...}``."""
+
+FLOAT32_BITS = 23  # of fraction; sums of fewer break the derived error bounds
+
+
+def probed_sum_bits() -> int | None:
+    """Fraction bits in which this machine's block-scaled MMA adds up, as a probe of it wrote them down; else None.
+
+    Raises:
+        ValueError: the probe's file holds something else; the message names it.
+    """
+    path = Path(jit_env.FLASHINFER_WORKSPACE_DIR) / PROBE_FILE
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))["mma_sum_bits"]
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not what a probe writes ({error!r}); remove it, or probe again") from error
+    if not isinstance(found, int) or not 1 <= found <= 64:
+        raise ValueError(
+            f"{path} has mma_sum_bits {found!r}; it must be an integer from 1 to 64. Remove it, or probe again"
+        )
+    return found
+
+
+def multiplies_in_half() -> bool:
+    """Whether MXFP8 activations meet MXFP4 weights in half-precision MMAs, exactly, instead of block-scaled ones.
+
+    For a GPU whose block-scaled MMA adds up in fewer bits than float32 has, which nobody has measured of SM12x. The
+    streamed layer multiplies in bf16 anyway; what changes are the pairs of GEMMs and the grouped GEMM. Read when a module
+    is first used.
+
+    Raises:
+        ValueError: ``FLASHINFER_SM12X_HALF_MMA`` is neither 0 nor 1, or as :func:`probed_sum_bits`.
+    """
+    value = os.environ.get(HALF_MMA_VARIABLE, "")
+    if value not in ("", "0", "1"):
+        raise ValueError(f"{HALF_MMA_VARIABLE} is {value!r}; it may be 0, 1 or unset")
+    if value:
+        return value == "1"
+    bits = probed_sum_bits()
+    return bits is not None and bits < FLOAT32_BITS
 
 
 def gen_fused_moe_module() -> JitSpecSm12x:
@@ -119,13 +169,13 @@ def _include_dirs() -> list[Path]:
 def _spec(name: str, sources: Sequence[Path], template: str, instances: Iterable[Instance]) -> JitSpecSm12x:
     architectures = target_architectures()
     embed_ptx = os.environ.get(EMBED_PTX_VARIABLE, "0") == "1"
-    if embed_ptx:
-        name += "_ptx"
+    in_half = multiplies_in_half()
+    name += "_half" * in_half + "_ptx" * embed_ptx
     spec = JitSpecSm12x(
         name=name,
         sources=[*sources, *_render(name, template, instances)],
         extra_cflags=_cxx_flags(),
-        extra_cuda_cflags=_cuda_flags(architectures, embed_ptx),
+        extra_cuda_cflags=[*_cuda_flags(architectures, embed_ptx), *(["-DFLASHINFER_SM12X_HALF_MMA=1"] * in_half)],
         extra_ldflags=None,
         extra_include_dirs=_include_dirs(),
         architectures=architectures,

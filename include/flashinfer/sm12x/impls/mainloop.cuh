@@ -174,7 +174,7 @@ __device__ __forceinline__ void consume_tile(const SharedStorage<Config>& shared
 
 #pragma unroll
   for (int word = 0; word < Config::kWords; ++word) {
-    scales.begin_word(word);
+    if (kPlain || kScaleChunkBlocks * word < valid_blocks) scales.begin_word(word);  // others were not copied
     auto block_pair = [&](auto pair_constant) {
       constexpr int kPair = decltype(pair_constant)::value;
       uint32_t packed[2][4];

@@ -10,12 +10,8 @@
 
 namespace flashinfer::sm12x {
 
-// Whether the MMA of a device takes block scales as operands; the kernels know at compile time, launchers ask the device.
-#if defined(FLASHINFER_SM12X_BLOCK_SCALED_MMA)
-constexpr bool kDeviceScalesInMma = true;
-#else
-constexpr bool kDeviceScalesInMma = false;
-#endif
+// Whether kernels are compiled for SM12x or for Hopper; launchers ask the device.
+constexpr bool kForSm12x = FLASHINFER_SM12X_DEVICE;
 
 // kActivation_ is what activations are rounded to, kOperand_ the type in which they are kept and multiplied.
 template <Role kRole_, Activation kActivation_, Activation kOperand_, int kTokenTile_, int kKTile_, int kStages_,
@@ -42,7 +38,7 @@ struct GemmConfig {
   static constexpr bool kBf16 = kOperand == Activation::kBf16;
   static constexpr int kHopperBlocks = kTokenTile <= 24 ? 4 : 3;  // of bf16 rows, measured
   static constexpr int kSm12xBlocks = kTokenTile <= 8 ? 4 : kTokenTile <= 16 && !kBf16 ? 3 : kBlocksPerSm;
-  static constexpr int kMinBlocks = kBf16 && !kDeviceScalesInMma ? kHopperBlocks : kSm12xBlocks;
+  static constexpr int kMinBlocks = kBf16 && !kForSm12x ? kHopperBlocks : kSm12xBlocks;
 
   static constexpr bool kTokenScales = !kBf16;
   static constexpr int kElementBytes = element_bytes(kOperand);
@@ -77,9 +73,9 @@ struct GemmConfig {
 };
 
 // Offsets into dynamic shared memory; only the routing tables depend on the number of experts.
-template <class Config, bool kBlockScaledMma = kDeviceScalesInMma>
+template <class Config, bool kSm12x = kForSm12x>
 struct SharedStorage {
-  static constexpr int kStages = kBlockScaledMma ? Config::kStages : Config::kHopperStages;
+  static constexpr int kStages = kSm12x ? Config::kStages : Config::kHopperStages;
   static constexpr int kWeights = 0;
   static constexpr int kScales = kWeights + kStages * Config::kWeightStage;
   static constexpr int kTokens = kScales + kStages * Config::kScaleStage;
@@ -87,7 +83,7 @@ struct SharedStorage {
   static constexpr int kStaging = kTokenScales + kStages * Config::kTokenScaleStage;
   // Float factors of a warp's rows and tokens, where MXFP8 meets an MMA that does not take scales.
   static constexpr int kWarpFactors = 16 * (32 + Config::kWarpTokens);
-  static constexpr bool kNeedsFactors = !kBlockScaledMma && Config::kTokenScales;
+  static constexpr bool kNeedsFactors = Config::kTokenScales && !(kSm12x && !FLASHINFER_SM12X_HALF_MMA);
   static constexpr int kFactors = kStaging + Config::kStagingBytes;
   static constexpr int kScratch =
       kFactors + (kNeedsFactors ? Config::kConsumerWarps * kWarpFactors : 0);  // 16 bytes a token

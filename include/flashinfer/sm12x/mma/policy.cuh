@@ -201,7 +201,7 @@ struct Bf16Policy {
 // The policy of this compilation pass: the only place where architectures differ.
 template <Activation kOperand>
 struct PolicyOf {
-#if defined(FLASHINFER_SM12X_BLOCK_SCALED_MMA)
+#if FLASHINFER_SM12X_BLOCK_SCALED_MMA
   using type = BlockScaledPolicy<kOperand>;
 #else
   using type = HalfPolicy<kOperand>;

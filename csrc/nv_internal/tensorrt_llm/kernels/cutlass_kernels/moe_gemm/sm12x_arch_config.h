@@ -6,13 +6,20 @@
 
 #include <cstdint>
 
-// Which MMA the device code of this compilation pass may use. Block-scaled MMA and FP4 conversion exist only under an
-// architecture-specific ("a") or family-specific ("f") target: nvcc announces those through the macros below.
+// Set to 1 on the command line, MXFP8 is multiplied in half precision on SM12x too, with float32 sums, instead of by the
+// block-scaled MMA: for a GPU whose block-scaled MMA turns out to add up in fewer bits.
+#if !defined(FLASHINFER_SM12X_HALF_MMA)
+#define FLASHINFER_SM12X_HALF_MMA 0
+#endif
+
+// Which device, and which MMA, the device code of this compilation pass is for. Block-scaled MMA and FP4 conversion exist
+// only under an architecture-specific ("a") or family-specific ("f") target: nvcc announces those through the macros below.
 #if defined(__CUDA_ARCH__)
 #if __CUDA_ARCH__ >= 1200 && __CUDA_ARCH__ < 1300
 #if defined(__CUDA_ARCH_FEAT_SM120_ALL) || defined(__CUDA_ARCH_FEAT_SM121_ALL) || defined(__CUDA_ARCH_SPECIFIC__) || \
     defined(__CUDA_ARCH_FAMILY_SPECIFIC__)
-#define FLASHINFER_SM12X_BLOCK_SCALED_MMA 1
+#define FLASHINFER_SM12X_DEVICE 1
+#define FLASHINFER_SM12X_BLOCK_SCALED_MMA (!FLASHINFER_SM12X_HALF_MMA)
 #else
 static_assert(sizeof(char) == 0,
               "SM12x needs an architecture-specific target: FLASHINFER_CUDA_ARCH_LIST=12.1a (or 12.1f, 12.0a, 12.0f)");
@@ -20,6 +27,11 @@ static_assert(sizeof(char) == 0,
 #elif __CUDA_ARCH__ < 890
 static_assert(sizeof(char) == 0, "the SM12x MXFP4 family needs compute capability 8.9, 9.0 or 12.x");
 #endif
+#endif
+
+#if !defined(FLASHINFER_SM12X_DEVICE)
+#define FLASHINFER_SM12X_DEVICE 0
+#define FLASHINFER_SM12X_BLOCK_SCALED_MMA 0
 #endif
 
 namespace flashinfer::sm12x {

@@ -18,7 +18,7 @@ struct LaunchOptions {
   bool dependent_launch;  // programmatic dependent launch within the layer
   int device_sms;         // of the device: what a workspace is made for
   int sm_count;  // that kernels of the stream may use: fewer in a green context, or under MPS with a limited share
-  bool block_scaled_mma;  // SM12x: the MMA takes block scales
+  bool sm12x;             // compute capability 12.x, else Hopper
   int shared_bytes;  // that a block may have
 };
 

@@ -28,12 +28,12 @@ struct KernelLauncher {
                     Sm12xLimits::kSharedBytesPerSm,
                 "the planned number of blocks must fit an SM12x");
 
-  static int shared_bytes(bool block_scaled_mma, int num_experts) {
-    return block_scaled_mma ? Sm12xStorage::bytes(num_experts) : SharedStorage<Config, false>::bytes(num_experts);
+  static int shared_bytes(bool sm12x, int num_experts) {
+    return sm12x ? Sm12xStorage::bytes(num_experts) : SharedStorage<Config, false>::bytes(num_experts);
   }
 
   static cudaError_t blocks_per_sm(const LaunchOptions& options, int num_experts, int* blocks) {
-    const int bytes = shared_bytes(options.block_scaled_mma, num_experts);
+    const int bytes = shared_bytes(options.sm12x, num_experts);
     if (bytes > options.shared_bytes) return cudaErrorInvalidValue;
     if (const cudaError_t error = grant_shared_memory(grouped_gemm_kernel<Config>, options)) return error;
     return cudaOccupancyMaxActiveBlocksPerMultiprocessor(blocks, grouped_gemm_kernel<Config>, Config::kThreads, bytes);
@@ -41,7 +41,7 @@ struct KernelLauncher {
 
   static cudaError_t launch(const GroupedGemmParams<kRole>& params, int blocks, const LaunchOptions& options) {
     return launch_kernel(grouped_gemm_kernel<Config>, params, blocks, Config::kThreads,
-                         shared_bytes(options.block_scaled_mma, params.num_experts), options);
+                         shared_bytes(options.sm12x, params.num_experts), options);
   }
 };
 
