@@ -4,7 +4,8 @@
 The wheel ``flashinfer-python`` owns ``site-packages/flashinfer/``; no file of it may be touched. So this
 distribution installs three things of its own names::
 
-    flashinfer_sm12x/       flashinfer/, include/, csrc/, 3rdparty/ as in the checkout (absent from an editable install)
+    flashinfer_sm12x/       flashinfer/, include/, csrc/, 3rdparty/, LICENSE and NOTICE as in the checkout
+                            (absent from an editable install)
     _flashinfer_sm12x.py    puts that directory, or the checkout, before site-packages on sys.path
     flashinfer_sm12x.pth    has Python import _flashinfer_sm12x when it starts
 
@@ -22,6 +23,9 @@ ROOT = Path(__file__).resolve().parent
 NAME = "flashinfer_sm12x"
 # Of a CUTLASS checkout in 3rdparty/ only the headers are needed.
 SHIPPED = (
+    # At the top, because pip's uninstaller leaves folders that hold nothing but folders.
+    "LICENSE",
+    "NOTICE",
     "flashinfer/**/*",
     "include/**/*",
     "csrc/**/*",

@@ -4,33 +4,70 @@
 What setuptools makes for ``pip install -e`` either appends the checkout to ``sys.path``, behind the wheel's
 ``flashinfer``, or serves a namespace package. Both leave ``import flashinfer`` without the fork. So an editable
 install here is an ordinary one whose path hook points at the checkout (``setup.py``).
+
+Nothing is left in the checkout. An ``egg-info`` there would be metadata on ``sys.path`` of whoever has the checkout on
+it, by an editable install or by ``PYTHONPATH``: pip takes it for the installation, calls it "outside environment" and
+removes nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from setuptools import build_meta
-from setuptools.build_meta import (
-    build_sdist as build_sdist,
-)
-from setuptools.build_meta import (
-    build_wheel as build_wheel,
-)
-from setuptools.build_meta import (
-    get_requires_for_build_sdist as get_requires_for_build_sdist,
-)
-from setuptools.build_meta import (
-    get_requires_for_build_wheel as get_requires_for_build_wheel,
-)
-from setuptools.build_meta import (
-    prepare_metadata_for_build_wheel as prepare_metadata_for_build_wheel,
-)
 
-get_requires_for_build_editable = build_meta.get_requires_for_build_wheel
-prepare_metadata_for_build_editable = build_meta.prepare_metadata_for_build_wheel
+# Where setuptools puts it unless told otherwise, and where older versions of this file let it.
+EGG_INFO = Path(__file__).resolve().parent.parent / "flashinfer_sm12x.egg-info"
+
+
+@contextlib.contextmanager
+def elsewhere() -> Iterator[None]:
+    """Have setuptools keep its intermediate files in a temporary folder."""
+    with tempfile.TemporaryDirectory(prefix="flashinfer-sm12x-build-") as scratch:
+        config = Path(scratch) / "setup.cfg"
+        config.write_text(f"[build]\nbuild_base = {scratch}\n[egg_info]\negg_base = {scratch}\n", encoding="utf-8")
+        with mock.patch.dict(os.environ, {"DIST_EXTRA_CONFIG": str(config)}), without_egg_info():
+            yield
+
+
+@contextlib.contextmanager
+def without_egg_info() -> Iterator[None]:
+    shutil.rmtree(EGG_INFO, ignore_errors=True)
+    try:
+        yield
+    finally:
+        shutil.rmtree(EGG_INFO, ignore_errors=True)
+
+
+def get_requires_for_build_wheel(config_settings: dict[str, Any] | None = None) -> list[str]:
+    with elsewhere():
+        return build_meta.get_requires_for_build_wheel(config_settings)
+
+
+def prepare_metadata_for_build_wheel(metadata_directory: str, config_settings: dict[str, Any] | None = None) -> str:
+    with elsewhere():
+        return build_meta.prepare_metadata_for_build_wheel(metadata_directory, config_settings)
+
+
+get_requires_for_build_editable = get_requires_for_build_wheel
+prepare_metadata_for_build_editable = prepare_metadata_for_build_wheel
+
+
+def build_wheel(
+    wheel_directory: str,
+    config_settings: dict[str, Any] | None = None,
+    metadata_directory: str | None = None,
+) -> str:
+    """Build the wheel that ``pip install .`` installs (PEP 517)."""
+    with elsewhere():
+        return build_meta.build_wheel(wheel_directory, config_settings, metadata_directory)
 
 
 def build_editable(
@@ -41,3 +78,14 @@ def build_editable(
     """Build the wheel that ``pip install -e .`` installs (PEP 660)."""
     with mock.patch.dict(os.environ, {"FLASHINFER_SM12X_EDITABLE": "1"}):
         return build_wheel(wheel_directory, config_settings, metadata_directory)
+
+
+def get_requires_for_build_sdist(config_settings: dict[str, Any] | None = None) -> list[str]:
+    with elsewhere():
+        return build_meta.get_requires_for_build_sdist(config_settings)
+
+
+def build_sdist(sdist_directory: str, config_settings: dict[str, Any] | None = None) -> str:
+    """Build the source distribution, whose file list setuptools wants in the checkout."""
+    with without_egg_info():
+        return build_meta.build_sdist(sdist_directory, config_settings)

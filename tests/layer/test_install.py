@@ -2,12 +2,14 @@
 """Both kinds of installation, beside a wheel in the same site-packages, in either order.
 
 Wheels are built with this project's own backend and unpacked as pip unpacks a pure one; what Python then does with
-them is asked of a real virtual environment.
+them is asked of a real virtual environment. Removal is pip's, so there pip does all of it.
 """
 
 from __future__ import annotations
 
 import email.parser
+import importlib.metadata
+import re
 import shutil
 import subprocess
 import sys
@@ -108,7 +110,7 @@ def test_the_tree_travels(normal, checkout: Path) -> None:
         for file in (checkout / top).rglob("*")
         if file.is_file() and file.suffix != ".pyc"
     }
-    assert shipped == wanted
+    assert shipped == wanted | {"flashinfer_sm12x/LICENSE", "flashinfer_sm12x/NOTICE"}
     assert "flashinfer_sm12x/flashinfer/py.typed" in shipped
     assert "flashinfer_sm12x/3rdparty/cutlass/README.md" in shipped
 
@@ -203,3 +205,98 @@ def test_an_installation_over_the_real_wheel_has_what_vllm_looks_for(
         print(all(hasattr(module, name) for module, name in wanted), flashinfer.__fork_version__ > "")
     """
     assert run_python("-c", code, path=[], bare=True).stdout == "True True\n"
+
+
+class Pip:
+    """pip upon a virtual environment that holds setuptools and nothing else. No network, no build isolation."""
+
+    def __init__(self, environment: Environment, run: Run) -> None:
+        self.site, self.python, self._run = environment.site, environment.python, run
+        setuptools = importlib.metadata.distribution("setuptools")
+        for name in {file.parts[0] for file in setuptools.files or ()} - {".."}:
+            (self.site / name).symlink_to(Path(str(setuptools.locate_file(name))).resolve())
+        self._before = self._found()
+
+    def __call__(self, *arguments: str | Path, path: tuple[Path, ...] = ()) -> str:
+        # The tests' own pip, told to work there: the environment needs none.
+        pip = ("-m", "pip", "--python", str(self.python), "--disable-pip-version-check")
+        result = self._run(*pip, *map(str, arguments), path=path)
+        return result.stdout + result.stderr
+
+    def install(self, *what: str | Path) -> str:
+        return self("install", "--no-index", "--no-deps", "--no-build-isolation", *what)
+
+    def _found(self) -> set[str]:
+        return {str(path.relative_to(self.site)) for path in contents(self.site)}
+
+    def left(self) -> set[str]:
+        """What lies in site-packages that did not at first."""
+        return self._found() - self._before
+
+
+@pytest.fixture
+def pip(environment: Environment, run_python: Run) -> Pip:
+    return Pip(environment, run_python)
+
+
+@pytest.fixture
+def fresh(checkout: Path, tmp_path: Path) -> Path:
+    """A checkout nobody has installed from."""
+    return Path(shutil.copytree(checkout, tmp_path / "fresh", ignore=shutil.ignore_patterns("*.egg-info", "build")))
+
+
+def contents(folder: Path) -> set[Path]:
+    return {path for path in folder.rglob("*") if "__pycache__" not in path.parts}
+
+
+INSTALLS = {"normal": (), "editable": ("--editable",)}
+
+
+@pytest.mark.parametrize("with_pythonpath", [False, True], ids=["", "PYTHONPATH=checkout"])
+@pytest.mark.parametrize("kind", INSTALLS)
+def test_uninstalling_removes_all_of_it(pip: Pip, fresh: Path, kind: str, with_pythonpath: bool) -> None:
+    before = contents(fresh)
+    pip.install(*INSTALLS[kind], fresh)
+    assert {"flashinfer_sm12x.pth", "_flashinfer_sm12x.py"} <= pip.left()
+    assert contents(fresh) == before, "installing left something in the checkout"
+    said = pip("uninstall", "--yes", "flashinfer-sm12x", path=(fresh,) if with_pythonpath else ())
+    assert "Successfully uninstalled flashinfer-sm12x" in said
+    assert pip.left() == set()
+
+
+@pytest.mark.parametrize(("first", "second"), [("editable", "editable"), ("normal", "editable"), ("editable", "normal")])
+def test_installing_again_replaces(pip: Pip, fresh: Path, first: str, second: str) -> None:
+    pip.install(*INSTALLS[first], fresh)
+    version = fresh / "flashinfer" / "_version.py"
+    version.write_text(re.sub(r'(__fork_version__ = )".*"', r'\1"9.9"', version.read_text()))
+    pip.install(*INSTALLS[second], fresh)
+    assert {name for name in pip.left() if name.endswith(".dist-info")} == {"flashinfer_sm12x-9.9.dist-info"}
+    assert ("flashinfer_sm12x" in pip.left()) == (second == "normal")
+    pip("uninstall", "--yes", "flashinfer-sm12x")
+    assert pip.left() == set()
+
+
+HOOKS = [
+    "get_requires_for_build_wheel()",
+    "get_requires_for_build_editable()",
+    "get_requires_for_build_sdist()",
+    "prepare_metadata_for_build_wheel(out)",
+    "prepare_metadata_for_build_editable(out)",
+    "build_wheel(out)",
+    "build_editable(out)",
+    "build_sdist(out)",
+]
+
+
+@pytest.mark.parametrize("call", HOOKS)
+def test_building_leaves_the_checkout_as_it_was(run_python: Run, fresh: Path, tmp_path: Path, call: str) -> None:
+    """But without an egg-info: one of an older version would go on to be taken for an installation."""
+    before = contents(fresh)
+    stale = fresh / "flashinfer_sm12x.egg-info"
+    stale.mkdir()
+    (stale / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: flashinfer-sm12x\nVersion: 0.0.1\n")
+    out = tmp_path / "out"
+    out.mkdir()
+    code = f"import os, pep517; os.chdir({str(fresh)!r}); out = {str(out)!r}; pep517.{call}"
+    run_python("-c", code, path=[fresh / "tools"])
+    assert contents(fresh) == before
