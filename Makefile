@@ -3,7 +3,8 @@
 #
 #   make demo     compile fused_moe_120 for SM121, look into its machine code, run a gpt-oss-120b layer on the CPU
 #                 backend and, by the kernels themselves, on the virtual SM121
-#   make test     the tests (PYTEST_ARGS="-k layer" to choose some)
+#   make test     the tests (PYTEST_ARGS="-k layer" to choose some); make test-host those that run no kernel: the layer
+#                 over the wheel, installing, building
 #   make bench    the benchmark; without a GPU, the predicted GB10 table (BENCH_ARGS="--help")
 #   make lint     ruff, mypy, clang-format; make format applies them
 #   make clean    remove what builds and tools left in the checkout (make distclean: .venv too)
@@ -26,7 +27,7 @@ DEMO_ARGS ?=
 CXX_SOURCES = $(shell git ls-files 'include/*.cuh' 'include/*.h' 'csrc/*.cu' 'csrc/*.cuh' 'csrc/*.h' 'csrc/*.inl' \
 	'emulator/*.cpp' 'emulator/*.h' 'emulator/*.cu')
 
-.PHONY: all env test demo bench lint format clean distclean
+.PHONY: all env test test-host demo bench lint format clean distclean
 all: test
 
 # Quick when nothing is missing.
@@ -44,6 +45,9 @@ test: env
 	$(RUN_TESTS) tests $(addprefix --ignore=,$(VIRTUAL_TESTS)) $(PYTEST_ARGS)
 	$(RUN_TESTS) $(VIRTUAL_TESTS) $(PYTEST_ARGS)
 	$(RUN_TESTS) $(EMULATOR_TESTS) $(PYTEST_ARGS)
+
+test-host: env
+	$(RUN_TESTS) tests/layer tests/jit $(PYTEST_ARGS)
 
 demo: env
 	$(MAKE) -C emulator -j$(TEST_JOBS)

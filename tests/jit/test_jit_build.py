@@ -177,7 +177,9 @@ def test_source_edited_while_it_is_compiled_is_compiled_again(project: Project) 
 
 
 def _build_in_process(project: Project) -> subprocess.Popen[bytes]:
+    # SIGINT as in a shell's foreground: under nohup and in background jobs the tests ignore it, and so would the child.
     code = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
         "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[1]); from jit_fakes import Project;"
         "report = Project(Path(sys.argv[2])).build(); print(len(report.compiled))"
     )

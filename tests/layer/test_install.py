@@ -264,7 +264,9 @@ def test_uninstalling_removes_all_of_it(pip: Pip, fresh: Path, kind: str, with_p
     assert pip.left() == set()
 
 
-@pytest.mark.parametrize(("first", "second"), [("editable", "editable"), ("normal", "editable"), ("editable", "normal")])
+@pytest.mark.parametrize(
+    ("first", "second"), [("editable", "editable"), ("normal", "editable"), ("editable", "normal")]
+)
 def test_installing_again_replaces(pip: Pip, fresh: Path, first: str, second: str) -> None:
     pip.install(*INSTALLS[first], fresh)
     version = fresh / "flashinfer" / "_version.py"

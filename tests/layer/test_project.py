@@ -170,6 +170,50 @@ def test_the_demo_refuses_no_tokens() -> None:
     assert "--tokens is 0; it must be at least 1" in result.stderr
 
 
+BARE = str(REPO / ".ci" / "bare")
+
+
+def bare(*command: str, path: Path) -> subprocess.CompletedProcess:
+    environment = os.environ | {"PATH": f"{path}{os.pathsep}{os.environ['PATH']}", "CUDA_HOME": str(path)}
+    return subprocess.run([BARE, *command], capture_output=True, text=True, env=environment)
+
+
+@pytest.fixture
+def toolkit(tmp_path: Path) -> Path:
+    """A folder on PATH with a toolkit's program and another."""
+    for name in ("nvcc", "unrelated"):
+        (tmp_path / name).write_text("#!/bin/sh\necho $0 ran\n")
+        (tmp_path / name).chmod(0o755)
+    return tmp_path
+
+
+def test_ci_hides_every_toolkit_and_ignores_interrupts(toolkit: Path) -> None:
+    look = "command -v nvcc; echo ${CUDA_HOME-unset}; unrelated; kill -INT $$; echo not interrupted; exit 3"
+    result = bare("sh", "-c", look, path=toolkit)
+    unset, unrelated, alive = result.stdout.splitlines()
+    assert (unset, alive, result.returncode) == ("unset", "not interrupted", 3)
+    assert unrelated.endswith("/unrelated ran")
+    # Covered folders are empty; where the kernel permits no mount, the command is told which stay.
+    where = re.search(r"covered (/.*)", result.stderr)
+    assert where or re.search("covered nothing|no mount namespace is permitted", result.stderr)
+    for folder in where[1].split(", ") if where else []:
+        assert bare("ls", "-A", folder, path=toolkit).stdout == ""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="root can give up privileges, others have none")
+def test_ci_gives_up_roots_privileges(toolkit: Path) -> None:
+    """A file that may not be read is root's to read, and nobody else's, its owner included."""
+    secret = toolkit / "secret"
+    secret.write_text("read")
+    secret.chmod(0)
+    assert bare("cat", str(secret), path=toolkit).stdout == "read"
+    result = bare("--user", "cat", str(secret), path=toolkit)
+    if "the kernel permits none" in result.stderr:
+        pytest.skip(result.stderr)
+    assert (result.stdout, result.returncode) == ("", 1)
+    assert "Permission denied" in result.stderr
+
+
 def test_the_readme_lists_each_variable_that_the_fork_reads() -> None:
     variable = re.compile(r"FLASHINFER_SM12X_[A-Z_]+|FLASHINFER_CUDA_ARCH_LIST|MAX_JOBS")
     names = set()

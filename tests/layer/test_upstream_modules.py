@@ -2,8 +2,8 @@
 """Every module of the pinned wheel behaves through the layer as it does without it.
 
 Two interpreters import every module in the same order, one from the plain wheel, one through the layer. Where upstream
-cannot import a module here (an optional package is absent), the layer must fail with the same error; where it can, no
-public name may be lost.
+cannot import a module here (an optional package is absent), the layer must fail with the same error, or, for what ours
+mends, not at all; where it can, no public name may be lost.
 """
 
 from __future__ import annotations
@@ -75,8 +75,12 @@ def test_what_imports_and_what_does_not_is_the_same(imported, wheel_modules: lis
     def errors(kind: str) -> dict[str, str]:
         return {name: got for name in wheel_modules if isinstance(got := imported[kind][name], str)}
 
-    assert errors("layer") == errors("plain")
-    assert len(errors("plain")) < len(wheel_modules) / 2
+    plain = errors("plain")
+    # Where neither nvcc nor torch knows a CUDA version, upstream's command line cannot even be imported.
+    if "Could not determine CUDA version" in plain.get("flashinfer.__main__", ""):
+        del plain["flashinfer.__main__"]
+    assert errors("layer") == plain
+    assert len(plain) < len(wheel_modules) / 2
 
 
 def test_no_public_name_is_lost(imported, wheel_modules: list[str]) -> None:
