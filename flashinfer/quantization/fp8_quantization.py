@@ -33,9 +33,9 @@ def mxfp8_quantize(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize to MXFP8: e4m3 values with one UE8M0 scale per 32 of them along the last dimension.
 
-    CUDA tensors are upstream's; a CPU tensor is quantized on the CPU to the same format.  The scale is ``amax / 448`` rounded
-    up to a power of two (byte 0 for a block of zeros), values round to nearest even and saturate at 448, also infinity;
-    NaN stays NaN and takes no part in ``amax``.
+    CUDA tensors are upstream's; a CPU tensor is quantized on the CPU to the same format.  The scale is ``amax / 448``
+    rounded up to a power of two (byte 0 for a block of zeros), values round to nearest even and saturate at 448, also
+    infinity; NaN stays NaN and takes no part in ``amax``.
 
     Parameters
     ----------
@@ -44,7 +44,7 @@ def mxfp8_quantize(
     is_sf_swizzled_layout : bool
         128x4 scales, else linear ones.
     alignment : int
-        K is padded with zeros to a multiple of it; itself a multiple of 32.
+        Rows of the result are padded with zeros to ``padded_K``, the next multiple of it; itself a multiple of 32.
     enable_pdl, backend
         Upstream's; they mean nothing on the CPU.
     sf_swizzle_layout : SfLayout, optional
@@ -53,9 +53,11 @@ def mxfp8_quantize(
     Returns
     -------
     values : torch.Tensor
-        float8_e4m3fn ``[..., K padded]``.
+        float8_e4m3fn ``[..., padded_K]``, zeros from K on.
     scales : torch.Tensor
-        uint8, flat: ``pad128(rows) * pad4(K / 32)`` bytes in 128x4 layout with zeros as padding, or ``rows * K / 32``.
+        uint8, flat, of the padded rows: ``pad128(rows) * pad4(padded_K / 32)`` bytes in 128x4 layout, or
+        ``rows * padded_K / 32`` linear ones.  Whatever belongs to no block of the input is 0: blocks from K on, and in
+        128x4 layout the rows and columns that fill its tiles.
 
     Raises
     ------

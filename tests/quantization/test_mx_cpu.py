@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
@@ -106,6 +107,28 @@ def test_alignment_pads_with_zeros() -> None:
     assert (padded[:, 96:].float() == 0).all()
     assert torch.equal(scales.view(3, 4)[:, :3].flatten(), plain_scales)
     assert (scales.view(3, 4)[:, 3] == 0).all()
+
+
+@pytest.mark.parametrize(("k", "alignment"), [(96, 128), (32, 160), (256, 32), (288, 256)])
+@pytest.mark.parametrize("rows", [3, 130])
+def test_results_are_as_large_as_the_docstring_says(rows: int, k: int, alignment: int) -> None:
+    """Its formulas are evaluated; all scales that belong to no block of the input are zero."""
+    swizzled_size, linear_size = re.findall(r"``([^`]*\brows\b[^`]*/ 32\)?)``", mxfp8_quantize.__doc__ or "")
+    names = {
+        "rows": rows,
+        "K": k,
+        "padded_K": -(-k // alignment) * alignment,
+        "pad128": lambda n: math.ceil(n / 128) * 128,
+        "pad4": lambda n: math.ceil(n / 4) * 4,
+    }
+    values = torch.randn(rows, k, generator=torch.Generator().manual_seed(k)).bfloat16()
+    for swizzled, size in ((True, swizzled_size), (False, linear_size)):
+        padded, scales = mxfp8_quantize(values, swizzled, alignment)
+        assert padded.shape == (rows, names["padded_K"])
+        assert scales.shape == (eval(size, names),)
+        # No block of normally distributed numbers has a scale byte of 0.
+        assert scales.count_nonzero() == rows * k // 32
+    assert not _bits(padded[:, k:]).any()
 
 
 def test_leading_dimensions_are_rows() -> None:
