@@ -5,7 +5,7 @@ The generator renders one CUDA source per row, the planner and ``profile_ids`` c
 print them.  A row fixes everything that is fixed at compile time; what the numbers mean for a GB10 (blocks per SM, bytes
 in flight) is computed here too, so that a row that cannot run as planned fails on import and not on somebody's Spark.
 
-The shared-memory layout below mirrors ``include/flashinfer/sm12x/impls/grouped_gemm.cuh`` (``SharedStorage``), which
+The shared-memory layout below mirrors ``include/flashinfer/sm12x/impls/shared_storage.cuh`` (``SharedStorage``), which
 asserts at compile time that it needs no more than the row says.
 """
 
