@@ -33,6 +33,9 @@ import dataclasses
 import functools
 import itertools
 import json
+import os
+import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -43,7 +46,10 @@ import torch
 from tabulate import tabulate
 
 import flashinfer
+from flashinfer._layer import fork_root
 from flashinfer.fused_moe.sm12x_planner import plan_moe
+from flashinfer.jit import env as jit_env
+from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm120_module
 from flashinfer.jit.sm12x.instances import INSTANCES
 from flashinfer.testing import MoECase, make_moe_inputs
 from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
@@ -414,18 +420,50 @@ def planned(model: str, mode: int, tokens: int, given: Assumptions) -> tuple[int
     return int(first), int(second)
 
 
+def build_emulator() -> None:
+    """Bring the emulator up to date where one sees it; what fails here fails again, with the reason, when it is used."""
+    folder = fork_root() / "emulator"
+    make = shutil.which("make")
+    if make is None or not folder.is_dir() or "VSM_BUILD_DIR" in os.environ:
+        return
+    print(
+        f"building the emulator where it is not fresh (about a minute at first; kept in {folder / 'build'})", flush=True
+    )
+    subprocess.run([make, "--no-print-directory", "-C", str(folder), f"-j{min(4, os.cpu_count() or 1)}"], check=False)
+
+
+def build_kernels(device: VirtualDevice) -> None:
+    """The module with its PTX; the engine reports each source on standard error."""
+    print(
+        "building fused_moe_120 for SM121, with its PTX, where it is not fresh "
+        f"(minutes of compilers at first; kept in {jit_env.FLASHINFER_JIT_DIR})",
+        flush=True,
+    )
+    began = time.perf_counter()
+    device.module(gen_cutlass_fused_moe_sm120_module)
+    print(f"built in {time.perf_counter() - began:.0f} s", flush=True)
+
+
 def lines(models: Sequence[str], tokens: Sequence[int], modes: Sequence[int], given: Assumptions) -> Iterator[Line]:
-    """All rows; says what it emulates."""
+    """All rows; says what it builds and emulates."""
+    rows = [
+        (model, mode, count, planned(model, mode, count, given))
+        for model, mode, count in itertools.product(models, modes, tokens)
+    ]
+    wanted = list(dict.fromkeys((mode, tactics, MODELS[model][:2]) for model, mode, _, tactics in rows))
     fitted: dict[tuple[Any, ...], list[Fit]] = {}
+    build_emulator()
     with virtual_device("sm_121a", strict=False) as device:
-        for model, mode, count in itertools.product(models, modes, tokens):
-            tactics = planned(model, mode, count, given)
+        build_kernels(device)
+        for model, mode, count, tactics in rows:
             key = (mode, tactics, MODELS[model][:2])
             if key not in fitted:
                 began = time.perf_counter()
+                names = f"{MODE_NAMES[mode]}, {INSTANCES[tactics[0]].name} and {INSTANCES[tactics[1]].name}"
+                print(f"[{wanted.index(key) + 1}/{len(wanted)}] emulating {names}", flush=True)
                 fitted[key], deviation, reports = fit_layer(device, model, mode, tactics)
                 print(
-                    f"emulated {MODE_NAMES[mode]}, {INSTANCES[tactics[0]].name} and {INSTANCES[tactics[1]].name}: "
+                    f"emulated {names}: "
                     f"{time.perf_counter() - began:.0f} s, check off by {deviation:.1%}, {reports} watchers' reports",
                     flush=True,
                 )
@@ -435,7 +473,6 @@ def lines(models: Sequence[str], tokens: Sequence[int], modes: Sequence[int], gi
 def main(models: Sequence[str], tokens: Sequence[int], modes: Sequence[int], folder: Path) -> int:
     """Print the table and write it to ``predicted.json``; 2 where the emulator cannot run."""
     given = Assumptions()
-    print("building the emulator and fused_moe_120 for SM121, with its PTX, where they are not fresh", flush=True)
     try:
         table = list(lines(models, tokens, modes, given))
     except RuntimeError as error:

@@ -13,10 +13,15 @@ from moe_bench import peer_marlin, peers, problem
 from flashinfer.testing import moe_reference
 
 
+def _seeded(seed: int) -> torch.Generator:
+    print("seed", seed)
+    return torch.Generator().manual_seed(seed)
+
+
 @pytest.mark.parametrize(("rows", "k"), [(64, 16), (128, 64), (192, 96)])
 def test_each_nibble_is_where_its_lane_looks(rows: int, k: int) -> None:
     """A lane of an m16n8k16 MMA holds k = 2q, 2q+1, 2q+8, 2q+9 of column l: q, l its number modulo and over 4."""
-    generator = torch.Generator().manual_seed(rows + k)
+    generator = _seeded(rows + k)
     packed = torch.randint(0, 256, (rows, k // 2), dtype=torch.uint8, generator=generator)
     words = peer_marlin.repack(packed)
     assert (words.shape, words.dtype) == ((k // 16, 2 * rows), torch.int32)

@@ -16,8 +16,10 @@ import torch
 from moe_bench import predict
 from moe_bench.predict import Assumptions, Counts, Fit, Work
 
+from flashinfer.jit import env as jit_env
 from flashinfer.jit.sm12x.instances import INSTANCES
 
+REPO = Path(__file__).resolve().parents[2]
 MODEL = "gpt-oss-120b"
 TACTIC = next(row.index for row in INSTANCES if row.activation == "mxfp8")
 TILE = INSTANCES[TACTIC].token_tile
@@ -177,8 +179,11 @@ def test_what_an_l2_of_a_gb10_loses() -> None:
 
 
 class NoDevice:
-    def __enter__(self) -> None:
-        return None
+    def __enter__(self) -> NoDevice:
+        return self
+
+    def module(self, generate: Any) -> None:
+        print(f"module of {generate.__name__}")
 
     def __exit__(self, *_error: Any) -> None:
         return None
@@ -187,6 +192,8 @@ class NoDevice:
 def test_table_without_a_gpu_says_what_it_is(
     linear: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    ran: list[list[str]] = []
+    monkeypatch.setattr(predict.subprocess, "run", lambda command, **named: ran.append(command))
     monkeypatch.setattr(predict, "virtual_device", lambda *arguments, **named: NoDevice())
     monkeypatch.setattr(predict, "planned", lambda *arguments: (TACTIC, TACTIC))
     monkeypatch.setattr(predict, "reread_bytes", lambda *arguments: 0.0)
@@ -202,6 +209,15 @@ def test_table_without_a_gpu_says_what_it_is(
     assert tokens == [1, 2, 4, 8, 16, 32, 64, 2048, 8192]
     assert len(report["rows"]) == 2 * 2 * 9
     assert printed.count("\nemulated ") == 2, "the two models share their GEMMs' sizes"
+    # What takes minutes is announced before it begins, with where its results stay.
+    announced = ["building the emulator", "building fused_moe_120", "module of gen_", "built in", "[1/2] emul", "[2/2]"]
+    assert [printed.index(text) for text in announced] == sorted(printed.index(text) for text in announced)
+    assert f"kept in {REPO / 'emulator' / 'build'}" in printed
+    assert f"kept in {jit_env.FLASHINFER_JIT_DIR}" in printed
+    # Not by way of a call that swallows make's output, and not quietly.
+    ((make, *arguments),) = ran
+    assert Path(make).name == "make"
+    assert {"-s", "--silent", "--quiet"}.isdisjoint(arguments)
     assert report["prediction"] == "not a measurement"
 
 
@@ -212,6 +228,7 @@ def test_no_emulator_no_table(
         raise RuntimeError("the emulator cannot be built: no g++")
 
     monkeypatch.setattr(predict, "virtual_device", refuse)
+    monkeypatch.setattr(predict, "build_emulator", lambda: None)
     assert bench.main(["--predict", "--out", str(tmp_path)]) == 2
     assert "bench: no prediction: the emulator cannot be built: no g++" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

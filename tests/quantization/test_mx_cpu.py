@@ -32,16 +32,21 @@ LINEAR = SfLayout.layout_linear
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
+def _seeded(seed: int) -> torch.Generator:
+    print("seed", seed)
+    return torch.Generator().manual_seed(seed)
+
+
 def _every_value(dtype: torch.dtype, seed: int) -> torch.Tensor:
     """All 65,536 values of a 16-bit dtype, NaN and infinity included, shuffled into blocks eight times."""
     values = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype)
-    generator = torch.Generator().manual_seed(seed)
+    generator = _seeded(seed)
     return torch.stack([values[torch.randperm(65536, generator=generator)] for _ in range(8)]).view(-1, 64)
 
 
 def _wide_range(dtype: torch.dtype, seed: int) -> torch.Tensor:
     """Gaussian blocks over the exponents of ``dtype``, with zero blocks and exact powers of two among them."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = _seeded(seed)
     low, high = (-20, 12) if dtype is torch.float16 else (-145, 118)
     scale = torch.exp2(torch.randint(low, high, (4000, 1), generator=generator).double())
     values = torch.randn(4000, 96, generator=generator, dtype=torch.float64) * scale
@@ -88,7 +93,7 @@ def test_any_float32_block_equals_the_reference(block: list[float]) -> None:
 @pytest.mark.parametrize("rows", [0, 1, 127, 130])
 @pytest.mark.parametrize("k", [32, 160, 256])
 def test_swizzled_scales_are_the_linear_ones_rearranged(rows: int, k: int) -> None:
-    values = torch.randn(rows, k, generator=torch.Generator().manual_seed(1)).bfloat16()
+    values = torch.randn(rows, k, generator=_seeded(1)).bfloat16()
     _, linear = mxfp8_quantize(values, is_sf_swizzled_layout=False)
     _, swizzled = mxfp8_quantize(values)
     assert torch.equal(swizzled, swizzle_scales(linear.view(rows, k // 32)).flatten())
@@ -99,7 +104,7 @@ def test_swizzled_scales_are_the_linear_ones_rearranged(rows: int, k: int) -> No
 
 
 def test_alignment_pads_with_zeros() -> None:
-    values = torch.randn(3, 96, generator=torch.Generator().manual_seed(2)).half()
+    values = torch.randn(3, 96, generator=_seeded(2)).half()
     padded, scales = mxfp8_quantize(values, False, alignment=128)
     plain, plain_scales = mxfp8_quantize(values, False)
     assert padded.shape == (3, 128)
@@ -121,7 +126,7 @@ def test_results_are_as_large_as_the_docstring_says(rows: int, k: int, alignment
         "pad128": lambda n: math.ceil(n / 128) * 128,
         "pad4": lambda n: math.ceil(n / 4) * 4,
     }
-    values = torch.randn(rows, k, generator=torch.Generator().manual_seed(k)).bfloat16()
+    values = torch.randn(rows, k, generator=_seeded(k)).bfloat16()
     for swizzled, size in ((True, swizzled_size), (False, linear_size)):
         padded, scales = mxfp8_quantize(values, swizzled, alignment)
         assert padded.shape == (rows, names["padded_K"])
@@ -132,7 +137,7 @@ def test_results_are_as_large_as_the_docstring_says(rows: int, k: int, alignment
 
 
 def test_leading_dimensions_are_rows() -> None:
-    values = torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(3)).bfloat16()
+    values = torch.randn(2, 3, 64, generator=_seeded(3)).bfloat16()
     quantized, scales = mxfp8_quantize(values)
     flat, flat_scales = mxfp8_quantize(values.view(6, 64))
     assert quantized.shape == values.shape
@@ -142,7 +147,7 @@ def test_leading_dimensions_are_rows() -> None:
 
 @pytest.mark.parametrize("layout", [SfLayout.layout_128x4, LINEAR])
 def test_mxfp4_dequantize_equals_the_reference(layout: SfLayout) -> None:
-    generator = torch.Generator().manual_seed(4)
+    generator = _seeded(4)
     packed = torch.randint(0, 256, (200, 80), dtype=torch.uint8, generator=generator)
     scales = torch.randint(0, 252, (200, 5), dtype=torch.uint8, generator=generator)
     scales[3, 2] = 255
@@ -165,7 +170,7 @@ def test_dequantizers_hold_the_largest_scales() -> None:
 @pytest.mark.parametrize("shape", [(5, 7), (2, 129, 3)])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16])
 def test_block_scale_interleave(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    linear = torch.randint(0, 255, shape, generator=torch.Generator().manual_seed(5)).to(dtype)
+    linear = torch.randint(0, 255, shape, generator=_seeded(5)).to(dtype)
     swizzled = block_scale_interleave(linear)
     if dtype is torch.uint8:
         assert torch.equal(swizzled, swizzle_scales(linear).flatten())

@@ -33,6 +33,7 @@ from flashinfer.testing.mxfp_formats import decode_scales, quantize_mxfp8
 
 
 def _rng(seed: int) -> torch.Generator:
+    print("seed", seed)
     return torch.Generator().manual_seed(seed)
 
 

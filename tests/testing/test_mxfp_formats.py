@@ -27,6 +27,11 @@ from flashinfer.testing.mxfp_formats import (
 )
 
 
+def _seeded(seed: int) -> torch.Generator:
+    print("seed", seed)
+    return torch.Generator().manual_seed(seed)
+
+
 def test_e2m1_values_follow_sign_exponent_mantissa() -> None:
     packed = torch.arange(256, dtype=torch.uint8)
     decoded = decode_e2m1(packed)
@@ -53,7 +58,7 @@ def test_round_to_e4m3_equals_nearest_of_all_values() -> None:
     """Against a search through all finite e4m3 values, ties to the even code."""
     codes = torch.arange(127, dtype=torch.uint8)
     table = codes.view(torch.float8_e4m3fn).double()
-    generator = torch.Generator().manual_seed(0)
+    generator = _seeded(0)
     values = torch.rand(20_000, generator=generator, dtype=torch.float64) * 2.0 ** torch.randint(
         -12, 10, (20_000,), generator=generator
     )
@@ -87,7 +92,7 @@ def test_scale_of_zero_and_infinity() -> None:
     [(quantize_mxfp8, dequantize_mxfp8, 448.0, 16.0), (quantize_mxfp4, dequantize_mxfp4, 6.0, 1.0)],
 )
 def test_quantization_error_is_at_most_half_the_widest_spacing(quantize, dequantize, element_max, half_spacing) -> None:
-    values = torch.randn(64, 96, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    values = torch.randn(64, 96, generator=_seeded(1), dtype=torch.float64)
     quantized, scales = quantize(values)
     error = (dequantize(quantized, scales) - values).abs()
     allowed = decode_scales(scales).repeat_interleave(32, dim=-1) * half_spacing
@@ -121,7 +126,7 @@ def test_special_values() -> None:
 @pytest.mark.parametrize("shape", [(1, 1), (128, 4), (5, 90), (129, 5), (300, 23)])
 def test_swizzle_is_the_documented_byte_order(shape: tuple[int, int]) -> None:
     rows, blocks = shape
-    linear = torch.randint(1, 255, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(2))
+    linear = torch.randint(1, 255, shape, dtype=torch.uint8, generator=_seeded(2))
     swizzled = swizzle_scales(linear)
     padded_blocks = -(-blocks // 4) * 4
     assert swizzled.shape == (-(-rows // 128) * 128, padded_blocks)
@@ -138,7 +143,7 @@ def test_swizzle_is_the_documented_byte_order(shape: tuple[int, int]) -> None:
 
 
 def test_swizzle_of_a_stack_is_the_stack_of_swizzles() -> None:
-    linear = torch.randint(0, 255, (3, 130, 6), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
+    linear = torch.randint(0, 255, (3, 130, 6), dtype=torch.uint8, generator=_seeded(3))
     expected = torch.stack([swizzle_scales(matrix) for matrix in linear])
     assert torch.equal(swizzle_scales(linear), expected)
     assert torch.equal(unswizzle_scales(expected, 130, 6), linear)

@@ -372,6 +372,7 @@ def test_any_weight_scale(device, instance, exponent):
     """Scales above 2^1 do not fold into the expansion's factor; they take a path of their own. Blocks of both kinds mix."""
     mode = 2 if instance.activation == "bf16" else 0
     inputs = make_moe_inputs(MoECase(3, 160, 96, 4, 2, mode, biases=False, swiglu_parameters=False), 640 + exponent)
+    print("seed", 640 + exponent)
     generator = torch.Generator().manual_seed(640 + exponent)
     for scales, fixed in ((inputs.fc1_scales, None), (inputs.fc2_scales, 254 - 2 * min(max(exponent, 64), 190))):
         low = exponent if fixed is None else min(max(fixed, 0), 250)

@@ -91,6 +91,7 @@ def test_rounding(name: str, round_: str, satfinite: bool, relu: bool) -> None:
 
 
 def test_float16_agrees_with_numpy() -> None:
+    print("seed", 3)
     rng = np.random.default_rng(3)
     bits = rng.integers(0, 2**32, 100_000, dtype=np.uint64).astype(np.uint32)
     values = bits.view(np.float32)

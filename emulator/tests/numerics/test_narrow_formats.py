@@ -134,6 +134,7 @@ def test_encoding_at_every_boundary(name: str, relu: bool) -> None:
 
 @names
 def test_encoding_of_random_float32(name: str) -> None:
+    print("seed", 20)
     rng = np.random.default_rng(20)
     exponents = rng.integers(-12, 18, 4000)
     values = (rng.uniform(-2, 2, 4000) * 2.0**exponents).astype(np.float32)

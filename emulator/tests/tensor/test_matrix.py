@@ -9,12 +9,15 @@ import pytest
 from fragments import c_place
 from pure_functions import Matrix
 
-RNG = np.random.default_rng(11)
+
+def random(seed: int = 11) -> np.random.Generator:
+    print("seed", seed)
+    return np.random.default_rng(seed)
 
 
 def load_rows(form: Matrix) -> np.ndarray:
     count, size, _, _ = form.rows()
-    return RNG.integers(0, 256, (count, size)).astype(np.uint8)
+    return random().integers(0, 256, (count, size)).astype(np.uint8)
 
 
 @pytest.mark.parametrize("num", [1, 2, 4])
@@ -117,7 +120,7 @@ def test_stmatrix_b16_undoes_ldmatrix(num: int, trans: bool) -> None:
 def test_stmatrix_m16n8_b8(num: int) -> None:
     """Figure 108: a lane's bytes lie as an accumulator's elements; .trans stores columns of 16 bytes."""
     form = Matrix("m16n8", "b8", num, trans=True)
-    registers = RNG.integers(0, 2**32, (num, 32), dtype=np.uint64).astype(np.uint32)
+    registers = random().integers(0, 2**32, (num, 32), dtype=np.uint64).astype(np.uint32)
     columns = form.store(registers).reshape(num, 8, 16)
     for matrix in range(num):
         for lane in range(32):
@@ -127,7 +130,7 @@ def test_stmatrix_m16n8_b8(num: int) -> None:
 
 
 def test_movmatrix() -> None:
-    registers = RNG.integers(0, 2**32, 32, dtype=np.uint64).astype(np.uint32)
+    registers = random().integers(0, 2**32, 32, dtype=np.uint64).astype(np.uint32)
     matrix = registers.view(np.uint16).reshape(8, 8)
     assert np.array_equal(vsm.movmatrix(registers), np.ascontiguousarray(matrix.T).view(np.uint32).ravel())
     in_place = registers.copy()

@@ -205,6 +205,7 @@ def scale_matrices(
 
 
 def operands(form: Mma, seed: str) -> tuple[np.random.Generator, np.ndarray, np.ndarray, np.ndarray]:
+    print("seed", seed)
     rng = np.random.default_rng(list(f"{seed}{name(form)}".encode()))
     na, nb, nc, _ = form.registers()
     return rng, random_codes(rng, form, form.a, na), random_codes(rng, form, form.b, nb), random_addends(rng, form, nc)
@@ -266,6 +267,7 @@ def test_every_selector_reads_its_own_lane_and_byte(scale: str, vec: int) -> Non
     form = Mma(32 if vec == 1 else 64, *(("e4m3", "e4m3") if vec == 1 else ("e2m1", "e2m1")), "f32", kind, scale, vec)
     one = np.uint32(0x38383838 if vec == 1 else 0x22222222)
     a, b, c = np.full((4, 32), one), np.full((2, 32), one), np.zeros((4, 32), np.uint32)
+    print("seed", vec)
     rng = np.random.default_rng(vec)
     words = [
         rng.integers(0x70, 0x8E, (32, 4)) if scale == "ue8m0" else rng.integers(1, 0x7F, (32, 4)) for _ in range(2)

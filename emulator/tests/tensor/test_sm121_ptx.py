@@ -134,6 +134,7 @@ def test_forms_that_do_not_exist_are_refused_by_name(device: Device) -> None:
 )
 def test_ldmatrix(device: Device, form: Matrix) -> None:
     """Rows scattered over shared memory, only the bytes that the form reads initialized."""
+    print("seed", form.num)
     rng = np.random.default_rng(form.num)
     count, size, data, lanes = form.rows()
     rows = rng.integers(0, 256, (count, size)).astype(np.uint8)
@@ -159,6 +160,7 @@ def test_ldmatrix(device: Device, form: Matrix) -> None:
 @pytest.mark.parametrize("num", [1, 2, 4])
 def test_stmatrix_m16n8(device: Device, num: int) -> None:
     form = Matrix("m16n8", "b8", num, True)
+    print("seed", num)
     values = np.random.default_rng(num).integers(0, 2**32, (num, 32), dtype=np.uint64).astype(np.uint32)
     where = (np.arange(32, dtype=np.uint32)[::-1] * 16)[None, :]
     reads = "".join(f"ld.shared.b32 %o{i}, [%s+{4 * i}];\n" for i in range(4))
@@ -275,6 +277,7 @@ ret; }
 
 def test_load_of_packed_4_bit_elements(device: Device) -> None:
     """16U4_ALIGN16B, 128 elements by 8 rows at (128, 2), 128B swizzle: the mbarrier counts 8 * 64 bytes."""
+    print("seed", 4)
     data = np.random.default_rng(4).integers(0, 256, (12, 128)).astype(np.uint8)  # 12 rows of 256 elements
     reads = "".join(f"ld.shared.b32 %x, [%s+{256 * i}]; st.global.b32 [%out+{128 * i}], %x;\n" for i in range(4))
     source = device.upload(data.tobytes())

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is written about the project holds: commands exist and run, lines fit, tests say their seeds."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from layer_toys import REPO
+
+ONLY_LINK = re.compile(r"\W*\[[^]]*\]\([^)]*\)\W*")
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def tracked(*patterns: str) -> list[Path]:
+    """Files of the repository, new ones included; not what tools and users put beside them."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *patterns]
+    listed = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip(f"not a git checkout: {listed.stderr.strip()}")
+    return [path for name in sorted(set(listed.stdout.splitlines())) if (path := REPO / name).is_file()]
+
+
+def commands(program: str) -> list[tuple[Path, list[str]]]:
+    """The words of each command with which a page has its reader start ``program``, and the page."""
+    found = []
+    for page in tracked("*.md"):
+        text = page.read_text(encoding="utf-8")
+        lines = [
+            line for language, block in FENCE.findall(text) if language in ("sh", "bash") for line in block.splitlines()
+        ]
+        lines += re.findall(r"`([^`\n]+)`", FENCE.sub("", text))
+        for part in (part.strip() for line in lines for part in line.split("&&")):
+            if part == program or part.startswith(f"{program} "):
+                found.append((page, shlex.split(part.replace("<", "'<'"), comments=True)))
+    assert found, f"no page has a command {program!r}: this test would not see a wrong one"
+    return found
+
+
+def test_prose_fits_the_line() -> None:
+    long = [
+        f"{page.relative_to(REPO)}:{number}: {len(line)} characters"
+        for page in tracked("*.md")
+        for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1)
+        if len(line) > 120 and not line.lstrip().startswith("|") and not ONLY_LINK.fullmatch(line)
+    ]
+    assert long == []
+
+
+def test_each_command_of_the_cli_exists_with_its_options() -> None:
+    from flashinfer.__main__ import _group
+
+    for page, (_, _, _, name, *arguments) in commands("python -m flashinfer"):
+        assert name in _group.commands, f"{page.name}: python -m flashinfer {name}"
+        options = {option for parameter in _group.commands[name].params for option in parameter.opts}
+        unknown = {word for word in arguments if word.startswith("--")} - options
+        assert not unknown, f"{page.name}: {name} has no {unknown}"
+
+
+def test_each_target_of_make_exists() -> None:
+    for page, (_, *arguments) in commands("make"):
+        folder = REPO / "emulator" if "emulator" in page.parts or arguments[:2] == ["-C", "emulator"] else REPO
+        rules = (folder / "Makefile").read_text() + (REPO / "Makefile").read_text()
+        for word in arguments:
+            if re.fullmatch("[a-z]+", word) and word != "emulator":
+                assert re.search(rf"^{word}:", rules, re.MULTILINE), f"{page.name}: make {word}"
+
+
+def test_requirements_named_in_commands_exist() -> None:
+    for page, words in commands("pip install"):
+        for word in words:
+            if match := re.search(r"flashinfer-sm12x/(.+)", word):
+                assert (REPO / match[1]).exists(), f"{page.name}: {word}"
+
+
+def test_scripts_named_in_prose_have_their_options() -> None:
+    seen = 0
+    for page in tracked("*.md"):
+        for script, arguments in re.findall(r"`([\w/]+\.py)((?: [^`\n]*)?)`", page.read_text(encoding="utf-8")):
+            if "/" not in script:
+                continue
+            path = next((root / script for root in (REPO, page.parent) if (root / script).is_file()), None)
+            assert path is not None or (REPO / "include" / "flashinfer" / "sm12x" / script).exists(), (
+                page.name,
+                script,
+            )
+            for option in re.findall(r"--[a-z-]+", arguments):
+                seen += 1
+                assert f'"{option}"' in (path.read_text() if path else ""), f"{page.name}: {script} {option}"
+    assert seen
+
+
+def one_liners() -> list[str]:
+    pages = [REPO / "README.md", REPO / "docs" / "troubleshooting.md"]
+    return sorted({code for page in pages for code in re.findall(r"\bpython -c '([^']+)'", page.read_text())})
+
+
+@pytest.mark.parametrize("code", one_liners())
+def test_each_one_liner_for_the_reader_runs(code: str, tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": str(REPO)}
+    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    if "flashinfer.__file__" in code:
+        assert result.stdout.split()[0] == str(REPO / "flashinfer" / "__init__.py")
+    if "find_toolkit" in code:
+        assert Path(result.stdout.strip(), "bin", "nvcc").is_file()
+
+
+SEEDERS = {"manual_seed", "default_rng", "Random"}
+
+
+def says_seed(function: ast.FunctionDef) -> bool:
+    """It prints it, or its seed is a parameter, which pytest and Hypothesis name when the test fails."""
+    if function.name.startswith("test_") and "seed" in {argument.arg for argument in function.args.args}:
+        return True
+    return any(
+        isinstance(node, ast.Call)
+        and getattr(node.func, "id", "") == "print"
+        and any(isinstance(leaf, ast.Constant) and "seed" in str(leaf.value) for leaf in ast.walk(node))
+        for node in ast.walk(function)
+    )
+
+
+def test_random_tests_say_their_seed() -> None:
+    silent = []
+    # The golden cases' inputs are part of the golden data.
+    for file in (file for file in tracked("tests/**.py", "emulator/tests/**.py") if "golden" not in file.parts):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        for node in (
+            inner for outer in tree.body for inner in (outer.body if isinstance(outer, ast.ClassDef) else [outer])
+        ):
+            calls = [call.func for call in ast.walk(node) if isinstance(call, ast.Call)]
+            if not SEEDERS & {getattr(call, "attr", getattr(call, "id", "")) for call in calls}:
+                continue
+            if not isinstance(node, ast.FunctionDef) or not says_seed(node):
+                silent.append(f"{file.relative_to(REPO)}:{node.lineno}")
+    assert silent == []
