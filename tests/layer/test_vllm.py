@@ -9,6 +9,7 @@ layer must have; what the plain wheel lacks on this machine, vLLM does without i
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 from layer_toys import OURS, REPO, Run
@@ -26,6 +27,13 @@ MXFP4_PATH = {
     "flashinfer.autotuner": ["autotune", "AutoTuner"],
     "flashinfer.fused_moe.core": ["ActivationType", "get_w2_permute_indices_with_cache"],
 }
+
+# What ``vllm serve`` 0.33.0 takes for the options that lead to these kernels (vllm/config/kernel.py, quantization.py).
+MOE_BACKENDS = set(
+    """auto triton batched_triton deep_gemm deep_gemm_mega_moe cutlass flashinfer_trtllm flashinfer_cutlass
+    flashinfer_cutedsl flashinfer_moe_ep_cutedsl flashinfer_b12x b12x flashinfer_moe_ep_mega_deep_gemm marlin humming
+    triton_unfused aiter aiter_mega_moe aiter_triton_mxfp4_bf16 aiter_triton_mxfp4_mxfp4 flydsl hpc emulation rdna3""".split()
+)
 
 LOOK = """
 import importlib, importlib.util, json, os, sys
@@ -101,3 +109,16 @@ def test_import_needs_no_toolkit(run_python: Run, tmp_path: Path) -> None:
     """Not even to look for one: neither ``nvcc`` on PATH nor ``CUDA_HOME``."""
     env = {"CUDA_HOME": "", "CUDA_PATH": "", "PATH": str(tmp_path)}
     run_python("-c", "import flashinfer.fused_moe, flashinfer.gemm", path=[REPO], env=env)
+
+
+def test_the_documented_command_is_one_that_vllm_takes() -> None:
+    """Of the two options, ``--moe-backend`` alone is refused on SM12x, and its alias by the parser."""
+    pages = [REPO / "README.md", *(REPO / "docs").glob("*.md")]
+    served = [
+        line for page in pages for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("vllm ")
+    ]
+    assert served
+    for line in served:
+        options = dict(re.findall(r"(--[\w.-]+) (\S+)", line))
+        assert options["--moe-backend"] in MOE_BACKENDS, line
+        assert options == {"--moe-backend": "flashinfer_cutlass", "--quantization-config.moe.activation": "mxfp8"}
