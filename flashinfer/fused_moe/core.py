@@ -181,7 +181,8 @@ def cutlass_fused_moe(
         ``[M, H]``: ``float8_e4m3fn`` with ``input_sf``, or bfloat16/float16 that is quantized to MXFP8 inside
         (both with ``use_mxfp8_act_scaling``), or bfloat16 used as it is (``use_w4_group_scaling``).
     token_selected_experts : torch.Tensor
-        int32 ``[M, top_k]``, global expert ids.  Experts of other ranks contribute nothing.
+        int32 ``[M, top_k]``, global expert ids.  Experts of other ranks contribute nothing, and neither does -1, which
+        marks padding: a token without any expert of this rank gets a row of zeros.
     token_final_scales : torch.Tensor
         float32 ``[M, top_k]`` routing weights; ``None`` stands for ones.
     fc1_expert_weights, fc2_expert_weights : torch.Tensor
@@ -205,9 +206,11 @@ def cutlass_fused_moe(
         caller reduces.
     output, workspace_buffer : torch.Tensor, optional
         ``[M, H]`` of ``output_dtype``; 1-D uint8 or int8 of :func:`cutlass_fused_moe_workspace_size` bytes, aligned to
-        128.  Given both, the call allocates nothing.
+        128.  Given both, the call allocates nothing.  One workspace per stream: calls that run at the same time, on two
+        streams or from two graphs, and share one overwrite each other's intermediate results and counters.
     enable_alltoall : bool
-        Ids outside ``[0, E * ep_size)`` mark padding and contribute nothing, instead of being an error.
+        All ids outside ``[0, E * ep_size)``, not -1 alone, mark padding and contribute nothing; without it they are an
+        error.
     tune_max_num_tokens : int
         Largest token count that ``flashinfer.autotune`` tunes for.
     profile_ids : list of int, optional

@@ -26,6 +26,7 @@ WEIGHT_DTYPES = (torch.uint8, torch.int64)
 # What a byte of scales may be typed as: upstream's unified layer hands linear ones over as float8.
 SCALE_DTYPES = (torch.uint8, torch.float8_e4m3fn, torch.float8_e8m0fnu)
 SWIGLU = 3  # ActivationType.Swiglu
+PADDING_EXPERT = -1  # what vLLM gives the slots of padding tokens
 
 
 class Mode(enum.IntEnum):
@@ -369,17 +370,20 @@ def validate_moe(
 
 
 def check_expert_ids(token_selected_experts: torch.Tensor, num_experts: int) -> None:
-    """Raise ``ValueError`` when an id lies outside ``[0, num_experts)``; reads the values, so it synchronizes."""
+    """Raise ``ValueError`` when an id is neither -1, which is padding, nor in ``[0, num_experts)``.
+
+    Reads the values, so it synchronizes.
+    """
     if token_selected_experts.numel() == 0:
         return
     low, high = (int(bound) for bound in torch.aminmax(token_selected_experts))
-    if low < 0 or high >= num_experts:
-        bad = (token_selected_experts < 0) | (token_selected_experts >= num_experts)
+    if low < PADDING_EXPERT or high >= num_experts:
+        bad = (token_selected_experts < PADDING_EXPERT) | (token_selected_experts >= num_experts)
         token, slot = (int(i) for i in bad.nonzero()[0])
         value = int(token_selected_experts[token, slot])
         raise ValueError(
-            f"token_selected_experts[{token}, {slot}] is {value}; expert ids must be in [0, {num_experts}) "
-            f"({int(bad.sum())} of {bad.numel()} are not)"
+            f"token_selected_experts[{token}, {slot}] is {value}; expert ids must be in [0, {num_experts}), or "
+            f"{PADDING_EXPERT} for padding ({int(bad.sum())} of {bad.numel()} are not)"
         )
 
 

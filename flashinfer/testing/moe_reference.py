@@ -34,6 +34,7 @@ class MoEInputs:
 
     Shapes as that function documents them: M tokens, hidden H, intermediate I, E local experts.  Weights are bytes, block
     scales 128x4 bytes ``[E, pad128(rows), pad4(K / 32)]``.  ``fc1_global`` and ``fc2_global`` are ``None`` for W4A16.
+    Expert ids that are not this rank's, -1 among them, contribute nothing.
     """
 
     input: torch.Tensor
