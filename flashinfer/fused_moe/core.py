@@ -37,6 +37,15 @@ if TYPE_CHECKING:
 
 from .. import api_logging
 from ..api_logging import flashinfer_api
+from ..jit.sm12x.instances import MAX_EXPERTS
+from ..sm12x_arguments import (
+    describe,
+    require_computing_device,
+    require_int,
+    require_k_alignment,
+    require_output_dtype,
+    require_tensor_type,
+)
 from ..tllm_enums import ActivationType
 from ..trace.templates.moe import cutlass_fused_moe_trace
 from . import sm12x_dispatch, sm12x_moe
@@ -44,10 +53,11 @@ from .sm12x_known_calls import MoETensors, repeat
 from .sm12x_plan import make_plan
 from .sm12x_tuning import SM12xStageRunner
 from .sm12x_validation import (
+    INPUT_DTYPES,
     SWIGLU,
     Mode,
     MoEProblem,
-    require_k_alignment,
+    require_pairs,
     require_parallel_sizes,
     select_mode,
 )
@@ -124,7 +134,7 @@ def _reject_foreign_options(
     if min_latency_mode:
         raise NotImplementedError("min_latency_mode is True; MXFP4 weights run without it, pass False")
     if cluster_size != 1 or cluster_rank != 0:
-        raise ValueError(f"cluster_size is {cluster_size}, cluster_rank {cluster_rank}; they must be 1 and 0")
+        raise ValueError(f"cluster_size is {cluster_size!r}, cluster_rank {cluster_rank!r}; they must be 1 and 0")
     for name, value in (
         ("clamped_relu2_limit", clamped_relu2_limit),
         ("situ_beta", situ_beta),
@@ -139,7 +149,7 @@ def _cpu_mode_error(input: Any, weights: Any, activation_type: Any) -> Exception
         f"cutlass_fused_moe on CPU tensors serves MXFP4 weights (torch.uint8 or torch.int64) with activation_type "
         f"Swiglu, and use_mxfp8_act_scaling=True (float8_e4m3fn, bfloat16 or float16 input) or use_w4_group_scaling=True "
         f"(bfloat16 input); got weights of {weights.dtype}, input of {input.dtype}, activation_type "
-        f"{ActivationType(activation_type).name}. Other kinds need a CUDA device"
+        f"{activation_type!r}. Other kinds need a CUDA device"
     )
 
 
@@ -236,23 +246,30 @@ def cutlass_fused_moe(
             fc2_expert_weights, fc2_expert_biases, swiglu_alpha, swiglu_beta, swiglu_limit, workspace_buffer,
         )  # fmt: skip
         options: Any = None
-        if not torch.compiler.is_compiling():
+        compiling = torch.compiler.is_compiling()
+        if not compiling:
             if _BARE and sm12x_dispatch.dumps_traces():
                 _dump_trace(locals())
             # All arguments that are no tensors, and which tensors are None: see sm12x_known_calls.
-            options = (
-                input.shape, output_dtype, quant_scales.__class__, input_sf is None, token_final_scales is None,
-                fc1_expert_biases is None, fc2_expert_biases is None, swiglu_alpha is None, swiglu_beta is None,
-                swiglu_limit is None, output is None, workspace_buffer is None, clamped_relu2_limit is None,
-                situ_beta is None, situ_linear_beta is None, tp_size, tp_rank, ep_size, ep_rank, cluster_size,
-                cluster_rank, enable_alltoall, use_deepseek_fp8_block_scale, use_w4_group_scaling,
-                use_mxfp8_act_scaling, min_latency_mode, use_packed_weights, use_wfp4afp8_humming, enable_pdl,
-                activation_type == SWIGLU, swizzled_input_sf, None if profile_ids is None else tuple(profile_ids),
-                sm12x_dispatch.switches(),
-            )  # fmt: skip
-            result = repeat(options, tensors, quant_scales, tune_max_num_tokens)
-            if result is not None:
-                return result
+            try:
+                options = (
+                    input.shape, output_dtype, quant_scales.__class__, input_sf is None, token_final_scales is None,
+                    fc1_expert_biases is None, fc2_expert_biases is None, swiglu_alpha is None, swiglu_beta is None,
+                    swiglu_limit is None, output is None, workspace_buffer is None, clamped_relu2_limit is None,
+                    situ_beta is None, situ_linear_beta is None, tp_size, tp_rank, ep_size, ep_rank, cluster_size,
+                    cluster_rank, enable_alltoall, use_deepseek_fp8_block_scale, use_w4_group_scaling,
+                    use_mxfp8_act_scaling, min_latency_mode, use_packed_weights, use_wfp4afp8_humming, enable_pdl,
+                    activation_type == SWIGLU, swizzled_input_sf, None if profile_ids is None else tuple(profile_ids),
+                    tune_max_num_tokens, sm12x_dispatch.switches(),
+                )  # fmt: skip
+            except (AttributeError, TypeError):  # input has no shape, or profile_ids are no sequence: said below
+                pass
+            else:
+                result = repeat(options, tensors, quant_scales, tune_max_num_tokens)
+                if result is not None:
+                    return result
+        require_tensor_type("input", input)
+        require_tensor_type("fc1_expert_weights", fc1_expert_weights)
         mode = select_mode(
             input.dtype,
             fc1_expert_weights.dtype,
@@ -284,7 +301,9 @@ def cutlass_fused_moe(
                 enable_pdl,
                 profile_ids,
             )
-            return sm12x_moe.run_moe_compiled(call) if options is None else sm12x_moe.run_moe(call, options)
+            return sm12x_moe.run_moe_compiled(call) if compiling else sm12x_moe.run_moe(call, options)
+        if mode is not None:
+            require_computing_device("input", input)
         if input.device.type == "cpu":
             raise _cpu_mode_error(input, fc1_expert_weights, activation_type)
     given = locals()
@@ -323,7 +342,12 @@ cutlass_fused_moe = _without_idle_wrapper(cutlass_fused_moe)
 def _workspace_device(device: Any) -> torch.device:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(device)
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device is {describe(device)}; it must name a CUDA device or the CPU") from error
+    if device.type not in ("cuda", "cpu"):
+        raise ValueError(f"device is {device}; it must be a CUDA device or the CPU")
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
@@ -349,9 +373,9 @@ def cutlass_fused_moe_workspace_size(
 
     Raises
     ------
-    ValueError
-        A size that is not positive, ranks outside their groups, experts that ``ep_size`` does not divide, or
-        ``top_k`` above the number of experts.
+    ValueError, TypeError
+        For MXFP4 weights: a size that is no positive integer, ranks outside their groups, experts that ``ep_size`` does
+        not divide, ``top_k`` above the number of experts, or a dtype that no call may have.
     """
     where = _workspace_device(device)
     mode = select_mode(
@@ -373,6 +397,8 @@ def cutlass_fused_moe_workspace_size(
             num_experts_total,
             top_k,
             (tp_size, tp_rank, ep_size, ep_rank),
+            x_dtype,
+            output_dtype,
         )
         return make_plan(problem, where).workspace_bytes
     if where.type == "cpu" and backend == "cutlass":
@@ -387,36 +413,29 @@ def cutlass_fused_moe_workspace_size(
 
 def _workspace_problem(
     mode: Mode,
-    max_num_tokens: int,
-    hidden_size: int,
-    intermediate_size: int,
-    num_experts_total: int,
-    top_k: int,
-    parallel: tuple[int, int, int, int],
+    max_num_tokens: Any,
+    hidden_size: Any,
+    intermediate_size: Any,
+    num_experts_total: Any,
+    top_k: Any,
+    parallel: tuple[Any, Any, Any, Any],
+    x_dtype: Any,
+    output_dtype: Any,
 ) -> MoEProblem:
-    require_parallel_sizes(*parallel)
-    for name, value in (
-        ("max_num_tokens", max_num_tokens),
-        ("num_experts_total", num_experts_total),
-        ("top_k", top_k),
-    ):
-        if value < 1:
-            raise ValueError(f"{name} is {value}; it must be at least 1")
-    require_k_alignment("hidden_size", hidden_size)
-    require_k_alignment("intermediate_size", intermediate_size)
-    ep_size, ep_rank = parallel[2:]
-    if num_experts_total % ep_size:
-        raise ValueError(f"num_experts_total is {num_experts_total}; it must be a multiple of ep_size, {ep_size}")
-    if top_k > num_experts_total:
-        raise ValueError(f"top_k is {top_k}; it must be at most num_experts_total, {num_experts_total}")
-    local = num_experts_total // ep_size
-    return MoEProblem(
-        mode,
-        max_num_tokens,
-        hidden_size,
-        intermediate_size,
-        local,
-        top_k,
-        ep_rank * local,
-        num_experts_total,
+    ep_size, ep_rank = require_parallel_sizes(*parallel)
+    num_tokens = require_int("max_num_tokens", max_num_tokens, 1)
+    total = require_int(
+        "num_experts_total", num_experts_total, 1, MAX_EXPERTS * ep_size, f"{MAX_EXPERTS} a rank of ep_size"
     )
+    if total % ep_size:
+        raise ValueError(f"num_experts_total is {total}; it must be a multiple of ep_size, {ep_size}")
+    top_k = require_int("top_k", top_k, 1, total, "num_experts_total")
+    require_pairs("max_num_tokens", num_tokens, top_k)
+    hidden = require_k_alignment("hidden_size", hidden_size)
+    inter = require_k_alignment("intermediate_size", intermediate_size)
+    if x_dtype not in INPUT_DTYPES[mode]:
+        allowed = " or ".join(map(str, INPUT_DTYPES[mode]))
+        raise ValueError(f"x_dtype is {describe(x_dtype)}; mode {mode.name} takes {allowed}")
+    require_output_dtype("output_dtype", output_dtype)
+    local = total // ep_size
+    return MoEProblem(mode, num_tokens, hidden, inter, local, top_k, ep_rank * local, total)

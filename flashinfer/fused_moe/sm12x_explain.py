@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..jit.sm12x.instances import INSTANCES, MAX_EXPERTS
+from ..sm12x_arguments import require_k_alignment
 from . import sm12x_planner
-from .sm12x_validation import Mode, require_k_alignment
+from .sm12x_validation import Mode
 
 MODES = {"w4a8": Mode.MXFP8_INPUT, "w4a8-bf16": Mode.HALF_INPUT, "w4a16": Mode.W4A16}
 

@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ..autotuner import AutoTuner
+from ..sm12x_arguments import POINTER_ALIGNMENT, SCALE_WORD, require_alignment
 from .sm12x_plan import Plan, launch, pair_tactics
 from .sm12x_tuning import tuned_tactics
-from .sm12x_validation import POINTER_ALIGNMENT, WORKSPACE_ALIGNMENT, require_alignment
+from .sm12x_validation import WORKSPACE_ALIGNMENT
 
 MAX_OPTIONS = 4096  # distinct options remembered before the memory starts anew
 MAX_LOOKS = 8  # distinct metadata under the same options; the oldest makes room
@@ -66,7 +67,10 @@ def same_look(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
 
 
 def kernel_arguments(
-    tensors: Sequence[Any], output: torch.Tensor, quant_scales: Sequence[torch.Tensor]
+    tensors: Sequence[Any],
+    output: torch.Tensor,
+    quant_scales: Sequence[torch.Tensor],
+    swizzled_input_sf: bool,
 ) -> tuple[Any, ...]:
     """What ``sm12x_moe_run`` takes before the workspace, from the tensors of a validated call.
 
@@ -98,7 +102,9 @@ def kernel_arguments(
             "fc1's block scales (quant_scales)": fc1_sf,
             "fc2's block scales (quant_scales)": fc2_sf,
         }
-        require_alignment({name: tensor for name, tensor in named.items() if tensor is not None})
+        require_alignment(named)
+    if input_sf is not None and input_sf.data_ptr() % SCALE_WORD and (swizzled_input_sf or x.shape[1] % 128 == 0):
+        require_alignment({"input_sf": input_sf}, SCALE_WORD)  # other rows of scales are no whole words: read by bytes
     return (
         output,
         x,
@@ -117,6 +123,19 @@ def kernel_arguments(
         beta,
         limit,
     )
+
+
+def require_element_alignment(tensors: MoETensors, quant_scales: Sequence[torch.Tensor]) -> None:
+    """Raise unless what the kernels read in elements of 32 bits starts at a multiple of them.
+
+    Memory that torch allocates does, and views of it do; foreign memory may not.  So it is looked at once, when a call is
+    validated.
+    """
+    names = ("token_selected_experts", "token_final_scales", "swiglu_alpha", "swiglu_beta", "swiglu_limit")
+    elements = {name: getattr(tensors, name) for name in names}
+    if len(quant_scales) == 4:
+        elements.update({f"quant_scales[{index}]": quant_scales[index] for index in (1, 3)})
+    require_alignment(elements, 4)
 
 
 @dataclasses.dataclass(eq=False)
@@ -146,7 +165,7 @@ class KnownCall:
             workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device=self.device)
         elif workspace.data_ptr() % WORKSPACE_ALIGNMENT:
             require_alignment({"workspace_buffer": workspace}, WORKSPACE_ALIGNMENT)
-        arguments = kernel_arguments(tensors, output, quant_scales)
+        arguments = kernel_arguments(tensors, output, quant_scales, self.swizzled_input_sf)
         tactics = self.forced
         if tactics is None:
             tactics = plan.tactics

@@ -12,11 +12,19 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..sm12x_arguments import require_int
 from ..testing import virtual_device, virtual_operators
 from ..utils import device_support_pdl
 from . import sm12x_dispatch as dispatch
 from .sm12x_cpu import moe_cpu
-from .sm12x_known_calls import KnownCall, MoETensors, kernel_arguments, remember, repeat
+from .sm12x_known_calls import (
+    KnownCall,
+    MoETensors,
+    kernel_arguments,
+    remember,
+    repeat,
+    require_element_alignment,
+)
 from .sm12x_plan import Plan, check_profile_ids, forced_tactics, make_plan
 from .sm12x_validation import Mode, MoEProblem, check_expert_ids, check_workspace, validate_moe
 
@@ -83,6 +91,7 @@ def run_moe(call: MoECall, options: Hashable = None) -> torch.Tensor:
     With ``options`` a call on CUDA is remembered under them (:func:`~.sm12x_known_calls.remember`).
     """
     problem = _validated_problem(call)
+    require_int("tune_max_num_tokens", call.tune_max_num_tokens, 1)
     device = call.tensors.input.device
     plan = _plan(problem, device)
     if not call.enable_alltoall and _reads_values(device):
@@ -101,6 +110,7 @@ def run_moe(call: MoECall, options: Hashable = None) -> torch.Tensor:
         device_support_pdl(device) if call.enable_pdl is None else call.enable_pdl,
         None if call.profile_ids is None else forced_tactics(call.profile_ids, plan.tactics),
     )
+    require_element_alignment(call.tensors, call.quant_scales)
     output = known.run(call.tensors, call.quant_scales, call.tune_max_num_tokens)
     if options is not None and not dispatch.checks_values():
         remember(options, call.tensors, call.quant_scales, known)
@@ -117,7 +127,8 @@ def _run_here(call: MoECall, plan: Plan, device: torch.device) -> torch.Tensor:
     if (virtual := virtual_device.active()) is None:
         _run_cpu(problem, call, output)
         return output
-    arguments = kernel_arguments(call.tensors, output, call.quant_scales)
+    require_element_alignment(call.tensors, call.quant_scales)
+    arguments = kernel_arguments(call.tensors, output, call.quant_scales, call.swizzled_input_sf)
     enable_pdl = True if call.enable_pdl is None else call.enable_pdl
     virtual_operators.run_moe(virtual, problem, arguments, call.swizzled_input_sf, call.profile_ids, enable_pdl)
     return output
@@ -183,6 +194,7 @@ def _moe_operator(
         ep_size,
         ep_rank,
         enable_alltoall,
+        tune_max_num_tokens,
         enable_pdl,
         None if profile_ids is None else tuple(profile_ids),
         tuple([tensor is None for tensor in tensors]),

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..jit.sm12x.instances import INSTANCES
+from ..sm12x_arguments import describe
 from . import sm12x_dispatch as dispatch
 from .sm12x_validation import Mode, MoEProblem
 
@@ -61,22 +62,26 @@ def check_profile_ids(profile_ids: Sequence[int], mode: Mode, block_scaled_mma: 
 
     ``block_scaled_mma``: the device's MMA takes block scales, so that there are no tactics that widen activations.
     """
+    try:
+        profile_ids = list(profile_ids)
+    except TypeError:
+        raise TypeError(f"profile_ids is {describe(profile_ids)}; it must be [fc1_tactic, fc2_tactic]") from None
     allowed = [t for t in allowed_tactics(mode) if not (block_scaled_mma and INSTANCES[t].widens)]
     if len(profile_ids) != 2 or any(tactic != -1 and tactic not in allowed for tactic in profile_ids):
         raise ValueError(
-            f"profile_ids is {list(profile_ids)}; it must be [fc1_tactic, fc2_tactic], each -1 (the default) or, in mode "
+            f"profile_ids is {profile_ids}; it must be [fc1_tactic, fc2_tactic], each -1 (the default) or, in mode "
             f"{mode.name}, one of {allowed}"
         )
     fc1, fc2 = profile_ids
     if fc2 != -1 and computes_layer(fc2) and fc1 != fc2:
         raise ValueError(
-            f"profile_ids is {list(profile_ids)}; tactic {fc2} computes FC1 and FC2 in one launch, so that it cannot be "
+            f"profile_ids is {profile_ids}; tactic {fc2} computes FC1 and FC2 in one launch, so that it cannot be "
             f"FC2's alone: pass [{fc2}, {fc2}]"
         )
     if -1 not in (fc1, fc2) and not computes_layer(fc1) and not go_together(fc1, fc2):
         kept = {tactic: INSTANCES[tactic].operand for tactic in (fc1, fc2)}
         raise ValueError(
-            f"profile_ids is {list(profile_ids)}; FC1 and FC2 must keep activations in the same type, but tactic {fc1} "
+            f"profile_ids is {profile_ids}; FC1 and FC2 must keep activations in the same type, but tactic {fc1} "
             f"keeps {kept[fc1]} and tactic {fc2} {kept[fc2]}: pass two that do alike, or -1 for one of them"
         )
 

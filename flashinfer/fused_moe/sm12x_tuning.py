@@ -17,10 +17,11 @@ import torch
 
 from ..autotuner import AutoTuner, DynamicTensorSpec, TunableRunner, TuningConfig
 from ..jit.sm12x.instances import INSTANCES
+from ..sm12x_arguments import round_up
 from . import sm12x_dispatch as dispatch
 from .sm12x_plan import Plan, allowed_tactics, computes_layer, launch, make_plan, pair_tactics, resolved_pair
 from .sm12x_planner import plan_moe
-from .sm12x_validation import BLOCK_SIZE, Mode, MoEProblem, round_up
+from .sm12x_validation import BLOCK_SIZE, Mode, MoEProblem
 from .utils import get_hybrid_num_tokens_buckets, make_hybrid_bucket_mapper
 
 OPERATORS = ("flashinfer::sm12x_moe::fc1", "flashinfer::sm12x_moe::fc2")

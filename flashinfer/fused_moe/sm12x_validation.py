@@ -16,12 +16,20 @@ from typing import Any
 import torch
 
 from ..jit.sm12x.instances import MAX_EXPERTS
+from ..sm12x_arguments import (
+    INT32_MAX,
+    describe,
+    is_dense,
+    require_int,
+    require_k_alignment,
+    require_output_dtype,
+    require_tensor,
+    require_tensor_type,
+    round_up,
+)
 
 BLOCK_SIZE = 32  # elements that share one UE8M0 scale (OCP MX v1.0, section 5.2)
-K_ALIGNMENT = 32  # the kernels' smallest step along K
-POINTER_ALIGNMENT = 16  # bytes; bulk copies and vector loads
 WORKSPACE_ALIGNMENT = 128  # bytes, as upstream asks
-OUTPUT_DTYPES = (torch.bfloat16, torch.float16)
 WEIGHT_DTYPES = (torch.uint8, torch.int64)
 # What a byte of scales may be typed as: upstream's unified layer hands linear ones over as float8.
 SCALE_DTYPES = (torch.uint8, torch.float8_e4m3fn, torch.float8_e8m0fnu)
@@ -42,7 +50,7 @@ class Mode(enum.IntEnum):
         return "bf16" if self is Mode.W4A16 else "mxfp8"
 
 
-_INPUT_DTYPES = {
+INPUT_DTYPES = {
     Mode.MXFP8_INPUT: (torch.float8_e4m3fn,),
     Mode.HALF_INPUT: (torch.bfloat16, torch.float16),
     Mode.W4A16: (torch.bfloat16,),
@@ -66,11 +74,6 @@ class MoEProblem:
     top_k: int
     first_expert: int
     num_experts_total: int
-
-
-def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple of ``multiple`` that is not below ``value``."""
-    return -(-value // multiple) * multiple
 
 
 def select_mode(
@@ -102,57 +105,8 @@ def select_mode(
                 "use_mxfp8_act_scaling and use_w4_group_scaling are both True; MXFP4 weights take the first for "
                 "MXFP8 activations (W4A8) or the second for bfloat16 activations (W4A16), not both"
             )
-        return Mode.HALF_INPUT if input_dtype in _INPUT_DTYPES[Mode.HALF_INPUT] else Mode.MXFP8_INPUT
+        return Mode.HALF_INPUT if input_dtype in INPUT_DTYPES[Mode.HALF_INPUT] else Mode.MXFP8_INPUT
     return Mode.W4A16 if use_w4_group_scaling else None
-
-
-def describe(value: Any) -> str:
-    """``value`` as an error message shows it."""
-    if isinstance(value, torch.Tensor):
-        text = f"{value.dtype} {tuple(value.shape)} on {value.device}"
-        return text if value.is_contiguous() else f"{text}, strides {tuple(value.stride())}"
-    return repr(value)
-
-
-def require_tensor(
-    name: str,
-    value: Any,
-    shapes: Sequence[tuple[int, ...]],
-    dtypes: Sequence[torch.dtype],
-    device: torch.device,
-    what: str = "",
-) -> None:
-    """Raise unless ``value`` is a contiguous tensor of one of ``shapes`` and ``dtypes`` on ``device``.
-
-    Raises
-    ------
-    TypeError
-        Not a tensor.
-    ValueError
-        Another shape, dtype, device, or not contiguous.
-    """
-    expected = (
-        f"a contiguous tensor of {' or '.join(map(str, dtypes))}, shape {' or '.join(map(str, shapes))}, "
-        f"on {device}{f' ({what})' if what else ''}"
-    )
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{name} is {describe(value)}; it must be {expected}")
-    if (
-        value.dtype not in dtypes
-        or tuple(value.shape) not in shapes
-        or value.device != device
-        or not value.is_contiguous()
-    ):
-        raise ValueError(f"{name} is {describe(value)}; it must be {expected}")
-
-
-def require_k_alignment(name: str, value: int) -> None:
-    """Raise unless the K extent ``value`` is a positive multiple of the kernels' step."""
-    if value <= 0 or value % K_ALIGNMENT:
-        raise ValueError(
-            f"{name} is {value}; it must be a positive multiple of {K_ALIGNMENT} "
-            f"(pad the weights with zeros to {max(round_up(value, K_ALIGNMENT), K_ALIGNMENT)})"
-        )
 
 
 def swizzled_scale_shapes(groups: int | None, rows: int, k: int) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:
@@ -183,26 +137,31 @@ def require_swizzled_scales(
     accepted = swizzled_scale_shapes(groups, rows, k)
     expected = " or ".join(f"{dtype} {shape}" for dtype, shape in accepted)
     expected = f"contiguous 128x4 block scales, {expected}, on {device}"
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{name} is {describe(value)}; it must be {expected}")
-    if (value.dtype, tuple(value.shape)) not in accepted or value.device != device or not value.is_contiguous():
+    require_tensor_type(name, value, expected)
+    if (value.dtype, tuple(value.shape)) not in accepted or value.device != device or not is_dense(value):
         raise ValueError(f"{name} is {describe(value)}; it must be {expected}")
 
 
-def require_parallel_sizes(tp_size: int, tp_rank: int, ep_size: int, ep_rank: int) -> None:
-    """Raise unless both ranks lie inside their groups."""
+def require_parallel_sizes(tp_size: Any, tp_rank: Any, ep_size: Any, ep_rank: Any) -> tuple[int, int]:
+    """``(ep_size, ep_rank)``; raises unless both ranks lie inside their groups."""
+    checked = []
     for name, size, rank in (("tp", tp_size, tp_rank), ("ep", ep_size, ep_rank)):
-        if size < 1:
-            raise ValueError(f"{name}_size is {size}; it must be at least 1")
-        if not 0 <= rank < size:
-            raise ValueError(f"{name}_rank is {rank}; it must be in [0, {size}), the {name}_size")
+        size = require_int(f"{name}_size", size, 1)
+        checked += [size, require_int(f"{name}_rank", rank, 0, size - 1, f"below {name}_size")]
+    return checked[2], checked[3]
+
+
+def require_pairs(name: str, num_tokens: int, top_k: int) -> None:
+    """Raise ``ValueError`` where there are more (token, slot) pairs than the kernels count; ``name`` is the tokens'."""
+    most = INT32_MAX // 2 // top_k
+    if num_tokens > most:
+        raise ValueError(f"{name} is {num_tokens}; with top_k {top_k} it must be at most {most}: split the batch")
 
 
 def _weight_sizes(fc1: Any, fc2: Any, device: torch.device) -> tuple[int, int, int]:
     """``(num_local_experts, hidden, inter)`` of the packed weights, whose shapes must agree."""
     for name, weights in (("fc1_expert_weights", fc1), ("fc2_expert_weights", fc2)):
-        if not isinstance(weights, torch.Tensor):
-            raise TypeError(f"{name} is {describe(weights)}; it must be a uint8 or int64 tensor")
+        require_tensor_type(name, weights, "a uint8 or int64 tensor")
         if weights.ndim != 3 or weights.dtype not in WEIGHT_DTYPES:
             raise ValueError(
                 f"{name} is {describe(weights)}; it must be packed e2m1, 3-D, as torch.uint8 or its torch.int64 view"
@@ -224,12 +183,9 @@ def _check_quant_scales(problem: MoEProblem, quant_scales: Any, device: torch.de
     layout = _QUANT_SCALES[problem.mode]
     count = 2 if problem.mode is Mode.W4A16 else 4
     if not isinstance(quant_scales, (list, tuple)) or len(quant_scales) != count:
-        got = (
-            f"a {type(quant_scales).__name__} of {len(quant_scales)}"
-            if isinstance(quant_scales, (list, tuple))
-            else describe(quant_scales)
+        raise ValueError(
+            f"quant_scales is {describe(quant_scales)}; mode {problem.mode.name} takes the {count} tensors {layout}"
         )
-        raise ValueError(f"quant_scales is {got}; mode {problem.mode.name} takes the {count} tensors {layout}")
     experts, hidden, inter = problem.num_local_experts, problem.hidden, problem.inter
     step = count // 2
     require_swizzled_scales("quant_scales[0]", quant_scales[0], experts, 2 * inter, hidden, device)
@@ -312,19 +268,18 @@ def validate_moe(
         Naming the first argument that does not fit, what it was and what it may be.
     """
     device = input.device
-    require_parallel_sizes(tp_size, tp_rank, ep_size, ep_rank)
-    if output_dtype not in OUTPUT_DTYPES:
-        raise ValueError(f"output_dtype is {output_dtype}; it must be torch.bfloat16 or torch.float16")
+    ep_size, ep_rank = require_parallel_sizes(tp_size, tp_rank, ep_size, ep_rank)
+    require_output_dtype("output_dtype", output_dtype)
     experts, hidden, inter = _weight_sizes(fc1_expert_weights, fc2_expert_weights, device)
     if input.ndim != 2:
         raise ValueError(f"input is {describe(input)}; it must be 2-D, [num_tokens, {hidden}]")
     tokens = input.shape[0]
-    require_tensor("input", input, [(tokens, hidden)], _INPUT_DTYPES[mode], device)
+    require_tensor("input", input, [(tokens, hidden)], INPUT_DTYPES[mode], device)
 
-    if not isinstance(token_selected_experts, torch.Tensor) or token_selected_experts.ndim != 2:
-        raise ValueError(
-            f"token_selected_experts is {describe(token_selected_experts)}; it must be 2-D int32, [{tokens}, top_k]"
-        )
+    wanted = f"2-D int32, [{tokens}, top_k]"
+    require_tensor_type("token_selected_experts", token_selected_experts, wanted)
+    if token_selected_experts.ndim != 2:
+        raise ValueError(f"token_selected_experts is {describe(token_selected_experts)}; it must be {wanted}")
     top_k = token_selected_experts.shape[1]
     require_tensor(
         "token_selected_experts",
@@ -333,12 +288,14 @@ def validate_moe(
         [torch.int32],
         device,
     )
+    require_int("ep_size", ep_size, 1, INT32_MAX // experts, f"with {experts} experts a rank, since ids are int32")
     total = experts * ep_size
     if not 1 <= top_k <= total:
         raise ValueError(
             f"top_k (token_selected_experts.shape[1]) is {top_k}; it must be in [1, {total}], the number of experts "
             f"({experts} here x ep_size {ep_size})"
         )
+    require_pairs("num_tokens (input.shape[0])", tokens, top_k)
     problem = MoEProblem(mode, tokens, hidden, inter, experts, top_k, ep_rank * experts, total)
     if token_final_scales is not None:
         require_tensor(
@@ -394,9 +351,8 @@ def check_workspace(workspace: Any, needed: int, device: torch.device, hint: str
 
     ``hint`` says how its size is to be found.
     """
-    if not isinstance(workspace, torch.Tensor):
-        raise TypeError(f"workspace_buffer is {describe(workspace)}; it must be a 1-D torch.uint8 or torch.int8 tensor")
-    if workspace.ndim != 1 or workspace.dtype not in (torch.uint8, torch.int8) or not workspace.is_contiguous():
+    require_tensor_type("workspace_buffer", workspace, "a 1-D torch.uint8 or torch.int8 tensor")
+    if workspace.ndim != 1 or workspace.dtype not in (torch.uint8, torch.int8) or not is_dense(workspace):
         raise ValueError(
             f"workspace_buffer is {describe(workspace)}; it must be contiguous, 1-D, torch.uint8 or torch.int8"
         )
@@ -404,13 +360,3 @@ def check_workspace(workspace: Any, needed: int, device: torch.device, hint: str
         raise ValueError(f"workspace_buffer is on {workspace.device}; it must be on the input's device, {device}")
     if workspace.numel() < needed:
         raise ValueError(f"workspace_buffer holds {workspace.numel()} bytes; this call needs {needed} ({hint})")
-
-
-def require_alignment(tensors: dict[str, torch.Tensor], alignment: int = POINTER_ALIGNMENT) -> None:
-    """Raise unless every tensor starts at a multiple of ``alignment`` bytes, by default the kernels' widest access."""
-    for name, tensor in tensors.items():
-        if tensor.data_ptr() % alignment:
-            raise ValueError(
-                f"{name} starts at address {tensor.data_ptr():#x}; it must be aligned to {alignment} bytes "
-                "(torch.empty is; clone() a view that is not)"
-            )

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 
 from ..api_logging import flashinfer_api
+from ..sm12x_arguments import require_computing_device, require_tensor_type
 from . import sm12x_group_gemm
 
 
@@ -34,7 +35,7 @@ def group_gemm_mxfp8_mxfp4_nt_groupwise(
     """Grouped GEMM of MXFP8 rows with MXFP4 matrices: rows of group ``g`` times ``b[g]`` transposed.
 
     On SM12x (and, with ``FLASHINFER_SM12X_MOE=1``, on compute capability 9.0) this is the kernel of
-    ``cutlass_fused_moe``; CPU tensors are computed on the CPU; every other device is upstream's.
+    ``cutlass_fused_moe``; CPU tensors are computed on the CPU; other CUDA devices are upstream's.
 
     Parameters
     ----------
@@ -75,6 +76,8 @@ def group_gemm_mxfp8_mxfp4_nt_groupwise(
     -----
     ``k`` is a multiple of 32 and ``n`` of 8.
     """
+    require_tensor_type("a", a)
+    require_computing_device("a", a)
     if sm12x_group_gemm.serves(a.device):
         return sm12x_group_gemm.group_gemm(
             a,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import operator
 from typing import Any
 
 import torch
@@ -17,6 +18,19 @@ from ..quantization.mx_cpu import (
     dequantize_mxfp4_linear,
     dequantize_mxfp8_linear,
     unswizzle_128x4,
+)
+from ..sm12x_arguments import (
+    INT32_MAX,
+    SCALE_WORD,
+    describe,
+    is_dense,
+    require_alignment,
+    require_int,
+    require_k_alignment,
+    require_output_dtype,
+    require_tensor,
+    require_tensor_type,
+    round_up,
 )
 from ..testing import virtual_device, virtual_operators
 from ..utils import device_support_pdl
@@ -65,13 +79,6 @@ def _dispatch() -> Any:
     return sm12x_dispatch
 
 
-@functools.cache
-def _validation() -> Any:
-    from ..fused_moe import sm12x_validation
-
-    return sm12x_validation
-
-
 def serves(device: torch.device) -> bool:
     """Whether this module computes calls on ``device``; upstream does otherwise."""
     return bool(_dispatch().serves(device))
@@ -99,24 +106,20 @@ def validate(
     TypeError, ValueError
         Naming the first argument that does not fit, what it was and what it may be.
     """
-    check = _validation()
-    describe, require, round_up = (
-        check.describe,
-        check.require_tensor,
-        check.round_up,
-    )
     for (name, allowed), value in zip(_UPSTREAM_TILES, tiles, strict=True):
-        if value not in allowed:
-            choices = " or ".join(map(str, allowed))
-            raise ValueError(f"{name} is {value!r}; it must be {choices}")
+        try:
+            fits = operator.index(value) in allowed
+        except TypeError:
+            fits = False
+        if not fits:
+            raise ValueError(f"{name} is {describe(value)}; it must be {' or '.join(map(str, allowed))}")
     for name, tensor, rank in (
         ("a", a, 2),
         ("b", b, 3),
         ("m_indptr", m_indptr, 1),
         ("a_scale", a_scale, 2),
     ):
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} is {describe(tensor)}; it must be a tensor")
+        require_tensor_type(name, tensor, "a tensor")
         if tensor.ndim != rank:
             raise ValueError(f"{name} is {describe(tensor)}; it must be {rank}-D")
     device = a.device
@@ -124,25 +127,26 @@ def validate(
     cum_m, k = a.shape[0], 2 * half
     if not 1 <= groups <= MAX_EXPERTS:
         raise ValueError(f"b is {describe(b)}; it must hold 1 to {MAX_EXPERTS} groups")
-    check.require_k_alignment("k (b.shape[2] * 2)", k)
-    if n <= 0 or n % ROW_ALIGNMENT:
-        raise ValueError(f"n (b.shape[1]) is {n}; it must be a positive multiple of {ROW_ALIGNMENT}")
-    require("a", a, [(cum_m, k)], [torch.float8_e4m3fn, torch.float8_e5m2], device)
-    require("b", b, [(groups, n, half)], [torch.uint8], device)
-    require("m_indptr", m_indptr, [(groups + 1,)], [torch.int32], device)
+    require_k_alignment("k (b.shape[2] * 2)", k)
+    # The last group's scales start less than 128 rows behind each group's end.
+    require_int("cum_m (a.shape[0])", cum_m, 0, INT32_MAX - 127 * groups, "since rows of scales count in int32")
+    if n <= 0 or n % ROW_ALIGNMENT or n > INT32_MAX:
+        raise ValueError(f"n (b.shape[1]) is {n}; it must be a positive multiple of {ROW_ALIGNMENT} below 2**31")
+    require_tensor("a", a, [(cum_m, k)], [torch.float8_e4m3fn, torch.float8_e5m2], device)
+    require_tensor("b", b, [(groups, n, half)], [torch.uint8], device)
+    require_tensor("m_indptr", m_indptr, [(groups + 1,)], [torch.int32], device)
     blocks, needed = round_up(k // BLOCK_SIZE, 4), scale_rows(cum_m, groups)
     if a_scale.shape[0] < needed:
         raise ValueError(
             f"a_scale is {describe(a_scale)}; it must have at least (cum_m + 127 * groups) // 128 * 128 = {needed} rows"
         )
-    require("a_scale", a_scale, [(a_scale.shape[0], blocks)], [torch.uint8], device)
-    require("b_scale", b_scale, [(groups, round_up(n, 128), blocks)], [torch.uint8], device)
+    require_tensor("a_scale", a_scale, [(a_scale.shape[0], blocks)], [torch.uint8], device)
+    require_tensor("b_scale", b_scale, [(groups, round_up(n, 128), blocks)], [torch.uint8], device)
     if out_dtype is None:
         out_dtype = out.dtype if isinstance(out, torch.Tensor) else torch.bfloat16
-    if out_dtype not in check.OUTPUT_DTYPES:
-        raise ValueError(f"out_dtype is {out_dtype}; it must be torch.bfloat16 or torch.float16")
+    out_dtype = require_output_dtype("out_dtype", out_dtype)
     if out is not None:
-        require("out", out, [(cum_m, n)], [out_dtype], device)
+        require_tensor("out", out, [(cum_m, n)], [out_dtype], device)
     return GroupGemmProblem(cum_m, groups, n, k, out_dtype)
 
 
@@ -252,7 +256,7 @@ def group_gemm(
     tensors = (a, b, a_scale, b_scale, m_indptr, out)
     key: Any
     try:
-        signature = tuple([None if t is None else (t.shape, t.dtype, t.device, t.is_contiguous()) for t in tensors])
+        signature = tuple([None if t is None else (t.shape, t.dtype, t.device, is_dense(t)) for t in tensors])
         key = (out_dtype, tiles, signature)
         plan = _plans.get(key)
     except (AttributeError, TypeError):  # something is no tensor: validation says what
@@ -262,7 +266,8 @@ def group_gemm(
         plan = _make_plan(problem, a.device)
         if len(_plans) >= _MAX_PLANS:
             _plans.clear()
-        _plans[key] = plan
+        if key is not None:
+            _plans[key] = plan
     problem = plan.problem
     on_cpu = a.device.type == "cpu"
     if on_cpu or (_dispatch().checks_values() and not torch.cuda.is_current_stream_capturing()):
@@ -278,8 +283,8 @@ def group_gemm(
     if on_cpu and virtual is None:
         group_gemm_cpu(out, a, b, a_scale, b_scale, m_indptr)
         return out
-    operands = {"a": a, "b": b, "a_scale": a_scale, "b_scale": b_scale, "out": out}
-    _validation().require_alignment(operands)
+    require_alignment({"a": a, "b": b, "b_scale": b_scale, "out": out})
+    require_alignment({"a_scale": a_scale, "m_indptr": m_indptr}, SCALE_WORD)
     if virtual is not None:
         virtual_operators.run_group_gemm(virtual, problem, out, a, b, a_scale, b_scale, m_indptr, tactic)
         return out

@@ -17,14 +17,20 @@ if TYPE_CHECKING:
 
 
 from ..api_logging import flashinfer_api
+from ..sm12x_arguments import describe, require_computing_device, require_tensor, require_tensor_type
 from ..tllm_enums import SfLayout
 from ..trace.templates.quantize import mxfp4_quantize_trace
 from . import mx_cpu
 
 
-def _only_upstream_has(layout: SfLayout) -> bool:
+def _only_upstream_has(layout: Any) -> bool:
     """Upstream takes CPU tensors with 8x4 scales too, through a CUDA device."""
-    return layout is SfLayout.layout_8x4 and torch.cuda.is_available()
+    return layout == SfLayout.layout_8x4 and torch.cuda.is_available()
+
+
+def _require_tensor(name: str, value: Any) -> None:
+    require_tensor_type(name, value)
+    require_computing_device(name, value)
 
 
 @flashinfer_api(trace=mxfp4_quantize_trace)
@@ -58,14 +64,14 @@ def mxfp4_quantize(
 
     Raises
     ------
-    ValueError
-        On the CPU: another dtype, K no multiple of 32, or a layout that the CPU does not make.
+    TypeError, ValueError
+        No tensor, or neither on a CUDA device nor on the CPU.  On the CPU: another dtype, K no multiple of 32, or a layout that the CPU does not make.
     """
-    layout = SfLayout(sfLayout)
-    if a.device.type != "cpu" or _only_upstream_has(layout):
+    _require_tensor("a", a)
+    if a.device.type != "cpu" or _only_upstream_has(sfLayout):
         return _upstream.mxfp4_quantize(a, backend, enable_pdl, sfLayout)
     mx_cpu.check_float_input("a", a)
-    mx_cpu.check_layout(layout)
+    layout = mx_cpu.check_layout("sfLayout", sfLayout)
     packed, scales = mx_cpu.quantize_mxfp4_linear(a)
     linear = scales.reshape(-1, scales.shape[-1])
     return packed, mx_cpu.arrange_scales(linear, layout)
@@ -97,17 +103,19 @@ def mxfp4_dequantize(
 
     Raises
     ------
-    ValueError
-        On the CPU: another dtype, rank or K, scales of another size, or a layout that the CPU does not read.
+    TypeError, ValueError
+        No tensor, or neither on a CUDA device nor on the CPU.  On the CPU: another dtype, rank or K, scales of another size, or a layout that the CPU does not read.
     """
-    layout = SfLayout(sfLayout)
-    if a_fp4.device.type != "cpu" or a_sf.device.type != "cpu" or _only_upstream_has(layout):
+    _require_tensor("a_fp4", a_fp4)
+    _require_tensor("a_sf", a_sf)
+    if a_fp4.device.type != "cpu" or a_sf.device.type != "cpu" or _only_upstream_has(sfLayout):
         return _upstream.mxfp4_dequantize(a_fp4, a_sf, sfLayout)
-    mx_cpu.check_layout(layout)
-    if a_fp4.ndim != 2 or a_fp4.dtype != torch.uint8 or a_fp4.shape[1] % 16:
-        raise ValueError(
-            f"a_fp4 is {a_fp4.dtype} {tuple(a_fp4.shape)}; it must be torch.uint8 [M, K / 2], K a multiple of 32"
-        )
+    layout = mx_cpu.check_layout("sfLayout", sfLayout)
+    matrix = a_fp4.ndim == 2 and a_fp4.layout is torch.strided
+    if not matrix or a_fp4.dtype != torch.uint8 or a_fp4.shape[1] % 16:
+        raise ValueError(f"a_fp4 is {describe(a_fp4)}; it must be torch.uint8 [M, K / 2], K a multiple of 32")
+    if a_sf.layout is not torch.strided:
+        raise ValueError(f"a_sf is {describe(a_sf)}; it must be dense")
     rows, blocks = a_fp4.shape[0], a_fp4.shape[1] // 16
     swizzled = layout is SfLayout.layout_128x4
     needed = mx_cpu.swizzled_size(rows, blocks) if swizzled else rows * blocks
@@ -140,33 +148,22 @@ def block_scale_interleave(unswizzled_sf: torch.Tensor, *, out: torch.Tensor | N
 
     Raises
     ------
-    ValueError
-        On the CPU: another dtype or rank, or an ``out`` that does not fit.
+    TypeError, ValueError
+        No tensor, or neither on a CUDA device nor on the CPU.  On the CPU: another dtype or rank, or an ``out`` that does not fit.
     """
+    _require_tensor("unswizzled_sf", unswizzled_sf)
     if unswizzled_sf.device.type != "cpu":
         return _upstream.block_scale_interleave(unswizzled_sf, out=out)
-    if unswizzled_sf.ndim not in (2, 3) or unswizzled_sf.dtype not in (
-        torch.uint8,
-        torch.bfloat16,
-    ):
+    dense = unswizzled_sf.layout is torch.strided
+    if not dense or unswizzled_sf.ndim not in (2, 3) or unswizzled_sf.dtype not in (torch.uint8, torch.bfloat16):
         raise ValueError(
-            f"unswizzled_sf is {unswizzled_sf.dtype} {tuple(unswizzled_sf.shape)}; it must be torch.uint8 or "
-            "torch.bfloat16, 2-D or 3-D"
+            f"unswizzled_sf is {describe(unswizzled_sf)}; it must be torch.uint8 or torch.bfloat16, 2-D or 3-D"
         )
     matrices = unswizzled_sf.reshape(-1, *unswizzled_sf.shape[-2:])
     swizzled = torch.stack([mx_cpu.swizzle_128x4(matrix) for matrix in matrices])
     if out is None:
         return swizzled.reshape(-1)
-    if (
-        out.shape != (swizzled.numel(),)
-        or out.dtype != swizzled.dtype
-        or out.device != swizzled.device
-        or not out.is_contiguous()
-    ):
-        raise ValueError(
-            f"out is {out.dtype} {tuple(out.shape)} on {out.device}; it must be contiguous {swizzled.dtype} "
-            f"({swizzled.numel()},) on {swizzled.device}"
-        )
+    require_tensor("out", out, [(swizzled.numel(),)], [swizzled.dtype], swizzled.device)
     return out.copy_(swizzled.reshape(-1))
 
 

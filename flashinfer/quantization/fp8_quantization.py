@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 
 from ..api_logging import flashinfer_api
+from ..sm12x_arguments import require_computing_device, require_int, require_tensor_type, round_up
 from ..tllm_enums import SfLayout
 from ..trace.templates.quantize import mxfp8_quantize_trace
 from . import mx_cpu
@@ -61,9 +62,12 @@ def mxfp8_quantize(
 
     Raises
     ------
-    ValueError
-        On the CPU: another dtype, K or ``alignment`` no multiple of 32, or a layout that the CPU does not make.
+    TypeError, ValueError
+        ``input`` is no tensor, or neither on a CUDA device nor on the CPU.  On the CPU: another dtype, K or ``alignment`` no
+        multiple of 32, or a layout that the CPU does not make.
     """
+    require_tensor_type("input", input)
+    require_computing_device("input", input)
     if input.device.type != "cpu":
         return _upstream.mxfp8_quantize(
             input,
@@ -76,10 +80,11 @@ def mxfp8_quantize(
     if sf_swizzle_layout is None:
         sf_swizzle_layout = SfLayout.layout_128x4 if is_sf_swizzled_layout else SfLayout.layout_linear
     mx_cpu.check_float_input("input", input)
-    mx_cpu.check_layout(sf_swizzle_layout)
-    if alignment <= 0 or alignment % mx_cpu.BLOCK_SIZE:
+    sf_swizzle_layout = mx_cpu.check_layout("sf_swizzle_layout", sf_swizzle_layout)
+    alignment = require_int("alignment", alignment, 1)
+    if alignment % mx_cpu.BLOCK_SIZE:
         raise ValueError(f"alignment is {alignment}; it must be a positive multiple of {mx_cpu.BLOCK_SIZE}")
-    padding = -input.shape[-1] % alignment
+    padding = round_up(input.shape[-1], alignment) - input.shape[-1]
     padded = torch.nn.functional.pad(input, (0, padding)) if padding else input
     values, scales = mx_cpu.quantize_mxfp8_linear(padded)
     linear = scales.reshape(-1, scales.shape[-1])

@@ -9,24 +9,23 @@ value exactly, so that the results equal those of the float64 reference bit for 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 
+from ..sm12x_arguments import describe, round_up
 from ..tllm_enums import SfLayout
 
 BLOCK_SIZE = 32
+CPU_LAYOUTS = (SfLayout.layout_128x4, SfLayout.layout_linear)
 _MANTISSA_BITS = 23
 _E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-
-
-def _pad_to(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 def swizzle_128x4(linear: torch.Tensor) -> torch.Tensor:
     """Linear scale bytes ``[rows, blocks]`` to the 128x4 layout ``[pad128(rows), pad4(blocks)]``, padded with 0."""
     rows, blocks = linear.shape
-    padded_rows, padded_blocks = _pad_to(rows, 128), _pad_to(blocks, 4)
+    padded_rows, padded_blocks = round_up(rows, 128), round_up(blocks, 4)
     padded = linear.new_zeros((padded_rows, padded_blocks))
     padded[:rows, :blocks] = linear
     tiles = padded.view(padded_rows // 128, 4, 32, padded_blocks // 4, 4)
@@ -35,7 +34,7 @@ def swizzle_128x4(linear: torch.Tensor) -> torch.Tensor:
 
 def unswizzle_128x4(swizzled: torch.Tensor, rows: int, blocks: int) -> torch.Tensor:
     """The linear ``[rows, blocks]`` of 128x4 scales of any byte-compatible shape and dtype."""
-    padded_rows, padded_blocks = _pad_to(rows, 128), _pad_to(blocks, 4)
+    padded_rows, padded_blocks = round_up(rows, 128), round_up(blocks, 4)
     tiles = swizzled.reshape(-1).view(torch.uint8)
     tiles = tiles.view(padded_rows // 128, padded_blocks // 4, 32, 4, 4)
     linear = tiles.permute(0, 3, 2, 1, 4).reshape(padded_rows, padded_blocks)
@@ -142,7 +141,7 @@ def dequantize_mxfp4_linear(
 
 def swizzled_size(rows: int, blocks: int) -> int:
     """Bytes of the 128x4 scales of a matrix of ``rows`` rows and ``blocks`` K-blocks."""
-    return _pad_to(rows, 128) * _pad_to(blocks, 4)
+    return round_up(rows, 128) * round_up(blocks, 4)
 
 
 def arrange_scales(linear: torch.Tensor, layout: SfLayout) -> torch.Tensor:
@@ -150,20 +149,26 @@ def arrange_scales(linear: torch.Tensor, layout: SfLayout) -> torch.Tensor:
     return swizzle_128x4(linear) if layout is SfLayout.layout_128x4 else linear
 
 
-def check_layout(layout: SfLayout) -> None:
-    """Raise ``ValueError`` for a scale layout that the CPU does not make."""
-    if layout not in (SfLayout.layout_128x4, SfLayout.layout_linear):
+def check_layout(name: str, layout: Any) -> SfLayout:
+    """``layout`` as one that the CPU makes; raises ``ValueError`` for others and for what is no layout."""
+    try:
+        known = SfLayout(layout)
+    except ValueError:
+        known = None
+    if known not in CPU_LAYOUTS:
         raise ValueError(
-            f"scale layout {SfLayout(layout).name} exists on CUDA only; on the CPU it may be layout_128x4 or "
-            "layout_linear"
+            f"{name} is {describe(layout) if known is None else known.name}; on the CPU it must be layout_128x4 or "
+            "layout_linear (layout_8x4 exists on CUDA only)"
         )
+    return known
 
 
-def check_float_input(name: str, tensor: torch.Tensor) -> None:
+def check_float_input(name: str, tensor: Any) -> None:
     """Raise ``ValueError`` unless ``tensor`` is a float ``[..., K]`` with K a positive multiple of 32."""
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
-    if tensor.dtype not in dtypes or tensor.ndim < 1 or tensor.shape[-1] == 0 or tensor.shape[-1] % BLOCK_SIZE:
+    last = tensor.shape[-1] if tensor.ndim else 0
+    if tensor.dtype not in dtypes or tensor.layout is not torch.strided or last == 0 or last % BLOCK_SIZE:
         raise ValueError(
-            f"{name} is {tensor.dtype} {tuple(tensor.shape)}; it must be {', '.join(map(str, dtypes))} with a last "
-            f"dimension that is a positive multiple of {BLOCK_SIZE}"
+            f"{name} is {describe(tensor)}; it must be {', '.join(map(str, dtypes))} with a last dimension that is a "
+            f"positive multiple of {BLOCK_SIZE}"
         )

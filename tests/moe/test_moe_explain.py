@@ -86,7 +86,7 @@ def test_rows_per_expert() -> None:
             ["--hidden", "2890"],
             "hidden is 2890; it must be a positive multiple of 32 (pad the weights with zeros to 2912)",
         ),
-        (["--inter", "0"], "inter is 0; it must be a positive multiple of 32"),
+        (["--inter", "0"], r"inter is 0; it must be an integer in [1, 1073741823], a multiple of 32"),
         (["--experts", "513"], "experts is 513; it must be in [1, 512]"),
         (["--experts", "0"], "experts is 0; it must be in [1, 512]"),
         (["--experts", "2"], "top_k is 4; it must be in [1, 2], the number of experts"),

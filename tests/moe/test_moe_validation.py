@@ -13,7 +13,14 @@ from flashinfer.tllm_enums import ActivationType
 
 import flashinfer
 from flashinfer.fused_moe import cutlass_fused_moe_workspace_size
-from flashinfer.testing import MoECase, make_moe_inputs
+from flashinfer.testing import (
+    ANY_ORDER,
+    TENSOR_CORE,
+    MoECase,
+    check_within_bound,
+    make_moe_inputs,
+    moe_reference,
+)
 
 Arguments = dict[str, Any]
 CASE = MoECase(6, 160, 96, 8, 3, 0)
@@ -176,11 +183,11 @@ BAD: list[tuple[int, Callable[[Arguments], None], str]] = [
     (0, _set(workspace_buffer=torch.empty(64, dtype=torch.uint8, device="meta")), "^workspace_buffer is on meta"),
     (0, _set(workspace_buffer=17), "^workspace_buffer is 17; it must be a 1-D"),
     # parallel sizes
-    (0, _set(ep_size=0), "^ep_size is 0; it must be at least 1"),
-    (0, _set(ep_size=2, ep_rank=2), r"^ep_rank is 2; it must be in \[0, 2\)"),
-    (0, _set(ep_size=2, ep_rank=-1), r"^ep_rank is -1; it must be in \[0, 2\)"),
+    (0, _set(ep_size=0), r"^ep_size is 0; it must be an integer in \[1, 2147483647\]"),
+    (0, _set(ep_size=2, ep_rank=2), r"^ep_rank is 2; it must be an integer in \[0, 1\], below ep_size"),
+    (0, _set(ep_size=2, ep_rank=-1), r"^ep_rank is -1; it must be an integer in \[0, 1\]"),
     (0, _set(tp_size=-1), "^tp_size is -1"),
-    (0, _set(tp_size=2, tp_rank=5), r"^tp_rank is 5; it must be in \[0, 2\)"),
+    (0, _set(tp_size=2, tp_rank=5), r"^tp_rank is 5; it must be an integer in \[0, 1\], below tp_size"),
     (0, _set(cluster_size=2), "^cluster_size is 2, cluster_rank 0; they must be 1 and 0"),
     # options
     (0, _set(use_w4_group_scaling=True), "^use_mxfp8_act_scaling and use_w4_group_scaling are both True"),
@@ -222,14 +229,14 @@ def test_good_arguments_pass_after_bad_ones(mode: int, device: torch.device) -> 
         assert flashinfer.cutlass_fused_moe(**good).shape == (6, 160)
 
 
-@pytest.mark.parametrize("bad_id", [-1, 8, 2**31 - 1])
+@pytest.mark.parametrize("bad_id", [-2, -(2**31), 8, 2**31 - 1])
 def test_expert_id_out_of_range(bad_id: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = _arguments(1, device)
     arguments["token_selected_experts"][4, 1] = bad_id
     if device.type == "cuda":
         monkeypatch.setenv("FLASHINFER_SM12X_CHECK", "1")
     with pytest.raises(
-        ValueError, match=rf"^token_selected_experts\[4, 1\] is {bad_id}; expert ids must be in \[0, 8\)"
+        ValueError, match=rf"^token_selected_experts\[4, 1\] is {bad_id}; expert ids must be in \[0, 8\), or -1 for padding"
     ):
         flashinfer.cutlass_fused_moe(**arguments)
     # Padding of an all-to-all is no error and contributes nothing.
@@ -237,6 +244,34 @@ def test_expert_id_out_of_range(bad_id: int, device: torch.device, monkeypatch: 
     arguments["token_selected_experts"][4, 1] = arguments["token_selected_experts"][4, 0]
     arguments["token_final_scales"][4, 1] = 0.0
     assert torch.equal(padded, flashinfer.cutlass_fused_moe(**arguments))
+
+
+@pytest.mark.parametrize(("ep_size", "ep_rank"), [(1, 0), (2, 0), (2, 1)])
+@pytest.mark.parametrize("mode", [0, 1, 2])
+def test_padding_contributes_nothing(
+    mode: int, ep_size: int, ep_rank: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Expert id -1, which vLLM gives padding tokens, whole batches of them while a graph is captured."""
+    if device.type == "cuda":
+        monkeypatch.setenv("FLASHINFER_SM12X_CHECK", "1")
+    inputs = make_moe_inputs(dataclasses.replace(CASE, mode=mode, ep_size=ep_size, ep_rank=ep_rank), 7, device)
+    arguments = inputs.arguments()
+    ids = arguments["token_selected_experts"]
+    ids[[1, 4]] = -1
+    ids[2, 0] = ids[3, 2] = -1
+    output = flashinfer.cutlass_fused_moe(**arguments)
+    assert output.any()
+    assert not output[[1, 4]].any()
+    accumulation = TENSOR_CORE if device.type == "cuda" else ANY_ORDER
+    check_within_bound(output, *moe_reference(inputs, accumulation), f"mode {mode}, rank {ep_rank} of {ep_size}, seed 7")
+    assert torch.equal(flashinfer.cutlass_fused_moe(**arguments, enable_alltoall=True), output)
+    ids.fill_(-1)
+    written = torch.full_like(output, torch.nan)
+    flashinfer.cutlass_fused_moe(**arguments, output=written)
+    assert torch.equal(written, torch.zeros_like(output))
+    reference, bound = moe_reference(inputs, accumulation)
+    assert not reference.any()
+    assert not bound.any()
 
 
 def test_expert_ids_are_global(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +282,7 @@ def test_expert_ids_are_global(device: torch.device, monkeypatch: pytest.MonkeyP
     arguments.update(ep_size=2, ep_rank=1)
     flashinfer.cutlass_fused_moe(**arguments)
     arguments["token_selected_experts"][5, 2] = 16
-    with pytest.raises(ValueError, match=r"\[5, 2\] is 16; expert ids must be in \[0, 16\)"):
+    with pytest.raises(ValueError, match=r"\[5, 2\] is 16; expert ids must be in \[0, 16\), or -1"):
         flashinfer.cutlass_fused_moe(**arguments)
 
 
@@ -294,12 +329,13 @@ SIZE = {
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"max_num_tokens": 0}, "^max_num_tokens is 0; it must be at least 1"),
+        ({"max_num_tokens": 0}, r"^max_num_tokens is 0; it must be an integer in \[1, 2147483647\]"),
+        ({"max_num_tokens": 2**29}, "^max_num_tokens is 536870912; with top_k 3 it must be at most 357913941"),
         ({"hidden_size": 150}, "^hidden_size is 150; it must be a positive multiple of 32"),
         ({"intermediate_size": -32}, "^intermediate_size is -32"),
         ({"num_experts_total": 0}, "^num_experts_total is 0"),
         ({"top_k": 0}, "^top_k is 0"),
-        ({"top_k": 9}, "^top_k is 9; it must be at most num_experts_total, 8"),
+        ({"top_k": 9}, r"^top_k is 9; it must be an integer in \[1, 8\], num_experts_total"),
         ({"ep_size": 3}, "^num_experts_total is 8; it must be a multiple of ep_size, 3"),
         ({"ep_size": 2, "ep_rank": 2}, "^ep_rank is 2"),
         ({"tp_size": 0}, "^tp_size is 0"),
