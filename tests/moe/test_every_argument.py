@@ -131,7 +131,7 @@ def test_tensors_of_the_moe_layer(path: str, name: str, wrong: str, request: pyt
     told_by_another = wrong in ("a row less", "one dimension more") or (name, wrong) == ("input", "another device")
     named, said = r"\w+" if told_by_another else re.escape(name), SAID.get(wrong, "")
     if (name, wrong) == ("workspace_buffer", "a row less"):
-        with pytest.raises(ValueError, match="^workspace_buffer holds 4095 bytes; this call needs 4096"):
+        with pytest.raises(ValueError, match=r"^workspace_buffer holds 4095 bytes; this call needs 4096"):
             cutlass_fused_moe(**arguments)
     else:
         _check(lambda: cutlass_fused_moe(**arguments), named, said)
@@ -191,7 +191,9 @@ def test_more_pairs_than_the_kernels_count(module: RecordingModule) -> None:
     arguments["input"] = torch.empty(rows, 160, dtype=torch.bfloat16, device="meta")
     for name in ("token_selected_experts", "token_final_scales"):
         arguments[name] = torch.empty(rows, 3, dtype=arguments[name].dtype, device="meta")
-    with pytest.raises(ValueError, match=rf"^num_tokens \(input.shape\[0\]\) is {rows}; with top_k 3 it must be at most"):
+    with pytest.raises(
+        ValueError, match=rf"^num_tokens \(input.shape\[0\]\) is {rows}; with top_k 3 it must be at most"
+    ):
         cutlass_fused_moe(**arguments)
     assert module.launches == []
 
@@ -261,7 +263,9 @@ def test_dtypes_of_the_grouped_gemm(bad: Any) -> None:
     _check(lambda: group_gemm_mxfp4_nt_groupwise(**_gemm(), out_dtype=bad), "out_dtype", "")
 
 
-@pytest.mark.parametrize(("groups", "rows", "fits"), [(1, 2**31 - 128, True), (1, 2**31 - 127, False), (4, 2**31, False)])
+@pytest.mark.parametrize(
+    ("groups", "rows", "fits"), [(1, 2**31 - 128, True), (1, 2**31 - 127, False), (4, 2**31, False)]
+)
 def test_rows_of_the_grouped_gemm_fit_int32(groups: int, rows: int, fits: bool) -> None:
     def empty(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -344,7 +348,10 @@ def test_tensors_of_what_rearranges_and_dequantizes(name: str, wrong: str) -> No
     packed, scales = flashinfer.mxfp4_quantize(torch.zeros(4, 64))
     calls: dict[str, tuple[Callable[..., Any], Arguments]] = {
         "a_fp4": (flashinfer.mxfp4_dequantize, {"a_fp4": packed, "a_sf": scales}),
-        "unswizzled_sf": (flashinfer.block_scale_interleave, {"unswizzled_sf": packed, "out": torch.empty(4096).byte()}),
+        "unswizzled_sf": (
+            flashinfer.block_scale_interleave,
+            {"unswizzled_sf": packed, "out": torch.empty(4096).byte()},
+        ),
     }
     function, arguments = calls["a_fp4" if name.startswith("a_") else "unswizzled_sf"]
     arguments[name] = WRONG[wrong](arguments[name])

@@ -236,7 +236,8 @@ def test_expert_id_out_of_range(bad_id: int, device: torch.device, monkeypatch: 
     if device.type == "cuda":
         monkeypatch.setenv("FLASHINFER_SM12X_CHECK", "1")
     with pytest.raises(
-        ValueError, match=rf"^token_selected_experts\[4, 1\] is {bad_id}; expert ids must be in \[0, 8\), or -1 for padding"
+        ValueError,
+        match=rf"^token_selected_experts\[4, 1\] is {bad_id}; expert ids must be in \[0, 8\), or -1 for padding",
     ):
         flashinfer.cutlass_fused_moe(**arguments)
     # Padding of an all-to-all is no error and contributes nothing.
@@ -263,7 +264,9 @@ def test_padding_contributes_nothing(
     assert output.any()
     assert not output[[1, 4]].any()
     accumulation = TENSOR_CORE if device.type == "cuda" else ANY_ORDER
-    check_within_bound(output, *moe_reference(inputs, accumulation), f"mode {mode}, rank {ep_rank} of {ep_size}, seed 7")
+    check_within_bound(
+        output, *moe_reference(inputs, accumulation), f"mode {mode}, rank {ep_rank} of {ep_size}, seed 7"
+    )
     assert torch.equal(flashinfer.cutlass_fused_moe(**arguments, enable_alltoall=True), output)
     ids.fill_(-1)
     written = torch.full_like(output, torch.nan)

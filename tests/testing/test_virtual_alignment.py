@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Addresses that the kernels cannot read from are refused before a launch, and those they can are read right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import flashinfer
+from flashinfer.jit.sm12x.instances import INSTANCES
+from flashinfer.testing import MoECase, make_group_gemm_inputs, make_moe_inputs
+from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def device() -> Iterator[VirtualDevice]:
+    with virtual_device("sm_121a") as made:
+        yield made
+
+
+def shifted(tensor: torch.Tensor, offset: int) -> torch.Tensor:
+    """The same values from an address that is ``offset`` more than a multiple of 128, as foreign memory may have it."""
+    size = tensor.numel() * tensor.element_size()
+    memory = bytearray(size + 256)
+    start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % 128 + offset
+    moved = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=start).view(tensor.shape)
+    moved.view(torch.uint8).copy_(tensor.view(torch.uint8))
+    assert moved.data_ptr() % 128 == offset
+    return moved
+
+
+def moe(swizzled: bool = True, hidden: int = 160, mode: int = 0) -> dict[str, Any]:
+    case = MoECase(5, hidden, 96, 4, 2, mode, swizzled_input_sf=swizzled)
+    arguments = make_moe_inputs(case, 900).arguments()
+    arguments["output"] = torch.full((5, hidden), torch.nan, dtype=torch.bfloat16)
+    return arguments
+
+
+WIDE = ("input", "output", "fc1_expert_weights", "fc2_expert_weights", "fc1_expert_biases", "fc2_expert_biases")
+WORDS = ("token_selected_experts", "token_final_scales", "swiglu_alpha", "swiglu_beta", "swiglu_limit")
+
+
+@pytest.mark.parametrize(("name", "alignment"), [(n, 16) for n in WIDE] + [(n, 4) for n in ("input_sf", *WORDS)])
+def test_tensors_of_a_layer(device: VirtualDevice, name: str, alignment: int) -> None:
+    arguments = moe()
+    arguments[name] = shifted(arguments[name], alignment // 2)
+    with pytest.raises(ValueError, match=rf"^{name} starts at address 0x\w+; it must be aligned to {alignment} bytes"):
+        flashinfer.cutlass_fused_moe(**arguments)
+    assert device.launches == []
+
+
+@pytest.mark.parametrize(
+    ("position", "name", "alignment"),
+    [
+        (0, "fc1's block scales", 16),
+        (2, "fc2's block scales", 16),
+        (1, r"quant_scales\[1\]", 4),
+        (3, r"quant_scales\[3\]", 4),
+    ],
+)
+def test_scales_of_weights(device: VirtualDevice, position: int, name: str, alignment: int) -> None:
+    arguments = moe()
+    arguments["quant_scales"][position] = shifted(arguments["quant_scales"][position], alignment // 2)
+    with pytest.raises(
+        ValueError, match=rf"^{name}.* starts at address 0x\w+; it must be aligned to {alignment} bytes"
+    ):
+        flashinfer.cutlass_fused_moe(**arguments)
+    assert device.launches == []
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["pair", "streamed"])
+@pytest.mark.parametrize(
+    ("swizzled", "hidden", "offset"),
+    [(True, 160, 4), (False, 256, 4), (False, 160, 5), (False, 160, 2)],
+    ids=["128x4", "linear, whole words", "linear, a row on", "linear, odd words"],
+)
+def test_scales_of_tokens_that_start_where_they_may(
+    device: VirtualDevice, swizzled: bool, hidden: int, offset: int, streamed: bool
+) -> None:
+    """Linear scales of a K that is no multiple of 128 are read by bytes: a view from another row on is right."""
+    tactic = next(row.index for row in INSTANCES if row.activation == "mxfp8" and row.streamed == streamed)
+    arguments = {**moe(swizzled, hidden), "profile_ids": [tactic, tactic]}
+    expected = flashinfer.cutlass_fused_moe(**arguments).clone()
+    arguments["output"].fill_(torch.nan)
+    arguments["input_sf"] = shifted(arguments["input_sf"], offset)
+    assert torch.equal(flashinfer.cutlass_fused_moe(**arguments), expected)
+    assert device.launches and all(launch.clean for launch in device.launches)
+
+
+def test_linear_scales_in_whole_words(device: VirtualDevice) -> None:
+    arguments = moe(swizzled=False, hidden=256)
+    arguments["input_sf"] = shifted(arguments["input_sf"], 1)
+    with pytest.raises(ValueError, match=r"^input_sf starts at address 0x\w+; it must be aligned to 4 bytes"):
+        flashinfer.cutlass_fused_moe(**arguments)
+    assert device.launches == []
+
+
+@pytest.mark.parametrize(
+    ("name", "alignment"), [("a", 16), ("b", 16), ("b_scale", 16), ("out", 16), ("a_scale", 4), ("m_indptr", 4)]
+)
+def test_tensors_of_a_grouped_gemm(device: VirtualDevice, name: str, alignment: int) -> None:
+    arguments: dict[str, Any] = dict(make_group_gemm_inputs([3, 5], 64, 96, 901))
+    arguments["out"] = torch.full((8, 64), torch.nan, dtype=torch.bfloat16)
+    arguments[name] = shifted(arguments[name], alignment // 2)
+    with pytest.raises(ValueError, match=rf"^{name} starts at address 0x\w+; it must be aligned to {alignment} bytes"):
+        flashinfer.gemm.group_gemm_mxfp4_nt_groupwise(**arguments)
+    assert device.launches == []
+
+
+def test_scales_of_rows_are_words(device: VirtualDevice) -> None:
+    arguments: dict[str, Any] = dict(make_group_gemm_inputs([3, 5], 64, 96, 902))
+    expected = flashinfer.gemm.group_gemm_mxfp4_nt_groupwise(**arguments)
+    arguments["a_scale"] = shifted(arguments["a_scale"], 4)
+    assert torch.equal(flashinfer.gemm.group_gemm_mxfp4_nt_groupwise(**arguments), expected)
+    assert all(launch.clean for launch in device.launches)
