@@ -4,19 +4,21 @@
 FC1 and FC2 are tuned one after the other, each as the time of the whole layer with the other at its default, because
 FC2 starts streaming its weights while FC1 still runs.  A tactic that computes the whole layer is one of FC1's; chosen, it
 leaves FC2 nothing to choose.  The operators' names in a cache file are
-``flashinfer::sm12x_moe::fc1`` and ``flashinfer::sm12x_moe::fc2``; a tactic is an index of the instance table.
+``flashinfer::sm12x_moe::fc1`` and ``flashinfer::sm12x_moe::fc2``; a tactic is an index of the instance table, whose digest
+is part of the keys.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 from typing import Any
 
 import torch
 
 from ..autotuner import AutoTuner, DynamicTensorSpec, TunableRunner, TuningConfig
-from ..jit.sm12x.instances import INSTANCES
+from ..jit.sm12x.instances import INSTANCES, Instance
 from ..sm12x_arguments import round_up
 from . import sm12x_dispatch as dispatch
 from .sm12x_plan import Plan, allowed_tactics, computes_layer, launch, make_plan, pair_tactics, resolved_pair
@@ -28,6 +30,16 @@ OPERATORS = ("flashinfer::sm12x_moe::fc1", "flashinfer::sm12x_moe::fc2")
 # Positions in the argument tuple that sm12x_moe builds for the kernel module.
 _OUTPUT, _INPUT, _INPUT_SF, _IDS, _SCALES, _FC1, _FC2 = 0, 1, 2, 3, 4, 5, 9
 _ROUTING_SEED = 0
+
+
+@functools.lru_cache(maxsize=8)
+def table_digest(rows: tuple[Instance, ...]) -> str:
+    """What the tactic numbers of ``rows`` mean, all columns of them, as a part of a cache's keys.
+
+    A tactic is a row's number.  Behind another table a saved one may be another kernel, or no longer the best.
+    """
+    columns = [sorted(dataclasses.asdict(row).items()) for row in rows]
+    return hashlib.sha256(repr(columns).encode()).hexdigest()[:16]
 
 
 @functools.lru_cache(maxsize=16)
@@ -86,6 +98,7 @@ class SM12xMoERunner(TunableRunner):
             problem.num_experts_total,
             self.swizzled_input_sf,
             self.enable_pdl,
+            table_digest(INSTANCES),
         )
 
     def _fits(self, tactic: int, inputs: list[torch.Tensor]) -> bool:

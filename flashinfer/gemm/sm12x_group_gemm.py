@@ -327,7 +327,9 @@ class SM12xGroupGemmRunner(TunableRunner):
 
     def get_cache_key_extras(self, inputs: list[torch.Tensor]) -> tuple[Any, ...]:
         """What besides the shapes tells saved tactics apart."""
-        return (str(inputs[0].dtype), str(self.out_dtype), self.num_groups)
+        from ..fused_moe.sm12x_tuning import table_digest
+
+        return (str(inputs[0].dtype), str(self.out_dtype), self.num_groups, table_digest(GEMM_INSTANCES))
 
     def get_valid_tactics(self, inputs: list[torch.Tensor], profile: Any) -> list[int]:
         """Instances that fit the device's shared memory."""
