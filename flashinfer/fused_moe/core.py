@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     def __getattr__(name: str) -> Any: ...
 
 
-from .. import api_logging
 from ..api_logging import flashinfer_api
 from ..jit.sm12x.instances import MAX_EXPERTS
 from ..sm12x_arguments import (
@@ -46,6 +45,7 @@ from ..sm12x_arguments import (
     require_output_dtype,
     require_tensor_type,
 )
+from ..sm12x_probes import adds_nothing
 from ..tllm_enums import ActivationType
 from ..trace.templates.moe import cutlass_fused_moe_trace
 from . import sm12x_dispatch, sm12x_moe
@@ -63,7 +63,7 @@ from .sm12x_validation import (
 )
 
 # Nothing is logged: upstream reads FLASHINFER_LOGLEVEL once, when it is imported.
-_BARE = api_logging._API_LOG_LEVEL == 0
+_BARE = adds_nothing(flashinfer_api)
 _SM12X_ARCHITECTURES = ("120", "121")
 _MOE_PARAMETERS = tuple(inspect.signature(_upstream.cutlass_fused_moe).parameters)
 _WORKSPACE_PARAMETERS = tuple(inspect.signature(_upstream.cutlass_fused_moe_workspace_size).parameters)
@@ -78,7 +78,7 @@ def _upstream_sm12x_module(backend: str, use_fast_build: bool) -> Any:
     """
     from ..jit.fused_moe import gen_cutlass_fused_moe_sm120_upstream_module
 
-    build = _upstream.get_cutlass_fused_moe_module.__wrapped__
+    build = inspect.unwrap(_upstream.get_cutlass_fused_moe_module)
     namespace = dict(build.__globals__)
     namespace["gen_cutlass_fused_moe_sm120_module"] = gen_cutlass_fused_moe_sm120_upstream_module
     renamed = types.FunctionType(
@@ -316,9 +316,9 @@ def _without_idle_wrapper(public: Any) -> Any:
     That wrapper packs and unpacks 36 arguments and looks the switch of trace dumps up in ``os.environ``, 2 us a call, to do
     nothing.  Without it the function looks at the switch itself (:func:`_dump_trace`); with logging on the wrapper stays.
     """
-    if not _BARE:
+    bare = inspect.unwrap(public)
+    if not _BARE or bare is public:
         return public
-    bare = public.__wrapped__
     bare.__dict__.update({name: value for name, value in vars(public).items() if name != "__wrapped__"})
     return bare
 

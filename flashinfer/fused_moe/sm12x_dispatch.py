@@ -21,15 +21,14 @@ from typing import Any
 import torch
 
 from ..jit.sm12x.instances import INSTANCES
+from ..sm12x_probes import environment
 from ..utils import get_compute_capability
 
 OPT_IN_CAPABILITIES = ((9, 0),)
 
 
-# Read on every call, so that one process can compare both settings. os.environ decodes a value, and raises and catches
-# a KeyError for an absent one, a microsecond each; what it keeps underneath is a plain dictionary.
-_environment: Any = getattr(os.environ, "_data", os.environ)
-_encode: Any = getattr(os.environ, "encodekey", str)
+# Read on every call, so that one process can compare both settings.
+_environment, _encode = environment()
 _MOE = _encode("FLASHINFER_SM12X_MOE")
 _CHECK = _encode("FLASHINFER_SM12X_CHECK")
 _TRACE_DUMP = _encode("FLASHINFER_TRACE_DUMP")

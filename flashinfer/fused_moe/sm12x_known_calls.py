@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..autotuner import AutoTuner
+from .. import sm12x_probes
 from ..sm12x_arguments import POINTER_ALIGNMENT, SCALE_WORD, require_alignment
 from .sm12x_plan import Plan, launch, pair_tactics
 from .sm12x_tuning import tuned_tactics
@@ -48,19 +48,19 @@ class MoETensors(NamedTuple):
 def _look(tensor: Any) -> tuple[Any, ...]:
     if not isinstance(tensor, torch.Tensor):
         return (type(tensor),)
+    if tensor.layout is not torch.strided:
+        return (tensor.layout,)
     return tensor.shape, tensor.dtype, tensor.device, tensor.stride(), type(tensor)
 
 
 def same_look(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     """A function that tells whether as many tensors have the shapes, strides, dtypes and devices of ``tensors``.
 
-    The first choice is what ``torch.compile`` guards its graphs with: one call into C++, a third of the time that reading
-    the attributes takes.  It is not public, hence the second.
+    torch's own guards do it in one call into C++, where they are as expected.
     """
-    guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
-    tensor_guards = getattr(guards, "TensorGuards", None)
-    if tensor_guards is not None:
-        check: Callable[..., bool] = tensor_guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    guards = sm12x_probes.TENSOR_GUARDS
+    if guards is not None:
+        check: Callable[..., bool] = guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
         return check
     looks = [_look(tensor) for tensor in tensors]
     return lambda *others: [_look(other) for other in others] == looks
@@ -128,8 +128,8 @@ def kernel_arguments(
 def require_element_alignment(tensors: MoETensors, quant_scales: Sequence[torch.Tensor]) -> None:
     """Raise unless what the kernels read in elements of 32 bits starts at a multiple of them.
 
-    Memory that torch allocates does, and views of it do; foreign memory may not.  So it is looked at once, when a call is
-    validated.
+    Memory that torch allocates does, and views of it do; foreign memory may not.  So it is looked at once, when a call
+    is validated.
     """
     names = ("token_selected_experts", "token_final_scales", "swiglu_alpha", "swiglu_beta", "swiglu_limit")
     elements = {name: getattr(tensors, name) for name in names}
@@ -169,9 +169,10 @@ class KnownCall:
         tactics = self.forced
         if tactics is None:
             tactics = plan.tactics
-            if AutoTuner._instance is not None:
+            tuner = sm12x_probes.TUNER_HOLDER._instance
+            if tuner is not None:
                 swizzled = self.swizzled_input_sf
-                tactics = tuned_tactics(plan, arguments, swizzled, tune_max_num_tokens, self.enable_pdl)
+                tactics = tuned_tactics(tuner, plan, arguments, swizzled, tune_max_num_tokens, self.enable_pdl)
         options = workspace, self.swizzled_input_sf
         if not launch(plan.problem, arguments, *options, tactics, self.enable_pdl):
             if self.forced is not None:

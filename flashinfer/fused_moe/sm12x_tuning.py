@@ -4,8 +4,8 @@
 FC1 and FC2 are tuned one after the other, each as the time of the whole layer with the other at its default, because
 FC2 starts streaming its weights while FC1 still runs.  A tactic that computes the whole layer is one of FC1's; chosen, it
 leaves FC2 nothing to choose.  The operators' names in a cache file are
-``flashinfer::sm12x_moe::fc1`` and ``flashinfer::sm12x_moe::fc2``; a tactic is an index of the instance table, whose digest
-is part of the keys.
+``flashinfer::sm12x_moe::fc1`` and ``flashinfer::sm12x_moe::fc2``; a tactic is an index of the instance table, whose
+digest is part of the keys.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
-from ..autotuner import AutoTuner, DynamicTensorSpec, TunableRunner, TuningConfig
+from ..autotuner import DynamicTensorSpec, TunableRunner, TuningConfig
 from ..jit.sm12x.instances import INSTANCES, Instance
 from ..sm12x_arguments import round_up
+from ..sm12x_probes import NOTHING_TUNED, tuner_state
 from . import sm12x_dispatch as dispatch
 from .sm12x_plan import Plan, allowed_tactics, computes_layer, launch, make_plan, pair_tactics, resolved_pair
 from .sm12x_planner import plan_moe
@@ -228,30 +229,18 @@ class SM12xStageRunner(TunableRunner):
         return self._runner(inputs, kwargs.get("gemm_idx")).forward(inputs, tactic, do_preparation)
 
 
-def tuner_state(tuner: Any) -> Any:
-    """What the tuner's answers depend on outside a tuning context, or ``None`` inside one: then it must be asked."""
-    if tuner.is_tuning_mode or tuner._active_tuning_contexts or tuner._in_v2_context:
-        return None
-    return (
-        tuner._dirty_seq,
-        len(tuner.profiling_cache),
-        len(tuner._file_configs),
-        tuner._managed_cache,
-    )
-
-
-NOTHING_TUNED = (0, 0, 0, None)
-
-
 def tuned_tactics(
+    tuner: Any,
     plan: Plan,
     arguments: tuple[Any, ...],
     swizzled_input_sf: bool,
     tune_max_num_tokens: int,
     enable_pdl: bool,
 ) -> tuple[int, int]:
-    """The autotuner's tactics for this call: tuned now inside ``autotune(True)``, else remembered, else the plan's."""
-    tuner = AutoTuner.get()
+    """The tactics that ``tuner``, the autotuner, has for this call.
+
+    Tuned now inside ``autotune(True)``, else remembered, else the plan's.
+    """
     state = tuner_state(tuner)
     if state == NOTHING_TUNED:
         return plan.tactics

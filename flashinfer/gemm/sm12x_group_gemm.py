@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from ..autotuner import AutoTuner, DynamicTensorSpec, TunableRunner, TuningConfig
+from .. import sm12x_probes
+from ..autotuner import DynamicTensorSpec, TunableRunner, TuningConfig
 from ..jit.sm12x.instances import GEMM_INSTANCES, MAX_EXPERTS
 from ..quantization.mx_cpu import (
     BLOCK_SIZE,
@@ -32,6 +33,7 @@ from ..sm12x_arguments import (
     require_tensor_type,
     round_up,
 )
+from ..sm12x_probes import NOTHING_TUNED, tuner_state
 from ..testing import virtual_device, virtual_operators
 from ..utils import device_support_pdl
 
@@ -290,8 +292,9 @@ def group_gemm(
         return out
     if tactic is None:
         tactic = plan.tactic
-        if AutoTuner._instance is not None:
-            tactic = _tuned_tactic(plan, out, a, b, a_scale, b_scale, m_indptr)
+        tuner = sm12x_probes.TUNER_HOLDER._instance
+        if tuner is not None:
+            tactic = _tuned_tactic(tuner, plan, out, a, b, a_scale, b_scale, m_indptr)
     launch(plan, out, a, b, a_scale, b_scale, m_indptr, tactic)
     return out
 
@@ -399,6 +402,7 @@ def _tuning_config() -> TuningConfig:
 
 
 def _tuned_tactic(
+    tuner: Any,
     plan: Plan,
     out: torch.Tensor,
     a: torch.Tensor,
@@ -407,9 +411,6 @@ def _tuned_tactic(
     b_scale: torch.Tensor,
     m_indptr: torch.Tensor,
 ) -> int:
-    from ..fused_moe.sm12x_tuning import NOTHING_TUNED, tuner_state
-
-    tuner = AutoTuner.get()
     state = tuner_state(tuner)
     if state == NOTHING_TUNED:
         return plan.tactic

@@ -63,8 +63,8 @@ def mxfp8_quantize(
     Raises
     ------
     TypeError, ValueError
-        ``input`` is no tensor, or neither on a CUDA device nor on the CPU.  On the CPU: another dtype, K or ``alignment`` no
-        multiple of 32, or a layout that the CPU does not make.
+        ``input`` is no tensor, or neither on a CUDA device nor on the CPU.  On the CPU: another dtype, K or
+        ``alignment`` no multiple of 32, or a layout that the CPU does not make.
     """
     require_tensor_type("input", input)
     require_computing_device("input", input)

@@ -52,8 +52,8 @@ WRONG: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 # What a message says of the value.
 SAID = {
-    "None": "None", "list": "a list of 2", "numpy array": r"a numpy\.ndarray, uint8 \(", "float": r"2\.5", "strided": "strides",
-    "complex64": r"torch\.complex64", "float32": r"torch\.float32", "sparse": r"layout torch\.sparse_coo",
+    "None": "None", "list": "a list of 2", "numpy array": r"a numpy\.ndarray, uint8 \(", "float": r"2\.5",
+    "strided": "strides", "complex64": r"torch\.complex64", "float32": r"torch\.float32", "sparse": r"layout torch\.sparse_coo",
 }  # fmt: skip
 BAD_INTS: dict[str, Any] = {"str": "2", "float": 2.5, "None": None, "2**40": 2**40, "-1": -1, "list": [1]}
 INT_SAID = {"str": "'2'", "float": r"2\.5", "None": "None", "2**40": "1099511627776", "-1": "-1", "list": "a list of 1"}
@@ -67,16 +67,16 @@ def _check(call: Callable[[], Any], name: str, said: str) -> None:
     assert len(str(caught.value)) < 400
 
 
-# --- cutlass_fused_moe ---------------------------------------------------------------------------------------------------
+# --- cutlass_fused_moe ------------------------------------------------------------------------------------------------
 
 MOE_TENSORS = (
     "input", "input_sf", "token_selected_experts", "token_final_scales", "fc1_expert_weights", "fc2_expert_weights",
-    "fc1_expert_biases", "fc2_expert_biases", "swiglu_alpha", "swiglu_beta", "swiglu_limit", "output", "workspace_buffer",
-    "quant_scales[0]", "quant_scales[1]", "quant_scales[2]", "quant_scales[3]",
+    "fc1_expert_biases", "fc2_expert_biases", "swiglu_alpha", "swiglu_beta", "swiglu_limit", "output",
+    "workspace_buffer", "quant_scales[0]", "quant_scales[1]", "quant_scales[2]", "quant_scales[3]",
 )  # fmt: skip
 OPTIONAL = {
-    "token_final_scales", "fc1_expert_biases", "fc2_expert_biases", "swiglu_alpha", "swiglu_beta", "swiglu_limit", "output",
-    "workspace_buffer",
+    "token_final_scales", "fc1_expert_biases", "fc2_expert_biases", "swiglu_alpha", "swiglu_beta", "swiglu_limit",
+    "output", "workspace_buffer",
 }  # fmt: skip
 FLOAT32 = {"token_final_scales", "swiglu_alpha", "swiglu_beta", "swiglu_limit", "quant_scales[1]", "quant_scales[3]"}
 # Other weights on a CUDA device are upstream's to judge.
@@ -198,7 +198,7 @@ def test_more_pairs_than_the_kernels_count(module: RecordingModule) -> None:
     assert module.launches == []
 
 
-# --- cutlass_fused_moe_workspace_size ------------------------------------------------------------------------------------
+# --- cutlass_fused_moe_workspace_size ---------------------------------------------------------------------------------
 
 SIZES = {
     "max_num_tokens": 8, "hidden_size": 160, "intermediate_size": 96, "num_experts_total": 8, "top_k": 3,
@@ -228,7 +228,7 @@ def test_dtypes_and_devices_of_the_workspace_size(name: str, bad: Any) -> None:
     _check(lambda: cutlass_fused_moe_workspace_size(**{**SIZES, name: bad}), name, "")
 
 
-# --- group_gemm_mxfp4_nt_groupwise ---------------------------------------------------------------------------------------
+# --- group_gemm_mxfp4_nt_groupwise ------------------------------------------------------------------------------------
 
 
 def _gemm() -> Arguments:
@@ -284,11 +284,11 @@ def test_rows_of_the_grouped_gemm_fit_int32(groups: int, rows: int, fits: bool) 
         sm12x_group_gemm.validate(*operands, (1, 128, 128, 128, True), None, None)
 
 
-# --- quantization on the CPU ---------------------------------------------------------------------------------------------
+# --- quantization on the CPU ------------------------------------------------------------------------------------------
 
 QUANTIZERS = {"input": flashinfer.mxfp8_quantize, "a": flashinfer.mxfp4_quantize}
 UNQUANTIZABLE = {
-    **{wrong: WRONG[wrong] for wrong in ("None", "list", "numpy array", "float", "another device", "complex64", "sparse")},
+    **{name: WRONG[name] for name in ("None", "list", "numpy array", "float", "another device", "complex64", "sparse")},
     "int32": lambda tensor: tensor.int(),
     "0-D": lambda tensor: tensor[0, 0],
     "K of 40": lambda tensor: tensor[:, :40],

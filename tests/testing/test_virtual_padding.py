@@ -17,8 +17,8 @@ pytestmark = pytest.mark.slow
 
 HIDDEN, INTER, EXPERTS, TOP_K = 352, 160, 6, 2
 MODES = {0: "MXFP8 input", 1: "bf16 input", 2: "W4A16"}
-# Pairs of GEMMs route by themselves up to IN_KERNEL_ENTRIES (token, slot) pairs, but W4A16's never do; streamed layers route
-# up to 32 in registers.
+# Pairs of GEMMs route by themselves up to IN_KERNEL_ENTRIES (token, slot) pairs, but W4A16's never do; streamed layers
+# route up to 32 in registers.
 FEW, MANY = 9, IN_KERNEL_ENTRIES // TOP_K + 3
 
 
