@@ -65,8 +65,8 @@ def mxfp4_quantize(
     Raises
     ------
     TypeError, ValueError
-        No tensor, or neither on a CUDA device nor on the CPU.  On the CPU: another dtype, K no multiple of 32, or a layout
-        that the CPU does not make.
+        No tensor, or neither on a CUDA device nor on the CPU.  On the CPU: another dtype, K no multiple of 32, or a
+        layout that the CPU does not make.
     """
     _require_tensor("a", a)
     if a.device.type != "cpu" or _only_upstream_has(sfLayout):
@@ -151,8 +151,8 @@ def block_scale_interleave(unswizzled_sf: torch.Tensor, *, out: torch.Tensor | N
     Raises
     ------
     TypeError, ValueError
-        No tensor, or neither on a CUDA device nor on the CPU.  On the CPU: another dtype or rank, or an ``out`` that does
-        not fit.
+        No tensor, or neither on a CUDA device nor on the CPU.  On the CPU: another dtype or rank, or an ``out`` that
+        does not fit.
     """
     _require_tensor("unswizzled_sf", unswizzled_sf)
     if unswizzled_sf.device.type != "cpu":

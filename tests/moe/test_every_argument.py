@@ -53,7 +53,8 @@ WRONG: dict[str, Callable[[torch.Tensor], Any]] = {
 # What a message says of the value.
 SAID = {
     "None": "None", "list": "a list of 2", "numpy array": r"a numpy\.ndarray, uint8 \(", "float": r"2\.5",
-    "strided": "strides", "complex64": r"torch\.complex64", "float32": r"torch\.float32", "sparse": r"layout torch\.sparse_coo",
+    "strided": "strides", "complex64": r"torch\.complex64", "float32": r"torch\.float32",
+    "sparse": r"layout torch\.sparse_coo",
 }  # fmt: skip
 BAD_INTS: dict[str, Any] = {"str": "2", "float": 2.5, "None": None, "2**40": 2**40, "-1": -1, "list": [1]}
 INT_SAID = {"str": "'2'", "float": r"2\.5", "None": "None", "2**40": "1099511627776", "-1": "-1", "list": "a list of 1"}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Private parts of others that are gone, take other arguments or do something else: the public way, the same results."""
+"""Private parts of others that are gone or do something else: the public way, the same results."""
 
 from __future__ import annotations
 
