@@ -87,7 +87,8 @@ bool moe_run(TensorView output, TensorView input, Optional<TensorView> input_sf,
   TVM_FFI_CHECK(a.shape.mode != MoeMode::kMxfp8Input || a.input_sf != nullptr, ValueError)
       << "MXFP8 input needs its scales (input_sf)";
   // Copied in words; linear rows that are no whole words, byte by byte.
-  TVM_FFI_CHECK(reinterpret_cast<uintptr_t>(a.input_sf) % sizeof(uint32_t) == 0, ValueError)
+  const bool whole_words = swizzled_input_sf || a.shape.hidden / kScaleBlock % kScaleChunkBlocks == 0;
+  TVM_FFI_CHECK(!whole_words || reinterpret_cast<uintptr_t>(a.input_sf) % sizeof(uint32_t) == 0, ValueError)
       << "input_sf must start at a multiple of 4 bytes";
   a.swizzled_input_sf = swizzled_input_sf;
   a.ids = static_cast<const int32_t*>(token_selected_experts.data_ptr());
