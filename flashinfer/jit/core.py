@@ -44,7 +44,7 @@ def build_jit_specs(specs: Sequence[Any], verbose: bool = False, skip_prebuilt: 
     Args:
         specs: JIT specs, upstream's and those of the SM12x family.
         verbose: Show the compilers' output.
-        skip_prebuilt: Leave out modules that an installed wheel brings.
+        skip_prebuilt: Leave out modules of upstream's that an installed wheel brings.
 
     Raises:
         JitBuildError: a module of the SM12x family could not be built.
@@ -54,7 +54,7 @@ def build_jit_specs(specs: Sequence[Any], verbose: bool = False, skip_prebuilt: 
 
     max_jobs = os.environ.get("FLASHINFER_JIT_PREBUILD_MAX_JOBS", "")
     for spec in specs:
-        if isinstance(spec, JitSpecSm12x) and not (skip_prebuilt and spec.aot_path.exists()):
+        if isinstance(spec, JitSpecSm12x):
             spec.build(verbose=verbose, need_lock=True, max_jobs=int(max_jobs) if max_jobs.isdigit() else None)
     others = [spec for spec in specs if not isinstance(spec, JitSpecSm12x)]
     _upstream.build_jit_specs(others, verbose, skip_prebuilt)

@@ -25,6 +25,7 @@ from . import env as jit_env
 from .sm12x import toolchain
 from .sm12x.diagnosis import JitBuildError, first_error_line, hint_for
 from .sm12x.jobs import GIB, job_limit
+from .sm12x.trust import new_text_file, require_trusted
 
 if TYPE_CHECKING:
 
@@ -137,9 +138,17 @@ def run_ninja(workdir: Path, ninja_file: Path, verbose: bool, max_jobs: int | No
             more than memory allows.
 
     Raises:
+        UntrustedCacheError: another user can write to the cache.
         JitBuildError: the build failed; with the first real error, a hint where the cause is a known one, and the log.
         RuntimeError: as upstream, in a verbose build: the output has been shown.
     """
+    require_trusted(workdir, jit_env.FLASHINFER_BASE_DIR)
+    if "$" in str(workdir):
+        raise JitBuildError(
+            workdir.name,
+            f"the cache path holds a $, which upstream's build files do not quote: {workdir}",
+            hint="set FLASHINFER_WORKSPACE_BASE to a folder without one",
+        )
     if max_jobs is None and not os.environ.get("MAX_JOBS") and workdir.name.startswith("fused_moe"):
         limit = job_limit()
         assert limit.memory is not None
@@ -152,5 +161,6 @@ def run_ninja(workdir: Path, ninja_file: Path, verbose: bool, max_jobs: int | No
         if not output:
             raise
         log = workdir / "build.log"
-        log.write_text(output)
+        with new_text_file(log) as file:
+            file.write(output)
         raise JitBuildError(workdir.name, first_error_line(output), log, hint_for(1, output)) from None

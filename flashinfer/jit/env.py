@@ -1,18 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Folders of the cache, of sources and of headers.
 
-Adds to upstream: a CUTLASS checkout in ``3rdparty/cutlass`` comes before the wheel's, and a cache that cannot be
-written says what to do about it.
+Adds to upstream: a CUTLASS checkout in ``3rdparty/cutlass`` comes before the wheel's; a relative
+``FLASHINFER_WORKSPACE_BASE`` means the same folder for compilers and child processes, which run elsewhere; a cache that
+cannot be written is used for what is prebuilt in it, or says what to do about it.
 """
 
 from __future__ import annotations
 
-import pathlib
-from typing import TYPE_CHECKING, Any
+import contextlib
+import os
 
 from flashinfer._layer import extend, fork_root
 
+if os.environ.get("FLASHINFER_WORKSPACE_BASE"):
+    os.environ["FLASHINFER_WORKSPACE_BASE"] = os.path.abspath(os.environ["FLASHINFER_WORKSPACE_BASE"])
+else:
+    os.environ.pop("FLASHINFER_WORKSPACE_BASE", None)
+
 _upstream = extend(globals())
+
+import logging
+import pathlib
+from typing import TYPE_CHECKING, Any
+
+from .sm12x.trust import UntrustedCacheError, make_folder, require_trusted
 
 if TYPE_CHECKING:
 
@@ -28,23 +40,62 @@ def _fork_cutlass_include_dirs() -> list[pathlib.Path]:
 
 CUTLASS_INCLUDE_DIRS: list[pathlib.Path] = _fork_cutlass_include_dirs() + _upstream.CUTLASS_INCLUDE_DIRS
 
+PREBUILT_JIT_DIR: pathlib.Path | None = None
+"""The folder of modules in a cache that can be read only: what is fresh there is loaded from there."""
 
-def _check_workspace(folder: pathlib.Path) -> None:
-    """Make the workspace and its log, as upstream does a moment later, but with an error that helps.
+
+def _make_workspace(folder: pathlib.Path) -> None:
+    """Make the workspace and its log, as upstream does a moment later.
 
     Raises:
-        OSError: the workspace cannot be written; of the class that the system's error has.
+        OSError: it cannot be written.
+    """
+    make_folder(folder)
+    with open(folder / "flashinfer_jit.log", "a"):
+        pass
+
+
+def _usable_workspace(folder: pathlib.Path) -> pathlib.Path:
+    """``folder``, or where to build instead when it holds modules and can only be read.
+
+    Raises:
+        OSError: it cannot be written, and holds nothing; of the class that the system's error has.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with open(folder / "flashinfer_jit.log", "a"):
-            pass
+        _make_workspace(folder)
+        return folder
     except OSError as error:
-        raise type(error)(
-            error.errno,
-            f"the FlashInfer cache {folder} cannot be written ({error.strerror}). Set FLASHINFER_WORKSPACE_BASE to "
-            "a folder that you may write to (default: the home folder), or correct its owner and mode",
-        ) from error
+        instead = _temporary_workspace(folder) if (folder / "cached_ops").is_dir() else None
+        if instead is None:
+            raise type(error)(
+                error.errno,
+                f"the FlashInfer cache {folder} cannot be written ({error.strerror}). Set FLASHINFER_WORKSPACE_BASE "
+                "to a folder that you may write to (default: the home folder), or correct its owner and mode",
+            ) from error
+        logging.getLogger("flashinfer.jit").warning(
+            "the FlashInfer cache %s can only be read (%s): what is fresh in it is used, the rest is built in %s",
+            folder,
+            error.strerror,
+            instead,
+        )
+        return instead
 
 
-_check_workspace(_upstream.FLASHINFER_WORKSPACE_DIR)
+def _temporary_workspace(folder: pathlib.Path) -> pathlib.Path | None:
+    """A workspace of this user's among temporary files; None when there is no place for one."""
+    for parent in filter(None, (os.environ.get("TMPDIR"), "/tmp", "/var/tmp", "/dev/shm")):
+        base = pathlib.Path(parent).absolute() / f"flashinfer-{os.geteuid()}"
+        workspace = base / folder.relative_to(_upstream.FLASHINFER_CACHE_DIR)
+        with contextlib.suppress(OSError, UntrustedCacheError):
+            make_folder(base)
+            require_trusted(base, base)  # anybody could have made it
+            _make_workspace(workspace)
+            return workspace
+    return None
+
+
+FLASHINFER_WORKSPACE_DIR: pathlib.Path = _usable_workspace(_upstream.FLASHINFER_WORKSPACE_DIR)
+if FLASHINFER_WORKSPACE_DIR != _upstream.FLASHINFER_WORKSPACE_DIR:
+    PREBUILT_JIT_DIR = _upstream.FLASHINFER_JIT_DIR
+    FLASHINFER_JIT_DIR: pathlib.Path = FLASHINFER_WORKSPACE_DIR / "cached_ops"
+    FLASHINFER_GEN_SRC_DIR: pathlib.Path = FLASHINFER_WORKSPACE_DIR / "generated"

@@ -6,8 +6,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import pytest
+
 from flashinfer.jit.sm12x import build as engine
-from flashinfer.jit.sm12x import toolchain
+from flashinfer.jit.sm12x import modules, toolchain
+from flashinfer.jit.sm12x.freshness import Roots
+from flashinfer.jit.sm12x.spec import JitSpecSm12x
 
 FAKE_COMPILER = """#!{python} -IS
 # Understands -c, -o, -MF, -I, --version; "compiles" by copying the text of the source and of the headers it includes.
@@ -71,14 +75,21 @@ with open(depfile, "w") as out:
 
 @dataclass
 class Project:
-    """Sources, a compiler and a cache in a folder of their own.
+    """Sources, a compiler and a cache in a folder of their own, or a cache that is elsewhere.
 
-    ``a.cu`` includes ``one.h``; ``b.cu`` includes ``one.h`` and ``two.h``; ``c.cu`` includes nothing.
+    ``a.cu`` includes ``one.h``; ``b.cu`` includes ``one.h`` and ``two.h``; ``c.cu`` includes nothing. Headers are looked
+    for in the folders ``before``, then in ``src/first`` and ``src``, then in those ``after``.
     """
 
     root: Path
     flags: tuple[str, ...] = ("-DX=1",)
     names: list[str] = field(default_factory=lambda: ["a", "b", "c"])
+    cache: Path = field(default=None)  # type: ignore[assignment]
+    before: tuple[Path, ...] = ()
+    after: tuple[Path, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.cache = self.cache or self.root / "cache"
 
     def write(self, name: str, text: str) -> Path:
         path = self.root / "src" / name
@@ -94,14 +105,23 @@ class Project:
         engine.compiler_identity.cache_clear()
         toolchain.compiler_banner.cache_clear()
         src = self.root / "src"
-        includes = ("-I", str(src / "first"), "-I", str(src))
+        folders = (*self.before, src / "first", src, *self.after)
+        includes = tuple(word for folder in folders for word in ("-I", str(folder)))
+        sources = [src / f"{name}.cu" for name in self.names] + sorted(self.cache.glob("generated/*.cu"))
         steps = tuple(
-            engine.CompileStep(f"{name}.o", src / f"{name}.cu", str(self.compiler), (*self.flags, *includes))
-            for name in self.names
+            engine.CompileStep(f"{source.stem}.o", source, str(self.compiler), (*self.flags, *includes))
+            for source in sources
         )
-        folder = self.root / "cache" / "demo"
-        lock = self.root / "cache" / "tmp" / "demo.lock"
-        return engine.ModulePlan("demo", folder, lock, steps, (str(self.compiler),), ("-shared",), watched=(src,))
+        return engine.ModulePlan(
+            name="demo",
+            folder=self.cache / "demo",
+            lock_path=self.cache / "tmp" / "demo.lock",
+            steps=steps,
+            linker=(str(self.compiler),),
+            link_flags=("-shared",),
+            roots=Roots({"tree": src, "generated": self.cache / "generated", "toolkit": self.root / "toolkit"}),
+            watched=(src,),
+        )
 
     def build(self, **kwargs: object) -> engine.BuildReport:
         plan = self.plan()
@@ -117,3 +137,45 @@ class Project:
 
     def with_flags(self, *flags: str) -> Project:
         return replace(self, flags=flags)
+
+
+def _has_toolkit() -> bool:
+    try:
+        toolchain.discover()
+    except toolchain.ToolchainError:
+        return False
+    return True
+
+
+needs_nvcc = pytest.mark.skipif(not _has_toolkit(), reason="no CUDA compiler")
+
+
+BINDING = """
+#include <cuda_runtime.h>
+#include <tvm/ffi/function.h>
+#include "answer.h"
+__global__ void kernel(int* out) { *out = ANSWER; }
+int64_t launch(int64_t out) { kernel<<<1, 1>>>(reinterpret_cast<int*>(out)); return cudaGetLastError(); }
+int64_t answer() { return ANSWER; }
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(launch, launch);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(answer, answer);
+"""
+
+
+def small_spec(folder: Path, name: str = "small") -> JitSpecSm12x:
+    """The spec of a module of one kernel, one source and one header, in ``folder/src``."""
+    source = folder / "src" / f"{name}.cu"
+    source.parent.mkdir(parents=True, exist_ok=True)
+    if not source.exists():
+        source.write_text(BINDING)
+        (source.parent / "answer.h").write_text("#define ANSWER 41\n")
+    return JitSpecSm12x(
+        name=name,
+        sources=[source],
+        extra_cflags=[],
+        extra_cuda_cflags=modules._cuda_flags([(12, "1a")], False),
+        extra_ldflags=None,
+        extra_include_dirs=[source.parent],
+        architectures=((12, "1a"),),
+        watched_dirs=(source.parent,),
+    )

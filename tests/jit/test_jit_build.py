@@ -138,7 +138,7 @@ def test_damaged_library_is_linked_again_and_damaged_object_compiled_again(proje
     assert plan.library.read_bytes() == good
 
 
-@pytest.mark.parametrize("damage", ["", "{", "[]", '{"format": 0}', '{"format": 1, "module": "demo", "files": [[1]]}'])
+@pytest.mark.parametrize("damage", ["", "{", "[]", '{"format": 0}', '{"format": 2, "module": "demo", "files": [[1]]}'])
 def test_damaged_manifest_means_a_new_build(project: Project, damage: str) -> None:
     project.build()
     project.calls()
@@ -146,6 +146,30 @@ def test_damaged_manifest_means_a_new_build(project: Project, damage: str) -> No
     assert not engine.is_fresh(project.plan())
     project.build()
     assert project.calls() == ALL
+
+
+def test_manifest_of_wrong_types_counts_as_absent(project: Project) -> None:
+    """Each value of a good manifest in turn is replaced by values of other types: stale or fresh, never an error."""
+    project.build()
+    plan = project.plan()
+    good = json.loads(plan.manifest.read_text())
+    record = good["objects"]["a.o"]
+    others = (None, True, 5, -1, 1.5, "text", [], [None], [[]], {}, {"a": None}, float("nan"), float("inf"))
+    places = [(good, key) for key in good] + [(good["objects"], "a.o")] + [(record, key) for key in record]
+    for container, key in places:
+        kept = container[key]
+        for other in others:
+            container[key] = other
+            plan.manifest.write_text(json.dumps(good))
+            fresh = engine.is_fresh(plan)
+            if fresh:  # a number is as good as another for what was only measured
+                assert key in ("peak_memory", "wall_seconds"), (key, other)
+        del container[key]
+        plan.manifest.write_text(json.dumps(good))
+        assert not engine.is_fresh(plan), key
+        container[key] = kept
+    plan.manifest.write_text(json.dumps({**good, "objects": {"a.o": []}, "link": 3}))
+    assert sorted(project.build().compiled) == ["a.o", "b.o", "c.o"]
 
 
 def test_manifest_records_what_compilers_took(project: Project) -> None:

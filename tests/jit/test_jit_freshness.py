@@ -14,10 +14,11 @@ from flashinfer.jit.sm12x.freshness import (
     ABSENT,
     Manifest,
     ObjectRecord,
+    Roots,
     hash_file,
     hash_strings,
     parse_depfile,
-    shadowing_files,
+    search_of,
     write_atomically,
 )
 
@@ -77,21 +78,48 @@ def test_write_that_fails_leaves_the_old_content(tmp_path: Path, monkeypatch: py
     assert os.listdir(tmp_path) == ["f"]
 
 
-def test_shadowing_files(tmp_path: Path) -> None:
-    first, second = tmp_path / "first", tmp_path / "second"
-    (first / "sub").mkdir(parents=True)
-    (second / "sub").mkdir(parents=True)
+def test_roots_name_paths_and_find_them_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "a" / "inner").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    here = Roots({"tree": tmp_path / "link", "inner": tmp_path / "a" / "inner"})
+    for path, name in [
+        (tmp_path / "a" / "x.h", "tree:x.h"),
+        (tmp_path / "link" / "x.h", "tree:x.h"),  # as given, and as it is
+        (tmp_path / "a" / "inner" / "y.h", "inner:y.h"),
+        (tmp_path / "a", "tree:"),
+        (tmp_path / "another" / "x.h", str(tmp_path / "another" / "x.h")),
+    ]:
+        assert here.name(str(path)) == name
+    there = Roots({"tree": Path("/elsewhere"), "inner": Path("/far")})
+    assert there.path("tree:x.h") == "/elsewhere/x.h"
+    assert there.path("inner:y.h") == "/far/y.h"
+    assert there.path("/usr/a:b.h") == "/usr/a:b.h"
+    assert there.path("unknown:x.h") == "unknown:x.h"
+
+
+def test_search_of(tmp_path: Path) -> None:
+    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
+    for folder in (first, second, third):
+        (folder / "sub").mkdir(parents=True)
     read = [str(second / "sub" / "x.h"), str(first / "y.h"), "/elsewhere/z.h"]
-    folders = [str(first), str(second)]
-    assert shadowing_files(read, folders) == []
+    folders = [("-I", str(first)), ("-isystem", str(second))]
+    roots = Roots({"t": tmp_path})
+    assert search_of(read, folders, roots) == ["-I t:first", "-isystem t:second"]
+    assert search_of(read[2:], folders, roots) == []
+    # A folder that offers nothing that was read does not count, wherever it stands.
+    for place in range(3):
+        more = [*folders[:place], ("-I", str(third)), *folders[place:]]
+        assert search_of(read, more, roots) == search_of(read, folders, roots)
+    assert search_of(read, folders[::-1], roots) != search_of(read, folders, roots)
+    assert search_of(read, folders[:1], roots) == ["-I t:first"]
     (first / "sub" / "x.h").touch()
     (second / "y.h").touch()  # later than what was read: no matter
-    assert shadowing_files(read, folders) == [str(first / "sub" / "x.h")]
+    assert search_of(read, folders, roots) == ["-I t:first", "-isystem t:second", "t:first/sub/x.h"]
 
 
 def test_manifest_round_trip(tmp_path: Path) -> None:
     def record(**files: str) -> ObjectRecord:
-        return ObjectRecord("a.cu", "cmd", files, "shadow", "content", 5, 1.5, 2.5)
+        return ObjectRecord("cmd", files, "search", "content", 5, 1.5)
 
     manifest = Manifest("m", {"a.o": record(h="1", g="2"), "b.o": record(h="1"), "c.o": record(h="3")}, "link", "lib")
     path = tmp_path / "manifest.json"

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jit_fakes import needs_nvcc, small_spec
 
 from flashinfer.jit import core, cpp_ext, fused_moe
 from flashinfer.jit import env as jit_env
@@ -23,29 +24,7 @@ from flashinfer.jit.sm12x.diagnosis import JitBuildError
 from flashinfer.jit.sm12x.instances import GEMM_INSTANCES, INSTANCES
 from flashinfer.jit.sm12x.spec import JitSpecSm12x
 
-
-def _has_toolkit() -> bool:
-    try:
-        toolchain.discover()
-    except toolchain.ToolchainError:
-        return False
-    return True
-
-
-needs_nvcc = pytest.mark.skipif(not _has_toolkit(), reason="no CUDA compiler")
-
-
-@pytest.fixture(autouse=True)
-def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of its own, compiling for 12.1a."""
-    for name, folder in (("WORKSPACE", ""), ("JIT", "cached_ops"), ("GEN_SRC", "generated")):
-        monkeypatch.setattr(jit_env, f"FLASHINFER_{name}_DIR", tmp_path / folder)
-    for variable in ("JIT_DEBUG", "JIT_VERBOSE", "JIT_LINEINFO", "DISABLE_JIT", "SM12X_EMBED_PTX", "NVCC"):
-        monkeypatch.delenv(f"FLASHINFER_{variable}", raising=False)
-    monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "12.1a")
-    monkeypatch.setattr(core.jit_spec_registry, "_specs", {})
-    monkeypatch.setattr(core.current_compilation_context, "TARGET_CUDA_ARCHS", {(12, "1a")})
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("workspace")
 
 
 def _set_archs(monkeypatch: pytest.MonkeyPatch, *archs: tuple[int, str]) -> None:
@@ -103,7 +82,7 @@ def test_flags(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_nvcc
 def test_this_tree_comes_before_the_wheel() -> None:
     plan = modules.gen_fused_moe_module().plan
-    folders = plan.steps[0].include_dirs
+    folders = [folder for _, folder in plan.steps[0].include_dirs]
     tree = str(modules.fork_root())
     ours = [folder for folder in folders if folder.startswith(tree) and "site-packages" not in folder]
     assert ours[:3] == [f"{tree}/include", f"{tree}/csrc", f"{tree}/csrc/nv_internal"]
@@ -281,49 +260,19 @@ def test_architecture_need_not_come_from_the_environment(monkeypatch: pytest.Mon
     assert "-gencode=arch=compute_121a,code=sm_121a" in modules.gen_fused_moe_module().plan.steps[0].flags
 
 
-BINDING = """
-#include <cuda_runtime.h>
-#include <tvm/ffi/function.h>
-#include "answer.h"
-__global__ void kernel(int* out) { *out = ANSWER; }
-int64_t launch(int64_t out) { kernel<<<1, 1>>>(reinterpret_cast<int*>(out)); return cudaGetLastError(); }
-int64_t answer() { return ANSWER; }
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(launch, launch);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(answer, answer);
-"""
-
-
-def _small_spec(folder: Path, name: str = "small") -> JitSpecSm12x:
-    source = folder / "src" / f"{name}.cu"
-    source.parent.mkdir(parents=True, exist_ok=True)
-    if not source.exists():
-        source.write_text(BINDING)
-        (source.parent / "answer.h").write_text("#define ANSWER 41\n")
-    return JitSpecSm12x(
-        name=name,
-        sources=[source],
-        extra_cflags=[],
-        extra_cuda_cflags=modules._cuda_flags([(12, "1a")], False),
-        extra_ldflags=None,
-        extra_include_dirs=[source.parent],
-        architectures=((12, "1a"),),
-        watched_dirs=(source.parent,),
-    )
-
-
 @needs_nvcc
 @pytest.mark.slow
 def test_real_build_loads_without_a_driver_and_follows_its_headers(
     workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = _small_spec(workspace).build_and_load()
+    module = small_spec(workspace).build_and_load()
     assert module.answer() == 41
     assert module.launch(0) != 0 or _gpu_visible()  # an error, not a crash
-    spec = _small_spec(workspace)
+    spec = small_spec(workspace)
     monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "1")
     assert spec.try_load().answer() == 41
     (workspace / "src" / "answer.h").write_text("#define ANSWER 42\n")
-    stale = _small_spec(workspace)
+    stale = small_spec(workspace)
     assert stale.try_load() is None
     with pytest.raises(MissingJITCacheError, match="small is not built, or no longer fresh") as caught:
         stale.build_and_load()
@@ -348,7 +297,7 @@ def _gpu_visible() -> bool:
 
 @needs_nvcc
 def test_real_missing_suffix_gives_the_hint(workspace: Path) -> None:
-    spec = _small_spec(workspace)
+    spec = small_spec(workspace)
     spec.sources[0].write_text(
         "#include <cuda_fp4.h>\n"
         "__global__ void k(unsigned short* o, float a, float b) {\n"
@@ -379,31 +328,6 @@ def test_pip_toolkit_alone_is_enough(workspace: Path) -> None:
     assert description.endswith("(found through pip)"), out.stderr
     assert compiler.endswith("nvidia/cu13/bin/nvcc")
     assert "libcudart.so.13" in link
-
-
-def _cli(workspace: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "FLASHINFER_WORKSPACE_BASE": str(workspace), "FLASHINFER_CUDA_ARCH_LIST": "12.1a"}
-    command = [sys.executable, "-m", "flashinfer", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True)
-
-
-@needs_nvcc
-def test_command_line_knows_the_modules(workspace: Path) -> None:
-    listed = _cli(workspace, "list-modules").stdout
-    for name in ("fused_moe_120", "fused_moe_120_upstream", "gemm_mxfp4_sm12x"):
-        assert f"  {name} - Not Compiled" in listed
-
-
-@needs_nvcc
-def test_command_line_says_that_the_module_is_not_built() -> None:
-    from click.testing import CliRunner
-
-    from flashinfer.__main__ import cli
-
-    shown = CliRunner().invoke(cli, ["sm12x-instances"])
-    assert shown.exit_code == 1
-    assert "fused_moe_120 is not built" in shown.output
-    assert "'python -m flashinfer sm12x-instances --build' builds it" in shown.output
 
 
 def test_aot_lists_the_modules_for_these_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -439,7 +363,7 @@ def test_aot_builds_and_packages(workspace: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(
         aot._upstream,
         "compile_and_package_modules",
-        _with_modules(aot, lambda: [_small_spec(workspace, "ours"), core.gen_jit_spec("theirs", [theirs])]),
+        _with_modules(aot, lambda: [small_spec(workspace, "ours"), core.gen_jit_spec("theirs", [theirs])]),
     )
     out = workspace / "out"
     aot.compile_and_package_modules(out, workspace / "build", Path(aot.__file__).parents[1], skip_prebuilt=False)
@@ -485,7 +409,7 @@ def test_machine_code_is_read(workspace: Path) -> None:
         find_tool()
     except toolchain.ToolchainError as error:
         pytest.skip(str(error))
-    spec = _small_spec(workspace)
+    spec = small_spec(workspace)
     spec.sources[0].write_text(
         "#include <mma.h>\nusing namespace nvcuda::wmma;\n"
         "__global__ void with_mma(const half* a, const half* b, float* c) {\n"

@@ -9,7 +9,8 @@ Nothing is imported here: ``flashinfer.jit.cpp_ext`` needs ``toolchain`` while `
 ``modules``        the JIT specs: sources and flags of each module
 ``spec``           how such a spec fits upstream's ``JitSpec``
 ``build``          the engine: what is fresh, what is built, under which lock
-``freshness``      content hashes and the manifest
+``freshness``      content hashes, names of folders, and the manifest
+``trust``          whose a cache may be; writing into it without following links
 ``jobs``           how many compilers may run, from memory and cores
 ``executor``       runs compilers, measures them, shows progress
 ``diagnosis``      from a compiler's output to a short error

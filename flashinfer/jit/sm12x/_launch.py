@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs one command, measures it, and ends with whoever started it. Run as a script by ``executor``.
 
-Usage: ``python -I -S _launch.py <parent pid> <report file> <command> ...``
+Usage: ``python -I -S _launch.py <parent pid> <report's file descriptor> <command> ...``
 
 A process of its own for two reasons. The kernel counts the memory of the process that forks towards the peak of the
 child (``exec`` keeps the high-water mark of the address space it replaces), so a compiler that a serving process with
@@ -29,9 +29,15 @@ def _die_with(parent: int) -> None:
 
 
 def main() -> int:
-    parent, report, command = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
-    # The whole group, this process included: the compiler driver, and the compilers that it started.
-    signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
+    parent, report, command = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+    os.set_inheritable(report, False)
+
+    def end(number: int, _: object) -> None:
+        os.write(report, json.dumps({"returncode": -number}).encode())
+        # The whole group, this process included: the compiler driver, and the compilers that it started.
+        os.killpg(0, signal.SIGKILL)
+
+    signal.signal(signal.SIGTERM, end)
     _die_with(parent)
     try:
         child = os.posix_spawnp(command[0], command, os.environ)
@@ -44,8 +50,7 @@ def main() -> int:
         "peak_memory": usage.ru_maxrss * 1024,
         "cpu_seconds": usage.ru_utime + usage.ru_stime,
     }
-    with open(report, "w") as file:
-        json.dump(measured, file)
+    os.write(report, json.dumps(measured).encode())
     return 0
 
 

@@ -5,6 +5,7 @@ What lies in a module's folder::
 
     fused_moe_120.so     the library; put there by a rename when it is complete
     manifest.json        what it and the objects were made from, see freshness.Manifest
+    machine_code.json    what its machine code holds, see report
     obj/                 the objects, so that an edit rebuilds only what it touches
     build.log            commands and full compiler output of the last build
     tmp-*/               files of a build under way; of a killed one until the next build
@@ -26,7 +27,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
@@ -38,14 +39,16 @@ from .freshness import (
     ContentHashes,
     Manifest,
     ObjectRecord,
+    Roots,
     hash_file,
     hash_strings,
     parse_depfile,
-    shadowing_files,
+    search_of,
 )
 from .jobs import DEFAULT_JOB_MEMORY, GIB, JobLimit, job_limit
 from .progress import Progress
 from .toolchain import ToolchainError, compiler_banner
+from .trust import make_folder, own_folder
 
 _logger = logging.getLogger("flashinfer.jit.sm12x")
 
@@ -80,23 +83,36 @@ class CompileStep:
     launcher: tuple[str, ...] = ()
     depfile_flags: tuple[str, ...] = ("-MD", "-MF")
 
-    def command(self, output: Path, depfile: Path) -> tuple[str, ...]:
-        """Program and arguments that compile into ``output`` and write ``depfile``."""
-        outputs = (*self.depfile_flags, str(depfile), "-c", str(self.source), "-o", str(output))
+    def command(self, output: Path, depfile: Path, source: Path | None = None) -> tuple[str, ...]:
+        """Program and arguments that compile into ``output`` and write ``depfile``.
+
+        Args:
+            output, depfile: What to write.
+            source: The source file as the working folder has it; its absolute path when omitted.
+        """
+        outputs = (*self.depfile_flags, str(depfile), "-c", str(source or self.source), "-o", str(output))
         return (*self.launcher, self.compiler, *self.flags, *outputs)
 
-    @property
-    def include_dirs(self) -> list[str]:
-        """Include folders in the order in which headers are looked for: ``-I``, then ``-isystem``."""
-        quoted: list[str] = []
-        system: list[str] = []
+    @cached_property
+    def include_dirs(self) -> list[tuple[str, str]]:
+        """``(flag, folder)`` in the order in which headers are looked for: ``-I``, then ``-isystem``."""
+        found = [(flag, folder) for flag, folder in self._split_flags() if folder]
+        return sorted(found, key=lambda item: ("-I", "-isystem").index(item[0]))
+
+    @cached_property
+    def other_flags(self) -> list[str]:
+        """The flags that say nothing of where headers are."""
+        return [flag for flag, folder in self._split_flags() if not folder]
+
+    def _split_flags(self) -> Iterator[tuple[str, str]]:
         flags = iter(self.flags)
         for flag in flags:
             if flag in ("-I", "-isystem"):
-                (quoted if flag == "-I" else system).append(next(flags, ""))
+                yield flag, next(flags, "")
             elif flag.startswith("-I"):
-                quoted.append(flag[2:])
-        return quoted + system
+                yield "-I", flag[2:]
+            else:
+                yield flag, ""
 
 
 @dataclass(frozen=True)
@@ -110,6 +126,7 @@ class ModulePlan:
         steps: Its sources.
         linker: Program and arguments that come before the objects.
         link_flags: Arguments that come after them.
+        roots: Names of the folders that may lie elsewhere next time.
         watched: Folders whose files may be edited while a build runs.
         job_memory: What a compiler is assumed to need until it has been measured, bytes.
         description: Lines for the head of the log.
@@ -121,6 +138,7 @@ class ModulePlan:
     steps: tuple[CompileStep, ...]
     linker: tuple[str, ...]
     link_flags: tuple[str, ...]
+    roots: Roots = field(default_factory=lambda: Roots({}))
     watched: tuple[Path, ...] = ()
     job_memory: int = DEFAULT_JOB_MEMORY
     description: str = ""
@@ -198,31 +216,35 @@ def _host_compiler(step: CompileStep) -> str:
 
 
 def _command_hash(step: CompileStep) -> str:
+    # Include folders are left out: they count by what was read from them. Line tables hold their paths.
+    flags = step.flags if {"-g", "-lineinfo"} & set(step.flags) else step.other_flags
     environment = [f"{name}={os.environ.get(name, '')}" for name in COMPILER_ENVIRONMENT]
     identities = [compiler_identity(step.compiler), compiler_identity(_host_compiler(step))]
-    return hash_strings([*step.launcher, step.compiler, *step.flags, str(step.source), *identities, *environment])
+    return hash_strings([*step.launcher, *flags, *identities, *environment])
 
 
-def _shadow_hash(paths: Iterable[str], step: CompileStep) -> str:
-    return hash_strings(shadowing_files(paths, step.include_dirs))
+def _search_hash(files: Iterable[str], step: CompileStep, roots: Roots) -> str:
+    return hash_strings(search_of(map(roots.path, files), step.include_dirs, roots))
 
 
 def _link_hash(plan: ModulePlan, manifest: Manifest) -> str:
     objects = [manifest.objects[step.name].content for step in plan.steps]
     identity = compiler_identity(plan.linker[0])
-    return hash_strings([*plan.linker, "objects", *objects, "flags", *plan.link_flags, identity])
+    return hash_strings([*plan.linker[1:], "objects", *objects, "flags", *plan.link_flags, identity])
 
 
-def _stale_reason(step: CompileStep, record: ObjectRecord | None, hashes: ContentHashes) -> str | None:
+def _stale_reason(step: CompileStep, record: ObjectRecord | None, hashes: ContentHashes, roots: Roots) -> str | None:
     """Why the object must be compiled; None when it need not."""
     if record is None:
         return "not built yet"
     if record.command != _command_hash(step):
         return "flags or compiler changed"
-    for path, digest in record.files.items():
-        if hashes.of(path) != digest or digest == ABSENT:
-            return f"{path} changed"
-    if record.shadows != _shadow_hash(record.files, step):
+    if next(iter(record.files), None) != roots.name(str(step.source)):
+        return "another source"
+    for name, digest in record.files.items():
+        if hashes.of(roots.path(name)) != digest or digest == ABSENT:
+            return f"{roots.path(name)} changed"
+    if record.search != _search_hash(record.files, step, roots):
         return "a header of the same name appeared or went in another include folder"
     return None
 
@@ -235,8 +257,12 @@ def is_fresh(plan: ModulePlan) -> bool:
 
 
 def _stale_steps(plan: ModulePlan, manifest: Manifest, hashes: ContentHashes) -> dict[str, str]:
-    reasons = {step.name: _stale_reason(step, manifest.objects.get(step.name), hashes) for step in plan.steps}
-    return {name: reason for name, reason in reasons.items() if reason is not None}
+    reasons = {}
+    for step in plan.steps:
+        reason = _stale_reason(step, manifest.objects.get(step.name), hashes, plan.roots)
+        if reason is not None:
+            reasons[step.name] = reason
+    return reasons
 
 
 def _library_is_fresh(plan: ModulePlan, manifest: Manifest) -> bool:
@@ -256,7 +282,7 @@ def module_lock(plan: ModulePlan) -> Iterator[None]:
         JitBuildError: the lock's folder cannot be written.
     """
     try:
-        plan.lock_path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(plan.lock_path.parent)
         lock = _acquire(plan)
     except OSError as error:
         raise explain_os_error(plan.name, plan.lock_path.parent, error) from error
@@ -300,6 +326,7 @@ def build(plan: ModulePlan, verbose: bool = False, max_jobs: int | None = None) 
 
     Raises:
         JitBuildError: a compiler failed, or the cache cannot be written.
+        KeyboardInterrupt: with a line that says what stays.
     """
     started = time.monotonic()
     try:
@@ -331,8 +358,15 @@ def _build(plan: ModulePlan, verbose: bool, max_jobs: int | None) -> BuildReport
         Progress(plan.name, len(reasons) + 1, plan.log, header, _logger, verbose) as progress,
     ):
         work = _Work(plan, manifest, hashes, Path(scratch), progress)
-        work.compile([step for step in plan.steps if step.name in reasons], limit)
-        work.link()
+        try:
+            work.compile([step for step in plan.steps if step.name in reasons], limit)
+            work.link()
+        except KeyboardInterrupt:
+            done = len(plan.steps) - len(reasons) + len(work.report.compiled)
+            raise KeyboardInterrupt(
+                f"building {plan.name} was interrupted: {done} of {len(plan.steps)} objects are built and stay, and a "
+                "new run resumes from there"
+            ) from None
     report = work.report
     _logger.info(
         "%s is built: %.1f s of CPU, at most %.2f GiB a job", plan.name, report.cpu_seconds, report.peak_memory / GIB
@@ -343,7 +377,8 @@ def _build(plan: ModulePlan, verbose: bool, max_jobs: int | None) -> BuildReport
 def _clear_leftovers(plan: ModulePlan, manifest: Manifest) -> None:
     """Make the folders; remove what killed builds left, and objects that the module no longer has."""
     objects = plan.folder / "obj"
-    objects.mkdir(parents=True, exist_ok=True)
+    own_folder(plan.folder)
+    own_folder(objects)
     for leftover in plan.folder.glob("tmp-*"):  # nobody uses them: the lock is ours
         shutil.rmtree(leftover, ignore_errors=True)
     names = {step.name for step in plan.steps}
@@ -410,7 +445,11 @@ class _Work:
 
     def _job(self, step: CompileStep) -> Job:
         before = self._manifest.objects.get(step.name)
-        command = step.command(self._scratch / step.name, self._depfile(step))
+        # Relative to the scratch folder, where the compiler runs: nvcc has a shell expand a $ in a path.
+        source = step.source
+        if self._plan.roots.name(str(source)).startswith("generated:"):
+            source = Path(os.path.relpath(source.resolve(), self._scratch.resolve()))
+        command = step.command(Path(step.name), Path(self._depfile(step).name), source)
         if before is None:
             return Job(step.name, command, self._plan.job_memory)
         return Job(step.name, command, before.peak_memory, before.wall_seconds)
@@ -429,20 +468,18 @@ class _Work:
         files = self._files_read(step)
         os.replace(made, self._plan.object_path(step))
         self._manifest.objects[step.name] = ObjectRecord(
-            source=str(step.source),
             command=_command_hash(step),
             files=files,
-            shadows=_shadow_hash(files, step),
+            search=_search_hash(files, step, self._plan.roots),
             content=content,
             peak_memory=result.peak_memory,
-            cpu_seconds=round(result.cpu_seconds, 3),
             wall_seconds=round(result.wall_seconds, 3),
         )
         self._manifest.write(self._plan.manifest)
         self.report.compiled.append(step.name)
 
     def _files_read(self, step: CompileStep) -> dict[str, str]:
-        """Every file that the compiler read, with its hash."""
+        """Every file that the compiler read, the source first, by its name in the plan's roots, with its hash."""
         try:
             paths = parse_depfile(self._depfile(step).read_text())
         except FileNotFoundError:
@@ -452,12 +489,14 @@ class _Work:
         files = {}
         for path in [str(step.source), *paths]:
             absolute = os.path.join(self._scratch, path)
+            if ".." in Path(path).parts:
+                absolute = os.path.join(os.path.realpath(os.path.dirname(absolute)), os.path.basename(path))
             digest = self._hashes.of(absolute)
             edited = absolute == str(step.source) or absolute.startswith(self._watched)
             if edited and hash_file(absolute) != digest:
                 _logger.warning("%s was edited while %s was built; build again", absolute, self._plan.name)
                 digest = ABSENT
-            files[absolute] = digest
+            files[self._plan.roots.name(absolute)] = digest
         return files
 
     def _made(self, path: Path) -> str:

@@ -7,6 +7,7 @@ import errno
 import os
 import re
 import shutil
+import signal
 from pathlib import Path
 
 from . import toolchain
@@ -42,7 +43,7 @@ _ERROR_LINES = (
     r"\S*ld(?:\.\w+)?: .*",
     r"(?:Fatal )?[Ee]rror: .*",
     r".*No space left on device.*",
-    r".*\bKilled\b.*",
+    r".*\b(?:Killed|Terminated|Segmentation fault|Bus error|Aborted|Illegal instruction)\b.*",
 )
 
 
@@ -55,10 +56,40 @@ def first_error_line(output: str) -> str:
     return lines[-1] if lines else ""
 
 
+_SIGNAL_NAMES = {
+    "Killed": signal.SIGKILL,
+    "Terminated": signal.SIGTERM,
+    "Segmentation fault": signal.SIGSEGV,
+    "Bus error": signal.SIGBUS,
+    "Aborted": signal.SIGABRT,
+    "Illegal instruction": signal.SIGILL,
+}
+"""What shells and GCC call signals (``strsignal``)."""
+
+
+def ending_signal(returncode: int, output: str) -> signal.Signals | None:
+    """The signal that ended a process of the compiler: from the status, a shell's, or what its driver says of it."""
+    number = -returncode if returncode < 0 else returncode - 128
+    if number in set(signal.Signals):
+        return signal.Signals(number)
+    numbered = re.search(r"\b(?:died due to|terminated with) signal (\d+)\b", output)
+    if numbered is not None and int(numbered.group(1)) in set(signal.Signals):
+        return signal.Signals(int(numbered.group(1)))
+    name = "|".join(_SIGNAL_NAMES)
+    named = re.search(
+        rf"\b({name}) signal terminated|internal compiler error: ({name})|^(?!.*\berror: )(?:.*\W)?({name})(?: \(core dumped\))?$",
+        output,
+        re.MULTILINE,
+    )
+    if named is not None:
+        return _SIGNAL_NAMES[next(filter(None, named.groups()))]
+    # All that nvcc prints when its compiler was sent SIGTERM; after an error there is more.
+    return signal.SIGTERM if output.strip() == "Compilation terminated." else None
+
+
 def was_killed(returncode: int, output: str) -> bool:
     """Whether a process of the compiler was ended by SIGKILL, as the kernel does when memory runs out."""
-    by_signal = returncode in (-9, 137) or re.search(r"died due to signal 9\b|\bKilled signal\b", output) is not None
-    return by_signal or re.search(r"^.*\bKilled$", output, re.MULTILINE) is not None
+    return ending_signal(returncode, output) == signal.SIGKILL
 
 
 def hint_for(returncode: int, output: str) -> str | None:
@@ -68,13 +99,11 @@ def hint_for(returncode: int, output: str) -> str | None:
     )
     if missing is not None:
         return _missing_header(missing.group(1) or missing.group(2))
-    if was_killed(returncode, output):
-        return (
-            "the compiler was killed, most likely because memory ran out. Free some, or set MAX_JOBS=1 "
-            "to run one compiler at a time"
-        )
     if "No space left on device" in output:
         return _disk_full(None)
+    ended_by = ending_signal(returncode, output)
+    if ended_by is not None:
+        return _ended_by(ended_by)
     suffix = re.search(r"not supported on \.target '(sm_(\d+))'", output)
     if suffix is not None:
         number = suffix.group(2)
@@ -90,7 +119,9 @@ def hint_for(returncode: int, output: str) -> str | None:
         )
     if "unsupported GNU version" in output:
         return "nvcc does not support this version of GCC. Set CC and CXX to an older one, e.g. CC=gcc-13 CXX=g++-13"
-    if re.search(r"cc1plus|gcc: (?:command )?not found|Failed to (?:preprocess|run) host compiler", output):
+    if re.search(
+        r"cannot execute .?cc1plus|gcc: (?:command )?not found|Failed to (?:preprocess|run) host compiler", output
+    ):
         return "the host C++ compiler is missing or broken. Debian, Ubuntu: apt-get install g++"
     library = re.search(r"cannot find -l(\w+)", output)
     if library is not None:
@@ -98,6 +129,23 @@ def hint_for(returncode: int, output: str) -> str | None:
     if re.search(r"Permission denied|Read-only file system", output):
         return "a folder that the compiler writes to is not writable: the cache, or TMPDIR"
     return None
+
+
+def _ended_by(number: signal.Signals) -> str:
+    if number == signal.SIGKILL:
+        return (
+            "the compiler was killed, most likely because memory ran out. Free some, or set MAX_JOBS=1 "
+            "to run one compiler at a time"
+        )
+    if number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        return (
+            f"something else ended the compiler with {number.name}: a time limit, a shutdown, a user. What is built "
+            "stays, and a new run resumes from there"
+        )
+    return (
+        f"the compiler crashed with {number.name}. What is built stays, and a new run resumes from there. If it crashes "
+        "again at the same source, try another version of the compiler; if at different ones, suspect memory or disk"
+    )
 
 
 def _missing_header(header: str) -> str:

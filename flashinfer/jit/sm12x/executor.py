@@ -57,19 +57,20 @@ class _Running:
     def __init__(self, job: Job, folder: Path, done: queue.Queue[_Running]) -> None:
         self.job = job
         self.started = time.monotonic()
-        self._report = folder / f"{job.name}.report"
-        self._output = folder / f"{job.name}.output"
-        self._report.unlink(missing_ok=True)
-        launch = [sys.executable, "-I", "-S", str(_LAUNCHER), str(os.getpid()), str(self._report)]
-        with open(self._output, "wb") as output:
-            self.process = subprocess.Popen(
-                [*launch, *job.command],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                cwd=folder,
-                start_new_session=True,
-            )
+        # In memory: on a disk that is full, what the compiler says of it would be lost.
+        self._report = os.fdopen(os.memfd_create("report"), "r+b")
+        self._output = os.fdopen(os.memfd_create("output"), "r+b")
+        report = self._report.fileno()
+        launch = [sys.executable, "-I", "-S", str(_LAUNCHER), str(os.getpid()), str(report)]
+        self.process = subprocess.Popen(
+            [*launch, *job.command],
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            cwd=folder,
+            start_new_session=True,
+            pass_fds=[report],
+        )
         threading.Thread(target=self._wait, args=(done,), daemon=True).start()
 
     def _wait(self, done: queue.Queue[_Running]) -> None:
@@ -82,11 +83,11 @@ class _Running:
 
     def result(self) -> JobResult:
         wall = time.monotonic() - self.started
-        output = self._output.read_text(errors="replace")
-        try:
-            measured = json.loads(self._report.read_text())
-        except (OSError, ValueError):
-            measured = {}
+        with self._output, self._report:
+            for file in (self._output, self._report):
+                file.seek(0)
+            output = self._output.read().decode(errors="replace")
+            measured = json.loads(self._report.read() or b"{}")
         return JobResult(
             self.job,
             int(measured.get("returncode", self.process.returncode or 127)),

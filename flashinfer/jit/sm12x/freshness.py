@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Content hashes, dependency files, and the manifest: what makes a built file the right one.
 
-A file's times never count, so a cache on a network file system, in a container image or in a restored backup is as
-good as one made here. An object is fresh when the command that makes it, the compiler, and every file that the compiler
-read have the content that they had when it was made; a library is fresh when its objects and its link command are.
+A file's times never count, nor does where it lies: folders go by names (:class:`Roots`), so a cache on a network file
+system, in a container image, in a restored backup or shared by two checkouts is as good as one made here. An object is
+fresh when the flags, the compiler, and every file that the compiler read are what they were when it was made, and the
+include folders still lead to those files; a library is fresh when its objects and its link command are.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-MANIFEST_FORMAT = 1
+MANIFEST_FORMAT = 2
 ABSENT = "absent"
 """The hash of a file that cannot be read: equal to no content's."""
 
@@ -35,6 +36,31 @@ class ContentHashes:
         if key not in self._known:
             self._known[key] = hash_file(key)
         return self._known[key]
+
+
+class Roots:
+    """Names of folders, so that a path can be recorded without saying where on this machine it is.
+
+    Args:
+        folders: Name -> folder. Where one lies in another, the inner one names what is in it.
+    """
+
+    def __init__(self, folders: Mapping[str, Path]) -> None:
+        self._folders = {name: os.path.realpath(path) for name, path in folders.items()}
+        places = {place: name for name, path in folders.items() for place in (os.path.realpath(path), str(path))}
+        self._names = sorted(((f"{place}/", name) for place, name in places.items()), key=lambda item: -len(item[0]))
+
+    def name(self, path: str) -> str:
+        """``<root>:<path in it>``; the path itself when it lies in none of the folders."""
+        for place, name in self._names:
+            if f"{path}/".startswith(place):
+                return f"{name}:{path[len(place) :]}"
+        return path
+
+    def path(self, name: str) -> str:
+        """The path that :meth:`name` made ``name`` from, with the folders as they are here."""
+        root, separator, rest = name.partition(":")
+        return os.path.join(self._folders[root], rest) if separator and root in self._folders else name
 
 
 def hash_file(path: str | Path) -> str:
@@ -99,25 +125,37 @@ def _split_rule(text: str) -> tuple[str, str, str]:
     return text[: match.start()], ":", text[match.end() :]
 
 
-def shadowing_files(paths: Iterable[str], include_dirs: Sequence[str]) -> list[str]:
-    """Existing files that an earlier include folder offers under the relative name of a file from a later one.
+def search_of(paths: Iterable[str], include_dirs: Sequence[tuple[str, str]], roots: Roots) -> list[str]:
+    """What the include folders contributed: those that hold a file that was read, in their order, and shadowing files.
 
-    A header that appears in an earlier folder changes what is compiled though no file read before has changed; the
-    list before and after differ then.
+    A shadowing file is one that an earlier include folder offers under the relative name of a file from a later one: a
+    header that appears there changes what is compiled though no file read before has changed. A folder from which
+    nothing was read changes nothing.
+
+    Args:
+        paths: The files that the compiler read.
+        include_dirs: ``(flag, folder)`` in the order in which headers are looked for.
+        roots: Names of folders, for the result.
     """
-    roots = [root.rstrip("/") + "/" for root in include_dirs]
+    folders = [(folder.rstrip("/") + "/", os.path.realpath(folder) + "/") for _, folder in include_dirs]
     listings: dict[str, frozenset[str]] = {}
-    found = []
+    used: set[int] = set()
+    shadows = []
     for path in paths:
-        owner = next((i for i, root in enumerate(roots) if path.startswith(root)), 0)
-        relative = path[len(roots[owner]) :] if owner else ""
-        for root in roots[:owner]:
-            folder, _, name = (root + relative).rpartition("/")
-            if folder not in listings:
-                listings[folder] = _names_in(folder)
-            if name in listings[folder]:
-                found.append(root + relative)
-    return found
+        owner, relative = next(
+            ((i, path[len(place) :]) for i, places in enumerate(folders) for place in places if path.startswith(place)),
+            (0, ""),
+        )
+        if not relative:
+            continue
+        used.add(owner)
+        for folder, _ in folders[:owner]:
+            parent, _, name = (folder + relative).rpartition("/")
+            if parent not in listings:
+                listings[parent] = _names_in(parent)
+            if name in listings[parent]:
+                shadows.append(roots.name(folder + relative))
+    return [f"{flag} {roots.name(folder)}" for flag, folder in (include_dirs[i] for i in sorted(used))] + shadows
 
 
 def _names_in(folder: str) -> frozenset[str]:
@@ -132,23 +170,40 @@ class ObjectRecord:
     """How one object came to be.
 
     Attributes:
-        source: The source file.
-        command: Hash of the command and the compiler's identity.
-        files: Every file that the compiler read -> its hash when the build began.
-        shadows: Hash of :func:`shadowing_files`.
+        command: Hash of the flags and the compiler's identity.
+        files: Every file that the compiler read, by its name in :class:`Roots` -> its hash when the build began. The
+            first is the source.
+        search: Hash of :func:`search_of`.
         content: Hash of the object file.
         peak_memory: Largest resident set of a process of the compiler, bytes.
-        cpu_seconds, wall_seconds: What it took.
+        wall_seconds: How long it took.
     """
 
-    source: str
     command: str
     files: dict[str, str]
-    shadows: str
+    search: str
     content: str
     peak_memory: int
-    cpu_seconds: float
     wall_seconds: float
+
+    @classmethod
+    def of_json(cls, record: Mapping[str, Any], table: Sequence[tuple[str, str]]) -> ObjectRecord:
+        """From what :meth:`Manifest.write` wrote.
+
+        Raises:
+            KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError: it is something else.
+        """
+        strings = {name: _string(record[name]) for name in ("command", "search", "content")}
+        files = dict(table[index] for index in record["files"])
+        return cls(
+            **strings, files=files, peak_memory=int(record["peak_memory"]), wall_seconds=float(record["wall_seconds"])
+        )
+
+
+def _string(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is no string")
+    return value
 
 
 @dataclass
@@ -167,13 +222,10 @@ class Manifest:
             data = json.loads(path.read_bytes())
             if data["format"] != MANIFEST_FORMAT or data["module"] != module:
                 return cls(module)
-            files = [(str(name), str(digest)) for name, digest in data["files"]]
-            objects = {
-                name: ObjectRecord(**{**record, "files": dict(files[i] for i in record["files"])})
-                for name, record in data["objects"].items()
-            }
-            return cls(module, objects, data["link"], data["library"])
-        except (OSError, ValueError, KeyError, TypeError, IndexError):
+            table = [(_string(name), _string(digest)) for name, digest in data["files"]]
+            objects = {name: ObjectRecord.of_json(record, table) for name, record in data["objects"].items()}
+            return cls(module, objects, _string(data["link"]), _string(data["library"]))
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
             return cls(module)
 
     def write(self, path: Path) -> None:

@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from .executor import JobResult
 from .jobs import GIB
+from .trust import new_text_file
 
 
 class Progress:
@@ -38,7 +39,7 @@ class Progress:
         self._logger = logger
         self._verbose = verbose
         self._started = time.monotonic()
-        self._log = open(log_path, "w", encoding="utf-8", errors="replace")  # noqa: SIM115 - closed in __exit__
+        self._log = new_text_file(log_path)
         self._log.write(header + "\n")
         self._bar: Any = None
         if sys.stderr.isatty() and not verbose:

@@ -9,17 +9,26 @@ from __future__ import annotations
 import dataclasses
 import os
 import shlex
+import sysconfig
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import tvm_ffi
+
+from flashinfer._layer import fork_root, wheel_root
+
 from .. import core, cpp_ext
+from .. import env as jit_env
 from . import build as engine
 from . import toolchain
 from .diagnosis import JitBuildError
+from .freshness import Roots
 from .jobs import DEFAULT_JOB_MEMORY
+from .trust import require_trusted
 
 if TYPE_CHECKING:
     _JitSpecNvcc: Any = object
@@ -65,21 +74,28 @@ class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
 
         Raises:
             ToolchainError: there is no CUDA compiler, or one too old for the architectures.
+            UntrustedCacheError: another user can write to the cache.
         """
         toolkit = cpp_ext.find_toolkit()
         toolchain.require_architectures(toolkit, self.architectures)
-        steps = self._steps(toolkit)
-        return engine.ModulePlan(
+        plan = engine.ModulePlan(
             name=self.name,
             folder=self.build_dir,
             lock_path=self.lock_path,
-            steps=steps,
+            steps=self._steps(toolkit),
             linker=(os.environ.get("CXX", "c++"),),
             link_flags=self._link_flags(toolkit),
+            roots=_roots(toolkit),
             watched=tuple(folder for folder in self.watched_dirs if folder.is_dir()),
             job_memory=self.job_memory,
             description=f"CUDA {toolkit.version} in {toolkit.root} (found through {toolkit.origin})",
         )
+        if jit_env.PREBUILT_JIT_DIR is not None:
+            prebuilt = dataclasses.replace(plan, folder=jit_env.PREBUILT_JIT_DIR / self.name)
+            if engine.is_fresh(prebuilt):
+                plan = prebuilt
+        require_trusted(plan.library, jit_env.FLASHINFER_BASE_DIR)
+        return plan
 
     def _steps(self, toolkit: toolchain.Toolkit) -> tuple[engine.CompileStep, ...]:
         root = str(toolkit.root)
@@ -135,20 +151,24 @@ class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
         runtime = toolkit.find_library("cudart")
         return ("-shared", str(runtime), f"-Wl,-rpath,{runtime.parent}", "-Wl,-z,now", *extra)
 
+    @property
+    def aot_artifacts(self) -> tuple[Any, ...]:
+        """None: what wheels of prebuilt modules have under such a name is upstream's, with other functions."""
+        return ()
+
     def try_load(self) -> Any:
-        """The module from an installed wheel, or from the cache if it is fresh; else None."""
-        prebuilt = super().try_load()
-        if prebuilt is not None:
-            return prebuilt
+        """The module from the cache if it is fresh; else None."""
         try:
             if not engine.is_fresh(self.plan):
                 return None
-            return self.load()
+            return self.load(self.plan.library)
         except (toolchain.ToolchainError, OSError, RuntimeError) as error:
             core.logger.debug("%s in the cache cannot be used: %s", self.name, error)
             return None
 
-    def build(self, verbose: bool | None = None, need_lock: bool = False, max_jobs: int | None = None) -> None:
+    def build(
+        self, verbose: bool | None = None, need_lock: bool = False, max_jobs: int | None = None
+    ) -> engine.BuildReport:
         """Bring the library in the cache up to date.
 
         Args:
@@ -156,9 +176,13 @@ class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
             need_lock: Take the module's lock. Without it the caller holds it.
             max_jobs: Compilers at once; chosen by the engine when omitted.
 
+        Returns:
+            What was done; nothing when all was fresh.
+
         Raises:
             MissingJITCacheError: ``FLASHINFER_DISABLE_JIT`` is set.
             ToolchainError: there is no CUDA compiler, or one too old.
+            UntrustedCacheError: another user can write to the cache.
             JitBuildError: a compiler failed, or the cache cannot be written.
         """
         if os.environ.get("FLASHINFER_DISABLE_JIT"):
@@ -169,11 +193,8 @@ class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
             )
         if verbose is None:
             verbose = os.environ.get("FLASHINFER_JIT_VERBOSE", "0") == "1"
-        if not need_lock:
-            engine.build(self.plan, verbose, max_jobs)
-            return
-        with engine.module_lock(self.plan):
-            engine.build(self.plan, verbose, max_jobs)
+        with engine.module_lock(self.plan) if need_lock else nullcontext():
+            return engine.build(self.plan, verbose, max_jobs)
 
     def build_and_load(self) -> Any:
         """Load the module, building it first if it is not fresh. Processes that want it at once build it once.
@@ -189,12 +210,25 @@ class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
             if module is not None:
                 return module
             self.build()
-        return self.load()
+        return self.load(self.plan.library)
 
     @property
     def lock_path(self) -> Path:
         """The file that is locked while the module is built. Making its folder is left to whoever locks it."""
         return Path(core.jit_env.FLASHINFER_JIT_DIR) / "tmp" / f"{self.name}.lock"
+
+
+def _roots(toolkit: toolchain.Toolkit) -> Roots:
+    """The folders of what is compiled that lie elsewhere in another checkout, environment or cache."""
+    folders = {
+        "tree": fork_root(),
+        "generated": jit_env.FLASHINFER_GEN_SRC_DIR,
+        "toolkit": toolkit.root,
+        "wheel": wheel_root(),
+        "tvm_ffi": Path(tvm_ffi.__file__).parent,
+        "python": Path(sysconfig.get_path("include")),
+    }
+    return Roots(folders)
 
 
 def _as_arguments(flags: Iterable[str], common: Iterable[str], cuda_home: str) -> Iterable[str]:
