@@ -1,18 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line: ``python -m flashinfer``.
 
-Adds to upstream: ``sm12x-instances``, ``sm12x-plan``, and the modules of this fork in all commands that list modules.
+Adds to upstream: ``sm12x-build``, ``sm12x-instances``, ``sm12x-plan``, and the modules of this fork in all commands that
+list modules. Commands that compile nothing work without a compiler; the others say in a line what is missing.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from flashinfer._layer import extend
+from flashinfer.jit import cpp_ext
+from flashinfer.jit.sm12x.toolchain import ToolchainError
 
-_upstream = extend(globals())
+_cpp_ext: Any = cpp_ext
+
+
+def _cuda_version_or_reason() -> Any:
+    """The version; what is wrong where there is none, for ``show-config``."""
+    try:
+        return _cuda_version()
+    except ToolchainError as error:
+        return f"unknown ({error})"
+
+
+# Upstream asks for the version while it is imported, whatever the command is.
+_cuda_version, _cpp_ext.get_cuda_version = _cpp_ext.get_cuda_version, _cuda_version_or_reason
+try:
+    _upstream = extend(globals())
+finally:
+    _cpp_ext.get_cuda_version = _cuda_version
 
 import click
 from tabulate import tabulate
@@ -28,30 +49,86 @@ _group: Any = _upstream.cli
 def _ensure_modules_registered() -> list[Any]:
     """The status of every module; those of this fork also where upstream's own registration fails."""
     statuses: list[Any] = _upstream._ensure_modules_registered()
+    if not statuses:
+        from .jit.sm12x import modules
+
+        with suppress(RuntimeError):  # no architecture to compile for
+            modules.gen_fused_moe_module()
+            modules.gen_group_gemm_module()
     return statuses or _upstream.jit_spec_registry.get_all_statuses()
 
 
-@_group.command("sm12x-instances")
-@click.option("--build", is_flag=True, help="Build fused_moe_120 first if it is not fresh")
-@click.option("--all", "everything", is_flag=True, help="Instances outside the default set too (implies --build)")
-@click.option("--json", "as_json", is_flag=True, help="Emit JSON instead of a table")
-def sm12x_instances_cmd(build: bool, everything: bool, as_json: bool) -> None:
-    """Show the kernel instances of fused_moe_120: registers, shared memory, stages, machine code"""
-    from .jit.sm12x import modules, report
+def get_artifacts_status() -> Any:
+    """Which of upstream's cubins are there; none, with a line that says why, where their list cannot be fetched."""
+    try:
+        return _upstream.get_artifacts_status()
+    except RuntimeError as error:
+        click.echo(str(error), err=True)
+        return ()
+
+
+def get_cuda_version() -> Any:
+    """The CUDA version, for upstream's commands that cannot do without it."""
+    with _in_one_line():
+        return _cuda_version()
+
+
+@contextmanager
+def _in_one_line() -> Iterator[None]:
+    """Errors of the build engine and Ctrl-C end the command with what they say, exit status 1."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise click.ClickException(str(error)) from error
+    except KeyboardInterrupt as error:
+        raise click.ClickException(str(error) or "interrupted") from error
+
+
+_export_compile_commands: Any = _upstream.export_compile_commands_cmd.callback
+
+
+def _export_compile_commands_with_compiler(*args: Any, **kwargs: Any) -> None:
+    with _in_one_line():
+        _cpp_ext.find_toolkit()
+    _export_compile_commands(*args, **kwargs)
+
+
+_upstream.export_compile_commands_cmd.callback = _export_compile_commands_with_compiler
+
+
+def _sm12x_specs(everything: bool) -> list[Any]:
+    from .jit.sm12x import modules
     from .jit.sm12x.instances import INSTANCES
 
+    others = [row for row in INSTANCES if not row.default] if everything else []
+    return [modules.gen_fused_moe_module(), *(modules.gen_fused_moe_instance_module(row) for row in others)]
+
+
+@_group.command("sm12x-build")
+@click.option("--all", "everything", is_flag=True, help="Instances outside the default set too")
+@click.option("--verbose", is_flag=True, help="Show the compilers' commands and output")
+def sm12x_build_cmd(everything: bool, verbose: bool) -> None:
+    """Build fused_moe_120 now rather than at the first request"""
+    with _in_one_line():
+        for spec in _sm12x_specs(everything):
+            done = spec.build(verbose=verbose or None, need_lock=True)
+            what = f"{len(done.compiled)} of {len(spec.sources)} sources compiled" if done.linked else "was up to date"
+            click.echo(f"{spec.name}: {what}, {done.wall_seconds:.1f} s: {spec.plan.library}")
+
+
+@_group.command("sm12x-instances")
+@click.option("--all", "everything", is_flag=True, help="Instances outside the default set too")
+@click.option("--json", "as_json", is_flag=True, help="Emit JSON instead of a table")
+def sm12x_instances_cmd(everything: bool, as_json: bool) -> None:
+    """Show the kernel instances of fused_moe_120 as built: registers, shared memory, stages, machine code"""
+    from .jit.sm12x import report
+
     try:
-        specs = [modules.gen_fused_moe_module()]
-        if everything:
-            specs += [modules.gen_fused_moe_instance_module(row) for row in INSTANCES if not row.default]
-        rows = []
-        for spec in specs:
-            if build or everything:
-                spec.build(need_lock=True)
-            rows += report.instance_rows(spec)
-    except RuntimeError as error:
-        hint = "" if build or everything else "\n'python -m flashinfer sm12x-instances --build' builds it."
-        raise click.ClickException(f"{error}{hint if 'build it first' in str(error) else ''}") from error
+        with _in_one_line():
+            rows = [row for spec in _sm12x_specs(everything) for row in report.instance_rows(spec)]
+    except click.ClickException as error:
+        hint = f"\n'python -m flashinfer sm12x-build{' --all' * everything}' builds it."
+        raise click.ClickException(error.message + hint * ("build it first" in error.message)) from error
     rows.sort(key=lambda row: (row.architecture, row.tactic, row.gemm))
     if as_json:
         click.echo(json.dumps([asdict(row) for row in rows], indent=1))

@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from . import build as engine
+from .freshness import hash_file, write_atomically
 from .inspect_sass import KernelCode, inspect
 from .instances import GB10_SMEM_PER_BLOCK, GB10_SMEM_RESERVED_PER_BLOCK, INSTANCES, Instance
 from .spec import JitSpecSm12x
@@ -65,12 +69,30 @@ def instance_rows(spec: JitSpecSm12x, instances: Iterable[Instance] = INSTANCES)
     """
     if not engine.is_fresh(spec.plan):
         raise RuntimeError(f"{spec.name} is not built for this toolkit and these sources; build it first")
-    objects = {step.source.stem: spec.plan.object_path(step) for step in spec.plan.steps}
-    rows = []
-    for instance in instances:
-        if instance.name in objects:
-            rows += [_row(instance, kernel) for kernel in inspect(objects[instance.name]) if kernel.tensor_instructions]
-    return rows
+    code = _machine_code(spec.plan)
+    return [
+        _row(instance, kernel)
+        for instance in instances
+        for kernel in code.get(instance.name, [])
+        if kernel.tensor_instructions
+    ]
+
+
+def _machine_code(plan: engine.ModulePlan) -> dict[str, list[KernelCode]]:
+    """The kernels of each source, by its name; kept beside the library, since disassembling takes seconds."""
+    kept = plan.folder / "machine_code.json"
+    library = hash_file(plan.library)
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+        data = json.loads(kept.read_bytes())
+        if data["library"] == library:
+            return {
+                name: [KernelCode(**{**kernel, "instructions": Counter(kernel["instructions"])}) for kernel in kernels]
+                for name, kernels in data["sources"].items()
+            }
+    code = {step.source.stem: inspect(plan.object_path(step)) for step in plan.steps if step.source.suffix == ".cu"}
+    with contextlib.suppress(OSError):  # a cache that can only be read
+        write_atomically(kept, json.dumps({"library": library, "sources": code}, default=vars, indent=1))
+    return code
 
 
 def _row(instance: Instance, kernel: KernelCode) -> InstanceRow:

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m flashinfer``: building and inspecting, and what works without a compiler."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from jit_fakes import Project, needs_nvcc, small_spec
+
+from flashinfer.jit.sm12x import inspect_sass, modules, report
+from flashinfer.jit.sm12x.inspect_sass import KernelCode
+from flashinfer.jit.sm12x.toolchain import ToolchainError
+
+
+def _cli(workspace: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "FLASHINFER_WORKSPACE_BASE": str(workspace), "FLASHINFER_CUDA_ARCH_LIST": "12.1a"}
+    command = [sys.executable, "-m", "flashinfer", *arguments]
+    return subprocess.run(command, env={**environment, **variables}, capture_output=True, text=True)
+
+
+def _invoke(*arguments: str) -> Result:
+    from flashinfer.__main__ import cli
+
+    return CliRunner().invoke(cli, list(arguments))
+
+
+@needs_nvcc
+def test_modules_are_listed(tmp_path: Path) -> None:
+    listed = _cli(tmp_path, "list-modules").stdout
+    for name in ("fused_moe_120", "fused_moe_120_upstream", "gemm_mxfp4_sm12x"):
+        assert f"  {name} - Not Compiled" in listed
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["sm12x-plan"], ["collect-env"], ["list-modules"], ["clear-cache"]])
+def test_commands_that_compile_nothing_need_no_compiler(arguments: list[str], tmp_path: Path) -> None:
+    result = _cli(tmp_path, *arguments, CUDA_HOME=str(tmp_path / "none"))
+    assert result.returncode == 0, result.stderr
+    assert "Traceback" not in result.stderr
+    said = {
+        "--help": "sm12x-build",
+        "sm12x-plan": "moe_mxfp8",
+        "collect-env": "torch.version.cuda",
+        "list-modules": "fused_moe_120 - Not Compiled",
+        "clear-cache": "Cache cleared",
+    }
+    assert said[arguments[0]] in result.stdout
+
+
+@pytest.mark.parametrize("command", ["sm12x-build", "sm12x-instances", "export-compile-commands"])
+def test_commands_that_need_a_compiler_say_so_in_a_line(command: str, tmp_path: Path) -> None:
+    none = str(tmp_path / "none")
+    result = _cli(tmp_path, command, CUDA_HOME=none)
+    assert result.returncode == 1
+    assert result.stderr.startswith(f"Error: CUDA_HOME={none} holds no bin/nvcc. ")
+    assert len(result.stderr.splitlines()) == 1
+
+
+@needs_nvcc
+def test_report_says_that_the_module_is_not_built(workspace: Path) -> None:
+    for arguments in ([], ["--all"]):
+        shown = _invoke("sm12x-instances", *arguments)
+        assert shown.exit_code == 1
+        assert "fused_moe_120 is not built" in shown.output
+        command = " ".join(["sm12x-build", *arguments])
+        assert f"'python -m flashinfer {command}' builds it" in shown.output
+
+
+@needs_nvcc
+def test_build_needs_only_the_compiler(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_found(*_: object) -> Path:
+        raise ToolchainError("cuobjdump not found")
+
+    monkeypatch.setattr(inspect_sass, "find_tool", none_found)
+    monkeypatch.setattr(modules, "gen_fused_moe_module", lambda: small_spec(workspace))
+    library = workspace / "cached_ops" / "small" / "small.so"
+    shown = _invoke("sm12x-build")
+    assert shown.exit_code == 0, shown.output
+    line = shown.output.splitlines()[-1]
+    assert line.startswith("small: 1 of 1 sources compiled, ")
+    assert line.endswith(f" s: {library}")
+    assert library.is_file()
+    assert "small: was up to date, " in _invoke("sm12x-build").output
+
+
+def test_interrupted_command_says_what_stays(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted:
+        def build(self, **_: object) -> None:
+            raise KeyboardInterrupt("building small was interrupted: 3 of 5 objects are built and stay")
+
+    monkeypatch.setattr(modules, "gen_fused_moe_module", Interrupted)
+    shown = _invoke("sm12x-build")
+    assert shown.exit_code == 1
+    assert shown.output.splitlines() == ["Error: building small was interrupted: 3 of 5 objects are built and stay"]
+
+
+def test_machine_code_is_read_once_for_each_library(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+
+    def inspect(path: Path) -> list[KernelCode]:
+        read.append(path.name)
+        return [KernelCode(path.read_text(), "sm_121a", 32, 0, 16, Counter({"QMMA.SF": 3, "LDL": 1}))]
+
+    monkeypatch.setattr(report, "inspect", inspect)
+    project.build()
+    first = report._machine_code(project.plan())
+    assert sorted(read) == ["a.o", "b.o", "c.o"]
+    assert sorted(first) == ["a", "b", "c"]
+    assert report._machine_code(project.plan()) == first
+    assert len(read) == 3
+    kept = project.plan().folder / "machine_code.json"
+    for damage in ("", "[]", '{"library": 3}', kept.read_text().replace('"registers"', '"else"')):
+        kept.write_text(damage)
+        assert report._machine_code(project.plan()) == first
+    read.clear()
+    project.write("c.cu", "int another;\n")
+    project.build()
+    assert "int another;" in report._machine_code(project.plan())["c"][0].name
+    assert len(read) == 3
