@@ -142,7 +142,7 @@ def run_ninja(workdir: Path, ninja_file: Path, verbose: bool, max_jobs: int | No
         JitBuildError: the build failed; with the first real error, a hint where the cause is a known one, and the log.
         RuntimeError: as upstream, in a verbose build: the output has been shown.
     """
-    require_trusted(workdir, jit_env.FLASHINFER_BASE_DIR)
+    require_trusted(workdir.parent, jit_env.FLASHINFER_BASE_DIR)  # upstream made the module's own as the umask is
     if "$" in str(workdir):
         raise JitBuildError(
             workdir.name,

@@ -45,7 +45,7 @@ PREBUILT_JIT_DIR: pathlib.Path | None = None
 
 
 def _make_workspace(folder: pathlib.Path) -> None:
-    """Make the workspace and its log, as upstream does a moment later.
+    """Make the workspace, its log and its folders before upstream does, which would make them as the umask is.
 
     Raises:
         OSError: it cannot be written.
@@ -53,6 +53,8 @@ def _make_workspace(folder: pathlib.Path) -> None:
     make_folder(folder)
     with open(folder / "flashinfer_jit.log", "a"):
         pass
+    make_folder(folder / "cached_ops")
+    make_folder(folder / "generated")
 
 
 def _usable_workspace(folder: pathlib.Path) -> pathlib.Path:

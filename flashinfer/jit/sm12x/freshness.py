@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .trust import make_folder
+
 MANIFEST_FORMAT = 2
 ABSENT = "absent"
 """The hash of a file that cannot be read: equal to no content's."""
@@ -96,7 +98,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
             return
     except OSError:
         pass
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     try:
         with os.fdopen(handle, "wb") as file:

@@ -302,7 +302,7 @@ def link_shim(toolkit: Toolkit, parent: Path, cxx: str = "c++") -> Path:
     shim = parent / f"link-{key}"
     if _shim_is_complete(shim, links, needs_stub):
         return shim
-    parent.mkdir(parents=True, exist_ok=True)
+    parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=parent, prefix=".link-") as scratch:
         folder = Path(scratch) / "shim"
         folder.mkdir()
