@@ -53,6 +53,10 @@ def test_prose_fits_the_line() -> None:
     assert long == []
 
 
+def test_pages_can_be_read_in_one_sitting() -> None:
+    assert [page.name for page in tracked("*.md") if len(page.read_text(encoding="utf-8").splitlines()) > 500] == []
+
+
 def test_each_command_of_the_cli_exists_with_its_options() -> None:
     from flashinfer.__main__ import _group
 
