@@ -29,7 +29,7 @@ import torch
 
 from .autotuner import AutoTuner
 
-_PROBE_VARIABLE = "FLASHINFER_SM12X_PROBE"
+_PROBE_VARIABLE = "_FLASHINFER_SM12X_PROBE"  # means nothing to anybody
 
 
 def _behaves(probe: Callable[..., bool], *arguments: Any) -> bool:

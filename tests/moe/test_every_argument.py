@@ -300,6 +300,7 @@ UNQUANTIZABLE = {
 @pytest.mark.parametrize("wrong", UNQUANTIZABLE)
 @pytest.mark.parametrize("name", QUANTIZERS)
 def test_tensors_of_quantizers(name: str, wrong: str) -> None:
+    print("seed", 0)
     values = torch.randn(4, 64, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(0))
     _check(lambda: QUANTIZERS[name](UNQUANTIZABLE[wrong](values)), name, SAID.get(wrong, ""))
 
@@ -333,6 +334,7 @@ def test_layouts_of_quantizers(function: Callable[..., Any], name: str, bad: Any
 
 @pytest.mark.parametrize("layout", [SfLayout.layout_128x4, SfLayout.layout_linear])
 def test_a_layout_may_be_its_number(layout: SfLayout) -> None:
+    print("seed", 2)
     values = torch.randn(4, 64, generator=torch.Generator().manual_seed(2))
     for function, name in ((flashinfer.mxfp8_quantize, "sf_swizzle_layout"), (flashinfer.mxfp4_quantize, "sfLayout")):
         for given, wanted in zip(

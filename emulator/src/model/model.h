@@ -29,8 +29,8 @@ struct Launch {
 
 struct Prediction {
   double dram = 0, issue = 0, mma = 0, shared = 0;  // seconds of each resource
-  double seconds = 0;                               // the largest; 0 where the device is not modelled
-  const char* bound = "none";                       // its name
+  double seconds = 0;  // the largest; 0 where the device is not modelled
+  const char* bound = "none";  // its name
 };
 
 /// Only compute capability 12.1 is modelled.
