@@ -228,7 +228,7 @@ def test_two_processes_build_once(project: Project) -> None:
     children = [_build_in_process(project) for _ in range(2)]
     counts = []
     for child in children:
-        out, _ = child.communicate(timeout=60)
+        out, _ = child.communicate(timeout=300)
         assert child.returncode == 0
         counts.append(int(out))
     assert sorted(counts) == [0, 3]
