@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from flashinfer.fused_moe.sm12x_validation import Mode, MoEProblem
+from flashinfer.jit import fused_moe
+from flashinfer.jit.sm12x.instances import INSTANCES
 from flashinfer.testing import MoEInputs, virtual_operators
 from flashinfer.testing.virtual_device import VirtualDevice
 
@@ -51,3 +54,45 @@ def run_moe(
     output = torch.full((problem.num_tokens, problem.hidden), float("nan"), dtype=inputs.output_dtype)
     virtual_operators.run_moe(device, problem, arguments_of(inputs, output), inputs.swizzled_input_sf, profile_ids)
     return output
+
+
+@dataclasses.dataclass
+class LayerCall:
+    """One layer of :func:`run_layers`; ``output`` may be what a later layer takes as input."""
+
+    inputs: MoEInputs
+    mode: int
+    tactic: int
+    output: torch.Tensor = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        shape = (self.inputs.input.shape[0], self.inputs.fc2_weights.shape[1])
+        self.output = torch.full(shape, float("nan"), dtype=self.inputs.output_dtype)
+
+
+def run_layers(device: VirtualDevice, calls: Sequence[LayerCall]) -> None:
+    """Layers one behind the other in one workspace, with the launches of one still in flight when the next begins."""
+    module = device.module(fused_moe.gen_cutlass_fused_moe_sm120_module)
+    problems = [problem_of(call.inputs, call.mode) for call in calls]
+    sizes = []
+    for call, problem in zip(calls, problems, strict=True):
+        virtual_operators._register_instance(device, module, call.tactic)
+        shape = (problem.num_tokens, problem.hidden, problem.inter, problem.num_local_experts, problem.top_k)
+        sizes.append(module.sm12x_moe_workspace_size(*shape, call.mode, INSTANCES[call.tactic].widens))
+    workspace = device.empty(max(sizes))
+
+    def run_all(*_: Any) -> None:
+        for call, problem in zip(calls, problems, strict=True):
+            arguments = arguments_of(call.inputs, call.output)
+            experts = (problem.first_expert, problem.num_experts_total)
+            tactics = (call.tactic, call.tactic)
+            swizzled = call.inputs.swizzled_input_sf
+            module.sm12x_moe_run(*arguments, workspace, call.mode, swizzled, *experts, *tactics, True)
+
+    outputs = [call.output for call in calls]
+    tensors = {workspace.data_ptr(): workspace} | {output.data_ptr(): output for output in outputs}
+    for call in calls:  # a tensor that lies in another one's memory is known already
+        for tensor in arguments_of(call.inputs, call.output):
+            if isinstance(tensor, torch.Tensor) and tensor.numel():
+                tensors.setdefault(tensor.data_ptr(), tensor)
+    device.call(run_all, *tensors.values(), writes=(workspace, *outputs))

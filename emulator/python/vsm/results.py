@@ -89,6 +89,7 @@ class Launch:
         registers: Per thread, from the cubin; 0 if there is none.
         blocks_per_sm: What one SM holds at a time.
         programmatic: Launched as a programmatic dependent.
+        cooperative: Launched so that all of its blocks are resident together, or not at all.
         host_seconds: What it took here. ``predicted`` is what it would take on the GPU.
     """
 
@@ -102,6 +103,7 @@ class Launch:
     registers: int = 0
     blocks_per_sm: int = 0
     programmatic: bool = False
+    cooperative: bool = False
     host_seconds: float = 0.0
     predicted: Prediction = Prediction()
     counters: Counters = Counters()

@@ -137,6 +137,7 @@ std::string to_json(const LaunchRecord& record) {
   json.field("registers", uint64_t{record.registers});
   json.field("blocks_per_sm", record.blocks_per_sm);
   json.field("programmatic", record.programmatic);
+  json.field("cooperative", record.cooperative);
   json.field("host_seconds", record.result.host_seconds);
   {
     Json predicted(&json.name("predicted"));

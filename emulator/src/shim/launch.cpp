@@ -198,6 +198,7 @@ int Runtime::run(const LaunchRequest& request, const std::vector<uint8_t>& param
   record.dynamic_shared = config.dynamic_shared;
   record.registers = kernel.registers;
   record.programmatic = request.programmatic;
+  record.cooperative = request.cooperative;
   record.blocks_per_sm = blocks_per_sm(limits_, static_cast<uint32_t>(volume(request.block)), kernel.registers,
                                        uint64_t{info.static_shared} + config.dynamic_shared);
   record.result = device().launch(kernel.binary->module, kernel.index, config, params.data(), params.size());

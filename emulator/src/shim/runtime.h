@@ -91,7 +91,7 @@ struct LaunchRecord {
   std::string kernel;
   abi::Dim3 grid{}, block{};
   uint32_t static_shared = 0, dynamic_shared = 0, registers = 0;
-  bool programmatic = false;
+  bool programmatic = false, cooperative = false;
   int blocks_per_sm = 0;
   model::Prediction predicted;
   LaunchResult result;

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What orders a layer's launches, blocks and warps, on the virtual SM121 with every watcher on.
+
+Layers stand one behind the other, because much of what a launch must wait for is what the launch before it still does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from virtual_moe import LayerCall, run_layers, run_moe
+
+from flashinfer.jit.sm12x.instances import INSTANCES
+from flashinfer.testing import TENSOR_CORE, MoECase, check_within_bound, make_moe_inputs, moe_reference
+from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
+
+pytestmark = pytest.mark.slow
+
+ALL_WATCHERS = 15
+# The first of each kind, with a mode whose input is bfloat16: what a layer leaves for the next one.
+KINDS = {
+    f"{'streamed' if streamed else 'pair'} {activation}": (row.index, 2 if activation == "bf16" else 1)
+    for streamed in (False, True)
+    for activation in ("mxfp8", "bf16")
+    for row in [next(row for row in INSTANCES if row.streamed == streamed and row.activation == activation)]
+}
+EACH_KIND = pytest.mark.parametrize(("tactic", "mode"), KINDS.values(), ids=list(KINDS))
+
+
+@pytest.fixture
+def device() -> Iterator[VirtualDevice]:
+    with virtual_device("sm_121a", watch=ALL_WATCHERS) as made:
+        yield made
+
+
+@EACH_KIND
+def test_a_layer_reads_what_the_one_before_it_writes(device: VirtualDevice, tactic: int, mode: int) -> None:
+    """And works in the memory that the other one still uses."""
+    print("seed", 700 + tactic)
+    case = MoECase(5, 160, 96, 4, 2, mode)
+    first = LayerCall(make_moe_inputs(case, 700 + tactic), mode, tactic)
+    second = LayerCall(make_moe_inputs(case, 800 + tactic), mode, tactic)
+    second.inputs.input = first.output
+    run_layers(device, [first, second])
+    for call in (first, second):
+        check_within_bound(call.output, *moe_reference(call.inputs, TENSOR_CORE), f"tactic {tactic}")
+    assert all(launch.programmatic for launch in device.launches)
+
+
+@EACH_KIND
+def test_a_layer_is_routed_by_what_the_launch_before_it_writes(device: VirtualDevice, tactic: int, mode: int) -> None:
+    """Expert ids come from a router: here from a layer whose output, read as integers, names no expert of the next."""
+    case = MoECase(5, 160, 96, 4, 2, mode)
+    first = LayerCall(make_moe_inputs(case, 710 + tactic), mode, tactic)
+    second = LayerCall(make_moe_inputs(case, 810 + tactic), mode, tactic)
+    second.inputs.token_selected_experts = first.output.view(torch.int32).flatten()[:10].view(5, 2)
+    run_layers(device, [first, second])
+    ids = second.inputs.token_selected_experts
+    assert not ((ids >= 0) & (ids < 4)).any()
+    assert torch.equal(second.output, torch.zeros_like(second.output))
+
+
+@EACH_KIND
+def test_a_shard_without_rows_does_not_outrun_its_prologue(device: VirtualDevice, tactic: int, mode: int) -> None:
+    """No block of its GEMMs has work. They are complete at once unless they wait, and the layer behind would begin while
+    the first one's prologue is still writing."""
+    case = MoECase(5, 160, 96, 16, 2, mode, routing="few_experts", ep_size=2, ep_rank=0)
+    calls = [LayerCall(make_moe_inputs(case, seed), mode, tactic) for seed in (720 + tactic, 820 + tactic)]
+    assert all(int(call.inputs.token_selected_experts.min()) >= 8 for call in calls)
+    run_layers(device, calls)
+    for call in calls:
+        assert torch.equal(call.output, torch.zeros_like(call.output))
+
+
+@pytest.mark.parametrize("kind", ["streamed mxfp8", "streamed bf16"])
+def test_blocks_that_wait_for_each_other_are_launched_together(device: VirtualDevice, kind: str) -> None:
+    """Without the attribute a GPU may start some of them only when others have ended, which never happens."""
+    tactic, mode = KINDS[kind]
+    run_moe(device, make_moe_inputs(MoECase(2, 160, 96, 4, 2, mode), 730), mode, [tactic, tactic])
+    found = {"streamed_layer_kernel" in launch.kernel: launch.cooperative for launch in device.launches}
+    assert found == {True: True, False: False}
+
+
+@pytest.mark.parametrize("kind", ["pair mxfp8", "pair bf16"])
+def test_a_unit_is_staged_when_the_one_before_it_has_left(device: VirtualDevice, kind: str) -> None:
+    """K is no longer than the ring, so that no warp waits for a stage that another one is reading; and a block has
+    several units, so that a fast warp can be an epilogue ahead."""
+    tactic, mode = KINDS[kind]
+    print("seed", 740)
+    inputs = make_moe_inputs(MoECase(35, 256, 1600, 4, 2, mode), 740)
+    output = run_moe(device, inputs, mode, [tactic, tactic])
+    check_within_bound(output, *moe_reference(inputs, TENSOR_CORE), kind)
+    (fc1, _) = [launch for launch in device.launches if "grouped_gemm_kernel" in launch.kernel]
+    rows = torch.bincount(inputs.token_selected_experts.flatten(), minlength=4).tolist()
+    assert sum(-(-count // INSTANCES[tactic].token_tile) for count in rows) * 25 >= 2 * fc1.grid[0]
+    assert 256 <= INSTANCES[tactic].stages * INSTANCES[tactic].k_tile

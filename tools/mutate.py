@@ -1,0 +1,401 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Applies the changes of tests/mutations.toml, one at a time, and says which tests notice.
+
+A worker has a copy of the checkout and a build cache of its own. For each change it restores the cache to that of the
+unchanged tree, applies the change, and runs the change's tests in order until one fails; only what the change touches is
+compiled. Before all that the same tests must pass without any change.
+
+A change ends as
+
+    caught       a test failed
+    equivalent   nothing observable changes; the list says why, and none of its tests failed
+    pending      no test can see it until the emulator has what the list names under `needs`
+    survived     no test failed: one is missing
+    broken       it could not be tried: its text is not there, it does not compile, or its tests cannot be run
+
+and the exit status is 1 if one survived or is broken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import os
+import queue
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parents[1]
+LIST = "tests/mutations.toml"
+PYTEST = (sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "-m", "not gpu")
+PLUGINS = ("-p", "no:cacheprovider", "-p", "separate_instances")
+GOOD = ("caught", "equivalent", "pending")
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutation:
+    """One change.
+
+    Attributes:
+        name: A few words that tell it from the others.
+        file: The file, from the checkout's root.
+        old, new: The text, which stands there exactly once, and what takes its place.
+        tests: What should notice, cheapest first: node ids, or ``FILE -k EXPRESSION``.
+        equivalent: Why nothing observable changes; empty where a test must notice.
+        needs: What the emulator must have before a test can notice; empty where it has.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    equivalent: str = ""
+    needs: str = ""
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What became of a change: a word of the module's docstring, the test or the reason, and what it cost."""
+
+    mutation: Mutation
+    verdict: str
+    by: str = ""
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+
+
+def read_list(path: Path) -> list[Mutation]:
+    """The list in a file: an array of tables ``mutation``, and the table ``tests`` of names for tests.
+
+    Raises:
+        ValueError: an entry is not complete, or a name stands twice.
+    """
+    data = tomllib.loads(path.read_text(encoding="utf-8"))
+    aliases: dict[str, str] = data.get("tests", {})
+    known = {field.name for field in dataclasses.fields(Mutation)}
+    mutations: list[Mutation] = []
+    for entry in data["mutation"]:
+        missing = {"name", "file", "old", "new", "tests"} - entry.keys()
+        if missing or entry.keys() - known:
+            raise ValueError(f"{entry.get('name', entry)}: without {missing}, unknown {entry.keys() - known}")
+        if entry["name"] in [earlier.name for earlier in mutations]:
+            raise ValueError(f"{entry['name']} stands twice")
+        tests = tuple(aliases.get(test, test) for test in entry["tests"])
+        if not tests and "needs" not in entry and "equivalent" not in entry:
+            raise ValueError(f"{entry['name']} names no test")
+        mutations.append(Mutation(**{**entry, "tests": tests}))
+    return mutations
+
+
+def changed(text: str, mutation: Mutation) -> str:
+    """``text`` with the change.
+
+    Raises:
+        ValueError: the old text does not stand in it exactly once.
+    """
+    count = text.count(mutation.old)
+    if count != 1 or mutation.old == mutation.new:
+        raise ValueError(f"{mutation.name}: the old text stands {count} times in {mutation.file}")
+    return text.replace(mutation.old, mutation.new)
+
+
+def rotated(mutations: Sequence[Mutation], count: int, turn: int) -> list[Mutation]:
+    """``count`` that can be caught today; consecutive turns go round the whole list."""
+    ready = [mutation for mutation in mutations if not mutation.needs and not mutation.equivalent]
+    first = turn * count
+    return [ready[i % len(ready)] for i in range(first, first + min(count, len(ready)))]
+
+
+def test_arguments(test: str) -> list[str]:
+    """pytest's arguments for one entry of ``tests``."""
+    where, marker, expression = test.partition(" -k ")
+    return [where, "-k", expression] if marker else [test]
+
+
+def emulator_preload(root: Path) -> str:
+    """What ``LD_PRELOAD`` must name so that a torch that brings CUDA runs on the emulator's runtime; else nothing."""
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import torch; cuda = torch.version.cuda\n"
+        "from vsm._library import shim_directory; print(shim_directory() / 'libcudart.so.13' if cuda else '')"
+    )
+    command = [sys.executable, "-c", code, str(root / "emulator" / "python")]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def copy_tree(source: Path, target: Path) -> None:
+    """Make ``target`` the tracked files of ``source`` as they are now; files that are so already are left alone. The
+    emulator, which no change touches, is ``source``'s own, with its libraries."""
+    listed = subprocess.run(["git", "-C", str(source), "ls-files", "-z"], capture_output=True, check=True).stdout
+    files = {os.fsdecode(name) for name in listed.split(b"\0") if name and not name.startswith(b"emulator/")}
+    files = {name for name in files if (source / name).is_file()}
+    for path in sorted(target.rglob("*"), reverse=True) if target.is_dir() else []:
+        if path.is_file() and not path.is_symlink() and str(path.relative_to(target)) not in files:
+            path.unlink()
+    for name in files:
+        content = (source / name).read_bytes()
+        to = target / name
+        if not to.is_file() or to.read_bytes() != content:
+            to.parent.mkdir(parents=True, exist_ok=True)
+            to.write_bytes(content)
+            shutil.copymode(source / name, to)
+    if not (target / "emulator").is_symlink():
+        (target / "emulator").symlink_to(source / "emulator", target_is_directory=True)
+
+
+class Worker:
+    """A copy of the tree, a build cache, and the cores that its processes may use.
+
+    The folders stay where they are from run to run: what was compiled for the unchanged tree is then found again.
+    """
+
+    def __init__(self, folder: Path, cores: set[int], limit: float, preload: str) -> None:
+        self.folder, self.cores, self.limit, self.preload = folder, cores, limit, preload
+        self.tree, self.cache, self.seed = folder / "tree", folder / "cache", folder / "seed"
+
+    def prepare(self, source: Path, seed: Path | None = None) -> None:
+        """Copy the tree; take over what another worker has built, as far as it is of use here."""
+        copy_tree(source, self.tree)
+        if seed is not None:
+            shutil.rmtree(self.seed, ignore_errors=True)
+            shutil.copytree(seed, self.seed)
+
+    def keep_cache(self) -> None:
+        """What is in the cache now is that of the unchanged tree."""
+        shutil.rmtree(self.seed, ignore_errors=True)
+        shutil.copytree(self.cache, self.seed)
+
+    def restore_cache(self) -> None:
+        shutil.rmtree(self.cache, ignore_errors=True)
+        if self.seed.is_dir():
+            shutil.copytree(self.seed, self.cache)
+
+    def run_tests(self, tests: Sequence[str]) -> tuple[int, str, float]:
+        """pytest's exit status, its output, and the CPU time of it and all that it started. -1: it took too long."""
+        paths = (self.tree, self.tree / "tests" / "testing")
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(map(str, paths)),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "FLASHINFER_WORKSPACE_BASE": str(self.cache),
+            "OMP_NUM_THREADS": "1",
+            "MAX_JOBS": str(len(self.cores)),
+        }
+        if self.preload:
+            environment["LD_PRELOAD"] = self.preload
+        arguments = [argument for test in tests for argument in test_arguments(test)]
+        with open(self.folder / "output.txt", "w+", encoding="utf-8", errors="replace") as output:
+            process = subprocess.Popen(
+                [*PYTEST, *PLUGINS, *arguments],
+                cwd=self.tree,
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            os.sched_setaffinity(process.pid, self.cores)
+            timer = threading.Timer(self.limit, os.killpg, (process.pid, signal.SIGKILL))
+            timer.start()
+            _, status, usage = os.wait4(process.pid, 0)
+            timer.cancel()
+            process.returncode = os.waitstatus_to_exitcode(status)
+            output.seek(0)
+            text = output.read()
+        return process.returncode, text, usage.ru_utime + usage.ru_stime
+
+    def try_mutation(self, mutation: Mutation) -> Outcome:
+        """Apply it, run its tests until one fails, and take it back."""
+        outcome = Outcome(mutation, "survived", mutation.equivalent)
+        path = self.tree / mutation.file
+        started, original = time.monotonic(), path.read_text(encoding="utf-8")
+        try:
+            path.write_text(changed(original, mutation), encoding="utf-8")
+            self.restore_cache()
+            for test in mutation.tests:
+                code, text, cpu = self.run_tests([test])
+                outcome.cpu_seconds += cpu
+                verdict, by = judge(code, text, test)
+                if verdict != "survived":
+                    outcome.verdict, outcome.by = verdict, by
+                    break
+        except ValueError as error:
+            outcome.verdict, outcome.by = "broken", str(error)
+        finally:
+            path.write_text(original, encoding="utf-8")
+        outcome.seconds = time.monotonic() - started
+        if outcome.verdict == "survived" and mutation.equivalent:
+            outcome.verdict = "equivalent"
+        return outcome
+
+
+def judge(code: int, text: str, test: str) -> tuple[str, str]:
+    """The verdict on a change from the exit status and the output of its test."""
+    if "JitBuildError" in text or code in (2, 3, 4, 5):
+        lines = [line for line in text.splitlines() if re.match(r"E  |ERROR|.*error:|no tests", line)]
+        return "broken", " ".join(lines[:2]) or f"pytest ended with {code}"
+    if code == 0:
+        passed = re.search(r"(\d+) passed", text)
+        return ("survived", "") if passed else ("broken", f"{test} ran no test")
+    if code < 0:
+        return "caught", f"{test}, which does not end ({signal.Signals(-code).name})"
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+::.*?)(?: - .*)?$", text, re.MULTILINE)
+    return "caught", failed[1] if failed else test
+
+
+def markdown(outcomes: Sequence[Outcome]) -> str:
+    """The table for people."""
+    lines = ["| change | file | verdict | by | CPU s |", "|---|---|---|---|---:|"]
+    for outcome in outcomes:
+        mutation = outcome.mutation
+        by = outcome.by.replace("|", "\\|").removeprefix("tests/")
+        by = f"`{by}`" if outcome.verdict == "caught" else by
+        name = Path(mutation.file).name
+        lines.append(f"| {mutation.name} | `{name}` | {outcome.verdict} | {by} | {outcome.cpu_seconds:.0f} |")
+    return "\n".join(lines) + "\n"
+
+
+def summary(outcomes: Sequence[Outcome]) -> str:
+    counts = {word: sum(outcome.verdict == word for outcome in outcomes) for word in (*GOOD, "survived", "broken")}
+    return f"{len(outcomes)} changes: " + ", ".join(f"{count} {word}" for word, count in counts.items() if count)
+
+
+def share_cores(jobs: int) -> list[set[int]]:
+    """The cores of each of ``jobs`` workers, which share them as evenly as they can."""
+    cores = sorted(os.sched_getaffinity(0))
+    return [set(cores[job % len(cores) :: jobs]) for job in range(jobs)]
+
+
+def run(mutations: Sequence[Mutation], root: Path, work: Path, jobs: int, limit: float) -> list[Outcome]:
+    """Try all of ``mutations``, in their order.
+
+    Raises:
+        RuntimeError: their tests do not pass without any change.
+    """
+    pending = [mutation for mutation in mutations if mutation.needs]
+    ready = [mutation for mutation in mutations if not mutation.needs]
+    preload = emulator_preload(root)
+    workers = [Worker(work / str(i), cores, limit, preload) for i, cores in enumerate(share_cores(jobs))]
+
+    first = workers[0]
+    first.prepare(root)
+    print(f"the tests without any change, in {first.folder}", flush=True)
+    baseline = Worker(first.folder, set().union(*(worker.cores for worker in workers)), 10 * limit, preload)
+    tests = list(dict.fromkeys(test for mutation in ready for test in mutation.tests))
+    run_baseline(baseline, tests, jobs)
+    first.keep_cache()
+
+    outcomes: dict[str, Outcome] = {}
+    todo: queue.SimpleQueue[Mutation] = queue.SimpleQueue()
+    for mutation in ready:
+        todo.put(mutation)
+    lock = threading.Lock()
+
+    def work_on(worker: Worker) -> None:
+        if worker is not first:
+            worker.prepare(root, first.seed)
+        while True:
+            try:
+                mutation = todo.get_nowait()
+            except queue.Empty:
+                return
+            outcome = worker.try_mutation(mutation)
+            with lock:
+                outcomes[mutation.name] = outcome
+                print(f"{len(outcomes)}/{len(ready)} {outcome.verdict:10} {mutation.name}: {outcome.by}", flush=True)
+
+    threads = [threading.Thread(target=work_on, args=(worker,)) for worker in workers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    outcomes |= {mutation.name: Outcome(mutation, "pending", mutation.needs) for mutation in pending}
+    return [outcomes[mutation.name] for mutation in mutations]
+
+
+def run_baseline(worker: Worker, tests: Sequence[str], jobs: int) -> None:
+    """All tests pass in the unchanged tree. Node ids go together, in as many processes as there are jobs.
+
+    Raises:
+        RuntimeError: one does not; the text is pytest's.
+    """
+    together = [test for test in tests if " -k " not in test]
+    groups = [[test] for test in tests if " -k " in test] + [together[i::jobs] for i in range(jobs)]
+    groups = [group for group in groups if group]
+    failures: list[str] = []
+    todo: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
+    for group in groups:
+        todo.put(group)
+
+    def work_on(part: int) -> None:
+        own = Worker(worker.folder / f"baseline{part}", worker.cores, worker.limit, worker.preload)
+        own.tree, own.cache = worker.tree, worker.cache
+        own.folder.mkdir(exist_ok=True)
+        while not todo.empty():
+            try:
+                group = todo.get_nowait()
+            except queue.Empty:
+                return
+            code, text, _ = own.run_tests(group)
+            if code != 0:
+                failures.append(text[-4000:])
+
+    threads = [threading.Thread(target=work_on, args=(part,)) for part in range(min(jobs, len(groups)))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise RuntimeError("tests fail without any change:\n" + "\n".join(failures))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument("--jobs", type=int, default=max(1, cores // 2), help="workers beside each other (cores / 2)")
+    parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="changes whose name contains it")
+    parser.add_argument("--rotate", type=int, metavar="K", help="K changes, other ones every day")
+    parser.add_argument("--turn", type=int, help="instead of the day's number, for --rotate")
+    parser.add_argument("--pending", action="store_true", help="try those that need more of the emulator, too")
+    parser.add_argument("--list", action="store_true", help="print the changes that would be tried")
+    parser.add_argument("--table", type=Path, help="write the outcome as markdown")
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds that a change's test may take (600)")
+    parser.add_argument("--work", type=Path, default=ROOT / "build" / "mutate", help="folder of copies and caches")
+    options = parser.parse_args(arguments)
+
+    mutations = read_list(ROOT / LIST)
+    if options.only:
+        mutations = [m for m in mutations if any(text in m.name for text in options.only)]
+    if options.rotate is not None:
+        day = datetime.date.today().toordinal() if options.turn is None else options.turn
+        mutations = rotated(mutations, options.rotate, day)
+    if options.pending:
+        mutations = [dataclasses.replace(mutation, needs="") for mutation in mutations]
+    if options.list or not mutations:
+        print("\n".join(f"{m.name}  ({m.file}){'  needs ' + m.needs if m.needs else ''}" for m in mutations))
+        return 0 if mutations else 2
+
+    outcomes = run(mutations, ROOT, options.work, min(options.jobs, len(mutations)), options.limit)
+    table = markdown(outcomes)
+    print(f"\n{table}\n{summary(outcomes)}")
+    if options.table:
+        options.table.write_text(table, encoding="utf-8")
+    return 0 if all(outcome.verdict in GOOD for outcome in outcomes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
