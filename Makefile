@@ -5,6 +5,7 @@
 #                 backend and, by the kernels themselves, on the virtual SM121
 #   make test     the tests (PYTEST_ARGS="-k layer" to choose some); make test-host those that run no kernel: the layer
 #                 over the wheel, installing, building
+#   make mutate   change the code on purpose, line by line, and see which tests notice (MUTATE_ARGS="--help")
 #   make bench    the benchmark; without a GPU, the predicted GB10 table (BENCH_ARGS="--help")
 #   make lint     ruff, mypy, clang-format; make format applies them
 #   make clean    remove what builds and tools left in the checkout (make distclean: .venv too)
@@ -22,12 +23,13 @@ PYTEST_ARGS ?=
 # Test processes beside each other. Compilers run under them, so not more than cores.
 TEST_JOBS ?= $(shell n=$$(nproc); [ $$n -gt 4 ] && echo 4 || echo $$n)
 BENCH_ARGS ?=
+MUTATE_ARGS ?=
 DEMO_ARGS ?=
 
 CXX_SOURCES = $(shell git ls-files 'include/*.cuh' 'include/*.h' 'csrc/*.cu' 'csrc/*.cuh' 'csrc/*.h' 'csrc/*.inl' \
 	'emulator/*.cpp' 'emulator/*.h' 'emulator/*.cu')
 
-.PHONY: all env test test-host demo bench lint format clean distclean
+.PHONY: all env test test-host mutate demo bench lint format clean distclean
 all: test
 
 # Quick when nothing is missing.
@@ -48,6 +50,10 @@ test: env
 
 test-host: env
 	$(RUN_TESTS) tests/layer tests/jit $(PYTEST_ARGS)
+
+mutate: env
+	$(MAKE) -C emulator -j$(TEST_JOBS)
+	$(PY) tools/mutate.py $(MUTATE_ARGS)
 
 demo: env
 	$(MAKE) -C emulator -j$(TEST_JOBS)

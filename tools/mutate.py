@@ -2,8 +2,8 @@
 """Applies the changes of tests/mutations.toml, one at a time, and says which tests notice.
 
 A worker has a copy of the checkout and a build cache of its own. For each change it restores the cache to that of the
-unchanged tree, applies the change, and runs the change's tests in order until one fails; only what the change touches is
-compiled. Before all that the same tests must pass without any change.
+unchanged tree, applies the change, and runs the change's tests in order until one fails; only what the change touches
+is compiled. Before all that the same tests must pass without any change.
 
 A change ends as
 
@@ -32,7 +32,6 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -80,13 +79,13 @@ class Outcome:
 
 
 def read_list(path: Path) -> list[Mutation]:
-    """The list in a file: an array of tables ``mutation``, and the table ``tests`` of names for tests.
+    """The list in a file: an array of tables ``mutation``, and the tables ``files`` and ``tests`` of names for both.
 
     Raises:
         ValueError: an entry is not complete, or a name stands twice.
     """
     data = tomllib.loads(path.read_text(encoding="utf-8"))
-    aliases: dict[str, str] = data.get("tests", {})
+    files, names = data.get("files", {}), data.get("tests", {})
     known = {field.name for field in dataclasses.fields(Mutation)}
     mutations: list[Mutation] = []
     for entry in data["mutation"]:
@@ -95,10 +94,14 @@ def read_list(path: Path) -> list[Mutation]:
             raise ValueError(f"{entry.get('name', entry)}: without {missing}, unknown {entry.keys() - known}")
         if entry["name"] in [earlier.name for earlier in mutations]:
             raise ValueError(f"{entry['name']} stands twice")
-        tests = tuple(aliases.get(test, test) for test in entry["tests"])
+        tests = []
+        for test in entry["tests"]:
+            file, separator, rest = re.split("(::| -k )", names.get(test, test), maxsplit=1)
+            tests.append(files.get(file, file) + separator + rest)
         if not tests and "needs" not in entry and "equivalent" not in entry:
             raise ValueError(f"{entry['name']} names no test")
-        mutations.append(Mutation(**{**entry, "tests": tests}))
+        file = files.get(entry["file"], entry["file"])
+        mutations.append(Mutation(**{**entry, "file": file, "tests": tuple(tests)}))
     return mutations
 
 
@@ -130,11 +133,12 @@ def test_arguments(test: str) -> list[str]:
 def emulator_preload(root: Path) -> str:
     """What ``LD_PRELOAD`` must name so that a torch that brings CUDA runs on the emulator's runtime; else nothing."""
     code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import torch; cuda = torch.version.cuda\n"
-        "from vsm._library import shim_directory; print(shim_directory() / 'libcudart.so.13' if cuda else '')"
+        "import sys, torch; sys.path.insert(0, sys.argv[1])\n"
+        "if torch.version.cuda:\n"
+        "    from vsm._library import shim_directory; print(shim_directory() / 'libcudart.so.13')"
     )
     command = [sys.executable, "-c", code, str(root / "emulator" / "python")]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
 
 
 def copy_tree(source: Path, target: Path) -> None:
@@ -170,6 +174,7 @@ class Worker:
     def prepare(self, source: Path, seed: Path | None = None) -> None:
         """Copy the tree; take over what another worker has built, as far as it is of use here."""
         copy_tree(source, self.tree)
+        self.cache.mkdir(exist_ok=True)
         if seed is not None:
             shutil.rmtree(self.seed, ignore_errors=True)
             shutil.copytree(seed, self.seed)
@@ -181,8 +186,7 @@ class Worker:
 
     def restore_cache(self) -> None:
         shutil.rmtree(self.cache, ignore_errors=True)
-        if self.seed.is_dir():
-            shutil.copytree(self.seed, self.cache)
+        shutil.copytree(self.seed, self.cache)
 
     def run_tests(self, tests: Sequence[str]) -> tuple[int, str, float]:
         """pytest's exit status, its output, and the CPU time of it and all that it started. -1: it took too long."""
@@ -195,8 +199,8 @@ class Worker:
             "OMP_NUM_THREADS": "1",
             "MAX_JOBS": str(len(self.cores)),
         }
-        if self.preload:
-            environment["LD_PRELOAD"] = self.preload
+        if any("test_virtual_" in test for test in tests):
+            environment["LD_PRELOAD"] = self.preload or environment.get("LD_PRELOAD", "")
         arguments = [argument for test in tests for argument in test_arguments(test)]
         with open(self.folder / "output.txt", "w+", encoding="utf-8", errors="replace") as output:
             process = subprocess.Popen(
@@ -244,7 +248,7 @@ class Worker:
 
 def judge(code: int, text: str, test: str) -> tuple[str, str]:
     """The verdict on a change from the exit status and the output of its test."""
-    if "JitBuildError" in text or code in (2, 3, 4, 5):
+    if re.search(r"^E .*JitBuildError: building ", text, re.MULTILINE) or code in (2, 3, 4, 5):
         lines = [line for line in text.splitlines() if re.match(r"E  |ERROR|.*error:|no tests", line)]
         return "broken", " ".join(lines[:2]) or f"pytest ended with {code}"
     if code == 0:
@@ -279,15 +283,24 @@ def share_cores(jobs: int) -> list[set[int]]:
     return [set(cores[job % len(cores) :: jobs]) for job in range(jobs)]
 
 
-def run(mutations: Sequence[Mutation], root: Path, work: Path, jobs: int, limit: float) -> list[Outcome]:
-    """Try all of ``mutations``, in their order.
+def run(
+    mutations: Sequence[Mutation], root: Path, work: Path, jobs: int, limit: float, preload: str = ""
+) -> list[Outcome]:
+    """Try all of ``mutations``; the outcomes in their order.
+
+    Args:
+        mutations: What to try.
+        root: The checkout. It is only read.
+        work: Folder of copies and caches.
+        jobs: Workers beside each other.
+        limit: Seconds that a test may take.
+        preload: ``LD_PRELOAD`` of the tests.
 
     Raises:
         RuntimeError: their tests do not pass without any change.
     """
     pending = [mutation for mutation in mutations if mutation.needs]
     ready = [mutation for mutation in mutations if not mutation.needs]
-    preload = emulator_preload(root)
     workers = [Worker(work / str(i), cores, limit, preload) for i, cores in enumerate(share_cores(jobs))]
 
     first = workers[0]
@@ -389,7 +402,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(f"{m.name}  ({m.file}){'  needs ' + m.needs if m.needs else ''}" for m in mutations))
         return 0 if mutations else 2
 
-    outcomes = run(mutations, ROOT, options.work, min(options.jobs, len(mutations)), options.limit)
+    jobs = min(options.jobs, len(mutations))
+    outcomes = run(mutations, ROOT, options.work, jobs, options.limit, emulator_preload(ROOT))
     table = markdown(outcomes)
     print(f"\n{table}\n{summary(outcomes)}")
     if options.table:

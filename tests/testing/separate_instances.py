@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pytest plugin (``-p separate_instances``): on the virtual device every kernel instance is a module of its own.
 
-``fused_moe_120`` then holds the binding and the launcher alone, and a test builds the instances that it runs, so that a
-change of a header costs the compilation of one or two instances instead of all. ``tools/mutate.py`` runs tests so. The grouped
-GEMM's module holds the first of its instances.
+``fused_moe_120`` then holds the binding and the launcher alone, and a test builds the instances that it runs, so that
+a change of a header costs the compilation of one or two instances instead of all. ``tools/mutate.py`` runs tests so.
+The grouped GEMM's module holds the first of its instances.
 
 The instance table stays as it is: what is chosen, and the names of parametrized tests, are those of the whole family.
 """

@@ -64,8 +64,8 @@ def test_a_layer_is_routed_by_what_the_launch_before_it_writes(device: VirtualDe
 
 @EACH_KIND
 def test_a_shard_without_rows_does_not_outrun_its_prologue(device: VirtualDevice, tactic: int, mode: int) -> None:
-    """No block of its GEMMs has work. They are complete at once unless they wait, and the layer behind would begin while
-    the first one's prologue is still writing."""
+    """No block of its GEMMs has work. Unless they wait, they are complete at once, and the layer behind begins while the
+    first one's prologue is still writing."""
     case = MoECase(5, 160, 96, 16, 2, mode, routing="few_experts", ep_size=2, ep_rank=0)
     calls = [LayerCall(make_moe_inputs(case, seed), mode, tactic) for seed in (720 + tactic, 820 + tactic)]
     assert all(int(call.inputs.token_selected_experts.min()) >= 8 for call in calls)
@@ -95,4 +95,4 @@ def test_a_unit_is_staged_when_the_one_before_it_has_left(device: VirtualDevice,
     (fc1, _) = [launch for launch in device.launches if "grouped_gemm_kernel" in launch.kernel]
     rows = torch.bincount(inputs.token_selected_experts.flatten(), minlength=4).tolist()
     assert sum(-(-count // INSTANCES[tactic].token_tile) for count in rows) * 25 >= 2 * fc1.grid[0]
-    assert 256 <= INSTANCES[tactic].stages * INSTANCES[tactic].k_tile
+    assert INSTANCES[tactic].stages * INSTANCES[tactic].k_tile >= 256
