@@ -73,6 +73,7 @@ void ByteSet::merge(const ByteSet& other) {
 void Block::grid_wait(Warp& w) { grid_waits[w.id] = w.clock.t[w.id]; }
 
 void Block::grid_trigger(const Warp& w) {
+  if (triggered) return;  // it is the block's first that counts
   triggered = true;
   // Once this block waited and then triggered, no grid behind this one can start before those ahead are complete.
   if (follows_grid_wait(w.clock)) launch->waited_before_trigger = true;

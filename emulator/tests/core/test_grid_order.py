@@ -120,7 +120,7 @@ def test_silent(run, case):
 
 def test_a_grid_two_ahead(run):
     """The second lets the third start before it waited for the first itself."""
-    for middle in (TRIGGER, TRIGGER + WAIT, ""):
+    for middle in (TRIGGER, TRIGGER + WAIT, TRIGGER + WAIT + TRIGGER, ""):
         third = run(STORE_A + TRIGGER, middle, LOAD_A)[2]
         assert [report.kind for report in third.reports] == ["missing grid wait"], (middle, str(third))
         assert "k0" in third.reports[0].text
