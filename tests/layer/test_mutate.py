@@ -39,7 +39,7 @@ def test_the_list_can_be_applied() -> None:
     for mutation in mutations:
         text = (REPO / mutation.file).read_text(encoding="utf-8")
         assert mutate.changed(text, mutation) != text
-        for test in mutation.tests:
+        for test in () if mutation.needs else mutation.tests:  # those may be yet to come
             file, _, function = re.split(r" -k |\[", test)[0].partition("::")
             assert f"def {function}" in (REPO / file).read_text(encoding="utf-8"), test
 
