@@ -307,16 +307,17 @@ def test_a_misaligned_address_is_refused_in_a_known_call(
     known = sm12x_known_calls.KnownCall(plan, torch.device("cpu"), torch.bfloat16, True, True, (0, 0))
     known.run(tuple(fields.values()), scales, 8192)
 
+    alignment = {"workspace_buffer": 128, "input_sf": 4}.get(name, 16)  # type: ignore[call-overload]
+
     def shifted(tensor: torch.Tensor) -> torch.Tensor:
-        wide = torch.empty(tensor.numel() * tensor.element_size() + 32, dtype=torch.uint8)
-        start = -wide.data_ptr() % 16 + (2 if name == "input_sf" else 8)
+        wide = torch.empty(tensor.numel() * tensor.element_size() + 256, dtype=torch.uint8)
+        start = -wide.data_ptr() % 128 + alignment // 2
         return wide[start : start + tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)
 
     if isinstance(name, int):
         scales[name] = shifted(scales[name])
     else:
         fields[name] = shifted(fields[name])
-    alignment = {"workspace_buffer": 128, "input_sf": 4}.get(name, 16)  # type: ignore[call-overload]
     label = {0: r"fc1's block scales \(quant_scales\)", 2: r"fc2's block scales \(quant_scales\)"}.get(name, name)  # type: ignore[call-overload]
     with pytest.raises(ValueError, match=rf"^{label} starts at address 0x[0-9a-f]+; .*aligned to {alignment} bytes"):
         known.run(tuple(fields.values()), scales, 8192)
