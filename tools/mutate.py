@@ -380,7 +380,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--jobs", type=int, default=max(1, cores // 2), help="workers beside each other (cores / 2)")
-    parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="changes whose name or file contains it")
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="TEXT", help="changes whose name or file contains it"
+    )
     parser.add_argument("--rotate", type=int, metavar="K", help="K changes, other ones every day")
     parser.add_argument("--turn", type=int, help="instead of the day's number, for --rotate")
     parser.add_argument("--pending", action="store_true", help="try those that need more of the emulator, too")

@@ -43,7 +43,9 @@ def build() -> Path:
     jobs = str(min(4, os.cpu_count() or 1))
     with open(directory / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        command = [make, "-s", "-C", str(_ROOT), "-j", jobs, f"BUILD={directory}", *_MAKE_TARGETS]
+        # Relative, as `make` there has it: an object's headers are recorded under the object's name.
+        target = os.path.relpath(directory, _ROOT)
+        command = [make, "-s", "-C", str(_ROOT), "-j", jobs, f"BUILD={target}", *_MAKE_TARGETS]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise VsmError(f"`{' '.join(command)}` failed:\n{done.stdout}{done.stderr}".rstrip())
