@@ -30,8 +30,8 @@ struct DeviceImpl {
     std::lock_guard<std::mutex> lock(launch_mutex);
     for (auto& stream : in_flight) {
       for (auto& grid : stream.second) {
-        grid->reads.remove(address, bytes);
-        grid->writes.remove(address, bytes);
+        grid.accesses->reads.remove(address, bytes);
+        grid.accesses->writes.remove(address, bytes);
       }
     }
   }
@@ -361,8 +361,12 @@ LaunchResult Device::launch(const LoadedModule* module, int kernel, const Launch
   for (std::thread& t : pool) t.join();
 
   // Grids behind this one start when it is complete or lets them: those ahead are complete then if it waited for them.
-  if (l.waited_before_trigger) ahead.clear();
-  if (l.accesses) ahead.push_back(l.accesses);
+  if (l.waited_before_trigger) {
+    ahead.erase(std::remove_if(ahead.begin(), ahead.end(), [](const GridInFlight& g) { return !g.outlives_wait; }),
+                ahead.end());
+  }
+  for (GridInFlight& grid : ahead) grid.outlives_wait |= !l.waited;
+  if (l.accesses) ahead.push_back({l.accesses, false});
   constexpr size_t kMostInFlight = 4;
   if (ahead.size() > kMostInFlight) ahead.erase(ahead.begin());
 

@@ -70,7 +70,10 @@ void ByteSet::merge(const ByteSet& other) {
   }
 }
 
-void Block::grid_wait(Warp& w) { grid_waits[w.id] = w.clock.t[w.id]; }
+void Block::grid_wait(Warp& w) {
+  grid_waits[w.id] = w.clock.t[w.id];
+  launch->waited = true;
+}
 
 void Block::grid_trigger(const Warp& w) {
   if (triggered) return;  // it is the block's first that counts
@@ -93,14 +96,18 @@ void Block::note_grid_access(Warp& w, const Inst& in, int lane, uint64_t address
     if (load) accesses->reads.add(address, bytes);
     if (store) accesses->writes.add(address, bytes);
   }
-  if (!launch->in_flight || follows_grid_wait(clock)) return;
-  for (const auto& grid : *launch->in_flight) {
-    const bool written = grid->writes.touches(address, bytes);
-    if (!written && !(store && grid->reads.touches(address, bytes))) continue;
+  if (!launch->in_flight) return;
+  const bool waited = follows_grid_wait(clock);
+  for (const GridInFlight& grid : *launch->in_flight) {
+    if (waited && !grid.outlives_wait) continue;
+    const bool written = grid.accesses->writes.touches(address, bytes);
+    if (!written && !(store && grid.accesses->reads.touches(address, bytes))) continue;
+    const char* why = waited ? "griddepcontrol.wait does not wait for that one, as the grid between them did not"
+                             : "not ordered after griddepcontrol.wait";
     w.report(ReportKind::kMissingGridWait, in, lane,
-             std::string(store ? "writes" : "reads") + " what the kernel before it in the stream, " + grid->kernel +
-                 ", " + (written ? "writes" : "reads") +
-                 ": not ordered after griddepcontrol.wait, so the two may overlap",
+             std::string(store ? "writes" : "reads") + " what the kernel before it in the stream, " +
+                 grid.accesses->kernel + ", " + (written ? "writes" : "reads") + ": " + why +
+                 ", so the two may overlap",
              "global", address);
     return;
   }

@@ -36,7 +36,13 @@ struct GridAccesses {
   ByteSet reads, writes;
 };
 
-/// Grids of a stream that the next one may overlap.
-using GridsInFlight = std::vector<std::shared_ptr<GridAccesses>>;
+/// A grid of a stream that the next one may overlap.
+struct GridInFlight {
+  std::shared_ptr<GridAccesses> accesses;
+  // griddepcontrol.wait waits for the grid right ahead. One further ahead is complete then only if that one waited for it,
+  // in any of its blocks; else it may still run behind the wait.
+  bool outlives_wait = false;
+};
+using GridsInFlight = std::vector<GridInFlight>;
 
 }  // namespace vsm::exec

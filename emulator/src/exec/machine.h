@@ -139,6 +139,7 @@ struct Launch {
   std::atomic<bool> stop{false};
   const GridsInFlight* in_flight = nullptr;  // what this grid may overlap; null: nothing
   std::shared_ptr<GridAccesses> accesses;    // what it touches itself; null: not recorded. Guarded by the mutex
+  std::atomic<bool> waited{false};           // some block executed griddepcontrol.wait
   std::atomic<bool> waited_before_trigger{false};  // some block executed griddepcontrol.wait before it let others start
   std::mutex reduce_mutex;  // bulk reductions to global memory
   std::mutex mutex;  // guards the rest

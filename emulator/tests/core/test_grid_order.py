@@ -126,6 +126,30 @@ def test_a_grid_two_ahead(run):
         assert "k0" in third.reports[0].text
 
 
+@pytest.mark.parametrize(
+    ("middle", "waits"),
+    [(TRIGGER, TRIGGER + WAIT), ("", WAIT), (TRIGGER + STORE_B, TRIGGER + "@%p " + WAIT + STORE_B)],
+    ids=["triggers", "ends", "one of its threads waits"],
+)
+@pytest.mark.parametrize("third", [WAIT + LOAD_A, WAIT + STORE_A, WAIT + COPY_A + DONE], ids=["read", "write", "copy"])
+def test_a_middle_grid_that_never_waits(run, middle, waits, third):
+    """The third waits for the second; that the first is complete follows only if the second waited for it."""
+    one, two, last = run(STORE_A + TRIGGER, middle, third)
+    assert one.clean and two.clean
+    assert [report.kind for report in last.reports] == ["missing grid wait"], str(last)
+    assert "k0" in last.reports[0].text and "as the grid between them did not" in last.reports[0].text
+    for launch in run(STORE_A + TRIGGER, waits, third):
+        assert launch.clean, str(launch)
+
+
+def test_a_grid_that_nobody_waited_for_stays_in_flight(run):
+    """Nor is the first complete for the fourth, whose wait reaches the second through the third's."""
+    bodies = [STORE_A + TRIGGER, TRIGGER, WAIT + TRIGGER, WAIT + LOAD_A]
+    assert [report.kind for report in run(*bodies)[3].reports] == ["missing grid wait"]
+    bodies[1] = TRIGGER + WAIT
+    assert all(launch.clean for launch in run(*bodies))
+
+
 def test_the_host_between_them(run, device):
     """Whoever uploads has waited: the next launch may read that."""
     for launch in run(STORE_A + TRIGGER, LOAD_A, between=lambda a: device.upload(bytes(256), a)):
