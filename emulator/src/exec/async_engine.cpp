@@ -83,6 +83,11 @@ void check_fenced(Warp& w, const PendingCopy& c, const Clock& fenced, const char
   }
 }
 
+// Whoever issued the copy, as of then.
+Accessor accessor(const Warp& w, const PendingCopy& c) {
+  return {w.id, c.lane, c.clock.threads[static_cast<size_t>(w.id * 32 + c.lane)], c.clock.threads.data(), c.step};
+}
+
 // What a copy out of shared memory may read: written, and fenced if written by the generic proxy.
 void check_source(Warp& w, const PendingCopy& c, uint32_t address, uint32_t bytes) {
   Block& b = *w.block;
@@ -92,16 +97,8 @@ void check_source(Warp& w, const PendingCopy& c, uint32_t address, uint32_t byte
              address);
   }
   check_fenced(w, c, b.fenced, "reads", address, bytes);
-  if (m.writes.empty()) return;
-  for (uint32_t a = address; a < address + bytes; ++a) {
-    const SharedMemory::Event& e = m.writes[a];
-    if (e.clock != 0 && e.warp != static_cast<uint32_t>(w.id) && c.clock.t[e.warp] < e.clock) {
-      w.report(ReportKind::kRace, *c.inst, c.lane,
-               "the copy reads a byte that warp " + std::to_string(e.warp) + " wrote, with nothing ordering the two",
-               "shared", a);
-      break;
-    }
-  }
+  if (!b.races) return;
+  Block::report_race(w, *c.inst, c.lane, "the copy's load", b.races->look(accessor(w, c), address, bytes, false));
 }
 
 // A copy into shared memory must not overtake reads and writes of other warps that nothing orders before it.
@@ -112,19 +109,9 @@ void note_async_write(Warp& w, const PendingCopy& c, uint32_t address, uint32_t 
   if (!m.generic_writes.empty()) {
     for (uint32_t g = address / 16; g <= (address + bytes - 1) / 16; ++g) m.generic_writes[g] = SharedMemory::Event();
   }
-  if (m.writes.empty()) return;
-  bool reported = false;
-  for (uint32_t a = address; a < address + bytes; ++a) {
-    for (int other = 0; other < m.warps && !reported; ++other) {
-      const uint32_t read = m.reads[size_t{a} * static_cast<size_t>(m.warps) + static_cast<size_t>(other)];
-      if (other == w.id || read == 0 || c.clock.t[other] >= read) continue;
-      w.report(ReportKind::kRace, *c.inst, c.lane,
-               "the copy overwrites a byte that warp " + std::to_string(other) + " read, with nothing ordering the two",
-               "shared", a);
-      reported = true;
-    }
-    m.writes[a] = {c.clock.t[w.id], static_cast<uint32_t>(w.id)};
-  }
+  Block& b = *w.block;
+  if (!b.races) return;
+  Block::report_race(w, *c.inst, c.lane, "the copy's store", b.races->store(accessor(w, c), address, bytes, false));
 }
 
 // Takes the copies that satisfy `wanted` out of the queue, in the order of issue.
@@ -150,6 +137,8 @@ void Block::issue(PendingCopy copy) {
   Warp& w = warps[static_cast<size_t>(copy.warp)];
   copy.clock = w.clock;
   copy.fenced = fenced;
+  copy.step = w.steps;
+  if (order) order->release(copy.warp, 1u << copy.lane, copy.clock.threads);
   if (!copy.to_shared || copy.shared_to_shared) {
     tma::Descriptor d;
     for (const Piece& p : pieces(w, copy, &d)) {

@@ -19,8 +19,16 @@ void Block::start(Launch* l, uint64_t index, GridAccesses* shares) {
   id[0] = static_cast<uint32_t>(index % c.grid[0]);
   id[1] = static_cast<uint32_t>(index / c.grid[0] % c.grid[1]);
   id[2] = static_cast<uint32_t>(index / c.grid[0] / c.grid[1]);
-  shared.start(l->shared_bytes, static_cast<int>(l->warps_per_block), (c.watch & kWatchFences) != 0,
-               (c.watch & kWatchRaces) != 0);
+  const int count = static_cast<int>(l->warps_per_block);
+  shared.start(l->shared_bytes, count, (c.watch & kWatchFences) != 0);
+  order.reset();
+  races.reset();
+  if (c.watch & kWatchRaces) {
+    order = std::make_unique<ThreadOrder>();
+    order->start(count);
+    races = std::make_unique<RaceWatch>();
+    races->start(l->shared_bytes, count);
+  }
   mbarriers.clear();
   for (NamedBarrier& b : barriers) b = NamedBarrier();
   pending.clear();

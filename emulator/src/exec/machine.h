@@ -15,6 +15,7 @@
 #include "device.h"
 #include "exec/grid_order.h"
 #include "exec/memory.h"
+#include "exec/race_watch.h"
 #include "exec/types.h"
 #include "program.h"
 #include "report.h"
@@ -196,7 +197,7 @@ struct Warp {
   // cp.async groups: per lane, groups committed so far; bulk groups likewise.
   uint32_t cp_groups[32] = {};
   uint32_t bulk_groups[32] = {};
-  Clock clock;
+  Clock clock;  // by warps; by threads: Block::order
 
   Fragment& frag() { return fragments[current]; }
 
@@ -240,10 +241,10 @@ struct Warp {
   bool gather(const Inst& in, uint32_t* mask, uint32_t needed, bool aligned = false);
   /// For .aligned forms: all live lanes of the warp.
   bool converge(const Inst& in, uint32_t* mask) { return gather(in, mask, live, true); }
-  void release_clock(Clock& into) {
-    into.join(clock);
-    ++clock.t[id];
-  }
+  /// What these lanes did so far, and what is ordered before that, goes into `into`.
+  void release(Clock& into, uint32_t mask);
+  /// ... and is ordered before what these lanes do from now on.
+  void acquire(const Clock& from, uint32_t mask);
 
   void report(ReportKind kind, const Inst& in, int lane, const std::string& text, const char* space = "",
               uint64_t address = 0);
@@ -253,7 +254,8 @@ struct Warp {
 
   // --- memory (memory_access.cpp) -------------------------------------------------------------------------------
   /// Host address of `bytes` bytes, after every check that applies. `space` may be kGeneric.
-  uint8_t* access(const Inst& in, int lane, Space space, uint64_t address, uint32_t bytes, Access kind);
+  uint8_t* access(const Inst& in, int lane, Space space, uint64_t address, uint32_t bytes, Access kind,
+                  Manner manner = Manner::kWeak);
   /// Counters of one warp-wide access: sectors, bank conflicts.
   void count_access(const Inst& in, Space space, const uint64_t* addresses, uint32_t mask, uint32_t bytes, bool store);
 
@@ -311,9 +313,10 @@ struct PendingCopy {
   bool increment = false;  // cp.async.mbarrier.arrive without .noinc
   int reduce = -1;  // tma::Reduce
   int reduce_type = 0;  // tma::ElementType of a bulk reduction
-  uint8_t tensor[128];  // image of the tensor map when issued
+  uint8_t tensor[128] = {};  // image of the tensor map when issued
   int32_t coords[5] = {0, 0, 0, 0, 0};
   Clock clock;  // the issuing warp's
+  uint64_t step = 0;
   Clock fenced;  // the block's, as of then
   uint32_t shared_target = 0;  // shared to shared copies
   bool shared_to_shared = false;
@@ -338,7 +341,10 @@ struct Block {
   bool triggered = false;  // has executed griddepcontrol.launch_dependents
   uint32_t grid_waits[kMaxWarps] = {};  // each warp's clock when it executed griddepcontrol.wait; 0: it has not
   Clock fenced;  // generic writes that a proxy fence has made visible to the async proxy
-  std::unordered_map<uint32_t, Clock> sync_variables;  // shared addresses used by atomics, releases, acquires
+  std::unordered_map<uint64_t, Clock> sync_variables;  // addresses used by atomics, releases, acquires; global ones
+                                                       // if `order` is kept
+  std::unique_ptr<ThreadOrder> order;  // null: not kept
+  std::unique_ptr<RaceWatch> races;    // null: not watched
   uint64_t effects = 0;  // side effects so far: the measure of progress
   uint64_t effects_seen = 0;  // at the last time-out of waits
   uint32_t fruitless = 0;  // time-outs since then
@@ -351,7 +357,13 @@ struct Block {
   /// Runs about `budget` warp instructions, fewer if all warps sleep. kIdle: nothing but spinning since the last slice.
   Slice run(uint64_t budget);
   bool finished() const;
-  void check_race(Warp& w, const Inst& in, int lane, uint32_t address, uint32_t bytes, bool store);
+  /// Of an access of this warp to shared memory.
+  Accessor accessor(const Warp& w, int lane) const {
+    return {w.id, lane, order->version(w.id), order->clock(w.id, lane < 0 ? 0 : lane), w.steps};
+  }
+  void check_race(Warp& w, const Inst& in, int lane, uint32_t address, uint32_t bytes, Access kind, Manner manner);
+  /// The report of a race, if there is one.
+  static void report_race(Warp& w, const Inst& in, int lane, const std::string& verb, const RaceFound& race);
   /// A global access: recorded for the next grid, checked against those that this one may overlap (grid_order.h).
   void note_grid_access(Warp& w, const Inst& in, int lane, uint64_t address, uint32_t bytes, bool load, bool store,
                         const Clock& clock);

@@ -191,20 +191,13 @@ void region_touch(const Region& r, uint64_t address, uint32_t bytes) {
   set_bits(*r.touched, first, last - first + 1);
 }
 
-void SharedMemory::start(uint32_t new_size, int new_warps, bool fences, bool races) {
+void SharedMemory::start(uint32_t new_size, int new_warps, bool fences) {
   size = new_size;
   warps = new_warps;
   bytes.assign(size + 16, 0xA5);
   shadow.assign(size, 0);
   if (fences) generic_writes.assign((size + 15) / 16, Event());
   else generic_writes.clear();
-  if (races) {
-    writes.assign(size, Event());
-    reads.assign(size_t{size} * static_cast<size_t>(warps), 0);
-  } else {
-    writes.clear();
-    reads.clear();
-  }
 }
 
 bool SharedMemory::written(uint32_t address, uint32_t n) const {

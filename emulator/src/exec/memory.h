@@ -11,12 +11,15 @@
 #include <vector>
 
 #include "device.h"
+#include "exec/thread_order.h"
 
 namespace vsm::exec {
 
 enum class Space : uint8_t { kGeneric, kGlobal, kShared, kLocal, kParam, kConst };
 const char* to_string(Space s);
 enum class Access : uint8_t { kLoad, kStore, kAtomic };
+/// Strong ones (PTX ISA 9.0, 8.4) do not race with each other. A matrix instruction accesses memory for the whole warp.
+enum class Manner : uint8_t { kWeak, kStrong, kWholeWarp };
 
 inline constexpr uint64_t kSharedWindow = uint64_t{1} << 56;
 inline constexpr uint64_t kLocalWindow = uint64_t{1} << 57;
@@ -83,8 +86,13 @@ inline constexpr int kMaxWarps = 32;  // of a block
 /// Vector clock over the warps of a block: what a warp (or a barrier) has synchronized with.
 struct Clock {
   uint32_t t[kMaxWarps] = {};
-  void join(const Clock& o) {
+  ThreadClock threads;  // the same by threads, in the modes that need it
+  void join_warps(const Clock& o) {
     for (int i = 0; i < kMaxWarps; ++i) t[i] = t[i] > o.t[i] ? t[i] : o.t[i];
+  }
+  void join(const Clock& o) {
+    join_warps(o);
+    if (!o.threads.empty()) exec::join(threads, o.threads);
   }
 };
 
@@ -100,10 +108,8 @@ struct SharedMemory {
   std::vector<uint8_t> bytes;
   std::vector<uint8_t> shadow;
   std::vector<Event> generic_writes;  // per 16 bytes, for kWatchFences
-  std::vector<Event> writes;          // per byte, for kWatchRaces
-  std::vector<uint32_t> reads;        // per byte and warp: clock, for kWatchRaces
 
-  void start(uint32_t size, int warps, bool fences, bool races);
+  void start(uint32_t size, int warps, bool fences);
   bool written(uint32_t address, uint32_t n) const;
   void mark_written(uint32_t address, uint32_t n);
 };

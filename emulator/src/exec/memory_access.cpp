@@ -16,7 +16,8 @@ std::string hex(uint64_t v) {
 
 const char* verb(Access kind) { return kind == Access::kLoad ? "load" : kind == Access::kStore ? "store" : "atomic"; }
 
-uint8_t* shared_access(Warp& w, const Inst& in, int lane, uint64_t address, uint32_t bytes, Access kind) {
+uint8_t* shared_access(Warp& w, const Inst& in, int lane, uint64_t address, uint32_t bytes, Access kind,
+                       Manner manner) {
   Block& b = *w.block;
   SharedMemory& m = b.shared;
   const uint32_t reserved = b.launch->limits->shared_reserved;
@@ -47,7 +48,7 @@ uint8_t* shared_access(Warp& w, const Inst& in, int lane, uint64_t address, uint
       }
     }
   }
-  if (!m.writes.empty() && kind != Access::kAtomic) b.check_race(w, in, lane, a, bytes, kind == Access::kStore);
+  if (b.races) b.check_race(w, in, lane, a, bytes, kind, manner);
   return m.bytes.data() + a;
 }
 
@@ -102,7 +103,8 @@ uint8_t* global_access(Warp& w, const Inst& in, int lane, uint64_t address, uint
 
 }  // namespace
 
-uint8_t* Warp::access(const Inst& in, int lane, Space space, uint64_t address, uint32_t bytes, Access kind) {
+uint8_t* Warp::access(const Inst& in, int lane, Space space, uint64_t address, uint32_t bytes, Access kind,
+                      Manner manner) {
   if (space == Space::kGeneric) {
     const uint64_t window = address >> 56;
     if (window == kSharedWindow >> 56) {
@@ -121,7 +123,7 @@ uint8_t* Warp::access(const Inst& in, int lane, Space space, uint64_t address, u
          address);
   }
   switch (space) {
-    case Space::kShared: return shared_access(*this, in, lane, address, bytes, kind);
+    case Space::kShared: return shared_access(*this, in, lane, address, bytes, kind, manner);
     case Space::kLocal: return local_access(*this, in, lane, address, bytes, kind);
     default: return global_access(*this, in, lane, address, bytes, kind, space == Space::kGlobal);
   }
@@ -198,31 +200,21 @@ void Warp::count_access(const Inst&, Space space, const uint64_t* addresses, uin
   }
 }
 
-void Block::check_race(Warp& w, const Inst& in, int lane, uint32_t address, uint32_t bytes, bool store) {
-  SharedMemory& m = shared;
-  const uint32_t now = w.clock.t[w.id];
-  for (uint32_t a = address; a < address + bytes; ++a) {
-    SharedMemory::Event& last = m.writes[a];
-    if (last.clock != 0 && last.warp != static_cast<uint32_t>(w.id) && w.clock.t[last.warp] < last.clock) {
-      w.report(ReportKind::kRace, in, lane,
-               std::string(store ? "store" : "load") + " of a byte that warp " + std::to_string(last.warp) +
-                   " wrote, with nothing ordering the two",
-               "shared", a);
-    }
-    uint32_t* reads = &m.reads[size_t{a} * static_cast<size_t>(m.warps)];
-    if (store) {
-      for (int other = 0; other < m.warps; ++other) {
-        if (other != w.id && reads[other] != 0 && w.clock.t[other] < reads[other]) {
-          w.report(ReportKind::kRace, in, lane,
-                   "store to a byte that warp " + std::to_string(other) + " read, with nothing ordering the two",
-                   "shared", a);
-        }
-      }
-      last = {now, static_cast<uint32_t>(w.id)};
-    } else {
-      reads[w.id] = now;
-    }
-  }
+void Block::check_race(Warp& w, const Inst& in, int lane, uint32_t address, uint32_t bytes, Access kind,
+                       Manner manner) {
+  const Accessor who = accessor(w, manner == Manner::kWholeWarp ? -1 : lane);
+  const bool strong = kind == Access::kAtomic || manner == Manner::kStrong;
+  if (kind != Access::kStore) report_race(w, in, lane, verb(kind), races->load(who, address, bytes, strong));
+  if (kind != Access::kLoad) report_race(w, in, lane, verb(kind), races->store(who, address, bytes, strong));
+}
+
+void Block::report_race(Warp& w, const Inst& in, int lane, const std::string& verb, const RaceFound& race) {
+  if (!race.found) return;
+  std::string other = race.lane < 0 ? std::string() : "lane " + std::to_string(race.lane) + " of ";
+  other += race.warp == w.id ? "the same warp" : "warp " + std::to_string(race.warp);
+  w.report(ReportKind::kRace, in, lane,
+           verb + " of a byte that " + other + (race.wrote ? " wrote" : " read") + ", with nothing ordering the two",
+           "shared", race.address);
 }
 
 }  // namespace vsm::exec

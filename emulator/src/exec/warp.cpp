@@ -90,6 +90,17 @@ void Warp::start(Block* b, int warp_id) {
 
 Counters& Warp::counters() { return block->counters; }
 
+void Warp::release(Clock& into, uint32_t mask) {
+  into.join_warps(clock);
+  ++clock.t[id];
+  if (block->order) block->order->release(id, mask, into.threads);
+}
+
+void Warp::acquire(const Clock& from, uint32_t mask) {
+  clock.join_warps(from);
+  if (block->order) block->order->acquire(id, mask, from.threads);
+}
+
 bool Warp::run(int budget) {
   yield = false;
   bool progress = false;

@@ -20,7 +20,7 @@ struct Atomic {
   uint32_t bytes = 4;
   uint32_t count = 1;     // vector elements
   bool returns = true;
-  bool strong = false;    // acquire and/or release
+  Pattern read, write;    // what its read and its write are
 };
 
 template <class T>
@@ -103,8 +103,7 @@ void atomic_run(Warp& w, const Inst& in, uint32_t mask) {
     const uint64_t address = effective(w, in, base, i);
     addresses[i] = address;
     uint8_t* p = w.access(in, i, a.space, address, a.bytes * a.count, Access::kAtomic);
-    acquire(w, a.space, address);
-    release(w, a.space, address);
+    before_write(w, a.space, address, i, a.write);
     uint64_t old[8];
     for (uint32_t k = 0; k < a.count; ++k) {
       uint8_t* q = p + k * a.bytes;
@@ -113,6 +112,7 @@ void atomic_run(Warp& w, const Inst& in, uint32_t mask) {
                : a.bytes == 4 ? exchange<uint32_t>(a, q, x, y)
                               : exchange<uint16_t>(a, q, x, y);
     }
+    after_read(w, a.space, address, i, a.read);
     for (uint32_t k = 0; k < results; ++k) {
       if (!in.op[k].sink) w.set_value(in.op[k], i, old[k]);
     }
@@ -126,7 +126,9 @@ void atomic128_run(Warp& w, const Inst& in, uint32_t mask) {
   static std::mutex lock;
   const auto& a = *static_cast<const Atomic*>(in.ext);
   for_lanes(mask, [&](int i) {
-    uint8_t* p = w.access(in, i, a.space, effective(w, in, in.op[1], i), 16, Access::kAtomic);
+    const uint64_t address = effective(w, in, in.op[1], i);
+    uint8_t* p = w.access(in, i, a.space, address, 16, Access::kAtomic);
+    before_write(w, a.space, address, i, a.write);
     const uint64_t *b = w.in<uint64_t>(in.op[2]), *c = w.in<uint64_t>(in.op[a.op == AtomicOp::kCas ? 3 : 2]);
     const std::lock_guard<std::mutex> guard(lock);
     uint64_t old[2];
@@ -135,6 +137,7 @@ void atomic128_run(Warp& w, const Inst& in, uint32_t mask) {
       std::memcpy(p, &c[i], 8);
       std::memcpy(p + 8, &c[32 + i], 8);
     }
+    after_read(w, a.space, address, i, a.read);
     uint64_t* d = w.out<uint64_t>(in.op[0]);
     d[i] = old[0];
     d[32 + i] = old[1];
@@ -148,6 +151,8 @@ void atomic(Form& f) {
   if (f.take("async")) f.fail("red.async is not modelled");
   const MemoryQualifiers q = take_memory_qualifiers(f);
   a.space = q.space;
+  a.read = {q.acquire, q.block};
+  a.write = {q.release, q.block};
   if (a.space != Space::kGeneric && a.space != Space::kGlobal && a.space != Space::kShared)
     f.fail("atomics work on global and shared memory");
   static const std::pair<const char*, AtomicOp> kOps[] = {

@@ -50,7 +50,7 @@ void barrier_run(Warp& w, const Inst& in, uint32_t mask) {
     }
     b.arrived += 32;
     const uint64_t generation = b.generation;
-    w.release_clock(b.arriving);
+    w.release(b.arriving, mask);
     ++block.effects;
     if (b.arrived > (b.all ? block.live_threads_rounded() : b.expected)) {
       w.fail(ReportKind::kBarrierMisuse, in, lane,
@@ -65,7 +65,7 @@ void barrier_run(Warp& w, const Inst& in, uint32_t mask) {
       return w.wait("barrier", 0);
     }
   }
-  w.clock.join(b.completed);
+  w.acquire(b.completed, mask);
   if (kind == 2) for_lanes(mask, [&](int i) { w.out<uint32_t>(in.op[3])[i] = b.result; });
   if (kind >= 3) w.set_pred(in.op[3], mask, b.result ? ~0u : 0);
 }
@@ -81,14 +81,14 @@ void cluster_run(Warp& w, const Inst& in, uint32_t mask) {
     w.cluster_generation = b.generation;
     b.all = true;
     b.arrived += 32;
-    w.release_clock(b.arriving);
+    w.release(b.arriving, mask);
     ++block.effects;
     return block.check_barrier_release(exec::kClusterBarrier);
   }
   if (!w.cluster_arrived) w.fail(ReportKind::kBarrierMisuse, in, -1, "barrier.cluster.wait without an arrive");
   if (b.generation == w.cluster_generation) return w.wait("cluster barrier");
   w.cluster_arrived = false;
-  w.clock.join(b.completed);
+  w.acquire(b.completed, mask);
 }
 
 void bar(Form& f) {

@@ -169,7 +169,8 @@ void ldmatrix_run(Warp& w, const Inst& in, uint32_t mask) {
     if (a % 16) w.fail(ReportKind::kMisaligned, in, lane, "a row of a matrix must be 16-byte aligned", "shared", a);
     const int used = tensor::matrix_row_data_bytes(m);  // the rest is padding
     std::memcpy(data + r * bytes,
-                w.access(in, lane, Space::kShared, a, static_cast<uint32_t>(used), exec::Access::kLoad),
+                w.access(in, lane, Space::kShared, a, static_cast<uint32_t>(used), exec::Access::kLoad,
+                         exec::Manner::kWholeWarp),
                 static_cast<size_t>(used));
     addresses[r] = a;
   }
@@ -198,7 +199,8 @@ void stmatrix_run(Warp& w, const Inst& in, uint32_t mask) {
     uint64_t a = w.value(in.op[in.form], lane) + static_cast<uint64_t>(in.imm);
     if (in.op[in.form].bits == 64 && a >> 56 == exec::kSharedWindow >> 56) a -= exec::kSharedWindow;
     if (a % 16) w.fail(ReportKind::kMisaligned, in, lane, "a row of a matrix must be 16-byte aligned", "shared", a);
-    std::memcpy(w.access(in, lane, Space::kShared, a, static_cast<uint32_t>(bytes), exec::Access::kStore),
+    std::memcpy(w.access(in, lane, Space::kShared, a, static_cast<uint32_t>(bytes), exec::Access::kStore,
+                         exec::Manner::kWholeWarp),
                 data + r * bytes, static_cast<size_t>(bytes));
     addresses[r] = a;
   }

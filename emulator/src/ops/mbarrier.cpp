@@ -39,7 +39,7 @@ void Block::mbarrier_arrive(Warp& w, const Inst& in, int lane, uint32_t address,
   }
   if (drop) b.expected -= count;
   b.pending -= count;
-  w.release_clock(b.arriving);
+  w.release(b.arriving, 1u << lane);
   ++effects;
   mbarrier_complete_if_due(b);
 }
@@ -156,7 +156,7 @@ void wait_run(Warp& w, const Inst& in, uint32_t mask) {
       }
       done = phase != b.phase;
     }
-    if (done) w.clock.join(b.completed);
+    if (done) w.acquire(b.completed, 1u << i);
     else missing = a;
     complete |= static_cast<uint32_t>(done) << i;
   });

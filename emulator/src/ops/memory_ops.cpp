@@ -18,7 +18,8 @@ MemoryQualifiers take_memory_qualifiers(Form& f) {
   q.weak = order.empty() || order == "weak";
   q.acquire = order == "acquire" || order == "acq_rel" || order == "sc";
   q.release = order == "release" || order == "acq_rel" || order == "sc";
-  f.take_one({"cta", "cluster", "gpu", "sys"});
+  const std::string scope = f.take_one({"cta", "cluster", "gpu", "sys"});
+  q.block = scope == "cta" || scope == "cluster";
   const std::string space = f.take_one(
       {"global", "shared", "shared::cta", "shared::cluster", "local", "param", "param::entry", "param::func", "const"});
   if (space == "global") q.space = Space::kGlobal;
@@ -46,24 +47,39 @@ int64_t shared_address(Space space, uint64_t address) {
 
 }  // namespace
 
-void acquire(Warp& w, Space space, uint64_t address) {
+void after_read(Warp& w, Space space, uint64_t address, int lane, Pattern pattern) {
   std::atomic_thread_fence(std::memory_order_acquire);
-  const int64_t a = shared_address(space, address);
-  if (a < 0) return;
-  const auto it = w.block->sync_variables.find(static_cast<uint32_t>(a));
-  if (it != w.block->sync_variables.end()) w.clock.join(it->second);
+  Block& b = *w.block;
+  const int64_t shared = shared_address(space, address);
+  if (shared < 0 && !b.order) return;
+  const auto it = b.sync_variables.find(shared < 0 ? address : static_cast<uint64_t>(shared));
+  if (it == b.sync_variables.end()) return;
+  w.clock.join_warps(it->second);
+  if (!b.order) return;
+  if (pattern.ordering) b.order->acquire(w.id, 1u << lane, it->second.threads);
+  else b.order->relaxed_read(w.id, lane, it->second.threads);
 }
 
-void release(Warp& w, Space space, uint64_t address) {
+void before_write(Warp& w, Space space, uint64_t address, int lane, Pattern pattern) {
   std::atomic_thread_fence(std::memory_order_release);
-  const int64_t a = shared_address(space, address);
-  if (a >= 0) w.release_clock(w.block->sync_variables[static_cast<uint32_t>(a)]);
+  Block& b = *w.block;
+  const int64_t shared = shared_address(space, address);
+  if (shared < 0 && !b.order) return;
+  exec::Clock& clock = b.sync_variables[shared < 0 ? address : static_cast<uint64_t>(shared)];
+  if (pattern.ordering) return w.release(clock, 1u << lane);
+  clock.join_warps(w.clock);
+  ++w.clock.t[w.id];
+  if (b.order) b.order->relaxed_write(w.id, lane, clock.threads);
 }
 
 namespace {
 
 // form: element bytes (0-7), elements (8-15), space (16-19), flags
-constexpr uint32_t kSigned = 1u << 20, kStrong = 1u << 21, kWide128 = 1u << 22;
+constexpr uint32_t kSigned = 1u << 20, kStrong = 1u << 21, kWide128 = 1u << 22, kOrdering = 1u << 23,
+                   kBlockScope = 1u << 24;
+
+exec::Manner manner_of(uint32_t form) { return form & kStrong ? exec::Manner::kStrong : exec::Manner::kWeak; }
+Pattern pattern_of(uint32_t form) { return {(form & kOrdering) != 0, (form & kBlockScope) != 0}; }
 
 Space space_of(uint32_t form) { return static_cast<Space>(form >> 16 & 15); }
 
@@ -97,7 +113,7 @@ void load_run(Warp& w, const Inst& in, uint32_t mask) {
   for_lanes(mask, [&](int i) {
     const uint64_t a = effective(w, in, base, i);
     addresses[i] = a;
-    const uint8_t* p = w.access(in, i, space, a, bytes * count, Access::kLoad);
+    const uint8_t* p = w.access(in, i, space, a, bytes * count, Access::kLoad, manner_of(in.form));
     for (uint32_t k = 0; k < count; ++k) {
       if (in.op[k].sink) continue;
       if (in.form & kWide128) {
@@ -110,7 +126,7 @@ void load_run(Warp& w, const Inst& in, uint32_t mask) {
       if (in.form & kSigned) v = static_cast<uint64_t>(static_cast<int64_t>(v << (64 - 8 * bytes)) >> (64 - 8 * bytes));
       w.set_value(in.op[k], i, v);
     }
-    if (in.form & kStrong) acquire(w, space, a);
+    if (in.form & kStrong) after_read(w, space, a, i, pattern_of(in.form));
   });
   w.count_access(in, space, addresses, mask, bytes * count, false);
 }
@@ -124,8 +140,8 @@ void store_run(Warp& w, const Inst& in, uint32_t mask) {
   for_lanes(mask, [&](int i) {
     const uint64_t a = effective(w, in, base, i);
     addresses[i] = a;
-    if (in.form & kStrong) release(w, space, a);
-    uint8_t* p = w.access(in, i, space, a, bytes * count, Access::kStore);
+    if (in.form & kStrong) before_write(w, space, a, i, pattern_of(in.form));
+    uint8_t* p = w.access(in, i, space, a, bytes * count, Access::kStore, manner_of(in.form));
     for (uint32_t k = 0; k < count; ++k) {
       if (in.form & kWide128) {
         const uint64_t* s = w.in<uint64_t>(in.op[k]);
@@ -176,7 +192,8 @@ void load_or_store(Form& f) {
   if (q.cache_hint) f.in(2, Type::kB64);
   f.inst.form = static_cast<uint32_t>(bits / 8) | static_cast<uint32_t>(count) << 8 |
                 static_cast<uint32_t>(space) << 16 | (exec::is_signed(t) && bits < 64 ? kSigned : 0) |
-                (q.weak ? 0 : kStrong) | (bits == 128 ? kWide128 : 0);
+                (q.weak ? 0 : kStrong) | (q.acquire || q.release ? kOrdering : 0) | (q.block ? kBlockScope : 0) |
+                (bits == 128 ? kWide128 : 0);
   f.emit(store ? &store_run : &load_run,
          q.space == Space::kParam || q.space == Space::kConst ? OpClass::kLoadStoreOther : access_class(space, store));
 }
@@ -193,26 +210,33 @@ void cache_control(Form& f) {
 }
 
 // fence / membar. op: address of a tensor map, if any
-void fence_run(Warp& w, const Inst& in, uint32_t) {
+constexpr uint32_t kFenceAsync = 1, kFenceOrders = 2, kFenceBlock = 4;
+
+void fence_run(Warp& w, const Inst& in, uint32_t mask) {
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  if (!in.form) return;
-  // Writes that this warp made, or that reached it through a barrier, are now visible to the async proxy.
   Block& b = *w.block;
-  b.fenced.join(w.clock);
+  if ((in.form & kFenceOrders) && b.order) b.order->fence(w.id, mask);
+  if (!(in.form & kFenceAsync)) return;
+  // Writes that this warp made, or that reached it through a barrier, are now visible to the async proxy.
+  b.fenced.join_warps(w.clock);
   ++w.clock.t[w.id];
 }
 
+uint32_t fence_scope(const std::string& scope) {
+  return kFenceOrders | (scope == "cta" || scope == "cluster" ? kFenceBlock : 0);
+}
+
 void fence(Form& f) {
-  bool proxy_async = false;
   if (f.name() == "membar") {
     if (f.take("proxy")) {
-      proxy_async = f.take("async");
+      f.inst.form = f.take("async") ? kFenceAsync : 0;
       f.take_one({"alias", "async.global", "async.shared::cta"});
-    } else if (f.take_one({"cta", "gl", "sys"}).empty()) {
-      f.fail(".cta, .gl or .sys is missing");
+    } else {
+      const std::string scope = f.take_one({"cta", "gl", "sys"});
+      if (scope.empty()) f.fail(".cta, .gl or .sys is missing");
+      f.inst.form = fence_scope(scope);
     }
     f.expect(0);
-    f.inst.form = proxy_async;
     return f.emit(&fence_run, OpClass::kBarrier);
   }
   if (f.take("mbarrier_init")) {
@@ -223,6 +247,7 @@ void fence(Form& f) {
     return f.emit(&fence_run, OpClass::kBarrier);
   }
   const bool proxy = f.take("proxy");
+  bool proxy_async = false;
   if (proxy) {
     if (f.take("async")) {
       proxy_async = true;
@@ -232,14 +257,14 @@ void fence(Form& f) {
     }
   }
   f.take_one({"sc", "acq_rel", "acquire", "release"});
-  f.take_one({"cta", "cluster", "gpu", "sys"});
+  const std::string scope = f.take_one({"cta", "cluster", "gpu", "sys"});
   if (f.take("sync_restrict::shared::cta") || f.take("sync_restrict::shared::cluster")) {}
   f.expect(0, 2);
   if (f.count() > 0) {
     f.address(0, Space::kGeneric);
     if (f.count() == 2 && f.immediate(1) != 128) f.fail("the size must be 128");
   }
-  f.inst.form = proxy_async;
+  f.inst.form = proxy ? (proxy_async ? kFenceAsync : 0) : fence_scope(scope);
   f.emit(&fence_run, OpClass::kBarrier);
 }
 

@@ -10,6 +10,7 @@ struct MemoryQualifiers {
   Space space = Space::kGeneric;
   bool acquire = false, release = false;
   bool weak = true;        // neither volatile nor relaxed nor acquire/release
+  bool block = false;      // the scope is no wider than the block (a cluster has one)
   bool cache_hint = false; // one more operand: the policy
   bool nc = false;
 };
@@ -21,9 +22,14 @@ inline uint64_t effective(const Warp& w, const Inst& in, const Operand& base, in
   return w.value(base, lane) + static_cast<uint64_t>(in.imm);
 }
 
-/// After an acquire, or before a release, on shared memory: order between warps for the race watcher; for other
-/// blocks a host fence.
-void acquire(Warp& w, Space space, uint64_t address);
-void release(Warp& w, Space space, uint64_t address);
+/// What a strong read, or write, means for the order of accesses (PTX ISA 9.0, 8.8).
+struct Pattern {
+  bool ordering = false;  // itself an acquire, or a release; else it is one together with a fence
+  bool block = false;     // the scope is no wider than the block
+};
+
+/// After a strong read, or before a strong write. Between warps (Warp::clock) any pair of them counts as ordering.
+void after_read(Warp& w, Space space, uint64_t address, int lane, Pattern pattern);
+void before_write(Warp& w, Space space, uint64_t address, int lane, Pattern pattern);
 
 }  // namespace vsm::ops

@@ -233,7 +233,11 @@ void elect(Form& f) {
 void warp_sync(Form& f) {
   f.expect(1);
   f.in(0, Type::kB32);
-  f.emit([](Warp& w, const Inst& in, uint32_t mask) { (void)members(w, in, in.op[0], &mask); }, OpClass::kWarp);
+  f.emit(
+      [](Warp& w, const Inst& in, uint32_t mask) {
+        if (members(w, in, in.op[0], &mask) && w.block->order) w.block->order->synchronize(w.id, mask);
+      },
+      OpClass::kWarp);
 }
 
 void add_warp(FormTable& t) {

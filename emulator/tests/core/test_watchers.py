@@ -50,7 +50,7 @@ FAULTS = [
     ("trap", "trap", "@%p trap;", "@!%p bra E; E:"),
     ("misaligned", "not a multiple of 16", INIT + LOAD.format(expect=256).replace("256, [bar]", "250, [bar]") + WAIT, INIT + LOAD.format(expect=256) + WAIT),
     ("bad tensor map", "not a tensor map", INIT + "@%p cp.async.bulk.tensor.1d.shared::cta.global.mbarrier::complete_tx::bytes [s], [%w3, {%r0}], [bar];", INIT),
-    ("race", "the copy overwrites a byte that warp 1 read",
+    ("race", "the copy's store of a byte that lane 1 of the same warp read",
      INIT + PUT + "bar.sync 0; ld.shared.u32 %r1, [%r2]; fence.proxy.async;\n" + LOAD.format(expect=256) + WAIT,
      INIT + PUT + "bar.sync 0; ld.shared.u32 %r1, [%r2]; fence.proxy.async; bar.sync 0;\n" + LOAD.format(expect=256) + WAIT),
 ]  # fmt: skip

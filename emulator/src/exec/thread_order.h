@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: Apache-2.0
+// What is ordered before what among the threads of a block: a vector clock for each thread, for the modes that need it
+// (race_watch.h, weak_memory.h). Base causality order, PTX ISA 9.0, 8.9.5, as far as it runs through the block.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace vsm::exec {
+
+/// For each thread of the block, the version up to which its accesses are ordered before; behind the last thread's, the
+/// time of WeakMemory of the last acquire that is ordered before. Empty: nothing is.
+using ThreadClock = std::vector<uint32_t>;
+
+void join(ThreadClock& into, const ThreadClock& from);
+
+class ThreadOrder {
+ public:
+  void start(int warps);
+  /// Of what a warp's threads access now; a release ends it.
+  uint32_t version(int warp) const { return versions_[static_cast<size_t>(warp)]; }
+  size_t threads() const { return size_ - 1; }
+  const uint32_t* clock(int warp, int lane) const { return &clocks_[(size_t(warp) * 32 + size_t(lane)) * size_]; }
+
+  /// What these lanes did so far, and what is ordered before that, goes into `into`.
+  void release(int warp, uint32_t mask, ThreadClock& into);
+  /// ... and is ordered before what these lanes do from now on.
+  void acquire(int warp, uint32_t mask, const ThreadClock& from);
+  /// bar.warp.sync: of the instructions among lanes the only one that orders their memory accesses (9.7.13.2).
+  void synchronize(int warp, uint32_t mask);
+  /// With a relaxed write behind it, or a relaxed read before it, a fence makes a release or acquire pattern (8.8).
+  void fence(int warp, uint32_t mask);
+  void relaxed_write(int warp, int lane, ThreadClock& into);
+  void relaxed_read(int warp, int lane, const ThreadClock& from);
+  void acquired_at(int warp, uint32_t mask, uint32_t time);
+
+ private:
+  uint32_t* at(int warp, int lane) { return &clocks_[(size_t(warp) * 32 + size_t(lane)) * size_]; }
+  size_t size_ = 0;  // of a clock
+  std::vector<uint32_t> versions_;
+  std::vector<uint32_t> clocks_;
+  std::vector<ThreadClock> fenced_;   // per thread: what its last fence released
+  std::vector<ThreadClock> pending_;  // per thread: what its relaxed reads found, for the next fence
+};
+
+}  // namespace vsm::exec
