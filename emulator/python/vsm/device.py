@@ -42,6 +42,7 @@ class _LaunchStruct(ctypes.Structure):
         ("programmatic", ctypes.c_uint32),
         ("max_warp_instructions", ctypes.c_uint64),
         ("stream", ctypes.c_uint64),
+        ("weak_memory", ctypes.c_uint64),
     )
 
 
@@ -210,6 +211,7 @@ class Kernel:
         max_warp_instructions: int = 0,
         programmatic: bool = False,
         stream: int = 0,
+        weak_memory: int = 0,
     ) -> Launch:
         """Run it to its end; what goes wrong is in the result.
 
@@ -223,6 +225,8 @@ class Kernel:
             max_warp_instructions: Bound of the launch; 0 takes the device's default.
             programmatic: With programmatic stream serialization: on a GPU it could start before the launch ahead ends.
             stream: Any number; launches of the same one are ordered.
+            weak_memory: A seed. Other blocks see what a block writes only once something orders it for them, or earlier at
+                random, and what they read without order is reported. One host thread runs the launch. 0: they see it at once.
         """
         library = self._device._library
         config = _LaunchStruct(
@@ -236,6 +240,7 @@ class Kernel:
             int(programmatic),
             max_warp_instructions,
             stream,
+            weak_memory,
         )
         answer = ctypes.c_void_p()
         library.vsm_run(

@@ -67,6 +67,18 @@ const Region& check_global(Warp& w, const PendingCopy& c, uint64_t address, uint
   return *r;
 }
 
+// As the issuing thread may see it, since it issued the copy.
+void read_global(Warp& w, const PendingCopy& c, uint64_t address, uint32_t bytes, uint8_t* to) {
+  Block& b = *w.block;
+  if (!b.launch->weak) {
+    std::memcpy(to, reinterpret_cast<const void*>(address), bytes);
+    return;
+  }
+  WeakMemory::Thread t = b.weak_thread(w, c.lane);
+  t.acquired = c.clock.threads.back();
+  b.report_unordered(w, *c.inst, c.lane, "the copy's load", address, b.launch->weak->read(t, address, bytes, to, false));
+}
+
 // What the async proxy reads or overwrites has been fenced if the generic proxy wrote it.
 void check_fenced(Warp& w, const PendingCopy& c, const Clock& fenced, const char* touches, uint32_t address,
                   uint32_t bytes) {
@@ -188,7 +200,7 @@ void Block::finish(const PendingCopy& c) {
     --cp_async_pending;
     if (c.source_bytes) {
       check_global(w, c, c.global, c.source_bytes, false);
-      std::memcpy(base + c.shared, reinterpret_cast<const void*>(c.global), c.source_bytes);
+      read_global(w, c, c.global, c.source_bytes, base + c.shared);
     }
     std::memset(base + c.shared + c.source_bytes, 0, c.bytes - c.source_bytes);
     note_async_write(w, c, c.shared, c.bytes);
@@ -206,7 +218,7 @@ void Block::finish(const PendingCopy& c) {
         tma::fill(d, base + p.shared, p.bytes);
       } else {
         check_global(w, c, p.global, p.bytes, false);
-        std::memcpy(base + p.shared, reinterpret_cast<const void*>(p.global), p.bytes);
+        read_global(w, c, p.global, p.bytes, base + p.shared);
         if (c.kind == PendingCopy::Kind::kTensor) tma::convert_elements(d.type, base + p.shared, p.bytes);
         counters.async_load_bytes += p.bytes;
       }
@@ -214,6 +226,7 @@ void Block::finish(const PendingCopy& c) {
     } else {
       const Region& r = check_global(w, c, p.global, p.bytes, true);
       uint8_t* to = reinterpret_cast<uint8_t*>(p.global);
+      if (launch->weak) launch->weak->before_publishing(linear, p.global, p.bytes);
       if (c.reduce >= 0) {
         const std::lock_guard<std::mutex> lock(launch->reduce_mutex);
         const auto type = c.kind == PendingCopy::Kind::kTensor ? d.type : static_cast<tma::ElementType>(c.reduce_type);

@@ -23,9 +23,11 @@ void Block::start(Launch* l, uint64_t index, GridAccesses* shares) {
   shared.start(l->shared_bytes, count, (c.watch & kWatchFences) != 0);
   order.reset();
   races.reset();
-  if (c.watch & kWatchRaces) {
+  if ((c.watch & kWatchRaces) || l->weak) {
     order = std::make_unique<ThreadOrder>();
     order->start(count);
+  }
+  if (c.watch & kWatchRaces) {
     races = std::make_unique<RaceWatch>();
     races->start(l->shared_bytes, count);
   }

@@ -233,7 +233,8 @@ class Worker {
     Block& b = *active_[next_];
     const uint64_t steps = b.counters.warp_instructions, effects = b.effects;
     // Not far beyond the bound: a slice of copies can take seconds.
-    const Block::Slice slice = b.run(std::min(kSlice, l_.step_limit - std::min(l_.step_limit - 1, l_.steps.load())));
+    const uint64_t longest = l_.weak ? 256 + l_.weak->random() % 8192 : kSlice;
+    const Block::Slice slice = b.run(std::min(longest, l_.step_limit - std::min(l_.step_limit - 1, l_.steps.load())));
     const uint64_t all =
         l_.steps.fetch_add(b.counters.warp_instructions - steps) + b.counters.warp_instructions - steps;
     if (slice == Block::Slice::kDone) {
@@ -245,6 +246,7 @@ class Worker {
       return true;
     }
     if (b.effects != effects) l_.effects.fetch_add(b.effects - effects);
+    if (l_.weak) l_.weak->publish_some(b.linear);
     if (all > l_.step_limit) {
       first_live(b).report(ReportKind::kStepLimit, current(b), -1,
                            "more than " + std::to_string(l_.step_limit) + " warp instructions");
@@ -270,6 +272,9 @@ class Worker {
         idle_ += kPauseSteps;
         std::this_thread::sleep_for(kPause);
       }
+    } else if (l_.weak) {  // all blocks that the GPU holds run side by side
+      if (active_.size() < resident_) admit();
+      ++next_;
     }
     return true;
   }
@@ -352,7 +357,9 @@ LaunchResult Device::launch(const LoadedModule* module, int kernel, const Launch
 
   const uint64_t total = uint64_t{config.grid[0]} * config.grid[1] * config.grid[2];
   const int per_sm = std::max(1, occupancy(module, kernel, threads, config.dynamic_shared, config.registers));
-  const size_t workers = static_cast<size_t>(std::min<uint64_t>(static_cast<uint64_t>(impl_->threads), total));
+  if (config.weak_memory) l.weak = std::make_unique<WeakMemory>(config.weak_memory, total);
+  const size_t workers =
+      l.weak ? 1 : static_cast<size_t>(std::min<uint64_t>(static_cast<uint64_t>(impl_->threads), total));
   const size_t resident =
       static_cast<size_t>(per_sm) * static_cast<size_t>(impl_->limits.num_sms) / std::max<size_t>(1, workers);
   std::vector<std::thread> pool;
@@ -360,6 +367,7 @@ LaunchResult Device::launch(const LoadedModule* module, int kernel, const Launch
   Worker(l, total, resident).run();
   for (std::thread& t : pool) t.join();
 
+  l.weak.reset();  // publishes what still waits
   // Grids behind this one start when it is complete or lets them: those ahead are complete then if it waited for them.
   if (l.waited_before_trigger) {
     ahead.erase(std::remove_if(ahead.begin(), ahead.end(), [](const GridInFlight& g) { return !g.outlives_wait; }),

@@ -17,6 +17,7 @@
 #include "exec/memory.h"
 #include "exec/race_watch.h"
 #include "exec/types.h"
+#include "exec/weak_memory.h"
 #include "program.h"
 #include "report.h"
 
@@ -131,6 +132,7 @@ struct Launch {
   const uint8_t* params = nullptr;       // this launch's copy of the parameter buffer
   size_t param_bytes = 0;
   GlobalMemory* memory = nullptr;
+  std::unique_ptr<WeakMemory> weak;      // null: what a block writes is there for all at once
   uint32_t shared_bytes = 0;             // window size: reserved + static + dynamic
   uint32_t warps_per_block = 0;
   uint64_t step_limit = 0;
@@ -362,6 +364,18 @@ struct Block {
     return {w.id, lane, order->version(w.id), order->clock(w.id, lane < 0 ? 0 : lane), w.steps};
   }
   void check_race(Warp& w, const Inst& in, int lane, uint32_t address, uint32_t bytes, Access kind, Manner manner);
+  /// A thread of this block for Launch::weak.
+  WeakMemory::Thread weak_thread(const Warp& w, int lane) const {
+    const uint32_t* clock = order->clock(w.id, lane);
+    return {linear, static_cast<uint32_t>(w.id * 32 + lane), order->version(w.id), clock[order->threads()]};
+  }
+  void weak_read(Warp& w, const Inst& in, int lane, uint64_t address, uint32_t bytes, uint8_t* out, bool strong);
+  void weak_write(Warp& w, const Inst& in, int lane, uint64_t address, uint32_t bytes, const uint8_t* data);
+  /// A release, or an acquire, of these lanes at a scope wider than the block.
+  void weak_release(const Warp& w, uint32_t mask);
+  void weak_acquire(const Warp& w, uint32_t mask);
+  /// The report of a race with another block's write; `writer` as WeakMemory answers.
+  void report_unordered(Warp& w, const Inst& in, int lane, const char* verb, uint64_t address, uint64_t writer);
   /// The report of a race, if there is one.
   static void report_race(Warp& w, const Inst& in, int lane, const std::string& verb, const RaceFound& race);
   /// A global access: recorded for the next grid, checked against those that this one may overlap (grid_order.h).

@@ -208,6 +208,37 @@ void Block::check_race(Warp& w, const Inst& in, int lane, uint32_t address, uint
   if (kind != Access::kLoad) report_race(w, in, lane, verb(kind), races->store(who, address, bytes, strong));
 }
 
+void Block::report_unordered(Warp& w, const Inst& in, int lane, const char* verb, uint64_t address, uint64_t writer) {
+  if (writer == WeakMemory::kNoBlock) return;
+  const uint32_t* grid = launch->config->grid;
+  w.report(ReportKind::kRace, in, lane,
+           std::string(verb) + " of bytes that block (" + std::to_string(writer % grid[0]) + "," +
+               std::to_string(writer / grid[0] % grid[1]) + "," + std::to_string(writer / grid[0] / grid[1]) +
+               ") wrote, with nothing ordering the two",
+           "global", address);
+}
+
+void Block::weak_read(Warp& w, const Inst& in, int lane, uint64_t address, uint32_t bytes, uint8_t* out, bool strong) {
+  const uint64_t writer = launch->weak->read(weak_thread(w, lane), address, bytes, out, strong);
+  report_unordered(w, in, lane, verb(Access::kLoad), address, writer);
+}
+
+void Block::weak_write(Warp& w, const Inst& in, int lane, uint64_t address, uint32_t bytes, const uint8_t* data) {
+  const uint64_t writer = launch->weak->write(weak_thread(w, lane), address, bytes, data);
+  report_unordered(w, in, lane, verb(Access::kStore), address, writer);
+}
+
+void Block::weak_release(const Warp& w, uint32_t mask) {
+  ThreadClock released;
+  for_lanes(mask, [&](int lane) {
+    const uint32_t* clock = order->clock(w.id, lane);
+    join(released, ThreadClock(clock, clock + order->threads() + 1));
+  });
+  launch->weak->publish(linear, released.data());
+}
+
+void Block::weak_acquire(const Warp& w, uint32_t mask) { order->acquired_at(w.id, mask, launch->weak->now()); }
+
 void Block::report_race(Warp& w, const Inst& in, int lane, const std::string& verb, const RaceFound& race) {
   if (!race.found) return;
   std::string other = race.lane < 0 ? std::string() : "lane " + std::to_string(race.lane) + " of ";

@@ -98,12 +98,14 @@ void atomic_run(Warp& w, const Inst& in, uint32_t mask) {
   const Operand& base = in.op[results];
   const Operand* b = in.op + results + 1;
   const Operand& c = b[a.count];
+  exec::WeakMemory* weak = w.block->launch->weak.get();
   uint64_t addresses[32];
   for_lanes(mask, [&](int i) {
     const uint64_t address = effective(w, in, base, i);
     addresses[i] = address;
     uint8_t* p = w.access(in, i, a.space, address, a.bytes * a.count, Access::kAtomic);
     before_write(w, a.space, address, i, a.write);
+    if (weak && is_global(a.space, address)) weak->before_publishing(w.block->linear, address, a.bytes * a.count);
     uint64_t old[8];
     for (uint32_t k = 0; k < a.count; ++k) {
       uint8_t* q = p + k * a.bytes;
@@ -125,10 +127,12 @@ void atomic_run(Warp& w, const Inst& in, uint32_t mask) {
 void atomic128_run(Warp& w, const Inst& in, uint32_t mask) {
   static std::mutex lock;
   const auto& a = *static_cast<const Atomic*>(in.ext);
+  exec::WeakMemory* weak = w.block->launch->weak.get();
   for_lanes(mask, [&](int i) {
     const uint64_t address = effective(w, in, in.op[1], i);
     uint8_t* p = w.access(in, i, a.space, address, 16, Access::kAtomic);
     before_write(w, a.space, address, i, a.write);
+    if (weak && is_global(a.space, address)) weak->before_publishing(w.block->linear, address, a.bytes * a.count);
     const uint64_t *b = w.in<uint64_t>(in.op[2]), *c = w.in<uint64_t>(in.op[a.op == AtomicOp::kCas ? 3 : 2]);
     const std::lock_guard<std::mutex> guard(lock);
     uint64_t old[2];

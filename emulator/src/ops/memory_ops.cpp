@@ -10,6 +10,7 @@ namespace vsm::ops {
 
 using exec::Access;
 using exec::Block;
+using exec::WeakMemory;
 
 MemoryQualifiers take_memory_qualifiers(Form& f) {
   MemoryQualifiers q;
@@ -52,6 +53,7 @@ void after_read(Warp& w, Space space, uint64_t address, int lane, Pattern patter
   Block& b = *w.block;
   const int64_t shared = shared_address(space, address);
   if (shared < 0 && !b.order) return;
+  if (b.launch->weak && pattern.ordering && !pattern.block) b.weak_acquire(w, 1u << lane);
   const auto it = b.sync_variables.find(shared < 0 ? address : static_cast<uint64_t>(shared));
   if (it == b.sync_variables.end()) return;
   w.clock.join_warps(it->second);
@@ -66,7 +68,11 @@ void before_write(Warp& w, Space space, uint64_t address, int lane, Pattern patt
   const int64_t shared = shared_address(space, address);
   if (shared < 0 && !b.order) return;
   exec::Clock& clock = b.sync_variables[shared < 0 ? address : static_cast<uint64_t>(shared)];
-  if (pattern.ordering) return w.release(clock, 1u << lane);
+  if (pattern.ordering) {
+    w.release(clock, 1u << lane);
+    if (b.launch->weak && !pattern.block) b.weak_release(w, 1u << lane);
+    return;
+  }
   clock.join_warps(w.clock);
   ++w.clock.t[w.id];
   if (b.order) b.order->relaxed_write(w.id, lane, clock.threads);
@@ -109,11 +115,17 @@ void load_run(Warp& w, const Inst& in, uint32_t mask) {
   const uint32_t bytes = in.form & 255, count = in.form >> 8 & 255;
   const Space space = space_of(in.form);
   const Operand& base = in.op[count];
+  const bool weak = w.block->launch->weak != nullptr;
   uint64_t addresses[32];
+  uint8_t seen[32];
   for_lanes(mask, [&](int i) {
     const uint64_t a = effective(w, in, base, i);
     addresses[i] = a;
     const uint8_t* p = w.access(in, i, space, a, bytes * count, Access::kLoad, manner_of(in.form));
+    if (weak && is_global(space, a)) {
+      w.block->weak_read(w, in, i, a, bytes * count, seen, in.form & kStrong);
+      p = seen;
+    }
     for (uint32_t k = 0; k < count; ++k) {
       if (in.op[k].sink) continue;
       if (in.form & kWide128) {
@@ -136,12 +148,18 @@ void store_run(Warp& w, const Inst& in, uint32_t mask) {
   const uint32_t bytes = in.form & 255, count = in.form >> 8 & 255;
   const Space space = space_of(in.form);
   const Operand& base = in.op[count];
+  WeakMemory* weak = w.block->launch->weak.get();
   uint64_t addresses[32];
+  uint8_t waits[32];
   for_lanes(mask, [&](int i) {
     const uint64_t a = effective(w, in, base, i);
     addresses[i] = a;
     if (in.form & kStrong) before_write(w, space, a, i, pattern_of(in.form));
     uint8_t* p = w.access(in, i, space, a, bytes * count, Access::kStore, manner_of(in.form));
+    const bool apart = weak && is_global(space, a);
+    if (apart && (in.form & kStrong)) weak->before_publishing(w.block->linear, a, bytes * count);
+    const bool buffered = apart && !(in.form & kStrong);
+    if (buffered) p = waits;
     for (uint32_t k = 0; k < count; ++k) {
       if (in.form & kWide128) {
         const uint64_t* s = w.in<uint64_t>(in.op[k]);
@@ -152,6 +170,7 @@ void store_run(Warp& w, const Inst& in, uint32_t mask) {
       const uint64_t v = w.value(in.op[k], i);
       std::memcpy(p + k * bytes, &v, bytes);  // little-endian host
     }
+    if (buffered) w.block->weak_write(w, in, i, a, bytes * count, waits);
   });
   ++w.block->effects;
   w.count_access(in, space, addresses, mask, bytes * count, true);
@@ -215,7 +234,13 @@ constexpr uint32_t kFenceAsync = 1, kFenceOrders = 2, kFenceBlock = 4;
 void fence_run(Warp& w, const Inst& in, uint32_t mask) {
   std::atomic_thread_fence(std::memory_order_seq_cst);
   Block& b = *w.block;
-  if ((in.form & kFenceOrders) && b.order) b.order->fence(w.id, mask);
+  if ((in.form & kFenceOrders) && b.order) {
+    b.order->fence(w.id, mask);
+    if (b.launch->weak && !(in.form & kFenceBlock)) {
+      b.weak_release(w, mask);
+      b.weak_acquire(w, mask);
+    }
+  }
   if (!(in.form & kFenceAsync)) return;
   // Writes that this warp made, or that reached it through a barrier, are now visible to the async proxy.
   b.fenced.join_warps(w.clock);

@@ -22,6 +22,10 @@ inline uint64_t effective(const Warp& w, const Inst& in, const Operand& base, in
   return w.value(base, lane) + static_cast<uint64_t>(in.imm);
 }
 
+inline bool is_global(Space space, uint64_t address) {
+  return space == Space::kGlobal || (space == Space::kGeneric && address >> 56 == 0);
+}
+
 /// What a strong read, or write, means for the order of accesses (PTX ISA 9.0, 8.8).
 struct Pattern {
   bool ordering = false;  // itself an acquire, or a release; else it is one together with a fence
