@@ -371,9 +371,6 @@ struct Block {
   }
   void weak_read(Warp& w, const Inst& in, int lane, uint64_t address, uint32_t bytes, uint8_t* out, bool strong);
   void weak_write(Warp& w, const Inst& in, int lane, uint64_t address, uint32_t bytes, const uint8_t* data);
-  /// A release, or an acquire, of these lanes at a scope wider than the block.
-  void weak_release(const Warp& w, uint32_t mask);
-  void weak_acquire(const Warp& w, uint32_t mask);
   /// The report of a race with another block's write; `writer` as WeakMemory answers.
   void report_unordered(Warp& w, const Inst& in, int lane, const char* verb, uint64_t address, uint64_t writer);
   /// The report of a race, if there is one.

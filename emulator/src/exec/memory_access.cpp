@@ -228,17 +228,6 @@ void Block::weak_write(Warp& w, const Inst& in, int lane, uint64_t address, uint
   report_unordered(w, in, lane, verb(Access::kStore), address, writer);
 }
 
-void Block::weak_release(const Warp& w, uint32_t mask) {
-  ThreadClock released;
-  for_lanes(mask, [&](int lane) {
-    const uint32_t* clock = order->clock(w.id, lane);
-    join(released, ThreadClock(clock, clock + order->threads() + 1));
-  });
-  launch->weak->publish(linear, released.data());
-}
-
-void Block::weak_acquire(const Warp& w, uint32_t mask) { order->acquired_at(w.id, mask, launch->weak->now()); }
-
 void Block::report_race(Warp& w, const Inst& in, int lane, const std::string& verb, const RaceFound& race) {
   if (!race.found) return;
   std::string other = race.lane < 0 ? std::string() : "lane " + std::to_string(race.lane) + " of ";

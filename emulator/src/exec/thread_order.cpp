@@ -28,8 +28,10 @@ void ThreadOrder::start(int warps) {
   size_ = count + 1;
   versions_.assign(static_cast<size_t>(warps), 1);
   clocks_.assign(count * size_, 0);
-  fenced_.assign(count, {});
+  fences_.assign(count, {});
+  wide_fences_.assign(count, {});
   pending_.assign(count, {});
+  read_at_.assign(count, 0);
 }
 
 void ThreadOrder::release(int warp, uint32_t mask, ThreadClock& into) {
@@ -54,31 +56,27 @@ void ThreadOrder::synchronize(int warp, uint32_t mask) {
   acquire(warp, mask, all);
 }
 
-void ThreadOrder::fence(int warp, uint32_t mask) {
+void ThreadOrder::fence(int warp, uint32_t mask, bool wide) {
   each_lane(mask, [&](int lane) {
-    const size_t thread = static_cast<size_t>(warp * 32 + lane);
+    const size_t thread = index(warp, lane);
     acquire(warp, 1u << lane, pending_[thread]);
     pending_[thread].clear();
+    if (wide) acquired_at(warp, lane, read_at_[thread]);
     uint32_t* mine = at(warp, lane);
     mine[thread] = versions_[static_cast<size_t>(warp)];
-    fenced_[thread].assign(mine, mine + size_);
+    fences_[thread].assign(mine, mine + size_);
+    if (wide) wide_fences_[thread] = fences_[thread];
   });
   ++versions_[static_cast<size_t>(warp)];
 }
 
-void ThreadOrder::relaxed_write(int warp, int lane, ThreadClock& into) {
-  join(into, fenced_[static_cast<size_t>(warp * 32 + lane)]);
-}
+void ThreadOrder::relaxed_write(int warp, int lane, ThreadClock& into) { join(into, fences_[index(warp, lane)]); }
 
-void ThreadOrder::relaxed_read(int warp, int lane, const ThreadClock& from) {
-  join(pending_[static_cast<size_t>(warp * 32 + lane)], from);
-}
+void ThreadOrder::relaxed_read(int warp, int lane, const ThreadClock& from) { join(pending_[index(warp, lane)], from); }
 
-void ThreadOrder::acquired_at(int warp, uint32_t mask, uint32_t time) {
-  each_lane(mask, [&](int lane) {
-    uint32_t& last = at(warp, lane)[size_ - 1];
-    last = std::max(last, time);
-  });
+void ThreadOrder::acquired_at(int warp, int lane, uint32_t time) {
+  uint32_t& last = at(warp, lane)[size_ - 1];
+  last = std::max(last, time);
 }
 
 }  // namespace vsm::exec

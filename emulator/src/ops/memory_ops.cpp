@@ -53,7 +53,10 @@ void after_read(Warp& w, Space space, uint64_t address, int lane, Pattern patter
   Block& b = *w.block;
   const int64_t shared = shared_address(space, address);
   if (shared < 0 && !b.order) return;
-  if (b.launch->weak && pattern.ordering && !pattern.block) b.weak_acquire(w, 1u << lane);
+  if (const WeakMemory* weak = b.launch->weak.get(); weak && !pattern.block) {
+    if (pattern.ordering) b.order->acquired_at(w.id, lane, weak->now());
+    else b.order->read_at(w.id, lane, weak->now());
+  }
   const auto it = b.sync_variables.find(shared < 0 ? address : static_cast<uint64_t>(shared));
   if (it == b.sync_variables.end()) return;
   w.clock.join_warps(it->second);
@@ -70,12 +73,16 @@ void before_write(Warp& w, Space space, uint64_t address, int lane, Pattern patt
   exec::Clock& clock = b.sync_variables[shared < 0 ? address : static_cast<uint64_t>(shared)];
   if (pattern.ordering) {
     w.release(clock, 1u << lane);
-    if (b.launch->weak && !pattern.block) b.weak_release(w, 1u << lane);
-    return;
+  } else {
+    clock.join_warps(w.clock);
+    ++w.clock.t[w.id];
+    if (b.order) b.order->relaxed_write(w.id, lane, clock.threads);
   }
-  clock.join_warps(w.clock);
-  ++w.clock.t[w.id];
-  if (b.order) b.order->relaxed_write(w.id, lane, clock.threads);
+  if (WeakMemory* weak = b.launch->weak.get(); weak && !pattern.block) {
+    const exec::ThreadClock& fenced = b.order->wide_fence(w.id, lane);
+    if (pattern.ordering) weak->publish(b.linear, b.order->clock(w.id, lane));
+    else if (!fenced.empty()) weak->publish(b.linear, fenced.data());
+  }
 }
 
 namespace {
@@ -234,13 +241,7 @@ constexpr uint32_t kFenceAsync = 1, kFenceOrders = 2, kFenceBlock = 4;
 void fence_run(Warp& w, const Inst& in, uint32_t mask) {
   std::atomic_thread_fence(std::memory_order_seq_cst);
   Block& b = *w.block;
-  if ((in.form & kFenceOrders) && b.order) {
-    b.order->fence(w.id, mask);
-    if (b.launch->weak && !(in.form & kFenceBlock)) {
-      b.weak_release(w, mask);
-      b.weak_acquire(w, mask);
-    }
-  }
+  if ((in.form & kFenceOrders) && b.order) b.order->fence(w.id, mask, !(in.form & kFenceBlock));
   if (!(in.form & kFenceAsync)) return;
   // Writes that this warp made, or that reached it through a barrier, are now visible to the async proxy.
   b.fenced.join_warps(w.clock);
