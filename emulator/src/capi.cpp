@@ -143,6 +143,7 @@ int vsm_unregister_memory(vsm_device* d, uint64_t address) {
 void vsm_mark_initialized(vsm_device* d, uint64_t address, uint64_t bytes) {
   d->device.mark_initialized(address, bytes);
 }
+void vsm_discard(vsm_device* d, uint64_t address, uint64_t bytes) { d->device.discard(address, bytes); }
 
 vsm_module* vsm_module_load(vsm_device* d, const char* ptx, size_t bytes, const char* name) {
   last_error.clear();

@@ -28,6 +28,7 @@ int vsm_release(vsm_device*, uint64_t address);
 void vsm_register_memory(vsm_device*, uint64_t address, uint64_t bytes, int read_only);
 int vsm_unregister_memory(vsm_device*, uint64_t address);
 void vsm_mark_initialized(vsm_device*, uint64_t address, uint64_t bytes);
+void vsm_discard(vsm_device*, uint64_t address, uint64_t bytes);
 /* Parses PTX and loads it; NULL on failure (vsm_last_error names line and form). */
 vsm_module* vsm_module_load(vsm_device*, const char* ptx, size_t bytes, const char* name);
 void vsm_module_unload(vsm_device*, vsm_module*);

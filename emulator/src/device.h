@@ -77,6 +77,8 @@ class Device {
   bool find(uint64_t address, Allocation* out) const;
   /// For memcpy/memset of the runtime: says that the host wrote the bytes.
   void mark_initialized(uint64_t address, uint64_t bytes);
+  /// The opposite, for memory from allocate(): whatever lies there, a kernel must not read it before it is written.
+  void discard(uint64_t address, uint64_t bytes);
   uint64_t bytes_allocated() const;
   /// Every launch so far is complete before the next begins: the host waited, or put other work between them.
   void settle();

@@ -37,7 +37,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -98,7 +98,15 @@ class VirtualDevice:
     compute_capability = (12, 1)
     shared_memory_per_block_optin = 101376
 
-    def __init__(self, architecture: str, strict: bool, watch: int | None, threads: int) -> None:
+    def __init__(
+        self,
+        architecture: str,
+        strict: bool,
+        watch: int | None,
+        threads: int,
+        weak_memory: int = 0,
+        planted: Mapping[str, str] | None = None,
+    ) -> None:
         vsm = _vsm()
         self.architecture = architecture
         self.strict = strict
@@ -107,7 +115,12 @@ class VirtualDevice:
         self._runtime.configure(
             architecture=architecture, threads=threads, watch=vsm.Watch.DEFAULT if watch is None else vsm.Watch(watch)
         )
-        self._runtime.reset()
+        self._runtime.weak_memory(weak_memory)
+        self._plants = bool(planted)
+        if planted:
+            self._runtime.plant(planted)
+        else:
+            self._runtime.reset()
         self._runtime.take_launches()
         self._runtime.take_message()
         self._owned: set[int] = set()
@@ -142,6 +155,21 @@ class VirtualDevice:
         # The tensor keeps the buffer alive; when both are gone, the memory goes.
         weakref.finalize(buffer, self._release, runtime, start)
         return torch.frombuffer(buffer, dtype=torch.uint8)
+
+    def discard(self, tensor: torch.Tensor, seed: int) -> None:
+        """Hand over memory of :meth:`empty` as a later call might find it: full of random bytes, of which a kernel must not
+        read one before something wrote it.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        flat = tensor.view(torch.uint8).reshape(-1)
+        flat.copy_(torch.randint(0, 256, flat.shape, dtype=torch.uint8, generator=generator))
+        self._runtime.discard(flat.data_ptr(), flat.numel())
+
+    @property
+    def planted(self) -> int:
+        """How often the faults that it was made with stand in the PTX loaded so far."""
+        count: int = self._runtime.planted
+        return count
 
     def _release(self, runtime: ctypes.CDLL, address: int) -> None:
         if address in self._owned:
@@ -218,7 +246,11 @@ class VirtualDevice:
     def close(self) -> None:
         """Free what :meth:`empty` gave and forget a fault."""
         self._owned.clear()
-        self._runtime.reset()
+        self._runtime.weak_memory(0)
+        if self._plants:
+            self._runtime.plant({})
+        else:
+            self._runtime.reset()
 
 
 def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
@@ -229,7 +261,13 @@ def _byte_range(tensor: torch.Tensor) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def virtual_device(
-    architecture: str = "sm_121a", *, strict: bool = True, watch: int | None = None, threads: int = 0
+    architecture: str = "sm_121a",
+    *,
+    strict: bool = True,
+    watch: int | None = None,
+    threads: int = 0,
+    weak_memory: int = 0,
+    planted: Mapping[str, str] | None = None,
 ) -> Iterator[VirtualDevice]:
     """Within it, operators on CPU tensors run their compiled kernels on a virtual GPU.
 
@@ -238,6 +276,9 @@ def virtual_device(
         strict: A watcher's report raises :class:`VirtualDeviceError`, as a fault does; else it is only recorded.
         watch: Flags of ``vsm.Watch``; its default is all but races.
         threads: Host threads that execute blocks; 0: one per core.
+        weak_memory: A seed: a block's writes reach other blocks only where something orders them, or earlier at random, and
+            what is read without order is reported. 0: at once.
+        planted: Faults for a test of the tests: the PTX is read with the values in place of the keys.
 
     Yields:
         The device, with what it executed.
@@ -251,7 +292,7 @@ def virtual_device(
     with _lock:
         if _stack:
             raise RuntimeError("a virtual device is active in this process already; there can be one at a time")
-        device = VirtualDevice(architecture, strict, watch, threads)
+        device = VirtualDevice(architecture, strict, watch, threads, weak_memory, planted)
         _stack.append(device)
     try:
         yield device

@@ -84,6 +84,7 @@ def load() -> ctypes.CDLL:
         "vsm_register_memory": (None, (handle, u64, u64, i32)),
         "vsm_unregister_memory": (i32, (handle, u64)),
         "vsm_mark_initialized": (None, (handle, u64, u64)),
+        "vsm_discard": (None, (handle, u64, u64)),
         "vsm_module_load": (handle, (handle, ctypes.c_char_p, size, text)),
         "vsm_module_unload": (None, (handle, handle)),
         "vsm_module_kernel": (i32, (handle, handle, text)),

@@ -136,6 +136,12 @@ class Device:
         """The ``size`` bytes at ``address``."""
         return ctypes.string_at(address, size)
 
+    def discard(self, address: int, size: int) -> None:
+        """Of allocated memory: whatever lies there, a kernel must not read it before something writes it. For a
+        workspace that is handed over again, with what an earlier call left in it.
+        """
+        self._library.vsm_discard(self._handle, address, size)
+
     def register(self, address: int, size: int, read_only: bool = False) -> None:
         """Let kernels access memory that somebody else owns, a CPU tensor for example. Counted per address."""
         self._library.vsm_register_memory(self._handle, address, size, int(read_only))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,6 +50,10 @@ class Runtime:
             ),
             "vsm_runtime_register": (None, (u64, u64, i32)),
             "vsm_runtime_unregister": (i32, (u64,)),
+            "vsm_runtime_discard": (None, (u64, u64)),
+            "vsm_runtime_weak_memory": (None, (u64,)),
+            "vsm_runtime_plant": (None, (pointer(text), pointer(text), i32)),
+            "vsm_runtime_planted": (u64, ()),
             "vsm_runtime_take_launches": (handle, (pointer(u64),)),
             "vsm_runtime_take_message": (handle, ()),
             "vsm_runtime_free": (None, (handle,)),
@@ -122,6 +127,30 @@ class Runtime:
         """Undo one :meth:`register`."""
         if self._library.vsm_runtime_unregister(address) != 0:
             raise ValueError(f"{address:#x} is not registered")
+
+    def discard(self, address: int, size: int) -> None:
+        """Of allocated memory: whatever lies there, a kernel must not read it before something writes it."""
+        self._library.vsm_runtime_discard(address, size)
+
+    def weak_memory(self, seed: int) -> None:
+        """Launches from now on show a block's writes to others only in the order that the program asks for, or earlier
+        where the seed has it (see the emulator's README). 0: at once."""
+        self._library.vsm_runtime_weak_memory(seed)
+
+    def plant(self, replacements: Mapping[str, str]) -> None:
+        """Read all PTX anew with the values in place of the keys: faults that a test plants. An empty mapping reads it as
+        it is. Resets the device.
+        """
+        texts = ctypes.c_char_p * len(replacements)
+        original = texts(*(text.encode() for text in replacements))
+        planted = texts(*(text.encode() for text in replacements.values()))
+        self._library.vsm_runtime_plant(original, planted, len(replacements))
+
+    @property
+    def planted(self) -> int:
+        """How often the faults of :meth:`plant` were put into what was loaded since."""
+        count: int = self._library.vsm_runtime_planted()
+        return count
 
     def take_launches(self) -> list[Launch]:
         """The launches since the last call, oldest first.

@@ -64,6 +64,10 @@ void Device::mark_initialized(uint64_t address, uint64_t bytes) {
   impl_->forget(address, bytes);
   impl_->memory.mark_written(address, bytes);
 }
+void Device::discard(uint64_t address, uint64_t bytes) {
+  impl_->forget(address, bytes);
+  impl_->memory.mark_unwritten(address, bytes);
+}
 void Device::settle() {
   std::lock_guard<std::mutex> lock(impl_->launch_mutex);
   impl_->in_flight.clear();

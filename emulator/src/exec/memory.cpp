@@ -12,14 +12,21 @@ namespace {
 
 using Bits = std::vector<std::atomic<uint64_t>>;
 
-void set_bits(Bits& bits, uint64_t first, uint64_t count) {
+// Calls fn(word, mask) for the words that hold these bits.
+template <class F>
+void each_word(uint64_t first, uint64_t count, F fn) {
   for (uint64_t i = first; i < first + count;) {
-    const uint64_t word = i / 64, begin = i % 64, n = std::min<uint64_t>(64 - begin, first + count - i);
-    const uint64_t mask = (n == 64 ? ~uint64_t{0} : ((uint64_t{1} << n) - 1)) << begin;
-    if ((bits[word].load(std::memory_order_relaxed) & mask) != mask)
-      bits[word].fetch_or(mask, std::memory_order_relaxed);
+    const uint64_t begin = i % 64, n = std::min<uint64_t>(64 - begin, first + count - i);
+    fn(i / 64, (n == 64 ? ~uint64_t{0} : ((uint64_t{1} << n) - 1)) << begin);
     i += n;
   }
+}
+
+void set_bits(Bits& bits, uint64_t first, uint64_t count) {
+  each_word(first, count, [&](size_t word, uint64_t mask) {
+    if ((bits[word].load(std::memory_order_relaxed) & mask) != mask)
+      bits[word].fetch_or(mask, std::memory_order_relaxed);
+  });
 }
 
 bool all_bits(const Bits& bits, uint64_t first, uint64_t count) {
@@ -111,14 +118,25 @@ bool GlobalMemory::find(uint64_t address, Allocation* out) const {
   return false;
 }
 
+const Region* GlobalMemory::watched(uint64_t address) const {
+  auto it = regions_.upper_bound(address);
+  if (it == regions_.begin()) return nullptr;
+  --it;
+  return address < it->second.end && it->second.written ? &it->second : nullptr;
+}
+
 void GlobalMemory::mark_written(uint64_t address, uint64_t bytes) {
   std::shared_lock<std::shared_mutex> lock(mutex_);
-  auto it = regions_.upper_bound(address);
-  if (it == regions_.begin()) return;
-  --it;
-  const Region& r = it->second;
-  if (address >= r.end || !r.written) return;
-  set_bits(*r.written, address - r.begin, std::min(bytes, r.end - address));
+  if (const Region* r = watched(address)) set_bits(*r->written, address - r->begin, std::min(bytes, r->end - address));
+}
+
+void GlobalMemory::mark_unwritten(uint64_t address, uint64_t bytes) {
+  std::shared_lock<std::shared_mutex> lock(mutex_);
+  if (const Region* r = watched(address)) {
+    each_word(address - r->begin, std::min(bytes, r->end - address), [&](size_t word, uint64_t mask) {
+      (*r->written)[word].fetch_and(~mask, std::memory_order_relaxed);
+    });
+  }
 }
 
 void GlobalMemory::freeze(bool distinct) {

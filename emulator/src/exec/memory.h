@@ -54,6 +54,7 @@ class GlobalMemory {
   bool remove(uint64_t address);
   bool find(uint64_t address, Allocation* out) const;
   void mark_written(uint64_t address, uint64_t bytes);
+  void mark_unwritten(uint64_t address, uint64_t bytes);
   uint64_t bytes() const { return bytes_; }
 
   /// Builds the table that launches look addresses up in. Launches of one device run one after another.
@@ -70,6 +71,7 @@ class GlobalMemory {
   std::string describe(uint64_t address) const;
 
  private:
+  const Region* watched(uint64_t address) const;  // the region, if it keeps count of what was written
   const Region* lookup_slow(uint64_t address, uint32_t bytes, RegionCache& cache) const;
   mutable std::shared_mutex mutex_;
   std::map<uint64_t, Region> regions_;  // by begin; registered ones may overlap

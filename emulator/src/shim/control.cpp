@@ -206,6 +206,32 @@ int vsm_runtime_unregister(uint64_t address) {
   return runtime.device().unregister_memory(reinterpret_cast<const void*>(address)) ? 0 : -1;
 }
 
+void vsm_runtime_discard(uint64_t address, uint64_t bytes) {
+  Runtime& runtime = Runtime::get();
+  std::lock_guard<std::recursive_mutex> lock(runtime.mutex());
+  runtime.device().discard(address, bytes);
+}
+
+void vsm_runtime_weak_memory(uint64_t seed) {
+  Runtime& runtime = Runtime::get();
+  std::lock_guard<std::recursive_mutex> lock(runtime.mutex());
+  runtime.settings().weak_memory = seed;
+}
+
+void vsm_runtime_plant(const char* const* from, const char* const* to, int count) {
+  Runtime& runtime = Runtime::get();
+  std::lock_guard<std::recursive_mutex> lock(runtime.mutex());
+  std::vector<std::pair<std::string, std::string>> replacements;
+  for (int i = 0; i < count; ++i) replacements.emplace_back(from[i], to[i]);
+  runtime.plant(std::move(replacements));
+}
+
+uint64_t vsm_runtime_planted(void) {
+  Runtime& runtime = Runtime::get();
+  std::lock_guard<std::recursive_mutex> lock(runtime.mutex());
+  return runtime.planted();
+}
+
 char* vsm_runtime_take_launches(uint64_t* dropped) {
   Runtime& runtime = Runtime::get();
   std::lock_guard<std::recursive_mutex> lock(runtime.mutex());

@@ -25,6 +25,14 @@ void vsm_runtime_settings(const char** architecture, int* host_threads, uint32_t
 /* Makes host memory accessible to kernels, as if cudaMalloc had given it. Counted per address. */
 void vsm_runtime_register(uint64_t address, uint64_t bytes, int read_only);
 int vsm_runtime_unregister(uint64_t address);
+/* Of allocated memory: whatever lies there, a kernel must not read it before something writes it. */
+void vsm_runtime_discard(uint64_t address, uint64_t bytes);
+/* LaunchConfig::weak_memory of the launches from now on: a seed, or 0. */
+void vsm_runtime_weak_memory(uint64_t seed);
+/* Reads all PTX anew with to[i] in place of each from[i], to plant faults; count 0: as it is. Resets. */
+void vsm_runtime_plant(const char* const* from, const char* const* to, int count);
+/* How often they were put in since. */
+uint64_t vsm_runtime_planted(void);
 /* The launches since the last call as a JSON array, oldest first; to be given to vsm_runtime_free. At most 65,536
    are kept; *dropped counts those lost since the last call. */
 char* vsm_runtime_take_launches(uint64_t* dropped);

@@ -189,6 +189,7 @@ int Runtime::run(const LaunchRequest& request, const std::vector<uint8_t>& param
   config.stream = request.stream->id;
   config.programmatic = request.programmatic;
   config.max_warp_instructions = settings_.max_warp_instructions;
+  config.weak_memory = settings_.weak_memory;
 
   LaunchRecord record;
   record.kernel = info.name;

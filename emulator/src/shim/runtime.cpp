@@ -28,6 +28,8 @@ Settings settings_from_environment() {
   if (const char* text = std::getenv("VSM_WATCH")) settings.watch = watch_from(text);
   if (const char* text = std::getenv("VSM_MAX_INSTRUCTIONS"))
     settings.max_warp_instructions = std::strtoull(text, nullptr, 10);
+  if (const char* text = std::getenv("VSM_WEAK_MEMORY"))
+    settings.weak_memory = std::strtoull(text, nullptr, 10);
   if (const char* text = std::getenv("VSM_STRICT")) settings.strict = std::strcmp(text, "0") != 0;
   if (const char* text = std::getenv("VSM_TRACE")) settings.trace_path = text;
   if (const char* text = std::getenv("VSM_QUIET")) settings.log_to_stderr = std::strcmp(text, "0") == 0;
@@ -103,6 +105,13 @@ bool Runtime::set_architecture(const std::string& name) {
   settings_.architecture = name;
   limits_ = limits;
   return true;
+}
+
+void Runtime::plant(std::vector<std::pair<std::string, std::string>> replacements) {
+  reset();
+  for (Binary* binary : binaries_) binary->program.reset();
+  settings_.planted = std::move(replacements);
+  planted_ = 0;
 }
 
 void Runtime::explain(const std::string& text) {
@@ -206,6 +215,15 @@ int Runtime::load(Binary& binary) {
       }
     }
     const std::string name = binary.kernels.empty() ? "fat binary" : "module of " + binary.kernels.front().name;
+    if (!settings_.planted.empty()) {
+      std::string text(image->payload);
+      for (const auto& [from, to] : settings_.planted) {
+        for (size_t at = 0; (at = text.find(from, at)) != std::string::npos; at += to.size(), ++planted_) {
+          text.replace(at, from.size(), to);
+        }
+      }
+      binary.program = Program::parse(text, name);
+    }
     if (!binary.program) binary.program = Program::parse(image->payload, name);
     binary.module = device().load(binary.program);
   } catch (const fatbin::FatbinError& error) {

@@ -102,6 +102,9 @@ struct Settings {
   int host_threads = 0;
   uint32_t watch = kWatchDefault;
   uint64_t max_warp_instructions = 0;
+  uint64_t weak_memory = 0;    // LaunchConfig::weak_memory of every launch
+  /// PTX is read with the second text of each in place of all occurrences of the first.
+  std::vector<std::pair<std::string, std::string>> planted;
   bool strict = false;         // a watcher's report fails the launch, as compute-sanitizer's error exit would
   bool log_to_stderr = true;
   std::string trace_path;      // a line of JSON per launch is appended
@@ -120,6 +123,10 @@ class Runtime {
   void reset();
   /// Takes another architecture: resets.
   bool set_architecture(const std::string& name);
+  /// Reads all PTX anew with these in Settings::planted, to plant faults. Resets.
+  void plant(std::vector<std::pair<std::string, std::string>> replacements);
+  /// How often they were put in since.
+  uint64_t planted() const { return planted_; }
 
   // --- errors -------------------------------------------------------------------------------------------------
   int sticky() const { return sticky_; }
@@ -183,6 +190,7 @@ class Runtime {
 
   std::recursive_mutex mutex_;
   Settings settings_;
+  uint64_t planted_ = 0;
   Limits limits_;
   std::unique_ptr<Device> device_;
   int sticky_ = abi::kSuccess;

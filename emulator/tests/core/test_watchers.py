@@ -96,6 +96,33 @@ def test_uninitialized_global_memory(device):
     device.release(address)
 
 
+COUNT = """.visible .entry k(.param .u64 a) { .reg .pred %p; .reg .b64 %w; .reg .b32 %r, %n; ld.param.u64 %w, [a];
+mov.u32 %n, %nctaid.x; red.release.gpu.global.add.u32 [%w], 1;
+L: ld.acquire.gpu.global.u32 %r, [%w]; setp.lt.u32 %p, %r, %n; @%p bra L; ret; }"""
+
+
+def test_a_counter_left_from_an_earlier_call(device):
+    """The second call passes its barrier at once. Nothing tells that from a counter that somebody has set, until the host
+    says that the workspace is handed over anew."""
+    from vsm.device import pack
+
+    kernel = device.load(HEADER + COUNT, "count").kernel("k")
+    workspace = device.upload(bytes(256))
+    assert kernel.launch(4, 32, pack(workspace)).clean
+    assert kernel.launch(4, 32, pack(workspace)).clean
+    device.discard(workspace, 256)
+    reports = kernel.launch(4, 32, pack(workspace)).reports
+    assert [report.kind for report in reports] == ["uninitialized read"]
+    assert "atomic of 4 bytes of global memory that nothing wrote" in reports[0].text
+    device.discard(workspace, 256)
+    device.upload(bytes(4), workspace)
+    assert kernel.launch(4, 32, pack(workspace)).clean
+    device.discard(workspace + 4, 3)  # other bytes
+    device.upload(bytes(4), workspace)
+    assert kernel.launch(4, 32, pack(workspace)).clean
+    device.release(workspace)
+
+
 def test_step_limit(run_kernel):
     launch, _ = run_kernel(".visible .entry k(.param .u64 out) { L: bra L; }", max_warp_instructions=100_000)
     assert launch.status == "step limit"

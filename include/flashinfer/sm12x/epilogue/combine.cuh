@@ -48,13 +48,13 @@ class Fc2Finish {
       const int64_t counter = static_cast<int64_t>(token) * row_tiles + unit.row_tile;
       const int before = ptx::count_at_gpu_counter(p.epilogue.token_arrivals + counter);
       last = before == p.top_k - 1;
+      if (last) __threadfence();  // by who saw the count, in front of the barrier: orders the others' writes for all
     }
     if (32 * warp < Config::kTokenTile) {
       const uint32_t mask = __ballot_sync(scheduler::kAllLanes, last);
       if (lane == 0) complete[warp] = mask;
     }
     ptx::named_barrier_sync<Config::kConsumerThreads>(kConsumerBarrier);
-    __threadfence();
     sum_complete(p, unit, entries, complete, thread);
     ptx::named_barrier_sync<Config::kConsumerThreads>(kConsumerBarrier);  // the scratch area is free again
   }

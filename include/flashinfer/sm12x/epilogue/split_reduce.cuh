@@ -33,11 +33,15 @@ __device__ __forceinline__ bool reduce_split(float4* partials, int* arrivals, co
     }
   }
   ptx::named_barrier_sync<Config::kConsumerThreads>(kConsumerBarrier);
-  if (thread == 0) { *shared.flag() = ptx::count_at_gpu_counter(arrivals + first_block) == last_block - first_block; }
+  if (thread == 0) {
+    const bool last = ptx::count_at_gpu_counter(arrivals + first_block) == last_block - first_block;
+    // By the thread that saw the count, and in front of the barrier: only so what the others wrote is ordered for all.
+    if (last) __threadfence();
+    *shared.flag() = last;
+  }
   ptx::named_barrier_sync<Config::kConsumerThreads>(kConsumerBarrier);
   const bool last_to_arrive = *shared.flag() != 0;
   if (!last_to_arrive) return false;
-  __threadfence();
 
   // Several parts are fetched at once: one after the other, their latencies would be the tail of a small layer.
   constexpr int kBatch = kVectors <= 4 ? 4 : 1;

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layer where blocks see each other's writes late, and on workspaces with what earlier calls left in them.
+
+In the emulator's weak-memory mode, what a block writes reaches other blocks only where the program orders it for them, or
+earlier as a seed has it. The kernels are silent and right there; with a fault in how blocks hand over results, they are not.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from virtual_moe import arguments_of, run_moe
+
+from flashinfer.fused_moe.sm12x_plan import allowed_tactics, computes_layer
+from flashinfer.fused_moe.sm12x_validation import Mode
+from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm120_module
+from flashinfer.testing import TENSOR_CORE, MoECase, MoEInputs, check_within_bound, make_moe_inputs, moe_reference
+from flashinfer.testing.virtual_device import VirtualDevice, VirtualDeviceError, virtual_device
+
+pytestmark = pytest.mark.slow
+
+SEEDS = (1, 2, 3)
+ALL_WATCHERS = 15  # vsm.Watch.ALL, races included
+# Units of both GEMMs of a pair are cut between blocks; every block of a streamed layer has some of each.
+SIZES = {"num_tokens": 6, "hidden": 512, "inter": 512, "num_experts": 4, "top_k": 2}
+RELAXED_ARRIVAL = "red.relaxed.gpu.global.add.u32"
+# Without the fences alone, the arrival is still a release; relaxed alone, the fence before it makes it one.
+FAULTS_OF_STREAMED = {
+    "relaxed arrivals": {"red.release.gpu.global.add.u32": RELAXED_ARRIVAL, "membar.gl;": "", "fence.acq_rel.gpu;": ""},
+    "arrivals at block scope": {
+        "red.release.gpu.global.add.u32": "red.release.cta.global.add.u32",
+        "membar.gl;": "",
+        "fence.acq_rel.gpu;": "",
+    },
+    "relaxed polls": {"ld.acquire.gpu.global.u32": "ld.relaxed.gpu.global.u32"},
+}
+FAULTS_OF_PAIR = {
+    "no fences": {"membar.gl;": "", "fence.acq_rel.gpu;": ""},
+    "fences at block scope": {"membar.gl;": "membar.cta;", "fence.acq_rel.gpu;": "fence.acq_rel.cta;"},
+}
+KINDS = pytest.mark.parametrize("streamed", [True, False], ids=["streamed", "pair"])
+
+
+def tactics_of(mode: Mode, streamed: bool) -> list[int]:
+    return [next(t for t in allowed_tactics(mode) if computes_layer(t) == streamed)] * 2
+
+
+def check_kernels(device: VirtualDevice, streamed: bool) -> None:
+    names = [launch.kernel for launch in device.launches]
+    assert sum("streamed_layer_kernel" in name for name in names) == (1 if streamed else 0), names
+    assert sum("grouped_gemm_kernel" in name for name in names) == (0 if streamed else 2), names
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("mode", [Mode.MXFP8_INPUT, Mode.W4A16], ids=["MXFP8", "W4A16"])
+@KINDS
+def test_the_layer_where_writes_come_late(streamed: bool, mode: Mode, seed: int) -> None:
+    inputs = make_moe_inputs(MoECase(**SIZES, mode=int(mode)), seed)
+    with virtual_device(watch=ALL_WATCHERS, weak_memory=seed) as device:
+        output = run_moe(device, inputs, int(mode), tactics_of(mode, streamed))
+        check_kernels(device, streamed)
+        assert all(launch.clean for launch in device.launches), device.launches
+    check_within_bound(output, *moe_reference(inputs, TENSOR_CORE), f"seed {seed}")
+
+
+@pytest.mark.parametrize(
+    ("streamed", "fault"),
+    [(True, fault) for fault in FAULTS_OF_STREAMED] + [(False, fault) for fault in FAULTS_OF_PAIR],
+    ids=lambda value: value if isinstance(value, str) else ("streamed" if value else "pair"),
+)
+def test_a_fault_in_how_blocks_meet_is_loud(streamed: bool, fault: str) -> None:
+    mode = Mode.MXFP8_INPUT
+    planted = (FAULTS_OF_STREAMED if streamed else FAULTS_OF_PAIR)[fault]
+    inputs = make_moe_inputs(MoECase(**SIZES, mode=int(mode)), 4)
+    for seed in SEEDS:
+        with virtual_device(weak_memory=seed, planted=planted) as device:
+            with pytest.raises(VirtualDeviceError, match=r"race in .*global address .* bytes that block .* wrote"):
+                run_moe(device, inputs, int(mode), tactics_of(mode, streamed))
+            assert device.planted > 0
+            check_kernels(device, streamed)
+    with virtual_device(planted=planted) as device:  # nobody sees it otherwise
+        run_moe(device, inputs, int(mode), tactics_of(mode, streamed))
+
+
+def run_on(device: VirtualDevice, inputs: MoEInputs, mode: Mode, tactics: list[int], workspace: torch.Tensor) -> None:
+    """The layer on a workspace that the caller keeps, against its reference."""
+    tokens, top_k = inputs.token_selected_experts.shape
+    experts, hidden, half = inputs.fc2_weights.shape
+    module = device.module(gen_cutlass_fused_moe_sm120_module)
+    size = module.sm12x_moe_workspace_size(tokens, hidden, 2 * half, experts, top_k, int(mode), False)
+    assert size <= workspace.numel()
+    output = torch.full((tokens, hidden), float("nan"), dtype=inputs.output_dtype)
+    device.call(
+        module.sm12x_moe_run,
+        *arguments_of(inputs, output),
+        workspace,
+        int(mode),
+        inputs.swizzled_input_sf,
+        0,
+        experts,
+        *tactics,
+        True,
+        writes=(output, workspace),
+    )
+    check_within_bound(output, *moe_reference(inputs, TENSOR_CORE), f"{tokens} tokens, {hidden} x {2 * half}")
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+@KINDS
+def test_one_workspace_for_calls_of_all_shapes(streamed: bool, mode: Mode) -> None:
+    """Counters lie elsewhere for each shape, where the call before left what it liked. With ``discard``, what a call left is
+    random besides, and reading one byte of it is a report.
+    """
+    tactics = tactics_of(mode, streamed)
+    shapes = [(9, 256, 128, 4, 2), (2, 512, 96, 3, 1), (37, 160, 224, 5, 2), (2, 512, 96, 3, 1)]
+    with virtual_device() as device:
+        workspace = device.empty(1 << 22)
+        for discards in (False, True):
+            for i, (tokens, hidden, inter, experts, top_k) in enumerate(shapes):
+                if discards:
+                    device.discard(workspace, seed=i)
+                inputs = make_moe_inputs(MoECase(tokens, hidden, inter, experts, top_k, int(mode)), 50 + i)
+                run_on(device, inputs, mode, tactics, workspace)
+        assert all(launch.clean for launch in device.launches), device.launches
