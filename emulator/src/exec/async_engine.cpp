@@ -76,7 +76,8 @@ void read_global(Warp& w, const PendingCopy& c, uint64_t address, uint32_t bytes
   }
   WeakMemory::Thread t = b.weak_thread(w, c.lane);
   t.acquired = c.clock.threads.back();
-  b.report_unordered(w, *c.inst, c.lane, "the copy's load", address, b.launch->weak->read(t, address, bytes, to, false));
+  b.report_unordered(w, *c.inst, c.lane, "the copy's load", address,
+                     b.launch->weak->read(t, address, bytes, to, false));
 }
 
 // What the async proxy reads or overwrites has been fenced if the generic proxy wrote it.
@@ -110,7 +111,7 @@ void check_source(Warp& w, const PendingCopy& c, uint32_t address, uint32_t byte
   }
   check_fenced(w, c, b.fenced, "reads", address, bytes);
   if (!b.races) return;
-  Block::report_race(w, *c.inst, c.lane, "the copy's load", b.races->look(accessor(w, c), address, bytes, false));
+  Block::report_race(w, *c.inst, c.lane, "the copy's load", b.races->look(accessor(w, c), address, bytes));
 }
 
 // A copy into shared memory must not overtake reads and writes of other warps that nothing orders before it.

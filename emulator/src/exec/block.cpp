@@ -20,7 +20,7 @@ void Block::start(Launch* l, uint64_t index, GridAccesses* shares) {
   id[1] = static_cast<uint32_t>(index / c.grid[0] % c.grid[1]);
   id[2] = static_cast<uint32_t>(index / c.grid[0] / c.grid[1]);
   const int count = static_cast<int>(l->warps_per_block);
-  shared.start(l->shared_bytes, count, (c.watch & kWatchFences) != 0);
+  shared.start(l->shared_bytes, (c.watch & kWatchFences) != 0);
   order.reset();
   races.reset();
   if ((c.watch & kWatchRaces) || l->weak) {

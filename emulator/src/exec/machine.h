@@ -318,7 +318,7 @@ struct PendingCopy {
   uint8_t tensor[128] = {};  // image of the tensor map when issued
   int32_t coords[5] = {0, 0, 0, 0, 0};
   Clock clock;  // the issuing warp's
-  uint64_t step = 0;
+  uint64_t step = 0;  // of the issuing warp
   Clock fenced;  // the block's, as of then
   uint32_t shared_target = 0;  // shared to shared copies
   bool shared_to_shared = false;
@@ -344,9 +344,9 @@ struct Block {
   uint32_t grid_waits[kMaxWarps] = {};  // each warp's clock when it executed griddepcontrol.wait; 0: it has not
   Clock fenced;  // generic writes that a proxy fence has made visible to the async proxy
   std::unordered_map<uint64_t, Clock> sync_variables;  // addresses used by atomics, releases, acquires; global ones
-                                                       // if `order` is kept
+  // if `order` is kept
   std::unique_ptr<ThreadOrder> order;  // null: not kept
-  std::unique_ptr<RaceWatch> races;    // null: not watched
+  std::unique_ptr<RaceWatch> races;  // null: not watched
   uint64_t effects = 0;  // side effects so far: the measure of progress
   uint64_t effects_seen = 0;  // at the last time-out of waits
   uint32_t fruitless = 0;  // time-outs since then

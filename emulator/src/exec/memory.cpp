@@ -133,9 +133,8 @@ void GlobalMemory::mark_written(uint64_t address, uint64_t bytes) {
 void GlobalMemory::mark_unwritten(uint64_t address, uint64_t bytes) {
   std::shared_lock<std::shared_mutex> lock(mutex_);
   if (const Region* r = watched(address)) {
-    each_word(address - r->begin, std::min(bytes, r->end - address), [&](size_t word, uint64_t mask) {
-      (*r->written)[word].fetch_and(~mask, std::memory_order_relaxed);
-    });
+    each_word(address - r->begin, std::min(bytes, r->end - address),
+              [&](size_t word, uint64_t mask) { (*r->written)[word].fetch_and(~mask, std::memory_order_relaxed); });
   }
 }
 
@@ -209,9 +208,8 @@ void region_touch(const Region& r, uint64_t address, uint32_t bytes) {
   set_bits(*r.touched, first, last - first + 1);
 }
 
-void SharedMemory::start(uint32_t new_size, int new_warps, bool fences) {
+void SharedMemory::start(uint32_t new_size, bool fences) {
   size = new_size;
-  warps = new_warps;
   bytes.assign(size + 16, 0xA5);
   shadow.assign(size, 0);
   if (fences) generic_writes.assign((size + 15) / 16, Event());

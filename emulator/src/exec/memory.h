@@ -106,12 +106,11 @@ struct SharedMemory {
     uint32_t warp = 0;
   };
   uint32_t size = 0;
-  int warps = 0;
   std::vector<uint8_t> bytes;
   std::vector<uint8_t> shadow;
   std::vector<Event> generic_writes;  // per 16 bytes, for kWatchFences
 
-  void start(uint32_t size, int warps, bool fences);
+  void start(uint32_t size, bool fences);
   bool written(uint32_t address, uint32_t n) const;
   void mark_written(uint32_t address, uint32_t n);
 };

@@ -132,9 +132,9 @@ void RaceWatch::note_read(const Accessor& who, const Cell& cell) {
     if (o.collective) o.mask = 0;
     else if (!collective) o.mask &= ~lanes;
   }
-  older.erase(std::remove_if(older.begin(), older.end(),
-                             [&](const Reads& o) { return ordered(who, who.warp, o, &lane); }),
-              older.end());
+  older.erase(
+      std::remove_if(older.begin(), older.end(), [&](const Reads& o) { return ordered(who, who.warp, o, &lane); }),
+      older.end());
   r.mask = lanes;
   r.version = who.version & 0x3fffffff;
   r.collective = collective;
@@ -161,9 +161,9 @@ RaceFound RaceWatch::store(const Accessor& who, uint32_t address, uint32_t bytes
   return out;
 }
 
-RaceFound RaceWatch::look(const Accessor& who, uint32_t address, uint32_t bytes, bool store) {
+RaceFound RaceWatch::look(const Accessor& who, uint32_t address, uint32_t bytes) {
   RaceFound out;
-  check_all(who, address, bytes, store, false, &out);
+  check_all(who, address, bytes, false, false, &out);
   return out;
 }
 

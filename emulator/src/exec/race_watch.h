@@ -17,7 +17,7 @@ struct Accessor {
   int lane = 0;
   uint32_t version = 0;             // of the accesses
   const uint32_t* clock = nullptr;  // what is ordered before them, with thread `lane`'s, or lane 0's
-  uint64_t step = 0;                // of one instruction of the warp: its lanes' writes are not a race with each other
+  uint64_t step = 0;  // of one instruction of the warp: its lanes' writes are not a race with each other
 };
 
 /// The other side of a race.
@@ -32,8 +32,8 @@ class RaceWatch {
   void start(uint32_t bytes, int warps);
   RaceFound load(const Accessor& who, uint32_t address, uint32_t bytes, bool strong);
   RaceFound store(const Accessor& who, uint32_t address, uint32_t bytes, bool strong);
-  /// Without a trace.
-  RaceFound look(const Accessor& who, uint32_t address, uint32_t bytes, bool store);
+  /// A weak load that leaves no trace.
+  RaceFound look(const Accessor& who, uint32_t address, uint32_t bytes);
 
  private:
   struct Write {
@@ -47,7 +47,7 @@ class RaceWatch {
     uint32_t mask = 0;
     uint32_t version : 30;
     uint32_t collective : 1;  // by the warp as a whole: over for all lanes when it is for one
-    uint32_t older : 1;       // more of them in `older_`
+    uint32_t older : 1;  // more of them in `older_`
     Reads() : version(0), collective(0), older(0) {}
   };
   struct Cell {

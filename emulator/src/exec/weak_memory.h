@@ -25,7 +25,7 @@ class WeakMemory {
   static constexpr uint64_t kNoBlock = ~uint64_t{0};
   struct Thread {
     uint64_t block = 0;
-    uint32_t index = 0;    // in the block
+    uint32_t index = 0;  // in the block
     uint32_t version = 0;  // of what it writes (ThreadOrder)
     uint32_t acquired = 0;  // the time of the last acquire that is ordered before
   };
@@ -76,7 +76,7 @@ class WeakMemory {
   std::vector<Buffer> buffers_;  // by block
   std::unordered_map<uint64_t, std::vector<Change>> changes_;
   std::unordered_map<uint64_t, std::vector<uint64_t>> waiting_;  // blocks with bytes of the word that wait
-  std::unordered_set<uint64_t> pages_;                           // with any write
+  std::unordered_set<uint64_t> pages_;  // with any write
 };
 
 }  // namespace vsm::exec

@@ -30,7 +30,14 @@ P: ld.acquire.gpu.global.u32 %r9, [%w3]; setp.ne.u32 %done, %r9, {BLOCKS}; @%don
 LAST = f"""bar.sync 0; @%p atom.acq_rel.gpu.global.add.u32 %r9, [%w3], 1; @%p st.shared.u32 [last], %r9; bar.sync 0;
 ld.shared.u32 %r9, [last]; setp.ne.u32 %done, %r9, {BLOCKS - 1}; @%done exit; ld.global.u32 %r9, [%w1]; st.global.u32 [%w1], %r9;
 """
-POLLED = {"warp_instructions", "thread_instructions", "by_class", "global_load_bytes", "global_sectors", "barrier_waits"}
+POLLED = {
+    "warp_instructions",
+    "thread_instructions",
+    "by_class",
+    "global_load_bytes",
+    "global_sectors",
+    "barrier_waits",
+}
 
 
 @pytest.fixture(params=[1, 4], ids=["one host thread", "four host threads"])

@@ -37,7 +37,11 @@ ld.global.u32 %r5, [%w4]; st.global.u32 [%w2], %r5;"""
 
 
 def last_block_sums(
-    fence: str = FENCE, order: str = "bar.sync 0; {fence} {count}", acquire: str = FENCE, late: str = "", scope: str = "relaxed.gpu"
+    fence: str = FENCE,
+    order: str = "bar.sync 0; {fence} {count}",
+    acquire: str = FENCE,
+    late: str = "",
+    scope: str = "relaxed.gpu",
 ) -> str:
     """Each block writes its part and counts; the last to do so adds up all parts, in the first block's results."""
     count = f"@%p atom.{scope}.global.add.u32 %r4, [%w3], 1; @%p st.shared.u32 [last], %r4;"
