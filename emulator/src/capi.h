@@ -13,7 +13,8 @@ typedef struct vsm_module vsm_module;
 
 typedef struct vsm_launch {
   uint32_t grid[3], block[3];
-  uint32_t dynamic_shared, registers, max_dynamic_shared, watch, max_reports, programmatic;
+  uint32_t dynamic_shared, registers, max_dynamic_shared, watch, max_reports, programmatic, cooperative,
+      accumulation_bits;
   uint64_t max_warp_instructions, stream, weak_memory;
 } vsm_launch;
 

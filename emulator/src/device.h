@@ -46,6 +46,10 @@ struct LaunchConfig {
   /// Launches of one stream are ordered; with programmatic stream serialization, this one by griddepcontrol.wait alone.
   uint64_t stream = 0;
   bool programmatic = false;
+  /// All blocks are resident at once, so that they may wait for one another: what a kernel's grid-wide barrier needs.
+  bool cooperative = false;
+  /// Fraction bits in which `mma` adds products of 8-bit and narrower floating point elements (tensor/tensor.h); 0: exact.
+  uint32_t accumulation_bits = 0;
   uint32_t watch = kWatchDefault;
   uint64_t max_warp_instructions = 0;  // bound for the launch; 0: the device's default
   uint32_t max_reports = 16;
@@ -93,8 +97,8 @@ class Device {
 
   // --- launches ---------------------------------------------------------------------------------------------
   /// Runs a kernel to its end. `params` is the packed parameter buffer (KernelInfo::params gives the offsets).
-  /// Never throws for what the program does: that is in the result.
-  LaunchResult launch(const LoadedModule* module, int kernel, const LaunchConfig& config, const void* params,
+  /// Never throws for what the program does: that is in the result. Refuses a kernel with an instruction that is not known.
+  LaunchResult launch(LoadedModule* module, int kernel, const LaunchConfig& config, const void* params,
                       size_t param_bytes);
 
   /// Blocks of this kernel that one SM holds at a time, from shared memory, threads and registers (0: unknown).

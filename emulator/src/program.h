@@ -11,6 +11,10 @@
 
 namespace vsm {
 
+namespace exec {
+struct Code;
+}
+
 /// PTX text that this machine does not accept. `what()` names module, line, kernel and the form.
 class PtxError : public std::runtime_error {
  public:
@@ -59,11 +63,11 @@ struct VariableInfo {
 
 struct ProgramImpl;
 
-/// Immutable; may be shared between threads and devices.
+/// May be shared between threads and devices.
 class Program {
  public:
-  /// Parses and decodes the whole module. Throws PtxError for anything it does not know.
-  /// `module_name` stands in error texts.
+  /// Parses the whole module. Throws PtxError for text that is no module; what is wrong inside a kernel's body is an error
+  /// of that kernel (`code`). `module_name` stands in error texts.
   static std::shared_ptr<const Program> parse(std::string_view ptx, const std::string& module_name);
 
   const std::string& name() const;
@@ -71,6 +75,10 @@ class Program {
   const std::vector<KernelInfo>& kernels() const;
   const std::vector<VariableInfo>& variables() const;
   int find_kernel(std::string_view name) const;  // index into kernels(), -1 if absent
+
+  /// The kernel's instructions, decoded at the first call. Throws PtxError, at every call, if this machine does not know
+  /// one of them: the module's other kernels run all the same.
+  const exec::Code& code(int kernel) const;
 
   const ProgramImpl& impl() const { return *impl_; }
   ~Program();

@@ -40,6 +40,8 @@ class _LaunchStruct(ctypes.Structure):
         ("watch", ctypes.c_uint32),
         ("max_reports", ctypes.c_uint32),
         ("programmatic", ctypes.c_uint32),
+        ("cooperative", ctypes.c_uint32),
+        ("accumulation_bits", ctypes.c_uint32),
         ("max_warp_instructions", ctypes.c_uint64),
         ("stream", ctypes.c_uint64),
         ("weak_memory", ctypes.c_uint64),
@@ -216,6 +218,8 @@ class Kernel:
         max_reports: int = 16,
         max_warp_instructions: int = 0,
         programmatic: bool = False,
+        cooperative: bool = False,
+        accumulation_bits: int = 0,
         stream: int = 0,
         weak_memory: int = 0,
     ) -> Launch:
@@ -230,6 +234,9 @@ class Kernel:
             max_reports: Findings kept.
             max_warp_instructions: Bound of the launch; 0 takes the device's default.
             programmatic: With programmatic stream serialization: on a GPU it could start before the launch ahead ends.
+            cooperative: All blocks are resident at once; a grid that is too large for that is refused.
+            accumulation_bits: Fraction bits in which ``mma`` adds products of 8-bit and narrower floating point
+                elements: 13 as an H100 does, 25 as a B200; 0: exactly.
             stream: Any number; launches of the same one are ordered.
             weak_memory: A seed. Other blocks see what a block writes only once something orders it for them, or earlier at
                 random, and what they read without order is reported. One host thread runs the launch. 0: they see it at once.
@@ -244,6 +251,8 @@ class Kernel:
             int(watch),
             max_reports,
             int(programmatic),
+            int(cooperative),
+            accumulation_bits,
             max_warp_instructions,
             stream,
             weak_memory,

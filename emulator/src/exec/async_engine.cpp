@@ -18,6 +18,15 @@ struct Piece {
 };
 
 std::vector<Piece> pieces(Warp& w, const PendingCopy& c, tma::Descriptor* d) {
+  if (c.kind == PendingCopy::Kind::kBulk && c.byte_mask != 0xffff) {
+    std::vector<Piece> out;
+    for (uint32_t i = 0; i < c.bytes; ++i) {
+      if (!(c.byte_mask >> i % 16 & 1)) continue;
+      if (!out.empty() && out.back().shared + out.back().bytes == c.shared + i) ++out.back().bytes;
+      else out.push_back({c.global + i, c.shared + i, 1, false});
+    }
+    return out;
+  }
   if (c.kind != PendingCopy::Kind::kTensor) return {{c.global, c.shared, c.bytes, false}};
   if (!tma::decode(c.tensor, d))
     w.fail(ReportKind::kBadDescriptor, *c.inst, c.lane, "the 128 bytes are not a tensor map");
@@ -210,7 +219,10 @@ void Block::finish(const PendingCopy& c) {
   tma::Descriptor d;
   for (const Piece& p : pieces(w, c, &d)) {
     check_shared(w, c, p.shared, p.bytes);
-    if (c.shared_to_shared) {
+    if (c.kind == PendingCopy::Kind::kCancel) {
+      std::memcpy(base + p.shared, c.response, sizeof c.response);
+      note_async_write(w, c, p.shared, p.bytes);
+    } else if (c.shared_to_shared) {
       check_shared(w, c, c.shared_target, p.bytes);
       std::memmove(base + c.shared_target, base + p.shared, p.bytes);
       note_async_write(w, c, c.shared_target, p.bytes);

@@ -16,7 +16,23 @@ struct LoadedModule {
   std::shared_ptr<const Program> program;
   std::map<std::string, uint64_t> variables;
   std::vector<uint64_t> owned;
-  std::vector<std::vector<uint32_t>> constants;  // per kernel, relocated
+  std::vector<std::vector<uint32_t>> constants;  // per kernel, relocated; empty before its first launch
+
+  /// The address of a variable. Throws PtxError.
+  uint64_t resolve(const std::string& symbol) const {
+    const auto it = variables.find(symbol);
+    if (it == variables.end())
+      throw PtxError(0, program->name() + ": symbol '" + symbol + "' is not defined in the module");
+    return it->second;
+  }
+  std::vector<uint32_t> relocate(const Code& code) const {
+    std::vector<uint32_t> relocated = code.constants;
+    for (const Code::SymbolSlot& s : code.symbols) {
+      const uint64_t value = resolve(s.symbol) + static_cast<uint64_t>(s.addend);
+      for (size_t lane = 0; lane < 32; ++lane) std::memcpy(&relocated[size_t{s.slot} * 32 + lane * 2], &value, 8);
+    }
+    return relocated;
+  }
 };
 
 struct DeviceImpl {
@@ -84,26 +100,18 @@ LoadedModule* Device::load(std::shared_ptr<const Program> program) {
     std::memset(reinterpret_cast<void*>(address), 0, v.size);
     if (!v.init.empty()) std::memcpy(reinterpret_cast<void*>(address), v.init.data(), v.init.size());
   }
-  auto resolve = [&](const std::string& symbol) {
-    const auto it = module->variables.find(symbol);
-    if (it != module->variables.end()) return it->second;
+  try {
+    for (const VariableInfo& v : program->variables()) {
+      for (const VariableInfo::Relocation& r : v.relocations) {
+        const uint64_t value = module->resolve(r.symbol) + static_cast<uint64_t>(r.addend);
+        std::memcpy(reinterpret_cast<void*>(module->variables[v.name] + r.offset), &value, 8);
+      }
+    }
+  } catch (const PtxError&) {
     for (const uint64_t a : module->owned) impl_->memory.release(a);
-    throw PtxError(0, program->name() + ": symbol '" + symbol + "' is not defined in the module");
-  };
-  for (const VariableInfo& v : program->variables()) {
-    for (const VariableInfo::Relocation& r : v.relocations) {
-      const uint64_t value = resolve(r.symbol) + static_cast<uint64_t>(r.addend);
-      std::memcpy(reinterpret_cast<void*>(module->variables[v.name] + r.offset), &value, 8);
-    }
+    throw;
   }
-  for (const auto& code : program->impl().codes) {
-    std::vector<uint32_t> constants = code->constants;
-    for (const Code::SymbolSlot& s : code->symbols) {
-      const uint64_t value = resolve(s.symbol) + static_cast<uint64_t>(s.addend);
-      for (size_t lane = 0; lane < 32; ++lane) std::memcpy(&constants[size_t{s.slot} * 32 + lane * 2], &value, 8);
-    }
-    module->constants.push_back(std::move(constants));
-  }
+  module->constants.resize(program->kernels().size());
   LoadedModule* raw = module.get();
   std::lock_guard<std::mutex> lock(impl_->module_mutex);
   impl_->modules[raw] = std::move(module);
@@ -316,7 +324,7 @@ class Worker {
 
 }  // namespace
 
-LaunchResult Device::launch(const LoadedModule* module, int kernel, const LaunchConfig& config, const void* params,
+LaunchResult Device::launch(LoadedModule* module, int kernel, const LaunchConfig& config, const void* params,
                             size_t param_bytes) {
   LaunchResult refused;
   refused.status = LaunchStatus::kRefused;
@@ -333,9 +341,16 @@ LaunchResult Device::launch(const LoadedModule* module, int kernel, const Launch
   std::lock_guard<std::mutex> lock(impl_->launch_mutex);
   const auto begin = std::chrono::steady_clock::now();
   Launch l;
-  const Code& code = *module->program->impl().codes[static_cast<size_t>(kernel)];
-  l.code = &code;
-  l.constants = module->constants[static_cast<size_t>(kernel)].data();
+  std::vector<uint32_t>& constants = module->constants[static_cast<size_t>(kernel)];
+  try {
+    l.code = &module->program->code(kernel);
+    if (constants.empty()) constants = module->relocate(*l.code);
+  } catch (const PtxError& error) {
+    refused.message = error.what();
+    return refused;
+  }
+  const Code& code = *l.code;
+  l.constants = constants.data();
   l.text = &module->program->impl().text;
   l.config = &config;
   l.limits = &impl_->limits;
@@ -349,6 +364,21 @@ LaunchResult Device::launch(const LoadedModule* module, int kernel, const Launch
   l.shared_bytes = impl_->limits.shared_reserved + code.dynamic_shared_offset() + config.dynamic_shared;
   const uint32_t threads = config.block[0] * config.block[1] * config.block[2];
   l.warps_per_block = (threads + 31) / 32;
+  const uint64_t total = uint64_t{config.grid[0]} * config.grid[1] * config.grid[2];
+  l.blocks = total;
+  const int per_sm = std::max(1, occupancy(module, kernel, threads, config.dynamic_shared, config.registers));
+  const uint64_t most = uint64_t(per_sm) * static_cast<uint64_t>(impl_->limits.num_sms);
+  if (config.cooperative && total > most) {
+    refused.message = info.name + ": a cooperative grid of " + std::to_string(total) + " blocks; " +
+                      std::to_string(most) + " are resident at a time";
+    return refused;
+  }
+  // What a driver prepares for cooperative_groups::grid_group: a word with a size, and the barrier's word.
+  constexpr uint64_t kGridWorkspaceBytes = 8;
+  if (config.cooperative && code.reads_grid_workspace()) {
+    l.grid_workspace = impl_->memory.allocate(kGridWorkspaceBytes, /*written=*/true);
+    std::memset(reinterpret_cast<void*>(l.grid_workspace), 0, kGridWorkspaceBytes);
+  }
   l.step_limit = config.max_warp_instructions ? config.max_warp_instructions : uint64_t{20} * 1000 * 1000 * 1000;
   impl_->memory.freeze((config.watch & kWatchDistinct) != 0);
   GridsInFlight& ahead = impl_->in_flight[config.stream];
@@ -359,17 +389,16 @@ LaunchResult Device::launch(const LoadedModule* module, int kernel, const Launch
     l.accesses->kernel = info.name;
   }
 
-  const uint64_t total = uint64_t{config.grid[0]} * config.grid[1] * config.grid[2];
-  const int per_sm = std::max(1, occupancy(module, kernel, threads, config.dynamic_shared, config.registers));
   if (config.weak_memory) l.weak = std::make_unique<WeakMemory>(config.weak_memory, total);
   const size_t workers =
       l.weak ? 1 : static_cast<size_t>(std::min<uint64_t>(static_cast<uint64_t>(impl_->threads), total));
   const size_t resident =
-      static_cast<size_t>(per_sm) * static_cast<size_t>(impl_->limits.num_sms) / std::max<size_t>(1, workers);
+      (static_cast<size_t>(per_sm) * static_cast<size_t>(impl_->limits.num_sms) + workers - 1) / workers;
   std::vector<std::thread> pool;
   for (size_t i = 1; i < workers; ++i) pool.emplace_back([&] { Worker(l, total, resident).run(); });
   Worker(l, total, resident).run();
   for (std::thread& t : pool) t.join();
+  if (l.grid_workspace) impl_->memory.release(l.grid_workspace);
 
   l.weak.reset();  // publishes what still waits
   // Grids behind this one start when it is complete or lets them: those ahead are complete then if it waited for them.

@@ -2,6 +2,7 @@
 // The executor's state: decoded instructions, warps, blocks, launches.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <deque>
@@ -84,6 +85,8 @@ enum class Special : uint8_t {
   kDynamicSmem,
   kTotalSmem,
   kReservedSmem,
+  kGridWorkspaceLow,
+  kGridWorkspaceHigh,
   kParamBase
 };
 
@@ -111,6 +114,10 @@ struct Code {
   uint32_t predicates = 2;       // slot 0 likewise; slot 1 is the carry flag
   uint32_t local_bytes = 0;
   bool launches_dependents = false;  // has a griddepcontrol.launch_dependents
+  bool reads_grid_workspace() const {
+    return std::any_of(specials.begin(), specials.end(),
+                       [](const SpecialSlot& s) { return s.which == Special::kGridWorkspaceLow; });
+  }
   uint32_t dynamic_shared_offset() const {  // behind the reserved kilobyte and the static variables
     const uint32_t a = info.dynamic_shared_align;
     return (info.static_shared + a - 1) / a * a;
@@ -135,6 +142,8 @@ struct Launch {
   std::unique_ptr<WeakMemory> weak;      // null: what a block writes is there for all at once
   uint32_t shared_bytes = 0;             // window size: reserved + static + dynamic
   uint32_t warps_per_block = 0;
+  uint64_t grid_workspace = 0;           // address of a cooperative launch's grid barrier; 0: it is none
+  uint64_t blocks = 0;                   // of the grid
   uint64_t step_limit = 0;
   std::atomic<uint64_t> steps{0};
   std::atomic<uint64_t> next_block{0};
@@ -298,7 +307,7 @@ struct NamedBarrier {
 
 /// One copy of the async proxy (or a cp.async), to be done later.
 struct PendingCopy {
-  enum class Kind : uint8_t { kCpAsync, kCpAsyncArrive, kBulk, kTensor };
+  enum class Kind : uint8_t { kCpAsync, kCpAsyncArrive, kBulk, kTensor, kCancel };
   Kind kind = Kind::kBulk;
   int warp = 0;
   int lane = 0;
@@ -322,6 +331,8 @@ struct PendingCopy {
   Clock fenced;  // the block's, as of then
   uint32_t shared_target = 0;  // shared to shared copies
   bool shared_to_shared = false;
+  uint16_t byte_mask = 0xffff;  // of each 16 bytes, those that are copied
+  uint64_t response[2] = {0, 0};  // kCancel: what clusterlaunchcontrol.try_cancel answers
 };
 
 inline constexpr int kClusterBarrier = 16;

@@ -45,6 +45,8 @@ void write_special(Warp& w, const Code::SpecialSlot& s) {
       case Special::kDynamicSmem: v = c.dynamic_shared; break;
       case Special::kTotalSmem: v = shared; break;
       case Special::kReservedSmem: v = l.limits->shared_reserved; break;
+      case Special::kGridWorkspaceLow: v = l.grid_workspace & 0xffffffffu; break;
+      case Special::kGridWorkspaceHigh: v = l.grid_workspace >> 32; break;
       case Special::kParamBase: v = reinterpret_cast<uint64_t>(l.params); break;
     }
     Operand o;

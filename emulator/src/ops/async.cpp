@@ -31,7 +31,8 @@ struct Bulk {
   tma::ElementType reduce_type = tma::ElementType::kU32;
   int64_t shared_offset = 0, global_offset = 0, barrier_offset = 0, target_offset = 0;
   // operand indices
-  size_t shared = 0, global = 0, size = 0, barrier = 0, coords = 0, target = 0;
+  size_t shared = 0, global = 0, size = 0, barrier = 0, coords = 0, target = 0, byte_mask = 0;
+  bool masked = false;  // .cp_mask
 };
 
 // --- cp.async -------------------------------------------------------------------------------------------------------
@@ -189,6 +190,7 @@ void bulk_run(Warp& w, const Inst& in, uint32_t mask) {
       c.barrier = shared_of(w, in, i, address_of(w, in.op[b.barrier], b.barrier_offset, i), 8, "the mbarrier");
       w.block->mbarrier(w, in, i, c.barrier);
     }
+    if (b.masked) c.byte_mask = static_cast<uint16_t>(w.value(in.op[b.byte_mask], i));
     if (!b.tensor && c.bytes == 0) return;
     w.block->issue(std::move(c));
   });
@@ -267,7 +269,7 @@ void bulk_copy(Form& f, bool reduce) {
     b.dims = dims[0] - '0';
     f.take("tile");
   }
-  for (const char* no : {"multicast::cluster", "cp_mask", "cta_group::1", "cta_group::2", "ignore_oob"}) {
+  for (const char* no : {"multicast::cluster", "cta_group::1", "cta_group::2", "ignore_oob"}) {
     if (f.take(no)) f.fail("'." + std::string(no) + "' is not modelled");
   }
   // Destination first, then source.
@@ -275,6 +277,7 @@ void bulk_copy(Form& f, bool reduce) {
   const bool group = f.take("bulk_group");
   b.has_barrier = f.take("mbarrier::complete_tx::bytes");
   const bool hint = f.take("L2::cache_hint");
+  b.masked = f.take("cp_mask");
   const bool cta = f.take("shared::cta"), cluster = f.take("shared::cluster"), global = f.take("global");
   if (reduce) {
     b.reduce = static_cast<int>(reduction(f));
@@ -323,6 +326,11 @@ void bulk_copy(Form& f, bool reduce) {
     ++n;
   }
   if (hint) f.in(n++, Type::kB64);
+  if (b.masked) {
+    if (b.tensor || b.to_shared || b.from_shared || b.prefetch || reduce)
+      f.fail("'.cp_mask' is for copies to global memory");
+    b.byte_mask = f.in(n++, Type::kB16);
+  }
   f.expect(n);
   f.inst.ext = f.keep(b);
   f.emit(&bulk_run, OpClass::kAsyncCopy);

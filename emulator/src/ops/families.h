@@ -19,6 +19,7 @@ void add_atomic(ptx::FormTable&);
 void add_barrier(ptx::FormTable&);
 void add_mbarrier(ptx::FormTable&);
 void add_async(ptx::FormTable&);
+void add_launch_control(ptx::FormTable&);
 void add_matrix(ptx::FormTable&);
 
 // integer.cpp

@@ -19,6 +19,7 @@ const FormTable& form_table() {
     ops::add_barrier(t);
     ops::add_mbarrier(t);
     ops::add_async(t);
+    ops::add_launch_control(t);
     ops::add_matrix(t);
     return t;
   }();

@@ -68,6 +68,8 @@ struct Function {
   std::map<std::string, std::vector<std::string>> branch_targets;
   uint32_t reqntid[3] = {0, 0, 0}, maxntid[3] = {0, 0, 0};
   uint32_t minnctapersm = 0, maxnreg = 0;
+  std::string error;  // why its body cannot be run; empty if it parsed
+  int error_line = 0;
 };
 
 struct ModuleAst {

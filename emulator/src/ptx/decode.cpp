@@ -62,7 +62,10 @@ constexpr SpecialName kSpecials[] = {{"%tid.x", Special::kTidX, 0},
                                      {"%aggr_smem_size", Special::kTotalSmem, 0},
                                      {"%reserved_smem_offset_begin", Special::kZero, 0},
                                      {"%reserved_smem_offset_end", Special::kReservedSmem, 0},
-                                     {"%reserved_smem_offset_cap", Special::kReservedSmem, 0}};
+                                     {"%reserved_smem_offset_cap", Special::kReservedSmem, 0},
+                                     // Not in the ISA: where cooperative_groups finds the grid barrier's words.
+                                     {"%envreg1", Special::kGridWorkspaceHigh, 0},
+                                     {"%envreg2", Special::kGridWorkspaceLow, 0}};
 
 uint64_t align_up(uint64_t value, uint64_t alignment) { return (value + alignment - 1) / alignment * alignment; }
 
@@ -294,13 +297,7 @@ void Form::emit(Handler fn, OpClass cls) {
 // --- Decoder --------------------------------------------------------------------------------------------------------
 
 Decoder::Decoder(const ModuleAst& module, const Function& function)
-    : module_(module), function_(inline_calls(module, function)), code_(new Code) {}
-
-void Decoder::fail(int line, const std::string& what) const {
-  throw PtxError(line, module_.name + ":" + std::to_string(line) + ": in " + function_.name + ": " + what);
-}
-
-std::unique_ptr<Code> Decoder::run() {
+    : module_(module), function_(inline_calls(module, function)), code_(new Code) {
   KernelInfo& info = code_->info;
   info.name = function_.name;
   info.line = function_.line;
@@ -309,6 +306,13 @@ std::unique_ptr<Code> Decoder::run() {
   info.minnctapersm = function_.minnctapersm;
   info.maxnreg = function_.maxnreg;
   place_variables();
+}
+
+void Decoder::fail(int line, const std::string& what) const {
+  throw PtxError(line, module_.name + ":" + std::to_string(line) + ": in " + function_.name + ": " + what);
+}
+
+std::unique_ptr<Code> Decoder::run() {
   place_registers();
   decode_statements();
   resolve_branches();
@@ -501,7 +505,7 @@ namespace vsm {
 Program::Program() : impl_(new ProgramImpl) {}
 Program::~Program() = default;
 const std::string& Program::name() const { return impl_->name; }
-const std::string& Program::target() const { return impl_->target; }
+const std::string& Program::target() const { return impl_->module.target; }
 const std::vector<KernelInfo>& Program::kernels() const { return impl_->kernels; }
 const std::vector<VariableInfo>& Program::variables() const { return impl_->variables; }
 
@@ -512,12 +516,28 @@ int Program::find_kernel(std::string_view name) const {
   return -1;
 }
 
+const exec::Code& Program::code(int kernel) const {
+  std::lock_guard<std::mutex> lock(impl_->mutex);
+  ProgramImpl::Kernel& k = impl_->codes[static_cast<size_t>(kernel)];
+  if (k.decoder) {
+    try {
+      k.code = k.decoder->run();
+    } catch (const PtxError& error) {
+      k.error = error.what();
+      k.error_line = error.line();
+    }
+    k.decoder.reset();
+  }
+  if (!k.code) throw PtxError(k.error_line, k.error);
+  return *k.code;
+}
+
 std::shared_ptr<const Program> Program::parse(std::string_view text, const std::string& module_name) {
-  ptx::ModuleAst ast = ptx::parse_module(text, module_name);
   std::shared_ptr<Program> program(new Program);
   ProgramImpl& p = *program->impl_;
   p.name = module_name;
-  p.target = ast.target;
+  p.module = ptx::parse_module(text, module_name);
+  ptx::ModuleAst& ast = p.module;
   for (const ptx::Variable& v : ast.variables) {
     if (v.space == "shared") continue;
     if (v.is_extern)
@@ -534,9 +554,21 @@ std::shared_ptr<const Program> Program::parse(std::string_view text, const std::
   }
   for (const ptx::Function& f : ast.functions) {
     if (!f.is_entry || !f.has_body) continue;
-    p.codes.push_back(ptx::Decoder(ast, f).run());
-    p.kernels.push_back(p.codes.back()->info);
+    ProgramImpl::Kernel kernel;
+    KernelInfo info;
+    info.name = f.name;
+    info.line = f.line;
+    try {
+      kernel.decoder = std::make_unique<ptx::Decoder>(ast, f);
+      info = kernel.decoder->info();
+    } catch (const PtxError& error) {
+      kernel.error = error.what();
+      kernel.error_line = error.line();
+    }
+    p.codes.push_back(std::move(kernel));
+    p.kernels.push_back(std::move(info));
   }
+  ast.functions.clear();
   p.text.name = module_name;
   p.text.lines = std::move(ast.lines);
   return program;

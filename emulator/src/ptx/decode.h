@@ -4,24 +4,13 @@
 
 #include <initializer_list>
 #include <map>
+#include <mutex>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
 #include "exec/machine.h"
 #include "ptx/ast.h"
-
-namespace vsm {
-
-struct ProgramImpl {
-  std::string name, target;
-  std::vector<KernelInfo> kernels;
-  std::vector<VariableInfo> variables;
-  std::vector<std::unique_ptr<exec::Code>> codes;  // same order as kernels
-  exec::ModuleText text;
-};
-
-}  // namespace vsm
 
 namespace vsm::ptx {
 
@@ -112,7 +101,10 @@ const FormTable& form_table();
 
 class Decoder {
  public:
+  /// Copies called functions in and places the variables. `module` must outlive it, but for its functions.
   Decoder(const ModuleAst& module, const Function& function);
+  const KernelInfo& info() const { return code_->info; }
+  /// Decodes the instructions. To be called once.
   std::unique_ptr<exec::Code> run();
 
  private:
@@ -155,3 +147,23 @@ bool is_device_runtime_function(const std::string& name);
 std::vector<int> post_dominators(const std::vector<std::vector<int>>& successors);
 
 }  // namespace vsm::ptx
+
+namespace vsm {
+
+struct ProgramImpl {
+  struct Kernel {
+    std::unique_ptr<ptx::Decoder> decoder;  // until somebody asks for the code
+    std::unique_ptr<exec::Code> code;
+    std::string error;  // why there is none
+    int error_line = 0;
+  };
+  std::string name;
+  ptx::ModuleAst module;  // without its functions
+  std::vector<KernelInfo> kernels;
+  std::vector<VariableInfo> variables;
+  std::mutex mutex;  // guards the codes
+  std::vector<Kernel> codes;  // same order as kernels
+  exec::ModuleText text;
+};
+
+}  // namespace vsm

@@ -12,6 +12,7 @@ class Inliner {
   Inliner(const ModuleAst& module, const Function& root) : module_(module), root_(root) {}
 
   Function run() {
+    if (!root_.error.empty()) throw PtxError(root_.error_line, root_.error);
     out_ = root_;
     out_.statements.clear();
     out_.labels.clear();
@@ -85,6 +86,7 @@ class Inliner {
     const auto callee = std::find_if(module_.functions.begin(), module_.functions.end(),
                                      [&](const Function& f) { return f.name == name && f.has_body; });
     if (callee == module_.functions.end()) fail(st.line, "call of '" + name + "', which has no body in the module");
+    if (!callee->error.empty()) fail(st.line, "call of '" + name + "', which cannot be run: " + callee->error);
     if (std::find(stack_.begin(), stack_.end(), name) != stack_.end())
       fail(st.line, "recursive call of '" + name + "' is not modelled");
     if (callee->params.size() != st.call_arguments.size() || callee->returns.size() != st.call_returns.size()) {

@@ -75,10 +75,9 @@ class Parser {
     return t.text;
   }
   [[noreturn]] void fail(const std::string& what) const { fail_at(peek().line, what); }
-  [[noreturn]] void fail_at(int line, const std::string& what) const {
-    std::string where = module_.name + ":" + std::to_string(line) + ": ";
-    if (function_) where += "in " + function_->name + ": ";
-    throw PtxError(line, where + what);
+  [[noreturn]] void fail_at(int line, const std::string& what) const { throw PtxError(line, where(line) + what); }
+  std::string where(int line) const {
+    return module_.name + ":" + std::to_string(line) + ": " + (function_ ? "in " + function_->name + ": " : "");
   }
   void split_lines(std::string_view text) {
     size_t begin = 0;
@@ -103,14 +102,19 @@ class Parser {
     const int line = peek().line;
     while (peek().line == line && peek().kind != TokenKind::kEnd) next();
   }
-  void skip_block() {
-    expect("{");
+  /// From '{' to behind the '}' that closes it; false if nothing does.
+  bool skip_braces() {
+    if (!accept("{")) return false;
     for (int depth = 1; depth > 0;) {
-      if (peek().kind == TokenKind::kEnd) fail("expected '}'");
+      if (peek().kind == TokenKind::kEnd) return false;
       if (is("{")) ++depth;
       if (is("}")) --depth;
       next();
     }
+    return true;
+  }
+  void skip_block() {
+    if (!skip_braces()) fail("expected a block in braces");
   }
 
   // --- module scope ---------------------------------------------------------------------------------------------
@@ -264,10 +268,18 @@ class Parser {
       merge_function(std::move(f));
       return;
     }
-    expect("{");
+    const size_t begin = pos_;
     f.has_body = true;
-    body(f);
-    resolve_labels(f);
+    try {
+      expect("{");
+      body(f);
+      resolve_labels(f);
+    } catch (const PtxError& error) {
+      if (f.error.empty()) f.error = error.what(), f.error_line = error.line();
+      scope_of_.clear();
+      pos_ = begin;
+      if (!skip_braces()) throw;  // where the body ends is not known: neither is what comes behind
+    }
     function_ = nullptr;
     merge_function(std::move(f));
   }
@@ -340,7 +352,10 @@ class Parser {
       else if (accept(".reqnctapercluster") || accept(".maxclusterrank")) {
         uint32_t cluster[3];
         dimensions(cluster);
-        if (cluster[0] * cluster[1] * cluster[2] != 1) fail("clusters of more than one block are not modelled");
+        if (cluster[0] * cluster[1] * cluster[2] != 1) {
+          f.error_line = peek().line;
+          f.error = where(f.error_line) + "clusters of more than one block are not modelled";
+        }
       } else {
         return;
       }

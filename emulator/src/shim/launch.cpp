@@ -149,6 +149,16 @@ int Runtime::check(const LaunchRequest& request) {
   return abi::kSuccess;
 }
 
+int Runtime::decode(const Kernel& kernel) {
+  try {
+    kernel.binary->program->code(kernel.index);
+    return abi::kSuccess;
+  } catch (const PtxError& error) {
+    explain(error.what());
+    return abi::kInvalidPtx;
+  }
+}
+
 int Runtime::launch(const LaunchRequest& request, void** arguments) {
   Kernel& kernel = *request.kernel;
   if (int error = load(*kernel.binary)) return error;
@@ -157,7 +167,9 @@ int Runtime::launch(const LaunchRequest& request, void** arguments) {
     return abi::kInvalidDeviceFunction;
   }
   if (request.stream->capture_invalid) return abi::kStreamCaptureInvalidated;
-  if (int error = check(request)) {
+  int error = decode(kernel);
+  if (error == abi::kSuccess) error = check(request);
+  if (error != abi::kSuccess) {
     if (request.stream->capture) request.stream->capture_invalid = true;
     return error;
   }
@@ -188,6 +200,7 @@ int Runtime::run(const LaunchRequest& request, const std::vector<uint8_t>& param
   config.watch = settings_.watch;
   config.stream = request.stream->id;
   config.programmatic = request.programmatic;
+  config.cooperative = request.cooperative;
   config.max_warp_instructions = settings_.max_warp_instructions;
   config.weak_memory = settings_.weak_memory;
 

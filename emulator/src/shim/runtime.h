@@ -184,6 +184,8 @@ class Runtime {
  private:
   Runtime();
   int check(const LaunchRequest& request);
+  /// What an instruction that is not known is to its kernel. A CUDA error.
+  int decode(const Kernel& kernel);
   int run(const LaunchRequest& request, const std::vector<uint8_t>& params);
   void record(LaunchRecord record);
   const fatbin::Image* choose_image(const std::vector<fatbin::Image>& images, std::string* why) const;

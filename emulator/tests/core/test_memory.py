@@ -227,6 +227,27 @@ def test_bulk_copy_in_and_out(run_kernel):
     assert launch.counters.async_load_bytes == launch.counters.async_store_bytes == 256
 
 
+def test_bulk_copy_with_a_byte_mask(run_kernel):
+    """``.cp_mask``: of each 16 bytes those whose bit is set are copied; the others need not even be memory of the kernel."""
+    body = """mul.lo.u32 %r2, %r0, 0x01010101; mov.u32 %r3, s; mad.lo.u32 %r3, %r0, 4, %r3; add.u32 %r2, %r2, 0x80808080;
+    st.shared.u32 [%r3], %r2; bar.sync 0; fence.proxy.async.shared::cta; setp.eq.u32 %p, %r0, 0; mov.u16 %h0, MASK;
+    @%p cp.async.bulk.global.shared::cta.bulk_group.cp_mask [%w0+BEGIN], [s], 48, %h0;
+    cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;"""
+    declared = ".shared .align 16 .b8 s[128];"
+    for mask in (0x0000, 0x8001, 0x7FFF, 0x0FF0, 0xFFFF):
+        launch, out = run_kernel(kernel(body.replace("MASK", str(mask)).replace("BEGIN", "0"), declared), inputs=[DATA])
+        clean(launch)
+        expected = [0x80 + i // 4 if mask >> i % 16 & 1 else 0 for i in range(48)]
+        assert list(out[:64]) == expected + [0] * 16
+        assert launch.counters.async_store_bytes == 3 * bin(mask).count("1")
+    # The first 12 bytes lie before the allocation.
+    text = kernel(body.replace("MASK", str(0xF000)).replace("BEGIN", "-16"), declared).replace(
+        "], [s], 48", "], [s], 16"
+    )
+    launch, _ = run_kernel(text, inputs=[DATA])
+    assert (launch.status, launch.reports[0].kind) == ("fault", "out of bounds")
+
+
 def test_bulk_reduction(run_kernel):
     body = """.shared .align 128 .b8 s[256]; shl.b32 %r3, %r0, 2; mov.u32 %r2, s; add.u32 %r2, %r2, %r3; st.shared.u32 [%r2], %r0;
     st.global.u32 [%w2], 1000; fence.proxy.async; bar.sync 0; setp.eq.u32 %p, %r0, 0; @!%p exit;

@@ -390,7 +390,7 @@ int unknown_forms() {
     bool taken = false;
     for (int i = 0; i < 40 && !taken; ++i) {
       try {
-        vsm::Program::parse(program(random, form), "form");
+        vsm::Program::parse(program(random, form), "form")->code(0);
         taken = true;
       } catch (const vsm::PtxError& error) { why = error.what(); }
     }
@@ -433,7 +433,9 @@ class Fuzzer {
     if (show) std::printf("%s\n", text.c_str());
     vsm::LoadedModule* module = nullptr;
     try {
-      module = device_.load(vsm::Program::parse(text, "fuzz"));
+      const auto parsed = vsm::Program::parse(text, "fuzz");
+      for (size_t i = 0; i < parsed->kernels().size(); ++i) parsed->code(static_cast<int>(i));
+      module = device_.load(parsed);
     } catch (const vsm::PtxError& error) {
       if (show) std::printf("refused: %s\n", error.what());
       ++counts_["refused"];

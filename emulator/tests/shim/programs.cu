@@ -92,6 +92,9 @@ using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*
 
 }  // namespace
 
+// A register that the virtual device does not know.
+__global__ void unknown_register_kernel(unsigned* out) { asm volatile("mov.u32 %0, %%envreg31;" : "=r"(*out)); }
+
 extern "C" {
 
 int add(const float* a, const float* b, float* c, int n) {
@@ -195,6 +198,11 @@ int graph(int* value, int* before_replay, int* nodes) {
 }
 
 int synchronize() { return cudaDeviceSynchronize(); }
+
+int unknown_register(unsigned* out) {
+  unknown_register_kernel<<<1, 1>>>(out);
+  return cudaGetLastError();
+}
 
 // What a capture answers to a call that it forbids, and what it ends with then.
 int synchronize_in_capture(int* value, int* end) {

@@ -15,6 +15,7 @@ import pytest
 import vsm
 
 HERE = Path(__file__).parent
+INVALID_PTX = 218
 SUCCESS, INVALID_VALUE, NO_IMAGE, ILLEGAL_ADDRESS, LAUNCH_FAILURE = 0, 1, 209, 700, 719
 CAPTURE_UNSUPPORTED, CAPTURE_INVALIDATED = 900, 901
 
@@ -320,6 +321,20 @@ def test_a_channel_description_is_made_but_no_texture(runtime):
     not_supported = 801
     assert library.cudaCreateTextureObject() == not_supported
     assert "cudaCreateTextureObject is not modelled" in runtime.take_message()
+
+
+def test_a_kernel_that_is_not_understood_refuses_itself_alone(runtime, programs):
+    out, one = (ctypes.c_float * 1)(), (ctypes.c_float * 1)(1)
+    with device_memory(runtime, out, one):
+        for _ in range(2):
+            assert programs.unknown_register(out) == INVALID_PTX
+            message = runtime.take_message()
+            assert "unknown_register_kernel" in message
+            assert "special register '%envreg31' is not modelled" in message
+            assert runtime.take_launches() == []
+            assert programs.add(one, one, out, 1) == SUCCESS
+            (launch,) = runtime.take_launches()
+            assert launch.clean, str(launch)
 
 
 def test_packing_follows_alignment():

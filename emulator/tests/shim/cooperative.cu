@@ -1,0 +1,26 @@
+// SPDX-License-Identifier: Apache-2.0
+// A grid that synchronizes with cooperative_groups: every block reads what the next one wrote a round before.
+#include <cooperative_groups.h>
+
+namespace groups = cooperative_groups;
+
+__global__ void rotate_kernel(unsigned* values, unsigned* valid, int rounds) {
+  const groups::grid_group grid = groups::this_grid();
+  const auto i = static_cast<unsigned>(grid.thread_rank()), n = static_cast<unsigned>(grid.size());
+  if (i == 0) *valid = grid.is_valid();
+  for (int round = 0; round < rounds; ++round) {
+    const unsigned next = values[(i + 1 + blockDim.x) % n];
+    grid.sync();
+    values[i] = next + round;
+    grid.sync();
+  }
+}
+
+extern "C" int rotate(unsigned* values, unsigned* valid, int rounds, int blocks, int threads, int cooperative) {
+  void* arguments[] = {&values, &valid, &rounds};
+  const auto kernel = reinterpret_cast<const void*>(&rotate_kernel);
+  const cudaError_t error =
+      cooperative ? cudaLaunchCooperativeKernel(kernel, dim3(blocks), dim3(threads), arguments, 0, nullptr)
+                  : cudaLaunchKernel(kernel, dim3(blocks), dim3(threads), arguments, 0, nullptr);
+  return error == cudaSuccess ? cudaDeviceSynchronize() : error;
+}

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""cub's ``DeviceScan`` and ``DeviceReduce`` from the wheel's CCCL. On SM12x the scan's blocks take one another's tiles
+over with ``clusterlaunchcontrol`` and copy them with bulk copies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def program(compile_upstream) -> Path:
+    return compile_upstream("cub", Path(__file__).with_name("cub.cu"))
+
+
+# A scan whose only tile is not full adds what lies behind its items in shared memory, and drops those sums.
+@pytest.mark.parametrize(("count", "scan_reports"), [
+    (1, ["uninitialized read"]), (1000, ["uninitialized read"]), (4099, ["uninitialized read"]), (100_003, [])
+])  # fmt: skip
+@pytest.mark.parametrize("what", ["scan", "reduce"])
+def test_sums(program, run_watched, tmp_path, monkeypatch, what, count, scan_reports):
+    monkeypatch.setenv("VSM_THREADS", "1")  # which tiles a block takes over repeats
+    print("seed", count)
+    values = np.random.default_rng(count).integers(-(2**31), 2**31, count, np.int32)
+    values.tofile(tmp_path / "input")
+    known = scan_reports if what == "scan" else []
+    _, launches = run_watched(program, what, tmp_path / "input", tmp_path / "output", known=known)
+    output = np.fromfile(tmp_path / "output", np.int32)
+    sums = np.cumsum(values, dtype=np.int32)
+    assert np.array_equal(output, sums if what == "scan" else sums[-1:])
+    if what == "scan":
+        scan = next(launch for launch in launches if "DeviceScanKernel" in launch["kernel"])
+        assert scan["counters"]["blocks"] == 1  # it waits for no other, so it takes over all of them
+        assert scan["grid"][0] == (13 if count == 100_003 else 1)
