@@ -27,6 +27,7 @@ class Settings(NamedTuple):
     max_warp_instructions: int
     strict: bool
     log: bool
+    accumulation_bits: int
 
 
 class Runtime:
@@ -43,10 +44,10 @@ class Runtime:
         )
         pointer = ctypes.POINTER
         signatures: dict[str, tuple[object, tuple[object, ...]]] = {
-            "vsm_runtime_configure": (i32, (text, i32, u32, u64, i32, i32)),
+            "vsm_runtime_configure": (i32, (text, i32, u32, u64, i32, i32, u32)),
             "vsm_runtime_settings": (
                 None,
-                (pointer(text), pointer(i32), pointer(u32), pointer(u64), pointer(i32), pointer(i32)),
+                (pointer(text), pointer(i32), pointer(u32), pointer(u64), pointer(i32), pointer(i32), pointer(u32)),
             ),
             "vsm_runtime_register": (None, (u64, u64, i32)),
             "vsm_runtime_unregister": (i32, (u64,)),
@@ -70,11 +71,12 @@ class Runtime:
         """What is set now."""
         architecture = ctypes.c_char_p()
         threads, strict, log = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
-        watch, bound = ctypes.c_uint32(), ctypes.c_uint64()
-        references = map(ctypes.byref, (architecture, threads, watch, bound, strict, log))
+        watch, bound, bits = ctypes.c_uint32(), ctypes.c_uint64(), ctypes.c_uint32()
+        references = map(ctypes.byref, (architecture, threads, watch, bound, strict, log, bits))
         self._library.vsm_runtime_settings(*references)
         name = (architecture.value or b"").decode()
-        return Settings(name, threads.value, Watch(watch.value), bound.value, bool(strict.value), bool(log.value))
+        flags = bool(strict.value), bool(log.value)
+        return Settings(name, threads.value, Watch(watch.value), bound.value, *flags, bits.value)
 
     def configure(
         self,
@@ -85,6 +87,7 @@ class Runtime:
         max_warp_instructions: int | None = None,
         strict: bool | None = None,
         log: bool | None = None,
+        accumulation_bits: int | None = None,
     ) -> None:
         """Change what is given, leave the rest.
 
@@ -95,6 +98,8 @@ class Runtime:
             max_warp_instructions: Bound of a launch, 0: the device's default.
             strict: A watcher's report fails its launch.
             log: Explanations of refused calls and reports go to stderr too.
+            accumulation_bits: Fraction bits in which ``mma`` adds products of 8-bit and narrower floating point
+                elements: 13 as an H100 does, 25 as a B200; 0: exactly. At most 30, else launches are refused.
 
         Raises:
             VsmError: no such architecture.
@@ -107,6 +112,7 @@ class Runtime:
             now.max_warp_instructions if max_warp_instructions is None else max_warp_instructions,
             now.strict if strict is None else strict,
             now.log if log is None else log,
+            now.accumulation_bits if accumulation_bits is None else accumulation_bits,
         )
         answer = self._library.vsm_runtime_configure(
             chosen.architecture.encode(),
@@ -115,6 +121,7 @@ class Runtime:
             chosen.max_warp_instructions,
             int(chosen.strict),
             int(chosen.log),
+            chosen.accumulation_bits,
         )
         if answer != 0:
             raise VsmError(f"architecture is {chosen.architecture!r}; the virtual GPU can be 'sm_121a' or 'sm_90a'")

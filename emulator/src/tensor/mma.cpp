@@ -6,7 +6,10 @@
 // even, to the type of D. Whenever the products sum exactly in 53 bits (always for e2m1, e2m3, e3m2 and e4m3 pairs)
 // D is therefore the correctly rounded value of the exact C + A*B. Hardware's order and intermediate width are
 // unspecified (ISA 9.7.14.5.14): it may differ by a few units in the last place of the largest addend's float32.
+// Sums of limited width, as published models of H100 and B200 have them, stand in "sums of limited width" below.
+#include <algorithm>
 #include <cassert>
+#include <cmath>
 #include <cstring>
 
 #include "../numerics/narrow.h"
@@ -203,6 +206,97 @@ void apply_scales(const MmaOp& op, const MmaScale& scale_a, const MmaScale& scal
   }
 }
 
+// --- sums of limited width -----------------------------------------------------------------------------------------
+// F. A. Khattak, M. Mikaitis, "Accurate Models of NVIDIA Tensor Cores" (arXiv 2512.07004), whose models agree bit for bit
+// with the GPUs that they ran on. A step takes some products and C. All of them are aligned to the largest exponent E
+// among them, the exponent of a product being the sum of its factors' (so that its significand lies below 4); what then
+// lies below 2^(E - F) is cut off, F being the width. The rest is added exactly, and the sum cut to the significand of
+// float32, or to F fraction bits if these are fewer. What D of one step is, is C of the next.
+//
+// No such model is published for block scales. Here a scale's exponent counts as part of its elements'.
+
+/// Exponents of the elements as they are encoded: that of a subnormal number is its format's least one.
+struct Exponents {
+  int a[kM][kMaxK], b[kMaxK][kN];
+};
+
+int least_exponent(Type type) {
+  switch (type) {
+    case Type::kF16:
+    case Type::kE5M2: return -14;
+    case Type::kE4M3:
+    case Type::kUE4M3: return -6;
+    case Type::kE3M2: return -2;
+    case Type::kE2M3:
+    case Type::kE2M1: return 0;
+    case Type::kUE8M0: return -127;
+    default: return -126;  // bf16, tf32
+  }
+}
+
+/// Of a finite value of that type; 0 gives the least one.
+int exponent_of(double value, Type type) {
+  const int exponent = static_cast<int>(double_to_bits(value) >> 52 & 0x7ff) - 1023;
+  return std::max(exponent, least_exponent(type));
+}
+
+/// Before the scales are applied.
+void element_exponents(const MmaOp& op, const Tile& tile, Exponents& e) {
+  for (int k = 0; k < op.k; ++k) {
+    for (int m = 0; m < kM; ++m) e.a[m][k] = exponent_of(tile.a[m][k], op.a);
+    for (int n = 0; n < kN; ++n) e.b[k][n] = exponent_of(tile.b[k][n], op.b);
+  }
+}
+
+void add_scale_exponents(const MmaOp& op, const MmaScale& scale_a, const MmaScale& scale_b, Exponents& e) {
+  for (int k = 0; k < op.k; ++k) {
+    const int chunk = k / (op.k / op.scale_vec);
+    for (int m = 0; m < kM; ++m)
+      e.a[m][k] += exponent_of(scale_value(op, scale_a, 4 * (m % 8) + 2 * scale_a.thread_id + m / 8, chunk), op.scale);
+    for (int n = 0; n < kN; ++n)
+      e.b[k][n] += exponent_of(scale_value(op, scale_b, 4 * n + scale_b.thread_id, chunk), op.scale);
+  }
+}
+
+/// 2^exponent, which must be that of a normal float64.
+double power_of_two(int exponent) { return bits_to_double(static_cast<uint64_t>(exponent + 1023) << 52); }
+
+/// Cut toward zero to `fraction` bits behind the leading one, or to what float32's least exponent leaves of them.
+double cut(double value, int fraction) {
+  const double unit = power_of_two(exponent_of(value, Type::kF32) - fraction);
+  return std::trunc(value / unit) * unit;
+}
+
+constexpr int kFloatFraction = 23;
+constexpr int kLeastAlignment = -133;  // E is not below this in the published models
+constexpr int kHalfWidth = 25;         // of products of 16 bits and more: H100's and B200's alike
+
+/// One element of D from one row of A and one column of B.
+double limited_sum(const MmaOp& op, const Tile& tile, const Exponents& e, int m, int n, double c, int width) {
+  const int terms = op.a == Type::kTF32 ? 8 : element_bits(op, op.a) == 16 ? 16 : 32;
+  double sum = c;
+  for (int first = 0; first < op.k; first += terms) {
+    const int last = std::min<int>(op.k, first + terms);
+    double products[32], all = sum;
+    int largest = sum != 0 ? exponent_of(sum, Type::kF32) : kLeastAlignment;
+    for (int k = first; k < last; ++k) {
+      products[k - first] = tile.a[m][k] * tile.b[k][n];
+      all += products[k - first];
+      if (products[k - first] != 0) largest = std::max(largest, e.a[m][k] + e.b[k][n]);
+    }
+    if (!std::isfinite(all))
+      return all;  // an operand is no number, or infinite: products of finite ones are far smaller
+    largest = std::max(largest, kLeastAlignment);
+    const double up = power_of_two(width - largest);
+    int64_t aligned = static_cast<int64_t>(sum * up);  // a conversion cuts toward zero
+    for (int k = first; k < last; ++k) aligned += static_cast<int64_t>(products[k - first] * up);
+    sum = static_cast<double>(aligned) * power_of_two(largest - width);
+    if (op.d == Type::kF32) sum = cut(sum, std::min(width, kFloatFraction));
+    if (std::fabs(sum) >= 0x1p128) return std::copysign(HUGE_VAL, sum);
+  }
+  return sum;
+}
+
 // --- product -------------------------------------------------------------------------------------------------------
 VSM_VECTOR_CLONES
 void multiply(const double (*a)[kMaxK], const Row* b, int depth, Row* product) {
@@ -246,7 +340,7 @@ void add_round_to_odd(Row* products, const Row* addends) {
   }
 }
 
-/// float64 to float16, one rounding to nearest even; `x` must come from add_round_to_odd.
+/// float64 to float16, one rounding to nearest even; `x` must be exact or come from add_round_to_odd.
 uint32_t double_to_half(double x) {
   // Through float32 by rounding to odd, whose 24 bits exceed twice float16's 11.
   float f = static_cast<float>(x);
@@ -268,14 +362,15 @@ int32_t integer_result(bool satfinite, int32_t c, double product) {
   return static_cast<int32_t>(static_cast<uint32_t>(static_cast<uint64_t>(sum)));
 }
 
-void store_f32(Row* product, RegIn c, RegOut d) {
-  Row addends[kM];
+void load_f32(RegIn c, Row* addends) {
   for (int r = 0; r < 4; ++r) {
     for (int lane = 0; lane < kLanes; ++lane) {
       addends[lane / 4 + 8 * (r >> 1)][2 * (lane % 4) + (r & 1)] = bits_to_float(c[r][lane]);
     }
   }
-  add_round_to_odd(product, addends);
+}
+
+void store_f32(const Row* product, RegOut d) {
   for (int r = 0; r < 4; ++r) {
     for (int lane = 0; lane < kLanes; ++lane) {
       d[r][lane] = float_result(static_cast<float>(product[lane / 4 + 8 * (r >> 1)][2 * (lane % 4) + (r & 1)]));
@@ -283,8 +378,7 @@ void store_f32(Row* product, RegIn c, RegOut d) {
   }
 }
 
-void store_f16(Row* product, RegIn c, RegOut d) {
-  Row addends[kM];
+void load_f16(RegIn c, Row* addends) {
   for (int r = 0; r < 2; ++r) {
     for (int lane = 0; lane < kLanes; ++lane) {
       Row& row = addends[lane / 4 + 8 * r];
@@ -292,7 +386,9 @@ void store_f16(Row* product, RegIn c, RegOut d) {
       row[2 * (lane % 4) + 1] = half_to_float(static_cast<uint16_t>(c[r][lane] >> 16));
     }
   }
-  add_round_to_odd(product, addends);
+}
+
+void store_f16(const Row* product, RegOut d) {
   for (int r = 0; r < 2; ++r) {
     for (int lane = 0; lane < kLanes; ++lane) {
       const Row& row = product[lane / 4 + 8 * r];
@@ -334,7 +430,8 @@ const char* mma_check_scale(const MmaOp& op, const MmaScale& scale_a, const MmaS
   return "";
 }
 
-void mma(const MmaOp& op, RegOut d, RegIn a, RegIn b, RegIn c, const MmaScale& scale_a, const MmaScale& scale_b) {
+void mma(const MmaOp& op, RegOut d, RegIn a, RegIn b, RegIn c, const MmaScale& scale_a, const MmaScale& scale_b,
+         int accumulation_bits) {
   int registers_a = 0, registers_b = 0, registers_c = 0, registers_d = 0;
   const bool known = mma_registers(op, &registers_a, &registers_b, &registers_c, &registers_d);
   assert(known && "mma_registers() refuses this form");
@@ -342,12 +439,32 @@ void mma(const MmaOp& op, RegOut d, RegIn a, RegIn b, RegIn c, const MmaScale& s
   Tile tile;
   decode_operand(op, true, a, registers_a, tile);
   decode_operand(op, false, b, registers_b, tile);
+  const bool limited = accumulation_bits != 0 && !is_integer(op);
+  Exponents exponents;
+  if (limited) element_exponents(op, tile, exponents);
   if (op.scale_vec) apply_scales(op, scale_a, scale_b, tile);
   Row product[kM];
+  if (limited) {
+    if (op.scale_vec) add_scale_exponents(op, scale_a, scale_b, exponents);
+    const int width = element_bits(op, op.a) >= 16 ? kHalfWidth : accumulation_bits;
+    Row addends[kM];
+    op.d == Type::kF32 ? load_f32(c, addends) : load_f16(c, addends);
+    for (int m = 0; m < kM; ++m) {
+      for (int n = 0; n < kN; ++n) product[m][n] = limited_sum(op, tile, exponents, m, n, addends[m][n], width);
+    }
+    return op.d == Type::kF32 ? store_f32(product, d) : store_f16(product, d);
+  }
   multiply(tile.a, tile.b, op.k, product);
+  Row addends[kM];
   switch (op.d) {
-    case Type::kF32: return store_f32(product, c, d);
-    case Type::kF16: return store_f16(product, c, d);
+    case Type::kF32:
+      load_f32(c, addends);
+      add_round_to_odd(product, addends);
+      return store_f32(product, d);
+    case Type::kF16:
+      load_f16(c, addends);
+      add_round_to_odd(product, addends);
+      return store_f16(product, d);
     default: return store_s32(op.satfinite, product, c, d);
   }
 }

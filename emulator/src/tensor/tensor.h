@@ -58,8 +58,11 @@ struct MmaScale {
 /// Empty if the selectors are legal for `op`, else why not.
 const char* mma_check_scale(const MmaOp& op, const MmaScale& scale_a, const MmaScale& scale_b);
 
+/// accumulation_bits: 0 adds exactly. Otherwise products of 8-bit and narrower floating point elements are added with that
+/// many fraction bits, as published models have it (mma.cpp): 13 as an H100 does, 25 as a B200; wider elements with 25.
+inline constexpr int kMaxAccumulationBits = 30;
 void mma(const MmaOp& op, RegOut d, RegIn a, RegIn b, RegIn c, const MmaScale& scale_a = {},
-         const MmaScale& scale_b = {});
+         const MmaScale& scale_b = {}, int accumulation_bits = 0);
 
 // --- ldmatrix / stmatrix / movmatrix -----------------------------------------------------------------------------
 enum class MatrixShape : uint8_t { kM8N8, kM16N16, kM8N16, kM16N8 };

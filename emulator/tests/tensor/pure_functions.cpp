@@ -90,11 +90,11 @@ const char* test_mma_check_scale(const int32_t* form, const uint16_t* ids) {
 
 /// `d` may be `c`. ids: byte-id-a, thread-id-a, byte-id-b, thread-id-b.
 void test_mma(const int32_t* form, uint32_t* d, const uint32_t* a, const uint32_t* b, const uint32_t* c,
-              const uint32_t* scale_a, const uint32_t* scale_b, const uint16_t* ids) {
+              const uint32_t* scale_a, const uint32_t* scale_b, const uint16_t* ids, int accumulation_bits) {
   int counts[4];
   if (!test_mma_registers(form, counts)) return;
   tensor::mma(mma_op(form), Registers(d, counts[3]).out(), Registers(a, counts[0]), Registers(b, counts[1]),
-              Registers(c, counts[2]), {scale_a, ids[0], ids[1]}, {scale_b, ids[2], ids[3]});
+              Registers(c, counts[2]), {scale_a, ids[0], ids[1]}, {scale_b, ids[2], ids[3]}, accumulation_bits);
 }
 
 int test_matrix_registers(const int32_t* form, int store) {

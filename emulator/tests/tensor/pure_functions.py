@@ -118,7 +118,9 @@ class Mma:
     def check_scale(self, ids: tuple[int, int, int, int]) -> str:
         return library().test_mma_check_scale(_p(self.fields()), _p(_array(ids, U16))).decode()
 
-    def __call__(self, a, b, c, scale_a=None, scale_b=None, ids=(0, 0, 0, 0), in_place=False) -> np.ndarray:
+    def __call__(
+        self, a, b, c, scale_a=None, scale_b=None, ids=(0, 0, 0, 0), in_place=False, accumulation_bits=0
+    ) -> np.ndarray:
         """D's registers [registers, 32], from those of the other operands."""
         a, b, c = (_array(x, U32) for x in (a, b, c))
         counts = self.registers()
@@ -126,9 +128,9 @@ class Mma:
         zero = np.zeros(32, U32)
         sa, sb = (_array(zero if s is None else s, U32) for s in (scale_a, scale_b))
         d = c.copy() if in_place else np.full((counts[3], 32), 0xDEADBEEF, U32)
-        library().test_mma(
-            _p(self.fields()), _p(d), _p(a), _p(b), _p(d if in_place else c), _p(sa), _p(sb), _p(_array(ids, U16))
-        )
+        addends = d if in_place else c
+        arrays = (self.fields(), d, a, b, addends, sa, sb, _array(ids, U16))
+        library().test_mma(*map(_p, arrays), accumulation_bits)
         return d
 
 
