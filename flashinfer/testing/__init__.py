@@ -21,6 +21,7 @@ from .error_bounds import (
     Accumulation,
     BoundViolation,
     check_within_bound,
+    narrow_tensor_core,
 )
 from .gemm_reference import group_gemm_reference
 from .moe_inputs import MoECase, make_group_gemm_inputs, make_moe_inputs
@@ -49,6 +50,7 @@ __all__ = [
     "make_group_gemm_inputs",
     "make_moe_inputs",
     "moe_reference",
+    "narrow_tensor_core",
     "quantize_mxfp4",
     "quantize_mxfp8",
     "swizzle_scales",

@@ -48,6 +48,7 @@ from .mxfp_formats import (
     round_to_e4m3,
     scale_exponents,
 )
+from .narrow_sums import narrow_sum_error
 
 FLOAT32_ROUNDOFF = 2.0**-24
 _FLOAT32_MAX = 3.4028234663852886e38
@@ -68,11 +69,15 @@ class Accumulation:
         its MMA and one for each MMA.  ``None`` for any order, in which there are as many as terms.
     exact_bits : int
         Sums of multiples of ``q`` are exact while magnitudes stay below ``2^exact_bits q``.
+    accumulation_bits : int, optional
+        Fraction bits that block-scaled MMAs keep of their sums (``narrow_sums`` derives the bound); ``None``: those of
+        float32.
     """
 
     unit_roundoff: float = FLOAT32_ROUNDOFF
     mma_depth: int | None = None
     exact_bits: int = 24
+    accumulation_bits: int | None = None
 
     def gamma(self, k: int) -> float:
         """Relative error of a sum of ``k`` terms against the sum of their magnitudes."""
@@ -86,6 +91,15 @@ ANY_ORDER = Accumulation()
 # Tensor cores add the products of an MMA and the accumulator at once and truncate; 16 is the shallowest MMA of the
 # kernel family (bf16, and f16 on compute capability 9.0), which makes the longest path.
 TENSOR_CORE = Accumulation(unit_roundoff=2.0**-23, mma_depth=16, exact_bits=22)
+
+
+def narrow_tensor_core(accumulation_bits: int) -> Accumulation:
+    """Tensor cores whose block-scaled MMAs keep so many fraction bits of their sums.
+
+    Products that are multiples of ``q`` lose nothing if ``16 sum |x_k w_k| <= 2^accumulation_bits q``: that is above the
+    exponent of any sum, and of any product as its elements are encoded.
+    """
+    return Accumulation(exact_bits=accumulation_bits - 4, accumulation_bits=accumulation_bits)
 
 
 def granularity(values: torch.Tensor) -> torch.Tensor:
@@ -108,16 +122,22 @@ def scale_granularity(linear_scales: torch.Tensor) -> torch.Tensor:
 
 def dot_error(
     x: torch.Tensor,
-    w_abs: torch.Tensor,
+    w: torch.Tensor,
     w_granularity: torch.Tensor,
     accumulation: Accumulation,
+    *,
+    signs_known: bool = True,
 ) -> torch.Tensor:
     """Bound ``[m, n]`` on the error of ``x @ w.T`` in float32.
 
-    ``x`` is ``[m, K]``, ``w_abs`` the magnitudes ``[n, K]`` and ``w_granularity`` ``[n]`` a power of two that divides the row.
+    ``x`` is ``[m, K]``, ``w`` ``[n, K]`` and ``w_granularity`` ``[n]`` a power of two that divides the row.  Without
+    ``signs_known`` the magnitudes of ``x`` bound those of what is multiplied, and no more is known of it.
     """
-    magnitude = x.abs() @ w_abs.T
-    error = accumulation.gamma(x.shape[-1]) * magnitude
+    magnitude = x.abs() @ w.abs().T
+    if accumulation.accumulation_bits is None:
+        error = accumulation.gamma(x.shape[-1]) * magnitude
+    else:
+        error = narrow_sum_error(x, w, accumulation.accumulation_bits, signs_known)
     unit = torch.outer(granularity(x), w_granularity)
     error = torch.where(magnitude <= 2.0**accumulation.exact_bits * unit, 0.0, error)
     return torch.where(magnitude > _FLOAT32_MAX, torch.inf, error)

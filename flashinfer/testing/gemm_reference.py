@@ -64,5 +64,5 @@ def group_gemm_reference(
         w = dequantize_mxfp4(b[group], scales)
         assert w.shape == (n, k)
         reference[first:last] = x @ w.T
-        bound[first:last] = dot_error(x, w.abs_(), scale_granularity(scales), accumulation)
+        bound[first:last] = dot_error(x, w, scale_granularity(scales), accumulation)
     return reference, bound

@@ -128,15 +128,16 @@ def _gemm(
     scales = unswizzle_scales(swizzled, rows, -(-k // BLOCK))
     w = dequantize_mxfp4(packed, scales)
     product = x @ w.T
-    w.abs_()
     unit = scale_granularity(scales)
     if x_error is None:
         return product, dot_error(x, w, unit, accumulation)
+    w.abs_()
     # What is summed may be anything within x_error: bound its rounding at the largest magnitudes, and only rows
     # that are known exactly can have an exact sum.
     known = (x_error == 0).all(-1, keepdim=True)
-    error = dot_error(x.abs() + x_error, w, torch.where(known.any(), unit, 0.0), accumulation)
-    inexact = dot_error(x.abs() + x_error, w, torch.zeros_like(unit), accumulation)
+    largest = x.abs() + x_error
+    error = dot_error(largest, w, torch.where(known.any(), unit, 0.0), accumulation, signs_known=False)
+    inexact = dot_error(largest, w, torch.zeros_like(unit), accumulation, signs_known=False)
     return product, torch.where(known, error, inexact) + x_error @ w.T
 
 

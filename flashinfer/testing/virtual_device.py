@@ -104,6 +104,7 @@ class VirtualDevice:
         strict: bool,
         watch: int | None,
         threads: int,
+        accumulation_bits: int = 0,
         weak_memory: int = 0,
         planted: Mapping[str, str] | None = None,
     ) -> None:
@@ -113,7 +114,10 @@ class VirtualDevice:
         self.launches: list[Any] = []
         self._runtime = vsm.activate_runtime()
         self._runtime.configure(
-            architecture=architecture, threads=threads, watch=vsm.Watch.DEFAULT if watch is None else vsm.Watch(watch)
+            architecture=architecture,
+            threads=threads,
+            watch=vsm.Watch.DEFAULT if watch is None else vsm.Watch(watch),
+            accumulation_bits=accumulation_bits,
         )
         self._runtime.weak_memory(weak_memory)
         self._plants = bool(planted)
@@ -266,6 +270,7 @@ def virtual_device(
     strict: bool = True,
     watch: int | None = None,
     threads: int = 0,
+    accumulation_bits: int = 0,
     weak_memory: int = 0,
     planted: Mapping[str, str] | None = None,
 ) -> Iterator[VirtualDevice]:
@@ -276,6 +281,7 @@ def virtual_device(
         strict: A watcher's report raises :class:`VirtualDeviceError`, as a fault does; else it is only recorded.
         watch: Flags of ``vsm.Watch``; its default is all but races.
         threads: Host threads that execute blocks; 0: one per core.
+        accumulation_bits: Fraction bits that MMAs of 8-bit and narrower elements keep of their sums; 0: all of them.
         weak_memory: A seed: a block's writes reach other blocks only where something orders them, or earlier at random, and
             what is read without order is reported. 0: at once.
         planted: Faults for a test of the tests: the PTX is read with the values in place of the keys.
@@ -292,7 +298,7 @@ def virtual_device(
     with _lock:
         if _stack:
             raise RuntimeError("a virtual device is active in this process already; there can be one at a time")
-        device = VirtualDevice(architecture, strict, watch, threads, weak_memory, planted)
+        device = VirtualDevice(architecture, strict, watch, threads, accumulation_bits, weak_memory, planted)
         _stack.append(device)
     try:
         yield device
@@ -320,7 +326,7 @@ def active() -> VirtualDevice | None:
 def _process_device(name: str) -> VirtualDevice:
     _check_architecture(name, VARIABLE)
     with _lock:
-        return VirtualDevice(name, strict=True, watch=None, threads=0)
+        return VirtualDevice(name, strict=True, watch=None, threads=0, accumulation_bits=0)
 
 
 class _CallableModule(types.ModuleType):

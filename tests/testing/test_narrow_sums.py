@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bound on sums of few bits: it covers the published model in any order of the blocks, and kernels that the virtual
+SM121 runs with such sums; at large K the bound of float32 sums does not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flashinfer.jit.sm12x.instances import GEMM_INSTANCES, INSTANCES
+from flashinfer.testing import (
+    TENSOR_CORE,
+    BoundViolation,
+    MoECase,
+    check_within_bound,
+    group_gemm_reference,
+    make_group_gemm_inputs,
+    make_moe_inputs,
+    moe_reference,
+    narrow_tensor_core,
+)
+from flashinfer.testing.error_bounds import dot_error
+from flashinfer.testing.mxfp_formats import BLOCK, dequantize_mxfp4, dequantize_mxfp8, quantize_mxfp4, quantize_mxfp8
+from flashinfer.testing.virtual_device import virtual_device
+
+HOPPER, B200 = 13, 25
+
+
+def _cut(values: torch.Tensor, unit: torch.Tensor | float) -> torch.Tensor:
+    return torch.trunc(values / unit) * unit
+
+
+def _floor_power(values: torch.Tensor) -> torch.Tensor:
+    return torch.ldexp(torch.ones_like(values), torch.frexp(values)[1] - 1)
+
+
+def narrow_sum(x: torch.Tensor, w: torch.Tensor, bits: int, order: list[int]) -> torch.Tensor:
+    """``x @ w.T`` block by block. Exponents are those of the values: MXFP8 and MXFP4 data without subnormal elements."""
+    total = torch.zeros(len(x), len(w), dtype=torch.float64)
+    for block in order:
+        products = x[:, None, block * BLOCK : (block + 1) * BLOCK] * w[:, block * BLOCK : (block + 1) * BLOCK]
+        factors = _floor_power(x[:, None, block * BLOCK : (block + 1) * BLOCK].abs())
+        factors = factors * _floor_power(w[:, block * BLOCK : (block + 1) * BLOCK].abs())
+        largest = torch.maximum(torch.where(products == 0, 0, factors).amax(-1), _floor_power(total.abs()))
+        unit = (largest * 2.0**-bits).clamp(min=2.0**-1000)
+        total = _cut(products, unit.unsqueeze(-1)).sum(-1) + _cut(total, unit)
+        total = _cut(total, (_floor_power(total.abs()) * 2.0 ** -min(bits, 23)).clamp(min=2.0**-1000))
+    return total
+
+
+def _operands(data: str, k: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x, w = (torch.randn(rows, k, generator=generator) for rows in (12, 20))
+    if data == "one sign":
+        x, w = x.abs(), w.abs()
+    elif data == "wide":  # blocks at scales from 2^-12 to 2^12
+        exponents = torch.randint(-12, 13, (1, k // BLOCK), generator=generator).repeat_interleave(BLOCK, -1)
+        x = torch.ldexp(x, exponents)
+    elif data == "cancelling":  # large sums that the last block takes away again
+        x[:, -BLOCK:], w[:, -BLOCK:] = 100 * x[:, :BLOCK], -100 * w[:, :BLOCK]
+        x[:, :BLOCK], w[:, :BLOCK] = x[:, -BLOCK:], -w[:, -BLOCK:]
+    values = dequantize_mxfp8(*quantize_mxfp8(x)), dequantize_mxfp4(*quantize_mxfp4(w))
+    return values[0], values[1]
+
+
+@pytest.mark.parametrize("bits", [9, HOPPER, B200])
+@pytest.mark.parametrize("k", [32, 512])
+@pytest.mark.parametrize("data", ["normal", "one sign", "wide", "cancelling"])
+def test_it_covers_every_order(data: str, k: int, bits: int) -> None:
+    seed = k + bits
+    print("seed", seed)
+    x, w = _operands(data, k, seed)
+    blocks = k // BLOCK
+    generator = torch.Generator().manual_seed(seed)
+    sums = torch.stack([x[:, i : i + BLOCK].double() @ w[:, i : i + BLOCK].T for i in range(0, k, BLOCK)])
+    orders = {
+        "forward": list(range(blocks)),
+        "backward": list(range(blocks))[::-1],
+        "random": torch.randperm(blocks, generator=generator).tolist(),
+        "positive first": sums.mean((1, 2)).argsort(descending=True).tolist(),
+    }
+    exact = x @ w.T
+    bound = dot_error(x, w, torch.zeros(len(w), dtype=torch.float64), narrow_tensor_core(bits))
+    unsigned = dot_error(x, w, torch.zeros(len(w), dtype=torch.float64), narrow_tensor_core(bits), signs_known=False)
+    assert (bound <= unsigned * (1 + 1e-9)).all()
+    used = {}
+    for name, order in orders.items():
+        distance = (narrow_sum(x, w, bits, order) - exact).abs()
+        used[name] = float((distance / bound.clamp(min=1e-300)).max())
+    print(used, "of the bound; the bound is at most", float((bound / (x.abs() @ w.abs().T)).max()), "of the magnitudes")
+    assert max(used.values()) <= 1
+
+
+def test_it_is_not_loose_by_orders() -> None:
+    """At a layer's K the largest error is a good part of the bound, which is a small part of the results."""
+    x, w = _operands("normal", 2880, 1)
+    bound = dot_error(x, w, torch.zeros(len(w), dtype=torch.float64), narrow_tensor_core(HOPPER))
+    exact = x @ w.T
+    distance = (narrow_sum(x, w, HOPPER, list(range(2880 // BLOCK))) - exact).abs()
+    print(
+        f"{float((distance / bound).max()):.1%} of the bound used, {float(bound.mean() / exact.abs().mean()):.1%} of a result"
+    )
+    assert float((distance / bound).max()) > 0.02
+    assert float(bound.mean() / exact.abs().mean()) < 0.3
+
+
+def test_a_lattice_is_exact() -> None:
+    """Small integers whose sums stay below 2^9 lose nothing in 13 bits; one more bit of them may."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randint(-2, 3, (5, 32), generator=generator).double()
+    w = torch.randint(-1, 2, (7, 32), generator=generator).double()
+    unit = torch.ones(7, dtype=torch.float64)
+    assert (dot_error(x, w, unit, narrow_tensor_core(HOPPER)) == 0).all()
+    assert torch.equal(narrow_sum(x, w, HOPPER, [0]), x @ w.T)
+    assert (dot_error(64 * x + 1, w, unit, narrow_tensor_core(HOPPER)) > 0).any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [HOPPER, B200])
+def test_a_grouped_gemm_on_the_virtual_sm121(bits: int) -> None:
+    from flashinfer.gemm.sm12x_group_gemm import GroupGemmProblem
+    from flashinfer.testing import virtual_operators
+
+    rows, n, k, seed = [5, 0, 12], 128, 4096, 91
+    print("seed", seed)
+    call = make_group_gemm_inputs(rows, n, k, seed)
+    out = torch.full((sum(rows), n), float("nan"), dtype=torch.float16)
+    problem = GroupGemmProblem(sum(rows), len(rows), n, k, out.dtype)
+    operands = [call[name] for name in ("a", "b", "a_scale", "b_scale", "m_indptr")]
+    with virtual_device("sm_121a", accumulation_bits=bits) as device:
+        virtual_operators.run_group_gemm(device, problem, out, *operands, GEMM_INSTANCES[0].index)
+    used = check_within_bound(out, *group_gemm_reference(**call, accumulation=narrow_tensor_core(bits)))
+    print(f"{used:.1%} of the bound")
+    float32_bound = group_gemm_reference(**call, accumulation=TENSOR_CORE)
+    if bits == HOPPER:
+        with pytest.raises(BoundViolation, match="outside their bound"):
+            check_within_bound(out, *float32_bound)
+    else:
+        check_within_bound(out, *float32_bound)
+
+
+@pytest.mark.slow
+def test_a_pair_of_gemms_on_the_virtual_sm121() -> None:
+    from test_virtual_instances import run_moe
+
+    case, seed = MoECase(6, 4096, 96, num_experts=3, top_k=2, mode=0), 92
+    print("seed", seed)
+    inputs = make_moe_inputs(case, seed)
+    instance = next(row for row in INSTANCES if row.default and row.activation == "mxfp8" and not row.streamed)
+    outputs = []
+    for bits in (0, HOPPER):
+        with virtual_device("sm_121a", accumulation_bits=bits) as device:
+            outputs.append(run_moe(device, inputs, case.mode, [instance.index] * 2))
+    exact, narrow = outputs
+    check_within_bound(exact, *moe_reference(inputs, TENSOR_CORE))
+    used = check_within_bound(narrow, *moe_reference(inputs, narrow_tensor_core(HOPPER)))
+    print(
+        f"{used:.1%} of the bound; {float((narrow != exact).double().mean()):.1%} of the results differ from exact sums'"
+    )
+    assert (narrow != exact).double().mean() > 0.1
