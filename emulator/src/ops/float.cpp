@@ -4,6 +4,7 @@
 #include <functional>
 
 #include "ops/families.h"
+#include "ops/fast_float.h"
 #include "ops/lanes.h"
 
 namespace vsm::ops {
@@ -21,7 +22,7 @@ enum : uint32_t {
   kKindShift = 16,
 };
 enum class Op : uint32_t {
-  kAdd,
+  kAdd,  // the first four in the order of FastOp
   kSub,
   kMul,
   kFma,
@@ -230,28 +231,6 @@ void run_16(Warp& w, const Inst& in, uint32_t mask) {
   });
 }
 
-// The forms that kernels are made of, without per-lane decisions.
-template <class F>
-void fast_f32(Warp& w, const Inst& in, uint32_t mask, F f) {
-  uint32_t* d = w.out<uint32_t>(in.op[0]);
-  const uint32_t *a = w.in<uint32_t>(in.op[1]), *b = w.in<uint32_t>(in.op[2]), *c = w.in<uint32_t>(in.op[3]);
-  for_lanes(mask, [&](int i) {
-    d[i] = float_to_bits(canonical(f(bits_to_float(a[i]), bits_to_float(b[i]), bits_to_float(c[i]))));
-  });
-}
-void fast_add(Warp& w, const Inst& in, uint32_t m) {
-  fast_f32(w, in, m, [](float a, float b, float) { return a + b; });
-}
-void fast_sub(Warp& w, const Inst& in, uint32_t m) {
-  fast_f32(w, in, m, [](float a, float b, float) { return a - b; });
-}
-void fast_mul(Warp& w, const Inst& in, uint32_t m) {
-  fast_f32(w, in, m, [](float a, float b, float) { return a * b; });
-}
-void fast_fma(Warp& w, const Inst& in, uint32_t m) {
-  fast_f32(w, in, m, [](float a, float b, float c) { return std::fma(a, b, c); });
-}
-
 bool is_16(Type t) { return t == Type::kF16 || t == Type::kF16x2 || t == Type::kBF16 || t == Type::kBF16x2; }
 
 // Operands d, a {, b {, c}} of type t; absent sources repeat the first.
@@ -274,11 +253,8 @@ void emit(Form& f, Type t, Op op, uint32_t flags) {
     case Type::kBF16x2: h = &run_16<true, true>; break;
     default: f.fail(std::string("type .") + exec::to_string(t) + " is not possible here");
   }
-  if (t == Type::kF32 && flags == 0) {
-    if (op == Op::kAdd) h = &fast_add;
-    if (op == Op::kSub) h = &fast_sub;
-    if (op == Op::kMul) h = &fast_mul;
-    if (op == Op::kFma) h = &fast_fma;
+  if (flags == 0 && op <= Op::kFma) {
+    if (const Handler fast = fast_float(t, static_cast<FastOp>(op))) h = fast;
   }
   f.emit(h, is_16(t) ? OpClass::kHalf : OpClass::kFloat);
 }
@@ -304,6 +280,15 @@ uint32_t arithmetic_flags(Form& f, Type t) {
 }
 
 }  // namespace
+
+uint32_t exact_bf16(uint32_t form, bool packed, uint32_t a, uint32_t b, uint32_t c) {
+  auto half = [&](int shift) {
+    return uint32_t{apply16<true>(form, static_cast<uint16_t>(a >> shift), static_cast<uint16_t>(b >> shift),
+                                  static_cast<uint16_t>(c >> shift))}
+           << shift;
+  };
+  return packed ? half(16) | half(0) : half(0);
+}
 
 void float_binary(Form& f) {
   const Type t = f.take_type();

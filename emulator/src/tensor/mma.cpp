@@ -14,15 +14,7 @@
 
 #include "../numerics/narrow.h"
 #include "tensor.h"
-
-// The product loop is compiled for each vector width and picked when the library is loaded. Every width computes
-// the same bits: products are exact, so a fused multiply-add rounds as a multiplication and an addition do.
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && \
-    !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
-#define VSM_VECTOR_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
-#else
-#define VSM_VECTOR_CLONES
-#endif
+#include "vector_clones.h"
 
 namespace vsm::tensor {
 namespace {
@@ -127,37 +119,53 @@ struct FromU4 {
   double operator()(uint32_t bits) const { return bits & 0xfu; }
 };
 
+// So a register is an 8 x 4E matrix, row after row, in the memory that holds its lanes: of A as it is, of B transposed.
+
+constexpr int kMostElements = 8 * kLanes;  // of a register: 4 bits each
+
 template <int kBits, class Decode>
-void decode_a(Decode decode, RegIn reg, int registers, Tile& tile) {
-  constexpr int kElements = 32 / kBits;
+void decode_codes(Decode decode, const uint32_t* lanes, double* out) {
   constexpr uint32_t kMask = kBits == 32 ? ~0u : (1u << (kBits % 32)) - 1u;
-  for (int r = 0; r < registers; ++r) {
-    const uint32_t* const lanes = reg[r];
-    const int row = 8 * (r & 1), column = 4 * kElements * (r >> 1);
-    for (int lane = 0; lane < kLanes; ++lane) {
-      double* const out = &tile.a[row + lane / 4][column + kElements * (lane % 4)];
-      for (int i = 0; i < kElements; ++i) out[i] = decode((lanes[lane] >> (i * kBits % 32)) & kMask);
-    }
+  for (int lane = 0; lane < kLanes; ++lane) {
+    for (int i = 0; i < 32 / kBits; ++i) *out++ = decode((lanes[lane] >> (i * kBits % 32)) & kMask);
   }
 }
 
-template <int kBits, class Decode>
-void decode_b(Decode decode, RegIn reg, int registers, Tile& tile) {
-  constexpr int kElements = 32 / kBits;
-  constexpr uint32_t kMask = kBits == 32 ? ~0u : (1u << (kBits % 32)) - 1u;
-  for (int r = 0; r < registers; ++r) {
-    const uint32_t* const lanes = reg[r];
-    for (int lane = 0; lane < kLanes; ++lane) {
-      Row* const out = &tile.b[4 * kElements * r + kElements * (lane % 4)];
-      for (int i = 0; i < kElements; ++i) out[i][lane / 4] = decode((lanes[lane] >> (i * kBits % 32)) & kMask);
-    }
+VSM_VECTOR_CLONES
+void decode_bfloats(const uint32_t* lanes, double* out) {
+  uint16_t codes[2 * kLanes];
+  std::memcpy(codes, lanes, sizeof codes);
+  for (int i = 0; i < 2 * kLanes; ++i) out[i] = bits_to_float(static_cast<uint32_t>(codes[i]) << 16);
+}
+
+VSM_VECTOR_CLONES
+void decode_bytes(const double* values, const uint32_t* lanes, double* out) {
+  uint8_t codes[4 * kLanes];
+  std::memcpy(codes, lanes, sizeof codes);
+  for (int i = 0; i < 4 * kLanes; ++i) out[i] = values[codes[i]];
+}
+
+template <int kColumns>
+void transpose(const double* elements, Row* out) {
+  for (int k = 0; k < kColumns; ++k) {
+    Row row;
+    for (int n = 0; n < kN; ++n) row[n] = elements[kColumns * n + k];
+    out[k] = row;
   }
 }
 
 template <int kBits, class Decode>
 void decode_as(bool is_a, Decode decode, RegIn reg, int registers, Tile& tile) {
-  if (is_a) decode_a<kBits>(decode, reg, registers, tile);
-  else decode_b<kBits>(decode, reg, registers, tile);
+  constexpr int kColumns = 4 * (32 / kBits);
+  alignas(64) double elements[kMostElements];
+  for (int r = 0; r < registers; ++r) {
+    if constexpr (std::is_same_v<Decode, FromBfloat>) decode_bfloats(reg[r], elements);
+    else if constexpr (std::is_same_v<Decode, FromTable> && kBits == 8) decode_bytes(decode.values, reg[r], elements);
+    else decode_codes<kBits>(decode, reg[r], elements);
+    for (int i = 0; i < 8 && is_a; ++i)
+      std::memcpy(&tile.a[8 * (r & 1) + i][kColumns * (r >> 1)], elements + kColumns * i, kColumns * sizeof(double));
+    if (!is_a) transpose<kColumns>(elements, &tile.b[kColumns * r]);
+  }
 }
 
 void decode_operand(const MmaOp& op, bool is_a, RegIn reg, int registers, Tile& tile) {
@@ -362,19 +370,35 @@ int32_t integer_result(bool satfinite, int32_t c, double product) {
   return static_cast<int32_t>(static_cast<uint32_t>(static_cast<uint64_t>(sum)));
 }
 
+// Two registers of C or D are an 8 x 8 matrix, the first one its even columns.
+VSM_VECTOR_CLONES
+void interleave_f32(const uint32_t* even, const uint32_t* odd, double* out) {
+  for (int i = 0; i < kLanes; ++i) {
+    out[2 * i] = bits_to_float(even[i]);
+    out[2 * i + 1] = bits_to_float(odd[i]);
+  }
+}
+VSM_VECTOR_CLONES
+void separate_f32(const double* in, uint32_t* even, uint32_t* odd) {
+  for (int i = 0; i < kLanes; ++i) {
+    even[i] = float_result(static_cast<float>(in[2 * i]));
+    odd[i] = float_result(static_cast<float>(in[2 * i + 1]));
+  }
+}
+
 void load_f32(RegIn c, Row* addends) {
-  for (int r = 0; r < 4; ++r) {
-    for (int lane = 0; lane < kLanes; ++lane) {
-      addends[lane / 4 + 8 * (r >> 1)][2 * (lane % 4) + (r & 1)] = bits_to_float(c[r][lane]);
-    }
+  double flat[8 * kN];
+  for (int half = 0; half < 2; ++half) {
+    interleave_f32(c[2 * half], c[2 * half + 1], flat);
+    std::memcpy(&addends[8 * half], flat, sizeof flat);
   }
 }
 
 void store_f32(const Row* product, RegOut d) {
-  for (int r = 0; r < 4; ++r) {
-    for (int lane = 0; lane < kLanes; ++lane) {
-      d[r][lane] = float_result(static_cast<float>(product[lane / 4 + 8 * (r >> 1)][2 * (lane % 4) + (r & 1)]));
-    }
+  double flat[8 * kN];
+  for (int half = 0; half < 2; ++half) {
+    std::memcpy(flat, &product[8 * half], sizeof flat);
+    separate_f32(flat, d[2 * half], d[2 * half + 1]);
   }
 }
 
@@ -442,7 +466,9 @@ void mma(const MmaOp& op, RegOut d, RegIn a, RegIn b, RegIn c, const MmaScale& s
   const bool limited = accumulation_bits != 0 && !is_integer(op);
   Exponents exponents;
   if (limited) element_exponents(op, tile, exponents);
-  if (op.scale_vec) apply_scales(op, scale_a, scale_b, tile);
+  // One scale for all of K is a power of two, and may as well multiply the sums.
+  const bool scale_sums = op.scale_vec == 1 && !limited;
+  if (op.scale_vec && !scale_sums) apply_scales(op, scale_a, scale_b, tile);
   Row product[kM];
   if (limited) {
     if (op.scale_vec) add_scale_exponents(op, scale_a, scale_b, exponents);
@@ -455,6 +481,12 @@ void mma(const MmaOp& op, RegOut d, RegIn a, RegIn b, RegIn c, const MmaScale& s
     return op.d == Type::kF32 ? store_f32(product, d) : store_f16(product, d);
   }
   multiply(tile.a, tile.b, op.k, product);
+  if (scale_sums) {
+    Row factors;
+    for (int n = 0; n < kN; ++n) factors[n] = scale_value(op, scale_b, 4 * n + scale_b.thread_id, 0);
+    for (int m = 0; m < kM; ++m)
+      product[m] = product[m] * factors * scale_value(op, scale_a, 4 * (m % 8) + 2 * scale_a.thread_id + m / 8, 0);
+  }
   Row addends[kM];
   switch (op.d) {
     case Type::kF32:

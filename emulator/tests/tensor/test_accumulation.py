@@ -12,7 +12,6 @@ import math
 from fractions import Fraction
 
 import numpy as np
-import pure_functions as vsm
 import pytest
 from fragments import a_place, b_place, c_place
 from pure_functions import Mma
