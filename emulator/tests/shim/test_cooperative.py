@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ import vsm
 
 SUCCESS, LAUNCH_FAILURE, TOO_LARGE = 0, 719, 720
 THREADS = 64
+# nv/target, which cooperative_groups.h includes: pip's compiler comes without it, a wheel that CUDA programs build with has it.
+CCCL = Path(sysconfig.get_path("purelib")) / "flashinfer" / "data" / "cccl" / "libcudacxx" / "include"
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +24,7 @@ def runtime() -> vsm.Runtime:
 @pytest.fixture(scope="module")
 def program(runtime, compile_cuda) -> ctypes.CDLL:
     source = Path(__file__).with_name("cooperative.cu")
-    flags = ("-gencode", "arch=compute_121a,code=[sm_121a,compute_121a]")
+    flags = ("-gencode", "arch=compute_121a,code=[sm_121a,compute_121a]", *([f"-I{CCCL}"] if CCCL.is_dir() else []))
     return ctypes.CDLL(str(compile_cuda("cooperative.so", source, shared=True, flags=flags)))
 
 

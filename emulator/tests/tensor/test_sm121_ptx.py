@@ -20,7 +20,6 @@ from test_mma import PLAIN, SCALED, name, operands
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "python"))
 
-from vsm import VsmError
 from vsm.device import Device, pack
 from vsm.results import Launch
 
@@ -122,8 +121,9 @@ def test_bad_selector_is_reported(device: Device) -> None:
 def test_forms_that_do_not_exist_are_refused_by_name(device: Device) -> None:
     form = SCALED[-1]
     text = mma_text(form, (0, 0, 0, 0), True).replace("ue4m3", "ue8m0")
-    with pytest.raises(VsmError, match=r"mma\.sync\.aligned.*scale_vec::4X"):
-        device.load(registers_kernel(text, 12, 4), "kernel")
+    refused = device.load(registers_kernel(text, 12, 4), "kernel").kernel("k").launch(1, 32, pack(0, 0))
+    assert refused.status == "refused"
+    assert re.search(r"mma\.sync\.aligned.*scale_vec::4X", refused.message)
 
 
 @pytest.mark.parametrize(
@@ -251,8 +251,11 @@ def test_cvt_to_16_bits(device: Device, source: str) -> None:
 @pytest.mark.parametrize("text", ["cvt.rs.satfinite.e4m3x4.f32", "cvt.rs.f16x2.f32"])
 def test_stochastic_rounding_is_refused(device: Device, text: str) -> None:
     operands_ = "%o0, {%r0, %r1, %r2, %r3}, %r4" if "x4" in text else "%o0, %r0, %r1, %r2"
-    with pytest.raises(VsmError, match=re.escape(text)):
-        device.load(registers_kernel(f"{text} {operands_};", 5, 1), "kernel")
+    refused = (
+        device.load(registers_kernel(f"{text} {operands_};", 5, 1), "kernel").kernel("k").launch(1, 32, pack(0, 0))
+    )
+    assert refused.status == "refused"
+    assert text in refused.message
 
 
 U4_LOAD = """
