@@ -130,11 +130,18 @@ def mxfp4_dequantize(
     return mx_cpu.dequantize_mxfp4_linear(a_fp4.contiguous(), linear)
 
 
+def _served(device: torch.device) -> bool:
+    from ..fused_moe.sm12x_dispatch import serves  # which imports this package
+
+    return serves(device)
+
+
 @flashinfer_api
 def block_scale_interleave(unswizzled_sf: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
     """Linear block scales to the 128x4 layout, flat.
 
-    CUDA tensors are upstream's; CPU tensors are rearranged on the CPU.
+    On the CPU and where this fork's kernels serve (SM12x) torch's own operations rearrange them: it happens once, when
+    weights are loaded, and upstream's module for it needs ``cublasLt.h`` to build. Other devices are upstream's.
 
     Parameters
     ----------
@@ -151,11 +158,11 @@ def block_scale_interleave(unswizzled_sf: torch.Tensor, *, out: torch.Tensor | N
     Raises
     ------
     TypeError, ValueError
-        No tensor, or neither on a CUDA device nor on the CPU.  On the CPU: another dtype or rank, or an ``out`` that
-        does not fit.
+        No tensor, or neither on a CUDA device nor on the CPU.  Where it is not upstream's: another dtype or rank, or an
+        ``out`` that does not fit.
     """
     _require_tensor("unswizzled_sf", unswizzled_sf)
-    if unswizzled_sf.device.type != "cpu":
+    if unswizzled_sf.device.type != "cpu" and not _served(unswizzled_sf.device):
         return _upstream.block_scale_interleave(unswizzled_sf, out=out)
     dense = unswizzled_sf.layout is torch.strided
     if not dense or unswizzled_sf.ndim not in (2, 3) or unswizzled_sf.dtype not in (torch.uint8, torch.bfloat16):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MXFP4 and MXFP8 on CPU tensors, vectorized.
+"""MXFP4 and MXFP8 in torch's own operations, vectorized; for CPU tensors, and for what CUDA ones need once at load time.
 
 The semantics are those of OCP Microscaling Formats v1.0 and of upstream's CUDA quantizers: scales are ``amax / element_max`` rounded up to a
 power of two, values round to nearest even and saturate.  All of it is done on the bits of float32, which hold every
@@ -65,18 +65,18 @@ def _inverse_scales(scale_bytes: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def _scale_table(dtype: torch.dtype) -> torch.Tensor:
+def _scale_table(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """``2^(s - 127)`` for every UE8M0 byte, NaN for 255."""
     values = torch.arange(256, dtype=torch.float64) - 127
     table = torch.exp2(values)
     table[255] = torch.nan
-    return table.to(dtype)
+    return table.to(device, dtype)
 
 
 def decode_scale_bytes(scale_bytes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """UE8M0 bytes as ``dtype``, which is float32 or bfloat16; NaN for 255."""
     flat = scale_bytes.reshape(-1).to(torch.int32)
-    return _scale_table(dtype).index_select(0, flat).view(scale_bytes.shape)
+    return _scale_table(dtype, flat.device).index_select(0, flat).view(scale_bytes.shape)
 
 
 def quantize_mxfp8_linear(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,7 +100,7 @@ def quantize_mxfp4_linear(values: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     scales = _scale_bytes(_block_amax(blocks), 2, 0x400000)  # 6 = 1.5 * 2^2
     scaled = blocks * _inverse_scales(scales).unsqueeze(-1)
     magnitude = scaled.abs()
-    codes = torch.zeros(scaled.shape, dtype=torch.uint8)
+    codes = torch.zeros_like(scaled, dtype=torch.uint8)
     # Midpoints between neighbours; a tie goes to the even code, so every other midpoint belongs to the upper one.
     for midpoint in (0.25, 1.25, 2.5, 5.0):
         codes += magnitude > midpoint
@@ -114,12 +114,12 @@ def quantize_mxfp4_linear(values: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 
 
 @functools.cache
-def _four_element_table() -> torch.Tensor:
+def _four_element_table(device: torch.device) -> torch.Tensor:
     """bfloat16 values of every pair of packed bytes: entry ``b0 + 256 b1`` holds four of them as one int64."""
     nibble = torch.tensor([*_E2M1_VALUES, *(-v for v in _E2M1_VALUES)])
     pair = torch.arange(65536)
     values = torch.stack([nibble[(pair >> shift) & 15] for shift in (0, 4, 8, 12)], 1)
-    return values.to(torch.bfloat16).view(torch.int64).view(-1)
+    return values.to(torch.bfloat16).view(torch.int64).view(-1).to(device)
 
 
 def dequantize_mxfp4_linear(
@@ -131,7 +131,7 @@ def dequantize_mxfp4_linear(
     """
     rows = packed.shape[0]
     pairs = packed.reshape(-1).view(torch.int16).to(torch.int32).bitwise_and_(0xFFFF)
-    values = _four_element_table().index_select(0, pairs).view(torch.bfloat16)
+    values = _four_element_table(pairs.device).index_select(0, pairs).view(torch.bfloat16)
     blocks = values.view(rows, -1, BLOCK_SIZE)
     if dtype is torch.bfloat16 or not bool((scales >= 252).any()):
         blocks.mul_(decode_scale_bytes(scales, torch.bfloat16).unsqueeze(-1))

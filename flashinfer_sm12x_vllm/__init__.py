@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's plugin of the SM12x fork: gpt-oss on this fork's kernels, without a file of vLLM's being touched.
+
+vLLM calls :func:`register` in every process through the entry point group ``vllm.general_plugins``. Where no GPU of the
+SM12x family is (:mod:`.devices`), or where it is switched off, it returns before it imports anything of vLLM's model code.
+
+===============  =====================================================================================
+``settings``     what a user can choose, from where, and the errors
+``devices``      whether this machine's GPU is one that the fork serves
+``config``       gpt-oss's quantization config and its hook into vLLM's config: where the choices are made
+``moe``          the MoE layer: weights into the fork's layout, the experts class, the build
+``dense``        QKV, O and the LM head in MXFP8 or MXFP4
+``lm_head``      the LM head's class
+``attention``    FlashInfer's attention with sinks on a machine without a network
+``table``        the table in the log
+===============  =====================================================================================
+"""
+
+from __future__ import annotations
+
+import logging
+
+_registered = False
+
+
+def register() -> None:
+    """The entry point: called once or more in every process of vLLM; never raises."""
+    global _registered
+    if _registered:
+        return
+    _registered = True
+    try:
+        from . import devices, settings
+
+        if not settings.switched_on() or not devices.served():
+            return
+        from . import attention, config, lm_head
+
+        config.install()
+        lm_head.install()
+        attention.install()
+    except Exception as error:
+        # A server without this fork is better than none.
+        logging.getLogger("vllm.flashinfer_sm12x").warning(
+            "flashinfer-sm12x: the plugin could not be installed and vLLM goes on without it: %s: %s",
+            type(error).__name__,
+            error,
+        )

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where vLLM asks what a gpt-oss layer is made of: the quantization config, and the model's hook into the server's config."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from vllm.logger import init_logger
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
+from vllm.model_executor.models.config import MODELS_CONFIG_MAP, GptOssForCausalLMConfig
+
+from . import dense, moe, settings, table
+
+logger = init_logger("vllm.flashinfer_sm12x")
+
+ARCHITECTURE = "GptOssForCausalLM"
+# Suffixes of vLLM's module names.
+DENSE_KINDS = {".qkv_proj": "qkv", ".o_proj": "o"}
+# Decode batches of a Spark are small, and a size that is not captured is padded to the next: the MoE layer then reads
+# the experts of the rows beside it. Every size to 8, and steps of at most a fifth after that.
+GRAPH_SIZES = (*range(1, 9), 10, 12, 14, 16, *range(20, 33, 4), *range(40, 65, 8), *range(80, 257, 16))
+
+
+class SM12xGptOssConfig(GptOssMxfp4Config):
+    """gpt-oss's quantization config, with experts and dense layers as :mod:`.settings` has them."""
+
+    def _make_moe_method(self, moe_config: Any) -> Any:
+        return moe.make_method(moe_config, settings.current())
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
+        kind = next((kind for suffix, kind in DENSE_KINDS.items() if prefix.endswith(suffix)), None)
+        if kind is None or not isinstance(layer, LinearBase):
+            return super().get_quant_method(layer, prefix)
+        choice = settings.current().choice(kind)
+        online = self.online_quantization_config
+        if online is not None and online.resolve_quant_method_cls(type(layer), prefix) is not None:
+            # --quantization-config names this layer: the user said it in vLLM's own words.
+            table.note(kind, "as --quantization-config says", "vLLM's", "asked for")
+            return super().get_quant_method(layer, prefix)
+        if choice.weights == "bf16":
+            table.note(kind, "vLLM's (cuBLAS)", "bf16", "default")
+            return super().get_quant_method(layer, prefix)
+        return dense.DenseMethod(kind, choice)
+
+
+class SM12xGptOssHook(GptOssForCausalLMConfig):
+    """Checks the settings before any process is started, and proposes the sizes of CUDA graphs."""
+
+    @staticmethod
+    def verify_and_update_config(vllm_config: Any) -> None:
+        chosen = settings.resolve(vllm_config.additional_config)
+        if isinstance(vllm_config.additional_config, dict):
+            # vLLM's compile cache hashes this and not the environment; workers get it wherever they are started.
+            vllm_config.additional_config[settings.KEY] = dataclasses.asdict(chosen)
+        if chosen.graphs == "spark":
+            _propose_graph_sizes(vllm_config)
+        GptOssForCausalLMConfig.verify_and_update_config(vllm_config)
+
+
+def _propose_graph_sizes(vllm_config: Any) -> None:
+    compilation = vllm_config.compilation_config
+    asked = compilation.cudagraph_capture_sizes is not None or compilation.max_cudagraph_capture_size is not None
+    if asked or vllm_config.speculative_config is not None or vllm_config.performance_mode != "balanced":
+        return
+    scheduler = vllm_config.scheduler_config
+    most = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, GRAPH_SIZES[-1])
+    compilation.cudagraph_capture_sizes = sorted({*(size for size in GRAPH_SIZES if size <= most), most})
+
+
+def install() -> None:
+    """Register the classes above; what another plugin has replaced stays as it is."""
+    register_quantization_config("gpt_oss_mxfp4")(SM12xGptOssConfig)
+    if MODELS_CONFIG_MAP.get(ARCHITECTURE) is GptOssForCausalLMConfig:
+        MODELS_CONFIG_MAP[ARCHITECTURE] = SM12xGptOssHook
+    else:
+        logger.warning("flashinfer-sm12x: another plugin hooks %s; its settings stay unchecked here", ARCHITECTURE)

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The LM head's class: vLLM's gpt-oss builds its head without a quantization config, so its class is where a format can come in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+from . import dense, settings, table
+
+logger = init_logger("vllm.flashinfer_sm12x")
+
+NAME = "ParallelLMHead"
+
+
+class SM12xParallelLMHead(ParallelLMHead):
+    """vLLM's head; gpt-oss's own gets the format that was chosen, every other is built as if this class were not there."""
+
+    def __init__(
+        self, num_embeddings: int, embedding_dim: int, *args: Any, prefix: str = "", quant_method: Any = None, **kw: Any
+    ) -> None:
+        if quant_method is None and prefix == "lm_head" and _serves_gpt_oss():
+            choice = settings.current().choice("lm_head")
+            if choice.weights == "bf16":
+                table.note("lm_head", "vLLM's (cuBLAS)", "bf16", "default")
+            else:
+                quant_method = dense.DenseMethod("lm_head", choice)
+        super().__init__(num_embeddings, embedding_dim, *args, prefix=prefix, quant_method=quant_method, **kw)
+
+
+def _serves_gpt_oss() -> bool:
+    from vllm.config import get_current_vllm_config_or_none
+
+    config = get_current_vllm_config_or_none()
+    model = None if config is None else config.model_config
+    return model is not None and model.hf_config.model_type == "gpt_oss"
+
+
+def install() -> None:
+    """Have vLLM build :class:`SM12xParallelLMHead` where it asks for its own."""
+    if NAME in op_registry_oot:
+        logger.warning("flashinfer-sm12x: another plugin replaces %s; the LM head stays as that one makes it", NAME)
+        return
+    PluggableLayer.register_oot(name=NAME)(SM12xParallelLMHead)

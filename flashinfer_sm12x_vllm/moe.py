@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""gpt-oss's experts on ``flashinfer.fused_moe.cutlass_fused_moe``: W4A8 or W4A16, the weights unpadded.
+
+vLLM has a path to the same operator. This one differs in three things: W4A16 exists on SM12x, the layer may quantize its
+input itself (one launch fewer, and no need for nvidia-cutlass-dsl), and hidden sizes stay as they are. vLLM pads 2880 to
+2944, 4.5 % more bytes of weights for every token and a copy of every activation; the kernels take multiples of 32.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import Any
+
+import torch
+from vllm.logger import init_logger
+from vllm.model_executor.layers.fused_moe import modular_kernel as mk
+from vllm.model_executor.layers.fused_moe.experts.flashinfer_cutlass_moe import FlashInferExperts
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import (
+    Mxfp4MoeBackend,
+    _user_moe_activation_override,
+    make_mxfp4_moe_kernel,
+)
+from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4MoEMethod
+from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp4Static, kMxfp8Dynamic
+from vllm.model_executor.utils import replace_parameter
+
+from . import devices, table
+from .settings import Settings
+
+logger = init_logger("vllm.flashinfer_sm12x")
+
+# vLLM's names of the operator's two modes; its quantization configs follow from them.
+BACKENDS = {
+    "a8": Mxfp4MoeBackend.FLASHINFER_CUTLASS_MXFP4_MXFP8,
+    "a16": Mxfp4MoeBackend.FLASHINFER_CUTLASS_MXFP4_BF16,
+}
+ACTIVATION_KEYS = {"a8": kMxfp8Dynamic, "a16": None}
+# --moe-backend values that mean this operator.
+OUR_BACKENDS = ("auto", "flashinfer_cutlass")
+BLOCK_SIZE = 32
+
+
+class SM12xExperts(FlashInferExperts):
+    """vLLM's experts of ``cutlass_fused_moe``, given bf16: the layer quantizes inside (W4A8) or not at all (W4A16)."""
+
+    @staticmethod
+    def _supports_current_device() -> bool:
+        return devices.served()
+
+    @staticmethod
+    def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
+        return weight_key == kMxfp4Static and activation_key in ACTIVATION_KEYS.values()
+
+    @property
+    def expects_unquantized_inputs(self) -> bool:
+        return True
+
+
+class SM12xQuantizedInputExperts(SM12xExperts):
+    """The same, given MXFP8 by vLLM's quantizer."""
+
+    @property
+    def expects_unquantized_inputs(self) -> bool:
+        return False
+
+
+@functools.cache
+def build(device_type: str) -> str:
+    """Build ``fused_moe_120`` or find it built; why that failed, or an empty text. Once a process, before weights are loaded."""
+    if device_type != "cuda":
+        return ""  # tests: CPU tensors need no module
+    from flashinfer.fused_moe.sm12x_dispatch import moe_module
+
+    logger.info("flashinfer-sm12x: building fused_moe_120, or finding it built")
+    start = time.monotonic()
+    try:
+        moe_module()
+    except Exception as error:  # whatever a compiler or a linker can fail with
+        return f"fused_moe_120 could not be built: {error}"
+    logger.info("flashinfer-sm12x: fused_moe_120 is ready after %.0f s", time.monotonic() - start)
+    return ""
+
+
+def _fork_is_there() -> str:
+    import flashinfer
+
+    if hasattr(flashinfer, "__fork_version__"):
+        return ""
+    return f"'import flashinfer' is {flashinfer.__file__}, not the fork (see docs/troubleshooting.md)"
+
+
+def reason_against(moe: Any, chosen: Settings) -> str:
+    """Why this MoE layer is left to vLLM, or an empty text."""
+    if chosen.moe == "vllm":
+        return "chosen"
+    if moe.moe_backend not in OUR_BACKENDS:
+        return f"--moe-backend {moe.moe_backend}"
+    override = _user_moe_activation_override()
+    if override not in (None, kMxfp8Dynamic):
+        return f"--quantization-config asks for activations of {override}"
+    parallel = moe.moe_parallel_config
+    if moe.num_experts % parallel.ep_size:
+        return f"{moe.num_experts} experts do not divide into {parallel.ep_size} ranks"
+    if parallel.enable_eplb:
+        return "expert load balancing (EPLB)"
+    batched = parallel.use_batched_activation_format
+    formats = mk.FusedMoEActivationFormat
+    key = ACTIVATION_KEYS[chosen.choice("moe").activations]
+    supported, reason = SM12xExperts.is_supported_config(
+        SM12xExperts, moe, kMxfp4Static, key, formats.BatchedExperts if batched else formats.Standard
+    )
+    if not supported:
+        return str(reason)
+    return _fork_is_there() or build(torch.device(moe.device).type)
+
+
+def make_method(moe: Any, chosen: Settings) -> GptOssMxfp4MoEMethod:
+    """The MoE method of a layer: this fork's, or vLLM's own with the reason said once."""
+    reason = reason_against(moe, chosen)
+    if reason:
+        logger.warning_once("flashinfer-sm12x: the experts are left to vLLM: %s", reason, scope="global")
+        return VllmMoEMethod(moe, reason)
+    # --quantization-config.moe.activation mxfp8, if given, names the activations.
+    activations = "a8" if _user_moe_activation_override() else chosen.choice("moe").activations
+    experts = SM12xQuantizedInputExperts if (activations, chosen.moe_input) == ("a8", "mxfp8") else SM12xExperts
+    return SM12xMoEMethod(moe, activations, experts)
+
+
+class VllmMoEMethod(GptOssMxfp4MoEMethod):
+    """vLLM's own choice, noted in the table."""
+
+    def __init__(self, moe: Any, reason: str) -> None:
+        super().__init__(moe)
+        table.note("moe", f"vLLM's {self.mxfp4_backend.value}", "mxfp4", reason)
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        table.log_once()
+        super().process_weights_after_loading(layer)
+
+
+class SM12xMoEMethod(GptOssMxfp4MoEMethod):
+    """gpt-oss's experts on this fork: weights ``[up; gate]``, scales in 128x4 layout, nothing padded but scales."""
+
+    def __init__(self, moe: Any, activations: str, experts_cls: type[SM12xExperts]) -> None:
+        # Not the parent's: that one selects a backend of vLLM's.
+        FusedMoEMethodBase.__init__(self, moe)
+        self.weight_dtype = "gpt_oss_mxfp4"
+        self.mxfp4_backend, self.experts_cls = BACKENDS[activations], experts_cls
+        self.max_capture_size = moe.max_capture_size
+        given = "MXFP8 by vLLM" if experts_cls is SM12xQuantizedInputExperts else "bf16"
+        table.note("moe", "flashinfer-sm12x", f"mxfp4-{activations}, input {given}", "default, or chosen")
+
+    def maybe_roundup_sizes(
+        self, hidden_size: int, intermediate_size_per_partition: int, act_dtype: torch.dtype, moe_parallel_config: Any
+    ) -> tuple[int, int]:
+        """Sizes as they are, up to whole blocks of 32: a tensor-parallel shard of 2880 may be 360."""
+        sizes = FusedMoEMethodBase.maybe_roundup_sizes(
+            self, hidden_size, intermediate_size_per_partition, act_dtype, moe_parallel_config
+        )
+        hidden, inter = (-(-size // BLOCK_SIZE) * BLOCK_SIZE for size in sizes)
+        return hidden, inter
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        table.log_once()
+        _require_contiguous_experts(layer.expert_map, self.moe.moe_parallel_config.ep_rank, self.moe.num_local_experts)
+        for name in ("w13_weight", "w13_weight_scale", "w13_bias"):
+            _stack_up_over_gate(getattr(layer, name).data)
+        for name in ("w13_weight_scale", "w2_weight_scale"):
+            replace_parameter(layer, name, _interleave(getattr(layer, name).data))
+        self.moe_quant_config = self.get_fused_moe_quant_config(layer)
+        self.moe_kernel = make_mxfp4_moe_kernel(
+            moe_quant_config=self.moe_quant_config,
+            moe_config=self.moe,
+            mxfp4_backend=self.mxfp4_backend,
+            experts_cls=self.experts_cls,
+            routing_tables=layer._expert_routing_tables(),
+        )
+
+
+def _require_contiguous_experts(expert_map: torch.Tensor | None, ep_rank: int, num_local: int) -> None:
+    """Raise unless this rank's experts are ``[ep_rank * num_local, ...)``, which is what the operator takes."""
+    if expert_map is None:
+        return
+    expected = torch.full_like(expert_map, -1)
+    start = ep_rank * num_local
+    expected[start : start + num_local] = torch.arange(num_local, dtype=expert_map.dtype, device=expert_map.device)
+    if not torch.equal(expert_map, expected):
+        raise ValueError(
+            "the experts of this rank are not consecutive (--expert-placement-strategy round_robin?); this fork serves "
+            '--expert-placement-strategy linear, and {"sm12x": {"moe": "vllm"}} leaves the experts to vLLM'
+        )
+
+
+def _stack_up_over_gate(rows: torch.Tensor) -> None:
+    """``[E, 2 I, ...]`` with gate and up rows in turn to ``[up; gate]``, in place, one expert's copy at a time."""
+    for expert in rows:
+        expert.copy_(torch.cat([expert[1::2], expert[0::2]]))
+
+
+def _interleave(scales: torch.Tensor) -> torch.Tensor:
+    """Linear scale bytes ``[E, rows, K / 32]`` to 128x4 ``[E, pad128(rows), pad4(K / 32)]``."""
+    from flashinfer import block_scale_interleave
+
+    experts, rows, blocks = scales.shape
+    return block_scale_interleave(scales).view(experts, -(-rows // 128) * 128, -(-blocks // 4) * 4)
