@@ -15,7 +15,9 @@ import vllm.envs as envs
 from vllm.logger import init_logger
 from vllm.model_executor.kernels import linear
 from vllm.model_executor.kernels.linear import MxFp4LinearLayerConfig, Mxfp8LinearLayerConfig
-from vllm.model_executor.layers.quantization.online.fp8 import OnlineLinearBase
+from vllm.model_executor.layers.linear import LinearMethodBase
+from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
+from vllm.model_executor.parameter import ModelWeightParameter
 from vllm.model_executor.utils import replace_parameter
 
 from . import table
@@ -69,25 +71,44 @@ def quantize(weight: torch.Tensor, weights: str) -> tuple[torch.Tensor, torch.Te
     return torch.cat(values), torch.cat(scales)
 
 
-class DenseMethod(OnlineLinearBase):
+class DenseMethod(LinearMethodBase):
     """A linear layer or an LM head whose bf16 weight is quantized when it is loaded."""
 
-    activation_quant_key = None
+    uses_meta_device = True  # vLLM's loader finishes such layers one by one
 
     def __init__(self, kind: str, choice: Choice) -> None:
-        super().__init__()
         self.kind, self.choice = kind, choice
 
     def create_weights(
-        self, layer: torch.nn.Module, input_size_per_partition: int, output_partition_sizes: list[int], *args: Any, **kw: Any
+        self,
+        layer: torch.nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **attributes: Any,
     ) -> None:
+        """A weight without storage: vLLM's layerwise loading gives it some when its checkpoint tensors are there."""
+        rows = sum(output_partition_sizes)
         if input_size_per_partition % BLOCK_SIZE:
             raise ValueError(
                 f"{self.kind}: a rank's shard has K = {input_size_per_partition}; {self.choice.weights} needs a multiple of "
                 f'{BLOCK_SIZE}. Choose {{"sm12x": {{"{self.kind}": "bf16"}}}} for this tensor-parallel size'
             )
-        super().create_weights(layer, input_size_per_partition, output_partition_sizes, *args, **kw)
-        self.kernel = make_kernel(self.choice, (sum(output_partition_sizes), input_size_per_partition))
+        # What vLLM's kernels read from a layer.
+        layer.logical_widths = output_partition_sizes
+        layer.input_size_per_partition = input_size_per_partition
+        layer.output_size_per_partition = rows
+        layer.orig_dtype = params_dtype
+        layer.weight_block_size = None
+        data = torch.empty(rows, input_size_per_partition, device="meta", dtype=params_dtype)
+        loader = attributes.get("weight_loader")
+        layer.register_parameter(
+            "weight", ModelWeightParameter(data=data, input_dim=1, output_dim=0, weight_loader=loader)
+        )
+        initialize_online_processing(layer)
+        self.kernel = make_kernel(self.choice, (rows, input_size_per_partition))
         name = type(self.kernel).__name__
         why = "chosen"
         if name in WEIGHT_ONLY and self.choice.activations == "a8":
@@ -97,7 +118,7 @@ class DenseMethod(OnlineLinearBase):
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         if getattr(layer, "_already_called_process_weights_after_loading", False):
             return
-        values, scales = quantize(self.get_weight_for_quantization(layer), self.choice.weights)
+        values, scales = quantize(layer.weight, self.choice.weights)
         layer.input_scale = None
         replace_parameter(layer, "weight", values)
         replace_parameter(layer, "weight_scale", scales)

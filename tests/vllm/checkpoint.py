@@ -54,6 +54,9 @@ CONFIG: dict[str, Any] = {
     },
 }
 
+# Experts lie apart, so that bf16's rounding seldom decides which are taken.
+ROUTER_SCALE = 4.0
+
 
 def write(folder: Path, seed: int, **changes: Any) -> dict[str, Any]:
     """Write ``config.json`` and two shards to ``folder``; returns the configuration."""
@@ -90,7 +93,7 @@ def write(folder: Path, seed: int, **changes: Any) -> dict[str, Any]:
             f"{at}.self_attn.sinks": normal(heads, scale=1.0),
             f"{at}.input_layernorm.weight": 1 + normal(hidden, scale=0.1),
             f"{at}.post_attention_layernorm.weight": 1 + normal(hidden, scale=0.1),
-            f"{at}.mlp.router.weight": normal(experts, hidden, scale=hidden**-0.5),
+            f"{at}.mlp.router.weight": normal(experts, hidden, scale=ROUTER_SCALE * hidden**-0.5),
             f"{at}.mlp.router.bias": normal(experts, scale=0.1),
             f"{at}.mlp.experts.gate_up_proj_blocks": blocks(2 * inter, hidden),
             f"{at}.mlp.experts.gate_up_proj_scales": scales(2 * inter, hidden),

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can be chosen, from where, and what is said to a mistake; needs nothing of vLLM."""
+
+from __future__ import annotations
+
+import pytest
+
+from flashinfer_sm12x_vllm import settings
+from flashinfer_sm12x_vllm.settings import Choice, Settings
+
+
+@pytest.fixture(autouse=True)
+def no_variable(monkeypatch):
+    monkeypatch.delenv(settings.VARIABLE, raising=False)
+
+
+def test_the_defaults_are_the_forks_experts_and_vllms_dense_layers():
+    chosen = settings.resolve({})
+    assert chosen == Settings()
+    assert chosen.choice("moe") == Choice("mxfp4", "a8")
+    assert {str(chosen.choice(kind)) for kind in ("qkv", "o", "lm_head")} == {"bf16"}
+
+
+def test_a_format_may_name_its_activations():
+    chosen = settings.resolve({"sm12x": {"moe": "mxfp4-a16", "qkv": "mxfp8", "o": "mxfp8-a8", "lm_head": "mxfp4"}})
+    assert [str(chosen.choice(kind)) for kind in ("moe", "qkv", "o", "lm_head")] == [
+        "mxfp4-a16",
+        "mxfp8-a16",
+        "mxfp8-a8",
+        "mxfp4-a16",
+    ]
+
+
+def test_the_variable_says_the_same_and_the_command_line_wins(monkeypatch):
+    monkeypatch.setenv(settings.VARIABLE, "moe=mxfp4-a16, qkv=mxfp8")
+    assert settings.resolve({}) == Settings(moe="mxfp4-a16", qkv="mxfp8")
+    assert settings.resolve({"sm12x": {"qkv": "bf16"}}) == Settings(moe="mxfp4-a16", qkv="bf16")
+
+
+@pytest.mark.parametrize(("value", "on"), [("", True), ("1", True), ("0", False), ("qkv=mxfp8", True)])
+def test_the_variable_switches_the_plugin(monkeypatch, value, on):
+    monkeypatch.setenv(settings.VARIABLE, value)
+    assert settings.switched_on() is on
+
+
+def test_what_resolve_gives_can_be_written_back():
+    """The hook does that, so that vLLM's compile cache hashes the settings wherever they came from."""
+    import dataclasses
+
+    chosen = settings.resolve({"sm12x": {"lm_head": "mxfp8"}})
+    assert settings.resolve({"sm12x": dataclasses.asdict(chosen)}) == chosen
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"head": "mxfp8"}, "'head' is no key of it; the keys are moe, qkv, o, lm_head"),
+        ({"qkv": "fp8"}, "qkv is 'fp8'; it may be bf16, mxfp8, mxfp8-a16"),
+        ({"moe": "bf16"}, r"moe is 'bf16' \(the checkpoint's experts are MXFP4 and stay so\); it may be mxfp4"),
+        (["qkv"], r"is \['qkv'\]; it must be an object with keys of moe"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_named(given, words):
+    with pytest.raises(ValueError, match=words):
+        settings.resolve({"sm12x": given})
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("yes", "FLASHINFER_SM12X_VLLM: 'yes' is no key=value; it may be 0, 1 or pairs"),
+        ("o=int4", "FLASHINFER_SM12X_VLLM: o is 'int4'; it may be bf16"),
+    ],
+)
+def test_a_mistake_in_the_variable_is_named(monkeypatch, value, words):
+    monkeypatch.setenv(settings.VARIABLE, value)
+    with pytest.raises(ValueError, match=words):
+        settings.resolve({})
+
+
+def test_an_additional_config_of_another_kind_is_left_alone():
+    assert settings.resolve(object()) == Settings()
+    assert settings.resolve(None) == Settings()

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From ``vllm serve``'s command line to logits of a whole small gpt-oss, by vLLM's own code, on CPU tensors.
+
+The reference is transformers' model of the dequantized weights in float32. How far bf16 arithmetic takes that same model from
+it is the scale of what may differ: vLLM keeps activations in bf16 too, and rounds at other places.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any
+from unittest import mock
+
+import checkpoint
+import experts_reference
+import marlin_in_pytorch
+import pytest
+import reference_attention
+import served
+import torch
+
+# Eager, with the PyTorch versions of vLLM's small operators.
+ON_THE_CPU = ("--compilation-config", '{"mode": 0, "custom_ops": ["none"], "cudagraph_mode": "NONE"}')
+TOKENS = torch.randint(0, checkpoint.CONFIG["vocab_size"], (29,), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture(autouse=True)
+def attention_in_pytorch(monkeypatch):
+    from vllm.model_executor.layers.attention import Attention
+
+    monkeypatch.setattr(Attention, "forward", reference_attention.forward)
+
+
+def serve(folder: Any, chosen: dict[str, str], *words: str) -> Any:
+    return served.engine_config(
+        str(folder), *ON_THE_CPU, "--additional-config", json.dumps({"sm12x": chosen}), *words
+    )
+
+
+def logits(folder: Any, chosen: dict[str, str], *words: str) -> torch.Tensor:
+    config = serve(folder, chosen, *words)
+    with served.parallel_groups(config):
+        return served.logits(config, served.load_model(config), TOKENS)
+
+
+def quantized(kinds: dict[str, str], name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` as the format that ``kinds`` gives its kind of layer leaves it."""
+    from flashinfer.quantization import mx_cpu
+
+    suffixes = {"q_proj.weight": "qkv", "k_proj.weight": "qkv", "v_proj.weight": "qkv", "o_proj.weight": "o"}
+    kind = "lm_head" if name == "lm_head.weight" else suffixes.get(".".join(name.split(".")[-2:]))
+    if kind not in kinds:
+        return tensor
+    if kinds[kind] == "mxfp8":
+        return mx_cpu.dequantize_mxfp8_linear(*mx_cpu.quantize_mxfp8_linear(tensor)).to(tensor.dtype)
+    return mx_cpu.dequantize_mxfp4_linear(*mx_cpu.quantize_mxfp4_linear(tensor)).to(tensor.dtype)
+
+
+def check(got: torch.Tensor, folder: Any, activations: str, kinds: dict[str, str] | None = None) -> None:
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    forward = experts_reference.forward if activations == "a8" else GptOssExperts.forward
+    with mock.patch.object(GptOssExperts, "forward", forward), torch.inference_mode():
+        model = checkpoint.reference_model(folder, functools.partial(quantized, kinds or {}))
+        exact = model(TOKENS[None]).logits[0].float()
+        rounded = model.to(torch.bfloat16)(TOKENS[None]).logits[0].float()
+    scale, error = float((rounded - exact).norm()), float((got - exact).norm())
+    print(f"error {error:.3f}, of bf16 arithmetic {scale:.3f}, logits {float(exact.norm()):.1f}")
+    assert scale < 0.1 * float(exact.norm())
+    assert error < 1.5 * scale
+
+
+@pytest.mark.parametrize(
+    ("chosen", "activations"),
+    [({}, "a8"), ({"moe_input": "mxfp8"}, "a8"), ({"moe": "mxfp4-a16"}, "a16")],
+    ids=["W4A8", "W4A8 quantized by vLLM", "W4A16"],
+)
+def test_a_model_of_the_forks_experts_agrees_with_transformers(checkpoint_folder, chosen, activations):
+    check(logits(checkpoint_folder, chosen), checkpoint_folder, activations)
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [{"qkv": "mxfp8"}, {"o": "mxfp4"}, {"lm_head": "mxfp8"}, {"qkv": "mxfp4", "o": "mxfp8", "lm_head": "mxfp4"}],
+    ids=lambda kinds: ", ".join(f"{kind} {weights}" for kind, weights in kinds.items()),
+)
+def test_each_dense_choice_agrees_with_transformers_on_quantized_weights(checkpoint_folder, kinds, log, monkeypatch):
+    marlin_in_pytorch.install(monkeypatch)
+    got = logits(checkpoint_folder, {"moe": "mxfp4-a16", **kinds})
+    check(got, checkpoint_folder, "a16", kinds)
+    rows = table(log)
+    for kind, weights in kinds.items():
+        assert rows[kind][:3] == (f"vLLM's {MARLIN[weights]}", f"{weights}-a16", "chosen")
+
+
+MARLIN = {"mxfp8": "MarlinMxfp8LinearKernel", "mxfp4": "MarlinMxFp4LinearKernel"}
+
+
+def test_an_explicit_linear_backend_wins(checkpoint_folder, log):
+    kinds = {"qkv": "mxfp8", "lm_head": "mxfp8"}
+    got = logits(checkpoint_folder, {"moe": "mxfp4-a16", **kinds}, "--linear-backend", "emulation")
+    check(got, checkpoint_folder, "a16", kinds)
+    assert table(log)["qkv"][0] == "vLLM's EmulationMxfp8LinearKernel"
+
+
+def table(log: list[str]) -> dict[str, tuple[str, ...]]:
+    """The table in the log: cells by the kind of layer."""
+    (text,) = [message for message in log if "serves gpt-oss" in message]
+    rows = [tuple(cell.strip() for cell in line.strip("| ").split("|")) for line in text.splitlines()[3:]]
+    return {row[0]: row[1:] for row in rows}
+
+
+def test_the_table_names_each_kind_of_layer_once(checkpoint_folder, log):
+    logits(checkpoint_folder, {})
+    rows = table(log)
+    assert list(rows) == ["moe", "qkv", "o", "lm_head", "attention"]
+    assert rows["moe"][:2] == ("flashinfer-sm12x", "mxfp4-a8, input bf16")
+    assert rows["qkv"][:3] == ("vLLM's (cuBLAS)", "bf16", "default")
+    assert '"qkv": "mxfp8"' in rows["qkv"][3]
+
+
+def built(config: Any) -> Any:
+    """The model without its weights, as vLLM's loader builds it."""
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    with set_default_torch_dtype(torch.bfloat16):
+        return initialize_model(vllm_config=config)
+
+
+def kernels(model: Any) -> dict[str, str]:
+    """What vLLM chose for the first layer and the head, by name."""
+    layer = model.model.layers[0]
+    experts = next(m.quant_method for m in layer.modules() if hasattr(m, "quant_method") and hasattr(m, "moe_config"))
+    found = {"moe": f"{experts.mxfp4_backend.value} {experts.experts_cls.__name__}"}
+    for kind, module in (("qkv", layer.attn.qkv_proj), ("o", layer.attn.o_proj), ("lm_head", model.lm_head)):
+        method = module.quant_method
+        found[kind] = type(getattr(method, "kernel", method)).__name__
+    return found
+
+
+def chosen_kernels(folder: Any, chosen: dict[str, str], *words: str) -> dict[str, str]:
+    config = serve(folder, chosen, *words)
+    with served.parallel_groups(config):
+        return kernels(built(config))
+
+
+def test_dense_formats_take_marlin_until_the_fork_has_kernels(checkpoint_folder):
+    found = chosen_kernels(checkpoint_folder, {"qkv": "mxfp8", "o": "mxfp4", "lm_head": "mxfp8-a16"})
+    assert found["qkv"] == found["lm_head"] == "MarlinMxfp8LinearKernel"
+    assert found["o"] == "MarlinMxFp4LinearKernel"
+
+
+def test_an_explicit_moe_backend_wins_and_is_named(checkpoint_folder, log):
+    found = chosen_kernels(checkpoint_folder, {}, "--moe-backend", "marlin")
+    assert found["moe"] == "MARLIN MarlinExperts"
+    assert "flashinfer-sm12x: the experts are left to vLLM: --moe-backend marlin" in log
+
+
+def test_flashinfer_cutlass_by_name_is_this_fork(checkpoint_folder):
+    """vLLM alone refuses it here: it looks for the bf16 variant, which it keeps to Hopper."""
+    found = chosen_kernels(checkpoint_folder, {}, "--moe-backend", "flashinfer_cutlass")
+    assert found["moe"] == "FLASHINFER_CUTLASS_MXFP4_MXFP8 SM12xExperts"
+
+
+def test_the_experts_can_be_left_to_vllm(checkpoint_folder, log):
+    assert chosen_kernels(checkpoint_folder, {"moe": "vllm"})["moe"] == "MARLIN MarlinExperts"
+    assert "flashinfer-sm12x: the experts are left to vLLM: chosen" in log
+
+
+def test_lora_is_left_to_vllm_with_the_reason(checkpoint_folder, log):
+    found = chosen_kernels(checkpoint_folder, {}, "--enable-lora")
+    assert "SM12x" not in found["moe"]
+    assert "flashinfer-sm12x: the experts are left to vLLM: kernel does not support LoRA" in log
+
+
+def test_quantization_config_of_vllms_own_wins_for_dense_layers(checkpoint_folder):
+    words = ("--quantization-config", '{"linear": "mxfp8"}', "--linear-backend", "emulation")
+    found = chosen_kernels(checkpoint_folder, {"qkv": "mxfp4"}, *words)
+    assert found["qkv"] == found["o"] == "EmulationMxfp8LinearKernel"
+
+
+def test_a_module_that_cannot_be_built_leaves_the_experts_to_vllm(checkpoint_folder, log, monkeypatch):
+    from flashinfer_sm12x_vllm import moe
+
+    monkeypatch.setattr(moe, "build", lambda device_type: "fused_moe_120 could not be built: nvcc was killed")
+    assert chosen_kernels(checkpoint_folder, {})["moe"] == "MARLIN MarlinExperts"
+    assert any("could not be built: nvcc was killed" in message for message in log)
+
+
+def test_the_module_is_built_once_and_before_weights_are_loaded(checkpoint_folder, monkeypatch):
+    from flashinfer.fused_moe import sm12x_dispatch
+    from flashinfer_sm12x_vllm import moe
+
+    order: list[str] = []
+    monkeypatch.setattr(sm12x_dispatch, "moe_module", lambda: order.append("build"))
+    build = moe.build.__wrapped__
+    monkeypatch.setattr(moe, "build", functools.cache(lambda device_type: build("cuda")))
+    config = serve(checkpoint_folder, {})
+    with served.parallel_groups(config):
+        from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+        load = DefaultModelLoader.load_weights
+        monkeypatch.setattr(
+            DefaultModelLoader, "load_weights", lambda *a, **k: (order.append("load"), load(*a, **k))[1]
+        )
+        served.load_model(config)
+    assert order == ["build", "load"]
+
+
+def test_rows_of_padding_change_nothing_and_may_be_all(checkpoint_folder):
+    config = serve(checkpoint_folder, {})
+    padding = torch.zeros(len(TOKENS), dtype=torch.bool)
+    with served.parallel_groups(config):
+        model = served.load_model(config)
+        whole = served.logits(config, model, TOKENS)
+        padding[20:] = True
+        assert torch.equal(served.logits(config, model, TOKENS, padding)[:20], whole[:20])
+        assert served.logits(config, model, TOKENS, torch.ones_like(padding)).isfinite().all()
+
+
+def test_weights_are_quantized_with_one_bf16_copy_at_a_time(checkpoint_folder, monkeypatch):
+    """When a layer is quantized, the bf16 weights of those before it are gone and those after it not yet there."""
+    from flashinfer_sm12x_vllm import dense
+
+    alive: list[int] = []
+    layers: list[Any] = []
+    create, process = dense.DenseMethod.create_weights, dense.DenseMethod.process_weights_after_loading
+
+    def remember(method: Any, layer: Any, *arguments: Any, **keywords: Any) -> None:
+        layers.append(layer)
+        create(method, layer, *arguments, **keywords)
+
+    def count(method: Any, layer: Any) -> None:
+        alive.append(sum(x.weight.dtype == torch.bfloat16 and not x.weight.is_meta for x in layers))
+        process(method, layer)
+
+    monkeypatch.setattr(dense.DenseMethod, "create_weights", remember)
+    monkeypatch.setattr(dense.DenseMethod, "process_weights_after_loading", count)
+    marlin_in_pytorch.install(monkeypatch)
+    config = serve(checkpoint_folder, {"qkv": "mxfp8", "o": "mxfp8", "lm_head": "mxfp8"})
+    with served.parallel_groups(config):
+        assert served.load_model(config).lm_head.weight.dtype == torch.float8_e4m3fn
+    assert len(alive) >= 2 * checkpoint.CONFIG["num_hidden_layers"] + 1
+    assert max(alive) == 1
