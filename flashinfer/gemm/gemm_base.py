@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Upstream's GEMMs; the MXFP8 x MXFP4 grouped GEMM is this fork's kernel on SM12x, and runs on CPU tensors."""
+"""Upstream's GEMMs; the MXFP8 x MXFP4 grouped GEMM is this fork's kernel on SM12x, and runs on CPU tensors.
+
+``mm_fp4`` with MXFP4 operands answers where upstream refuses (:mod:`.sm12x_mm_fp4`).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ if TYPE_CHECKING:
 
 from ..api_logging import flashinfer_api
 from ..sm12x_arguments import require_computing_device, require_tensor_type
-from . import sm12x_group_gemm
+from . import sm12x_group_gemm, sm12x_mm_fp4
 
 
 # The signature is upstream's, parameter by parameter.
@@ -115,3 +118,52 @@ for _attribute in ("is_backend_supported", "is_compute_capability_supported"):
     )
 
 group_gemm_mxfp4_nt_groupwise = group_gemm_mxfp8_mxfp4_nt_groupwise
+
+
+# fmt: off
+def mm_fp4(
+    a: torch.Tensor, b: torch.Tensor, a_descale: torch.Tensor, b_descale: torch.Tensor,
+    alpha: torch.Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16, out: torch.Tensor | None = None,
+    block_size: int = 16, use_8x4_sf_layout: bool = False, backend: str = "auto", use_nvfp4: bool = True,
+    enable_pdl: bool = True,
+    *,
+    skip_check: bool = False,
+) -> torch.Tensor:
+    # fmt: on
+    """Upstream's ``mm_fp4``, whose documentation holds; MXFP4 operands are also computed where upstream has nothing.
+
+    That is: CPU tensors, and ``backend="cute-dsl", use_nvfp4=False`` on SM12x, which vLLM asks for there
+    (``--quantization-config '{"linear": "mxfp4"}'``). Both are dequantized and multiplied in float32, see
+    :func:`flashinfer.gemm.sm12x_mm_fp4.mm_mxfp4`.
+
+    Raises
+    ------
+    ValueError
+        Upstream's, and for the calls above: ``use_8x4_sf_layout``, or operands that do not fit each other.
+    """
+    if sm12x_mm_fp4.takes(a.device, backend, use_nvfp4):
+        _upstream._check_mm_fp4_problem_size(
+            a, b, a_descale, b_descale, alpha, out_dtype, out, block_size, use_8x4_sf_layout, backend, use_nvfp4
+        )
+        if use_8x4_sf_layout or (alpha is not None and alpha.numel() != 1):
+            raise ValueError("mm_fp4 with MXFP4 operands takes 128x4 scales and an alpha of one element")
+        return sm12x_mm_fp4.mm_mxfp4(a, b, a_descale, b_descale, alpha, out_dtype, out)
+    return _upstream.mm_fp4(
+        a,
+        b,
+        a_descale,
+        b_descale,
+        alpha,
+        out_dtype,
+        out,
+        block_size,
+        use_8x4_sf_layout,
+        backend,
+        use_nvfp4,
+        enable_pdl,
+        skip_check=skip_check,
+    )
+
+
+for _attribute in ("is_backend_supported", "is_compute_capability_supported"):
+    setattr(mm_fp4, _attribute, getattr(_upstream.mm_fp4, _attribute))
