@@ -6,9 +6,10 @@
 #   make test     the tests (PYTEST_ARGS="-k layer" to choose some); make test-host those that run no kernel: the layer
 #                 over the wheel, installing, building
 #   make mutate   change the code on purpose, line by line, and see which tests notice (MUTATE_ARGS="--help")
+#   make test-vllm   vLLM 0.33.0's own code with the plugin, in $(VLLM_VENV), which is made beside .venv (not in make test)
 #   make bench    the benchmark; without a GPU, the predicted GB10 table (BENCH_ARGS="--help")
 #   make lint     ruff, mypy, clang-format; make format applies them
-#   make clean    remove what builds and tools left in the checkout (make distclean: .venv too)
+#   make clean    remove what builds and tools left in the checkout (make distclean: .venv and .venv-vllm too)
 #
 # Variables: PYTHON (an interpreter, 3.10-3.13), VENV (an environment to use), TORCH (what pip installs as torch).
 
@@ -29,7 +30,11 @@ DEMO_ARGS ?=
 CXX_SOURCES = $(shell git ls-files 'include/*.cuh' 'include/*.h' 'csrc/*.cu' 'csrc/*.cuh' 'csrc/*.h' 'csrc/*.inl' \
 	'emulator/*.cpp' 'emulator/*.h' 'emulator/*.cu')
 
-.PHONY: all env test test-host mutate demo bench lint format clean distclean
+# Its packages come before those of $(VENV), which it sees through a .pth file: torch is there once.
+VLLM_VENV ?= .venv-vllm
+VLLM_TESTS = $(VLLM_VENV)/bin/python -m pytest -p no:cacheprovider
+
+.PHONY: all env test test-host test-vllm mutate demo bench lint format clean distclean
 all: test
 
 # Quick when nothing is missing.
@@ -55,6 +60,21 @@ mutate: env
 	$(MAKE) -C emulator -j$(TEST_JOBS)
 	$(PY) tools/mutate.py $(MUTATE_ARGS)
 
+$(VLLM_VENV)/complete: tests/vllm/requirements.txt tests/vllm/requirements-no-deps.txt
+	$(PY) -m venv --clear $(VLLM_VENV)
+	$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+		$$($(VLLM_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/outer.pth
+	$(VLLM_VENV)/bin/python -m pip install --quiet -r tests/vllm/requirements.txt
+	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps -r tests/vllm/requirements-no-deps.txt
+	touch $@
+
+# The virtual SM121 in a process of its own, as in test.
+test-vllm: env
+	$(MAKE) VENV=$(VENV) $(VLLM_VENV)/complete
+	$(MAKE) -C emulator -j$(TEST_JOBS)
+	$(VLLM_TESTS) tests/vllm --ignore=tests/vllm/test_vllm_virtual.py $(PYTEST_ARGS)
+	$(VLLM_TESTS) tests/vllm/test_vllm_virtual.py $(PYTEST_ARGS)
+
 demo: env
 	$(MAKE) -C emulator -j$(TEST_JOBS)
 	$(PY) tools/demo.py $(DEMO_ARGS)
@@ -79,4 +99,4 @@ clean:
 	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf .venv
+	rm -rf .venv .venv-vllm

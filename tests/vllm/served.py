@@ -30,8 +30,8 @@ def engine_config(*words: str) -> Any:
 
 
 @contextlib.contextmanager
-def parallel_groups(config: Any) -> Iterator[None]:
-    """vLLM's process groups for a single process."""
+def parallel_groups(config: Any, rank: int = 0, port: int = 0) -> Iterator[None]:
+    """vLLM's process groups; those of several ranks meet at ``port``."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import (
         destroy_distributed_environment,
@@ -43,14 +43,35 @@ def parallel_groups(config: Any) -> Iterator[None]:
     from vllm.v1.worker.workspace import init_workspace_manager
 
     with set_current_vllm_config(config), questions_to_the_gpu():
-        init_distributed_environment(1, 0, f"tcp://127.0.0.1:{get_open_port()}", 0, "gloo")
-        initialize_model_parallel(1)
+        world = config.parallel_config.world_size
+        init_distributed_environment(world, rank, f"tcp://127.0.0.1:{port or get_open_port()}", rank, "gloo")
+        initialize_model_parallel(world)
         init_workspace_manager(torch.device("cpu"))
         try:
             yield
         finally:
             destroy_model_parallel()
             destroy_distributed_environment()
+
+
+def built(config: Any) -> Any:
+    """The model of ``config`` without its weights, as vLLM's loader builds it."""
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    with set_default_torch_dtype(torch.bfloat16):
+        return initialize_model(vllm_config=config)
+
+
+def kernels(model: Any) -> dict[str, str]:
+    """What vLLM chose for the first layer and the head, by name."""
+    layer = model.model.layers[0]
+    experts = next(m.quant_method for m in layer.modules() if hasattr(m, "quant_method") and hasattr(m, "moe_config"))
+    found = {"moe": f"{experts.mxfp4_backend.value} {experts.experts_cls.__name__}"}
+    for kind, module in (("qkv", layer.attn.qkv_proj), ("o", layer.attn.o_proj), ("lm_head", model.lm_head)):
+        method = module.quant_method
+        found[kind] = type(getattr(method, "kernel", method)).__name__
+    return found
 
 
 def load_model(config: Any) -> Any:

@@ -120,30 +120,10 @@ def test_the_table_names_each_kind_of_layer_once(checkpoint_folder, log):
     assert '"qkv": "mxfp8"' in rows["qkv"][3]
 
 
-def built(config: Any) -> Any:
-    """The model without its weights, as vLLM's loader builds it."""
-    from vllm.model_executor.model_loader.utils import initialize_model
-    from vllm.utils.torch_utils import set_default_torch_dtype
-
-    with set_default_torch_dtype(torch.bfloat16):
-        return initialize_model(vllm_config=config)
-
-
-def kernels(model: Any) -> dict[str, str]:
-    """What vLLM chose for the first layer and the head, by name."""
-    layer = model.model.layers[0]
-    experts = next(m.quant_method for m in layer.modules() if hasattr(m, "quant_method") and hasattr(m, "moe_config"))
-    found = {"moe": f"{experts.mxfp4_backend.value} {experts.experts_cls.__name__}"}
-    for kind, module in (("qkv", layer.attn.qkv_proj), ("o", layer.attn.o_proj), ("lm_head", model.lm_head)):
-        method = module.quant_method
-        found[kind] = type(getattr(method, "kernel", method)).__name__
-    return found
-
-
 def chosen_kernels(folder: Any, chosen: dict[str, str], *words: str) -> dict[str, str]:
     config = serve(folder, chosen, *words)
     with served.parallel_groups(config):
-        return kernels(built(config))
+        return served.kernels(served.built(config))
 
 
 def test_dense_formats_take_marlin_until_the_fork_has_kernels(checkpoint_folder):

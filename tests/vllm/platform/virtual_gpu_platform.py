@@ -37,4 +37,8 @@ class VirtualGpu(NonNvmlCudaPlatform):
 
     @classmethod
     def device_count(cls) -> int:
-        return 1
+        return int(os.environ.get("VIRTUAL_GPU_COUNT", "1"))
+
+    @classmethod
+    def get_device_communicator_cls(cls) -> str:
+        return "vllm.distributed.device_communicators.base_device_communicator.DeviceCommunicatorBase"

@@ -1,0 +1,104 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Serve a model with vLLM several ways, one after the other, and print one table of what ``vllm bench serve`` measured.
+
+    scripts/compare_vllm.py openai/gpt-oss-20b
+    scripts/compare_vllm.py openai/gpt-oss-120b --streams 1,4,16 -- --gpu-memory-utilization 0.85
+
+What stands after ``--`` goes to each server. Needs what vLLM needs, and the standard library.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+
+# Name: (variables, words of the command line).
+WAYS: dict[str, tuple[dict[str, str], list[str]]] = {
+    "vLLM alone": ({"FLASHINFER_SM12X_VLLM": "0"}, []),
+    "fork, W4A8": ({}, []),
+    "fork, W4A16": ({}, ["--additional-config", '{"sm12x": {"moe": "mxfp4-a16"}}']),
+    "fork, dense MXFP8": ({}, ["--additional-config", '{"sm12x": {"qkv": "mxfp8", "o": "mxfp8", "lm_head": "mxfp8"}}']),
+    "fork, dense MXFP4": ({}, ["--additional-config", '{"sm12x": {"qkv": "mxfp4", "o": "mxfp4", "lm_head": "mxfp4"}}']),
+}
+MEASURED = {"output_throughput": "tokens/s", "median_tpot_ms": "ms a token", "median_ttft_ms": "ms to the first"}
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--ways", default=",".join(WAYS), help=f"of {', '.join(WAYS)}, with commas between")
+    parser.add_argument("--streams", default="1,2,4,8,16", help="concurrent requests, with commas between")
+    parser.add_argument("--input", type=int, default=1024, help="tokens of a prompt")
+    parser.add_argument("--output", type=int, default=256, help="tokens of an answer")
+    parser.add_argument("--port", type=int, default=8123)
+    parser.add_argument("--start", type=int, default=1800, help="seconds that a server may take to start")
+    parser.add_argument("--logs", type=Path, help="a folder for the servers' logs; by default a temporary one")
+    parser.add_argument("server", nargs="*", help="after --: words for each server")
+    given = parser.parse_args()
+    unknown = [way for way in given.ways.split(",") if way not in WAYS]
+    if unknown:
+        parser.error(f"--ways: {unknown[0]!r} is none of {', '.join(WAYS)}")
+    return given
+
+
+def wait_until_ready(server: subprocess.Popen[bytes], port: int, seconds: int, log: Path) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if server.poll() is not None:
+            sys.exit(f"the server ended with {server.returncode}; its log is {log}")
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
+                return
+        except OSError:
+            time.sleep(2)
+    sys.exit(f"the server was not ready after {seconds} s; its log is {log}")
+
+
+def measure(given: argparse.Namespace, streams: int, folder: Path) -> dict[str, float]:
+    """One run of vLLM's own benchmark against the server that is up."""
+    command = ["vllm", "bench", "serve", "--model", given.model, "--port", str(given.port)]
+    command += ["--dataset-name", "random", "--random-input-len", str(given.input), "--ignore-eos"]
+    command += ["--random-output-len", str(given.output), "--max-concurrency", str(streams)]
+    command += ["--num-prompts", str(max(4, 4 * streams)), "--seed", "0"]
+    command += ["--save-result", "--result-dir", str(folder), "--result-filename", "result.json"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    result = json.loads((folder / "result.json").read_text())
+    return {name: result[name] for name in MEASURED}
+
+
+def main() -> None:
+    given = arguments()
+    folder = given.logs or Path(tempfile.mkdtemp(prefix="compare_vllm_"))
+    folder.mkdir(parents=True, exist_ok=True)
+    print(f"| served by | streams | {' | '.join(MEASURED.values())} |\n|---|---:{'|---:' * len(MEASURED)}|", flush=True)
+    for way in given.ways.split(","):
+        variables, words = WAYS[way]
+        log = folder / f"{way.replace(' ', '_').replace(',', '')}.log"
+        command = ["vllm", "serve", given.model, "--port", str(given.port), *words, *given.server]
+        with log.open("wb") as output:
+            server = subprocess.Popen(
+                command, env={**os.environ, **variables}, stdout=output, stderr=subprocess.STDOUT
+            )
+            try:
+                wait_until_ready(server, given.port, given.start, log)
+                measure(given, 1, folder)  # warm-up: not reported
+                for streams in map(int, given.streams.split(",")):
+                    found = measure(given, streams, folder)
+                    cells = " | ".join(f"{value:,.1f}" for value in found.values())
+                    print(f"| {way} | {streams} | {cells} |", flush=True)
+            finally:
+                server.terminate()
+                server.wait()
+    print(f"logs: {folder}")
+
+
+if __name__ == "__main__":
+    main()

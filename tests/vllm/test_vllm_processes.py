@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What needs processes of its own: GPUs that the plugin does not serve, and several ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from test_vllm_models import check
+
+HERE = Path(__file__).parent
+REPO = HERE.parents[1]
+
+
+def start(program: str, *words: str, **environment: str) -> subprocess.Popen[str]:
+    path = os.pathsep.join([str(REPO), str(HERE), str(HERE / "platform")])
+    return subprocess.Popen(
+        [sys.executable, str(HERE / program), *words],
+        env={**os.environ, "PYTHONPATH": path, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("capability", "switches"),
+    [("9.0", {}), ("10.0", {}), ("12.1", {"FLASHINFER_SM12X_VLLM": "0"}), ("12.1", {"FLASHINFER_SM12X_MOE": "0"})],
+    ids=["Hopper", "data-centre Blackwell", "switched off", "fork switched off"],
+)
+def test_elsewhere_vllms_choices_are_what_they_were(checkpoint_folder, capability, switches):
+    # VLLM_PLUGINS is empty: no plugin is loaded but by the program itself.
+    process = start(
+        "choices_elsewhere.py",
+        str(checkpoint_folder),
+        VIRTUAL_GPU_CAPABILITY=capability,
+        VLLM_PLUGINS="virtual_gpu",
+        **switches,
+    )
+    output = process.communicate()[0]
+    assert process.returncode == 0, output
+    result = json.loads(output.rpartition("RESULT")[2])
+    print(result["before"])
+    assert result["after"] == result["before"]
+    assert result["before"]["quantization"] == "GptOssMxfp4Config"
+    assert set(result["imported"]) <= {"flashinfer_sm12x_vllm.settings", "flashinfer_sm12x_vllm.devices"}
+
+
+@pytest.mark.parametrize("words", [(), ("--enable-expert-parallel",)], ids=["tensor parallel", "expert parallel"])
+def test_two_ranks_agree_with_transformers(checkpoint_folder, tmp_path, words):
+    """A rank's shard of the experts has 48 of 96 columns, no whole number of blocks: vLLM's loader splits 64 and 32."""
+    from vllm.utils.network_utils import get_open_port
+
+    target, port = tmp_path / "logits.pt", str(get_open_port())
+    words = ("--tensor-parallel-size", "2", *words)
+    ranks = [
+        start("rank.py", str(rank), port, str(checkpoint_folder), str(target), *words, VIRTUAL_GPU_COUNT="2")
+        for rank in range(2)
+    ]
+    outputs = [process.communicate()[0] for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], "\n".join(outputs)
+    assert all("SM12xExperts" in output for output in outputs)
+    check(torch.load(target), checkpoint_folder, "a8")
