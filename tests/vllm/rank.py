@@ -18,6 +18,7 @@ if __name__ == "__main__":
     config.parallel_config.rank = int(rank)
     with served.parallel_groups(config, int(rank), int(port)):
         model = served.load_model(config)
+        model.model.embedding.use_fused_embedding = False  # a CUDA kernel; the other way is PyTorch
         print(rank, served.kernels(model), tuple(model.model.layers[0].mlp.experts.routed_experts.w13_weight.shape))
         found = served.logits(config, model, TOKENS)
         if rank == "0":
