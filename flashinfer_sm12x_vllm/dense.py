@@ -81,7 +81,7 @@ class DenseMethod(LinearMethodBase):
 
     def create_weights(
         self,
-        layer: torch.nn.Module,
+        layer: Any,
         input_size_per_partition: int,
         output_partition_sizes: list[int],
         input_size: int,
@@ -115,7 +115,7 @@ class DenseMethod(LinearMethodBase):
             why = "chosen; no kernel with 8-bit activations is there, so they stay bf16"
         table.note(self.kind, f"vLLM's {name}", str(self.choice), why)
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         if getattr(layer, "_already_called_process_weights_after_loading", False):
             return
         values, scales = quantize(layer.weight, self.choice.weights)
@@ -128,7 +128,7 @@ class DenseMethod(LinearMethodBase):
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return self.kernel.apply_weights(layer, x, bias)
 
-    def tie_weights(self, layer: torch.nn.Module, embed_tokens: torch.nn.Module) -> torch.nn.Module:
+    def tie_weights(self, layer: Any, embed_tokens: Any) -> Any:
         """A head that shares the embedding's weight stays as the embedding is: a lookup needs bf16 rows."""
         from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 

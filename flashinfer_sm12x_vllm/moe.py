@@ -162,7 +162,7 @@ class SM12xMoEMethod(GptOssMxfp4MoEMethod):
         hidden, inter = (-(-size // BLOCK_SIZE) * BLOCK_SIZE for size in sizes)
         return hidden, inter
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         table.log_once()
         _require_contiguous_experts(layer.expert_map, self.moe.moe_parallel_config.ep_rank, self.moe.num_local_experts)
         for name in ("w13_weight", "w13_weight_scale", "w13_bias"):

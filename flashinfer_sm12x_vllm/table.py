@@ -49,9 +49,7 @@ def _note_attention() -> None:
 
 def text() -> str:
     """The table of what was noted so far."""
-    rows = [
-        (kind, *_rows[kind], faster(kind, _rows[kind][0], _rows[kind][1])) for kind in ORDER if kind in _rows
-    ]
+    rows = [(kind, *_rows[kind], faster(kind, _rows[kind][0], _rows[kind][1])) for kind in ORDER if kind in _rows]
     headers = ("layers", "kernels", "format", "why", "what would be faster")
     return str(tabulate(rows, headers=headers, tablefmt="github"))
 

@@ -84,9 +84,7 @@ def main() -> None:
         log = folder / f"{way.replace(' ', '_').replace(',', '')}.log"
         command = ["vllm", "serve", given.model, "--port", str(given.port), *words, *given.server]
         with log.open("wb") as output:
-            server = subprocess.Popen(
-                command, env={**os.environ, **variables}, stdout=output, stderr=subprocess.STDOUT
-            )
+            server = subprocess.Popen(command, env={**os.environ, **variables}, stdout=output, stderr=subprocess.STDOUT)
             try:
                 wait_until_ready(server, given.port, given.start, log)
                 measure(given, 1, folder)  # warm-up: not reported

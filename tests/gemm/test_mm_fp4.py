@@ -29,9 +29,7 @@ def operands(m: int, n: int, k: int, seed: int) -> tuple[torch.Tensor, ...]:
 def test_cpu_tensors_are_multiplied_to_the_outputs_precision(m, n, k, dtype):
     a, b, a_scales, b_scales, left, right = operands(m, n, k, seed=5)
     alpha = torch.tensor([0.75])
-    got = flashinfer.mm_fp4(
-        a, b, a_scales, b_scales, alpha, dtype, block_size=32, backend="cute-dsl", use_nvfp4=False
-    )
+    got = flashinfer.mm_fp4(a, b, a_scales, b_scales, alpha, dtype, block_size=32, backend="cute-dsl", use_nvfp4=False)
     exact = 0.75 * left @ right.t()
     # float32 sums of k products, each of them exact; then one rounding to the output.
     accumulation = k * torch.finfo(torch.float32).eps * (0.75 * left.abs() @ right.abs().t())

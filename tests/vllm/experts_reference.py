@@ -16,7 +16,9 @@ def _mxfp8(values: torch.Tensor) -> torch.Tensor:
     return ((blocks / scale).to(torch.float8_e4m3fn).float() * scale).flatten(-2)
 
 
-def forward(experts: Any, hidden: torch.Tensor, router_indices: Any = None, routing_weights: Any = None) -> torch.Tensor:
+def forward(
+    experts: Any, hidden: torch.Tensor, router_indices: Any = None, routing_weights: Any = None
+) -> torch.Tensor:
     """``GptOssExperts.forward`` of ``[tokens, hidden]``; ids and weights are ``[tokens, top_k]``."""
     given = _mxfp8(hidden.to(torch.bfloat16).float())
     output = torch.zeros_like(given)

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 
-def forward(layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+def forward(
+    layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+) -> torch.Tensor:
     """``vllm.model_executor.layers.attention.Attention.forward`` of a prefill that starts at position 0."""
     tokens = query.shape[0]
     group = layer.num_heads // layer.num_kv_heads

@@ -22,8 +22,8 @@ def engine_config(*words: str) -> Any:
     taken: list[Any] = []
     with (
         mock.patch.object(sys, "argv", ["vllm", "serve", *words]),
-        mock.patch.object(serve, "run_server", lambda args: taken.append(args)),
-        mock.patch.object(serve.uvloop, "run", lambda coroutine: None),
+        mock.patch.object(serve, "run_server", taken.append),
+        mock.patch.object(serve.uvloop, "run"),
     ):
         main.main()
     return AsyncEngineArgs.from_cli_args(taken[0]).create_engine_config(UsageContext.OPENAI_API_SERVER)
@@ -88,10 +88,10 @@ def questions_to_the_gpu() -> Iterator[None]:
 
     gb10 = types.SimpleNamespace(multi_processor_count=48, major=12, minor=1, total_memory=128 << 30)
     with (
-        mock.patch.object(torch.cuda, "get_device_properties", lambda device=None: gb10),
-        mock.patch.object(torch.accelerator, "empty_cache", lambda: None),
-        mock.patch.object(torch.accelerator, "max_memory_allocated", lambda: 0),
-        mock.patch.object(attention, "_get_multi_ctas_kv_counter_buffer", lambda *_, **__: torch.zeros(1)),
+        mock.patch.object(torch.cuda, "get_device_properties", return_value=gb10),
+        mock.patch.object(torch.accelerator, "empty_cache"),
+        mock.patch.object(torch.accelerator, "max_memory_allocated", return_value=0),
+        mock.patch.object(attention, "_get_multi_ctas_kv_counter_buffer", return_value=torch.zeros(1)),
     ):
         yield
 

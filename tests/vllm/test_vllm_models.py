@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import functools
 import json
+import re
+import shlex
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -20,6 +23,7 @@ import reference_attention
 import served
 import torch
 
+REPO = Path(__file__).parents[2]
 # Eager, with the PyTorch versions of vLLM's small operators.
 ON_THE_CPU = ("--compilation-config", '{"mode": 0, "custom_ops": ["none"], "cudagraph_mode": "NONE"}')
 TOKENS = torch.randint(0, checkpoint.CONFIG["vocab_size"], (29,), generator=torch.Generator().manual_seed(3))
@@ -33,9 +37,7 @@ def attention_in_pytorch(monkeypatch):
 
 
 def serve(folder: Any, chosen: dict[str, str], *words: str) -> Any:
-    return served.engine_config(
-        str(folder), *ON_THE_CPU, "--additional-config", json.dumps({"sm12x": chosen}), *words
-    )
+    return served.engine_config(str(folder), *ON_THE_CPU, "--additional-config", json.dumps({"sm12x": chosen}), *words)
 
 
 def logits(folder: Any, chosen: dict[str, str], *words: str) -> torch.Tensor:
@@ -224,3 +226,73 @@ def test_weights_are_quantized_with_one_bf16_copy_at_a_time(checkpoint_folder, m
         assert served.load_model(config).lm_head.weight.dtype == torch.float8_e4m3fn
     assert len(alive) >= 2 * checkpoint.CONFIG["num_hidden_layers"] + 1
     assert max(alive) == 1
+
+
+PAGES = ("README.md", "docs/vllm.md")
+# Written as in a shell, with variables in front; the second Spark's line waits for the first's.
+SERVE = re.compile(r"^((?:\w+=\S+ )*)vllm serve openai/gpt-oss-120b(.*)$", re.MULTILINE)
+
+
+def documented_lines() -> list[tuple[str, str]]:
+    return [found for page in PAGES for found in SERVE.findall((REPO / page).read_text())]
+
+
+@pytest.mark.parametrize(("variables", "words"), documented_lines(), ids=lambda text: text.strip()[:60] or "-")
+def test_the_documents_lines_start_a_server_as_far_as_the_engine(checkpoint_folder, monkeypatch, variables, words):
+    for pair in shlex.split(variables):
+        monkeypatch.setenv(*pair.split("=", 1))
+    monkeypatch.setenv("VIRTUAL_GPU_COUNT", "2")
+    with mock.patch("vllm.utils.network_utils.get_ip", return_value="127.0.0.1"):
+        config = served.engine_config(str(checkpoint_folder), *shlex.split(words.removesuffix(" --headless")))
+    assert type(config.quant_config).__name__ == "SM12xGptOssConfig"
+    chosen = config.additional_config["sm12x"]
+    assert chosen["moe"] == "mxfp4"
+    if "mxfp8" in variables + words:
+        assert (chosen["qkv"], chosen["o"], chosen["lm_head"]) == ("mxfp8",) * 3
+
+
+def test_there_are_lines_to_test():
+    assert len(documented_lines()) >= 6
+
+
+def test_a_mistake_ends_the_start_with_what_is_allowed(checkpoint_folder):
+    with pytest.raises(ValueError, match="qkv is 'int4'; it may be bf16, mxfp8"):
+        serve(checkpoint_folder, {"qkv": "int4"})
+
+
+def test_graph_sizes_are_proposed_and_a_users_win(checkpoint_folder):
+    def sizes(*words: str) -> list[int]:
+        return served.engine_config(str(checkpoint_folder), *words).compilation_config.cudagraph_capture_sizes
+
+    assert sizes("--max-num-seqs", "18") == [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 18]
+    assert sizes("--cudagraph-capture-sizes", "1", "2") == [1, 2]
+    vllms = sizes("--additional-config", '{"sm12x": {"graphs": "vllm"}}')
+    assert vllms[:4] == [1, 2, 4, 8]
+    assert vllms[-1] > 256
+
+
+def test_upstreams_seam_for_mxfp4_linear_layers_answers():
+    """``--quantization-config '{"linear": "mxfp4"}'``: vLLM's own class, whose call upstream refuses on SM12x."""
+    import types
+
+    from vllm.model_executor.kernels.linear import FlashInferMxFp4LinearKernel, MxFp4LinearLayerConfig
+    from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp4Dynamic
+
+    from flashinfer.quantization import mx_cpu
+
+    generator = torch.Generator().manual_seed(9)
+    weight = torch.randn(96, 160, generator=generator).to(torch.bfloat16)
+    x, bias = torch.randn(3, 160, generator=generator).to(torch.bfloat16), torch.randn(96).to(torch.bfloat16)
+    packed, scales = mx_cpu.quantize_mxfp4_linear(weight)
+    parameters = {"weight": packed, "weight_scale": scales}
+    layer: Any = types.SimpleNamespace(
+        output_size_per_partition=96,
+        **{name: torch.nn.Parameter(tensor, requires_grad=False) for name, tensor in parameters.items()},
+    )
+    with mock.patch.object(FlashInferMxFp4LinearKernel, "is_supported", return_value=(True, None)):
+        kernel = FlashInferMxFp4LinearKernel(MxFp4LinearLayerConfig(activation_quant_key=kMxfp4Dynamic))
+    kernel.process_weights_after_loading(layer)
+    got = kernel.apply_weights(layer, x, bias)
+    given = mx_cpu.dequantize_mxfp4_linear(*mx_cpu.quantize_mxfp4_linear(x))
+    product = (given @ mx_cpu.dequantize_mxfp4_linear(packed, scales).t()).to(torch.bfloat16)
+    torch.testing.assert_close(got, product + bias, rtol=2 * torch.finfo(torch.bfloat16).eps, atol=1e-5)
