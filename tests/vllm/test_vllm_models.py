@@ -292,7 +292,12 @@ def test_upstreams_seam_for_mxfp4_linear_layers_answers():
     with mock.patch.object(FlashInferMxFp4LinearKernel, "is_supported", return_value=(True, None)):
         kernel = FlashInferMxFp4LinearKernel(MxFp4LinearLayerConfig(activation_quant_key=kMxfp4Dynamic))
     kernel.process_weights_after_loading(layer)
-    got = kernel.apply_weights(layer, x, bias)
+    # Operators that vLLM registers for CUDA, as the functions that they are.
+    from vllm.utils import flashinfer as calls
+
+    names = ("flashinfer_mm_fp4", "flashinfer_mxfp4_quantize")
+    with mock.patch.multiple(calls, **{name: getattr(calls, name)._init_fn for name in names}):
+        got = kernel.apply_weights(layer, x, bias)
     given = mx_cpu.dequantize_mxfp4_linear(*mx_cpu.quantize_mxfp4_linear(x))
     product = (given @ mx_cpu.dequantize_mxfp4_linear(packed, scales).t()).to(torch.bfloat16)
     torch.testing.assert_close(got, product + bias, rtol=2 * torch.finfo(torch.bfloat16).eps, atol=1e-5)
