@@ -125,7 +125,7 @@ def make_method(moe: Any, chosen: Settings) -> GptOssMxfp4MoEMethod:
     # --quantization-config.moe.activation mxfp8, if given, names the activations.
     activations = "a8" if _user_moe_activation_override() else chosen.choice("moe").activations
     experts = SM12xQuantizedInputExperts if (activations, chosen.moe_input) == ("a8", "mxfp8") else SM12xExperts
-    return SM12xMoEMethod(moe, activations, experts)
+    return SM12xMoEMethod(moe, activations, experts, "default" if chosen.moe == Settings.moe else "chosen")
 
 
 class VllmMoEMethod(GptOssMxfp4MoEMethod):
@@ -143,14 +143,14 @@ class VllmMoEMethod(GptOssMxfp4MoEMethod):
 class SM12xMoEMethod(GptOssMxfp4MoEMethod):
     """gpt-oss's experts on this fork: weights ``[up; gate]``, scales in 128x4 layout, nothing padded but scales."""
 
-    def __init__(self, moe: Any, activations: str, experts_cls: type[SM12xExperts]) -> None:
+    def __init__(self, moe: Any, activations: str, experts_cls: type[SM12xExperts], why: str) -> None:
         # Not the parent's: that one selects a backend of vLLM's.
         FusedMoEMethodBase.__init__(self, moe)
         self.weight_dtype = "gpt_oss_mxfp4"
         self.mxfp4_backend, self.experts_cls = BACKENDS[activations], experts_cls
         self.max_capture_size = moe.max_capture_size
         given = "MXFP8 by vLLM" if experts_cls is SM12xQuantizedInputExperts else "bf16"
-        table.note("moe", "flashinfer-sm12x", f"mxfp4-{activations}, input {given}", "default, or chosen")
+        table.note("moe", "flashinfer-sm12x", f"mxfp4-{activations}, input {given}", why)
 
     def maybe_roundup_sizes(
         self, hidden_size: int, intermediate_size_per_partition: int, act_dtype: torch.dtype, moe_parallel_config: Any

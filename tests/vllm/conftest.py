@@ -45,11 +45,12 @@ def log() -> Iterator[list[str]]:
         getattr(vllm_logger, once).cache_clear()
     messages: list[str] = []
 
-    class Collect(logging.Handler):
-        def emit(self, record: Any) -> None:
-            messages.append(record.getMessage())
+    def collect(record: Any) -> bool:
+        messages.append(record.getMessage())
+        return True
 
-    handler, logger = Collect(), logging.getLogger("vllm.flashinfer_sm12x")
-    logger.addHandler(handler)
+    # A filter, because vLLM's main() configures logging anew and drops handlers.
+    logger = logging.getLogger("vllm.flashinfer_sm12x")
+    logger.addFilter(collect)
     yield messages
-    logger.removeHandler(handler)
+    logger.removeFilter(collect)

@@ -117,7 +117,7 @@ def test_the_table_names_each_kind_of_layer_once(checkpoint_folder, log):
     logits(checkpoint_folder, {})
     rows = table(log)
     assert list(rows) == ["moe", "qkv", "o", "lm_head", "attention"]
-    assert rows["moe"][:2] == ("flashinfer-sm12x", "mxfp4-a8, input bf16")
+    assert rows["moe"] == ("flashinfer-sm12x", "mxfp4-a8, input bf16", "default", "")
     assert rows["qkv"][:3] == ("vLLM's (cuBLAS)", "bf16", "default")
     assert '"qkv": "mxfp8"' in rows["qkv"][3]
 
@@ -301,3 +301,33 @@ def test_upstreams_seam_for_mxfp4_linear_layers_answers():
     given = mx_cpu.dequantize_mxfp4_linear(*mx_cpu.quantize_mxfp4_linear(x))
     product = (given @ mx_cpu.dequantize_mxfp4_linear(packed, scales).t()).to(torch.bfloat16)
     torch.testing.assert_close(got, product + bias, rtol=2 * torch.finfo(torch.bfloat16).eps, atol=1e-5)
+
+
+@pytest.mark.parametrize(("compiler", "server"), [(True, False), (False, True), (False, False)])
+def test_attention_with_sinks_needs_a_compiler_or_cubins(monkeypatch, compiler, server):
+    """XQA and FA2 are compiled on SM12x; without a compiler vLLM's own question is asked."""
+    from vllm.utils import flashinfer as vllm_flashinfer
+
+    from flashinfer_sm12x_vllm import attention
+
+    monkeypatch.setattr(vllm_flashinfer, "has_nvidia_artifactory", lambda: server)
+    monkeypatch.setattr(attention, "can_compile", lambda: compiler)
+    attention.install()
+    attention.install()
+    supports = vllm_flashinfer.supports_trtllm_attention.__wrapped__
+    assert supports(is_prefill=False) is (compiler or server)
+    assert supports(is_prefill=True) is False
+
+
+def test_a_forward_pass_under_both_autotuners(checkpoint_folder):
+    """As vLLM's warm-up enters them."""
+    import flashinfer
+
+    config = serve(checkpoint_folder, {})
+    with served.parallel_groups(config):
+        model = served.load_model(config)
+        plain = served.logits(config, model, TOKENS)
+        with flashinfer.autotuner.autotune(tuning_buckets=(1, 2, 4, 32), round_up=True):
+            assert torch.equal(served.logits(config, model, TOKENS), plain)
+        with flashinfer.autotune_v2(mode="tune"):
+            assert torch.equal(served.logits(config, model, TOKENS), plain)
