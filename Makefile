@@ -6,7 +6,7 @@
 #   make test     the tests (PYTEST_ARGS="-k layer" to choose some); make test-host those that run no kernel: the layer
 #                 over the wheel, installing, building
 #   make mutate   change the code on purpose, line by line, and see which tests notice (MUTATE_ARGS="--help")
-#   make test-vllm   vLLM 0.33.0's own code with the plugin, in $(VLLM_VENV), which is made beside .venv (not in make test)
+#   make test-vllm   vLLM 0.33.0's own code with the plugin, in $(VLLM_VENV) beside .venv (not in make test)
 #   make bench    the benchmark; without a GPU, the predicted GB10 table (BENCH_ARGS="--help")
 #   make lint     ruff, mypy, clang-format; make format applies them
 #   make clean    remove what builds and tools left in the checkout (make distclean: .venv and .venv-vllm too)

@@ -2,7 +2,8 @@
 """vLLM's plugin of the SM12x fork: gpt-oss on this fork's kernels, without a file of vLLM's being touched.
 
 vLLM calls :func:`register` in every process through the entry point group ``vllm.general_plugins``. Where no GPU of the
-SM12x family is (:mod:`.devices`), or where it is switched off, it returns before it imports anything of vLLM's model code.
+SM12x family is (:mod:`.devices`), or where it is switched off, it returns before it imports anything of vLLM's model
+code.
 
 ===============  =====================================================================================
 ``settings``     what a user can choose, from where, and the errors

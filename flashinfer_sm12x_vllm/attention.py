@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """FlashInfer's attention with sinks on machines that cannot reach NVIDIA's server of cubins.
 
-vLLM takes FLASHINFER for attention with sinks if flashinfer-cubin is installed or that server answers within 5 s; else it
-takes TRITON_ATTN without a word. The question is meant for the kernels of data-centre Blackwell. On SM12x and on Hopper decode
+vLLM takes FLASHINFER for attention with sinks if flashinfer-cubin is installed or that server answers within 5 s;
+else it
+takes TRITON_ATTN without a word. The question is meant for the kernels of data-centre Blackwell. On SM12x and on
+Hopper decode
 is XQA and prefill FA2, and FlashInfer compiles both from sources in its wheel: no cubin is needed, a compiler is.
 """
 

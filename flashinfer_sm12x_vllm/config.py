@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where vLLM asks what a gpt-oss layer is made of: the quantization config, and the model's hook into the server's config."""
+"""Where vLLM asks what a gpt-oss layer is made of: the quantization config, and the model's hook into the server's
+config."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """QKV, O and the LM head in MXFP8 or MXFP4, quantized while they are loaded.
 
-A weight is materialized in bf16 when its checkpoint tensors arrive, quantized by rows and freed before the next: one layer's
+A weight is materialized in bf16 when its checkpoint tensors arrive, quantized by rows and freed before the next: one
+layer's
 bf16 copy is the most that is there beside the model. This fork has no dense kernels yet; vLLM's serve these layers
 (:func:`make_kernel`), and the table says which. A kernel of ours goes to the front of :data:`PREFERRED`.
 """
@@ -40,7 +41,8 @@ WEIGHT_ONLY = ("MarlinMxfp8LinearKernel", "MarlinMxFp4LinearKernel")
 
 
 def make_kernel(choice: Choice, shape: tuple[int, int]) -> Any:
-    """The kernel object for weights ``[N, K]``: the first of :data:`PREFERRED` that this machine has, else vLLM's choice.
+    """The kernel object for weights ``[N, K]``: the first of :data:`PREFERRED` that this machine has, else vLLM's
+    choice.
 
     Raises
     ------

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The LM head's class: vLLM's gpt-oss builds its head without a quantization config, so its class is where a format can come in."""
+"""The LM head's class: vLLM's gpt-oss builds its head without a quantization config, so its class is where a format
+can come in."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ NAME = "ParallelLMHead"
 
 
 class SM12xParallelLMHead(ParallelLMHead):
-    """vLLM's head; gpt-oss's own gets the format that was chosen, every other is built as if this class were not there."""
+    """vLLM's head; gpt-oss's own gets the format that was chosen, every other is built as if this class were not
+    there."""
 
     def __init__(
         self, num_embeddings: int, embedding_dim: int, *args: Any, prefix: str = "", quant_method: Any = None, **kw: Any

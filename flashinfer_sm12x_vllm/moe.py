@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """gpt-oss's experts on ``flashinfer.fused_moe.cutlass_fused_moe``: W4A8 or W4A16, the weights unpadded.
 
-vLLM has a path to the same operator. This one differs in three things: W4A16 exists on SM12x, the layer may quantize its
-input itself (one launch fewer, and no need for nvidia-cutlass-dsl), and hidden sizes stay as they are. vLLM pads 2880 to
+vLLM has a path to the same operator. This one differs in three things: W4A16 exists on SM12x, the layer may quantize
+its
+input itself (one launch fewer, and no need for nvidia-cutlass-dsl), and hidden sizes stay as they are. vLLM pads
+2880 to
 2944, 4.5 % more bytes of weights for every token and a copy of every activation; the kernels take multiples of 32.
 """
 
@@ -68,7 +70,8 @@ class SM12xQuantizedInputExperts(SM12xExperts):
 
 @functools.cache
 def build(device_type: str) -> str:
-    """Build ``fused_moe_120`` or find it built; why that failed, or an empty text. Once a process, before weights are loaded."""
+    """Build ``fused_moe_120`` or find it built; why that failed, or an empty text. Once a process, before weights
+    are loaded."""
     if device_type != "cuda":
         return ""  # tests: CPU tensors need no module
     from flashinfer.fused_moe.sm12x_dispatch import moe_module

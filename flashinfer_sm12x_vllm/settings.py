@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be chosen: ``--additional-config '{"sm12x": {...}}'``, or ``FLASHINFER_SM12X_VLLM`` where that is out of reach.
+"""What can be chosen: ``--additional-config '{"sm12x": {...}}'``, or ``FLASHINFER_SM12X_VLLM`` where that is out of
+reach.
 
 The variable is ``0`` (the plugin does nothing), ``1``, or ``key=value`` pairs with commas between them:
 ``FLASHINFER_SM12X_VLLM=qkv=mxfp8,o=mxfp8,lm_head=mxfp8``. A key of the command line wins over the variable's.
@@ -91,7 +92,8 @@ def switched_on() -> bool:
 
 
 def resolve(additional_config: Any) -> Settings:
-    """The settings of a server whose ``additional_config`` is given; a dictionary, or an object that holds none of ours.
+    """The settings of a server whose ``additional_config`` is given; a dictionary, or an object that holds none of
+    ours.
 
     Raises
     ------

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``mm_fp4`` with MXFP4 operands where upstream has no kernel: dequantized, multiplied in float32. Correct, and slow."""
+"""``mm_fp4`` with MXFP4 operands where upstream has no kernel: dequantized, multiplied in float32. Correct, and
+slow."""
 
 from __future__ import annotations
 

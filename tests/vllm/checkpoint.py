@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small gpt-oss checkpoint in safetensors, with the real one's names and formats, and transformers' model of the same weights."""
+"""A small gpt-oss checkpoint in safetensors, with the real one's names and formats, and transformers' model of the
+same weights."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run in a process of its own: vLLM's choices for a gpt-oss without the plugin, and after it was registered, as JSON."""
+"""Run in a process of its own: vLLM's choices for a gpt-oss without the plugin, and after it was registered, as
+JSON."""
 
 from __future__ import annotations
 

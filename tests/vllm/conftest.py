@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests with the real vLLM, in the environment of ``make test-vllm``; elsewhere only those that need nothing of it run."""
+"""Tests with the real vLLM, in the environment of ``make test-vllm``; elsewhere only those that need nothing of it
+run."""
 
 from __future__ import annotations
 

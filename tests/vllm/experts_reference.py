@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts of transformers' gpt-oss with MXFP8 activations, as W4A8 has them: in float32, quantized where the contract says."""
+"""Experts of transformers' gpt-oss with MXFP8 activations, as W4A8 has them: in float32, quantized where the
+contract says."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's Marlin kernels for MXFP8 and MXFP4 weights, in PyTorch: the layout of its own is not made, the product is the same."""
+"""vLLM's Marlin kernels for MXFP8 and MXFP4 weights, in PyTorch: the layout of its own is not made, the product is
+the same."""
 
 from __future__ import annotations
 

@@ -83,7 +83,8 @@ def load_model(config: Any) -> Any:
 
 @contextlib.contextmanager
 def questions_to_the_gpu() -> Iterator[None]:
-    """Answers of torch's that need a CUDA build: a GB10's properties, an allocator, a buffer of FlashInfer's attention."""
+    """Answers of torch's that need a CUDA build: a GB10's properties, an allocator, a buffer of FlashInfer's
+    attention."""
     from vllm.v1.attention.backends import flashinfer as attention
 
     gb10 = types.SimpleNamespace(multi_processor_count=48, major=12, minor=1, total_memory=128 << 30)

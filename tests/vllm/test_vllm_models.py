@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """From ``vllm serve``'s command line to logits of a whole small gpt-oss, by vLLM's own code, on CPU tensors.
 
-The reference is transformers' model of the dequantized weights in float32. How far bf16 arithmetic takes that same model from
+The reference is transformers' model of the dequantized weights in float32. How far bf16 arithmetic takes that same
+model from
 it is the scale of what may differ: vLLM keeps activations in bf16 too, and rounds at other places.
 """
 

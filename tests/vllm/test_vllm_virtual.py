@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One decode step of one gpt-oss layer on the virtual SM121, called by vLLM: its runner, its router, its experts class."""
+"""One decode step of one gpt-oss layer on the virtual SM121, called by vLLM: its runner, its router, its experts
+class."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The few operators of vLLM's compiled modules that gpt-oss needs on its way, in PyTorch: questions, and the router's top-k."""
+"""The few operators of vLLM's compiled modules that gpt-oss needs on its way, in PyTorch: questions, and the
+router's top-k."""
 
 from __future__ import annotations
 
