@@ -1,19 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line: ``python -m flashinfer``.
 
-Adds to upstream: ``sm12x-build``, ``sm12x-instances``, ``sm12x-plan``, and the modules of this fork in all commands that
-list modules. Commands that compile nothing work without a compiler; the others say in a line what is missing.
+Adds to upstream: ``--version``, ``sm12x-build``, ``sm12x-cache``, ``sm12x-doctor``, ``sm12x-instances``, ``sm12x-plan``,
+and the modules of this fork in all commands that list modules. Commands that compile nothing work without a compiler;
+the others say in a line what is missing.
 """
 
 from __future__ import annotations
 
 import json
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+if __name__ == "__main__" and sys.argv[1:2] == ["sm12x-doctor"]:
+    # Before upstream's commands are imported: they ask for the compiler's version and fail on what the doctor is for.
+    from flashinfer import sm12x_doctor
+
+    raise SystemExit(sm12x_doctor.main(sys.argv[2:]))
+
 from flashinfer._layer import extend
+from flashinfer._version import UPSTREAM_DISTRIBUTION, __fork_version__
 from flashinfer.jit import cpp_ext
 from flashinfer.jit.sm12x.toolchain import ToolchainError
 
@@ -44,6 +54,17 @@ if TYPE_CHECKING:
 
 
 _group: Any = _upstream.cli
+
+
+def _say_versions(context: Any, _option: Any, asked: bool) -> None:
+    if asked and not context.resilient_parsing:
+        click.echo(f"flashinfer-sm12x {__fork_version__} over {UPSTREAM_DISTRIBUTION} {_upstream.__version__}")
+        context.exit()
+
+
+_group = click.option(
+    "--version", is_flag=True, expose_value=False, is_eager=True, callback=_say_versions, help="Show both versions"
+)(_group)
 
 
 def _ensure_modules_registered() -> list[Any]:
@@ -114,6 +135,65 @@ def sm12x_build_cmd(everything: bool, verbose: bool) -> None:
             done = spec.build(verbose=verbose or None, need_lock=True)
             what = f"{len(done.compiled)} of {len(spec.sources)} sources compiled" if done.linked else "was up to date"
             click.echo(f"{spec.name}: {what}, {done.wall_seconds:.1f} s: {spec.plan.library}")
+
+
+@_group.command("sm12x-doctor")
+@click.option("--json", "as_json", is_flag=True, help="Emit JSON instead of a table")
+@click.option("--timeout", type=click.FloatRange(min=1), default=60, show_default=True, help="Seconds per question")
+def sm12x_doctor_cmd(as_json: bool, timeout: float) -> None:
+    """Find what keeps the SM12x kernels from running, and what mends it; exit status 1 if something does"""
+    from . import sm12x_doctor
+
+    raise SystemExit(sm12x_doctor.run(as_json, timeout))
+
+
+@_group.group("sm12x-cache")
+def sm12x_cache_cmd() -> None:
+    """List the compiled modules, or remove some"""
+
+
+@sm12x_cache_cmd.command("list")
+def sm12x_cache_list_cmd() -> None:
+    """Show every compiled module: for what, how large, when"""
+    from . import sm12x_cache
+
+    found = sm12x_cache.cached_modules(_upstream.FLASHINFER_CACHE_DIR)
+    rows = [
+        (m.name, m.target, f"{m.bytes / (1 << 20):.1f}", _when(m.built), "yes" if m.complete else "no") for m in found
+    ]
+    click.echo(tabulate(rows, headers=["module", "built for", "MiB", "built", "library"], tablefmt="github"))
+    click.echo(f"{len(rows)} modules in {_upstream.FLASHINFER_CACHE_DIR}")
+
+
+@sm12x_cache_cmd.command("clear")
+@click.option("--module", metavar="NAME", help="Only this module, which may be upstream's; else all of this fork")
+@click.option("--older-than", type=click.FloatRange(min=0), metavar="DAYS", help="Only what was built longer ago")
+@click.option("--dry-run", is_flag=True, help="Say what would be removed")
+def sm12x_cache_clear_cmd(module: str | None, older_than: float | None, dry_run: bool) -> None:
+    """Remove compiled modules, those of all architectures"""
+    from . import sm12x_cache
+
+    kept = []
+    try:
+        found = sm12x_cache.chosen(sm12x_cache.cached_modules(_upstream.FLASHINFER_CACHE_DIR), module, older_than)
+    except ValueError as error:
+        raise click.ClickException(str(error)) from error
+    for each in found:
+        try:
+            if not dry_run:
+                sm12x_cache.remove(each)
+        except OSError as error:
+            kept.append(f"{each.folder} stays: {error}")
+            continue
+        click.echo(f"{'would remove' if dry_run else 'removed'} {each.folder}, {each.bytes / (1 << 20):.1f} MiB")
+    if not found:
+        click.echo("nothing to remove")
+    if kept:
+        raise click.ClickException("\n".join(kept))
+
+
+def _when(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
 
 
 @_group.command("sm12x-instances")

@@ -251,9 +251,17 @@ def _stale_reason(step: CompileStep, record: ObjectRecord | None, hashes: Conten
 
 def is_fresh(plan: ModulePlan) -> bool:
     """Whether the library in the cache is what a build would make now. Takes no lock and writes nothing."""
+    return not why_stale(plan)
+
+
+def why_stale(plan: ModulePlan) -> list[str]:
+    """What a build would have to do, as lines such as ``a.o: not built yet``; none when the library is fresh."""
     manifest = Manifest.read(plan.manifest, plan.name)
-    hashes = ContentHashes()
-    return not _stale_steps(plan, manifest, hashes) and _library_is_fresh(plan, manifest)
+    steps = _stale_steps(plan, manifest, ContentHashes())
+    reasons = [f"{name}: {reason}" for name, reason in steps.items()]
+    if not reasons and not _library_is_fresh(plan, manifest):
+        reasons = [f"{plan.library.name}: not linked, damaged, or to be linked otherwise"]
+    return reasons
 
 
 def _stale_steps(plan: ModulePlan, manifest: Manifest, hashes: ContentHashes) -> dict[str, str]:

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What lies in the cache of compiled modules, and removing some of it.
+
+The cache is ``<base>/.cache/flashinfer/<version>/<architectures>/cached_ops/<module>/``. Only folders of that form are
+listed and removed. A link in the place of one, or of one above it, is left alone, and so is what it leads to.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+OURS = ("fused_moe_120", "gemm_mxfp4_sm12x")
+"""The modules of this fork: these, and those whose names start so; but for upstream's own."""
+
+UPSTREAMS = ("fused_moe_120_upstream",)
+
+
+@dataclass(frozen=True)
+class CachedModule:
+    """One module in the cache.
+
+    Attributes:
+        name: The module's name.
+        target: Version and architectures that it was built for, the two folders above ``cached_ops``.
+        folder: Its folder.
+        bytes: Of all files in it; links count as nothing.
+        built: When its library was made, seconds since the epoch; of a module without one, when its folder changed.
+        complete: Whether its library is there. Whether that is fresh is for ``sm12x-doctor`` and ``sm12x-build``.
+    """
+
+    name: str
+    target: str
+    folder: Path
+    bytes: int
+    built: float
+    complete: bool
+
+    @property
+    def ours(self) -> bool:
+        return self.name.startswith(OURS) and self.name not in UPSTREAMS
+
+
+def cached_modules(cache: Path) -> list[CachedModule]:
+    """The modules in a cache, of all versions and architectures.
+
+    Args:
+        cache: ``<base>/.cache/flashinfer``.
+    """
+    found = []
+    for version in _folders(cache):
+        for architectures in _folders(version):
+            operators = architectures / "cached_ops"
+            if operators.is_symlink():
+                continue
+            target = f"{version.name}/{architectures.name}"
+            found += [_module(folder, target) for folder in _folders(operators) if folder.name != "tmp"]
+    return found
+
+
+def _folders(parent: Path) -> list[Path]:
+    try:
+        return sorted(Path(entry.path) for entry in os.scandir(parent) if entry.is_dir(follow_symlinks=False))
+    except OSError:
+        return []
+
+
+def _module(folder: Path, target: str) -> CachedModule:
+    library = folder / f"{folder.name}.so"
+    complete = library.is_file()
+    built = (library if complete else folder).stat().st_mtime
+    return CachedModule(folder.name, target, folder, sum(_sizes(folder)), built, complete)
+
+
+def _sizes(folder: Path) -> Iterator[int]:
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            try:
+                state = os.lstat(os.path.join(parent, name))
+            except OSError:
+                continue
+            if not os.path.islink(os.path.join(parent, name)):
+                yield state.st_size
+
+
+def chosen(
+    modules: list[CachedModule], name: str | None, older_than_days: float | None, now: float | None = None
+) -> list[CachedModule]:
+    """Those that ``clear`` removes.
+
+    Args:
+        modules: What there is.
+        name: Only modules of this name; this fork's when omitted.
+        older_than_days: Only what was built longer ago than that.
+        now: Seconds since the epoch; the present when omitted.
+
+    Raises:
+        ValueError: there is no module of that name; the message lists those that there are.
+    """
+    if name is not None and name not in {module.name for module in modules}:
+        there = ", ".join(sorted({module.name for module in modules})) or "none"
+        raise ValueError(f"the cache has no module {name!r}; it has: {there}")
+    limit = float("inf") if older_than_days is None else (time.time() if now is None else now) - older_than_days * 86400
+    return [m for m in modules if (m.ours if name is None else m.name == name) and m.built < limit]
+
+
+def remove(module: CachedModule) -> None:
+    """Remove a module's folder, under its lock.
+
+    Raises:
+        BlockingIOError: it is being built.
+        OSError: it cannot be removed.
+    """
+    locks = module.folder.parent / "tmp"
+    locks.mkdir(mode=0o755, exist_ok=True)
+    try:
+        with FileLock(locks / f"{module.name}.lock", timeout=0):
+            shutil.rmtree(module.folder)
+    except Timeout:
+        raise BlockingIOError(f"{module.folder} is being built") from None
