@@ -161,7 +161,8 @@ def sm12x_cache_list_cmd() -> None:
     rows = [
         (m.name, m.target, f"{m.bytes / (1 << 20):.1f}", _when(m.built), "yes" if m.complete else "no") for m in found
     ]
-    click.echo(tabulate(rows, headers=["module", "built for", "MiB", "built", "library"], tablefmt="github"))
+    headers = ["module", "built for", "MiB", "built", "library"]
+    click.echo(tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True))
     click.echo(f"{len(rows)} modules in {_upstream.FLASHINFER_CACHE_DIR}")
 
 

@@ -114,8 +114,7 @@ def remove(module: CachedModule) -> None:
     """Remove a module's folder, under its lock.
 
     Raises:
-        BlockingIOError: it is being built.
-        OSError: it cannot be removed.
+        OSError: it is being built, or cannot be removed.
     """
     locks = module.folder.parent / "tmp"
     locks.mkdir(mode=0o755, exist_ok=True)
@@ -123,4 +122,6 @@ def remove(module: CachedModule) -> None:
         with FileLock(locks / f"{module.name}.lock", timeout=0):
             shutil.rmtree(module.folder)
     except Timeout:
-        raise BlockingIOError(f"{module.folder} is being built") from None
+        raise BlockingIOError("it is being built") from None
+    except NotImplementedError:
+        raise OSError("the file system knows no locks, so it may be in use; rm -r removes it all the same") from None

@@ -117,7 +117,8 @@ def _signal_name(number: int) -> str:
 def ask_all(limit: float) -> dict[str, dict[str, Any]]:
     """The answers to all questions, asked at once."""
     with ThreadPoolExecutor(len(QUESTIONS)) as pool:
-        return dict(zip(QUESTIONS, pool.map(lambda question: ask(question, limit), QUESTIONS)))
+        answers = {question: pool.submit(ask, question, limit) for question in QUESTIONS}
+        return {question: answer.result() for question, answer in answers.items()}
 
 
 # --- checking ---------------------------------------------------------------------------------------------------------
@@ -415,7 +416,9 @@ def check_disk(a: Answers) -> Outcome:
 def check_modules(a: Answers) -> Outcome:
     """What is built, and whether it is fresh."""
     build = f"{_CLI} sm12x-build"
-    found = {name.removeprefix("module "): fact for name, fact in a.facts["modules"].items() if name.startswith("module ")}
+    found = {
+        name.removeprefix("module "): fact for name, fact in a.facts["modules"].items() if name.startswith("module ")
+    }
     if not found:
         if error := a.get("modules", "error"):
             return "warn", f"it cannot be told whether they are fresh: {error}", "see 'compiler' and 'architectures'"
@@ -492,7 +495,9 @@ def check_vllm(a: Answers) -> Outcome:
     if not there:
         return "ok", f"not installed here; the fork is made for {VLLM_VERSION}"
     if version != VLLM_VERSION:
-        text = f"vLLM {version or 'of an unknown version'}; the fork is made for {VLLM_VERSION}, what follows may differ"
+        text = (
+            f"vLLM {version or 'of an unknown version'}; the fork is made for {VLLM_VERSION}, what follows may differ"
+        )
         return "warn", text, f"{_PIP} install vllm=={VLLM_VERSION}"
     return "ok", f"vLLM {version}"
 
@@ -520,7 +525,9 @@ def check_vllm_flashinfer(a: Answers) -> Outcome:
         toolkit = a.get("compiler", "nvcc")
         home = Path(toolkit).parent.parent if toolkit else "<the toolkit>"
         why = f"vLLM finds no {' and no '.join(lacks)}, and no flashinfer-cubin" if lacks else "flashinfer is not found"
-        remedy = f'export CUDA_HOME={home} PATH="{Path(sys.prefix, "bin")}:$PATH"' if lacks else "see the check 'import'"
+        remedy = (
+            f'export CUDA_HOME={home} PATH="{Path(sys.prefix, "bin")}:$PATH"' if lacks else "see the check 'import'"
+        )
         return "fail", f"{text}: {why}, and does without FlashInfer", remedy
     return "fail", f"{text}: the flashinfer that it imports lacks functions", "see 'import' and 'pythonpath'"
 
@@ -553,7 +560,11 @@ def check_vllm_moe(a: Answers) -> Outcome:
         return "warn", "upstream's kernels: FLASHINFER_SM12X_MOE=0", "unset FLASHINFER_SM12X_MOE"
     if a.plugin():
         return "ok", "this fork's, without any option"
-    return "warn", "Marlin, unless asked: FLASHINFER_CUTLASS_MXFP4_MXFP8 is this fork's", f"vllm serve ... {VLLM_OPTIONS}"
+    return (
+        "warn",
+        "Marlin, unless asked: FLASHINFER_CUTLASS_MXFP4_MXFP8 is this fork's",
+        f"vllm serve ... {VLLM_OPTIONS}",
+    )
 
 
 @_with_vllm

@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from layer_toys import REPO
@@ -60,11 +61,17 @@ def test_pages_can_be_read_in_one_sitting() -> None:
 def test_each_command_of_the_cli_exists_with_its_options() -> None:
     from flashinfer.__main__ import _group
 
-    for page, (_, _, _, name, *arguments) in commands("python -m flashinfer"):
-        assert name in _group.commands, f"{page.name}: python -m flashinfer {name}"
-        options = {option for parameter in _group.commands[name].params for option in parameter.opts}
-        unknown = {word for word in arguments if word.startswith("--")} - options
-        assert not unknown, f"{page.name}: {name} has no {unknown}"
+    for page, (_, _, _, *words) in commands("python -m flashinfer"):
+        command: Any = _group
+        while words and not words[0].startswith("--"):
+            name = words.pop(0)
+            if not hasattr(command, "commands"):
+                break
+            assert name in command.commands, f"{page.name}: python -m flashinfer ... {name}"
+            command = command.commands[name]
+        options = {option for parameter in command.params for option in parameter.opts}
+        unknown = {word for word in words if word.startswith("--")} - options
+        assert not unknown, f"{page.name}: {command.name} has no {unknown}"
 
 
 def test_each_target_of_make_exists() -> None:
