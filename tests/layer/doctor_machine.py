@@ -15,7 +15,7 @@ from typing import Any
 
 from layer_toys import REPO, UPSTREAM, WHEEL_FILES, write_tree, write_wheel
 
-DOCTOR = REPO / "flashinfer" / "sm12x_doctor.py"
+DOCTOR = REPO / "flashinfer" / "sm12x_doctor"
 GB10 = "NVIDIA GB10, 12.1, 580.95.05"
 RTX = "NVIDIA GeForce RTX 5090, 12.0, 580.95.05"
 

@@ -17,7 +17,7 @@ from doctor_machine import REPO, RTX, UPSTREAM, Machine, make_environment
 from layer_toys import FORK_FILES, OURS, write_fork, write_tree, write_wheel
 
 from flashinfer import sm12x_doctor as doctor
-from flashinfer import sm12x_questions as questions
+from flashinfer.sm12x_doctor import asking
 
 OPTIONS = "--moe-backend flashinfer_cutlass --quantization-config.moe.activation mxfp8"
 
@@ -121,17 +121,17 @@ def jit_cache(m: Machine) -> None:
     m.package("flashinfer-jit-cache", f"{UPSTREAM}+cu130")
 
 
-@planted("compiler", "fail", "holds no bin/nvcc", "requirements-cuda.txt")
+@planted("compiler", "fail", "holds no bin/nvcc", 'install "nvidia-cuda-nvcc==13.0.*"')
 def cuda_home_that_points_at_nothing(m: Machine) -> None:
     m.variables["CUDA_HOME"] = str(m.root / "none")
 
 
-@planted("compiler", "fail", "CUDA 12.4", "requirements-cuda.txt")
+@planted("compiler", "fail", "CUDA 12.4", 'install "nvidia-cuda-nvcc==13.0.*"')
 def old_compiler(m: Machine) -> None:
     m.program("toolkit/bin/nvcc", "echo 'Cuda compilation tools, release 12.4, V12.4.1'")
 
 
-@planted("compiler", "fail", "names no CUDA release", "requirements-cuda.txt")
+@planted("compiler", "fail", "names no CUDA release", 'install "nvidia-cuda-nvcc==13.0.*"')
 def compiler_that_is_none(m: Machine) -> None:
     m.program("toolkit/bin/nvcc", "echo hello")
 
@@ -171,6 +171,11 @@ def old_driver(m: Machine) -> None:
 @planted("torch", "fail", "without CUDA", "pip install vllm==0.33.0")
 def torch_without_cuda(m: Machine) -> None:
     m.torch(None, [])
+
+
+@planted("torch", "fail", "torch is not installed", "pip install vllm==0.33.0")
+def no_torch(m: Machine) -> None:
+    shutil.rmtree(m.root / "site" / "torch")
 
 
 @planted("torch", "fail", "sees no GPU, the driver does", "CUDA_VISIBLE_DEVICES")
@@ -248,7 +253,7 @@ def vllm_with_half_a_flashinfer(m: Machine) -> None:
     m.vllm(has_flashinfer_moe=False, has_flashinfer_cutlass_fused_moe=False)
 
 
-@planted("vllm-plugin", "warn", "no entry point", f"pip install {REPO}; or pass {OPTIONS}")
+@planted("vllm-plugin", "warn", "no entry point", f"export PYTHONPATH={REPO}; or pass {OPTIONS}")
 def no_plugin(m: Machine) -> None:
     m.without_package("flashinfer-sm12x")
 
@@ -355,7 +360,7 @@ def test_json_keeps_its_form(machine: Machine) -> None:
     data = machine.diagnose().data
     assert list(data) == ["format", "fork", "upstream", "findings", "facts"]
     assert (data["format"], data["upstream"]) == (1, UPSTREAM)
-    assert set(data["facts"]) == set(doctor.QUESTIONS)
+    assert set(data["facts"]) == set(asking.QUESTIONS)
     for finding in data["findings"]:
         assert {key: type(value) for key, value in finding.items()} == dict.fromkeys(
             ["check", "state", "found", "remedy"], str
@@ -369,12 +374,6 @@ def test_json_keeps_its_form(machine: Machine) -> None:
             "switches probe vllm vllm-flashinfer vllm-plugin vllm-moe vllm-linear vllm-attention vllm-graphs"
         ).split()
     )
-
-
-def test_doctor_and_questions_agree() -> None:
-    """Both run as files, so neither imports the other."""
-    assert tuple(questions.QUESTIONS) == doctor.QUESTIONS
-    assert questions.MARK == doctor._MARK
 
 
 def test_without_vllm_nothing_is_said_of_its_choices(machine: Machine) -> None:
@@ -401,7 +400,7 @@ def test_the_table_fits_its_width_and_counts(machine: Machine) -> None:
 
 
 def findings(environ: dict[str, str] | None = None, **facts: dict[str, Any]) -> dict[str, doctor.Finding]:
-    answers = doctor.Answers({question: facts.get(question, {}) for question in doctor.QUESTIONS}, environ or {})
+    answers = asking.Answers({question: facts.get(question, {}) for question in asking.QUESTIONS}, environ or {})
     return {finding.check: finding for finding in doctor.diagnose(answers)}
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``sm12x_doctor`` asks of the machine, each question in a process of its own, since each may hang or crash.
+"""What the doctor asks of the machine, each question in a process of its own, since each may hang or crash.
 
-Run as a file, ``python sm12x_questions.py QUESTION``. Each fact is one line of JSON, written as soon as it is known, so
+Run as a file, ``python questions.py QUESTION``. Each fact is one line of JSON, written as soon as it is known, so
 that what was found before a crash is not lost. Nothing of FlashInfer is imported but by the questions that are about it.
 """
 
@@ -40,7 +40,7 @@ VLLM_QUESTIONS = (
 )
 """Of ``vllm.utils.flashinfer``; the last one asks a server."""
 
-_TREE = Path(__file__).resolve().parent
+_PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def tell(**facts: Any) -> None:
@@ -85,6 +85,7 @@ def ask_import() -> None:
 def ask_compiler() -> None:
     """The CUDA toolkit that the build takes."""
     toolchain = _by_file("jit/sm12x/toolchain.py")
+    tell(pip=toolchain.PIP_COMMAND)
     try:
         toolkit = toolchain.discover()
         tell(nvcc=toolkit.nvcc, origin=toolkit.origin, version=str(toolkit.version))
@@ -198,7 +199,7 @@ def ask_vllm() -> None:
 def _by_file(relative: str) -> Any:
     """A module of this tree that needs nothing else of it, whichever flashinfer is the one that is imported."""
     name = Path(relative).stem
-    spec = importlib.util.spec_from_file_location(f"_sm12x_{name}", _TREE / relative)
+    spec = importlib.util.spec_from_file_location(f"_sm12x_{name}", _PACKAGE / relative)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -215,8 +216,8 @@ def _first_line(program: str) -> str:
 QUESTIONS = {name.removeprefix("ask_"): value for name, value in list(globals().items()) if name.startswith("ask_")}
 
 if __name__ == "__main__":
-    # This file's folder, which Python puts first, holds modules of a package: no program sees them at the top.
-    if sys.path and Path(sys.path[0]).resolve() == _TREE:
+    # This file's folder, which Python puts first: no other program has it there.
+    if sys.path and Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
         del sys.path[0]
     try:
         QUESTIONS[sys.argv[1]]()
