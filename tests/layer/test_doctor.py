@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -374,6 +375,18 @@ def test_json_keeps_its_form(machine: Machine) -> None:
             "switches probe vllm vllm-flashinfer vllm-plugin vllm-moe vllm-linear vllm-attention vllm-graphs"
         ).split()
     )
+
+
+def test_the_page_has_each_check_and_no_other() -> None:
+    page = (REPO / "docs" / "doctor.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^(?:ok|warn|fail|unknown) +([\w-]+)", page, re.MULTILINE)
+    explained = re.findall(r"`([\w-]+)`", "".join(re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)))
+    planted = re.findall(r"^\| (?:warn|fail) `([\w-]+)`", page, re.MULTILINE)
+    # Without a GPU there is no driver to tell the version of.
+    assert shown == [check for check in doctor.CHECKS if check != "driver"]
+    assert explained == list(doctor.CHECKS)
+    assert len(planted) >= 10
+    assert set(planted) <= set(doctor.CHECKS)
 
 
 def test_without_vllm_nothing_is_said_of_its_choices(machine: Machine) -> None:
