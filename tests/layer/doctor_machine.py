@@ -19,6 +19,8 @@ DOCTOR = REPO / "flashinfer" / "sm12x_doctor"
 GB10 = "NVIDIA GB10, 12.1, 580.95.05"
 RTX = "NVIDIA GeForce RTX 5090, 12.0, 580.95.05"
 
+Result = subprocess.CompletedProcess[str]
+
 VLLM_ANSWERS = {
     "has_flashinfer_cubin": False,
     "has_flashinfer": True,
@@ -109,10 +111,12 @@ cuda = N(is_available=lambda: bool(GPUS), device_count=lambda: len(GPUS),
         self.without_package("vllm")
         self.package("vllm", version)
 
-    def doctor(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+    def doctor(self, *arguments: str, how: tuple[str, ...] = (str(DOCTOR),), cwd: Path | None = None) -> Result:
         environment = {**self.variables, "PYTHONPATH": ":".join(map(str, self.path))}
-        command = [str(self.python), str(DOCTOR), *arguments]
-        return subprocess.run(command, env=environment, cwd=self.root, capture_output=True, text=True, timeout=300)
+        command = [str(self.python), *how, *arguments]
+        return subprocess.run(
+            command, env=environment, cwd=cwd or self.root, capture_output=True, text=True, timeout=300
+        )
 
     def diagnose(self, timeout: float = 60) -> Diagnosis:
         started = time.monotonic()

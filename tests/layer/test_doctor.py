@@ -293,6 +293,17 @@ def test_a_planted_misconfiguration_is_named_with_its_remedy(machine: Machine, n
     assert diagnosis.status == int("fail" in diagnosis.states().values())
 
 
+def test_a_fork_that_only_the_working_directory_gives_is_not_what_a_server_imports(machine: Machine) -> None:
+    """``python -m`` looks there; ``vllm serve`` does not. And the command runs without upstream's, which toys lack."""
+    machine.path.remove(REPO)
+    result = machine.doctor("--json", how=("-m", "flashinfer", "sm12x-doctor"), cwd=REPO)
+    assert result.returncode == 1, result.stderr
+    finding = json.loads(result.stdout)["findings"][0]
+    assert (finding["check"], finding["state"]) == ("import", "fail")
+    assert finding["found"].startswith(f"the plain wheel in {machine.wheel}")
+    assert finding["remedy"].startswith(f"export PYTHONPATH={REPO}")
+
+
 # --- whatever the machine does ----------------------------------------------------------------------------------------
 
 HOSTILE = {
