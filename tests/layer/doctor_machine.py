@@ -91,6 +91,14 @@ class Machine:
         for info in (self.root / "site").glob(f"{name.replace('-', '_')}-*.dist-info"):
             shutil.rmtree(info)
 
+    def without_plugin(self) -> None:
+        """Neither installed nor, as in a checkout, beside the fork's package."""
+        self.without_package("flashinfer-sm12x")
+        bare = self.root / "bare"
+        bare.mkdir()
+        (bare / "flashinfer").symlink_to(REPO / "flashinfer")
+        self.path[0] = bare
+
     def torch(self, cuda: str | None, gpus: list[tuple[str, tuple[int, int]]]) -> None:
         code = f"""
 from types import SimpleNamespace as N

@@ -256,7 +256,7 @@ def vllm_with_half_a_flashinfer(m: Machine) -> None:
 
 @planted("vllm-plugin", "warn", "no entry point", f"export PYTHONPATH={REPO}; or pass {OPTIONS}")
 def no_plugin(m: Machine) -> None:
-    m.without_package("flashinfer-sm12x")
+    m.without_plugin()
 
 
 @planted("vllm-plugin", "warn", "VLLM_PLUGINS=other", "unset VLLM_PLUGINS")
@@ -266,18 +266,18 @@ def plugin_not_listed(m: Machine) -> None:
 
 @planted("vllm-moe", "warn", "Marlin, unless asked", f"vllm serve ... {OPTIONS}")
 def moe_without_plugin(m: Machine) -> None:
-    m.without_package("flashinfer-sm12x")
+    m.without_plugin()
 
 
 @planted("vllm-attention", "warn", "TRITON_ATTN", f'pip install "flashinfer-cubin=={UPSTREAM}"')
 def offline_without_cubins(m: Machine) -> None:
-    m.without_package("flashinfer-sm12x")
+    m.without_plugin()
     m.vllm(has_nvidia_artifactory=False)
 
 
 @planted("vllm-graphs", "warn", "one of 5 computes 8 tokens", "--cudagraph-capture-sizes 1 2 3 4 5 6 7 8")
 def graph_sizes(m: Machine) -> None:
-    m.without_package("flashinfer-sm12x")
+    m.without_plugin()
 
 
 @pytest.mark.parametrize("name", PLANTED)
@@ -358,7 +358,7 @@ def test_what_a_question_found_before_it_crashed_is_kept(machine: Machine) -> No
     machine.vllm(has_nvidia_artifactory=True)
     file = machine.root / "site" / "vllm" / "utils" / "flashinfer.py"
     file.write_text(file.read_text() + "\ndef has_nvidia_artifactory():\n    import os\n    os.abort()\n")
-    machine.without_package("flashinfer-sm12x")
+    machine.without_plugin()
     found = machine.diagnose()
     assert found["vllm-flashinfer"][0] == "ok"
     assert found["vllm-attention"][0] == "unknown"
