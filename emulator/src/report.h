@@ -17,6 +17,8 @@ enum class ReportKind : uint8_t {
   kDeadlock,         // every live warp of a block waits
   kStepLimit,        // the launch ran longer than its bound
   kMissingFence,     // generic-proxy write read or overwritten by the async proxy without a proxy fence
+  kMissingWait,      // memory of a bulk copy in flight, touched with no wait for it in between
+  kMissingArrivalFence,  // an arrival with no fence before it, which GB10 needs
   kMissingGridWait,  // what the grid before may still write or read, touched before griddepcontrol.wait
   kRace,             // two warps touched a byte, one of them writing, nothing ordering them
   kTrap,             // the program executed trap

@@ -24,8 +24,9 @@ class Watch(enum.IntFlag):
         4  # generic writes that the async proxy reads or overwrites without a fence; grids that overlap without a wait
     )
     DISTINCT = 8  # count distinct global sectors
+    ARRIVALS = 16  # arrivals and releases without the fence that GB10 needs before them; the PTX ISA asks for none
     DEFAULT = UNINITIALIZED | FENCES | DISTINCT
-    ALL = UNINITIALIZED | RACES | FENCES | DISTINCT
+    ALL = UNINITIALIZED | RACES | FENCES | DISTINCT  # that the PTX ISA gives reason for: without ARRIVALS
 
 
 class _LaunchStruct(ctypes.Structure):

@@ -161,11 +161,46 @@ void Block::issue(PendingCopy copy) {
   copy.fenced = fenced;
   copy.step = w.steps;
   if (order) order->release(copy.warp, 1u << copy.lane, copy.clock.threads);
-  if (!copy.to_shared || copy.shared_to_shared) {
-    tma::Descriptor d;
-    for (const Piece& p : pieces(w, copy, &d)) {
+  const bool bulk = copy.kind == PendingCopy::Kind::kBulk || copy.kind == PendingCopy::Kind::kTensor;
+  const bool watched = bulk && (launch->config->watch & kWatchFences);
+  if (watched && !async) async = std::make_unique<AsyncWatch>(shared.size);
+  const bool reads = !copy.to_shared || copy.shared_to_shared;
+  std::vector<Piece> parts;
+  tma::Descriptor d;
+  if (reads || watched) parts = pieces(w, copy, &d);
+  if (reads) {
+    uint32_t begin = ~0u, end = 0;
+    for (const Piece& p : parts) {
       check_shared(w, copy, p.shared, p.bytes);
       check_source(w, copy, p.shared, p.bytes);
+      begin = std::min(begin, p.shared);
+      end = std::max(end, p.shared + p.bytes);
+    }
+    if (watched && !copy.shared_to_shared && begin < end) async->read(copy, begin, end);
+  }
+  if (watched && copy.to_shared) {
+    std::vector<std::pair<uint32_t, uint32_t>> ranges;
+    for (const Piece& p : parts) {
+      const uint32_t to = copy.shared_to_shared ? copy.shared_target : p.shared;
+      if (to <= shared.size && p.bytes <= shared.size - to) ranges.push_back({to, p.bytes});  // else: when it lands
+    }
+    async->fill(w, copy, ranges);
+  }
+  if (GlobalAsync* global = watched && !copy.shared_to_shared ? launch->global_async.get() : nullptr) {
+    const uint32_t number = copy.to_shared ? 0 : global->begin_store(w, copy);
+    for (const Piece& p : parts) {
+      if (p.fill) continue;
+      if (copy.to_shared) global->bulk_load(w, copy, p.global, p.bytes);
+      else global->bulk_store(w, number, p.global, p.bytes);
+    }
+  }
+  if (watched && copy.has_barrier) {
+    const MBarrier& b = mbarrier_used(w, *copy.inst, copy.lane, copy.barrier);
+    if (fenced.t[b.init_warp] < b.init_clock && published.t[b.init_warp] < b.init_clock) {
+      w.report(ReportKind::kMissingFence, *copy.inst, copy.lane,
+               "the async proxy is to signal an mbarrier that warp " + std::to_string(b.init_warp) +
+                   " initialized, with no fence.mbarrier_init or fence.proxy.async in between",
+               "shared", copy.barrier);
     }
   }
   ++w.clock.t[w.id];
@@ -226,6 +261,7 @@ void Block::finish(const PendingCopy& c) {
       check_shared(w, c, c.shared_target, p.bytes);
       std::memmove(base + c.shared_target, base + p.shared, p.bytes);
       note_async_write(w, c, c.shared_target, p.bytes);
+      if (async) async->landed(mbarrier(w, *c.inst, c.lane, c.barrier), c.shared_target, p.bytes);
     } else if (c.to_shared) {
       if (p.fill) {
         tma::fill(d, base + p.shared, p.bytes);
@@ -236,6 +272,7 @@ void Block::finish(const PendingCopy& c) {
         counters.async_load_bytes += p.bytes;
       }
       note_async_write(w, c, p.shared, p.bytes);
+      if (async) async->landed(mbarrier(w, *c.inst, c.lane, c.barrier), p.shared, p.bytes);
     } else {
       const Region& r = check_global(w, c, p.global, p.bytes, true);
       uint8_t* to = reinterpret_cast<uint8_t*>(p.global);

@@ -38,12 +38,16 @@ void Block::start(Launch* l, uint64_t index, GridAccesses* shares) {
   counters = Counters();
   counters.blocks = 1;
   cache = RegionCache();
-  fenced = Clock();
+  fenced = published = Clock();
+  async.reset();
+  known = KnownBlocks();
+  open_stores.clear();
   accesses = shares;
   watches_grids = accesses || l->in_flight;
   triggered = false;
   std::fill_n(grid_waits, kMaxWarps, 0u);
   sync_variables.clear();
+  unfenced_signals.clear();
   effects = effects_seen = idle_steps = 0;
   fruitless = 0;
   rng = index;
@@ -144,8 +148,17 @@ void Block::check_barrier_release(int barrier) {
   if (b.arrived == 0) return;
   const uint32_t expected = b.all ? live_threads_rounded() : b.expected;
   if (b.arrived < expected) return;
+  // The waiting threads are restarted now and the barrier can be used again, by other warps too (9.7.13.1).
+  for (Warp& w : warps) {
+    for (Fragment& f : w.fragments) {
+      if (!f.at_barrier || f.barrier != barrier) continue;
+      f.at_barrier = false;
+      f.past_barrier = true;
+      f.barrier_result = b.reduction;
+      w.acquire(b.arriving, f.mask);  // all live lanes of the warp take part, each in one of its fragments
+    }
+  }
   b.arrived = 0;
-  b.result = b.reduction;
   b.completed = b.arriving;
   b.arriving = Clock();
   ++b.generation;

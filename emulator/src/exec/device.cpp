@@ -392,6 +392,13 @@ LaunchResult Device::launch(LoadedModule* module, int kernel, const LaunchConfig
     l.accesses->kernel = info.name;
   }
 
+  if (config.watch & kWatchFences) {
+    uint32_t forms = 0;
+    for (const Inst& in : code.insts) forms |= in.cls == OpClass::kAsyncCopy ? in.form : 0;
+    if (forms & (kBulkLoad | kBulkStore))
+      l.global_async = std::make_unique<GlobalAsync>((forms & kBulkLoad) != 0, (forms & kBulkStore) != 0);
+  }
+
   if (config.weak_memory) l.weak = std::make_unique<WeakMemory>(config.weak_memory, total);
   const size_t workers =
       l.weak ? 1 : static_cast<size_t>(std::min<uint64_t>(static_cast<uint64_t>(impl_->threads), total));

@@ -14,6 +14,9 @@
 #include <vector>
 
 #include "device.h"
+#include "exec/arrival_watch.h"
+#include "exec/async_watch.h"
+#include "exec/global_async.h"
 #include "exec/grid_order.h"
 #include "exec/memory.h"
 #include "exec/race_watch.h"
@@ -39,6 +42,9 @@ struct Operand {
   bool negated = false;
   bool sink = false;   // '_'
 };
+
+/// `Inst::form` of bulk copies between global and shared memory, and of no other asynchronous copies.
+inline constexpr uint32_t kBulkLoad = 1u << 30, kBulkStore = 1u << 31;
 
 struct Inst {
   Handler fn = nullptr;
@@ -129,6 +135,9 @@ struct Stop {
   LaunchStatus status;
 };
 
+/// Signals on an address that may have needed a fence: by which block, or warp, and what to say once another one looks.
+using UnfencedSignals = std::unordered_map<uint64_t, std::pair<uint64_t, Report>>;
+
 // --- one launch -------------------------------------------------------------------------------------------------
 struct Launch {
   const Code* code = nullptr;
@@ -157,6 +166,10 @@ struct Launch {
   std::mutex mutex;  // guards the rest
   LaunchResult result;
   std::map<std::pair<int, uint32_t>, int> seen;  // (kind, line) -> reports of it
+  UnfencedSignals unfenced_signals;  // global addresses
+  std::unique_ptr<GlobalAsync> global_async;  // null: no bulk copies in the kernel, or not watched
+  /// Keeps a report, unless it is one too many. The mutex is held.
+  void file(Report report);
 };
 
 /// Where lanes that diverged meet again: the immediate post-dominator of the branch they split at.
@@ -176,10 +189,12 @@ struct Fragment {
   bool blocked = false;  // the instruction at pc has to be tried again
   bool timed_out = false;  // a potentially blocking wait must give up now
   bool may_time_out = false;  // ... and is one that can
-  bool at_barrier = false;  // has arrived at a named barrier
+  bool at_barrier = false;  // its warp has arrived at this named barrier, which is not complete yet
+  bool past_barrier = false;  // ... and is now: only the result is left to be taken
   uint8_t barrier = 0;
-  uint64_t generation = 0;  // of that barrier at arrival
-  uint32_t members = 0;  // lanes that a .sync form with a member mask still waits for
+  uint32_t barrier_result = 0;
+  uint64_t gathers = 0;  // blocked until the lanes are there that gather under the same key; 0: not by that
+  uint32_t members = 0;  // lanes that a form which need not be aligned still waits for
   const char* waiting_for = "";
   uint64_t waiting_address = 0;
 };
@@ -209,6 +224,7 @@ struct Warp {
   uint32_t cp_groups[32] = {};
   uint32_t bulk_groups[32] = {};
   Clock clock;  // by warps; by threads: Block::order
+  std::unique_ptr<ArrivalWatch> arrivals;  // null: not watched
 
   Fragment& frag() { return fragments[current]; }
 
@@ -247,11 +263,22 @@ struct Warp {
   void exit_lanes(uint32_t mask);
   /// The current instruction cannot finish now; it is tried again when the warp is scheduled next.
   void wait(const char* what, uint64_t address = 0, bool may_time_out = false);
-  /// For .sync forms: makes `mask` hold all lanes of `needed`, taking in fragments that wait at the same
-  /// instruction; false if they are not all there yet (the fragment then waits).
-  bool gather(const Inst& in, uint32_t* mask, uint32_t needed, bool aligned = false);
-  /// For .aligned forms: all live lanes of the warp.
-  bool converge(const Inst& in, uint32_t* mask) { return gather(in, mask, live, true); }
+  /// For .sync forms: true once all live lanes of `needed` wait under the same key; `mask` then holds them all, and
+  /// the fragments with the same way ahead as this one are part of it. Until then the fragment waits.
+  bool assemble(uint32_t* mask, uint32_t needed, uint64_t key, bool aligned);
+  /// ... and all of them go on behind the instruction.
+  bool gather(uint32_t* mask, uint32_t needed, uint64_t key, bool aligned = false);
+  /// For .aligned forms: all live lanes of the warp, at this instruction.
+  bool converge(const Inst&, uint32_t* mask) { return gather(mask, live, here(), true); }
+  /// The key of the current instruction.
+  uint64_t here() const { return fragments[current].pc; }
+  /// Parts the current fragment at the current instruction by the lanes' values there; each part tries it again.
+  void part_by(const uint32_t* values, uint32_t mask);
+  /// The lanes of a fragment that its next instruction is for.
+  uint32_t active(const Fragment& f) const {
+    const Inst& in = code[f.pc];
+    return in.guard < 0 ? f.mask : f.mask & (in.guard_negated ? ~preds[in.guard] : preds[in.guard]);
+  }
   /// What these lanes did so far, and what is ordered before that, goes into `into`.
   void release(Clock& into, uint32_t mask);
   /// ... and is ordered before what these lanes do from now on.
@@ -259,9 +286,20 @@ struct Warp {
 
   void report(ReportKind kind, const Inst& in, int lane, const std::string& text, const char* space = "",
               uint64_t address = 0);
+  Report make_report(ReportKind kind, const Inst& in, int lane, const std::string& text, const char* space,
+                     uint64_t address) const;
   [[noreturn]] void fail(ReportKind kind, const Inst& in, int lane, const std::string& text, const char* space = "",
                          uint64_t address = 0);
   Counters& counters();
+
+  // --- arrivals, if watched (arrival_watch.h) -------------------------------------------------------------------
+  void check_arrival(const Inst& in, int lane, uint32_t address);
+  /// An atomic or a strong store, about to be done.
+  void check_signal(const Inst& in, int lane, Space space, uint64_t address, bool release, bool block_scope);
+  /// A strong load.
+  void look_at_signal(Space space, uint64_t address);
+  bool unfenced_shared(int lane, bool copies) const;
+  bool unfenced_global(int lane) const;
 
   // --- memory (memory_access.cpp) -------------------------------------------------------------------------------
   /// Host address of `bytes` bytes, after every check that applies. `space` may be kGeneric.
@@ -293,6 +331,13 @@ struct MBarrier {
   uint64_t phase = 0;  // completed phases
   Clock arriving;  // what the arrivals of the current phase released
   Clock completed;  // ... and those of the last complete one
+  int init_warp = 0;  // who initialized it, at which value of its clock
+  uint32_t init_clock = 0;
+  struct PhaseFill {  // of AsyncWatch: what landed in a phase
+    uint32_t id;
+    uint64_t serial, phase;
+  };
+  std::vector<PhaseFill> fills;
 };
 
 struct NamedBarrier {
@@ -301,7 +346,6 @@ struct NamedBarrier {
   bool all = false;  // expected is "all threads of the block"
   uint64_t generation = 0;
   uint32_t reduction = 0;  // popc, or the and/or so far
-  uint32_t result = 0;
   Clock arriving, completed;
 };
 
@@ -354,10 +398,15 @@ struct Block {
   bool triggered = false;  // has executed griddepcontrol.launch_dependents
   uint32_t grid_waits[kMaxWarps] = {};  // each warp's clock when it executed griddepcontrol.wait; 0: it has not
   Clock fenced;  // generic writes that a proxy fence has made visible to the async proxy
+  Clock published;  // likewise, inits of mbarriers by fence.mbarrier_init
+  KnownBlocks known;
+  std::unordered_map<int, std::vector<uint32_t>> open_stores;  // by thread: of Launch::global_async, not waited for
+  std::unique_ptr<AsyncWatch> async;  // null: no bulk copy so far, or not watched
   std::unordered_map<uint64_t, Clock> sync_variables;  // addresses used by atomics, releases, acquires; global ones
   // if `order` is kept
   std::unique_ptr<ThreadOrder> order;  // null: not kept
   std::unique_ptr<RaceWatch> races;  // null: not watched
+  UnfencedSignals unfenced_signals;  // shared addresses
   uint64_t effects = 0;  // side effects so far: the measure of progress
   uint64_t effects_seen = 0;  // at the last time-out of waits
   uint32_t fruitless = 0;  // time-outs since then
@@ -408,6 +457,8 @@ struct Block {
 
   // --- mbarrier (mbarrier.cpp) ----------------------------------------------------------------------------------
   MBarrier& mbarrier(Warp& w, const Inst& in, int lane, uint32_t address);
+  /// The same for one that this warp is about to use: its initialization must be ordered before that.
+  MBarrier& mbarrier_used(Warp& w, const Inst& in, int lane, uint32_t address);
   void mbarrier_arrive(Warp& w, const Inst& in, int lane, uint32_t address, uint32_t count, bool drop);
   void mbarrier_tx(Warp& w, const Inst& in, int lane, uint32_t address, int64_t delta);
   void mbarrier_complete_if_due(MBarrier& b);

@@ -48,6 +48,13 @@ uint8_t* shared_access(Warp& w, const Inst& in, int lane, uint64_t address, uint
       }
     }
   }
+  if (b.async && !b.async->clear(w.id, a, bytes, kind != Access::kLoad))
+    b.async->check(w, in, lane, a, bytes, kind != Access::kLoad, w.clock);
+  if (w.arrivals) {
+    ArrivalWatch::Steps& what = in.cls == OpClass::kAsyncCopy ? w.arrivals->copied : w.arrivals->touched;
+    // A matrix instruction is the whole warp's, whoever gives the address.
+    w.arrivals->access(what, manner == Manner::kWholeWarp ? ~0u : 1u << lane, w.steps + 1);
+  }
   if (b.races) b.check_race(w, in, lane, a, bytes, kind, manner);
   return m.bytes.data() + a;
 }
@@ -94,6 +101,14 @@ uint8_t* global_access(Warp& w, const Inst& in, int lane, uint64_t address, uint
              address);
     }
     region_mark_written(*r, address, bytes);
+    if (w.arrivals && w.arrivals->signal != w.steps + 1) {
+      w.arrivals->access(w.arrivals->wrote, 1u << lane, w.steps + 1);
+      w.arrivals->last_write = w.clock.t[w.id];
+    }
+  }
+  if (l.global_async) {
+    if (kind != Access::kStore) l.global_async->check_load(w, in, lane, address, bytes);
+    if (kind != Access::kLoad) l.global_async->wrote(w, address, bytes);
   }
   if (count) region_touch(*r, address, bytes);
   if (b.watches_grids)

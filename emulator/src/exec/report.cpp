@@ -15,6 +15,8 @@ const char* to_string(ReportKind kind) {
     case ReportKind::kDeadlock: return "deadlock";
     case ReportKind::kStepLimit: return "step limit";
     case ReportKind::kMissingFence: return "missing proxy fence";
+    case ReportKind::kMissingWait: return "missing wait";
+    case ReportKind::kMissingArrivalFence: return "missing arrival fence";
     case ReportKind::kMissingGridWait: return "missing grid wait";
     case ReportKind::kRace: return "race";
     case ReportKind::kTrap: return "trap";

@@ -87,6 +87,7 @@ void Warp::start(Block* b, int warp_id) {
   std::fill_n(bulk_groups, 32, 0u);
   clock = Clock();
   clock.t[id] = 1;
+  arrivals = l.config->watch & kWatchArrivals ? std::make_unique<ArrivalWatch>() : nullptr;
   for (const Code::SpecialSlot& s : c.specials) write_special(*this, s);
 }
 
@@ -130,6 +131,7 @@ bool Warp::run_fragment(int& budget) {
   bool any = false;
   Counters& n = block->counters;
   fragments[current].blocked = false;
+  fragments[current].gathers = 0;
   changed_ = false;
   bool waited = fragments[current].waiting_for[0] != '\0';
   while (budget > 0) {
@@ -290,37 +292,64 @@ void Warp::wait(const char* what, uint64_t address, bool may_time_out) {
   if (!f.blocked && f.waiting_for != what) ++block->counters.barrier_waits;
   f.blocked = true;
   f.may_time_out = may_time_out;
+  f.gathers = 0;
   f.members = 0;
   f.waiting_for = what;
   f.waiting_address = address;
   --f.pc;
 }
 
-bool Warp::gather(const Inst& in, uint32_t* mask, uint32_t needed, bool aligned) {
+bool Warp::assemble(uint32_t* mask, uint32_t needed, uint64_t key, bool aligned) {
   needed &= live;  // lanes that have exited are not waited for
-  if ((needed & ~*mask) == 0) return true;
-  const uint32_t pc = frag().pc - 1;
+  if ((needed & ~*mask) == 0) {
+    if (arrivals) arrivals->meet(*mask);
+    return true;
+  }
   uint32_t there = *mask;
   for (size_t i = 0; i < fragments.size(); ++i) {
-    const Fragment& f = fragments[i];
-    if (i == current || f.pc != pc || !f.blocked) continue;
-    uint32_t active = f.mask;
-    if (in.guard >= 0) active &= in.guard_negated ? ~preds[in.guard] : preds[in.guard];
-    there |= active;
+    if (i != current && fragments[i].gathers == key) there |= active(fragments[i]);
   }
   if (needed & ~there) {
     wait("other lanes of the warp");
+    frag().gathers = key;
     if (!aligned) frag().members = needed & ~there;
     return false;
   }
-  for (size_t i = 0; i < fragments.size(); ++i) {
-    Fragment& f = fragments[i];
-    if (i == current || f.pc != pc || !f.blocked) continue;
+  *mask = there;
+  if (arrivals) arrivals->meet(there);
+  for (size_t i = fragments.size(); i-- > 0;) {
+    const Fragment f = fragments[i];
+    if (i == current || f.gathers != key || f.pc + 1 != frag().pc || f.meeting != frag().meeting) continue;
+    frag().mask |= f.mask;
+    fragments.erase(fragments.begin() + static_cast<long>(i));
+    if (i < current) --current;
+  }
+  return true;
+}
+
+bool Warp::gather(uint32_t* mask, uint32_t needed, uint64_t key, bool aligned) {
+  if (!assemble(mask, needed, key, aligned)) return false;
+  for (Fragment& f : fragments) {
+    if (f.gathers != key) continue;
     f.blocked = false;
+    f.gathers = 0;
     ++f.pc;
   }
-  *mask = there;
   return true;
+}
+
+void Warp::part_by(const uint32_t* values, uint32_t mask) {
+  const uint32_t next = frag().pc;
+  std::vector<std::pair<uint32_t, uint32_t>> parts;
+  if (frag().mask & ~mask) parts.push_back({frag().mask & ~mask, next});
+  for (uint32_t rest = mask; rest;) {
+    const uint32_t value = values[__builtin_ctz(rest)];
+    uint32_t same = 0;
+    for_lanes(rest, [&](int i) { same |= static_cast<uint32_t>(values[i] == value) << i; });
+    parts.push_back({same, next - 1});
+    rest &= ~same;
+  }
+  split(parts, -1);
 }
 
 bool Warp::part_from_meetings() {
@@ -346,11 +375,9 @@ bool Warp::part_from_meetings() {
   return any;
 }
 
-void Warp::report(ReportKind kind, const Inst& in, int lane, const std::string& text, const char* space,
-                  uint64_t address) {
-  Launch& l = *block->launch;
-  std::lock_guard<std::mutex> lock(l.mutex);
-  if (++l.seen[{static_cast<int>(kind), in.line}] > 1 || l.result.reports.size() >= l.config->max_reports) return;
+Report Warp::make_report(ReportKind kind, const Inst& in, int lane, const std::string& text, const char* space,
+                         uint64_t address) const {
+  const Launch& l = *block->launch;
   Report r;
   r.kind = kind;
   r.kernel = l.code->info.name;
@@ -362,8 +389,23 @@ void Warp::report(ReportKind kind, const Inst& in, int lane, const std::string& 
   r.address = address;
   r.space = space;
   r.text = text;
-  l.result.reports.push_back(std::move(r));
-  if (l.config->stop_at_first_report) throw Stop{LaunchStatus::kFault};
+  return r;
+}
+
+void Launch::file(Report r) {
+  if (++seen[{static_cast<int>(r.kind), static_cast<uint32_t>(r.line)}] > 1) return;
+  if (result.reports.size() >= config->max_reports) return;
+  result.reports.push_back(std::move(r));
+  if (config->stop_at_first_report) throw Stop{LaunchStatus::kFault};
+}
+
+void Warp::report(ReportKind kind, const Inst& in, int lane, const std::string& text, const char* space,
+                  uint64_t address) {
+  Launch& l = *block->launch;
+  const std::lock_guard<std::mutex> lock(l.mutex);
+  const auto found = l.seen.find({static_cast<int>(kind), in.line});
+  if (found != l.seen.end() || l.result.reports.size() >= l.config->max_reports) return;
+  l.file(make_report(kind, in, lane, text, space, address));
 }
 
 void Warp::fail(ReportKind kind, const Inst& in, int lane, const std::string& text, const char* space,

@@ -106,8 +106,9 @@ void cp_async(Form& f) {
             c.lane = i;
             c.inst = &in;
             c.barrier = shared_of(w, in, i, address_of(w, in.op[0], in.imm, i), 8, "the mbarrier");
-            exec::MBarrier& b = w.block->mbarrier(w, in, i, c.barrier);
+            exec::MBarrier& b = w.block->mbarrier_used(w, in, i, c.barrier);
             if (!in.form) ++b.pending;
+            if (w.arrivals) w.check_arrival(in, i, c.barrier);
             w.block->issue(std::move(c));
           });
         },
@@ -245,7 +246,7 @@ void bulk_copy(Form& f, bool reduce) {
                   OpClass::kAsyncCopy);
   }
   if (f.take("wait_group")) {
-    f.take("read");
+    f.inst.imm = f.take("read");
     f.expect(1);
     f.inst.form = static_cast<uint32_t>(f.immediate(0));
     return f.emit(
@@ -255,7 +256,14 @@ void bulk_copy(Form& f, bool reduce) {
             const uint32_t committed = w.bulk_groups[i];
             waits |= committed > in.form && w.block->bulk_pending(w.id, i, committed - in.form);
           });
-          if (waits) w.wait("bulk copies");
+          if (waits) return w.wait("bulk copies");
+          if (!w.block->async) return;
+          for_lanes(m, [&](int i) {
+            if (w.bulk_groups[i] <= in.form) return;
+            const uint32_t group = w.bulk_groups[i] - in.form;
+            w.block->async->waited(w, i, group);
+            if (!in.imm && w.block->launch->global_async) w.block->launch->global_async->waited(w, i, group);
+          });
         },
         OpClass::kAsyncCopy);
   }
@@ -332,6 +340,7 @@ void bulk_copy(Form& f, bool reduce) {
     b.byte_mask = f.in(n++, Type::kB16);
   }
   f.expect(n);
+  f.inst.form = b.from_shared || b.prefetch ? 0 : b.to_shared ? exec::kBulkLoad : exec::kBulkStore;
   f.inst.ext = f.keep(b);
   f.emit(&bulk_run, OpClass::kAsyncCopy);
 }

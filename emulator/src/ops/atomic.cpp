@@ -103,6 +103,7 @@ void atomic_run(Warp& w, const Inst& in, uint32_t mask) {
   for_lanes(mask, [&](int i) {
     const uint64_t address = effective(w, in, base, i);
     addresses[i] = address;
+    if (w.arrivals) w.check_signal(in, i, a.space, address, a.write.ordering, a.write.block);
     uint8_t* p = w.access(in, i, a.space, address, a.bytes * a.count, Access::kAtomic);
     before_write(w, a.space, address, i, a.write);
     if (weak && is_global(a.space, address)) weak->before_publishing(w.block->linear, address, a.bytes * a.count);
@@ -130,6 +131,7 @@ void atomic128_run(Warp& w, const Inst& in, uint32_t mask) {
   exec::WeakMemory* weak = w.block->launch->weak.get();
   for_lanes(mask, [&](int i) {
     const uint64_t address = effective(w, in, in.op[1], i);
+    if (w.arrivals) w.check_signal(in, i, a.space, address, a.write.ordering, a.write.block);
     uint8_t* p = w.access(in, i, a.space, address, 16, Access::kAtomic);
     before_write(w, a.space, address, i, a.write);
     if (weak && is_global(a.space, address)) weak->before_publishing(w.block->linear, address, a.bytes * a.count);

@@ -17,6 +17,17 @@ MBarrier& Block::mbarrier(Warp& w, const Inst& in, int lane, uint32_t address) {
   return it->second;
 }
 
+MBarrier& Block::mbarrier_used(Warp& w, const Inst& in, int lane, uint32_t address) {
+  MBarrier& b = mbarrier(w, in, lane, address);
+  if (w.clock.t[b.init_warp] < b.init_clock && (launch->config->watch & kWatchFences)) {
+    w.report(
+        ReportKind::kBarrierMisuse, in, lane,
+        "uses an mbarrier that warp " + std::to_string(b.init_warp) + " initialized, with nothing ordering the two",
+        "shared", address);
+  }
+  return b;
+}
+
 void Block::mbarrier_complete_if_due(MBarrier& b) {
   if (b.pending != 0 || b.tx != 0) return;
   ++b.phase;
@@ -87,6 +98,8 @@ void init_run(Warp& w, const Inst& in, uint32_t mask) {
              a);
     MBarrier b;
     b.expected = b.pending = count[i];
+    b.init_warp = w.id;
+    b.init_clock = w.clock.t[w.id];
     block.mbarriers[a] = b;
     for (uint32_t k = 0; k < 8; ++k) block.shared.shadow[a + k] = SharedMemory::kWritten | SharedMemory::kMBarrier;
   });
@@ -112,7 +125,8 @@ void arrive_run(Warp& w, const Inst& in, uint32_t mask) {
   uint64_t* state = w.out<uint64_t>(in.op[0]);
   for_lanes(mask, [&](int i) {
     const uint32_t a = barrier_address(w, in, in.op[1], i);
-    MBarrier& b = w.block->mbarrier(w, in, i, a);
+    MBarrier& b = w.block->mbarrier_used(w, in, i, a);
+    if (w.arrivals) w.check_arrival(in, i, a);
     const uint64_t t = token(b);
     if ((in.form & 4) && count[i] >= b.pending)
       w.fail(ReportKind::kBarrierMisuse, in, i, ".noComplete completes the phase", "shared", a);
@@ -132,6 +146,7 @@ void tx_run(Warp& w, const Inst& in, uint32_t mask) {
   const uint32_t* tx = w.in<uint32_t>(in.op[1]);
   for_lanes(mask, [&](int i) {
     const uint32_t a = barrier_address(w, in, in.op[0], i);
+    w.block->mbarrier_used(w, in, i, a);
     w.block->mbarrier_tx(w, in, i, a, in.form & 1 ? -int64_t{tx[i]} : int64_t{tx[i]});
   });
 }
@@ -142,7 +157,7 @@ void wait_run(Warp& w, const Inst& in, uint32_t mask) {
   uint32_t missing = 0;
   for_lanes(mask, [&](int i) {
     const uint32_t a = barrier_address(w, in, in.op[1], i);
-    const MBarrier& b = w.block->mbarrier(w, in, i, a);
+    const MBarrier& b = w.block->mbarrier_used(w, in, i, a);
     bool done;
     if (in.form & 1) {
       done = (b.phase & 1) != (w.value(in.op[2], i) & 1);
@@ -156,8 +171,12 @@ void wait_run(Warp& w, const Inst& in, uint32_t mask) {
       }
       done = phase != b.phase;
     }
-    if (done) w.acquire(b.completed, 1u << i);
-    else missing = a;
+    if (done) {
+      w.acquire(b.completed, 1u << i);
+      if (w.block->async) w.block->async->seen(w, b);
+    } else {
+      missing = a;
+    }
     complete |= static_cast<uint32_t>(done) << i;
   });
   exec::Fragment& f = w.frag();

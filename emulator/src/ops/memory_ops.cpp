@@ -10,6 +10,7 @@ namespace vsm::ops {
 
 using exec::Access;
 using exec::Block;
+using exec::GlobalAsync;
 using exec::WeakMemory;
 
 MemoryQualifiers take_memory_qualifiers(Form& f) {
@@ -52,6 +53,7 @@ void after_read(Warp& w, Space space, uint64_t address, int lane, Pattern patter
   std::atomic_thread_fence(std::memory_order_acquire);
   Block& b = *w.block;
   const int64_t shared = shared_address(space, address);
+  if (GlobalAsync* global = b.launch->global_async.get(); global && shared < 0) global->look(w, address);
   if (shared < 0 && !b.order) return;
   if (const WeakMemory* weak = b.launch->weak.get(); weak && !pattern.block) {
     if (pattern.ordering) b.order->acquired_at(w.id, lane, weak->now());
@@ -69,6 +71,8 @@ void before_write(Warp& w, Space space, uint64_t address, int lane, Pattern patt
   std::atomic_thread_fence(std::memory_order_release);
   Block& b = *w.block;
   const int64_t shared = shared_address(space, address);
+  if (GlobalAsync* global = b.launch->global_async.get(); global && shared < 0)
+    global->signal(w, address, pattern.ordering);
   if (shared < 0 && !b.order) return;
   exec::Clock& clock = b.sync_variables[shared < 0 ? address : static_cast<uint64_t>(shared)];
   if (pattern.ordering) {
@@ -146,6 +150,7 @@ void load_run(Warp& w, const Inst& in, uint32_t mask) {
       w.set_value(in.op[k], i, v);
     }
     if (in.form & kStrong) after_read(w, space, a, i, pattern_of(in.form));
+    if ((in.form & kStrong) && w.arrivals) w.look_at_signal(space, a);
   });
   w.count_access(in, space, addresses, mask, bytes * count, false);
 }
@@ -162,6 +167,8 @@ void store_run(Warp& w, const Inst& in, uint32_t mask) {
     const uint64_t a = effective(w, in, base, i);
     addresses[i] = a;
     if (in.form & kStrong) before_write(w, space, a, i, pattern_of(in.form));
+    if ((in.form & kStrong) && w.arrivals)
+      w.check_signal(in, i, space, a, (in.form & kOrdering) != 0, (in.form & kBlockScope) != 0);
     uint8_t* p = w.access(in, i, space, a, bytes * count, Access::kStore, manner_of(in.form));
     const bool apart = weak && is_global(space, a);
     if (apart && (in.form & kStrong)) weak->before_publishing(w.block->linear, a, bytes * count);
@@ -235,63 +242,80 @@ void cache_control(Form& f) {
   f.emit(&nothing, OpClass::kSpecial);
 }
 
-// fence / membar. op: address of a tensor map, if any
-constexpr uint32_t kFenceAsync = 1, kFenceOrders = 2, kFenceBlock = 4;
+// form of a fence
+constexpr uint32_t kProxyAsync = 1, kBlockLevel = 2, kDeviceLevel = 4, kMBarrierInit = 8, kProxyGlobal = 16,
+                   kPartial = 32;  // acquires only, or is for part of memory
 
+// fence / membar. op: address of a tensor map, if any
 void fence_run(Warp& w, const Inst& in, uint32_t mask) {
   std::atomic_thread_fence(std::memory_order_seq_cst);
   Block& b = *w.block;
-  if ((in.form & kFenceOrders) && b.order) b.order->fence(w.id, mask, !(in.form & kFenceBlock));
-  if (!(in.form & kFenceAsync)) return;
-  // Writes that this warp made, or that reached it through a barrier, are now visible to the async proxy.
-  b.fenced.join_warps(w.clock);
+  GlobalAsync* global = b.launch->global_async.get();
+  if (in.form & (kBlockLevel | kDeviceLevel)) {
+    const bool device = (in.form & kDeviceLevel) != 0;
+    if (b.order) b.order->fence(w.id, mask, device);
+    if (!(in.form & kPartial)) {
+      if (w.arrivals) w.arrivals->fence(mask, device, w.steps + 1, w.clock);
+      if (global && device) global->fence(w, false);
+    }
+  }
+  if (global && (in.form & kProxyGlobal)) global->fence(w, true);
+  if (!(in.form & (kProxyAsync | kProxyGlobal | kMBarrierInit))) return;
+  // Writes that this warp made, or that reached it through a barrier, are now visible to the async proxy. fence.mbarrier_init
+  // is for the executing thread's own mbarrier.init alone (9.7.13.4).
+  if (in.form & kProxyAsync) b.fenced.join_warps(w.clock);
+  if (in.form & kMBarrierInit) b.published.t[w.id] = w.clock.t[w.id];
   ++w.clock.t[w.id];
 }
 
-uint32_t fence_scope(const std::string& scope) {
-  return kFenceOrders | (scope == "cta" || scope == "cluster" ? kFenceBlock : 0);
-}
-
 void fence(Form& f) {
+  auto proxy_of = [](const std::string& space) {
+    return space.empty() ? kProxyAsync | kProxyGlobal : space == "global" ? kProxyGlobal : kProxyAsync;
+  };
+  auto emit = [&](uint32_t form) {
+    f.inst.form = form;
+    f.emit(&fence_run, OpClass::kBarrier);
+  };
   if (f.name() == "membar") {
     if (f.take("proxy")) {
-      f.inst.form = f.take("async") ? kFenceAsync : 0;
-      f.take_one({"alias", "async.global", "async.shared::cta"});
-    } else {
-      const std::string scope = f.take_one({"cta", "gl", "sys"});
-      if (scope.empty()) f.fail(".cta, .gl or .sys is missing");
-      f.inst.form = fence_scope(scope);
+      const uint32_t form = f.take("async") ? proxy_of(f.take_one({"global", "shared::cta", "shared::cluster"})) : 0;
+      if (!form) f.take("alias");
+      f.expect(0);
+      return emit(form);
     }
+    const std::string level = f.take_one({"cta", "gl", "sys"});
+    if (level.empty()) f.fail(".cta, .gl or .sys is missing");
     f.expect(0);
-    return f.emit(&fence_run, OpClass::kBarrier);
+    return emit(level == "cta" ? kBlockLevel : kDeviceLevel);
   }
   if (f.take("mbarrier_init")) {
     f.take("release");
     f.take("cluster");
     f.expect(0);
-    f.inst.form = 0;
-    return f.emit(&fence_run, OpClass::kBarrier);
+    return emit(kMBarrierInit);
   }
+  uint32_t form = 0;
   const bool proxy = f.take("proxy");
-  bool proxy_async = false;
   if (proxy) {
     if (f.take("async")) {
-      proxy_async = true;
-      f.take_one({"global", "shared::cta", "shared::cluster", "shared"});
+      form = proxy_of(f.take_one({"global", "shared::cta", "shared::cluster", "shared"}));
     } else if (!f.take("tensormap::generic") && !f.take("alias") && !f.take("async::generic")) {
       f.fail("that proxy is not modelled");
     }
   }
-  f.take_one({"sc", "acq_rel", "acquire", "release"});
+  const std::string order = f.take_one({"sc", "acq_rel", "acquire", "release"});
   const std::string scope = f.take_one({"cta", "cluster", "gpu", "sys"});
-  if (f.take("sync_restrict::shared::cta") || f.take("sync_restrict::shared::cluster")) {}
+  const bool restricted = f.take("sync_restrict::shared::cta") || f.take("sync_restrict::shared::cluster");
+  if (!proxy) {
+    form = (scope == "cta" || scope == "cluster" ? kBlockLevel : kDeviceLevel) |
+           (restricted || order == "acquire" ? kPartial : 0);
+  }
   f.expect(0, 2);
   if (f.count() > 0) {
     f.address(0, Space::kGeneric);
     if (f.count() == 2 && f.immediate(1) != 128) f.fail("the size must be 128");
   }
-  f.inst.form = proxy ? (proxy_async ? kFenceAsync : 0) : fence_scope(scope);
-  f.emit(&fence_run, OpClass::kBarrier);
+  emit(form);
 }
 
 }  // namespace

@@ -8,15 +8,22 @@
 namespace vsm::ops {
 namespace {
 
-// Waits until every lane that the member masks name is at this instruction. Each lane must name itself.
-bool members(Warp& w, const Inst& in, const Operand& o, uint32_t* mask) {
+// Waits until every lane that the member masks name is at this instruction, with the same mask, or, where `anywhere`, at any
+// of its kind. Each lane must name itself.
+bool members(Warp& w, const Inst& in, const Operand& o, uint32_t* mask, bool anywhere = false) {
   const uint32_t* member = w.in<uint32_t>(o);
-  uint32_t needed = 0;
+  const uint32_t first = member[__builtin_ctz(*mask)];
+  uint32_t needed = 0, same = ~0u;
   for_lanes(*mask, [&](int i) {
     if (!(member[i] >> i & 1)) w.fail(ReportKind::kUndefined, in, i, "the lane is not in its own member mask");
     needed |= member[i];
+    same &= member[i] == first ? ~0u : 0;
   });
-  return w.gather(in, mask, needed);
+  if (!same && (needed & w.live & ~*mask)) {  // each group by itself: one may be complete, or the other wait for it
+    w.part_by(member, *mask);
+    return false;
+  }
+  return w.gather(mask, needed, uint64_t{needed} << 32 | (anywhere ? 0 : w.here()));
 }
 
 // 9.7.9.6 "shfl.sync". op: d, p, a, b, c, member
@@ -233,9 +240,10 @@ void elect(Form& f) {
 void warp_sync(Form& f) {
   f.expect(1);
   f.in(0, Type::kB32);
+  // 9.7.13.2: it waits for the lanes of the mask to execute a bar.warp.sync with that mask, wherever they do.
   f.emit(
       [](Warp& w, const Inst& in, uint32_t mask) {
-        if (members(w, in, in.op[0], &mask) && w.block->order) w.block->order->synchronize(w.id, mask);
+        if (members(w, in, in.op[0], &mask, true) && w.block->order) w.block->order->synchronize(w.id, mask);
       },
       OpClass::kWarp);
 }

@@ -17,6 +17,7 @@ uint32_t watch_from(const char* text) {
   if (has("races") || has("all")) flags |= kWatchRaces;
   if (has("fences") || has("all")) flags |= kWatchFences;
   if (has("distinct") || has("all")) flags |= kWatchDistinct;
+  if (has("arrivals")) flags |= kWatchArrivals;  // not of "all": the PTX ISA asks for none of it
   return flags;
 }
 

@@ -16,7 +16,7 @@ add.u64 %w0, %w0, %w2; add.u64 %w1, %w1, %w2; setp.eq.u32 %p, %r0, 0;
 LOAD_A, LOAD_B = "ld.global.u32 %r1, [%w0];", "ld.global.u32 %r1, [%w1];"
 STORE_A, STORE_B = "st.global.u32 [%w0], %r0;", "st.global.u32 [%w1], %r0;"
 ADD_A = "red.global.add.u32 [%w0], 1;"
-COPY_A = """@%p mbarrier.init.shared::cta.b64 [bar], 1; bar.sync 0;
+COPY_A = """@%p mbarrier.init.shared::cta.b64 [bar], 1; fence.mbarrier_init.release.cluster; bar.sync 0;
 @%p mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar], 256;
 @%p cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [s], [%w0], 256, [bar];
 """

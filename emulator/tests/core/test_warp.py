@@ -98,6 +98,94 @@ def test_independent_progress_of_lanes(run_kernel):
     assert struct.unpack("32I", out[:128]) == (9,) + (7,) * 31
 
 
+# Lane 0 and lanes 1 to 31 of warp 0 come by different ways to one barrier: either way may lead to an exit, so no point before the
+# kernel's end is common to both. Warp 1 writes what they read behind it, and is late.
+PARTED = """.visible .entry k(.param .u64 out) {{ .reg .pred %p, %q; .reg .b32 %r<9>; .reg .b64 %w<2>; .shared .align 4 .b8 s[256];
+  ld.param.u64 %w0, [out]; mov.u32 %r0, %tid.x; shl.b32 %r3, %r0, 2; mov.u32 %r4, s; add.u32 %r4, %r4, %r3; setp.gt.u32 %q, %r0, 999;
+  setp.gt.u32 %p, %r0, 31; @%p bra LATE; setp.eq.u32 %p, %r0, 0; @%p bra FIRST;
+  @%q bra OUT; mov.u32 %r2, 2; {rest} FIRST: @%q bra OUT; mov.u32 %r2, 1; {first}
+  LATE: mov.u32 %r5, 2000; SPIN: sub.u32 %r5, %r5, 1; setp.ne.u32 %p, %r5, 0; @%p bra SPIN; mov.u32 %r2, 3;
+  MEET: st.shared.u32 [%r4], %r2; setp.gt.u32 %p, %r2, 1; {barrier} mul.wide.u32 %w1, %r0, 4; add.u64 %w0, %w0, %w1;
+  xor.b32 %r3, %r3, 128; mov.u32 %r4, s; add.u32 %r4, %r4, %r3; ld.shared.u32 %r1, [%r4]; mad.lo.u32 %r1, %r1, 1000, %r6;
+  st.global.u32 [%w0], %r1; ret; OUT: exit; }}"""  # fmt: skip
+BARRIERS = [
+    ("bar.sync 0;", 0),
+    ("bar.sync 3, 64;", 0),
+    ("barrier.sync 0;", 0),
+    ("bar.red.popc.u32 %r6, 0, %p;", 63),
+    ("bar.red.and.pred %q, 0, %p; selp.b32 %r6, 1, 2, %q;", 2),
+    ("barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;", 0),
+]
+
+
+@pytest.mark.parametrize(("barrier", "reduction"), BARRIERS, ids=[b[0] for b in BARRIERS])
+def test_parts_of_a_warp_wait_at_a_barrier(run_kernel, barrier, reduction):
+    source = PARTED.format(rest="bra MEET;", first="bra MEET;", barrier="mov.u32 %r6, 0; " + barrier)
+    launch, out = run_kernel(source, block=64)
+    assert launch.clean, str(launch)
+    values = [3] * 32 + [1] + [2] * 31
+    assert struct.unpack("64I", out[:256]) == tuple(1000 * v + reduction for v in values)
+
+
+def test_parts_of_a_warp_at_barriers_of_their_own(run_kernel):
+    """9.7.13.1: only .aligned asks for the same instruction; the warp arrives once all of its threads have."""
+    own = "st.shared.u32 [%r4], %r2; mov.u32 %r6, 0; barrier.sync 0; bra READ;"
+    source = PARTED.format(rest=own, first=own, barrier="mov.u32 %r6, 0; barrier.sync 0; READ:")
+    launch, out = run_kernel(source, block=64)
+    assert launch.clean, str(launch)
+    assert struct.unpack("64I", out[:256]) == tuple(1000 * v for v in [3] * 32 + [1] + [2] * 31)
+
+
+def test_warps_exit_while_others_wait(run_kernel):
+    """Warp 1 waits for all threads of the block; warp 0 exits before warp 2 comes."""
+    launch, out = run_kernel(
+        """.visible .entry k(.param .u64 out) { .reg .pred %p; .reg .b32 %r<4>; .reg .b64 %w<2>;
+      ld.param.u64 %w0, [out]; mov.u32 %r0, %tid.x; shr.u32 %r2, %r0, 5; mov.u32 %r3, 1000; setp.eq.u32 %p, %r2, 1; @%p bra MEET;
+      SPIN: sub.u32 %r3, %r3, 1; setp.ne.u32 %p, %r3, 0; @%p bra SPIN; setp.eq.u32 %p, %r2, 0; @%p exit;
+      MEET: bar.sync 0; mul.wide.u32 %w1, %r0, 4; add.u64 %w0, %w0, %w1; st.global.u32 [%w0], 1; ret; }""",
+        block=96,
+    )
+    assert launch.clean, str(launch)
+    assert struct.unpack("96I", out[:384]) == (0,) * 32 + (1,) * 64
+
+
+def test_the_result_of_a_barrier_that_is_used_again_at_once(run_kernel):
+    """Warps 0 and 3 reduce; warps 1 and 2 then do at the same barrier, before warp 3 has looked at its result."""
+    launch, out = run_kernel(
+        """.visible .entry k(.param .u64 out) { .reg .pred %p, %q; .reg .b32 %r<4>; .reg .b64 %w<2>;
+      ld.param.u64 %w0, [out]; mov.u32 %r0, %tid.x; shr.u32 %r2, %r0, 5; setp.lt.u32 %p, %r0, 5; mov.u32 %r3, 2000;
+      setp.eq.u32 %q, %r2, 3; @%q bra RED; setp.ne.u32 %q, %r2, 0; @%q bra AGAIN;
+      SPIN: sub.u32 %r3, %r3, 1; setp.ne.u32 %q, %r3, 0; @%q bra SPIN;
+      bar.red.popc.u32 %r1, 1, 64, %p; bar.arrive 2, 96; bra OUT;
+      AGAIN: bar.sync 2, 96; setp.lt.u32 %p, %r0, 999;
+      RED: bar.red.popc.u32 %r1, 1, 64, %p;
+      OUT: mul.wide.u32 %w1, %r0, 4; add.u64 %w0, %w0, %w1; st.global.u32 [%w0], %r1; ret; }""",
+        block=128,
+    )
+    assert launch.clean, str(launch)
+    assert struct.unpack("128I", out[:512]) == (5,) * 32 + (64,) * 64 + (5,) * 32
+
+
+def test_warp_barriers_in_both_branches(run_kernel):
+    """9.7.13.2: bar.warp.sync waits for one with the same mask, wherever the lanes execute it. Disjoint masks do not wait for
+    each other, at one instruction neither."""
+    launch, out = (
+        run_kernel(""".visible .entry k(.param .u64 out) { .reg .pred %p, %q; .reg .b32 %r<8>; .reg .b64 %w<2>;
+      .shared .align 4 .b8 s[128]; ld.param.u64 %w0, [out]; mov.u32 %r0, %laneid; shl.b32 %r3, %r0, 2; mov.u32 %r4, s;
+      add.u32 %r4, %r4, %r3; setp.lt.u32 %p, %r0, 16; @%p bra LOW;
+      add.u32 %r2, %r0, 100; st.shared.u32 [%r4], %r2; bar.warp.sync -1; bra READ;
+      LOW: add.u32 %r2, %r0, 200; st.shared.u32 [%r4], %r2; bar.warp.sync -1;
+      READ: xor.b32 %r3, %r3, 124; mov.u32 %r4, s; add.u32 %r4, %r4, %r3; ld.shared.u32 %r1, [%r4];
+      selp.b32 %r5, 0xffff, 0xffff0000, %p; and.b32 %r6, %r0, 15; setp.lt.u32 %q, %r6, 8; @!%q bra HALF; @%p bra HALF;
+      // lanes 16 to 23 come after lanes 8 to 15 and 24 to 31, in whose fragment two masks are waiting
+      mov.u32 %r7, 300; SPIN: sub.u32 %r7, %r7, 1; setp.ne.u32 %q, %r7, 0; @%q bra SPIN;
+      HALF: redux.sync.add.u32 %r5, 1, %r5; mad.lo.u32 %r1, %r5, 1000, %r1;
+      mul.wide.u32 %w1, %r0, 4; add.u64 %w0, %w0, %w1; st.global.u32 [%w0], %r1; ret; }""")
+    )
+    assert launch.clean, str(launch)
+    assert struct.unpack("32I", out[:128]) == tuple(16000 + (31 - k) + (100 if k < 16 else 200) for k in range(32))
+
+
 def test_exited_lanes_are_not_waited_for(run_kernel):
     """9.7.9.6: shfl.sync waits for the non-exited threads of its mask. Lanes 20 to 31 left the loop and only exit."""
     launch, out = run_kernel(""".visible .entry k(.param .u64 out) { .reg .pred %p; .reg .b32 %r<6>; .reg .b64 %w<2>;

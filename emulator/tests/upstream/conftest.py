@@ -55,10 +55,10 @@ def compile_upstream(compile_cuda: Callable[..., Path], wheel: Path) -> Callable
 def run_watched(shim: Path, tmp_path: Path) -> Callable[..., tuple[str, list[dict[str, Any]]]]:
     """Run a program with every watcher on: what it printed and its launches; only ``known`` kinds may be reported."""
 
-    def run(*command: object, known: Collection[str] = ()) -> tuple[str, list[dict[str, Any]]]:
+    def run(*command: object, known: Collection[str] = (), watch: str = "all") -> tuple[str, list[dict[str, Any]]]:
         trace = tmp_path / "trace.json"
         trace.unlink(missing_ok=True)
-        settings = {"LD_LIBRARY_PATH": str(shim), "VSM_WATCH": "all", "VSM_TRACE": str(trace)}
+        settings = {"LD_LIBRARY_PATH": str(shim), "VSM_WATCH": watch, "VSM_TRACE": str(trace)}
         done = subprocess.run(
             [str(part) for part in command], capture_output=True, text=True, check=False, env={**os.environ, **settings}
         )
