@@ -279,7 +279,7 @@ def virtual_device(
     Args:
         architecture: ``"sm_121a"``: GB10 (DGX Spark).
         strict: A watcher's report raises :class:`VirtualDeviceError`, as a fault does; else it is only recorded.
-        watch: Flags of ``vsm.Watch``; its default is all but races.
+        watch: Flags of ``vsm.Watch``; its default is all but races and arrivals.
         threads: Host threads that execute blocks; 0: one per core.
         accumulation_bits: Fraction bits that MMAs of 8-bit and narrower elements keep of their sums; 0: all of them.
         weak_memory: A seed: a block's writes reach other blocks only where something orders them, or earlier at random, and

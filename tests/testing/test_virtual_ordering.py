@@ -18,7 +18,7 @@ from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
 
 pytestmark = pytest.mark.slow
 
-ALL_WATCHERS = 15
+ALL_WATCHERS = 31  # vsm.Watch.ALL, races included, and ARRIVALS: GB10's rule
 # The first of each kind, with a mode whose input is bfloat16: what a layer leaves for the next one.
 KINDS = {
     f"{'streamed' if streamed else 'pair'} {activation}": (row.index, 2 if activation == "bf16" else 1)

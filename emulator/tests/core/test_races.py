@@ -52,6 +52,12 @@ CASES = {
         PUT + "@%half bra A; bar.warp.sync 0xffff0000; bra B; A: bar.warp.sync 0x0000ffff; B:"
         "xor.b32 %r6, %r0, 1; shl.b32 %r6, %r6, 2; mov.u32 %r4, s; add.u32 %r6, %r6, %r4; ld.shared.u32 %r5, [%r6];",
     ),
+    "two masks at one instruction": (
+        "of the same warp wrote",
+        PUT + "selp.b32 %r6, 0xffff, 0xffff0000, %half; bar.warp.sync %r6;" + GET,
+        PUT + "selp.b32 %r6, 0xffff, 0xffff0000, %half; bar.warp.sync %r6;"
+        "xor.b32 %r6, %r0, 1; shl.b32 %r6, %r6, 2; mov.u32 %r4, s; add.u32 %r6, %r6, %r4; ld.shared.u32 %r5, [%r6];",
+    ),
     "branches that come one after the other": (
         "of the same warp read", ONLY_WARP_0 + "@%half bra A; ld.shared.u32 %r5, [flag]; bra B; A: st.shared.u32 [flag], 1; B:",
         ONLY_WARP_0 + "@%half st.shared.u32 [flag], 1;" + SYNC + "ld.shared.u32 %r5, [flag];",

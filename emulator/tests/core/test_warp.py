@@ -98,8 +98,8 @@ def test_independent_progress_of_lanes(run_kernel):
     assert struct.unpack("32I", out[:128]) == (9,) + (7,) * 31
 
 
-# Lane 0 and lanes 1 to 31 of warp 0 come by different ways to one barrier: either way may lead to an exit, so no point before the
-# kernel's end is common to both. Warp 1 writes what they read behind it, and is late.
+# Lane 0 and lanes 1 to 31 of warp 0 come by different ways to one barrier: either way may lead to an exit, so no point
+# before the kernel's end is common to both. Warp 1 writes what they read behind it, and is late.
 PARTED = """.visible .entry k(.param .u64 out) {{ .reg .pred %p, %q; .reg .b32 %r<9>; .reg .b64 %w<2>; .shared .align 4 .b8 s[256];
   ld.param.u64 %w0, [out]; mov.u32 %r0, %tid.x; shl.b32 %r3, %r0, 2; mov.u32 %r4, s; add.u32 %r4, %r4, %r3; setp.gt.u32 %q, %r0, 999;
   setp.gt.u32 %p, %r0, 31; @%p bra LATE; setp.eq.u32 %p, %r0, 0; @%p bra FIRST;
@@ -167,8 +167,8 @@ def test_the_result_of_a_barrier_that_is_used_again_at_once(run_kernel):
 
 
 def test_warp_barriers_in_both_branches(run_kernel):
-    """9.7.13.2: bar.warp.sync waits for one with the same mask, wherever the lanes execute it. Disjoint masks do not wait for
-    each other, at one instruction neither."""
+    """9.7.13.2: bar.warp.sync waits for one with the same mask, wherever the lanes execute it. Disjoint masks do not
+    wait for each other, at one instruction neither."""
     launch, out = (
         run_kernel(""".visible .entry k(.param .u64 out) { .reg .pred %p, %q; .reg .b32 %r<8>; .reg .b64 %w<2>;
       .shared .align 4 .b8 s[128]; ld.param.u64 %w0, [out]; mov.u32 %r0, %laneid; shl.b32 %r3, %r0, 2; mov.u32 %r4, s;

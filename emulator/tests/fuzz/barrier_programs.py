@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random programs in which lanes part, meet and wait for one another, and a model of what they must leave.
 
-A program is a tree of statements over one 32-bit variable a thread, ``x``. Each says itself twice: as PTX (``ptx``), and as
-what one thread does (``thread``, a generator that yields where the thread may wait). The model knows threads, not warps that
-run in lockstep: any thread that does not wait may be the next to move, so nothing of the emulator's fragments and meeting
-points is in it. Barriers are those of PTX ISA 9.0, 9.7.13.1 and 9.7.13.2, in legal use only: aligned ones where all lanes of a
-warp that have not exited execute them, the others anywhere. Values go from thread to thread through shared memory with a
-barrier before and behind, so that a program has one result.
+A program is a tree of statements over one 32-bit variable a thread, ``x``. Each says itself twice: as PTX (``ptx``),
+and as what one thread does (``thread``, a generator that yields where the thread may wait). The model knows threads,
+not warps that run in lockstep: any thread that does not wait may be the next to move, so nothing of the emulator's
+fragments and meeting points is in it. Barriers are those of PTX ISA 9.0, 9.7.13.1 and 9.7.13.2, in legal use only:
+aligned ones where all lanes of a warp that have not exited execute them, the others anywhere. Values go from thread to
+thread through shared memory with a barrier before and behind, so that a program has one result.
 """
 
 from __future__ import annotations

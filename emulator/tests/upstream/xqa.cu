@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Runs upstream's XQA decode kernel through its own launcher (compiled beside this, from the wheel), on a GPU of 48 SMs:
+// Runs upstream's XQA decode kernel through its own launcher (compiled beside this, from the wheel), on a GPU of 48
+// SMs:
 //   xqa batch kv_heads max_tokens input output
 // `input` holds the lengths (batch of uint32), q [batch][kv_heads * HEAD_GRP_SIZE][HEAD_ELEMS], K and V
-// [page][token][kv_head][element], all bf16; pages in order, max_tokens / TOKENS_PER_PAGE of them a sequence. `output` gets [batch][head][element].
+// [page][token][kv_head][element], all bf16; pages in order, max_tokens / TOKENS_PER_PAGE of them a sequence.
+// `output` gets [batch][head][element].
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
