@@ -1,18 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 // What GB10 needs beyond the PTX ISA: a fence before each arrival (kWatchArrivals).
 //
-// By the ISA, mbarrier.arrive releases by default, and red.release does: no fence is missing in front of them. GB10 does not
-// reliably honour that (flashinfer issue 3658, seen on a DGX Spark and not on SM120). So this watcher asks for
-// - a fence of at least block level between a warp's accesses to shared memory, loads included, and its next arrival: at an
-//   mbarrier in any form, or with a releasing atomic or store on shared memory. cp.async.mbarrier.arrive comes when the thread's
-//   copies are done: those alone need no fence before it;
+// By the ISA, mbarrier.arrive releases by default, and red.release does: no fence is missing in front of them. GB10
+// does not reliably honour that (flashinfer issue 3658, seen on a DGX Spark and not on SM120). So this watcher asks for
+// - a fence of at least block level between a warp's accesses to shared memory, loads included, and its next arrival:
+//   at an mbarrier in any form, or with a releasing atomic or store on shared memory. cp.async.mbarrier.arrive comes
+//   when the thread's copies are done: those alone need no fence before it;
 // - a device-level fence between a block's writes to global memory and a release to other blocks.
-// A barrier of the whole block is as good as a block-level fence (9.7.13.1: earlier accesses are performed relative to all
-// threads that take part). The fence is the arriving thread's own. It covers what that thread did, what lanes did with which it met at a .sync
-// instruction since, and what other warps wrote before a barrier that it passed.
+// A barrier of the whole block is as good as a block-level fence (9.7.13.1: earlier accesses are performed relative to
+// all threads that take part). The fence is the arriving thread's own. It covers what that thread did, what lanes did
+// with which it met at a .sync instruction since, and what other warps wrote before a barrier that it passed.
 //
-// A relaxed atomic or a strong store may be a signal or data (a histogram, a counter of work). It counts as a signal once
-// somebody else looks at the place with a strong load. An atomic is no such look: a queue's counter tells nobody anything.
+// A relaxed atomic or a strong store may be a signal or data (a histogram, a counter of work). It counts as a signal
+// once somebody else looks at the place with a strong load. An atomic is no such look: a queue's counter tells nobody
+// anything.
 #pragma once
 
 #include <array>

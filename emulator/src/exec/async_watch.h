@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Shared memory that bulk copies of a block write and read: who may touch it already (kWatchFences).
 //
-// The copies finish here when they like, but a program may only count on what it has waited for. So what counts is not when
-// the bytes move: what a copy fills may be touched by whoever is ordered behind a wait that saw the mbarrier's phase complete,
-// in which the copy signalled; what a copy reads may be overwritten behind cp.async.bulk.wait_group, with .read or without.
+// The copies finish here when they like, but a program may only count on what it has waited for. So what counts is not
+// when the bytes move: what a copy fills may be touched by whoever is ordered behind a wait that saw the mbarrier's
+// phase complete, in which the copy signalled; what a copy reads may be overwritten behind cp.async.bulk.wait_group,
+// with .read or without.
 #pragma once
 
 #include <cstdint>

@@ -1,16 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 // Global memory between the generic and the async proxy, within a block and across blocks (kWatchFences).
 //
-// - What the generic proxy wrote, a bulk copy may read behind fence.proxy.async only: somewhere along the chain of barriers,
-//   releases and acquires from the write to the copy, in either block (PTX ISA 9.0, 8.9.3, "proxy-preserved base causality
-//   order").
-// - What a bulk copy writes is there behind cp.async.bulk.wait_group of the thread that issued it. With .read that says only
-//   that the source was read.
+// - What the generic proxy wrote, a bulk copy may read behind fence.proxy.async only: somewhere along the chain of
+//   barriers, releases and acquires from the write to the copy, in either block (PTX ISA 9.0, 8.9.3, "proxy-preserved
+//   base causality order").
+// - What a bulk copy writes is there behind cp.async.bulk.wait_group of the thread that issued it. With .read that says
+//   only that the source was read.
 //
-// Within a block, order is that of its warps' clocks. Across blocks it is followed through global addresses: a strong write
-// there (releasing, or relaxed behind a device-level fence) takes along how far its block was, in instructions, and what it
-// knows of others; a strong read brings that. Where no such chain leads from a write to a read, nothing is said here: that is
-// a race, not a missing fence. Kept for launches of kernels with bulk copies, of these for one launch.
+// Within a block, order is that of its warps' clocks. Across blocks it is followed through global addresses: a strong
+// write there (releasing, or relaxed behind a device-level fence) takes along how far its block was, in instructions,
+// and what it knows of others; a strong read brings that. Where no such chain leads from a write to a read, nothing is
+// said here: that is a race, not a missing fence. Kept for launches of kernels with bulk copies, of these for one
+// launch.
 #pragma once
 
 #include <array>
@@ -30,8 +31,8 @@ struct Warp;
 struct Inst;
 struct PendingCopy;
 
-/// How far into a block others are known to be: its instruction count at the last signal, and at the last proxy fence on the
-/// way from there.
+/// How far into a block others are known to be: its instruction count at the last signal, and at the last proxy fence
+/// on the way from there.
 struct Progress {
   uint64_t signalled = 0, fenced = 0;
 };

@@ -30,9 +30,9 @@ void reduce(NamedBarrier& b, uint32_t kind, uint32_t predicate, uint32_t mask) {
   else b.reduction = b.reduction || p != 0;
 }
 
-// "causes executing thread to wait for all non-exited threads from its warp and marks warps' arrival at barrier": lanes that
-// come in several fragments wait for each other first, then all of them for the barrier. Only .aligned (bar.* is) needs them
-// at the same instruction.
+// "causes executing thread to wait for all non-exited threads from its warp and marks warps' arrival at barrier": lanes
+// that come in several fragments wait for each other first, then all of them for the barrier. Only .aligned (bar.* is)
+// needs them at the same instruction.
 void barrier_run(Warp& w, const Inst& in, uint32_t mask) {
   if (w.frag().at_barrier) return w.wait("barrier");
   if (w.frag().past_barrier) return pass(w, in, mask);

@@ -261,8 +261,8 @@ void fence_run(Warp& w, const Inst& in, uint32_t mask) {
   }
   if (global && (in.form & kProxyGlobal)) global->fence(w, true);
   if (!(in.form & (kProxyAsync | kProxyGlobal | kMBarrierInit))) return;
-  // Writes that this warp made, or that reached it through a barrier, are now visible to the async proxy. fence.mbarrier_init
-  // is for the executing thread's own mbarrier.init alone (9.7.13.4).
+  // Writes that this warp made, or that reached it through a barrier, are now visible to the async proxy.
+  // fence.mbarrier_init is for the executing thread's own mbarrier.init alone (9.7.13.4).
   if (in.form & kProxyAsync) b.fenced.join_warps(w.clock);
   if (in.form & kMBarrierInit) b.published.t[w.id] = w.clock.t[w.id];
   ++w.clock.t[w.id];

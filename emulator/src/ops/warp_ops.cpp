@@ -8,8 +8,8 @@
 namespace vsm::ops {
 namespace {
 
-// Waits until every lane that the member masks name is at this instruction, with the same mask, or, where `anywhere`, at any
-// of its kind. Each lane must name itself.
+// Waits until every lane that the member masks name is at this instruction, with the same mask, or, where `anywhere`,
+// at any of its kind. Each lane must name itself.
 bool members(Warp& w, const Inst& in, const Operand& o, uint32_t* mask, bool anywhere = false) {
   const uint32_t* member = w.in<uint32_t>(o);
   const uint32_t first = member[__builtin_ctz(*mask)];
@@ -243,7 +243,14 @@ void warp_sync(Form& f) {
   // 9.7.13.2: it waits for the lanes of the mask to execute a bar.warp.sync with that mask, wherever they do.
   f.emit(
       [](Warp& w, const Inst& in, uint32_t mask) {
-        if (members(w, in, in.op[0], &mask, true) && w.block->order) w.block->order->synchronize(w.id, mask);
+        const uint32_t here = mask;
+        if (!members(w, in, in.op[0], &mask, true) || !w.block->order) return;
+        const uint32_t* member = w.in<uint32_t>(in.op[0]);
+        for (uint32_t rest = here; rest;) {  // several groups may be complete at once: each is ordered by itself
+          const uint32_t group = member[__builtin_ctz(rest)] & mask;
+          w.block->order->synchronize(w.id, group);
+          rest &= ~group;
+        }
       },
       OpClass::kWarp);
 }
