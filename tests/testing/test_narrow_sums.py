@@ -1,27 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bound on sums of few bits: it covers the published model in any order of the blocks, and kernels that the virtual
-SM121 runs with such sums; at large K the bound of float32 sums does not."""
+"""The bound on sums of few bits covers the published model, in any order of the blocks."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from flashinfer.jit.sm12x.instances import GEMM_INSTANCES, INSTANCES
 from flashinfer.testing import (
-    TENSOR_CORE,
-    BoundViolation,
-    MoECase,
-    check_within_bound,
-    group_gemm_reference,
-    make_group_gemm_inputs,
-    make_moe_inputs,
-    moe_reference,
     narrow_tensor_core,
 )
 from flashinfer.testing.error_bounds import dot_error
 from flashinfer.testing.mxfp_formats import BLOCK, dequantize_mxfp4, dequantize_mxfp8, quantize_mxfp4, quantize_mxfp8
-from flashinfer.testing.virtual_device import virtual_device
 
 HOPPER, B200 = 13, 25
 
@@ -49,6 +38,7 @@ def narrow_sum(x: torch.Tensor, w: torch.Tensor, bits: int, order: list[int]) ->
 
 
 def _operands(data: str, k: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    print("seed", seed)
     generator = torch.Generator().manual_seed(seed)
     x, w = (torch.randn(rows, k, generator=generator) for rows in (12, 20))
     if data == "one sign":
@@ -106,6 +96,7 @@ def test_it_is_not_loose_by_orders() -> None:
 
 def test_a_lattice_is_exact() -> None:
     """Small integers whose sums stay below 2^9 lose nothing in 13 bits; one more bit of them may."""
+    print("seed", 3)
     generator = torch.Generator().manual_seed(3)
     x = torch.randint(-2, 3, (5, 32), generator=generator).double()
     w = torch.randint(-1, 2, (7, 32), generator=generator).double()
@@ -113,48 +104,3 @@ def test_a_lattice_is_exact() -> None:
     assert (dot_error(x, w, unit, narrow_tensor_core(HOPPER)) == 0).all()
     assert torch.equal(narrow_sum(x, w, HOPPER, [0]), x @ w.T)
     assert (dot_error(64 * x + 1, w, unit, narrow_tensor_core(HOPPER)) > 0).any()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("bits", [HOPPER, B200])
-def test_a_grouped_gemm_on_the_virtual_sm121(bits: int) -> None:
-    from flashinfer.gemm.sm12x_group_gemm import GroupGemmProblem
-    from flashinfer.testing import virtual_operators
-
-    rows, n, k, seed = [5, 0, 12], 128, 4096, 91
-    print("seed", seed)
-    call = make_group_gemm_inputs(rows, n, k, seed)
-    out = torch.full((sum(rows), n), float("nan"), dtype=torch.float16)
-    problem = GroupGemmProblem(sum(rows), len(rows), n, k, out.dtype)
-    operands = [call[name] for name in ("a", "b", "a_scale", "b_scale", "m_indptr")]
-    with virtual_device("sm_121a", accumulation_bits=bits) as device:
-        virtual_operators.run_group_gemm(device, problem, out, *operands, GEMM_INSTANCES[0].index)
-    used = check_within_bound(out, *group_gemm_reference(**call, accumulation=narrow_tensor_core(bits)))
-    print(f"{used:.1%} of the bound")
-    float32_bound = group_gemm_reference(**call, accumulation=TENSOR_CORE)
-    if bits == HOPPER:
-        with pytest.raises(BoundViolation, match="outside their bound"):
-            check_within_bound(out, *float32_bound)
-    else:
-        check_within_bound(out, *float32_bound)
-
-
-@pytest.mark.slow
-def test_a_pair_of_gemms_on_the_virtual_sm121() -> None:
-    from test_virtual_instances import run_moe
-
-    case, seed = MoECase(6, 4096, 96, num_experts=3, top_k=2, mode=0), 92
-    print("seed", seed)
-    inputs = make_moe_inputs(case, seed)
-    instance = next(row for row in INSTANCES if row.default and row.activation == "mxfp8" and not row.streamed)
-    outputs = []
-    for bits in (0, HOPPER):
-        with virtual_device("sm_121a", accumulation_bits=bits) as device:
-            outputs.append(run_moe(device, inputs, case.mode, [instance.index] * 2))
-    exact, narrow = outputs
-    check_within_bound(exact, *moe_reference(inputs, TENSOR_CORE))
-    used = check_within_bound(narrow, *moe_reference(inputs, narrow_tensor_core(HOPPER)))
-    print(
-        f"{used:.1%} of the bound; {float((narrow != exact).double().mean()):.1%} of the results differ from exact sums'"
-    )
-    assert (narrow != exact).double().mean() > 0.1

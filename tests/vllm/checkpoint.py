@@ -61,6 +61,7 @@ ROUTER_SCALE = 4.0
 
 def write(folder: Path, seed: int, **changes: Any) -> dict[str, Any]:
     """Write ``config.json`` and two shards to ``folder``; returns the configuration."""
+    print("seed", seed)
     config = {**CONFIG, **changes}
     generator = torch.Generator().manual_seed(seed)
     hidden, inter, experts = config["hidden_size"], config["intermediate_size"], config["num_local_experts"]

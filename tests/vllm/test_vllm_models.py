@@ -27,7 +27,7 @@ import torch
 REPO = Path(__file__).parents[2]
 # Eager, with the PyTorch versions of vLLM's small operators.
 ON_THE_CPU = ("--compilation-config", '{"mode": 0, "custom_ops": ["none"], "cudagraph_mode": "NONE"}')
-TOKENS = torch.randint(0, checkpoint.CONFIG["vocab_size"], (29,), generator=torch.Generator().manual_seed(3))
+TOKENS = (torch.arange(29) * 2654435761 + 12345) % checkpoint.CONFIG["vocab_size"]
 
 
 @pytest.fixture(autouse=True)
@@ -281,6 +281,7 @@ def test_upstreams_seam_for_mxfp4_linear_layers_answers():
 
     from flashinfer.quantization import mx_cpu
 
+    print("seed", 9)
     generator = torch.Generator().manual_seed(9)
     weight = torch.randn(96, 160, generator=generator).to(torch.bfloat16)
     x, bias = torch.randn(3, 160, generator=generator).to(torch.bfloat16), torch.randn(96).to(torch.bfloat16)

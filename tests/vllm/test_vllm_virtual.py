@@ -16,6 +16,7 @@ def test_a_decode_step_of_the_experts_runs_the_compiled_kernels(checkpoint_folde
     from flashinfer.testing.virtual_device import virtual_device
 
     config = serve(checkpoint_folder, {"moe": moe})
+    print("seed", 7)
     hidden = torch.randn(2, 160, generator=torch.Generator().manual_seed(7)).to(torch.bfloat16)
     with served.parallel_groups(config):
         from vllm.forward_context import get_forward_context, set_forward_context

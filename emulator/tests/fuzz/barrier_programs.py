@@ -247,6 +247,7 @@ class Program:
     """The program of one seed: ``source`` (PTX), ``table`` (its input), ``threads``, ``model()``."""
 
     def __init__(self, seed: int) -> None:
+        print("seed of a program", seed)
         self.random = random.Random(seed)
         self.warps = self.random.randint(1, 4)
         self.threads = 32 * self.warps
@@ -389,6 +390,7 @@ class Program:
     # --- the model --------------------------------------------------------------------------------------------------
     def model(self, seed: int) -> list[int]:
         """x of every thread at its end, threads moving in an order of this seed's."""
+        print("seed of the threads' order", seed)
         return Model(self, random.Random(seed)).run()
 
 

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Block-scaled MMAs that add up in few bits, and MXFP8 in half-precision MMAs, the way that stays right then."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from group_gemm_inputs import make_group_gemm
+from virtual_moe import run_moe
+
+from flashinfer.fused_moe.sm12x_validation import Mode
+from flashinfer.jit import core
+from flashinfer.jit.sm12x import modules
+from flashinfer.jit.sm12x.instances import GEMM_INSTANCES, INSTANCES, Instance
+from flashinfer.testing import (
+    TENSOR_CORE,
+    BoundViolation,
+    MoECase,
+    check_within_bound,
+    group_gemm_reference,
+    make_group_gemm_inputs,
+    make_moe_inputs,
+    moe_reference,
+    narrow_tensor_core,
+)
+from flashinfer.testing.virtual_device import virtual_device
+
+HOPPER, B200 = 13, 25  # fraction bits that their FP8 MMAs keep of sums, by published models
+PAIRS = [row for row in INSTANCES if row.default and row.activation == "mxfp8" and not row.streamed]
+EXTREMES = [min(PAIRS, key=lambda row: row.token_tile), max(PAIRS, key=lambda row: row.token_tile)]
+CASE = MoECase(num_tokens=12, hidden=2880, inter=96, num_experts=3, top_k=2, mode=int(Mode.MXFP8_INPUT))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [HOPPER, B200])
+def test_a_grouped_gemm_on_the_virtual_sm121(bits: int) -> None:
+    from flashinfer.gemm.sm12x_group_gemm import GroupGemmProblem
+    from flashinfer.testing import virtual_operators
+
+    rows, n, k, seed = [5, 0, 12], 128, 4096, 91
+    print("seed", seed)
+    call = make_group_gemm_inputs(rows, n, k, seed)
+    out = torch.full((sum(rows), n), float("nan"), dtype=torch.float16)
+    problem = GroupGemmProblem(sum(rows), len(rows), n, k, out.dtype)
+    operands = [call[name] for name in ("a", "b", "a_scale", "b_scale", "m_indptr")]
+    with virtual_device("sm_121a", accumulation_bits=bits) as device:
+        virtual_operators.run_group_gemm(device, problem, out, *operands, GEMM_INSTANCES[0].index)
+    used = check_within_bound(out, *group_gemm_reference(**call, accumulation=narrow_tensor_core(bits)))
+    print(f"{used:.1%} of the bound")
+    float32_bound = group_gemm_reference(**call, accumulation=TENSOR_CORE)
+    if bits == HOPPER:
+        with pytest.raises(BoundViolation, match="outside their bound"):
+            check_within_bound(out, *float32_bound)
+    else:
+        check_within_bound(out, *float32_bound)
+
+
+@pytest.mark.slow
+def test_a_pair_of_gemms_on_the_virtual_sm121() -> None:
+    case, seed = MoECase(6, 4096, 96, num_experts=3, top_k=2, mode=0), 92
+    print("seed", seed)
+    inputs = make_moe_inputs(case, seed)
+    instance = next(row for row in INSTANCES if row.default and row.activation == "mxfp8" and not row.streamed)
+    outputs = []
+    for bits in (0, HOPPER):
+        with virtual_device("sm_121a", accumulation_bits=bits) as device:
+            outputs.append(run_moe(device, inputs, case.mode, [instance.index] * 2))
+    exact, narrow = outputs
+    check_within_bound(exact, *moe_reference(inputs, TENSOR_CORE))
+    used = check_within_bound(narrow, *moe_reference(inputs, narrow_tensor_core(HOPPER)))
+    print(
+        f"{used:.1%} of the bound; {float((narrow != exact).double().mean()):.1%} of the results differ from exact sums'"
+    )
+    assert (narrow != exact).double().mean() > 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", EXTREMES, ids=lambda row: row.name)
+def test_pairs_of_gemms_keep_the_bound_in_half_whatever_the_fp8_mma_adds_up_in(
+    row: Instance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = make_moe_inputs(CASE, seed=7)
+    monkeypatch.setenv(modules.HALF_MMA_VARIABLE, "1")
+    with virtual_device("sm_121a", accumulation_bits=HOPPER) as device:
+        output = run_moe(device, inputs, CASE.mode, [row.index, row.index])
+        assert all(launch.clean for launch in device.launches)
+    check_within_bound(output, *moe_reference(inputs, TENSOR_CORE))
+
+
+@pytest.mark.slow
+def test_narrow_sums_break_the_grouped_gemms_bound_unless_it_multiplies_in_half(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    call = make_group_gemm([9, 0, 130], 128, 4096, seed=8)
+    reference = group_gemm_reference(call.a, call.b, call.a_scale, call.b_scale, call.m_indptr, TENSOR_CORE)
+    for half_mma in ("0", "1"):
+        monkeypatch.setenv(modules.HALF_MMA_VARIABLE, half_mma)
+        with virtual_device("sm_121a", accumulation_bits=HOPPER) as device:
+            output = call.run(device)
+        if half_mma == "0":
+            with pytest.raises(BoundViolation):
+                check_within_bound(output, *reference)
+        else:
+            check_within_bound(output, *reference)
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv(modules.HALF_MMA_VARIABLE, raising=False)
+    monkeypatch.setattr(modules.jit_env, "FLASHINFER_WORKSPACE_DIR", tmp_path)
+    monkeypatch.setattr(modules.jit_env, "FLASHINFER_GEN_SRC_DIR", tmp_path / "generated")
+    monkeypatch.setattr(core.current_compilation_context, "TARGET_CUDA_ARCHS", {(12, "1a")})
+    return tmp_path
+
+
+def test_a_probe_of_the_gpu_chooses_and_the_switch_overrules_it(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flag = "-DFLASHINFER_SM12X_HALF_MMA=1"
+    assert modules.gen_fused_moe_module().name == "fused_moe_120"
+    for bits, half in ((23, False), (25, False), (22, True), (13, True)):
+        (workspace / modules.PROBE_FILE).write_text(json.dumps({"mma_sum_bits": bits}))
+        for spec in (modules.gen_fused_moe_module(), modules.gen_group_gemm_module()):
+            assert spec.name.endswith("_half") == half == (flag in spec.extra_cuda_cflags)
+    for value, half in (("0", False), ("1", True)):
+        monkeypatch.setenv(modules.HALF_MMA_VARIABLE, value)
+        assert modules.multiplies_in_half() == half
+    monkeypatch.setenv(modules.HALF_MMA_VARIABLE, "yes")
+    with pytest.raises(ValueError, match="FLASHINFER_SM12X_HALF_MMA is 'yes'; it may be 0, 1 or unset"):
+        modules.gen_fused_moe_module()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"mma_sum_bits": "13"}', '{"mma_sum_bits": 0}'])
+def test_a_probes_file_that_is_none_is_named(text: str, workspace: Path) -> None:
+    (workspace / modules.PROBE_FILE).write_text(text)
+    with pytest.raises(ValueError, match=f"{modules.PROBE_FILE}.*[Rr]emove it, or probe again"):
+        modules.multiplies_in_half()
