@@ -76,6 +76,7 @@ def _ensure_modules_registered() -> list[Any]:
         with suppress(RuntimeError):  # no architecture to compile for
             modules.gen_fused_moe_module()
             modules.gen_group_gemm_module()
+            modules.gen_dense_module()
     return statuses or _upstream.jit_spec_registry.get_all_statuses()
 
 

@@ -155,3 +155,11 @@ def group_gemm_module() -> Any:
     from ..jit.sm12x.modules import gen_group_gemm_module
 
     return gen_group_gemm_module().build_and_load()
+
+
+@functools.cache
+def dense_module() -> Any:
+    """The loaded ``dense_mx_sm12x``; built on first use."""
+    from ..jit.sm12x.modules import gen_dense_module
+
+    return gen_dense_module().build_and_load()

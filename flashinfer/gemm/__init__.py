@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GEMM operators: upstream's, with the MXFP8 x MXFP4 grouped GEMM on SM12x's own kernels and on the CPU."""
+"""GEMM operators: upstream's, with those of MXFP4 and MXFP8 weights on SM12x's own kernels and on the CPU."""
 
 from __future__ import annotations
 
@@ -12,3 +12,7 @@ _upstream = extend(globals())
 if TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any: ...
+
+
+from .sm12x_dense import dense_mx as dense_mx
+from .sm12x_mm import mm_bf16_mxfp8 as mm_bf16_mxfp8

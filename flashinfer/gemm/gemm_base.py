@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Upstream's GEMMs; the MXFP8 x MXFP4 grouped GEMM is this fork's kernel on SM12x, and runs on CPU tensors.
 
-``mm_fp4`` with MXFP4 operands answers where upstream refuses (:mod:`.sm12x_mm_fp4`).
+``mm_fp4`` with MXFP4 operands and ``mm_mxfp8`` have this fork's kernels as a backend (:mod:`.sm12x_mm`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 from ..api_logging import flashinfer_api
 from ..sm12x_arguments import require_computing_device, require_tensor_type
-from . import sm12x_group_gemm, sm12x_mm_fp4
+from . import sm12x_group_gemm, sm12x_mm
 
 
 # The signature is upstream's, parameter by parameter.
@@ -130,24 +130,23 @@ def mm_fp4(
     skip_check: bool = False,
 ) -> torch.Tensor:
     # fmt: on
-    """Upstream's ``mm_fp4``, whose documentation holds; MXFP4 operands are also computed where upstream has nothing.
+    """Upstream's ``mm_fp4``, whose documentation holds; MXFP4 operands are also computed by this fork.
 
-    That is: CPU tensors, and ``backend="cute-dsl", use_nvfp4=False`` on SM12x, which vLLM asks for there
-    (``--quantization-config '{"linear": "mxfp4"}'``). Both are dequantized and multiplied in float32, see
-    :func:`flashinfer.gemm.sm12x_mm_fp4.mm_mxfp4`.
+    That is: ``backend="sm12x"``; CPU tensors; and ``backend="cute-dsl"`` on SM12x, where upstream refuses it and vLLM asks for it
+    (``--quantization-config '{"linear": "mxfp4"}'``). See :func:`flashinfer.gemm.sm12x_mm.mm_mxfp4`.
 
     Raises
     ------
     ValueError
         Upstream's, and for the calls above: ``use_8x4_sf_layout``, or operands that do not fit each other.
     """
-    if sm12x_mm_fp4.takes(a.device, backend, use_nvfp4):
+    if sm12x_mm.takes_mm_fp4(a.device, backend, use_nvfp4):
         _upstream._check_mm_fp4_problem_size(
-            a, b, a_descale, b_descale, alpha, out_dtype, out, block_size, use_8x4_sf_layout, backend, use_nvfp4
+            a, b, a_descale, b_descale, alpha, out_dtype, out, block_size, use_8x4_sf_layout, "cute-dsl", use_nvfp4
         )
         if use_8x4_sf_layout or (alpha is not None and alpha.numel() != 1):
             raise ValueError("mm_fp4 with MXFP4 operands takes 128x4 scales and an alpha of one element")
-        return sm12x_mm_fp4.mm_mxfp4(a, b, a_descale, b_descale, alpha, out_dtype, out)
+        return sm12x_mm.mm_mxfp4(a, b, a_descale, b_descale, alpha, out_dtype, out)
     return _upstream.mm_fp4(
         a,
         b,
@@ -167,3 +166,34 @@ def mm_fp4(
 
 for _attribute in ("is_backend_supported", "is_compute_capability_supported"):
     setattr(mm_fp4, _attribute, getattr(_upstream.mm_fp4, _attribute))
+
+
+# fmt: off
+def mm_mxfp8(
+    a: torch.Tensor, b: torch.Tensor, a_descale: torch.Tensor, b_descale: torch.Tensor,
+    out: torch.Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16, use_8x4_sf_layout: bool = False,
+    backend: str = "auto",
+    *,
+    skip_check: bool = False,
+) -> torch.Tensor:
+    # fmt: on
+    """Upstream's ``mm_mxfp8``, whose documentation holds; ``backend="sm12x"`` and CPU tensors are computed by this fork.
+
+    See :func:`flashinfer.gemm.sm12x_mm.mm_mxfp8`. There k may be any multiple of 32 and n anything.
+
+    Raises
+    ------
+    ValueError
+        Upstream's, and for the calls above: ``use_8x4_sf_layout``, or operands that do not fit each other.
+    """
+    if backend == sm12x_mm.BACKEND or a.device.type == "cpu":
+        if use_8x4_sf_layout:
+            raise ValueError("mm_mxfp8 on this fork's kernels takes 128x4 scales: use_8x4_sf_layout must be False")
+        return sm12x_mm.mm_mxfp8(a, b, a_descale, b_descale, out, out_dtype)
+    return _upstream.mm_mxfp8(
+        a, b, a_descale, b_descale, out, out_dtype, use_8x4_sf_layout, backend, skip_check=skip_check
+    )
+
+
+for _attribute in ("is_backend_supported", "is_compute_capability_supported"):
+    setattr(mm_mxfp8, _attribute, getattr(_upstream.mm_mxfp8, _attribute))

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 
 from . import virtual_device
+from .dense_reference import DenseCase, DenseInputs, dense_reference, make_dense_inputs
 from .error_bounds import (
     ANY_ORDER,
     TENSOR_CORE,
@@ -41,12 +42,16 @@ __all__ = [
     "TENSOR_CORE",
     "Accumulation",
     "BoundViolation",
+    "DenseCase",
+    "DenseInputs",
     "MoECase",
     "MoEInputs",
     "check_within_bound",
+    "dense_reference",
     "dequantize_mxfp4",
     "dequantize_mxfp8",
     "group_gemm_reference",
+    "make_dense_inputs",
     "make_group_gemm_inputs",
     "make_moe_inputs",
     "moe_reference",

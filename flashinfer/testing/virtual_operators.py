@@ -130,3 +130,57 @@ def run_group_gemm(
         enable_pdl,
         writes=(out, workspace),
     )
+
+
+def run_dense(
+    device: VirtualDevice,
+    out: torch.Tensor,
+    x: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    alpha: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    token_format: int,
+    tactic: int,
+    enable_pdl: bool = True,
+) -> None:
+    """One dense layer.
+
+    Args:
+        device: Where it runs.
+        out, x, x_scale, weight, weight_scale, alpha, bias, residual: CPU tensors, as in ``gemm.sm12x_dense.dense_mx``; ``out``
+            is written.
+        token_format: Of ``x``, as the kernels number it.
+        tactic: An instance of the table.
+        enable_pdl: Launch as a programmatic dependent.
+
+    Raises:
+        VirtualDeviceError: a launch was refused, failed, or a watcher reported.
+    """
+    from flashinfer.jit.sm12x.instances import DENSE_INSTANCES
+    from flashinfer.jit.sm12x.modules import gen_dense_module
+
+    module = device.module(gen_dense_module)
+    workspace = None
+    if not DENSE_INSTANCES[tactic].streamed:
+        k = weight.shape[1] * (2 if weight.dtype is torch.uint8 else 1)
+        workspace = device.empty(int(device.call(module.sm12x_dense_gemm_workspace_size, x.shape[0], k)))
+    device.call(
+        module.sm12x_dense_run,
+        out,
+        x,
+        x_scale,
+        weight,
+        weight_scale,
+        alpha,
+        bias,
+        residual,
+        workspace,
+        token_format,
+        tactic,
+        True,
+        enable_pdl,
+        writes=(out,) if workspace is None else (out, workspace),
+    )

@@ -10,7 +10,7 @@ import torch
 
 import flashinfer
 from flashinfer.fused_moe import sm12x_dispatch
-from flashinfer.gemm import gemm_base, sm12x_mm_fp4
+from flashinfer.gemm import gemm_base, gemm_bf16_fp4, sm12x_mm
 from flashinfer.quantization import mx_cpu
 
 
@@ -42,6 +42,10 @@ def test_the_signature_is_upstreams():
         return [(p.name, p.default) for p in inspect.signature(function).parameters.values() if p.name != "skip_check"]
 
     assert described(gemm_base.mm_fp4) == described(gemm_base._upstream.mm_fp4)
+    assert described(gemm_base.mm_mxfp8) == described(gemm_base._upstream.mm_mxfp8)
+    assert described(gemm_bf16_fp4.mm_bf16_fp4) == described(gemm_bf16_fp4._upstream.mm_bf16_fp4)
+    prepare = gemm_bf16_fp4.prepare_bf16_fp4_weights, gemm_bf16_fp4._upstream.prepare_bf16_fp4_weights
+    assert described(prepare[0]) == described(prepare[1])
 
 
 @pytest.mark.parametrize(
@@ -52,11 +56,13 @@ def test_the_signature_is_upstreams():
         ("cudnn", False, True, False),
         ("auto", False, True, False),
         ("cute-dsl", False, False, False),
+        ("sm12x", False, False, True),
+        ("sm12x", True, True, False),
     ],
 )
 def test_only_what_upstream_refuses_on_sm12x_is_taken_from_it(monkeypatch, backend, nvfp4, sm12x, ours):
     monkeypatch.setattr(sm12x_dispatch, "has_block_scaled_mma", lambda index: sm12x)
-    assert sm12x_mm_fp4.takes(torch.device("cuda", 0), backend, nvfp4) is ours
+    assert sm12x_mm.takes_mm_fp4(torch.device("cuda", 0), backend, nvfp4) is ours
 
 
 def test_out_is_written_and_checked():
@@ -64,9 +70,44 @@ def test_out_is_written_and_checked():
     given = {"block_size": 32, "backend": "cute-dsl", "use_nvfp4": False}
     out = torch.empty(2, 8, dtype=torch.bfloat16)
     assert flashinfer.mm_fp4(a, b, a_scales, b_scales, out=out, **given) is out
-    with pytest.raises(ValueError, match=r"out is torch.bfloat16 \(8, 2\); it must be torch.bfloat16 \(2, 8\)"):
+    with pytest.raises(ValueError, match=r"out is torch.bfloat16 \(8, 2\).*shape \(2, 8\)"):
         flashinfer.mm_fp4(a, b, a_scales, b_scales, out=out.t().contiguous(), **given)
-    with pytest.raises(ValueError, match=r"b_descale is .* it must hold the 512 bytes of 128x4 scales of 8 rows"):
+    with pytest.raises(ValueError, match=r"weight_scale is .* it must be 512 contiguous bytes: 128x4 scales of 8 rows"):
         flashinfer.mm_fp4(a, b, a_scales, b_scales[:, :64], **given)
     with pytest.raises(ValueError, match="takes 128x4 scales"):
         flashinfer.mm_fp4(a, b, a_scales, b_scales, use_8x4_sf_layout=True, **given)
+
+
+def test_mxfp8_and_16_bit_tokens_by_upstreams_names():
+    """The same call as ``dense_mx``, whose results are held to their bound elsewhere."""
+    m, n, k = 3, 70, 160
+    print("seed", 8)
+    generator = torch.Generator().manual_seed(8)
+    x, w = (torch.randn(rows, k, generator=generator).bfloat16() for rows in (m, n))
+    (x8, x_scales), (w8, w_scales) = (mx_cpu.quantize_mxfp8_linear(t) for t in (x, w))
+    w4, w4_scales = mx_cpu.quantize_mxfp4_linear(w)
+    x_sf, w_sf, w4_sf = (mx_cpu.swizzle_128x4(s) for s in (x_scales, w_scales, w4_scales))
+    alpha = torch.tensor([0.5])
+    dense = flashinfer.gemm.dense_mx
+    got = flashinfer.mm_mxfp8(x8, w8.t(), x_sf.flatten(), w_sf.flatten(), backend="sm12x")
+    assert torch.equal(got, dense(x8, w8, w_sf, x_scale=x_sf))
+    weights = flashinfer.gemm.prepare_bf16_fp4_weights(w4, w4_sf, alpha, backend="sm12x", block_size=32)
+    got = flashinfer.mm_bf16_fp4(x, *weights, backend="sm12x", block_size=32)
+    assert torch.equal(got, dense(x, w4, w4_sf, alpha=alpha))
+    got = flashinfer.gemm.mm_bf16_mxfp8(x, w8, w_sf, out_dtype=torch.float16)
+    assert torch.equal(got, dense(x, w8, w_sf, out_dtype=torch.float16))
+
+
+def test_bad_calls_by_upstreams_names_are_refused():
+    x8, scales = mx_cpu.quantize_mxfp8_linear(torch.randn(4, 64))
+    sf = mx_cpu.swizzle_128x4(scales)
+    with pytest.raises(ValueError, match=r"b is .*it must be column-major"):
+        flashinfer.mm_mxfp8(x8, torch.zeros(64, 8, dtype=torch.float8_e4m3fn), sf, sf, backend="sm12x")
+    with pytest.raises(ValueError, match="use_8x4_sf_layout must be False"):
+        flashinfer.mm_mxfp8(x8, x8.t(), sf, sf, use_8x4_sf_layout=True, backend="sm12x")
+    with pytest.raises(ValueError, match=r"a is torch.bfloat16 .* must be a float8_e4m3fn matrix"):
+        flashinfer.mm_mxfp8(x8.bfloat16(), x8.t(), sf, sf, backend="sm12x")
+    with pytest.raises(ValueError, match="block_size is 16; with backend='sm12x' it must be 32"):
+        flashinfer.mm_bf16_fp4(x8.bfloat16(), x8, sf, backend="sm12x")
+    with pytest.raises(ValueError, match=r"b is torch.bfloat16"):
+        flashinfer.gemm.mm_bf16_mxfp8(x8.bfloat16(), x8.bfloat16(), sf)

@@ -157,7 +157,7 @@ class Instance:
     def stage_bytes_of(self, hidden: int, inter: int) -> int:
         """Bytes of one stage of a streamed row's ring for such a layer, or 0 where K is too long for its warps.
 
-        Mirrors ``plan_stream`` in the launcher: 16 weight rows for each group of warps, the scales of all of their K,
+        Mirrors ``StreamedGemmPlan`` (``streamed_gemm_params.cuh``): 16 weight rows for each group of warps, the scales of all of their K,
         biases, and partial sums of lanes beyond K.
         """
         largest = 0
@@ -224,6 +224,67 @@ INSTANCES: tuple[Instance, ...] = (
 
 GEMM_INSTANCES: tuple[Instance, ...] = tuple(
     row for row in INSTANCES if row.activation == "mxfp8" and row.default and not row.streamed
+)
+
+
+Weights = Literal["mxfp4", "mxfp8"]
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseInstance:
+    """One compiled kernel of the dense layer.
+
+    Attributes
+    ----------
+    index : int
+        The tactic number.
+    weights : str
+        ``"mxfp4"`` or ``"mxfp8"``.
+    token_tile : int
+        Tokens of one pass over the weights, or of a GEMM's tile.
+    words : int
+        Of a stream of weights: of 128 along K, that one MMA warp takes; 0 for a GEMM.
+    stages : int
+        Of a GEMM: depth of its ring.
+    mma_warps : int
+        Of a stream of weights: warps that share K.
+    """
+
+    index: int
+    weights: Weights
+    token_tile: int
+    words: int = 0
+    stages: int = 0
+    mma_warps: int = 12
+
+    @property
+    def streamed(self) -> bool:
+        """A stream of weights (``include/flashinfer/sm12x/impls/dense_layer.cuh``), else a GEMM (``grouped_gemm.cuh``)."""
+        return self.words > 0
+
+    @property
+    def name(self) -> str:
+        """C identifier, part of the generated source's name; what tests and logs say."""
+        shape = f"w{self.words}" if self.streamed else "gemm"
+        return f"dense_{self.weights}_m{self.token_tile}_{shape}"
+
+    @property
+    def longest_k(self) -> int:
+        """K that the instance takes."""
+        return self.mma_warps * self.words * 128 if self.streamed else 2**30
+
+
+DENSE_INSTANCES: tuple[DenseInstance, ...] = (
+    DenseInstance(0, "mxfp4", 8, words=2),
+    DenseInstance(1, "mxfp4", 8, words=3),
+    DenseInstance(2, "mxfp4", 16, words=2),
+    DenseInstance(3, "mxfp8", 8, words=2),
+    DenseInstance(4, "mxfp8", 8, words=3),
+    DenseInstance(5, "mxfp8", 16, words=2),
+    DenseInstance(6, "mxfp4", 32, stages=3),
+    DenseInstance(7, "mxfp4", 64, stages=3),
+    DenseInstance(8, "mxfp8", 32, stages=3),
+    DenseInstance(9, "mxfp8", 48, stages=3),
 )
 
 

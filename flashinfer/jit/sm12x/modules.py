@@ -5,6 +5,7 @@
 ``fused_moe_120``                the MXFP4 MoE layer: binding, launcher, one source per default instance
 ``fused_moe_120_<instance>``     an instance outside the default set, registered with the module above
 ``gemm_mxfp4_sm12x``             the public MXFP4 grouped GEMM
+``dense_mx_sm12x``               dense layers with weights in MXFP4 or MXFP8
 ===============================  =================================================================
 
 With :func:`multiplies_in_half` names end in ``_half``: MXFP8 meets weights in half-precision MMAs, with float32 sums.
@@ -27,11 +28,12 @@ from flashinfer._layer import fork_root, wheel_root
 from .. import core, cpp_ext
 from .. import env as jit_env
 from .freshness import write_atomically
-from .instances import GEMM_INSTANCES, INSTANCES, Instance
+from .instances import DENSE_INSTANCES, GEMM_INSTANCES, INSTANCES, DenseInstance, Instance
 from .spec import JitSpecSm12x
 
 FUSED_MOE = "fused_moe_120"
 GROUP_GEMM = "gemm_mxfp4_sm12x"
+DENSE = "dense_mx_sm12x"
 
 _MOE_TEMPLATE = "fused_moe/cutlass_backend/sm12x_moe_instance.cu.jinja"
 _LAUNCHER = "nv_internal/tensorrt_llm/kernels/cutlass_kernels/moe_gemm/launchers/moe_gemm_sm120_mixed_input_launcher.cu"
@@ -39,6 +41,8 @@ _MOE_BINDING = "fused_moe/cutlass_backend/flashinfer_sm12x_fused_moe_binding.cu"
 _INSTANCE_BINDING = "fused_moe/cutlass_backend/flashinfer_sm12x_instance_binding.cu"
 _GEMM_TEMPLATE = "gemm/sm12x_group_gemm_instance.cu.jinja"
 _GEMM_BINDING = "group_gemm_mxfp4_sm12x_binding.cu"
+_DENSE_TEMPLATE = "gemm/sm12x_dense_instance.cu.jinja"
+_DENSE_BINDING = "dense_mx_sm12x_binding.cu"
 
 EMBED_PTX_VARIABLE = "FLASHINFER_SM12X_EMBED_PTX"
 """Set to 1, modules carry the PTX of their SM12x kernels too, uncompressed, under names that end in ``_ptx``."""
@@ -124,6 +128,15 @@ def gen_group_gemm_module() -> JitSpecSm12x:
     return _spec(GROUP_GEMM, [_csrc() / _GEMM_BINDING, _csrc() / _LAUNCHER], _GEMM_TEMPLATE, GEMM_INSTANCES)
 
 
+def gen_dense_module() -> JitSpecSm12x:
+    """The spec of ``dense_mx_sm12x``.
+
+    Raises:
+        RuntimeError: as :func:`gen_fused_moe_module`.
+    """
+    return _spec(DENSE, [_csrc() / _DENSE_BINDING, _csrc() / _LAUNCHER], _DENSE_TEMPLATE, DENSE_INSTANCES)
+
+
 def target_architectures() -> tuple[tuple[int, str], ...]:
     """Those of the architectures to compile for that the family has kernels for: 12.x and 9.0.
 
@@ -166,7 +179,9 @@ def _include_dirs() -> list[Path]:
     return [*ours, *([cutlass] if cutlass.is_dir() else []), *upstream]
 
 
-def _spec(name: str, sources: Sequence[Path], template: str, instances: Iterable[Instance]) -> JitSpecSm12x:
+def _spec(
+    name: str, sources: Sequence[Path], template: str, instances: Iterable[Instance | DenseInstance]
+) -> JitSpecSm12x:
     architectures = target_architectures()
     embed_ptx = os.environ.get(EMBED_PTX_VARIABLE, "0") == "1"
     in_half = multiplies_in_half()
@@ -185,7 +200,7 @@ def _spec(name: str, sources: Sequence[Path], template: str, instances: Iterable
     return spec
 
 
-def _render(name: str, template: str, instances: Iterable[Instance]) -> list[Path]:
+def _render(name: str, template: str, instances: Iterable[Instance | DenseInstance]) -> list[Path]:
     """Write one source per instance into the cache's folder of generated sources."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_csrc()),

@@ -51,7 +51,7 @@ class Fc2Finish {
       if (last) __threadfence();  // by who saw the count, in front of the barrier: orders the others' writes for all
     }
     if (32 * warp < Config::kTokenTile) {
-      const uint32_t mask = __ballot_sync(scheduler::kAllLanes, last);
+      const uint32_t mask = __ballot_sync(kAllLanes, last);
       if (lane == 0) complete[warp] = mask;
     }
     ptx::named_barrier_sync<Config::kConsumerThreads>(kConsumerBarrier);
@@ -137,25 +137,29 @@ class Fc2Finish {
   }
 };
 
-// The grouped GEMM's epilogue: the accumulators as they are.
+// The grouped GEMM's epilogue, and a dense layer's.
 template <class Config>
 __device__ __forceinline__ void store_output(const GroupedGemmParams<Role::kStore>& p, const scheduler::Unit& unit,
                                              int warp, int lane, const Accumulators<Config>& accumulators) {
-  constexpr float kScale = Config::Policy::kAccumulatorScale;
+  const StoreEpilogue& e = p.epilogue;
+  const float scale = Config::Policy::kAccumulatorScale * load_or(e.alpha, 0, 1.0f);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
 #pragma unroll
     for (int upper = 0; upper < 2; ++upper) {
       const int row = unit.row_tile * kRowTile + half * kRowHalf + 16 * (warp % 4) + lane / 4 + 8 * upper;
       if (row >= p.rows) continue;
+      const float bias = e.bias != nullptr ? load_scalar(e.bias, row, e.bias_type) : 0.0f;
 #pragma unroll
       for (int step = 0; step < Config::kTokenSteps; ++step) {
 #pragma unroll
         for (int parity = 0; parity < 2; ++parity) {
           const int token = Config::kWarpTokens * (warp / 4) + 8 * step + 2 * (lane % 4) + parity;
           if (token >= unit.num_tokens) continue;
-          store_scalar(p.epilogue.output, static_cast<int64_t>(unit.first_token + token) * p.rows + row,
-                       p.epilogue.output_type, accumulators[half][step][2 * upper + parity] * kScale);
+          const int64_t at = static_cast<int64_t>(unit.first_token + token) * p.rows + row;
+          float value = fmaf(accumulators[half][step][2 * upper + parity], scale, bias);
+          if (e.residual != nullptr) value += load_scalar(e.residual, at, e.output_type);
+          store_scalar(e.output, at, e.output_type, value);
         }
       }
     }

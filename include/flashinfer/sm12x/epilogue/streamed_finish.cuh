@@ -6,7 +6,7 @@
 // then added.
 #pragma once
 
-#include "../impls/streamed_copies.cuh"
+#include "../impls/streamed_walk.cuh"
 #include "scalar.cuh"
 #include "swiglu_quantize.cuh"
 
@@ -57,7 +57,7 @@ class StreamKeeper {
   __device__ __forceinline__ void fill(int stage) {
     if (to_fill_.ended()) return;
     if (lane_ == 0) {
-      fill_stage(p, shared, stage, to_fill_.gemm() == 0, shared.tiles()[to_fill_.tile()].expert(), to_fill_.unit());
+      fill_stage(p.gemm[to_fill_.gemm()], shared, stage, shared.tiles()[to_fill_.tile()].expert(), to_fill_.unit());
     }
     to_fill_.advance(p, shared);
   }
@@ -84,8 +84,8 @@ class StreamKeeper {
   __device__ __forceinline__ void finish() {
     const StreamedGemm& g = p.gemm[kGemm];
     const TokenTile tile = shared.tiles()[to_finish_.tile()];
-    const int unit = to_finish_.unit(), row = slab_row(lane_ / 4, g.row_bytes);
-    constexpr int kOutputs = slab_outputs(kGemm == 0);
+    const int unit = to_finish_.unit(), row = slab_row<Config>(lane_ / 4, g.pitch);
+    constexpr int kOutputs = kGemm == 0 ? kSlabRows / 2 : kSlabRows;
     const float scale = load_or(g.global_scale, tile.expert(), 1.0f);
     SwigluParameters swiglu_parameters = {};
     if constexpr (kGemm == 0) {
@@ -103,8 +103,8 @@ class StreamKeeper {
         bias[0] = load_scalar(stage + g.bias_offset, at, g.bias_type);
         bias[1] = load_scalar(stage + g.bias_offset, at + (kGemm == 0 ? g.groups * kOutputs : 8), g.bias_type);
       }
-      Sums sums;
-      add_partials(g, kGemm == 0, stage, slab, row, tile.count(), sums);
+      Sums sums = {};
+      add_partials<Config>(g, stage, 0, slab, row, lane_, tile.count(), sums);
       if (slab == g.groups - 1) {
         __syncwarp();
         fill(place_.stage);
@@ -114,35 +114,6 @@ class StreamKeeper {
       } else {
         contribute(tile, first + row, scale, bias, sums);
       }
-    }
-  }
-
-  // In the order of K, so that the sum is the same on every run.
-  __device__ __forceinline__ void add_partials(const StreamedGemm& g, bool fc1, const uint8_t* stage, int slab, int row,
-                                               int count, Sums& sums) const {
-    const LaneRows rows(g, fc1, row);
-    const PartialPlace<Config> first(g, rows, 0, lane_), last(g, rows, g.group_warps - 1, lane_);
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      if (kNarrowTokens * step >= count) break;  // nothing was multiplied
-      const uint8_t* from = stage + first.offset[step] + slab * first.next_slab;
-      const float4 last_part = *reinterpret_cast<const float4*>(stage + last.offset[step] + slab * last.next_slab);
-      float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      auto add = [&sum](const float4& part) {
-        sum.x += part.x;
-        sum.y += part.y;
-        sum.z += part.z;
-        sum.w += part.w;
-      };
-#pragma unroll 11
-      for (int warp = 0; warp < g.group_warps - 1; ++warp) {
-        add(*reinterpret_cast<const float4*>(from + warp * Config::kWords * kWordBytes));
-      }
-      add(last_part);
-      sums[step][0] = sum.x;
-      sums[step][1] = sum.y;
-      sums[step][2] = sum.z;
-      sums[step][3] = sum.w;
     }
   }
 

@@ -98,7 +98,7 @@ class Fc1Finish {
         float largest = fmaxf(fabsf(act[0][step][parity]), fabsf(act[0][step][parity + 2]));
 #pragma unroll
         for (int distance = 4; distance < 32; distance *= 2) {
-          largest = fmaxf(largest, __shfl_xor_sync(scheduler::kAllLanes, largest, distance));
+          largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, distance));
         }
         if (lane < 4) amax[(warp % 4) * Config::kTokenTile + token_of(warp, lane, step, parity)] = largest;
       }

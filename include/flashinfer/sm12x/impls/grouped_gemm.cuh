@@ -80,14 +80,15 @@ class Consumer {
           for (int value = 0; value < 4; ++value) accumulators[half][step][value] = 0.0f;
         }
       }
+      mma::RowNans nans[2];
       for (int k_tile = run.first; k_tile < run.first + run.tiles; ++k_tile) {
         ptx::mbarrier_wait(shared.full(stage), phase);
         const int valid_blocks = blocks - k_tile * (Config::kKTile / kScaleBlock);
         const StageScales<Config> scales(shared, stage, at, warp, lane);
         if (valid_blocks >= Config::kKTile / kScaleBlock && scales.fold()) {
-          consume_tile<Config, true>(shared, stage, at, scales, valid_blocks, lane, accumulators);
+          consume_tile<Config, true>(shared, stage, at, scales, valid_blocks, lane, accumulators, nans);
         } else {
-          consume_tile<Config, false>(shared, stage, at, scales, valid_blocks, lane, accumulators);
+          consume_tile<Config, false>(shared, stage, at, scales, valid_blocks, lane, accumulators, nans);
         }
         ptx::mbarrier_arrive(shared.empty(stage));  // every reader for itself: racecheck follows that too
         if (++stage == SharedStorage<Config>::kStages) {
@@ -95,6 +96,7 @@ class Consumer {
           phase ^= 1;
         }
       }
+      spread_nan<Config>(nans, accumulators);
       if (run.tiles < shares.k_tiles && !epilogue::reduce_split<Config>(p.partials, p.split_arrivals, shared, shares,
                                                                         run.unit, thread, accumulators)) {
         continue;

@@ -8,7 +8,7 @@
 
 #include <cstdint>
 
-#include "nv_internal/tensorrt_llm/kernels/cutlass_kernels/moe_gemm/sm12x_arch_config.h"
+#include "../common/arch.h"
 
 namespace flashinfer::sm12x {
 
@@ -61,6 +61,10 @@ struct Fc2Epilogue {
 struct StoreEpilogue {
   void* output;  // [cum_m, rows]
   ScalarType output_type;
+  const float* alpha;    // one, or null: 1
+  const void* bias;      // [rows] or null
+  ScalarType bias_type;
+  const void* residual;  // [cum_m, rows] of output_type, or null: added
 };
 
 template <Role kRole>

@@ -120,7 +120,7 @@ class StageScales {
     uint32_t exceeding = 0;
 #pragma unroll
     for (int i = 0; i < 4 * Config::kWords; ++i) exceeding |= mma::exceeds_folded_scale(held_[i / 4][i % 4]);
-    return __all_sync(scheduler::kAllLanes, exceeding == 0);
+    return __all_sync(kAllLanes, exceeding == 0);
   }
 
   __device__ __forceinline__ void begin_word(int word) const {
@@ -158,11 +158,31 @@ class StageScales {
   uint32_t held_[Config::kWords][4];  // of rows g and g + 8 of either half
 };
 
+// A row of weights with a NaN gives NaN for every token. `nans` holds what this lane saw of its rows of either half.
+template <class Config>
+__device__ __forceinline__ void spread_nan(const mma::RowNans (&nans)[2], Accumulators<Config>& accumulators) {
+  if constexpr (Config::kWeights == WeightFormat::kMxfp8) {
+    using Expansion = typename Config::Policy::BlockExpansion;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      uint32_t of_row = i % 2 == 0 ? nans[i / 2].row : nans[i / 2].row_plus_8;
+      of_row |= __shfl_xor_sync(kAllLanes, of_row, 1);
+      of_row |= __shfl_xor_sync(kAllLanes, of_row, 2);
+      if (!Expansion::is_nan(of_row)) continue;
+#pragma unroll
+      for (int step = 0; step < Config::kTokenSteps; ++step) {
+        accumulators[i / 2][step][2 * (i % 2)] = accumulators[i / 2][step][2 * (i % 2) + 1] = NAN;
+      }
+    }
+  }
+}
+
 // kPlain: K does not end within the tile, and its scales fold.
 template <class Config, bool kPlain>
 __device__ __forceinline__ void consume_tile(const SharedStorage<Config>& shared, int stage,
                                              const OperandOffsets<Config>& at, const StageScales<Config>& scales,
-                                             int valid_blocks, int lane, Accumulators<Config>& accumulators) {
+                                             int valid_blocks, int lane, Accumulators<Config>& accumulators,
+                                             mma::RowNans (&nans)[2]) {
   using Policy = typename Config::Policy;
   constexpr int kBlockBytes = kScaleBlock * Config::kElementBytes;
   constexpr int kWordPitch = Config::kTokenScales ? kScaleChunkElements : Config::kTokenTile * kArrangedRowBytes;
@@ -177,11 +197,23 @@ __device__ __forceinline__ void consume_tile(const SharedStorage<Config>& shared
     if (kPlain || kScaleChunkBlocks * word < valid_blocks) scales.begin_word(word);  // others were not copied
     auto block_pair = [&](auto pair_constant) {
       constexpr int kPair = decltype(pair_constant)::value;
-      uint32_t packed[2][4];
+      constexpr int kWeightWords = Policy::kWeightWords;
+      // A matrix of ldmatrix is 16 bytes of 8 rows: one block of MXFP4, half of one of MXFP8. [half][block of the pair]
+      uint32_t row[2][2][kWeightWords], row_plus_8[2][2][kWeightWords];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const uint32_t chunk = (4 * word + 2 * kPair + lane / 16) ^ at.swizzle;
-        ptx::load_matrix_x4(packed[half], weights + at.weights[half] + 16 * chunk);
+#pragma unroll
+        for (int load = 0; load < kWeightWords; ++load) {
+          uint32_t matrices[4];
+          const uint32_t chunk = (kWeightWords * (4 * word + 2 * kPair) + 2 * load + lane / 16) ^ at.swizzle;
+          ptx::load_matrix_x4(matrices, weights + at.weights[half] + 16 * chunk);
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const int matrix = 2 * load + i;
+            row[half][matrix / kWeightWords][matrix % kWeightWords] = matrices[2 * i];
+            row_plus_8[half][matrix / kWeightWords][matrix % kWeightWords] = matrices[2 * i + 1];
+          }
+        }
       }
       auto block = [&](auto block_constant) {
         constexpr int kBlock = decltype(block_constant)::value;  // of the four that share a scale word
@@ -193,8 +225,8 @@ __device__ __forceinline__ void consume_tile(const SharedStorage<Config>& shared
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           row_scales[half] = scales.of_rows(word, half, kBlock);
-          expanded[half] = Policy::template expand<kBlock, kPlain>(
-              packed[half][2 * (kBlock % 2)], packed[half][2 * (kBlock % 2) + 1], row_scales[half]);
+          expanded[half] = Policy::template expand<kBlock, kPlain>(row[half][kBlock % 2], row_plus_8[half][kBlock % 2],
+                                                                   row_scales[half], nans[half]);
         }
         auto part = [&](int first_step, const auto& operands, auto part_constant) {
 #pragma unroll

@@ -5,10 +5,10 @@
 // themselves, the routing. With programmatic dependent launch FC1's producer already streams weights meanwhile.
 #pragma once
 
+#include "../common/quantize.cuh"
 #include "../epilogue/scalar.cuh"
 #include "../ptx/sync.cuh"
 #include "../scheduler/routing.cuh"
-#include "nv_internal/tensorrt_llm/kernels/cutlass_kernels/moe_gemm/sm12x_activation_quantizer.cuh"
 
 namespace flashinfer::sm12x {
 
@@ -106,7 +106,7 @@ __device__ __forceinline__ void count_elsewhere(const PrologueParams& p, int tok
   for (int slot = lane; slot < p.top_k; slot += 32) {
     elsewhere += scheduler::local_expert(p.ids[token * p.top_k + slot], p.first_expert, p.num_experts) < 0;
   }
-  elsewhere = __reduce_add_sync(scheduler::kAllLanes, elsewhere);
+  elsewhere = __reduce_add_sync(kAllLanes, elsewhere);
   for (int tile = lane; tile < p.row_tiles; tile += 32) {
     p.token_arrivals[static_cast<int64_t>(token) * p.row_tiles + tile] = elsewhere;
   }

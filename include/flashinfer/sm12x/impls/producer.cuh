@@ -101,8 +101,7 @@ class Producer {
 #pragma unroll
       for (int c = 0; c < kCopies; ++c) {
         const int i = c * kRowsTogether;
-        piece[c] =
-            owner.lane % kPieces + __shfl_sync(scheduler::kAllLanes, before[i / 32], i % 32 + owner.lane / kPieces);
+        piece[c] = owner.lane % kPieces + __shfl_sync(kAllLanes, before[i / 32], i % 32 + owner.lane / kPieces);
       }
     }
   };

@@ -3,9 +3,9 @@
 // Compile-time configuration of a grouped GEMM and its shared memory.
 #pragma once
 
+#include "../common/layouts.h"
 #include "../mma/policy.cuh"
 #include "grouped_gemm_params.cuh"
-#include "nv_internal/tensorrt_llm/kernels/cutlass_kernels/moe_gemm/sm12x_layout_sfa_utils.h"
 #include "token_blocks.cuh"
 
 namespace flashinfer::sm12x {
@@ -15,12 +15,13 @@ constexpr bool kForSm12x = FLASHINFER_SM12X_DEVICE;
 
 // kActivation_ is what activations are rounded to, kOperand_ the type in which they are kept and multiplied.
 template <Role kRole_, Activation kActivation_, Activation kOperand_, int kTokenTile_, int kKTile_, int kStages_,
-          int kBlocksPerSm_>
+          int kBlocksPerSm_, WeightFormat kWeights_ = WeightFormat::kMxfp4>
 struct GemmConfig {
   static constexpr Role kRole = kRole_;
   static constexpr Activation kActivation = kActivation_;
   static constexpr Activation kOperand = kOperand_;
-  using Policy = mma::Policy<kOperand>;
+  static constexpr WeightFormat kWeights = kWeights_;
+  using Policy = mma::Policy<kOperand, kWeights>;
   static constexpr int kTokenTile = kTokenTile_;
   static constexpr int kKTile = kKTile_;
   static constexpr int kStages = kStages_;
@@ -45,7 +46,7 @@ struct GemmConfig {
   static constexpr int kTokenBytes = kKTile * kElementBytes;
   // MXFP8 rows are shifted by 32 bytes against the 128-byte period of the banks; arranged rows lie word by word.
   static constexpr int kTokenPitch = kTokenScales ? kTokenBytes + 32 : kArrangedRowBytes;
-  static constexpr int kWeightPitch = weight_bytes(kKTile);
+  static constexpr int kWeightPitch = weight_row_bytes(kWeights, kKTile);
   static constexpr int kWords = kKTile / kScaleChunkElements;
   static constexpr int kScaleChunks = kRole == Role::kFc1 ? 3 : 1;  // up; gate, which may straddle two
 
@@ -66,7 +67,8 @@ struct GemmConfig {
   static constexpr int kHopperStages = kBf16 ? (kHopperBlockBytes - kBesideRing) / kStageBytes : kStages;
 
   static_assert(kOperand == kActivation || kOperand == Activation::kBf16, "bfloat16 holds any scaled activation");
-  static_assert(kKTile == 128 || kKTile == 256, "a weight row of a stage is one 64- or 128-byte swizzle span");
+  static_assert(kKTile % 128 == 0 && (kWeightPitch == 64 || kWeightPitch == 128),
+                "a weight row of a stage is one 64- or 128-byte swizzle span");
   static_assert(kTokenTile == 128 || (kTokenTile % 8 == 0 && kTokenTile <= 64), "registers of four consumer warps");
   static_assert(kStages >= 2 && kHopperStages >= 2, "the ring overlaps copies with arithmetic");
   static_assert(kWeightStage % 1024 == 0 && kScaleStage % 16 == 0 && kTokenStage % 16 == 0);

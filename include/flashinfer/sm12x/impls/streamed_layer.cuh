@@ -33,7 +33,7 @@ __device__ __forceinline__ TileCounts route_many(const StreamedLayerParams& p, c
   };
   TileCounts tiles = {0, 0};
   for (int e = lane; e < p.num_experts; e += 32) tiles.wide += wide_tiles(counts[e]);
-  tiles.wide = __reduce_add_sync(scheduler::kAllLanes, tiles.wide);
+  tiles.wide = __reduce_add_sync(kAllLanes, tiles.wide);
   int before_entries = 0, before_wide = 0, before_narrow = tiles.wide;
 #pragma unroll 1
   for (int base = 0; base < p.num_experts; base += 32) {
@@ -51,9 +51,9 @@ __device__ __forceinline__ TileCounts route_many(const StreamedLayerParams& p, c
       offsets[expert] = first;
       counts[expert] = 0;
     }
-    before_entries = __shfl_sync(scheduler::kAllLanes, first + count, 31);
-    before_wide = __shfl_sync(scheduler::kAllLanes, first_wide + wide, 31);
-    before_narrow = __shfl_sync(scheduler::kAllLanes, first_narrow + narrow, 31);
+    before_entries = __shfl_sync(kAllLanes, first + count, 31);
+    before_wide = __shfl_sync(kAllLanes, first_wide + wide, 31);
+    before_narrow = __shfl_sync(kAllLanes, first_narrow + narrow, 31);
   }
   tiles.all = before_narrow;
   __syncwarp();
@@ -71,7 +71,7 @@ __device__ __forceinline__ TileCounts route_many(const StreamedLayerParams& p, c
 template <class Config>
 __device__ __forceinline__ TileCounts route_few(const StreamedLayerParams& p, const StreamBlock& shared, int expert,
                                                 int lane) {
-  constexpr unsigned kAll = scheduler::kAllLanes;
+  constexpr unsigned kAll = kAllLanes;
   int place = 0, of_expert = 0, before_in_expert = 0;
   for (int other = 0; other < p.num_entries; ++other) {
     const int theirs = __shfl_sync(kAll, expert, other);

@@ -15,18 +15,18 @@ namespace flashinfer::sm12x {
 template <class Config>
 class TokenFragments {
   static constexpr int kSteps = Config::kTokenSteps, kWords = Config::kWords, kBlocks = kSteps * kWords;
+  using Blocks = TokenBlock[kSteps][kWords];
   // Where registers are short the values of a block are loaded twice, rather than held until its maximum is known.
   static constexpr bool kHold = kSteps == 1;
 
  public:
-  TokenBlock block[kSteps][kWords];
-
   // FC1: `count` rows of the layer's input; `row_of` tells which of them token i of the tile is.
   template <class RowOf>
-  __device__ __forceinline__ void load_input(const StreamedLayerParams& p, int group_warp, int lane, int count,
-                                             const RowOf& row_of) {
+  static __device__ __forceinline__ void load_input(Blocks& tokens, const StreamedLayerParams& p, int first_word,
+                                                    int lane, int count, const RowOf& row_of) {
+    TokenBlock* const blocks = &tokens[0][0];
     auto load = [&](int i, TokenBlock& to) {
-      const int token = 8 * (i / kWords) + lane / 4, word = group_warp * kWords + i % kWords;
+      const int token = 8 * (i / kWords) + lane / 4, word = first_word + i % kWords;
       const bool wanted = token < count && word < p.gemm[0].words;
       const int row = wanted ? row_of(token) : 0, k_block = word * kScaleChunkBlocks + lane % 4;
       const uint8_t* from = p.tokens + arranged_offset(p.num_tokens, row, k_block);
@@ -35,12 +35,12 @@ class TokenFragments {
     };
     if constexpr (kHold) {
 #pragma unroll
-      for (int i = 0; i < kBlocks; ++i) load(i, blocks()[i]);
+      for (int i = 0; i < kBlocks; ++i) load(i, blocks[i]);
     } else {
 #pragma unroll 1
       for (int i = 0; i < kBlocks; ++i) {
-        shift();
-        load(i, blocks()[kBlocks - 1]);
+        shift(blocks);
+        load(i, blocks[kBlocks - 1]);
       }
     }
   }
@@ -50,10 +50,11 @@ class TokenFragments {
   // This code runs once for each tile, so what it costs is mostly fetching it: blocks are converted in a loop, through
   // which the registers shift, instead of once each in unrolled code. While one is converted, the next one's values are on
   // their way, if there are registers to hold them.
-  __device__ __forceinline__ void load_act(const StreamedLayerParams& p, int group_warp, int lane, int count,
-                                           int first) {
-    const int first_block = group_warp * kWords * kScaleChunkBlocks + lane % 4, k = p.gemm[1].k;
-    TokenBlock& last = blocks()[kBlocks - 1];
+  static __device__ __forceinline__ void load_act(Blocks& tokens, const StreamedLayerParams& p, int first_word,
+                                                  int lane, int count, int first) {
+    const int first_block = first_word * kScaleChunkBlocks + lane % 4, k = p.gemm[1].k;
+    TokenBlock* const blocks = &tokens[0][0];
+    TokenBlock& last = blocks[kBlocks - 1];
     auto source = [&](int i) -> Source {
       const int token = 8 * (i / kWords) + lane / 4, k_block = first_block + i % kWords * kScaleChunkBlocks;
       const bool wanted = token < count && k_block * kScaleBlock < k;
@@ -67,7 +68,7 @@ class TokenFragments {
     }
 #pragma unroll 1
     for (int i = 0; i < kBlocks; ++i) {
-      shift();
+      shift(blocks);
       if constexpr (kHold) {
         float values[4][8];
         const Source next = i + 1 < kBlocks ? source(i + 1) : Source{p.act, false};
@@ -106,15 +107,14 @@ class TokenFragments {
     }
   };
 
-  __device__ __forceinline__ TokenBlock* blocks() { return &block[0][0]; }
   // Makes room for a block behind the others.
-  __device__ __forceinline__ void shift() {
+  static __device__ __forceinline__ void shift(TokenBlock* blocks) {
 #pragma unroll
     for (int i = 0; i + 1 < kBlocks; ++i) {
 #pragma unroll
       for (int v = 0; v < 8; ++v) {
-        blocks()[i][v][0] = blocks()[i + 1][v][0];
-        blocks()[i][v][1] = blocks()[i + 1][v][1];
+        blocks[i][v][0] = blocks[i + 1][v][0];
+        blocks[i][v][1] = blocks[i + 1][v][1];
       }
     }
   }

@@ -4,7 +4,7 @@
 // its share of FC1's units, then its share of FC2's. A unit is one stage of the ring.
 #pragma once
 
-#include "../ptx/sync.cuh"
+#include "streamed_gemm.cuh"
 #include "streamed_params.cuh"
 
 namespace flashinfer::sm12x {
@@ -23,7 +23,6 @@ struct TokenTile {
 };
 
 // Tiles of a launch. The wide ones, which hold more tokens than one step of MMAs takes, come first.
-constexpr int kNarrowTokens = 8;
 struct TileCounts {
   int all, wide;
 };
@@ -46,27 +45,19 @@ struct StreamShare {
   }
 };
 
-// A block's shared memory (StreamStorage), and how its ring is divided.
-struct StreamBlock {
+// A block's shared memory (StreamStorage).
+struct StreamBlock : StreamRing<StreamStorage::kRing> {
   using Storage = StreamStorage;
 
-  char* base;
-  int stages;
-  int stage_bytes;
-
   __device__ __forceinline__ StreamBlock(char* dynamic, const StreamedLayerParams& p)
-      : base(dynamic), stages(p.stages), stage_bytes(p.stage_bytes) {}
+      : StreamRing{dynamic, p.stages, p.stage_bytes} {}
 
-  __device__ __forceinline__ uint8_t* stage(int i) const { return at<uint8_t>(Storage::kRing + i * stage_bytes); }
   __device__ __forceinline__ TokenTile* tiles() const { return at<TokenTile>(Storage::kTiles); }
   __device__ __forceinline__ StreamShare* shares() const { return at<StreamShare>(Storage::kShares); }  // FC1's, FC2's
   __device__ __forceinline__ uint16_t* order() const { return at<uint16_t>(Storage::kOrder); }
   // While there is nothing in the ring: two numbers for each expert, one for each entry.
   __device__ __forceinline__ int* routing_counts() const { return at<int>(Storage::kRing); }
   __device__ __forceinline__ int* routing_experts() const { return routing_counts() + 2 * kMaxLocalExperts; }
-  // A stage's copies have landed; its partial sums are complete.
-  __device__ __forceinline__ uint64_t* full(int stage) const { return barrier(stage); }
-  __device__ __forceinline__ uint64_t* done(int stage) const { return barrier(kMaxStreamStages + stage); }
   // FC1's results of all blocks can be read.
   __device__ __forceinline__ uint64_t* act_ready() const { return barrier(2 * kMaxStreamStages); }
   // The MMA warps have rehearsed in the last stage.
@@ -76,27 +67,6 @@ struct StreamBlock {
   template <class T>
   __device__ __forceinline__ T* at(int offset) const {
     return reinterpret_cast<T*>(base + offset);
-  }
-  __device__ __forceinline__ uint64_t* barrier(int i) const { return at<uint64_t>(Storage::kBarriers) + i; }
-};
-
-// A place in the ring, and the parity of the phase that it is in.
-struct RingPlace {
-  int stage = 0;
-  uint32_t parity = 0;
-
-  __device__ __forceinline__ void advance(int stages) {
-    if (++stage == stages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-  __device__ __forceinline__ void advance(int steps, int stages) {
-    stage += steps;
-    while (stage >= stages) {
-      stage -= stages;
-      parity ^= 1;
-    }
   }
 };
 
@@ -156,46 +126,6 @@ class StreamStride {
   StreamWalk::Run run_;
   int at_;  // in the run
   int stride_;
-};
-
-// MMA row g as a row of the slab's eight. Eight lanes (two rows, 64 bytes each) are served together by shared memory:
-// pair the rows whose distance is half the 128-byte period of the banks, if there is one.
-__device__ __forceinline__ int slab_row(int g, int row_bytes) {
-  const int pitch = row_bytes % 128 / 16;
-  if (pitch % 2 != 0) return (g >> 1) | (g & 1) << 2;  // rows r and r + 4
-  if (pitch % 4 != 0) return (g & 4) | (g & 2) >> 1 | (g & 1) << 1;  // rows r and r + 2
-  return g;
-}
-
-// Where a lane's two rows of a slab (g and g + 8 of the MMA) lie in a stage. FC1: an up row and its gate row.
-struct LaneRows {
-  int low, high;  // byte offsets of the stage's first slab
-  int next_slab;  // from a slab to the next
-
-  __device__ __forceinline__ LaneRows(const StreamedGemm& gemm, bool fc1, int row) {
-    low = row * gemm.row_bytes;
-    high = low + (fc1 ? 8 * gemm.groups : 8) * gemm.row_bytes;
-    next_slab = slab_outputs(fc1) * gemm.row_bytes;
-  }
-};
-
-// The partial sums of a lane replace weights that it alone has read; lanes whose block lies beyond K use the stage's tail.
-template <class Config>
-struct PartialPlace {
-  int offset[Config::kTokenSteps];  // in the stage's first slab
-  int next_slab;
-
-  __device__ __forceinline__ PartialPlace(const StreamedGemm& gemm, const LaneRows& rows, int group_warp, int lane) {
-    const int word = group_warp * Config::kWords, t = lane % 4;
-    const bool within = (word * kScaleChunkBlocks + t) * kScaleBlock < gemm.k;
-    const int tail = gemm.tail_offset + lane * 16;
-    const int column = word * kWordBytes + t * (kWordBytes / kScaleChunkBlocks);
-    next_slab = within ? rows.next_slab : Config::kTokenSteps * 32 * 16;
-#pragma unroll
-    for (int step = 0; step < Config::kTokenSteps; ++step) {
-      offset[step] = within ? (step == 0 ? rows.low : rows.high) + column : tail + step * 32 * 16;
-    }
-  }
 };
 
 }  // namespace flashinfer::sm12x

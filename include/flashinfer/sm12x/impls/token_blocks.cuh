@@ -9,9 +9,9 @@
 // of each word; odd rows have neighbouring blocks swapped, so that fragment loads of eight rows meet no bank twice.
 #pragma once
 
+#include "../common/quantize.cuh"
 #include "../ptx/convert.cuh"
 #include "grouped_gemm_params.cuh"
-#include "nv_internal/tensorrt_llm/kernels/cutlass_kernels/moe_gemm/sm12x_activation_quantizer.cuh"
 
 namespace flashinfer::sm12x {
 
@@ -26,9 +26,6 @@ __device__ __forceinline__ int64_t arranged_offset(int rows, int row, int k_bloc
 
 // Where element `i` of a row stands once it is arranged.
 __device__ __forceinline__ int arranged_place(int i) { return (i & ~7) | ((i & 3) << 1) | ((i >> 2) & 1); }
-
-// block[2q] = elements 8q + (0, 4), (1, 5); block[2q + 1] = 8q + (2, 6), (3, 7).
-using TokenBlock = uint32_t[8][2];
 
 namespace detail {
 

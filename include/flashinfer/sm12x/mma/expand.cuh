@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Eight e2m1 nibbles of a 32-bit word, expanded in registers. Nibble i of a word is K element 8t + i of a row's 32-block,
-// t the lane's place in its quad. The order of K inside a block is free as long as both operands agree, so each
+// Weights of a 32-bit word, eight e2m1 or four e4m3, expanded in registers. Nibble i of a word is K element 8t + i of a row's
+// 32-block, t the lane's place in its quad. The order of K inside a block is free as long as both operands agree, so each
 // expansion takes the order that costs least, and the token side (policy.cuh) follows it.
 #pragma once
 
 #include <cstdint>
 
+#include "../common/arch.h"
 #include "../ptx/convert.cuh"
-#include "nv_internal/tensorrt_llm/kernels/cutlass_kernels/moe_gemm/sm12x_arch_config.h"
 
 namespace flashinfer::sm12x::mma {
 
@@ -52,10 +52,10 @@ __device__ __forceinline__ void expand_to_bf16(uint32_t nibbles, uint32_t factor
 constexpr uint32_t kLargestFoldedScale = 128;
 __device__ __forceinline__ uint32_t folded_factor(uint32_t s) { return (s + 126u) * 0x00800080u; }
 
-// The same of byte `kByte` of four scales.
+// Byte `kByte` of four scales, in both halves.
 template <int kByte>
-__device__ __forceinline__ uint32_t folded_factor_of(uint32_t scales) {
-  return __byte_perm(scales, 0, 0x4040 | kByte << 8 | kByte) * 128u + 126u * 0x00800080u;
+__device__ __forceinline__ uint32_t scale_of(uint32_t scales) {
+  return __byte_perm(scales, 0, 0x4040 | kByte << 8 | kByte);
 }
 
 // 2^(s - 127) as a pair of bfloat16, NaN for s = 255.
@@ -63,6 +63,64 @@ __device__ __forceinline__ uint32_t scale_pair(uint32_t s) {
   const uint32_t bits = s == 0 ? 0x0040u : s == kNanScale ? 0x7FFFu : s << 7;
   return bits * 0x00010001u;
 }
+
+// Four e4m3 likewise: sign, exponent and mantissa in place are the value times 2^-120, subnormals included. pair[0] = elements
+// 0, 2; pair[1] = 1, 3. Nine instructions.
+__device__ __forceinline__ void expand_e4m3_to_bf16(uint32_t bytes, uint32_t factor, uint32_t (&pair)[2]) {
+  const uint32_t even = bytes << 8;
+  pair[0] = ((even >> 4) & 0x07F007F0u) | (even & 0x80008000u);
+  pair[1] = ((bytes >> 4) & 0x07F007F0u) | (bytes & 0x80008000u);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) pair[i] = ptx::bf16x2_multiply(pair[i], factor);
+}
+
+// A lane's block of 32 weights, 16 bytes of MXFP4 or 32 of MXFP8, eight at a time as bfloat16 pairs. `nan` collects what
+// is_nan() looks at.
+template <int kBlockBytes>
+struct Expansion;
+
+template <>
+struct Expansion<16> {
+  static constexpr bool kHasNan = false;
+  static constexpr uint32_t kUndo = kTwoTo126Pair;
+  static constexpr uint32_t kLargestFoldedScale = mma::kLargestFoldedScale;
+  static __device__ __forceinline__ uint32_t folded_factor(uint32_t s) { return mma::folded_factor(s); }
+  template <int kByte>
+  static __device__ __forceinline__ uint32_t folded_factor_of(uint32_t scales) {
+    return scale_of<kByte>(scales) * 128u + 126u * 0x00800080u;
+  }
+  static __device__ __forceinline__ bool is_nan(uint32_t) { return false; }
+  static __device__ __forceinline__ void eight(const uint32_t* block, int q, uint32_t factor, uint32_t (&pair)[4],
+                                               uint32_t&) {
+    expand_to_bf16(block[q], factor, pair);
+  }
+};
+
+template <>
+struct Expansion<32> {
+  static constexpr bool kHasNan = true;
+  static constexpr uint32_t kUndo = 0x7B807B80u;  // 2^120
+  static constexpr uint32_t kLargestFoldedScale = 134;  // 2^120 * 2^(s - 127) is a bfloat16
+  static __device__ __forceinline__ uint32_t folded_factor(uint32_t s) { return (s + 120u) * 0x00800080u; }
+  template <int kByte>
+  static __device__ __forceinline__ uint32_t folded_factor_of(uint32_t scales) {
+    return scale_of<kByte>(scales) * 128u + 120u * 0x00800080u;
+  }
+  // A magnitude of 0x7F is NaN: one more carries into the sign's place.
+  static __device__ __forceinline__ bool is_nan(uint32_t collected) { return (collected & 0x80808080u) != 0; }
+  static __device__ __forceinline__ void eight(const uint32_t* block, int q, uint32_t factor, uint32_t (&pair)[4],
+                                               uint32_t& nan) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t bytes = block[2 * q + half];
+      nan |= (bytes & 0x7F7F7F7Fu) + 0x01010101u;
+      uint32_t two[2];
+      expand_e4m3_to_bf16(bytes, factor, two);
+      pair[2 * half] = two[0];
+      pair[2 * half + 1] = two[1];
+    }
+  }
+};
 
 // Nonzero if one of four scales exceeds kLargestFoldedScale: its top bit is set, and another one.
 __device__ __forceinline__ uint32_t exceeds_folded_scale(uint32_t scales) {

@@ -10,7 +10,8 @@
 // A block is multiplied in kParts parts, each an MMA's worth, so that those of other tokens can come between two that add to
 // the same sums.
 //
-// Lane 4g + t takes kTokenPiece bytes of token g, piece t of its block.
+// Lane 4g + t takes kTokenPiece bytes of token g, piece t of its block, and kWeightWords words of 32 bits of each of its rows of
+// weights.
 //
 // A policy is that of an operand type, what tokens are in shared memory: MXFP8 as it is, or bfloat16, which W4A16 brings
 // and which holds a scaled MXFP8 value exactly.
@@ -18,10 +19,10 @@
 
 #include <cstdint>
 
+#include "../common/layouts.h"
 #include "../ptx/convert.cuh"
 #include "../ptx/mma.cuh"
 #include "expand.cuh"
-#include "nv_internal/tensorrt_llm/kernels/cutlass_kernels/moe_gemm/sm12x_arch_config.h"
 
 namespace flashinfer::sm12x::mma {
 
@@ -31,12 +32,18 @@ enum class Scaling {
   kInWeights,  // weights are multiplied by theirs as they are expanded; tokens have none
 };
 
+// What a lane saw of NaN among the weights of rows g and g + 8, where their format has one (Expansion::is_nan).
+struct RowNans {
+  uint32_t row = 0, row_plus_8 = 0;
+};
+
 // SM12x, MXFP8 x MXFP4: scales go into the MMA, weights need four instructions a word.
 template <Activation kOperand>
 struct BlockScaledPolicy {
   static constexpr Scaling kScaling = Scaling::kInMma;
   static constexpr int kParts = 1;
   static constexpr int kTokenPiece = 8;
+  static constexpr int kWeightWords = 1;
   static constexpr float kAccumulatorScale = 1.0f;
 
   struct RowScales {
@@ -61,10 +68,11 @@ struct BlockScaledPolicy {
     return {words[lane >> 2]};
   }
   template <int, bool>
-  static __device__ __forceinline__ Weights expand(uint32_t row, uint32_t row_plus_8, const RowScales&) {
+  static __device__ __forceinline__ Weights expand(const uint32_t (&row)[1], const uint32_t (&row_plus_8)[1],
+                                                   const RowScales&, RowNans&) {
     Weights w;
-    expand_to_containers(row, w.a[0], w.a[2]);
-    expand_to_containers(row_plus_8, w.a[1], w.a[3]);
+    expand_to_containers(row[0], w.a[0], w.a[2]);
+    expand_to_containers(row_plus_8[0], w.a[1], w.a[3]);
     return w;
   }
   static __device__ __forceinline__ Tokens load_tokens(const uint8_t* piece) {
@@ -102,6 +110,7 @@ struct HalfPolicy {
   static constexpr Scaling kScaling = Scaling::kInSums;
   static constexpr int kParts = 1;
   static constexpr int kTokenPiece = 8;
+  static constexpr int kWeightWords = 1;
   static constexpr float kAccumulatorScale = kHalfExpansion;
   using RowScales = RowFactors;
   using TokenScales = TokenFactors;
@@ -114,10 +123,11 @@ struct HalfPolicy {
   };
 
   template <int, bool>
-  static __device__ __forceinline__ Weights expand(uint32_t row, uint32_t row_plus_8, const RowScales&) {
+  static __device__ __forceinline__ Weights expand(const uint32_t (&row)[1], const uint32_t (&row_plus_8)[1],
+                                                   const RowScales&, RowNans&) {
     uint32_t low[4], high[4];
-    expand_to_halves(row, low);
-    expand_to_halves(row_plus_8, high);
+    expand_to_halves(row[0], low);
+    expand_to_halves(row_plus_8[0], high);
     return {{{low[0], high[0], low[1], high[1]}, {low[2], high[2], low[3], high[3]}}};
   }
   static __device__ __forceinline__ Tokens load_tokens(const uint8_t* piece) {
@@ -150,13 +160,19 @@ struct HalfPolicy {
   }
 };
 
-// bf16 x MXFP4, on every architecture: W4A16, and W4A8 where tokens have been widened. A scaled weight is exact wherever it
-// is a bfloat16, so that MMAs accumulate final values and nothing is left to do for a sum.
+// bf16 x MXFP4 or MXFP8, on every architecture: W4A16 and W8A16, and MXFP8 tokens that have been widened. A scaled weight is exact
+// wherever it is a bfloat16, so that MMAs accumulate final values and nothing is left to do for a sum.
+//
+// A block of MXFP4 is one matrix of ldmatrix, of which the lane gets elements 8t.. of its row; of MXFP8 it is two, of which the
+// lane gets elements 4t.. and 16 + 4t... Tokens are arranged accordingly (impls/token_blocks.cuh, impls/dense_gemm.cuh).
+template <WeightFormat kWeights>
 struct Bf16Policy {
   static constexpr Scaling kScaling = Scaling::kInWeights;
   static constexpr int kParts = 2;
   static constexpr int kTokenPiece = 16;
+  static constexpr int kWeightWords = kWeights == WeightFormat::kMxfp4 ? 1 : 2;
   static constexpr float kAccumulatorScale = 1.0f;
+  using BlockExpansion = Expansion<weight_block_bytes(kWeights)>;
 
   struct RowScales {
     uint32_t row, row_plus_8;  // words of four
@@ -171,13 +187,15 @@ struct Bf16Policy {
 
   // kFolded: no scale of the word exceeds kLargestFoldedScale.
   template <int kBlock, bool kFolded>
-  static __device__ __forceinline__ Weights expand(uint32_t row, uint32_t row_plus_8, const RowScales& scales) {
+  static __device__ __forceinline__ Weights expand(const uint32_t (&row)[kWeightWords],
+                                                   const uint32_t (&row_plus_8)[kWeightWords], const RowScales& scales,
+                                                   RowNans& nans) {
     uint32_t low[4], high[4];
-    expand_scaled<kBlock, kFolded>(row, scales.row, low);
-    expand_scaled<kBlock, kFolded>(row_plus_8, scales.row_plus_8, high);
+    expand_scaled<kBlock, kFolded>(row, scales.row, low, nans.row);
+    expand_scaled<kBlock, kFolded>(row_plus_8, scales.row_plus_8, high, nans.row_plus_8);
     return {{{low[0], high[0], low[1], high[1]}, {low[2], high[2], low[3], high[3]}}};
   }
-  // Elements (0, 4), (1, 5), (2, 6), (3, 7) of eight: tokens are arranged (impls/token_blocks.cuh).
+  // The lane's eight elements of a block, in the order of expand().
   static __device__ __forceinline__ Tokens load_tokens(const uint8_t* piece) {
     const uint4 k = *reinterpret_cast<const uint4*>(piece);
     return {{{k.x, k.y}, {k.z, k.w}}};
@@ -190,28 +208,31 @@ struct Bf16Policy {
 
  private:
   template <int kBlock, bool kFolded>
-  static __device__ __forceinline__ void expand_scaled(uint32_t nibbles, uint32_t scales, uint32_t (&pair)[4]) {
-    expand_to_bf16(nibbles, kFolded ? folded_factor_of<kBlock>(scales) : kTwoTo126Pair, pair);
-    const uint32_t factor = scale_pair(scales >> (8 * kBlock) & 0xFFu);
+  static __device__ __forceinline__ void expand_scaled(const uint32_t (&words)[kWeightWords], uint32_t scales,
+                                                       uint32_t (&pair)[4], uint32_t& nan) {
+    const uint32_t factor = kFolded ? BlockExpansion::template folded_factor_of<kBlock>(scales) : BlockExpansion::kUndo;
+    BlockExpansion::eight(words, 0, factor, pair, nan);
+    const uint32_t scale = scale_pair(scales >> (8 * kBlock) & 0xFFu);
 #pragma unroll
-    for (int i = 0; !kFolded && i < 4; ++i) pair[i] = ptx::bf16x2_multiply(pair[i], factor);
+    for (int i = 0; !kFolded && i < 4; ++i) pair[i] = ptx::bf16x2_multiply(pair[i], scale);
   }
 };
 
 // The policy of this compilation pass: the only place where architectures differ.
-template <Activation kOperand>
+template <Activation kOperand, WeightFormat kWeights>
 struct PolicyOf {
+  static_assert(kWeights == WeightFormat::kMxfp4, "MXFP8 weights meet bfloat16 tokens");
 #if FLASHINFER_SM12X_BLOCK_SCALED_MMA
   using type = BlockScaledPolicy<kOperand>;
 #else
   using type = HalfPolicy<kOperand>;
 #endif
 };
-template <>
-struct PolicyOf<Activation::kBf16> {
-  using type = Bf16Policy;
+template <WeightFormat kWeights>
+struct PolicyOf<Activation::kBf16, kWeights> {
+  using type = Bf16Policy<kWeights>;
 };
-template <Activation kOperand>
-using Policy = typename PolicyOf<kOperand>::type;
+template <Activation kOperand, WeightFormat kWeights = WeightFormat::kMxfp4>
+using Policy = typename PolicyOf<kOperand, kWeights>::type;
 
 }  // namespace flashinfer::sm12x::mma

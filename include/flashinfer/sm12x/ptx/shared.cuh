@@ -11,7 +11,7 @@
 namespace flashinfer::sm12x::ptx {
 
 // Sixteen bytes, aligned.
-__device__ __forceinline__ void load_shared_vector(uint32_t (&words)[4], uint32_t address) {
+__device__ __forceinline__ void load_shared_vector(uint32_t* words, uint32_t address) {
   asm("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
       : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
       : "r"(address)

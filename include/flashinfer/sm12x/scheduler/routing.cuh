@@ -7,9 +7,9 @@
 
 #include <cstdint>
 
-namespace flashinfer::sm12x::scheduler {
+#include "../common/arch.h"
 
-constexpr unsigned kAllLanes = 0xFFFFFFFFu;
+namespace flashinfer::sm12x::scheduler {
 
 // Local number of a global expert id, or -1 where the expert lives on another rank, or does not exist: -1 marks padding.
 __device__ __forceinline__ int local_expert(int id, int first_expert, int num_experts) {

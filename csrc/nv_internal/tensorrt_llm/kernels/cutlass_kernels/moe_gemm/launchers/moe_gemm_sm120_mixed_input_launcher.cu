@@ -9,7 +9,7 @@
 #include <atomic>
 #include <cstdint>
 
-#include "../sm12x_layout_sfa_utils.h"
+#include "flashinfer/sm12x/impls/arrange_rows.cuh"
 #include "flashinfer/sm12x/impls/moe_arrange.cuh"
 #include "flashinfer/sm12x/impls/moe_prologue.cuh"
 
@@ -105,35 +105,20 @@ MoeWorkspace lay_out(const MoeShape& s, int device_sms, uint8_t* base) {
   return w;
 }
 
-using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
-                                 const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
-                                 CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-
-// The driver's entry point, through the runtime: the library does not link libcuda.
-EncodeTiled encode_tiled() {
-  static const EncodeTiled function = [] {
-    void* entry = nullptr;
-    cudaDriverEntryPointQueryResult found;
-    const cudaError_t error =
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
-    return error == cudaSuccess && found == cudaDriverEntryPointSuccess ? reinterpret_cast<EncodeTiled>(entry)
-                                                                        : nullptr;
-  }();
-  return function;
-}
-
-// Packed weights as a 3-D tensor of bytes [experts][rows][k / 2]; a box is 64 rows of one k-tile.
-Status encode_weights(const uint8_t* weights, int experts, int rows, int k, int k_tile, CUtensorMap* map) {
+// Packed weights as a 3-D tensor of bytes [experts][rows][bytes of a row]; a box is 64 rows of one k-tile.
+Status encode_weights(const uint8_t* weights, WeightFormat format, int experts, int rows, int k, int k_tile,
+                      CUtensorMap* map) {
   const EncodeTiled encode = encode_tiled();
   if (encode == nullptr) return {cudaErrorSymbolNotFound, "the driver has no cuTensorMapEncodeTiled"};
-  const cuuint64_t row_bytes = static_cast<cuuint64_t>(weight_bytes(k));
+  const cuuint64_t row_bytes = static_cast<cuuint64_t>(weight_row_bytes(format, k));
+  const int span = weight_row_bytes(format, k_tile);
   const cuuint64_t sizes[3] = {row_bytes, static_cast<cuuint64_t>(rows), static_cast<cuuint64_t>(experts)};
   const cuuint64_t strides[2] = {row_bytes, row_bytes * static_cast<cuuint64_t>(rows)};
-  const cuuint32_t box[3] = {static_cast<cuuint32_t>(weight_bytes(k_tile)), kRowHalf, 1};
+  const cuuint32_t box[3] = {static_cast<cuuint32_t>(span), kRowHalf, 1};
   const cuuint32_t steps[3] = {1, 1, 1};
   const CUresult result =
       encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 3, const_cast<uint8_t*>(weights), sizes, strides, box, steps,
-             CU_TENSOR_MAP_INTERLEAVE_NONE, k_tile == 256 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+             CU_TENSOR_MAP_INTERLEAVE_NONE, span == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
              CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) return {cudaErrorInvalidValue, "cuTensorMapEncodeTiled refused the weights"};
   return {};
@@ -188,7 +173,7 @@ Status fill_common(GroupedGemmParams<kRole>& g, const GemmInstance& instance, co
   g.num_experts = experts;
   g.partials = split.partials;
   g.split_arrivals = split.arrivals + (kRole == Role::kFc2 ? split.blocks : 0);
-  return encode_weights(weights, experts, rows, k, instance.k_tile, &g.weights);
+  return encode_weights(weights, instance.weights, experts, rows, k, instance.k_tile, &g.weights);
 }
 
 InputRows input_rows(const MoeArguments& a) {
@@ -200,50 +185,11 @@ InputRows input_rows(const MoeArguments& a) {
   return {a.input, a.input_sf, source, a.shape.hidden};
 }
 
-// How a block's warps share a stage of one GEMM, and what a stage holds; zero groups: K is too long for the instance.
-StreamedGemm plan_stream(const StreamedInstance& instance, Role role, int out, int k) {
+// The stream of one GEMM of the layer; no groups: K is too long for the instance.
+StreamedGemmPlan plan_stream(const GemmInstance& instance, Role role, int out, int k) {
+  const StreamedInstance& s = instance.streamed;
   const bool fc1 = role == Role::kFc1;
-  StreamedGemm g = {};
-  g.out = out;
-  g.k = k;
-  g.row_bytes = weight_bytes(k);
-  g.words = scale_words(k);
-  g.group_warps = ceil_div(g.words, instance.words);
-  for (int groups = kMaxGroups; groups > 0 && g.groups == 0; groups /= 2) {
-    if (groups * g.group_warps <= instance.mma_warps && out % (groups * slab_outputs(fc1)) == 0) g.groups = groups;
-  }
-  if (g.groups == 0) return g;
-  const int rows = fc1 ? 2 * out : out;
-  g.units = out / (slab_outputs(fc1) * g.groups);
-  g.weight_pitch = static_cast<int64_t>(rows) * g.row_bytes;
-  g.scale_pitch = ceil_div(rows, kScaleChunkRows);
-  g.piece_rows = std::min(slab_outputs(fc1) * g.groups, 32);
-  g.scale_offset = round_up(kSlabRows * g.groups * g.row_bytes, 128);
-  g.bias_offset = g.scale_offset + (fc1 ? 2 : 1) * g.piece_bytes();
-  g.tail_offset = round_up(g.bias_offset + kSlabRows * g.groups * static_cast<int>(sizeof(float)), 16);
-  return g;
-}
-
-int stage_bytes(int token_tile, const StreamedGemm& g) {
-  const int tail = g.words * kScaleChunkElements > g.k ? g.groups * token_tile / 8 * 32 * 16 : 0;
-  return round_up(g.tail_offset + tail, 128);
-}
-
-// 128x4 scales as words [experts x row chunks][words along K][128]; a box is `piece_rows` rows of the chunk's 32, all of K.
-Status encode_scales(const uint8_t* scales, int experts, StreamedGemm* g) {
-  const EncodeTiled encode = encode_tiled();
-  if (encode == nullptr) return {cudaErrorSymbolNotFound, "the driver has no cuTensorMapEncodeTiled"};
-  const cuuint64_t words = static_cast<cuuint64_t>(g->words);
-  const cuuint64_t sizes[3] = {kScaleChunkRows, words, static_cast<cuuint64_t>(experts) * g->scale_pitch};
-  const cuuint64_t strides[2] = {kScaleChunkBytes, words * kScaleChunkBytes};
-  const cuuint32_t box[3] = {static_cast<cuuint32_t>(g->piece_rows * kScaleChunkBlocks),
-                             static_cast<cuuint32_t>(g->words), 1};
-  const cuuint32_t steps[3] = {1, 1, 1};
-  const CUresult result = encode(&g->scales, CU_TENSOR_MAP_DATA_TYPE_UINT32, 3, const_cast<uint8_t*>(scales), sizes,
-                                 strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
-                                 CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (result != CUDA_SUCCESS) return {cudaErrorInvalidValue, "cuTensorMapEncodeTiled refused the scales"};
-  return {};
+  return {WeightFormat::kMxfp4, s.words, s.mma_warps, instance.token_tile, fc1 ? 2 : 1, out, k, 1, false};
 }
 
 Status run_streamed_moe(const MoeArguments& a, const LaunchOptions& options) {
@@ -265,12 +211,12 @@ Status run_streamed_moe(const MoeArguments& a, const LaunchOptions& options) {
       return {cudaErrorMisalignedAddress, "biases must start at a multiple of 16 bytes"};
     }
   }
-  const int token_tile = a.fc1_instance->token_tile;
-  p.gemm[0] = plan_stream(instance, Role::kFc1, s.inter, s.hidden);
-  p.gemm[1] = plan_stream(instance, Role::kFc2, s.hidden, s.inter);
-  for (const StreamedGemm& g : p.gemm) {
-    if (g.groups == 0) return {cudaErrorInvalidValue, "K is too long for this streamed tactic"};
-    p.stage_bytes = std::max(p.stage_bytes, stage_bytes(token_tile, g));
+  const StreamedGemmPlan plans[2] = {plan_stream(*a.fc1_instance, Role::kFc1, s.inter, s.hidden),
+                                     plan_stream(*a.fc1_instance, Role::kFc2, s.hidden, s.inter)};
+  for (int i = 0; i < 2; ++i) {
+    p.gemm[i] = plans[i].make();
+    if (p.gemm[i].groups == 0) return {cudaErrorInvalidValue, "K is too long for this streamed tactic"};
+    p.stage_bytes = std::max(p.stage_bytes, plans[i].stage_bytes(p.gemm[i]));
   }
   p.stages = std::min((options.shared_bytes - instance.fixed_bytes) / p.stage_bytes, kMaxStreamStages);
   if (p.stages < 2 || p.stages * p.stage_bytes < StreamStorage::kRouting) {
@@ -468,13 +414,67 @@ Status run_group_gemm(const GroupGemmArguments& a, const LaunchOptions& options)
   gemm.top_k = 1;
   gemm.num_entries = a.cum_m;
   gemm.offsets = a.m_indptr;
-  gemm.epilogue = {a.output, a.output_type};
+  gemm.epilogue.output = a.output;
+  gemm.epilogue.output_type = a.output_type;
 
   PrologueParams prologue = {};
   prologue.split_arrivals = split.arrivals;
   prologue.num_split_arrivals = split.blocks;
   if (Status r = launch_prologue(prologue, options); r.error) return r;
   return {a.instance->store(gemm, blocks, options), "grouped GEMM"};
+}
+
+namespace {
+
+struct DenseGemmWorkspace {
+  uint8_t* tokens;
+  int32_t* offsets;
+  SplitBuffers split;
+  size_t bytes;
+};
+
+DenseGemmWorkspace lay_out_dense(int num_tokens, int k, int device_sms, uint8_t* base) {
+  Arena arena(base);
+  DenseGemmWorkspace w = {};
+  w.tokens = arena.take<uint8_t>(arranged_bytes(num_tokens, k));
+  w.offsets = arena.take<int32_t>(2);
+  w.split = take_split_buffers(arena, device_sms);
+  w.bytes = arena.used();
+  return w;
+}
+
+}  // namespace
+
+size_t dense_gemm_workspace_bytes(int num_tokens, int k, int device_sms) {
+  return lay_out_dense(num_tokens, k, device_sms, nullptr).bytes;
+}
+
+Status run_dense_gemm(const DenseGemmArguments& a, const LaunchOptions& options) {
+  const DenseGemmWorkspace w = lay_out_dense(a.num_tokens, a.k, options.device_sms, a.workspace);
+  if (w.bytes > a.workspace_bytes) return {cudaErrorInvalidValue, "the workspace is too small"};
+  if (Status r = check_activations(a.num_tokens, 2 * a.k); r.error) return r;
+  int blocks = 0;
+  if (Status r = grid_blocks(*a.instance, Role::kStore, 1, options, &blocks); r.error) return r;
+
+  GroupedGemmParams<Role::kStore> gemm = {};
+  if (Status r = fill_common(gemm, *a.instance, a.weights, a.weight_scales, 1, a.n, a.k, w.split); r.error) return r;
+  gemm.tokens = w.tokens;
+  gemm.top_k = 1;
+  gemm.num_entries = a.num_tokens;
+  gemm.offsets = w.offsets;
+  gemm.epilogue = a.epilogue;
+
+  ArrangeRowsParams arrange = {a.tokens,  a.num_tokens,     a.instance->weights, w.tokens,
+                               w.offsets, w.split.arrivals, w.split.blocks};
+  const int64_t wanted =
+      (static_cast<int64_t>(a.num_tokens) * kScaleChunkBlocks * scale_words(a.k) + kArrangeRowsThreads - 1) /
+      kArrangeRowsThreads;
+  const int arrange_blocks = static_cast<int>(std::min<int64_t>(wanted, 8 * options.sm_count));
+  if (const cudaError_t error =
+          launch_kernel(arrange_rows_kernel, arrange, arrange_blocks, kArrangeRowsThreads, 0, options)) {
+    return {error, "arranging of rows"};
+  }
+  return {a.instance->store(gemm, blocks, options), "dense GEMM"};
 }
 
 }  // namespace flashinfer::sm12x

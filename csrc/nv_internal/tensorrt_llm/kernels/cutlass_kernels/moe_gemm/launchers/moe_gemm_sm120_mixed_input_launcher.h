@@ -8,36 +8,12 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "flashinfer/sm12x/common/launch.h"
+#include "flashinfer/sm12x/impls/dense_params.cuh"
 #include "flashinfer/sm12x/impls/grouped_gemm_params.cuh"
 #include "flashinfer/sm12x/impls/streamed_params.cuh"
 
 namespace flashinfer::sm12x {
-
-struct LaunchOptions {
-  cudaStream_t stream;
-  bool dependent_launch;  // programmatic dependent launch within the layer
-  int device_sms;         // of the device: what a workspace is made for
-  int sm_count;  // that kernels of the stream may use: fewer in a green context, or under MPS with a limited share
-  bool sm12x;             // compute capability 12.x, else Hopper
-  int shared_bytes;  // that a block may have
-};
-
-// A kernel behind the launches before it in the stream, or, with dependent_launch, beside them until it waits for them.
-template <class Params>
-cudaError_t launch_kernel(void (*kernel)(Params), const Params& params, int blocks, int threads, int shared_bytes,
-                          const LaunchOptions& options) {
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(static_cast<unsigned>(threads));
-  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
-  config.stream = options.stream;
-  config.attrs = &attribute;
-  config.numAttrs = options.dependent_launch ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, params);
-}
 
 // One compiled member of the family. The rendered sources register theirs when the library is loaded.
 template <Role kRole>
@@ -57,6 +33,7 @@ struct GemmInstance {
   int index;  // tactic number
   Activation activation;  // what activations are rounded to,
   Activation operand;  // and as what they are multiplied
+  WeightFormat weights;
   int token_tile;
   int k_tile;
   GemmLaunch<Role::kFc1> fc1;
@@ -73,12 +50,6 @@ constexpr int kMaxInstances = 64;
 // and not handed to it.
 const GemmInstance* find_instance(int index);
 void register_instance(const GemmInstance* instance);
-
-// A launch that failed, and why: `what` names the call, null where `error` says it all.
-struct Status {
-  cudaError_t error = cudaSuccess;
-  const char* what = nullptr;
-};
 
 enum class MoeMode : int { kMxfp8Input = 0, kQuantizeInput = 1, kBf16Activations = 2 };
 
@@ -145,6 +116,23 @@ struct GroupGemmArguments {
   size_t workspace_bytes;
   const GemmInstance* instance;
 };
+
+// A dense layer, out = tokens * weights^T, as a GEMM of bfloat16 tokens.
+struct DenseGemmArguments {
+  int num_tokens;
+  int n;
+  int k;
+  DenseRows tokens;
+  const uint8_t* weights;        // [n, k / 2] or [n, k]
+  const uint8_t* weight_scales;  // 128x4
+  StoreEpilogue epilogue;
+  uint8_t* workspace;
+  size_t workspace_bytes;
+  const GemmInstance* instance;
+};
+
+size_t dense_gemm_workspace_bytes(int num_tokens, int k, int device_sms);
+Status run_dense_gemm(const DenseGemmArguments& arguments, const LaunchOptions& options);
 
 size_t group_gemm_workspace_bytes(int device_sms);
 Status run_group_gemm(const GroupGemmArguments& arguments, const LaunchOptions& options);

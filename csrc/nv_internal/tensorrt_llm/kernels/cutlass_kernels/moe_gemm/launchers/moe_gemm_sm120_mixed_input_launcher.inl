@@ -11,13 +11,6 @@
 
 namespace flashinfer::sm12x {
 
-// Lets a kernel ask for all the shared memory that a block may have. Always the same amount, so that threads which launch
-// layers of different sizes cannot take away from each other what they were granted.
-template <class Params>
-cudaError_t grant_shared_memory(void (*kernel)(Params), const LaunchOptions& options) {
-  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, options.shared_bytes);
-}
-
 template <class Config>
 struct KernelLauncher {
   static constexpr Role kRole = Config::kRole;
@@ -58,20 +51,23 @@ struct MoeInstance {
                               : Fc2::blocks_per_sm(options, num_experts, blocks);
   }
   static GemmInstance describe(int index) {
-    return {index, kActivation, kOperand, kTokenTile, kKTile, Fc1::launch, Fc2::launch, nullptr, blocks_per_sm, {}};
+    return {index,       kActivation, kOperand, WeightFormat::kMxfp4, kTokenTile, kKTile,
+            Fc1::launch, Fc2::launch, nullptr,  blocks_per_sm,        {}};
   }
 };
 
-template <Activation kActivation, int kTokenTile, int kKTile, int kStages, int kBlocksPerSm>
+template <Activation kActivation, int kTokenTile, int kKTile, int kStages, int kBlocksPerSm,
+          WeightFormat kWeights = WeightFormat::kMxfp4>
 struct GroupGemmInstance {
-  using Store =
-      KernelLauncher<GemmConfig<Role::kStore, kActivation, kActivation, kTokenTile, kKTile, kStages, kBlocksPerSm>>;
+  using Store = KernelLauncher<
+      GemmConfig<Role::kStore, kActivation, kActivation, kTokenTile, kKTile, kStages, kBlocksPerSm, kWeights>>;
 
   static cudaError_t blocks_per_sm(Role, const LaunchOptions& options, int num_groups, int* blocks) {
     return Store::blocks_per_sm(options, num_groups, blocks);
   }
   static GemmInstance describe(int index) {
-    return {index, kActivation, kActivation, kTokenTile, kKTile, nullptr, nullptr, Store::launch, blocks_per_sm, {}};
+    return {index,   kActivation, kActivation,   kWeights,      kTokenTile, kKTile,
+            nullptr, nullptr,     Store::launch, blocks_per_sm, {}};
   }
 };
 
@@ -103,6 +99,7 @@ struct StreamedLayerInstance {
     return {index,
             kActivation,
             Activation::kBf16,
+            WeightFormat::kMxfp4,
             kTokenTile,
             kScaleChunkElements * kWords,
             nullptr,

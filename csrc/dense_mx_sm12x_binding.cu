@@ -1,0 +1,116 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// TVM-FFI face of the dense layers with weights in microscaling formats (flashinfer/gemm/sm12x_dense.py). Python has validated
+// shapes, dtypes and layouts; what is checked here again is only what would otherwise read or write out of bounds.
+#include "flashinfer/gemm/dense_mx_sm120.cuh"
+#include "flashinfer/sm12x/impls/widen_rows.cuh"
+#include "sm12x_binding_utils.h"
+
+namespace flashinfer::sm12x {
+
+namespace {
+
+std::atomic<const DenseInstance*>& registered(int index) {
+  static std::atomic<const DenseInstance*> table[kMaxDenseInstances] = {};  // first used by static initialisers
+  return table[index];
+}
+
+}  // namespace
+
+const DenseInstance* find_dense_instance(int index) {
+  return index >= 0 && index < kMaxDenseInstances ? registered(index).load(std::memory_order_acquire) : nullptr;
+}
+
+void register_dense_instance(int index, const DenseInstance* instance) {
+  registered(index).store(instance, std::memory_order_release);
+}
+
+using tvm::ffi::Optional;
+using tvm::ffi::TensorView;
+
+// Rows as the kernels read them; `k` elements each.
+DenseRows dense_rows(const TensorView& data, const Optional<TensorView>& scales, int64_t format, int k) {
+  TVM_FFI_CHECK(format >= 0 && format <= static_cast<int>(DenseTokens::kMxfp4Swizzled), ValueError)
+      << "the format is " << format << "; it may be 0 to 5";
+  DenseRows rows = {data.data_ptr(), nullptr, static_cast<DenseTokens>(format), k};
+  const int packed = rows.format == DenseTokens::kMxfp4Swizzled ? 2 : 1;
+  TVM_FFI_CHECK(k > 0 && k % kScaleBlock == 0, ValueError) << "k is " << k << "; it must be a multiple of 32";
+  TVM_FFI_CHECK(packed * data.size(1) == k, ValueError)
+      << "a row holds " << packed * data.size(1) << " elements, not " << k;
+  if (rows.format < DenseTokens::kMxfp8Swizzled) return rows;
+  TVM_FFI_CHECK(scales.has_value(), ValueError) << "quantized rows need their scales";
+  const int count = checked_int(data.size(0), "the number of rows");
+  const int64_t needed = rows.format == DenseTokens::kMxfp8Linear ? static_cast<int64_t>(count) * (k / kScaleBlock)
+                                                                  : swizzled_scale_bytes(count, k);
+  TVM_FFI_CHECK(scales.value().numel() >= needed, ValueError)
+      << "there are " << scales.value().numel() << " scales; " << needed << " are needed";
+  rows.scales = static_cast<const uint8_t*>(scales.value().data_ptr());
+  return rows;
+}
+
+// `workspace`: of a GEMM, none of a stream of weights.
+void dense_run(TensorView out, TensorView tokens, Optional<TensorView> token_scales, TensorView weights,
+               TensorView weight_scales, Optional<TensorView> alpha, Optional<TensorView> bias,
+               Optional<TensorView> residual, Optional<TensorView> workspace, int64_t token_format, int64_t tactic,
+               bool weights_first, bool enable_pdl) {
+  const int index = checked_int(tactic, "tactic");
+  const DenseInstance* stream = find_dense_instance(index);
+  const GemmInstance* gemm = find_instance(index);
+  TVM_FFI_CHECK(stream != nullptr || gemm != nullptr, ValueError)
+      << "tactic " << tactic << " of the dense layer does not exist";
+  const WeightFormat format = stream != nullptr ? stream->weights : gemm->weights;
+  const int m = checked_int(tokens.size(0), "the number of tokens"), n = checked_int(weights.size(0), "n");
+  const int k = checked_int((format == WeightFormat::kMxfp4 ? 2 : 1) * weights.size(1), "k");
+  const DenseRows rows = dense_rows(tokens, token_scales, token_format, k);
+  TVM_FFI_CHECK(out.size(0) == m && out.size(1) == n, ValueError) << "out must be [" << m << ", " << n << "]";
+  TVM_FFI_CHECK(weight_scales.numel() >= swizzled_scale_bytes(n, k), ValueError) << "weight_scales is too small";
+  if (m == 0) return;
+  StoreEpilogue epilogue = {};
+  epilogue.output = out.data_ptr();
+  epilogue.output_type = scalar_type(out, "out");
+  epilogue.alpha = floats_or_null(alpha);
+  epilogue.bias = pointer_or_null(bias);
+  if (bias.has_value()) {
+    TVM_FFI_CHECK(bias.value().numel() == n, ValueError) << "bias must have n elements";
+    epilogue.bias_type = scalar_type(bias.value(), "bias");
+  }
+  epilogue.residual = pointer_or_null(residual);
+  if (residual.has_value()) {
+    TVM_FFI_CHECK(
+        residual.value().numel() == out.numel() && scalar_type(residual.value(), "residual") == epilogue.output_type,
+        ValueError)
+        << "residual must have the shape and dtype of out";
+  }
+  const auto* weight_bytes = static_cast<const uint8_t*>(weights.data_ptr());
+  const auto* scale_bytes = static_cast<const uint8_t*>(weight_scales.data_ptr());
+  const LaunchOptions options = launch_options(stream_of(tokens), enable_pdl, tokens.device().device_id);
+  if (stream != nullptr) {
+    check_status(run_dense_layer({stream, m, n, k, rows, weight_bytes, scale_bytes, epilogue, weights_first}, options));
+    return;
+  }
+  TVM_FFI_CHECK(workspace.has_value(), ValueError) << "tactic " << tactic << " needs a workspace";
+  check_status(run_dense_gemm(
+      {m, n, k, rows, weight_bytes, scale_bytes, epilogue, static_cast<uint8_t*>(workspace.value().data_ptr()),
+       static_cast<size_t>(workspace.value().numel()), gemm},
+      options));
+}
+
+int64_t dense_gemm_workspace_size(int64_t num_tokens, int64_t k) {
+  return static_cast<int64_t>(dense_gemm_workspace_bytes(checked_int(num_tokens, "the number of tokens"),
+                                                         checked_int(k, "k"), multiprocessors(current_device())));
+}
+
+void widen_rows(TensorView out, TensorView rows, Optional<TensorView> scales, int64_t format) {
+  const DLDataType type = out.dtype();
+  TVM_FFI_CHECK(type.code == kDLBfloat && type.bits == 16 && out.size(0) == rows.size(0), ValueError)
+      << "out must be bfloat16, with as many rows";
+  const DenseRows view = dense_rows(rows, scales, format, checked_int(out.size(1), "k"));
+  check_status(run_widen_rows(view, rows.size(0), out.data_ptr(),
+                              launch_options(stream_of(rows), false, rows.device().device_id)));
+}
+
+}  // namespace flashinfer::sm12x
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(sm12x_dense_run, flashinfer::sm12x::dense_run);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(sm12x_widen_rows, flashinfer::sm12x::widen_rows);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(sm12x_dense_gemm_workspace_size, flashinfer::sm12x::dense_gemm_workspace_size);

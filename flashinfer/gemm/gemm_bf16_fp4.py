@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Upstream's bfloat16 x FP4 GEMM, with MXFP4 weights (``block_size=32``) by this fork's kernels: ``backend="sm12x"``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from flashinfer._layer import extend
+
+_upstream = extend(globals())
+
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any: ...
+
+
+from ..api_logging import flashinfer_api
+from . import sm12x_mm
+
+MXFP4_BLOCK = 32
+
+
+def _require_mxfp4(block_size: int) -> None:
+    if block_size != MXFP4_BLOCK:
+        raise ValueError(f"block_size is {block_size}; with backend='sm12x' it must be 32 (MXFP4)")
+
+
+def prepare_bf16_fp4_weights(
+    b: torch.Tensor, b_descale: torch.Tensor, alpha: torch.Tensor | None = None, *, backend: str, block_size: int = 16
+) -> Any:
+    """Upstream's; with ``backend="sm12x"`` nothing is to be prepared, and the three come back as they are."""
+    if backend == sm12x_mm.BACKEND:
+        _require_mxfp4(block_size)
+        return b, b_descale, alpha
+    return _upstream.prepare_bf16_fp4_weights(b, b_descale, alpha, backend=backend, block_size=block_size)
+
+
+# The signature is upstream's, parameter by parameter.
+# fmt: off
+@flashinfer_api
+def mm_bf16_fp4(
+    a: torch.Tensor, b: torch.Tensor, b_descale: torch.Tensor, alpha: torch.Tensor | None = None,
+    *,
+    backend: str, out_dtype: torch.dtype | None = None, out: torch.Tensor | None = None, block_size: int = 16,
+    enable_pdl: bool = True, skip_check: bool = False,
+) -> torch.Tensor:
+    # fmt: on
+    """Upstream's, whose documentation holds; ``backend="sm12x"`` multiplies MXFP4 weights (W4A16), also on the CPU.
+
+    With it ``b`` is ``[n, k / 2]``, two e2m1 a byte, ``b_descale`` UE8M0 in 128x4 layout, and ``block_size`` 32.
+
+    Raises
+    ------
+    ValueError
+        Upstream's; with ``backend="sm12x"`` another ``block_size``, and as ``dense_mx``.
+    """
+    if backend == sm12x_mm.BACKEND:
+        _require_mxfp4(block_size)
+        return sm12x_mm.mm_bf16(a, b, b_descale, alpha, out_dtype, out)
+    return _upstream.mm_bf16_fp4(
+        a,
+        b,
+        b_descale,
+        alpha,
+        backend=backend,
+        out_dtype=out_dtype,
+        out=out,
+        block_size=block_size,
+        enable_pdl=enable_pdl,
+        skip_check=skip_check,
+    )
+
+
+for _attribute in ("is_backend_supported", "is_compute_capability_supported"):
+    setattr(mm_bf16_fp4, _attribute, getattr(_upstream.mm_bf16_fp4, _attribute))

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Upstream's dense GEMMs by their names on :func:`~flashinfer.gemm.sm12x_dense.dense_mx`: backend ``"sm12x"``.
+
+=======================================  ==========  ==========  ====================================================
+call                                     tokens      weights     also taken
+=======================================  ==========  ==========  ====================================================
+``mm_fp4(use_nvfp4=False)``              MXFP4       MXFP4       CPU tensors; ``cute-dsl`` on SM12x, which upstream
+                                                                 refuses there and vLLM asks for
+``mm_mxfp8``                             MXFP8       MXFP8       CPU tensors
+``mm_bf16_fp4(block_size=32)``           bfloat16    MXFP4
+``mm_bf16_mxfp8`` (no name of upstream)  bfloat16    MXFP8       every call
+=======================================  ==========  ==========  ====================================================
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..fused_moe import sm12x_dispatch
+from ..sm12x_arguments import describe
+from .sm12x_dense import dense_mx
+
+BACKEND = "sm12x"
+
+
+def takes_mm_fp4(device: torch.device, backend: str, use_nvfp4: bool) -> bool:
+    """Whether a call of ``mm_fp4`` is computed here."""
+    if use_nvfp4:
+        return False
+    if device.type == "cpu" or backend == BACKEND:
+        return True
+    return backend == "cute-dsl" and device.type == "cuda" and sm12x_dispatch.has_block_scaled_mma(device.index or 0)
+
+
+def _rows(name: str, columns: torch.Tensor) -> torch.Tensor:
+    """The rows ``[n, k]`` of a matrix that comes as its transpose."""
+    rows = columns.t()
+    if not rows.is_contiguous():
+        raise ValueError(
+            f"{name} is {describe(columns)}; it must be column-major, the transpose of a contiguous matrix"
+        )
+    return rows
+
+
+def _straight(scales: torch.Tensor) -> torch.Tensor:
+    """The bytes of 128x4 scales, which may come as a transposed view."""
+    return (scales if scales.is_contiguous() or scales.ndim != 2 else scales.t()).view(torch.uint8)
+
+
+def mm_mxfp4(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_descale: torch.Tensor,
+    b_descale: torch.Tensor,
+    alpha: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    """``alpha * a @ b`` of packed MXFP4 matrices.
+
+    Parameters
+    ----------
+    a, b : torch.Tensor
+        Packed e2m1 bytes ``[m, k / 2]`` and, column-major, ``[k / 2, n]``; k a multiple of 32.
+    a_descale, b_descale : torch.Tensor
+        UE8M0 scales in 128x4 layout of ``[m, k / 32]`` and of ``[n, k / 32]``; they may be transposed views.
+    alpha : torch.Tensor, optional
+        One float32.
+    out_dtype : torch.dtype
+        bfloat16 or float16.
+    out : torch.Tensor, optional
+        ``[m, n]`` of ``out_dtype``.
+
+    Raises
+    ------
+    ValueError
+        k no multiple of 32, scales of another size, an ``out`` of another shape or dtype.
+    """
+    return dense_mx(
+        a.contiguous().view(torch.uint8),
+        _rows("b", b).view(torch.uint8),
+        _straight(b_descale),
+        x_scale=_straight(a_descale),
+        alpha=alpha if alpha is None else alpha.reshape(1),
+        out=out,
+        out_dtype=out_dtype,
+    )
+
+
+def mm_mxfp8(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_descale: torch.Tensor,
+    b_descale: torch.Tensor,
+    out: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """``a @ b`` of MXFP8 matrices.
+
+    Parameters
+    ----------
+    a, b : torch.Tensor
+        float8_e4m3fn ``[m, k]`` and, column-major, ``[k, n]``; k a multiple of 32.
+    a_descale, b_descale : torch.Tensor
+        UE8M0 scales in 128x4 layout of ``[m, k / 32]`` and of ``[n, k / 32]``.
+    out : torch.Tensor, optional
+        ``[m, n]`` of ``out_dtype``.
+    out_dtype : torch.dtype
+        bfloat16 or float16.
+
+    Raises
+    ------
+    ValueError
+        Another dtype or layout, scales of another size, an ``out`` of another shape or dtype.
+    """
+    for name, matrix in (("a", a), ("b", b)):
+        if matrix.dtype is not torch.float8_e4m3fn or matrix.ndim != 2:
+            raise ValueError(f"{name} is {describe(matrix)}; it must be a float8_e4m3fn matrix")
+    return dense_mx(a, _rows("b", b), _straight(b_descale), x_scale=_straight(a_descale), out=out, out_dtype=out_dtype)
+
+
+def mm_bf16(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    b_descale: torch.Tensor,
+    alpha: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    """``alpha * a @ b.T`` of bfloat16 ``[m, k]`` and a weight ``[n, k]`` in MXFP4 (packed) or MXFP8.
+
+    ``b_descale`` is 128x4; ``alpha`` one float32; ``out`` of ``out_dtype``, by default ``a``'s.
+
+    Raises
+    ------
+    ValueError
+        As :func:`~flashinfer.gemm.sm12x_dense.dense_mx`.
+    """
+    weight = b if b.dtype is torch.float8_e4m3fn else b.view(torch.uint8)
+    factor = alpha if alpha is None else alpha.reshape(1)
+    return dense_mx(a, weight, _straight(b_descale), alpha=factor, out=out, out_dtype=out_dtype or a.dtype)
+
+
+def mm_bf16_mxfp8(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    b_descale: torch.Tensor,
+    alpha: torch.Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``alpha * a @ b.T`` with a weight in MXFP8 (W8A16): ``mm_bf16_fp4`` for twice the bits.
+
+    Parameters
+    ----------
+    a : torch.Tensor
+        ``[m, k]`` bfloat16; k a multiple of 32.
+    b : torch.Tensor
+        ``[n, k]`` float8_e4m3fn.
+    b_descale : torch.Tensor
+        UE8M0 scales in 128x4 layout of ``[n, k / 32]``.
+    alpha : torch.Tensor, optional
+        One float32.
+    out_dtype : torch.dtype, optional
+        bfloat16 (``a``'s, the default), float16 or float32.
+    out : torch.Tensor, optional
+        ``[m, n]`` of ``out_dtype``.
+
+    Raises
+    ------
+    ValueError
+        ``b`` of another dtype, and as :func:`~flashinfer.gemm.sm12x_dense.dense_mx`.
+    """
+    if b.dtype is not torch.float8_e4m3fn:
+        raise ValueError(f"b is {describe(b)}; it must be float8_e4m3fn (mm_bf16_fp4 takes packed MXFP4)")
+    return mm_bf16(a, b, b_descale, alpha, out_dtype, out)

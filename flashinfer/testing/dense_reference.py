@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``dense_mx`` in float64, with the bound on any float32 implementation of it, and inputs for it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from .error_bounds import FLOAT32_ROUNDOFF, TENSOR_CORE, Accumulation, affine_error, dot_error, granularity
+from .mxfp_formats import BLOCK, dequantize_mxfp4, dequantize_mxfp8, quantize_mxfp4, quantize_mxfp8, swizzle_scales
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseCase:
+    """A call: sizes, formats, and what besides the product it has.
+
+    ``tokens`` is ``bf16``, ``quantize_bf16``, ``quantize_f16``, ``mxfp8``, ``mxfp8_linear`` or ``mxfp4``.
+    """
+
+    num_tokens: int
+    n: int
+    k: int
+    weights: str = "mxfp4"
+    tokens: str = "bf16"
+    bias: torch.dtype | None = None
+    alpha: bool = False
+    residual: bool = False
+    out_dtype: torch.dtype = torch.bfloat16
+
+
+@dataclasses.dataclass
+class DenseInputs:
+    """Arguments of ``dense_mx``, and the float64 matrices that they stand for."""
+
+    arguments: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    named: dict[str, Any]
+    x: torch.Tensor
+    w: torch.Tensor
+
+
+def _random_matrix(rows: int, k: int, generator: torch.Generator) -> torch.Tensor:
+    """Normal values whose blocks differ in size by up to 2^8, some of them zero."""
+    values = torch.randn(rows, k // BLOCK, BLOCK, generator=generator)
+    exponents = torch.randint(-5, 4, (rows, k // BLOCK, 1), generator=generator)
+    zero = torch.rand(rows, k // BLOCK, 1, generator=generator) < 0.05
+    return (torch.where(zero, 0.0, values) * 2.0**exponents).reshape(rows, k)
+
+
+def make_dense_inputs(case: DenseCase, seed: int) -> DenseInputs:
+    """Random arguments for a case; 128x4 scales have random bytes in their padding, which nobody may use."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def swizzled(linear: torch.Tensor) -> torch.Tensor:
+        scales = swizzle_scales(linear)
+        used = swizzle_scales(torch.ones_like(linear)).bool()
+        noise = torch.randint(0, 256, scales.shape, dtype=torch.uint8, generator=generator)
+        return torch.where(used, scales, noise)
+
+    wide = _random_matrix(case.n, case.k, generator)
+    if case.weights == "mxfp4":
+        weight, linear = quantize_mxfp4(wide)
+        w = dequantize_mxfp4(weight, linear)
+    else:
+        weight, linear = quantize_mxfp8(wide)
+        w = dequantize_mxfp8(weight, linear)
+    named: dict[str, Any] = {"out_dtype": case.out_dtype}
+    x = _random_matrix(case.num_tokens, case.k, generator)
+    if case.tokens == "bf16":
+        tokens = x.bfloat16()
+        exact = tokens.double()
+    elif case.tokens.startswith("quantize_"):
+        tokens = x.bfloat16() if case.tokens == "quantize_bf16" else x.half()
+        exact = dequantize_mxfp8(*quantize_mxfp8(tokens.float()))
+        named["activation"] = "mxfp8"
+    elif case.tokens == "mxfp4":
+        tokens, scales = quantize_mxfp4(x)
+        exact = dequantize_mxfp4(tokens, scales)
+        named["x_scale"] = swizzled(scales)
+    else:
+        tokens, scales = quantize_mxfp8(x)
+        exact = dequantize_mxfp8(tokens, scales)
+        named["swizzled_x_scale"] = case.tokens == "mxfp8"
+        named["x_scale"] = swizzled(scales) if case.tokens == "mxfp8" else scales
+    if case.bias is not None:
+        named["bias"] = torch.randn(case.n, generator=generator).to(case.bias)
+    if case.alpha:
+        named["alpha"] = torch.rand(1, generator=generator) + 0.5
+    if case.residual:
+        named["residual"] = torch.randn(case.num_tokens, case.n, generator=generator).to(case.out_dtype)
+    return DenseInputs((tokens, weight, swizzled(linear)), named, exact, w)
+
+
+def dense_reference(inputs: DenseInputs, accumulation: Accumulation = TENSOR_CORE) -> tuple[torch.Tensor, torch.Tensor]:
+    """Float64 ``[m, n]`` and its bound, as :func:`~flashinfer.testing.moe_reference` returns them."""
+    product = inputs.x @ inputs.w.T
+    error = dot_error(inputs.x, inputs.w, granularity(inputs.w), accumulation)
+    factor = inputs.named.get("alpha")
+    scale = 1.0 if factor is None else factor.double()
+    bias = inputs.named.get("bias")
+    result = product * scale + (0.0 if bias is None else bias.double())
+    bound = error if factor is None and bias is None else affine_error(product, error, scale, result)
+    if inputs.named.get("residual") is not None:
+        result = result + inputs.named["residual"].double()
+        bound = bound + FLOAT32_ROUNDOFF * (result.abs() + bound)
+    return result, bound

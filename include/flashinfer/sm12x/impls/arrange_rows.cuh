@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What a dense layer's GEMM needs before it starts: token rows of any format as bfloat16, which holds each of their values
+// exactly, arranged for its MMAs; and one group that holds all of them.
+#pragma once
+
+#include "dense_layer.cuh"
+#include "token_blocks.cuh"
+
+namespace flashinfer::sm12x {
+
+struct ArrangeRowsParams {
+  DenseRows rows;
+  int num_rows;
+  WeightFormat weights;  // that the rows are to meet
+  uint8_t* arranged;  // [words][num_rows][kArrangedRowBytes] (token_blocks.cuh)
+  int32_t* offsets;  // [2]: 0, num_rows
+  int* counters;  // to zero
+  int num_counters;
+};
+
+constexpr int kArrangeRowsThreads = 256;
+
+// A thread takes a block of 32 elements; blocks beyond K, up to a whole word, become zeros.
+__global__ void __launch_bounds__(kArrangeRowsThreads)
+    arrange_rows_kernel(const __grid_constant__ ArrangeRowsParams p) {
+  ptx::wait_for_prerequisite_grids();
+  ptx::launch_dependent_grids();
+  const int blocks = kScaleChunkBlocks * scale_words(p.rows.k);
+  const int first = static_cast<int>(blockIdx.x) * kArrangeRowsThreads + static_cast<int>(threadIdx.x);
+  const int stride = static_cast<int>(gridDim.x) * kArrangeRowsThreads;
+  if (first < 2) p.offsets[first] = first * p.num_rows;
+  for (int i = first; i < p.num_counters; i += stride) p.counters[i] = 0;
+  for (int64_t i = first; i < static_cast<int64_t>(p.num_rows) * blocks; i += stride) {
+    const int row = static_cast<int>(i / blocks), k_block = static_cast<int>(i - static_cast<int64_t>(row) * blocks);
+    uint4 eights[4];
+    RowLoader{p.rows, row, k_block, k_block * kScaleBlock < p.rows.k}.load(eights);
+    uint4* to = reinterpret_cast<uint4*>(p.arranged + arranged_offset(p.num_rows, row, k_block));
+    if (p.weights == WeightFormat::kMxfp4) {
+      // Lane t of an MMA has elements 8t..: (0, 4), (1, 5), (2, 6), (3, 7) of them.
+#pragma unroll
+      for (int t = 0; t < 4; ++t) to[t] = detail::from_eight_bf16(eights[t]);
+    } else {
+      // Elements 4t.. and 16 + 4t..: (0, 2), (1, 3) of each four.
+#pragma unroll
+      for (int t = 0; t < 4; ++t) {
+        const uint4 &low = eights[t / 2], &high = eights[2 + t / 2];
+        const uint32_t a = t % 2 == 0 ? low.x : low.z, b = t % 2 == 0 ? low.y : low.w;
+        const uint32_t c = t % 2 == 0 ? high.x : high.z, d = t % 2 == 0 ? high.y : high.w;
+        to[t] = make_uint4(__byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632), __byte_perm(c, d, 0x5410),
+                           __byte_perm(c, d, 0x7632));
+      }
+    }
+  }
+}
+
+}  // namespace flashinfer::sm12x

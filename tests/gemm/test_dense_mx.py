@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``dense_mx`` on the CPU, and on a GPU that serves the family: results within the bound, arguments, graphs, compilation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from flashinfer.gemm.sm12x_dense import DENSE_INSTANCES, WIDENED_TOKENS, choose, dense_mx, instance
+from flashinfer.testing import ANY_ORDER, TENSOR_CORE, DenseCase, check_within_bound, dense_reference, make_dense_inputs
+
+TOKENS = ("bf16", "quantize_bf16", "quantize_f16", "mxfp8", "mxfp8_linear", "mxfp4")
+
+
+def on(device: torch.device, case: DenseCase, seed: int) -> Any:
+    print("seed", seed)
+    inputs = make_dense_inputs(case, seed)
+    inputs.arguments = tuple(tensor.to(device) for tensor in inputs.arguments)
+    inputs.named = {key: v.to(device) if isinstance(v, torch.Tensor) else v for key, v in inputs.named.items()}
+    inputs.x, inputs.w = inputs.x.to(device), inputs.w.to(device)
+    return inputs
+
+
+def check(device: torch.device, case: DenseCase, seed: int, **named: Any) -> None:
+    inputs = on(device, case, seed)
+    out = torch.full((case.num_tokens, case.n), torch.nan, dtype=case.out_dtype, device=device)
+    assert dense_mx(*inputs.arguments, **inputs.named, out=out, **named) is out
+    model = ANY_ORDER if device.type == "cpu" else TENSOR_CORE
+    check_within_bound(out, *dense_reference(inputs, model), f"{case}, seed {seed}")
+
+
+@pytest.mark.parametrize("weights", ["mxfp4", "mxfp8"])
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_formats(device: torch.device, weights: str, tokens: str) -> None:
+    seed = int(torch.randint(2**31, ()))
+    print("seed", seed)
+    generator = torch.Generator().manual_seed(seed)
+    m, n, words = (int(torch.randint(1, high, (), generator=generator)) for high in (70, 400, 40))
+    choice = TOKENS.index(tokens)
+    case = DenseCase(
+        m,
+        n,
+        32 * words,
+        weights,
+        tokens,
+        bias=(None, torch.bfloat16, torch.float32)[choice % 3],
+        alpha=choice % 2 == 0,
+        residual=choice % 3 == 1,
+        out_dtype=(torch.bfloat16, torch.float16, torch.float32)[choice % 3],
+    )
+    check(device, case, seed)
+
+
+@pytest.mark.parametrize("row", DENSE_INSTANCES, ids=lambda row: row.name)
+def test_every_instance(device: torch.device, row: Any) -> None:
+    k = min(row.longest_k, 4096) - 32
+    check(device, DenseCase(row.token_tile * 2 - 1, 3000, k, row.weights, bias=torch.bfloat16), 7, tactic=row.index)
+
+
+def test_widened_weights_in_several_pieces(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flashinfer.gemm import sm12x_dense
+
+    monkeypatch.setattr(sm12x_dense, "WIDENED_TOKENS", {False: 1, True: 1})
+    monkeypatch.setattr(sm12x_dense, "WIDENED_BYTES", 256 * 160 * 2)
+    for weights in ("mxfp4", "mxfp8"):
+        check(device, DenseCase(20, 700, 160, weights, "quantize_bf16", torch.bfloat16, True, True), 8)
+
+
+def test_no_tokens(device: torch.device) -> None:
+    inputs = on(device, DenseCase(1, 64, 64), 9)
+    x, *weight = inputs.arguments
+    assert dense_mx(x[:0], *weight).shape == (0, 64)
+
+
+def test_what_is_chosen() -> None:
+    def name(*sizes: Any) -> str:
+        row = choose(*sizes)
+        return row.name if row else "cuBLAS"
+
+    assert name("mxfp4", 1, 5120, 2880) == "dense_mxfp4_m8_w2"
+    assert name("mxfp4", 8, 2880, 4096) == "dense_mxfp4_m8_w3"
+    assert name("mxfp8", 16, 201_088, 2880) == "dense_mxfp8_m16_w2"
+    assert name("mxfp4", 16, 2880, 4096) == "dense_mxfp4_m8_w3"  # two passes over what L2 holds
+    assert name("mxfp4", 17, 201_088, 2880) == "dense_mxfp4_m32_gemm"
+    assert name("mxfp4", 64, 201_088, 2880) == "dense_mxfp4_m64_gemm"
+    assert name("mxfp8", 48, 201_088, 2880) == "dense_mxfp8_m48_gemm"
+    assert name("mxfp4", 1, 5120, 7168) == "dense_mxfp4_m32_gemm"  # K too long for a stream
+    for block_scaled, tokens in WIDENED_TOKENS.items():
+        assert name("mxfp4", tokens, 5120, 2880, block_scaled) == "cuBLAS"
+        assert name("mxfp4", tokens - 1, 5120, 2880, block_scaled) != "cuBLAS"
+
+
+def test_tactics_by_name_and_number() -> None:
+    for row in DENSE_INSTANCES:
+        assert instance(row.index, row.weights, 32) is instance(row.name, row.weights, 32) is row
+    with pytest.raises(
+        ValueError, match=r"tactic is 3; for mxfp4 weights with k = 64 it may be 0 \(dense_mxfp4_m8_w2\)"
+    ):
+        instance(3, "mxfp4", 64)
+    with pytest.raises(ValueError, match=r"tactic is 'dense_mxfp4_m8_w2'; for mxfp4 weights with k = 8192"):
+        instance("dense_mxfp4_m8_w2", "mxfp4", 8192)
+
+
+BAD: list[tuple[str, Any, type[Exception], str]] = [
+    ("x", None, TypeError, r"x is None"),
+    ("x", lambda t: t.float(), ValueError, r"x is torch.float32 .*must be bfloat16"),
+    ("x", lambda t: t[0], ValueError, r"x is .* it must be 2-D"),
+    ("x", lambda t: t[:, :32], ValueError, r"x is .*shape \(3, 64\)"),
+    ("x", lambda t: t.half(), ValueError, "with activation='bf16' and no x_scale it must be bfloat16"),
+    ("weight", lambda t: t.int(), ValueError, r"weight is torch.int32"),
+    ("weight", lambda t: t[:, :31].contiguous(), ValueError, r"k is 62; it must be a positive multiple of 32"),
+    ("weight_scale", lambda t: t[:64], ValueError, r"weight_scale is .*512 contiguous bytes: 128x4 scales of 40 rows"),
+    ("weight_scale", None, TypeError, r"weight_scale is None"),
+    ("bias", torch.zeros(39), ValueError, r"bias is .*shape \(40,\)"),
+    ("bias", torch.zeros(40, dtype=torch.int32), ValueError, r"bias is torch.int32"),
+    ("alpha", torch.ones(2), ValueError, r"alpha is torch.float32"),
+    ("alpha", 1.0, TypeError, r"alpha is 1.0"),
+    ("residual", torch.zeros(3, 40), ValueError, r"residual is torch.float32"),
+    ("out", torch.zeros(3, 41, dtype=torch.bfloat16), ValueError, r"out is .*shape \(3, 40\)"),
+    ("out_dtype", torch.float64, ValueError, r"out_dtype is torch.float64"),
+    ("activation", "fp8", ValueError, r"activation is 'fp8'; it must be 'bf16' or 'mxfp8'"),
+    ("x_scale", torch.zeros(6, dtype=torch.uint8), ValueError, "with x_scale it must be float8_e4m3fn"),
+    ("tactic", 99, ValueError, r"tactic is 99"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "error", "text"), BAD, ids=[f"{n}-{i}" for i, (n, *_) in enumerate(BAD)])
+def test_a_bad_argument_is_named(name: str, value: Any, error: type[Exception], text: str) -> None:
+    x, weight, weight_scale = make_dense_inputs(DenseCase(3, 40, 64), 1).arguments
+    named: dict[str, Any] = {"x": x, "weight": weight, "weight_scale": weight_scale}
+    named[name] = value(named[name]) if callable(value) else value
+    with pytest.raises(error, match=text):
+        dense_mx(**named)
+
+
+def test_a_bad_x_scale_is_named() -> None:
+    inputs = make_dense_inputs(DenseCase(3, 40, 64, tokens="mxfp8_linear"), 1)
+    with pytest.raises(ValueError, match=r"x_scale is .* it must be 512 contiguous bytes: 128x4 scales of 3 rows"):
+        dense_mx(*inputs.arguments, x_scale=inputs.named["x_scale"])
+
+
+def test_compiled_with_fullgraph(device: torch.device) -> None:
+    inputs = on(device, DenseCase(5, 96, 160, bias=torch.bfloat16), 11)
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        return dense_mx(x, *inputs.arguments[1:], inputs.named["bias"], constant_weights=True) * 2
+
+    backend = "aot_eager" if device.type == "cpu" else "inductor"
+    compiled = torch.compile(layer, fullgraph=True, backend=backend)
+    x = inputs.arguments[0]
+    torch.testing.assert_close(compiled(x), layer(x), rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 16, 40])
+def test_a_captured_graph_replays(device: torch.device, tokens: int) -> None:
+    if device.type == "cpu":
+        pytest.skip("graphs are of CUDA")
+    inputs = on(device, DenseCase(tokens, 640, 2880, bias=torch.bfloat16), 12)
+    eager = dense_mx(*inputs.arguments, inputs.named["bias"], constant_weights=True)
+    out = torch.full_like(eager, torch.nan)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        dense_mx(*inputs.arguments, inputs.named["bias"], out=out, constant_weights=True)
+    for _ in range(3):
+        out.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, eager)
+
+
+@pytest.mark.gpu
+def test_launches_behind_each_other_see_each_others_results(device: torch.device) -> None:
+    """Programmatic dependent launches: each layer's tokens are the outputs of the one before."""
+    if device.type == "cpu":
+        pytest.skip("streams are of CUDA")
+    inputs = on(device, DenseCase(4, 512, 512, "mxfp8"), 13)
+    x, weight, scale = inputs.arguments
+    step = x
+    expected = x
+    for _ in range(40):
+        step = dense_mx(step, weight, scale, constant_weights=True, alpha=torch.full((1,), 0.02, device=device))
+    for _ in range(40):
+        expected = dense_mx(expected, weight, scale, alpha=torch.full((1,), 0.02, device=device))
+        torch.cuda.synchronize()
+    assert torch.equal(step, expected)

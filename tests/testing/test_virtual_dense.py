@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dense layers, as compiled for ``sm_121a``, on the virtual SM121 with its watchers on, held to the derived bound."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from flashinfer.gemm.sm12x_dense import dense_mx
+from flashinfer.jit.sm12x.instances import DENSE_INSTANCES, DenseInstance
+from flashinfer.testing import (
+    DenseCase,
+    DenseInputs,
+    check_within_bound,
+    dense_reference,
+    dequantize_mxfp4,
+    dequantize_mxfp8,
+    make_dense_inputs,
+    unswizzle_scales,
+)
+from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
+
+pytestmark = pytest.mark.slow
+
+ALL_WATCHERS = 31  # vsm.Watch.ALL, races included, and ARRIVALS: GB10's rule
+SMS = 48
+BY_NAME = {row.name: row for row in DENSE_INSTANCES}
+
+
+@pytest.fixture
+def device() -> Iterator[VirtualDevice]:
+    with virtual_device("sm_121a", watch=ALL_WATCHERS) as made:
+        yield made
+
+
+def run(inputs: DenseInputs, case: DenseCase, tactic: str | None) -> torch.Tensor:
+    out = torch.full((case.num_tokens, case.n), torch.nan, dtype=case.out_dtype)
+    return dense_mx(*inputs.arguments, **inputs.named, out=out, tactic=tactic)
+
+
+def check(device: VirtualDevice, case: DenseCase, seed: int, tactic: str | None = None) -> torch.Tensor:
+    """Assert that the layer keeps its bound, that nothing was left unwritten and that no watcher reports."""
+    print("seed", seed, case, tactic)
+    inputs = make_dense_inputs(case, seed)
+    out = run(inputs, case, tactic)
+    used = check_within_bound(out, *dense_reference(inputs), f"{case}, seed {seed}, tactic {tactic}")
+    print(f"{used:.1%} of the bound")
+    assert all(launch.clean for launch in device.launches), device.launches
+    return out
+
+
+@pytest.mark.parametrize("row", DENSE_INSTANCES, ids=lambda row: row.name)
+def test_an_instance(device: VirtualDevice, row: DenseInstance) -> None:
+    """A K that is no multiple of 128, as long as the warps share; a last unit that is partly there; two passes or tiles."""
+    k = row.longest_k - 96 if row.streamed else 800
+    n = 16 * SMS + 56 if row.streamed else 200
+    check(device, DenseCase(row.token_tile + 3, n, k, row.weights, bias=torch.bfloat16), 1, row.name)
+    launch = device.launches[-1]
+    assert ("dense_layer_kernel" if row.streamed else "grouped_gemm_kernel") in launch.kernel
+    if row.streamed:
+        assert launch.grid[0] == SMS
+
+
+# Whole words and a part of one; one, two and four groups of warps; fewer units than blocks and many; rows in one piece and
+# row by row.
+@pytest.mark.parametrize(
+    ("n", "k"), [(1, 32), (17, 64), (300, 128), (40, 416), (1600, 512), (33, 1536), (64, 2048), (130, 2880)], ids=str
+)
+@pytest.mark.parametrize("name", ["dense_mxfp4_m8_w2", "dense_mxfp8_m16_w2"])
+def test_shapes_of_a_stream(device: VirtualDevice, name: str, n: int, k: int) -> None:
+    check(device, DenseCase(5, n, k, BY_NAME[name].weights), 2 + n, name)
+
+
+FORMATS = ("bf16", "quantize_bf16", "quantize_f16", "mxfp8", "mxfp8_linear", "mxfp4")
+
+
+@pytest.mark.parametrize("tokens", FORMATS)
+@pytest.mark.parametrize(
+    "name", ["dense_mxfp4_m8_w2", "dense_mxfp8_m8_w2", "dense_mxfp4_m32_gemm", "dense_mxfp8_m32_gemm"]
+)
+def test_formats_of_tokens_and_what_is_added(device: VirtualDevice, name: str, tokens: str) -> None:
+    choice = FORMATS.index(tokens)
+    case = DenseCase(
+        7,
+        72,
+        416,
+        BY_NAME[name].weights,
+        tokens,
+        bias=(None, torch.bfloat16, torch.float16, torch.float32)[choice % 4],
+        alpha=choice % 2 == 0,
+        residual=choice % 3 == 0,
+        out_dtype=(torch.bfloat16, torch.float16, torch.float32)[choice % 3],
+    )
+    check(device, case, 40 + choice, name)
+
+
+@pytest.mark.parametrize("row", [row for row in DENSE_INSTANCES if row.token_tile in (8, 32)], ids=lambda row: row.name)
+def test_scales_at_both_ends_and_nan(device: VirtualDevice, row: DenseInstance) -> None:
+    """Scales that do not fold into the expansion, NaN as a scale and, of MXFP8, as a value: their rows, and no other."""
+    case = DenseCase(6, 48, 256, row.weights, out_dtype=torch.float32)
+    inputs = make_dense_inputs(case, 3)
+    x, weight, scales = inputs.arguments
+    x.mul_(2.0**-100)
+    swizzled = scales.reshape(2, 32, 4, 4)  # word along K, row % 32, row / 32, block
+    swizzled[0, 3, 0, 1] = 200  # 2^73: row 3
+    swizzled[1, 9, 0, 2] = 255  # NaN: row 9
+    weight.view(torch.uint8)[20, 5] = 0x7F if row.weights == "mxfp8" else 0x77
+    linear = unswizzle_scales(scales, 48, 8)
+    inputs.x = x.double()
+    inputs.w = (dequantize_mxfp4 if row.weights == "mxfp4" else dequantize_mxfp8)(weight, linear)
+    assert int(linear[3, 1]) == 200
+    assert int(linear[9, 6]) == 255
+    expected = dense_reference(inputs)
+    bad = torch.isnan(expected[0]).all(0).nonzero().flatten().tolist()
+    assert bad == ([9, 20] if row.weights == "mxfp8" else [9])
+    out = run(inputs, case, row.name)
+    check_within_bound(out, *expected, row.name)
+    assert all(launch.clean for launch in device.launches), device.launches
+
+
+@pytest.mark.parametrize(
+    "row", [row for row in DENSE_INSTANCES if row.token_tile in (8, 48, 64)], ids=lambda row: row.name
+)
+def test_a_layer_under_weak_memory(row: DenseInstance) -> None:
+    for seed in (1, 2):
+        with virtual_device("sm_121a", watch=ALL_WATCHERS, weak_memory=seed) as device:
+            check(device, DenseCase(9, 200, 416, row.weights, bias=torch.bfloat16), seed, row.name)
+
+
+def test_results_are_the_same_on_every_run(device: VirtualDevice) -> None:
+    for name in ("dense_mxfp4_m8_w2", "dense_mxfp8_m32_gemm"):
+        case = DenseCase(8, 136, 1600, BY_NAME[name].weights)
+        first, second = (check(device, case, 5, name) for _ in range(2))
+        assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 9, 20, 40])
+def test_what_is_chosen_runs(device: VirtualDevice, tokens: int) -> None:
+    for weights in ("mxfp4", "mxfp8"):
+        check(device, DenseCase(tokens, 96, 288, weights), tokens)
