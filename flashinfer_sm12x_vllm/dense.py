@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""QKV, O and the LM head in MXFP8 or MXFP4, quantized while they are loaded.
+"""QKV, O and the LM head in MXFP8 or MXFP4, quantized while they are loaded, on this fork's kernels.
 
-A weight is materialized in bf16 when its checkpoint tensors arrive, quantized by rows and freed before the next: one
-layer's
-bf16 copy is the most that is there beside the model. This fork has no dense kernels yet; vLLM's serve these layers
-(:func:`make_kernel`), and the table says which. A kernel of ours goes to the front of :data:`PREFERRED`.
+A weight is materialized in bf16 when its checkpoint tensors arrive, quantized by rows and freed before the next: one layer's
+bf16 copy is the most that is there beside the model. With ``--linear-backend`` vLLM's kernel of that name computes instead.
 """
 
 from __future__ import annotations
@@ -12,10 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import vllm.envs as envs
 from vllm.logger import init_logger
 from vllm.model_executor.kernels import linear
-from vllm.model_executor.kernels.linear import MxFp4LinearLayerConfig, Mxfp8LinearLayerConfig
 from vllm.model_executor.layers.linear import LinearMethodBase
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 from vllm.model_executor.parameter import ModelWeightParameter
@@ -29,36 +25,50 @@ logger = init_logger("vllm.flashinfer_sm12x")
 BLOCK_SIZE = 32
 # Rows quantized at once: 94 MB of float32 for a hidden size of 2880.
 CHUNK_ROWS = 8192
-# Kernel classes by format, best first. Where none of them can, or --linear-backend names one, vLLM chooses.
-PREFERRED: dict[tuple[str, str], tuple[str, ...]] = {
-    ("mxfp8", "a16"): ("MarlinMxfp8LinearKernel",),
-    ("mxfp8", "a8"): ("FlashInferCutlassMxfp8LinearKernel", "MarlinMxfp8LinearKernel"),
-    ("mxfp4", "a16"): ("MarlinMxFp4LinearKernel",),
-    ("mxfp4", "a8"): ("MarlinMxFp4LinearKernel",),
-}
-# Those of them that are weight-only whatever is asked.
-WEIGHT_ONLY = ("MarlinMxfp8LinearKernel", "MarlinMxFp4LinearKernel")
+
+
+class ForkKernel:
+    """This fork's dense layer behind the interface of vLLM's linear kernels."""
+
+    def __init__(self, choice: Choice) -> None:
+        self.activation: Any = "mxfp8" if choice.activations == "a8" else "bf16"
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Scales into the kernels' layout; the module, if this process has not built it yet."""
+        from flashinfer.fused_moe.sm12x_dispatch import dense_module
+        from flashinfer.quantization import mx_cpu
+
+        replace_parameter(layer, "weight_scale", mx_cpu.swizzle_128x4(layer.weight_scale))
+        if layer.weight.is_cuda:
+            dense_module()
+
+    def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """``x @ weight.T + bias`` for ``[..., K]``, in ``x``'s dtype."""
+        from flashinfer.gemm.sm12x_dense import dense_mx
+
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        out = dense_mx(
+            rows,
+            layer.weight,
+            layer.weight_scale,
+            bias,
+            activation=self.activation,
+            out_dtype=x.dtype,
+            constant_weights=True,
+        )
+        return out.view(*x.shape[:-1], -1)
 
 
 def make_kernel(choice: Choice, shape: tuple[int, int]) -> Any:
-    """The kernel object for weights ``[N, K]``: the first of :data:`PREFERRED` that this machine has, else vLLM's
-    choice.
+    """The kernel object for weights ``[N, K]``: this fork's, unless ``--linear-backend`` names one of vLLM's.
 
     Raises
     ------
     ValueError
-        vLLM's, when no kernel of its own can serve the format.
+        vLLM's, when the kernel that was named cannot serve the format.
     """
-    config: Any
-    if choice.weights == "mxfp8":
-        config = Mxfp8LinearLayerConfig(weight_shape=shape)
-    else:
-        config = MxFp4LinearLayerConfig(activation_quant_key=None)
     if linear._get_linear_backend(quantization=choice.weights) == "auto":
-        for name in PREFERRED[choice.weights, choice.activations]:
-            cls = getattr(linear, name)
-            if name not in envs.VLLM_DISABLED_KERNELS and cls.is_supported()[0] and cls.can_implement(config)[0]:
-                return cls(config)
+        return ForkKernel(choice)
     if choice.weights == "mxfp8":
         return linear.init_mxfp8_linear_kernel(weight_shape=shape)
     return linear.init_mxfp4_linear_kernel(activation_quant_key=None)
@@ -111,11 +121,9 @@ class DenseMethod(LinearMethodBase):
         )
         initialize_online_processing(layer)
         self.kernel = make_kernel(self.choice, (rows, input_size_per_partition))
-        name = type(self.kernel).__name__
-        why = "chosen"
-        if name in WEIGHT_ONLY and self.choice.activations == "a8":
-            why = "chosen; no kernel with 8-bit activations is there, so they stay bf16"
-        table.note(self.kind, f"vLLM's {name}", str(self.choice), why)
+        ours = isinstance(self.kernel, ForkKernel)
+        backend = "flashinfer-sm12x" if ours else f"vLLM's {type(self.kernel).__name__}"
+        table.note(self.kind, backend, str(self.choice), "chosen" if ours else "--linear-backend")
 
     def process_weights_after_loading(self, layer: Any) -> None:
         if getattr(layer, "_already_called_process_weights_after_loading", False):

@@ -18,7 +18,6 @@ from unittest import mock
 
 import checkpoint
 import experts_reference
-import marlin_in_pytorch
 import pytest
 import reference_attention
 import served
@@ -88,16 +87,12 @@ def test_a_model_of_the_forks_experts_agrees_with_transformers(checkpoint_folder
     [{"qkv": "mxfp8"}, {"o": "mxfp4"}, {"lm_head": "mxfp8"}, {"qkv": "mxfp4", "o": "mxfp8", "lm_head": "mxfp4"}],
     ids=lambda kinds: ", ".join(f"{kind} {weights}" for kind, weights in kinds.items()),
 )
-def test_each_dense_choice_agrees_with_transformers_on_quantized_weights(checkpoint_folder, kinds, log, monkeypatch):
-    marlin_in_pytorch.install(monkeypatch)
+def test_each_dense_choice_agrees_with_transformers_on_quantized_weights(checkpoint_folder, kinds, log):
     got = logits(checkpoint_folder, {"moe": "mxfp4-a16", **kinds})
     check(got, checkpoint_folder, "a16", kinds)
     rows = table(log)
     for kind, weights in kinds.items():
-        assert rows[kind][:3] == (f"vLLM's {MARLIN[weights]}", f"{weights}-a16", "chosen")
-
-
-MARLIN = {"mxfp8": "MarlinMxfp8LinearKernel", "mxfp4": "MarlinMxFp4LinearKernel"}
+        assert rows[kind][:3] == ("flashinfer-sm12x", f"{weights}-a16", "chosen")
 
 
 def test_an_explicit_linear_backend_wins(checkpoint_folder, log):
@@ -129,8 +124,11 @@ def chosen_kernels(folder: Any, chosen: dict[str, str], *words: str) -> dict[str
         return served.kernels(served.built(config))
 
 
-def test_dense_formats_take_marlin_until_the_fork_has_kernels(checkpoint_folder):
-    found = chosen_kernels(checkpoint_folder, {"qkv": "mxfp8", "o": "mxfp4", "lm_head": "mxfp8-a16"})
+def test_dense_formats_are_the_forks_and_marlin_by_name(checkpoint_folder):
+    formats = {"qkv": "mxfp8", "o": "mxfp4", "lm_head": "mxfp8-a8"}
+    found = chosen_kernels(checkpoint_folder, formats)
+    assert found["qkv"] == found["o"] == found["lm_head"] == "ForkKernel"
+    found = chosen_kernels(checkpoint_folder, formats, "--linear-backend", "marlin")
     assert found["qkv"] == found["lm_head"] == "MarlinMxfp8LinearKernel"
     assert found["o"] == "MarlinMxFp4LinearKernel"
 
@@ -221,7 +219,6 @@ def test_weights_are_quantized_with_one_bf16_copy_at_a_time(checkpoint_folder, m
 
     monkeypatch.setattr(dense.DenseMethod, "create_weights", remember)
     monkeypatch.setattr(dense.DenseMethod, "process_weights_after_loading", count)
-    marlin_in_pytorch.install(monkeypatch)
     config = serve(checkpoint_folder, {"qkv": "mxfp8", "o": "mxfp8", "lm_head": "mxfp8"})
     with served.parallel_groups(config):
         assert served.load_model(config).lm_head.weight.dtype == torch.float8_e4m3fn
