@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -63,15 +63,19 @@ class StreamingRead:
     def time(self, inputs: MoEInputs, repeats: int) -> tuple[Sample, int, int]:
         """The time, the number of experts touched and their bytes."""
         experts = inputs.token_selected_experts.unique().tolist()
+        matrices = (inputs.fc1_weights, inputs.fc1_scales, inputs.fc2_weights, inputs.fc2_scales)
+        sample, size = self.time_tensors([matrix[expert] for matrix in matrices for expert in experts], repeats)
+        return sample, len(experts), size
+
+    def time_tensors(self, tensors: Iterable[torch.Tensor], repeats: int) -> tuple[Sample, int]:
+        """The time that contiguous tensors of whole 16 bytes take, and their bytes."""
         addresses, vectors = [], []
-        for tensor in (inputs.fc1_weights, inputs.fc1_scales, inputs.fc2_weights, inputs.fc2_scales):
-            for expert in experts:
-                piece = tensor[expert]
-                size = piece.numel() * piece.element_size()
-                for offset in range(0, size, PIECE_BYTES):
-                    addresses.append(piece.data_ptr() + offset)
-                    vectors.append(min(PIECE_BYTES, size - offset) // 16)
+        for tensor in tensors:
+            size = tensor.numel() * tensor.element_size()
+            for offset in range(0, size, PIECE_BYTES):
+                addresses.append(tensor.data_ptr() + offset)
+                vectors.append(min(PIECE_BYTES, size - offset) // 16)
         pieces = torch.tensor(addresses, dtype=torch.int64, device="cuda")
         counts = torch.tensor(vectors, dtype=torch.int32, device="cuda")
         sample = time_graph(lambda: self._run(pieces, counts, self._sink), repeats)
-        return sample, len(experts), 16 * sum(vectors)
+        return sample, 16 * sum(vectors)

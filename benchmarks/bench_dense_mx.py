@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time gpt-oss-120b's dense layers (QKV, O, LM head) in MXFP4 and MXFP8, beside their floor and beside what others have.
+
+    python benchmarks/bench_dense_mx.py
+    python benchmarks/bench_dense_mx.py --layers lm_head --tokens 1,8 --marlin _C_stable_libtorch.abi3.so
+
+The floor is a plain streaming read of the weights and scales. cuBLAS multiplies the same weight in bfloat16; Marlin is vLLM's
+W4A16 kernel, from the library that --marlin names. Every number is the median of replays of a CUDA graph, each after a write of
+256 MB so that L2 holds nothing of the layer. Ours is compared with float64 on some rows of the weight before it is timed, and
+the exit status is 1 where it disagrees; Marlin with a tolerance.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from moe_bench.timing import StreamingRead, time_graph
+
+from flashinfer.gemm.sm12x_dense import dense_mx
+from flashinfer.quantization import mx_cpu
+from flashinfer.testing import TENSOR_CORE, BoundViolation, check_within_bound, quantize_mxfp8
+from flashinfer.testing.error_bounds import affine_error, dot_error, granularity
+from flashinfer.testing.mxfp_formats import dequantize_mxfp4, dequantize_mxfp8
+
+LAYERS = {"qkv": (5120, 2880), "o": (2880, 4096), "lm_head": (201_088, 2880)}
+VARIANTS = (("mxfp4", "bf16"), ("mxfp4", "mxfp8"), ("mxfp8", "bf16"), ("mxfp8", "mxfp8"))
+CHECKED_ROWS = 512
+MARLIN_TOLERANCE = 1e-2
+
+
+def quantized(weight: torch.Tensor, weights: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values and linear scales, by chunks of rows."""
+    one = mx_cpu.quantize_mxfp4_linear if weights == "mxfp4" else mx_cpu.quantize_mxfp8_linear
+    values, scales = zip(*(one(rows) for rows in weight.split(16_384)), strict=True)
+    return torch.cat([v.view(torch.uint8) for v in values]).view(values[0].dtype), torch.cat(scales)
+
+
+def disagreement(
+    out: torch.Tensor, x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor, activation: str
+) -> float:
+    """The share of its bound that an element of the first and last rows of the weight uses."""
+    rows = torch.cat([torch.arange(CHECKED_ROWS // 2), torch.arange(len(values) - CHECKED_ROWS // 2, len(values))])
+    rows = rows.to(x.device)
+    raw = values.view(torch.uint8)[rows].view(values.dtype)
+    w = (dequantize_mxfp4 if values.dtype is torch.uint8 else dequantize_mxfp8)(raw, scales[rows])
+    tokens = x.double() if activation == "bf16" else dequantize_mxfp8(*quantize_mxfp8(x.float()))
+    product = tokens @ w.T
+    result = product + bias[rows].double()
+    bound = affine_error(product, dot_error(tokens, w, granularity(w), TENSOR_CORE), 1.0, result)
+    try:
+        return check_within_bound(out[:, rows], result, bound)
+    except BoundViolation as error:
+        print(f"a result disagrees with the reference: {error}", file=sys.stderr)
+        return float("inf")
+
+
+class Marlin:
+    """vLLM's dense W4A16 kernel, with MXFP4 weights."""
+
+    def __init__(self, library: Path, packed: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor) -> None:
+        from moe_bench.peer_marlin import FLOAT4_E2M1, permute_bias, permute_scales, repack
+
+        torch.ops.load_library(library)
+        n, k = packed.shape[0], 2 * packed.shape[1]
+        self.n, self.k, self.format = n, k, FLOAT4_E2M1
+        self.weight = torch.cat([repack(part) for part in packed.split(8192)], dim=1)
+        self.scales = permute_scales(scales.unsqueeze(0))[0].view(torch.float8_e8m0fnu)
+        self.bias = permute_bias(bias.unsqueeze(0))[0]
+        sms = torch.cuda.get_device_properties(0).multi_processor_count
+        self.locks = torch.zeros(4 * sms, dtype=torch.int32, device="cuda")
+
+    def __call__(self, x: torch.Tensor) -> Any:
+        call = torch.ops._C.marlin_gemm
+        operands = (x, None, self.weight, self.bias, self.scales, None, None, None, self.locks, self.format)
+        return call(*operands, x.shape[0], self.n, self.k, False, True, False)
+
+
+def measure_layer(name: str, arguments: argparse.Namespace, read: StreamingRead) -> list[dict[str, Any]]:
+    n, k = LAYERS[name]
+    generator = torch.Generator("cuda").manual_seed(arguments.seed)
+    wide = torch.randn(n, k, generator=generator, device="cuda").bfloat16()
+    bias = torch.randn(n, generator=generator, device="cuda").bfloat16()
+    weights, floors = {}, {}
+    for format_ in ("mxfp4", "mxfp8"):
+        values, scales = quantized(wide, format_)
+        swizzled = mx_cpu.swizzle_128x4(scales)
+        weights[format_] = (values, scales, swizzled)
+        floors[format_] = read.time_tensors([values.view(torch.uint8), swizzled], arguments.repeats)[0].median
+    marlin = Marlin(arguments.marlin, *weights["mxfp4"][:2], bias) if arguments.marlin else None
+    rows = []
+    for tokens in arguments.tokens:
+        x = torch.randn(tokens, k, generator=generator, device="cuda").bfloat16()
+        row: dict[str, Any] = {"layer": name, "tokens": tokens, "read": floors, "ours": {}, "used": {}}
+        out = torch.full((tokens, n), torch.nan, dtype=torch.bfloat16, device="cuda")
+        for format_, activation in VARIANTS:
+            values, scales, swizzled = weights[format_]
+
+            call = functools.partial(
+                dense_mx, x, values, swizzled, bias, activation=activation, out=out, constant_weights=True
+            )
+            call()
+            variant = f"{format_} {activation}"
+            row["used"][variant] = disagreement(out, x, values, scales, bias, activation)
+            row["ours"][variant] = time_graph(call, arguments.repeats).median
+        cublas = functools.partial(torch.addmm, bias, x, wide.T, out=out)
+        row["cublas"] = time_graph(cublas, arguments.repeats).median
+        if marlin is not None:
+            reference = torch.addmm(bias.double(), x.double(), dequantize_mxfp4(*weights["mxfp4"][:2]).T[:, :n])
+            error = ((marlin(x).double() - reference).norm() / reference.norm()).item()
+            row["marlin_error"] = error
+            row["marlin"] = time_graph(functools.partial(marlin, x), arguments.repeats).median
+            del reference
+        rows.append(row)
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Microseconds, as a Markdown table."""
+    names = [f"{weights} {activation}" for weights, activation in VARIANTS]
+    head = ["layer", "tokens", "read 4", "read 8", *names, "cuBLAS bf16", "Marlin W4A16"]
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    for row in rows:
+        cells = [row["layer"], str(row["tokens"]), f"{row['read']['mxfp4']:.1f}", f"{row['read']['mxfp8']:.1f}"]
+        cells += [f"{row['ours'][name]:.1f}" for name in names]
+        cells.append(f"{row['cublas']:.1f}")
+        good = row.get("marlin_error", 1.0) < MARLIN_TOLERANCE
+        cells.append(
+            f"{row['marlin']:.1f}" if good else "-" if "marlin" not in row else f"wrong ({row['marlin_error']:.2g})"
+        )
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    def names(text: str) -> list[str]:
+        return text.split(",")
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=names, default=list(LAYERS), help=f"of {', '.join(LAYERS)}")
+    parser.add_argument("--tokens", type=lambda text: list(map(int, text.split(","))), default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--marlin", type=Path, help="vLLM's _C_stable_libtorch.abi3.so")
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="write all figures there too")
+    arguments = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        parser.error("no CUDA device is visible; dense layers are measured on a GPU")
+    os.environ["FLASHINFER_SM12X_MOE"] = "1"  # a Hopper runs this family too
+    read = StreamingRead()
+    rows = [row for name in arguments.layers for row in measure_layer(name, arguments, read)]
+    print(table(rows))
+    worst = max(used for row in rows for used in row["used"].values())
+    print(f"at most {worst:.3f} of a bound; {torch.cuda.get_device_name()}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1))
+    return 0 if worst <= 1 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
