@@ -9,7 +9,6 @@ A change ends as
 
     caught       a test failed
     equivalent   nothing observable changes; the list says why, and none of its tests failed
-    pending      no test can see it until the emulator has what the list names under `needs`
     survived     no test failed: one is missing
     broken       it could not be tried: its text is not there, it does not compile, or its tests cannot be run
 
@@ -42,7 +41,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LIST = "tests/mutations.toml"
 PYTEST = (sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "-m", "not gpu")
 PLUGINS = ("-p", "no:cacheprovider", "-p", "separate_instances")
-GOOD = ("caught", "equivalent", "pending")
+GOOD = ("caught", "equivalent")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +54,6 @@ class Mutation:
         old, new: The text, which stands there exactly once, and what takes its place.
         tests: What should notice, cheapest first: node ids, or ``FILE -k EXPRESSION``.
         equivalent: Why nothing observable changes; empty where a test must notice.
-        needs: What the emulator must have before a test can notice; empty where it has.
     """
 
     name: str
@@ -64,7 +62,6 @@ class Mutation:
     new: str
     tests: tuple[str, ...]
     equivalent: str = ""
-    needs: str = ""
 
 
 @dataclasses.dataclass
@@ -98,7 +95,7 @@ def read_list(path: Path) -> list[Mutation]:
         for test in entry["tests"]:
             file, separator, rest = re.split("(::| -k )", names.get(test, test), maxsplit=1)
             tests.append(files.get(file, file) + separator + rest)
-        if not tests and "needs" not in entry and "equivalent" not in entry:
+        if not tests and "equivalent" not in entry:
             raise ValueError(f"{entry['name']} names no test")
         file = files.get(entry["file"], entry["file"])
         mutations.append(Mutation(**{**entry, "file": file, "tests": tuple(tests)}))
@@ -118,8 +115,8 @@ def changed(text: str, mutation: Mutation) -> str:
 
 
 def rotated(mutations: Sequence[Mutation], count: int, turn: int) -> list[Mutation]:
-    """``count`` that can be caught today; consecutive turns go round the whole list."""
-    ready = [mutation for mutation in mutations if not mutation.needs and not mutation.equivalent]
+    """``count`` that a test must notice; consecutive turns go round the whole list."""
+    ready = [mutation for mutation in mutations if not mutation.equivalent]
     first = turn * count
     return [ready[i % len(ready)] for i in range(first, first + min(count, len(ready)))]
 
@@ -299,21 +296,19 @@ def run(
     Raises:
         RuntimeError: their tests do not pass without any change.
     """
-    pending = [mutation for mutation in mutations if mutation.needs]
-    ready = [mutation for mutation in mutations if not mutation.needs]
     workers = [Worker(work / str(i), cores, limit, preload) for i, cores in enumerate(share_cores(jobs))]
 
     first = workers[0]
     first.prepare(root)
     print(f"the tests without any change, in {first.folder}", flush=True)
     baseline = Worker(first.folder, set().union(*(worker.cores for worker in workers)), 10 * limit, preload)
-    tests = list(dict.fromkeys(test for mutation in ready for test in mutation.tests))
+    tests = list(dict.fromkeys(test for mutation in mutations for test in mutation.tests))
     run_baseline(baseline, tests, jobs)
     first.keep_cache()
 
     outcomes: dict[str, Outcome] = {}
     todo: queue.SimpleQueue[Mutation] = queue.SimpleQueue()
-    for mutation in ready:
+    for mutation in mutations:
         todo.put(mutation)
     lock = threading.Lock()
 
@@ -328,14 +323,13 @@ def run(
             outcome = worker.try_mutation(mutation)
             with lock:
                 outcomes[mutation.name] = outcome
-                print(f"{len(outcomes)}/{len(ready)} {outcome.verdict:10} {mutation.name}: {outcome.by}", flush=True)
+                print(f"{len(outcomes)}/{len(mutations)} {outcome.verdict:10} {mutation.name}: {outcome.by}", flush=True)
 
     threads = [threading.Thread(target=work_on, args=(worker,)) for worker in workers]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    outcomes |= {mutation.name: Outcome(mutation, "pending", mutation.needs) for mutation in pending}
     return [outcomes[mutation.name] for mutation in mutations]
 
 
@@ -385,7 +379,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--rotate", type=int, metavar="K", help="K changes, other ones every day")
     parser.add_argument("--turn", type=int, help="instead of the day's number, for --rotate")
-    parser.add_argument("--pending", action="store_true", help="try those that need more of the emulator, too")
     parser.add_argument("--list", action="store_true", help="print the changes that would be tried")
     parser.add_argument("--table", type=Path, help="write the outcome as markdown")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds that a change's test may take (600)")
@@ -398,10 +391,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.rotate is not None:
         day = datetime.date.today().toordinal() if options.turn is None else options.turn
         mutations = rotated(mutations, options.rotate, day)
-    if options.pending:
-        mutations = [dataclasses.replace(mutation, needs="") for mutation in mutations]
     if options.list or not mutations:
-        print("\n".join(f"{m.name}  ({m.file}){'  needs ' + m.needs if m.needs else ''}" for m in mutations))
+        print("\n".join(f"{m.name}  ({m.file})" for m in mutations))
         return 0 if mutations else 2
 
     jobs = min(options.jobs, len(mutations))

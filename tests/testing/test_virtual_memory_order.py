@@ -20,7 +20,7 @@ from flashinfer.testing.virtual_device import VirtualDevice, VirtualDeviceError,
 pytestmark = pytest.mark.slow
 
 SEEDS = (1, 2, 3)
-ALL_WATCHERS = 15  # vsm.Watch.ALL, races included
+ALL_WATCHERS = 31  # vsm.Watch.ALL, races included, and ARRIVALS: GB10's rule
 # Units of both GEMMs of a pair are cut between blocks; every block of a streamed layer has some of each.
 SIZES = {"num_tokens": 6, "hidden": 512, "inter": 512, "num_experts": 4, "top_k": 2}
 RELAXED_ARRIVAL = "red.relaxed.gpu.global.add.u32"
