@@ -141,7 +141,9 @@ def emulator_preload(root: Path) -> str:
 def copy_tree(source: Path, target: Path) -> None:
     """Make ``target`` the tracked files of ``source`` as they are now; files that are so already are left alone. The
     emulator, which no change touches, is ``source``'s own, with its libraries."""
-    listed = subprocess.run(["git", "-C", str(source), "ls-files", "-z"], capture_output=True, check=True).stdout
+    # Whoever's checkout it is: it is only read.
+    command = ["git", "-c", "safe.directory=*", "-C", str(source), "ls-files", "-z"]
+    listed = subprocess.run(command, capture_output=True, check=True).stdout
     files = {os.fsdecode(name) for name in listed.split(b"\0") if name and not name.startswith(b"emulator/")}
     files = {name for name in files if (source / name).is_file()}
     for path in sorted(target.rglob("*"), reverse=True) if target.is_dir() else []:
@@ -323,7 +325,9 @@ def run(
             outcome = worker.try_mutation(mutation)
             with lock:
                 outcomes[mutation.name] = outcome
-                print(f"{len(outcomes)}/{len(mutations)} {outcome.verdict:10} {mutation.name}: {outcome.by}", flush=True)
+                print(
+                    f"{len(outcomes)}/{len(mutations)} {outcome.verdict:10} {mutation.name}: {outcome.by}", flush=True
+                )
 
     threads = [threading.Thread(target=work_on, args=(worker,)) for worker in workers]
     for thread in threads:

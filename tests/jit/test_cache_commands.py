@@ -15,6 +15,8 @@ from flashinfer import __main__ as command_line
 from flashinfer import sm12x_cache
 from flashinfer._version import UPSTREAM_VERSION, __fork_version__
 
+pytestmark = pytest.mark.privileges
+
 DAY = 86400
 
 

@@ -25,6 +25,8 @@ from flashinfer.jit.sm12x.diagnosis import JitBuildError
 from flashinfer.jit.sm12x.executor import Job, JobResult
 from flashinfer.jit.sm12x.freshness import hash_file
 
+pytestmark = pytest.mark.privileges
+
 ALL = ["a.cu", "b.cu", "c.cu"]
 
 

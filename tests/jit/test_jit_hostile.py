@@ -18,6 +18,8 @@ from flashinfer.jit.sm12x.diagnosis import JitBuildError, hint_for
 from flashinfer.jit.sm12x.executor import Job, JobResult, run_jobs
 from flashinfer.jit.sm12x.jobs import job_limit
 
+pytestmark = pytest.mark.privileges
+
 BUILD = (
     "import signal, sys; from pathlib import Path; sys.path.insert(0, sys.argv[1]); from jit_fakes import Project;"
     "signal.signal(signal.SIGINT, signal.default_int_handler);"

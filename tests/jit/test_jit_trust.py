@@ -19,6 +19,8 @@ from flashinfer.jit.sm12x import build as engine
 from flashinfer.jit.sm12x.diagnosis import JitBuildError
 from flashinfer.jit.sm12x.trust import ALLOW_VARIABLE, UntrustedCacheError, make_folder, require_trusted
 
+pytestmark = pytest.mark.privileges
+
 ANOTHER = 12345
 """A user and a group that are not this one's."""
 

@@ -463,6 +463,7 @@ def test_little_memory() -> None:
     assert (little.state, "MAX_JOBS=1" in little.remedy) == ("warn", True)
 
 
+@pytest.mark.privileges
 def test_a_cache_that_can_only_be_read() -> None:
     facts = {"folder": "cache", "owner": 0, "me": 1000, "writable": False, "exists": True}
     found = findings(folder=facts)["cache"]
@@ -477,6 +478,7 @@ def test_a_check_that_fails_is_one_unknown() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.privileges
 def test_this_environment_through_the_command_line(tmp_path: Path) -> None:
     """All questions for real; a probe's file that is broken is planted."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("FLASHINFER")}

@@ -19,6 +19,8 @@ from pathlib import Path
 import pytest
 from layer_toys import REPO, UPSTREAM, WHEEL_FILES, Run, write_wheel
 
+pytestmark = pytest.mark.privileges
+
 BUILD_INPUTS = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "NOTICE")
 WHERE = "import flashinfer; print(flashinfer.__file__)"
 

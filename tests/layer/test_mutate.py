@@ -68,6 +68,16 @@ def test_every_outcome(toy: Path, tmp_path: Path) -> None:
     assert mutate.summary(outcomes) == "5 changes: 2 caught, 1 equivalent, 1 survived, 1 broken"
 
 
+def test_the_checkout_may_be_another_users(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """git refuses those unless told otherwise; CI may well run as another user than the one that cloned."""
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", "/dev/null")
+    refused = subprocess.run(["git", "-C", str(toy), "ls-files"], capture_output=True, text=True)
+    assert "dubious ownership" in refused.stderr
+    mutate.copy_tree(toy, tmp_path / "copy")
+    assert (tmp_path / "copy" / "toy.py").read_text() == TOY["toy.py"]
+
+
 def test_nothing_is_tried_where_tests_fail_anyway(toy: Path, tmp_path: Path) -> None:
     (toy / "toy.py").write_text("def area(a, b):\n    return 7\n")
     mutation = mutate.Mutation("other", "toy.py", "7", "8", ("tests/test_toy.py::test_area",))

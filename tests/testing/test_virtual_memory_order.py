@@ -7,6 +7,8 @@ earlier as a seed has it. The kernels are silent and right there; with a fault i
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from virtual_moe import arguments_of, run_moe
@@ -63,6 +65,31 @@ def test_the_layer_where_writes_come_late(streamed: bool, mode: Mode, seed: int)
     check_within_bound(output, *moe_reference(inputs, TENSOR_CORE), f"seed {seed}")
 
 
+@pytest.mark.parametrize("mode", [Mode.MXFP8_INPUT, Mode.W4A16], ids=["MXFP8", "W4A16"])
+def test_sums_over_slots_where_no_unit_is_cut(mode: Mode) -> None:
+    """Adding up the parts of a unit orders more than itself: here nothing but the sums orders what they read."""
+    print("seed", 6)
+    inputs = make_moe_inputs(MoECase(6, 160, 96, 4, 2, int(mode)), 6)
+    with virtual_device(watch=ALL_WATCHERS, weak_memory=1) as device:
+        output = run_moe(device, inputs, int(mode), tactics_of(mode, False))
+    check_within_bound(output, *moe_reference(inputs, TENSOR_CORE))
+
+
+@pytest.mark.parametrize("mode", [Mode.MXFP8_INPUT, Mode.W4A16], ids=["MXFP8", "W4A16"])
+def test_blocks_that_leave_parts_of_two_units(mode: Mode) -> None:
+    """Of one that began before the block's share, and of one that goes on behind it: each has a place of its own."""
+    print("seed", 7)
+    inputs = make_moe_inputs(MoECase(6, 384, 1600, 2, 2, int(mode)), 7)
+    with virtual_device(watch=ALL_WATCHERS, weak_memory=1) as device:
+        output = run_moe(device, inputs, int(mode), tactics_of(mode, False))
+        fc1 = next(launch for launch in device.launches if "grouped_gemm_kernel" in launch.kernel)
+    check_within_bound(output, *moe_reference(inputs, TENSOR_CORE))
+    k_tiles, blocks = 384 // 128, fc1.grid[0]
+    length, longer = divmod(2 * (1600 // 64) * k_tiles, blocks)
+    cuts = [block * length + min(block, longer) for block in range(blocks + 1)]
+    assert any(a % k_tiles and b % k_tiles and a // k_tiles < b // k_tiles for a, b in pairwise(cuts))
+
+
 @pytest.mark.parametrize(
     ("streamed", "fault"),
     [(True, fault) for fault in FAULTS_OF_STREAMED] + [(False, fault) for fault in FAULTS_OF_PAIR],
@@ -80,6 +107,18 @@ def test_a_fault_in_how_blocks_meet_is_loud(streamed: bool, fault: str) -> None:
             check_kernels(device, streamed)
     with virtual_device(planted=planted) as device:  # nobody sees it otherwise
         run_moe(device, inputs, int(mode), tactics_of(mode, streamed))
+
+
+def test_more_arrivals_than_blocks_stop_the_layer() -> None:
+    """They are another launch's, on the same workspace at the same time. Here every block counts as two."""
+    mode = Mode.MXFP8_INPUT
+    inputs = make_moe_inputs(MoECase(**SIZES, mode=int(mode)), 5)
+    twice = {"], 1;": "], 2;"}  # only atomics add a literal one
+    with virtual_device(planted=twice) as device:
+        with pytest.raises(VirtualDeviceError, match=r"streamed.*`trap;`"):
+            run_moe(device, inputs, int(mode), tactics_of(mode, True))
+        assert device.planted > 0
+        assert [launch.status for launch in device.launches] == ["ok", "trap"]
 
 
 def run_on(device: VirtualDevice, inputs: MoEInputs, mode: Mode, tactics: list[int], workspace: torch.Tensor) -> None:

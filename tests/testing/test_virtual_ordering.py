@@ -96,3 +96,16 @@ def test_a_unit_is_staged_when_the_one_before_it_has_left(device: VirtualDevice,
     rows = torch.bincount(inputs.token_selected_experts.flatten(), minlength=4).tolist()
     assert sum(-(-count // INSTANCES[tactic].token_tile) for count in rows) * 25 >= 2 * fc1.grid[0]
     assert INSTANCES[tactic].stages * INSTANCES[tactic].k_tile >= 256
+
+
+@pytest.mark.parametrize("kind", ["pair mxfp8", "pair bf16"])
+def test_a_tokens_sum_is_made_before_the_next_unit_takes_its_place(device: VirtualDevice, kind: str) -> None:
+    """FC2 has short, whole units, some blocks two of them: nothing else keeps a fast warp from the next one's tokens."""
+    tactic, mode = KINDS[kind]
+    print("seed", 750)
+    inputs = make_moe_inputs(MoECase(35, 1600, 96, 4, 2, mode), 750)
+    output = run_moe(device, inputs, mode, [tactic, tactic])
+    check_within_bound(output, *moe_reference(inputs, TENSOR_CORE), kind)
+    (_, fc2) = [launch for launch in device.launches if "grouped_gemm_kernel" in launch.kernel]
+    rows = torch.bincount(inputs.token_selected_experts.flatten(), minlength=4).tolist()
+    assert sum(-(-count // INSTANCES[tactic].token_tile) for count in rows) * 13 > fc2.grid[0]
