@@ -42,6 +42,9 @@ LIST = "tests/mutations.toml"
 PYTEST = (sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "-m", "not gpu")
 PLUGINS = ("-p", "no:cacheprovider", "-p", "separate_instances")
 GOOD = ("caught", "equivalent")
+VERDICTS = (*GOOD, "survived", "broken")
+PAGE_TITLE = "# Changes on purpose, and what notices them"
+PAGE_TEXT = "Written by `tools/mutate.py --table`; [testing.md](testing.md) says how it is made and read."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,21 +262,33 @@ def judge(code: int, text: str, test: str) -> tuple[str, str]:
     return "caught", failed[1] if failed else test
 
 
-def markdown(outcomes: Sequence[Outcome]) -> str:
-    """The table for people."""
-    lines = ["| change | file | verdict | by | CPU s |", "|---|---|---|---|---:|"]
+def table(outcomes: Sequence[Outcome]) -> dict[str, str]:
+    """For people: a line of markdown for each change, by its name."""
+    lines = {}
     for outcome in outcomes:
         mutation = outcome.mutation
         by = outcome.by.replace("|", "\\|").removeprefix("tests/")
         by = f"`{by}`" if outcome.verdict == "caught" else by
-        name = Path(mutation.file).name
-        lines.append(f"| {mutation.name} | `{name}` | {outcome.verdict} | {by} | {outcome.cpu_seconds:.0f} |")
-    return "\n".join(lines) + "\n"
+        columns = (mutation.name, f"`{Path(mutation.file).name}`", outcome.verdict, by, f"{outcome.cpu_seconds:.0f}")
+        lines[mutation.name] = f"| {' | '.join(columns)} |"
+    return lines
 
 
-def summary(outcomes: Sequence[Outcome]) -> str:
-    counts = {word: sum(outcome.verdict == word for outcome in outcomes) for word in (*GOOD, "survived", "broken")}
-    return f"{len(outcomes)} changes: " + ", ".join(f"{count} {word}" for word, count in counts.items() if count)
+def read_table(text: str) -> dict[str, str]:
+    """The lines of :func:`table` in a page."""
+    rows = (line for line in text.splitlines() if re.search(rf" \| ({'|'.join(VERDICTS)}) \| ", line))
+    return {line.split(" | ")[0].removeprefix("| "): line for line in rows}
+
+
+def page(lines: Sequence[str]) -> str:
+    """The page around such lines."""
+    head = ["| change | file | verdict | by | CPU s |", "|---|---|---|---|---:|"]
+    return "\n".join([PAGE_TITLE, "", PAGE_TEXT, "", f"{summary(lines)}.", "", *head, *lines]) + "\n"
+
+
+def summary(lines: Sequence[str]) -> str:
+    counts = {word: sum(f" | {word} | " in line for line in lines) for word in VERDICTS}
+    return f"{len(lines)} changes: " + ", ".join(f"{count} {word}" for word, count in counts.items() if count)
 
 
 def share_cores(jobs: int) -> list[set[int]]:
@@ -384,7 +399,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rotate", type=int, metavar="K", help="K changes, other ones every day")
     parser.add_argument("--turn", type=int, help="instead of the day's number, for --rotate")
     parser.add_argument("--list", action="store_true", help="print the changes that would be tried")
-    parser.add_argument("--table", type=Path, help="write the outcome as markdown")
+    parser.add_argument("--table", type=Path, help="write the outcome into this page, beside what it has of others")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds that a change's test may take (600)")
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "mutate", help="folder of copies and caches")
     options = parser.parse_args(arguments)
@@ -401,10 +416,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     jobs = min(options.jobs, len(mutations))
     outcomes = run(mutations, ROOT, options.work, jobs, options.limit, emulator_preload(ROOT))
-    table = markdown(outcomes)
-    print(f"\n{table}\n{summary(outcomes)}")
+    lines = table(outcomes)
+    print("", *lines.values(), "", summary(list(lines.values())), sep="\n")
     if options.table:
-        options.table.write_text(table, encoding="utf-8")
+        if options.table.exists():
+            lines = read_table(options.table.read_text(encoding="utf-8")) | lines
+        names = [mutation.name for mutation in read_list(ROOT / LIST)]
+        options.table.write_text(page([lines[name] for name in names if name in lines]), encoding="utf-8")
     return 0 if all(outcome.verdict in GOOD for outcome in outcomes) else 1
 
 

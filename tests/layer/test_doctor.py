@@ -463,7 +463,6 @@ def test_little_memory() -> None:
     assert (little.state, "MAX_JOBS=1" in little.remedy) == ("warn", True)
 
 
-@pytest.mark.privileges
 def test_a_cache_that_can_only_be_read() -> None:
     facts = {"folder": "cache", "owner": 0, "me": 1000, "writable": False, "exists": True}
     found = findings(folder=facts)["cache"]

@@ -64,8 +64,10 @@ def test_every_outcome(toy: Path, tmp_path: Path) -> None:
         ("gone", "broken"),
     ]
     assert (toy / "toy.py").read_text() == TOY["toy.py"]
-    assert "| sum | `toy.py` | caught | `test_toy.py::test_area` |" in mutate.markdown(outcomes)
-    assert mutate.summary(outcomes) == "5 changes: 2 caught, 1 equivalent, 1 survived, 1 broken"
+    lines = mutate.table(outcomes)
+    assert lines["sum"].startswith("| sum | `toy.py` | caught | `test_toy.py::test_area` | ")
+    assert mutate.summary(list(lines.values())) == "5 changes: 2 caught, 1 equivalent, 1 survived, 1 broken"
+    assert mutate.read_table(mutate.page(list(lines.values()))) == lines
 
 
 def test_the_checkout_may_be_another_users(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
