@@ -5,6 +5,8 @@
 a change of a header costs the compilation of one or two instances instead of all. ``tools/mutate.py`` runs tests so.
 The grouped GEMM's module holds the first of its instances.
 
+The emulator runs on one host thread, with which a run repeats exactly: what a test caught once, it always catches.
+
 The instance table stays as it is: what is chosen, and the names of parametrized tests, are those of the whole family.
 """
 
@@ -34,6 +36,16 @@ def _register_instance(device: VirtualDevice, module: Any, tactic: int) -> None:
     module.sm12x_register_instance(tactic, instance.sm12x_instance_address())
 
 
+_init = VirtualDevice.__init__
+
+
+def _init_with_one_thread(
+    self: VirtualDevice, architecture: str, strict: bool, watch: int | None, threads: int, *more: Any, **named: Any
+) -> None:
+    _init(self, architecture, strict, watch, 1, *more, **named)
+
+
+VirtualDevice.__init__ = _init_with_one_thread  # type: ignore[method-assign]
 fused_moe.gen_cutlass_fused_moe_sm120_module = _gen_launcher_module
 virtual_operators._register_instance = _register_instance  # type: ignore[assignment]
 modules.GEMM_INSTANCES = modules.GEMM_INSTANCES[:1]
