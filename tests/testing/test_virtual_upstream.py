@@ -3,7 +3,7 @@
 
 Its CUTLASS builder kernel exercises what this project's kernels do not: tensor maps that the kernel itself edits and
 publishes, 4-bit tensor copies, ``ldmatrix`` with expansion, a persistent tile scheduler, the store path through TMA.
-One tile takes about a minute of compiler; ``FLASHINFER_TEST_ALL_TILES=1`` runs all six.
+They take about a minute of compiler; ``FLASHINFER_TEST_ALL_TILES=1`` runs all six tiles.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from flashinfer.testing.virtual_device import virtual_device
 
 SOURCE = Path(__file__).with_name("upstream_group_gemm.cu")
 TILES = [(128, False), (32, True)]
-if os.environ.get("FLASHINFER_TEST_ALL_TILES") == "1":
+ALL_TILES = os.environ.get("FLASHINFER_TEST_ALL_TILES") == "1"
+if ALL_TILES:
     TILES += [(128, True), (64, False), (64, True), (32, False)]
 WORKSPACE = 8 << 20
 
 
-@pytest.fixture(scope="module", params=TILES, ids=lambda tile: f"128x{tile[0]}x128{' swapped' if tile[1] else ''}")
-def library(request) -> Path:
-    tile_n, swap = request.param
+@pytest.fixture(scope="module")
+def library() -> Path:
     flags = ["-std=c++17", "-O3", "-DNDEBUG", "-w", "--compress-mode=none", "-DCUTLASS_ENABLE_GDC_FOR_SM100=1"]
     flags += ["-gencode=arch=compute_121a,code=sm_121a", "-gencode=arch=compute_121a,code=compute_121a"]
-    flags += [f"-DTILE_N={tile_n}", f"-DSWAP_AB={'true' if swap else 'false'}"]
+    flags += ["-DALL_TILES"] * ALL_TILES
     spec = JitSpecSm12x(
-        name=f"test_upstream_group_gemm_{tile_n}_{'swap' if swap else 'plain'}",
+        name=f"test_upstream_group_gemm{'_all' * ALL_TILES}",
         sources=[SOURCE],
         extra_cflags=[],
         extra_cuda_cflags=flags,
@@ -47,16 +47,18 @@ def library(request) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"128x{tile[0]}x128{' swapped' if tile[1] else ''}")
 @pytest.mark.parametrize(
     ("rows", "n", "k"),
     [([5, 3], 128, 256), ([100, 0, 156], 256, 512), ([1], 384, 128)],
     ids=["two groups", "ragged and empty", "one row"],
 )
-def test_it_keeps_the_bound(library, rows, n, k):
+def test_it_keeps_the_bound(library, tile, rows, n, k):
+    tile_n, swap = tile
     case = make_group_gemm(rows, n, k, seed=21)
     out = torch.full((sum(rows), n), float("nan"), dtype=torch.bfloat16)
     with virtual_device("sm_121a") as device:
-        function = ctypes.CDLL(str(library)).group_gemm
+        function = ctypes.CDLL(str(library))[f"group_gemm_{tile_n}_{str(swap).lower()}"]
         integers, floats = device.empty(WORKSPACE), device.empty(WORKSPACE)
 
         def run(*tensors: torch.Tensor) -> None:
