@@ -16,8 +16,6 @@ from flashinfer._layer import fork_root
 from flashinfer.jit.sm12x import build as engine
 from flashinfer.jit.sm12x import toolchain
 
-pytestmark = pytest.mark.privileges
-
 
 def _second_checkout(project: Project, folder: Path) -> Project:
     """A copy of sources and compiler that uses the cache of ``project``."""
