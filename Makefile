@@ -46,15 +46,17 @@ env:
 VIRTUAL_TESTS = $(wildcard tests/testing/test_virtual_*.py)
 EMULATOR_TESTS = emulator/tests $(if $(UPSTREAM),,--ignore=emulator/tests/upstream)
 RUN_TESTS = $(PY) -m pytest -n $(TEST_JOBS) --dist loadfile
+# Files with few tests, which compile, else come last, and one process waits for the other's.
+IN_ORDER = --no-loadscope-reorder
 
 test: env
 	$(MAKE) -C emulator -j$(TEST_JOBS)
-	$(RUN_TESTS) tests $(addprefix --ignore=,$(VIRTUAL_TESTS)) $(PYTEST_ARGS)
+	$(RUN_TESTS) $(IN_ORDER) tests $(addprefix --ignore=,$(VIRTUAL_TESTS)) $(PYTEST_ARGS)
 	$(RUN_TESTS) $(VIRTUAL_TESTS) $(PYTEST_ARGS)
 	$(RUN_TESTS) $(EMULATOR_TESTS) $(PYTEST_ARGS)
 
 test-host: env
-	$(RUN_TESTS) tests/layer tests/jit $(PYTEST_ARGS)
+	$(RUN_TESTS) $(IN_ORDER) tests/layer tests/jit $(PYTEST_ARGS)
 
 mutate: env
 	$(MAKE) -C emulator -j$(TEST_JOBS)
