@@ -56,7 +56,7 @@ struct LaunchConfig {
   uint32_t accumulation_bits = 0;
   uint32_t watch = kWatchDefault;
   uint64_t max_warp_instructions = 0;  // bound for the launch; 0: the device's default
-  uint32_t max_reports = 16;
+  uint32_t max_reports = 64;  // of a kind
   bool stop_at_first_report = false;
   /// A seed: other blocks see a block's weak writes only when something orders them, or at random. 0: at once.
   uint64_t weak_memory = 0;

@@ -26,6 +26,7 @@ enum class ReportKind : uint8_t {
   kUndefined,        // behaviour that the ISA leaves undefined
   kUnsupported,      // an instruction form that is not modelled
 };
+constexpr int kReportKinds = static_cast<int>(ReportKind::kUnsupported) + 1;
 
 /// The kind's name as it stands in a report's text, such as "out of bounds".
 const char* to_string(ReportKind kind);
@@ -96,7 +97,7 @@ struct LaunchResult {
   LaunchStatus status = LaunchStatus::kOk;
   std::string message;           // empty when status is kOk
   Counters counters;
-  std::vector<Report> reports;   // at most LaunchConfig::max_reports
+  std::vector<Report> reports;   // at most LaunchConfig::max_reports of a kind
   double host_seconds = 0;
   bool clean() const { return status == LaunchStatus::kOk && reports.empty(); }
 };

@@ -216,7 +216,7 @@ class Kernel:
         dynamic_shared: int = 0,
         registers: int = 0,
         watch: Watch = Watch.DEFAULT,
-        max_reports: int = 16,
+        max_reports: int = 64,
         max_warp_instructions: int = 0,
         programmatic: bool = False,
         cooperative: bool = False,
@@ -232,7 +232,7 @@ class Kernel:
             dynamic_shared: Bytes; granted as if ``cudaFuncSetAttribute`` had been called with them.
             registers: Per thread; 0 leaves the register file unchecked.
             watch: What is watched.
-            max_reports: Findings kept.
+            max_reports: Findings kept of each kind.
             max_warp_instructions: Bound of the launch; 0 takes the device's default.
             programmatic: With programmatic stream serialization: on a GPU it could start before the launch ahead ends.
             cooperative: All blocks are resident at once; a grid that is too large for that is refused.

@@ -166,10 +166,12 @@ struct Launch {
   std::mutex mutex;  // guards the rest
   LaunchResult result;
   std::map<std::pair<int, uint32_t>, int> seen;  // (kind, line) -> reports of it
+  uint32_t filed[kReportKinds] = {};  // by kind: kept in `result`
   UnfencedSignals unfenced_signals;  // global addresses
   std::unique_ptr<GlobalAsync> global_async;  // null: no bulk copies in the kernel, or not watched
-  /// Keeps a report, unless it is one too many. The mutex is held.
+  /// Keeps a report, unless it is one too many of its kind. The mutex is held.
   void file(Report report);
+  bool full(ReportKind kind) const { return filed[static_cast<int>(kind)] >= config->max_reports; }
 };
 
 /// Where lanes that diverged meet again: the immediate post-dominator of the branch they split at.

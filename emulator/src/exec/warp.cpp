@@ -394,7 +394,8 @@ Report Warp::make_report(ReportKind kind, const Inst& in, int lane, const std::s
 
 void Launch::file(Report r) {
   if (++seen[{static_cast<int>(r.kind), static_cast<uint32_t>(r.line)}] > 1) return;
-  if (result.reports.size() >= config->max_reports) return;
+  if (full(r.kind)) return;
+  ++filed[static_cast<int>(r.kind)];
   result.reports.push_back(std::move(r));
   if (config->stop_at_first_report) throw Stop{LaunchStatus::kFault};
 }
@@ -404,7 +405,7 @@ void Warp::report(ReportKind kind, const Inst& in, int lane, const std::string& 
   Launch& l = *block->launch;
   const std::lock_guard<std::mutex> lock(l.mutex);
   const auto found = l.seen.find({static_cast<int>(kind), in.line});
-  if (found != l.seen.end() || l.result.reports.size() >= l.config->max_reports) return;
+  if (found != l.seen.end() || l.full(kind)) return;
   l.file(make_report(kind, in, lane, text, space, address));
 }
 

@@ -154,3 +154,17 @@ def test_too_many_registers_are_refused(device):
     assert module.kernel("k").launch(1, 512, b"", registers=129).status == "refused"
     assert module.kernel("k").launch(1, 512, b"", registers=128).clean
     module.unload()
+
+
+def test_many_reports_of_one_kind_do_not_hide_another(run_kernel):
+    """64 of a kind are kept."""
+    reads = "\n".join(f"ld.shared.u32 %r1, [s+{4 * i + 256}];" for i in range(70))
+    source = f""".visible .entry k(.param .u64 out) {{ .reg .b32 %r<3>; .shared .align 16 .b8 s[1024];
+    mov.u32 %r0, %tid.x;
+    {reads}
+    st.shared.u32 [s], %r0;
+    ret; }}"""
+    launch, _ = run_kernel(source, block=64)
+    kinds = [report.kind for report in launch.reports]
+    assert kinds.count("uninitialized read") == 64
+    assert kinds.count("race") == 1

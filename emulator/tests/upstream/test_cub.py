@@ -17,18 +17,27 @@ def program(compile_upstream) -> Path:
     return compile_upstream("cub", Path(__file__).with_name("cub.cu"))
 
 
-# A scan whose only tile is not full adds what lies behind its items in shared memory, and drops those sums.
-@pytest.mark.parametrize(("count", "scan_reports"), [
-    (1, ["uninitialized read"]), (1000, ["uninitialized read"]), (4099, ["uninitialized read"]), (100_003, [])
-])  # fmt: skip
+# Between the init of an mbarrier and the bulk copy that signals it, the scan has a block barrier and no fence. cub's
+# sources (kernel_transform.cuh) say that CUDA's memory model allows that; the watcher is stricter.
+UNPUBLISHED = {"missing proxy fence": ("cp.async.bulk.shared::cta.global.mbarrier",)}
+
+
+@pytest.mark.parametrize("count", [1, 1000, 4099, 100_003])
 @pytest.mark.parametrize("what", ["scan", "reduce"])
-def test_sums(program, run_watched, tmp_path, monkeypatch, what, count, scan_reports):
+def test_sums(program, run_watched, tmp_path, monkeypatch, what, count):
     monkeypatch.setenv("VSM_THREADS", "1")  # which tiles a block takes over repeats
     print("seed", count)
     values = np.random.default_rng(count).integers(-(2**31), 2**31, count, np.int32)
     values.tofile(tmp_path / "input")
-    known = scan_reports if what == "scan" else []
+    known = {}
+    if what == "scan" and count > 1:  # one item is copied without a bulk copy
+        known |= UNPUBLISHED
+    if what == "scan" and count < 100_003:
+        # A scan whose only tile is not full adds what lies behind its items in shared memory, and drops those sums.
+        known |= {"uninitialized read": ("ld.shared",)}
     _, launches = run_watched(program, what, tmp_path / "input", tmp_path / "output", known=known)
+    for report in (report for launch in launches for report in launch["reports"]):
+        assert report["kind"] != "missing proxy fence" or "with no fence.mbarrier_init" in report["text"]
     output = np.fromfile(tmp_path / "output", np.int32)
     sums = np.cumsum(values, dtype=np.int32)
     assert np.array_equal(output, sums if what == "scan" else sums[-1:])
