@@ -224,6 +224,10 @@ struct Warp {
   uint64_t cluster_generation = 0;
   // cp.async groups: per lane, groups committed so far; bulk groups likewise.
   uint32_t cp_groups[32] = {};
+  // The last cp.async of each lane of `unwaited`, and its group: neither a wait nor an mbarrier's arrival covers it.
+  uint32_t unwaited = 0;
+  const Inst* unwaited_copy[32] = {};
+  uint32_t unwaited_group[32] = {};
   uint32_t bulk_groups[32] = {};
   Clock clock;  // by warps; by threads: Block::order
   std::unique_ptr<ArrivalWatch> arrivals;  // null: not watched

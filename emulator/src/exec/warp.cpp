@@ -84,6 +84,7 @@ void Warp::start(Block* b, int warp_id) {
   steps = 0;
   cluster_arrived = false;
   std::fill_n(cp_groups, 32, 0u);
+  unwaited = 0;
   std::fill_n(bulk_groups, 32, 0u);
   clock = Clock();
   clock.t[id] = 1;
@@ -262,6 +263,11 @@ void branch_table(Warp& w, const Inst& in, uint32_t mask) {
 
 void Warp::exit_lanes(uint32_t mask) {
   Fragment& f = frag();
+  for (int i = 0; mask & unwaited && i < 32; ++i) {
+    if (!(mask & unwaited & 1u << i)) continue;
+    report(ReportKind::kUndefined, *unwaited_copy[i], i,
+           "the thread ended without waiting for this copy into shared memory", "shared");
+  }
   live &= ~mask;
   f.mask &= ~mask;
   ++block->effects;

@@ -63,6 +63,9 @@ void cp_async_run(Warp& w, const Inst& in, uint32_t mask) {
     for (uint32_t k = 0; k < c.bytes; ++k)
       w.block->shared.shadow[c.shared + k] &= static_cast<uint8_t>(~exec::SharedMemory::kWritten);
     c.group = w.cp_groups[i];
+    w.unwaited |= 1u << i;
+    w.unwaited_copy[i] = &in;
+    w.unwaited_group[i] = c.group;
     addresses[i] = c.global;
     w.block->issue(std::move(c));
   });
@@ -85,6 +88,7 @@ void cp_async(Form& f) {
           uint32_t group[32] = {};
           for_lanes(m, [&](int i) {
             group[i] = in.imm ? ~0u : w.cp_groups[i] > in.form ? w.cp_groups[i] - in.form : 0;
+            if (w.unwaited_group[i] < group[i]) w.unwaited &= ~(1u << i);
           });
           w.block->finish_cp_async(w.id, m, group);
         },
@@ -99,6 +103,7 @@ void cp_async(Form& f) {
     f.address(0, shared ? Space::kShared : Space::kGeneric);
     return f.emit(
         [](Warp& w, const Inst& in, uint32_t m) {
+          w.unwaited &= ~m;
           for_lanes(m, [&](int i) {
             PendingCopy c;
             c.kind = PendingCopy::Kind::kCpAsyncArrive;

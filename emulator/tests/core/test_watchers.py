@@ -17,6 +17,10 @@ LOAD = "@%p mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar], {expect};\n @%p 
 WAIT = "W: mbarrier.try_wait.parity.shared::cta.b64 %q, [bar], 0; @!%q bra W;"
 ARRIVE = "@%p mbarrier.arrive.shared::cta.b64 _, [bar];\n"
 PUT = "st.shared.u32 [%r2], %r0;"
+# Each thread for itself; to the second half of s if it says so.
+COPY = "cp.async.ca.shared.global [%r2+{to}], [%w3], 4;\n cp.async.commit_group;"
+LANDS = "mov.u32 %r5, 3000; L: sub.u32 %r5, %r5, 1; setp.ne.u32 %q, %r5, 0; @%q bra L;"
+TRACK = "cp.async.mbarrier.arrive.noinc.shared.b64 [bar];\n"
 OUT = "@%p cp.async.bulk.global.shared::cta.bulk_group [%w0], [s], 256;\n cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;"
 
 # kind, text, faulty body, clean body. The faulty instruction is on a line of its own that contains FAULT's marker.
@@ -47,6 +51,15 @@ FAULTS = [
     ("deadlock", "(phase 2", INIT + ARRIVE + ARRIVE + "bar.sync 0;\n" + WAIT, INIT + ARRIVE + WAIT + "bar.sync 0;" + ARRIVE),
     ("deadlock", "wait for barrier", "setp.lt.u32 %q, %r0, 32; @%q bra E; bar.sync 1, 64; E:", "bar.sync 1, 64;"),
     ("undefined behaviour", "was not waited for", INIT + LOAD.format(expect=256), INIT + LOAD.format(expect=256) + WAIT),
+    # Whether they have landed by then or not.
+    ("undefined behaviour", "the thread ended without waiting", COPY.format(to=0), COPY.format(to=0) + "cp.async.wait_group 0;"),
+    ("undefined behaviour", "the thread ended without", COPY.format(to=0) + LANDS, COPY.format(to=0) + LANDS + "cp.async.wait_all;"),
+    ("undefined behaviour", "the thread ended without", COPY.format(to=0) + COPY.format(to=256) + "cp.async.wait_group 1;",
+     COPY.format(to=0) + "cp.async.commit_group; cp.async.wait_group 1;"),
+    ("undefined behaviour", "the thread ended without", COPY.format(to=0) + "@%p exit; cp.async.wait_group 0;",
+     COPY.format(to=0) + "cp.async.wait_group 0; @%p exit;"),
+    ("undefined behaviour", "the thread ended without", INIT.replace("1;", "64;") + TRACK + COPY.format(to=0) + WAIT,
+     INIT.replace("1;", "64;") + COPY.format(to=0) + TRACK + "setp.lt.u32 %q, %r0, 32; @%q exit;" + WAIT),
     ("trap", "trap", "@%p trap;", "@!%p bra E; E:"),
     ("misaligned", "not a multiple of 16", INIT + LOAD.format(expect=256).replace("256, [bar]", "250, [bar]") + WAIT, INIT + LOAD.format(expect=256) + WAIT),
     ("bad tensor map", "not a tensor map", INIT + "@%p cp.async.bulk.tensor.1d.shared::cta.global.mbarrier::complete_tx::bytes [s], [%w3, {%r0}], [bar];", INIT),
