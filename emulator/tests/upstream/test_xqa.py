@@ -114,7 +114,8 @@ def test_flag_of_the_last_block_is_overwritten(waiting_program, decode, monkeypa
     """A finding: behind the block barrier each warp reads whether its block is the last one, and the first warp goes on
     to write row maxima to the same byte."""
     monkeypatch.setenv("VSM_THREADS", "1")
-    # Beside it, what warps that have ended left in shared memory is overwritten: a barrier orders who comes to it.
-    others = ("ldmatrix.", "stmatrix.", "st.shared.f32", "cp.async.")
+    # Beside it: what warps that have ended left in shared memory is overwritten (a barrier orders who comes to it), and
+    # lanes read what other lanes' cp.async wrote.
+    others = ("ldmatrix.", "stmatrix.", "ld.shared.f32", "st.shared.f32", "cp.async.")
     launches, _ = decode(waiting_program, (300,), 512, "races", {"race": ("ld.shared.u8", *others), **LATE})
     assert any(report["instruction"].startswith("ld.shared.u8") for report in launches[0]["reports"])
