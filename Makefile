@@ -42,7 +42,7 @@ env:
 	@$(PYTHON) tools/create_env.py $(VENV)
 
 # Three runs, because a process has one CUDA runtime: tests that load a real one, tests that bring the virtual GPU's, and
-# the emulator's own. UPSTREAM=1 adds CUTLASS's kernels on the emulator, a minute or two of compiler each.
+# the emulator's own. UPSTREAM=1 adds kernels that others wrote on the emulator, a minute or two of compiler each.
 VIRTUAL_TESTS = $(wildcard tests/testing/test_virtual_*.py)
 EMULATOR_TESTS = emulator/tests $(if $(UPSTREAM),,--ignore=emulator/tests/upstream)
 RUN_TESTS = $(PY) -m pytest -n $(TEST_JOBS) --dist loadfile
