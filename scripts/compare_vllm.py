@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.request
 from pathlib import Path
+
+import vllm_server
 
 # Name: (variables, words of the command line).
 WAYS: dict[str, tuple[dict[str, str], list[str]]] = {
@@ -41,30 +40,18 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--port", type=int, default=8123)
     parser.add_argument("--start", type=int, default=1800, help="seconds that a server may take to start")
     parser.add_argument("--logs", type=Path, help="a folder for the servers' logs; by default a temporary one")
-    parser.add_argument("server", nargs="*", help="after --: words for each server")
-    given = parser.parse_args()
+    own, server = vllm_server.split_words(sys.argv[1:])
+    given = parser.parse_args(own)
+    given.server = server
     unknown = [way for way in given.ways.split(",") if way not in WAYS]
     if unknown:
         parser.error(f"--ways: {unknown[0]!r} is none of {', '.join(WAYS)}")
     return given
 
 
-def wait_until_ready(server: subprocess.Popen[bytes], port: int, seconds: int, log: Path) -> None:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if server.poll() is not None:
-            sys.exit(f"the server ended with {server.returncode}; its log is {log}")
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
-                return
-        except OSError:
-            time.sleep(2)
-    sys.exit(f"the server was not ready after {seconds} s; its log is {log}")
-
-
 def measure(given: argparse.Namespace, streams: int, folder: Path) -> dict[str, float]:
     """One run of vLLM's own benchmark against the server that is up."""
-    command = ["vllm", "bench", "serve", "--model", given.model, "--port", str(given.port)]
+    command = [*vllm_server.VLLM, "bench", "serve", "--model", given.model, "--port", str(given.port)]
     command += ["--dataset-name", "random", "--random-input-len", str(given.input), "--ignore-eos"]
     command += ["--random-output-len", str(given.output), "--max-concurrency", str(streams)]
     command += ["--num-prompts", str(max(4, 4 * streams)), "--seed", "0"]
@@ -82,21 +69,19 @@ def main() -> None:
     for way in given.ways.split(","):
         variables, words = WAYS[way]
         log = folder / f"{way.replace(' ', '_').replace(',', '')}.log"
-        command = ["vllm", "serve", given.model, "--port", str(given.port), *words, *given.server]
-        with log.open("wb") as output:
-            server = subprocess.Popen(command, env={**os.environ, **variables}, stdout=output, stderr=subprocess.STDOUT)
-            try:
-                wait_until_ready(server, given.port, given.start, log)
-                measure(given, 1, folder)  # warm-up: not reported
-                for streams in map(int, given.streams.split(",")):
-                    found = measure(given, streams, folder)
-                    cells = " | ".join(f"{value:,.1f}" for value in found.values())
-                    print(f"| {way} | {streams} | {cells} |", flush=True)
-            finally:
-                server.terminate()
-                server.wait()
+        command = [*vllm_server.VLLM, "serve", given.model, "--port", str(given.port), *words, *given.server]
+        url = f"http://127.0.0.1:{given.port}"
+        with vllm_server.serving(command, url, log, given.start, variables):
+            measure(given, 1, folder)  # warm-up: not reported
+            for streams in map(int, given.streams.split(",")):
+                found = measure(given, streams, folder)
+                cells = " | ".join(f"{value:,.1f}" for value in found.values())
+                print(f"| {way} | {streams} | {cells} |", flush=True)
     print(f"logs: {folder}")
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except vllm_server.ServerEnded as error:
+        sys.exit(str(error))

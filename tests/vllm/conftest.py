@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE / "platform")]
+sys.path[:0] = [str(HERE), str(HERE / "platform"), str(HERE.parents[1] / "scripts")]
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 collect_ignore_glob = [] if HAS_VLLM else ["test_vllm_*.py"]
 

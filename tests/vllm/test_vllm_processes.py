@@ -18,7 +18,7 @@ REPO = HERE.parents[1]
 
 
 def start(program: str, *words: str, **environment: str) -> subprocess.Popen[str]:
-    path = os.pathsep.join([str(REPO), str(HERE), str(HERE / "platform")])
+    path = os.pathsep.join(map(str, [REPO, HERE, HERE / "platform", REPO / "scripts"]))
     return subprocess.Popen(
         [sys.executable, str(HERE / program), *words],
         env={**os.environ, "PYTHONPATH": path, **environment},

@@ -1,0 +1,243 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Serve for some minutes what real clients do, and see that memory does not grow and that answers stay the same.
+
+    scripts/soak_server.py openai/gpt-oss-20b --minutes 10 -- --gpu-memory-utilization 0.8
+    scripts/soak_server.py --layers 4 --minutes 5           # a gpt-oss of random weights, nothing is downloaded
+
+Rounds of: completions, streamed completions, streams whose client hangs up after a few tokens, ``--streams`` of all of
+these at once. After each round, with nothing left to do, the server must hold no request and no KV cache, and one greedy
+answer must be what it was in the first round. Printed for each round: requests, tokens/s, memory of the server's
+processes and of the GPUs. Memory has grown if its median of the last third of the rounds is more than ``--allow-mib``
+above that of the middle third; the first third warms up. Exit status: 0 all is well, 1 it is not, with the reason in
+the last line. What stands after ``--`` goes to ``vllm serve``. Needs what vLLM needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import random_checkpoint
+import vllm_server
+
+CHECKED_PROMPT = list(range(100, 112))  # shorter than a block of KV cache: no prefix of it is cached
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", help="a model of vLLM's; or --layers, or --url")
+    parser.add_argument("--layers", type=int, help="write and serve a random gpt-oss-20b of so many layers")
+    parser.add_argument("--url", help="a server that is up, e.g. http://127.0.0.1:8000; give --pid to have its memory")
+    parser.add_argument("--pid", type=int, help="process of the server at --url")
+    parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--rounds", type=int, default=12, help="at least so many, however long they take")
+    parser.add_argument("--streams", type=int, default=64, help="requests at once in the last part of a round")
+    parser.add_argument("--input", type=int, default=512, help="tokens of a prompt, at most")
+    parser.add_argument("--output", type=int, default=128, help="tokens of an answer, at most")
+    parser.add_argument("--allow-mib", type=float, default=64.0, help="growth that is no growth, host and GPU each")
+    parser.add_argument("--idle", type=int, default=60, help="seconds to let go of requests whose clients left")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--port", type=int, default=8123)
+    parser.add_argument("--start", type=int, default=1800, help="seconds that the server may take to start")
+    parser.add_argument("--out", type=Path, help="a folder for the results and the server's log; else a temporary one")
+    own, server = vllm_server.split_words(sys.argv[1:])
+    given = parser.parse_args(own)
+    given.server = server
+    if sum(bool(given_by) for given_by in (given.model, given.layers, given.url)) != 1:
+        parser.error("give one of: a model, --layers N, --url URL")
+    return given
+
+
+class Client:
+    """Requests to one server, counted."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, model: str, given: argparse.Namespace) -> None:
+        self.session, self.url, self.model, self.given = session, url, model, given
+        self.random = random.Random(given.seed)
+        self.counts: Counter[str] = Counter()
+
+    def body(self, stream: bool) -> dict[str, Any]:
+        prompt = [self.random.randrange(2, 1000) for _ in range(self.random.randint(1, self.given.input))]
+        tokens = self.random.randint(1, self.given.output)
+        # Half of them sampled, half greedy.
+        temperature = self.random.choice([0.0, 1.0])
+        return {
+            "model": self.model,
+            "prompt": prompt,
+            "max_tokens": tokens,
+            "temperature": temperature,
+            "ignore_eos": True,
+            "stream": stream,
+            "stream_options": {"include_usage": True} if stream else None,
+        }
+
+    async def complete(self) -> None:
+        body = self.body(stream=False)
+        async with self.session.post(f"{self.url}/v1/completions", json=body) as answer:
+            answer.raise_for_status()
+            usage = (await answer.json())["usage"]
+        self.note("completions", usage["completion_tokens"], body)
+
+    async def stream(self) -> None:
+        body = self.body(stream=True)
+        tokens = 0
+        async with self.session.post(f"{self.url}/v1/completions", json=body) as answer:
+            answer.raise_for_status()
+            async for event in events(answer):
+                if usage := event.get("usage"):
+                    tokens = usage["completion_tokens"]
+        self.note("streams", tokens, body)
+
+    async def cancel(self) -> None:
+        """Hang up after a few tokens, or before the first."""
+        body = {**self.body(stream=True), "max_tokens": 4 * self.given.output}
+        wanted = self.random.randint(0, 8)
+        async with self.session.post(f"{self.url}/v1/completions", json=body) as answer:
+            answer.raise_for_status()
+            seen = 0
+            async for _ in events(answer):
+                if seen >= wanted:
+                    break
+                seen += 1
+            answer.close()
+        self.counts["cancelled"] += 1
+
+    def note(self, kind: str, tokens: int, body: dict[str, Any]) -> None:
+        if tokens != body["max_tokens"]:
+            raise RuntimeError(f"{kind}: {tokens} tokens came for max_tokens {body['max_tokens']} with ignore_eos")
+        self.counts[kind] += 1
+        self.counts["tokens"] += tokens
+
+    async def checked(self) -> list[int]:
+        """One greedy answer, alone on the server."""
+        body = {"model": self.model, "prompt": CHECKED_PROMPT, "max_tokens": 32, "temperature": 0.0, "logprobs": 0}
+        body |= {"ignore_eos": True, "return_token_ids": True}
+        async with self.session.post(f"{self.url}/v1/completions", json=body) as answer:
+            answer.raise_for_status()
+            return (await answer.json())["choices"][0]["token_ids"]
+
+    async def idle(self) -> None:
+        """Wait until the server has nothing left; what it still holds after a while was leaked."""
+        end = time.monotonic() + self.given.idle
+        stale = time.monotonic() + 5
+        names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+        while True:
+            found = await asyncio.to_thread(vllm_server.metrics, self.url)
+            held = {name: found[name] for name in names if found[name]}
+            if not held:
+                return
+            if time.monotonic() > end:
+                raise RuntimeError(f"{self.given.idle} s after the last client left the server still has {held}")
+            if time.monotonic() > stale:
+                await self.checked()  # a server may write its gauges only when it has something to do
+            await asyncio.sleep(0.5)
+
+    async def round(self) -> None:
+        few = max(1, self.given.streams // 16)
+        for kind in (self.complete, self.stream, self.cancel):
+            await asyncio.gather(*(kind() for _ in range(few)))
+        kinds = (self.complete, self.stream, self.stream, self.cancel)
+        await asyncio.gather(*(kinds[index % 4]() for index in range(self.given.streams)))
+        await self.idle()
+
+
+async def events(answer: aiohttp.ClientResponse) -> Any:
+    """The JSON objects of a stream of server-sent events."""
+    async for line in answer.content:
+        text = line.decode().strip().removeprefix("data:").strip()
+        if text and text != "[DONE]":
+            event = json.loads(text)
+            if "error" in event:
+                raise RuntimeError(f"the server says {event['error']}")
+            yield event
+
+
+async def soak(url: str, pid: int | None, given: argparse.Namespace, rows: list[dict[str, Any]]) -> str:
+    """Rounds until the time is up; what is wrong, or an empty text. ``rows`` gets a row of figures for each round."""
+    timeout = aiohttp.ClientTimeout(total=600)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+        async with session.get(f"{url}/v1/models") as answer:
+            model = (await answer.json())["data"][0]["id"]
+        client = Client(session, url, model, given)
+        await client.round()
+        first = await client.checked()
+        print("| minute | completions | streams | cancelled | tokens/s | host MiB | GPU MiB |")
+        print("|---:|---:|---:|---:|---:|---:|---:|", flush=True)
+        start = time.monotonic()
+        while (minutes := (time.monotonic() - start) / 60) < given.minutes or len(rows) < given.rounds:
+            before, began = client.counts.copy(), time.monotonic()
+            await client.round()
+            done, seconds = client.counts - before, time.monotonic() - began
+            if (answer_now := await client.checked()) != first:
+                return f"the greedy answer to one prompt was {first} and is {answer_now} after {minutes:.1f} minutes"
+            row = {
+                "minute": round(minutes, 2),
+                **{kind: done[kind] for kind in ("completions", "streams", "cancelled")},
+                "tokens_per_s": round(done["tokens"] / seconds),
+                "host_mib": None if pid is None else round(vllm_server.host_mib(pid), 1),
+                "gpu_mib": vllm_server.gpu_mib(),
+            }
+            rows.append(row)
+            cells = " | ".join("-" if value is None else f"{value:,}" for value in row.values())
+            print(f"| {cells} |", flush=True)
+    return growth(rows, given.allow_mib)
+
+
+def growth(rows: list[dict[str, Any]], allowed: float) -> str:
+    """Which memory grew between the middle and the last third of the rounds, or an empty text."""
+    third = len(rows) // 3
+    for name in ("host_mib", "gpu_mib"):
+        values = [row[name] for row in rows]
+        if None in values or not third:
+            continue
+        grown = statistics.median(values[-third:]) - statistics.median(values[third : 2 * third])
+        if grown > allowed:
+            return f"{name} grew by {grown:,.0f} MiB between the middle and the last third of the rounds"
+    return ""
+
+
+def main() -> None:
+    given = arguments()
+    with tempfile.TemporaryDirectory(prefix="soak_server_") as temporary:
+        out = given.out or Path(tempfile.mkdtemp(prefix="soak_server_results_"))
+        out.mkdir(parents=True, exist_ok=True)
+        rows: list[dict[str, Any]] = []
+        print(f"seed {given.seed}; results and log: {out}", flush=True)
+        try:
+            if given.url:
+                wrong = asyncio.run(soak(given.url, given.pid, given, rows))
+            else:
+                model = given.model or temporary
+                if given.layers:
+                    sizes = {"num_hidden_layers": given.layers}
+                    random_checkpoint.write(Path(temporary), given.seed, {**random_checkpoint.GPT_OSS_20B, **sizes})
+                command = [*vllm_server.VLLM, "serve", model, "--port", str(given.port), *given.server]
+                url = f"http://127.0.0.1:{given.port}"
+                with vllm_server.serving(command, url, out / "server.log", given.start) as server:
+                    try:
+                        wrong = asyncio.run(soak(url, server.pid, given, rows))
+                    except (aiohttp.ClientError, OSError) as error:
+                        how = vllm_server.ended(server) or "runs"
+                        wrong = f"{type(error).__name__}: {error}; the server {how}; its log is {out / 'server.log'}"
+        except (RuntimeError, aiohttp.ClientError, OSError) as error:
+            wrong = f"{type(error).__name__}: {error}"
+        (out / "soak.json").write_text(json.dumps({"wrong": wrong, "seed": given.seed, "rounds": rows}, indent=1))
+    if wrong:
+        sys.exit(f"not well: {wrong}")
+    print(f"well: {len(rows)} rounds, no growth, no request left behind, the same greedy answer throughout")
+
+
+if __name__ == "__main__":
+    main()

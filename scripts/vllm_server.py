@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A vLLM server as a child process, for the scripts beside this file: started, waited for, looked into, ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+# The Python that runs the script, so that `vllm` need not be on PATH and is the one beside it.
+VLLM = (sys.executable, "-m", "vllm.entrypoints.cli.main")
+
+
+def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """A script's own words, and those after ``--``, which are its server's."""
+    at = list(words).index("--") if "--" in words else len(words)
+    return list(words[:at]), list(words[at + 1 :])
+
+
+class ServerEnded(RuntimeError):
+    """The server is gone, or was not ready in time; the text says how it ended and where its log is."""
+
+
+def ended(server: subprocess.Popen[bytes]) -> str:
+    """How a process ended, in words, or an empty text while it runs."""
+    code = server.poll()
+    if code is None:
+        return ""
+    return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+
+
+def healthy(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=5):
+            return True
+    except OSError:
+        return False
+
+
+@contextlib.contextmanager
+def serving(
+    command: Sequence[str], url: str, log: Path, seconds: int, variables: dict[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run ``command`` until the block ends; it is entered once ``url`` answers.
+
+    Raises
+    ------
+    ServerEnded
+        The server ended while it started, or was not ready after ``seconds``.
+    """
+    with log.open("ab") as output:
+        server = subprocess.Popen(
+            command,
+            env={**os.environ, **(variables or {})},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # a process group of its own: workers are ended with it
+        )
+    try:
+        end = time.monotonic() + seconds
+        while not healthy(url):
+            if how := ended(server):
+                raise ServerEnded(f"the server {how} while it started; its log is {log}")
+            if time.monotonic() > end:
+                raise ServerEnded(f"the server was not ready after {seconds} s; its log is {log}")
+            time.sleep(1)
+        yield server
+    finally:
+        _end(server)
+
+
+def _end(server: subprocess.Popen[bytes]) -> None:
+    """The server and every process of its group, first asked and after a minute killed."""
+    server.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        server.wait(60)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(server.pid, signal.SIGKILL)
+    server.wait()
+
+
+def metrics(url: str) -> dict[str, float]:
+    """The server's Prometheus gauges and counters by name, summed over labels."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
+        lines = answer.read().decode().splitlines()
+    found: dict[str, float] = {}
+    for line in lines:
+        if line and not line.startswith("#"):
+            name, _, value = line.rpartition(" ")
+            name = name.partition("{")[0]
+            found[name] = found.get(name, 0.0) + float(value)
+    return found
+
+
+def descendants(pid: int) -> list[int]:
+    """``pid`` and the processes that it started, and theirs."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                children.setdefault(parent, []).append(int(entry.name))
+    found = [pid]
+    for process in found:
+        found.extend(children.get(process, []))
+    return found
+
+
+def host_mib(pid: int) -> float:
+    """Memory of ``pid`` and its descendants that is theirs alone (anonymous, resident), in MiB.
+
+    Pages of files are left out: they come and go with what is read.
+    """
+    total = 0
+    for process in descendants(pid):
+        with contextlib.suppress(OSError):
+            status = Path(f"/proc/{process}/status").read_text()
+            total += sum(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon:"))
+    return total / 1024
+
+
+def gpu_mib() -> float | None:
+    """Memory in use on all GPUs, in MiB; None where the driver does not say (GB10's is the system's)."""
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    try:
+        output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+        return sum(map(float, output.split()))
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
