@@ -94,7 +94,7 @@ class Client:
         tokens = 0
         async with self.session.post(f"{self.url}/v1/completions", json=body) as answer:
             answer.raise_for_status()
-            async for event in events(answer):
+            async for event in vllm_server.events(answer):
                 if usage := event.get("usage"):
                     tokens = usage["completion_tokens"]
         self.note("streams", tokens, body)
@@ -106,7 +106,7 @@ class Client:
         async with self.session.post(f"{self.url}/v1/completions", json=body) as answer:
             answer.raise_for_status()
             seen = 0
-            async for _ in events(answer):
+            async for _ in vllm_server.events(answer):
                 if seen >= wanted:
                     break
                 seen += 1
@@ -150,17 +150,6 @@ class Client:
         kinds = (self.complete, self.stream, self.stream, self.cancel)
         await asyncio.gather(*(kinds[index % 4]() for index in range(self.given.streams)))
         await self.idle()
-
-
-async def events(answer: aiohttp.ClientResponse) -> Any:
-    """The JSON objects of a stream of server-sent events."""
-    async for line in answer.content:
-        text = line.decode().strip().removeprefix("data:").strip()
-        if text and text != "[DONE]":
-            event = json.loads(text)
-            if "error" in event:
-                raise RuntimeError(f"the server says {event['error']}")
-            yield event
 
 
 async def soak(url: str, pid: int | None, given: argparse.Namespace, rows: list[dict[str, Any]]) -> str:

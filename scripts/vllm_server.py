@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 # The Python that runs the script, so that `vllm` need not be on PATH and is the one beside it.
 VLLM = (sys.executable, "-m", "vllm.entrypoints.cli.main")
@@ -96,6 +98,23 @@ def metrics(url: str) -> dict[str, float]:
             name = name.partition("{")[0]
             found[name] = found.get(name, 0.0) + float(value)
     return found
+
+
+async def events(answer: Any) -> AsyncIterator[dict[str, Any]]:
+    """The JSON objects of an ``aiohttp`` answer that streams.
+
+    Raises
+    ------
+    RuntimeError
+        The server reports an error in place of a token.
+    """
+    async for line in answer.content:
+        text = line.decode().strip().removeprefix("data:").strip()
+        if text and text != "[DONE]":
+            event = json.loads(text)
+            if "error" in event:
+                raise RuntimeError(f"the server says {event['error']}")
+            yield event
 
 
 def descendants(pid: int) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -61,3 +62,149 @@ def test_soak_server_sees_each_fault_and_none_where_there_is_none(tmp_path, faul
     assert bool(result["wrong"]) == bool(fault)
     if not fault:
         assert all(row["cancelled"] >= 5 and row["host_mib"] > 1 for row in result["rounds"])
+
+
+WATCH = ("model", "--requests", "12", "--streams", "4", "--input", "20", "--output", "9", "--vocabulary", "600")
+
+
+def test_watch_server_serves_all_without_a_crash(tmp_path):
+    done = run("watch_server.py", *WATCH, "--port", port(), "--out", str(tmp_path))
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "no crash: 12 requests served"), done.stderr
+
+
+def test_watch_server_names_step_and_inputs_of_a_crash(tmp_path):
+    """Two requests hold the token that kills the server: one is the culprit of the first crash, one of the second."""
+    prompts = [[5, 6, 7], [5, 666], [1] * 8, [9], [2, 3], [666, 4, 4], [8]]
+    requests = tmp_path / "requests.jsonl"
+    fields = {"max_tokens": 40, "temperature": 0.0, "seed": 0}
+    lines = [json.dumps({"name": name, "prompt": prompt, **fields}) for name, prompt in enumerate(prompts)]
+    requests.write_text("\n".join(lines))
+    words = ("model", "--replay", str(requests), "--streams", "3", "--port", port(), "--out", str(tmp_path))
+    done = run("watch_server.py", *words, fault="crash")
+    print(done.stdout, done.stderr)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "2 crashes, 7 of 7 requests served or set aside"
+    assert done.stdout.count("the server ended by SIGSEGV\n  log: CUDA error: an illegal memory access") == 4
+    # Its third token, after a prompt of two.
+    assert "in flight: request 1, in its token 3 of the answer, position 4, temperature 0.0" in done.stdout
+    assert "request 1 alone crashes it again in its token 3 of the answer, position 4" in done.stdout
+    assert "request 5 alone crashes it again in its token 3 of the answer, position 5" in done.stdout
+    assert re.search(r"request 0 \(was in its .*\) alone: is served", done.stdout)
+    crashed = [json.loads(line)["name"] for line in (tmp_path / "crash_1.jsonl").read_text().splitlines()]
+    assert sorted(crashed) == [0, 1, 2]
+
+
+def test_compare_vllm_takes_words_for_its_servers_after_two_dashes():
+    """argparse itself refuses them behind an option, which is how the script's own example is written."""
+    done = run("compare_vllm.py", "model", "--streams", "1", "--ways", "none", "--", "--gpu-memory-utilization", "0.8")
+    assert "--ways: 'none' is none of vLLM alone, " in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [("agreement.py", ()), ("profile_decode.py", ("--layers", "1")), ("verify_gpu.py", ("--quick",))],
+)
+def test_scripts_say_in_a_line_that_there_is_no_gpu(script, words):
+    done = run(script, *words, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("no GPU: torch.cuda.is_available() is False")
+
+
+def test_verify_gpu_judges_the_compiled_kernels_on_the_virtual_sm121():
+    done = run("verify_gpu.py", "--virtual", "--only", "moe", PYTHONPATH=f"{SCRIPTS.parent}:{SCRIPTS}")
+    print(done.stdout)
+    assert done.stdout.splitlines()[-1].startswith("all 6 agree"), done.stderr
+    rows = [line.split("|")[2] for line in done.stdout.splitlines() if line.startswith("| MoE")]
+    assert len(rows) == 6
+    assert all(0 < float(used) <= 1 for used in rows)
+
+
+def test_verify_gpus_attention_reference_is_the_models():
+    """That of ``tests/vllm`` is written apart from it, after the model's definition."""
+    import types
+
+    import reference_attention
+    import torch
+    import verify_gpu
+
+    print("seed", 3)
+    generator = torch.Generator().manual_seed(3)
+    tokens, heads, kv_heads, head = 21, 6, 2, 8
+    query, key, value = (torch.randn(tokens, n, head, generator=generator) for n in (heads, kv_heads, kv_heads))
+    sinks = torch.randn(heads, generator=generator)
+    for window in (0, 5):
+        impl = types.SimpleNamespace(scale=head**-0.5, sinks=sinks)
+        layer = types.SimpleNamespace(
+            num_heads=heads, num_kv_heads=kv_heads, head_size=head, sliding_window=window, impl=impl
+        )
+        whole = reference_attention.forward(layer, query.flatten(1), key.flatten(1), value.flatten(1))
+        for last in (1, tokens):
+            got = verify_gpu.attention_reference(query[-last:], key, value, sinks, window)
+            torch.testing.assert_close(got.float().flatten(1), whole[-last:], rtol=1e-5, atol=1e-6)
+
+
+def test_verify_gpus_pages_hold_the_sequence():
+    import torch
+    import verify_gpu
+
+    pages = verify_gpu.Pages(37, torch.Generator().manual_seed(4))
+    for index, tokens in enumerate((pages.key, pages.value)):
+        for token in (0, 15, 16, 36):
+            page = pages.order[token // verify_gpu.PAGE]
+            assert torch.equal(pages.cache[page, index, :, token % verify_gpu.PAGE], tokens[token])
+
+
+def test_profile_decode_counts_a_step():
+    """Three products and a negation more in each step, counted by torch's profiler on the CPU."""
+    import profile_decode
+    import torch
+
+    a = torch.randn(64, 64)
+
+    def steps(count: int) -> None:
+        a.exp()
+        for _ in range(count):
+            (a @ a @ a @ a).neg()
+
+    activity = torch.profiler.ProfilerActivity.CPU
+    long, short = (profile_decode.profiled(lambda count=count: steps(count), activity) for count in (9, 1))
+    found = profile_decode.step(long, short, 8)
+    assert (found.launches["aten::mm"], found.launches["aten::neg"], found.launches["aten::exp"]) == (3, 1, 0)
+    assert 0 < found.busy <= sum(found.microseconds.values())
+    assert any(line.startswith("| aten::mm | 3.0 | ") for line in profile_decode.tables(found, 20).splitlines())
+
+
+def test_kinds_of_kernels():
+    import profile_decode
+
+    names = {
+        "void flashinfer::sm12x::streamed_layer_kernel<Foo>": "MoE",
+        "kernel_mha": "attention",
+        "nvjet_tst_128x8_64x12_2x1_v_bz_TNT": "GEMM",
+        "void marlin::Marlin<...>": "Marlin, dense",
+        "void vllm::moe::topkGating<8, 32>": "routing",
+        "Memcpy DtoD": "copies",
+        "unheard of": "other",
+    }
+    assert {name: profile_decode.kind_of(name) for name in names} == names
+
+
+def test_agreement_compares_up_to_the_first_token_that_differs():
+    import agreement
+
+    first = [(5, {5: -0.1, 6: -2.0, 7: -3.0}), (6, {6: -0.2, 5: -1.0, 8: -4.0})]
+    other = [(5, {5: -0.3, 6: -2.0, 9: -5.0}), (5, {5: -0.5, 6: -0.7, 8: -4.0})]
+    found = agreement.compare([first, first], [first, other])
+    # Token 7 counts as -5, the least that the other gave: |0.2| + 0 + |2.0| and 0.5 + 0.5 + 0, by the 8 compared.
+    assert found == pytest.approx(
+        {
+            "first tokens": 1.0,
+            "all tokens": 3 / 4,
+            "of 8 best": (3 + 3 + 2 + 3) / 4,
+            "mean difference of log probabilities": (2.2 / 8 + 1.0 / 8) / 4,
+            "positions": 4,
+        }
+    )
+    longer = [*other, (1, {1: 0.0})]
+    assert agreement.compare([[*first, (2, {2: 0.0})]], [longer])["positions"] == 2

@@ -1,0 +1,296 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Does this GPU compute what it should: gpt-oss's MoE layer, the grouped GEMM and attention with sinks, as one table.
+
+    scripts/verify_gpu.py --quick          # a minute or two besides what is compiled for the first time
+    scripts/verify_gpu.py
+    scripts/verify_gpu.py --virtual        # no GPU: small layers by the compiled kernels on the virtual SM121
+
+Layer and GEMM are compared element by element with a float64 reference and the bound that float32 sums have
+(``flashinfer.testing``), twice and bit for bit; on a GPU also from a CUDA graph. Attention is FlashInfer's own, as vLLM
+calls it on SM12x (decode by XQA, prefill by FA2, pages in HND order), compared with float64 within the roundings to bf16
+that it makes. *used* is the largest error as a share of its bound: 1 is as much as may be. The last column is the time of
+a call with everything in cache, not a benchmark. Exit status 0 if all agree, 1 if not, or with a line that says what is
+missing. On Hopper set FLASHINFER_SM12X_MOE=1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+HEADS, KV_HEADS, HEAD, PAGE, WINDOW = 64, 8, 64, 16, 128
+
+
+@dataclass
+class Result:
+    what: str
+    used: float
+    milliseconds: float | None = None
+    wrong: str = ""
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="gpt-oss-20b's layer and few sizes")
+    parser.add_argument("--virtual", action="store_true", help="on the virtual SM121, in place of a GPU")
+    parser.add_argument("--only", choices=("moe", "gemm", "attention"), help="one of the three")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()
+
+
+def missing(given: argparse.Namespace) -> str:
+    """What this machine lacks, in a line, or an empty text."""
+    if given.virtual:
+        return ""
+    if not torch.cuda.is_available():
+        return "no GPU: torch.cuda.is_available() is False (--virtual runs the kernels on the virtual SM121)"
+    import flashinfer
+
+    if not hasattr(flashinfer, "__fork_version__"):
+        return f"'import flashinfer' is {flashinfer.__file__}, not the fork: put its folder first on PYTHONPATH"
+    from flashinfer.fused_moe.sm12x_dispatch import serves_cuda
+
+    if not serves_cuda(torch.cuda.current_device()):
+        return f"{torch.cuda.get_device_name()} is not SM12x; compute capability 9.0 needs FLASHINFER_SM12X_MOE=1"
+    return ""
+
+
+def timed(call: Callable[[], torch.Tensor]) -> float | None:
+    """Milliseconds of a call on the GPU, the median of a few; None on the virtual one."""
+    if not torch.cuda.is_available():
+        return None
+    times = []
+    for _ in range(5):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    return sorted(times)[len(times) // 2]
+
+
+def judged(what: str, call: Callable[[], torch.Tensor], reference: torch.Tensor, bound: torch.Tensor) -> Result:
+    """One operator: within its bound, the same bits twice, and the same from a CUDA graph."""
+    from flashinfer.testing import BoundViolation, check_within_bound
+
+    first = call().clone()
+    try:
+        used = check_within_bound(first, reference, bound, what)
+    except BoundViolation as error:
+        return Result(what, float("inf"), wrong=str(error))
+    if not torch.equal(first.view(torch.int16), call().view(torch.int16)):
+        return Result(what, used, wrong="a second call gave other bits")
+    if first.is_cuda:
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            captured = call()
+        captured.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        if not torch.equal(first.view(torch.int16), captured.view(torch.int16)):
+            return Result(what, used, wrong="a CUDA graph gave other bits")
+    return Result(what, used, timed(call))
+
+
+MODES = ("W4A8, MXFP8 input", "W4A8, bf16 input", "W4A16")
+
+
+def moe(given: argparse.Namespace, device: torch.device) -> Iterator[Result]:
+    import flashinfer
+    from flashinfer.testing import TENSOR_CORE, MoECase, make_moe_inputs, moe_reference
+
+    if given.virtual:
+        sizes, tokens = [(160, 96, 8)], (1, 5)
+    elif given.quick:
+        sizes, tokens = [(2880, 2880, 32)], (1, 4, 16, 64)
+    else:
+        # gpt-oss-20b, -120b, and -120b's shard of two GPUs.
+        sizes = [(2880, 2880, 32), (2880, 2880, 128), (2880, 1440, 128)]
+        tokens = (1, 2, 4, 5, 8, 16, 33, 64, 256, 1024)
+    for hidden, inter, experts in sizes:
+        for mode, name in enumerate(MODES):
+            for count in tokens:
+                case = MoECase(count, hidden, inter, experts, 4, mode)
+                inputs = make_moe_inputs(case, given.seed, device)
+                reference, bound = moe_reference(inputs, TENSOR_CORE)
+                words = inputs.arguments()
+                what = f"MoE {experts} experts {hidden} x {inter}, {name}, {count} tokens"
+                yield judged(what, lambda words=words: flashinfer.cutlass_fused_moe(**words), reference, bound)
+
+
+def gemm(given: argparse.Namespace, device: torch.device) -> Iterator[Result]:
+    from flashinfer.gemm import group_gemm_mxfp4_nt_groupwise
+    from flashinfer.testing import TENSOR_CORE, group_gemm_reference, make_group_gemm_inputs
+
+    shapes = [([3, 0, 5], 96, 160)] if given.virtual else [([1, 0, 17, 128], 2880, 2880), ([300, 5], 5760, 2880)]
+    for rows, n, k in shapes:
+        inputs = make_group_gemm_inputs(rows, n, k, given.seed, device)
+        reference, bound = group_gemm_reference(**inputs, accumulation=TENSOR_CORE)
+        what = f"grouped GEMM, groups of {', '.join(map(str, rows))}, {n} x {k}"
+        yield judged(what, lambda inputs=inputs: group_gemm_mxfp4_nt_groupwise(**inputs), reference, bound)
+
+
+def attention_reference(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor, window: int
+) -> torch.Tensor:
+    """Causal attention with sinks in float64: ``[q, heads, d]`` last tokens of ``[kv, kv heads, d]``, a ``window`` of
+    so many tokens or 0 for all."""
+    q_len, heads, head = query.shape
+    kv_len, kv_heads, _ = key.shape
+    q = query.double().view(q_len, kv_heads, heads // kv_heads, head)
+    scores = torch.einsum("qhgd,khd->hgqk", q, key.double()) * head**-0.5
+    positions = torch.arange(kv_len - q_len, kv_len, device=query.device)[:, None]
+    distance = positions - torch.arange(kv_len, device=query.device)
+    outside = (distance < 0) | (distance >= (window or kv_len))
+    scores.masked_fill_(outside, float("-inf"))
+    sink = sinks.double().view(kv_heads, -1, 1, 1).expand(-1, -1, q_len, 1)
+    weights = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
+    return torch.einsum("hgqk,khd->qhgd", weights, value.double()).reshape(q_len, heads, head)
+
+
+def attention_bound(reference: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """What rounding probabilities to bf16 (2^-9 each, they sum to at most 1) and float32 arithmetic can change; that of
+    the output is counted where it is compared. Twice that, for the running maximum's rescaling."""
+    return torch.full_like(reference, 2 * 2.0**-9 * float(value.abs().max()))
+
+
+class Pages:
+    """A KV cache of one sequence in pages of HND order, permuted as in a server."""
+
+    def __init__(self, length: int, generator: torch.Generator) -> None:
+        device = generator.device
+        count = -(-length // PAGE)
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, device=device, generator=generator).to(torch.bfloat16)
+
+        self.key, self.value = (normal(length, KV_HEADS, HEAD) for _ in range(2))
+        self.order = torch.randperm(count + 3, device=device, generator=generator)[:count].to(torch.int32)
+        self.cache = normal(count + 3, 2, KV_HEADS, PAGE, HEAD)
+        for index, tokens in enumerate((self.key, self.value)):
+            padded = torch.nn.functional.pad(tokens, (0, 0, 0, 0, 0, count * PAGE - length))
+            self.cache[self.order.long(), index] = padded.view(count, PAGE, KV_HEADS, HEAD).transpose(1, 2)
+
+
+def attention(given: argparse.Namespace, device: torch.device) -> Iterator[Result]:
+    import flashinfer
+
+    generator = torch.Generator(device).manual_seed(given.seed)
+    sinks = torch.randn(HEADS, device=device, generator=generator)
+    workspace = torch.zeros(256 << 20, dtype=torch.uint8, device=device)
+    for window in (0, WINDOW):
+        for length in (1, 100, 1000) if given.quick else (1, 15, 100, 1000, 8192, 32768):
+            pages = Pages(length, generator)
+            query = torch.randn((1, HEADS, HEAD), device=device, generator=generator).to(torch.bfloat16)
+
+            def decode(pages: Pages = pages, query: torch.Tensor = query, length: int = length, window: int = window):
+                return flashinfer.decode.xqa_batch_decode_with_kv_cache(
+                    query,
+                    (pages.cache[:, 0], pages.cache[:, 1]),
+                    workspace,
+                    pages.order[None],
+                    torch.tensor([length], dtype=torch.int32, device=device).view(torch.uint32),
+                    length,
+                    bmm1_scale=HEAD**-0.5,
+                    window_left=window - 1,
+                    sinks=sinks,
+                    kv_layout="HND",
+                )
+
+            reference = attention_reference(query, pages.key, pages.value, sinks, window)
+            what = f"attention, decode at {length}, window {window or 'none'}"
+            yield compared(what, decode, reference, pages)
+        wrapper = flashinfer.attention.BatchAttentionWithAttentionSinkWrapper(
+            torch.empty(256 << 20, dtype=torch.uint8, device=device),
+            "HND",
+            backend="fa2",
+            head_dim_qk=HEAD,
+            head_dim_vo=HEAD,
+            window_left=window - 1,
+        )
+        for tokens in (37, 300) if given.quick else (1, 37, 300, 2048):
+            pages = Pages(tokens, generator)
+            query = torch.randn((tokens, HEADS, HEAD), device=device, generator=generator).to(torch.bfloat16)
+
+            def ends(last: int) -> torch.Tensor:
+                return torch.tensor([0, last], dtype=torch.int32, device=device)
+
+            wrapper.plan(
+                ends(tokens),
+                ends(len(pages.order)),
+                pages.order,
+                torch.tensor([(tokens - 1) % PAGE + 1], dtype=torch.int32, device=device),
+                HEADS,
+                KV_HEADS,
+                HEAD,
+                PAGE,
+                causal=True,
+                window_left=window - 1,
+                q_data_type=torch.bfloat16,
+                kv_data_type=torch.bfloat16,
+            )
+
+            def prefill(pages: Pages = pages, query: torch.Tensor = query) -> torch.Tensor:
+                return wrapper.run(query, pages.cache, sinks, HEAD**-0.5)
+
+            reference = attention_reference(query, pages.key, pages.value, sinks, window)
+            what = f"attention, prefill of {tokens}, window {window or 'none'}"
+            yield compared(what, prefill, reference, pages)
+
+
+def compared(what: str, call: Callable[[], torch.Tensor], reference: torch.Tensor, pages: Pages) -> Result:
+    """An operator of upstream's: within its bound."""
+    from flashinfer.testing import BoundViolation, check_within_bound
+
+    try:
+        used = check_within_bound(call(), reference, attention_bound(reference, pages.value), what)
+    except BoundViolation as error:
+        return Result(what, float("inf"), wrong=str(error))
+    return Result(what, used, timed(call))
+
+
+def main() -> None:
+    given = arguments()
+    if lacks := missing(given):
+        sys.exit(lacks)
+    with contextlib.ExitStack() as stack:
+        if given.virtual:
+            from flashinfer.testing.virtual_device import virtual_device
+
+            stack.enter_context(virtual_device("sm_121a"))
+            device, name = torch.device("cpu"), "virtual SM121"
+        else:
+            device = torch.device("cuda", torch.cuda.current_device())
+            name = f"{torch.cuda.get_device_name()}, capability {torch.cuda.get_device_capability()}"
+        parts = {"moe": moe, "gemm": gemm} | ({} if given.virtual else {"attention": attention})
+        print(
+            f"{name}; torch {torch.__version__}; seed {given.seed}\n| what | used | ms |\n|---|---:|---:|", flush=True
+        )
+        begin, count, wrong = time.monotonic(), 0, []
+        for part in [given.only] if given.only else parts:
+            if part not in parts:
+                sys.exit(f"{part} needs a GPU: its kernels are not this fork's and are not built for the virtual SM121")
+            for result in parts[part](given, device):
+                count += 1
+                spent = "" if result.milliseconds is None else f"{result.milliseconds:.3f}"
+                print(f"| {result.what} | {result.used:.3f} | {spent} |", flush=True)
+                if result.wrong:
+                    wrong.append(f"{result.what}: {result.wrong}")
+    if given.virtual and not given.only:
+        print("not run: attention with sinks, which needs a GPU")
+    if wrong:
+        sys.exit("\n".join(wrong))
+    print(f"all {count} agree ({time.monotonic() - begin:.0f} s)")
+
+
+if __name__ == "__main__":
+    main()
