@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -124,7 +125,7 @@ def moe(given: argparse.Namespace, device: torch.device) -> Iterator[Result]:
                 reference, bound = moe_reference(inputs, TENSOR_CORE)
                 words = inputs.arguments()
                 what = f"MoE {experts} experts {hidden} x {inter}, {name}, {count} tokens"
-                yield judged(what, lambda words=words: flashinfer.cutlass_fused_moe(**words), reference, bound)
+                yield judged(what, functools.partial(flashinfer.cutlass_fused_moe, **words), reference, bound)
 
 
 def gemm(given: argparse.Namespace, device: torch.device) -> Iterator[Result]:
@@ -136,7 +137,7 @@ def gemm(given: argparse.Namespace, device: torch.device) -> Iterator[Result]:
         inputs = make_group_gemm_inputs(rows, n, k, given.seed, device)
         reference, bound = group_gemm_reference(**inputs, accumulation=TENSOR_CORE)
         what = f"grouped GEMM, groups of {', '.join(map(str, rows))}, {n} x {k}"
-        yield judged(what, lambda inputs=inputs: group_gemm_mxfp4_nt_groupwise(**inputs), reference, bound)
+        yield judged(what, functools.partial(group_gemm_mxfp4_nt_groupwise, **inputs), reference, bound)
 
 
 def attention_reference(
@@ -192,20 +193,19 @@ def attention(given: argparse.Namespace, device: torch.device) -> Iterator[Resul
             pages = Pages(length, generator)
             query = torch.randn((1, HEADS, HEAD), device=device, generator=generator).to(torch.bfloat16)
 
-            def decode(pages: Pages = pages, query: torch.Tensor = query, length: int = length, window: int = window):
-                return flashinfer.decode.xqa_batch_decode_with_kv_cache(
-                    query,
-                    (pages.cache[:, 0], pages.cache[:, 1]),
-                    workspace,
-                    pages.order[None],
-                    torch.tensor([length], dtype=torch.int32, device=device).view(torch.uint32),
-                    length,
-                    bmm1_scale=HEAD**-0.5,
-                    window_left=window - 1,
-                    sinks=sinks,
-                    kv_layout="HND",
-                )
-
+            decode = functools.partial(
+                flashinfer.decode.xqa_batch_decode_with_kv_cache,
+                query,
+                (pages.cache[:, 0], pages.cache[:, 1]),
+                workspace,
+                pages.order[None],
+                torch.tensor([length], dtype=torch.int32, device=device).view(torch.uint32),
+                length,
+                bmm1_scale=HEAD**-0.5,
+                window_left=window - 1,
+                sinks=sinks,
+                kv_layout="HND",
+            )
             reference = attention_reference(query, pages.key, pages.value, sinks, window)
             what = f"attention, decode at {length}, window {window or 'none'}"
             yield compared(what, decode, reference, pages)
@@ -239,9 +239,7 @@ def attention(given: argparse.Namespace, device: torch.device) -> Iterator[Resul
                 kv_data_type=torch.bfloat16,
             )
 
-            def prefill(pages: Pages = pages, query: torch.Tensor = query) -> torch.Tensor:
-                return wrapper.run(query, pages.cache, sinks, HEAD**-0.5)
-
+            prefill = functools.partial(wrapper.run, query, pages.cache, sinks, HEAD**-0.5)
             reference = attention_reference(query, pages.key, pages.value, sinks, window)
             what = f"attention, prefill of {tokens}, window {window or 'none'}"
             yield compared(what, prefill, reference, pages)
