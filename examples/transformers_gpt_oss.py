@@ -3,7 +3,7 @@
 """transformers' gpt-oss with its experts on ``flashinfer.fused_moe.cutlass_fused_moe``, weights left in MXFP4.
 
     examples/transformers_gpt_oss.py openai/gpt-oss-20b "The streets of"
-    scripts/random_checkpoint.py /tmp/small --layers 1 && examples/transformers_gpt_oss.py /tmp/small "t5 t77" --tokens 3
+    scripts/random_checkpoint.py /tmp/small --layers 1 && examples/transformers_gpt_oss.py /tmp/small "t5 t7"
 
 All but the experts is transformers' own code. Runs on the GPU, or on the CPU where there is none: the operator computes
 the same contract there. Needs transformers, safetensors and this fork; on Hopper set FLASHINFER_SM12X_MOE=1.

@@ -44,8 +44,8 @@ KINDS: dict[str, tuple[str, ...]] = {
 class Profile:
     """Launches and microseconds by name, and the time in which any of them ran."""
 
-    launches: Counter[str] = field(default_factory=Counter)
-    microseconds: Counter[str] = field(default_factory=Counter)
+    launches: Counter = field(default_factory=Counter)
+    microseconds: Counter = field(default_factory=Counter)
     busy: float = 0.0
 
 
@@ -76,9 +76,9 @@ def profiled(call: Callable[[], Any], activity: Any) -> Profile:
 def step(long: Profile, short: Profile, steps: int) -> Profile:
     """One of ``steps`` that ``long`` has more than ``short``."""
     found = Profile(busy=(long.busy - short.busy) / steps)
-    for name, count in long.launches.items():
-        found.launches[name] = (count - short.launches[name]) / steps  # type: ignore[assignment]
-        found.microseconds[name] = (long.microseconds[name] - short.microseconds[name]) / steps  # type: ignore[assignment]
+    for name in long.launches:
+        found.launches[name] = (long.launches[name] - short.launches[name]) / steps
+        found.microseconds[name] = (long.microseconds[name] - short.microseconds[name]) / steps
     return found
 
 
@@ -86,16 +86,16 @@ def tables(found: Profile, top: int) -> str:
     """Kinds of work, then the ``top`` kernels, by share of the kernels' time."""
     total = sum(found.microseconds.values())
 
-    def rows(launches: Counter[str], microseconds: Counter[str], heading: str) -> list[str]:
+    def rows(launches: Counter, microseconds: Counter, heading: str) -> list[str]:
         lines = [f"| {heading} | launches | us | share |", "|---|---:|---:|---:|"]
         for name, spent in microseconds.most_common(top):
             lines.append(f"| {name[:100]} | {launches[name]:.1f} | {spent:,.1f} | {spent / total:.1%} |")
         return lines
 
-    launches, microseconds = Counter[str](), Counter[str]()
+    launches, microseconds = Counter(), Counter()
     for name, spent in found.microseconds.items():
         launches[kind_of(name)] += found.launches[name]
-        microseconds[kind_of(name)] += spent  # type: ignore[assignment]
+        microseconds[kind_of(name)] += spent
     return "\n".join([*rows(launches, microseconds, "work"), "", *rows(found.launches, found.microseconds, "kernel")])
 
 

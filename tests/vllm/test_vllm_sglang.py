@@ -8,8 +8,6 @@ classes) is given here.
 
 from __future__ import annotations
 
-import __future__
-
 import ast
 import contextlib
 import importlib.util
@@ -36,7 +34,7 @@ def sglangs(file: str, name: str, names: dict[str, Any]) -> Any:
     node = next(n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef) and n.name == name)
     node.decorator_list = []
     program = ast.Module([node], [])
-    exec(compile(program, file, "exec", __future__.annotations.compiler_flag, dont_inherit=True), names)
+    exec(compile(program, file, "exec", annotations.compiler_flag, dont_inherit=True), names)
     return names[name]
 
 
