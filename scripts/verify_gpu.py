@@ -11,7 +11,8 @@ Layer and GEMM are compared element by element with a float64 reference and the 
 vLLM calls it on SM12x (decode by XQA, prefill by FA2, pages in HND order), compared with float64 within the roundings
 to bf16 that it makes. *used* is the largest error as a share of its bound: 1 is as much as may be. The last column is
 the time of a call with everything in cache, not a benchmark. Exit status 0 if all agree, 1 if not, or with a line
-that says what is missing. On Hopper set FLASHINFER_SM12X_MOE=1."""
+that says what is missing. On Hopper set FLASHINFER_SM12X_MOE=1.
+"""
 
 from __future__ import annotations
 

@@ -10,7 +10,8 @@ or stops answering, it says how, what its log said, and of each request in fligh
 prefill, or which token of the answer at which position. The requests go to ``crash_N.jsonl``. Then the server is
 started again with CUDA_LAUNCH_BLOCKING=1 and FLASHINFER_SM12X_CHECK=1, so that an error is reported by the call that
 made it, and gets these requests one by one, then all at once: what crashes it again is named. After that it goes on
-with the next requests. Exit status: 0 without a crash, 1 with one. What stands after ``--`` goes to ``vllm serve``."""
+with the next requests. Exit status: 0 without a crash, 1 with one. What stands after ``--`` goes to ``vllm serve``.
+"""
 
 from __future__ import annotations
 
