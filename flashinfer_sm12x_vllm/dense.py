@@ -13,7 +13,7 @@ import torch
 from vllm.logger import init_logger
 from vllm.model_executor.kernels import linear
 from vllm.model_executor.layers.linear import LinearMethodBase
-from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, initialize_online_processing
 from vllm.model_executor.parameter import ModelWeightParameter
 from vllm.model_executor.utils import replace_parameter
 
@@ -143,6 +143,7 @@ class DenseMethod(LinearMethodBase):
         from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
         logger.warning_once("flashinfer-sm12x: the LM head shares the embedding's weight, so it stays bf16")
-        table.note(self.kind, "vLLM's (cuBLAS)", "bf16", "tied to the embedding")
+        table.note(self.kind, "vLLM's (cuBLAS)", "bf16, with the embedding", "tied to the embedding")
+        get_layerwise_info(layer).reset()  # else the loader makes a weight of its own for it
         layer.quant_method = UnquantizedEmbeddingMethod()
         return layer.quant_method.tie_weights(layer, embed_tokens)

@@ -42,6 +42,8 @@ ACTIVATION_KEYS = {"a8": kMxfp8Dynamic, "a16": None}
 # --moe-backend values that mean this operator.
 OUR_BACKENDS = ("auto", "flashinfer_cutlass")
 BLOCK_SIZE = 32
+# Tensors that vLLM's experts make besides the weights.
+CONSTANTS = ("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit", "fake_input_scale")
 
 
 class SM12xExperts(FlashInferExperts):
@@ -172,6 +174,10 @@ class SM12xMoEMethod(GptOssMxfp4MoEMethod):
             _stack_up_over_gate(getattr(layer, name).data)
         for name in ("w13_weight_scale", "w2_weight_scale"):
             replace_parameter(layer, name, _interleave(getattr(layer, name).data))
+        if self.moe_kernel is not None:
+            # Loaded anew (sleep mode, level 2): vLLM copies the layer's tensors into those of the first load, which
+            # this kernel and CUDA graphs hold.
+            return
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
         self.moe_kernel = make_mxfp4_moe_kernel(
             moe_quant_config=self.moe_quant_config,
@@ -180,6 +186,11 @@ class SM12xMoEMethod(GptOssMxfp4MoEMethod):
             experts_cls=self.experts_cls,
             routing_tables=layer._expert_routing_tables(),
         )
+        for name in CONSTANTS:
+            # Sleep mode, level 2, keeps buffers and nothing else.
+            tensor = getattr(self.moe_kernel.fused_experts, name, None)
+            if tensor is not None:
+                layer.register_buffer(f"sm12x_{name}", tensor, persistent=False)
 
 
 def _require_contiguous_experts(expert_map: torch.Tensor | None, ep_rank: int, num_local: int) -> None:

@@ -60,6 +60,8 @@ def reference_model(folder: Path, change: Any = None) -> Any:
         stem = name.removesuffix("_blocks")
         dense = dequantize(tensors.pop(name), tensors.pop(f"{stem}_scales"))
         tensors[stem] = dense.transpose(1, 2).contiguous()
+    if "lm_head.weight" not in tensors:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     values = {k: v for k, v in json.loads((folder / "config.json").read_text()).items() if k != "quantization_config"}
     model = GptOssForCausalLM(GptOssConfig(**values, attn_implementation="eager", experts_implementation="eager"))
     model = model.float().eval()

@@ -331,3 +331,116 @@ def test_a_forward_pass_under_both_autotuners(checkpoint_folder):
             assert torch.equal(served.logits(config, model, TOKENS), plain)
         with flashinfer.autotune_v2(mode="tune"):
             assert torch.equal(served.logits(config, model, TOKENS), plain)
+
+
+def experts_tensors(model: Any) -> dict[str, torch.Tensor]:
+    """What the layers' experts hold and read, by name: weights' scales and biases, the activation's constants."""
+    found = {}
+    for index, layer in enumerate(model.model.layers):
+        experts = layer.mlp.experts.routed_experts.quant_method.moe_kernel.fused_experts
+        config = experts.quant_config
+        holders = {"w1": config.w1_scale, "w2": config.w2_scale, "bias1": config.w1_bias, "bias2": config.w2_bias}
+        holders |= {name: value for name, value in vars(experts).items() if isinstance(value, torch.Tensor)}
+        found |= {f"{index} {name}": tensor for name, tensor in holders.items()}
+    return found
+
+
+@pytest.mark.parametrize("kinds", [{}, {"qkv": "mxfp8", "o": "mxfp4", "lm_head": "mxfp8"}], ids=["bf16", "quantized"])
+def test_weights_loaded_anew_after_sleep_are_the_same_at_the_same_addresses(checkpoint_folder, kinds, monkeypatch):
+    """Sleep mode, level 2: vLLM gives away all memory of the load, keeps buffers, and loads weights into the old
+    addresses, which CUDA graphs hold."""
+    from vllm.model_executor.model_loader.reload.inplace import reload_weights
+
+    marlin_in_pytorch.install(monkeypatch)
+    config = serve(checkpoint_folder, kinds)  # --enable-sleep-mode needs the GPU's allocator
+    with served.parallel_groups(config):
+        model = served.load_model(config)
+        before = served.logits(config, model, TOKENS)
+
+        def addresses() -> dict[str, int]:
+            held = {**dict(model.named_parameters()), **experts_tensors(model)}
+            return {name: tensor.data_ptr() for name, tensor in held.items()}
+
+        first, kept = addresses(), {name: buffer.clone() for name, buffer in model.named_buffers()}
+        with torch.inference_mode():
+            for tensor in (*model.parameters(), *model.buffers(), *experts_tensors(model).values()):
+                tensor.data.fill_(77)
+            for name, buffer in model.named_buffers():
+                buffer.copy_(kept[name])
+        reload_weights(config, model, None, None, is_checkpoint_format=True)
+        assert addresses() == first
+        assert torch.equal(served.logits(config, model, TOKENS), before)
+
+
+def test_a_head_tied_to_the_embedding_stays_bf16(tmp_path, log, monkeypatch):
+    """vLLM's gpt-oss does not tie; here it does, as vLLM's other models do it."""
+    from vllm.model_executor.models.gpt_oss import GptOssForCausalLM
+
+    checkpoint.write(tmp_path, 2, tie_word_embeddings=True)
+    construct = GptOssForCausalLM.__init__
+
+    def tying(model: Any, *, vllm_config: Any, prefix: str = "") -> None:
+        construct(model, vllm_config=vllm_config, prefix=prefix)
+        model.lm_head = model.lm_head.tie_weights(model.model.embedding)
+
+    monkeypatch.setattr(GptOssForCausalLM, "__init__", tying)
+    check(logits(tmp_path, {"moe": "mxfp4-a16", "lm_head": "mxfp8"}), tmp_path, "a16")
+    # No fourth cell: nothing would be faster.
+    assert table(log)["lm_head"] == ("vLLM's (cuBLAS)", "bf16, with the embedding", "tied to the embedding")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"enable_eplb": True}, "expert load balancing (EPLB)"),
+        ({"ep_size": 3, "use_ep": True}, "8 experts do not divide into 3 ranks"),
+        ({"dp_size": 2, "use_ep": True, "all2all_backend": "deepep_low_latency"}, "kernel does not support "),
+    ],
+    ids=["EPLB", "three ranks", "batched all-to-all"],
+)
+def test_experts_that_the_fork_does_not_serve_are_left_to_vllm(checkpoint_folder, changes, reason):
+    import dataclasses
+
+    from flashinfer_sm12x_vllm import moe
+    from flashinfer_sm12x_vllm.settings import Settings
+
+    config = serve(checkpoint_folder, {})
+    with served.parallel_groups(config):
+        given = next(m.moe_config for m in served.built(config).modules() if hasattr(m, "moe_config"))
+        assert moe.reason_against(given, Settings()) == ""
+        parallel = dataclasses.replace(given.moe_parallel_config, **changes)
+        found = moe.reason_against(dataclasses.replace(given, moe_parallel_config=parallel), Settings())
+    assert found.startswith(reason)
+
+
+def test_experts_of_a_rank_must_be_consecutive():
+    from flashinfer_sm12x_vllm import moe
+
+    linear = torch.tensor([-1, -1, -1, -1, 0, 1, 2, 3])
+    moe._require_contiguous_experts(None, 0, 8)
+    moe._require_contiguous_experts(linear, 1, 4)
+    with pytest.raises(ValueError, match="--expert-placement-strategy linear"):
+        moe._require_contiguous_experts(torch.tensor([0, -1, 1, -1, 2, -1, 3, -1]), 0, 4)
+
+
+def test_the_plugin_is_registered_again_and_again_and_never_raises(log, monkeypatch):
+    import flashinfer_sm12x_vllm as plugin
+    from flashinfer_sm12x_vllm import config
+
+    calls: list[int] = []
+
+    def fail() -> None:
+        calls.append(1)
+        raise RuntimeError("vLLM has moved this")
+
+    plugin.register()  # vLLM did already
+    monkeypatch.setattr(config, "install", fail)
+    plugin.register()
+    assert not calls
+    monkeypatch.setattr(plugin, "_registered", False)
+    plugin.register()
+    plugin.register()
+    assert len(calls) == 1
+    assert log == [
+        "flashinfer-sm12x: the plugin could not be installed and vLLM goes on without it: RuntimeError: vLLM has moved this"
+    ]
