@@ -151,6 +151,7 @@ class SM12xMoEMethod(GptOssMxfp4MoEMethod):
     def __init__(self, moe: Any, activations: str, experts_cls: type[SM12xExperts], why: str) -> None:
         # Not the parent's: that one selects a backend of vLLM's.
         FusedMoEMethodBase.__init__(self, moe)
+        self.moe_kernel: Any = None
         self.weight_dtype = "gpt_oss_mxfp4"
         self.mxfp4_backend, self.experts_cls = BACKENDS[activations], experts_cls
         self.max_capture_size = moe.max_capture_size

@@ -3,7 +3,7 @@
 """How far vLLM's MoE backends and this fork agree on shallow gpt-oss models of random weights, as one table.
 
     scripts/agreement.py                       # 1, 2 and 4 layers of gpt-oss-20b's sizes; nothing is downloaded
-    scripts/agreement.py --layers 1,2 --ways Marlin,Triton
+    scripts/agreement.py --layers 1,2 --ways "Marlin;Triton"
 
 Deep models of random weights amplify rounding until any two backends give other tokens; shallow ones do not. Every way
 loads the same checkpoint in an engine of its own and answers the same prompts greedily. Two answers are compared token

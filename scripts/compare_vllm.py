@@ -33,7 +33,7 @@ MEASURED = {"output_throughput": "tokens/s", "median_tpot_ms": "ms a token", "me
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
-    parser.add_argument("--ways", default=",".join(WAYS), help=f"of {', '.join(WAYS)}, with commas between")
+    parser.add_argument("--ways", help=f"of {'; '.join(WAYS)}; with ; between")
     parser.add_argument("--streams", default="1,2,4,8,16", help="concurrent requests, with commas between")
     parser.add_argument("--input", type=int, default=1024, help="tokens of a prompt")
     parser.add_argument("--output", type=int, default=256, help="tokens of an answer")
@@ -43,9 +43,9 @@ def arguments() -> argparse.Namespace:
     own, server = vllm_server.split_words(sys.argv[1:])
     given = parser.parse_args(own)
     given.server = server
-    unknown = [way for way in given.ways.split(",") if way not in WAYS]
-    if unknown:
-        parser.error(f"--ways: {unknown[0]!r} is none of {', '.join(WAYS)}")
+    given.ways = given.ways.split(";") if given.ways else list(WAYS)
+    if unknown := [way for way in given.ways if way not in WAYS]:
+        parser.error(f"--ways: {unknown[0]!r} is none of {'; '.join(WAYS)}")
     return given
 
 
@@ -66,7 +66,7 @@ def main() -> None:
     folder = given.logs or Path(tempfile.mkdtemp(prefix="compare_vllm_"))
     folder.mkdir(parents=True, exist_ok=True)
     print(f"| served by | streams | {' | '.join(MEASURED.values())} |\n|---|---:{'|---:' * len(MEASURED)}|", flush=True)
-    for way in given.ways.split(","):
+    for way in given.ways:
         variables, words = WAYS[way]
         log = folder / f"{way.replace(' ', '_').replace(',', '')}.log"
         command = [*vllm_server.VLLM, "serve", given.model, "--port", str(given.port), *words, *given.server]

@@ -144,14 +144,18 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
     fast.save_pretrained(folder)
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--experts", type=int, default=32, help="128 for gpt-oss-120b")
     parser.add_argument("--vocabulary", type=int, default=201088)
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    given = arguments()
     sizes = {
         "num_hidden_layers": given.layers,
         "num_local_experts": given.experts,

@@ -51,13 +51,26 @@ def test_elsewhere_vllms_choices_are_what_they_were(checkpoint_folder, capabilit
     assert set(result["imported"]) <= {"flashinfer_sm12x_vllm.settings", "flashinfer_sm12x_vllm.devices"}
 
 
-@pytest.mark.parametrize("words", [(), ("--enable-expert-parallel",)], ids=["tensor parallel", "expert parallel"])
-def test_two_ranks_agree_with_transformers(checkpoint_folder, tmp_path, words):
+DENSE = {"qkv": "mxfp8", "o": "mxfp8", "lm_head": "mxfp8"}
+
+
+@pytest.mark.parametrize(
+    ("words", "kinds"),
+    [
+        ((), {}),
+        (("--enable-expert-parallel",), {}),
+        # vLLM's emulation in PyTorch of the kernels; each rank quantizes its shard.
+        (("--linear-backend", "emulation"), DENSE),
+    ],
+    ids=["tensor parallel", "expert parallel", "dense layers quantized"],
+)
+def test_two_ranks_agree_with_transformers(checkpoint_folder, tmp_path, words, kinds):
     """A rank's shard of the experts has 48 of 96 columns, no whole number of blocks: vLLM's loader splits 64 and 32."""
     from vllm.utils.network_utils import get_open_port
 
     target, port = tmp_path / "logits.pt", str(get_open_port())
-    words = ("--tensor-parallel-size", "2", *words)
+    chosen = ("--additional-config", json.dumps({"sm12x": kinds}))
+    words = ("--tensor-parallel-size", "2", *chosen, *words)
     ranks = [
         start("rank.py", str(rank), port, str(checkpoint_folder), str(target), *words, VIRTUAL_GPU_COUNT="2")
         for rank in range(2)
@@ -65,4 +78,5 @@ def test_two_ranks_agree_with_transformers(checkpoint_folder, tmp_path, words):
     outputs = [process.communicate()[0] for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0], "\n".join(outputs)
     assert all("SM12xExperts" in output for output in outputs)
-    check(torch.load(target), checkpoint_folder, "a8")
+    assert all(("EmulationMxfp8LinearKernel" in output) == bool(kinds) for output in outputs)
+    check(torch.load(target), checkpoint_folder, "a8", kinds)

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -64,6 +66,20 @@ def test_soak_server_sees_each_fault_and_none_where_there_is_none(tmp_path, faul
         assert all(row["cancelled"] >= 5 and row["host_mib"] > 1 for row in result["rounds"])
 
 
+LINE = re.compile(r"^ *scripts/(\w+)\.py(.*?)(?:\s+#.*)?$", re.MULTILINE)
+PAGES = [*sorted(SCRIPTS.glob("*.py")), *sorted((SCRIPTS.parent / "docs").glob("*.md")), SCRIPTS.parent / "README.md"]
+
+
+@pytest.mark.parametrize(("name", "words"), [line for page in PAGES for line in LINE.findall(page.read_text())])
+def test_documented_lines_are_what_the_scripts_take(monkeypatch, name, words):
+    module = importlib.import_module(name)
+    monkeypatch.setattr(sys, "argv", [name, *shlex.split(words.partition("&&")[0])])
+    given = module.arguments()
+    print(given)
+    if " -- " in words:
+        assert given.server == shlex.split(words.partition(" -- ")[2])
+
+
 WATCH = ("model", "--requests", "12", "--streams", "4", "--input", "20", "--output", "9", "--vocabulary", "600")
 
 
@@ -97,7 +113,7 @@ def test_watch_server_names_step_and_inputs_of_a_crash(tmp_path):
 def test_compare_vllm_takes_words_for_its_servers_after_two_dashes():
     """argparse itself refuses them behind an option, which is how the script's own example is written."""
     done = run("compare_vllm.py", "model", "--streams", "1", "--ways", "none", "--", "--gpu-memory-utilization", "0.8")
-    assert "--ways: 'none' is none of vLLM alone, " in done.stderr
+    assert "--ways: 'none' is none of vLLM alone; " in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -208,3 +224,14 @@ def test_agreement_compares_up_to_the_first_token_that_differs():
     )
     longer = [*other, (1, {1: 0.0})]
     assert agreement.compare([[*first, (2, {2: 0.0})]], [longer])["positions"] == 2
+
+
+def test_compare_vllm_prints_what_vllms_benchmark_measured(checkpoint_folder, tmp_path):
+    """vLLM's own ``vllm bench serve``, against the server of the other tests; every way is one of its servers."""
+    words = (str(checkpoint_folder), "--streams", "2", "--input", "8", "--output", "4", "--logs", str(tmp_path))
+    done = run("compare_vllm.py", *words, "--ways", "fork, W4A16", "--port", port())
+    print(done.stdout, done.stderr[-2000:])
+    assert done.returncode == 0
+    (row,) = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("| fork")]
+    assert row[:2] == ["fork, W4A16", "2"]
+    assert all(float(cell.replace(",", "")) > 0 for cell in row[2:])
