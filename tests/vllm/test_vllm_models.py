@@ -134,17 +134,6 @@ def test_dense_formats_are_the_forks_and_marlin_by_name(checkpoint_folder):
     assert found["o"] == "MarlinMxFp4LinearKernel"
 
 
-def test_activations_that_no_kernel_takes_in_8_bits_stay_bf16_and_it_is_said(checkpoint_folder, log):
-    logits_of = {"qkv": "mxfp4-a8", "o": "mxfp8-a8"}
-    found = chosen_kernels(checkpoint_folder, logits_of)
-    assert (found["qkv"], found["o"]) == ("MarlinMxFp4LinearKernel", "MarlinMxfp8LinearKernel")
-    from flashinfer_sm12x_vllm import table as noted
-
-    rows = [line for line in noted.text().splitlines() if line.startswith(("| qkv", "| o "))]
-    assert len(rows) == 2
-    assert all("no kernel with 8-bit activations is there, so they stay bf16" in row for row in rows)
-
-
 def test_an_explicit_moe_backend_wins_and_is_named(checkpoint_folder, log):
     found = chosen_kernels(checkpoint_folder, {}, "--moe-backend", "marlin")
     assert found["moe"] == "MARLIN MarlinExperts"
