@@ -30,10 +30,11 @@ import torch
 # Kinds of work by what their kernels' names hold, looked through from the top.
 KINDS: dict[str, tuple[str, ...]] = {
     "copies": ("Memcpy", "Memset"),
+    "dense, this fork": ("dense_layer",),
     "routing": ("topk", "routing"),
     "MoE": ("sm12x", "arrange", "moe", "Moe", "MoE", "matmul_ogs", "humming", "swiglu", "act_and_mul", "bitmatrix"),
     "attention": ("xqa", "mha", "FlashAttn", "flash", "BatchPrefill", "attention", "reshape_and_cache", "mergeState"),
-    "Marlin, dense": ("marlin", "Marlin"),
+    "Marlin": ("marlin", "Marlin"),
     "GEMM": ("nvjet", "cublas", "gemm", "gemv", "splitK", "cutlass"),
     "sampling": ("gumbel", "argmax", "ArgMax", "sample", "softmax"),
     "norms and the like": ("triton_", "rms_norm", "rotary", "elementwise"),

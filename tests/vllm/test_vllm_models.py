@@ -346,12 +346,11 @@ def experts_tensors(model: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kinds", [{}, {"qkv": "mxfp8", "o": "mxfp4", "lm_head": "mxfp8"}], ids=["bf16", "quantized"])
-def test_weights_loaded_anew_after_sleep_are_the_same_at_the_same_addresses(checkpoint_folder, kinds, monkeypatch):
+def test_weights_loaded_anew_after_sleep_are_the_same_at_the_same_addresses(checkpoint_folder, kinds):
     """Sleep mode, level 2: vLLM gives away all memory of the load, keeps buffers, and loads weights into the old
     addresses, which CUDA graphs hold."""
     from vllm.model_executor.model_loader.reload.inplace import reload_weights
 
-    marlin_in_pytorch.install(monkeypatch)
     config = serve(checkpoint_folder, kinds)  # --enable-sleep-mode needs the GPU's allocator
     with served.parallel_groups(config):
         model = served.load_model(config)
