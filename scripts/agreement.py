@@ -56,6 +56,7 @@ def answer(model: str, way: str, given: argparse.Namespace) -> Answers:
         skip_tokenizer_init=True,
         enforce_eager=True,
         enable_prefix_caching=False,
+        enable_flashinfer_autotune=False,
         max_model_len=given.input + given.output,
         max_num_seqs=given.prompts,
         max_logprobs=LOGPROBS,
