@@ -29,7 +29,8 @@ WHERE = "import flashinfer; print(flashinfer.__file__)"
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of what the build reads, so that it leaves nothing in the real one."""
     copy = tmp_path_factory.mktemp("checkout")
-    for name in ("flashinfer", "include", "csrc", "tools"):
+    plugin = ("flashinfer_sm12x_vllm", *(path.name for path in REPO.glob("flashinfer_sm12x_vllm-*.dist-info")))
+    for name in ("flashinfer", *plugin, "include", "csrc", "tools"):
         shutil.copytree(REPO / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     (copy / "3rdparty" / "cutlass").mkdir(parents=True)
     shutil.copy(REPO / "3rdparty" / "cutlass" / "README.md", copy / "3rdparty" / "cutlass")
@@ -108,7 +109,7 @@ def test_the_tree_travels(normal, checkout: Path) -> None:
     shipped = {name for name in normal.namelist() if name.startswith("flashinfer_sm12x/")}
     wanted = {
         f"flashinfer_sm12x/{file.relative_to(checkout)}"
-        for top in ("flashinfer", "include", "csrc", "3rdparty")
+        for top in ("flashinfer", "flashinfer_sm12x_vllm", "include", "csrc", "3rdparty")
         for file in (checkout / top).rglob("*")
         if file.is_file() and file.suffix != ".pyc"
     }
@@ -207,6 +208,20 @@ def test_an_installation_over_the_real_wheel_has_what_vllm_looks_for(
         print(all(hasattr(module, name) for module, name in wanted), flashinfer.__fork_version__ > "")
     """
     assert run_python("-c", code, path=[], bare=True).stdout == "True True\n"
+
+
+@pytest.mark.parametrize("kind", ["PYTHONPATH", "normal", "editable"])
+def test_vllms_plugin_is_found_however_the_fork_is_there(request, environment, kind: str) -> None:
+    """vLLM looks for entry points and calls what they load; that imports nothing but the standard library."""
+    if kind != "PYTHONPATH":
+        request.getfixturevalue(kind).extractall(environment.site)
+    code = """if True:
+        import importlib.metadata
+        found = importlib.metadata.entry_points(group="vllm.general_plugins")
+        print(*{(entry.name, entry.load().__module__) for entry in found})
+    """
+    path = (REPO,) if kind == "PYTHONPATH" else ()
+    assert environment.run("-c", code, path=path).stdout == "('flashinfer_sm12x', 'flashinfer_sm12x_vllm')\n"
 
 
 class Pip:
