@@ -30,7 +30,7 @@ def run(script: str, *words: str, fault: str = "", **variables: str) -> subproce
         env={**os.environ, "PYTHONPATH": str(SCRIPTS), "FAULT": fault, **variables},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1800,  # a first run compiles
     )
 
 
@@ -125,15 +125,6 @@ def test_scripts_say_in_a_line_that_there_is_no_gpu(script, words):
     assert done.returncode == 1
     assert len(done.stderr.splitlines()) == 1
     assert done.stderr.startswith("no GPU: torch.cuda.is_available() is False")
-
-
-def test_verify_gpu_judges_the_compiled_kernels_on_the_virtual_sm121():
-    done = run("verify_gpu.py", "--virtual", "--only", "moe", PYTHONPATH=f"{SCRIPTS.parent}:{SCRIPTS}")
-    print(done.stdout)
-    assert done.stdout.splitlines()[-1].startswith("all 6 agree"), done.stderr
-    rows = [line.split("|")[2] for line in done.stdout.splitlines() if line.startswith("| MoE")]
-    assert len(rows) == 6
-    assert all(0 < float(used) <= 1 for used in rows)
 
 
 def test_verify_gpus_attention_reference_is_the_models():

@@ -8,6 +8,7 @@ import pytest
 import served
 import torch
 from test_vllm_models import serve
+from test_vllm_scripts import SCRIPTS, run
 
 
 @pytest.mark.slow
@@ -39,3 +40,13 @@ def test_a_decode_step_of_the_experts_runs_the_compiled_kernels(checkpoint_folde
     error = (on_the_device[0] - on_the_cpu[0]).float().abs().max()
     assert on_the_cpu[0].abs().max() > 0.1
     assert error <= 2 * torch.finfo(torch.bfloat16).eps * on_the_cpu[0].float().abs().max()
+
+
+@pytest.mark.slow
+def test_verify_gpu_judges_the_compiled_kernels_on_the_virtual_sm121():
+    done = run("verify_gpu.py", "--virtual", "--only", "moe", PYTHONPATH=f"{SCRIPTS.parent}:{SCRIPTS}")
+    print(done.stdout)
+    assert done.stdout.splitlines()[-1].startswith("all 6 agree"), done.stderr
+    rows = [line.split("|")[2] for line in done.stdout.splitlines() if line.startswith("| MoE")]
+    assert len(rows) == 6
+    assert all(0 < float(used) <= 1 for used in rows)
