@@ -10,6 +10,7 @@ import torch
 
 from flashinfer.gemm.sm12x_dense import dense_mx
 from flashinfer.jit.sm12x.instances import DENSE_INSTANCES, DenseInstance
+from flashinfer.jit.sm12x.modules import gen_dense_module
 from flashinfer.testing import (
     DenseCase,
     DenseInputs,
@@ -140,3 +141,34 @@ def test_results_are_the_same_on_every_run(device: VirtualDevice) -> None:
 def test_what_is_chosen_runs(device: VirtualDevice, tokens: int) -> None:
     for weights in ("mxfp4", "mxfp8"):
         check(device, DenseCase(tokens, 96, 288, weights), tokens)
+
+
+@pytest.mark.parametrize("names", [("m8_w2", "m8_w2"), ("m32_gemm", "m8_w2"), ("m8_w2", "m32_gemm")], ids="-".join)
+@pytest.mark.parametrize("weights", ["mxfp4", "mxfp8"])
+def test_a_layer_reads_what_the_one_before_it_writes(
+    device: VirtualDevice, weights: str, names: tuple[str, str]
+) -> None:
+    """Programmatic dependent launches: weights are on their way before the launch in front has ended, tokens are not."""
+    print("seed", 60)
+    first = make_dense_inputs(DenseCase(5, 96, 160, weights), 60)
+    second = make_dense_inputs(DenseCase(5, 80, 96, weights), 61)
+    between, out = (torch.full((5, n), torch.nan, dtype=torch.bfloat16) for n in (96, 80))
+    module = device.module(gen_dense_module)
+    rows = [BY_NAME[f"dense_{weights}_{name}"] for name in names]
+    spaces = [
+        None if row.streamed else device.empty(int(device.call(module.sm12x_dense_gemm_workspace_size, 5, k)))
+        for row, k in zip(rows, (160, 96), strict=True)
+    ]
+
+    def launch(*_tensors: torch.Tensor) -> None:
+        for row, inputs, x, y, space in zip(
+            rows, (first, second), (first.arguments[0], between), (between, out), spaces, strict=True
+        ):
+            weight, scale = inputs.arguments[1:]
+            module.sm12x_dense_run(y, x, None, weight, scale, None, None, None, space, 0, row.index, True, True)
+
+    device.call(launch, *first.arguments, *second.arguments, between, out, writes=(between, out))
+    check_within_bound(between, *dense_reference(first), "first")
+    second.x = between.double()
+    check_within_bound(out, *dense_reference(second), "second")
+    assert all(found.clean and found.programmatic for found in device.launches[-2:])

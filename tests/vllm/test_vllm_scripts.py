@@ -155,6 +155,7 @@ def test_verify_gpus_pages_hold_the_sequence():
     import torch
     import verify_gpu
 
+    print("seed", 4)
     pages = verify_gpu.Pages(37, torch.Generator().manual_seed(4))
     for index, tokens in enumerate((pages.key, pages.value)):
         for token in (0, 15, 16, 36):
