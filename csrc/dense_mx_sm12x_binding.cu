@@ -64,7 +64,7 @@ void dense_run(TensorView out, TensorView tokens, Optional<TensorView> token_sca
   const DenseRows rows = dense_rows(tokens, token_scales, token_format, k);
   TVM_FFI_CHECK(out.size(0) == m && out.size(1) == n, ValueError) << "out must be [" << m << ", " << n << "]";
   TVM_FFI_CHECK(weight_scales.numel() >= swizzled_scale_bytes(n, k), ValueError) << "weight_scales is too small";
-  if (m == 0) return;
+  if (m == 0 || n == 0) return;
   StoreEpilogue epilogue = {};
   epilogue.output = out.data_ptr();
   epilogue.output_type = scalar_type(out, "out");

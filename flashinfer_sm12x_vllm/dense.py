@@ -56,7 +56,7 @@ class ForkKernel:
             out_dtype=x.dtype,
             constant_weights=True,
         )
-        return out.view(*x.shape[:-1], -1)
+        return out.view(*x.shape[:-1], layer.weight.shape[0])
 
 
 def make_kernel(choice: Choice, shape: tuple[int, int]) -> Any:

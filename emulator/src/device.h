@@ -60,6 +60,8 @@ struct LaunchConfig {
   bool stop_at_first_report = false;
   /// A seed: other blocks see a block's weak writes only when something orders them, or at random. 0: at once.
   uint64_t weak_memory = 0;
+  /// Scheduler rounds by which one asynchronous copy in 50 lands later than the others. 0: none.
+  uint64_t late_copies = 0;
 };
 
 class Device {

@@ -146,7 +146,7 @@ def mm_fp4(
         )
         if use_8x4_sf_layout or (alpha is not None and alpha.numel() != 1):
             raise ValueError("mm_fp4 with MXFP4 operands takes 128x4 scales and an alpha of one element")
-        return sm12x_mm.mm_mxfp4(a, b, a_descale, b_descale, alpha, out_dtype, out)
+        return sm12x_mm.mm_mxfp4(a, b, a_descale, b_descale, alpha, out_dtype, out, enable_pdl)
     return _upstream.mm_fp4(
         a,
         b,

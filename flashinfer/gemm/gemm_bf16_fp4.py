@@ -58,7 +58,7 @@ def mm_bf16_fp4(
     """
     if backend == sm12x_mm.BACKEND:
         _require_mxfp4(block_size)
-        return sm12x_mm.mm_bf16(a, b, b_descale, alpha, out_dtype, out)
+        return sm12x_mm.mm_bf16(a, b, b_descale, alpha, out_dtype, out, enable_pdl)
     return _upstream.mm_bf16_fp4(
         a,
         b,

@@ -33,6 +33,9 @@ FLOAT_DTYPES = (torch.bfloat16, torch.float16)
 WIDENED_BYTES = 64 << 20
 """Of dequantized weights that a call with many tokens, or one on the CPU, holds at a time."""
 
+WIDENED_ROWS = 2048
+"""Tokens that such a call multiplies at a time: their float32 products are as large as the weights."""
+
 # Formats of token rows, as the kernels number them (DenseTokens in dense_layer.cuh).
 BF16, QUANTIZE_BF16, QUANTIZE_F16, MXFP8_SWIZZLED, MXFP8_LINEAR, MXFP4_SWIZZLED = range(6)
 
@@ -89,7 +92,7 @@ def instance(tactic: int | str | None, weights: str, k: int) -> DenseInstance:
     """
     allowed = [row for row in DENSE_INSTANCES if row.weights == weights and row.longest_k >= k]
     for row in allowed:
-        if tactic in (row.index, row.name):
+        if str(tactic) in (str(row.index), row.name):
             return row
     names = ", ".join(f"{row.index} ({row.name})" for row in allowed) or "none, since K is too long"
     raise ValueError(f"tactic is {tactic!r}; for {weights} weights with k = {k} it may be {names}")
@@ -141,6 +144,7 @@ def dense_mx(
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     constant_weights: bool = False,
+    enable_pdl: bool | None = None,
     tactic: int | str | None = None,
 ) -> torch.Tensor:
     """``alpha * x @ weight.T + bias + residual`` with a weight in MXFP4 or MXFP8.
@@ -177,6 +181,8 @@ def dense_mx(
     constant_weights : bool
         Nothing in front of this call on its stream writes ``weight`` or ``weight_scale``, so that they may be read while it still
         runs, as a model's weights may.
+    enable_pdl : bool, optional
+        Launch as a programmatic dependent; by default where the device can.
     tactic : int or str, optional
         Forces an instance by number or name (``jit.sm12x.instances.DENSE_INSTANCES``).
 
@@ -198,6 +204,8 @@ def dense_mx(
     multiple of 32; ``n`` may be anything.
     """
     if torch.compiler.is_compiling():
+        if out is not None and out_dtype not in (None, out.dtype):
+            raise ValueError(f"out is {describe(out)}; with out_dtype={out_dtype} it must have that dtype")
         if out is None:
             out = torch.empty((x.shape[0], weight.shape[0]), dtype=out_dtype or torch.bfloat16, device=x.device)
         torch.ops.flashinfer.sm12x_dense_mx(
@@ -212,6 +220,7 @@ def dense_mx(
             alpha,
             residual,
             constant_weights,
+            enable_pdl,
             None if tactic is None else str(tactic),
         )
         return out
@@ -223,7 +232,7 @@ def dense_mx(
         row: DenseInstance | None = instance(tactic, weights, k)
     else:
         row = choose(weights, x.shape[0], weight.shape[0], k, _dispatch().is_block_scaled(x.device))
-    if x.shape[0] == 0:
+    if out.numel() == 0:
         return out
     on_cpu = x.device.type == "cpu"
     virtual = virtual_device.active() if on_cpu else None
@@ -235,7 +244,12 @@ def dense_mx(
         from ..testing import virtual_operators
 
         virtual_operators.run_dense(
-            virtual, out, x, x_scale, weight, weight_scale, alpha, bias, residual, token_format, row.index
+            virtual,
+            (out, x, x_scale, weight, weight_scale, alpha, bias, residual),
+            token_format,
+            row.index,
+            constant_weights,
+            enable_pdl is not False,
         )
         return out
     if row is None:
@@ -243,10 +257,10 @@ def dense_mx(
         return out
     tensors = (out, x, x_scale, weight, weight_scale, alpha, bias, residual)
     if _dispatch().one_device() or torch.cuda.current_device() == x.device.index:
-        _launch(row, tensors, token_format, k, constant_weights)
+        _launch(row, tensors, token_format, k, constant_weights, enable_pdl)
     else:
         with torch.cuda.device(x.device):
-            _launch(row, tensors, token_format, k, constant_weights)
+            _launch(row, tensors, token_format, k, constant_weights, enable_pdl)
     return out
 
 
@@ -256,7 +270,12 @@ def _workspace_bytes(num_tokens: int, k: int, device_index: int) -> int:
 
 
 def _launch(
-    row: DenseInstance, tensors: tuple[torch.Tensor | None, ...], token_format: int, k: int, constant_weights: bool
+    row: DenseInstance,
+    tensors: tuple[torch.Tensor | None, ...],
+    token_format: int,
+    k: int,
+    constant_weights: bool,
+    enable_pdl: bool | None,
 ) -> None:
     """Call the kernel module on the current device."""
     x = tensors[1]
@@ -265,9 +284,8 @@ def _launch(
     if not row.streamed:
         size = _workspace_bytes(x.shape[0], k, x.device.index)
         workspace = torch.empty(size, dtype=torch.uint8, device=x.device)
-    _dispatch().dense_module().sm12x_dense_run(
-        *tensors, workspace, token_format, row.index, constant_weights, device_support_pdl(x.device)
-    )
+    pdl = device_support_pdl(x.device) if enable_pdl is None else enable_pdl
+    _dispatch().dense_module().sm12x_dense_run(*tensors, workspace, token_format, row.index, constant_weights, pdl)
 
 
 def _validate(
@@ -405,7 +423,10 @@ def _multiply_widened(
         module.sm12x_widen_rows(
             widened[:rows], weight[part], scale_bytes[first // 128 :], MXFP4_SWIZZLED if mxfp4 else MXFP8_SWIZZLED
         )
-        _finish(out, part, torch.mm(tokens, widened[:rows].T, out_dtype=torch.float32), bias, alpha, residual)
+        for some in range(0, x.shape[0], WIDENED_ROWS):
+            block = slice(some, some + WIDENED_ROWS)
+            product = torch.mm(tokens[block], widened[:rows].T, out_dtype=torch.float32)
+            _finish(out[block], part, product, bias, alpha, None if residual is None else residual[block])
 
 
 @torch.library.custom_op(OPERATOR, mutates_args=("out",))
@@ -421,6 +442,7 @@ def _operator(
     alpha: torch.Tensor | None,
     residual: torch.Tensor | None,
     constant_weights: bool,
+    enable_pdl: bool | None,
     tactic: str | None,
 ) -> None:
     dense_mx(
@@ -436,6 +458,7 @@ def _operator(
         out=out,
         out_dtype=out.dtype,
         constant_weights=constant_weights,
+        enable_pdl=enable_pdl,
         tactic=tactic,
     )
 

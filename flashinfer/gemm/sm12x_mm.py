@@ -55,6 +55,7 @@ def mm_mxfp4(
     alpha: torch.Tensor | None,
     out_dtype: torch.dtype,
     out: torch.Tensor | None,
+    enable_pdl: bool | None = None,
 ) -> torch.Tensor:
     """``alpha * a @ b`` of packed MXFP4 matrices.
 
@@ -70,6 +71,8 @@ def mm_mxfp4(
         bfloat16 or float16.
     out : torch.Tensor, optional
         ``[m, n]`` of ``out_dtype``.
+    enable_pdl : bool, optional
+        As in ``dense_mx``.
 
     Raises
     ------
@@ -84,6 +87,7 @@ def mm_mxfp4(
         alpha=alpha if alpha is None else alpha.reshape(1),
         out=out,
         out_dtype=out_dtype,
+        enable_pdl=enable_pdl,
     )
 
 
@@ -126,6 +130,7 @@ def mm_bf16(
     alpha: torch.Tensor | None,
     out_dtype: torch.dtype | None,
     out: torch.Tensor | None,
+    enable_pdl: bool | None = None,
 ) -> torch.Tensor:
     """``alpha * a @ b.T`` of bfloat16 ``[m, k]`` and a weight ``[n, k]`` in MXFP4 (packed) or MXFP8.
 
@@ -138,7 +143,8 @@ def mm_bf16(
     """
     weight = b if b.dtype is torch.float8_e4m3fn else b.view(torch.uint8)
     factor = alpha if alpha is None else alpha.reshape(1)
-    return dense_mx(a, weight, _straight(b_descale), alpha=factor, out=out, out_dtype=out_dtype or a.dtype)
+    dtype = out_dtype or a.dtype
+    return dense_mx(a, weight, _straight(b_descale), alpha=factor, out=out, out_dtype=dtype, enable_pdl=enable_pdl)
 
 
 def mm_bf16_mxfp8(

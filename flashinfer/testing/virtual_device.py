@@ -106,6 +106,7 @@ class VirtualDevice:
         threads: int,
         accumulation_bits: int = 0,
         weak_memory: int = 0,
+        late_copies: int = 0,
         planted: Mapping[str, str] | None = None,
     ) -> None:
         vsm = _vsm()
@@ -120,6 +121,7 @@ class VirtualDevice:
             accumulation_bits=accumulation_bits,
         )
         self._runtime.weak_memory(weak_memory)
+        self._runtime.late_copies(late_copies)
         self._plants = bool(planted)
         if planted:
             self._runtime.plant(planted)
@@ -251,6 +253,7 @@ class VirtualDevice:
         """Free what :meth:`empty` gave and forget a fault."""
         self._owned.clear()
         self._runtime.weak_memory(0)
+        self._runtime.late_copies(0)
         if self._plants:
             self._runtime.plant({})
         else:
@@ -272,6 +275,7 @@ def virtual_device(
     threads: int = 0,
     accumulation_bits: int = 0,
     weak_memory: int = 0,
+    late_copies: int = 0,
     planted: Mapping[str, str] | None = None,
 ) -> Iterator[VirtualDevice]:
     """Within it, operators on CPU tensors run their compiled kernels on a virtual GPU.
@@ -284,6 +288,8 @@ def virtual_device(
         accumulation_bits: Fraction bits that MMAs of 8-bit and narrower elements keep of their sums; 0: all of them.
         weak_memory: A seed: a block's writes reach other blocks only where something orders them, or earlier at random, and
             what is read without order is reported. 0: at once.
+        late_copies: One asynchronous copy in 50 lands so many scheduler rounds (a step of each warp) later than the others,
+            which pass it. 0: none.
         planted: Faults for a test of the tests: the PTX is read with the values in place of the keys.
 
     Yields:
@@ -298,7 +304,9 @@ def virtual_device(
     with _lock:
         if _stack:
             raise RuntimeError("a virtual device is active in this process already; there can be one at a time")
-        device = VirtualDevice(architecture, strict, watch, threads, accumulation_bits, weak_memory, planted)
+        device = VirtualDevice(
+            architecture, strict, watch, threads, accumulation_bits, weak_memory, late_copies, planted
+        )
         _stack.append(device)
     try:
         yield device

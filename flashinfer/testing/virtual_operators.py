@@ -134,26 +134,21 @@ def run_group_gemm(
 
 def run_dense(
     device: VirtualDevice,
-    out: torch.Tensor,
-    x: torch.Tensor,
-    x_scale: torch.Tensor | None,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor,
-    alpha: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
+    tensors: tuple[torch.Tensor | None, ...],
     token_format: int,
     tactic: int,
+    constant_weights: bool = False,
     enable_pdl: bool = True,
 ) -> None:
     """One dense layer.
 
     Args:
         device: Where it runs.
-        out, x, x_scale, weight, weight_scale, alpha, bias, residual: CPU tensors, as in ``gemm.sm12x_dense.dense_mx``; ``out``
-            is written.
+        tensors: ``out, x, x_scale, weight, weight_scale, alpha, bias, residual``, as in ``gemm.sm12x_dense.dense_mx``, on the
+            CPU; ``out`` is written.
         token_format: Of ``x``, as the kernels number it.
         tactic: An instance of the table.
+        constant_weights: As in ``dense_mx``.
         enable_pdl: Launch as a programmatic dependent.
 
     Raises:
@@ -162,6 +157,10 @@ def run_dense(
     from flashinfer.jit.sm12x.instances import DENSE_INSTANCES
     from flashinfer.jit.sm12x.modules import gen_dense_module
 
+    out, x, _, weight = tensors[:4]
+    assert out is not None
+    assert x is not None
+    assert weight is not None
     module = device.module(gen_dense_module)
     workspace = None
     if not DENSE_INSTANCES[tactic].streamed:
@@ -169,18 +168,11 @@ def run_dense(
         workspace = device.empty(int(device.call(module.sm12x_dense_gemm_workspace_size, x.shape[0], k)))
     device.call(
         module.sm12x_dense_run,
-        out,
-        x,
-        x_scale,
-        weight,
-        weight_scale,
-        alpha,
-        bias,
-        residual,
+        *tensors,
         workspace,
         token_format,
         tactic,
-        True,
+        constant_weights,
         enable_pdl,
         writes=(out,) if workspace is None else (out, workspace),
     )

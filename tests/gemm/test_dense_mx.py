@@ -72,6 +72,7 @@ def test_no_tokens(device: torch.device) -> None:
     inputs = on(device, DenseCase(1, 64, 64), 9)
     x, *weight = inputs.arguments
     assert dense_mx(x[:0], *weight).shape == (0, 64)
+    assert dense_mx(x, weight[0][:0], weight[1][:0]).shape == (1, 0)
 
 
 def test_what_is_chosen() -> None:
@@ -145,7 +146,7 @@ def test_compiled_with_fullgraph(device: torch.device) -> None:
     inputs = on(device, DenseCase(5, 96, 160, bias=torch.bfloat16), 11)
 
     def layer(x: torch.Tensor) -> torch.Tensor:
-        return dense_mx(x, *inputs.arguments[1:], inputs.named["bias"], constant_weights=True) * 2
+        return dense_mx(x, *inputs.arguments[1:], inputs.named["bias"], constant_weights=True, tactic=0) * 2
 
     backend = "aot_eager" if device.type == "cpu" else "inductor"
     compiled = torch.compile(layer, fullgraph=True, backend=backend)

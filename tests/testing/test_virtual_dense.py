@@ -26,6 +26,7 @@ from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
 pytestmark = pytest.mark.slow
 
 ALL_WATCHERS = 31  # vsm.Watch.ALL, races included, and ARRIVALS: GB10's rule
+RACES = 2
 SMS = 48
 BY_NAME = {row.name: row for row in DENSE_INSTANCES}
 
@@ -172,3 +173,19 @@ def test_a_layer_reads_what_the_one_before_it_writes(
     second.x = between.double()
     check_within_bound(out, *dense_reference(second), "second")
     assert all(found.clean and found.programmatic for found in device.launches[-2:])
+
+
+# Rings of a GB10 whose units are several stages.
+@pytest.mark.parametrize(
+    ("name", "k"),
+    [
+        ("dense_mxfp4_m8_w2", 2880),
+        ("dense_mxfp8_m8_w2", 2880),
+        ("dense_mxfp4_m8_w3", 2048),
+        ("dense_mxfp8_m8_w3", 4096),
+    ],
+)
+@pytest.mark.parametrize("rounds", [60, 300])
+def test_copies_that_others_pass(name: str, k: int, rounds: int) -> None:
+    with virtual_device("sm_121a", watch=ALL_WATCHERS - RACES, late_copies=rounds) as device:
+        check(device, DenseCase(5, 16 * SMS * (6 if rounds == 60 else 3), k, BY_NAME[name].weights), 1, name)

@@ -53,6 +53,7 @@ class Runtime:
             "vsm_runtime_unregister": (i32, (u64,)),
             "vsm_runtime_discard": (None, (u64, u64)),
             "vsm_runtime_weak_memory": (None, (u64,)),
+            "vsm_runtime_late_copies": (None, (u64,)),
             "vsm_runtime_plant": (None, (pointer(text), pointer(text), i32)),
             "vsm_runtime_planted": (u64, ()),
             "vsm_runtime_take_launches": (handle, (pointer(u64),)),
@@ -143,6 +144,10 @@ class Runtime:
         """Launches from now on show a block's writes to others only in the order that the program asks for, or earlier
         where the seed has it (see the emulator's README). 0: at once."""
         self._library.vsm_runtime_weak_memory(seed)
+
+    def late_copies(self, rounds: int) -> None:
+        """In launches from now on one asynchronous copy in 50 lands so many scheduler rounds later. 0: none."""
+        self._library.vsm_runtime_late_copies(rounds)
 
     def plant(self, replacements: Mapping[str, str]) -> None:
         """Read all PTX anew with the values in place of the keys: faults that a test plants. An empty mapping reads it as

@@ -156,6 +156,7 @@ void Block::issue(PendingCopy copy) {
   // 1 to 4 rounds, from the block's own sequence: the same in every run.
   rng = rng * 6364136223846793005ull + 1442695040888963407ull;
   copy.delay = 1 + (rng >> 62);
+  if (launch->config->late_copies && (rng >> 32) % 50 == 0) copy.delay += launch->config->late_copies;
   Warp& w = warps[static_cast<size_t>(copy.warp)];
   copy.clock = w.clock;
   copy.fenced = fenced;

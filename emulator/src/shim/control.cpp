@@ -220,6 +220,12 @@ void vsm_runtime_weak_memory(uint64_t seed) {
   runtime.settings().weak_memory = seed;
 }
 
+void vsm_runtime_late_copies(uint64_t rounds) {
+  Runtime& runtime = Runtime::get();
+  std::lock_guard<std::recursive_mutex> lock(runtime.mutex());
+  runtime.settings().late_copies = rounds;
+}
+
 void vsm_runtime_plant(const char* const* from, const char* const* to, int count) {
   Runtime& runtime = Runtime::get();
   std::lock_guard<std::recursive_mutex> lock(runtime.mutex());

@@ -30,6 +30,8 @@ int vsm_runtime_unregister(uint64_t address);
 void vsm_runtime_discard(uint64_t address, uint64_t bytes);
 /* LaunchConfig::weak_memory of the launches from now on: a seed, or 0. */
 void vsm_runtime_weak_memory(uint64_t seed);
+/* LaunchConfig::late_copies of the launches from now on: rounds, or 0. */
+void vsm_runtime_late_copies(uint64_t rounds);
 /* Reads all PTX anew with to[i] in place of each from[i], to plant faults; count 0: as it is. Resets. */
 void vsm_runtime_plant(const char* const* from, const char* const* to, int count);
 /* How often they were put in since. */

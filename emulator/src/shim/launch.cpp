@@ -203,6 +203,7 @@ int Runtime::run(const LaunchRequest& request, const std::vector<uint8_t>& param
   config.cooperative = request.cooperative;
   config.max_warp_instructions = settings_.max_warp_instructions;
   config.weak_memory = settings_.weak_memory;
+  config.late_copies = settings_.late_copies;
   config.accumulation_bits = settings_.accumulation_bits;
 
   LaunchRecord record;

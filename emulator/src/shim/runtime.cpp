@@ -30,6 +30,7 @@ Settings settings_from_environment() {
   if (const char* text = std::getenv("VSM_MAX_INSTRUCTIONS"))
     settings.max_warp_instructions = std::strtoull(text, nullptr, 10);
   if (const char* text = std::getenv("VSM_WEAK_MEMORY")) settings.weak_memory = std::strtoull(text, nullptr, 10);
+  if (const char* text = std::getenv("VSM_LATE_COPIES")) settings.late_copies = std::strtoull(text, nullptr, 10);
   if (const char* text = std::getenv("VSM_ACCUMULATION_BITS"))
     settings.accumulation_bits = static_cast<uint32_t>(std::strtoul(text, nullptr, 10));
   if (const char* text = std::getenv("VSM_STRICT")) settings.strict = std::strcmp(text, "0") != 0;

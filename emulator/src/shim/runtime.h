@@ -103,6 +103,7 @@ struct Settings {
   uint32_t watch = kWatchDefault;
   uint64_t max_warp_instructions = 0;
   uint64_t weak_memory = 0;    // LaunchConfig::weak_memory of every launch
+  uint64_t late_copies = 0;    // LaunchConfig::late_copies
   /// PTX is read with the second text of each in place of all occurrences of the first.
   std::vector<std::pair<std::string, std::string>> planted;
   uint32_t accumulation_bits = 0;  // LaunchConfig's

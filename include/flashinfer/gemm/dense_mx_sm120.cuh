@@ -52,8 +52,14 @@ struct DenseArguments {
       weights_first;  // no launch in front writes weights or scales: with dependent launches they are read before it ends
 };
 
-// Stages of a unit: as few as leave the ring five stages or more (one being computed, one being finished, the others under
-// way), or else as many as give it most.
+// A ring's stages: whole units of `g`, so that a stage always is of the same chunk. A warp waits only for stages of its own
+// chunk; of one that changed hands it would miss a phase, and take the parity of the one before for that of the next.
+inline int ring_stages(const StreamedGemm& g, int ring_bytes, int stage_bytes) {
+  return std::min(ring_bytes / stage_bytes, kMaxStreamStages) / g.chunks * g.chunks;
+}
+
+// Chunks of a unit: as few as leave the ring five stages or more (one being multiplied, one being finished, the others under
+// way), else as many as give it most.
 inline StreamedGemm plan_dense(const DenseInstance& instance, int n, int k, int ring_bytes, int* stage_bytes) {
   StreamedGemm best = {};
   int most = 0;
@@ -62,9 +68,8 @@ inline StreamedGemm plan_dense(const DenseInstance& instance, int n, int k, int 
         instance.weights, instance.words, instance.mma_warps, instance.token_tile, 1, n, k, chunks, true};
     const StreamedGemm g = plan.make();
     if (g.groups == 0) continue;
-    const int bytes = plan.stage_bytes(g), stages = std::min(ring_bytes / bytes, kMaxStreamStages);
-    // Stages of a unit count once.
-    if (stages / g.chunks >= 1 && stages > most) {
+    const int bytes = plan.stage_bytes(g), stages = ring_stages(g, ring_bytes, bytes);
+    if (stages > most) {
       best = g;
       most = stages;
       *stage_bytes = bytes;
@@ -74,12 +79,11 @@ inline StreamedGemm plan_dense(const DenseInstance& instance, int n, int k, int 
 }
 
 inline Status run_dense_layer(const DenseArguments& a, const LaunchOptions& options) {
-  if (a.num_tokens == 0 || a.n == 0) return {};
   DenseParams p = {};
   const int ring_bytes = options.shared_bytes - kDenseFixedBytes;
   p.gemm = plan_dense(*a.instance, a.n, a.k, ring_bytes, &p.stage_bytes);
   if (p.gemm.groups == 0) return {cudaErrorInvalidValue, "K is too long for this dense tactic"};
-  p.stages = std::min(ring_bytes / p.stage_bytes, kMaxStreamStages);
+  p.stages = ring_stages(p.gemm, ring_bytes, p.stage_bytes);
   if (const cudaError_t error = a.instance->prepare(options)) {
     return {error, "this device does not grant the dense tactic's shared memory"};
   }

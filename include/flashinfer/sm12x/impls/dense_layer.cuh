@@ -229,9 +229,11 @@ __device__ __forceinline__ void keep_ring(const DenseParams& p, const DenseRing&
   const int keepers = max(1, min(Shape::kKeeperWarps, ring.stages / g.chunks));
   if (turn >= keepers) return;
   if (!p.weights_first) ptx::wait_for_prerequisite_grids();
-  // At first one stage of each keeper is under way: what is needed first, weights and code, does not queue behind the rest.
+  // At first one stage of each keeper is under way: what is needed first, weights and code, does not queue behind the rest. Not
+  // where another keeper might fill that stage again meanwhile, and end the phase that is waited for.
+  const bool one_by_one = g.chunks == 1 || keepers == 1;
   for (int stage = turn; stage < min(ring.stages, work.steps * g.chunks); stage += keepers) {
-    if (stage >= keepers) ptx::mbarrier_wait(ring.full(stage - keepers), 0);
+    if (one_by_one && stage >= keepers) ptx::mbarrier_wait(ring.full(stage - keepers), 0);
     fill_chunk(g, ring, stage, DenseStep(work, stage / g.chunks).weight_unit(), stage % g.chunks, lane);
   }
   ptx::wait_for_prerequisite_grids();  // what the outputs replace has been read
