@@ -47,6 +47,8 @@ def arrivals(sass: str) -> tuple[int, int]:
             behind_fence = False
         elif FENCE.match(opcode):
             behind_fence = True
+        elif opcode.startswith("FENCE.VIEW.ASYNC"):  # what stood before it was a part of it: a proxy fence is two
+            behind_fence = False
         elif MEMORY.match(opcode) or CONTROL.match(opcode):
             behind_fence = False
     return found, fenced
