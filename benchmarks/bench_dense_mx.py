@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time gpt-oss-120b's dense layers (QKV, O, LM head) in MXFP4 and MXFP8, beside their floor and beside what others have.
+"""Time gpt-oss-120b's dense layers (QKV, O, LM head) in MXFP4 and MXFP8, beside their floor and what others have.
 
     python benchmarks/bench_dense_mx.py
     python benchmarks/bench_dense_mx.py --layers lm_head --tokens 1,8 --marlin _C_stable_libtorch.abi3.so
 
-The floor is a plain streaming read of the weights and scales. cuBLAS multiplies the same weight in bfloat16; Marlin is vLLM's
-W4A16 kernel, from the library that --marlin names. Every number is the median of replays of a CUDA graph, each after a write of
-256 MB so that L2 holds nothing of the layer. Ours is compared with float64 on some rows of the weight before it is timed, and
-the exit status is 1 where it disagrees; Marlin with a tolerance.
+The floor is a plain streaming read of the weights and scales. cuBLAS multiplies the same weight in bfloat16; Marlin is
+vLLM's W4A16 kernel, from the library that --marlin names. Every number is the median of replays of a CUDA graph, each
+after a write of 256 MB so that L2 holds nothing of the layer. Ours is compared with float64 on some rows of the weight
+before it is timed, and the exit status is 1 where it disagrees; Marlin with a tolerance.
 """
 
 from __future__ import annotations

@@ -127,12 +127,14 @@ def _sm12x_specs(everything: bool) -> list[Any]:
 
 
 @_group.command("sm12x-build")
-@click.option("--all", "everything", is_flag=True, help="Instances outside the default set too")
+@click.option("--all", "everything", is_flag=True, help="Dense layers, and instances outside the default set, too")
 @click.option("--verbose", is_flag=True, help="Show the compilers' commands and output")
 def sm12x_build_cmd(everything: bool, verbose: bool) -> None:
     """Build fused_moe_120 now rather than at the first request"""
+    from .jit.sm12x import modules
+
     with _in_one_line():
-        for spec in _sm12x_specs(everything):
+        for spec in [*_sm12x_specs(everything), *([modules.gen_dense_module()] if everything else [])]:
             done = spec.build(verbose=verbose or None, need_lock=True)
             what = f"{len(done.compiled)} of {len(spec.sources)} sources compiled" if done.linked else "was up to date"
             click.echo(f"{spec.name}: {what}, {done.wall_seconds:.1f} s: {spec.plan.library}")

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """QKV, O and the LM head in MXFP8 or MXFP4, quantized while they are loaded, on this fork's kernels.
 
-A weight is materialized in bf16 when its checkpoint tensors arrive, quantized by rows and freed before the next: one layer's
-bf16 copy is the most that is there beside the model. With ``--linear-backend`` vLLM's kernel of that name computes instead.
+A weight is materialized in bf16 when its checkpoint tensors arrive, quantized by rows and freed before the next: one
+layer's bf16 copy is the most that is there beside the model. With ``--linear-backend`` vLLM's kernel of that name
+computes instead.
 """
 
 from __future__ import annotations
@@ -122,6 +123,11 @@ class DenseMethod(LinearMethodBase):
         initialize_online_processing(layer)
         self.kernel = make_kernel(self.choice, (rows, input_size_per_partition))
         ours = isinstance(self.kernel, ForkKernel)
+        if ours and self.choice.activations == "a16" and params_dtype is not torch.bfloat16:
+            raise ValueError(
+                f"{self.kind}: the model's activations are {params_dtype}; {self.choice} takes torch.bfloat16. Choose "
+                f'{{"sm12x": {{"{self.kind}": "{self.choice.weights}-a8"}}}}, or start with --dtype bfloat16'
+            )
         backend = "flashinfer-sm12x" if ours else f"vLLM's {type(self.kernel).__name__}"
         table.note(self.kind, backend, str(self.choice), "chosen" if ours else "--linear-backend")
 

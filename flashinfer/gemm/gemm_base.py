@@ -132,8 +132,8 @@ def mm_fp4(
     # fmt: on
     """Upstream's ``mm_fp4``, whose documentation holds; MXFP4 operands are also computed by this fork.
 
-    That is: ``backend="sm12x"``; CPU tensors; and ``backend="cute-dsl"`` on SM12x, where upstream refuses it and vLLM asks for it
-    (``--quantization-config '{"linear": "mxfp4"}'``). See :func:`flashinfer.gemm.sm12x_mm.mm_mxfp4`.
+    That is: ``backend="sm12x"``; CPU tensors; and ``backend="cute-dsl"`` on SM12x, where upstream refuses it and vLLM asks
+    for it (``--quantization-config '{"linear": "mxfp4"}'``). See :func:`flashinfer.gemm.sm12x_mm.mm_mxfp4`.
 
     Raises
     ------
@@ -164,8 +164,11 @@ def mm_fp4(
     )
 
 
-for _attribute in ("is_backend_supported", "is_compute_capability_supported"):
-    setattr(mm_fp4, _attribute, getattr(_upstream.mm_fp4, _attribute))
+for _attribute, _answer in (
+    ("is_backend_supported", sm12x_mm.with_backend(_upstream.mm_fp4.is_backend_supported)),
+    ("is_compute_capability_supported", _upstream.mm_fp4.is_compute_capability_supported),
+):
+    setattr(mm_fp4, _attribute, _answer)
 
 
 # fmt: off
@@ -177,7 +180,7 @@ def mm_mxfp8(
     skip_check: bool = False,
 ) -> torch.Tensor:
     # fmt: on
-    """Upstream's ``mm_mxfp8``, whose documentation holds; ``backend="sm12x"`` and CPU tensors are computed by this fork.
+    """Upstream's ``mm_mxfp8``, whose documentation holds; this fork computes ``backend="sm12x"`` and CPU tensors.
 
     See :func:`flashinfer.gemm.sm12x_mm.mm_mxfp8`. There k may be any multiple of 32 and n anything.
 
@@ -195,5 +198,8 @@ def mm_mxfp8(
     )
 
 
-for _attribute in ("is_backend_supported", "is_compute_capability_supported"):
-    setattr(mm_mxfp8, _attribute, getattr(_upstream.mm_mxfp8, _attribute))
+for _attribute, _answer in (
+    ("is_backend_supported", sm12x_mm.with_backend(_upstream.mm_mxfp8.is_backend_supported)),
+    ("is_compute_capability_supported", _upstream.mm_mxfp8.is_compute_capability_supported),
+):
+    setattr(mm_mxfp8, _attribute, _answer)

@@ -73,5 +73,8 @@ def mm_bf16_fp4(
     )
 
 
-for _attribute in ("is_backend_supported", "is_compute_capability_supported"):
-    setattr(mm_bf16_fp4, _attribute, getattr(_upstream.mm_bf16_fp4, _attribute))
+for _attribute, _answer in (
+    ("is_backend_supported", sm12x_mm.with_backend(_upstream.mm_bf16_fp4.is_backend_supported)),
+    ("is_compute_capability_supported", _upstream.mm_bf16_fp4.is_compute_capability_supported),
+):
+    setattr(mm_bf16_fp4, _attribute, _answer)

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dense layers with weights in MXFP4 or MXFP8 on SM12x's own kernels and on the CPU: checks, choice of kernel, launch.
 
-Few tokens are one stream of weights (``include/flashinfer/sm12x/impls/dense_layer.cuh``), more are a GEMM of bfloat16, which holds
-every value of these formats exactly (``grouped_gemm.cuh``). For very many, weights are widened to bfloat16 some rows at a time,
-and cuBLAS multiplies them.
+Few tokens are one stream of weights (``include/flashinfer/sm12x/impls/dense_layer.cuh``), more are a GEMM of bfloat16,
+which holds every value of these formats exactly (``grouped_gemm.cuh``). For very many, weights are widened to bfloat16
+some rows at a time, and cuBLAS multiplies them.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -29,17 +29,34 @@ from ..utils import device_support_pdl
 
 OPERATOR = "flashinfer::sm12x_dense_mx"
 OUTPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-FLOAT_DTYPES = (torch.bfloat16, torch.float16)
 WIDENED_BYTES = 64 << 20
 """Of dequantized weights that a call with many tokens, or one on the CPU, holds at a time."""
 
 WIDENED_ROWS = 2048
 """Tokens that such a call multiplies at a time: their float32 products are as large as the weights."""
 
-# Formats of token rows, as the kernels number them (DenseTokens in dense_layer.cuh).
+# Formats of token rows, as the kernels number them (DenseTokens in dense_params.cuh).
 BF16, QUANTIZE_BF16, QUANTIZE_F16, MXFP8_SWIZZLED, MXFP8_LINEAR, MXFP4_SWIZZLED = range(6)
 
 Activation = Literal["bf16", "mxfp8"]
+
+
+class Operands(NamedTuple):
+    """A call's tensors, in the order in which the kernels' module takes them."""
+
+    out: torch.Tensor
+    x: torch.Tensor
+    x_scale: torch.Tensor | None
+    weight: torch.Tensor
+    weight_scale: torch.Tensor
+    alpha: torch.Tensor | None
+    bias: torch.Tensor | None
+    residual: torch.Tensor | None
+
+    @property
+    def k(self) -> int:
+        """Elements of a row."""
+        return self.weight.shape[1] * (2 if self.weight.dtype is torch.uint8 else 1)
 
 
 def _dispatch() -> Any:
@@ -65,7 +82,7 @@ WIDENED_TOKENS = {False: 256, True: 4096}
 
 
 def choose(weights: str, num_tokens: int, n: int, k: int, block_scaled: bool = True) -> DenseInstance | None:
-    """The instance for ``num_tokens`` rows and a weight ``[n, k]``, or None where cuBLAS is to multiply widened weights.
+    """The instance for ``num_tokens`` rows and a weight ``[n, k]``; None: cuBLAS is to multiply widened weights.
 
     ``block_scaled`` is whether the device is an SM12x.
     """
@@ -117,10 +134,15 @@ def _token_format(x: torch.Tensor, x_scale: Any, activation: Any, swizzled_x_sca
     )
 
 
-def _require_scales(
-    name: str, scales: Any, rows: int, blocks: int, device: torch.device, swizzled: bool = True
-) -> None:
-    """Scale bytes of ``[rows, blocks]``, of whatever shape holds as many as the layout has."""
+def require_scales(name: str, scales: Any, rows: int, k: int, device: torch.device, swizzled: bool = True) -> None:
+    """Raise unless ``scales`` are the bytes of a matrix ``[rows, k]``, of whatever shape holds as many as the layout has.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Not a tensor; another size, device, or not contiguous bytes.
+    """
+    blocks = k // BLOCK_SIZE
     needed = mx_cpu.swizzled_size(rows, blocks) if swizzled else rows * blocks
     layout = "128x4" if swizzled else "linear"
     expected = f"{needed} contiguous bytes: {layout} scales of {rows} rows and {blocks} blocks of 32, on {device}"
@@ -149,8 +171,8 @@ def dense_mx(
 ) -> torch.Tensor:
     """``alpha * x @ weight.T + bias + residual`` with a weight in MXFP4 or MXFP8.
 
-    On SM12x (and, with ``FLASHINFER_SM12X_MOE=1``, on compute capability 9.0) these are this fork's kernels; CPU tensors are
-    computed on the CPU. Results are the same on every run.
+    On SM12x (and, with ``FLASHINFER_SM12X_MOE=1``, on compute capability 9.0) these are this fork's kernels; CPU tensors
+    are computed on the CPU. Results are the same on every run.
 
     Parameters
     ----------
@@ -158,14 +180,15 @@ def dense_mx(
         ``[m, k]``: bfloat16 (or float16 with ``activation="mxfp8"``); float8_e4m3fn with ``x_scale`` (MXFP8); uint8
         ``[m, k / 2]``, two e2m1 a byte, with ``x_scale`` (MXFP4).
     weight : torch.Tensor
-        ``[n, k]`` float8_e4m3fn (MXFP8), or ``[n, k / 2]`` uint8, two e2m1 a byte, the even element in the low nibble (MXFP4).
+        ``[n, k]`` float8_e4m3fn (MXFP8), or ``[n, k / 2]`` uint8, two e2m1 a byte, the even element in the low nibble
+        (MXFP4).
     weight_scale : torch.Tensor
         UE8M0 bytes in 128x4 layout: ``pad128(n) * pad4(k / 32)`` of them, of any shape.
     bias : torch.Tensor, optional
         ``[n]`` bfloat16, float16 or float32.
     activation : str
-        ``"bf16"``: x is multiplied as it is (W4A16, W8A16). ``"mxfp8"``: it is rounded to MXFP8 first, inside (W4A8, W8A8).
-        Without meaning with ``x_scale``.
+        ``"bf16"``: x is multiplied as it is (W4A16, W8A16). ``"mxfp8"``: it is rounded to MXFP8 first, inside (W4A8,
+        W8A8). Without meaning with ``x_scale``.
     x_scale : torch.Tensor, optional
         UE8M0 bytes of ``x``: 128x4 (``pad128(m) * pad4(k / 32)``), or linear ``[m, k / 32]``.
     swizzled_x_scale : bool
@@ -175,12 +198,12 @@ def dense_mx(
     residual : torch.Tensor, optional
         ``[m, n]`` of the output's dtype, added.
     out : torch.Tensor, optional
-        ``[m, n]``; may not overlap ``x`` or ``residual``.
+        ``[m, n]``; may be ``residual`` itself, and else may not overlap it or ``x``.
     out_dtype : torch.dtype, optional
         bfloat16 (default), float16 or float32; that of ``out`` if given.
     constant_weights : bool
-        Nothing in front of this call on its stream writes ``weight`` or ``weight_scale``, so that they may be read while it still
-        runs, as a model's weights may.
+        Nothing in front of this call on its stream writes ``weight`` or ``weight_scale``, so that they may be read while
+        it still runs, as a model's weights may.
     enable_pdl : bool, optional
         Launch as a programmatic dependent; by default where the device can.
     tactic : int or str, optional
@@ -200,8 +223,8 @@ def dense_mx(
 
     Notes
     -----
-    Products are exact, sums are float32. e4m3 values whose scale is below ``2^-124`` may lose their last bits. ``k`` is a
-    multiple of 32; ``n`` may be anything.
+    Products are exact, sums are float32. e4m3 values whose scale is below ``2^-124`` may lose their last bits. ``k`` is
+    a multiple of 32; ``n`` may be anything.
     """
     if torch.compiler.is_compiling():
         if out is not None and out_dtype not in (None, out.dtype):
@@ -227,40 +250,31 @@ def dense_mx(
     out, token_format = _validate(
         x, weight, weight_scale, bias, activation, x_scale, swizzled_x_scale, alpha, residual, out, out_dtype
     )
-    weights, k = weights_of(weight), weight.shape[1] * (2 if weight.dtype is torch.uint8 else 1)
+    operands = Operands(out, x, x_scale, weight, weight_scale, alpha, bias, residual)
+    weights, k = weights_of(weight), operands.k
+    row: DenseInstance | None
     if tactic is not None:
-        row: DenseInstance | None = instance(tactic, weights, k)
+        row = instance(tactic, weights, k)
     else:
         row = choose(weights, x.shape[0], weight.shape[0], k, _dispatch().is_block_scaled(x.device))
     if out.numel() == 0:
         return out
     on_cpu = x.device.type == "cpu"
     virtual = virtual_device.active() if on_cpu else None
-    if on_cpu and (virtual is None or row is None):
-        _compute_on_cpu(out, x, weight, weight_scale, bias, token_format, x_scale, alpha, residual)
+    if on_cpu and (virtual is None or row is None):  # a virtual device has no cuBLAS
+        _compute_on_cpu(operands, token_format)
         return out
     require_alignment({"x": x, "weight": weight, "weight_scale": weight_scale})
     if virtual is not None and row is not None:
         from ..testing import virtual_operators
 
-        virtual_operators.run_dense(
-            virtual,
-            (out, x, x_scale, weight, weight_scale, alpha, bias, residual),
-            token_format,
-            row.index,
-            constant_weights,
-            enable_pdl is not False,
-        )
-        return out
-    if row is None:
-        _multiply_widened(out, x, weight, weight_scale, bias, token_format, x_scale, alpha, residual)
-        return out
-    tensors = (out, x, x_scale, weight, weight_scale, alpha, bias, residual)
-    if _dispatch().one_device() or torch.cuda.current_device() == x.device.index:
-        _launch(row, tensors, token_format, k, constant_weights, enable_pdl)
+        pdl = enable_pdl is not False
+        virtual_operators.run_dense(virtual, operands, token_format, row.index, constant_weights, pdl)
+    elif _dispatch().one_device() or torch.cuda.current_device() == x.device.index:
+        _launch(row, operands, token_format, constant_weights, enable_pdl)
     else:
         with torch.cuda.device(x.device):
-            _launch(row, tensors, token_format, k, constant_weights, enable_pdl)
+            _launch(row, operands, token_format, constant_weights, enable_pdl)
     return out
 
 
@@ -270,22 +284,37 @@ def _workspace_bytes(num_tokens: int, k: int, device_index: int) -> int:
 
 
 def _launch(
-    row: DenseInstance,
-    tensors: tuple[torch.Tensor | None, ...],
+    row: DenseInstance | None,
+    operands: Operands,
     token_format: int,
-    k: int,
     constant_weights: bool,
     enable_pdl: bool | None,
 ) -> None:
     """Call the kernel module on the current device."""
-    x = tensors[1]
-    assert x is not None
-    workspace = None
+    if row is None:
+        _multiply_widened(operands, token_format)
+        return
+    x, workspace = operands.x, None
     if not row.streamed:
-        size = _workspace_bytes(x.shape[0], k, x.device.index)
+        size = _workspace_bytes(x.shape[0], operands.k, x.device.index)
         workspace = torch.empty(size, dtype=torch.uint8, device=x.device)
     pdl = device_support_pdl(x.device) if enable_pdl is None else enable_pdl
-    _dispatch().dense_module().sm12x_dense_run(*tensors, workspace, token_format, row.index, constant_weights, pdl)
+    _dispatch().dense_module().sm12x_dense_run(*operands, workspace, token_format, row.index, constant_weights, pdl)
+
+
+def _require_apart(out: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None) -> None:
+    """Raise where an output would be written before what it replaces was read."""
+
+    def span(tensor: torch.Tensor) -> tuple[int, int]:
+        return tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
+
+    first, last = span(out)
+    for name, tensor in (("x", x), ("residual", residual)):
+        if tensor is None or (name == "residual" and span(tensor) == (first, last)):
+            continue
+        start, end = span(tensor)
+        if start < last and first < end:
+            raise ValueError(f"out overlaps {name}; it must be memory of its own")
 
 
 def _validate(
@@ -319,10 +348,9 @@ def _validate(
     k = require_k_alignment("k", packed * (2 if weight.dtype is torch.uint8 else 1))
     m = x.shape[0]
     require_tensor("x", x, [(m, k // 2 if token_format == MXFP4_SWIZZLED else k)], [x.dtype], device, "k as weight's")
-    blocks = k // BLOCK_SIZE
-    _require_scales("weight_scale", weight_scale, n, blocks, device)
+    require_scales("weight_scale", weight_scale, n, k, device)
     if x_scale is not None:
-        _require_scales("x_scale", x_scale, m, blocks, device, token_format != MXFP8_LINEAR)
+        require_scales("x_scale", x_scale, m, k, device, token_format != MXFP8_LINEAR)
     if out_dtype is None:
         out_dtype = out.dtype if isinstance(out, torch.Tensor) else torch.bfloat16
     if out_dtype not in OUTPUT_DTYPES:
@@ -337,12 +365,13 @@ def _validate(
         out = torch.empty((m, n), dtype=out_dtype, device=device)
     else:
         require_tensor("out", out, [(m, n)], [out_dtype], device)
+        _require_apart(out, x, residual)
     return out, token_format
 
 
-def _token_values(x: torch.Tensor, x_scale: torch.Tensor | None, token_format: int, k: int) -> torch.Tensor:
+def _token_values(operands: Operands, token_format: int) -> torch.Tensor:
     """What the kernels multiply, as float32."""
-    blocks = k // BLOCK_SIZE
+    x, x_scale, blocks = operands.x, operands.x_scale, operands.k // BLOCK_SIZE
     if token_format == BF16:
         return x.float()
     if token_format in (QUANTIZE_BF16, QUANTIZE_F16):
@@ -356,77 +385,49 @@ def _token_values(x: torch.Tensor, x_scale: torch.Tensor | None, token_format: i
     return mx_cpu.dequantize_mxfp4_linear(x, scales)
 
 
-def _finish(
-    out: torch.Tensor,
-    part: slice,
-    product: torch.Tensor,
-    bias: torch.Tensor | None,
-    alpha: torch.Tensor | None,
-    residual: torch.Tensor | None,
-) -> None:
-    """Columns ``part`` of the output from their float32 product."""
-    if alpha is not None:
-        product = product * alpha
-    if bias is not None:
-        product = product + bias[part].float()
-    if residual is not None:
-        product = product + residual[:, part].float()
-    out[:, part] = product
+def _finish(operands: Operands, rows: slice, columns: slice, product: torch.Tensor) -> None:
+    """A part of the output from its float32 product."""
+    if operands.alpha is not None:
+        product = product * operands.alpha
+    if operands.bias is not None:
+        product = product + operands.bias[columns].float()
+    if operands.residual is not None:
+        product = product + operands.residual[rows, columns].float()
+    operands.out[rows, columns] = product
 
 
-def _compute_on_cpu(
-    out: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    token_format: int,
-    x_scale: torch.Tensor | None,
-    alpha: torch.Tensor | None,
-    residual: torch.Tensor | None,
-) -> None:
-    n, k = weight.shape[0], weight.shape[1] * (2 if weight.dtype is torch.uint8 else 1)
-    scales = mx_cpu.unswizzle_128x4(weight_scale, n, k // BLOCK_SIZE)
+def _compute_on_cpu(operands: Operands, token_format: int) -> None:
+    weight, k = operands.weight, operands.k
+    scales = mx_cpu.unswizzle_128x4(operands.weight_scale, weight.shape[0], k // BLOCK_SIZE)
     dequantize = mx_cpu.dequantize_mxfp4_linear if weight.dtype is torch.uint8 else mx_cpu.dequantize_mxfp8_linear
-    tokens = _token_values(x, x_scale, token_format, k)
+    tokens = _token_values(operands, token_format)
     chunk = max(1, WIDENED_BYTES // (4 * k))
-    for first in range(0, n, chunk):
+    for first in range(0, weight.shape[0], chunk):
         part = slice(first, first + chunk)
-        _finish(out, part, tokens @ dequantize(weight[part], scales[part]).T, bias, alpha, residual)
+        _finish(operands, slice(None), part, tokens @ dequantize(weight[part], scales[part]).T)
 
 
-def _multiply_widened(
-    out: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    token_format: int,
-    x_scale: torch.Tensor | None,
-    alpha: torch.Tensor | None,
-    residual: torch.Tensor | None,
-) -> None:
+def _multiply_widened(operands: Operands, token_format: int) -> None:
     """Many tokens on a GPU: both operands as bfloat16, some rows of weights at a time, by cuBLAS."""
-    n, mxfp4 = weight.shape[0], weight.dtype is torch.uint8
-    k = weight.shape[1] * (2 if mxfp4 else 1)
+    x, weight, k = operands.x, operands.weight, operands.k
+    n, weight_format = weight.shape[0], MXFP4_SWIZZLED if weight.dtype is torch.uint8 else MXFP8_SWIZZLED
     module = _dispatch().dense_module()
     tokens = x
     if token_format != BF16:
         tokens = torch.empty((x.shape[0], k), dtype=torch.bfloat16, device=x.device)
-        module.sm12x_widen_rows(tokens, x, x_scale, token_format)
+        module.sm12x_widen_rows(tokens, x, operands.x_scale, token_format)
     chunk = max(128, WIDENED_BYTES // (2 * k) // 128 * 128)  # whole chunks of scales
     widened = torch.empty((min(n, chunk), k), dtype=torch.bfloat16, device=x.device)
-    scale_bytes = weight_scale.view(torch.uint8).reshape(-1, mx_cpu.swizzled_size(1, k // BLOCK_SIZE))  # of 128 rows
+    scales = operands.weight_scale.view(torch.uint8).reshape(
+        -1, mx_cpu.swizzled_size(1, k // BLOCK_SIZE)
+    )  # of 128 rows
     for first in range(0, n, chunk):
-        rows = min(chunk, n - first)
-        part = slice(first, first + rows)
-        module.sm12x_widen_rows(
-            widened[:rows], weight[part], scale_bytes[first // 128 :], MXFP4_SWIZZLED if mxfp4 else MXFP8_SWIZZLED
-        )
-        for some in range(0, x.shape[0], WIDENED_ROWS):
-            block = slice(some, some + WIDENED_ROWS)
-            product = torch.mm(tokens[block], widened[:rows].T, out_dtype=torch.float32)
-            _finish(out[block], part, product, bias, alpha, None if residual is None else residual[block])
+        part = slice(first, min(n, first + chunk))
+        some = widened[: part.stop - first]
+        module.sm12x_widen_rows(some, weight[part], scales[first // 128 :], weight_format)
+        for row in range(0, x.shape[0], WIDENED_ROWS):
+            rows = slice(row, row + WIDENED_ROWS)
+            _finish(operands, rows, part, torch.mm(tokens[rows], some.T, out_dtype=torch.float32))
 
 
 @torch.library.custom_op(OPERATOR, mutates_args=("out",))

@@ -14,11 +14,14 @@ call                                     tokens      weights     also taken
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from ..fused_moe import sm12x_dispatch
 from ..sm12x_arguments import describe
-from .sm12x_dense import dense_mx
+from .sm12x_dense import dense_mx, require_scales
 
 BACKEND = "sm12x"
 
@@ -30,6 +33,17 @@ def takes_mm_fp4(device: torch.device, backend: str, use_nvfp4: bool) -> bool:
     if device.type == "cpu" or backend == BACKEND:
         return True
     return backend == "cute-dsl" and device.type == "cuda" and sm12x_dispatch.has_block_scaled_mma(device.index or 0)
+
+
+def with_backend(is_backend_supported: Callable[..., Any]) -> Callable[..., bool]:
+    """Upstream's question which backends a function has, and for which compute capabilities (120 for 12.0), with ours."""
+
+    def answer(backend: str, cc: int | None = None) -> bool:
+        if backend == BACKEND:
+            return cc is None or cc // 10 == 12 or cc == 90
+        return bool(is_backend_supported(backend, cc))
+
+    return answer
 
 
 def _rows(name: str, columns: torch.Tensor) -> torch.Tensor:
@@ -79,11 +93,19 @@ def mm_mxfp4(
     ValueError
         k no multiple of 32, scales of another size, an ``out`` of another shape or dtype.
     """
-    return dense_mx(
+    a, rows, a_scale, b_scale = (
         a.contiguous().view(torch.uint8),
-        _rows("b", b).view(torch.uint8),
+        _rows("b", b),
+        _straight(a_descale),
         _straight(b_descale),
-        x_scale=_straight(a_descale),
+    )
+    require_scales("a_descale", a_scale, a.shape[0], 2 * a.shape[1], a.device)
+    require_scales("b_descale", b_scale, rows.shape[0], 2 * rows.shape[1], a.device)
+    return dense_mx(
+        a,
+        rows.view(torch.uint8),
+        b_scale,
+        x_scale=a_scale,
         alpha=alpha if alpha is None else alpha.reshape(1),
         out=out,
         out_dtype=out_dtype,
@@ -120,7 +142,10 @@ def mm_mxfp8(
     for name, matrix in (("a", a), ("b", b)):
         if matrix.dtype is not torch.float8_e4m3fn or matrix.ndim != 2:
             raise ValueError(f"{name} is {describe(matrix)}; it must be a float8_e4m3fn matrix")
-    return dense_mx(a, _rows("b", b), _straight(b_descale), x_scale=_straight(a_descale), out=out, out_dtype=out_dtype)
+    a, rows, a_scale, b_scale = a.contiguous(), _rows("b", b), _straight(a_descale), _straight(b_descale)
+    require_scales("a_descale", a_scale, a.shape[0], a.shape[1], a.device)
+    require_scales("b_descale", b_scale, rows.shape[0], rows.shape[1], a.device)
+    return dense_mx(a, rows, b_scale, x_scale=a_scale, out=out, out_dtype=out_dtype)
 
 
 def mm_bf16(
@@ -141,10 +166,14 @@ def mm_bf16(
     ValueError
         As :func:`~flashinfer.gemm.sm12x_dense.dense_mx`.
     """
+    if a.dtype is not torch.bfloat16 or a.ndim != 2:
+        raise ValueError(f"a is {describe(a)}; it must be a bfloat16 matrix")
     weight = b if b.dtype is torch.float8_e4m3fn else b.view(torch.uint8)
+    b_scale = _straight(b_descale)
+    require_scales("b_descale", b_scale, b.shape[0], a.shape[1], a.device)
     factor = alpha if alpha is None else alpha.reshape(1)
     dtype = out_dtype or a.dtype
-    return dense_mx(a, weight, _straight(b_descale), alpha=factor, out=out, out_dtype=dtype, enable_pdl=enable_pdl)
+    return dense_mx(a, weight, b_scale, alpha=factor, out=out, out_dtype=dtype, enable_pdl=enable_pdl)
 
 
 def mm_bf16_mxfp8(

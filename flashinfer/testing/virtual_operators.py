@@ -134,7 +134,7 @@ def run_group_gemm(
 
 def run_dense(
     device: VirtualDevice,
-    tensors: tuple[torch.Tensor | None, ...],
+    operands: Any,
     token_format: int,
     tactic: int,
     constant_weights: bool = False,
@@ -144,8 +144,7 @@ def run_dense(
 
     Args:
         device: Where it runs.
-        tensors: ``out, x, x_scale, weight, weight_scale, alpha, bias, residual``, as in ``gemm.sm12x_dense.dense_mx``, on the
-            CPU; ``out`` is written.
+        operands: ``gemm.sm12x_dense.Operands`` of CPU tensors; ``out`` is written.
         token_format: Of ``x``, as the kernels number it.
         tactic: An instance of the table.
         constant_weights: As in ``dense_mx``.
@@ -157,22 +156,11 @@ def run_dense(
     from flashinfer.jit.sm12x.instances import DENSE_INSTANCES
     from flashinfer.jit.sm12x.modules import gen_dense_module
 
-    out, x, _, weight = tensors[:4]
-    assert out is not None
-    assert x is not None
-    assert weight is not None
     module = device.module(gen_dense_module)
-    workspace = None
+    writes, workspace = [operands.out], None
     if not DENSE_INSTANCES[tactic].streamed:
-        k = weight.shape[1] * (2 if weight.dtype is torch.uint8 else 1)
-        workspace = device.empty(int(device.call(module.sm12x_dense_gemm_workspace_size, x.shape[0], k)))
-    device.call(
-        module.sm12x_dense_run,
-        *tensors,
-        workspace,
-        token_format,
-        tactic,
-        constant_weights,
-        enable_pdl,
-        writes=(out,) if workspace is None else (out, workspace),
-    )
+        size = device.call(module.sm12x_dense_gemm_workspace_size, operands.x.shape[0], operands.k)
+        workspace = device.empty(int(size))
+        writes.append(workspace)
+    arguments = (*operands, workspace, token_format, tactic, constant_weights, enable_pdl)
+    device.call(module.sm12x_dense_run, *arguments, writes=writes)

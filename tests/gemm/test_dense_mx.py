@@ -187,3 +187,17 @@ def test_launches_behind_each_other_see_each_others_results(device: torch.device
         expected = dense_mx(expected, weight, scale, alpha=torch.full((1,), 0.02, device=device))
         torch.cuda.synchronize()
     assert torch.equal(step, expected)
+
+
+def test_an_output_may_be_the_residual_and_nothing_else_that_is_read(device: torch.device) -> None:
+    inputs = on(device, DenseCase(3, 64, 64, residual=True), 14)
+    expected = dense_mx(*inputs.arguments, **inputs.named)
+    residual = inputs.named["residual"]
+    assert dense_mx(*inputs.arguments, **inputs.named, out=residual) is residual
+    assert torch.equal(residual, expected)
+    x = inputs.arguments[0]
+    with pytest.raises(ValueError, match="out overlaps x"):
+        dense_mx(*inputs.arguments, out=x)
+    memory = torch.zeros(4, 64, dtype=torch.bfloat16, device=device)
+    with pytest.raises(ValueError, match="out overlaps residual"):
+        dense_mx(*inputs.arguments, residual=memory[:3], out=memory[1:])

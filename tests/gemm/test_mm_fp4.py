@@ -72,7 +72,7 @@ def test_out_is_written_and_checked():
     assert flashinfer.mm_fp4(a, b, a_scales, b_scales, out=out, **given) is out
     with pytest.raises(ValueError, match=r"out is torch.bfloat16 \(8, 2\).*shape \(2, 8\)"):
         flashinfer.mm_fp4(a, b, a_scales, b_scales, out=out.t().contiguous(), **given)
-    with pytest.raises(ValueError, match=r"weight_scale is .* it must be 512 contiguous bytes: 128x4 scales of 8 rows"):
+    with pytest.raises(ValueError, match=r"b_descale is .* it must be 512 contiguous bytes: 128x4 scales of 8 rows"):
         flashinfer.mm_fp4(a, b, a_scales, b_scales[:, :64], **given)
     with pytest.raises(ValueError, match="takes 128x4 scales"):
         flashinfer.mm_fp4(a, b, a_scales, b_scales, use_8x4_sf_layout=True, **given)
@@ -111,3 +111,15 @@ def test_bad_calls_by_upstreams_names_are_refused():
         flashinfer.mm_bf16_fp4(x8.bfloat16(), x8, sf, backend="sm12x")
     with pytest.raises(ValueError, match=r"b is torch.bfloat16"):
         flashinfer.gemm.mm_bf16_mxfp8(x8.bfloat16(), x8.bfloat16(), sf)
+    with pytest.raises(ValueError, match=r"a_descale is .* it must be 512 contiguous bytes"):
+        flashinfer.mm_mxfp8(x8, x8.t(), sf[:64], sf, backend="sm12x")
+    with pytest.raises(ValueError, match=r"a is torch.float16"):
+        flashinfer.gemm.mm_bf16_mxfp8(x8.half(), x8, sf)
+
+
+@pytest.mark.parametrize("name", ["mm_fp4", "mm_mxfp8", "mm_bf16_fp4"])
+def test_the_backend_is_among_those_that_a_function_says_it_has(name):
+    function = getattr(flashinfer.gemm, name)
+    assert [function.is_backend_supported("sm12x", cc) for cc in (None, 120, 121, 90, 100)] == [True] * 4 + [False]
+    assert function.is_backend_supported("cudnn")
+    assert not function.is_backend_supported("nonsense")

@@ -26,9 +26,9 @@ except toolchain.ToolchainError as error:
 INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:\{\s*)?(?:@!?U?P\w+\s+)?([A-Z][\w.]*)")
 ARRIVAL = re.compile(r"SYNCS\.ARRIVE|ARRIVES\.")
 FENCE = re.compile(r"MEMBAR\.(SC|ALL)\.(CTA|GPU|SYS)")
-# What a warp does to memory, and where control may come from elsewhere: neither may stand between a fence and its arrival.
-MEMORY = re.compile(r"LD|ST|ATOM|RED|UBLKCP|UTMALDG|CCTL")
-CONTROL = re.compile(r"BRA|BRX|CALL|RET|EXIT|WARPSYNC|BAR|BSYNC")
+# What a warp does to memory, where control may come from elsewhere, and a proxy fence, part of which is the fence before it:
+# none may stand between a fence and its arrival.
+BETWEEN = re.compile(r"LD|ST|ATOM|RED|UBLKCP|UTMALDG|CCTL|BRA|BRX|CALL|RET|EXIT|WARPSYNC|BAR|BSYNC|FENCE\.VIEW\.ASYNC")
 
 
 def arrivals(sass: str) -> tuple[int, int]:
@@ -47,9 +47,7 @@ def arrivals(sass: str) -> tuple[int, int]:
             behind_fence = False
         elif FENCE.match(opcode):
             behind_fence = True
-        elif opcode.startswith("FENCE.VIEW.ASYNC"):  # what stood before it was a part of it: a proxy fence is two
-            behind_fence = False
-        elif MEMORY.match(opcode) or CONTROL.match(opcode):
+        elif BETWEEN.match(opcode):
             behind_fence = False
     return found, fenced
 

@@ -105,6 +105,19 @@ def test_build_needs_only_the_compiler(workspace: Path, monkeypatch: pytest.Monk
     assert "small: was up to date, " in _invoke("sm12x-build").output
 
 
+def test_all_that_can_be_built_has_the_dense_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Reached(Exception):
+        pass
+
+    def reached() -> None:
+        raise Reached
+
+    monkeypatch.setattr("flashinfer.__main__._sm12x_specs", lambda everything: [])
+    monkeypatch.setattr(modules, "gen_dense_module", reached)
+    assert isinstance(_invoke("sm12x-build", "--all").exception, Reached)
+    assert _invoke("sm12x-build").exit_code == 0
+
+
 def test_interrupted_command_says_what_stays(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Interrupted:
         def build(self, **_: object) -> None:

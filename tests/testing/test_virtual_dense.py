@@ -189,3 +189,44 @@ def test_a_layer_reads_what_the_one_before_it_writes(
 def test_copies_that_others_pass(name: str, k: int, rounds: int) -> None:
     with virtual_device("sm_121a", watch=ALL_WATCHERS - RACES, late_copies=rounds) as device:
         check(device, DenseCase(5, 16 * SMS * (6 if rounds == 60 else 3), k, BY_NAME[name].weights), 1, name)
+
+
+@pytest.mark.parametrize("name", ["m8_w2", "m32_gemm"])
+def test_a_weight_that_the_layer_in_front_writes(device: VirtualDevice, name: str) -> None:
+    """``constant_weights=False``: the second layer's weights are the bytes that the first one is still writing."""
+    print("seed", 70)
+    row = BY_NAME[f"dense_mxfp4_{name}"]
+    first, second = (make_dense_inputs(DenseCase(m, 64, 128), seed) for m, seed in ((16, 70), (5, 71)))
+    written = torch.full((16, 64), torch.nan, dtype=torch.bfloat16)
+    x, _, scale = second.arguments  # of 64 rows and 128 elements, of which 32 rows are used
+    weight, out = written.view(torch.uint8).view(32, 64), torch.full((5, 32), torch.nan, dtype=torch.bfloat16)
+    module = device.module(gen_dense_module)
+    size = int(device.call(module.sm12x_dense_gemm_workspace_size, 16, 128))
+    spaces = [None if row.streamed else device.empty(size) for _ in range(2)]
+
+    def launch(*_tensors: torch.Tensor) -> None:
+        for operands, space in (
+            ((written, first.arguments[0], None, *first.arguments[1:]), spaces[0]),
+            ((out, x, None, weight, scale), spaces[1]),
+        ):
+            module.sm12x_dense_run(*operands, None, None, None, space, 0, row.index, False, True)
+
+    device.call(launch, *first.arguments, x, scale, written, out, writes=(written, out))
+    check_within_bound(written, *dense_reference(first), "first")
+    second.w = dequantize_mxfp4(weight, unswizzle_scales(scale, 32, 4))
+    check_within_bound(out, *dense_reference(second), "second")
+    assert all(found.clean and found.programmatic for found in device.launches[-2:])
+
+
+@pytest.mark.parametrize("tokens", FORMATS)
+def test_rows_are_widened_exactly(device: VirtualDevice, tokens: str) -> None:
+    """What cuBLAS multiplies, for very many tokens: each value as the bfloat16 that it equals."""
+    case = DenseCase(37, 8, 416, tokens=tokens)
+    print("seed", 80)
+    inputs = make_dense_inputs(case, 80)
+    wide = torch.full((37, 416), torch.nan, dtype=torch.bfloat16)
+    rows, scale = inputs.arguments[0], inputs.named.get("x_scale")
+    module = device.module(gen_dense_module)
+    device.call(module.sm12x_widen_rows, wide, rows, scale, FORMATS.index(tokens), writes=(wide,))
+    assert torch.equal(wide.double(), inputs.x)
+    assert device.launches[-1].clean

@@ -71,7 +71,8 @@ void ByteSet::merge(const ByteSet& other) {
 }
 
 void Block::grid_wait(Warp& w) {
-  grid_waits[w.id] = w.clock.t[w.id];
+  // The first is what orders: what was issued between it and a later one follows it, too.
+  if (!grid_waits[w.id]) grid_waits[w.id] = w.clock.t[w.id];
   launch->waited = true;
 }
 

@@ -402,7 +402,7 @@ struct Block {
   GridAccesses* accesses = nullptr;  // the host thread's share of Launch::accesses
   bool watches_grids = false;
   bool triggered = false;  // has executed griddepcontrol.launch_dependents
-  uint32_t grid_waits[kMaxWarps] = {};  // each warp's clock when it executed griddepcontrol.wait; 0: it has not
+  uint32_t grid_waits[kMaxWarps] = {};  // each warp's clock at its first griddepcontrol.wait; 0: it has not
   Clock fenced;  // generic writes that a proxy fence has made visible to the async proxy
   Clock published;  // likewise, inits of mbarriers by fence.mbarrier_init
   KnownBlocks known;

@@ -161,3 +161,9 @@ def test_only_the_bytes_that_were_written(run):
     half = "setp.lt.u32 %p, %r0, 32; @%p "
     assert run(half + STORE_A + TRIGGER, other_half + half + LOAD_A)[1].clean
     assert not run(half + STORE_A + TRIGGER, half + LOAD_A)[1].clean
+
+
+def test_a_second_wait_does_not_undo_the_first(run):
+    """A copy that was issued behind the first lands behind the second."""
+    one, two = run(STORE_A + TRIGGER, WAIT + COPY_A + WAIT + DONE)
+    assert one.clean and two.clean, str(two)

@@ -19,22 +19,11 @@
 #include <vector>
 
 #include "batch_prefill_config.inc"
+#include "runtime_calls.h"
 
 namespace {
 
 constexpr size_t WORKSPACE_BYTES = 16 << 20;
-
-void check(cudaError_t status) {
-  if (status == cudaSuccess) return;
-  std::fprintf(stderr, "%s\n", cudaGetErrorString(status));
-  std::exit(2);
-}
-
-void* allocate(size_t bytes) {
-  void* address = nullptr;
-  check(cudaMalloc(&address, bytes));
-  return address;
-}
 
 // Takes arrays off the front of the input.
 class Input {

@@ -20,6 +20,7 @@
 #include <fstream>
 #include <iterator>
 #include <vector>
+#include "runtime_calls.h"
 
 namespace {
 
@@ -31,18 +32,6 @@ constexpr auto KERNEL =
                                        marlin::pipe_stages, /*group_blocks=*/2, /*is_zp_float=*/false, /*kIsEP=*/false,
                                        /*kHasBias=*/false, /*kExpertIdsAreSorted=*/false,
                                        /*kZeroInactiveOutput=*/false, /*kHasInactivePrefixCount=*/false>;
-
-void check(cudaError_t status) {
-  if (status == cudaSuccess) return;
-  std::fprintf(stderr, "%s\n", cudaGetErrorString(status));
-  std::exit(2);
-}
-
-void* allocate(size_t bytes) {
-  void* address = nullptr;
-  check(cudaMalloc(&address, bytes));
-  return address;
-}
 
 }  // namespace
 

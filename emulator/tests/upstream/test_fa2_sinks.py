@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from bf16 import from_bf16, to_bf16
 
 pytestmark = pytest.mark.slow
 
@@ -79,15 +80,6 @@ def build(compile_upstream, wheel, request, tmp_path_factory):
         return programs[cache, tile]
 
     return program
-
-
-def to_bf16(values: np.ndarray) -> np.ndarray:
-    bits = values.astype(np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
-
-
-def from_bf16(bits: np.ndarray) -> np.ndarray:
-    return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
 
 
 def from_e4m3(bits: np.ndarray) -> np.ndarray:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from bf16 import from_bf16, to_bf16
 
 pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
@@ -62,15 +63,6 @@ def build(compile_cuda, sources, wheel):
         return compile_cuda(f"marlin_{tokens}", HERE / "marlin_moe.cu", flags=(*flags, *defines))
 
     return program
-
-
-def to_bf16(values: np.ndarray) -> np.ndarray:
-    bits = values.astype(np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
-
-
-def from_bf16(bits: np.ndarray) -> np.ndarray:
-    return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
 
 
 def store_elements(codes: np.ndarray) -> np.ndarray:

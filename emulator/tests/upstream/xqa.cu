@@ -16,14 +16,9 @@
 #include <vector>
 
 #include "mha.h"
+#include "runtime_calls.h"
 
 namespace {
-
-void check(cudaError_t status) {
-  if (status == cudaSuccess) return;
-  std::fprintf(stderr, "%s\n", cudaGetErrorString(status));
-  std::exit(2);
-}
 
 template <class T>
 T* upload(const void* data, size_t bytes) {

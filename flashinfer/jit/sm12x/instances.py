@@ -157,8 +157,8 @@ class Instance:
     def stage_bytes_of(self, hidden: int, inter: int) -> int:
         """Bytes of one stage of a streamed row's ring for such a layer, or 0 where K is too long for its warps.
 
-        Mirrors ``StreamedGemmPlan`` (``streamed_gemm_params.cuh``): 16 weight rows for each group of warps, the scales of all of their K,
-        biases, and partial sums of lanes beyond K.
+        Mirrors ``StreamedGemmPlan`` (``streamed_gemm_params.cuh``): 16 weight rows for each group of warps, the scales of
+        all of their K, biases, and partial sums of lanes beyond K.
         """
         largest = 0
         for outputs, out, k in ((8, inter, hidden), (16, hidden, inter)):

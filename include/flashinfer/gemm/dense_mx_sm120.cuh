@@ -48,8 +48,8 @@ struct DenseArguments {
   const uint8_t* weights;  // [n, k / 2] or [n, k]
   const uint8_t* weight_scales;  // 128x4
   StoreEpilogue epilogue;
-  bool
-      weights_first;  // no launch in front writes weights or scales: with dependent launches they are read before it ends
+  // No launch in front writes weights or scales: with dependent launches they are read before it ends.
+  bool weights_first;
 };
 
 // A ring's stages: whole units of `g`, so that a stage always is of the same chunk. A warp waits only for stages of its own

@@ -78,9 +78,8 @@ enum class Activation : int { kE4m3 = 0, kE5m2 = 1, kBf16 = 2 };
 
 constexpr int element_bytes(Activation activation) { return activation == Activation::kBf16 ? 2 : 1; }
 
-// K bytes of a token row to K elements, and weights' (two to a byte).
+// K bytes of a token row to K elements.
 constexpr int k_elements(Activation activation, int bytes) { return bytes / element_bytes(activation); }
-constexpr int weight_bytes(int k) { return k / 2; }
 
 static_assert(kScaleChunkBytes == 512 && kScaleChunkElements == 128, "128x4 scale chunks");
 static_assert(k_elements(Activation::kBf16, 256) == 128 && k_elements(Activation::kE4m3, 128) == 128, "K bytes");

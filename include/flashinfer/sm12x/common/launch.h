@@ -6,8 +6,6 @@
 #include <cuda.h>
 #include <cuda_runtime.h>
 
-#include "../impls/streamed_gemm_params.cuh"
-
 namespace flashinfer::sm12x {
 
 struct LaunchOptions {
@@ -64,24 +62,6 @@ inline EncodeTiled encode_tiled() {
                                                                         : nullptr;
   }();
   return function;
-}
-
-// 128x4 scales as words [matrices x row chunks][words along K][128]; a box is `piece_rows` rows of the chunk's 32, all words of
-// a stage.
-inline Status encode_scales(const uint8_t* scales, int matrices, StreamedGemm* g) {
-  const EncodeTiled encode = encode_tiled();
-  if (encode == nullptr) return {cudaErrorSymbolNotFound, "the driver has no cuTensorMapEncodeTiled"};
-  const cuuint64_t words = static_cast<cuuint64_t>(g->words);
-  const cuuint64_t sizes[3] = {kScaleChunkRows, words, static_cast<cuuint64_t>(matrices) * g->scale_pitch};
-  const cuuint64_t strides[2] = {kScaleChunkBytes, words * kScaleChunkBytes};
-  const cuuint32_t box[3] = {static_cast<cuuint32_t>(g->piece_rows * kScaleChunkBlocks),
-                             static_cast<cuuint32_t>(g->stage_words), 1};
-  const cuuint32_t steps[3] = {1, 1, 1};
-  const CUresult result = encode(&g->scales, CU_TENSOR_MAP_DATA_TYPE_UINT32, 3, const_cast<uint8_t*>(scales), sizes,
-                                 strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
-                                 CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (result != CUDA_SUCCESS) return {cudaErrorInvalidValue, "cuTensorMapEncodeTiled refused the scales"};
-  return {};
 }
 
 }  // namespace flashinfer::sm12x

@@ -4,8 +4,8 @@
 // exactly, arranged for its MMAs; and one group that holds all of them.
 #pragma once
 
-#include "dense_layer.cuh"
-#include "token_blocks.cuh"
+#include "../ptx/sync.cuh"
+#include "dense_rows.cuh"
 
 namespace flashinfer::sm12x {
 
@@ -36,19 +36,16 @@ __global__ void __launch_bounds__(kArrangeRowsThreads)
     uint4 eights[4];
     RowLoader{p.rows, row, k_block, k_block * kScaleBlock < p.rows.k}.load(eights);
     uint4* to = reinterpret_cast<uint4*>(p.arranged + arranged_offset(p.num_rows, row, k_block));
-    if (p.weights == WeightFormat::kMxfp4) {
-      // Lane t of an MMA has elements 8t..: (0, 4), (1, 5), (2, 6), (3, 7) of them.
 #pragma unroll
-      for (int t = 0; t < 4; ++t) to[t] = detail::from_eight_bf16(eights[t]);
-    } else {
-      // Elements 4t.. and 16 + 4t..: (0, 2), (1, 3) of each four.
-#pragma unroll
-      for (int t = 0; t < 4; ++t) {
+    for (int t = 0; t < 4; ++t) {
+      if (p.weights == WeightFormat::kMxfp4) {
+        to[t] = eights[t];  // lane t of an MMA has elements 8t..
+      } else {
+        // Elements 4t.. and 16 + 4t..: (0, 2), (1, 3) of each four.
         const uint4 &low = eights[t / 2], &high = eights[2 + t / 2];
-        const uint32_t a = t % 2 == 0 ? low.x : low.z, b = t % 2 == 0 ? low.y : low.w;
-        const uint32_t c = t % 2 == 0 ? high.x : high.z, d = t % 2 == 0 ? high.y : high.w;
-        to[t] = make_uint4(__byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632), __byte_perm(c, d, 0x5410),
-                           __byte_perm(c, d, 0x7632));
+        const int half = t % 2 == 0 ? 0x5410 : 0x7632;
+        to[t] = make_uint4(__byte_perm(low.x, low.z, half), __byte_perm(low.y, low.w, half),
+                           __byte_perm(high.x, high.z, half), __byte_perm(high.y, high.w, half));
       }
     }
   }

@@ -17,126 +17,27 @@
 // in bfloat16 whatever the format, so that one kind of MMA serves all.
 #pragma once
 
-#include "../common/quantize.cuh"
 #include "../epilogue/scalar.cuh"
-#include "../ptx/convert.cuh"
-#include "dense_params.cuh"
+#include "dense_rows.cuh"
 #include "streamed_gemm.cuh"
 
 namespace flashinfer::sm12x {
 
 constexpr int kDenseFixedBytes = 256;  // of shared memory, beside the ring
 using DenseRing = StreamRing<kDenseFixedBytes>;
-constexpr int kDenseKeeperBarrier = 1;
 
-// A block of 32 elements as bfloat16, in natural order; zeros where it is not wanted.
-struct RowLoader {
-  const DenseRows& rows;
-  int64_t row;
-  int k_block;
-  bool wanted;
-
-  __device__ __forceinline__ const uint8_t* at(int bytes_of_block) const {
-    const int64_t block = row * (rows.k / kScaleBlock) + k_block;
-    return static_cast<const uint8_t*>(rows.data) + (wanted ? block * bytes_of_block : 0);
-  }
-
-  __device__ __forceinline__ float scale() const {
-    int64_t place = row * (rows.k / kScaleBlock) + k_block;
-    if (rows.format != DenseTokens::kMxfp8Linear) {
-      const ScaleRow words = swizzled_scale_row(row, scale_words(rows.k));
-      place = 4 * (words.base + static_cast<int64_t>(k_block / kScaleChunkBlocks) * words.stride) +
-              k_block % kScaleChunkBlocks;
-    }
-    return ptx::ue8m0_to_f32<0>(wanted ? rows.scales[place] : 0);
-  }
-
-  __device__ __forceinline__ void load(uint4 (&eights)[4]) const {
-    switch (rows.format) {
-      case DenseTokens::kBf16: return load_16_bit(eights);
-      case DenseTokens::kQuantizeBf16: load_16_bit(eights); return quantize<true>(eights);
-      case DenseTokens::kQuantizeF16: load_16_bit(eights); return quantize<false>(eights);
-      case DenseTokens::kMxfp4Swizzled: return load_mxfp4(eights);
-      default: return load_mxfp8(eights);
-    }
-  }
-
- private:
-  __device__ __forceinline__ void load_16_bit(uint4 (&eights)[4]) const {
-    const uint8_t* from = at(2 * kScaleBlock);
-#pragma unroll
-    for (int q = 0; q < 4; ++q) eights[q] = ptx::load_16_bytes_if(wanted, from + 16 * q);
-  }
-
-  static __device__ __forceinline__ uint4 from_e4m3(uint2 eight, float scale) {
-    return make_uint4(ptx::e4m3x2_to_bf16x2(static_cast<uint16_t>(eight.x), scale),
-                      ptx::e4m3x2_to_bf16x2(static_cast<uint16_t>(eight.x >> 16), scale),
-                      ptx::e4m3x2_to_bf16x2(static_cast<uint16_t>(eight.y), scale),
-                      ptx::e4m3x2_to_bf16x2(static_cast<uint16_t>(eight.y >> 16), scale));
-  }
-
-  __device__ __forceinline__ void load_mxfp8(uint4 (&eights)[4]) const {
-    const uint8_t* from = at(kScaleBlock);
-    const uint4 low = ptx::load_16_bytes_if(wanted, from), high = ptx::load_16_bytes_if(wanted, from + 16);
-    const float s = scale();
-    eights[0] = from_e4m3(make_uint2(low.x, low.y), s);
-    eights[1] = from_e4m3(make_uint2(low.z, low.w), s);
-    eights[2] = from_e4m3(make_uint2(high.x, high.y), s);
-    eights[3] = from_e4m3(make_uint2(high.z, high.w), s);
-  }
-
-  __device__ __forceinline__ void load_mxfp4(uint4 (&eights)[4]) const {
-    const uint4 block = ptx::load_16_bytes_if(wanted, at(kScaleBlock / 2));
-    const uint32_t words[4] = {block.x, block.y, block.z, block.w};
-    const uint32_t factor = ptx::f32x2_to_bf16x2(scale(), scale());
-#pragma unroll
-    for (int q = 0; q < 4; ++q) {
-      uint32_t pair[4];  // elements i, i + 4
-      mma::expand_to_bf16(words[q], mma::kTwoTo126Pair, pair);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) pair[i] = ptx::bf16x2_multiply(pair[i], factor);
-      eights[q] = make_uint4(__byte_perm(pair[0], pair[1], 0x5410), __byte_perm(pair[2], pair[3], 0x5410),
-                             __byte_perm(pair[0], pair[1], 0x7632), __byte_perm(pair[2], pair[3], 0x7632));
-    }
-  }
-
-  // To MXFP8 and back: a lane holds a whole block. Unpacked twice, rather than held in twice the registers.
-  template <bool kIsBf16>
-  static __device__ __forceinline__ void quantize(uint4 (&eights)[4]) {
-    float amax = 0.0f;
-#pragma unroll
-    for (int q = 0; q < 4; ++q) {
-      float x[8];
-      unpack_eight<kIsBf16>(eights[q], x);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) amax = fmaxf(amax, fabsf(x[i]));
-    }
-    const uint32_t exponent = ptx::mxfp8_scale(amax);
-    const float inverse = ptx::mxfp8_inverse_scale(exponent), scale = ptx::ue8m0_to_f32<0>(exponent);
-#pragma unroll
-    for (int q = 0; q < 4; ++q) {
-      float x[8];
-      unpack_eight<kIsBf16>(eights[q], x);
-      uint32_t pair[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) pair[i] = ptx::f32x2_to_e4m3x2(x[2 * i] * inverse, x[2 * i + 1] * inverse);
-      eights[q] = from_e4m3(make_uint2(pair[0] | pair[1] << 16, pair[2] | pair[3] << 16), scale);
-    }
-  }
-};
-
-// The order in which expanded weights of the format come: pairs of elements i and i + 4 of eight, or i and i + 2 of four.
+// A block as RowLoader gives it, in the order in which expanded weights of the format come: pairs of elements i and i + 4 of
+// eight, or i and i + 2 of four.
 template <WeightFormat kWeights>
 __device__ __forceinline__ void arrange(const uint4 (&eights)[4], TokenBlock& to) {
 #pragma unroll
   for (int q = 0; q < 4; ++q) {
     const uint4& k = eights[q];
     const bool fours = kWeights == WeightFormat::kMxfp8;
-    const uint32_t first = fours ? k.y : k.z, second = fours ? k.z : k.y;
-    to[2 * q][0] = __byte_perm(k.x, first, 0x5410);
-    to[2 * q][1] = __byte_perm(k.x, first, 0x7632);
-    to[2 * q + 1][0] = __byte_perm(second, k.w, 0x5410);
-    to[2 * q + 1][1] = __byte_perm(second, k.w, 0x7632);
+    to[2 * q][0] = fours ? __byte_perm(k.x, k.z, 0x5410) : k.x;
+    to[2 * q][1] = fours ? __byte_perm(k.y, k.w, 0x5410) : k.y;
+    to[2 * q + 1][0] = fours ? __byte_perm(k.x, k.z, 0x7632) : k.z;
+    to[2 * q + 1][1] = fours ? __byte_perm(k.y, k.w, 0x7632) : k.w;
   }
 }
 
@@ -206,8 +107,8 @@ __device__ __forceinline__ void multiply_units(const DenseParams& p, const Dense
   RingPlace place;
   place.advance(slab.chunk(), ring.stages);
   ptx::wait_for_prerequisite_grids();  // tokens are there
-  for (int tile = 0; tile < work.tiles; ++tile) {
-    const int first = tile * Shape::kTokenTile, count = min(Shape::kTokenTile, p.num_tokens - first);
+  for (int first = 0; first < p.num_tokens; first += Shape::kTokenTile) {
+    const int count = min(Shape::kTokenTile, p.num_tokens - first);
     load_tokens<Shape>(p, slab, first, count, lane);
     uint32_t row = slab.first_row(blockIdx.x);
     for (int left = work.units; left > 0; --left, row += gridDim.x * slab.unit_rows()) {
@@ -226,7 +127,7 @@ __device__ __forceinline__ void keep_ring(const DenseParams& p, const DenseRing&
                                           int lane) {
   const StreamedGemm& g = p.gemm;
   // Units of two keepers never meet in one stage: the parity of `done` could be taken for that of the phase before.
-  const int keepers = max(1, min(Shape::kKeeperWarps, ring.stages / g.chunks));
+  const int ring_units = ring.stages / g.chunks, keepers = min(Shape::kKeeperWarps, ring_units);
   if (turn >= keepers) return;
   if (!p.weights_first) ptx::wait_for_prerequisite_grids();
   // At first one stage of each keeper is under way: what is needed first, weights and code, does not queue behind the rest. Not
@@ -241,8 +142,6 @@ __device__ __forceinline__ void keep_ring(const DenseParams& p, const DenseRing&
   const StoreEpilogue& e = p.epilogue;
   const float scale = epilogue::load_or(e.alpha, 0, 1.0f);
   const int row = slab_row<Shape>(lane / 4, g.pitch);
-  // A stage is filled again with what comes a ring later: so many steps and chunks.
-  const int steps_ahead = ring.stages / g.chunks, chunks_ahead = ring.stages - steps_ahead * g.chunks;
   RingPlace first_place;
   first_place.advance(turn * g.chunks, ring.stages);
   for (DenseStep step(work, turn); !step.ended(work); step.advance(work, keepers)) {
@@ -265,11 +164,8 @@ __device__ __forceinline__ void keep_ring(const DenseParams& p, const DenseRing&
         if (slab == g.groups - 1) {
           __syncwarp();
           DenseStep next = step;
-          const bool wraps = chunk + chunks_ahead >= g.chunks;
-          next.advance(work, steps_ahead + wraps);
-          if (!next.ended(work)) {
-            fill_chunk(g, ring, place.stage, next.weight_unit(), chunk + chunks_ahead - (wraps ? g.chunks : 0), lane);
-          }
+          next.advance(work, ring_units);
+          if (!next.ended(work)) fill_chunk(g, ring, place.stage, next.weight_unit(), chunk, lane);
         }
         place.advance(ring.stages);
       }

@@ -6,7 +6,7 @@
 #include <algorithm>
 
 #include "../common/launch.h"
-#include "dense_layer.cuh"
+#include "dense_rows.cuh"
 
 namespace flashinfer::sm12x {
 
@@ -22,7 +22,11 @@ __global__ void __launch_bounds__(kWidenThreads)
     uint4 eights[4];
     RowLoader{rows, i / blocks, static_cast<int>(i % blocks), true}.load(eights);
 #pragma unroll
-    for (int q = 0; q < 4; ++q) out[4 * i + q] = eights[q];
+    for (int q = 0; q < 4; ++q) {
+      const uint4& k = eights[q];  // (0, 4), (1, 5), (2, 6), (3, 7)
+      out[4 * i + q] = make_uint4(__byte_perm(k.x, k.y, 0x5410), __byte_perm(k.z, k.w, 0x5410),
+                                  __byte_perm(k.x, k.y, 0x7632), __byte_perm(k.z, k.w, 0x7632));
+    }
   }
 }
 

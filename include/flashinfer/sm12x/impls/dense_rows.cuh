@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Rows of any format that a dense layer takes, a block of 32 elements at a time as bfloat16, which holds each value exactly.
+#pragma once
+
+#include "../mma/expand.cuh"
+#include "../ptx/copy.cuh"
+#include "dense_params.cuh"
+#include "token_blocks.cuh"
+
+namespace flashinfer::sm12x {
+
+// A lane's block; zeros where it is not wanted.
+struct RowLoader {
+  const DenseRows& rows;
+  int64_t row;
+  int k_block;
+  bool wanted;
+
+  // Arranged: of every eight elements (0, 4), (1, 5), (2, 6), (3, 7), token_blocks.cuh's order.
+  __device__ __forceinline__ void load(uint4 (&eights)[4]) const {
+    switch (rows.format) {
+      case DenseTokens::kBf16: return load_bf16(eights);
+      case DenseTokens::kQuantizeBf16: return load_quantized<true>(eights);
+      case DenseTokens::kQuantizeF16: return load_quantized<false>(eights);
+      case DenseTokens::kMxfp4Swizzled: return load_mxfp4(eights);
+      default: return load_mxfp8(eights);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ const uint8_t* at(int bytes_of_block) const {
+    const int64_t block = row * (rows.k / kScaleBlock) + k_block;
+    return static_cast<const uint8_t*>(rows.data) + (wanted ? block * bytes_of_block : 0);
+  }
+
+  __device__ __forceinline__ float scale() const {
+    int64_t place = row * (rows.k / kScaleBlock) + k_block;
+    if (rows.format != DenseTokens::kMxfp8Linear) {
+      const ScaleRow words = swizzled_scale_row(row, scale_words(rows.k));
+      place = 4 * (words.base + static_cast<int64_t>(k_block / kScaleChunkBlocks) * words.stride) +
+              k_block % kScaleChunkBlocks;
+    }
+    return ptx::ue8m0_to_f32<0>(wanted ? rows.scales[place] : 0);
+  }
+
+  __device__ __forceinline__ void load_16_bit(uint4 (&eights)[4]) const {
+    const uint8_t* from = at(2 * kScaleBlock);
+#pragma unroll
+    for (int q = 0; q < 4; ++q) eights[q] = ptx::load_16_bytes_if(wanted, from + 16 * q);
+  }
+
+  __device__ __forceinline__ void load_bf16(uint4 (&eights)[4]) const {
+    load_16_bit(eights);
+#pragma unroll
+    for (int q = 0; q < 4; ++q) eights[q] = detail::from_eight_bf16(eights[q]);
+  }
+
+  __device__ __forceinline__ void load_mxfp8(uint4 (&eights)[4]) const {
+    const uint8_t* from = at(kScaleBlock);
+    const uint4 low = ptx::load_16_bytes_if(wanted, from), high = ptx::load_16_bytes_if(wanted, from + 16);
+    const float s = scale();
+    eights[0] = detail::from_eight_bytes(make_uint2(low.x, low.y), s);
+    eights[1] = detail::from_eight_bytes(make_uint2(low.z, low.w), s);
+    eights[2] = detail::from_eight_bytes(make_uint2(high.x, high.y), s);
+    eights[3] = detail::from_eight_bytes(make_uint2(high.z, high.w), s);
+  }
+
+  __device__ __forceinline__ void load_mxfp4(uint4 (&eights)[4]) const {
+    const uint4 block = ptx::load_16_bytes_if(wanted, at(kScaleBlock / 2));
+    const uint32_t words[4] = {block.x, block.y, block.z, block.w};
+    const float s = scale();
+    const uint32_t factor = ptx::f32x2_to_bf16x2(s, s);
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+      uint32_t pair[4];
+      mma::expand_to_bf16(words[q], mma::kTwoTo126Pair, pair);
+      eights[q] = make_uint4(ptx::bf16x2_multiply(pair[0], factor), ptx::bf16x2_multiply(pair[1], factor),
+                             ptx::bf16x2_multiply(pair[2], factor), ptx::bf16x2_multiply(pair[3], factor));
+    }
+  }
+
+  // To MXFP8 and back: a lane holds a whole block. Unpacked twice, rather than held in twice the registers.
+  template <bool kIsBf16>
+  __device__ __forceinline__ void load_quantized(uint4 (&eights)[4]) const {
+    load_16_bit(eights);
+    float amax = 0.0f, x[8];
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+      unpack_eight<kIsBf16>(eights[q], x);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) amax = fmaxf(amax, fabsf(x[i]));
+    }
+    const uint32_t exponent = ptx::mxfp8_scale(amax);
+    const float inverse = ptx::mxfp8_inverse_scale(exponent), s = ptx::ue8m0_to_f32<0>(exponent);
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+      unpack_eight<kIsBf16>(eights[q], x);
+      eights[q] = detail::requantize_eight(x, inverse, s);
+    }
+  }
+};
+
+}  // namespace flashinfer::sm12x
