@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time gpt-oss-120b's dense layers (QKV, O, LM head) in MXFP4 and MXFP8, beside their floor and what others have.
 
-    python benchmarks/bench_dense_mx.py
+    python benchmarks/bench_dense_mx.py                    # without a GPU: the predicted GB10 tables
     python benchmarks/bench_dense_mx.py --layers lm_head --tokens 1,8 --marlin _C_stable_libtorch.abi3.so
 
 The floor is a plain streaming read of the weights and scales. cuBLAS multiplies the same weight in bfloat16; Marlin is
@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from moe_bench import predict_dense
+from moe_bench.problem import DENSE_LAYERS, DENSE_VARIANTS
 from moe_bench.timing import StreamingRead, time_graph
 
 from flashinfer.gemm.sm12x_dense import dense_mx
@@ -29,8 +31,6 @@ from flashinfer.testing import TENSOR_CORE, BoundViolation, check_within_bound, 
 from flashinfer.testing.error_bounds import affine_error, dot_error, granularity
 from flashinfer.testing.mxfp_formats import dequantize_mxfp4, dequantize_mxfp8
 
-LAYERS = {"qkv": (5120, 2880), "o": (2880, 4096), "lm_head": (201_088, 2880)}
-VARIANTS = (("mxfp4", "bf16"), ("mxfp4", "mxfp8"), ("mxfp8", "bf16"), ("mxfp8", "mxfp8"))
 CHECKED_ROWS = 512
 MARLIN_TOLERANCE = 1e-2
 
@@ -83,7 +83,7 @@ class Marlin:
 
 
 def measure_layer(name: str, arguments: argparse.Namespace, read: StreamingRead) -> list[dict[str, Any]]:
-    n, k = LAYERS[name]
+    n, k = DENSE_LAYERS[name]
     generator = torch.Generator("cuda").manual_seed(arguments.seed)
     wide = torch.randn(n, k, generator=generator, device="cuda").bfloat16()
     bias = torch.randn(n, generator=generator, device="cuda").bfloat16()
@@ -99,7 +99,7 @@ def measure_layer(name: str, arguments: argparse.Namespace, read: StreamingRead)
         x = torch.randn(tokens, k, generator=generator, device="cuda").bfloat16()
         row: dict[str, Any] = {"layer": name, "tokens": tokens, "read": floors, "ours": {}, "used": {}}
         out = torch.full((tokens, n), torch.nan, dtype=torch.bfloat16, device="cuda")
-        for format_, activation in VARIANTS:
+        for format_, activation in DENSE_VARIANTS:
             values, scales, swizzled = weights[format_]
 
             call = functools.partial(
@@ -123,7 +123,7 @@ def measure_layer(name: str, arguments: argparse.Namespace, read: StreamingRead)
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Microseconds, as a Markdown table."""
-    names = [f"{weights} {activation}" for weights, activation in VARIANTS]
+    names = [f"{weights} {activation}" for weights, activation in DENSE_VARIANTS]
     head = ["layer", "tokens", "read 4", "read 8", *names, "cuBLAS bf16", "Marlin W4A16"]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for row in rows:
@@ -143,15 +143,20 @@ def main(argv: list[str] | None = None) -> int:
         return text.split(",")
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=names, default=list(LAYERS), help=f"of {', '.join(LAYERS)}")
-    parser.add_argument("--tokens", type=lambda text: list(map(int, text.split(","))), default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--layers", type=names, default=list(DENSE_LAYERS), help=f"of {', '.join(DENSE_LAYERS)}")
+    parser.add_argument("--tokens", type=lambda text: list(map(int, text.split(","))), help="default: 1 to 64")
+    parser.add_argument("--predict", action="store_true", help="measure nothing: the predicted GB10 tables")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out", help="folder of a prediction's JSON")
     parser.add_argument("--marlin", type=Path, help="vLLM's _C_stable_libtorch.abi3.so")
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write all figures there too")
     arguments = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        parser.error("no CUDA device is visible; dense layers are measured on a GPU")
+    if unknown := set(arguments.layers) - set(DENSE_LAYERS):
+        parser.error(f"--layers: {sorted(unknown)} are not among {sorted(DENSE_LAYERS)}")
+    if arguments.predict or not torch.cuda.is_available():
+        return predict_dense.main(arguments.layers, arguments.tokens or predict_dense.TOKENS, arguments.out)
+    arguments.tokens = arguments.tokens or [1, 2, 4, 8, 16, 32, 64]
     os.environ["FLASHINFER_SM12X_MOE"] = "1"  # a Hopper runs this family too
     read = StreamingRead()
     rows = [row for name in arguments.layers for row in measure_layer(name, arguments, read)]

@@ -76,10 +76,18 @@ def make_kernel(choice: Choice, shape: tuple[int, int]) -> Any:
 
 
 def quantize(weight: torch.Tensor, weights: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """``[N, K]`` floats to packed values and linear scale bytes ``[N, K / 32]``, by chunks of rows."""
+    """``[N, K]`` floats to packed values and linear scale bytes ``[N, K / 32]``, by chunks of rows.
+
+    MXFP4's scales are those of the least squared error, 3 to 9 % less of it than by the largest magnitude; MXFP8's gain
+    nothing by that (docs/dense.md).
+    """
     from flashinfer.quantization import mx_cpu
 
-    one = mx_cpu.quantize_mxfp8_linear if weights == "mxfp8" else mx_cpu.quantize_mxfp4_linear
+    def one(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if weights == "mxfp8":
+            return mx_cpu.quantize_mxfp8_linear(rows)
+        return mx_cpu.quantize_mxfp4_linear(rows, "mse")
+
     values, scales = zip(*(one(rows) for rows in weight.split(CHUNK_ROWS)), strict=True)
     return torch.cat(values), torch.cat(scales)
 

@@ -20,6 +20,11 @@ MODELS = {
 }
 """Hidden size, intermediate size, experts, experts per token."""
 
+DENSE_LAYERS = {"qkv": (5120, 2880), "o": (2880, 4096), "lm_head": (201_088, 2880)}
+"""gpt-oss-120b's: rows and K of the weight."""
+DENSE_VARIANTS = (("mxfp4", "bf16"), ("mxfp4", "mxfp8"), ("mxfp8", "bf16"), ("mxfp8", "mxfp8"))
+"""Formats of the weight and of the tokens."""
+
 MODE_NAMES = {0: "W4A8 mxfp8", 1: "W4A8 bf16", 2: "W4A16"}
 ALPHA, BETA, LIMIT = 1.702, 1.0, 7.0  # gpt-oss' activation, the only one that every peer computes
 

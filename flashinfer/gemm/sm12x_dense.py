@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dense layers with weights in MXFP4 or MXFP8 on SM12x's own kernels and on the CPU: checks, choice of kernel, launch.
 
-Few tokens are one stream of weights (``include/flashinfer/sm12x/impls/dense_layer.cuh``), more are a GEMM of bfloat16,
-which holds every value of these formats exactly (``grouped_gemm.cuh``). For very many, weights are widened to bfloat16
-some rows at a time, and cuBLAS multiplies them.
+Few tokens are one stream of weights (``include/flashinfer/sm12x/impls/dense_layer.cuh``), more are a GEMM
+(``grouped_gemm.cuh``): of MXFP8 tokens by SM12x's block-scaled MMA, else of bfloat16, which holds every value of these
+formats exactly. For very many, there, weights are widened to bfloat16 some rows at a time, and cuBLAS multiplies them.
 """
 
 from __future__ import annotations
@@ -73,46 +73,68 @@ def weights_of(weight: torch.Tensor) -> Literal["mxfp4", "mxfp8"]:
 # Where one way overtakes another: measured on an H200 for gpt-oss's layers (docs/dense.md), a prediction on SM12x.
 SECOND_PASS_BYTES = 12 << 20
 """Weights that are streamed twice, for two tiles of tokens, rather than multiplied by a GEMM: L2 still has them."""
-FEW_TILES = 264
-"""Tiles of the output, of 128 rows and 32 tokens, up to which small tiles are faster."""
-GEMM_TILE_COST = {32: 1.0, 48: 1.2, 64: 1.45}
-"""Time of a tile of so many tokens, where there are many."""
+FEW_TILES = {"bf16": 264, "mxfp8": 96}
+"""Tiles of the output, of 128 rows and the fewest tokens, up to which small tiles are faster: two for each SM."""
+GEMM_TILE_COST = {"bf16": {32: 1.0, 48: 1.2, 64: 1.45}, "mxfp8": {64: 1.0, 128: 1.8}}
+"""Time of a tile of so many tokens, where there are many, by what it multiplies; MXFP8's is a prediction."""
 WIDENED_TOKENS = {False: 256, True: 4096}
-"""From so many tokens on cuBLAS multiplies widened weights: on Hopper, whose cuBLAS has wgmma, and on SM12x."""
+"""From so many tokens on cuBLAS multiplies widened weights: on Hopper, whose cuBLAS has wgmma, and on SM12x. MXFP8 tokens
+stay with SM12x's block-scaled MMA, whose rate is twice or four times that of bfloat16."""
 
 
-def choose(weights: str, num_tokens: int, n: int, k: int, block_scaled: bool = True) -> DenseInstance | None:
+def choose(
+    weights: str, num_tokens: int, n: int, k: int, on_sm12x: bool = True, operand: Activation = "bf16"
+) -> DenseInstance | None:
     """The instance for ``num_tokens`` rows and a weight ``[n, k]``; None: cuBLAS is to multiply widened weights.
 
-    ``block_scaled`` is whether the device is an SM12x.
+    ``operand`` is as what a GEMM multiplies the tokens.
     """
-    if num_tokens >= WIDENED_TOKENS[block_scaled]:
+    if operand == "bf16" and num_tokens >= WIDENED_TOKENS[on_sm12x]:
         return None
     rows = [row for row in DENSE_INSTANCES if row.weights == weights and row.longest_k >= k]
     passes = 2 if n * k // (2 if weights == "mxfp4" else 1) <= SECOND_PASS_BYTES else 1
     streams = [row for row in rows if row.streamed and passes * row.token_tile >= num_tokens]
     if streams:
         return min(streams, key=lambda row: (-(-num_tokens // row.token_tile), row.token_tile, row.words))
-    gemms = sorted((row for row in rows if not row.streamed), key=lambda row: row.token_tile)
-    if -(-n // 128) * -(-num_tokens // gemms[0].token_tile) <= FEW_TILES:
-        return gemms[0]
-    return min(gemms, key=lambda row: -(-num_tokens // row.token_tile) * GEMM_TILE_COST[row.token_tile])
+    gemms = [row for row in rows if not row.streamed and row.operand == operand]
+    smallest = min(gemms, key=lambda row: row.token_tile)
+    if -(-n // 128) * -(-num_tokens // smallest.token_tile) <= FEW_TILES[operand]:
+        return smallest
+    return min(gemms, key=lambda row: -(-num_tokens // row.token_tile) * GEMM_TILE_COST[operand][row.token_tile])
 
 
-def instance(tactic: int | str | None, weights: str, k: int) -> DenseInstance:
+@functools.cache
+def _sums_in_float32() -> bool:
+    """Whether this machine's block-scaled MMAs are taken to add up as float32 does; read once, as modules are built once."""
+    from ..jit.sm12x.modules import multiplies_in_half
+
+    return not multiplies_in_half()
+
+
+def gemm_operand(token_format: int, on_sm12x: bool) -> Activation:
+    """As what a GEMM multiplies tokens of this format: MXFP8 where the device's MMA takes block scales and sums in float32."""
+    return "mxfp8" if token_format != BF16 and on_sm12x and _sums_in_float32() else "bf16"
+
+
+def instance(tactic: int | str | None, weights: str, k: int, token_format: int = QUANTIZE_BF16) -> DenseInstance:
     """The instance that ``tactic`` names, by number or name.
 
     Raises
     ------
     ValueError
-        There is none of that name for these weights and this K; the message lists them.
+        There is none of that name for these weights, this K and such tokens; the message lists them.
     """
-    allowed = [row for row in DENSE_INSTANCES if row.weights == weights and row.longest_k >= k]
+    allowed = [
+        row
+        for row in DENSE_INSTANCES
+        if row.weights == weights and row.longest_k >= k and (row.operand == "bf16" or token_format != BF16)
+    ]
     for row in allowed:
         if str(tactic) in (str(row.index), row.name):
             return row
     names = ", ".join(f"{row.index} ({row.name})" for row in allowed) or "none, since K is too long"
-    raise ValueError(f"tactic is {tactic!r}; for {weights} weights with k = {k} it may be {names}")
+    tokens = "bfloat16" if token_format == BF16 else "quantized"
+    raise ValueError(f"tactic is {tactic!r}; for {weights} weights with k = {k} and {tokens} tokens it may be {names}")
 
 
 def _token_format(x: torch.Tensor, x_scale: Any, activation: Any, swizzled_x_scale: bool) -> int:
@@ -252,19 +274,22 @@ def dense_mx(
     )
     operands = Operands(out, x, x_scale, weight, weight_scale, alpha, bias, residual)
     weights, k = weights_of(weight), operands.k
-    row: DenseInstance | None
-    if tactic is not None:
-        row = instance(tactic, weights, k)
-    else:
-        row = choose(weights, x.shape[0], weight.shape[0], k, _dispatch().is_block_scaled(x.device))
-    if out.numel() == 0:
-        return out
     on_cpu = x.device.type == "cpu"
     virtual = virtual_device.active() if on_cpu else None
+    row: DenseInstance | None
+    if tactic is not None:
+        row = instance(tactic, weights, k, token_format)
+    else:
+        on_sm12x = virtual is not None or _dispatch().is_block_scaled(x.device)
+        row = choose(weights, x.shape[0], weight.shape[0], k, on_sm12x, gemm_operand(token_format, on_sm12x))
+    if out.numel() == 0:
+        return out
     if on_cpu and (virtual is None or row is None):  # a virtual device has no cuBLAS
         _compute_on_cpu(operands, token_format)
         return out
     require_alignment({"x": x, "weight": weight, "weight_scale": weight_scale})
+    if row is not None and row.operand == "mxfp8":
+        require_alignment({"x_scale": x_scale}, 4)  # read in words of four
     if virtual is not None and row is not None:
         from ..testing import virtual_operators
 

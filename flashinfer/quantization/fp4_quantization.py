@@ -39,12 +39,17 @@ def mxfp4_quantize(
     backend: str = "cuda",
     enable_pdl: bool | None = None,
     sfLayout: SfLayout = SfLayout.layout_128x4,
+    *,
+    scale_rule: mx_cpu.ScaleRule = "amax",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize to MXFP4: packed e2m1 values with one UE8M0 scale per 32 of them along the last dimension.
 
     CUDA tensors are upstream's; a CPU tensor is quantized on the CPU and the result stays there.  The scale is ``amax / 6``
     rounded up to a power of two (byte 0 for a block of zeros), values round to nearest even and saturate at 6, also
     infinity.  e2m1 has no NaN: a block that holds one gets the NaN scale, 255.
+
+    With ``scale_rule="mse"``, which is for weights, it is that scale, its half or its double, whichever leaves the least
+    squared error in the block; torch's operations compute it, wherever the tensor is.
 
     Parameters
     ----------
@@ -54,6 +59,8 @@ def mxfp4_quantize(
         Upstream's; they mean nothing on the CPU.
     sfLayout : SfLayout
         Layout of the scales; on the CPU ``layout_128x4`` or ``layout_linear`` (``layout_8x4`` is upstream's and needs CUDA).
+    scale_rule : str
+        ``"amax"`` or ``"mse"``; the latter with the CPU's layouts.
 
     Returns
     -------
@@ -65,15 +72,16 @@ def mxfp4_quantize(
     Raises
     ------
     TypeError, ValueError
-        No tensor, or neither on a CUDA device nor on the CPU.  On the CPU: another dtype, K no multiple of 32, or a
-        layout that the CPU does not make.
+        No tensor, or neither on a CUDA device nor on the CPU; an unknown rule.  On the CPU, and with ``"mse"``: another
+        dtype, K no multiple of 32, or a layout that the CPU does not make.
     """
     _require_tensor("a", a)
-    if a.device.type != "cpu" or _only_upstream_has(sfLayout):
+    upstreams = a.device.type != "cpu" or _only_upstream_has(sfLayout)
+    if mx_cpu.check_scale_rule(scale_rule) == "amax" and upstreams:
         return _upstream.mxfp4_quantize(a, backend, enable_pdl, sfLayout)
     mx_cpu.check_float_input("a", a)
     layout = mx_cpu.check_layout("sfLayout", sfLayout)
-    packed, scales = mx_cpu.quantize_mxfp4_linear(a)
+    packed, scales = mx_cpu.quantize_mxfp4_linear(a, scale_rule)
     linear = scales.reshape(-1, scales.shape[-1])
     return packed, mx_cpu.arrange_scales(linear, layout)
 

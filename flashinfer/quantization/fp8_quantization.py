@@ -31,12 +31,17 @@ def mxfp8_quantize(
     enable_pdl: bool | None = None,
     backend: Literal["cuda", "cute-dsl"] = "cuda",
     sf_swizzle_layout: SfLayout | None = None,
+    *,
+    scale_rule: mx_cpu.ScaleRule = "amax",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize to MXFP8: e4m3 values with one UE8M0 scale per 32 of them along the last dimension.
 
     CUDA tensors are upstream's; a CPU tensor is quantized on the CPU to the same format.  The scale is ``amax / 448``
     rounded up to a power of two (byte 0 for a block of zeros), values round to nearest even and saturate at 448, also
     infinity; NaN stays NaN and takes no part in ``amax``.
+
+    With ``scale_rule="mse"`` it is that scale, its half or its double, whichever leaves the least squared error in the
+    block; torch's operations compute it, wherever the tensor is. Of e4m3, unlike of e2m1, it betters next to nothing.
 
     Parameters
     ----------
@@ -50,6 +55,8 @@ def mxfp8_quantize(
         Upstream's; they mean nothing on the CPU.
     sf_swizzle_layout : SfLayout, optional
         Overrides ``is_sf_swizzled_layout``; on the CPU ``layout_128x4`` or ``layout_linear``.
+    scale_rule : str
+        ``"amax"`` or ``"mse"``; the latter with the CPU's layouts.
 
     Returns
     -------
@@ -63,12 +70,12 @@ def mxfp8_quantize(
     Raises
     ------
     TypeError, ValueError
-        ``input`` is no tensor, or neither on a CUDA device nor on the CPU.  On the CPU: another dtype, K or
-        ``alignment`` no multiple of 32, or a layout that the CPU does not make.
+        ``input`` is no tensor, or neither on a CUDA device nor on the CPU; an unknown rule.  On the CPU, and with
+        ``"mse"``: another dtype, K or ``alignment`` no multiple of 32, or a layout that the CPU does not make.
     """
     require_tensor_type("input", input)
     require_computing_device("input", input)
-    if input.device.type != "cpu":
+    if mx_cpu.check_scale_rule(scale_rule) == "amax" and input.device.type != "cpu":
         return _upstream.mxfp8_quantize(
             input,
             is_sf_swizzled_layout,
@@ -86,6 +93,6 @@ def mxfp8_quantize(
         raise ValueError(f"alignment is {alignment}; it must be a positive multiple of {mx_cpu.BLOCK_SIZE}")
     padding = round_up(input.shape[-1], alignment) - input.shape[-1]
     padded = torch.nn.functional.pad(input, (0, padding)) if padding else input
-    values, scales = mx_cpu.quantize_mxfp8_linear(padded)
+    values, scales = mx_cpu.quantize_mxfp8_linear(padded, scale_rule)
     linear = scales.reshape(-1, scales.shape[-1])
     return values, mx_cpu.arrange_scales(linear, sf_swizzle_layout).reshape(-1)

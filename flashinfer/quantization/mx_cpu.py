@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """MXFP4 and MXFP8 in torch's own operations, vectorized; for CPU tensors, and for what CUDA ones need once at load time.
 
-The semantics are those of OCP Microscaling Formats v1.0 and of upstream's CUDA quantizers: scales are ``amax / element_max`` rounded up to a
-power of two, values round to nearest even and saturate.  All of it is done on the bits of float32, which hold every
-value exactly, so that the results equal those of the float64 reference bit for bit.
+The semantics are those of OCP Microscaling Formats v1.0 and of upstream's CUDA quantizers: scales are ``amax / element_max``
+rounded up to a power of two (the rule ``"amax"``), values round to nearest even and saturate.  All of it is done on the bits
+of float32, which hold every value exactly, so that the results equal those of the float64 reference bit for bit.
+
+The rule ``"mse"`` takes, of that scale, its half and its double, the one with the least squared error over the block: for
+weights, whose quantization is done once.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal, cast, get_args
 
 import torch
 
@@ -17,6 +21,8 @@ from ..sm12x_arguments import describe, round_up
 from ..tllm_enums import SfLayout
 
 BLOCK_SIZE = 32
+ScaleRule = Literal["amax", "mse"]
+SCALE_RULES: tuple[str, ...] = get_args(ScaleRule)
 CPU_LAYOUTS = (SfLayout.layout_128x4, SfLayout.layout_linear)
 _MANTISSA_BITS = 23
 _E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -79,13 +85,60 @@ def decode_scale_bytes(scale_bytes: torch.Tensor, dtype: torch.dtype) -> torch.T
     return _scale_table(dtype, flat.device).index_select(0, flat).view(scale_bytes.shape)
 
 
-def quantize_mxfp8_linear(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _to_e4m3(scaled: torch.Tensor) -> torch.Tensor:
+    return scaled.clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+
+
+def _e2m1_magnitudes(scaled: torch.Tensor) -> torch.Tensor:
+    """Codes 0 to 7 of the nearest magnitude."""
+    magnitude = scaled.abs()
+    codes = torch.zeros_like(scaled, dtype=torch.uint8)
+    # Midpoints between neighbours; a tie goes to the even code, so every other midpoint belongs to the upper one.
+    for midpoint in (0.25, 1.25, 2.5, 5.0):
+        codes += magnitude > midpoint
+    for midpoint in (0.75, 1.75, 3.5):
+        codes += magnitude >= midpoint
+    return codes
+
+
+def check_scale_rule(rule: Any) -> ScaleRule:
+    """``rule`` as one of :data:`SCALE_RULES`; raises ``ValueError`` for others."""
+    if rule not in SCALE_RULES:
+        raise ValueError(f"scale_rule is {describe(rule)}; it must be one of {', '.join(map(repr, SCALE_RULES))}")
+    return cast("ScaleRule", rule)
+
+
+def _choose_scales(
+    blocks: torch.Tensor, scales: torch.Tensor, rule: ScaleRule, rounded: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scale bytes by ``rule``, from those of the amax rule, and the blocks over them.
+
+    ``rounded`` gives the magnitudes, or the values, that elements round to. A block that no neighbour betters keeps its scale,
+    as one with infinity or NaN does.
+    """
+    scaled = blocks * _inverse_scales(scales).unsqueeze(-1)
+    if check_scale_rule(rule) == "amax":
+        return scales, scaled
+    chosen = scales
+
+    def error_of(factor: float) -> torch.Tensor:
+        return (rounded(scaled / factor).abs() * factor - scaled.abs()).square().sum(-1)
+
+    least = error_of(1.0)
+    for step, last in ((-1, 0), (1, 254)):
+        error = error_of(2.0**step)
+        better = (error < least) & (scales != last)
+        chosen = torch.where(better, scales + step, chosen)
+        least = torch.where(better, error, least)
+    return chosen, blocks * _inverse_scales(chosen).unsqueeze(-1)
+
+
+def quantize_mxfp8_linear(values: torch.Tensor, scale_rule: ScaleRule = "amax") -> tuple[torch.Tensor, torch.Tensor]:
     """``[..., K]`` floats to (e4m3 ``[..., K]``, linear scale bytes ``[..., K / 32]``)."""
     blocks = values.float().unflatten(-1, (-1, BLOCK_SIZE))
     scales = _scale_bytes(_block_amax(blocks), 8, 0x600000)  # 448 = 1.75 * 2^8
-    scaled = blocks * _inverse_scales(scales).unsqueeze(-1)
-    quantized = scaled.clamp_(-448.0, 448.0).to(torch.float8_e4m3fn)
-    return quantized.flatten(-2), scales
+    scales, scaled = _choose_scales(blocks, scales, scale_rule, lambda x: _to_e4m3(x).float())
+    return _to_e4m3(scaled).flatten(-2), scales
 
 
 def dequantize_mxfp8_linear(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -94,18 +147,13 @@ def dequantize_mxfp8_linear(values: torch.Tensor, scales: torch.Tensor) -> torch
     return (blocks * decode_scale_bytes(scales, torch.float32).unsqueeze(-1)).flatten(-2)
 
 
-def quantize_mxfp4_linear(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_mxfp4_linear(values: torch.Tensor, scale_rule: ScaleRule = "amax") -> tuple[torch.Tensor, torch.Tensor]:
     """``[..., K]`` floats to (packed e2m1 ``[..., K / 2]``, linear scale bytes ``[..., K / 32]``); NaN gives scale 255."""
     blocks = values.float().unflatten(-1, (-1, BLOCK_SIZE))
     scales = _scale_bytes(_block_amax(blocks), 2, 0x400000)  # 6 = 1.5 * 2^2
-    scaled = blocks * _inverse_scales(scales).unsqueeze(-1)
-    magnitude = scaled.abs()
-    codes = torch.zeros_like(scaled, dtype=torch.uint8)
-    # Midpoints between neighbours; a tie goes to the even code, so every other midpoint belongs to the upper one.
-    for midpoint in (0.25, 1.25, 2.5, 5.0):
-        codes += magnitude > midpoint
-    for midpoint in (0.75, 1.75, 3.5):
-        codes += magnitude >= midpoint
+    magnitudes = torch.tensor(_E2M1_VALUES, device=values.device)
+    scales, scaled = _choose_scales(blocks, scales, scale_rule, lambda x: magnitudes[_e2m1_magnitudes(x).int()])
+    codes = _e2m1_magnitudes(scaled)
     isnan = torch.isnan(scaled)
     codes |= (torch.signbit(scaled) & ~isnan).to(torch.uint8) << 3
     scales = torch.where(isnan.any(-1), 255, scales).to(torch.uint8)

@@ -48,7 +48,7 @@ from .mxfp_formats import (
     round_to_e4m3,
     scale_exponents,
 )
-from .narrow_sums import narrow_sum_error
+from .narrow_sums import SUBNORMAL_EXPONENTS, narrow_sum_error
 
 FLOAT32_ROUNDOFF = 2.0**-24
 _FLOAT32_MAX = 3.4028234663852886e38
@@ -72,12 +72,15 @@ class Accumulation:
     accumulation_bits : int, optional
         Fraction bits that block-scaled MMAs keep of their sums (``narrow_sums`` derives the bound); ``None``: those of
         float32.
+    weights : str
+        Format of the weights that such MMAs multiply.
     """
 
     unit_roundoff: float = FLOAT32_ROUNDOFF
     mma_depth: int | None = None
     exact_bits: int = 24
     accumulation_bits: int | None = None
+    weights: str = "mxfp4"
 
     def gamma(self, k: int) -> float:
         """Relative error of a sum of ``k`` terms against the sum of their magnitudes."""
@@ -93,13 +96,14 @@ ANY_ORDER = Accumulation()
 TENSOR_CORE = Accumulation(unit_roundoff=2.0**-23, mma_depth=16, exact_bits=22)
 
 
-def narrow_tensor_core(accumulation_bits: int) -> Accumulation:
+def narrow_tensor_core(accumulation_bits: int, weights: str = "mxfp4") -> Accumulation:
     """Tensor cores whose block-scaled MMAs keep so many fraction bits of their sums.
 
-    Products that are multiples of ``q`` lose nothing if ``16 sum |x_k w_k| <= 2^accumulation_bits q``: that is above the
-    exponent of any sum, and of any product as its elements are encoded.
+    Products that are multiples of ``q`` lose nothing if ``2^s sum |x_k w_k| <= 2^accumulation_bits q`` with ``s`` of
+    ``narrow_sums``: that is above the exponent of any sum, and of any product as its elements are encoded.
     """
-    return Accumulation(exact_bits=accumulation_bits - 4, accumulation_bits=accumulation_bits)
+    exact_bits = accumulation_bits - SUBNORMAL_EXPONENTS[weights]
+    return Accumulation(exact_bits=exact_bits, accumulation_bits=accumulation_bits, weights=weights)
 
 
 def granularity(values: torch.Tensor) -> torch.Tensor:
@@ -137,7 +141,7 @@ def dot_error(
     if accumulation.accumulation_bits is None:
         error = accumulation.gamma(x.shape[-1]) * magnitude
     else:
-        error = narrow_sum_error(x, w, accumulation.accumulation_bits, signs_known)
+        error = narrow_sum_error(x, w, accumulation.accumulation_bits, signs_known, accumulation.weights)
     unit = torch.outer(granularity(x), w_granularity)
     error = torch.where(magnitude <= 2.0**accumulation.exact_bits * unit, 0.0, error)
     return torch.where(magnitude > _FLOAT32_MAX, torch.inf, error)

@@ -13,7 +13,8 @@ for the number of blocks and ``e`` for the bound.
 1. Every accumulator is the exact sum of some blocks, off by at most ``e``: ``|c| <= R + e``.
 2. A step's exponent is that of a product or of the accumulator.  A subnormal element counts with the least exponent of
    its format: up to 3 above its own for e4m3, 2 for e5m2, 1 for e2m1.  So ``E_j <= E <= top``, with ``E_j`` the largest
-   exponent of a product of the block and ``top`` the larger one of ``max E_j + 4`` and the exponent of ``R + e``.
+   exponent of a product of the block and ``top`` the larger one of ``max E_j + s`` and the exponent of ``R + e``; ``s`` is
+   4 for MXFP4 weights, 6 for MXFP8's.
 3. What a block's products lose is known once ``E`` is: ``L_j(E) = sum_k (p_k - cut(p_k))``, signs included, which cancel.
    It is charged at the worst exponent in ``[E_j, top]``.  Where the products themselves are not known, it is at most
    ``min(32 q, sum |p_k|)`` with the ``q`` of ``top``.
@@ -30,7 +31,7 @@ import torch
 
 from .mxfp_formats import BLOCK, power_of_two
 
-_SUBNORMAL_EXPONENTS = 4  # of e4m3 and e2m1 together, see 2.
+SUBNORMAL_EXPONENTS = {"mxfp4": 4, "mxfp8": 6}  # of such weights and e4m3 together: s, see 2.
 _NOTHING = -1000  # exponent of 0
 _MOST_STEPS = 64
 _FLOAT32_ROUNDOFF = 2.0**-24
@@ -58,7 +59,9 @@ def _loss(products: torch.Tensor, least: torch.Tensor, top: torch.Tensor, bits: 
     return worst
 
 
-def narrow_sum_error(x: torch.Tensor, w: torch.Tensor, bits: int, signs_known: bool) -> torch.Tensor:
+def narrow_sum_error(
+    x: torch.Tensor, w: torch.Tensor, bits: int, signs_known: bool, weights: str = "mxfp4"
+) -> torch.Tensor:
     """Bound ``[m, n]`` on the error of ``x @ w.T`` in sums of ``bits`` fraction bits.
 
     Takes time and memory for ``m n K`` products: for small tests.
@@ -66,11 +69,13 @@ def narrow_sum_error(x: torch.Tensor, w: torch.Tensor, bits: int, signs_known: b
     Parameters
     ----------
     x, w : torch.Tensor
-        float64 ``[m, K]`` and ``[n, K]``, MXFP8 and MXFP4 values; ``K`` is a multiple of 32.
+        float64 ``[m, K]`` and ``[n, K]``, MXFP8 values and those of ``weights``; ``K`` is a multiple of 32.
     bits : int
         ``F`` above.
     signs_known : bool
         Whether ``x`` is what the implementation multiplies; otherwise its magnitudes bound that.
+    weights : str
+        Format of ``w``: ``"mxfp4"`` or ``"mxfp8"``.
     """
     blocks = _blocks(x, w)
     sums = torch.stack([products.sum(-1) for products, _ in blocks])
@@ -78,7 +83,7 @@ def narrow_sum_error(x: torch.Tensor, w: torch.Tensor, bits: int, signs_known: b
     magnitude = x.abs() @ w.abs().T
     if not signs_known:
         range_of_sums = magnitude
-    top = torch.stack([least for _, least in blocks]).amax(0) + _SUBNORMAL_EXPONENTS
+    top = torch.stack([least for _, least in blocks]).amax(0) + SUBNORMAL_EXPONENTS[weights]
     top = torch.maximum(top, _exponents(range_of_sums)).clamp(min=-900)
     error = torch.full_like(magnitude, torch.inf)
     for _ in range(_MOST_STEPS):

@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from flashinfer.gemm.sm12x_dense import DENSE_INSTANCES, WIDENED_TOKENS, choose, dense_mx, instance
+from flashinfer.gemm import sm12x_dense
+from flashinfer.gemm.sm12x_dense import (
+    BF16,
+    DENSE_INSTANCES,
+    QUANTIZE_BF16,
+    WIDENED_TOKENS,
+    choose,
+    dense_mx,
+    instance,
+)
 from flashinfer.testing import ANY_ORDER, TENSOR_CORE, DenseCase, check_within_bound, dense_reference, make_dense_inputs
 
 TOKENS = ("bf16", "quantize_bf16", "quantize_f16", "mxfp8", "mxfp8_linear", "mxfp4")
@@ -56,12 +65,12 @@ def test_formats(device: torch.device, weights: str, tokens: str) -> None:
 @pytest.mark.parametrize("row", DENSE_INSTANCES, ids=lambda row: row.name)
 def test_every_instance(device: torch.device, row: Any) -> None:
     k = min(row.longest_k, 4096) - 32
-    check(device, DenseCase(row.token_tile * 2 - 1, 3000, k, row.weights, bias=torch.bfloat16), 7, tactic=row.index)
+    tokens = "quantize_bf16" if row.operand == "mxfp8" else "bf16"
+    case = DenseCase(row.token_tile * 2 - 1, 3000, k, row.weights, tokens, bias=torch.bfloat16)
+    check(device, case, 7, tactic=row.index)
 
 
 def test_widened_weights_in_several_pieces(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    from flashinfer.gemm import sm12x_dense
-
     monkeypatch.setattr(sm12x_dense, "WIDENED_TOKENS", {False: 1, True: 1})
     monkeypatch.setattr(sm12x_dense, "WIDENED_BYTES", 256 * 160 * 2)
     for weights in ("mxfp4", "mxfp8"):
@@ -91,17 +100,36 @@ def test_what_is_chosen() -> None:
     for block_scaled, tokens in WIDENED_TOKENS.items():
         assert name("mxfp4", tokens, 5120, 2880, block_scaled) == "cuBLAS"
         assert name("mxfp4", tokens - 1, 5120, 2880, block_scaled) != "cuBLAS"
+    assert name("mxfp4", 16, 201_088, 2880, True, "mxfp8") == "dense_mxfp4_m16_w2"
+    assert name("mxfp8", 64, 5120, 2880, True, "mxfp8") == "dense_mxfp8_m64_gemm_mxfp8"
+    assert name("mxfp8", 128, 2880, 4096, True, "mxfp8") == "dense_mxfp8_m64_gemm_mxfp8"  # an SM's worth of tiles
+    assert name("mxfp4", 8192, 5120, 2880, True, "mxfp8") == "dense_mxfp4_m128_gemm_mxfp8"
 
 
 def test_tactics_by_name_and_number() -> None:
     for row in DENSE_INSTANCES:
         assert instance(row.index, row.weights, 32) is instance(row.name, row.weights, 32) is row
     with pytest.raises(
-        ValueError, match=r"tactic is 3; for mxfp4 weights with k = 64 it may be 0 \(dense_mxfp4_m8_w2\)"
+        ValueError,
+        match=r"tactic is 3; for mxfp4 weights with k = 64 and quantized tokens it may be 0 \(dense_mxfp4_m8_w2\)",
     ):
         instance(3, "mxfp4", 64)
     with pytest.raises(ValueError, match=r"tactic is 'dense_mxfp4_m8_w2'; for mxfp4 weights with k = 8192"):
         instance("dense_mxfp4_m8_w2", "mxfp4", 8192)
+    with pytest.raises(ValueError, match=r"tactic is 10; .* and bfloat16 tokens it may be (?!.*gemm_mxfp8)"):
+        instance(10, "mxfp4", 64, BF16)
+
+
+@pytest.mark.parametrize(("variable", "operand"), [("0", "mxfp8"), ("1", "bf16")])
+def test_sums_in_few_bits_turn_block_scaled_mmas_off(
+    monkeypatch: pytest.MonkeyPatch, variable: str, operand: str
+) -> None:
+    monkeypatch.setenv("FLASHINFER_SM12X_HALF_MMA", variable)
+    sm12x_dense._sums_in_float32.cache_clear()
+    assert sm12x_dense.gemm_operand(QUANTIZE_BF16, True) == operand
+    assert sm12x_dense.gemm_operand(QUANTIZE_BF16, False) == "bf16"  # compute capability 9.0
+    assert sm12x_dense.gemm_operand(BF16, True) == "bf16"
+    sm12x_dense._sums_in_float32.cache_clear()
 
 
 BAD: list[tuple[str, Any, type[Exception], str]] = [

@@ -224,3 +224,57 @@ def test_nan_marks_its_element_or_block_only() -> None:
     assert (scales == 119).all()
     _, scales = mxfp4_quantize(values, sfLayout=LINEAR)
     assert scales.tolist() == [[125, 125], [125, 255]]
+
+
+def _values_of(element: str) -> torch.Tensor:
+    """All magnitudes of the format, in float64."""
+    if element == "mxfp8":
+        return torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+    return torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("element", ["mxfp4", "mxfp8"])
+def test_the_mse_rule_takes_the_best_of_three_scales(element: str) -> None:
+    quantize, dequantize = (
+        (mxfp4_quantize, dequantize_mxfp4) if element == "mxfp4" else (mxfp8_quantize, dequantize_mxfp8)
+    )
+    layout = {"sfLayout": LINEAR} if element == "mxfp4" else {"is_sf_swizzled_layout": False}
+    generator = _seeded(31)
+    x = torch.randn(400, 64, generator=generator) ** 3 * torch.exp2(torch.randint(-130, 100, (400, 1)).float())
+    x[7, :32] = 0.0
+    x[8, :32] = 6.0  # exact, by the scale that amax gives
+    x[9, :32] = 3.4e38  # its double does not exist
+    (_, by_amax), (values, scales) = quantize(x, **layout), quantize(x, **layout, scale_rule="mse")
+    by_amax, scales = by_amax.view(400, 2), scales.view(400, 2)
+    table = _values_of(element)
+    blocks = x.double().view(400, 2, 32)
+    errors = []
+    for step in (0, -1, 1):
+        unit = torch.exp2(by_amax.double() + step - 127).unsqueeze(-1)
+        nearest = (blocks.abs().unsqueeze(-1) / unit.unsqueeze(-1) - table).abs().amin(-1) * unit
+        allowed = (by_amax.int() + step >= 0) & (by_amax.int() + step <= 254)
+        errors.append(torch.where(allowed, nearest.square().sum(-1), torch.inf))
+    found = (dequantize(values, scales).view(400, 2, 32) - blocks).square().sum(-1)
+    best = torch.stack(errors).amin(0)
+    assert (found <= best * (1 + 1e-5)).all()
+    assert (scales[7:9] == by_amax[7:9])[:, 0].all()
+    assert ((scales != by_amax) & (best < errors[0])).any()
+    assert ((scales.int() - by_amax.int()).abs() <= 1).all()
+
+
+def test_a_block_without_finite_error_keeps_the_scale_of_its_amax() -> None:
+    x = torch.randn(2, 64, generator=_seeded(32))
+    x[0, 3], x[0, 40] = torch.inf, torch.nan
+    for rule in ("amax", "mse"):
+        assert mxfp4_quantize(x, sfLayout=LINEAR, scale_rule=rule)[1][0].tolist() == [254, 255]
+    values, scales = mxfp8_quantize(x, False, scale_rule="mse")
+    expected, by_amax = mxfp8_quantize(x, False)
+    assert torch.equal(_bits(values[0]), _bits(expected[0]))
+    assert torch.equal(scales[:2], by_amax[:2])
+
+
+def test_an_unknown_scale_rule_is_named() -> None:
+    x = torch.zeros(1, 32)
+    for quantize in (mxfp4_quantize, mxfp8_quantize):
+        with pytest.raises(ValueError, match=r"scale_rule is 'least'; it must be one of 'amax', 'mse'"):
+            quantize(x, scale_rule="least")

@@ -19,6 +19,7 @@ from flashinfer.testing import (
     dequantize_mxfp4,
     dequantize_mxfp8,
     make_dense_inputs,
+    quantize_mxfp8,
     unswizzle_scales,
 )
 from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
@@ -35,6 +36,11 @@ BY_NAME = {row.name: row for row in DENSE_INSTANCES}
 def device() -> Iterator[VirtualDevice]:
     with virtual_device("sm_121a", watch=ALL_WATCHERS) as made:
         yield made
+
+
+def tokens_for(row: DenseInstance) -> str:
+    """A format that the instance takes: what it multiplies as MXFP8 is quantized."""
+    return "quantize_bf16" if row.operand == "mxfp8" else "bf16"
 
 
 def run(inputs: DenseInputs, case: DenseCase, tactic: str | None) -> torch.Tensor:
@@ -58,7 +64,7 @@ def test_an_instance(device: VirtualDevice, row: DenseInstance) -> None:
     """A K that is no multiple of 128, as long as the warps share; a last unit that is partly there; two passes or tiles."""
     k = row.longest_k - 96 if row.streamed else 800
     n = 16 * SMS + 56 if row.streamed else 200
-    check(device, DenseCase(row.token_tile + 3, n, k, row.weights, bias=torch.bfloat16), 1, row.name)
+    check(device, DenseCase(row.token_tile + 3, n, k, row.weights, tokens_for(row), bias=torch.bfloat16), 1, row.name)
     launch = device.launches[-1]
     assert ("dense_layer_kernel" if row.streamed else "grouped_gemm_kernel") in launch.kernel
     if row.streamed:
@@ -76,11 +82,18 @@ def test_shapes_of_a_stream(device: VirtualDevice, name: str, n: int, k: int) ->
 
 
 FORMATS = ("bf16", "quantize_bf16", "quantize_f16", "mxfp8", "mxfp8_linear", "mxfp4")
+KINDS = ("m8_w2", "m32_gemm", "m64_gemm_mxfp8")
 
 
-@pytest.mark.parametrize("tokens", FORMATS)
 @pytest.mark.parametrize(
-    "name", ["dense_mxfp4_m8_w2", "dense_mxfp8_m8_w2", "dense_mxfp4_m32_gemm", "dense_mxfp8_m32_gemm"]
+    ("name", "tokens"),
+    [
+        (f"dense_{weights}_{kind}", tokens)
+        for weights in ("mxfp4", "mxfp8")
+        for kind in KINDS
+        for tokens in FORMATS
+        if tokens != "bf16" or "gemm_mxfp8" not in kind
+    ],
 )
 def test_formats_of_tokens_and_what_is_added(device: VirtualDevice, name: str, tokens: str) -> None:
     choice = FORMATS.index(tokens)
@@ -98,13 +111,23 @@ def test_formats_of_tokens_and_what_is_added(device: VirtualDevice, name: str, t
     check(device, case, 40 + choice, name)
 
 
-@pytest.mark.parametrize("row", [row for row in DENSE_INSTANCES if row.token_tile in (8, 32)], ids=lambda row: row.name)
+@pytest.mark.parametrize(
+    "row",
+    [row for row in DENSE_INSTANCES if row.token_tile in (8, 32) or row.operand == "mxfp8"],
+    ids=lambda row: row.name,
+)
 def test_scales_at_both_ends_and_nan(device: VirtualDevice, row: DenseInstance) -> None:
     """Scales that do not fold into the expansion, NaN as a scale and, of MXFP8, as a value: their rows, and no other."""
-    case = DenseCase(6, 48, 256, row.weights, out_dtype=torch.float32)
+    case = DenseCase(
+        6, 48, 256, row.weights, "mxfp8_linear" if row.operand == "mxfp8" else "bf16", out_dtype=torch.float32
+    )
     inputs = make_dense_inputs(case, 3)
     x, weight, scales = inputs.arguments
-    x.mul_(2.0**-100)
+    if row.operand == "mxfp8":
+        inputs.named["x_scale"].sub_(100)
+        x = dequantize_mxfp8(x, inputs.named["x_scale"])
+    else:
+        x.mul_(2.0**-100)
     swizzled = scales.reshape(2, 32, 4, 4)  # word along K, row % 32, row / 32, block
     swizzled[0, 3, 0, 1] = 200  # 2^73: row 3
     swizzled[1, 25, 0, 2] = 255  # NaN: row 25, of another slab
@@ -128,7 +151,7 @@ def test_scales_at_both_ends_and_nan(device: VirtualDevice, row: DenseInstance) 
 def test_a_layer_under_weak_memory(row: DenseInstance) -> None:
     for seed in (1, 2):
         with virtual_device("sm_121a", watch=ALL_WATCHERS, weak_memory=seed) as device:
-            check(device, DenseCase(9, 200, 416, row.weights, bias=torch.bfloat16), seed, row.name)
+            check(device, DenseCase(9, 200, 416, row.weights, tokens_for(row), bias=torch.bfloat16), seed, row.name)
 
 
 def test_results_are_the_same_on_every_run(device: VirtualDevice) -> None:
@@ -138,24 +161,62 @@ def test_results_are_the_same_on_every_run(device: VirtualDevice) -> None:
         assert torch.equal(first, second)
 
 
+@pytest.mark.parametrize("weights", ["mxfp4", "mxfp8"])
+def test_token_scales_in_whole_words_are_read_where_they_are(device: VirtualDevice, weights: str) -> None:
+    for tokens in ("mxfp8", "mxfp8_linear"):
+        check(device, DenseCase(70, 130, 256, weights, tokens), 12, f"dense_{weights}_m64_gemm_mxfp8")
+
+
+@pytest.mark.parametrize("row", [row for row in DENSE_INSTANCES if row.operand == "mxfp8"], ids=lambda row: row.name)
+def test_fragments_meet_few_banks_twice(device: VirtualDevice, row: DenseInstance) -> None:
+    check(device, DenseCase(row.token_tile, 20 * 128, 512, row.weights, "mxfp8"), 15, row.name)
+    counters = device.launches[-1].counters
+    assert counters.shared_bank_conflicts < 0.06 * counters.shared_wavefronts
+
+
+@pytest.mark.parametrize(("n", "blocks"), [(128 * 19, SMS), (128 * 20, 20), (128 * SMS, SMS)])
+def test_units_are_cut_where_they_are_few(device: VirtualDevice, n: int, blocks: int) -> None:
+    """Nothing is written for the sums of parts, and read again, where whole units keep the device busy."""
+    check(device, DenseCase(5, n, 256, "mxfp4", "mxfp8"), 14, "dense_mxfp4_m64_gemm_mxfp8")
+    launch = device.launches[-1]
+    assert launch.grid[0] == blocks
+    assert (launch.counters.by_class["atomic"] > 0) == (n == 128 * 19)
+
+
 @pytest.mark.parametrize("tokens", [1, 8, 9, 20, 40])
 def test_what_is_chosen_runs(device: VirtualDevice, tokens: int) -> None:
     for weights in ("mxfp4", "mxfp8"):
         check(device, DenseCase(tokens, 96, 288, weights), tokens)
 
 
-@pytest.mark.parametrize("names", [("m8_w2", "m8_w2"), ("m32_gemm", "m8_w2"), ("m8_w2", "m32_gemm")], ids="-".join)
+def test_quantized_tokens_meet_block_scaled_mmas(device: VirtualDevice) -> None:
+    """Many of them: what is chosen for an SM12x; bfloat16 ones are multiplied as they are."""
+    for tokens, operand in (("bf16", "ActivationE2E"), ("mxfp4", "ActivationE0E")):
+        check(device, DenseCase(130, 96, 288, "mxfp8", tokens), 13)
+        assert operand in device.launches[-1].kernel
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("m8_w2", "m8_w2"),
+        ("m32_gemm", "m8_w2"),
+        ("m8_w2", "m32_gemm"),
+        ("m64_gemm_mxfp8", "m64_gemm_mxfp8"),
+    ],
+    ids="-".join,
+)
 @pytest.mark.parametrize("weights", ["mxfp4", "mxfp8"])
 def test_a_layer_reads_what_the_one_before_it_writes(
     device: VirtualDevice, weights: str, names: tuple[str, str]
 ) -> None:
     """Programmatic dependent launches: weights are on their way before the launch in front has ended, tokens are not."""
     print("seed", 60)
-    first = make_dense_inputs(DenseCase(5, 96, 160, weights), 60)
-    second = make_dense_inputs(DenseCase(5, 80, 96, weights), 61)
+    rows = [BY_NAME[f"dense_{weights}_{name}"] for name in names]
+    first = make_dense_inputs(DenseCase(5, 96, 160, weights, tokens_for(rows[0])), 60)
+    second = make_dense_inputs(DenseCase(5, 80, 96, weights, tokens_for(rows[1])), 61)
     between, out = (torch.full((5, n), torch.nan, dtype=torch.bfloat16) for n in (96, 80))
     module = device.module(gen_dense_module)
-    rows = [BY_NAME[f"dense_{weights}_{name}"] for name in names]
     spaces = [
         None if row.streamed else device.empty(int(device.call(module.sm12x_dense_gemm_workspace_size, 5, k)))
         for row, k in zip(rows, (160, 96), strict=True)
@@ -166,11 +227,15 @@ def test_a_layer_reads_what_the_one_before_it_writes(
             rows, (first, second), (first.arguments[0], between), (between, out), spaces, strict=True
         ):
             weight, scale = inputs.arguments[1:]
-            module.sm12x_dense_run(y, x, None, weight, scale, None, None, None, space, 0, row.index, True, True)
+            token_format = FORMATS.index(tokens_for(row))
+            operands = (y, x, None, weight, scale, None, None, None)
+            module.sm12x_dense_run(*operands, space, token_format, row.index, True, True)
 
     device.call(launch, *first.arguments, *second.arguments, between, out, writes=(between, out))
     check_within_bound(between, *dense_reference(first), "first")
     second.x = between.double()
+    if rows[1].operand == "mxfp8":
+        second.x = dequantize_mxfp8(*quantize_mxfp8(between.float()))
     check_within_bound(out, *dense_reference(second), "second")
     assert all(found.clean and found.programmatic for found in device.launches[-2:])
 
@@ -191,12 +256,14 @@ def test_copies_that_others_pass(name: str, k: int, rounds: int) -> None:
         check(device, DenseCase(5, 16 * SMS * (6 if rounds == 60 else 3), k, BY_NAME[name].weights), 1, name)
 
 
-@pytest.mark.parametrize("name", ["m8_w2", "m32_gemm"])
+@pytest.mark.parametrize("name", KINDS)
 def test_a_weight_that_the_layer_in_front_writes(device: VirtualDevice, name: str) -> None:
     """``constant_weights=False``: the second layer's weights are the bytes that the first one is still writing."""
     print("seed", 70)
     row = BY_NAME[f"dense_mxfp4_{name}"]
-    first, second = (make_dense_inputs(DenseCase(m, 64, 128), seed) for m, seed in ((16, 70), (5, 71)))
+    first, second = (
+        make_dense_inputs(DenseCase(m, 64, 128, tokens=tokens_for(row)), seed) for m, seed in ((16, 70), (5, 71))
+    )
     written = torch.full((16, 64), torch.nan, dtype=torch.bfloat16)
     x, _, scale = second.arguments  # of 64 rows and 128 elements, of which 32 rows are used
     weight, out = written.view(torch.uint8).view(32, 64), torch.full((5, 32), torch.nan, dtype=torch.bfloat16)
@@ -209,7 +276,8 @@ def test_a_weight_that_the_layer_in_front_writes(device: VirtualDevice, name: st
             ((written, first.arguments[0], None, *first.arguments[1:]), spaces[0]),
             ((out, x, None, weight, scale), spaces[1]),
         ):
-            module.sm12x_dense_run(*operands, None, None, None, space, 0, row.index, False, True)
+            token_format = FORMATS.index(tokens_for(row))
+            module.sm12x_dense_run(*operands, None, None, None, space, token_format, row.index, False, True)
 
     device.call(launch, *first.arguments, x, scale, written, out, writes=(written, out))
     check_within_bound(written, *dense_reference(first), "first")

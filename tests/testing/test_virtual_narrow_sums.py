@@ -11,16 +11,21 @@ import torch
 from virtual_moe import run_moe
 
 from flashinfer.fused_moe.sm12x_validation import Mode
+from flashinfer.gemm.sm12x_dense import dense_mx
 from flashinfer.gemm.sm12x_group_gemm import GroupGemmProblem
 from flashinfer.jit import core
 from flashinfer.jit.sm12x import modules
-from flashinfer.jit.sm12x.instances import GEMM_INSTANCES, INSTANCES, Instance
+from flashinfer.jit.sm12x.instances import DENSE_INSTANCES, GEMM_INSTANCES, INSTANCES, DenseInstance, Instance
 from flashinfer.testing import (
     TENSOR_CORE,
     BoundViolation,
+    DenseCase,
+    DenseInputs,
     MoECase,
     check_within_bound,
+    dense_reference,
     group_gemm_reference,
+    make_dense_inputs,
     make_group_gemm_inputs,
     make_moe_inputs,
     moe_reference,
@@ -36,6 +41,7 @@ EXTREMES = [
     max(PAIRS, key=lambda row: row.token_tile),
     max(PAIRS, key=lambda row: (row.k_tile, row.token_tile)),
 ]
+DENSE = [row for row in DENSE_INSTANCES if row.operand == "mxfp8" and row.token_tile == 64]
 CASE = MoECase(num_tokens=12, hidden=2880, inter=96, num_experts=3, top_k=2, mode=int(Mode.MXFP8_INPUT))
 
 
@@ -85,12 +91,33 @@ def test_a_pair_of_gemms_on_the_virtual_sm121() -> None:
     assert (narrow != exact).double().mean() > 0.1
 
 
+def run_dense(row: DenseInstance, bits: int) -> tuple[torch.Tensor, DenseInputs]:
+    inputs = make_dense_inputs(DenseCase(5, 128, 4096, row.weights, "mxfp8", out_dtype=torch.float16), 93)
+    print("seed", 93)
+    out = torch.full((5, 128), torch.nan, dtype=torch.float16)
+    with virtual_device("sm_121a", accumulation_bits=bits) as device:
+        dense_mx(*inputs.arguments, **inputs.named, out=out, tactic=row.name)
+        assert all(launch.clean for launch in device.launches)
+    return out, inputs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", DENSE, ids=lambda row: row.name)
+def test_a_dense_gemm_on_the_virtual_sm121(row: DenseInstance) -> None:
+    out, inputs = run_dense(row, HOPPER)
+    used = check_within_bound(out, *dense_reference(inputs, narrow_tensor_core(HOPPER, row.weights)))
+    print(f"{used:.1%} of the bound")
+    with pytest.raises(BoundViolation, match="outside their bound"):
+        check_within_bound(out, *dense_reference(inputs))
+
+
 @pytest.fixture
 def in_half(monkeypatch: pytest.MonkeyPatch) -> None:
     """Modules that multiply in half precision, of the instances that the tests run: compiling all takes minutes."""
     monkeypatch.setenv(modules.HALF_MMA_VARIABLE, "1")
     monkeypatch.setattr(modules, "INSTANCES", EXTREMES)
     monkeypatch.setattr(modules, "GEMM_INSTANCES", GEMM_INSTANCES[:1])
+    monkeypatch.setattr(modules, "DENSE_INSTANCES", DENSE)
 
 
 @pytest.mark.slow
@@ -109,6 +136,14 @@ def test_pairs_of_gemms_keep_the_bound_in_half_whatever_the_fp8_mma_adds_up_in(r
 def test_the_grouped_gemm_keeps_the_bound_of_float32_sums_in_half() -> None:
     call, out = run_group_gemm(HOPPER)
     check_within_bound(out, *group_gemm_reference(**call, accumulation=TENSOR_CORE))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("in_half")
+@pytest.mark.parametrize("row", DENSE, ids=lambda row: row.name)
+def test_dense_gemms_keep_the_bound_of_float32_sums_in_half(row: DenseInstance) -> None:
+    out, inputs = run_dense(row, HOPPER)
+    check_within_bound(out, *dense_reference(inputs))
 
 
 @pytest.fixture

@@ -248,6 +248,9 @@ class DenseInstance:
         Of a GEMM: depth of its ring.
     mma_warps : int
         Of a stream of weights: warps that share K.
+    operand : str
+        As what tokens are multiplied: ``"bf16"``, which holds every format's values, or ``"mxfp8"`` by MMAs that take
+        block scales (on compute capability 9.0 in half precision, exactly).
     """
 
     index: int
@@ -256,6 +259,7 @@ class DenseInstance:
     words: int = 0
     stages: int = 0
     mma_warps: int = 12
+    operand: Activation = "bf16"
 
     @property
     def streamed(self) -> bool:
@@ -265,7 +269,7 @@ class DenseInstance:
     @property
     def name(self) -> str:
         """C identifier, part of the generated source's name; what tests and logs say."""
-        shape = f"w{self.words}" if self.streamed else "gemm"
+        shape = f"w{self.words}" if self.streamed else "gemm" if self.operand == "bf16" else f"gemm_{self.operand}"
         return f"dense_{self.weights}_m{self.token_tile}_{shape}"
 
     @property
@@ -285,6 +289,10 @@ DENSE_INSTANCES: tuple[DenseInstance, ...] = (
     DenseInstance(7, "mxfp4", 64, stages=3),
     DenseInstance(8, "mxfp8", 32, stages=3),
     DenseInstance(9, "mxfp8", 48, stages=3),
+    DenseInstance(10, "mxfp4", 64, stages=4, operand="mxfp8"),
+    DenseInstance(11, "mxfp4", 128, stages=2, operand="mxfp8"),
+    DenseInstance(12, "mxfp8", 64, stages=3, operand="mxfp8"),
+    DenseInstance(13, "mxfp8", 128, stages=2, operand="mxfp8"),
 )
 
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What a dense layer's GEMM needs before it starts: token rows of any format as bfloat16, which holds each of their values
-// exactly, arranged for its MMAs; and one group that holds all of them.
+// What a dense layer's GEMM of bfloat16 needs before it starts: token rows of any format as bfloat16, which holds each of
+// their values exactly, arranged for its MMAs.
 #pragma once
 
 #include "../ptx/sync.cuh"
@@ -14,7 +14,6 @@ struct ArrangeRowsParams {
   int num_rows;
   WeightFormat weights;  // that the rows are to meet
   uint8_t* arranged;  // [words][num_rows][kArrangedRowBytes] (token_blocks.cuh)
-  int32_t* offsets;  // [2]: 0, num_rows
   int* counters;  // to zero
   int num_counters;
 };
@@ -29,7 +28,6 @@ __global__ void __launch_bounds__(kArrangeRowsThreads)
   const int blocks = kScaleChunkBlocks * scale_words(p.rows.k);
   const int first = static_cast<int>(blockIdx.x) * kArrangeRowsThreads + static_cast<int>(threadIdx.x);
   const int stride = static_cast<int>(gridDim.x) * kArrangeRowsThreads;
-  if (first < 2) p.offsets[first] = first * p.num_rows;
   for (int i = first; i < p.num_counters; i += stride) p.counters[i] = 0;
   for (int64_t i = first; i < static_cast<int64_t>(p.num_rows) * blocks; i += stride) {
     const int row = static_cast<int>(i / blocks), k_block = static_cast<int>(i - static_cast<int64_t>(row) * blocks);

@@ -30,6 +30,9 @@ __device__ __forceinline__ void load_routing(const GroupedGemmParams<Config::kRo
   if (p.offsets != nullptr) {
     for (int e = lane; e <= p.num_experts; e += 32) offsets[e] = p.offsets[e];
     __syncwarp();
+  } else if (Config::kRole == Role::kStore) {  // one group of all rows
+    if (lane < 2) offsets[lane] = lane * p.num_entries;
+    __syncwarp();
   } else {
     scheduler::route_with_one_warp<kInKernelEntries>(p.ids, p.num_entries, p.first_expert, p.num_experts, offsets,
                                                      shared.order(), lane);

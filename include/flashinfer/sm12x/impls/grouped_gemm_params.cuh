@@ -99,9 +99,10 @@ struct GroupedGemmParams {
   int first_expert;
   int num_experts;
   const int32_t* offsets;  // [E + 1] and
-  const int32_t* order;    // [entries] from the prologue (or the caller); null: the kernel routes by itself
+  const int32_t*
+      order;  // [entries] from the prologue (or the caller); null: the kernel routes by itself; kStore has one group then
 
-  float4* partials;     // [grid][2][kRowTile * kTokenTile / 4]
+  float4* partials;  // [grid][2][kRowTile * kTokenTile / 4]
   int* split_arrivals;  // [grid], zeroed by the prologue
   typename EpilogueOf<kRole>::type epilogue;
 };

@@ -161,7 +161,7 @@ class StageScales {
 // A row of weights with a NaN gives NaN for every token. `nans` holds what this lane saw of its rows of either half.
 template <class Config>
 __device__ __forceinline__ void spread_nan(const mma::RowNans (&nans)[2], Accumulators<Config>& accumulators) {
-  if constexpr (Config::kWeights == WeightFormat::kMxfp8) {
+  if constexpr (Config::Policy::kCollectsNans) {
     using Expansion = typename Config::Policy::BlockExpansion;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

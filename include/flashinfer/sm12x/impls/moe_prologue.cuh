@@ -7,6 +7,7 @@
 
 #include "../common/quantize.cuh"
 #include "../epilogue/scalar.cuh"
+#include "../mma/expand.cuh"
 #include "../ptx/sync.cuh"
 #include "../scheduler/routing.cuh"
 
@@ -17,17 +18,18 @@ enum class TokenInput : int {
   kRepackScales = 1,  // linear scales whose rows are no whole words
   kQuantizeBf16 = 2,
   kQuantizeF16 = 3,
+  kWidenMxfp4 = 4,  // to e4m3; scales are the caller's
 };
 
 struct PrologueParams {
   int num_tokens;
   int hidden;
   TokenInput input_kind;
-  const void* input;  // [tokens, hidden] bf16/fp16, or scales [tokens, hidden / 32]
+  const void* input;  // [tokens, hidden] bf16/fp16/e2m1, or scales [tokens, hidden / 32]
   uint8_t* quantized;  // [tokens, hidden] e4m3
   uint8_t* quantized_scales;  // [tokens, 4 * scale_words(hidden)]
 
-  const int32_t* ids;  // null: no routing at all (grouped GEMM)
+  const int32_t* ids;  // null: no routing at all (grouped GEMM, dense layer)
   int num_entries;
   int top_k;
   int first_expert;
@@ -97,6 +99,10 @@ __device__ __forceinline__ void prepare_token(const PrologueParams& p, int token
     const int blocks = p.hidden / kScaleBlock;
     const uint8_t* source = static_cast<const uint8_t*>(p.input) + static_cast<int64_t>(token) * blocks;
     for (int i = threadIdx.x; i < pitch; i += kPrologueThreads) scales[i] = i < blocks ? source[i] : 0;
+  } else if (p.input_kind == TokenInput::kWidenMxfp4) {
+    const uint32_t* source = reinterpret_cast<const uint32_t*>(static_cast<const uint8_t*>(p.input) + row / 2);
+    uint2* widened = reinterpret_cast<uint2*>(p.quantized + row);
+    for (int i = threadIdx.x; i < p.hidden / 8; i += kPrologueThreads) widened[i] = mma::expand_to_e4m3(source[i]);
   }
 }
 

@@ -44,8 +44,10 @@ struct GemmConfig {
   static constexpr bool kTokenScales = !kBf16;
   static constexpr int kElementBytes = element_bytes(kOperand);
   static constexpr int kTokenBytes = kKTile * kElementBytes;
-  // MXFP8 rows are shifted by 32 bytes against the 128-byte period of the banks; arranged rows lie word by word.
-  static constexpr int kTokenPitch = kTokenScales ? kTokenBytes + 32 : kArrangedRowBytes;
+  // MXFP8 rows are shifted against the 128-byte period of the banks, so that a load of all lanes, 8 bytes beside MXFP4
+  // weights and 4 beside MXFP8's, meets no bank twice; arranged rows lie word by word.
+  static constexpr int kTokenPadding = kWeights == WeightFormat::kMxfp4 ? 32 : 16;
+  static constexpr int kTokenPitch = kTokenScales ? kTokenBytes + kTokenPadding : kArrangedRowBytes;
   static constexpr int kWeightPitch = weight_row_bytes(kWeights, kKTile);
   static constexpr int kWords = kKTile / kScaleChunkElements;
   static constexpr int kScaleChunks = kRole == Role::kFc1 ? 3 : 1;  // up; gate, which may straddle two

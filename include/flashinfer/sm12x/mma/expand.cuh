@@ -18,6 +18,15 @@ __device__ __forceinline__ void expand_to_containers(uint32_t nibbles, uint32_t&
   odd = (nibbles >> 2) & 0x3C3C3C3Cu;
 }
 
+// The same values as e4m3, elements 0 to 3 and 4 to 7: a magnitude picks one of eight bytes.
+__device__ __forceinline__ uint2 expand_to_e4m3(uint32_t nibbles) {
+  constexpr uint32_t kUpToOneAndAHalf = 0x3C383000u, kTwoToSix = 0x4C484440u;
+  const uint32_t magnitudes = nibbles & 0x77777777u;
+  const uint32_t even = (nibbles & 0x08080808u) << 4, odd = nibbles & 0x80808080u;  // signs
+  return make_uint2(__byte_perm(kUpToOneAndAHalf, kTwoToSix, magnitudes) | __byte_perm(even, odd, 0x5140),
+                    __byte_perm(kUpToOneAndAHalf, kTwoToSix, magnitudes >> 16) | __byte_perm(even, odd, 0x7362));
+}
+
 // Halves equal to the value times 2^-14: the three magnitude bits of e2m1 are the low exponent bits and the top mantissa
 // bit of e5m2, whose byte is the upper byte of a half; e2m1's subnormal 0.5 is a half's subnormal too.
 // pair[0] = elements 0, 4; pair[1] = 2, 6; pair[2] = 1, 5; pair[3] = 3, 7. Eleven instructions.

@@ -37,14 +37,24 @@ struct RowNans {
   uint32_t row = 0, row_plus_8 = 0;
 };
 
-// SM12x, MXFP8 x MXFP4: scales go into the MMA, weights need four instructions a word.
-template <Activation kOperand>
+// A lane's two words of a block of MXFP8 tokens, as weights of either format lie beside them (expand.cuh): elements 8t.. of
+// MXFP4's, one piece; elements 4t.. and 16 + 4t.. of MXFP8's.
+template <WeightFormat kWeights>
+__device__ __forceinline__ uint2 load_mxfp8_piece(const uint8_t* piece) {
+  if constexpr (kWeights == WeightFormat::kMxfp4) return *reinterpret_cast<const uint2*>(piece);
+  const auto* words = reinterpret_cast<const uint32_t*>(piece);
+  return make_uint2(words[0], words[4]);
+}
+
+// SM12x, MXFP8 x MXFP4 or MXFP8: scales go into the MMA. MXFP4 weights need four instructions a word, MXFP8 none.
+template <Activation kOperand, WeightFormat kWeights>
 struct BlockScaledPolicy {
   static constexpr Scaling kScaling = Scaling::kInMma;
   static constexpr int kParts = 1;
-  static constexpr int kTokenPiece = 8;
-  static constexpr int kWeightWords = 1;
+  static constexpr int kWeightWords = weight_block_bytes(kWeights) / 16;
+  static constexpr int kTokenPiece = 8 / kWeightWords;
   static constexpr float kAccumulatorScale = 1.0f;
+  static constexpr bool kCollectsNans = false;
 
   struct RowScales {
     uint32_t word;
@@ -68,21 +78,28 @@ struct BlockScaledPolicy {
     return {words[lane >> 2]};
   }
   template <int, bool>
-  static __device__ __forceinline__ Weights expand(const uint32_t (&row)[1], const uint32_t (&row_plus_8)[1],
-                                                   const RowScales&, RowNans&) {
+  static __device__ __forceinline__ Weights expand(const uint32_t (&row)[kWeightWords],
+                                                   const uint32_t (&row_plus_8)[kWeightWords], const RowScales&,
+                                                   RowNans&) {
+    if constexpr (kWeights == WeightFormat::kMxfp8) return {{row[0], row_plus_8[0], row[1], row_plus_8[1]}};
     Weights w;
     expand_to_containers(row[0], w.a[0], w.a[2]);
     expand_to_containers(row_plus_8[0], w.a[1], w.a[3]);
     return w;
   }
   static __device__ __forceinline__ Tokens load_tokens(const uint8_t* piece) {
-    const uint2 k = *reinterpret_cast<const uint2*>(piece);
+    const uint2 k = load_mxfp8_piece<kWeights>(piece);
+    if constexpr (kWeights == WeightFormat::kMxfp8) return {{k.x, k.y}};
     return {{__byte_perm(k.x, k.y, 0x6420), __byte_perm(k.x, k.y, 0x7531)}};
   }
   template <int kBlock, int kPart>
   static __device__ __forceinline__ void multiply(float (&accumulator)[4], const Weights& w, const Tokens& x,
                                                   const RowScales& row, const TokenScales& token) {
-    ptx::mma_block_scaled_16832<kBlock, kOperand == Activation::kE5m2>(accumulator, w.a, x.b, row.word, token.word);
+    using Pair = ptx::BlockScaledPair;
+    constexpr bool kE5m2 = kOperand == Activation::kE5m2, kE4m3Weights = kWeights == WeightFormat::kMxfp8;
+    constexpr Pair kPair =
+        kE4m3Weights ? (kE5m2 ? Pair::kE4m3E5m2 : Pair::kE4m3E4m3) : (kE5m2 ? Pair::kE2m1E5m2 : Pair::kE2m1E4m3);
+    ptx::mma_block_scaled_16832<kBlock, kPair>(accumulator, w.a, x.b, row.word, token.word);
   }
 };
 
@@ -103,15 +120,16 @@ __device__ __forceinline__ void accumulate_scaled(float (&accumulator)[4], const
   accumulator[3] = fmaf(partial[3], row_plus_8, accumulator[3]);
 }
 
-// SM89/SM90, MXFP8 x MXFP4. Their mma.sync has no native FP8 on Hopper (ptxas converts both operands to half), so this
-// policy expands to half itself, which is exact for e2m1, e4m3 and e5m2 and cheaper.
-template <Activation kOperand>
+// SM89/SM90, MXFP8 x MXFP4 or MXFP8. Their mma.sync has no native FP8 on Hopper (ptxas converts both operands to half), so
+// this policy expands to half itself, which is exact for e2m1, e4m3 and e5m2 and cheaper.
+template <Activation kOperand, WeightFormat kWeights>
 struct HalfPolicy {
   static constexpr Scaling kScaling = Scaling::kInSums;
   static constexpr int kParts = 1;
-  static constexpr int kTokenPiece = 8;
-  static constexpr int kWeightWords = 1;
-  static constexpr float kAccumulatorScale = kHalfExpansion;
+  static constexpr int kWeightWords = weight_block_bytes(kWeights) / 16;
+  static constexpr int kTokenPiece = 8 / kWeightWords;
+  static constexpr float kAccumulatorScale = kWeights == WeightFormat::kMxfp4 ? kHalfExpansion : 1.0f;
+  static constexpr bool kCollectsNans = false;
   using RowScales = RowFactors;
   using TokenScales = TokenFactors;
 
@@ -123,15 +141,19 @@ struct HalfPolicy {
   };
 
   template <int, bool>
-  static __device__ __forceinline__ Weights expand(const uint32_t (&row)[1], const uint32_t (&row_plus_8)[1],
-                                                   const RowScales&, RowNans&) {
+  static __device__ __forceinline__ Weights expand(const uint32_t (&row)[kWeightWords],
+                                                   const uint32_t (&row_plus_8)[kWeightWords], const RowScales&,
+                                                   RowNans&) {
     uint32_t low[4], high[4];
-    expand_to_halves(row[0], low);
-    expand_to_halves(row_plus_8[0], high);
+    to_halves_of_row(row, low);
+    to_halves_of_row(row_plus_8, high);
     return {{{low[0], high[0], low[1], high[1]}, {low[2], high[2], low[3], high[3]}}};
   }
   static __device__ __forceinline__ Tokens load_tokens(const uint8_t* piece) {
-    const uint2 k = *reinterpret_cast<const uint2*>(piece);
+    const uint2 k = load_mxfp8_piece<kWeights>(piece);
+    if constexpr (kWeights == WeightFormat::kMxfp8) {
+      return {{{to_halves(k.x), to_halves(k.x >> 16)}, {to_halves(k.y), to_halves(k.y >> 16)}}};
+    }
     const uint32_t first = __byte_perm(k.x, k.y, 0x5140);  // elements 0, 4, 1, 5
     const uint32_t second = __byte_perm(k.x, k.y, 0x7362);  // elements 2, 6, 3, 7
     return {{{to_halves(first), to_halves(second)}, {to_halves(first >> 16), to_halves(second >> 16)}}};
@@ -158,6 +180,14 @@ struct HalfPolicy {
       return ptx::e4m3x2_to_f16x2(static_cast<uint16_t>(pair));
     }
   }
+  static __device__ __forceinline__ void to_halves_of_row(const uint32_t (&row)[kWeightWords], uint32_t (&pair)[4]) {
+    if constexpr (kWeights == WeightFormat::kMxfp4) {
+      expand_to_halves(row[0], pair);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) pair[i] = ptx::e4m3x2_to_f16x2(static_cast<uint16_t>(row[i / 2] >> (16 * (i % 2))));
+    }
+  }
 };
 
 // bf16 x MXFP4 or MXFP8, on every architecture: W4A16 and W8A16, and MXFP8 tokens that have been widened. A scaled weight is exact
@@ -173,6 +203,7 @@ struct Bf16Policy {
   static constexpr int kWeightWords = kWeights == WeightFormat::kMxfp4 ? 1 : 2;
   static constexpr float kAccumulatorScale = 1.0f;
   using BlockExpansion = Expansion<weight_block_bytes(kWeights)>;
+  static constexpr bool kCollectsNans = BlockExpansion::kHasNan;
 
   struct RowScales {
     uint32_t row, row_plus_8;  // words of four
@@ -221,11 +252,10 @@ struct Bf16Policy {
 // The policy of this compilation pass: the only place where architectures differ.
 template <Activation kOperand, WeightFormat kWeights>
 struct PolicyOf {
-  static_assert(kWeights == WeightFormat::kMxfp4, "MXFP8 weights meet bfloat16 tokens");
 #if FLASHINFER_SM12X_BLOCK_SCALED_MMA
-  using type = BlockScaledPolicy<kOperand>;
+  using type = BlockScaledPolicy<kOperand, kWeights>;
 #else
-  using type = HalfPolicy<kOperand>;
+  using type = HalfPolicy<kOperand, kWeights>;
 #endif
 };
 template <WeightFormat kWeights>

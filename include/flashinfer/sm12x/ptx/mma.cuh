@@ -34,23 +34,31 @@ __device__ __forceinline__ void mma_16816(float (&d)[4], const uint32_t (&a)[4],
   }
 }
 
-// Block-scaled 16x8x32: a is e2m1 in 8-bit containers (00xxxx00), b is e4m3 or e5m2. `scale_a` and `scale_b` hold four
-// UE8M0 scales each and kByte picks one. Lanes 4i and 4i+1 supply rows i and i+8 of a, lane 4i supplies column i of b
+// Block-scaled 16x8x32: a is e4m3, or e2m1 in 8-bit containers (00xxxx00); b is e4m3 or e5m2. `scale_a` and `scale_b` hold
+// four UE8M0 scales each and kByte picks one. Lanes 4i and 4i+1 supply rows i and i+8 of a, lane 4i supplies column i of b
 // (scale_vec::1X with thread-id 0 on both sides).
-template <int kByte, bool kE5m2>
+enum class BlockScaledPair { kE2m1E4m3, kE2m1E5m2, kE4m3E4m3, kE4m3E5m2 };
+
+#define FLASHINFER_BLOCK_SCALED_MMA(a_type, b_type)                                                                  \
+  asm("mma.sync.aligned.kind::mxf8f6f4.block_scale.scale_vec::1X.m16n8k32.row.col.f32." a_type "." b_type            \
+      ".f32.ue8m0 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3}, {%10}, {%12, 0}, {%11}, {%12, 0};" \
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                               \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(scale_a), "r"(scale_b), "n"(kByte))
+
+template <int kByte, BlockScaledPair kPair>
 __device__ __forceinline__ void mma_block_scaled_16832(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
                                                        uint32_t scale_a, uint32_t scale_b) {
-  if constexpr (kE5m2) {
-    asm("mma.sync.aligned.kind::mxf8f6f4.block_scale.scale_vec::1X.m16n8k32.row.col.f32.e2m1.e5m2.f32.ue8m0"
-        " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3}, {%10}, {%12, 0}, {%11}, {%12, 0};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(scale_a), "r"(scale_b), "n"(kByte));
+  if constexpr (kPair == BlockScaledPair::kE2m1E4m3) {
+    FLASHINFER_BLOCK_SCALED_MMA("e2m1", "e4m3");
+  } else if constexpr (kPair == BlockScaledPair::kE2m1E5m2) {
+    FLASHINFER_BLOCK_SCALED_MMA("e2m1", "e5m2");
+  } else if constexpr (kPair == BlockScaledPair::kE4m3E4m3) {
+    FLASHINFER_BLOCK_SCALED_MMA("e4m3", "e4m3");
   } else {
-    asm("mma.sync.aligned.kind::mxf8f6f4.block_scale.scale_vec::1X.m16n8k32.row.col.f32.e2m1.e4m3.f32.ue8m0"
-        " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3}, {%10}, {%12, 0}, {%11}, {%12, 0};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(scale_a), "r"(scale_b), "n"(kByte));
+    FLASHINFER_BLOCK_SCALED_MMA("e4m3", "e5m2");
   }
 }
+
+#undef FLASHINFER_BLOCK_SCALED_MMA
 
 }  // namespace flashinfer::sm12x::ptx

@@ -427,8 +427,8 @@ Status run_group_gemm(const GroupGemmArguments& a, const LaunchOptions& options)
 namespace {
 
 struct DenseGemmWorkspace {
-  uint8_t* tokens;
-  int32_t* offsets;
+  uint8_t* tokens;        // arranged bfloat16, or e4m3
+  uint8_t* token_scales;  // words of four
   SplitBuffers split;
   size_t bytes;
 };
@@ -437,10 +437,69 @@ DenseGemmWorkspace lay_out_dense(int num_tokens, int k, int device_sms, uint8_t*
   Arena arena(base);
   DenseGemmWorkspace w = {};
   w.tokens = arena.take<uint8_t>(arranged_bytes(num_tokens, k));
-  w.offsets = arena.take<int32_t>(2);
+  w.token_scales = arena.take<uint8_t>(static_cast<size_t>(num_tokens) * kScaleChunkBlocks * scale_words(k));
   w.split = take_split_buffers(arena, device_sms);
   w.bytes = arena.used();
   return w;
+}
+
+Status launch_arrange_rows(const DenseGemmArguments& a, const DenseGemmWorkspace& w, const LaunchOptions& options,
+                           GroupedGemmParams<Role::kStore>* gemm) {
+  gemm->tokens = w.tokens;
+  const ArrangeRowsParams arrange = {a.tokens, a.num_tokens,     a.instance->weights,
+                                     w.tokens, w.split.arrivals, w.split.blocks};
+  const int64_t wanted =
+      (static_cast<int64_t>(a.num_tokens) * kScaleChunkBlocks * scale_words(a.k) + kArrangeRowsThreads - 1) /
+      kArrangeRowsThreads;
+  const int blocks = static_cast<int>(std::min<int64_t>(wanted, 8 * options.sm_count));
+  return {launch_kernel(arrange_rows_kernel, arrange, blocks, kArrangeRowsThreads, 0, options), "arranging of rows"};
+}
+
+// MXFP8 rows are read where they are; others are made into such.
+Status launch_rows_as_mxfp8(const DenseGemmArguments& a, const DenseGemmWorkspace& w, const LaunchOptions& options,
+                            GroupedGemmParams<Role::kStore>* gemm) {
+  PrologueParams prologue = {};
+  prologue.num_tokens = a.num_tokens;
+  prologue.hidden = a.k;
+  prologue.input = a.tokens.data;
+  prologue.quantized = w.tokens;
+  prologue.quantized_scales = w.token_scales;
+  prologue.split_arrivals = w.split.arrivals;
+  prologue.num_split_arrivals = w.split.blocks;
+
+  const uint8_t* scales = a.tokens.scales;
+  if (reinterpret_cast<uintptr_t>(scales) % sizeof(uint32_t) != 0) {
+    return {cudaErrorMisalignedAddress, "scales of tokens must start at a multiple of 4 bytes"};
+  }
+  switch (a.tokens.format) {
+    case DenseTokens::kQuantizeBf16: prologue.input_kind = TokenInput::kQuantizeBf16; break;
+    case DenseTokens::kQuantizeF16: prologue.input_kind = TokenInput::kQuantizeF16; break;
+    case DenseTokens::kMxfp4Swizzled: prologue.input_kind = TokenInput::kWidenMxfp4; break;
+    case DenseTokens::kMxfp8Swizzled: break;
+    case DenseTokens::kMxfp8Linear:
+      if (a.k % kScaleChunkElements == 0) break;  // whole words
+      prologue.input_kind = TokenInput::kRepackScales;
+      prologue.input = scales;
+      break;
+    case DenseTokens::kBf16:
+      return {cudaErrorInvalidValue, "this dense tactic multiplies MXFP8 tokens, and they are bfloat16"};
+  }
+  const bool own_values = prologue.input_kind != TokenInput::kAsIs && prologue.input_kind != TokenInput::kRepackScales;
+  const bool swizzled =
+      a.tokens.format == DenseTokens::kMxfp8Swizzled || a.tokens.format == DenseTokens::kMxfp4Swizzled;
+  const bool own_scales = !swizzled && prologue.input_kind != TokenInput::kAsIs;
+  gemm->tokens = own_values ? w.tokens : static_cast<const uint8_t*>(a.tokens.data);
+  gemm->token_scales = reinterpret_cast<const uint32_t*>(own_scales ? w.token_scales : scales);
+  gemm->token_scale_pitch = swizzled ? 0 : scale_words(a.k);
+  return launch_prologue(prologue, options);
+}
+
+// Blocks of a dense GEMM. A unit for each, where that leaves an SM12x busy enough to draw what its memory gives: parts of
+// units that are cut are written and read again, half as many bytes as a small layer's weights. `blocks` fill the device.
+int dense_blocks(const DenseGemmArguments& a, const LaunchOptions& options, int blocks) {
+  const int64_t units = static_cast<int64_t>(ceil_div(a.n, kRowTile)) * ceil_div(a.num_tokens, a.instance->token_tile);
+  const bool whole = options.sm12x && units <= blocks && 5 * units >= 2 * options.sm_count;
+  return whole ? static_cast<int>(units) : blocks;
 }
 
 }  // namespace
@@ -458,23 +517,12 @@ Status run_dense_gemm(const DenseGemmArguments& a, const LaunchOptions& options)
 
   GroupedGemmParams<Role::kStore> gemm = {};
   if (Status r = fill_common(gemm, *a.instance, a.weights, a.weight_scales, 1, a.n, a.k, w.split); r.error) return r;
-  gemm.tokens = w.tokens;
   gemm.top_k = 1;
   gemm.num_entries = a.num_tokens;
-  gemm.offsets = w.offsets;
   gemm.epilogue = a.epilogue;
-
-  ArrangeRowsParams arrange = {a.tokens,  a.num_tokens,     a.instance->weights, w.tokens,
-                               w.offsets, w.split.arrivals, w.split.blocks};
-  const int64_t wanted =
-      (static_cast<int64_t>(a.num_tokens) * kScaleChunkBlocks * scale_words(a.k) + kArrangeRowsThreads - 1) /
-      kArrangeRowsThreads;
-  const int arrange_blocks = static_cast<int>(std::min<int64_t>(wanted, 8 * options.sm_count));
-  if (const cudaError_t error =
-          launch_kernel(arrange_rows_kernel, arrange, arrange_blocks, kArrangeRowsThreads, 0, options)) {
-    return {error, "arranging of rows"};
-  }
-  return {a.instance->store(gemm, blocks, options), "dense GEMM"};
+  const auto launch_rows = a.instance->operand == Activation::kBf16 ? launch_arrange_rows : launch_rows_as_mxfp8;
+  if (Status r = launch_rows(a, w, options, &gemm); r.error) return r;
+  return {a.instance->store(gemm, dense_blocks(a, options, blocks), options), "dense GEMM"};
 }
 
 }  // namespace flashinfer::sm12x

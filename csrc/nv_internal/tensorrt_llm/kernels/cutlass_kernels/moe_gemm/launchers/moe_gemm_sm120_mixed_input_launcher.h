@@ -117,7 +117,7 @@ struct GroupGemmArguments {
   const GemmInstance* instance;
 };
 
-// A dense layer, out = tokens * weights^T, as a GEMM of bfloat16 tokens.
+// A dense layer, out = tokens * weights^T, as a GEMM: of bfloat16 tokens, or of MXFP8 tokens as the instance says.
 struct DenseGemmArguments {
   int num_tokens;
   int n;

@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dense layers' time on a GB10, predicted, and what the weights of a whole token take: QKV, O, experts and LM head.
+
+No part of it is a measurement of a GB10; :mod:`.predict` has the model, its ranges and their sources.  What differs here:
+
+1. A launch's counts are linear in the rows of the weight, N, and, where tokens fill whole tiles, bilinear in N and the
+   number of tokens.  They are fitted to runs of the shipped kernels on the virtual SM121 with the layer's K, the batch itself
+   (up to :data:`FEW_TOKENS`; else two small ones) and two small N.
+2. What a GEMM reads from DRAM more than once, because L2 is too small, comes from the same simulation as the experts'.
+3. Beside its busiest resource a dense layer takes :data:`FIXED_US`: of a streamed layer, one launch; of a GEMM, two.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tabulate import tabulate
+
+from flashinfer.gemm.sm12x_dense import BF16, QUANTIZE_BF16, choose, dense_mx, gemm_operand
+from flashinfer.jit.sm12x.instances import DenseInstance
+from flashinfer.jit.sm12x.modules import gen_dense_module
+from flashinfer.testing import DenseCase, make_dense_inputs
+from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
+
+from . import predict
+from .l2 import ROW_TILE, Gemm, dram_bytes
+from .predict import FAST, SCALE_BLOCK, SLOW, Assumptions, Counts, Fit, counts_of, resources
+from .problem import DENSE_LAYERS, DENSE_VARIANTS, MODELS
+
+TOKENS = (1, 8, 16, 64, 512, 2048, 8192)
+FEW_TOKENS = 64
+FIXED_US = {"fast": 5.0, "slow": 12.0}
+"""Of a layer in one launch: an H200 takes 10 beyond its bytes at one token, its launch included, with nothing in front of it
+that hides a part of that. A GEMM's second launch adds :data:`SECOND_LAUNCH_US`."""
+SECOND_LAUNCH_US = 3.0
+LAYERS_OF_MODEL = 36
+MOE_MODE = 1
+
+
+def weight_bytes(n: int, k: int, weights: str) -> int:
+    """Values and scales as they lie in memory; bf16 has no scales."""
+    if weights == "bf16":
+        return 2 * n * k
+    scales = -(-n // 128) * 128 * (-(-k // SCALE_BLOCK // 4) * 4)
+    return n * k // (2 if weights == "mxfp4" else 1) + scales
+
+
+@dataclasses.dataclass
+class Line:
+    """A row of the table: microseconds, by the middle of each range except ``fast`` and ``slow``."""
+
+    layer: str
+    tokens: int
+    weights: str
+    activation: str
+    instance: str
+    megabytes: float
+    floor: float
+    dram: float
+    issue: float
+    mma: float
+    shared: float
+    fast: float
+    slow: float
+    bound: str
+
+    @property
+    def shares(self) -> tuple[float, float]:
+        """Of 233 GB/s, by the bytes of the weight alone: the slow end's and the fast end's."""
+        return self.floor / self.slow, self.floor / self.fast
+
+
+def emulate(
+    device: VirtualDevice, row: DenseInstance, case: tuple[int, int, int], activation: str
+) -> tuple[list[Any], list[Counts]]:
+    """One layer ``(tokens, n, k)``: its launches and their counts."""
+    tokens, n, k = case
+    inputs = make_dense_inputs(
+        DenseCase(tokens, n, k, row.weights, "bf16" if activation == "bf16" else "quantize_bf16"), 0
+    )
+    before = len(device.launches)
+    dense_mx(*inputs.arguments, **inputs.named, constant_weights=True, tactic=row.name)
+    launches = device.launches[before:]
+    reports = [report for launch in launches for report in launch.reports]
+    if reports:
+        raise RuntimeError(f"{row.name} with {tokens} tokens: {reports[0]}")
+    return launches, [counts_of(launch) for launch in launches]
+
+
+def fitted_counts(
+    device: VirtualDevice, row: DenseInstance, layer: tuple[int, int], tokens: int, activation: str
+) -> list[tuple[Fit, Counts]]:
+    """Each launch of the layer, and its counts at full size by a fit."""
+    n, k = layer
+    unit = 16 * 48 if row.streamed else 2 * ROW_TILE
+    sizes = [unit, 2 * unit]
+    batches = [tokens] if tokens <= FEW_TOKENS else [2 * row.token_tile, 4 * row.token_tile]
+    runs = [(m, rows) for m in batches for rows in sizes]
+    emulated = [emulate(device, row, (m, rows, k), activation) for m, rows in runs]
+    terms = [[1.0, rows] if len(batches) == 1 else [1.0, rows, m, m * rows] for m, rows in runs]
+    wanted = [1.0, n] if len(batches) == 1 else [1.0, n, tokens, tokens * n]
+    found = []
+    for position, launch in enumerate(emulated[0][0]):
+        values = torch.tensor([counts[position].values() for _, counts in emulated], dtype=torch.float64)
+        solved = torch.linalg.solve(torch.tensor(terms, dtype=torch.float64), values)
+        counts = Counts(*(torch.tensor(wanted, dtype=torch.float64) @ solved).tolist())
+        warps = launch.blocks_per_sm * (launch.block[0] // 32) / Assumptions.schedulers
+        found.append((Fit(0, False, Counts(), Counts(), Counts(), warps, launch.grid[0]), counts))
+    return found
+
+
+def reread_bytes(row: DenseInstance, layer: tuple[int, int], tokens: int, blocks: int, given: Assumptions) -> float:
+    """What a GEMM reads from DRAM beyond once."""
+    n, k = layer
+    scales = 128 / SCALE_BLOCK
+    weights = ROW_TILE * ((64 if row.weights == "mxfp4" else 128) + scales)
+    row_bytes = 128 + scales if row.operand == "mxfp8" else 256
+    gemm = Gemm([tokens], -(-n // ROW_TILE), -(-k // 128), row.token_tile, weights, row_bytes)
+    return dram_bytes(gemm, blocks, 1e6 * given.l2_megabytes * given.l2_usable) - gemm.once()
+
+
+def predict_layer(device: VirtualDevice, name: str, tokens: int, weights: str, activation: str) -> Line | None:
+    """One row of the table; None where cuBLAS would multiply, which is not modelled."""
+    n, k = DENSE_LAYERS[name]
+    operand = gemm_operand(BF16 if activation == "bf16" else QUANTIZE_BF16, True)
+    row = choose(weights, tokens, n, k, True, operand)
+    if row is None:
+        return None
+    given = Assumptions()
+    launches = fitted_counts(device, row, (n, k), tokens, activation)
+    if not row.streamed:
+        fit, counts = launches[-1]
+        launches[-1] = (fit, counts + Counts(bytes=reread_bytes(row, (n, k), tokens, fit.blocks, given)))
+    second = 0.0 if row.streamed else SECOND_LAUNCH_US
+
+    def used(by: Assumptions) -> list[dict[str, float]]:
+        return [resources(fit, counts, row.operand == "mxfp8", by) for fit, counts in launches]
+
+    def microseconds(by: Assumptions, fixed: float) -> float:
+        return sum(max(each.values()) for each in used(by)) + fixed + second
+
+    middle = used(given)
+    totals = {key: sum(each[key] for each in middle) for key in middle[0]}
+    megabytes = weight_bytes(n, k, weights) / 1e6
+    return Line(
+        name,
+        tokens,
+        weights,
+        activation,
+        row.name,
+        megabytes,
+        1e3 * megabytes / given.dram_gb_per_second,
+        **totals,
+        fast=microseconds(FAST, FIXED_US["fast"]),
+        slow=microseconds(SLOW, FIXED_US["slow"]),
+        bound=max(totals, key=lambda key: totals[key]),
+    )
+
+
+def as_table(lines: Sequence[Line]) -> str:
+    """For people."""
+    headers = ["layer", "tokens", "weights, tokens", "instance", "MB", "floor us", "DRAM us", "issue us", "MMA us"]
+    headers += ["shared us", "predicted us", "of 233 GB/s", "bound by"]
+    body = [
+        [
+            line.layer,
+            f"{line.tokens:,}",
+            f"{line.weights}, {line.activation}",
+            line.instance,
+            f"{line.megabytes:,.1f}",
+            *(f"{value:,.0f}" for value in (line.floor, line.dram, line.issue, line.mma, line.shared)),
+            f"{line.fast:,.0f} - {line.slow:,.0f}",
+            " - ".join(f"{share:.0%}" for share in line.shares),
+            line.bound,
+        ]
+        for line in lines
+    ]
+    return str(tabulate(body, headers, tablefmt="github", disable_numparse=True))
+
+
+def bf16_layer(name: str) -> tuple[float, float]:
+    """A layer in bf16 for few tokens, microseconds: its bytes, and the fixed time of a launch."""
+    kilobytes = weight_bytes(*DENSE_LAYERS[name], "bf16") / 1e3
+    return (
+        kilobytes / FAST.dram_gb_per_second + FIXED_US["fast"],
+        kilobytes / SLOW.dram_gb_per_second + FIXED_US["slow"],
+    )
+
+
+def token_lines(lines: Sequence[Line], experts: predict.Line) -> list[list[str]]:
+    """Rows of what a token's weights take, by format of QKV, O and LM head, in milliseconds."""
+    rows = []
+    for weights in ("bf16", "mxfp8", "mxfp4"):
+        ends = []
+        for end in ("fast", "slow"):
+            times = {}
+            for name in DENSE_LAYERS:
+                found = [
+                    line
+                    for line in lines
+                    if (line.layer, line.tokens, line.weights, line.activation) == (name, 1, weights, "bf16")
+                ]
+                times[name] = getattr(found[0], end) if found else bf16_layer(name)[end == "slow"]
+            per_layer = times["qkv"] + times["o"] + getattr(experts, end)
+            ends.append((LAYERS_OF_MODEL * per_layer + times["lm_head"]) / 1e3)
+        dense = {name: weight_bytes(n, k, weights) for name, (n, k) in DENSE_LAYERS.items()}
+        gigabytes = (LAYERS_OF_MODEL * (dense["qkv"] + dense["o"]) + dense["lm_head"]) / 1e9
+        gigabytes += LAYERS_OF_MODEL * experts.megabytes / 1e3
+        floor = 1e3 * gigabytes / Assumptions.dram_gb_per_second
+        rows.append(
+            [
+                weights,
+                f"{gigabytes:.2f}",
+                f"{floor:.1f}",
+                f"{ends[0]:.1f} - {ends[1]:.1f}",
+                f"{floor / ends[1]:.0%} - {floor / ends[0]:.0%}",
+            ]
+        )
+    return rows
+
+
+def main(layers: Sequence[str], tokens: Sequence[int], folder: Path) -> int:
+    """Print both tables and write ``predicted_dense.json``; 2 where the emulator cannot run."""
+    try:
+        predict.build_emulator()
+        lines = []
+        with virtual_device("sm_121a", strict=False) as device:
+            device.module(gen_dense_module)
+            for name, count, (weights, activation) in itertools.product(layers, tokens, DENSE_VARIANTS):
+                if name == "lm_head" and count > FEW_TOKENS:
+                    continue  # a batch's logits are of its sequences' last tokens
+                began = time.perf_counter()
+                line = predict_layer(device, name, count, weights, activation)
+                seconds = time.perf_counter() - began
+                what = f"{name}, {count} tokens, {weights} weights, {activation} tokens"
+                print(f"emulated {what}: {seconds:.0f} s" if line else f"{what}: by cuBLAS, no prediction", flush=True)
+                lines += [line] if line else []
+        whole = 1 in tokens and set(layers) == set(DENSE_LAYERS)
+        model = next(iter(MODELS))
+        experts = next(predict.lines([model], [1], [MOE_MODE], Assumptions())) if whole else None
+    except RuntimeError as error:
+        print(f"bench: no prediction: {error}", file=sys.stderr)
+        return 2
+    print("\nGB10 (SM121): prediction, not a measurement\n")
+    print(as_table(lines))
+    if experts is not None:
+        print(
+            f"\nthe weights of one token of {model}, {LAYERS_OF_MODEL} layers: no attention, norms, router or sampling\n"
+        )
+        headers = ["QKV, O, LM head", "GB", "floor ms", "predicted ms", "of 233 GB/s"]
+        print(tabulate(token_lines(lines, experts), headers, tablefmt="github", disable_numparse=True))
+    print("\nfloor: weights and scales at 233 GB/s. Assumed:")
+    for told in Assumptions().told()[:-1]:
+        print(f"- {told}")
+    print(
+        f"- launch and tail: {FIXED_US['fast']:g} to {FIXED_US['slow']:g} us a layer (an H200 takes 10), "
+        f"{SECOND_LAUNCH_US:g} more for a GEMM"
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    report = {"prediction": "not a measurement", "rows": [dataclasses.asdict(line) for line in lines]}
+    (folder / "predicted_dense.json").write_text(json.dumps(report, indent=1))
+    print(f"wrote {folder / 'predicted_dense.json'}")
+    return 0
