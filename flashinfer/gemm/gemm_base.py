@@ -132,36 +132,32 @@ def mm_fp4(
     # fmt: on
     """Upstream's ``mm_fp4``, whose documentation holds; MXFP4 operands are also computed by this fork.
 
-    That is: ``backend="sm12x"``; CPU tensors; and ``backend="cute-dsl"`` on SM12x, where upstream refuses it and vLLM asks
-    for it (``--quantization-config '{"linear": "mxfp4"}'``). See :func:`flashinfer.gemm.sm12x_mm.mm_mxfp4`.
+    That is: ``backend="sm12x"``; CPU tensors; and on SM12x ``backend="cute-dsl"``, which upstream refuses there and vLLM asks
+    for (``--quantization-config '{"linear": "mxfp4"}'``), and ``"auto"`` where upstream has no backend for the call. See
+    :func:`flashinfer.gemm.sm12x_mm.mm_mxfp4`.
 
     Raises
     ------
     ValueError
         Upstream's, and for the calls above: ``use_8x4_sf_layout``, or operands that do not fit each other.
     """
-    if sm12x_mm.takes_mm_fp4(a.device, backend, use_nvfp4):
+    def ours() -> torch.Tensor:
         _upstream._check_mm_fp4_problem_size(
             a, b, a_descale, b_descale, alpha, out_dtype, out, block_size, use_8x4_sf_layout, "cute-dsl", use_nvfp4
         )
         if use_8x4_sf_layout or (alpha is not None and alpha.numel() != 1):
             raise ValueError("mm_fp4 with MXFP4 operands takes 128x4 scales and an alpha of one element")
         return sm12x_mm.mm_mxfp4(a, b, a_descale, b_descale, alpha, out_dtype, out, enable_pdl)
-    return _upstream.mm_fp4(
-        a,
-        b,
-        a_descale,
-        b_descale,
-        alpha,
-        out_dtype,
-        out,
-        block_size,
-        use_8x4_sf_layout,
-        backend,
-        use_nvfp4,
-        enable_pdl,
-        skip_check=skip_check,
-    )
+
+    def upstreams() -> torch.Tensor:
+        operands = (a, b, a_descale, b_descale, alpha, out_dtype, out)
+        options = (block_size, use_8x4_sf_layout, backend, use_nvfp4, enable_pdl)
+        computed: torch.Tensor = _upstream.mm_fp4(*operands, *options, skip_check=skip_check)
+        return computed
+
+    if sm12x_mm.takes_mm_fp4(a.device, backend, use_nvfp4):
+        return ours()
+    return upstreams() if use_nvfp4 else sm12x_mm.automatic(a.device, backend, upstreams, ours)
 
 
 for _attribute, _answer in (
@@ -180,7 +176,8 @@ def mm_mxfp8(
     skip_check: bool = False,
 ) -> torch.Tensor:
     # fmt: on
-    """Upstream's ``mm_mxfp8``, whose documentation holds; this fork computes ``backend="sm12x"`` and CPU tensors.
+    """Upstream's ``mm_mxfp8``, whose documentation holds; this fork computes ``backend="sm12x"``, CPU tensors, and on
+    SM12x ``"auto"`` where upstream has no backend for the call.
 
     See :func:`flashinfer.gemm.sm12x_mm.mm_mxfp8`. There k may be any multiple of 32 and n anything.
 
@@ -189,13 +186,19 @@ def mm_mxfp8(
     ValueError
         Upstream's, and for the calls above: ``use_8x4_sf_layout``, or operands that do not fit each other.
     """
-    if backend == sm12x_mm.BACKEND or a.device.type == "cpu":
+    def ours() -> torch.Tensor:
         if use_8x4_sf_layout:
             raise ValueError("mm_mxfp8 on this fork's kernels takes 128x4 scales: use_8x4_sf_layout must be False")
         return sm12x_mm.mm_mxfp8(a, b, a_descale, b_descale, out, out_dtype)
-    return _upstream.mm_mxfp8(
-        a, b, a_descale, b_descale, out, out_dtype, use_8x4_sf_layout, backend, skip_check=skip_check
-    )
+
+    def upstreams() -> torch.Tensor:
+        operands = (a, b, a_descale, b_descale, out, out_dtype, use_8x4_sf_layout, backend)
+        computed: torch.Tensor = _upstream.mm_mxfp8(*operands, skip_check=skip_check)
+        return computed
+
+    if backend == sm12x_mm.BACKEND or a.device.type == "cpu":
+        return ours()
+    return sm12x_mm.automatic(a.device, backend, upstreams, ours)
 
 
 for _attribute, _answer in (

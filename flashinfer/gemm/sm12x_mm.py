@@ -5,8 +5,9 @@
 call                                     tokens      weights     also taken
 =======================================  ==========  ==========  ====================================================
 ``mm_fp4(use_nvfp4=False)``              MXFP4       MXFP4       CPU tensors; ``cute-dsl`` on SM12x, which upstream
-                                                                 refuses there and vLLM asks for
-``mm_mxfp8``                             MXFP8       MXFP8       CPU tensors
+                                                                 refuses there and vLLM asks for; ``auto`` on SM12x
+                                                                 where upstream has no backend for the call
+``mm_mxfp8``                             MXFP8       MXFP8       CPU tensors; ``auto`` likewise
 ``mm_bf16_fp4(block_size=32)``           bfloat16    MXFP4
 ``mm_bf16_mxfp8`` (no name of upstream)  bfloat16    MXFP8       every call
 =======================================  ==========  ==========  ====================================================
@@ -21,6 +22,7 @@ import torch
 
 from ..fused_moe import sm12x_dispatch
 from ..sm12x_arguments import describe
+from ..utils import BackendSupportedError
 from .sm12x_dense import dense_mx, require_scales
 
 BACKEND = "sm12x"
@@ -33,6 +35,19 @@ def takes_mm_fp4(device: torch.device, backend: str, use_nvfp4: bool) -> bool:
     if device.type == "cpu" or backend == BACKEND:
         return True
     return backend == "cute-dsl" and device.type == "cuda" and sm12x_dispatch.has_block_scaled_mma(device.index or 0)
+
+
+def automatic(
+    device: torch.device, backend: str, upstreams: Callable[[], torch.Tensor], ours: Callable[[], torch.Tensor]
+) -> torch.Tensor:
+    """What upstream computes; with ``backend="auto"`` on SM12x this fork, where upstream has no backend for the call."""
+    try:
+        return upstreams()
+    except BackendSupportedError:
+        on_sm12x = device.type == "cuda" and sm12x_dispatch.has_block_scaled_mma(device.index or 0)
+        if backend != "auto" or not on_sm12x:
+            raise
+    return ours()
 
 
 def with_backend(is_backend_supported: Callable[..., Any]) -> Callable[..., bool]:

@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+from typing import Any
 
 import pytest
 import torch
+from flashinfer.utils import BackendSupportedError
 
 import flashinfer
 from flashinfer.fused_moe import sm12x_dispatch
@@ -123,3 +126,43 @@ def test_the_backend_is_among_those_that_a_function_says_it_has(name):
     assert [function.is_backend_supported("sm12x", cc) for cc in (None, 120, 121, 90, 100)] == [True] * 4 + [False]
     assert function.is_backend_supported("cudnn")
     assert not function.is_backend_supported("nonsense")
+
+
+@pytest.mark.parametrize(
+    ("backend", "on_sm12x", "refuses", "answer"),
+    [
+        ("auto", True, False, "upstream"),
+        ("auto", True, True, "ours"),
+        ("auto", False, True, None),
+        ("cudnn", True, True, None),
+    ],
+)
+def test_auto_is_ours_on_sm12x_where_upstream_has_no_backend(
+    monkeypatch: pytest.MonkeyPatch, backend: str, on_sm12x: bool, refuses: bool, answer: str | None
+) -> None:
+    results = {name: torch.zeros(1) for name in ("upstream", "ours")}
+
+    def upstreams() -> torch.Tensor:
+        if refuses:
+            raise BackendSupportedError("No suitable auto backends found")
+        return results["upstream"]
+
+    monkeypatch.setattr(sm12x_dispatch, "has_block_scaled_mma", lambda _index: on_sm12x)
+    call = functools.partial(sm12x_mm.automatic, torch.device("cuda", 0), backend, upstreams, lambda: results["ours"])
+    if answer is None:
+        with pytest.raises(BackendSupportedError, match="No suitable"):
+            call()
+    else:
+        assert call() is results[answer]
+
+
+@pytest.mark.parametrize("name", ["mm_fp4", "mm_mxfp8"])
+def test_upstreams_names_ask_upstream_first(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    def first(_device: Any, backend: str, upstreams: Any, _ours: Any) -> Any:
+        return backend, upstreams()
+
+    monkeypatch.setattr(sm12x_mm, "automatic", first)
+    monkeypatch.setattr(gemm_base._upstream, name, lambda *_, **__: "upstream's")
+    x = torch.empty(4, 64, dtype=torch.uint8, device="meta")
+    given = {"block_size": 32, "use_nvfp4": False} if name == "mm_fp4" else {}
+    assert getattr(flashinfer, name)(x, x.t(), x, x, **given) == ("auto", "upstream's")

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The predicted GB10 tables of dense layers: their arithmetic, on launches whose counts are given; the formats' errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import bench_dense_mx
+import format_error
+import pytest
+from moe_bench import predict_dense
+from moe_bench.predict import FAST, SLOW, Assumptions, Counts
+from moe_bench.problem import DENSE_LAYERS
+
+from flashinfer.jit.sm12x.instances import DENSE_INSTANCES, DenseInstance
+
+BY_NAME = {row.name: row for row in DENSE_INSTANCES}
+
+
+def true_counts(tokens: int, n: int, k: int) -> Counts:
+    """Bilinear in the batch and the rows of the weight."""
+    bytes_ = n * k / 2 + 2 * tokens * (n + k) + 3000
+    return Counts(40 * n + 7 * tokens + 3 * n * tokens + 100, 2.0 * n * k * tokens, n + tokens, bytes_)
+
+
+@pytest.fixture
+def given_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def emulate(_device: Any, _row: DenseInstance, case: tuple[int, int, int], _activation: str) -> Any:
+        launch = SimpleNamespace(blocks_per_sm=1, block=(160, 1, 1), grid=(48, 1, 1))
+        return [launch], [true_counts(*case)]
+
+    monkeypatch.setattr(predict_dense, "emulate", emulate)
+
+
+@pytest.mark.usefixtures("given_counts")
+@pytest.mark.parametrize(("name", "tokens"), [("dense_mxfp4_m8_w2", 5), ("dense_mxfp4_m128_gemm_mxfp8", 2048)])
+def test_counts_at_full_size(name: str, tokens: int) -> None:
+    device: Any = None
+    (fit, counts), *others = predict_dense.fitted_counts(device, BY_NAME[name], (5120, 2880), tokens, "mxfp8")
+    assert not others
+    assert fit.blocks == 48
+    assert counts.values() == pytest.approx(true_counts(tokens, 5120, 2880).values(), rel=1e-9)
+
+
+@pytest.mark.usefixtures("given_counts")
+def test_a_line_is_a_range_around_its_busiest_resource() -> None:
+    device: Any = None
+    line = predict_dense.predict_layer(device, "qkv", 1, "mxfp4", "bf16")
+    assert line is not None
+    n, k = DENSE_LAYERS["qkv"]
+    dram = true_counts(1, n, k).bytes / 1e3
+    assert line.bound == "dram"
+    assert line.dram == pytest.approx(dram / Assumptions.dram_gb_per_second)
+    assert line.fast == pytest.approx(dram / FAST.dram_gb_per_second + predict_dense.FIXED_US["fast"])
+    assert line.slow == pytest.approx(dram / SLOW.dram_gb_per_second + predict_dense.FIXED_US["slow"])
+    assert line.megabytes == pytest.approx((n * k / 2 + n * 92) / 1e6)  # 2880 / 32 scales, padded to words of four
+    assert predict_dense.predict_layer(device, "qkv", 8192, "mxfp4", "bf16") is None  # cuBLAS
+
+
+@pytest.mark.usefixtures("given_counts")
+def test_what_the_weights_of_a_token_take() -> None:
+    device: Any = None
+    lines = []
+    for name in DENSE_LAYERS:
+        for weights in ("mxfp4", "mxfp8"):
+            line = predict_dense.predict_layer(device, name, 1, weights, "bf16")
+            assert line is not None
+            lines.append(line)
+    experts: Any = SimpleNamespace(fast=200.0, slow=300.0, megabytes=52.8)
+    bf16, mxfp8, mxfp4 = predict_dense.token_lines(lines, experts)
+    layers = predict_dense.LAYERS_OF_MODEL
+    values = sum((1 if name == "lm_head" else layers) * 2 * n * k for name, (n, k) in DENSE_LAYERS.items())
+    assert float(bf16[1]) == pytest.approx(values / 1e9 + layers * 0.0528, abs=0.006)
+    by_name = {line.layer: line for line in lines if line.weights == "mxfp4"}
+    fast = layers * (by_name["qkv"].fast + by_name["o"].fast + 200.0) + by_name["lm_head"].fast
+    assert mxfp4[3].startswith(f"{fast / 1e3:.1f} - ")
+    assert float(bf16[2]) > float(mxfp8[2]) > float(mxfp4[2])
+
+
+def test_an_unknown_layer_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench_dense_mx.main(["--layers", "qkv,gate"])
+    assert "--layers: ['gate'] are not among ['lm_head', 'o', 'qkv']" in capsys.readouterr().err
+
+
+def test_no_prediction_without_an_emulator(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("the emulator is not built")
+
+    monkeypatch.setattr(predict_dense.predict, "build_emulator", lambda: None)
+    monkeypatch.setattr(predict_dense, "virtual_device", refuse)
+    assert bench_dense_mx.main(["--predict", "--out", str(tmp_path)]) == 2
+    assert "no prediction: the emulator is not built" in capsys.readouterr().err
+
+
+def test_the_formats_errors() -> None:
+    rows = format_error.errors((64, 320), 16, seed=3)
+    error = {(name, weights): tokens for name, weights, *tokens in rows}
+    for name in {name for name, _ in error}:
+        assert error[name, "mxfp4, mse"][0] < error[name, "mxfp4, amax"][0]
+        assert error[name, "mxfp8, amax"][0] < 0.035 < error[name, "mxfp8, amax"][2]  # and what MXFP4 tokens cost
+    assert error["Student's t, 3", "mxfp4, amax"][0] > error["normal", "mxfp4, amax"][0]
