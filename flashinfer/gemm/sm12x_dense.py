@@ -73,8 +73,9 @@ def weights_of(weight: torch.Tensor) -> Literal["mxfp4", "mxfp8"]:
 # Where one way overtakes another: measured on an H200 for gpt-oss's layers (docs/dense.md), a prediction on SM12x.
 SECOND_PASS_BYTES = 12 << 20
 """Weights that are streamed twice, for two tiles of tokens, rather than multiplied by a GEMM: L2 still has them."""
-FEW_TILES = {"bf16": 264, "mxfp8": 96}
-"""Tiles of the output, of 128 rows and the fewest tokens, up to which small tiles are faster: two for each SM."""
+FEW_TILES = {"bf16": 264, "mxfp8": 48}
+"""Tiles of the output, of 128 rows and the fewest tokens, up to which small tiles are faster: measured on an H200, with two
+for each SM; one for each SM of a GB10, none of which is cut then (a prediction)."""
 GEMM_TILE_COST = {"bf16": {32: 1.0, 48: 1.2, 64: 1.45}, "mxfp8": {64: 1.0, 128: 1.8}}
 """Time of a tile of so many tokens, where there are many, by what it multiplies; MXFP8's is a prediction."""
 WIDENED_TOKENS = {False: 256, True: 4096}

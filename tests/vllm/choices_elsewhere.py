@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 
 import served
 
@@ -27,8 +28,11 @@ def choices(folder: str) -> dict[str, object]:
 
 if __name__ == "__main__":
     before = choices(sys.argv[1])
+    began = time.process_time()
     import flashinfer_sm12x_vllm
 
     flashinfer_sm12x_vllm.register()
+    seconds = time.process_time() - began
     imported = sorted(name for name in sys.modules if name.startswith("flashinfer_sm12x_vllm."))
-    print("RESULT", json.dumps({"before": before, "after": choices(sys.argv[1]), "imported": imported}))
+    after = choices(sys.argv[1])
+    print("RESULT", json.dumps({"before": before, "after": after, "imported": imported, "seconds": seconds}))

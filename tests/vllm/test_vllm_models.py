@@ -56,7 +56,7 @@ def quantized(kinds: dict[str, str], name: str, tensor: torch.Tensor) -> torch.T
         return tensor
     if kinds[kind] == "mxfp8":
         return mx_cpu.dequantize_mxfp8_linear(*mx_cpu.quantize_mxfp8_linear(tensor)).to(tensor.dtype)
-    return mx_cpu.dequantize_mxfp4_linear(*mx_cpu.quantize_mxfp4_linear(tensor)).to(tensor.dtype)
+    return mx_cpu.dequantize_mxfp4_linear(*mx_cpu.quantize_mxfp4_linear(tensor, "mse")).to(tensor.dtype)
 
 
 def check(got: torch.Tensor, folder: Any, activations: str, kinds: dict[str, str] | None = None) -> None:
