@@ -29,10 +29,10 @@ from pathlib import Path
 
 import torch
 from moe_bench import host_cost, measure, predict, results
-from moe_bench.problem import MODE_NAMES, MODELS
 
 import flashinfer
 from flashinfer.fused_moe import sm12x_dispatch
+from flashinfer.testing.moe_layers import MODE_NAMES, MODELS
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 DEFAULT_MODELS = ("gpt-oss-120b", "gpt-oss-20b")

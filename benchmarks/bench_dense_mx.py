@@ -22,13 +22,13 @@ from typing import Any
 
 import torch
 from moe_bench import predict_dense
-from moe_bench.problem import DENSE_LAYERS, DENSE_VARIANTS
-from moe_bench.timing import StreamingRead, time_graph
 
 from flashinfer.gemm.sm12x_dense import dense_mx
 from flashinfer.quantization import mx_cpu
+from flashinfer.sm12x_gpu_probe.timing import StreamingRead, time_graph
 from flashinfer.testing import TENSOR_CORE, BoundViolation, check_within_bound, quantize_mxfp8
 from flashinfer.testing.error_bounds import affine_error, dot_error, granularity
+from flashinfer.testing.moe_layers import DENSE_LAYERS, DENSE_VARIANTS
 from flashinfer.testing.mxfp_formats import dequantize_mxfp4, dequantize_mxfp8
 
 CHECKED_ROWS = 512

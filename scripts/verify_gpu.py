@@ -22,19 +22,14 @@ import functools
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
+if TYPE_CHECKING:
+    from flashinfer.testing.verify import Result
+
 HEADS, KV_HEADS, HEAD, PAGE, WINDOW = 64, 8, 64, 16, 128
-
-
-@dataclass
-class Result:
-    what: str
-    used: float
-    milliseconds: float | None = None
-    wrong: str = ""
 
 
 def arguments() -> argparse.Namespace:
@@ -63,81 +58,23 @@ def missing(given: argparse.Namespace) -> str:
     return ""
 
 
-def timed(call: Callable[[], torch.Tensor]) -> float | None:
-    """Milliseconds of a call on the GPU, the median of a few; None on the virtual one."""
-    if not torch.cuda.is_available():
-        return None
-    times = []
-    for _ in range(5):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return sorted(times)[len(times) // 2]
-
-
-def judged(what: str, call: Callable[[], torch.Tensor], reference: torch.Tensor, bound: torch.Tensor) -> Result:
-    """One operator: within its bound, the same bits twice, and the same from a CUDA graph."""
-    from flashinfer.testing import BoundViolation, check_within_bound
-
-    first = call().clone()
-    try:
-        used = check_within_bound(first, reference, bound, what)
-    except BoundViolation as error:
-        return Result(what, float("inf"), wrong=str(error))
-    if not torch.equal(first.view(torch.int16), call().view(torch.int16)):
-        return Result(what, used, wrong="a second call gave other bits")
-    if first.is_cuda:
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
-            captured = call()
-        captured.fill_(torch.nan)
-        graph.replay()
-        torch.cuda.synchronize()
-        if not torch.equal(first.view(torch.int16), captured.view(torch.int16)):
-            return Result(what, used, wrong="a CUDA graph gave other bits")
-    return Result(what, used, timed(call))
-
-
-MODES = ("W4A8, MXFP8 input", "W4A8, bf16 input", "W4A16")
-
-
 def moe(given: argparse.Namespace, device: torch.device) -> Iterator[Result]:
-    import flashinfer
-    from flashinfer.testing import TENSOR_CORE, MoECase, make_moe_inputs, moe_reference
+    from flashinfer.testing.verify import moe_results
 
     if given.virtual:
-        sizes, tokens = [(160, 96, 8)], (1, 5)
-    elif given.quick:
-        sizes, tokens = [(2880, 2880, 32)], (1, 4, 16, 64)
-    else:
-        # gpt-oss-20b, -120b, and -120b's shard of two GPUs.
-        sizes = [(2880, 2880, 32), (2880, 2880, 128), (2880, 1440, 128)]
-        tokens = (1, 2, 4, 5, 8, 16, 33, 64, 256, 1024)
-    for hidden, inter, experts in sizes:
-        for mode, name in enumerate(MODES):
-            for count in tokens:
-                case = MoECase(count, hidden, inter, experts, 4, mode)
-                inputs = make_moe_inputs(case, given.seed, device)
-                reference, bound = moe_reference(inputs, TENSOR_CORE)
-                words = inputs.arguments()
-                what = f"MoE {experts} experts {hidden} x {inter}, {name}, {count} tokens"
-                yield judged(what, functools.partial(flashinfer.cutlass_fused_moe, **words), reference, bound)
+        return moe_results([(160, 96, 8)], (1, 5), given.seed, device)
+    if given.quick:
+        return moe_results([(2880, 2880, 32)], (1, 4, 16, 64), given.seed, device)
+    # gpt-oss-20b, -120b, and -120b's shard of two GPUs.
+    sizes = [(2880, 2880, 32), (2880, 2880, 128), (2880, 1440, 128)]
+    return moe_results(sizes, (1, 2, 4, 5, 8, 16, 33, 64, 256, 1024), given.seed, device)
 
 
 def gemm(given: argparse.Namespace, device: torch.device) -> Iterator[Result]:
-    from flashinfer.gemm import group_gemm_mxfp4_nt_groupwise
-    from flashinfer.testing import TENSOR_CORE, group_gemm_reference, make_group_gemm_inputs
+    from flashinfer.testing.verify import gemm_results
 
     shapes = [([3, 0, 5], 96, 160)] if given.virtual else [([1, 0, 17, 128], 2880, 2880), ([300, 5], 5760, 2880)]
-    for rows, n, k in shapes:
-        inputs = make_group_gemm_inputs(rows, n, k, given.seed, device)
-        reference, bound = group_gemm_reference(**inputs, accumulation=TENSOR_CORE)
-        what = f"grouped GEMM, groups of {', '.join(map(str, rows))}, {n} x {k}"
-        yield judged(what, functools.partial(group_gemm_mxfp4_nt_groupwise, **inputs), reference, bound)
+    return gemm_results(shapes, given.seed, device)
 
 
 def attention_reference(
@@ -248,6 +185,7 @@ def attention(given: argparse.Namespace, device: torch.device) -> Iterator[Resul
 def compared(what: str, call: Callable[[], torch.Tensor], reference: torch.Tensor, pages: Pages) -> Result:
     """An operator of upstream's: within its bound."""
     from flashinfer.testing import BoundViolation, check_within_bound
+    from flashinfer.testing.verify import Result, timed
 
     try:
         used = check_within_bound(call(), reference, attention_bound(reference, pages.value), what)

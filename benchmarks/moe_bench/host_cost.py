@@ -23,8 +23,7 @@ from tabulate import tabulate
 import flashinfer
 from flashinfer.fused_moe import sm12x_dispatch, sm12x_known_calls
 from flashinfer.testing import MoECase, make_moe_inputs
-
-from .problem import MODE_NAMES, MODELS, Batch, layer_call, make_layer, route
+from flashinfer.testing.moe_layers import MODE_NAMES, MODELS, Batch, layer_call, make_layer, route
 
 BATCH = 100  # calls between two synchronizations: a queue of launches holds about a thousand
 BATCHES = 50

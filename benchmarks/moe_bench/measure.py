@@ -16,13 +16,13 @@ from flashinfer.fused_moe import sm12x_dispatch
 from flashinfer.fused_moe.sm12x_plan import allowed_tactics
 from flashinfer.fused_moe.sm12x_validation import Mode
 from flashinfer.jit.sm12x.instances import INSTANCES
+from flashinfer.sm12x_gpu_probe.timing import StreamingRead, time_graph
 from flashinfer.testing import ANY_ORDER, TENSOR_CORE, BoundViolation, MoEInputs, check_within_bound, moe_reference
+from flashinfer.testing.moe_layers import MODE_NAMES, Batch, layer_call, make_layer, route, rows_of
 
 from . import peers as peer_module
 from .peers import TOLERANCE, Layer, Peer, relative_error
-from .problem import MODE_NAMES, Batch, layer_call, make_layer, route, rows_of
 from .results import Entry, Row
-from .timing import StreamingRead, time_graph
 
 CHECKED_TOKENS = 32  # rows of a batch that are compared with the float64 reference
 

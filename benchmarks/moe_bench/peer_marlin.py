@@ -18,9 +18,8 @@ from typing import Any
 import torch
 
 from flashinfer.testing import MoEInputs
+from flashinfer.testing.moe_layers import ALPHA, LIMIT, Batch
 from flashinfer.testing.mxfp_formats import unswizzle_scales
-
-from .problem import ALPHA, LIMIT, Batch
 
 BLOCK = 32
 BLOCKS_PER_SM = 4  # of the lock words that the kernel wants per multiprocessor

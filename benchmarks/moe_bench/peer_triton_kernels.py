@@ -20,9 +20,8 @@ from triton_kernels.tensor import FP4, convert_layout, wrap_torch_tensor
 from triton_kernels.tensor_details import layout
 
 from flashinfer.testing import MoEInputs
+from flashinfer.testing.moe_layers import ALPHA, LIMIT, Batch
 from flashinfer.testing.mxfp_formats import unswizzle_scales
-
-from .problem import ALPHA, LIMIT, Batch
 
 BLOCK = 32
 NUM_WARPS = 8

@@ -17,8 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from flashinfer.testing import MoEInputs
-
-from .problem import Batch
+from flashinfer.testing.moe_layers import Batch
 
 # A peer rounds to bfloat16 after FC1, the activation, FC2 and the sum, and may round the routing weights: five roundings,
 # each of at most 2**-8 / 2 of a value, and the activation's slope (at most 1.1) on the first.

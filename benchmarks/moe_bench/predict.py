@@ -52,10 +52,10 @@ from flashinfer.jit import env as jit_env
 from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm120_module
 from flashinfer.jit.sm12x.instances import INSTANCES
 from flashinfer.testing import MoECase, make_moe_inputs
+from flashinfer.testing.moe_layers import MODE_NAMES, MODELS
 from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
 
 from .l2 import ROW_TILE, Gemm, dram_bytes
-from .problem import MODE_NAMES, MODELS
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 2048, 8192)
 DEFAULT_MODES = (1, 2)  # mode 0's GEMMs are mode 1's

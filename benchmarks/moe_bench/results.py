@@ -11,7 +11,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from .timing import Sample
+from flashinfer.sm12x_gpu_probe.timing import Sample
 
 
 @dataclasses.dataclass

@@ -11,15 +11,21 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
-from . import checks, vllm_checks
+from . import checks, probe, vllm_checks
 from .asking import Answers, Facts, Unanswered, ask_all, versions
+from .probe_checks import PROBE_CHECKS
 
 FORMAT = 1
 """Of the JSON; another number means that a key went or changed its meaning."""
+
+REPORT = "sm12x-probe.json"
+"""What ``--probe`` writes, in the folder that it is run in."""
 
 STATES = ("ok", "warn", "fail", "unknown")
 
@@ -51,9 +57,12 @@ CHECKS: Mapping[str, Callable[[Answers], checks.Outcome]] = {
 
 
 def diagnose(answers: Answers) -> list[Finding]:
-    """What the checks find; those that do not apply are left out."""
+    """What the checks find; those that do not apply are left out, and so are a probe's where nothing was measured."""
     findings = []
-    for name, check in CHECKS.items():
+    asked = dict(CHECKS)
+    if (measured := answers.facts.get("probe-device")) is not None:
+        asked |= {"probe-device": PROBE_CHECKS["probe-device"]} if "failed" in measured else PROBE_CHECKS
+    for name, check in asked.items():
         try:
             outcome = check(answers)
         except Unanswered as error:
@@ -93,19 +102,30 @@ def as_json(findings: Sequence[Finding], facts: Mapping[str, Facts]) -> str:
     return json.dumps({**about, "findings": [asdict(finding) for finding in findings], "facts": facts}, indent=1)
 
 
-def run(json_output: bool, timeout: float) -> int:
+def run(json_output: bool, timeout: float, probes: bool = False, report: str = REPORT) -> int:
     """Ask, check, print.
 
     Args:
         json_output: Print JSON instead of the table.
         timeout: Seconds that each question may take; they are asked at once.
+        probes: Measure the GPU, too.
+        report: The file for what was measured.
 
     Returns:
         The exit status: 1 if a check failed, else 0.
     """
     facts = ask_all(timeout)
+    if probes:
+        facts |= probe.measure(timeout)
     findings = diagnose(Answers(facts, os.environ))
     print(as_json(findings, facts) if json_output else as_text(findings))
+    if probes:
+        try:
+            probe.write_report(Path(report), facts, findings)
+        except OSError as error:
+            print(f"probe: {report} cannot be written: {error.strerror}; pass --report FILE", file=sys.stderr)
+        else:
+            print(f"probe: written to {Path(report).absolute()}", file=sys.stderr)
     return int(any(finding.state == "fail" for finding in findings))
 
 
@@ -114,5 +134,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="sm12x-doctor", description="Find what keeps the SM12x kernels from running")
     parser.add_argument("--json", action="store_true", help="Emit JSON instead of a table")
     parser.add_argument("--timeout", type=float, default=60, help="Seconds that each question may take (60)")
+    parser.add_argument("--probe", action="store_true", help="Measure the GPU, too: minutes in which it is busy")
+    parser.add_argument("--report", default=REPORT, metavar="FILE", help=f"For what was measured ({REPORT})")
     options = parser.parse_args(arguments)
-    return run(options.json, options.timeout)
+    return run(options.json, options.timeout, options.probe, options.report)

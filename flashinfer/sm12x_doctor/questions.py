@@ -220,6 +220,11 @@ if __name__ == "__main__":
     if sys.path and Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
         del sys.path[0]
     try:
-        QUESTIONS[sys.argv[1]]()
+        if sys.argv[1].startswith("probe-"):
+            from flashinfer.sm12x_gpu_probe.parts import PARTS
+
+            PARTS[sys.argv[1].removeprefix("probe-")](tell)
+        else:
+            QUESTIONS[sys.argv[1]]()
     except Exception as error:
         tell(failed=f"{type(error).__name__}: {error}")

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from moe_bench import peer_marlin, peers, problem
+from moe_bench import peer_marlin, peers
 
-from flashinfer.testing import moe_reference
+from flashinfer.testing import moe_layers, moe_reference
 
 
 def _seeded(seed: int) -> torch.Generator:
@@ -136,10 +136,10 @@ def swiglu(hidden: torch.Tensor, activated: torch.Tensor, alpha: float, limit: f
 @pytest.mark.parametrize("tokens", [1, 3, 40])
 def test_driver_computes_the_layer(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hidden and intermediate size are no multiples of what Marlin wants, so both are padded."""
-    monkeypatch.setitem(problem.MODELS, "tiny", (160, 96, 8, 3))
+    monkeypatch.setitem(moe_layers.MODELS, "tiny", (160, 96, 8, 3))
     properties = SimpleNamespace(multi_processor_count=3)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    batch = problem.route(problem.make_layer("tiny", tokens, tokens, "cpu"), tokens, tokens)
+    batch = moe_layers.route(moe_layers.make_layer("tiny", tokens, tokens, "cpu"), tokens, tokens)
     layer = peer_marlin._Layer(TorchOperators(), swiglu, batch.inputs)
     assert (layer.hidden, layer.inter) == (256, 128)
     assert layer.fc1.shape == (8, 256 // 16, 2 * 2 * 128)

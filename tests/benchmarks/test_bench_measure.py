@@ -13,11 +13,11 @@ from typing import Any
 import bench_cutlass_fused_moe_mxfp4 as bench
 import pytest
 import torch
-from moe_bench import measure, peers, problem, results
-from moe_bench.timing import Sample
+from moe_bench import measure, peers, results
 
 import flashinfer
-from flashinfer.testing import MoEInputs, moe_reference
+from flashinfer.sm12x_gpu_probe.timing import Sample
+from flashinfer.testing import MoEInputs, moe_layers, moe_reference
 
 MODEL = "tiny"
 TOKENS = [1, 5, 40]
@@ -41,16 +41,16 @@ class GivenPeer:
             raise self.error
         return self
 
-    def bind(self, batch: problem.Batch) -> Callable[[], torch.Tensor]:
+    def bind(self, batch: moe_layers.Batch) -> Callable[[], torch.Tensor]:
         if self.at == "bind" and self.error:
             raise self.error
-        call = problem.layer_call(batch.inputs)
+        call = moe_layers.layer_call(batch.inputs)
         return lambda: call() * self.factor
 
 
 @pytest.fixture
 def plan(monkeypatch: pytest.MonkeyPatch) -> measure.Plan:
-    monkeypatch.setitem(problem.MODELS, MODEL, (128, 64, 8, 2))
+    monkeypatch.setitem(moe_layers.MODELS, MODEL, (128, 64, 8, 2))
     monkeypatch.setattr(measure, "StreamingRead", StillRead)
     monkeypatch.setattr(measure, "time_graph", lambda run, repeats: Sample(20.0, 19.0, 22.0))
     monkeypatch.setattr(measure, "planned_tactics", lambda inputs, mode: (0, 0))
@@ -98,14 +98,14 @@ def test_a_wrong_result_is_seen_at_any_number_of_tokens(plan: measure.Plan, monk
 
 
 def test_modes_are_the_same_layer(plan: measure.Plan) -> None:
-    batch = problem.route(problem.make_layer(MODEL, 4, 3, "cpu"), 4, 5)
+    batch = moe_layers.route(moe_layers.make_layer(MODEL, 4, 3, "cpu"), 4, 5)
     references = [moe_reference(batch.of_mode(mode))[0] for mode in range(3)]
     for reference in references[:2]:
         # e4m3 activations: two roundings of 2**-4 relative at most, in each of two GEMMs.
         assert peers.relative_error(reference, references[2]) < 4 * 2.0**-4
     assert torch.equal(batch.inputs.token_selected_experts, batch.logits.topk(2).indices.int())
     assert torch.allclose(batch.inputs.token_final_scales.sum(1), torch.ones(4))
-    again = problem.route(problem.make_layer(MODEL, 4, 3, "cpu"), 4, 5)
+    again = moe_layers.route(moe_layers.make_layer(MODEL, 4, 3, "cpu"), 4, 5)
     assert torch.equal(again.inputs.input, batch.inputs.input)
     assert torch.equal(again.logits, batch.logits)
 

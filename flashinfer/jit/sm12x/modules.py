@@ -6,6 +6,7 @@
 ``fused_moe_120_<instance>``     an instance outside the default set, registered with the module above
 ``gemm_mxfp4_sm12x``             the public MXFP4 grouped GEMM
 ``dense_mx_sm12x``               dense layers with weights in MXFP4 or MXFP8
+``probe_sm12x``                  kernels that measure a GPU (``sm12x_gpu_probe``)
 ===============================  =================================================================
 
 With :func:`multiplies_in_half` names end in ``_half``: MXFP8 meets weights in half-precision MMAs, with float32 sums.
@@ -34,6 +35,7 @@ from .spec import JitSpecSm12x
 FUSED_MOE = "fused_moe_120"
 GROUP_GEMM = "gemm_mxfp4_sm12x"
 DENSE = "dense_mx_sm12x"
+PROBE = "probe_sm12x"
 
 _MOE_TEMPLATE = "fused_moe/cutlass_backend/sm12x_moe_instance.cu.jinja"
 _LAUNCHER = "nv_internal/tensorrt_llm/kernels/cutlass_kernels/moe_gemm/launchers/moe_gemm_sm120_mixed_input_launcher.cu"
@@ -43,6 +45,7 @@ _GEMM_TEMPLATE = "gemm/sm12x_group_gemm_instance.cu.jinja"
 _GEMM_BINDING = "group_gemm_mxfp4_sm12x_binding.cu"
 _DENSE_TEMPLATE = "gemm/sm12x_dense_instance.cu.jinja"
 _DENSE_BINDING = "dense_mx_sm12x_binding.cu"
+_PROBE_BINDING = "sm12x_probe_binding.cu"
 
 EMBED_PTX_VARIABLE = "FLASHINFER_SM12X_EMBED_PTX"
 """Set to 1, modules carry the PTX of their SM12x kernels too, uncompressed, under names that end in ``_ptx``."""
@@ -137,6 +140,15 @@ def gen_dense_module() -> JitSpecSm12x:
     return _spec(DENSE, [_csrc() / _DENSE_BINDING, _csrc() / _LAUNCHER], _DENSE_TEMPLATE, DENSE_INSTANCES)
 
 
+def gen_probe_module() -> JitSpecSm12x:
+    """The spec of ``probe_sm12x``, whose kernels have fences before arrivals, or none, by their own choice.
+
+    Raises:
+        RuntimeError: as :func:`gen_fused_moe_module`.
+    """
+    return _spec(PROBE, [_csrc() / _PROBE_BINDING], flags=["-DFLASHINFER_SM12X_FENCE_ARRIVALS=0"])
+
+
 def target_architectures() -> tuple[tuple[int, str], ...]:
     """Those of the architectures to compile for that the family has kernels for: 12.x and 9.0.
 
@@ -180,17 +192,22 @@ def _include_dirs() -> list[Path]:
 
 
 def _spec(
-    name: str, sources: Sequence[Path], template: str, instances: Iterable[Instance | DenseInstance]
+    name: str,
+    sources: Sequence[Path],
+    template: str = "",
+    instances: Iterable[Instance | DenseInstance] = (),
+    flags: Sequence[str] = (),
 ) -> JitSpecSm12x:
     architectures = target_architectures()
     embed_ptx = os.environ.get(EMBED_PTX_VARIABLE, "0") == "1"
-    in_half = multiplies_in_half()
+    in_half = bool(template) and multiplies_in_half()
     name += "_half" * in_half + "_ptx" * embed_ptx
+    flags = [*_cuda_flags(architectures, embed_ptx), *flags, *(["-DFLASHINFER_SM12X_HALF_MMA=1"] * in_half)]
     spec = JitSpecSm12x(
         name=name,
-        sources=[*sources, *_render(name, template, instances)],
+        sources=[*sources, *(_render(name, template, instances) if template else [])],
         extra_cflags=_cxx_flags(),
-        extra_cuda_cflags=[*_cuda_flags(architectures, embed_ptx), *(["-DFLASHINFER_SM12X_HALF_MMA=1"] * in_half)],
+        extra_cuda_cflags=flags,
         extra_ldflags=None,
         extra_include_dirs=_include_dirs(),
         architectures=architectures,

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
-import flashinfer
-from flashinfer.fused_moe import sm12x_explain
-from flashinfer.testing import MoECase, MoEInputs, make_moe_inputs
-from flashinfer.testing.mxfp_formats import quantize_mxfp8
+from ..fused_moe import cutlass_fused_moe, cutlass_fused_moe_workspace_size, sm12x_explain
+from .moe_inputs import MoECase, make_moe_inputs
+from .moe_reference import MoEInputs
+from .mxfp_formats import quantize_mxfp8
 
 MODELS = {
     **{name: dataclasses.astuple(layer) for name, layer in sm12x_explain.MODELS.items()},
@@ -49,7 +50,7 @@ class Batch:
         if mode == 2:
             return self.inputs
         ones = torch.ones(self.inputs.fc1_weights.shape[0], device=self.inputs.input.device)
-        changes = {"fc1_global": ones, "fc2_global": ones}
+        changes: dict[str, Any] = {"fc1_global": ones, "fc2_global": ones}
         if mode == 1:
             return dataclasses.replace(self.inputs, **changes)
         values, scales = quantize_mxfp8(self.inputs.input.double())
@@ -107,7 +108,7 @@ def layer_call(inputs: MoEInputs, profile_ids: list[int] | None = None) -> Calla
     tokens, top_k = inputs.token_selected_experts.shape
     experts, hidden, half = inputs.fc2_weights.shape
     device = inputs.input.device
-    size = flashinfer.fused_moe.cutlass_fused_moe_workspace_size(
+    size = cutlass_fused_moe_workspace_size(
         tokens,
         hidden,
         2 * half,
@@ -125,8 +126,6 @@ def layer_call(inputs: MoEInputs, profile_ids: list[int] | None = None) -> Calla
     arguments = inputs.arguments()
 
     def run() -> torch.Tensor:
-        return flashinfer.cutlass_fused_moe(
-            **arguments, output=output, workspace_buffer=workspace, profile_ids=profile_ids
-        )
+        return cutlass_fused_moe(**arguments, output=output, workspace_buffer=workspace, profile_ids=profile_ids)
 
     return run

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``sm12x-doctor --probe``: the GPU measured, one part after the other, each in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .asking import Facts, ask, versions
+
+if TYPE_CHECKING:
+    from . import Finding
+
+FORMAT = 1
+"""Of the file; another number means that a key went or changed its meaning."""
+
+PREFIX = "probe-"
+
+PARTS: Mapping[str, float] = {
+    "device": 1,
+    "build": 10,
+    "dram": 2,
+    "mma": 2,
+    "sums": 1,
+    "launch": 1,
+    "order": 2,
+    "build-layers": 60,
+    "tactics": 5,
+    "layer": 5,
+}
+"""Those of ``sm12x_gpu_probe.parts``, and how many times ``--timeout`` each may take: what is compiled takes longest."""
+
+
+def measure(limit: float) -> dict[str, dict[str, Any]]:
+    """The facts of all parts, by ``probe-<part>``; of the first one only, where there is nothing to measure.
+
+    One after the other, since a GPU that does two things measures neither. What is going on is told on standard error.
+    """
+    facts: dict[str, dict[str, Any]] = {}
+    for part, factor in PARTS.items():
+        began = time.monotonic()
+        print(f"probe: {part} ...", end="", file=sys.stderr, flush=True)
+        facts[PREFIX + part] = found = ask(PREFIX + part, factor * limit)
+        found["wall_seconds"] = round(time.monotonic() - began, 1)
+        print(f" {found.get('failed', '')} {found['wall_seconds']} s", file=sys.stderr, flush=True)
+        if part == "device" and "failed" in found:
+            break
+    return facts
+
+
+def write_report(path: Path, facts: Mapping[str, Facts], findings: Sequence[Finding]) -> None:
+    """The file for others to read: the device and its driver, versions, what was measured, and what was found of it.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    fork, upstream = versions()
+    measured = {name.removeprefix(PREFIX): found for name, found in facts.items() if name.startswith(PREFIX)}
+    gpus = facts["gpus"].get("gpus") or [{}]
+    about = {
+        "format": FORMAT,
+        "fork": fork,
+        "upstream": upstream,
+        "driver": gpus[0].get("driver"),
+        "toolkit": facts["compiler"].get("version"),
+    }
+    found = [asdict(finding) for finding in findings if finding.check.startswith(PREFIX)]
+    path.write_text(json.dumps({**about, "measured": measured, "findings": found}, indent=1) + "\n", encoding="utf-8")

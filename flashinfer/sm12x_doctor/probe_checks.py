@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checks of what a probe measured: :data:`PROBE_CHECKS`, as those of ``checks``.
+
+What a GB10 is predicted to do stands in the facts, beside what was measured (``sm12x_gpu_probe.prediction``). On other GPUs
+nothing is predicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from .asking import CLI, Answers
+from .checks import Outcome
+
+SLACK = 0.95
+"""Of a predicted range's slow end: what is slower than that is not as predicted."""
+
+FLOAT32_BITS = 23
+SLOW_LAUNCH_US = 10.0
+"""A node of a CUDA graph takes about 1.3 us."""
+
+KERNELS_WRONG = f"do not use this GPU for it; report this, with the file; {CLI} sm12x-doctor --probe again"
+SLOWER = "close what else uses the GPU or its memory, look at `nvidia-smi -q -d PERFORMANCE,POWER`, probe again"
+
+
+def _beside(value: float, predicted: Sequence[float] | None, unit: str) -> tuple[str, str]:
+    """State and words of a figure of which more is better, beside its predicted range."""
+    if not predicted:
+        return "ok", ""
+    low, high = predicted
+    span = f"{low:,.0f}" if low == high else f"{low:,.0f} to {high:,.0f}"
+    return ("warn" if value < SLACK * low else "ok"), f"; predicted: {span}{unit}"
+
+
+def device(a: Answers) -> Outcome:
+    """What is measured."""
+    if failed := a.get("probe-device", "failed"):
+        where = "see the checks 'gpu' and 'torch'; compute capability 12.x, or 9.0 with FLASHINFER_SM12X_MOE=1"
+        return "unknown", f"nothing to measure: {failed}", where
+    name, capability, sms = (a("probe-device", fact) for fact in ("name", "capability", "sm_count"))
+    text = f"{name} (compute capability {'.'.join(map(str, capability))}), {sms} SMs"
+    return "ok", text + (": results are checked, nothing is timed" if a("probe-device", "virtual") else "")
+
+
+def dram(a: Answers) -> Outcome:
+    """Sustained read."""
+    if a("probe-dram", "wrong"):
+        return "fail", "the sum of what was read is not the sum of what was written", KERNELS_WRONG
+    if a("probe-device", "virtual"):
+        return "ok", "what was read is what was written"
+    rate = a("probe-dram", "gigabytes_per_second")
+    state, beside = _beside(rate, a.get("probe-dram", "predicted"), " GB/s")
+    return state, f"{rate:,.0f} GB/s are read{beside}", SLOWER if state != "ok" else ""
+
+
+def mma(a: Answers, kind: str) -> Outcome:
+    """Results and rate of one kind of MMA."""
+    if kind.startswith("mx") and not a("probe-device", "sm12x"):
+        return None
+    found = a("probe-mma", kind)
+    if found["wrong"]:
+        return "fail", f"{found['wrong']:,} results of a product of small integers are wrong", KERNELS_WRONG
+    if a("probe-device", "virtual"):
+        return "ok", "results are exact"
+    state, beside = _beside(found["flops_per_clock"], found.get("predicted"), "")
+    text = (
+        f"{found['flops_per_clock']:,.0f} FLOP per clock and SM{beside}; {found['tflops']:,.0f} TFLOP/s at "
+        f"{found['gigahertz']:.2f} GHz"
+    )
+    return state, text, SLOWER if state != "ok" else ""
+
+
+def sums(a: Answers) -> Outcome:
+    """The width in which MMAs add up."""
+    scaled = a("probe-device", "sm12x")
+    bits = a("probe-sums", "mxf8f6f4" if scaled else "fp8")
+    kinds = [kind for kind in ("fp8", "mxf8f6f4", "mxf4") if a.get("probe-sums", kind) is not None]
+    text = ", ".join(f"{kind}: {a('probe-sums', kind)} fraction bits" for kind in kinds)
+    if not scaled:
+        return "ok", f"{text}; the kernels multiply in half precision on this GPU"
+    if bits >= FLOAT32_BITS:
+        return "ok", f"{text}: as float32 or better"
+    if a("probe-device", "virtual"):
+        return "warn", f"{text}: fewer than float32 has", "nothing: the virtual device was made so"
+    return (
+        "warn",
+        f"{text}: fewer than float32 has, so MXFP8 is multiplied in half precision from now on, exactly",
+        f"nothing, {CLI} sm12x-build compiles that now; FLASHINFER_SM12X_HALF_MMA=0 keeps the block-scaled MMA",
+    )
+
+
+def launch(a: Answers) -> Outcome:
+    """What launches cost."""
+    kinds = ("plain", "dependent", "cooperative")
+    wrong = {kind: a("probe-launch", f"{kind} out of order") for kind in kinds}
+    if any(wrong.values()):
+        text = ", ".join(f"{count} of the {kind} ones" for kind, count in wrong.items() if count)
+        return "fail", f"launches did not see what the one in front of them wrote: {text}", KERNELS_WRONG
+    if a("probe-device", "virtual"):
+        return "ok", "plain, dependent and cooperative launches see what the one in front of them wrote"
+    costs = {kind: a("probe-launch", kind) for kind in kinds}
+    text = "; ".join(
+        f"{kind}: {cost['stream_us']:.1f} us, {cost['graph_us']:.1f} us in a CUDA graph" for kind, cost in costs.items()
+    )
+    if costs["plain"]["graph_us"] > SLOW_LAUNCH_US:
+        return "warn", text, "stop profilers and debuggers; look at `nvidia-smi -q -d CLOCK`, probe again"
+    return "ok", text
+
+
+def overlap(a: Answers) -> Outcome:
+    """Whether a dependent launch begins before the one in front of it ends."""
+    if a("probe-device", "virtual"):
+        return None
+    names = {"overlap": "from a stream", "overlap_shared": "with all shared memory", "overlap_graph": "in a CUDA graph"}
+    leads = {text: a("probe-launch", name)["began_before_end_us"] for name, text in names.items()}
+    length = a("probe-launch", "overlap")["first_us"]
+    text = ", ".join(
+        f"{how} {f'{lead:.1f} us before its end' if lead > 0 else 'only behind it'}" for how, lead in leads.items()
+    )
+    text = f"behind a launch of {length:.0f} us a dependent one begins: {text}"
+    if a("probe-launch", "overlap_plain")["began_before_end_us"] > 0:
+        return "fail", f"{text}; so does one that is not dependent", KERNELS_WRONG
+    if all(lead > 0 for lead in leads.values()):
+        return "ok", text
+    return "warn", text, "nothing: layers are slower by a launch and right; report this, with the file"
+
+
+def order(a: Answers) -> Outcome:
+    """Arrivals at mbarriers."""
+    counts = {
+        fenced: [a("probe-order", f"{how} {fenced} fence") for how in ("stores", "copies")]
+        for fenced in ("with", "without")
+    }
+    wrong = {fenced: sum(count["wrong"] for count in found) for fenced, found in counts.items()}
+    compared = sum(count["compared"] for count in counts["with"])
+    if compared == 0:
+        return "fail", "no word was handed over", KERNELS_WRONG
+    if wrong["with"]:
+        text = f"{wrong['with']:,} of {compared:,} words were those of another stage, in spite of fences"
+        return "fail", text, KERNELS_WRONG
+    text = f"{compared:,} words handed over with fences, none wrong; without: {wrong['without']:,} wrong"
+    if not wrong["without"]:
+        return "ok", text
+    if a("probe-device", "gb10"):
+        return "ok", f"{text}: this GPU does reorder, as is known of GB10, and the kernels have fences"
+    return (
+        "warn",
+        f"{text}: this GPU does reorder, which was known of GB10 only",
+        "export FLASHINFER_CUDA_ARCH_LIST=12.0f, for kernels with fences; report this, with the file",
+    )
+
+
+def tactics(a: Answers) -> Outcome:
+    """Every default tactic against its reference."""
+    wrong = a("probe-tactics", "wrong")
+    if wrong:
+        more = f"; and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        return "fail", f"{wrong[0]}{more}", f"export FLASHINFER_SM12X_MOE=0, and {KERNELS_WRONG}"
+    count, used = a("probe-tactics", "count"), a("probe-tactics", "used")
+    worst = ", ".join(f"{name} {share:.0%}" for name, share in used.items())
+    return "ok", f"{count} results are within their bounds; the largest error, as a share of it: {worst}"
+
+
+def layer(a: Answers, tokens: int) -> Outcome:
+    """gpt-oss-120b's layer."""
+    if a("probe-device", "virtual"):
+        return None
+    line: Mapping[str, Any] = a("probe-layer", f"{tokens} tokens")
+    time, read, predicted = line["layer_us"], line["read_us"], line.get("predicted")
+    text = f"gpt-oss-120b's layer, {tokens:,} tokens: {time:,.0f} us; its weights are read in {read:,.0f} us"
+    if not predicted:
+        return "ok", text
+    low, high = predicted
+    text += f"; predicted: {low:,.0f} to {high:,.0f} us"
+    if time > high / SLACK:
+        return "warn", text, f"see probe-dram and the MMAs' rates first; {SLOWER}; else report this, with the file"
+    return "ok", text
+
+
+KINDS = ("bf16", "fp8", "mxf8f6f4", "mxf4")
+TOKENS = (1, 4, 64, 2048)
+
+PROBE_CHECKS: Mapping[str, Callable[[Answers], Outcome]] = {
+    "probe-device": device,
+    "probe-dram": dram,
+    **{f"probe-mma-{kind}": partial(mma, kind=kind) for kind in KINDS},
+    "probe-sums": sums,
+    "probe-launch": launch,
+    "probe-overlap": overlap,
+    "probe-order": order,
+    "probe-tactics": tactics,
+    **{f"probe-layer-{tokens}": partial(layer, tokens=tokens) for tokens in TOKENS},
+}
+"""In the order of the table."""

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What launches cost, and which of them overlap (``include/flashinfer/sm12x/probe/launch_order.cuh``)."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .target import Target
+
+KINDS = {"plain": 0, "dependent": 1, "cooperative": 2}
+LAUNCHES = 256
+REPEATS = 15
+BUSY_CYCLES = 100_000
+
+
+def new_steps(target: Target, launches: int) -> torch.Tensor:
+    """Int32 ``[launches + 1]`` for a chain, the first of them 1."""
+    steps = torch.zeros(launches + 1, dtype=torch.int32, device=target.device)
+    steps[0] = 1
+    return steps
+
+
+def launch_chain(target: Target, steps: torch.Tensor, kind: str, blocks: int) -> None:
+    """Launches that count, one behind the other: afterwards ``steps`` is 1, 2, 3, ..."""
+    target.call("launch_steps", steps, KINDS[kind], blocks, writes=(steps,))
+
+
+def out_of_order(target: Target, kind: str, launches: int = LAUNCHES, blocks: int = 4) -> int:
+    """Launches of a chain that did not see what the one in front of them wrote."""
+    steps = new_steps(target, launches)
+    launch_chain(target, steps, kind, blocks)
+    target.synchronize()
+    return int((steps.cpu() != torch.arange(1, launches + 2)).sum())
+
+
+def captured(target: Target, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of what ``run`` launches."""
+    torch.cuda.synchronize(target.device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph
+
+
+def cost(target: Target, kind: str) -> dict[str, float]:
+    """Microseconds of one launch in a chain, of a block on each SM: on the device, for the host, and in a CUDA graph."""
+    steps = new_steps(target, LAUNCHES)
+
+    def run() -> None:
+        launch_chain(target, steps, kind, target.sm_count)
+
+    run()
+    graph = captured(target, run)
+    host, stream, replay = [], [], []
+    for _ in range(REPEATS):
+        torch.cuda.synchronize(target.device)
+        began = time.perf_counter()
+        stream.append(target.milliseconds(lambda: host.append(_seconds_of(run))) * 1e3 / LAUNCHES)
+        assert time.perf_counter() >= began
+        replay.append(target.milliseconds(graph.replay) * 1e3 / LAUNCHES)
+    return {
+        "host_us": 1e6 * statistics.median(host) / LAUNCHES,
+        "stream_us": statistics.median(stream),
+        "graph_us": statistics.median(replay),
+    }
+
+
+def _seconds_of(run: Callable[[], None]) -> float:
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
+
+
+def overlap(
+    target: Target, dependent: bool, shared_bytes: int = 0, cycles: int = BUSY_CYCLES, graph: bool = False
+) -> dict[str, float]:
+    """Microseconds: what the first of two launches took, and how long before its end the second one began.
+
+    Args:
+        target: Where.
+        dependent: The second one is launched with programmatic stream serialization.
+        shared_bytes: Dynamic shared memory of the second one; of the first one there is none.
+        cycles: That the first one works for.
+        graph: Both from a CUDA graph.
+    """
+    blocks = target.sm_count
+    first, second = (torch.zeros((blocks, 3), dtype=torch.int64, device=target.device) for _ in range(2))
+
+    def run() -> None:
+        target.call("launch_overlap", first, second, cycles, shared_bytes, dependent, writes=(first, second))
+
+    repeat: Any = run
+    if target.virtual is None:
+        run()
+        if graph:
+            repeat = captured(target, run).replay
+    lengths, leads, waits = [], [], []
+    for _ in range(1 if target.virtual is not None else REPEATS):
+        repeat()
+        target.synchronize()
+        ended = first[:, 2].max()
+        lengths.append(float(ended - first[:, 0].min()) / 1e3)
+        leads.append(float(ended - second[:, 0].min()) / 1e3)
+        waits.append(float(second[:, 1].min() - ended) / 1e3)
+    return {
+        "first_us": statistics.median(lengths),
+        "began_before_end_us": statistics.median(leads),
+        "released_after_end_us": statistics.median(waits),
+    }

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rates of ``mma.sync`` and the width in which it adds up (``include/flashinfer/sm12x/probe/mma_rate.cuh``)."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Sequence
+
+import torch
+
+from ..testing.mxfp_formats import decode_e2m1
+from .target import Target
+
+ROWS, COLUMNS, ROW_BYTES, CHAINS, WARPS = 16, 8, 32, 8, 16
+IDENTITY_SCALES = 0x7F7F
+FLOAT32_BITS = 23
+LOOKED_FOR = 40
+"""Fraction bits beyond which a sum's width is not asked for."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A form of ``mma.sync``, m16n8, with float32 sums.
+
+    Attributes:
+        number: Of the binding.
+        a, b: Formats: ``bf16``, ``e4m3``, ``e2m1 in bytes`` (``00xxxx00``) or ``e2m1``.
+        k: Elements of a row, in 32 bytes.
+        scaled: With UE8M0 block scales, which SM12x has.
+    """
+
+    number: int
+    a: str
+    b: str
+    k: int
+    scaled: bool = False
+
+    @property
+    def flops(self) -> int:
+        """Of one MMA of a warp."""
+        return 2 * ROWS * COLUMNS * self.k
+
+
+KINDS = {
+    "bf16": Kind(0, "bf16", "bf16", 16),
+    "fp8": Kind(1, "e4m3", "e4m3", 32),
+    "mxf8f6f4": Kind(2, "e2m1 in bytes", "e4m3", 32, scaled=True),
+    "mxf4": Kind(3, "e2m1", "e2m1", 64, scaled=True),
+}
+
+_E2M1 = decode_e2m1(torch.arange(16, dtype=torch.uint8))[::2]
+
+
+def encode(values: torch.Tensor, fmt: str) -> torch.Tensor:
+    """Bytes of rows of values that the format has: float ``[..., k]`` to uint8 ``[..., 32]``.
+
+    Raises:
+        ValueError: the format lacks one of the values.
+    """
+    if fmt == "bf16":
+        found = values.to(torch.bfloat16)
+        exact, data = found.double(), found.view(torch.uint8)
+    elif fmt == "e4m3":
+        found = values.to(torch.float8_e4m3fn)
+        exact, data = found.double(), found.view(torch.uint8)
+    else:
+        codes = (values.double()[..., None] - _E2M1.double()).abs().argmin(-1)
+        exact = _E2M1.double()[codes]
+        bytes_ = codes.to(torch.uint8)
+        data = bytes_ << 2 if fmt == "e2m1 in bytes" else bytes_[..., ::2] | bytes_[..., 1::2] << 4
+    if not torch.equal(exact, values.double()):
+        raise ValueError(f"{fmt} lacks a value of {values.flatten()[:8].tolist()} ...")
+    return data.contiguous()
+
+
+@dataclasses.dataclass
+class Multiplied:
+    """Results of a launch: ``d`` float32 ``[blocks, warps, chains, 16, 8]``, ``times`` int64 ``[blocks, 4]``."""
+
+    d: torch.Tensor
+    times: torch.Tensor
+
+
+def multiply(
+    target: Target,
+    kind: Kind,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    iterations: int = 1,
+    scales: Sequence[int] = (IDENTITY_SCALES, IDENTITY_SCALES),
+    blocks: int = 1,
+    warps: int = 1,
+) -> Multiplied:
+    """``c + iterations * (a @ b.T)`` by each warp and chain.
+
+    Args:
+        target: Where.
+        kind: Of MMA.
+        a: Float ``[16, k]``, values of the kind's format.
+        b: Float ``[8, 8, k]``: chains, columns.
+        c: Float32 ``[16, 8]``.
+        iterations: How often each product is added.
+        scales: UE8M0 bytes of A's rows and B's columns, the first block's the lowest.
+        blocks, warps: Of the launch.
+    """
+    place = target.device
+    d = torch.full((blocks, warps, CHAINS, ROWS, COLUMNS), torch.nan, dtype=torch.float32, device=place)
+    times = torch.zeros((blocks, 4), dtype=torch.int64, device=place)
+    operands = [encode(a, kind.a).to(place), encode(b, kind.b).to(place), c.float().contiguous().to(place)]
+    target.call("mma_rate", *operands, d, times, kind.number, *scales, iterations, writes=(d, times))
+    target.synchronize()
+    return Multiplied(d, times)
+
+
+def random_operands(kind: Kind, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``a``, ``b`` and ``c`` whose sums are exact in any width of at least 11 bits for up to four iterations."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(values: Sequence[float], *shape: int) -> torch.Tensor:
+        return torch.tensor(values)[torch.randint(len(values), shape, generator=generator)]
+
+    a = drawn((0.0, 1.0, -1.0, 2.0, -2.0), ROWS, kind.k)
+    b = drawn((0.0, 1.0, -1.0, 0.5, -0.5), CHAINS, COLUMNS, kind.k)
+    return a, b, drawn((0.0, 1.0, -3.0, 5.0), ROWS, COLUMNS)
+
+
+def wrong_results(target: Target, kind: Kind, seed: int = 1) -> int:
+    """Elements that differ from the exact product, of a short run with two warps in each of two blocks."""
+    a, b, c = random_operands(kind, seed)
+    iterations, scales = 3, (0x807F, 0x7F7E)  # A: 2^0 and 2^1, B: 2^-1 and 2^0, of the first and the second 32 of K
+    found = multiply(target, kind, a, b, c, iterations, scales, blocks=2, warps=2).d.double().cpu()
+    factors = torch.ones(kind.k, dtype=torch.float64)
+    if kind.scaled:
+        factors[:32] *= 2.0**-1
+        factors[32:] *= 2.0**1
+    expected = c.double() + iterations * torch.einsum("rk,nck->nrc", a.double() * factors, b.double())
+    return int((found != expected).sum())
+
+
+@dataclasses.dataclass(frozen=True)
+class Rate:
+    """Of one kind of MMA, the median of some launches.
+
+    Attributes:
+        flops_per_clock: Of one SM.
+        tflops: Of the GPU.
+        gigahertz: The SMs' clock meanwhile.
+    """
+
+    flops_per_clock: float
+    tflops: float
+    gigahertz: float
+
+
+def rate_of(times: torch.Tensor, flops_per_block: int) -> Rate:
+    """From what the blocks of a launch wrote down, one block an SM.
+
+    Args:
+        times: Int64 ``[blocks, 4]``: cycles before and behind, nanoseconds before and behind.
+        flops_per_block: Of each.
+    """
+    first, last, began, ended = times.double().cpu().unbind(1)
+    cycles, nanoseconds = last - first, ended - began
+    span = float(ended.max() - began.min())
+    return Rate(
+        flops_per_block / float(cycles.median()),
+        flops_per_block * len(times) / span / 1e3,
+        float((cycles / nanoseconds.clamp(min=1)).median()),
+    )
+
+
+def measure_rate(target: Target, kind: Kind, iterations: int = 16384, warmup: int = 10, launches: int = 15) -> Rate:
+    """The rate with a block of 16 warps on each SM, behind some launches that raise the clock."""
+    a, b, c = random_operands(kind, 2)
+    flops = kind.flops * iterations * CHAINS * WARPS
+    rates = []
+    for launch in range(warmup + launches):
+        done = multiply(target, kind, a, b, c, iterations, blocks=target.sm_count, warps=WARPS)
+        if launch >= warmup:
+            rates.append(rate_of(done.times, flops))
+    fields = (field.name for field in dataclasses.fields(Rate))
+    return Rate(*(statistics.median(getattr(rate, name) for rate in rates) for name in fields))
+
+
+def sum_bits(target: Target, kind: Kind) -> int:
+    """Fraction bits that the MMA keeps of a sum beside its largest addend, at most :data:`LOOKED_FOR`.
+
+    Two products that cancel each other, ``p`` and ``-p``, stand at several distances along K beside a ``c`` of ``p 2^-n``:
+    whatever the sum loses is lost of ``c``. And a product of 1 is added to a ``c`` of ``2^n``, as far as float32 can tell.
+    """
+    large = {"e4m3": 256.0, "e2m1": 4.0, "bf16": 256.0}
+    exponents = torch.arange(1, ROWS * COLUMNS + 1).view(ROWS, COLUMNS)
+    a = torch.zeros(ROWS, kind.k)
+    b = torch.zeros(CHAINS, COLUMNS, kind.k)
+    c = 4.0 * large[kind.b] * 2.0 ** -exponents.double()
+    kept = [LOOKED_FOR]
+    for other in (1, kind.k // 2, kind.k - 1):
+        a.zero_()[:, [0, other]] = 4.0
+        b.zero_()[..., 0], b[..., other] = large[kind.b], -large[kind.b]
+        d = multiply(target, kind, a, b, c).d[0, 0, 0].double().cpu()
+        kept.append(_first_false((d == c).flatten()))
+    a.zero_()[:, 0], b.zero_()[..., 0] = 1.0, 1.0
+    c = 2.0 ** exponents.double()
+    d = multiply(target, kind, a, b, c).d[0, 0, 0].double().cpu()
+    beside = _first_false((d == c + 1).flatten())
+    return min(kept) if beside >= FLOAT32_BITS else min(*kept, beside)
+
+
+def _first_false(held: torch.Tensor) -> int:
+    return int(held.long().cumprod(0).sum())

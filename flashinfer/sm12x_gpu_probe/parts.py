@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of a probe. Each tells facts, as soon as it has them, to whoever asked for it.
+
+A fact is a name and something that JSON has; the doctor's checks read them (``sm12x_doctor/probe_checks.py``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import platform
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..jit import env as jit_env
+from ..jit.fused_moe import gen_cutlass_fused_moe_sm120_module
+from ..jit.sm12x import modules
+from ..jit.sm12x.freshness import write_atomically
+from ..testing.verify import Result, dense_results, gemm_results, moe_results
+from . import arrivals, launches, layer, mma, timing
+from .target import GB10, Target, find_target
+
+READ_BYTES = 1 << 30
+SEED = 12
+
+Tell = Callable[..., None]
+
+
+def device(tell: Tell) -> None:
+    """What is measured."""
+    target = find_target()
+    tell(name=target.name, capability=list(target.capability), sm_count=target.sm_count)
+    tell(virtual=target.virtual is not None, gb10=target.capability == GB10, sm12x=target.sm12x)
+    tell(torch=torch.__version__, cuda=torch.version.cuda, python=platform.python_version(), machine=platform.machine())
+    if target.virtual is None:
+        properties = torch.cuda.get_device_properties(target.device)
+        known = (
+            "total_memory",
+            "L2_cache_size",
+            "memory_bus_width",
+            "memory_clock_rate",
+            "clock_rate",
+            "is_integrated",
+        )
+        tell(properties={name: getattr(properties, name, None) for name in known})
+
+
+def build(tell: Tell) -> None:
+    """The kernels that measure."""
+    _build(tell, modules.gen_probe_module)
+
+
+def build_layers(tell: Tell) -> None:
+    """The layers' kernels."""
+    _build(tell, gen_cutlass_fused_moe_sm120_module, modules.gen_group_gemm_module, modules.gen_dense_module)
+
+
+def _build(tell: Tell, *generators: Callable[[], Any]) -> None:
+    target = find_target()
+    began = time.perf_counter()
+    for generate in generators:
+        if target.virtual is not None:
+            target.virtual.module(generate)
+        else:
+            generate().build(need_lock=True)
+    tell(seconds=time.perf_counter() - began)
+
+
+def dram(tell: Tell) -> None:
+    """Sustained read."""
+    target = find_target()
+    tell(wrong=timing.wrong_read(target, 1 << (24 if target.virtual is None else 18)))
+    if target.virtual is None:
+        tell(gigabytes_per_second=timing.sustained_read(target, READ_BYTES), bytes=READ_BYTES)
+
+
+def mmas(tell: Tell) -> None:
+    """Results and rates."""
+    target = find_target()
+    for name, kind in mma.KINDS.items():
+        if kind.scaled and not target.sm12x:
+            continue
+        found: dict[str, Any] = {"wrong": mma.wrong_results(target, kind)}
+        if target.virtual is None:
+            found |= dataclasses.asdict(mma.measure_rate(target, kind))
+        tell(**{name: found})
+
+
+def sums(tell: Tell) -> None:
+    """The width in which MMAs add up; that of the block-scaled one is written down for the planner."""
+    target = find_target()
+    for name, kind in mma.KINDS.items():
+        if name != "bf16" and (target.sm12x or not kind.scaled):
+            tell(**{name: mma.sum_bits(target, kind)})
+            if name == "mxf8f6f4" and target.virtual is None:
+                tell(written=str(write_sum_bits(mma.sum_bits(target, kind), target)))
+
+
+def write_sum_bits(bits: int, target: Target) -> Path:
+    """Leave what ``modules.probed_sum_bits`` looks for."""
+    path = Path(jit_env.FLASHINFER_WORKSPACE_DIR) / modules.PROBE_FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json.dumps({"mma_sum_bits": bits, "device": target.name}) + "\n")
+    return path
+
+
+def launch(tell: Tell) -> None:
+    """Costs of launches, and which overlap."""
+    target = find_target()
+    real = target.virtual is None
+    for kind in launches.KINDS:
+        tell(**{f"{kind} out of order": launches.out_of_order(target, kind, launches.LAUNCHES if real else 20)})
+        if real:
+            tell(**{kind: launches.cost(target, kind)})
+    if real:
+        properties: Any = torch.cuda.get_device_properties(target.device)
+        shared = properties.shared_memory_per_block_optin
+        tell(overlap_plain=launches.overlap(target, dependent=False))
+        tell(overlap=launches.overlap(target, dependent=True))
+        tell(overlap_shared=launches.overlap(target, dependent=True, shared_bytes=shared))
+        tell(overlap_graph=launches.overlap(target, dependent=True, graph=True))
+
+
+def order(tell: Tell) -> None:
+    """Arrivals, with and without their fence."""
+    target = find_target()
+    rounds, blocks = (arrivals.ROUNDS, 0) if target.virtual is None else (20, 2)
+    for fenced in (True, False):
+        for copies in (False, True):
+            name = f"{'copies' if copies else 'stores'} {'with' if fenced else 'without'} fence"
+            tell(**{name: dataclasses.asdict(arrivals.hand_over(target, fenced, copies, rounds, blocks))})
+
+
+def tactics(tell: Tell) -> None:
+    """Every default tactic against its reference."""
+    target = find_target()
+    worst: dict[str, float] = {}
+    count, wrong = 0, []
+    for result in _every_tactic(target):
+        count += 1
+        kind = result.what.split(" ", 1)[0]
+        worst[kind] = max(worst.get(kind, 0.0), result.used)
+        if result.wrong:
+            wrong.append(f"{result.what}: {result.wrong}")
+            tell(wrong=wrong)
+    tell(count=count, used=worst, wrong=wrong)
+
+
+def _every_tactic(target: Target) -> Iterator[Result]:
+    if target.virtual is not None:
+        yield from moe_results([(160, 96, 8)], (5,), SEED, target.device, every_tactic=True, modes=(0, 2))
+        yield from dense_results([(200, 416)], SEED, target.device)
+        return
+    yield from moe_results([(2880, 2880, 8)], (1, 5, 33, 200), SEED, target.device, every_tactic=True)
+    yield from moe_results([(704, 352, 8)], (3, 70), SEED, target.device, every_tactic=True)
+    yield from gemm_results([([1, 0, 17, 128], 2880, 2880)], SEED, target.device)
+    yield from dense_results([(1088, 2880), (200, 416)], SEED, target.device)
+
+
+def layers(tell: Tell) -> None:
+    """gpt-oss-120b's layer."""
+    target = find_target()
+    if target.virtual is not None:
+        return
+    for line in layer.measure(target):
+        tell(**{f"{line.tokens} tokens": dataclasses.asdict(line)})
+
+
+PARTS: dict[str, Callable[[Tell], None]] = {
+    "device": device,
+    "build": build,
+    "dram": dram,
+    "mma": mmas,
+    "sums": sums,
+    "launch": launch,
+    "order": order,
+    "build-layers": build_layers,
+    "tactics": tactics,
+    "layer": layers,
+}
+"""In their order: a later one may need what an earlier one built or wrote down."""

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The GPU that is measured, or the virtual one."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..jit.sm12x.modules import gen_probe_module
+from ..testing import virtual_device
+from ..testing.virtual_device import VirtualDevice
+
+GB10 = (12, 1)
+
+
+class NoTargetError(RuntimeError):
+    """There is no GPU that the kernels serve; the text says what there is instead."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A GPU, or the virtual SM121.
+
+    Attributes:
+        device: Of tensors; the CPU for the virtual one.
+        name: As the driver has it.
+        capability: Compute capability.
+        sm_count: Multiprocessors.
+        virtual: The virtual device, whose times mean nothing; None of a GPU.
+    """
+
+    device: torch.device
+    name: str
+    capability: tuple[int, int]
+    sm_count: int
+    virtual: VirtualDevice | None = None
+
+    @property
+    def sm12x(self) -> bool:
+        """Whether there are block-scaled MMAs."""
+        return self.capability[0] == 12
+
+    def call(self, name: str, *arguments: Any, writes: Sequence[torch.Tensor] = ()) -> None:
+        """Call ``sm12x_probe_<name>`` of the module ``probe_sm12x``, which is built if need be.
+
+        Args:
+            name: Of the function.
+            arguments: Tensors on :attr:`device`, and numbers.
+            writes: The tensors that it writes.
+        """
+        if self.virtual is not None:
+            function = getattr(self.virtual.module(gen_probe_module), f"sm12x_probe_{name}")
+            self.virtual.call(function, *arguments, writes=writes)
+        else:
+            getattr(_gpu_module(), f"sm12x_probe_{name}")(*arguments)
+
+    def synchronize(self) -> None:
+        if self.virtual is None:
+            torch.cuda.synchronize(self.device)
+
+    def milliseconds(self, call: Callable[[], object]) -> float:
+        """What ``call`` takes on the stream, of a GPU."""
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        call()
+        end.record()
+        torch.cuda.synchronize(self.device)
+        return float(start.elapsed_time(end))
+
+
+@functools.cache
+def _gpu_module() -> Any:
+    return gen_probe_module().build_and_load()
+
+
+def find_target() -> Target:
+    """The virtual device if one is active, else the current GPU.
+
+    Raises:
+        NoTargetError: the kernels serve neither.
+    """
+    virtual = virtual_device.active()
+    if virtual is not None:
+        cpu = torch.device("cpu")
+        return Target(cpu, "virtual SM121", virtual.compute_capability, virtual.sm_count, virtual)
+    if not torch.cuda.is_available():
+        raise NoTargetError(f"torch {torch.__version__} sees no GPU")
+    from ..fused_moe.sm12x_dispatch import serves_cuda
+
+    index = torch.cuda.current_device()
+    properties = torch.cuda.get_device_properties(index)
+    capability = (properties.major, properties.minor)
+    if not serves_cuda(index):
+        raise NoTargetError(
+            f"{properties.name} (compute capability {capability[0]}.{capability[1]}) is not served by this fork's "
+            "kernels: they are for 12.x, and for 9.0 with FLASHINFER_SM12X_MOE=1"
+        )
+    return Target(torch.device("cuda", index), properties.name, capability, properties.multi_processor_count)
