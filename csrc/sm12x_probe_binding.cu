@@ -17,8 +17,8 @@ using tvm::ffi::TensorView;
 
 void require_size(const TensorView& tensor, int64_t elements, int bits, const char* name) {
   TVM_FFI_CHECK(tensor.numel() == elements && tensor.dtype().bits == bits, ValueError)
-      << name << " has " << tensor.numel() << " elements of " << tensor.dtype().bits << " bits; it must have "
-      << elements << " of " << bits;
+      << name << " has " << tensor.numel() << " elements of " << static_cast<int>(tensor.dtype().bits)
+      << " bits; it must have " << elements << " of " << bits;
 }
 
 void require_range(int64_t value, int64_t low, int64_t high, const char* name) {

@@ -21,7 +21,7 @@ from ..jit.fused_moe import gen_cutlass_fused_moe_sm120_module
 from ..jit.sm12x import modules
 from ..jit.sm12x.freshness import write_atomically
 from ..testing.verify import Result, dense_results, gemm_results, moe_results
-from . import arrivals, launches, layer, mma, timing
+from . import arrivals, launches, layer, mma, prediction, timing
 from .target import GB10, Target, find_target
 
 READ_BYTES = 1 << 30
@@ -76,6 +76,8 @@ def dram(tell: Tell) -> None:
     tell(wrong=timing.wrong_read(target, 1 << (24 if target.virtual is None else 18)))
     if target.virtual is None:
         tell(gigabytes_per_second=timing.sustained_read(target, READ_BYTES), bytes=READ_BYTES)
+    if target.capability == GB10:
+        tell(predicted=[prediction.SLOW.dram_gb_per_second, prediction.FAST.dram_gb_per_second])
 
 
 def mmas(tell: Tell) -> None:
@@ -87,6 +89,8 @@ def mmas(tell: Tell) -> None:
         found: dict[str, Any] = {"wrong": mma.wrong_results(target, kind)}
         if target.virtual is None:
             found |= dataclasses.asdict(mma.measure_rate(target, kind))
+        if target.capability == GB10:
+            found["predicted"] = prediction.mma_rates()[name]
         tell(**{name: found})
 
 
@@ -95,17 +99,20 @@ def sums(tell: Tell) -> None:
     target = find_target()
     for name, kind in mma.KINDS.items():
         if name != "bf16" and (target.sm12x or not kind.scaled):
-            tell(**{name: mma.sum_bits(target, kind)})
+            bits = mma.sum_bits(target, kind)
+            tell(**{name: bits})
             if name == "mxf8f6f4" and target.virtual is None:
-                tell(written=str(write_sum_bits(mma.sum_bits(target, kind), target)))
+                write_sum_bits(bits, target.name)
 
 
-def write_sum_bits(bits: int, target: Target) -> Path:
-    """Leave what ``modules.probed_sum_bits`` looks for."""
+def write_sum_bits(bits: int, name: str) -> None:
+    """Leave what ``modules.probed_sum_bits`` looks for; ``name`` is the GPU's.
+
+    Raises:
+        OSError: the cache's folder cannot be written.
+    """
     path = Path(jit_env.FLASHINFER_WORKSPACE_DIR) / modules.PROBE_FILE
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps({"mma_sum_bits": bits, "device": target.name}) + "\n")
-    return path
+    write_atomically(path, json.dumps({"mma_sum_bits": bits, "device": name}) + "\n")
 
 
 def launch(tell: Tell) -> None:
@@ -167,7 +174,10 @@ def layers(tell: Tell) -> None:
     if target.virtual is not None:
         return
     for line in layer.measure(target):
-        tell(**{f"{line.tokens} tokens": dataclasses.asdict(line)})
+        predicted = None
+        if target.capability == GB10:
+            predicted = prediction.predicted_range(layer.MODEL, layer.MODE, line.tokens)
+        tell(**{f"{line.tokens} tokens": dataclasses.asdict(line) | {"predicted": predicted}})
 
 
 PARTS: dict[str, Callable[[Tell], None]] = {

@@ -6,7 +6,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from moe_bench.l2 import Gemm, dram_bytes, walk
+
+from flashinfer.sm12x_gpu_probe.l2 import Gemm, dram_bytes, walk
 
 
 def gemm(rows: list[int], token_tile: int = 8) -> Gemm:

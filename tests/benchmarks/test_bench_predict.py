@@ -14,10 +14,11 @@ import bench_cutlass_fused_moe_mxfp4 as bench
 import pytest
 import torch
 from moe_bench import predict
-from moe_bench.predict import Assumptions, Counts, Fit, Work
 
 from flashinfer.jit import env as jit_env
 from flashinfer.jit.sm12x.instances import INSTANCES
+from flashinfer.sm12x_gpu_probe import prediction
+from flashinfer.sm12x_gpu_probe.prediction import Assumptions, Counts, Fit, Work
 
 REPO = Path(__file__).resolve().parents[2]
 MODEL = "gpt-oss-120b"
@@ -49,7 +50,7 @@ def linear(monkeypatch: pytest.MonkeyPatch) -> None:
     def emulate(device: Any, model: str, mode: int, run: predict.Run, tactics: tuple[int, int]) -> Any:
         ids = run.ids(predict.EMULATED_EXPERTS)
         prologue = Counts(1000, 0, 0, 3200) + Counts(4000, 0, 10, 8640) * ids.shape[0]
-        gemm = launch(GIVEN.at(predict.work_of(ids, TILE)))
+        gemm = launch(GIVEN.at(prediction.work_of(ids, TILE)))
         arrange = Counts(500, 0, 0, 64) + Counts(300, 0, 4, 5760) * ids.numel()
         return ids, [launch(prologue), launch(arrange, kernel="moe_arrange_kernel"), gemm, gemm]
 
@@ -82,7 +83,7 @@ def test_runs_determine_the_coefficients_of_any_pair(first: int, second: int) ->
     tactics = [next(row.index for row in INSTANCES if row.token_tile == tile) for tile in (first, second)]
     runs = predict.runs_for((tactics[0], tactics[1]))
     for tile in (first, second):
-        works = [predict.work_of(run.ids(predict.EMULATED_EXPERTS), tile) for run in runs]
+        works = [prediction.work_of(run.ids(predict.EMULATED_EXPERTS), tile) for run in runs]
         system = torch.tensor([[1.0, work.tiles, work.rows] for work in works[:3]])
         assert int(torch.linalg.matrix_rank(system)) == 3, works
         assert all(work.tokens * predict.EMULATED_EXPERTS == work.rows for work in works)
@@ -105,15 +106,15 @@ def test_a_check_that_is_off_is_told(monkeypatch: pytest.MonkeyPatch, linear: No
 
 def test_work_of_a_routing() -> None:
     ids = torch.tensor([[0, 3], [3, 5], [3, 0]])
-    assert predict.work_of(ids, 2) == Work(3, 3, 1 + 2 + 1, 6)
-    assert predict.work_of(ids, 0) == Work(3, 3, 0, 6)
-    assert predict.mean_work(MODEL, 1, 8) == Work(1, 4, 4, 4)
+    assert prediction.work_of(ids, 2) == Work(3, 3, 1 + 2 + 1, 6)
+    assert prediction.work_of(ids, 0) == Work(3, 3, 0, 6)
+    assert prediction.mean_work(MODEL, 1, 8) == Work(1, 4, 4, 4)
 
 
 def test_time_of_a_row_by_hand() -> None:
     """One token: four experts, one tile and one row each; all numbers of a GEMM follow from its coefficients."""
     given = Assumptions(fixed_us=19.0)
-    line = predict.predict(MODEL, 1, 1, (TACTIC, TACTIC), [GIVEN], given)
+    line = prediction.predict(MODEL, 1, 1, (TACTIC, TACTIC), [GIVEN], given)
     # FC1: 5760 rows of 1440 + 92 bytes (2880 / 32 = 90 scales, padded to 92; 5760 rows are a multiple of 128).
     # FC2: 2880 rows of 1440 bytes; its scales are padded to 2944 rows.
     size = 5760 * (1440 + 92) + 2880 * 1440 + 2944 * 92
@@ -135,7 +136,7 @@ def test_time_of_a_row_by_hand() -> None:
 def test_a_range_holds_what_is_not_known_of_bf16_mmas_and_of_a_pairs_second_gemm() -> None:
     tactic = next(row.index for row in INSTANCES if row.operand == "bf16" and not row.streamed)
     busy = Fit(8, False, Counts(mma_flops=1e12), Counts(), Counts(), 4.0, 48)
-    line = predict.predict(MODEL, 2, 1, (tactic, tactic), [busy, busy], Assumptions(l2_megabytes=1e6))
+    line = prediction.predict(MODEL, 2, 1, (tactic, tactic), [busy, busy], Assumptions(l2_megabytes=1e6))
     cycles = 48 * 2418.0
     assert line.bound == "mma"
     assert line.fast == pytest.approx(2e12 / (cycles * 1024) + 14 + 11.7)
@@ -146,8 +147,8 @@ def test_a_range_holds_what_is_not_known_of_bf16_mmas_and_of_a_pairs_second_gemm
 def test_bf16_and_few_warps_are_slower() -> None:
     counts = Counts(1e6, 1e9, 0, 0)
     given = Assumptions()
-    many = predict.resources(GIVEN, counts, True, given)
-    few = predict.resources(dataclasses.replace(GIVEN, warps_per_scheduler=1.0), counts, False, given)
+    many = prediction.resources(GIVEN, counts, True, given)
+    few = prediction.resources(dataclasses.replace(GIVEN, warps_per_scheduler=1.0), counts, False, given)
     assert few["mma"] == pytest.approx(many["mma"] * 2048 / 768)
     assert few["issue"] == pytest.approx(many["issue"] * 0.6 / 0.42)
 
@@ -161,10 +162,10 @@ def test_an_experts_second_tile_reads_no_weights_again() -> None:
 def test_a_streamed_layer_reads_weights_once_a_tile() -> None:
     tactic = next(row.index for row in INSTANCES if row.streamed and row.token_tile == 8)
     fit = dataclasses.replace(GIVEN, tile=8)
-    work = predict.mean_work(MODEL, 512, 8)
+    work = prediction.mean_work(MODEL, 512, 8)
     assert work.tiles > 2 * work.experts
-    line = predict.predict(MODEL, 1, 512, (tactic, tactic), [fit], Assumptions())
-    expected = fit.at(work).bytes + (work.tiles - work.experts) * predict.weight_bytes(MODEL)
+    line = prediction.predict(MODEL, 1, 512, (tactic, tactic), [fit], Assumptions())
+    expected = fit.at(work).bytes + (work.tiles - work.experts) * prediction.weight_bytes(MODEL)
     assert line.dram == pytest.approx(expected / 233e3)
 
 
@@ -172,10 +173,10 @@ def test_what_an_l2_of_a_gb10_loses() -> None:
     """Contributions of a large batch are read back; tiles are read once, since neighbours are at work at a time."""
     given, tactic = Assumptions(), next(row.index for row in INSTANCES if row.token_tile == 64)
     contributions = 4.0 * 2048 * 4 * 2880
-    assert predict.reread_bytes(MODEL, 1, tactic, False, 48, given) == pytest.approx(0.0, abs=1.0)
-    assert predict.reread_bytes(MODEL, 2048, tactic, False, 48, given) == pytest.approx(contributions, rel=1e-6)
+    assert prediction.reread_bytes(MODEL, 1, tactic, False, 48, given) == pytest.approx(0.0, abs=1.0)
+    assert prediction.reread_bytes(MODEL, 2048, tactic, False, 48, given) == pytest.approx(contributions, rel=1e-6)
     small = dataclasses.replace(given, l2_megabytes=1.0)
-    assert predict.reread_bytes(MODEL, 2048, tactic, False, 48, small) > 1.1 * contributions
+    assert prediction.reread_bytes(MODEL, 2048, tactic, False, 48, small) > 1.1 * contributions
 
 
 class NoDevice:
@@ -251,7 +252,7 @@ def as_columns(table: str) -> Sequence[str]:
 
 
 def test_columns() -> None:
-    line = predict.predict(MODEL, 1, 1, (TACTIC, TACTIC), [GIVEN], Assumptions())
+    line = prediction.predict(MODEL, 1, 1, (TACTIC, TACTIC), [GIVEN], Assumptions())
     columns = as_columns(predict.as_table([line]))
     for wanted in ("MB", "floor us", "issue us", "MMA us", "fixed us", "predicted us", "of 233 GB/s", "bound by"):
         assert wanted in columns
