@@ -17,8 +17,9 @@ from moe_bench import predict
 
 from flashinfer.jit import env as jit_env
 from flashinfer.jit.sm12x.instances import INSTANCES
-from flashinfer.sm12x_gpu_probe import prediction
+from flashinfer.sm12x_gpu_probe import layer, prediction
 from flashinfer.sm12x_gpu_probe.prediction import Assumptions, Counts, Fit, Work
+from flashinfer.testing.virtual_device import virtual_device
 
 REPO = Path(__file__).resolve().parents[2]
 MODEL = "gpt-oss-120b"
@@ -197,7 +198,7 @@ def test_table_without_a_gpu_says_what_it_is(
     monkeypatch.setattr(predict.subprocess, "run", lambda command, **named: ran.append(command))
     monkeypatch.setattr(predict, "virtual_device", lambda *arguments, **named: NoDevice())
     monkeypatch.setattr(predict, "planned", lambda *arguments: (TACTIC, TACTIC))
-    monkeypatch.setattr(predict, "reread_bytes", lambda *arguments: 0.0)
+    monkeypatch.setattr(prediction, "reread_bytes", lambda *arguments: 0.0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert bench.main(["--out", str(tmp_path), "--models", "gpt-oss-120b,gpt-oss-20b"]) == 0
     printed = capsys.readouterr().out
@@ -256,3 +257,40 @@ def test_columns() -> None:
     columns = as_columns(predict.as_table([line]))
     for wanted in ("MB", "floor us", "issue us", "MMA us", "fixed us", "predicted us", "of 233 GB/s", "bound by"):
         assert wanted in columns
+
+
+# --- what is kept with the package ------------------------------------------------------------------------------------
+
+
+def test_what_the_doctors_probe_times_is_predicted() -> None:
+    """Tactics that the planner gives now; a range whose ends are those of the table's row."""
+    for tokens in layer.TOKENS:
+        tactics = prediction.planned(layer.MODEL, layer.MODE, tokens)
+        fits = prediction.known_fits(layer.MODE, tactics, (2880, 2880))
+        assert fits, f"{tokens} tokens, tactics {tactics}: make bench writes gb10_fits.json anew"
+        line = prediction.predict(layer.MODEL, layer.MODE, tokens, tactics, fits, Assumptions())
+        assert prediction.predicted_range(layer.MODEL, layer.MODE, tokens) == (line.fast, line.slow)
+        assert 0.95 * line.floor < line.fast < line.slow < 1.5 * line.floor + 100
+    assert prediction.known_fits(layer.MODE, (0, 0), (2880, 2880)) is None
+    again = json.loads(prediction.fits_as_json({(0, (12, 12), (2880, 2880)): fits}))
+    assert [prediction._fit_from_json(launch) for launch in again[0]["launches"]] == fits
+
+
+def test_a_pair_of_gemms_in_half_precision_is_not_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHINFER_SM12X_HALF_MMA", "1")
+    assert prediction.predicted_range(layer.MODEL, layer.MODE, 1) is not None
+    assert prediction.predicted_range(layer.MODEL, layer.MODE, 2048) is None
+
+
+@pytest.mark.slow
+def test_the_fits_that_are_kept_are_those_of_the_kernels() -> None:
+    """Else the kernels changed and the file did not: counts of one short batch on the virtual SM121."""
+    tactics = prediction.planned(layer.MODEL, layer.MODE, 1)
+    fits = prediction.known_fits(layer.MODE, tactics, (2880, 2880))
+    with virtual_device("sm_121a", strict=False) as device:
+        ids, launches = predict.emulate(device, layer.MODEL, layer.MODE, predict.runs_for(tactics)[0], tactics)
+    assert fits is not None
+    assert len(fits) == len(launches)
+    for fit, launched in zip(fits, launches):
+        expected, seen = fit.at(prediction.work_of(ids, fit.tile)), predict.counts_of(launched)
+        assert expected.values() == pytest.approx(seen.values(), rel=0.03, abs=300)

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``sm12x-doctor --probe``: figures get the right line, and parts that hang or crash cost their own lines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doctor_machine import DOCTOR, REPO, Machine, make_environment
+from layer_toys import write_tree
+
+from flashinfer import sm12x_doctor as doctor
+from flashinfer.sm12x_doctor import asking, probe
+from flashinfer.sm12x_doctor.probe_checks import PROBE_CHECKS
+from flashinfer.sm12x_gpu_probe import layer, mma, parts
+
+ORDERS = [f"{how} {fenced} fence" for how in ("stores", "copies") for fenced in ("with", "without")]
+
+
+def healthy() -> dict[str, dict[str, Any]]:
+    """What the parts would tell of a GB10 that does as predicted."""
+    rates = {"bf16": 1000, "fp8": 2000, "mxf8f6f4": 2040, "mxf4": 4080}
+    ranges = {"bf16": [512, 1024], "fp8": [1024, 2048], "mxf8f6f4": [2048, 2048], "mxf4": [4096, 4096]}
+    cost = {"host_us": 2.0, "stream_us": 2.5, "graph_us": 1.3}
+    overlap = {"first_us": 41.0, "began_before_end_us": 39.5, "released_after_end_us": 1.0}
+    layers = {1: (250, 227, [239, 272]), 4: (900, 860, [866, 944]), 64: (6400, 6238, [6214, 6681])}
+    layers[2048] = (8800, 7275, [8444, 9071])
+    return {
+        "device": {
+            "name": "NVIDIA GB10",
+            "capability": [12, 1],
+            "sm_count": 48,
+            "virtual": False,
+            "gb10": True,
+            "sm12x": True,
+        },
+        "build": {"seconds": 20.0},
+        "dram": {"wrong": False, "gigabytes_per_second": 233.4, "predicted": [220.0, 236.0]},
+        "mma": {
+            kind: {"wrong": 0, "flops_per_clock": rate, "tflops": 230.0, "gigahertz": 2.41, "predicted": ranges[kind]}
+            for kind, rate in rates.items()
+        },
+        "sums": {"fp8": 25, "mxf8f6f4": 25, "mxf4": 25},
+        "launch": {
+            **{f"{kind} out of order": 0 for kind in ("plain", "dependent", "cooperative")},
+            **dict.fromkeys(("plain", "dependent", "cooperative"), cost),
+            **dict.fromkeys(("overlap", "overlap_shared", "overlap_graph"), overlap),
+            "overlap_plain": overlap | {"began_before_end_us": -0.9},
+        },
+        "order": {name: {"compared": 1_000_000, "wrong": 0} for name in ORDERS},
+        "build-layers": {"seconds": 0.1},
+        "tactics": {"count": 113, "used": {"MoE": 0.93, "dense": 0.99}, "wrong": []},
+        "layer": {
+            f"{tokens} tokens": {"layer_us": time, "read_us": read, "predicted": predicted}
+            for tokens, (time, read, predicted) in layers.items()
+        },
+    }
+
+
+def findings(measured: dict[str, dict[str, Any]]) -> dict[str, doctor.Finding]:
+    facts: dict[str, dict[str, Any]] = {question: {} for question in asking.QUESTIONS}
+    facts |= {f"probe-{part}": found for part, found in measured.items()}
+    found = doctor.diagnose(asking.Answers(facts, {}))
+    return {finding.check: finding for finding in found if finding.check in PROBE_CHECKS}
+
+
+def test_a_gb10_that_does_as_predicted() -> None:
+    found = findings(healthy())
+    assert list(found) == list(PROBE_CHECKS)
+    assert {(finding.state, finding.remedy) for finding in found.values()} == {("ok", "")}
+    assert found["probe-dram"].found == "233 GB/s are read; predicted: 220 to 236 GB/s"
+    assert found["probe-mma-mxf8f6f4"].found.startswith("2,040 FLOP per clock and SM; predicted: 2,048; 230 TFLOP/s")
+    assert found["probe-layer-2048"].found.endswith("are read in 7,275 us; predicted: 8,444 to 9,071 us")
+
+
+PLANTED: dict[str, tuple[str, dict[str, Any], str, str, str, str]] = {
+    # name -> part, what it tells otherwise, check, state, part of what is found, part of the remedy
+    "slow memory": ("dram", {"gigabytes_per_second": 180.0}, "probe-dram", "warn", "180 GB/s", "close what else uses"),
+    "wrong memory": ("dram", {"wrong": True}, "probe-dram", "fail", "is not the sum of what was written", "report"),
+    "slow MMAs": ("mma", {"mxf4": {"wrong": 0, "flops_per_clock": 2048.0, "tflops": 115.0, "gigahertz": 2.4,
+                                   "predicted": [4096, 4096]}},
+                  "probe-mma-mxf4", "warn", "2,048 FLOP per clock and SM; predicted: 4,096", "nvidia-smi -q"),
+    "wrong MMAs": ("mma", {"fp8": {"wrong": 7}}, "probe-mma-fp8", "fail", "7 results", "report"),
+    "narrow sums": ("sums", {"mxf8f6f4": 13}, "probe-sums", "warn", "multiplied in half precision", "sm12x-build"),
+    "launches out of order": ("launch", {"dependent out of order": 3}, "probe-launch", "fail", "3 of the dependent",
+                              "report"),
+    "slow launches": ("launch", {"plain": {"host_us": 9.0, "stream_us": 30.0, "graph_us": 25.0}}, "probe-launch",
+                      "warn", "plain: 30.0 us, 25.0 us in a CUDA graph", "profilers"),
+    "no overlap": ("launch", {"overlap_shared": {"began_before_end_us": -1.5}}, "probe-overlap", "warn",
+                   "with all shared memory only behind it", "layers are slower by a launch"),
+    "all overlap": ("launch", {"overlap_plain": {"began_before_end_us": 3.0}}, "probe-overlap", "fail",
+                    "so does one that is not dependent", "report"),
+    "reordered in spite of fences": ("order", {"copies with fence": {"compared": 9, "wrong": 2}}, "probe-order", "fail",
+                                     "2 of 1,000,009 words", "do not use this GPU"),
+    "reordered": ("order", {"stores without fence": {"compared": 9, "wrong": 2}}, "probe-order", "ok",
+                  "this GPU does reorder, as is known of GB10", ""),
+    "nothing handed over": ("order", {name: {"compared": 0, "wrong": 0} for name in ORDERS}, "probe-order", "fail",
+                            "no word was handed over", "report"),
+    "a wrong tactic": ("tactics", {"wrong": ["MoE 8 experts: off", "another"]}, "probe-tactics", "fail",
+                       "MoE 8 experts: off; and 1 more", "export FLASHINFER_SM12X_MOE=0"),
+    "a slow layer": ("layer", {"64 tokens": {"layer_us": 8000.0, "read_us": 6238.0, "predicted": [6214, 6681]}},
+                     "probe-layer-64", "warn", "8,000 us; its weights are read in 6,238 us; predicted: 6,214 to 6,681",
+                     "see probe-dram"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_figure_gets_its_line(name: str) -> None:
+    part, facts, check, state, found, remedy = PLANTED[name]
+    measured = healthy()
+    measured[part] |= facts
+    lines = findings(measured)
+    assert lines[check].state == state
+    assert found in lines[check].found
+    assert remedy in lines[check].remedy
+    assert (lines[check].remedy == "") == (state == "ok")
+    assert {line.state for other, line in lines.items() if other != check} == {"ok"}
+
+
+def test_reordering_on_another_gpu_asks_for_fences() -> None:
+    measured = healthy()
+    measured["device"] |= {"name": "NVIDIA GeForce RTX 5090", "capability": [12, 0], "gb10": False}
+    measured["order"]["copies without fence"] = {"compared": 9, "wrong": 1}
+    line = findings(measured)["probe-order"]
+    assert (line.state, "FLASHINFER_CUDA_ARCH_LIST=12.0f" in line.remedy) == ("warn", True)
+
+
+def test_hopper_has_no_block_scales_and_no_prediction() -> None:
+    measured = healthy()
+    measured["device"] |= {"name": "NVIDIA H200", "capability": [9, 0], "gb10": False, "sm12x": False}
+    measured["sums"] = {"fp8": 25}
+    del measured["mma"]["mxf8f6f4"], measured["mma"]["mxf4"], measured["dram"]["predicted"]
+    for facts in [*measured["mma"].values(), *measured["layer"].values()]:
+        facts["predicted"] = None
+    lines = findings(measured)
+    assert list(lines) == [check for check in PROBE_CHECKS if not check.startswith("probe-mma-mx")]
+    assert {line.state for line in lines.values()} == {"ok"}
+    assert not any("predicted" in line.found for line in lines.values())
+
+
+@pytest.mark.parametrize("part", [part for part in probe.PARTS if not part.startswith("build") and part != "device"])
+def test_a_part_without_an_answer_costs_its_own_lines(part: str) -> None:
+    measured = healthy()
+    measured[part] = {"failed": "it was killed by SIGSEGV"}
+    unknown = {check for check, line in findings(measured).items() if line.state == "unknown"}
+    names = {"launch": {"probe-launch", "probe-overlap"}}.get(part)
+    assert unknown == (names or {check for check in PROBE_CHECKS if check.startswith(f"probe-{part}")})
+
+
+def test_the_doctor_asks_for_the_parts_there_are() -> None:
+    from flashinfer.sm12x_doctor import probe_checks
+
+    assert list(probe.PARTS) == list(parts.PARTS)
+    assert tuple(mma.KINDS) == probe_checks.KINDS
+    assert probe_checks.TOKENS == layer.TOKENS
+
+
+# --- as a command -----------------------------------------------------------------------------------------------------
+
+FAKE_PARTS = """
+import os, time
+FACTS = {facts!r}
+def part(name):
+    def run(tell):
+        if name == "dram":
+            time.sleep(600)
+        tell(**dict(list(FACTS[name].items())[:1]))
+        if name == "mma":
+            os.abort()
+        tell(**FACTS[name])
+    return run
+PARTS = {{name: part(name) for name in FACTS}}
+"""
+
+
+@pytest.fixture
+def machine(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Machine:
+    made = Machine(tmp_path, make_environment(tmp_path_factory.mktemp("probe") / "env"))
+    write_tree(
+        tmp_path / "fork",
+        {
+            "flashinfer/__init__.py": "",
+            "flashinfer/_layer.py": "",
+            "flashinfer/sm12x_gpu_probe/__init__.py": "",
+            "flashinfer/sm12x_gpu_probe/parts.py": FAKE_PARTS.format(facts=healthy()),
+        },
+    )
+    made.path = [tmp_path / "fork", tmp_path / "site"]
+    return made
+
+
+def test_parts_that_hang_or_crash_and_the_file(machine: Machine) -> None:
+    result = machine.doctor("--json", "--timeout", "4", "--probe", "--report", "sent.json")
+    data = json.loads(result.stdout)
+    states = {finding["check"]: finding for finding in data["findings"] if finding["check"] in PROBE_CHECKS}
+    assert list(states) == list(PROBE_CHECKS)
+    unknown = {check: finding["found"] for check, finding in states.items() if finding["state"] == "unknown"}
+    assert set(unknown) == {"probe-dram", "probe-mma-fp8", "probe-mma-mxf8f6f4", "probe-mma-mxf4"}
+    assert "no answer within 8 s" in unknown["probe-dram"]
+    assert "SIGABRT" in unknown["probe-mma-fp8"]
+    assert {f"probe-{part}" for part in probe.PARTS} <= set(data["facts"])
+    path = machine.root / "sent.json"
+    assert str(path) in result.stderr
+    sent = json.loads(path.read_text())
+    assert list(sent) == ["format", "fork", "upstream", "driver", "toolkit", "measured", "findings"]
+    assert sent["driver"] == "580.95.05"
+    assert sent["measured"] == {part: data["facts"][f"probe-{part}"] for part in probe.PARTS}
+    assert sent["findings"] == list(states.values())
+    assert str(machine.root) not in path.read_text()
+    assert str(REPO) not in path.read_text()
+
+
+def test_nothing_to_measure_is_one_line(machine: Machine) -> None:
+    """The real parts, and a torch that sees no GPU, which they cannot even import."""
+    machine.path = [REPO, machine.wheel, machine.root / "site"]
+    machine.torch(None, [])
+    result = machine.doctor("--probe", "--report", str(machine.root / "none" / "sent.json"))
+    lines = [line for line in result.stdout.splitlines() if "probe-" in line]
+    assert [line.split()[:2] for line in lines if not line.startswith(" ")] == [["unknown", "probe-device"]]
+    assert "cannot be written: No such file or directory; pass --report FILE" in result.stderr
+    assert DOCTOR.is_dir()
