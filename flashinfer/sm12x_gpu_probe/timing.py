@@ -102,9 +102,12 @@ class StreamingRead:
         return time_graph(lambda: self.run(pieces), repeats), pieces.num_bytes
 
 
-def wrong_read(target: Target, size: int) -> bool:
+def wrong_read(target: Target, size: int, seed: int = 1) -> bool:
     """Whether the sum of ``size`` random bytes, a multiple of 16, is another one by the kernel than by torch."""
-    data = torch.randint(-(2**31), 2**31 - 1, (size // 4,), dtype=torch.int32, device=target.device)
+    generator = torch.Generator(target.device).manual_seed(seed)
+    data = torch.randint(
+        -(2**31), 2**31 - 1, (size // 4,), dtype=torch.int32, device=target.device, generator=generator
+    )
     pieces = Pieces.of([data], target.device)
     read = StreamingRead(target)
     if target.virtual is not None:

@@ -40,6 +40,7 @@ def test_without_a_gpu_there_is_nothing_to_measure() -> None:
 
 def test_every_word_is_read_once(target: Target) -> None:
     """Pieces of 32 KB, one that is shorter, and one of 16 bytes; each has a sum of its own."""
+    print("seed", 1)
     generator = torch.Generator().manual_seed(1)
     tensors = [torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator) for size in (80_000, 16, 32_768)]
     pieces = timing.Pieces.of(tensors, target.device)
