@@ -51,29 +51,21 @@ def cost(target: Target, kind: str) -> dict[str, float]:
     """Microseconds of one launch in a chain, of a block on each SM: on the device, for the host, and in a CUDA graph."""
     steps = new_steps(target, LAUNCHES)
 
+    host = []
+
     def run() -> None:
+        began = time.perf_counter()
         launch_chain(target, steps, kind, target.sm_count)
+        host.append(1e6 * (time.perf_counter() - began))
 
     run()
     graph = captured(target, run)
-    host, stream, replay = [], [], []
-    for _ in range(REPEATS):
-        torch.cuda.synchronize(target.device)
-        began = time.perf_counter()
-        stream.append(target.milliseconds(lambda: host.append(_seconds_of(run))) * 1e3 / LAUNCHES)
-        assert time.perf_counter() >= began
-        replay.append(target.milliseconds(graph.replay) * 1e3 / LAUNCHES)
-    return {
-        "host_us": 1e6 * statistics.median(host) / LAUNCHES,
-        "stream_us": statistics.median(stream),
-        "graph_us": statistics.median(replay),
-    }
-
-
-def _seconds_of(run: Callable[[], None]) -> float:
-    began = time.perf_counter()
-    run()
-    return time.perf_counter() - began
+    host.clear()
+    target.synchronize()
+    stream = [1e3 * target.milliseconds(run) for _ in range(REPEATS)]
+    replay = [1e3 * target.milliseconds(graph.replay) for _ in range(REPEATS)]
+    names = {"host_us": host, "stream_us": stream, "graph_us": replay}
+    return {name: statistics.median(times) / LAUNCHES for name, times in names.items()}
 
 
 def overlap(
