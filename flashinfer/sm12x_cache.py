@@ -16,7 +16,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-OURS = ("fused_moe_120", "gemm_mxfp4_sm12x", "dense_mx_sm12x")
+OURS = ("fused_moe_120", "gemm_mxfp4_sm12x", "dense_mx_sm12x", "probe_sm12x")
 """The modules of this fork: these, and those whose names start so; but for upstream's own."""
 
 UPSTREAMS = ("fused_moe_120_upstream",)

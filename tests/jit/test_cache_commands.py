@@ -30,6 +30,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "fused_moe_120_half",
             "fused_moe_120_upstream",
             "gemm_mxfp4_sm12x",
+            "probe_sm12x",
             "silu_and_mul",
         ):
             folder = cache / UPSTREAM_VERSION / architectures / "cached_ops" / name
@@ -67,7 +68,7 @@ def removed_by(folder: Path, *arguments: str) -> set[str]:
     return {f"{top.parents[1].name}/{top.name}" for top in tops}
 
 
-OURS = ("fused_moe_120", "fused_moe_120_half", "gemm_mxfp4_sm12x")
+OURS = ("fused_moe_120", "fused_moe_120_half", "gemm_mxfp4_sm12x", "probe_sm12x")
 
 
 @pytest.mark.parametrize(
