@@ -328,7 +328,7 @@ def check_probe(a: Answers) -> Outcome:
         return "fail", error, f"rm {a('modules', 'workspace')}/sm12x_probe.json"
     bits = a("modules", "probed_sum_bits")
     if bits is None:
-        return "ok", "this GPU's block-scaled MMA was not probed (--probe does): it is taken to add up as float32 does"
+        return "ok", "the block-scaled MMA was not probed (--probe does): it is taken to add up as float32 does"
     if bits >= 23:
         return "ok", f"the block-scaled MMA adds up in {bits} bits"
     return "ok", f"the block-scaled MMA adds up in {bits} bits, so MXFP8 is multiplied in half precision, exactly"
