@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dense layers' time on a GB10, predicted, and what the weights of a whole token take: QKV, O, experts and LM head.
 
-No part of it is a measurement of a GB10; :mod:`.predict` has the model, its ranges and their sources.  What differs here:
+No part of it is a measurement of a GB10; :mod:`flashinfer.sm12x_gpu_probe.prediction` has the model, its ranges and their sources.  What differs here:
 
 1. A launch's counts are linear in the rows of the weight, N, and, where tokens fill whole tiles, bilinear in N and the
    number of tokens.  They are fitted to runs of the shipped kernels on the virtual SM121 with the layer's K, the batch itself
@@ -27,13 +27,15 @@ from tabulate import tabulate
 from flashinfer.gemm.sm12x_dense import BF16, QUANTIZE_BF16, choose, dense_mx, gemm_operand
 from flashinfer.jit.sm12x.instances import DenseInstance
 from flashinfer.jit.sm12x.modules import gen_dense_module
+from flashinfer.sm12x_gpu_probe import prediction
+from flashinfer.sm12x_gpu_probe.l2 import ROW_TILE, Gemm, dram_bytes
+from flashinfer.sm12x_gpu_probe.prediction import FAST, SCALE_BLOCK, SLOW, Assumptions, Counts, Fit, resources
 from flashinfer.testing import DenseCase, make_dense_inputs
+from flashinfer.testing.moe_layers import DENSE_LAYERS, DENSE_VARIANTS, MODELS
 from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
 
 from . import predict
-from .l2 import ROW_TILE, Gemm, dram_bytes
-from .predict import FAST, SCALE_BLOCK, SLOW, Assumptions, Counts, Fit, counts_of, resources
-from .problem import DENSE_LAYERS, DENSE_VARIANTS, MODELS
+from .predict import counts_of
 
 TOKENS = (1, 8, 16, 64, 512, 2048, 8192)
 FEW_TOKENS = 64
@@ -195,7 +197,7 @@ def bf16_layer(name: str) -> tuple[float, float]:
     )
 
 
-def token_lines(lines: Sequence[Line], experts: predict.Line) -> list[list[str]]:
+def token_lines(lines: Sequence[Line], experts: prediction.Line) -> list[list[str]]:
     """Rows of what a token's weights take, by format of QKV, O and LM head, in milliseconds."""
     rows = []
     for weights in ("bf16", "mxfp8", "mxfp4"):
@@ -245,7 +247,7 @@ def main(layers: Sequence[str], tokens: Sequence[int], folder: Path) -> int:
                 lines += [line] if line else []
         whole = 1 in tokens and set(layers) == set(DENSE_LAYERS)
         model = next(iter(MODELS))
-        experts = next(predict.lines([model], [1], [MOE_MODE], Assumptions())) if whole else None
+        experts = next(predict.lines([model], [1], [MOE_MODE], Assumptions(), {})) if whole else None
     except RuntimeError as error:
         print(f"bench: no prediction: {error}", file=sys.stderr)
         return 2

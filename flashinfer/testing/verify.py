@@ -151,7 +151,8 @@ def dense_results(shapes: Iterable[tuple[int, int]], seed: int, device: torch.de
         for row in DENSE_INSTANCES:
             if row.longest_k < k:
                 continue
-            case = DenseCase(row.token_tile + 3, n, k, row.weights, bias=torch.bfloat16)
+            tokens = "quantize_bf16" if row.operand == "mxfp8" else "bf16"
+            case = DenseCase(row.token_tile + 3, n, k, row.weights, tokens, bias=torch.bfloat16)
             inputs = make_dense_inputs(case, seed)
             reference, bound = (moved(value) for value in dense_reference(inputs))
             named = {name: moved(value) for name, value in inputs.named.items()}

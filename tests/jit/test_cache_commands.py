@@ -144,7 +144,7 @@ def test_the_list(cache: Path) -> None:
         ["fused_moe_120", f"{UPSTREAM_VERSION}/120a", "0.0", "yes"],
         ["fused_moe_120", f"{UPSTREAM_VERSION}/121a", "0.0", "no"],
     ]
-    assert lines[-1] == f"10 modules in {cache}"
+    assert lines[-1] == f"12 modules in {cache}"
     assert sm12x_cache.cached_modules(cache)[0].bytes == 1500
 
 
