@@ -69,7 +69,7 @@ def cost(target: Target, kind: str) -> dict[str, float]:
 
 
 def overlap(
-    target: Target, dependent: bool, shared_bytes: int = 0, cycles: int = BUSY_CYCLES, graph: bool = False
+    target: Target, dependent: bool, shared_bytes: int = 0, cycles: int | None = None, graph: bool = False
 ) -> dict[str, float]:
     """Microseconds: what the first of two launches took, and how long before its end the second one began.
 
@@ -77,14 +77,22 @@ def overlap(
         target: Where.
         dependent: The second one is launched with programmatic stream serialization.
         shared_bytes: Dynamic shared memory of the second one; of the first one there is none.
-        cycles: That the first one works for.
+        cycles: That the first one works for; :data:`BUSY_CYCLES`, when omitted.
         graph: Both from a CUDA graph.
     """
     blocks = target.sm_count
     first, second = (torch.zeros((blocks, 3), dtype=torch.int64, device=target.device) for _ in range(2))
 
     def run() -> None:
-        target.call("launch_overlap", first, second, cycles, shared_bytes, dependent, writes=(first, second))
+        target.call(
+            "launch_overlap",
+            first,
+            second,
+            BUSY_CYCLES if cycles is None else cycles,
+            shared_bytes,
+            dependent,
+            writes=(first, second),
+        )
 
     repeat: Any = run
     if target.virtual is None:

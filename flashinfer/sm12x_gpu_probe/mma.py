@@ -13,6 +13,7 @@ from ..testing.mxfp_formats import decode_e2m1
 from .target import Target
 
 ROWS, COLUMNS, ROW_BYTES, CHAINS, WARPS = 16, 8, 32, 8, 16
+ITERATIONS, WARMUP_LAUNCHES, TIMED_LAUNCHES = 16384, 10, 15  # of the rates: some milliseconds a launch
 IDENTITY_SCALES = 0x7F7F
 FLOAT32_BITS = 23
 LOOKED_FOR = 40
@@ -171,14 +172,14 @@ def rate_of(times: torch.Tensor, flops_per_block: int) -> Rate:
     )
 
 
-def measure_rate(target: Target, kind: Kind, iterations: int = 16384, warmup: int = 10, launches: int = 15) -> Rate:
+def measure_rate(target: Target, kind: Kind) -> Rate:
     """The rate with a block of 16 warps on each SM, behind some launches that raise the clock."""
     a, b, c = random_operands(kind, 2)
-    flops = kind.flops * iterations * CHAINS * WARPS
+    flops = kind.flops * ITERATIONS * CHAINS * WARPS
     rates = []
-    for launch in range(warmup + launches):
-        done = multiply(target, kind, a, b, c, iterations, blocks=target.sm_count, warps=WARPS)
-        if launch >= warmup:
+    for launch in range(WARMUP_LAUNCHES + TIMED_LAUNCHES):
+        done = multiply(target, kind, a, b, c, ITERATIONS, blocks=target.sm_count, warps=WARPS)
+        if launch >= WARMUP_LAUNCHES:
             rates.append(rate_of(done.times, flops))
     fields = (field.name for field in dataclasses.fields(Rate))
     return Rate(*(statistics.median(getattr(rate, name) for rate in rates) for name in fields))

@@ -11,10 +11,10 @@ import bench_dense_mx
 import format_error
 import pytest
 from moe_bench import predict_dense
-from moe_bench.predict import FAST, SLOW, Assumptions, Counts
-from moe_bench.problem import DENSE_LAYERS
 
 from flashinfer.jit.sm12x.instances import DENSE_INSTANCES, DenseInstance
+from flashinfer.sm12x_gpu_probe.prediction import FAST, SLOW, Assumptions, Counts
+from flashinfer.testing.moe_layers import DENSE_LAYERS
 
 BY_NAME = {row.name: row for row in DENSE_INSTANCES}
 

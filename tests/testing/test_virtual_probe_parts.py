@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of a probe as they run on a GPU: kernels on the virtual SM121, torch's clocks and graphs given.
+
+What the parts tell and what the doctor's checks read must be the same facts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from flashinfer import sm12x_doctor as doctor
+from flashinfer.jit.sm12x import modules
+from flashinfer.sm12x_doctor import asking
+from flashinfer.sm12x_doctor.probe_checks import PROBE_CHECKS
+from flashinfer.sm12x_gpu_probe import arrivals, launches, layer, mma, parts, timing
+from flashinfer.sm12x_gpu_probe.target import GB10, Target
+from flashinfer.testing import moe_layers, verify
+from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
+
+pytestmark = pytest.mark.slow
+
+
+@dataclasses.dataclass(frozen=True)
+class GivenGpu(Target):
+    """A Target that takes itself for a GPU."""
+
+    runs_on: Any = None
+
+    def call(self, name: str, *arguments: Any, writes: Sequence[torch.Tensor] = ()) -> None:
+        device: VirtualDevice = self.runs_on
+        read = [tensor for tensor in _READ if name == "streaming_read"]
+        function = getattr(device.module(modules.gen_probe_module), f"sm12x_probe_{name}")
+        device.call(lambda *_: function(*arguments), *arguments, *read, writes=writes)
+
+
+_READ: list[torch.Tensor] = []  # what pieces have the addresses of
+
+
+class Graph:
+    """Replays nothing: what is captured has run once."""
+
+    def replay(self) -> None: ...
+
+
+class Event:
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None: ...
+
+    def elapsed_time(self, _end: Event) -> float:
+        return 0.256
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Target]]:
+    names = ("total_memory", "L2_cache_size", "memory_bus_width", "memory_clock_rate", "clock_rate", "is_integrated")
+    properties = SimpleNamespace(**dict.fromkeys(names, 1), shared_memory_per_block_optin=4096)
+    fakes: dict[str, Any] = {
+        "get_device_properties": lambda _device: properties,
+        "synchronize": lambda *_: None,
+        "Event": Event,
+        "CUDAGraph": Graph,
+        "graph": lambda _graph: contextlib.nullcontext(),
+        "Stream": lambda: SimpleNamespace(wait_stream=lambda _other: None),
+        "current_stream": lambda: None,
+        "stream": lambda _stream: contextlib.nullcontext(),
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(timing, "FLUSH_BYTES", 1 << 10)
+    empty, of = torch.empty, timing.Pieces.of
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **{**k, "device": "cpu"}))
+
+    def remembered(tensors: Any, device: torch.device) -> timing.Pieces:
+        _READ[:] = list(tensors)
+        return of(_READ, device)
+
+    monkeypatch.setattr(timing.Pieces, "of", remembered)
+    small: dict[Any, dict[str, int]] = {
+        mma: {"ITERATIONS": 2, "WARMUP_LAUNCHES": 1, "TIMED_LAUNCHES": 2, "WARPS": 2},
+        launches: {"LAUNCHES": 8, "REPEATS": 2, "BUSY_CYCLES": 200},
+        arrivals: {"ROUNDS": 20},
+        parts: {"READ_BYTES": 1 << 16},
+    }
+    for module, values in small.items():
+        for name, value in values.items():
+            monkeypatch.setattr(module, name, value)
+    monkeypatch.setitem(moe_layers.MODELS, "tiny", (160, 96, 8, 4))
+    monkeypatch.setattr(layer, "MODEL", "tiny")
+    monkeypatch.setattr(layer.measure, "__defaults__", ("tiny", layer.TOKENS[:2], 2))
+    result = verify.Result("MoE of one size", 0.5)
+    monkeypatch.setattr(parts, "_every_tactic", lambda target: iter([result]))
+    wrote: list[tuple[int, str]] = []
+    monkeypatch.setattr(parts, "write_sum_bits", lambda bits, name: wrote.append((bits, name)))
+    with virtual_device("sm_121a", strict=False, accumulation_bits=13) as device:
+
+        def made(capability: tuple[int, int]) -> Target:
+            target = GivenGpu(torch.device("cpu"), "given", capability, 4, None, runs_on=device)
+            monkeypatch.setattr(parts, "find_target", lambda: target)
+            monkeypatch.setattr(timing, "find_target", lambda: target)
+            return target
+
+        yield made
+    _READ.clear()
+    assert wrote in ([], [(13, "given")])
+
+
+@pytest.mark.parametrize("capability", [GB10, (9, 0)], ids=["GB10", "Hopper"])
+def test_the_checks_read_what_the_parts_tell(gpu: Callable[..., Target], capability: tuple[int, int]) -> None:
+    gpu(capability)
+    facts: dict[str, dict[str, Any]] = {question: {} for question in asking.QUESTIONS}
+    for name, part in parts.PARTS.items():
+        if not name.startswith("build"):
+            told = facts[f"probe-{name}"] = {}
+            part(lambda told=told, **found: told.update(json.loads(json.dumps(found))))
+    findings = {finding.check: finding for finding in doctor.diagnose(asking.Answers(facts, {}))}
+    lines = {check: findings[check] for check in PROBE_CHECKS if check in findings}
+    for line in lines.values():
+        print(line)
+    absent = {"probe-layer-64", "probe-layer-2048"}  # the small one is not asked for so many
+    assert {check for check, line in lines.items() if line.state == "unknown"} == absent
+    assert {line.state for line in lines.values()} <= {"ok", "warn", "unknown"}
+    scaled = {check for check in lines if check.startswith("probe-mma-mx")}
+    assert scaled == ({"probe-mma-mxf8f6f4", "probe-mma-mxf4"} if capability == GB10 else set())
+    assert lines["probe-launch"].found.startswith("plain: 32.0 us, 32.0 us in a CUDA graph; dependent: ")
+    assert lines["probe-sums"].state == ("warn" if capability == GB10 else "ok")
+    assert ("predicted" in lines["probe-dram"].found) == (capability == GB10)
