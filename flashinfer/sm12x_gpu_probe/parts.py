@@ -25,6 +25,7 @@ from . import arrivals, launches, layer, mma, prediction, timing
 from .target import GB10, Target, find_target
 
 READ_BYTES = 1 << 30
+CHECKED_BYTES = 1 << 24
 SEED = 12
 
 Tell = Callable[..., None]
@@ -73,7 +74,7 @@ def _build(tell: Tell, *generators: Callable[[], Any]) -> None:
 def dram(tell: Tell) -> None:
     """Sustained read."""
     target = find_target()
-    tell(wrong=timing.wrong_read(target, 1 << (24 if target.virtual is None else 18)))
+    tell(wrong=timing.wrong_read(target, CHECKED_BYTES if target.virtual is None else 1 << 18))
     if target.virtual is None:
         tell(gigabytes_per_second=timing.sustained_read(target, READ_BYTES), bytes=READ_BYTES)
     if target.capability == GB10:

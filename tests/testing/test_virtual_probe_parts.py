@@ -89,7 +89,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Target]]:
         mma: {"ITERATIONS": 2, "WARMUP_LAUNCHES": 1, "TIMED_LAUNCHES": 2, "WARPS": 2},
         launches: {"LAUNCHES": 8, "REPEATS": 2, "BUSY_CYCLES": 200},
         arrivals: {"ROUNDS": 20},
-        parts: {"READ_BYTES": 1 << 16},
+        parts: {"READ_BYTES": 1 << 16, "CHECKED_BYTES": 1 << 16},
     }
     for module, values in small.items():
         for name, value in values.items():
