@@ -317,7 +317,7 @@ def reread_bytes(model: str, tokens: int, tactic: int, fc1: bool, blocks: int, g
     outputs, k = (2 * inter, hidden) if fc1 else (hidden, inter)
     scales = row.k_tile / SCALE_BLOCK
     weights = ROW_TILE * (row.k_tile / 2 + scales)
-    row_bytes = row.element_bytes * row.k_tile + (scales if row.operand == "mxfp8" else 0)
+    row_bytes = row.k_tile + scales if row.multiplies == "mxfp8" else 2 * row.k_tile
     gemm = Gemm(rows, -(-outputs // ROW_TILE), -(-k // row.k_tile), row.token_tile, weights, row_bytes)
     capacity = 1e6 * given.l2_megabytes * given.l2_usable
     contributions = 0 if fc1 else 4.0 * sum(rows) * hidden
@@ -359,7 +359,7 @@ def predict(
 ) -> Line:
     """One row of the table; ``given`` is the middle of its ranges."""
     experts = mean_work(model, tokens, 0).experts
-    eight_bit = INSTANCES[tactics[0]].operand == "mxfp8"
+    eight_bit = INSTANCES[tactics[0]].multiplies == "mxfp8"
     launches = list(counts_of_layer(model, tokens, tactics, fits, given))
     second = given.second_gemm_us * (sum(fit.tile > 0 for fit in fits) - 1)
 
@@ -400,7 +400,7 @@ def as_table(lines: Sequence[Line]) -> str:
             line.model,
             line.mode,
             f"{line.tokens:,}",
-            "/".join(map(str, line.tactics)),
+            "/".join(dict.fromkeys(INSTANCES[tactic].name for tactic in line.tactics)),
             f"{line.experts:.1f}",
             f"{line.megabytes:,.0f}",
             *(f"{value:,.0f}" for value in (line.floor, line.dram, line.issue, line.mma, line.shared, line.overhead)),
@@ -459,7 +459,7 @@ def lines(models: Sequence[str], tokens: Sequence[int], modes: Sequence[int], gi
             key = (mode, tactics, MODELS[model][:2])
             if key not in fitted:
                 began = time.perf_counter()
-                names = f"{MODE_NAMES[mode]}, {INSTANCES[tactics[0]].name} and {INSTANCES[tactics[1]].name}"
+                names = f"{MODE_NAMES[mode]}, {' and '.join(dict.fromkeys(INSTANCES[each].name for each in tactics))}"
                 print(f"[{wanted.index(key) + 1}/{len(wanted)}] emulating {names}", flush=True)
                 fitted[key], deviation, reports = fit_layer(device, model, mode, tactics)
                 print(

@@ -9,12 +9,12 @@ from collections.abc import Callable
 import torch
 
 import flashinfer
-from flashinfer.fused_moe import sm12x_explain
+from flashinfer.fused_moe import sm12x_planner
 from flashinfer.testing import MoECase, MoEInputs, make_moe_inputs
 from flashinfer.testing.mxfp_formats import quantize_mxfp8
 
 MODELS = {
-    **{name: dataclasses.astuple(layer) for name, layer in sm12x_explain.MODELS.items()},
+    **{name: dataclasses.astuple(layer) for name, layer in sm12x_planner.MODELS.items()},
     "gpt-oss-120b-tp2": (2880, 1440, 128, 4),
     "moe-2048-768-e128": (2048, 768, 128, 8),
 }

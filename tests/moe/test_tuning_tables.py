@@ -1,80 +1,78 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A saved tactic is a row's number: behind another table of instances a cache's entry is none."""
+"""A tactic in a cache file is a row's name: it is that row in another table, too, and a number is never one."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
+import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import moe_recording
 import pytest
 import torch
 from flashinfer.autotuner import AutoTuner, autotune
 from moe_recording import WORKSPACE, RecordingModule, meta_arguments
 
 import flashinfer
-from flashinfer.fused_moe import sm12x_dispatch, sm12x_known_calls, sm12x_moe, sm12x_tuning
-from flashinfer.fused_moe.sm12x_tuning import table_digest
+from flashinfer.fused_moe import sm12x_autotuner, sm12x_dispatch, sm12x_launch, sm12x_operator, sm12x_signature_cache
 from flashinfer.gemm import sm12x_group_gemm
-from flashinfer.jit.sm12x.instances import GEMM_INSTANCES, INSTANCES, Instance
+from flashinfer.jit.sm12x import instances
+from flashinfer.jit.sm12x.instances import GEMM_INSTANCES, INSTANCES, SM12X
 from flashinfer.testing import make_group_gemm_inputs
 
-Table = tuple[Instance, ...]
-BEST = 4  # what the profiler finds fastest; no planner's choice for the sizes below
-CHANGED = 3  # the row that other tables differ in
-COLUMNS = {
-    "activation": "bf16", "token_tile": 56, "k_tile": 256, "stages": 5, "blocks_per_sm": 3, "default": False,
-    "mma_warps": 12, "widens": True,
-}  # fmt: skip
-
-
-def changed(table: Table, column: str) -> Table:
-    (row,) = [row for row in table if row.index == CHANGED]
-    assert getattr(row, column) != COLUMNS[column]
-    return tuple(dataclasses.replace(each, **{column: COLUMNS[column]}) if each is row else each for each in table)
+BEST = "mxfp8_m128_k128"  # what the profiler finds fastest; no planner's choice for the sizes below
 
 
 @pytest.fixture
-def profiled(monkeypatch: pytest.MonkeyPatch, module: RecordingModule) -> list[int]:
+def profiled(monkeypatch: pytest.MonkeyPatch, module: RecordingModule) -> list[str]:
     """The tactics that were timed; :data:`BEST` is the fastest."""
-    asked: list[int] = []
+    asked: list[str] = []
 
-    def time(tuner: Any, runner: Any, inputs: Any, tactic: int, config: Any, **named: Any) -> float:
+    def time(tuner: Any, runner: Any, inputs: Any, tactic: str, config: Any, **named: Any) -> float:
         asked.append(tactic)
         return 0.5 if tactic == BEST else 1.0
 
     monkeypatch.setattr(AutoTuner, "_profile_single_kernel", time)
     monkeypatch.setattr(AutoTuner, "_get_l2_cache_size_in_bytes", lambda tuner, device_id=None: 0)
-    AutoTuner.get().clear_cache()
     return asked
 
 
-@pytest.fixture(params=["MoE", "grouped GEMM"])
-def operator(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, module: RecordingModule, profiled: list[int]
-) -> tuple[Callable[[], int], Callable[[Table], None], Table]:
-    """A call that answers with the tactic launched, what makes a process of another table, and that table."""
+@pytest.fixture
+def restart(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Another process begins: nothing is left but files."""
 
-    def restart() -> None:
-        for place in (sm12x_moe, sm12x_group_gemm):
+    def forget() -> None:
+        for place in (sm12x_operator, sm12x_group_gemm):
             monkeypatch.setattr(place, "_plans", {})
-        monkeypatch.setattr(sm12x_known_calls, "_known", {})
+        monkeypatch.setattr(sm12x_signature_cache, "_cache", {})
+        sm12x_launch.allowed_tactics.cache_clear()
+        sm12x_autotuner._warn_of_numbers.cache_clear()
         AutoTuner.get().clear_cache()
 
+    return forget
+
+
+@pytest.fixture(params=["MoE", "grouped GEMM"])
+def call(
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    module: RecordingModule,
+    profiled: list[str],
+    restart: Callable[[], None],
+) -> Callable[[], int]:
+    """An operator that answers with the number of the tactic launched."""
     if request.param == "MoE":
+        restart()
         arguments = meta_arguments(0)
 
         def layer() -> int:
             flashinfer.cutlass_fused_moe(**arguments, tune_max_num_tokens=8)
-            return module.launches[-1]["tactic_fc1"]
+            return int(module.launches[-1]["tactic_fc1"])
 
-        def use_for_layers(table: Table) -> None:
-            monkeypatch.setattr(sm12x_tuning, "INSTANCES", table)
-            restart()
-
-        return layer, use_for_layers, INSTANCES
+        return layer
 
     launched: list[int] = []
 
@@ -94,44 +92,92 @@ def operator(
         sm12x_group_gemm.group_gemm(**operands, tiles=(1, 128, 128, 128, True), out=None, out_dtype=torch.bfloat16)
         return launched[-1]
 
-    def use_for_gemms(table: Table) -> None:
-        monkeypatch.setattr(sm12x_group_gemm, "GEMM_INSTANCES", table)
-        restart()
-
-    return gemm, use_for_gemms, GEMM_INSTANCES
+    return gemm
 
 
-def test_a_cache_of_another_table_is_not_used(
-    operator: tuple[Callable[[], int], Callable[[Table], None], Table], profiled: list[int], tmp_path: Path
+def renumber(monkeypatch: pytest.MonkeyPatch, tables: dict[str, tuple[instances.Instance, ...]]) -> dict[str, int]:
+    """Replace the tables everywhere; the numbers of the rows' names."""
+    numbers = {row.name: number for number, row in enumerate(tables["INSTANCES"])}
+    monkeypatch.setattr(instances, "_NUMBERS", numbers)
+    for place in (instances, sm12x_launch, sm12x_autotuner, sm12x_dispatch, sm12x_group_gemm, moe_recording):
+        for name in tables.keys() & vars(place).keys():
+            monkeypatch.setattr(place, name, tables[name])
+    return numbers
+
+
+def test_a_file_serves_a_process_whose_rows_have_moved(
+    call: Callable[[], int],
+    profiled: list[str],
+    restart: Callable[[], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    call, use, table = operator
     cache = str(tmp_path / "tactics.json")
-    default = call()
-    assert default != BEST
+    before = instances.tactic(BEST)
+    assert call() != before
     with autotune(True, cache=cache):
-        assert call() == BEST
+        assert call() == before
     profiled.clear()
-    tables = {column: changed(table, column) for column in COLUMNS}
-    tables["a row less"] = tuple(row for row in table if row.index != CHANGED)
-    for name, other in tables.items():
-        use(other)
-        with autotune(False, cache=cache):
-            assert call() == default, name
-    assert profiled == []
-    use(copy.deepcopy(table))  # the same rows, as another process has them
+
+    def other(rows: tuple[instances.Instance, ...]) -> tuple[instances.Instance, ...]:
+        return tuple(dataclasses.replace(row, stages=row.stages + 1) for row in reversed(rows))
+
+    tables = {"INSTANCES": other(INSTANCES), "SM12X": other(SM12X), "GEMM_INSTANCES": other(GEMM_INSTANCES)}
+    after = renumber(monkeypatch, tables)[BEST]
+    assert after != before
+    restart()
     with autotune(False, cache=cache):
-        assert call() == BEST
+        assert call() == after
     assert profiled == []
-    use(tables["stages"])
+
+
+def test_a_name_that_is_gone_is_told_and_not_used(
+    call: Callable[[], int],
+    restart: Callable[[], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache = str(tmp_path / "tactics.json")
+    default = INSTANCES[call()].name
     with autotune(True, cache=cache):
         call()
-    assert profiled, "tuning measures anew where the table is another"
+    tables = {"INSTANCES": INSTANCES, "SM12X": SM12X, "GEMM_INSTANCES": GEMM_INSTANCES}
+    left = {name: tuple(row for row in rows if row.name != BEST) for name, rows in tables.items()}
+    numbers = renumber(monkeypatch, left)
+    restart()
+    lines = moe_recording.logged(monkeypatch)
+    with autotune(False, cache=cache):
+        assert call() == numbers[default]
+    assert any(f"cached tactic '{BEST}'" in line for line in lines), lines
 
 
-@pytest.mark.parametrize("table", [INSTANCES, GEMM_INSTANCES], ids=["INSTANCES", "GEMM_INSTANCES"])
-def test_the_digest_is_of_every_column(table: Table) -> None:
-    assert {field.name for field in dataclasses.fields(Instance)} == {"index", *COLUMNS}
-    digests = {table_digest(changed(table, column)) for column in COLUMNS}
-    digests.add(table_digest(tuple(dataclasses.replace(row, index=row.index + 1) for row in table)))
-    assert len(digests | {table_digest(table)}) == len(COLUMNS) + 2
-    assert table_digest(copy.deepcopy(table)) == table_digest(table)
+def test_numbers_of_before_are_refused_in_one_line(
+    call: Callable[[], int], restart: Callable[[], None], tmp_path: Path
+) -> None:
+    """Once a tactic was its row's number, and keys ended in a digest of the table."""
+    cache = tmp_path / "tactics.json"
+    default, number = call(), instances.tactic(BEST)
+    with autotune(True, cache=str(cache)):
+        assert call() == number
+    today = json.loads(cache.read_text())
+
+    def file_of(key_of: Callable[[str], str]) -> None:
+        """The file with numbers for names, under other keys."""
+        numbered = {}
+        for key, value in today.items():
+            ours = isinstance(value, list) and value[0].startswith("SM12x")
+            known = ours and value[1] != -1
+            numbered[key_of(key) if ours else key] = [value[0], number, *value[2:]] if known else value
+        cache.write_text(json.dumps(numbered))
+        restart()
+
+    file_of(lambda key: key.removesuffix("))") + ", '0123456789abcdef'))")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with autotune(False, cache=str(cache)):
+            assert [call(), call()] == [default, default]
+    lines = [str(each.message) for each in caught if "as numbers, from before they had names" in str(each.message)]
+    assert lines and len(lines) == len(set(lines)), "once for an operator"
+    file_of(lambda key: key)
+    with autotune(False, cache=str(cache)):
+        assert call() == default
