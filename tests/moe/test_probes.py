@@ -173,7 +173,7 @@ STRANGE_GUARDS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("strange", STRANGE_GUARDS)
-def test_known_calls_without_the_private_guards(
+def test_repeated_calls_without_the_private_guards(
     strange: str, module: RecordingModule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch._C._dynamo.guards, "TensorGuards", STRANGE_GUARDS[strange])

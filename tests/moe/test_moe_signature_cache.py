@@ -56,7 +56,7 @@ def _counted(function: Callable[[], Any]) -> list[str]:
 
 @pytest.mark.parametrize("tuner", [False, True])
 @pytest.mark.parametrize("mode", [0, 1, 2])
-def test_known_call_takes_few_steps(
+def test_repeated_call_takes_few_steps(
     mode: int, tuner: bool, module: RecordingModule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = _complete(mode)
@@ -78,7 +78,7 @@ def test_known_call_takes_few_steps(
 
 
 @pytest.mark.parametrize("mode", [0, 1])
-def test_one_tensor_in_two_places_is_known_too(mode: int, module: RecordingModule) -> None:
+def test_one_tensor_in_two_places_is_repeated_too(mode: int, module: RecordingModule) -> None:
     """vLLM passes the same global scale for both GEMMs."""
     arguments = _complete(mode)
     fc1_sf, one, fc2_sf, _ = arguments["quant_scales"]
@@ -94,7 +94,7 @@ def test_one_tensor_in_two_places_is_known_too(mode: int, module: RecordingModul
         flashinfer.cutlass_fused_moe(**other)
 
 
-def test_known_call_without_the_c_guards_does_the_same(
+def test_repeated_call_without_the_c_guards_does_the_same(
     module: RecordingModule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sm12x_probes, "TENSOR_GUARDS", None)
@@ -207,7 +207,7 @@ def test_options_that_reach_the_launch_are_not_mixed_up(module: RecordingModule)
     assert [(launch["enable_pdl"], launch["swizzled_input_sf"]) for launch in module.launches] == wanted
 
 
-def test_profile_ids_of_a_known_call_are_honoured(module: RecordingModule) -> None:
+def test_profile_ids_of_a_repeated_call_are_honoured(module: RecordingModule) -> None:
     from flashinfer.fused_moe.sm12x_launch import allowed_tactics, computes_layer
     from flashinfer.fused_moe.sm12x_validation import Mode
 
@@ -235,7 +235,7 @@ def test_asked_for_value_checks_nothing_is_remembered(module: RecordingModule, m
     assert len(module.launches) == 4
 
 
-def test_switching_to_upstream_is_seen_by_a_known_call(
+def test_switching_to_upstream_is_seen_by_a_repeated_call(
     module: RecordingModule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = _complete(1)
@@ -283,7 +283,7 @@ def test_the_memory_is_bounded_and_keeps_no_tensor(module: RecordingModule, monk
         "workspace_buffer",
     ],
 )
-def test_a_misaligned_address_is_refused_in_a_known_call(
+def test_a_misaligned_address_is_refused_in_a_repeated_call(
     name: str | int, module: RecordingModule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On CPU tensors, which have addresses, called the way a CUDA call is."""
