@@ -154,11 +154,11 @@ def measure_ours(plan: Plan, inputs: MoEInputs, mode: int) -> Entry:
     call = layer_call(inputs)
     entry = Entry(used=share_of_bound(inputs, call()), tactics=planned_tactics(inputs, mode))
     entry.sample = time_graph(call, plan.repeats)
-    for number in forced_tactics(plan.tactics, mode):
-        call = layer_call(inputs, [number, number])
+    for name in forced_tactics(plan.tactics, mode):
+        call = layer_call(inputs, [tactic(name)] * 2)
         used = share_of_bound(inputs, call())
         entry.used = max(entry.used or 0.0, used)
-        entry.forced[INSTANCES[number].name] = time_graph(call, plan.repeats).median
+        entry.forced[name] = time_graph(call, plan.repeats).median
     return entry
 
 
@@ -202,9 +202,7 @@ def planned_tactics(inputs: MoEInputs, mode: int) -> tuple[str, str]:
     return INSTANCES[fc1].name, INSTANCES[fc2].name
 
 
-def forced_tactics(wanted: str, mode: int) -> list[int]:
-    """Tactics of ``--tactics``, which has names, that fit ``mode``; ``all``: of SM12x's table."""
-    if wanted == "all":
-        return list(allowed_tactics(Mode(mode), block_scaled_mma=True))
-    named = [tactic(name) for name in wanted.split(",") if name]
-    return [number for number in named if number in allowed_tactics(Mode(mode))]
+def forced_tactics(wanted: str, mode: int) -> list[str]:
+    """Names in ``--tactics`` that fit ``mode``; ``all``: of SM12x's table."""
+    names = [INSTANCES[each].name for each in allowed_tactics(Mode(mode), block_scaled_mma=wanted == "all")]
+    return names if wanted == "all" else [name for name in wanted.split(",") if name in names]

@@ -226,7 +226,7 @@ def emulate(
     inputs = make_moe_inputs(MoECase(run.tokens, hidden, inter, run.experts, top_k, mode), 0)
     inputs = dataclasses.replace(inputs, token_selected_experts=run.ids(top_k))
     before = len(device.launches)
-    flashinfer.cutlass_fused_moe(**inputs.arguments(), profile_ids=list(tactics))
+    flashinfer.cutlass_fused_moe(**inputs.arguments(), profile_ids=[INSTANCES[each].number for each in tactics])
     return inputs.token_selected_experts, device.launches[before:]
 
 

@@ -224,9 +224,9 @@ def cutlass_fused_moe(
     tune_max_num_tokens : int
         Largest token count that ``flashinfer.autotune`` tunes for.
     profile_ids : list of int, optional
-        ``[fc1_tactic, fc2_tactic]``: numbers of this version's instances, -1 for the default.  Ask for them by name, which
-        stays: ``flashinfer.jit.sm12x.instances.tactic("bf16_m8_k128")``; ``python -m flashinfer sm12x-instances --all`` and
-        ``docs/kernels.md`` have the names.  Checked on the CPU, which has one way to compute.
+        ``[fc1_tactic, fc2_tactic]``, -1 for the default.  A tactic's number is its name in digits: ``bf16_m8_k128`` is
+        3008128, or ``flashinfer.jit.sm12x.instances.tactic("bf16_m8_k128")``.  ``python -m flashinfer sm12x-instances
+        --all`` and ``docs/kernels.md`` have the names.  Checked on the CPU, which has one way to compute.
     use_fused_finalize : bool
         Accepted; the sum over experts has a fixed order either way, so results repeat bit for bit.
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ..autotuner import DynamicTensorSpec, TunableRunner, TuningConfig
-from ..jit.sm12x.instances import INSTANCES, table
+from ..jit.sm12x.instances import INSTANCES, index_of, table
 from ..jit.sm12x.instances import tactic as number
 from ..sm12x_arguments import round_up
 from ..sm12x_probes import NOTHING_TUNED, tuner_state
@@ -71,8 +71,8 @@ def tuning_config(tune_max_num_tokens: int) -> TuningConfig:
     )
 
 
-def _number(tactic: Any) -> int:
-    return -1 if tactic == -1 else number(tactic)
+def _place(tactic: Any) -> int:
+    return -1 if tactic == -1 else index_of(tactic)
 
 
 class SM12xMoERunner(TunableRunner):
@@ -158,7 +158,7 @@ class SM12xMoERunner(TunableRunner):
     ) -> torch.Tensor:
         """Run the layer once on ``inputs[0]`` with the tactic called ``tactic``, or -1, for this runner's GEMM."""
         plan, arguments, workspace = self._profile(inputs[0])
-        own = _number(tactic)
+        own = _place(tactic)
         tactics = resolved_pair((own, -1) if self.gemm_idx == 1 else (-1, own), plan.tactics)
         for each in tactics:
             dispatch.ensure_instance(each)
@@ -174,8 +174,7 @@ class SM12xStageRunner(TunableRunner):
     """What upstream's unified ``MoELayer`` tunes a CUTLASS backend with, for this fork's kernels.
 
     It takes the place of the ``MoERunner`` of upstream's module: the layer hands it activations and weights only, so it
-    times them with unit scales.  Its tactics are the numbers of which the layer makes ``profile_ids``; the keys have the
-    names of all rows in their order, so that a saved number is never another row's.
+    times them with unit scales.  Its tactics are the numbers of which the layer makes ``profile_ids``.
 
     ``inputs`` are ``[input, fc1 weights, ignored, fc2 weights, ignored]``.
     """
@@ -214,18 +213,22 @@ class SM12xStageRunner(TunableRunner):
         return runner
 
     def get_cache_key_extras(self, inputs: list[torch.Tensor]) -> tuple[Any, ...]:
-        """As :class:`SM12xMoERunner` has them, and what the numbers mean."""
-        return (*self._runner(inputs).get_cache_key_extras(inputs), ",".join(row.name for row in INSTANCES))
+        """As :class:`SM12xMoERunner` has them."""
+        return self._runner(inputs).get_cache_key_extras(inputs)
 
     def get_valid_tactics(self, inputs: list[torch.Tensor], profile: Any) -> list[int]:
         """As :class:`SM12xMoERunner` has them, as numbers."""
         return [number(name) for name in self._runner(inputs).get_valid_tactics(inputs, profile)]
 
+    def validate_tactic(self, inputs: list[torch.Tensor], tactic: Any) -> bool:
+        """Whether a tactic from a cache file is the number of a row that fits."""
+        return tactic == -1 or tactic in self.get_valid_tactics(inputs, None)
+
     def forward(
         self, inputs: list[torch.Tensor], tactic: Any = -1, do_preparation: bool = False, **kwargs: Any
     ) -> torch.Tensor:
         """Run the layer once; ``gemm_idx`` says which GEMM ``tactic`` is for."""
-        name = tactic if tactic == -1 else INSTANCES[tactic].name
+        name = -1 if tactic == -1 else next(row.name for row in INSTANCES if row.number == tactic)
         return self._runner(inputs, kwargs.get("gemm_idx")).forward(inputs, name, do_preparation)
 
 
@@ -258,7 +261,7 @@ def tuned_tactics(
             [arguments[_INPUT], arguments[_FC1], arguments[_FC2]],
             gemm_idx=gemm_idx,
         )
-        chosen.append(_number(tactic))
+        chosen.append(_place(tactic))
         if tactic != -1:
             dispatch.ensure_instance(chosen[-1])
     tactics = resolved_pair(chosen, plan.tactics)

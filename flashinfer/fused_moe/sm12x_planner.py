@@ -207,7 +207,7 @@ def explain(layer: Layer, mode: Mode, tokens: Sequence[int], device: Device) -> 
             raise ValueError(f"tokens is {count}; it must be at least 1")
         rows = count * layer.top_k
         choice = choose(mode.activation, rows, layer.experts, device.block_scaled_mma, (layer.hidden, layer.inter))
-        gemm = choice.instance.index, choice.instance.name
+        gemm = choice.instance.number, choice.instance.name
         explained.append(Explained(count, expected_rows(rows, layer.experts), *gemm, *gemm, choice.reason))
     return explained
 

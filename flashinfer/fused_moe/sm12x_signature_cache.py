@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import sm12x_probes
+from ..jit.sm12x.instances import INSTANCES
 from ..sm12x_arguments import POINTER_ALIGNMENT, SCALE_WORD, require_alignment
 from .sm12x_autotuner import tuned_tactics
 from .sm12x_launch import Plan, launch, pair_tactics
@@ -177,7 +178,7 @@ class ValidatedCall:
         if not launch(plan.problem, arguments, *options, tactics, self.enable_pdl):
             if self.forced is not None:
                 raise ValueError(
-                    f"profile_ids is {list(self.forced)}; tactic {self.forced[0]} computes the layer in one launch that "
+                    f"profile_ids asks for {INSTANCES[self.forced[0]].name}, which computes the layer in one launch that "
                     "needs all SMs of the device, and this stream has fewer (a green context, or MPS with a limited "
                     "share): pass tactics of a pair of GEMMs, or None"
                 )

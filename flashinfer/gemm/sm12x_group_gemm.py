@@ -13,8 +13,7 @@ import torch
 
 from .. import sm12x_probes
 from ..autotuner import DynamicTensorSpec, TunableRunner, TuningConfig
-from ..jit.sm12x.instances import GEMM_INSTANCES, MAX_EXPERTS
-from ..jit.sm12x.instances import tactic as number
+from ..jit.sm12x.instances import GEMM_INSTANCES, MAX_EXPERTS, index_of
 from ..quantization.mx_cpu import (
     BLOCK_SIZE,
     dequantize_mxfp4_linear,
@@ -374,7 +373,7 @@ class SM12xGroupGemmRunner(TunableRunner):
             a_scale,
             b_scale,
             ends,
-            plan.tactic if tactic == -1 else number(tactic),
+            plan.tactic if tactic == -1 else index_of(tactic),
         )
         return out
 
@@ -419,7 +418,7 @@ def _tuned_tactic(
     refuse_numbers(tuner, OPERATOR)
     runner = SM12xGroupGemmRunner(plan.problem.num_groups, plan.problem.out_dtype)
     _, tactic = tuner.choose_one(OPERATOR, [runner], _tuning_config(), [a, b])
-    tactic = plan.tactic if tactic == -1 else number(tactic)
+    tactic = plan.tactic if tactic == -1 else index_of(tactic)
     if state is not None:
         plan.tuned = (state, tactic)
     return tactic

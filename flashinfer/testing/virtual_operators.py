@@ -5,7 +5,7 @@ Their callers have validated everything already and hold CPU tensors::
 
     device = virtual_device.active()
     if device is not None:
-        virtual_operators.run_moe(device, problem, arguments, swizzled_input_sf, profile_ids, enable_pdl)
+        virtual_operators.run_moe(device, problem, arguments, swizzled_input_sf, tactics, enable_pdl)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def run_moe(
     problem: Any,
     arguments: tuple[Any, ...],
     swizzled_input_sf: bool,
-    profile_ids: Sequence[int] | None = None,
+    tactics: Sequence[int] | None = None,
     enable_pdl: bool = True,
 ) -> None:
     """One MoE layer.
@@ -34,7 +34,7 @@ def run_moe(
         problem: Sizes (``fused_moe.sm12x_validation.MoEProblem``).
         arguments: Those of ``sm12x_moe_run`` before the workspace, ``output`` first; CPU tensors.
         swizzled_input_sf: As in ``cutlass_fused_moe``.
-        profile_ids: Tactics of the two GEMMs, -1 for the planner's; checked.
+        tactics: Of the two GEMMs, places in ``INSTANCES``, -1 for the planner's; checked.
         enable_pdl: Launch programmatic dependents.
 
     Raises:
@@ -46,7 +46,7 @@ def run_moe(
 
     sizes = (problem.num_tokens, problem.top_k, problem.num_local_experts, problem.hidden, problem.inter)
     planned = plan_moe(*sizes, int(problem.mode))
-    tactics = resolved_pair(profile_ids or (-1, -1), planned)
+    tactics = resolved_pair(tactics or (-1, -1), planned)
     module = device.module(gen_cutlass_fused_moe_sm120_module)
     for tactic in tactics:
         _register_instance(device, module, tactic)

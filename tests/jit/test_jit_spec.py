@@ -21,7 +21,7 @@ from flashinfer.jit import env as jit_env
 from flashinfer.jit.core import MissingJITCacheError
 from flashinfer.jit.sm12x import jobs, modules, toolchain
 from flashinfer.jit.sm12x.diagnosis import JitBuildError
-from flashinfer.jit.sm12x.instances import GEMM_INSTANCES, INSTANCES, SM12X, tactic
+from flashinfer.jit.sm12x.instances import GEMM_INSTANCES, INSTANCES, SM12X, index_of
 from flashinfer.jit.sm12x.spec import JitSpecSm12x
 
 pytestmark = pytest.mark.usefixtures("workspace")
@@ -62,7 +62,7 @@ def test_other_instances_are_modules_of_their_own(row: Any) -> None:
 
 
 def test_instance_modules_that_do_not_exist() -> None:
-    with pytest.raises(ValueError, match=rf"tactic {len(INSTANCES)} does not exist"):
+    with pytest.raises(ValueError, match=rf"instance {len(INSTANCES)} does not exist"):
         fused_moe.gen_cutlass_fused_moe_sm120_instance_module(len(INSTANCES))
     with pytest.raises(ValueError, match=r"^mxfp8_m8_k128 is part of fused_moe_120 and has no module of its own"):
         fused_moe.gen_cutlass_fused_moe_sm120_instance_module(0)
@@ -455,7 +455,7 @@ def test_table_of_instances_as_built(workspace: Path) -> None:
     rows = instance_rows(spec)
     assert {built.gemm for built in rows} == {"fc1", "fc2"}
     for built in rows:
-        assert (built.tactic, built.instance, built.architecture) == (row.index, row.name, "sm_121a")
+        assert (built.tactic, built.instance, built.architecture) == (row.number, row.name, "sm_121a")
         assert built.block_scaled_mmas == built.tensor_instructions > 0
         assert built.local_accesses == 0
         assert 32 <= built.registers <= 65536 // (row.blocks_per_sm * row.threads)
@@ -472,7 +472,7 @@ def test_table_of_instances_as_built(workspace: Path) -> None:
 def test_a_row_that_says_otherwise_than_the_layout_of_shared_memory_does_not_compile(
     name: str, change: dict[str, int]
 ) -> None:
-    row = INSTANCES[tactic(name)]
+    row = INSTANCES[index_of(name)]
     wrong = dataclasses.replace(row, **{column: getattr(row, column) + more for column, more in change.items()})
     spec = modules._spec("wrong_row", [], modules._MOE_TEMPLATE, [wrong])
     with pytest.raises(RuntimeError, match=r"flashinfer/jit/sm12x/instances\.py says otherwise"):

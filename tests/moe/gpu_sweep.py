@@ -52,8 +52,8 @@ def tactics_of(mode: int, case: MoECase, extra: bool) -> list[list[int] | None]:
     """The default, and each instance for both GEMMs; Hopper's own rows only on one, with ``extra``."""
     block_scaled = not extra or sm12x_dispatch.has_block_scaled_mma(torch.cuda.current_device())
     sizes = case.num_tokens * case.top_k, case.hidden, case.inter
-    fitting = [t for t in allowed_tactics(Mode(mode), block_scaled) if INSTANCES[t].takes(*sizes)]
-    return [None, *([tactic, tactic] for tactic in fitting)]
+    rows = [INSTANCES[tactic] for tactic in allowed_tactics(Mode(mode), block_scaled)]
+    return [None, *([row.number] * 2 for row in rows if row.takes(*sizes))]
 
 
 def model_cases(quick: bool, extra: bool) -> list[Work]:
@@ -86,9 +86,10 @@ def instance_cases(extra: bool) -> list[Work]:
                     output_dtype=torch.float16,  # type: ignore[arg-type]
                 )
                 pairs = tactics_of(mode, case, extra)
-                forced = [pair[0] for pair in pairs if pair and not INSTANCES[pair[0]].streamed]
+                numbers = {row.number: row for row in INSTANCES}
+                forced = [pair[0] for pair in pairs if pair and not numbers[pair[0]].streamed]
                 for kept in ("mxfp8", "mxfp8_as_bf16", "bf16"):
-                    alike = [tactic for tactic in forced if INSTANCES[tactic].multiplies == kept]
+                    alike = [number for number in forced if numbers[number].multiplies == kept]
                     pairs += [[a, b] for a, b in zip(alike, [*alike[1:], *alike[:1]], strict=True)]
                 pairs += [[forced[0], -1], [-1, forced[-1]]]
                 work.append(("instances", case, pairs))

@@ -40,8 +40,8 @@ def _tactics(case: MoECase, device: torch.device) -> list[list[int] | None]:
     if device.type == "cpu":
         return [None]
     sizes = case.num_tokens * case.top_k, case.hidden, case.inter
-    in_the_module = allowed_tactics(Mode(case.mode), block_scaled_mma=True)
-    return [None, *([tactic, tactic] for tactic in in_the_module if INSTANCES[tactic].takes(*sizes))]
+    rows = [INSTANCES[tactic] for tactic in allowed_tactics(Mode(case.mode), block_scaled_mma=True)]
+    return [None, *([row.number] * 2 for row in rows if row.takes(*sizes))]
 
 
 def _check(case: MoECase, seed: int, device: torch.device) -> None:

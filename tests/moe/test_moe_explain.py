@@ -40,10 +40,10 @@ def test_shows_what_the_planner_gives_a_call(model: str, device: str, mode: str)
         planned = sm12x_planner.plan_moe(
             row["tokens"], layer.top_k, layer.experts, layer.hidden, layer.inter, number, gpu.block_scaled_mma
         )
-        assert (row["fc1"], row["fc2"]) == planned
-        assert row["fc1_instance"] == INSTANCES[row["fc1"]].name
-        assert row["fc2_instance"] == INSTANCES[row["fc2"]].name
-        assert {row["fc1"], row["fc2"]} <= set(allowed_tactics(Mode(number)))
+        fc1, fc2 = (INSTANCES[tactic] for tactic in planned)
+        assert (row["fc1"], row["fc2"]) == (fc1.number, fc2.number)
+        assert (row["fc1_instance"], row["fc2_instance"]) == (fc1.name, fc2.name)
+        assert set(planned) <= set(allowed_tactics(Mode(number)))
         assert row["reason"]
     assert shown["device"] == {"name": gpu.name, "sm_count": gpu.sm_count, "block_scaled_mma": gpu.block_scaled_mma}
 

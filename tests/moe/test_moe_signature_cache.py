@@ -210,12 +210,13 @@ def test_options_that_reach_the_launch_are_not_mixed_up(module: RecordingModule)
 def test_profile_ids_of_a_repeated_call_are_honoured(module: RecordingModule) -> None:
     from flashinfer.fused_moe.sm12x_launch import allowed_tactics, computes_layer
     from flashinfer.fused_moe.sm12x_validation import Mode
+    from flashinfer.jit.sm12x.instances import INSTANCES
 
     tactics = [tactic for tactic in allowed_tactics(Mode.HALF_INPUT, True) if not computes_layer(tactic)]
     arguments = _complete(1)
     pairs = [[tactic, other] for tactic in tactics for other in (tactics[0], tactics[-1])] * 2
     for pair in pairs:
-        flashinfer.cutlass_fused_moe(**arguments, profile_ids=pair)
+        flashinfer.cutlass_fused_moe(**arguments, profile_ids=[INSTANCES[tactic].number for tactic in pair])
     assert [[launch["tactic_fc1"], launch["tactic_fc2"]] for launch in module.launches] == pairs
 
 

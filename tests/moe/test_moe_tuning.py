@@ -15,7 +15,7 @@ from moe_recording import RecordingModule, logged, meta_arguments
 
 import flashinfer
 from flashinfer.fused_moe import sm12x_autotuner, sm12x_dispatch, sm12x_launch
-from flashinfer.fused_moe.sm12x_launch import allowed_tactics, check_profile_ids, computes_layer, resolved_pair
+from flashinfer.fused_moe.sm12x_launch import allowed_tactics, computes_layer, resolved_pair, wanted_tactics
 from flashinfer.fused_moe.sm12x_validation import Mode
 from flashinfer.jit.sm12x import instances
 from flashinfer.jit.sm12x.instances import HOPPER, INSTANCES, SM12X
@@ -25,7 +25,7 @@ MOST_TOKENS = 16
 
 
 class Profiler:
-    """Answers with given times and keeps what it was asked, tactics as numbers; 1.0 where no time is given."""
+    """Answers with given times and keeps what it was asked, tactics as places; 1.0 where no time is given."""
 
     def __init__(self) -> None:
         self.times: dict[tuple[int, int], float] = {}
@@ -35,10 +35,10 @@ class Profiler:
     def __call__(self, tuner: AutoTuner, runner: Any, inputs: Any, tactic: Any, config: Any, **kwargs: Any) -> float:
         gemm = kwargs["gemm_idx"]
         runner(inputs, tactic=tactic, gemm_idx=gemm)
-        number = tactic if tactic == -1 else instances.tactic(tactic)
-        self.asked.append((gemm, number, inputs[0].shape[0]))
+        place = tactic if tactic == -1 else instances.index_of(tactic)
+        self.asked.append((gemm, place, inputs[0].shape[0]))
         self.configs.append(config)
-        return self.times.get((gemm, number), 1.0)
+        return self.times.get((gemm, place), 1.0)
 
 
 @pytest.fixture
@@ -207,7 +207,7 @@ def test_profile_ids_win_over_what_was_tuned(module: RecordingModule, profiler: 
     with autotune(True):
         assert caller(module)() == wanted
     forced = list(reversed(wanted))
-    assert caller(module, profile_ids=forced)() == tuple(forced)
+    assert caller(module, profile_ids=[INSTANCES[tactic].number for tactic in forced])() == tuple(forced)
     assert caller(module)() == wanted
 
 
@@ -231,17 +231,19 @@ def test_pairs_with_a_tactic_that_computes_the_layer(whole: int) -> None:
     assert resolved_pair((one, -1), (whole, whole)) == (one, one)
     assert resolved_pair((-1, one), (whole, whole)) == (one, one)
     assert resolved_pair((one, other), (whole, whole)) == (one, other)
-    check_profile_ids([whole, whole], Mode.MXFP8_INPUT)
-    check_profile_ids([whole, one], Mode.MXFP8_INPUT)
+    numbers = {tactic: -1 if tactic == -1 else INSTANCES[tactic].number for tactic in (whole, one, -1)}
+    assert wanted_tactics([numbers[whole]] * 2, Mode.MXFP8_INPUT) == (whole, whole)
+    assert wanted_tactics([numbers[whole], numbers[one]], Mode.MXFP8_INPUT) == (whole, one)
     for first in (one, -1):
         with pytest.raises(
-            ValueError, match=rf"tactic {whole} computes FC1 and FC2 in one launch.*\[{whole}, {whole}\]"
+            ValueError,
+            match=rf"{INSTANCES[whole].name} computes FC1 and FC2 in one launch.*\[{numbers[whole]}, {numbers[whole]}\]",
         ):
-            check_profile_ids([first, whole], Mode.MXFP8_INPUT)
+            wanted_tactics([numbers[first], numbers[whole]], Mode.MXFP8_INPUT)
 
 
 def test_pairs_keep_activations_alike() -> None:
-    as_bf16 = instances.tactic("mxfp8_as_bf16_m16_k128")
+    as_bf16 = instances.index_of("mxfp8_as_bf16_m16_k128")
     assert resolved_pair((-1, -1), (as_bf16, as_bf16)) == (as_bf16, as_bf16)
     assert resolved_pair((0, -1), (as_bf16, as_bf16)) == (0, 0)
     assert resolved_pair((-1, 0), (as_bf16, as_bf16)) == (0, 0)

@@ -195,10 +195,10 @@ BAD: list[tuple[int, Callable[[Arguments], None], str]] = [
     (
         0,
         _set(profile_ids=[0, 99]),
-        r"^profile_ids is \[0, 99\].*mode MXFP8_INPUT, one of 0 \(mxfp8_m8_k128\), 1 \(mxfp8_m8_k256\)",
+        r"^profile_ids is \[0, 99\].*mode MXFP8_INPUT, one of 1008128 \(mxfp8_m8_k128\), 1008256 \(mxfp8_m8_k256\)",
     ),
     (0, _set(profile_ids=[-2, 0]), r"^profile_ids is \[-2, 0\]"),
-    (2, _set(profile_ids=[0, -1]), r"^profile_ids is \[0, -1\].*mode W4A16, one of 8 \(bf16_m8_k128\), 9 "),
+    (2, _set(profile_ids=[0, -1]), r"^profile_ids is \[0, -1\].*mode W4A16, one of 3008128 \(bf16_m8_k128\), 3016128 "),
     (0, _set(situ_beta=torch.ones(8)), "^situ_beta is given; it belongs to another activation_type"),
     (0, _set(situ_linear_beta=torch.ones(8)), "^situ_linear_beta is given"),
     (0, _set(clamped_relu2_limit=torch.ones(1)), "^clamped_relu2_limit is given"),

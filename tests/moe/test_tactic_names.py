@@ -96,9 +96,9 @@ def call(
 
 
 def renumber(monkeypatch: pytest.MonkeyPatch, tables: dict[str, tuple[instances.Instance, ...]]) -> dict[str, int]:
-    """Replace the tables everywhere; the numbers of the rows' names."""
+    """Replace the tables everywhere; the places of the rows' names."""
     numbers = {row.name: number for number, row in enumerate(tables["INSTANCES"])}
-    monkeypatch.setattr(instances, "_NUMBERS", numbers)
+    monkeypatch.setattr(instances, "_PLACES", numbers)
     for place in (instances, sm12x_launch, sm12x_autotuner, sm12x_dispatch, sm12x_group_gemm, moe_recording):
         for name in tables.keys() & vars(place).keys():
             monkeypatch.setattr(place, name, tables[name])
@@ -113,7 +113,7 @@ def test_a_file_serves_a_process_whose_rows_have_moved(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cache = str(tmp_path / "tactics.json")
-    before = instances.tactic(BEST)
+    before = instances.index_of(BEST)
     assert call() != before
     with autotune(True, cache=cache):
         assert call() == before
@@ -156,7 +156,7 @@ def test_numbers_of_before_are_refused_in_one_line(
 ) -> None:
     """Once a tactic was its row's number, and keys ended in a digest of the table."""
     cache = tmp_path / "tactics.json"
-    default, number = call(), instances.tactic(BEST)
+    default, number = call(), instances.index_of(BEST)
     with autotune(True, cache=str(cache)):
         assert call() == number
     today = json.loads(cache.read_text())
@@ -181,3 +181,13 @@ def test_numbers_of_before_are_refused_in_one_line(
     file_of(lambda key: key)
     with autotune(False, cache=str(cache)):
         assert call() == default
+
+
+def test_numbers_are_what_names_say_and_no_place_of_before() -> None:
+    assert instances.tactic("mxfp8_m8_k256") == 1_008_256
+    assert instances.tactic("mxfp8_as_bf16_m40_k128") == 2_040_128
+    assert instances.tactic("bf16_m64_k128") == 3_064_128
+    assert instances.tactic("stream_mxfp8_as_bf16_m16") == 5_016_256
+    assert instances.tactic("stream_bf16_m8") == 6_008_256
+    with pytest.raises(ValueError, match=r"^there is no tactic 'moe_bf16_t8'; there are mxfp8_m8_k128, "):
+        instances.tactic("moe_bf16_t8")

@@ -29,7 +29,7 @@ from flashinfer.jit.sm12x.instances import (
     ROW_TILE,
     SM12X,
     Instance,
-    tactic,
+    index_of,
 )
 from flashinfer.testing import (
     TENSOR_CORE,
@@ -194,7 +194,7 @@ def test_blocks_take_whole_units_in_turn(device, instance):
 )
 def test_both_gemms_choose_for_themselves(device, pair):
     case = MoECase(20, 352, INTER, num_experts=3, top_k=2, mode=0)
-    tactics = [tactic(name) for name in pair]
+    tactics = [index_of(name) for name in pair]
     check_moe(device, case, 300, tactics)
     for launch, number in zip(gemm_launches(device), tactics, strict=True):
         assert_instance(launch, INSTANCES[number])
@@ -447,10 +447,10 @@ def test_activations_beyond_32_bits_of_pieces_are_refused(device):
 
 
 def test_a_streamed_tactic_refuses_what_it_cannot_take(device):
-    number = tactic("stream_mxfp8_as_bf16_m8")
+    place = index_of("stream_mxfp8_as_bf16_m8")
     for case, message in (
         (MoECase(300, 160, 96, 4, 4, 0), "at most 1024"),
         (MoECase(2, 3104, 96, 4, 2, 0), "K is too long for this streamed tactic"),
     ):
         with pytest.raises(Exception, match=message):
-            run_moe(device, make_moe_inputs(case, 650), 0, [number, number])
+            run_moe(device, make_moe_inputs(case, 650), 0, [place, place])

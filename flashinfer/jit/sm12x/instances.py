@@ -3,8 +3,8 @@
 
 The generator renders one CUDA source per row, the planner and the autotuner choose among the rows of a device's table,
 and the docs print them.  A row fixes everything that is fixed at compile time.  Its name is what the autotuner's cache
-files hold; its number, for interfaces that take an int (``profile_ids``), is its place in :data:`INSTANCES` and differs
-between versions.
+files hold; interfaces that take an int (``profile_ids``) take its number, which says the same in digits.  Both stay; its
+place in :data:`INSTANCES`, by which the compiled modules know it, differs between versions.
 
 The layout of shared memory is C++'s (``impls/shared_storage.cuh``, ``impls/streamed_gemm_params.cuh``).  A row's
 ``stages`` and ``shared_bytes`` repeat its result; the rendered sources assert at compile time that they agree.
@@ -13,7 +13,7 @@ The layout of shared memory is C++'s (``impls/shared_storage.cuh``, ``impls/stre
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Literal, get_args
 
 ROW_TILE = 128
 MAX_EXPERTS = 512  # local experts whose routing tables fit the block's shared memory
@@ -73,9 +73,18 @@ class Instance:
         return f"{self.multiplies}_m{self.token_tile}_k{self.k_tile}"
 
     @property
+    def number(self) -> int:
+        """The tactic's number: 1, 2 or 3 for what is multiplied, 4, 5 or 6 for streamed; token tile; K tile.
+
+        ``bf16_m64_k128`` is 3064128.
+        """
+        kind = get_args(Multiplies).index(self.multiplies) + (4 if self.streamed else 1)
+        return 1_000_000 * kind + 1_000 * self.token_tile + self.k_tile
+
+    @property
     def index(self) -> int:
         """The row's place in :data:`INSTANCES`."""
-        return _NUMBERS[self.name]
+        return index_of(self.name)
 
     @property
     def activation(self) -> Activation:
@@ -161,8 +170,8 @@ INSTANCES: tuple[Instance, ...] = (*SM12X, *(row for row in HOPPER if row not in
 GEMM_INSTANCES: tuple[Instance, ...] = tuple(row for row in SM12X if row.multiplies == "mxfp8")
 """What the grouped GEMM is compiled for, on both."""
 
-_NUMBERS = {row.name: number for number, row in enumerate(INSTANCES)}
-assert len(_NUMBERS) == len(INSTANCES)
+_PLACES = {row.name: place for place, row in enumerate(INSTANCES)}
+assert len(_PLACES) == len({row.number for row in INSTANCES}) == len(INSTANCES)
 
 
 Weights = Literal["mxfp4", "mxfp8"]
@@ -241,16 +250,18 @@ def table(block_scaled_mma: bool) -> tuple[Instance, ...]:
 
 def tactic(name: str) -> int:
     """The number for ``profile_ids`` of the row called ``name``; ``ValueError`` with the names there are otherwise."""
-    if name not in _NUMBERS:
-        raise ValueError(f"there is no tactic {name!r}; there are {', '.join(_NUMBERS)}")
-    return _NUMBERS[name]
+    return INSTANCES[index_of(name)].number
+
+
+def index_of(name: str) -> int:
+    """The place in :data:`INSTANCES` of the row called ``name``; ``ValueError`` with the names there are otherwise."""
+    if name not in _PLACES:
+        raise ValueError(f"there is no tactic {name!r}; there are {', '.join(_PLACES)}")
+    return _PLACES[name]
 
 
 def instance(index: int) -> Instance:
-    """The row whose number is ``index``; ``ValueError`` with the allowed numbers otherwise."""
+    """The row whose place is ``index``; ``ValueError`` with the allowed ones otherwise."""
     if not 0 <= index < len(INSTANCES):
-        raise ValueError(
-            f"tactic {index} does not exist: the instance tables hold 0..{len(INSTANCES) - 1} "
-            "(python -m flashinfer sm12x-instances --all lists them)"
-        )
+        raise ValueError(f"instance {index} does not exist: the tables hold 0..{len(INSTANCES) - 1}")
     return INSTANCES[index]

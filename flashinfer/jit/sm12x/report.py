@@ -25,8 +25,8 @@ class InstanceRow:
     """One kernel of one instance, as compiled for one architecture.
 
     Attributes:
-        tactic: The instance's number, as in ``profile_ids``.
-        instance: The tactic's name, as in the autotuner's cache files.
+        tactic: Its number, as in ``profile_ids``.
+        instance: Its name, as in the autotuner's cache files.
         gemm: ``fc1``, ``fc2``, ``layer`` (both in one launch) or ``group`` (the public grouped GEMM).
         architecture: Such as ``sm_121a``.
         token_tile, row_tile, k_tile, stages, schedule: From the table; stages of a streamed layer: a gpt-oss layer's on a GB10.
@@ -99,7 +99,7 @@ def _machine_code(plan: engine.ModulePlan) -> dict[str, list[KernelCode]]:
 
 def _row(instance: Instance, kernel: KernelCode) -> InstanceRow:
     return InstanceRow(
-        tactic=instance.index,
+        tactic=instance.number,
         instance=instance.name,
         gemm=_gemm_of(kernel.name),
         architecture=kernel.architecture,
