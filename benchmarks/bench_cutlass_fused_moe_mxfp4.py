@@ -67,7 +67,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--tokens", type=numbers, help="default: 1 to 8192; of a prediction, 1 to 64, 2048 and 8192")
     parser.add_argument("--modes", type=numbers, help="0, 1: W4A8; 2: W4A16. Default: all; of a prediction, 1 and 2")
-    parser.add_argument("--tactics", default="", help="time these instances too (numbers, or all)")
+    parser.add_argument("--tactics", default="", help="time these too (names of sm12x-instances, or all)")
     parser.add_argument("--peers", default="marlin,triton_kernels", help="which of the peers to look for; '' for none")
     parser.add_argument("--marlin", type=Path, help="vLLM's _moe_C_stable_libtorch.abi3.so")
     parser.add_argument("--triton-kernels", type=Path, help="folder of the package triton_kernels")

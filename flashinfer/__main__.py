@@ -120,14 +120,14 @@ _upstream.export_compile_commands_cmd.callback = _export_compile_commands_with_c
 
 def _sm12x_specs(everything: bool) -> list[Any]:
     from .jit.sm12x import modules
-    from .jit.sm12x.instances import INSTANCES
+    from .jit.sm12x.instances import INSTANCES, SM12X
 
-    others = [row for row in INSTANCES if not row.default] if everything else []
+    others = [row for row in INSTANCES if row not in SM12X] if everything else []
     return [modules.gen_fused_moe_module(), *(modules.gen_fused_moe_instance_module(row) for row in others)]
 
 
 @_group.command("sm12x-build")
-@click.option("--all", "everything", is_flag=True, help="Dense layers, and instances outside the default set, too")
+@click.option("--all", "everything", is_flag=True, help="Dense layers, and Hopper's own instances, too")
 @click.option("--verbose", is_flag=True, help="Show the compilers' commands and output")
 def sm12x_build_cmd(everything: bool, verbose: bool) -> None:
     """Build fused_moe_120 now rather than at the first request"""
@@ -203,7 +203,7 @@ def _when(seconds: float) -> str:
 
 
 @_group.command("sm12x-instances")
-@click.option("--all", "everything", is_flag=True, help="Instances outside the default set too")
+@click.option("--all", "everything", is_flag=True, help="Hopper's own instances too")
 @click.option("--json", "as_json", is_flag=True, help="Emit JSON instead of a table")
 def sm12x_instances_cmd(everything: bool, as_json: bool) -> None:
     """Show the kernel instances of fused_moe_120 as built: registers, shared memory, stages, machine code"""
@@ -249,21 +249,21 @@ def sm12x_plan_cmd(
     """Show which kernel instances a layer gets by default, and why"""
     from dataclasses import replace
 
-    from .fused_moe import sm12x_explain
+    from .fused_moe import sm12x_planner
 
     for name, value, table in (
-        ("--model", model, sm12x_explain.MODELS),
-        ("--mode", mode, sm12x_explain.MODES),
-        ("--device", device, sm12x_explain.DEVICES),
+        ("--model", model, sm12x_planner.MODELS),
+        ("--mode", mode, sm12x_planner.MODES),
+        ("--device", device, sm12x_planner.DEVICES),
     ):
         if value not in table:
             raise click.BadParameter(f"{name} is {value!r}; it may be {', '.join(table)}")
-    layer = replace(sm12x_explain.MODELS[model], **{name: size for name, size in sizes.items() if size is not None})
-    gpu = sm12x_explain.DEVICES[device]
+    layer = replace(sm12x_planner.MODELS[model], **{name: size for name, size in sizes.items() if size is not None})
+    gpu = sm12x_planner.DEVICES[device]
     if sm_count is not None:
         gpu = replace(gpu, sm_count=sm_count)
     try:
-        rows = sm12x_explain.explain(layer, sm12x_explain.MODES[mode], tokens, gpu)
+        rows = sm12x_planner.explain(layer, sm12x_planner.MODES[mode], tokens, gpu)
     except ValueError as error:
         raise click.ClickException(str(error)) from error
     if as_json:
@@ -274,7 +274,7 @@ def sm12x_plan_cmd(
         f"hidden {layer.hidden}, inter {layer.inter}, {layer.experts} experts, top-{layer.top_k}, {mode}; "
         f"{gpu.name}, {gpu.sm_count} SMs, MMA {'with' if gpu.block_scaled_mma else 'without'} block scales"
     )
-    headers, cells = sm12x_explain.as_table(rows)
+    headers, cells = sm12x_planner.as_table(rows)
     click.echo(tabulate(cells, headers=headers, tablefmt="github", disable_numparse=True))
 
 

@@ -21,7 +21,7 @@ import torch
 from tabulate import tabulate
 
 import flashinfer
-from flashinfer.fused_moe import sm12x_dispatch, sm12x_known_calls
+from flashinfer.fused_moe import sm12x_dispatch, sm12x_signature_cache
 from flashinfer.testing import MoECase, make_moe_inputs
 from flashinfer.testing.moe_layers import MODE_NAMES, MODELS, Batch, layer_call, make_layer, route
 
@@ -119,7 +119,7 @@ def _stubbed() -> Iterator[None]:
         ):
             patches.enter_context(mock.patch.object(sm12x_dispatch, name, value))
         patches.enter_context(mock.patch.object(torch.cuda, "device", contextlib.nullcontext))
-        patches.enter_context(mock.patch.object(sm12x_known_calls, "_known", {}))
+        patches.enter_context(mock.patch.object(sm12x_signature_cache, "_cache", {}))
         yield
 
 

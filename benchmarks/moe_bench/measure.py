@@ -13,9 +13,9 @@ import torch
 import tqdm
 
 from flashinfer.fused_moe import sm12x_dispatch
-from flashinfer.fused_moe.sm12x_plan import allowed_tactics
+from flashinfer.fused_moe.sm12x_launch import allowed_tactics
 from flashinfer.fused_moe.sm12x_validation import Mode
-from flashinfer.jit.sm12x.instances import INSTANCES
+from flashinfer.jit.sm12x.instances import INSTANCES, tactic
 from flashinfer.sm12x_gpu_probe.timing import StreamingRead, time_graph
 from flashinfer.testing import ANY_ORDER, TENSOR_CORE, BoundViolation, MoEInputs, check_within_bound, moe_reference
 from flashinfer.testing.moe_layers import MODE_NAMES, Batch, layer_call, make_layer, route, rows_of
@@ -154,11 +154,11 @@ def measure_ours(plan: Plan, inputs: MoEInputs, mode: int) -> Entry:
     call = layer_call(inputs)
     entry = Entry(used=share_of_bound(inputs, call()), tactics=planned_tactics(inputs, mode))
     entry.sample = time_graph(call, plan.repeats)
-    for tactic in forced_tactics(plan.tactics, mode):
-        call = layer_call(inputs, [tactic, tactic])
+    for name in forced_tactics(plan.tactics, mode):
+        call = layer_call(inputs, [tactic(name)] * 2)
         used = share_of_bound(inputs, call())
         entry.used = max(entry.used or 0.0, used)
-        entry.forced[INSTANCES[tactic].name] = time_graph(call, plan.repeats).median
+        entry.forced[name] = time_graph(call, plan.repeats).median
     return entry
 
 
@@ -190,20 +190,19 @@ def measure_peer(plan: Plan, layer: Layer, batch: Batch) -> Entry:
         return failed(error)
 
 
-def planned_tactics(inputs: MoEInputs, mode: int) -> tuple[int, int]:
-    """What the planner gives the call."""
+def planned_tactics(inputs: MoEInputs, mode: int) -> tuple[str, str]:
+    """Names of what the planner gives the call."""
     from flashinfer.fused_moe.sm12x_planner import plan_moe
 
     tokens, top_k = inputs.token_selected_experts.shape
     experts, hidden, half = inputs.fc2_weights.shape
     index = inputs.input.device.index
     block_scaled = sm12x_dispatch.has_block_scaled_mma(index)
-    return plan_moe(tokens, top_k, experts, hidden, 2 * half, mode, block_scaled)
+    fc1, fc2 = plan_moe(tokens, top_k, experts, hidden, 2 * half, mode, block_scaled)
+    return INSTANCES[fc1].name, INSTANCES[fc2].name
 
 
-def forced_tactics(wanted: str, mode: int) -> list[int]:
-    """Tactics of ``--tactics`` that fit ``mode``."""
-    fitting = [tactic for tactic in allowed_tactics(Mode(mode)) if INSTANCES[tactic].default]
-    if wanted == "all":
-        return fitting
-    return [tactic for tactic in map(int, filter(None, wanted.split(","))) if tactic in fitting]
+def forced_tactics(wanted: str, mode: int) -> list[str]:
+    """Names in ``--tactics`` that fit ``mode``; ``all``: of SM12x's table."""
+    names = [INSTANCES[each].name for each in allowed_tactics(Mode(mode), block_scaled_mma=wanted == "all")]
+    return names if wanted == "all" else [name for name in wanted.split(",") if name in names]

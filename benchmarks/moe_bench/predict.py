@@ -106,7 +106,7 @@ def emulate(
     inputs = make_moe_inputs(MoECase(run.tokens, hidden, inter, run.experts, top_k, mode), 0)
     inputs = dataclasses.replace(inputs, token_selected_experts=run.ids(top_k))
     before = len(device.launches)
-    flashinfer.cutlass_fused_moe(**inputs.arguments(), profile_ids=list(tactics))
+    flashinfer.cutlass_fused_moe(**inputs.arguments(), profile_ids=[INSTANCES[each].number for each in tactics])
     return inputs.token_selected_experts, device.launches[before:]
 
 
@@ -149,7 +149,7 @@ def as_table(lines: Sequence[Line]) -> str:
             line.model,
             line.mode,
             f"{line.tokens:,}",
-            "/".join(map(str, line.tactics)),
+            "/".join(dict.fromkeys(INSTANCES[tactic].name for tactic in line.tactics)),
             f"{line.experts:.1f}",
             f"{line.megabytes:,.0f}",
             *(f"{value:,.0f}" for value in (line.floor, line.dram, line.issue, line.mma, line.shared, line.overhead)),
@@ -205,7 +205,7 @@ def lines(
             key = (mode, tactics, MODELS[model][:2])
             if key not in fitted:
                 began = time.perf_counter()
-                names = f"{MODE_NAMES[mode]}, {INSTANCES[tactics[0]].name} and {INSTANCES[tactics[1]].name}"
+                names = f"{MODE_NAMES[mode]}, {' and '.join(dict.fromkeys(INSTANCES[each].name for each in tactics))}"
                 print(f"[{wanted.index(key) + 1}/{len(wanted)}] emulating {names}", flush=True)
                 fitted[key], deviation, reports = fit_layer(device, model, mode, tactics)
                 print(

@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dense layers' time on a GB10, predicted, and what the weights of a whole token take: QKV, O, experts and LM head.
 
-No part of it is a measurement of a GB10; :mod:`flashinfer.sm12x_gpu_probe.prediction` has the model, its ranges and their sources.  What differs here:
+No part of it is a measurement of a GB10; :mod:`flashinfer.sm12x_gpu_probe.prediction` has the model, its ranges and their
+sources.  What differs here:
 
 1. A launch's counts are linear in the rows of the weight, N, and, where tokens fill whole tiles, bilinear in N and the
    number of tokens.  They are fitted to runs of the shipped kernels on the virtual SM121 with the layer's K, the batch itself
    (up to :data:`FEW_TOKENS`; else two small ones) and two small N.
-2. What a GEMM reads from DRAM more than once, because L2 is too small, comes from the same simulation as the experts'.
-3. Beside its busiest resource a dense layer takes :data:`FIXED_US`: of a streamed layer, one launch; of a GEMM, two.
+2. Units that a GEMM cuts for its blocks leave parts of sums in memory: as many as the walk of the blocks has, whatever N is,
+   so they are counted beside the fit, and taken to reach DRAM once, since what is read next fills L2.
+3. What a GEMM reads from DRAM more than once, because L2 is too small, comes from the same simulation as the experts'.
+4. Beside its busiest resource a dense layer takes :data:`FIXED_US`: of a streamed layer, one launch; of a GEMM, two.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import json
@@ -28,7 +32,7 @@ from flashinfer.gemm.sm12x_dense import BF16, QUANTIZE_BF16, choose, dense_mx, g
 from flashinfer.jit.sm12x.instances import DenseInstance
 from flashinfer.jit.sm12x.modules import gen_dense_module
 from flashinfer.sm12x_gpu_probe import prediction
-from flashinfer.sm12x_gpu_probe.l2 import ROW_TILE, Gemm, dram_bytes
+from flashinfer.sm12x_gpu_probe.l2 import ROW_TILE, Gemm, dram_bytes, walk
 from flashinfer.sm12x_gpu_probe.prediction import FAST, SCALE_BLOCK, SLOW, Assumptions, Counts, Fit, resources
 from flashinfer.testing import DenseCase, make_dense_inputs
 from flashinfer.testing.moe_layers import DENSE_LAYERS, DENSE_VARIANTS, MODELS
@@ -97,6 +101,23 @@ def emulate(
     return launches, [counts_of(launch) for launch in launches]
 
 
+def grid_of(row: DenseInstance, tokens: int, n: int, resident: int) -> int:
+    """Blocks of a GEMM, of which the device holds ``resident`` (``dense_blocks`` in the launcher)."""
+    units = -(-n // ROW_TILE) * -(-tokens // row.token_tile)
+    return units if units <= resident and 5 * units >= 2 * Assumptions.multiprocessors else resident
+
+
+def bytes_of_parts(row: DenseInstance, case: tuple[int, int, int], blocks: int) -> float:
+    """What the parts of units that are cut hold."""
+    tokens, n, k = case
+    units, k_tiles = -(-n // ROW_TILE) * -(-tokens // row.token_tile), -(-k // 128)
+    parts = 0
+    for block in range(blocks):
+        tiles = collections.Counter(unit for unit, _ in walk(units, k_tiles, blocks, block))
+        parts += sum(count < k_tiles for count in tiles.values())
+    return parts * 4.0 * ROW_TILE * row.token_tile
+
+
 def fitted_counts(
     device: VirtualDevice, row: DenseInstance, layer: tuple[int, int], tokens: int, activation: str
 ) -> list[tuple[Fit, Counts]]:
@@ -111,11 +132,19 @@ def fitted_counts(
     wanted = [1.0, n] if len(batches) == 1 else [1.0, n, tokens, tokens * n]
     found = []
     for position, launch in enumerate(emulated[0][0]):
-        values = torch.tensor([counts[position].values() for _, counts in emulated], dtype=torch.float64)
+        seen = [counts[position] for _, counts in emulated]
+        resident = Assumptions.multiprocessors * launch.blocks_per_sm
+        blocks, parts = launch.grid[0], 0.0
+        if not row.streamed and position == 1:
+            cut = [bytes_of_parts(row, (m, rows, k), grid_of(row, m, rows, resident)) for m, rows in runs]
+            seen = [each + Counts(bytes=-of_parts) for each, of_parts in zip(seen, cut, strict=True)]
+            blocks = grid_of(row, tokens, n, resident)
+            parts = bytes_of_parts(row, (tokens, n, k), blocks)
+        values = torch.tensor([each.values() for each in seen], dtype=torch.float64)
         solved = torch.linalg.solve(torch.tensor(terms, dtype=torch.float64), values)
-        counts = Counts(*(torch.tensor(wanted, dtype=torch.float64) @ solved).tolist())
+        counts = Counts(*(torch.tensor(wanted, dtype=torch.float64) @ solved).tolist()) + Counts(bytes=parts)
         warps = launch.blocks_per_sm * (launch.block[0] // 32) / Assumptions.schedulers
-        found.append((Fit(0, False, Counts(), Counts(), Counts(), warps, launch.grid[0]), counts))
+        found.append((Fit(0, False, Counts(), Counts(), Counts(), warps, blocks), counts))
     return found
 
 

@@ -27,16 +27,16 @@ class Entry:
         Above 1 the result disagrees with the reference.
     note : str
         Why it did not run.
-    tactics : tuple of int, optional
-        Ours: FC1's and FC2's.
+    tactics : tuple of str, optional
+        Ours: FC1's and FC2's, by name.
     forced : dict
-        Ours: microseconds of other tactics by their instance's name.
+        Ours: microseconds of other tactics by their name.
     """
 
     sample: Sample | None = None
     used: float | None = None
     note: str = ""
-    tactics: tuple[int, int] | None = None
+    tactics: tuple[str, str] | None = None
     forced: dict[str, float] = dataclasses.field(default_factory=dict)
 
     @property
@@ -94,7 +94,7 @@ def as_table(rows: list[Row]) -> str:
         if peers:
             line.append("-" if row.ahead is None else f"{row.ahead:.2f}")
         tactics = [row.ours[name].tactics for name in modes if name in row.ours]
-        line.append(" ".join("/".join(map(str, pair)) for pair in tactics if pair is not None) or "-")
+        line.append(" ".join("/".join(dict.fromkeys(pair)) for pair in tactics if pair is not None) or "-")
         for name in forced:
             times = [entry.forced[name] for entry in row.ours.values() if name in entry.forced]
             line.append(" ".join(f"{time:,.1f}" for time in times) or "-")

@@ -1,5 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fused MoE operators: upstream's, with ``cutlass_fused_moe`` for MXFP4 weights on SM12x and on the CPU."""
+"""Fused MoE operators: upstream's, with ``cutlass_fused_moe`` for MXFP4 weights on SM12x and on the CPU.
+
+In the order in which a call meets them:
+
+=========================  =============================================================================
+``core``                   upstream's functions; where a call goes
+``sm12x_signature_cache``  a call like an earlier one: straight to its launch
+``sm12x_operator``         any other: validated, planned, computed; the operator that ``torch.compile`` sees
+``sm12x_validation``       what a call may look like
+``sm12x_dispatch``         which backend serves a device; switches; the compiled modules
+``sm12x_planner``          default tactics, and why
+``sm12x_autotuner``        tactics that upstream's autotuner has timed
+``sm12x_launch``           ``profile_ids``, workspace sizes, the launch
+``sm12x_cpu``              the layer on CPU tensors
+=========================  =============================================================================
+"""
 
 from __future__ import annotations
 

@@ -48,10 +48,10 @@ from ..sm12x_arguments import (
 from ..sm12x_probes import adds_nothing
 from ..tllm_enums import ActivationType
 from ..trace.templates.moe import cutlass_fused_moe_trace
-from . import sm12x_dispatch, sm12x_moe
-from .sm12x_known_calls import MoETensors, repeat
-from .sm12x_plan import make_plan
-from .sm12x_tuning import SM12xStageRunner
+from . import sm12x_dispatch, sm12x_operator
+from .sm12x_autotuner import SM12xStageRunner
+from .sm12x_launch import make_plan
+from .sm12x_signature_cache import MoETensors, repeat
 from .sm12x_validation import (
     INPUT_DTYPES,
     SWIGLU,
@@ -224,8 +224,9 @@ def cutlass_fused_moe(
     tune_max_num_tokens : int
         Largest token count that ``flashinfer.autotune`` tunes for.
     profile_ids : list of int, optional
-        ``[fc1_tactic, fc2_tactic]``: indices of the instance table, -1 for the default.  Checked on the CPU, which has
-        one way to compute.
+        ``[fc1_tactic, fc2_tactic]``, -1 for the default.  A tactic's number is its name in digits: ``bf16_m8_k128`` is
+        3008128, or ``flashinfer.jit.sm12x.instances.tactic("bf16_m8_k128")``.  ``python -m flashinfer sm12x-instances
+        --all`` and ``docs/kernels.md`` have the names.  Checked on the CPU, which has one way to compute.
     use_fused_finalize : bool
         Accepted; the sum over experts has a fixed order either way, so results repeat bit for bit.
 
@@ -250,7 +251,7 @@ def cutlass_fused_moe(
         if not compiling:
             if _BARE and sm12x_dispatch.dumps_traces():
                 _dump_trace(locals())
-            # All arguments that are no tensors, and which tensors are None: see sm12x_known_calls.
+            # All arguments that are no tensors, and which tensors are None: see sm12x_signature_cache.
             try:
                 options = (
                     input.shape, output_dtype, quant_scales.__class__, input_sf is None, token_final_scales is None,
@@ -289,7 +290,7 @@ def cutlass_fused_moe(
                 situ_beta,
                 situ_linear_beta,
             )
-            call = sm12x_moe.MoECall(
+            call = sm12x_operator.MoECall(
                 mode,
                 output_dtype,
                 swizzled_input_sf,
@@ -301,7 +302,7 @@ def cutlass_fused_moe(
                 enable_pdl,
                 profile_ids,
             )
-            return sm12x_moe.run_moe_compiled(call) if compiling else sm12x_moe.run_moe(call, options)
+            return sm12x_operator.run_moe_compiled(call) if compiling else sm12x_operator.run_moe(call, options)
         if mode is not None:
             require_computing_device("input", input)
         if input.device.type == "cpu":

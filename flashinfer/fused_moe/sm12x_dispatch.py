@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ..jit.sm12x.instances import INSTANCES
+from ..jit.sm12x.instances import INSTANCES, SM12X
 from ..sm12x_probes import environment
 from ..utils import get_compute_capability
 
@@ -106,30 +106,6 @@ def one_device() -> bool:
     return torch.cuda.device_count() <= 1
 
 
-@functools.lru_cache(maxsize=1024)
-def fits_device(tactic: int, num_experts: int, index: int) -> bool:
-    """Whether ``tactic`` is for CUDA device ``index``, which grants a block the shared memory it needs for ``num_experts``."""
-    row = INSTANCES[tactic]
-    if row.widens and has_block_scaled_mma(index):
-        return False
-    return row.smem_bytes(num_experts) <= _shared_bytes_per_block(index)
-
-
-@functools.lru_cache(maxsize=64)
-def _shared_bytes_per_block(index: int) -> int:
-    properties: Any = torch.cuda.get_device_properties(index)  # its stub lacks shared_memory_per_block_optin
-    return int(properties.shared_memory_per_block_optin)
-
-
-def takes_layer(tactic: int, num_rows: int, hidden: int, inter: int, index: int) -> bool:
-    """Whether ``tactic`` computes a layer of these sizes on CUDA device ``index``; pairs of GEMMs take any.
-
-    ``num_rows`` is tokens x top_k.
-    """
-    row = INSTANCES[tactic]
-    return not row.streamed or row.takes(num_rows, hidden, inter, _shared_bytes_per_block(index))
-
-
 @functools.cache
 def moe_module() -> Any:
     """The loaded ``fused_moe_120``; built on first use."""
@@ -140,8 +116,8 @@ def moe_module() -> Any:
 
 @functools.cache
 def ensure_instance(index: int) -> None:
-    """Make tactic ``index`` runnable: rows outside the default set are built and registered when first asked for."""
-    if INSTANCES[index].default:
+    """Make tactic ``index`` runnable: rows that SM12x's table has not are built and registered when first asked for."""
+    if INSTANCES[index] in SM12X:
         return
     from ..jit.fused_moe import gen_cutlass_fused_moe_sm120_instance_module
 

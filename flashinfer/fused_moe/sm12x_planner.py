@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which instance a shape gets, and why.
+"""Which instance a shape gets by default, and why; for people: ``python -m flashinfer sm12x-plan``.
 
 The choice follows the number of token rows that an expert can expect, since that is the N side of its GEMMs: the
 narrowest token tile that holds them wastes least of an MMA, and a wider one reads the weights fewer times.  Thresholds
@@ -10,16 +10,12 @@ tiles cost no scale arithmetic, are predictions until somebody has measured them
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
-from ..jit.sm12x.instances import (
-    GB10_SMEM_PER_BLOCK,
-    HOPPER_SMEM_PER_BLOCK,
-    INSTANCES,
-    Activation,
-    Instance,
-)
-
-MODE_BF16_ACTIVATIONS = 2
+from ..jit.sm12x.instances import GEMM_INSTANCES, MAX_EXPERTS, Activation, Instance, table
+from ..sm12x_arguments import require_k_alignment
+from .sm12x_validation import Mode
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,10 +36,6 @@ class DeviceClass:
 
     Attributes
     ----------
-    shared_bytes : int
-        Shared memory that a block may have.
-    widens : bool
-        Pairs of GEMMs keep MXFP8 activations as bfloat16 where such a row has the token tile: the MMA takes no scales.
     streamed : tuple
         Limits and token tiles of the streamed layer; past the last limit it is not used.
     pairs : tuple
@@ -52,8 +44,6 @@ class DeviceClass:
         The same for the grouped GEMM.
     """
 
-    shared_bytes: int
-    widens: bool
     streamed: Limits
     pairs: Limits
     gemms: Limits
@@ -63,15 +53,13 @@ class DeviceClass:
 # streamed 16, 1.26; pairs of 8, 16, 24, 32, 40, 64: 1.33, 1.39, 1.54, 1.77, 1.95, 2.63. Limits are where the cheapest
 # changes if an expert's rows are Poisson distributed: at 64 rows two tiles of 40 cost less than the 1.5 of 64 that it takes.
 _HOPPER = DeviceClass(
-    HOPPER_SMEM_PER_BLOCK,
-    True,
     ((5.9, 8), (14.5, 16)),
     ((4.8, 8), (12.0, 16), (20.0, 24), (26.0, 32), (38.0, 40), (63.5, 64), (84.0, 40), (_END, 64)),
     ((8.5, 8), (_END, 16)),
 )
 # A tile that is too narrow reads weights twice, and a GB10 waits for memory: the streamed layer ends earlier there.
 _SM12X_PAIRS = ((6.0, 8), (14.0, 16), (20.0, 24), (28.0, 32), (36.0, 40), (64.0, 64), (_END, 128))
-_SM12X = DeviceClass(GB10_SMEM_PER_BLOCK, False, ((4.5, 8),), _SM12X_PAIRS, _SM12X_PAIRS)
+_SM12X = DeviceClass(((4.5, 8),), _SM12X_PAIRS, _SM12X_PAIRS)
 
 
 def expected_rows(num_rows: int, num_experts: int) -> float:
@@ -96,24 +84,20 @@ def choose(
     rows = expected_rows(num_rows, num_experts)
     device = _SM12X if block_scaled_mma else _HOPPER
     busy = f"{rows:.1f} rows for an expert that is hit"
+    fitting = [row for row in table(block_scaled_mma) if row.activation == activation]
     tile = next((tile for limit, tile in device.streamed if rows <= limit), 0)
-    for row in INSTANCES:
-        if layer is None or not all_sms or not row.streamed or row.activation != activation or row.token_tile != tile:
+    for row in fitting:
+        if layer is None or not all_sms or not row.streamed or row.token_tile != tile:
             continue
-        if row.takes(num_rows, *layer, device.shared_bytes):
+        if row.takes(num_rows, *layer):
             return Choice(row, f"{busy}: the layer as one stream of weights, token tile {tile}")
     wanted = next(tile for limit, tile in (device.gemms if layer is None else device.pairs) if rows <= limit)
-    widens = device.widens and layer is not None
-    candidates = [
-        row
-        for row in INSTANCES
-        if not row.streamed and row.activation == activation and (row.default or (widens and row.widens))
-    ]
+    candidates = GEMM_INSTANCES if layer is None else [row for row in fitting if not row.streamed]
     tiles = sorted({row.token_tile for row in candidates})
     tile = next((tile for tile in tiles if tile >= wanted), tiles[-1])
-    # Of equal tiles the one made for such a device, then the longer K tile: whole 128-byte pieces of a weight row.
-    best = max((row for row in candidates if row.token_tile == tile), key=lambda row: (row.widens, row.k_tile))
-    kept = ", activations kept as bfloat16" if best.widens else ""
+    # Of equal tiles the longer K tile: whole 128-byte pieces of a weight row.
+    best = max((row for row in candidates if row.token_tile == tile), key=lambda row: row.k_tile)
+    kept = ", activations dequantized to bfloat16" if best.multiplies == "mxfp8_as_bf16" else ""
     return Choice(best, f"{busy}: token tile {tile}, K tile {best.k_tile}{kept}")
 
 
@@ -132,12 +116,107 @@ def plan_moe(
     Shares of work are cut to the number of SMs inside the kernels (``scheduler/tile_scheduler.cuh``,
     ``impls/streamed_walk.cuh``), so that it does not change the choice, unless the layer may not use all of them.
     """
-    activation: Activation = "bf16" if mode == MODE_BF16_ACTIVATIONS else "mxfp8"
     rows = num_tokens * top_k
-    index = choose(activation, rows, num_local_experts, block_scaled_mma, (hidden, inter), all_sms).instance.index
+    index = choose(
+        Mode(mode).activation, rows, num_local_experts, block_scaled_mma, (hidden, inter), all_sms
+    ).instance.index
     return index, index
 
 
 def plan_group_gemm(cum_m: int, num_groups: int, block_scaled_mma: bool = True) -> int:
     """Default tactic of the grouped GEMM."""
     return choose("mxfp8", cum_m, num_groups, block_scaled_mma).instance.index
+
+
+# --- for people: python -m flashinfer sm12x-plan --------------------------------------------------------------------
+
+MODES = {"w4a8": Mode.MXFP8_INPUT, "w4a8-bf16": Mode.HALF_INPUT, "w4a16": Mode.W4A16}
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """Sizes of a layer on one rank."""
+
+    hidden: int
+    inter: int
+    experts: int
+    top_k: int
+
+    def check(self) -> None:
+        """Raise ``ValueError`` unless the kernels take such a layer."""
+        require_k_alignment("hidden", self.hidden)
+        require_k_alignment("inter", self.inter)
+        if not 1 <= self.experts <= MAX_EXPERTS:
+            raise ValueError(f"experts is {self.experts}; it must be in [1, {MAX_EXPERTS}]")
+        if not 1 <= self.top_k <= self.experts:
+            raise ValueError(f"top_k is {self.top_k}; it must be in [1, {self.experts}], the number of experts")
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """What the planner asks about a GPU."""
+
+    name: str
+    sm_count: int
+    block_scaled_mma: bool
+
+
+MODELS = {"gpt-oss-120b": Layer(2880, 2880, 128, 4), "gpt-oss-20b": Layer(2880, 2880, 32, 4)}
+DEVICES = {"gb10": Device("GB10", 48, True), "h200": Device("H200", 132, False)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Explained:
+    """The tactics of one number of tokens.
+
+    Attributes
+    ----------
+    tokens : int
+        Of the batch.
+    rows_per_expert : float
+        Rows that an expert can expect which is hit at all.
+    fc1, fc2 : int
+        The tactics, and the names of their instances.
+    reason : str
+        The planner's.
+    """
+
+    tokens: int
+    rows_per_expert: float
+    fc1: int
+    fc1_instance: str
+    fc2: int
+    fc2_instance: str
+    reason: str
+
+
+def explain(layer: Layer, mode: Mode, tokens: Sequence[int], device: Device) -> list[Explained]:
+    """The default tactics of ``layer`` for each number of ``tokens``.
+
+    Raises
+    ------
+    ValueError
+        A size that the kernels do not take.
+    """
+    layer.check()
+    if device.sm_count < 1:
+        raise ValueError(f"sm_count is {device.sm_count}; it must be at least 1")
+    explained = []
+    for count in tokens:
+        if count < 1:
+            raise ValueError(f"tokens is {count}; it must be at least 1")
+        rows = count * layer.top_k
+        choice = choose(mode.activation, rows, layer.experts, device.block_scaled_mma, (layer.hidden, layer.inter))
+        gemm = choice.instance.number, choice.instance.name
+        explained.append(Explained(count, expected_rows(rows, layer.experts), *gemm, *gemm, choice.reason))
+    return explained
+
+
+def as_table(rows: Sequence[Explained]) -> tuple[list[str], list[list[Any]]]:
+    """Titles and cells for ``tabulate``."""
+    headers = ["tokens", "rows/expert", "FC1", "FC1's instance", "FC2", "FC2's instance", "why"]
+    cells = [
+        [row.tokens, f"{row.rows_per_expert:.1f}", row.fc1, row.fc1_instance, row.fc2, row.fc2_instance, row.reason]
+        for row in rows
+    ]
+    return headers, cells

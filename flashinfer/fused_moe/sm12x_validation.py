@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..jit.sm12x.instances import MAX_EXPERTS
+from ..jit.sm12x.instances import MAX_EXPERTS, Activation
 from ..sm12x_arguments import (
     INT32_MAX,
     describe,
@@ -45,8 +45,8 @@ class Mode(enum.IntEnum):
     W4A16 = 2
 
     @property
-    def activation(self) -> str:
-        """Name of the activation format in the instance table."""
+    def activation(self) -> Activation:
+        """Name of the activation format in the instance tables."""
         return "bf16" if self is Mode.W4A16 else "mxfp8"
 
 

@@ -13,7 +13,7 @@ import torch
 
 from .. import sm12x_probes
 from ..autotuner import DynamicTensorSpec, TunableRunner, TuningConfig
-from ..jit.sm12x.instances import GEMM_INSTANCES, MAX_EXPERTS
+from ..jit.sm12x.instances import GEMM_INSTANCES, MAX_EXPERTS, index_of
 from ..quantization.mx_cpu import (
     BLOCK_SIZE,
     dequantize_mxfp4_linear,
@@ -330,18 +330,15 @@ class SM12xGroupGemmRunner(TunableRunner):
 
     def get_cache_key_extras(self, inputs: list[torch.Tensor]) -> tuple[Any, ...]:
         """What besides the shapes tells saved tactics apart."""
-        from ..fused_moe.sm12x_tuning import table_digest
+        return (str(inputs[0].dtype), str(self.out_dtype), self.num_groups)
 
-        return (str(inputs[0].dtype), str(self.out_dtype), self.num_groups, table_digest(GEMM_INSTANCES))
-
-    def get_valid_tactics(self, inputs: list[torch.Tensor], profile: Any) -> list[int]:
-        """Instances that fit the device's shared memory."""
-        index = inputs[0].device.index
-        return [row.index for row in GEMM_INSTANCES if _dispatch().fits_device(row.index, self.num_groups, index)]
+    def get_valid_tactics(self, inputs: list[torch.Tensor], profile: Any) -> list[str]:
+        """Names of the instances."""
+        return [row.name for row in GEMM_INSTANCES]
 
     def validate_tactic(self, inputs: list[torch.Tensor], tactic: Any) -> bool:
         """Whether a tactic from a cache file is an instance of the grouped GEMM."""
-        return tactic == -1 or tactic in [row.index for row in GEMM_INSTANCES]
+        return tactic == -1 or tactic in self.get_valid_tactics(inputs, None)
 
     def forward(
         self, inputs: list[torch.Tensor], tactic: Any = -1, do_preparation: bool = False, **kwargs: Any
@@ -376,7 +373,7 @@ class SM12xGroupGemmRunner(TunableRunner):
             a_scale,
             b_scale,
             ends,
-            plan.tactic if tactic == -1 else tactic,
+            plan.tactic if tactic == -1 else index_of(tactic),
         )
         return out
 
@@ -416,9 +413,12 @@ def _tuned_tactic(
         return plan.tactic
     if state is not None and plan.tuned is not None and plan.tuned[0] == state:
         return plan.tuned[1]
+    from ..fused_moe.sm12x_autotuner import refuse_numbers
+
+    refuse_numbers(tuner, OPERATOR)
     runner = SM12xGroupGemmRunner(plan.problem.num_groups, plan.problem.out_dtype)
     _, tactic = tuner.choose_one(OPERATOR, [runner], _tuning_config(), [a, b])
-    tactic = plan.tactic if tactic == -1 else int(tactic)
+    tactic = plan.tactic if tactic == -1 else index_of(tactic)
     if state is not None:
         plan.tuned = (state, tactic)
     return tactic

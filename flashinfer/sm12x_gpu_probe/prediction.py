@@ -211,7 +211,7 @@ def reread_bytes(model: str, tokens: int, tactic: int, fc1: bool, blocks: int, g
     outputs, k = (2 * inter, hidden) if fc1 else (hidden, inter)
     scales = row.k_tile / SCALE_BLOCK
     weights = ROW_TILE * (row.k_tile / 2 + scales)
-    row_bytes = row.element_bytes * row.k_tile + (scales if row.operand == "mxfp8" else 0)
+    row_bytes = row.k_tile + scales if row.multiplies == "mxfp8" else 2 * row.k_tile
     gemm = Gemm(rows, -(-outputs // ROW_TILE), -(-k // row.k_tile), row.token_tile, weights, row_bytes)
     capacity = 1e6 * given.l2_megabytes * given.l2_usable
     contributions = 0 if fc1 else 4.0 * sum(rows) * hidden
@@ -253,7 +253,7 @@ def predict(
 ) -> Line:
     """One row of the table; ``given`` is the middle of its ranges."""
     experts = mean_work(model, tokens, 0).experts
-    eight_bit = INSTANCES[tactics[0]].operand == "mxfp8"
+    eight_bit = INSTANCES[tactics[0]].multiplies == "mxfp8"
     launches = list(counts_of_layer(model, tokens, tactics, fits, given))
     second = given.second_gemm_us * (sum(fit.tile > 0 for fit in fits) - 1)
 
@@ -300,11 +300,15 @@ def mma_rates() -> dict[str, tuple[float, float]]:
 
 
 def fits_as_json(fitted: Mapping[tuple[int, tuple[int, int], tuple[int, int]], Sequence[Fit]]) -> str:
-    """What :func:`known_fits` reads: by mode, tactics, and hidden and intermediate size."""
-    keys = ("mode", "tactics", "sizes")
+    """What :func:`known_fits` reads: by mode, tactics' names, and hidden and intermediate size."""
     table = [
-        dict(zip(keys, key, strict=True)) | {"launches": [dataclasses.asdict(fit) for fit in fits]}
-        for key, fits in fitted.items()
+        {
+            "mode": mode,
+            "tactics": _names(tactics),
+            "sizes": sizes,
+            "launches": [dataclasses.asdict(fit) for fit in fits],
+        }
+        for (mode, tactics, sizes), fits in fitted.items()
     ]
     return json.dumps(table, indent=1) + "\n"
 
@@ -315,9 +319,13 @@ def known_fits(mode: int, tactics: tuple[int, int], sizes: tuple[int, int]) -> l
     The benchmark's prediction writes the file (``make bench`` where there is no GPU). A test emulates a batch and compares.
     """
     for entry in json.loads(FITS.read_text(encoding="utf-8")):
-        if (entry["mode"], *map(tuple, (entry["tactics"], entry["sizes"]))) == (mode, tactics, sizes):
+        if (entry["mode"], entry["tactics"], tuple(entry["sizes"])) == (mode, _names(tactics), sizes):
             return [_fit_from_json(launch) for launch in entry["launches"]]
     return None
+
+
+def _names(tactics: tuple[int, int]) -> list[str]:
+    return [INSTANCES[tactic].name for tactic in tactics]
 
 
 def _fit_from_json(launch: Mapping[str, Any]) -> Fit:

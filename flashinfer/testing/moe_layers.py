@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from ..fused_moe import cutlass_fused_moe, cutlass_fused_moe_workspace_size, sm12x_explain
+from ..fused_moe import cutlass_fused_moe, cutlass_fused_moe_workspace_size, sm12x_planner
 from .moe_inputs import MoECase, make_moe_inputs
 from .moe_reference import MoEInputs
 from .mxfp_formats import quantize_mxfp8
 
 MODELS = {
-    **{name: dataclasses.astuple(layer) for name, layer in sm12x_explain.MODELS.items()},
+    **{name: dataclasses.astuple(layer) for name, layer in sm12x_planner.MODELS.items()},
     "gpt-oss-120b-tp2": (2880, 1440, 128, 4),
     "moe-2048-768-e128": (2048, 768, 128, 8),
 }

@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 
-from ..fused_moe import cutlass_fused_moe, sm12x_dispatch
-from ..fused_moe.sm12x_plan import allowed_tactics
+from ..fused_moe import cutlass_fused_moe
+from ..fused_moe.sm12x_launch import allowed_tactics
 from ..fused_moe.sm12x_validation import Mode
 from ..gemm import group_gemm_mxfp4_nt_groupwise
 from ..gemm.sm12x_dense import dense_mx
 from ..jit.sm12x.instances import DENSE_INSTANCES, INSTANCES
-from . import virtual_device
 from .dense_reference import DenseCase, dense_reference, make_dense_inputs
 from .error_bounds import TENSOR_CORE, BoundViolation, check_within_bound
 from .gemm_reference import group_gemm_reference
@@ -81,21 +80,10 @@ def judged(what: str, call: Callable[[], torch.Tensor], reference: torch.Tensor,
     return Result(what, used, timed(call))
 
 
-def tactics_of(mode: Mode, num_tokens: int, hidden: int, inter: int, experts: int, device: torch.device) -> list[int]:
-    """The default tactics that compute such a layer on ``device``, or on the virtual one."""
-    tactics = [tactic for tactic in allowed_tactics(mode) if INSTANCES[tactic].default]
-    rows = num_tokens * TOP_K
-    if device.type == "cpu":
-        virtual = virtual_device.active()
-        shared = virtual.shared_memory_per_block_optin if virtual is not None else 0
-        return [tactic for tactic in tactics if INSTANCES[tactic].takes(rows, hidden, inter, shared)]
-    index = torch.cuda.current_device()
-    return [
-        tactic
-        for tactic in tactics
-        if sm12x_dispatch.fits_device(tactic, experts, index)
-        and sm12x_dispatch.takes_layer(tactic, rows, hidden, inter, index)
-    ]
+def tactics_of(mode: Mode, num_tokens: int, hidden: int, inter: int) -> list[int]:
+    """The tactics of ``fused_moe_120`` that compute such a layer; a Hopper runs them too."""
+    tactics = allowed_tactics(mode, block_scaled_mma=True)
+    return [tactic for tactic in tactics if INSTANCES[tactic].takes(num_tokens * TOP_K, hidden, inter)]
 
 
 def moe_results(
@@ -127,8 +115,8 @@ def moe_results(
                 if not every_tactic:
                     yield judged(what, functools.partial(cutlass_fused_moe, **words), reference, bound)
                     continue
-                for tactic in tactics_of(Mode(mode), count, hidden, inter, experts, device):
-                    call = functools.partial(cutlass_fused_moe, **words, profile_ids=[tactic, tactic])
+                for tactic in tactics_of(Mode(mode), count, hidden, inter):
+                    call = functools.partial(cutlass_fused_moe, **words, profile_ids=[INSTANCES[tactic].number] * 2)
                     yield judged(f"{what}, {INSTANCES[tactic].name}", call, reference, bound)
 
 

@@ -5,7 +5,7 @@ Their callers have validated everything already and hold CPU tensors::
 
     device = virtual_device.active()
     if device is not None:
-        virtual_operators.run_moe(device, problem, arguments, swizzled_input_sf, profile_ids, enable_pdl)
+        virtual_operators.run_moe(device, problem, arguments, swizzled_input_sf, tactics, enable_pdl)
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ..jit.sm12x.instances import INSTANCES, SM12X
 from .virtual_device import VirtualDevice
 
 
@@ -23,7 +24,7 @@ def run_moe(
     problem: Any,
     arguments: tuple[Any, ...],
     swizzled_input_sf: bool,
-    profile_ids: Sequence[int] | None = None,
+    tactics: Sequence[int] | None = None,
     enable_pdl: bool = True,
 ) -> None:
     """One MoE layer.
@@ -33,20 +34,19 @@ def run_moe(
         problem: Sizes (``fused_moe.sm12x_validation.MoEProblem``).
         arguments: Those of ``sm12x_moe_run`` before the workspace, ``output`` first; CPU tensors.
         swizzled_input_sf: As in ``cutlass_fused_moe``.
-        profile_ids: Tactics of the two GEMMs, -1 for the planner's; checked.
+        tactics: Of the two GEMMs, places in ``INSTANCES``, -1 for the planner's; checked.
         enable_pdl: Launch programmatic dependents.
 
     Raises:
         VirtualDeviceError: a launch was refused, failed, or a watcher reported.
     """
-    from flashinfer.fused_moe.sm12x_plan import resolved_pair
+    from flashinfer.fused_moe.sm12x_launch import resolved_pair
     from flashinfer.fused_moe.sm12x_planner import plan_moe
     from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm120_module
-    from flashinfer.jit.sm12x.instances import INSTANCES
 
     sizes = (problem.num_tokens, problem.top_k, problem.num_local_experts, problem.hidden, problem.inter)
     planned = plan_moe(*sizes, int(problem.mode))
-    tactics = resolved_pair(profile_ids or (-1, -1), planned)
+    tactics = resolved_pair(tactics or (-1, -1), planned)
     module = device.module(gen_cutlass_fused_moe_sm120_module)
     for tactic in tactics:
         _register_instance(device, module, tactic)
@@ -58,7 +58,7 @@ def run_moe(
         problem.num_local_experts,
         problem.top_k,
         int(problem.mode),
-        any(INSTANCES[tactic].widens for tactic in tactics),
+        any(INSTANCES[tactic].multiplies == "mxfp8_as_bf16" for tactic in tactics),
     )
     workspace = device.empty(max(1, int(size)))
     device.call(
@@ -76,11 +76,10 @@ def run_moe(
 
 
 def _register_instance(device: VirtualDevice, module: Any, tactic: int) -> None:
-    """Make a tactic outside the default set runnable: its module is built and handed to the main one."""
+    """Make a tactic that SM12x's table has not runnable: its module is built and handed to the main one."""
     from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm120_instance_module
-    from flashinfer.jit.sm12x.instances import INSTANCES
 
-    if not INSTANCES[tactic].default:
+    if INSTANCES[tactic] not in SM12X:
         instance = device.module(gen_cutlass_fused_moe_sm120_instance_module, tactic)
         module.sm12x_register_instance(tactic, instance.sm12x_instance_address())
 

@@ -53,7 +53,7 @@ def plan(monkeypatch: pytest.MonkeyPatch) -> measure.Plan:
     monkeypatch.setitem(moe_layers.MODELS, MODEL, (128, 64, 8, 2))
     monkeypatch.setattr(measure, "StreamingRead", StillRead)
     monkeypatch.setattr(measure, "time_graph", lambda run, repeats: Sample(20.0, 19.0, 22.0))
-    monkeypatch.setattr(measure, "planned_tactics", lambda inputs, mode: (0, 0))
+    monkeypatch.setattr(measure, "planned_tactics", lambda inputs, mode: ("bf16_m8_k128", "bf16_m8_k128"))
     monkeypatch.setattr(measure, "context_error", lambda: None)
     return measure.Plan([MODEL], TOKENS, [0, 1, 2], "", False, 3, 7, [], "cpu")
 
@@ -124,7 +124,8 @@ def test_a_lost_context_ends_the_peers_and_keeps_ours(
 
 
 def _rows() -> list[results.Row]:
-    ours = {"W4A16": results.Entry(Sample(30.0, 29.0, 31.0), 0.5, tactics=(8, 8), forced={"other": 31.5})}
+    tactics = "bf16_m8_k128", "bf16_m8_k128"
+    ours = {"W4A16": results.Entry(Sample(30.0, 29.0, 31.0), 0.5, tactics=tactics, forced={"other": 31.5})}
     good, bad = results.Entry(Sample(60.0, 59.0, 61.0), 0.4), results.Entry(Sample(5.0, 5.0, 5.0), 40.0)
     sample = Sample(20.0, 19.5, 21.0)
     return [

@@ -135,7 +135,7 @@ def test_time_of_a_row_by_hand() -> None:
 
 
 def test_a_range_holds_what_is_not_known_of_bf16_mmas_and_of_a_pairs_second_gemm() -> None:
-    tactic = next(row.index for row in INSTANCES if row.operand == "bf16" and not row.streamed)
+    tactic = next(row.index for row in INSTANCES if row.multiplies == "bf16" and not row.streamed)
     busy = Fit(8, False, Counts(mma_flops=1e12), Counts(), Counts(), 4.0, 48)
     line = prediction.predict(MODEL, 2, 1, (tactic, tactic), [busy, busy], Assumptions(l2_megabytes=1e6))
     cycles = 48 * 2418.0

@@ -21,7 +21,7 @@ from flashinfer.jit import env as jit_env
 from flashinfer.jit.core import MissingJITCacheError
 from flashinfer.jit.sm12x import jobs, modules, toolchain
 from flashinfer.jit.sm12x.diagnosis import JitBuildError
-from flashinfer.jit.sm12x.instances import GEMM_INSTANCES, INSTANCES
+from flashinfer.jit.sm12x.instances import GEMM_INSTANCES, INSTANCES, SM12X, index_of
 from flashinfer.jit.sm12x.spec import JitSpecSm12x
 
 pytestmark = pytest.mark.usefixtures("workspace")
@@ -37,9 +37,8 @@ def test_fused_moe_120_is_lean(workspace: Path) -> None:
     assert spec.name == "fused_moe_120"
     assert len(spec.sources) <= 24
     rendered = [source for source in spec.sources if source.parent == workspace / "generated" / "fused_moe_120"]
-    defaults = [row for row in INSTANCES if row.default]
-    assert [source.stem for source in rendered] == [row.name for row in defaults]
-    for source, row in zip(rendered, defaults, strict=True):
+    assert [source.stem for source in rendered] == [row.name for row in SM12X]
+    for source, row in zip(rendered, SM12X, strict=True):
         assert row.name in source.read_text()
     assert all(source.is_file() for source in spec.sources)
     assert len({source.name for source in spec.sources}) == len(spec.sources)
@@ -55,7 +54,7 @@ def test_registered_and_listed() -> None:
     assert len(statuses["gemm_mxfp4_sm12x"].sources) == 2 + len(GEMM_INSTANCES)
 
 
-@pytest.mark.parametrize("row", [row for row in INSTANCES if not row.default], ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [row for row in INSTANCES if row not in SM12X], ids=lambda row: row.name)
 def test_other_instances_are_modules_of_their_own(row: Any) -> None:
     spec = fused_moe.gen_cutlass_fused_moe_sm120_instance_module(row.index)
     assert spec.name == f"fused_moe_120_{row.name}"
@@ -63,9 +62,9 @@ def test_other_instances_are_modules_of_their_own(row: Any) -> None:
 
 
 def test_instance_modules_that_do_not_exist() -> None:
-    with pytest.raises(ValueError, match=rf"tactic {len(INSTANCES)} does not exist"):
+    with pytest.raises(ValueError, match=rf"instance {len(INSTANCES)} does not exist"):
         fused_moe.gen_cutlass_fused_moe_sm120_instance_module(len(INSTANCES))
-    with pytest.raises(ValueError, match=r"tactic 0\) is part of fused_moe_120 and has no module of its own"):
+    with pytest.raises(ValueError, match=r"^mxfp8_m8_k128 is part of fused_moe_120 and has no module of its own"):
         fused_moe.gen_cutlass_fused_moe_sm120_instance_module(0)
 
 
@@ -446,7 +445,7 @@ def test_table_of_instances_as_built(workspace: Path) -> None:
         find_tool()
     except toolchain.ToolchainError as error:
         pytest.skip(str(error))
-    row = next(row for row in INSTANCES if row.default and row.activation == "mxfp8")
+    row = SM12X[0]
     whole = modules.gen_fused_moe_module()
     source = next(source for source in whole.sources if source.stem == row.name)
     spec = dataclasses.replace(whole, name="one_instance", sources=[source])
@@ -456,10 +455,25 @@ def test_table_of_instances_as_built(workspace: Path) -> None:
     rows = instance_rows(spec)
     assert {built.gemm for built in rows} == {"fc1", "fc2"}
     for built in rows:
-        assert (built.tactic, built.instance, built.architecture) == (row.index, row.name, "sm_121a")
+        assert (built.tactic, built.instance, built.architecture) == (row.number, row.name, "sm_121a")
         assert built.block_scaled_mmas == built.tensor_instructions > 0
         assert built.local_accesses == 0
         assert 32 <= built.registers <= 65536 // (row.blocks_per_sm * row.threads)
-        assert row.smem_bytes() <= built.shared_bytes <= 101376
+        assert row.shared_bytes <= built.shared_bytes <= 101376
     headers, cells = as_table(rows)
     assert all(len(cell) == len(headers) for cell in cells)
+
+
+@needs_nvcc
+@pytest.mark.slow
+@pytest.mark.usefixtures("workspace")
+@pytest.mark.parametrize("name", ["bf16_m8_k128", "stream_bf16_m8"])
+@pytest.mark.parametrize("change", [{"shared_bytes": 16}, {"stages": -1}], ids=str)
+def test_a_row_that_says_otherwise_than_the_layout_of_shared_memory_does_not_compile(
+    name: str, change: dict[str, int]
+) -> None:
+    row = INSTANCES[index_of(name)]
+    wrong = dataclasses.replace(row, **{column: getattr(row, column) + more for column, more in change.items()})
+    spec = modules._spec("wrong_row", [], modules._MOE_TEMPLATE, [wrong])
+    with pytest.raises(RuntimeError, match=r"flashinfer/jit/sm12x/instances\.py says otherwise"):
+        spec.build(need_lock=True)

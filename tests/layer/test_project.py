@@ -86,7 +86,7 @@ class Row:
 
     def __init__(self, **values: Any) -> None:
         self.__dict__.update(
-            instance="moe_mxfp8_t8",
+            instance="mxfp8_m8_k128",
             gemm="fc1",
             architecture="sm_121a",
             tensor_instructions=14,
@@ -99,16 +99,16 @@ class Row:
 @pytest.mark.parametrize(
     ("rows", "failing"),
     [
-        ([Row(), Row(gemm="fc2"), Row(instance="moe_bf16_t8", block_scaled_mmas=0)], []),
+        ([Row(), Row(gemm="fc2"), Row(instance="bf16_m8_k128", block_scaled_mmas=0)], []),
         ([Row(), Row(gemm="layer", block_scaled_mmas=0)], []),
         ([], ["0 kernels have matrix instructions"]),
         ([Row(tensor_instructions=0)], ["1 kernels have matrix instructions"]),
-        ([Row(), Row(local_accesses=3)], ["no kernel spills or uses local memory (LDL, STL) but moe_mxfp8_t8 fc1: 3"]),
+        ([Row(), Row(local_accesses=3)], ["no kernel spills or uses local memory (LDL, STL) but mxfp8_m8_k128 fc1: 3"]),
         (
             [Row(), Row(block_scaled_mmas=0)],
             ["2 W4A8 GEMM kernels use the block-scaled FP4 MMA: 14 QMMA.SF with E2M1 in all"],
         ),
-        ([Row(instance="moe_bf16_t8")], ["1 other kernels use none"]),
+        ([Row(instance="bf16_m8_k128")], ["1 other kernels use none"]),
         ([Row(architecture="sm_90a")], ["1 other kernels use none"]),
     ],
     ids=["good", "streamed layer in bfloat16", "none", "no MMA", "spills", "W4A8 without", "W4A16 with", "Hopper with"],

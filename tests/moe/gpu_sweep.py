@@ -29,7 +29,7 @@ import torch
 from moe_harness import check_case, same_bits
 
 from flashinfer.fused_moe import sm12x_dispatch
-from flashinfer.fused_moe.sm12x_plan import allowed_tactics
+from flashinfer.fused_moe.sm12x_launch import allowed_tactics
 from flashinfer.fused_moe.sm12x_validation import Mode
 from flashinfer.gemm import sm12x_group_gemm
 from flashinfer.jit.sm12x.instances import GEMM_INSTANCES, INSTANCES
@@ -49,17 +49,11 @@ Work = tuple[str, MoECase, list[list[int] | None]]
 
 
 def tactics_of(mode: int, case: MoECase, extra: bool) -> list[list[int] | None]:
-    """The default, and each instance for both GEMMs; rows outside the default set only with ``extra``."""
-    index = torch.cuda.current_device()
-    local = case.num_experts // case.ep_size
-    fitting = [
-        tactic
-        for tactic in allowed_tactics(Mode(mode))
-        if (extra or INSTANCES[tactic].default) and sm12x_dispatch.fits_device(tactic, local, index)
-    ]
-    rows = case.num_tokens * case.top_k
-    fitting = [t for t in fitting if sm12x_dispatch.takes_layer(t, rows, case.hidden, case.inter, index)]
-    return [None, *([tactic, tactic] for tactic in fitting)]
+    """The default, and each instance for both GEMMs; Hopper's own rows only on one, with ``extra``."""
+    block_scaled = not extra or sm12x_dispatch.has_block_scaled_mma(torch.cuda.current_device())
+    sizes = case.num_tokens * case.top_k, case.hidden, case.inter
+    rows = [INSTANCES[tactic] for tactic in allowed_tactics(Mode(mode), block_scaled)]
+    return [None, *([row.number] * 2 for row in rows if row.takes(*sizes))]
 
 
 def model_cases(quick: bool, extra: bool) -> list[Work]:
@@ -92,9 +86,10 @@ def instance_cases(extra: bool) -> list[Work]:
                     output_dtype=torch.float16,  # type: ignore[arg-type]
                 )
                 pairs = tactics_of(mode, case, extra)
-                forced = [pair[0] for pair in pairs if pair and not INSTANCES[pair[0]].streamed]
-                for kept in ("mxfp8", "bf16"):
-                    alike = [tactic for tactic in forced if INSTANCES[tactic].operand == kept]
+                numbers = {row.number: row for row in INSTANCES}
+                forced = [pair[0] for pair in pairs if pair and not numbers[pair[0]].streamed]
+                for kept in ("mxfp8", "mxfp8_as_bf16", "bf16"):
+                    alike = [number for number in forced if numbers[number].multiplies == kept]
                     pairs += [[a, b] for a, b in zip(alike, [*alike[1:], *alike[:1]], strict=True)]
                 pairs += [[forced[0], -1], [-1, forced[-1]]]
                 work.append(("instances", case, pairs))
@@ -177,9 +172,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--reference", choices=("device", "cpu", "none"), default="device")
     parser.add_argument("--no-graphs", action="store_true", help="skip CUDA graph capture and replay")
-    parser.add_argument(
-        "--extra-instances", action="store_true", help="build the instances outside the default set too"
-    )
+    parser.add_argument("--extra-instances", action="store_true", help="build Hopper's own instances too")
     parser.add_argument("--no-poison", action="store_true", help="leave output and workspace as allocated (initcheck)")
     parser.add_argument("--stop", action="store_true", help="stop at the first failure")
     parser.add_argument("--time-limit", type=float, default=float("inf"), help="seconds after which to stop")

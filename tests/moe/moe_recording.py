@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from flashinfer.autotuner import AutoTuner
+from flashinfer.autotuner import AutoTuner, autotuner
 
-from flashinfer.fused_moe import sm12x_dispatch, sm12x_known_calls, sm12x_moe
-from flashinfer.jit.sm12x.instances import GB10_SMEM_PER_BLOCK, INSTANCES
+from flashinfer.fused_moe import sm12x_dispatch, sm12x_operator, sm12x_signature_cache
+from flashinfer.jit.sm12x.instances import INSTANCES
 from flashinfer.testing import MoECase, make_moe_inputs
 
 CASE = MoECase(6, 160, 96, 8, 3, 0)
@@ -59,15 +59,21 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordingModule]:
     monkeypatch.setattr(sm12x_dispatch, "serves", lambda device: True)
     monkeypatch.setattr(sm12x_dispatch, "moe_module", lambda: module)
     monkeypatch.setattr(sm12x_dispatch, "has_block_scaled_mma", lambda index: True)
-    monkeypatch.setattr(sm12x_dispatch, "fits_device", lambda tactic, experts, index: not INSTANCES[tactic].widens)
-    monkeypatch.setattr(sm12x_dispatch, "_shared_bytes_per_block", lambda index: GB10_SMEM_PER_BLOCK)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(sm12x_moe, "_plans", {})
-    monkeypatch.setattr(sm12x_known_calls, "_known", {})
+    monkeypatch.setattr(sm12x_operator, "_plans", {})
+    monkeypatch.setattr(sm12x_signature_cache, "_cache", {})
     yield module
     AutoTuner.get().clear_cache()
+
+
+def logged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the autotuner warns of from now on, of what it has warned before included."""
+    lines: list[str] = []
+    AutoTuner.get()._logged_invalid_tactic.clear()
+    monkeypatch.setattr(autotuner.logger, "warning", lines.append)
+    return lines
 
 
 def meta_arguments(mode: int = 0, **changes: Any) -> dict[str, Any]:

@@ -22,8 +22,7 @@ from moe_harness import (
 )
 
 import flashinfer
-from flashinfer.fused_moe import sm12x_dispatch
-from flashinfer.fused_moe.sm12x_plan import allowed_tactics
+from flashinfer.fused_moe.sm12x_launch import allowed_tactics
 from flashinfer.fused_moe.sm12x_validation import Mode
 from flashinfer.jit.sm12x.instances import INSTANCES
 from flashinfer.testing import (
@@ -40,15 +39,9 @@ MODES = (0, 1, 2)
 def _tactics(case: MoECase, device: torch.device) -> list[list[int] | None]:
     if device.type == "cpu":
         return [None]
-    local = case.num_experts // case.ep_size
-    fitting = [
-        tactic
-        for tactic in allowed_tactics(Mode(case.mode))
-        if INSTANCES[tactic].default and sm12x_dispatch.fits_device(tactic, local, device.index)
-    ]
-    rows = case.num_tokens * case.top_k
-    fitting = [t for t in fitting if sm12x_dispatch.takes_layer(t, rows, case.hidden, case.inter, device.index)]
-    return [None, *([tactic, tactic] for tactic in fitting)]
+    sizes = case.num_tokens * case.top_k, case.hidden, case.inter
+    rows = [INSTANCES[tactic] for tactic in allowed_tactics(Mode(case.mode), block_scaled_mma=True)]
+    return [None, *([row.number] * 2 for row in rows if row.takes(*sizes))]
 
 
 def _check(case: MoECase, seed: int, device: torch.device) -> None:

@@ -82,7 +82,7 @@ OPTIONAL = {
 FLOAT32 = {"token_final_scales", "swiglu_alpha", "swiglu_beta", "swiglu_limit", "quant_scales[1]", "quant_scales[3]"}
 # Other weights on a CUDA device are upstream's to judge.
 NOT_MXFP4 = {"complex64", "float32"}
-PATHS = ("CPU", "CUDA", "CUDA, a known call")
+PATHS = ("CPU", "CUDA", "CUDA, a repeated call")
 
 
 def _moe(path: str, mode: int = 0) -> Arguments:
@@ -93,7 +93,7 @@ def _moe(path: str, mode: int = 0) -> Arguments:
     device = arguments["input"].device
     arguments["output"] = torch.empty(6, 160, dtype=torch.bfloat16, device=device)
     arguments["workspace_buffer"] = torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
-    if path == "CUDA, a known call":
+    if path == "CUDA, a repeated call":
         cutlass_fused_moe(**arguments)
     return arguments
 

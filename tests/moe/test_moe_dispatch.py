@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 import re
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -15,11 +16,16 @@ from flashinfer.tllm_enums import ActivationType
 from moe_recording import CASE, WORKSPACE, RecordingModule, meta_arguments
 
 import flashinfer
-from flashinfer.fused_moe import core, sm12x_dispatch, sm12x_moe, sm12x_planner
-from flashinfer.fused_moe.sm12x_plan import allowed_tactics, computes_layer, resolved_pair
+from flashinfer.fused_moe import core, sm12x_dispatch, sm12x_operator, sm12x_planner
+from flashinfer.fused_moe.sm12x_launch import allowed_tactics, computes_layer, resolved_pair
 from flashinfer.fused_moe.sm12x_validation import Mode
-from flashinfer.jit.sm12x.instances import INSTANCES
+from flashinfer.jit.sm12x.instances import INSTANCES, SM12X, index_of, tactic
 from flashinfer.testing import make_moe_inputs
+
+
+def numbers(tactics: Iterable[int]) -> list[int]:
+    """As ``profile_ids`` has them."""
+    return [-1 if tactic == -1 else INSTANCES[tactic].number for tactic in tactics]
 
 
 def test_signatures_are_upstreams() -> None:
@@ -72,7 +78,7 @@ def test_launch_gets_what_the_binding_declares(mode: int, module: RecordingModul
     assert (launch["mode"], launch["first_expert"], launch["num_experts_total"]) == (mode, 0, 8)
     default = sm12x_planner.plan_moe(6, 3, 8, 160, 96, mode, True)
     assert (launch["tactic_fc1"], launch["tactic_fc2"]) == default
-    assert module.sizes == [(6, 160, 96, 8, 3, mode, False)]  # no room to widen activations: the MMA takes block scales
+    assert module.sizes == [(6, 160, 96, 8, 3, mode, False)]  # no room for bfloat16: the MMA takes block scales
 
 
 def test_options_reach_the_launch(module: RecordingModule) -> None:
@@ -108,9 +114,9 @@ def test_a_stream_with_fewer_sms_gets_a_pair_of_gemms(mode: int, module: Recordi
     assert tactics == [streamed, pair, pair, streamed]
     module.few_sms = True
     with pytest.raises(
-        ValueError, match=f"tactic {streamed[0]} .* needs all SMs of the device, and this stream has fewer"
+        ValueError, match=f"{INSTANCES[streamed[0]].name}, .* needs all SMs of the device, and this stream has fewer"
     ):
-        flashinfer.cutlass_fused_moe(**arguments, profile_ids=list(streamed))
+        flashinfer.cutlass_fused_moe(**arguments, profile_ids=numbers(streamed))
 
 
 def test_no_tokens_launch_nothing(module: RecordingModule) -> None:
@@ -124,11 +130,10 @@ def test_profile_ids_force_tactics_and_build_the_missing(
 ) -> None:
     built: list[int] = []
     monkeypatch.setattr(sm12x_dispatch, "ensure_instance", built.append)
-    pairs = [tactic for tactic in allowed_tactics(Mode.MXFP8_INPUT) if not computes_layer(tactic)]
-    first, *_, last = [tactic for tactic in pairs if not INSTANCES[tactic].widens]
+    first, *_, last = [t for t in allowed_tactics(Mode.MXFP8_INPUT, True) if not computes_layer(t)]
     default = sm12x_planner.plan_moe(6, 3, 8, 160, 96, 0, True)
-    flashinfer.cutlass_fused_moe(**meta_arguments(0), profile_ids=[first, last])
-    flashinfer.cutlass_fused_moe(**meta_arguments(0), profile_ids=[-1, last])
+    flashinfer.cutlass_fused_moe(**meta_arguments(0), profile_ids=numbers([first, last]))
+    flashinfer.cutlass_fused_moe(**meta_arguments(0), profile_ids=numbers([-1, last]))
     tactics = [(launch["tactic_fc1"], launch["tactic_fc2"]) for launch in module.launches]
     assert tactics == [(first, last), resolved_pair([-1, last], default)]
     assert {first, last} <= set(built)
@@ -136,25 +141,26 @@ def test_profile_ids_force_tactics_and_build_the_missing(
 
 def test_tactics_of_different_operands_are_refused(module: RecordingModule, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sm12x_dispatch, "ensure_instance", lambda tactic: None)
-    widened = next(row.index for row in INSTANCES if row.widens)
-    native = [tactic for tactic in allowed_tactics(Mode.MXFP8_INPUT) if not INSTANCES[tactic].widens]
-    with pytest.raises(ValueError, match=re.escape(f"in mode MXFP8_INPUT, one of {native}")):
-        flashinfer.cutlass_fused_moe(**meta_arguments(0), profile_ids=[widened, widened])
+    as_bf16, native = tactic("mxfp8_as_bf16_m32_k128"), tactic("mxfp8_m32_k256")
+    place = index_of("mxfp8_as_bf16_m32_k128")
+    names = ", ".join(f"{row.number} ({row.name})" for row in SM12X if row.activation == "mxfp8")
+    with pytest.raises(ValueError, match=re.escape(f"in mode MXFP8_INPUT, one of {names}") + "$"):
+        flashinfer.cutlass_fused_moe(**meta_arguments(0), profile_ids=[as_bf16, as_bf16])
     monkeypatch.setattr(sm12x_dispatch, "has_block_scaled_mma", lambda index: False)
-    flashinfer.cutlass_fused_moe(**meta_arguments(0), profile_ids=[widened, -1])
-    assert (module.launches[-1]["tactic_fc1"], module.launches[-1]["tactic_fc2"]) == (widened, widened)
-    for profile_ids in ([widened, 0], [0, widened]):
+    flashinfer.cutlass_fused_moe(**meta_arguments(0), profile_ids=[as_bf16, -1])
+    assert (module.launches[-1]["tactic_fc1"], module.launches[-1]["tactic_fc2"]) == (place, place)
+    for profile_ids in ([as_bf16, native], [native, as_bf16]):
         with pytest.raises(
-            ValueError, match=rf"must keep activations in the same type, but .*tactic {profile_ids[1]} (mxfp8|bf16)"
+            ValueError, match=r"must keep activations in the same type, but these are mxfp8_.* and mxfp8_"
         ):
             flashinfer.cutlass_fused_moe(**meta_arguments(0), profile_ids=profile_ids)
     assert len(module.launches) == 1
 
 
-def test_instance_outside_the_default_set_is_built_and_registered_once(
+def test_instance_outside_sm12xs_table_is_built_and_registered_once(
     module: RecordingModule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    extra = next(row.index for row in INSTANCES if not row.default)
+    extra = next(row.index for row in INSTANCES if row not in SM12X)
     asked: list[int] = []
 
     class Spec:
@@ -229,12 +235,12 @@ def test_value_check_follows_its_switch_and_not_a_capture(monkeypatch: pytest.Mo
     cuda = torch.device("cuda", 0)
     capturing = False
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    assert not sm12x_moe._reads_values(cuda)
+    assert not sm12x_operator._reads_values(cuda)
     monkeypatch.setenv("FLASHINFER_SM12X_CHECK", "1")
-    assert sm12x_moe._reads_values(cuda)
+    assert sm12x_operator._reads_values(cuda)
     capturing = True
-    assert not sm12x_moe._reads_values(cuda)
-    assert sm12x_moe._reads_values(torch.device("cpu"))
+    assert not sm12x_operator._reads_values(cuda)
+    assert sm12x_operator._reads_values(torch.device("cpu"))
 
 
 def test_other_kinds_go_to_upstream_with_every_argument(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,16 +307,15 @@ def test_unified_layer_tunes_this_forks_tactics(mode: int, options: dict[str, An
         runner.gemm_idx_for_tuning = stage
         tactics = runner.get_valid_tactics(inputs, None)
         expected = [
-            row.index
-            for row in INSTANCES
-            if row.default
-            and row.activation == ("bf16" if mode == 2 else "mxfp8")
-            and not (stage == 2 and computes_layer(row.index))
+            row.number
+            for row in SM12X
+            if row.activation == ("bf16" if mode == 2 else "mxfp8") and not (stage == 2 and computes_layer(row.index))
         ]
         assert tactics == expected
+        assert runner.validate_tactic(inputs, tactics[0]) and not runner.validate_tactic(inputs, 5), "a place is none"
         runner.forward(inputs, tactic=tactics[-1], do_preparation=True, gemm_idx=stage)
         launch = module.launches[-1]
-        assert launch[f"tactic_fc{stage}"] == tactics[-1]
+        assert INSTANCES[launch[f"tactic_fc{stage}"]].number == tactics[-1]
         assert launch["input"] is inputs[0]
         assert launch["fc1_w"].shape == (8, 192, 80)
         assert launch["fc1_sf"].shape == (8, 256, 8)
@@ -318,7 +323,8 @@ def test_unified_layer_tunes_this_forks_tactics(mode: int, options: dict[str, An
         assert (launch["input_sf"] is None) == (mode != 0)
     hash(runner)
     flashinfer.cutlass_fused_moe(**arguments, profile_ids=[tactics[0], tactics[-1]])
-    assert (module.launches[-1]["tactic_fc1"], module.launches[-1]["tactic_fc2"]) == (tactics[0], tactics[-1])
+    launched = module.launches[-1]["tactic_fc1"], module.launches[-1]["tactic_fc2"]
+    assert numbers(launched) == [tactics[0], tactics[-1]]
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

@@ -11,8 +11,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from flashinfer.__main__ import cli
-from flashinfer.fused_moe import sm12x_explain, sm12x_planner
-from flashinfer.fused_moe.sm12x_plan import allowed_tactics
+from flashinfer.fused_moe import sm12x_planner
+from flashinfer.fused_moe.sm12x_launch import allowed_tactics
 from flashinfer.fused_moe.sm12x_validation import Mode
 from flashinfer.jit.sm12x.instances import INSTANCES
 
@@ -27,23 +27,23 @@ def rows_of(*options: str) -> Any:
     return json.loads(result.output)
 
 
-@pytest.mark.parametrize("mode", sm12x_explain.MODES)
-@pytest.mark.parametrize("device", sm12x_explain.DEVICES)
-@pytest.mark.parametrize("model", sm12x_explain.MODELS)
+@pytest.mark.parametrize("mode", sm12x_planner.MODES)
+@pytest.mark.parametrize("device", sm12x_planner.DEVICES)
+@pytest.mark.parametrize("model", sm12x_planner.MODELS)
 def test_shows_what_the_planner_gives_a_call(model: str, device: str, mode: str) -> None:
     tokens = [1, 4, 64, 2048, 8192]
     shown = rows_of("--tokens", ",".join(map(str, tokens)), "--model", model, "--mode", mode, "--device", device)
-    layer, gpu = sm12x_explain.MODELS[model], sm12x_explain.DEVICES[device]
-    number = int(sm12x_explain.MODES[mode])
+    layer, gpu = sm12x_planner.MODELS[model], sm12x_planner.DEVICES[device]
+    number = int(sm12x_planner.MODES[mode])
     assert [row["tokens"] for row in shown["rows"]] == tokens
     for row in shown["rows"]:
         planned = sm12x_planner.plan_moe(
             row["tokens"], layer.top_k, layer.experts, layer.hidden, layer.inter, number, gpu.block_scaled_mma
         )
-        assert (row["fc1"], row["fc2"]) == planned
-        assert row["fc1_instance"] == INSTANCES[row["fc1"]].name
-        assert row["fc2_instance"] == INSTANCES[row["fc2"]].name
-        assert {row["fc1"], row["fc2"]} <= set(allowed_tactics(Mode(number)))
+        fc1, fc2 = (INSTANCES[tactic] for tactic in planned)
+        assert (row["fc1"], row["fc2"]) == (fc1.number, fc2.number)
+        assert (row["fc1_instance"], row["fc2_instance"]) == (fc1.name, fc2.name)
+        assert set(planned) <= set(allowed_tactics(Mode(number)))
         assert row["reason"]
     assert shown["device"] == {"name": gpu.name, "sm_count": gpu.sm_count, "block_scaled_mma": gpu.block_scaled_mma}
 

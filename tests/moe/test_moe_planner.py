@@ -47,3 +47,11 @@ def test_hopper_takes_a_tile_within_five_percent_of_the_cheapest(experts: int, a
             kind: expected_cost(kind, rows / experts) for kind in COST if kind[0] == PAIR or rows <= STREAM_ENTRIES
         }
         assert costs[chosen.streamed, chosen.token_tile] <= 1.05 * min(costs.values()), (tokens, chosen.name)
+
+
+@pytest.mark.parametrize("block_scaled", [True, False])
+@pytest.mark.parametrize(("hidden", "inter"), [(3104, 96), (96, 3104), (3072, 3072)])
+def test_a_long_k_is_for_pairs_of_gemms(hidden: int, inter: int, block_scaled: bool) -> None:
+    """Twelve warps of 256 elements share a K of 3,072."""
+    row = sm12x_planner.choose("bf16", 4, 32, block_scaled, (hidden, inter)).instance
+    assert row.streamed == (max(hidden, inter) <= 3072)

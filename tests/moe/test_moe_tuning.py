@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Upstream's autotuner over the instance table, with a profiler that answers given times."""
+"""Upstream's autotuner over the instance tables, with a profiler that answers given times."""
 
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,32 +11,34 @@ from typing import Any
 import pytest
 import torch
 from flashinfer.autotuner import AutoTuner, autotune
-from moe_recording import RecordingModule, meta_arguments
+from moe_recording import RecordingModule, logged, meta_arguments
 
 import flashinfer
-from flashinfer.fused_moe import sm12x_dispatch, sm12x_plan, sm12x_tuning
-from flashinfer.fused_moe.sm12x_plan import allowed_tactics, check_profile_ids, computes_layer, resolved_pair
+from flashinfer.fused_moe import sm12x_autotuner, sm12x_dispatch, sm12x_launch
+from flashinfer.fused_moe.sm12x_launch import allowed_tactics, computes_layer, resolved_pair, wanted_tactics
 from flashinfer.fused_moe.sm12x_validation import Mode
-from flashinfer.jit.sm12x.instances import HOPPER_SMEM_PER_BLOCK, INSTANCES
+from flashinfer.jit.sm12x import instances
+from flashinfer.jit.sm12x.instances import HOPPER, INSTANCES, SM12X
 
 BUCKETS = {1, 2, 4, 8, 16}
 MOST_TOKENS = 16
 
 
 class Profiler:
-    """Answers with given times and keeps what it was asked; 1.0 where no time is given."""
+    """Answers with given times and keeps what it was asked, tactics as places; 1.0 where no time is given."""
 
     def __init__(self) -> None:
         self.times: dict[tuple[int, int], float] = {}
         self.asked: list[tuple[int, int, int]] = []  # gemm, tactic, tokens
         self.configs: list[Any] = []
 
-    def __call__(self, tuner: AutoTuner, runner: Any, inputs: Any, tactic: int, config: Any, **kwargs: Any) -> float:
+    def __call__(self, tuner: AutoTuner, runner: Any, inputs: Any, tactic: Any, config: Any, **kwargs: Any) -> float:
         gemm = kwargs["gemm_idx"]
         runner(inputs, tactic=tactic, gemm_idx=gemm)
-        self.asked.append((gemm, tactic, inputs[0].shape[0]))
+        place = tactic if tactic == -1 else instances.index_of(tactic)
+        self.asked.append((gemm, place, inputs[0].shape[0]))
         self.configs.append(config)
-        return self.times.get((gemm, tactic), 1.0)
+        return self.times.get((gemm, place), 1.0)
 
 
 @pytest.fixture
@@ -62,8 +63,7 @@ def caller(module: RecordingModule, mode: int = 0, **options: Any) -> Callable[[
 
 
 def offered(mode: int, gemm: int = 1) -> list[int]:
-    fitting = [tactic for tactic in allowed_tactics(Mode(mode)) if INSTANCES[tactic].default]
-    return [tactic for tactic in fitting if gemm == 1 or not computes_layer(tactic)]
+    return [tactic for tactic in allowed_tactics(Mode(mode), True) if gemm == 1 or not computes_layer(tactic)]
 
 
 def two_others(mode: int, default: tuple[int, int]) -> tuple[int, int]:
@@ -95,13 +95,14 @@ def test_every_tactic_that_fits_is_timed_for_both_gemms_and_the_best_are_used(
     assert all(config.use_cold_l2_cache and config.use_cuda_graph for config in profiler.configs)
 
 
-def test_a_tactic_that_does_not_fit_the_device_is_not_timed(
+def test_a_tactic_that_does_not_take_the_layer_is_not_timed(
     module: RecordingModule, profiler: Profiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tactics = caller(module)
     default = tactics()
     too_large = next(tactic for tactic in offered(0) if tactic not in default)
-    monkeypatch.setattr(sm12x_dispatch, "fits_device", lambda tactic, experts, index: tactic != too_large)
+    takes = instances.Instance.takes
+    monkeypatch.setattr(instances.Instance, "takes", lambda row, *sizes: row.index != too_large and takes(row, *sizes))
     with autotune(True):
         tactics()
     asked = {tactic for _, tactic, _ in profiler.asked}
@@ -112,20 +113,15 @@ def test_a_tactic_that_does_not_fit_the_device_is_not_timed(
 def test_a_device_without_block_scales_times_what_was_made_for_it(
     module: RecordingModule, profiler: Profiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows outside the default set, which are built for it: those that widen activations, and the planner's own choice."""
+    """Hopper's table, whose own rows are built for it."""
     built: set[int] = set()
     monkeypatch.setattr(sm12x_dispatch, "has_block_scaled_mma", lambda index: False)
-    monkeypatch.setattr(sm12x_dispatch, "fits_device", lambda tactic, experts, index: True)
-    monkeypatch.setattr(sm12x_dispatch, "_shared_bytes_per_block", lambda index: HOPPER_SMEM_PER_BLOCK)
     monkeypatch.setattr(sm12x_dispatch, "ensure_instance", built.add)
     with autotune(True):
         caller(module)()
     asked = {tactic for which, tactic, _ in profiler.asked if which == 1}
-    widened = {row.index for row in INSTANCES if row.widens}
-    streamed = {row.index for row in INSTANCES if row.streamed and row.activation == "mxfp8"}
-    assert widened | set(offered(0)) <= asked
-    assert asked - widened - set(offered(0)) <= streamed, "of other rows only the planner's"
-    assert widened <= built
+    assert asked - {-1} == {row.index for row in HOPPER if row.activation == "mxfp8"}
+    assert {tactic for tactic in asked - {-1} if INSTANCES[tactic] not in SM12X} <= built
 
 
 def test_profiles_launch_the_tactic_they_time(module: RecordingModule, profiler: Profiler) -> None:
@@ -149,7 +145,7 @@ def test_the_cache_file_is_honoured_by_another_process(
     profiler.times = {(1, wanted[0]): 0.5, (2, wanted[1]): 0.25}
     with autotune(True, cache=str(cache)):
         assert tactics() == wanted
-    assert all(operator in cache.read_text() for operator in sm12x_tuning.OPERATORS)
+    assert all(operator in cache.read_text() for operator in sm12x_autotuner.OPERATORS)
     AutoTuner.get().clear_cache()
     assert tactics() == default
     profiler.asked.clear()
@@ -180,7 +176,7 @@ def test_another_layer_does_not_get_this_ones_tactics(
 
 
 def test_a_tactic_of_the_file_that_is_gone_is_not_used(
-    module: RecordingModule, profiler: Profiler, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    module: RecordingModule, profiler: Profiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = tmp_path / "tactics.json"
     tactics = caller(module)
@@ -193,13 +189,15 @@ def test_a_tactic_of_the_file_that_is_gone_is_not_used(
     changed = 0
     for value in saved.values():
         if isinstance(value, list) and value[:1] == ["SM12xMoERunner"]:
-            value[1] = 9999
+            value[1] = "mxfp8_m8_k64"
             changed += 1
     assert changed >= 2
     cache.write_text(json.dumps(saved))
     AutoTuner.get().clear_cache()
-    with caplog.at_level(logging.WARNING), autotune(False, cache=str(cache)):
+    lines = logged(monkeypatch)
+    with autotune(False, cache=str(cache)):
         assert tactics() == default
+    assert any("cached tactic 'mxfp8_m8_k64'" in line for line in lines), lines
 
 
 def test_profile_ids_win_over_what_was_tuned(module: RecordingModule, profiler: Profiler) -> None:
@@ -209,7 +207,7 @@ def test_profile_ids_win_over_what_was_tuned(module: RecordingModule, profiler: 
     with autotune(True):
         assert caller(module)() == wanted
     forced = list(reversed(wanted))
-    assert caller(module, profile_ids=forced)() == tuple(forced)
+    assert caller(module, profile_ids=[INSTANCES[tactic].number for tactic in forced])() == tuple(forced)
     assert caller(module)() == wanted
 
 
@@ -217,7 +215,7 @@ def test_profile_ids_win_over_what_was_tuned(module: RecordingModule, profiler: 
 def whole(monkeypatch: pytest.MonkeyPatch) -> int:
     """A tactic of W4A8 that is made to compute the whole layer, alone."""
     tactic = offered(0, 2)[-1]
-    for place in (sm12x_plan, sm12x_tuning):
+    for place in (sm12x_launch, sm12x_autotuner):
         monkeypatch.setattr(place, "computes_layer", lambda index: index == tactic)
     return tactic
 
@@ -233,22 +231,24 @@ def test_pairs_with_a_tactic_that_computes_the_layer(whole: int) -> None:
     assert resolved_pair((one, -1), (whole, whole)) == (one, one)
     assert resolved_pair((-1, one), (whole, whole)) == (one, one)
     assert resolved_pair((one, other), (whole, whole)) == (one, other)
-    check_profile_ids([whole, whole], Mode.MXFP8_INPUT)
-    check_profile_ids([whole, one], Mode.MXFP8_INPUT)
+    numbers = {tactic: -1 if tactic == -1 else INSTANCES[tactic].number for tactic in (whole, one, -1)}
+    assert wanted_tactics([numbers[whole]] * 2, Mode.MXFP8_INPUT) == (whole, whole)
+    assert wanted_tactics([numbers[whole], numbers[one]], Mode.MXFP8_INPUT) == (whole, one)
     for first in (one, -1):
         with pytest.raises(
-            ValueError, match=rf"tactic {whole} computes FC1 and FC2 in one launch.*\[{whole}, {whole}\]"
+            ValueError,
+            match=rf"{INSTANCES[whole].name} computes FC1 and FC2 in one launch.*\[{numbers[whole]}, {numbers[whole]}\]",
         ):
-            check_profile_ids([first, whole], Mode.MXFP8_INPUT)
+            wanted_tactics([numbers[first], numbers[whole]], Mode.MXFP8_INPUT)
 
 
 def test_pairs_keep_activations_alike() -> None:
-    widened = next(row.index for row in INSTANCES if row.widens)
-    assert resolved_pair((-1, -1), (widened, widened)) == (widened, widened)
-    assert resolved_pair((0, -1), (widened, widened)) == (0, 0)
-    assert resolved_pair((-1, 0), (widened, widened)) == (0, 0)
-    assert resolved_pair((-1, widened), (0, 1)) == (widened, widened)
-    assert resolved_pair((0, widened), (1, 1)) == (0, 0)
+    as_bf16 = instances.index_of("mxfp8_as_bf16_m16_k128")
+    assert resolved_pair((-1, -1), (as_bf16, as_bf16)) == (as_bf16, as_bf16)
+    assert resolved_pair((0, -1), (as_bf16, as_bf16)) == (0, 0)
+    assert resolved_pair((-1, 0), (as_bf16, as_bf16)) == (0, 0)
+    assert resolved_pair((-1, as_bf16), (0, 1)) == (as_bf16, as_bf16)
+    assert resolved_pair((0, as_bf16), (1, 1)) == (0, 0)
     assert resolved_pair((1, -1), (0, 2)) == (1, 2)
 
 

@@ -192,9 +192,13 @@ BAD: list[tuple[int, Callable[[Arguments], None], str]] = [
     # options
     (0, _set(use_w4_group_scaling=True), "^use_mxfp8_act_scaling and use_w4_group_scaling are both True"),
     (0, _set(profile_ids=[0]), r"^profile_ids is \[0\]; it must be \[fc1_tactic, fc2_tactic\]"),
-    (0, _set(profile_ids=[0, 99]), r"^profile_ids is \[0, 99\].*mode MXFP8_INPUT, one of \[0, 1, 2"),
+    (
+        0,
+        _set(profile_ids=[0, 99]),
+        r"^profile_ids is \[0, 99\].*mode MXFP8_INPUT, one of 1008128 \(mxfp8_m8_k128\), 1008256 \(mxfp8_m8_k256\)",
+    ),
     (0, _set(profile_ids=[-2, 0]), r"^profile_ids is \[-2, 0\]"),
-    (2, _set(profile_ids=[0, -1]), r"^profile_ids is \[0, -1\].*mode W4A16, one of \[8, 9"),
+    (2, _set(profile_ids=[0, -1]), r"^profile_ids is \[0, -1\].*mode W4A16, one of 3008128 \(bf16_m8_k128\), 3016128 "),
     (0, _set(situ_beta=torch.ones(8)), "^situ_beta is given; it belongs to another activation_type"),
     (0, _set(situ_linear_beta=torch.ones(8)), "^situ_linear_beta is given"),
     (0, _set(clamped_relu2_limit=torch.ones(1)), "^clamped_relu2_limit is given"),

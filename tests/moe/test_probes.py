@@ -17,7 +17,7 @@ from moe_recording import RecordingModule, meta_arguments
 
 import flashinfer
 from flashinfer import sm12x_probes
-from flashinfer.fused_moe import core, sm12x_dispatch, sm12x_moe
+from flashinfer.fused_moe import core, sm12x_dispatch, sm12x_operator
 from flashinfer.jit.sm12x.instances import INSTANCES
 
 TensorGuards = torch._C._dynamo.guards.TensorGuards
@@ -173,15 +173,15 @@ STRANGE_GUARDS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("strange", STRANGE_GUARDS)
-def test_known_calls_without_the_private_guards(
+def test_repeated_calls_without_the_private_guards(
     strange: str, module: RecordingModule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch._C._dynamo.guards, "TensorGuards", STRANGE_GUARDS[strange])
     assert sm12x_probes.tensor_guards() is None
     monkeypatch.setattr(sm12x_probes, "TENSOR_GUARDS", sm12x_probes.tensor_guards())
     validated: list[int] = []
-    validate = sm12x_moe.validate_moe
-    monkeypatch.setattr(sm12x_moe, "validate_moe", lambda *a, **k: validated.append(1) or validate(*a, **k))
+    validate = sm12x_operator.validate_moe
+    monkeypatch.setattr(sm12x_operator, "validate_moe", lambda *a, **k: validated.append(1) or validate(*a, **k))
     arguments = meta_arguments(0)
     for _ in range(3):
         flashinfer.cutlass_fused_moe(**arguments)
@@ -230,10 +230,10 @@ STRANGE_TUNERS: dict[str, Callable[[], Any]] = {
 
 def _tuned_tactics(module: RecordingModule, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tuning is honoured: a layer takes the tactic that was fastest, in and after the context, until told to forget."""
-    best = next(row.index for row in INSTANCES if row.token_tile == 128)
+    best = next(row for row in INSTANCES if row.token_tile == 128)
 
-    def time(tuner: Any, runner: Any, inputs: Any, tactic: int, config: Any, **named: Any) -> float:
-        return 0.5 if tactic == best else 1.0
+    def time(tuner: Any, runner: Any, inputs: Any, tactic: str, config: Any, **named: Any) -> float:
+        return 0.5 if tactic == best.name else 1.0
 
     monkeypatch.setattr(AutoTuner, "_profile_single_kernel", time)
     monkeypatch.setattr(AutoTuner, "_get_l2_cache_size_in_bytes", lambda tuner, device_id=None: 0)
@@ -245,11 +245,11 @@ def _tuned_tactics(module: RecordingModule, monkeypatch: pytest.MonkeyPatch) -> 
         return module.launches[-1]["tactic_fc1"], module.launches[-1]["tactic_fc2"]
 
     default = launched()
-    assert best not in default
+    assert best.index not in default
     with autotune(True):
-        assert launched() == (best, best)
-    assert launched() == (best, best)
-    assert launched() == (best, best)
+        assert launched() == (best.index, best.index)
+    assert launched() == (best.index, best.index)
+    assert launched() == (best.index, best.index)
     AutoTuner.get().clear_cache()
     assert launched() == default
 

@@ -7,17 +7,15 @@ The grouped GEMM's module holds the first of its instances.
 
 The emulator runs on one host thread, with which a run repeats exactly: what a test caught once, it always catches.
 
-The instance table stays as it is: what is chosen, and the names of parametrized tests, are those of the whole family.
+The instance tables stay as they are: what is chosen, and the names of parametrized tests, are those of the whole family.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from flashinfer.jit import fused_moe
 from flashinfer.jit.sm12x import modules
-from flashinfer.jit.sm12x.instances import INSTANCES
 from flashinfer.testing import virtual_operators
 from flashinfer.testing.virtual_device import VirtualDevice
 
@@ -25,15 +23,6 @@ from flashinfer.testing.virtual_device import VirtualDevice
 def _gen_launcher_module() -> Any:
     sources = [modules._csrc() / modules._MOE_BINDING, modules._csrc() / modules._LAUNCHER]
     return modules._spec(f"{modules.FUSED_MOE}_launcher", sources, modules._MOE_TEMPLATE, [])
-
-
-def _gen_instance_module(tactic: int) -> Any:
-    return modules.gen_fused_moe_instance_module(dataclasses.replace(INSTANCES[tactic], default=False))
-
-
-def _register_instance(device: VirtualDevice, module: Any, tactic: int) -> None:
-    instance = device.module(_gen_instance_module, tactic)
-    module.sm12x_register_instance(tactic, instance.sm12x_instance_address())
 
 
 _init = VirtualDevice.__init__
@@ -47,5 +36,5 @@ def _init_with_one_thread(
 
 VirtualDevice.__init__ = _init_with_one_thread  # type: ignore[method-assign]
 fused_moe.gen_cutlass_fused_moe_sm120_module = _gen_launcher_module
-virtual_operators._register_instance = _register_instance  # type: ignore[assignment]
+modules.SM12X = virtual_operators.SM12X = ()
 modules.GEMM_INSTANCES = modules.GEMM_INSTANCES[:1]

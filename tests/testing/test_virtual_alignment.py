@@ -83,7 +83,7 @@ def test_scales_of_tokens_that_start_where_they_may(
     device: VirtualDevice, swizzled: bool, hidden: int, offset: int, streamed: bool
 ) -> None:
     """Linear scales of a K that is no multiple of 128 are read by bytes: a view from another row on is right."""
-    tactic = next(row.index for row in INSTANCES if row.activation == "mxfp8" and row.streamed == streamed)
+    tactic = next(row.number for row in INSTANCES if row.activation == "mxfp8" and row.streamed == streamed)
     arguments = {**moe(swizzled, hidden), "profile_ids": [tactic, tactic]}
     expected = flashinfer.cutlass_fused_moe(**arguments).clone()
     arguments["output"].fill_(torch.nan)

@@ -19,17 +19,17 @@ import pytest
 import torch
 from virtual_moe import run_moe
 
-from flashinfer.fused_moe import sm12x_plan
+from flashinfer.fused_moe import sm12x_launch
 from flashinfer.fused_moe.sm12x_planner import choose
 from flashinfer.gemm.sm12x_group_gemm import GroupGemmProblem
 from flashinfer.jit.sm12x.instances import (
-    GB10_SMEM_PER_BLOCK,
     GEMM_INSTANCES,
     IN_KERNEL_ENTRIES,
     INSTANCES,
     ROW_TILE,
-    STREAM_MAX_STAGES,
+    SM12X,
     Instance,
+    index_of,
 )
 from flashinfer.testing import (
     TENSOR_CORE,
@@ -53,13 +53,12 @@ RACES = 2
 RACES_VARIABLE = "FLASHINFER_TEST_RACES"
 PAIRS = [instance for instance in INSTANCES if not instance.streamed]
 STREAMED = [instance for instance in INSTANCES if instance.streamed]
-DEFAULT_INSTANCES = [instance for instance in PAIRS if instance.default]
-EIGHT_BIT = [instance for instance in DEFAULT_INSTANCES if instance.activation == "mxfp8"]
-SIXTEEN_BIT = [instance for instance in DEFAULT_INSTANCES if instance.activation == "bf16"]
-WIDENED = [instance for instance in PAIRS if instance.widens]
+EIGHT_BIT = [instance for instance in PAIRS if instance.multiplies == "mxfp8"]
+SIXTEEN_BIT = [instance for instance in PAIRS if instance.multiplies == "bf16"]
+AS_BF16 = [instance for instance in PAIRS if instance.multiplies == "mxfp8_as_bf16"]  # Hopper's: modules of their own
 WIDEST_BF16 = max(SIXTEEN_BIT, key=lambda row: row.token_tile)
 # One of each kind whose weights are scaled while they are expanded.
-FOLDING = [*(row for row in STREAMED if row.default), SIXTEEN_BIT[0], WIDEST_BF16, WIDENED[0]]
+FOLDING = [*(row for row in STREAMED if row in SM12X), SIXTEEN_BIT[0], WIDEST_BF16, AS_BF16[0]]
 # Neither is a multiple of a tile along N or K; K / 32 is 39 and 13, no multiple of the four that share a scale word.
 HIDDEN, INTER = 1248, 416
 # Tokens by token tile: with two of four experts a token, an expert's rows are several tiles, the last one partly filled.
@@ -148,7 +147,7 @@ def layer(instance: Instance, mode: int, **changes: Any) -> MoECase:
     return dataclasses.replace(case, **changes)
 
 
-@pytest.mark.parametrize("instance", [*EIGHT_BIT, *WIDENED], ids=names([*EIGHT_BIT, *WIDENED]))
+@pytest.mark.parametrize("instance", [*EIGHT_BIT, *AS_BF16], ids=names([*EIGHT_BIT, *AS_BF16]))
 @pytest.mark.parametrize(
     ("mode", "swizzled"), [(0, True), (0, False), (1, True)], ids=["MXFP8 swizzled", "MXFP8 linear", "bf16 quantized"]
 )
@@ -170,7 +169,7 @@ def test_an_instance_with_16_bit_activations(device, instance):
     assert_moe_shares(device, case, inputs, instance)
 
 
-@pytest.mark.parametrize("instance", [EIGHT_BIT[0], EIGHT_BIT[-1], WIDEST_BF16, WIDENED[0]], ids=lambda row: row.name)
+@pytest.mark.parametrize("instance", [EIGHT_BIT[0], EIGHT_BIT[-1], WIDEST_BF16, AS_BF16[0]], ids=lambda row: row.name)
 def test_blocks_take_whole_units_in_turn(device, instance):
     """More than two units for each block: what is not shared along K. FC1 of the first layer, FC2 of the second."""
     tokens = (2 if instance.blocks_per_sm == 1 else 4) * instance.token_tile + 3
@@ -188,12 +187,17 @@ def test_blocks_take_whole_units_in_turn(device, instance):
 
 
 @pytest.mark.races
-@pytest.mark.parametrize("tactics", [(0, 7), (4, 5), (3, 6)], ids=lambda pair: f"{pair[0]} then {pair[1]}")
-def test_both_gemms_choose_for_themselves(device, tactics):
+@pytest.mark.parametrize(
+    "pair",
+    [("mxfp8_m8_k128", "mxfp8_m32_k256"), ("mxfp8_m128_k128", "mxfp8_m8_k256"), ("mxfp8_m64_k128", "mxfp8_m16_k256")],
+    ids=" then ".join,
+)
+def test_both_gemms_choose_for_themselves(device, pair):
     case = MoECase(20, 352, INTER, num_experts=3, top_k=2, mode=0)
-    check_moe(device, case, 300, list(tactics))
-    for launch, tactic in zip(gemm_launches(device), tactics, strict=True):
-        assert_instance(launch, INSTANCES[tactic])
+    tactics = [index_of(name) for name in pair]
+    check_moe(device, case, 300, tactics)
+    for launch, number in zip(gemm_launches(device), tactics, strict=True):
+        assert_instance(launch, INSTANCES[number])
 
 
 @pytest.mark.races
@@ -202,13 +206,6 @@ def test_both_gemms_choose_for_themselves(device, tactics):
 def test_optional_tensors(device, mode, biases):
     case = MoECase(7, 352, INTER, 4, 2, mode, biases=biases, swiglu_parameters=biases, global_scales=biases)
     check_moe(device, case, 301)
-
-
-def test_an_instance_outside_the_default_set(device):
-    (instance,) = [row for row in PAIRS if not row.default and not row.widens]
-    case = layer(instance, 0)
-    inputs = check_moe(device, case, 305, [instance.index] * 2)
-    assert_moe_shares(device, case, inputs, instance)
 
 
 @pytest.mark.races
@@ -245,7 +242,7 @@ def test_more_tokens_than_the_grid_arranges_at_once(device):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("instance", [WIDEST_BF16, WIDENED[0]], ids=lambda row: row.name)
+@pytest.mark.parametrize("instance", [WIDEST_BF16, AS_BF16[0]], ids=lambda row: row.name)
 def test_arranged_rows_of_a_shard(device, rank, instance):
     """There are fewer rows than (token, slot) pairs."""
     mode = 2 if instance.activation == "bf16" else 1
@@ -254,15 +251,15 @@ def test_arranged_rows_of_a_shard(device, rank, instance):
 
 
 @pytest.mark.parametrize(
-    ("mode", "tactic"),
-    [(0, None), (0, 0), (0, WIDENED[0].index), (2, None), (2, SIXTEEN_BIT[0].index)],
-    ids=lambda value: str(value),
+    ("mode", "instance"),
+    [(0, None), (0, EIGHT_BIT[0]), (0, AS_BF16[0]), (2, None), (2, SIXTEEN_BIT[0])],
+    ids=lambda value: getattr(value, "name", str(value)),
 )
-def test_a_shard_without_any_row_is_zeros(device, mode, tactic):
+def test_a_shard_without_any_row_is_zeros(device, mode, instance):
     case = MoECase(9, 352, INTER, 16, 2, mode, routing="few_experts", ep_size=2, ep_rank=0)
     inputs = make_moe_inputs(case, 307)
     assert int(inputs.token_selected_experts.min()) >= 8
-    tactics = None if tactic is None else [tactic, tactic]
+    tactics = None if instance is None else [instance.index] * 2
     assert torch.equal(run_moe(device, inputs, mode, tactics), torch.zeros((9, 352), dtype=torch.bfloat16))
 
 
@@ -279,7 +276,7 @@ def test_every_token_on_one_expert(device, mode, tokens):
 def test_more_pairs_than_the_kernels_route(device, mode):
     """To more experts than a warp has lanes: several warps add up how many rows each has."""
     case = MoECase(IN_KERNEL_ENTRIES // 2 + 2, 160, 96, 40, 2, mode)
-    check_moe(device, case, 304, [0, 0] if mode != 2 else [8, 8])
+    check_moe(device, case, 304, [(SIXTEEN_BIT if mode == 2 else EIGHT_BIT)[0].index] * 2)
 
 
 @pytest.mark.parametrize("activation", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["e4m3", "e5m2"])
@@ -312,14 +309,17 @@ def test_a_grouped_gemm_instance(device, instance, activation):
 def test_a_layer_of_gpt_oss_in_full_dimensions(device, experts, mode):
     case = MoECase(num_tokens=1, hidden=2880, inter=2880, num_experts=experts, top_k=4, mode=mode)
     check_moe(device, case, 500 + mode)
-    assert layer_launch(device).grid[0] == device.sm_count
+    launch = layer_launch(device)
+    assert launch.grid[0] == device.sm_count
+    (instance,) = [row for row in SM12X if row.streamed and row.activation == ("bf16" if mode == 2 else "mxfp8")]
+    assert launch.dynamic_shared == instance.shared_bytes
 
 
 @pytest.mark.parametrize("mode", [0, 2], ids=["MXFP8 input", "W4A16"])
 def test_a_layer_of_gpt_oss_20b_by_a_pair_of_gemms(device, mode):
     case = MoECase(num_tokens=1, hidden=2880, inter=2880, num_experts=32, top_k=4, mode=mode)
-    tactic = choose("bf16" if mode == 2 else "mxfp8", 4, 32, True).instance.index
-    check_moe(device, case, 510 + mode, [tactic, tactic])
+    instance = choose("bf16" if mode == 2 else "mxfp8", 4, 32, True, (2880, 2880), all_sms=False).instance
+    check_moe(device, case, 510 + mode, [instance.index] * 2)
     assert len(gemm_launches(device)) == 2
 
 
@@ -352,9 +352,6 @@ def test_a_streamed_layer(device, instance, mode, sizes):
     found = re.search(r"Li(\d+)ELi(\d+)ELi(\d+)E", launch.kernel)
     assert found, launch.kernel
     assert tuple(map(int, found.groups())) == (instance.token_tile, instance.k_tile // 128, instance.mma_warps)
-    stage, fixed = instance.stage_bytes_of(hidden, inter), instance.smem_bytes()
-    stages = min((GB10_SMEM_PER_BLOCK - fixed) // stage, STREAM_MAX_STAGES)
-    assert launch.dynamic_shared == fixed + stages * stage  # the table mirrors the launcher's arithmetic
 
 
 @pytest.mark.parametrize(
@@ -390,7 +387,7 @@ def test_tiles_with_more_and_with_fewer_than_eight_tokens(device, instance, toke
 
 @pytest.mark.races
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("instance", [row for row in STREAMED if row.default], ids=lambda row: row.name)
+@pytest.mark.parametrize("instance", [row for row in STREAMED if row in SM12X], ids=lambda row: row.name)
 def test_a_streamed_layer_on_a_shard_without_biases(device, instance, rank):
     mode = 2 if instance.activation == "bf16" else 1
     case = MoECase(9, 352, 416, 16, 2, mode, ep_size=2, ep_rank=rank, biases=False, swiglu_parameters=False)
@@ -415,12 +412,12 @@ def test_any_weight_scale(device, instance, exponent):
 
 def test_the_launcher_refuses_tactics_that_make_no_layer(device, monkeypatch):
     """Python refuses them before; the launcher for itself, since it would write where nobody reads."""
-    monkeypatch.setattr(sm12x_plan, "resolved_pair", lambda wanted, default: tuple(wanted))
+    monkeypatch.setattr(sm12x_launch, "resolved_pair", lambda wanted, default: tuple(wanted))
     streamed = next(row.index for row in STREAMED if row.activation == "mxfp8")
     inputs = make_moe_inputs(MoECase(2, 160, 96, 4, 2, 0), 651)
     for tactics, message in (
-        ([streamed, 0], "FC1 and FC2 must name the same"),
-        ([WIDENED[0].index, 0], "FC1 and FC2 must keep activations in the same type"),
+        ([streamed, EIGHT_BIT[0].index], "FC1 and FC2 must name the same"),
+        ([AS_BF16[0].index, EIGHT_BIT[0].index], "FC1 and FC2 must keep activations in the same type"),
     ):
         with pytest.raises(Exception, match=message):
             run_moe(device, inputs, 0, tactics)
@@ -436,16 +433,24 @@ def test_activations_beyond_32_bits_of_pieces_are_refused(device):
     problem = GroupGemmProblem(rows, 1, n, k, out.dtype)
     with pytest.raises(Exception, match="activations of 64 GiB and more"):
         virtual_operators.run_group_gemm(
-            device, problem, out, many, call["b"], call["a_scale"], call["b_scale"], call["m_indptr"], 0
+            device,
+            problem,
+            out,
+            many,
+            call["b"],
+            call["a_scale"],
+            call["b_scale"],
+            call["m_indptr"],
+            EIGHT_BIT[0].index,
         )
     assert device.launches == []
 
 
 def test_a_streamed_tactic_refuses_what_it_cannot_take(device):
-    (tactic, *_) = [row.index for row in STREAMED if row.activation == "mxfp8" and row.default]
+    place = index_of("stream_mxfp8_as_bf16_m8")
     for case, message in (
         (MoECase(300, 160, 96, 4, 4, 0), "at most 1024"),
         (MoECase(2, 3104, 96, 4, 2, 0), "K is too long for this streamed tactic"),
     ):
         with pytest.raises(Exception, match=message):
-            run_moe(device, make_moe_inputs(case, 650), 0, [tactic, tactic])
+            run_moe(device, make_moe_inputs(case, 650), 0, [place, place])

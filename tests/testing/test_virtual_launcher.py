@@ -11,7 +11,7 @@ import pytest
 import torch
 from virtual_moe import arguments_of, run_moe
 
-from flashinfer.fused_moe.sm12x_plan import allowed_tactics, computes_layer
+from flashinfer.fused_moe.sm12x_launch import allowed_tactics, computes_layer
 from flashinfer.fused_moe.sm12x_validation import Mode
 from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm120_module
 from flashinfer.testing import MoECase, check_within_bound, make_moe_inputs, moe_reference
@@ -26,11 +26,11 @@ def device() -> Iterator[VirtualDevice]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", list(Mode))
-@pytest.mark.parametrize("widens", [False, True])
-def test_a_workspace_serves_fewer_tokens_too(device: VirtualDevice, mode: Mode, widens: bool) -> None:
+@pytest.mark.parametrize("as_bf16", [False, True])
+def test_a_workspace_serves_fewer_tokens_too(device: VirtualDevice, mode: Mode, as_bf16: bool) -> None:
     size_of = device.module(gen_cutlass_fused_moe_sm120_module).sm12x_moe_workspace_size
     for hidden, inter, experts, top_k in ((2880, 2880, 128, 4), (64, 32, 3, 3), (2048, 768, 128, 8), (96, 96, 8, 1)):
-        sizes = [size_of(tokens, hidden, inter, experts, top_k, int(mode), widens) for tokens in range(1, 2049)]
+        sizes = [size_of(tokens, hidden, inter, experts, top_k, int(mode), as_bf16) for tokens in range(1, 2049)]
         smaller = [n for n, (one, next_) in enumerate(zip(sizes, sizes[1:], strict=False), start=1) if next_ < one]
         assert not smaller, (
             f"{hidden} x {inter}, top-{top_k}: less than for {smaller[:5]} tokens is enough for one more"

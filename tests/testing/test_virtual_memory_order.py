@@ -13,7 +13,7 @@ import pytest
 import torch
 from virtual_moe import arguments_of, run_moe
 
-from flashinfer.fused_moe.sm12x_plan import allowed_tactics, computes_layer
+from flashinfer.fused_moe.sm12x_launch import allowed_tactics, computes_layer
 from flashinfer.fused_moe.sm12x_validation import Mode
 from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm120_module
 from flashinfer.testing import TENSOR_CORE, MoECase, MoEInputs, check_within_bound, make_moe_inputs, moe_reference

@@ -15,7 +15,7 @@ from flashinfer.gemm.sm12x_dense import dense_mx
 from flashinfer.gemm.sm12x_group_gemm import GroupGemmProblem
 from flashinfer.jit import core
 from flashinfer.jit.sm12x import modules
-from flashinfer.jit.sm12x.instances import DENSE_INSTANCES, GEMM_INSTANCES, INSTANCES, DenseInstance, Instance
+from flashinfer.jit.sm12x.instances import DENSE_INSTANCES, GEMM_INSTANCES, DenseInstance, Instance
 from flashinfer.testing import (
     TENSOR_CORE,
     BoundViolation,
@@ -35,11 +35,10 @@ from flashinfer.testing import (
 from flashinfer.testing.virtual_device import virtual_device
 
 HOPPER, B200 = 13, 25  # fraction bits that their FP8 MMAs keep of sums, by published models
-PAIRS = [row for row in INSTANCES if row.default and row.activation == "mxfp8" and not row.streamed]
 EXTREMES = [
-    min(PAIRS, key=lambda row: row.token_tile),
-    max(PAIRS, key=lambda row: row.token_tile),
-    max(PAIRS, key=lambda row: (row.k_tile, row.token_tile)),
+    min(GEMM_INSTANCES, key=lambda row: row.token_tile),
+    max(GEMM_INSTANCES, key=lambda row: row.token_tile),
+    max(GEMM_INSTANCES, key=lambda row: (row.k_tile, row.token_tile)),
 ]
 DENSE = [row for row in DENSE_INSTANCES if row.operand == "mxfp8" and row.token_tile == 64]
 CASE = MoECase(num_tokens=12, hidden=2880, inter=96, num_experts=3, top_k=2, mode=int(Mode.MXFP8_INPUT))
@@ -77,11 +76,10 @@ def test_a_pair_of_gemms_on_the_virtual_sm121() -> None:
     case, seed = MoECase(6, 4096, 96, num_experts=3, top_k=2, mode=0), 92
     print("seed", seed)
     inputs = make_moe_inputs(case, seed)
-    instance = next(row for row in INSTANCES if row.default and row.activation == "mxfp8" and not row.streamed)
     outputs = []
     for bits in (0, HOPPER):
         with virtual_device("sm_121a", accumulation_bits=bits) as device:
-            outputs.append(run_moe(device, inputs, case.mode, [instance.index] * 2))
+            outputs.append(run_moe(device, inputs, case.mode, [GEMM_INSTANCES[0].index] * 2))
     exact, narrow = outputs
     check_within_bound(exact, *moe_reference(inputs, TENSOR_CORE))
     used = check_within_bound(narrow, *moe_reference(inputs, narrow_tensor_core(HOPPER)))
@@ -115,7 +113,7 @@ def test_a_dense_gemm_on_the_virtual_sm121(row: DenseInstance) -> None:
 def in_half(monkeypatch: pytest.MonkeyPatch) -> None:
     """Modules that multiply in half precision, of the instances that the tests run: compiling all takes minutes."""
     monkeypatch.setenv(modules.HALF_MMA_VARIABLE, "1")
-    monkeypatch.setattr(modules, "INSTANCES", EXTREMES)
+    monkeypatch.setattr(modules, "SM12X", EXTREMES)
     monkeypatch.setattr(modules, "GEMM_INSTANCES", GEMM_INSTANCES[:1])
     monkeypatch.setattr(modules, "DENSE_INSTANCES", DENSE)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from flashinfer.jit.sm12x import modules
+from flashinfer.jit.sm12x.instances import SM12X
 from flashinfer.sm12x_gpu_probe import arrivals, launches, mma, parts, timing
 from flashinfer.sm12x_gpu_probe.target import NoTargetError, Target, find_target
 from flashinfer.testing import dequantize_mxfp4, verify
@@ -255,7 +255,7 @@ def test_the_parts_tell_what_they_find() -> None:
 def test_every_default_tactic_is_asked_for_once() -> None:
     with virtual_device("sm_121a") as device:
         found = list(verify.moe_results([(96, 64, 4)], (2,), 3, torch.device("cpu"), every_tactic=True, modes=(2,)))
-        names = {row.name for row in modules.INSTANCES if row.default and row.activation == "bf16"}
+        names = {row.name for row in SM12X if row.activation == "bf16"}
         assert {result.what.rpartition(", ")[2] for result in found} == names
         assert len(found) == len(names)
         assert all(0 < result.used <= 1 and not result.wrong for result in found)

@@ -78,7 +78,9 @@ def run_layers(device: VirtualDevice, calls: Sequence[LayerCall]) -> None:
     for call, problem in zip(calls, problems, strict=True):
         virtual_operators._register_instance(device, module, call.tactic)
         shape = (problem.num_tokens, problem.hidden, problem.inter, problem.num_local_experts, problem.top_k)
-        sizes.append(module.sm12x_moe_workspace_size(*shape, call.mode, INSTANCES[call.tactic].widens))
+        sizes.append(
+            module.sm12x_moe_workspace_size(*shape, call.mode, INSTANCES[call.tactic].multiplies == "mxfp8_as_bf16")
+        )
     workspace = device.empty(max(sizes))
 
     def run_all(*_: Any) -> None:

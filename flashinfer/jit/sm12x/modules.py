@@ -3,7 +3,7 @@
 
 ===============================  =================================================================
 ``fused_moe_120``                the MXFP4 MoE layer: binding, launcher, one source per default instance
-``fused_moe_120_<instance>``     an instance outside the default set, registered with the module above
+``fused_moe_120_<instance>``     an instance of Hopper's own, registered with the module above
 ``gemm_mxfp4_sm12x``             the public MXFP4 grouped GEMM
 ``dense_mx_sm12x``               dense layers with weights in MXFP4 or MXFP8
 ``probe_sm12x``                  kernels that measure a GPU (``sm12x_gpu_probe``)
@@ -29,7 +29,7 @@ from flashinfer._layer import fork_root, wheel_root
 from .. import core, cpp_ext
 from .. import env as jit_env
 from .freshness import write_atomically
-from .instances import DENSE_INSTANCES, GEMM_INSTANCES, INSTANCES, DenseInstance, Instance
+from .instances import DENSE_INSTANCES, GEMM_INSTANCES, SM12X, DenseInstance, Instance
 from .spec import JitSpecSm12x
 
 FUSED_MOE = "fused_moe_120"
@@ -104,22 +104,19 @@ def gen_fused_moe_module() -> JitSpecSm12x:
     Raises:
         RuntimeError: no architecture of the family is to be compiled for; the message says what to set.
     """
-    instances = [instance for instance in INSTANCES if instance.default]
-    return _spec(FUSED_MOE, [_csrc() / _MOE_BINDING, _csrc() / _LAUNCHER], _MOE_TEMPLATE, instances)
+    return _spec(FUSED_MOE, [_csrc() / _MOE_BINDING, _csrc() / _LAUNCHER], _MOE_TEMPLATE, SM12X)
 
 
 def gen_fused_moe_instance_module(instance: Instance) -> JitSpecSm12x:
-    """The spec of the small module that holds one instance outside the default set.
+    """The spec of the small module that holds one instance which is not in SM12x's table.
 
     Raises:
         RuntimeError: as :func:`gen_fused_moe_module`.
-        ValueError: the instance is in the default set, and so in ``fused_moe_120``.
+        ValueError: the instance is in SM12x's table, and so in ``fused_moe_120``.
     """
-    if instance.default:
-        raise ValueError(
-            f"{instance.name} (tactic {instance.index}) is part of {FUSED_MOE} and has no module of its own"
-        )
-    return _spec(f"{FUSED_MOE}_{instance.name}", [_csrc() / _INSTANCE_BINDING], _MOE_TEMPLATE, [instance])
+    if instance in SM12X:
+        raise ValueError(f"{instance.name} is part of {FUSED_MOE} and has no module of its own")
+    return _spec(f"{FUSED_MOE}_{instance.name}", [_csrc() / _INSTANCE_BINDING], _MOE_TEMPLATE, [instance], alone=True)
 
 
 def gen_group_gemm_module() -> JitSpecSm12x:
@@ -196,6 +193,7 @@ def _spec(
     sources: Sequence[Path],
     template: str = "",
     instances: Iterable[Instance | DenseInstance] = (),
+    alone: bool = False,
     flags: Sequence[str] = (),
 ) -> JitSpecSm12x:
     architectures = target_architectures()
@@ -205,7 +203,7 @@ def _spec(
     flags = [*_cuda_flags(architectures, embed_ptx), *flags, *(["-DFLASHINFER_SM12X_HALF_MMA=1"] * in_half)]
     spec = JitSpecSm12x(
         name=name,
-        sources=[*sources, *(_render(name, template, instances) if template else [])],
+        sources=[*sources, *(_render(name, template, instances, alone) if template else [])],
         extra_cflags=_cxx_flags(),
         extra_cuda_cflags=flags,
         extra_ldflags=None,
@@ -217,8 +215,8 @@ def _spec(
     return spec
 
 
-def _render(name: str, template: str, instances: Iterable[Instance | DenseInstance]) -> list[Path]:
-    """Write one source per instance into the cache's folder of generated sources."""
+def _render(name: str, template: str, instances: Iterable[Instance | DenseInstance], alone: bool = False) -> list[Path]:
+    """Write one source per instance into the cache's folder of generated sources; ``alone``: it is all of a module."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_csrc()),
         undefined=jinja2.StrictUndefined,
@@ -232,7 +230,7 @@ def _render(name: str, template: str, instances: Iterable[Instance | DenseInstan
     paths = []
     for instance in instances:
         path = folder / f"{instance.name}.cu"
-        write_atomically(path, compiled.render(instance=instance))
+        write_atomically(path, compiled.render(instance=instance, alone=alone))
         paths.append(path)
     return paths
 

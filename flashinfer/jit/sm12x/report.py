@@ -14,8 +14,10 @@ from typing import Any
 from . import build as engine
 from .freshness import hash_file, write_atomically
 from .inspect_sass import KernelCode, inspect
-from .instances import GB10_SMEM_PER_BLOCK, GB10_SMEM_RESERVED_PER_BLOCK, INSTANCES, Instance
+from .instances import INSTANCES, ROW_TILE, Instance
 from .spec import JitSpecSm12x
+
+_RESERVED_SHARED = 1024  # by the driver in each block; counted among static shared memory
 
 
 @dataclass(frozen=True)
@@ -23,16 +25,16 @@ class InstanceRow:
     """One kernel of one instance, as compiled for one architecture.
 
     Attributes:
-        tactic: The instance's number, as in ``profile_ids``.
-        instance: Its name.
+        tactic: Its number, as in ``profile_ids``.
+        instance: Its name, as in the autotuner's cache files.
         gemm: ``fc1``, ``fc2``, ``layer`` (both in one launch) or ``group`` (the public grouped GEMM).
         architecture: Such as ``sm_121a``.
         token_tile, row_tile, k_tile, stages, schedule: From the table; stages of a streamed layer: a gpt-oss layer's on a GB10.
         blocks_per_sm: Blocks that are to fit an SM of a GB10 together.
         threads: Of a block.
         registers: Per thread.
-        shared_bytes: Shared memory of an FC1 block with 128 local experts, without what the driver reserves; a streamed
-            layer takes all that a GB10 grants.
+        shared_bytes: Shared memory of a block, without what the driver reserves: of FC1 with 128 local experts, of a
+            streamed layer with those stages.
         local_accesses: Spilled loads and stores in the machine code.
         tensor_instructions: Matrix instructions in the machine code.
         block_scaled_mmas: Those of them that are ``QMMA.SF`` with an E2M1 operand.
@@ -97,21 +99,19 @@ def _machine_code(plan: engine.ModulePlan) -> dict[str, list[KernelCode]]:
 
 def _row(instance: Instance, kernel: KernelCode) -> InstanceRow:
     return InstanceRow(
-        tactic=instance.index,
+        tactic=instance.number,
         instance=instance.name,
         gemm=_gemm_of(kernel.name),
         architecture=kernel.architecture,
         token_tile=instance.token_tile,
-        row_tile=instance.row_tile,
+        row_tile=ROW_TILE,
         k_tile=instance.k_tile,
-        stages=instance.gpt_oss_stages,
+        stages=instance.stages,
         schedule=instance.schedule,
         blocks_per_sm=instance.blocks_per_sm,
         threads=instance.threads,
         registers=kernel.registers,
-        shared_bytes=GB10_SMEM_PER_BLOCK
-        if instance.streamed
-        else instance.smem_bytes() + max(0, kernel.static_shared - GB10_SMEM_RESERVED_PER_BLOCK),
+        shared_bytes=instance.shared_bytes + max(0, kernel.static_shared - _RESERVED_SHARED),
         local_accesses=kernel.local_accesses,
         tensor_instructions=kernel.tensor_instructions,
         block_scaled_mmas=kernel.block_scaled_mmas,

@@ -6,9 +6,9 @@
 #pragma once
 
 #include "../impls/mainloop.cuh"
-#include "../scheduler/routing.cuh"
 #include "scalar.cuh"
 #include "swiglu_quantize.cuh"
+#include "top_k_sum.cuh"
 
 namespace flashinfer::sm12x::epilogue {
 
@@ -88,7 +88,7 @@ class Fc2Finish {
     }
   }
 
-  // Sums of all tokens that are complete, some at a time: one after the other, the latencies of their loads would add up.
+  // Sums of all tokens that are complete.
   static __device__ __forceinline__ void sum_complete(const Params& p, const scheduler::Unit& unit, const int* entries,
                                                       const uint32_t* complete, int thread) {
     const int row = unit.row_tile * kRowTile + thread;
@@ -102,37 +102,15 @@ class Fc2Finish {
           count += left != 0;
           left &= left - 1;
         }
-        sum_slots(p, tokens, count, row);
-      }
-    }
-  }
-
-  static __device__ __forceinline__ void sum_slots(const Params& p, const int (&tokens)[kTogether], int count,
-                                                   int row) {
-    constexpr int kSlots = 4;  // of a token whose loads are in flight together
-    float sum[kTogether] = {};
-    for (int base = 0; base < p.top_k; base += kSlots) {
-      float value[kTogether][kSlots];
+        float sum[kTogether] = {};
+        sum_slots(p, p.epilogue.contributions, p.rows, row, tokens, sum);
 #pragma unroll
-      for (int j = 0; j < kTogether; ++j) {
-#pragma unroll
-        for (int i = 0; i < kSlots; ++i) {
-          const int entry = tokens[j] * p.top_k + base + i;
-          const bool local =
-              base + i < p.top_k && scheduler::local_expert(p.ids[entry], p.first_expert, p.num_experts) >= 0;
-          value[j][i] = local ? __ldcg(p.epilogue.contributions + static_cast<int64_t>(entry) * p.rows + row) : 0.0f;
+        for (int j = 0; j < kTogether; ++j) {
+          if (j >= count) break;
+          store_scalar(p.epilogue.output, static_cast<int64_t>(tokens[j]) * p.rows + row, p.epilogue.output_type,
+                       sum[j]);
         }
       }
-#pragma unroll
-      for (int j = 0; j < kTogether; ++j) {
-#pragma unroll
-        for (int i = 0; i < kSlots; ++i) sum[j] += value[j][i];
-      }
-    }
-#pragma unroll
-    for (int j = 0; j < kTogether; ++j) {
-      if (j >= count) break;
-      store_scalar(p.epilogue.output, static_cast<int64_t>(tokens[j]) * p.rows + row, p.epilogue.output_type, sum[j]);
     }
   }
 };

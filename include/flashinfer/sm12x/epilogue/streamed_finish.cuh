@@ -9,6 +9,7 @@
 #include "../impls/streamed_walk.cuh"
 #include "scalar.cuh"
 #include "swiglu_quantize.cuh"
+#include "top_k_sum.cuh"
 
 namespace flashinfer::sm12x::epilogue {
 
@@ -49,7 +50,7 @@ class StreamKeeper {
     if (turn_ == 0 && lane_ == 0) ptx::mbarrier_arrive(shared.act_ready());
     for (; keeps && !to_finish_.ended(); next()) finish<1>();
     meet(p.blocks_done + 1);
-    sum_slots();
+    sum_outputs();
   }
 
  private:
@@ -152,38 +153,19 @@ class StreamKeeper {
     });
   }
 
-  // This block's part of the outputs: contributions in the order of slots, rounded once.
-  __device__ __forceinline__ void sum_slots() const {
+  // This block's part of the outputs, rounded once.
+  __device__ __forceinline__ void sum_outputs() const {
     const int thread = 32 * turn_ + lane_;
-    constexpr int kBatch = 4;  // slots whose loads are in flight together
     const int hidden = p.gemm[1].out, vectors = hidden / 4;
     for (int i = blockIdx.x * kThreads + thread; i < p.num_tokens * vectors; i += gridDim.x * kThreads) {
-      const int token = i / vectors, column = 4 * (i - token * vectors);
-      const int32_t* ids = p.ids + token * p.top_k;
-      const float* from = p.contributions + static_cast<int64_t>(token) * p.top_k * hidden + column;
-      float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      for (int base = 0; base < p.top_k; base += kBatch) {
-        float4 value[kBatch];
-#pragma unroll
-        for (int slot = 0; slot < kBatch; ++slot) {
-          value[slot] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-          if (base + slot >= p.top_k) continue;
-          if (scheduler::local_expert(ids[base + slot], p.first_expert, p.num_experts) < 0) continue;
-          value[slot] = __ldcg(reinterpret_cast<const float4*>(from + (base + slot) * static_cast<int64_t>(hidden)));
-        }
-#pragma unroll
-        for (int slot = 0; slot < kBatch; ++slot) {
-          sum.x += value[slot].x;
-          sum.y += value[slot].y;
-          sum.z += value[slot].z;
-          sum.w += value[slot].w;
-        }
-      }
-      const int64_t at = static_cast<int64_t>(token) * hidden + column;
-      store_scalar(p.output, at, p.output_type, sum.x);
-      store_scalar(p.output, at + 1, p.output_type, sum.y);
-      store_scalar(p.output, at + 2, p.output_type, sum.z);
-      store_scalar(p.output, at + 3, p.output_type, sum.w);
+      const int tokens[1] = {i / vectors}, column = 4 * (i - tokens[0] * vectors);
+      float4 sum[1] = {};
+      sum_slots(p, p.contributions, hidden, column, tokens, sum);
+      const int64_t at = static_cast<int64_t>(tokens[0]) * hidden + column;
+      store_scalar(p.output, at, p.output_type, sum[0].x);
+      store_scalar(p.output, at + 1, p.output_type, sum[0].y);
+      store_scalar(p.output, at + 2, p.output_type, sum[0].z);
+      store_scalar(p.output, at + 3, p.output_type, sum[0].w);
     }
   }
 

@@ -48,11 +48,11 @@ struct StreamedGemm {
   const void* bias;  // [matrices][parts][out] or null
   ScalarType bias_type;
 
-  FLASHINFER_SM12X_HOST_DEVICE int slab_outputs() const { return parts == 2 ? kSlabRows / 2 : kSlabRows; }
-  FLASHINFER_SM12X_HOST_DEVICE int part_rows() const { return slab_outputs() * groups; }  // of a unit
+  FLASHINFER_SM12X_HOST_DEVICE constexpr int slab_outputs() const { return parts == 2 ? kSlabRows / 2 : kSlabRows; }
+  FLASHINFER_SM12X_HOST_DEVICE constexpr int part_rows() const { return slab_outputs() * groups; }  // of a unit
   FLASHINFER_SM12X_HOST_DEVICE int bias_bytes() const { return bias_type == ScalarType::kF32 ? 4 : 2; }
   // Bytes of a stage's scale pieces, of one copy.
-  FLASHINFER_SM12X_HOST_DEVICE int piece_bytes() const { return stage_words * piece_rows * 16; }
+  FLASHINFER_SM12X_HOST_DEVICE constexpr int piece_bytes() const { return stage_words * piece_rows * 16; }
 };
 
 // What is fixed at compile time. A slab's K is shared out among warps, kWords words of 128 to each, and a warp keeps its part
@@ -88,7 +88,7 @@ struct StreamedGemmPlan {
   int chunks;
   bool chunked;  // StreamShape::kChunked
 
-  StreamedGemm make() const {
+  constexpr StreamedGemm make() const {
     StreamedGemm g = {};
     g.parts = parts;
     g.out = out;
@@ -124,7 +124,7 @@ struct StreamedGemmPlan {
     return g;
   }
 
-  int stage_bytes(const StreamedGemm& g) const {
+  constexpr int stage_bytes(const StreamedGemm& g) const {
     const int tail = g.words * kScaleChunkElements > g.k ? g.groups * token_tile / kNarrowTokens * 32 * 16 : 0;
     return round_up(g.tail_offset + tail, 128);
   }

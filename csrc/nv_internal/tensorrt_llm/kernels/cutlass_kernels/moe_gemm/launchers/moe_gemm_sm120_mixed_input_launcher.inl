@@ -15,11 +15,11 @@ template <class Config>
 struct KernelLauncher {
   static constexpr Role kRole = Config::kRole;
   using Sm12xStorage = SharedStorage<Config, true>;
-  static_assert(Sm12xStorage::bytes(128) <= Sm12xLimits::kSharedBytesPerBlock,
-                "an instance must fit a block of an SM12x (128 local experts)");
+  static_assert(Sm12xStorage::bytes(kMaxLocalExperts) <= Sm12xLimits::kSharedBytesPerBlock,
+                "an instance must fit a block of an SM12x, whatever the layer");
   static_assert(Config::kBlocksPerSm * (Sm12xStorage::bytes(128) + Sm12xLimits::kSharedBytesReservedPerBlock) <=
                     Sm12xLimits::kSharedBytesPerSm,
-                "the planned number of blocks must fit an SM12x");
+                "the planned number of blocks must fit an SM12x (128 local experts)");
 
   static int shared_bytes(bool sm12x, int num_experts) {
     return sm12x ? Sm12xStorage::bytes(num_experts) : SharedStorage<Config, false>::bytes(num_experts);
@@ -45,6 +45,13 @@ struct MoeInstance {
   using Gemm = KernelLauncher<GemmConfig<kRole, kActivation, kOperand, kTokenTile, kKTile, kStages, kBlocksPerSm>>;
   using Fc1 = Gemm<Role::kFc1>;
   using Fc2 = Gemm<Role::kFc2>;
+
+  static constexpr bool agrees_with_table(int stages, int shared_bytes) {
+    // What multiplies in half precision instead of block-scaled MMAs keeps float factors, too.
+    const bool more = Fc1::Sm12xStorage::kNeedsFactors;
+    const int bytes = Fc1::Sm12xStorage::bytes(128);
+    return stages == kStages && (more ? bytes > shared_bytes : bytes == shared_bytes);
+  }
 
   static cudaError_t blocks_per_sm(Role role, const LaunchOptions& options, int num_experts, int* blocks) {
     return role == Role::kFc1 ? Fc1::blocks_per_sm(options, num_experts, blocks)
@@ -75,6 +82,36 @@ struct GroupGemmInstance {
 template <Activation kActivation, int kTokenTile, int kWords, int kMmaWarps>
 struct StreamedLayerInstance {
   using Config = StreamConfig<kActivation, kTokenTile, kWords, kMmaWarps>;
+  static constexpr int kFixedBytes = StreamStorage::kRing;
+  static constexpr int kRingBytes = Sm12xLimits::kSharedBytesPerBlock - kFixedBytes;
+
+  // Of a GEMM with `parts` of `out` rows; 0: K is too long.
+  static constexpr int stage_bytes(int parts, int out, int k) {
+    const StreamedGemmPlan plan = {WeightFormat::kMxfp4, kWords, kMmaWarps, kTokenTile, parts, out, k, 1, false};
+    const StreamedGemm gemm = plan.make();
+    return gemm.groups == 0 ? 0 : plan.stage_bytes(gemm);
+  }
+
+  // Rows that let one, two or four groups of warps work, and every K: what the planner takes, the launcher does.
+  static constexpr bool takes_every_layer() {
+    for (int k = kScaleBlock; k <= kMmaWarps * kWords * kScaleChunkElements; k += kScaleBlock) {
+      for (int parts = 1; parts <= 2; ++parts) {
+        for (int out : {kScaleBlock, 2 * kScaleBlock}) {
+          const int stage = stage_bytes(parts, out, k);
+          const int stages = stage == 0 ? 0 : std::min(kRingBytes / stage, kMaxStreamStages);
+          if (stages < 2 || stages * stage < StreamStorage::kRouting) return false;
+        }
+      }
+    }
+    return true;
+  }
+  static_assert(takes_every_layer(), "a ring must fit a block of an SM12x");
+
+  // Both of a gpt-oss layer.
+  static constexpr bool agrees_with_table(int stages, int shared_bytes) {
+    const int stage = std::max(stage_bytes(2, 2880, 2880), stage_bytes(1, 2880, 2880));
+    return stages == kRingBytes / stage && shared_bytes == kFixedBytes + stages * stage;
+  }
 
   static cudaError_t prepare(const LaunchOptions& options) {
     return grant_shared_memory(streamed_layer_kernel<Config>, options);
@@ -106,7 +143,7 @@ struct StreamedLayerInstance {
             nullptr,
             nullptr,
             nullptr,
-            {prepare, launch, kWords, kMmaWarps, StreamStorage::kRing}};
+            {prepare, launch, kWords, kMmaWarps, kFixedBytes}};
   }
 };
 

@@ -1,46 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Upstream's autotuner over the instance table.
+"""What upstream's autotuner times and remembers: the tactics of a device's instance table.
 
 FC1 and FC2 are tuned one after the other, each as the time of the whole layer with the other at its default, because
 FC2 starts streaming its weights while FC1 still runs.  A tactic that computes the whole layer is one of FC1's; chosen, it
 leaves FC2 nothing to choose.  The operators' names in a cache file are
-``flashinfer::sm12x_moe::fc1`` and ``flashinfer::sm12x_moe::fc2``; a tactic is an index of the instance table, whose
-digest is part of the keys.
+``flashinfer::sm12x_moe::fc1`` and ``flashinfer::sm12x_moe::fc2``; a tactic there is a row's name, which stays what it is
+whatever becomes of the tables.  Of names that are gone upstream's tuner says so and takes the default.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
+import warnings
 from typing import Any
 
 import torch
 
 from ..autotuner import DynamicTensorSpec, TunableRunner, TuningConfig
-from ..jit.sm12x.instances import INSTANCES, Instance
+from ..jit.sm12x.instances import INSTANCES, index_of, table
+from ..jit.sm12x.instances import tactic as number
 from ..sm12x_arguments import round_up
 from ..sm12x_probes import NOTHING_TUNED, tuner_state
 from . import sm12x_dispatch as dispatch
-from .sm12x_plan import Plan, allowed_tactics, computes_layer, launch, make_plan, pair_tactics, resolved_pair
-from .sm12x_planner import plan_moe
+from .sm12x_launch import Plan, computes_layer, launch, make_plan, pair_tactics, resolved_pair
 from .sm12x_validation import BLOCK_SIZE, Mode, MoEProblem
 from .utils import get_hybrid_num_tokens_buckets, make_hybrid_bucket_mapper
 
 OPERATORS = ("flashinfer::sm12x_moe::fc1", "flashinfer::sm12x_moe::fc2")
-# Positions in the argument tuple that sm12x_moe builds for the kernel module.
+# Positions in the argument tuple that sm12x_operator builds for the kernel module.
 _OUTPUT, _INPUT, _INPUT_SF, _IDS, _SCALES, _FC1, _FC2 = 0, 1, 2, 3, 4, 5, 9
 _ROUTING_SEED = 0
 
 
-@functools.lru_cache(maxsize=8)
-def table_digest(rows: tuple[Instance, ...]) -> str:
-    """What the tactic numbers of ``rows`` mean, all columns of them, as a part of a cache's keys.
+@functools.cache
+def _warn_of_numbers(operator: str) -> None:
+    warnings.warn(
+        f"a cache file of the autotuner has tactics of {operator} as numbers, from before they had names; they are not "
+        "used: tune once more, into a new file",
+        stacklevel=5,
+    )
 
-    A tactic is a row's number.  Behind another table a saved one may be another kernel, or no longer the best.
-    """
-    columns = [sorted(dataclasses.asdict(row).items()) for row in rows]
-    return hashlib.sha256(repr(columns).encode()).hexdigest()[:16]
+
+def refuse_numbers(tuner: Any, operator: str) -> None:
+    """Say once if a file that ``tuner`` has loaded is from before tactics had names; its keys match no call any more."""
+    for key, (_, tactic) in getattr(tuner, "_file_configs", {}).items():
+        if operator in key and isinstance(tactic, int) and tactic != -1:
+            _warn_of_numbers(operator)
+            return
 
 
 @functools.lru_cache(maxsize=16)
@@ -62,6 +69,10 @@ def tuning_config(tune_max_num_tokens: int) -> TuningConfig:
         use_cold_l2_cache=True,
         use_cuda_graph=True,
     )
+
+
+def _place(tactic: Any) -> int:
+    return -1 if tactic == -1 else index_of(tactic)
 
 
 class SM12xMoERunner(TunableRunner):
@@ -99,36 +110,23 @@ class SM12xMoERunner(TunableRunner):
             problem.num_experts_total,
             self.swizzled_input_sf,
             self.enable_pdl,
-            table_digest(INSTANCES),
         )
 
-    def _fits(self, tactic: int, inputs: list[torch.Tensor]) -> bool:
-        """Whether ``tactic`` is for this mode, GEMM, device and number of tokens."""
-        problem, index = self.problem, inputs[0].device.index
-        return (
-            tactic in allowed_tactics(problem.mode)
-            and not (self.gemm_idx == 2 and computes_layer(tactic))
-            and dispatch.fits_device(tactic, problem.num_local_experts, index)
-            and dispatch.takes_layer(tactic, inputs[0].shape[0] * problem.top_k, problem.hidden, problem.inter, index)
-        )
-
-    def get_valid_tactics(self, inputs: list[torch.Tensor], profile: Any) -> list[int]:
-        """Rows of the instance table that fit: the default set, those made for such a device, and the planner's own choice."""
-        planned = self._planned(inputs[0])
+    def get_valid_tactics(self, inputs: list[torch.Tensor], profile: Any) -> list[str]:
+        """Names of the rows of the device's table that fit this mode, GEMM and number of tokens."""
+        problem = self.problem
+        sizes = inputs[0].shape[0] * problem.top_k, problem.hidden, problem.inter
         return [
-            row.index
-            for row in INSTANCES
-            if (row.default or row.widens or row.index in planned) and self._fits(row.index, inputs)
+            row.name
+            for row in table(dispatch.has_block_scaled_mma(inputs[0].device.index))
+            if row.activation == problem.mode.activation
+            and not (self.gemm_idx == 2 and computes_layer(row.index))
+            and row.takes(*sizes)
         ]
-
-    def _planned(self, activations: torch.Tensor) -> tuple[int, int]:
-        problem, index = self.problem, activations.device.index
-        sizes = (activations.shape[0], problem.top_k, problem.num_local_experts, problem.hidden, problem.inter)
-        return plan_moe(*sizes, int(problem.mode), dispatch.has_block_scaled_mma(index))
 
     def validate_tactic(self, inputs: list[torch.Tensor], tactic: Any) -> bool:
         """Whether a tactic from a cache file names a row that fits."""
-        return tactic == -1 or self._fits(tactic, inputs)
+        return tactic == -1 or tactic in self.get_valid_tactics(inputs, None)
 
     def _profile(self, activations: torch.Tensor) -> tuple[Plan, tuple[Any, ...], torch.Tensor]:
         tokens = activations.shape[0]
@@ -158,10 +156,10 @@ class SM12xMoERunner(TunableRunner):
     def forward(
         self, inputs: list[torch.Tensor], tactic: Any = -1, do_preparation: bool = False, **kwargs: Any
     ) -> torch.Tensor:
-        """Run the layer once on ``inputs[0]`` with ``tactic`` for this runner's GEMM."""
+        """Run the layer once on ``inputs[0]`` with the tactic called ``tactic``, or -1, for this runner's GEMM."""
         plan, arguments, workspace = self._profile(inputs[0])
-        wanted = (tactic, -1) if self.gemm_idx == 1 else (-1, tactic)
-        tactics = resolved_pair(wanted, plan.tactics)
+        own = _place(tactic)
+        tactics = resolved_pair((own, -1) if self.gemm_idx == 1 else (-1, own), plan.tactics)
         for each in tactics:
             dispatch.ensure_instance(each)
         given = (arguments[_OUTPUT], inputs[0], *arguments[_INPUT_SF:]), workspace, self.swizzled_input_sf
@@ -176,7 +174,7 @@ class SM12xStageRunner(TunableRunner):
     """What upstream's unified ``MoELayer`` tunes a CUTLASS backend with, for this fork's kernels.
 
     It takes the place of the ``MoERunner`` of upstream's module: the layer hands it activations and weights only, so it
-    times them with unit scales, and it gives the pairs of tactics that ``cutlass_fused_moe`` takes as ``profile_ids``.
+    times them with unit scales.  Its tactics are the numbers of which the layer makes ``profile_ids``.
 
     ``inputs`` are ``[input, fc1 weights, ignored, fc2 weights, ignored]``.
     """
@@ -219,14 +217,19 @@ class SM12xStageRunner(TunableRunner):
         return self._runner(inputs).get_cache_key_extras(inputs)
 
     def get_valid_tactics(self, inputs: list[torch.Tensor], profile: Any) -> list[int]:
-        """As :class:`SM12xMoERunner` has them."""
-        return self._runner(inputs).get_valid_tactics(inputs, profile)
+        """As :class:`SM12xMoERunner` has them, as numbers."""
+        return [number(name) for name in self._runner(inputs).get_valid_tactics(inputs, profile)]
+
+    def validate_tactic(self, inputs: list[torch.Tensor], tactic: Any) -> bool:
+        """Whether a tactic from a cache file is the number of a row that fits."""
+        return tactic == -1 or tactic in self.get_valid_tactics(inputs, None)
 
     def forward(
         self, inputs: list[torch.Tensor], tactic: Any = -1, do_preparation: bool = False, **kwargs: Any
     ) -> torch.Tensor:
         """Run the layer once; ``gemm_idx`` says which GEMM ``tactic`` is for."""
-        return self._runner(inputs, kwargs.get("gemm_idx")).forward(inputs, tactic, do_preparation)
+        name = -1 if tactic == -1 else next(row.name for row in INSTANCES if row.number == tactic)
+        return self._runner(inputs, kwargs.get("gemm_idx")).forward(inputs, name, do_preparation)
 
 
 def tuned_tactics(
@@ -250,6 +253,7 @@ def tuned_tactics(
         return plan.tuned[1]
     chosen = []
     for gemm_idx, operator in enumerate(OPERATORS, start=1):
+        refuse_numbers(tuner, operator)
         _, tactic = tuner.choose_one(
             operator,
             [SM12xMoERunner(plan.problem, arguments, swizzled_input_sf, enable_pdl, gemm_idx)],
@@ -257,9 +261,9 @@ def tuned_tactics(
             [arguments[_INPUT], arguments[_FC1], arguments[_FC2]],
             gemm_idx=gemm_idx,
         )
+        chosen.append(_place(tactic))
         if tactic != -1:
-            dispatch.ensure_instance(tactic)
-        chosen.append(tactic)
+            dispatch.ensure_instance(chosen[-1])
     tactics = resolved_pair(chosen, plan.tactics)
     if state is not None:
         plan.tuned = (state, tactics)

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a call of known shapes needs beyond its tensors: tactics, workspace size; and the launch itself."""
+"""What a call of known shapes needs beyond its tensors: tactics, workspace size; and the launch itself.
+
+Tactics are places in ``INSTANCES`` here, as the kernel module has them; :func:`wanted_tactics` finds those of the numbers
+that ``profile_ids`` has.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,10 @@ from typing import Any
 
 import torch
 
-from ..jit.sm12x.instances import INSTANCES
+from ..jit.sm12x.instances import INSTANCES, SM12X
 from ..sm12x_arguments import describe
 from . import sm12x_dispatch as dispatch
+from .sm12x_planner import plan_moe
 from .sm12x_validation import Mode, MoEProblem
 
 
@@ -28,9 +33,10 @@ class Plan:
 
 
 @functools.lru_cache(maxsize=8)
-def allowed_tactics(mode: Mode) -> tuple[int, ...]:
-    """Tactic numbers that fit ``mode``: rows of the instance table with its activation format."""
-    return tuple(row.index for row in INSTANCES if row.activation == mode.activation)
+def allowed_tactics(mode: Mode, block_scaled_mma: bool = False) -> tuple[int, ...]:
+    """Tactics that fit ``mode`` on a device: SM12x, whose MMA takes block scales, runs its own table, others all rows."""
+    rows = SM12X if block_scaled_mma else INSTANCES
+    return tuple(row.index for row in rows if row.activation == mode.activation)
 
 
 def computes_layer(tactic: int) -> bool:
@@ -39,10 +45,10 @@ def computes_layer(tactic: int) -> bool:
 
 
 def go_together(fc1: int, fc2: int) -> bool:
-    """Whether two tactics make a layer: one that computes all of it, or two that keep activations in the same type."""
+    """Whether two tactics make a layer: one that computes all of it, or two that multiply in the same type."""
     if computes_layer(fc1) or computes_layer(fc2):
         return fc1 == fc2
-    return INSTANCES[fc1].operand == INSTANCES[fc2].operand
+    return INSTANCES[fc1].multiplies == INSTANCES[fc2].multiplies
 
 
 def resolved_pair(wanted: Sequence[int], default: tuple[int, int]) -> tuple[int, int]:
@@ -57,38 +63,45 @@ def resolved_pair(wanted: Sequence[int], default: tuple[int, int]) -> tuple[int,
     return (fc2, fc2) if only_second else (fc1, fc1)
 
 
-def check_profile_ids(profile_ids: Sequence[int], mode: Mode, block_scaled_mma: bool = False) -> None:
-    """Raise ``ValueError`` unless ``profile_ids`` is a pair of -1 or tactics that fit ``mode`` and make a layer.
+def wanted_tactics(profile_ids: Sequence[int], mode: Mode, block_scaled_mma: bool = False) -> tuple[int, int]:
+    """The tactics whose numbers are ``profile_ids``; -1 stays.
 
-    ``block_scaled_mma``: the device's MMA takes block scales, so that there are no tactics that widen activations.
+    ``block_scaled_mma`` as in :func:`allowed_tactics`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Unless it is a pair of -1 or tactics that fit ``mode`` and make a layer.
     """
     try:
         profile_ids = list(profile_ids)
     except TypeError:
         raise TypeError(f"profile_ids is {describe(profile_ids)}; it must be [fc1_tactic, fc2_tactic]") from None
-    allowed = [t for t in allowed_tactics(mode) if not (block_scaled_mma and INSTANCES[t].widens)]
-    if len(profile_ids) != 2 or any(tactic != -1 and tactic not in allowed for tactic in profile_ids):
+    allowed = allowed_tactics(mode, block_scaled_mma)
+    numbers = [INSTANCES[tactic].number for tactic in allowed]
+    if len(profile_ids) != 2 or any(number != -1 and number not in numbers for number in profile_ids):
+        named = ", ".join(f"{INSTANCES[tactic].number} ({INSTANCES[tactic].name})" for tactic in allowed)
         raise ValueError(
             f"profile_ids is {profile_ids}; it must be [fc1_tactic, fc2_tactic], each -1 (the default) or, in mode "
-            f"{mode.name}, one of {allowed}"
+            f"{mode.name}, one of {named}"
         )
-    fc1, fc2 = profile_ids
+    fc1, fc2 = (-1 if number == -1 else allowed[numbers.index(number)] for number in profile_ids)
     if fc2 != -1 and computes_layer(fc2) and fc1 != fc2:
         raise ValueError(
-            f"profile_ids is {profile_ids}; tactic {fc2} computes FC1 and FC2 in one launch, so that it cannot be "
-            f"FC2's alone: pass [{fc2}, {fc2}]"
+            f"profile_ids is {profile_ids}; {INSTANCES[fc2].name} computes FC1 and FC2 in one launch, so that it cannot be "
+            f"FC2's alone: pass [{profile_ids[1]}, {profile_ids[1]}]"
         )
     if -1 not in (fc1, fc2) and not computes_layer(fc1) and not go_together(fc1, fc2):
-        kept = {tactic: INSTANCES[tactic].operand for tactic in (fc1, fc2)}
         raise ValueError(
-            f"profile_ids is {profile_ids}; FC1 and FC2 must keep activations in the same type, but tactic {fc1} "
-            f"keeps {kept[fc1]} and tactic {fc2} {kept[fc2]}: pass two that do alike, or -1 for one of them"
+            f"profile_ids is {profile_ids}; FC1 and FC2 must keep activations in the same type, but these are "
+            f"{INSTANCES[fc1].name} and {INSTANCES[fc2].name}: pass two that do alike, or -1 for one of them"
         )
+    return fc1, fc2
 
 
-def forced_tactics(profile_ids: Sequence[int], default: tuple[int, int]) -> tuple[int, int]:
-    """Checked ``profile_ids`` with -1 replaced by ``default``; builds what is not built yet."""
-    fc1, fc2 = resolved_pair(profile_ids, default)
+def forced_tactics(wanted: tuple[int, int], default: tuple[int, int]) -> tuple[int, int]:
+    """``wanted`` with -1 replaced by ``default``; builds what is not built yet."""
+    fc1, fc2 = resolved_pair(wanted, default)
     dispatch.ensure_instance(fc1)
     dispatch.ensure_instance(fc2)
     return fc1, fc2
@@ -114,8 +127,6 @@ def make_plan(problem: MoEProblem, device: torch.device) -> Plan:
 
 def _default_tactics(problem: MoEProblem, device: torch.device, all_sms: bool = True) -> tuple[int, int]:
     """The planner's choice, ready to run."""
-    from .sm12x_planner import plan_moe
-
     sizes = (problem.num_tokens, problem.top_k, problem.num_local_experts, problem.hidden, problem.inter)
     fc1, fc2 = plan_moe(*sizes, int(problem.mode), dispatch.has_block_scaled_mma(device.index), all_sms)
     for tactic in (fc1, fc2):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of ``cutlass_fused_moe`` on CUDA that look like an earlier one: to the launch without validating again.
+"""The cache of call signatures: a call of ``cutlass_fused_moe`` on CUDA like an earlier one is not validated again.
 
-All that validation and planning depend on is the options of a call, which are values that hash, and the metadata of its
-tensors.  A :class:`KnownCall` keeps what they led to; :func:`repeat` launches a call that matches one.  What may differ
-between calls that match, the addresses, is checked every time.  A call that matches nothing is no error: its caller
-validates it from the start.
+A signature is all that validation and planning depend on: the options of a call, which are values that hash, and the
+metadata of its tensors.  A :class:`ValidatedCall` keeps what they led to; :func:`repeat` launches a call whose signature
+is in the cache.  What may differ between such calls, the addresses, is checked every time.  A call that is not there is
+no error: its caller validates it from the start.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import sm12x_probes
+from ..jit.sm12x.instances import INSTANCES
 from ..sm12x_arguments import POINTER_ALIGNMENT, SCALE_WORD, require_alignment
-from .sm12x_plan import Plan, launch, pair_tactics
-from .sm12x_tuning import tuned_tactics
+from .sm12x_autotuner import tuned_tactics
+from .sm12x_launch import Plan, launch, pair_tactics
 from .sm12x_validation import WORKSPACE_ALIGNMENT
 
-MAX_OPTIONS = 4096  # distinct options remembered before the memory starts anew
-MAX_LOOKS = 8  # distinct metadata under the same options; the oldest makes room
+MAX_OPTIONS = 4096  # distinct options before the cache starts anew
+MAX_SIGNATURES = 8  # of the same options; the oldest makes room
 _UINT8 = torch.uint8
 
 
@@ -45,7 +46,7 @@ class MoETensors(NamedTuple):
     workspace_buffer: torch.Tensor | None
 
 
-def _look(tensor: Any) -> tuple[Any, ...]:
+def _metadata(tensor: Any) -> tuple[Any, ...]:
     if not isinstance(tensor, torch.Tensor):
         return (type(tensor),)
     if tensor.layout is not torch.strided:
@@ -53,7 +54,7 @@ def _look(tensor: Any) -> tuple[Any, ...]:
     return tensor.shape, tensor.dtype, tensor.device, tensor.stride(), type(tensor)
 
 
-def same_look(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+def same_metadata(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     """A function that tells whether as many tensors have the shapes, strides, dtypes and devices of ``tensors``.
 
     torch's own guards do it in one call into C++, where they are as expected.
@@ -62,8 +63,8 @@ def same_look(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     if guards is not None:
         check: Callable[..., bool] = guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
         return check
-    looks = [_look(tensor) for tensor in tensors]
-    return lambda *others: [_look(other) for other in others] == looks
+    expected = [_metadata(tensor) for tensor in tensors]
+    return lambda *others: [_metadata(other) for other in others] == expected
 
 
 def kernel_arguments(
@@ -139,7 +140,7 @@ def require_element_alignment(tensors: MoETensors, quant_scales: Sequence[torch.
 
 
 @dataclasses.dataclass(eq=False)
-class KnownCall:
+class ValidatedCall:
     """A validated call on a CUDA device with at least one token: what its launch takes beside the tensors.
 
     ``forced`` are the tactics that ``profile_ids`` ask for, ``None`` without them.
@@ -177,7 +178,7 @@ class KnownCall:
         if not launch(plan.problem, arguments, *options, tactics, self.enable_pdl):
             if self.forced is not None:
                 raise ValueError(
-                    f"profile_ids is {list(self.forced)}; tactic {self.forced[0]} computes the layer in one launch that "
+                    f"profile_ids asks for {INSTANCES[self.forced[0]].name}, which computes the layer in one launch that "
                     "needs all SMs of the device, and this stream has fewer (a green context, or MPS with a limited "
                     "share): pass tactics of a pair of GEMMs, or None"
                 )
@@ -185,16 +186,16 @@ class KnownCall:
         return output
 
 
-class _Look(NamedTuple):
+class _Signature(NamedTuple):
     present: Callable[[Sequence[Any]], tuple[torch.Tensor, ...]]  # the tensors that are not None
     num_scales: int
     repeated: tuple[tuple[int, int], ...]  # positions of one tensor among those and the scales: the first, and another
     distinct: Callable[[Sequence[Any]], tuple[torch.Tensor, ...]]  # what is left without the other positions
     matches: Callable[..., bool]
-    call: KnownCall
+    call: ValidatedCall
 
     def fits(self, tensors: Sequence[Any], quant_scales: Sequence[torch.Tensor]) -> bool:
-        """Whether a call's tensors look like those remembered."""
+        """Whether a call's tensors have the metadata of the one remembered."""
         if len(quant_scales) != self.num_scales:
             return False
         given = (*self.present(tensors), *quant_scales)
@@ -204,10 +205,10 @@ class _Look(NamedTuple):
         return self.matches(*(self.distinct(given) if self.repeated else given))
 
 
-_known: dict[Hashable, list[_Look]] = {}
+_cache: dict[Hashable, list[_Signature]] = {}
 
 
-def remember(options: Hashable, tensors: MoETensors, quant_scales: Sequence[torch.Tensor], call: KnownCall) -> None:
+def remember(options: Hashable, tensors: MoETensors, quant_scales: Sequence[torch.Tensor], call: ValidatedCall) -> None:
     """Keep ``call``, which came of these arguments.
 
     ``options`` must determine every argument that is no tensor, which tensors are ``None``, and what of the environment
@@ -223,28 +224,28 @@ def remember(options: Hashable, tensors: MoETensors, quant_scales: Sequence[torc
         if firsts.setdefault(id(tensor), position) != position
     )
     distinct = operator.itemgetter(*firsts.values())
-    look = _Look(present, len(quant_scales), repeated, distinct, same_look(distinct(given)), call)
-    if len(_known) >= MAX_OPTIONS:
-        _known.clear()
-    looks = _known.setdefault(options, [])
-    looks.append(look)
-    del looks[:-MAX_LOOKS]
+    signature = _Signature(present, len(quant_scales), repeated, distinct, same_metadata(distinct(given)), call)
+    if len(_cache) >= MAX_OPTIONS:
+        _cache.clear()
+    signatures = _cache.setdefault(options, [])
+    signatures.append(signature)
+    del signatures[:-MAX_SIGNATURES]
 
 
 def repeat(
     options: Hashable, tensors: Sequence[Any], quant_scales: Sequence[torch.Tensor], tune_max_num_tokens: int
 ) -> torch.Tensor | None:
-    """Launch a call that looks like one remembered and return its output; ``None`` when there is none like it.
+    """Launch a call whose signature is in the cache and return its output; ``None`` when it is not there.
 
     ``tensors`` are the fields of :class:`MoETensors`; a plain tuple of them is made faster.
     """
     try:
-        looks = _known.get(options)
+        signatures = _cache.get(options)
     except TypeError:  # something that does not hash, such as a list for a number: validation reports it
         return None
-    if looks is None:
+    if signatures is None:
         return None
-    for look in looks:
-        if look.fits(tensors, quant_scales):
-            return look.call.run(tensors, quant_scales, tune_max_num_tokens)
+    for signature in signatures:
+        if signature.fits(tensors, quant_scales):
+            return signature.call.run(tensors, quant_scales, tune_max_num_tokens)
     return None

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``cutlass_fused_moe`` with MXFP4 weights: from a call to the kernel module, or to the CPU backend.
 
-The first call of its kind is validated and planned here; later ones take the short way of :mod:`~.sm12x_known_calls`.
+The first call of a signature is validated and planned here; later ones are in :mod:`~.sm12x_signature_cache`.
 ``torch.compile`` sees the opaque operator ``flashinfer::sm12x_cutlass_fused_moe``.
 """
 
@@ -17,15 +17,15 @@ from ..testing import virtual_device, virtual_operators
 from ..utils import device_support_pdl
 from . import sm12x_dispatch as dispatch
 from .sm12x_cpu import moe_cpu
-from .sm12x_known_calls import (
-    KnownCall,
+from .sm12x_launch import Plan, forced_tactics, make_plan, wanted_tactics
+from .sm12x_signature_cache import (
     MoETensors,
+    ValidatedCall,
     kernel_arguments,
     remember,
     repeat,
     require_element_alignment,
 )
-from .sm12x_plan import Plan, check_profile_ids, forced_tactics, make_plan
 from .sm12x_validation import Mode, MoEProblem, check_expert_ids, check_workspace, validate_moe
 
 _MAX_PLANS = 4096  # distinct problems remembered before the memory starts anew
@@ -88,7 +88,7 @@ def _reads_values(device: torch.device) -> bool:
 def run_moe(call: MoECall, options: Hashable = None) -> torch.Tensor:
     """Validate, plan, compute; returns the output, which is allocated when the call brings none.
 
-    With ``options`` a call on CUDA is remembered under them (:func:`~.sm12x_known_calls.remember`).
+    With ``options`` a call on CUDA is remembered under them (:func:`~.sm12x_signature_cache.remember`).
     """
     problem = _validated_problem(call)
     require_int("tune_max_num_tokens", call.tune_max_num_tokens, 1)
@@ -96,28 +96,29 @@ def run_moe(call: MoECall, options: Hashable = None) -> torch.Tensor:
     plan = _plan(problem, device)
     if not call.enable_alltoall and _reads_values(device):
         check_expert_ids(call.tensors.token_selected_experts, problem.num_experts_total)
+    wanted = None
     if call.profile_ids is not None:
-        check_profile_ids(call.profile_ids, call.mode, dispatch.is_block_scaled(device))
+        wanted = wanted_tactics(call.profile_ids, call.mode, dispatch.is_block_scaled(device))
     if call.tensors.workspace_buffer is not None:
         check_workspace(call.tensors.workspace_buffer, plan.workspace_bytes, device, _WORKSPACE_HINT)
     if device.type == "cpu" or problem.num_tokens == 0:
-        return _run_here(call, plan, device)
-    known = KnownCall(
+        return _run_here(call, plan, device, wanted)
+    validated = ValidatedCall(
         plan,
         device,
         call.output_dtype,
         call.swizzled_input_sf,
         device_support_pdl(device) if call.enable_pdl is None else call.enable_pdl,
-        None if call.profile_ids is None else forced_tactics(call.profile_ids, plan.tactics),
+        None if wanted is None else forced_tactics(wanted, plan.tactics),
     )
     require_element_alignment(call.tensors, call.quant_scales)
-    output = known.run(call.tensors, call.quant_scales, call.tune_max_num_tokens)
+    output = validated.run(call.tensors, call.quant_scales, call.tune_max_num_tokens)
     if options is not None and not dispatch.checks_values():
-        remember(options, call.tensors, call.quant_scales, known)
+        remember(options, call.tensors, call.quant_scales, validated)
     return output
 
 
-def _run_here(call: MoECall, plan: Plan, device: torch.device) -> torch.Tensor:
+def _run_here(call: MoECall, plan: Plan, device: torch.device, wanted: tuple[int, int] | None) -> torch.Tensor:
     """A call on the CPU, by the CPU backend or on a virtual device; or one without tokens."""
     problem, output = plan.problem, call.tensors.output
     if output is None:
@@ -130,7 +131,7 @@ def _run_here(call: MoECall, plan: Plan, device: torch.device) -> torch.Tensor:
     require_element_alignment(call.tensors, call.quant_scales)
     arguments = kernel_arguments(call.tensors, output, call.quant_scales, call.swizzled_input_sf)
     enable_pdl = True if call.enable_pdl is None else call.enable_pdl
-    virtual_operators.run_moe(virtual, problem, arguments, call.swizzled_input_sf, call.profile_ids, enable_pdl)
+    virtual_operators.run_moe(virtual, problem, arguments, call.swizzled_input_sf, wanted, enable_pdl)
     return output
 
 

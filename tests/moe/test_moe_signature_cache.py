@@ -21,7 +21,7 @@ from moe_recording import CASE, WORKSPACE, RecordingModule, meta_arguments
 
 import flashinfer
 from flashinfer import sm12x_probes
-from flashinfer.fused_moe import core, sm12x_dispatch, sm12x_known_calls, sm12x_moe
+from flashinfer.fused_moe import core, sm12x_dispatch, sm12x_operator, sm12x_signature_cache
 from flashinfer.testing import make_moe_inputs
 
 # Calls of Python and C functions that sys.setprofile sees in a call that is known, the public function's included.
@@ -56,7 +56,7 @@ def _counted(function: Callable[[], Any]) -> list[str]:
 
 @pytest.mark.parametrize("tuner", [False, True])
 @pytest.mark.parametrize("mode", [0, 1, 2])
-def test_known_call_takes_few_steps(
+def test_repeated_call_takes_few_steps(
     mode: int, tuner: bool, module: RecordingModule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = _complete(mode)
@@ -78,7 +78,7 @@ def test_known_call_takes_few_steps(
 
 
 @pytest.mark.parametrize("mode", [0, 1])
-def test_one_tensor_in_two_places_is_known_too(mode: int, module: RecordingModule) -> None:
+def test_one_tensor_in_two_places_is_repeated_too(mode: int, module: RecordingModule) -> None:
     """vLLM passes the same global scale for both GEMMs."""
     arguments = _complete(mode)
     fc1_sf, one, fc2_sf, _ = arguments["quant_scales"]
@@ -94,7 +94,7 @@ def test_one_tensor_in_two_places_is_known_too(mode: int, module: RecordingModul
         flashinfer.cutlass_fused_moe(**other)
 
 
-def test_known_call_without_the_c_guards_does_the_same(
+def test_repeated_call_without_the_c_guards_does_the_same(
     module: RecordingModule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sm12x_probes, "TENSOR_GUARDS", None)
@@ -207,23 +207,22 @@ def test_options_that_reach_the_launch_are_not_mixed_up(module: RecordingModule)
     assert [(launch["enable_pdl"], launch["swizzled_input_sf"]) for launch in module.launches] == wanted
 
 
-def test_profile_ids_of_a_known_call_are_honoured(module: RecordingModule) -> None:
-    from flashinfer.fused_moe.sm12x_plan import allowed_tactics, computes_layer
+def test_profile_ids_of_a_repeated_call_are_honoured(module: RecordingModule) -> None:
+    from flashinfer.fused_moe.sm12x_launch import allowed_tactics, computes_layer
     from flashinfer.fused_moe.sm12x_validation import Mode
     from flashinfer.jit.sm12x.instances import INSTANCES
 
-    fitting = [tactic for tactic in allowed_tactics(Mode.HALF_INPUT) if INSTANCES[tactic].default]
-    tactics = [tactic for tactic in fitting if not computes_layer(tactic)]
+    tactics = [tactic for tactic in allowed_tactics(Mode.HALF_INPUT, True) if not computes_layer(tactic)]
     arguments = _complete(1)
     pairs = [[tactic, other] for tactic in tactics for other in (tactics[0], tactics[-1])] * 2
     for pair in pairs:
-        flashinfer.cutlass_fused_moe(**arguments, profile_ids=pair)
+        flashinfer.cutlass_fused_moe(**arguments, profile_ids=[INSTANCES[tactic].number for tactic in pair])
     assert [[launch["tactic_fc1"], launch["tactic_fc2"]] for launch in module.launches] == pairs
 
 
 def test_asked_for_value_checks_nothing_is_remembered(module: RecordingModule, monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[int] = []
-    monkeypatch.setattr(sm12x_moe, "check_expert_ids", lambda ids, experts: checked.append(experts))
+    monkeypatch.setattr(sm12x_operator, "check_expert_ids", lambda ids, experts: checked.append(experts))
     arguments = _complete(1)
     flashinfer.cutlass_fused_moe(**arguments)
     assert checked == []
@@ -237,7 +236,7 @@ def test_asked_for_value_checks_nothing_is_remembered(module: RecordingModule, m
     assert len(module.launches) == 4
 
 
-def test_switching_to_upstream_is_seen_by_a_known_call(
+def test_switching_to_upstream_is_seen_by_a_repeated_call(
     module: RecordingModule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = _complete(1)
@@ -253,16 +252,16 @@ def test_switching_to_upstream_is_seen_by_a_known_call(
 
 def test_the_memory_is_bounded_and_keeps_no_tensor(module: RecordingModule, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = _complete(1)
-    for size in range(2 * sm12x_known_calls.MAX_LOOKS):
+    for size in range(2 * sm12x_signature_cache.MAX_SIGNATURES):
         arguments["workspace_buffer"] = torch.empty(WORKSPACE + size, dtype=torch.uint8, device="meta")
         flashinfer.cutlass_fused_moe(**arguments)
-    (looks,) = sm12x_known_calls._known.values()
-    assert len(looks) == sm12x_known_calls.MAX_LOOKS
+    (signatures,) = sm12x_signature_cache._cache.values()
+    assert len(signatures) == sm12x_signature_cache.MAX_SIGNATURES
     assert "validate_moe" not in _counted(lambda: flashinfer.cutlass_fused_moe(**arguments))
-    monkeypatch.setattr(sm12x_known_calls, "MAX_OPTIONS", 2)
+    monkeypatch.setattr(sm12x_signature_cache, "MAX_OPTIONS", 2)
     for pdl in (True, False, None):
         flashinfer.cutlass_fused_moe(**arguments, enable_pdl=pdl)
-    assert len(sm12x_known_calls._known) <= 2
+    assert len(sm12x_signature_cache._cache) <= 2
     weights = weakref.ref(arguments["fc1_expert_weights"])
     module.launches.clear()
     arguments.clear()
@@ -285,7 +284,7 @@ def test_the_memory_is_bounded_and_keeps_no_tensor(module: RecordingModule, monk
         "workspace_buffer",
     ],
 )
-def test_a_misaligned_address_is_refused_in_a_known_call(
+def test_a_misaligned_address_is_refused_in_a_repeated_call(
     name: str | int, module: RecordingModule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On CPU tensors, which have addresses, called the way a CUDA call is."""
@@ -296,15 +295,15 @@ def test_a_misaligned_address_is_refused_in_a_known_call(
     arguments["workspace_buffer"] = arguments["workspace_buffer"][:WORKSPACE]
     arguments["quant_scales"] = list(arguments["quant_scales"])
     scales = arguments.pop("quant_scales")
-    fields = {field: arguments.get(field) for field in sm12x_known_calls.MoETensors._fields}
-    problem = sm12x_moe._validated_problem(
-        sm12x_moe.MoECall(
-            sm12x_moe.Mode(CASE.mode), torch.bfloat16, True, (1, 1 - 1, 1, 0), sm12x_known_calls.MoETensors(**fields),
+    fields = {field: arguments.get(field) for field in sm12x_signature_cache.MoETensors._fields}
+    problem = sm12x_operator._validated_problem(
+        sm12x_operator.MoECall(
+            sm12x_operator.Mode(CASE.mode), torch.bfloat16, True, (1, 1 - 1, 1, 0), sm12x_signature_cache.MoETensors(**fields),
             scales, False, 8192, None, None,
         )
     )  # fmt: skip
-    plan = sm12x_known_calls.Plan(problem, WORKSPACE, (0, 0))
-    known = sm12x_known_calls.KnownCall(plan, torch.device("cpu"), torch.bfloat16, True, True, (0, 0))
+    plan = sm12x_signature_cache.Plan(problem, WORKSPACE, (0, 0))
+    known = sm12x_signature_cache.ValidatedCall(plan, torch.device("cpu"), torch.bfloat16, True, True, (0, 0))
     known.run(tuple(fields.values()), scales, 8192)
 
     alignment = {"workspace_buffer": 128, "input_sf": 4}.get(name, 16)  # type: ignore[call-overload]

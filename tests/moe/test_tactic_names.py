@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tactic in a cache file is a row's name: it is that row in another table, too, and a number is never one."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import moe_recording
+import pytest
+import torch
+from flashinfer.autotuner import AutoTuner, autotune
+from moe_recording import WORKSPACE, RecordingModule, meta_arguments
+
+import flashinfer
+from flashinfer.fused_moe import sm12x_autotuner, sm12x_dispatch, sm12x_launch, sm12x_operator, sm12x_signature_cache
+from flashinfer.gemm import sm12x_group_gemm
+from flashinfer.jit.sm12x import instances
+from flashinfer.jit.sm12x.instances import GEMM_INSTANCES, INSTANCES, SM12X
+from flashinfer.testing import make_group_gemm_inputs
+
+BEST = "mxfp8_m128_k128"  # what the profiler finds fastest; no planner's choice for the sizes below
+
+
+@pytest.fixture
+def profiled(monkeypatch: pytest.MonkeyPatch, module: RecordingModule) -> list[str]:
+    """The tactics that were timed; :data:`BEST` is the fastest."""
+    asked: list[str] = []
+
+    def time(tuner: Any, runner: Any, inputs: Any, tactic: str, config: Any, **named: Any) -> float:
+        asked.append(tactic)
+        return 0.5 if tactic == BEST else 1.0
+
+    monkeypatch.setattr(AutoTuner, "_profile_single_kernel", time)
+    monkeypatch.setattr(AutoTuner, "_get_l2_cache_size_in_bytes", lambda tuner, device_id=None: 0)
+    return asked
+
+
+@pytest.fixture
+def restart(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Another process begins: nothing is left but files."""
+
+    def forget() -> None:
+        for place in (sm12x_operator, sm12x_group_gemm):
+            monkeypatch.setattr(place, "_plans", {})
+        monkeypatch.setattr(sm12x_signature_cache, "_cache", {})
+        sm12x_launch.allowed_tactics.cache_clear()
+        sm12x_autotuner._warn_of_numbers.cache_clear()
+        AutoTuner.get().clear_cache()
+
+    return forget
+
+
+@pytest.fixture(params=["MoE", "grouped GEMM"])
+def call(
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    module: RecordingModule,
+    profiled: list[str],
+    restart: Callable[[], None],
+) -> Callable[[], int]:
+    """An operator that answers with the number of the tactic launched."""
+    if request.param == "MoE":
+        restart()
+        arguments = meta_arguments(0)
+
+        def layer() -> int:
+            flashinfer.cutlass_fused_moe(**arguments, tune_max_num_tokens=8)
+            return int(module.launches[-1]["tactic_fc1"])
+
+        return layer
+
+    launched: list[int] = []
+
+    class Recorder:
+        def sm12x_group_gemm_workspace_size(self, *sizes: int) -> int:
+            return WORKSPACE
+
+        def sm12x_group_gemm_run(self, *given: Any) -> None:
+            launched.append(given[7])
+
+    monkeypatch.setattr(sm12x_dispatch, "group_gemm_module", Recorder)
+    monkeypatch.setattr(sm12x_group_gemm, "device_support_pdl", lambda device: True)
+    restart()
+    operands = {name: tensor.to("meta") for name, tensor in make_group_gemm_inputs([3, 5], 64, 96, 0).items()}
+
+    def gemm() -> int:
+        sm12x_group_gemm.group_gemm(**operands, tiles=(1, 128, 128, 128, True), out=None, out_dtype=torch.bfloat16)
+        return launched[-1]
+
+    return gemm
+
+
+def renumber(monkeypatch: pytest.MonkeyPatch, tables: dict[str, tuple[instances.Instance, ...]]) -> dict[str, int]:
+    """Replace the tables everywhere; the places of the rows' names."""
+    numbers = {row.name: number for number, row in enumerate(tables["INSTANCES"])}
+    monkeypatch.setattr(instances, "_PLACES", numbers)
+    for place in (instances, sm12x_launch, sm12x_autotuner, sm12x_dispatch, sm12x_group_gemm, moe_recording):
+        for name in tables.keys() & vars(place).keys():
+            monkeypatch.setattr(place, name, tables[name])
+    return numbers
+
+
+def test_a_file_serves_a_process_whose_rows_have_moved(
+    call: Callable[[], int],
+    profiled: list[str],
+    restart: Callable[[], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache = str(tmp_path / "tactics.json")
+    before = instances.index_of(BEST)
+    assert call() != before
+    with autotune(True, cache=cache):
+        assert call() == before
+    profiled.clear()
+
+    def other(rows: tuple[instances.Instance, ...]) -> tuple[instances.Instance, ...]:
+        return tuple(dataclasses.replace(row, stages=row.stages + 1) for row in reversed(rows))
+
+    tables = {"INSTANCES": other(INSTANCES), "SM12X": other(SM12X), "GEMM_INSTANCES": other(GEMM_INSTANCES)}
+    after = renumber(monkeypatch, tables)[BEST]
+    assert after != before
+    restart()
+    with autotune(False, cache=cache):
+        assert call() == after
+    assert profiled == []
+
+
+def test_a_name_that_is_gone_is_told_and_not_used(
+    call: Callable[[], int],
+    restart: Callable[[], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache = str(tmp_path / "tactics.json")
+    default = INSTANCES[call()].name
+    with autotune(True, cache=cache):
+        call()
+    tables = {"INSTANCES": INSTANCES, "SM12X": SM12X, "GEMM_INSTANCES": GEMM_INSTANCES}
+    left = {name: tuple(row for row in rows if row.name != BEST) for name, rows in tables.items()}
+    numbers = renumber(monkeypatch, left)
+    restart()
+    lines = moe_recording.logged(monkeypatch)
+    with autotune(False, cache=cache):
+        assert call() == numbers[default]
+    assert any(f"cached tactic '{BEST}'" in line for line in lines), lines
+
+
+def test_numbers_of_before_are_refused_in_one_line(
+    call: Callable[[], int], restart: Callable[[], None], tmp_path: Path
+) -> None:
+    """Once a tactic was its row's number, and keys ended in a digest of the table."""
+    cache = tmp_path / "tactics.json"
+    default, number = call(), instances.index_of(BEST)
+    with autotune(True, cache=str(cache)):
+        assert call() == number
+    today = json.loads(cache.read_text())
+
+    def file_of(key_of: Callable[[str], str]) -> None:
+        """The file with numbers for names, under other keys."""
+        numbered = {}
+        for key, value in today.items():
+            ours = isinstance(value, list) and value[0].startswith("SM12x")
+            known = ours and value[1] != -1
+            numbered[key_of(key) if ours else key] = [value[0], number, *value[2:]] if known else value
+        cache.write_text(json.dumps(numbered))
+        restart()
+
+    file_of(lambda key: key.removesuffix("))") + ", '0123456789abcdef'))")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with autotune(False, cache=str(cache)):
+            assert [call(), call()] == [default, default]
+    lines = [str(each.message) for each in caught if "as numbers, from before they had names" in str(each.message)]
+    assert lines and len(lines) == len(set(lines)), "once for an operator"
+    file_of(lambda key: key)
+    with autotune(False, cache=str(cache)):
+        assert call() == default
+
+
+def test_numbers_are_what_names_say_and_no_place_of_before() -> None:
+    assert instances.tactic("mxfp8_m8_k256") == 1_008_256
+    assert instances.tactic("mxfp8_as_bf16_m40_k128") == 2_040_128
+    assert instances.tactic("bf16_m64_k128") == 3_064_128
+    assert instances.tactic("stream_mxfp8_as_bf16_m16") == 5_016_256
+    assert instances.tactic("stream_bf16_m8") == 6_008_256
+    with pytest.raises(ValueError, match=r"^there is no tactic 'moe_bf16_t8'; there are mxfp8_m8_k128, "):
+        instances.tactic("moe_bf16_t8")
