@@ -25,15 +25,18 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 RELEASES = {"debian:12-slim": "bookworm"}
 # A mount namespace of its own: what is mounted for the command is gone after it.
-INSIDE = 'mount --types proc proc "$1/proc" && exec chroot --userspec="$2" "$1" /usr/bin/env --ignore-environment "${@:3}"'
+INSIDE = (
+    'mount --types proc proc "$1/proc" && exec chroot --userspec="$2" "$1" /usr/bin/env --ignore-environment "${@:3}"'
+)
 
 
 class Image:
     """A root file system, and what a Dockerfile has set so far."""
 
-    def __init__(self, root: Path, build_args: dict[str, str]) -> None:
+    def __init__(self, root: Path, build_args: dict[str, str], files: list[Path]) -> None:
         self.root = root
         self.build_args = build_args
+        self.files = files
         self.arguments: dict[str, str] = {}
         self.environment = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
         self.user, self.folder = "0", "/"
@@ -46,6 +49,10 @@ class Image:
             fields = dict(field.partition("=")[::2] for field in option.split(","))
             if fields["type"] == "bind":
                 copy_checkout(self.root / fields["target"].lstrip("/"))
+        for file in self.files:  # before each command, since packages bring some of these themselves
+            target = self.root / str(file).lstrip("/")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, target)
         command = re.sub(r"^(?:\s*--mount=\S+)+", "", command).strip()
         variables = {**self.arguments, **self.environment, "HOME": self.home(), "LANG": "C.UTF-8"}
         given = [f"{name}={value}" for name, value in variables.items()]
@@ -114,9 +121,12 @@ def main() -> int:
     parser.add_argument("dockerfile", type=Path)
     parser.add_argument("root", type=Path, help="Folder for the file system; made, or used as debootstrap left it")
     parser.add_argument("--build-arg", action="append", default=[], metavar="NAME=VALUE")
-    parser.add_argument("--copy", action="append", default=[], type=Path, metavar="FILE", help="To the same place inside")
+    parser.add_argument(
+        "--copy", action="append", default=[], type=Path, metavar="FILE", help="To the same place inside"
+    )
     options = parser.parse_args()
-    image = Image(options.root.resolve(), dict(each.split("=", 1) for each in options.build_arg))
+    files = [Path("/etc/resolv.conf"), *options.copy]
+    image = Image(options.root.resolve(), dict(each.split("=", 1) for each in options.build_arg), files)
     table: list[str] = []
     for instruction, text in instructions(options.dockerfile.read_text()):
         print(f"--- {instruction} {text}", flush=True)
@@ -126,10 +136,6 @@ def main() -> int:
                 if not (image.root / "etc").is_dir():
                     release = RELEASES[text]
                     subprocess.run(["debootstrap", "--variant=minbase", release, str(image.root)], check=True)
-                for file in (Path("/etc/resolv.conf"), *options.copy):
-                    target = image.root / str(file).lstrip("/")
-                    target.parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copy(file, target)
             elif not image.carry_out(instruction, text):
                 outcome = "not carried out"
         except subprocess.CalledProcessError as error:

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,9 @@ WORK = REPO / "build" / "kernels"
 PACKAGE = "flashinfer_sm12x_kernels"
 SYSROOT = Path("/usr/aarch64-linux-gnu")
 PROCESSORS = ("x86_64", "aarch64")
+VLLM_TVM_FFI = "0.1.11"
+"""What vLLM 0.33.0 pins: older than the one whose headers the libraries may have been compiled with."""
+
 SHIPPED = [
     (folder, name) for folder in ("120f", "121a") for name in ("dense_mx_sm12x", "fused_moe_120", "gemm_mxfp4_sm12x")
 ]
@@ -82,14 +84,14 @@ def test_both_hold_the_same_modules(wheels: dict[str, Path], unpacked: dict[str,
         libraries = {(path.parent.name, path.stem): path for path in package.glob("*/*.so")}
         assert sorted(libraries) == sorted([*SHIPPED, ("121a", "fused_moe_120_ptx")])
         shipped = sum(libraries[each].stat().st_size for each in SHIPPED) / (1 << 20)
-        say(f"{processor}: wheel {wheels[processor].stat().st_size / (1 << 20):.1f} MiB, shipped libraries {shipped:.1f} MiB")
+        say(
+            f"{processor}: wheel {wheels[processor].stat().st_size / (1 << 20):.1f} MiB, shipped libraries {shipped:.1f} MiB"
+        )
         for library in libraries.values():
             header = run("readelf", "--file-header", library).stdout
             assert {"x86_64": "X86-64", "aarch64": "AArch64"}[processor] in header
             dynamic = run("readelf", "--dynamic", library).stdout
-            assert re.findall(r"RUNPATH.*\[(.*)\]", dynamic) == [
-                "$ORIGIN/../../nvidia/cu13/lib:/usr/local/cuda/lib64"
-            ]
+            assert re.findall(r"RUNPATH.*\[(.*)\]", dynamic) == ["$ORIGIN/../../nvidia/cu13/lib:/usr/local/cuda/lib64"]
     assert made_from[0] == made_from[1]
 
 
@@ -129,7 +131,8 @@ def layer(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     env = folder / "env"
     run(sys.executable, "-m", "venv", env)
     wanted = os.environ.get("TORCH", f"torch=={torch.__version__}")
-    run(env / "bin" / "python", "-m", "pip", "install", "--quiet", wanted, "-r", REPO / "requirements.txt", wheels["x86_64"])
+    packages = [wanted, f"apache-tvm-ffi=={VLLM_TVM_FFI}", "-r", REPO / "requirements.txt", wheels["x86_64"]]
+    run(env / "bin" / "python", "-m", "pip", "install", "--quiet", *packages)
     say(f"environment: {time.monotonic() - started:.0f} s")
     (site,) = env.glob("lib/python*/site-packages")
     variables = {
@@ -149,7 +152,7 @@ def test_a_layer_runs_where_nothing_can_be_compiled(layer: Path) -> None:
 
 
 @pytest.fixture(scope="session")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """``emulated(arguments, library folders)``: replay.cpp on an emulated aarch64 processor."""
     missing = [name for name in ("aarch64-linux-gnu-g++", "qemu-aarch64") if shutil.which(name) is None]
     if missing:
@@ -160,7 +163,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     tag = f"{sys.version_info.major}{sys.version_info.minor}"
     platforms = ["--platform=manylinux_2_28_aarch64", "--platform=manylinux2014_aarch64", f"--python-version={tag}"]
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", *platforms]
-    run(*pip, "--dest", folder, f"apache-tvm-ffi=={tvm_ffi.__version__}")
+    run(*pip, "--dest", folder, f"apache-tvm-ffi=={VLLM_TVM_FFI}")
     zipfile.ZipFile(next(folder.glob("*.whl"))).extractall(folder / "site")
     tvm_library = folder / "site" / "tvm_ffi" / "lib" / "libtvm_ffi.so"
 
@@ -168,7 +171,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         machine = ["qemu-aarch64", "-L", SYSROOT, "-E", f"LD_LIBRARY_PATH={libraries}"]
         return run(*machine, folder / "replay", tvm_library, *arguments).stdout
 
-    yield run_there
+    return run_there
 
 
 @pytest.mark.parametrize(("folder", "name"), SHIPPED)
@@ -178,7 +181,9 @@ def test_it_loads_on_aarch64(unpacked: dict[str, Path], emulated: Any, folder: s
     assert emulated(library, libraries=WORK / "aarch64" / "toolkit" / "lib") == f"loaded {library}\n"
 
 
-def test_the_layer_is_the_same_on_aarch64(unpacked: dict[str, Path], emulated: Any, layer: Path, tmp_path: Path) -> None:
+def test_the_layer_is_the_same_on_aarch64(
+    unpacked: dict[str, Path], emulated: Any, layer: Path, tmp_path: Path
+) -> None:
     """The aarch64 launcher, over an emulator of the GPU that is compiled for aarch64, on an emulator of that."""
     build = REPO / "emulator" / "build" / "aarch64"
     run("make", "-C", REPO / "emulator", "CXX=aarch64-linux-gnu-g++", "BUILD=build/aarch64", "-j2")

@@ -44,7 +44,9 @@ def encode(name: str, watch: int, arguments: tuple[Any, ...]) -> bytes:
             code, bits = TYPES[argument.dtype]
             assert argument.is_contiguous()
             data = argument.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-            parts.append(struct.pack(f"<iBBI{argument.ndim}qQ", TENSOR, code, bits, argument.ndim, *argument.shape, len(data)))
+            parts.append(
+                struct.pack(f"<iBBI{argument.ndim}qQ", TENSOR, code, bits, argument.ndim, *argument.shape, len(data))
+            )
             parts.append(data)
         else:
             kind = NONE if argument is None else BOOL if isinstance(argument, bool) else INT
@@ -81,7 +83,8 @@ def main(folder: Path, site: Path) -> None:
             spec = generate()
             assert spec.prebuilt is not None, spec.name
             spec.build_and_load()
-    mapped = {line.split()[-1] for line in open("/proc/self/maps") if line.rstrip().endswith("_sm12x.so") or "moe_120" in line}
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    mapped = {line.split()[-1] for line in lines if line.endswith("_sm12x.so") or "/fused_moe_120" in line}
     assert len(mapped) == 7, mapped
     assert all(Path(path).is_relative_to(site / "flashinfer_sm12x_kernels") for path in mapped), mapped
     assert not list(jit_env.FLASHINFER_JIT_DIR.rglob("*.so"))

@@ -51,8 +51,10 @@ def test_the_recipe_agrees_with_the_project(recipe: Path, tool: ModuleType) -> N
 def test_variables_and_users_are_as_docker_has_them(tool: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "etc").mkdir()
     (tmp_path / "etc" / "passwd").write_text("root:x:0:0::/root:/bin/sh\nserver:x:1000:1000::/home/server:/bin/sh\n")
-    image = tool.Image(tmp_path, {"VLLM": "none"})
-    recipe = 'FROM x\nARG VLLM="a b"\nARG KIND=12.1a\n# a comment\nENV ONE=${KIND} \\\n    TWO="2 3"\nUSER 1000\nEXPOSE 1\n'
+    image = tool.Image(tmp_path, {"VLLM": "none"}, [])
+    recipe = (
+        'FROM x\nARG VLLM="a b"\nARG KIND=12.1a\n# a comment\nENV ONE=${KIND} \\\n    TWO="2 3"\nUSER 1000\nEXPOSE 1\n'
+    )
     outcomes = [image.carry_out(*each) for each in tool.instructions(recipe) if each[0] != "FROM"]
     assert outcomes == [True, True, True, True, False]
     assert image.arguments == {"VLLM": "none", "KIND": "12.1a"}
