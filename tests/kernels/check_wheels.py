@@ -95,35 +95,6 @@ def test_both_hold_the_same_modules(wheels: dict[str, Path], unpacked: dict[str,
     assert made_from[0] == made_from[1]
 
 
-@pytest.mark.parametrize(("folder", "name"), SHIPPED)
-def test_the_device_code_is_the_same(unpacked: dict[str, Path], folder: str, name: str, tmp_path: Path) -> None:
-    kernels, cubins, exported = [], [], []
-    for processor, package in unpacked.items():
-        library = package / folder / f"{name}.so"
-        kernels.append(inspect_sass.inspect(library))
-        cubins.append(extracted_cubins(library, tmp_path / processor))
-        symbols = run("readelf", "--dyn-syms", "--wide", library).stdout
-        exported.append(sorted(re.findall(r"__tvm_ffi_\w+", symbols)))
-    assert kernels[0] == kernels[1]
-    assert {kernel.architecture for kernel in kernels[0]} == {f"sm_{folder}"}
-    assert exported[0] == exported[1] != []
-    same = sum(one == other for one, other in zip(*cubins))
-    say(
-        f"{folder}/{name}: {len(kernels[0])} kernels, {len(cubins[0])} cubins, {same} equal byte by byte, "
-        f"{sum(kernel.block_scaled_mmas for kernel in kernels[0])} block-scaled MMAs; exports {', '.join(exported[0])}"
-    )
-    assert cubins[0] == cubins[1]
-
-
-def extracted_cubins(library: Path, folder: Path) -> list[bytes]:
-    """The cubins of a library, in their order."""
-    folder.mkdir()
-    tool = inspect_sass.find_tool()
-    run(tool, "--extract-elf", "all", library, cwd=folder)
-    paths = sorted(folder.glob("*.cubin"), key=lambda path: [int(part) for part in re.findall(r"\d+", path.name)])
-    return [path.read_bytes() for path in paths]
-
-
 @pytest.fixture(scope="session")
 def layer(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with one layer's call and output, by the x86-64 module in an environment that can compile nothing."""
@@ -196,3 +167,30 @@ def test_the_layer_is_the_same_on_aarch64(
     )
     assert (tmp_path / "output").read_bytes() == (layer / "output").read_bytes()
     say(f"the layer on aarch64: {len(launches)} launches, bitwise as on x86-64, {time.monotonic() - started:.0f} s")
+
+
+@pytest.mark.parametrize(("folder", "name"), SHIPPED)
+def test_the_device_code_is_the_same(unpacked: dict[str, Path], folder: str, name: str, tmp_path: Path) -> None:
+    cubins, exported = [], []
+    for processor, package in unpacked.items():
+        library = package / folder / f"{name}.so"
+        cubins.append(extracted_cubins(library, tmp_path / processor))
+        symbols = run("readelf", "--dyn-syms", "--wide", library).stdout
+        exported.append(sorted(re.findall(r"__tvm_ffi_(\w+)", symbols)))
+    assert exported[0] == exported[1] != []
+    assert cubins[0] == cubins[1] != []
+    kernels = inspect_sass.inspect(unpacked["aarch64"] / folder / f"{name}.so")
+    assert {kernel.architecture for kernel in kernels} == {f"sm_{folder}"}
+    say(
+        f"{folder}/{name}: {len(cubins[0])} cubins, equal byte by byte; {len(kernels)} kernels, "
+        f"{sum(kernel.block_scaled_mmas for kernel in kernels)} block-scaled MMAs; exports {', '.join(exported[0])}"
+    )
+
+
+def extracted_cubins(library: Path, folder: Path) -> list[bytes]:
+    """The cubins of a library, in their order."""
+    folder.mkdir()
+    tool = inspect_sass.find_tool()
+    run(tool, "--extract-elf", "all", library, cwd=folder)
+    paths = sorted(folder.glob("*.cubin"), key=lambda path: [int(part) for part in re.findall(r"\d+", path.name)])
+    return [path.read_bytes() for path in paths]
