@@ -88,8 +88,8 @@ std::vector<int64_t> dense_strides(const std::vector<int64_t>& shape) {
 }
 
 void replay(void* runtime, void* module, const char* call, const char* output) {
-  const auto configure = find<int(const char*, int, uint32_t, uint64_t, int, int, uint32_t)>(
-      runtime, "vsm_runtime_configure");
+  const auto configure =
+      find<int(const char*, int, uint32_t, uint64_t, int, int, uint32_t)>(runtime, "vsm_runtime_configure");
   const auto allow = find<void(uint64_t, uint64_t, int)>(runtime, "vsm_runtime_register");
   File file(call);
   std::string name(file.read<uint32_t>(), '\0');
