@@ -122,6 +122,13 @@ def test_a_layer_runs_where_nothing_can_be_compiled(layer: Path) -> None:
     assert len(json.loads((layer / "launches.json").read_text())) >= 3
 
 
+def test_uninstalling_leaves_nothing(layer: Path) -> None:
+    (site,) = layer.glob("env/lib/python*/site-packages")
+    assert list(site.glob(f"{PACKAGE}*"))
+    run(layer / "env" / "bin" / "python", "-m", "pip", "uninstall", "--yes", "flashinfer-sm12x-kernels")
+    assert list(site.glob(f"{PACKAGE}*")) == []
+
+
 @pytest.fixture(scope="session")
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """``emulated(arguments, library folders)``: replay.cpp on an emulated aarch64 processor."""

@@ -44,14 +44,14 @@ class _Unfit(Exception):
     """Why a library cannot be used."""
 
 
-def platform_name(machine: str | None = None) -> str:
-    """What libraries run on, such as ``linux-aarch64``: this interpreter's, or that of another processor."""
-    return sysconfig.get_platform() if machine is None else f"linux-{machine}"
+def platform_name() -> str:
+    """What libraries must be made for, such as ``linux-aarch64``."""
+    return sysconfig.get_platform()
 
 
-def ffi_series(version: str | None = None) -> str:
+def ffi_series() -> str:
     """``0.1`` of an apache-tvm-ffi such as ``0.1.15``: its C interface stays compatible within such a series."""
-    return ".".join((version or tvm_ffi.__version__).split(".")[:2])
+    return ".".join(tvm_ffi.__version__.split(".")[:2])
 
 
 def architecture_list(architectures: Iterable[tuple[int, str]]) -> str:
