@@ -6,6 +6,8 @@
 #   make test     the tests (PYTEST_ARGS="-k layer" to choose some); make test-host those that run no kernel: the layer
 #                 over the wheel, installing, building
 #   make mutate   change the code on purpose, line by line, and see which tests notice (MUTATE_ARGS="--help")
+#   make kernels  wheels of compiled kernels for x86-64 and aarch64, in dist/ (KERNELS_ARGS="--help")
+#   make test-kernels   those wheels: compared, installed, run, also on an emulated aarch64 (not in make test)
 #   make test-vllm   vLLM 0.33.0's own code with the plugin, in $(VLLM_VENV) beside .venv (not in make test)
 #   make bench    the benchmark; without a GPU, the predicted GB10 table (BENCH_ARGS="--help")
 #   make lint     ruff, mypy, clang-format; make format applies them
@@ -25,6 +27,7 @@ PYTEST_ARGS ?=
 TEST_JOBS ?= $(shell n=$$(nproc); [ $$n -gt 4 ] && echo 4 || echo $$n)
 BENCH_ARGS ?=
 MUTATE_ARGS ?=
+KERNELS_ARGS ?=
 DEMO_ARGS ?=
 
 CXX_SOURCES = $(shell git ls-files 'include/*.cuh' 'include/*.h' 'csrc/*.cu' 'csrc/*.cuh' 'csrc/*.h' 'csrc/*.inl' \
@@ -34,7 +37,7 @@ CXX_SOURCES = $(shell git ls-files 'include/*.cuh' 'include/*.h' 'csrc/*.cu' 'cs
 VLLM_VENV ?= .venv-vllm
 VLLM_TESTS = $(VLLM_VENV)/bin/python -m pytest -p no:cacheprovider
 
-.PHONY: all env test test-host test-vllm mutate demo bench lint format clean distclean
+.PHONY: all env test test-host test-vllm test-kernels kernels mutate demo bench lint format clean distclean
 all: test
 
 # Quick when nothing is missing.
@@ -76,6 +79,13 @@ test-vllm: env
 	$(MAKE) -C emulator -j$(TEST_JOBS)
 	$(VLLM_TESTS) tests/vllm --ignore=tests/vllm/test_vllm_virtual.py $(PYTEST_ARGS)
 	$(VLLM_TESTS) tests/vllm/test_vllm_virtual.py $(PYTEST_ARGS)
+
+kernels: env
+	$(PY) tools/kernels_wheel.py $(KERNELS_ARGS)
+
+test-kernels: env
+	$(MAKE) -C emulator -j$(TEST_JOBS)
+	$(PY) -m pytest -s tests/kernels/check_wheels.py $(PYTEST_ARGS)
 
 demo: env
 	$(MAKE) -C emulator -j$(TEST_JOBS)

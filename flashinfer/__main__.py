@@ -135,6 +135,9 @@ def sm12x_build_cmd(everything: bool, verbose: bool) -> None:
 
     with _in_one_line():
         for spec in [*_sm12x_specs(everything), *([modules.gen_dense_module()] if everything else [])]:
+            if spec.prebuilt is not None:
+                click.echo(f"{spec.name}: is prebuilt: {spec.prebuilt}")
+                continue
             done = spec.build(verbose=verbose or None, need_lock=True)
             what = f"{len(done.compiled)} of {len(spec.sources)} sources compiled" if done.linked else "was up to date"
             click.echo(f"{spec.name}: {what}, {done.wall_seconds:.1f} s: {spec.plan.library}")

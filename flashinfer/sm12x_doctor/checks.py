@@ -263,7 +263,7 @@ def check_disk(a: Answers) -> Outcome:
 
 
 def check_modules(a: Answers) -> Outcome:
-    """What is built, and whether it is fresh."""
+    """What is prebuilt or built, and whether it is fresh."""
     build = f"{CLI} sm12x-build"
     found = {
         name.removeprefix("module "): fact for name, fact in a.facts["modules"].items() if name.startswith("module ")
@@ -274,14 +274,20 @@ def check_modules(a: Answers) -> Outcome:
         return "unknown", f"not told: {a('modules', 'failed')}", build
     words, state = [], "ok"
     for name, fact in found.items():
-        stale, sources = fact["stale"], fact["sources"]
-        if not stale:
-            words.append(f"{name} is built and fresh, {fact['bytes'] / (1 << 20):.1f} MiB")
+        if not fact["stale"]:
+            how = "prebuilt" if fact.get("prebuilt") else "built and fresh"
+            words.append(f"{name} is {how}, {fact['bytes'] / (1 << 20):.1f} MiB")
             continue
+        stale, sources = fact["stale"], fact["sources"]
         why = f"stale, {len(stale)} of {sources} sources to compile: {stale[0]}"
         words.append(f"{name} is {why if fact['built'] else f'not built, {sources} sources'}")
         if name.startswith("fused_moe_120"):  # the grouped GEMM is a public function that vLLM does not call
             state = "fail" if a.environ.get("FLASHINFER_DISABLE_JIT") else "warn"
+    passed_over = [f"{name}: {fact['passed_over']}" for name, fact in found.items() if fact.get("passed_over")]
+    if passed_over:
+        words.append(f"prebuilt kernels are passed over ({passed_over[0]})")
+        if state == "ok":
+            state, build = "warn", f"{PIP} uninstall flashinfer-sm12x-kernels, or install the wheel of this fork"
     if state == "fail":
         words.append("FLASHINFER_DISABLE_JIT forbids building")
         build = f"unset FLASHINFER_DISABLE_JIT; {build}"

@@ -143,10 +143,10 @@ def ask_folder() -> None:
 
 
 def ask_modules() -> None:
-    """What modules are compiled for, and which of the family's are built and fresh."""
+    """What modules are compiled for, and which of the family's are prebuilt, or built and fresh."""
     from flashinfer.jit import core
     from flashinfer.jit import env as jit_env
-    from flashinfer.jit.sm12x import build, modules
+    from flashinfer.jit.sm12x import build, modules, prebuilt
 
     tell(workspace=jit_env.FLASHINFER_WORKSPACE_DIR, read_only_cache=getattr(jit_env, "PREBUILT_JIT_DIR", None))
     try:
@@ -161,6 +161,11 @@ def ask_modules() -> None:
         tell(error=str(error))
         return
     for spec in specs:
+        library, passed_over = prebuilt.find(spec)
+        if library is not None:
+            what = {"prebuilt": True, "stale": [], "library": library, "bytes": library.stat().st_size}
+            tell(**{f"module {spec.name}": what})
+            continue
         try:
             plan = spec.plan
         except RuntimeError as error:
@@ -169,6 +174,7 @@ def ask_modules() -> None:
         built = plan.library.stat() if plan.library.is_file() else None
         why = build.why_stale(plan)
         what = {"built": built is not None, "stale": why, "library": plan.library, "sources": len(plan.steps)}
+        what["passed_over"] = passed_over
         tell(**{f"module {spec.name}": {**what, "bytes": built.st_size if built else 0}})
 
 

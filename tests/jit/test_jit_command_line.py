@@ -120,6 +120,8 @@ def test_all_that_can_be_built_has_the_dense_layers(monkeypatch: pytest.MonkeyPa
 
 def test_interrupted_command_says_what_stays(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Interrupted:
+        prebuilt = None
+
         def build(self, **_: object) -> None:
             raise KeyboardInterrupt("building small was interrupted: 3 of 5 objects are built and stay")
 

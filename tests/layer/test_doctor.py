@@ -446,6 +446,23 @@ def test_modules_fresh_stale_and_forbidden() -> None:
     assert (forbidden.state, forbidden.remedy.startswith("unset FLASHINFER_DISABLE_JIT; ")) == ("fail", True)
 
 
+def test_modules_prebuilt_and_passed_over() -> None:
+    prebuilt = {"prebuilt": True, "stale": [], "bytes": 1 << 20, "library": "site/x.so"}
+    row = findings(modules={"module fused_moe_120": prebuilt})["modules"]
+    assert (row.state, row.found) == ("ok", "fused_moe_120 is prebuilt, 1.0 MiB")
+    (facts,) = module([]).values()
+    facts["passed_over"] = "x.cuh is not what it was built from"
+    row = findings(modules={"module gemm": prebuilt, "module fused_moe_120": facts})["modules"]
+    assert row.state == "warn"
+    assert (
+        "fused_moe_120 is built and fresh, 8.0 MiB; prebuilt kernels are passed over (fused_moe_120: x.cuh" in row.found
+    )
+    assert "uninstall flashinfer-sm12x-kernels" in row.remedy
+    facts["stale"] = ["a.o: not built yet"]
+    row = findings(modules={"module gemm": prebuilt, "module fused_moe_120": facts})["modules"]
+    assert (row.state, row.remedy.endswith("sm12x-build")) == ("warn", True)
+
+
 def test_a_probe_file_that_is_none_and_one_of_few_bits() -> None:
     broken = findings(
         modules={"probe_error": "cache/sm12x_probe.json is not what a probe writes", "workspace": "cache"}

@@ -8,6 +8,7 @@ Nothing is imported here: ``flashinfer.jit.cpp_ext`` needs ``toolchain`` while `
 ``toolchain``      where the CUDA compiler, its headers and libraries are
 ``modules``        the JIT specs: sources and flags of each module
 ``spec``           how such a spec fits upstream's ``JitSpec``
+``prebuilt``       libraries of an installed wheel, in place of a build
 ``build``          the engine: what is fresh, what is built, under which lock
 ``freshness``      content hashes, names of folders, and the manifest
 ``trust``          whose a cache may be; writing into it without following links

@@ -24,7 +24,7 @@ from flashinfer._layer import fork_root, wheel_root
 from .. import core, cpp_ext
 from .. import env as jit_env
 from . import build as engine
-from . import toolchain
+from . import prebuilt, toolchain
 from .diagnosis import JitBuildError
 from .freshness import Roots
 from .jobs import DEFAULT_JOB_MEMORY
@@ -47,12 +47,14 @@ class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
         watched_dirs: Folders whose files are edited by whoever works on the kernels.
         job_memory: What a compiler is assumed to need until it has been measured, bytes.
         links_driver: Its code calls the driver and other libraries by name, as upstream's does.
+        runtime_dirs: Where the library will look for CUDA's runtime; where the toolkit has it when empty.
     """
 
     architectures: tuple[tuple[int, str], ...] = ()
     watched_dirs: tuple[Path, ...] = field(default=())
     job_memory: int = DEFAULT_JOB_MEMORY
     links_driver: bool = False
+    runtime_dirs: tuple[str, ...] = ()
 
     @classmethod
     def adopt(cls, spec: Any, architectures: Iterable[tuple[int, str]], job_memory: int) -> JitSpecSm12x:
@@ -67,6 +69,17 @@ class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
         adopted = cls(**fields, architectures=tuple(architectures), job_memory=job_memory, links_driver=True)
         core.replace_registered(adopted)
         return adopted
+
+    @cached_property
+    def prebuilt(self) -> Path | None:
+        """The library of an installed wheel of kernels that takes the place of a build; a line says why one does not."""
+        library, reason = prebuilt.find(self)
+        if reason:
+            self._pass_over(reason)
+        return library
+
+    def _pass_over(self, reason: str) -> None:
+        core.logger.warning("the prebuilt %s is passed over: %s", self.name, reason)
 
     @cached_property
     def plan(self) -> engine.ModulePlan:
@@ -149,7 +162,12 @@ class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
         # cudaGetDriverEntryPoint, so that the module loads on a machine without one.
         # -z now: a name that nobody defines fails the load, rather than the process at the first call.
         runtime = toolkit.find_library("cudart")
-        return ("-shared", str(runtime), f"-Wl,-rpath,{runtime.parent}", "-Wl,-z,now", *extra)
+        folders = ":".join(self.runtime_dirs) or runtime.parent
+        return ("-shared", str(runtime), f"-Wl,-rpath,{folders}", "-Wl,-z,now", *extra)
+
+    def get_library_path(self) -> Path:
+        """The library that is or would be loaded."""
+        return self.prebuilt or self.jit_library_path
 
     @property
     def aot_artifacts(self) -> tuple[Any, ...]:
@@ -157,7 +175,13 @@ class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
         return ()
 
     def try_load(self) -> Any:
-        """The module from the cache if it is fresh; else None."""
+        """The module from an installed wheel of kernels, or from the cache, if it is fresh; else None."""
+        if self.prebuilt is not None:
+            try:
+                return self.load(self.prebuilt)
+            except (OSError, RuntimeError) as error:
+                self._pass_over(f"it does not load: {error}")
+                self.prebuilt = None
         try:
             if not engine.is_fresh(self.plan):
                 return None
@@ -169,7 +193,7 @@ class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
     def build(
         self, verbose: bool | None = None, need_lock: bool = False, max_jobs: int | None = None
     ) -> engine.BuildReport:
-        """Bring the library in the cache up to date.
+        """Bring the library in the cache up to date, whatever is prebuilt.
 
         Args:
             verbose: Show commands and compiler output; ``FLASHINFER_JIT_VERBOSE=1`` when omitted.

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Libraries of an installed wheel of kernels, which ``tools/kernels_wheel.py`` makes, in place of a build.
+
+What the wheel puts on ``sys.path``::
+
+    flashinfer_sm12x_kernels/manifest.json             what each library was made from, and its digest
+    flashinfer_sm12x_kernels/121a/fused_moe_120.so     a module, compiled for one list of architectures
+
+A library is used if a build would compile the same: flags, architectures, sources, and the headers of this tree and of
+the pinned wheel are what they were. The compiler, CUDA's headers and the system's are the wheel's own affair, since the
+machine that loads it may have none of them.
+
+Owner and mode do not count here, as they do in a cache (``trust``): the package lies where Python takes its code from,
+so whoever may write there has code run without it. The digest guards against damage, not against them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sysconfig
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tvm_ffi
+
+from flashinfer._layer import fork_root, wheel_root
+from flashinfer._version import __fork_version__
+
+from .. import core, cpp_ext
+from .. import env as jit_env
+from .freshness import Roots, hash_file, search_of
+
+if TYPE_CHECKING:
+    from .spec import JitSpecSm12x
+
+PACKAGE = "flashinfer_sm12x_kernels"
+MANIFEST = "manifest.json"
+FORMAT = 1
+
+
+class _Unfit(Exception):
+    """Why a library cannot be used."""
+
+
+def platform_name() -> str:
+    """What libraries must be made for, such as ``linux-aarch64``."""
+    return sysconfig.get_platform()
+
+
+def ffi_series() -> str:
+    """``0.1`` of an apache-tvm-ffi such as ``0.1.15``: its C interface stays compatible within such a series."""
+    return ".".join(tvm_ffi.__version__.split(".")[:2])
+
+
+def architecture_list(architectures: Iterable[tuple[int, str]]) -> str:
+    """Such as ``12.0f 12.1a``, as ``FLASHINFER_CUDA_ARCH_LIST`` has it."""
+    return " ".join(f"{major}.{minor}" for major, minor in sorted(architectures))
+
+
+def inputs_of(spec: JitSpecSm12x, files: Iterable[str]) -> dict[str, Any]:
+    """What decides a module's code, as it is here and now.
+
+    Args:
+        spec: The module.
+        files: The files that compilers read of this tree, the generated sources and the pinned wheel, by name.
+
+    Returns:
+        ``flags``, ``sources``, ``files`` (name -> SHA-256) and ``search`` (see :func:`search_of`), comparable between
+        machines.
+    """
+    roots = _roots()
+    flags = [*core.common_nvcc_flags, *(spec.extra_cuda_cflags or ())]
+    for variable in ("FLASHINFER_EXTRA_CUDAFLAGS", "FLASHINFER_EXTRA_LDFLAGS"):
+        flags += cpp_ext.parse_env_flags(variable)
+    paths = {name: roots.path(name) for name in files}
+    folders = [*(spec.extra_include_dirs or ()), jit_env.FLASHINFER_INCLUDE_DIR, jit_env.FLASHINFER_CSRC_DIR]
+    return {
+        "flags": [flag for flag in flags if not flag.startswith("--threads=")],
+        "sources": [roots.name(str(source.resolve())) for source in spec.sources],
+        "files": {name: hash_file(path) for name, path in paths.items()},
+        "search": search_of(paths.values(), [("-I", str(folder)) for folder in folders], roots),
+    }
+
+
+def _roots() -> Roots:
+    """Folders that exist on a machine without a compiler too, by the names that a build gives them."""
+    return Roots({"tree": fork_root(), "generated": jit_env.FLASHINFER_GEN_SRC_DIR, "wheel": wheel_root()})
+
+
+def find(spec: JitSpecSm12x) -> tuple[Path | None, str]:
+    """The library of an installed wheel that is what a build of the module would make.
+
+    Returns:
+        The library and ``""``; or None and why the wheel's is passed over, ``""`` where no wheel with that module is
+        installed.
+    """
+    try:
+        package = importlib.util.find_spec(PACKAGE)
+    except (ImportError, ValueError):
+        package = None
+    if package is None:
+        return None, ""
+    folder = Path(next(iter(package.submodule_search_locations or ()), ""))
+    try:
+        manifest = _manifest_for_this_machine(folder)
+        built = {each["architectures"]: each for each in manifest["modules"] if each["name"] == spec.name}
+        return (_library_for(spec, folder, built) if built else None), ""
+    except _Unfit as error:
+        return None, str(error)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        return None, f"{folder / MANIFEST} is missing or damaged ({type(error).__name__}: {error})"
+
+
+def _manifest_for_this_machine(folder: Path) -> Any:
+    manifest = json.loads((folder / MANIFEST).read_bytes())
+    expected = {
+        "format": FORMAT,
+        "fork": __fork_version__,
+        "platform": platform_name(),
+        "tvm_ffi": ffi_series(),
+    }
+    for what, here in expected.items():
+        if manifest[what] != here:
+            raise _Unfit(f"{folder} has {what} {manifest[what]}, this is {what} {here}")
+    return manifest
+
+
+def _library_for(spec: JitSpecSm12x, folder: Path, built: dict[str, Any]) -> Path:
+    wanted = architecture_list(spec.architectures)
+    if wanted not in built:
+        raise _Unfit(f"{folder} has it for {', '.join(built)}, and {wanted or 'no architecture'} is compiled for")
+    recorded = built[wanted]
+    here = inputs_of(spec, recorded["files"])
+    for name, digest in recorded["files"].items():
+        if here["files"][name] != digest:
+            raise _Unfit(f"{_roots().path(name)} is not what it was built from")
+    for what in ("flags", "sources", "search"):
+        if here[what] != recorded[what]:
+            raise _Unfit(f"it was built with other {what}: {_difference(recorded[what], here[what])}")
+    library = folder / recorded["library"]
+    if hash_file(library) != recorded["sha256"]:
+        raise _Unfit(f"{library} is missing, truncated or altered: its digest is not that of {MANIFEST}")
+    return library
+
+
+def _difference(before: Sequence[str], now: Sequence[str]) -> str:
+    """What one list has and the other has not; the order, where that is all."""
+    changes = [f"-{each}" for each in before if each not in now] + [f"+{each}" for each in now if each not in before]
+    return ", ".join(changes) or "their order"

@@ -1,0 +1,356 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A library of an installed wheel of kernels is used where a build would make the same; else a line says why not."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from jit_fakes import needs_nvcc, small_spec
+
+from flashinfer.jit import core, cpp_ext
+from flashinfer.jit import env as jit_env
+from flashinfer.jit.sm12x import modules, prebuilt, toolchain
+from flashinfer.jit.sm12x.freshness import hash_file
+from flashinfer.jit.sm12x.spec import JitSpecSm12x
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("kernels_wheel", REPO / "tools" / "kernels_wheel.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory, tool: ModuleType) -> Path:
+    """A cache in which a module of one kernel is built; ``entry.json`` is what a wheel's manifest says of it."""
+    root = tmp_path_factory.mktemp("built")
+    with pytest.MonkeyPatch.context() as patch:
+        use_cache(root, patch)
+        spec = toy()
+        spec.build(need_lock=True)
+        (root / "entry.json").write_text(json.dumps(tool.entry_of(spec)))
+    return root
+
+
+def use_cache(root: Path, patch: pytest.MonkeyPatch) -> None:
+    for name, folder in (("BASE", ""), ("WORKSPACE", ""), ("JIT", "cached_ops"), ("GEN_SRC", "generated")):
+        patch.setattr(jit_env, f"FLASHINFER_{name}_DIR", root / folder)
+
+
+def toy() -> JitSpecSm12x:
+    """The spec of the module; its sources lie where generated ones do."""
+    return small_spec(jit_env.FLASHINFER_GEN_SRC_DIR)
+
+
+class Installed:
+    """The toy module in a wheel's folder on ``sys.path``, and in the cache; which of them is loaded."""
+
+    def __init__(self, root: Path, built: Path, manifest: dict[str, Any]) -> None:
+        self.package = root / "site" / prebuilt.PACKAGE
+        self.library = self.package / "121a" / "small.so"
+        self.cached = root / "cached_ops" / "small" / "small.so"
+        for folder in ("cached_ops", "generated"):
+            shutil.copytree(built / folder, root / folder)
+        self.library.parent.mkdir(parents=True)
+        shutil.copyfile(built / "cached_ops" / "small" / "small.so", self.library)
+        entry = json.loads((built / "entry.json").read_text())
+        self.manifest = {**manifest, "modules": [{**entry, "library": "121a/small.so"}]}
+        self.write()
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        (entry,) = self.manifest["modules"]
+        return entry
+
+    def write(self, **changes: Any) -> None:
+        (self.package / prebuilt.MANIFEST).write_text(json.dumps({**self.manifest, **changes}))
+
+    def load(self) -> tuple[Path, int]:
+        """Which library the module came from, and what it answers."""
+        spec, loaded = toy(), []
+        real = spec.load
+        spec.load = lambda path=None: (loaded.append(path), real(path))[1]  # type: ignore[method-assign]
+        answer = spec.build_and_load().answer()
+        return loaded[-1], answer
+
+
+def manifest_here() -> dict[str, Any]:
+    about = {"format": prebuilt.FORMAT, "fork": prebuilt.__fork_version__, "tvm_ffi": prebuilt.ffi_series()}
+    return {**about, "platform": prebuilt.platform_name()}
+
+
+@pytest.fixture
+def installed(workspace: Path, built: Path, monkeypatch: pytest.MonkeyPatch) -> Installed:
+    made = Installed(workspace, built, manifest_here())
+    monkeypatch.syspath_prepend(str(made.package.parent))
+    return made
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """What upstream's logger of the JIT, which does not propagate, has warned of."""
+    core.logger.addHandler(caplog.handler)
+    yield lambda: [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    core.logger.removeHandler(caplog.handler)
+
+
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_found() -> None:
+        raise toolchain.ToolchainError("no CUDA compiler found")
+
+    monkeypatch.setattr(cpp_ext, "find_toolkit", none_found)
+    monkeypatch.setenv("PATH", "")
+
+
+@needs_nvcc
+def test_it_is_used_without_a_compiler_and_without_a_cache(installed: Installed, monkeypatch, lines) -> None:
+    shutil.rmtree(installed.cached.parents[1])
+    no_compiler(monkeypatch)
+    monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "1")
+    assert installed.load() == (installed.library, 41)
+    assert not installed.cached.parents[1].exists()
+    assert lines() == []
+
+
+@needs_nvcc
+def test_it_comes_before_the_cache(installed: Installed, lines) -> None:
+    assert installed.load() == (installed.library, 41)
+    assert toy().get_library_path() == installed.library
+    assert lines() == []
+
+
+@needs_nvcc
+@pytest.mark.parametrize("left", [None, "folder", "module"])
+def test_where_none_is_installed_nothing_is_said(installed: Installed, left: str | None, lines) -> None:
+    if left == "module":  # a wheel that does not have this one
+        installed.write(modules=[{**installed.entry, "name": "other"}])
+        assert installed.load() == (installed.cached, 41)
+        assert lines() == []
+        return
+    shutil.rmtree(installed.package)
+    if left == "folder":  # what an uninstalled package leaves where something else lies in its folder
+        (installed.package / "121a").mkdir(parents=True)
+    assert installed.load() == (installed.cached, 41)
+    assert len(lines()) == (left == "folder")
+
+
+def truncate(i: Installed) -> None:
+    with open(i.library, "r+b") as file:
+        file.truncate(i.library.stat().st_size // 2)
+
+
+def alter_a_byte(i: Installed) -> None:
+    data = bytearray(i.library.read_bytes())
+    data[len(data) // 2] ^= 1
+    i.library.write_bytes(data)
+
+
+def replace_by_no_library(i: Installed) -> None:
+    i.library.write_bytes(b"no library")
+    i.write(modules=[{**i.entry, "sha256": hash_file(i.library)}])
+
+
+DAMAGES: dict[str, tuple[Callable[[Installed], Any], str]] = {
+    "truncated": (truncate, "small.so is missing, truncated or altered: its digest is not that of manifest.json"),
+    "altered": (alter_a_byte, "small.so is missing, truncated or altered: its digest is not that of manifest.json"),
+    "missing": (lambda i: i.library.unlink(), "small.so is missing, truncated or altered"),
+    "not a library": (replace_by_no_library, "it does not load: "),
+    "no manifest": (lambda i: (i.package / "manifest.json").unlink(), "manifest.json is missing or damaged (FileNot"),
+    "no JSON": (lambda i: (i.package / "manifest.json").write_text("{"), "manifest.json is missing or damaged (JSON"),
+    "no object": (lambda i: (i.package / "manifest.json").write_text("[]"), "manifest.json is missing or damaged (Ty"),
+    "no modules": (lambda i: i.write(modules=None), "manifest.json is missing or damaged (TypeError"),
+    "half an entry": (lambda i: i.write(modules=[{"name": "small"}]), "manifest.json is missing or damaged (KeyError"),
+    "older format": (lambda i: i.write(format=0), f"has format 0, this is format {prebuilt.FORMAT}"),
+    "older fork": (lambda i: i.write(fork="0.0.9"), f"has fork 0.0.9, this is fork {prebuilt.__fork_version__}"),
+    "older TVM-FFI": (lambda i: i.write(tvm_ffi="0.0"), f"has tvm_ffi 0.0, this is tvm_ffi {prebuilt.ffi_series()}"),
+    "other platform": (
+        lambda i: i.write(platform="linux-riscv64"),
+        f"has platform linux-riscv64, this is platform {prebuilt.platform_name()}",
+    ),
+    "other architecture": (
+        lambda i: i.write(modules=[{**i.entry, "architectures": "12.0f"}]),
+        "has it for 12.0f, and 12.1a is compiled for",
+    ),
+    "other sources": (lambda i: i.write(modules=[{**i.entry, "sources": ["generated:src/x.cu"]}]), "other sources: "),
+    "other flags": (
+        lambda i: i.write(modules=[{**i.entry, "flags": [*i.entry["flags"], "-lineinfo"]}]),
+        "it was built with other flags: --lineinfo",
+    ),
+}
+
+
+@needs_nvcc
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_one_that_does_not_fit_is_passed_over_with_a_line(installed: Installed, damage: str, lines) -> None:
+    change, reason = DAMAGES[damage]
+    change(installed)
+    assert installed.load() == (installed.cached, 41)
+    (line,) = lines()
+    assert line.startswith("the prebuilt small is passed over: ")
+    assert reason in line
+
+
+@needs_nvcc
+@pytest.mark.slow
+def test_a_stale_one_is_passed_over_and_the_module_is_built(installed: Installed, lines) -> None:
+    header = jit_env.FLASHINFER_GEN_SRC_DIR / "src" / "answer.h"
+    header.write_text("#define ANSWER 42\n")
+    assert installed.load() == (installed.cached, 42)
+    assert lines() == [f"the prebuilt small is passed over: {header} is not what it was built from"]
+
+
+@needs_nvcc
+def test_users_flags_count_and_parallelism_does_not(installed: Installed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHINFER_NVCC_THREADS", "4")
+    assert prebuilt.find(toy()) == (installed.library, "")
+    for variable in ("FLASHINFER_EXTRA_CUDAFLAGS", "FLASHINFER_EXTRA_LDFLAGS"):
+        monkeypatch.setenv(variable, "-DMINE")
+        assert prebuilt.find(toy()) == (None, "it was built with other flags: +-DMINE")
+        monkeypatch.delenv(variable)
+
+
+@needs_nvcc
+def test_a_header_that_comes_before_the_one_that_was_read(installed: Installed, workspace: Path) -> None:
+    first = workspace / "first"
+    first.mkdir()
+    spec = toy()
+    spec.extra_include_dirs = [first, *spec.extra_include_dirs]
+    assert prebuilt.find(spec) == (installed.library, "")
+    (first / "answer.h").write_text("#define ANSWER 43\n")
+    assert prebuilt.find(spec) == (None, f"it was built with other search: +{first}/answer.h")
+
+
+def install_without_building(site: Path) -> dict[str, Path]:
+    """A wheel's folder with what its manifest says of this tree's modules for 12.1a, and libraries of a line."""
+    specs = [modules.gen_fused_moe_module(), modules.gen_group_gemm_module(), modules.gen_dense_module()]
+    headers = [f"tree:{path.relative_to(REPO)}" for path in sorted((REPO / "include").rglob("*.cuh"))]
+    entries, libraries = [], {}
+    for spec in specs:
+        library = site / prebuilt.PACKAGE / "121a" / f"{spec.name}.so"
+        library.parent.mkdir(parents=True, exist_ok=True)
+        library.write_text(spec.name)
+        libraries[spec.name] = library
+        entry = {"name": spec.name, "architectures": "12.1a", "library": f"121a/{spec.name}.so"}
+        entries.append({**entry, "sha256": hash_file(library), **prebuilt.inputs_of(spec, headers)})
+    manifest = {**manifest_here(), "modules": entries}
+    (site / prebuilt.PACKAGE / prebuilt.MANIFEST).write_text(json.dumps(manifest))
+    return libraries
+
+
+def test_the_modules_are_found_for_their_architecture_without_a_compiler(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, lines
+) -> None:
+    no_compiler(monkeypatch)
+    libraries = install_without_building(workspace / "site")
+    monkeypatch.syspath_prepend(str(workspace / "site"))
+    generators = (modules.gen_fused_moe_module, modules.gen_group_gemm_module, modules.gen_dense_module)
+    assert {spec.name: spec.prebuilt for spec in (generate() for generate in generators)} == libraries
+    monkeypatch.setattr(core.current_compilation_context, "TARGET_CUDA_ARCHS", {(12, "0f"), (12, "1a")})
+    assert modules.gen_fused_moe_module().prebuilt is None
+    (line,) = lines()
+    assert line.endswith("has it for 12.1a, and 12.0f 12.1a is compiled for")
+    row = next(row for row in modules.INSTANCES if not row.default)
+    assert modules.gen_fused_moe_instance_module(row).prebuilt is None
+    assert len(lines()) == 1
+
+
+def test_building_says_what_is_prebuilt(workspace: Path) -> None:
+    libraries = install_without_building(workspace / "site")
+    environment = {
+        **os.environ,
+        "FLASHINFER_WORKSPACE_BASE": str(workspace / "other"),
+        "FLASHINFER_CUDA_ARCH_LIST": "12.1a",
+        "PYTHONPATH": f"{REPO}:{workspace / 'site'}",
+    }
+    command = [sys.executable, "-m", "flashinfer", "sm12x-build"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.stdout == f"fused_moe_120: is prebuilt: {libraries['fused_moe_120']}\n", done.stderr
+    assert not list((workspace / "other").rglob("*.o"))
+
+
+# --- making one -------------------------------------------------------------------------------------------------------
+
+
+@needs_nvcc
+def test_the_manifest_names_nothing_of_the_machine_that_made_it(built: Path) -> None:
+    entry = json.loads((built / "entry.json").read_text())
+    assert list(entry["files"]) == ["generated:src/answer.h", "generated:src/small.cu"]
+    assert entry["search"] == ["-I generated:src"]
+    del entry["library"]
+    assert str(built) not in json.dumps(entry)
+    assert "/usr" not in json.dumps(entry)
+
+
+@needs_nvcc
+def test_a_module_that_changed_meanwhile_is_not_taken(tool: ModuleType, installed: Installed) -> None:
+    (jit_env.FLASHINFER_GEN_SRC_DIR / "src" / "answer.h").write_text("#define ANSWER 44\n")
+    with pytest.raises(tool.WheelError, match=r"small changed while it was built: .*answer\.h changed"):
+        tool.entry_of(toy())
+
+
+@needs_nvcc
+def test_a_library_for_a_newer_system_is_not_taken(tool: ModuleType, installed: Installed, monkeypatch) -> None:
+    newest = tool.needed_versions(installed.library)
+    assert set(newest) >= {"GLIBC", "GLIBCXX"}
+    entry = {**installed.entry, "library": str(installed.library)}
+    tool.take_library(entry, installed.package, "121f")
+    assert entry["library"] == "121f/small.so"
+    assert (installed.package / "121f" / "small.so").read_bytes() == installed.library.read_bytes()
+    monkeypatch.setitem(tool.OLDEST_SYSTEM, "GLIBC", (2, 0))
+    with pytest.raises(tool.WheelError, match=r"small\.so needs GLIBC_2\.\d+.*use an older g\+\+"):
+        tool.take_library({**entry, "library": str(installed.library)}, installed.package, "121f")
+
+
+@needs_nvcc
+def test_the_library_looks_for_the_runtime_beside_the_wheel(workspace: Path) -> None:
+    folders = ("$ORIGIN/../../nvidia/cu13/lib", "/usr/local/cuda/lib64")
+    flags = dataclasses.replace(small_spec(workspace), runtime_dirs=folders).plan.link_flags
+    assert f"-Wl,-rpath,{':'.join(folders)}" in flags
+    assert not [flag for flag in small_spec(workspace).plan.link_flags if "$ORIGIN" in flag]
+
+
+def test_a_wheel_is_packed(tool: ModuleType, tmp_path: Path) -> None:
+    package = tmp_path / "stage" / prebuilt.PACKAGE
+    (package / "121a").mkdir(parents=True)
+    (package / "121a" / "small.so").write_bytes(b"library")
+    for name in ("__init__.py", "manifest.json"):
+        (package / name).touch()
+    wheel = tool.pack(package, "0.1.0", "aarch64", tmp_path / "dist")
+    assert wheel.name == "flashinfer_sm12x_kernels-0.1.0-py3-none-manylinux_2_31_aarch64.whl"
+    names = zipfile.ZipFile(wheel).namelist()
+    assert [name for name in names if "dist-info" not in name] == [
+        f"{prebuilt.PACKAGE}/{name}" for name in ("__init__.py", "manifest.json", "121a/small.so")
+    ]
+    assert {Path(name).name for name in names} >= {"LICENSE", "NOTICE"}
+    target = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", tmp_path / "x"]
+    done = subprocess.run([*target, wheel], capture_output=True, text=True)
+    assert f"{wheel.name} is not a supported wheel on this platform" in done.stderr or os.uname().machine == "aarch64"
+
+
+def test_without_the_cross_compiler_it_says_what_to_install(tool: ModuleType, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(tool.platform, "machine", lambda: "x86_64")
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(tool.WheelError, match="apt-get install g\\+\\+-aarch64-linux-gnu"):
+        tool.build_environment("aarch64", tmp_path)
+    own = tool.build_environment("x86_64", tmp_path)
+    assert [name for name in own if name.startswith("FLASHINFER_")] == ["FLASHINFER_WORKSPACE_BASE"]
+    assert "CUDA_HOME" not in own or own["CUDA_HOME"] == os.environ["CUDA_HOME"]
