@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from flashinfer.jit.sm12x import modules
 from flashinfer.jit.sm12x.instances import SM12X
 from flashinfer.sm12x_gpu_probe import arrivals, launches, mma, parts, timing
 from flashinfer.sm12x_gpu_probe.target import NoTargetError, Target, find_target
