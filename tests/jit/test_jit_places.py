@@ -82,7 +82,7 @@ BUILD_ONE = """
 import dataclasses, sys
 from flashinfer.jit.sm12x import modules
 whole = modules.gen_fused_moe_module()
-source = min((each for each in whole.sources if "_t8_" in each.name), key=lambda each: each.name)
+source = min((each for each in whole.sources if "_m8_" in each.name), key=lambda each: each.name)
 spec = dataclasses.replace(whole, name="one", sources=[source])
 include_dirs = [folder for _, folder in spec.plan.steps[0].include_dirs]
 done = spec.build(need_lock=True)

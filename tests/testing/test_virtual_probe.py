@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from flashinfer._layer import fork_root
 from flashinfer.jit.sm12x import modules
 from flashinfer.jit.sm12x.instances import SM12X
-from flashinfer.sm12x_gpu_probe import arrivals, launches, mma, parts, timing
+from flashinfer.sm12x_gpu_probe import arrivals, launches, layer, mma, parts, prediction, timing
 from flashinfer.sm12x_gpu_probe.target import NoTargetError, Target, find_target
 from flashinfer.testing import dequantize_mxfp4, verify
 from flashinfer.testing.virtual_device import VirtualDeviceError, virtual_device
@@ -261,3 +262,19 @@ def test_every_default_tactic_is_asked_for_once() -> None:
         assert len(found) == len(names)
         assert all(0 < result.used <= 1 and not result.wrong for result in found)
         assert device.launches
+
+
+def test_the_fits_that_are_kept_are_those_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the kernels changed and the file did not: counts of one short batch."""
+    monkeypatch.syspath_prepend(str(fork_root() / "benchmarks"))
+    from moe_bench import predict
+
+    tactics = prediction.planned(layer.MODEL, layer.MODE, 1)
+    fits = prediction.known_fits(layer.MODE, tactics, (2880, 2880))
+    with virtual_device("sm_121a", strict=False) as device:
+        ids, done = predict.emulate(device, layer.MODEL, layer.MODE, predict.runs_for(tactics)[0], tactics)
+    assert fits is not None
+    assert len(fits) == len(done)
+    for fit, launched in zip(fits, done, strict=True):
+        expected, seen = fit.at(prediction.work_of(ids, fit.tile)), predict.counts_of(launched)
+        assert expected.values() == pytest.approx(seen.values(), rel=0.03, abs=300)
