@@ -8,7 +8,8 @@ sources.  What differs here:
    number of tokens.  They are fitted to runs of the shipped kernels on the virtual SM121 with the layer's K, the batch itself
    (up to :data:`FEW_TOKENS`; else two small ones) and two small N.
 2. Units that a GEMM cuts for its blocks leave parts of sums in memory: as many as the walk of the blocks has, whatever N is,
-   so they are counted beside the fit, and taken to reach DRAM once, since what is read next fills L2.
+   so they are counted beside the fit, and taken to reach DRAM once, since what is read next fills L2. Where each block has
+   a whole unit, fewer SMs issue, multiply and read shared memory; DRAM is taken to give them all it has.
 3. What a GEMM reads from DRAM more than once, because L2 is too small, comes from the same simulation as the experts'.
 4. Beside its busiest resource a dense layer takes :data:`FIXED_US`: of a streamed layer, one launch; of a GEMM, two.
 """
@@ -104,7 +105,8 @@ def emulate(
 def grid_of(row: DenseInstance, tokens: int, n: int, resident: int) -> int:
     """Blocks of a GEMM, of which the device holds ``resident`` (``dense_blocks`` in the launcher)."""
     units = -(-n // ROW_TILE) * -(-tokens // row.token_tile)
-    return units if units <= resident and 5 * units >= 2 * Assumptions.multiprocessors else resident
+    busy_percent = 40 if row.token_tile <= 64 else 75
+    return units if units <= resident and 100 * units >= busy_percent * Assumptions.multiprocessors else resident
 
 
 def bytes_of_parts(row: DenseInstance, case: tuple[int, int, int], blocks: int) -> float:
@@ -158,6 +160,13 @@ def reread_bytes(row: DenseInstance, layer: tuple[int, int], tokens: int, blocks
     return dram_bytes(gemm, blocks, 1e6 * given.l2_megabytes * given.l2_usable) - gemm.once()
 
 
+def busy(fit: Fit, counts: Counts, row: DenseInstance, by: Assumptions) -> dict[str, float]:
+    """Microseconds of each resource; those of an SM are as many as there are blocks for."""
+    share = min(fit.blocks / by.multiprocessors, 1.0)
+    used = resources(fit, counts, row.operand == "mxfp8", by)
+    return {name: value / (1.0 if name == "dram" else share) for name, value in used.items()}
+
+
 def predict_layer(device: VirtualDevice, name: str, tokens: int, weights: str, activation: str) -> Line | None:
     """One row of the table; None where cuBLAS would multiply, which is not modelled."""
     n, k = DENSE_LAYERS[name]
@@ -173,13 +182,17 @@ def predict_layer(device: VirtualDevice, name: str, tokens: int, weights: str, a
     second = 0.0 if row.streamed else SECOND_LAUNCH_US
 
     def used(by: Assumptions) -> list[dict[str, float]]:
-        return [resources(fit, counts, row.operand == "mxfp8", by) for fit, counts in launches]
+        return [busy(fit, counts, row, by) for fit, counts in launches]
 
     def microseconds(by: Assumptions, fixed: float) -> float:
         return sum(max(each.values()) for each in used(by)) + fixed + second
 
     middle = used(given)
     totals = {key: sum(each[key] for each in middle) for key in middle[0]}
+    by_bound = dict.fromkeys(totals, 0.0)
+    for each in middle:
+        bound = max(each, key=lambda key: each[key])
+        by_bound[bound] += each[bound]
     megabytes = weight_bytes(n, k, weights) / 1e6
     return Line(
         name,
@@ -192,7 +205,7 @@ def predict_layer(device: VirtualDevice, name: str, tokens: int, weights: str, a
         **totals,
         fast=microseconds(FAST, FIXED_US["fast"]),
         slow=microseconds(SLOW, FIXED_US["slow"]),
-        bound=max(totals, key=lambda key: totals[key]),
+        bound=max(by_bound, key=lambda key: by_bound[key]),
     )
 
 

@@ -150,9 +150,22 @@ def mm_fp4(
         return sm12x_mm.mm_mxfp4(a, b, a_descale, b_descale, alpha, out_dtype, out, enable_pdl)
 
     def upstreams() -> torch.Tensor:
-        operands = (a, b, a_descale, b_descale, alpha, out_dtype, out)
-        options = (block_size, use_8x4_sf_layout, backend, use_nvfp4, enable_pdl)
-        computed: torch.Tensor = _upstream.mm_fp4(*operands, *options, skip_check=skip_check)
+        # `backend` by name: upstream looks for it among named arguments.
+        computed: torch.Tensor = _upstream.mm_fp4(
+            a,
+            b,
+            a_descale,
+            b_descale,
+            alpha,
+            out_dtype,
+            out,
+            block_size,
+            use_8x4_sf_layout,
+            backend=backend,
+            use_nvfp4=use_nvfp4,
+            enable_pdl=enable_pdl,
+            skip_check=skip_check,
+        )
         return computed
 
     if sm12x_mm.takes_mm_fp4(a.device, backend, use_nvfp4):
@@ -192,8 +205,8 @@ def mm_mxfp8(
         return sm12x_mm.mm_mxfp8(a, b, a_descale, b_descale, out, out_dtype)
 
     def upstreams() -> torch.Tensor:
-        operands = (a, b, a_descale, b_descale, out, out_dtype, use_8x4_sf_layout, backend)
-        computed: torch.Tensor = _upstream.mm_mxfp8(*operands, skip_check=skip_check)
+        operands = (a, b, a_descale, b_descale, out, out_dtype, use_8x4_sf_layout)
+        computed: torch.Tensor = _upstream.mm_mxfp8(*operands, backend=backend, skip_check=skip_check)
         return computed
 
     if backend == sm12x_mm.BACKEND or a.device.type == "cpu":

@@ -213,7 +213,8 @@ def dense_mx(
         ``"bf16"``: x is multiplied as it is (W4A16, W8A16). ``"mxfp8"``: it is rounded to MXFP8 first, inside (W4A8,
         W8A8). Without meaning with ``x_scale``.
     x_scale : torch.Tensor, optional
-        UE8M0 bytes of ``x``: 128x4 (``pad128(m) * pad4(k / 32)``), or linear ``[m, k / 32]``.
+        UE8M0 bytes of ``x``: 128x4 (``pad128(m) * pad4(k / 32)``), or linear ``[m, k / 32]``. On a GPU they start at a
+        multiple of 4 bytes, unless they are linear and k is no multiple of 128.
     swizzled_x_scale : bool
         Which of the two.
     alpha : torch.Tensor, optional
@@ -289,7 +290,7 @@ def dense_mx(
         _compute_on_cpu(operands, token_format)
         return out
     require_alignment({"x": x, "weight": weight, "weight_scale": weight_scale})
-    if row is not None and row.operand == "mxfp8":
+    if row is not None and row.operand == "mxfp8" and (token_format != MXFP8_LINEAR or k % 128 == 0):
         require_alignment({"x_scale": x_scale}, 4)  # read in words of four
     if virtual is not None and row is not None:
         from ..testing import virtual_operators

@@ -34,7 +34,12 @@ def takes_mm_fp4(device: torch.device, backend: str, use_nvfp4: bool) -> bool:
         return False
     if device.type == "cpu" or backend == BACKEND:
         return True
-    return backend == "cute-dsl" and device.type == "cuda" and sm12x_dispatch.has_block_scaled_mma(device.index or 0)
+    return backend == "cute-dsl" and device.type == "cuda" and _serves_sm12x(device.index or 0)
+
+
+def _serves_sm12x(index: int) -> bool:
+    """Whether CUDA device ``index`` is an SM12x, and this fork's kernels are not switched off."""
+    return sm12x_dispatch.has_block_scaled_mma(index) and sm12x_dispatch.serves_cuda(index)
 
 
 def automatic(
@@ -44,8 +49,7 @@ def automatic(
     try:
         return upstreams()
     except BackendSupportedError:
-        on_sm12x = device.type == "cuda" and sm12x_dispatch.has_block_scaled_mma(device.index or 0)
-        if backend != "auto" or not on_sm12x:
+        if backend != "auto" or device.type != "cuda" or not _serves_sm12x(device.index or 0):
             raise
     return ours()
 

@@ -48,8 +48,8 @@ def mxfp4_quantize(
     rounded up to a power of two (byte 0 for a block of zeros), values round to nearest even and saturate at 6, also
     infinity.  e2m1 has no NaN: a block that holds one gets the NaN scale, 255.
 
-    With ``scale_rule="mse"``, which is for weights, it is that scale, its half or its double, whichever leaves the least
-    squared error in the block; torch's operations compute it, wherever the tensor is.
+    With ``scale_rule="mse"``, which is for weights, it is that scale or its half, whichever leaves the smaller squared
+    error in the block; torch's operations compute it, wherever the tensor is.
 
     Parameters
     ----------

@@ -5,8 +5,9 @@ The semantics are those of OCP Microscaling Formats v1.0 and of upstream's CUDA 
 rounded up to a power of two (the rule ``"amax"``), values round to nearest even and saturate.  All of it is done on the bits
 of float32, which hold every value exactly, so that the results equal those of the float64 reference bit for bit.
 
-The rule ``"mse"`` takes, of that scale, its half and its double, the one with the least squared error over the block: for
-weights, whose quantization is done once.
+The rule ``"mse"`` takes that scale or its half, whichever leaves the smaller squared error over the block, summed in
+float32: for weights, whose quantization is done once. Its double never does: below the block's maximum it has no values
+that the scale itself lacks.
 """
 
 from __future__ import annotations
@@ -113,23 +114,15 @@ def _choose_scales(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scale bytes by ``rule``, from those of the amax rule, and the blocks over them.
 
-    ``rounded`` gives the magnitudes, or the values, that elements round to. A block that no neighbour betters keeps its scale,
-    as one with infinity or NaN does.
+    ``rounded`` gives the magnitudes, or the values, that elements round to. A block that the half does not better keeps its
+    scale, as one with infinity or NaN does.
     """
     scaled = blocks * _inverse_scales(scales).unsqueeze(-1)
     if check_scale_rule(rule) == "amax":
         return scales, scaled
-    chosen = scales
-
-    def error_of(factor: float) -> torch.Tensor:
-        return (rounded(scaled / factor).abs() * factor - scaled.abs()).square().sum(-1)
-
-    least = error_of(1.0)
-    for step, last in ((-1, 0), (1, 254)):
-        error = error_of(2.0**step)
-        better = (error < least) & (scales != last)
-        chosen = torch.where(better, scales + step, chosen)
-        least = torch.where(better, error, least)
+    whole = (rounded(scaled).abs() - scaled.abs()).square().sum(-1)
+    half = (rounded(2.0 * scaled).abs() / 2.0 - scaled.abs()).square().sum(-1)
+    chosen = torch.where((half < whole) & (scales != 0), scales - 1, scales)
     return chosen, blocks * _inverse_scales(chosen).unsqueeze(-1)
 
 

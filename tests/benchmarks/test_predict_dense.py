@@ -27,21 +27,61 @@ def true_counts(tokens: int, n: int, k: int) -> Counts:
 
 @pytest.fixture
 def given_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    def emulate(_device: Any, _row: DenseInstance, case: tuple[int, int, int], _activation: str) -> Any:
+    def emulate(_device: Any, row: DenseInstance, case: tuple[int, int, int], _activation: str) -> Any:
+        tokens, n, k = case
         launch = SimpleNamespace(blocks_per_sm=1, block=(160, 1, 1), grid=(48, 1, 1))
-        return [launch], [true_counts(*case)]
+        if row.streamed:
+            return [launch], [true_counts(*case)]
+        parts = predict_dense.bytes_of_parts(row, case, predict_dense.grid_of(row, tokens, n, 48))
+        return [launch, launch], [Counts(bytes=6.0 * tokens * k), true_counts(*case) + Counts(bytes=parts)]
 
     monkeypatch.setattr(predict_dense, "emulate", emulate)
 
 
 @pytest.mark.usefixtures("given_counts")
-@pytest.mark.parametrize(("name", "tokens"), [("dense_mxfp4_m8_w2", 5), ("dense_mxfp4_m128_gemm_mxfp8", 2048)])
-def test_counts_at_full_size(name: str, tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "tokens", "blocks"),
+    [("dense_mxfp4_m8_w2", 5, 48), ("dense_mxfp4_m64_gemm_mxfp8", 64, 40), ("dense_mxfp4_m128_gemm_mxfp8", 2048, 48)],
+)
+def test_counts_at_full_size(name: str, tokens: int, blocks: int) -> None:
     device: Any = None
-    (fit, counts), *others = predict_dense.fitted_counts(device, BY_NAME[name], (5120, 2880), tokens, "mxfp8")
-    assert not others
-    assert fit.blocks == 48
-    assert counts.values() == pytest.approx(true_counts(tokens, 5120, 2880).values(), rel=1e-9)
+    row = BY_NAME[name]
+    *front, (fit, counts) = predict_dense.fitted_counts(device, row, (5120, 2880), tokens, "mxfp8")
+    assert fit.blocks == blocks
+    expected = true_counts(tokens, 5120, 2880)
+    if not row.streamed:
+        ((_, before),) = front
+        assert before.values() == pytest.approx((0, 0, 0, 6.0 * tokens * 2880))
+        expected += Counts(bytes=predict_dense.bytes_of_parts(row, (tokens, 5120, 2880), blocks))
+    assert counts.values() == pytest.approx(expected.values(), rel=1e-9)
+
+
+def test_parts_of_units_that_are_cut() -> None:
+    row = BY_NAME["dense_mxfp4_m64_gemm_mxfp8"]
+    part = 4.0 * 128 * 64
+    for tiles, blocks in ((19, 48), (20, 20), (48, 48), (49, 48)):  # as test_virtual_dense.py sees them launched
+        assert predict_dense.grid_of(row, 64, 128 * tiles, 48) == blocks
+    assert predict_dense.grid_of(BY_NAME["dense_mxfp4_m128_gemm_mxfp8"], 128, 128 * 35, 48) == 48
+    assert predict_dense.grid_of(BY_NAME["dense_mxfp4_m128_gemm_mxfp8"], 128, 128 * 36, 48) == 36
+    assert predict_dense.bytes_of_parts(row, (64, 128 * 20, 2880), 20) == 0
+    # Two units of three k-tiles: three blocks have two each, the middle one of both units.
+    assert predict_dense.bytes_of_parts(row, (64, 256, 384), 3) == 4 * part
+
+
+@pytest.mark.usefixtures("given_counts")
+def test_a_gemms_line_has_both_launches_and_the_blocks_that_there_are() -> None:
+    device: Any = None
+    line = predict_dense.predict_layer(device, "o", 64, "mxfp4", "mxfp8")
+    assert line is not None
+    n, k = DENSE_LAYERS["o"]
+    given = Assumptions()
+    flops = true_counts(64, n, k).mma_flops
+    per_sm = 1e3 * given.gigahertz * given.mma_flops_per_cycle
+    assert line.mma == pytest.approx(flops / (23 * per_sm))
+    seconds = predict_dense.SECOND_LAUNCH_US + predict_dense.FIXED_US["fast"]
+    front = 6.0 * 64 * k / 1e3 / FAST.dram_gb_per_second
+    behind = max(true_counts(64, n, k).bytes / 1e3 / FAST.dram_gb_per_second, line.mma)
+    assert line.fast == pytest.approx(front + behind + seconds)
 
 
 @pytest.mark.usefixtures("given_counts")

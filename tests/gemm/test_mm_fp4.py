@@ -64,7 +64,7 @@ def test_the_signature_is_upstreams():
     ],
 )
 def test_only_what_upstream_refuses_on_sm12x_is_taken_from_it(monkeypatch, backend, nvfp4, sm12x, ours):
-    monkeypatch.setattr(sm12x_dispatch, "has_block_scaled_mma", lambda index: sm12x)
+    monkeypatch.setattr(sm12x_mm, "_serves_sm12x", lambda index: sm12x)
     assert sm12x_mm.takes_mm_fp4(torch.device("cuda", 0), backend, nvfp4) is ours
 
 
@@ -147,7 +147,7 @@ def test_auto_is_ours_on_sm12x_where_upstream_has_no_backend(
             raise BackendSupportedError("No suitable auto backends found")
         return results["upstream"]
 
-    monkeypatch.setattr(sm12x_dispatch, "has_block_scaled_mma", lambda _index: on_sm12x)
+    monkeypatch.setattr(sm12x_mm, "_serves_sm12x", lambda _index: on_sm12x)
     call = functools.partial(sm12x_mm.automatic, torch.device("cuda", 0), backend, upstreams, lambda: results["ours"])
     if answer is None:
         with pytest.raises(BackendSupportedError, match="No suitable"):
@@ -162,7 +162,17 @@ def test_upstreams_names_ask_upstream_first(monkeypatch: pytest.MonkeyPatch, nam
         return backend, upstreams()
 
     monkeypatch.setattr(sm12x_mm, "automatic", first)
-    monkeypatch.setattr(gemm_base._upstream, name, lambda *_, **__: "upstream's")
+    monkeypatch.setattr(
+        gemm_base._upstream, name, lambda *_, **named: named["backend"]
+    )  # by name: upstream looks there
     x = torch.empty(4, 64, dtype=torch.uint8, device="meta")
     given = {"block_size": 32, "use_nvfp4": False} if name == "mm_fp4" else {}
-    assert getattr(flashinfer, name)(x, x.t(), x, x, **given) == ("auto", "upstream's")
+    assert getattr(flashinfer, name)(x, x.t(), x, x, **given) == ("auto", "auto")
+
+
+@pytest.mark.parametrize(("switch", "served"), [("0", False), ("", True)])
+def test_the_forks_switch_leaves_them_to_upstream(monkeypatch: pytest.MonkeyPatch, switch: str, served: bool) -> None:
+    monkeypatch.setattr(sm12x_dispatch, "_capability", lambda _index: (12, 1))
+    monkeypatch.setattr(sm12x_dispatch, "_switch", lambda _variable: switch)
+    assert sm12x_mm._serves_sm12x(0) is served
+    assert sm12x_mm.takes_mm_fp4(torch.device("cuda", 0), "cute-dsl", False) is served

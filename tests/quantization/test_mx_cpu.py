@@ -234,16 +234,17 @@ def _values_of(element: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("element", ["mxfp4", "mxfp8"])
-def test_the_mse_rule_takes_the_best_of_three_scales(element: str) -> None:
+def test_the_mse_rule_takes_the_best_of_neighbouring_scales(element: str) -> None:
     quantize, dequantize = (
         (mxfp4_quantize, dequantize_mxfp4) if element == "mxfp4" else (mxfp8_quantize, dequantize_mxfp8)
     )
     layout = {"sfLayout": LINEAR} if element == "mxfp4" else {"is_sf_swizzled_layout": False}
     generator = _seeded(31)
-    x = torch.randn(400, 64, generator=generator) ** 3 * torch.exp2(torch.randint(-130, 100, (400, 1)).float())
+    x = torch.randn(400, 64, generator=generator) ** 3 * torch.exp2(
+        torch.randint(-130, 100, (400, 1), generator=generator).float()
+    )
     x[7, :32] = 0.0
     x[8, :32] = 6.0  # exact, by the scale that amax gives
-    x[9, :32] = 3.4e38  # its double does not exist
     (_, by_amax), (values, scales) = quantize(x, **layout), quantize(x, **layout, scale_rule="mse")
     by_amax, scales = by_amax.view(400, 2), scales.view(400, 2)
     table = _values_of(element)
@@ -259,7 +260,7 @@ def test_the_mse_rule_takes_the_best_of_three_scales(element: str) -> None:
     assert (found <= best * (1 + 1e-5)).all()
     assert (scales[7:9] == by_amax[7:9])[:, 0].all()
     assert ((scales != by_amax) & (best < errors[0])).any()
-    assert ((scales.int() - by_amax.int()).abs() <= 1).all()
+    assert ((scales.int() - by_amax.int()) <= 0).all()  # the double is never better
 
 
 def test_a_block_without_finite_error_keeps_the_scale_of_its_amax() -> None:

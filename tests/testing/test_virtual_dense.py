@@ -167,6 +167,18 @@ def test_token_scales_in_whole_words_are_read_where_they_are(device: VirtualDevi
         check(device, DenseCase(70, 130, 256, weights, tokens), 12, f"dense_{weights}_m64_gemm_mxfp8")
 
 
+def test_linear_token_scales_may_start_anywhere_where_they_are_no_words(device: VirtualDevice) -> None:
+    print("seed", 16)
+    inputs = make_dense_inputs(DenseCase(8, 130, 416, "mxfp8", "mxfp8_linear"), 16)
+    x, *weight = inputs.arguments
+    x, scales = x[1:], inputs.named["x_scale"][1:]
+    assert scales.data_ptr() % 4 != 0
+    inputs.x = inputs.x[1:]
+    out = dense_mx(x, *weight, x_scale=scales, swizzled_x_scale=False, tactic="dense_mxfp8_m64_gemm_mxfp8")
+    check_within_bound(out, *dense_reference(inputs), "rows from the second on")
+    assert all(launch.clean for launch in device.launches)
+
+
 @pytest.mark.parametrize("row", [row for row in DENSE_INSTANCES if row.operand == "mxfp8"], ids=lambda row: row.name)
 def test_fragments_meet_few_banks_twice(device: VirtualDevice, row: DenseInstance) -> None:
     check(device, DenseCase(row.token_tile, 20 * 128, 512, row.weights, "mxfp8"), 15, row.name)

@@ -80,11 +80,11 @@ def probed_sum_bits() -> int | None:
 
 
 def multiplies_in_half() -> bool:
-    """Whether MXFP8 activations meet MXFP4 weights in half-precision MMAs, exactly, instead of block-scaled ones.
+    """Whether MXFP8 activations meet weights in half-precision MMAs, exactly, instead of block-scaled ones.
 
     For a GPU whose block-scaled MMA adds up in fewer bits than float32 has, which nobody has measured of SM12x. The
-    streamed layer multiplies in bf16 anyway; what changes are the pairs of GEMMs and the grouped GEMM. Read when a module
-    is first used.
+    streamed layers multiply in bf16 anyway; what changes are the pairs of GEMMs and the grouped GEMM, and that dense GEMMs
+    take quantized tokens as bf16. Read when a module is first used.
 
     Raises:
         ValueError: ``FLASHINFER_SM12X_HALF_MMA`` is neither 0 nor 1, or as :func:`probed_sum_bits`.

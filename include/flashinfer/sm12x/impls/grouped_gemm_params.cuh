@@ -98,9 +98,8 @@ struct GroupedGemmParams {
   int top_k;
   int first_expert;
   int num_experts;
-  const int32_t* offsets;  // [E + 1] and
-  const int32_t*
-      order;  // [entries] from the prologue (or the caller); null: the kernel routes by itself; kStore has one group then
+  const int32_t* offsets;  // [E + 1] from the prologue (or the caller); null: the kernel routes, kStore has one group
+  const int32_t* order;  // [entries] likewise
 
   float4* partials;  // [grid][2][kRowTile * kTokenTile / 4]
   int* split_arrivals;  // [grid], zeroed by the prologue

@@ -194,7 +194,7 @@ struct HalfPolicy {
 // wherever it is a bfloat16, so that MMAs accumulate final values and nothing is left to do for a sum.
 //
 // A block of MXFP4 is one matrix of ldmatrix, of which the lane gets elements 8t.. of its row; of MXFP8 it is two, of which the
-// lane gets elements 4t.. and 16 + 4t... Tokens are arranged accordingly (impls/token_blocks.cuh, impls/dense_gemm.cuh).
+// lane gets elements 4t.. and 16 + 4t... Tokens are arranged accordingly (impls/token_blocks.cuh, impls/arrange_rows.cuh).
 template <WeightFormat kWeights>
 struct Bf16Policy {
   static constexpr Scaling kScaling = Scaling::kInWeights;

@@ -468,9 +468,6 @@ Status launch_rows_as_mxfp8(const DenseGemmArguments& a, const DenseGemmWorkspac
   prologue.num_split_arrivals = w.split.blocks;
 
   const uint8_t* scales = a.tokens.scales;
-  if (reinterpret_cast<uintptr_t>(scales) % sizeof(uint32_t) != 0) {
-    return {cudaErrorMisalignedAddress, "scales of tokens must start at a multiple of 4 bytes"};
-  }
   switch (a.tokens.format) {
     case DenseTokens::kQuantizeBf16: prologue.input_kind = TokenInput::kQuantizeBf16; break;
     case DenseTokens::kQuantizeF16: prologue.input_kind = TokenInput::kQuantizeF16; break;
@@ -488,6 +485,9 @@ Status launch_rows_as_mxfp8(const DenseGemmArguments& a, const DenseGemmWorkspac
   const bool swizzled =
       a.tokens.format == DenseTokens::kMxfp8Swizzled || a.tokens.format == DenseTokens::kMxfp4Swizzled;
   const bool own_scales = !swizzled && prologue.input_kind != TokenInput::kAsIs;
+  if (!own_scales && reinterpret_cast<uintptr_t>(scales) % sizeof(uint32_t) != 0) {
+    return {cudaErrorMisalignedAddress, "scales of tokens must start at a multiple of 4 bytes"};
+  }
   gemm->tokens = own_values ? w.tokens : static_cast<const uint8_t*>(a.tokens.data);
   gemm->token_scales = reinterpret_cast<const uint32_t*>(own_scales ? w.token_scales : scales);
   gemm->token_scale_pitch = swizzled ? 0 : scale_words(a.k);
@@ -495,10 +495,13 @@ Status launch_rows_as_mxfp8(const DenseGemmArguments& a, const DenseGemmWorkspac
 }
 
 // Blocks of a dense GEMM. A unit for each, where that leaves an SM12x busy enough to draw what its memory gives: parts of
-// units that are cut are written and read again, half as many bytes as a small layer's weights. `blocks` fill the device.
+// units that are cut are written and read again, up to a third as many bytes as a small layer's weights. Two blocks in five
+// SMs keep 0.7 MB of a GB10's weights on their way, three times what its latency asks for; wide tiles have arithmetic
+// besides, which needs more of the SMs. `blocks` fill the device.
 int dense_blocks(const DenseGemmArguments& a, const LaunchOptions& options, int blocks) {
   const int64_t units = static_cast<int64_t>(ceil_div(a.n, kRowTile)) * ceil_div(a.num_tokens, a.instance->token_tile);
-  const bool whole = options.sm12x && units <= blocks && 5 * units >= 2 * options.sm_count;
+  const int busy_percent = a.instance->token_tile <= 64 ? 40 : 75;
+  const bool whole = options.sm12x && units <= blocks && 100 * units >= busy_percent * int64_t{options.sm_count};
   return whole ? static_cast<int>(units) : blocks;
 }
 
@@ -520,6 +523,8 @@ Status run_dense_gemm(const DenseGemmArguments& a, const LaunchOptions& options)
   gemm.top_k = 1;
   gemm.num_entries = a.num_tokens;
   gemm.epilogue = a.epilogue;
+  // Launched also where rows need nothing: it zeroes the counters, and since it waits for the launch in front before it lets
+  // the GEMM begin, the GEMM may read weights at once, whoever wrote them.
   const auto launch_rows = a.instance->operand == Activation::kBf16 ? launch_arrange_rows : launch_rows_as_mxfp8;
   if (Status r = launch_rows(a, w, options, &gemm); r.error) return r;
   return {a.instance->store(gemm, dense_blocks(a, options, blocks), options), "dense GEMM"};
