@@ -34,7 +34,17 @@ from flashinfer.jit.sm12x.instances import DenseInstance
 from flashinfer.jit.sm12x.modules import gen_dense_module
 from flashinfer.sm12x_gpu_probe import prediction
 from flashinfer.sm12x_gpu_probe.l2 import ROW_TILE, Gemm, dram_bytes, walk
-from flashinfer.sm12x_gpu_probe.prediction import FAST, SCALE_BLOCK, SLOW, Assumptions, Counts, Fit, resources
+from flashinfer.sm12x_gpu_probe.prediction import (
+    FAST,
+    SCALE_BLOCK,
+    SLOW,
+    Assumptions,
+    Counts,
+    Fit,
+    Times,
+    resources,
+    summed,
+)
 from flashinfer.testing import DenseCase, make_dense_inputs
 from flashinfer.testing.moe_layers import DENSE_LAYERS, DENSE_VARIANTS, MODELS
 from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
@@ -60,29 +70,15 @@ def weight_bytes(n: int, k: int, weights: str) -> int:
     return n * k // (2 if weights == "mxfp4" else 1) + scales
 
 
-@dataclasses.dataclass
-class Line:
-    """A row of the table: microseconds, by the middle of each range except ``fast`` and ``slow``."""
+@dataclasses.dataclass(kw_only=True)
+class Line(Times):
+    """A row of the table."""
 
     layer: str
     tokens: int
     weights: str
     activation: str
     instance: str
-    megabytes: float
-    floor: float
-    dram: float
-    issue: float
-    mma: float
-    shared: float
-    fast: float
-    slow: float
-    bound: str
-
-    @property
-    def shares(self) -> tuple[float, float]:
-        """Of 233 GB/s, by the bytes of the weight alone: the slow end's and the fast end's."""
-        return self.floor / self.slow, self.floor / self.fast
 
 
 def emulate(
@@ -187,25 +183,20 @@ def predict_layer(device: VirtualDevice, name: str, tokens: int, weights: str, a
     def microseconds(by: Assumptions, fixed: float) -> float:
         return sum(max(each.values()) for each in used(by)) + fixed + second
 
-    middle = used(given)
-    totals = {key: sum(each[key] for each in middle) for key in middle[0]}
-    by_bound = dict.fromkeys(totals, 0.0)
-    for each in middle:
-        bound = max(each, key=lambda key: each[key])
-        by_bound[bound] += each[bound]
+    totals, bound = summed(used(given))
     megabytes = weight_bytes(n, k, weights) / 1e6
     return Line(
-        name,
-        tokens,
-        weights,
-        activation,
-        row.name,
-        megabytes,
-        1e3 * megabytes / given.dram_gb_per_second,
+        layer=name,
+        tokens=tokens,
+        weights=weights,
+        activation=activation,
+        instance=row.name,
+        megabytes=megabytes,
+        floor=1e3 * megabytes / given.dram_gb_per_second,
         **totals,
         fast=microseconds(FAST, FIXED_US["fast"]),
         slow=microseconds(SLOW, FIXED_US["slow"]),
-        bound=max(by_bound, key=lambda key: by_bound[key]),
+        bound=bound,
     )
 
 

@@ -154,22 +154,16 @@ def work_of(ids: torch.Tensor, tile: int) -> Work:
     return Work(ids.shape[0], int((per_expert > 0).sum()), tiles, ids.numel())
 
 
-@dataclasses.dataclass
-class Line:
-    """A row of the predicted table; times in microseconds, by the middle of each range except ``fast`` and ``slow``."""
+@dataclasses.dataclass(kw_only=True)
+class Times:
+    """Microseconds of a layer, by the middle of each range except ``fast`` and ``slow``; ``bound`` is what takes most of it."""
 
-    model: str
-    mode: str
-    tokens: int
-    tactics: tuple[int, int]
-    experts: float
     megabytes: float
     floor: float
     dram: float
     issue: float
     mma: float
     shared: float
-    overhead: float
     fast: float
     slow: float
     bound: str
@@ -178,6 +172,18 @@ class Line:
     def shares(self) -> tuple[float, float]:
         """Of 233 GB/s, by the bytes of weights and scales alone: the slow end's and the fast end's."""
         return self.floor / self.slow, self.floor / self.fast
+
+
+@dataclasses.dataclass(kw_only=True)
+class Line(Times):
+    """A row of the experts' predicted table."""
+
+    model: str
+    mode: str
+    tokens: int
+    tactics: tuple[int, int]
+    experts: float
+    overhead: float
 
 
 def weight_bytes(model: str) -> int:
@@ -231,6 +237,16 @@ def resources(fit: Fit, counts: Counts, eight_bit: bool, given: Assumptions) -> 
     }
 
 
+def summed(launches: Sequence[Mapping[str, float]]) -> tuple[dict[str, float], str]:
+    """Of a layer's launches: what each resource takes in all, and the one that launches wait for longest."""
+    totals, waited = (dict.fromkeys(("dram", "issue", "mma", "shared"), 0.0) for _ in range(2))
+    for used in launches:
+        totals = {name: totals[name] + value for name, value in used.items()}
+        busiest = max(used, key=lambda name: used[name])
+        waited[busiest] += used[busiest]
+    return totals, max(waited, key=lambda name: waited[name])
+
+
 def counts_of_layer(
     model: str, tokens: int, tactics: tuple[int, int], fits: Sequence[Fit], given: Assumptions
 ) -> Iterator[tuple[Fit, Counts]]:
@@ -261,27 +277,21 @@ def predict(
         busy = sum(max(resources(fit, counts, eight_bit, by).values()) for fit, counts in launches)
         return busy + by.fixed_us + second
 
-    totals = dict.fromkeys(("dram", "issue", "mma", "shared"), 0.0)
-    by_bound = dict.fromkeys(totals, 0.0)
-    for fit, counts in launches:
-        used = resources(fit, counts, eight_bit, given)
-        totals = {name: totals[name] + value for name, value in used.items()}
-        bound = max(used, key=lambda name: used[name])
-        by_bound[bound] += used[bound]
+    totals, bound = summed([resources(fit, counts, eight_bit, given) for fit, counts in launches])
     megabytes = experts * weight_bytes(model) / 1e6
     return Line(
-        model,
-        MODE_NAMES[mode],
-        tokens,
-        tactics,
-        experts,
-        megabytes,
-        1e3 * megabytes / given.dram_gb_per_second,
+        model=model,
+        mode=MODE_NAMES[mode],
+        tokens=tokens,
+        tactics=tactics,
+        experts=experts,
+        megabytes=megabytes,
+        floor=1e3 * megabytes / given.dram_gb_per_second,
         **totals,
         overhead=given.fixed_us + second,
         fast=microseconds(FAST),
         slow=microseconds(SLOW),
-        bound=max(by_bound, key=lambda name: by_bound[name]),
+        bound=bound,
     )
 
 

@@ -155,8 +155,8 @@ def test_a_layer_under_weak_memory(row: DenseInstance) -> None:
 
 
 def test_results_are_the_same_on_every_run(device: VirtualDevice) -> None:
-    for name in ("dense_mxfp4_m8_w2", "dense_mxfp8_m32_gemm"):
-        case = DenseCase(8, 136, 1600, BY_NAME[name].weights)
+    for name in ("dense_mxfp4_m8_w2", "dense_mxfp8_m32_gemm", "dense_mxfp4_m64_gemm_mxfp8"):
+        case = DenseCase(8, 136, 1600, BY_NAME[name].weights, tokens_for(BY_NAME[name]))
         first, second = (check(device, case, 5, name) for _ in range(2))
         assert torch.equal(first, second)
 
