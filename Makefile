@@ -49,13 +49,15 @@ env:
 VIRTUAL_TESTS = $(wildcard tests/testing/test_virtual_*.py)
 EMULATOR_TESTS = emulator/tests $(if $(UPSTREAM),,--ignore=emulator/tests/upstream)
 RUN_TESTS = $(PY) -m pytest -n $(TEST_JOBS) --dist loadfile
+# A torch that brings CUDA would load its runtime before the virtual GPU's.
+PRELOAD = LD_PRELOAD="$$(PYTHONPATH=emulator/python $(PY) -m vsm.preload)"
 # Files with few tests, which compile, else come last, and one process waits for the other's.
 IN_ORDER = --no-loadscope-reorder
 
 test: env
 	$(MAKE) -C emulator -j$(TEST_JOBS)
 	$(RUN_TESTS) $(IN_ORDER) tests $(addprefix --ignore=,$(VIRTUAL_TESTS)) $(PYTEST_ARGS)
-	$(RUN_TESTS) $(VIRTUAL_TESTS) $(PYTEST_ARGS)
+	$(PRELOAD) $(RUN_TESTS) $(VIRTUAL_TESTS) $(PYTEST_ARGS)
 	$(RUN_TESTS) $(EMULATOR_TESTS) $(PYTEST_ARGS)
 
 test-host: env

@@ -33,6 +33,7 @@ from moe_bench import host_cost, measure, predict, results
 import flashinfer
 from flashinfer.fused_moe import sm12x_dispatch
 from flashinfer.testing.moe_layers import MODE_NAMES, MODELS
+from flashinfer.testing.virtual_device import in_own_process
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 DEFAULT_MODELS = ("gpt-oss-120b", "gpt-oss-20b")
@@ -147,7 +148,8 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.predict or not torch.cuda.is_available():
         if not arguments.predict:
             print("no GPU here: the prediction for a GB10 instead (--help for what a GPU measures)\n")
-        return predict.main(arguments.models, arguments.tokens, arguments.modes, arguments.out)
+        given = arguments.models, arguments.tokens, arguments.modes, arguments.out
+        return int(in_own_process(predict.main, *given))
     if arguments.upstream and not sm12x_dispatch.has_block_scaled_mma(torch.cuda.current_device()):
         print("bench: --upstream needs an SM12x GPU; elsewhere upstream takes other weight layouts", file=sys.stderr)
         return 2

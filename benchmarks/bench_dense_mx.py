@@ -30,6 +30,7 @@ from flashinfer.testing import TENSOR_CORE, BoundViolation, check_within_bound, 
 from flashinfer.testing.error_bounds import affine_error, dot_error, granularity
 from flashinfer.testing.moe_layers import DENSE_LAYERS, DENSE_VARIANTS
 from flashinfer.testing.mxfp_formats import dequantize_mxfp4, dequantize_mxfp8
+from flashinfer.testing.virtual_device import in_own_process
 
 CHECKED_ROWS = 512
 MARLIN_TOLERANCE = 1e-2
@@ -155,7 +156,8 @@ def main(argv: list[str] | None = None) -> int:
     if unknown := set(arguments.layers) - set(DENSE_LAYERS):
         parser.error(f"--layers: {sorted(unknown)} are not among {sorted(DENSE_LAYERS)}")
     if arguments.predict or not torch.cuda.is_available():
-        return predict_dense.main(arguments.layers, arguments.tokens or predict_dense.TOKENS, arguments.out)
+        given = arguments.layers, arguments.tokens or predict_dense.TOKENS, arguments.out
+        return int(in_own_process(predict_dense.main, *given))
     arguments.tokens = arguments.tokens or [1, 2, 4, 8, 16, 32, 64]
     os.environ["FLASHINFER_SM12X_MOE"] = "1"  # a Hopper runs this family too
     read = StreamingRead()

@@ -132,13 +132,9 @@ def test_arguments(test: str) -> list[str]:
 
 def emulator_preload(root: Path) -> str:
     """What ``LD_PRELOAD`` must name so that a torch that brings CUDA runs on the emulator's runtime; else nothing."""
-    code = (
-        "import sys, torch; sys.path.insert(0, sys.argv[1])\n"
-        "if torch.version.cuda:\n"
-        "    from vsm._library import shim_directory; print(shim_directory() / 'libcudart.so.13')"
-    )
-    command = [sys.executable, "-c", code, str(root / "emulator" / "python")]
-    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+    command = [sys.executable, "-m", "vsm.preload"]
+    environment = {**os.environ, "PYTHONPATH": str(root / "emulator" / "python")}
+    return subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
 
 
 def copy_tree(source: Path, target: Path) -> None:

@@ -28,10 +28,12 @@ An operator that has compiled kernels asks :func:`active` when its tensors are o
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import ctypes
 import functools
 import importlib
+import multiprocessing
 import os
 import sys
 import threading
@@ -78,6 +80,29 @@ def _vsm() -> Any:
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
     return importlib.import_module("vsm")
+
+
+def in_own_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    """``function(*arguments)``, where the virtual device can be used whatever torch brings.
+
+    A torch with CUDA has loaded its runtime before anyone can ask for the virtual one: then it is done in a new process that
+    starts with that. Function, arguments and result are pickled there. A torch without CUDA needs no such thing.
+    """
+    _vsm()
+    preload = importlib.import_module("vsm.preload").preload()
+    if not preload:
+        return function(*arguments)
+    before = os.environ.get("LD_PRELOAD")
+    os.environ["LD_PRELOAD"] = preload
+    try:
+        context = multiprocessing.get_context("spawn")
+        with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
+            return pool.submit(function, *arguments).result()
+    finally:
+        if before is None:
+            del os.environ["LD_PRELOAD"]
+        else:
+            os.environ["LD_PRELOAD"] = before
 
 
 def _check_architecture(name: str, origin: str) -> None:

@@ -24,7 +24,7 @@ from flashinfer.testing import (
     make_moe_inputs,
     moe_reference,
 )
-from flashinfer.testing.virtual_device import VirtualDevice, VirtualDeviceError, active, virtual_device
+from flashinfer.testing.virtual_device import VirtualDevice, VirtualDeviceError, active, in_own_process, virtual_device
 
 ROOT = Path(__file__).parents[2]
 RUNTIME = Path(sysconfig.get_path("purelib")) / "nvidia" / "cu13" / "lib" / "libcudart.so.13"
@@ -82,6 +82,16 @@ def test_the_environment_variable_makes_a_device_for_the_process():
 
 
 @pytest.mark.skipif(not RUNTIME.is_file(), reason="no CUDA runtime wheel is installed")
+def test_a_torch_with_cuda_gets_a_process_of_its_own(monkeypatch):
+    monkeypatch.setenv("LD_PRELOAD", "")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert in_own_process(os.getpid) == os.getpid()
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert in_own_process(os.getpid) != os.getpid()
+    assert in_own_process(os.getenv, "LD_PRELOAD").endswith("/shim/libcudart.so.13")
+    assert os.environ["LD_PRELOAD"] == ""
+
+
 def test_a_process_with_a_real_runtime_is_refused():
     code = (
         f"import ctypes; ctypes.CDLL({str(RUNTIME)!r})\n"
@@ -92,7 +102,7 @@ def test_a_process_with_a_real_runtime_is_refused():
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "LD_PRELOAD": ""},
     )
     assert "is loaded in this process already" in done.stderr
     assert "LD_PRELOAD=" in done.stderr

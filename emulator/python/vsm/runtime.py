@@ -205,12 +205,20 @@ def loaded_libraries(name: str) -> list[Path]:
     return sorted(found)
 
 
+def _handle(name: str) -> int | None:
+    """The dynamic linker's handle of a library that is loaded: of a bare name, the one that who needs it is given."""
+    try:
+        return int(ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_NOW)._handle)
+    except OSError:
+        return None
+
+
 def activate_runtime() -> Runtime:
     """Make the shim this process's CUDA runtime: libraries that need ``libcudart.so.13`` (or ``libcuda.so.1``) and are
     loaded from now on run on the virtual GPU. The first call does it, later ones give the same object.
 
     A library that was loaded before stays with the runtime it has, and the dynamic linker would give later ones the
-    same. So this refuses to work in a process that has a real CUDA 13 runtime.
+    same. So this refuses to work in a process that has a real CUDA 13 runtime, unless the shim was there first.
 
     Raises:
         VsmError: such a runtime is loaded, or the shim cannot be built.
@@ -221,7 +229,7 @@ def activate_runtime() -> Runtime:
     directory = shim_directory()
     for name in _LIBRARIES:
         others = [path for path in loaded_libraries(name) if path.parent.resolve() != directory.resolve()]
-        if others:
+        if others and _handle(name) != _handle(str(directory / name)):
             raise VsmError(
                 f"{others[0]} is loaded in this process already, so a library that needs {name} would use it and not the "
                 "virtual GPU. Activate the virtual GPU before anything loads CUDA, or start the process with "

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``LD_PRELOAD`` must name so that this Python's torch runs on the virtual GPU: ``python -m vsm.preload``.
+
+A torch that brings CUDA loads its runtime when it is imported, before :func:`~vsm.runtime.activate_runtime` can put the
+shim in its place. Prints nothing for a torch without CUDA.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ._library import shim_directory
+
+RUNTIME = "libcudart.so.13"
+
+
+def preload() -> str:
+    """The shim's path; empty for a torch without CUDA."""
+    return str(shim_directory() / RUNTIME) if torch.version.cuda else ""
+
+
+if __name__ == "__main__":
+    print(preload())
