@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sweep of ``cutlass_fused_moe`` with MXFP4 weights over modes, instances and shapes, on a GPU.
+"""Sweep of ``cutlass_fused_moe``, the grouped GEMM and ``dense_mx`` over formats, instances and shapes, on a GPU.
 
 Needs no pytest, so that it can run under ``compute-sanitizer``::
 
@@ -7,7 +7,7 @@ Needs no pytest, so that it can run under ``compute-sanitizer``::
     FLASHINFER_SM12X_MOE=1 compute-sanitizer --tool memcheck python tests/moe/gpu_sweep.py --quick --reference cpu
 
 Every case runs into poisoned output and workspace, is compared with the float64 reference within its bound, repeated
-bit for bit, and replayed from a CUDA graph; every instance that fits the mode is forced through ``profile_ids``.
+bit for bit, and replayed from a CUDA graph; every instance that fits the mode is forced (``profile_ids``, ``tactic``).
 The last line is a summary; the exit status is 1 when a case failed.
 """
 
@@ -15,12 +15,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import random
 import sys
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -32,12 +35,16 @@ from flashinfer.fused_moe import sm12x_dispatch
 from flashinfer.fused_moe.sm12x_launch import allowed_tactics
 from flashinfer.fused_moe.sm12x_validation import Mode
 from flashinfer.gemm import sm12x_group_gemm
-from flashinfer.jit.sm12x.instances import GEMM_INSTANCES, INSTANCES
+from flashinfer.gemm.sm12x_dense import dense_mx
+from flashinfer.jit.sm12x.instances import DENSE_INSTANCES, GEMM_INSTANCES, INSTANCES
 from flashinfer.testing import (
     TENSOR_CORE,
+    DenseCase,
     MoECase,
     check_within_bound,
+    dense_reference,
     group_gemm_reference,
+    make_dense_inputs,
     make_group_gemm_inputs,
 )
 
@@ -164,6 +171,68 @@ def group_gemm_cases(rng: random.Random, count: int, seed: int) -> int:
     return runs
 
 
+def random_dense_case(rng: random.Random) -> DenseCase:
+    """A dense layer of an odd shape: sizes, formats and epilogue drawn independently."""
+    return DenseCase(
+        num_tokens=rng.choice((1, 3, 8, 16, 17, rng.randint(1, 300))),
+        n=rng.choice((1, 40, 200, 2880, 5120, rng.randint(1, 3000))),
+        k=rng.choice((32, 96, 2880, 4096, 4608, 32 * rng.randint(1, 160))),
+        weights=rng.choice(("mxfp4", "mxfp8")),
+        tokens=rng.choice(("bf16", "quantize_bf16", "quantize_f16", "mxfp8", "mxfp8_linear", "mxfp4")),
+        bias=rng.choice((None, torch.bfloat16, torch.float16, torch.float32)),
+        alpha=rng.random() < 0.3,
+        residual=rng.random() < 0.5,
+        out_dtype=rng.choice((torch.bfloat16, torch.float16, torch.float32)),
+    )
+
+
+def dense_cases(rng: random.Random, count: int, options: argparse.Namespace) -> tuple[int, float]:
+    """Random dense layers, every instance that takes them; the number of runs and the share of the bound used."""
+    begin = time.time()
+    device = torch.device("cuda", torch.cuda.current_device())
+    runs, worst = 0, 0.0
+    for number in range(count):
+        if time.time() - begin > options.time_limit:
+            print(f"time limit: {count - number} dense layers not run")
+            break
+        case, seed = random_dense_case(rng), options.seed + number
+        inputs = make_dense_inputs(case, seed)
+        arguments = [tensor.to(device) for tensor in inputs.arguments]
+        named = {key: v.to(device) if isinstance(v, torch.Tensor) else v for key, v in inputs.named.items()}
+        if options.reference == "device":
+            inputs.x, inputs.w, inputs.named = inputs.x.to(device), inputs.w.to(device), named
+        expected = None if options.reference == "none" else dense_reference(inputs)
+        out = torch.empty((case.num_tokens, case.n), dtype=case.out_dtype, device=device)
+        quantized = case.tokens != "bf16"
+        rows = [row for row in DENSE_INSTANCES if row.weights == case.weights and row.longest_k >= case.k]
+        for row in (None, *(row for row in rows if quantized or row.operand == "bf16")):
+            call = functools.partial(
+                dense_mx, *arguments, **named, out=out, tactic=row.index if row else None, constant_weights=True
+            )
+            label = f"{case}, tactic {row.name if row else 'default'}, seed {seed}"
+            results = []
+            for capture in (False, False, not options.no_graphs):
+                run = captured(call) if capture else call
+                if not options.no_poison:
+                    out.fill_(torch.nan)
+                run()
+                results.append(out.clone())
+            if expected:
+                result = results[0].to(expected[0].device)
+                worst = max(worst, check_within_bound(result, *expected, label))
+            assert all(same_bits(results[0], result) for result in results[1:]), f"{label}: another run differs"
+            runs += 1
+    return runs, worst
+
+
+def captured(call: Callable[[], Any]) -> Callable[[], Any]:
+    """A replay of the call's CUDA graph; the call has run before."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small shapes and few cases")
@@ -175,7 +244,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--extra-instances", action="store_true", help="build Hopper's own instances too")
     parser.add_argument("--no-poison", action="store_true", help="leave output and workspace as allocated (initcheck)")
     parser.add_argument("--stop", action="store_true", help="stop at the first failure")
-    parser.add_argument("--time-limit", type=float, default=float("inf"), help="seconds after which to stop")
+    parser.add_argument("--time-limit", type=float, default=float("inf"), help="seconds after which each group stops")
     return parser.parse_args(argv)
 
 
@@ -225,16 +294,23 @@ def main(argv: list[str] | None = None) -> int:
         if number % 20 == 19:
             print(f"  {number + 1}/{len(work)} cases, {time.time() - begin:.0f} s, {failures} failed", flush=True)
         torch.cuda.empty_cache()
-    gemm_runs = 0
+    gemm_runs = dense_runs = 0
     if options.only in (None, "group_gemm") and not (failures and options.stop):
         try:
             gemm_runs = group_gemm_cases(rng, 5 if options.quick else 40, options.seed)
         except Exception as error:
             failures += 1
             print(f"FAILED {error}", flush=True)
+    if options.only in (None, "dense") and not (failures and options.stop):
+        try:
+            dense_runs, used = dense_cases(rng, 15 if options.quick else 60, options)
+            worst = max(worst, used)
+        except Exception as error:
+            failures += 1
+            print(f"FAILED {error}", flush=True)
     print(
         f"SUMMARY {'ok' if not failures else 'FAILED'}: {sum(checks.values())} checks {dict(checks)}, runs {dict(ran)}, "
-        f"{gemm_runs} grouped GEMMs, {failures} cases failed, at most {worst:.3f} of a bound used, {time.time() - begin:.0f} s, seed {options.seed}"
+        f"{gemm_runs} grouped GEMMs, {dense_runs} dense layers, {failures} cases failed, at most {worst:.3f} of a bound used, {time.time() - begin:.0f} s, seed {options.seed}"
     )
     return 1 if failures else 0
 
