@@ -151,6 +151,11 @@ def check_gpu(a: Answers) -> Outcome:
     text = ", ".join(f"{name} ({capability})" for name, capability in gpus)
     if any(capability.startswith("12.") for _, capability in gpus):
         return "ok", text
+    if a.environ.get("FLASHINFER_SM12X_MOE") == "1" and any(capability == "9.0" for _, capability in gpus):
+        return (
+            "ok",
+            f"{text}: runs this fork's kernels because FLASHINFER_SM12X_MOE=1 (Hopper's MMAs, slower than wgmma)",
+        )
     return "warn", f"{text}: none is of the SM12x family, so upstream's kernels run", "nothing, if that is meant"
 
 

@@ -186,7 +186,12 @@ def measure_rate(target: Target, kind: Kind) -> Rate:
 
 
 def sum_bits(target: Target, kind: Kind) -> int:
-    """Fraction bits that the MMA keeps of a sum beside its largest addend, at most :data:`LOOKED_FOR`.
+    """Fraction bits that the MMA keeps of a sum beside its largest addend, at most :data:`LOOKED_FOR`."""
+    return min(_kept_of_c(target, kind), _kept_of_products(target, kind))
+
+
+def _kept_of_c(target: Target, kind: Kind) -> int:
+    """Fraction bits kept of ``c``.
 
     Two products that cancel each other, ``p`` and ``-p``, stand at several distances along K beside a ``c`` of ``p 2^-n``:
     whatever the sum loses is lost of ``c``. And a product of 1 is added to a ``c`` of ``2^n``, as far as float32 can tell.
@@ -207,6 +212,42 @@ def sum_bits(target: Target, kind: Kind) -> int:
     d = multiply(target, kind, a, b, c).d[0, 0, 0].double().cpu()
     beside = _first_false((d == c + 1).flatten())
     return min(kept) if beside >= FLOAT32_BITS else min(*kept, beside)
+
+
+_EXPONENTS = {"bf16": range(-9, 9), "e4m3": range(-9, 9), "e2m1": range(-1, 3)}
+"""Powers of two that a format has; of bf16, enough of them."""
+
+
+def _kept_of_products(target: Target, kind: Kind) -> int:
+    """Fraction bits kept of a product, as far as the formats reach: hardware may add ``c`` apart from them.
+
+    Beside ``p`` and ``-p``, the largest powers of two, stands a product of ``p 2^-n``, at several places along K. Where
+    there are two block scales, it is in the other block, whose scale reaches further than e2m1 does.
+    """
+    exponents_a = _EXPONENTS[kind.a.split()[0]]
+    exponents_b = _EXPONENTS[kind.b]
+    small_a = torch.tensor([exponents_a[row % len(exponents_a)] for row in range(ROWS)]).double()
+    small_b = torch.linspace(exponents_b[0], exponents_b[-1], COLUMNS).round().double()
+    small = small_a[:, None] + small_b
+    two_blocks = kind.scaled and kind.k == 64
+    half = kind.k // 2
+    places = [(0, 1, half), (0, half - 1, kind.k - 1)]
+    if not two_blocks:
+        places += [(0, 1, 2), (0, half, 1), (0, kind.k - 1, half)]
+    kept = LOOKED_FOR
+    for plus, minus, place in places:
+        for shift in range(0, LOOKED_FOR, 4) if two_blocks else (0,):
+            a = torch.zeros(ROWS, kind.k)
+            b = torch.zeros(CHAINS, COLUMNS, kind.k)
+            a[:, [plus, minus]] = 2.0 ** exponents_a[-1]
+            b[..., plus], b[..., minus] = 2.0 ** exponents_b[-1], -(2.0 ** exponents_b[-1])
+            a[:, place], b[..., place] = 2.0**small_a, 2.0**small_b
+            scales = (IDENTITY_SCALES, IDENTITY_SCALES + shift)  # of the first block
+            d = multiply(target, kind, a, b, torch.zeros(ROWS, COLUMNS), scales=scales).d[0, 0, 0].double().cpu()
+            lost = (exponents_a[-1] + exponents_b[-1] + shift - small)[d != 2.0**small]
+            if lost.numel():
+                kept = min(kept, int(lost.min()) - 1)
+    return kept
 
 
 def _first_false(held: torch.Tensor) -> int:

@@ -164,6 +164,12 @@ def hopper(m: Machine) -> None:
     m.gpus("NVIDIA H200, 9.0, 580.95.05")
 
 
+@planted("gpu", "ok", "because FLASHINFER_SM12X_MOE=1", "")
+def hopper_on_purpose(m: Machine) -> None:
+    m.gpus("NVIDIA H200, 9.0, 580.95.05")
+    m.variables["FLASHINFER_SM12X_MOE"] = "1"
+
+
 @planted("driver", "fail", "570.86.10 is older than 580", "install driver 580")
 def old_driver(m: Machine) -> None:
     m.gpus("NVIDIA GB10, 12.1, 570.86.10")

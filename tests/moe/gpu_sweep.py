@@ -79,9 +79,9 @@ def model_cases(quick: bool, extra: bool) -> list[Work]:
 def instance_cases(extra: bool) -> list[Work]:
     """Small odd shapes, every instance forced, on data whose FC1 is exact, and mixed pairs of instances."""
     work: list[Work] = []
-    for mode in MODES:
-        for num_tokens in (1, 7, 40, 150):
-            for data in ("normal", "lattice"):
+    for num_tokens in (1, 7, 40, 150):
+        for data in ("normal", "lattice"):
+            for mode in MODES:  # innermost: a run that is cut short has seen each
                 case = MoECase(
                     num_tokens,
                     416,

@@ -112,6 +112,24 @@ def test_the_width_in_which_mmas_add_up(bits: int) -> None:
         assert set(found.values()) == {bits}
 
 
+@pytest.mark.parametrize("bits", [13, 20, 25])
+def test_products_may_be_narrow_where_c_is_added_apart(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an H200 computes e4m3: products in one sum, cut, and C added to it in float32."""
+
+    def multiply(_target, kind, a, b, c, scales=(mma.IDENTITY_SCALES,) * 2):
+        factors = torch.ones(kind.k, dtype=torch.float64)
+        factors[:32] = 2.0 ** ((scales[1] & 0xFF) - 0x7F)
+        products = torch.einsum("rk,nck->nrck", a.double() * factors, b.double())
+        unit = 2.0 ** (products.abs().amax(-1, keepdim=True).log2().floor() - bits)
+        d = ((products / unit).trunc() * unit).sum(-1) + c.double()
+        return mma.Multiplied(d[None, None].float(), torch.zeros(1, 4))
+
+    monkeypatch.setattr(mma, "multiply", multiply)
+    found = {name: mma.sum_bits(None, kind) for name, kind in mma.KINDS.items()}
+    assert found.pop("mxf8f6f4") == (bits if bits < 20 else mma.LOOKED_FOR)  # e2m1 times e4m3 spans 2^20
+    assert set(found.values()) == {bits}
+
+
 def test_a_rate_is_of_cycles_and_nanoseconds() -> None:
     times = torch.tensor([[1000, 3000, 50_000, 51_000], [2_000, 4_000, 50_100, 51_100]])
     rate = mma.rate_of(times, flops_per_block=4_096_000)
