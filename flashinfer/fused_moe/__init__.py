@@ -13,6 +13,7 @@ In the order in which a call meets them:
 ``sm12x_autotuner``        tactics that upstream's autotuner has timed
 ``sm12x_launch``           ``profile_ids``, workspace sizes, the launch
 ``sm12x_cpu``              the layer on CPU tensors
+``sm12x_router``           which experts a token goes to: norm, logits, top-k
 =========================  =============================================================================
 """
 
@@ -27,3 +28,6 @@ _upstream = extend(globals())
 if TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any: ...
+
+
+from .sm12x_router import router_top_k as router_top_k

@@ -139,3 +139,11 @@ def dense_module() -> Any:
     from ..jit.sm12x.modules import gen_dense_module
 
     return gen_dense_module().build_and_load()
+
+
+@functools.cache
+def router_module() -> Any:
+    """The loaded ``router_sm12x``; built on first use."""
+    from ..jit.sm12x.modules import gen_router_module
+
+    return gen_router_module().build_and_load()

@@ -163,3 +163,20 @@ def run_dense(
         writes.append(workspace)
     arguments = (*operands, workspace, token_format, tactic, constant_weights, enable_pdl)
     device.call(module.sm12x_dense_run, *arguments, writes=writes)
+
+
+def run_router(device: VirtualDevice, arguments: tuple[Any, ...], writes: Sequence[torch.Tensor]) -> None:
+    """One router.
+
+    Args:
+        device: Where it runs.
+        arguments: Those of ``sm12x_router_run``; CPU tensors.
+        writes: Its outputs among them.
+
+    Raises:
+        VirtualDeviceError: a launch was refused, failed, or a watcher reported.
+    """
+    from flashinfer.jit.sm12x.modules import gen_router_module
+
+    module = device.module(gen_router_module)
+    device.call(module.sm12x_router_run, *arguments, writes=writes)

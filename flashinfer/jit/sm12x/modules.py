@@ -6,6 +6,7 @@
 ``fused_moe_120_<instance>``     an instance of Hopper's own, registered with the module above
 ``gemm_mxfp4_sm12x``             the public MXFP4 grouped GEMM
 ``dense_mx_sm12x``               dense layers with weights in MXFP4 or MXFP8
+``router_sm12x``                 a mixture of experts' router, with the norm in front of it
 ``probe_sm12x``                  kernels that measure a GPU (``sm12x_gpu_probe``)
 ===============================  =================================================================
 
@@ -35,6 +36,7 @@ from .spec import JitSpecSm12x
 FUSED_MOE = "fused_moe_120"
 GROUP_GEMM = "gemm_mxfp4_sm12x"
 DENSE = "dense_mx_sm12x"
+ROUTER = "router_sm12x"
 PROBE = "probe_sm12x"
 
 _MOE_TEMPLATE = "fused_moe/cutlass_backend/sm12x_moe_instance.cu.jinja"
@@ -45,6 +47,7 @@ _GEMM_TEMPLATE = "gemm/sm12x_group_gemm_instance.cu.jinja"
 _GEMM_BINDING = "group_gemm_mxfp4_sm12x_binding.cu"
 _DENSE_TEMPLATE = "gemm/sm12x_dense_instance.cu.jinja"
 _DENSE_BINDING = "dense_mx_sm12x_binding.cu"
+_ROUTER_BINDING = "fused_moe/sm12x_router_binding.cu"
 _PROBE_BINDING = "sm12x_probe_binding.cu"
 
 EMBED_PTX_VARIABLE = "FLASHINFER_SM12X_EMBED_PTX"
@@ -135,6 +138,15 @@ def gen_dense_module() -> JitSpecSm12x:
         RuntimeError: as :func:`gen_fused_moe_module`.
     """
     return _spec(DENSE, [_csrc() / _DENSE_BINDING, _csrc() / _LAUNCHER], _DENSE_TEMPLATE, DENSE_INSTANCES)
+
+
+def gen_router_module() -> JitSpecSm12x:
+    """The spec of ``router_sm12x``.
+
+    Raises:
+        RuntimeError: as :func:`gen_fused_moe_module`.
+    """
+    return _spec(ROUTER, [_csrc() / _ROUTER_BINDING])
 
 
 def gen_probe_module() -> JitSpecSm12x:

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``router_top_k`` on the CPU, and on a GPU that serves the family: bounds, order of ties, arguments, graphs, compilation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from flashinfer.fused_moe import router_top_k
+from flashinfer.testing.router_reference import check_routed, make_router_inputs
+
+
+def on(device: torch.device, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {key: v.to(device) if isinstance(v, torch.Tensor) else v for key, v in arguments.items()}
+
+
+@pytest.mark.parametrize("adds", [False, True], ids=["", "adds"])
+@pytest.mark.parametrize("norms", [False, True], ids=["", "norms"])
+def test_random_shapes(device: torch.device, adds: bool, norms: bool) -> None:
+    for _ in range(6):
+        seed = int(torch.randint(2**31, ()))
+        print("seed", seed)
+        generator = torch.Generator().manual_seed(seed)
+        m, experts, chunks = (int(torch.randint(1, high, (), generator=generator)) for high in (40, 300, 500))
+        top_k = int(torch.randint(1, min(experts, 32) + 1, (), generator=generator))
+        inputs = make_router_inputs(m, 8 * chunks, experts, top_k, seed, adds=adds, norms=norms, bias=seed % 2 == 0)
+        arguments = on(device, inputs)
+        routed = router_top_k(**arguments)
+        check_routed(routed, arguments)
+        again = router_top_k(**arguments)
+        assert all(torch.equal(a, b) for a, b in zip(routed[:4], again[:4], strict=True))
+
+
+def test_what_is_not_computed_is_the_argument(device: torch.device) -> None:
+    arguments = on(device, make_router_inputs(3, 64, 8, 2, 1))
+    routed = router_top_k(**arguments)
+    assert routed.hidden_states is arguments["hidden_states"]
+    assert routed.residual is None
+    added = router_top_k(**arguments, residual=torch.ones_like(arguments["hidden_states"]))
+    assert added.hidden_states is added.residual
+
+
+def test_of_equal_logits_the_first_experts_are_taken(device: torch.device) -> None:
+    arguments = on(device, make_router_inputs(5, 64, 70, 4, 2))
+    arguments["weight"].zero_()
+    routed = router_top_k(**arguments)
+    assert routed.topk_ids.tolist() == [[0, 1, 2, 3]] * 5
+    assert routed.topk_weights.tolist() == [[0.25] * 4] * 5
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_ids_are_valid_whatever_the_logits_are(device: torch.device, value: float) -> None:
+    arguments = on(device, make_router_inputs(2, 64, 40, 4, 3, bias=True))
+    arguments["bias"][7:] = value
+    routed = router_top_k(**arguments)
+    ids = routed.topk_ids.cpu()
+    assert all(len(set(row)) == 4 and min(row) >= 0 and max(row) < 40 for row in ids.tolist())
+    if value == torch.inf:
+        assert routed.topk_weights.tolist() == [[0.25] * 4] * 2
+    elif value != value:
+        assert (ids >= 7).all()
+    else:
+        assert (ids < 7).all()
+
+
+def test_no_tokens(device: torch.device) -> None:
+    arguments = on(device, make_router_inputs(1, 64, 8, 2, 4))
+    arguments["hidden_states"] = arguments["hidden_states"][:0]
+    assert router_top_k(**arguments).topk_ids.shape == (0, 2)
+
+
+BAD: list[tuple[str, Any, type[Exception], str]] = [
+    ("hidden_states", None, TypeError, "hidden_states is None"),
+    ("hidden_states", lambda t: t.float(), ValueError, r"hidden_states is torch.float32"),
+    ("hidden_states", lambda t: t[:, :56], ValueError, r"hidden_states is .*shape \(3, 64\)"),
+    ("hidden_states", lambda t: t[0], ValueError, "it must be 2-D"),
+    ("weight", lambda t: t.half(), ValueError, "weight is torch.float16"),
+    ("weight", lambda t: t[:, :60].contiguous(), ValueError, "k is 60; it must be a multiple of 8"),
+    ("weight", lambda t: t.new_zeros(513, 64), ValueError, r"num_experts is 513; it must be an integer in \[1, 512\]"),
+    ("top_k", 9, ValueError, r"top_k is 9; it must be an integer in \[1, 8\], no more than there are experts"),
+    ("top_k", 0, ValueError, "top_k is 0"),
+    ("bias", torch.zeros(8), ValueError, "bias is torch.float32"),
+    ("residual", torch.zeros(2, 64, dtype=torch.bfloat16), ValueError, r"residual is .*shape \(3, 64\)"),
+    ("norm_weight", torch.zeros(63, dtype=torch.bfloat16), ValueError, r"norm_weight is .*shape \(64,\)"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "error", "text"), BAD, ids=[f"{n}-{i}" for i, (n, *_) in enumerate(BAD)])
+def test_a_bad_argument_is_named(name: str, value: Any, error: type[Exception], text: str) -> None:
+    arguments = make_router_inputs(3, 64, 8, 2, 5)
+    arguments[name] = value(arguments[name]) if callable(value) else value
+    with pytest.raises(error, match=text):
+        router_top_k(**arguments)
+
+
+def test_compiled_with_fullgraph(device: torch.device) -> None:
+    arguments = on(device, make_router_inputs(3, 64, 8, 2, 6, adds=True, norms=True, bias=True))
+
+    def layer(hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        routed = router_top_k(**{**arguments, "hidden_states": hidden_states * 2})
+        return routed.topk_weights + 1, routed.topk_ids, routed.hidden_states, routed.residual  # type: ignore[return-value]
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager" if device.type == "cpu" else "inductor")
+    x = arguments["hidden_states"]
+    for ours, expected in zip(compiled(x), layer(x), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_replays(device: torch.device) -> None:
+    if device.type == "cpu":
+        pytest.skip("graphs are of CUDA")
+    arguments = on(device, make_router_inputs(20, 2880, 128, 4, 7, adds=True, norms=True, bias=True))
+    eager = router_top_k(**arguments, constant_weights=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = router_top_k(**arguments, constant_weights=True)
+    for _ in range(3):
+        captured.topk_ids.fill_(-1)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(captured, eager, strict=True) if a is not None)
