@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from flashinfer.fused_moe import router_top_k
+from flashinfer.fused_moe import router_top_k, sm12x_router
+from flashinfer.jit.sm12x.modules import gen_router_module
 from flashinfer.testing.router_reference import check_routed, make_router_inputs
 from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
 
@@ -39,7 +40,6 @@ def run(device: VirtualDevice, arguments: dict[str, Any], **named: Any) -> Any:
 @pytest.mark.parametrize(
     ("m", "k", "experts", "top_k"),
     [(1, 2880, 128, 4), (8, 2880, 32, 4), (19, 2880, 32, 4), (3, 3656, 5, 5), (9, 8, 6, 1), (2, 64, 512, 32)],
-    ids=str,
 )
 @pytest.mark.parametrize("constant_weights", [False, True], ids=["waits", "weights first"])
 def test_shapes(device: VirtualDevice, m: int, k: int, experts: int, top_k: int, constant_weights: bool) -> None:
@@ -74,17 +74,48 @@ def test_ties_and_what_is_no_number(device: VirtualDevice, value: float) -> None
     assert torch.equal(routed.topk_ids.long(), order)
 
 
-def test_launches_behind_each_other(device: VirtualDevice) -> None:
+def run_both(device: VirtualDevice, first: dict[str, Any], change: Any, constant_weights: bool) -> None:
+    """Two routers, the launches of the first still in flight when the second's come: ``change`` of its results is given."""
+    module = device.module(gen_router_module)
+    made = []
+
+    def prepare(arguments: dict[str, Any]) -> tuple[Any, ...]:
+        hidden, weight, top_k = (arguments[name] for name in ("hidden_states", "weight", "top_k"))
+        parts = [arguments.get(name) for name in ("bias", "residual", "norm_weight")]
+        outputs = sm12x_router._outputs(hidden, weight, top_k, *parts[1:])
+        for output in outputs:
+            output.fill_(-1)
+        made.append((outputs, arguments))
+        normed, total = (
+            output if part is not None else None for output, part in zip(outputs[3:], parts[:0:-1], strict=True)
+        )
+        return (*outputs[:3], normed, total, hidden, weight, *parts, 1e-5, constant_weights, True)
+
+    one = prepare(first)
+    two = prepare(change(made[0][0]))
+    tensors = {part.data_ptr(): part for part in (*one, *two) if isinstance(part, torch.Tensor)}
+    writes = [output for outputs, _ in made for output in outputs if output.numel()]
+
+    def run_one_and_two(*_: Any) -> None:
+        module.sm12x_router_run(*one)
+        module.sm12x_router_run(*two)
+
+    device.call(run_one_and_two, *tensors.values(), writes=writes)
+    assert all(launch.clean for launch in device.launches), device.launches
+    for (weights, ids, logits, normed, total), arguments in made:
+        seen = total if "residual" in arguments else arguments["hidden_states"]
+        hidden = normed if "norm_weight" in arguments else seen
+        check_routed(sm12x_router.Routed(weights, ids, logits, hidden, total), arguments)
+
+
+def test_tokens_that_the_launch_in_front_writes(device: VirtualDevice) -> None:
     """A router whose tokens are the sums of the one in front, its weights fetched before that has ended."""
     first = make_router_inputs(4, 128, 16, 2, 4, adds=True, norms=True)
-    routed = run(device, first, constant_weights=True)
-    second = {**first, "hidden_states": routed.hidden_states, "residual": routed.residual}
-    check_routed(run(device, second, constant_weights=True), second)
+    other = make_router_inputs(4, 128, 16, 2, 5, adds=True, norms=True)
+    run_both(device, first, lambda made: {**other, "hidden_states": made[3], "residual": made[4]}, True)
 
 
 def test_weights_that_the_launch_in_front_writes(device: VirtualDevice) -> None:
     """The rows that one router gives are the other's weights, so it may not fetch them early."""
     first = make_router_inputs(16, 128, 16, 2, 5, adds=True)
-    rows = run(device, first).hidden_states
-    second = {**make_router_inputs(3, 128, 16, 2, 6), "weight": rows}
-    check_routed(run(device, second), second)
+    run_both(device, first, lambda made: {**make_router_inputs(3, 128, 16, 2, 6), "weight": made[4]}, False)
