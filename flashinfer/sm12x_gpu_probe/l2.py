@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
 ROW_TILE = 128
+PANEL_TOKENS = 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,11 +41,14 @@ class Gemm:
 
     def units(self) -> list[tuple[int, int, int]]:
         """(expert, row tile, token tile) in the kernels' order."""
+        tiles = [-(-rows // self.token_tile) for rows in self.rows]
+        panel = PANEL_TOKENS // self.token_tile
         return [
             (expert, row_tile, token_tile)
-            for expert, rows in enumerate(self.rows)
+            for expert, last in enumerate(tiles)
+            for first in range(0, last, panel)
             for row_tile in range(self.row_tiles)
-            for token_tile in range(-(-rows // self.token_tile))
+            for token_tile in range(first, min(first + panel, last))
         ]
 
     def once(self) -> float:

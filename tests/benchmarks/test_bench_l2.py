@@ -3,11 +3,90 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+from pathlib import Path
 
 import pytest
 
 from flashinfer.sm12x_gpu_probe.l2 import Gemm, dram_bytes, walk
+
+ROOT = Path(__file__).parents[2]
+
+SCHEDULER = r"""
+#define __device__
+#define __forceinline__ inline
+#include <algorithm>
+#include <cstdio>
+using std::max;
+using std::min;
+struct { int x; } blockIdx;
+#include "flashinfer/sm12x/scheduler/tile_scheduler.cuh"
+using namespace flashinfer::sm12x::scheduler;
+
+int main() {
+  int experts, row_tiles, k_tiles, blocks, offsets[64] = {}, prefix[64] = {};
+  while (std::scanf("%d %d %d %d", &experts, &row_tiles, &k_tiles, &blocks) == 4) {
+    for (int e = 0, rows; e < experts && std::scanf("%d", &rows) == 1; ++e) {
+      offsets[e + 1] = offsets[e] + rows;
+      prefix[e + 1] = prefix[e] + (rows + TILE - 1) / TILE;
+    }
+    const UnitMap<TILE> units = {offsets, prefix, experts, row_tiles};
+    const Shares shares(units.num_units(), k_tiles, blocks);
+    for (blockIdx.x = 0; blockIdx.x < shares.blocks; ++blockIdx.x) {
+      BlockWalk walk(shares);
+      for (Run run = walk.next(); run.tiles > 0; run = walk.next()) {
+        const Unit unit = units.locate(run.unit);
+        for (int k = run.first; k < run.first + run.tiles; ++k) {
+          std::printf("%d %d %d %d %d\n", blockIdx.x, unit.expert, unit.row_tile,
+                      (unit.first_token - offsets[unit.expert]) / TILE, k);
+        }
+      }
+    }
+    std::puts("end");
+  }
+}
+"""
+
+
+@pytest.mark.parametrize("token_tile", [8, 48, 128])
+def test_it_is_the_kernels_order(tmp_path: Path, token_tile: int) -> None:
+    """The kernels' own header, compiled for the host, against what is simulated: each block's tiles, in its order."""
+    source, program = tmp_path / "order.cpp", tmp_path / "order"
+    source.write_text(SCHEDULER)
+    compiler = [os.environ.get("CXX", "c++"), "-std=c++17", "-O1", f"-DTILE={token_tile}", f"-I{ROOT / 'include'}"]
+    subprocess.run([*compiler, str(source), "-o", str(program)], check=True)
+    seed = random.randrange(2**31)
+    print("seed", seed)
+    generator = random.Random(seed)
+    cases = []
+    for _ in range(30):
+        rows = [
+            generator.choice((0, 1, 7, 600, 1100, generator.randint(1, 3000))) for _ in range(generator.randint(1, 9))
+        ]
+        cases.append((rows, generator.randint(1, 7), generator.randint(1, 5), generator.randint(1, 50)))
+    text = "\n".join(
+        f"{len(rows)} {row_tiles} {k_tiles} {blocks} {' '.join(map(str, rows))}"
+        for rows, row_tiles, k_tiles, blocks in cases
+    )
+    printed = subprocess.run([str(program)], input=text, capture_output=True, text=True, check=True).stdout
+    found = [[tuple(map(int, line.split())) for line in part.splitlines()] for part in printed.split("end\n")[:-1]]
+    for (rows, row_tiles, k_tiles, blocks), kernels in zip(cases, found, strict=True):
+        work = Gemm(rows, row_tiles, k_tiles, token_tile, 1.0, 1.0)
+        units = work.units()
+        expected = [
+            (block, *units[unit], k_tile)
+            for block in range(blocks)
+            for unit, k_tile in walk(len(units), k_tiles, blocks, block)
+        ]
+        assert kernels == expected
+
+
+def test_panels_keep_a_long_prompt_in_l2() -> None:
+    """QKV of gpt-oss-120b in MXFP8, 8,192 tokens, what a GB10's L2 is taken to hold."""
+    work = Gemm([8192], row_tiles=40, k_tiles=23, token_tile=128, weight_bytes=132.0 * 128, row_bytes=132.0)
+    assert dram_bytes(work, 48, 19.2e6) < 1.3 * work.once()
 
 
 def gemm(rows: list[int], token_tile: int = 8) -> Gemm:

@@ -71,6 +71,13 @@ def test_an_instance(device: VirtualDevice, row: DenseInstance) -> None:
         assert launch.grid[0] == SMS
 
 
+@pytest.mark.parametrize("name", ["dense_mxfp4_m64_gemm", "dense_mxfp8_m128_gemm_mxfp8"])
+def test_panels_of_tokens(device: VirtualDevice, name: str) -> None:
+    """Two whole panels and a part of one, for each of which all weights go by."""
+    row = BY_NAME[name]
+    check(device, DenseCase(1100, 264, 64, row.weights, tokens_for(row)), 2, name)
+
+
 # Whole words and a part of one; one, two and four groups of warps; fewer units than blocks and many; rows in one piece and
 # row by row.
 @pytest.mark.parametrize(
