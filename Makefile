@@ -48,24 +48,25 @@ emulator:
 	$(MAKE) -C emulator -j$(TEST_JOBS)
 
 # Three runs, because a process has one CUDA runtime: tests that load a real one, tests that bring the virtual GPU's, and
-# the emulator's own. UPSTREAM=1 adds kernels that others wrote on the emulator, a minute or two of compiler each.
-VIRTUAL_TESTS = $(wildcard tests/testing/test_virtual_*.py)
+# the emulator's own. A process that is done takes tests of the other's, but of the emulator's none: their files compile
+# programs for themselves. UPSTREAM=1 adds kernels that others wrote on the emulator, a minute or two of compiler each.
+# Upstream's kernel on the virtual GPU comes first: one compiler for minutes, beside which the other process goes on.
+VIRTUAL_TESTS := $(sort $(wildcard tests/testing/test_virtual_*.py))
+VIRTUAL_TESTS := $(filter %_upstream.py,$(VIRTUAL_TESTS)) $(filter-out %_upstream.py,$(VIRTUAL_TESTS))
 EMULATOR_TESTS = emulator/tests $(if $(UPSTREAM),,--ignore=emulator/tests/upstream)
 # With more threads than its share of the cores, torch takes ten times as long over the references' small operations.
 SHARE = $(shell n=$$(( $$(nproc) / $(TEST_JOBS) )); [ $$n -gt 0 ] && echo $$n || echo 1)
-RUN_TESTS = OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),$(SHARE)) $(PY) -m pytest -n $(TEST_JOBS) --dist loadfile
+RUN_TESTS = OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),$(SHARE)) $(PY) -m pytest -n $(TEST_JOBS)
 # A torch that brings CUDA would load its runtime before the virtual GPU's.
 PRELOAD = LD_PRELOAD="$$(PYTHONPATH=emulator/python $(PY) -m vsm.preload)"
-# Files with few tests, which compile, else come last, and one process waits for the other's.
-IN_ORDER = --no-loadscope-reorder
 
 test: env emulator
-	$(RUN_TESTS) $(IN_ORDER) tests $(addprefix --ignore=,$(VIRTUAL_TESTS)) $(PYTEST_ARGS)
-	$(PRELOAD) $(RUN_TESTS) $(VIRTUAL_TESTS) $(PYTEST_ARGS)
-	$(RUN_TESTS) $(EMULATOR_TESTS) $(PYTEST_ARGS)
+	$(RUN_TESTS) --dist worksteal tests $(addprefix --ignore=,$(VIRTUAL_TESTS)) $(PYTEST_ARGS)
+	$(PRELOAD) $(RUN_TESTS) --dist worksteal $(VIRTUAL_TESTS) $(PYTEST_ARGS)
+	$(RUN_TESTS) --dist loadfile $(EMULATOR_TESTS) $(PYTEST_ARGS)
 
 test-host: env
-	$(RUN_TESTS) $(IN_ORDER) tests/layer tests/jit $(PYTEST_ARGS)
+	$(RUN_TESTS) --dist worksteal tests/layer tests/jit $(PYTEST_ARGS)
 
 mutate: env emulator
 	$(PY) tools/mutate.py $(MUTATE_ARGS)
