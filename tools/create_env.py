@@ -83,7 +83,8 @@ def create(env: Path) -> int:
             return fail(
                 "could not create a virtual environment with pip in it. On Debian and Ubuntu: apt install python3-venv"
             )
-    pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    # Python compiles the modules that are imported when they first are; all of them, in one process, take two minutes.
+    pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-compile"]
     if absent := missing(env):
         print(f"installing {len(absent)} packages: {' '.join(absent)}", flush=True)
         torch = [] if "torch" not in absent else [os.environ.get("TORCH", DEFAULT_TORCH)]

@@ -105,14 +105,23 @@ def check_pythonpath(a: Answers) -> Outcome:
 def check_compiler(a: Answers) -> Outcome:
     """The CUDA compiler."""
     install = a("compiler", "pip").replace("pip", PIP, 1)
+    state, why = without_a_compiler(a)
     if error := a.get("compiler", "error"):
-        return "fail", error.partition(". ")[0], f"unset CUDA_HOME CUDA_PATH; {install}"
+        return state, f"{error.partition('. ')[0]}{why}", f"unset CUDA_HOME CUDA_PATH; {install}"
     version, nvcc, origin = (a("compiler", fact) for fact in ("version", "nvcc", "origin"))
     text = f"CUDA {version}, {nvcc}, found through {origin}"
     needed = (12, 8) if a.environ.get("FLASHINFER_CUDA_ARCH_LIST") == "12.0a" else (12, 9)
     if numbers(version) < needed:
-        return "fail", f"{text}: 12.0a needs 12.8, 12.1a and 12.0f need 12.9", install
+        return state, f"{text}: 12.0a needs 12.8, 12.1a and 12.0f need 12.9{why}", install
     return "ok", text
+
+
+def without_a_compiler(a: Answers) -> tuple[str, str]:
+    """What it means that nothing can be compiled: less where the fork's modules need not be."""
+    modules = [fact for name, fact in a.facts["modules"].items() if name.startswith("module ")]
+    if modules and all(fact.get("prebuilt") for fact in modules):
+        return "warn", "; this fork's modules are prebuilt and need none, upstream's (vLLM's attention) do"
+    return "fail", ""
 
 
 def check_ninja(a: Answers) -> Outcome:
@@ -131,7 +140,8 @@ def check_cxx(a: Answers) -> Outcome:
     """The host compiler."""
     found = a("tools", "cxx")
     if found["path"] is None:
-        return "fail", f"there is no {found['program']}: nothing can be linked", "apt-get install g++, or set CXX"
+        state, why = without_a_compiler(a)
+        return state, f"there is no {found['program']}: nothing can be linked{why}", "apt-get install g++, or set CXX"
     return "ok", f"{found['banner']}, {found['path']}"
 
 

@@ -8,12 +8,14 @@ import fcntl
 import json
 import os
 import pty
+import random
 import signal
 import struct
 import subprocess
 import sys
 import termios
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +174,23 @@ def test_manifest_of_wrong_types_counts_as_absent(project: Project) -> None:
         container[key] = kept
     plan.manifest.write_text(json.dumps({**good, "objects": {"a.o": []}, "link": 3}))
     assert sorted(project.build().compiled) == ["a.o", "b.o", "c.o"]
+
+
+def test_any_bit_of_the_manifest_counts(project: Project) -> None:
+    """Also in what was only measured: a flipped digit must not have the next build wait for memory that nobody has."""
+    project.build()
+    plan = project.plan()
+    good = plan.manifest.read_bytes()
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    for place in random.Random(seed).sample(range(len(good)), 200):
+        bad = bytearray(good)
+        bad[place] ^= 1 << random.Random(seed + place).randrange(8)
+        same = False
+        with suppress(ValueError):
+            same = json.loads(bad) == json.loads(good)
+        plan.manifest.write_bytes(bad)
+        assert engine.is_fresh(plan) == same, f"byte {place}"  # a blank may become another one
 
 
 def test_manifest_records_what_compilers_took(project: Project) -> None:

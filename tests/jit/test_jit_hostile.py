@@ -18,8 +18,6 @@ from flashinfer.jit.sm12x.diagnosis import JitBuildError, hint_for
 from flashinfer.jit.sm12x.executor import Job, JobResult, run_jobs
 from flashinfer.jit.sm12x.jobs import job_limit
 
-pytestmark = pytest.mark.privileges
-
 BUILD = (
     "import signal, sys; from pathlib import Path; sys.path.insert(0, sys.argv[1]); from jit_fakes import Project;"
     "signal.signal(signal.SIGINT, signal.default_int_handler);"
@@ -32,6 +30,7 @@ def _command(project: Project, cache: Path) -> list[str]:
     return [sys.executable, "-c", BUILD, str(Path(__file__).parent), str(project.root), str(cache)]
 
 
+@pytest.mark.privileges
 def test_interrupt_says_what_stays(project: Project) -> None:
     project.write("c.cu", "// fake: sleep 60\nint c;\n")
     child = subprocess.Popen(_command(project, project.cache), stderr=subprocess.PIPE, text=True)
@@ -59,6 +58,7 @@ def _can_mount() -> bool:
     return subprocess.run(command, capture_output=True).returncode == 0
 
 
+@pytest.mark.privileges
 @pytest.mark.skipif(not _can_mount(), reason="a disk that is full takes the right to mount one")
 def test_disk_that_fills_while_linking(project: Project) -> None:
     """What the linker says of it must not need the same disk."""
@@ -86,6 +86,7 @@ def test_disk_that_fills_while_linking(project: Project) -> None:
     assert " is full. Make room, or set FLASHINFER_WORKSPACE_BASE" in built.stderr
 
 
+@pytest.mark.privileges
 def test_compiler_that_is_sent_sigterm_is_not_taken_for_one_killed_for_memory(tmp_path: Path) -> None:
     ended: list[JobResult] = []
     job = Job("x", (sys.executable, "-c", "import os, signal; os.kill(os.getppid(), signal.SIGTERM); signal.pause()"))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from flashinfer.jit.sm12x import executor
 from flashinfer.jit.sm12x.executor import Job, JobResult, run_jobs
 from flashinfer.jit.sm12x.jobs import (
     DEFAULT_JOB_MEMORY,
@@ -21,6 +23,7 @@ from flashinfer.jit.sm12x.jobs import (
     job_limit,
     usable_cores,
 )
+from flashinfer.jit.sm12x.toolchain import ToolchainError
 
 MIB = 1 << 20
 
@@ -103,7 +106,7 @@ def _sleepers(tmp_path: Path, count: int, **measured: object) -> list[Job]:
     return [Job(f"job{i}", (sys.executable, "-ISc", code), **measured) for i in range(count)]  # type: ignore[arg-type]
 
 
-def _most_at_once(jobs: list[Job], limit: JobLimit, folder: Path, left: int = 1 << 60) -> int:
+def _most_at_once(jobs: list[Job], limit: JobLimit, folder: Path, left: int = 1 << 50) -> int:
     """Run, and count the most that were alive together from their start and end times."""
     spans = []
 
@@ -112,7 +115,7 @@ def _most_at_once(jobs: list[Job], limit: JobLimit, folder: Path, left: int = 1 
         end = time.monotonic()
         spans.append((end - result.wall_seconds, end))
 
-    run_jobs(jobs, limit, folder, finished, lambda: left)
+    run_jobs(jobs, limit, folder, finished, _machine(folder / "machine", left // 1024))
     assert len(spans) == len(jobs)
     return max(sum(1 for start, end in spans if start <= moment < end - 0.02) for moment, _ in spans)
 
@@ -174,3 +177,60 @@ def test_measures_cpu_and_memory_of_grandchildren(tmp_path: Path) -> None:
     assert results[0].returncode == 0, results[0].output
     assert results[0].peak_memory >= 90 << 20
     assert results[0].cpu_seconds >= 0.3
+
+
+def _killing(level: int, folder: Path) -> str:
+    """A program that once kills its parent, or the parent of that."""
+    return (
+        "import os, pathlib, signal, time; pid = os.getppid()\n"
+        f"for _ in range({level}): pid = int(pathlib.Path(f'/proc/{{pid}}/stat').read_text().rpartition(')')[2].split()[1])\n"
+        f"marker = pathlib.Path({str(folder / 'killed')!r})\n"
+        "if not marker.exists(): marker.touch(); os.kill(pid, signal.SIGKILL); time.sleep(60)\n"
+    )
+
+
+@pytest.mark.parametrize("level", [0, 1], ids=["what measures a job", "ninja"])
+def test_what_runs_a_job_may_be_killed(tmp_path: Path, level: int) -> None:
+    """No job is lost: those without a result are run again, by themselves."""
+    jobs = [Job("killer", (sys.executable, "-ISc", _killing(level, tmp_path))), Job("other", ("sleep", "0.5"))]
+    results = run_jobs(jobs, JobLimit(2, None, ""), tmp_path, lambda result: None)
+    assert sorted((result.job.name, result.returncode) for result in results) == [("killer", 0), ("other", 0)]
+
+
+def test_ninja_that_does_not_work_is_an_error_with_what_it_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "ninja"
+    broken.write_text("#!/bin/sh\necho this ninja is broken; exit 3\n")
+    broken.chmod(0o755)
+    monkeypatch.setattr(executor, "find_ninja", lambda: str(broken))
+    results = run_jobs([Job("x", ("true",)), Job("y", ("true",))], JobLimit(2, None, ""), tmp_path, lambda result: None)
+    assert [(result.returncode, result.output) for result in results] == [(3, "this ninja is broken\n")]
+
+
+def test_ninja_is_found_where_it_is_not_on_path_and_missed_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert Path(executor.find_ninja()).is_file()
+    monkeypatch.setattr("sysconfig.get_path", lambda name: "/nowhere")
+    with pytest.raises(ToolchainError, match=r"ninja, .*, is not installed\. Install it: pip install ninja"):
+        executor.find_ninja()
+
+
+def test_daemon_that_a_compiler_leaves_behind_is_not_waited_for(tmp_path: Path) -> None:
+    """It holds the output open, as a compiler cache's server may."""
+    started = time.monotonic()
+    job = Job("x", ("sh", "-c", "echo said; sleep 60 &"))
+    (result,) = run_jobs([job], JobLimit(1, None, ""), tmp_path, lambda result: None)
+    assert (result.returncode, result.output) == (0, "said\n")
+    assert time.monotonic() - started < 30
+
+
+def test_commands_reach_the_program_as_they_are(tmp_path: Path) -> None:
+    """Ninja's syntax, a shell's, lines, and more of it than a shell takes in one string."""
+    words = ["$x $$ ${y}", "a  b\n c", "'\"`:|", "*", "", "x" * 100_000, "y" * 100_000]
+    print_arguments = "import json, sys; print(json.dumps(sys.argv[1:]))"
+    job = Job("odd $ name", (sys.executable, "-ISc", print_arguments, *words))
+    folder = tmp_path / "a $b 'c"
+    folder.mkdir()
+    (result,) = run_jobs([job], JobLimit(1, None, ""), folder, lambda result: None)
+    assert json.loads(result.output) == words

@@ -390,7 +390,7 @@ def test_manifest_is_readable_by_people(workspace: Path) -> None:
 
     Manifest("m").write(workspace / "m.json")
     assert set(json.loads((workspace / "m.json").read_text())) == {
-        "format",
+        "checksum",
         "module",
         "library",
         "link",

@@ -469,6 +469,25 @@ def test_modules_prebuilt_and_passed_over() -> None:
     assert (row.state, row.remedy.endswith("sm12x-build")) == ("warn", True)
 
 
+def test_no_compiler_is_a_warning_where_all_is_prebuilt() -> None:
+    facts = {
+        "compiler": {"pip": "pip install x", "error": "CUDA_HOME=/none holds no bin/nvcc. Set it."},
+        "tools": {"cxx": {"program": "c++", "path": None}},
+    }
+    prebuilt = {"prebuilt": True, "stale": [], "bytes": 1 << 20, "library": "site/x.so"}
+    old = {"pip": "pip install x", "version": "12.4", "nvcc": "nvcc", "origin": "PATH"}
+    for modules, state in (
+        ({"module fused_moe_120": prebuilt}, "warn"),
+        ({"module gemm": prebuilt, **module([])}, "fail"),
+        ({}, "fail"),
+    ):
+        found = findings(**facts, modules=modules)
+        for row in (found["compiler"], found["cxx"], findings(compiler=old, modules=modules)["compiler"]):
+            assert row.state == state
+            assert ("this fork's modules are prebuilt and need none" in row.found) == (state == "warn")
+            assert row.remedy
+
+
 def test_a_probe_file_that_is_none_and_one_of_few_bits() -> None:
     broken = findings(
         modules={"probe_error": "cache/sm12x_probe.json is not what a probe writes", "workspace": "cache"}

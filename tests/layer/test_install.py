@@ -282,15 +282,22 @@ def test_uninstalling_removes_all_of_it(pip: Pip, fresh: Path, kind: str, with_p
 
 
 @pytest.mark.parametrize(
-    ("first", "second"), [("editable", "editable"), ("normal", "editable"), ("editable", "normal")]
+    ("first", "second"),
+    [("normal", "normal"), ("editable", "editable"), ("normal", "editable"), ("editable", "normal")],
 )
 def test_installing_again_replaces(pip: Pip, fresh: Path, first: str, second: str) -> None:
+    """Also what the newer version has no more."""
+    gone = fresh / "csrc" / "gone.cu"
+    gone.touch()
     pip.install(*INSTALLS[first], fresh)
+    assert ("flashinfer_sm12x/csrc/gone.cu" in pip.left()) == (first == "normal")
+    gone.unlink()
     version = fresh / "flashinfer" / "_version.py"
     version.write_text(re.sub(r'(__fork_version__ = )".*"', r'\1"9.9"', version.read_text()))
     pip.install(*INSTALLS[second], fresh)
     assert {name for name in pip.left() if name.endswith(".dist-info")} == {"flashinfer_sm12x-9.9.dist-info"}
     assert ("flashinfer_sm12x" in pip.left()) == (second == "normal")
+    assert "flashinfer_sm12x/csrc/gone.cu" not in pip.left()
     pip("uninstall", "--yes", "flashinfer-sm12x")
     assert pip.left() == set()
 

@@ -2,6 +2,8 @@
 // Handlers of common floating point forms that compute a whole warp at a time (fast_float.cpp).
 #pragma once
 
+#include <cstdint>
+
 #include "ops/lanes.h"
 
 namespace vsm::ops {

@@ -2,6 +2,8 @@
 // Lane loops: handlers made from a function of one lane's values.
 #pragma once
 
+#include <cstdint>
+
 #include "exec/machine.h"
 #include "formats.h"
 #include "ptx/decode.h"

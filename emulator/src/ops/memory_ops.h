@@ -2,6 +2,8 @@
 // What ld, st, atom and red have in common: qualifiers of space, order, scope and caching.
 #pragma once
 
+#include <cstdint>
+
 #include "ops/lanes.h"
 
 namespace vsm::ops {

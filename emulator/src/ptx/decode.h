@@ -2,6 +2,7 @@
 // From the text's statements to decoded instructions. What an opcode means is told by the families in ops/.
 #pragma once
 
+#include <cstdint>
 #include <initializer_list>
 #include <map>
 #include <mutex>

@@ -2,6 +2,7 @@
 // Tokens of PTX text (PTX ISA 9.0, chapter 4 "Syntax").
 #pragma once
 
+#include <cstdint>
 #include <string>
 #include <string_view>
 #include <vector>

@@ -2,6 +2,8 @@
 // Sizes of tensor-map elements, shared by the files of this folder.
 #pragma once
 
+#include <cstdint>
+
 #include "tma.h"
 
 namespace vsm::tma {

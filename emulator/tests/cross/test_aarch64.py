@@ -7,12 +7,17 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
 EMULATOR = Path(__file__).parents[2]
+sys.path.insert(0, str(EMULATOR / "python"))
+
+from vsm._library import library_path  # noqa: E402
+
+pytestmark = pytest.mark.slow
 COMPILER, RUNNER = "aarch64-linux-gnu-g++", "qemu-aarch64"
 SYSTEM_ROOT = "/usr/aarch64-linux-gnu"
 
@@ -53,11 +58,9 @@ def run(*command: object, **variables: str) -> str:
     return done.stdout
 
 
-def build(compiler: str, folder: Path) -> Path:
-    run("make", "-C", EMULATOR, "-j2", f"CXX={compiler}", f"BUILD={folder}", folder / "libvsm.so")
-    program = folder / "smoke"
-    run(compiler, "-std=c++17", "-O1", f"-I{EMULATOR / 'src'}", Path(__file__).with_name("smoke.cpp"), folder / "libvsm.so",
-        "-pthread", "-Wl,-rpath,$ORIGIN", "-o", program)  # fmt: skip
+def link(compiler: str, library: Path, program: Path) -> Path:
+    run(compiler, "-std=c++17", "-O1", f"-I{EMULATOR / 'src'}", Path(__file__).with_name("smoke.cpp"), library,
+        "-pthread", f"-Wl,-rpath,{library.parent}", "-o", program)  # fmt: skip
     return program
 
 
@@ -65,8 +68,10 @@ def build(compiler: str, folder: Path) -> Path:
 def test_the_same_bits_on_aarch64(tmp_path):
     source = tmp_path / "smoke.ptx"
     source.write_text(PTX)
-    here = run(build(os.environ.get("CXX", "g++"), tmp_path / "here"), source)
-    there = run(RUNNER, "-L", SYSTEM_ROOT, build(COMPILER, tmp_path / "aarch64"), source)
+    library = tmp_path / "aarch64" / "libvsm.so"
+    run("make", "-C", EMULATOR, "-j2", f"CXX={COMPILER}", f"BUILD={library.parent}", library)
+    here = run(link(os.environ.get("CXX", "g++"), library_path(), tmp_path / "here"), source)
+    there = run(RUNNER, "-L", SYSTEM_ROOT, link(COMPILER, library, tmp_path / "there"), source)
     addresses = re.compile("0x[0-9a-f]{8,}")  # of the host
     assert addresses.sub("*", here).splitlines() == addresses.sub("*", there).splitlines()
     lines = [line for line in here.splitlines() if line.split(" ")[0] in BODIES]

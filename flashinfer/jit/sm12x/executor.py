@@ -1,25 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs compilers: several at once, within a limit of memory, each one measured."""
+"""Runs compilers by ninja: several at once, within a limit of memory, each one measured.
+
+What ninja makes of a file's times counts for nothing here: it is told of jobs that are to run, in a folder where
+nothing is made yet.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import queue
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterable
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from . import _launch
+from ._launch import JOBS_FILE
 from .diagnosis import was_killed
-from .jobs import DEFAULT_JOB_MEMORY, MEMORY_MARGIN, JobLimit, available_memory
-
-_LAUNCHER = Path(__file__).with_name("_launch.py")
+from .jobs import DEFAULT_JOB_MEMORY, MEMORY_MARGIN, JobLimit
+from .toolchain import ToolchainError
 
 
 @dataclass(frozen=True)
@@ -45,57 +50,10 @@ class JobResult:
 
     job: Job
     returncode: int
-    output: str
-    peak_memory: int
-    cpu_seconds: float
-    wall_seconds: float
-
-
-class _Running:
-    """A started job, and the thread that waits for it."""
-
-    def __init__(self, job: Job, folder: Path, done: queue.Queue[_Running]) -> None:
-        self.job = job
-        self.started = time.monotonic()
-        # In memory: on a disk that is full, what the compiler says of it would be lost.
-        self._report = os.fdopen(os.memfd_create("report"), "r+b")
-        self._output = os.fdopen(os.memfd_create("output"), "r+b")
-        report = self._report.fileno()
-        launch = [sys.executable, "-I", "-S", str(_LAUNCHER), str(os.getpid()), str(report)]
-        self.process = subprocess.Popen(
-            [*launch, *job.command],
-            stdin=subprocess.DEVNULL,
-            stdout=self._output,
-            stderr=subprocess.STDOUT,
-            cwd=folder,
-            start_new_session=True,
-            pass_fds=[report],
-        )
-        threading.Thread(target=self._wait, args=(done,), daemon=True).start()
-
-    def _wait(self, done: queue.Queue[_Running]) -> None:
-        self.process.wait()
-        done.put(self)
-
-    def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-
-    def result(self) -> JobResult:
-        wall = time.monotonic() - self.started
-        with self._output, self._report:
-            for file in (self._output, self._report):
-                file.seek(0)
-            output = self._output.read().decode(errors="replace")
-            measured = json.loads(self._report.read() or b"{}")
-        return JobResult(
-            self.job,
-            int(measured.get("returncode", self.process.returncode or 127)),
-            output,
-            int(measured.get("peak_memory", 0)),
-            float(measured.get("cpu_seconds", 0.0)),
-            wall,
-        )
+    output: str = ""
+    peak_memory: int = 0
+    cpu_seconds: float = 0.0
+    wall_seconds: float = 0.0
 
 
 def run_jobs(
@@ -103,69 +61,105 @@ def run_jobs(
     limit: JobLimit,
     folder: Path,
     finished: Callable[[JobResult], None],
-    memory_left: Callable[[], int] = available_memory,
+    machine: Path = Path("/"),
 ) -> list[JobResult]:
     """Run all jobs, the longest first, and stop at the first that fails.
 
-    A job starts when fewer than ``limit.jobs`` run and, unless ``MAX_JOBS`` decides, the needs of those that run and
-    its own stay within ``limit.memory`` and what is free now. One job may always run. A job that was killed while
-    others ran is run once more by itself, since it was most likely killed for memory.
+    Unless ``MAX_JOBS`` decides, as many run together as ``limit.memory`` has room for the largest of them, and one starts
+    only when what it needs is free or no other runs. A job that was killed is run once more by itself, since it was most
+    likely killed for memory.
 
     Args:
         jobs: What to run; the order of the unmeasured ones is kept.
         limit: How many at once.
-        folder: Where they run, and where their output goes meanwhile.
+        folder: Where they run; ninja's files are made there.
         finished: Called in this thread for each job that ends well, and for the one that fails.
-        memory_left: Free memory, bytes.
+        machine: Where ``proc`` and ``sys`` are, which tell of free memory; for tests.
 
     Returns:
         The results, in the order in which jobs ended. The last one may have failed; all others ended well.
+
+    Raises:
+        ToolchainError: ninja is not installed.
     """
-    waiting = sorted(jobs, key=lambda job: -job.wall_seconds)
-    alone: list[Job] = []
-    again: set[str] = set()
-    running: list[_Running] = []
     results: list[JobResult] = []
-    done: queue.Queue[_Running] = queue.Queue()
-    try:
-        while waiting or running or alone:
-            if not waiting and not running:
-                waiting.append(alone.pop(0))
-            _start_what_fits(waiting, running, limit, folder, done, memory_left)
-            ended = done.get()
-            running.remove(ended)
-            result = ended.result()
-            killed = was_killed(result.returncode, result.output)
-            if killed and limit.jobs > 1 and ended.job.name not in again:
-                again.add(ended.job.name)
-                alone.append(ended.job)
-                continue
-            results.append(result)
-            finished(result)
-            if result.returncode != 0:
-                break
-    finally:
-        for each in running:
-            each.kill()
-        for each in running:
-            each.process.wait()
+    batches = [sorted(jobs, key=lambda job: -job.wall_seconds)]
+    for batch in filter(None, batches):  # which grows meanwhile
+        with _ninja(batch, limit, folder, machine) as ended:
+            for result in ended:
+                killed = was_killed(result.returncode, result.output)
+                if killed and limit.jobs > 1 and batch is batches[0]:
+                    batches.append([result.job])
+                    continue
+                results.append(result)
+                finished(result)
+                if result.returncode != 0:
+                    return results
     return results
 
 
-def _start_what_fits(
-    waiting: list[Job],
-    running: list[_Running],
-    limit: JobLimit,
-    folder: Path,
-    done: queue.Queue[_Running],
-    memory_left: Callable[[], int],
-) -> None:
-    def need(job: Job) -> int:
-        return int(job.peak_memory * MEMORY_MARGIN)
+@contextmanager
+def _ninja(jobs: Sequence[Job], limit: JobLimit, folder: Path, machine: Path) -> Iterator[Iterator[JobResult]]:
+    """Start jobs; gives their results as they end. What still runs when the context is left is killed."""
+    needs = [max(1, int(job.peak_memory * MEMORY_MARGIN)) for job in jobs]
+    together = limit.jobs
+    if limit.memory is not None:
+        together = max(1, min(together, limit.memory // max(needs, default=1)))
+    described = [
+        {"command": job.command, "need": None if limit.memory is None else need, "machine": str(machine)}
+        for job, need in zip(jobs, needs, strict=True)
+    ]
+    ends_with_us, held_by_us = os.pipe()
+    with open(ends_with_us), open(held_by_us, "w") as held:
+        (folder / JOBS_FILE).write_text(json.dumps(described))
+        # Commands stay out of the build file, which has a syntax of its own and goes through a shell.
+        launch = shlex.join([sys.executable, "-I", "-S", _launch.__file__, str(ends_with_us)]).replace("$", "$$")
+        builds = "".join(f"build {number}: job\n" for number in range(len(jobs)))
+        (folder / "build.ninja").write_text(f"rule job\n  command = exec {launch} $out\n{builds}")
+        process = subprocess.Popen(
+            # -k 0: what one failure means for the others is decided by the reader of the results.
+            [find_ninja(), "-k", "0", "-j", str(together)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            cwd=folder,
+            start_new_session=True,
+            pass_fds=[ends_with_us],
+            text=True,
+            errors="replace",
+        )
+        try:
+            yield _results(process, jobs)
+        finally:
+            held.close()
+            process.terminate()
+            process.communicate()
 
-    while waiting and len(running) < limit.jobs:
-        if running and limit.memory is not None:
-            planned = sum(need(each.job) for each in running) + need(waiting[0])
-            if planned > limit.memory or need(waiting[0]) > memory_left():
-                return
-        running.append(_Running(waiting.pop(0), folder, done))
+
+def _results(process: subprocess.Popen[str], jobs: Sequence[Job]) -> Iterator[JobResult]:
+    missing = dict(enumerate(jobs))
+    said = ""
+    assert process.stdout is not None
+    for line in process.stdout:
+        try:
+            measured = json.loads(line)
+        except ValueError:  # what ninja says itself
+            said += line
+        else:
+            yield JobResult(missing.pop(measured.pop("job")), **measured)
+    # Jobs without a result: ninja could not start them or was ended, or what runs a job was killed.
+    status = process.wait() or 1
+    for job in missing.values():
+        yield JobResult(job, -signal.SIGKILL if "FAILED: " in said and status > 0 else status, said)
+
+
+def find_ninja() -> str:
+    """The program: of this Python environment, else on ``PATH``.
+
+    Raises:
+        ToolchainError: it is not installed.
+    """
+    found = shutil.which("ninja", path=sysconfig.get_path("scripts")) or shutil.which("ninja")
+    if found is None:
+        raise ToolchainError("ninja, which runs the compilers, is not installed. Install it: pip install ninja")
+    return found

@@ -14,30 +14,25 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from .trust import make_folder
 
-MANIFEST_FORMAT = 2
+MANIFEST_FORMAT = 3
 ABSENT = "absent"
 """The hash of a file that cannot be read: equal to no content's."""
 
 
-class ContentHashes:
-    """SHA-256 of files, each read once in the lifetime of this object."""
+class Files:
+    """The file system as one build sees it: each file is read once, and looked for once."""
 
     def __init__(self) -> None:
-        self._known: dict[str, str] = {}
-
-    def of(self, path: str | Path) -> str:
-        """Hex digest of the file's content, or :data:`ABSENT`."""
-        key = str(path)
-        if key not in self._known:
-            self._known[key] = hash_file(key)
-        return self._known[key]
+        self.hash = cache(hash_file)
+        self.exists = cache(os.path.lexists)
 
 
 class Roots:
@@ -112,22 +107,19 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 def parse_depfile(text: str) -> list[str]:
     """The prerequisites in a make rule, as compilers write it (``-MD``), in their order and once each."""
-    joined = re.sub(r"\\\r?\n", " ", text)
-    _, _, prerequisites = _split_rule(joined)
-    words = re.findall(r"(?:\\[ #\\]|[^\s])+", prerequisites)
+    # The colon that ends the target is followed by whitespace; one inside a path is not.
+    _, *prerequisites = re.split(r":(?=\s)", re.sub(r"\\\r?\n", " ", text), maxsplit=1)
+    words = re.findall(r"(?:\\[ #\\]|[^\s])+", "".join(prerequisites))
     paths = (re.sub(r"\\([ #\\])", r"\1", word).replace("$$", "$") for word in words)
     return list(dict.fromkeys(paths))
 
 
-def _split_rule(text: str) -> tuple[str, str, str]:
-    # The colon that ends the target is followed by whitespace; one inside a path is not.
-    match = re.search(r":(?=\s)", text)
-    if match is None:
-        return text, "", ""
-    return text[: match.start()], ":", text[match.end() :]
-
-
-def search_of(paths: Iterable[str], include_dirs: Sequence[tuple[str, str]], roots: Roots) -> list[str]:
+def search_of(
+    paths: Iterable[str],
+    include_dirs: Sequence[tuple[str, str]],
+    roots: Roots,
+    exists: Callable[[str], bool] = os.path.lexists,
+) -> list[str]:
     """What the include folders contributed: those that hold a file that was read, in their order, and shadowing files.
 
     A shadowing file is one that an earlier include folder offers under the relative name of a file from a later one: a
@@ -138,33 +130,22 @@ def search_of(paths: Iterable[str], include_dirs: Sequence[tuple[str, str]], roo
         paths: The files that the compiler read.
         include_dirs: ``(flag, folder)`` in the order in which headers are looked for.
         roots: Names of folders, for the result.
+        exists: Whether there is a file.
     """
     folders = [(folder.rstrip("/") + "/", os.path.realpath(folder) + "/") for _, folder in include_dirs]
-    listings: dict[str, frozenset[str]] = {}
     used: set[int] = set()
     shadows = []
     for path in paths:
-        owner, relative = next(
-            ((i, path[len(place) :]) for i, places in enumerate(folders) for place in places if path.startswith(place)),
-            (0, ""),
+        owner, place = next(
+            ((i, place) for i, places in enumerate(folders) for place in places if path.startswith(place)), (0, path)
         )
-        if not relative:
-            continue
-        used.add(owner)
-        for folder, _ in folders[:owner]:
-            parent, _, name = (folder + relative).rpartition("/")
-            if parent not in listings:
-                listings[parent] = _names_in(parent)
-            if name in listings[parent]:
-                shadows.append(roots.name(folder + relative))
-    return [f"{flag} {roots.name(folder)}" for flag, folder in (include_dirs[i] for i in sorted(used))] + shadows
-
-
-def _names_in(folder: str) -> frozenset[str]:
-    try:
-        return frozenset(os.listdir(folder))
-    except OSError:
-        return frozenset()
+        relative = path[len(place) :]
+        if relative:
+            used.add(owner)
+            shadows += [folder + relative for folder, _ in folders[:owner] if exists(folder + relative)]
+    return [f"{flag} {roots.name(folder)}" for flag, folder in (include_dirs[i] for i in sorted(used))] + [
+        roots.name(shadow) for shadow in shadows
+    ]
 
 
 @dataclass
@@ -188,25 +169,6 @@ class ObjectRecord:
     peak_memory: int
     wall_seconds: float
 
-    @classmethod
-    def of_json(cls, record: Mapping[str, Any], table: Sequence[tuple[str, str]]) -> ObjectRecord:
-        """From what :meth:`Manifest.write` wrote.
-
-        Raises:
-            KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError: it is something else.
-        """
-        strings = {name: _string(record[name]) for name in ("command", "search", "content")}
-        files = dict(table[index] for index in record["files"])
-        return cls(
-            **strings, files=files, peak_memory=int(record["peak_memory"]), wall_seconds=float(record["wall_seconds"])
-        )
-
-
-def _string(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r} is no string")
-    return value
-
 
 @dataclass
 class Manifest:
@@ -219,16 +181,17 @@ class Manifest:
 
     @classmethod
     def read(cls, path: Path, module: str) -> Manifest:
-        """The manifest at ``path``; an empty one when there is none that can be understood."""
+        """The manifest at ``path``; an empty one when there is none, or one that is not as it was written."""
         try:
             data = json.loads(path.read_bytes())
-            if data["format"] != MANIFEST_FORMAT or data["module"] != module:
-                return cls(module)
-            table = [(_string(name), _string(digest)) for name, digest in data["files"]]
-            objects = {name: ObjectRecord.of_json(record, table) for name, record in data["objects"].items()}
-            return cls(module, objects, _string(data["link"]), _string(data["library"]))
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
-            return cls(module)
+            if data.pop("checksum") == _checksum(data) and data["module"] == module:
+                for record in data["objects"].values():
+                    record["files"] = dict(data["files"][index] for index in record["files"])
+                objects = {name: ObjectRecord(**record) for name, record in data["objects"].items()}
+                return cls(module, objects, data["link"], data["library"])
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            pass
+        return cls(module)
 
     def write(self, path: Path) -> None:
         """Write it atomically.
@@ -236,17 +199,15 @@ class Manifest:
         Raises:
             OSError: it cannot be written.
         """
-        table: dict[tuple[str, str], int] = {}
-        objects: dict[str, Mapping[str, Any]] = {}
-        for name, record in sorted(self.objects.items()):
-            indices = [table.setdefault(item, len(table)) for item in record.files.items()]
-            objects[name] = {**vars(record), "files": indices}
-        data = {
-            "format": MANIFEST_FORMAT,
-            "module": self.module,
-            "library": self.library,
-            "link": self.link,
-            "objects": objects,
-            "files": list(table),
+        table: dict[tuple[str, str], int] = {}  # files that many objects were made from are listed once
+        objects = {
+            name: {**vars(record), "files": [table.setdefault(item, len(table)) for item in record.files.items()]}
+            for name, record in sorted(self.objects.items())
         }
-        write_atomically(path, json.dumps(data, indent=1))
+        about = {"module": self.module, "library": self.library, "link": self.link}
+        data = {**about, "objects": objects, "files": list(table)}
+        write_atomically(path, json.dumps({"checksum": _checksum(data), **data}, indent=1))
+
+
+def _checksum(data: Mapping[str, Any]) -> str:
+    return hash_strings([f"format {MANIFEST_FORMAT}", json.dumps(data, sort_keys=True)])

@@ -6,7 +6,8 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,33 +53,26 @@ def job_limit(
         available: Free memory, bytes; asked of the machine when omitted.
         cores: Usable cores; asked of the machine when omitted.
     """
-    environ = os.environ if environ is None else environ
     if max_jobs is not None:
         return JobLimit(max_jobs, None, f"{max_jobs} asked for")
-    wanted = environ.get("MAX_JOBS")
+    wanted = (os.environ if environ is None else environ).get("MAX_JOBS")
     if wanted:
         if wanted.isdigit() and int(wanted) > 0:
             return JobLimit(int(wanted), None, f"MAX_JOBS={wanted}")
         _logger.warning("ignoring MAX_JOBS=%r: it must be a positive whole number", wanted)
     cores = usable_cores() if cores is None else cores
     available = available_memory() if available is None else available
-    return JobLimit(
-        cores,
-        int(available * MEMORY_SHARE),
-        f"{cores} core{'s' * (cores != 1)}, {available / GIB:.1f} GiB of memory free",
-    )
+    reason = f"{cores} core{'s' * (cores != 1)}, {available / GIB:.1f} GiB of memory free"
+    return JobLimit(cores, int(available * MEMORY_SHARE), reason)
 
 
 def usable_cores(root: Path = Path("/")) -> int:
     """Cores that this process may use: its affinity, and the CPU quota of its control group."""
     cores = len(os.sched_getaffinity(0))
     for group in _control_groups(root):
-        try:
-            quota, period = (group / "cpu.max").read_text().split()
-            if quota != "max":
-                cores = min(cores, max(1, math.ceil(int(quota) / int(period))))
-        except (OSError, ValueError):
-            continue
+        quota = re.match(r"(\d+) (\d+)", _read(group / "cpu.max"))
+        if quota is not None:
+            cores = min(cores, max(1, math.ceil(int(quota.group(1)) / int(quota.group(2)))))
     return cores
 
 
@@ -90,55 +84,33 @@ def available_memory(root: Path = Path("/")) -> int:
     Args:
         root: Where ``proc`` and ``sys`` are; for tests.
     """
-    candidates = [*_meminfo(root), *_group_headroom(root)]
-    return max(0, min(candidates)) if candidates else DEFAULT_JOB_MEMORY
+    left = [kibibytes * 1024 for kibibytes in _numbers(root / "proc/meminfo", "MemAvailable:")]
+    version_2 = "memory.max", "memory.current", "inactive_file"
+    version_1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+    groups = [(group, *version_2) for group in _control_groups(root)]
+    for group, limit, used, reclaimable in [*groups, (root / "sys/fs/cgroup/memory", *version_1)]:
+        cached = sum(_numbers(group / "memory.stat", reclaimable))
+        # One pass, or none where there is no such group or no limit ("max").
+        for limit_bytes, used_bytes in zip(_numbers(group / limit), _numbers(group / used), strict=False):
+            left.append(limit_bytes - max(0, used_bytes - cached))
+    return max(0, min(left)) if left else DEFAULT_JOB_MEMORY
 
 
-def _meminfo(root: Path) -> Iterator[int]:
-    try:
-        for line in (root / "proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                yield int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        return
-
-
-def _control_groups(root: Path) -> Iterator[Path]:
+def _control_groups(root: Path) -> list[Path]:
     """Version 2 control groups of this process, from its own to the root."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
     base = root / "sys/fs/cgroup"
-    for line in lines:
-        number, controllers, path = [*line.split(":", 2), "", ""][:3]
-        if number == "0" and not controllers:
-            group = base / path.lstrip("/")
-            while group != base and base in group.parents:
-                yield group
-                group = group.parent
-            yield base
+    own = re.search(r"^0::/*(.*)", _read(root / "proc/self/cgroup"), re.MULTILINE)
+    group = base / own.group(1) if own is not None else root
+    return [each for each in (group, *group.parents) if each.is_relative_to(base)]
 
 
-def _group_headroom(root: Path) -> Iterator[int]:
-    for group in _control_groups(root):
-        yield from _headroom(group, "memory.max", "memory.current", "inactive_file")
-    yield from _headroom(
-        root / "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-    )
+def _numbers(path: Path, name: str = "") -> list[int]:
+    """The number that follows ``name`` at the start of a line of a file; none where there is no such file or line."""
+    return [int(number) for number in re.findall(rf"^{name}\s*(\d+)", _read(path), re.MULTILINE)]
 
 
-def _headroom(group: Path, limit_file: str, usage_file: str, reclaimable: str) -> Iterator[int]:
+def _read(path: Path) -> str:
     try:
-        limit = (group / limit_file).read_text().strip()
-        if limit == "max":
-            return
-        used = int((group / usage_file).read_text())
-        cache = 0
-        for line in (group / "memory.stat").read_text().splitlines():
-            name, _, value = line.partition(" ")
-            if name == reclaimable:
-                cache = int(value)
-        yield int(limit) - max(0, used - cache)
+        return path.read_text()
     except (OSError, ValueError):
-        return
+        return ""
