@@ -74,9 +74,7 @@ def _ensure_modules_registered() -> list[Any]:
         from .jit.sm12x import modules
 
         with suppress(RuntimeError):  # no architecture to compile for
-            modules.gen_fused_moe_module()
-            modules.gen_group_gemm_module()
-            modules.gen_dense_module()
+            modules.gen_operator_modules()
     return statuses or _upstream.jit_spec_registry.get_all_statuses()
 
 
@@ -127,14 +125,17 @@ def _sm12x_specs(everything: bool) -> list[Any]:
 
 
 @_group.command("sm12x-build")
-@click.option("--all", "everything", is_flag=True, help="Dense layers, and Hopper's own instances, too")
+@click.option("--all", "everything", is_flag=True, help="Dense layers, the router, and Hopper's own instances, too")
 @click.option("--verbose", is_flag=True, help="Show the compilers' commands and output")
 def sm12x_build_cmd(everything: bool, verbose: bool) -> None:
     """Build fused_moe_120 now rather than at the first request"""
     from .jit.sm12x import modules
 
     with _in_one_line():
-        for spec in [*_sm12x_specs(everything), *([modules.gen_dense_module()] if everything else [])]:
+        for spec in [
+            *_sm12x_specs(everything),
+            *([modules.gen_dense_module(), modules.gen_router_module()] if everything else []),
+        ]:
             if spec.prebuilt is not None:
                 click.echo(f"{spec.name}: is prebuilt: {spec.prebuilt}")
                 continue

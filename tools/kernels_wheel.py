@@ -121,7 +121,7 @@ def compile_modules(virtual: bool) -> dict[str, Any]:
     from flashinfer.jit.sm12x import modules, prebuilt
 
     cuda = cpp_ext.find_toolkit().version
-    specs = [modules.gen_fused_moe_module(), modules.gen_group_gemm_module(), modules.gen_dense_module()]
+    specs = modules.gen_operator_modules()
     if virtual:
         os.environ[modules.EMBED_PTX_VARIABLE] = "1"
         specs.append(modules.gen_fused_moe_module())

@@ -156,7 +156,7 @@ def ask_modules() -> None:
     known = sorted(core.current_compilation_context.TARGET_CUDA_ARCHS)
     tell(architectures=[f"{major}.{minor}" for major, minor in known])
     try:
-        specs = [modules.gen_fused_moe_module(), modules.gen_group_gemm_module(), modules.gen_dense_module()]
+        specs = modules.gen_operator_modules()
     except (RuntimeError, ValueError) as error:
         tell(error=str(error))
         return

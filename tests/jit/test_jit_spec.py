@@ -341,7 +341,14 @@ def test_aot_lists_the_modules_for_these_gpus(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(aot._upstream, "gen_all_modules", upstream)
     names = [spec.name for spec in aot.gen_all_modules([], sm_capabilities={"sm121": True}, add_moe=True)]
-    assert names == ["fused_moe_120", "gemm_mxfp4_sm12x", "dense_mx_sm12x", "fused_moe_120_upstream", "norm"]
+    assert names == [
+        "fused_moe_120",
+        "gemm_mxfp4_sm12x",
+        "dense_mx_sm12x",
+        "router_sm12x",
+        "fused_moe_120_upstream",
+        "norm",
+    ]
     assert aot.gen_all_modules([], sm_capabilities={"sm121": True}, add_moe=False) == others
     assert aot.gen_all_modules([], sm_capabilities={"sm90": True}, add_moe=True) == others
 

@@ -242,7 +242,7 @@ def test_a_header_that_comes_before_the_one_that_was_read(installed: Installed, 
 
 def install_without_building(site: Path) -> dict[str, Path]:
     """A wheel's folder with what its manifest says of this tree's modules for 12.1a, and libraries of a line."""
-    specs = [modules.gen_fused_moe_module(), modules.gen_group_gemm_module(), modules.gen_dense_module()]
+    specs = modules.gen_operator_modules()
     headers = [f"tree:{path.relative_to(REPO)}" for path in sorted((REPO / "include").rglob("*.cuh"))]
     entries, libraries = [], {}
     for spec in specs:
@@ -263,8 +263,7 @@ def test_the_modules_are_found_for_their_architecture_without_a_compiler(
     no_compiler(monkeypatch)
     libraries = install_without_building(workspace / "site")
     monkeypatch.syspath_prepend(str(workspace / "site"))
-    generators = (modules.gen_fused_moe_module, modules.gen_group_gemm_module, modules.gen_dense_module)
-    assert {spec.name: spec.prebuilt for spec in (generate() for generate in generators)} == libraries
+    assert {spec.name: spec.prebuilt for spec in modules.gen_operator_modules()} == libraries
     monkeypatch.setattr(core.current_compilation_context, "TARGET_CUDA_ARCHS", {(12, "0f"), (12, "1a")})
     assert modules.gen_fused_moe_module().prebuilt is None
     (line,) = lines()

@@ -35,7 +35,9 @@ VLLM_TVM_FFI = "0.1.11"
 """What vLLM 0.33.0 pins: older than the one whose headers the libraries may have been compiled with."""
 
 SHIPPED = [
-    (folder, name) for folder in ("120f", "121a") for name in ("dense_mx_sm12x", "fused_moe_120", "gemm_mxfp4_sm12x")
+    (folder, name)
+    for folder in ("120f", "121a")
+    for name in ("dense_mx_sm12x", "fused_moe_120", "gemm_mxfp4_sm12x", "router_sm12x")
 ]
 
 

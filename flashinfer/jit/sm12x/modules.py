@@ -149,6 +149,15 @@ def gen_router_module() -> JitSpecSm12x:
     return _spec(ROUTER, [_csrc() / _ROUTER_BINDING])
 
 
+def gen_operator_modules() -> list[JitSpecSm12x]:
+    """The specs of all that this fork's operators load; Hopper's own instances are small modules beside them.
+
+    Raises:
+        RuntimeError: as :func:`gen_fused_moe_module`.
+    """
+    return [gen_fused_moe_module(), gen_group_gemm_module(), gen_dense_module(), gen_router_module()]
+
+
 def gen_probe_module() -> JitSpecSm12x:
     """The spec of ``probe_sm12x``, whose kernels have fences before arrivals, or none, by their own choice.
 
