@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A whole decode step, or a whole prefill, of gpt-oss: where its time goes, kernel by kernel.
+
+    python benchmarks/bench_token.py                          # without a GPU: the predicted GB10 token
+    python benchmarks/bench_token.py --models gpt-oss-20b --decode 1x1024,4x1024 --prefill 2048
+    python benchmarks/bench_token.py --build                  # compile what they need, side by side, and nothing else
+    python benchmarks/bench_token.py --check                  # small models: all stacks agree with torch
+    python benchmarks/bench_token.py --render token.json      # tables and picture of an earlier run, no GPU needed
+
+The model has gpt-oss' sizes, random weights and all layers, each with its own weights (a step reads gigabytes, L2 holds
+megabytes), and a step is one CUDA graph: embedding, norms, QKV, rope, KV write, attention with sinks, O, router, top-k, MoE,
+LM head and argmax. Stacks: ``vllm``, vLLM's own operators, with its Marlin experts and bf16 dense layers; ``fork``, this
+fork's experts and its dense layers in the formats of --dense, with vLLM's operators for the rest where vLLM is installed and
+torch's where it is not. Each row of a table names who computed it; a stack that cannot be built is told with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import datetime
+import gc
+import itertools
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from token_bench import results
+from token_bench.sizes import DENSE_FORMATS, MATRICES, SIZES, Size, Step
+
+import flashinfer
+
+ATTENTION = ("xqa", "triton", "fa3", "torch")
+DECODE = [(1, context) for context in (128, 1024, 8192, 32_768, 131_072)] + [(n, 1024) for n in (4, 16, 64)]
+READ_BYTES = 1 << 30
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers were taken on."""
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "gpu": properties.name,
+        "multiprocessors": properties.multi_processor_count,
+        "torch": torch.__version__,
+        "cuda": str(torch.version.cuda),
+        "flashinfer": f"{flashinfer.__version__} + {flashinfer.__fork_version__}",
+        "date": datetime.date.today().isoformat(),
+        "command": " ".join(["python", *sys.argv]),
+        "read_gb_per_second": None,
+    }
+
+
+def streaming_read() -> float | None:
+    """GB/s of a plain streaming read, the floor's rate; None, and why, where it cannot be measured."""
+    try:
+        from flashinfer.sm12x_gpu_probe.target import find_target
+        from flashinfer.sm12x_gpu_probe.timing import sustained_read
+
+        return sustained_read(find_target(), READ_BYTES)
+    except Exception as error:  # the steps are measured all the same
+        print(f"no floor: {reason(error)}", flush=True)
+        return None
+
+
+def reason(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+
+def vllm_folder(given: Path | None) -> Path:
+    """The folder of vLLM's package.
+
+    Raises
+    ------
+    RuntimeError
+        There is none.
+    """
+    from moe_bench.peers import find_vllm
+
+    if given is not None:
+        return given
+    found = find_vllm("__init__.py")
+    if found is None:
+        raise RuntimeError("vLLM is not installed; --vllm names its package's folder")
+    return found.parent
+
+
+def attention_of(name: str, size: Size) -> Any:
+    """An attention by its name in --attention."""
+    from token_bench import operators
+
+    if name == "triton":
+        return operators.TritonAttention(size.heads, size.kv_heads, size.head)
+    return {"xqa": operators.XqaAttention, "fa3": operators.Fa3Attention, "torch": operators.TorchAttention}[name]()
+
+
+class Unavailable:
+    """In place of an attention that is not there: says so when a step needs it."""
+
+    def __init__(self, name: str, why: str) -> None:
+        self.by, self._why = name, why
+
+    def __call__(self, *_: Any) -> torch.Tensor:
+        raise RuntimeError(f"{self.by} attention: {self._why}")
+
+
+def equip(model: Any, arguments: argparse.Namespace, stack: str) -> None:
+    """Give a model the small operators and attentions of a stack."""
+    from token_bench.operators import VllmOperators
+
+    try:
+        model.operators = VllmOperators(vllm_folder(arguments.vllm))
+    except Exception as error:
+        if stack == "vllm":
+            raise
+        print(f"fork: norms, rope, KV write and top-k by torch: {reason(error)}", flush=True)
+    for slot, name in (("attention", arguments.attention), ("prefill_attention", arguments.prefill_attention)):
+        try:
+            setattr(model, slot, attention_of(name, model.size))
+        except Exception as error:
+            setattr(model, slot, Unavailable(name, reason(error)))
+
+
+def marlin(arguments: argparse.Namespace) -> Any:
+    """vLLM's Marlin, loaded."""
+    from moe_bench.peer_marlin import Marlin
+    from token_bench.operators import LIBRARIES
+
+    return Marlin(vllm_folder(arguments.vllm) / LIBRARIES[1])
+
+
+def build(stack: str, size: Size, arguments: argparse.Namespace) -> Any:
+    """A model with a stack's experts, dense layers and operators."""
+    from token_bench.model import Model, fork_experts, marlin_experts
+
+    make: Any
+    if stack == "fork":
+        make, formats = fork_experts(size, arguments.activations), tuple(arguments.dense)
+    else:
+        make, formats = marlin_experts(size, marlin(arguments)), ("bf16",)
+    model = Model(size, make, formats, arguments.seed, "cuda")
+    equip(model, arguments, stack)
+    return model
+
+
+def steps_of(arguments: argparse.Namespace, formats: tuple[str, ...]) -> Iterator[Step]:
+    """What is to be measured on one stack."""
+    for dense in formats:
+        chosen = dict.fromkeys(MATRICES, dense)
+        for kv, (sequences, context) in itertools.product(arguments.kv, arguments.decode):
+            yield Step(sequences, context, kv=kv, formats=chosen)
+        for tokens in arguments.prefill:
+            yield Step(1, tokens, tokens, arguments.kv[0], chosen)
+
+
+def stack_name(stack: str, step: Step) -> str:
+    return stack if stack == "vllm" else f"fork, dense {step.formats['QKV']}"
+
+
+def not_measured(name: str, stack: str, step: Step, why: str) -> results.Measured:
+    return results.Measured(
+        model=name,
+        stack=stack_name(stack, step),
+        sequences=step.sequences,
+        context=step.context,
+        new=step.new,
+        kv=step.kv,
+        formats=dict(step.formats),
+        note=why,
+    )
+
+
+def compile_module(what: tuple[Any, ...]) -> str:
+    """Build one module, in a process of its own; returns what there is to say of it."""
+    from flashinfer.jit.xqa import gen_xqa_module
+
+    from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm120_module
+    from flashinfer.jit.sm12x.modules import gen_dense_module, gen_probe_module
+
+    began = time.monotonic()
+    generators = {"moe": gen_cutlass_fused_moe_sm120_module, "dense": gen_dense_module, "probe": gen_probe_module}
+    try:
+        if what[0] == "xqa":
+            _, kv, window = what
+            size = next(iter(SIZES.values()))
+            dtype = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}[kv]
+            ratio = size.heads // size.kv_heads
+            gen_xqa_module(torch.bfloat16, dtype, 16, size.head, ratio, window, torch.bfloat16).build_and_load()
+        else:
+            generators[what[0]]().build(need_lock=True)
+    except Exception as error:
+        return f"{what}: {reason(error)}"
+    return f"{what}: {time.monotonic() - began:.0f} s"
+
+
+def build_all(kinds: list[str]) -> int:
+    """Compile side by side; what fails is told, and fails again when it is needed."""
+    wanted = [("moe",), ("dense",), ("probe",), *(("xqa", kv, window) for kv in kinds for window in (False, True))]
+    with concurrent.futures.ProcessPoolExecutor(len(wanted), multiprocessing.get_context("spawn")) as pool:
+        for told in pool.map(compile_module, wanted):
+            print(told, flush=True)
+    return 0
+
+
+def run_on_gpu(arguments: argparse.Namespace) -> int:
+    """Measure all that was asked for, and write it down step by step."""
+    from token_bench.measure import measure_step
+
+    began = time.monotonic()
+    about = machine()
+    about["read_gb_per_second"] = streaming_read()
+    path = arguments.out / f"{arguments.name}.json"
+    found: list[results.Measured] = []
+    for name, stack in itertools.product(arguments.models, arguments.stacks):
+        size = SIZES[name]
+        formats = tuple(arguments.dense) if stack == "fork" else ("bf16",)
+        model, why = None, ""
+        try:
+            model = build(stack, size, arguments)
+            print(f"{name}, {stack}: weights after {time.monotonic() - began:.0f} s", flush=True)
+        except Exception as error:
+            why = reason(error)
+            print(f"{name}, {stack}: {why}", flush=True)
+        for step in steps_of(arguments, formats):
+            if model is None or time.monotonic() - began > arguments.seconds:
+                found.append(not_measured(name, stack, step, why or f"not begun within {arguments.seconds:g} s"))
+                continue
+            try:
+                found.append(measure_step(model, step, stack_name(stack, step), name, arguments.repeats))
+            except Exception as error:
+                found.append(not_measured(name, stack, step, reason(error)))
+            results.save(path, about, found)
+            gc.collect()
+            torch.cuda.empty_cache()
+        del model
+        gc.collect()
+        torch.cuda.empty_cache()
+    results.save(path, about, found)
+    publish(about, found, arguments.out, arguments.name, tables=arguments.tables)
+    return 0
+
+
+def publish(about: dict[str, Any], steps: list[results.Measured], folder: Path, name: str, *, tables: bool) -> None:
+    """Print the overview; write it with each step's table beside the JSON, and the picture."""
+    rate = about["read_gb_per_second"]
+    told = [", ".join(f"{key} {value}" for key, value in about.items()), results.overview(steps, rate)]
+    print("\n\n".join(told))
+    for step in steps:
+        if step.rows:
+            told += [f"### {step.title()}", results.by_part(step, rate)]
+    if tables:
+        print("\n\n".join(told[2:]))
+    (folder / f"{name}.md").write_text("\n\n".join(told) + "\n", encoding="utf-8")
+    print(f"wrote {folder / name}.json and .md")
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    def names(text: str) -> list[str]:
+        return [item for item in text.split(",") if item]
+
+    def numbers(text: str) -> list[int]:
+        return [int(item) for item in names(text)]
+
+    def batches(text: str) -> list[tuple[int, int]]:
+        return [(int(sequences), int(context)) for sequences, context in (item.split("x") for item in names(text))]
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--models", type=names, default=["gpt-oss-120b"], help=f"of {', '.join(SIZES)}")
+    parser.add_argument("--stacks", type=names, default=["fork", "vllm"], help="fork, vllm")
+    parser.add_argument("--dense", type=names, default=list(DENSE_FORMATS), help="the fork's QKV, O and LM head")
+    parser.add_argument("--decode", type=batches, default=DECODE, help="sequences x context: 1x1024,64x1024")
+    parser.add_argument("--kv", type=names, default=["bf16"], help="bf16, fp8")
+    parser.add_argument("--prefill", type=numbers, default=[], help="prompts of so many tokens, too")
+    parser.add_argument("--attention", choices=ATTENTION, default="xqa")
+    parser.add_argument("--prefill-attention", choices=ATTENTION, default="triton")
+    parser.add_argument("--activations", choices=("a8", "a16"), default="a8", help="of the fork's experts")
+    parser.add_argument("--vllm", type=Path, help="folder of vLLM's package, where it is not installed")
+    parser.add_argument("--build", action="store_true", help="only compile what the steps need")
+    parser.add_argument("--check", action="store_true", help="only whether the stacks agree, on small models")
+    parser.add_argument("--render", type=Path, help="measure nothing: tables and picture of this JSON")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=3600, help="begin no step later than this")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tables", action="store_true", help="print each step's table, too")
+    parser.add_argument("--name", default="token", help="of the files")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out", help="folder of the files")
+    arguments = parser.parse_args(argv)
+    for flag, given, allowed in (
+        ("--models", arguments.models, tuple(SIZES)),
+        ("--stacks", arguments.stacks, ("fork", "vllm")),
+        ("--dense", arguments.dense, DENSE_FORMATS),
+        ("--kv", arguments.kv, ("bf16", "fp8")),
+    ):
+        if unknown := set(given) - set(allowed):
+            parser.error(f"{flag}: {sorted(unknown)} are not among {sorted(allowed)}")
+    return arguments
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parse(argv)
+    os.environ.setdefault("FLASHINFER_SM12X_MOE", "1")
+    if arguments.render is not None:
+        publish(*results.load(arguments.render), arguments.out, arguments.name, tables=arguments.tables)
+        return 0
+    if not torch.cuda.is_available():
+        print("bench: no GPU", file=sys.stderr)
+        return 2
+    if arguments.build:
+        return build_all(arguments.kv)
+    if arguments.check:
+        from token_bench.check import check
+
+        return check(arguments, lambda: marlin(arguments), equip)
+    return run_on_gpu(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
