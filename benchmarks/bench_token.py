@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from token_bench import results
+from token_bench import picture, results
 from token_bench.sizes import DENSE_FORMATS, MATRICES, SIZES, Size, Step
 
 import flashinfer
@@ -252,11 +252,32 @@ def publish(about: dict[str, Any], steps: list[results.Measured], folder: Path, 
     print("\n\n".join(told))
     for step in steps:
         if step.rows:
-            told += [f"### {step.title()}", results.by_part(step, rate)]
+            told += [f"### {step.model}, {step.stack}, {step.what()}, KV {step.kv}", results.by_part(step, rate)]
     if tables:
         print("\n\n".join(told[2:]))
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.md").write_text("\n\n".join(told) + "\n", encoding="utf-8")
-    print(f"wrote {folder / name}.json and .md")
+    print(f"wrote {folder / name}.md")
+    bars = [
+        picture.Bar(
+            f"{step.model}, {step.stack}\n{step.what()}, KV {step.kv}",
+            {row.part: row.us for row in step.rows} | {"gaps": step.gaps},
+            None if rate is None else step.bytes / rate / 1e3,
+        )
+        for step in steps
+        if step.span
+    ]
+    write_picture(bars, f"{about['gpu']}, {about['date']}", folder / f"{name}.svg")
+
+
+def write_picture(bars: list[picture.Bar], title: str, path: Path) -> None:
+    """The picture, where there is something to draw and matplotlib is installed."""
+    try:
+        if bars:
+            picture.draw(bars, title, path)
+            print(f"wrote {path}")
+    except ImportError as error:
+        print(f"no picture: {error}")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

@@ -62,9 +62,13 @@ class Measured:
         assert self.replay is not None
         return 1e6 * self.sequences * self.new / self.replay.median
 
-    def title(self) -> str:
-        what = f"prefill of {self.new:,} tokens" if self.new > 1 else f"decode, context {self.context:,}"
-        return f"{self.model}, {self.stack}, {what}, {self.sequences} sequence(s), KV {self.kv}"
+    def what(self) -> str:
+        """The batch, in words."""
+        if self.new > 1:
+            return f"prefill of {self.new:,} tokens"
+        return (
+            f"decode, context {self.context:,}, {self.sequences} {'sequence' if self.sequences == 1 else 'sequences'}"
+        )
 
 
 def load(path: Path) -> tuple[dict[str, Any], list[Measured]]:
