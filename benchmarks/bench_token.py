@@ -2,6 +2,7 @@
 """A whole decode step, or a whole prefill, of gpt-oss: where its time goes, kernel by kernel.
 
     python benchmarks/bench_token.py                          # without a GPU: the predicted GB10 token
+    python benchmarks/bench_token.py --report spark.json      # beside what sm12x-doctor --probe found on a GB10
     python benchmarks/bench_token.py --models gpt-oss-20b --decode 1x1024,4x1024 --prefill 2048
     python benchmarks/bench_token.py --build                  # compile what they need, side by side, and nothing else
     python benchmarks/bench_token.py --check                  # small models: all stacks agree with torch
@@ -30,10 +31,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from token_bench import picture, results
+from token_bench import picture, predict, results
 from token_bench.sizes import DENSE_FORMATS, MATRICES, SIZES, Size, Step
 
 import flashinfer
+from flashinfer.testing.virtual_device import in_own_process
 
 ATTENTION = ("xqa", "triton", "fa3", "torch")
 DECODE = [(1, context) for context in (128, 1024, 8192, 32_768, 131_072)] + [(n, 1024) for n in (4, 16, 64)]
@@ -280,6 +282,53 @@ def write_picture(bars: list[picture.Bar], title: str, path: Path) -> None:
         print(f"no picture: {error}")
 
 
+def print_prediction(arguments: argparse.Namespace) -> int:
+    """The predicted GB10's tables and picture; 2 where the report is of no use."""
+    name = arguments.models[0]
+    try:
+        given = predict.from_report(arguments.report) if arguments.report is not None else None
+    except (OSError, ValueError) as error:
+        print(f"bench: --report: {error}", file=sys.stderr)
+        return 2
+    told = ["GB10 (SM121): prediction, not a measurement"]
+    bars = []
+    # What is kept of two Sparks is gpt-oss-120b's.
+    ranks = (1, 2) if name == predict.LAYER_MODEL else (1,)
+    for count in ranks:
+        steps = predict.headline(count, name)
+        where = "one Spark" if count == 1 else "two Sparks, one of them"
+        told += [f"{name}, {where}, one stream, context 1,024, bf16 KV", predict.by_part(steps, DENSE_FORMATS)]
+        bars += [predicted_bar(step) for step in steps]
+        if given is not None and count == 1:
+            for before, after in zip(steps, predict.headline(count, name, given), strict=True):
+                told += [f"with the report, dense layers in {before.step.formats['QKV']}"]
+                told += [predict.side_by_side(before, after)]
+    told.append(predict.overview(predict.all_steps(name, ranks)))
+    if name == predict.LAYER_MODEL:
+        for count, rates in predict.PUBLISHED.items():
+            listed = ", ".join(f"{rate:g} ({who})" for who, rate in rates.items())
+            told.append(f"published, {count} Spark{'s' * (count > 1)}, one stream, tokens/s: {listed}")
+    told.append("\n".join(["Assumed:", *(f"- {line}" for line in predict.told())]))
+    print("\n\n".join(told))
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    path = arguments.out / f"{arguments.name}_predicted.md"
+    path.write_text("\n\n".join(told) + "\n", encoding="utf-8")
+    print(f"\nwrote {path}")
+    write_picture(bars, f"{name} on a GB10, predicted: one stream, context 1,024", path.with_suffix(".svg"))
+    return 0
+
+
+def predicted_bar(step: predict.Predicted) -> picture.Bar:
+    sparks = "" if step.size.ranks == 1 else f", {step.size.ranks} Sparks"
+    return picture.Bar(
+        f"{step.step.formats['QKV']}{sparks}: {step.middle_rate:.0f} tokens/s",
+        {row.part: row.middle for row in step.rows},
+        step.floor,
+        step.fast,
+        step.slow,
+    )
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     def names(text: str) -> list[str]:
         return [item for item in text.split(",") if item]
@@ -306,6 +355,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--build", action="store_true", help="only compile what the steps need")
     parser.add_argument("--check", action="store_true", help="only whether the stacks agree, on small models")
     parser.add_argument("--render", type=Path, help="measure nothing: tables and picture of this JSON")
+    parser.add_argument("--predict", action="store_true", help="measure nothing: the predicted GB10 tables")
+    parser.add_argument("--report", type=Path, help="a GB10's report of sm12x-doctor --probe, beside the prediction")
+    parser.add_argument("--emulate", action="store_true", help="run the kernels of the prediction again (20 minutes)")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=3600, help="begin no step later than this")
     parser.add_argument("--seed", type=int, default=0)
@@ -330,9 +382,12 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.render is not None:
         publish(*results.load(arguments.render), arguments.out, arguments.name, tables=arguments.tables)
         return 0
-    if not torch.cuda.is_available():
-        print("bench: no GPU", file=sys.stderr)
-        return 2
+    if arguments.emulate:
+        from token_bench.emulate import emulate
+
+        return int(in_own_process(emulate))
+    if arguments.report is not None or arguments.predict or not torch.cuda.is_available():
+        return print_prediction(arguments)
     if arguments.build:
         return build_all(arguments.kv)
     if arguments.check:
