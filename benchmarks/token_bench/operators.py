@@ -276,7 +276,8 @@ class Fa3Attention:
         if keys.dtype != q.dtype:
             raise ValueError("FlashAttention 3 is measured with a bf16 cache: with fp8 it wants fp8 queries")
         # It wants them in the queries' type; a model would keep them so.
-        narrow = self._sinks.setdefault(sinks.data_ptr(), sinks.to(q.dtype))
+        if sinks.data_ptr() not in self._sinks:
+            self._sinks[sinks.data_ptr()] = sinks.to(q.dtype)
         return self._call(
             q=q,
             k=keys,
@@ -290,5 +291,5 @@ class Fa3Attention:
             window_size=[window - 1, 0] if window else [-1, -1],
             block_table=cache.table,
             fa_version=3,
-            s_aux=narrow,
+            s_aux=self._sinks[sinks.data_ptr()],
         )

@@ -22,7 +22,7 @@ from token_bench.sizes import DENSE_FORMATS, MATRICES, SIZES, Size, Step, expert
 
 from flashinfer.sm12x_gpu_probe.timing import Sample
 
-SMALL = Size(layers=4, experts=4, hidden=192, inter=160, heads=8, kv_heads=2, head=32, top_k=2, vocab=640, window=64)
+SMALL = Size(layers=2, experts=4, hidden=160, inter=96, heads=8, kv_heads=2, head=32, top_k=2, vocab=640, window=64)
 
 
 def size_of(*tensors: Any) -> int:
@@ -262,6 +262,51 @@ def test_a_stack_without_vllm_says_so(tmp_path: Path, capsys: pytest.CaptureFixt
     batch = tried.batch(step)
     with pytest.raises(RuntimeError, match="triton attention: "):
         tried.step(step, batch, tried.caches(step, batch))
+
+
+def test_what_fails_costs_itself_only(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run whose GPU is the CPU: one stack cannot be built, one step fails, one has no table; the rest is there."""
+
+    def build(stack: str, size: Size, arguments: Any) -> Model:
+        if stack == "vllm":
+            raise RuntimeError("no vLLM\nat all")
+        return Model(size, fork_experts(size, "a16"), tuple(arguments.dense), positions=64)
+
+    def attribute(measured: results.Measured, *_: Any) -> None:
+        if measured.context == 32:
+            raise RuntimeError("no table by part")
+
+    about = {"gpu": "none", "date": "today", "read_gb_per_second": 100.0}
+    monkeypatch.setattr(bench_token, "machine", lambda: dict(about))
+    monkeypatch.setattr(bench_token, "streaming_read", lambda: 100.0)
+    monkeypatch.setattr(bench_token, "build", build)
+    monkeypatch.setitem(bench_token.SIZES, "gpt-oss-20b", SMALL)
+    monkeypatch.setattr(measure, "captured", lambda run: run())
+    monkeypatch.setattr(measure, "time_replays", lambda _graph, _repeats: Sample(100.0, 99.0, 101.0))
+    monkeypatch.setattr(measure, "attribute", attribute)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    given = ["--models", "gpt-oss-20b", "--stacks", "vllm,fork", "--dense", "bf16", "--out", str(tmp_path)]
+    given += ["--decode", "1x16,1x32,2x90", "--name", "cpu"]  # positions end at 64
+    assert bench_token.main(given) == 0
+    machine, steps = results.load(tmp_path / "cpu.json")
+    assert machine == about
+    assert [(step.stack, step.context, step.note) for step in steps[:5]] == [
+        ("vllm", 16, "RuntimeError: no vLLM"),
+        ("vllm", 32, "RuntimeError: no vLLM"),
+        ("vllm", 90, "RuntimeError: no vLLM"),
+        ("fork, dense bf16", 16, ""),
+        ("fork, dense bf16", 32, "no table by part"),
+    ]
+    assert steps[5].note.startswith("IndexError")
+    assert [step.replay is None for step in steps] == [True, True, True, False, False, True]
+    told = {part.name: part.bytes for part in parts_of(SMALL, Step(1, 16), steps[3].experts)}
+    assert {row.part: row.bytes for row in steps[3].rows} == told
+    assert [row.by for row in steps[3].rows if row.part in ("QKV", "norms")] == ["torch", "cuBLAS"]
+    assert "RuntimeError: no vLLM" in capsys.readouterr().out
+    assert bench_token.main([*given, "--seconds", "-1"]) == 0
+    assert results.load(tmp_path / "cpu.json")[1][3].note == "not begun within -1 s"
 
 
 class MarlinOfTorch:
