@@ -13,11 +13,11 @@ import bench_token
 import pytest
 from moe_bench import predict_dense
 from token_bench import predict
-from token_bench.emulate import DECODE, MODE, MODEL, PREFILL, Kept, kept
+from token_bench.emulate import DECODE, MODEL, PREFILL, Kept, kept
 from token_bench.predict import ALL_REDUCE_US, FIXED_US, Given
 from token_bench.sizes import DENSE_FORMATS, MATRICES, SIZES, Step, matrix_bytes, parts_of
 
-from flashinfer.sm12x_gpu_probe import prediction
+from flashinfer.sm12x_gpu_probe import layer, prediction
 from flashinfer.sm12x_gpu_probe.prediction import FAST, SLOW, Assumptions
 from flashinfer.testing.moe_layers import MODELS
 
@@ -27,7 +27,10 @@ def step_of(weights: str, context: int = 1024, **named: Any) -> Step:
 
 
 def test_kept_kernels_are_of_todays_sizes() -> None:
-    """Weights of each kept line; the experts' times are those that the doctor's fits give, where it has fits."""
+    """Weights of each kept line; the experts' times are those of the doctor's fits, which are of MXFP8 input.
+
+    What the layer does beside, with bf16 input, is less than 1 %.
+    """
     lines = kept()
     for line in lines:
         if line.kind == "MoE":
@@ -42,7 +45,7 @@ def test_kept_kernels_are_of_todays_sizes() -> None:
         (line,) = [
             each for each in lines if (each.kind, each.model, each.ranks, each.tokens) == ("MoE", MODEL, 1, tokens)
         ]
-        assert (line.fast, line.slow) == pytest.approx(prediction.predicted_range(MODEL, MODE, tokens))
+        assert (line.fast, line.slow) == pytest.approx(prediction.predicted_range(MODEL, layer.MODE, tokens), rel=0.01)
     keys = {(line.kind, line.model, line.ranks, line.tokens, line.weights) for line in lines}
     assert len(keys) == len(lines)
     assert {line.tokens for line in lines} == {*DECODE, *PREFILL}
