@@ -303,7 +303,9 @@ def print_prediction(arguments: argparse.Namespace) -> int:
             for before, after in zip(steps, predict.headline(count, name, given), strict=True):
                 told += [f"with the report, dense layers in {before.step.formats['QKV']}"]
                 told += [predict.side_by_side(before, after)]
-    told.append(predict.overview(predict.all_steps(name, ranks)))
+    for count in ranks:
+        told += [f"one stream, tokens/s by context, Sparks: {count}", predict.by_context(name, count)]
+    told += ["several streams, and prompts, one Spark", predict.overview(predict.batches(name))]
     if name == predict.LAYER_MODEL:
         for count, rates in predict.PUBLISHED.items():
             listed = ", ".join(f"{rate:g} ({who})" for who, rate in rates.items())

@@ -48,6 +48,8 @@ def draw(bars: Sequence[Bar], title: str, path: Path) -> Any:
         left = 0.0
         for index, part in enumerate(SEGMENTS):
             width = bar.parts.get(part, 0.0) / 1e3
+            if not width:
+                continue
             color = "white" if part == "gaps" else colors(index)
             axes.barh(row, width, left=left, height=0.7, color=color, edgecolor="0.4", linewidth=0.3)
             left += width

@@ -29,7 +29,7 @@ from tabulate import tabulate
 from flashinfer.sm12x_gpu_probe.prediction import FAST, SLOW, Assumptions
 
 from .emulate import Kept, kept
-from .sizes import DENSE_FORMATS, MATRICES, SIZES, Part, Size, Step, parts_of
+from .sizes import DENSE_FORMATS, KV_BYTES, MATRICES, SIZES, Part, Size, Step, parts_of
 
 FIXED_US = {
     "small": (2.0, 4.0),
@@ -272,6 +272,17 @@ def by_part(predicted: Sequence[Predicted], names: Sequence[str]) -> str:
     return str(tabulate([*body, line], headers, tablefmt="github", disable_numparse=True))
 
 
+def by_context(model: str, ranks: int) -> str:
+    """Tokens/s of one stream, slow and fast end and, in brackets, at the middle of the times: contexts down, choices across."""
+    columns = [(kv, weights) for kv in KV_BYTES for weights in DENSE_FORMATS]
+    body = []
+    for context in CONTEXTS:
+        steps = [predict(model, Step(1, context, kv=kv, formats=formats_of(weights)), ranks) for kv, weights in columns]
+        body.append([f"{context:,}", *(f"{rates(each)} ({each.middle_rate:.1f})" for each in steps)])
+    headers = ["context", *(f"{weights}, {kv} KV" for kv, weights in columns)]
+    return str(tabulate(body, headers, tablefmt="github", disable_numparse=True))
+
+
 def overview(predicted: Sequence[Predicted]) -> str:
     """One line a step."""
     body = []
@@ -335,15 +346,11 @@ def headline(ranks: int, model: str = LAYER_MODEL, given: Given | None = None) -
     return [predict(model, Step(1, 1024, formats=formats_of(weights)), ranks, given) for weights in DENSE_FORMATS]
 
 
-def all_steps(model: str, ranks: Sequence[int]) -> list[Predicted]:
-    """The overview's: contexts, caches, batches and prompts."""
-    found = []
-    for count in ranks:
-        for weights in DENSE_FORMATS:
-            formats = formats_of(weights)
-            steps = [Step(1, context, kv=kv, formats=formats) for kv in ("bf16", "fp8") for context in CONTEXTS]
-            if count == 1:
-                steps += [Step(n, 1024, formats=formats) for n in (4, 16, 64)]
-                steps += [Step(1, tokens, tokens, formats=formats) for tokens in (512, 2048, 8192)]
-            found += [predict(model, step, count) for step in steps]
-    return found
+def batches(model: str) -> list[Predicted]:
+    """Several streams and prompts, on one Spark."""
+    steps = [Step(n, 1024) for n in (4, 16, 64)] + [Step(1, tokens, tokens) for tokens in (512, 2048, 8192)]
+    return [
+        predict(model, dataclasses.replace(step, formats=formats_of(weights)))
+        for step in steps
+        for weights in DENSE_FORMATS
+    ]

@@ -15,7 +15,7 @@ from moe_bench import predict_dense
 from token_bench import predict
 from token_bench.emulate import DECODE, MODEL, PREFILL, Kept, kept
 from token_bench.predict import ALL_REDUCE_US, FIXED_US, Given
-from token_bench.sizes import DENSE_FORMATS, MATRICES, SIZES, Step, matrix_bytes, parts_of
+from token_bench.sizes import DENSE_FORMATS, KV_BYTES, MATRICES, SIZES, Step, matrix_bytes, parts_of
 
 from flashinfer.sm12x_gpu_probe import layer, prediction
 from flashinfer.sm12x_gpu_probe.prediction import FAST, SLOW, Assumptions
@@ -52,7 +52,11 @@ def test_kept_kernels_are_of_todays_sizes() -> None:
 
 
 def test_ranges_are_in_order_and_add_up() -> None:
-    for step in predict.all_steps(MODEL, (1, 2)):
+    contexts = [
+        predict.predict(MODEL, Step(1, context, kv=kv, formats=predict.formats_of(weights)), ranks)
+        for context, kv, weights, ranks in itertools.product(predict.CONTEXTS, KV_BYTES, DENSE_FORMATS, (1, 2))
+    ]
+    for step in contexts + predict.batches(MODEL):
         parts = {part.name: part for part in parts_of(step.size, step.step)}
         assert [row.part for row in step.rows] == list(parts)
         for row in step.rows:
@@ -204,6 +208,10 @@ def test_tables_hold_what_was_predicted() -> None:
         ]
     assert rows["all"][-1] == predict.span(steps[2].fast, steps[2].slow, 0)
     assert len(predict.overview(steps).splitlines()) == 2 + len(steps)
+    by_context = predict.by_context(MODEL, 2).splitlines()
+    one = predict.predict(MODEL, step_of("mxfp4", 8192, kv="fp8"), 2)
+    (line,) = [text for text in by_context if text.startswith("| 8,192")]
+    assert f"{predict.rates(one)} ({one.middle_rate:.1f})" == line.strip("|").split("|")[-1].strip()
     assert (FAST.dram_gb_per_second, SLOW.dram_gb_per_second) == Given().dram
     assert set(itertools.chain(*(line.split(":")[0:1] for line in predict.told()))) >= {"DRAM", "attention's cache"}
     assert set(MODELS) >= {"gpt-oss-120b-tp2"}
