@@ -17,7 +17,7 @@ import torch
 
 PAGE = 16
 EPSILON = 1e-5
-XQA_WORKSPACE = 256 << 20
+XQA_WORKSPACE = 512 << 20
 TRITON_SEGMENTS = 16
 TRITON_DECODE_BLOCKS = 128  # vLLM splits sequences among blocks until a launch has as many
 LIBRARIES = ("_C_stable_libtorch.abi3.so", "_moe_C_stable_libtorch.abi3.so")
