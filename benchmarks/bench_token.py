@@ -254,7 +254,8 @@ def publish(about: dict[str, Any], steps: list[results.Measured], folder: Path, 
     print("\n\n".join(told))
     for step in steps:
         if step.rows:
-            told += [f"### {step.model}, {step.stack}, {step.what()}, KV {step.kv}", results.by_part(step, rate)]
+            told.append(f"### {step.model}, {step.stack}, {step.what()}, KV {step.kv}")
+            told.append(results.by_part(step, rate, predict.of_measured(step) if "GB10" in about["gpu"] else None))
     if tables:
         print("\n\n".join(told[2:]))
     folder.mkdir(parents=True, exist_ok=True)

@@ -42,6 +42,7 @@ def check(
     arguments: argparse.Namespace,
     make_marlin: Callable[[], Any],
     equip: Callable[[Model, argparse.Namespace, str], None],
+    device: str = "cuda",
 ) -> int:
     """Print each stack's error; 1 where one disagrees or could not run.
 
@@ -50,7 +51,7 @@ def check(
     formats = tuple(dict.fromkeys(("bf16", *arguments.dense)))
 
     def model(make: Callable[[torch.Generator], Any]) -> Model:
-        return Model(SMALL, make, formats, arguments.seed, "cuda", 4096)
+        return Model(SMALL, make, formats, arguments.seed, device, 4096)
 
     def fork(generator: torch.Generator) -> ForkExperts:
         return ForkExperts(ExpertTensors.random(SMALL, generator), arguments.activations)
@@ -82,10 +83,10 @@ def check(
             line = [stack, what, kv, dense, by]
             try:
                 logits, _ = tried.step(step, batch, caches)
-                error = relative_error(logits, expected)
-                tolerance = TOLERANCE[arguments.activations if stack == "fork" else "a16"]
-                wrong |= not error <= tolerance
-                lines.append([*line, f"{error:.4f}{'' if error <= tolerance else ' DISAGREES'}"])
+                off = relative_error(logits, expected)
+                agrees = off <= TOLERANCE[arguments.activations if stack == "fork" else "a16"]
+                wrong |= not agrees
+                lines.append([*line, f"{off:.4f}{'' if agrees else ' DISAGREES'}"])
             except Exception as error:
                 wrong = True
                 lines.append([*line, f"{type(error).__name__}: {str(error).splitlines()[0]}"])

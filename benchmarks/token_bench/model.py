@@ -44,9 +44,10 @@ class Dense:
             self.weights[name] = (joined, mx_cpu.swizzle_128x4(torch.cat(scales)))
 
     def __call__(self, x: torch.Tensor, weights: str) -> torch.Tensor:
+        values, *scales = self.weights[weights]
         if weights == "bf16":
-            return F.linear(x, *self.weights[weights], self.bias)
-        return dense_mx(x, *self.weights[weights], self.bias, constant_weights=True)
+            return F.linear(x, values, self.bias)
+        return dense_mx(x, values, scales[0], self.bias, constant_weights=True)
 
 
 class Experts(Protocol):

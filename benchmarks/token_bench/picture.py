@@ -39,6 +39,7 @@ def draw(bars: Sequence[Bar], title: str, path: Path) -> Any:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.patches import Patch
 
     plt.rcParams["svg.fonttype"] = "none"  # letters as letters: a tenth of the size
     plt.rcParams["svg.hashsalt"] = "token"  # the same picture is the same file
@@ -62,9 +63,7 @@ def draw(bars: Sequence[Bar], title: str, path: Path) -> Any:
     axes.invert_yaxis()
     axes.set(xlabel="milliseconds; black: the bytes' floor", title=title)
     used = [part for part in SEGMENTS if any(bar.parts.get(part) for bar in bars)]
-    handles = [
-        plt.Rectangle((0, 0), 1, 1, color="white" if part == "gaps" else colors(SEGMENTS.index(part))) for part in used
-    ]
+    handles = [Patch(color="white" if part == "gaps" else colors(SEGMENTS.index(part))) for part in used]
     axes.legend(handles, used, fontsize=7, ncols=5, loc="upper center", bbox_to_anchor=(0.4, -0.9 / len(bars) - 0.08))
     figure.savefig(path, bbox_inches="tight", metadata={"Date": None} if path.suffix == ".svg" else None)
     plt.close(figure)

@@ -29,6 +29,7 @@ from tabulate import tabulate
 from flashinfer.sm12x_gpu_probe.prediction import FAST, SLOW, Assumptions
 
 from .emulate import Kept, kept
+from .results import Measured
 from .sizes import DENSE_FORMATS, KV_BYTES, MATRICES, SIZES, Part, Size, Step, parts_of
 
 FIXED_US = {
@@ -205,6 +206,18 @@ def predict(model: str, step: Step, ranks: int = 1, given: Given | None = None) 
     size = SIZES[model].split(ranks) if ranks > 1 else SIZES[model]
     rows = [row_of(model, size, step, part, given or Given()) for part in parts_of(size, step)]
     return Predicted(model, size, step, rows)
+
+
+def of_measured(measured: Measured) -> dict[str, tuple[float, float]] | None:
+    """What a measured step of this fork's was predicted to take, by part and in "all"; None for what is not modelled."""
+    step = Step(measured.sequences, measured.context, measured.new, measured.kv, measured.formats)
+    try:
+        predicted = predict(measured.model, step)
+    except ValueError:
+        return None
+    if not measured.stack.startswith("fork"):
+        return None
+    return {row.part: (row.fast, row.slow) for row in predicted.rows} | {"all": (predicted.fast, predicted.slow)}
 
 
 def formats_of(weights: str) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,10 +91,15 @@ def save(path: Path, machine: dict[str, Any], steps: Sequence[Measured]) -> None
     partial.replace(path)
 
 
-def by_part(step: Measured, gigabytes_per_second: float | None) -> str:
-    """A step's table: microseconds, bytes and what they take at the rate of a streaming read, share of the step."""
+def by_part(
+    step: Measured, gigabytes_per_second: float | None, predicted: Mapping[str, tuple[float, float]] | None = None
+) -> str:
+    """A step's table: microseconds, bytes and what they take at the rate of a streaming read, share of the step.
+
+    ``predicted``: fast and slow microseconds by part, and of "all".
+    """
     span = step.span or 1.0
-    body = []
+    body: list[list[Any]] = []
     for row in step.rows:
         floor = "-" if gigabytes_per_second is None else f"{row.bytes / gigabytes_per_second / 1e3:,.1f}"
         body.append([row.part, row.by, row.kernels, f"{row.us:,.1f}", f"{row.bytes / 1e6:,.2f}", floor])
@@ -104,6 +109,11 @@ def by_part(step: Measured, gigabytes_per_second: float | None) -> str:
     floor = "-" if gigabytes_per_second is None else f"{step.bytes / gigabytes_per_second / 1e3:,.1f}"
     body.append(["all", "", kernels, f"{step.span:,.1f}", f"{step.bytes / 1e6:,.2f}", floor, ""])
     headers = ["part", "by", "kernels", "us", "MB", "floor us", "share"]
+    if predicted is not None:
+        headers.append("predicted us")
+        for line in body:
+            fast, slow = predicted.get(line[0], (0.0, 0.0))
+            line.append(f"{fast:,.0f} - {slow:,.0f}" if slow else "")
     return str(tabulate(body, headers, tablefmt="github", disable_numparse=True))
 
 

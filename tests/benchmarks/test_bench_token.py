@@ -18,7 +18,7 @@ from token_bench import check, measure, model, operators, picture, results
 from token_bench.check import ReferenceExperts, relative_error
 from token_bench.model import Dense, ExpertTensors, ForkExperts, MarlinExperts, Model, fork_experts
 from token_bench.operators import PAGE, TorchAttention, TorchOperators
-from token_bench.sizes import DENSE_FORMATS, MATRICES, SIZES, Size, Step, expert_bytes, mean_experts, parts_of
+from token_bench.sizes import MATRICES, SIZES, Size, Step, expert_bytes, mean_experts, parts_of
 
 from flashinfer.sm12x_gpu_probe.timing import Sample
 
@@ -64,8 +64,7 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, int], Callable[[st
     return found, tell
 
 
-@pytest.mark.parametrize("weights", DENSE_FORMATS)
-@pytest.mark.parametrize("kv", ["bf16", "fp8"])
+@pytest.mark.parametrize(("weights", "kv"), [("bf16", "fp8"), ("mxfp8", "bf16"), ("mxfp4", "fp8")])
 def test_bytes_are_those_of_the_tensors(weights: str, kv: str, moved: Any) -> None:
     found, tell = moved
     step = Step(16, 2 * PAGE, kv=kv, formats=dict.fromkeys(MATRICES, weights))  # whole pages, no longer than the window
@@ -348,6 +347,35 @@ def test_stacks_agree_on_a_step() -> None:
     logits = {name: each.step(step, batch, [kv.clone() for kv in caches])[0] for name, each in models.items()}
     assert relative_error(logits["fork"], logits["reference"]) < check.TOLERANCE["a16"]
     assert relative_error(logits["vllm"], logits["reference"]) < check.TOLERANCE["a16"]
+
+
+@pytest.mark.usefixtures("three_sms")
+def test_the_check_sees_who_disagrees_and_who_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(check, "SMALL", SMALL)
+    arguments = bench_token.parse(["--dense", "mxfp8", "--activations", "a16"])
+
+    def run(equip: Callable[..., None], peer: Callable[[], Any] = MarlinOfTorch) -> tuple[int, list[str]]:
+        status = check.check(arguments, peer, equip, "cpu")
+        return status, [line.split("|")[-2].strip() for line in capsys.readouterr().out.splitlines()[2:]]
+
+    status, told = run(lambda *_: None)
+    assert (status, len(told)) == (0, 2 * 2 + 2)  # fork: two formats, vllm: one; decode and prefill
+    assert all(float(error) <= check.TOLERANCE["a16"] for error in told)
+
+    def blind(tried: Model, _arguments: Any, _stack: str) -> None:
+        tried.attention = lambda q, *_: torch.zeros_like(q)
+        tried.attention.by = "nobody"
+        tried.prefill_attention = bench_token.Unavailable("triton", "not here")
+
+    def no_peer() -> Any:
+        raise OSError("no library")
+
+    status, told = run(blind, no_peer)
+    assert status == 1
+    assert [text.endswith("DISAGREES") for text in told] == [True, True, False, False, False]
+    assert told[2:] == ["RuntimeError: triton attention: not here"] * 2 + ["OSError: no library"]
 
 
 @pytest.mark.usefixtures("three_sms")

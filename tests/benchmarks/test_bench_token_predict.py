@@ -12,13 +12,14 @@ from typing import Any
 import bench_token
 import pytest
 from moe_bench import predict_dense
-from token_bench import predict
+from token_bench import predict, results
 from token_bench.emulate import DECODE, MODEL, PREFILL, Kept, kept
 from token_bench.predict import ALL_REDUCE_US, FIXED_US, Given
 from token_bench.sizes import DENSE_FORMATS, KV_BYTES, MATRICES, SIZES, Step, matrix_bytes, parts_of
 
 from flashinfer.sm12x_gpu_probe import layer, prediction
 from flashinfer.sm12x_gpu_probe.prediction import FAST, SLOW, Assumptions
+from flashinfer.sm12x_gpu_probe.timing import Sample
 from flashinfer.testing.moe_layers import MODELS
 
 
@@ -174,6 +175,29 @@ def test_prediction_and_report_stand_side_by_side(
     assert cells == ["MoE", "fork, measured", predict.span(row.fast, row.slow, 0), "10,440"]
     assert "published, 2 Sparks, one stream, tokens/s: 75.96" in out
     assert (tmp_path / "t_predicted.md").read_text(encoding="utf-8").strip() in out
+
+
+def test_a_step_measured_on_a_gb10_has_its_prediction_beside_it(tmp_path: Path) -> None:
+    step = step_of("mxfp8", 8192, kv="fp8")
+    rows = [results.Row(part.name, "x", part.calls, part.bytes, us=1.0) for part in parts_of(SIZES[MODEL], step)]
+    common = {"model": MODEL, "sequences": 1, "context": 8192, "new": 1, "kv": "fp8", "formats": dict(step.formats)}
+    steps = [
+        results.Measured(stack=stack, rows=rows, replay=Sample(1.0, 1.0, 1.0), **common)
+        for stack in ("fork, x", "vllm")
+    ]
+    for gpu, tables in (("NVIDIA GB10", 1), ("NVIDIA H200", 0)):
+        about = {"gpu": gpu, "date": "today", "read_gb_per_second": 230.0}
+        results.save(tmp_path / "m.json", about, steps)
+        assert bench_token.main(["--render", str(tmp_path / "m.json"), "--out", str(tmp_path)]) == 0
+        text = (tmp_path / "token.md").read_text(encoding="utf-8")
+        assert text.count("predicted us") == tables
+        if tables:
+            predicted = predict.predict(MODEL, step)
+            (row,) = [row for row in predicted.rows if row.part == "O"]
+            (line,) = [line for line in text.splitlines() if line.startswith("| O ") and line.count("|") == 9]
+            assert line.split("|")[-2].strip() == predict.span(row.fast, row.slow, 0)
+            assert predict.span(predicted.fast, predicted.slow, 0) in text
+    assert predict.of_measured(dataclasses.replace(steps[0], sequences=3)) is None
 
 
 @pytest.mark.parametrize(
