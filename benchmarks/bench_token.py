@@ -26,7 +26,7 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -150,18 +150,20 @@ def build(stack: str, size: Size, arguments: argparse.Namespace) -> Any:
     return model
 
 
-def steps_of(arguments: argparse.Namespace, formats: tuple[str, ...]) -> Iterator[Step]:
+def steps_of(arguments: argparse.Namespace, formats: Sequence[str], routers: Sequence[str]) -> Iterator[Step]:
     """What is to be measured on one stack."""
-    for dense in formats:
-        chosen = dict.fromkeys(MATRICES, dense)
+    for dense, router in itertools.product(formats, routers):
+        common: dict[str, Any] = {"formats": dict.fromkeys(MATRICES, dense), "fused_router": router == "fork"}
         for kv, (sequences, context) in itertools.product(arguments.kv, arguments.decode):
-            yield Step(sequences, context, kv=kv, formats=chosen)
+            yield Step(sequences, context, kv=kv, **common)
         for tokens in arguments.prefill:
-            yield Step(1, tokens, tokens, arguments.kv[0], chosen)
+            yield Step(1, tokens, tokens, arguments.kv[0], **common)
 
 
 def stack_name(stack: str, step: Step) -> str:
-    return stack if stack == "vllm" else f"fork, dense {step.formats['QKV']}"
+    if stack == "vllm":
+        return stack
+    return f"fork, dense {step.formats['QKV']}{', its router' if step.fused_router else ''}"
 
 
 def not_measured(name: str, stack: str, step: Step, why: str) -> results.Measured:
@@ -173,6 +175,7 @@ def not_measured(name: str, stack: str, step: Step, why: str) -> results.Measure
         new=step.new,
         kv=step.kv,
         formats=dict(step.formats),
+        fused_router=step.fused_router,
         note=why,
     )
 
@@ -182,10 +185,15 @@ def compile_module(what: tuple[Any, ...]) -> str:
     from flashinfer.jit.xqa import gen_xqa_module
 
     from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm120_module
-    from flashinfer.jit.sm12x.modules import gen_dense_module, gen_probe_module
+    from flashinfer.jit.sm12x.modules import gen_dense_module, gen_probe_module, gen_router_module
 
     began = time.monotonic()
-    generators = {"moe": gen_cutlass_fused_moe_sm120_module, "dense": gen_dense_module, "probe": gen_probe_module}
+    generators = {
+        "moe": gen_cutlass_fused_moe_sm120_module,
+        "dense": gen_dense_module,
+        "probe": gen_probe_module,
+        "router": gen_router_module,
+    }
     try:
         if what[0] == "xqa":
             _, kv, window = what
@@ -202,7 +210,13 @@ def compile_module(what: tuple[Any, ...]) -> str:
 
 def build_all(kinds: list[str]) -> int:
     """Compile side by side; what fails is told, and fails again when it is needed."""
-    wanted = [("moe",), ("dense",), ("probe",), *(("xqa", kv, window) for kv in kinds for window in (False, True))]
+    wanted = [
+        ("moe",),
+        ("dense",),
+        ("probe",),
+        ("router",),
+        *(("xqa", kv, window) for kv in kinds for window in (False, True)),
+    ]
     with concurrent.futures.ProcessPoolExecutor(len(wanted), multiprocessing.get_context("spawn")) as pool:
         for told in pool.map(compile_module, wanted):
             print(told, flush=True)
@@ -220,7 +234,7 @@ def run_on_gpu(arguments: argparse.Namespace) -> int:
     found: list[results.Measured] = []
     for name, stack in itertools.product(arguments.models, arguments.stacks):
         size = SIZES[name]
-        formats = tuple(arguments.dense) if stack == "fork" else ("bf16",)
+        choices = (arguments.dense, arguments.router) if stack == "fork" else (["bf16"], ["separate"])
         model, why = None, ""
         try:
             model = build(stack, size, arguments)
@@ -228,7 +242,7 @@ def run_on_gpu(arguments: argparse.Namespace) -> int:
         except Exception as error:
             why = reason(error)
             print(f"{name}, {stack}: {why}", flush=True)
-        for step in steps_of(arguments, formats):
+        for step in steps_of(arguments, *choices):
             if model is None or time.monotonic() - began > arguments.seconds:
                 found.append(not_measured(name, stack, step, why or f"not begun within {arguments.seconds:g} s"))
                 continue
@@ -293,20 +307,24 @@ def print_prediction(arguments: argparse.Namespace) -> int:
         return 2
     told = ["GB10 (SM121): prediction, not a measurement"]
     bars = []
+    fused = "fork" in arguments.router
     # What is kept of two Sparks is gpt-oss-120b's.
     ranks = (1, 2) if name == predict.LAYER_MODEL else (1,)
     for count in ranks:
-        steps = predict.headline(count, name)
+        steps = predict.headline(count, name, fused_router=fused)
         where = "one Spark" if count == 1 else "two Sparks, one of them"
         told += [f"{name}, {where}, one stream, context 1,024, bf16 KV", predict.by_part(steps, DENSE_FORMATS)]
         bars += [predicted_bar(step) for step in steps]
         if given is not None and count == 1:
-            for before, after in zip(steps, predict.headline(count, name, given), strict=True):
+            for before, after in zip(steps, predict.headline(count, name, given, fused_router=fused), strict=True):
                 told += [f"with the report, dense layers in {before.step.formats['QKV']}"]
                 told += [predict.side_by_side(before, after)]
     for count in ranks:
-        told += [f"one stream, tokens/s by context, Sparks: {count}", predict.by_context(name, count)]
-    told += ["several streams, and prompts, one Spark", predict.overview(predict.batches(name))]
+        told += [
+            f"one stream, tokens/s by context, Sparks: {count}",
+            predict.by_context(name, count, fused_router=fused),
+        ]
+    told += ["several streams, and prompts, one Spark", predict.overview(predict.batches(name, fused_router=fused))]
     if name == predict.LAYER_MODEL:
         for count, rates in predict.PUBLISHED.items():
             listed = ", ".join(f"{rate:g} ({who})" for who, rate in rates.items())
@@ -351,6 +369,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--decode", type=batches, default=DECODE, help="sequences x context: 1x1024,64x1024")
     parser.add_argument("--kv", type=names, default=["bf16"], help="bf16, fp8")
     parser.add_argument("--prefill", type=numbers, default=[], help="prompts of so many tokens, too")
+    parser.add_argument(
+        "--router",
+        type=names,
+        default=["separate"],
+        help="of the fork's stack: separate (norm, GEMM, top-k), fork (its router_top_k)",
+    )
     parser.add_argument("--attention", choices=ATTENTION, default="xqa")
     parser.add_argument("--prefill-attention", choices=ATTENTION, default="triton")
     parser.add_argument("--activations", choices=("a8", "a16"), default="a8", help="of the fork's experts")
@@ -373,6 +397,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         ("--stacks", arguments.stacks, ("fork", "vllm")),
         ("--dense", arguments.dense, DENSE_FORMATS),
         ("--kv", arguments.kv, ("bf16", "fp8")),
+        ("--router", arguments.router, ("separate", "fork")),
     ):
         if unknown := set(given) - set(allowed):
             parser.error(f"{flag}: {sorted(unknown)} are not among {sorted(allowed)}")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -70,17 +71,19 @@ def check(
             tried = stacks[stack]()
             equip(tried, arguments, stack)
         except Exception as error:
-            lines.append([stack, "", "", "", "", f"{type(error).__name__}: {error}"])
+            lines.append([stack, "", "", "", "", "", f"{type(error).__name__}: {error}"])
             wrong = True
             continue
-        for step, kv, dense in itertools.product(STEPS, arguments.kv, formats if stack == "fork" else ("bf16",)):
-            step = Step(step.sequences, step.context, step.new, kv, dict.fromkeys(MATRICES, dense))
+        choices = (formats, arguments.router) if stack == "fork" else (["bf16"], ["separate"])
+        for step, kv, dense, router in itertools.product(STEPS, arguments.kv, *choices):
+            step = Step(step.sequences, step.context, step.new, kv, dict.fromkeys(MATRICES, dense), router == "fork")
             batch = reference.batch(step)
             caches = reference.caches(step, batch)
-            expected, _ = reference.step(step, batch, [kv.clone() for kv in caches])
+            apart = dataclasses.replace(step, fused_router=False)
+            expected, _ = reference.step(apart, batch, [kv.clone() for kv in caches])
             what = "prefill" if step.prefill else "decode"
-            by = tried.by(step)["attention, full"]
-            line = [stack, what, kv, dense, by]
+            by = tried.by(step)
+            line = [stack, what, kv, dense, by["router"], by["attention, full"]]
             try:
                 logits, _ = tried.step(step, batch, caches)
                 off = relative_error(logits, expected)
@@ -90,6 +93,6 @@ def check(
             except Exception as error:
                 wrong = True
                 lines.append([*line, f"{type(error).__name__}: {str(error).splitlines()[0]}"])
-    headers = ["stack", "step", "KV", "dense", "attention", "error of the logits"]
+    headers = ["stack", "step", "KV", "dense", "router", "attention", "error of the logits"]
     print(tabulate(lines, headers, tablefmt="github", disable_numparse=True))
     return int(wrong)

@@ -130,6 +130,7 @@ def measure_step(model: Model, step: Step, stack: str, name: str, repeats: int) 
         new=step.new,
         kv=step.kv,
         formats=dict(step.formats),
+        fused_router=step.fused_router,
         experts=experts,
         note="" if finite else "logits are not finite",
     )

@@ -13,14 +13,14 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
-from flashinfer.fused_moe import cutlass_fused_moe
+from flashinfer.fused_moe import cutlass_fused_moe, router_top_k
 from flashinfer.gemm.sm12x_dense import dense_mx
 from flashinfer.quantization import mx_cpu
 from flashinfer.testing import MoEInputs
 from flashinfer.testing import moe_layers as layers_module
 from flashinfer.testing.moe_layers import ALPHA, BETA, LIMIT
 
-from .operators import PAGE, Batch, Cache, TorchAttention, TorchOperators, rope_table
+from .operators import EPSILON, PAGE, Batch, Cache, TorchAttention, TorchOperators, rope_table
 from .sizes import DENSE_FORMATS, Size, Step
 
 ROUTER_SCALE = 4.0  # experts' logits lie apart, so that rounding seldom decides which are taken
@@ -205,7 +205,7 @@ class Model:
             **dense,
             "attention, full": attention,
             "attention, window": attention,
-            "router": "cuBLAS",
+            "router": "fork router_top_k" if step.fused_router else "cuBLAS",
             "MoE": self.layers[0].experts.by,
         }
 
@@ -275,12 +275,20 @@ class Model:
             x = attention(q, caches[index], cache, batch, layer.sinks, size.window if windowed else 0)
             mark("O")
             x = layer.o(x.view(tokens, queries), step.formats["O"])
-            mark("norms")
-            x, residual = operators.norm(x, residual, layer.norms[1])
-            mark("router")
-            logits = F.linear(x, *layer.router)
-            mark("top-k")
-            weights, ids = operators.top_k(logits, size.top_k)
+            if step.fused_router:
+                mark("router")
+                routed = router_top_k(
+                    x, layer.router[0], size.top_k, layer.router[1], residual=residual, norm_weight=layer.norms[1],
+                    eps=EPSILON, constant_weights=True,
+                )  # fmt: skip
+                weights, ids, _, x, residual = routed
+            else:
+                mark("norms")
+                x, residual = operators.norm(x, residual, layer.norms[1])
+                mark("router")
+                logits = F.linear(x, *layer.router)
+                mark("top-k")
+                weights, ids = operators.top_k(logits, size.top_k)
             self.chosen.append(ids)
             mark("MoE")
             x = layer.experts(x, ids, weights)

@@ -35,12 +35,14 @@ from .sizes import DENSE_FORMATS, KV_BYTES, MATRICES, SIZES, Part, Size, Step, p
 FIXED_US = {
     "small": (2.0, 4.0),
     "gemm": (5.0, 12.0),
+    "router": (4.0, 8.0),
     "attention": (8.0, 16.0),
 }
 """Fast and slow, of one call, with its launch in a graph and the gap behind it.
 
 small: vLLM's engine on an H200 takes 2.7 for a norm and 2.9 for the top-k, gaps included; one node of a graph is published
 as 1.3 (Megatron-LM #6064). gemm: as of this fork's dense layers (an H200 takes 10 beyond their bytes, 9 for the router).
+router: this fork's, two small ones; its weights may be on their way before it begins, which is left out.
 attention: FlashInfer's XQA takes 10 to 11 on an H200 up to a context of 1,024.
 """
 STREAMED = (1.0, 1.1)
@@ -186,6 +188,9 @@ def row_of(model: str, size: Size, step: Step, part: Part, given: Given) -> Row:
         # Dense layers are the same in all models.
         line = kept_line(part.name, LAYER_MODEL, size.ranks, tokens, step.formats[part.name])
         ends, by = on_fork(line, given), "fork, virtual SM121"
+    elif part.name == "router" and step.fused_router:
+        fast, slow = FIXED_US["router"]
+        ends, by = (streamed[0] + fast, streamed[1] + slow), "bytes + launch"
     elif part.name in (*MATRICES, "router") or part.name.startswith("attention"):
         attention = part.name.startswith("attention")
         kind = "attention" if attention else "gemm"
@@ -210,7 +215,8 @@ def predict(model: str, step: Step, ranks: int = 1, given: Given | None = None) 
 
 def of_measured(measured: Measured) -> dict[str, tuple[float, float]] | None:
     """What a measured step of this fork's was predicted to take, by part and in "all"; None for what is not modelled."""
-    step = Step(measured.sequences, measured.context, measured.new, measured.kv, measured.formats)
+    about = (measured.sequences, measured.context, measured.new, measured.kv, measured.formats, measured.fused_router)
+    step = Step(*about)
     try:
         predicted = predict(measured.model, step)
     except ValueError:
@@ -285,12 +291,14 @@ def by_part(predicted: Sequence[Predicted], names: Sequence[str]) -> str:
     return str(tabulate([*body, line], headers, tablefmt="github", disable_numparse=True))
 
 
-def by_context(model: str, ranks: int) -> str:
+def by_context(model: str, ranks: int, *, fused_router: bool = False) -> str:
     """Tokens/s of one stream, slow and fast end and, in brackets, at the middle of the times: contexts down, choices across."""
     columns = [(kv, weights) for kv in KV_BYTES for weights in DENSE_FORMATS]
     body = []
     for context in CONTEXTS:
-        steps = [predict(model, Step(1, context, kv=kv, formats=formats_of(weights)), ranks) for kv, weights in columns]
+        steps = [
+            predict(model, Step(1, context, 1, kv, formats_of(weights), fused_router), ranks) for kv, weights in columns
+        ]
         body.append([f"{context:,}", *(f"{rates(each)} ({each.middle_rate:.1f})" for each in steps)])
     headers = ["context", *(f"{weights}, {kv} KV" for kv, weights in columns)]
     return str(tabulate(body, headers, tablefmt="github", disable_numparse=True))
@@ -354,16 +362,19 @@ def told() -> list[str]:
     ]
 
 
-def headline(ranks: int, model: str = LAYER_MODEL, given: Given | None = None) -> list[Predicted]:
+def headline(
+    ranks: int, model: str = LAYER_MODEL, given: Given | None = None, *, fused_router: bool = False
+) -> list[Predicted]:
     """One stream at a context of 1,024, in each format."""
-    return [predict(model, Step(1, 1024, formats=formats_of(weights)), ranks, given) for weights in DENSE_FORMATS]
+    steps = [Step(1, 1024, formats=formats_of(weights), fused_router=fused_router) for weights in DENSE_FORMATS]
+    return [predict(model, step, ranks, given) for step in steps]
 
 
-def batches(model: str) -> list[Predicted]:
+def batches(model: str, *, fused_router: bool = False) -> list[Predicted]:
     """Several streams and prompts, on one Spark."""
     steps = [Step(n, 1024) for n in (4, 16, 64)] + [Step(1, tokens, tokens) for tokens in (512, 2048, 8192)]
     return [
-        predict(model, dataclasses.replace(step, formats=formats_of(weights)))
+        predict(model, dataclasses.replace(step, formats=formats_of(weights), fused_router=fused_router))
         for step in steps
         for weights in DENSE_FORMATS
     ]

@@ -40,6 +40,7 @@ class Measured:
     new: int
     kv: str
     formats: dict[str, str]
+    fused_router: bool = False
     experts: float = 0.0
     replay: Sample | None = None
     rows: list[Row] = dataclasses.field(default_factory=list)

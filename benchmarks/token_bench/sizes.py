@@ -72,7 +72,8 @@ SIZES = {"gpt-oss-120b": Size(36, 128), "gpt-oss-20b": Size(24, 32)}
 class Step:
     """``new`` tokens of each of ``sequences``, whose cache then holds ``context`` tokens, the new ones among them.
 
-    ``kv`` is the cache's format, ``formats`` that of each of :data:`MATRICES`.
+    ``kv`` is the cache's format, ``formats`` that of each of :data:`MATRICES`. ``fused_router``: the norm in front of the
+    router, the router and the top-k are one part, "router", by this fork's ``router_top_k``.
     """
 
     sequences: int
@@ -80,6 +81,7 @@ class Step:
     new: int = 1
     kv: str = "bf16"
     formats: Mapping[str, str] = dataclasses.field(default_factory=lambda: dict.fromkeys(MATRICES, "bf16"))
+    fused_router: bool = False
 
     @property
     def tokens(self) -> int:
@@ -140,22 +142,32 @@ def parts_of(size: Size, step: Step, experts: float | None = None) -> list[Part]
         return step.sequences * context * kv_row + tokens * 2 * queries + FP32 * size.heads
 
     routing = size.top_k * (FP32 + INT32)
+    norm, norms = 4 * tokens * row + row, (1 if step.fused_router else 2) * layers + 1
+    router = size.experts * (row + BF16)
+    # Logits are bf16, or float32 between the two launches of the fork's.
+    router += (
+        norm + tokens * (2 * FP32 * size.experts + routing)
+        if step.fused_router
+        else tokens * (row + BF16 * size.experts)
+    )
     found = {
         "embedding": (1, tokens * 2 * row),
         # The first one reads no residual, and every one writes what it added up.
-        "norms": (2 * layers + 1, (2 * layers + 1) * (4 * tokens * row + row) - 2 * tokens * row),
+        "norms": (norms, norms * norm - 2 * tokens * row),
         "QKV": (layers, layers * dense("QKV", tokens, bias=True)),
         "rope": (layers, layers * tokens * (2 * (queries + keys) + BF16 * size.head)),
         "KV write": (layers, layers * tokens * (2 * keys + kv_row)),
         "attention, full": (layers - windowed, (layers - windowed) * attention(step.context)),
         "attention, window": (windowed, windowed * attention(seen)),
         "O": (layers, layers * dense("O", tokens, bias=True)),
-        "router": (layers, layers * (size.experts * (row + BF16) + tokens * (row + BF16 * size.experts))),
+        "router": (layers, layers * router),
         "top-k": (layers, layers * tokens * (BF16 * size.experts + routing)),
         "MoE": (layers, layers * (touched * expert_bytes(size) + tokens * (2 * row + routing))),
         "LM head": (1, dense("LM head", step.sequences, bias=False)),
         "argmax": (1, step.sequences * (BF16 * size.vocab + 2 * INT32)),
     }
+    if step.fused_router:
+        del found["top-k"]
     if size.ranks > 1:
         # The outputs of O and of the experts, and each rank's best logit.
         found["all-reduce"] = (2 * layers + 1, 2 * layers * 2 * tokens * row)

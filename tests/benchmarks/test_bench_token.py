@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -58,16 +59,32 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, int], Callable[[st
 
     watch(ForkExperts, "__call__", experts)
 
+    def router(given: Any, out: Any) -> tuple[torch.Tensor, ...]:
+        # Logits are written by the first launch and read by the second.
+        return (*given[:2], given[3], *out, out.logits.clone())
+
+    routed = model.router_top_k
+
+    def watched_router(*given: Any, **named: Any) -> Any:
+        out = routed(*given, **named)
+        found["router"] += size_of(*router(given, out), named["residual"], named["norm_weight"])
+        return out
+
+    monkeypatch.setattr(model, "router_top_k", watched_router)
+
     def tell(name: str) -> None:
         part[0] = name
 
     return found, tell
 
 
-@pytest.mark.parametrize(("weights", "kv"), [("bf16", "fp8"), ("mxfp8", "bf16"), ("mxfp4", "fp8")])
-def test_bytes_are_those_of_the_tensors(weights: str, kv: str, moved: Any) -> None:
+@pytest.mark.parametrize(
+    ("weights", "kv", "fused"), [("bf16", "fp8", False), ("mxfp8", "bf16", False), ("mxfp4", "fp8", True)]
+)
+def test_bytes_are_those_of_the_tensors(weights: str, kv: str, fused: bool, moved: Any) -> None:
     found, tell = moved
-    step = Step(16, 2 * PAGE, kv=kv, formats=dict.fromkeys(MATRICES, weights))  # whole pages, no longer than the window
+    # Whole pages, no longer than the window.
+    step = Step(16, 2 * PAGE, kv=kv, formats=dict.fromkeys(MATRICES, weights), fused_router=fused)
     tried = Model(SMALL, fork_experts(SMALL, "a16"), (weights,), seed=3, positions=64)
     tried.mark = tell
     batch = tried.batch(step)
@@ -75,9 +92,11 @@ def test_bytes_are_those_of_the_tensors(weights: str, kv: str, moved: Any) -> No
     assert tried.experts_touched() == SMALL.experts  # 16 tokens leave none out, seed 3
     told = {part.name: part.bytes for part in parts_of(SMALL, step, tried.experts_touched())}
     assert {name: told[name] for name in found} == dict(found)
+    routing = "router" if fused else "top-k"
     assert set(found) == {
-        "norms", "QKV", "attention, full", "attention, window", "O", "top-k", "MoE", "LM head",
+        "norms", "QKV", "attention, full", "attention, window", "O", routing, "MoE", "LM head",
     }  # fmt: skip
+    assert set(told) - set(found) == {"embedding", "rope", "KV write", "argmax"} | ({"router"} - {routing})
 
 
 def test_bytes_of_what_is_done_in_place() -> None:
@@ -238,6 +257,7 @@ def test_an_earlier_run_is_rendered(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["--stacks", "sglang"], "--stacks: ['sglang'] are not among"),
         (["--dense", "bf16,int8"], "--dense: ['int8'] are not among"),
         (["--kv", "int4"], "--kv: ['int4'] are not among"),
+        (["--router", "vllm"], "--router: ['vllm'] are not among"),
         (["--decode", "1024"], "argument --decode: invalid batches value: '1024'"),
     ],
 )
@@ -345,7 +365,11 @@ def test_stacks_agree_on_a_step() -> None:
     batch = models["reference"].batch(step)
     caches = models["reference"].caches(step, batch)
     logits = {name: each.step(step, batch, [kv.clone() for kv in caches])[0] for name, each in models.items()}
+    fused = dataclasses.replace(step, fused_router=True)
+    logits["router"], _ = models["fork"].step(fused, batch, [kv.clone() for kv in caches])
+    assert models["fork"].by(fused)["router"] == "fork router_top_k"
     assert relative_error(logits["fork"], logits["reference"]) < check.TOLERANCE["a16"]
+    assert relative_error(logits["router"], logits["reference"]) < check.TOLERANCE["a16"]
     assert relative_error(logits["vllm"], logits["reference"]) < check.TOLERANCE["a16"]
 
 
@@ -354,14 +378,14 @@ def test_the_check_sees_who_disagrees_and_who_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(check, "SMALL", SMALL)
-    arguments = bench_token.parse(["--dense", "mxfp8", "--activations", "a16"])
+    arguments = bench_token.parse(["--dense", "mxfp8", "--activations", "a16", "--router", "separate,fork"])
 
     def run(equip: Callable[..., None], peer: Callable[[], Any] = MarlinOfTorch) -> tuple[int, list[str]]:
         status = check.check(arguments, peer, equip, "cpu")
         return status, [line.split("|")[-2].strip() for line in capsys.readouterr().out.splitlines()[2:]]
 
     status, told = run(lambda *_: None)
-    assert (status, len(told)) == (0, 2 * 2 + 2)  # fork: two formats, vllm: one; decode and prefill
+    assert (status, len(told)) == (0, 2 * (2 * 2 + 1))  # decode and prefill; fork: two formats, two routers
     assert all(float(error) <= check.TOLERANCE["a16"] for error in told)
 
     def blind(tried: Model, _arguments: Any, _stack: str) -> None:
@@ -374,8 +398,8 @@ def test_the_check_sees_who_disagrees_and_who_fails(
 
     status, told = run(blind, no_peer)
     assert status == 1
-    assert [text.endswith("DISAGREES") for text in told] == [True, True, False, False, False]
-    assert told[2:] == ["RuntimeError: triton attention: not here"] * 2 + ["OSError: no library"]
+    assert [text.endswith("DISAGREES") for text in told] == [True] * 4 + [False] * 5
+    assert told[4:] == ["RuntimeError: triton attention: not here"] * 4 + ["OSError: no library"]
 
 
 @pytest.mark.usefixtures("three_sms")
@@ -407,8 +431,11 @@ def test_attention_sees_the_window_and_the_sink() -> None:
 
 def test_steps_of_a_run() -> None:
     arguments = bench_token.parse(["--decode", "1x128,4x1024", "--kv", "bf16,fp8", "--prefill", "512"])
-    steps = list(bench_token.steps_of(arguments, ("bf16", "mxfp4")))
+    steps = list(bench_token.steps_of(arguments, ["bf16", "mxfp4"], ["separate"]))
     assert len(steps) == 2 * (2 * 2 + 1)
     assert (steps[1].sequences, steps[1].context, steps[1].tokens) == (4, 1024, 4)
     assert (steps[4].new, steps[4].context, steps[4].prefill) == (512, 512, True)
     assert model.DTYPES[steps[2].kv] is torch.float8_e4m3fn
+    both = list(bench_token.steps_of(arguments, ["bf16"], ["separate", "fork"]))
+    assert [step.fused_router for step in both] == [False] * 5 + [True] * 5
+    assert bench_token.stack_name("fork", both[-1]) == "fork, dense bf16, its router"

@@ -83,6 +83,20 @@ def test_a_small_part_is_its_bytes_and_a_launch() -> None:
     assert attention.slow == pytest.approx(1.1 * parts["attention, full"] / 220e3 + 18 * FIXED_US["attention"][1])
 
 
+def test_the_forks_router_takes_three_parts_in_two_launches() -> None:
+    (one, two), step = (predict.headline(1, fused_router=fused)[2] for fused in (False, True)), step_of("mxfp4")
+    before, after = ({row.part: row for row in each.rows} for each in (one, two))
+    assert "top-k" not in after
+    assert (after["norms"].calls, before["norms"].calls) == (37, 73)
+    bytes_ = {part.name: part.bytes for part in parts_of(SIZES[MODEL], dataclasses.replace(step, fused_router=True))}
+    assert after["router"].slow == pytest.approx(bytes_["router"] / 220e3 + 36 * FIXED_US["router"][1])
+    changed = {"norms", "router", "top-k"}
+    assert {name: row for name, row in after.items() if name not in changed} == {
+        name: row for name, row in before.items() if name not in changed
+    }
+    assert two.middle_rate > one.middle_rate
+
+
 def test_a_prompt_is_bound_by_arithmetic() -> None:
     rows = {row.part: row for row in predict.predict(MODEL, step_of("bf16", 2048, new=2048)).rows}
     cycles = 48 * 2.418e3
