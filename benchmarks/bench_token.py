@@ -31,10 +31,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from token_bench import picture, predict, results
+from flashinfer.jit.xqa import gen_xqa_module
+from moe_bench import peer_marlin
+from moe_bench.peers import find_vllm
+from token_bench import check, emulate, measure, operators, picture, predict, results
+from token_bench.model import Model, fork_experts, marlin_experts
 from token_bench.sizes import DENSE_FORMATS, MATRICES, SIZES, Size, Step
 
 import flashinfer
+from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm120_module
+from flashinfer.jit.sm12x.modules import gen_dense_module, gen_probe_module, gen_router_module
+from flashinfer.sm12x_gpu_probe.target import find_target
+from flashinfer.sm12x_gpu_probe.timing import sustained_read
 from flashinfer.testing.virtual_device import in_own_process
 
 ATTENTION = ("xqa", "triton", "fa3", "torch")
@@ -60,9 +68,6 @@ def machine() -> dict[str, Any]:
 def streaming_read() -> float | None:
     """GB/s of a plain streaming read, the floor's rate; None, and why, where it cannot be measured."""
     try:
-        from flashinfer.sm12x_gpu_probe.target import find_target
-        from flashinfer.sm12x_gpu_probe.timing import sustained_read
-
         return sustained_read(find_target(), READ_BYTES)
     except Exception as error:  # the steps are measured all the same
         print(f"no floor: {reason(error)}", flush=True)
@@ -82,8 +87,6 @@ def vllm_folder(given: Path | None) -> Path:
     RuntimeError
         There is none.
     """
-    from moe_bench.peers import find_vllm
-
     if given is not None:
         return given
     found = find_vllm("__init__.py")
@@ -94,8 +97,6 @@ def vllm_folder(given: Path | None) -> Path:
 
 def attention_of(name: str, size: Size) -> Any:
     """An attention by its name in --attention."""
-    from token_bench import operators
-
     if name == "triton":
         return operators.TritonAttention(size.heads, size.kv_heads, size.head)
     return {"xqa": operators.XqaAttention, "fa3": operators.Fa3Attention, "torch": operators.TorchAttention}[name]()
@@ -111,12 +112,10 @@ class Unavailable:
         raise RuntimeError(f"{self.by} attention: {self._why}")
 
 
-def equip(model: Any, arguments: argparse.Namespace, stack: str) -> None:
+def equip(model: Model, arguments: argparse.Namespace, stack: str) -> None:
     """Give a model the small operators and attentions of a stack."""
-    from token_bench.operators import VllmOperators
-
     try:
-        model.operators = VllmOperators(vllm_folder(arguments.vllm))
+        model.operators = operators.VllmOperators(vllm_folder(arguments.vllm))
     except Exception as error:
         if stack == "vllm":
             raise
@@ -130,16 +129,11 @@ def equip(model: Any, arguments: argparse.Namespace, stack: str) -> None:
 
 def marlin(arguments: argparse.Namespace) -> Any:
     """vLLM's Marlin, loaded."""
-    from moe_bench.peer_marlin import Marlin
-    from token_bench.operators import LIBRARIES
-
-    return Marlin(vllm_folder(arguments.vllm) / LIBRARIES[1])
+    return peer_marlin.Marlin(vllm_folder(arguments.vllm) / operators.LIBRARIES[1])
 
 
-def build(stack: str, size: Size, arguments: argparse.Namespace) -> Any:
+def build(stack: str, size: Size, arguments: argparse.Namespace) -> Model:
     """A model with a stack's experts, dense layers and operators."""
-    from token_bench.model import Model, fork_experts, marlin_experts
-
     make: Any
     if stack == "fork":
         make, formats = fork_experts(size, arguments.activations), tuple(arguments.dense)
@@ -182,11 +176,6 @@ def not_measured(name: str, stack: str, step: Step, why: str) -> results.Measure
 
 def compile_module(what: tuple[Any, ...]) -> str:
     """Build one module, in a process of its own; returns what there is to say of it."""
-    from flashinfer.jit.xqa import gen_xqa_module
-
-    from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm120_module
-    from flashinfer.jit.sm12x.modules import gen_dense_module, gen_probe_module, gen_router_module
-
     began = time.monotonic()
     generators = {
         "moe": gen_cutlass_fused_moe_sm120_module,
@@ -225,8 +214,6 @@ def build_all(kinds: list[str]) -> int:
 
 def run_on_gpu(arguments: argparse.Namespace) -> int:
     """Measure all that was asked for, and write it down step by step."""
-    from token_bench.measure import measure_step
-
     began = time.monotonic()
     about = machine()
     about["read_gb_per_second"] = streaming_read()
@@ -247,7 +234,7 @@ def run_on_gpu(arguments: argparse.Namespace) -> int:
                 found.append(not_measured(name, stack, step, why or f"not begun within {arguments.seconds:g} s"))
                 continue
             try:
-                found.append(measure_step(model, step, stack_name(stack, step), name, arguments.repeats))
+                found.append(measure.measure_step(model, step, stack_name(stack, step), name, arguments.repeats))
             except Exception as error:
                 found.append(not_measured(name, stack, step, reason(error)))
             results.save(path, about, found)
@@ -411,17 +398,13 @@ def main(argv: list[str] | None = None) -> int:
         publish(*results.load(arguments.render), arguments.out, arguments.name, tables=arguments.tables)
         return 0
     if arguments.emulate:
-        from token_bench.emulate import emulate
-
-        return int(in_own_process(emulate))
+        return int(in_own_process(emulate.emulate))
     if arguments.report is not None or arguments.predict or not torch.cuda.is_available():
         return print_prediction(arguments)
     if arguments.build:
         return build_all(arguments.kv)
     if arguments.check:
-        from token_bench.check import check
-
-        return check(arguments, lambda: marlin(arguments), equip)
+        return check.check(arguments, lambda: marlin(arguments), equip)
     return run_on_gpu(arguments)
 
 

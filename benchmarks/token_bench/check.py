@@ -21,6 +21,7 @@ SMALL = Size(layers=2, experts=8, vocab=4096)
 STEPS = (Step(3, 300), Step(1, 40, 40))
 # Of the logits' Frobenius norm: bf16 hidden states, and experts' tokens in bf16 or MXFP8 (an error of 4 % of their outputs).
 TOLERANCE = {"a16": 0.02, "a8": 0.06}
+FP8_TOLERANCE = 0.05  # with an fp8 cache, at least: a kernel may round queries and weights of the sum to e4m3, too
 
 
 class ReferenceExperts(ForkExperts):
@@ -87,7 +88,8 @@ def check(
             try:
                 logits, _ = tried.step(step, batch, caches)
                 off = relative_error(logits, expected)
-                agrees = off <= TOLERANCE[arguments.activations if stack == "fork" else "a16"]
+                tolerance = TOLERANCE[arguments.activations if stack == "fork" else "a16"]
+                agrees = off <= (max(tolerance, FP8_TOLERANCE) if kv == "fp8" else tolerance)
                 wrong |= not agrees
                 lines.append([*line, f"{off:.4f}{'' if agrees else ' DISAGREES'}"])
             except Exception as error:
