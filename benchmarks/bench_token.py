@@ -256,7 +256,12 @@ def publish(about: dict[str, Any], steps: list[results.Measured], folder: Path, 
     for step in steps:
         if step.rows:
             told.append(f"### {step.model}, {step.stack}, {step.what()}, KV {step.kv}")
+            if step.replay is not None:
+                fastest, slowest = step.replay.fastest, step.replay.slowest
+                told.append(f"a replay: {step.replay.median:,.1f} us ({fastest:,.1f} to {slowest:,.1f})")
             told.append(results.by_part(step, rate, predict.of_measured(step) if "GB10" in about["gpu"] else None))
+            if step.kernels:
+                told.append(results.by_kernel(step))
     if tables:
         print("\n\n".join(told[2:]))
     folder.mkdir(parents=True, exist_ok=True)

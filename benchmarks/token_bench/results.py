@@ -13,6 +13,8 @@ from tabulate import tabulate
 
 from flashinfer.sm12x_gpu_probe.timing import Sample
 
+NAME_WIDTH = 90  # of a kernel's name in a table
+
 
 @dataclasses.dataclass
 class Row:
@@ -115,6 +117,19 @@ def by_part(
         for line in body:
             fast, slow = predicted.get(line[0], (0.0, 0.0))
             line.append(f"{fast:,.0f} - {slow:,.0f}" if slow else "")
+    return str(tabulate(body, headers, tablefmt="github", disable_numparse=True))
+
+
+def by_kernel(step: Measured) -> str:
+    """The kernels of each part, in a step's order: launches, microseconds of all and of one."""
+    body = []
+    for key, entry in step.kernels.items():
+        part, name = key.split(": ", 1)
+        short = name if len(name) <= NAME_WIDTH else f"{name[: NAME_WIDTH - 3]}..."
+        each = entry["us"] / entry["launches"]
+        cells = [part, short.replace("|", "/"), f"{entry['launches']:.0f}", f"{entry['us']:,.1f}", f"{each:,.2f}"]
+        body.append(cells)
+    headers = ["part", "kernel", "launches", "us", "us each"]
     return str(tabulate(body, headers, tablefmt="github", disable_numparse=True))
 
 

@@ -201,6 +201,7 @@ def a_measured_step() -> results.Measured:
             results.Row("MoE", "fork", 2, 3e9, kernels=4, us=1500.0),
         ],
         gaps=200.0,
+        kernels={"MoE: void stream<a|b>" + 100 * "x": {"launches": 4, "us": 1500.0}},
     )
 
 
@@ -217,6 +218,10 @@ def test_a_step_survives_json_and_its_table_adds_up(tmp_path: Path) -> None:
     assert cells["MoE"][2:] == ["4", "1,500.0", "3,000.00", "1,000.0", "75.0%"]
     assert cells["gaps"][3] == "200.0"
     assert cells["all"][2:6] == ["9", "2,000.0", "3,001.00", "1,000.3"]
+    (line,) = results.by_kernel(loaded).splitlines()[2:]
+    part, name, *numbers = (cell.strip() for cell in line.strip("|").split("|"))
+    assert (part, numbers) == ("MoE", ["4", "1,500.0", "375.00"])
+    assert name == "void stream<a/b>" + 71 * "x" + "..."
     overview = results.overview([loaded], 3000.0)
     assert "| 2.000 | 2,000 " in " ".join(overview.split())
 
@@ -245,6 +250,7 @@ def test_an_earlier_run_is_rendered(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert bench_token.main(["--render", str(tmp_path / "old.json"), "--out", str(tmp_path), "--name", "new"]) == 0
     out = capsys.readouterr().out
     assert "RuntimeError: no vLLM" in out
+    assert "a replay: 2,000.0 us (1,990.0 to 2,100.0)" in (tmp_path / "new.md").read_text(encoding="utf-8")
     assert "### gpt-oss-20b, fork, dense mxfp4, decode, context 1,024, 4 sequences, KV fp8" in (
         tmp_path / "new.md"
     ).read_text(encoding="utf-8")
