@@ -94,18 +94,33 @@ class Marlin:
             raise RuntimeError(f"moe_wna16_marlin_gemm is another version's, not vLLM 0.33's: {schema}")
 
     def prepare(self, weights: MoEInputs) -> _Layer:
-        return _Layer(self.operators, self._swiglu, weights)
+        experts, hidden, half = weights.fc2_weights.shape
+        layer = _Layer(self.operators, self._swiglu, experts, hidden, 2 * half, weights.input.device)
+        layer.load(weights)
+        return layer
+
+    def random(self, experts: int, hidden: int, inter: int, generator: torch.Generator) -> _Layer:
+        """A layer of random weights, for its time: nothing is converted."""
+        layer = _Layer(self.operators, self._swiglu, experts, hidden, inter, generator.device)
+        layer.fill(generator)
+        return layer
 
 
 class _Layer:
-    def __init__(self, operators: Any, swiglu: Callable[..., None], weights: MoEInputs) -> None:
+    def __init__(
+        self, operators: Any, swiglu: Callable[..., None], experts: int, hidden: int, inter: int, device: torch.device
+    ) -> None:
         self._operators, self._swiglu = operators, swiglu
+        self.experts, self.hidden, self.inter = experts, pad(hidden, 256), pad(inter, 128)
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self.locks = torch.zeros(processors * BLOCKS_PER_SM, dtype=torch.int32, device=device)
+
+    def load(self, weights: MoEInputs) -> None:
+        """Lay out ``weights``."""
         experts, hidden, half = weights.fc2_weights.shape
         inter = 2 * half
-        self.experts, self.hidden, self.inter = experts, pad(hidden, 256), pad(inter, 128)
         assert weights.fc1_bias is not None
         assert weights.fc2_bias is not None
-        device = weights.input.device
         # FC1's rows as [gate; up], each half padded by itself.
         up, gate = _two_halves(weights.fc1_weights, inter)
         self.fc1 = torch.stack([self._fc1_expert(gate[e], up[e]) for e in range(experts)])
@@ -119,8 +134,22 @@ class _Layer:
         up, gate = _two_halves(weights.fc1_bias, inter)
         self.fc1_bias = permute_bias(torch.cat([_grown(part, self.inter) for part in (gate, up)], dim=1))
         self.fc2_bias = permute_bias(_grown(weights.fc2_bias, self.hidden))
-        processors = torch.cuda.get_device_properties(device).multi_processor_count
-        self.locks = torch.zeros(processors * BLOCKS_PER_SM, dtype=torch.int32, device=device)
+
+    def fill(self, generator: torch.Generator) -> None:
+        """Random weights; a sum of K products is about 1."""
+        device = generator.device
+
+        def matrix(n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            shape = (self.experts, k // 16, 2 * n)
+            words = torch.randint(-(2**31), 2**31, shape, dtype=torch.int32, device=device, generator=generator)
+            low = 125 - (k.bit_length() + 1) // 2
+            shape = (self.experts, k // BLOCK, n)
+            scales = torch.randint(low, low + 3, shape, dtype=torch.uint8, device=device, generator=generator)
+            bias = 0.1 * torch.randn(self.experts, n, device=device, generator=generator)
+            return words, scales.view(torch.float8_e8m0fnu), bias.bfloat16()
+
+        self.fc1, self.fc1_scales, self.fc1_bias = matrix(2 * self.inter, self.hidden)
+        self.fc2, self.fc2_scales, self.fc2_bias = matrix(self.hidden, self.inter)
 
     def _fc1_expert(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return repack(torch.cat([_grown(part, self.inter, self.hidden // 2) for part in (gate, up)]))

@@ -163,9 +163,14 @@ def busy(fit: Fit, counts: Counts, row: DenseInstance, by: Assumptions) -> dict[
     return {name: value / (1.0 if name == "dram" else share) for name, value in used.items()}
 
 
-def predict_layer(device: VirtualDevice, name: str, tokens: int, weights: str, activation: str) -> Line | None:
-    """One row of the table; None where cuBLAS would multiply, which is not modelled."""
-    n, k = DENSE_LAYERS[name]
+def predict_layer(
+    device: VirtualDevice, name: str, tokens: int, weights: str, activation: str, shape: tuple[int, int] | None = None
+) -> Line | None:
+    """One row of the table; None where cuBLAS would multiply, which is not modelled.
+
+    ``shape``: rows and K, where they are not those of :data:`DENSE_LAYERS`.
+    """
+    n, k = shape or DENSE_LAYERS[name]
     operand = gemm_operand(BF16 if activation == "bf16" else QUANTIZE_BF16, True)
     row = choose(weights, tokens, n, k, True, operand)
     if row is None:

@@ -1,0 +1,417 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A whole decode step, or a whole prefill, of gpt-oss: where its time goes, kernel by kernel.
+
+    python benchmarks/bench_token.py                          # without a GPU: the predicted GB10 token
+    python benchmarks/bench_token.py --report spark.json      # beside what sm12x-doctor --probe found on a GB10
+    python benchmarks/bench_token.py --models gpt-oss-20b --decode 1x1024,4x1024 --prefill 2048
+    python benchmarks/bench_token.py --build                  # compile what they need, side by side, and nothing else
+    python benchmarks/bench_token.py --check                  # small models: all stacks agree with torch
+    python benchmarks/bench_token.py --render token.json      # tables and picture of an earlier run, no GPU needed
+
+The model has gpt-oss' sizes, random weights and all layers, each with its own weights (a step reads gigabytes, L2 holds
+megabytes), and a step is one CUDA graph: embedding, norms, QKV, rope, KV write, attention with sinks, O, router, top-k, MoE,
+LM head and argmax. Stacks: ``vllm``, vLLM's own operators, with its Marlin experts and bf16 dense layers; ``fork``, this
+fork's experts and its dense layers in the formats of --dense, with vLLM's operators for the rest where vLLM is installed and
+torch's where it is not. Each row of a table names who computed it; a stack that cannot be built is told with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import datetime
+import gc
+import itertools
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from flashinfer.jit.xqa import gen_xqa_module
+from moe_bench import peer_marlin
+from moe_bench.peers import find_vllm
+from token_bench import check, emulate, measure, operators, picture, predict, results
+from token_bench.model import Model, fork_experts, marlin_experts
+from token_bench.sizes import DENSE_FORMATS, MATRICES, SIZES, Size, Step
+
+import flashinfer
+from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm120_module
+from flashinfer.jit.sm12x.modules import gen_dense_module, gen_probe_module, gen_router_module
+from flashinfer.sm12x_gpu_probe.target import find_target
+from flashinfer.sm12x_gpu_probe.timing import sustained_read
+from flashinfer.testing.virtual_device import in_own_process
+
+ATTENTION = ("xqa", "triton", "fa3", "torch")
+DECODE = [(1, context) for context in (128, 1024, 8192, 32_768, 131_072)] + [(n, 1024) for n in (4, 16, 64)]
+READ_BYTES = 1 << 30
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers were taken on."""
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "gpu": properties.name,
+        "multiprocessors": properties.multi_processor_count,
+        "torch": torch.__version__,
+        "cuda": str(torch.version.cuda),
+        "flashinfer": f"{flashinfer.__version__} + {flashinfer.__fork_version__}",
+        "date": datetime.date.today().isoformat(),
+        "command": " ".join(["python", *sys.argv]),
+        "read_gb_per_second": None,
+    }
+
+
+def streaming_read() -> float | None:
+    """GB/s of a plain streaming read, the floor's rate; None, and why, where it cannot be measured."""
+    try:
+        return sustained_read(find_target(), READ_BYTES)
+    except Exception as error:  # the steps are measured all the same
+        print(f"no floor: {reason(error)}", flush=True)
+        return None
+
+
+def reason(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+
+def vllm_folder(given: Path | None) -> Path:
+    """The folder of vLLM's package.
+
+    Raises
+    ------
+    RuntimeError
+        There is none.
+    """
+    if given is not None:
+        return given
+    found = find_vllm("__init__.py")
+    if found is None:
+        raise RuntimeError("vLLM is not installed; --vllm names its package's folder")
+    return found.parent
+
+
+def attention_of(name: str, size: Size) -> Any:
+    """An attention by its name in --attention."""
+    if name == "triton":
+        return operators.TritonAttention(size.heads, size.kv_heads, size.head)
+    return {"xqa": operators.XqaAttention, "fa3": operators.Fa3Attention, "torch": operators.TorchAttention}[name]()
+
+
+class Unavailable:
+    """In place of an attention that is not there: says so when a step needs it."""
+
+    def __init__(self, name: str, why: str) -> None:
+        self.by, self._why = name, why
+
+    def __call__(self, *_: Any) -> torch.Tensor:
+        raise RuntimeError(f"{self.by} attention: {self._why}")
+
+
+def equip(model: Model, arguments: argparse.Namespace, stack: str) -> None:
+    """Give a model the small operators and attentions of a stack."""
+    try:
+        model.operators = operators.VllmOperators(vllm_folder(arguments.vllm))
+    except Exception as error:
+        if stack == "vllm":
+            raise
+        print(f"fork: norms, rope, KV write and top-k by torch: {reason(error)}", flush=True)
+    for slot, name in (("attention", arguments.attention), ("prefill_attention", arguments.prefill_attention)):
+        try:
+            setattr(model, slot, attention_of(name, model.size))
+        except Exception as error:
+            setattr(model, slot, Unavailable(name, reason(error)))
+
+
+def marlin(arguments: argparse.Namespace) -> Any:
+    """vLLM's Marlin, loaded."""
+    return peer_marlin.Marlin(vllm_folder(arguments.vllm) / operators.LIBRARIES[1])
+
+
+def build(stack: str, size: Size, arguments: argparse.Namespace) -> Model:
+    """A model with a stack's experts, dense layers and operators."""
+    make: Any
+    if stack == "fork":
+        make, formats = fork_experts(size, arguments.activations), tuple(arguments.dense)
+    else:
+        make, formats = marlin_experts(size, marlin(arguments)), ("bf16",)
+    model = Model(size, make, formats, arguments.seed, "cuda")
+    equip(model, arguments, stack)
+    return model
+
+
+def steps_of(arguments: argparse.Namespace, formats: Sequence[str], routers: Sequence[str]) -> Iterator[Step]:
+    """What is to be measured on one stack."""
+    for dense, router in itertools.product(formats, routers):
+        common: dict[str, Any] = {"formats": dict.fromkeys(MATRICES, dense), "fused_router": router == "fork"}
+        for kv, (sequences, context) in itertools.product(arguments.kv, arguments.decode):
+            yield Step(sequences, context, kv=kv, **common)
+        for tokens in arguments.prefill:
+            yield Step(1, tokens, tokens, arguments.kv[0], **common)
+
+
+def stack_name(stack: str, step: Step) -> str:
+    if stack == "vllm":
+        return stack
+    return f"fork, dense {step.formats['QKV']}{', its router' if step.fused_router else ''}"
+
+
+def not_measured(name: str, stack: str, step: Step, why: str) -> results.Measured:
+    return results.Measured(
+        model=name,
+        stack=stack_name(stack, step),
+        sequences=step.sequences,
+        context=step.context,
+        new=step.new,
+        kv=step.kv,
+        formats=dict(step.formats),
+        fused_router=step.fused_router,
+        note=why,
+    )
+
+
+def compile_module(what: tuple[Any, ...]) -> str:
+    """Build one module, in a process of its own; returns what there is to say of it."""
+    began = time.monotonic()
+    generators = {
+        "moe": gen_cutlass_fused_moe_sm120_module,
+        "dense": gen_dense_module,
+        "probe": gen_probe_module,
+        "router": gen_router_module,
+    }
+    try:
+        if what[0] == "xqa":
+            _, kv, window = what
+            size = next(iter(SIZES.values()))
+            dtype = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}[kv]
+            ratio = size.heads // size.kv_heads
+            gen_xqa_module(torch.bfloat16, dtype, 16, size.head, ratio, window, torch.bfloat16).build_and_load()
+        else:
+            generators[what[0]]().build(need_lock=True)
+    except Exception as error:
+        return f"{what}: {reason(error)}"
+    return f"{what}: {time.monotonic() - began:.0f} s"
+
+
+def build_all(kinds: list[str]) -> int:
+    """Compile side by side; what fails is told, and fails again when it is needed."""
+    wanted = [
+        ("moe",),
+        ("dense",),
+        ("probe",),
+        ("router",),
+        *(("xqa", kv, window) for kv in kinds for window in (False, True)),
+    ]
+    with concurrent.futures.ProcessPoolExecutor(len(wanted), multiprocessing.get_context("spawn")) as pool:
+        for told in pool.map(compile_module, wanted):
+            print(told, flush=True)
+    return 0
+
+
+def run_on_gpu(arguments: argparse.Namespace) -> int:
+    """Measure all that was asked for, and write it down step by step."""
+    began = time.monotonic()
+    about = machine()
+    about["read_gb_per_second"] = streaming_read()
+    path = arguments.out / f"{arguments.name}.json"
+    found: list[results.Measured] = []
+    for name, stack in itertools.product(arguments.models, arguments.stacks):
+        size = SIZES[name]
+        choices = (arguments.dense, arguments.router) if stack == "fork" else (["bf16"], ["separate"])
+        model, why = None, ""
+        try:
+            model = build(stack, size, arguments)
+            print(f"{name}, {stack}: weights after {time.monotonic() - began:.0f} s", flush=True)
+        except Exception as error:
+            why = reason(error)
+            print(f"{name}, {stack}: {why}", flush=True)
+        for step in steps_of(arguments, *choices):
+            if model is None or time.monotonic() - began > arguments.seconds:
+                found.append(not_measured(name, stack, step, why or f"not begun within {arguments.seconds:g} s"))
+                continue
+            try:
+                found.append(measure.measure_step(model, step, stack_name(stack, step), name, arguments.repeats))
+            except Exception as error:
+                found.append(not_measured(name, stack, step, reason(error)))
+            results.save(path, about, found)
+            gc.collect()
+            torch.cuda.empty_cache()
+        del model
+        gc.collect()
+        torch.cuda.empty_cache()
+    results.save(path, about, found)
+    publish(about, found, arguments.out, arguments.name, tables=arguments.tables)
+    return 0
+
+
+def publish(about: dict[str, Any], steps: list[results.Measured], folder: Path, name: str, *, tables: bool) -> None:
+    """Print the overview; write it with each step's table beside the JSON, and the picture."""
+    rate = about["read_gb_per_second"]
+    told = [", ".join(f"{key} {value}" for key, value in about.items()), results.overview(steps, rate)]
+    print("\n\n".join(told))
+    for step in steps:
+        if step.rows:
+            told.append(f"### {step.model}, {step.stack}, {step.what()}, KV {step.kv}")
+            if step.replay is not None:
+                fastest, slowest = step.replay.fastest, step.replay.slowest
+                told.append(f"a replay: {step.replay.median:,.1f} us ({fastest:,.1f} to {slowest:,.1f})")
+            told.append(results.by_part(step, rate, predict.of_measured(step) if "GB10" in about["gpu"] else None))
+            if step.kernels:
+                told.append(results.by_kernel(step))
+    if tables:
+        print("\n\n".join(told[2:]))
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.md").write_text("\n\n".join(told) + "\n", encoding="utf-8")
+    print(f"wrote {folder / name}.md")
+    bars = [
+        picture.Bar(
+            f"{step.model}, {step.stack}\n{step.what()}, KV {step.kv}",
+            {row.part: row.us for row in step.rows} | {"gaps": step.gaps},
+            None if rate is None else step.bytes / rate / 1e3,
+        )
+        for step in steps
+        if step.span
+    ]
+    write_picture(bars, f"{about['gpu']}, {about['date']}", folder / f"{name}.svg")
+
+
+def write_picture(bars: list[picture.Bar], title: str, path: Path) -> None:
+    """The picture, where there is something to draw and matplotlib is installed."""
+    try:
+        if bars:
+            picture.draw(bars, title, path)
+            print(f"wrote {path}")
+    except ImportError as error:
+        print(f"no picture: {error}")
+
+
+def print_prediction(arguments: argparse.Namespace) -> int:
+    """The predicted GB10's tables and picture; 2 where the report is of no use."""
+    name = arguments.models[0]
+    try:
+        given = predict.from_report(arguments.report) if arguments.report is not None else None
+    except (OSError, ValueError) as error:
+        print(f"bench: --report: {error}", file=sys.stderr)
+        return 2
+    told = ["GB10 (SM121): prediction, not a measurement"]
+    bars = []
+    fused = "fork" in arguments.router
+    # What is kept of two Sparks is gpt-oss-120b's.
+    ranks = (1, 2) if name == predict.LAYER_MODEL else (1,)
+    for count in ranks:
+        steps = predict.headline(count, name, fused_router=fused)
+        where = "one Spark" if count == 1 else "two Sparks, one of them"
+        told += [f"{name}, {where}, one stream, context 1,024, bf16 KV", predict.by_part(steps, DENSE_FORMATS)]
+        bars += [predicted_bar(step) for step in steps]
+        if given is not None and count == 1:
+            for before, after in zip(steps, predict.headline(count, name, given, fused_router=fused), strict=True):
+                told += [f"with the report, dense layers in {before.step.formats['QKV']}"]
+                told += [predict.side_by_side(before, after)]
+    for count in ranks:
+        told += [
+            f"one stream, tokens/s by context, Sparks: {count}",
+            predict.by_context(name, count, fused_router=fused),
+        ]
+    told += ["several streams, and prompts, one Spark", predict.overview(predict.batches(name, fused_router=fused))]
+    if name == predict.LAYER_MODEL:
+        for count, rates in predict.PUBLISHED.items():
+            listed = ", ".join(f"{rate:g} ({who})" for who, rate in rates.items())
+            told.append(f"published, {count} Spark{'s' * (count > 1)}, one stream, tokens/s: {listed}")
+    told.append("\n".join(["Assumed:", *(f"- {line}" for line in predict.told())]))
+    print("\n\n".join(told))
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    path = arguments.out / f"{arguments.name}_predicted.md"
+    path.write_text("\n\n".join(told) + "\n", encoding="utf-8")
+    print(f"\nwrote {path}")
+    write_picture(bars, f"{name} on a GB10, predicted: one stream, context 1,024", path.with_suffix(".svg"))
+    return 0
+
+
+def predicted_bar(step: predict.Predicted) -> picture.Bar:
+    sparks = "" if step.size.ranks == 1 else f", {step.size.ranks} Sparks"
+    return picture.Bar(
+        f"{step.step.formats['QKV']}{sparks}: {step.middle_rate:.0f} tokens/s",
+        {row.part: row.middle for row in step.rows},
+        step.floor,
+        step.fast,
+        step.slow,
+    )
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    def names(text: str) -> list[str]:
+        return [item for item in text.split(",") if item]
+
+    def numbers(text: str) -> list[int]:
+        return [int(item) for item in names(text)]
+
+    def batches(text: str) -> list[tuple[int, int]]:
+        return [(int(sequences), int(context)) for sequences, context in (item.split("x") for item in names(text))]
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--models", type=names, default=["gpt-oss-120b"], help=f"of {', '.join(SIZES)}")
+    parser.add_argument("--stacks", type=names, default=["fork", "vllm"], help="fork, vllm")
+    parser.add_argument("--dense", type=names, default=list(DENSE_FORMATS), help="the fork's QKV, O and LM head")
+    parser.add_argument("--decode", type=batches, default=DECODE, help="sequences x context: 1x1024,64x1024")
+    parser.add_argument("--kv", type=names, default=["bf16"], help="bf16, fp8")
+    parser.add_argument("--prefill", type=numbers, default=[], help="prompts of so many tokens, too")
+    parser.add_argument(
+        "--router",
+        type=names,
+        default=["separate"],
+        help="of the fork's stack: separate (norm, GEMM, top-k), fork (its router_top_k)",
+    )
+    parser.add_argument("--attention", choices=ATTENTION, default="xqa")
+    parser.add_argument("--prefill-attention", choices=ATTENTION, default="triton")
+    parser.add_argument("--activations", choices=("a8", "a16"), default="a8", help="of the fork's experts")
+    parser.add_argument("--vllm", type=Path, help="folder of vLLM's package, where it is not installed")
+    parser.add_argument("--build", action="store_true", help="only compile what the steps need")
+    parser.add_argument("--check", action="store_true", help="only whether the stacks agree, on small models")
+    parser.add_argument("--render", type=Path, help="measure nothing: tables and picture of this JSON")
+    parser.add_argument("--predict", action="store_true", help="measure nothing: the predicted GB10 tables")
+    parser.add_argument("--report", type=Path, help="a GB10's report of sm12x-doctor --probe, beside the prediction")
+    parser.add_argument("--emulate", action="store_true", help="run the kernels of the prediction again (20 minutes)")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=3600, help="begin no step later than this")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tables", action="store_true", help="print each step's table, too")
+    parser.add_argument("--name", default="token", help="of the files")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out", help="folder of the files")
+    arguments = parser.parse_args(argv)
+    for flag, given, allowed in (
+        ("--models", arguments.models, tuple(SIZES)),
+        ("--stacks", arguments.stacks, ("fork", "vllm")),
+        ("--dense", arguments.dense, DENSE_FORMATS),
+        ("--kv", arguments.kv, ("bf16", "fp8")),
+        ("--router", arguments.router, ("separate", "fork")),
+    ):
+        if unknown := set(given) - set(allowed):
+            parser.error(f"{flag}: {sorted(unknown)} are not among {sorted(allowed)}")
+    return arguments
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parse(argv)
+    os.environ.setdefault("FLASHINFER_SM12X_MOE", "1")
+    if arguments.render is not None:
+        publish(*results.load(arguments.render), arguments.out, arguments.name, tables=arguments.tables)
+        return 0
+    if arguments.emulate:
+        return int(in_own_process(emulate.emulate))
+    if arguments.report is not None or arguments.predict or not torch.cuda.is_available():
+        return print_prediction(arguments)
+    if arguments.build:
+        return build_all(arguments.kv)
+    if arguments.check:
+        return check.check(arguments, lambda: marlin(arguments), equip)
+    return run_on_gpu(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether the stacks agree: small models with the same weights, batch and caches, compared with torch's step."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tabulate import tabulate
+
+from flashinfer.testing import moe_reference
+
+from .model import ExpertTensors, ForkExperts, MarlinExperts, Model
+from .sizes import MATRICES, Size, Step
+
+SMALL = Size(layers=2, experts=8, vocab=4096)
+STEPS = (Step(3, 300), Step(1, 40, 40))
+# Of the logits' Frobenius norm: bf16 hidden states, and experts' tokens in bf16 or MXFP8 (an error of 4 % of their outputs).
+TOLERANCE = {"a16": 0.02, "a8": 0.06}
+FP8_TOLERANCE = 0.05  # with an fp8 cache, at least: a kernel may round queries and weights of the sum to e4m3, too
+
+
+class ReferenceExperts(ForkExperts):
+    """The float64 reference of the operator, W4A16."""
+
+    def __init__(self, tensors: ExpertTensors) -> None:
+        super().__init__(tensors, "a16")
+        self.by = "float64"
+
+    def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return moe_reference(self.inputs(x, ids, weights))[0].to(x.dtype)
+
+
+def relative_error(logits: torch.Tensor, reference: torch.Tensor) -> float:
+    """Frobenius norm of the difference over that of the reference."""
+    return float((logits.double() - reference.double()).norm() / reference.double().norm())
+
+
+def check(
+    arguments: argparse.Namespace,
+    make_marlin: Callable[[], Any],
+    equip: Callable[[Model, argparse.Namespace, str], None],
+    device: str = "cuda",
+) -> int:
+    """Print each stack's error; 1 where one disagrees or could not run.
+
+    ``make_marlin`` gives the peer or raises; ``equip`` gives a model the operators of a stack.
+    """
+    formats = tuple(dict.fromkeys(("bf16", *arguments.dense)))
+
+    def model(make: Callable[[torch.Generator], Any]) -> Model:
+        return Model(SMALL, make, formats, arguments.seed, device, 4096)
+
+    def fork(generator: torch.Generator) -> ForkExperts:
+        return ForkExperts(ExpertTensors.random(SMALL, generator), arguments.activations)
+
+    reference = model(lambda generator: ReferenceExperts(ExpertTensors.random(SMALL, generator)))
+    stacks: dict[str, Callable[[], Model]] = {"fork": lambda: model(fork)}
+
+    def vllm() -> Model:
+        peer = make_marlin()
+        return model(lambda g: MarlinExperts(peer, SMALL, ExpertTensors.random(SMALL, g), g))
+
+    stacks["vllm"] = vllm
+    lines, wrong = [], False
+    for stack in arguments.stacks:
+        try:
+            tried = stacks[stack]()
+            equip(tried, arguments, stack)
+        except Exception as error:
+            lines.append([stack, "", "", "", "", "", f"{type(error).__name__}: {error}"])
+            wrong = True
+            continue
+        choices = (formats, arguments.router) if stack == "fork" else (["bf16"], ["separate"])
+        for step, kv, dense, router in itertools.product(STEPS, arguments.kv, *choices):
+            step = Step(step.sequences, step.context, step.new, kv, dict.fromkeys(MATRICES, dense), router == "fork")
+            batch = reference.batch(step)
+            caches = reference.caches(step, batch)
+            apart = dataclasses.replace(step, fused_router=False)
+            expected, _ = reference.step(apart, batch, [kv.clone() for kv in caches])
+            what = "prefill" if step.prefill else "decode"
+            by = tried.by(step)
+            line = [stack, what, kv, dense, by["router"], by["attention, full"]]
+            try:
+                logits, _ = tried.step(step, batch, caches)
+                off = relative_error(logits, expected)
+                tolerance = TOLERANCE[arguments.activations if stack == "fork" else "a16"]
+                agrees = off <= (max(tolerance, FP8_TOLERANCE) if kv == "fp8" else tolerance)
+                wrong |= not agrees
+                lines.append([*line, f"{off:.4f}{'' if agrees else ' DISAGREES'}"])
+            except Exception as error:
+                wrong = True
+                lines.append([*line, f"{type(error).__name__}: {str(error).splitlines()[0]}"])
+    headers = ["stack", "step", "KV", "dense", "router", "attention", "error of the logits"]
+    print(tabulate(lines, headers, tablefmt="github", disable_numparse=True))
+    return int(wrong)

@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""gpt-oss as a list of operators: weights, caches, and a step from token ids to the next ones.
+
+The layers' weights are distinct tensors, so that a step finds none of them in L2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+
+from flashinfer.fused_moe import cutlass_fused_moe, router_top_k
+from flashinfer.gemm.sm12x_dense import dense_mx
+from flashinfer.quantization import mx_cpu
+from flashinfer.testing import MoEInputs
+from flashinfer.testing import moe_layers as layers_module
+from flashinfer.testing.moe_layers import ALPHA, BETA, LIMIT
+
+from .operators import EPSILON, PAGE, Batch, Cache, TorchAttention, TorchOperators, rope_table
+from .sizes import DENSE_FORMATS, Size, Step
+
+ROUTER_SCALE = 4.0  # experts' logits lie apart, so that rounding seldom decides which are taken
+QUANTIZED_ROWS = 16_384
+DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+
+
+class Dense:
+    """A dense layer's weight in any of the formats."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, formats: tuple[str, ...]) -> None:
+        self.bias = bias
+        self.weights: dict[str, tuple[torch.Tensor, ...]] = {}
+        for name in formats:
+            if name == "bf16":
+                self.weights[name] = (weight,)
+                continue
+            quantize = mx_cpu.quantize_mxfp4_linear if name == "mxfp4" else mx_cpu.quantize_mxfp8_linear
+            values, scales = zip(*(quantize(rows) for rows in weight.split(QUANTIZED_ROWS)), strict=True)
+            joined = torch.cat([part.view(torch.uint8) for part in values]).view(values[0].dtype)
+            self.weights[name] = (joined, mx_cpu.swizzle_128x4(torch.cat(scales)))
+
+    def __call__(self, x: torch.Tensor, weights: str) -> torch.Tensor:
+        values, *scales = self.weights[weights]
+        if weights == "bf16":
+            return F.linear(x, values, self.bias)
+        return dense_mx(x, values, scales[0], self.bias, constant_weights=True)
+
+
+class Experts(Protocol):
+    """A layer's experts."""
+
+    by: str
+
+    def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertTensors:
+    """A layer's experts as ``cutlass_fused_moe`` takes them: rows of FC1 are [up; gate], scales swizzled."""
+
+    fc1: torch.Tensor
+    fc1_scales: torch.Tensor
+    fc1_bias: torch.Tensor
+    fc2: torch.Tensor
+    fc2_scales: torch.Tensor
+    fc2_bias: torch.Tensor
+
+    @classmethod
+    def random(cls, size: Size, generator: torch.Generator) -> ExpertTensors:
+        device, e = generator.device, size.experts
+
+        def matrix(rows: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            values = torch.randint(0, 256, (e, rows, k // 2), dtype=torch.uint8, device=device, generator=generator)
+            # e2m1's codes have a root mean square of 2.9; a row's sum of K products is to be about 1.
+            low = 125 - (k.bit_length() + 1) // 2
+            shape = (e, -(-rows // 128) * 128, -(-k // 128) * 4)
+            scales = torch.randint(low, low + 3, shape, dtype=torch.uint8, device=device, generator=generator)
+            return values, scales, normal(e, rows, scale=0.1, generator=generator)
+
+        return cls(*matrix(2 * size.inter, size.hidden), *matrix(size.hidden, size.inter))
+
+    def inputs(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> MoEInputs:
+        """The W4A16 call."""
+        return MoEInputs(
+            x, ids, weights, self.fc1, self.fc1_scales, self.fc2, self.fc2_scales, fc1_bias=self.fc1_bias,
+            fc2_bias=self.fc2_bias,
+        )  # fmt: skip
+
+
+def normal(*shape: int, scale: float, generator: torch.Generator) -> torch.Tensor:
+    """Random bf16."""
+    values = torch.empty(shape, dtype=torch.bfloat16, device=generator.device)
+    for rows in values.split(QUANTIZED_ROWS):
+        rows.copy_(torch.randn(rows.shape, device=generator.device, generator=generator) * scale)
+    return values
+
+
+class ForkExperts:
+    """This fork's layer: ``activations`` "a8", MXFP8 inside, or "a16"."""
+
+    def __init__(self, tensors: ExpertTensors, activations: str) -> None:
+        self.by = f"fork cutlass_fused_moe, W4{activations.upper()}"
+        self.tensors = tensors
+        experts, device = tensors.fc1.shape[0], tensors.fc1.device
+        alpha, beta, limit, one = (torch.full((experts,), value, device=device) for value in (ALPHA, BETA, LIMIT, 1.0))
+        self._changes: dict[str, Any] = {"swiglu_alpha": alpha, "swiglu_beta": beta, "swiglu_limit": limit}
+        if activations == "a8":
+            self._changes |= {"fc1_global": one, "fc2_global": one}
+
+    def inputs(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> MoEInputs:
+        """The call."""
+        return dataclasses.replace(self.tensors.inputs(x, ids, weights), **self._changes)
+
+    def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return cutlass_fused_moe(**self.inputs(x, ids, weights).arguments())
+
+
+class MarlinExperts:
+    """vLLM's Marlin; ``tensors`` None: random ones in its own layout."""
+
+    by = "vLLM Marlin, W4A16"
+
+    def __init__(self, peer: Any, size: Size, tensors: ExpertTensors | None, generator: torch.Generator) -> None:
+        e, device = size.experts, generator.device
+        placeholder = torch.empty((e, size.hidden, size.inter // 2), device="meta")
+        nothing = torch.empty(0, device=device)
+        if tensors is not None:
+            self._layer = peer.prepare(tensors.inputs(nothing, nothing, nothing))
+        else:
+            self._layer = peer.random(e, size.hidden, size.inter, generator)
+        self._empty = MoEInputs(nothing, nothing, nothing, placeholder, nothing, placeholder, nothing)
+
+    def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        inputs = dataclasses.replace(self._empty, input=x, token_selected_experts=ids, token_final_scales=weights)
+        return self._layer.bind(layers_module.Batch(inputs, weights))()
+
+
+@dataclasses.dataclass
+class Layer:
+    """One layer's weights."""
+
+    norms: tuple[torch.Tensor, torch.Tensor]
+    qkv: Dense
+    sinks: torch.Tensor
+    o: Dense
+    router: tuple[torch.Tensor, torch.Tensor]
+    experts: Experts
+
+
+class Model:
+    """Random weights, and steps on them.
+
+    ``make_experts`` gives a layer's experts. ``mark`` is called with a part's name before each of its calls, and
+    ``operators``, ``attention`` and ``prefill_attention`` may be replaced between steps.
+    """
+
+    def __init__(
+        self,
+        size: Size,
+        make_experts: Callable[[torch.Generator], Experts],
+        formats: tuple[str, ...] = DENSE_FORMATS,
+        seed: int = 0,
+        device: str = "cpu",
+        positions: int = 131_072,
+    ) -> None:
+        self.size = size
+        generator = torch.Generator(device).manual_seed(seed)
+
+        def vector(*shape: int, scale: float = 0.1, offset: float = 0.0) -> torch.Tensor:
+            return normal(*shape, scale=scale, generator=generator) + offset
+
+        def dense(name: str, bias: bool = True) -> Dense:
+            n, k = size.matrices[name]
+            return Dense(vector(n, k, scale=k**-0.5), vector(n) if bias else None, formats)
+
+        def layer() -> Layer:
+            router = vector(size.experts, size.hidden, scale=ROUTER_SCALE * size.hidden**-0.5), vector(size.experts)
+            norms = vector(size.hidden, offset=1.0), vector(size.hidden, offset=1.0)
+            sinks = vector(size.heads, scale=1.0).float()
+            return Layer(norms, dense("QKV"), sinks, dense("O"), router, make_experts(generator))
+
+        self.embedding = vector(size.vocab, size.hidden, scale=1.0)
+        self.layers = [layer() for _ in range(size.layers)]
+        self.norm = vector(size.hidden, offset=1.0)
+        self.lm_head = dense("LM head", bias=False)
+        self.rope = rope_table(positions, size.head, device, torch.bfloat16)
+        self.operators = TorchOperators()
+        self.attention: Any = TorchAttention()
+        self.prefill_attention: Any = TorchAttention()
+        self.mark: Callable[[str], None] = lambda _: None
+        self.chosen: list[torch.Tensor] = []
+        self._generator = generator
+
+    def by(self, step: Step) -> dict[str, str]:
+        """Who computes each part."""
+        attention = (self.prefill_attention if step.prefill else self.attention).by
+        dense = {name: "cuBLAS" if kind == "bf16" else f"fork, {kind}" for name, kind in step.formats.items()}
+        return {
+            **dict.fromkeys(("embedding", "argmax"), "torch"),
+            **self.operators.by,
+            **dense,
+            "attention, full": attention,
+            "attention, window": attention,
+            "router": "fork router_top_k" if step.fused_router else "cuBLAS",
+            "MoE": self.layers[0].experts.by,
+        }
+
+    def batch(self, step: Step) -> Batch:
+        """Random tokens at the end of the context, and the pages that they are in."""
+        device, sequences = self.embedding.device, step.sequences
+        position = torch.arange(step.context - step.new, step.context, device=device)
+        pages = -(-step.context // PAGE)
+        # A windowed layer needs none of the pages in front of the window: all of those are page 0.
+        old = max(0, step.context - step.new - self.size.window) // PAGE
+
+        def cache(first: int) -> Cache:
+            own = torch.arange(sequences * (pages - first), device=device).view(sequences, -1)
+            table = F.pad(own, (first, 0)).int()
+            slots = table[:, position // PAGE].long() * PAGE + position % PAGE
+            return Cache(table, slots.flatten())
+
+        ids = torch.randint(0, self.size.vocab, (step.tokens,), device=device, generator=self._generator)
+        return Batch(
+            ids,
+            position.repeat(sequences),
+            torch.full((sequences,), step.context, dtype=torch.int32, device=device),
+            torch.arange(0, step.tokens + 1, step.new, dtype=torch.int32, device=device),
+            step.new,
+            step.context,
+            cache(0),
+            cache(old),
+        )
+
+    def caches(self, step: Step, batch: Batch) -> list[torch.Tensor]:
+        """A cache for each layer, ``[P, 2, kv_heads, PAGE, head]``, of random keys and values."""
+        found = []
+        for index in range(self.size.layers):
+            table = (batch.window if self.size.windowed(index) else batch.full).table
+            shape = (int(table.max()) + 1, 2, self.size.kv_heads, PAGE, self.size.head)
+            kv = torch.empty(shape, dtype=DTYPES[step.kv], device=table.device)
+            for pages in kv.split(QUANTIZED_ROWS):
+                pages.copy_(torch.randn(pages.shape, device=table.device, generator=self._generator))
+            found.append(kv)
+        return found
+
+    def step(self, step: Step, batch: Batch, caches: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits ``[S, vocab]`` of each sequence's last token, and the largest one's id."""
+        size, mark, operators = self.size, self.mark, self.operators
+        attention = self.prefill_attention if step.prefill else self.attention
+        queries, keys = size.heads * size.head, size.kv_heads * size.head
+        tokens = batch.ids.shape[0]
+        self.chosen = []
+        mark("embedding")
+        x = F.embedding(batch.ids, self.embedding)
+        residual: torch.Tensor | None = None
+        for index, layer in enumerate(self.layers):
+            windowed = size.windowed(index)
+            cache = batch.window if windowed else batch.full
+            mark("norms")
+            x, residual = operators.norm(x, residual, layer.norms[0])
+            mark("QKV")
+            qkv = layer.qkv(x, step.formats["QKV"])
+            q, k, v = qkv.split((queries, keys, keys), dim=1)
+            mark("rope")
+            operators.rope(batch.positions, q, k, self.rope, size.head)
+            mark("KV write")
+            heads = (tokens, size.kv_heads, size.head)
+            operators.write(k.view(heads), v.view(heads), caches[index], cache.slots)
+            mark("attention, window" if windowed else "attention, full")
+            q = q.view(tokens, size.heads, size.head)
+            x = attention(q, caches[index], cache, batch, layer.sinks, size.window if windowed else 0)
+            mark("O")
+            x = layer.o(x.view(tokens, queries), step.formats["O"])
+            if step.fused_router:
+                mark("router")
+                routed = router_top_k(
+                    x, layer.router[0], size.top_k, layer.router[1], residual=residual, norm_weight=layer.norms[1],
+                    eps=EPSILON, constant_weights=True,
+                )  # fmt: skip
+                weights, ids, _, x, residual = routed
+            else:
+                mark("norms")
+                x, residual = operators.norm(x, residual, layer.norms[1])
+                mark("router")
+                logits = F.linear(x, *layer.router)
+                mark("top-k")
+                weights, ids = operators.top_k(logits, size.top_k)
+            self.chosen.append(ids)
+            mark("MoE")
+            x = layer.experts(x, ids, weights)
+        mark("norms")
+        x, _ = operators.norm(x, residual, self.norm)
+        mark("LM head")
+        last = x if step.new == 1 else x[step.new - 1 :: step.new].contiguous()
+        logits = self.lm_head(last, step.formats["LM head"])
+        mark("argmax")
+        return logits, logits.argmax(-1)
+
+    def experts_touched(self) -> float:
+        """Of the last step, the mean over the layers."""
+        return sum(len(ids.unique()) for ids in self.chosen) / len(self.chosen)
+
+
+def fork_experts(size: Size, activations: str) -> Callable[[torch.Generator], ForkExperts]:
+    """For :class:`Model`: this fork's, random."""
+    return lambda generator: ForkExperts(ExpertTensors.random(size, generator), activations)
+
+
+def marlin_experts(size: Size, peer: Any) -> Callable[[torch.Generator], MarlinExperts]:
+    """For :class:`Model`: vLLM's Marlin (``moe_bench.peer_marlin``), random."""
+    return lambda generator: MarlinExperts(peer, size, None, generator)

@@ -1,0 +1,447 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The token benchmark: bytes of a step's parts, whose kernels are whose, tables and picture, Marlin's experts in a step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import bench_token
+import pytest
+import test_bench_marlin
+import torch
+from moe_bench import peer_marlin
+from token_bench import check, measure, model, operators, picture, results
+from token_bench.check import ReferenceExperts, relative_error
+from token_bench.model import Dense, ExpertTensors, ForkExperts, MarlinExperts, Model, fork_experts
+from token_bench.operators import PAGE, TorchAttention, TorchOperators
+from token_bench.sizes import MATRICES, SIZES, Size, Step, expert_bytes, mean_experts, parts_of
+
+from flashinfer.sm12x_gpu_probe.timing import Sample
+
+SMALL = Size(layers=2, experts=4, hidden=160, inter=96, heads=8, kv_heads=2, head=32, top_k=2, vocab=640, window=64)
+
+
+def size_of(*tensors: Any) -> int:
+    """Bytes of tensors, each memory once."""
+    whole = {tensor.data_ptr(): tensor for tensor in tensors if tensor is not None}
+    return sum(tensor.numel() * tensor.element_size() for tensor in whole.values())
+
+
+@pytest.fixture
+def moved(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, int], Callable[[str], None]]:
+    """Bytes of the tensors that each part's operator was given and gave, and what tells the part."""
+    found: dict[str, int] = defaultdict(int)
+    part = [""]
+
+    def watch(owner: Any, name: str, tensors: Callable[..., tuple[Any, ...]]) -> None:
+        original = getattr(owner, name)
+
+        def watched(*given: Any, **named: Any) -> Any:
+            result = original(*given, **named)
+            found[part[0]] += size_of(*tensors(given, result))
+            return result
+
+        monkeypatch.setattr(owner, name, watched)
+
+    watch(Dense, "__call__", lambda given, out: (given[1], *given[0].weights[given[2]], given[0].bias, out))
+    watch(TorchOperators, "norm", lambda given, out: (*given[1:], *out))
+    watch(TorchOperators, "top_k", lambda given, out: (given[1].bfloat16(), *out))
+    watch(TorchAttention, "__call__", lambda given, out: (given[1], given[2], given[5], out))
+
+    def experts(given: Any, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        t = given[0].tensors
+        return (*given[1:], t.fc1, t.fc1_scales, t.fc1_bias, t.fc2, t.fc2_scales, t.fc2_bias, out)
+
+    watch(ForkExperts, "__call__", experts)
+
+    def router(given: Any, out: Any) -> tuple[torch.Tensor, ...]:
+        # Logits are written by the first launch and read by the second.
+        return (*given[:2], given[3], *out, out.logits.clone())
+
+    routed = model.router_top_k
+
+    def watched_router(*given: Any, **named: Any) -> Any:
+        out = routed(*given, **named)
+        found["router"] += size_of(*router(given, out), named["residual"], named["norm_weight"])
+        return out
+
+    monkeypatch.setattr(model, "router_top_k", watched_router)
+
+    def tell(name: str) -> None:
+        part[0] = name
+
+    return found, tell
+
+
+@pytest.mark.parametrize(
+    ("weights", "kv", "fused"), [("bf16", "fp8", False), ("mxfp8", "bf16", False), ("mxfp4", "fp8", True)]
+)
+def test_bytes_are_those_of_the_tensors(weights: str, kv: str, fused: bool, moved: Any) -> None:
+    found, tell = moved
+    # Whole pages, no longer than the window.
+    step = Step(16, 2 * PAGE, kv=kv, formats=dict.fromkeys(MATRICES, weights), fused_router=fused)
+    tried = Model(SMALL, fork_experts(SMALL, "a16"), (weights,), seed=3, positions=64)
+    tried.mark = tell
+    batch = tried.batch(step)
+    tried.step(step, batch, tried.caches(step, batch))
+    assert tried.experts_touched() == SMALL.experts  # 16 tokens leave none out, seed 3
+    told = {part.name: part.bytes for part in parts_of(SMALL, step, tried.experts_touched())}
+    assert {name: told[name] for name in found} == dict(found)
+    routing = "router" if fused else "top-k"
+    assert set(found) == {
+        "norms", "QKV", "attention, full", "attention, window", "O", routing, "MoE", "LM head",
+    }  # fmt: skip
+    assert set(told) - set(found) == {"embedding", "rope", "KV write", "argmax"} | ({"router"} - {routing})
+
+
+def test_bytes_of_what_is_done_in_place() -> None:
+    """By hand: one token, one layer of each kind."""
+    size = Size(layers=2, experts=4, hidden=192, inter=160, heads=8, kv_heads=2, head=32, top_k=2, vocab=640)
+    parts = {part.name: part for part in parts_of(size, Step(1, 512, kv="fp8"))}
+    queries, keys, row = 2 * 8 * 32, 2 * 2 * 32, 2 * 192
+    assert parts["embedding"].bytes == 2 * row
+    assert parts["rope"].bytes == 2 * (2 * (queries + keys) + 2 * 32)  # there and back, a row of the table
+    assert parts["KV write"].bytes == 2 * (2 * keys + 2 * 2 * 32)
+    assert parts["router"].bytes == 2 * (4 * (row + 2) + row + 2 * 4)
+    sinks = 4 * 8
+    assert parts["attention, full"].bytes == 512 * 2 * 2 * 32 + 2 * queries + sinks
+    assert parts["attention, window"].bytes == 128 * 2 * 2 * 32 + 2 * queries + sinks
+    assert (parts["norms"].calls, parts["QKV"].calls, parts["attention, full"].calls) == (5, 2, 1)
+
+
+def test_sizes_are_gpt_oss() -> None:
+    """The bytes of a token of the 120b, as they were added up before: 1.91 GB of QKV and O, 1.16 of LM head, 1.90 of experts."""
+    parts = {part.name: part.bytes for part in parts_of(SIZES["gpt-oss-120b"], Step(1, 1024))}
+    assert parts["QKV"] + parts["O"] == pytest.approx(1.91e9, rel=3e-3)
+    assert parts["LM head"] == pytest.approx(1.16e9, rel=3e-3)
+    assert parts["MoE"] == pytest.approx(1.90e9, abs=0.01e9)  # biases too
+    assert parts["attention, full"] == pytest.approx(0.038e9, rel=0.02)
+
+
+def test_ranks_share_what_is_shared_out() -> None:
+    whole, step = SIZES["gpt-oss-120b"], Step(1, 8192)
+    one, two = ({part.name: part for part in parts_of(size, step)} for size in (whole, whole.split(2)))
+    for name in ("QKV", "O", "LM head", "attention, full"):
+        assert 2 * two[name].bytes == pytest.approx(one[name].bytes, rel=2e-3)
+    assert 2 * expert_bytes(whole.split(2)) == pytest.approx(
+        expert_bytes(whole), rel=2e-2
+    )  # scales are padded to 128 rows
+    assert two["router"].bytes == one["router"].bytes
+    assert "all-reduce" not in one
+    assert two["all-reduce"].calls == 2 * whole.layers + 1
+
+
+def test_mean_experts_is_that_of_random_routing() -> None:
+    size = Size(1, 128)
+    generator = torch.Generator().manual_seed(7)
+    print("seed 7")
+    seen = [len(torch.rand(16, 128, generator=generator).topk(4).indices.unique()) for _ in range(400)]
+    mean = sum(seen) / len(seen)
+    assert mean_experts(size, 16) == pytest.approx(mean, abs=0.5)  # 3.5 of one batch's deviation, of 400
+    assert mean_experts(size, 1) == 4
+
+
+def test_pages_in_front_of_the_window_are_not_kept() -> None:
+    tried = Model(SMALL, fork_experts(SMALL, "a16"), ("bf16",), positions=2048)
+    step = Step(2, 1000)
+    batch = tried.batch(step)
+    window, full = tried.caches(step, batch)[:2]
+    assert full.shape == (2 * 63, 2, 2, PAGE, 32)
+    assert window.shape[0] == 2 * (63 - (1000 - 1 - 64) // PAGE)
+    assert batch.window.slots.tolist() == [int(batch.window.table[s, 62]) * PAGE + 999 % PAGE for s in (0, 1)]
+    # What the windowed layers see is what they see with all of the pages.
+    sinks, q = torch.zeros(8), torch.randn(2, 8, 32)
+    everything = torch.zeros_like(full).float()
+    everything[batch.full.table[:, 58:].flatten().long()] = window.float()[batch.window.table[:, 58:].flatten().long()]
+    attend = TorchAttention()
+    assert torch.equal(
+        attend(q, window.float(), batch.window, batch, sinks, 64), attend(q, everything, batch.full, batch, sinks, 64)
+    )
+
+
+def test_kernels_belong_to_the_part_in_front_of_them() -> None:
+    spin = "at::cuda::spin_kernel(long)"
+    marked = [spin, "embed", spin, "norm", "copy", spin, spin, "gemm"]
+    names = ["embed", "norm", "copy", "gemm"]
+    marks = ["embedding", "norms", "rope", "QKV"]
+    assert measure.owners(marked, marks, names) == ["embedding", "norms", "norms", "QKV"]
+    for wrong in (["embed", "norm", "gemm"], ["embed", "copy", "norm", "gemm"]):
+        with pytest.raises(RuntimeError, match="no table by part"):
+            measure.owners(marked, marks, wrong)
+    with pytest.raises(RuntimeError, match="no table by part"):
+        measure.owners(marked, [*marks, "O"], names)
+
+
+def test_overlapping_kernels_count_once_and_gaps_are_told() -> None:
+    kernels = [("a", 10.0, 14.0), ("b", 13.0, 18.0), ("c", 15.0, 17.0), ("d", 20.0, 21.0)]
+    busy, gaps = measure.busy_and_gaps(kernels, ["norms", "QKV", "rope", "QKV"])
+    assert busy == {"norms": [4.0], "QKV": [4.0, 1.0], "rope": [0.0]}
+    assert gaps == 2.0
+    assert sum(map(sum, busy.values())) + gaps == 21.0 - 10.0
+
+
+def a_measured_step() -> results.Measured:
+    return results.Measured(
+        model="gpt-oss-20b",
+        stack="fork, dense mxfp4",
+        sequences=4,
+        context=1024,
+        new=1,
+        kv="fp8",
+        formats=dict.fromkeys(MATRICES, "mxfp4"),
+        experts=12.5,
+        replay=Sample(2000.0, 1990.0, 2100.0),
+        rows=[
+            results.Row("norms", "vLLM", 5, 1e6, kernels=5, us=300.0),
+            results.Row("MoE", "fork", 2, 3e9, kernels=4, us=1500.0),
+        ],
+        gaps=200.0,
+        kernels={"MoE: void stream<a|b>" + 100 * "x": {"launches": 4, "us": 1500.0}},
+    )
+
+
+def test_a_step_survives_json_and_its_table_adds_up(tmp_path: Path) -> None:
+    step = a_measured_step()
+    results.save(tmp_path / "deep" / "token.json", {"gpu": "none"}, [step])
+    machine, (loaded,) = results.load(tmp_path / "deep" / "token.json")
+    assert (machine, loaded) == ({"gpu": "none"}, step)
+    assert loaded.tokens_per_second == pytest.approx(4 / 2000e-6)
+    lines = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in results.by_part(loaded, 3000.0).splitlines()
+    ]
+    cells = {line[0]: line for line in lines}
+    assert cells["MoE"][2:] == ["4", "1,500.0", "3,000.00", "1,000.0", "75.0%"]
+    assert cells["gaps"][3] == "200.0"
+    assert cells["all"][2:6] == ["9", "2,000.0", "3,001.00", "1,000.3"]
+    (line,) = results.by_kernel(loaded).splitlines()[2:]
+    part, name, *numbers = (cell.strip() for cell in line.strip("|").split("|"))
+    assert (part, numbers) == ("MoE", ["4", "1,500.0", "375.00"])
+    assert name == "void stream<a/b>" + 71 * "x" + "..."
+    overview = results.overview([loaded], 3000.0)
+    assert "| 2.000 | 2,000 " in " ".join(overview.split())
+
+
+def test_segments_add_up_and_the_floor_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    bars = [
+        picture.Bar("one", {"norms": 300.0, "MoE": 1500.0, "gaps": 200.0}, 1000.0),
+        picture.Bar("two", {"MoE": 4000.0}, None, low=3500.0, high=4600.0),
+    ]
+    figure = picture.draw(bars, "title", tmp_path / "token.svg")
+    axes = figure.axes[0]
+    for row, bar in enumerate(bars):
+        boxes = [patch for patch in axes.patches if abs(patch.get_y() + 0.35 - row) < 1e-9]
+        assert sum(patch.get_width() for patch in boxes) == pytest.approx(sum(bar.parts.values()) / 1e3)
+        assert max(patch.get_x() + patch.get_width() for patch in boxes) == pytest.approx(sum(bar.parts.values()) / 1e3)
+    floors = [line for line in axes.lines if line.get_color() == "black"]
+    assert [list(line.get_xdata()) for line in floors] == [[1.0, 1.0]]
+    assert "<svg" in (tmp_path / "token.svg").read_text()
+
+
+def test_an_earlier_run_is_rendered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    about = {"gpu": "NVIDIA H200", "date": "2026-11-22", "read_gb_per_second": 4000.0}
+    failed = bench_token.not_measured("gpt-oss-20b", "vllm", Step(1, 128), "RuntimeError: no vLLM")
+    results.save(tmp_path / "old.json", about, [a_measured_step(), failed])
+    assert bench_token.main(["--render", str(tmp_path / "old.json"), "--out", str(tmp_path), "--name", "new"]) == 0
+    out = capsys.readouterr().out
+    assert "RuntimeError: no vLLM" in out
+    assert "a replay: 2,000.0 us (1,990.0 to 2,100.0)" in (tmp_path / "new.md").read_text(encoding="utf-8")
+    assert "### gpt-oss-20b, fork, dense mxfp4, decode, context 1,024, 4 sequences, KV fp8" in (
+        tmp_path / "new.md"
+    ).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--models", "gpt-oss-21b"], "--models: ['gpt-oss-21b'] are not among"),
+        (["--stacks", "sglang"], "--stacks: ['sglang'] are not among"),
+        (["--dense", "bf16,int8"], "--dense: ['int8'] are not among"),
+        (["--kv", "int4"], "--kv: ['int4'] are not among"),
+        (["--router", "vllm"], "--router: ['vllm'] are not among"),
+        (["--decode", "1024"], "argument --decode: invalid batches value: '1024'"),
+    ],
+)
+def test_bad_arguments(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench_token.main(arguments)
+    assert text in capsys.readouterr().err
+
+
+def test_a_stack_without_vllm_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """vLLM's stack is not built; the fork's names torch in its rows, and an attention that is not there fails by name."""
+    arguments = bench_token.parse(["--vllm", str(tmp_path), "--attention", "triton", "--prefill-attention", "torch"])
+    tried = Model(SMALL, fork_experts(SMALL, "a16"), ("bf16",), positions=64)
+    with pytest.raises(OSError, match="_C_stable_libtorch"):
+        bench_token.equip(tried, arguments, "vllm")
+    bench_token.equip(tried, arguments, "fork")
+    assert "fork: norms, rope, KV write and top-k by torch: OSError" in capsys.readouterr().out
+    step = Step(1, 20)
+    assert tried.by(step)["norms"] == "torch"
+    assert tried.by(step)["attention, full"] == "triton"
+    batch = tried.batch(step)
+    with pytest.raises(RuntimeError, match="triton attention: "):
+        tried.step(step, batch, tried.caches(step, batch))
+
+
+def test_what_fails_costs_itself_only(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run whose GPU is the CPU: one stack cannot be built, one step fails, one has no table; the rest is there."""
+
+    def build(stack: str, size: Size, arguments: Any) -> Model:
+        if stack == "vllm":
+            raise RuntimeError("no vLLM\nat all")
+        return Model(size, fork_experts(size, "a16"), tuple(arguments.dense), positions=64)
+
+    def attribute(measured: results.Measured, *_: Any) -> None:
+        if measured.context == 32:
+            raise RuntimeError("no table by part")
+
+    about = {"gpu": "none", "date": "today", "read_gb_per_second": 100.0}
+    monkeypatch.setattr(bench_token, "machine", lambda: dict(about))
+    monkeypatch.setattr(bench_token, "streaming_read", lambda: 100.0)
+    monkeypatch.setattr(bench_token, "build", build)
+    monkeypatch.setitem(bench_token.SIZES, "gpt-oss-20b", SMALL)
+    monkeypatch.setattr(measure, "captured", lambda run: run())
+    monkeypatch.setattr(measure, "time_replays", lambda _graph, _repeats: Sample(100.0, 99.0, 101.0))
+    monkeypatch.setattr(measure, "attribute", attribute)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    given = ["--models", "gpt-oss-20b", "--stacks", "vllm,fork", "--dense", "bf16", "--out", str(tmp_path)]
+    given += ["--decode", "1x16,1x32,2x90", "--name", "cpu"]  # positions end at 64
+    assert bench_token.main(given) == 0
+    machine, steps = results.load(tmp_path / "cpu.json")
+    assert machine == about
+    assert [(step.stack, step.context, step.note) for step in steps[:5]] == [
+        ("vllm", 16, "RuntimeError: no vLLM"),
+        ("vllm", 32, "RuntimeError: no vLLM"),
+        ("vllm", 90, "RuntimeError: no vLLM"),
+        ("fork, dense bf16", 16, ""),
+        ("fork, dense bf16", 32, "no table by part"),
+    ]
+    assert steps[5].note.startswith("IndexError")
+    assert [step.replay is None for step in steps] == [True, True, True, False, False, True]
+    told = {part.name: part.bytes for part in parts_of(SMALL, Step(1, 16), steps[3].experts)}
+    assert {row.part: row.bytes for row in steps[3].rows} == told
+    assert [row.by for row in steps[3].rows if row.part in ("QKV", "norms")] == ["torch", "cuBLAS"]
+    assert "RuntimeError: no vLLM" in capsys.readouterr().out
+    assert bench_token.main([*given, "--seconds", "-1"]) == 0
+    assert results.load(tmp_path / "cpu.json")[1][3].note == "not begun within -1 s"
+
+
+class MarlinOfTorch:
+    """The driver of vLLM's Marlin, on operators that torch computes."""
+
+    def prepare(self, weights: Any) -> Any:
+        experts, hidden, half = weights.fc2_weights.shape
+        given = test_bench_marlin.TorchOperators(), test_bench_marlin.swiglu
+        layer = peer_marlin._Layer(*given, experts, hidden, 2 * half, weights.input.device)
+        layer.load(weights)
+        return layer
+
+    def random(self, experts: int, hidden: int, inter: int, generator: torch.Generator) -> Any:
+        given = test_bench_marlin.TorchOperators(), test_bench_marlin.swiglu
+        layer = peer_marlin._Layer(*given, experts, hidden, inter, generator.device)
+        layer.fill(generator)
+        return layer
+
+
+@pytest.fixture
+def three_sms(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=3))
+
+
+@pytest.mark.usefixtures("three_sms")
+def test_stacks_agree_on_a_step() -> None:
+    """The fork's experts, Marlin's and the float64 reference, with the same weights."""
+    print("seed 2")
+    peer = MarlinOfTorch()
+    makers: dict[str, Callable[[torch.Generator], Any]] = {
+        "reference": lambda g: ReferenceExperts(ExpertTensors.random(SMALL, g)),
+        "fork": fork_experts(SMALL, "a16"),
+        "vllm": lambda g: MarlinExperts(peer, SMALL, ExpertTensors.random(SMALL, g), g),
+    }
+    models = {name: Model(SMALL, make, ("bf16",), 2, positions=64) for name, make in makers.items()}
+    step = Step(3, 20)
+    batch = models["reference"].batch(step)
+    caches = models["reference"].caches(step, batch)
+    logits = {name: each.step(step, batch, [kv.clone() for kv in caches])[0] for name, each in models.items()}
+    fused = dataclasses.replace(step, fused_router=True)
+    logits["router"], _ = models["fork"].step(fused, batch, [kv.clone() for kv in caches])
+    assert models["fork"].by(fused)["router"] == "fork router_top_k"
+    assert relative_error(logits["fork"], logits["reference"]) < check.TOLERANCE["a16"]
+    assert relative_error(logits["router"], logits["reference"]) < check.TOLERANCE["a16"]
+    assert relative_error(logits["vllm"], logits["reference"]) < check.TOLERANCE["a16"]
+
+
+@pytest.mark.usefixtures("three_sms")
+def test_the_check_sees_who_disagrees_and_who_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(check, "SMALL", SMALL)
+    arguments = bench_token.parse(["--dense", "mxfp8", "--activations", "a16", "--router", "separate,fork"])
+
+    def run(equip: Callable[..., None], peer: Callable[[], Any] = MarlinOfTorch) -> tuple[int, list[str]]:
+        status = check.check(arguments, peer, equip, "cpu")
+        return status, [line.split("|")[-2].strip() for line in capsys.readouterr().out.splitlines()[2:]]
+
+    status, told = run(lambda *_: None)
+    assert (status, len(told)) == (0, 2 * (2 * 2 + 1))  # decode and prefill; fork: two formats, two routers
+    assert all(float(error) <= check.TOLERANCE["a16"] for error in told)
+
+    def blind(tried: Model, _arguments: Any, _stack: str) -> None:
+        tried.attention = lambda q, *_: torch.zeros_like(q)
+        tried.attention.by = "nobody"
+        tried.prefill_attention = bench_token.Unavailable("triton", "not here")
+
+    def no_peer() -> Any:
+        raise OSError("no library")
+
+    status, told = run(blind, no_peer)
+    assert status == 1
+    assert [text.endswith("DISAGREES") for text in told] == [True] * 4 + [False] * 5
+    assert told[4:] == ["RuntimeError: triton attention: not here"] * 4 + ["OSError: no library"]
+
+
+@pytest.mark.usefixtures("three_sms")
+def test_random_marlin_weights_have_the_layout_of_real_ones() -> None:
+    print("seed 1")
+    generator = torch.Generator().manual_seed(1)
+    peer = MarlinOfTorch()
+    nothing = torch.empty(0)
+    real = peer.prepare(ExpertTensors.random(SMALL, generator).inputs(nothing, nothing, nothing))
+    random = peer.random(SMALL.experts, SMALL.hidden, SMALL.inter, generator)
+    for name in ("fc1", "fc1_scales", "fc1_bias", "fc2", "fc2_scales", "fc2_bias"):
+        one, other = getattr(real, name), getattr(random, name)
+        assert (one.shape, one.dtype) == (other.shape, other.dtype), name
+
+
+def test_attention_sees_the_window_and_the_sink() -> None:
+    """By hand: one head, keys of zeros, so that every token that is seen and the sink weigh the same."""
+    length, window = 20, 5
+    kv = torch.zeros(2, 2, 1, PAGE, 32)
+    kv[:, 1] = torch.arange(2 * PAGE).view(2, 1, PAGE, 1).float()
+    cache = operators.Cache(torch.tensor([[0, 1]], dtype=torch.int32), torch.empty(0))
+    batch: Any = SimpleNamespace(lengths=torch.tensor([length]), new=1)
+    q = torch.ones(1, 1, 32)
+    seen = TorchAttention()(q, kv, cache, batch, torch.zeros(1), window)
+    assert float(seen[0, 0, 0]) == pytest.approx(sum(range(15, 20)) / 6)
+    seen = TorchAttention()(q, kv, cache, batch, torch.full((1,), -torch.inf), 0)
+    assert float(seen[0, 0, 0]) == pytest.approx(sum(range(20)) / 20)
+
+
+def test_steps_of_a_run() -> None:
+    arguments = bench_token.parse(["--decode", "1x128,4x1024", "--kv", "bf16,fp8", "--prefill", "512"])
+    steps = list(bench_token.steps_of(arguments, ["bf16", "mxfp4"], ["separate"]))
+    assert len(steps) == 2 * (2 * 2 + 1)
+    assert (steps[1].sequences, steps[1].context, steps[1].tokens) == (4, 1024, 4)
+    assert (steps[4].new, steps[4].context, steps[4].prefill) == (512, 512, True)
+    assert model.DTYPES[steps[2].kv] is torch.float8_e4m3fn
+    both = list(bench_token.steps_of(arguments, ["bf16"], ["separate", "fork"]))
+    assert [step.fused_router for step in both] == [False] * 5 + [True] * 5
+    assert bench_token.stack_name("fork", both[-1]) == "fork, dense bf16, its router"

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The predicted GB10 token: its ranges, what they are made of, and what a doctor's report puts in their place."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import bench_token
+import pytest
+from moe_bench import predict_dense
+from token_bench import predict, results
+from token_bench.emulate import DECODE, MODEL, PREFILL, Kept, kept
+from token_bench.predict import ALL_REDUCE_US, FIXED_US, Given
+from token_bench.sizes import DENSE_FORMATS, KV_BYTES, MATRICES, SIZES, Step, matrix_bytes, parts_of
+
+from flashinfer.sm12x_gpu_probe import layer, prediction
+from flashinfer.sm12x_gpu_probe.prediction import FAST, SLOW, Assumptions
+from flashinfer.sm12x_gpu_probe.timing import Sample
+from flashinfer.testing.moe_layers import MODELS
+
+
+def step_of(weights: str, context: int = 1024, **named: Any) -> Step:
+    return Step(1, context, formats=predict.formats_of(weights), **named)
+
+
+def test_kept_kernels_are_of_todays_sizes() -> None:
+    """Weights of each kept line; the experts' times are those of the doctor's fits, which are of MXFP8 input.
+
+    What the layer does beside, with bf16 input, is less than 1 %.
+    """
+    lines = kept()
+    for line in lines:
+        if line.kind == "MoE":
+            name = {1: line.model, 2: f"{line.model}-tp2"}[line.ranks]
+            touched = prediction.mean_work(name, line.tokens, 0).experts
+            assert line.megabytes == pytest.approx(touched * prediction.weight_bytes(name) / 1e6)
+            continue
+        n, k = SIZES[line.model].split(line.ranks).matrices[line.kind]
+        assert line.megabytes == matrix_bytes(n, k, line.weights) / 1e6
+        assert matrix_bytes(n, k, line.weights) == predict_dense.weight_bytes(n, k, line.weights)
+    for tokens in (1, 4, 64, 2048):
+        (line,) = [
+            each for each in lines if (each.kind, each.model, each.ranks, each.tokens) == ("MoE", MODEL, 1, tokens)
+        ]
+        assert (line.fast, line.slow) == pytest.approx(prediction.predicted_range(MODEL, layer.MODE, tokens), rel=0.01)
+    keys = {(line.kind, line.model, line.ranks, line.tokens, line.weights) for line in lines}
+    assert len(keys) == len(lines)
+    assert {line.tokens for line in lines} == {*DECODE, *PREFILL}
+
+
+def test_ranges_are_in_order_and_add_up() -> None:
+    contexts = [
+        predict.predict(MODEL, Step(1, context, kv=kv, formats=predict.formats_of(weights)), ranks)
+        for context, kv, weights, ranks in itertools.product(predict.CONTEXTS, KV_BYTES, DENSE_FORMATS, (1, 2))
+    ]
+    for step in contexts + predict.batches(MODEL):
+        parts = {part.name: part for part in parts_of(step.size, step.step)}
+        assert [row.part for row in step.rows] == list(parts)
+        for row in step.rows:
+            assert 0 < row.fast < row.slow, row
+            assert row.bytes == parts[row.part].bytes
+            # Nothing is faster than its bytes at the fastest rate; kernels' own are bytes as counted, biases included.
+            if row.part != "all-reduce":
+                assert row.fast > 0.99 * row.bytes / 1e3 / FAST.dram_gb_per_second, row
+        assert step.fast == pytest.approx(sum(row.fast for row in step.rows))
+        assert step.rate(step.slow) < step.middle_rate < step.rate(step.fast)
+
+
+def test_a_small_part_is_its_bytes_and_a_launch() -> None:
+    step = step_of("bf16", 8192)
+    rows = {row.part: row for row in predict.predict(MODEL, step).rows}
+    parts = {part.name: part.bytes for part in parts_of(SIZES[MODEL], step)}
+    norms = rows["norms"]
+    assert norms.fast == pytest.approx(parts["norms"] / 236e3 + 73 * FIXED_US["small"][0])
+    assert norms.slow == pytest.approx(parts["norms"] / 220e3 + 73 * FIXED_US["small"][1])
+    qkv = rows["QKV"]
+    assert qkv.fast == pytest.approx(parts["QKV"] / 236e3 + 36 * FIXED_US["gemm"][0])
+    attention = rows["attention, full"]
+    assert attention.slow == pytest.approx(1.1 * parts["attention, full"] / 220e3 + 18 * FIXED_US["attention"][1])
+
+
+def test_the_forks_router_takes_three_parts_in_two_launches() -> None:
+    (one, two), step = (predict.headline(1, fused_router=fused)[2] for fused in (False, True)), step_of("mxfp4")
+    before, after = ({row.part: row for row in each.rows} for each in (one, two))
+    assert "top-k" not in after
+    assert (after["norms"].calls, before["norms"].calls) == (37, 73)
+    bytes_ = {part.name: part.bytes for part in parts_of(SIZES[MODEL], dataclasses.replace(step, fused_router=True))}
+    assert after["router"].slow == pytest.approx(bytes_["router"] / 220e3 + 36 * FIXED_US["router"][1])
+    changed = {"norms", "router", "top-k"}
+    assert {name: row for name, row in after.items() if name not in changed} == {
+        name: row for name, row in before.items() if name not in changed
+    }
+    assert two.middle_rate > one.middle_rate
+
+
+def test_a_prompt_is_bound_by_arithmetic() -> None:
+    rows = {row.part: row for row in predict.predict(MODEL, step_of("bf16", 2048, new=2048)).rows}
+    cycles = 48 * 2.418e3
+    n, k = SIZES[MODEL].matrices["QKV"]
+    flops = 2 * 2048 * n * k
+    assert rows["QKV"].slow == pytest.approx(36 * (flops / (512 * 0.7 * cycles) + FIXED_US["gemm"][1]))
+    pairs = sum(min(token + 1, 2048) for token in range(2048))
+    assert predict.flops_of(SIZES[MODEL], step_of("bf16", 2048, new=2048), "attention, full") == 4 * 64 * 64 * pairs
+    fast = 4 * 64 * 64 * pairs / (1024 * 0.73 * cycles)
+    assert rows["attention, full"].fast == pytest.approx(18 * (fast + FIXED_US["attention"][0]))
+    # One sequence's logits: as in decode.
+    decode = {row.part: row for row in predict.predict(MODEL, step_of("bf16")).rows}
+    assert rows["LM head"] == decode["LM head"]
+
+
+def test_fewer_bytes_are_faster_and_two_sparks_too() -> None:
+    for ranks in (1, 2):
+        bf16, mxfp8, mxfp4 = predict.headline(ranks)
+        assert bf16.middle_rate < mxfp8.middle_rate < mxfp4.middle_rate
+        assert bf16.floor > mxfp8.floor > mxfp4.floor
+    for one, two in zip(predict.headline(1), predict.headline(2), strict=True):
+        assert one.middle_rate < two.middle_rate < 2 * one.middle_rate
+        reduced = two.rows[[row.part for row in two.rows].index("all-reduce")]
+        assert (reduced.fast, reduced.slow) == pytest.approx(tuple(73 * end for end in ALL_REDUCE_US))
+    for context in (8192, 131_072):
+        wide, narrow = (predict.predict(MODEL, step_of("mxfp4", context, kv=kv)) for kv in ("bf16", "fp8"))
+        assert narrow.slow < wide.slow
+
+
+def test_what_was_not_emulated_is_named() -> None:
+    with pytest.raises(
+        ValueError, match=r"no prediction of MoE for 3 tokens of gpt-oss-120b on 1 GPU\(s\), mxfp4: 1, 4"
+    ):
+        predict.predict(MODEL, Step(3, 1024))
+
+
+def a_line(**named: Any) -> Kept:
+    times = {"megabytes": 23.3, "floor": 100.0, "dram": 100.0, "issue": 1.0, "mma": 1.0, "shared": 1.0}
+    ends = {"fast": 100 * 233 / 236 + 5, "slow": 100 * 233 / 220 + 12, "bound": "dram"}
+    return Kept(**{**times, **ends, "kind": "O", "model": MODEL, "ranks": 1, "tokens": 1, "weights": "mxfp4", **named})
+
+
+def test_a_measured_rate_moves_what_dram_binds() -> None:
+    line = a_line()
+    assert predict.on_fork(line, Given()) == (line.fast, line.slow)
+    assert predict.on_fork(line, Given(dram=(200.0, 200.0))) == pytest.approx((116.5 + 5, 116.5 + 12))
+    bound = dataclasses.replace(line, bound="mma")
+    assert predict.on_fork(bound, Given(dram=(200.0, 200.0))) == (line.fast, line.slow)
+
+
+@pytest.fixture
+def report(tmp_path: Path) -> Path:
+    """As ``sm12x-doctor --probe`` writes it, of a GB10 somewhat slower than predicted."""
+    measured = {
+        "device": {"name": "NVIDIA GB10", "gb10": True},
+        "dram": {"gigabytes_per_second": 210.0},
+        "mma": {"bf16": {"flops_per_clock": 600.0}},
+        "launch": {"plain": {"graph_us": 1.8}},
+        "layer": {"1 tokens": {"layer_us": 290.0}, "64 tokens": {"layer_us": 7000.0}},
+    }
+    path = tmp_path / "spark.json"
+    path.write_text(json.dumps({"format": 1, "measured": measured}))
+    return path
+
+
+def test_a_report_takes_the_place_of_ranges(report: Path) -> None:
+    given = predict.from_report(report)
+    assert given == Given((210.0, 210.0), (600.0, 600.0), pytest.approx((2.5, 4.5)), {1: 290.0, 64: 7000.0})
+    rows = {row.part: row for row in predict.predict(MODEL, step_of("bf16"), given=given).rows}
+    assert rows["MoE"].fast == rows["MoE"].slow == 36 * 290.0
+    parts = {part.name: part.bytes for part in parts_of(SIZES[MODEL], step_of("bf16"))}
+    assert rows["LM head"].fast == pytest.approx(parts["LM head"] / 210e3 + FIXED_US["gemm"][0])
+    # Layers of other shapes were not measured.
+    assert predict.predict(MODEL, step_of("bf16"), 2, given).rows != predict.predict(MODEL, step_of("bf16"), 2).rows
+    two = {row.part: row for row in predict.predict(MODEL, step_of("bf16"), 2, given).rows}
+    assert two["MoE"].fast < two["MoE"].slow
+
+
+def test_prediction_and_report_stand_side_by_side(
+    report: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench_token.main(["--report", str(report), "--out", str(tmp_path), "--name", "t"]) == 0
+    out = capsys.readouterr().out
+    before, after = (predict.headline(1, MODEL, given)[0] for given in (None, predict.from_report(report)))
+    table = predict.side_by_side(before, after)
+    assert table in out
+    moe = next(line for line in table.splitlines() if line.startswith("| MoE"))
+    cells = [cell.strip() for cell in moe.strip("|").split("|")]
+    (row,) = [row for row in before.rows if row.part == "MoE"]
+    assert cells == ["MoE", "fork, measured", predict.span(row.fast, row.slow, 0), "10,440"]
+    assert "published, 2 Sparks, one stream, tokens/s: 75.96" in out
+    assert (tmp_path / "t_predicted.md").read_text(encoding="utf-8").strip() in out
+
+
+def test_a_step_measured_on_a_gb10_has_its_prediction_beside_it(tmp_path: Path) -> None:
+    step = step_of("mxfp8", 8192, kv="fp8")
+    rows = [results.Row(part.name, "x", part.calls, part.bytes, us=1.0) for part in parts_of(SIZES[MODEL], step)]
+    common = {"model": MODEL, "sequences": 1, "context": 8192, "new": 1, "kv": "fp8", "formats": dict(step.formats)}
+    steps = [
+        results.Measured(stack=stack, rows=rows, replay=Sample(1.0, 1.0, 1.0), **common)
+        for stack in ("fork, x", "vllm")
+    ]
+    for gpu, tables in (("NVIDIA GB10", 1), ("NVIDIA H200", 0)):
+        about = {"gpu": gpu, "date": "today", "read_gb_per_second": 230.0}
+        results.save(tmp_path / "m.json", about, steps)
+        assert bench_token.main(["--render", str(tmp_path / "m.json"), "--out", str(tmp_path)]) == 0
+        text = (tmp_path / "token.md").read_text(encoding="utf-8")
+        assert text.count("predicted us") == tables
+        if tables:
+            predicted = predict.predict(MODEL, step)
+            (row,) = [row for row in predicted.rows if row.part == "O"]
+            (line,) = [line for line in text.splitlines() if line.startswith("| O ") and line.count("|") == 9]
+            assert line.split("|")[-2].strip() == predict.span(row.fast, row.slow, 0)
+            assert predict.span(predicted.fast, predicted.slow, 0) in text
+    assert predict.of_measured(dataclasses.replace(steps[0], sequences=3)) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("{}", "is no report of sm12x-doctor --probe: KeyError"),
+        ("no json", "is no report of sm12x-doctor --probe: JSONDecodeError"),
+        ('{"measured": {"device": {"name": "NVIDIA H200", "gb10": false}}}', "is of NVIDIA H200"),
+        ('{"measured": {"device": {"failed": "no device"}}}', "is of no GPU"),
+    ],
+)
+def test_a_report_of_no_use_is_refused(text: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "bad.json").write_text(text)
+    assert bench_token.main(["--report", str(tmp_path / "bad.json")]) == 2
+    assert why in capsys.readouterr().err
+
+
+def test_tables_hold_what_was_predicted() -> None:
+    steps = predict.headline(1)
+    table = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in predict.by_part(steps, DENSE_FORMATS).splitlines()
+    ]
+    rows = {line[0]: line for line in table}
+    for name, row in zip(
+        MATRICES, (next(r for r in steps[2].rows if r.part == name) for name in MATRICES), strict=True
+    ):
+        assert rows[name][-3:] == [
+            f"{row.bytes / 1e6:,.1f}",
+            f"{row.bytes / Assumptions.dram_gb_per_second / 1e3:,.0f}",
+            predict.span(row.fast, row.slow, 0),
+        ]
+    assert rows["all"][-1] == predict.span(steps[2].fast, steps[2].slow, 0)
+    assert len(predict.overview(steps).splitlines()) == 2 + len(steps)
+    by_context = predict.by_context(MODEL, 2).splitlines()
+    one = predict.predict(MODEL, step_of("mxfp4", 8192, kv="fp8"), 2)
+    (line,) = [text for text in by_context if text.startswith("| 8,192")]
+    assert f"{predict.rates(one)} ({one.middle_rate:.1f})" == line.strip("|").split("|")[-1].strip()
+    assert (FAST.dram_gb_per_second, SLOW.dram_gb_per_second) == Given().dram
+    assert set(itertools.chain(*(line.split(":")[0:1] for line in predict.told()))) >= {"DRAM", "attention's cache"}
+    assert set(MODELS) >= {"gpt-oss-120b-tp2"}
