@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from flashinfer.jit.sm12x import executor
-from flashinfer.jit.sm12x.executor import Job, JobResult, run_jobs
+from flashinfer.jit.sm12x.executor import Job, run_jobs
 from flashinfer.jit.sm12x.jobs import (
     DEFAULT_JOB_MEMORY,
     GIB,
@@ -101,51 +101,58 @@ def test_cpu_quota(tmp_path: Path) -> None:
     assert usable_cores(root) == usable_cores(tmp_path / "nowhere")
 
 
-def _sleepers(tmp_path: Path, count: int, **measured: object) -> list[Job]:
-    code = "import time; time.sleep(0.3)"
-    return [Job(f"job{i}", (sys.executable, "-ISc", code), **measured) for i in range(count)]  # type: ignore[arg-type]
+MEET = """
+import pathlib, os, sys, time
+folder, wanted, end = pathlib.Path(sys.argv[1]), int(sys.argv[2]), time.monotonic() + 30
+count = lambda: len(list(folder.glob("job-*")))
+mine = folder / f"job-{os.getpid()}"
+mine.touch()
+while count() < wanted and not (folder / "met").exists() and time.monotonic() < end:
+    time.sleep(0.02)
+if count() >= wanted:
+    (folder / "met").touch()
+time.sleep(0.3)
+print(count())
+mine.unlink()
+"""
+"""Waits until so many are alive, however slow the machine is, then whether more come."""
 
 
-def _most_at_once(jobs: list[Job], limit: JobLimit, folder: Path, left: int = 1 << 50) -> int:
-    """Run, and count the most that were alive together from their start and end times."""
-    spans = []
-
-    def finished(result: JobResult) -> None:
-        assert result.returncode == 0, result.output
-        end = time.monotonic()
-        spans.append((end - result.wall_seconds, end))
-
-    run_jobs(jobs, limit, folder, finished, _machine(folder / "machine", left // 1024))
-    assert len(spans) == len(jobs)
-    return max(sum(1 for start, end in spans if start <= moment < end - 0.02) for moment, _ in spans)
+def _most_at_once(
+    folder: Path, count: int, wanted: int, limit: JobLimit, left: int = 1 << 50, **measured: object
+) -> int:
+    """The most of ``count`` jobs that were alive together, where ``wanted`` are expected."""
+    command = (sys.executable, "-ISc", MEET, str(folder), str(wanted))
+    jobs = [Job(f"job{i}", command, **measured) for i in range(count)]  # type: ignore[arg-type]
+    results = run_jobs(jobs, limit, folder, lambda result: None, _machine(folder / "machine", left // 1024))
+    assert [result.returncode for result in results] == [0] * count, results
+    return max(int(result.output) for result in results)
 
 
 @pytest.mark.parametrize("allowed", [1, 2, 4])
 def test_cores_bound_the_jobs(tmp_path: Path, allowed: int) -> None:
-    jobs = _sleepers(tmp_path, 4, peak_memory=MIB)
-    assert _most_at_once(jobs, JobLimit(allowed, GIB, ""), tmp_path) == allowed
+    assert _most_at_once(tmp_path, 4, allowed, JobLimit(allowed, GIB, ""), peak_memory=MIB) == allowed
 
 
 @pytest.mark.parametrize(("memory", "expected"), [(50, 1), (119, 1), (235, 2), (10_000, 4)])
 def test_measured_need_bounds_the_jobs(tmp_path: Path, memory: int, expected: int) -> None:
-    jobs = _sleepers(tmp_path, 4, peak_memory=100 * MIB)
     assert MEMORY_MARGIN == 1.15
-    assert _most_at_once(jobs, JobLimit(4, memory * MIB, ""), tmp_path) == expected
+    limit = JobLimit(4, memory * MIB, "")
+    assert _most_at_once(tmp_path, 4, expected, limit, peak_memory=100 * MIB) == expected
 
 
 def test_memory_that_others_took_meanwhile_bounds_the_jobs(tmp_path: Path) -> None:
-    jobs = _sleepers(tmp_path, 3, peak_memory=100 * MIB)
-    assert _most_at_once(jobs, JobLimit(3, GIB, ""), tmp_path, left=50 * MIB) == 1
+    assert _most_at_once(tmp_path, 3, 1, JobLimit(3, GIB, ""), left=50 * MIB, peak_memory=100 * MIB) == 1
 
 
 def test_unmeasured_jobs_are_taken_for_large(tmp_path: Path) -> None:
     limit = JobLimit(4, int(DEFAULT_JOB_MEMORY * MEMORY_MARGIN * 2.5), "")
-    assert _most_at_once(_sleepers(tmp_path, 4), limit, tmp_path) == 2
+    assert _most_at_once(tmp_path, 4, 2, limit) == 2
 
 
 def test_max_jobs_ignores_memory(tmp_path: Path) -> None:
-    jobs = _sleepers(tmp_path, 3, peak_memory=100 * GIB)
-    assert _most_at_once(jobs, JobLimit(3, None, "MAX_JOBS=3"), tmp_path, left=0) == 3
+    limit = JobLimit(3, None, "MAX_JOBS=3")
+    assert _most_at_once(tmp_path, 3, 3, limit, left=0, peak_memory=100 * GIB) == 3
 
 
 def test_longest_first(tmp_path: Path) -> None:

@@ -1,0 +1,87 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Run commands in a copy of this checkout on a machine that has nothing: a root file system made by debootstrap.
+#
+#     sudo -E scripts/bare_machine.sh debian FOLDER               # Debian 12, Python 3.11: make demo, make test
+#     sudo -E scripts/bare_machine.sh ubuntu FOLDER "make demo"   # Ubuntu 24.04, Python 3.12; commands of one's own
+#     sudo -E scripts/bare_machine.sh debian-cpu FOLDER           # no compiler at all: CPU tensors, the doctor
+#
+# FOLDER is made, or used as it is: a second run finds the environment of the first. Commands run as user 1000, without
+# any variable of the caller's but pip's own (PIP_INDEX_URL, PIP_FIND_LINKS and so on). BIND="DIR ..." names folders of
+# this machine to show inside at the same place, read-only, such as one of wheels. Ends with what each command took;
+# stops at the first that fails.
+set -euo pipefail
+kind=${1:?debian, ubuntu or debian-cpu} folder=$(realpath -m "${2:?a folder for the file system}")
+shift 2
+checkout=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+packages="python3 python3-venv ca-certificates"
+case $kind in
+  debian | ubuntu)
+    packages+=" git make g++"
+    [ $# -gt 0 ] || set -- "make demo" "make test"
+    ;;
+  debian-cpu)
+    [ $# -gt 0 ] || set -- "python3 -m venv .venv && .venv/bin/pip install --quiet torch . pytest" \
+      ".venv/bin/python -m pytest -q tests/moe tests/quantization -k 'not cuda'" \
+      ".venv/bin/python -m flashinfer sm12x-doctor || true"
+    ;;
+  *) echo "$0: $kind is none of debian, ubuntu, debian-cpu" >&2; exit 2 ;;
+esac
+
+if [ ! -d "$folder/etc" ]; then
+  if [ "$kind" = ubuntu ]; then
+    # Debian's debootstrap knows no noble; Ubuntu's releases are all made as gutsy was. Without Ubuntu's keyring nothing
+    # is verified: for trying things out.
+    keyring=/usr/share/keyrings/ubuntu-archive-keyring.gpg
+    [ -e $keyring ] && verify=--keyring=$keyring || verify=--no-check-gpg
+    debootstrap --variant=minbase --components=main,universe $verify noble "$folder" http://archive.ubuntu.com/ubuntu \
+      /usr/share/debootstrap/scripts/gutsy
+  else
+    debootstrap --variant=minbase bookworm "$folder"
+  fi
+fi
+cp /etc/resolv.conf "$folder/etc/resolv.conf"
+
+# Inside a mount namespace: what is mounted is gone with the command.
+inside() {  # user, command
+  local variables=(HOME=/home/somebody LANG=C.UTF-8 PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin)
+  mapfile -t -O ${#variables[@]} variables < <(env | grep '^PIP_' || true)
+  BIND="${BIND:-}" unshare --mount --fork bash -c '
+    set -e
+    root=$1 user=$2 command=$3
+    shift 3
+    mount -t proc proc "$root/proc"
+    mount -t devpts -o newinstance,ptmxmode=0666 devpts "$root/dev/pts"
+    mount -t tmpfs -o mode=1777 tmpfs "$root/dev/shm"
+    for place in $BIND; do
+      if [ -d "$place" ]; then mkdir -p "$root$place"; else install -D /dev/null "$root$place"; fi
+      mount --bind -o ro "$place" "$root$place"
+    done
+    cd /
+    [ "$user" = 0 ] || command="cd ~/checkout && $command"
+    exec chroot --userspec="$user:$user" "$root" env -i "$@" bash -c "$command"
+  ' bare "$folder" "$1" "$2" "${variables[@]}"
+}
+
+mkdir -p "$folder/dev/pts" "$folder/dev/shm" "$folder/home/somebody"
+install="DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends"
+inside 0 "apt-get update -qq && $install $packages >/dev/null"
+mkdir -p "$folder/home/somebody/checkout"
+(cd "$checkout" && git ls-files -z | tar --null --files-from=- -c) | tar -x -C "$folder/home/somebody/checkout"
+chown -R 1000:1000 "$folder/home/somebody"
+
+table=$(printf '%-62s %10s' command seconds) status=0
+for command in "$@"; do
+  echo "--- $command" >&2
+  started=$SECONDS
+  inside 1000 "$command" || status=$?
+  outcome=$([ $status = 0 ] || echo ", exit status $status")
+  table+=$'\n'$(printf '%-62s %8d s%s' "${command:0:60}" $((SECONDS - started)) "$outcome")
+  [ $status = 0 ] || break
+done
+echo
+. "$folder/etc/os-release"
+python=$(inside 1000 'python3 --version') compilers=$(inside 1000 'command -v nvcc g++ | xargs echo')
+echo "$PRETTY_NAME, $python, $(nproc) cores, compilers: ${compilers:-none}"
+echo "$table"
+exit $status
