@@ -362,7 +362,7 @@ def test_stacks_agree_on_a_step() -> None:
     print("seed 2")
     peer = MarlinOfTorch()
     makers: dict[str, Callable[[torch.Generator], Any]] = {
-        "reference": lambda g: ReferenceExperts(ExpertTensors.random(SMALL, g)),
+        "reference": lambda g: ReferenceExperts(ExpertTensors.random(SMALL, g), "a16"),
         "fork": fork_experts(SMALL, "a16"),
         "vllm": lambda g: MarlinExperts(peer, SMALL, ExpertTensors.random(SMALL, g), g),
     }
@@ -374,17 +374,18 @@ def test_stacks_agree_on_a_step() -> None:
     fused = dataclasses.replace(step, fused_router=True)
     logits["router"], _ = models["fork"].step(fused, batch, [kv.clone() for kv in caches])
     assert models["fork"].by(fused)["router"] == "fork router_top_k"
-    assert relative_error(logits["fork"], logits["reference"]) < check.TOLERANCE["a16"]
-    assert relative_error(logits["router"], logits["reference"]) < check.TOLERANCE["a16"]
-    assert relative_error(logits["vllm"], logits["reference"]) < check.TOLERANCE["a16"]
+    assert relative_error(logits["fork"], logits["reference"]) < check.TOLERANCE
+    assert relative_error(logits["router"], logits["reference"]) < check.TOLERANCE
+    assert relative_error(logits["vllm"], logits["reference"]) < check.TOLERANCE
 
 
+@pytest.mark.parametrize("activations", ["a16", "a8"])
 @pytest.mark.usefixtures("three_sms")
 def test_the_check_sees_who_disagrees_and_who_fails(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], activations: str
 ) -> None:
     monkeypatch.setattr(check, "SMALL", SMALL)
-    arguments = bench_token.parse(["--dense", "mxfp8", "--activations", "a16", "--router", "separate,fork"])
+    arguments = bench_token.parse(["--dense", "mxfp8", "--activations", activations, "--router", "separate,fork"])
 
     def run(equip: Callable[..., None], peer: Callable[[], Any] = MarlinOfTorch) -> tuple[int, list[str]]:
         status = check.check(arguments, peer, equip, "cpu")
@@ -392,7 +393,7 @@ def test_the_check_sees_who_disagrees_and_who_fails(
 
     status, told = run(lambda *_: None)
     assert (status, len(told)) == (0, 2 * (2 * 2 + 1))  # decode and prefill; fork: two formats, two routers
-    assert all(float(error) <= check.TOLERANCE["a16"] for error in told)
+    assert all(float(error) <= check.TOLERANCE for error in told)
 
     def blind(tried: Model, _arguments: Any, _stack: str) -> None:
         tried.attention = lambda q, *_: torch.zeros_like(q)
