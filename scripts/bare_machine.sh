@@ -53,12 +53,15 @@ inside() {  # user, command
     mount -t proc proc "$root/proc"
     mount -t devpts -o newinstance,ptmxmode=0666 devpts "$root/dev/pts"
     mount -t tmpfs -o mode=1777 tmpfs "$root/dev/shm"
-    for place in $BIND; do
-      if [ -d "$place" ]; then mkdir -p "$root$place"; else install -D /dev/null "$root$place"; fi
-      mount --bind -o ro "$place" "$root$place"
-    done
+    if [ "$user" != 0 ]; then  # packages write to some of these places
+      command="cd ~/checkout && $command"
+      for place in $BIND; do
+        [ ! -d "$place" ] || mkdir -p "$root$place"
+        [ -e "$root$place" ] || install -D /dev/null "$root$place"
+        mount --bind -o ro "$place" "$root$place"
+      done
+    fi
     cd /
-    [ "$user" = 0 ] || command="cd ~/checkout && $command"
     exec chroot --userspec="$user:$user" "$root" env -i "$@" bash -c "$command"
   ' bare "$folder" "$1" "$2" "${variables[@]}"
 }
