@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from . import style
+from .compose import Part
 from .tree import Files
 
 HASH_DIGITS = 12
@@ -58,14 +60,14 @@ class Edit:
     Attributes:
         place: Where.
         anchor: How the one line of the place begins, blanks aside, at which the change is made.
-        text: New lines, indented as they are to stand.
+        text: New lines, indented as they are to stand; or definitions of the fork's, which are formatted.
         how: ``before`` or ``after`` the anchor's line, or in its stead.
         through: Of ``replace``: how the last line begins that goes too; the anchor's own when empty.
     """
 
     place: Place
     anchor: str
-    text: str
+    text: str | Part
     how: Literal["before", "after", "replace"] = "after"
     through: str = ""
 
@@ -153,7 +155,8 @@ def apply(edit: Edit, files: Files) -> str:
         if not ends:
             return f"{edit.place.name}: the line {edit.through.strip()!r} is not there any more"
         last = ends[0]
-    new = edit.text.rstrip("\n").splitlines()
+    text = edit.text if isinstance(edit.text, str) else style.formatted(edit.text.text()) + "\n\n"
+    new = text.removeprefix("\n").removesuffix("\n").splitlines()
     if edit.how == "replace":
         lines[first : last + 1] = new
     else:

@@ -87,14 +87,15 @@ def export(
         listed = " ".join(f"{BRANCH}{name}" for name in there)
         raise TreeError(f"{folder} has these branches already; remove them first: git branch -D {listed}")
 
-    states = _checked(chosen, topics, folder, revision)
+    moved = {source: place for topic in topics.values() for source, place in topic.cxx.items()}
+    states = _checked(chosen, moved, folder, revision)
     upstream = Files(folder, revision)
     done: list[Exported] = []
     with work_tree(folder, revision) as tree:
         commits: dict[str, str] = {}
         for topic in chosen:
-            git(tree, "checkout", "--quiet", "--detach", commits.get(topic.after, revision))
-            done.append(_write(topic, tree, states[topic.name], upstream))
+            git(tree, "reset", "--quiet", "--mixed", commits.get(topic.after, revision))
+            done.append(_write(topic, tree, states[topic.name], upstream, moved))
             commits[topic.name] = git(tree, "rev-parse", "HEAD").strip()
         for topic in chosen:
             git(folder, "branch", f"{BRANCH}{topic.name}", commits[topic.name])
@@ -102,10 +103,9 @@ def export(
 
 
 def _checked(
-    chosen: Sequence[Topic], topics: Mapping[str, Topic], folder: Path, revision: str
+    chosen: Sequence[Topic], moved: Mapping[str, str], folder: Path, revision: str
 ) -> dict[str, dict[str, str]]:
     """Each topic's tree: the texts that it and its predecessors change. Everything that is wrong is said at once."""
-    moved = {source: place for topic in topics.values() for source, place in topic.cxx.items()}
     wrong: list[str] = []
     states: dict[str, dict[str, str]] = {}
     for topic in chosen:
@@ -120,9 +120,9 @@ def _checked(
     return states
 
 
-def _write(topic: Topic, tree: Path, state: Mapping[str, str], upstream: Files) -> Exported:
+def _write(topic: Topic, tree: Path, state: Mapping[str, str], upstream: Files, moved: Mapping[str, str]) -> Exported:
     # What a predecessor wrote and formatted stays, unless this topic has it otherwise.
-    own = {*topic.files({}), *(edit.place.file for edit in topic.edits)}
+    own = {*topic.files(moved), *(edit.place.file for edit in topic.edits)}
     new, edited = [], []
     for path in sorted(own):
         (new if upstream.original(path) is None else edited).append(path)

@@ -133,6 +133,15 @@ def _run(command: Sequence[str], folder: Path) -> None:
         raise StyleError(f"{' '.join(command[:3])} refuses what was exported:\n{done.stdout}{done.stderr}".rstrip())
 
 
+def formatted(text: str) -> str:
+    """A part of a Python file, as upstream's formatter leaves it."""
+    command = [_tool("ruff"), "format", "--isolated", "--no-cache", "-"]
+    done = subprocess.run(command, input=wrapped(text), capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise StyleError(done.stderr)
+    return done.stdout
+
+
 def hook_versions(tree: Path) -> dict[str, str]:
     """Versions of the formatters that the tree's pre-commit configuration names, else the pinned ones."""
     file = tree / ".pre-commit-config.yaml"

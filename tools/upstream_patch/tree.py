@@ -22,6 +22,8 @@ _SUBMODULES = {"cutlass": "3rdparty/cutlass", "spdlog": "3rdparty/spdlog", "cccl
 _UNTRACKED = ("flashinfer/data", "flashinfer/_build_meta.py", "3rdparty", "__pycache__")
 _IDENTITY = {"GIT_AUTHOR_NAME": "flashinfer-sm12x", "GIT_AUTHOR_EMAIL": "flashinfer-sm12x@localhost"}
 
+SETTINGS = (".pre-commit-config.yaml", ".clang-format", "pyproject.toml")
+
 
 class TreeError(RuntimeError):
     """The tree cannot be exported onto; the message says why and what to do."""
@@ -122,11 +124,15 @@ def base_of(folder: Path, wanted: str) -> str:
 
 @contextmanager
 def work_tree(folder: Path, base: str) -> Iterator[Path]:
-    """A second work tree of the repository, at ``base``; the first stays as it is."""
+    """A second work tree of the repository, at ``base``, which holds only the formatters' settings; the first stays as it is."""
     with tempfile.TemporaryDirectory(prefix="upstream_patch_") as place:
         tree = Path(place) / "tree"
-        git(folder, "worktree", "add", "--quiet", "--detach", str(tree), base)
+        git(folder, "worktree", "add", "--quiet", "--detach", "--no-checkout", str(tree), base)
         try:
+            git(tree, "reset", "--quiet", base)
+            there = git(tree, "ls-files", "--", *SETTINGS).split()
+            if there:
+                git(tree, "checkout", "--quiet", "--", *there)
             yield tree
         finally:
             git(folder, "worktree", "remove", "--force", str(tree))
@@ -138,15 +144,17 @@ class Files:
     def __init__(self, folder: Path, base: str) -> None:
         self._folder, self._base = folder, base
         self._original: dict[str, str | None] = {}
+        self._paths: set[str] | None = None
         self.changed: dict[str, str] = {}
 
     def original(self, path: str) -> str | None:
         """The text of ``path`` in the base commit; None when it has none."""
+        if self._paths is None:
+            names = git(self._folder, "ls-tree", "-r", "-z", "--name-only", self._base)
+            self._paths = set(names.split("\0"))
         if path not in self._original:
-            try:
-                self._original[path] = git(self._folder, "show", f"{self._base}:{path}")
-            except TreeError:
-                self._original[path] = None
+            there = path in self._paths
+            self._original[path] = git(self._folder, "show", f"{self._base}:{path}") if there else None
         return self._original[path]
 
     def text(self, path: str) -> str | None:
