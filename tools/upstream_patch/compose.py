@@ -16,6 +16,11 @@ TEXT = Path(__file__).parent / "text"
 _INCLUDE = re.compile(r'^(\s*#include ")([^"]+)(")', re.MULTILINE)
 # Folders that upstream's and this fork's compilers look into.
 _INCLUDE_DIRS = ("include", "csrc")
+# Modules that comments of C++ sources name, and what is there upstream.
+MENTIONED = {
+    "flashinfer/gemm/sm12x_dense.py": "flashinfer/gemm/gemm_sm12x_mx.py",
+    "flashinfer.gemm.group_gemm_mxfp4_nt_groupwise on SM12x": "flashinfer/gemm/group_gemm_sm12x.py",
+}
 
 
 class ComposeError(RuntimeError):
@@ -50,7 +55,7 @@ class Take:
         """
         source = fork_text(self.source)
         lines = source.splitlines()
-        wanted, parts = set(self.names), []
+        wanted, whole, end = set(self.names), "", 0
         body = ast.parse(source).body
         for index, node in enumerate(body):
             defined = wanted & _defined(node)
@@ -66,10 +71,12 @@ class Take:
             if isinstance(node, (ast.Assign, ast.AnnAssign)) and _is_text(behind):
                 assert behind is not None
                 last = behind.end_lineno or last
-            parts.append("\n".join(lines[first - 1 : last]))
+            # Neighbours stay neighbours.
+            whole += ("\n" if first == end + 1 else "\n\n") + "\n".join(lines[first - 1 : last])
+            end = last
         if wanted:
             raise ComposeError(f"{self.source} defines no {', '.join(sorted(wanted))}")
-        return "\n\n".join(parts) + "\n"
+        return whole.strip("\n") + "\n"
 
 
 def _is_text(node: ast.stmt | None) -> bool:
@@ -176,10 +183,14 @@ def _with_includes(path: str, places: Mapping[str, str]) -> str:
         if found is None or (found not in places and path not in places):
             return match[0]
         there = places.get(found, found)
-        if posixpath.dirname(there) == here:
+        # Templates are rendered into other folders.
+        if posixpath.dirname(there) == here and not path.endswith(".jinja"):
             name = posixpath.basename(there)
         else:
             name = there.partition("/")[2]  # from the folder of headers
         return f"{match[1]}{name}{match[3]}"
 
-    return _INCLUDE.sub(renamed, fork_text(path))
+    text = _INCLUDE.sub(renamed, fork_text(path))
+    for old, new in MENTIONED.items():
+        text = text.replace(old, new)
+    return text

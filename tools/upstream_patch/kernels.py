@@ -91,6 +91,7 @@ LEAN_MODULE = Topic(
         text("flashinfer/jit/sm12x/moe.py"),
         instances(),
         TEST_HELPERS,
+        text("tests/test_helpers/sm12x_moe.py"),
         text("tests/moe/test_sm12x_moe_module.py"),
     ),
 )

@@ -47,6 +47,7 @@ def with_header(path: str, text: str) -> str:
 
 # --- prose of Python files ------------------------------------------------------------------------------------------------
 
+_TABLE = re.compile(r"[^.?!:]  +\S")
 _LIST = re.compile(r"\s*([-*>]|\d+\.|:|\.\.|=|>>>|\|)")
 
 
@@ -93,10 +94,12 @@ def _same_paragraph(line: str, prefix: str, comment: bool, in_string: bool) -> b
 
 
 def _wrap(block: Sequence[str], prefix: str) -> list[str]:
-    prose = not any(_LIST.match(line[len(prefix) :]) or "  " in line[len(prefix) :].strip() for line in block)
+    prose = not any(_LIST.match(line[len(prefix) :]) or _TABLE.search(line[len(prefix) :]) for line in block)
     if max(map(len, block)) <= PYTHON_COLUMNS or not prose or "---" in block[0]:
         return list(block)
-    joined = " ".join(line[len(prefix) :].strip() for line in block)
+    joined = " ".join(" ".join(block).split())
+    if prefix.strip():
+        joined = re.sub(r"(^| )# ", " ", joined).strip()
     return textwrap.wrap(
         joined, PYTHON_COLUMNS, initial_indent=prefix, subsequent_indent=prefix, break_long_words=False,
         break_on_hyphens=False,
