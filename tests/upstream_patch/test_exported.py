@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``tools/upstream_patch`` makes of the pinned wheel: branches that need nothing of this fork and read as upstream's.
+
+The whole modules, and all tests of the exported tree, are ``check_exported.py``'s (``make test-upstream-patch``).
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tools.upstream_patch import style
+from tools.upstream_patch.topics import TOPICS
+from tools.upstream_patch.tree import git
+
+# Words of this fork that upstream's reader would not know.
+FORK_WORDS = re.compile(
+    r"_layer\b|\bextend\(|flashinfer_sm12x|sm12x_(?:doctor|probes|gpu_probe|dispatch|cpu)|emulator|virtual_(?:device|operators)"
+    r"|fork\b|docs/(?:performance|dense|kernels)\.md|FLASHINFER_SM12X_MOE"
+)
+
+
+def added(folder: Path, branch: str) -> list[tuple[str, str]]:
+    """Lines that a branch adds to upstream's, and the file of each."""
+    path, lines = "", []
+    for line in git(folder, "diff", "--unified=0", "main", branch).splitlines():
+        if line.startswith("+++ "):
+            path = line.removeprefix("+++ b/")
+        elif line.startswith("+"):
+            lines.append((path, line[1:]))
+    return lines
+
+
+def test_each_topic_is_a_branch_with_one_commit_behind_its_predecessor(exported):
+    folder, done = exported
+    assert [each.topic.name for each in done] == list(TOPICS)
+    for each in done:
+        before = f"sm12x/{each.topic.after}" if each.topic.after else "main"
+        assert git(folder, "rev-list", "--count", f"{before}..{each.branch}").strip() == "1"
+        assert git(folder, "rev-parse", f"{each.branch}^") == git(folder, "rev-parse", before)
+        changed = set(git(folder, "diff", "--name-only", before, each.branch).split())
+        assert {edit.place.file for edit in each.topic.edits} | set(each.topic.tests) <= changed
+    assert git(folder, "status", "--porcelain") == ""
+    assert git(folder, "symbolic-ref", "--short", "HEAD").strip() == "main"
+
+
+def test_messages_are_fit_for_a_pull_request(exported):
+    folder, done = exported
+    for each in done:
+        title, blank, *body = git(folder, "log", "-1", "--format=%B", each.branch).rstrip().splitlines()
+        assert re.match(r"(?:feat|fix)\((?:jit|gemm|moe|xqa)\): ", title), title
+        assert len(title) <= 80
+        assert blank == ""
+        assert max(map(len, body)) <= 84, max(body, key=len)
+        assert not FORK_WORDS.search("\n".join(body)), each.branch
+        tests = next(line for line in body if line.startswith(("Tests: pytest ", "Reproducer: tests/")))
+        for path in re.findall(r"tests/\S+\.py", tests):
+            assert path in each.topic.tests
+
+
+def test_nothing_of_the_fork_is_left(exported):
+    folder, done = exported
+    for each in done:
+        lines = added(folder, each.branch)
+        assert lines
+        assert [(path, line) for path, line in lines if FORK_WORDS.search(line)] == []
+
+
+def test_new_files_have_upstreams_header_and_line_length(exported):
+    folder, done = exported
+    for each in done:
+        for path in each.new:
+            text = git(folder, "show", f"{each.branch}:{path}")
+            mark = "#" if path.endswith(".py") else "//"
+            first, second = text.splitlines()[:2]
+            assert first == f"{mark} SPDX-FileCopyrightText: Copyright (c) 2026 by FlashInfer team.", path
+            assert second == f"{mark} SPDX-License-Identifier: Apache-2.0", path
+        for path, line in added(folder, each.branch):
+            if path.endswith(".py") and len(line) > style.PYTHON_COLUMNS:
+                # What a formatter cannot break: strings and the like.
+                assert line.lstrip().startswith(('f"', '"', "'")) or "f\"" in line, (path, line)
+            if path.endswith(style.CXX_SUFFIXES) and '"' not in line and "//" not in line:
+                assert len(line) <= 100, (path, line)
+
+
+def test_edited_files_stay_formatted(exported, tmp_path):
+    """An edit leaves nothing to format that was not there to format before."""
+    folder, done = exported
+    settings = tmp_path / "ruff.toml"
+    settings.write_text(style.RUFF_SETTINGS)
+
+    def unformatted(branch: str, path: str) -> int:
+        command = [style._tool("ruff"), "format", "--diff", "--no-cache", "--config", str(settings), "-"]
+        text = git(folder, "show", f"{branch}:{path}")
+        return subprocess.run(command, input=text, capture_output=True, text=True, check=False).stdout.count("\n@@ ")
+
+    for path in {path for each in done for path in each.edited if path.endswith(".py")}:
+        branches = [each.branch for each in done if path in each.edited]
+        assert {unformatted(branch, path) for branch in branches} == {unformatted("main", path)}, path
+
+
+def test_the_topics_go_together_and_import_without_the_fork(merged, without_fork):
+    """All branches merged; every module that they add or edit, ``flashinfer.aot`` with its list of modules included."""
+    changed = git(merged, "diff", "--name-only", "main", "HEAD", "--", "flashinfer").split()
+    modules = [path.removesuffix(".py").replace("/", ".").removesuffix(".__init__") for path in changed]
+    assert "flashinfer.aot" in modules
+    code = f"""if True:
+        import importlib, sys
+        from pathlib import Path
+        for name in {modules!r}:
+            importlib.import_module(name)
+        import flashinfer
+        assert Path(flashinfer.__file__).parent == Path({str(merged)!r}, "flashinfer")
+        others = [name for name, module in sys.modules.items()
+                  if name.startswith("flashinfer") and not str(module.__file__ or "").startswith({str(merged)!r})]
+        assert others == [], others
+        from flashinfer.aot import gen_all_modules, get_default_config
+        import inspect
+        text = inspect.getsource(gen_all_modules)
+        for name in ("moe", "group_gemm", "dense"):
+            assert f"gen_sm12x_{{name}}_module()" in text
+    """
+    without_fork(merged, "-c", code)
+
+
+def test_tests_of_the_plain_topics_pass(merged, without_fork):
+    done = without_fork(
+        merged, "-m", "pytest", "-q", "-W", "ignore", "-p", "no:cacheprovider", "--import-mode=importlib",
+        *TOPICS["architectures"].tests, *TOPICS["cublas-headers"].tests,
+    )  # fmt: skip
+    assert re.search(r"\b14 passed", done.stdout)
+
+
+@pytest.mark.parametrize("topic", ["architectures", "cublas-headers"])
+def test_tests_of_the_plain_topics_fail_without_their_edits(exported, merged, without_fork, topic):
+    """The tests are reproducers: what they show is upstream's."""
+    (folder, done), files = exported, TOPICS[topic].tests
+    edited = next(each.edited for each in done if each.topic.name == topic)
+    git(folder, "checkout", "--quiet", "main", "--", *edited)
+    try:
+        answer = without_fork(
+            folder, "-m", "pytest", "-q", "-W", "ignore", "-p", "no:cacheprovider", "--import-mode=importlib", *files,
+            check=False,
+        )  # fmt: skip
+    finally:
+        git(folder, "checkout", "--quiet", "HEAD", "--", *edited)
+    assert answer.returncode != 0
+    assert "cannot import name 'split_arch_list'" in answer.stdout or "2 failed" in answer.stdout
+
+
+@pytest.mark.slow
+def test_the_grouped_gemm_passes_its_tests_on_the_virtual_gpu(merged, on_the_virtual_gpu):
+    """Upstream's JIT builds the exported module, with one instance; upstream's operator selects it and runs."""
+    done = on_the_virtual_gpu(
+        merged, *TOPICS["group-gemm"].tests, "-k", "rows0 and 128-128 or errors or capabilities",
+        VIRTUAL_GPU_INSTANCES="mxfp8_m8_k256",
+    )  # fmt: skip
+    assert re.search(r"\b6 passed", done.stdout)
+    launches = re.search(r"(\d+) launches on the virtual SM121", done.stdout)
+    assert launches is not None
+    assert int(launches[1]) >= 8
+
+
+def compile_commands(run, folder: Path, generator: str, module: str, name: str) -> list[str]:
+    """The command with which upstream's JIT compiles an instance of a module in an exported tree."""
+    code = f"""if True:
+        import json
+        from flashinfer.jit.sm12x.{module} import {generator}
+        spec = {generator}()
+        print(json.dumps([entry["command"] for entry in spec.get_compile_commands() if "/{name}.cu" in entry["command"]]))
+    """
+    (command,) = json.loads(run(folder, "-c", code).stdout.splitlines()[-1])
+    return shlex.split(command)
+
+
+def machine_code(command: list[str], cubin: Path, cuobjdump: Path) -> dict[str, str]:
+    """SASS of each kernel that a compiler's command makes."""
+    source = next(word for word in command if word.endswith(".cu"))
+    dropped = {"-c", source, "--generate-dependencies-with-compile"}
+    words, skip = [], False
+    for word in command:
+        if skip or word in dropped:
+            skip = False
+        elif word in ("-o", "-MF"):
+            skip = True
+        else:
+            words.append(word)
+    words = [word.replace("code=compute_121a", "code=sm_121a") for word in words if "compress" not in word]
+    subprocess.run([*words, "-cubin", "-o", str(cubin), source], check=True, capture_output=True)
+    text = subprocess.run([str(cuobjdump), "-sass", str(cubin)], check=True, capture_output=True, text=True).stdout
+    parts = re.split(r"^\s*Function : (\S+)$", text, flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mxfp8_m8_k128", "stream_bf16_m8"])
+def test_machine_code_is_the_forks(merged, without_fork, tmp_path, monkeypatch, name):
+    from flashinfer.jit import cpp_ext
+    from flashinfer.jit.core import current_compilation_context
+    from flashinfer.jit.sm12x.modules import gen_fused_moe_module
+
+    cuobjdump = cpp_ext.find_toolkit().nvcc.with_name("cuobjdump")
+    if not cuobjdump.is_file():
+        pytest.skip(f"{cuobjdump} is not installed")
+    monkeypatch.setattr(current_compilation_context, "TARGET_CUDA_ARCHS", {(12, "1a")})
+    theirs = compile_commands(without_fork, merged, "gen_sm12x_moe_module", "moe", name)
+    (ours,) = [
+        entry["command"] for entry in gen_fused_moe_module().get_compile_commands() if f"/{name}.cu" in entry["command"]
+    ]
+    kernels = machine_code(theirs, tmp_path / "theirs.cubin", cuobjdump)
+    assert len(kernels) == (1 if name.startswith("stream") else 2)
+    assert kernels == machine_code(shlex.split(ours), tmp_path / "ours.cubin", cuobjdump)
+
+
+def test_what_is_written_for_upstream_is_python():
+    for path in (Path(style.__file__).parent / "text").rglob("*.py"):
+        ast.parse(path.read_text(encoding="utf-8"))
