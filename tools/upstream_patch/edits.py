@@ -156,7 +156,7 @@ def apply(edit: Edit, files: Files) -> str:
             return f"{edit.place.name}: the line {edit.through.strip()!r} is not there any more"
         last = ends[0]
     text = edit.text if isinstance(edit.text, str) else style.formatted(edit.text.text()) + "\n\n"
-    new = text.removeprefix("\n").removesuffix("\n").splitlines()
+    new = text.splitlines()
     if edit.how == "replace":
         lines[first : last + 1] = new
     else:

@@ -48,7 +48,7 @@ def with_header(path: str, text: str) -> str:
 # --- prose of Python files ------------------------------------------------------------------------------------------------
 
 _TABLE = re.compile(r"[^.?!:]  +\S")
-_LIST = re.compile(r"\s*([-*>]|\d+\.|:|\.\.|=|>>>|\|)")
+_LIST = re.compile(r"\s*([-*>]|\d+\.|:\w+ |\.\.|=|>>>|\|)")
 
 
 def wrapped(text: str) -> str:

@@ -69,7 +69,7 @@ def lay_out_wheel(folder: Path) -> None:
     exclude.parent.mkdir(exist_ok=True)
     exclude.write_text("".join(f"{name}\n" for name in _UNTRACKED), encoding="utf-8")
     # No compression: a quarter of a gigabyte of generated kernels, for a tree that lives an hour.
-    git(folder, "-c", "core.compression=0", "add", "--all")
+    git(folder, "-c", "core.compression=0", "-c", "core.fsync=none", "add", "--all")
     version = importlib.metadata.version(_DISTRIBUTION)
     commit(folder, f"The files of {_DISTRIBUTION} {version}")
 
