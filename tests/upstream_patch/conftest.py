@@ -21,10 +21,17 @@ Run = Callable[..., subprocess.CompletedProcess]
 
 
 @pytest.fixture(scope="session")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[export.Exported]]:
-    """The repository, and what was made of each topic; its work tree is upstream's."""
+def upstream_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The pinned wheel as a repository of upstream's."""
     folder = tmp_path_factory.mktemp("upstream") / "flashinfer"
-    return folder, export.export(folder)
+    tree.lay_out_wheel(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def exported(upstream_tree: Path) -> tuple[Path, list[export.Exported]]:
+    """The repository, and what was made of each topic; its work tree is upstream's."""
+    return upstream_tree, export.export(upstream_tree)
 
 
 @pytest.fixture(scope="session")
@@ -42,7 +49,13 @@ def merged(exported: tuple[Path, list[export.Exported]]) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def without_fork(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def jit_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where upstream's JIT builds."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="session")
+def without_fork(jit_cache: Path) -> Run:
     """Run Python in an exported tree: of this fork nothing is on its path but what a test puts there.
 
     ``kernels``: compile with upstream's JIT for 12.1a, with PTX that the virtual GPU reads.
@@ -50,8 +63,7 @@ def without_fork(tmp_path_factory: pytest.TempPathFactory) -> Run:
     from flashinfer.jit import cpp_ext
 
     compiler = cpp_ext.find_toolkit().nvcc
-    cache = tmp_path_factory.mktemp("cache")
-    nvcc = cache / "nvcc"
+    nvcc = jit_cache / "nvcc"
     # Upstream compresses device code; the virtual GPU reads it as it is. The last --compress-mode would not win.
     nvcc.write_text(
         f"#!{sys.executable}\nimport os, sys\n"
@@ -67,7 +79,7 @@ def without_fork(tmp_path_factory: pytest.TempPathFactory) -> Run:
         inherited = {name: text for name, text in os.environ.items() if not name.startswith(("FLASHINFER", "PYTEST"))}
         settings = {
             "PYTHONPATH": os.pathsep.join(map(str, (folder, *path))),
-            "FLASHINFER_WORKSPACE_BASE": str(cache),
+            "FLASHINFER_WORKSPACE_BASE": str(jit_cache),
             "FLASHINFER_CUDA_ARCH_LIST": "12.1a",
             "CUDA_HOME": str(cpp_ext.find_toolkit().root),
             "FLASHINFER_EXTRA_LDFLAGS": shlex.join(cpp_ext.toolkit_link_flags()),

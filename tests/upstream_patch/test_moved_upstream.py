@@ -18,47 +18,35 @@ BF16 = "flashinfer/gemm/gemm_bf16_fp4.py"
 XQA = "csrc/xqa/mha.cu"
 
 
-@pytest.fixture
-def newer(exported: tuple[Path, list[export.Exported]]) -> tuple[Path, str]:
-    """The repository, and a commit of a later upstream: a function moved, an argument renamed, a line of C++ changed."""
-    folder, _ = exported
-    original = tree.Files(folder, "main")
-    gemm, bf16, xqa = (original.original(path) for path in (GEMM, BF16, XQA))
-    assert gemm is not None
-    assert bf16 is not None
-    assert xqa is not None
+@pytest.fixture(scope="module")
+def newer(upstream_tree: Path) -> str:
+    """A commit of a later upstream: a function moved, an argument renamed, a line of C++ changed."""
+    original = tree.Files(upstream_tree, "main")
+    gemm, bf16, xqa = (original.original(path) or "" for path in (GEMM, BF16, XQA))
     name = "group_gemm_mxfp8_mxfp4_nt_groupwise"
     first, last = edits.definition_lines(gemm, name) or (0, 0)
     lines = gemm.splitlines(keepends=True)
-    with tree.work_tree(folder, "main") as work:
-        changed = {
-            GEMM: "".join([*lines[: first - 1], f"from .grouped import {name}\n", *lines[last:]]),
-            "flashinfer/gemm/grouped.py": "".join(lines[first - 1 : last]),
-            BF16: re.sub(r"\b(b_descale: torch.Tensor,\n    alpha: Optional\[torch.Tensor\] = None,\n    \*,\n    backend)",
-                         r"weight_\1", bf16),
-            XQA: xqa.replace("UniformRescaleMask::filled(~0U)", "UniformRescaleMask::filled(0xFFFFFFFFU)"),
-        }  # fmt: skip
+    argument = r"\bb_descale(: torch.Tensor,\n    alpha: Optional\[torch.Tensor\] = None,\n    \*,\n    backend)"
+    changed = {
+        GEMM: "".join([*lines[: first - 1], f"from .grouped import {name}\n", *lines[last:]]),
+        "flashinfer/gemm/grouped.py": "".join(lines[first - 1 : last]),
+        BF16: re.sub(argument, r"b_scale\1", bf16),
+        XQA: xqa.replace("UniformRescaleMask::filled(~0U)", "UniformRescaleMask::filled(0xFFFFFFFFU)"),
+    }
+    with tree.work_tree(upstream_tree, "main") as work:
         for path, text in changed.items():
             assert text != original.original(path)
             (work / path).parent.mkdir(parents=True, exist_ok=True)
             (work / path).write_text(text)
         tree.git(work, "add", "--", *changed)
         tree.commit(work, "A later upstream")
-        return folder, tree.git(work, "rev-parse", "HEAD").strip()
+        return tree.git(work, "rev-parse", "HEAD").strip()
 
 
-def test_each_place_is_named_and_nothing_is_written(newer):
-    folder, revision = newer
-    branches = tree.git(folder, "for-each-ref", "refs/heads")
-    for name in list(export.with_predecessors((), _topics())):
-        tree.git(folder, "branch", "--quiet", "--move", f"sm12x/{name.name}", f"kept/{name.name}")
-    try:
-        with pytest.raises(export.UpstreamMovedError) as error:
-            export.export(folder, base=revision)
-        assert tree.git(folder, "for-each-ref", "refs/heads/sm12x") == ""
-    finally:
-        for name in export.with_predecessors((), _topics()):
-            tree.git(folder, "branch", "--quiet", "--move", f"kept/{name.name}", f"sm12x/{name.name}")
+def test_each_place_is_named_and_nothing_is_written(upstream_tree, newer):
+    before = tree.git(upstream_tree, "for-each-ref", "refs/heads")
+    with pytest.raises(export.UpstreamMovedError) as error:
+        export.export(upstream_tree, base=newer)
     first, *said = str(error.value).splitlines()
     assert first == "upstream is not what these edits were written for; nothing was written."
     moved = f"{GEMM}: group_gemm_mxfp8_mxfp4_nt_groupwise is not there any more"
@@ -68,20 +56,19 @@ def test_each_place_is_named_and_nothing_is_written(newer):
     assert any(line.startswith(f"xqa-copies: {XQA}: auto const fullRescaleMask") for line in said)
     # Topics that nothing has happened to are not named.
     assert {line.partition(":")[0] for line in said} == {"group-gemm", "dense", "xqa-copies"}
-    assert tree.git(folder, "for-each-ref", "refs/heads") == branches
-    assert tree.git(folder, "status", "--porcelain") == ""
-    assert len(tree.git(folder, "worktree", "list").splitlines()) == 1
+    assert tree.git(upstream_tree, "for-each-ref", "refs/heads") == before
+    assert tree.git(upstream_tree, "status", "--porcelain") == ""
+    assert len(tree.git(upstream_tree, "worktree", "list").splitlines()) == 1
 
 
-def test_topics_that_still_fit_are_exported(newer):
-    folder, revision = newer
-    tree.git(folder, "branch", "--quiet", "--move", "sm12x/architectures", "kept/architectures")
+def test_topics_that_still_fit_are_exported_and_not_overwritten(upstream_tree, newer):
+    (done,) = export.export(upstream_tree, ["architectures"], base=newer)
     try:
-        (done,) = export.export(folder, ["architectures"], base=revision)
-        assert tree.git(folder, "rev-parse", f"{done.branch}^").strip() == revision
-        tree.git(folder, "branch", "--quiet", "-D", done.branch)
+        assert tree.git(upstream_tree, "rev-parse", f"{done.branch}^").strip() == newer
+        with pytest.raises(tree.TreeError, match=r"has these branches already.*git branch -D sm12x/architectures$"):
+            export.export(upstream_tree, ["architectures"])
     finally:
-        tree.git(folder, "branch", "--quiet", "--move", "kept/architectures", "sm12x/architectures")
+        tree.git(upstream_tree, "branch", "--quiet", "-D", done.branch)
 
 
 def _topics() -> dict[str, Topic]:
@@ -90,16 +77,9 @@ def _topics() -> dict[str, Topic]:
     return TOPICS
 
 
-def test_branches_that_are_there_are_not_overwritten(exported):
-    folder, _ = exported
-    with pytest.raises(tree.TreeError, match=r"has these branches already.*git branch -D sm12x/architectures$"):
-        export.export(folder, ["architectures"])
-
-
-def test_unknown_topics_and_folders_are_named(exported, tmp_path):
-    folder, _ = exported
+def test_unknown_topics_and_folders_are_named(upstream_tree, tmp_path):
     with pytest.raises(tree.TreeError, match=r"there is no topic 'gemm'; there are architectures, cublas-headers"):
-        export.export(folder, ["gemm"])
+        export.export(upstream_tree, ["gemm"])
     with pytest.raises(tree.TreeError, match="is not a git checkout of FlashInfer"):
         export.export(tmp_path, ["architectures"])
 

@@ -29,6 +29,8 @@ SMS = 48
 _runtime = vsm.activate_runtime()
 _runtime.configure(architecture="sm_121a", watch=vsm.Watch.DEFAULT)
 launches: list[Any] = []
+# Kinds of reports that do not fail a test: what is known of upstream's own kernels.
+KNOWN = os.environ.get("VIRTUAL_GPU_KNOWN", "").split(",")
 
 
 class _CudaIsTheCpu(TorchFunctionMode):
@@ -69,7 +71,11 @@ def _on_the_device(function: Callable[..., Any]) -> Callable[..., Any]:
                 failure = error
         made = _runtime.take_launches()
         launches.extend(made)
-        wrong = [str(launch) for launch in made if launch.status != "ok" or not launch.clean]
+        wrong = [
+            str(launch)
+            for launch in made
+            if launch.status != "ok" or any(report.kind not in KNOWN for report in launch.reports)
+        ]
         if wrong or failure is not None:
             raise RuntimeError("\n".join([*wrong, _runtime.take_message()])) from failure
         return result
