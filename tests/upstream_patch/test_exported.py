@@ -131,9 +131,7 @@ def test_the_topics_go_together_and_import_without_the_fork(merged, without_fork
 
 
 def test_tests_of_the_plain_topics_pass(merged, without_fork):
-    done = without_fork(
-        merged, "-m", "pytest", *PLAIN, *TOPICS["architectures"].tests, *TOPICS["cublas-headers"].tests
-    )
+    done = without_fork(merged, "-m", "pytest", *PLAIN, *TOPICS["architectures"].tests, *TOPICS["cublas-headers"].tests)
     assert re.search(r"\b14 passed", done.stdout)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from tools.upstream_patch import edits, export, style, tree
 from tools.upstream_patch.compose import ComposeError, Literally, New, Take, Text
-from tools.upstream_patch.topic import Topic
+from tools.upstream_patch.topics import TOPICS
 
 GEMM = "flashinfer/gemm/gemm_base.py"
 BF16 = "flashinfer/gemm/gemm_bf16_fp4.py"
@@ -52,7 +52,9 @@ def test_each_place_is_named_and_nothing_is_written(upstream_tree, newer):
     moved = f"{GEMM}: group_gemm_mxfp8_mxfp4_nt_groupwise is not there any more"
     assert f"group-gemm: {moved}; a definition of that name is in flashinfer/gemm/grouped.py" in said
     for function in ("mm_bf16_fp4", "prepare_bf16_fp4_weights"):
-        assert any(line.startswith(f"dense: {BF16}: {function} has changed (its text hashes to ") for line in said), said
+        assert any(line.startswith(f"dense: {BF16}: {function} has changed (its text hashes to ") for line in said), (
+            said
+        )
     assert any(line.startswith(f"xqa-copies: {XQA}: auto const fullRescaleMask") for line in said)
     # Topics that nothing has happened to are not named.
     assert {line.partition(":")[0] for line in said} == {"group-gemm", "dense", "xqa-copies"}
@@ -71,12 +73,6 @@ def test_topics_that_still_fit_are_exported_and_not_overwritten(upstream_tree, n
         tree.git(upstream_tree, "branch", "--quiet", "-D", done.branch)
 
 
-def _topics() -> dict[str, Topic]:
-    from tools.upstream_patch.topics import TOPICS
-
-    return TOPICS
-
-
 def test_unknown_topics_and_folders_are_named(upstream_tree, tmp_path):
     with pytest.raises(tree.TreeError, match=r"there is no topic 'gemm'; there are architectures, cublas-headers"):
         export.export(upstream_tree, ["gemm"])
@@ -85,10 +81,10 @@ def test_unknown_topics_and_folders_are_named(upstream_tree, tmp_path):
 
 
 def test_a_topic_brings_those_in_front_of_it():
-    names = [topic.name for topic in export.with_predecessors(["dense", "architectures"], _topics())]
+    names = [topic.name for topic in export.with_predecessors(["dense", "architectures"], TOPICS)]
     assert names == ["architectures", "lean-module", "group-gemm", "dense"]
-    for topic in _topics().values():
-        assert topic.after == "" or list(_topics()).index(topic.after) < list(_topics()).index(topic.name)
+    for topic in TOPICS.values():
+        assert topic.after == "" or list(TOPICS).index(topic.after) < list(TOPICS).index(topic.name)
 
 
 # --- edits ------------------------------------------------------------------------------------------------------------
@@ -140,10 +136,16 @@ def test_hashes_do_not_see_indentation_and_blanks_at_line_ends():
     [
         (edits.Edit(place(definition="f"), "return 2", "    # two"), "        return 1\n    return 2\n    # two\n"),
         (edits.Edit(place(definition="f"), "return 2", "    # two", "before"), "return 1\n    # two\n    return 2\n"),
-        (edits.Edit(place(definition="f"), "if a:", "    pass", "replace", through="return 1"), '"""\n    pass\n    ret'),
+        (
+            edits.Edit(place(definition="f"), "if a:", "    pass", "replace", through="return 1"),
+            '"""\n    pass\n    ret',
+        ),
         (edits.Edit(place(definition="f"), "@decorated", "@twice", "before"), "\n\n@twice\n@decorated\ndef f(a):\n"),
         (edits.Edit(place(), "import os", "import re"), "import os\nimport re\n\n\n@decorated"),
-        (edits.Edit(place(first="def g(a):", lines=2), "return f(a)", "    return 3", "replace"), "def g(a):\n    return 3\n"),
+        (
+            edits.Edit(place(first="def g(a):", lines=2), "return f(a)", "    return 3", "replace"),
+            "def g(a):\n    return 3\n",
+        ),
     ],
 )
 def test_edits_go_where_their_anchor_is(edit, expected):
@@ -216,6 +218,6 @@ def test_versions_of_hooks_are_read_from_the_trees_configuration(tmp_path):
 
 
 def test_texts_are_where_topics_look_for_them():
-    for topic in _topics().values():
+    for topic in TOPICS.values():
         for part in [topic.message, *(part for each in topic.new for part in each.parts if isinstance(part, Text))]:
             assert len(part.text()) > 40, part

@@ -16,12 +16,11 @@ import os
 import sys
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch.overrides import TorchFunctionMode
-
 import vsm
+from torch.overrides import TorchFunctionMode
 
 CAPABILITY = (12, 1)
 SMS = 48
@@ -128,7 +127,7 @@ def _build_few_instances(common: Any) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    patches: dict[str, Callable[[Any], None]] = {
+    patches: ClassVar[dict[str, Callable[[Any], None]]] = {
         "flashinfer.utils": _answer_for_the_capability,
         "flashinfer.jit.core": _load_onto_the_device,
         "flashinfer.jit.sm12x.common": _build_few_instances,

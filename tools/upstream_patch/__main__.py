@@ -15,7 +15,9 @@ from .tree import TreeError
 
 
 def main() -> int:
-    listed = "\n".join(f"  {topic.name:<24}{f'behind {topic.after}' if topic.after else ''}" for topic in TOPICS.values())
+    listed = "\n".join(
+        f"  {topic.name:<24}{f'behind {topic.after}' if topic.after else ''}" for topic in TOPICS.values()
+    )
     parser = argparse.ArgumentParser(
         prog="python -m tools.upstream_patch",
         description="Make a branch of each topic in a checkout of FlashInfer, ready for a pull request.",
@@ -29,7 +31,9 @@ def main() -> int:
         metavar="DIR",
         help="a git checkout of FlashInfer; a folder that does not exist becomes the pinned wheel's files",
     )
-    parser.add_argument("--topic", action="append", default=[], metavar="NAME", help="and those in front of it; default: all")
+    parser.add_argument(
+        "--topic", action="append", default=[], metavar="NAME", help="and those in front of it; default: all"
+    )
     parser.add_argument("--base", default="HEAD", metavar="REVISION", help="onto which they go (default: HEAD)")
     given = parser.parse_args()
     try:

@@ -70,13 +70,17 @@ CUBLAS_HEADERS = Topic(
             through="#include <cublas_v2.h>",
         ),
         Edit(
-            Place(_CUDA_UTILS, first="static char const* _cudaGetErrorEnum(cublasStatus_t", lines=34, sha="f30e94c48347"),
+            Place(
+                _CUDA_UTILS, first="static char const* _cudaGetErrorEnum(cublasStatus_t", lines=34, sha="f30e94c48347"
+            ),
             "static char const* _cudaGetErrorEnum(cublasStatus_t",
             "#if TLLM_HAS_CUBLAS\n",
             "before",
         ),
         Edit(
-            Place(_CUDA_UTILS, first="static char const* _cudaGetErrorEnum(cublasStatus_t", lines=34, sha="f30e94c48347"),
+            Place(
+                _CUDA_UTILS, first="static char const* _cudaGetErrorEnum(cublasStatus_t", lines=34, sha="f30e94c48347"
+            ),
             'return "<unknown>";',
             '  return "<unknown>";\n}\n#endif  // TLLM_HAS_CUBLAS\n',
             "replace",
@@ -155,5 +159,9 @@ GROUP_GEMM_SCALES = Topic(
             "replace",
         ),
     ),
-    new=(New("tests/gemm/test_group_gemm_fp8_short_groups.py", (Text("tests/gemm/test_group_gemm_fp8_short_groups.py"),)),),
+    new=(
+        New(
+            "tests/gemm/test_group_gemm_fp8_short_groups.py", (Text("tests/gemm/test_group_gemm_fp8_short_groups.py"),)
+        ),
+    ),
 )

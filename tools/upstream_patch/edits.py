@@ -86,7 +86,8 @@ def definition_lines(source: str, name: str) -> tuple[int, int] | None:
             return None
         found = named[-1]
         body = found.body
-    assert found is not None and found.end_lineno is not None
+    assert found is not None
+    assert found.end_lineno is not None
     return min([found.lineno, *(decorator.lineno for decorator in found.decorator_list)]), found.end_lineno
 
 
@@ -143,9 +144,7 @@ def apply(edit: Edit, files: Files) -> str:
     if isinstance(bounds, str):
         return f"{edit.place.name} {bounds}"
     lines = source.splitlines()
-    found = [
-        index for index in range(bounds[0] - 1, bounds[1]) if lines[index].strip().startswith(edit.anchor.strip())
-    ]
+    found = [index for index in range(bounds[0] - 1, bounds[1]) if lines[index].strip().startswith(edit.anchor.strip())]
     if len(found) != 1:
         many = "is not there any more" if not found else f"stands there {len(found)} times"
         return f"{edit.place.name}: the line {edit.anchor.strip()!r} {many}"

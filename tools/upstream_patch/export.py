@@ -10,6 +10,7 @@ from pathlib import Path
 from . import style
 from .edits import apply, mismatch
 from .topic import Topic
+from .topics import TOPICS
 from .tree import Files, TreeError, base_of, commit, git, lay_out_wheel, work_tree
 
 BRANCH = "sm12x/"
@@ -60,14 +61,14 @@ def changes(topic: Topic, files: Files, moved: Mapping[str, str]) -> list[str]:
 
 
 def export(
-    folder: Path, names: Sequence[str] = (), topics: Mapping[str, Topic] | None = None, base: str = "HEAD"
+    folder: Path, names: Sequence[str] = (), topics: Mapping[str, Topic] = TOPICS, base: str = "HEAD"
 ) -> list[Exported]:
     """Make a branch ``sm12x/<topic>`` of each topic in the repository ``folder``; its work tree stays as it is.
 
     Args:
         folder: A git checkout of upstream's. A folder that does not exist becomes the pinned wheel's files.
         names: Topics; their predecessors come too. All when empty.
-        topics: Those that there are; the project's when omitted.
+        topics: Those that there are.
         base: The revision onto which they go.
 
     Raises:
@@ -75,8 +76,6 @@ def export(
         UpstreamMovedError: an edit does not fit. Nothing has been written.
         StyleError: a formatter is missing, or refuses a file. Nothing has been written.
     """
-    if topics is None:
-        from .topics import TOPICS as topics
     chosen = with_predecessors(names, topics)
     if not folder.exists():
         lay_out_wheel(folder)
@@ -115,7 +114,8 @@ def _checked(
         states[topic.name] = files.changed
     if wrong:
         raise UpstreamMovedError(
-            "upstream is not what these edits were written for; nothing was written.\n" + "\n".join(dict.fromkeys(wrong))
+            "upstream is not what these edits were written for; nothing was written.\n"
+            + "\n".join(dict.fromkeys(wrong))
         )
     return states
 
@@ -123,7 +123,8 @@ def _checked(
 def _write(topic: Topic, tree: Path, state: Mapping[str, str], upstream: Files, moved: Mapping[str, str]) -> Exported:
     # What a predecessor wrote and formatted stays, unless this topic has it otherwise.
     own = {*topic.files(moved), *(edit.place.file for edit in topic.edits)}
-    new, edited = [], []
+    new: list[str] = []
+    edited: list[str] = []
     for path in sorted(own):
         (new if upstream.original(path) is None else edited).append(path)
         file = tree / path

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
-from .compose import Literally, New, Take, Text
+from .compose import Literally, New, Part, Take, Text
 from .edits import Edit, Place
 from .topic import Topic
 
-_LAUNCHERS = "csrc/nv_internal/tensorrt_llm/kernels/cutlass_kernels/moe_gemm/launchers/moe_gemm_sm120_mixed_input_launcher"
+_LAUNCHERS = (
+    "csrc/nv_internal/tensorrt_llm/kernels/cutlass_kernels/moe_gemm/launchers/moe_gemm_sm120_mixed_input_launcher"
+)
 _BACKEND = "csrc/fused_moe/cutlass_backend"
 LAUNCHER = {
     f"{_LAUNCHERS}.cu": "csrc/sm12x/sm12x_launcher.cu",
@@ -28,7 +30,7 @@ def instances(streamed: bool = False, gemm: bool = False, dense: bool = False) -
     """The tables, with what topics up to one need."""
     names = (*_SIZES, *_ROW, *_PAIRS, *(["_STREAM_M8"] if streamed else []))
     rows = "(*PAIRS, *_STREAM_M8)" if streamed else "PAIRS"
-    parts = [
+    parts: list[Part] = [
         Text("flashinfer/jit/sm12x/instances_header.py"),
         Take(FORK_INSTANCES, names),
         Literally(f"INSTANCES: tuple[Instance, ...] = {rows}\n"),
@@ -70,7 +72,14 @@ TEST_HELPERS = New(
             (
                 *("BLOCK", "NAN_SCALE", "SCALE_BIAS", "E2M1_MAX", "E4M3_MAX", "E2M1_VALUES", "power_of_two"),
                 *("decode_scales", "decode_e2m1", "_per_element", "dequantize_mxfp4", "dequantize_mxfp8"),
-                *("scale_exponents", "round_to_e4m3", "block_amax", "quantize_mxfp8", "quantize_mxfp4", "swizzle_scales"),
+                *(
+                    "scale_exponents",
+                    "round_to_e4m3",
+                    "block_amax",
+                    "quantize_mxfp8",
+                    "quantize_mxfp4",
+                    "swizzle_scales",
+                ),
             ),
         ),
     ),

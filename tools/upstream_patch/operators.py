@@ -531,21 +531,21 @@ STREAMED_LAYER = Topic(
             "flashinfer/fused_moe/sm12x_moe.py",
             (Text("flashinfer/fused_moe/sm12x_moe.py"),),
             renames={
-                '''Two GEMM kernels a layer: FC1 with bias and SwiGLU in its epilogue, FC2 with bias,
+                """Two GEMM kernels a layer: FC1 with bias and SwiGLU in its epilogue, FC2 with bias,
 routing weights and the sum over a token's experts, whose order is fixed. The kernels
 route by themselves; nothing waits on the host.
-''': '''With few rows for an expert a layer is one launch that streams the weights of both
+""": """With few rows for an expert a layer is one launch that streams the weights of both
 GEMMs; else it is two GEMM kernels: FC1 with bias and SwiGLU in its epilogue, FC2 with
 bias, routing weights and the sum over a token's experts, whose order is fixed. The
 kernels route by themselves; nothing waits on the host.
-''',
-                '''def _default_tactics(problem: MoEProblem) -> Tuple[int, int]:
+""",
+                """def _default_tactics(problem: MoEProblem) -> Tuple[int, int]:
     row = choose_moe(
         problem.mode.activation,
         problem.num_tokens * problem.top_k,
         problem.num_local_experts,
     )
-''': '''def _default_tactics(problem: MoEProblem, all_sms: bool = True) -> Tuple[int, int]:
+""": """def _default_tactics(problem: MoEProblem, all_sms: bool = True) -> Tuple[int, int]:
     row = choose_moe(
         problem.mode.activation,
         problem.num_tokens * problem.top_k,
@@ -554,15 +554,15 @@ kernels route by themselves; nothing waits on the host.
         problem.inter,
         all_sms,
     )
-''',
-                '''    return [row for row in INSTANCES if row.activation == problem.mode.activation]
-''': '''    sizes = num_tokens * problem.top_k, problem.hidden, problem.inter
+""",
+                """    return [row for row in INSTANCES if row.activation == problem.mode.activation]
+""": """    sizes = num_tokens * problem.top_k, problem.hidden, problem.inter
     return [
         row
         for row in INSTANCES
         if row.activation == problem.mode.activation and row.takes(*sizes)
     ]
-''',
+""",
                 '''    """FC1's and FC2's tactics from ``wanted``, in which -1 stands for the default."""
     fc1, fc2 = (d if w == -1 else w for w, d in zip(wanted, default, strict=True))
     return fc1, fc2
@@ -582,11 +582,11 @@ kernels route by themselves; nothing waits on the host.
     both = fc2 if wanted[0] == -1 and wanted[1] != -1 else fc1
     return both, both
 ''',
-                '''numbers = {row.number: row.index for row in _valid_rows(problem, 1)}
-''': '''rows = _valid_rows(problem, problem.num_tokens)
+                """numbers = {row.number: row.index for row in _valid_rows(problem, 1)}
+""": """rows = _valid_rows(problem, problem.num_tokens)
     numbers = {row.number: row.index for row in rows}
-''',
-                '''    get_sm12x_moe_module().sm12x_moe_run(
+""",
+                """    get_sm12x_moe_module().sm12x_moe_run(
         *arguments,
         workspace,
         int(problem.mode),
@@ -596,7 +596,7 @@ kernels route by themselves; nothing waits on the host.
         *tactics,
         enable_pdl,
     )
-''': '''    def launch(tactics: Tuple[int, int]) -> bool:
+""": """    def launch(tactics: Tuple[int, int]) -> bool:
         return get_sm12x_moe_module().sm12x_moe_run(
             *arguments,
             workspace,
@@ -612,14 +612,14 @@ kernels route by themselves; nothing waits on the host.
         # The stream has fewer SMs than the device (a green context, or MPS), and
         # blocks of a streamed layer wait for each other.
         launch(_default_tactics(problem, all_sms=False))
-''',
-                '''        return [row.name for row in _valid_rows(self.problem, inputs[0].shape[0])]
-''': '''        return [
+""",
+                """        return [row.name for row in _valid_rows(self.problem, inputs[0].shape[0])]
+""": """        return [
             row.name
             for row in _valid_rows(self.problem, inputs[0].shape[0])
             if self.gemm_idx == 1 or not row.streamed
         ]
-''',
+""",
             },
         ),
         text("tests/moe/test_sm12x_streamed_moe.py"),

@@ -23,7 +23,9 @@ RUFF_SETTINGS = """
 select = ["E", "F", "B", "SIM"]
 ignore = ["E402", "F405", "F403", "E741", "E501", "SIM118", "B019", "E902", "SIM102", "SIM108", "E731", "B020", "SIM103", "B023"]
 """
-CLANG_FORMAT_SETTINGS = "BasedOnStyle: Google\nDerivePointerAlignment: false\nColumnLimit: 100\nPointerAlignment: Left\n"
+CLANG_FORMAT_SETTINGS = (
+    "BasedOnStyle: Google\nDerivePointerAlignment: false\nColumnLimit: 100\nPointerAlignment: Left\n"
+)
 PINNED_HOOKS = {"ruff-pre-commit": "0.12.8", "mirrors-clang-format": "19.1.1"}
 
 _COPYRIGHT = "SPDX-FileCopyrightText: Copyright (c) 2026 by FlashInfer team."

@@ -41,7 +41,9 @@ def pinned_wheel() -> Path:
         package = Path(str(found.locate_file("flashinfer"))).resolve()
         if found.version == version["UPSTREAM_VERSION"] and package != FORK / "flashinfer" and package.is_dir():
             return package
-    raise TreeError(f"{_DISTRIBUTION}=={version['UPSTREAM_VERSION']} is not installed: run 'make env', or name a checkout")
+    raise TreeError(
+        f"{_DISTRIBUTION}=={version['UPSTREAM_VERSION']} is not installed: run 'make env', or name a checkout"
+    )
 
 
 def lay_out_wheel(folder: Path) -> None:
@@ -92,7 +94,9 @@ def git(folder: Path, *arguments: str, environment: Mapping[str, str] | None = N
         TreeError: it failed; the message has what it said.
     """
     command = ["git", "-C", str(folder), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **(environment or {})})
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, **(environment or {})}
+    )
     if done.returncode != 0:
         raise TreeError(f"git {' '.join(arguments[:3])} in {folder}: {done.stderr.strip()}")
     return done.stdout
@@ -164,7 +168,9 @@ class Files:
     def containing(self, text: str, suffix: str) -> list[str]:
         """Paths of the base commit whose texts hold ``text``, and whose names end in ``suffix``."""
         try:
-            found = git(self._folder, "grep", "--fixed-strings", "--name-only", "-e", text, self._base, "--", f"*{suffix}")
+            found = git(
+                self._folder, "grep", "--fixed-strings", "--name-only", "-e", text, self._base, "--", f"*{suffix}"
+            )
         except TreeError:  # none
             return []
         return [line.partition(":")[2] for line in found.splitlines()]
