@@ -79,10 +79,16 @@ def test_new_files_have_upstreams_header_and_line_length(exported):
     for each in done:
         for path in each.new:
             text = git(folder, "show", f"{each.branch}:{path}")
-            mark = "#" if path.endswith(".py") else "//"
-            first, second = text.splitlines()[:2]
-            assert first == f"{mark} SPDX-FileCopyrightText: Copyright (c) 2026 by FlashInfer team.", path
-            assert second == f"{mark} SPDX-License-Identifier: Apache-2.0", path
+            if path.endswith(".py"):
+                first, second = text.splitlines()[:2]
+                assert first == "# SPDX-FileCopyrightText: Copyright (c) 2026 by FlashInfer team.", path
+                assert second == "# SPDX-License-Identifier: Apache-2.0", path
+            else:
+                assert text.startswith("/*\n * Copyright (c) 2026 by FlashInfer team.\n *\n * Licensed under the "), (
+                    path
+                )
+                assert text.index("limitations under the License.") < text.index("*/") < 800, path
+            assert text.count("icensed under the Apache License") + text.count("SPDX-License-Identifier") == 1, path
         for path, line in added(folder, each.branch):
             if path.endswith(".py") and len(line) > style.PYTHON_COLUMNS:
                 assert '"' in line, (path, line)  # a formatter does not break strings

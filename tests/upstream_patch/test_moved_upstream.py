@@ -203,9 +203,12 @@ def test_prose_is_wrapped_and_tables_stay():
 @pytest.mark.parametrize(("path", "mark"), [("a.py", "#"), ("a.cuh", "//"), ("a.jinja", "//")])
 def test_headers_are_upstreams(path, mark):
     text = style.with_header(path, f"{mark} SPDX-License-Identifier: Apache-2.0\n{mark} What it is.\n")
-    assert text.splitlines()[0] == f"{mark} SPDX-FileCopyrightText: Copyright (c) 2026 by FlashInfer team."
-    assert text.count("SPDX-License-Identifier") == 1
-    assert text.endswith(f"{mark} What it is.\n")
+    assert text.startswith(
+        "# SPDX-FileCopyrightText" if mark == "#" else "/*\n * Copyright (c) 2026 by FlashInfer team.\n"
+    )
+    assert text.count("SPDX-License-Identifier") == (mark == "#")
+    assert text.count("Licensed under the Apache License, Version 2.0") == (mark == "//")
+    assert text.endswith(f"\n{mark} What it is.\n")
 
 
 def test_versions_of_hooks_are_read_from_the_trees_configuration(tmp_path):

@@ -8,6 +8,7 @@ repository in August 2026. Comments and paragraphs of docstrings are wrapped her
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import shutil
 import subprocess
@@ -15,6 +16,8 @@ import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+
+from .tree import FORK
 
 PYTHON_COLUMNS = 88
 CXX_SUFFIXES = (".cu", ".cuh", ".h", ".inl")
@@ -28,23 +31,34 @@ CLANG_FORMAT_SETTINGS = (
 )
 PINNED_HOOKS = {"ruff-pre-commit": "0.12.8", "mirrors-clang-format": "19.1.1"}
 
-_COPYRIGHT = "SPDX-FileCopyrightText: Copyright (c) 2026 by FlashInfer team."
-_LICENCE = "SPDX-License-Identifier: Apache-2.0"
+COPYRIGHT = "Copyright (c) 2026 by FlashInfer team."
+# Modules there begin with two comments or with the licence's notice; C++ sources with the notice.
+_PYTHON_HEADER = f"# SPDX-FileCopyrightText: {COPYRIGHT}\n# SPDX-License-Identifier: Apache-2.0\n"
 
 
 class StyleError(RuntimeError):
     """A formatter is missing, or refuses what was exported."""
 
 
+@functools.cache
+def _cxx_header() -> str:
+    """The notice at the end of the licence, as a comment."""
+    licence = (FORK / "LICENSE").read_text(encoding="utf-8")
+    notice = licence[licence.rindex("Licensed under the Apache License") :].rstrip().splitlines()
+    lines = [COPYRIGHT, "", *(line.removeprefix("   ") for line in notice)]
+    return "/*\n" + "".join(f" * {line}".rstrip() + "\n" for line in lines) + " */\n"
+
+
 def with_header(path: str, text: str) -> str:
     """``text`` with upstream's licence header in place of this fork's."""
-    mark = "#" if path.endswith(".py") else "//"
+    python = path.endswith(".py")
+    mark = "#" if python else "//"
     lines = text.splitlines()
     while lines and lines[0].startswith(f"{mark} SPDX-"):
         del lines[0]
     if lines and lines[0] == "//":  # between this fork's header and what it says of the file
         del lines[0]
-    return "\n".join([f"{mark} {_COPYRIGHT}", f"{mark} {_LICENCE}", *([""] if mark == "//" else []), *lines]) + "\n"
+    return (_PYTHON_HEADER if python else _cxx_header()) + "\n".join(lines) + "\n"
 
 
 # --- prose of Python files ------------------------------------------------------------------------------------------------
