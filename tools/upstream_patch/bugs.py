@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Topics that hold no kernel of this fork: the list of architectures, and plain bugs of upstream's with their reproducers."""
+"""Topics without a kernel of this fork: the list of architectures, and upstream's plain bugs with their reproducers."""
 
 from __future__ import annotations
 

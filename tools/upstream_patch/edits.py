@@ -2,8 +2,8 @@
 """Changes of upstream's files: each says where it goes, and how what stands there was when the change was written.
 
 A place is a definition of a Python module, by its qualified name, or some lines of another file, by how the first one
-begins. Its text is checked by hash in the commit onto which topics go, so that a definition that upstream moved or changed
-is named before anything is written.
+begins. Its text is checked by hash in the commit onto which topics go, so that a definition that upstream moved or
+changed is named before anything is written.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Place:
 
     Attributes:
         file: Path in upstream's tree.
-        definition: Qualified name of a function or class of a Python module (``CompilationContext.__init__``); decorators
-            belong to it. Empty: the module itself, or no Python.
+        definition: Qualified name of a function or class of a Python module (``CompilationContext.__init__``);
+            decorators belong to it. Empty: the module itself, or no Python.
         first: Without ``definition``: how the first line begins.
         lines: Without ``definition``: how many lines.
         sha: Hash of the text (:func:`text_hash`). Empty: the anchor alone tells, as in a list of registrations.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Upstream's formatting: its licence header, its line lengths, its formatters with its own settings.
 
-The settings are those of the tree. A tree without any, the wheel's, gets the ones pinned here, which are those of upstream's
-repository in August 2026. Comments and paragraphs of docstrings are wrapped here, since ruff leaves them as they are.
+The settings are those of the tree. A tree without any, the wheel's, gets the ones pinned here, which are those of
+upstream's repository in August 2026. Comments and paragraphs of docstrings are wrapped here, since ruff leaves them as they are.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ CXX_SUFFIXES = (".cu", ".cuh", ".h", ".inl")
 RUFF_SETTINGS = """
 [lint]
 select = ["E", "F", "B", "SIM"]
-ignore = ["E402", "F405", "F403", "E741", "E501", "SIM118", "B019", "E902", "SIM102", "SIM108", "E731", "B020", "SIM103", "B023"]
+ignore = [
+    "E402", "F405", "F403", "E741", "E501", "SIM118", "B019", "E902", "SIM102", "SIM108", "E731", "B020", "SIM103", "B023",
+]
 """
 CLANG_FORMAT_SETTINGS = (
     "BasedOnStyle: Google\nDerivePointerAlignment: false\nColumnLimit: 100\nPointerAlignment: Left\n"
@@ -61,7 +63,7 @@ def with_header(path: str, text: str) -> str:
     return (_PYTHON_HEADER if python else _cxx_header()) + "\n".join(lines) + "\n"
 
 
-# --- prose of Python files ------------------------------------------------------------------------------------------------
+# --- prose of Python files -------------------------------------------------------------------------------------------
 
 _TABLE = re.compile(r"[^.?!:]  +\S")
 _LIST = re.compile(r"\s*([-*>]|\d+\.|:\w+ |\.\.|=|>>>|\|)")
@@ -189,7 +191,7 @@ def other_versions(tree: Path) -> list[str]:
 def format_files(tree: Path, new: Iterable[str], edited: Iterable[str]) -> None:
     """Format new files, and lint what is new or edited, as upstream's pre-commit does.
 
-    Edited files are not formatted: they are upstream's, and another version of a formatter would change what no topic does.
+    Edited files are not formatted: another version of a formatter would change lines that no topic does.
 
     Raises:
         StyleError: a formatter is missing, or finds something to say.
