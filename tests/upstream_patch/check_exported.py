@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All of what ``tools/upstream_patch`` exports, on each branch: ``make test-upstream-patch``, which docs/upstream.md prints.
+"""All of what ``tools/upstream_patch`` exports, on each branch: ``make test-upstream-patch``.
 
-Whole modules are built by upstream's JIT and every test that a topic brings runs on the virtual SM121: an hour of one core.
+Whole modules are built by upstream's JIT, and every test that a topic brings runs on the virtual SM121.
+docs/upstream.md has the outcome.
 """
 
 from __future__ import annotations

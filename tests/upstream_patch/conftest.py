@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pinned wheel as a tree of upstream's, with a branch for each topic; and processes that see nothing of this fork."""
+"""The pinned wheel as a tree of upstream's, a branch for each topic, and processes that see nothing of this fork."""
 
 from __future__ import annotations
 

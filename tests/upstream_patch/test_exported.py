@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``tools/upstream_patch`` makes of the pinned wheel: branches that need nothing of this fork and read as upstream's.
+"""What ``tools/upstream_patch`` makes of the pinned wheel: branches that need nothing of this fork.
 
 The whole modules, and all tests of the exported tree, are ``check_exported.py``'s (``make test-upstream-patch``).
 """
@@ -21,8 +21,8 @@ from tools.upstream_patch.tree import git
 
 # Words of this fork that upstream's reader would not know.
 FORK_WORDS = re.compile(
-    r"flashinfer\._layer|\bextend\(|flashinfer_sm12x|sm12x_(?:doctor|probes|gpu_probe|dispatch|cpu)|emulator|virtual_(?:device|operators)"
-    r"|fork\b|docs/(?:performance|dense|kernels)\.md|FLASHINFER_SM12X_MOE"
+    r"flashinfer\._layer|\bextend\(|flashinfer_sm12x|sm12x_(?:doctor|probes|gpu_probe|dispatch|cpu)|emulator"
+    r"|virtual_(?:device|operators)|\b[Uu]pstream|fork\b|docs/(?:performance|dense|kernels)\.md|FLASHINFER_SM12X_MOE"
 )
 
 PLAIN = ("-q", "-W", "ignore", "-p", "no:cacheprovider", "--import-mode=importlib")

@@ -16,8 +16,9 @@ TEXT = Path(__file__).parent / "text"
 _INCLUDE = re.compile(r'^(\s*#include ")([^"]+)(")', re.MULTILINE)
 # Folders that upstream's and this fork's compilers look into.
 _INCLUDE_DIRS = ("include", "csrc")
-# Modules that comments of C++ sources name, and what is there upstream.
+# What comments of C++ sources name, and what is there upstream.
 MENTIONED = {
+    "upstream's XQA kernel": "the XQA kernel",
     "flashinfer/gemm/sm12x_dense.py": "flashinfer/gemm/gemm_sm12x_mx.py",
     "flashinfer.gemm.group_gemm_mxfp4_nt_groupwise on SM12x": "flashinfer/gemm/group_gemm_sm12x.py",
 }

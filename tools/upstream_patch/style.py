@@ -2,7 +2,8 @@
 """Upstream's formatting: its licence header, its line lengths, its formatters with its own settings.
 
 The settings are those of the tree. A tree without any, the wheel's, gets the ones pinned here, which are those of
-upstream's repository in August 2026. Comments and paragraphs of docstrings are wrapped here, since ruff leaves them as they are.
+upstream's repository in August 2026. Comments and paragraphs of docstrings are wrapped here, since ruff leaves them as
+they are.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ def base_of(folder: Path, wanted: str) -> str:
 
 @contextmanager
 def work_tree(folder: Path, base: str) -> Iterator[Path]:
-    """A second work tree of the repository, at ``base``, which holds only the formatters' settings; the first stays as it is."""
+    """A second work tree of the repository, at ``base``, with the formatters' settings alone; the first stays as it is."""
     with tempfile.TemporaryDirectory(prefix="upstream_patch_") as place:
         tree = Path(place) / "tree"
         git(folder, "worktree", "add", "--quiet", "--detach", "--no-checkout", str(tree), base)

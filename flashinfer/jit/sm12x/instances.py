@@ -36,8 +36,8 @@ class Instance:
     ----------
     multiplies : str
         As what activations meet the weights: ``"mxfp8"`` (W4A8: e4m3 + UE8M0 per 32, by MMAs that take block scales, or
-        in half precision where there are none), ``"mxfp8_as_bf16"`` (W4A8 too: dequantized to bfloat16, which holds each value
-        exactly) or ``"bf16"`` (W4A16).
+        in half precision where there are none), ``"mxfp8_as_bf16"`` (W4A8 too: dequantized to bfloat16, which holds
+        each value exactly) or ``"bf16"`` (W4A16).
     token_tile : int
         Tokens of one tile: the N side of the MMA.
     k_tile : int
