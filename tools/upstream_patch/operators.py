@@ -555,8 +555,10 @@ kernels route by themselves; nothing waits on the host.
         all_sms,
     )
 """,
-                """    return [row for row in INSTANCES if row.activation == problem.mode.activation]
-""": """    sizes = num_tokens * problem.top_k, problem.hidden, problem.inter
+                """def _valid_rows(problem: MoEProblem) -> List[Any]:
+    return [row for row in INSTANCES if row.activation == problem.mode.activation]
+""": """def _valid_rows(problem: MoEProblem, num_tokens: int) -> List[Any]:
+    sizes = num_tokens * problem.top_k, problem.hidden, problem.inter
     return [
         row
         for row in INSTANCES
@@ -582,7 +584,7 @@ kernels route by themselves; nothing waits on the host.
     both = fc2 if wanted[0] == -1 and wanted[1] != -1 else fc1
     return both, both
 ''',
-                """numbers = {row.number: row.index for row in _valid_rows(problem, 1)}
+                """numbers = {row.number: row.index for row in _valid_rows(problem)}
 """: """rows = _valid_rows(problem, problem.num_tokens)
     numbers = {row.number: row.index for row in rows}
 """,
@@ -613,7 +615,7 @@ kernels route by themselves; nothing waits on the host.
         # blocks of a streamed layer wait for each other.
         launch(_default_tactics(problem, all_sms=False))
 """,
-                """        return [row.name for row in _valid_rows(self.problem, inputs[0].shape[0])]
+                """        return [row.name for row in _valid_rows(self.problem)]
 """: """        return [
             row.name
             for row in _valid_rows(self.problem, inputs[0].shape[0])

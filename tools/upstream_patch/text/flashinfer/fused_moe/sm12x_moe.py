@@ -62,7 +62,7 @@ def _default_tactics(problem: MoEProblem) -> Tuple[int, int]:
     return row.index, row.index
 
 
-def _valid_rows(problem: MoEProblem, num_tokens: int) -> List[Any]:
+def _valid_rows(problem: MoEProblem) -> List[Any]:
     return [row for row in INSTANCES if row.activation == problem.mode.activation]
 
 
@@ -73,7 +73,7 @@ def _resolved(wanted: Sequence[int], default: Sequence[int]) -> Tuple[int, int]:
 
 
 def _forced(profile_ids: Sequence[int], problem: MoEProblem) -> Tuple[int, int]:
-    numbers = {row.number: row.index for row in _valid_rows(problem, 1)}
+    numbers = {row.number: row.index for row in _valid_rows(problem)}
     if len(profile_ids) != 2 or any(
         number != -1 and number not in numbers for number in profile_ids
     ):
@@ -139,7 +139,7 @@ class Sm12xMoERunner(TunableRunner):
         )
 
     def get_valid_tactics(self, inputs: List[torch.Tensor], profile: Any) -> List[str]:
-        return [row.name for row in _valid_rows(self.problem, inputs[0].shape[0])]
+        return [row.name for row in _valid_rows(self.problem)]
 
     def _profile_arguments(self, activations: torch.Tensor) -> Tuple[Any, ...]:
         problem, device = self.problem, activations.device
