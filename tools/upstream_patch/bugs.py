@@ -69,6 +69,7 @@ CUBLAS_HEADERS = Topic(
             "replace",
             through="#include <cublas_v2.h>",
         ),
+        Edit(Place(_CUDA_UTILS), "#include <cinttypes>", "#include <cmath>"),
         Edit(
             Place(
                 _CUDA_UTILS, first="static char const* _cudaGetErrorEnum(cublasStatus_t", lines=34, sha="f30e94c48347"
