@@ -8,8 +8,9 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from conftest import REPO
 
-from tools.upstream_patch import edits, export, style, tree
+from tools.upstream_patch import edits, export, figures, style, tree
 from tools.upstream_patch.compose import ComposeError, Literally, New, Take, Text
 from tools.upstream_patch.topics import TOPICS
 
@@ -218,6 +219,24 @@ def test_versions_of_hooks_are_read_from_the_trees_configuration(tmp_path):
         "  - repo: https://github.com/astral-sh/ruff-pre-commit\n    # Ruff version.\n    rev: 'v0.13.1'\n"
     )
     assert style.hook_versions(tmp_path) == {"ruff-pre-commit": "0.13.1", "mirrors-clang-format": "21.0.3"}
+
+
+def test_messages_quote_the_pages():
+    read = figures.filled_in("{layer|1|read} {dense|LM head 64|cuBLAS bf16}").split()
+    pages = [(REPO / "docs" / name).read_text() for name in ("performance.md", "dense.md")]
+    layer = re.search(r"^\| 1 \| 4 \| 53 \| (\S+) \|", pages[0], re.MULTILINE)
+    dense = re.search(r"^\| LM head \|(?:.*\n\|)*? \| 64 \|(?: \S+ \|){6} (\S+) \|", pages[1], re.MULTILINE)
+    assert layer is not None
+    assert dense is not None
+    assert read == [layer[1], dense[1]]
+    for wrong in ("{layer|3|read}", "{layer|1|reed}", "{dense|LM head|read 4}"):
+        with pytest.raises(ComposeError, match=r"docs/\w+\.md has no figure for "):
+            figures.filled_in(wrong)
+    for topic in TOPICS.values():
+        text = topic.message.text()
+        assert "{" not in figures.filled_in(text)
+        # Whatever else has a unit of time would not be the pages'.
+        assert not re.search(r"\d us\b", text), topic.name
 
 
 def test_texts_are_where_topics_look_for_them():

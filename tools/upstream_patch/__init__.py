@@ -7,6 +7,7 @@
 ``edits``          changes of upstream's files, each with the hash of what it was written for
 ``compose``        new files: the fork's at upstream's paths, in part where only a part belongs there
 ``text``           what is written for upstream alone: operators in its manner, tests, messages
+``figures``        measured figures, from this fork's pages into messages
 ``style``          upstream's licence header, line lengths, formatters
 ``tree``           git, and the pinned wheel as a source tree of upstream's
 ``export``         all of it, one branch after the other

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from . import style
 from .edits import apply, mismatch
+from .figures import filled_in
 from .topic import Topic
 from .topics import TOPICS
 from .tree import Files, TreeError, base_of, commit, git, lay_out_wheel, work_tree
@@ -132,5 +133,5 @@ def _write(topic: Topic, tree: Path, state: Mapping[str, str], upstream: Files, 
         file.write_text(state[path], encoding="utf-8")
     style.format_files(tree, new, edited)
     git(tree, "add", "--force", "--", *new, *edited)
-    commit(tree, topic.message.text())
+    commit(tree, filled_in(topic.message.text()))
     return Exported(topic, f"{BRANCH}{topic.name}", tuple(new), tuple(edited))
