@@ -13,11 +13,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import REPO
 
 from tools.upstream_patch.topics import TOPICS
 from tools.upstream_patch.tree import git
 
+REPO = Path(__file__).resolve().parents[2]
 PLAIN = ("architectures", "cublas-headers")
 # Its module holds all of upstream's grouped GEMMs for SM120, dozens of CUTLASS sources: one instance is compiled below.
 SCALES = "group-gemm-scales"

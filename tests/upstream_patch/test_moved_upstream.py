@@ -8,12 +8,12 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from conftest import REPO
 
 from tools.upstream_patch import edits, export, figures, style, tree
 from tools.upstream_patch.compose import ComposeError, Literally, New, Take, Text
 from tools.upstream_patch.topics import TOPICS
 
+REPO = Path(__file__).resolve().parents[2]
 GEMM = "flashinfer/gemm/gemm_base.py"
 BF16 = "flashinfer/gemm/gemm_bf16_fp4.py"
 XQA = "csrc/xqa/mha.cu"
