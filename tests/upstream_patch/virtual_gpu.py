@@ -38,10 +38,20 @@ class _CudaIsTheCpu(TorchFunctionMode):
         if function is torch.Tensor.cuda:
             return arguments[0]
         if "device" in named:
-            named["device"] = _here(named["device"])
+            asked, named["device"] = named["device"], _here(named["device"])
+            if function is torch.empty and asked is not named["device"]:
+                return _aligned(function(*arguments, **named))
         if function is torch.Tensor.to:
             arguments = tuple(_here(each) for each in arguments)
         return function(*arguments, **named)
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """Memory in the place of ``tensor``'s that starts as CUDA's does, at a multiple of 256 bytes; the CPU's, of 64."""
+    size = tensor.numel() * tensor.element_size()
+    memory = torch.empty(size + 256, dtype=torch.uint8)
+    first = -memory.data_ptr() % 256
+    return memory[first : first + size].view(tensor.dtype).view(tensor.shape)
 
 
 def _here(value: Any) -> Any:
