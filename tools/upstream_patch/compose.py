@@ -19,6 +19,7 @@ _INCLUDE_DIRS = ("include", "csrc")
 # What comments of C++ sources name, and what is there upstream.
 MENTIONED = {
     "upstream's XQA kernel": "the XQA kernel",
+    "simulated: sm12x_gpu_probe/l2.py": "simulated",
     "flashinfer/gemm/sm12x_dense.py": "flashinfer/gemm/gemm_sm12x_mx.py",
     "flashinfer.gemm.group_gemm_mxfp4_nt_groupwise on SM12x": "flashinfer/gemm/group_gemm_sm12x.py",
 }
