@@ -8,6 +8,7 @@
 #   make mutate   change the code on purpose, line by line, and see which tests notice (MUTATE_ARGS="--help")
 #   make kernels  wheels of compiled kernels for x86-64 and aarch64, in dist/ (KERNELS_ARGS="--help")
 #   make test-kernels   those wheels: compared, installed, run, also on an emulated aarch64 (not in make test)
+#   make test-upstream-patch   branches for upstream's pull requests: whole modules, all tests (not in make test)
 #   make test-vllm   vLLM 0.33.0's own code with the plugin, in $(VLLM_VENV) beside .venv (not in make test)
 #   make bench    the benchmark; without a GPU, the predicted GB10 table (BENCH_ARGS="--help")
 #   make lint     ruff, mypy, clang-format; make format applies them
@@ -37,7 +38,8 @@ CXX_SOURCES = $(shell git ls-files 'include/*.cuh' 'include/*.h' 'csrc/*.cu' 'cs
 VLLM_VENV ?= .venv-vllm
 VLLM_TESTS = $(VLLM_VENV)/bin/python -m pytest -p no:cacheprovider
 
-.PHONY: all env emulator test test-host test-vllm test-kernels kernels mutate demo bench lint format clean distclean
+.PHONY: all env emulator test test-host test-vllm test-kernels test-upstream-patch kernels mutate demo bench lint
+.PHONY: format clean distclean
 all: test
 
 # Quick when nothing is missing.
@@ -90,6 +92,9 @@ kernels: env
 
 test-kernels: env emulator
 	$(PY) -m pytest -s tests/kernels/check_wheels.py $(PYTEST_ARGS)
+
+test-upstream-patch: env emulator
+	$(PY) -m pytest -p no:cacheprovider tests/upstream_patch/check_exported.py $(PYTEST_ARGS)
 
 demo: env emulator
 	$(PY) tools/demo.py $(DEMO_ARGS)

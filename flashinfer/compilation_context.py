@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 ARCH_LIST_VARIABLE = "FLASHINFER_CUDA_ARCH_LIST"
 
-_logger = logging.getLogger("flashinfer.compilation_context")
+logger = logging.getLogger("flashinfer.compilation_context")  # upstream's
 
 _ENTRY = re.compile(r"(?P<major>\d+)\.(?P<minor>\d)(?P<suffix>[af]?)")
 _EXAMPLE = (
@@ -34,14 +34,11 @@ _EXAMPLE = (
 )
 
 
-def parse_arch_list(value: str) -> set[tuple[int, str]]:
-    """Parse ``FLASHINFER_CUDA_ARCH_LIST``.
+def split_arch_list(value: str) -> list[tuple[int, str, str]]:
+    """The entries of ``FLASHINFER_CUDA_ARCH_LIST``: major, minor, and the suffix or nothing, each as it stands there.
 
     Args:
         value: Compute capabilities such as ``12.1a`` or ``8.9``, separated by spaces or semicolons.
-
-    Returns:
-        ``(major, minor with suffix)`` of each, e.g. ``{(12, "1a")}``, as in ``TARGET_CUDA_ARCHS``.
 
     Raises:
         ValueError: an entry is not a compute capability, has a suffix that its architecture does not have, or there is
@@ -50,10 +47,10 @@ def parse_arch_list(value: str) -> set[tuple[int, str]]:
     entries = [entry for entry in re.split(r"[\s;]+", value) if entry]
     if not entries:
         raise ValueError(f"{ARCH_LIST_VARIABLE} is set but names no architecture: {value!r}. {_EXAMPLE}")
-    return {_parse_entry(entry, value) for entry in entries}
+    return [_split_entry(entry, value) for entry in entries]
 
 
-def _parse_entry(entry: str, value: str) -> tuple[int, str]:
+def _split_entry(entry: str, value: str) -> tuple[int, str, str]:
     within = "" if entry == value else f" in {value!r}"
     match = _ENTRY.fullmatch(entry)
     if match is None:
@@ -68,10 +65,23 @@ def _parse_entry(entry: str, value: str) -> tuple[int, str]:
             f"{ARCH_LIST_VARIABLE}: {entry!r}{within}: the suffix {suffix!r} exists from compute capability "
             f"{oldest}.0 on. {_EXAMPLE}"
         )
+    return major, minor, suffix
+
+
+def parse_arch_list(value: str) -> set[tuple[int, str]]:
+    """``(major, minor with suffix)`` of each entry, e.g. ``{(12, "1a")}``, as in ``TARGET_CUDA_ARCHS``.
+
+    Raises:
+        ValueError: as :func:`split_arch_list`.
+    """
+    return {_with_suffix(*parts) for parts in split_arch_list(value)}
+
+
+def _with_suffix(major: int, minor: str, suffix: str) -> tuple[int, str]:
     if suffix:
         return major, minor + suffix
     if major == 12:
-        return major, _complete_sm12x(entry, minor)
+        return major, _complete_sm12x(f"{major}.{minor}", minor)
     return CompilationContext._normalize_cuda_arch(major, int(minor))
 
 
@@ -83,7 +93,7 @@ def _complete_sm12x(entry: str, minor: str) -> str:
         # Upstream prefers the family's code for 12.0 where nvcc knows it. Reading the list needs no compiler.
         with contextlib.suppress(RuntimeError, OSError):
             completed = CompilationContext._normalize_cuda_arch(12, 0)[1]
-    _logger.warning(
+    logger.warning(
         "%s: %s is taken as 12.%s, because without the suffix FP4 conversion and block-scaled MMA do not assemble "
         "(\"Feature 'cvt.e2m1x2...' not supported on .target 'sm_12%s'\")",
         ARCH_LIST_VARIABLE,

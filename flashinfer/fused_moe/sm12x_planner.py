@@ -57,8 +57,8 @@ _HOPPER = DeviceClass(
     ((4.8, 8), (12.0, 16), (20.0, 24), (26.0, 32), (38.0, 40), (63.5, 64), (84.0, 40), (_END, 64)),
     ((8.5, 8), (_END, 16)),
 )
-# A tile that is too narrow reads weights twice, and a GB10 waits for memory: the streamed layer ends earlier there.
 _SM12X_PAIRS = ((6.0, 8), (14.0, 16), (20.0, 24), (28.0, 32), (36.0, 40), (64.0, 64), (_END, 128))
+# A tile that is too narrow reads weights twice, and a GB10 waits for memory: the streamed layer ends earlier there.
 _SM12X = DeviceClass(((4.5, 8),), _SM12X_PAIRS, _SM12X_PAIRS)
 
 

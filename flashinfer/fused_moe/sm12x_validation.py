@@ -29,9 +29,9 @@ from ..sm12x_arguments import (
 )
 
 BLOCK_SIZE = 32  # elements that share one UE8M0 scale (OCP MX v1.0, section 5.2)
-WORKSPACE_ALIGNMENT = 128  # bytes, as upstream asks
+WORKSPACE_ALIGNMENT = 128  # bytes, as cutlass_fused_moe asks
 WEIGHT_DTYPES = (torch.uint8, torch.int64)
-# What a byte of scales may be typed as: upstream's unified layer hands linear ones over as float8.
+# What a byte of scales may be typed as: the unified MoE layer hands linear ones over as float8.
 SCALE_DTYPES = (torch.uint8, torch.float8_e4m3fn, torch.float8_e8m0fnu)
 SWIGLU = 3  # ActivationType.Swiglu
 PADDING_EXPERT = -1  # what vLLM gives the slots of padding tokens

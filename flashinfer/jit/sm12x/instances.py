@@ -35,9 +35,9 @@ class Instance:
     Attributes
     ----------
     multiplies : str
-        As what activations meet the weights: ``"mxfp8"`` (W4A8: e4m3 + UE8M0 per 32, by MMAs that take block scales; on
-        Hopper in half precision), ``"mxfp8_as_bf16"`` (W4A8 too: dequantized to bfloat16, which holds each value
-        exactly) or ``"bf16"`` (W4A16).
+        As what activations meet the weights: ``"mxfp8"`` (W4A8: e4m3 + UE8M0 per 32, by MMAs that take block scales, or
+        in half precision where there are none), ``"mxfp8_as_bf16"`` (W4A8 too: dequantized to bfloat16, which holds
+        each value exactly) or ``"bf16"`` (W4A16).
     token_tile : int
         Tokens of one tile: the N side of the MMA.
     k_tile : int
@@ -137,8 +137,8 @@ _STREAM_M8 = (
     Instance("bf16", 8, 256, 3, 1, 95232, mma_warps=12),
 )
 
-# ``fused_moe_120`` holds these.
-SM12X: tuple[Instance, ...] = (
+# Two GEMM kernels a layer.
+PAIRS: tuple[Instance, ...] = (
     *_MXFP8_M8,
     Instance("mxfp8", 16, 128, 3, 2, 41224),
     Instance("mxfp8", 16, 256, 3, 1, 76744),
@@ -147,8 +147,10 @@ SM12X: tuple[Instance, ...] = (
     Instance("mxfp8", 64, 128, 4, 1, 89688),
     Instance("mxfp8", 128, 128, 2, 1, 76344),
     *_BF16,
-    *_STREAM_M8,
 )
+
+# ``fused_moe_120`` holds these.
+SM12X: tuple[Instance, ...] = (*PAIRS, *_STREAM_M8)
 
 # Its MMA takes no scales. Rows that SM12x has not are small modules, built when asked for.
 HOPPER: tuple[Instance, ...] = (
@@ -167,8 +169,8 @@ HOPPER: tuple[Instance, ...] = (
 INSTANCES: tuple[Instance, ...] = (*SM12X, *(row for row in HOPPER if row not in SM12X))
 """Every row; Hopper runs all of them."""
 
-GEMM_INSTANCES: tuple[Instance, ...] = tuple(row for row in SM12X if row.multiplies == "mxfp8")
-"""What the grouped GEMM is compiled for, on both."""
+GEMM_INSTANCES: tuple[Instance, ...] = tuple(row for row in PAIRS if row.multiplies == "mxfp8")
+"""What the grouped GEMM is compiled for."""
 
 _PLACES = {row.name: place for place, row in enumerate(INSTANCES)}
 assert len(_PLACES) == len({row.number for row in INSTANCES}) == len(INSTANCES)

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All of what ``tools/upstream_patch`` exports, on each branch: ``make test-upstream-patch``.
+
+Whole modules are built by upstream's JIT, and every test that a topic brings runs on the virtual SM121.
+docs/upstream.md has the outcome.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools.upstream_patch.topics import TOPICS
+from tools.upstream_patch.tree import git
+
+REPO = Path(__file__).resolve().parents[2]
+PLAIN = ("architectures", "cublas-headers")
+# Its module holds all of upstream's grouped GEMMs for SM120, dozens of CUTLASS sources: one instance is compiled below.
+SCALES = "group-gemm-scales"
+KERNELS = [name for name in TOPICS if name not in (*PLAIN, SCALES)]
+# What the watchers say of upstream's kernels with a topic's edits, too: see emulator/README.md.
+KNOWN = {"xqa-copies": "undefined behaviour"}
+
+# Programs that compile upstream's headers and run on the virtual GPU.
+_SPEC = importlib.util.spec_from_file_location("upstream_programs", REPO / "emulator/tests/upstream/conftest.py")
+assert _SPEC is not None
+assert _SPEC.loader is not None
+_PROGRAMS = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(_PROGRAMS)
+toolkit, shim, compile_cuda = _PROGRAMS.toolkit, _PROGRAMS.shim, _PROGRAMS.compile_cuda
+compile_upstream, run_watched = _PROGRAMS.compile_upstream, _PROGRAMS.run_watched
+
+
+@pytest.fixture(scope="session")
+def wheel(upstream_tree: Path) -> Path:
+    """Where those programs find upstream's headers: in the work tree."""
+    return upstream_tree / "flashinfer" / "data"
+
+
+def checked_out(folder: Path, topic: str) -> str:
+    """Put the work tree at a topic's branch; the commit from which it differs by that topic alone."""
+    git(folder, "checkout", "--quiet", "--detach", f"sm12x/{topic}")
+    return f"sm12x/{TOPICS[topic].after}" if TOPICS[topic].after else "main"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _upstreams_afterwards(exported):
+    yield
+    git(exported[0], "checkout", "--quiet", "main")
+
+
+@pytest.mark.parametrize("topic", TOPICS)
+def test_a_branch_imports_what_it_changes(exported, without_fork, topic):
+    folder, _ = exported
+    before = checked_out(folder, topic)
+    changed = git(folder, "diff", "--name-only", before, "HEAD", "--", "flashinfer").split()
+    modules = [path.removesuffix(".py").replace("/", ".").removesuffix(".__init__") for path in changed]
+    without_fork(folder, "-c", f"import importlib; [importlib.import_module(n) for n in {['flashinfer', *modules]!r}]")
+
+
+@pytest.mark.parametrize("topic", PLAIN)
+def test_tests_without_a_gpu(exported, without_fork, topic):
+    folder, _ = exported
+    checked_out(folder, topic)
+    options = ("-q", "-W", "ignore", "-p", "no:cacheprovider", "--import-mode=importlib")
+    without_fork(folder, "-m", "pytest", *options, *TOPICS[topic].tests)
+
+
+@pytest.mark.parametrize("topic", KERNELS)
+def test_tests_on_the_virtual_gpu(exported, on_the_virtual_gpu, topic):
+    folder, _ = exported
+    checked_out(folder, topic)
+    done = on_the_virtual_gpu(folder, *TOPICS[topic].tests, VIRTUAL_GPU_KNOWN=KNOWN.get(topic, ""))
+    launches = re.search(r"[1-9]\d* launches on the virtual SM121, of \d+ kernels", done.stdout)
+    passed = re.search(r"\d+ passed[^\n]*", done.stdout)
+    assert launches is not None
+    assert passed is not None
+    assert "failed" not in passed[0]
+    print(f"{topic}: {launches[0]}; {passed[0]}", file=sys.stderr)
+
+
+def test_xqa_is_wrong_without_the_edit(exported, on_the_virtual_gpu):
+    folder, done = exported
+    checked_out(folder, "xqa-copies")
+    edited = next(each.edited for each in done if each.topic.name == "xqa-copies")
+    git(folder, "checkout", "--quiet", "main", "--", *edited)
+    try:
+        with pytest.raises(AssertionError, match="4 failed, 4 passed") as error:
+            on_the_virtual_gpu(folder, *TOPICS["xqa-copies"].tests, VIRTUAL_GPU_KNOWN=KNOWN["xqa-copies"])
+    finally:
+        git(folder, "checkout", "--quiet", "HEAD", "--", *edited)
+    for tokens in (65, 77, 96, 128):
+        assert f"test_xqa_short_sequences[{tokens}]" in str(error.value)
+
+
+def test_scales_are_read_behind_their_end_without_the_edit_alone(exported, compile_upstream, run_watched):
+    """One instance, of scales that are major along MN; the last group has 40 rows left to the end."""
+    folder, _ = exported
+    source = REPO / "emulator/tests/upstream/group_gemm_fp8.cu"
+    defines = ("-DFLASHINFER_ENABLE_FP8_E8M0", "-DFLASHINFER_ENABLE_FP4_E2M1", "-DCUTLASS_ENABLE_GDC_FOR_SM100=1")
+    flags = (*defines, "-DROWS_PER_SCALE=1", "-DSCALE_MAJOR_K=0")
+    git(folder, "checkout", "--quiet", "--detach", "main")
+    program = compile_upstream("fp8_before", source, flags=flags)
+    with pytest.raises(AssertionError, match="0 bytes behind the end of an allocation of 2016 bytes"):
+        run_watched(program, 192, 384, 128, 0, 40)
+    checked_out(folder, SCALES)
+    program = compile_upstream("fp8_after", source, flags=flags)
+    # Rows past a group's end, none of which is stored, are multiplied by scales that nothing wrote.
+    known = {"uninitialized read": ("ld.shared",)}
+    for rows in ((128, 0, 40), (40, 0, 128), (4,)):
+        printed, _ = run_watched(program, 192, 384, *rows, known=known)
+        assert printed == f"bad 0 of {sum(rows) * 192}\n"
+    printed, _ = run_watched(program, 192, 384, 128, 0, 256)
+    assert printed == f"bad 0 of {384 * 192}\n"

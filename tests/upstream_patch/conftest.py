@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pinned wheel as a tree of upstream's, a branch for each topic, and processes that see nothing of this fork."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPO))
+
+from tools.upstream_patch import export, tree  # noqa: E402
+
+Run = Callable[..., subprocess.CompletedProcess]
+
+
+@pytest.fixture(scope="session")
+def upstream_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The pinned wheel as a repository of upstream's."""
+    folder = tmp_path_factory.mktemp("upstream") / "flashinfer"
+    tree.lay_out_wheel(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def exported(upstream_tree: Path) -> tuple[Path, list[export.Exported]]:
+    """The repository, and what was made of each topic; its work tree is upstream's."""
+    return upstream_tree, export.export(upstream_tree)
+
+
+@pytest.fixture(scope="session")
+def merged(exported: tuple[Path, list[export.Exported]]) -> Iterator[Path]:
+    """The work tree with all topics: the last of the kernels' branches, and the others merged into it."""
+    folder, done = exported
+    tree.git(folder, "checkout", "--quiet", "--detach", done[-1].branch)
+    identity = {"GIT_AUTHOR_NAME": "test", "GIT_AUTHOR_EMAIL": "test@localhost"}
+    identity |= {name.replace("AUTHOR", "COMMITTER"): text for name, text in identity.items()}
+    for each in done:
+        if not each.topic.after and each.topic.name != "lean-module":
+            tree.git(folder, "merge", "--quiet", "--no-edit", each.branch, environment=identity)
+    yield folder
+    tree.git(folder, "checkout", "--quiet", "main")
+
+
+@pytest.fixture(scope="session")
+def jit_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where upstream's JIT builds."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="session")
+def without_fork(jit_cache: Path) -> Run:
+    """Run Python in an exported tree: of this fork nothing is on its path but what a test puts there.
+
+    ``kernels``: compile with upstream's JIT for 12.1a, with PTX that the virtual GPU reads.
+    """
+    from flashinfer.jit import cpp_ext
+
+    compiler = cpp_ext.find_toolkit().nvcc
+    nvcc = jit_cache / "nvcc"
+    # Upstream compresses device code; the virtual GPU reads it as it is. The last --compress-mode would not win.
+    nvcc.write_text(
+        f"#!{sys.executable}\nimport os, sys\n"
+        "arguments = [a for a in sys.argv[1:] if a not in ('-Xfatbin=-compress-all', '--compress-mode=size')]\n"
+        f"os.execv({str(compiler)!r}, [{str(compiler)!r}, '--compress-mode=none', *arguments])\n"
+    )
+    nvcc.chmod(0o755)
+
+    def run(
+        folder: Path, *arguments: str, path: tuple[Path, ...] = (), environment: Mapping[str, str] | None = None,
+        kernels: bool = False, check: bool = True,
+    ) -> subprocess.CompletedProcess:  # fmt: skip
+        inherited = {name: text for name, text in os.environ.items() if not name.startswith(("FLASHINFER", "PYTEST"))}
+        settings = {
+            "PYTHONPATH": os.pathsep.join(map(str, (folder, *path))),
+            "FLASHINFER_WORKSPACE_BASE": str(jit_cache),
+            "FLASHINFER_CUDA_ARCH_LIST": "12.1a",
+            "CUDA_HOME": str(cpp_ext.find_toolkit().root),
+            "FLASHINFER_EXTRA_LDFLAGS": shlex.join(cpp_ext.toolkit_link_flags()),
+            "MAX_JOBS": "2",
+        }
+        if kernels:
+            settings |= {
+                "FLASHINFER_NVCC": str(nvcc),
+                "FLASHINFER_EXTRA_CUDAFLAGS": "-gencode=arch=compute_121a,code=compute_121a",
+            }
+        done = subprocess.run(
+            [sys.executable, *arguments], cwd=folder, capture_output=True, text=True, check=False,
+            env={**inherited, **settings, **(environment or {})},
+        )  # fmt: skip
+        print(done.stdout[-4000:], done.stderr[-4000:], sep="\n")
+        assert done.returncode == 0 or not check, done.stdout[-4000:] + done.stderr[-4000:]
+        return done
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def on_the_virtual_gpu(without_fork: Run) -> Run:
+    """Run pytest on files of an exported tree, whose ``"cuda"`` is the virtual SM121."""
+
+    def run(folder: Path, *arguments: str, **named: str) -> subprocess.CompletedProcess:
+        plugin = (Path(__file__).parent, REPO / "emulator" / "python")
+        options = ("-q", "-W", "ignore", "-p", "virtual_gpu", "-p", "no:cacheprovider", "--import-mode=importlib")
+        return without_fork(
+            folder, "-m", "pytest", *options, *arguments, path=plugin, kernels=True, environment=named
+        )  # fmt: skip
+
+    return run

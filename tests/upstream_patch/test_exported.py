@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``tools/upstream_patch`` makes of the pinned wheel: branches that need nothing of this fork.
+
+The whole modules, and all tests of the exported tree, are ``check_exported.py``'s (``make test-upstream-patch``).
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tools.upstream_patch import style
+from tools.upstream_patch.topics import TOPICS
+from tools.upstream_patch.tree import git
+
+# Words of this fork that upstream's reader would not know.
+FORK_WORDS = re.compile(
+    r"flashinfer\._layer|\bextend\(|flashinfer_sm12x|sm12x_(?:doctor|probes|gpu_probe|dispatch|cpu)|emulator"
+    r"|virtual_(?:device|operators)|\b[Uu]pstream|fork\b|docs/(?:performance|dense|kernels)\.md|FLASHINFER_SM12X_MOE"
+)
+
+PLAIN = ("-q", "-W", "ignore", "-p", "no:cacheprovider", "--import-mode=importlib")
+
+
+def added(folder: Path, branch: str) -> list[tuple[str, str]]:
+    """Lines that a branch adds to upstream's, and the file of each."""
+    path, lines = "", []
+    for line in git(folder, "diff", "--unified=0", "main", branch).splitlines():
+        if line.startswith("+++ "):
+            path = line.removeprefix("+++ b/")
+        elif line.startswith("+"):
+            lines.append((path, line[1:]))
+    return lines
+
+
+def test_each_topic_is_a_branch_with_one_commit_behind_its_predecessor(exported):
+    folder, done = exported
+    assert [each.topic.name for each in done] == list(TOPICS)
+    for each in done:
+        before = f"sm12x/{each.topic.after}" if each.topic.after else "main"
+        assert git(folder, "rev-list", "--count", f"{before}..{each.branch}").strip() == "1"
+        assert git(folder, "rev-parse", f"{each.branch}^") == git(folder, "rev-parse", before)
+        changed = set(git(folder, "diff", "--name-only", before, each.branch).split())
+        assert {edit.place.file for edit in each.topic.edits} | set(each.topic.tests) <= changed
+    assert git(folder, "status", "--porcelain") == ""
+    assert git(folder, "symbolic-ref", "--short", "HEAD").strip() == "main"
+
+
+def test_messages_are_fit_for_a_pull_request(exported):
+    folder, done = exported
+    for each in done:
+        title, blank, *body = git(folder, "log", "-1", "--format=%B", each.branch).rstrip().splitlines()
+        assert re.match(r"(?:feat|fix)\((?:jit|gemm|moe|xqa)\): ", title), title
+        assert len(title) <= 80
+        assert blank == ""
+        assert max(map(len, body)) <= 88, max(body, key=len)
+        assert not FORK_WORDS.search("\n".join(body)), each.branch
+        tests = next(line for line in body if line.startswith(("Tests: pytest ", "Reproducer: tests/")))
+        for path in re.findall(r"tests/\S+\.py", tests):
+            assert path in each.topic.tests
+
+
+def test_nothing_of_the_fork_is_left(exported):
+    folder, done = exported
+    for each in done:
+        lines = added(folder, each.branch)
+        assert lines
+        assert [(path, line) for path, line in lines if FORK_WORDS.search(line)] == []
+
+
+def test_new_files_have_upstreams_header_and_line_length(exported):
+    folder, done = exported
+    for each in done:
+        for path in each.new:
+            text = git(folder, "show", f"{each.branch}:{path}")
+            if path.endswith(".py"):
+                first, second = text.splitlines()[:2]
+                assert first == "# SPDX-FileCopyrightText: Copyright (c) 2026 by FlashInfer team.", path
+                assert second == "# SPDX-License-Identifier: Apache-2.0", path
+            else:
+                assert text.startswith("/*\n * Copyright (c) 2026 by FlashInfer team.\n *\n * Licensed under the "), (
+                    path
+                )
+                assert text.index("limitations under the License.") < text.index("*/") < 800, path
+            assert text.count("icensed under the Apache License") + text.count("SPDX-License-Identifier") == 1, path
+        for path, line in added(folder, each.branch):
+            if path.endswith(".py") and len(line) > style.PYTHON_COLUMNS:
+                assert '"' in line, (path, line)  # a formatter does not break strings
+            if path.endswith(style.CXX_SUFFIXES) and '"' not in line and "//" not in line:
+                assert len(line) <= 100, (path, line)
+
+
+def test_edited_files_stay_formatted(exported, tmp_path):
+    """An edit leaves nothing to format that was not there to format before."""
+    folder, done = exported
+    settings = tmp_path / "ruff.toml"
+    settings.write_text(style.RUFF_SETTINGS)
+
+    def unformatted(branch: str, path: str) -> int:
+        command = [style._tool("ruff"), "format", "--diff", "--no-cache", "--config", str(settings), "-"]
+        text = git(folder, "show", f"{branch}:{path}")
+        return subprocess.run(command, input=text, capture_output=True, text=True, check=False).stdout.count("\n@@ ")
+
+    for path in {path for each in done for path in each.edited if path.endswith(".py")}:
+        branches = [each.branch for each in done if path in each.edited]
+        assert {unformatted(branch, path) for branch in branches} == {unformatted("main", path)}, path
+
+
+def test_the_topics_go_together_and_import_without_the_fork(merged, without_fork):
+    """All branches merged; every module that they add or edit, ``flashinfer.aot`` with its list of modules included."""
+    changed = git(merged, "diff", "--name-only", "main", "HEAD", "--", "flashinfer").split()
+    modules = [path.removesuffix(".py").replace("/", ".").removesuffix(".__init__") for path in changed]
+    assert "flashinfer.aot" in modules
+    code = f"""if True:
+        import importlib, sys
+        from pathlib import Path
+        for name in {modules!r}:
+            importlib.import_module(name)
+        import flashinfer
+        assert Path(flashinfer.__file__).parent == Path({str(merged)!r}, "flashinfer")
+        others = [name for name, module in sys.modules.items()
+                  if name.startswith("flashinfer") and module.__file__ and not module.__file__.startswith({str(merged)!r})]
+        assert others == [], others
+        from flashinfer.aot import gen_all_modules, get_default_config
+        import inspect
+        text = inspect.getsource(gen_all_modules)
+        for name in ("moe", "group_gemm", "dense"):
+            assert f"gen_sm12x_{{name}}_module()" in text
+    """
+    without_fork(merged, "-c", code)
+
+
+def test_tests_of_the_plain_topics_pass(merged, without_fork):
+    done = without_fork(merged, "-m", "pytest", *PLAIN, *TOPICS["architectures"].tests, *TOPICS["cublas-headers"].tests)
+    assert re.search(r"\b14 passed", done.stdout)
+
+
+def test_tests_of_the_plain_topics_fail_without_their_edits(exported, merged, without_fork):
+    """They are reproducers: what they show is upstream's."""
+    topics = "architectures", "cublas-headers"
+    edited = [path for each in exported[1] if each.topic.name in topics for path in each.edited]
+    files = [path for name in topics for path in TOPICS[name].tests]
+    git(merged, "checkout", "--quiet", "main", "--", *edited)
+    try:
+        answer = without_fork(merged, "-m", "pytest", *PLAIN, *files, check=False)
+    finally:
+        git(merged, "checkout", "--quiet", "HEAD", "--", *edited)
+    assert re.search(r"\b10 failed, 4 passed", answer.stdout)
+    assert answer.stdout.count("fatal error: cublasLt.h: No such file or directory") == 2
+
+
+INSTANCE = "mxfp8_m8_k256"
+
+
+@pytest.fixture(scope="module")
+def group_gemm(merged, on_the_virtual_gpu) -> subprocess.CompletedProcess:
+    """Upstream's JIT builds the exported module, with one instance; its tests run as far as that goes."""
+    return on_the_virtual_gpu(
+        merged, *TOPICS["group-gemm"].tests, "-k", "rows0 and 128-128 or errors or capabilities",
+        VIRTUAL_GPU_INSTANCES=INSTANCE,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_the_grouped_gemm_passes_its_tests_on_the_virtual_gpu(group_gemm):
+    assert re.search(r"\b6 passed", group_gemm.stdout)
+    launches = re.search(r"(\d+) launches on the virtual SM121, of 3 kernels", group_gemm.stdout)
+    assert launches is not None  # the prologue, and the GEMM of e4m3 and e5m2
+    assert int(launches[1]) == 8
+
+
+def machine_code(binary: Path, cuobjdump: Path) -> dict[str, str]:
+    """SASS of each kernel in a library, an object or a cubin."""
+    # cuobjdump looks for nvdisasm on PATH; in the wheels it lies beside it.
+    path = {**os.environ, "PATH": f"{cuobjdump.parent}{os.pathsep}{os.environ['PATH']}"}
+    dump = [str(cuobjdump), "-sass", str(binary)]
+    text = subprocess.run(dump, check=True, capture_output=True, text=True, env=path).stdout
+    parts = re.split(r"^\s*Function : (\S+)$", text, flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+@pytest.mark.slow
+def test_its_machine_code_is_the_forks(group_gemm, jit_cache, tmp_path, monkeypatch):
+    """What upstream's JIT made, with its flags, beside what the fork's own command makes of the fork's sources."""
+    from flashinfer.jit.core import current_compilation_context
+    from flashinfer.jit.sm12x import inspect_sass
+    from flashinfer.jit.sm12x.modules import gen_group_gemm_module
+
+    cuobjdump = inspect_sass.find_tool()
+    (built,) = jit_cache.rglob(f"*{INSTANCE}.cuda.o")
+    theirs = machine_code(built, cuobjdump)
+    monkeypatch.setattr(current_compilation_context, "TARGET_CUDA_ARCHS", {(12, "1a")})
+    entries = gen_group_gemm_module().get_compile_commands()
+    (command,) = [shlex.split(entry["command"]) for entry in entries if f"/{INSTANCE}.cu" in entry["command"]]
+    command[command.index("-o") + 1] = str(tmp_path / "ours.o")
+    command[command.index("-MF") + 1] = str(tmp_path / "ours.d")
+    subprocess.run(command, check=True, capture_output=True)
+    assert len(theirs) == 2
+    assert theirs == machine_code(tmp_path / "ours.o", cuobjdump)
+
+
+def test_what_is_written_for_upstream_is_python():
+    for path in (Path(style.__file__).parent / "text").rglob("*.py"):
+        ast.parse(path.read_text(encoding="utf-8"))

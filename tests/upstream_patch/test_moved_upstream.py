@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Onto an upstream that has changed: each place that does not fit is named, and nothing is written."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tools.upstream_patch import edits, export, figures, style, tree
+from tools.upstream_patch.compose import ComposeError, Literally, New, Take, Text
+from tools.upstream_patch.topics import TOPICS
+
+REPO = Path(__file__).resolve().parents[2]
+GEMM = "flashinfer/gemm/gemm_base.py"
+BF16 = "flashinfer/gemm/gemm_bf16_fp4.py"
+XQA = "csrc/xqa/mha.cu"
+
+
+@pytest.fixture(scope="module")
+def newer(upstream_tree: Path) -> str:
+    """A commit of a later upstream: a function moved, an argument renamed, a line of C++ changed."""
+    original = tree.Files(upstream_tree, "main")
+    gemm, bf16, xqa = (original.original(path) or "" for path in (GEMM, BF16, XQA))
+    name = "group_gemm_mxfp8_mxfp4_nt_groupwise"
+    first, last = edits.definition_lines(gemm, name) or (0, 0)
+    lines = gemm.splitlines(keepends=True)
+    argument = r"\bb_descale(: torch.Tensor,\n    alpha: Optional\[torch.Tensor\] = None,\n    \*,\n    backend)"
+    changed = {
+        GEMM: "".join([*lines[: first - 1], f"from .grouped import {name}\n", *lines[last:]]),
+        "flashinfer/gemm/grouped.py": "".join(lines[first - 1 : last]),
+        BF16: re.sub(argument, r"b_scale\1", bf16),
+        XQA: xqa.replace("UniformRescaleMask::filled(~0U)", "UniformRescaleMask::filled(0xFFFFFFFFU)"),
+    }
+    with tree.work_tree(upstream_tree, "main") as work:
+        for path, text in changed.items():
+            assert text != original.original(path)
+            (work / path).parent.mkdir(parents=True, exist_ok=True)
+            (work / path).write_text(text)
+        tree.git(work, "add", "--", *changed)
+        tree.commit(work, "A later upstream")
+        return tree.git(work, "rev-parse", "HEAD").strip()
+
+
+def test_each_place_is_named_and_nothing_is_written(upstream_tree, newer):
+    before = tree.git(upstream_tree, "for-each-ref", "refs/heads")
+    with pytest.raises(export.UpstreamMovedError) as error:
+        export.export(upstream_tree, base=newer)
+    first, *said = str(error.value).splitlines()
+    assert first == "upstream is not what these edits were written for; nothing was written."
+    moved = f"{GEMM}: group_gemm_mxfp8_mxfp4_nt_groupwise is not there any more"
+    assert f"group-gemm: {moved}; a definition of that name is in flashinfer/gemm/grouped.py" in said
+    for function in ("mm_bf16_fp4", "prepare_bf16_fp4_weights"):
+        assert any(line.startswith(f"dense: {BF16}: {function} has changed (its text hashes to ") for line in said), (
+            said
+        )
+    assert any(line.startswith(f"xqa-copies: {XQA}: auto const fullRescaleMask") for line in said)
+    # Topics that nothing has happened to are not named.
+    assert {line.partition(":")[0] for line in said} == {"group-gemm", "dense", "xqa-copies"}
+    assert tree.git(upstream_tree, "for-each-ref", "refs/heads") == before
+    assert tree.git(upstream_tree, "status", "--porcelain") == ""
+    assert len(tree.git(upstream_tree, "worktree", "list").splitlines()) == 1
+
+
+def test_topics_that_still_fit_are_exported_and_not_overwritten(upstream_tree, newer):
+    (done,) = export.export(upstream_tree, ["architectures"], base=newer)
+    try:
+        assert tree.git(upstream_tree, "rev-parse", f"{done.branch}^").strip() == newer
+        with pytest.raises(tree.TreeError, match=r"has these branches already.*git branch -D sm12x/architectures$"):
+            export.export(upstream_tree, ["architectures"])
+    finally:
+        tree.git(upstream_tree, "branch", "--quiet", "-D", done.branch)
+
+
+def test_unknown_topics_and_folders_are_named(upstream_tree, tmp_path):
+    with pytest.raises(tree.TreeError, match=r"there is no topic 'gemm'; there are architectures, cublas-headers"):
+        export.export(upstream_tree, ["gemm"])
+    with pytest.raises(tree.TreeError, match="is not a git checkout of FlashInfer"):
+        export.export(tmp_path, ["architectures"])
+
+
+def test_a_topic_brings_those_in_front_of_it():
+    names = [topic.name for topic in export.with_predecessors(["dense", "architectures"], TOPICS)]
+    assert names == ["architectures", "lean-module", "group-gemm", "dense"]
+    for topic in TOPICS.values():
+        assert topic.after == "" or list(TOPICS).index(topic.after) < list(TOPICS).index(topic.name)
+
+
+# --- edits ------------------------------------------------------------------------------------------------------------
+
+SOURCE = '''\
+import os
+
+
+@decorated
+def f(a):
+    """Text."""
+    if a:
+        return 1
+    return 2
+
+
+def g(a):
+    return f(a)
+'''
+
+
+class FakeFiles:
+    """A tree of one file."""
+
+    def __init__(self, source: str = SOURCE, now: str | None = None) -> None:
+        self.source, self.changed = source, {} if now is None else {"m.py": now}
+
+    def original(self, path: str) -> str | None:
+        return self.source if path == "m.py" else None
+
+    def text(self, path: str) -> str | None:
+        return self.changed.get(path, self.original(path))
+
+    def containing(self, text: str, suffix: str) -> list[str]:
+        return []
+
+
+def place(**named: object) -> edits.Place:
+    return edits.Place("m.py", **named)  # type: ignore[arg-type]
+
+
+def test_hashes_do_not_see_indentation_and_blanks_at_line_ends():
+    assert edits.text_hash("a\n  b") == edits.text_hash("    a   \n      b\n\n")
+    assert edits.text_hash("a\n  b") != edits.text_hash("a\n b")
+
+
+@pytest.mark.parametrize(
+    ("edit", "expected"),
+    [
+        (edits.Edit(place(definition="f"), "return 2", "    # two"), "        return 1\n    return 2\n    # two\n"),
+        (edits.Edit(place(definition="f"), "return 2", "    # two", "before"), "return 1\n    # two\n    return 2\n"),
+        (
+            edits.Edit(place(definition="f"), "if a:", "    pass", "replace", through="return 1"),
+            '"""\n    pass\n    ret',
+        ),
+        (edits.Edit(place(definition="f"), "@decorated", "@twice", "before"), "\n\n@twice\n@decorated\ndef f(a):\n"),
+        (edits.Edit(place(), "import os", "import re"), "import os\nimport re\n\n\n@decorated"),
+        (
+            edits.Edit(place(first="def g(a):", lines=2), "return f(a)", "    return 3", "replace"),
+            "def g(a):\n    return 3\n",
+        ),
+    ],
+)
+def test_edits_go_where_their_anchor_is(edit, expected):
+    files = FakeFiles()
+    assert edits.apply(edit, files) == ""  # type: ignore[arg-type]
+    assert expected in files.changed["m.py"]
+
+
+def test_an_anchor_must_stand_there_once():
+    files = FakeFiles()
+    for anchor, said in (("return 5", "is not there any more"), ("return", "stands there 2 times")):
+        answer = edits.apply(edits.Edit(place(definition="f"), anchor, "x"), files)  # type: ignore[arg-type]
+        assert answer == f"m.py: f: the line '{anchor}' {said}"
+    assert files.changed == {}
+
+
+def test_a_place_is_checked_in_upstreams_text_not_in_what_topics_made_of_it():
+    sha = edits.text_hash(textwrap.dedent(SOURCE).split("\n\n\n")[1])
+    edited = FakeFiles(now=SOURCE.replace("return 1", "return 7"))
+    assert edits.mismatch(place(definition="f", sha=sha), edited) == ""  # type: ignore[arg-type]
+    moved = FakeFiles(SOURCE.replace("return 1", "return 7"))
+    assert "m.py: f has changed" in edits.mismatch(place(definition="f", sha=sha), moved)  # type: ignore[arg-type]
+    assert edits.mismatch(place(definition="h"), moved) == "m.py: h is not there any more"  # type: ignore[arg-type]
+    broken = FakeFiles("def f(:\n")
+    assert "the file is no Python" in edits.mismatch(place(definition="f"), broken)  # type: ignore[arg-type]
+
+
+# --- new files --------------------------------------------------------------------------------------------------------
+
+
+def test_definitions_are_taken_with_their_comments_and_documentation():
+    taken = Take("flashinfer/jit/sm12x/instances.py", ("GEMM_INSTANCES", "PAIRS")).text()
+    assert taken.startswith("# Two GEMM kernels a layer.\nPAIRS: tuple[Instance, ...] = (\n")
+    assert taken.endswith('"""What the grouped GEMM is compiled for."""\n')
+    with pytest.raises(ComposeError, match=r"instances\.py defines no NOTHING"):
+        Take("flashinfer/jit/sm12x/instances.py", ("PAIRS", "NOTHING")).text()
+
+
+def test_a_rename_must_find_its_text():
+    with pytest.raises(ComposeError, match=r"a\.py: nothing to rename, there is no 'y'"):
+        New("a.py", (Literally("x = 1\n"),), renames={"y": "z"}).text()
+
+
+def test_prose_is_wrapped_and_tables_stay():
+    long = "word " * 30
+    wrapped = style.wrapped(
+        f'# {long}\n# {long}\nx = 1  # {long}\n\n\ndef f():\n    """{long}\n\n    {long}\n\n    a    {long}\n    """\n'
+    )
+    lines = wrapped.splitlines()
+    assert [line for line in lines if len(line) > 88] == [f"x = 1  # {long}".rstrip() + " ", f"    a    {long}"]
+    assert " ".join(wrapped.split()).count("word") == 30 * 6
+    compile(wrapped, "wrapped", "exec")
+
+
+@pytest.mark.parametrize(("path", "mark"), [("a.py", "#"), ("a.cuh", "//"), ("a.jinja", "//")])
+def test_headers_are_upstreams(path, mark):
+    text = style.with_header(path, f"{mark} SPDX-License-Identifier: Apache-2.0\n{mark} What it is.\n")
+    assert text.startswith(
+        "# SPDX-FileCopyrightText" if mark == "#" else "/*\n * Copyright (c) 2026 by FlashInfer team.\n"
+    )
+    assert text.count("SPDX-License-Identifier") == (mark == "#")
+    assert text.count("Licensed under the Apache License, Version 2.0") == (mark == "//")
+    assert text.endswith(f"\n{mark} What it is.\n")
+
+
+def test_versions_of_hooks_are_read_from_the_trees_configuration(tmp_path):
+    assert style.hook_versions(tmp_path) == style.PINNED_HOOKS
+    (tmp_path / ".pre-commit-config.yaml").write_text(
+        "repos:\n  - repo: https://github.com/pre-commit/mirrors-clang-format\n    rev: v21.0.3\n"
+        "  - repo: https://github.com/astral-sh/ruff-pre-commit\n    # Ruff version.\n    rev: 'v0.13.1'\n"
+    )
+    assert style.hook_versions(tmp_path) == {"ruff-pre-commit": "0.13.1", "mirrors-clang-format": "21.0.3"}
+
+
+def test_messages_quote_the_pages():
+    read = figures.filled_in("{layer|1|read} {dense|LM head 64|cuBLAS bf16}").split()
+    pages = [(REPO / "docs" / name).read_text() for name in ("performance.md", "dense.md")]
+    layer = re.search(r"^\| 1 \| 4 \| 53 \| (\S+) \|", pages[0], re.MULTILINE)
+    dense = re.search(r"^\| LM head \|(?:.*\n\|)*? \| 64 \|(?: \S+ \|){6} (\S+) \|", pages[1], re.MULTILINE)
+    assert layer is not None
+    assert dense is not None
+    assert read == [layer[1], dense[1]]
+    for wrong in ("{layer|3|read}", "{layer|1|reed}", "{dense|LM head|read 4}"):
+        with pytest.raises(ComposeError, match=r"docs/\w+\.md has no figure for "):
+            figures.filled_in(wrong)
+    for topic in TOPICS.values():
+        text = topic.message.text()
+        assert "{" not in figures.filled_in(text)
+        # Whatever else has a unit of time would not be the pages'.
+        assert not re.search(r"\d us\b", text), topic.name
+
+
+def test_texts_are_where_topics_look_for_them():
+    for topic in TOPICS.values():
+        for part in [topic.message, *(part for each in topic.new for part in each.parts if isinstance(part, Text))]:
+            assert len(part.text()) > 40, part

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""New files of upstream's tree: this fork's, whole or in part, at other paths, and texts of ``text/``."""
+
+from __future__ import annotations
+
+import ast
+import posixpath
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .tree import FORK
+
+TEXT = Path(__file__).parent / "text"
+_INCLUDE = re.compile(r'^(\s*#include ")([^"]+)(")', re.MULTILINE)
+# Folders that upstream's and this fork's compilers look into.
+_INCLUDE_DIRS = ("include", "csrc")
+# What comments of C++ sources name, and what is there upstream.
+MENTIONED = {
+    "upstream's XQA kernel": "the XQA kernel",
+    "simulated: sm12x_gpu_probe/l2.py": "simulated",
+    "flashinfer/gemm/sm12x_dense.py": "flashinfer/gemm/gemm_sm12x_mx.py",
+    "flashinfer.gemm.group_gemm_mxfp4_nt_groupwise on SM12x": "flashinfer/gemm/group_gemm_sm12x.py",
+}
+
+
+class ComposeError(RuntimeError):
+    """The fork's sources are not what a topic says of them."""
+
+
+def fork_text(path: str) -> str:
+    """A file of this fork."""
+    file = FORK / path
+    if not file.is_file():
+        raise ComposeError(f"the fork has no {path}")
+    return file.read_text(encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Take:
+    """Top-level definitions of a Python module of this fork, as they stand there, with the comments in front of them.
+
+    Attributes:
+        source: Path in this fork.
+        names: Which; in the order of the module.
+    """
+
+    source: str
+    names: Sequence[str]
+
+    def text(self) -> str:
+        """The definitions, blank lines between them.
+
+        Raises:
+            ComposeError: one is not there.
+        """
+        source = fork_text(self.source)
+        lines = source.splitlines()
+        wanted, whole, end = set(self.names), "", 0
+        body = ast.parse(source).body
+        for index, node in enumerate(body):
+            defined = wanted & _defined(node)
+            if not defined:
+                continue
+            wanted -= defined
+            first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", []))])
+            while first > 1 and lines[first - 2].startswith("#"):
+                first -= 1
+            last = node.end_lineno or node.lineno
+            behind = body[index + 1] if index + 1 < len(body) else None
+            # A string behind an assignment documents it.
+            if isinstance(node, (ast.Assign, ast.AnnAssign)) and _is_text(behind):
+                assert behind is not None
+                last = behind.end_lineno or last
+            # Neighbours stay neighbours.
+            whole += ("\n" if first == end + 1 else "\n\n") + "\n".join(lines[first - 1 : last])
+            end = last
+        if wanted:
+            raise ComposeError(f"{self.source} defines no {', '.join(sorted(wanted))}")
+        return whole.strip("\n") + "\n"
+
+
+def _is_text(node: ast.stmt | None) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def _defined(node: ast.stmt) -> set[str]:
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        return {node.name}
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return {target.id for target in targets if isinstance(target, ast.Name)}
+
+
+@dataclass(frozen=True)
+class Text:
+    """A file of ``text/``, written for upstream."""
+
+    path: str
+
+    def text(self) -> str:
+        return (TEXT / self.path).read_text(encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Literally:
+    """A few lines."""
+
+    lines: str
+
+    def text(self) -> str:
+        return self.lines
+
+
+Part = Take | Text | Literally
+
+
+@dataclass(frozen=True)
+class New:
+    """A file that upstream has not: parts, one behind the other.
+
+    Attributes:
+        path: In upstream's tree.
+        parts: What it is made of.
+        renames: Text that is put in place of other text, for imports; each must be there.
+    """
+
+    path: str
+    parts: Sequence[Part]
+    renames: Mapping[str, str] | None = None
+
+    def text(self) -> str:
+        whole = "\n\n".join(part.text().strip("\n") for part in self.parts) + "\n"
+        for old, new in (self.renames or {}).items():
+            if old not in whole:
+                raise ComposeError(f"{self.path}: nothing to rename, there is no {old!r}")
+            whole = whole.replace(old, new)
+        return whole
+
+
+def headers_of(roots: Iterable[str]) -> list[str]:
+    """The fork's headers that ``roots`` (paths in the fork) include, directly or not; sorted, without the roots."""
+    seen: set[str] = set()
+    stack = list(roots)
+    first = set(stack)
+    while stack:
+        path = stack.pop()
+        for _, name, _ in _INCLUDE.findall(fork_text(path)):
+            found = _resolve(path, name)
+            if found is not None and found not in seen:
+                seen.add(found)
+                stack.append(found)
+    return sorted(seen - first)
+
+
+def _resolve(path: str, name: str) -> str | None:
+    """The fork's file that ``path`` includes as ``name``; None when it is upstream's."""
+    candidates = [posixpath.join(posixpath.dirname(path), name), *(f"{folder}/{name}" for folder in _INCLUDE_DIRS)]
+    for candidate in map(posixpath.normpath, candidates):
+        if (FORK / candidate).is_file():
+            return candidate
+    return None
+
+
+def cxx_files(roots: Mapping[str, str], moved: Mapping[str, str]) -> dict[str, str]:
+    """C++ sources with the headers that they need, ready for upstream's tree.
+
+    Args:
+        roots: From paths in the fork to paths in upstream's tree.
+        moved: The same of headers that other topics bring, or that these roots include, where the paths differ.
+
+    Returns:
+        From paths in upstream's tree to texts; an include of a file that has moved names its new place.
+    """
+    places = {**moved, **roots}
+    paths = [*roots, *headers_of(roots)]
+    return {places.get(path, path): _with_includes(path, places) for path in paths}
+
+
+def _with_includes(path: str, places: Mapping[str, str]) -> str:
+    here = posixpath.dirname(places.get(path, path))
+
+    def renamed(match: re.Match[str]) -> str:
+        found = _resolve(path, match[2])
+        if found is None or (found not in places and path not in places):
+            return match[0]
+        there = places.get(found, found)
+        # Templates are rendered into other folders.
+        if posixpath.dirname(there) == here and not path.endswith(".jinja"):
+            name = posixpath.basename(there)
+        else:
+            name = there.partition("/")[2]  # from the folder of headers
+        return f"{match[1]}{name}{match[3]}"
+
+    text = _INCLUDE.sub(renamed, fork_text(path))
+    for old, new in MENTIONED.items():
+        text = text.replace(old, new)
+    return text

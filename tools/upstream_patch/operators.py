@@ -1,0 +1,629 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Upstream's operators with the kernels as a backend."""
+
+from __future__ import annotations
+
+from .compose import New, Take, Text
+from .edits import Edit, Place
+from .kernels import in_aot, instances, text
+from .topic import Topic
+
+_GEMM = "flashinfer/gemm/gemm_base.py"
+_PLANNER = "flashinfer/fused_moe/sm12x_planner.py"
+
+_HEURISTICS = New(
+    "flashinfer/jit/sm12x/heuristics.py",
+    (
+        Text("flashinfer/jit/sm12x/heuristics_header.py"),
+        Take(_PLANNER, ("_END", "_SM12X_PAIRS", "expected_rows")),
+        Text("flashinfer/jit/sm12x/heuristics_gemm.py"),
+    ),
+)
+
+_GROUP = Place(_GEMM, "group_gemm_mxfp8_mxfp4_nt_groupwise", sha="800ea1b63bbd")
+_GROUP_CHECK = Place(_GEMM, "_check_group_gemm_mxfp8_mxfp4_nt_groupwise_problem_size", sha="4dc563064591")
+_GROUP_ARGUMENTS = """\
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    m_indptr: torch.Tensor,
+    mma_sm: int = 1,
+    tile_m: int = 128,
+    tile_n: int = 128,
+    tile_k: int = 128,
+    swap_ab: bool = True,
+    out: Optional[torch.Tensor] = None,
+    out_dtype: Optional[torch.dtype] = None,
+    backend: Literal["cutlass", "sm12x"] = "cutlass",
+"""
+
+GROUP_GEMM = Topic(
+    name="group-gemm",
+    after="lean-module",
+    message=Text("messages/group-gemm.txt"),
+    edits=(
+        *in_aot("gen_sm12x_group_gemm_module", "group_gemm"),
+        Edit(
+            _GROUP_CHECK,
+            "out_dtype: Optional[torch.dtype] = None,",
+            '    backend: Literal["cutlass", "sm12x"] = "cutlass",  # unused',
+        ),
+        Edit(
+            _GROUP,
+            "@backend_requirement(",
+            f"""\
+@supported_compute_capability([100, 103, 107, 110, 120, 121])
+def _cutlass_group_gemm_mxfp8_mxfp4_requirement(
+{_GROUP_ARGUMENTS}):
+    return True
+
+
+@supported_compute_capability([120, 121])
+def _sm12x_group_gemm_mxfp8_mxfp4_requirement(
+{_GROUP_ARGUMENTS}):
+    return check_group_gemm_mxfp4_sm12x(a, b, a_scale, b_scale, m_indptr)
+
+
+""",
+            "before",
+        ),
+        Edit(
+            _GROUP,
+            "{},",
+            """\
+    {
+        "cutlass": _cutlass_group_gemm_mxfp8_mxfp4_requirement,
+        "sm12x": _sm12x_group_gemm_mxfp8_mxfp4_requirement,
+    },
+""",
+            "replace",
+        ),
+        Edit(
+            _GROUP,
+            "out_dtype: Optional[torch.dtype] = None,",
+            '    backend: Literal["cutlass", "sm12x"] = "cutlass",',
+        ),
+        Edit(
+            _GROUP,
+            "The data type of the output tensor, must be ``torch.bfloat16`` or ``torch.float16``.",
+            """\
+
+    backend: Literal["cutlass", "sm12x"]
+        Backend to use, defaults to ``"cutlass"``. ``"sm12x"`` (SM120/SM121) keeps the
+        weights packed in shared memory, chooses its tile by the number of rows and
+        groups (``tile_n`` and ``swap_ab`` choose nothing), and takes groups of any
+        size.
+""",
+        ),
+        Edit(
+            _GROUP,
+            "int_workspace_buffer = _get_cache_buf(",
+            """\
+    if backend == "sm12x":
+        if out is None:
+            out = torch.empty(
+                (a.shape[0], b.shape[1]),
+                dtype=out_dtype or torch.bfloat16,
+                device=a.device,
+            )
+        return group_gemm_mxfp4_sm12x(a, b, a_scale, b_scale, m_indptr, out)
+
+""",
+            "before",
+        ),
+        Edit(
+            Place(_GEMM),
+            "from .routergemm import get_tinygemm2_module",
+            "from .group_gemm_sm12x import (\n    check_group_gemm_mxfp4_sm12x,\n    group_gemm_mxfp4_sm12x,\n)",
+        ),
+    ),
+    cxx={
+        "csrc/group_gemm_mxfp4_sm12x_binding.cu": "csrc/sm12x/sm12x_group_gemm_binding.cu",
+        "csrc/gemm/sm12x_group_gemm_instance.cu.jinja": "csrc/sm12x/sm12x_group_gemm_instance.jinja",
+        "include/flashinfer/gemm/group_gemm_mxfp4_groupwise_sm120.cuh": "csrc/sm12x/sm12x_group_gemm.cuh",
+    },
+    new=(
+        text("flashinfer/jit/sm12x/group_gemm.py"),
+        instances(gemm=True),
+        _HEURISTICS,
+        text("flashinfer/gemm/group_gemm_sm12x.py"),
+        text("tests/gemm/test_group_gemm_mxfp4_sm12x.py"),
+        text("benchmarks/bench_group_gemm_mxfp4_sm12x.py"),
+    ),
+)
+
+_DENSE_IMPORT = """\
+from .gemm_sm12x_mx import (
+    MXFP4_SWIZZLED,
+    MXFP8_SWIZZLED,
+    Sm12xDenseRunner,
+    check_dense,
+    check_scales,
+    contiguous_scales,
+)
+"""
+_MM_FP4 = Place(_GEMM, "mm_fp4", sha="d94c22396346")
+_MM_MXFP8 = Place(_GEMM, "mm_mxfp8", sha="27f54639805a")
+_BF16 = "flashinfer/gemm/gemm_bf16_fp4.py"
+_MM_BF16 = Place(_BF16, "mm_bf16_fp4", sha="c8d034ddd8ef")
+_PREPARE_BF16 = Place(_BF16, "prepare_bf16_fp4_weights", sha="5d39705242e8")
+_CHECK_BF16 = Place(_BF16, "_check_mm_bf16_fp4_problem_size", sha="d17ca7d8feec")
+
+DENSE = Topic(
+    name="dense",
+    after="group-gemm",
+    message=Text("messages/dense.txt"),
+    edits=(
+        *in_aot("gen_sm12x_dense_module", "dense"),
+        Edit(Place(_GEMM), "from .routergemm import get_tinygemm2_module", _DENSE_IMPORT, "before"),
+        Edit(
+            _MM_FP4,
+            "@backend_requirement(",
+            """\
+@supported_compute_capability([120, 121])
+def _sm12x_gemm_fp4_requirement(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_descale: torch.Tensor,
+    b_descale: torch.Tensor,
+    alpha: Optional[torch.Tensor] = None,  # unused
+    out_dtype: torch.dtype = torch.bfloat16,  # unused
+    out: Optional[torch.Tensor] = None,
+    block_size: int = 16,  # unused
+    use_8x4_sf_layout: bool = False,
+    backend: Literal["sm12x", "auto"] = "auto",
+    use_nvfp4: bool = True,
+    enable_pdl: bool = True,  # unused
+):
+    # Never auto-selected: the heuristics have no measurement of it on these GPUs.
+    if backend != "sm12x":
+        return False
+    if use_nvfp4:
+        raise ValueError("sm12x FP4 GEMM takes MXFP4 operands (use_nvfp4=False).")
+    if use_8x4_sf_layout:
+        raise ValueError("sm12x FP4 GEMM only supports 128x4 scale factor layout.")
+    k = a.shape[1] * 2
+    check_dense(a, b.t(), out, k)
+    check_scales("a_descale", contiguous_scales(a_descale), a.shape[0], k)
+    check_scales("b_descale", contiguous_scales(b_descale), b.shape[1], k)
+    return True
+
+
+""",
+            "before",
+        ),
+        Edit(_MM_FP4, '"b12x": _b12x_gemm_fp4_requirement,', '        "sm12x": _sm12x_gemm_fp4_requirement,'),
+        Edit(_MM_FP4, '"cake",', '        "sm12x",', "before"),
+        Edit(
+            _MM_FP4,
+            "128 rows. Packed inputs and output retain their logical dimensions.",
+            """\
+        The ``"sm12x"`` backend (SM120/SM121, never auto-selected) takes MXFP4
+        operands with 128x4 scale factors, ``b`` the column-major view of a
+        contiguous ``(n, k)`` weight, and K divisible by 32.
+""",
+        ),
+        Edit(
+            _MM_FP4,
+            '"b12x": lambda: _b12x_gemm_fp4_runner(',
+            '        "sm12x": lambda: Sm12xDenseRunner(MXFP4_SWIZZLED, enable_pdl),',
+            "before",
+        ),
+        Edit(
+            _MM_MXFP8,
+            "@backend_requirement(",
+            """\
+@supported_compute_capability([120, 121])
+def _sm12x_gemm_mxfp8_requirement(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_descale: torch.Tensor,
+    b_descale: torch.Tensor,
+    out: Optional[torch.Tensor] = None,
+    out_dtype: torch.dtype = torch.bfloat16,  # unused
+    use_8x4_sf_layout: bool = False,
+    backend: Literal["sm12x", "auto"] = "auto",
+):
+    # Never auto-selected: the heuristics have no measurement of it on these GPUs.
+    if backend != "sm12x":
+        return False
+    if use_8x4_sf_layout or a_descale.ndim != 1 or b_descale.ndim != 1:
+        raise ValueError("sm12x MXFP8 GEMM only supports 1D swizzled 128x4 scales.")
+    check_dense(a, b.t(), out, a.shape[1])
+    check_scales("a_descale", a_descale, a.shape[0], a.shape[1])
+    check_scales("b_descale", b_descale, b.shape[1], a.shape[1])
+    return True
+
+
+""",
+            "before",
+        ),
+        Edit(_MM_MXFP8, '"b12x": _b12x_gemm_mxfp8_requirement,', '        "sm12x": _sm12x_gemm_mxfp8_requirement,'),
+        Edit(
+            _MM_MXFP8,
+            '"cutlass", "cute-dsl", "cutedsl_low_latency", "trtllm", "cudnn", "b12x", "auto"',
+            """\
+        "cutlass",
+        "cute-dsl",
+        "cutedsl_low_latency",
+        "trtllm",
+        "cudnn",
+        "b12x",
+        "sm12x",
+        "auto",
+""",
+            "replace",
+        ),
+        Edit(
+            _MM_MXFP8,
+            "layout (``use_8x4_sf_layout=False``) and is supported on SM100/103/110/120/121.",
+            """\
+        - The ``"sm12x"`` backend (SM120/SM121, never auto-selected) requires 1D
+          swizzled 128x4 scales and K divisible by 32.
+""",
+        ),
+        Edit(
+            _MM_MXFP8,
+            '"b12x": lambda: _b12x_gemm_mxfp8_runner(',
+            '        "sm12x": lambda: Sm12xDenseRunner(MXFP8_SWIZZLED),',
+            "before",
+        ),
+        Edit(Place(_BF16), '"blackwell-tiled",', '    "sm12x",'),
+        Edit(
+            _CHECK_BF16,
+            "if block_size != 16:",
+            """\
+    if backend == "sm12x":
+        if block_size != 32:
+            raise ValueError(
+                f"block_size must be 32 (MXFP4) for sm12x; got {block_size}"
+            )
+    elif block_size != 16:
+""",
+            "replace",
+        ),
+        Edit(
+            _PREPARE_BF16,
+            'if backend == "cute-dsl-native":',
+            """\
+    if backend == "sm12x":
+        if block_size != 32:
+            raise ValueError(
+                f"block_size must be 32 (MXFP4) for sm12x; got {block_size}"
+            )
+        return b, b_descale, alpha
+""",
+            "before",
+        ),
+        Edit(
+            _PREPARE_BF16,
+            "backend returns the original canonical buffers without preparation.",
+            """\
+            So does ``"sm12x"``, which takes MXFP4 weights (``mxfp4_quantize``,
+            ``block_size=32``) on SM120/121.
+""",
+        ),
+        Edit(
+            _MM_BF16,
+            "@backend_requirement(",
+            """\
+@supported_compute_capability([120, 121])
+def _sm12x_bf16_fp4_requirement(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    b_descale: torch.Tensor,
+    alpha: Optional[torch.Tensor] = None,
+    *,
+    backend: _Bf16Fp4Backend,
+    out_dtype: Optional[torch.dtype] = None,
+    out: Optional[torch.Tensor] = None,
+    block_size: int = 16,
+    enable_pdl: bool = True,
+):
+    if b.dim() != 2 or b.dtype != torch.uint8 or b.shape[1] * 2 != a.shape[1]:
+        raise ValueError(
+            f"sm12x expects the uint8 (N, K/2) weight with K={int(a.shape[1])}; "
+            f"got {b.dtype} {tuple(b.shape)}"
+        )
+    check_dense(a, b, out, int(a.shape[1]))
+    check_scales("b_descale", contiguous_scales(b_descale), b.shape[0], a.shape[1])
+    return True
+
+
+""",
+            "before",
+        ),
+        Edit(
+            _MM_BF16,
+            '"blackwell-tiled": _blackwell_tiled_bf16_fp4_requirement,',
+            '        "sm12x": _sm12x_bf16_fp4_requirement,',
+        ),
+        Edit(
+            _MM_BF16,
+            'if backend == "cute-dsl-native":',
+            """\
+    if backend == "sm12x":
+        if out is None:
+            out = torch.empty(
+                (a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device
+            )
+        scales = contiguous_scales(b_descale)
+        return run_dense(out, a, None, b, scales, alpha, BF16, enable_pdl)
+""",
+            "before",
+        ),
+        Edit(
+            Place(_BF16),
+            "if CUDNN_AVAILABLE:",
+            """\
+from .gemm_sm12x_mx import (
+    BF16,
+    check_dense,
+    check_scales,
+    contiguous_scales,
+    run_dense,
+)
+
+""",
+            "before",
+        ),
+    ),
+    cxx={
+        "csrc/dense_mx_sm12x_binding.cu": "csrc/sm12x/sm12x_dense_binding.cu",
+        "csrc/gemm/sm12x_dense_instance.cu.jinja": "csrc/sm12x/sm12x_dense_instance.jinja",
+    },
+    new=(
+        text("flashinfer/jit/sm12x/dense.py"),
+        instances(gemm=True, dense=True),
+        text("flashinfer/gemm/gemm_sm12x_mx.py"),
+        text("tests/gemm/test_gemm_sm12x_mx.py"),
+    ),
+)
+
+_CORE = "flashinfer/fused_moe/core.py"
+_MOE = Place(_CORE, "cutlass_fused_moe", sha="dff32024e682")
+_MOE_WORKSPACE = Place(_CORE, "cutlass_fused_moe_workspace_size", sha="7cc682f03ce2")
+_ARGUMENTS = "flashinfer/sm12x_arguments.py"
+_VALIDATION = "flashinfer/fused_moe/sm12x_validation.py"
+
+
+def _heuristics(layer: str) -> New:
+    return New(
+        _HEURISTICS.path,
+        (*_HEURISTICS.parts, Text(f"flashinfer/jit/sm12x/{layer}.py")),
+        renames={
+            "from .instances import GEMM_INSTANCES, Instance": (
+                "from .instances import GEMM_INSTANCES, INSTANCES, Activation, Instance"
+            )
+        },
+    )
+
+
+_CHECKS = New(
+    "flashinfer/fused_moe/sm12x_moe_checks.py",
+    (
+        Text("flashinfer/fused_moe/sm12x_moe_checks_header.py"),
+        Take(
+            _ARGUMENTS,
+            (
+                *("INT32_MAX", "K_ALIGNMENT", "POINTER_ALIGNMENT", "OUTPUT_DTYPES", "round_up", "describe"),
+                *("require_tensor_type", "is_dense", "require_tensor", "require_int", "require_k_alignment"),
+                *("require_output_dtype", "require_alignment"),
+            ),
+        ),
+        Take(
+            _VALIDATION,
+            (
+                *("BLOCK_SIZE", "WORKSPACE_ALIGNMENT", "WEIGHT_DTYPES", "SCALE_DTYPES", "SWIGLU", "Mode"),
+                *("INPUT_DTYPES", "_QUANT_SCALES", "MoEProblem", "select_mode", "swizzled_scale_shapes"),
+                *("require_swizzled_scales", "require_parallel_sizes", "require_pairs", "_weight_sizes"),
+                *("_check_quant_scales", "_check_input_sf", "validate_moe", "check_workspace"),
+            ),
+        ),
+    ),
+)
+
+MOE = Topic(
+    name="moe",
+    after="dense",
+    message=Text("messages/moe.txt"),
+    edits=(
+        Edit(
+            _MOE,
+            'if backend != "cutlass":',
+            """\
+    if backend == "sm12x":
+        from .sm12x_moe import sm12x_fused_moe
+
+        if min_latency_mode:
+            raise NotImplementedError("min latency mode not yet implemented.")
+        if use_packed_weights or use_wfp4afp8_humming or use_deepseek_fp8_block_scale:
+            raise ValueError("backend='sm12x' takes MXFP4 weights only")
+        if cluster_size != 1:
+            raise ValueError(f"cluster_size must be 1, got {cluster_size}")
+        return sm12x_fused_moe(
+            input,
+            token_selected_experts,
+            token_final_scales,
+            fc1_expert_weights,
+            fc2_expert_weights,
+            output_dtype,
+            quant_scales,
+            fc1_expert_biases,
+            fc2_expert_biases,
+            input_sf,
+            swiglu_alpha,
+            swiglu_beta,
+            swiglu_limit,
+            tp_size,
+            tp_rank,
+            ep_size,
+            ep_rank,
+            output,
+            use_w4_group_scaling,
+            use_mxfp8_act_scaling,
+            tune_max_num_tokens,
+            enable_pdl,
+            activation_type,
+            swizzled_input_sf,
+            profile_ids,
+            workspace_buffer,
+        )
+""",
+            "before",
+        ),
+        Edit(
+            _MOE,
+            "See the Cake SiTU guide for its TRTLLM shuffled NVFP4 weight layout.",
+            """\
+        ``"sm12x"`` (SM120/SM121) takes MXFP4 weights with MXFP8 or bfloat16
+        activations and SwiGLU: biases, ``swiglu_alpha``, ``swiglu_beta`` and
+        ``swiglu_limit``, expert parallelism, hidden and intermediate sizes that are
+        multiples of 32. Its results are the same on every run.
+""",
+        ),
+        Edit(
+            _MOE_WORKSPACE,
+            'if backend != "cutlass":',
+            """\
+    if backend == "sm12x":
+        from .sm12x_moe import sm12x_fused_moe_workspace_size
+
+        with torch.cuda.device(device):
+            return sm12x_fused_moe_workspace_size(
+                max_num_tokens,
+                hidden_size,
+                intermediate_size,
+                num_experts_total,
+                top_k,
+                x_dtype,
+                weight_dtype,
+                activation_type,
+                tp_size,
+                tp_rank,
+                ep_size,
+                ep_rank,
+                use_w4_group_scaling,
+                use_mxfp8_act_scaling,
+            )
+""",
+            "before",
+        ),
+    ),
+    new=(
+        _heuristics("heuristics_moe"),
+        _CHECKS,
+        text("flashinfer/fused_moe/sm12x_moe.py"),
+        text("tests/moe/test_sm12x_fused_moe.py"),
+        text("benchmarks/bench_sm12x_fused_moe.py"),
+    ),
+)
+
+STREAMED_LAYER = Topic(
+    name="streamed-layer",
+    after="moe",
+    message=Text("messages/streamed-layer.txt"),
+    new=(
+        instances(streamed=True, gemm=True, dense=True),
+        _heuristics("heuristics_streamed"),
+        New(
+            "flashinfer/fused_moe/sm12x_moe.py",
+            (Text("flashinfer/fused_moe/sm12x_moe.py"),),
+            renames={
+                """Two GEMM kernels a layer: FC1 with bias and SwiGLU in its epilogue, FC2 with bias,
+routing weights and the sum over a token's experts, whose order is fixed. The kernels
+route by themselves; nothing waits on the host.
+""": """With few rows for an expert a layer is one launch that streams the weights of both
+GEMMs; else it is two GEMM kernels: FC1 with bias and SwiGLU in its epilogue, FC2 with
+bias, routing weights and the sum over a token's experts, whose order is fixed. The
+kernels route by themselves; nothing waits on the host.
+""",
+                """def _default_tactics(problem: MoEProblem) -> Tuple[int, int]:
+    row = choose_moe(
+        problem.mode.activation,
+        problem.num_tokens * problem.top_k,
+        problem.num_local_experts,
+    )
+""": """def _default_tactics(problem: MoEProblem, all_sms: bool = True) -> Tuple[int, int]:
+    row = choose_moe(
+        problem.mode.activation,
+        problem.num_tokens * problem.top_k,
+        problem.num_local_experts,
+        problem.hidden,
+        problem.inter,
+        all_sms,
+    )
+""",
+                """def _valid_rows(problem: MoEProblem) -> List[Any]:
+    return [row for row in INSTANCES if row.activation == problem.mode.activation]
+""": """def _valid_rows(problem: MoEProblem, num_tokens: int) -> List[Any]:
+    sizes = num_tokens * problem.top_k, problem.hidden, problem.inter
+    return [
+        row
+        for row in INSTANCES
+        if row.activation == problem.mode.activation and row.takes(*sizes)
+    ]
+""",
+                '''    """FC1's and FC2's tactics from ``wanted``, in which -1 stands for the default."""
+    fc1, fc2 = (d if w == -1 else w for w, d in zip(wanted, default, strict=True))
+    return fc1, fc2
+''': '''    """FC1's and FC2's tactics from ``wanted``, in which -1 stands for the default.
+
+    A streamed tactic computes both GEMMs, and both multiply in the same type: where
+    two do not go together, the wanted one serves both, of two wanted ones the first.
+    """
+    fc1, fc2 = (d if w == -1 else w for w, d in zip(wanted, default, strict=True))
+    rows = INSTANCES[fc1], INSTANCES[fc2]
+    if rows[0].streamed or rows[1].streamed:
+        together = fc1 == fc2
+    else:
+        together = rows[0].multiplies == rows[1].multiplies
+    if together:
+        return fc1, fc2
+    both = fc2 if wanted[0] == -1 and wanted[1] != -1 else fc1
+    return both, both
+''',
+                """numbers = {row.number: row.index for row in _valid_rows(problem)}
+""": """rows = _valid_rows(problem, problem.num_tokens)
+    numbers = {row.number: row.index for row in rows}
+""",
+                """    get_sm12x_moe_module().sm12x_moe_run(
+        *arguments,
+        workspace,
+        int(problem.mode),
+        swizzled_input_sf,
+        problem.first_expert,
+        problem.num_experts_total,
+        *tactics,
+        enable_pdl,
+    )
+""": """    def launch(tactics: Tuple[int, int]) -> bool:
+        return get_sm12x_moe_module().sm12x_moe_run(
+            *arguments,
+            workspace,
+            int(problem.mode),
+            swizzled_input_sf,
+            problem.first_expert,
+            problem.num_experts_total,
+            *tactics,
+            enable_pdl,
+        )
+
+    if not launch(tactics):
+        # The stream has fewer SMs than the device (a green context, or MPS), and
+        # blocks of a streamed layer wait for each other.
+        launch(_default_tactics(problem, all_sms=False))
+""",
+                """        return [row.name for row in _valid_rows(self.problem)]
+""": """        return [
+            row.name
+            for row in _valid_rows(self.problem, inputs[0].shape[0])
+            if self.gemm_idx == 1 or not row.streamed
+        ]
+""",
+            },
+        ),
+        text("tests/moe/test_sm12x_streamed_moe.py"),
+    ),
+)

@@ -1,0 +1,224 @@
+"""Dense GEMMs with MXFP4 or MXFP8 weights on SM120 and SM121 (``backend="sm12x"``).
+
+Few tokens are one stream of weights, more are a GEMM: of quantized tokens by the
+block-scaled MMA, else of bfloat16, which holds every value of these formats exactly.
+"""
+
+import functools
+from typing import Any, List, Optional
+
+import torch
+
+from ..autotuner import OptimizationProfile, TunableRunner
+from ..jit.sm12x.dense import gen_sm12x_dense_module
+from ..jit.sm12x.instances import DENSE_INSTANCES, DenseInstance
+from ..utils import device_support_pdl
+
+# Formats of tokens, as DenseTokens of dense_params.cuh numbers them.
+BF16 = 0
+MXFP8_SWIZZLED = 3
+MXFP4_SWIZZLED = 5
+
+# Weights that are streamed twice rather than multiplied by a GEMM.
+_SECOND_PASS_BYTES = 12 << 20
+# Tiles of the output up to which the fewest tokens a tile are faster.
+_FEW_TILES = {"bf16": 264, "mxfp8": 48}
+# Relative time of a tile of so many tokens, where there are many.
+_TILE_COST = {
+    "bf16": {32: 1.0, 48: 1.2, 64: 1.45},
+    "mxfp8": {64: 1.0, 128: 1.8},
+}
+
+
+@functools.cache
+def get_sm12x_dense_module():
+    return gen_sm12x_dense_module().build_and_load()
+
+
+def _weights(weight: torch.Tensor) -> str:
+    return "mxfp8" if weight.dtype == torch.float8_e4m3fn else "mxfp4"
+
+
+def _valid_instances(
+    weights: str, num_tokens: int, k: int, token_format: int
+) -> List[DenseInstance]:
+    operand = "bf16" if token_format == BF16 else "mxfp8"
+    return [
+        row
+        for row in DENSE_INSTANCES
+        if row.weights == weights
+        and row.longest_k >= k
+        and (row.operand == operand or row.streamed)
+        and (not row.streamed or 2 * row.token_tile >= num_tokens)
+    ]
+
+
+def choose_dense(
+    weights: str, num_tokens: int, n: int, k: int, token_format: int
+) -> DenseInstance:
+    """The default instance for ``num_tokens`` rows and a weight ``[n, k]``."""
+    rows = _valid_instances(weights, num_tokens, k, token_format)
+    weight_bytes = n * k // (2 if weights == "mxfp4" else 1)
+    passes = 2 if weight_bytes <= _SECOND_PASS_BYTES else 1
+    streams = [
+        row for row in rows if row.streamed and passes * row.token_tile >= num_tokens
+    ]
+    if streams:
+        return min(
+            streams,
+            key=lambda row: (
+                -(-num_tokens // row.token_tile),
+                row.token_tile,
+                row.words,
+            ),
+        )
+    gemms = [row for row in rows if not row.streamed]
+    operand = gemms[0].operand
+    smallest = min(gemms, key=lambda row: row.token_tile)
+    if -(-n // 128) * -(-num_tokens // smallest.token_tile) <= _FEW_TILES[operand]:
+        return smallest
+    return min(
+        gemms,
+        key=lambda row: (
+            -(-num_tokens // row.token_tile) * _TILE_COST[operand][row.token_tile]
+        ),
+    )
+
+
+def check_scales(name: str, scales: torch.Tensor, rows: int, k: int) -> None:
+    """Raise ``ValueError`` unless ``scales`` are 128x4 UE8M0 bytes of ``[rows, k]``."""
+    needed = (rows + 127) // 128 * 128 * ((k // 32 + 3) // 4 * 4)
+    if scales.dtype != torch.uint8 or scales.numel() != needed:
+        raise ValueError(
+            f"{name} must be {needed} uint8 in the 128x4 layout for {rows} rows and "
+            f"K={k}, got {scales.dtype} {tuple(scales.shape)}"
+        )
+
+
+def check_dense(
+    a: torch.Tensor,
+    rows: torch.Tensor,
+    out: Optional[torch.Tensor],
+    k: int,
+) -> None:
+    """Raise ``ValueError`` unless the kernels can read the operands where they are.
+
+    ``rows`` are the weights, ``(n, k)`` or ``(n, k / 2)``.
+    """
+    if k % 32 != 0:
+        raise ValueError(f"K must be a multiple of 32 for backend='sm12x', got {k}")
+    for name, tensor in (("a", a), ("b", rows), ("out", out)):
+        if tensor is None:
+            continue
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} must be contiguous (b: column-major) for backend='sm12x'"
+            )
+        if name != "out" and tensor.data_ptr() % 16:
+            raise ValueError(f"{name} must start at a multiple of 16 bytes")
+
+
+def contiguous_scales(scales: torch.Tensor) -> torch.Tensor:
+    """128x4 scales, which callers may hand over as a transposed view."""
+    if scales.ndim == 2 and not scales.is_contiguous():
+        scales = scales.t()
+    return scales.view(torch.uint8)
+
+
+def run_dense(
+    out: torch.Tensor,
+    tokens: torch.Tensor,
+    token_scales: Optional[torch.Tensor],
+    weight: torch.Tensor,
+    weight_scales: torch.Tensor,
+    alpha: Optional[torch.Tensor],
+    token_format: int,
+    enable_pdl: bool,
+    tactic: int = -1,
+) -> torch.Tensor:
+    """``out = alpha * tokens @ weight.T``; ``tactic`` is a row's index, -1 the default.
+
+    ``weight`` is ``(n, k)`` float8_e4m3fn or ``(n, k / 2)`` packed e2m1 bytes.
+    """
+    if out.numel() == 0:
+        return out
+    weights = _weights(weight)
+    n, k = weight.shape[0], weight.shape[1] * (2 if weights == "mxfp4" else 1)
+    num_tokens = tokens.shape[0]
+    if tactic == -1:
+        row = choose_dense(weights, num_tokens, n, k, token_format)
+    else:
+        row = DENSE_INSTANCES[tactic]
+    module = get_sm12x_dense_module()
+    workspace = None
+    if not row.streamed:
+        size = module.sm12x_dense_gemm_workspace_size(num_tokens, k)
+        workspace = torch.empty(size, dtype=torch.uint8, device=tokens.device)
+    module.sm12x_dense_run(
+        out,
+        tokens,
+        token_scales,
+        weight,
+        weight_scales,
+        None if alpha is None else alpha.reshape(1),
+        None,  # bias
+        None,  # residual
+        workspace,
+        token_format,
+        row.index,
+        False,  # weights may be read before the launch in front ends
+        enable_pdl and device_support_pdl(tokens.device),
+    )
+    return out
+
+
+class Sm12xDenseRunner(TunableRunner):
+    """What mm_fp4 and mm_mxfp8 tune; ``inputs`` are theirs."""
+
+    def __init__(self, token_format: int, enable_pdl: bool = True) -> None:
+        self.token_format = token_format
+        self.enable_pdl = enable_pdl
+
+    def _operands(self, inputs: List[Any]):
+        if self.token_format == MXFP4_SWIZZLED:
+            a, b, a_descale, b_descale, alpha, _, out = inputs[:7]
+        else:
+            a, b, a_descale, b_descale, _, out = inputs[:6]
+            alpha = None
+        rows = b.t()
+        if self.token_format == MXFP4_SWIZZLED:
+            a, rows = a.view(torch.uint8), rows.view(torch.uint8)
+        return (
+            out,
+            a,
+            contiguous_scales(a_descale),
+            rows,
+            contiguous_scales(b_descale),
+            alpha,
+        )
+
+    def get_valid_tactics(
+        self, inputs: List[Any], profile: OptimizationProfile
+    ) -> List[int]:
+        _, tokens, _, rows, _, _ = self._operands(inputs)
+        k = rows.shape[1] * (2 if self.token_format == MXFP4_SWIZZLED else 1)
+        return [
+            row.index
+            for row in _valid_instances(
+                _weights(rows), tokens.shape[0], k, self.token_format
+            )
+        ]
+
+    def forward(
+        self,
+        inputs: List[Any],
+        tactic: int = -1,
+        do_preparation: bool = False,
+        **kwargs,
+    ) -> torch.Tensor:
+        return run_dense(
+            *self._operands(inputs),
+            token_format=self.token_format,
+            enable_pdl=self.enable_pdl,
+            tactic=tactic,
+        )

@@ -1,0 +1,16 @@
+"""Tables of the compiled kernels.
+
+One CUDA source is rendered per row, and heuristics and autotuner choose among the
+rows. A row fixes everything that is fixed at compile time. Its name is what cache
+files of the autotuner hold; interfaces that take an integer (``profile_ids``) take
+its number, which says the same in digits. Its place in ``INSTANCES``, by which the
+compiled module knows it, may differ between versions.
+
+``stages`` and ``shared_bytes`` repeat what the C++ templates compute; the rendered
+sources assert at compile time that they agree.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal, get_args

@@ -1,0 +1,106 @@
+import pytest
+import torch
+
+from flashinfer.gemm import group_gemm_mxfp4_nt_groupwise
+from flashinfer.jit.sm12x.heuristics import choose_group_gemm
+from flashinfer.utils import get_compute_capability
+from tests.test_helpers.mx_formats import (
+    dequantize_mxfp4,
+    dequantize_mxfp8,
+    quantize_mxfp4,
+    quantize_mxfp8,
+    swizzle_scales,
+)
+
+
+def _skip_unless_sm12x():
+    if get_compute_capability(torch.device("cuda"))[0] != 12:
+        pytest.skip("backend='sm12x' is for SM120 and SM121")
+
+
+def _make_groups(rows, n, k, fp8_dtype=torch.float8_e4m3fn):
+    torch.manual_seed(0)
+    cum_m, groups = sum(rows), len(rows)
+    a, a_sf = quantize_mxfp8(torch.randn(cum_m, k, device="cuda"))
+    if fp8_dtype == torch.float8_e5m2:
+        a = a.float().to(fp8_dtype)
+    b, b_sf = quantize_mxfp4(torch.randn(groups, n, k, device="cuda"))
+    ends = torch.tensor([0, *rows]).cumsum(0)
+    a_scale = torch.zeros(
+        (cum_m + 127 * groups) // 128 * 128,
+        (k // 32 + 3) // 4 * 4,
+        dtype=torch.uint8,
+        device="cuda",
+    )
+    expected = torch.zeros(cum_m, n, dtype=torch.float64, device="cuda")
+    magnitude = torch.zeros_like(expected)
+    for group in range(groups):
+        first, last = int(ends[group]), int(ends[group + 1])
+        x = dequantize_mxfp8(a[first:last], a_sf[first:last])
+        w = dequantize_mxfp4(b[group], b_sf[group])
+        expected[first:last] = x @ w.T
+        magnitude[first:last] = x.abs() @ w.abs().T
+        if first < last:
+            start = (first + 127 * group) // 128 * 128
+            swizzled = swizzle_scales(a_sf[first:last])
+            a_scale[start : start + swizzled.shape[0]] = swizzled
+    m_indptr = ends.to(device="cuda", dtype=torch.int32)
+    return a, b, a_scale, swizzle_scales(b_sf), m_indptr, expected, magnitude
+
+
+def _assert_close(out, expected, magnitude, k):
+    # Half a unit in the last place of the output, and float32 sums in any order.
+    unit = 2.0**-8 if out.dtype == torch.bfloat16 else 2.0**-11
+    bound = unit * expected.abs() + (k + 2) * 2.0**-24 * magnitude + 1e-7
+    worst = ((out.double() - expected).abs() / bound).max().item()
+    assert worst <= 1, f"{worst:.2f} of the bound"
+
+
+@pytest.mark.parametrize("rows", [[5, 3], [40, 0, 23], [130], [300, 1, 0, 19]])
+@pytest.mark.parametrize("n,k", [(128, 128), (264, 384)])
+@pytest.mark.parametrize("fp8_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16])
+def test_group_gemm_mxfp4_sm12x(rows, n, k, fp8_dtype, out_dtype):
+    _skip_unless_sm12x()
+    *operands, expected, magnitude = _make_groups(rows, n, k, fp8_dtype)
+    out = group_gemm_mxfp4_nt_groupwise(
+        *operands, out_dtype=out_dtype, backend="sm12x"
+    )
+    assert out.dtype == out_dtype
+    _assert_close(out, expected, magnitude, k)
+
+
+def test_out_is_written_and_repeats():
+    _skip_unless_sm12x()
+    *operands, expected, magnitude = _make_groups([70, 0, 9], 128, 256)
+    out = torch.empty(79, 128, dtype=torch.bfloat16, device="cuda")
+    again = group_gemm_mxfp4_nt_groupwise(*operands, out=out, backend="sm12x")
+    assert again is out
+    _assert_close(out, expected, magnitude, 256)
+    assert torch.equal(
+        out, group_gemm_mxfp4_nt_groupwise(*operands, backend="sm12x")
+    )
+
+
+def test_errors_come_before_a_launch():
+    _skip_unless_sm12x()
+    a, b, a_scale, b_scale, m_indptr, _, _ = _make_groups([8, 8], 128, 128)
+    with pytest.raises(ValueError, match="a_scale must have shape"):
+        group_gemm_mxfp4_nt_groupwise(
+            a, b, a_scale[:128], b_scale, m_indptr, backend="sm12x"
+        )
+    with pytest.raises(ValueError, match="b_scale must have shape"):
+        group_gemm_mxfp4_nt_groupwise(
+            a, b, a_scale, b_scale[:1], m_indptr, backend="sm12x"
+        )
+
+
+@pytest.mark.parametrize("cum_m,groups,tile", [(4, 4, 8), (128, 1, 128), (60, 2, 32)])
+def test_the_tile_follows_the_rows_of_a_group(cum_m, groups, tile):
+    assert choose_group_gemm(cum_m, groups).token_tile >= min(cum_m // groups, tile)
+
+
+def test_compute_capabilities():
+    supported = group_gemm_mxfp4_nt_groupwise.is_backend_supported
+    assert supported("sm12x", 120) and supported("sm12x", 121)
+    assert not supported("sm12x", 100) and supported("cutlass", 100)

@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The topics, in the order in which pull requests are to be opened (``docs/upstream.md``)."""
+
+from __future__ import annotations
+
+from . import bugs, kernels, operators
+from .topic import Topic
+
+TOPICS: dict[str, Topic] = {
+    topic.name: topic
+    for topic in (
+        bugs.ARCHITECTURES,
+        bugs.CUBLAS_HEADERS,
+        bugs.GROUP_GEMM_SCALES,
+        bugs.XQA_COPIES,
+        kernels.LEAN_MODULE,
+        operators.GROUP_GEMM,
+        operators.DENSE,
+        operators.MOE,
+        operators.STREAMED_LAYER,
+    )
+}
