@@ -45,7 +45,8 @@ void router_run(TensorView top_k_weights, TensorView top_k_ids, TensorView logit
   params.sum = const_cast<__nv_bfloat16*>(rows_or_null(sum, elements, "sum"));
   params.normed = const_cast<__nv_bfloat16*>(rows_or_null(normed, elements, "normed"));
   TVM_FFI_CHECK((params.sum != nullptr) == (params.residual != nullptr), ValueError) << "sum goes with residual";
-  TVM_FFI_CHECK((params.normed != nullptr) == (params.norm_weight != nullptr), ValueError) << "normed goes with norm_weight";
+  TVM_FFI_CHECK((params.normed != nullptr) == (params.norm_weight != nullptr), ValueError)
+      << "normed goes with norm_weight";
   params.logits = static_cast<float*>(logits.data_ptr());
   params.top_k_weights = static_cast<float*>(top_k_weights.data_ptr());
   params.top_k_ids = static_cast<int32_t*>(top_k_ids.data_ptr());

@@ -24,27 +24,27 @@ namespace flashinfer::sm12x {
 
 constexpr int kRouterWarps = 4;
 constexpr int kRouterThreads = 32 * kRouterWarps;
-constexpr int kRouterTokens = 8;     // of a tile, at most
-constexpr int kRouterChunk = 8;      // elements of 16 bytes
+constexpr int kRouterTokens = 8;  // of a tile, at most
+constexpr int kRouterChunk = 8;  // elements of 16 bytes
 constexpr int kRouterHeldChunks = 12;  // of a lane, of the weights: K up to 3,072 in registers
 constexpr int kRouterTileBytes = 88 * 1024;  // of shared memory, for a tile of tokens
 constexpr int kRouterMaxExperts = 512;
 constexpr int kRouterExpertsPerLane = kRouterMaxExperts / 32;
 
 struct RouterParams {
-  const __nv_bfloat16* hidden;       // [num_tokens, k]
-  const __nv_bfloat16* residual;     // [num_tokens, k], or null
+  const __nv_bfloat16* hidden;  // [num_tokens, k]
+  const __nv_bfloat16* residual;  // [num_tokens, k], or null
   const __nv_bfloat16* norm_weight;  // [k], or null: no norm
-  const __nv_bfloat16* weight;       // [num_experts, k]
-  const __nv_bfloat16* bias;         // [num_experts], or null
-  __nv_bfloat16* sum;                // [num_tokens, k], null without residual
-  __nv_bfloat16* normed;             // [num_tokens, k], null without norm
-  float* logits;                     // [num_tokens, num_experts]
-  float* top_k_weights;              // [num_tokens, top_k]
-  int32_t* top_k_ids;                // [num_tokens, top_k]
+  const __nv_bfloat16* weight;  // [num_experts, k]
+  const __nv_bfloat16* bias;  // [num_experts], or null
+  __nv_bfloat16* sum;  // [num_tokens, k], null without residual
+  __nv_bfloat16* normed;  // [num_tokens, k], null without norm
+  float* logits;  // [num_tokens, num_experts]
+  float* top_k_weights;  // [num_tokens, top_k]
+  int32_t* top_k_ids;  // [num_tokens, top_k]
   float epsilon;
   int num_tokens, k, num_experts, top_k;
-  int tile;              // tokens of a block
+  int tile;  // tokens of a block
   bool constant_weights;  // nothing in front of the launch writes `weight`
 };
 
@@ -83,8 +83,8 @@ __device__ __forceinline__ void norm_row(const RouterParams& p, int64_t token, u
     detail::unpack_bf16(row, x);
     if (p.residual != nullptr) {
       float other[kRouterChunk];
-      detail::unpack_bf16(
-          ptx::load_16_bytes_if(true, reinterpret_cast<const uint4*>(p.residual) + first + chunk), other);
+      detail::unpack_bf16(ptx::load_16_bytes_if(true, reinterpret_cast<const uint4*>(p.residual) + first + chunk),
+                          other);
 #pragma unroll
       for (int i = 0; i < kRouterChunk; ++i) x[i] += other[i];
       row = detail::pack_bf16(x);
@@ -160,7 +160,8 @@ __global__ void __launch_bounds__(kRouterThreads) router_logits_kernel(const __g
 #pragma unroll
   for (int token = 0; token < kRouterTokens; ++token) {
     const float logit = detail::warp_sum(sums[token]) + bias;
-    if (lane == 0 && token < count) p.logits[static_cast<int64_t>(first_token + token) * p.num_experts + expert] = logit;
+    if (lane == 0 && token < count)
+      p.logits[static_cast<int64_t>(first_token + token) * p.num_experts + expert] = logit;
   }
 }
 
