@@ -36,6 +36,7 @@ def test_header_compiles_without_cublas(tmp_path: Path, header: str):
         csrc / "nv_internal" / "include",
         jit_env.SPDLOG_INCLUDE_DIR,
         *jit_env.CUTLASS_INCLUDE_DIRS,
+        *jit_env.CCCL_INCLUDE_DIRS,
     ]
     command = [compiler, "-std=c++17", "-fsyntax-only", "-w", f"-I{without_cublas}"]
     command += [f"-I{folder}" for folder in includes]
