@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from flashinfer.sm12x_gpu_probe.timing import Sample
+from flashinfer.sm12x_gpu_probe.timing import Sample, captured
 
 from .model import Model
 from .results import Measured, Row
@@ -25,20 +25,6 @@ PROFILED = 3
 LEAST_REPLAYS, SECONDS = 5, 1.0
 Kernel = tuple[str, float, float]
 """Name, and microseconds of begin and end."""
-
-
-def captured(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-    """``run`` as a CUDA graph, after it ran twice."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph
 
 
 def time_replays(graph: torch.cuda.CUDAGraph, repeats: int) -> Sample:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -211,19 +211,7 @@ def _outputs(
     ]
 
 
-@torch.library.custom_op("flashinfer::sm12x_router_top_k", mutates_args=())
-def _operator(
-    hidden_states: torch.Tensor,
-    weight: torch.Tensor,
-    top_k: int,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    norm_weight: torch.Tensor | None,
-    eps: float,
-    constant_weights: bool,
-    enable_pdl: bool | None,
-) -> list[torch.Tensor]:
-    return _run(hidden_states, weight, top_k, bias, residual, norm_weight, eps, constant_weights, enable_pdl)
+_operator = torch.library.custom_op("flashinfer::sm12x_router_top_k", _run, mutates_args=())
 
 
 @_operator.register_fake
@@ -231,12 +219,10 @@ def _operator_fake(
     hidden_states: torch.Tensor,
     weight: torch.Tensor,
     top_k: int,
-    bias: torch.Tensor | None,
+    _bias: torch.Tensor | None,
     residual: torch.Tensor | None,
     norm_weight: torch.Tensor | None,
-    eps: float,
-    constant_weights: bool,
-    enable_pdl: bool | None,
+    *_: Any,
 ) -> list[torch.Tensor]:
     return _outputs(hidden_states, weight, top_k, residual, norm_weight)
 

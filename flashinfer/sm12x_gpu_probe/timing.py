@@ -26,9 +26,8 @@ class Sample:
     slowest: float
 
 
-def time_graph(run: Callable[[], Any], repeats: int) -> Sample:
-    """Replays of ``run`` captured in a CUDA graph, L2 cold."""
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+def captured(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    """``run`` as a CUDA graph, after it ran three times."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -38,6 +37,13 @@ def time_graph(run: Callable[[], Any], repeats: int) -> Sample:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
+    return graph
+
+
+def time_graph(run: Callable[[], Any], repeats: int) -> Sample:
+    """Replays of ``run`` captured in a CUDA graph, L2 cold."""
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    graph = captured(run)
     times = []
     for i in range(repeats):
         flush.fill_(i % 256)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import subprocess
 import sys
@@ -81,7 +82,6 @@ def test_the_environment_variable_makes_a_device_for_the_process():
     assert done.stdout.split() == ["True", "sm_121a"], done.stderr
 
 
-@pytest.mark.skipif(not RUNTIME.is_file(), reason="no CUDA runtime wheel is installed")
 def test_a_torch_with_cuda_gets_a_process_of_its_own(monkeypatch):
     monkeypatch.setenv("LD_PRELOAD", "")
     monkeypatch.setattr(torch.version, "cuda", None)
@@ -92,20 +92,35 @@ def test_a_torch_with_cuda_gets_a_process_of_its_own(monkeypatch):
     assert os.environ["LD_PRELOAD"] == ""
 
 
-def test_a_process_with_a_real_runtime_is_refused():
+def behind_a_real_runtime(preload: str) -> subprocess.CompletedProcess:
+    """A process that loads a real runtime by its path, as a torch with CUDA does, and then asks for a device."""
     code = (
         f"import ctypes; ctypes.CDLL({str(RUNTIME)!r})\n"
-        "from flashinfer.testing.virtual_device import virtual_device\nvirtual_device().__enter__()"
+        "from flashinfer.testing.virtual_device import virtual_device\n"
+        "with virtual_device() as device:\n    print(device.empty(3).shape)"
     )
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "LD_PRELOAD": ""},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "LD_PRELOAD": preload},
     )
+
+
+@pytest.mark.skipif(not RUNTIME.is_file(), reason="no CUDA runtime wheel is installed")
+def test_a_process_with_a_real_runtime_is_refused():
+    done = behind_a_real_runtime("")
     assert "is loaded in this process already" in done.stderr
     assert "LD_PRELOAD=" in done.stderr
+
+
+@pytest.mark.skipif(not RUNTIME.is_file(), reason="no CUDA runtime wheel is installed")
+def test_a_real_runtime_behind_the_preloaded_one_does_no_harm(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    shim = importlib.import_module("vsm.preload").preload()
+    done = behind_a_real_runtime(shim)
+    assert done.stdout.strip() == "torch.Size([3])", done.stderr
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@
 //
 // A warp computes one expert's logits for a tile of tokens. The row of weights goes to its registers before the launch waits
 // for the tokens: a router's bytes are few, and are on their way while the layer in front still runs. Each block norms the
-// tile's rows for itself, which costs less than a launch.
+// tile's rows for itself, rather than wait for a launch that does.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -15,7 +15,9 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "../common/arch.h"
 #include "../common/launch.h"
+#include "../common/quantize.cuh"
 #include "../ptx/convert.cuh"
 #include "../ptx/copy.cuh"
 #include "../ptx/sync.cuh"
@@ -50,15 +52,6 @@ struct RouterParams {
 
 namespace detail {
 
-__device__ __forceinline__ void unpack_bf16(const uint4& from, float (&to)[kRouterChunk]) {
-  const uint32_t words[4] = {from.x, from.y, from.z, from.w};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    to[2 * i] = __uint_as_float(words[i] << 16);
-    to[2 * i + 1] = __uint_as_float(words[i] & 0xFFFF0000u);
-  }
-}
-
 __device__ __forceinline__ uint4 pack_bf16(const float (&from)[kRouterChunk]) {
   return make_uint4(ptx::f32x2_to_bf16x2(from[0], from[1]), ptx::f32x2_to_bf16x2(from[2], from[3]),
                     ptx::f32x2_to_bf16x2(from[4], from[5]), ptx::f32x2_to_bf16x2(from[6], from[7]));
@@ -66,7 +59,7 @@ __device__ __forceinline__ uint4 pack_bf16(const float (&from)[kRouterChunk]) {
 
 __device__ __forceinline__ float warp_sum(float value) {
 #pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) value += __shfl_xor_sync(0xFFFFFFFFu, value, distance);
+  for (int distance = 16; distance > 0; distance /= 2) value += __shfl_xor_sync(kAllLanes, value, distance);
   return value;
 }
 
@@ -80,15 +73,15 @@ __device__ __forceinline__ void norm_row(const RouterParams& p, int64_t token, u
   for (int chunk = lane; chunk < chunks; chunk += 32) {
     uint4 row = ptx::load_16_bytes_if(true, reinterpret_cast<const uint4*>(p.hidden) + first + chunk);
     float x[kRouterChunk];
-    detail::unpack_bf16(row, x);
+    unpack_eight<true>(row, x);
     if (p.residual != nullptr) {
       float other[kRouterChunk];
-      detail::unpack_bf16(ptx::load_16_bytes_if(true, reinterpret_cast<const uint4*>(p.residual) + first + chunk),
-                          other);
+      unpack_eight<true>(ptx::load_16_bytes_if(true, reinterpret_cast<const uint4*>(p.residual) + first + chunk),
+                         other);
 #pragma unroll
       for (int i = 0; i < kRouterChunk; ++i) x[i] += other[i];
       row = detail::pack_bf16(x);
-      detail::unpack_bf16(row, x);  // the norm is of what the next layer adds to
+      unpack_eight<true>(row, x);  // the norm is of what the next layer adds to
       if (writes) reinterpret_cast<uint4*>(p.sum)[first + chunk] = row;
     }
 #pragma unroll
@@ -99,8 +92,8 @@ __device__ __forceinline__ void norm_row(const RouterParams& p, int64_t token, u
   const float factor = rsqrtf(detail::warp_sum(squares) / static_cast<float>(p.k) + p.epsilon);
   for (int chunk = lane; chunk < chunks; chunk += 32) {
     float x[kRouterChunk], scale[kRouterChunk];
-    detail::unpack_bf16(shared[chunk], x);
-    detail::unpack_bf16(ptx::load_16_bytes_if(true, reinterpret_cast<const uint4*>(p.norm_weight) + chunk), scale);
+    unpack_eight<true>(shared[chunk], x);
+    unpack_eight<true>(ptx::load_16_bytes_if(true, reinterpret_cast<const uint4*>(p.norm_weight) + chunk), scale);
 #pragma unroll
     for (int i = 0; i < kRouterChunk; ++i) x[i] *= factor * scale[i];
     const uint4 row = detail::pack_bf16(x);
@@ -140,11 +133,11 @@ __global__ void __launch_bounds__(kRouterThreads) router_logits_kernel(const __g
   float sums[kRouterTokens] = {};
   auto multiply = [&](const uint4& weights, int chunk) {
     float w[kRouterChunk], x[kRouterChunk];
-    detail::unpack_bf16(weights, w);
+    unpack_eight<true>(weights, w);
 #pragma unroll
     for (int token = 0; token < kRouterTokens; ++token) {
       if (token >= count) break;
-      detail::unpack_bf16(shared[token * chunks + chunk], x);
+      unpack_eight<true>(shared[token * chunks + chunk], x);
 #pragma unroll
       for (int i = 0; i < kRouterChunk; ++i) sums[token] = fmaf(w[i], x[i], sums[token]);
     }
@@ -195,7 +188,7 @@ __global__ void __launch_bounds__(kRouterThreads) router_top_k_kernel(const __gr
     for (int i = 0; i < kRouterExpertsPerLane; ++i) best = max(best, ranks[i]);
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) {
-      best = max(best, __shfl_xor_sync(0xFFFFFFFFu, best, distance));
+      best = max(best, __shfl_xor_sync(kAllLanes, best, distance));
     }
 #pragma unroll
     for (int i = 0; i < kRouterExpertsPerLane; ++i) ranks[i] = ranks[i] == best ? 0 : ranks[i];
