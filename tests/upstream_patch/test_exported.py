@@ -25,7 +25,8 @@ FORK_WORDS = re.compile(
     r"|virtual_(?:device|operators)|\b[Uu]pstream|fork\b|docs/(?:performance|dense|kernels)\.md|FLASHINFER_SM12X_MOE"
 )
 
-PLAIN = ("-q", "-W", "ignore", "-p", "no:cacheprovider", "--import-mode=importlib")
+# Without the summary: pytest shortens it except where the environment says CI, and repeats a failure's text there.
+PLAIN = ("-q", "-rN", "-W", "ignore", "-p", "no:cacheprovider", "--import-mode=importlib")
 
 
 def added(folder: Path, branch: str) -> list[tuple[str, str]]:
