@@ -40,7 +40,7 @@ from token_bench.sizes import DENSE_FORMATS, MATRICES, SIZES, Size, Step
 
 import flashinfer
 from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm120_module
-from flashinfer.jit.sm12x.modules import gen_dense_module, gen_probe_module, gen_router_module
+from flashinfer.jit.sm12x.modules import gen_decode_module, gen_dense_module, gen_probe_module, gen_router_module
 from flashinfer.sm12x_gpu_probe.target import find_target
 from flashinfer.sm12x_gpu_probe.timing import sustained_read
 from flashinfer.testing.virtual_device import in_own_process
@@ -144,20 +144,23 @@ def build(stack: str, size: Size, arguments: argparse.Namespace) -> Model:
     return model
 
 
-def steps_of(arguments: argparse.Namespace, formats: Sequence[str], routers: Sequence[str]) -> Iterator[Step]:
-    """What is to be measured on one stack."""
-    for dense, router in itertools.product(formats, routers):
+def steps_of(
+    arguments: argparse.Namespace, formats: Sequence[str], routers: Sequence[str], attentions: Sequence[str]
+) -> Iterator[Step]:
+    """What is to be measured on one stack; prompts with the attention of their own only."""
+    for dense, router, attention in itertools.product(formats, routers, attentions):
         common: dict[str, Any] = {"formats": dict.fromkeys(MATRICES, dense), "fused_router": router == "fork"}
         for kv, (sequences, context) in itertools.product(arguments.kv, arguments.decode):
-            yield Step(sequences, context, kv=kv, **common)
-        for tokens in arguments.prefill:
+            yield Step(sequences, context, kv=kv, **common, fused_attention=attention == "fork")
+        for tokens in arguments.prefill if attention == attentions[0] else ():
             yield Step(1, tokens, tokens, arguments.kv[0], **common)
 
 
 def stack_name(stack: str, step: Step) -> str:
     if stack == "vllm":
         return stack
-    return f"fork, dense {step.formats['QKV']}{', its router' if step.fused_router else ''}"
+    own = [name for name, used in (("router", step.fused_router), ("attention", step.fused_attention)) if used]
+    return f"fork, dense {step.formats['QKV']}{', its ' if own else ''}{' and '.join(own)}"
 
 
 def not_measured(name: str, stack: str, step: Step, why: str) -> results.Measured:
@@ -170,6 +173,7 @@ def not_measured(name: str, stack: str, step: Step, why: str) -> results.Measure
         kv=step.kv,
         formats=dict(step.formats),
         fused_router=step.fused_router,
+        fused_attention=step.fused_attention,
         note=why,
     )
 
@@ -182,6 +186,7 @@ def compile_module(what: tuple[Any, ...]) -> str:
         "dense": gen_dense_module,
         "probe": gen_probe_module,
         "router": gen_router_module,
+        "decode": gen_decode_module,
     }
     try:
         if what[0] == "xqa":
@@ -204,6 +209,7 @@ def build_all(kinds: list[str]) -> int:
         ("dense",),
         ("probe",),
         ("router",),
+        ("decode",),
         *(("xqa", kv, window) for kv in kinds for window in (False, True)),
     ]
     with concurrent.futures.ProcessPoolExecutor(len(wanted), multiprocessing.get_context("spawn")) as pool:
@@ -221,7 +227,8 @@ def run_on_gpu(arguments: argparse.Namespace) -> int:
     found: list[results.Measured] = []
     for name, stack in itertools.product(arguments.models, arguments.stacks):
         size = SIZES[name]
-        choices = (arguments.dense, arguments.router) if stack == "fork" else (["bf16"], ["separate"])
+        separate = (["bf16"], ["separate"], ["separate"])
+        choices = (arguments.dense, arguments.router, arguments.decode_attention) if stack == "fork" else separate
         model, why = None, ""
         try:
             model = build(stack, size, arguments)
@@ -299,24 +306,24 @@ def print_prediction(arguments: argparse.Namespace) -> int:
         return 2
     told = ["GB10 (SM121): prediction, not a measurement"]
     bars = []
-    fused = "fork" in arguments.router
+    fused = {"fused_router": "fork" in arguments.router, "fused_attention": "fork" in arguments.decode_attention}
     # What is kept of two Sparks is gpt-oss-120b's.
     ranks = (1, 2) if name == predict.LAYER_MODEL else (1,)
     for count in ranks:
-        steps = predict.headline(count, name, fused_router=fused)
+        steps = predict.headline(count, name, **fused)
         where = "one Spark" if count == 1 else "two Sparks, one of them"
         told += [f"{name}, {where}, one stream, context 1,024, bf16 KV", predict.by_part(steps, DENSE_FORMATS)]
         bars += [predicted_bar(step) for step in steps]
         if given is not None and count == 1:
-            for before, after in zip(steps, predict.headline(count, name, given, fused_router=fused), strict=True):
+            for before, after in zip(steps, predict.headline(count, name, given, **fused), strict=True):
                 told += [f"with the report, dense layers in {before.step.formats['QKV']}"]
                 told += [predict.side_by_side(before, after)]
     for count in ranks:
         told += [
             f"one stream, tokens/s by context, Sparks: {count}",
-            predict.by_context(name, count, fused_router=fused),
+            predict.by_context(name, count, **fused),
         ]
-    told += ["several streams, and prompts, one Spark", predict.overview(predict.batches(name, fused_router=fused))]
+    told += ["several streams, and prompts, one Spark", predict.overview(predict.batches(name, **fused))]
     if name == predict.LAYER_MODEL:
         for count, rates in predict.PUBLISHED.items():
             listed = ", ".join(f"{rate:g} ({who})" for who, rate in rates.items())
@@ -367,6 +374,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         default=["separate"],
         help="of the fork's stack: separate (norm, GEMM, top-k), fork (its router_top_k)",
     )
+    parser.add_argument(
+        "--decode-attention",
+        type=names,
+        default=["separate"],
+        help="of the fork's stack: separate (rope, KV write, --attention), fork (its decode_attention)",
+    )
     parser.add_argument("--attention", choices=ATTENTION, default="xqa")
     parser.add_argument("--prefill-attention", choices=ATTENTION, default="triton")
     parser.add_argument("--activations", choices=("a8", "a16"), default="a8", help="of the fork's experts")
@@ -390,6 +403,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         ("--dense", arguments.dense, DENSE_FORMATS),
         ("--kv", arguments.kv, ("bf16", "fp8")),
         ("--router", arguments.router, ("separate", "fork")),
+        ("--decode-attention", arguments.decode_attention, ("separate", "fork")),
     ):
         if unknown := set(given) - set(allowed):
             parser.error(f"{flag}: {sorted(unknown)} are not among {sorted(allowed)}")

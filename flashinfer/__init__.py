@@ -12,6 +12,7 @@ from flashinfer._layer import extend
 _upstream = extend(globals())
 
 from flashinfer._version import __fork_version__ as __fork_version__
+from flashinfer.sm12x_decode import decode_attention as decode_attention
 
 if TYPE_CHECKING:
     __version__: str

@@ -125,7 +125,7 @@ def _sm12x_specs(everything: bool) -> list[Any]:
 
 
 @_group.command("sm12x-build")
-@click.option("--all", "everything", is_flag=True, help="Dense layers, the router, and Hopper's own instances, too")
+@click.option("--all", "everything", is_flag=True, help="All operators, and Hopper's own instances, too")
 @click.option("--verbose", is_flag=True, help="Show the compilers' commands and output")
 def sm12x_build_cmd(everything: bool, verbose: bool) -> None:
     """Build fused_moe_120 now rather than at the first request"""
@@ -134,7 +134,7 @@ def sm12x_build_cmd(everything: bool, verbose: bool) -> None:
     with _in_one_line():
         for spec in [
             *_sm12x_specs(everything),
-            *([modules.gen_dense_module(), modules.gen_router_module()] if everything else []),
+            *(modules.gen_operator_modules()[1:] if everything else []),
         ]:
             if spec.prebuilt is not None:
                 click.echo(f"{spec.name}: is prebuilt: {spec.prebuilt}")

@@ -78,12 +78,16 @@ def check(
             lines.append([stack, "", "", "", "", "", f"{type(error).__name__}: {error}"])
             wrong = True
             continue
-        choices = (formats, arguments.router) if stack == "fork" else (["bf16"], ["separate"])
-        for step, kv, dense, router in itertools.product(STEPS, arguments.kv, *choices):
-            step = Step(step.sequences, step.context, step.new, kv, dict.fromkeys(MATRICES, dense), router == "fork")
+        separate = (["bf16"], ["separate"], ["separate"])
+        choices = (formats, arguments.router, arguments.decode_attention) if stack == "fork" else separate
+        for step, kv, dense, router, attention in itertools.product(STEPS, arguments.kv, *choices):
+            if step.prefill and attention == "fork":
+                continue
+            parts = {"fused_router": router == "fork", "fused_attention": attention == "fork"}
+            step = Step(step.sequences, step.context, step.new, kv, dict.fromkeys(MATRICES, dense), **parts)
             batch = reference.batch(step)
             caches = reference.caches(step, batch)
-            apart = dataclasses.replace(step, fused_router=False)
+            apart = dataclasses.replace(step, fused_router=False, fused_attention=False)
             expected, _ = reference.step(apart, batch, [kv.clone() for kv in caches])
             what = "prefill" if step.prefill else "decode"
             by = tried.by(step)

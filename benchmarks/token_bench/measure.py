@@ -117,6 +117,7 @@ def measure_step(model: Model, step: Step, stack: str, name: str, repeats: int) 
         kv=step.kv,
         formats=dict(step.formats),
         fused_router=step.fused_router,
+        fused_attention=step.fused_attention,
         experts=experts,
         note="" if finite else "logits are not finite",
     )

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
+from flashinfer import decode_attention
 from flashinfer.fused_moe import cutlass_fused_moe, router_top_k
 from flashinfer.gemm.sm12x_dense import dense_mx
 from flashinfer.quantization import mx_cpu
@@ -198,6 +199,7 @@ class Model:
     def by(self, step: Step) -> dict[str, str]:
         """Who computes each part."""
         attention = (self.prefill_attention if step.prefill else self.attention).by
+        attention = "fork decode_attention" if step.fused_attention else attention
         dense = {name: "cuBLAS" if kind == "bf16" else f"fork, {kind}" for name, kind in step.formats.items()}
         return {
             **dict.fromkeys(("embedding", "argmax"), "torch"),
@@ -265,14 +267,23 @@ class Model:
             mark("QKV")
             qkv = layer.qkv(x, step.formats["QKV"])
             q, k, v = qkv.split((queries, keys, keys), dim=1)
-            mark("rope")
-            operators.rope(batch.positions, q, k, self.rope, size.head)
-            mark("KV write")
+            part, window = ("attention, window", size.window) if windowed else ("attention, full", 0)
+            rows = q.view(tokens, size.heads, size.head)
             heads = (tokens, size.kv_heads, size.head)
-            operators.write(k.view(heads), v.view(heads), caches[index], cache.slots)
-            mark("attention, window" if windowed else "attention, full")
-            q = q.view(tokens, size.heads, size.head)
-            x = attention(q, caches[index], cache, batch, layer.sinks, size.window if windowed else 0)
+            if step.fused_attention:
+                mark(part)
+                x = decode_attention(
+                    rows, caches[index], cache.table, batch.lengths, key=k.view(heads), value=v.view(heads),
+                    rope_table=self.rope, sinks=layer.sinks, q_len_per_req=batch.new, window_left=window - 1,
+                    constant_cache=True,
+                )  # fmt: skip
+            else:
+                mark("rope")
+                operators.rope(batch.positions, q, k, self.rope, size.head)
+                mark("KV write")
+                operators.write(k.view(heads), v.view(heads), caches[index], cache.slots)
+                mark(part)
+                x = attention(rows, caches[index], cache, batch, layer.sinks, window)
             mark("O")
             x = layer.o(x.view(tokens, queries), step.formats["O"])
             if step.fused_router:

@@ -37,13 +37,15 @@ FIXED_US = {
     "gemm": (5.0, 12.0),
     "router": (4.0, 8.0),
     "attention": (8.0, 16.0),
+    "decode_attention": (5.0, 12.0),
 }
 """Fast and slow, of one call, with its launch in a graph and the gap behind it.
 
 small: vLLM's engine on an H200 takes 2.7 for a norm and 2.9 for the top-k, gaps included; one node of a graph is published
 as 1.3 (Megatron-LM #6064). gemm: as of this fork's dense layers (an H200 takes 10 beyond their bytes, 9 for the router).
 router: this fork's, two small ones; its weights may be on their way before it begins, which is left out.
-attention: FlashInfer's XQA takes 10 to 11 on an H200 up to a context of 1,024.
+attention: FlashInfer's XQA takes 10 to 11 on an H200 up to a context of 1,024. decode_attention: this fork's, taken as its
+dense layers, which are one launch with a start and a tail, too; it has run on no GPU.
 """
 STREAMED = (1.0, 1.1)
 """Times the bytes' time, of attention's cache: this fork's streams take up to 1.12 times a plain read on an H200."""
@@ -194,11 +196,12 @@ def row_of(model: str, size: Size, step: Step, part: Part, given: Given) -> Row:
     elif part.name in (*MATRICES, "router") or part.name.startswith("attention"):
         attention = part.name.startswith("attention")
         kind = "attention" if attention else "gemm"
+        fixed_of = "decode_attention" if attention and step.fused_attention else kind
         more = STREAMED if attention else (1.0, 1.0)
         computed = arithmetic(flops_of(size, step, part.name), kind, given)
         fast, slow = (
             max(bytes_us * times, flops_us) + fixed
-            for bytes_us, times, flops_us, fixed in zip(streamed, more, computed, FIXED_US[kind], strict=True)
+            for bytes_us, times, flops_us, fixed in zip(streamed, more, computed, FIXED_US[fixed_of], strict=True)
         )
         ends, by = (fast, slow), "bytes + launch"
     else:
@@ -215,8 +218,7 @@ def predict(model: str, step: Step, ranks: int = 1, given: Given | None = None) 
 
 def of_measured(measured: Measured) -> dict[str, tuple[float, float]] | None:
     """What a measured step of this fork's was predicted to take, by part and in "all"; None for what is not modelled."""
-    about = (measured.sequences, measured.context, measured.new, measured.kv, measured.formats, measured.fused_router)
-    step = Step(*about)
+    step = Step(**{field.name: getattr(measured, field.name) for field in dataclasses.fields(Step)})
     try:
         predicted = predict(measured.model, step)
     except ValueError:
@@ -291,13 +293,13 @@ def by_part(predicted: Sequence[Predicted], names: Sequence[str]) -> str:
     return str(tabulate([*body, line], headers, tablefmt="github", disable_numparse=True))
 
 
-def by_context(model: str, ranks: int, *, fused_router: bool = False) -> str:
+def by_context(model: str, ranks: int, **fused: bool) -> str:
     """Tokens/s of one stream, slow and fast end and, in brackets, at the middle of the times: contexts down, choices across."""
     columns = [(kv, weights) for kv in KV_BYTES for weights in DENSE_FORMATS]
     body = []
     for context in CONTEXTS:
         steps = [
-            predict(model, Step(1, context, 1, kv, formats_of(weights), fused_router), ranks) for kv, weights in columns
+            predict(model, Step(1, context, 1, kv, formats_of(weights), **fused), ranks) for kv, weights in columns
         ]
         body.append([f"{context:,}", *(f"{rates(each)} ({each.middle_rate:.1f})" for each in steps)])
     headers = ["context", *(f"{weights}, {kv} KV" for kv, weights in columns)]
@@ -362,19 +364,18 @@ def told() -> list[str]:
     ]
 
 
-def headline(
-    ranks: int, model: str = LAYER_MODEL, given: Given | None = None, *, fused_router: bool = False
-) -> list[Predicted]:
-    """One stream at a context of 1,024, in each format."""
-    steps = [Step(1, 1024, formats=formats_of(weights), fused_router=fused_router) for weights in DENSE_FORMATS]
+def headline(ranks: int, model: str = LAYER_MODEL, given: Given | None = None, **fused: bool) -> list[Predicted]:
+    """One stream at a context of 1,024, in each format; ``fused``: of :class:`Step`."""
+    steps = [Step(1, 1024, formats=formats_of(weights), **fused) for weights in DENSE_FORMATS]
     return [predict(model, step, ranks, given) for step in steps]
 
 
-def batches(model: str, *, fused_router: bool = False) -> list[Predicted]:
-    """Several streams and prompts, on one Spark."""
-    steps = [Step(n, 1024) for n in (4, 16, 64)] + [Step(1, tokens, tokens) for tokens in (512, 2048, 8192)]
+def batches(model: str, **fused: bool) -> list[Predicted]:
+    """Several streams and prompts, on one Spark; prompts have no fused attention."""
+    streams = [Step(n, 1024, **fused) for n in (4, 16, 64)]
+    prompts = [Step(1, tokens, tokens, **{**fused, "fused_attention": False}) for tokens in (512, 2048, 8192)]
     return [
-        predict(model, dataclasses.replace(step, formats=formats_of(weights), fused_router=fused_router))
-        for step in steps
+        predict(model, dataclasses.replace(step, formats=formats_of(weights)))
+        for step in (*streams, *prompts)
         for weights in DENSE_FORMATS
     ]

@@ -43,6 +43,7 @@ class Measured:
     kv: str
     formats: dict[str, str]
     fused_router: bool = False
+    fused_attention: bool = False
     experts: float = 0.0
     replay: Sample | None = None
     rows: list[Row] = dataclasses.field(default_factory=list)

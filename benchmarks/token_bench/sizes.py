@@ -73,7 +73,8 @@ class Step:
     """``new`` tokens of each of ``sequences``, whose cache then holds ``context`` tokens, the new ones among them.
 
     ``kv`` is the cache's format, ``formats`` that of each of :data:`MATRICES`. ``fused_router``: the norm in front of the
-    router, the router and the top-k are one part, "router", by this fork's ``router_top_k``.
+    router, the router and the top-k are one part, "router", by this fork's ``router_top_k``. ``fused_attention``: rope and KV
+    write are part of the attention, this fork's ``decode_attention``.
     """
 
     sequences: int
@@ -82,6 +83,7 @@ class Step:
     kv: str = "bf16"
     formats: Mapping[str, str] = dataclasses.field(default_factory=lambda: dict.fromkeys(MATRICES, "bf16"))
     fused_router: bool = False
+    fused_attention: bool = False
 
     @property
     def tokens(self) -> int:
@@ -139,7 +141,12 @@ def parts_of(size: Size, step: Step, experts: float | None = None) -> list[Part]
         return weights + BF16 * (n if bias else 0) + BF16 * rows_of_tokens * (n + k)
 
     def attention(context: int) -> float:
-        return step.sequences * context * kv_row + tokens * 2 * queries + FP32 * size.heads
+        cache = step.sequences * context * kv_row
+        if (
+            step.fused_attention
+        ):  # new rows are written instead of read; keys, values and a row of rope's table are read
+            cache += tokens * (2 * keys + BF16 * size.head)
+        return cache + tokens * 2 * queries + FP32 * size.heads
 
     routing = size.top_k * (FP32 + INT32)
     norm, norms = 4 * tokens * row + row, (1 if step.fused_router else 2) * layers + 1
@@ -168,6 +175,8 @@ def parts_of(size: Size, step: Step, experts: float | None = None) -> list[Part]
     }
     if step.fused_router:
         del found["top-k"]
+    if step.fused_attention:
+        del found["rope"], found["KV write"]
     if size.ranks > 1:
         # The outputs of O and of the experts, and each rank's best logit.
         found["all-reduce"] = (2 * layers + 1, 2 * layers * 2 * tokens * row)

@@ -147,3 +147,11 @@ def router_module() -> Any:
     from ..jit.sm12x.modules import gen_router_module
 
     return gen_router_module().build_and_load()
+
+
+@functools.cache
+def decode_module() -> Any:
+    """The loaded ``decode_sm12x``; built on first use."""
+    from ..jit.sm12x.modules import gen_decode_module
+
+    return gen_decode_module().build_and_load()

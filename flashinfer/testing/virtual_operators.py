@@ -180,3 +180,43 @@ def run_router(device: VirtualDevice, arguments: tuple[Any, ...], writes: Sequen
 
     module = device.module(gen_router_module)
     device.call(module.sm12x_router_run, *arguments, writes=writes)
+
+
+def run_decode(
+    device: VirtualDevice,
+    written: tuple[torch.Tensor, ...],
+    workspace: torch.Tensor | None,
+    arguments: tuple[Any, ...],
+    appends: bool,
+) -> None:
+    """One decode attention.
+
+    Args:
+        device: Where it runs.
+        written: Output, keys and values of the cache; CPU tensors, as are those among ``arguments``.
+        workspace: Zero before its first use; a new one when omitted.
+        arguments: Those of ``sm12x_decode_run`` behind the workspace.
+        appends: The kernel writes the cache.
+
+    Raises:
+        VirtualDeviceError: a launch was refused, failed, or a watcher reported.
+    """
+    from flashinfer.jit.sm12x.modules import gen_decode_module
+
+    module = device.module(gen_decode_module)
+    if workspace is None:
+        workspace = torch.zeros(int(module.sm12x_decode_workspace_size(0)), dtype=torch.uint8)
+
+    # Parts of one tensor (keys and values, queries and keys) overlap as ranges: their storages are what is registered.
+    def storage(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+
+    out, keys, values = written
+    tensors = [out, keys, values, workspace, *(each for each in arguments if isinstance(each, torch.Tensor))]
+    storages = {tensor.untyped_storage().data_ptr(): storage(tensor) for tensor in tensors if tensor.numel()}
+    writes = [storage(tensor) for tensor in (out, workspace, *((keys, values) if appends else ()))]
+    device.call(
+        lambda *_: module.sm12x_decode_run(out, keys, values, workspace, *arguments),
+        *storages.values(),
+        writes=writes,
+    )

@@ -23,7 +23,7 @@ from token_bench.sizes import MATRICES, SIZES, Size, Step, expert_bytes, mean_ex
 
 from flashinfer.sm12x_gpu_probe.timing import Sample
 
-SMALL = Size(layers=2, experts=4, hidden=160, inter=96, heads=8, kv_heads=2, head=32, top_k=2, vocab=640, window=64)
+SMALL = Size(layers=2, experts=4, hidden=160, inter=96, heads=16, kv_heads=2, top_k=2, vocab=640, window=64)
 
 
 def size_of(*tensors: Any) -> int:
@@ -375,7 +375,13 @@ def test_stacks_agree_on_a_step() -> None:
     logits["router"], _ = models["fork"].step(fused, batch, [kv.clone() for kv in caches])
     assert models["fork"].by(fused)["router"] == "fork router_top_k"
     assert relative_error(logits["fork"], logits["reference"]) < check.TOLERANCE
+    attended = dataclasses.replace(step, fused_attention=True)
+    written = [kv.clone() for kv in caches]
+    logits["attention"], _ = models["fork"].step(attended, batch, written)
+    assert models["fork"].by(attended)["attention, full"] == "fork decode_attention"
+    assert not any(torch.equal(kv, before) for kv, before in zip(written, caches, strict=True))
     assert relative_error(logits["router"], logits["reference"]) < check.TOLERANCE
+    assert relative_error(logits["attention"], logits["reference"]) < check.TOLERANCE
     assert relative_error(logits["vllm"], logits["reference"]) < check.TOLERANCE
 
 
@@ -385,14 +391,26 @@ def test_the_check_sees_who_disagrees_and_who_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], activations: str
 ) -> None:
     monkeypatch.setattr(check, "SMALL", SMALL)
-    arguments = bench_token.parse(["--dense", "mxfp8", "--activations", activations, "--router", "separate,fork"])
+    arguments = bench_token.parse(
+        [
+            "--dense",
+            "mxfp8",
+            "--activations",
+            activations,
+            "--router",
+            "separate,fork",
+            "--decode-attention",
+            "fork,separate",
+        ]
+    )
 
     def run(equip: Callable[..., None], peer: Callable[[], Any] = MarlinOfTorch) -> tuple[int, list[str]]:
         status = check.check(arguments, peer, equip, "cpu")
         return status, [line.split("|")[-2].strip() for line in capsys.readouterr().out.splitlines()[2:]]
 
     status, told = run(lambda *_: None)
-    assert (status, len(told)) == (0, 2 * (2 * 2 + 1))  # decode and prefill; fork: two formats, two routers
+    # Decode and prefill; the fork: two formats, two routers, two attentions for decode.
+    assert (status, len(told)) == (0, 2 * (2 * 2 + 1) + 2 * 2)
     assert all(float(error) <= check.TOLERANCE for error in told)
 
     def blind(tried: Model, _arguments: Any, _stack: str) -> None:
@@ -405,8 +423,8 @@ def test_the_check_sees_who_disagrees_and_who_fails(
 
     status, told = run(blind, no_peer)
     assert status == 1
-    assert [text.endswith("DISAGREES") for text in told] == [True] * 4 + [False] * 5
-    assert told[4:] == ["RuntimeError: triton attention: not here"] * 4 + ["OSError: no library"]
+    assert [text.endswith("DISAGREES") for text in told] == [False, True] * 4 + [False] * 5
+    assert told[8:] == ["RuntimeError: triton attention: not here"] * 4 + ["OSError: no library"]
 
 
 @pytest.mark.usefixtures("three_sms")
@@ -438,11 +456,18 @@ def test_attention_sees_the_window_and_the_sink() -> None:
 
 def test_steps_of_a_run() -> None:
     arguments = bench_token.parse(["--decode", "1x128,4x1024", "--kv", "bf16,fp8", "--prefill", "512"])
-    steps = list(bench_token.steps_of(arguments, ["bf16", "mxfp4"], ["separate"]))
+    separate = ["separate"]
+    steps = list(bench_token.steps_of(arguments, ["bf16", "mxfp4"], separate, separate))
     assert len(steps) == 2 * (2 * 2 + 1)
     assert (steps[1].sequences, steps[1].context, steps[1].tokens) == (4, 1024, 4)
     assert (steps[4].new, steps[4].context, steps[4].prefill) == (512, 512, True)
     assert model.DTYPES[steps[2].kv] is torch.float8_e4m3fn
-    both = list(bench_token.steps_of(arguments, ["bf16"], ["separate", "fork"]))
+    both = list(bench_token.steps_of(arguments, ["bf16"], ["separate", "fork"], separate))
     assert [step.fused_router for step in both] == [False] * 5 + [True] * 5
     assert bench_token.stack_name("fork", both[-1]) == "fork, dense bf16, its router"
+    # A prompt's attention is not the fork's.
+    both = list(bench_token.steps_of(arguments, ["bf16"], ["fork"], ["separate", "fork"]))
+    assert [(step.fused_attention, step.prefill) for step in both] == [
+        *[(False, False)] * 4, (False, True), *[(True, False)] * 4,
+    ]  # fmt: skip
+    assert bench_token.stack_name("fork", both[-1]) == "fork, dense bf16, its router and attention"

@@ -97,6 +97,19 @@ def test_the_forks_router_takes_three_parts_in_two_launches() -> None:
     assert two.middle_rate > one.middle_rate
 
 
+def test_the_forks_attention_takes_three_parts_in_one_launch() -> None:
+    (one, two), step = (predict.headline(1, fused_attention=fused)[2] for fused in (False, True)), step_of("mxfp4")
+    before, after = ({row.part: row for row in each.rows} for each in (one, two))
+    assert set(before) - set(after) == {"rope", "KV write"}
+    fused = dataclasses.replace(step, fused_attention=True)
+    bytes_ = {part.name: part.bytes for part in parts_of(SIZES[MODEL], fused)}["attention, full"]
+    own = 1024 * 2 * 8 * 64 * 2 + 2 * 64 * 64 * 2 + 64 * 4 + 2 * 8 * 64 * 2 + 64 * 2
+    assert bytes_ == 18 * own
+    assert after["attention, full"].slow == pytest.approx(1.1 * bytes_ / 220e3 + 18 * FIXED_US["decode_attention"][1])
+    assert after["O"] == before["O"]
+    assert two.middle_rate > one.middle_rate
+
+
 def test_a_prompt_is_bound_by_arithmetic() -> None:
     rows = {row.part: row for row in predict.predict(MODEL, step_of("bf16", 2048, new=2048)).rows}
     cycles = 48 * 2.418e3

@@ -346,6 +346,7 @@ def test_aot_lists_the_modules_for_these_gpus(monkeypatch: pytest.MonkeyPatch) -
         "gemm_mxfp4_sm12x",
         "dense_mx_sm12x",
         "router_sm12x",
+        "decode_sm12x",
         "fused_moe_120_upstream",
         "norm",
     ]

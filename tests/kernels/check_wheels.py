@@ -37,7 +37,7 @@ VLLM_TVM_FFI = "0.1.11"
 SHIPPED = [
     (folder, name)
     for folder in ("120f", "121a")
-    for name in ("dense_mx_sm12x", "fused_moe_120", "gemm_mxfp4_sm12x", "router_sm12x")
+    for name in ("decode_sm12x", "dense_mx_sm12x", "fused_moe_120", "gemm_mxfp4_sm12x", "router_sm12x")
 ]
 
 

@@ -7,6 +7,7 @@
 ``gemm_mxfp4_sm12x``             the public MXFP4 grouped GEMM
 ``dense_mx_sm12x``               dense layers with weights in MXFP4 or MXFP8
 ``router_sm12x``                 a mixture of experts' router, with the norm in front of it
+``decode_sm12x``                 decode attention, with rope and append
 ``probe_sm12x``                  kernels that measure a GPU (``sm12x_gpu_probe``)
 ===============================  =================================================================
 
@@ -37,6 +38,7 @@ FUSED_MOE = "fused_moe_120"
 GROUP_GEMM = "gemm_mxfp4_sm12x"
 DENSE = "dense_mx_sm12x"
 ROUTER = "router_sm12x"
+DECODE = "decode_sm12x"
 PROBE = "probe_sm12x"
 
 _MOE_TEMPLATE = "fused_moe/cutlass_backend/sm12x_moe_instance.cu.jinja"
@@ -48,6 +50,7 @@ _GEMM_BINDING = "group_gemm_mxfp4_sm12x_binding.cu"
 _DENSE_TEMPLATE = "gemm/sm12x_dense_instance.cu.jinja"
 _DENSE_BINDING = "dense_mx_sm12x_binding.cu"
 _ROUTER_BINDING = "fused_moe/sm12x_router_binding.cu"
+_DECODE_BINDING = "sm12x_decode_attention_binding.cu"
 _PROBE_BINDING = "sm12x_probe_binding.cu"
 
 EMBED_PTX_VARIABLE = "FLASHINFER_SM12X_EMBED_PTX"
@@ -149,13 +152,28 @@ def gen_router_module() -> JitSpecSm12x:
     return _spec(ROUTER, [_csrc() / _ROUTER_BINDING])
 
 
+def gen_decode_module() -> JitSpecSm12x:
+    """The spec of ``decode_sm12x``.
+
+    Raises:
+        RuntimeError: as :func:`gen_fused_moe_module`.
+    """
+    return _spec(DECODE, [_csrc() / _DECODE_BINDING])
+
+
 def gen_operator_modules() -> list[JitSpecSm12x]:
     """The specs of all that this fork's operators load; Hopper's own instances are small modules beside them.
 
     Raises:
         RuntimeError: as :func:`gen_fused_moe_module`.
     """
-    return [gen_fused_moe_module(), gen_group_gemm_module(), gen_dense_module(), gen_router_module()]
+    return [
+        gen_fused_moe_module(),
+        gen_group_gemm_module(),
+        gen_dense_module(),
+        gen_router_module(),
+        gen_decode_module(),
+    ]
 
 
 def gen_probe_module() -> JitSpecSm12x:

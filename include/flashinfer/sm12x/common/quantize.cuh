@@ -34,6 +34,11 @@ __device__ __forceinline__ void unpack_eight(const uint4& packed, float (&x)[8])
   unpack_pair<kBf16>(packed.w, x[6], x[7]);
 }
 
+__device__ __forceinline__ uint4 pack_eight_bf16(const float (&x)[8]) {
+  return make_uint4(ptx::f32x2_to_bf16x2(x[0], x[1]), ptx::f32x2_to_bf16x2(x[2], x[3]),
+                    ptx::f32x2_to_bf16x2(x[4], x[5]), ptx::f32x2_to_bf16x2(x[6], x[7]));
+}
+
 // Eight consecutive elements of this lane; lanes 4i..4i+3 hold one block. All four call. NaN does not count for the
 // block's maximum and stays NaN itself.
 template <bool kBf16>

@@ -52,11 +52,6 @@ struct RouterParams {
 
 namespace detail {
 
-__device__ __forceinline__ uint4 pack_bf16(const float (&from)[kRouterChunk]) {
-  return make_uint4(ptx::f32x2_to_bf16x2(from[0], from[1]), ptx::f32x2_to_bf16x2(from[2], from[3]),
-                    ptx::f32x2_to_bf16x2(from[4], from[5]), ptx::f32x2_to_bf16x2(from[6], from[7]));
-}
-
 __device__ __forceinline__ float warp_sum(float value) {
 #pragma unroll
   for (int distance = 16; distance > 0; distance /= 2) value += __shfl_xor_sync(kAllLanes, value, distance);
@@ -80,7 +75,7 @@ __device__ __forceinline__ void norm_row(const RouterParams& p, int64_t token, u
                          other);
 #pragma unroll
       for (int i = 0; i < kRouterChunk; ++i) x[i] += other[i];
-      row = detail::pack_bf16(x);
+      row = pack_eight_bf16(x);
       unpack_eight<true>(row, x);  // the norm is of what the next layer adds to
       if (writes) reinterpret_cast<uint4*>(p.sum)[first + chunk] = row;
     }
@@ -96,7 +91,7 @@ __device__ __forceinline__ void norm_row(const RouterParams& p, int64_t token, u
     unpack_eight<true>(ptx::load_16_bytes_if(true, reinterpret_cast<const uint4*>(p.norm_weight) + chunk), scale);
 #pragma unroll
     for (int i = 0; i < kRouterChunk; ++i) x[i] *= factor * scale[i];
-    const uint4 row = detail::pack_bf16(x);
+    const uint4 row = pack_eight_bf16(x);
     shared[chunk] = row;
     if (writes) reinterpret_cast<uint4*>(p.normed)[first + chunk] = row;
   }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// mma.sync and ldmatrix (PTX ISA 9.0, sections 9.7.14.5 and 9.7.14.5.15). Fragments are plain registers.
+// mma.sync, ldmatrix and movmatrix (PTX ISA 9.0, sections 9.7.14.5, 9.7.14.5.15 and 9.7.14.5.17). Fragments are plain registers.
 #pragma once
 
 #include <cstdint>
@@ -15,6 +15,13 @@ __device__ __forceinline__ void load_matrix_x4(uint32_t (&matrix)[4], uint32_t a
                : "=r"(matrix[0]), "=r"(matrix[1]), "=r"(matrix[2]), "=r"(matrix[3])
                : "r"(address)
                : "memory");
+}
+
+// The transpose of an 8x8 matrix of 16-bit elements; lane (g, t) holds elements 2t and 2t+1 of row g, before and after.
+__device__ __forceinline__ uint32_t transpose_8x8(uint32_t pair) {
+  uint32_t result;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
+  return result;
 }
 
 // d = a * b + c, 16x8x16, half or bfloat16 operands, float32 accumulation.

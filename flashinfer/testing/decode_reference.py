@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``decode_attention`` against float64: the cache to the bit, the output within a bound derived from its arithmetic."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+
+from ..sm12x_decode import CHUNK, GROUP, HEAD, LAYOUTS, ROPE_DTYPES, rope_rows, to_cache
+from .error_bounds import FLOAT32_ROUNDOFF, check_within_bound
+
+BF16_ROUNDOFF = 2.0**-8  # of a significand of 8 bits
+EXP2_ERROR = 2.0**-22  # relative, of ex2.approx.ftz (PTX ISA, section on ex2): 2 + 2^-22 ulp at most on [-126, 0]
+ADDER = 2.0**-23  # relative error of one addition inside an MMA, which may truncate
+
+
+@dataclasses.dataclass
+class DecodeCase:
+    """A call, and the cache in front of it."""
+
+    arguments: dict[str, Any]
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    def cache(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the call, ``[pages, kv_heads, page_size, 64]``."""
+        return as_hnd(self.arguments["kv_cache"], self.arguments["kv_layout"])
+
+
+def as_hnd(
+    kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor], layout: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of keys and values, heads before positions."""
+    keys, values = kv_cache.unbind(1) if isinstance(kv_cache, torch.Tensor) else kv_cache
+    return (keys.transpose(1, 2), values.transpose(1, 2)) if layout == "NHD" else (keys, values)
+
+
+def make_decode_case(
+    lengths: list[int],
+    kv_heads: int,
+    seed: int,
+    *,
+    page_size: int = 16,
+    q_len: int = 1,
+    fp8: bool = False,
+    layout: str = "HND",
+    appends: bool = True,
+    rope: torch.dtype | None = torch.float32,
+    sinks: bool = True,
+    window_left: int = -1,
+    device: torch.device | str = "cpu",
+) -> DecodeCase:
+    """Random arguments. What no token may see, and what is to be appended, is NaN in the cache."""
+    generator = torch.Generator().manual_seed(seed)
+    m, longest = len(lengths) * q_len, max(lengths)
+    dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
+    scales = (0.5, 1.75) if fp8 else (1.0, 1.0)
+
+    def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) * scale
+
+    pages_each = max(1, -(-longest // page_size))
+    num_pages = len(lengths) * pages_each + 1
+    tables = torch.randperm(num_pages - 1, generator=generator).int().view(len(lengths), pages_each) + 1
+    shape = (num_pages, 2, kv_heads, page_size, HEAD)
+    cache = torch.full(shape, torch.nan).to(dtype)
+    keys, values = cache.unbind(1)
+    for sequence, length in enumerate(lengths):
+        low = 0 if window_left < 0 else max(0, length - q_len - window_left)
+        held = torch.arange(low, max(low, length - q_len if appends else length))
+        pages = tables[sequence, held // page_size].long()
+        for part, scale in ((keys, scales[0]), (values, scales[1])):
+            part[pages, :, held % page_size] = normal(len(held), kv_heads, HEAD, scale=1 / scale).to(dtype)
+        # Pages behind the sequence, or wholly before what it sees, are read by nobody: no page has such a number.
+        used = torch.arange(pages_each)
+        tables[sequence, (used < low // page_size) | (used >= -(-length // page_size))] = -(2**30)
+    if layout == "NHD":
+        cache = cache.transpose(2, 3).contiguous()
+    # One tensor of rows, as a QKV projection gives them.
+    heads = GROUP * kv_heads
+    rows = normal(m, heads + 2 * kv_heads, HEAD).bfloat16()
+    query, key, value = rows.split((heads, kv_heads, kv_heads), dim=1)
+    arguments: dict[str, Any] = {
+        "query": query,
+        "kv_cache": cache,
+        "block_tables": tables,
+        "seq_lens": torch.tensor(lengths, dtype=torch.int32),
+        "q_len_per_req": q_len,
+        "window_left": window_left,
+        "kv_layout": layout,
+        "k_scale": scales[0],
+        "v_scale": scales[1],
+    }
+    if appends:
+        arguments |= {"key": key, "value": value}
+    if rope is not None:
+        angles = torch.arange(max(longest, 1))[:, None] * 0.7 ** torch.arange(HEAD // 2)
+        arguments["rope_table"] = torch.cat([angles.cos() * 1.3, angles.sin() * 1.3], dim=1).to(rope)
+    if sinks:
+        arguments["sinks"] = normal(heads)
+    before = [part.clone() for part in as_hnd(cache, layout)]
+    arguments = {name: v.to(device) if isinstance(v, torch.Tensor) else v for name, v in arguments.items()}
+    return DecodeCase(arguments, *before)
+
+
+def random_decode_case(seed: int, longest: int, *, kv_heads: int = 8, device: torch.device | str = "cpu") -> DecodeCase:
+    """Every option of :func:`make_decode_case` drawn; sequences up to ``longest``, empty ones among them."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(high: int) -> int:
+        return int(torch.randint(high, (), generator=generator))
+
+    return make_decode_case(
+        [draw(longest) for _ in range(draw(5))] + [1 + draw(longest)],
+        1 + draw(kv_heads),
+        seed,
+        page_size=16 << draw(4),
+        q_len=1 + draw(9) if draw(2) else 1,
+        fp8=draw(2) == 1,
+        layout=LAYOUTS[draw(2)],
+        appends=draw(4) > 0,
+        rope=(None, *ROPE_DTYPES)[draw(3)],
+        sinks=draw(2) == 1,
+        window_left=draw(300) - 100,
+        device=device,
+    )
+
+
+def check_decoded(out: torch.Tensor, case: DecodeCase) -> None:
+    """Assert that the cache is what it must be, everywhere, and ``out`` what the call's arithmetic may give.
+
+    Raises
+    ------
+    AssertionError
+        It is not.
+    """
+    arguments: dict[str, Any] = {
+        name: v.cpu() if isinstance(v, torch.Tensor) else v for name, v in case.arguments.items()
+    }
+    keys, values = case.keys.clone(), case.values.clone()
+    q_len, window = arguments["q_len_per_req"], arguments["window_left"]
+    k_scale, v_scale = arguments["k_scale"], arguments["v_scale"]
+    table, page_size = arguments.get("rope_table"), keys.shape[2]
+    expected = torch.zeros(arguments["query"].shape, dtype=torch.float64)
+    bound = torch.zeros_like(expected)
+    for sequence, length in enumerate(arguments["seq_lens"].tolist()):
+        tokens = range(max(0, q_len - length), q_len)
+        if not tokens:
+            continue
+        rows = torch.tensor(tokens) + sequence * q_len
+        positions = torch.tensor(tokens) + length - q_len
+        query = arguments["query"][rows]
+        if table is not None:
+            query = rope_rows(query, positions, table)
+        if "key" in arguments:
+            key = arguments["key"][rows]
+            key = key if table is None else rope_rows(key, positions, table)
+            pages = arguments["block_tables"][sequence, positions // page_size].long()
+            keys[pages, :, positions % page_size] = to_cache(key, keys.dtype, k_scale)
+            values[pages, :, positions % page_size] = to_cache(arguments["value"][rows], values.dtype, v_scale)
+        for row, position, q in zip(rows.tolist(), positions.tolist(), query, strict=True):
+            seen = torch.arange(0 if window < 0 else max(0, position - window), position + 1)
+            pages = arguments["block_tables"][sequence, seen // page_size].long()
+            k, v = (part[pages, :, seen % page_size].double() for part in (keys, values))
+            grouped = q.double().view(-1, GROUP, HEAD)
+            expected[row], bound[row] = _attend(grouped, k, v * v_scale, k_scale, arguments.get("sinks"))
+    for name, ours, theirs in zip(("keys", "values"), case.cache(), (keys, values), strict=True):
+        same = ours.cpu().contiguous().view(torch.uint8) == theirs.contiguous().view(torch.uint8)
+        assert same.all(), f"{name} of the cache differ in {int((~same).sum())} bytes"
+    check_within_bound(out.cpu(), expected, bound, "attention")
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_scale: float, sinks: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token's output and bound, ``[heads, 64]``; ``q`` ``[kv_heads, 8, 64]``, ``k`` and ``v`` ``[positions, ...]``."""
+    unit, scale = FLOAT32_ROUNDOFF, HEAD**-0.5 * k_scale * math.log2(math.e)
+    chunks = len(k) // CHUNK + 2
+    scores = torch.einsum("hgd,phd->hgp", q, k) * scale  # base 2
+    size = torch.einsum("hgd,phd->hgp", q.abs(), k.abs()) * scale
+    # Sums of a dot product; the scale's own rounding, the product's, and that of the distance to the maximum.
+    error = (HEAD * ADDER * size + 2 * unit * scores.abs()).amax(-1, keepdim=True) + 2 * unit * scores.abs().amax(
+        -1, keepdim=True
+    )
+    if sinks is not None:
+        sink = sinks.double().view(*q.shape[:2], 1) * math.log2(math.e)
+        error = error + 2 * unit * sink.abs()
+        scores = torch.cat([scores, sink], dim=-1)
+    shares = torch.softmax(scores * math.log(2), dim=-1)[..., : len(k)]
+    out = torch.einsum("hgp,phd->hgd", shares, v)
+    magnitude = torch.einsum("hgp,phd->hgd", shares, v.abs())
+    # A weight meets its own exp2 and those of rescaling: where its chunk, the warp, the split and the sink come in.
+    weight = math.log(2) * error + (chunks + 4) * (EXP2_ERROR + 2 * unit)
+    # Sums of weights and of products: an addition a position within an MMA, one a chunk, warps and splits.
+    sums = (CHUNK + chunks + 8 + 32) * ADDER
+    bound = magnitude * (BF16_ROUNDOFF + 2 * weight + 2 * sums + 4 * unit) + 2.0**-120
+    return out.flatten(0, 1), bound.flatten(0, 1)

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``decode_attention`` on the CPU, and on a GPU that serves the family: bounds, arguments, graphs, compilation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from flashinfer import decode_attention
+from flashinfer.testing.decode_reference import DecodeCase, check_decoded, make_decode_case, random_decode_case
+
+
+def test_random_shapes(device: torch.device) -> None:
+    for _ in range(12 if device.type == "cpu" else 60):
+        seed = int(torch.randint(2**31, ()))
+        print("seed", seed)
+        case = random_decode_case(seed, 400 if device.type == "cpu" else 4000, device=device)
+        check_decoded(decode_attention(**case.arguments), case)
+
+
+def test_keys_and_values_as_two_tensors(device: torch.device) -> None:
+    case = make_decode_case([70, 20], 2, 1, device=device)
+    keys, values = (part.contiguous() for part in case.arguments["kv_cache"].unbind(1))
+    case.arguments["kv_cache"] = (keys, values)
+    check_decoded(decode_attention(**case.arguments), case)
+
+
+def test_out_is_written_and_given_back(device: torch.device) -> None:
+    case = make_decode_case([70, 20], 1, 1, device=device)
+    out = torch.full(case.arguments["query"].shape, torch.nan, dtype=torch.bfloat16, device=device)
+    assert decode_attention(**case.arguments, out=out) is out
+    check_decoded(out, case)
+
+
+def test_what_is_appended_is_as_if_it_had_been_there(device: torch.device) -> None:
+    """The step behind an append sees the same cache and gives the same output, to the bit."""
+    case = make_decode_case([70, 20, 129], 2, 6, fp8=True, rope=None, device=device)
+    appended = decode_attention(**case.arguments)
+    cached = decode_attention(**{**case.arguments, "key": None, "value": None})
+    assert torch.equal(appended, cached)
+
+
+def test_no_sequences(device: torch.device) -> None:
+    arguments = make_decode_case([5], 1, 1, device=device).arguments
+    for name in ("query", "key", "value", "block_tables", "seq_lens"):
+        arguments[name] = arguments[name][:0]
+    assert decode_attention(**arguments).shape == (0, 8, 64)
+
+
+def wide(t: torch.Tensor) -> torch.Tensor:
+    return t.repeat_interleave(2, dim=-1)
+
+
+BAD: list[tuple[str, Any, type[Exception], str]] = [
+    ("query", None, TypeError, "query is None"),
+    ("query", lambda t: t.float(), ValueError, r"query is torch.float32 .* must be torch.bfloat16 \(2, 16, 64\)"),
+    ("query", lambda t: t[:, :8], ValueError, r"must be torch.bfloat16 \(2, 16, 64\)"),
+    ("query", lambda t: wide(t)[..., ::2], ValueError, "the heads of a token must lie one after the other"),
+    ("kv_cache", None, TypeError, "kv_cache is None"),
+    ("kv_cache", lambda t: t[:, 0], ValueError, "it must be 5-D, its second dimension 2"),
+    ("kv_cache", lambda t: (t[:, 0],), ValueError, "kv_cache is a tuple of 1"),
+    ("kv_cache", lambda t: (t[:, 0], t[:, 1].contiguous()), ValueError, "both must be alike"),
+    ("kv_cache", lambda t: t.half(), ValueError, "kv_cache has torch.float16"),
+    ("kv_cache", lambda t: wide(t), ValueError, "kv_cache has heads of 128; they must be of 64"),
+    ("kv_cache", lambda t: t[..., :8, :], ValueError, "kv_cache has pages of 8; it must be a power of two from 16 on"),
+    ("kv_cache", lambda t: wide(t)[..., ::2], ValueError, "kv_cache has strides .* the last must be 1"),
+    ("kv_layout", "DHN", ValueError, "kv_layout is 'DHN'; it may be 'HND' or 'NHD'"),
+    ("block_tables", lambda t: t.long(), ValueError, r"block_tables is torch.int64 .* must be int32 \(2, max_pages\)"),
+    ("block_tables", lambda t: t[:1], ValueError, r"must be int32 \(2, max_pages\)"),
+    ("block_tables", lambda t: t.T.contiguous().T, ValueError, "rows must be contiguous"),
+    ("seq_lens", lambda t: t.long(), ValueError, "seq_lens is torch.int64"),
+    ("seq_lens", lambda t: t[None], ValueError, "seq_lens is .* it must be 1-D"),
+    ("key", None, ValueError, "key and value go together"),
+    ("value", lambda t: t[:1], ValueError, r"value is .* must be torch.bfloat16 \(2, 2, 64\)"),
+    ("rope_table", lambda t: t.half(), ValueError, "rope_table is torch.float16"),
+    ("rope_table", lambda t: t[:, :32], ValueError, r"rope_table is .*\(\d+, 64\)"),
+    ("sinks", lambda t: t.bfloat16(), ValueError, "sinks is torch.bfloat16"),
+    ("sinks", lambda t: t[:8], ValueError, r"sinks is .*\(16,\)"),
+    ("q_len_per_req", 65, ValueError, r"q_len_per_req is 65; it must be an integer in \[1, 64\]"),
+    ("q_len_per_req", 0, ValueError, "q_len_per_req is 0"),
+    ("window_left", 1.5, TypeError, "window_left is 1.5"),
+    ("sm_scale", 0.0, ValueError, "sm_scale is 0.0; it must be positive and finite"),
+    ("k_scale", torch.ones(1), TypeError, "k_scale is .* it must be a number"),
+    ("v_scale", float("nan"), ValueError, "v_scale is nan"),
+    ("out", torch.zeros(2, 16, 32, dtype=torch.bfloat16), ValueError, r"out is .*\(2, 16, 64\)"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "error", "text"), BAD, ids=[f"{n}-{i}" for i, (n, *_) in enumerate(BAD)])
+def test_a_bad_argument_is_named(name: str, value: Any, error: type[Exception], text: str) -> None:
+    arguments = make_decode_case([3, 20], 2, 5).arguments
+    arguments[name] = value(arguments[name]) if callable(value) else value
+    with pytest.raises(error, match=text):
+        decode_attention(**arguments)
+
+
+def test_compiled_with_fullgraph(device: torch.device) -> None:
+    cases = [make_decode_case([30, 50], 1, 6, device=device) for _ in range(2)]
+
+    def layer(case: DecodeCase, query: torch.Tensor) -> torch.Tensor:
+        return decode_attention(**{**case.arguments, "query": query * 2}) + 1
+
+    compiled = torch.compile(
+        lambda query: layer(cases[0], query),
+        fullgraph=True,
+        backend="aot_eager" if device.type == "cpu" else "inductor",
+    )
+    ours, expected = (
+        call(case.arguments["query"])
+        for call, case in zip((compiled, lambda query: layer(cases[1], query)), cases, strict=True)
+    )
+    assert torch.equal(ours, expected)
+    for mine, theirs in zip(cases[0].cache(), cases[1].cache(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("q_len", [1, 4])
+def test_a_captured_graph_replays(device: torch.device, q_len: int) -> None:
+    """Lengths are read at replay; a longer sequence takes more of the same grid's splits."""
+    if device.type == "cpu":
+        pytest.skip("graphs are of CUDA")
+    cases = [make_decode_case([length, 17], 8, 7, q_len=q_len, device=device) for length in (4000, 4001, 4120)]
+    static = {name: v.clone() if isinstance(v, torch.Tensor) else v for name, v in cases[2].arguments.items()}
+    decode_attention(**static)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = decode_attention(**static)
+    for case in cases:
+        for name, value in case.arguments.items():
+            if isinstance(value, torch.Tensor):
+                into = static[name]
+                into[tuple(slice(size) for size in value.shape)].copy_(value)
+        out.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        case.arguments["kv_cache"] = static["kv_cache"][: len(case.arguments["kv_cache"])]
+        check_decoded(out, case)
