@@ -61,7 +61,7 @@ void decode_run(TensorView out, TensorView key_cache, TensorView value_cache, Te
   params.score_scale = static_cast<float>(score_scale);
   params.key_scale = static_cast<float>(key_scale);
   params.value_scale = static_cast<float>(value_scale);
-  params.window_left = static_cast<int>(window_left);
+  params.window_left = static_cast<int>(std::clamp<int64_t>(window_left, -1, 1 << 30));  // sums with positions fit
   while (kDecodeChunk << params.page_shift < page_size) ++params.page_shift;
   params.constant_cache = constant_cache;
   check_status(run_decode_attention(params, key_cache.dtype().bits == 8, workspace.data_ptr(), options));

@@ -30,7 +30,8 @@ ROPE_DTYPES = (torch.bfloat16, torch.float32)
 LOG2_E = math.log2(math.e)
 LAYOUTS = ("HND", "NHD")
 
-_workspaces: dict[tuple[int, int], torch.Tensor] = {}
+_workspaces: dict[tuple[int, int | None], torch.Tensor] = {}
+"""By device and stream; None in place of a stream: that of captured graphs."""
 
 
 @flashinfer_api
@@ -101,7 +102,8 @@ def decode_attention(
         than the new ones, so that all this may be read while that still runs. In a decode step they are an earlier step's.
     workspace_buffer : torch.Tensor, optional
         uint8, :func:`decode_workspace_size` of them, zero before its first use; calls that may run at the same time need one
-        each. By default one for each device and stream, kept.
+        each. By default one for each device and stream, and one for all graphs captured on a device, which must then not be
+        replayed at the same time; kept.
     out : torch.Tensor, optional
         ``[m, 8 * num_kv_heads, 64]`` bfloat16, contiguous.
     enable_pdl : bool, optional
@@ -116,6 +118,8 @@ def decode_attention(
     ------
     TypeError, ValueError
         Before any launch, naming the argument, what it was and what it may be.
+    RuntimeError
+        A graph is captured, and no call before made the default workspace.
     NotImplementedError
         The GPU has no kernels of this family.
     """
@@ -276,9 +280,17 @@ def _workspace(device: torch.device, given: torch.Tensor | None) -> torch.Tensor
         require_tensor("workspace_buffer", given, [(given.numel(),)], [torch.uint8], device)
         require_int("workspace_buffer's size", given.numel(), size, why="as decode_workspace_size() says")
         return given
-    place = (device.index, torch.cuda.current_stream(device).cuda_stream)
+    graphs = (device.index, None)
+    capturing = torch.cuda.is_current_stream_capturing()
+    place = graphs if capturing else (device.index, torch.cuda.current_stream(device).cuda_stream)
     if place not in _workspaces:
-        _workspaces[place] = torch.zeros(size, dtype=torch.uint8, device=device)
+        if capturing:  # its zeros would be one graph's own, written whenever that is replayed
+            raise RuntimeError(
+                "decode_attention is captured before it was ever called: call it once before the capture, or give it a "
+                "workspace_buffer"
+            )
+        for each in (place, graphs):
+            _workspaces.setdefault(each, torch.zeros(size, dtype=torch.uint8, device=device))
     return _workspaces[place]
 
 

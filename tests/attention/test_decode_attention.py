@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from flashinfer import decode_attention
+from flashinfer import decode_attention, sm12x_decode
 from flashinfer.testing.decode_reference import DecodeCase, check_decoded, make_decode_case, random_decode_case
 
 
@@ -114,6 +115,30 @@ def test_compiled_with_fullgraph(device: torch.device) -> None:
     assert torch.equal(ours, expected)
     for mine, theirs in zip(cases[0].cache(), cases[1].cache(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+def test_workspaces_of_streams_and_of_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, capturing = [1], [True]
+    monkeypatch.setattr(sm12x_decode, "_workspaces", {})
+    monkeypatch.setattr(sm12x_decode, "decode_workspace_size", lambda _: 64)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=stream[0]))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    device = torch.device("cpu")
+    with pytest.raises(RuntimeError, match="captured before it was ever called"):
+        sm12x_decode._workspace(device, None)
+    capturing[0] = False
+    one = sm12x_decode._workspace(device, None)
+    assert not one.any()
+    stream[0] = 2
+    two = sm12x_decode._workspace(device, None)
+    capturing[0] = True
+    graphs = sm12x_decode._workspace(device, None)
+    assert len({each.data_ptr() for each in (one, two, graphs)}) == 3
+    assert sm12x_decode._workspace(device, None) is graphs
+    with pytest.raises(ValueError, match=r"workspace_buffer's size is 63; it must be an integer in \[64, "):
+        sm12x_decode._workspace(device, torch.zeros(63, dtype=torch.uint8))
+    given = torch.zeros(64, dtype=torch.uint8)
+    assert sm12x_decode._workspace(device, given) is given
 
 
 @pytest.mark.gpu

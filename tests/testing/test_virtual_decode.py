@@ -66,7 +66,7 @@ def test_more_chunks_of_a_warp_than_lanes(device: VirtualDevice) -> None:
     assert device.launches[-1].grid[0] == 96
 
 
-@pytest.mark.parametrize("window_left", [0, 15, 16, 127])
+@pytest.mark.parametrize("window_left", [0, 15, 16, 127, 2**31 - 1])
 @pytest.mark.parametrize("q_len", [1, 3])
 def test_windows(device: VirtualDevice, window_left: int, q_len: int) -> None:
     run(device, make_decode_case([140, 16, 3, 170], 1, window_left, window_left=window_left, q_len=q_len))
