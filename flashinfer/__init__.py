@@ -12,8 +12,6 @@ from flashinfer._layer import extend
 _upstream = extend(globals())
 
 from flashinfer._version import __fork_version__ as __fork_version__
-from flashinfer.sm12x_decode import decode_attention as decode_attention
-from flashinfer.sm12x_decode import decode_workspace_size as decode_workspace_size
 
 if TYPE_CHECKING:
     __version__: str

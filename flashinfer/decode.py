@@ -20,7 +20,9 @@ from flashinfer._layer import extend
 _upstream = extend(globals())
 
 from .fused_moe import sm12x_dispatch
-from .sm12x_decode import CACHE_DTYPES, CHUNK, GROUP, HEAD, decode_attention
+from .sm12x_decode import CACHE_DTYPES, CHUNK, GROUP, HEAD
+from .sm12x_decode import decode_attention as decode_attention
+from .sm12x_decode import decode_workspace_size as decode_workspace_size
 
 if TYPE_CHECKING:
 

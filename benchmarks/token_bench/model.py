@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
-from flashinfer import decode_attention
+from flashinfer.decode import decode_attention
 from flashinfer.fused_moe import cutlass_fused_moe, router_top_k
 from flashinfer.gemm.sm12x_dense import dense_mx
 from flashinfer.quantization import mx_cpu

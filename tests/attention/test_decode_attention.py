@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from flashinfer import decode_attention, sm12x_decode
+from flashinfer import sm12x_decode
+from flashinfer.decode import decode_attention
 from flashinfer.testing.decode_reference import DecodeCase, check_decoded, make_decode_case, random_decode_case
 
 

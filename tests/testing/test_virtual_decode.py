@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from flashinfer import decode_attention
+from flashinfer.decode import decode_attention
 from flashinfer.jit.sm12x.modules import gen_decode_module
 from flashinfer.testing.decode_reference import DecodeCase, check_decoded, make_decode_case, random_decode_case
 from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
