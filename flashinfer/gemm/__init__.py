@@ -15,4 +15,5 @@ if TYPE_CHECKING:
 
 
 from .sm12x_dense import dense_mx as dense_mx
+from .sm12x_dense_top_k import dense_mx_top_k as dense_mx_top_k
 from .sm12x_mm import mm_bf16_mxfp8 as mm_bf16_mxfp8

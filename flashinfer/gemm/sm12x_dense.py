@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dense layers with weights in MXFP4 or MXFP8 on SM12x's own kernels and on the CPU: checks, choice of kernel, launch.
+"""Dense layers with weights in MXFP4 or MXFP8 on SM12x's own kernels and on the CPU: choice of kernel, launch.
 
 Few tokens are one stream of weights (``include/flashinfer/sm12x/impls/dense_layer.cuh``), more are a GEMM
 (``grouped_gemm.cuh``): of MXFP8 tokens by SM12x's block-scaled MMA, else of bfloat16, which holds every value of these
@@ -16,29 +16,26 @@ import torch
 from ..jit.sm12x.instances import DENSE_INSTANCES, DenseInstance
 from ..quantization import mx_cpu
 from ..quantization.mx_cpu import BLOCK_SIZE
-from ..sm12x_arguments import (
-    describe,
-    require_alignment,
-    require_computing_device,
-    require_k_alignment,
-    require_tensor,
-    require_tensor_type,
-)
+from ..sm12x_arguments import describe, require_alignment
 from ..testing import virtual_device
 from ..utils import device_support_pdl
+from .sm12x_dense_validation import (
+    BF16,
+    MXFP4_SWIZZLED,
+    MXFP8_LINEAR,
+    MXFP8_SWIZZLED,
+    QUANTIZE_BF16,
+    QUANTIZE_F16,
+    Activation,
+    validate,
+)
 
 OPERATOR = "flashinfer::sm12x_dense_mx"
-OUTPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDENED_BYTES = 64 << 20
 """Of dequantized weights that a call with many tokens, or one on the CPU, holds at a time."""
 
 WIDENED_ROWS = 2048
 """Tokens that such a call multiplies at a time: their float32 products are as large as the weights."""
-
-# Formats of token rows, as the kernels number them (DenseTokens in dense_params.cuh).
-BF16, QUANTIZE_BF16, QUANTIZE_F16, MXFP8_SWIZZLED, MXFP8_LINEAR, MXFP4_SWIZZLED = range(6)
-
-Activation = Literal["bf16", "mxfp8"]
 
 
 class Operands(NamedTuple):
@@ -57,6 +54,27 @@ class Operands(NamedTuple):
     def k(self) -> int:
         """Elements of a row."""
         return self.weight.shape[1] * (2 if self.weight.dtype is torch.uint8 else 1)
+
+
+class RowTopK(NamedTuple):
+    """Where the largest outputs of each row go, in the order in which the kernels' module takes it."""
+
+    values: torch.Tensor
+    """float32 ``[m, top_k]``."""
+    indices: torch.Tensor
+    """int64 ``[m, top_k]``."""
+    first_index: int
+    """That of a row's first output."""
+
+    def compute_on_cpu(self, logits: torch.Tensor) -> None:
+        """As the kernels: of equal numbers the first, NaN before all others."""
+        numbers = logits.float() + 0.0  # -0 is 0
+        bits = torch.where(numbers.isnan(), 0x7FFFFFFF, numbers.view(torch.int32)).long()
+        ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+        ranks = ordered * 2**32 - torch.arange(logits.shape[1])  # they differ
+        places = ranks.topk(self.indices.shape[1]).indices
+        self.values.copy_(numbers.gather(1, places))
+        self.indices.copy_(places + self.first_index)
 
 
 def _dispatch() -> Any:
@@ -136,43 +154,6 @@ def instance(tactic: int | str | None, weights: str, k: int, token_format: int =
     names = ", ".join(f"{row.index} ({row.name})" for row in allowed) or "none, since K is too long"
     tokens = "bfloat16" if token_format == BF16 else "quantized"
     raise ValueError(f"tactic is {tactic!r}; for {weights} weights with k = {k} and {tokens} tokens it may be {names}")
-
-
-def _token_format(x: torch.Tensor, x_scale: Any, activation: Any, swizzled_x_scale: bool) -> int:
-    if activation not in ("bf16", "mxfp8"):
-        raise ValueError(f"activation is {describe(activation)}; it must be 'bf16' or 'mxfp8'")
-    if x_scale is None:
-        if x.dtype is torch.bfloat16:
-            return BF16 if activation == "bf16" else QUANTIZE_BF16
-        if x.dtype is torch.float16 and activation == "mxfp8":
-            return QUANTIZE_F16
-        allowed = "bfloat16" if activation == "bf16" else "bfloat16 or float16"
-        raise ValueError(f"x is {describe(x)}; with activation={activation!r} and no x_scale it must be {allowed}")
-    if x.dtype is torch.float8_e4m3fn:
-        return MXFP8_SWIZZLED if swizzled_x_scale else MXFP8_LINEAR
-    if x.dtype is torch.uint8 and swizzled_x_scale:
-        return MXFP4_SWIZZLED
-    raise ValueError(
-        f"x is {describe(x)}; with x_scale it must be float8_e4m3fn (MXFP8), or uint8 (MXFP4, with 128x4 scales)"
-    )
-
-
-def require_scales(name: str, scales: Any, rows: int, k: int, device: torch.device, swizzled: bool = True) -> None:
-    """Raise unless ``scales`` are the bytes of a matrix ``[rows, k]``, of whatever shape holds as many as the layout has.
-
-    Raises
-    ------
-    TypeError, ValueError
-        Not a tensor; another size, device, or not contiguous bytes.
-    """
-    blocks = k // BLOCK_SIZE
-    needed = mx_cpu.swizzled_size(rows, blocks) if swizzled else rows * blocks
-    layout = "128x4" if swizzled else "linear"
-    expected = f"{needed} contiguous bytes: {layout} scales of {rows} rows and {blocks} blocks of 32, on {device}"
-    require_tensor_type(name, scales, expected)
-    fits = scales.element_size() == 1 and scales.numel() == needed and scales.device == device
-    if not fits or not scales.is_contiguous():
-        raise ValueError(f"{name} is {describe(scales)}; it must be {expected}")
 
 
 def dense_mx(
@@ -271,43 +252,77 @@ def dense_mx(
             None if tactic is None else str(tactic),
         )
         return out
-    out, token_format = _validate(
+    dtype, token_format = validate(
         x, weight, weight_scale, bias, activation, x_scale, swizzled_x_scale, alpha, residual, out, out_dtype
     )
+    if out is None:
+        out = torch.empty((x.shape[0], weight.shape[0]), dtype=dtype, device=x.device)
     operands = Operands(out, x, x_scale, weight, weight_scale, alpha, bias, residual)
-    weights, k = weights_of(weight), operands.k
-    on_cpu = x.device.type == "cpu"
-    virtual = virtual_device.active() if on_cpu else None
-    row: DenseInstance | None
-    if tactic is not None:
-        row = instance(tactic, weights, k, token_format)
-    else:
-        on_sm12x = virtual is not None or _dispatch().is_block_scaled(x.device)
-        row = choose(weights, x.shape[0], weight.shape[0], k, on_sm12x, gemm_operand(token_format, on_sm12x))
-    if out.numel() == 0:
-        return out
-    if on_cpu and (virtual is None or row is None):  # a virtual device has no cuBLAS
+    row = instance_for(operands, token_format, tactic)
+    if out.numel() != 0:
+        run(row, operands, token_format, constant_weights, enable_pdl)
+    return out
+
+
+def instance_for(operands: Operands, token_format: int, tactic: int | str | None) -> DenseInstance | None:
+    """What computes a validated call; None: cuBLAS on widened weights, or the CPU.
+
+    Raises
+    ------
+    ValueError
+        As :func:`instance`.
+    """
+    x, weights = operands.x, weights_of(operands.weight)
+    virtual = x.device.type == "cpu" and virtual_device.active() is not None
+    row = None if tactic is None else instance(tactic, weights, operands.k, token_format)
+    if x.device.type == "cpu" and not virtual:
+        return None
+    if row is not None:
+        return row
+    on_sm12x = virtual or _dispatch().is_block_scaled(x.device)
+    operand = gemm_operand(token_format, on_sm12x)
+    return choose(weights, x.shape[0], operands.weight.shape[0], operands.k, on_sm12x, operand)
+
+
+def run(
+    row: DenseInstance | None,
+    operands: Operands,
+    token_format: int,
+    constant_weights: bool,
+    enable_pdl: bool | None,
+    top_k: RowTopK | None = None,
+) -> None:
+    """Compute a validated call of at least one output by what :func:`instance_for` gave, and the largest of each row."""
+    device, k = operands.x.device, operands.k
+    virtual = virtual_device.active() if device.type == "cpu" else None
+    if device.type == "cpu" and row is None:  # a virtual device has no cuBLAS
         _compute_on_cpu(operands, token_format)
-        return out
-    require_alignment({"x": x, "weight": weight, "weight_scale": weight_scale})
+        if top_k is not None:
+            top_k.compute_on_cpu(operands.out)
+        return
+    require_alignment({"x": operands.x, "weight": operands.weight, "weight_scale": operands.weight_scale})
     if row is not None and row.operand == "mxfp8" and (token_format != MXFP8_LINEAR or k % 128 == 0):
-        require_alignment({"x_scale": x_scale}, 4)  # read in words of four
+        require_alignment({"x_scale": operands.x_scale}, 4)  # read in words of four
     if virtual is not None and row is not None:
         from ..testing import virtual_operators
 
         pdl = enable_pdl is not False
-        virtual_operators.run_dense(virtual, operands, token_format, row.index, constant_weights, pdl)
-    elif _dispatch().one_device() or torch.cuda.current_device() == x.device.index:
-        _launch(row, operands, token_format, constant_weights, enable_pdl)
+        virtual_operators.run_dense(virtual, operands, token_format, row.index, constant_weights, pdl, top_k)
+    elif _dispatch().one_device() or torch.cuda.current_device() == device.index:
+        _launch(row, operands, token_format, constant_weights, enable_pdl, top_k)
     else:
-        with torch.cuda.device(x.device):
-            _launch(row, operands, token_format, constant_weights, enable_pdl)
-    return out
+        with torch.cuda.device(device):
+            _launch(row, operands, token_format, constant_weights, enable_pdl, top_k)
 
 
 @functools.lru_cache(maxsize=4096)
 def _workspace_bytes(num_tokens: int, k: int, device_index: int) -> int:
     return int(_dispatch().dense_module().sm12x_dense_gemm_workspace_size(num_tokens, k))
+
+
+@functools.lru_cache(maxsize=4096)
+def _ranks_bytes(num_tokens: int, n: int, top_k: int, device_index: int) -> int:
+    return int(_dispatch().dense_module().sm12x_row_top_k_workspace_size(num_tokens, n, top_k))
 
 
 def _launch(
@@ -316,84 +331,26 @@ def _launch(
     token_format: int,
     constant_weights: bool,
     enable_pdl: bool | None,
+    top_k: RowTopK | None,
 ) -> None:
     """Call the kernel module on the current device."""
+    x, workspace = operands.x, None
+    module = _dispatch().dense_module()
+    pdl = device_support_pdl(x.device) if enable_pdl is None else enable_pdl
+    largest: tuple[Any, ...] = ()
+    if top_k is not None:
+        size = _ranks_bytes(x.shape[0], operands.weight.shape[0], top_k.indices.shape[1], x.device.index)
+        largest = (*top_k, torch.empty(size, dtype=torch.uint8, device=x.device))
     if row is None:
         _multiply_widened(operands, token_format)
+        if top_k is not None:
+            module.sm12x_row_top_k_run(*largest, operands.out, pdl)
         return
-    x, workspace = operands.x, None
     if not row.streamed:
         size = _workspace_bytes(x.shape[0], operands.k, x.device.index)
         workspace = torch.empty(size, dtype=torch.uint8, device=x.device)
-    pdl = device_support_pdl(x.device) if enable_pdl is None else enable_pdl
-    _dispatch().dense_module().sm12x_dense_run(*operands, workspace, token_format, row.index, constant_weights, pdl)
-
-
-def _require_apart(out: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None) -> None:
-    """Raise where an output would be written before what it replaces was read."""
-
-    def span(tensor: torch.Tensor) -> tuple[int, int]:
-        return tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
-
-    first, last = span(out)
-    for name, tensor in (("x", x), ("residual", residual)):
-        if tensor is None or (name == "residual" and span(tensor) == (first, last)):
-            continue
-        start, end = span(tensor)
-        if start < last and first < end:
-            raise ValueError(f"out overlaps {name}; it must be memory of its own")
-
-
-def _validate(
-    x: Any,
-    weight: Any,
-    weight_scale: Any,
-    bias: Any,
-    activation: Any,
-    x_scale: Any,
-    swizzled_x_scale: bool,
-    alpha: Any,
-    residual: Any,
-    out: Any,
-    out_dtype: Any,
-) -> tuple[torch.Tensor, int]:
-    """Check a call's metadata; the output, allocated if need be, and the tokens' format."""
-    for name, tensor in (("x", x), ("weight", weight)):
-        require_tensor_type(name, tensor)
-        if tensor.ndim != 2:
-            raise ValueError(f"{name} is {describe(tensor)}; it must be 2-D")
-    require_computing_device("x", x)
-    device = x.device
-    if not _dispatch().serves(device):
-        raise NotImplementedError(
-            f"dense_mx has no kernels for {torch.cuda.get_device_name(device)}: they are for compute capability 12.x "
-            "(and 9.0 with FLASHINFER_SM12X_MOE=1)"
-        )
-    token_format = _token_format(x, x_scale, activation, swizzled_x_scale)
-    n, packed = weight.shape
-    require_tensor("weight", weight, [(n, packed)], [torch.uint8, torch.float8_e4m3fn], device)
-    k = require_k_alignment("k", packed * (2 if weight.dtype is torch.uint8 else 1))
-    m = x.shape[0]
-    require_tensor("x", x, [(m, k // 2 if token_format == MXFP4_SWIZZLED else k)], [x.dtype], device, "k as weight's")
-    require_scales("weight_scale", weight_scale, n, k, device)
-    if x_scale is not None:
-        require_scales("x_scale", x_scale, m, k, device, token_format != MXFP8_LINEAR)
-    if out_dtype is None:
-        out_dtype = out.dtype if isinstance(out, torch.Tensor) else torch.bfloat16
-    if out_dtype not in OUTPUT_DTYPES:
-        raise ValueError(f"out_dtype is {describe(out_dtype)}; it must be bfloat16, float16 or float32")
-    if bias is not None:
-        require_tensor("bias", bias, [(n,)], OUTPUT_DTYPES, device)
-    if alpha is not None:
-        require_tensor("alpha", alpha, [(), (1,)], [torch.float32], device)
-    if residual is not None:
-        require_tensor("residual", residual, [(m, n)], [out_dtype], device)
-    if out is None:
-        out = torch.empty((m, n), dtype=out_dtype, device=device)
-    else:
-        require_tensor("out", out, [(m, n)], [out_dtype], device)
-        _require_apart(out, x, residual)
-    return out, token_format
+    compute = module.sm12x_dense_run if top_k is None else module.sm12x_dense_top_k_run
+    compute(*largest, *operands, workspace, token_format, row.index, constant_weights, pdl)
 
 
 def _token_values(operands: Operands, token_format: int) -> torch.Tensor:

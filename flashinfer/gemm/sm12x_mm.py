@@ -23,7 +23,8 @@ import torch
 from ..fused_moe import sm12x_dispatch
 from ..sm12x_arguments import describe
 from ..utils import BackendSupportedError
-from .sm12x_dense import dense_mx, require_scales
+from .sm12x_dense import dense_mx
+from .sm12x_dense_validation import require_scales
 
 BACKEND = "sm12x"
 

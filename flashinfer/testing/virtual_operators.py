@@ -138,6 +138,7 @@ def run_dense(
     tactic: int,
     constant_weights: bool = False,
     enable_pdl: bool = True,
+    top_k: Any = None,
 ) -> None:
     """One dense layer.
 
@@ -148,6 +149,7 @@ def run_dense(
         tactic: An instance of the table.
         constant_weights: As in ``dense_mx``.
         enable_pdl: Launch as a programmatic dependent.
+        top_k: ``gemm.sm12x_dense.RowTopK`` of CPU tensors, which are written too.
 
     Raises:
         VirtualDeviceError: a launch was refused, failed, or a watcher reported.
@@ -157,12 +159,18 @@ def run_dense(
 
     module = device.module(gen_dense_module)
     writes, workspace = [operands.out], None
+    run, largest = module.sm12x_dense_run, ()
+    if top_k is not None:
+        sizes = operands.x.shape[0], operands.weight.shape[0], top_k.indices.shape[1]
+        ranks = device.empty(int(device.call(module.sm12x_row_top_k_workspace_size, *sizes)))
+        run, largest = module.sm12x_dense_top_k_run, (*top_k, ranks)
+        writes += [top_k.values, top_k.indices, ranks]
     if not DENSE_INSTANCES[tactic].streamed:
         size = device.call(module.sm12x_dense_gemm_workspace_size, operands.x.shape[0], operands.k)
         workspace = device.empty(int(size))
         writes.append(workspace)
-    arguments = (*operands, workspace, token_format, tactic, constant_weights, enable_pdl)
-    device.call(module.sm12x_dense_run, *arguments, writes=writes)
+    arguments = (*largest, *operands, workspace, token_format, tactic, constant_weights, enable_pdl)
+    device.call(run, *arguments, writes=writes)
 
 
 def run_router(device: VirtualDevice, arguments: tuple[Any, ...], writes: Sequence[torch.Tensor]) -> None:

@@ -50,6 +50,7 @@ struct DenseArguments {
   StoreEpilogue epilogue;
   // No launch in front writes weights or scales: with dependent launches they are read before it ends.
   bool weights_first;
+  uint64_t* ranks;  // or null: [num_tokens][at most kKeeperWarps x SMs], of the largest outputs
 };
 
 // A ring's stages: whole units of `g`, so that a stage always is of the same chunk. A warp waits only for stages of its own
@@ -78,7 +79,8 @@ inline StreamedGemm plan_dense(const DenseInstance& instance, int n, int k, int 
   return best;
 }
 
-inline Status run_dense_layer(const DenseArguments& a, const LaunchOptions& options) {
+// `ranks_of_token`: how many there are, if any.
+inline Status run_dense_layer(const DenseArguments& a, const LaunchOptions& options, int* ranks_of_token) {
   DenseParams p = {};
   const int ring_bytes = options.shared_bytes - kDenseFixedBytes;
   p.gemm = plan_dense(*a.instance, a.n, a.k, ring_bytes, &p.stage_bytes);
@@ -93,7 +95,9 @@ inline Status run_dense_layer(const DenseArguments& a, const LaunchOptions& opti
   p.num_tokens = a.num_tokens;
   p.weights_first = a.weights_first;
   p.epilogue = a.epilogue;
+  p.ranks = a.ranks;
   const int blocks = std::min(p.gemm.units, options.sm_count);
+  *ranks_of_token = blocks * keepers_of(p.stages, p.gemm.chunks);
   return {a.instance->launch(p, blocks, p.stages * p.stage_bytes + kDenseFixedBytes, options), "dense layer"};
 }
 

@@ -26,6 +26,15 @@ __device__ __forceinline__ void store_scalar(void* data, int64_t index, ScalarTy
   }
 }
 
+// `value` as an element of the type holds it.
+__device__ __forceinline__ float round_scalar(float value, ScalarType type) {
+  switch (type) {
+    case ScalarType::kBf16: return __bfloat162float(__float2bfloat16_rn(value));
+    case ScalarType::kF16: return __half2float(__float2half_rn(value));
+    default: return value;
+  }
+}
+
 __device__ __forceinline__ float load_or(const float* data, int index, float absent) {
   return data != nullptr ? data[index] : absent;
 }

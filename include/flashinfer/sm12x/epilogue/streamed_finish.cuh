@@ -16,7 +16,7 @@ namespace flashinfer::sm12x::epilogue {
 template <class Config>
 class StreamKeeper {
   static constexpr int kSteps = Config::kTokenSteps;
-  static constexpr int kWarps = Config::kKeeperWarps, kThreads = 32 * kWarps;
+  static constexpr int kWarps = kKeeperWarps, kThreads = 32 * kWarps;
   using Sums = float[kSteps][4];
 
  public:

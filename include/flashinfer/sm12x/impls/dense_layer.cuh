@@ -17,6 +17,7 @@
 // in bfloat16 whatever the format, so that one kind of MMA serves all.
 #pragma once
 
+#include "../common/rank.cuh"
 #include "../epilogue/scalar.cuh"
 #include "dense_rows.cuh"
 #include "streamed_gemm.cuh"
@@ -121,13 +122,39 @@ __device__ __forceinline__ void multiply_units(const DenseParams& p, const Dense
   }
 }
 
+// Keepers at work. Units of two never meet in one stage: the parity of `done` could be taken for that of the phase before.
+FLASHINFER_SM12X_HOST_DEVICE int keepers_of(int stages, int chunks) {
+  return stages / chunks < kKeeperWarps ? stages / chunks : kKeeperWarps;
+}
+
+// The largest outputs of a tile that a keeper has seen: a lane's rows of its tokens, 2t and 2t + 1 of each step.
+template <class Shape>
+struct LargestOutputs {
+  uint64_t ranks[2 * Shape::kTokenSteps] = {};
+
+  // `value` i of a lane's four of each step, output `out` of its token.
+  __device__ __forceinline__ void add(int i, float value, int out) {
+    uint64_t& rank = ranks[i / 4 * 2 + i % 2];
+    rank = max(rank, rank_of(value, out));
+  }
+  // Those of all lanes, the tile's first token at `to`, each `pitch` behind the one before; and the next tile's begin.
+  __device__ __forceinline__ void leave(uint64_t* to, int pitch, int count, int lane) {
+#pragma unroll
+    for (int i = 0; i < 2 * Shape::kTokenSteps; ++i) {
+      const uint64_t largest = largest_of_lanes<4>(ranks[i]);
+      const int token = i / 2 * 8 + 2 * (lane % 4) + i % 2;
+      if (lane < 4 && token < count) to[static_cast<int64_t>(token) * pitch] = largest;
+      ranks[i] = 0;
+    }
+  }
+};
+
 // `turn`: which of the keepers the warp is.
 template <class Shape>
 __device__ __forceinline__ void keep_ring(const DenseParams& p, const DenseRing& ring, const DenseWork& work, int turn,
                                           int lane) {
   const StreamedGemm& g = p.gemm;
-  // Units of two keepers never meet in one stage: the parity of `done` could be taken for that of the phase before.
-  const int ring_units = ring.stages / g.chunks, keepers = min(Shape::kKeeperWarps, ring_units);
+  const int ring_units = ring.stages / g.chunks, keepers = keepers_of(ring.stages, g.chunks);
   if (turn >= keepers) return;
   if (!p.weights_first) ptx::wait_for_prerequisite_grids();
   // At first one stage of each keeper is under way: what is needed first, weights and code, does not queue behind the rest. Not
@@ -138,6 +165,14 @@ __device__ __forceinline__ void keep_ring(const DenseParams& p, const DenseRing&
     fill_chunk(g, ring, stage, DenseStep(work, stage / g.chunks).weight_unit(), stage % g.chunks, lane);
   }
   ptx::wait_for_prerequisite_grids();  // what the outputs replace has been read
+
+  const int pitch = static_cast<int>(gridDim.x) * keepers;
+  uint64_t* const ranks = p.ranks != nullptr ? p.ranks + static_cast<int>(blockIdx.x) * keepers + turn : nullptr;
+  if (ranks != nullptr && work.units < keepers) {  // then a tile may have no unit for this one
+    for (int token = lane; token < p.num_tokens; token += 32) ranks[static_cast<int64_t>(token) * pitch] = 0;
+    __syncwarp();
+  }
+  LargestOutputs<Shape> largest;
 
   const StoreEpilogue& e = p.epilogue;
   const float scale = epilogue::load_or(e.alpha, 0, 1.0f);
@@ -176,7 +211,15 @@ __device__ __forceinline__ void keep_ring(const DenseParams& p, const DenseRing&
         const int64_t at = static_cast<int64_t>(first_token + token) * g.out + out;
         float value = fmaf(sums[i / 4][i % 4], scale, bias[i % 4 / 2]);
         if (e.residual != nullptr) value += epilogue::load_scalar(e.residual, at, e.output_type);
-        epilogue::store_scalar(e.output, at, e.output_type, value);
+        if (ranks != nullptr) largest.add(i, epilogue::round_scalar(value, e.output_type), out);
+        if (e.output != nullptr) epilogue::store_scalar(e.output, at, e.output_type, value);
+      }
+    }
+    if (ranks != nullptr) {
+      DenseStep next = step;
+      next.advance(work, keepers);
+      if (next.tile != step.tile) {
+        largest.leave(ranks + static_cast<int64_t>(first_token) * pitch, pitch, count, lane);
       }
     }
     first_place.advance(keepers * g.chunks, ring.stages);

@@ -28,7 +28,8 @@ struct DenseParams {
   DenseRows tokens;
   int num_tokens;
   bool weights_first;    // weights do not depend on the launch in front: they may be read before it ends
-  StoreEpilogue epilogue;
+  StoreEpilogue epilogue;  // its output may be null where there are ranks
+  uint64_t* ranks;  // [num_tokens][blocks][keepers], or null: of the largest output that each keeper has seen
   int stages;
   int stage_bytes;
 };

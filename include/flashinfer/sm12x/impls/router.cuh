@@ -18,6 +18,7 @@
 #include "../common/arch.h"
 #include "../common/launch.h"
 #include "../common/quantize.cuh"
+#include "../common/rank.cuh"
 #include "../ptx/convert.cuh"
 #include "../ptx/copy.cuh"
 #include "../ptx/sync.cuh"
@@ -153,15 +154,7 @@ __global__ void __launch_bounds__(kRouterThreads) router_logits_kernel(const __g
   }
 }
 
-// Larger for larger logits, and among equal ones for the expert that comes first; 0 is less than that of any. NaN is the
-// largest, so that the ids are valid whatever the logits are.
-__device__ __forceinline__ uint64_t rank_of(float logit, int expert) {
-  const uint32_t bits = __float_as_uint(logit != logit ? __uint_as_float(0x7FFFFFFFu) : logit + 0.0f);  // -0 is 0
-  const uint32_t ordered = bits ^ (bits >> 31 != 0 ? 0xFFFFFFFFu : 0x80000000u);
-  return static_cast<uint64_t>(ordered) << 32 | (0xFFFFFFFFu - static_cast<uint32_t>(expert));
-}
-
-// A warp a token.
+// A warp a token. NaN comes first, so that the ids are valid whatever the logits are.
 __global__ void __launch_bounds__(kRouterThreads) router_top_k_kernel(const __grid_constant__ RouterParams p) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int token = static_cast<int>(blockIdx.x) * kRouterWarps + static_cast<int>(threadIdx.x) / 32;
@@ -181,13 +174,10 @@ __global__ void __launch_bounds__(kRouterThreads) router_top_k_kernel(const __gr
     uint64_t best = 0;
 #pragma unroll
     for (int i = 0; i < kRouterExpertsPerLane; ++i) best = max(best, ranks[i]);
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) {
-      best = max(best, __shfl_xor_sync(kAllLanes, best, distance));
-    }
+    best = largest_of_lanes(best);
 #pragma unroll
     for (int i = 0; i < kRouterExpertsPerLane; ++i) ranks[i] = ranks[i] == best ? 0 : ranks[i];
-    const int expert = static_cast<int>(0xFFFFFFFFu - static_cast<uint32_t>(best));
+    const int expert = rank_place(best);
     const float logit = logits[expert];
     if (place == 0) largest = logit;
     const float share = logit == largest ? 1.0f : expf(logit - largest);  // of infinities too

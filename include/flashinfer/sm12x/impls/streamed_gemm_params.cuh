@@ -15,6 +15,7 @@ namespace flashinfer::sm12x {
 constexpr int kSlabRows = 16;  // the M side of an MMA
 constexpr int kMaxGroups = 4;  // 32 rows of a part lie within one chunk of scales
 constexpr int kMaxStreamStages = 16;
+constexpr int kKeeperWarps = 4;  // of a block: fill stages and finish outputs
 constexpr int kNarrowTokens = 8;  // the N side of an MMA
 
 // Weights are matrices of whole rows, one or many; a slab is 16 rows, all of K. A unit of work is the slabs of all groups
@@ -67,7 +68,6 @@ struct StreamShape {
   static constexpr int kTokenTile = kTokenTile_;
   static constexpr int kWords = kWords_;
   static constexpr int kMmaWarps = kMmaWarps_;
-  static constexpr int kKeeperWarps = 4;  // fill stages and finish outputs
   static constexpr int kThreads = 32 * (kMmaWarps + kKeeperWarps);
   static constexpr int kTokenSteps = kTokenTile / kNarrowTokens;
   static constexpr int kBlockBytes = weight_block_bytes(kWeights);

@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     if (lane < 2) shared.shares()[lane] = StreamShare::of_block(tiles, Config::kWideFifths, p.gemm[lane].units);
   }
   if (turn == 1 && lane < 2) ptx::prefetch_tensor_map(&p.gemm[lane].scales);
-  ptx::named_barrier_sync<32 * Config::kKeeperWarps>(kKeeperBarrier);
+  ptx::named_barrier_sync<32 * kKeeperWarps>(kKeeperBarrier);
   ptx::named_barrier_arrive<Config::kThreads>(kRoutedBarrier);
   epilogue::StreamKeeper<Config>(p, shared, turn, lane).run();
 }
