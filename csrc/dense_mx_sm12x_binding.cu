@@ -164,9 +164,12 @@ void dense_top_k_run(TensorView values, TensorView indices, int64_t first_index,
   if (!fused) row_top_k_run(values, indices, first_index, ranks, out, enable_pdl);
 }
 
-int64_t dense_gemm_workspace_size(int64_t num_tokens, int64_t k) {
-  return static_cast<int64_t>(dense_gemm_workspace_bytes(checked_int(num_tokens, "the number of tokens"),
-                                                         checked_int(k, "k"), multiprocessors(current_device())));
+int64_t dense_gemm_workspace_size(int64_t num_tokens, int64_t k, int64_t tactic, int64_t token_format) {
+  const GemmInstance* gemm = find_instance(checked_int(tactic, "tactic"));
+  TVM_FFI_CHECK(gemm != nullptr, ValueError) << "tactic " << tactic << " of the dense layer is no GEMM";
+  return static_cast<int64_t>(dense_gemm_workspace_bytes(*gemm, checked_int(num_tokens, "the number of tokens"),
+                                                         checked_int(k, "k"), static_cast<DenseTokens>(token_format),
+                                                         multiprocessors(current_device())));
 }
 
 void widen_rows(TensorView out, TensorView rows, Optional<TensorView> scales, int64_t format) {

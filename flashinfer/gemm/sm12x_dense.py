@@ -316,12 +316,12 @@ def run(
 
 
 @functools.lru_cache(maxsize=4096)
-def _workspace_bytes(num_tokens: int, k: int, device_index: int) -> int:
-    return int(_dispatch().dense_module().sm12x_dense_gemm_workspace_size(num_tokens, k))
+def _workspace_bytes(num_tokens: int, k: int, tactic: int, token_format: int, _device_index: int) -> int:
+    return int(_dispatch().dense_module().sm12x_dense_gemm_workspace_size(num_tokens, k, tactic, token_format))
 
 
 @functools.lru_cache(maxsize=4096)
-def _ranks_bytes(num_tokens: int, n: int, top_k: int, device_index: int) -> int:
+def _ranks_bytes(num_tokens: int, n: int, top_k: int, _device_index: int) -> int:
     return int(_dispatch().dense_module().sm12x_row_top_k_workspace_size(num_tokens, n, top_k))
 
 
@@ -347,7 +347,7 @@ def _launch(
             module.sm12x_row_top_k_run(*largest, operands.out, pdl)
         return
     if not row.streamed:
-        size = _workspace_bytes(x.shape[0], operands.k, x.device.index)
+        size = _workspace_bytes(x.shape[0], operands.k, row.index, token_format, x.device.index)
         workspace = torch.empty(size, dtype=torch.uint8, device=x.device)
     compute = module.sm12x_dense_run if top_k is None else module.sm12x_dense_top_k_run
     compute(*largest, *operands, workspace, token_format, row.index, constant_weights, pdl)

@@ -161,12 +161,13 @@ def run_dense(
     writes, workspace = [operands.out], None
     run, largest = module.sm12x_dense_run, ()
     if top_k is not None:
-        sizes = operands.x.shape[0], operands.weight.shape[0], top_k.indices.shape[1]
-        ranks = device.empty(int(device.call(module.sm12x_row_top_k_workspace_size, *sizes)))
+        rows = operands.x.shape[0], operands.weight.shape[0], top_k.indices.shape[1]
+        ranks = device.empty(int(device.call(module.sm12x_row_top_k_workspace_size, *rows)))
         run, largest = module.sm12x_dense_top_k_run, (*top_k, ranks)
         writes += [top_k.values, top_k.indices, ranks]
     if not DENSE_INSTANCES[tactic].streamed:
-        size = device.call(module.sm12x_dense_gemm_workspace_size, operands.x.shape[0], operands.k)
+        sizes = operands.x.shape[0], operands.k, tactic, token_format
+        size = device.call(module.sm12x_dense_gemm_workspace_size, *sizes)
         workspace = device.empty(int(size))
         writes.append(workspace)
     arguments = (*largest, *operands, workspace, token_format, tactic, constant_weights, enable_pdl)

@@ -89,7 +89,7 @@ BAD: list[tuple[str, Any, type[Exception], str]] = [
     ("logits", torch.zeros(3, 41), ValueError, r"logits is .*shape \(3, 40\)"),
     ("logits", torch.zeros(3, 40, dtype=torch.float64), ValueError, r"out_dtype is torch.float64"),
     ("x", None, TypeError, r"x is None"),
-    ("tactic", 99, ValueError, r"tactic is 99"),
+    ("tactic", 99, ValueError, r"tactic is '99'"),
 ]
 
 

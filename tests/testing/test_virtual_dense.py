@@ -43,6 +43,13 @@ def tokens_for(row: DenseInstance) -> str:
     return "quantize_bf16" if row.operand == "mxfp8" else "bf16"
 
 
+def workspace_size(
+    device: VirtualDevice, num_tokens: int, k: int, row: DenseInstance, tokens: str | None = None
+) -> int:
+    module, token_format = device.module(gen_dense_module), FORMATS.index(tokens or tokens_for(row))
+    return int(device.call(module.sm12x_dense_gemm_workspace_size, num_tokens, k, row.index, token_format))
+
+
 def run(inputs: DenseInputs, case: DenseCase, tactic: str | None) -> torch.Tensor:
     out = torch.full((case.num_tokens, case.n), torch.nan, dtype=case.out_dtype)
     return dense_mx(*inputs.arguments, **inputs.named, out=out, tactic=tactic)
@@ -168,6 +175,22 @@ def test_results_are_the_same_on_every_run(device: VirtualDevice) -> None:
         assert torch.equal(first, second)
 
 
+# Bytes of a token with k = 416: bfloat16 in whole words of 128; e4m3, and scales in words of four; what the caller has not.
+@pytest.mark.parametrize(
+    ("name", "tokens", "bytes_of_token"),
+    [("dense_mxfp4_m64_gemm", tokens, 1024) for tokens in ("bf16", "quantize_f16", "mxfp8", "mxfp8_linear", "mxfp4")]
+    + [
+        ("dense_mxfp8_m128_gemm_mxfp8", tokens, size)
+        for tokens, size in {"quantize_bf16": 416 + 16, "mxfp8": 0, "mxfp8_linear": 16, "mxfp4": 416}.items()
+    ],
+)
+def test_a_workspace_is_what_the_tokens_need(
+    device: VirtualDevice, name: str, tokens: str, bytes_of_token: int
+) -> None:
+    sizes = [workspace_size(device, num_tokens, 416, BY_NAME[name], tokens) for num_tokens in (256, 4096)]
+    assert sizes[1] - sizes[0] == (4096 - 256) * bytes_of_token
+
+
 @pytest.mark.parametrize("weights", ["mxfp4", "mxfp8"])
 def test_token_scales_in_whole_words_are_read_where_they_are(device: VirtualDevice, weights: str) -> None:
     for tokens in ("mxfp8", "mxfp8_linear"):
@@ -237,7 +260,7 @@ def test_a_layer_reads_what_the_one_before_it_writes(
     between, out = (torch.full((5, n), torch.nan, dtype=torch.bfloat16) for n in (96, 80))
     module = device.module(gen_dense_module)
     spaces = [
-        None if row.streamed else device.empty(int(device.call(module.sm12x_dense_gemm_workspace_size, 5, k)))
+        None if row.streamed else device.empty(workspace_size(device, 5, k, row))
         for row, k in zip(rows, (160, 96), strict=True)
     ]
 
@@ -287,8 +310,7 @@ def test_a_weight_that_the_layer_in_front_writes(device: VirtualDevice, name: st
     x, _, scale = second.arguments  # of 64 rows and 128 elements, of which 32 rows are used
     weight, out = written.view(torch.uint8).view(32, 64), torch.full((5, 32), torch.nan, dtype=torch.bfloat16)
     module = device.module(gen_dense_module)
-    size = int(device.call(module.sm12x_dense_gemm_workspace_size, 16, 128))
-    spaces = [None if row.streamed else device.empty(size) for _ in range(2)]
+    spaces = [None if row.streamed else device.empty(workspace_size(device, 16, 128, row)) for _ in range(2)]
 
     def launch(*_tensors: torch.Tensor) -> None:
         for operands, space in (

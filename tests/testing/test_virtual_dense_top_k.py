@@ -110,7 +110,7 @@ def test_a_search_behind_a_search(device: VirtualDevice, tactic: str) -> None:
     module, place = device.module(gen_dense_module), {"dense_mxfp4_m8_w2": 0, "dense_mxfp4_m32_gemm": 6}[tactic]
     made = [make_dense_inputs(DenseCase(5, 6000, 64), seed) for seed in (5, 6)]
     ranks = device.empty(int(device.call(module.sm12x_row_top_k_workspace_size, 5, 6000, 1)))
-    space = device.empty(int(device.call(module.sm12x_dense_gemm_workspace_size, 5, 64)))
+    space = device.empty(int(device.call(module.sm12x_dense_gemm_workspace_size, 5, 64, 6, 0)))
     for seed, memory in enumerate((ranks, space)):
         device.discard(memory, seed)
     calls = []

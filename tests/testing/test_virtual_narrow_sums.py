@@ -144,6 +144,40 @@ def test_dense_gemms_keep_the_bound_of_float32_sums_in_half(row: DenseInstance) 
     check_within_bound(out, *dense_reference(inputs))
 
 
+def multiply_one(row: DenseInstance, x: float, weight: float, exponent: int, elements: int) -> tuple[float, float]:
+    """A token and a row of weights of so many elements ``x`` and ``weight``, scaled by 2^exponent and its inverse."""
+    tokens, weights = (torch.zeros(1, 32) for _ in range(2))
+    tokens[:, :elements], weights[:, :elements] = x, weight
+    packed = weights.to(torch.float8_e4m3fn)
+    if row.weights == "mxfp4":
+        nibbles = torch.where(weights == 0, 0, 7 if weight == 6 else 1).to(torch.uint8)
+        packed = nibbles[:, ::2] | nibbles[:, 1::2] << 4
+    scales = torch.full((512,), 127 - exponent, dtype=torch.uint8)
+    named = {"x_scale": torch.full((1, 1), 127 + exponent, dtype=torch.uint8), "swizzled_x_scale": False}
+    with virtual_device("sm_121a") as device:
+        found = dense_mx(
+            tokens.to(torch.float8_e4m3fn), packed, scales, **named, out_dtype=torch.float32, tactic=row.name
+        )
+        assert all(launch.clean for launch in device.launches)
+    return float(found), x * weight * elements
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("in_half")
+@pytest.mark.parametrize("row", DENSE, ids=lambda row: row.name)
+def test_token_scales_that_half_precision_takes(row: DenseInstance) -> None:
+    """Those with which any block's sum is a float32 (docs/kernels.md), and that one more step in the exponent is too much."""
+    largest, highest = (6.0, 125) if row.weights == "mxfp4" else (448.0, 105)
+    found, exact = multiply_one(row, 448.0, largest, highest, 32)
+    assert found == exact
+    assert multiply_one(row, 448.0, largest, highest + 1, 32)[0] == torch.inf
+    smallest, lowest = (0.5, -125) if row.weights == "mxfp4" else (2.0**-9, -127)
+    found, exact = multiply_one(row, 2.0**-9, smallest, lowest, 1)
+    assert found == exact
+    if row.weights == "mxfp4":
+        assert multiply_one(row, 2.0**-9, smallest, lowest - 1, 1)[0] != exact
+
+
 @pytest.fixture
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv(modules.HALF_MMA_VARIABLE, raising=False)

@@ -152,7 +152,9 @@ def run_dense(
     module = get_sm12x_dense_module()
     workspace = None
     if not row.streamed:
-        size = module.sm12x_dense_gemm_workspace_size(num_tokens, k)
+        size = module.sm12x_dense_gemm_workspace_size(
+            num_tokens, k, row.index, token_format
+        )
         workspace = torch.empty(size, dtype=torch.uint8, device=tokens.device)
     module.sm12x_dense_run(
         out,

@@ -426,6 +426,25 @@ Status run_group_gemm(const GroupGemmArguments& a, const LaunchOptions& options)
 
 namespace {
 
+// What the prologue makes of rows of a format, so that they are MXFP8 rows with scales in words, and whether that needs memory.
+struct AsMxfp8 {
+  TokenInput made;
+  bool values, scales;
+};
+
+AsMxfp8 as_mxfp8(DenseTokens format, int k) {
+  switch (format) {
+    case DenseTokens::kQuantizeBf16: return {TokenInput::kQuantizeBf16, true, true};
+    case DenseTokens::kQuantizeF16: return {TokenInput::kQuantizeF16, true, true};
+    case DenseTokens::kMxfp4Swizzled: return {TokenInput::kWidenMxfp4, true, false};
+    case DenseTokens::kMxfp8Linear:
+      if (k % kScaleChunkElements != 0) return {TokenInput::kRepackScales, false, true};
+      break;  // whole words
+    default: break;
+  }
+  return {TokenInput::kAsIs, false, false};
+}
+
 struct DenseGemmWorkspace {
   uint8_t* tokens;        // arranged bfloat16, or e4m3
   uint8_t* token_scales;  // words of four
@@ -433,11 +452,18 @@ struct DenseGemmWorkspace {
   size_t bytes;
 };
 
-DenseGemmWorkspace lay_out_dense(int num_tokens, int k, int device_sms, uint8_t* base) {
+DenseGemmWorkspace lay_out_dense(const GemmInstance& instance, int num_tokens, int k, DenseTokens format,
+                                 int device_sms, uint8_t* base) {
   Arena arena(base);
   DenseGemmWorkspace w = {};
-  w.tokens = arena.take<uint8_t>(arranged_bytes(num_tokens, k));
-  w.token_scales = arena.take<uint8_t>(static_cast<size_t>(num_tokens) * kScaleChunkBlocks * scale_words(k));
+  if (instance.operand == Activation::kBf16) {
+    w.tokens = arena.take<uint8_t>(arranged_bytes(num_tokens, k));
+  } else {
+    const AsMxfp8 rows = as_mxfp8(format, k);
+    const size_t tokens = static_cast<size_t>(num_tokens);
+    if (rows.values) w.tokens = arena.take<uint8_t>(tokens * k);
+    if (rows.scales) w.token_scales = arena.take<uint8_t>(tokens * kScaleChunkBlocks * scale_words(k));
+  }
   w.split = take_split_buffers(arena, device_sms);
   w.bytes = arena.used();
   return w;
@@ -458,38 +484,28 @@ Status launch_arrange_rows(const DenseGemmArguments& a, const DenseGemmWorkspace
 // MXFP8 rows are read where they are; others are made into such.
 Status launch_rows_as_mxfp8(const DenseGemmArguments& a, const DenseGemmWorkspace& w, const LaunchOptions& options,
                             GroupedGemmParams<Role::kStore>* gemm) {
+  if (a.tokens.format == DenseTokens::kBf16) {
+    return {cudaErrorInvalidValue, "this dense tactic multiplies MXFP8 tokens, and they are bfloat16"};
+  }
+  const AsMxfp8 rows = as_mxfp8(a.tokens.format, a.k);
+  const uint8_t* scales = a.tokens.scales;
   PrologueParams prologue = {};
   prologue.num_tokens = a.num_tokens;
   prologue.hidden = a.k;
-  prologue.input = a.tokens.data;
+  prologue.input_kind = rows.made;
+  prologue.input = rows.made == TokenInput::kRepackScales ? scales : a.tokens.data;
   prologue.quantized = w.tokens;
   prologue.quantized_scales = w.token_scales;
   prologue.split_arrivals = w.split.arrivals;
   prologue.num_split_arrivals = w.split.blocks;
 
-  const uint8_t* scales = a.tokens.scales;
-  switch (a.tokens.format) {
-    case DenseTokens::kQuantizeBf16: prologue.input_kind = TokenInput::kQuantizeBf16; break;
-    case DenseTokens::kQuantizeF16: prologue.input_kind = TokenInput::kQuantizeF16; break;
-    case DenseTokens::kMxfp4Swizzled: prologue.input_kind = TokenInput::kWidenMxfp4; break;
-    case DenseTokens::kMxfp8Swizzled: break;
-    case DenseTokens::kMxfp8Linear:
-      if (a.k % kScaleChunkElements == 0) break;  // whole words
-      prologue.input_kind = TokenInput::kRepackScales;
-      prologue.input = scales;
-      break;
-    case DenseTokens::kBf16:
-      return {cudaErrorInvalidValue, "this dense tactic multiplies MXFP8 tokens, and they are bfloat16"};
-  }
-  const bool own_values = prologue.input_kind != TokenInput::kAsIs && prologue.input_kind != TokenInput::kRepackScales;
   const bool swizzled =
       a.tokens.format == DenseTokens::kMxfp8Swizzled || a.tokens.format == DenseTokens::kMxfp4Swizzled;
-  const bool own_scales = !swizzled && prologue.input_kind != TokenInput::kAsIs;
-  if (!own_scales && reinterpret_cast<uintptr_t>(scales) % sizeof(uint32_t) != 0) {
+  if (!rows.scales && reinterpret_cast<uintptr_t>(scales) % sizeof(uint32_t) != 0) {
     return {cudaErrorMisalignedAddress, "scales of tokens must start at a multiple of 4 bytes"};
   }
-  gemm->tokens = own_values ? w.tokens : static_cast<const uint8_t*>(a.tokens.data);
-  gemm->token_scales = reinterpret_cast<const uint32_t*>(own_scales ? w.token_scales : scales);
+  gemm->tokens = rows.values ? w.tokens : static_cast<const uint8_t*>(a.tokens.data);
+  gemm->token_scales = reinterpret_cast<const uint32_t*>(rows.scales ? w.token_scales : scales);
   gemm->token_scale_pitch = swizzled ? 0 : scale_words(a.k);
   return launch_prologue(prologue, options);
 }
@@ -507,12 +523,14 @@ int dense_blocks(const DenseGemmArguments& a, const LaunchOptions& options, int 
 
 }  // namespace
 
-size_t dense_gemm_workspace_bytes(int num_tokens, int k, int device_sms) {
-  return lay_out_dense(num_tokens, k, device_sms, nullptr).bytes;
+size_t dense_gemm_workspace_bytes(const GemmInstance& instance, int num_tokens, int k, DenseTokens format,
+                                  int device_sms) {
+  return lay_out_dense(instance, num_tokens, k, format, device_sms, nullptr).bytes;
 }
 
 Status run_dense_gemm(const DenseGemmArguments& a, const LaunchOptions& options) {
-  const DenseGemmWorkspace w = lay_out_dense(a.num_tokens, a.k, options.device_sms, a.workspace);
+  const DenseGemmWorkspace w =
+      lay_out_dense(*a.instance, a.num_tokens, a.k, a.tokens.format, options.device_sms, a.workspace);
   if (w.bytes > a.workspace_bytes) return {cudaErrorInvalidValue, "the workspace is too small"};
   if (Status r = check_activations(a.num_tokens, 2 * a.k); r.error) return r;
   int blocks = 0;

@@ -131,7 +131,8 @@ struct DenseGemmArguments {
   const GemmInstance* instance;
 };
 
-size_t dense_gemm_workspace_bytes(int num_tokens, int k, int device_sms);
+size_t dense_gemm_workspace_bytes(const GemmInstance& instance, int num_tokens, int k, DenseTokens format,
+                                  int device_sms);
 Status run_dense_gemm(const DenseGemmArguments& arguments, const LaunchOptions& options);
 
 size_t group_gemm_workspace_bytes(int device_sms);
