@@ -55,6 +55,13 @@ FLASHINFER_SM12X_HOST_DEVICE ScaleRow swizzled_scale_row(int64_t row, int words)
           kScaleChunkRows};
 }
 
+// Byte of block `k_block` of a row.
+FLASHINFER_SM12X_HOST_DEVICE int64_t swizzled_scale_place(int64_t row, int k_block, int words) {
+  const ScaleRow at = swizzled_scale_row(row, words);
+  const int64_t word = at.base + static_cast<int64_t>(k_block / kScaleChunkBlocks) * at.stride;
+  return kScaleChunkBlocks * word + k_block % kScaleChunkBlocks;
+}
+
 FLASHINFER_SM12X_HOST_DEVICE ScaleRow linear_scale_row(int64_t row, int pitch_words) { return {row * pitch_words, 1}; }
 
 // Bytes of one matrix's scales in the 128x4 layout.

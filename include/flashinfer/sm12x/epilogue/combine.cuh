@@ -18,6 +18,32 @@ struct OwnToken {
   float weight;
 };
 
+// take(token of the tile, row, value) for each of a thread's outputs: its sum, scaled, and the row's bias.
+template <class Config, class Params, class Take>
+__device__ __forceinline__ void for_each_output(const Params& p, const scheduler::Unit& unit, float scale,
+                                                int64_t first_bias, int warp, int lane,
+                                                const Accumulators<Config>& accumulators, const Take& take) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+#pragma unroll
+    for (int upper = 0; upper < 2; ++upper) {
+      const int row = unit.row_tile * kRowTile + half * kRowHalf + 16 * (warp % 4) + lane / 4 + 8 * upper;
+      if (row >= p.rows) continue;
+      const float bias =
+          p.epilogue.bias != nullptr ? load_scalar(p.epilogue.bias, first_bias + row, p.epilogue.bias_type) : 0.0f;
+#pragma unroll
+      for (int step = 0; step < Config::kTokenSteps; ++step) {
+#pragma unroll
+        for (int parity = 0; parity < 2; ++parity) {
+          const int token = Config::kWarpTokens * (warp / 4) + 8 * step + 2 * (lane % 4) + parity;
+          if (token >= unit.num_tokens) continue;
+          take(token, row, fmaf(accumulators[half][step][2 * upper + parity], scale, bias));
+        }
+      }
+    }
+  }
+}
+
 template <class Config>
 class Fc2Finish {
   using Params = GroupedGemmParams<Role::kFc2>;
@@ -64,28 +90,10 @@ class Fc2Finish {
                                                     const float* weights, int warp, int lane,
                                                     const Accumulators<Config>& accumulators) {
     const float scale = Config::Policy::kAccumulatorScale * load_or(p.epilogue.global_scale, unit.expert, 1.0f);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-#pragma unroll
-      for (int upper = 0; upper < 2; ++upper) {
-        const int row = unit.row_tile * kRowTile + half * kRowHalf + 16 * (warp % 4) + lane / 4 + 8 * upper;
-        if (row >= p.rows) continue;
-        const float bias =
-            p.epilogue.bias != nullptr
-                ? load_scalar(p.epilogue.bias, static_cast<int64_t>(unit.expert) * p.rows + row, p.epilogue.bias_type)
-                : 0.0f;
-#pragma unroll
-        for (int step = 0; step < Config::kTokenSteps; ++step) {
-#pragma unroll
-          for (int parity = 0; parity < 2; ++parity) {
-            const int token = Config::kWarpTokens * (warp / 4) + 8 * step + 2 * (lane % 4) + parity;
-            if (token >= unit.num_tokens) continue;
-            const float value = fmaf(accumulators[half][step][2 * upper + parity], scale, bias) * weights[token];
-            p.epilogue.contributions[static_cast<int64_t>(entries[token]) * p.rows + row] = value;
-          }
-        }
-      }
-    }
+    const int64_t first_bias = static_cast<int64_t>(unit.expert) * p.rows;
+    for_each_output<Config>(p, unit, scale, first_bias, warp, lane, accumulators, [&](int token, int row, float value) {
+      p.epilogue.contributions[static_cast<int64_t>(entries[token]) * p.rows + row] = value * weights[token];
+    });
   }
 
   // Sums of all tokens that are complete.
@@ -121,27 +129,11 @@ __device__ __forceinline__ void store_output(const GroupedGemmParams<Role::kStor
                                              int warp, int lane, const Accumulators<Config>& accumulators) {
   const StoreEpilogue& e = p.epilogue;
   const float scale = Config::Policy::kAccumulatorScale * load_or(e.alpha, 0, 1.0f);
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-#pragma unroll
-    for (int upper = 0; upper < 2; ++upper) {
-      const int row = unit.row_tile * kRowTile + half * kRowHalf + 16 * (warp % 4) + lane / 4 + 8 * upper;
-      if (row >= p.rows) continue;
-      const float bias = e.bias != nullptr ? load_scalar(e.bias, row, e.bias_type) : 0.0f;
-#pragma unroll
-      for (int step = 0; step < Config::kTokenSteps; ++step) {
-#pragma unroll
-        for (int parity = 0; parity < 2; ++parity) {
-          const int token = Config::kWarpTokens * (warp / 4) + 8 * step + 2 * (lane % 4) + parity;
-          if (token >= unit.num_tokens) continue;
-          const int64_t at = static_cast<int64_t>(unit.first_token + token) * p.rows + row;
-          float value = fmaf(accumulators[half][step][2 * upper + parity], scale, bias);
-          if (e.residual != nullptr) value += load_scalar(e.residual, at, e.output_type);
-          store_scalar(e.output, at, e.output_type, value);
-        }
-      }
-    }
-  }
+  for_each_output<Config>(p, unit, scale, 0, warp, lane, accumulators, [&](int token, int row, float value) {
+    const int64_t at = static_cast<int64_t>(unit.first_token + token) * p.rows + row;
+    if (e.residual != nullptr) value += load_scalar(e.residual, at, e.output_type);
+    store_scalar(e.output, at, e.output_type, value);
+  });
 }
 
 }  // namespace flashinfer::sm12x::epilogue

@@ -26,7 +26,7 @@ class StreamKeeper {
         shared(block),
         turn_(turn),
         lane_(lane),
-        keepers_(min(kWarps, block.stages)),
+        keepers_(keepers_of(block.stages, 1)),
         to_fill_(params, block, turn, keepers_),
         to_finish_(to_fill_) {
     place_.advance(turn, block.stages);
@@ -172,8 +172,6 @@ class StreamKeeper {
   const StreamedLayerParams& p;
   const StreamBlock& shared;
   int turn_, lane_;
-  // Not more than stages: then a unit's predecessor in its stage is none that comes behind this warp's last one, and the
-  // parity of `done` cannot be taken for that of a phase before.
   int keepers_;
   RingPlace place_;
   StreamStride to_fill_, to_finish_;

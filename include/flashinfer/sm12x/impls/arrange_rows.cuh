@@ -20,7 +20,8 @@ struct ArrangeRowsParams {
 
 constexpr int kArrangeRowsThreads = 256;
 
-// A thread takes a block of 32 elements; blocks beyond K, up to a whole word, become zeros.
+// A thread takes a block of 32 elements, whatever its format (moe_arrange_kernel: eight, since a layer's few tokens go to
+// several places each); blocks beyond K, up to a whole word, become zeros.
 __global__ void __launch_bounds__(kArrangeRowsThreads)
     arrange_rows_kernel(const __grid_constant__ ArrangeRowsParams p) {
   ptx::wait_for_prerequisite_grids();

@@ -33,12 +33,12 @@ template <WeightFormat kWeights>
 __device__ __forceinline__ void arrange(const uint4 (&eights)[4], TokenBlock& to) {
 #pragma unroll
   for (int q = 0; q < 4; ++q) {
-    const uint4& k = eights[q];
-    const bool fours = kWeights == WeightFormat::kMxfp8;
-    to[2 * q][0] = fours ? __byte_perm(k.x, k.z, 0x5410) : k.x;
-    to[2 * q][1] = fours ? __byte_perm(k.y, k.w, 0x5410) : k.y;
-    to[2 * q + 1][0] = fours ? __byte_perm(k.x, k.z, 0x7632) : k.z;
-    to[2 * q + 1][1] = fours ? __byte_perm(k.y, k.w, 0x7632) : k.w;
+    uint4 k = eights[q];
+    if (kWeights == WeightFormat::kMxfp8) {
+      k = make_uint4(__byte_perm(k.x, k.z, 0x5410), __byte_perm(k.y, k.w, 0x5410), __byte_perm(k.x, k.z, 0x7632),
+                     __byte_perm(k.y, k.w, 0x7632));
+    }
+    set_eight(to, q, k);
   }
 }
 
@@ -56,14 +56,9 @@ __device__ __forceinline__ void load_tokens(const DenseParams& p, SlabMultiplier
     RowLoader{p.tokens, first + token, k_block, wanted}.load(eights);
     arrange<Shape::kWeights>(eights, to);
   };
-  // In a loop through which the registers shift: converting is more code than it is worth fetching for every block.
 #pragma unroll 1
   for (int i = 0; i < kBlocks; ++i) {
-#pragma unroll
-    for (int b = 0; b + 1 < kBlocks; ++b) {
-#pragma unroll
-      for (int v = 0; v < 16; ++v) blocks[b][v / 2][v % 2] = blocks[b + 1][v / 2][v % 2];
-    }
+    shift_blocks<kBlocks>(blocks);
     load(i, blocks[kBlocks - 1]);
   }
 }
@@ -120,11 +115,6 @@ __device__ __forceinline__ void multiply_units(const DenseParams& p, const Dense
       place.advance(p.gemm.chunks, ring.stages);
     }
   }
-}
-
-// Keepers at work. Units of two never meet in one stage: the parity of `done` could be taken for that of the phase before.
-FLASHINFER_SM12X_HOST_DEVICE int keepers_of(int stages, int chunks) {
-  return stages / chunks < kKeeperWarps ? stages / chunks : kKeeperWarps;
 }
 
 // The largest outputs of a tile that a keeper has seen: a lane's rows of its tokens, 2t and 2t + 1 of each step.

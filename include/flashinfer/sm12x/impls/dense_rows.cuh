@@ -36,11 +36,7 @@ struct RowLoader {
 
   __device__ __forceinline__ float scale() const {
     int64_t place = row * (rows.k / kScaleBlock) + k_block;
-    if (rows.format != DenseTokens::kMxfp8Linear) {
-      const ScaleRow words = swizzled_scale_row(row, scale_words(rows.k));
-      place = 4 * (words.base + static_cast<int64_t>(k_block / kScaleChunkBlocks) * words.stride) +
-              k_block % kScaleChunkBlocks;
-    }
+    if (rows.format != DenseTokens::kMxfp8Linear) { place = swizzled_scale_place(row, k_block, scale_words(rows.k)); }
     return ptx::ue8m0_to_f32<0>(wanted ? rows.scales[place] : 0);
   }
 
@@ -80,24 +76,11 @@ struct RowLoader {
     }
   }
 
-  // To MXFP8 and back: a lane holds a whole block. Unpacked twice, rather than held in twice the registers.
   template <bool kIsBf16>
   __device__ __forceinline__ void load_quantized(uint4 (&eights)[4]) const {
     load_16_bit(eights);
-    float amax = 0.0f, x[8];
-#pragma unroll
-    for (int q = 0; q < 4; ++q) {
-      unpack_eight<kIsBf16>(eights[q], x);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) amax = fmaxf(amax, fabsf(x[i]));
-    }
-    const uint32_t exponent = ptx::mxfp8_scale(amax);
-    const float inverse = ptx::mxfp8_inverse_scale(exponent), s = ptx::ue8m0_to_f32<0>(exponent);
-#pragma unroll
-    for (int q = 0; q < 4; ++q) {
-      unpack_eight<kIsBf16>(eights[q], x);
-      eights[q] = detail::requantize_eight(x, inverse, s);
-    }
+    requantize_block([&](int q, float (&x)[8]) { unpack_eight<kIsBf16>(eights[q], x); },
+                     [&](int q, const uint4& eight) { eights[q] = eight; });
   }
 };
 

@@ -20,6 +20,31 @@ namespace flashinfer::sm12x {
 // of a word.
 using TokenBlock = uint32_t[8][2];
 
+// Elements 8q.. of a block, arranged (token_blocks.cuh).
+__device__ __forceinline__ void set_eight(TokenBlock& to, int q, const uint4& eight) {
+  to[2 * q][0] = eight.x;
+  to[2 * q][1] = eight.y;
+  to[2 * q + 1][0] = eight.z;
+  to[2 * q + 1][1] = eight.w;
+}
+
+// Makes room for a block behind the others: a loop through which the registers shift is little code, which is fetched once
+// and not for every block.
+template <int kBlocks>
+__device__ __forceinline__ void shift_blocks(TokenBlock* blocks) {
+#pragma unroll
+  for (int i = 0; i + 1 < kBlocks; ++i) {
+#pragma unroll
+    for (int v = 0; v < 16; ++v) blocks[i][v / 2][v % 2] = blocks[i + 1][v / 2][v % 2];
+  }
+}
+
+// Warps that keep a ring of such units filled. Units of two never meet in one stage: the parity of `done` could be taken for
+// that of the phase before.
+FLASHINFER_SM12X_HOST_DEVICE int keepers_of(int stages, int chunks) {
+  return stages / chunks < kKeeperWarps ? stages / chunks : kKeeperWarps;
+}
+
 // Barriers of the stages at the start of a block's shared memory, the ring `kOffset` bytes behind it.
 template <int kOffset>
 struct StreamRing {

@@ -39,7 +39,7 @@ class TokenFragments {
     } else {
 #pragma unroll 1
       for (int i = 0; i < kBlocks; ++i) {
-        shift(blocks);
+        shift_blocks<kBlocks>(blocks);
         load(i, blocks[kBlocks - 1]);
       }
     }
@@ -68,7 +68,7 @@ class TokenFragments {
     }
 #pragma unroll 1
     for (int i = 0; i < kBlocks; ++i) {
-      shift(blocks);
+      shift_blocks<kBlocks>(blocks);
       if constexpr (kHold) {
         float values[4][8];
         const Source next = i + 1 < kBlocks ? source(i + 1) : Source{p.act, false};
@@ -107,29 +107,11 @@ class TokenFragments {
     }
   };
 
-  // Makes room for a block behind the others.
-  static __device__ __forceinline__ void shift(TokenBlock* blocks) {
-#pragma unroll
-    for (int i = 0; i + 1 < kBlocks; ++i) {
-#pragma unroll
-      for (int v = 0; v < 8; ++v) {
-        blocks[i][v][0] = blocks[i + 1][v][0];
-        blocks[i][v][1] = blocks[i + 1][v][1];
-      }
-    }
-  }
-
-  static __device__ __forceinline__ void set_eight(TokenBlock& to, int q, const uint4& eight) {
-    to[2 * q][0] = eight.x;
-    to[2 * q][1] = eight.y;
-    to[2 * q + 1][0] = eight.z;
-    to[2 * q + 1][1] = eight.w;
-  }
   // `eight_of(q, x)` gives elements 8q.. of the block.
   template <class EightOf>
   static __device__ __forceinline__ void convert(TokenBlock& to, const EightOf& eight_of) {
-    float x[8];
     if constexpr (Config::kActivation == Activation::kBf16) {
+      float x[8];
 #pragma unroll
       for (int q = 0; q < 4; ++q) {
         eight_of(q, x);
@@ -138,20 +120,7 @@ class TokenFragments {
                              ptx::f32x2_to_bf16x2(x[2], x[6]), ptx::f32x2_to_bf16x2(x[3], x[7])));
       }
     } else {
-      float amax = 0.0f;
-#pragma unroll
-      for (int q = 0; q < 4; ++q) {
-        eight_of(q, x);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) amax = fmaxf(amax, fabsf(x[i]));
-      }
-      const uint32_t exponent = ptx::mxfp8_scale(amax);
-      const float inverse = ptx::mxfp8_inverse_scale(exponent), scale = ptx::ue8m0_to_f32<0>(exponent);
-#pragma unroll
-      for (int q = 0; q < 4; ++q) {
-        eight_of(q, x);
-        set_eight(to, q, detail::requantize_eight(x, inverse, scale));
-      }
+      requantize_block(eight_of, [&](int q, const uint4& eight) { set_eight(to, q, eight); });
     }
   }
 };

@@ -38,20 +38,35 @@ __device__ __forceinline__ uint4 from_eight_bytes(const uint2& eight, float scal
                     ptx::e4m3x2_to_bf16x2(static_cast<uint16_t>(second >> 16), scale));
 }
 
-// Eight floats to MXFP8 and back.
-__device__ __forceinline__ uint4 requantize_eight(const float (&x)[8], float inverse, float scale) {
-  return make_uint4(ptx::e4m3x2_to_bf16x2(ptx::f32x2_to_e4m3x2(x[0] * inverse, x[4] * inverse), scale),
-                    ptx::e4m3x2_to_bf16x2(ptx::f32x2_to_e4m3x2(x[1] * inverse, x[5] * inverse), scale),
-                    ptx::e4m3x2_to_bf16x2(ptx::f32x2_to_e4m3x2(x[2] * inverse, x[6] * inverse), scale),
-                    ptx::e4m3x2_to_bf16x2(ptx::f32x2_to_e4m3x2(x[3] * inverse, x[7] * inverse), scale));
-}
-
 __device__ __forceinline__ uint4 from_eight_bf16(const uint4& k) {
   return make_uint4(__byte_perm(k.x, k.z, 0x5410), __byte_perm(k.x, k.z, 0x7632), __byte_perm(k.y, k.w, 0x5410),
                     __byte_perm(k.y, k.w, 0x7632));
 }
 
 }  // namespace detail
+
+// A block of 32 to MXFP8 and back, by a lane that has all of it: load(q, x) gives elements 8q.., twice, rather than 32 of them
+// are held until their largest is known; take(q, eight) gets them arranged.
+template <class Load, class Take>
+__device__ __forceinline__ void requantize_block(const Load& load, const Take& take) {
+  float amax = 0.0f, x[8];
+#pragma unroll
+  for (int q = 0; q < 4; ++q) {
+    load(q, x);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) amax = fmaxf(amax, fabsf(x[i]));
+  }
+  const uint32_t exponent = ptx::mxfp8_scale(amax);
+  const float inverse = ptx::mxfp8_inverse_scale(exponent), scale = ptx::ue8m0_to_f32<0>(exponent);
+  auto pair = [&](int i) {
+    return ptx::e4m3x2_to_bf16x2(ptx::f32x2_to_e4m3x2(x[i] * inverse, x[i + 4] * inverse), scale);
+  };
+#pragma unroll
+  for (int q = 0; q < 4; ++q) {
+    load(q, x);
+    take(q, make_uint4(pair(0), pair(1), pair(2), pair(3)));
+  }
+}
 
 // Elements 8 * eighth.. of row `token` of the layer's input, as W4A8 (kE4m3) or W4A16 (kBf16) rounds them, arranged. Lanes
 // 4i..4i + 3 hold one block and call together.
@@ -76,8 +91,7 @@ __device__ __forceinline__ uint4 load_input_eight(const InputRows& rows, int64_t
   const int k_block = eighth / 4;
   int64_t scale_at = token * (rows.k / kScaleBlock) + k_block;
   if (rows.source == TokenSource::kMxfp8Swizzled) {
-    const ScaleRow row = swizzled_scale_row(token, scale_words(rows.k));
-    scale_at = 4 * (row.base + k_block / kScaleChunkBlocks * row.stride) + k_block % kScaleChunkBlocks;
+    scale_at = swizzled_scale_place(token, k_block, scale_words(rows.k));
   }
   const uint2 eight = static_cast<const uint2*>(rows.data)[at];
   return detail::from_eight_bytes(eight, ptx::ue8m0_to_f32<0>(rows.scales[scale_at]));

@@ -1,7 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // From expert ids to token lists: a stable counting sort of the (token, slot) entries by local expert. The same warp-wide
-// steps serve the prologue kernel (any number of entries) and the GEMM kernels (few entries, no extra launch).
+// steps serve four sorts, which differ in where entries and places are kept:
+//
+//   route_with_one_warp  GEMM kernels, few entries: in registers, no launch of its own
+//   sort_entries         moe_prologue.cuh, any number: a count of each of sixteen warps
+//   route_many           streamed_layer.cuh: entries in shared memory; tiles of tokens come of the same pass
+//   route_few            streamed_layer.cuh, up to 32 entries: one a lane, since nothing hides what one token's routing takes
+//
 // Stable and free of floating point, hence the same order on every run.
 #pragma once
 
