@@ -23,7 +23,7 @@ void decode_run(TensorView out, TensorView key_cache, TensorView value_cache, Te
   params.num_sequences = checked_int(seq_lens.size(0), "the number of sequences");
   params.num_kv_heads = checked_int(key_cache.size(1), "the number of KV heads");
   params.q_len = checked_int(q_len, "q_len_per_req");
-  TVM_FFI_CHECK(params.q_len > 0 && params.q_len <= kDecodeMaxLength, ValueError) << "q_len_per_req is " << q_len;
+  TVM_FFI_CHECK(params.q_len > 0 && params.q_len <= kDecodeMaxQLen, ValueError) << "q_len_per_req is " << q_len;
   const int64_t tokens = static_cast<int64_t>(params.num_sequences) * params.q_len;
   const int64_t heads = static_cast<int64_t>(params.num_kv_heads) * kDecodeGroup;
   TVM_FFI_CHECK(query.size(0) == tokens && query.size(1) == heads && query.size(2) == kDecodeHead, ValueError)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decode attention: upstream's, and with ``FLASHINFER_SM12X_DECODE=1`` this fork's kernel in place of XQA's.
 
-XQA is what vLLM's FlashInfer backend decodes with on SM12x. The switch is off by default: no GPU has timed the kernel yet.
+XQA is what vLLM's FlashInfer backend decodes with on SM12x. The switch is off by default: the kernel has run on no GPU yet.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from flashinfer._layer import extend
 
 _upstream = extend(globals())
 
-from .fused_moe import sm12x_dispatch
-from .sm12x_decode import CACHE_DTYPES, CHUNK, GROUP, HEAD
 from .sm12x_decode import decode_attention as decode_attention
 from .sm12x_decode import decode_workspace_size as decode_workspace_size
+from .sm12x_decode import split_cache, validate
 
 if TYPE_CHECKING:
 
@@ -43,7 +42,7 @@ def xqa_batch_decode_with_kv_cache(*arguments: Any, **named: Any) -> torch.Tenso
         refusal = _refusal(call.arguments)
         if refusal is None:
             return _ours(**call.arguments)
-        warnings.warn(f"{DECODE_VARIABLE}=1: upstream's XQA computes this call, since {refusal}", stacklevel=2)
+        _tell(refusal)
     computed: torch.Tensor = _upstream.xqa_batch_decode_with_kv_cache(*arguments, **named)
     return computed
 
@@ -55,29 +54,35 @@ def _asked_for() -> bool:
     return value == "1"
 
 
+@functools.cache  # once a process for each reason
+def _tell(refusal: str) -> None:
+    warnings.warn(f"{DECODE_VARIABLE}=1: upstream's XQA computes this call, since {refusal}", stacklevel=3)
+
+
+def _as_int32(tensor: torch.Tensor) -> torch.Tensor:
+    """Upstream's documentation has uint32, its callers give int32."""
+    return tensor.view(torch.int32) if tensor.dtype == torch.uint32 else tensor
+
+
 def _refusal(call: Mapping[str, Any]) -> str | None:
     """Why ``decode_attention`` cannot compute a call, or None."""
-    query, cache = call["query"], call["kv_cache"]
-    parts = cache if isinstance(cache, tuple) else cache.unbind(1)
-    positions, heads = (1, 2) if call["kv_layout"] == "NHD" else (2, 1)
-    page_size, kv_heads = parts[0].shape[positions], parts[0].shape[heads]
-    for name, usual in (("mask", None), ("kv_cache_sf", None), ("q_cu_seq_lens", None), ("q_len_per_req", 1)):
-        if call[name] is not usual and call[name] != usual:
+    for name in ("mask", "kv_cache_sf", "q_cu_seq_lens"):
+        if call[name] is not None:
             return f"{name} is given"
+    if call["q_len_per_req"] not in (None, 1):
+        return f"q_len_per_req is {call['q_len_per_req']}"  # what a draft sees, XQA is told by its mask
     if call["o_scale"] not in (None, 1.0):
-        return "o_scale is given"
-    if any(isinstance(call[name], torch.Tensor) for name in ("bmm1_scale", "bmm2_scale")):
-        return "scales are tensors"
-    if not sm12x_dispatch.serves(query.device):
-        return f"it has no kernel for {query.device}"
-    if query.dtype != torch.bfloat16 or (call["out"] is not None and call["out"].dtype != torch.bfloat16):
-        return "query or out is not bfloat16"
-    if len(parts) != 2 or parts[0].dtype not in CACHE_DTYPES:
-        return f"the cache is of {parts[0].dtype}"
-    if query.shape[-1] != HEAD or query.shape[-2] != GROUP * kv_heads:
-        return f"heads are not of {HEAD}, {GROUP} to a KV head"
-    if page_size < CHUNK or page_size & (page_size - 1):
-        return f"pages have {page_size} positions"
+        return f"o_scale is {call['o_scale']}"
+    tables, lengths = _as_int32(call["block_tables"]), _as_int32(call["seq_lens"])
+    scales = {"bmm1_scale": call["bmm1_scale"], "bmm2_scale": call["bmm2_scale"]}
+    try:
+        keys, values = split_cache(call["kv_cache"], call["kv_layout"])
+        validate(
+            call["out"], keys, values, call["query"], None, None, tables, lengths, None, call["sinks"],
+            q_len=1, window_left=call["window_left"], scales=scales,
+        )  # fmt: skip
+    except (TypeError, ValueError, NotImplementedError) as error:
+        return str(error)
     return None
 
 
@@ -98,8 +103,8 @@ def _ours(
     attended: torch.Tensor = decode_attention(
         query,
         kv_cache,
-        block_tables.view(torch.int32),
-        seq_lens.view(torch.int32),
+        _as_int32(block_tables),
+        _as_int32(seq_lens),
         sinks=sinks,
         sm_scale=bmm1_scale,  # the cache's scale in it
         v_scale=bmm2_scale,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -27,6 +28,7 @@ CHUNK = 16  # positions of a kernel's step; pages are whole ones
 MAX_Q_LEN = 64
 CACHE_DTYPES = (torch.bfloat16, torch.float8_e4m3fn)
 ROPE_DTYPES = (torch.bfloat16, torch.float32)
+SMALLEST_SCALE = 2.0**-100  # as float32 normal, and its inverse
 LOG2_E = math.log2(math.e)
 LAYOUTS = ("HND", "NHD")
 
@@ -62,7 +64,8 @@ def decode_attention(
     their positions: in float32, rounded to bfloat16. ``key`` and ``value`` then go to the cache, divided by ``k_scale`` and
     ``v_scale`` and rounded to e4m3 where it is of that, and attention reads all as the cache holds it. So results do not
     depend on whether a position is new. A token sees its own position, and ``window_left`` before it (negative: all); a
-    sink takes part in a head's softmax with that score, and has no value. Scores and sums are float32, softmax weights are
+    sink takes part in a head's softmax with that score, and has no value. (A value that is no finite number reaches all of a
+    sequence's new tokens, those before it, too.) Scores and sums are float32, softmax weights are
     rounded to bfloat16 for their product with values. Results are the same on every run.
 
     On SM12x (and, with ``FLASHINFER_SM12X_MOE=1``, on compute capability 9.0) this is a kernel of this fork; CPU tensors are
@@ -80,7 +83,8 @@ def decode_attention(
     block_tables : torch.Tensor
         ``[num_sequences, max_pages]`` int32; only entries of pages that a sequence sees are read.
     seq_lens : torch.Tensor
-        ``[num_sequences]`` int32, new tokens included; with 0, rows are zero and nothing is appended.
+        ``[num_sequences]`` int32, new tokens included; with 0, rows are zero and nothing is appended. No longer than the
+        pages of a table's row, nor than ``rope_table``: nothing checks that.
     key, value : torch.Tensor, optional
         ``[m, num_kv_heads, 64]`` bfloat16, as ``query``; without them the cache holds the new positions already.
     rope_table : torch.Tensor, optional
@@ -98,12 +102,12 @@ def decode_attention(
     kv_layout : str
         ``"HND"`` or ``"NHD"``.
     constant_cache : bool
-        Nothing in front of this call on its stream writes ``block_tables``, ``seq_lens``, or positions of the cache other
-        than the new ones, so that all this may be read while that still runs. In a decode step they are an earlier step's.
+        ``block_tables``, ``seq_lens`` and the positions of the cache that are not new were written by launches that have
+        completed, as those of an earlier step have: they may be read while the launch in front still runs.
     workspace_buffer : torch.Tensor, optional
         uint8, :func:`decode_workspace_size` of them, zero before its first use; calls that may run at the same time need one
-        each. By default one for each device and stream, and one for all graphs captured on a device, which must then not be
-        replayed at the same time; kept.
+        each. By default one for each device and stream, and one for all that is captured on a device, kept: graphs then must
+        not be replayed at the same time, nor have branches that call this at the same time.
     out : torch.Tensor, optional
         ``[m, 8 * num_kv_heads, 64]`` bfloat16, contiguous.
     enable_pdl : bool, optional
@@ -123,7 +127,7 @@ def decode_attention(
     NotImplementedError
         The GPU has no kernels of this family.
     """
-    keys, values = _split_cache(kv_cache, kv_layout)
+    keys, values = split_cache(kv_cache, kv_layout)
     if out is None:
         require_tensor_type("query", query)
         out = torch.empty(query.shape, dtype=torch.bfloat16, device=query.device)
@@ -153,7 +157,12 @@ def decode_attention(
 
 def decode_workspace_size(device: torch.device) -> int:
     """Bytes of a workspace for :func:`decode_attention` on a CUDA device."""
-    return int(_dispatch().decode_module().sm12x_decode_workspace_size(device.index or 0))
+    return _workspace_bytes(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@functools.cache
+def _workspace_bytes(index: int) -> int:
+    return int(_dispatch().decode_module().sm12x_decode_workspace_size(index))
 
 
 def _dispatch() -> Any:
@@ -162,7 +171,7 @@ def _dispatch() -> Any:
     return sm12x_dispatch
 
 
-def _split_cache(kv_cache: Any, kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+def split_cache(kv_cache: Any, kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values, ``[num_pages, num_kv_heads, page_size, 64]`` whatever their strides."""
     if kv_layout not in LAYOUTS:
         raise ValueError(f"kv_layout is {kv_layout!r}; it may be {' or '.join(map(repr, LAYOUTS))}")
@@ -199,12 +208,12 @@ def _require_rows(name: str, value: torch.Tensor, shape: tuple[int, ...], device
 def _require_scale(name: str, value: Any) -> None:
     if isinstance(value, torch.Tensor) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} is {describe(value)}; it must be a number: a captured launch holds it")
-    if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"{name} is {value}; it must be positive and finite")
+    if not SMALLEST_SCALE <= value <= 1 / SMALLEST_SCALE:
+        raise ValueError(f"{name} is {value}; it must be from {SMALLEST_SCALE} to {1 / SMALLEST_SCALE}")
 
 
-def _validate(
-    out: torch.Tensor,
+def validate(
+    out: torch.Tensor | None,
     keys: torch.Tensor,
     values: torch.Tensor,
     query: torch.Tensor,
@@ -218,14 +227,14 @@ def _validate(
     window_left: int,
     scales: dict[str, float],
 ) -> None:
-    """Check a call's metadata."""
+    """Check a call's metadata; the exceptions of :func:`decode_attention`."""
     require_tensor_type("query", query)
     require_computing_device("query", query)
     device = query.device
     if not _dispatch().serves(device):
         raise NotImplementedError(
             f"decode_attention has no kernel for {torch.cuda.get_device_name(device)}: it is for compute capability 12.x "
-            "(and 9.0 with FLASHINFER_SM12X_MOE=1)"
+            "(unless FLASHINFER_SM12X_MOE=0) and 9.0 (with FLASHINFER_SM12X_MOE=1)"
         )
     require_int("q_len_per_req", q_len, 1, MAX_Q_LEN)
     require_int("window_left", window_left, -(2**31))
@@ -237,6 +246,7 @@ def _validate(
         raise ValueError(f"kv_cache has {describe(keys)}; it must be {allowed} on {device}")
     if keys.shape != values.shape or keys.stride() != values.stride() or keys.dtype != values.dtype:
         raise ValueError(f"kv_cache has keys {describe(keys)} and values {describe(values)}; both must be alike")
+    require_int("the number of KV heads", kv_heads, 1)
     if head != HEAD:
         raise ValueError(f"kv_cache has heads of {head}; they must be of {HEAD}")
     if page_size < CHUNK or page_size & (page_size - 1):
@@ -271,14 +281,17 @@ def _validate(
         require_tensor("rope_table", rope_table, [(rope_table.shape[0], HEAD)], ROPE_DTYPES, device)
     if sinks is not None:
         require_tensor("sinks", sinks, [(heads,)], [torch.float32], device)
-    require_tensor("out", out, [(m, heads, HEAD)], [torch.bfloat16], device)
+    if out is not None:
+        require_tensor("out", out, [(m, heads, HEAD)], [torch.bfloat16], device)
 
 
 def _workspace(device: torch.device, given: torch.Tensor | None) -> torch.Tensor:
     size = decode_workspace_size(device)
     if given is not None:
+        require_tensor_type("workspace_buffer", given)
         require_tensor("workspace_buffer", given, [(given.numel(),)], [torch.uint8], device)
         require_int("workspace_buffer's size", given.numel(), size, why="as decode_workspace_size() says")
+        require_alignment({"workspace_buffer": given})
         return given
     graphs = (device.index, None)
     capturing = torch.cuda.is_current_stream_capturing()
@@ -316,7 +329,7 @@ def _run(
 ) -> None:
     scales = {"sm_scale": sm_scale, "k_scale": k_scale, "v_scale": v_scale}
     tensors = (query, key, value, block_tables, seq_lens, rope_table, sinks)
-    _validate(out, keys, values, *tensors, q_len, window_left, scales)
+    validate(out, keys, values, *tensors, q_len, window_left, scales)
     device = query.device
     virtual = virtual_device.active() if device.type == "cpu" else None
     if device.type == "cpu" and virtual is None:
@@ -348,9 +361,10 @@ def _operator_fake(*_: Any) -> None:
 
 
 def rope_rows(rows: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """``rows`` ``[m, heads, 64]`` bfloat16, turned as the kernel turns them, to the bit.
+    """``rows`` ``[m, heads, 64]`` bfloat16, turned as the kernel turns them.
 
-    Where it fuses a multiplication and an addition, float64 holds the product exactly.
+    Where it fuses a multiplication and an addition, float64 holds the product exactly; its sum is rounded twice here, which
+    a tie of the second rounding alone would show.
     """
     cosines, sines = table[positions].float().unsqueeze(1).chunk(2, dim=-1)
     first, second = rows.float().chunk(2, dim=-1)

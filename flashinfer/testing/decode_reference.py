@@ -24,6 +24,8 @@ class DecodeCase:
     arguments: dict[str, Any]
     keys: torch.Tensor
     values: torch.Tensor
+    exact_weights: bool = False
+    """Softmax weights are powers of two, and their products with values and all sums exact."""
 
     def cache(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the call, ``[pages, kv_heads, page_size, 64]``."""
@@ -51,15 +53,24 @@ def make_decode_case(
     rope: torch.dtype | None = torch.float32,
     sinks: bool = True,
     window_left: int = -1,
+    lattice: bool = False,
     device: torch.device | str = "cpu",
 ) -> DecodeCase:
-    """Random arguments. What no token may see, and what is to be appended, is NaN in the cache."""
+    """Random arguments. What no token may see, and what is to be appended, is NaN in the cache.
+
+    ``lattice``: scores are small integers in base 2 and values small integers, so that nothing is rounded but the output
+    (without rope, whose products are no integers).
+    """
     generator = torch.Generator().manual_seed(seed)
     m, longest = len(lengths) * q_len, max(lengths)
     dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
-    scales = (0.5, 1.75) if fp8 else (1.0, 1.0)
+    scales = (0.5, 1.75) if fp8 and not lattice else (1.0, 1.0)
+    if lattice:
+        rope = None
 
     def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        if lattice:
+            return torch.randint(-3, 4, shape, generator=generator).float()
         return torch.randn(shape, generator=generator) * scale
 
     pages_each = max(1, -(-longest // page_size))
@@ -83,6 +94,9 @@ def make_decode_case(
     heads = GROUP * kv_heads
     rows = normal(m, heads + 2 * kv_heads, HEAD).bfloat16()
     query, key, value = rows.split((heads, kv_heads, kv_heads), dim=1)
+    if lattice:
+        dims = torch.randint(HEAD, (m, heads, 1), generator=generator)
+        query.zero_().scatter_(2, dims, 1.0)
     arguments: dict[str, Any] = {
         "query": query,
         "kv_cache": cache,
@@ -100,10 +114,16 @@ def make_decode_case(
         angles = torch.arange(max(longest, 1))[:, None] * 0.7 ** torch.arange(HEAD // 2)
         arguments["rope_table"] = torch.cat([angles.cos() * 1.3, angles.sin() * 1.3], dim=1).to(rope)
     if sinks:
-        arguments["sinks"] = normal(heads)
-    before = [part.clone() for part in as_hnd(cache, layout)]
+        # About as heavy as all positions together.
+        seen = longest if window_left < 0 else min(longest, window_left + 1)
+        arguments["sinks"] = normal(heads) + math.log(max(seen, 1))
+        if lattice:
+            arguments["sinks"] = (arguments["sinks"] * math.log2(math.e)).round() * math.log(2)
+    if lattice:
+        arguments["sm_scale"] = math.log(2)
+    keys, values = (part.clone() for part in as_hnd(cache, layout))
     arguments = {name: v.to(device) if isinstance(v, torch.Tensor) else v for name, v in arguments.items()}
-    return DecodeCase(arguments, *before)
+    return DecodeCase(arguments, keys, values, lattice)
 
 
 def random_decode_case(seed: int, longest: int, *, kv_heads: int = 8, device: torch.device | str = "cpu") -> DecodeCase:
@@ -166,7 +186,9 @@ def check_decoded(out: torch.Tensor, case: DecodeCase) -> None:
             pages = arguments["block_tables"][sequence, seen // page_size].long()
             k, v = (part[pages, :, seen % page_size].double() for part in (keys, values))
             grouped = q.double().view(-1, GROUP, HEAD)
-            expected[row], bound[row] = _attend(grouped, k, v * v_scale, k_scale, arguments.get("sinks"))
+            scale = arguments.get("sm_scale", HEAD**-0.5) * k_scale
+            rounding = 0.0 if case.exact_weights else BF16_ROUNDOFF
+            expected[row], bound[row] = _attend(grouped, k, v * v_scale, scale, arguments.get("sinks"), rounding)
     for name, ours, theirs in zip(("keys", "values"), case.cache(), (keys, values), strict=True):
         same = ours.cpu().contiguous().view(torch.uint8) == theirs.contiguous().view(torch.uint8)
         assert same.all(), f"{name} of the cache differ in {int((~same).sum())} bytes"
@@ -174,10 +196,13 @@ def check_decoded(out: torch.Tensor, case: DecodeCase) -> None:
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_scale: float, sinks: torch.Tensor | None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, sinks: torch.Tensor | None, rounding: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token's output and bound, ``[heads, 64]``; ``q`` ``[kv_heads, 8, 64]``, ``k`` and ``v`` ``[positions, ...]``."""
-    unit, scale = FLOAT32_ROUNDOFF, HEAD**-0.5 * k_scale * math.log2(math.e)
+    """One token's output and bound, ``[heads, 64]``; ``q`` ``[kv_heads, 8, 64]``, ``k`` and ``v`` ``[positions, ...]``.
+
+    ``scale`` is of scores, ``rounding`` the relative error of a weight that meets a value.
+    """
+    unit, scale = FLOAT32_ROUNDOFF, scale * math.log2(math.e)
     chunks = len(k) // CHUNK + 2
     scores = torch.einsum("hgd,phd->hgp", q, k) * scale  # base 2
     size = torch.einsum("hgd,phd->hgp", q.abs(), k.abs()) * scale
@@ -187,14 +212,16 @@ def _attend(
     )
     if sinks is not None:
         sink = sinks.double().view(*q.shape[:2], 1) * math.log2(math.e)
-        error = error + 2 * unit * sink.abs()
+        error = error + 3 * unit * sink.abs()  # the constant, the product, the distance
         scores = torch.cat([scores, sink], dim=-1)
     shares = torch.softmax(scores * math.log(2), dim=-1)[..., : len(k)]
     out = torch.einsum("hgp,phd->hgd", shares, v)
     magnitude = torch.einsum("hgp,phd->hgd", shares, v.abs())
-    # A weight meets its own exp2 and those of rescaling: where its chunk, the warp, the split and the sink come in.
+    # A weight meets its own exp2 and those of rescaling: at each later chunk of its warp, where the other warps, the other
+    # splits and the sink come in. Warps and splits that have seen something are no more than chunks, and those that have not
+    # multiply by exp2(0) = 1.
     weight = math.log(2) * error + (chunks + 4) * (EXP2_ERROR + 2 * unit)
     # Sums of weights and of products: an addition a position within an MMA, one a chunk, warps and splits.
     sums = (CHUNK + chunks + 8 + 32) * ADDER
-    bound = magnitude * (BF16_ROUNDOFF + 2 * weight + 2 * sums + 4 * unit) + 2.0**-120
+    bound = magnitude * (rounding + 2 * weight + 2 * sums + 4 * unit) + 2.0**-120
     return out.flatten(0, 1), bound.flatten(0, 1)

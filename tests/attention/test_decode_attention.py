@@ -12,6 +12,7 @@ import torch
 from flashinfer import sm12x_decode
 from flashinfer.decode import decode_attention
 from flashinfer.testing.decode_reference import DecodeCase, check_decoded, make_decode_case, random_decode_case
+from flashinfer.testing.error_bounds import FLOAT32_ROUNDOFF, check_within_bound
 
 
 def test_random_shapes(device: torch.device) -> None:
@@ -42,6 +43,23 @@ def test_what_is_appended_is_as_if_it_had_been_there(device: torch.device) -> No
     appended = decode_attention(**case.arguments)
     cached = decode_attention(**{**case.arguments, "key": None, "value": None})
     assert torch.equal(appended, cached)
+
+
+def test_rope_against_complex_numbers() -> None:
+    """The rows that reference and CPU share, by another way: a pair is a complex number, and is turned by another."""
+    seed = 12
+    print("seed", seed)
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(40, 3, 64, generator=generator).bfloat16()
+    angles = torch.randn(100, 32, generator=generator).float()
+    table = torch.cat([angles.cos(), angles.sin()], dim=1)
+    positions = torch.randint(100, (40,), generator=generator)
+    turned = sm12x_decode.rope_rows(rows, positions, table)
+    pairs = torch.complex(*rows.double().chunk(2, dim=-1))
+    turn = torch.complex(*(part.double() for part in table[positions].chunk(2, dim=-1))).unsqueeze(1)
+    exact = torch.cat([(pairs * turn).real, (pairs * turn).imag], dim=-1)
+    size = torch.cat([pairs.abs()] * 2, dim=-1)
+    check_within_bound(turned, exact, 2 * FLOAT32_ROUNDOFF * size, "rope")
 
 
 def test_no_sequences(device: torch.device) -> None:
@@ -83,9 +101,11 @@ BAD: list[tuple[str, Any, type[Exception], str]] = [
     ("q_len_per_req", 65, ValueError, r"q_len_per_req is 65; it must be an integer in \[1, 64\]"),
     ("q_len_per_req", 0, ValueError, "q_len_per_req is 0"),
     ("window_left", 1.5, TypeError, "window_left is 1.5"),
-    ("sm_scale", 0.0, ValueError, "sm_scale is 0.0; it must be positive and finite"),
+    ("sm_scale", 0.0, ValueError, "sm_scale is 0.0; it must be from "),
     ("k_scale", torch.ones(1), TypeError, "k_scale is .* it must be a number"),
     ("v_scale", float("nan"), ValueError, "v_scale is nan"),
+    ("k_scale", 1e-40, ValueError, "k_scale is 1e-40"),
+    ("kv_cache", lambda t: t[:, :, :0], ValueError, "the number of KV heads is 0"),
     ("out", torch.zeros(2, 16, 32, dtype=torch.bfloat16), ValueError, r"out is .*\(2, 16, 64\)"),
 ]
 

@@ -27,6 +27,7 @@ def xqa_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
 @pytest.fixture
 def upstreams(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Calls that reach upstream's function."""
+    decode._tell.cache_clear()
     calls: list[dict[str, Any]] = []
     monkeypatch.setattr(
         decode._upstream, "xqa_batch_decode_with_kv_cache", lambda *_, **named: calls.append(named) or named["query"]
@@ -46,6 +47,20 @@ def test_a_call_of_gpt_oss(
     out = torch.empty_like(case.arguments["query"])
     assert decode.xqa_batch_decode_with_kv_cache(**xqa_arguments(case.arguments), out=out) is out
     check_decoded(out, case)
+    assert upstreams == []
+
+
+def test_a_cache_as_vllm_has_it(
+    monkeypatch: pytest.MonkeyPatch, upstreams: list[dict[str, Any]], device: torch.device
+) -> None:
+    """Keys and values side by side in each position of a page, given as two views; lengths unsigned as upstream says."""
+    monkeypatch.setenv(decode.DECODE_VARIABLE, "1")
+    case = make_decode_case([300, 20], 2, 3, appends=False, rope=None, device=device)
+    pages = torch.cat(case.arguments["kv_cache"].unbind(1), dim=-1)
+    case.arguments["kv_cache"] = pages.split(64, dim=-1)
+    arguments = xqa_arguments(case.arguments) | {"mask": None, "q_cu_seq_lens": None, "kv_cache_sf": None}
+    arguments["seq_lens"] = arguments["seq_lens"].view(torch.uint32)
+    check_decoded(decode.xqa_batch_decode_with_kv_cache(**arguments), case)
     assert upstreams == []
 
 
@@ -70,14 +85,17 @@ OTHERS: list[tuple[str, Any, str]] = [
     ("mask", torch.zeros(1), "mask is given"),
     ("kv_cache_sf", torch.zeros(1), "kv_cache_sf is given"),
     ("q_cu_seq_lens", torch.zeros(2), "q_cu_seq_lens is given"),
-    ("q_len_per_req", 2, "q_len_per_req is given"),
-    ("o_scale", 0.5, "o_scale is given"),
-    ("bmm1_scale", torch.ones(1), "scales are tensors"),
-    ("query", lambda t: t.half(), "query or out is not bfloat16"),
-    ("out", torch.zeros(1), "query or out is not bfloat16"),
-    ("kv_cache", lambda t: t.half(), "the cache is of torch.float16"),
-    ("query", lambda t: t[:, :4], "heads are not of 64, 8 to a KV head"),
-    ("kv_cache", lambda t: t[..., :8, :], "pages have 8 positions"),
+    ("q_len_per_req", 2, "q_len_per_req is 2"),
+    ("o_scale", 0.5, "o_scale is 0.5"),
+    ("bmm1_scale", torch.ones(1), "bmm1_scale is torch.float32"),
+    ("query", lambda t: t.half(), "query is torch.float16"),
+    ("out", torch.zeros(1), "out is torch.float32"),
+    ("kv_cache", lambda t: t.half(), "kv_cache has torch.float16"),
+    ("query", lambda t: t[:, :4], r"query is .* must be torch.bfloat16 \(1, 8, 64\)"),
+    ("kv_cache", lambda t: t[..., :8, :], "kv_cache has pages of 8"),
+    ("sinks", lambda t: t.bfloat16(), "sinks is torch.bfloat16"),
+    ("seq_lens", lambda t: t.long(), "seq_lens is torch.int64"),
+    ("block_tables", lambda t: t.long(), "block_tables is torch.int64"),
 ]
 
 

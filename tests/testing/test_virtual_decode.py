@@ -57,7 +57,7 @@ def test_lengths(device: VirtualDevice, lengths: list[int], fp8: bool) -> None:
 def test_splits(weak_device: VirtualDevice, fp8: bool, constant_cache: bool) -> None:
     """As many splits as the grid has, of unequal parts; lengths for which some have nothing to do."""
     run(weak_device, make_decode_case([1700, 260], 1, 3, fp8=fp8), constant_cache=constant_cache)
-    assert weak_device.launches[-1].grid[0] == 2 * 32
+    assert weak_device.launches[-1].grid[0] == 2 * SMS
 
 
 def test_more_chunks_of_a_warp_than_lanes(device: VirtualDevice) -> None:
@@ -127,11 +127,20 @@ def test_a_used_workspace_and_another_size(device: VirtualDevice) -> None:
     assert not workspace[: 2 * SMS * 4].any()
 
 
-def test_results_do_not_depend_on_who_comes_last(weak_device: VirtualDevice) -> None:
-    case = make_decode_case([1200], 1, 8)
-    first = run(weak_device, case)
-    for _ in range(3):
-        assert torch.equal(run(weak_device, case), first)
+@pytest.mark.parametrize("q_len", [1, 2, 3, 5])
+@pytest.mark.parametrize("window_left", [-1, 500])
+def test_splits_of_several_tokens_and_of_windows(device: VirtualDevice, q_len: int, window_left: int) -> None:
+    run(device, make_decode_case([1000, 5, 610], 1, q_len, q_len=q_len, window_left=window_left))
+
+
+@pytest.mark.parametrize("lengths", [[40, 7], [300], [1200]], ids=str)
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+def test_where_nothing_is_rounded_but_the_output(
+    device: VirtualDevice, lengths: list[int], sinks: bool, fp8: bool
+) -> None:
+    """Weights are powers of two: the bound is a ten-thousandth of what bf16 weights need, whatever is split."""
+    run(device, make_decode_case(lengths, 1, 9, lattice=True, sinks=sinks, fp8=fp8))
 
 
 def test_nothing_is_written_without_new_keys(device: VirtualDevice) -> None:
@@ -150,14 +159,23 @@ def test_no_number_in_the_cache_is_no_number_in_the_head(device: VirtualDevice) 
     assert out.isnan().sum() == 8
 
 
+def test_no_number_in_a_query_is_no_number_in_its_head(device: VirtualDevice) -> None:
+    """Without sinks too, where all scores of the head are none."""
+    case = make_decode_case([50], 1, 2, rope=None, sinks=False)
+    case.arguments["query"][0, 3, 5] = torch.nan
+    out = torch.empty(case.arguments["query"].shape, dtype=torch.bfloat16)
+    decode_attention(**case.arguments, out=out)
+    assert out[0, 3].isnan().all()
+    assert out.isnan().sum() == 64
+
+
 def run_two(device: VirtualDevice, constant_cache: bool, lengths_too: bool) -> None:
     """A layer's attention behind another's, whose results are its queries, and which wrote its cache: in flight together."""
     module = device.module(gen_decode_module)
-    first = make_decode_case([140, 35], 1, 21)
-    second = make_decode_case([141, 36], 1, 22)
-    size = int(module.sm12x_decode_workspace_size(0))
+    first = make_decode_case([340, 35], 1, 21)
+    second = make_decode_case([341, 36], 1, 22)
+    workspace = torch.zeros(int(module.sm12x_decode_workspace_size(0)), dtype=torch.uint8)
     out = [torch.full(first.arguments["query"].shape, torch.nan, dtype=torch.bfloat16) for _ in range(2)]
-    workspaces = [torch.zeros(size, dtype=torch.uint8) for _ in range(2)]
     second.arguments["query"] = out[0]
     if lengths_too:  # the second reads what the first appended
         second.arguments |= {name: first.arguments[name] for name in ("kv_cache", "block_tables", "seq_lens")}
@@ -168,7 +186,7 @@ def run_two(device: VirtualDevice, constant_cache: bool, lengths_too: bool) -> N
         keys, values = case.cache()
         tensors = (a.get(name) for name in ("query", "key", "value", "block_tables", "seq_lens", "rope_table", "sinks"))
         scales = (0.125 * math.log2(math.e), 1.0, 1.0)
-        return (out[at], keys, values, workspaces[at], *tensors, 1, -1, *scales, constant_cache, True)
+        return (out[at], keys, values, workspace, *tensors, 1, -1, *scales, constant_cache, True)
 
     calls = [arguments(first, 0), arguments(second, 1)]
     tensors = [part for call in calls for part in call if isinstance(part, torch.Tensor)]

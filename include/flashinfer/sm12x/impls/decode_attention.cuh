@@ -38,16 +38,15 @@ constexpr int kDecodeGroup = 8;  // query heads of a KV head
 constexpr int kDecodeChunk = 16;  // positions
 constexpr int kDecodeWarps = 8;
 constexpr int kDecodeThreads = 32 * kDecodeWarps;
-constexpr int kDecodeMaxSplits = 32;
-constexpr int kDecodeBlocksPerSm = 2;  // aimed at by splits; also what the workspace is made for
+constexpr int kDecodeBlocksPerSm = 2;  // at most; more tokens of a block take more registers
 constexpr int kDecodeRow = kDecodeHead + 4;  // floats of a head's output in shared memory: fewer bank conflicts
 constexpr int kDecodeMaxTokens = 4;  // of a sequence, that a block works for
-constexpr int kDecodeMaxLength = 64;  // new tokens of a sequence
+constexpr int kDecodeMaxQLen = 64;  // new tokens of a sequence
 constexpr int kDecodeAlignment = 256;  // of the partials in the workspace
 constexpr float kMinusInfinity = -__builtin_huge_valf();
 constexpr float kLog2E = 1.4426950408889634f;
 static_assert(kDecodeWarps == kDecodeGroup && kDecodeHead == 2 * 32, "merging: a warp a head, a lane two dims");
-static_assert(kDecodeMaxLength < (kDecodeWarps - 1) * kDecodeChunk, "no warp has two chunks with new positions");
+static_assert(kDecodeMaxQLen < (kDecodeWarps - 1) * kDecodeChunk, "no warp has two chunks with new positions");
 
 // What a split leaves in the workspace for one token: unnormalized output, and of each head the maximum of the scores (base 2)
 // and the sum of weights.
@@ -80,8 +79,7 @@ struct DecodeAttentionParams {
   int64_t table_stride;
   int splits;
   bool rope_is_float32;
-  bool
-      constant_cache;  // nothing in front of the launch writes tables, lengths, or what the cache held before the new tokens
+  bool constant_cache;  // tables, lengths and what is not new in the cache were written by launches that have completed
 };
 
 namespace decode {
@@ -288,7 +286,7 @@ struct Merged {
   // The quotient, the sink's weight in its sum; zeros where nothing was seen.
   __device__ __forceinline__ uint32_t finish(float sink, float scale) const {
     const float most = fmaxf(largest, sink);
-    if (most == kMinusInfinity) return 0;
+    if (sum == 0.0f && sink == kMinusInfinity) return 0;  // a seen position weighs 1 at least, or is no number
     const float mine = exp2_approx(largest - most);
     const float factor = __fdiv_rn(mine * scale, fmaf(sum, mine, exp2_approx(sink - most)));
     return ptx::f32x2_to_bf16x2(output.x * factor, output.y * factor);
@@ -304,9 +302,12 @@ struct Shared {
 
 }  // namespace decode
 
+template <int kTokens>
+constexpr int kDecodeBlocksOfTokens = kTokens == 1 ? kDecodeBlocksPerSm : 1;  // on an SM, by their registers
+
 // kTokens: of a sequence, that a block works for. With more of them the blocks of the others read the cache again, from L2.
 template <int kTokens, bool kFp8>
-__global__ void __launch_bounds__(kDecodeThreads, kTokens == 1 ? kDecodeBlocksPerSm : 1)
+__global__ void __launch_bounds__(kDecodeThreads, kDecodeBlocksOfTokens<kTokens>)
     decode_attention_kernel(const __grid_constant__ DecodeAttentionParams p) {
   __shared__ __align__(16) decode::Shared shared;
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
@@ -323,7 +324,8 @@ __global__ void __launch_bounds__(kDecodeThreads, kTokens == 1 ? kDecodeBlocksPe
   const int low = p.window_left < 0 ? 0 : max(0, first_position - p.window_left);
   const int first_chunk = low / kDecodeChunk;
   const int chunks = max(0, (length + kDecodeChunk - 1) / kDecodeChunk - first_chunk);
-  // Each warp of a split is to have a chunk. A grid is made for the longest sequences; the first split always works.
+  // Each warp of a split is to have a chunk; a grid is made for the longest sequences. Split 0 never leaves early, so that the
+  // grid does not end before those that it depends on.
   const int splits = min(max(chunks / kDecodeWarps, 1), p.splits);
   if (split >= splits) return;
   const int begin = first_chunk + chunks * split / splits, end = first_chunk + chunks * (split + 1) / splits;
@@ -498,7 +500,7 @@ namespace decode {
 template <int kTokens, bool kFp8>
 Status run(DecodeAttentionParams params, void* workspace, const LaunchOptions& options) {
   const int groups = params.num_sequences * params.num_kv_heads * ((params.q_len + kTokens - 1) / kTokens);
-  params.splits = std::clamp(options.device_sms * kDecodeBlocksPerSm / groups, 1, kDecodeMaxSplits);
+  params.splits = std::max(options.device_sms * kDecodeBlocksOfTokens<kTokens> / groups, 1);
   params.arrivals = static_cast<int*>(workspace);
   params.partials =
       reinterpret_cast<DecodePartial*>(static_cast<char*>(workspace) + decode_arrival_bytes(options.device_sms));
@@ -519,7 +521,7 @@ Status run(const DecodeAttentionParams& params, void* workspace, const LaunchOpt
 // Sizes, strides and pointers have been checked; `workspace` has decode_workspace_bytes(), its arrivals zero.
 inline Status run_decode_attention(const DecodeAttentionParams& params, bool fp8_cache, void* workspace,
                                    const LaunchOptions& options) {
-  if (params.num_sequences == 0) return {};
+  if (params.num_sequences == 0 || params.num_kv_heads == 0) return {};
   return fp8_cache ? decode::run<true>(params, workspace, options) : decode::run<false>(params, workspace, options);
 }
 
