@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make wheels of this fork's compiled modules: ``flashinfer_sm12x_kernels-<version>-py3-none-<platform>.whl``.
 
-Each holds ``fused_moe_120``, ``gemm_mxfp4_sm12x`` and ``dense_mx_sm12x``, for each architecture a library of its own,
+Each holds the modules of ``modules.gen_operator_modules``, for each architecture a library of its own,
 and the manifest by which ``flashinfer.jit.sm12x.prebuilt`` knows whether they are what a build would make. For another
 processor than this machine's, nvcc's host compiler is the system's cross compiler (Debian, Ubuntu: ``apt-get install
 g++-aarch64-linux-gnu``) and CUDA's runtime, to link against, comes from PyPI.

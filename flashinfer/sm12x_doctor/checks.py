@@ -190,6 +190,14 @@ def check_torch(a: Answers) -> Outcome:
     if "No module named 'torch'" in (a.get("torch", "failed") or ""):
         return "fail", "torch is not installed", f"{PIP} install vllm=={VLLM_VERSION}, which brings its own"
     torch, cuda = a("torch", "torch"), a("torch", "cuda")
+    for library, version in (a.get("torch", "runtimes") or {}).items():
+        # One of another major release is loaded under another name and serves somebody else.
+        if cuda and version.split(".")[0] == cuda.split(".")[0] and numbers(version) < numbers(cuda):
+            return (
+                "fail",
+                f"torch {torch} is for CUDA {cuda} and found the runtime of CUDA {version}, {library}",
+                f"take {Path(library).parent} from LD_LIBRARY_PATH and LD_PRELOAD",
+            )
     if cuda is None and a.get("gpus", "gpus"):
         remedy = f"{PIP} uninstall --yes torch; {PIP} install vllm=={VLLM_VERSION}, which brings its own"
         return "fail", f"torch {torch} is a build without CUDA: it does not see the GPU", remedy
@@ -257,11 +265,12 @@ def check_cache(a: Answers) -> Outcome:
         return "fail", untrusted, f"chmod -R go-w {folder}; or {elsewhere}"
     if not a("folder", "writable"):
         if a("folder", "exists"):
+            mine = f"sudo chown -R {me} {folder}; or " if owner != me else ""  # no help where nothing can be written
             return (
                 "warn",
                 f"{folder} (of user {owner}) can only be read: what is fresh in it is loaded, the rest is built "
                 "among temporary files",
-                f"sudo chown -R {me} {folder}; or {elsewhere}",
+                f"{mine}{elsewhere}",
             )
         return "fail", f"{folder} cannot be made: {a('folder', 'nearest')} cannot be written", elsewhere
     return "ok", f"{folder}, " + (f"of user {owner}" if a("folder", "exists") else "not made yet")
@@ -298,15 +307,16 @@ def check_modules(a: Answers) -> Outcome:
         words.append(f"{name} is {why if fact['built'] else f'not built, {sources} sources'}")
         if name.startswith("fused_moe_120"):  # the grouped GEMM is a public function that vLLM does not call
             state = "fail" if a.environ.get("FLASHINFER_DISABLE_JIT") else "warn"
+    remedies = [build] if state != "ok" else []
     passed_over = [f"{name}: {fact['passed_over']}" for name, fact in found.items() if fact.get("passed_over")]
     if passed_over:
         words.append(f"prebuilt kernels are passed over ({passed_over[0]})")
-        if state == "ok":
-            state, build = "warn", f"{PIP} uninstall flashinfer-sm12x-kernels, or install the wheel of this fork"
+        remedies.insert(0, f"{PIP} uninstall flashinfer-sm12x-kernels, or install the wheel of this fork")
+        state = "warn" if state == "ok" else state
     if state == "fail":
         words.append("FLASHINFER_DISABLE_JIT forbids building")
-        build = f"unset FLASHINFER_DISABLE_JIT; {build}"
-    return state, "; ".join(words), build if state != "ok" else ""
+        remedies.insert(0, "unset FLASHINFER_DISABLE_JIT")
+    return state, "; ".join(words), "; ".join(remedies)
 
 
 def check_memory(a: Answers) -> Outcome:

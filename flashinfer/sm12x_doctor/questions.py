@@ -7,10 +7,12 @@ that what was found before a crash is not lost. Nothing of FlashInfer is importe
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -117,7 +119,7 @@ def ask_gpus() -> None:
 
 
 def ask_torch() -> None:
-    """torch's word on the GPUs."""
+    """torch's word on the GPUs, and which CUDA runtime its libraries found."""
     import torch
 
     tell(torch=torch.__version__, cuda=torch.version.cuda)
@@ -125,6 +127,11 @@ def ask_torch() -> None:
     capabilities = [torch.cuda.get_device_capability(index) for index in devices]
     names = [torch.cuda.get_device_name(index) for index in devices]
     tell(gpus=[{"name": name, "capability": f"{a}.{b}"} for name, (a, b) in zip(names, capabilities, strict=True)])
+    runtimes, version = {}, ctypes.c_int()
+    for library in set(re.findall(r"/.*/libcudart\.so.*", Path("/proc/self/maps").read_text())):
+        ctypes.CDLL(library).cudaRuntimeGetVersion(ctypes.byref(version))
+        runtimes[library] = f"{version.value // 1000}.{version.value % 1000 // 10}"
+    tell(runtimes=runtimes)
 
 
 def ask_folder() -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import pytest
 from layer_toys import REPO, UPSTREAM, WHEEL_FILES, write_tree, write_wheel
 
 DOCTOR = REPO / "flashinfer" / "sm12x_doctor"
@@ -76,6 +78,19 @@ class Machine:
         file.write_text(f"#!/bin/sh\n{script}\n")
         file.chmod(0o755)
 
+    def mounting(self, script: str) -> None:
+        """Have every process see what ``script`` mounts, in a namespace of its own.
+
+        Raises:
+            pytest.skip.Exception: nothing may be mounted here.
+        """
+        unshare = ["/usr/bin/unshare", "--user", "--map-root-user", "--mount", "/bin/sh", "-ec"]
+        if subprocess.run([*unshare, script], capture_output=True).returncode:
+            pytest.skip("nothing may be mounted here")
+        command = shlex.join([*unshare, f'{script}\nexec "$@"', "sh", str(self.python)])
+        self.program("mounting/python", f'exec {command} "$@"')
+        self.python = self.root / "mounting" / "python"
+
     def gpus(self, *rows: str) -> None:
         self.program("bin/nvidia-smi", "\n".join(f"echo '{row}'" for row in rows))
 
@@ -99,8 +114,9 @@ class Machine:
         (bare / "flashinfer").symlink_to(REPO / "flashinfer")
         self.path[0] = bare
 
-    def torch(self, cuda: str | None, gpus: list[tuple[str, tuple[int, int]]]) -> None:
+    def torch(self, cuda: str | None, gpus: list[tuple[str, tuple[int, int]]], at_import: str = "") -> None:
         code = f"""
+{at_import}
 from types import SimpleNamespace as N
 __version__ = "2.13.0"
 version = N(cuda={cuda!r})

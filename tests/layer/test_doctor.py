@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from doctor_machine import REPO, RTX, UPSTREAM, Machine, make_environment
 from layer_toys import FORK_FILES, OURS, write_fork, write_tree, write_wheel
 
 from flashinfer import sm12x_doctor as doctor
+from flashinfer.jit.sm12x import prebuilt, toolchain
 from flashinfer.sm12x_doctor import asking
 
 OPTIONS = "--moe-backend flashinfer_cutlass --quantization-config.moe.activation mxfp8"
@@ -190,6 +192,15 @@ def hidden_gpu(m: Machine) -> None:
     m.torch("13.0", [])
 
 
+@planted("torch", "fail", "is for CUDA 13.9 and found the runtime of CUDA 13.", "from LD_LIBRARY_PATH")
+def runtime_of_an_older_release(m: Machine) -> None:
+    runtime = toolchain.discover().find_library("cudart").resolve()
+    (m.root / "older").mkdir()
+    shutil.copy(runtime, m.root / "older" / "libcudart.so.13")
+    m.variables["LD_LIBRARY_PATH"] = str(m.root / "older")
+    m.torch("13.9", [("NVIDIA GB10", (12, 1))], at_import="import ctypes; ctypes.CDLL('libcudart.so.13')")
+
+
 @planted("architectures", "warn", "lacks the suffix a", "FLASHINFER_CUDA_ARCH_LIST=12.1a")
 def no_suffix(m: Machine) -> None:
     m.variables["FLASHINFER_CUDA_ARCH_LIST"] = "12.1"
@@ -232,6 +243,18 @@ def cache_of_everybody(m: Machine) -> None:
 def cache_that_cannot_be_made(m: Machine) -> None:
     (m.root / "file").write_text("")
     m.variables["FLASHINFER_WORKSPACE_BASE"] = str(m.root / "file" / "below")
+
+
+@planted("cache", "warn", "can only be read", "export FLASHINFER_WORKSPACE_BASE=")
+def cache_on_a_file_system_that_can_only_be_read(m: Machine) -> None:
+    folder = shlex.quote(str(m.root / "cache"))
+    (m.root / "cache" / ".cache" / "flashinfer").mkdir(parents=True)
+    m.mounting(f"/bin/mount --bind {folder} {folder}; /bin/mount -o remount,bind,ro {folder}")
+
+
+@planted("disk", "fail", "0.0 GiB free", "export FLASHINFER_WORKSPACE_BASE=")
+def full_disk(m: Machine) -> None:
+    m.mounting(f"/bin/mount -t tmpfs -o size=1m tmpfs {shlex.quote(str(m.root / 'cache'))}")
 
 
 @planted("switches", "warn", "FLASHINFER_SM12X_MOE=0", "unset FLASHINFER_SM12X_MOE")
@@ -399,7 +422,6 @@ def test_the_page_has_each_check_and_no_other() -> None:
     outputs = [re.findall(r"^(?:ok|warn|fail|unknown) +([\w-]+)", text, re.MULTILINE) for text in page.split("```text")]
     without_gpu, h200, virtual = filter(None, outputs)
     explained = re.findall(r"`([\w-]+)`", "".join(re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)))
-    planted = re.findall(r"^\| (?:warn|fail) `([\w-]+)`", page, re.MULTILINE)
     # Without a GPU there is no driver to tell the version of; the probe is shown on the virtual SM121, without times.
     untimed = [check for check in doctor.PROBE_CHECKS if not check.startswith(("probe-overlap", "probe-layer"))]
     assert without_gpu == [check for check in doctor.CHECKS if check != "driver"]
@@ -409,8 +431,21 @@ def test_the_page_has_each_check_and_no_other() -> None:
     missing = {check for check in every if check.startswith("vllm-")} | {"probe-mma-mxf8f6f4", "probe-mma-mxf4"}
     assert h200 == [check for check in every if check not in missing]
     assert explained == [*doctor.CHECKS, *doctor.PROBE_CHECKS]
-    assert len(planted) >= 10
-    assert set(planted) <= set(doctor.CHECKS)
+
+
+def test_the_page_has_what_was_planted_with_the_same_remedies() -> None:
+    page = (REPO / "docs" / "doctor.md").read_text(encoding="utf-8").replace("`<", "<").replace(">`", ">")
+    rows = re.findall(r"^\| (warn|fail) `([\w-]+)` \| (.*) \| (.*) \|$", page, re.MULTILINE)
+    for state, check, found, remedy in rows:
+        if check == "modules":  # see test_this_environment_with_kernels_of_an_older_fork
+            continue
+        fitting = [
+            words
+            for _, *where, words, mends in PLANTED.values()
+            if where == [check, state] and words in found and mends.replace(str(REPO), "~/flashinfer-sm12x") in remedy
+        ]
+        assert fitting, (check, found, remedy)
+    assert len(rows) >= 10
 
 
 def test_without_vllm_nothing_is_said_of_its_choices(machine: Machine) -> None:
@@ -459,20 +494,21 @@ def test_modules_fresh_stale_and_forbidden() -> None:
 
 
 def test_modules_prebuilt_and_passed_over() -> None:
-    prebuilt = {"prebuilt": True, "stale": [], "bytes": 1 << 20, "library": "site/x.so"}
-    row = findings(modules={"module fused_moe_120": prebuilt})["modules"]
+    ready = {"prebuilt": True, "stale": [], "bytes": 1 << 20, "library": "site/x.so"}
+    row = findings(modules={"module fused_moe_120": ready})["modules"]
     assert (row.state, row.found) == ("ok", "fused_moe_120 is prebuilt, 1.0 MiB")
     (facts,) = module([]).values()
     facts["passed_over"] = "x.cuh is not what it was built from"
-    row = findings(modules={"module gemm": prebuilt, "module fused_moe_120": facts})["modules"]
+    row = findings(modules={"module gemm": ready, "module fused_moe_120": facts})["modules"]
     assert row.state == "warn"
     assert (
         "fused_moe_120 is built and fresh, 8.0 MiB; prebuilt kernels are passed over (fused_moe_120: x.cuh" in row.found
     )
     assert "uninstall flashinfer-sm12x-kernels" in row.remedy
     facts["stale"] = ["a.o: not built yet"]
-    row = findings(modules={"module gemm": prebuilt, "module fused_moe_120": facts})["modules"]
-    assert (row.state, row.remedy.endswith("sm12x-build")) == ("warn", True)
+    row = findings(modules={"module gemm": ready, "module fused_moe_120": facts})["modules"]
+    assert row.state == "warn"
+    assert re.search("uninstall flashinfer-sm12x-kernels, .*; .*sm12x-build$", row.remedy)
 
 
 def test_no_compiler_is_a_warning_where_all_is_prebuilt() -> None:
@@ -480,11 +516,11 @@ def test_no_compiler_is_a_warning_where_all_is_prebuilt() -> None:
         "compiler": {"pip": "pip install x", "error": "CUDA_HOME=/none holds no bin/nvcc. Set it."},
         "tools": {"cxx": {"program": "c++", "path": None}},
     }
-    prebuilt = {"prebuilt": True, "stale": [], "bytes": 1 << 20, "library": "site/x.so"}
+    ready = {"prebuilt": True, "stale": [], "bytes": 1 << 20, "library": "site/x.so"}
     old = {"pip": "pip install x", "version": "12.4", "nvcc": "nvcc", "origin": "PATH"}
     for modules, state in (
-        ({"module fused_moe_120": prebuilt}, "warn"),
-        ({"module gemm": prebuilt, **module([])}, "fail"),
+        ({"module fused_moe_120": ready}, "warn"),
+        ({"module gemm": ready, **module([])}, "fail"),
         ({}, "fail"),
     ):
         found = findings(**facts, modules=modules)
@@ -525,24 +561,41 @@ def test_a_check_that_fails_is_one_unknown() -> None:
 # --- this machine -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.privileges
-def test_this_environment_through_the_command_line(tmp_path: Path) -> None:
-    """All questions for real; a probe's file that is broken is planted."""
+def of_this_environment(folder: Path, *path: Path) -> dict[str, dict[str, str]]:
+    """All questions for real, through the command line; ``folder`` is where the cache is."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("FLASHINFER")}
     environment |= {
-        "PYTHONPATH": str(REPO),
-        "FLASHINFER_WORKSPACE_BASE": str(tmp_path),
+        "PYTHONPATH": ":".join(map(str, (REPO, *path))),
+        "FLASHINFER_WORKSPACE_BASE": str(folder),
         "FLASHINFER_CUDA_ARCH_LIST": "12.1a",
     }
+    command = [sys.executable, "-m", "flashinfer", "sm12x-doctor", "--json", "--timeout", "300"]
+    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    found = {finding["check"]: finding for finding in json.loads(result.stdout)["findings"]}
+    assert result.returncode == int("fail" in {finding["state"] for finding in found.values()})
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.privileges
+def test_this_environment_with_a_broken_file_of_a_probe(tmp_path: Path) -> None:
     probe = tmp_path / ".cache" / "flashinfer" / UPSTREAM / "121a" / "sm12x_probe.json"
     probe.parent.mkdir(parents=True)
     probe.write_text("{}")
-    command = [sys.executable, "-m", "flashinfer", "sm12x-doctor", "--json", "--timeout", "300"]
-    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    found = {finding["check"]: finding for finding in json.loads(result.stdout)["findings"]}
+    found = of_this_environment(tmp_path)
     assert found["import"]["state"] == "ok"
     assert str(OURS / "__init__.py") in found["import"]["found"]
     assert found["architectures"]["found"].startswith("12.1a ")
     assert (found["probe"]["state"], found["probe"]["remedy"]) == ("fail", f"rm {probe}")
-    assert result.returncode == 1
+
+
+@pytest.mark.slow
+def test_this_environment_with_kernels_of_an_older_fork(tmp_path: Path) -> None:
+    manifest = {"format": prebuilt.FORMAT, "fork": "0.0.9", "modules": []}
+    package = {"__init__.py": "", prebuilt.MANIFEST: json.dumps(manifest)}
+    write_tree(tmp_path / "kernels" / prebuilt.PACKAGE, package)
+    modules = of_this_environment(tmp_path, tmp_path / "kernels")["modules"]
+    assert modules["state"] == "warn"
+    assert "fused_moe_120 is not built" in modules["found"]
+    assert "has fork 0.0.9, this is fork" in modules["found"]
+    assert re.search("uninstall flashinfer-sm12x-kernels, .*; .*sm12x-build$", modules["remedy"])

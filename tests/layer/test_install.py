@@ -302,6 +302,23 @@ def test_installing_again_replaces(pip: Pip, fresh: Path, first: str, second: st
     assert pip.left() == set()
 
 
+def test_an_upgrade_of_what_was_imported_leaves_no_old_module(pip: Pip, fresh: Path) -> None:
+    """Python writes bytecode beside a module that it imports; pip's list of what it installed has none of it."""
+    package = fresh / "flashinfer" / "sm12x_old"
+    package.mkdir()
+    (package / "__init__.py").write_text("old = True\n")
+    installed = pip.site / "flashinfer_sm12x" / "flashinfer"
+    pip.install("--no-compile", fresh)
+    code = f"import sys; sys.path.insert(0, {str(installed)!r}); import sm12x_old"
+    subprocess.run([pip.python, "-c", code], check=True, env={})
+    assert list(installed.glob("sm12x_old/__pycache__/*.pyc"))
+    package.rename(fresh / "flashinfer" / "sm12x_new")
+    pip.install("--upgrade", "--force-reinstall", fresh)
+    assert not (installed / "sm12x_old").exists(), "a folder that is left is a package that can be imported"
+    pip("uninstall", "--yes", "flashinfer-sm12x")
+    assert [*pip.site.glob("*flashinfer*")] == []
+
+
 HOOKS = [
     "get_requires_for_build_wheel()",
     "get_requires_for_build_editable()",

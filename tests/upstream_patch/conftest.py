@@ -108,8 +108,11 @@ def on_the_virtual_gpu(without_fork: Run) -> Run:
     def run(folder: Path, *arguments: str, **named: str) -> subprocess.CompletedProcess:
         plugin = (Path(__file__).parent, REPO / "emulator" / "python")
         options = ("-q", "-W", "ignore", "-p", "virtual_gpu", "-p", "no:cacheprovider", "--import-mode=importlib")
+        # A torch that brings CUDA would load its runtime before the plugin loads the virtual GPU's.
+        found = without_fork(folder, "-m", "vsm.preload", path=plugin).stdout.strip()
         return without_fork(
-            folder, "-m", "pytest", *options, *arguments, path=plugin, kernels=True, environment=named
+            folder, "-m", "pytest", *options, *arguments, path=plugin, kernels=True,
+            environment={"LD_PRELOAD": found, **named},
         )  # fmt: skip
 
     return run
