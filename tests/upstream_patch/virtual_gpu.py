@@ -14,7 +14,6 @@ import functools
 import importlib.abc
 import importlib.machinery
 import os
-import re
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -185,16 +184,8 @@ def _answer_for_the_capability(utils: Any) -> None:
 
 
 def _load_onto_the_device(core: Any) -> None:
-    """``VIRTUAL_GPU_LEAVE_OUT``: a pattern of sources that modules are built without."""
-    load, generate = core.JitSpecNvcc.load, core.gen_jit_spec
+    load = core.JitSpecNvcc.load
     core.JitSpecNvcc.load = lambda self, *arguments: _Module(load(self, *arguments))
-    if pattern := os.environ.get("VIRTUAL_GPU_LEAVE_OUT"):
-
-        def generate_few(name: str, sources: Any, *arguments: Any, **named: Any) -> Any:
-            kept = [source for source in sources if not re.search(pattern, os.path.basename(source))]
-            return generate(name, kept, *arguments, **named)
-
-        core.gen_jit_spec = generate_few
 
 
 def _build_few_instances(common: Any) -> None:
