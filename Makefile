@@ -8,7 +8,8 @@
 #   make mutate   change the code on purpose, line by line, and see which tests notice (MUTATE_ARGS="--help")
 #   make kernels  wheels of compiled kernels for x86-64 and aarch64, in dist/ (KERNELS_ARGS="--help")
 #   make test-kernels   those wheels: compared, installed, run, also on an emulated aarch64 (not in make test)
-#   make test-upstream-patch   branches for upstream's pull requests: whole modules, all tests (not in make test)
+#   make test-upstream-patch   branches for upstream's pull requests: whole modules, all tests (not in make test);
+#                  upstream's own tests, too, with UPSTREAM_CHECKOUT=<a git checkout of upstream's>
 #   make test-vllm   vLLM 0.33.0's own code with the plugin, in $(VLLM_VENV) beside .venv (not in make test)
 #   make bench    the benchmark; without a GPU, the predicted GB10 table (BENCH_ARGS="--help")
 #   make lint     ruff, mypy, clang-format; make format applies them

@@ -52,7 +52,7 @@ def refuse_numbers(tuner: Any, operator: str) -> None:
 
 @functools.lru_cache(maxsize=16)
 def tuning_config(tune_max_num_tokens: int) -> TuningConfig:
-    """Token counts to tune at, spaced as upstream spaces them for MoE layers.
+    """Token counts to tune at, spaced as for other MoE layers.
 
     Tactics are timed with a cold L2: a layer's weights do not stay in it from one token to the next, but those of a small
     batch would from one profiling run to the next.

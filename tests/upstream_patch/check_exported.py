@@ -8,6 +8,7 @@ docs/upstream.md has the outcome.
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import sys
 from pathlib import Path
@@ -24,6 +25,9 @@ SCALES = "group-gemm-scales"
 KERNELS = [name for name in TOPICS if name not in (*PLAIN, SCALES)]
 # What the watchers say of upstream's kernels with a topic's edits, too: see emulator/README.md.
 KNOWN = {"xqa-copies": "undefined behaviour"}
+
+# A checkout for what the wheel has not: see conftest.py.
+CHECKOUT = os.environ.get("UPSTREAM_CHECKOUT", "")
 
 # Programs that compile upstream's headers and run on the virtual GPU.
 _SPEC = importlib.util.spec_from_file_location("upstream_programs", REPO / "emulator/tests/upstream/conftest.py")
@@ -81,6 +85,62 @@ def test_tests_on_the_virtual_gpu(exported, on_the_virtual_gpu, topic):
     assert passed is not None
     assert "failed" not in passed[0]
     print(f"{topic}: {launches[0]}; {passed[0]}", file=sys.stderr)
+
+
+# Upstream's own tests, of small shapes, with the instances that such shapes choose. They name no backend: the plugin
+# makes "sm12x" the default, from outside.
+_GROUP_GEMM = "tests/gemm/test_groupwise_scaled_gemm_mxfp4.py::test_mxfp8_mxfp4_groupwise_group_gemm"
+UPSTREAMS = {
+    "group-gemm": [
+        f"{_GROUP_GEMM}[out_dtype{out}-fp8_dtype{rows}-{shape}]"
+        for shape in ("1-128-128-4", "2-256-256-4")  # groups, k, n, rows of a group
+        for rows in (0, 1)
+        for out in (0, 1)
+    ],
+    "moe": ["tests/moe/test_trtllm_cutlass_fused_moe.py::test_moe_mxfp8_mxfp4"],
+}
+PASSING = {"group-gemm": 8, "moe": 12}
+
+
+@pytest.mark.skipif(not CHECKOUT, reason="UPSTREAM_CHECKOUT names no checkout, and the wheel has no tests")
+@pytest.mark.parametrize("topic", UPSTREAMS)
+def test_upstreams_own_tests(merged, on_the_virtual_gpu, topic):
+    """With cublas-headers merged: upstream's quantization modules, which they call, do not build here without it."""
+    done = on_the_virtual_gpu(
+        merged, *UPSTREAMS[topic], VIRTUAL_GPU_BACKEND="sm12x", VIRTUAL_GPU_PTX_ONLY="1",
+        VIRTUAL_GPU_INSTANCES="mxfp8_m8_k128 mxfp8_m8_k256 stream_mxfp8_as_bf16_m8",
+    )  # fmt: skip
+    assert re.search(rf"^{PASSING[topic]} passed in", done.stdout, re.MULTILINE)
+    launches = re.search(
+        r"\d+ launches on the virtual SM121, of \d+ kernels; [1-9]\d* of flashinfer::sm12x's", done.stdout
+    )
+    assert launches is not None
+    print(f"upstream's test of {topic}: {launches[0]}; {PASSING[topic]} passed", file=sys.stderr)
+
+
+_GEMM_ROUTINE = "--m 4 --n 128 --k 256 --num_iters 1 --dry_run_iters 1 --no_cuda_graph --refcheck --backends sm12x"
+_MOE_ROUTINE = (
+    "--num_tokens 4 --hidden_size 128 --intermediate_size 128 --num_experts 4 --top_k 2 --num_iters 1 "
+    "--dry_run_iters 1 --no_cuda_graph --cutlass_variant mxfp4 --cutlass_backend sm12x"
+)
+ROUTINES = {
+    "mm_fp4": f"--use_128x4_sf_layout {_GEMM_ROUTINE}",
+    "mm_mxfp8": _GEMM_ROUTINE,
+    "mm_bf16_fp4": _GEMM_ROUTINE,
+    "cutlass_fused_moe": _MOE_ROUTINE,
+    "cutlass_fused_moe --quantized_input": _MOE_ROUTINE,
+}
+
+
+@pytest.mark.skipif(not CHECKOUT, reason="UPSTREAM_CHECKOUT names no checkout, and the wheel has no benchmarks")
+@pytest.mark.parametrize("routine", ROUTINES)
+def test_routines_of_the_benchmark(merged, on_the_virtual_gpu, routine):
+    """What it prints is of one run that nobody timed; --refcheck compares the GEMMs' results."""
+    arguments = f"--routine {routine} {ROUTINES[routine]}".split()
+    program = "import runpy; runpy.run_path('benchmarks/flashinfer_benchmark.py', run_name='__main__')"
+    done = on_the_virtual_gpu(merged, *arguments, program=program, VIRTUAL_GPU_PTX_ONLY="1")
+    assert re.search(r"\[PERF\] sm12x .*:: median time 1\.000 ms", done.stdout)
+    assert "[ERROR]" not in done.stdout
 
 
 def test_xqa_is_wrong_without_the_edit(exported, on_the_virtual_gpu):

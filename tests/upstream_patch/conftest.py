@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shlex
 import subprocess
 import sys
+import tarfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -18,6 +20,19 @@ sys.path.insert(0, str(REPO))
 from tools.upstream_patch import export, tree  # noqa: E402
 
 Run = Callable[..., subprocess.CompletedProcess]
+# A git checkout of upstream's, or a bare one, for what the wheel has not; optional.
+CHECKOUT = os.environ.get("UPSTREAM_CHECKOUT", "")
+
+
+def bring_from_checkout(folder: Path, checkout: str) -> None:
+    """Commit the tests, benchmarks and documentation of ``checkout``'s ``HEAD`` beside the wheel's files."""
+    archive = subprocess.run(
+        ["git", "-C", checkout, "archive", "HEAD", "tests", "benchmarks", "docs"], capture_output=True, check=True
+    ).stdout
+    with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+        files.extractall(folder, filter="data")
+    tree.git(folder, "add", "--all")
+    tree.commit(folder, "Tests, benchmarks and documentation")
 
 
 @pytest.fixture(scope="session")
@@ -25,6 +40,8 @@ def upstream_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The pinned wheel as a repository of upstream's."""
     folder = tmp_path_factory.mktemp("upstream") / "flashinfer"
     tree.lay_out_wheel(folder)
+    if CHECKOUT:
+        bring_from_checkout(folder, CHECKOUT)
     return folder
 
 
@@ -58,7 +75,8 @@ def jit_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def without_fork(jit_cache: Path) -> Run:
     """Run Python in an exported tree: of this fork nothing is on its path but what a test puts there.
 
-    ``kernels``: compile with upstream's JIT for 12.1a, with PTX that the virtual GPU reads.
+    ``kernels``: compile with upstream's JIT for 12.1a, with PTX that the virtual GPU reads; without machine code where
+    the environment has ``VIRTUAL_GPU_PTX_ONLY``, which is half of the time.
     """
     from flashinfer.jit import cpp_ext
 
@@ -67,7 +85,9 @@ def without_fork(jit_cache: Path) -> Run:
     # Upstream compresses device code; the virtual GPU reads it as it is. The last --compress-mode would not win.
     nvcc.write_text(
         f"#!{sys.executable}\nimport os, sys\n"
+        "ptx_only = os.environ.get('VIRTUAL_GPU_PTX_ONLY')\n"
         "arguments = [a for a in sys.argv[1:] if a not in ('-Xfatbin=-compress-all', '--compress-mode=size')]\n"
+        "arguments = [a for a in arguments if not (ptx_only and ',code=sm_' in a)]\n"
         f"os.execv({str(compiler)!r}, [{str(compiler)!r}, '--compress-mode=none', *arguments])\n"
     )
     nvcc.chmod(0o755)
@@ -87,6 +107,8 @@ def without_fork(jit_cache: Path) -> Run:
         }
         if kernels:
             settings |= {
+                # Headers that the compiler's own toolkit lacks: upstream's quantization kernels include cuRAND's.
+                "CPATH": os.pathsep.join(map(str, cpp_ext.find_toolkit().include_dirs[1:])),
                 "FLASHINFER_NVCC": str(nvcc),
                 "FLASHINFER_EXTRA_CUDAFLAGS": "-gencode=arch=compute_121a,code=compute_121a",
             }
@@ -103,16 +125,16 @@ def without_fork(jit_cache: Path) -> Run:
 
 @pytest.fixture(scope="session")
 def on_the_virtual_gpu(without_fork: Run) -> Run:
-    """Run pytest on files of an exported tree, whose ``"cuda"`` is the virtual SM121."""
+    """Run pytest on files of an exported tree, or a program, whose ``"cuda"`` is the virtual SM121."""
 
-    def run(folder: Path, *arguments: str, **named: str) -> subprocess.CompletedProcess:
+    def run(folder: Path, *arguments: str, program: str = "", **named: str) -> subprocess.CompletedProcess:
         plugin = (Path(__file__).parent, REPO / "emulator" / "python")
         options = ("-q", "-W", "ignore", "-p", "virtual_gpu", "-p", "no:cacheprovider", "--import-mode=importlib")
+        start = ("-c", f"import virtual_gpu; {program}") if program else ("-m", "pytest", *options)
         # A torch that brings CUDA would load its runtime before the plugin loads the virtual GPU's.
         found = without_fork(folder, "-m", "vsm.preload", path=plugin).stdout.strip()
         return without_fork(
-            folder, "-m", "pytest", *options, *arguments, path=plugin, kernels=True,
-            environment={"LD_PRELOAD": found, **named},
-        )  # fmt: skip
+            folder, *start, *arguments, path=plugin, kernels=True, environment={"LD_PRELOAD": found, **named}
+        )
 
     return run

@@ -23,6 +23,7 @@ from tools.upstream_patch.tree import git
 FORK_WORDS = re.compile(
     r"flashinfer\._layer|\bextend\(|flashinfer_sm12x|sm12x_(?:doctor|probes|gpu_probe|dispatch|cpu)|emulator"
     r"|virtual_(?:device|operators)|\b[Uu]pstream|fork\b|docs/(?:performance|dense|kernels)\.md|FLASHINFER_SM12X_MOE"
+    r"|\balone\b.*%}|alone="
 )
 
 # Without the summary: pytest shortens it except where the environment says CI, and repeats a failure's text there.
@@ -48,7 +49,8 @@ def test_each_topic_is_a_branch_with_one_commit_behind_its_predecessor(exported)
         assert git(folder, "rev-list", "--count", f"{before}..{each.branch}").strip() == "1"
         assert git(folder, "rev-parse", f"{each.branch}^") == git(folder, "rev-parse", before)
         changed = set(git(folder, "diff", "--name-only", before, each.branch).split())
-        assert {edit.place.file for edit in each.topic.edits} | set(each.topic.tests) <= changed
+        assert {edit.place.file for edit in each.topic.edits} | set(each.topic.tests) <= changed | set(each.left_out)
+        assert not changed & set(each.left_out)
     assert git(folder, "status", "--porcelain") == ""
     assert git(folder, "symbolic-ref", "--short", "HEAD").strip() == "main"
 

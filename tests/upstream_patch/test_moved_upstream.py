@@ -41,6 +41,7 @@ def newer(upstream_tree: Path) -> str:
         "flashinfer/gemm/grouped.py": "".join(lines[first - 1 : last]),
         BF16: re.sub(argument, r"b_scale\1", bf16),
         XQA: xqa.replace("UniformRescaleMask::filled(~0U)", "UniformRescaleMask::filled(0xFFFFFFFFU)"),
+        "version.txt": "9.8.7\n",
     }
     with tree.work_tree(upstream_tree, "main") as work:
         for path, text in changed.items():
@@ -56,8 +57,9 @@ def test_each_place_is_named_and_nothing_is_written(upstream_tree, newer):
     before = tree.git(upstream_tree, "for-each-ref", "refs/heads")
     with pytest.raises(export.UpstreamMovedError) as error:
         export.export(upstream_tree, base=newer)
-    first, *said = str(error.value).splitlines()
-    assert first == "upstream is not what these edits were written for; nothing was written."
+    first, *said, fit = str(error.value).splitlines()
+    version = tree.pinned_version()
+    assert first == f"upstream 9.8.7 is not what these edits were written for ({version}); nothing was written."
     moved = f"{GEMM}: group_gemm_mxfp8_mxfp4_nt_groupwise is not there any more"
     assert f"group-gemm: {moved}; a definition of that name is in flashinfer/gemm/grouped.py" in said
     for function in ("mm_bf16_fp4", "prepare_bf16_fp4_weights"):
@@ -65,11 +67,42 @@ def test_each_place_is_named_and_nothing_is_written(upstream_tree, newer):
             said
         )
     assert any(line.startswith(f"xqa-copies: {XQA}: auto const fullRescaleMask") for line in said)
-    # Topics that nothing has happened to are not named.
+    # Topics that nothing has happened to are not named, or as those that fit: lean-module, but what is behind it not.
+    names = ("architectures", "cublas-headers", "group-gemm-scales", "lean-module")
+    assert fit == f"These topics fit: {' '.join(f'--topic {name}' for name in names)}"
     assert {line.partition(":")[0] for line in said} == {"group-gemm", "dense", "xqa-copies"}
     assert tree.git(upstream_tree, "for-each-ref", "refs/heads") == before
     assert tree.git(upstream_tree, "status", "--porcelain") == ""
     assert len(tree.git(upstream_tree, "worktree", "list").splitlines()) == 1
+
+
+def test_a_file_that_only_a_checkout_has_is_edited_there_and_left_out_elsewhere(upstream_tree):
+    """The wheel has no docs; a checkout has, and there its text is checked as every other's."""
+    page, edited = "docs/installation.rst", "spaces or semicolons separate its entries"
+    line = "   Build ``flashinfer-jit-cache`` (customize ``FLASHINFER_CUDA_ARCH_LIST`` for your target GPUs):\n"
+    commits = {}
+    for name, text in (("same", line), ("other", line.replace("target", "own"))):
+        with tree.work_tree(upstream_tree, "main") as work:
+            (work / "docs").mkdir()
+            (work / page).write_text(f"Installation\n\n{text}\n")
+            tree.git(work, "add", "--", page)
+            tree.commit(work, "Documentation")
+            commits[name] = tree.git(work, "rev-parse", "HEAD").strip()
+
+    def exported(base: str) -> tuple[tuple[str, ...], str]:
+        (done,) = export.export(upstream_tree, ["architectures"], base=base)
+        difference = tree.git(upstream_tree, "diff", base, done.branch)
+        tree.git(upstream_tree, "branch", "--quiet", "-D", done.branch)
+        return done.left_out, difference
+
+    left_out, difference = exported("main")
+    assert left_out == (page,)
+    assert edited not in difference
+    left_out, difference = exported(commits["same"])
+    assert left_out == ()
+    assert edited in difference
+    with pytest.raises(export.UpstreamMovedError, match=rf"architectures: {page}: Build .* has changed"):
+        export.export(upstream_tree, ["architectures"], base=commits["other"])
 
 
 def test_topics_that_still_fit_are_exported_and_not_overwritten(upstream_tree, newer):

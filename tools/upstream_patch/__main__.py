@@ -11,7 +11,7 @@ from . import style
 from .compose import ComposeError
 from .export import UpstreamMovedError, export
 from .topics import TOPICS
-from .tree import TreeError
+from .tree import TreeError, git
 
 
 def main() -> int:
@@ -42,7 +42,9 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 1
     for each in done:
-        print(f"{each.branch}: {len(each.new)} new files, {len(each.edited)} edited")
+        print(f"{each.branch}:{git(given.onto, 'diff', '--shortstat', f'{each.branch}^', each.branch).rstrip()}")
+        if each.left_out:
+            print(f"  without its edits of {', '.join(each.left_out)}: the tree has no such files (no wheel has)")
     for line in style.other_versions(given.onto):
         print(line)
     return 0

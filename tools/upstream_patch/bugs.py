@@ -38,6 +38,13 @@ ARCHITECTURES = Topic(
             Take(_FORK_CONTEXT, ("ARCH_LIST_VARIABLE", "_ENTRY", "_EXAMPLE", "split_arch_list", "_split_entry")),
             "before",
         ),
+        Edit(
+            Place("docs/installation.rst", first="   Build ``flashinfer-jit-cache`` (customize", sha="cb9aecae50a7"),
+            "Build ``flashinfer-jit-cache`` (customize",
+            "   Build ``flashinfer-jit-cache`` (customize ``FLASHINFER_CUDA_ARCH_LIST`` for your target GPUs;\n"
+            "   spaces or semicolons separate its entries):",
+            "replace",
+        ),
     ),
     new=(New("tests/jit/test_cuda_arch_list.py", (Text("tests/jit/test_cuda_arch_list.py"),)),),
 )

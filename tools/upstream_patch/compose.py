@@ -25,6 +25,11 @@ MENTIONED = {
 }
 
 
+# In templates: what a source is when the fork's build engine makes a library of it alone, and what it is otherwise.
+_ALONE = re.compile(r"{% if alone %}\n.*?{% endif %}\n", re.DOTALL)
+_NOT_ALONE = re.compile(r"{% if not alone %}\n(.*?){% endif %}\n", re.DOTALL)
+
+
 class ComposeError(RuntimeError):
     """The fork's sources are not what a topic says of them."""
 
@@ -192,7 +197,7 @@ def _with_includes(path: str, places: Mapping[str, str]) -> str:
             name = there.partition("/")[2]  # from the folder of headers
         return f"{match[1]}{name}{match[3]}"
 
-    text = _INCLUDE.sub(renamed, fork_text(path))
+    text = _NOT_ALONE.sub(r"\1\n", _ALONE.sub("", _INCLUDE.sub(renamed, fork_text(path))))
     for old, new in MENTIONED.items():
         text = text.replace(old, new)
     return text

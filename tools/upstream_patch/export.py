@@ -12,7 +12,7 @@ from .edits import apply, mismatch
 from .figures import filled_in
 from .topic import Topic
 from .topics import TOPICS
-from .tree import Files, TreeError, base_of, commit, git, lay_out_wheel, work_tree
+from .tree import IN_WHEEL, Files, TreeError, base_of, commit, git, lay_out_wheel, pinned_version, work_tree
 
 BRANCH = "sm12x/"
 
@@ -23,12 +23,19 @@ class UpstreamMovedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Exported:
-    """What became of a topic."""
+    """What became of a topic.
+
+    Attributes:
+        new: Files that it adds.
+        edited: Files that it changes.
+        left_out: Files that it would change, were they there: benchmarks and documentation, which the wheel has not.
+    """
 
     topic: Topic
     branch: str
     new: tuple[str, ...]
     edited: tuple[str, ...]
+    left_out: tuple[str, ...]
 
 
 def with_predecessors(names: Sequence[str], topics: Mapping[str, Topic]) -> list[Topic]:
@@ -47,10 +54,18 @@ def with_predecessors(names: Sequence[str], topics: Mapping[str, Topic]) -> list
     return [topic for topic in topics.values() if topic.name in wanted]
 
 
+def left_out(topic: Topic, files: Files) -> tuple[str, ...]:
+    """Files that a topic edits in a checkout, and the wheel, of which this tree was made, does not have."""
+    edited = {edit.place.file for edit in topic.edits if not edit.place.file.startswith(IN_WHEEL)}
+    return tuple(sorted(path for path in edited if files.original(path) is None))
+
+
 def changes(topic: Topic, files: Files, moved: Mapping[str, str]) -> list[str]:
     """Apply a topic to ``files``; what is the matter, one line for each place."""
-    wrong = [said for place in dict.fromkeys(edit.place for edit in topic.edits) if (said := mismatch(place, files))]
-    for edit in topic.edits:
+    missing = left_out(topic, files)
+    edits = [edit for edit in topic.edits if edit.place.file not in missing]
+    wrong = [said for place in dict.fromkeys(edit.place for edit in edits) if (said := mismatch(place, files))]
+    for edit in edits:
         if not wrong and (said := apply(edit, files)):
             wrong.append(said)
     for path, text in topic.files(moved).items():
@@ -107,23 +122,39 @@ def _checked(
 ) -> dict[str, dict[str, str]]:
     """Each topic's tree: the texts that it and its predecessors change. Everything that is wrong is said at once."""
     wrong: list[str] = []
+    fit: list[str] = []
     states: dict[str, dict[str, str]] = {}
     for topic in chosen:
         files = Files(folder, revision)
         files.changed = dict(states.get(topic.after, {}))
-        wrong += [f"{topic.name}: {line}" for line in changes(topic, files, moved)]
+        said = changes(topic, files, moved)
+        wrong += [f"{topic.name}: {line}" for line in said]
+        fit += [topic.name] if not said and topic.after in ("", *fit) else []
         states[topic.name] = files.changed
     if wrong:
         raise UpstreamMovedError(
-            "upstream is not what these edits were written for; nothing was written.\n"
-            + "\n".join(dict.fromkeys(wrong))
+            "\n".join(
+                [
+                    f"upstream{_version(folder, revision)} is not what these edits were written for "
+                    f"({pinned_version()}); nothing was written.",
+                    *dict.fromkeys(wrong),
+                    *([f"These topics fit: {' '.join(f'--topic {name}' for name in fit)}"] if fit else []),
+                ]
+            )
         )
     return states
 
 
+def _version(folder: Path, revision: str) -> str:
+    """What a checkout calls its version; the wheel has no such file."""
+    text = Files(folder, revision).original("version.txt")
+    return f" {text.strip()}" if text else ""
+
+
 def _write(topic: Topic, tree: Path, state: Mapping[str, str], upstream: Files, moved: Mapping[str, str]) -> Exported:
     # What a predecessor wrote and formatted stays, unless this topic has it otherwise.
-    own = {*topic.files(moved), *(edit.place.file for edit in topic.edits)}
+    missing = left_out(topic, upstream)
+    own = {*topic.files(moved), *(edit.place.file for edit in topic.edits)} - {*missing}
     new: list[str] = []
     edited: list[str] = []
     for path in sorted(own):
@@ -134,4 +165,4 @@ def _write(topic: Topic, tree: Path, state: Mapping[str, str], upstream: Files, 
     style.format_files(tree, new, edited)
     git(tree, "add", "--force", "--", *new, *edited)
     commit(tree, filled_in(topic.message.text()))
-    return Exported(topic, f"{BRANCH}{topic.name}", tuple(new), tuple(edited))
+    return Exported(topic, f"{BRANCH}{topic.name}", tuple(new), tuple(edited), missing)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from . import bugs, kernels, operators
+from . import bugs, gemm, kernels, moe
 from .topic import Topic
 
 TOPICS: dict[str, Topic] = {
@@ -14,9 +14,9 @@ TOPICS: dict[str, Topic] = {
         bugs.GROUP_GEMM_SCALES,
         bugs.XQA_COPIES,
         kernels.LEAN_MODULE,
-        operators.GROUP_GEMM,
-        operators.DENSE,
-        operators.MOE,
-        operators.STREAMED_LAYER,
+        gemm.GROUP_GEMM,
+        gemm.DENSE,
+        moe.MOE,
+        moe.STREAMED_LAYER,
     )
 }

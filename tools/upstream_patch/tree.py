@@ -22,11 +22,20 @@ _SUBMODULES = {"cutlass": "3rdparty/cutlass", "spdlog": "3rdparty/spdlog", "cccl
 _UNTRACKED = ("flashinfer/data", "flashinfer/_build_meta.py", "3rdparty", "__pycache__")
 _IDENTITY = {"GIT_AUTHOR_NAME": "flashinfer-sm12x", "GIT_AUTHOR_EMAIL": "flashinfer-sm12x@localhost"}
 
+# Of what is committed upstream, folders of which the wheel has the files.
+IN_WHEEL = ("flashinfer/", "csrc/", "include/")
 SETTINGS = (".pre-commit-config.yaml", ".clang-format", "pyproject.toml")
 
 
 class TreeError(RuntimeError):
     """The tree cannot be exported onto; the message says why and what to do."""
+
+
+def pinned_version() -> str:
+    """The version of upstream that this fork extends."""
+    version: dict[str, str] = {}
+    exec((FORK / "flashinfer" / "_version.py").read_text(encoding="utf-8"), version)
+    return version["UPSTREAM_VERSION"]
 
 
 def pinned_wheel() -> Path:
@@ -35,15 +44,11 @@ def pinned_wheel() -> Path:
     Raises:
         TreeError: it is not installed.
     """
-    version: dict[str, str] = {}
-    exec((FORK / "flashinfer" / "_version.py").read_text(encoding="utf-8"), version)
     for found in importlib.metadata.distributions(name=_DISTRIBUTION):
         package = Path(str(found.locate_file("flashinfer"))).resolve()
-        if found.version == version["UPSTREAM_VERSION"] and package != FORK / "flashinfer" and package.is_dir():
+        if found.version == pinned_version() and package != FORK / "flashinfer" and package.is_dir():
             return package
-    raise TreeError(
-        f"{_DISTRIBUTION}=={version['UPSTREAM_VERSION']} is not installed: run 'make env', or name a checkout"
-    )
+    raise TreeError(f"{_DISTRIBUTION}=={pinned_version()} is not installed: run 'make env', or name a checkout")
 
 
 def lay_out_wheel(folder: Path) -> None:

@@ -1,78 +1,4 @@
-"""MoE layers with MXFP4 weights on SM120 and SM121 (``backend="sm12x"``).
-
-Two GEMM kernels a layer: FC1 with bias and SwiGLU in its epilogue, FC2 with bias,
-routing weights and the sum over a token's experts, whose order is fixed. The kernels
-route by themselves; nothing waits on the host.
-"""
-
-import dataclasses
-import functools
-from typing import Any, List, Optional, Sequence, Tuple
-
-import torch
-
-from ..autotuner import AutoTuner, DynamicTensorSpec, TunableRunner, TuningConfig
-from ..jit.sm12x.heuristics import choose_moe
-from ..jit.sm12x.instances import INSTANCES, index_of
-from ..jit.sm12x.moe import gen_sm12x_moe_module
-from ..utils import device_support_pdl
-from .sm12x_moe_checks import (
-    BLOCK_SIZE,
-    WORKSPACE_ALIGNMENT,
-    Mode,
-    MoEProblem,
-    check_workspace,
-    require_alignment,
-    require_int,
-    require_pairs,
-    require_parallel_sizes,
-    round_up,
-    select_mode,
-    validate_moe,
-)
-from .utils import get_hybrid_num_tokens_buckets, make_hybrid_bucket_mapper
-
-# Positions among the arguments of sm12x_moe_run.
-_OUTPUT, _INPUT, _INPUT_SF, _IDS, _SCALES, _FC1, _FC2 = 0, 1, 2, 3, 4, 5, 9
-
-
-@functools.cache
-def get_sm12x_moe_module():
-    return gen_sm12x_moe_module().build_and_load()
-
-
-def _workspace_bytes(problem: MoEProblem) -> int:
-    return get_sm12x_moe_module().sm12x_moe_workspace_size(
-        problem.num_tokens,
-        problem.hidden,
-        problem.inter,
-        problem.num_local_experts,
-        problem.top_k,
-        int(problem.mode),
-        False,
-    )
-
-
-def _default_tactics(problem: MoEProblem) -> Tuple[int, int]:
-    row = choose_moe(
-        problem.mode.activation,
-        problem.num_tokens * problem.top_k,
-        problem.num_local_experts,
-    )
-    return row.index, row.index
-
-
-def _valid_rows(problem: MoEProblem) -> List[Any]:
-    return [row for row in INSTANCES if row.activation == problem.mode.activation]
-
-
-def _resolved(wanted: Sequence[int], default: Sequence[int]) -> Tuple[int, int]:
-    """FC1's and FC2's tactics from ``wanted``, in which -1 stands for the default."""
-    fc1, fc2 = (d if w == -1 else w for w, d in zip(wanted, default, strict=True))
-    return fc1, fc2
-
-
-def _forced(profile_ids: Sequence[int], problem: MoEProblem) -> Tuple[int, int]:
+def _forced(profile_ids: Sequence[int], problem: MoEProblem) -> tuple[int, int]:
     numbers = {row.number: row.index for row in _valid_rows(problem)}
     if len(profile_ids) != 2 or any(
         number != -1 and number not in numbers for number in profile_ids
@@ -82,15 +8,15 @@ def _forced(profile_ids: Sequence[int], problem: MoEProblem) -> Tuple[int, int]:
             f"got {list(profile_ids)}"
         )
     wanted = [-1 if number == -1 else numbers[number] for number in profile_ids]
-    return _resolved(wanted, _default_tactics(problem))
+    return resolved_pair(wanted, _default_tactics(problem))
 
 
 def _run(
     problem: MoEProblem,
-    arguments: Tuple[Any, ...],
+    arguments: tuple[Any, ...],
     workspace: torch.Tensor,
     swizzled_input_sf: bool,
-    tactics: Tuple[int, int],
+    tactics: tuple[int, int],
     enable_pdl: bool,
 ) -> None:
     get_sm12x_moe_module().sm12x_moe_run(
@@ -115,7 +41,7 @@ class Sm12xMoERunner(TunableRunner):
     def __init__(
         self,
         problem: MoEProblem,
-        arguments: Tuple[Any, ...],
+        arguments: tuple[Any, ...],
         swizzled_input_sf: bool,
         enable_pdl: bool,
         gemm_idx: int,
@@ -127,7 +53,7 @@ class Sm12xMoERunner(TunableRunner):
         self.gemm_idx = gemm_idx
         self._arguments_cache = arguments
 
-    def get_cache_key_extras(self, inputs: List[torch.Tensor]) -> Tuple[Any, ...]:
+    def get_cache_key_extras(self, inputs: list[torch.Tensor]) -> tuple[Any, ...]:
         return (
             int(self.problem.mode),
             str(inputs[0].dtype),
@@ -138,10 +64,10 @@ class Sm12xMoERunner(TunableRunner):
             self.enable_pdl,
         )
 
-    def get_valid_tactics(self, inputs: List[torch.Tensor], profile: Any) -> List[str]:
+    def get_valid_tactics(self, inputs: list[torch.Tensor], profile: Any) -> list[str]:
         return [row.name for row in _valid_rows(self.problem)]
 
-    def _profile_arguments(self, activations: torch.Tensor) -> Tuple[Any, ...]:
+    def _profile_arguments(self, activations: torch.Tensor) -> tuple[Any, ...]:
         problem, device = self.problem, activations.device
         num_tokens = activations.shape[0]
         arguments = list(self._arguments_cache)
@@ -170,7 +96,7 @@ class Sm12xMoERunner(TunableRunner):
 
     def forward(
         self,
-        inputs: List[torch.Tensor],
+        inputs: list[torch.Tensor],
         tactic: Any = -1,
         do_preparation: bool = False,
         **kwargs,
@@ -182,7 +108,7 @@ class Sm12xMoERunner(TunableRunner):
         )
         own = -1 if tactic == -1 else index_of(tactic)
         wanted = (own, -1) if self.gemm_idx == 1 else (-1, own)
-        tactics = _resolved(wanted, _default_tactics(problem))
+        tactics = resolved_pair(wanted, _default_tactics(problem))
         _run(
             problem,
             arguments,
@@ -194,30 +120,13 @@ class Sm12xMoERunner(TunableRunner):
         return arguments[_OUTPUT]
 
 
-@functools.lru_cache(maxsize=16)
-def _tuning_config(tune_max_num_tokens: int) -> TuningConfig:
-    return TuningConfig(
-        dynamic_tensor_specs=(
-            DynamicTensorSpec(
-                (0,),
-                (0,),
-                get_hybrid_num_tokens_buckets(tune_max_num_tokens),
-                make_hybrid_bucket_mapper(tune_max_num_tokens),
-            ),
-        ),
-        # A layer's weights do not stay in L2 from one token to the next.
-        use_cold_l2_cache=True,
-        use_cuda_graph=True,
-    )
-
-
 def _tuned(
     problem: MoEProblem,
-    arguments: Tuple[Any, ...],
+    arguments: tuple[Any, ...],
     swizzled_input_sf: bool,
     enable_pdl: bool,
     tune_max_num_tokens: int,
-) -> Tuple[int, int]:
+) -> tuple[int, int]:
     tuner = AutoTuner.get()
     chosen = []
     for gemm_idx in (1, 2):
@@ -227,11 +136,11 @@ def _tuned(
         _, tactic = tuner.choose_one(
             f"flashinfer::sm12x_moe::fc{gemm_idx}",
             [runner],
-            _tuning_config(tune_max_num_tokens),
+            tuning_config(tune_max_num_tokens),
             [arguments[_INPUT], arguments[_FC1], arguments[_FC2]],
         )
         chosen.append(-1 if tactic == -1 else index_of(tactic))
-    return _resolved(chosen, _default_tactics(problem))
+    return resolved_pair(chosen, _default_tactics(problem))
 
 
 def _mode(
@@ -270,7 +179,7 @@ def sm12x_fused_moe(
     fc1_expert_weights: torch.Tensor,
     fc2_expert_weights: torch.Tensor,
     output_dtype: torch.dtype,
-    quant_scales: List[torch.Tensor],
+    quant_scales: list[torch.Tensor],
     fc1_expert_biases: Optional[torch.Tensor],
     fc2_expert_biases: Optional[torch.Tensor],
     input_sf: Optional[torch.Tensor],
@@ -288,7 +197,7 @@ def sm12x_fused_moe(
     enable_pdl: Optional[bool],
     activation_type: int,
     swizzled_input_sf: bool,
-    profile_ids: Optional[List[int]],
+    profile_ids: Optional[list[int]],
     workspace_buffer: Optional[torch.Tensor],
 ) -> torch.Tensor:
     """:func:`flashinfer.fused_moe.cutlass_fused_moe` with MXFP4 weights.

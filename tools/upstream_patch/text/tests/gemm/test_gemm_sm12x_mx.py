@@ -79,6 +79,21 @@ def test_mm_bf16_fp4(m, n, k):
     _assert_close(out, a.double(), dequantize_mxfp4(b, b_sf))
 
 
+def test_mm_bf16_fp4_trace():
+    _skip_unless_sm12x()
+    torch.manual_seed(0)
+    a = torch.randn(9, 288, device="cuda").to(torch.bfloat16)
+    b, b_sf = quantize_mxfp4(torch.randn(200, 288, device="cuda"))
+    named = {"b_descale": swizzle_scales(b_sf), "block_size": 32}
+    definition = mm_bf16_fp4.fi_trace(a=a, b=b, backend="sm12x", **named)
+    assert definition["name"] == "mm_bf16_fp4_sm12x_N200_K288_block_size32"
+    rendered = {}  # the reference stands alone
+    exec(definition["reference"], rendered)
+    expected = rendered["_mm_bf16_fp4_sm12x_reference"](a, b, **named)
+    out = mm_bf16_fp4(a, b, backend="sm12x", **named)
+    torch.testing.assert_close(out, expected, rtol=2.0**-7, atol=1e-5)
+
+
 def test_what_a_backend_takes_is_checked():
     _skip_unless_sm12x()
     a, a_sf = quantize_mxfp4(torch.randn(4, 128, device="cuda"))

@@ -31,7 +31,7 @@ def gen_sm12x_jit_spec(
     for instance in instances:
         dest_path = gen_directory / f"{instance.name}.cu"
         source_paths.append(dest_path)
-        source = kernel_inst_templ.render(instance=instance, alone=False)
+        source = kernel_inst_templ.render(instance=instance)
         write_if_different(dest_path, source)
 
     return gen_jit_spec(

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Upstream's operators with the kernels as a backend."""
+"""Upstream's GEMMs with the kernels as a backend."""
 
 from __future__ import annotations
 
+from .benchmarks import DENSE_BENCHMARK
 from .compose import New, Take, Text
 from .edits import Edit, Place
 from .kernels import in_aot, instances, text
@@ -11,7 +12,7 @@ from .topic import Topic
 _GEMM = "flashinfer/gemm/gemm_base.py"
 _PLANNER = "flashinfer/fused_moe/sm12x_planner.py"
 
-_HEURISTICS = New(
+HEURISTICS = New(
     "flashinfer/jit/sm12x/heuristics.py",
     (
         Text("flashinfer/jit/sm12x/heuristics_header.py"),
@@ -126,7 +127,7 @@ def _sm12x_group_gemm_mxfp8_mxfp4_requirement(
     new=(
         text("flashinfer/jit/sm12x/group_gemm.py"),
         instances(gemm=True),
-        _HEURISTICS,
+        HEURISTICS,
         text("flashinfer/gemm/group_gemm_sm12x.py"),
         text("tests/gemm/test_group_gemm_mxfp4_sm12x.py"),
         text("benchmarks/bench_group_gemm_mxfp4_sm12x.py"),
@@ -148,6 +149,8 @@ _MM_MXFP8 = Place(_GEMM, "mm_mxfp8", sha="27f54639805a")
 _BF16 = "flashinfer/gemm/gemm_bf16_fp4.py"
 _MM_BF16 = Place(_BF16, "mm_bf16_fp4", sha="c8d034ddd8ef")
 _PREPARE_BF16 = Place(_BF16, "prepare_bf16_fp4_weights", sha="5d39705242e8")
+_TRACE = "flashinfer/trace/templates/gemm.py"
+_TRACE_DISPATCH = Place(_TRACE, "mm_bf16_fp4_trace_dispatch", sha="19ed49f091aa")
 _CHECK_BF16 = Place(_BF16, "_check_mm_bf16_fp4_problem_size", sha="d17ca7d8feec")
 
 DENSE = Topic(
@@ -368,6 +371,24 @@ from .gemm_sm12x_mx import (
 """,
             "before",
         ),
+        Edit(
+            _TRACE_DISPATCH, "def mm_bf16_fp4_trace_dispatch(", Text("flashinfer/trace/mm_bf16_fp4_sm12x.py"), "before"
+        ),
+        Edit(
+            _TRACE_DISPATCH,
+            'b = kwargs.get("b")',
+            """\
+    if kwargs.get("backend") == "sm12x":
+        return mm_bf16_fp4_sm12x_trace
+""",
+            "before",
+        ),
+        Edit(
+            Place(_TRACE, first="mm_bf16_fp4_trace_dispatch.templates = [", lines=7, sha="4a405854097d"),
+            "mm_bf16_fp4_cudnn_trace,",
+            "    mm_bf16_fp4_sm12x_trace,",
+        ),
+        *DENSE_BENCHMARK,
     ),
     cxx={
         "csrc/dense_mx_sm12x_binding.cu": "csrc/sm12x/sm12x_dense_binding.cu",
@@ -378,252 +399,5 @@ from .gemm_sm12x_mx import (
         instances(gemm=True, dense=True),
         text("flashinfer/gemm/gemm_sm12x_mx.py"),
         text("tests/gemm/test_gemm_sm12x_mx.py"),
-    ),
-)
-
-_CORE = "flashinfer/fused_moe/core.py"
-_MOE = Place(_CORE, "cutlass_fused_moe", sha="dff32024e682")
-_MOE_WORKSPACE = Place(_CORE, "cutlass_fused_moe_workspace_size", sha="7cc682f03ce2")
-_ARGUMENTS = "flashinfer/sm12x_arguments.py"
-_VALIDATION = "flashinfer/fused_moe/sm12x_validation.py"
-
-
-def _heuristics(layer: str) -> New:
-    return New(
-        _HEURISTICS.path,
-        (*_HEURISTICS.parts, Text(f"flashinfer/jit/sm12x/{layer}.py")),
-        renames={
-            "from .instances import GEMM_INSTANCES, Instance": (
-                "from .instances import GEMM_INSTANCES, INSTANCES, Activation, Instance"
-            )
-        },
-    )
-
-
-_CHECKS = New(
-    "flashinfer/fused_moe/sm12x_moe_checks.py",
-    (
-        Text("flashinfer/fused_moe/sm12x_moe_checks_header.py"),
-        Take(
-            _ARGUMENTS,
-            (
-                *("INT32_MAX", "K_ALIGNMENT", "POINTER_ALIGNMENT", "OUTPUT_DTYPES", "round_up", "describe"),
-                *("require_tensor_type", "is_dense", "require_tensor", "require_int", "require_k_alignment"),
-                *("require_output_dtype", "require_alignment"),
-            ),
-        ),
-        Take(
-            _VALIDATION,
-            (
-                *("BLOCK_SIZE", "WORKSPACE_ALIGNMENT", "WEIGHT_DTYPES", "SCALE_DTYPES", "SWIGLU", "Mode"),
-                *("INPUT_DTYPES", "_QUANT_SCALES", "MoEProblem", "select_mode", "swizzled_scale_shapes"),
-                *("require_swizzled_scales", "require_parallel_sizes", "require_pairs", "_weight_sizes"),
-                *("_check_quant_scales", "_check_input_sf", "validate_moe", "check_workspace"),
-            ),
-        ),
-    ),
-)
-
-MOE = Topic(
-    name="moe",
-    after="dense",
-    message=Text("messages/moe.txt"),
-    edits=(
-        Edit(
-            _MOE,
-            'if backend != "cutlass":',
-            """\
-    if backend == "sm12x":
-        from .sm12x_moe import sm12x_fused_moe
-
-        if min_latency_mode:
-            raise NotImplementedError("min latency mode not yet implemented.")
-        if use_packed_weights or use_wfp4afp8_humming or use_deepseek_fp8_block_scale:
-            raise ValueError("backend='sm12x' takes MXFP4 weights only")
-        if cluster_size != 1:
-            raise ValueError(f"cluster_size must be 1, got {cluster_size}")
-        return sm12x_fused_moe(
-            input,
-            token_selected_experts,
-            token_final_scales,
-            fc1_expert_weights,
-            fc2_expert_weights,
-            output_dtype,
-            quant_scales,
-            fc1_expert_biases,
-            fc2_expert_biases,
-            input_sf,
-            swiglu_alpha,
-            swiglu_beta,
-            swiglu_limit,
-            tp_size,
-            tp_rank,
-            ep_size,
-            ep_rank,
-            output,
-            use_w4_group_scaling,
-            use_mxfp8_act_scaling,
-            tune_max_num_tokens,
-            enable_pdl,
-            activation_type,
-            swizzled_input_sf,
-            profile_ids,
-            workspace_buffer,
-        )
-""",
-            "before",
-        ),
-        Edit(
-            _MOE,
-            "See the Cake SiTU guide for its TRTLLM shuffled NVFP4 weight layout.",
-            """\
-        ``"sm12x"`` (SM120/SM121) takes MXFP4 weights with MXFP8 or bfloat16
-        activations and SwiGLU: biases, ``swiglu_alpha``, ``swiglu_beta`` and
-        ``swiglu_limit``, expert parallelism, hidden and intermediate sizes that are
-        multiples of 32. Its results are the same on every run.
-""",
-        ),
-        Edit(
-            _MOE_WORKSPACE,
-            'if backend != "cutlass":',
-            """\
-    if backend == "sm12x":
-        from .sm12x_moe import sm12x_fused_moe_workspace_size
-
-        with torch.cuda.device(device):
-            return sm12x_fused_moe_workspace_size(
-                max_num_tokens,
-                hidden_size,
-                intermediate_size,
-                num_experts_total,
-                top_k,
-                x_dtype,
-                weight_dtype,
-                activation_type,
-                tp_size,
-                tp_rank,
-                ep_size,
-                ep_rank,
-                use_w4_group_scaling,
-                use_mxfp8_act_scaling,
-            )
-""",
-            "before",
-        ),
-    ),
-    new=(
-        _heuristics("heuristics_moe"),
-        _CHECKS,
-        text("flashinfer/fused_moe/sm12x_moe.py"),
-        text("tests/moe/test_sm12x_fused_moe.py"),
-        text("benchmarks/bench_sm12x_fused_moe.py"),
-    ),
-)
-
-STREAMED_LAYER = Topic(
-    name="streamed-layer",
-    after="moe",
-    message=Text("messages/streamed-layer.txt"),
-    new=(
-        instances(streamed=True, gemm=True, dense=True),
-        _heuristics("heuristics_streamed"),
-        New(
-            "flashinfer/fused_moe/sm12x_moe.py",
-            (Text("flashinfer/fused_moe/sm12x_moe.py"),),
-            renames={
-                """Two GEMM kernels a layer: FC1 with bias and SwiGLU in its epilogue, FC2 with bias,
-routing weights and the sum over a token's experts, whose order is fixed. The kernels
-route by themselves; nothing waits on the host.
-""": """With few rows for an expert a layer is one launch that streams the weights of both
-GEMMs; else it is two GEMM kernels: FC1 with bias and SwiGLU in its epilogue, FC2 with
-bias, routing weights and the sum over a token's experts, whose order is fixed. The
-kernels route by themselves; nothing waits on the host.
-""",
-                """def _default_tactics(problem: MoEProblem) -> Tuple[int, int]:
-    row = choose_moe(
-        problem.mode.activation,
-        problem.num_tokens * problem.top_k,
-        problem.num_local_experts,
-    )
-""": """def _default_tactics(problem: MoEProblem, all_sms: bool = True) -> Tuple[int, int]:
-    row = choose_moe(
-        problem.mode.activation,
-        problem.num_tokens * problem.top_k,
-        problem.num_local_experts,
-        problem.hidden,
-        problem.inter,
-        all_sms,
-    )
-""",
-                """def _valid_rows(problem: MoEProblem) -> List[Any]:
-    return [row for row in INSTANCES if row.activation == problem.mode.activation]
-""": """def _valid_rows(problem: MoEProblem, num_tokens: int) -> List[Any]:
-    sizes = num_tokens * problem.top_k, problem.hidden, problem.inter
-    return [
-        row
-        for row in INSTANCES
-        if row.activation == problem.mode.activation and row.takes(*sizes)
-    ]
-""",
-                '''    """FC1's and FC2's tactics from ``wanted``, in which -1 stands for the default."""
-    fc1, fc2 = (d if w == -1 else w for w, d in zip(wanted, default, strict=True))
-    return fc1, fc2
-''': '''    """FC1's and FC2's tactics from ``wanted``, in which -1 stands for the default.
-
-    A streamed tactic computes both GEMMs, and both multiply in the same type: where
-    two do not go together, the wanted one serves both, of two wanted ones the first.
-    """
-    fc1, fc2 = (d if w == -1 else w for w, d in zip(wanted, default, strict=True))
-    rows = INSTANCES[fc1], INSTANCES[fc2]
-    if rows[0].streamed or rows[1].streamed:
-        together = fc1 == fc2
-    else:
-        together = rows[0].multiplies == rows[1].multiplies
-    if together:
-        return fc1, fc2
-    both = fc2 if wanted[0] == -1 and wanted[1] != -1 else fc1
-    return both, both
-''',
-                """numbers = {row.number: row.index for row in _valid_rows(problem)}
-""": """rows = _valid_rows(problem, problem.num_tokens)
-    numbers = {row.number: row.index for row in rows}
-""",
-                """    get_sm12x_moe_module().sm12x_moe_run(
-        *arguments,
-        workspace,
-        int(problem.mode),
-        swizzled_input_sf,
-        problem.first_expert,
-        problem.num_experts_total,
-        *tactics,
-        enable_pdl,
-    )
-""": """    def launch(tactics: Tuple[int, int]) -> bool:
-        return get_sm12x_moe_module().sm12x_moe_run(
-            *arguments,
-            workspace,
-            int(problem.mode),
-            swizzled_input_sf,
-            problem.first_expert,
-            problem.num_experts_total,
-            *tactics,
-            enable_pdl,
-        )
-
-    if not launch(tactics):
-        # The stream has fewer SMs than the device (a green context, or MPS), and
-        # blocks of a streamed layer wait for each other.
-        launch(_default_tactics(problem, all_sms=False))
-""",
-                """        return [row.name for row in _valid_rows(self.problem)]
-""": """        return [
-            row.name
-            for row in _valid_rows(self.problem, inputs[0].shape[0])
-            if self.gemm_idx == 1 or not row.streamed
-        ]
-""",
-            },
-        ),
-        text("tests/moe/test_sm12x_streamed_moe.py"),
     ),
 )

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Upstream's MoE operator with the kernels as a backend."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from .benchmarks import MOE_BENCHMARK
+from .compose import New, Take, Text
+from .edits import Edit, Place
+from .gemm import HEURISTICS
+from .kernels import instances, text
+from .topic import Topic
+
+_CORE = "flashinfer/fused_moe/core.py"
+_MOE = Place(_CORE, "cutlass_fused_moe", sha="dff32024e682")
+_MOE_WORKSPACE = Place(_CORE, "cutlass_fused_moe_workspace_size", sha="7cc682f03ce2")
+_ARGUMENTS = "flashinfer/sm12x_arguments.py"
+_VALIDATION = "flashinfer/fused_moe/sm12x_validation.py"
+
+
+def _heuristics(layer: str) -> New:
+    return New(
+        HEURISTICS.path,
+        (*HEURISTICS.parts, Text(f"flashinfer/jit/sm12x/{layer}.py")),
+        renames={
+            "from .instances import GEMM_INSTANCES, Instance": (
+                "from .instances import GEMM_INSTANCES, INSTANCES, Activation, Instance"
+            )
+        },
+    )
+
+
+_CHECKS = New(
+    "flashinfer/fused_moe/sm12x_moe_checks.py",
+    (
+        Text("flashinfer/fused_moe/sm12x_moe_checks_header.py"),
+        Take(
+            _ARGUMENTS,
+            (
+                *("INT32_MAX", "K_ALIGNMENT", "POINTER_ALIGNMENT", "OUTPUT_DTYPES", "round_up", "describe"),
+                *("require_tensor_type", "is_dense", "require_tensor", "require_int", "require_k_alignment"),
+                *("require_output_dtype", "require_alignment"),
+            ),
+        ),
+        Take(
+            _VALIDATION,
+            (
+                *("BLOCK_SIZE", "WORKSPACE_ALIGNMENT", "WEIGHT_DTYPES", "SCALE_DTYPES", "SWIGLU", "Mode"),
+                *("INPUT_DTYPES", "_QUANT_SCALES", "MoEProblem", "select_mode", "swizzled_scale_shapes"),
+                *("require_swizzled_scales", "require_parallel_sizes", "require_pairs", "_weight_sizes"),
+                *("_check_quant_scales", "_check_input_sf", "validate_moe", "check_workspace"),
+            ),
+        ),
+    ),
+)
+
+
+def _operator(renames: Mapping[str, str] | None = None) -> New:
+    """The operator; ``renames`` are what a later topic has otherwise."""
+    folder = "flashinfer/fused_moe/"
+    parts = (
+        Text(f"{folder}sm12x_moe_header.py"),
+        Take(f"{folder}sm12x_launch.py", ("computes_layer", "go_together", "resolved_pair")),
+        Take(f"{folder}sm12x_autotuner.py", ("tuning_config",)),
+        Text(f"{folder}sm12x_moe.py"),
+    )
+    return New(f"{folder}sm12x_moe.py", parts, renames)
+
+
+MOE = Topic(
+    name="moe",
+    after="dense",
+    message=Text("messages/moe.txt"),
+    edits=(
+        Edit(
+            _MOE,
+            'if backend != "cutlass":',
+            """\
+    if backend == "sm12x":
+        from .sm12x_moe import sm12x_fused_moe
+
+        if min_latency_mode:
+            raise NotImplementedError("min latency mode not yet implemented.")
+        if use_packed_weights or use_wfp4afp8_humming or use_deepseek_fp8_block_scale:
+            raise ValueError("backend='sm12x' takes MXFP4 weights only")
+        if cluster_size != 1:
+            raise ValueError(f"cluster_size must be 1, got {cluster_size}")
+        return sm12x_fused_moe(
+            input,
+            token_selected_experts,
+            token_final_scales,
+            fc1_expert_weights,
+            fc2_expert_weights,
+            output_dtype,
+            quant_scales,
+            fc1_expert_biases,
+            fc2_expert_biases,
+            input_sf,
+            swiglu_alpha,
+            swiglu_beta,
+            swiglu_limit,
+            tp_size,
+            tp_rank,
+            ep_size,
+            ep_rank,
+            output,
+            use_w4_group_scaling,
+            use_mxfp8_act_scaling,
+            tune_max_num_tokens,
+            enable_pdl,
+            activation_type,
+            swizzled_input_sf,
+            profile_ids,
+            workspace_buffer,
+        )
+""",
+            "before",
+        ),
+        Edit(
+            _MOE,
+            "See the Cake SiTU guide for its TRTLLM shuffled NVFP4 weight layout.",
+            """\
+        ``"sm12x"`` (SM120/SM121) takes MXFP4 weights with MXFP8 or bfloat16
+        activations and SwiGLU: biases, ``swiglu_alpha``, ``swiglu_beta`` and
+        ``swiglu_limit``, expert parallelism, hidden and intermediate sizes that are
+        multiples of 32. Its results are the same on every run.
+""",
+        ),
+        Edit(
+            _MOE_WORKSPACE,
+            'if backend != "cutlass":',
+            """\
+    if backend == "sm12x":
+        from .sm12x_moe import sm12x_fused_moe_workspace_size
+
+        with torch.cuda.device(device):
+            return sm12x_fused_moe_workspace_size(
+                max_num_tokens,
+                hidden_size,
+                intermediate_size,
+                num_experts_total,
+                top_k,
+                x_dtype,
+                weight_dtype,
+                activation_type,
+                tp_size,
+                tp_rank,
+                ep_size,
+                ep_rank,
+                use_w4_group_scaling,
+                use_mxfp8_act_scaling,
+            )
+""",
+            "before",
+        ),
+        *MOE_BENCHMARK,
+    ),
+    new=(
+        _heuristics("heuristics_moe"),
+        _CHECKS,
+        _operator(),
+        text("tests/moe/test_sm12x_fused_moe.py"),
+        text("benchmarks/bench_sm12x_fused_moe.py"),
+    ),
+)
+
+STREAMED_LAYER = Topic(
+    name="streamed-layer",
+    after="moe",
+    message=Text("messages/streamed-layer.txt"),
+    new=(
+        instances(streamed=True, gemm=True, dense=True),
+        _heuristics("heuristics_streamed"),
+        _operator(
+            {
+                """Two GEMM kernels a layer: FC1 with bias and SwiGLU in its epilogue, FC2 with bias,
+routing weights and the sum over a token's experts, whose order is fixed. The kernels
+route by themselves; nothing waits on the host.
+""": """With few rows for an expert a layer is one launch that streams the weights of both
+GEMMs; else it is two GEMM kernels: FC1 with bias and SwiGLU in its epilogue, FC2 with
+bias, routing weights and the sum over a token's experts, whose order is fixed. The
+kernels route by themselves; nothing waits on the host.
+""",
+                """def _default_tactics(problem: MoEProblem) -> tuple[int, int]:
+    row = choose_moe(
+        problem.mode.activation,
+        problem.num_tokens * problem.top_k,
+        problem.num_local_experts,
+    )
+""": """def _default_tactics(problem: MoEProblem, all_sms: bool = True) -> tuple[int, int]:
+    row = choose_moe(
+        problem.mode.activation,
+        problem.num_tokens * problem.top_k,
+        problem.num_local_experts,
+        problem.hidden,
+        problem.inter,
+        all_sms,
+    )
+""",
+                """def _valid_rows(problem: MoEProblem) -> list[Any]:
+    return [row for row in INSTANCES if row.activation == problem.mode.activation]
+""": """def _valid_rows(problem: MoEProblem, num_tokens: int) -> list[Any]:
+    sizes = num_tokens * problem.top_k, problem.hidden, problem.inter
+    return [
+        row
+        for row in INSTANCES
+        if row.activation == problem.mode.activation and row.takes(*sizes)
+    ]
+""",
+                """numbers = {row.number: row.index for row in _valid_rows(problem)}
+""": """rows = _valid_rows(problem, problem.num_tokens)
+    numbers = {row.number: row.index for row in rows}
+""",
+                """    get_sm12x_moe_module().sm12x_moe_run(
+        *arguments,
+        workspace,
+        int(problem.mode),
+        swizzled_input_sf,
+        problem.first_expert,
+        problem.num_experts_total,
+        *tactics,
+        enable_pdl,
+    )
+""": """    def launch(tactics: tuple[int, int]) -> bool:
+        return get_sm12x_moe_module().sm12x_moe_run(
+            *arguments,
+            workspace,
+            int(problem.mode),
+            swizzled_input_sf,
+            problem.first_expert,
+            problem.num_experts_total,
+            *tactics,
+            enable_pdl,
+        )
+
+    if not launch(tactics):
+        # The stream has fewer SMs than the device (a green context, or MPS), and
+        # blocks of a streamed layer wait for each other.
+        launch(_default_tactics(problem, all_sms=False))
+""",
+                """        return [row.name for row in _valid_rows(self.problem)]
+""": """        return [
+            row.name
+            for row in _valid_rows(self.problem, inputs[0].shape[0])
+            if self.gemm_idx == 1 or not row.streamed
+        ]
+""",
+            },
+        ),
+        text("tests/moe/test_sm12x_streamed_moe.py"),
+    ),
+)
