@@ -233,6 +233,27 @@ struct Pages {
   }
 };
 
+// A chunk as bf16: rows of keys, which are fragments as they lie, and A of the second GEMM, a tile of 16 dims each, whose
+// registers pair positions where rows pair dims.
+template <bool kFp8>
+__device__ __forceinline__ void expand(const Chunk<kFp8>& chunk, uint4 (&keys)[2][2], uint32_t (&values)[4][4]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    keys[0][half] = to_bf16<kFp8>(chunk.keys[0][half]);
+    keys[1][half] = to_bf16<kFp8>(chunk.keys[1][half]);
+  }
+#pragma unroll
+  for (int pair = 0; pair < 2; ++pair) {
+    const uint4 even = to_bf16<kFp8>(chunk.values[2 * pair]), odd = to_bf16<kFp8>(chunk.values[2 * pair + 1]);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      auto word = [&](const uint4& row) { return reinterpret_cast<const uint32_t*>(&row)[j]; };
+      values[j][2 * pair] = __byte_perm(word(even), word(odd), 0x5410);
+      values[j][2 * pair + 1] = __byte_perm(word(even), word(odd), 0x7632);
+    }
+  }
+}
+
 // The online softmax of one token, for the two heads 2t and 2t+1 of a lane, and their output of dims 8g..8g+7.
 struct State {
   float largest[2] = {kMinusInfinity, kMinusInfinity};  // the same in all lanes of a t
@@ -367,29 +388,13 @@ __global__ void __launch_bounds__(kDecodeThreads, kDecodeBlocksOfTokens<kTokens>
     next = {};
     if (i + 1 < mine) {
       next = load(i + 1, next_page);
-    } else if (p.key != nullptr &&
-               (chunk + 1) * kDecodeChunk > first_new) {  // new positions are in a warp's last chunk, if any
+    } else if (p.key != nullptr && (chunk + 1) * kDecodeChunk > first_new) {  // in a warp's last chunk, if anywhere
       const int64_t first_token = static_cast<int64_t>(sequence) * p.q_len;
       pages.append(p, now, page, chunk, first_new, length, first_token, head, tile == 0, g, t);
     }
-    uint4 keys[2][2], rows[4];
+    uint4 keys[2][2];
     uint32_t values[4][4];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      keys[0][half] = decode::to_bf16<kFp8>(now.keys[0][half]);
-      keys[1][half] = decode::to_bf16<kFp8>(now.keys[1][half]);
-    }
-#pragma unroll
-    for (int row = 0; row < 4; ++row) rows[row] = decode::to_bf16<kFp8>(now.values[row]);
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      auto word = [&](int row) { return reinterpret_cast<const uint32_t*>(&rows[row])[j]; };
-#pragma unroll
-      for (int pair = 0; pair < 2; ++pair) {
-        values[j][2 * pair] = __byte_perm(word(2 * pair), word(2 * pair + 1), 0x5410);
-        values[j][2 * pair + 1] = __byte_perm(word(2 * pair), word(2 * pair + 1), 0x7632);
-      }
-    }
+    decode::expand<kFp8>(now, keys, values);
 #pragma unroll
     for (int token = 0; token < kTokens; ++token) {
       float scores[4] = {};
@@ -403,10 +408,10 @@ __global__ void __launch_bounds__(kDecodeThreads, kDecodeBlocksOfTokens<kTokens>
       }
       const int own = first_position + token;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int position = chunk * kDecodeChunk + decode::key_row(g, i / 2);
+      for (int element = 0; element < 4; ++element) {
+        const int position = chunk * kDecodeChunk + decode::key_row(g, element / 2);
         const bool seen = position <= own && (p.window_left < 0 || position >= own - p.window_left);
-        scores[i] = seen ? scores[i] * p.score_scale : kMinusInfinity;
+        scores[element] = seen ? scores[element] * p.score_scale : kMinusInfinity;
       }
       states[token].add(scores, values);
     }
