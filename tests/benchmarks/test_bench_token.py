@@ -151,11 +151,11 @@ def test_pages_in_front_of_the_window_are_not_kept() -> None:
     step = Step(2, 1000)
     batch = tried.batch(step)
     window, full = tried.caches(step, batch)[:2]
-    assert full.shape == (2 * 63, 2, 2, PAGE, 32)
+    assert full.shape == (2 * 63, 2, SMALL.kv_heads, PAGE, SMALL.head)
     assert window.shape[0] == 2 * (63 - (1000 - 1 - 64) // PAGE)
     assert batch.window.slots.tolist() == [int(batch.window.table[s, 62]) * PAGE + 999 % PAGE for s in (0, 1)]
     # What the windowed layers see is what they see with all of the pages.
-    sinks, q = torch.zeros(8), torch.randn(2, 8, 32)
+    sinks, q = torch.zeros(SMALL.heads), torch.randn(2, SMALL.heads, SMALL.head)
     everything = torch.zeros_like(full).float()
     everything[batch.full.table[:, 58:].flatten().long()] = window.float()[batch.window.table[:, 58:].flatten().long()]
     attend = TorchAttention()
