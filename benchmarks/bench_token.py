@@ -164,18 +164,7 @@ def stack_name(stack: str, step: Step) -> str:
 
 
 def not_measured(name: str, stack: str, step: Step, why: str) -> results.Measured:
-    return results.Measured(
-        model=name,
-        stack=stack_name(stack, step),
-        sequences=step.sequences,
-        context=step.context,
-        new=step.new,
-        kv=step.kv,
-        formats=dict(step.formats),
-        fused_router=step.fused_router,
-        fused_attention=step.fused_attention,
-        note=why,
-    )
+    return results.Measured(model=name, stack=stack_name(stack, step), **step.named(), note=why)
 
 
 def compile_module(what: tuple[Any, ...]) -> str:

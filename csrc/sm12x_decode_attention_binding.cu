@@ -30,6 +30,13 @@ void decode_run(TensorView out, TensorView key_cache, TensorView value_cache, Te
       << "query must be [" << tokens << ", " << heads << ", " << kDecodeHead << "]";
   TVM_FFI_CHECK(out.numel() == tokens * heads * kDecodeHead, ValueError) << "out must be as query";
   TVM_FFI_CHECK(key.has_value() == value.has_value(), ValueError) << "key goes with value";
+  for (const Optional<TensorView>& rows : {key, value}) {
+    TVM_FFI_CHECK(!rows.has_value() || (rows.value().size(0) == tokens && rows.value().size(1) == params.num_kv_heads),
+                  ValueError)
+        << "key and value must be [" << tokens << ", " << params.num_kv_heads << ", " << kDecodeHead << "]";
+  }
+  TVM_FFI_CHECK(block_tables.size(0) == params.num_sequences, ValueError) << "block_tables must have a row a sequence";
+  TVM_FFI_CHECK(!sinks.has_value() || sinks.value().numel() == heads, ValueError) << "sinks must have " << heads;
   const int64_t page_size = key_cache.size(2);
   TVM_FFI_CHECK(page_size >= kDecodeChunk && (page_size & (page_size - 1)) == 0, ValueError)
       << "pages have " << page_size << " positions; it must be a power of two from " << kDecodeChunk << " on";

@@ -19,9 +19,9 @@ from flashinfer._layer import extend
 
 _upstream = extend(globals())
 
+from .sm12x_decode import Operands, split_cache, validate
 from .sm12x_decode import decode_attention as decode_attention
 from .sm12x_decode import decode_workspace_size as decode_workspace_size
-from .sm12x_decode import split_cache, validate
 
 if TYPE_CHECKING:
 
@@ -77,10 +77,8 @@ def _refusal(call: Mapping[str, Any]) -> str | None:
     scales = {"bmm1_scale": call["bmm1_scale"], "bmm2_scale": call["bmm2_scale"]}
     try:
         keys, values = split_cache(call["kv_cache"], call["kv_layout"])
-        validate(
-            call["out"], keys, values, call["query"], None, None, tables, lengths, None, call["sinks"],
-            q_len=1, window_left=call["window_left"], scales=scales,
-        )  # fmt: skip
+        operands = Operands(call["query"], None, None, tables, lengths, None, call["sinks"])
+        validate(call["out"], keys, values, operands, 1, call["window_left"], scales)
     except (TypeError, ValueError, NotImplementedError) as error:
         return str(error)
     return None

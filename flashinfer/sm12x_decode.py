@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -193,6 +193,18 @@ def split_cache(kv_cache: Any, kv_layout: str) -> tuple[torch.Tensor, torch.Tens
     return parts[0], parts[1]
 
 
+class Operands(NamedTuple):
+    """What a call reads beside the cache, in the order of ``sm12x_decode_run``."""
+
+    query: torch.Tensor
+    key: torch.Tensor | None
+    value: torch.Tensor | None
+    block_tables: torch.Tensor
+    seq_lens: torch.Tensor
+    rope_table: torch.Tensor | None
+    sinks: torch.Tensor | None
+
+
 def _require_rows(name: str, value: torch.Tensor, shape: tuple[int, ...], device: torch.device) -> None:
     """Rows of bf16 heads that may lie apart."""
     require_tensor_type(name, value)
@@ -216,18 +228,13 @@ def validate(
     out: torch.Tensor | None,
     keys: torch.Tensor,
     values: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor | None,
-    value: torch.Tensor | None,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    rope_table: torch.Tensor | None,
-    sinks: torch.Tensor | None,
+    operands: Operands,
     q_len: int,
     window_left: int,
     scales: dict[str, float],
 ) -> None:
     """Check a call's metadata; the exceptions of :func:`decode_attention`."""
+    query, key, value, block_tables, seq_lens, rope_table, sinks = operands
     require_tensor_type("query", query)
     require_computing_device("query", query)
     device = query.device
@@ -328,12 +335,12 @@ def _run(
     enable_pdl: bool | None,
 ) -> None:
     scales = {"sm_scale": sm_scale, "k_scale": k_scale, "v_scale": v_scale}
-    tensors = (query, key, value, block_tables, seq_lens, rope_table, sinks)
-    validate(out, keys, values, *tensors, q_len, window_left, scales)
+    operands = Operands(query, key, value, block_tables, seq_lens, rope_table, sinks)
+    validate(out, keys, values, operands, q_len, window_left, scales)
     device = query.device
     virtual = virtual_device.active() if device.type == "cpu" else None
     if device.type == "cpu" and virtual is None:
-        _compute_on_cpu(out, keys, values, *tensors, q_len, window_left, sm_scale, k_scale, v_scale)
+        _compute_on_cpu(out, keys, values, operands, q_len, window_left, sm_scale, k_scale, v_scale)
         return
     named = {"query": query, "key": key, "value": value, "kv_cache": keys, "rope_table": rope_table, "out": out}
     require_alignment({**named, "kv_cache's values": values})
@@ -343,11 +350,11 @@ def _run(
     if virtual is not None:
         from .testing import virtual_operators
 
-        virtual_operators.run_decode(virtual, (out, keys, values), workspace, (*tensors, *sizes), key is not None)
+        virtual_operators.run_decode(virtual, (out, keys, values), workspace, (*operands, *sizes), key is not None)
     elif query.shape[0]:
         with torch.cuda.device(device):
             workspace = _workspace(device, workspace)
-            _dispatch().decode_module().sm12x_decode_run(out, keys, values, workspace, *tensors, *sizes)
+            _dispatch().decode_module().sm12x_decode_run(out, keys, values, workspace, *operands, *sizes)
 
 
 _operator = torch.library.custom_op(
@@ -385,19 +392,14 @@ def _compute_on_cpu(
     out: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor | None,
-    value: torch.Tensor | None,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    rope_table: torch.Tensor | None,
-    sinks: torch.Tensor | None,
+    operands: Operands,
     q_len: int,
     window_left: int,
     sm_scale: float,
     k_scale: float,
     v_scale: float,
 ) -> None:
+    query, key, value, block_tables, seq_lens, rope_table, sinks = operands
     page_size = keys.shape[2]
     for sequence, length in enumerate(seq_lens.tolist()):
         rows = slice(sequence * q_len, (sequence + 1) * q_len)

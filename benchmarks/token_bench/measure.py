@@ -111,13 +111,7 @@ def measure_step(model: Model, step: Step, stack: str, name: str, repeats: int) 
     measured = Measured(
         model=name,
         stack=stack,
-        sequences=step.sequences,
-        context=step.context,
-        new=step.new,
-        kv=step.kv,
-        formats=dict(step.formats),
-        fused_router=step.fused_router,
-        fused_attention=step.fused_attention,
+        **step.named(),
         experts=experts,
         note="" if finite else "logits are not finite",
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 BF16, FP32, INT32 = 2, 4, 4
 SCALE_BLOCK = 32
@@ -85,6 +86,10 @@ class Step:
     fused_router: bool = False
     fused_attention: bool = False
 
+    def named(self) -> dict[str, Any]:
+        """The fields by their names, as :class:`.results.Measured` has them, too."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
     @property
     def tokens(self) -> int:
         return self.sequences * self.new
@@ -142,9 +147,8 @@ def parts_of(size: Size, step: Step, experts: float | None = None) -> list[Part]
 
     def attention(context: int) -> float:
         cache = step.sequences * context * kv_row
-        if (
-            step.fused_attention
-        ):  # new rows are written instead of read; keys, values and a row of rope's table are read
+        if step.fused_attention:
+            # New rows are written instead of read; keys, values and a row of rope's table are read.
             cache += tokens * (2 * keys + BF16 * size.head)
         return cache + tokens * 2 * queries + FP32 * size.heads
 
