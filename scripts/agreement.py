@@ -34,6 +34,9 @@ WAYS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
     "Triton": ({"FLASHINFER_SM12X_VLLM": "0"}, {"moe_backend": "triton"}),
     "fork, W4A16": ({}, {"additional_config": {"sm12x": {"moe": "mxfp4-a16"}}}),
     "fork, W4A8": ({}, {"additional_config": {"sm12x": {"moe": "mxfp4-a8"}}}),
+    "Marlin, 2 GPUs": ({"FLASHINFER_SM12X_VLLM": "0"}, {"moe_backend": "marlin", "tensor_parallel_size": 2}),
+    "fork, 2 GPUs": ({}, {"tensor_parallel_size": 2}),
+    "fork, experts on 2 GPUs": ({}, {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
 }
 TOP = 8
 # Asked for, so that the reference's 8 are among them; one that is not counts as far as the least of these.
@@ -103,7 +106,10 @@ def compare(reference: Answers, other: Answers) -> dict[str, float]:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", default="1,2,4", help="depths, with commas between")
-    parser.add_argument("--ways", help=f"of {'; '.join(WAYS)}; with ; between. The first is the reference")
+    parser.add_argument(
+        "--ways",
+        help=f"of {'; '.join(WAYS)}; with ; between. The first is the reference; all that the GPUs are there for",
+    )
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--input", type=int, default=64, help="tokens of a prompt")
     parser.add_argument("--output", type=int, default=16, help="tokens of an answer")
@@ -113,7 +119,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="a folder for answers and logs; else a temporary one")
     parser.add_argument("--answer", nargs=3, metavar=("MODEL", "WAY", "FILE"), help="one engine alone, to a file")
     given = parser.parse_args()
-    given.ways = given.ways.split(";") if given.ways else list(WAYS)
+    given.ways = given.ways.split(";") if given.ways else []
     if unknown := [way for way in given.ways if way not in WAYS]:
         parser.error(f"--ways: {unknown[0]!r} is none of {'; '.join(WAYS)}")
     return given
@@ -144,6 +150,8 @@ def main() -> None:
 
     if not torch.cuda.is_available():
         sys.exit("no GPU: torch.cuda.is_available() is False, and vLLM's engine needs one")
+    gpus = torch.cuda.device_count()
+    given.ways = given.ways or [way for way in WAYS if WAYS[way][1].get("tensor_parallel_size", 1) <= gpus]
     out = given.out or Path(tempfile.mkdtemp(prefix="agreement_results_"))
     out.mkdir(parents=True, exist_ok=True)
     print(f"seed {given.seed}; answers and logs: {out}")

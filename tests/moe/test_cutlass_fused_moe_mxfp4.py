@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from moe_harness import (
 )
 
 import flashinfer
+from flashinfer.fused_moe import sm12x_dispatch
 from flashinfer.fused_moe.sm12x_launch import allowed_tactics
 from flashinfer.fused_moe.sm12x_validation import Mode
 from flashinfer.jit.sm12x.instances import INSTANCES
@@ -31,6 +33,8 @@ from flashinfer.testing import (
     check_within_bound,
     make_moe_inputs,
     moe_reference,
+    swizzle_scales,
+    unswizzle_scales,
 )
 
 MODES = (0, 1, 2)
@@ -131,39 +135,77 @@ def test_expert_parallel_ranks_sum_to_the_whole(mode: int, ep_size: int, device:
     assert ((total - reference).abs() <= bound + total_bound).all()
 
 
-def test_tensor_parallel_shards_sum_to_the_whole(device: torch.device) -> None:
-    """Weights sharded along I, the caller sums: rank 0 alone has the FC2 bias, as vLLM does it."""
-    inter, tp_size = 192, 2
-    whole = make_moe_inputs(MoECase(9, 160, inter, 4, 2, 2, global_scales=False), 12, device)
-    from flashinfer.testing import swizzle_scales, unswizzle_scales
-
-    reference, bound = moe_reference(whole, accumulation_on(device))
-    parts = torch.zeros_like(reference)
-    slack = bound.clone()
-    part_inter = inter // tp_size
-    fc1_sf = unswizzle_scales(whole.fc1_scales, 2 * inter, 5)
-    fc2_sf = unswizzle_scales(whole.fc2_scales, 160, inter // 32)
-    for rank in range(tp_size):
-        rows = torch.arange(rank * part_inter, (rank + 1) * part_inter, device=device)
+def tensor_parallel_shards(whole: MoEInputs, ranks: int) -> Iterator[MoEInputs]:
+    """``whole`` with its weights sharded along I; the caller sums, so rank 0 alone has the FC2 bias, as in vLLM."""
+    experts, hidden, half = whole.fc2_weights.shape
+    inter = 2 * half
+    part = inter // ranks
+    fc1_sf = unswizzle_scales(whole.fc1_scales, 2 * inter, hidden // 32)
+    fc2_sf = unswizzle_scales(whole.fc2_scales, hidden, inter // 32)
+    for rank in range(ranks):
+        rows = torch.arange(rank * part, (rank + 1) * part, device=fc1_sf.device)
         rows = torch.cat((rows, rows + inter))
-        columns = slice(rank * part_inter // 2, (rank + 1) * part_inter // 2)
-        blocks = slice(rank * part_inter // 32, (rank + 1) * part_inter // 32)
+        blocks = slice(rank * part // 32, (rank + 1) * part // 32)
         assert whole.fc1_bias is not None
-        shard = dataclasses.replace(
+        yield dataclasses.replace(
             whole,
             fc1_weights=whole.fc1_weights[:, rows].contiguous(),
             fc1_scales=swizzle_scales(fc1_sf[:, rows]),
             fc1_bias=whole.fc1_bias[:, rows].contiguous(),
-            fc2_weights=whole.fc2_weights[..., columns].contiguous(),
+            fc2_weights=whole.fc2_weights[..., rank * part // 2 : (rank + 1) * part // 2].contiguous(),
             fc2_scales=swizzle_scales(fc2_sf[..., blocks].contiguous()),
             fc2_bias=whole.fc2_bias if rank == 0 else None,
             output_dtype=torch.float16,
         )
-        output = flashinfer.cutlass_fused_moe(**shard.arguments(), tp_size=tp_size, tp_rank=rank)
+
+
+def test_tensor_parallel_shards_sum_to_the_whole(device: torch.device) -> None:
+    whole = make_moe_inputs(MoECase(9, 160, 192, 4, 2, 2, global_scales=False), 12, device)
+    reference, bound = moe_reference(whole, accumulation_on(device))
+    parts = torch.zeros_like(reference)
+    slack = bound.clone()
+    for rank, shard in enumerate(tensor_parallel_shards(whole, 2)):
+        output = flashinfer.cutlass_fused_moe(**shard.arguments(), tp_size=2, tp_rank=rank)
         part, part_bound = moe_reference(shard, accumulation_on(device))
         check_within_bound(output, part, part_bound, f"rank {rank}")
         parts, slack = parts + part, slack + part_bound
     assert ((parts - reference).abs() <= slack).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 4, 700])
+def test_a_layer_split_over_two_gpus(tokens: int) -> None:
+    """Both ranks at once from one thread, whichever device is the current one; gpt-oss' H and I."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU")
+    if not all(sm12x_dispatch.serves_cuda(index) for index in range(2)):
+        pytest.skip("these GPUs run the kernel family only with FLASHINFER_SM12X_MOE=1 and compute capability 9.0")
+    first, second = (torch.device("cuda", index) for index in range(2))
+    whole = make_moe_inputs(MoECase(tokens, 2880, 2880, 8, 4, 1, global_scales=False), 13, first)
+    reference, bound = moe_reference(whole, accumulation_on(first))
+    shards = list(tensor_parallel_shards(whole, 2))
+    shards[1] = dataclasses.replace(
+        shards[1],
+        **{
+            field.name: value.to(second)
+            for field in dataclasses.fields(shards[1])
+            if isinstance(value := getattr(shards[1], field.name), torch.Tensor)
+        },
+    )
+    for current in (first, second):
+        with torch.cuda.device(current):
+            outputs = [
+                flashinfer.cutlass_fused_moe(**shard.arguments(), tp_size=2, tp_rank=rank)
+                for rank, shard in enumerate(shards)
+            ]
+            assert torch.cuda.current_device() == current.index
+        assert [output.device for output in outputs] == [first, second]
+        total, slack = torch.zeros_like(reference), bound.clone()
+        for rank, (output, shard) in enumerate(zip(outputs, shards, strict=True)):
+            part, part_bound = (value.to(output.device) for value in moe_reference(shard, accumulation_on(first)))
+            check_within_bound(output, part, part_bound, f"rank {rank}, current device {current}")
+            total, slack = total + part.to(first), slack + part_bound.to(first)
+        assert ((total - reference).abs() <= slack).all()
 
 
 @pytest.mark.parametrize("mode", MODES)
