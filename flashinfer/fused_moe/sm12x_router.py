@@ -22,7 +22,7 @@ from . import sm12x_dispatch
 
 MAX_EXPERTS = 512
 MAX_TOP_K = 32
-MAX_K = 44 * 1024  # of router.cuh: one row in its shared memory
+MAX_K = 16 * 1024  # of router.cuh: a row, its residual and the norm's weights in shared memory
 K_STEP = 8
 
 
@@ -66,7 +66,7 @@ def router_top_k(
     Parameters
     ----------
     hidden_states : torch.Tensor
-        ``[m, k]`` bfloat16; ``k`` a multiple of 8, at most 45,056.
+        ``[m, k]`` bfloat16; ``k`` a multiple of 8, at most 16,384.
     weight : torch.Tensor
         ``[num_experts, k]`` bfloat16; at most 512 experts.
     top_k : int

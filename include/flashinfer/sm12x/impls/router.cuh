@@ -7,7 +7,8 @@
 //
 // A warp computes one expert's logits for a tile of tokens. The row of weights goes to its registers before the launch waits
 // for the tokens: a router's bytes are few, and are on their way while the layer in front still runs. Each block norms the
-// tile's rows for itself, rather than wait for a launch that does.
+// tile's rows for itself, rather than wait for a launch that does. A decode step pays for this kernel's latency, not for its
+// work: all that it loads behind the wait is on its way at once, and a row is the whole block's.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -27,10 +28,11 @@ namespace flashinfer::sm12x {
 
 constexpr int kRouterWarps = 4;
 constexpr int kRouterThreads = 32 * kRouterWarps;
-constexpr int kRouterTokens = 8;  // of a tile, at most
+constexpr int kRouterTokens = 4;  // of a tile, at most: more tokens are more blocks, which read weights from L2
 constexpr int kRouterChunk = 8;  // elements of 16 bytes
 constexpr int kRouterHeldChunks = 12;  // of a lane, of the weights: K up to 3,072 in registers
-constexpr int kRouterTileBytes = 88 * 1024;  // of shared memory, for a tile of tokens
+constexpr int kRouterMaxK = 16 * 1024;
+constexpr int kRouterSharedBytes = 3 * 2 * kRouterMaxK;  // one row, its residual and the norm's weights, or more rows
 constexpr int kRouterMaxExperts = 512;
 constexpr int kRouterExpertsPerLane = kRouterMaxExperts / 32;
 
@@ -61,45 +63,70 @@ __device__ __forceinline__ float warp_sum(float value) {
 
 }  // namespace detail
 
-// A token's row to shared memory as the experts see it, by one warp; `writes`: to global memory too.
-__device__ __forceinline__ void norm_row(const RouterParams& p, int64_t token, uint4* shared, bool writes, int lane) {
+// The tile's rows in shared memory as the experts see them, and, where `writes`, in global memory. Behind the rows lie their
+// residuals, the norm's weights and sums of squares. A thread copies, adds and norms the same chunks of every row, so that
+// the block waits only for the sums. Ends without a barrier.
+__device__ __forceinline__ void norm_tile(const RouterParams& p, int64_t first_token, int count, uint4* rows,
+                                          bool writes) {
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
   const int chunks = p.k / kRouterChunk;
-  const int64_t first = token * chunks;
-  float squares = 0.0f;
-  for (int chunk = lane; chunk < chunks; chunk += 32) {
-    uint4 row = ptx::load_16_bytes_if(true, reinterpret_cast<const uint4*>(p.hidden) + first + chunk);
-    float x[kRouterChunk];
-    unpack_eight<true>(row, x);
-    if (p.residual != nullptr) {
-      float other[kRouterChunk];
-      unpack_eight<true>(ptx::load_16_bytes_if(true, reinterpret_cast<const uint4*>(p.residual) + first + chunk),
-                         other);
-#pragma unroll
-      for (int i = 0; i < kRouterChunk; ++i) x[i] += other[i];
-      row = pack_eight_bf16(x);
-      unpack_eight<true>(row, x);  // the norm is of what the next layer adds to
-      if (writes) reinterpret_cast<uint4*>(p.sum)[first + chunk] = row;
+  const bool adds = p.residual != nullptr, norms = p.norm_weight != nullptr;
+  const int64_t first = first_token * chunks;
+  uint4* residual = rows + p.tile * chunks;
+  uint4* scales = residual + (adds ? p.tile * chunks : 0);
+  auto* squares = reinterpret_cast<float*>(scales + (norms ? chunks : 0));  // [tile, warp]
+  for (int chunk = thread; chunk < chunks; chunk += kRouterThreads) {
+    for (int at = chunk; at < count * chunks; at += chunks) {
+      ptx::copy_16_bytes_if(true, rows + at, reinterpret_cast<const uint4*>(p.hidden) + first + at);
+      ptx::copy_16_bytes_if(adds, residual + at, reinterpret_cast<const uint4*>(p.residual) + first + at);
     }
-#pragma unroll
-    for (int i = 0; i < kRouterChunk; ++i) squares = fmaf(x[i], x[i], squares);
-    shared[chunk] = row;
+    ptx::copy_16_bytes_if(norms, scales + chunk, reinterpret_cast<const uint4*>(p.norm_weight) + chunk);
   }
-  if (p.norm_weight == nullptr) return;
-  const float factor = rsqrtf(detail::warp_sum(squares) / static_cast<float>(p.k) + p.epsilon);
-  for (int chunk = lane; chunk < chunks; chunk += 32) {
-    float x[kRouterChunk], scale[kRouterChunk];
-    unpack_eight<true>(shared[chunk], x);
-    unpack_eight<true>(ptx::load_16_bytes_if(true, reinterpret_cast<const uint4*>(p.norm_weight) + chunk), scale);
+  ptx::wait_for_copies();
+
+  float x[kRouterChunk], other[kRouterChunk];
+  for (int token = 0; (adds || norms) && token < count; ++token) {
+    float sum = 0.0f;
+    for (int chunk = thread; chunk < chunks; chunk += kRouterThreads) {
+      const int at = token * chunks + chunk;
+      unpack_eight<true>(rows[at], x);
+      if (adds) {
+        unpack_eight<true>(residual[at], other);
 #pragma unroll
-    for (int i = 0; i < kRouterChunk; ++i) x[i] *= factor * scale[i];
-    const uint4 row = pack_eight_bf16(x);
-    shared[chunk] = row;
-    if (writes) reinterpret_cast<uint4*>(p.normed)[first + chunk] = row;
+        for (int i = 0; i < kRouterChunk; ++i) x[i] += other[i];
+        const uint4 row = pack_eight_bf16(x);
+        unpack_eight<true>(row, x);  // the norm is of what the next layer adds to
+        rows[at] = row;
+        if (writes) reinterpret_cast<uint4*>(p.sum)[first + at] = row;
+      }
+#pragma unroll
+      for (int i = 0; i < kRouterChunk; ++i) sum = fmaf(x[i], x[i], sum);
+    }
+    sum = detail::warp_sum(sum);
+    if (lane == 0) squares[token * kRouterWarps + warp] = sum;
+  }
+  if (!norms) return;
+  __syncthreads();
+  for (int token = 0; token < count; ++token) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kRouterWarps; ++i) sum += squares[token * kRouterWarps + i];
+    const float factor = rsqrtf(sum / static_cast<float>(p.k) + p.epsilon);
+    for (int chunk = thread; chunk < chunks; chunk += kRouterThreads) {
+      const int at = token * chunks + chunk;
+      unpack_eight<true>(rows[at], x);
+      unpack_eight<true>(scales[chunk], other);
+#pragma unroll
+      for (int i = 0; i < kRouterChunk; ++i) x[i] *= factor * other[i];
+      const uint4 row = pack_eight_bf16(x);
+      rows[at] = row;
+      if (writes) reinterpret_cast<uint4*>(p.normed)[first + at] = row;
+    }
   }
 }
 
 __global__ void __launch_bounds__(kRouterThreads) router_logits_kernel(const __grid_constant__ RouterParams p) {
-  extern __shared__ uint4 shared[];  // [tile, k]
+  extern __shared__ uint4 shared[];  // [tile, k], and what norm_tile puts behind
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int chunks = p.k / kRouterChunk;
   const int expert_blocks = (p.num_experts + kRouterWarps - 1) / kRouterWarps;
@@ -119,10 +146,7 @@ __global__ void __launch_bounds__(kRouterThreads) router_logits_kernel(const __g
   }
   ptx::wait_for_prerequisite_grids();
 
-  const bool writes = expert < kRouterWarps;  // the tile's first block
-  for (int token = warp; token < count; token += kRouterWarps) {
-    norm_row(p, first_token + token, shared + token * chunks, writes, lane);
-  }
+  norm_tile(p, first_token, count, shared, expert < kRouterWarps);  // the tile's first block writes
   __syncthreads();
   if (!works) return;
 
@@ -162,9 +186,11 @@ __global__ void __launch_bounds__(kRouterThreads) router_top_k_kernel(const __gr
   ptx::wait_for_prerequisite_grids();
   if (token >= p.num_tokens) return;
   const float* logits = p.logits + static_cast<int64_t>(token) * p.num_experts;
+  const int per_lane = (p.num_experts + 31) / 32;
   uint64_t ranks[kRouterExpertsPerLane];
 #pragma unroll
   for (int i = 0; i < kRouterExpertsPerLane; ++i) {
+    if (i >= per_lane) break;
     const int expert = lane + 32 * i;
     ranks[i] = expert < p.num_experts ? rank_of(logits[expert], expert) : 0;
   }
@@ -173,18 +199,23 @@ __global__ void __launch_bounds__(kRouterThreads) router_top_k_kernel(const __gr
   for (int place = 0; place < p.top_k; ++place) {
     uint64_t best = 0;
 #pragma unroll
-    for (int i = 0; i < kRouterExpertsPerLane; ++i) best = max(best, ranks[i]);
+    for (int i = 0; i < kRouterExpertsPerLane; ++i) {
+      if (i >= per_lane) break;
+      best = max(best, ranks[i]);
+    }
     best = largest_of_lanes(best);
 #pragma unroll
-    for (int i = 0; i < kRouterExpertsPerLane; ++i) ranks[i] = ranks[i] == best ? 0 : ranks[i];
-    const int expert = rank_place(best);
-    const float logit = logits[expert];
+    for (int i = 0; i < kRouterExpertsPerLane; ++i) {
+      if (i >= per_lane) break;
+      ranks[i] = ranks[i] == best ? 0 : ranks[i];
+    }
+    const float logit = rank_number(best);
     if (place == 0) largest = logit;
     const float share = logit == largest ? 1.0f : expf(logit - largest);  // of infinities too
     total += share;
     if (lane == place) {
       own = share;
-      own_id = expert;
+      own_id = rank_place(best);
     }
   }
   if (lane < p.top_k) {
@@ -197,8 +228,12 @@ __global__ void __launch_bounds__(kRouterThreads) router_top_k_kernel(const __gr
 // Sizes and pointers have been checked: k a multiple of 8, rows aligned to 16 bytes, top_k at most 32 and num_experts.
 inline Status run_router(RouterParams params, const LaunchOptions& options) {
   if (params.num_tokens == 0) return {};
-  params.tile = std::max(1, std::min({kRouterTokens, params.num_tokens, kRouterTileBytes / (2 * params.k)}));
-  const int shared_bytes = 2 * params.tile * params.k;
+  const int row_bytes = 2 * params.k * (params.residual != nullptr ? 2 : 1);
+  const int scale_bytes = params.norm_weight != nullptr ? 2 * params.k : 0;
+  params.tile =
+      std::clamp((kRouterSharedBytes - scale_bytes) / row_bytes, 1, std::min(kRouterTokens, params.num_tokens));
+  const int squares_bytes = params.tile * kRouterWarps * static_cast<int>(sizeof(float));
+  const int shared_bytes = params.tile * row_bytes + scale_bytes + squares_bytes;
   const int tiles = (params.num_tokens + params.tile - 1) / params.tile;
   const int expert_blocks = (params.num_experts + kRouterWarps - 1) / kRouterWarps;
   cudaError_t error = shared_bytes > 48 * 1024 ? grant_shared_memory(router_logits_kernel, options) : cudaSuccess;

@@ -62,6 +62,9 @@ __device__ __forceinline__ void copy_16_bytes_if(bool wanted, void* shared, cons
       : "memory");
 }
 
+// This thread's copies have landed, and it may read them; others may behind a barrier.
+__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 __device__ __forceinline__ void copy_word(void* shared, const void* global) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)),
                "l"(__cvta_generic_to_global(global))
