@@ -22,13 +22,16 @@ STEPS = (Step(3, 300), Step(1, 40, 40))
 TOLERANCE = 0.05
 """Of the logits' Frobenius norm. Sums in another order round to other bf16 hidden states, and a kernel may round queries
 and weights of the sum to e4m3 with an fp8 cache: vLLM's own stack was 0.010 to 0.030 off on an H200."""
+ACTIVATIONS = "a16"
+"""The experts' here, whatever is timed. Rounding to e4m3 hides what is to be seen: tokens that are 0.2 % apart come out of
+a W4A8 layer 2.6 % apart and out of a W4A16 one 0.4 %, both computed in float64. A8 is the operator's own tests' matter."""
 
 
 class ReferenceExperts(ForkExperts):
-    """The float64 reference of the operator, whose tokens are rounded as the operator's are."""
+    """The float64 reference of the operator."""
 
-    def __init__(self, tensors: ExpertTensors, activations: str) -> None:
-        super().__init__(tensors, activations)
+    def __init__(self, tensors: ExpertTensors) -> None:
+        super().__init__(tensors, ACTIVATIONS)
         self.by = "float64"
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -56,10 +59,7 @@ def check(
         return Model(SMALL, make, formats, arguments.seed, device, 4096)
 
     def fork(generator: torch.Generator) -> ForkExperts:
-        return ForkExperts(ExpertTensors.random(SMALL, generator), arguments.activations)
-
-    def reference_of(activations: str) -> Model:
-        return model(lambda generator: ReferenceExperts(ExpertTensors.random(SMALL, generator), activations))
+        return ForkExperts(ExpertTensors.random(SMALL, generator), ACTIVATIONS)
 
     stacks: dict[str, Callable[[], Model]] = {"fork": lambda: model(fork)}
 
@@ -68,12 +68,12 @@ def check(
         return model(lambda g: MarlinExperts(peer, SMALL, ExpertTensors.random(SMALL, g), g))
 
     stacks["vllm"] = vllm
+    reference = model(lambda generator: ReferenceExperts(ExpertTensors.random(SMALL, generator)))
     lines, wrong = [], False
     for stack in arguments.stacks:
         try:
             tried = stacks[stack]()
             equip(tried, arguments, stack)
-            reference = reference_of(arguments.activations if stack == "fork" else "a16")
         except Exception as error:
             lines.append([stack, "", "", "", "", "", f"{type(error).__name__}: {error}"])
             wrong = True

@@ -362,7 +362,7 @@ def test_stacks_agree_on_a_step() -> None:
     print("seed 2")
     peer = MarlinOfTorch()
     makers: dict[str, Callable[[torch.Generator], Any]] = {
-        "reference": lambda g: ReferenceExperts(ExpertTensors.random(SMALL, g), "a16"),
+        "reference": lambda g: ReferenceExperts(ExpertTensors.random(SMALL, g)),
         "fork": fork_experts(SMALL, "a16"),
         "vllm": lambda g: MarlinExperts(peer, SMALL, ExpertTensors.random(SMALL, g), g),
     }
@@ -385,23 +385,13 @@ def test_stacks_agree_on_a_step() -> None:
     assert relative_error(logits["vllm"], logits["reference"]) < check.TOLERANCE
 
 
-@pytest.mark.parametrize("activations", ["a16", "a8"])
 @pytest.mark.usefixtures("three_sms")
 def test_the_check_sees_who_disagrees_and_who_fails(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], activations: str
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(check, "SMALL", SMALL)
     arguments = bench_token.parse(
-        [
-            "--dense",
-            "mxfp8",
-            "--activations",
-            activations,
-            "--router",
-            "separate,fork",
-            "--decode-attention",
-            "fork,separate",
-        ]
+        ["--dense", "mxfp8", "--router", "separate,fork", "--decode-attention", "fork,separate"]
     )
 
     def run(equip: Callable[..., None], peer: Callable[[], Any] = MarlinOfTorch) -> tuple[int, list[str]]:
