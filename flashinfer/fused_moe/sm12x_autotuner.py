@@ -112,21 +112,27 @@ class SM12xMoERunner(TunableRunner):
             self.enable_pdl,
         )
 
-    def get_valid_tactics(self, inputs: list[torch.Tensor], profile: Any) -> list[str]:
-        """Names of the rows of the device's table that fit this mode, GEMM and number of tokens."""
+    def _names(self, device: torch.device, tokens: int) -> list[str]:
         problem = self.problem
-        sizes = inputs[0].shape[0] * problem.top_k, problem.hidden, problem.inter
         return [
             row.name
-            for row in table(dispatch.has_block_scaled_mma(inputs[0].device.index))
+            for row in table(dispatch.has_block_scaled_mma(device.index))
             if row.activation == problem.mode.activation
             and not (self.gemm_idx == 2 and computes_layer(row.index))
-            and row.takes(*sizes)
+            and row.takes(tokens * problem.top_k, problem.hidden, problem.inter)
         ]
 
+    def get_valid_tactics(self, inputs: list[torch.Tensor], profile: Any) -> list[str]:
+        """Names of the rows of the device's table that fit this mode, GEMM and number of tokens."""
+        return self._names(inputs[0].device, inputs[0].shape[0])
+
     def validate_tactic(self, inputs: list[torch.Tensor], tactic: Any) -> bool:
-        """Whether a tactic from a cache file names a row that fits."""
-        return tactic == -1 or tactic in self.get_valid_tactics(inputs, None)
+        """Whether a remembered tactic names a row that fits, whatever the number of tokens.
+
+        While it tunes, upstream's tuner asks with a call's tensors for every profile, so that a tactic for few tokens would
+        be timed anew in each call with many. That it takes a call's tokens is :func:`tuned_tactics`' to see.
+        """
+        return tactic == -1 or tactic in self._names(inputs[0].device, 0)
 
     def _profile(self, activations: torch.Tensor) -> tuple[Plan, tuple[Any, ...], torch.Tensor]:
         tokens = activations.shape[0]
@@ -261,9 +267,12 @@ def tuned_tactics(
             [arguments[_INPUT], arguments[_FC1], arguments[_FC2]],
             gemm_idx=gemm_idx,
         )
-        chosen.append(_place(tactic))
-        if tactic != -1:
-            dispatch.ensure_instance(chosen[-1])
+        place, problem = _place(tactic), plan.problem
+        if place != -1 and not INSTANCES[place].takes(problem.num_tokens * problem.top_k, problem.hidden, problem.inter):
+            place = -1  # the largest profile's, which stands for all calls of more tokens
+        chosen.append(place)
+        if place != -1:
+            dispatch.ensure_instance(place)
     tactics = resolved_pair(chosen, plan.tactics)
     if state is not None:
         plan.tuned = (state, tactics)

@@ -52,8 +52,10 @@ def profiler(monkeypatch: pytest.MonkeyPatch, module: RecordingModule) -> Profil
     return made
 
 
-def caller(module: RecordingModule, mode: int = 0, **options: Any) -> Callable[[], tuple[int, int]]:
-    arguments = meta_arguments(mode)
+def caller(
+    module: RecordingModule, mode: int = 0, num_tokens: int = MOST_TOKENS, **options: Any
+) -> Callable[[], tuple[int, int]]:
+    arguments = meta_arguments(mode, num_tokens=num_tokens)
 
     def tactics() -> tuple[int, int]:
         flashinfer.cutlass_fused_moe(**arguments, tune_max_num_tokens=MOST_TOKENS, **options)
@@ -272,6 +274,35 @@ def test_a_tactic_that_computes_the_layer_is_tuned_as_fc1s(
         if whole in (launch["tactic_fc1"], launch["tactic_fc2"])
     )
     assert tactics() == wanted
+
+
+def test_a_call_of_many_tokens_finds_and_leaves_the_tactics_of_few(
+    module: RecordingModule, profiler: Profiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM warms up: a batch of the most tokens tunes all profiles, also those whose best streams the layer.
+
+    The next layer, and the next process, find these. The largest profile's tactic serves larger batches if it takes them.
+    """
+    cache = tmp_path / "tactics.json"
+    lines = logged(monkeypatch)
+    few, many = caller(module), caller(module, num_tokens=instances.STREAM_ENTRIES)
+    stream = instances.index_of("stream_mxfp8_as_bf16_m8")
+    profiler.times = {(1, stream): 0.5}
+    default, _ = many()
+    with autotune(True, cache=str(cache)):
+        pair = many()
+        asked = len(profiler.asked)
+        assert (1, stream) in {(gemm, tactic) for gemm, tactic, _ in profiler.asked}
+        assert many() == pair
+    assert pair[0] == default
+    assert stream not in pair
+    assert few() == (stream, stream)
+    AutoTuner.get().clear_cache()
+    with autotune(True, cache=str(cache)):
+        assert many() == pair
+        assert few() == (stream, stream)
+    assert len(profiler.asked) == asked
+    assert not [line for line in lines if "cached tactic" in line]
 
 
 def test_tuning_buffers_are_what_a_call_has(module: RecordingModule, profiler: Profiler) -> None:
