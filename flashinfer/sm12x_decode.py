@@ -84,7 +84,8 @@ def decode_attention(
         ``[num_sequences, max_pages]`` int32; only entries of pages that a sequence sees are read.
     seq_lens : torch.Tensor
         ``[num_sequences]`` int32, new tokens included; with 0, rows are zero and nothing is appended. No longer than the
-        pages of a table's row, nor than ``rope_table``: nothing checks that.
+        pages of a table's row, nor than ``rope_table``. Lengths, and the pages that a sequence sees, are checked on the CPU,
+        and on CUDA with ``FLASHINFER_SM12X_CHECK=1``.
     key, value : torch.Tensor, optional
         ``[m, num_kv_heads, 64]`` bfloat16, as ``query``; without them the cache holds the new positions already.
     rope_table : torch.Tensor, optional
@@ -292,6 +293,31 @@ def validate(
         require_tensor("out", out, [(m, heads, HEAD)], [torch.bfloat16], device)
 
 
+def check_values(num_pages: int, page_size: int, operands: Operands, q_len: int, window_left: int) -> None:
+    """Check the numbers that ``seq_lens`` and ``block_tables`` hold, reading them back.
+
+    Raises
+    ------
+    ValueError
+        A sequence is longer than its table or ``rope_table``, or sees a page that the cache does not have.
+    """
+    max_pages = operands.block_tables.shape[1]
+    longest, why = max_pages * page_size, f"{max_pages} pages of {page_size}, as block_tables has"
+    if operands.rope_table is not None and operands.rope_table.shape[0] < longest:
+        longest, why = operands.rope_table.shape[0], "as many positions as rope_table has"
+    lengths, tables = operands.seq_lens.tolist(), operands.block_tables.tolist()
+    for sequence, (length, table) in enumerate(zip(lengths, tables, strict=True)):
+        if not 0 <= length <= longest:
+            raise ValueError(f"seq_lens[{sequence}] is {length}; it must be from 0 to {longest}, {why}")
+        first = 0 if window_left < 0 else max(0, length - q_len - window_left) // page_size
+        for place in range(first, -(-length // page_size)):
+            if not 0 <= table[place] < num_pages:
+                raise ValueError(
+                    f"block_tables[{sequence}, {place}] is {table[place]}; pages that a sequence sees must be from 0 to "
+                    f"{num_pages - 1}"
+                )
+
+
 def _workspace(device: torch.device, given: torch.Tensor | None) -> torch.Tensor:
     size = decode_workspace_size(device)
     if given is not None:
@@ -339,7 +365,10 @@ def _run(
     validate(out, keys, values, operands, q_len, window_left, scales)
     device = query.device
     virtual = virtual_device.active() if device.type == "cpu" else None
-    if device.type == "cpu" and virtual is None:
+    on_cpu = device.type == "cpu" and virtual is None
+    if on_cpu or (_dispatch().checks_values() and virtual is None and not torch.cuda.is_current_stream_capturing()):
+        check_values(keys.shape[0], keys.shape[2], operands, q_len, window_left)
+    if on_cpu:
         _compute_on_cpu(out, keys, values, operands, q_len, window_left, sm_scale, k_scale, v_scale)
         return
     named = {"query": query, "key": key, "value": value, "kv_cache": keys, "rope_table": rope_table, "out": out}

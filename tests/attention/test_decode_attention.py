@@ -118,6 +118,40 @@ def test_a_bad_argument_is_named(name: str, value: Any, error: type[Exception], 
         decode_attention(**arguments)
 
 
+@pytest.mark.parametrize(
+    ("name", "place", "value", "text"),
+    [
+        ("seq_lens", (1,), 65, r"seq_lens\[1\] is 65; it must be from 0 to 64, 4 pages of 16, as block_tables has"),
+        ("seq_lens", (0,), -1, r"seq_lens\[0\] is -1; it must be from 0 to 64"),
+        ("seq_lens", (1,), 62, r"seq_lens\[1\] is 62; it must be from 0 to 61, as many positions as rope_table has"),
+        ("block_tables", (0, 2), 8, r"block_tables\[0, 2\] is 8; pages that a sequence sees must be from 0 to 7"),
+        ("block_tables", (1, 0), -1, r"block_tables\[1, 0\] is -1; "),
+    ],
+)
+def test_a_position_that_is_not_there_is_named(
+    name: str, place: tuple[int, ...], value: int, text: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU by request only; what a sequence does not see may be anything."""
+    monkeypatch.setenv("FLASHINFER_SM12X_CHECK", "1")
+    generator = torch.Generator().manual_seed(1)
+    arguments = {
+        "query": torch.randn(2, 8, 64, generator=generator).bfloat16(),
+        "kv_cache": torch.randn(8, 2, 1, 16, 64, generator=generator).bfloat16(),
+        "block_tables": torch.tensor([[0, 1, 2, -7], [99, 5, 6, 7]], dtype=torch.int32),
+        "seq_lens": torch.tensor([48, 61], dtype=torch.int32),
+        "rope_table": torch.randn(61 if "rope" in text else 64, 64, generator=generator),
+    }
+    arguments = {name: tensor.to(device) for name, tensor in arguments.items()}
+    window = 15 if name == "seq_lens" else 47
+    if name == "seq_lens":
+        decode_attention(**arguments, window_left=window)
+    else:
+        arguments["block_tables"][1, 0] = 4
+    arguments[name][place] = value
+    with pytest.raises(ValueError, match=text):
+        decode_attention(**arguments, window_left=window)
+
+
 def test_compiled_with_fullgraph(device: torch.device) -> None:
     cases = [make_decode_case([30, 50], 1, 6, device=device) for _ in range(2)]
 
