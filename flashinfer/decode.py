@@ -23,6 +23,7 @@ _upstream = extend(globals())
 from .sm12x_decode import Operands, split_cache, validate
 from .sm12x_decode import decode_attention as decode_attention
 from .sm12x_decode import decode_workspace_size as decode_workspace_size
+from .sm12x_decode import prepare_decode_attention as prepare_decode_attention
 
 if TYPE_CHECKING:
 
@@ -37,7 +38,7 @@ _signature = inspect.signature(_upstream.xqa_batch_decode_with_kv_cache)
 
 @functools.wraps(_upstream.xqa_batch_decode_with_kv_cache)
 def xqa_batch_decode_with_kv_cache(*arguments: Any, **named: Any) -> torch.Tensor:
-    if _asked_for():
+    if takes_xqas_calls():
         call = _signature.bind(*arguments, **named)
         call.apply_defaults()
         refusal = _refusal(call.arguments)
@@ -48,7 +49,8 @@ def xqa_batch_decode_with_kv_cache(*arguments: Any, **named: Any) -> torch.Tenso
     return computed
 
 
-def _asked_for() -> bool:
+def takes_xqas_calls() -> bool:
+    """Whether :data:`DECODE_VARIABLE` gives XQA's calls to ``decode_attention``; ``ValueError`` if it says neither."""
     value = os.environ.get(DECODE_VARIABLE, "")
     if value not in ("", "0", "1"):
         raise ValueError(f"{DECODE_VARIABLE} is {value!r}; it may be 0, 1 or unset")

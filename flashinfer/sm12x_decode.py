@@ -124,7 +124,7 @@ def decode_attention(
     TypeError, ValueError
         Before any launch, naming the argument, what it was and what it may be.
     RuntimeError
-        A graph is captured, and no call before made the default workspace.
+        A graph is captured, and neither a call before nor :func:`prepare_decode_attention` made the default workspace.
     NotImplementedError
         The GPU has no kernels of this family.
     """
@@ -154,6 +154,27 @@ def decode_attention(
         enable_pdl,
     )
     return out
+
+
+def prepare_decode_attention(device: torch.device | None = None) -> None:
+    """Build the kernel, or find it built, and make the default workspaces of the current stream and of captured graphs.
+
+    For who captures :func:`decode_attention` before it was ever called, and to have the compiler run before there are
+    requests.
+
+    Parameters
+    ----------
+    device : torch.device, optional
+        A CUDA device; the current one when omitted.
+
+    Raises
+    ------
+    RuntimeError
+        A graph is being captured, or the kernel could not be built.
+    """
+    with torch.cuda.device(device):
+        _dispatch().decode_module()
+        _workspace(torch.device("cuda", torch.cuda.current_device()), None)
 
 
 def decode_workspace_size(device: torch.device) -> int:
@@ -332,8 +353,8 @@ def _workspace(device: torch.device, given: torch.Tensor | None) -> torch.Tensor
     if place not in _workspaces:
         if capturing:  # its zeros would be one graph's own, written whenever that is replayed
             raise RuntimeError(
-                "decode_attention is captured before it was ever called: call it once before the capture, or give it a "
-                "workspace_buffer"
+                "decode_attention is captured before it was ever called: call it or prepare_decode_attention() before the "
+                "capture, or give it a workspace_buffer"
             )
         for each in (place, graphs):
             _workspaces.setdefault(each, torch.zeros(size, dtype=torch.uint8, device=device))

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """FlashInfer's attention with sinks on machines that cannot reach NVIDIA's server of cubins.
 
-vLLM takes FLASHINFER for attention with sinks if flashinfer-cubin is installed or that server answers within 5 s;
-else it
-takes TRITON_ATTN without a word. The question is meant for the kernels of data-centre Blackwell. On SM12x and on
-Hopper decode
-is XQA and prefill FA2, and FlashInfer compiles both from sources in its wheel: no cubin is needed, a compiler is.
+vLLM takes FLASHINFER for attention with sinks if flashinfer-cubin is installed or that server answers within 5 s; else
+it takes TRITON_ATTN without a word. The question is meant for the kernels of data-centre Blackwell. On SM12x and on
+Hopper decode is XQA and prefill FA2, and FlashInfer compiles both from sources in its wheel: no cubin is needed, a
+compiler is.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any
 
 from vllm.logger import init_logger
@@ -38,8 +38,28 @@ def advice() -> str:
 def why(backend: str) -> str:
     """Why vLLM took ``backend``, as far as this module had a say in it."""
     if "FLASHINFER" in backend:
-        return "XQA decode, FA2 prefill with sinks; compiled here, no cubin needed"
+        decode = "decode_attention" if prepare_decode() else "XQA"
+        return f"{decode} decode, FA2 prefill with sinks; compiled here, no cubin needed"
     return "no compiler for XQA" if not can_compile() else "vLLM's choice"
+
+
+@functools.cache
+def prepare_decode() -> bool:
+    """Whether this fork's decode attention is asked for, and is ready: vLLM may capture its first call.
+
+    Where it cannot be made ready it is switched off for this process, with one line that says why.
+    """
+    from flashinfer import decode
+
+    try:
+        if not decode.takes_xqas_calls():
+            return False
+        decode.prepare_decode_attention()
+    except Exception as error:  # whatever a compiler or a linker can fail with
+        logger.warning("flashinfer-sm12x: %s: decode stays XQA's: %s", decode.DECODE_VARIABLE, error)
+        os.environ[decode.DECODE_VARIABLE] = "0"
+        return False
+    return True
 
 
 def install() -> None:

@@ -268,7 +268,9 @@ def tuned_tactics(
             gemm_idx=gemm_idx,
         )
         place, problem = _place(tactic), plan.problem
-        if place != -1 and not INSTANCES[place].takes(problem.num_tokens * problem.top_k, problem.hidden, problem.inter):
+        if place != -1 and not INSTANCES[place].takes(
+            problem.num_tokens * problem.top_k, problem.hidden, problem.inter
+        ):
             place = -1  # the largest profile's, which stands for all calls of more tokens
         chosen.append(place)
         if place != -1:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flashinfer import sm12x_decode
-from flashinfer.decode import decode_attention
+from flashinfer.decode import decode_attention, prepare_decode_attention
 from flashinfer.testing.decode_reference import DecodeCase, check_decoded, make_decode_case, random_decode_case
 from flashinfer.testing.error_bounds import FLOAT32_ROUNDOFF, check_within_bound
 
@@ -133,6 +133,7 @@ def test_a_position_that_is_not_there_is_named(
 ) -> None:
     """On a GPU by request only; what a sequence does not see may be anything."""
     monkeypatch.setenv("FLASHINFER_SM12X_CHECK", "1")
+    print("seed 1")
     generator = torch.Generator().manual_seed(1)
     arguments = {
         "query": torch.randn(2, 8, 64, generator=generator).bfloat16(),
@@ -194,6 +195,21 @@ def test_workspaces_of_streams_and_of_graphs(monkeypatch: pytest.MonkeyPatch) ->
         sm12x_decode._workspace(device, torch.zeros(63, dtype=torch.uint8))
     given = torch.zeros(64, dtype=torch.uint8)
     assert sm12x_decode._workspace(device, given) is given
+
+
+@pytest.mark.gpu
+def test_a_prepared_device_captures_its_first_call(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device.type == "cpu":
+        pytest.skip("graphs are of CUDA")
+    monkeypatch.setattr(sm12x_decode, "_workspaces", {})
+    case = make_decode_case([4000, 17], 8, 7, device=device)
+    prepare_decode_attention()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = decode_attention(**case.arguments)
+    out.fill_(torch.nan)
+    graph.replay()
+    check_decoded(out, case)
 
 
 @pytest.mark.gpu

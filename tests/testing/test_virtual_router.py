@@ -36,10 +36,18 @@ def run(device: VirtualDevice, arguments: dict[str, Any], **named: Any) -> Any:
 
 
 # gpt-oss's, with one token, a whole tile, and a tile in part; K longer than registers hold, and shorter than a warp; experts
-# that leave warps idle, and as many as may be; as many as are chosen.
+# that leave warps idle, as many as may be, and no multiple of a warp's lanes; as many as are chosen.
 @pytest.mark.parametrize(
     ("m", "k", "experts", "top_k"),
-    [(1, 2880, 128, 4), (4, 2880, 32, 4), (19, 2880, 32, 4), (3, 3656, 5, 5), (9, 8, 6, 1), (2, 64, 512, 32)],
+    [
+        (1, 2880, 128, 4),
+        (4, 2880, 32, 4),
+        (19, 2880, 32, 4),
+        (3, 3656, 5, 5),
+        (9, 8, 6, 1),
+        (2, 64, 512, 32),
+        (3, 64, 70, 32),
+    ],
 )
 @pytest.mark.parametrize("constant_weights", [False, True], ids=["waits", "weights first"])
 def test_shapes(device: VirtualDevice, m: int, k: int, experts: int, top_k: int, constant_weights: bool) -> None:
