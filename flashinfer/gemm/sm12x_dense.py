@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from .. import sm12x_probes
 from ..jit.sm12x.instances import DENSE_INSTANCES, DenseInstance
 from ..quantization import mx_cpu
 from ..quantization.mx_cpu import BLOCK_SIZE
@@ -212,7 +213,8 @@ def dense_mx(
     enable_pdl : bool, optional
         Launch as a programmatic dependent; by default where the device can.
     tactic : int or str, optional
-        Forces an instance by number or name (``jit.sm12x.instances.DENSE_INSTANCES``).
+        Forces an instance by number or name (``jit.sm12x.instances.DENSE_INSTANCES``); by default the one that upstream's
+        autotuner found, inside ``autotune(True)`` or before, else the planner's.
 
     Returns
     -------
@@ -281,7 +283,13 @@ def instance_for(operands: Operands, token_format: int, tactic: int | str | None
         return row
     on_sm12x = virtual or _dispatch().is_block_scaled(x.device)
     operand = gemm_operand(token_format, on_sm12x)
-    return choose(weights, x.shape[0], operands.weight.shape[0], operands.k, on_sm12x, operand)
+    planned = choose(weights, x.shape[0], operands.weight.shape[0], operands.k, on_sm12x, operand)
+    tuner = None if virtual else sm12x_probes.TUNER_HOLDER._instance
+    if tuner is None:
+        return planned
+    from .sm12x_dense_tuning import tuned_instance
+
+    return tuned_instance(tuner, operands, token_format, on_sm12x, planned)
 
 
 def run(

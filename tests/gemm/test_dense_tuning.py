@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Upstream's autotuner over dense layers, with a profiler that answers given times and a module that records launches."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flashinfer.autotuner import AutoTuner, autotune, autotuner
+
+from flashinfer.fused_moe import sm12x_dispatch
+from flashinfer.gemm import dense_mx, sm12x_dense, sm12x_dense_tuning, sm12x_dense_validation
+from flashinfer.gemm.sm12x_dense_tuning import MOST_TOKENS, WIDENED
+from flashinfer.jit.sm12x.instances import DENSE_INSTANCES
+from flashinfer.quantization.mx_cpu import swizzled_size
+
+N, K = 256, 640
+FORMATS = ("bf16", "mxfp8", "swizzled", "linear", "mxfp4")
+
+
+class Stand:
+    """Stands in for the kernels' module and for cuBLAS, and times as it is told: 1.0 where nothing is said."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[str, int]] = []
+        self.operands: list[Any] = []
+        self.times: dict[str, float] = {}
+        self.timed: list[tuple[str, int]] = []
+
+    def sm12x_dense_gemm_workspace_size(self, *_: int) -> int:
+        return 64
+
+    def sm12x_dense_run(self, *arguments: Any) -> None:
+        operands = sm12x_dense.Operands(*arguments[:8])
+        *_, index, _constant, _pdl = arguments
+        self.operands.append(operands)
+        self.launches.append((DENSE_INSTANCES[index].name, operands.x.shape[0]))
+
+    def widened(self, operands: sm12x_dense.Operands, _format: int) -> None:
+        self.operands.append(operands)
+        self.launches.append((WIDENED, operands.x.shape[0]))
+
+    def profile(self, tuner: AutoTuner, runner: Any, inputs: Any, tactic: Any, config: Any, **named: Any) -> float:
+        assert config.use_cold_l2_cache and config.use_cuda_graph
+        runner(inputs, tactic=tactic)
+        if tactic != -1:
+            assert self.launches[-1] == (tactic, inputs[0].shape[0])
+        self.timed.append(self.launches[-1])
+        return self.times.get(tactic, 1.0)
+
+
+@pytest.fixture
+def stand(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stand]:
+    made = Stand()
+    monkeypatch.setattr(sm12x_dense_validation, "require_computing_device", lambda *_: None)
+    monkeypatch.setattr(sm12x_dispatch, "serves", lambda device: True)
+    monkeypatch.setattr(sm12x_dispatch, "dense_module", lambda: made)
+    monkeypatch.setattr(sm12x_dispatch, "one_device", lambda: True)
+    monkeypatch.setattr(sm12x_dispatch, "has_block_scaled_mma", lambda index: True)
+    monkeypatch.setattr(sm12x_dense, "_multiply_widened", made.widened)
+    monkeypatch.setattr(sm12x_dense, "device_support_pdl", lambda device: True)
+    monkeypatch.setattr(sm12x_dense_tuning, "_tuned", {})
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(
+        AutoTuner, "_profile_single_kernel", lambda tuner, *given, **named: made.profile(tuner, *given, **named)
+    )
+    monkeypatch.setattr(AutoTuner, "_get_l2_cache_size_in_bytes", lambda tuner, device_id=None: 0)
+    sm12x_dense._workspace_bytes.cache_clear()
+    AutoTuner.get().clear_cache()
+    yield made
+    sm12x_dense._workspace_bytes.cache_clear()
+    AutoTuner.get().clear_cache()
+
+
+def arguments(tokens: int, weights: str = "mxfp4", form: str = "bf16", n: int = N) -> dict[str, Any]:
+    def empty(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    mxfp4, blocks = weights == "mxfp4", K // 32
+    made: dict[str, Any] = {
+        "weight": empty(n, K // 2) if mxfp4 else empty(n, K, dtype=torch.float8_e4m3fn),
+        "weight_scale": empty(swizzled_size(n, blocks)),
+    }
+    if form in ("bf16", "mxfp8"):
+        return made | {"x": empty(tokens, K, dtype=torch.bfloat16), "activation": form}
+    made["x"] = empty(tokens, K // 2) if form == "mxfp4" else empty(tokens, K, dtype=torch.float8_e4m3fn)
+    linear = form == "linear"
+    made["x_scale"] = empty(tokens, blocks) if linear else empty(swizzled_size(tokens, blocks))
+    return made | {"swizzled_x_scale": not linear}
+
+
+def took(stand: Stand, *given: Any, **named: Any) -> str:
+    dense_mx(**arguments(*given, **named))
+    return stand.launches[-1][0]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("weights", ["mxfp4", "mxfp8"])
+def test_what_takes_a_call_is_timed_and_the_best_is_used(stand: Stand, weights: str, form: str) -> None:
+    planned = took(stand, 8, weights, form)
+    best = f"dense_{weights}_m8_w3"
+    assert planned != best
+    stand.times = {best: 0.5}
+    with autotune(True):
+        assert took(stand, 8, weights, form) == best
+    names = {name for name, _ in stand.timed}
+    assert all(name == WIDENED or name.startswith(f"dense_{weights}_") for name in names)
+    gemms = {row.name for row in DENSE_INSTANCES if row.weights == weights and not row.streamed}
+    scaled = {name for name in gemms if name.endswith("mxfp8")}
+    # SM12x: bf16 tokens by bf16 MMAs or cuBLAS, others by block-scaled ones.
+    assert names & (gemms | {WIDENED}) == (gemms - scaled | {WIDENED} if form == "bf16" else scaled)
+    assert max(tokens for name, tokens in stand.timed if name == f"dense_{weights}_m16_w2") == 64
+    assert took(stand, 8, weights, form) == best
+    assert took(stand, 7, weights, form) == best  # of the next profile
+    assert len(stand.timed) == len(set(stand.timed))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_profiles_have_operands_of_their_size(stand: Stand, form: str) -> None:
+    residual = torch.empty((8, N), dtype=torch.float16, device="meta")
+    with autotune(True):
+        dense_mx(**arguments(8, form=form), residual=residual, out_dtype=torch.float16)
+    assert {operands.x.shape[0] for operands in stand.operands} >= {1, 2, 4, 8, 256, MOST_TOKENS}
+    for operands in stand.operands:
+        tokens = operands.x.shape[0]
+        assert operands.out.shape == operands.residual.shape == (tokens, N)
+        assert operands.out.dtype == operands.residual.dtype == torch.float16
+        if form in ("bf16", "mxfp8"):
+            assert operands.x_scale is None
+        else:
+            size = tokens * K // 32 if form == "linear" else swizzled_size(tokens, K // 32)
+            assert operands.x_scale.numel() == size
+
+
+def test_a_call_of_many_tokens_tunes_and_takes_the_planners(stand: Stand, tmp_path: Path, monkeypatch: Any) -> None:
+    """As vLLM warms up: with the most tokens a batch may have. The next layer and the next process find what was tuned."""
+    lines: list[str] = []
+    AutoTuner.get()._logged_invalid_tactic.clear()
+    monkeypatch.setattr(autotuner.logger, "warning", lines.append)
+    cache = tmp_path / "tactics.json"
+    best = "dense_mxfp4_m16_w2"
+    planned = took(stand, 4 * MOST_TOKENS)
+    stand.times = {best: 0.5, "dense_mxfp4_m32_gemm": 0.75}
+    with autotune(True, cache=str(cache)):
+        assert took(stand, 4 * MOST_TOKENS) == planned
+        timed = len(stand.timed)
+        assert took(stand, 4 * MOST_TOKENS) == planned
+    assert took(stand, 3) == best
+    assert took(stand, MOST_TOKENS) == "dense_mxfp4_m32_gemm" != planned
+    assert sm12x_dense.OPERATOR in cache.read_text()
+    AutoTuner.get().clear_cache()
+    sm12x_dense_tuning._tuned.clear()
+    assert took(stand, 3) != best
+    with autotune(False, cache=str(cache)):
+        assert took(stand, 3) == best
+    with autotune(True, cache=str(cache)):
+        assert took(stand, 4 * MOST_TOKENS) == planned
+        assert took(stand, 3) == best
+    assert len(stand.timed) == timed
+    assert not [line for line in lines if "cached tactic" in line]
+
+
+def test_other_layers_are_tuned_apart(stand: Stand, tmp_path: Path) -> None:
+    seed = random.randrange(1000)
+    print("seed", seed)
+    calls: list[dict[str, Any]] = [{}, {"weights": "mxfp8"}, {"form": "mxfp8"}, {"form": "linear"}, {"n": 2 * N}]
+    random.Random(seed).shuffle(calls)
+    planned = [took(stand, 8, **call) for call in calls]
+    stand.times = {"dense_mxfp4_m8_w3": 0.5, "dense_mxfp8_m8_w3": 0.5, WIDENED: 0.25}
+    best, cache = [], str(tmp_path / "tactics.json")
+    for place, call in enumerate(calls):
+        assert [took(stand, 8, **other) for other in calls[place:]] == planned[place:]
+        with autotune(True, cache=cache):
+            best.append(took(stand, 8, **call))
+        assert (best[-1] == WIDENED) is (call.get("form", "bf16") == "bf16")
+    assert [took(stand, 8, **call) for call in calls * 2] == best * 2
+    AutoTuner.get().clear_cache()
+    assert [took(stand, 8, **call) for call in calls] == planned
+    with autotune(False, cache=cache):
+        assert [took(stand, 8, **call) for call in calls] == best
+
+
+def test_a_forced_instance_wins(stand: Stand) -> None:
+    stand.times = {"dense_mxfp4_m8_w3": 0.5}
+    with autotune(True):
+        dense_mx(**arguments(8), tactic="dense_mxfp4_m16_w2")
+        assert stand.timed == []
+        dense_mx(**arguments(8))
+    dense_mx(**arguments(8), tactic="dense_mxfp4_m16_w2")
+    assert stand.launches[-1][0] == "dense_mxfp4_m16_w2"
