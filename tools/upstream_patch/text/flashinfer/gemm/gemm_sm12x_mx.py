@@ -5,7 +5,7 @@ block-scaled MMA, else of bfloat16, which holds every value of these formats exa
 """
 
 import functools
-from typing import Any, List, Optional
+from typing import Any, List, Optional, Tuple
 
 import torch
 
@@ -119,7 +119,7 @@ def check_dense(
 
 
 def contiguous_scales(scales: torch.Tensor) -> torch.Tensor:
-    """128x4 scales, which callers may hand over as a transposed view."""
+    """128x4 scales, which may be given as a transposed view."""
     if scales.ndim == 2 and not scales.is_contiguous():
         scales = scales.t()
     return scales.view(torch.uint8)
@@ -181,7 +181,16 @@ class Sm12xDenseRunner(TunableRunner):
         self.token_format = token_format
         self.enable_pdl = enable_pdl
 
-    def _operands(self, inputs: List[Any]):
+    def _operands(
+        self, inputs: List[Any]
+    ) -> Tuple[
+        torch.Tensor,
+        torch.Tensor,
+        torch.Tensor,
+        torch.Tensor,
+        torch.Tensor,
+        Optional[torch.Tensor],
+    ]:
         if self.token_format == MXFP4_SWIZZLED:
             a, b, a_descale, b_descale, alpha, _, out = inputs[:7]
         else:
@@ -198,6 +207,10 @@ class Sm12xDenseRunner(TunableRunner):
             contiguous_scales(b_descale),
             alpha,
         )
+
+    def get_cache_key_extras(self, inputs: List[Any]) -> Tuple[Any, ...]:
+        out = self._operands(inputs)[0]
+        return (self.token_format, str(out.dtype), self.enable_pdl)
 
     def get_valid_tactics(
         self, inputs: List[Any], profile: OptimizationProfile
