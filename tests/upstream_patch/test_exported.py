@@ -95,6 +95,17 @@ def test_nothing_new_is_unused(exported):
     assert sorted(name for name in names if count[name] < 2) == []
 
 
+def test_tables_in_comments_keep_their_columns(exported):
+    """A C++ formatter that breaks a line of a table continues it left of its column."""
+    folder, done = exported
+    for path in {path for each in done for path in each.new if path.endswith(style.CXX_SUFFIXES)}:
+        lines = git(folder, "show", f"{done[-1].branch}:{path}").splitlines()
+        depth = [len(match[1]) if (match := re.match(r"\s*//( +)\S", line)) else 0 for line in lines]
+        for place, (before, broken, behind) in enumerate(zip(depth, depth[1:], depth[2:], strict=False)):
+            row = re.search(r"\S  +\S", lines[place + 1])
+            assert row or not 1 < before <= broken < behind, (path, lines[place : place + 3])
+
+
 def test_new_files_have_upstreams_header_and_line_length(exported):
     folder, done = exported
     for each in done:
