@@ -181,16 +181,7 @@ class Sm12xDenseRunner(TunableRunner):
         self.token_format = token_format
         self.enable_pdl = enable_pdl
 
-    def _operands(
-        self, inputs: List[Any]
-    ) -> Tuple[
-        torch.Tensor,
-        torch.Tensor,
-        torch.Tensor,
-        torch.Tensor,
-        torch.Tensor,
-        Optional[torch.Tensor],
-    ]:
+    def _operands(self, inputs: List[Any]):
         if self.token_format == MXFP4_SWIZZLED:
             a, b, a_descale, b_descale, alpha, _, out = inputs[:7]
         else:
@@ -231,8 +222,14 @@ class Sm12xDenseRunner(TunableRunner):
         do_preparation: bool = False,
         **kwargs,
     ) -> torch.Tensor:
+        out, a, a_scales, rows, b_scales, alpha = self._operands(inputs)
         return run_dense(
-            *self._operands(inputs),
+            out,
+            a,
+            a_scales,
+            rows,
+            b_scales,
+            alpha,
             token_format=self.token_format,
             enable_pdl=self.enable_pdl,
             tactic=tactic,
