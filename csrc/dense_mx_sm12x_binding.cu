@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// TVM-FFI face of the dense layers with weights in microscaling formats (flashinfer/gemm/sm12x_dense.py). Python has validated
-// shapes, dtypes and layouts; what is checked here again is only what would otherwise read or write out of bounds.
+// TVM-FFI bindings of the dense layers with weights in microscaling formats (flashinfer/gemm/sm12x_dense.py). Python has
+// validated shapes, dtypes and layouts; what is checked here again is only what would otherwise read or write out of
+// bounds.
 #include "flashinfer/gemm/dense_mx_sm120.cuh"
-#include "flashinfer/sm12x/impls/row_top_k.cuh"
-#include "flashinfer/sm12x/impls/widen_rows.cuh"
 #include "sm12x_binding_utils.h"
 
 namespace flashinfer::sm12x {
@@ -49,15 +48,12 @@ DenseRows dense_rows(const TensorView& data, const Optional<TensorView>& scales,
   return rows;
 }
 
-// Whether a dense layer by this tactic leaves ranks of its outputs itself, so that their largest need no logits.
-bool leaves_ranks(int tactic, int top_k) { return top_k == 1 && find_dense_instance(tactic) != nullptr; }
-
-// `workspace`: of a GEMM, none of a stream of weights. `argmax`: of a tactic that leaves ranks, or null; then `out` may have
-// no rows.
+// `workspace`: of a GEMM, none of a stream of weights. `ranks`: null, or where a stream of weights leaves those of its
+// largest outputs, and how many for a token; then `out` may have no rows.
 void run_dense(TensorView out, TensorView tokens, Optional<TensorView> token_scales, TensorView weights,
                TensorView weight_scales, Optional<TensorView> alpha, Optional<TensorView> bias,
                Optional<TensorView> residual, Optional<TensorView> workspace, int64_t token_format, int64_t tactic,
-               bool weights_first, bool enable_pdl, RowTopKParams* argmax) {
+               bool weights_first, bool enable_pdl, uint64_t* ranks = nullptr, int* ranks_of_token = nullptr) {
   const int index = checked_int(tactic, "tactic");
   const DenseInstance* stream = find_dense_instance(index);
   const GemmInstance* gemm = find_instance(index);
@@ -67,7 +63,7 @@ void run_dense(TensorView out, TensorView tokens, Optional<TensorView> token_sca
   const int m = checked_int(tokens.size(0), "the number of tokens"), n = checked_int(weights.size(0), "n");
   const int k = checked_int((format == WeightFormat::kMxfp4 ? 2 : 1) * weights.size(1), "k");
   const DenseRows rows = dense_rows(tokens, token_scales, token_format, k);
-  const bool stores = argmax == nullptr || out.size(0) != 0;
+  const bool stores = ranks == nullptr || out.size(0) != 0;
   TVM_FFI_CHECK((out.size(0) == m || !stores) && out.size(1) == n, ValueError)
       << "out must be [" << m << ", " << n << "]";
   TVM_FFI_CHECK(weight_scales.numel() >= swizzled_scale_bytes(n, k), ValueError) << "weight_scales is too small";
@@ -92,13 +88,10 @@ void run_dense(TensorView out, TensorView tokens, Optional<TensorView> token_sca
   const auto* scale_bytes = static_cast<const uint8_t*>(weight_scales.data_ptr());
   const LaunchOptions options = launch_options(stream_of(tokens), enable_pdl, tokens.device().device_id);
   if (stream != nullptr) {
-    int ranks_of_token = 0;
-    uint64_t* const ranks = argmax != nullptr ? argmax->ranks : nullptr;
+    int left = 0;
     check_status(run_dense_layer({stream, m, n, k, rows, weight_bytes, scale_bytes, epilogue, weights_first, ranks},
-                                 options, &ranks_of_token));
-    if (argmax == nullptr) return;
-    argmax->count = ranks_of_token;
-    check_status(run_top_k_of_ranks(*argmax, options));
+                                 options, &left));
+    if (ranks != nullptr) *ranks_of_token = left;
     return;
   }
   TVM_FFI_CHECK(workspace.has_value(), ValueError) << "tactic " << tactic << " needs a workspace";
@@ -113,55 +106,7 @@ void dense_run(TensorView out, TensorView tokens, Optional<TensorView> token_sca
                Optional<TensorView> residual, Optional<TensorView> workspace, int64_t token_format, int64_t tactic,
                bool weights_first, bool enable_pdl) {
   run_dense(out, tokens, token_scales, weights, weight_scales, alpha, bias, residual, workspace, token_format, tactic,
-            weights_first, enable_pdl, nullptr);
-}
-
-// Bytes in which the largest of so many rows are found, whatever finds them.
-int64_t row_top_k_workspace_size(int64_t num_rows, int64_t n, int64_t top_k) {
-  const int64_t of_chunks = (n + kTopKChunk - 1) / kTopKChunk * top_k;
-  const int64_t of_blocks = static_cast<int64_t>(kKeeperWarps) * multiprocessors(current_device());
-  return static_cast<int64_t>(sizeof(uint64_t)) * num_rows * std::max(of_chunks, of_blocks);
-}
-
-RowTopKParams row_top_k(TensorView values, TensorView indices, int64_t first_index, TensorView ranks, int64_t n) {
-  RowTopKParams p = {};
-  p.num_rows = checked_int(indices.size(0), "the number of rows");
-  p.n = checked_int(n, "n");
-  p.top_k = checked_int(indices.size(1), "top_k");
-  TVM_FFI_CHECK(p.top_k > 0 && p.top_k <= kMaxRowTopK && p.top_k <= p.n, ValueError)
-      << "top " << p.top_k << " of " << n;
-  TVM_FFI_CHECK(values.numel() == indices.numel(), ValueError) << "values and indices must be [rows, top_k]";
-  TVM_FFI_CHECK(ranks.numel() >= row_top_k_workspace_size(p.num_rows, n, p.top_k), ValueError) << "ranks is too small";
-  p.ranks = static_cast<uint64_t*>(ranks.data_ptr());
-  p.first_index = first_index;
-  p.values = static_cast<float*>(values.data_ptr());
-  p.indices = static_cast<int64_t*>(indices.data_ptr());
-  return p;
-}
-
-// The largest of each row of logits, of at least one.
-void row_top_k_run(TensorView values, TensorView indices, int64_t first_index, TensorView ranks, TensorView logits,
-                   bool enable_pdl) {
-  RowTopKParams p = row_top_k(values, indices, first_index, ranks, logits.size(1));
-  TVM_FFI_CHECK(p.num_rows > 0 && logits.size(0) == p.num_rows, ValueError) << "logits must have as many rows";
-  p.logits = logits.data_ptr();
-  p.type = scalar_type(logits, "logits");
-  check_status(run_row_top_k(p, launch_options(stream_of(logits), enable_pdl, logits.device().device_id)));
-}
-
-// A dense layer, and the largest outputs of each row. Of a tactic that leaves ranks, `out` may have no rows: it then says of
-// which type outputs would be.
-void dense_top_k_run(TensorView values, TensorView indices, int64_t first_index, TensorView ranks, TensorView out,
-                     TensorView tokens, Optional<TensorView> token_scales, TensorView weights, TensorView weight_scales,
-                     Optional<TensorView> alpha, Optional<TensorView> bias, Optional<TensorView> residual,
-                     Optional<TensorView> workspace, int64_t token_format, int64_t tactic, bool weights_first,
-                     bool enable_pdl) {
-  RowTopKParams p = row_top_k(values, indices, first_index, ranks, weights.size(0));
-  TVM_FFI_CHECK(p.num_rows > 0 && tokens.size(0) == p.num_rows, ValueError) << "indices must have a row for each token";
-  const bool fused = leaves_ranks(checked_int(tactic, "tactic"), p.top_k);
-  run_dense(out, tokens, token_scales, weights, weight_scales, alpha, bias, residual, workspace, token_format, tactic,
-            weights_first, enable_pdl, fused ? &p : nullptr);
-  if (!fused) row_top_k_run(values, indices, first_index, ranks, out, enable_pdl);
+            weights_first, enable_pdl);
 }
 
 int64_t dense_gemm_workspace_size(int64_t num_tokens, int64_t k, int64_t tactic, int64_t token_format) {
@@ -172,20 +117,10 @@ int64_t dense_gemm_workspace_size(int64_t num_tokens, int64_t k, int64_t tactic,
                                                          multiprocessors(current_device())));
 }
 
-void widen_rows(TensorView out, TensorView rows, Optional<TensorView> scales, int64_t format) {
-  const DLDataType type = out.dtype();
-  TVM_FFI_CHECK(type.code == kDLBfloat && type.bits == 16 && out.size(0) == rows.size(0), ValueError)
-      << "out must be bfloat16, with as many rows";
-  const DenseRows view = dense_rows(rows, scales, format, checked_int(out.size(1), "k"));
-  check_status(run_widen_rows(view, rows.size(0), out.data_ptr(),
-                              launch_options(stream_of(rows), false, rows.device().device_id)));
-}
-
 }  // namespace flashinfer::sm12x
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sm12x_dense_run, flashinfer::sm12x::dense_run);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(sm12x_dense_top_k_run, flashinfer::sm12x::dense_top_k_run);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(sm12x_row_top_k_run, flashinfer::sm12x::row_top_k_run);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(sm12x_row_top_k_workspace_size, flashinfer::sm12x::row_top_k_workspace_size);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(sm12x_widen_rows, flashinfer::sm12x::widen_rows);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sm12x_dense_gemm_workspace_size, flashinfer::sm12x::dense_gemm_workspace_size);
+
+// What operators besides the dense layer are made of.
+#include "dense_mx_sm12x_rows_binding.inl"

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// TVM-FFI face of the grouped GEMM (flashinfer.gemm.group_gemm_mxfp4_nt_groupwise on SM12x).
+// TVM-FFI bindings of the grouped GEMM (flashinfer.gemm.group_gemm_mxfp4_nt_groupwise on SM12x).
 #include "flashinfer/gemm/group_gemm_mxfp4_groupwise_sm120.cuh"
 #include "sm12x_binding_utils.h"
 
@@ -8,7 +8,7 @@ namespace flashinfer::sm12x {
 
 using tvm::ffi::TensorView;
 
-int64_t group_gemm_workspace_size(int64_t, int64_t, int64_t, int64_t) {
+int64_t group_gemm_workspace_size() {
   return static_cast<int64_t>(group_gemm_workspace_bytes(multiprocessors(current_device())));
 }
 

@@ -170,11 +170,7 @@ def _make_plan(problem: GroupGemmProblem, device: torch.device) -> Plan:
     block_scaled = _dispatch().has_block_scaled_mma(device.index)
     tactic = plan_group_gemm(problem.cum_m, problem.num_groups, block_scaled)
     with torch.cuda.device(device):
-        size = (
-            _dispatch()
-            .group_gemm_module()
-            .sm12x_group_gemm_workspace_size(problem.cum_m, problem.n, problem.k, problem.num_groups)
-        )
+        size = _dispatch().group_gemm_module().sm12x_group_gemm_workspace_size()
     return Plan(problem, int(size), int(tactic))
 
 

@@ -114,7 +114,7 @@ def run_group_gemm(
     if tactic is None:
         tactic = int(plan_group_gemm(problem.cum_m, problem.num_groups))
     module = device.module(gen_group_gemm_module)
-    size = device.call(module.sm12x_group_gemm_workspace_size, problem.cum_m, problem.n, problem.k, problem.num_groups)
+    size = device.call(module.sm12x_group_gemm_workspace_size)
     workspace = device.empty(max(1, int(size)))
     device.call(
         module.sm12x_group_gemm_run,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -118,6 +119,16 @@ def test_upstreams_own_tests(merged, on_the_virtual_gpu, topic):
     print(f"upstream's test of {topic}: {launches[0]}; {PASSING[topic]} passed", file=sys.stderr)
 
 
+@pytest.mark.skipif(not CHECKOUT, reason="UPSTREAM_CHECKOUT names no checkout, and the wheel has no settings")
+def test_mypy_as_upstream_runs_it(merged, tmp_path):
+    settings = tmp_path / "pyproject.toml"
+    settings.write_text(git(Path(CHECKOUT), "show", "HEAD:pyproject.toml"), encoding="utf-8")
+    changed = git(merged, "diff", "--name-only", "main", "HEAD", "--", "flashinfer/*.py").split()
+    command = [sys.executable, "-m", "mypy", "--config-file", str(settings), *changed]
+    done = subprocess.run(command, cwd=merged, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 _GEMM_ROUTINE = "--m 4 --n 128 --k 256 --num_iters 1 --dry_run_iters 1 --no_cuda_graph --refcheck --backends sm12x"
 _MOE_ROUTINE = (
     "--num_tokens 4 --hidden_size 128 --intermediate_size 128 --num_experts 4 --top_k 2 --num_iters 1 "
@@ -136,11 +147,39 @@ ROUTINES = {
 @pytest.mark.parametrize("routine", ROUTINES)
 def test_routines_of_the_benchmark(merged, on_the_virtual_gpu, routine):
     """What it prints is of one run that nobody timed; --refcheck compares the GEMMs' results."""
+    if "moe" in routine:
+        pytest.importorskip("triton", reason="upstream's MoE routines import triton, which this environment lacks")
     arguments = f"--routine {routine} {ROUTINES[routine]}".split()
-    program = "import runpy; runpy.run_path('benchmarks/flashinfer_benchmark.py', run_name='__main__')"
-    done = on_the_virtual_gpu(merged, *arguments, program=program, VIRTUAL_GPU_PTX_ONLY="1")
+    program = (
+        "import runpy, sys; sys.path.insert(0, 'benchmarks'); "
+        "runpy.run_path('benchmarks/flashinfer_benchmark.py', run_name='__main__')"
+    )
+    chosen = "stream_bf16_m8 stream_mxfp8_as_bf16_m8" if "moe" in routine else ""
+    done = on_the_virtual_gpu(
+        merged, *arguments, program=program, VIRTUAL_GPU_PTX_ONLY="1", VIRTUAL_GPU_INSTANCES=chosen
+    )
     assert re.search(r"\[PERF\] sm12x .*:: median time 1\.000 ms", done.stdout)
     assert "[ERROR]" not in done.stdout
+
+
+@pytest.mark.skipif(not CHECKOUT, reason="UPSTREAM_CHECKOUT names no checkout, and the wheel has no tests")
+def test_the_trace_template_of_mm_bf16_fp4(merged, without_fork, on_the_virtual_gpu, tmp_path):
+    """Upstream's tests of templates take the new one, and what is added to its example dumps a definition."""
+    options = ("-q", "-W", "ignore", "-p", "no:cacheprovider", "--import-mode=importlib")
+    consistency = "tests/trace/test_fi_trace_template_consistency.py"
+    done = without_fork(merged, "-m", "pytest", *options, consistency, "-k", "mm_bf16_fp4_sm12x")
+    assert re.search(r"[1-9]\d* passed", done.stdout)
+    correctness = "tests/trace/test_mm_bf16_fp4_reference_correctness.py"
+    done = on_the_virtual_gpu(merged, correctness, "-k", "sm12x", VIRTUAL_GPU_PTX_ONLY="1")
+    assert "2 passed" in done.stdout
+    added = git(merged, "diff", "--unified=0", "main", "--", "tests/trace/example.py").splitlines()
+    example = [line[1:] for line in added[added.index("+try:") :] if line.startswith("+")]
+    program = "\n".join(["", "import flashinfer, torch", "device = 'cuda'", *example])
+    on_the_virtual_gpu(
+        merged, program=program, VIRTUAL_GPU_PTX_ONLY="1", FLASHINFER_TRACE_DUMP="1",
+        FLASHINFER_TRACE_DUMP_DIR=str(tmp_path),
+    )  # fmt: skip
+    assert [file.name for file in tmp_path.iterdir()] == ["mm_bf16_fp4_sm12x_N2880_K2880_block_size32.json"]
 
 
 def test_xqa_is_wrong_without_the_edit(exported, on_the_virtual_gpu):

@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 import subprocess
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from tools.upstream_patch.tree import git
 FORK_WORDS = re.compile(
     r"flashinfer\._layer|\bextend\(|flashinfer_sm12x|sm12x_(?:doctor|probes|gpu_probe|dispatch|cpu)|emulator"
     r"|virtual_(?:device|operators)|\b[Uu]pstream|fork\b|docs/(?:performance|dense|kernels)\.md|FLASHINFER_SM12X_MOE"
-    r"|\balone\b.*%}|alone="
+    r"|\balone\b.*%}|alone=|register_instance_address|sm12x_register_instance|\bhanded? over\b|\bplanner|\bsimulated"
 )
 
 # Without the summary: pytest shortens it except where the environment says CI, and repeats a failure's text there.
@@ -75,6 +76,34 @@ def test_nothing_of_the_fork_is_left(exported):
         lines = added(folder, each.branch)
         assert lines
         assert [(path, line) for path, line in lines if FORK_WORDS.search(line)] == []
+
+
+def test_nothing_new_is_unused(exported):
+    """Definitions of new Python modules, and functions of bindings, in the last of the branches, which has them all."""
+    folder, done = exported
+    branch = done[-1].branch
+    new = {path for each in done if each.topic.after or each.topic.name == "lean-module" for path in each.new}
+    texts = {path: git(folder, "show", f"{branch}:{path}") for path in new}
+    names = {name for text in texts.values() for name in re.findall(r"_TYPED_FUNC\((\w+),", text)}
+    assert len(names) == 6
+    for path, text in texts.items():
+        if path.startswith("flashinfer/"):
+            defined = (node for node in ast.walk(ast.parse(text)) if isinstance(node, (ast.FunctionDef, ast.ClassDef)))
+            names |= {node.name for node in defined}
+    words = git(folder, "grep", "--only-matching", "-h", "--word-regexp", r"\w\+", branch, "--", "*.py", "*.cu")
+    count = Counter(words.split())
+    assert sorted(name for name in names if count[name] < 2) == []
+
+
+def test_tables_in_comments_keep_their_columns(exported):
+    """A C++ formatter that breaks a line of a table continues it left of its column."""
+    folder, done = exported
+    for path in {path for each in done for path in each.new if path.endswith(style.CXX_SUFFIXES)}:
+        lines = git(folder, "show", f"{done[-1].branch}:{path}").splitlines()
+        depth = [len(match[1]) if (match := re.match(r"\s*//( +)\S", line)) else 0 for line in lines]
+        for place, (before, broken, behind) in enumerate(zip(depth, depth[1:], depth[2:], strict=False)):
+            row = re.search(r"\S  +\S", lines[place + 1])
+            assert row or not 1 < before <= broken < behind, (path, lines[place : place + 3])
 
 
 def test_new_files_have_upstreams_header_and_line_length(exported):

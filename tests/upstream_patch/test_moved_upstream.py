@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tools.upstream_patch import edits, export, figures, style, tree
-from tools.upstream_patch.compose import ComposeError, Literally, New, Take, Text
+from tools.upstream_patch.compose import ComposeError, Literally, New, Take, Text, cxx_files, fork_text
 from tools.upstream_patch.topics import TOPICS
 
 REPO = Path(__file__).resolve().parents[2]
@@ -224,6 +224,24 @@ def test_definitions_are_taken_with_their_comments_and_documentation():
     assert taken.endswith('"""What the grouped GEMM is compiled for."""\n')
     with pytest.raises(ComposeError, match=r"instances\.py defines no NOTHING"):
         Take("flashinfer/jit/sm12x/instances.py", ("PAIRS", "NOTHING")).text()
+    whole = Take("flashinfer/jit/sm12x/instances.py", ("Instance",)).text()
+    part = Take("flashinfer/jit/sm12x/instances.py", ("Instance",), without=("Instance.schedule",)).text()
+    gone = [line for line in whole.splitlines() if line not in part.splitlines()]
+    assert gone[0] == "    def schedule(self) -> Schedule:"
+    assert "\n\n    @property\n    def threads(self)" in part
+    with pytest.raises(ComposeError, match=r"instances\.py defines no Instance\.nothing"):
+        Take("flashinfer/jit/sm12x/instances.py", ("Instance",), without=("Instance.nothing",)).text()
+
+
+def test_parts_of_bindings_that_nobody_calls_upstream_are_left_out():
+    path = "csrc/fused_moe/cutlass_backend/flashinfer_sm12x_fused_moe_binding.cu"
+    files = cxx_files({path: "csrc/binding.cu"}, {})
+    assert "sm12x_register_instance" in fork_text("csrc/sm12x_register_instance_binding.h")
+    assert not any("register_instance_binding" in name or "register_instance_binding" in files[name] for name in files)
+    dense = "csrc/dense_mx_sm12x_binding.cu"
+    files = cxx_files({dense: "csrc/dense.cu"}, {})
+    assert not set(files) & {"csrc/dense_mx_sm12x_rows_binding.inl", "include/flashinfer/sm12x/impls/row_top_k.cuh"}
+    assert files["csrc/dense.cu"].rstrip().endswith("flashinfer::sm12x::dense_gemm_workspace_size);")
 
 
 def test_a_rename_must_find_its_text():
@@ -240,6 +258,18 @@ def test_prose_is_wrapped_and_tables_stay():
     assert [line for line in lines if len(line) > 88] == [f"x = 1  # {long}".rstrip() + " ", f"    a    {long}"]
     assert " ".join(wrapped.split()).count("word") == 30 * 6
     compile(wrapped, "wrapped", "exec")
+
+
+def test_items_of_a_docstring_hang():
+    long = "word " * 20
+    text = (
+        f'def f(a, b):\n    """What.\n\n    Args:\n        a: {long}\n            {long}\n        b: short\n    """\n'
+    )
+    lines = style.wrapped(text).splitlines()
+    assert max(map(len, lines)) <= 88
+    assert [line for line in lines if line.startswith("        a: word")]
+    assert lines.count("        b: short") == 1
+    assert all(line.startswith("            word") for line in lines if "word" in line and "a: " not in line)
 
 
 @pytest.mark.parametrize(("path", "mark"), [("a.py", "#"), ("a.cuh", "//"), ("a.jinja", "//")])

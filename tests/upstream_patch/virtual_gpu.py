@@ -266,6 +266,7 @@ torch.cuda.is_available = lambda: True
 torch.cuda.device_count = lambda: 1
 torch.cuda.current_device = lambda: 0
 torch.cuda.get_device_capability = lambda device=None: CAPABILITY
+torch.cuda.get_device_name = lambda device=None: "virtual SM121"
 torch.cuda.is_current_stream_capturing = lambda: False
 torch.cuda.synchronize = lambda device=None: None
 torch.cuda.device = _nothing  # type: ignore[assignment, misc]

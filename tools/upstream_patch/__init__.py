@@ -4,7 +4,7 @@
 =================  =================================================================================================
 ``topics``         the list: what each pull request holds, and behind which other it comes
 ``topic``          what a topic is
-``bugs`` ...       the topics themselves: ``bugs``, ``kernels``, ``gemm``, ``moe``, and ``benchmarks`` of the last two
+``bugs`` ...       the topics themselves: ``bugs``, ``kernels``, ``gemm``, ``moe``; ``benchmarks`` and ``traces`` of the last two
 ``edits``          changes of upstream's files, each with the hash of what it was written for
 ``compose``        new files: the fork's at upstream's paths, in part where only a part belongs there
 ``text``           what is written for upstream alone: operators in its manner, tests, messages

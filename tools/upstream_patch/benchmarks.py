@@ -42,15 +42,27 @@ DENSE_BENCHMARK = (
     Edit(_MM_MXFP8_BACKENDS, '"12.1": [', '        "12.1": ["cutlass", "cudnn", "sm12x"],', "replace"),
     Edit(
         _MM_BF16_FP4,
-        "alpha = torch.tensor([1.0 / g_b.item()]",
+        "g_b = (448 * 6) / w.float().abs().nan_to_num().max()",
         """\
-    block_size = 16
     if backends == ["sm12x"]:
         # MXFP4 weights, which the other backends do not take.
         block_size = 32
         b_fp4, b_sf = flashinfer.mxfp4_quantize(w)
         alpha = None
+    else:
+        block_size = 16
+        g_b = (448 * 6) / w.float().abs().nan_to_num().max()
+        b_fp4, b_sf = flashinfer.nvfp4_quantize(
+            w,
+            g_b,
+            sfLayout=flashinfer.SfLayout.layout_128x4,
+            do_shuffle=False,
+            backend="cute-dsl",
+        )
+        alpha = torch.tensor([1.0 / g_b.item()], device=device, dtype=torch.float32)
 """,
+        "replace",
+        through="alpha = torch.tensor([1.0 / g_b.item()]",
     ),
     Edit(_MM_BF16_FP4, "block_size=16,", "                block_size=block_size,", "replace"),
     Edit(

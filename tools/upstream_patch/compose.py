@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import posixpath
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,12 +15,15 @@ from .tree import FORK
 
 TEXT = Path(__file__).parent / "text"
 _INCLUDE = re.compile(r'^(\s*#include ")([^"]+)(")', re.MULTILINE)
+_LEFT_OUT = re.compile(r'(?:\n// [^\n]*)*\n#include "([^"]+)"$', re.MULTILINE)
 # Folders that upstream's and this fork's compilers look into.
 _INCLUDE_DIRS = ("include", "csrc")
+# Parts of bindings that no operator upstream calls: their includes are left out, with what they alone need.
+LEFT_OUT = ("csrc/sm12x_register_instance_binding.h", "csrc/dense_mx_sm12x_rows_binding.inl")
 # What comments of C++ sources name, and what is there upstream.
 MENTIONED = {
     "upstream's XQA kernel": "the XQA kernel",
-    "simulated: sm12x_gpu_probe/l2.py": "simulated",
+    "simulated: sm12x_gpu_probe/l2.py": "by a model of L2",
     "flashinfer/gemm/sm12x_dense.py": "flashinfer/gemm/gemm_sm12x_mx.py",
     "flashinfer.gemm.group_gemm_mxfp4_nt_groupwise on SM12x": "flashinfer/gemm/group_gemm_sm12x.py",
 }
@@ -49,10 +53,12 @@ class Take:
     Attributes:
         source: Path in this fork.
         names: Which; in the order of the module.
+        without: Members of classes among them that stay behind (``Class.member``).
     """
 
     source: str
     names: Sequence[str]
+    without: Sequence[str] = ()
 
     def text(self) -> str:
         """The definitions, blank lines between them.
@@ -64,6 +70,7 @@ class Take:
         lines = source.splitlines()
         wanted, whole, end = set(self.names), "", 0
         body = ast.parse(source).body
+        left = self._left(body)
         for index, node in enumerate(body):
             defined = wanted & _defined(node)
             if not defined:
@@ -78,12 +85,29 @@ class Take:
             if isinstance(node, (ast.Assign, ast.AnnAssign)) and _is_text(behind):
                 assert behind is not None
                 last = behind.end_lineno or last
+            kept = [number for number in range(first, last + 1) if number not in left]
             # Neighbours stay neighbours.
-            whole += ("\n" if first == end + 1 else "\n\n") + "\n".join(lines[first - 1 : last])
+            whole += ("\n" if first == end + 1 else "\n\n") + "\n".join(lines[number - 1] for number in kept)
             end = last
         if wanted:
             raise ComposeError(f"{self.source} defines no {', '.join(sorted(wanted))}")
         return whole.strip("\n") + "\n"
+
+    def _left(self, body: Sequence[ast.stmt]) -> set[int]:
+        """Numbers of the lines of :attr:`without`, with the blank lines in front of them."""
+        wanted = set(self.without)
+        found: set[int] = set()
+        for node in body:
+            if not isinstance(node, ast.ClassDef):
+                continue
+            for before, member in itertools.pairwise(node.body):
+                name = f"{node.name}.{member.name}" if isinstance(member, ast.FunctionDef) else ""
+                if name in wanted:
+                    wanted.remove(name)
+                    found |= set(range((before.end_lineno or 0) + 1, (member.end_lineno or 0) + 1))
+        if wanted:
+            raise ComposeError(f"{self.source} defines no {', '.join(sorted(wanted))}")
+        return found
 
 
 def _is_text(node: ast.stmt | None) -> bool:
@@ -152,7 +176,7 @@ def headers_of(roots: Iterable[str]) -> list[str]:
         path = stack.pop()
         for _, name, _ in _INCLUDE.findall(fork_text(path)):
             found = _resolve(path, name)
-            if found is not None and found not in seen:
+            if found is not None and found not in seen and found not in LEFT_OUT:
                 seen.add(found)
                 stack.append(found)
     return sorted(seen - first)
@@ -197,7 +221,11 @@ def _with_includes(path: str, places: Mapping[str, str]) -> str:
             name = there.partition("/")[2]  # from the folder of headers
         return f"{match[1]}{name}{match[3]}"
 
-    text = _NOT_ALONE.sub(r"\1\n", _ALONE.sub("", _INCLUDE.sub(renamed, fork_text(path))))
+    def kept(match: re.Match[str]) -> str:
+        return "" if _resolve(path, match[1]) in LEFT_OUT else match[0]
+
+    text = _INCLUDE.sub(renamed, _LEFT_OUT.sub(kept, fork_text(path))).rstrip("\n") + "\n"
+    text = _NOT_ALONE.sub(r"\1\n", _ALONE.sub("", text))
     for old, new in MENTIONED.items():
         text = text.replace(old, new)
     return text

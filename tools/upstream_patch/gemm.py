@@ -8,6 +8,7 @@ from .compose import New, Take, Text
 from .edits import Edit, Place
 from .kernels import in_aot, instances, text
 from .topic import Topic
+from .traces import MM_BF16_FP4_TRACE
 
 _GEMM = "flashinfer/gemm/gemm_base.py"
 _PLANNER = "flashinfer/fused_moe/sm12x_planner.py"
@@ -23,22 +24,6 @@ HEURISTICS = New(
 
 _GROUP = Place(_GEMM, "group_gemm_mxfp8_mxfp4_nt_groupwise", sha="800ea1b63bbd")
 _GROUP_CHECK = Place(_GEMM, "_check_group_gemm_mxfp8_mxfp4_nt_groupwise_problem_size", sha="4dc563064591")
-_GROUP_ARGUMENTS = """\
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_scale: torch.Tensor,
-    b_scale: torch.Tensor,
-    m_indptr: torch.Tensor,
-    mma_sm: int = 1,
-    tile_m: int = 128,
-    tile_n: int = 128,
-    tile_k: int = 128,
-    swap_ab: bool = True,
-    out: Optional[torch.Tensor] = None,
-    out_dtype: Optional[torch.dtype] = None,
-    backend: Literal["cutlass", "sm12x"] = "cutlass",
-"""
-
 GROUP_GEMM = Topic(
     name="group-gemm",
     after="lean-module",
@@ -53,17 +38,43 @@ GROUP_GEMM = Topic(
         Edit(
             _GROUP,
             "@backend_requirement(",
-            f"""\
+            """\
 @supported_compute_capability([100, 103, 107, 110, 120, 121])
 def _cutlass_group_gemm_mxfp8_mxfp4_requirement(
-{_GROUP_ARGUMENTS}):
+    a: torch.Tensor,  # unused
+    b: torch.Tensor,  # unused
+    a_scale: torch.Tensor,  # unused
+    b_scale: torch.Tensor,  # unused
+    m_indptr: torch.Tensor,  # unused
+    mma_sm: int = 1,  # unused
+    tile_m: int = 128,  # unused
+    tile_n: int = 128,  # unused
+    tile_k: int = 128,  # unused
+    swap_ab: bool = True,  # unused
+    out: Optional[torch.Tensor] = None,  # unused
+    out_dtype: Optional[torch.dtype] = None,  # unused
+    backend: Literal["cutlass", "sm12x"] = "cutlass",  # unused
+):
     return True
 
 
 @supported_compute_capability([120, 121])
 def _sm12x_group_gemm_mxfp8_mxfp4_requirement(
-{_GROUP_ARGUMENTS}):
-    return check_group_gemm_mxfp4_sm12x(a, b, a_scale, b_scale, m_indptr)
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    m_indptr: torch.Tensor,
+    mma_sm: int = 1,  # unused
+    tile_m: int = 128,  # unused
+    tile_n: int = 128,  # unused
+    tile_k: int = 128,  # unused
+    swap_ab: bool = True,  # unused
+    out: Optional[torch.Tensor] = None,
+    out_dtype: Optional[torch.dtype] = None,  # unused
+    backend: Literal["cutlass", "sm12x"] = "cutlass",  # unused
+):
+    return check_group_gemm_mxfp4_sm12x(a, b, a_scale, b_scale, m_indptr, out)
 
 
 """,
@@ -93,8 +104,8 @@ def _sm12x_group_gemm_mxfp8_mxfp4_requirement(
     backend: Literal["cutlass", "sm12x"]
         Backend to use, defaults to ``"cutlass"``. ``"sm12x"`` (SM120/SM121) keeps the
         weights packed in shared memory, chooses its tile by the number of rows and
-        groups (``tile_n`` and ``swap_ab`` choose nothing), and takes groups of any
-        size.
+        groups (``tile_n`` and ``swap_ab`` are ignored), and takes groups of any size,
+        not only multiples of 4.
 """,
         ),
         Edit(
@@ -149,8 +160,8 @@ _MM_MXFP8 = Place(_GEMM, "mm_mxfp8", sha="27f54639805a")
 _BF16 = "flashinfer/gemm/gemm_bf16_fp4.py"
 _MM_BF16 = Place(_BF16, "mm_bf16_fp4", sha="c8d034ddd8ef")
 _PREPARE_BF16 = Place(_BF16, "prepare_bf16_fp4_weights", sha="5d39705242e8")
-_TRACE = "flashinfer/trace/templates/gemm.py"
-_TRACE_DISPATCH = Place(_TRACE, "mm_bf16_fp4_trace_dispatch", sha="19ed49f091aa")
+_BLOCK_SIZE = "block_size: SF block size.  Always 16 for FP4."
+_BLOCK_SIZES = '        block_size: SF block size.  32 for ``"sm12x"`` (MXFP4), else 16.'
 _CHECK_BF16 = Place(_BF16, "_check_mm_bf16_fp4_problem_size", sha="d17ca7d8feec")
 
 DENSE = Topic(
@@ -307,6 +318,16 @@ def _sm12x_gemm_mxfp8_requirement(
             ``block_size=32``) on SM120/121.
 """,
         ),
+        Edit(_PREPARE_BF16, _BLOCK_SIZE, _BLOCK_SIZES, "replace"),
+        Edit(_MM_BF16, _BLOCK_SIZE, _BLOCK_SIZES, "replace"),
+        Edit(
+            _MM_BF16,
+            "scales directly on SM120/121.",
+            """\
+            ``sm12x`` accepts MXFP4 weights on SM120/121 as ``mxfp4_quantize`` returns
+            them, with ``block_size=32``.
+""",
+        ),
         Edit(
             _MM_BF16,
             "@backend_requirement(",
@@ -316,13 +337,13 @@ def _sm12x_bf16_fp4_requirement(
     a: torch.Tensor,
     b: torch.Tensor,
     b_descale: torch.Tensor,
-    alpha: Optional[torch.Tensor] = None,
+    alpha: Optional[torch.Tensor] = None,  # unused
     *,
-    backend: _Bf16Fp4Backend,
-    out_dtype: Optional[torch.dtype] = None,
+    backend: _Bf16Fp4Backend,  # unused
+    out_dtype: Optional[torch.dtype] = None,  # unused
     out: Optional[torch.Tensor] = None,
-    block_size: int = 16,
-    enable_pdl: bool = True,
+    block_size: int = 16,  # unused
+    enable_pdl: bool = True,  # unused
 ):
     if b.dim() != 2 or b.dtype != torch.uint8 or b.shape[1] * 2 != a.shape[1]:
         raise ValueError(
@@ -371,23 +392,7 @@ from .gemm_sm12x_mx import (
 """,
             "before",
         ),
-        Edit(
-            _TRACE_DISPATCH, "def mm_bf16_fp4_trace_dispatch(", Text("flashinfer/trace/mm_bf16_fp4_sm12x.py"), "before"
-        ),
-        Edit(
-            _TRACE_DISPATCH,
-            'b = kwargs.get("b")',
-            """\
-    if kwargs.get("backend") == "sm12x":
-        return mm_bf16_fp4_sm12x_trace
-""",
-            "before",
-        ),
-        Edit(
-            Place(_TRACE, first="mm_bf16_fp4_trace_dispatch.templates = [", lines=7, sha="4a405854097d"),
-            "mm_bf16_fp4_cudnn_trace,",
-            "    mm_bf16_fp4_sm12x_trace,",
-        ),
+        *MM_BF16_FP4_TRACE,
         *DENSE_BENCHMARK,
     ),
     cxx={

@@ -20,10 +20,12 @@ LAUNCHER = {
 
 FORK_INSTANCES = "flashinfer/jit/sm12x/instances.py"
 INSTANCES = "flashinfer/jit/sm12x/instances.py"
-_ROW = ("Activation", "Multiplies", "Schedule", "Instance")
-_SIZES = ("MAX_EXPERTS", "STREAM_EPILOGUE_WARPS", "STREAM_ENTRIES")
+_ROW = ("Activation", "Multiplies", "Instance")
+_SIZES = ("MAX_EXPERTS", "STREAM_ENTRIES")
 _PAIRS = ("_BF16", "_MXFP8_M8", "PAIRS")
-_LOOK_UP = ("_PLACES", "tactic", "index_of", "instance")
+_LOOK_UP = ("_PLACES", "tactic", "index_of")
+# For plans and reports, of which upstream has none.
+_REPORTED = ("Instance.schedule", "Instance.threads")
 
 
 def instances(streamed: bool = False, gemm: bool = False, dense: bool = False) -> New:
@@ -32,7 +34,7 @@ def instances(streamed: bool = False, gemm: bool = False, dense: bool = False) -
     rows = "(*PAIRS, *_STREAM_M8)" if streamed else "PAIRS"
     parts: list[Part] = [
         Text("flashinfer/jit/sm12x/instances_header.py"),
-        Take(FORK_INSTANCES, names),
+        Take(FORK_INSTANCES, names, without=_REPORTED),
         Literally(f"INSTANCES: tuple[Instance, ...] = {rows}\n"),
         *([Take(FORK_INSTANCES, ("GEMM_INSTANCES",))] if gemm else []),
         Take(FORK_INSTANCES, _LOOK_UP),

@@ -82,37 +82,41 @@ MOE = Topic(
 
         if min_latency_mode:
             raise NotImplementedError("min latency mode not yet implemented.")
-        if use_packed_weights or use_wfp4afp8_humming or use_deepseek_fp8_block_scale:
-            raise ValueError("backend='sm12x' takes MXFP4 weights only")
         if cluster_size != 1:
             raise ValueError(f"cluster_size must be 1, got {cluster_size}")
+        for parameter in (clamped_relu2_limit, situ_beta, situ_linear_beta):
+            if parameter is not None:
+                raise ValueError("backend='sm12x' takes SwiGLU's parameters only")
         return sm12x_fused_moe(
-            input,
-            token_selected_experts,
-            token_final_scales,
-            fc1_expert_weights,
-            fc2_expert_weights,
-            output_dtype,
-            quant_scales,
-            fc1_expert_biases,
-            fc2_expert_biases,
-            input_sf,
-            swiglu_alpha,
-            swiglu_beta,
-            swiglu_limit,
-            tp_size,
-            tp_rank,
-            ep_size,
-            ep_rank,
-            output,
-            use_w4_group_scaling,
-            use_mxfp8_act_scaling,
-            tune_max_num_tokens,
-            enable_pdl,
-            activation_type,
-            swizzled_input_sf,
-            profile_ids,
-            workspace_buffer,
+            input=input,
+            token_selected_experts=token_selected_experts,
+            token_final_scales=token_final_scales,
+            fc1_expert_weights=fc1_expert_weights,
+            fc2_expert_weights=fc2_expert_weights,
+            output_dtype=output_dtype,
+            quant_scales=quant_scales,
+            fc1_expert_biases=fc1_expert_biases,
+            fc2_expert_biases=fc2_expert_biases,
+            input_sf=input_sf,
+            swiglu_alpha=swiglu_alpha,
+            swiglu_beta=swiglu_beta,
+            swiglu_limit=swiglu_limit,
+            tp_size=tp_size,
+            tp_rank=tp_rank,
+            ep_size=ep_size,
+            ep_rank=ep_rank,
+            output=output,
+            tune_max_num_tokens=tune_max_num_tokens,
+            enable_pdl=enable_pdl,
+            swizzled_input_sf=swizzled_input_sf,
+            profile_ids=profile_ids,
+            workspace_buffer=workspace_buffer,
+            use_mxfp8_act_scaling=use_mxfp8_act_scaling,
+            use_w4_group_scaling=use_w4_group_scaling,
+            use_packed_weights=use_packed_weights,
+            use_wfp4afp8_humming=use_wfp4afp8_humming,
+            use_deepseek_fp8_block_scale=use_deepseek_fp8_block_scale,
+            activation_type=int(activation_type),
         )
 """,
             "before",
@@ -129,27 +133,41 @@ MOE = Topic(
         ),
         Edit(
             _MOE_WORKSPACE,
+            "only. It requires BF16/uint8, TP8, SiTU and the documented fixed geometry.",
+            '        ``"sm12x"`` returns the size for MXFP4 weights on SM120/SM121.',
+        ),
+        Edit(
+            _MOE_WORKSPACE,
             'if backend != "cutlass":',
+            '    if backend not in ("cutlass", "sm12x"):',
+            "replace",
+        ),
+        Edit(
+            _MOE_WORKSPACE,
+            "major, minor = get_compute_capability(device)",
             """\
-    if backend == "sm12x":
-        from .sm12x_moe import sm12x_fused_moe_workspace_size
+        if backend == "sm12x":
+            from .sm12x_moe import sm12x_fused_moe_workspace_size
 
-        with torch.cuda.device(device):
+            if min_latency_mode:
+                raise NotImplementedError("min latency mode not yet implemented.")
             return sm12x_fused_moe_workspace_size(
-                max_num_tokens,
-                hidden_size,
-                intermediate_size,
-                num_experts_total,
-                top_k,
-                x_dtype,
-                weight_dtype,
-                activation_type,
-                tp_size,
-                tp_rank,
-                ep_size,
-                ep_rank,
-                use_w4_group_scaling,
-                use_mxfp8_act_scaling,
+                max_num_tokens=max_num_tokens,
+                hidden_size=hidden_size,
+                intermediate_size=intermediate_size,
+                num_experts_total=num_experts_total,
+                top_k=top_k,
+                x_dtype=x_dtype,
+                weight_dtype=weight_dtype,
+                ep_size=ep_size,
+                ep_rank=ep_rank,
+                device=device,
+                use_mxfp8_act_scaling=use_mxfp8_act_scaling,
+                use_w4_group_scaling=use_w4_group_scaling,
+                use_packed_weights=use_packed_weights,
+                use_wfp4afp8_humming=use_wfp4afp8_humming,
+                use_deepseek_fp8_block_scale=use_deepseek_fp8_block_scale,
+                activation_type=int(activation_type),
             )
 """,
             "before",

@@ -67,6 +67,8 @@ def with_header(path: str, text: str) -> str:
 # --- prose of Python files -------------------------------------------------------------------------------------------
 
 _TABLE = re.compile(r"[^.?!:]  +\S")
+_SECTION = re.compile(r"\s*(Args|Raises|Returns):$")
+_ITEM = re.compile(r"(\s*)[\w.]+(, [\w.]+)*: \S")
 _LIST = re.compile(r"\s*([-*>]|\d+\.|:\w+ |\.\.|=|>>>|\|)")
 
 
@@ -76,8 +78,21 @@ def wrapped(text: str) -> str:
     strings = _docstring_lines(text)
     out: list[str] = []
     index = 0
+    items = ""  # indentation of the items of a docstring's section
     while index < len(lines):
         line = lines[index]
+        if index in strings and _SECTION.match(line):
+            items = re.match(r"\s*", line)[0] + "    "  # type: ignore[index]
+        elif index not in strings:
+            items = ""
+        item = _ITEM.match(line) if items and index in strings else None
+        if item is not None and item[1] == items:
+            end = index + 1
+            while end in strings and lines[end].startswith(items + "    "):
+                end += 1
+            out += _wrap(lines[index:end], items, items + "    ")
+            index = end
+            continue
         comment = re.match(r"(\s*)# ", line)
         if comment or (index in strings and line.strip() and not line.lstrip().startswith('"""')):
             end = index
@@ -112,15 +127,16 @@ def _same_paragraph(line: str, prefix: str, comment: bool, in_string: bool) -> b
     return in_string and bool(rest.strip()) and not rest.startswith(" ")
 
 
-def _wrap(block: Sequence[str], prefix: str) -> list[str]:
-    prose = not any(_LIST.match(line[len(prefix) :]) or _TABLE.search(line[len(prefix) :]) for line in block)
+def _wrap(block: Sequence[str], prefix: str, hanging: str = "") -> list[str]:
+    texts = [line.strip() if hanging else line[len(prefix) :] for line in block]
+    prose = not any(_LIST.match(text) or _TABLE.search(text) for text in texts)
     if max(map(len, block)) <= PYTHON_COLUMNS or not prose or "---" in block[0]:
         return list(block)
     joined = " ".join(" ".join(block).split())
     if prefix.strip():
         joined = re.sub(r"(^| )# ", " ", joined).strip()
     return textwrap.wrap(
-        joined, PYTHON_COLUMNS, initial_indent=prefix, subsequent_indent=prefix, break_long_words=False,
+        joined, PYTHON_COLUMNS, initial_indent=prefix, subsequent_indent=hanging or prefix, break_long_words=False,
         break_on_hyphens=False,
     )  # fmt: skip
 

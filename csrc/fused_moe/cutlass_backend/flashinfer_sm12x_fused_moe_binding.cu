@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// TVM-FFI face of the SM12x MXFP4 MoE. Python has validated shapes, dtypes and layouts (flashinfer/fused_moe); what is
-// checked here again is only what would otherwise read or write out of bounds.
+// TVM-FFI bindings of the SM12x MXFP4 MoE. Python has validated shapes, dtypes and layouts (flashinfer/fused_moe); what
+// is checked here again is only what would otherwise read or write out of bounds.
 #include <climits>
 #include <string>
 
 #include "nv_internal/tensorrt_llm/kernels/cutlass_kernels/moe_gemm/launchers/moe_gemm_sm120_mixed_input_launcher.h"
 #include "sm12x_binding_utils.h"
+#include "sm12x_register_instance_binding.h"
 
 namespace flashinfer::sm12x {
 
@@ -24,8 +25,7 @@ MoeMode checked_mode(int64_t mode) {
 
 const GemmInstance* checked_instance(int64_t tactic, Activation activation) {
   const GemmInstance* instance = find_instance(static_cast<int>(tactic));
-  TVM_FFI_CHECK(instance != nullptr, ValueError)
-      << "tactic " << tactic << " is not loaded; hand its module's address to sm12x_register_instance first";
+  TVM_FFI_CHECK(instance != nullptr, ValueError) << "tactic " << tactic << " is not among the instances of this module";
   TVM_FFI_CHECK(
       instance->activation == activation && (instance->fc1 != nullptr || instance->streamed.launch != nullptr),
       ValueError)
@@ -121,15 +121,7 @@ bool moe_run(TensorView output, TensorView input, Optional<TensorView> input_sf,
   return true;
 }
 
-void register_instance_address(int64_t index, int64_t address) {
-  const auto* instance = reinterpret_cast<const GemmInstance*>(address);
-  TVM_FFI_CHECK(instance != nullptr && instance->index == index, ValueError)
-      << "the module handed over for tactic " << index << " holds another instance";
-  register_instance(instance);
-}
-
 }  // namespace flashinfer::sm12x
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sm12x_moe_workspace_size, flashinfer::sm12x::moe_workspace_size);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sm12x_moe_run, flashinfer::sm12x::moe_run);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(sm12x_register_instance, flashinfer::sm12x::register_instance_address);

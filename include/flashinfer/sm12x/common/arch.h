@@ -41,8 +41,6 @@ struct Sm12xLimits {
   static constexpr int kSharedBytesPerSm = 102'400;
   static constexpr int kSharedBytesPerBlock = 101'376;
   static constexpr int kSharedBytesReservedPerBlock = 1'024;
-  static constexpr int kRegistersPerSm = 65'536;
-  static constexpr int kThreadsPerSm = 1'536;
 };
 
 // The same of 9.0, on which the kernels are measured.
@@ -53,7 +51,6 @@ struct HopperLimits {
 
 // OCP Microscaling Formats v1.0, section 5.2 and 6.3: one UE8M0 scale for 32 elements along K.
 constexpr int kScaleBlock = 32;
-constexpr uint8_t kIdentityScale = 0x7F;  // 2^0
 constexpr uint8_t kNanScale = 0xFF;
 
 // The 128x4 layout keeps the scales of 128 rows x 4 K-blocks in 512 contiguous bytes.

@@ -28,7 +28,7 @@ __device__ __forceinline__ bool reduce_split(float4* partials, int* arrivals, co
   for (int half = 0; half < 2; ++half) {
 #pragma unroll
     for (int step = 0; step < Config::kTokenSteps; ++step) {
-      const float (&a)[4] = accumulators[half][step];
+      const auto& a = accumulators[half][step];
       mine[(half * Config::kTokenSteps + step) * Config::kConsumerThreads] = make_float4(a[0], a[1], a[2], a[3]);
     }
   }
@@ -73,7 +73,7 @@ __device__ __forceinline__ bool reduce_split(float4* partials, int* arrivals, co
 #pragma unroll
     for (int step = 0; step < Config::kTokenSteps; ++step) {
       const float4 total = sum[half * Config::kTokenSteps + step];
-      float (&a)[4] = accumulators[half][step];
+      auto& a = accumulators[half][step];
       a[0] = total.x;
       a[1] = total.y;
       a[2] = total.z;

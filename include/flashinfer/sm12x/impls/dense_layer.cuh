@@ -6,12 +6,13 @@
 //
 // One block per SM. Block b computes units b, b + blocks, ... of the weight rows, once for each tile of tokens. Three roles:
 //
-//   keepers     four warps, taking turns at the units: fill the ring's stages with weights as long as there are free ones;
-//               when the MMA warps are through with a unit, add their partial sums in K order, fill its stages again, and
-//               store the outputs
-//   MMA warps   each holds its part of K of a tile's tokens in registers, and multiplies it with the same part of every
-//               weight row that comes through the ring
-//   ring        stages in shared memory. `full`: copies have landed. `done`: partial sums stand where weights were
+//   keepers     four warps, taking turns at the units: fill the ring's stages with weights as
+//               long as there are free ones; when the MMA warps are through with a unit, add
+//               their partial sums in K order, fill its stages again, and store the outputs
+//   MMA warps   each holds its part of K of a tile's tokens in registers, and multiplies it with
+//               the same part of every weight row that comes through the ring
+//   ring        stages in shared memory. `full`: copies have landed. `done`: partial sums stand
+//               where weights were
 //
 // Tokens come as bfloat16 (W4A16, W8A16), are quantized to MXFP8 here, or come as MXFP8 or MXFP4. Weights and tokens are exact
 // in bfloat16 whatever the format, so that one kind of MMA serves all.

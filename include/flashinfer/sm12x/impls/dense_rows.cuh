@@ -79,7 +79,7 @@ struct RowLoader {
   template <bool kIsBf16>
   __device__ __forceinline__ void load_quantized(uint4 (&eights)[4]) const {
     load_16_bit(eights);
-    requantize_block([&](int q, float (&x)[8]) { unpack_eight<kIsBf16>(eights[q], x); },
+    requantize_block([&](int q, auto& x) { unpack_eight<kIsBf16>(eights[q], x); },
                      [&](int q, const uint4& eight) { eights[q] = eight; });
   }
 };

@@ -356,7 +356,7 @@ class SlabMultiplier {
         const uint32_t operand[4] = {of_low[2 * h], of_high[2 * h], of_low[2 * h + 1], of_high[2 * h + 1]};
 #pragma unroll
         for (int step = 0; step < kActive; ++step) {
-          float (&sum)[4] = chain[step][h % kChains<kActive>];
+          auto& sum = chain[step][h % kChains<kActive>];
           ptx::mma_16816<true>(sum, operand, tokens[step][w][2 * q + h], sum);
         }
       }
@@ -402,7 +402,7 @@ __device__ __forceinline__ void add_partials(const StreamedGemm& g, const uint8_
     if (kNarrowTokens * step >= count) break;  // nothing was multiplied
     const uint8_t* from = stage + first.offset[step] + slab * first.next_slab;
     const float4 last_part = *reinterpret_cast<const float4*>(stage + last.offset[step] + slab * last.next_slab);
-    float (&sum)[4] = sums[step];
+    auto& sum = sums[step];
     auto add = [&sum](const float4& part) {
       sum[0] += part.x;
       sum[1] += part.y;

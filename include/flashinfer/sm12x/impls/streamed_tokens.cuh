@@ -78,13 +78,13 @@ class TokenFragments {
           for (int v = 0; v < 8; ++v) values[q][v] = ahead[q][v];
           next.load_eight(q, ahead[q]);
         }
-        convert(last, [&](int q, float (&x)[8]) {
+        convert(last, [&](int q, auto& x) {
 #pragma unroll
           for (int v = 0; v < 8; ++v) x[v] = values[q][v];
         });
       } else {
         const Source from = source(i);
-        convert(last, [&](int q, float (&x)[8]) { from.load_eight(q, x); });
+        convert(last, [&](int q, auto& x) { from.load_eight(q, x); });
       }
     }
   }

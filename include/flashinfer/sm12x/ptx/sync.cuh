@@ -10,8 +10,8 @@
 // on SM120; upstream's XQA kernel carries the same remedy). So every arrival, that of a thread that has only read included,
 // has a block-level fence before it, and a counter that other blocks look at is raised behind a device-level one.
 //
-// What counts is where the binary may run: code for 12.1, and code for the family 12.x, which a GB10 takes too, whatever
-// __CUDA_ARCH__ says. Only 12.0a never meets one. Defined on the command line, the macro forces either.
+// What counts is where the binary may run, and not __CUDA_ARCH__: code for 12.1, and code for the family 12.x, which a
+// GB10 takes too. Only 12.0a never meets one. Defined on the command line, the macro forces either.
 #if !defined(FLASHINFER_SM12X_FENCE_ARRIVALS)
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200 && __CUDA_ARCH__ < 1300 && \
     !(__CUDA_ARCH__ == 1200 && defined(__CUDA_ARCH_SPECIFIC__))

@@ -5,8 +5,10 @@
 //
 //   route_with_one_warp  GEMM kernels, few entries: in registers, no launch of its own
 //   sort_entries         moe_prologue.cuh, any number: a count of each of sixteen warps
-//   route_many           streamed_layer.cuh: entries in shared memory; tiles of tokens come of the same pass
-//   route_few            streamed_layer.cuh, up to 32 entries: one a lane, since nothing hides what one token's routing takes
+//   route_many           streamed_layer.cuh: entries in shared memory; tiles of tokens come of
+//                        the same pass
+//   route_few            streamed_layer.cuh, up to 32 entries: one a lane, since nothing hides
+//                        what one token's routing takes
 //
 // Stable and free of floating point, hence the same order on every run.
 #pragma once

@@ -144,22 +144,14 @@ def _tuned(
 
 
 def _mode(
-    input_dtype: torch.dtype,
-    weight_dtype: torch.dtype,
-    use_mxfp8_act_scaling: bool,
-    use_w4_group_scaling: bool,
-    activation_type: int,
+    device: torch.device, input_dtype: torch.dtype, weight_dtype: torch.dtype, **flags
 ) -> Mode:
-    mode = select_mode(
-        input_dtype,
-        weight_dtype,
-        use_mxfp8_act_scaling,
-        use_w4_group_scaling,
-        False,
-        False,
-        False,
-        activation_type,
-    )
+    major, minor = get_compute_capability(device)
+    if major != 12:
+        raise BackendSupportedError(
+            f"backend='sm12x' is for SM120 and SM121, not SM{major}{minor}"
+        )
+    mode = select_mode(input_dtype, weight_dtype, **flags)
     if mode is None:
         raise ValueError(
             "backend='sm12x' takes MXFP4 weights (uint8 or int64), SwiGLU, and "
@@ -173,6 +165,7 @@ def _bytes(tensor: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
 
 
 def sm12x_fused_moe(
+    *,
     input: torch.Tensor,
     token_selected_experts: torch.Tensor,
     token_final_scales: Optional[torch.Tensor],
@@ -191,14 +184,12 @@ def sm12x_fused_moe(
     ep_size: int,
     ep_rank: int,
     output: Optional[torch.Tensor],
-    use_w4_group_scaling: bool,
-    use_mxfp8_act_scaling: bool,
     tune_max_num_tokens: int,
     enable_pdl: Optional[bool],
-    activation_type: int,
     swizzled_input_sf: bool,
     profile_ids: Optional[list[int]],
     workspace_buffer: Optional[torch.Tensor],
+    **flags,
 ) -> torch.Tensor:
     """:func:`flashinfer.fused_moe.cutlass_fused_moe` with MXFP4 weights.
 
@@ -207,15 +198,9 @@ def sm12x_fused_moe(
     ``(E, hidden, inter / 2)``, block scales UE8M0 in the 128x4 layout of each expert.
     ``quant_scales`` are ``[fc1_sf, fc1_global, fc2_sf, fc2_global]`` for W4A8 and
     ``[fc1_sf, fc2_sf]`` for W4A16. Expert ids of other ranks and -1 contribute
-    nothing.
+    nothing. ``flags`` are the ``use_*`` flags and ``activation_type``.
     """
-    mode = _mode(
-        input.dtype,
-        fc1_expert_weights.dtype,
-        use_mxfp8_act_scaling,
-        use_w4_group_scaling,
-        int(activation_type),
-    )
+    mode = _mode(input.device, input.dtype, fc1_expert_weights.dtype, **flags)
     problem = validate_moe(
         mode,
         input=input,
@@ -306,6 +291,7 @@ def sm12x_fused_moe(
 
 
 def sm12x_fused_moe_workspace_size(
+    *,
     max_num_tokens: int,
     hidden_size: int,
     intermediate_size: int,
@@ -313,30 +299,23 @@ def sm12x_fused_moe_workspace_size(
     top_k: int,
     x_dtype: torch.dtype,
     weight_dtype: torch.dtype,
-    activation_type: int,
-    tp_size: int,
-    tp_rank: int,
     ep_size: int,
     ep_rank: int,
-    use_w4_group_scaling: bool,
-    use_mxfp8_act_scaling: bool,
+    device: torch.device,
+    **flags,
 ) -> int:
-    """Bytes of ``workspace_buffer`` for up to ``max_num_tokens`` tokens."""
-    mode = _mode(
-        x_dtype,
-        weight_dtype,
-        use_mxfp8_act_scaling,
-        use_w4_group_scaling,
-        int(activation_type),
-    )
-    ep_size, ep_rank = require_parallel_sizes(tp_size, tp_rank, ep_size, ep_rank)
-    num_tokens = require_int("max_num_tokens", max_num_tokens, 1)
-    require_pairs("max_num_tokens", num_tokens, top_k)
+    """Bytes of ``workspace_buffer`` for up to ``max_num_tokens`` tokens, of sizes that
+    :func:`flashinfer.fused_moe.cutlass_fused_moe_workspace_size` has checked.
+    """
+    mode = _mode(device, x_dtype, weight_dtype, **flags)
+    require_k_alignment("hidden_size", hidden_size)
+    require_k_alignment("intermediate_size", intermediate_size)
+    require_pairs("max_num_tokens", max_num_tokens, top_k)
     experts = num_experts_total // ep_size
     return _workspace_bytes(
         MoEProblem(
             mode,
-            num_tokens,
+            max_num_tokens,
             hidden_size,
             intermediate_size,
             experts,

@@ -16,7 +16,7 @@ from ..autotuner import AutoTuner, DynamicTensorSpec, TunableRunner, TuningConfi
 from ..jit.sm12x.heuristics import choose_moe
 from ..jit.sm12x.instances import INSTANCES, index_of
 from ..jit.sm12x.moe import gen_sm12x_moe_module
-from ..utils import device_support_pdl
+from ..utils import BackendSupportedError, device_support_pdl, get_compute_capability
 from .sm12x_moe_checks import (
     BLOCK_SIZE,
     WORKSPACE_ALIGNMENT,
@@ -24,9 +24,8 @@ from .sm12x_moe_checks import (
     MoEProblem,
     check_workspace,
     require_alignment,
-    require_int,
+    require_k_alignment,
     require_pairs,
-    require_parallel_sizes,
     round_up,
     select_mode,
     validate_moe,

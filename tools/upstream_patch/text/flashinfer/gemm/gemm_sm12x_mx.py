@@ -5,7 +5,7 @@ block-scaled MMA, else of bfloat16, which holds every value of these formats exa
 """
 
 import functools
-from typing import Any, List, Optional
+from typing import Any, List, Optional, Tuple
 
 import torch
 
@@ -119,7 +119,7 @@ def check_dense(
 
 
 def contiguous_scales(scales: torch.Tensor) -> torch.Tensor:
-    """128x4 scales, which callers may hand over as a transposed view."""
+    """128x4 scales, which may be given as a transposed view."""
     if scales.ndim == 2 and not scales.is_contiguous():
         scales = scales.t()
     return scales.view(torch.uint8)
@@ -199,6 +199,10 @@ class Sm12xDenseRunner(TunableRunner):
             alpha,
         )
 
+    def get_cache_key_extras(self, inputs: List[Any]) -> Tuple[Any, ...]:
+        out = self._operands(inputs)[0]
+        return (self.token_format, str(out.dtype), self.enable_pdl)
+
     def get_valid_tactics(
         self, inputs: List[Any], profile: OptimizationProfile
     ) -> List[int]:
@@ -218,8 +222,14 @@ class Sm12xDenseRunner(TunableRunner):
         do_preparation: bool = False,
         **kwargs,
     ) -> torch.Tensor:
+        out, a, a_scales, rows, b_scales, alpha = self._operands(inputs)
         return run_dense(
-            *self._operands(inputs),
+            out,
+            a,
+            a_scales,
+            rows,
+            b_scales,
+            alpha,
             token_format=self.token_format,
             enable_pdl=self.enable_pdl,
             tactic=tactic,

@@ -5,6 +5,7 @@ shared memory.
 """
 
 import functools
+from typing import Optional
 
 import torch
 
@@ -29,6 +30,7 @@ def check_group_gemm_mxfp4_sm12x(
     a_scale: torch.Tensor,
     b_scale: torch.Tensor,
     m_indptr: torch.Tensor,
+    out: Optional[torch.Tensor],
 ) -> bool:
     """Raise ``ValueError`` unless the kernels can read the tensors where they are."""
     num_groups, n = b.shape[:2]
@@ -50,6 +52,8 @@ def check_group_gemm_mxfp4_sm12x(
         "b_scale": b_scale,
         "m_indptr": m_indptr,
     }
+    if out is not None:
+        tensors["out"] = out
     for name, tensor in tensors.items():
         if not tensor.is_contiguous() or tensor.data_ptr() % 16:
             raise ValueError(
@@ -72,9 +76,8 @@ def group_gemm_mxfp4_sm12x(
     if a.shape[0] == 0:
         return out
     module = get_sm12x_group_gemm_module()
-    num_groups, n = b.shape[:2]
     workspace = torch.empty(
-        module.sm12x_group_gemm_workspace_size(a.shape[0], n, a.shape[1], num_groups),
+        module.sm12x_group_gemm_workspace_size(),
         dtype=torch.uint8,
         device=a.device,
     )
@@ -86,7 +89,7 @@ def group_gemm_mxfp4_sm12x(
         b_scale,
         m_indptr,
         workspace,
-        choose_group_gemm(a.shape[0], num_groups).index,
+        choose_group_gemm(a.shape[0], b.shape[0]).index,
         device_support_pdl(a.device),
     )
     return out

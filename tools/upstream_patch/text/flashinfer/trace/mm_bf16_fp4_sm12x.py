@@ -67,8 +67,8 @@ mm_bf16_fp4_sm12x_trace = TraceTemplate(
     ),
     axes={
         "M": Var(description="Tokens."),
-        "K": Const(description="Elements of a token and of a weight row."),
         "N": Const(description="Weight rows."),
+        "K": Const(description="Elements of a token and of a weight row."),
         "block_size": Const(description="Elements of K that share a scale, 32."),
     },
     inputs={

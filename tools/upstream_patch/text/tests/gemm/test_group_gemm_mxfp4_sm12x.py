@@ -93,6 +93,11 @@ def test_errors_come_before_a_launch():
         group_gemm_mxfp4_nt_groupwise(
             a, b, a_scale, b_scale[:1], m_indptr, backend="sm12x"
         )
+    out = torch.empty(128, 16, dtype=torch.bfloat16, device="cuda").T
+    with pytest.raises(ValueError, match="out must be contiguous"):
+        group_gemm_mxfp4_nt_groupwise(
+            a, b, a_scale, b_scale, m_indptr, out=out, backend="sm12x"
+        )
 
 
 @pytest.mark.parametrize("cum_m,groups,tile", [(4, 4, 8), (128, 1, 128), (60, 2, 32)])

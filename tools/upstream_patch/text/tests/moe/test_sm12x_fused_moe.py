@@ -4,9 +4,10 @@ import torch
 from flashinfer.fused_moe import (
     cutlass_fused_moe,
     cutlass_fused_moe_workspace_size,
+    sm12x_moe,
 )
 from flashinfer.jit.sm12x.instances import tactic
-from flashinfer.utils import get_compute_capability
+from flashinfer.utils import BackendSupportedError, get_compute_capability
 from tests.test_helpers.mx_formats import quantize_mxfp8, swizzle_scales
 from tests.test_helpers.sm12x_moe import assert_layer, make_layer
 
@@ -42,6 +43,18 @@ def _run(layer, mode, output_dtype=torch.bfloat16, **named):
         output_dtype=output_dtype,
         backend="sm12x",
         **arguments,
+    )
+
+
+def _workspace_size(*sizes, **named):
+    return cutlass_fused_moe_workspace_size(
+        *sizes,
+        x_dtype=torch.float8_e4m3fn,
+        weight_dtype=torch.uint8,
+        use_mxfp8_act_scaling=True,
+        device=torch.device("cuda", 0),
+        backend="sm12x",
+        **named,
     )
 
 
@@ -86,18 +99,7 @@ def test_expert_parallel_ranks_and_padding(mode):
 def test_output_workspace_and_forced_tactics():
     _skip_unless_sm12x()
     layer = make_layer(20, 2, 4, 128, 128)
-    size = cutlass_fused_moe_workspace_size(
-        64,
-        128,
-        128,
-        4,
-        2,
-        x_dtype=torch.float8_e4m3fn,
-        weight_dtype=torch.uint8,
-        use_mxfp8_act_scaling=True,
-        device=torch.device("cuda", 0),
-        backend="sm12x",
-    )
+    size = _workspace_size(64, 128, 128, 4, 2)
     workspace = torch.empty(size, dtype=torch.uint8, device="cuda")
     output = torch.empty(20, 128, dtype=torch.float16, device="cuda")
     for name in ("mxfp8_m8_k128", "mxfp8_m16_k128"):
@@ -122,3 +124,17 @@ def test_errors_come_before_a_launch():
         _run(layer, "mxfp8", use_mxfp8_act_scaling=False)
     with pytest.raises(ValueError, match="swiglu_alpha is"):
         _run(layer, "mxfp8", swiglu_alpha=layer.alpha[:2])
+    with pytest.raises(ValueError, match="takes SwiGLU's parameters only"):
+        _run(layer, "mxfp8", situ_beta=layer.beta)
+    with pytest.raises(ValueError, match="hidden_size is 100"):
+        _workspace_size(16, 100, 128, 4, 2)
+    with pytest.raises(ValueError, match="must be divisible by"):
+        _workspace_size(16, 128, 128, 5, 2, ep_size=2)
+
+
+def test_other_gpus_are_refused(monkeypatch):
+    _skip_unless_sm12x()
+    layer = make_layer(2, 2, 4, 128, 128)
+    monkeypatch.setattr(sm12x_moe, "get_compute_capability", lambda device: (10, 0))
+    with pytest.raises(BackendSupportedError, match="not SM100"):
+        _run(layer, "mxfp8")

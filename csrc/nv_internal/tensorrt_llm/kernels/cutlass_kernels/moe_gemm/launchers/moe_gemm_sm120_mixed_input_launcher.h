@@ -46,8 +46,8 @@ struct GemmInstance {
 
 constexpr int kMaxInstances = 64;
 
-// The process-wide table, by tactic number; threads may register and look up at once. Null: not compiled into this library
-// and not handed to it.
+// The process-wide table, by tactic number; threads may register and look up at once. Null: none of that number has
+// been registered.
 const GemmInstance* find_instance(int index);
 void register_instance(const GemmInstance* instance);
 

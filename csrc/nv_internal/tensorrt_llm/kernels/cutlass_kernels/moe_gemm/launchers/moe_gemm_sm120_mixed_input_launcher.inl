@@ -92,7 +92,7 @@ struct StreamedLayerInstance {
     return gemm.groups == 0 ? 0 : plan.stage_bytes(gemm);
   }
 
-  // Rows that let one, two or four groups of warps work, and every K: what the planner takes, the launcher does.
+  // Rows that let one, two or four groups of warps work, and every K: what the tables promise, the launcher takes.
   static constexpr bool takes_every_layer() {
     for (int k = kScaleBlock; k <= kMmaWarps * kWords * kScaleChunkElements; k += kScaleBlock) {
       for (int parts = 1; parts <= 2; ++parts) {
