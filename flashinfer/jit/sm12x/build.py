@@ -70,7 +70,6 @@ class CompileStep:
         compiler: The program, after any launcher such as ``ccache``.
         launcher: Program and arguments before the compiler.
         flags: All flags but for input and outputs.
-        depfile_flags: What makes the compiler write the files it read, the file's name being added after them.
     """
 
     name: str
@@ -78,7 +77,6 @@ class CompileStep:
     compiler: str
     flags: tuple[str, ...]
     launcher: tuple[str, ...] = ()
-    depfile_flags: tuple[str, ...] = ("-MD", "-MF")
 
     def command(self, output: Path, depfile: Path, source: Path | None = None) -> tuple[str, ...]:
         """Program and arguments that compile into ``output`` and write ``depfile``.
@@ -87,7 +85,7 @@ class CompileStep:
             output, depfile: What to write.
             source: The source file as the working folder has it; its absolute path when omitted.
         """
-        outputs = (*self.depfile_flags, str(depfile), "-c", str(source or self.source), "-o", str(output))
+        outputs = ("-MD", "-MF", str(depfile), "-c", str(source or self.source), "-o", str(output))
         return (*self.launcher, self.compiler, *self.flags, *outputs)
 
     @property
@@ -144,8 +142,8 @@ class ModulePlan:
     steps: tuple[CompileStep, ...]
     linker: tuple[str, ...]
     link_flags: tuple[str, ...]
-    roots: Roots = field(default_factory=lambda: Roots({}))
-    watched: tuple[Path, ...] = ()
+    roots: Roots
+    watched: tuple[Path, ...]
     job_memory: int = DEFAULT_JOB_MEMORY
     description: str = ""
 

@@ -148,7 +148,7 @@ def _ended_by(number: signal.Signals) -> str:
 
 
 def _missing_header(header: str) -> str:
-    wheel = toolchain.wheel_of_header(header)
+    wheel = toolchain.COMPANION_HEADERS.get(header)
     if wheel is not None:
         return f"{header} is not part of this CUDA toolkit. Install it: pip install {wheel}"
     if header.startswith(("cuda", "crt/", "cooperative_groups")):

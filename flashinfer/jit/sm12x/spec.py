@@ -126,7 +126,6 @@ class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
                 compiler=os.environ.get("FLASHINFER_NVCC", str(toolkit.nvcc)) if cuda else os.environ.get("CXX", "c++"),
                 flags=cuda_flags if cuda else cxx_flags,
                 launcher=tuple(launcher.split()),
-                depfile_flags=("--generate-dependencies-with-compile", "-MF") if cuda else ("-MD", "-MF"),
             )
             steps.append(step)
         return tuple(steps)

@@ -45,7 +45,7 @@ _MINIMUM_VERSION = "12.8"
 _LATER_VERSIONS: Mapping[tuple[int, str], str] = {(12, "1a"): "12.9", (12, "0f"): "12.9", (12, "1f"): "12.9"}
 """Architectures that came after it (release notes of CUDA 12.9)."""
 
-_COMPANION_HEADERS: Mapping[str, str] = {
+COMPANION_HEADERS: Mapping[str, str] = {
     "curand_kernel.h": "nvidia-curand",
     "cublas_v2.h": "nvidia-cublas",
     "cublasLt.h": "nvidia-cublas",
@@ -191,11 +191,6 @@ def require_architectures(toolkit: Toolkit, architectures: Iterable[tuple[int, s
             )
 
 
-def wheel_of_header(header: str) -> str | None:
-    """The wheel on PyPI that brings a header of CUDA's libraries, or None when it is not known."""
-    return _COMPANION_HEADERS.get(header)
-
-
 def _is_executable(path: Path) -> bool:
     return path.is_file() and os.access(path, os.X_OK)
 
@@ -230,7 +225,7 @@ def _has_runtime_header(root: Path) -> bool:
 def _toolkit(root: Path, origin: str, wheels: Sequence[Path]) -> Toolkit:
     toolkit = Toolkit(root, root / "bin" / "nvcc", origin)
     companions = _companion_roots(toolkit, wheels)
-    missing = [header for header in _COMPANION_HEADERS if not (root / "include" / header).is_file()]
+    missing = [header for header in COMPANION_HEADERS if not (root / "include" / header).is_file()]
     includes = [companion / "include" for companion in companions]
     includes = [folder for folder in includes if any((folder / header).is_file() for header in missing)]
     libraries = [root / "lib64", root / "lib", root / "targets" / _target_name() / "lib"]
