@@ -9,7 +9,7 @@ Three kinds of toolkit are understood:
   ``lib64/``, versioned libraries only (``libcudart.so.13``, no ``libcudart.so``), and no stub of the driver.
 
 The first of these that exists is used: ``CUDA_HOME``, ``CUDA_PATH``, ``nvcc`` on ``PATH``, the wheels,
-``/usr/local/cuda``. Nothing here imports the rest of FlashInfer.
+``/usr/local/cuda``. Nothing here imports the rest of FlashInfer: the doctor runs this file by itself.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ from functools import cache
 from pathlib import Path
 
 from packaging.version import Version
-
-from .trust import make_folder
 
 PIP_COMMAND = (
     'pip install "nvidia-cuda-nvcc==13.0.*" "nvidia-cuda-crt==13.0.*" "nvidia-nvvm==13.0.*" '
@@ -283,14 +281,14 @@ def link_shim(toolkit: Toolkit, parent: Path, cxx: str = "c++") -> Path:
     shim = parent / f"link-{key}"
     if shim.is_dir() and all((shim / name).exists() for name in [*links, *["libcuda.so"] * needs_stub]):
         return shim
-    make_folder(parent)
+    parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=parent, prefix=".link-") as scratch:
         folder = Path(scratch)
         if needs_stub:
             _make_driver_stub(toolkit, folder, cxx)
         for name, target in links.items():
             (folder / name).symlink_to(target)
-        make_folder(shim)
+        shim.mkdir(mode=0o755, exist_ok=True)
         for made in folder.iterdir():  # another process may be putting the same ones there
             made.replace(shim / made.name)
     return shim
