@@ -34,6 +34,9 @@ SHIPPED = ("tree:csrc/", "tree:include/", "tree:3rdparty/", "generated:", "wheel
 OLDEST_SYSTEM = {"GLIBC": (2, 31), "GLIBCXX": (3, 4, 28), "CXXABI": (1, 3, 12)}
 """Symbol versions of glibc 2.31 and GCC 9.3 (Debian 11, Ubuntu 20.04): what the wheels' platform tag promises."""
 
+HOST_COMPILERS = ("g++-12", "g++-11", "g++")
+"""In this order: what GCC 13 makes of C++'s <iostream>, which TVM-FFI includes, needs the libstdc++ of GCC 13."""
+
 PROJECT = """\
 [build-system]
 requires = ["setuptools>=77"]
@@ -158,7 +161,10 @@ def take_library(module: dict[str, Any], package: Path, folder: str) -> None:
     for prefix, version in needed_versions(library).items():
         if version > OLDEST_SYSTEM[prefix]:
             needed = ".".join(map(str, version))
-            raise WheelError(f"{library} needs {prefix}_{needed}, newer than the wheel's tag says: use an older g++")
+            raise WheelError(
+                f"{library} needs {prefix}_{needed}, newer than the wheel's tag says: use an older g++. Debian, Ubuntu: "
+                "apt-get install g++-12, for another processor g++-12-aarch64-linux-gnu"
+            )
     module["library"] = f"{folder}/{library.name}"
     (package / folder).mkdir(exist_ok=True)
     shutil.copyfile(library, package / module["library"])
@@ -180,15 +186,19 @@ def build_environment(processor: str, work: Path) -> Mapping[str, str]:
     """Variables under which modules are built for a processor, none of the user's for FlashInfer among them."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("FLASHINFER_")}
     environment |= {"PYTHONPATH": str(ROOT), "FLASHINFER_WORKSPACE_BASE": str(work)}
-    if processor == platform.machine():
+    native = processor == platform.machine()
+    if native and {"CC", "CXX"} & environment.keys():
         return environment
-    compiler = f"{processor.replace('_', '-')}-linux-gnu-g++"
-    if shutil.which(compiler) is None:
+    triple = f"{processor.replace('_', '-')}-linux-gnu"
+    compiler = next(filter(shutil.which, (name if native else f"{triple}-{name}" for name in HOST_COMPILERS)), None)
+    if compiler is not None:
+        environment |= {"CC": compiler, "CXX": compiler}
+    elif not native:
         raise WheelError(
-            f"there is no {compiler}, which compiles the host's part for {processor}. Debian, Ubuntu: apt-get install "
-            f"g++-{processor.replace('_', '-')}-linux-gnu; or leave that processor out with --processor"
+            f"there is no {triple}-g++, which compiles the host's part for {processor}. Debian, Ubuntu: apt-get "
+            f"install g++-{triple}; or leave that processor out with --processor"
         )
-    return environment | {"CC": compiler, "CXX": compiler, "CUDA_HOME": str(cross_toolkit(processor, work))}
+    return environment if native else environment | {"CUDA_HOME": str(cross_toolkit(processor, work))}
 
 
 def cross_toolkit(processor: str, work: Path) -> Path:

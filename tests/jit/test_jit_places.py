@@ -103,7 +103,7 @@ def test_real_checkouts_caches_and_packages(tmp_path: Path) -> None:
     # A companion of the toolkit, as wheels unpack: its folder joins the include folders.
     package = tmp_path / "unrelated"
     headers = package / "nvidia" / f"cu{toolchain.discover().version.major}" / "include"
-    for name in toolchain._COMPANION_HEADERS:
+    for name in toolchain.COMPANION_HEADERS:
         (headers / name).parent.mkdir(parents=True, exist_ok=True)
         (headers / name).write_text("#error not to be read\n")
 

@@ -120,7 +120,7 @@ def test_headers_of_another_major_version_are_not_mixed_in(tmp_path: Path) -> No
 
 
 def test_complete_toolkit_gets_nothing_added(tmp_path: Path) -> None:
-    root = make_toolkit(tmp_path / "cuda", headers=tuple(toolchain._COMPANION_HEADERS))
+    root = make_toolkit(tmp_path / "cuda", headers=tuple(toolchain.COMPANION_HEADERS))
     wheels = tmp_path / "nvidia"
     make_toolkit(wheels / "cu13", headers=("curand_kernel.h",))
     assert discover({"CUDA_HOME": str(root)}, [wheels]).extra_include_dirs == ()

@@ -311,12 +311,14 @@ def test_a_module_that_changed_meanwhile_is_not_taken(tool: ModuleType, installe
 def test_a_library_for_a_newer_system_is_not_taken(tool: ModuleType, installed: Installed, monkeypatch) -> None:
     newest = tool.needed_versions(installed.library)
     assert set(newest) >= {"GLIBC", "GLIBCXX"}
+    for prefix, version in newest.items():  # of this machine's compiler, whichever that is
+        monkeypatch.setitem(tool.OLDEST_SYSTEM, prefix, version)
     entry = {**installed.entry, "library": str(installed.library)}
     tool.take_library(entry, installed.package, "121f")
     assert entry["library"] == "121f/small.so"
     assert (installed.package / "121f" / "small.so").read_bytes() == installed.library.read_bytes()
     monkeypatch.setitem(tool.OLDEST_SYSTEM, "GLIBC", (2, 0))
-    with pytest.raises(tool.WheelError, match=r"small\.so needs GLIBC_2\.\d+.*use an older g\+\+"):
+    with pytest.raises(tool.WheelError, match=r"small\.so needs GLIBC_2\.\d+.*apt-get install g\+\+-12"):
         tool.take_library({**entry, "library": str(installed.library)}, installed.package, "121f")
 
 
@@ -352,5 +354,23 @@ def test_without_the_cross_compiler_it_says_what_to_install(tool: ModuleType, tm
     with pytest.raises(tool.WheelError, match="apt-get install g\\+\\+-aarch64-linux-gnu"):
         tool.build_environment("aarch64", tmp_path)
     own = tool.build_environment("x86_64", tmp_path)
+    assert not {"CC", "CXX"} & own.keys() - os.environ.keys()
     assert [name for name in own if name.startswith("FLASHINFER_")] == ["FLASHINFER_WORKSPACE_BASE"]
     assert "CUDA_HOME" not in own or own["CUDA_HOME"] == os.environ["CUDA_HOME"]
+
+
+@pytest.mark.parametrize("user", [{}, {"CXX": "clang++"}], ids=["", "CXX=clang++"])
+def test_wheels_are_made_by_an_older_compiler_where_there_is_one(
+    tool: ModuleType, tmp_path: Path, monkeypatch, user: dict[str, str]
+) -> None:
+    """Ubuntu 24.04's own, GCC 13, makes libraries that Debian 12 does not load."""
+    monkeypatch.setattr(tool.platform, "machine", lambda: "aarch64")
+    for name in ("g++", "g++-12"):
+        (tmp_path / name).touch(mode=0o755)
+    for variable in ("CC", "CXX"):
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in {"PATH": str(tmp_path), **user}.items():
+        monkeypatch.setenv(variable, value)
+    environment = tool.build_environment("aarch64", tmp_path)
+    chosen = {name: environment[name] for name in ("CC", "CXX") if name in environment}
+    assert chosen == (user or {"CC": "g++-12", "CXX": "g++-12"})

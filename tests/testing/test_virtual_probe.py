@@ -272,7 +272,8 @@ def test_the_parts_tell_what_they_find() -> None:
     assert told["device"]["virtual"] is told["device"]["gb10"] is told["device"]["sm12x"] is True
 
 
-def test_every_default_tactic_is_asked_for_once() -> None:
+def test_every_default_tactic_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # as torch for CUDA takes the virtual GPU for one
     with virtual_device("sm_121a") as device:
         found = list(verify.moe_results([(96, 64, 4)], (2,), 3, torch.device("cpu"), every_tactic=True, modes=(2,)))
         names = {row.name for row in SM12X if row.activation == "bf16"}

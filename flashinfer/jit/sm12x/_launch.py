@@ -15,7 +15,9 @@ gigabytes of weights started itself would seem to need gigabytes.
 import fcntl
 import json
 import os
+import resource
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -67,20 +69,18 @@ def main() -> int:
         job = json.load(file)[number]
     if job["need"] is not None:
         _wait_for_memory(job["need"], job["machine"])
-    command, output, started = job["command"], os.memfd_create("output"), time.monotonic()
-    measured: dict[str, float | str] = {"returncode": 127}
+    output, started = os.memfd_create("output"), time.monotonic()
     try:
-        os.set_inheritable(build, False)
-        redirected = [(os.POSIX_SPAWN_DUP2, output, stream) for stream in (1, 2)]
-        child = os.posix_spawnp(command[0], command, os.environ, file_actions=redirected)
-        _, status, usage = os.wait4(child, 0)
-        measured |= {"returncode": os.waitstatus_to_exitcode(status), "peak_memory": usage.ru_maxrss * 1024}
-        measured["cpu_seconds"] = usage.ru_utime + usage.ru_stime
+        returncode = subprocess.run(job["command"], stdout=output, stderr=output).returncode
     except OSError as error:
-        os.write(output, f"{command[0]}: {error.strerror}\n".encode())
+        os.write(output, f"{job['command'][0]}: {error.strerror}\n".encode())
+        returncode = 127
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    measured: dict[str, float | str] = {"returncode": returncode, "peak_memory": usage.ru_maxrss * 1024}
+    measured["cpu_seconds"] = usage.ru_utime + usage.ru_stime
     measured["output"] = os.pread(output, os.fstat(output).st_size, 0).decode(errors="replace")
     print(json.dumps({"job": number, "wall_seconds": time.monotonic() - started, **measured}), flush=True)
-    return int(measured["returncode"] != 0)
+    return int(returncode != 0)
 
 
 if __name__ == "__main__":

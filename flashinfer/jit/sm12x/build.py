@@ -39,7 +39,7 @@ from tqdm import tqdm
 
 from .diagnosis import JitBuildError, explain_os_error, first_error_line, hint_for
 from .executor import Job, JobResult, run_jobs
-from .freshness import ABSENT, Files, Manifest, ObjectRecord, Roots, hash_file, hash_strings, parse_depfile, search_of
+from .freshness import ABSENT, Manifest, ObjectRecord, Roots, hash_file, hash_strings, parse_depfile, search_of
 from .jobs import DEFAULT_JOB_MEMORY, GIB, JobLimit, job_limit
 from .toolchain import ToolchainError, compiler_banner
 from .trust import make_folder, new_text_file, own_folder
@@ -70,7 +70,6 @@ class CompileStep:
         compiler: The program, after any launcher such as ``ccache``.
         launcher: Program and arguments before the compiler.
         flags: All flags but for input and outputs.
-        depfile_flags: What makes the compiler write the files it read, the file's name being added after them.
     """
 
     name: str
@@ -78,7 +77,6 @@ class CompileStep:
     compiler: str
     flags: tuple[str, ...]
     launcher: tuple[str, ...] = ()
-    depfile_flags: tuple[str, ...] = ("-MD", "-MF")
 
     def command(self, output: Path, depfile: Path, source: Path | None = None) -> tuple[str, ...]:
         """Program and arguments that compile into ``output`` and write ``depfile``.
@@ -87,7 +85,7 @@ class CompileStep:
             output, depfile: What to write.
             source: The source file as the working folder has it; its absolute path when omitted.
         """
-        outputs = (*self.depfile_flags, str(depfile), "-c", str(source or self.source), "-o", str(output))
+        outputs = ("-MD", "-MF", str(depfile), "-c", str(source or self.source), "-o", str(output))
         return (*self.launcher, self.compiler, *self.flags, *outputs)
 
     @property
@@ -144,8 +142,8 @@ class ModulePlan:
     steps: tuple[CompileStep, ...]
     linker: tuple[str, ...]
     link_flags: tuple[str, ...]
-    roots: Roots = field(default_factory=lambda: Roots({}))
-    watched: tuple[Path, ...] = ()
+    roots: Roots
+    watched: tuple[Path, ...]
     job_memory: int = DEFAULT_JOB_MEMORY
     description: str = ""
 
@@ -285,7 +283,9 @@ class _Module:
         self.plan = plan
         self.report = BuildReport()
         self._manifest = Manifest.read(plan.manifest, plan.name)
-        self._files = Files()
+        # Each file is read once in a build, and looked for once.
+        self._hash = cache(hash_file)
+        self._exists = cache(os.path.lexists)
 
     def stale_objects(self) -> dict[str, str]:
         """The objects that are to be compiled, each with why."""
@@ -301,7 +301,7 @@ class _Module:
         if next(iter(record.files), None) != roots.name(str(step.source)):
             return "another source"
         for name, digest in record.files.items():
-            if self._files.hash(roots.path(name)) != digest or digest == ABSENT:
+            if self._hash(roots.path(name)) != digest or digest == ABSENT:
                 return f"{roots.path(name)} changed"
         if record.search != self._search_hash(step, record.files):
             return "a header of the same name appeared or went in another include folder"
@@ -309,7 +309,7 @@ class _Module:
 
     def _search_hash(self, step: CompileStep, names: Iterable[str]) -> str:
         roots = self.plan.roots
-        return hash_strings(search_of(map(roots.path, names), step.include_dirs, roots, self._files.exists))
+        return hash_strings(search_of(map(roots.path, names), step.include_dirs, roots, self._exists))
 
     def library_is_fresh(self) -> bool:
         """Whether the library is what would be linked, all objects being fresh."""
@@ -372,7 +372,7 @@ class _Module:
         # newer text is not recorded as made from the present one.
         watched = [path for folder in self.plan.watched for path in folder.rglob("*") if path.is_file()]
         for path in [*watched, *(step.source for step in steps)]:
-            self._files.hash(str(path))
+            self._hash(str(path))
         jobs = {self._job(step, scratch): step for step in steps}
 
         def finished(result: JobResult) -> None:
@@ -438,7 +438,7 @@ class _Module:
             absolute = os.path.join(scratch, path)
             if ".." in Path(path).parts:
                 absolute = os.path.join(os.path.realpath(os.path.dirname(absolute)), os.path.basename(path))
-            digest = self._files.hash(absolute)
+            digest = self._hash(absolute)
             edited = absolute == str(step.source) or absolute.startswith(watched)
             if edited and hash_file(absolute) != digest:
                 _logger.warning("%s was edited while %s was built; build again", absolute, self.plan.name)

@@ -34,6 +34,16 @@ class JitBuildError(RuntimeError):
         super().__init__("\n".join(lines))
 
 
+_SIGNAL_NAMES = {
+    "Killed": signal.SIGKILL,
+    "Terminated": signal.SIGTERM,
+    "Segmentation fault": signal.SIGSEGV,
+    "Bus error": signal.SIGBUS,
+    "Aborted": signal.SIGABRT,
+    "Illegal instruction": signal.SIGILL,
+}
+"""What shells and GCC call signals (``strsignal``)."""
+
 _ERROR_LINES = (
     r"\S.*:\d+:(?:\d+:)? (?:fatal )?error: .*",  # GCC, Clang
     r"\S.*\(\d+\): (?:catastrophic )?error\b.*",  # cudafe++
@@ -43,7 +53,7 @@ _ERROR_LINES = (
     r"\S*ld(?:\.\w+)?: .*",
     r"(?:Fatal )?[Ee]rror: .*",
     r".*No space left on device.*",
-    r".*\b(?:Killed|Terminated|Segmentation fault|Bus error|Aborted|Illegal instruction)\b.*",
+    rf".*\b(?:{'|'.join(_SIGNAL_NAMES)})\b.*",
 )
 
 
@@ -54,17 +64,6 @@ def first_error_line(output: str) -> str:
         if any(re.match(pattern, line) for pattern in _ERROR_LINES) and "warning" not in line.split(":")[0]:
             return line
     return lines[-1] if lines else ""
-
-
-_SIGNAL_NAMES = {
-    "Killed": signal.SIGKILL,
-    "Terminated": signal.SIGTERM,
-    "Segmentation fault": signal.SIGSEGV,
-    "Bus error": signal.SIGBUS,
-    "Aborted": signal.SIGABRT,
-    "Illegal instruction": signal.SIGILL,
-}
-"""What shells and GCC call signals (``strsignal``)."""
 
 
 def ending_signal(returncode: int, output: str) -> signal.Signals | None:
@@ -149,7 +148,7 @@ def _ended_by(number: signal.Signals) -> str:
 
 
 def _missing_header(header: str) -> str:
-    wheel = toolchain.wheel_of_header(header)
+    wheel = toolchain.COMPANION_HEADERS.get(header)
     if wheel is not None:
         return f"{header} is not part of this CUDA toolkit. Install it: pip install {wheel}"
     if header.startswith(("cuda", "crt/", "cooperative_groups")):

@@ -16,7 +16,6 @@ import re
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +24,6 @@ from .trust import make_folder
 MANIFEST_FORMAT = 3
 ABSENT = "absent"
 """The hash of a file that cannot be read: equal to no content's."""
-
-
-class Files:
-    """The file system as one build sees it: each file is read once, and looked for once."""
-
-    def __init__(self) -> None:
-        self.hash = cache(hash_file)
-        self.exists = cache(os.path.lexists)
 
 
 class Roots:

@@ -70,7 +70,7 @@ def inputs_of(spec: JitSpecSm12x, files: Iterable[str]) -> dict[str, Any]:
         ``flags``, ``sources``, ``files`` (name -> SHA-256) and ``search`` (see :func:`search_of`), comparable between
         machines.
     """
-    roots = _roots()
+    roots = named_folders()
     flags = [*core.common_nvcc_flags, *(spec.extra_cuda_cflags or ())]
     for variable in ("FLASHINFER_EXTRA_CUDAFLAGS", "FLASHINFER_EXTRA_LDFLAGS"):
         flags += cpp_ext.parse_env_flags(variable)
@@ -84,9 +84,14 @@ def inputs_of(spec: JitSpecSm12x, files: Iterable[str]) -> dict[str, Any]:
     }
 
 
-def _roots() -> Roots:
-    """Folders that exist on a machine without a compiler too, by the names that a build gives them."""
-    return Roots({"tree": fork_root(), "generated": jit_env.FLASHINFER_GEN_SRC_DIR, "wheel": wheel_root()})
+def named_folders(**of_a_build: Path) -> Roots:
+    """The folders of what is compiled that lie elsewhere in another checkout, environment or cache.
+
+    Args:
+        of_a_build: Those that a machine without a compiler need not have.
+    """
+    everywhere = {"tree": fork_root(), "generated": jit_env.FLASHINFER_GEN_SRC_DIR, "wheel": wheel_root()}
+    return Roots({**everywhere, **of_a_build})
 
 
 def find(spec: JitSpecSm12x) -> tuple[Path | None, str]:
@@ -135,7 +140,7 @@ def _library_for(spec: JitSpecSm12x, folder: Path, built: dict[str, Any]) -> Pat
     here = inputs_of(spec, recorded["files"])
     for name, digest in recorded["files"].items():
         if here["files"][name] != digest:
-            raise _Unfit(f"{_roots().path(name)} is not what it was built from")
+            raise _Unfit(f"{named_folders().path(name)} is not what it was built from")
     for what in ("flags", "sources", "search"):
         if here[what] != recorded[what]:
             raise _Unfit(f"it was built with other {what}: {_difference(recorded[what], here[what])}")

@@ -19,14 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 import tvm_ffi
 
-from flashinfer._layer import fork_root, wheel_root
-
 from .. import core, cpp_ext
 from .. import env as jit_env
 from . import build as engine
 from . import prebuilt, toolchain
 from .diagnosis import JitBuildError
-from .freshness import Roots
 from .jobs import DEFAULT_JOB_MEMORY
 from .trust import require_trusted
 
@@ -98,15 +95,19 @@ class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
             steps=self._steps(toolkit),
             linker=(os.environ.get("CXX", "c++"),),
             link_flags=self._link_flags(toolkit),
-            roots=_roots(toolkit),
+            roots=prebuilt.named_folders(
+                toolkit=toolkit.root,
+                tvm_ffi=Path(tvm_ffi.__file__).parent,
+                python=Path(sysconfig.get_path("include")),
+            ),
             watched=tuple(folder for folder in self.watched_dirs if folder.is_dir()),
             job_memory=self.job_memory,
             description=f"CUDA {toolkit.version} in {toolkit.root} (found through {toolkit.origin})",
         )
         if jit_env.PREBUILT_JIT_DIR is not None:
-            prebuilt = dataclasses.replace(plan, folder=jit_env.PREBUILT_JIT_DIR / self.name)
-            if engine.is_fresh(prebuilt):
-                plan = prebuilt
+            read_only = dataclasses.replace(plan, folder=jit_env.PREBUILT_JIT_DIR / self.name)
+            if engine.is_fresh(read_only):
+                plan = read_only
         require_trusted(plan.library, jit_env.FLASHINFER_BASE_DIR)
         return plan
 
@@ -125,7 +126,6 @@ class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
                 compiler=os.environ.get("FLASHINFER_NVCC", str(toolkit.nvcc)) if cuda else os.environ.get("CXX", "c++"),
                 flags=cuda_flags if cuda else cxx_flags,
                 launcher=tuple(launcher.split()),
-                depfile_flags=("--generate-dependencies-with-compile", "-MF") if cuda else ("-MD", "-MF"),
             )
             steps.append(step)
         return tuple(steps)
@@ -240,19 +240,6 @@ class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
     def lock_path(self) -> Path:
         """The file that is locked while the module is built. Making its folder is left to whoever locks it."""
         return Path(core.jit_env.FLASHINFER_JIT_DIR) / "tmp" / f"{self.name}.lock"
-
-
-def _roots(toolkit: toolchain.Toolkit) -> Roots:
-    """The folders of what is compiled that lie elsewhere in another checkout, environment or cache."""
-    folders = {
-        "tree": fork_root(),
-        "generated": jit_env.FLASHINFER_GEN_SRC_DIR,
-        "toolkit": toolkit.root,
-        "wheel": wheel_root(),
-        "tvm_ffi": Path(tvm_ffi.__file__).parent,
-        "python": Path(sysconfig.get_path("include")),
-    }
-    return Roots(folders)
 
 
 def _as_arguments(flags: Iterable[str], common: Iterable[str], cuda_home: str) -> Iterable[str]:

@@ -9,7 +9,7 @@ Three kinds of toolkit are understood:
   ``lib64/``, versioned libraries only (``libcudart.so.13``, no ``libcudart.so``), and no stub of the driver.
 
 The first of these that exists is used: ``CUDA_HOME``, ``CUDA_PATH``, ``nvcc`` on ``PATH``, the wheels,
-``/usr/local/cuda``. Nothing here imports the rest of FlashInfer.
+``/usr/local/cuda``. Nothing here imports the rest of FlashInfer: the doctor runs this file by itself.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
@@ -43,7 +43,7 @@ _MINIMUM_VERSION = "12.8"
 _LATER_VERSIONS: Mapping[tuple[int, str], str] = {(12, "1a"): "12.9", (12, "0f"): "12.9", (12, "1f"): "12.9"}
 """Architectures that came after it (release notes of CUDA 12.9)."""
 
-_COMPANION_HEADERS: Mapping[str, str] = {
+COMPANION_HEADERS: Mapping[str, str] = {
     "curand_kernel.h": "nvidia-curand",
     "cublas_v2.h": "nvidia-cublas",
     "cublasLt.h": "nvidia-cublas",
@@ -90,8 +90,7 @@ class Toolkit:
     @property
     def extra_include_dirs(self) -> tuple[Path, ...]:
         """Header folders beyond the toolkit's own."""
-        own = self.root / "include"
-        return tuple(folder for folder in self.include_dirs if folder != own)
+        return self.include_dirs[1:]
 
     def find_library(self, stem: str) -> Path:
         """The shared library ``lib<stem>.so`` or its newest versioned file.
@@ -190,11 +189,6 @@ def require_architectures(toolkit: Toolkit, architectures: Iterable[tuple[int, s
             )
 
 
-def wheel_of_header(header: str) -> str | None:
-    """The wheel on PyPI that brings a header of CUDA's libraries, or None when it is not known."""
-    return _COMPANION_HEADERS.get(header)
-
-
 def _is_executable(path: Path) -> bool:
     return path.is_file() and os.access(path, os.X_OK)
 
@@ -227,38 +221,23 @@ def _has_runtime_header(root: Path) -> bool:
 
 
 def _toolkit(root: Path, origin: str, wheels: Sequence[Path]) -> Toolkit:
-    nvcc = root / "bin" / "nvcc"
-    bare = Toolkit(root=root, nvcc=nvcc, origin=origin)
-    own_include = root / "include"
-    own_libraries = [
-        folder
-        for folder in (root / "lib64", root / "lib", root / "targets" / _target_name() / "lib")
-        if _holds_libraries(folder)
-    ]
-    companions = _companion_roots(bare, wheels)
-    missing = [header for header in _COMPANION_HEADERS if not (own_include / header).is_file()]
-    includes = [own_include] + [
-        companion / "include"
-        for companion in companions
-        if any((companion / "include" / header).is_file() for header in missing)
-    ]
-    libraries = own_libraries + [companion / "lib" for companion in companions if _holds_libraries(companion / "lib")]
-    return Toolkit(
-        root=root,
-        nvcc=nvcc,
-        origin=origin,
-        include_dirs=tuple(dict.fromkeys(includes)),
-        library_dirs=tuple(dict.fromkeys(libraries)),
+    toolkit = Toolkit(root, root / "bin" / "nvcc", origin)
+    companions = _companion_roots(toolkit, wheels)
+    missing = [header for header in COMPANION_HEADERS if not (root / "include" / header).is_file()]
+    includes = [companion / "include" for companion in companions]
+    includes = [folder for folder in includes if any((folder / header).is_file() for header in missing)]
+    libraries = [root / "lib64", root / "lib", root / "targets" / _target_name() / "lib"]
+    libraries += [companion / "lib" for companion in companions]
+    return replace(
+        toolkit,
+        include_dirs=tuple(dict.fromkeys([root / "include", *includes])),
+        library_dirs=tuple(dict.fromkeys(folder for folder in libraries if any(folder.glob("lib*")))),
     )
 
 
 def _target_name() -> str:
     machine = os.uname().machine
     return {"aarch64": "sbsa-linux"}.get(machine, f"{machine}-linux")
-
-
-def _holds_libraries(folder: Path) -> bool:
-    return folder.is_dir() and any(folder.glob("lib*"))
 
 
 def _companion_roots(toolkit: Toolkit, wheels: Sequence[Path]) -> list[Path]:
@@ -295,29 +274,23 @@ def link_shim(toolkit: Toolkit, parent: Path, cxx: str = "c++") -> Path:
         ToolchainError: the host compiler cannot make the stub.
     """
     links = _missing_link_names(toolkit)
-    needs_stub = not _has_driver_stub(toolkit)
+    needs_stub = not any((folder / "stubs" / "libcuda.so").exists() for folder in toolkit.library_dirs)
     key = hashlib.sha256(
         "\n".join([str(toolkit.root), str(needs_stub), *(f"{k}={v}" for k, v in sorted(links.items()))]).encode()
     ).hexdigest()[:12]
     shim = parent / f"link-{key}"
-    if _shim_is_complete(shim, links, needs_stub):
+    if shim.is_dir() and all((shim / name).exists() for name in [*links, *["libcuda.so"] * needs_stub]):
         return shim
     parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=parent, prefix=".link-") as scratch:
-        folder = Path(scratch) / "shim"
-        folder.mkdir()
-        for name, target in links.items():
-            (folder / name).symlink_to(target)
+        folder = Path(scratch)
         if needs_stub:
             _make_driver_stub(toolkit, folder, cxx)
-        if shim.exists():
-            shutil.rmtree(shim, ignore_errors=True)
-        try:
-            folder.rename(shim)
-        except OSError:
-            # Another process has put the same folder there meanwhile.
-            if not _shim_is_complete(shim, links, needs_stub):
-                raise
+        for name, target in links.items():
+            (folder / name).symlink_to(target)
+        shim.mkdir(mode=0o755, exist_ok=True)
+        for made in folder.iterdir():  # another process may be putting the same ones there
+            made.replace(shim / made.name)
     return shim
 
 
@@ -329,15 +302,6 @@ def _missing_link_names(toolkit: Toolkit) -> dict[str, Path]:
             if name not in links and not any((other / name).exists() for other in toolkit.library_dirs):
                 links[name] = library.absolute()
     return links
-
-
-def _has_driver_stub(toolkit: Toolkit) -> bool:
-    return any((folder / "stubs" / "libcuda.so").exists() for folder in toolkit.library_dirs)
-
-
-def _shim_is_complete(shim: Path, links: Mapping[str, Path], needs_stub: bool) -> bool:
-    wanted = list(links) + (["libcuda.so"] if needs_stub else [])
-    return shim.is_dir() and all((shim / name).exists() for name in wanted)
 
 
 def _make_driver_stub(toolkit: Toolkit, folder: Path, cxx: str) -> None:
