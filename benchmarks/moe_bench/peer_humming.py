@@ -65,7 +65,8 @@ class Gemm:
     activation : str
         ``"bf16"`` or ``"fp8"`` (quantized in each call).
     sizes : iterable of int, optional
-        The numbers of rows that will be asked for: no other schedule's kernel is compiled. ``None``: all are.
+        The numbers of rows that will be asked for: only their schedules' kernels and that of one row are compiled.
+        ``None``: all are.
     """
 
     def __init__(
@@ -104,7 +105,8 @@ class Gemm:
         )
         choice = {"use_f16_accum": False, "use_batch_invariant": False, "gemm_type": kind}
         schedules = get_heuristics_config(layer_config=self.config, **choice)
-        wanted = None if sizes is None else list(sizes)
+        # One row is always wanted: its launcher looks that schedule up in each call.
+        wanted = None if sizes is None else {1, *sizes}
         self.schedules = [
             (low, high, schedule)
             for low, high, schedule in schedules

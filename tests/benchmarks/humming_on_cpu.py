@@ -14,8 +14,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-import torch._dynamo  # looks for triton, so it goes first
-import torch.utils.cpp_extension  # noqa: F401  as above
+import torch._dynamo  # looks for triton, so it goes before what stands for that
+import torch.utils.cpp_extension
 
 SM, SMS = 90, 132
 
@@ -118,6 +118,7 @@ def main() -> None:
         if activation == "fp8":
             # Small exponents of two, without a bias, and one factor of float32 for all.
             factor = gemm.tensors["weight_scale_2"].double()
+            assert factor.shape == (1,)
             assert gemm.config.use_fused_e8m0_scale
             linear = (linear.int() + 127).to(torch.uint8)
         else:

@@ -140,6 +140,7 @@ def humming_forward(
     assert valid_shape_m == len(outputs) == len(inputs) * top_k
     kind = json.loads(compute_config)["gemm_type"]
     (schedule,) = [each for low, high, each in json.loads(tuning_config) if low < valid_shape_m <= high]
+    assert any(low < 1 <= high for low, high, _ in json.loads(tuning_config)), "the launcher looks for one row's too"
     block = schedule["block_shape"][0]
     tokens = _quantized(config, inputs)
     outputs.fill_(torch.nan)

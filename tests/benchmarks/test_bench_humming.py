@@ -20,11 +20,11 @@ import humming_stand_in
 import pytest
 import torch
 from moe_bench import measure, peers
-from moe_bench.results import Entry
 from test_bench_marlin import TorchOperators
 
 from flashinfer.sm12x_gpu_probe.timing import Sample
 from flashinfer.testing import moe_layers, moe_reference
+from flashinfer.testing.mxfp_formats import dequantize_mxfp4
 
 INSTALLED = importlib.util.find_spec("humming")
 needs_package = pytest.mark.skipif(INSTALLED is None, reason="humming-kernels is not installed")
@@ -163,9 +163,14 @@ def test_a_lost_context_ends_it(
 def test_only_the_schedules_that_are_asked_for_are_compiled(driver: ModuleType) -> None:
     inputs = dense_inputs(3)
     values, scales = inputs.weights["mxfp4"]
-    gemm = driver.Gemm(values, scales, inputs.bias, "bf16", [1, 4, 25])
+    gemm = driver.Gemm(values, scales, inputs.bias, "bf16", [25])
     assert [(low, high) for low, high, _ in gemm.schedules] == [(0, 4), (24, 2**30)]
     assert [gemm.block(rows) for rows in (4, 25)] == [8, 32]
+    x = torch.randn(25, 160, generator=torch.Generator().manual_seed(3)).bfloat16()
+    out = torch.empty(25, 320, dtype=torch.bfloat16)
+    gemm(x, out)
+    reference = x.double() @ dequantize_mxfp4(values, scales).T + inputs.bias.double()
+    assert peers.relative_error(out, reference) < 2.0**-9
     assert len(driver.Gemm(values, scales, inputs.bias).schedules) == 3
 
 
