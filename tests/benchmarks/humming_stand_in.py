@@ -15,6 +15,7 @@ from flashinfer.testing.mxfp_formats import dequantize_mxfp4, dequantize_mxfp8, 
 
 SMS = 3
 E4M3_MAX = 448.0
+TOKENS_OF_MAJOR = {9: "dynamic_token", 12: "dynamic_group"}  # Hopper's kernels refuse E8M0 scales of tokens
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -57,6 +58,7 @@ def prepare_and_transform_humming_tensors(
     assert input_schema is not None
     assert (weight_schema.bs_dtype, weight_schema.weight_scale_group_size) == ("float8e8m0", 32)
     assert (has_bias, torch_dtype) == (True, torch.bfloat16)
+    assert input_schema.input_quant_mode in ("none", TOKENS_OF_MAJOR[torch.cuda.get_device_properties(device).major])
     bits = {"float4e2m1": 4, "float8e4m3": 8}[weight_schema.b_dtype]
     lead = () if num_experts is None else (num_experts,)
     weight, scale, bias = tensors["weight"], tensors["weight_scale"], tensors["bias"]
