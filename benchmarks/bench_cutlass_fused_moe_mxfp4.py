@@ -10,7 +10,8 @@
 
 The floor is a plain streaming read of the weights and scales that a batch touches.  Peers are measured where they are
 found: Marlin in an installed vLLM or in the library that --marlin names, triton_kernels where it is installed, in vLLM,
-or in the folder that --triton-kernels names.  All run in this process, on the same routing.
+or in the folder that --triton-kernels names, HUMMING where it is installed or in the folder that --humming names (it
+groups rows by Marlin's library).  All run in this process, on the same routing.
 
 Every number is the median of replays of a CUDA graph, each after a write of 256 MB so that L2 holds nothing of the
 layer.  ``FLASHINFER_SM12X_MOE=1`` is set for this process, so that a Hopper runs this family too.  Results are compared
@@ -36,6 +37,7 @@ from flashinfer.testing.moe_layers import MODE_NAMES, MODELS
 from flashinfer.testing.virtual_device import in_own_process
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+PEERS = ("marlin", "triton_kernels", "humming")
 DEFAULT_MODELS = ("gpt-oss-120b", "gpt-oss-20b")
 
 
@@ -69,9 +71,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=numbers, help="default: 1 to 8192; of a prediction, 1 to 64, 2048 and 8192")
     parser.add_argument("--modes", type=numbers, help="0, 1: W4A8; 2: W4A16. Default: all; of a prediction, 1 and 2")
     parser.add_argument("--tactics", default="", help="time these too (names of sm12x-instances, or all)")
-    parser.add_argument("--peers", default="marlin,triton_kernels", help="which of the peers to look for; '' for none")
+    parser.add_argument("--peers", default=",".join(PEERS), help="which of the peers to look for; '' for none")
     parser.add_argument("--marlin", type=Path, help="vLLM's _moe_C_stable_libtorch.abi3.so")
     parser.add_argument("--triton-kernels", type=Path, help="folder of the package triton_kernels")
+    parser.add_argument("--humming", type=Path, help="folder of the package humming (humming-kernels)")
     parser.add_argument("--upstream", action="store_true", help="upstream's module too (SM12x; 40 minutes to build)")
     parser.add_argument("--host", action="store_true", help="only what a call of one token costs the host")
     parser.add_argument("--predict", action="store_true", help="measure nothing: the predicted GB10 table")
@@ -95,8 +98,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"--modes: {sorted(unknown_modes)} are not among {sorted(MODE_NAMES)}")
     if min(arguments.tokens) < 1:
         parser.error(f"--tokens: {min(arguments.tokens)} is less than 1")
-    if unknown_peers := set(filter(None, arguments.peers.split(","))) - {"marlin", "triton_kernels"}:
-        parser.error(f"--peers: {sorted(unknown_peers)} are not among ['marlin', 'triton_kernels']")
+    if unknown_peers := set(filter(None, arguments.peers.split(","))) - set(PEERS):
+        parser.error(f"--peers: {sorted(unknown_peers)} are not among {sorted(PEERS)}")
     if arguments.repeats < 1:
         parser.error(f"--repeats is {arguments.repeats}; it must be at least 1")
     return arguments
@@ -114,7 +117,7 @@ def report_host_cost(arguments: argparse.Namespace) -> int:
 
 
 def run_on_gpu(arguments: argparse.Namespace) -> int:
-    peers = measure.find_peers(arguments.peers, arguments.marlin, arguments.triton_kernels)
+    peers = measure.find_peers(arguments.peers, arguments.marlin, arguments.triton_kernels, arguments.humming)
     plan = measure.Plan(
         arguments.models,
         arguments.tokens,

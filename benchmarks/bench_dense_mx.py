@@ -5,14 +5,17 @@
     python benchmarks/bench_dense_mx.py --layers lm_head --tokens 1,8 --marlin _C_stable_libtorch.abi3.so
 
 The floor is a plain streaming read of the weights and scales. cuBLAS multiplies the same weight in bfloat16; Marlin is
-vLLM's W4A16 kernel, from the library that --marlin names. Every number is the median of replays of a CUDA graph, each
-after a write of 256 MB so that L2 holds nothing of the layer. Ours is compared with float64 on some rows of the weight
-before it is timed, and the exit status is 1 where it disagrees; Marlin with a tolerance.
+vLLM's W4A16 kernel, from the library that --marlin names; HUMMING, from the folder that --humming names, takes each
+format of the weight with bf16 tokens and with e4m3 ones (fp8: one scale a token; on SM12x MXFP8). Every number is the
+median of replays of a CUDA graph, each after a write of 256 MB so that L2 holds nothing of the layer. Ours is compared
+with float64 on some rows of the weight before it is timed, and the exit status is 1 where it disagrees; peers with a
+tolerance: one that disagrees or fails is marked.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
 import os
@@ -21,7 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from moe_bench import predict_dense
+from moe_bench import peers, predict_dense
+from moe_bench.measure import context_error, failed
+from moe_bench.results import Entry
 
 from flashinfer.gemm.sm12x_dense import dense_mx
 from flashinfer.quantization import mx_cpu
@@ -34,6 +39,9 @@ from flashinfer.testing.virtual_device import in_own_process
 
 CHECKED_ROWS = 512
 MARLIN_TOLERANCE = 1e-2
+# bf16: roundings of the result, and of up to three sums over parts of K before it, by 2**-9 of a value at most. fp8: tokens
+# too, by 2**-4, which independent weights pass on to a product as it is.
+HUMMING_TOLERANCE = {"bf16": 4 * 2.0**-9, "fp8": 2.0**-4 + 4 * 2.0**-9}
 
 
 def quantized(weight: torch.Tensor, weights: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -43,14 +51,19 @@ def quantized(weight: torch.Tensor, weights: str) -> tuple[torch.Tensor, torch.T
     return torch.cat([v.view(torch.uint8) for v in values]).view(values[0].dtype), torch.cat(scales)
 
 
+def checked_rows(values: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Indices of the first and last rows of the weight, and those rows in float64."""
+    rows = torch.cat([torch.arange(CHECKED_ROWS // 2), torch.arange(len(values) - CHECKED_ROWS // 2, len(values))])
+    rows = rows.to(values.device)
+    raw = values.view(torch.uint8)[rows].view(values.dtype)
+    return rows, (dequantize_mxfp4 if values.dtype is torch.uint8 else dequantize_mxfp8)(raw, scales[rows])
+
+
 def disagreement(
     out: torch.Tensor, x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor, activation: str
 ) -> float:
-    """The share of its bound that an element of the first and last rows of the weight uses."""
-    rows = torch.cat([torch.arange(CHECKED_ROWS // 2), torch.arange(len(values) - CHECKED_ROWS // 2, len(values))])
-    rows = rows.to(x.device)
-    raw = values.view(torch.uint8)[rows].view(values.dtype)
-    w = (dequantize_mxfp4 if values.dtype is torch.uint8 else dequantize_mxfp8)(raw, scales[rows])
+    """The share of its bound that an element of the checked rows of the weight uses."""
+    rows, w = checked_rows(values, scales)
     tokens = x.double() if activation == "bf16" else dequantize_mxfp8(*quantize_mxfp8(x.float()))
     product = tokens @ w.T
     result = product + bias[rows].double()
@@ -83,7 +96,55 @@ class Marlin:
         return call(*operands, x.shape[0], self.n, self.k, False, True, False)
 
 
-def measure_layer(name: str, arguments: argparse.Namespace, read: StreamingRead) -> list[dict[str, Any]]:
+@dataclasses.dataclass
+class Inputs:
+    """A layer: by format the values and linear scales of its weight; its bias; the batches of tokens that were measured."""
+
+    weights: dict[str, tuple[torch.Tensor, torch.Tensor]]
+    bias: torch.Tensor
+    batches: list[torch.Tensor]
+
+
+def measure_humming(inputs: Inputs, repeats: int) -> list[dict[str, Entry]]:
+    """HUMMING on each batch, by format of the weight and of the tokens: its time, and its error over the tolerance."""
+    from moe_bench.peer_humming import Gemm
+
+    entries: list[dict[str, Entry]] = [{} for _ in inputs.batches]
+    for format_, (values, scales) in inputs.weights.items():
+        rows, w = checked_rows(values, scales)
+        for activation, tolerance in HUMMING_TOLERANCE.items():
+            try:
+                gemm = Gemm(values, scales, inputs.bias, activation, map(len, inputs.batches))
+            except Exception as error:  # the others go on; what is printed says why
+                for entry in entries:
+                    entry[f"{format_} {activation}"] = failed(error)
+                continue
+            for x, entry in zip(inputs.batches, entries, strict=True):
+                reference = x.double() @ w.T + inputs.bias[rows].double()
+                out = torch.full((len(x), len(inputs.bias)), torch.nan, dtype=torch.bfloat16, device=x.device)
+                try:
+                    gemm(x, out)
+                    used = peers.relative_error(out[:, rows], reference) / tolerance
+                    measured = Entry(time_graph(functools.partial(gemm, x, out), repeats), used)
+                except Exception as error:
+                    measured = failed(error)
+                entry[f"{format_} {activation}"] = measured
+    return entries
+
+
+def add_humming(rows: list[dict[str, Any]], layers: list[Inputs], repeats: int) -> None:
+    """Add HUMMING to the rows, after all of ours: a kernel that breaks the CUDA context ends it for everybody."""
+    remaining = iter(rows)
+    for inputs in layers:
+        for entries in measure_humming(inputs, repeats):
+            next(remaining)["humming"] = entries
+        if (broken := context_error()) is not None:
+            print(f"HUMMING is measured no further, the CUDA context is lost: {broken}", file=sys.stderr)
+            return
+
+
+def measure_layer(name: str, arguments: argparse.Namespace, read: StreamingRead) -> tuple[list[dict[str, Any]], Inputs]:
+    """The floor, ours, cuBLAS and Marlin; and on what."""
     n, k = DENSE_LAYERS[name]
     generator = torch.Generator("cuda").manual_seed(arguments.seed)
     wide = torch.randn(n, k, generator=generator, device="cuda").bfloat16()
@@ -95,7 +156,7 @@ def measure_layer(name: str, arguments: argparse.Namespace, read: StreamingRead)
         weights[format_] = (values, scales, swizzled)
         floors[format_] = read.time_tensors([values.view(torch.uint8), swizzled], arguments.repeats)[0].median
     marlin = Marlin(arguments.marlin, *weights["mxfp4"][:2], bias) if arguments.marlin else None
-    rows = []
+    rows, batches = [], []
     for tokens in arguments.tokens:
         x = torch.randn(tokens, k, generator=generator, device="cuda").bfloat16()
         row: dict[str, Any] = {"layer": name, "tokens": tokens, "read": floors, "ours": {}, "used": {}}
@@ -119,13 +180,23 @@ def measure_layer(name: str, arguments: argparse.Namespace, read: StreamingRead)
             row["marlin"] = time_graph(functools.partial(marlin, x), arguments.repeats).median
             del reference
         rows.append(row)
-    return rows
+        batches.append(x)
+    return rows, Inputs({name: given[:2] for name, given in weights.items()}, bias, batches)
+
+
+def humming_cell(entry: Entry | None) -> str:
+    """Microseconds, or that there are none."""
+    if entry is None or entry.sample is None:
+        return "-" if entry is None else "failed"
+    return f"wrong ({entry.used:.2g} of its tolerance)" if entry.disagrees else f"{entry.sample.median:.1f}"
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Microseconds, as a Markdown table."""
     names = [f"{weights} {activation}" for weights, activation in DENSE_VARIANTS]
+    humming = list(dict.fromkeys(name for row in rows for name in row.get("humming", {})))
     head = ["layer", "tokens", "read 4", "read 8", *names, "cuBLAS bf16", "Marlin W4A16"]
+    head += [f"HUMMING {name}" for name in humming]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for row in rows:
         cells = [row["layer"], str(row["tokens"]), f"{row['read']['mxfp4']:.1f}", f"{row['read']['mxfp8']:.1f}"]
@@ -135,6 +206,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         cells.append(
             f"{row['marlin']:.1f}" if good else "-" if "marlin" not in row else f"wrong ({row['marlin_error']:.2g})"
         )
+        cells += [humming_cell(row.get("humming", {}).get(name)) for name in humming]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -149,6 +221,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--predict", action="store_true", help="measure nothing: the predicted GB10 tables")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out", help="folder of a prediction's JSON")
     parser.add_argument("--marlin", type=Path, help="vLLM's _C_stable_libtorch.abi3.so")
+    parser.add_argument("--humming", type=Path, help="folder of the package humming (humming-kernels)")
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write all figures there too")
@@ -160,13 +233,21 @@ def main(argv: list[str] | None = None) -> int:
         return int(in_own_process(predict_dense.main, *given))
     arguments.tokens = arguments.tokens or [1, 2, 4, 8, 16, 32, 64]
     os.environ["FLASHINFER_SM12X_MOE"] = "1"  # a Hopper runs this family too
+    if arguments.humming is not None and (why := peers.find_humming(arguments.humming)) is not None:
+        raise SystemExit(f"humming cannot be measured: {why}")
     read = StreamingRead()
-    rows = [row for name in arguments.layers for row in measure_layer(name, arguments, read)]
+    measured = [measure_layer(name, arguments, read) for name in arguments.layers]
+    rows = [row for of_layer, _ in measured for row in of_layer]
     print(table(rows))
+    if arguments.humming is not None:
+        add_humming(rows, [inputs for _, inputs in measured], arguments.repeats)
+        print(f"\n{table(rows)}")
     worst = max(used for row in rows for used in row["used"].values())
+    for name, note in dict.fromkeys((n, e.note) for row in rows for n, e in row.get("humming", {}).items() if e.note):
+        print(f"HUMMING {name}: {note}")
     print(f"at most {worst:.3f} of a bound; {torch.cuda.get_device_name()}")
     if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1))
+        arguments.json.write_text(json.dumps(rows, indent=1, default=dataclasses.asdict))
     return 0 if worst <= 1 else 1
 
 

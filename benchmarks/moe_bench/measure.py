@@ -42,7 +42,7 @@ class Plan:
     device: str = "cuda"
 
 
-def find_peers(wanted: str, marlin: Path | None, triton_kernels: Path | None) -> list[Peer]:
+def find_peers(wanted: str, marlin: Path | None, triton_kernels: Path | None, humming: Path | None) -> list[Peer]:
     """The peers among ``wanted`` that are there; says of each where it was found or why it was not.
 
     Raises
@@ -54,6 +54,7 @@ def find_peers(wanted: str, marlin: Path | None, triton_kernels: Path | None) ->
     for name, find, given in (
         ("marlin", peer_module.marlin, marlin),
         ("triton_kernels", peer_module.triton_kernels, triton_kernels),
+        ("humming", lambda folder: peer_module.humming(folder, marlin), humming),
     ):
         if name not in wanted.split(","):
             continue

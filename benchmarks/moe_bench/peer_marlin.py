@@ -71,6 +71,18 @@ def _grown(tensor: torch.Tensor, *sizes: int) -> torch.Tensor:
     return grown
 
 
+def routing_buffers(
+    rows: int, experts: int, block: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What vLLM's ``moe_align_block_size`` fills, int32: rows by expert, owners of blocks, number of rows with padding."""
+    padded = rows + experts * (block - 1)
+    if rows < experts:
+        padded = min(rows * block, padded)
+    sizes = padded, -(-padded // block), 1
+    order, owners, used = (torch.empty(size, dtype=torch.int32, device=device) for size in sizes)
+    return order, owners, used
+
+
 def _two_halves(tensor: torch.Tensor, inter: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tensor[:, :inter], tensor[:, inter : 2 * inter]
 
@@ -159,17 +171,12 @@ class _Layer:
         tokens, top_k = inputs.token_selected_experts.shape
         rows, device = tokens * top_k, inputs.input.device
         block = next((b for b in TOKEN_BLOCKS if rows / self.experts / b < FILL), TOKEN_BLOCKS[-1])
-        padded = rows + self.experts * (block - 1)
-        if rows < self.experts:
-            padded = min(rows * block, padded)
+        order, owners, used = routing_buffers(rows, self.experts, block, device)
         x = _grown(inputs.input, self.hidden)
 
-        def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype, device=device)
+        def empty(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=torch.bfloat16, device=device)
 
-        order = empty(padded, dtype=torch.int32)
-        owners = empty(-(-padded // block), dtype=torch.int32)
-        used = empty(1, dtype=torch.int32)
         hidden, activated = empty(rows, 2 * self.inter), empty(rows, self.inter)
         parts, output = empty(rows, self.hidden), empty(tokens, self.hidden)
         ids, final_scales = inputs.token_selected_experts, inputs.token_final_scales

@@ -91,6 +91,38 @@ def triton_kernels(given: Path | None) -> tuple[Peer | None, str]:
         return None, _reason(error)
 
 
+def find_humming(given: Path | None) -> str | None:
+    """Import HUMMING, from the folder given or where it is installed; or why not."""
+    if given is not None:
+        if given.name != "humming" or not (given / "forward.py").is_file():
+            return f"--humming: {given} is no folder of the package humming"
+        sys.path.insert(0, str(given.resolve().parent))
+    elif importlib.util.find_spec("humming") is None:
+        return "not installed (humming-kernels); --humming names the package's folder"
+    if not torch.cuda.is_available():
+        return "needs a GPU"
+    try:
+        importlib.import_module(".peer_humming", __package__)
+    except Exception as error:  # no triton, another version: whatever it is, the others go on
+        return _reason(error)
+    return None
+
+
+def humming(given: Path | None, library: Path | None) -> tuple[Peer | None, str]:
+    """HUMMING with the operator of vLLM's library that groups rows by expert; or why not."""
+    if (why := find_humming(given)) is not None:
+        return None, why
+    library = library or find_vllm("_moe_C_stable_libtorch*.so", "_moe_C*.so")
+    if library is None:
+        return None, "vLLM, whose moe_align_block_size it needs, is not installed; --marlin names its library"
+    try:
+        from .peer_humming import Humming
+
+        return Humming(library), str(Path(str(importlib.import_module("humming").__file__)).parent)
+    except Exception as error:
+        return None, _reason(error)
+
+
 def _reason(error: Exception) -> str:
     cause: Any = error.__cause__ or error
     return f"{type(cause).__name__}: {str(cause).splitlines()[0] if str(cause) else ''}"

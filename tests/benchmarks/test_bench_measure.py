@@ -190,11 +190,11 @@ def test_peers_that_are_not_there_are_named(
 ) -> None:
     for look in ("marlin", "triton_kernels"):
         monkeypatch.setattr(measure.peer_module, look, lambda given: (None, "not installed"))
-    assert measure.find_peers("marlin,triton_kernels", None, None) == []
+    assert measure.find_peers("marlin,triton_kernels", None, None, None) == []
     printed = capsys.readouterr().out
     assert "marlin: not measured: not installed" in printed
     assert "triton_kernels: not measured: not installed" in printed
-    assert measure.find_peers("", tmp_path, tmp_path) == []
+    assert measure.find_peers("", tmp_path, tmp_path, tmp_path) == []
     assert capsys.readouterr().out == ""
 
 
@@ -207,7 +207,7 @@ def test_peers_that_were_named_must_be_usable(tmp_path: Path) -> None:
         ("triton_kernels", None, tmp_path, f"--triton-kernels: {tmp_path} is no folder of the package"),
     ):
         with pytest.raises(SystemExit, match=re.escape(told)):
-            measure.find_peers(wanted, marlin, triton_kernels)
+            measure.find_peers(wanted, marlin, triton_kernels, None)
 
 
 def test_host_cost_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
