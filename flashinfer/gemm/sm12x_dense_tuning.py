@@ -105,7 +105,8 @@ class SM12xDenseRunner(TunableRunner):
                 size = tokens * blocks if linear else mx_cpu.swizzled_size(tokens, blocks)
                 scale = torch.full((size,), 0x7F, dtype=torch.uint8, device=x.device).view(scale.dtype)
             residual = None if given.residual is None else torch.zeros_like(out)
-            held = self._profile_cache[tokens] = given._replace(out=out, x_scale=scale, residual=residual)
+            held = given._replace(out=out, x_scale=scale, residual=residual)
+            self._profile_cache = {tokens: held}  # one at a time: an LM head's outputs are large
         return held._replace(x=x)
 
     def forward(
