@@ -20,7 +20,7 @@ from flashinfer._layer import extend
 
 _upstream = extend(globals())
 
-from .sm12x_decode import Operands, split_cache, validate
+from .sm12x_decode import Operands, lacks_workspace, split_cache, validate
 from .sm12x_decode import decode_attention as decode_attention
 from .sm12x_decode import decode_workspace_size as decode_workspace_size
 from .sm12x_decode import prepare_decode_attention as prepare_decode_attention
@@ -76,6 +76,10 @@ def _refusal(call: Mapping[str, Any]) -> str | None:
         return f"q_len_per_req is {call['q_len_per_req']}"  # what a draft sees, XQA is told by its mask
     if call["o_scale"] not in (None, 1.0):
         return f"o_scale is {call['o_scale']}"
+    if lacks_workspace(call["query"].device):
+        return (
+            "it is captured before decode_attention was ever called; prepare_decode_attention() before that lets it go"
+        )
     tables, lengths = _as_int32(call["block_tables"]), _as_int32(call["seq_lens"])
     scales = {"bmm1_scale": call["bmm1_scale"], "bmm2_scale": call["bmm2_scale"]}
     try:

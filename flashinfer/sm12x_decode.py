@@ -339,6 +339,12 @@ def check_values(num_pages: int, page_size: int, operands: Operands, q_len: int,
                 )
 
 
+def lacks_workspace(device: torch.device) -> bool:
+    """Whether a call now would be captured without a default workspace, which is an error."""
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return capturing and (device.index, None) not in _workspaces
+
+
 def _workspace(device: torch.device, given: torch.Tensor | None) -> torch.Tensor:
     size = decode_workspace_size(device)
     if given is not None:

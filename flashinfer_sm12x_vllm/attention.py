@@ -38,28 +38,27 @@ def advice() -> str:
 def why(backend: str) -> str:
     """Why vLLM took ``backend``, as far as this module had a say in it."""
     if "FLASHINFER" in backend:
-        decode = "decode_attention" if prepare_decode() else "XQA"
+        from flashinfer.decode import takes_xqas_calls
+
+        decode = "decode_attention" if takes_xqas_calls() else "XQA"
         return f"{decode} decode, FA2 prefill with sinks; compiled here, no cubin needed"
     return "no compiler for XQA" if not can_compile() else "vLLM's choice"
 
 
 @functools.cache
-def prepare_decode() -> bool:
-    """Whether this fork's decode attention is asked for, and is ready: vLLM may capture its first call.
+def prepare_decode() -> None:
+    """Make this fork's decode attention ready where it is asked for: vLLM may capture its first call.
 
     Where it cannot be made ready it is switched off for this process, with one line that says why.
     """
     from flashinfer import decode
 
     try:
-        if not decode.takes_xqas_calls():
-            return False
-        decode.prepare_decode_attention()
+        if decode.takes_xqas_calls():
+            decode.prepare_decode_attention()
     except Exception as error:  # whatever a compiler or a linker can fail with
         logger.warning("flashinfer-sm12x: %s: decode stays XQA's: %s", decode.DECODE_VARIABLE, error)
         os.environ[decode.DECODE_VARIABLE] = "0"
-        return False
-    return True
 
 
 def install() -> None:

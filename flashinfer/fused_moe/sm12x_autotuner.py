@@ -227,7 +227,10 @@ class SM12xStageRunner(TunableRunner):
         return [number(name) for name in self._runner(inputs).get_valid_tactics(inputs, profile)]
 
     def validate_tactic(self, inputs: list[torch.Tensor], tactic: Any) -> bool:
-        """Whether a tactic from a cache file is the number of a row that fits."""
+        """Whether a tactic from a cache file is the number of a row that fits.
+
+        The call's tokens too: the layer passes it on as ``profile_ids``, where nothing takes its place.
+        """
         return tactic == -1 or tactic in self.get_valid_tactics(inputs, None)
 
     def forward(

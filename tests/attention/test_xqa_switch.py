@@ -50,6 +50,18 @@ def test_a_call_of_gpt_oss(
     assert upstreams == []
 
 
+def test_a_captured_first_call_stays_upstreams(
+    monkeypatch: pytest.MonkeyPatch, upstreams: list[dict[str, Any]], device: torch.device
+) -> None:
+    """Zeros for its workspace would be the graph's; an error would end a server that captures before it decodes."""
+    monkeypatch.setenv(decode.DECODE_VARIABLE, "1")
+    monkeypatch.setattr(decode, "lacks_workspace", lambda asked: asked == device)
+    case = make_decode_case([20], 2, 1, appends=False, rope=None, device=device)
+    with pytest.warns(UserWarning, match=r"captured before decode_attention was ever called; prepare_decode_att"):
+        decode.xqa_batch_decode_with_kv_cache(**xqa_arguments(case.arguments))
+    assert len(upstreams) == 1
+
+
 def test_a_cache_as_vllm_has_it(
     monkeypatch: pytest.MonkeyPatch, upstreams: list[dict[str, Any]], device: torch.device
 ) -> None:

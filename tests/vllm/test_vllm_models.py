@@ -352,6 +352,7 @@ def test_decode_attention_is_ready_before_vllm_captures_it(monkeypatch, value, f
     monkeypatch.setattr(attention.logger, "warning", lambda text, *parts: told.append(text % parts))
     monkeypatch.setenv(decode.DECODE_VARIABLE, value or "")
     attention.prepare_decode.cache_clear()
+    attention.prepare_decode()
     assert attention.why("FLASHINFER").startswith(f"{by} decode, FA2 prefill")
     assert attention.why("TRITON_ATTN").startswith(("no compiler", "vLLM's choice"))
     attention.prepare_decode.cache_clear()
