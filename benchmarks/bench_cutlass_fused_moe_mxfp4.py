@@ -11,7 +11,8 @@
 The floor is a plain streaming read of the weights and scales that a batch touches.  Peers are measured where they are
 found: Marlin in an installed vLLM or in the library that --marlin names, triton_kernels where it is installed, in vLLM,
 or in the folder that --triton-kernels names, HUMMING where it is installed or in the folder that --humming names (it
-groups rows by Marlin's library).  All run in this process, on the same routing.
+groups rows by Marlin's library), llama.cpp in the folder that --llama-cpp names.  All run in this process, on the same
+routing.
 
 Every number is the median of replays of a CUDA graph, each after a write of 256 MB so that L2 holds nothing of the
 layer.  ``FLASHINFER_SM12X_MOE=1`` is set for this process, so that a Hopper runs this family too.  Results are compared
@@ -37,7 +38,7 @@ from flashinfer.testing.moe_layers import MODE_NAMES, MODELS
 from flashinfer.testing.virtual_device import in_own_process
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-PEERS = ("marlin", "triton_kernels", "humming")
+PEERS = ("marlin", "triton_kernels", "humming", "llama_cpp")
 DEFAULT_MODELS = ("gpt-oss-120b", "gpt-oss-20b")
 
 
@@ -75,6 +76,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--marlin", type=Path, help="vLLM's _moe_C_stable_libtorch.abi3.so")
     parser.add_argument("--triton-kernels", type=Path, help="folder of the package triton_kernels")
     parser.add_argument("--humming", type=Path, help="folder of the package humming (humming-kernels)")
+    parser.add_argument("--llama-cpp", type=Path, help="folder of ggml's libraries (scripts/build_llama_cpp.py)")
     parser.add_argument("--upstream", action="store_true", help="upstream's module too (SM12x; 40 minutes to build)")
     parser.add_argument("--host", action="store_true", help="only what a call of one token costs the host")
     parser.add_argument("--predict", action="store_true", help="measure nothing: the predicted GB10 table")
@@ -117,7 +119,8 @@ def report_host_cost(arguments: argparse.Namespace) -> int:
 
 
 def run_on_gpu(arguments: argparse.Namespace) -> int:
-    peers = measure.find_peers(arguments.peers, arguments.marlin, arguments.triton_kernels, arguments.humming)
+    given = (arguments.marlin, arguments.triton_kernels, arguments.humming, arguments.llama_cpp)
+    peers = measure.find_peers(arguments.peers, *given)
     plan = measure.Plan(
         arguments.models,
         arguments.tokens,

@@ -6,10 +6,12 @@
 
 The floor is a plain streaming read of the weights and scales. cuBLAS multiplies the same weight in bfloat16; Marlin is
 vLLM's W4A16 kernel, from the library that --marlin names; HUMMING, from the folder that --humming names, takes each
-format of the weight with bf16 tokens and with e4m3 ones (fp8: one scale a token; on SM12x MXFP8). Every number is the
-median of replays of a CUDA graph, each after a write of 256 MB so that L2 holds nothing of the layer. Ours is compared
-with float64 on some rows of the weight before it is timed, and the exit status is 1 where it disagrees; peers with a
-tolerance: one that disagrees or fails is marked.
+format of the weight with bf16 tokens and with e4m3 ones (fp8: one scale a token; on SM12x MXFP8); llama.cpp, from the
+folder that --llama-cpp names, takes float32 tokens, which it rounds to int8, and MXFP4 or Q8_0: int8 with a float16
+scale per 32, another format than MXFP8, of 34 bytes where that has 33. Every number is the median of replays of a CUDA
+graph, each after a write of 256 MB so that L2 holds nothing of the layer. Ours is compared with float64 on some rows of
+the weight before it is timed, and the exit status is 1 where it disagrees; peers with a tolerance: one that disagrees
+or fails is marked.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import functools
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +34,7 @@ from moe_bench.results import Entry
 from flashinfer.gemm.sm12x_dense import dense_mx
 from flashinfer.quantization import mx_cpu
 from flashinfer.sm12x_gpu_probe.timing import StreamingRead, time_graph
-from flashinfer.testing import TENSOR_CORE, BoundViolation, check_within_bound, quantize_mxfp8
+from flashinfer.testing import TENSOR_CORE, BoundViolation, check_within_bound, quantize_mxfp4, quantize_mxfp8
 from flashinfer.testing.error_bounds import affine_error, dot_error, granularity
 from flashinfer.testing.moe_layers import DENSE_LAYERS, DENSE_VARIANTS
 from flashinfer.testing.mxfp_formats import dequantize_mxfp4, dequantize_mxfp8
@@ -64,7 +67,11 @@ def disagreement(
 ) -> float:
     """The share of its bound that an element of the checked rows of the weight uses."""
     rows, w = checked_rows(values, scales)
-    tokens = x.double() if activation == "bf16" else dequantize_mxfp8(*quantize_mxfp8(x.float()))
+    tokens = x.double()
+    if activation == "mxfp8":
+        tokens = dequantize_mxfp8(*quantize_mxfp8(x.float()))
+    elif activation == "mxfp4":
+        tokens = dequantize_mxfp4(*quantize_mxfp4(x.float()))
     product = tokens @ w.T
     result = product + bias[rows].double()
     bound = affine_error(product, dot_error(tokens, w, granularity(w), TENSOR_CORE), 1.0, result)
@@ -106,7 +113,7 @@ class Inputs:
 
 
 def measure_humming(inputs: Inputs, repeats: int) -> list[dict[str, Entry]]:
-    """HUMMING on each batch, by format of the weight and of the tokens: its time, and its error over the tolerance."""
+    """HUMMING on each batch, by format of the weight and of the tokens: its time, and its error over its tolerance."""
     from moe_bench.peer_humming import Gemm
 
     entries: list[dict[str, Entry]] = [{} for _ in inputs.batches]
@@ -117,7 +124,7 @@ def measure_humming(inputs: Inputs, repeats: int) -> list[dict[str, Entry]]:
                 gemm = Gemm(values, scales, inputs.bias, activation, map(len, inputs.batches))
             except Exception as error:  # the others go on; what is printed says why
                 for entry in entries:
-                    entry[f"{format_} {activation}"] = failed(error)
+                    entry[f"HUMMING {format_} {activation}"] = failed(error)
                 continue
             for x, entry in zip(inputs.batches, entries, strict=True):
                 reference = x.double() @ w.T + inputs.bias[rows].double()
@@ -128,19 +135,61 @@ def measure_humming(inputs: Inputs, repeats: int) -> list[dict[str, Entry]]:
                     measured = Entry(time_graph(functools.partial(gemm, x, out), repeats), used)
                 except Exception as error:
                     measured = failed(error)
-                entry[f"{format_} {activation}"] = measured
+                entry[f"HUMMING {format_} {activation}"] = measured
     return entries
 
 
-def add_humming(rows: list[dict[str, Any]], layers: list[Inputs], repeats: int) -> None:
-    """Add HUMMING to the rows, after all of ours: a kernel that breaks the CUDA context ends it for everybody."""
+def measure_llama_cpp(library: Any, inputs: Inputs, repeats: int) -> list[dict[str, Entry]]:
+    """llama.cpp on each batch, by format of the weight: its time, and its error over its tolerance."""
+    from moe_bench.peer_llama_cpp import MXFP4, Q8_0, TOKEN_ERROR, Gemm, mxfp4_blocks, q8_0_blocks, q8_0_values
+
+    entries: list[dict[str, Entry]] = [{} for _ in inputs.batches]
+    for format_, name in (("mxfp4", "MXFP4"), ("mxfp8", "Q8_0")):
+        try:
+            values, scales = inputs.weights[format_]
+            rows, w = checked_rows(values, scales)
+            if name == "MXFP4":
+                gemm = Gemm(library, MXFP4, mxfp4_blocks(values, scales), inputs.bias)
+            else:  # of what MXFP8 holds, by chunks of rows
+                chunks = zip(values.view(torch.uint8).split(16_384), scales.split(16_384), strict=True)
+                wide = (dequantize_mxfp8(raw.view(values.dtype), s) for raw, s in chunks)
+                blocks = torch.cat([q8_0_blocks(each) for each in wide])
+                w = q8_0_values(blocks[rows])
+                gemm = Gemm(library, Q8_0, blocks, inputs.bias)
+        except Exception as error:
+            for entry in entries:
+                entry[f"llama.cpp {name}"] = failed(error)
+            continue
+        for x, entry in zip(inputs.batches, entries, strict=True):
+            reference = x.double() @ w.T + inputs.bias[rows].double()
+            try:
+                call = gemm.bind(x)
+                used = peers.relative_error(call()[:, rows], reference) / TOKEN_ERROR
+                measured = Entry(time_graph(call, repeats), used)
+            except Exception as error:
+                measured = failed(error)
+            entry[f"llama.cpp {name}"] = measured
+    return entries
+
+
+def add_peer(
+    measured: Callable[[Inputs, int], list[dict[str, Entry]]],
+    rows: list[dict[str, Any]],
+    layers: list[Inputs],
+    repeats: int,
+) -> bool:
+    """Add a peer to the rows, after all of ours, and say whether others can follow.
+
+    A kernel that breaks the CUDA context ends it for everybody.
+    """
     remaining = iter(rows)
     for inputs in layers:
-        for entries in measure_humming(inputs, repeats):
-            next(remaining)["humming"] = entries
+        for entries in measured(inputs, repeats):
+            next(remaining).setdefault("peers", {}).update(entries)
         if (broken := context_error()) is not None:
-            print(f"HUMMING is measured no further, the CUDA context is lost: {broken}", file=sys.stderr)
-            return
+            print(f"no peer is measured from here on, the CUDA context is lost: {broken}", file=sys.stderr)
+            return False
+    return True
 
 
 def measure_layer(name: str, arguments: argparse.Namespace, read: StreamingRead) -> tuple[list[dict[str, Any]], Inputs]:
@@ -184,7 +233,7 @@ def measure_layer(name: str, arguments: argparse.Namespace, read: StreamingRead)
     return rows, Inputs({name: given[:2] for name, given in weights.items()}, bias, batches)
 
 
-def humming_cell(entry: Entry | None) -> str:
+def peer_cell(entry: Entry | None) -> str:
     """Microseconds, or that there are none."""
     if entry is None or entry.sample is None:
         return "-" if entry is None else "failed"
@@ -194,9 +243,8 @@ def humming_cell(entry: Entry | None) -> str:
 def table(rows: list[dict[str, Any]]) -> str:
     """Microseconds, as a Markdown table."""
     names = [f"{weights} {activation}" for weights, activation in DENSE_VARIANTS]
-    humming = list(dict.fromkeys(name for row in rows for name in row.get("humming", {})))
-    head = ["layer", "tokens", "read 4", "read 8", *names, "cuBLAS bf16", "Marlin W4A16"]
-    head += [f"HUMMING {name}" for name in humming]
+    others = list(dict.fromkeys(name for row in rows for name in row.get("peers", {})))
+    head = ["layer", "tokens", "read 4", "read 8", *names, "cuBLAS bf16", "Marlin W4A16", *others]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for row in rows:
         cells = [row["layer"], str(row["tokens"]), f"{row['read']['mxfp4']:.1f}", f"{row['read']['mxfp8']:.1f}"]
@@ -206,7 +254,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         cells.append(
             f"{row['marlin']:.1f}" if good else "-" if "marlin" not in row else f"wrong ({row['marlin_error']:.2g})"
         )
-        cells += [humming_cell(row.get("humming", {}).get(name)) for name in humming]
+        cells += [peer_cell(row.get("peers", {}).get(name)) for name in others]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -222,6 +270,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out", help="folder of a prediction's JSON")
     parser.add_argument("--marlin", type=Path, help="vLLM's _C_stable_libtorch.abi3.so")
     parser.add_argument("--humming", type=Path, help="folder of the package humming (humming-kernels)")
+    parser.add_argument("--llama-cpp", type=Path, help="folder of ggml's libraries (scripts/build_llama_cpp.py)")
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write all figures there too")
@@ -235,16 +284,28 @@ def main(argv: list[str] | None = None) -> int:
     os.environ["FLASHINFER_SM12X_MOE"] = "1"  # a Hopper runs this family too
     if arguments.humming is not None and (why := peers.find_humming(arguments.humming)) is not None:
         raise SystemExit(f"humming cannot be measured: {why}")
+    library = None
+    if arguments.llama_cpp is not None:
+        library, why = peers.load_llama_cpp(arguments.llama_cpp)
+        if library is None:
+            raise SystemExit(f"llama_cpp cannot be measured: {why}")
     read = StreamingRead()
     measured = [measure_layer(name, arguments, read) for name in arguments.layers]
     rows = [row for of_layer, _ in measured for row in of_layer]
     print(table(rows))
+    wanted: list[Callable[[Inputs, int], list[dict[str, Entry]]]] = []
     if arguments.humming is not None:
-        add_humming(rows, [inputs for _, inputs in measured], arguments.repeats)
+        wanted.append(measure_humming)
+    if library is not None:
+        wanted.append(functools.partial(measure_llama_cpp, library))
+    for one in wanted:
+        goes_on = add_peer(one, rows, [inputs for _, inputs in measured], arguments.repeats)
         print(f"\n{table(rows)}")
+        if not goes_on:
+            break
     worst = max(used for row in rows for used in row["used"].values())
-    for name, note in dict.fromkeys((n, e.note) for row in rows for n, e in row.get("humming", {}).items() if e.note):
-        print(f"HUMMING {name}: {note}")
+    for name, note in dict.fromkeys((n, e.note) for row in rows for n, e in row.get("peers", {}).items() if e.note):
+        print(f"{name}: {note}")
     print(f"at most {worst:.3f} of a bound; {torch.cuda.get_device_name()}")
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1, default=dataclasses.asdict))

@@ -29,18 +29,18 @@ using tvm::ffi::Optional;
 using tvm::ffi::TensorView;
 
 // Rows as the kernels read them; `k` elements each.
-DenseRows dense_rows(const TensorView& data, const Optional<TensorView>& scales, int64_t format, int k) {
-  TVM_FFI_CHECK(format >= 0 && format <= static_cast<int>(DenseTokens::kMxfp4Swizzled), ValueError)
-      << "the format is " << format << "; it may be 0 to 5";
-  DenseRows rows = {data.data_ptr(), nullptr, static_cast<DenseTokens>(format), k};
-  const int packed = rows.format == DenseTokens::kMxfp4Swizzled ? 2 : 1;
+TokenRows dense_rows(const TensorView& data, const Optional<TensorView>& scales, int64_t format, int k) {
+  TVM_FFI_CHECK(format >= 0 && format <= static_cast<int>(TokenFormat::kQuantizeF16ToMxfp4), ValueError)
+      << "the format is " << format << "; it may be 0 to 7";
+  TokenRows rows = {data.data_ptr(), nullptr, static_cast<TokenFormat>(format), k};
+  const int packed = rows.format == TokenFormat::kMxfp4Swizzled ? 2 : 1;
   TVM_FFI_CHECK(k > 0 && k % kScaleBlock == 0, ValueError) << "k is " << k << "; it must be a multiple of 32";
   TVM_FFI_CHECK(packed * data.size(1) == k, ValueError)
       << "a row holds " << packed * data.size(1) << " elements, not " << k;
-  if (rows.format < DenseTokens::kMxfp8Swizzled) return rows;
+  if (!have_scales(rows.format)) return rows;
   TVM_FFI_CHECK(scales.has_value(), ValueError) << "quantized rows need their scales";
   const int count = checked_int(data.size(0), "the number of rows");
-  const int64_t needed = rows.format == DenseTokens::kMxfp8Linear ? static_cast<int64_t>(count) * (k / kScaleBlock)
+  const int64_t needed = rows.format == TokenFormat::kMxfp8Linear ? static_cast<int64_t>(count) * (k / kScaleBlock)
                                                                   : swizzled_scale_bytes(count, k);
   TVM_FFI_CHECK(scales.value().numel() >= needed, ValueError)
       << "there are " << scales.value().numel() << " scales; " << needed << " are needed";
@@ -62,7 +62,7 @@ void run_dense(TensorView out, TensorView tokens, Optional<TensorView> token_sca
   const WeightFormat format = stream != nullptr ? stream->weights : gemm->weights;
   const int m = checked_int(tokens.size(0), "the number of tokens"), n = checked_int(weights.size(0), "n");
   const int k = checked_int((format == WeightFormat::kMxfp4 ? 2 : 1) * weights.size(1), "k");
-  const DenseRows rows = dense_rows(tokens, token_scales, token_format, k);
+  const TokenRows rows = dense_rows(tokens, token_scales, token_format, k);
   const bool stores = ranks == nullptr || out.size(0) != 0;
   TVM_FFI_CHECK((out.size(0) == m || !stores) && out.size(1) == n, ValueError)
       << "out must be [" << m << ", " << n << "]";
@@ -113,7 +113,7 @@ int64_t dense_gemm_workspace_size(int64_t num_tokens, int64_t k, int64_t tactic,
   const GemmInstance* gemm = find_instance(checked_int(tactic, "tactic"));
   TVM_FFI_CHECK(gemm != nullptr, ValueError) << "tactic " << tactic << " of the dense layer is no GEMM";
   return static_cast<int64_t>(dense_gemm_workspace_bytes(*gemm, checked_int(num_tokens, "the number of tokens"),
-                                                         checked_int(k, "k"), static_cast<DenseTokens>(token_format),
+                                                         checked_int(k, "k"), static_cast<TokenFormat>(token_format),
                                                          multiprocessors(current_device())));
 }
 

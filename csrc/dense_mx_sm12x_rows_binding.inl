@@ -63,7 +63,7 @@ void widen_rows(TensorView out, TensorView rows, Optional<TensorView> scales, in
   const DLDataType type = out.dtype();
   TVM_FFI_CHECK(type.code == kDLBfloat && type.bits == 16 && out.size(0) == rows.size(0), ValueError)
       << "out must be bfloat16, with as many rows";
-  const DenseRows view = dense_rows(rows, scales, format, checked_int(out.size(1), "k"));
+  const TokenRows view = dense_rows(rows, scales, format, checked_int(out.size(1), "k"));
   check_status(run_widen_rows(view, rows.size(0), out.data_ptr(),
                               launch_options(stream_of(rows), false, rows.device().device_id)));
 }

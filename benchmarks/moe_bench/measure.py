@@ -42,7 +42,13 @@ class Plan:
     device: str = "cuda"
 
 
-def find_peers(wanted: str, marlin: Path | None, triton_kernels: Path | None, humming: Path | None) -> list[Peer]:
+def find_peers(
+    wanted: str,
+    marlin: Path | None,
+    triton_kernels: Path | None,
+    humming: Path | None,
+    llama_cpp: Path | None = None,
+) -> list[Peer]:
     """The peers among ``wanted`` that are there; says of each where it was found or why it was not.
 
     Raises
@@ -55,6 +61,7 @@ def find_peers(wanted: str, marlin: Path | None, triton_kernels: Path | None, hu
         ("marlin", peer_module.marlin, marlin),
         ("triton_kernels", peer_module.triton_kernels, triton_kernels),
         ("humming", lambda folder: peer_module.humming(folder, marlin), humming),
+        ("llama_cpp", peer_module.llama_cpp, llama_cpp),
     ):
         if name not in wanted.split(","):
             continue
@@ -163,11 +170,13 @@ def measure_ours(plan: Plan, inputs: MoEInputs, mode: int) -> Entry:
     return entry
 
 
-def checked_peer(plan: Plan, call: Callable[[], torch.Tensor], inputs: MoEInputs) -> Entry:
+def checked_peer(
+    plan: Plan, call: Callable[[], torch.Tensor], inputs: MoEInputs, tolerance: float = TOLERANCE
+) -> Entry:
     """The time of ``call`` and how far its result is from the reference of ``inputs``."""
     rows = checked_rows(inputs)
     reference, _ = moe_reference(rows_of(inputs, rows))
-    used = relative_error(call()[rows], reference) / TOLERANCE
+    used = relative_error(call()[rows], reference) / tolerance
     return Entry(time_graph(call, plan.repeats), used)
 
 
@@ -186,7 +195,7 @@ def measure_upstream(plan: Plan, inputs: MoEInputs) -> Entry:
 def measure_peer(plan: Plan, layer: Layer, batch: Batch) -> Entry:
     """A peer on the W4A16 layer, or why it failed."""
     try:
-        return checked_peer(plan, layer.bind(batch), batch.inputs)
+        return checked_peer(plan, layer.bind(batch), batch.inputs, getattr(layer, "tolerance", TOLERANCE))
     except Exception as error:
         return failed(error)
 

@@ -25,7 +25,10 @@ TOLERANCE = 6 * 2.0**-9
 
 
 class Layer(Protocol):
-    """A peer with the weights of one layer."""
+    """A peer with the weights of one layer.
+
+    One that rounds more than ``TOLERANCE`` allows says its own ``tolerance``.
+    """
 
     def bind(self, batch: Batch) -> Callable[[], torch.Tensor]:
         """A call on ``batch`` that returns the layer's output, ``[M, H]``."""
@@ -121,6 +124,32 @@ def humming(given: Path | None, library: Path | None) -> tuple[Peer | None, str]
         return Humming(library), str(Path(str(importlib.import_module("humming").__file__)).parent)
     except Exception as error:
         return None, _reason(error)
+
+
+def load_llama_cpp(given: Path | None) -> tuple[Any, str]:
+    """llama.cpp's library from the folder given, on this machine's GPU; or why not."""
+    if given is None:
+        return None, "--llama-cpp names the folder of its libraries, which scripts/build_llama_cpp.py builds"
+    if not list(given.glob("libggml-base.so*")):
+        return None, f"--llama-cpp: {given} is no folder with libggml-base.so, libggml-cpu.so and libggml-cuda.so"
+    if not torch.cuda.is_available():
+        return None, "needs a GPU"
+    try:
+        from .peer_llama_cpp import Library
+
+        return Library(given), str(given)
+    except Exception as error:  # for another CUDA or another C library: whatever it is, the others go on
+        return None, _reason(error)
+
+
+def llama_cpp(given: Path | None) -> tuple[Peer | None, str]:
+    """llama.cpp's kernels, on the graph that it makes of the layer; or why not."""
+    library, told = load_llama_cpp(given)
+    if library is None:
+        return None, told
+    from .peer_llama_cpp import LlamaCpp
+
+    return LlamaCpp(library), told
 
 
 def _reason(error: Exception) -> str:

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
-from flashinfer.gemm.sm12x_dense import BF16, QUANTIZE_BF16, choose, dense_mx, gemm_operand
+from flashinfer.gemm.sm12x_dense import choose, dense_mx, gemm_operand
 from flashinfer.jit.sm12x.instances import DenseInstance
 from flashinfer.jit.sm12x.modules import gen_dense_module
 from flashinfer.sm12x_gpu_probe import prediction
@@ -46,6 +46,7 @@ from flashinfer.sm12x_gpu_probe.prediction import (
     summed,
 )
 from flashinfer.testing import DenseCase, make_dense_inputs
+from flashinfer.testing.dense_reference import TOKENS as TOKEN_FORMATS
 from flashinfer.testing.moe_layers import DENSE_LAYERS, DENSE_VARIANTS, MODELS
 from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
 
@@ -53,6 +54,8 @@ from . import predict
 from .predict import counts_of
 
 TOKENS = (1, 8, 16, 64, 512, 2048, 8192)
+FORMATS = {"bf16": "bf16", "mxfp8": "quantize_bf16", "mxfp4": "bf16_to_mxfp4"}
+"""Of tokens, by what they are multiplied as: they come in bf16."""
 FEW_TOKENS = 64
 FIXED_US = {"fast": 5.0, "slow": 12.0}
 """Of a layer in one launch: an H200 takes 10 beyond its bytes at one token, its launch included, with nothing in front of it
@@ -86,9 +89,7 @@ def emulate(
 ) -> tuple[list[Any], list[Counts]]:
     """One layer ``(tokens, n, k)``: its launches and their counts."""
     tokens, n, k = case
-    inputs = make_dense_inputs(
-        DenseCase(tokens, n, k, row.weights, "bf16" if activation == "bf16" else "quantize_bf16"), 0
-    )
+    inputs = make_dense_inputs(DenseCase(tokens, n, k, row.weights, FORMATS[activation]), 0)
     before = len(device.launches)
     dense_mx(*inputs.arguments, **inputs.named, constant_weights=True, tactic=row.name)
     launches = device.launches[before:]
@@ -151,7 +152,7 @@ def reread_bytes(row: DenseInstance, layer: tuple[int, int], tokens: int, blocks
     n, k = layer
     scales = 128 / SCALE_BLOCK
     weights = ROW_TILE * ((64 if row.weights == "mxfp4" else 128) + scales)
-    row_bytes = 128 + scales if row.operand == "mxfp8" else 256
+    row_bytes = {"bf16": 256, "mxfp8": 128 + scales, "mxfp4": 64 + scales}[row.operand]
     gemm = Gemm([tokens], -(-n // ROW_TILE), -(-k // 128), row.token_tile, weights, row_bytes)
     return dram_bytes(gemm, blocks, 1e6 * given.l2_megabytes * given.l2_usable) - gemm.once()
 
@@ -159,7 +160,7 @@ def reread_bytes(row: DenseInstance, layer: tuple[int, int], tokens: int, blocks
 def busy(fit: Fit, counts: Counts, row: DenseInstance, by: Assumptions) -> dict[str, float]:
     """Microseconds of each resource; those of an SM are as many as there are blocks for."""
     share = min(fit.blocks / by.multiprocessors, 1.0)
-    used = resources(fit, counts, row.operand == "mxfp8", by)
+    used = resources(fit, counts, row.operand, by)
     return {name: value / (1.0 if name == "dram" else share) for name, value in used.items()}
 
 
@@ -171,7 +172,7 @@ def predict_layer(
     ``shape``: rows and K, where they are not those of :data:`DENSE_LAYERS`.
     """
     n, k = shape or DENSE_LAYERS[name]
-    operand = gemm_operand(BF16 if activation == "bf16" else QUANTIZE_BF16, True)
+    operand = gemm_operand(weights, TOKEN_FORMATS.index(FORMATS[activation]), True)
     row = choose(weights, tokens, n, k, True, operand)
     if row is None:
         return None

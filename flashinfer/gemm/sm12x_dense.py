@@ -2,7 +2,7 @@
 """Dense layers with weights in MXFP4 or MXFP8 on SM12x's own kernels and on the CPU: choice of kernel, launch.
 
 Few tokens are one stream of weights (``include/flashinfer/sm12x/impls/dense_layer.cuh``), more are a GEMM
-(``grouped_gemm.cuh``): of MXFP8 tokens by SM12x's block-scaled MMA, else of bfloat16, which holds every value of these
+(``grouped_gemm.cuh``): of quantized tokens by SM12x's block-scaled MMA, else of bfloat16, which holds every value of these
 formats exactly. For very many, there, weights are widened to bfloat16 some rows at a time, and cuBLAS multiplies them.
 """
 
@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from .. import sm12x_probes
-from ..jit.sm12x.instances import DENSE_INSTANCES, DenseInstance
+from ..jit.sm12x.instances import DENSE_INSTANCES, DenseInstance, Operand
 from ..quantization import mx_cpu
 from ..quantization.mx_cpu import BLOCK_SIZE
 from ..sm12x_arguments import describe, require_alignment
@@ -26,7 +26,9 @@ from .sm12x_dense_validation import (
     MXFP8_LINEAR,
     MXFP8_SWIZZLED,
     QUANTIZE_BF16,
+    QUANTIZE_BF16_TO_MXFP4,
     QUANTIZE_F16,
+    QUANTIZE_F16_TO_MXFP4,
     Activation,
     validate,
 )
@@ -92,24 +94,29 @@ def weights_of(weight: torch.Tensor) -> Literal["mxfp4", "mxfp8"]:
 # Where one way overtakes another: measured on an H200 for gpt-oss's layers (docs/dense.md), a prediction on SM12x.
 SECOND_PASS_BYTES = 12 << 20
 """Weights that are streamed twice, for two tiles of tokens, rather than multiplied by a GEMM: L2 still has them."""
-FEW_TILES = {"bf16": 264, "mxfp8": 48}
+FEW_TILES = {"bf16": 264, "mxfp8": 48, "mxfp4": 48}
 """Tiles of the output, of 128 rows and the fewest tokens, up to which small tiles are faster: measured on an H200, with two
 for each SM; one for each SM of a GB10, none of which is cut then (a prediction)."""
-GEMM_TILE_COST = {"bf16": {32: 1.0, 48: 1.2, 64: 1.45}, "mxfp8": {64: 1.0, 128: 1.8}}
-"""Time of a tile of so many tokens, where there are many, by what it multiplies; MXFP8's is a prediction."""
+GEMM_TILE_COST = {"bf16": {32: 1.0, 48: 1.2, 64: 1.45}, "mxfp8": {64: 1.0, 128: 1.8}, "mxfp4": {64: 1.0, 128: 1.8}}
+"""Time of a tile of so many tokens, where there are many, by what it multiplies: measured for bf16, predicted for the others."""
 WIDENED_TOKENS = {False: 256, True: 4096}
-"""From so many tokens on cuBLAS multiplies widened weights: on Hopper, whose cuBLAS has wgmma, and on SM12x. MXFP8 tokens
-stay with SM12x's block-scaled MMA, whose rate is twice or four times that of bfloat16."""
+"""From so many tokens on cuBLAS multiplies widened weights: on Hopper, whose cuBLAS has wgmma, and on SM12x. Quantized tokens
+stay with SM12x's block-scaled MMA, whose rate is two to eight times that of bfloat16."""
+WIDENED_IN_PIECES_TOKENS = {"mxfp4": 1024, "mxfp8": 512}
+"""The same on Hopper where the weight is widened in pieces (``WIDENED_BYTES``), as an LM head is: measured."""
 
 
 def choose(
-    weights: str, num_tokens: int, n: int, k: int, on_sm12x: bool = True, operand: Activation = "bf16"
+    weights: str, num_tokens: int, n: int, k: int, on_sm12x: bool = True, operand: Operand = "bf16"
 ) -> DenseInstance | None:
     """The instance for ``num_tokens`` rows and a weight ``[n, k]``; None: cuBLAS is to multiply widened weights.
 
     ``operand`` is as what a GEMM multiplies the tokens.
     """
-    if operand == "bf16" and num_tokens >= WIDENED_TOKENS[on_sm12x]:
+    in_pieces = not on_sm12x and 2 * n * k > WIDENED_BYTES
+    if operand == "bf16" and num_tokens >= (
+        WIDENED_IN_PIECES_TOKENS[weights] if in_pieces else WIDENED_TOKENS[on_sm12x]
+    ):
         return None
     rows = [row for row in DENSE_INSTANCES if row.weights == weights and row.longest_k >= k]
     passes = 2 if n * k // (2 if weights == "mxfp4" else 1) <= SECOND_PASS_BYTES else 1
@@ -124,16 +131,29 @@ def choose(
 
 
 @functools.cache
-def _sums_in_float32() -> bool:
-    """Whether this machine's block-scaled MMAs are taken to add up as float32 does; read once, as modules are built once."""
+def _sums_in_float32(operand: Operand) -> bool:
+    """Whether this machine's MMA of ``operand`` is taken to add up as float32 does; read once, as modules are built once."""
     from ..jit.sm12x.modules import multiplies_in_half
 
-    return not multiplies_in_half()
+    return operand == "bf16" or not multiplies_in_half({"mxfp8": "mxf8f6f4", "mxfp4": "mxf4"}[operand])
 
 
-def gemm_operand(token_format: int, on_sm12x: bool) -> Activation:
-    """As what a GEMM multiplies tokens of this format: MXFP8 where the device's MMA takes block scales and sums in float32."""
-    return "mxfp8" if token_format != BF16 and on_sm12x and _sums_in_float32() else "bf16"
+def gemm_operand(weights: str, token_format: int, on_sm12x: bool) -> Operand:
+    """As what a GEMM multiplies tokens of this format: bf16 unless the device's MMA takes block scales and sums in float32."""
+    if not on_sm12x:
+        return "bf16"
+    return [operand for operand in gemm_operands(weights, token_format) if _sums_in_float32(operand)][-1]
+
+
+def gemm_operands(weights: str, token_format: int) -> tuple[Operand, ...]:
+    """As what GEMMs can multiply tokens of this format, exactly; what is chosen on SM12x last."""
+    if token_format == BF16:
+        return ("bf16",)
+    if token_format in (QUANTIZE_BF16_TO_MXFP4, QUANTIZE_F16_TO_MXFP4):
+        return ("bf16", "mxfp4")
+    if token_format == MXFP4_SWIZZLED and weights == "mxfp4":
+        return ("bf16", "mxfp8", "mxfp4")
+    return ("bf16", "mxfp8")
 
 
 def instance(tactic: int | str | None, weights: str, k: int, token_format: int = QUANTIZE_BF16) -> DenseInstance:
@@ -147,13 +167,13 @@ def instance(tactic: int | str | None, weights: str, k: int, token_format: int =
     allowed = [
         row
         for row in DENSE_INSTANCES
-        if row.weights == weights and row.longest_k >= k and (row.operand == "bf16" or token_format != BF16)
+        if row.weights == weights and row.longest_k >= k and row.operand in gemm_operands(weights, token_format)
     ]
     for row in allowed:
         if str(tactic) in (str(row.index), row.name):
             return row
     names = ", ".join(f"{row.index} ({row.name})" for row in allowed) or "none, since K is too long"
-    tokens = "bfloat16" if token_format == BF16 else "quantized"
+    tokens = "bfloat16" if token_format == BF16 else "MXFP4" if token_format >= MXFP4_SWIZZLED else "MXFP8"
     raise ValueError(f"tactic is {tactic!r}; for {weights} weights with k = {k} and {tokens} tokens it may be {names}")
 
 
@@ -182,7 +202,7 @@ def dense_mx(
     Parameters
     ----------
     x : torch.Tensor
-        ``[m, k]``: bfloat16 (or float16 with ``activation="mxfp8"``); float8_e4m3fn with ``x_scale`` (MXFP8); uint8
+        ``[m, k]``: bfloat16 (or float16 where it is rounded inside); float8_e4m3fn with ``x_scale`` (MXFP8); uint8
         ``[m, k / 2]``, two e2m1 a byte, with ``x_scale`` (MXFP4).
     weight : torch.Tensor
         ``[n, k]`` float8_e4m3fn (MXFP8), or ``[n, k / 2]`` uint8, two e2m1 a byte, the even element in the low nibble
@@ -193,7 +213,8 @@ def dense_mx(
         ``[n]`` bfloat16, float16 or float32.
     activation : str
         ``"bf16"``: x is multiplied as it is (W4A16, W8A16). ``"mxfp8"``: it is rounded to MXFP8 first, inside (W4A8,
-        W8A8). Without meaning with ``x_scale``.
+        W8A8). ``"mxfp4"``, of MXFP4 weights: it is rounded to MXFP4 (W4A4), by ``mxfp4_quantize``'s rule; SM12x's MMA has
+        twice the rate then. Without meaning with ``x_scale``.
     x_scale : torch.Tensor, optional
         UE8M0 bytes of ``x``: 128x4 (``pad128(m) * pad4(k / 32)``), or linear ``[m, k / 32]``. On a GPU they start at a
         multiple of 4 bytes, unless they are linear and k is no multiple of 128.
@@ -282,7 +303,7 @@ def instance_for(operands: Operands, token_format: int, tactic: int | str | None
     if row is not None:
         return row
     on_sm12x = virtual or _dispatch().is_block_scaled(x.device)
-    operand = gemm_operand(token_format, on_sm12x)
+    operand = gemm_operand(weights, token_format, on_sm12x)
     planned = choose(weights, x.shape[0], operands.weight.shape[0], operands.k, on_sm12x, operand)
     tuner = None if virtual else sm12x_probes.TUNER_HOLDER._instance
     if tuner is None:
@@ -309,7 +330,7 @@ def run(
             top_k.compute_on_cpu(operands.out)
         return
     require_alignment({"x": operands.x, "weight": operands.weight, "weight_scale": operands.weight_scale})
-    if row is not None and row.operand == "mxfp8" and (token_format != MXFP8_LINEAR or k % 128 == 0):
+    if row is not None and row.operand != "bf16" and (token_format != MXFP8_LINEAR or k % 128 == 0):
         require_alignment({"x_scale": operands.x_scale}, 4)  # read in words of four
     if virtual is not None and row is not None:
         from ..testing import virtual_operators
@@ -368,6 +389,8 @@ def _token_values(operands: Operands, token_format: int) -> torch.Tensor:
         return x.float()
     if token_format in (QUANTIZE_BF16, QUANTIZE_F16):
         return mx_cpu.dequantize_mxfp8_linear(*mx_cpu.quantize_mxfp8_linear(x))
+    if token_format in (QUANTIZE_BF16_TO_MXFP4, QUANTIZE_F16_TO_MXFP4):
+        return mx_cpu.dequantize_mxfp4_linear(*mx_cpu.quantize_mxfp4_linear(x))
     assert x_scale is not None
     if token_format == MXFP8_LINEAR:
         return mx_cpu.dequantize_mxfp8_linear(x, x_scale.view(torch.uint8).reshape(x.shape[0], blocks))

@@ -71,7 +71,7 @@ class SM12xDenseRunner(TunableRunner):
         return self.weights, self.token_format, str(self.out_dtype), self.on_sm12x
 
     def _names(self, tokens: int) -> list[str]:
-        operand = gemm_operand(self.token_format, self.on_sm12x)
+        operand = gemm_operand(self.weights, self.token_format, self.on_sm12x)
         names = [
             row.name
             for row in DENSE_INSTANCES
@@ -115,7 +115,7 @@ class SM12xDenseRunner(TunableRunner):
         """Run the layer once on ``inputs[0]`` with the tactic of that name, or the planner's for -1."""
         operands = self._profile(inputs[0])
         if tactic == -1:
-            operand = gemm_operand(self.token_format, self.on_sm12x)
+            operand = gemm_operand(self.weights, self.token_format, self.on_sm12x)
             sizes = inputs[0].shape[0], operands.weight.shape[0], self.k
             row = choose(self.weights, *sizes, self.on_sm12x, operand)
         else:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -20,20 +20,26 @@ from ..sm12x_arguments import (
 
 OUTPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-# Formats of token rows, as the kernels number them (DenseTokens in dense_params.cuh).
+# Formats of token rows, as the kernels number them (TokenFormat in grouped_gemm_params.cuh).
 BF16, QUANTIZE_BF16, QUANTIZE_F16, MXFP8_SWIZZLED, MXFP8_LINEAR, MXFP4_SWIZZLED = range(6)
+QUANTIZE_BF16_TO_MXFP4, QUANTIZE_F16_TO_MXFP4 = 6, 7
 
-Activation = Literal["bf16", "mxfp8"]
+Activation = Literal["bf16", "mxfp8", "mxfp4"]
+_UNQUANTIZED: dict[tuple[str, torch.dtype], int] = {
+    ("bf16", torch.bfloat16): BF16,
+    ("mxfp8", torch.bfloat16): QUANTIZE_BF16,
+    ("mxfp8", torch.float16): QUANTIZE_F16,
+    ("mxfp4", torch.bfloat16): QUANTIZE_BF16_TO_MXFP4,
+    ("mxfp4", torch.float16): QUANTIZE_F16_TO_MXFP4,
+}
 
 
 def _token_format(x: torch.Tensor, x_scale: Any, activation: Any, swizzled_x_scale: bool) -> int:
-    if activation not in ("bf16", "mxfp8"):
-        raise ValueError(f"activation is {describe(activation)}; it must be 'bf16' or 'mxfp8'")
+    if activation not in get_args(Activation):
+        raise ValueError(f"activation is {describe(activation)}; it must be 'bf16', 'mxfp8' or 'mxfp4'")
     if x_scale is None:
-        if x.dtype is torch.bfloat16:
-            return BF16 if activation == "bf16" else QUANTIZE_BF16
-        if x.dtype is torch.float16 and activation == "mxfp8":
-            return QUANTIZE_F16
+        if (activation, x.dtype) in _UNQUANTIZED:
+            return _UNQUANTIZED[activation, x.dtype]
         allowed = "bfloat16" if activation == "bf16" else "bfloat16 or float16"
         raise ValueError(f"x is {describe(x)}; with activation={activation!r} and no x_scale it must be {allowed}")
     if x.dtype is torch.float8_e4m3fn:
@@ -107,6 +113,8 @@ def validate(
     token_format = _token_format(x, x_scale, activation, swizzled_x_scale)
     n, packed = weight.shape
     require_tensor("weight", weight, [(n, packed)], [torch.uint8, torch.float8_e4m3fn], device)
+    if token_format in (QUANTIZE_BF16_TO_MXFP4, QUANTIZE_F16_TO_MXFP4) and weight.dtype is not torch.uint8:
+        raise ValueError(f"weight is {describe(weight)}; with activation='mxfp4' it must be uint8 (MXFP4)")
     k = require_k_alignment("k", packed * (2 if weight.dtype is torch.uint8 else 1))
     m = x.shape[0]
     require_tensor("x", x, [(m, k // 2 if token_format == MXFP4_SWIZZLED else k)], [x.dtype], device, "k as weight's")

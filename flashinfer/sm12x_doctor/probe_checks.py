@@ -72,21 +72,27 @@ def mma(a: Answers, kind: str) -> Outcome:
     return state, text, SLOWER if state != "ok" else ""
 
 
+INSTEAD = {
+    "mxf8f6f4": "MXFP8 is multiplied in half precision (dense layers: as bf16)",
+    "mxf4": "MXFP4 tokens are multiplied as MXFP8 or bf16",
+}
+
+
 def sums(a: Answers) -> Outcome:
     """The width in which MMAs add up."""
     scaled = a("probe-device", "sm12x")
-    bits = a("probe-sums", "mxf8f6f4" if scaled else "fp8")
+    narrow = [kind for kind in ("mxf8f6f4", "mxf4") if scaled and a("probe-sums", kind) < FLOAT32_BITS]
     kinds = [kind for kind in ("fp8", "mxf8f6f4", "mxf4") if a.get("probe-sums", kind) is not None]
     text = ", ".join(f"{kind}: {a('probe-sums', kind)} fraction bits" for kind in kinds)
     if not scaled:
         return "ok", f"{text}; the kernels multiply in half precision on this GPU"
-    if bits >= FLOAT32_BITS:
+    if not narrow:
         return "ok", f"{text}: as float32 or better"
     if a("probe-device", "virtual"):
         return "warn", f"{text}: fewer than float32 has", "nothing: the virtual device was made so"
     return (
         "warn",
-        f"{text}: fewer than float32 has, so MXFP8 is multiplied in half precision from now on, exactly",
+        f"{text}: fewer than float32 has, so {' and '.join(INSTEAD[kind] for kind in narrow)} from now on, exactly",
         f"nothing, {CLI} sm12x-build compiles that now; FLASHINFER_SM12X_HALF_MMA=0 keeps the block-scaled MMA",
     )
 

@@ -96,18 +96,21 @@ def mmas(tell: Tell) -> None:
 
 
 def sums(tell: Tell) -> None:
-    """The width in which MMAs add up; that of the block-scaled one is written down for the planner."""
+    """The width in which MMAs add up; those of the block-scaled ones are written down for the planner."""
     target = find_target()
+    scaled = {}
     for name, kind in mma.KINDS.items():
         if name != "bf16" and (target.sm12x or not kind.scaled):
             bits = mma.sum_bits(target, kind)
             tell(**{name: bits})
-            if name == "mxf8f6f4" and target.virtual is None:
-                write_sum_bits(bits, target.name)
+            if kind.scaled:
+                scaled[name] = bits
+    if scaled and target.virtual is None:
+        write_sum_bits(scaled, target.name)
 
 
-def write_sum_bits(bits: int, name: str) -> None:
-    """Leave what ``modules.probed_sum_bits`` looks for; ``name`` is the GPU's.
+def write_sum_bits(bits: dict[str, int], name: str) -> None:
+    """Leave what ``modules.probed_sum_bits`` looks for, by kind of MMA; ``name`` is the GPU's.
 
     Raises:
         OSError: the cache's folder cannot be written.

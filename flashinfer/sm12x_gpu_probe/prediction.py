@@ -81,7 +81,8 @@ class Assumptions:
             f"L2: {self.l2_usable:.0%} of it holds tiles, the least recently used goes first, blocks keep pace (this simulation "
             "gave 1.57 and 14.2 GB where an H200 was measured to read 1.57 and 15.0)",
             f"MMA: {self.mma_flops_per_cycle} operations per cycle and SM with block-scaled 8-bit operands (measured on SM120 "
-            f"cards); {FAST.bf16_flops_per_cycle} to {SLOW.bf16_flops_per_cycle} with bf16 (the one on RTX PRO, the other on "
+            "cards), twice as many with two packed MXFP4 ones (published); "
+            f"{FAST.bf16_flops_per_cycle} to {SLOW.bf16_flops_per_cycle} with bf16 (the one on RTX PRO, the other on "
             "GeForce; unknown of a GB10)",
             f"issue: {self.issue_per_warp} instructions per cycle for each resident warp of a scheduler, at most "
             f"{self.issue_ceiling} (measured on an H200: a probe with one warp each, and 59 % of all slots at 64 tokens)",
@@ -224,11 +225,15 @@ def reread_bytes(model: str, tokens: int, tactic: int, fc1: bool, blocks: int, g
     return dram_bytes(gemm, blocks, capacity) - gemm.once() + (contributions if contributions > capacity else 0.0)
 
 
-def resources(fit: Fit, counts: Counts, eight_bit: bool, given: Assumptions) -> dict[str, float]:
-    """Microseconds that each resource is busy with a launch; ``eight_bit``: its MMAs have 8-bit operands, else bf16."""
+def resources(fit: Fit, counts: Counts, operand: str, given: Assumptions) -> dict[str, float]:
+    """Microseconds that each resource is busy with a launch whose MMAs multiply ``bf16``, ``mxfp8`` or ``mxfp4`` tokens.
+
+    Two packed MXFP4 operands are multiplied at twice the rate of 8-bit ones (``kind::mxf4``).
+    """
     cycles = 1e3 * given.gigahertz * given.multiprocessors  # of all multiprocessors, per microsecond
     issue = min(given.issue_ceiling, given.issue_per_warp * fit.warps_per_scheduler)
-    flops = given.mma_flops_per_cycle if eight_bit else given.bf16_flops_per_cycle
+    scaled = given.mma_flops_per_cycle
+    flops = {"bf16": given.bf16_flops_per_cycle, "mxfp8": scaled, "mxfp4": 2 * scaled}[operand]
     return {
         "dram": counts.bytes / (1e3 * given.dram_gb_per_second),
         "issue": counts.instructions / (cycles * given.schedulers * issue),
@@ -269,15 +274,15 @@ def predict(
 ) -> Line:
     """One row of the table; ``given`` is the middle of its ranges."""
     experts = mean_work(model, tokens, 0).experts
-    eight_bit = INSTANCES[tactics[0]].multiplies == "mxfp8"
+    operand = "mxfp8" if INSTANCES[tactics[0]].multiplies == "mxfp8" else "bf16"
     launches = list(counts_of_layer(model, tokens, tactics, fits, given))
     second = given.second_gemm_us * (sum(fit.tile > 0 for fit in fits) - 1)
 
     def microseconds(by: Assumptions) -> float:
-        busy = sum(max(resources(fit, counts, eight_bit, by).values()) for fit, counts in launches)
+        busy = sum(max(resources(fit, counts, operand, by).values()) for fit, counts in launches)
         return busy + by.fixed_us + second
 
-    totals, bound = summed([resources(fit, counts, eight_bit, given) for fit, counts in launches])
+    totals, bound = summed([resources(fit, counts, operand, given) for fit, counts in launches])
     megabytes = experts * weight_bytes(model) / 1e6
     return Line(
         model=model,

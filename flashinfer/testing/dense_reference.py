@@ -11,12 +11,17 @@ import torch
 from .error_bounds import FLOAT32_ROUNDOFF, TENSOR_CORE, Accumulation, affine_error, dot_error, granularity
 from .mxfp_formats import BLOCK, dequantize_mxfp4, dequantize_mxfp8, quantize_mxfp4, quantize_mxfp8, swizzle_scales
 
+TOKENS = ("bf16", "quantize_bf16", "quantize_f16", "mxfp8", "mxfp8_linear", "mxfp4", "bf16_to_mxfp4", "f16_to_mxfp4")
+"""Formats of tokens, as the kernels number them; those that are quantized inside are bf16 and f16, to MXFP8 or MXFP4."""
+TOKENS_OF = {"bf16": "bf16", "mxfp8": "quantize_bf16", "mxfp4": "mxfp4"}
+"""Tokens that an instance takes, by its operand."""
+
 
 @dataclasses.dataclass(frozen=True)
 class DenseCase:
     """A call: sizes, formats, and what besides the product it has.
 
-    ``tokens`` is ``bf16``, ``quantize_bf16``, ``quantize_f16``, ``mxfp8``, ``mxfp8_linear`` or ``mxfp4``.
+    ``tokens`` is one of :data:`TOKENS`.
     """
 
     num_tokens: int
@@ -74,6 +79,10 @@ def make_dense_inputs(case: DenseCase, seed: int) -> DenseInputs:
         tokens = x.bfloat16() if case.tokens == "quantize_bf16" else x.half()
         exact = dequantize_mxfp8(*quantize_mxfp8(tokens.float()))
         named["activation"] = "mxfp8"
+    elif case.tokens.endswith("_to_mxfp4"):
+        tokens = x.bfloat16() if case.tokens == "bf16_to_mxfp4" else x.half()
+        exact = dequantize_mxfp4(*quantize_mxfp4(tokens.float()))
+        named["activation"] = "mxfp4"
     elif case.tokens == "mxfp4":
         tokens, scales = quantize_mxfp4(x)
         exact = dequantize_mxfp4(tokens, scales)

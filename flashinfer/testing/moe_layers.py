@@ -23,8 +23,8 @@ MODELS = {
 
 DENSE_LAYERS = {"qkv": (5120, 2880), "o": (2880, 4096), "lm_head": (201_088, 2880)}
 """gpt-oss-120b's: rows and K of the weight."""
-DENSE_VARIANTS = (("mxfp4", "bf16"), ("mxfp4", "mxfp8"), ("mxfp8", "bf16"), ("mxfp8", "mxfp8"))
-"""Formats of the weight and of the tokens."""
+DENSE_VARIANTS = (("mxfp4", "bf16"), ("mxfp4", "mxfp8"), ("mxfp4", "mxfp4"), ("mxfp8", "bf16"), ("mxfp8", "mxfp8"))
+"""Formats of the weight, and as what tokens, which come in bf16, are multiplied."""
 
 MODE_NAMES = {0: "W4A8 mxfp8", 1: "W4A8 bf16", 2: "W4A16"}
 ALPHA, BETA, LIMIT = 1.702, 1.0, 7.0  # gpt-oss' activation, the only one that every peer computes

@@ -16,7 +16,7 @@ from ..fused_moe.sm12x_validation import Mode
 from ..gemm import group_gemm_mxfp4_nt_groupwise
 from ..gemm.sm12x_dense import dense_mx
 from ..jit.sm12x.instances import DENSE_INSTANCES, INSTANCES
-from .dense_reference import DenseCase, dense_reference, make_dense_inputs
+from .dense_reference import TOKENS_OF, DenseCase, dense_reference, make_dense_inputs
 from .error_bounds import TENSOR_CORE, BoundViolation, check_within_bound
 from .gemm_reference import group_gemm_reference
 from .moe_inputs import MoECase, make_group_gemm_inputs, make_moe_inputs
@@ -138,8 +138,7 @@ def dense_results(shapes: Iterable[tuple[int, int]], seed: int, device: torch.de
         for row in DENSE_INSTANCES:
             if row.longest_k < k:
                 continue
-            tokens = "quantize_bf16" if row.operand == "mxfp8" else "bf16"
-            case = DenseCase(row.token_tile + 3, n, k, row.weights, tokens, bias=torch.bfloat16)
+            case = DenseCase(row.token_tile + 3, n, k, row.weights, TOKENS_OF[row.operand], bias=torch.bfloat16)
             inputs = make_dense_inputs(case, seed)
             reference, bound = (moved(value) for value in dense_reference(inputs))
             named = {name: moved(value) for name, value in inputs.named.items()}

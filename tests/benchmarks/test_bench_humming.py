@@ -96,13 +96,13 @@ def _rows(count: int) -> list[dict[str, Any]]:
 def test_dense_layers(major: int, driver: ModuleType) -> None:
     torch.cuda.get_device_properties(0).major = major
     rows = _rows(2)
-    bench_dense_mx.add_humming(rows, [dense_inputs(major)], 3)
+    bench_dense_mx.add_peer(bench_dense_mx.measure_humming, rows, [dense_inputs(major)], 3)
     for row in rows:
-        assert list(row["humming"]) == ["mxfp4 bf16", "mxfp4 fp8", "mxfp8 bf16", "mxfp8 fp8"]
-        for name, entry in row["humming"].items():
+        assert list(row["peers"]) == [f"HUMMING {weight} {x}" for weight in ("mxfp4", "mxfp8") for x in ("bf16", "fp8")]
+        for name, entry in row["peers"].items():
             assert entry.sample == Sample(20.0, 19.0, 22.0)
             assert entry.used is not None
-            error = entry.used * bench_dense_mx.HUMMING_TOLERANCE[name.split()[1]]
+            error = entry.used * bench_dense_mx.HUMMING_TOLERANCE[name.split()[-1]]
             # bf16 rounds by 2**-9 at most; e4m3 tokens by 2**-4, and evenly spread by more than an eighth of it
             assert (2.0**-7 < error < 2.0**-4) if name.endswith("fp8") else (0 < error < 2.0**-9)
     head, _, *lines = bench_dense_mx.table(rows).splitlines()
@@ -130,14 +130,14 @@ def test_a_dense_peer_that_fails_or_is_wrong_is_marked(driver: ModuleType, monke
     monkeypatch.setattr(driver, "humming_forward", forward)
     monkeypatch.setattr(driver, "prepare_and_transform_humming_tensors", refuse)
     rows = _rows(2)
-    bench_dense_mx.add_humming(rows, [dense_inputs(5)], 3)
+    bench_dense_mx.add_peer(bench_dense_mx.measure_humming, rows, [dense_inputs(5)], 3)
     for row in rows:
-        notes = {name: entry.note for name, entry in row["humming"].items()}
+        notes = {name: entry.note for name, entry in row["peers"].items()}
         assert notes == {
-            "mxfp4 bf16": "", "mxfp4 fp8": "RuntimeError: no such kernel",
-            "mxfp8 bf16": "ValueError: no such layout", "mxfp8 fp8": "ValueError: no such layout",
+            "HUMMING mxfp4 bf16": "", "HUMMING mxfp4 fp8": "RuntimeError: no such kernel",
+            "HUMMING mxfp8 bf16": "ValueError: no such layout", "HUMMING mxfp8 fp8": "ValueError: no such layout",
         }  # fmt: skip
-        assert row["humming"]["mxfp4 bf16"].disagrees
+        assert row["peers"]["HUMMING mxfp4 bf16"].disagrees
     cells = bench_dense_mx.table(rows).splitlines()[-1].split("|")[-5:-1]
     assert cells[0].startswith(" wrong (")
     assert cells[1:] == [" failed "] * 3
@@ -149,9 +149,9 @@ def test_a_lost_context_ends_it(
 ) -> None:
     monkeypatch.setattr(bench_dense_mx, "context_error", lambda: "an illegal memory access was encountered")
     rows = _rows(4)
-    bench_dense_mx.add_humming(rows, [dense_inputs(1), dense_inputs(2)], 3)
-    assert ["humming" in row for row in rows] == [True, True, False, False]
-    assert "HUMMING is measured no further" in capsys.readouterr().err
+    bench_dense_mx.add_peer(bench_dense_mx.measure_humming, rows, [dense_inputs(1), dense_inputs(2)], 3)
+    assert ["peers" in row for row in rows] == [True, True, False, False]
+    assert "no peer is measured from here on" in capsys.readouterr().err
     assert bench_dense_mx.table(rows).splitlines()[-1].endswith("| - | - | - | - |")
 
 

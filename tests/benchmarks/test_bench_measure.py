@@ -84,6 +84,17 @@ def test_rows_of_all_modes_and_peers(plan: measure.Plan) -> None:
     assert table.count("failed") == 2 * len(TOKENS)
 
 
+def test_a_peer_may_have_a_tolerance_of_its_own(plan: measure.Plan) -> None:
+    plan.peers = [GivenPeer("rounds", 1.1), GivenPeer("wrong", 1.3)]
+    for peer in plan.peers:
+        vars(peer)["tolerance"] = 0.2
+    rows = measure.measure(plan)
+    measure.measure_peers(plan, rows)
+    for row in rows:
+        assert row.peers["rounds"].used == pytest.approx(0.5, rel=0.1)
+        assert row.peers["wrong"].disagrees
+
+
 def test_a_wrong_result_is_seen_at_any_number_of_tokens(plan: measure.Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     right = flashinfer.cutlass_fused_moe
 

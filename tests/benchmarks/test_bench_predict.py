@@ -147,8 +147,8 @@ def test_a_range_holds_what_is_not_known_of_bf16_mmas_and_of_a_pairs_second_gemm
 def test_bf16_and_few_warps_are_slower() -> None:
     counts = Counts(1e6, 1e9, 0, 0)
     given = Assumptions()
-    many = prediction.resources(GIVEN, counts, True, given)
-    few = prediction.resources(dataclasses.replace(GIVEN, warps_per_scheduler=1.0), counts, False, given)
+    many = prediction.resources(GIVEN, counts, "mxfp8", given)
+    few = prediction.resources(dataclasses.replace(GIVEN, warps_per_scheduler=1.0), counts, "bf16", given)
     assert few["mma"] == pytest.approx(many["mma"] * 2048 / 768)
     assert few["issue"] == pytest.approx(many["issue"] * 0.6 / 0.42)
 

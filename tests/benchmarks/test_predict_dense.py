@@ -69,14 +69,16 @@ def test_parts_of_units_that_are_cut() -> None:
 
 
 @pytest.mark.usefixtures("given_counts")
-def test_a_gemms_line_has_both_launches_and_the_blocks_that_there_are() -> None:
+@pytest.mark.parametrize(("activation", "rate"), [("mxfp8", 1), ("mxfp4", 2)])
+def test_a_gemms_line_has_both_launches_and_the_blocks_that_there_are(activation: str, rate: int) -> None:
     device: Any = None
-    line = predict_dense.predict_layer(device, "o", 64, "mxfp4", "mxfp8")
+    line = predict_dense.predict_layer(device, "o", 64, "mxfp4", activation)
     assert line is not None
+    assert line.instance == f"dense_mxfp4_m64_gemm_{activation}"
     n, k = DENSE_LAYERS["o"]
     given = Assumptions()
     flops = true_counts(64, n, k).mma_flops
-    per_sm = 1e3 * given.gigahertz * given.mma_flops_per_cycle
+    per_sm = 1e3 * given.gigahertz * rate * given.mma_flops_per_cycle
     assert line.mma == pytest.approx(flops / (23 * per_sm))
     seconds = predict_dense.SECOND_LAUNCH_US + predict_dense.FIXED_US["fast"]
     front = 6.0 * 64 * k / 1e3 / FAST.dram_gb_per_second

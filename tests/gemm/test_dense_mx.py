@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,15 +14,18 @@ from flashinfer.gemm import sm12x_dense
 from flashinfer.gemm.sm12x_dense import (
     BF16,
     DENSE_INSTANCES,
+    MXFP4_SWIZZLED,
     QUANTIZE_BF16,
+    QUANTIZE_F16_TO_MXFP4,
+    WIDENED_IN_PIECES_TOKENS,
     WIDENED_TOKENS,
     choose,
     dense_mx,
     instance,
 )
+from flashinfer.jit.sm12x import modules
 from flashinfer.testing import ANY_ORDER, TENSOR_CORE, DenseCase, check_within_bound, dense_reference, make_dense_inputs
-
-TOKENS = ("bf16", "quantize_bf16", "quantize_f16", "mxfp8", "mxfp8_linear", "mxfp4")
+from flashinfer.testing.dense_reference import TOKENS, TOKENS_OF
 
 
 def on(device: torch.device, case: DenseCase, seed: int) -> Any:
@@ -43,6 +48,8 @@ def check(device: torch.device, case: DenseCase, seed: int, **named: Any) -> Non
 @pytest.mark.parametrize("weights", ["mxfp4", "mxfp8"])
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_formats(device: torch.device, weights: str, tokens: str) -> None:
+    if weights == "mxfp8" and tokens.endswith("to_mxfp4"):
+        pytest.skip("tokens are rounded to MXFP4 for MXFP4 weights")
     seed = int(torch.randint(2**31, ()))
     print("seed", seed)
     generator = torch.Generator().manual_seed(seed)
@@ -65,14 +72,14 @@ def test_formats(device: torch.device, weights: str, tokens: str) -> None:
 @pytest.mark.parametrize("row", DENSE_INSTANCES, ids=lambda row: row.name)
 def test_every_instance(device: torch.device, row: Any) -> None:
     k = min(row.longest_k, 4096) - 32
-    tokens = "quantize_bf16" if row.operand == "mxfp8" else "bf16"
     n = 3000 if device.type == "cuda" else 200  # the CPU has no tiles
-    case = DenseCase(row.token_tile * 2 - 1, n, k, row.weights, tokens, bias=torch.bfloat16)
+    case = DenseCase(row.token_tile * 2 - 1, n, k, row.weights, TOKENS_OF[row.operand], bias=torch.bfloat16)
     check(device, case, 7, tactic=row.index)
 
 
 def test_widened_weights_in_several_pieces(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sm12x_dense, "WIDENED_TOKENS", {False: 1, True: 1})
+    monkeypatch.setattr(sm12x_dense, "WIDENED_IN_PIECES_TOKENS", {"mxfp4": 1, "mxfp8": 1})
     monkeypatch.setattr(sm12x_dense, "WIDENED_BYTES", 256 * 160 * 2)
     for weights in ("mxfp4", "mxfp8"):
         check(device, DenseCase(20, 700, 160, weights, "quantize_bf16", torch.bfloat16, True, True), 8)
@@ -101,37 +108,67 @@ def test_what_is_chosen() -> None:
     for block_scaled, tokens in WIDENED_TOKENS.items():
         assert name("mxfp4", tokens, 5120, 2880, block_scaled) == "cuBLAS"
         assert name("mxfp4", tokens - 1, 5120, 2880, block_scaled) != "cuBLAS"
+    for weights, tokens in WIDENED_IN_PIECES_TOKENS.items():  # on Hopper
+        assert name(weights, tokens, 201_088, 2880, False) == "cuBLAS"
+        assert name(weights, tokens - 1, 201_088, 2880, False) != "cuBLAS"
     assert name("mxfp4", 16, 201_088, 2880, True, "mxfp8") == "dense_mxfp4_m16_w2"
     assert name("mxfp8", 64, 5120, 2880, True, "mxfp8") == "dense_mxfp8_m64_gemm_mxfp8"
     assert name("mxfp8", 128, 2880, 4096, True, "mxfp8") == "dense_mxfp8_m64_gemm_mxfp8"  # 46 tiles
     assert name("mxfp8", 128, 5120, 2880, True, "mxfp8") == "dense_mxfp8_m128_gemm_mxfp8"  # 40, not 80
     assert name("mxfp4", 8192, 5120, 2880, True, "mxfp8") == "dense_mxfp4_m128_gemm_mxfp8"
+    assert name("mxfp4", 16, 201_088, 2880, True, "mxfp4") == "dense_mxfp4_m16_w2"
+    assert name("mxfp4", 64, 5120, 2880, True, "mxfp4") == "dense_mxfp4_m64_gemm_mxfp4"
+    assert name("mxfp4", 8192, 5120, 2880, True, "mxfp4") == "dense_mxfp4_m128_gemm_mxfp4"
 
 
 def test_tactics_by_name_and_number() -> None:
     for row in DENSE_INSTANCES:
-        assert instance(row.index, row.weights, 32) is instance(row.name, row.weights, 32) is row
+        taken = TOKENS.index(TOKENS_OF[row.operand])
+        assert instance(row.index, row.weights, 32, taken) is instance(row.name, row.weights, 32, taken) is row
     with pytest.raises(
         ValueError,
-        match=r"tactic is 3; for mxfp4 weights with k = 64 and quantized tokens it may be 0 \(dense_mxfp4_m8_w2\)",
+        match=r"tactic is 3; for mxfp4 weights with k = 64 and MXFP8 tokens it may be 0 \(dense_mxfp4_m8_w2\)",
     ):
         instance(3, "mxfp4", 64)
     with pytest.raises(ValueError, match=r"tactic is 'dense_mxfp4_m8_w2'; for mxfp4 weights with k = 8192"):
         instance("dense_mxfp4_m8_w2", "mxfp4", 8192)
     with pytest.raises(ValueError, match=r"tactic is 10; .* and bfloat16 tokens it may be (?!.*gemm_mxfp8)"):
         instance(10, "mxfp4", 64, BF16)
+    with pytest.raises(ValueError, match=r"tactic is 14; .* and MXFP8 tokens it may be .*gemm_mxfp8(?!.*gemm_mxfp4)"):
+        instance(14, "mxfp4", 64)
 
 
-@pytest.mark.parametrize(("variable", "operand"), [("0", "mxfp8"), ("1", "bf16")])
-def test_sums_in_few_bits_turn_block_scaled_mmas_off(
-    monkeypatch: pytest.MonkeyPatch, variable: str, operand: str
+@pytest.mark.parametrize(
+    ("narrow", "expected"),
+    [
+        ([], ["mxfp8", "mxfp4", "mxfp4", "mxfp8", "bf16"]),
+        (["mxf4"], ["mxfp8", "mxfp8", "bf16", "mxfp8", "bf16"]),
+        (["mxf8f6f4"], ["bf16", "mxfp4", "mxfp4", "bf16", "bf16"]),
+        (["mxf4", "mxf8f6f4"], ["bf16"] * 5),
+    ],
+    ids=["none", "mxf4", "mxf8f6f4", "both"],
+)
+def test_sums_in_few_bits_turn_that_block_scaled_mma_off(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, narrow: list[str], expected: list[str]
 ) -> None:
-    monkeypatch.setenv("FLASHINFER_SM12X_HALF_MMA", variable)
-    sm12x_dense._sums_in_float32.cache_clear()
-    assert sm12x_dense.gemm_operand(QUANTIZE_BF16, True) == operand
-    assert sm12x_dense.gemm_operand(QUANTIZE_BF16, False) == "bf16"  # compute capability 9.0
-    assert sm12x_dense.gemm_operand(BF16, True) == "bf16"
-    sm12x_dense._sums_in_float32.cache_clear()
+    monkeypatch.delenv("FLASHINFER_SM12X_HALF_MMA", raising=False)
+    monkeypatch.setattr(modules.jit_env, "FLASHINFER_WORKSPACE_DIR", tmp_path)
+    bits = {kind: 13 if kind in narrow else 25 for kind in ("mxf8f6f4", "mxf4")}
+    (tmp_path / modules.PROBE_FILE).write_text(json.dumps({"mma_sum_bits": bits}))
+    monkeypatch.setattr(sm12x_dense, "_sums_in_float32", sm12x_dense._sums_in_float32.__wrapped__)  # no cache
+    calls = [
+        ("mxfp4", QUANTIZE_BF16),
+        ("mxfp4", MXFP4_SWIZZLED),
+        ("mxfp4", QUANTIZE_F16_TO_MXFP4),
+        ("mxfp8", MXFP4_SWIZZLED),
+        ("mxfp4", BF16),
+    ]
+    assert [sm12x_dense.gemm_operand(*call, True) for call in calls] == expected
+    assert {sm12x_dense.gemm_operand(*call, False) for call in calls} == {"bf16"}  # compute capability 9.0
+    for variable in ("0", "1"):
+        monkeypatch.setenv("FLASHINFER_SM12X_HALF_MMA", variable)
+        forced = [sm12x_dense.gemm_operand(*call, True) for call in calls]
+        assert forced == (["bf16"] * 5 if variable == "1" else ["mxfp8", "mxfp4", "mxfp4", "mxfp8", "bf16"])
 
 
 BAD: list[tuple[str, Any, type[Exception], str]] = [
@@ -151,7 +188,7 @@ BAD: list[tuple[str, Any, type[Exception], str]] = [
     ("residual", torch.zeros(3, 40), ValueError, r"residual is torch.float32"),
     ("out", torch.zeros(3, 41, dtype=torch.bfloat16), ValueError, r"out is .*shape \(3, 40\)"),
     ("out_dtype", torch.float64, ValueError, r"out_dtype is torch.float64"),
-    ("activation", "fp8", ValueError, r"activation is 'fp8'; it must be 'bf16' or 'mxfp8'"),
+    ("activation", "fp8", ValueError, r"activation is 'fp8'; it must be 'bf16', 'mxfp8' or 'mxfp4'"),
     ("x_scale", torch.zeros(6, dtype=torch.uint8), ValueError, "with x_scale it must be float8_e4m3fn"),
     ("tactic", 99, ValueError, r"tactic is 99"),
 ]
@@ -164,6 +201,12 @@ def test_a_bad_argument_is_named(name: str, value: Any, error: type[Exception], 
     named[name] = value(named[name]) if callable(value) else value
     with pytest.raises(error, match=text):
         dense_mx(**named)
+
+
+def test_tokens_are_rounded_to_mxfp4_for_mxfp4_weights_only() -> None:
+    inputs = make_dense_inputs(DenseCase(3, 40, 64, "mxfp8"), 1)
+    with pytest.raises(ValueError, match=r"weight is .*with activation='mxfp4' it must be uint8"):
+        dense_mx(*inputs.arguments, activation="mxfp4")
 
 
 def test_a_bad_x_scale_is_named() -> None:

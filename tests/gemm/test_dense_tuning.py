@@ -113,9 +113,10 @@ def test_what_takes_a_call_is_timed_and_the_best_is_used(stand: Stand, weights: 
     names = {name for name, _ in stand.timed}
     assert all(name == WIDENED or name.startswith(f"dense_{weights}_") for name in names)
     gemms = {row.name for row in DENSE_INSTANCES if row.weights == weights and not row.streamed}
-    scaled = {name for name in gemms if name.endswith("mxfp8")}
-    # SM12x: bf16 tokens by bf16 MMAs or cuBLAS, others by block-scaled ones.
-    assert names & (gemms | {WIDENED}) == (gemms - scaled | {WIDENED} if form == "bf16" else scaled)
+    # SM12x: bf16 tokens by bf16 MMAs or cuBLAS, others by block-scaled ones, MXFP4's being those of two MXFP4 operands.
+    ending = "_gemm" if form == "bf16" else "_mxfp4" if form == weights == "mxfp4" else "_mxfp8"
+    ways = {name for name in gemms if name.endswith(ending)}
+    assert names & (gemms | {WIDENED}) == (ways | {WIDENED} if form == "bf16" else ways)
     assert max(tokens for name, tokens in stand.timed if name == f"dense_{weights}_m16_w2") == 64
     assert took(stand, 8, weights, form) == best
     assert took(stand, 7, weights, form) == best  # of the next profile

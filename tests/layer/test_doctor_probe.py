@@ -83,6 +83,7 @@ PLANTED: dict[str, tuple[str, dict[str, Any], str, str, str, str]] = {
                                    "predicted": [4096, 4096]}},
                   "probe-mma-mxf4", "warn", "2,048 FLOP per clock and SM; predicted: 4,096", "nvidia-smi -q"),
     "wrong MMAs": ("mma", {"fp8": {"wrong": 7}}, "probe-mma-fp8", "fail", "7 results", "report"),
+    "narrow packed sums": ("sums", {"mxf4": 13}, "probe-sums", "warn", "tokens are multiplied as MXFP8", "sm12x-build"),
     "narrow sums": ("sums", {"mxf8f6f4": 13}, "probe-sums", "warn", "multiplied in half precision", "sm12x-build"),
     "launches out of order": ("launch", {"dependent out of order": 3}, "probe-launch", "fail", "3 of the dependent",
                               "report"),

@@ -35,7 +35,7 @@ from flashinfer.fused_moe import sm12x_dispatch
 from flashinfer.fused_moe.sm12x_launch import allowed_tactics
 from flashinfer.fused_moe.sm12x_validation import Mode
 from flashinfer.gemm import sm12x_group_gemm
-from flashinfer.gemm.sm12x_dense import dense_mx
+from flashinfer.gemm.sm12x_dense import dense_mx, gemm_operands
 from flashinfer.jit.sm12x.instances import DENSE_INSTANCES, GEMM_INSTANCES, INSTANCES
 from flashinfer.testing import (
     TENSOR_CORE,
@@ -47,6 +47,7 @@ from flashinfer.testing import (
     make_dense_inputs,
     make_group_gemm_inputs,
 )
+from flashinfer.testing.dense_reference import TOKENS
 
 MODES = (0, 1, 2)
 # 720 (gpt-oss over four ranks) is no multiple of 32: its weights are padded with zeros, as callers must.
@@ -176,12 +177,13 @@ def random_dense_case(rng: random.Random, quick: bool) -> DenseCase:
 
     With ``quick``, which is for the sanitizers, no tokens enough for cuBLAS, whose kernels they report.
     """
+    weights = rng.choice(("mxfp4", "mxfp8"))
     return DenseCase(
         num_tokens=rng.choice((1, 3, 8, 16, 17, rng.randint(1, 255 if quick else 300))),
         n=rng.choice((1, 40, 200, 736, rng.randint(1, 1000)) if quick else (1, 40, 2880, 5120, rng.randint(1, 3000))),
         k=rng.choice((32, 96, 2880, 4096, 4608, 32 * rng.randint(1, 160))),
-        weights=rng.choice(("mxfp4", "mxfp8")),
-        tokens=rng.choice(("bf16", "quantize_bf16", "quantize_f16", "mxfp8", "mxfp8_linear", "mxfp4")),
+        weights=weights,
+        tokens=rng.choice([tokens for tokens in TOKENS if weights == "mxfp4" or "to_mxfp4" not in tokens]),
         bias=rng.choice((None, torch.bfloat16, torch.float16, torch.float32)),
         alpha=rng.random() < 0.3,
         residual=rng.random() < 0.5,
@@ -206,9 +208,9 @@ def dense_cases(rng: random.Random, count: int, options: argparse.Namespace) -> 
             inputs.x, inputs.w, inputs.named = inputs.x.to(device), inputs.w.to(device), named
         expected = None if options.reference == "none" else dense_reference(inputs)
         out = torch.empty((case.num_tokens, case.n), dtype=case.out_dtype, device=device)
-        quantized = case.tokens != "bf16"
+        operands = gemm_operands(case.weights, TOKENS.index(case.tokens))
         rows = [row for row in DENSE_INSTANCES if row.weights == case.weights and row.longest_k >= case.k]
-        for row in (None, *(row for row in rows if quantized or row.operand == "bf16")):
+        for row in (None, *(row for row in rows if row.operand in operands)):
             call = functools.partial(
                 dense_mx, *arguments, **named, out=out, tactic=row.index if row else None, constant_weights=True
             )

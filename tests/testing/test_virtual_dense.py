@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from flashinfer.gemm.sm12x_dense import dense_mx
+from flashinfer.gemm.sm12x_dense import dense_mx, gemm_operands
 from flashinfer.jit.sm12x.instances import DENSE_INSTANCES, DenseInstance
 from flashinfer.jit.sm12x.modules import gen_dense_module
 from flashinfer.testing import (
@@ -19,9 +20,13 @@ from flashinfer.testing import (
     dequantize_mxfp4,
     dequantize_mxfp8,
     make_dense_inputs,
+    quantize_mxfp4,
     quantize_mxfp8,
+    swizzle_scales,
     unswizzle_scales,
 )
+from flashinfer.testing.dense_reference import TOKENS as FORMATS
+from flashinfer.testing.dense_reference import TOKENS_OF
 from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
 
 pytestmark = pytest.mark.slow
@@ -39,8 +44,8 @@ def device() -> Iterator[VirtualDevice]:
 
 
 def tokens_for(row: DenseInstance) -> str:
-    """A format that the instance takes: what it multiplies as MXFP8 is quantized."""
-    return "quantize_bf16" if row.operand == "mxfp8" else "bf16"
+    """A format that the instance takes."""
+    return TOKENS_OF[row.operand]
 
 
 def workspace_size(
@@ -78,7 +83,7 @@ def test_an_instance(device: VirtualDevice, row: DenseInstance) -> None:
         assert launch.grid[0] == SMS
 
 
-@pytest.mark.parametrize("name", ["dense_mxfp4_m64_gemm", "dense_mxfp8_m128_gemm_mxfp8"])
+@pytest.mark.parametrize("name", ["dense_mxfp4_m64_gemm", "dense_mxfp8_m128_gemm_mxfp8", "dense_mxfp4_m128_gemm_mxfp4"])
 def test_panels_of_tokens(device: VirtualDevice, name: str) -> None:
     """Two whole panels and a part of one, for each of which all weights go by."""
     row = BY_NAME[name]
@@ -95,18 +100,17 @@ def test_shapes_of_a_stream(device: VirtualDevice, name: str, n: int, k: int) ->
     check(device, DenseCase(5, n, k, BY_NAME[name].weights), 2 + n, name)
 
 
-FORMATS = ("bf16", "quantize_bf16", "quantize_f16", "mxfp8", "mxfp8_linear", "mxfp4")
 KINDS = ("m8_w2", "m32_gemm", "m64_gemm_mxfp8")
 
 
 @pytest.mark.parametrize(
     ("name", "tokens"),
     [
-        (f"dense_{weights}_{kind}", tokens)
-        for weights in ("mxfp4", "mxfp8")
-        for kind in KINDS
-        for tokens in FORMATS
-        if tokens != "bf16" or "gemm_mxfp8" not in kind
+        (row.name, tokens)
+        for row in DENSE_INSTANCES
+        if row.name.endswith((*KINDS, "m64_gemm_mxfp4"))
+        for choice, tokens in enumerate(FORMATS)
+        if row.operand in gemm_operands(row.weights, choice) and (row.weights == "mxfp4" or "to_mxfp4" not in tokens)
     ],
 )
 def test_formats_of_tokens_and_what_is_added(device: VirtualDevice, name: str, tokens: str) -> None:
@@ -127,19 +131,21 @@ def test_formats_of_tokens_and_what_is_added(device: VirtualDevice, name: str, t
 
 @pytest.mark.parametrize(
     "row",
-    [row for row in DENSE_INSTANCES if row.token_tile in (8, 32) or row.operand == "mxfp8"],
+    [row for row in DENSE_INSTANCES if row.token_tile in (8, 32) or row.operand != "bf16"],
     ids=lambda row: row.name,
 )
 def test_scales_at_both_ends_and_nan(device: VirtualDevice, row: DenseInstance) -> None:
     """Scales that do not fold into the expansion, NaN as a scale and, of MXFP8, as a value: their rows, and no other."""
-    case = DenseCase(
-        6, 48, 256, row.weights, "mxfp8_linear" if row.operand == "mxfp8" else "bf16", out_dtype=torch.float32
-    )
+    tokens = {"mxfp8": "mxfp8_linear"}.get(row.operand, row.operand)
+    case = DenseCase(6, 48, 256, row.weights, tokens, out_dtype=torch.float32)
     inputs = make_dense_inputs(case, 3)
     x, weight, scales = inputs.arguments
     if row.operand == "mxfp8":
         inputs.named["x_scale"].sub_(100)
         x = dequantize_mxfp8(x, inputs.named["x_scale"])
+    elif row.operand == "mxfp4":
+        inputs.named["x_scale"].sub_(100)
+        x = dequantize_mxfp4(x, unswizzle_scales(inputs.named["x_scale"], 6, 8))
     else:
         x.mul_(2.0**-100)
     swizzled = scales.reshape(2, 32, 4, 4)  # word along K, row % 32, row / 32, block
@@ -169,7 +175,12 @@ def test_a_layer_under_weak_memory(row: DenseInstance) -> None:
 
 
 def test_results_are_the_same_on_every_run(device: VirtualDevice) -> None:
-    for name in ("dense_mxfp4_m8_w2", "dense_mxfp8_m32_gemm", "dense_mxfp4_m64_gemm_mxfp8"):
+    for name in (
+        "dense_mxfp4_m8_w2",
+        "dense_mxfp8_m32_gemm",
+        "dense_mxfp4_m64_gemm_mxfp8",
+        "dense_mxfp4_m64_gemm_mxfp4",
+    ):
         case = DenseCase(8, 136, 1600, BY_NAME[name].weights, tokens_for(BY_NAME[name]))
         first, second = (check(device, case, 5, name) for _ in range(2))
         assert torch.equal(first, second)
@@ -182,13 +193,45 @@ def test_results_are_the_same_on_every_run(device: VirtualDevice) -> None:
     + [
         ("dense_mxfp8_m128_gemm_mxfp8", tokens, size)
         for tokens, size in {"quantize_bf16": 416 + 16, "mxfp8": 0, "mxfp8_linear": 16, "mxfp4": 416}.items()
-    ],
+    ]
+    + [("dense_mxfp4_m64_gemm_mxfp4", "mxfp4", 0), ("dense_mxfp4_m64_gemm_mxfp4", "f16_to_mxfp4", 208 + 16)],
 )
 def test_a_workspace_is_what_the_tokens_need(
     device: VirtualDevice, name: str, tokens: str, bytes_of_token: int
 ) -> None:
     sizes = [workspace_size(device, num_tokens, 416, BY_NAME[name], tokens) for num_tokens in (256, 4096)]
     assert sizes[1] - sizes[0] == (4096 - 256) * bytes_of_token
+
+
+# Of two blocks that one MMA multiplies the second may be beyond K, where scales are NaN here.
+@pytest.mark.parametrize("name", ["dense_mxfp4_m64_gemm_mxfp4", "dense_mxfp4_m128_gemm_mxfp4"])
+@pytest.mark.parametrize("seed", [101, 102])
+def test_random_shapes_and_scales_of_mxfp4_tokens(device: VirtualDevice, name: str, seed: int) -> None:
+    rng, tile = random.Random(seed), BY_NAME[name].token_tile
+    m, n, k = rng.choice((tile - 1, tile, tile + 1)), 2 * rng.randrange(1, 150) + 1, 32 * (2 * rng.randrange(20) + 1)
+    case = DenseCase(m, n, k, tokens="mxfp4", out_dtype=torch.float32)
+    print("seed", seed, case)
+    inputs, blocks = make_dense_inputs(case, seed), k // 32
+    (x, weight, weight_scales), token_scales = inputs.arguments, inputs.named["x_scale"]
+
+    def changed(swizzled: torch.Tensor, rows: int) -> torch.Tensor:
+        """Scales near both ends of what float32 sums hold, a NaN, and NaN wherever nothing is; linear."""
+        scales = unswizzle_scales(swizzled, rows, blocks)
+        row, nan_row = rng.randrange(rows), rng.randrange(rows)
+        scales[row] += rng.choice((-60, 60))
+        scales[nan_row, rng.randrange(blocks)] = 255
+        used = swizzle_scales(torch.ones_like(scales)).bool()
+        swizzled.copy_(torch.where(used, swizzle_scales(scales), 255))
+        return scales
+
+    inputs.w = dequantize_mxfp4(weight, changed(weight_scales, n))
+    inputs.x = dequantize_mxfp4(x, changed(token_scales, m))
+    out = run(inputs, case, name)
+    reference, bound = dense_reference(inputs)
+    nan = reference.isnan()
+    assert nan.all(0).any() and nan.all(1).any() and not nan.all()  # that of a weight's row, and that of a token
+    check_within_bound(out, reference, bound, f"{case}, seed {seed}")
+    assert all(launch.clean for launch in device.launches), device.launches
 
 
 @pytest.mark.parametrize("weights", ["mxfp4", "mxfp8"])
@@ -209,9 +252,9 @@ def test_linear_token_scales_may_start_anywhere_where_they_are_no_words(device: 
     assert all(launch.clean for launch in device.launches)
 
 
-@pytest.mark.parametrize("row", [row for row in DENSE_INSTANCES if row.operand == "mxfp8"], ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [row for row in DENSE_INSTANCES if row.operand != "bf16"], ids=lambda row: row.name)
 def test_fragments_meet_few_banks_twice(device: VirtualDevice, row: DenseInstance) -> None:
-    check(device, DenseCase(row.token_tile, 20 * 128, 512, row.weights, "mxfp8"), 15, row.name)
+    check(device, DenseCase(row.token_tile, 20 * 128, 512, row.weights, row.operand), 15, row.name)
     counters = device.launches[-1].counters
     assert counters.shared_bank_conflicts < 0.06 * counters.shared_wavefronts
 
@@ -233,8 +276,13 @@ def test_what_is_chosen_runs(device: VirtualDevice, tokens: int) -> None:
 
 def test_quantized_tokens_meet_block_scaled_mmas(device: VirtualDevice) -> None:
     """Many of them: what is chosen for an SM12x; bfloat16 ones are multiplied as they are."""
-    for tokens, operand in (("bf16", "ActivationE2E"), ("mxfp4", "ActivationE0E")):
-        check(device, DenseCase(130, 96, 288, "mxfp8", tokens), 13)
+    for weights, tokens, operand in (
+        ("mxfp8", "bf16", "ActivationE2E"),
+        ("mxfp8", "mxfp4", "ActivationE0E"),
+        ("mxfp4", "mxfp8", "ActivationE0E"),
+        ("mxfp4", "mxfp4", "ActivationE3E"),
+    ):
+        check(device, DenseCase(130, 96, 288, weights, tokens), 13)
         assert operand in device.launches[-1].kernel
 
 
@@ -339,3 +387,29 @@ def test_rows_are_widened_exactly(device: VirtualDevice, tokens: str) -> None:
     device.call(module.sm12x_widen_rows, wide, rows, scale, FORMATS.index(tokens), writes=(wide,))
     assert torch.equal(wide.double(), inputs.x)
     assert device.launches[-1].clean
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_16_bit_values_are_rounded_to_mxfp4(device: VirtualDevice, dtype: torch.dtype) -> None:
+    """Of every size, subnormal ones, zeros, infinity and NaN among them; by both kernels that round."""
+    print("seed", 81)
+    generator = torch.Generator().manual_seed(81)
+    mantissa, exponents = (7, 255) if dtype is torch.bfloat16 else (10, 31)
+    least = torch.randint(0, exponents - 4, (96, 13, 1), generator=generator)
+    exponent = least + torch.randint(0, 5, (96, 13, 32), generator=generator)
+    bits = torch.randint(0, 1 << mantissa, (96, 13, 32), generator=generator) | exponent << mantissa
+    bits[0, 0, 3], bits[1, 1, 31] = exponents << mantissa, (exponents << mantissa) + 1  # infinity, NaN
+    bits[2, 2], bits[3, 3, 1:] = 0, 0
+    signs = torch.randint(0, 2, bits.shape, generator=generator) << 15
+    x = (bits | signs).flatten(1).to(torch.int16).view(dtype)
+    expected = dequantize_mxfp4(*quantize_mxfp4(x.float()))
+    name = "bf16_to_mxfp4" if dtype is torch.bfloat16 else "f16_to_mxfp4"
+    wide, module = torch.full((96, 416), torch.nan, dtype=torch.bfloat16), device.module(gen_dense_module)
+    device.call(module.sm12x_widen_rows, wide, x, None, FORMATS.index(name), writes=(wide,))
+    torch.testing.assert_close(wide, expected.bfloat16(), rtol=0, atol=0, equal_nan=True)
+    inputs = make_dense_inputs(DenseCase(96, 40, 416, tokens=name, out_dtype=torch.float32), 81)
+    inputs.x = expected
+    out = dense_mx(x, *inputs.arguments[1:], **inputs.named, tactic="dense_mxfp4_m64_gemm_mxfp4")
+    check_within_bound(out, *dense_reference(inputs), name)
+    assert out[1].isnan().all()
+    assert all(launch.clean for launch in device.launches)

@@ -40,7 +40,7 @@ EXTREMES = [
     max(GEMM_INSTANCES, key=lambda row: row.token_tile),
     max(GEMM_INSTANCES, key=lambda row: (row.k_tile, row.token_tile)),
 ]
-DENSE = [row for row in DENSE_INSTANCES if row.operand == "mxfp8" and row.token_tile == 64]
+DENSE = [row for row in DENSE_INSTANCES if row.operand != "bf16" and row.token_tile == 64]
 CASE = MoECase(num_tokens=12, hidden=2880, inter=96, num_experts=3, top_k=2, mode=int(Mode.MXFP8_INPUT))
 
 
@@ -90,7 +90,7 @@ def test_a_pair_of_gemms_on_the_virtual_sm121() -> None:
 
 
 def run_dense(row: DenseInstance, bits: int) -> tuple[torch.Tensor, DenseInputs]:
-    inputs = make_dense_inputs(DenseCase(5, 128, 4096, row.weights, "mxfp8", out_dtype=torch.float16), 93)
+    inputs = make_dense_inputs(DenseCase(5, 128, 4096, row.weights, row.operand, out_dtype=torch.float16), 93)
     print("seed", 93)
     out = torch.full((5, 128), torch.nan, dtype=torch.float16)
     with virtual_device("sm_121a", accumulation_bits=bits) as device:
@@ -148,16 +148,17 @@ def multiply_one(row: DenseInstance, x: float, weight: float, exponent: int, ele
     """A token and a row of weights of so many elements ``x`` and ``weight``, scaled by 2^exponent and its inverse."""
     tokens, weights = (torch.zeros(1, 32) for _ in range(2))
     tokens[:, :elements], weights[:, :elements] = x, weight
-    packed = weights.to(torch.float8_e4m3fn)
-    if row.weights == "mxfp4":
-        nibbles = torch.where(weights == 0, 0, 7 if weight == 6 else 1).to(torch.uint8)
-        packed = nibbles[:, ::2] | nibbles[:, 1::2] << 4
-    scales = torch.full((512,), 127 - exponent, dtype=torch.uint8)
-    named = {"x_scale": torch.full((1, 1), 127 + exponent, dtype=torch.uint8), "swizzled_x_scale": False}
+
+    def quantized(values: torch.Tensor, form: str) -> torch.Tensor:
+        if form == "mxfp8":
+            return values.to(torch.float8_e4m3fn)
+        nibbles = torch.where(values == 0, 0, torch.where(values == 6, 7, 1)).to(torch.uint8)
+        return nibbles[:, ::2] | nibbles[:, 1::2] << 4
+
+    scales, x_scales = (torch.full((512,), 127 + e, dtype=torch.uint8) for e in (-exponent, exponent))
+    operands = quantized(tokens, row.operand), quantized(weights, row.weights), scales
     with virtual_device("sm_121a") as device:
-        found = dense_mx(
-            tokens.to(torch.float8_e4m3fn), packed, scales, **named, out_dtype=torch.float32, tactic=row.name
-        )
+        found = dense_mx(*operands, x_scale=x_scales, out_dtype=torch.float32, tactic=row.name)
         assert all(launch.clean for launch in device.launches)
     return float(found), x * weight * elements
 
@@ -167,15 +168,20 @@ def multiply_one(row: DenseInstance, x: float, weight: float, exponent: int, ele
 @pytest.mark.parametrize("row", DENSE, ids=lambda row: row.name)
 def test_token_scales_that_half_precision_takes(row: DenseInstance) -> None:
     """Those with which any block's sum is a float32 (docs/kernels.md), and that one more step in the exponent is too much."""
-    largest, highest = (6.0, 125) if row.weights == "mxfp4" else (448.0, 105)
-    found, exact = multiply_one(row, 448.0, largest, highest, 32)
+    largest, smallest = {"mxfp4": 6.0, "mxfp8": 448.0}, {"mxfp4": 0.5, "mxfp8": 2.0**-9}
+    lowest, highest = {
+        ("mxfp8", "mxfp4"): (-125, 125),
+        ("mxfp8", "mxfp8"): (-127, 105),
+        ("mxfp4", "mxfp4"): (-119, 127),
+    }[row.operand, row.weights]
+    found, exact = multiply_one(row, largest[row.operand], largest[row.weights], highest, 32)
     assert found == exact
-    assert multiply_one(row, 448.0, largest, highest + 1, 32)[0] == torch.inf
-    smallest, lowest = (0.5, -125) if row.weights == "mxfp4" else (2.0**-9, -127)
-    found, exact = multiply_one(row, 2.0**-9, smallest, lowest, 1)
+    if highest < 127:
+        assert multiply_one(row, largest[row.operand], largest[row.weights], highest + 1, 32)[0] == torch.inf
+    found, exact = multiply_one(row, smallest[row.operand], smallest[row.weights], lowest, 1)
     assert found == exact
-    if row.weights == "mxfp4":
-        assert multiply_one(row, 2.0**-9, smallest, lowest - 1, 1)[0] != exact
+    if lowest > -127:
+        assert multiply_one(row, smallest[row.operand], smallest[row.weights], lowest - 1, 1)[0] != exact
 
 
 @pytest.fixture
@@ -193,7 +199,7 @@ def test_a_probe_of_the_gpu_chooses_and_the_switch_overrules_it(
     flag = "-DFLASHINFER_SM12X_HALF_MMA=1"
     assert modules.gen_fused_moe_module().name == "fused_moe_120"
     for bits, half in ((23, False), (25, False), (22, True), (13, True)):
-        (workspace / modules.PROBE_FILE).write_text(json.dumps({"mma_sum_bits": bits}))
+        (workspace / modules.PROBE_FILE).write_text(json.dumps({"mma_sum_bits": {"mxf8f6f4": bits}}))
         for spec in (modules.gen_fused_moe_module(), modules.gen_group_gemm_module()):
             assert spec.name.endswith("_half") == half == (flag in spec.extra_cuda_cflags)
     for value, half in (("0", False), ("1", True)):
@@ -204,7 +210,10 @@ def test_a_probe_of_the_gpu_chooses_and_the_switch_overrules_it(
         modules.gen_fused_moe_module()
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"mma_sum_bits": "13"}', '{"mma_sum_bits": 0}'])
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", '{"mma_sum_bits": 13}', '{"mma_sum_bits": {"mxf4": 13}}', '{"mma_sum_bits": {"mxf8f6f4": 0}}'],
+)
 def test_a_probes_file_that_is_none_is_named(text: str, workspace: Path) -> None:
     (workspace / modules.PROBE_FILE).write_text(text)
     with pytest.raises(ValueError, match=f"{modules.PROBE_FILE}.*[Rr]emove it, or probe again"):

@@ -49,13 +49,16 @@ def test_a_layer_reads_what_the_one_before_it_writes(device: VirtualDevice, tact
     assert all(launch.programmatic for launch in device.launches)
 
 
+@pytest.mark.parametrize("tokens", [5, 40])
 @EACH_KIND
-def test_a_layer_is_routed_by_what_the_launch_before_it_writes(device: VirtualDevice, tactic: int, mode: int) -> None:
+def test_a_layer_is_routed_by_what_the_launch_before_it_writes(
+    device: VirtualDevice, tactic: int, mode: int, tokens: int
+) -> None:
     """Expert ids come from a router: here from a layer whose output, read as integers, names no expert of the next."""
-    case = MoECase(5, 160, 96, 4, 2, mode)
+    case = MoECase(tokens, 160, 96, 4, 2, mode)
     first = LayerCall(make_moe_inputs(case, 710 + tactic), mode, tactic)
     second = LayerCall(make_moe_inputs(case, 810 + tactic), mode, tactic)
-    second.inputs.token_selected_experts = first.output.view(torch.int32).flatten()[:10].view(5, 2)
+    second.inputs.token_selected_experts = first.output.view(torch.int32).flatten()[: 2 * tokens].view(tokens, 2)
     run_layers(device, [first, second])
     ids = second.inputs.token_selected_experts
     assert not ((ids >= 0) & (ids < 4)).any()

@@ -142,11 +142,11 @@ def test_the_width_is_left_for_the_planner(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(modules.jit_env, "FLASHINFER_WORKSPACE_DIR", tmp_path)
     monkeypatch.delenv(modules.HALF_MMA_VARIABLE, raising=False)
     assert not modules.multiplies_in_half()
-    parts.write_sum_bits(13, "NVIDIA GB10")
-    assert modules.probed_sum_bits() == 13
-    assert modules.multiplies_in_half()
-    parts.write_sum_bits(25, "NVIDIA GB10")
-    assert not modules.multiplies_in_half()
+    parts.write_sum_bits({"mxf8f6f4": 13, "mxf4": 25}, "NVIDIA GB10")
+    assert modules.probed_sum_bits("mxf8f6f4") == 13
+    assert modules.multiplies_in_half() and not modules.multiplies_in_half("mxf4")
+    parts.write_sum_bits({"mxf8f6f4": 25, "mxf4": 13}, "NVIDIA GB10")
+    assert not modules.multiplies_in_half() and modules.multiplies_in_half("mxf4")
 
 
 # --- launches ---------------------------------------------------------------------------------------------------------

@@ -99,7 +99,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Target]]:
     monkeypatch.setattr(layer.measure, "__defaults__", ("tiny", layer.TOKENS[:1], 1))
     result = verify.Result("MoE of one size", 0.5)
     monkeypatch.setattr(parts, "_every_tactic", lambda target: iter([result]))
-    wrote: list[tuple[int, str]] = []
+    wrote: list[tuple[dict[str, int], str]] = []
     monkeypatch.setattr(parts, "write_sum_bits", lambda bits, name: wrote.append((bits, name)))
     with virtual_device("sm_121a", strict=False, accumulation_bits=13) as device:
 
@@ -111,7 +111,18 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Target]]:
 
         yield made
     _READ.clear()
-    assert wrote in ([], [(13, "given")])
+    assert wrote in ([], [({"mxf8f6f4": 13, "mxf4": 13}, "given")])
+
+
+@pytest.mark.parametrize("narrow", ["mxf8f6f4", "mxf4"])
+def test_the_width_of_each_block_scaled_mma_is_written_down(narrow: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = SimpleNamespace(sm12x=True, virtual=None, name="given")
+    monkeypatch.setattr(parts, "find_target", lambda: target)
+    monkeypatch.setattr(mma, "sum_bits", lambda _, kind: 13 if kind is mma.KINDS[narrow] else 25)
+    wrote: list[tuple[dict[str, int], str]] = []
+    monkeypatch.setattr(parts, "write_sum_bits", lambda bits, name: wrote.append((bits, name)))
+    parts.sums(lambda **found: None)
+    assert wrote == [({kind: 13 if kind == narrow else 25 for kind in ("mxf8f6f4", "mxf4")}, "given")]
 
 
 @pytest.mark.parametrize("capability", [GB10, (9, 0)], ids=["GB10", "Hopper"])

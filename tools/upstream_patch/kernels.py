@@ -38,7 +38,7 @@ def instances(streamed: bool = False, gemm: bool = False, dense: bool = False) -
         Literally(f"INSTANCES: tuple[Instance, ...] = {rows}\n"),
         *([Take(FORK_INSTANCES, ("GEMM_INSTANCES",))] if gemm else []),
         Take(FORK_INSTANCES, _LOOK_UP),
-        *([Take(FORK_INSTANCES, ("Weights", "DenseInstance", "DENSE_INSTANCES"))] if dense else []),
+        *([Take(FORK_INSTANCES, ("Weights", "Operand", "DenseInstance", "DENSE_INSTANCES"))] if dense else []),
     ]
     return New(INSTANCES, parts)
 

@@ -177,6 +177,7 @@ assert len(_PLACES) == len({row.number for row in INSTANCES}) == len(INSTANCES)
 
 
 Weights = Literal["mxfp4", "mxfp8"]
+Operand = Literal["mxfp4", "mxfp8", "bf16"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,8 +199,9 @@ class DenseInstance:
     mma_warps : int
         Of a stream of weights: warps that share K.
     operand : str
-        As what tokens are multiplied: ``"bf16"``, which holds every format's values, or ``"mxfp8"`` by MMAs that take
-        block scales (on compute capability 9.0 in half precision, exactly).
+        As what tokens are multiplied: ``"bf16"``, which holds every format's values, or, by MMAs that take block scales (on
+        compute capability 9.0 in half precision, exactly), ``"mxfp8"`` or, of MXFP4 tokens and weights alone,
+        ``"mxfp4"``.
     """
 
     index: int
@@ -208,7 +210,7 @@ class DenseInstance:
     words: int = 0
     stages: int = 0
     mma_warps: int = 12
-    operand: Activation = "bf16"
+    operand: Operand = "bf16"
 
     @property
     def streamed(self) -> bool:
@@ -242,6 +244,8 @@ DENSE_INSTANCES: tuple[DenseInstance, ...] = (
     DenseInstance(11, "mxfp4", 128, stages=2, operand="mxfp8"),
     DenseInstance(12, "mxfp8", 64, stages=3, operand="mxfp8"),
     DenseInstance(13, "mxfp8", 128, stages=2, operand="mxfp8"),
+    DenseInstance(14, "mxfp4", 64, stages=6, operand="mxfp4"),
+    DenseInstance(15, "mxfp4", 128, stages=4, operand="mxfp4"),
 )
 
 

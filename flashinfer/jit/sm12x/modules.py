@@ -60,37 +60,38 @@ HALF_MMA_VARIABLE = "FLASHINFER_SM12X_HALF_MMA"
 """1: MXFP8 is multiplied in half precision; 0: by the block-scaled MMA; unset: as :func:`probed_sum_bits` has it."""
 
 PROBE_FILE = "sm12x_probe.json"
-"""In the workspace folder: what a probe of this machine's GPU found, ``{"mma_sum_bits": 13, ...}``."""
+"""In the workspace folder: what a probe of this machine's GPU found, ``{"mma_sum_bits": {"mxf8f6f4": 13, ...}, ...}``."""
 
 FLOAT32_BITS = 23  # of fraction; sums of fewer break the derived error bounds
 
 
-def probed_sum_bits() -> int | None:
-    """Fraction bits in which this machine's block-scaled MMA adds up, as a probe of it wrote them down; else None.
+def probed_sum_bits(kind: str) -> int | None:
+    """Fraction bits in which this machine's MMA of ``kind`` adds up, as a probe of it wrote them down; else None.
 
     Raises:
         ValueError: the probe's file holds something else; the message names it.
     """
     path = Path(jit_env.FLASHINFER_WORKSPACE_DIR) / PROBE_FILE
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))["mma_sum_bits"]
+        found = json.loads(path.read_text(encoding="utf-8"))["mma_sum_bits"][kind]
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is not what a probe writes ({error!r}); remove it, or probe again") from error
     if not isinstance(found, int) or not 1 <= found <= 64:
         raise ValueError(
-            f"{path} has mma_sum_bits {found!r}; it must be an integer from 1 to 64. Remove it, or probe again"
+            f"{path} has mma_sum_bits {found!r} of {kind}; it must be an integer from 1 to 64. Remove it, or probe again"
         )
     return found
 
 
-def multiplies_in_half() -> bool:
+def multiplies_in_half(kind: str = "mxf8f6f4") -> bool:
     """Whether MXFP8 activations meet weights in half-precision MMAs, exactly, instead of block-scaled ones.
 
     For a GPU whose block-scaled MMA adds up in fewer bits than float32 has, which nobody has measured of SM12x. The
     streamed layers multiply in bf16 anyway; what changes are the pairs of GEMMs and the grouped GEMM, and that dense GEMMs
-    take quantized tokens as bf16. Read when a module is first used.
+    take quantized tokens as bf16. Read when a module is first used. ``kind`` ``"mxf4"`` asks the same of the MMA of MXFP4
+    tokens, which dense GEMMs alone have.
 
     Raises:
         ValueError: ``FLASHINFER_SM12X_HALF_MMA`` is neither 0 nor 1, or as :func:`probed_sum_bits`.
@@ -100,7 +101,7 @@ def multiplies_in_half() -> bool:
         raise ValueError(f"{HALF_MMA_VARIABLE} is {value!r}; it may be 0, 1 or unset")
     if value:
         return value == "1"
-    bits = probed_sum_bits()
+    bits = probed_sum_bits(kind)
     return bits is not None and bits < FLOAT32_BITS
 
 

@@ -44,7 +44,7 @@ struct DenseArguments {
   int num_tokens;
   int n;
   int k;  // a multiple of 32
-  DenseRows tokens;
+  TokenRows tokens;
   const uint8_t* weights;  // [n, k / 2] or [n, k]
   const uint8_t* weight_scales;  // 128x4
   StoreEpilogue epilogue;

@@ -70,15 +70,14 @@ constexpr int kMaxLocalExperts = 512;
 
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;  // of a warp
 
-// Activations as they lie in memory.
-enum class Activation : int { kE4m3 = 0, kE5m2 = 1, kBf16 = 2 };
+// Activations as they lie in memory; e2m1 two to a byte.
+enum class Activation : int { kE4m3 = 0, kE5m2 = 1, kBf16 = 2, kE2m1 = 3 };
 
-constexpr int element_bytes(Activation activation) { return activation == Activation::kBf16 ? 2 : 1; }
-
-// K bytes of a token row to K elements.
-constexpr int k_elements(Activation activation, int bytes) { return bytes / element_bytes(activation); }
+// Bytes of a block of 32 elements.
+constexpr int block_bytes(Activation activation) {
+  return activation == Activation::kBf16 ? 2 * kScaleBlock : kScaleBlock / (activation == Activation::kE2m1 ? 2 : 1);
+}
 
 static_assert(kScaleChunkBytes == 512 && kScaleChunkElements == 128, "128x4 scale chunks");
-static_assert(k_elements(Activation::kBf16, 256) == 128 && k_elements(Activation::kE4m3, 128) == 128, "K bytes");
 
 }  // namespace flashinfer::sm12x

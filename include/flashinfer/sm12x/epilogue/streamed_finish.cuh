@@ -17,6 +17,8 @@ template <class Config>
 class StreamKeeper {
   static constexpr int kSteps = Config::kTokenSteps;
   static constexpr int kWarps = kKeeperWarps, kThreads = 32 * kWarps;
+  // From one keeper's first copies to the next one's: about half a microsecond, less than memory takes for a stage of every SM.
+  static constexpr int kFirstFillCycles = 900;
   using Sums = float[kSteps][4];
 
  public:
@@ -35,15 +37,19 @@ class StreamKeeper {
   __device__ __forceinline__ void run() {
     const bool keeps = turn_ < keepers_;
     // At first one stage of each keeper is under way: enough to keep memory busy, and no queue in which what is needed
-    // first, weights and code, would wait for what is not.
+    // first, weights and code, would wait for what is not. Nor do these begin together, or they would all land when the last
+    // one does.
     for (int stage = turn_; keeps && stage < shared.stages && !to_fill_.ended(); stage += keepers_) {
-      if (stage >= keepers_) ptx::mbarrier_wait(shared.full(stage - keepers_), 0);
+      if (stage < keepers_) {
+        ptx::wait_cycles(turn_ * kFirstFillCycles);
+      } else {
+        ptx::mbarrier_wait(shared.full(stage - keepers_), 0);
+      }
       if (stage == shared.stages - 1) ptx::mbarrier_wait(shared.rehearsed(), 0);
       fill(stage);
     }
     // What goes into the stages that this warp will empty: its own units' successors, a ring further on.
     to_fill_ = StreamStride(p, shared, turn_ + shared.stages, keepers_);
-    ptx::wait_for_prerequisite_grids();  // the counters are zero
 
     for (; keeps && to_finish_.gemm() == 0; next()) finish<0>();
     meet(p.blocks_done);

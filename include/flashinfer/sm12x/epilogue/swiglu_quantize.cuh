@@ -115,7 +115,7 @@ class Fc1Finish {
         const int token = token_of(warp, lane, step, parity);
         const float* of_warp = amax + (warp % 4 & ~1) * Config::kTokenTile + token;
         const uint32_t scale = ptx::mxfp8_scale(fmaxf(of_warp[0], of_warp[Config::kTokenTile]));
-        const float inverse = ptx::mxfp8_inverse_scale(scale);
+        const float inverse = ptx::inverse_scale(scale);
         const uint16_t pair = ptx::f32x2_to_e4m3x2(act[0][step][parity] * inverse, act[0][step][parity + 2] * inverse);
         if constexpr (Config::kOperand == Activation::kBf16) {
           const uint32_t widened = ptx::e4m3x2_to_bf16x2(pair, ptx::ue8m0_to_f32<0>(scale));
@@ -160,7 +160,7 @@ class Fc1Finish {
   static __device__ __forceinline__ void store(const GroupedGemmParams<Role::kFc1>& p,
                                                const SharedStorage<Config>& shared, const scheduler::Unit& unit,
                                                int thread) {
-    constexpr int kBlockPieces = kScaleBlock * Config::kElementBytes / 16;
+    constexpr int kBlockPieces = Config::kBlockBytes / 16;
     constexpr int kTileBlocks = kRowHalf / kScaleBlock;
     const int inter = p.rows / 2, first_block = unit.row_tile * kTileBlocks;
     // FC2 copies whole words of arranged rows: the last tile writes their padding.

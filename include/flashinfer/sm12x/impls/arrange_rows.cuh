@@ -5,12 +5,12 @@
 #pragma once
 
 #include "../ptx/sync.cuh"
-#include "dense_rows.cuh"
+#include "token_rows.cuh"
 
 namespace flashinfer::sm12x {
 
 struct ArrangeRowsParams {
-  DenseRows rows;
+  TokenRows rows;
   int num_rows;
   WeightFormat weights;  // that the rows are to meet
   uint8_t* arranged;  // [words][num_rows][kArrangedRowBytes] (token_blocks.cuh)

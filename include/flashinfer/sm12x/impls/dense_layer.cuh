@@ -20,8 +20,9 @@
 
 #include "../common/rank.cuh"
 #include "../epilogue/scalar.cuh"
-#include "dense_rows.cuh"
+#include "dense_params.cuh"
 #include "streamed_gemm.cuh"
+#include "token_rows.cuh"
 
 namespace flashinfer::sm12x {
 

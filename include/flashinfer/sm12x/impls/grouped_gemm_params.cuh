@@ -21,18 +21,27 @@ enum class Role : int {
 
 enum class ScalarType : int { kBf16 = 0, kF16 = 1, kF32 = 2 };
 
-// A layer's input, for those who convert it.
-enum class TokenSource : int {
-  kMxfp8Swizzled = 0,  // e4m3, scales in the 128x4 layout
-  kMxfp8Linear = 1,    // e4m3, scales [tokens, k / 32]
-  kBf16 = 2,           // quantized to MXFP8 in W4A8, taken as they are in W4A16
-  kF16 = 3,            // quantized to MXFP8
+// A layer's tokens as they come, and what they are multiplied as.
+enum class TokenFormat : int {
+  kBf16 = 0,           // as they are
+  kQuantizeBf16 = 1,   // rounded to MXFP8
+  kQuantizeF16 = 2,
+  kMxfp8Swizzled = 3,  // e4m3, scales in the 128x4 layout
+  kMxfp8Linear = 4,    // e4m3, scales [tokens, k / 32]
+  kMxfp4Swizzled = 5,  // e2m1, scales in the 128x4 layout; this and what follows of dense layers
+  kQuantizeBf16ToMxfp4 = 6,
+  kQuantizeF16ToMxfp4 = 7,
 };
 
-struct InputRows {
-  const void* data;       // [tokens, k]
-  const uint8_t* scales;  // of MXFP8
-  TokenSource source;
+constexpr bool become_mxfp4(TokenFormat format) { return format >= TokenFormat::kMxfp4Swizzled; }
+constexpr bool have_scales(TokenFormat format) {
+  return format >= TokenFormat::kMxfp8Swizzled && format <= TokenFormat::kMxfp4Swizzled;
+}
+
+struct TokenRows {
+  const void* data;  // [rows, k]
+  const uint8_t* scales;
+  TokenFormat format;
   int k;
 };
 
@@ -90,7 +99,7 @@ struct GroupedGemmParams {
   int rows;                      // weight rows of an expert (FC1: 2 * inter, up rows first)
   int k;
 
-  const uint8_t* tokens;          // [*, k] e4m3 or e5m2; or arranged bf16, `num_entries` rows in expert order
+  const uint8_t* tokens;          // [*, k] e4m3, e5m2 or packed e2m1; or arranged bf16, `num_entries` rows by expert
   const uint32_t* token_scales;   // words of four UE8M0 scales
   int token_scale_pitch;          // words of a row, or 0: 128x4 layout
   const int32_t* ids;             // [entries] global expert ids

@@ -51,8 +51,7 @@ __device__ __forceinline__ OperandOffsets<Config> operand_offsets(const schedule
   const int swapped = Config::kTokenScales ? 0 : (unit.first_token + token) & 1;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    at.tokens[i] = token * Config::kTokenPitch + (i ^ swapped) * kScaleBlock * Config::kElementBytes +
-                   Policy::kTokenPiece * (lane % 4);
+    at.tokens[i] = token * Config::kTokenPitch + (i ^ swapped) * Config::kBlockBytes + Policy::kTokenPiece * (lane % 4);
   }
   return at;
 }
@@ -184,8 +183,9 @@ __device__ __forceinline__ void consume_tile(const SharedStorage<Config>& shared
                                              int valid_blocks, int lane, Accumulators<Config>& accumulators,
                                              mma::RowNans (&nans)[2]) {
   using Policy = typename Config::Policy;
-  constexpr int kBlockBytes = kScaleBlock * Config::kElementBytes;
-  constexpr int kWordPitch = Config::kTokenScales ? kScaleChunkElements : Config::kTokenTile * kArrangedRowBytes;
+  constexpr int kBlockBytes = Config::kBlockBytes;
+  constexpr int kWordPitch =
+      Config::kTokenScales ? kScaleChunkBlocks * kBlockBytes : Config::kTokenTile * kArrangedRowBytes;
   // Token steps whose operands are held together: enough for the MMAs of one part to hide their latency from the next.
   constexpr int kSteps = Config::kTokenSteps;
   constexpr int kGroup = Policy::kParts == 1 ? 1 : kSteps % 4 == 0 ? 4 : kSteps % 3 == 0 ? 3 : kSteps;
@@ -198,14 +198,15 @@ __device__ __forceinline__ void consume_tile(const SharedStorage<Config>& shared
     auto block_pair = [&](auto pair_constant) {
       constexpr int kPair = decltype(pair_constant)::value;
       constexpr int kWeightWords = Policy::kWeightWords;
-      // A matrix of ldmatrix is 16 bytes of 8 rows: one block of MXFP4, half of one of MXFP8. [half][block of the pair]
-      uint32_t row[2][2][kWeightWords], row_plus_8[2][2][kWeightWords];
+      // A matrix of ldmatrix is 16 bytes of 8 rows: one block of MXFP4, half of one of MXFP8. [half][MMA's blocks of the pair]
+      constexpr int kLoads = weight_block_bytes(Config::kWeights) / 16;
+      uint32_t row[2][2 / Policy::kBlocks][kWeightWords], row_plus_8[2][2 / Policy::kBlocks][kWeightWords];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
 #pragma unroll
-        for (int load = 0; load < kWeightWords; ++load) {
+        for (int load = 0; load < kLoads; ++load) {
           uint32_t matrices[4];
-          const uint32_t chunk = (kWeightWords * (4 * word + 2 * kPair) + 2 * load + lane / 16) ^ at.swizzle;
+          const uint32_t chunk = (kLoads * (4 * word + 2 * kPair) + 2 * load + lane / 16) ^ at.swizzle;
           ptx::load_matrix_x4(matrices, weights + at.weights[half] + 16 * chunk);
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
@@ -218,13 +219,20 @@ __device__ __forceinline__ void consume_tile(const SharedStorage<Config>& shared
       auto block = [&](auto block_constant) {
         constexpr int kBlock = decltype(block_constant)::value;  // of the four that share a scale word
         if (!kPlain && 4 * word + kBlock >= valid_blocks) return;
+        // Where the second block of an MMA is beyond K its weights are zero, and its scales anything, NaN included.
+        auto within_k = [&](auto both) {
+          if constexpr (Policy::kBlocks == 2 && !kPlain) {
+            if (4 * word + kBlock + 1 >= valid_blocks) both.word &= 0xFFu << (8 * kBlock);
+          }
+          return both;
+        };
         // Keeps ptxas from hoisting the next block's fragments above this one's, which would cost spills.
         if constexpr (Config::kCooperative) __syncwarp();
         typename Policy::Weights expanded[2];
         typename Policy::RowScales row_scales[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          row_scales[half] = scales.of_rows(word, half, kBlock);
+          row_scales[half] = within_k(scales.of_rows(word, half, kBlock));
           expanded[half] = Policy::template expand<kBlock, kPlain>(row[half][kBlock % 2], row_plus_8[half][kBlock % 2],
                                                                    row_scales[half], nans[half]);
         }
@@ -232,7 +240,7 @@ __device__ __forceinline__ void consume_tile(const SharedStorage<Config>& shared
 #pragma unroll
           for (int i = 0; i < kGroup; ++i) {
             const int step = first_step + i;
-            const auto token_scales = scales.of_tokens(word, step, kBlock);
+            const auto token_scales = within_k(scales.of_tokens(word, step, kBlock));
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
               Policy::template multiply<kBlock, decltype(part_constant)::value>(
@@ -253,7 +261,7 @@ __device__ __forceinline__ void consume_tile(const SharedStorage<Config>& shared
         }
       };
       block(std::integral_constant<int, 2 * kPair>{});
-      block(std::integral_constant<int, 2 * kPair + 1>{});
+      if constexpr (Policy::kBlocks == 1) block(std::integral_constant<int, 2 * kPair + 1>{});
     };
     block_pair(std::integral_constant<int, 0>{});
     block_pair(std::integral_constant<int, 1>{});

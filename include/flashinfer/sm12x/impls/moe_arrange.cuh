@@ -11,7 +11,7 @@
 namespace flashinfer::sm12x {
 
 struct ArrangeParams {
-  InputRows input;
+  TokenRows input;
   const int32_t* positions;  // [tokens, top_k] in expert order, -1: no local expert; null: the order of tokens
   int num_tokens;
   int top_k;  // 1 without positions
@@ -27,13 +27,9 @@ constexpr int kArrangeThreads = 256;
 
 // A thread converts eight elements of a token at a time and writes them wherever the token goes; elements beyond K, up to a
 // whole word, become zeros.
-template <Activation kActivation>
 __global__ void __launch_bounds__(kArrangeThreads) moe_arrange_kernel(const __grid_constant__ ArrangeParams p) {
-  // A streamed layer reads expert ids before it waits for this grid: what comes before must have ended when it starts.
-  const bool behind_prologue = p.positions != nullptr;
-  if (behind_prologue) ptx::launch_dependent_grids();
+  ptx::launch_dependent_grids();
   ptx::wait_for_prerequisite_grids();
-  if (!behind_prologue) ptx::launch_dependent_grids();
   if (blockIdx.x == 0) {
     for (int i = 128 * threadIdx.x; i < p.prefetch_bytes; i += 128 * kArrangeThreads) {
       ptx::prefetch_to_l2(static_cast<const uint8_t*>(p.prefetch) + i);
@@ -49,7 +45,7 @@ __global__ void __launch_bounds__(kArrangeThreads) moe_arrange_kernel(const __gr
   while (token < p.num_tokens) {
     const int k_block = eighth / 4;
     uint4 arranged = make_uint4(0, 0, 0, 0);
-    if (k_block * kScaleBlock < p.input.k) arranged = load_input_eight<kActivation>(p.input, token, eighth);
+    if (k_block * kScaleBlock < p.input.k) arranged = load_input_eight(p.input, token, eighth);
     for (int slot = 0; slot < p.top_k; ++slot) {
       const int row = p.positions != nullptr ? p.positions[token * p.top_k + slot] : token;
       if (row < 0) continue;

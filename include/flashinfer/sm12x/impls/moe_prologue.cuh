@@ -19,6 +19,8 @@ enum class TokenInput : int {
   kQuantizeBf16 = 2,
   kQuantizeF16 = 3,
   kWidenMxfp4 = 4,  // to e4m3; scales are the caller's
+  kQuantizeBf16ToMxfp4 = 5,  // kQuantizeBf16 and kQuantizeF16 are to MXFP8
+  kQuantizeF16ToMxfp4 = 6,
 };
 
 struct PrologueParams {
@@ -26,7 +28,7 @@ struct PrologueParams {
   int hidden;
   TokenInput input_kind;
   const void* input;  // [tokens, hidden] bf16/fp16/e2m1, or scales [tokens, hidden / 32]
-  uint8_t* quantized;  // [tokens, hidden] e4m3
+  uint8_t* quantized;  // [tokens, hidden] e4m3, or packed e2m1
   uint8_t* quantized_scales;  // [tokens, 4 * scale_words(hidden)]
 
   const int32_t* ids;  // null: no routing at all (grouped GEMM, dense layer)
@@ -92,9 +94,13 @@ __device__ __forceinline__ void prepare_token(const PrologueParams& p, int token
   const int pitch = kScaleChunkBlocks * scale_words(p.hidden);
   uint8_t* scales = p.quantized_scales + static_cast<int64_t>(token) * pitch;
   if (p.input_kind == TokenInput::kQuantizeBf16) {
-    quantize_row<true>(static_cast<const uint16_t*>(p.input) + row, p.hidden, p.quantized + row, scales);
+    quantize_row<true, uint2>(static_cast<const uint16_t*>(p.input) + row, p.hidden, p.quantized + row, scales);
   } else if (p.input_kind == TokenInput::kQuantizeF16) {
-    quantize_row<false>(static_cast<const uint16_t*>(p.input) + row, p.hidden, p.quantized + row, scales);
+    quantize_row<false, uint2>(static_cast<const uint16_t*>(p.input) + row, p.hidden, p.quantized + row, scales);
+  } else if (p.input_kind == TokenInput::kQuantizeBf16ToMxfp4) {
+    quantize_row<true, uint32_t>(static_cast<const uint16_t*>(p.input) + row, p.hidden, p.quantized + row / 2, scales);
+  } else if (p.input_kind == TokenInput::kQuantizeF16ToMxfp4) {
+    quantize_row<false, uint32_t>(static_cast<const uint16_t*>(p.input) + row, p.hidden, p.quantized + row / 2, scales);
   } else if (p.input_kind == TokenInput::kRepackScales) {
     const int blocks = p.hidden / kScaleBlock;
     const uint8_t* source = static_cast<const uint8_t*>(p.input) + static_cast<int64_t>(token) * blocks;

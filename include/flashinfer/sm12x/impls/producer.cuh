@@ -27,7 +27,7 @@ class Producer {
   using Map = scheduler::UnitMap<Config::kTokenTile>;
   static constexpr int kRowsPerLane = (Config::kTokenTile + 31) / 32;
   // Rows that are gathered: 16-byte pieces of a stage's row, rows that one copy instruction takes pieces of.
-  static constexpr int kPieceElements = 16 / Config::kElementBytes;
+  static constexpr int kPieceElements = 16 * kScaleBlock / Config::kBlockBytes;
   static constexpr int kPieces = Config::kTokenBytes / 16;
   static constexpr int kRowsTogether = 32 / kPieces;
   static constexpr int kCopies = Config::kTokenScales ? Config::kTokenTile / kRowsTogether : 1;

@@ -42,11 +42,11 @@ struct GemmConfig {
   static constexpr int kMinBlocks = kBf16 && !kForSm12x ? kHopperBlocks : kSm12xBlocks;
 
   static constexpr bool kTokenScales = !kBf16;
-  static constexpr int kElementBytes = element_bytes(kOperand);
-  static constexpr int kTokenBytes = kKTile * kElementBytes;
-  // MXFP8 rows are shifted against the 128-byte period of the banks, so that a load of all lanes, 8 bytes beside MXFP4
-  // weights and 4 beside MXFP8's, meets no bank twice; arranged rows lie word by word.
-  static constexpr int kTokenPadding = kWeights == WeightFormat::kMxfp4 ? 32 : 16;
+  static constexpr int kBlockBytes = block_bytes(kOperand);
+  static constexpr int kTokenBytes = kKTile / kScaleBlock * kBlockBytes;
+  // Rows of MXFP8 and MXFP4 are shifted against the 128-byte period of the banks, so that a load of all lanes, 8 or 4 bytes,
+  // meets no bank twice; arranged rows lie word by word.
+  static constexpr int kTokenPadding = 4 * Policy::kTokenPiece;
   static constexpr int kTokenPitch = kTokenScales ? kTokenBytes + kTokenPadding : kArrangedRowBytes;
   static constexpr int kWeightPitch = weight_row_bytes(kWeights, kKTile);
   static constexpr int kWords = kKTile / kScaleChunkElements;
@@ -58,7 +58,7 @@ struct GemmConfig {
   static constexpr int kTokenScaleStage = kTokenScales ? 4 * kWords * kTokenTile : 0;
 
   // FC1 leaves its act tile (64 values a token) here before it goes to memory in 16-byte pieces.
-  static constexpr int kStagingPitch = kRowHalf * kElementBytes + 16;
+  static constexpr int kStagingPitch = kRowHalf / kScaleBlock * kBlockBytes + 16;
   static constexpr int kStagingBytes = kRole == Role::kFc1 ? kTokenTile * kStagingPitch : 0;
 
   // bf16 rows are what a Hopper runs of a layer: there the ring takes what its blocks leave of shared memory.

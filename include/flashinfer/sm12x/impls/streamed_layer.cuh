@@ -99,11 +99,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 
   ptx::launch_dependent_grids();
   const int turn = warp - Config::kMmaWarps;  // of a keeper
-  const bool few = p.num_entries <= 32;
   auto expert_of = [&](int entry) {
     return entry < p.num_entries ? scheduler::local_expert(p.ids[entry], p.first_expert, p.num_experts) : -1;
   };
-  const int expert = few && turn == 0 ? expert_of(lane) : -1;
+  const bool few = p.num_entries <= 32;
   if (turn == 1) {
     for (int stage = lane; stage < shared.stages; stage += 32) {
       ptx::mbarrier_init(shared.full(stage), 1);
@@ -114,9 +113,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       ptx::mbarrier_init(shared.rehearsed(), Config::kMmaWarps);
     }
     ptx::fence_barrier_init();
+    if (lane < 2) ptx::prefetch_tensor_map(&p.gemm[lane].scales);
   }
-  for (int i = threadIdx.x; !few && i < p.num_entries; i += Config::kThreads) {
-    shared.routing_experts()[i] = expert_of(i);
+  if (!few) {
+    ptx::wait_for_prerequisite_grids();  // ids are there
+    for (int i = threadIdx.x; i < p.num_entries; i += Config::kThreads) shared.routing_experts()[i] = expert_of(i);
   }
   __syncthreads();
 
@@ -124,11 +125,12 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     StreamMultiplier<Config>(shared, warp, lane).run(p);
     return;
   }
+  ptx::wait_for_prerequisite_grids();  // ids are there, tokens arranged, and the grid barrier's counters are zero
   if (turn == 0) {
-    const TileCounts tiles = few ? route_few<Config>(p, shared, expert, lane) : route_many<Config>(p, shared, lane);
+    const TileCounts tiles =
+        few ? route_few<Config>(p, shared, expert_of(lane), lane) : route_many<Config>(p, shared, lane);
     if (lane < 2) shared.shares()[lane] = StreamShare::of_block(tiles, Config::kWideFifths, p.gemm[lane].units);
   }
-  if (turn == 1 && lane < 2) ptx::prefetch_tensor_map(&p.gemm[lane].scales);
   ptx::named_barrier_sync<32 * kKeeperWarps>(kKeeperBarrier);
   ptx::named_barrier_arrive<Config::kThreads>(kRoutedBarrier);
   epilogue::StreamKeeper<Config>(p, shared, turn, lane).run();

@@ -40,8 +40,7 @@ class StreamMultiplier {
         releases_ = true;
         __syncwarp();
         if (lane_ == 0) ptx::mbarrier_arrive(shared.rehearsed());
-        ptx::named_barrier_sync<Config::kThreads>(kRoutedBarrier);
-        ptx::wait_for_prerequisite_grids();  // tokens are arranged
+        ptx::named_barrier_sync<Config::kThreads>(kRoutedBarrier);  // tokens are arranged, too
       }
 
       run = walk.next_run(p, shared);

@@ -15,7 +15,7 @@
 
 namespace flashinfer::sm12x {
 
-constexpr int kArrangedBlockBytes = kScaleBlock * element_bytes(Activation::kBf16);
+constexpr int kArrangedBlockBytes = block_bytes(Activation::kBf16);
 constexpr int kArrangedRowBytes = kScaleChunkBlocks * kArrangedBlockBytes;  // of one word
 
 // Byte offset of block `k_block` of row `row` of `rows` arranged rows.
@@ -57,7 +57,7 @@ __device__ __forceinline__ void requantize_block(const Load& load, const Take& t
     for (int i = 0; i < 8; ++i) amax = fmaxf(amax, fabsf(x[i]));
   }
   const uint32_t exponent = ptx::mxfp8_scale(amax);
-  const float inverse = ptx::mxfp8_inverse_scale(exponent), scale = ptx::ue8m0_to_f32<0>(exponent);
+  const float inverse = ptx::inverse_scale(exponent), scale = ptx::ue8m0_to_f32<0>(exponent);
   auto pair = [&](int i) {
     return ptx::e4m3x2_to_bf16x2(ptx::f32x2_to_e4m3x2(x[i] * inverse, x[i + 4] * inverse), scale);
   };
@@ -68,20 +68,17 @@ __device__ __forceinline__ void requantize_block(const Load& load, const Take& t
   }
 }
 
-// Elements 8 * eighth.. of row `token` of the layer's input, as W4A8 (kE4m3) or W4A16 (kBf16) rounds them, arranged. Lanes
-// 4i..4i + 3 hold one block and call together.
-template <Activation kActivation>
-__device__ __forceinline__ uint4 load_input_eight(const InputRows& rows, int64_t token, int eighth) {
+// Elements 8 * eighth.. of row `token` of the layer's input, arranged; not of MXFP4. Lanes 4i..4i + 3 hold one block and call
+// together.
+__device__ __forceinline__ uint4 load_input_eight(const TokenRows& rows, int64_t token, int eighth) {
   const int64_t at = token * (rows.k / 8) + eighth;
-  const bool sixteen_bit =
-      kActivation == Activation::kBf16 || rows.source == TokenSource::kBf16 || rows.source == TokenSource::kF16;
-  if (sixteen_bit) {
+  if (rows.format < TokenFormat::kMxfp8Swizzled) {
     const uint4 packed = static_cast<const uint4*>(rows.data)[at];
-    if constexpr (kActivation == Activation::kBf16) return detail::from_eight_bf16(packed);
+    if (rows.format == TokenFormat::kBf16) return detail::from_eight_bf16(packed);
     const unsigned lanes = 0xFu << (threadIdx.x % 32 & ~3u);
     uint2 eight;
     uint32_t scale;
-    if (rows.source == TokenSource::kBf16) {
+    if (rows.format == TokenFormat::kQuantizeBf16) {
       quantize_eight<true>(packed, lanes, eight, scale);
     } else {
       quantize_eight<false>(packed, lanes, eight, scale);
@@ -90,7 +87,7 @@ __device__ __forceinline__ uint4 load_input_eight(const InputRows& rows, int64_t
   }
   const int k_block = eighth / 4;
   int64_t scale_at = token * (rows.k / kScaleBlock) + k_block;
-  if (rows.source == TokenSource::kMxfp8Swizzled) {
+  if (rows.format == TokenFormat::kMxfp8Swizzled) {
     scale_at = swizzled_scale_place(token, k_block, scale_words(rows.k));
   }
   const uint2 eight = static_cast<const uint2*>(rows.data)[at];

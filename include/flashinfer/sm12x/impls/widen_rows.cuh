@@ -6,7 +6,7 @@
 #include <algorithm>
 
 #include "../common/launch.h"
-#include "dense_rows.cuh"
+#include "token_rows.cuh"
 
 namespace flashinfer::sm12x {
 
@@ -15,7 +15,7 @@ constexpr int kWidenThreads = 256;
 // Rows of any of the formats to bfloat16 [num_rows, k]: for more tokens than a stream of weights is made for, which a GEMM of
 // bfloat16 multiplies. A thread takes a block at a time.
 __global__ void __launch_bounds__(kWidenThreads)
-    widen_rows_kernel(const __grid_constant__ DenseRows rows, int64_t num_rows, uint4* __restrict__ out) {
+    widen_rows_kernel(const __grid_constant__ TokenRows rows, int64_t num_rows, uint4* __restrict__ out) {
   const int blocks = rows.k / kScaleBlock;
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kWidenThreads;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kWidenThreads + threadIdx.x; i < num_rows * blocks; i += stride) {
@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kWidenThreads)
   }
 }
 
-inline Status run_widen_rows(const DenseRows& rows, int64_t num_rows, void* out, const LaunchOptions& options) {
+inline Status run_widen_rows(const TokenRows& rows, int64_t num_rows, void* out, const LaunchOptions& options) {
   const int64_t wanted = (num_rows * (rows.k / kScaleBlock) + kWidenThreads - 1) / kWidenThreads;
   if (wanted == 0) return {};
   const int blocks = static_cast<int>(std::min<int64_t>(wanted, 8 * options.sm_count));

@@ -8,13 +8,13 @@
 // lane = 4 * g + t throughout; a fragment's accumulators are rows g, g, g + 8, g + 8 at tokens 2t, 2t + 1, 2t, 2t + 1.
 //
 // A block is multiplied in kParts parts, each an MMA's worth, so that those of other tokens can come between two that add to
-// the same sums.
+// the same sums; or kBlocks of them, two neighbours, by one MMA.
 //
 // Lane 4g + t takes kTokenPiece bytes of token g, piece t of its block, and kWeightWords words of 32 bits of each of its rows of
 // weights.
 //
-// A policy is that of an operand type, what tokens are in shared memory: MXFP8 as it is, or bfloat16, which W4A16 brings
-// and which holds a scaled MXFP8 value exactly.
+// A policy is that of an operand type, what tokens are in shared memory: MXFP8 or MXFP4 as it is, or bfloat16, which W4A16
+// brings and which holds a scaled MXFP8 or MXFP4 value exactly.
 #pragma once
 
 #include <cstdint>
@@ -37,21 +37,26 @@ struct RowNans {
   uint32_t row = 0, row_plus_8 = 0;
 };
 
-// A lane's two words of a block of MXFP8 tokens, as weights of either format lie beside them (expand.cuh): elements 8t.. of
-// MXFP4's, one piece; elements 4t.. and 16 + 4t.. of MXFP8's.
-template <WeightFormat kWeights>
-__device__ __forceinline__ uint2 load_mxfp8_piece(const uint8_t* piece) {
-  if constexpr (kWeights == WeightFormat::kMxfp4) return *reinterpret_cast<const uint2*>(piece);
+// A lane's two words of 32 bytes of tokens, as weights lie beside them (expand.cuh): elements 8t.. of MXFP8, one piece, beside
+// MXFP4; elements 4t.. and 16 + 4t.. of MXFP8 beside MXFP8; elements 8t.. of two blocks of MXFP4.
+template <int kPiece>
+__device__ __forceinline__ uint2 load_token_piece(const uint8_t* piece) {
+  if constexpr (kPiece == 8) return *reinterpret_cast<const uint2*>(piece);
   const auto* words = reinterpret_cast<const uint32_t*>(piece);
   return make_uint2(words[0], words[4]);
 }
 
-// SM12x, MXFP8 x MXFP4 or MXFP8: scales go into the MMA. MXFP4 weights need four instructions a word, MXFP8 none.
+// SM12x, MXFP8 x MXFP4 or MXFP8, MXFP4 x MXFP4: scales go into the MMA. MXFP4 weights beside MXFP8 need four instructions a
+// word. Operands of one format need none: a lane has 32-bit words t and 4 + t of 32 bytes of each of its rows, a block of MXFP8
+// or two of MXFP4.
 template <Activation kOperand, WeightFormat kWeights>
 struct BlockScaledPolicy {
+  static constexpr bool kE2m1 = kOperand == Activation::kE2m1;
+  static_assert(!kE2m1 || kWeights == WeightFormat::kMxfp4, "packed e2m1 meets its like");
   static constexpr Scaling kScaling = Scaling::kInMma;
   static constexpr int kParts = 1;
-  static constexpr int kWeightWords = weight_block_bytes(kWeights) / 16;
+  static constexpr int kBlocks = kE2m1 ? 2 : 1;
+  static constexpr int kWeightWords = kBlocks * weight_block_bytes(kWeights) / 16;
   static constexpr int kTokenPiece = 8 / kWeightWords;
   static constexpr float kAccumulatorScale = 1.0f;
   static constexpr bool kCollectsNans = false;
@@ -69,7 +74,7 @@ struct BlockScaledPolicy {
     uint32_t b[2];
   };
 
-  // Lanes with odd t supply row g + 8 (scale_vec::1X, thread-id 0).
+  // Lanes with odd t supply row g + 8 (scale_vec::1X and ::2X, thread-id 0).
   static __device__ __forceinline__ RowScales row_scales(const uint32_t* words, int row, int row_plus_8, int lane) {
     return {words[(lane & 1) ? row_plus_8 : row]};
   }
@@ -81,15 +86,15 @@ struct BlockScaledPolicy {
   static __device__ __forceinline__ Weights expand(const uint32_t (&row)[kWeightWords],
                                                    const uint32_t (&row_plus_8)[kWeightWords], const RowScales&,
                                                    RowNans&) {
-    if constexpr (kWeights == WeightFormat::kMxfp8) return {{row[0], row_plus_8[0], row[1], row_plus_8[1]}};
+    if constexpr (kWeightWords == 2) return {{row[0], row_plus_8[0], row[1], row_plus_8[1]}};
     Weights w;
     expand_to_containers(row[0], w.a[0], w.a[2]);
     expand_to_containers(row_plus_8[0], w.a[1], w.a[3]);
     return w;
   }
   static __device__ __forceinline__ Tokens load_tokens(const uint8_t* piece) {
-    const uint2 k = load_mxfp8_piece<kWeights>(piece);
-    if constexpr (kWeights == WeightFormat::kMxfp8) return {{k.x, k.y}};
+    const uint2 k = load_token_piece<kTokenPiece>(piece);
+    if constexpr (kWeightWords == 2) return {{k.x, k.y}};
     return {{__byte_perm(k.x, k.y, 0x6420), __byte_perm(k.x, k.y, 0x7531)}};
   }
   template <int kBlock, int kPart>
@@ -97,9 +102,9 @@ struct BlockScaledPolicy {
                                                   const RowScales& row, const TokenScales& token) {
     using Pair = ptx::BlockScaledPair;
     constexpr bool kE5m2 = kOperand == Activation::kE5m2, kE4m3Weights = kWeights == WeightFormat::kMxfp8;
-    constexpr Pair kPair =
+    constexpr Pair kEightBits =
         kE4m3Weights ? (kE5m2 ? Pair::kE4m3E5m2 : Pair::kE4m3E4m3) : (kE5m2 ? Pair::kE2m1E5m2 : Pair::kE2m1E4m3);
-    ptx::mma_block_scaled_16832<kBlock, kPair>(accumulator, w.a, x.b, row.word, token.word);
+    ptx::mma_block_scaled<kBlock, kE2m1 ? Pair::kE2m1E2m1 : kEightBits>(accumulator, w.a, x.b, row.word, token.word);
   }
 };
 
@@ -120,15 +125,18 @@ __device__ __forceinline__ void accumulate_scaled(float (&accumulator)[4], const
   accumulator[3] = fmaf(partial[3], row_plus_8, accumulator[3]);
 }
 
-// SM89/SM90, MXFP8 x MXFP4 or MXFP8. Their mma.sync has no native FP8 on Hopper (ptxas converts both operands to half), so
-// this policy expands to half itself, which is exact for e2m1, e4m3 and e5m2 and cheaper.
+// SM89/SM90, the same pairs. Their mma.sync has no native FP8 on Hopper (ptxas converts both operands to half), so this policy
+// expands to half itself, which is exact for e2m1, e4m3 and e5m2 and cheaper.
 template <Activation kOperand, WeightFormat kWeights>
 struct HalfPolicy {
+  static constexpr bool kE2m1 = kOperand == Activation::kE2m1;
   static constexpr Scaling kScaling = Scaling::kInSums;
   static constexpr int kParts = 1;
+  static constexpr int kBlocks = 1;
   static constexpr int kWeightWords = weight_block_bytes(kWeights) / 16;
-  static constexpr int kTokenPiece = 8 / kWeightWords;
-  static constexpr float kAccumulatorScale = kWeights == WeightFormat::kMxfp4 ? kHalfExpansion : 1.0f;
+  static constexpr int kTokenPiece = kE2m1 ? 4 : 8 / kWeightWords;
+  static constexpr float kAccumulatorScale =
+      (kWeights == WeightFormat::kMxfp4 ? kHalfExpansion : 1.0f) * (kE2m1 ? kHalfExpansion : 1.0f);
   static constexpr bool kCollectsNans = false;
   using RowScales = RowFactors;
   using TokenScales = TokenFactors;
@@ -150,7 +158,12 @@ struct HalfPolicy {
     return {{{low[0], high[0], low[1], high[1]}, {low[2], high[2], low[3], high[3]}}};
   }
   static __device__ __forceinline__ Tokens load_tokens(const uint8_t* piece) {
-    const uint2 k = load_mxfp8_piece<kWeights>(piece);
+    if constexpr (kE2m1) {
+      uint32_t pair[4];
+      expand_to_halves(*reinterpret_cast<const uint32_t*>(piece), pair);
+      return {{{pair[0], pair[1]}, {pair[2], pair[3]}}};
+    }
+    const uint2 k = load_token_piece<kTokenPiece>(piece);
     if constexpr (kWeights == WeightFormat::kMxfp8) {
       return {{{to_halves(k.x), to_halves(k.x >> 16)}, {to_halves(k.y), to_halves(k.y >> 16)}}};
     }
@@ -199,6 +212,7 @@ template <WeightFormat kWeights>
 struct Bf16Policy {
   static constexpr Scaling kScaling = Scaling::kInWeights;
   static constexpr int kParts = 2;
+  static constexpr int kBlocks = 1;
   static constexpr int kTokenPiece = 16;
   static constexpr int kWeightWords = kWeights == WeightFormat::kMxfp4 ? 1 : 2;
   static constexpr float kAccumulatorScale = 1.0f;

@@ -57,12 +57,9 @@ __device__ __forceinline__ void multiply(float (&sums)[4], const uint32_t (&a)[4
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 #if FLASHINFER_SM12X_DEVICE
   } else if constexpr (kKind == MmaKind::kMxf8f6f4) {
-    ptx::mma_block_scaled_16832<0, ptx::BlockScaledPair::kE2m1E4m3>(sums, a, b, scale_a, scale_b);
+    ptx::mma_block_scaled<0, ptx::BlockScaledPair::kE2m1E4m3>(sums, a, b, scale_a, scale_b);
   } else if constexpr (kKind == MmaKind::kMxf4) {
-    asm("mma.sync.aligned.kind::mxf4.block_scale.scale_vec::2X.m16n8k64.row.col.f32.e2m1.e2m1.f32.ue8m0"
-        " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3}, {%10}, {0, 0}, {%11}, {0, 0};"
-        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(scale_a), "r"(scale_b));
+    ptx::mma_block_scaled<0, ptx::BlockScaledPair::kE2m1E2m1>(sums, a, b, scale_a, scale_b);
 #endif
   } else {
     __trap();  // the binding launches no such kind elsewhere

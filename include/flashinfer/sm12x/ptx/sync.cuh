@@ -120,4 +120,9 @@ __device__ __forceinline__ void launch_dependent_grids() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
+// That many cycles of the SM's clock, or a few more; returns at once for 0.
+__device__ __forceinline__ void wait_cycles(int cycles) {
+  for (const int64_t begin = clock64(); clock64() - begin < cycles;) {}
+}
+
 }  // namespace flashinfer::sm12x::ptx

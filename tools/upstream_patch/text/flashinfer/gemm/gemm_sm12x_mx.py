@@ -14,7 +14,7 @@ from ..jit.sm12x.dense import gen_sm12x_dense_module
 from ..jit.sm12x.instances import DENSE_INSTANCES, DenseInstance
 from ..utils import device_support_pdl
 
-# Formats of tokens, as DenseTokens of dense_params.cuh numbers them.
+# Formats of tokens, as TokenFormat of grouped_gemm_params.cuh numbers them.
 BF16 = 0
 MXFP8_SWIZZLED = 3
 MXFP4_SWIZZLED = 5
@@ -22,11 +22,12 @@ MXFP4_SWIZZLED = 5
 # Weights that are streamed twice rather than multiplied by a GEMM.
 _SECOND_PASS_BYTES = 12 << 20
 # Tiles of the output up to which the fewest tokens a tile are faster.
-_FEW_TILES = {"bf16": 264, "mxfp8": 48}
+_FEW_TILES = {"bf16": 264, "mxfp8": 48, "mxfp4": 48}
 # Relative time of a tile of so many tokens, where there are many.
 _TILE_COST = {
     "bf16": {32: 1.0, 48: 1.2, 64: 1.45},
     "mxfp8": {64: 1.0, 128: 1.8},
+    "mxfp4": {64: 1.0, 128: 1.8},
 }
 
 
@@ -42,7 +43,8 @@ def _weights(weight: torch.Tensor) -> str:
 def _valid_instances(
     weights: str, num_tokens: int, k: int, token_format: int
 ) -> List[DenseInstance]:
-    operand = "bf16" if token_format == BF16 else "mxfp8"
+    # mm_fp4's weights are MXFP4 as its tokens are: kind::mxf4 multiplies both as they come.
+    operand = {BF16: "bf16", MXFP4_SWIZZLED: "mxfp4"}.get(token_format, "mxfp8")
     return [
         row
         for row in DENSE_INSTANCES

@@ -153,13 +153,11 @@ Status launch_prologue(const PrologueParams& params, const LaunchOptions& option
           "prologue"};
 }
 
-Status launch_arrange(const ArrangeParams& params, MoeMode mode, const LaunchOptions& options) {
+Status launch_arrange(const ArrangeParams& params, const LaunchOptions& options) {
   const int64_t row_eighths = 4 * kScaleChunkBlocks * scale_words(params.input.k);
   const int64_t wanted = (params.num_tokens * row_eighths + kArrangeThreads - 1) / kArrangeThreads;
   const int blocks = static_cast<int>(std::min<int64_t>(wanted, 8 * options.sm_count));
-  const auto kernel =
-      mode == MoeMode::kBf16Activations ? moe_arrange_kernel<Activation::kBf16> : moe_arrange_kernel<Activation::kE4m3>;
-  return {launch_kernel(kernel, params, blocks, kArrangeThreads, 0, options), "arranging of tokens"};
+  return {launch_kernel(moe_arrange_kernel, params, blocks, kArrangeThreads, 0, options), "arranging of tokens"};
 }
 
 // What FC1 and FC2 share.
@@ -176,13 +174,14 @@ Status fill_common(GroupedGemmParams<kRole>& g, const GemmInstance& instance, co
   return encode_weights(weights, instance.weights, experts, rows, k, instance.k_tile, &g.weights);
 }
 
-InputRows input_rows(const MoeArguments& a) {
-  const bool f16 = a.shape.mode == MoeMode::kQuantizeInput && a.input_type == ScalarType::kF16;
-  TokenSource source = f16 ? TokenSource::kF16 : TokenSource::kBf16;
-  if (a.shape.mode == MoeMode::kMxfp8Input) {
-    source = a.swizzled_input_sf ? TokenSource::kMxfp8Swizzled : TokenSource::kMxfp8Linear;
+TokenRows input_rows(const MoeArguments& a) {
+  TokenFormat format = TokenFormat::kBf16;
+  if (a.shape.mode == MoeMode::kQuantizeInput) {
+    format = a.input_type == ScalarType::kF16 ? TokenFormat::kQuantizeF16 : TokenFormat::kQuantizeBf16;
+  } else if (a.shape.mode == MoeMode::kMxfp8Input) {
+    format = a.swizzled_input_sf ? TokenFormat::kMxfp8Swizzled : TokenFormat::kMxfp8Linear;
   }
-  return {a.input, a.input_sf, source, a.shape.hidden};
+  return {a.input, a.input_sf, format, a.shape.hidden};
 }
 
 // The stream of one GEMM of the layer; no groups: K is too long for the instance.
@@ -265,7 +264,7 @@ Status run_streamed_moe(const MoeArguments& a, const LaunchOptions& options) {
   arrange.num_counters = 2;
   arrange.prefetch = a.ids;
   arrange.prefetch_bytes = entries * static_cast<int>(sizeof(int32_t));
-  if (Status r = launch_arrange(arrange, s.mode, options); r.error) return r;
+  if (Status r = launch_arrange(arrange, options); r.error) return r;
   return {instance.launch(p, shared_bytes, options), "streamed layer"};
 }
 
@@ -391,7 +390,7 @@ Status run_moe(const MoeArguments& a, const LaunchOptions& options) {
     arrange.num_tokens = s.num_tokens;
     arrange.top_k = s.top_k;
     arrange.tokens = w.tokens;
-    if (Status r = launch_arrange(arrange, s.mode, options); r.error) return r;
+    if (Status r = launch_arrange(arrange, options); r.error) return r;
   }
   if (const cudaError_t error = a.fc1_instance->fc1(fc1, fc1_blocks, options)) return {error, "FC1"};
   if (const cudaError_t error = a.fc2_instance->fc2(fc2, fc2_blocks, options)) return {error, "FC2"};
@@ -426,18 +425,23 @@ Status run_group_gemm(const GroupGemmArguments& a, const LaunchOptions& options)
 
 namespace {
 
-// What the prologue makes of rows of a format, so that they are MXFP8 rows with scales in words, and whether that needs memory.
-struct AsMxfp8 {
+// What the prologue makes of rows of a format, so that they are rows of the operand with scales in words, and whether that
+// needs memory.
+struct AsOperand {
   TokenInput made;
   bool values, scales;
 };
 
-AsMxfp8 as_mxfp8(DenseTokens format, int k) {
+AsOperand as_operand(Activation operand, TokenFormat format, int k) {
   switch (format) {
-    case DenseTokens::kQuantizeBf16: return {TokenInput::kQuantizeBf16, true, true};
-    case DenseTokens::kQuantizeF16: return {TokenInput::kQuantizeF16, true, true};
-    case DenseTokens::kMxfp4Swizzled: return {TokenInput::kWidenMxfp4, true, false};
-    case DenseTokens::kMxfp8Linear:
+    case TokenFormat::kQuantizeBf16: return {TokenInput::kQuantizeBf16, true, true};
+    case TokenFormat::kQuantizeF16: return {TokenInput::kQuantizeF16, true, true};
+    case TokenFormat::kQuantizeBf16ToMxfp4: return {TokenInput::kQuantizeBf16ToMxfp4, true, true};
+    case TokenFormat::kQuantizeF16ToMxfp4: return {TokenInput::kQuantizeF16ToMxfp4, true, true};
+    case TokenFormat::kMxfp4Swizzled:
+      if (operand != Activation::kE2m1) return {TokenInput::kWidenMxfp4, true, false};
+      break;
+    case TokenFormat::kMxfp8Linear:
       if (k % kScaleChunkElements != 0) return {TokenInput::kRepackScales, false, true};
       break;  // whole words
     default: break;
@@ -446,22 +450,22 @@ AsMxfp8 as_mxfp8(DenseTokens format, int k) {
 }
 
 struct DenseGemmWorkspace {
-  uint8_t* tokens;        // arranged bfloat16, or e4m3
+  uint8_t* tokens;        // arranged bfloat16, or e4m3, or packed e2m1
   uint8_t* token_scales;  // words of four
   SplitBuffers split;
   size_t bytes;
 };
 
-DenseGemmWorkspace lay_out_dense(const GemmInstance& instance, int num_tokens, int k, DenseTokens format,
+DenseGemmWorkspace lay_out_dense(const GemmInstance& instance, int num_tokens, int k, TokenFormat format,
                                  int device_sms, uint8_t* base) {
   Arena arena(base);
   DenseGemmWorkspace w = {};
   if (instance.operand == Activation::kBf16) {
     w.tokens = arena.take<uint8_t>(arranged_bytes(num_tokens, k));
   } else {
-    const AsMxfp8 rows = as_mxfp8(format, k);
+    const AsOperand rows = as_operand(instance.operand, format, k);
     const size_t tokens = static_cast<size_t>(num_tokens);
-    if (rows.values) w.tokens = arena.take<uint8_t>(tokens * k);
+    if (rows.values) w.tokens = arena.take<uint8_t>(tokens * (k / kScaleBlock) * block_bytes(instance.operand));
     if (rows.scales) w.token_scales = arena.take<uint8_t>(tokens * kScaleChunkBlocks * scale_words(k));
   }
   w.split = take_split_buffers(arena, device_sms);
@@ -481,13 +485,20 @@ Status launch_arrange_rows(const DenseGemmArguments& a, const DenseGemmWorkspace
   return {launch_kernel(arrange_rows_kernel, arrange, blocks, kArrangeRowsThreads, 0, options), "arranging of rows"};
 }
 
-// MXFP8 rows are read where they are; others are made into such.
-Status launch_rows_as_mxfp8(const DenseGemmArguments& a, const DenseGemmWorkspace& w, const LaunchOptions& options,
-                            GroupedGemmParams<Role::kStore>* gemm) {
-  if (a.tokens.format == DenseTokens::kBf16) {
-    return {cudaErrorInvalidValue, "this dense tactic multiplies MXFP8 tokens, and they are bfloat16"};
+// Rows of the operand's format are read where they are; others are made into such.
+Status launch_rows_as_operand(const DenseGemmArguments& a, const DenseGemmWorkspace& w, const LaunchOptions& options,
+                              GroupedGemmParams<Role::kStore>* gemm) {
+  const TokenFormat format = a.tokens.format;
+  const bool to_mxfp4 = become_mxfp4(format) && !have_scales(format);
+  if (a.instance->operand == Activation::kE2m1 && !become_mxfp4(format)) {
+    return {cudaErrorInvalidValue,
+            "this dense tactic multiplies MXFP4 tokens: they must come so or be rounded to MXFP4"};
   }
-  const AsMxfp8 rows = as_mxfp8(a.tokens.format, a.k);
+  if (a.instance->operand != Activation::kE2m1 && (format == TokenFormat::kBf16 || to_mxfp4)) {
+    return {cudaErrorInvalidValue,
+            "this dense tactic multiplies MXFP8 tokens: they must come quantized or be rounded to MXFP8"};
+  }
+  const AsOperand rows = as_operand(a.instance->operand, format, a.k);
   const uint8_t* scales = a.tokens.scales;
   PrologueParams prologue = {};
   prologue.num_tokens = a.num_tokens;
@@ -500,7 +511,7 @@ Status launch_rows_as_mxfp8(const DenseGemmArguments& a, const DenseGemmWorkspac
   prologue.num_split_arrivals = w.split.blocks;
 
   const bool swizzled =
-      a.tokens.format == DenseTokens::kMxfp8Swizzled || a.tokens.format == DenseTokens::kMxfp4Swizzled;
+      a.tokens.format == TokenFormat::kMxfp8Swizzled || a.tokens.format == TokenFormat::kMxfp4Swizzled;
   if (!rows.scales && reinterpret_cast<uintptr_t>(scales) % sizeof(uint32_t) != 0) {
     return {cudaErrorMisalignedAddress, "scales of tokens must start at a multiple of 4 bytes"};
   }
@@ -523,7 +534,7 @@ int dense_blocks(const DenseGemmArguments& a, const LaunchOptions& options, int 
 
 }  // namespace
 
-size_t dense_gemm_workspace_bytes(const GemmInstance& instance, int num_tokens, int k, DenseTokens format,
+size_t dense_gemm_workspace_bytes(const GemmInstance& instance, int num_tokens, int k, TokenFormat format,
                                   int device_sms) {
   return lay_out_dense(instance, num_tokens, k, format, device_sms, nullptr).bytes;
 }
@@ -543,7 +554,7 @@ Status run_dense_gemm(const DenseGemmArguments& a, const LaunchOptions& options)
   gemm.epilogue = a.epilogue;
   // Launched also where rows need nothing: it zeroes the counters, and since it waits for the launch in front before it lets
   // the GEMM begin, the GEMM may read weights at once, whoever wrote them.
-  const auto launch_rows = a.instance->operand == Activation::kBf16 ? launch_arrange_rows : launch_rows_as_mxfp8;
+  const auto launch_rows = a.instance->operand == Activation::kBf16 ? launch_arrange_rows : launch_rows_as_operand;
   if (Status r = launch_rows(a, w, options, &gemm); r.error) return r;
   return {a.instance->store(gemm, dense_blocks(a, options, blocks), options), "dense GEMM"};
 }

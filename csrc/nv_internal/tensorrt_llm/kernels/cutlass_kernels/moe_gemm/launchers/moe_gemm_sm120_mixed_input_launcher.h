@@ -117,12 +117,12 @@ struct GroupGemmArguments {
   const GemmInstance* instance;
 };
 
-// A dense layer, out = tokens * weights^T, as a GEMM: of bfloat16 tokens, or of MXFP8 tokens as the instance says.
+// A dense layer, out = tokens * weights^T, as a GEMM: of bfloat16, MXFP8 or MXFP4 tokens as the instance says.
 struct DenseGemmArguments {
   int num_tokens;
   int n;
   int k;
-  DenseRows tokens;
+  TokenRows tokens;
   const uint8_t* weights;        // [n, k / 2] or [n, k]
   const uint8_t* weight_scales;  // 128x4
   StoreEpilogue epilogue;
@@ -131,7 +131,7 @@ struct DenseGemmArguments {
   const GemmInstance* instance;
 };
 
-size_t dense_gemm_workspace_bytes(const GemmInstance& instance, int num_tokens, int k, DenseTokens format,
+size_t dense_gemm_workspace_bytes(const GemmInstance& instance, int num_tokens, int k, TokenFormat format,
                                   int device_sms);
 Status run_dense_gemm(const DenseGemmArguments& arguments, const LaunchOptions& options);
 

@@ -1,18 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Rows of any format that a dense layer takes, a block of 32 elements at a time as bfloat16, which holds each value exactly.
+// Token rows of any format as bfloat16, which holds each value exactly, by lanes that take a block of 32 elements each.
 #pragma once
 
 #include "../mma/expand.cuh"
 #include "../ptx/copy.cuh"
-#include "dense_params.cuh"
 #include "token_blocks.cuh"
 
 namespace flashinfer::sm12x {
 
 // A lane's block; zeros where it is not wanted.
 struct RowLoader {
-  const DenseRows& rows;
+  const TokenRows& rows;
   int64_t row;
   int k_block;
   bool wanted;
@@ -20,10 +19,12 @@ struct RowLoader {
   // Arranged: of every eight elements (0, 4), (1, 5), (2, 6), (3, 7), token_blocks.cuh's order.
   __device__ __forceinline__ void load(uint4 (&eights)[4]) const {
     switch (rows.format) {
-      case DenseTokens::kBf16: return load_bf16(eights);
-      case DenseTokens::kQuantizeBf16: return load_quantized<true>(eights);
-      case DenseTokens::kQuantizeF16: return load_quantized<false>(eights);
-      case DenseTokens::kMxfp4Swizzled: return load_mxfp4(eights);
+      case TokenFormat::kBf16: return load_bf16(eights);
+      case TokenFormat::kQuantizeBf16: return load_quantized<true>(eights);
+      case TokenFormat::kQuantizeF16: return load_quantized<false>(eights);
+      case TokenFormat::kMxfp4Swizzled: return load_mxfp4(eights);
+      case TokenFormat::kQuantizeBf16ToMxfp4:
+      case TokenFormat::kQuantizeF16ToMxfp4: return load_quantized_to_mxfp4(eights);
       default: return load_mxfp8(eights);
     }
   }
@@ -36,7 +37,7 @@ struct RowLoader {
 
   __device__ __forceinline__ float scale() const {
     int64_t place = row * (rows.k / kScaleBlock) + k_block;
-    if (rows.format != DenseTokens::kMxfp8Linear) { place = swizzled_scale_place(row, k_block, scale_words(rows.k)); }
+    if (rows.format != TokenFormat::kMxfp8Linear) { place = swizzled_scale_place(row, k_block, scale_words(rows.k)); }
     return ptx::ue8m0_to_f32<0>(wanted ? rows.scales[place] : 0);
   }
 
@@ -66,14 +67,16 @@ struct RowLoader {
     const uint4 block = ptx::load_16_bytes_if(wanted, at(kScaleBlock / 2));
     const uint32_t words[4] = {block.x, block.y, block.z, block.w};
     const float s = scale();
-    const uint32_t factor = ptx::f32x2_to_bf16x2(s, s);
 #pragma unroll
-    for (int q = 0; q < 4; ++q) {
-      uint32_t pair[4];
-      mma::expand_to_bf16(words[q], mma::kTwoTo126Pair, pair);
-      eights[q] = make_uint4(ptx::bf16x2_multiply(pair[0], factor), ptx::bf16x2_multiply(pair[1], factor),
-                             ptx::bf16x2_multiply(pair[2], factor), ptx::bf16x2_multiply(pair[3], factor));
-    }
+    for (int q = 0; q < 4; ++q) eights[q] = from_eight_nibbles(words[q], s);
+  }
+
+  static __device__ __forceinline__ uint4 from_eight_nibbles(uint32_t nibbles, float scale) {
+    const uint32_t factor = ptx::f32x2_to_bf16x2(scale, scale);
+    uint32_t pair[4];
+    mma::expand_to_bf16(nibbles, mma::kTwoTo126Pair, pair);
+    return make_uint4(ptx::bf16x2_multiply(pair[0], factor), ptx::bf16x2_multiply(pair[1], factor),
+                      ptx::bf16x2_multiply(pair[2], factor), ptx::bf16x2_multiply(pair[3], factor));
   }
 
   template <bool kIsBf16>
@@ -81,6 +84,30 @@ struct RowLoader {
     load_16_bit(eights);
     requantize_block([&](int q, auto& x) { unpack_eight<kIsBf16>(eights[q], x); },
                      [&](int q, const uint4& eight) { eights[q] = eight; });
+  }
+
+  // One piece of code for both types: it stands in kernels of which few calls run it.
+  __device__ __forceinline__ void load_quantized_to_mxfp4(uint4 (&eights)[4]) const {
+    load_16_bit(eights);
+    float amax = 0.0f, x[8];
+    auto unpack = [&](int q) {
+      if (rows.format == TokenFormat::kQuantizeBf16ToMxfp4) {
+        unpack_eight<true>(eights[q], x);
+      } else {
+        unpack_eight<false>(eights[q], x);
+      }
+    };
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+      unpack(q);
+      amax = largest_magnitude(amax, x);
+    }
+    const uint32_t exponent = ptx::mxfp4_scale(amax);
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+      unpack(q);
+      eights[q] = from_eight_nibbles(to_eight_nibbles(x, ptx::inverse_scale(exponent)), ptx::ue8m0_to_f32<0>(exponent));
+    }
   }
 };
 
