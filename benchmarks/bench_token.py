@@ -36,7 +36,7 @@ from moe_bench import peer_marlin
 from moe_bench.peers import find_vllm
 from token_bench import check, emulate, measure, operators, picture, predict, results
 from token_bench.model import Model, fork_experts, marlin_experts
-from token_bench.sizes import DENSE_FORMATS, MATRICES, SIZES, Size, Step
+from token_bench.sizes import DENSE_FORMATS, MATRICES, SIZES, TOKENS_BESIDE, Size, Step
 
 import flashinfer
 from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm120_module
@@ -148,8 +148,18 @@ def steps_of(
     arguments: argparse.Namespace, formats: Sequence[str], routers: Sequence[str], attentions: Sequence[str]
 ) -> Iterator[Step]:
     """What is to be measured on one stack; prompts with the attention of their own only."""
-    for dense, router, attention in itertools.product(formats, routers, attentions):
-        common: dict[str, Any] = {"formats": dict.fromkeys(MATRICES, dense), "fused_router": router == "fork"}
+    dense_layers = [
+        (weights, tokens)
+        for weights in formats
+        for tokens in TOKENS_BESIDE[weights]
+        if weights == "bf16" or tokens in arguments.dense_tokens
+    ]
+    for (dense, dense_tokens), router, attention in itertools.product(dense_layers, routers, attentions):
+        common: dict[str, Any] = {
+            "formats": dict.fromkeys(MATRICES, dense),
+            "dense_tokens": dense_tokens,
+            "fused_router": router == "fork",
+        }
         for kv, (sequences, context) in itertools.product(arguments.kv, arguments.decode):
             yield Step(sequences, context, kv=kv, **common, fused_attention=attention == "fork")
         for tokens in arguments.prefill if attention == attentions[0] else ():
@@ -160,7 +170,8 @@ def stack_name(stack: str, step: Step) -> str:
     if stack == "vllm":
         return stack
     own = [name for name, used in (("router", step.fused_router), ("attention", step.fused_attention)) if used]
-    return f"fork, dense {step.formats['QKV']}{', its ' if own else ''}{' and '.join(own)}"
+    rounded = "" if step.dense_tokens == "bf16" else f" (tokens {step.dense_tokens})"
+    return f"fork, dense {step.formats['QKV']}{rounded}{', its ' if own else ''}{' and '.join(own)}"
 
 
 def not_measured(name: str, stack: str, step: Step, why: str) -> results.Measured:
@@ -354,6 +365,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--models", type=names, default=["gpt-oss-120b"], help=f"of {', '.join(SIZES)}")
     parser.add_argument("--stacks", type=names, default=["fork", "vllm"], help="fork, vllm")
     parser.add_argument("--dense", type=names, default=list(DENSE_FORMATS), help="the fork's QKV, O and LM head")
+    parser.add_argument(
+        "--dense-tokens",
+        type=names,
+        default=["bf16"],
+        help="to what those round their tokens: bf16, mxfp8 (beside mxfp8 and mxfp4 weights), mxfp4 (beside mxfp4 ones)",
+    )
     parser.add_argument("--decode", type=batches, default=DECODE, help="sequences x context: 1x1024,64x1024")
     parser.add_argument("--kv", type=names, default=["bf16"], help="bf16, fp8")
     parser.add_argument("--prefill", type=numbers, default=[], help="prompts of so many tokens, too")
@@ -390,6 +407,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         ("--models", arguments.models, tuple(SIZES)),
         ("--stacks", arguments.stacks, ("fork", "vllm")),
         ("--dense", arguments.dense, DENSE_FORMATS),
+        ("--dense-tokens", arguments.dense_tokens, DENSE_FORMATS),
         ("--kv", arguments.kv, ("bf16", "fp8")),
         ("--router", arguments.router, ("separate", "fork")),
         ("--decode-attention", arguments.decode_attention, ("separate", "fork")),

@@ -5,7 +5,8 @@ Facts of ggml (llama-cpp-python 0.3.36's copy): a tensor's first size runs faste
 the sizes K, N.  Weights are blocks of 32 values of K with their scale in front.  MXFP4: the E8M0 byte, then 16 bytes, byte
 i with value i below and value i + 16 above.  Q8_0: a scale in float16, then 32 int8, 34 bytes where MXFP8 has 33; it is
 ggml's format of 8 bits, MXFP8 it has none.  Tokens and results are float32; a product with such weights rounds tokens
-to int8 with one scale per 32 (Q8_1 on a GPU, Q8_0 on a CPU) in each call.
+to int8 with one scale per 32 (Q8_1 on a GPU, Q8_0 on a CPU) in each call.  On SM12x llama.cpp would round more than 8 tokens
+to FP4 beside MXFP4 weights; ``GGML_CUDA_MMQ_PREC=q8`` keeps int8 there, too, so that what is compared is alike.
 
 Graphs are made as llama.cpp makes them for gpt-oss, in the same order, and go through ggml's scheduler, which places
 tensors and lets the backend find what it can fuse.  A GPU runs them on ggml's own stream: a call joins it to torch's by
@@ -138,6 +139,7 @@ class Library:
     def __init__(self, folder: Path, device: str = "cuda") -> None:
         # Read once by ggml, and a capture by it inside torch's would end the process.
         os.environ["GGML_CUDA_DISABLE_GRAPHS"] = "1"
+        os.environ["GGML_CUDA_MMQ_PREC"] = "q8"
         self.device = torch.device(device)
         on_gpu = self.device.type == "cuda"
         names = ["ggml-base", "ggml-cpu", *(["ggml-cuda"] if on_gpu else [])]

@@ -17,9 +17,9 @@ from typing import Any
 
 from flashinfer.jit.sm12x.modules import gen_dense_module
 from flashinfer.sm12x_gpu_probe.prediction import Assumptions, Times
-from flashinfer.testing.virtual_device import virtual_device
+from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
 
-from .sizes import MATRICES, SIZES
+from .sizes import MATRICES, SIZES, TOKENS_BESIDE
 
 KEPT = Path(__file__).with_name("gb10_kernels.json")
 MODE = 1  # W4A8 from bf16, the plugin's default
@@ -30,19 +30,26 @@ MODELS = {
 }
 """Of a model and its ranks the name in the layers' table."""
 DECODE, PREFILL = (1, 4, 16, 64), (512, 2048, 8192)
+STREAMED_TOKENS = 16
+"""Up to so many a dense layer is a stream of weights that takes as long whatever its tokens are rounded to: what is kept is
+that of bf16 ones."""
 RANKS = (1, 2)
 MODEL = "gpt-oss-120b"
 
 
 @dataclasses.dataclass(kw_only=True)
 class Kept(Times):
-    """One layer: ``kind`` is "MoE" or one of the dense layers, ``weights`` its format."""
+    """One layer: ``kind`` is "MoE" or one of the dense layers, ``weights`` its format, ``activation`` that of its tokens.
+
+    The experts' tokens are rounded to MXFP8.
+    """
 
     kind: str
     model: str
     ranks: int
     tokens: int
     weights: str
+    activation: str
 
 
 def times(line: Times) -> dict[str, Any]:
@@ -50,9 +57,24 @@ def times(line: Times) -> dict[str, Any]:
     return {field.name: getattr(line, field.name) for field in dataclasses.fields(Times)}
 
 
+def dense_line(device: VirtualDevice, ranks: int, kind: str, weights: str, tokens: int, activation: str) -> list[Kept]:
+    """A dense layer run and predicted; none where cuBLAS would multiply widened weights."""
+    from moe_bench import predict_dense
+
+    began = time.perf_counter()
+    shape = SIZES[MODEL].split(ranks).matrices[kind]
+    row = predict_dense.predict_layer(device, kind, tokens, weights, activation, shape)
+    what = f"{kind} of {ranks}, {tokens} tokens of {activation}, {weights}"
+    print(f"{what}: {time.perf_counter() - began:.0f} s", flush=True)
+    if row is None:
+        return []
+    about = {"kind": kind, "model": MODEL, "ranks": ranks, "tokens": tokens, "weights": weights}
+    return [Kept(**about, activation=activation, **times(row))]
+
+
 def emulate() -> int:
     """Run all of them and write :data:`KEPT`; 2 where the emulator cannot run."""
-    from moe_bench import predict, predict_dense
+    from moe_bench import predict
 
     found: list[Kept] = []
     try:
@@ -60,7 +82,15 @@ def emulate() -> int:
         for (model, ranks), name in MODELS.items():
             for line in predict.lines([name], [*DECODE, *PREFILL], [MODE], Assumptions(), {}):
                 found.append(
-                    Kept(kind="MoE", model=model, ranks=ranks, tokens=line.tokens, weights="mxfp4", **times(line))
+                    Kept(
+                        kind="MoE",
+                        model=model,
+                        ranks=ranks,
+                        tokens=line.tokens,
+                        weights="mxfp4",
+                        activation="mxfp8",
+                        **times(line),
+                    )
                 )
         with virtual_device("sm_121a", strict=False) as device:
             device.module(gen_dense_module)
@@ -69,16 +99,8 @@ def emulate() -> int:
             ):
                 if kind == "LM head" and tokens in PREFILL:
                     continue  # a prompt's logits are of its last token
-                shape = SIZES[MODEL].split(ranks).matrices[kind]
-                began = time.perf_counter()
-                activation = "mxfp8" if tokens in PREFILL else "bf16"
-                row = predict_dense.predict_layer(device, kind, tokens, weights, activation, shape)
-                what = f"{kind} of {ranks}, {tokens} tokens, {weights}"
-                print(f"{what}: {time.perf_counter() - began:.0f} s", flush=True)
-                if row is not None:
-                    found.append(
-                        Kept(kind=kind, model=MODEL, ranks=ranks, tokens=tokens, weights=weights, **times(row))
-                    )
+                for activation in TOKENS_BESIDE[weights] if tokens > STREAMED_TOKENS else ("bf16",):
+                    found += dense_line(device, ranks, kind, weights, tokens, activation)
     except RuntimeError as error:
         print(f"bench: no prediction: {error}", file=sys.stderr)
         return 2

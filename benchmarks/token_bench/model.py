@@ -22,7 +22,7 @@ from flashinfer.testing import moe_layers as layers_module
 from flashinfer.testing.moe_layers import ALPHA, BETA, LIMIT
 
 from .operators import EPSILON, PAGE, Batch, Cache, TorchAttention, TorchOperators, rope_table
-from .sizes import DENSE_FORMATS, Size, Step
+from .sizes import DENSE_FORMATS, Size, Step, TokenFormat
 
 ROUTER_SCALE = 4.0  # experts' logits lie apart, so that rounding seldom decides which are taken
 QUANTIZED_ROWS = 16_384
@@ -44,11 +44,11 @@ class Dense:
             joined = torch.cat([part.view(torch.uint8) for part in values]).view(values[0].dtype)
             self.weights[name] = (joined, mx_cpu.swizzle_128x4(torch.cat(scales)))
 
-    def __call__(self, x: torch.Tensor, weights: str) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, weights: str, tokens: TokenFormat) -> torch.Tensor:
         values, *scales = self.weights[weights]
         if weights == "bf16":
             return F.linear(x, values, self.bias)
-        return dense_mx(x, values, scales[0], self.bias, constant_weights=True)
+        return dense_mx(x, values, scales[0], self.bias, activation=tokens, constant_weights=True)
 
 
 class Experts(Protocol):
@@ -200,7 +200,8 @@ class Model:
         """Who computes each part."""
         attention = (self.prefill_attention if step.prefill else self.attention).by
         attention = "fork decode_attention" if step.fused_attention else attention
-        dense = {name: "cuBLAS" if kind == "bf16" else f"fork, {kind}" for name, kind in step.formats.items()}
+        rounded = "" if step.dense_tokens == "bf16" else f", tokens {step.dense_tokens}"
+        dense = {name: "cuBLAS" if kind == "bf16" else f"fork, {kind}{rounded}" for name, kind in step.formats.items()}
         return {
             **dict.fromkeys(("embedding", "argmax"), "torch"),
             **self.operators.by,
@@ -265,7 +266,7 @@ class Model:
             mark("norms")
             x, residual = operators.norm(x, residual, layer.norms[0])
             mark("QKV")
-            qkv = layer.qkv(x, step.formats["QKV"])
+            qkv = layer.qkv(x, step.formats["QKV"], step.dense_tokens)
             q, k, v = qkv.split((queries, keys, keys), dim=1)
             part, window = ("attention, window", size.window) if windowed else ("attention, full", 0)
             rows = q.view(tokens, size.heads, size.head)
@@ -285,7 +286,7 @@ class Model:
                 mark(part)
                 x = attention(rows, caches[index], cache, batch, layer.sinks, window)
             mark("O")
-            x = layer.o(x.view(tokens, queries), step.formats["O"])
+            x = layer.o(x.view(tokens, queries), step.formats["O"], step.dense_tokens)
             if step.fused_router:
                 mark("router")
                 routed = router_top_k(
@@ -307,7 +308,7 @@ class Model:
         x, _ = operators.norm(x, residual, self.norm)
         mark("LM head")
         last = x if step.new == 1 else x[step.new - 1 :: step.new].contiguous()
-        logits = self.lm_head(last, step.formats["LM head"])
+        logits = self.lm_head(last, step.formats["LM head"], step.dense_tokens)
         mark("argmax")
         return logits, logits.argmax(-1)
 

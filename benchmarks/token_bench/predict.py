@@ -26,16 +26,17 @@ from typing import Any
 
 from tabulate import tabulate
 
+from flashinfer.gemm import sm12x_dense
 from flashinfer.sm12x_gpu_probe.prediction import FAST, SLOW, Assumptions
 
-from .emulate import Kept, kept
+from .emulate import STREAMED_TOKENS, Kept, kept
 from .results import Measured
-from .sizes import DENSE_FORMATS, KV_BYTES, MATRICES, SIZES, Part, Size, Step, parts_of
+from .sizes import DENSE_FORMATS, KV_BYTES, MATRICES, SIZES, TOKENS_BESIDE, Part, Size, Step, parts_of
 
 FIXED_US = {
     "small": (2.0, 4.0),
     "gemm": (5.0, 12.0),
-    "router": (4.0, 8.0),
+    "router": (4.0, 10.0),
     "attention": (8.0, 16.0),
     "decode_attention": (5.0, 12.0),
 }
@@ -43,8 +44,8 @@ FIXED_US = {
 
 small: vLLM's engine on an H200 takes 2.7 for a norm and 2.9 for the top-k, gaps included; one node of a graph is published
 as 1.3 (Megatron-LM #6064). gemm: as of this fork's dense layers (an H200 takes 10 beyond their bytes, 9 for the router).
-router: this fork's, two small ones; its weights may be on their way before it begins, which is left out.
-The first of it, whose norm was one warp's, took 17 there; the one since has not been timed.
+router: this fork's, two small ones, with the norm in front; an H200 takes 8.3, its 0.7 MB included. Its weights may be on their
+way before it begins, which is left out.
 attention: FlashInfer's XQA takes 10 to 15 on an H200 up to a context of 1,024. decode_attention: this fork's, taken as its
 dense layers, which are one launch with a start and a tail, too; an H200 takes 8.1 in a window and 9.1 at 1,024.
 """
@@ -128,7 +129,7 @@ class Predicted:
 
 
 @functools.cache
-def kept_line(kind: str, model: str, ranks: int, tokens: int, weights: str) -> Kept:
+def kept_line(kind: str, model: str, ranks: int, tokens: int, weights: str, activation: str) -> Kept:
     """A kernel's kept times.
 
     Raises
@@ -136,16 +137,25 @@ def kept_line(kind: str, model: str, ranks: int, tokens: int, weights: str) -> K
     ValueError
         There are none for so many tokens.
     """
+    wanted = (kind, model, ranks, weights)
     fitting = [
-        line for line in kept() if (line.kind, line.model, line.ranks, line.weights) == (kind, model, ranks, weights)
+        line
+        for line in kept()
+        if (line.kind, line.model, line.ranks, line.weights) == wanted and activation_serves(line, activation)
     ]
     for line in fitting:
         if line.tokens == tokens:
             return line
     counts = ", ".join(str(line.tokens) for line in fitting) or "none"
     raise ValueError(
-        f"no prediction of {kind} for {tokens} tokens of {model} on {ranks} GPU(s), {weights}: {counts} only"
+        f"no prediction of {kind} for {tokens} tokens of {model} on {ranks} GPU(s), {weights} and tokens in {activation}: "
+        f"{counts} only"
     )
+
+
+def activation_serves(line: Kept, activation: str) -> bool:
+    """Whether a line is of tokens that are rounded to ``activation``, or takes as long with them."""
+    return line.activation == activation or (line.kind != "MoE" and line.tokens <= STREAMED_TOKENS)
 
 
 def on_fork(line: Kept, given: Given) -> tuple[float, float]:
@@ -183,13 +193,13 @@ def row_of(model: str, size: Size, step: Step, part: Part, given: Given) -> Row:
         ends, by = ALL_REDUCE_US, "RDMA, published"
     elif part.name == "MoE":
         measured = given.layers.get(step.tokens) if (model, size.ranks) == (LAYER_MODEL, 1) else None
-        line = kept_line("MoE", model, size.ranks, step.tokens, "mxfp4")
+        line = kept_line("MoE", model, size.ranks, step.tokens, "mxfp4", "mxfp8")
         ends = on_fork(line, given) if measured is None else (measured, measured)
         by = "fork, virtual SM121" if measured is None else "fork, measured"
     elif part.name in MATRICES and step.formats[part.name] != "bf16":
         tokens = step.sequences if part.name == "LM head" else step.tokens
         # Dense layers are the same in all models.
-        line = kept_line(part.name, LAYER_MODEL, size.ranks, tokens, step.formats[part.name])
+        line = kept_line(part.name, LAYER_MODEL, size.ranks, tokens, step.formats[part.name], step.dense_tokens)
         ends, by = on_fork(line, given), "fork, virtual SM121"
     elif part.name == "router" and step.fused_router:
         fast, slow = FIXED_US["router"]
@@ -317,6 +327,7 @@ def overview(predicted: Sequence[Predicted]) -> str:
             [
                 str(each.size.ranks),
                 step.formats["QKV"],
+                step.dense_tokens,
                 step.kv,
                 what,
                 str(step.sequences),
@@ -328,7 +339,18 @@ def overview(predicted: Sequence[Predicted]) -> str:
                 span(100 * each.floor / each.slow, 100 * each.floor / each.fast, 0) + " %",
             ]
         )
-    headers = ["Sparks", "QKV, O, LM head", "KV", "context", "sequences", "GB", "floor ms", "predicted ms", "tokens/s"]
+    headers = [
+        "Sparks",
+        "QKV, O, LM head",
+        "their tokens",
+        "KV",
+        "context",
+        "sequences",
+        "GB",
+        "floor ms",
+        "predicted ms",
+        "tokens/s",
+    ]
     headers += ["middle", "floor / predicted"]
     return str(tabulate(body, headers, tablefmt="github", disable_numparse=True))
 
@@ -372,11 +394,22 @@ def headline(ranks: int, model: str = LAYER_MODEL, given: Given | None = None, *
 
 
 def batches(model: str, **fused: bool) -> list[Predicted]:
-    """Several streams and prompts, on one Spark; prompts have no fused attention."""
+    """Several streams and prompts, on one Spark; prompts have no fused attention.
+
+    Without prompts of bf16 tokens that cuBLAS multiplies with widened weights, which is not modelled.
+    """
     streams = [Step(n, 1024, **fused) for n in (4, 16, 64)]
     prompts = [Step(1, tokens, tokens, **{**fused, "fused_attention": False}) for tokens in (512, 2048, 8192)]
-    return [
-        predict(model, dataclasses.replace(step, formats=formats_of(weights)))
+    wanted = [
+        dataclasses.replace(step, formats=formats_of(weights), dense_tokens=tokens)
         for step in (*streams, *prompts)
         for weights in DENSE_FORMATS
+        for tokens in (TOKENS_BESIDE[weights] if step.prefill else ("bf16",))
+    ]
+    return [
+        predict(model, step)
+        for step in wanted
+        if step.tokens < sm12x_dense.WIDENED_TOKENS[True]
+        or step.dense_tokens != "bf16"
+        or step.formats["QKV"] == "bf16"
     ]

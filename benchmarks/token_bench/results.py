@@ -13,6 +13,8 @@ from tabulate import tabulate
 
 from flashinfer.sm12x_gpu_probe.timing import Sample
 
+from .sizes import TokenFormat
+
 NAME_WIDTH = 90  # of a kernel's name in a table
 
 
@@ -44,6 +46,7 @@ class Measured:
     formats: dict[str, str]
     fused_router: bool = False
     fused_attention: bool = False
+    dense_tokens: TokenFormat = "bf16"
     experts: float = 0.0
     replay: Sample | None = None
     rows: list[Row] = dataclasses.field(default_factory=list)

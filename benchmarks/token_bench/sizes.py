@@ -9,11 +9,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 BF16, FP32, INT32 = 2, 4, 4
 SCALE_BLOCK = 32
 DENSE_FORMATS = ("bf16", "mxfp8", "mxfp4")
+TokenFormat = Literal["bf16", "mxfp8", "mxfp4"]
+TOKENS_BESIDE: dict[str, tuple[TokenFormat, ...]] = {
+    "bf16": ("bf16",),
+    "mxfp8": ("bf16", "mxfp8"),
+    "mxfp4": ("bf16", "mxfp8", "mxfp4"),
+}
+"""Formats to which a dense layer can round its tokens, by that of its weight."""
 KV_BYTES = {"bf16": 2, "fp8": 1}
 MATRICES = ("QKV", "O", "LM head")
 
@@ -73,7 +80,8 @@ SIZES = {"gpt-oss-120b": Size(36, 128), "gpt-oss-20b": Size(24, 32)}
 class Step:
     """``new`` tokens of each of ``sequences``, whose cache then holds ``context`` tokens, the new ones among them.
 
-    ``kv`` is the cache's format, ``formats`` that of each of :data:`MATRICES`. ``fused_router``: the norm in front of the
+    ``kv`` is the cache's format, ``formats`` that of each of :data:`MATRICES`, ``dense_tokens`` that to which they round
+    their tokens, of :data:`TOKENS_BESIDE` for each (bf16 beside bf16, always). ``fused_router``: the norm in front of the
     router, the router and the top-k are one part, "router", by this fork's ``router_top_k``. ``fused_attention``: rope and KV
     write are part of the attention, this fork's ``decode_attention``.
     """
@@ -85,6 +93,7 @@ class Step:
     formats: Mapping[str, str] = dataclasses.field(default_factory=lambda: dict.fromkeys(MATRICES, "bf16"))
     fused_router: bool = False
     fused_attention: bool = False
+    dense_tokens: TokenFormat = "bf16"
 
     def named(self) -> dict[str, Any]:
         """The fields by their names, as :class:`.results.Measured` has them, too."""

@@ -213,8 +213,8 @@ def dense_mx(
         ``[n]`` bfloat16, float16 or float32.
     activation : str
         ``"bf16"``: x is multiplied as it is (W4A16, W8A16). ``"mxfp8"``: it is rounded to MXFP8 first, inside (W4A8,
-        W8A8). ``"mxfp4"``, of MXFP4 weights: it is rounded to MXFP4 (W4A4), by ``mxfp4_quantize``'s rule; SM12x's MMA has
-        twice the rate then. Without meaning with ``x_scale``.
+        W8A8). ``"mxfp4"``, of MXFP4 weights: it is rounded to MXFP4 (W4A4), by ``mxfp4_quantize``'s rule, where a block with
+        a NaN is NaN; SM12x's MMA has twice the rate then. Without meaning with ``x_scale``.
     x_scale : torch.Tensor, optional
         UE8M0 bytes of ``x``: 128x4 (``pad128(m) * pad4(k / 32)``), or linear ``[m, k / 32]``. On a GPU they start at a
         multiple of 4 bytes, unless they are linear and k is no multiple of 128.

@@ -354,12 +354,14 @@ def check_switches(a: Answers) -> Outcome:
 
 
 def check_probe(a: Answers) -> Outcome:
-    """What a probe of the GPU left, which decides how MXFP8 is multiplied."""
+    """What a probe of the GPU left, which decides how MXFP8 and MXFP4 tokens are multiplied."""
     if error := a.get("modules", "probe_error"):
         return "fail", error, f"rm {a('modules', 'workspace')}/sm12x_probe.json"
     bits = a("modules", "probed_sum_bits")
-    if bits is None:
-        return "ok", "the block-scaled MMA was not probed (--probe does): it is taken to add up as float32 does"
-    if bits >= 23:
-        return "ok", f"the block-scaled MMA adds up in {bits} bits"
-    return "ok", f"the block-scaled MMA adds up in {bits} bits, so MXFP8 is multiplied in half precision, exactly"
+    if None in bits.values():
+        return "ok", "block-scaled MMAs were not probed (--probe does): they are taken to add up as float32 does"
+    text = f"block-scaled MMAs add up in {', '.join(f'{count} bits ({kind})' for kind, count in bits.items())}"
+    narrow = [kind for kind, count in bits.items() if count < 23]
+    if not narrow:
+        return "ok", text
+    return "ok", f"{text}, so those of {' and '.join(narrow)} are not used: half precision takes their place, exactly"

@@ -93,7 +93,7 @@ def sums(a: Answers) -> Outcome:
     return (
         "warn",
         f"{text}: fewer than float32 has, so {' and '.join(INSTEAD[kind] for kind in narrow)} from now on, exactly",
-        f"nothing, {CLI} sm12x-build compiles that now; FLASHINFER_SM12X_HALF_MMA=0 keeps the block-scaled MMA",
+        f"nothing, {CLI} sm12x-build compiles that now; FLASHINFER_SM12X_HALF_MMA=0 keeps the block-scaled MMAs",
     )
 
 

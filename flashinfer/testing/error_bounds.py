@@ -64,46 +64,47 @@ class Accumulation:
     ----------
     unit_roundoff : float
         Relative error of one addition: ``2^-24`` rounding to nearest, ``2^-23`` for an adder that truncates.
-    mma_depth : int, optional
-        For a GEMM that issues MMAs of this depth along K: a term passes through at most ``mma_depth`` additions inside
+    mma_depths : tuple of int, optional
+        For a GEMM that issues MMAs of one of these depths along K: a term passes through at most as many additions inside
         its MMA and one for each MMA.  ``None`` for any order, in which there are as many as terms.
     exact_bits : int
         Sums of multiples of ``q`` are exact while magnitudes stay below ``2^exact_bits q``.
     accumulation_bits : int, optional
         Fraction bits that block-scaled MMAs keep of their sums (``narrow_sums`` derives the bound); ``None``: those of
         float32.
-    weights : str
-        Format of the weights that such MMAs multiply.
+    weights, tokens : str
+        Formats of what such MMAs multiply.
     """
 
     unit_roundoff: float = FLOAT32_ROUNDOFF
-    mma_depth: int | None = None
+    mma_depths: tuple[int, ...] | None = None
     exact_bits: int = 24
     accumulation_bits: int | None = None
     weights: str = "mxfp4"
+    tokens: str = "mxfp8"
 
     def gamma(self, k: int) -> float:
         """Relative error of a sum of ``k`` terms against the sum of their magnitudes."""
         n = k
-        if self.mma_depth is not None:
-            n = min(k, self.mma_depth + -(-k // self.mma_depth))
+        if self.mma_depths is not None:
+            n = max(min(k, depth + -(-k // depth)) for depth in self.mma_depths)
         return n * self.unit_roundoff / (1 - n * self.unit_roundoff)
 
 
 ANY_ORDER = Accumulation()
-# Tensor cores add the products of an MMA and the accumulator at once and truncate; 16 is the shallowest MMA of the
-# kernel family (bf16, and f16 on compute capability 9.0), which makes the longest path.
-TENSOR_CORE = Accumulation(unit_roundoff=2.0**-23, mma_depth=16, exact_bits=22)
+# Tensor cores add the products of an MMA and the accumulator at once and truncate. Depths of the kernel family: 16 (bf16, and
+# f16 on compute capability 9.0), whose path is the longest from K = 1,024 on, 32 (MXFP8), 64 (packed MXFP4).
+TENSOR_CORE = Accumulation(unit_roundoff=2.0**-23, mma_depths=(16, 32, 64), exact_bits=22)
 
 
-def narrow_tensor_core(accumulation_bits: int, weights: str = "mxfp4") -> Accumulation:
+def narrow_tensor_core(accumulation_bits: int, weights: str = "mxfp4", tokens: str = "mxfp8") -> Accumulation:
     """Tensor cores whose block-scaled MMAs keep so many fraction bits of their sums.
 
     Products that are multiples of ``q`` lose nothing if ``2^s sum |x_k w_k| <= 2^accumulation_bits q`` with ``s`` of
     ``narrow_sums``: that is above the exponent of any sum, and of any product as its elements are encoded.
     """
-    exact_bits = accumulation_bits - SUBNORMAL_EXPONENTS[weights]
-    return Accumulation(exact_bits=exact_bits, accumulation_bits=accumulation_bits, weights=weights)
+    exact_bits = accumulation_bits - SUBNORMAL_EXPONENTS[tokens] - SUBNORMAL_EXPONENTS[weights]
+    return Accumulation(exact_bits=exact_bits, accumulation_bits=accumulation_bits, weights=weights, tokens=tokens)
 
 
 def granularity(values: torch.Tensor) -> torch.Tensor:
@@ -141,7 +142,8 @@ def dot_error(
     if accumulation.accumulation_bits is None:
         error = accumulation.gamma(x.shape[-1]) * magnitude
     else:
-        error = narrow_sum_error(x, w, accumulation.accumulation_bits, signs_known, accumulation.weights)
+        formats = accumulation.weights, accumulation.tokens
+        error = narrow_sum_error(x, w, accumulation.accumulation_bits, signs_known, *formats)
     unit = torch.outer(granularity(x), w_granularity)
     error = torch.where(magnitude <= 2.0**accumulation.exact_bits * unit, 0.0, error)
     return torch.where(magnitude > _FLOAT32_MAX, torch.inf, error)

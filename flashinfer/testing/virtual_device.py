@@ -165,7 +165,7 @@ class VirtualDevice:
         """
         from flashinfer.jit.sm12x.modules import multiplies_in_half
 
-        key = (self.architecture, generate, arguments, multiplies_in_half())
+        key = (self.architecture, generate, arguments, multiplies_in_half(), multiplies_in_half("mxf4"))
         if key not in _modules:
             with self._compiling():
                 _modules[key] = generate(*arguments).build_and_load()

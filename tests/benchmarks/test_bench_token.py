@@ -19,7 +19,7 @@ from token_bench import check, measure, model, operators, picture, results
 from token_bench.check import ReferenceExperts, relative_error
 from token_bench.model import Dense, ExpertTensors, ForkExperts, MarlinExperts, Model, fork_experts
 from token_bench.operators import PAGE, TorchAttention, TorchOperators
-from token_bench.sizes import MATRICES, SIZES, Size, Step, expert_bytes, mean_experts, parts_of
+from token_bench.sizes import MATRICES, SIZES, TOKENS_BESIDE, Size, Step, expert_bytes, mean_experts, parts_of
 
 from flashinfer.sm12x_gpu_probe.timing import Sample
 
@@ -385,6 +385,21 @@ def test_stacks_agree_on_a_step() -> None:
     assert relative_error(logits["vllm"], logits["reference"]) < check.TOLERANCE
 
 
+def test_dense_layers_round_their_tokens_as_the_step_says() -> None:
+    print("seed 4")
+    tried = Model(SMALL, fork_experts(SMALL, "a16"), ("mxfp4",), 4, positions=64)
+    steps = {
+        tokens: Step(3, 20, formats=dict.fromkeys(MATRICES, "mxfp4"), dense_tokens=tokens)
+        for tokens in TOKENS_BESIDE["mxfp4"]
+    }
+    batch = tried.batch(steps["bf16"])
+    caches = tried.caches(steps["bf16"], batch)
+    logits = {name: tried.step(step, batch, [kv.clone() for kv in caches])[0] for name, step in steps.items()}
+    errors = {name: relative_error(logits[name], logits["bf16"]) for name in ("mxfp8", "mxfp4")}
+    assert 0.002 < errors["mxfp8"] < 0.5 * errors["mxfp4"], errors
+    assert tried.by(steps["mxfp8"])["QKV"] == "fork, mxfp4, tokens mxfp8"
+
+
 @pytest.mark.usefixtures("three_sms")
 def test_the_check_sees_who_disagrees_and_who_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -461,3 +476,12 @@ def test_steps_of_a_run() -> None:
         *[(False, False)] * 4, (False, True), *[(True, False)] * 4,
     ]  # fmt: skip
     assert bench_token.stack_name("fork", both[-1]) == "fork, dense bf16, its router and attention"
+    # bf16 weights have bf16 tokens, whatever is asked for; MXFP8 ones no MXFP4 tokens.
+    arguments = bench_token.parse(["--decode", "1x128", "--dense-tokens", "mxfp8,mxfp4"])
+    steps = list(bench_token.steps_of(arguments, ["bf16", "mxfp8", "mxfp4"], separate, separate))
+    assert [bench_token.stack_name("fork", step) for step in steps] == [
+        "fork, dense bf16",
+        "fork, dense mxfp8 (tokens mxfp8)",
+        "fork, dense mxfp4 (tokens mxfp8)",
+        "fork, dense mxfp4 (tokens mxfp4)",
+    ]

@@ -15,7 +15,7 @@ from moe_bench import predict_dense
 from token_bench import predict, results
 from token_bench.emulate import DECODE, MODEL, PREFILL, Kept, kept
 from token_bench.predict import ALL_REDUCE_US, FIXED_US, Given
-from token_bench.sizes import DENSE_FORMATS, KV_BYTES, MATRICES, SIZES, Step, matrix_bytes, parts_of
+from token_bench.sizes import DENSE_FORMATS, KV_BYTES, MATRICES, SIZES, TOKENS_BESIDE, Step, matrix_bytes, parts_of
 
 from flashinfer.sm12x_gpu_probe import layer, prediction
 from flashinfer.sm12x_gpu_probe.prediction import FAST, SLOW, Assumptions
@@ -47,7 +47,7 @@ def test_kept_kernels_are_of_todays_sizes() -> None:
             each for each in lines if (each.kind, each.model, each.ranks, each.tokens) == ("MoE", MODEL, 1, tokens)
         ]
         assert (line.fast, line.slow) == pytest.approx(prediction.predicted_range(MODEL, layer.MODE, tokens), rel=0.01)
-    keys = {(line.kind, line.model, line.ranks, line.tokens, line.weights) for line in lines}
+    keys = {(line.kind, line.model, line.ranks, line.tokens, line.weights, line.activation) for line in lines}
     assert len(keys) == len(lines)
     assert {line.tokens for line in lines} == {*DECODE, *PREFILL}
 
@@ -141,15 +141,39 @@ def test_fewer_bytes_are_faster_and_two_sparks_too() -> None:
 
 def test_what_was_not_emulated_is_named() -> None:
     with pytest.raises(
-        ValueError, match=r"no prediction of MoE for 3 tokens of gpt-oss-120b on 1 GPU\(s\), mxfp4: 1, 4"
+        ValueError,
+        match=r"no prediction of MoE for 3 tokens of gpt-oss-120b on 1 GPU\(s\), mxfp4 and tokens in mxfp8: 1, 4",
     ):
         predict.predict(MODEL, Step(3, 1024))
+    prompt = Step(1, 8192, 8192, formats=predict.formats_of("mxfp4"))
+    with pytest.raises(
+        ValueError, match=r"QKV for 8192 tokens .* mxfp4 and tokens in bf16: 1, 4, 16, 64, 512, 2048 only"
+    ):
+        predict.predict(MODEL, prompt)  # cuBLAS and widened weights
+
+
+def test_what_tokens_are_rounded_to_counts_in_prompts() -> None:
+    def qkv(tokens: Any, sequences: int = 1, new: int = 2048) -> predict.Row:
+        step = Step(sequences, max(new, 1024), new, formats=predict.formats_of("mxfp4"), dense_tokens=tokens)
+        return predict.predict(MODEL, step).rows[2]
+
+    bf16, mxfp8, mxfp4 = (qkv(tokens) for tokens in TOKENS_BESIDE["mxfp4"])
+    assert bf16.part == "QKV"
+    # The bf16 MMA's rate is a quarter to half of e4m3's, which is half of packed e2m1's.
+    assert mxfp4.slow < mxfp8.fast < mxfp8.slow < bf16.fast
+    assert qkv("bf16", new=1) == qkv("mxfp8", new=1) == qkv("mxfp4", new=1)
+    assert qkv("mxfp8", sequences=64, new=1).slow < qkv("bf16", sequences=64, new=1).slow
+    prompts = [each.step for each in predict.batches(MODEL) if each.step.new == 2048]
+    assert [(step.formats["O"], step.dense_tokens) for step in prompts] == [
+        (weights, tokens) for weights in DENSE_FORMATS for tokens in TOKENS_BESIDE[weights]
+    ]
 
 
 def a_line(**named: Any) -> Kept:
     times = {"megabytes": 23.3, "floor": 100.0, "dram": 100.0, "issue": 1.0, "mma": 1.0, "shared": 1.0}
     ends = {"fast": 100 * 233 / 236 + 5, "slow": 100 * 233 / 220 + 12, "bound": "dram"}
-    return Kept(**{**times, **ends, "kind": "O", "model": MODEL, "ranks": 1, "tokens": 1, "weights": "mxfp4", **named})
+    about = {"kind": "O", "model": MODEL, "ranks": 1, "tokens": 1, "weights": "mxfp4", "activation": "bf16"}
+    return Kept(**{**times, **ends, **about, **named})
 
 
 def test_a_measured_rate_moves_what_dram_binds() -> None:

@@ -23,6 +23,7 @@ from flashinfer.gemm.sm12x_dense import (
     dense_mx,
     instance,
 )
+from flashinfer.jit import core
 from flashinfer.jit.sm12x import modules
 from flashinfer.testing import ANY_ORDER, TENSOR_CORE, DenseCase, check_within_bound, dense_reference, make_dense_inputs
 from flashinfer.testing.dense_reference import TOKENS, TOKENS_OF
@@ -164,6 +165,14 @@ def test_sums_in_few_bits_turn_that_block_scaled_mma_off(
         ("mxfp4", BF16),
     ]
     assert [sm12x_dense.gemm_operand(*call, True) for call in calls] == expected
+    # A tactic that a caller forces sums in float32, too: the kernels of that kind, and no others, are compiled so.
+    monkeypatch.setattr(modules.jit_env, "FLASHINFER_GEN_SRC_DIR", tmp_path / "generated")
+    monkeypatch.setattr(core.current_compilation_context, "TARGET_CUDA_ARCHS", {(12, "1a")})
+    spec = modules.gen_dense_module()
+    assert spec.name == "dense_mx_sm12x" + "".join(f"_half_{kind}" for kind in ("mxf8f6f4", "mxf4") if kind in narrow)
+    flags = {flag for flag in spec.extra_cuda_cflags if "SM12X_HALF" in flag}
+    assert flags == {f"-DFLASHINFER_SM12X_HALF_{kind.upper()}=1" for kind in narrow}
+    assert ("_half" in modules.gen_fused_moe_module().name) == ("mxf8f6f4" in narrow)
     assert {sm12x_dense.gemm_operand(*call, False) for call in calls} == {"bf16"}  # compute capability 9.0
     for variable in ("0", "1"):
         monkeypatch.setenv("FLASHINFER_SM12X_HALF_MMA", variable)

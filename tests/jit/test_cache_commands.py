@@ -27,7 +27,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for architectures, days in (("120a", 10), ("121a", 0)):
         for name in (
             "fused_moe_120",
-            "fused_moe_120_half",
+            "fused_moe_120_half_mxf8f6f4",
             "fused_moe_120_upstream",
             "gemm_mxfp4_sm12x",
             "probe_sm12x",
@@ -68,7 +68,7 @@ def removed_by(folder: Path, *arguments: str) -> set[str]:
     return {f"{top.parents[1].name}/{top.name}" for top in tops}
 
 
-OURS = ("fused_moe_120", "fused_moe_120_half", "gemm_mxfp4_sm12x", "probe_sm12x")
+OURS = ("fused_moe_120", "fused_moe_120_half_mxf8f6f4", "gemm_mxfp4_sm12x", "probe_sm12x")
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_a_module_that_is_not_there_is_an_error_that_lists_what_is(cache: Path) 
     for name in ("fused_moe", "../121a", "tmp", "*"):
         result = invoke("clear", "--module", name)
         assert result.exit_code == 1
-        assert "it has: fused_moe_120, fused_moe_120_half, " in result.output
+        assert "it has: fused_moe_120, fused_moe_120_half_mxf8f6f4, " in result.output
     assert contents(cache) == before
 
 

@@ -44,19 +44,18 @@ def _truncate(values: torch.Tensor) -> torch.Tensor:
     return torch.where(too_far, torch.nextafter(rounded, torch.zeros(())), rounded)
 
 
-@pytest.mark.parametrize("order", ["forward", "backward", "sorted", "mma"])
-def test_dot_error_covers_float32_sums_in_every_order(order: str) -> None:
+@pytest.mark.parametrize("k", [64, 512])
+@pytest.mark.parametrize("order", ["forward", "backward", "sorted", 16, 32, 64])
+def test_dot_error_covers_float32_sums_in_every_order(order: str | int, k: int) -> None:
     generator = _rng(4)
-    k, depth = 512, TENSOR_CORE.mma_depth
-    assert depth is not None
     x = torch.randn(16, k, generator=generator).bfloat16().double()
     w = torch.randn(24, k, generator=generator).bfloat16().double()
     terms = x[:, None, :] * w
     total = torch.zeros(16, 24, dtype=torch.float32)
-    if order == "mma":  # blocks of the MMA's depth at once, truncated
+    if isinstance(order, int):  # blocks of the MMA's depth at once, truncated
         accumulation = TENSOR_CORE
-        for start in range(0, k, depth):
-            total = _truncate(total.double() + terms[..., start : start + depth].sum(-1))
+        for start in range(0, k, order):
+            total = _truncate(total.double() + terms[..., start : start + order].sum(-1))
     else:
         accumulation = ANY_ORDER
         if order == "backward":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bound on sums of few bits covers the published model, in any order of the blocks."""
+"""The bound on sums of few bits covers the published model, in any order of the steps."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from flashinfer.testing import (
 )
 from flashinfer.testing.error_bounds import dot_error
 from flashinfer.testing.mxfp_formats import BLOCK, dequantize_mxfp4, dequantize_mxfp8, quantize_mxfp4, quantize_mxfp8
+from flashinfer.testing.narrow_sums import step_elements
 
 HOPPER, B200 = 13, 25
 
@@ -23,13 +24,13 @@ def _floor_power(values: torch.Tensor) -> torch.Tensor:
     return torch.ldexp(torch.ones_like(values), torch.frexp(values)[1] - 1)
 
 
-def narrow_sum(x: torch.Tensor, w: torch.Tensor, bits: int, order: list[int]) -> torch.Tensor:
-    """``x @ w.T`` block by block. Exponents are those of the values: MXFP8 and MXFP4 data without subnormal elements."""
+def narrow_sum(x: torch.Tensor, w: torch.Tensor, bits: int, order: list[int], elements: int = BLOCK) -> torch.Tensor:
+    """``x @ w.T`` step by step. Exponents are those of the values: MXFP8 and MXFP4 data without subnormal elements."""
     total = torch.zeros(len(x), len(w), dtype=torch.float64)
-    for block in order:
-        products = x[:, None, block * BLOCK : (block + 1) * BLOCK] * w[:, block * BLOCK : (block + 1) * BLOCK]
-        factors = _floor_power(x[:, None, block * BLOCK : (block + 1) * BLOCK].abs())
-        factors = factors * _floor_power(w[:, block * BLOCK : (block + 1) * BLOCK].abs())
+    for step in order:
+        taken = slice(step * elements, (step + 1) * elements)
+        products = x[:, None, taken] * w[:, taken]
+        factors = _floor_power(x[:, None, taken].abs()) * _floor_power(w[:, taken].abs())
         largest = torch.maximum(torch.where(products == 0, 0, factors).amax(-1), _floor_power(total.abs()))
         unit = (largest * 2.0**-bits).clamp(min=2.0**-1000)
         total = _cut(products, unit.unsqueeze(-1)).sum(-1) + _cut(total, unit)
@@ -37,7 +38,7 @@ def narrow_sum(x: torch.Tensor, w: torch.Tensor, bits: int, order: list[int]) ->
     return total
 
 
-def _operands(data: str, k: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _operands(data: str, k: int, seed: int, tokens: str = "mxfp8") -> tuple[torch.Tensor, torch.Tensor]:
     print("seed", seed)
     generator = torch.Generator().manual_seed(seed)
     x, w = (torch.randn(rows, k, generator=generator) for rows in (12, 20))
@@ -49,33 +50,37 @@ def _operands(data: str, k: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]
     elif data == "cancelling":  # large sums that the last block takes away again
         x[:, -BLOCK:], w[:, -BLOCK:] = 100 * x[:, :BLOCK], -100 * w[:, :BLOCK]
         x[:, :BLOCK], w[:, :BLOCK] = x[:, -BLOCK:], -w[:, -BLOCK:]
-    values = dequantize_mxfp8(*quantize_mxfp8(x)), dequantize_mxfp4(*quantize_mxfp4(w))
-    return values[0], values[1]
+    packed = dequantize_mxfp4(*quantize_mxfp4(x)) if tokens == "mxfp4" else dequantize_mxfp8(*quantize_mxfp8(x))
+    return packed, dequantize_mxfp4(*quantize_mxfp4(w))
 
 
 @pytest.mark.parametrize("bits", [9, HOPPER, B200])
-@pytest.mark.parametrize("k", [32, 512])
+@pytest.mark.parametrize("k", [32, 512, 544])
 @pytest.mark.parametrize("data", ["normal", "one sign", "wide", "cancelling"])
-def test_it_covers_every_order(data: str, k: int, bits: int) -> None:
+@pytest.mark.parametrize("tokens", ["mxfp8", "mxfp4"])
+def test_it_covers_every_order(tokens: str, data: str, k: int, bits: int) -> None:
     seed = k + bits
     print("seed", seed)
-    x, w = _operands(data, k, seed)
-    blocks = k // BLOCK
+    x, w = _operands(data, k, seed, tokens)
+    elements = step_elements(tokens, "mxfp4")
+    assert elements == {"mxfp8": 32, "mxfp4": 64}[tokens]
+    steps = -(-k // elements)
     generator = torch.Generator().manual_seed(seed)
-    sums = torch.stack([x[:, i : i + BLOCK].double() @ w[:, i : i + BLOCK].T for i in range(0, k, BLOCK)])
+    sums = torch.stack([x[:, i : i + elements] @ w[:, i : i + elements].T for i in range(0, k, elements)])
     orders = {
-        "forward": list(range(blocks)),
-        "backward": list(range(blocks))[::-1],
-        "random": torch.randperm(blocks, generator=generator).tolist(),
+        "forward": list(range(steps)),
+        "backward": list(range(steps))[::-1],
+        "random": torch.randperm(steps, generator=generator).tolist(),
         "positive first": sums.mean((1, 2)).argsort(descending=True).tolist(),
     }
     exact = x @ w.T
-    bound = dot_error(x, w, torch.zeros(len(w), dtype=torch.float64), narrow_tensor_core(bits))
-    unsigned = dot_error(x, w, torch.zeros(len(w), dtype=torch.float64), narrow_tensor_core(bits), signs_known=False)
+    narrow, nothing = narrow_tensor_core(bits, tokens=tokens), torch.zeros(len(w), dtype=torch.float64)
+    bound = dot_error(x, w, nothing, narrow)
+    unsigned = dot_error(x, w, nothing, narrow, signs_known=False)
     assert (bound <= unsigned * (1 + 1e-9)).all()
     used = {}
     for name, order in orders.items():
-        distance = (narrow_sum(x, w, bits, order) - exact).abs()
+        distance = (narrow_sum(x, w, bits, order, elements) - exact).abs()
         used[name] = float((distance / bound.clamp(min=1e-300)).max())
     print(used, "of the bound; the bound is at most", float((bound / (x.abs() @ w.abs().T)).max()), "of the magnitudes")
     assert max(used.values()) <= 1

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -103,7 +105,7 @@ def run_dense(row: DenseInstance, bits: int) -> tuple[torch.Tensor, DenseInputs]
 @pytest.mark.parametrize("row", DENSE, ids=lambda row: row.name)
 def test_a_dense_gemm_on_the_virtual_sm121(row: DenseInstance) -> None:
     out, inputs = run_dense(row, HOPPER)
-    used = check_within_bound(out, *dense_reference(inputs, narrow_tensor_core(HOPPER, row.weights)))
+    used = check_within_bound(out, *dense_reference(inputs, narrow_tensor_core(HOPPER, row.weights, row.operand)))
     print(f"{used:.1%} of the bound")
     with pytest.raises(BoundViolation, match="outside their bound"):
         check_within_bound(out, *dense_reference(inputs))
@@ -196,18 +198,40 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_probe_of_the_gpu_chooses_and_the_switch_overrules_it(
     workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flag = "-DFLASHINFER_SM12X_HALF_MMA=1"
+    flag = "-DFLASHINFER_SM12X_HALF_MXF8F6F4=1"
     assert modules.gen_fused_moe_module().name == "fused_moe_120"
     for bits, half in ((23, False), (25, False), (22, True), (13, True)):
         (workspace / modules.PROBE_FILE).write_text(json.dumps({"mma_sum_bits": {"mxf8f6f4": bits}}))
         for spec in (modules.gen_fused_moe_module(), modules.gen_group_gemm_module()):
-            assert spec.name.endswith("_half") == half == (flag in spec.extra_cuda_cflags)
+            assert spec.name.endswith("_half_mxf8f6f4") == half == (flag in spec.extra_cuda_cflags)
     for value, half in (("0", False), ("1", True)):
         monkeypatch.setenv(modules.HALF_MMA_VARIABLE, value)
         assert modules.multiplies_in_half() == half
     monkeypatch.setenv(modules.HALF_MMA_VARIABLE, "yes")
     with pytest.raises(ValueError, match="FLASHINFER_SM12X_HALF_MMA is 'yes'; it may be 0, 1 or unset"):
         modules.gen_fused_moe_module()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("narrow", ["mxf8f6f4", "mxf4"])
+def test_only_the_kind_that_is_narrow_is_multiplied_in_half(
+    narrow: str, workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bits = {kind: HOPPER if kind == narrow else B200 for kind in ("mxf8f6f4", "mxf4")}
+    (workspace / modules.PROBE_FILE).write_text(json.dumps({"mma_sum_bits": bits}))
+    operands = {row.name: row.operand for row in DENSE if row.weights == "mxfp4"}
+    assert set(operands.values()) == {"mxfp8", "mxfp4"}
+    steps = {step.source.stem: step for step in modules.gen_dense_module().plan.steps}
+    for name, operand in operands.items():
+        compiler, *flags = steps[name].command(workspace / "unused", workspace / f"{name}.d")
+        flags = [flag for flag in flags[: flags.index("-c")] if not flag.startswith("-gencode")]
+        ptx = workspace / f"{name}.ptx"
+        command = [compiler, *flags, "-arch=compute_121a", "-ptx", str(steps[name].source), "-o", str(ptx)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        kinds = set(re.findall(r"kind::(\w+)", ptx.read_text()))
+        kind = {"mxfp8": "mxf8f6f4", "mxfp4": "mxf4"}[operand]
+        assert kinds == (set() if kind == narrow else {kind}), (name, kinds)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@
 ``probe_sm12x``                  kernels that measure a GPU (``sm12x_gpu_probe``)
 ===============================  =================================================================
 
-With :func:`multiplies_in_half` names end in ``_half``: MXFP8 meets weights in half-precision MMAs, with float32 sums.
+Where :func:`multiplies_in_half` names end in ``_half_mxf8f6f4``, ``_half_mxf4`` or both: what that kind of MMA would
+multiply, MXFP8 tokens or packed MXFP4 ones, meets weights in half-precision MMAs, with float32 sums.
 
 Each source holds one instance, generated from a template and the table in ``instances``, so that sources build in
 parallel and an edit of the table rebuilds what it touches.
@@ -57,10 +58,14 @@ EMBED_PTX_VARIABLE = "FLASHINFER_SM12X_EMBED_PTX"
 """Set to 1, modules carry the PTX of their SM12x kernels too, uncompressed, under names that end in ``_ptx``."""
 
 HALF_MMA_VARIABLE = "FLASHINFER_SM12X_HALF_MMA"
-"""1: MXFP8 is multiplied in half precision; 0: by the block-scaled MMA; unset: as :func:`probed_sum_bits` has it."""
+"""1: MXFP8 and MXFP4 tokens are multiplied in half precision; 0: by block-scaled MMAs; unset: as :func:`probed_sum_bits`
+has it."""
 
 PROBE_FILE = "sm12x_probe.json"
 """In the workspace folder: what a probe of this machine's GPU found, ``{"mma_sum_bits": {"mxf8f6f4": 13, ...}, ...}``."""
+
+MMA_KINDS = ("mxf8f6f4", "mxf4")
+"""Block-scaled MMAs: of MXFP8 tokens, and of packed MXFP4 ones, which dense GEMMs alone multiply."""
 
 FLOAT32_BITS = 23  # of fraction; sums of fewer break the derived error bounds
 
@@ -86,12 +91,14 @@ def probed_sum_bits(kind: str) -> int | None:
 
 
 def multiplies_in_half(kind: str = "mxf8f6f4") -> bool:
-    """Whether MXFP8 activations meet weights in half-precision MMAs, exactly, instead of block-scaled ones.
+    """Whether a kind of block-scaled MMA is not used: its tokens meet weights in half-precision MMAs, exactly.
 
-    For a GPU whose block-scaled MMA adds up in fewer bits than float32 has, which nobody has measured of SM12x. The
-    streamed layers multiply in bf16 anyway; what changes are the pairs of GEMMs and the grouped GEMM, and that dense GEMMs
-    take quantized tokens as bf16. Read when a module is first used. ``kind`` ``"mxf4"`` asks the same of the MMA of MXFP4
-    tokens, which dense GEMMs alone have.
+    For a GPU whose MMA of that kind adds up in fewer bits than float32 has, which nobody has measured of SM12x. The
+    streamed layers multiply in bf16 anyway; what changes are the pairs of GEMMs and the grouped GEMM, and that the planner
+    of dense layers passes over GEMMs of that kind. Read when a module is first used.
+
+    Args:
+        kind: One of :data:`MMA_KINDS`.
 
     Raises:
         ValueError: ``FLASHINFER_SM12X_HALF_MMA`` is neither 0 nor 1, or as :func:`probed_sum_bits`.
@@ -141,7 +148,8 @@ def gen_dense_module() -> JitSpecSm12x:
     Raises:
         RuntimeError: as :func:`gen_fused_moe_module`.
     """
-    return _spec(DENSE, [_csrc() / _DENSE_BINDING, _csrc() / _LAUNCHER], _DENSE_TEMPLATE, DENSE_INSTANCES)
+    sources = [_csrc() / _DENSE_BINDING, _csrc() / _LAUNCHER]
+    return _spec(DENSE, sources, _DENSE_TEMPLATE, DENSE_INSTANCES, mma_kinds=MMA_KINDS)
 
 
 def gen_router_module() -> JitSpecSm12x:
@@ -235,12 +243,17 @@ def _spec(
     instances: Iterable[Instance | DenseInstance] = (),
     alone: bool = False,
     flags: Sequence[str] = (),
+    mma_kinds: Iterable[str] = MMA_KINDS[:1],
 ) -> JitSpecSm12x:
     architectures = target_architectures()
     embed_ptx = os.environ.get(EMBED_PTX_VARIABLE, "0") == "1"
-    in_half = bool(template) and multiplies_in_half()
-    name += "_half" * in_half + "_ptx" * embed_ptx
-    flags = [*_cuda_flags(architectures, embed_ptx), *flags, *(["-DFLASHINFER_SM12X_HALF_MMA=1"] * in_half)]
+    in_half = [kind for kind in mma_kinds if template and multiplies_in_half(kind)]
+    name += "".join(f"_half_{kind}" for kind in in_half) + "_ptx" * embed_ptx
+    flags = [
+        *_cuda_flags(architectures, embed_ptx),
+        *flags,
+        *(f"-DFLASHINFER_SM12X_HALF_{kind.upper()}=1" for kind in in_half),
+    ]
     spec = JitSpecSm12x(
         name=name,
         sources=[*sources, *(_render(name, template, instances, alone) if template else [])],

@@ -6,20 +6,22 @@
 
 #include <cstdint>
 
-// Set to 1 on the command line, MXFP8 is multiplied in half precision on SM12x too, with float32 sums, instead of by the
-// block-scaled MMA: for a GPU whose block-scaled MMA turns out to add up in fewer bits.
-#if !defined(FLASHINFER_SM12X_HALF_MMA)
-#define FLASHINFER_SM12X_HALF_MMA 0
+// Set to 1 on the command line, what a kind of block-scaled MMA would multiply, MXFP8 tokens or packed MXFP4 ones, meets weights
+// in half precision on SM12x too, with float32 sums: for a GPU whose MMA of that kind turns out to add up in fewer bits.
+#if !defined(FLASHINFER_SM12X_HALF_MXF8F6F4)
+#define FLASHINFER_SM12X_HALF_MXF8F6F4 0
+#endif
+#if !defined(FLASHINFER_SM12X_HALF_MXF4)
+#define FLASHINFER_SM12X_HALF_MXF4 0
 #endif
 
-// Which device, and which MMA, the device code of this compilation pass is for. Block-scaled MMA and FP4 conversion exist
-// only under an architecture-specific ("a") or family-specific ("f") target: nvcc announces those through the macros below.
+// Which device the device code of this compilation pass is for. Block-scaled MMA and FP4 conversion exist only under an
+// architecture-specific ("a") or family-specific ("f") target: nvcc announces those through the macros below.
 #if defined(__CUDA_ARCH__)
 #if __CUDA_ARCH__ >= 1200 && __CUDA_ARCH__ < 1300
 #if defined(__CUDA_ARCH_FEAT_SM120_ALL) || defined(__CUDA_ARCH_FEAT_SM121_ALL) || defined(__CUDA_ARCH_SPECIFIC__) || \
     defined(__CUDA_ARCH_FAMILY_SPECIFIC__)
 #define FLASHINFER_SM12X_DEVICE 1
-#define FLASHINFER_SM12X_BLOCK_SCALED_MMA (!FLASHINFER_SM12X_HALF_MMA)
 #else
 static_assert(sizeof(char) == 0,
               "SM12x needs an architecture-specific target: FLASHINFER_CUDA_ARCH_LIST=12.1a (or 12.1f, 12.0a, 12.0f)");
@@ -31,7 +33,6 @@ static_assert(sizeof(char) == 0, "the SM12x MXFP4 family needs compute capabilit
 
 #if !defined(FLASHINFER_SM12X_DEVICE)
 #define FLASHINFER_SM12X_DEVICE 0
-#define FLASHINFER_SM12X_BLOCK_SCALED_MMA 0
 #endif
 
 namespace flashinfer::sm12x {
@@ -72,6 +73,12 @@ constexpr unsigned kAllLanes = 0xFFFFFFFFu;  // of a warp
 
 // Activations as they lie in memory; e2m1 two to a byte.
 enum class Activation : int { kE4m3 = 0, kE5m2 = 1, kBf16 = 2, kE2m1 = 3 };
+
+// Whether SM12x multiplies tokens of this kind by an MMA that takes both operands' scales.
+constexpr bool meets_block_scaled_mma(Activation operand) {
+  if (operand == Activation::kE2m1) return !FLASHINFER_SM12X_HALF_MXF4;
+  return operand != Activation::kBf16 && !FLASHINFER_SM12X_HALF_MXF8F6F4;
+}
 
 // Bytes of a block of 32 elements.
 constexpr int block_bytes(Activation activation) {

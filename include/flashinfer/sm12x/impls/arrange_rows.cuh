@@ -5,7 +5,7 @@
 #pragma once
 
 #include "../ptx/sync.cuh"
-#include "token_rows.cuh"
+#include "row_loader.cuh"
 
 namespace flashinfer::sm12x {
 

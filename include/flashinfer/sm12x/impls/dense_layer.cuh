@@ -14,15 +14,15 @@
 //   ring        stages in shared memory. `full`: copies have landed. `done`: partial sums stand
 //               where weights were
 //
-// Tokens come as bfloat16 (W4A16, W8A16), are quantized to MXFP8 here, or come as MXFP8 or MXFP4. Weights and tokens are exact
-// in bfloat16 whatever the format, so that one kind of MMA serves all.
+// Tokens come as bfloat16 (W4A16, W8A16), are rounded to MXFP8 or MXFP4 here, or come so. Weights and tokens are exact in
+// bfloat16 whatever the format, so that one kind of MMA serves all.
 #pragma once
 
 #include "../common/rank.cuh"
 #include "../epilogue/scalar.cuh"
 #include "dense_params.cuh"
+#include "row_loader.cuh"
 #include "streamed_gemm.cuh"
-#include "token_rows.cuh"
 
 namespace flashinfer::sm12x {
 

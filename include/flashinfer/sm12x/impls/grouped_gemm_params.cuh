@@ -33,14 +33,16 @@ enum class TokenFormat : int {
   kQuantizeF16ToMxfp4 = 7,
 };
 
-constexpr bool become_mxfp4(TokenFormat format) { return format >= TokenFormat::kMxfp4Swizzled; }
+constexpr bool are_mxfp4(TokenFormat format) {
+  return format >= TokenFormat::kMxfp4Swizzled;
+}  // as they are multiplied
 constexpr bool have_scales(TokenFormat format) {
   return format >= TokenFormat::kMxfp8Swizzled && format <= TokenFormat::kMxfp4Swizzled;
 }
 
 struct TokenRows {
-  const void* data;  // [rows, k]
-  const uint8_t* scales;
+  const void* data;       // [rows, k], e2m1 two to a byte
+  const uint8_t* scales;  // of formats that have_scales
   TokenFormat format;
   int k;
 };

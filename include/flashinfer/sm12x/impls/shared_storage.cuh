@@ -85,9 +85,9 @@ struct SharedStorage {
   static constexpr int kTokens = kScales + kStages * Config::kScaleStage;
   static constexpr int kTokenScales = kTokens + kStages * Config::kTokenStage;
   static constexpr int kStaging = kTokenScales + kStages * Config::kTokenScaleStage;
-  // Float factors of a warp's rows and tokens, where MXFP8 meets an MMA that does not take scales.
+  // Float factors of a warp's rows and tokens, where tokens have scales that their MMA does not take.
   static constexpr int kWarpFactors = 16 * (32 + Config::kWarpTokens);
-  static constexpr bool kNeedsFactors = Config::kTokenScales && !(kSm12x && !FLASHINFER_SM12X_HALF_MMA);
+  static constexpr bool kNeedsFactors = Config::kTokenScales && !(kSm12x && meets_block_scaled_mma(Config::kOperand));
   static constexpr int kFactors = kStaging + Config::kStagingBytes;
   static constexpr int kScratch =
       kFactors + (kNeedsFactors ? Config::kConsumerWarps * kWarpFactors : 0);  // 16 bytes a token

@@ -6,7 +6,7 @@
 #include <algorithm>
 
 #include "../common/launch.h"
-#include "token_rows.cuh"
+#include "row_loader.cuh"
 
 namespace flashinfer::sm12x {
 

@@ -18,6 +18,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "../common/layouts.h"
 #include "../ptx/convert.cuh"
@@ -125,7 +126,7 @@ __device__ __forceinline__ void accumulate_scaled(float (&accumulator)[4], const
   accumulator[3] = fmaf(partial[3], row_plus_8, accumulator[3]);
 }
 
-// SM89/SM90, the same pairs. Their mma.sync has no native FP8 on Hopper (ptxas converts both operands to half), so this policy
+// SM89/SM90, the same pairs, and SM12x where a kind of its block-scaled MMA is not to be used (arch.h). Hopper's mma.sync has no native FP8 on Hopper (ptxas converts both operands to half), so this policy
 // expands to half itself, which is exact for e2m1, e4m3 and e5m2 and cheaper.
 template <Activation kOperand, WeightFormat kWeights>
 struct HalfPolicy {
@@ -266,11 +267,8 @@ struct Bf16Policy {
 // The policy of this compilation pass: the only place where architectures differ.
 template <Activation kOperand, WeightFormat kWeights>
 struct PolicyOf {
-#if FLASHINFER_SM12X_BLOCK_SCALED_MMA
-  using type = BlockScaledPolicy<kOperand, kWeights>;
-#else
-  using type = HalfPolicy<kOperand, kWeights>;
-#endif
+  using type = std::conditional_t<FLASHINFER_SM12X_DEVICE && meets_block_scaled_mma(kOperand),
+                                  BlockScaledPolicy<kOperand, kWeights>, HalfPolicy<kOperand, kWeights>>;
 };
 template <WeightFormat kWeights>
 struct PolicyOf<Activation::kBf16, kWeights> {

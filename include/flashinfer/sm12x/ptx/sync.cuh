@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Barriers, fences and dependent launches: thin wrappers, one PTX instruction each (PTX ISA 9.0, section 9.7.13), and the
+// Barriers, fences, dependent launches and waiting: thin wrappers of PTX instructions (PTX ISA 9.0, section 9.7.13), and the
 // fences that GB10 needs in front of arrivals.
 #pragma once
 

@@ -124,7 +124,7 @@ Status encode_weights(const uint8_t* weights, WeightFormat format, int experts, 
   return {};
 }
 
-// Where MXFP8 rows are gathered from, kernels count 16-byte pieces in 32 bits.
+// Where rows with scales are gathered from, kernels count 16-byte pieces in 32 bits.
 Status check_activations(int64_t rows, int k) {
   if (rows * k / 16 > int64_t{UINT32_MAX}) return {cudaErrorInvalidValue, "activations of 64 GiB and more"};
   return {};
@@ -489,8 +489,8 @@ Status launch_arrange_rows(const DenseGemmArguments& a, const DenseGemmWorkspace
 Status launch_rows_as_operand(const DenseGemmArguments& a, const DenseGemmWorkspace& w, const LaunchOptions& options,
                               GroupedGemmParams<Role::kStore>* gemm) {
   const TokenFormat format = a.tokens.format;
-  const bool to_mxfp4 = become_mxfp4(format) && !have_scales(format);
-  if (a.instance->operand == Activation::kE2m1 && !become_mxfp4(format)) {
+  const bool to_mxfp4 = are_mxfp4(format) && !have_scales(format);
+  if (a.instance->operand == Activation::kE2m1 && !are_mxfp4(format)) {
     return {cudaErrorInvalidValue,
             "this dense tactic multiplies MXFP4 tokens: they must come so or be rounded to MXFP4"};
   }
