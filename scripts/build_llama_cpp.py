@@ -83,35 +83,39 @@ def leave_out(cuda: Path) -> None:
         (cuda / name).write_text(text)
 
 
-def main() -> int:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sdist", type=Path, help="llama_cpp_python-0.3.36.tar.gz")
     parser.add_argument("out", type=Path, help="a folder, made here")
     parser.add_argument("--arch", default="90", help="compute capability of the GPU, as cmake names it (default: 90)")
     parser.add_argument("--cublas", type=Path, help="folder with include/ and lib/libcublas.so.13")
     parser.add_argument("--jobs", type=int, default=2)
-    arguments = parser.parse_args()
-    out = arguments.out.resolve()
+    return parser.parse_args()
+
+
+def main() -> int:
+    given = arguments()
+    out = given.out.resolve()
     if out.exists():
-        parser.error(f"{out} exists; name a folder that does not")
-    if not arguments.sdist.is_file():
-        parser.error(f"{arguments.sdist} is no file")
+        return refused(f"{out} exists; name a folder that does not")
+    if not given.sdist.is_file():
+        return refused(f"{given.sdist} is no file")
     out.mkdir(parents=True)
-    with tarfile.open(arguments.sdist) as archive:
+    with tarfile.open(given.sdist) as archive:
         archive.extractall(out / "source", filter="data")
     ggml = next((out / "source").glob("*/vendor/llama.cpp/ggml"), None)
     if ggml is None:
-        parser.error(f"{arguments.sdist} holds no vendor/llama.cpp/ggml; llama-cpp-python's sdist does")
+        return refused(f"{given.sdist} holds no vendor/llama.cpp/ggml; llama-cpp-python's sdist does")
     leave_out(ggml / "src" / "ggml-cuda")
     (ggml / "ggml.pc.in").touch()  # cmake asks for it, the sdist lacks it
-    options = OPTIONS | {"CMAKE_CUDA_ARCHITECTURES": f"{arguments.arch}-real"}
-    if arguments.cublas is not None:
-        cublas = arguments.cublas.resolve()
+    options = OPTIONS | {"CMAKE_CUDA_ARCHITECTURES": f"{given.arch}-real"}
+    if given.cublas is not None:
+        cublas = given.cublas.resolve()
         options |= {"CUDA_cublas_LIBRARY": f"{cublas}/lib/libcublas.so.13", "CMAKE_CUDA_FLAGS": f"-I{cublas}/include"}
     build, lib = out / "build", out / "lib"
     subprocess.run(["cmake", "-S", ggml, "-B", build, *(f"-D{n}={v}" for n, v in options.items())], check=True)
     names = ("ggml-base", "ggml-cpu", "ggml-cuda")
-    subprocess.run(["cmake", "--build", build, f"-j{arguments.jobs}", "--target", *names], check=True)
+    subprocess.run(["cmake", "--build", build, f"-j{given.jobs}", "--target", *names], check=True)
     lib.mkdir()
     for name in names:
         # Under the name that the others ask the loader for.
@@ -119,6 +123,11 @@ def main() -> int:
         shutil.copy(found, lib / found.name)
         subprocess.run(["strip", lib / found.name], check=True)
     return 0
+
+
+def refused(why: str) -> int:
+    print(f"build_llama_cpp: {why}", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":
