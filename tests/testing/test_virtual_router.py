@@ -35,8 +35,9 @@ def run(device: VirtualDevice, arguments: dict[str, Any], **named: Any) -> Any:
     return routed
 
 
-# gpt-oss's, with one token, a whole tile, and a tile in part; K longer than registers hold, and shorter than a warp; experts
-# that leave warps idle, as many as may be, and no multiple of a warp's lanes; as many as are chosen.
+# gpt-oss's, with one token, half a tile, and tiles, one of them in part; K longer than registers hold, and one chunk; experts
+# that leave columns idle, as many as may be, and no multiple of a warp's lanes; as many as are chosen; blocks with several
+# groups of experts, the last of which have fewer.
 @pytest.mark.parametrize(
     ("m", "k", "experts", "top_k"),
     [
@@ -47,6 +48,7 @@ def run(device: VirtualDevice, arguments: dict[str, Any], **named: Any) -> Any:
         (9, 8, 6, 1),
         (2, 64, 512, 32),
         (3, 64, 70, 32),
+        (70, 264, 70, 4),
     ],
 )
 @pytest.mark.parametrize("constant_weights", [False, True], ids=["waits", "weights first"])
