@@ -157,10 +157,10 @@ def reread_bytes(row: DenseInstance, layer: tuple[int, int], tokens: int, blocks
     return dram_bytes(gemm, blocks, 1e6 * given.l2_megabytes * given.l2_usable) - gemm.once()
 
 
-def busy(fit: Fit, counts: Counts, row: DenseInstance, by: Assumptions) -> dict[str, float]:
+def busy(fit: Fit, counts: Counts, operand: str, by: Assumptions) -> dict[str, float]:
     """Microseconds of each resource; those of an SM are as many as there are blocks for."""
     share = min(fit.blocks / by.multiprocessors, 1.0)
-    used = resources(fit, counts, row.operand, by)
+    used = resources(fit, counts, operand, by)
     return {name: value / (1.0 if name == "dram" else share) for name, value in used.items()}
 
 
@@ -184,7 +184,7 @@ def predict_layer(
     second = 0.0 if row.streamed else SECOND_LAUNCH_US
 
     def used(by: Assumptions) -> list[dict[str, float]]:
-        return [busy(fit, counts, row, by) for fit, counts in launches]
+        return [busy(fit, counts, row.operand, by) for fit, counts in launches]
 
     def microseconds(by: Assumptions, fixed: float) -> float:
         return sum(max(each.values()) for each in used(by)) + fixed + second

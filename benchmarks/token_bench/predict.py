@@ -3,8 +3,9 @@
 
 Three kinds of parts:
 
-1. This fork's kernels (MoE; QKV, O and LM head in MXFP8 and MXFP4): their counts on the virtual SM121, by the model of
-   :mod:`flashinfer.sm12x_gpu_probe.prediction`, kept in ``gb10_kernels.json`` (:mod:`.emulate`).
+1. This fork's kernels (MoE; QKV, O and LM head in MXFP8 and MXFP4; its router and its decode attention): their counts on the
+   virtual SM121, by the model of :mod:`flashinfer.sm12x_gpu_probe.prediction`, kept in ``gb10_kernels.json``
+   (:mod:`.emulate`). Attention at another context or batch than those kept there is taken as in 2.
 2. Everybody else's kernels that stream (bf16 GEMMs, attention's cache) or are small (norms, rope, KV write, top-k, argmax,
    embedding): their bytes at DRAM's rate, and a fixed time for each call, :data:`FIXED_US`. Those were not executed on the
    virtual device.
@@ -29,25 +30,23 @@ from tabulate import tabulate
 from flashinfer.gemm import sm12x_dense
 from flashinfer.sm12x_gpu_probe.prediction import FAST, SLOW, Assumptions
 
-from .emulate import STREAMED_TOKENS, Kept, kept
+from .emulate import CONTEXTS, DECODE_ATTENTION_US, ROUTER_US, STREAMED_TOKENS, Kept, kept
 from .results import Measured
 from .sizes import DENSE_FORMATS, KV_BYTES, MATRICES, SIZES, TOKENS_BESIDE, Part, Size, Step, parts_of
 
 FIXED_US = {
     "small": (2.0, 4.0),
     "gemm": (5.0, 12.0),
-    "router": (4.0, 10.0),
+    "router": ROUTER_US,
     "attention": (8.0, 16.0),
-    "decode_attention": (5.0, 12.0),
+    "decode_attention": DECODE_ATTENTION_US,
 }
 """Fast and slow, of one call, with its launch in a graph and the gap behind it.
 
 small: vLLM's engine on an H200 takes 2.7 for a norm and 2.9 for the top-k, gaps included; one node of a graph is published
 as 1.3 (Megatron-LM #6064). gemm: as of this fork's dense layers (an H200 takes 10 beyond their bytes, 9 for the router).
-router: this fork's, two small ones, with the norm in front; an H200 takes 8.3, its 0.7 MB included. Its weights may be on their
-way before it begins, which is left out.
-attention: FlashInfer's XQA takes 10 to 15 on an H200 up to a context of 1,024. decode_attention: this fork's, taken as its
-dense layers, which are one launch with a start and a tail, too; an H200 takes 8.1 in a window and 9.1 at 1,024.
+router, decode_attention: this fork's (:mod:`.emulate`). Weights may be on their way before a router begins, which is left out.
+attention: FlashInfer's XQA takes 10 to 15 on an H200 up to a context of 1,024.
 """
 STREAMED = (1.0, 1.1)
 """Times the bytes' time, of attention's cache: this fork's streams take up to 1.12 times a plain read on an H200."""
@@ -61,7 +60,6 @@ PUBLISHED = {
     2: {"vLLM, MXFP4 everywhere": 75.96},
 }
 """Tokens/s of one stream of gpt-oss-120b, by the number of Sparks."""
-CONTEXTS = (128, 1024, 8192, 32_768, 131_072)
 LAYER_MODEL = "gpt-oss-120b"  # of the doctor's probe
 
 
@@ -129,7 +127,7 @@ class Predicted:
 
 
 @functools.cache
-def kept_line(kind: str, model: str, ranks: int, tokens: int, weights: str, activation: str) -> Kept:
+def kept_line(kind: str, model: str, ranks: int, tokens: int, weights: str, activation: str, context: int = 0) -> Kept:
     """A kernel's kept times.
 
     Raises
@@ -137,11 +135,12 @@ def kept_line(kind: str, model: str, ranks: int, tokens: int, weights: str, acti
     ValueError
         There are none for so many tokens.
     """
-    wanted = (kind, model, ranks, weights)
+    wanted = (kind, model, ranks, weights, context)
     fitting = [
         line
         for line in kept()
-        if (line.kind, line.model, line.ranks, line.weights) == wanted and activation_serves(line, activation)
+        if (line.kind, line.model, line.ranks, line.weights, line.context) == wanted
+        and activation_serves(line, activation)
     ]
     for line in fitting:
         if line.tokens == tokens:
@@ -184,6 +183,15 @@ def flops_of(size: Size, step: Step, part: str) -> float:
     return 2.0 * n * k * (step.sequences if part == "LM head" else step.tokens)
 
 
+def attention_line(part: str, size: Size, step: Step) -> Kept | None:
+    """The kept times of this fork's decode attention; None where it was not run so."""
+    context = 0 if part == "attention, window" and step.context >= size.window else step.context
+    try:
+        return kept_line(part, LAYER_MODEL, size.ranks, step.sequences, step.kv, "bf16", context)
+    except ValueError:
+        return None
+
+
 def row_of(model: str, size: Size, step: Step, part: Part, given: Given) -> Row:
     """One part's range."""
     calls = part.calls
@@ -202,8 +210,10 @@ def row_of(model: str, size: Size, step: Step, part: Part, given: Given) -> Row:
         line = kept_line(part.name, LAYER_MODEL, size.ranks, tokens, step.formats[part.name], step.dense_tokens)
         ends, by = on_fork(line, given), "fork, virtual SM121"
     elif part.name == "router" and step.fused_router:
-        fast, slow = FIXED_US["router"]
-        ends, by = (streamed[0] + fast, streamed[1] + slow), "bytes + launch"
+        ends = on_fork(kept_line("router", model, 1, step.tokens, "bf16", "bf16"), given)
+        by = "fork, virtual SM121"
+    elif step.fused_attention and (line := attention_line(part.name, size, step)) is not None:
+        ends, by = on_fork(line, given), "fork, virtual SM121"
     elif part.name in (*MATRICES, "router") or part.name.startswith("attention"):
         attention = part.name.startswith("attention")
         kind = "attention" if attention else "gemm"

@@ -9,19 +9,23 @@ from flashinfer._layer import fork_root
 from flashinfer.testing.virtual_device import virtual_device
 
 
-def test_the_times_that_are_kept_are_those_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the kernels changed and the file did not: the smallest dense layer, which one of two ranks has."""
+@pytest.mark.parametrize("kind", ["O", "router", "attention, full", "attention, window"])
+def test_the_times_that_are_kept_are_those_of_the_kernels(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the kernels changed and the file did not: the smallest dense layer, which one of two ranks has, and small calls."""
     monkeypatch.syspath_prepend(str(fork_root() / "benchmarks"))
-    from moe_bench import predict_dense
-    from token_bench.emulate import MODEL, kept, times
-    from token_bench.sizes import SIZES
+    from token_bench import emulate
 
-    (line,) = [each for each in kept() if (each.kind, each.ranks, each.tokens, each.weights) == ("O", 2, 1, "mxfp4")]
-    shape = SIZES[MODEL].split(2).matrices["O"]
     with virtual_device("sm_121a", strict=False) as device:
-        seen = predict_dense.predict_layer(device, "O", 1, "mxfp4", "bf16", shape)
-    assert seen is not None
-    for name, value in times(line).items():
+        if kind == "O":
+            (seen,) = emulate.dense_line(device, 2, kind, "mxfp4", 1, "bf16")
+        elif kind == "router":
+            seen = emulate.router_line(device, emulate.MODEL, 4)
+        else:
+            seen = emulate.attention_line(device, 1, "bf16", 1, 1024 if kind == "attention, full" else 0)
+    about = {name: value for name, value in vars(seen).items() if not isinstance(value, float) and name != "bound"}
+    assert seen.kind == kind
+    (line,) = [each for each in emulate.kept() if about.items() <= vars(each).items()]
+    for name, value in emulate.times(line).items():
         told = getattr(seen, name)
         assert told == (value if isinstance(value, str) else pytest.approx(value, rel=0.03)), (
             f"{name}: {told}, kept {value}: bench_token.py --emulate writes the file anew"
