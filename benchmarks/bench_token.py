@@ -414,6 +414,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     ):
         if unknown := set(given) - set(allowed):
             parser.error(f"{flag}: {sorted(unknown)} are not among {sorted(allowed)}")
+    for weights in arguments.dense:
+        beside = TOKENS_BESIDE[weights]
+        if weights != "bf16" and not set(arguments.dense_tokens) & set(beside):
+            parser.error(
+                f"--dense-tokens: none of {arguments.dense_tokens} goes with {weights} weights: {list(beside)} do"
+            )
     return arguments
 
 

@@ -40,9 +40,6 @@ MODELS = {
 }
 """Of a model and its ranks the name in the layers' table."""
 DECODE, PREFILL = (1, 4, 16, 64), (512, 2048, 8192)
-STREAMED_TOKENS = 16
-"""Up to so many a dense layer is a stream of weights that takes as long whatever its tokens are rounded to: what is kept is
-that of bf16 ones."""
 RANKS = (1, 2)
 CONTEXTS = (128, 1024, 8192, 32_768, 131_072)
 ROUTER_US = (4.0, 10.0)
@@ -181,7 +178,7 @@ def emulate() -> int:
             ):
                 if kind == "LM head" and tokens in PREFILL:
                     continue  # a prompt's logits are of its last token
-                for activation in TOKENS_BESIDE[weights] if tokens > STREAMED_TOKENS else ("bf16",):
+                for activation in TOKENS_BESIDE[weights]:
                     found += dense_line(device, ranks, kind, weights, tokens, activation)
             found += [router_line(device, *each) for each in itertools.product(SIZES, (*DECODE, *PREFILL))]
             found += attention_lines(device)

@@ -30,7 +30,7 @@ from tabulate import tabulate
 from flashinfer.gemm import sm12x_dense
 from flashinfer.sm12x_gpu_probe.prediction import FAST, SLOW, Assumptions
 
-from .emulate import CONTEXTS, DECODE_ATTENTION_US, ROUTER_US, STREAMED_TOKENS, Kept, kept
+from .emulate import CONTEXTS, DECODE_ATTENTION_US, ROUTER_US, Kept, kept
 from .results import Measured
 from .sizes import DENSE_FORMATS, KV_BYTES, MATRICES, SIZES, TOKENS_BESIDE, Part, Size, Step, parts_of
 
@@ -135,12 +135,11 @@ def kept_line(kind: str, model: str, ranks: int, tokens: int, weights: str, acti
     ValueError
         There are none for so many tokens.
     """
-    wanted = (kind, model, ranks, weights, context)
+    wanted = (kind, model, ranks, weights, activation, context)
     fitting = [
         line
         for line in kept()
-        if (line.kind, line.model, line.ranks, line.weights, line.context) == wanted
-        and activation_serves(line, activation)
+        if (line.kind, line.model, line.ranks, line.weights, line.activation, line.context) == wanted
     ]
     for line in fitting:
         if line.tokens == tokens:
@@ -150,11 +149,6 @@ def kept_line(kind: str, model: str, ranks: int, tokens: int, weights: str, acti
         f"no prediction of {kind} for {tokens} tokens of {model} on {ranks} GPU(s), {weights} and tokens in {activation}: "
         f"{counts} only"
     )
-
-
-def activation_serves(line: Kept, activation: str) -> bool:
-    """Whether a line is of tokens that are rounded to ``activation``, or takes as long with them."""
-    return line.activation == activation or (line.kind != "MoE" and line.tokens <= STREAMED_TOKENS)
 
 
 def on_fork(line: Kept, given: Given) -> tuple[float, float]:

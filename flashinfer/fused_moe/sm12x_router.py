@@ -58,7 +58,8 @@ def router_top_k(
 
     ``s = hidden_states + residual``; ``h = s / sqrt(mean(s^2) + eps) * norm_weight``; ``logits = h @ weight.T + bias``; the
     ``top_k`` largest, and the softmax over them, as gpt-oss routes. ``s`` and ``h`` are rounded to bfloat16, sums are
-    float32, and logits stay so. Made for the few tokens of a decode step: weights are read once for eight tokens.
+    float32, and logits stay so. Made for the few tokens of a decode step: weights are read once for up to eight
+    tokens, fewer where k is long.
 
     On SM12x (and, with ``FLASHINFER_SM12X_MOE=1``, on compute capability 9.0) these are this fork's kernels; CPU tensors
     are computed on the CPU. Results are the same on every run.

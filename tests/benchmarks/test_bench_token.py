@@ -476,6 +476,8 @@ def test_steps_of_a_run() -> None:
         *[(False, False)] * 4, (False, True), *[(True, False)] * 4,
     ]  # fmt: skip
     assert bench_token.stack_name("fork", both[-1]) == "fork, dense bf16, its router and attention"
+    with pytest.raises(SystemExit):
+        bench_token.parse(["--dense", "mxfp8,mxfp4", "--dense-tokens", "mxfp4"])
     # bf16 weights have bf16 tokens, whatever is asked for; MXFP8 ones no MXFP4 tokens.
     arguments = bench_token.parse(["--decode", "1x128", "--dense-tokens", "mxfp8,mxfp4"])
     steps = list(bench_token.steps_of(arguments, ["bf16", "mxfp8", "mxfp4"], separate, separate))

@@ -174,7 +174,8 @@ def test_what_tokens_are_rounded_to_counts_in_prompts() -> None:
     assert bf16.part == "QKV"
     # The bf16 MMA's rate is a quarter to half of e4m3's, which is half of packed e2m1's.
     assert mxfp4.slow < mxfp8.fast < mxfp8.slow < bf16.fast
-    assert qkv("bf16", new=1) == qkv("mxfp8", new=1) == qkv("mxfp4", new=1)
+    few = [qkv(tokens, new=1).slow for tokens in TOKENS_BESIDE["mxfp4"]]
+    assert few == pytest.approx([few[0]] * 3, rel=0.01)  # DRAM hides what rounding a token takes
     assert qkv("mxfp8", sequences=64, new=1).slow < qkv("bf16", sequences=64, new=1).slow
     prompts = [each.step for each in predict.batches(MODEL) if each.step.new == 2048]
     assert [(step.formats["O"], step.dense_tokens) for step in prompts] == [

@@ -70,6 +70,13 @@ def test_dot_error_covers_float32_sums_in_every_order(order: str | int, k: int) 
     assert error.max() > 0
 
 
+def test_a_path_is_that_of_the_deepest_or_the_shallowest_mma() -> None:
+    """Additions that a term passes through: all in an MMA of its depth, and one for each MMA, but no more than there are."""
+    for k, additions in ((8, 8), (64, 64), (512, 64 + 8), (1024, 16 + 64), (2880, 16 + 180)):
+        n = additions * 2.0**-23
+        assert TENSOR_CORE.gamma(k) == pytest.approx(n / (1 - n), rel=1e-12)
+
+
 def test_lattice_sums_are_exact() -> None:
     generator = _rng(5)
     x = torch.randint(-3, 4, (8, 640), generator=generator).double()

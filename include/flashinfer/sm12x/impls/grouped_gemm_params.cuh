@@ -33,9 +33,8 @@ enum class TokenFormat : int {
   kQuantizeF16ToMxfp4 = 7,
 };
 
-constexpr bool are_mxfp4(TokenFormat format) {
-  return format >= TokenFormat::kMxfp4Swizzled;
-}  // as they are multiplied
+// Whether rows are multiplied as MXFP4's values.
+constexpr bool are_mxfp4(TokenFormat format) { return format >= TokenFormat::kMxfp4Swizzled; }
 constexpr bool have_scales(TokenFormat format) {
   return format >= TokenFormat::kMxfp8Swizzled && format <= TokenFormat::kMxfp4Swizzled;
 }

@@ -272,14 +272,15 @@ inline Status run_router(RouterParams params, const LaunchOptions& options) {
   const bool adds = params.residual != nullptr, norms = params.norm_weight != nullptr;
   params.tile = std::min(kRouterTokens, params.num_tokens);
   while (router_shared_bytes(params.tile, params.k, adds, norms) > Sm12xLimits::kSharedBytesPerBlock) --params.tile;
+  const int tiles = ceil_div(params.num_tokens, params.tile);
+  params.tile = ceil_div(params.num_tokens, tiles);  // no tile much smaller than the others
   params.team = kRouterThreads;
   while (params.team * params.tile > kRouterThreads) params.team /= 2;
   const int shared_bytes = router_shared_bytes(params.tile, params.k, adds, norms);
-  const int tiles = ceil_div(params.num_tokens, params.tile);
-  // Where there are more tiles than the device has room for, a block norms its tile for more experts.
+  // A block for each group of eight experts, unless the blocks of all tiles would not fit the device at once: then a block
+  // computes several for a tile that it norms once.
   const int all_groups = ceil_div(params.num_experts, kRouterExperts);
-  params.groups = static_cast<int>(
-      std::clamp<int64_t>((int64_t{tiles} * all_groups + options.sm_count - 1) / options.sm_count, 1, all_groups));
+  params.groups = ceil_div(all_groups, std::clamp(options.sm_count / tiles, 1, all_groups));
   params.blocks_of_tile = ceil_div(all_groups, params.groups);
   cudaError_t error = shared_bytes > 48 * 1024 ? grant_shared_memory(router_logits_kernel, options) : cudaSuccess;
   if (error != cudaSuccess) return {error, "shared memory of the router"};

@@ -126,8 +126,9 @@ __device__ __forceinline__ void accumulate_scaled(float (&accumulator)[4], const
   accumulator[3] = fmaf(partial[3], row_plus_8, accumulator[3]);
 }
 
-// SM89/SM90, the same pairs, and SM12x where a kind of its block-scaled MMA is not to be used (arch.h). Hopper's mma.sync has no native FP8 on Hopper (ptxas converts both operands to half), so this policy
-// expands to half itself, which is exact for e2m1, e4m3 and e5m2 and cheaper.
+// The same pairs on SM89/SM90, and on SM12x where a kind of its block-scaled MMA is not to be used (arch.h). Hopper's mma.sync
+// has no native FP8 (ptxas converts both operands to half), so this policy expands to half itself, which is exact for e2m1, e4m3
+// and e5m2 and cheaper.
 template <Activation kOperand, WeightFormat kWeights>
 struct HalfPolicy {
   static constexpr bool kE2m1 = kOperand == Activation::kE2m1;
