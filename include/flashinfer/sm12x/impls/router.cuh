@@ -5,12 +5,12 @@
 //   router_logits_kernel  sum = hidden + residual, normed = RMSNorm(sum), logits = normed * weight^T + bias
 //   router_top_k_kernel   the largest logits' experts, and the softmax over them
 //
-// A block computes the logits of eight experts, and of eight more as often as there are many tokens, for a tile of up to eight
-// tokens: m16n8k16 MMAs whose rows are tokens and whose columns are experts, K shared out among the warps. Eight rows of
-// weights go to the block's registers before the launch waits for the tokens: a router's bytes are few, and are on their way
-// while the layer in front still runs. Each block norms the tile's rows for itself, rather than wait for a launch that does. A
-// decode step pays for this kernel's latency, not for its work: all that it loads behind the wait is on its way at once, and a
-// row is the whole block's.
+// A block computes the logits of a tile of up to eight tokens for eight experts, or for several times eight where blocks for
+// eight would not all be on the device at once: by m16n8k16 MMAs whose rows are tokens and whose columns are experts, K shared
+// out among the warps. Eight rows of weights go to the block's registers before the launch waits for the tokens: a router's
+// bytes are few, and are on their way while the layer in front still runs. Each block norms the tile's rows for itself, rather
+// than wait for a launch that does. A decode step pays for this kernel's latency, not for its work: all that it loads behind
+// the wait is on its way at once, and all warps share in the norm, however few the rows are.
 #pragma once
 
 #include <cuda_bf16.h>
