@@ -74,22 +74,25 @@ def main(arguments: Sequence[str]) -> int:
     )
     options = parser.parse_args(arguments)
     try:
-        for processor in options.processor:
-            make_wheel(processor, options.architecture, options.output, options.virtual)
+        # What is missing for one is told before another has been compiled for minutes.
+        environments = {each: build_environment(each, WORK / each) for each in options.processor}
+        for processor, environment in environments.items():
+            make_wheel(processor, environment, options.architecture, options.output, options.virtual)
     except WheelError as error:
         print(f"kernels_wheel.py: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def make_wheel(processor: str, architectures: Sequence[str], output: Path, virtual: bool) -> Path:
-    """Compile, and write the wheel for a processor into ``output``."""
+def make_wheel(
+    processor: str, environment: Mapping[str, str], architectures: Sequence[str], output: Path, virtual: bool
+) -> Path:
+    """Compile in :func:`build_environment`'s variables, and write the wheel for a processor into ``output``."""
     started = time.monotonic()
     work = WORK / processor
     package = work / "stage" / "flashinfer_sm12x_kernels"
     shutil.rmtree(package.parent, ignore_errors=True)
     package.mkdir(parents=True)
-    environment = build_environment(processor, work)
     manifest: dict[str, Any] = {}
     for architecture in architectures:
         command = [sys.executable, __file__, COMPILE, *(["virtual"] if virtual and architecture == "12.1a" else [])]

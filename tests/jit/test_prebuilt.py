@@ -359,6 +359,17 @@ def test_without_the_cross_compiler_it_says_what_to_install(tool: ModuleType, tm
     assert "CUDA_HOME" not in own or own["CUDA_HOME"] == os.environ["CUDA_HOME"]
 
 
+def test_what_is_missing_for_one_processor_is_told_before_another_is_compiled_for(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tool.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(tool, "WORK", tmp_path)
+    monkeypatch.setattr(tool, "make_wheel", lambda *_: pytest.fail("it began to compile"))
+    monkeypatch.setenv("PATH", "")
+    assert tool.main(["--processor", "x86_64", "aarch64"]) == 1
+    assert "there is no aarch64-linux-gnu-g++" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("user", [{}, {"CXX": "clang++"}], ids=["", "CXX=clang++"])
 def test_wheels_are_made_by_an_older_compiler_where_there_is_one(
     tool: ModuleType, tmp_path: Path, monkeypatch, user: dict[str, str]
