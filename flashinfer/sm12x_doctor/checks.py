@@ -364,4 +364,4 @@ def check_probe(a: Answers) -> Outcome:
     narrow = [kind for kind, count in bits.items() if count < 23]
     if not narrow:
         return "ok", text
-    return "ok", f"{text}, so those of {' and '.join(narrow)} are not used: half precision takes their place, exactly"
+    return "ok", f"{text}, so those of {' and '.join(narrow)} are not used; what takes their place is exact"

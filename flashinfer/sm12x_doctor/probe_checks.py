@@ -81,7 +81,7 @@ INSTEAD = {
 def sums(a: Answers) -> Outcome:
     """The width in which MMAs add up."""
     scaled = a("probe-device", "sm12x")
-    narrow = [kind for kind in ("mxf8f6f4", "mxf4") if scaled and a("probe-sums", kind) < FLOAT32_BITS]
+    narrow = [kind for kind in INSTEAD if scaled and a("probe-sums", kind) < FLOAT32_BITS]
     kinds = [kind for kind in ("fp8", "mxf8f6f4", "mxf4") if a.get("probe-sums", kind) is not None]
     text = ", ".join(f"{kind}: {a('probe-sums', kind)} fraction bits" for kind in kinds)
     if not scaled:

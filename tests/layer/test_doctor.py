@@ -535,19 +535,21 @@ def test_a_probe_file_that_is_none_and_one_of_few_bits() -> None:
         modules={"probe_error": "cache/sm12x_probe.json is not what a probe writes", "workspace": "cache"}
     )
     assert (broken["probe"].state, broken["probe"].remedy) == ("fail", "rm cache/sm12x_probe.json")
-    for bits, expected in (
+    for wide, packed, expected in (
         (
-            {"mxf8f6f4": 13, "mxf4": 25},
-            "13 bits (mxf8f6f4), 25 bits (mxf4), so those of mxf8f6f4 are not used: half precision",
+            13,
+            25,
+            "13 bits (mxf8f6f4), 25 bits (mxf4), so those of mxf8f6f4 are not used; what takes their place is exact",
         ),
-        ({"mxf8f6f4": 22, "mxf4": 13}, "so those of mxf8f6f4 and mxf4 are not used"),
-        ({"mxf8f6f4": 25, "mxf4": 23}, "add up in 25 bits (mxf8f6f4), 23 bits (mxf4)"),
-        ({"mxf8f6f4": None, "mxf4": None}, "were not probed"),
+        (22, 13, "so those of mxf8f6f4 and mxf4 are not used"),
+        (25, 22, "so those of mxf4 are not used"),
+        (25, 23, "block-scaled MMAs add up in 25 bits (mxf8f6f4), 23 bits (mxf4)"),
+        (None, None, "were not probed"),
     ):
-        row = findings(modules={"probed_sum_bits": bits})["probe"]
+        row = findings(modules={"probed_sum_bits": {"mxf8f6f4": wide, "mxf4": packed}})["probe"]
         assert row.state == "ok"
         assert expected in row.found
-        assert ("not used" in row.found) == (min(bits.values(), key=lambda count: count or 99) in (13, 22))
+        assert ("not used" in row.found) == ("not used" in expected)
 
 
 @pytest.mark.parametrize(("free", "state"), [(8 << 30, "ok"), (1 << 29, "warn"), (1 << 20, "fail")])
