@@ -74,7 +74,7 @@ struct RowLoader {
   static __device__ __forceinline__ uint4 from_eight_nibbles(uint32_t nibbles, float scale) {
     const uint32_t factor = ptx::f32x2_to_bf16x2(scale, scale);
     uint32_t pair[4];
-    mma::expand_to_bf16(nibbles, mma::kTwoTo126Pair, pair);
+    mma::expand_to_bf16<mma::Saves::kInstructions>(nibbles, mma::kTwoTo126Pair, pair);
     return make_uint4(ptx::bf16x2_multiply(pair[0], factor), ptx::bf16x2_multiply(pair[1], factor),
                       ptx::bf16x2_multiply(pair[2], factor), ptx::bf16x2_multiply(pair[3], factor));
   }

@@ -152,13 +152,14 @@ __device__ __forceinline__ int slab_row(int g, int pitch) {
 }
 
 // Where a lane's two rows of a slab (g and g + 8 of the MMA) lie in a stage.
+template <class Shape>
 struct LaneRows {
   int low, high;  // byte offsets of the stage's first slab
   int next_slab;  // from a slab to the next
 
   __device__ __forceinline__ LaneRows(const StreamedGemm& g, int row) {
     low = row * g.pitch;
-    high = low + (g.parts == 2 ? g.part_rows() : 8) * g.pitch;
+    high = low + (Shape::two_parts(g) ? g.part_rows() : 8) * g.pitch;
     next_slab = g.slab_outputs() * g.pitch;
   }
 };
@@ -170,7 +171,7 @@ struct PartialPlace {
   int next_slab;
 
   // `warp` is one of the stage's, whose first word of K is `first_word`.
-  __device__ __forceinline__ PartialPlace(const StreamedGemm& g, const LaneRows& rows, int first_word, int warp,
+  __device__ __forceinline__ PartialPlace(const StreamedGemm& g, const LaneRows<Shape>& rows, int first_word, int warp,
                                           int lane) {
     const int word = warp * Shape::kWords, t = lane % 4;
     const bool within = ((first_word + word) * kScaleChunkBlocks + t) * kScaleBlock < g.k;
@@ -188,7 +189,7 @@ struct PartialPlace {
 template <class Shape>
 class SlabMultiplier {
   static constexpr int kSteps = Shape::kTokenSteps, kWords = Shape::kWords;
-  using Expansion = mma::Expansion<Shape::kBlockBytes>;
+  using Expansion = mma::Expansion<Shape::kBlockBytes, mma::Saves::kInstructions>;
   using Block = uint32_t[Shape::kBlockBytes / 4];
 
   // Where a lane finds one word's operands in the first stage: weights of row g, and their scale but for the row's quarter of
@@ -213,7 +214,7 @@ class SlabMultiplier {
     first_word_ = chunk_word + stage_warp * kWords;
     const int row = slab_row<Shape>(lane / 4, g.pitch);
     const uint32_t base = ptx::shared_address(first_stage);
-    const LaneRows rows(g, row);
+    const LaneRows<Shape> rows(g, row);
     const PartialPlace<Shape> partial(g, rows, chunk_word, stage_warp, lane);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
@@ -221,7 +222,7 @@ class SlabMultiplier {
     }
     first_row_ = group * g.slab_outputs();
     unit_rows_ = g.part_rows();
-    second_part_ = g.parts == 2 ? g.out : 0;
+    second_part_ = Shape::two_parts(g) ? g.out : 0;
     const uint32_t in_piece =
         16 * (first_row_ & (g.piece_rows - 1));  // of the slab's first row: where its quarter begins
 #pragma unroll
@@ -236,7 +237,7 @@ class SlabMultiplier {
       operands_[w].scale = base + g.scale_offset + in_piece + 16 * (word * g.piece_rows + row) + t;
     }
     next_weights_ = rows.high - rows.low;
-    next_scale_ = g.parts == 2 ? g.piece_bytes() : 8 * 16;
+    next_scale_ = Shape::two_parts(g) ? g.piece_bytes() : 8 * 16;
   }
 
   __device__ __forceinline__ bool works() const { return works_; }
@@ -300,10 +301,11 @@ class SlabMultiplier {
     const uint32_t low_quarter = stage + quarter(row), high_quarter = stage + next_scale_ + quarter(row + second_part_);
     Block weights[kWords][2];
     uint32_t scales[kWords][2], largest = 0, nan[2] = {0, 0};
-    constexpr bool kTogether = kSteps == 1 && kWords * Shape::kBlockBytes <= 64;  // else registers are short
+    // Words whose weights are asked for before scales are looked at: all, where registers allow.
+    constexpr int kAhead = kSteps == 1 && kWords * Shape::kBlockBytes <= 64 ? kWords : 1;
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {
-      if (kTogether) load_weights(w, stage, weights[w]);
+      if (w < kAhead) load_weights(w, stage, weights[w]);
       scales[w][0] = ptx::load_shared_byte(operands_[w].scale + low_quarter);
       scales[w][1] = ptx::load_shared_byte(operands_[w].scale + high_quarter);
     }
@@ -313,13 +315,13 @@ class SlabMultiplier {
     if (__any_sync(kAllLanes, largest > Expansion::kLargestFoldedScale)) {
 #pragma unroll
       for (int w = 0; w < kWords; ++w) {
-        if (!kTogether) load_weights(w, stage, weights[w]);
+        if (w >= kAhead) load_weights(w, stage, weights[w]);
         multiply_word<true>(weights[w], mma::scale_pair(scales[w][0]), mma::scale_pair(scales[w][1]), w, chain, nan);
       }
     } else {
 #pragma unroll
       for (int w = 0; w < kWords; ++w) {
-        if (!kTogether) load_weights(w, stage, weights[w]);
+        if (w >= kAhead) load_weights(w, stage, weights[w]);
         multiply_word<false>(weights[w], Expansion::folded_factor(scales[w][0]), Expansion::folded_factor(scales[w][1]),
                              w, chain, nan);
       }
@@ -393,7 +395,7 @@ class SlabMultiplier {
 template <class Shape>
 __device__ __forceinline__ void add_partials(const StreamedGemm& g, const uint8_t* stage, int chunk, int slab, int row,
                                              int lane, int count, float (&sums)[Shape::kTokenSteps][4]) {
-  const LaneRows rows(g, row);
+  const LaneRows<Shape> rows(g, row);
   const int warps = Shape::kChunked ? min(g.stage_warps, g.k_warps - chunk * g.stage_warps) : g.k_warps;
   const int first_word = Shape::kChunked ? chunk * g.stage_words : 0;
   const PartialPlace<Shape> first(g, rows, first_word, 0, lane), last(g, rows, first_word, warps - 1, lane);

@@ -73,6 +73,10 @@ struct StreamShape {
   static constexpr int kBlockBytes = weight_block_bytes(kWeights);
   static constexpr int kWordBytes = weight_word_bytes(kWeights);
 
+  static constexpr FLASHINFER_SM12X_HOST_DEVICE bool two_parts(const StreamedGemm& g) {
+    return !kChunked && g.parts == 2;
+  }
+
   static_assert(kTokenTile == 8 || kTokenTile == 16, "partial sums replace a lane's two rows of weights");
 };
 

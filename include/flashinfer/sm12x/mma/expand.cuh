@@ -41,18 +41,37 @@ __device__ __forceinline__ void expand_to_halves(uint32_t nibbles, uint32_t (&pa
   pair[3] = odd & 0xFF00FF00u;
 }
 
+// What an expansion of e2m1 to bfloat16 saves. A streamed GEMM, whose twelve warps share K, waits for instructions. In the GEMM
+// of tiles, with more warps an SM, it is a Hopper's integer pipe: half an instruction a cycle. Left shifts can be multiplies,
+// which go elsewhere; rotations cannot.
+enum class Saves { kInstructions, kIntegerPipe };
+
 // bfloat16: sign and magnitude bits put in place are the value times 2^-126, and `factor`, a pair of bfloat16 that holds
-// 2^126 times a block scale, makes the scaled value of it; exact wherever that is a bfloat16. A multiply by 2^6 + 2^12
-// copies a nibble to where its magnitude and its sign belong. pair[i] = elements i, i + 4. Seventeen instructions.
+// 2^126 times a block scale, makes the scaled value of it; exact wherever that is a bfloat16. A sign belongs six bits further
+// above its magnitude than in a nibble. Once a word has four nibbles' signs that far from their magnitudes, each pair is one
+// shift and one mask away, and one of them a mask. pair[i] = elements i, i + 4. Fourteen instructions, nine of them on the
+// integer pipe; or fifteen, with seven there.
 constexpr uint32_t kTwoTo126Pair = 0x7E807E80u;
 
+template <Saves kSaves>
 __device__ __forceinline__ void expand_to_bf16(uint32_t nibbles, uint32_t factor, uint32_t (&pair)[4]) {
-  constexpr uint32_t kInPlace = 0x81C081C0u, kSpread = (1u << 6) + (1u << 12);
-  const uint32_t upper = nibbles >> 8;
-  pair[0] = (nibbles & 0x000F000Fu) * kSpread & kInPlace;
-  pair[1] = (nibbles & 0x00F000F0u) * (kSpread >> 4) & kInPlace;
-  pair[2] = (upper & 0x000F000Fu) * kSpread & kInPlace;
-  pair[3] = (upper & 0x00F000F0u) * (kSpread >> 4) & kInPlace;
+  constexpr uint32_t kInPlace = 0x81C081C0u;
+  if constexpr (kSaves == Saves::kInstructions) {
+    const uint32_t magnitudes = __funnelshift_r(nibbles, nibbles, 6);
+    const uint32_t outer = ptx::select_bits(0x80088008u, nibbles, magnitudes);
+    const uint32_t inner = ptx::select_bits(0x08800880u, nibbles, magnitudes);
+    pair[0] = __funnelshift_l(outer, outer, 12) & kInPlace;
+    pair[1] = __funnelshift_l(inner, inner, 8) & kInPlace;
+    pair[2] = inner << 4 & kInPlace;
+    pair[3] = outer & kInPlace;
+  } else {
+    const uint32_t lower = ptx::select_bits(0x00770077u, nibbles, nibbles << 6);
+    const uint32_t upper = ptx::select_bits(0x88008800u, nibbles, nibbles >> 6);
+    pair[0] = lower << 6 & kInPlace;
+    pair[1] = lower << 2 & kInPlace;
+    pair[2] = upper << 4 & kInPlace;
+    pair[3] = upper & kInPlace;
+  }
 #pragma unroll
   for (int i = 0; i < 4; ++i) pair[i] = ptx::bf16x2_multiply(pair[i], factor);
 }
@@ -85,11 +104,11 @@ __device__ __forceinline__ void expand_e4m3_to_bf16(uint32_t bytes, uint32_t fac
 
 // A lane's block of 32 weights, 16 bytes of MXFP4 or 32 of MXFP8, eight at a time as bfloat16 pairs. `nan` collects what
 // is_nan() looks at.
-template <int kBlockBytes>
+template <int kBlockBytes, Saves kSaves>
 struct Expansion;
 
-template <>
-struct Expansion<16> {
+template <Saves kSaves>
+struct Expansion<16, kSaves> {
   static constexpr bool kHasNan = false;
   static constexpr uint32_t kUndo = kTwoTo126Pair;
   static constexpr uint32_t kLargestFoldedScale = mma::kLargestFoldedScale;
@@ -101,12 +120,12 @@ struct Expansion<16> {
   static __device__ __forceinline__ bool is_nan(uint32_t) { return false; }
   static __device__ __forceinline__ void eight(const uint32_t* block, int q, uint32_t factor, uint32_t (&pair)[4],
                                                uint32_t&) {
-    expand_to_bf16(block[q], factor, pair);
+    expand_to_bf16<kSaves>(block[q], factor, pair);
   }
 };
 
-template <>
-struct Expansion<32> {
+template <Saves kSaves>
+struct Expansion<32, kSaves> {
   static constexpr bool kHasNan = true;
   static constexpr uint32_t kUndo = 0x7B807B80u;  // 2^120
   static constexpr uint32_t kLargestFoldedScale = 134;  // 2^120 * 2^(s - 127) is a bfloat16

@@ -218,7 +218,7 @@ struct Bf16Policy {
   static constexpr int kTokenPiece = 16;
   static constexpr int kWeightWords = kWeights == WeightFormat::kMxfp4 ? 1 : 2;
   static constexpr float kAccumulatorScale = 1.0f;
-  using BlockExpansion = Expansion<weight_block_bytes(kWeights)>;
+  using BlockExpansion = Expansion<weight_block_bytes(kWeights), Saves::kIntegerPipe>;
   static constexpr bool kCollectsNans = BlockExpansion::kHasNan;
 
   struct RowScales {
