@@ -42,9 +42,9 @@ MODELS = {
 DECODE, PREFILL = (1, 4, 16, 64), (512, 2048, 8192)
 RANKS = (1, 2)
 CONTEXTS = (128, 1024, 8192, 32_768, 131_072)
-ROUTER_US = (4.0, 10.0)
-"""What this fork's router, two launches, takes beside what its counts say, fast and slow: an H200 took 8.3 for one token with
-an earlier kernel, norm and bytes included."""
+ROUTER_US = (3.0, 8.0)
+"""What this fork's router, two launches, takes beside what its counts say, fast and slow: an H200 takes 6.0 for one token,
+norm and bytes included."""
 DECODE_ATTENTION_US = (5.0, 12.0)
 """Of its decode attention, taken as the dense layers', which are one launch with a start and a tail, too: an H200 takes 8.1 in
 a window and 9.1 at 1,024."""

@@ -80,8 +80,11 @@ def owners(marked: Sequence[str], marks: Sequence[str], names: Sequence[str]) ->
         else:
             parts.append(part)
             found.append(name)
-    if found != list(names) or next(remaining, None) is not None:
+    if len(found) != len(names) or next(remaining, None) is not None:
         raise RuntimeError(f"with markers {len(found)} kernels, without {len(names)}: no table by part")
+    for i, (ours, other) in enumerate(zip(found, names, strict=True)):
+        if ours != other:
+            raise RuntimeError(f"kernel {i} is {ours} with markers and {other} without: no table by part")
     return parts
 
 
