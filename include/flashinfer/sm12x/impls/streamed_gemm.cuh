@@ -301,7 +301,7 @@ class SlabMultiplier {
     const uint32_t low_quarter = stage + quarter(row), high_quarter = stage + next_scale_ + quarter(row + second_part_);
     Block weights[kWords][2];
     uint32_t scales[kWords][2], largest = 0, nan[2] = {0, 0};
-    // Words whose weights are asked for before scales are looked at: all, where registers allow.
+    // Words whose weights are asked for before scales are looked at: all where registers allow, else the first.
     constexpr int kAhead = kSteps == 1 && kWords * Shape::kBlockBytes <= 64 ? kWords : 1;
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {

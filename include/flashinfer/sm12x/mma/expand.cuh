@@ -41,15 +41,15 @@ __device__ __forceinline__ void expand_to_halves(uint32_t nibbles, uint32_t (&pa
   pair[3] = odd & 0xFF00FF00u;
 }
 
-// What an expansion of e2m1 to bfloat16 saves. A streamed GEMM, whose twelve warps share K, waits for instructions. In the GEMM
-// of tiles, with more warps an SM, it is a Hopper's integer pipe: half an instruction a cycle. Left shifts can be multiplies,
-// which go elsewhere; rotations cannot.
+// What an expansion of e2m1 to bfloat16 saves. A streamed GEMM, whose twelve warps share K, is bound by the number of its
+// instructions. In the GEMM of tiles a Hopper's integer pipe, half an instruction a cycle, counts as much, and more where tiles
+// are narrow and blocks many. Left shifts can be multiplies, which go elsewhere; rotations cannot.
 enum class Saves { kInstructions, kIntegerPipe };
 
 // bfloat16: sign and magnitude bits put in place are the value times 2^-126, and `factor`, a pair of bfloat16 that holds
 // 2^126 times a block scale, makes the scaled value of it; exact wherever that is a bfloat16. A sign belongs six bits further
-// above its magnitude than in a nibble. Once a word has four nibbles' signs that far from their magnitudes, each pair is one
-// shift and one mask away, and one of them a mask. pair[i] = elements i, i + 4. Fourteen instructions, nine of them on the
+// above its magnitude than in a nibble. Once a word has four nibbles' signs that far from their magnitudes, each pair takes a
+// shift and a mask, one of them the mask alone. pair[i] = elements i, i + 4. Fourteen instructions, nine of them on the
 // integer pipe; or fifteen, with seven there.
 constexpr uint32_t kTwoTo126Pair = 0x7E807E80u;
 

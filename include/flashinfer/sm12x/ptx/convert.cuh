@@ -42,8 +42,8 @@ __device__ __forceinline__ uint32_t bf16x2_multiply(uint32_t a, uint32_t b) {
   return result;
 }
 
-// Bits of `a` where the mask is set, of `b` elsewhere. Written out, the compiler moves a mask of the result into both operands:
-// an instruction more for each use of the word.
+// Bits of `a` where the mask is set, of `b` elsewhere. Given this in C++, the compiler moves a mask of the result into both
+// operands: an instruction more for each use of the word.
 __device__ __forceinline__ uint32_t select_bits(uint32_t mask, uint32_t a, uint32_t b) {
   uint32_t result;
   asm("lop3.b32 %0, %1, %2, %3, 0xCA;" : "=r"(result) : "r"(mask), "r"(a), "r"(b));
