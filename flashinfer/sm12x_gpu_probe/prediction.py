@@ -47,7 +47,8 @@ from .l2 import ROW_TILE, Gemm, dram_bytes
 ROUTINGS = 8
 SCALE_BLOCK = 32
 FITS = Path(__file__).with_name("gb10_fits.json")
-"""Of the launches that the planner gives gpt-oss-120b in the sizes that the doctor's probe times; see :func:`known_fits`."""
+"""Of the launches that the planner gives gpt-oss-120b in the sizes that the doctor's probe times; see :func:`known_fits`.
+``benchmarks/bench_cutlass_fused_moe_mxfp4.py --predict --modes 0 --tokens 1,4,64,2048`` writes it, to its ``--out``."""
 
 
 @dataclasses.dataclass(frozen=True)

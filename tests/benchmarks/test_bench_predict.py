@@ -266,7 +266,7 @@ def test_what_the_doctors_probe_times_is_predicted() -> None:
     for tokens in layer.TOKENS:
         tactics = prediction.planned(layer.MODEL, layer.MODE, tokens)
         fits = prediction.known_fits(layer.MODE, tactics, (2880, 2880))
-        assert fits, f"{tokens} tokens, tactics {tactics}: make bench writes gb10_fits.json anew"
+        assert fits, f"{tokens} tokens, tactics {tactics}: prediction.FITS says how to write it anew"
         line = prediction.predict(layer.MODEL, layer.MODE, tokens, tactics, fits, Assumptions())
         assert prediction.predicted_range(layer.MODEL, layer.MODE, tokens) == (line.fast, line.slow)
         assert 0.95 * line.floor < line.fast < line.slow < 1.5 * line.floor + 100

@@ -296,4 +296,6 @@ def test_the_fits_that_are_kept_are_those_of_the_kernels(monkeypatch: pytest.Mon
     assert len(fits) == len(done)
     for fit, launched in zip(fits, done, strict=True):
         expected, seen = fit.at(prediction.work_of(ids, fit.tile)), predict.counts_of(launched)
-        assert expected.values() == pytest.approx(seen.values(), rel=0.03, abs=300)
+        assert expected.values() == pytest.approx(seen.values(), rel=0.03, abs=300), (
+            "prediction.FITS says how to renew it"
+        )
