@@ -9,7 +9,7 @@ of replays of the first graph under the profiler (CUPTI), which adds a little to
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -50,18 +50,30 @@ def kernels_of(graph: torch.cuda.CUDAGraph, replays: int) -> list[list[Kernel]]:
             graph.replay()
             torch.cuda.synchronize()
     recorded: Any = profile.profiler
-    found: list[Kernel] = sorted(
-        (
-            (event.name(), event.start_ns() / 1e3, (event.start_ns() + event.duration_ns()) / 1e3)
-            for event in recorded.kineto_results.events()
-            if str(event.device_type()).endswith("CUDA") and not event.name().startswith("Context Sync")
-        ),
-        key=lambda kernel: kernel[1],
-    )
+    found = in_order(recorded.kineto_results.events())
     count, left = divmod(len(found), replays)
     if left or not count:
         raise RuntimeError(f"the profiler saw {len(found)} kernels in {replays} replays of one graph")
     return [found[i * count : (i + 1) * count] for i in range(replays)]
+
+
+def in_order(events: Iterable[Any]) -> list[Kernel]:
+    """The kernels among the profiler's events, by their begin, in microseconds from the first one's."""
+    on_gpu = [
+        event
+        for event in events
+        if str(event.device_type()).endswith("CUDA") and not event.name().startswith("Context Sync")
+    ]
+    on_gpu.sort(key=lambda event: event.start_ns())
+    # Of whole nanoseconds: since 1970 there are so many microseconds that a float64 rounds them to quarters.
+    return [
+        (
+            event.name(),
+            (event.start_ns() - on_gpu[0].start_ns()) / 1e3,
+            (event.start_ns() + event.duration_ns() - on_gpu[0].start_ns()) / 1e3,
+        )
+        for event in on_gpu
+    ]
 
 
 def owners(marked: Sequence[str], marks: Sequence[str], names: Sequence[str]) -> list[str]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -175,6 +176,25 @@ def test_kernels_belong_to_the_part_in_front_of_them() -> None:
             measure.owners(marked, marks, wrong)
     with pytest.raises(RuntimeError, match="no table by part"):
         measure.owners(marked, [*marks, "O"], names)
+
+
+def test_kernels_are_ordered_and_timed_to_the_nanosecond() -> None:
+    """Since 1970 there are so many microseconds that a float64 holds them to a quarter."""
+
+    def event(name: str, begin: int, duration: int, device: str = "DeviceType.CUDA") -> SimpleNamespace:
+        now = 1_763_000_000_000_000_000
+        values = {"name": name, "start_ns": now + begin, "duration_ns": duration, "device_type": device}
+        return SimpleNamespace(**{key: functools.partial(lambda value: value, value) for key, value in values.items()})
+
+    events = [
+        event("third", 190, 1100),
+        event("second", 120, 64),
+        event("Context Sync", 0, 9),
+        event("host", 0, 9, "DeviceType.CPU"),
+        event("first", 100, 10),
+    ]
+    assert measure.in_order(events) == [("first", 0.0, 0.01), ("second", 0.02, 0.084), ("third", 0.09, 1.19)]
+    assert measure.in_order([]) == []
 
 
 def test_overlapping_kernels_count_once_and_gaps_are_told() -> None:
