@@ -237,19 +237,17 @@ def bf16_layer(name: str) -> tuple[float, float]:
 
 
 def token_lines(lines: Sequence[Line], experts: prediction.Line) -> list[list[str]]:
-    """Rows of what a token's weights take, by format of QKV, O and LM head, in milliseconds."""
+    """Rows of what a step's weights take, by format of QKV, O and LM head, in milliseconds; as many streams as ``experts`` has
+    tokens."""
     rows = []
     for weights in ("bf16", "mxfp8", "mxfp4"):
         ends = []
         for end in ("fast", "slow"):
             times = {}
             for name in DENSE_LAYERS:
-                found = [
-                    line
-                    for line in lines
-                    if (line.layer, line.tokens, line.weights, line.activation) == (name, 1, weights, "bf16")
-                ]
-                times[name] = getattr(found[0], end) if found else bf16_layer(name)[end == "slow"]
+                wanted = (name, experts.tokens, weights, "bf16")
+                found = [line for line in lines if (line.layer, line.tokens, line.weights, line.activation) == wanted]
+                times[name] = bf16_layer(name)[end == "slow"] if weights == "bf16" else getattr(found[0], end)
             per_layer = times["qkv"] + times["o"] + getattr(experts, end)
             ends.append((LAYERS_OF_MODEL * per_layer + times["lm_head"]) / 1e3)
         dense = {name: weight_bytes(n, k, weights) for name, (n, k) in DENSE_LAYERS.items()}
@@ -258,6 +256,7 @@ def token_lines(lines: Sequence[Line], experts: prediction.Line) -> list[list[st
         floor = 1e3 * gigabytes / Assumptions.dram_gb_per_second
         rows.append(
             [
+                str(experts.tokens),
                 weights,
                 f"{gigabytes:.2f}",
                 f"{floor:.1f}",
@@ -284,20 +283,21 @@ def main(layers: Sequence[str], tokens: Sequence[int], folder: Path) -> int:
                 what = f"{name}, {count} tokens, {weights} weights, {activation} tokens"
                 print(f"emulated {what}: {seconds:.0f} s" if line else f"{what}: by cuBLAS, no prediction", flush=True)
                 lines += [line] if line else []
-        whole = 1 in tokens and set(layers) == set(DENSE_LAYERS)
         model = next(iter(MODELS))
-        experts = next(predict.lines([model], [1], [MOE_MODE], Assumptions(), {})) if whole else None
+        streams = [count for count in tokens if count <= FEW_TOKENS] if set(layers) == set(DENSE_LAYERS) else []
+        experts = list(predict.lines([model], streams, [MOE_MODE], Assumptions(), {}))
     except RuntimeError as error:
         print(f"bench: no prediction: {error}", file=sys.stderr)
         return 2
     print("\nGB10 (SM121): prediction, not a measurement\n")
     print(as_table(lines))
-    if experts is not None:
+    if experts:
         print(
-            f"\nthe weights of one token of {model}, {LAYERS_OF_MODEL} layers: no attention, norms, router or sampling\n"
+            f"\nthe weights of a step of {model}, {LAYERS_OF_MODEL} layers: no attention, norms, router or sampling\n"
         )
-        headers = ["QKV, O, LM head", "GB", "floor ms", "predicted ms", "of 233 GB/s"]
-        print(tabulate(token_lines(lines, experts), headers, tablefmt="github", disable_numparse=True))
+        headers = ["streams", "QKV, O, LM head", "GB", "floor ms", "predicted ms", "of 233 GB/s"]
+        rows = [row for line in experts for row in token_lines(lines, line)]
+        print(tabulate(rows, headers, tablefmt="github", disable_numparse=True))
     print("\nfloor: weights and scales at 233 GB/s. Assumed:")
     for told in Assumptions().told()[:-1]:
         print(f"- {told}")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -102,23 +103,26 @@ def test_a_line_is_a_range_around_its_busiest_resource() -> None:
 
 
 @pytest.mark.usefixtures("given_counts")
-def test_what_the_weights_of_a_token_take() -> None:
+@pytest.mark.parametrize("streams", [1, 8])
+def test_what_the_weights_of_a_step_take(streams: int) -> None:
     device: Any = None
     lines = []
-    for name in DENSE_LAYERS:
-        for weights in ("mxfp4", "mxfp8"):
-            line = predict_dense.predict_layer(device, name, 1, weights, "bf16")
-            assert line is not None
-            lines.append(line)
-    experts: Any = SimpleNamespace(fast=200.0, slow=300.0, megabytes=52.8)
+    for name, weights, tokens in itertools.product(DENSE_LAYERS, ("mxfp4", "mxfp8"), (1, 8)):
+        line = predict_dense.predict_layer(device, name, tokens, weights, "bf16")
+        assert line is not None
+        lines.append(line)
+    experts: Any = SimpleNamespace(tokens=streams, fast=200.0, slow=300.0, megabytes=52.8)
     bf16, mxfp8, mxfp4 = predict_dense.token_lines(lines, experts)
     layers = predict_dense.LAYERS_OF_MODEL
     values = sum((1 if name == "lm_head" else layers) * 2 * n * k for name, (n, k) in DENSE_LAYERS.items())
-    assert float(bf16[1]) == pytest.approx(values / 1e9 + layers * 0.0528, abs=0.006)
-    by_name = {line.layer: line for line in lines if line.weights == "mxfp4"}
+    assert float(bf16[2]) == pytest.approx(values / 1e9 + layers * 0.0528, abs=0.006)
+    by_name = {line.layer: line for line in lines if (line.weights, line.tokens) == ("mxfp4", streams)}
     fast = layers * (by_name["qkv"].fast + by_name["o"].fast + 200.0) + by_name["lm_head"].fast
-    assert mxfp4[3].startswith(f"{fast / 1e3:.1f} - ")
-    assert float(bf16[2]) > float(mxfp8[2]) > float(mxfp4[2])
+    assert mxfp4[0] == str(streams)
+    assert mxfp4[4].startswith(f"{fast / 1e3:.1f} - ")
+    assert float(bf16[3]) > float(mxfp8[3]) > float(mxfp4[3])
+    with pytest.raises(IndexError):  # nothing takes the place of a line that is not there
+        predict_dense.token_lines([line for line in lines if line.layer != "o"], experts)
 
 
 def test_an_unknown_layer_is_named(capsys: pytest.CaptureFixture[str]) -> None:
