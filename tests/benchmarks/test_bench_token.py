@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -182,9 +181,10 @@ def test_kernels_are_ordered_and_timed_to_the_nanosecond() -> None:
     """Since 1970 there are so many microseconds that a float64 holds them to a quarter."""
 
     def event(name: str, begin: int, duration: int, device: str = "DeviceType.CUDA") -> SimpleNamespace:
-        now = 1_763_000_000_000_000_000
-        values = {"name": name, "start_ns": now + begin, "duration_ns": duration, "device_type": device}
-        return SimpleNamespace(**{key: functools.partial(lambda value: value, value) for key, value in values.items()})
+        start = 1_763_000_000_000_000_000 + begin
+        return SimpleNamespace(
+            name=lambda: name, start_ns=lambda: start, duration_ns=lambda: duration, device_type=lambda: device
+        )
 
     events = [
         event("third", 190, 1100),

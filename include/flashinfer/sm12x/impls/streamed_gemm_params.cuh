@@ -80,7 +80,7 @@ struct StreamShape {
   static_assert(kTokenTile == 8 || kTokenTile == 16, "partial sums replace a lane's two rows of weights");
 };
 
-// How such a stream runs on warps of `words` words each; no groups: K is too long for them, or a chunked one has two parts.
+// How such a stream runs on warps of `words` words each; no groups: K is too long for them.
 struct StreamedGemmPlan {
   WeightFormat format;
   int words;
@@ -94,7 +94,6 @@ struct StreamedGemmPlan {
 
   constexpr StreamedGemm make() const {
     StreamedGemm g = {};
-    if (chunked && parts != 1) return g;
     g.parts = parts;
     g.out = out;
     g.k = k;
