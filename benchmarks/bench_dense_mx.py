@@ -33,11 +33,13 @@ from moe_bench.results import Entry
 
 from flashinfer.gemm.sm12x_dense import dense_mx
 from flashinfer.quantization import mx_cpu
+from flashinfer.sm12x_gpu_probe.mma import accumulation_on
 from flashinfer.sm12x_gpu_probe.timing import StreamingRead, time_graph
-from flashinfer.testing import TENSOR_CORE, BoundViolation, check_within_bound, quantize_mxfp4, quantize_mxfp8
-from flashinfer.testing.error_bounds import affine_error, dot_error, granularity
+from flashinfer.testing import BoundViolation, check_within_bound
+from flashinfer.testing.error_bounds import affine_error, dot_error
 from flashinfer.testing.moe_layers import DENSE_LAYERS, DENSE_VARIANTS
-from flashinfer.testing.mxfp_formats import dequantize_mxfp4, dequantize_mxfp8
+from flashinfer.testing.mxfp_formats import Operand, dequantize_mxfp4, dequantize_mxfp8
+from flashinfer.testing.tensor_core_sums import operand
 from flashinfer.testing.virtual_device import in_own_process
 
 CHECKED_ROWS = 512
@@ -54,12 +56,12 @@ def quantized(weight: torch.Tensor, weights: str) -> tuple[torch.Tensor, torch.T
     return torch.cat([v.view(torch.uint8) for v in values]).view(values[0].dtype), torch.cat(scales)
 
 
-def checked_rows(values: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Indices of the first and last rows of the weight, and those rows in float64."""
+def checked_rows(values: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, Operand]:
+    """Indices of the first and last rows of the weight, and those rows."""
     rows = torch.cat([torch.arange(CHECKED_ROWS // 2), torch.arange(len(values) - CHECKED_ROWS // 2, len(values))])
     rows = rows.to(values.device)
     raw = values.view(torch.uint8)[rows].view(values.dtype)
-    return rows, (dequantize_mxfp4 if values.dtype is torch.uint8 else dequantize_mxfp8)(raw, scales[rows])
+    return rows, (Operand.of_mxfp4 if values.dtype is torch.uint8 else Operand.of_mxfp8)(raw, scales[rows])
 
 
 def disagreement(
@@ -67,14 +69,10 @@ def disagreement(
 ) -> float:
     """The share of its bound that an element of the checked rows of the weight uses."""
     rows, w = checked_rows(values, scales)
-    tokens = x.double()
-    if activation == "mxfp8":
-        tokens = dequantize_mxfp8(*quantize_mxfp8(x.float()))
-    elif activation == "mxfp4":
-        tokens = dequantize_mxfp4(*quantize_mxfp4(x.float()))
-    product = tokens @ w.T
+    tokens = operand(x, activation)
+    product = tokens.values @ w.values.T
     result = product + bias[rows].double()
-    bound = affine_error(product, dot_error(tokens, w, granularity(w), TENSOR_CORE), 1.0, result)
+    bound = affine_error(product, dot_error(tokens, w, accumulation_on(out.device)), 1.0, result)
     try:
         return check_within_bound(out[:, rows], result, bound)
     except BoundViolation as error:
@@ -127,7 +125,7 @@ def measure_humming(inputs: Inputs, repeats: int) -> list[dict[str, Entry]]:
                     entry[f"HUMMING {format_} {activation}"] = failed(error)
                 continue
             for x, entry in zip(inputs.batches, entries, strict=True):
-                reference = x.double() @ w.T + inputs.bias[rows].double()
+                reference = x.double() @ w.values.T + inputs.bias[rows].double()
                 out = torch.full((len(x), len(inputs.bias)), torch.nan, dtype=torch.bfloat16, device=x.device)
                 try:
                     gemm(x, out)
@@ -147,7 +145,8 @@ def measure_llama_cpp(library: Any, inputs: Inputs, repeats: int) -> list[dict[s
     for format_, name in (("mxfp4", "MXFP4"), ("mxfp8", "Q8_0")):
         try:
             values, scales = inputs.weights[format_]
-            rows, w = checked_rows(values, scales)
+            rows, checked = checked_rows(values, scales)
+            w = checked.values
             if name == "MXFP4":
                 gemm = Gemm(library, MXFP4, mxfp4_blocks(values, scales), inputs.bias)
             else:  # of what MXFP8 holds, by chunks of rows

@@ -2,22 +2,26 @@
 """What MXFP8 and MXFP4 cost a dense layer in accuracy, by the rule for its scales and by how its weights are spread.
 
     python benchmarks/format_error.py
+    python benchmarks/format_error.py --sums   # what the width costs in which tensor cores add up
 
 The error is the root mean square of ``x @ w.T`` against the same product of bf16 weights and tokens, relative to that
-product's own. Tokens are normal. On the CPU, in seconds.
+product's own. Tokens are normal. On the CPU, in seconds; ``--sums`` takes some minutes.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from tabulate import tabulate
 
 from flashinfer.quantization import mx_cpu
+from flashinfer.testing import Accumulation
+from flashinfer.testing.error_bounds import dot_error
+from flashinfer.testing.tensor_core_sums import add_up, operand
 
 WEIGHTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "mxfp8, amax": lambda w: mx_cpu.dequantize_mxfp8_linear(*mx_cpu.quantize_mxfp8_linear(w)),
@@ -60,15 +64,48 @@ def errors(shape: tuple[int, int], num_tokens: int, seed: int) -> list[list[Any]
     return rows
 
 
+WHAT = ("random signs", "one sign", "worst")
+SUMS = (("mxfp8", 32), ("bf16", 16))  # tokens, and elements of an MMA; weights are MXFP4
+
+
+def sums_errors(widths: Sequence[int], lengths: Sequence[int], seed: int) -> list[list[Any]]:
+    """Rows of the table of ``--sums``: by width, what tensor cores lose as a multiple of what rounding to bf16 does.
+
+    For each length of K and format of tokens: of sums of random signs (root mean square), of sums of one sign (mean),
+    and the worst case that the bound allows, as a multiple of half a unit in bf16's last place of a typical result.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    rows = [[bits] for bits in widths]
+    for k in lengths:
+        drawn = torch.randn(8, k, generator=generator), torch.randn(24, k, generator=generator)
+        for tokens, elements in SUMS:
+            x, w = operand(drawn[0], tokens), operand(drawn[1], "mxfp4")
+            positive = operand(drawn[0].abs(), tokens), operand(drawn[1].abs(), "mxfp4")
+            exact, all_positive = x.values @ w.values.T, positive[0].values @ positive[1].values.T
+            rounding = (exact.bfloat16().double() - exact).norm()
+            for row in rows:
+                random = (add_up(x, w, row[0], elements) - exact).norm() / rounding
+                lost = ((all_positive - add_up(*positive, row[0], elements)) / all_positive).mean() / 2.0**-9
+                bound = dot_error(x, w, Accumulation(row[0]))
+                row += [float(random), float(lost), float(bound.mean() / exact.abs().mean() / 2.0**-9)]
+    return rows
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=2048)
     parser.add_argument("--k", type=int, default=2880, help="a multiple of 32")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--sums", action="store_true", help="the table of the widths of sums")
     arguments = parser.parse_args(argv)
     if arguments.k % mx_cpu.BLOCK_SIZE:
         parser.error(f"--k is {arguments.k}; it must be a multiple of {mx_cpu.BLOCK_SIZE}")
+    if arguments.sums:
+        lengths = (2880, 32768)
+        headers = ["F", *(f"{what}, {tokens}, K = {k:,}" for k in lengths for tokens, _ in SUMS for what in WHAT)]
+        print(tabulate(sums_errors(range(13, 26), lengths, arguments.seed), headers, tablefmt="github", floatfmt=".2g"))
+        return 0
     rows = errors((arguments.rows, arguments.k), arguments.tokens, arguments.seed)
     headers = ["weights' values", "format, scales", *(f"{name} tokens" for name in TOKENS)]
     print(tabulate(rows, headers, tablefmt="github", floatfmt=".1%"))

@@ -53,7 +53,7 @@ void streaming_read(TensorView pieces, TensorView vectors, TensorView sums) {
 void mma_rate(TensorView a, TensorView b, TensorView c, TensorView d, TensorView times, int64_t kind, int64_t scale_a,
               int64_t scale_b, int64_t iterations) {
   using Kernel = void (*)(MmaRateParams);
-  static constexpr Kernel kKernels[kMmaKinds] = {mma_rate_kernel<MmaKind::kBf16>, mma_rate_kernel<MmaKind::kE4m3>,
+  static constexpr Kernel kKernels[kMmaKinds] = {mma_rate_kernel<MmaKind::kBf16>, mma_rate_kernel<MmaKind::kF16>,
                                                  mma_rate_kernel<MmaKind::kMxf8f6f4>, mma_rate_kernel<MmaKind::kMxf4>};
   require_range(kind, 0, kMmaKinds - 1, "kind");
   require_range(iterations, 0, INT_MAX, "iterations");

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
+    from flashinfer.testing import Accumulation
     from flashinfer.testing.verify import Result
 
 HEADS, KV_HEADS, HEAD, PAGE, WINDOW = 64, 8, 64, 16, 128
@@ -58,23 +59,23 @@ def missing(given: argparse.Namespace) -> str:
     return ""
 
 
-def moe(given: argparse.Namespace, device: torch.device) -> Iterator[Result]:
+def moe(given: argparse.Namespace, device: torch.device, sums: Accumulation) -> Iterator[Result]:
     from flashinfer.testing.verify import moe_results
 
     if given.virtual:
-        return moe_results([(160, 96, 8)], (1, 5), given.seed, device)
+        return moe_results([(160, 96, 8)], (1, 5), given.seed, device, sums)
     if given.quick:
-        return moe_results([(2880, 2880, 32)], (1, 4, 16, 64), given.seed, device)
+        return moe_results([(2880, 2880, 32)], (1, 4, 16, 64), given.seed, device, sums)
     # gpt-oss-20b, -120b, and -120b's shard of two GPUs.
     sizes = [(2880, 2880, 32), (2880, 2880, 128), (2880, 1440, 128)]
-    return moe_results(sizes, (1, 2, 4, 5, 8, 16, 33, 64, 256, 1024), given.seed, device)
+    return moe_results(sizes, (1, 2, 4, 5, 8, 16, 33, 64, 256, 1024), given.seed, device, sums)
 
 
-def gemm(given: argparse.Namespace, device: torch.device) -> Iterator[Result]:
+def gemm(given: argparse.Namespace, device: torch.device, sums: Accumulation) -> Iterator[Result]:
     from flashinfer.testing.verify import gemm_results
 
     shapes = [([3, 0, 5], 96, 160)] if given.virtual else [([1, 0, 17, 128], 2880, 2880), ([300, 5], 5760, 2880)]
-    return gemm_results(shapes, given.seed, device)
+    return gemm_results(shapes, given.seed, device, sums)
 
 
 def attention_reference(
@@ -198,6 +199,9 @@ def main() -> None:
     given = arguments()
     if lacks := missing(given):
         sys.exit(lacks)
+    from flashinfer.sm12x_gpu_probe import mma
+    from flashinfer.sm12x_gpu_probe.target import find_target
+
     with contextlib.ExitStack() as stack:
         if given.virtual:
             from flashinfer.testing.virtual_device import virtual_device
@@ -207,7 +211,14 @@ def main() -> None:
         else:
             device = torch.device("cuda", torch.cuda.current_device())
             name = f"{torch.cuda.get_device_name()}, capability {torch.cuda.get_device_capability()}"
-        parts = {"moe": moe, "gemm": gemm} | ({} if given.virtual else {"attention": attention})
+        sums = mma.accumulation_of(find_target())
+        parts: dict[str, Callable[[], Iterator[Result]]] = {
+            "moe": functools.partial(moe, given, device, sums),
+            "gemm": functools.partial(gemm, given, device, sums),
+        }
+        if not given.virtual:
+            parts["attention"] = functools.partial(attention, given, device)
+        name += f"; tensor cores keep {sums.sum_bits} fraction bits of a sum"
         print(
             f"{name}; torch {torch.__version__}; seed {given.seed}\n| what | used | ms |\n|---|---:|---:|", flush=True
         )
@@ -215,7 +226,7 @@ def main() -> None:
         for part in [given.only] if given.only else parts:
             if part not in parts:
                 sys.exit(f"{part} needs a GPU: its kernels are not this fork's and are not built for the virtual SM121")
-            for result in parts[part](given, device):
+            for result in parts[part]():
                 count += 1
                 spent = "" if result.milliseconds is None else f"{result.milliseconds:.3f}"
                 print(f"| {result.what} | {result.used:.3f} | {spent} |", flush=True)

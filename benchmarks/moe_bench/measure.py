@@ -16,8 +16,9 @@ from flashinfer.fused_moe import sm12x_dispatch
 from flashinfer.fused_moe.sm12x_launch import allowed_tactics
 from flashinfer.fused_moe.sm12x_validation import Mode
 from flashinfer.jit.sm12x.instances import INSTANCES, tactic
+from flashinfer.sm12x_gpu_probe.mma import accumulation_on
 from flashinfer.sm12x_gpu_probe.timing import StreamingRead, time_graph
-from flashinfer.testing import ANY_ORDER, TENSOR_CORE, BoundViolation, MoEInputs, check_within_bound, moe_reference
+from flashinfer.testing import BoundViolation, MoEInputs, check_within_bound, moe_reference
 from flashinfer.testing.moe_layers import MODE_NAMES, Batch, layer_call, make_layer, route, rows_of
 
 from . import peers as peer_module
@@ -149,7 +150,7 @@ def checked_rows(inputs: MoEInputs) -> torch.Tensor:
 def share_of_bound(inputs: MoEInputs, output: torch.Tensor) -> float:
     """The largest share of its error bound that a compared element used; above 1 the result disagrees."""
     rows = checked_rows(inputs)
-    reference, bound = moe_reference(rows_of(inputs, rows), TENSOR_CORE if output.is_cuda else ANY_ORDER)
+    reference, bound = moe_reference(rows_of(inputs, rows), accumulation_on(output.device))
     try:
         return check_within_bound(output[rows], reference, bound, "")
     except BoundViolation as error:

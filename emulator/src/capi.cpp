@@ -185,7 +185,8 @@ int vsm_run(vsm_device* d, vsm_module* m, int kernel, const vsm_launch* l, const
   c.max_warp_instructions = l->max_warp_instructions;
   c.programmatic = l->programmatic != 0;
   c.cooperative = l->cooperative != 0;
-  c.accumulation_bits = l->accumulation_bits;
+  static_assert(sizeof(c.accumulation_bits) == sizeof(l->accumulation_bits));
+  std::memcpy(&c.accumulation_bits, l->accumulation_bits, sizeof(c.accumulation_bits));
   c.stream = l->stream;
   c.weak_memory = l->weak_memory;
   const LaunchResult r = d->device.launch(module_of(m), kernel, c, params, param_bytes);

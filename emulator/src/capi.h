@@ -13,8 +13,8 @@ typedef struct vsm_module vsm_module;
 
 typedef struct vsm_launch {
   uint32_t grid[3], block[3];
-  uint32_t dynamic_shared, registers, max_dynamic_shared, watch, max_reports, programmatic, cooperative,
-      accumulation_bits;
+  uint32_t dynamic_shared, registers, max_dynamic_shared, watch, max_reports, programmatic, cooperative;
+  uint8_t accumulation_bits[6]; /* bf16, f16, tf32, f8, mxf8f6f4, mxf4; 0: exact (tensor.h) */
   uint64_t max_warp_instructions, stream, weak_memory;
 } vsm_launch;
 

@@ -13,6 +13,7 @@
 #include "gpu_limits.h"
 #include "program.h"
 #include "report.h"
+#include "tensor/tensor.h"
 
 namespace vsm {
 
@@ -52,8 +53,7 @@ struct LaunchConfig {
   bool programmatic = false;
   /// All blocks are resident at once, so that they may wait for one another: what a kernel's grid-wide barrier needs.
   bool cooperative = false;
-  /// Fraction bits in which `mma` adds products of 8-bit and narrower floating point elements (tensor/tensor.h); 0: exact.
-  uint32_t accumulation_bits = 0;
+  tensor::AccumulationBits accumulation_bits;
   uint32_t watch = kWatchDefault;
   uint64_t max_warp_instructions = 0;  // bound for the launch; 0: the device's default
   uint32_t max_reports = 64;  // of a kind

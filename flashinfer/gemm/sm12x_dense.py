@@ -131,18 +131,18 @@ def choose(
 
 
 @functools.cache
-def _sums_in_float32(operand: Operand) -> bool:
-    """Whether this machine's MMA of ``operand`` is taken to add up as float32 does; read once, as modules are built once."""
+def _mma_is_used(operand: Operand) -> bool:
+    """Whether this machine's MMA of ``operand`` adds up widely enough; read once, as modules are built once."""
     from ..jit.sm12x.modules import multiplies_in_half
 
     return operand == "bf16" or not multiplies_in_half({"mxfp8": "mxf8f6f4", "mxfp4": "mxf4"}[operand])
 
 
 def gemm_operand(weights: str, token_format: int, on_sm12x: bool) -> Operand:
-    """As what a GEMM multiplies tokens of this format: bf16 unless the device's MMA takes block scales and sums in float32."""
+    """As what a GEMM multiplies tokens of this format: bf16 unless the device has a block-scaled MMA that is used."""
     if not on_sm12x:
         return "bf16"
-    return [operand for operand in gemm_operands(weights, token_format) if _sums_in_float32(operand)][-1]
+    return [operand for operand in gemm_operands(weights, token_format) if _mma_is_used(operand)][-1]
 
 
 def gemm_operands(weights: str, token_format: int) -> tuple[Operand, ...]:

@@ -359,9 +359,10 @@ def check_probe(a: Answers) -> Outcome:
         return "fail", error, f"rm {a('modules', 'workspace')}/sm12x_probe.json"
     bits = a("modules", "probed_sum_bits")
     if None in bits.values():
-        return "ok", "block-scaled MMAs were not probed (--probe does): they are taken to add up as float32 does"
-    text = f"block-scaled MMAs add up in {', '.join(f'{count} bits ({kind})' for kind, count in bits.items())}"
-    narrow = [kind for kind, count in bits.items() if count < 23]
+        return "ok", "the width of MMAs' sums was not probed (--probe does): block-scaled MMAs are used"
+    text = f"block-scaled MMAs keep {', '.join(f'{count} bits ({kind})' for kind, count in bits.items())} of a sum"
+    needed = a("modules", "narrowest_sum")
+    narrow = [kind for kind, count in bits.items() if count < needed]
     if not narrow:
-        return "ok", text
-    return "ok", f"{text}, so those of {' and '.join(narrow)} are not used; what takes their place is exact"
+        return "ok", f"{text}; {needed} are needed"
+    return "ok", f"{text}; {needed} are needed, so half precision takes the place of {' and '.join(narrow)}"

@@ -17,7 +17,7 @@ from .checks import Outcome
 SLACK = 0.95
 """Of a predicted range's slow end: what is slower than that is not as predicted."""
 
-FLOAT32_BITS = 23
+KINDS = ("bf16", "f16", "mxf8f6f4", "mxf4")
 SLOW_LAUNCH_US = 10.0
 """A node of a CUDA graph takes about 1.3 us."""
 
@@ -80,19 +80,22 @@ INSTEAD = {
 
 def sums(a: Answers) -> Outcome:
     """The width in which MMAs add up."""
-    scaled = a("probe-device", "sm12x")
-    narrow = [kind for kind in INSTEAD if scaled and a("probe-sums", kind) < FLOAT32_BITS]
-    kinds = [kind for kind in ("fp8", "mxf8f6f4", "mxf4") if a.get("probe-sums", kind) is not None]
-    text = ", ".join(f"{kind}: {a('probe-sums', kind)} fraction bits" for kind in kinds)
-    if not scaled:
-        return "ok", f"{text}; the kernels multiply in half precision on this GPU"
+    needed = a("probe-sums", "needed")
+    bits = {kind: a("probe-sums", kind) for kind in KINDS if a.get("probe-sums", kind) is not None}
+    text = "fraction bits of a sum: " + ", ".join(f"{kind} {width}" for kind, width in bits.items())
+    narrow = [kind for kind, width in bits.items() if width < needed]
     if not narrow:
-        return "ok", f"{text}: as float32 or better"
+        return "ok", f"{text}: rounding results to bf16 costs more ({needed} are needed for that)"
+    text += f"; with fewer than {needed}, sums cost more than rounding results to bf16"
     if a("probe-device", "virtual"):
-        return "warn", f"{text}: fewer than float32 has", "nothing: the virtual device was made so"
+        return "warn", text, "nothing: the virtual device was made so"
+    if instead := [INSTEAD[kind] for kind in narrow if kind in INSTEAD]:
+        text += f", so {' and '.join(instead)} from now on"
+    if not instead:
+        return "warn", text, "nothing: there is no other MMA to multiply with; report this, with the file"
     return (
         "warn",
-        f"{text}: fewer than float32 has, so {' and '.join(INSTEAD[kind] for kind in narrow)} from now on, exactly",
+        text,
         f"nothing, {CLI} sm12x-build compiles that now; FLASHINFER_SM12X_HALF_MMA=0 keeps the block-scaled MMAs",
     )
 
@@ -187,7 +190,6 @@ def layer(a: Answers, tokens: int) -> Outcome:
     return "ok", text
 
 
-KINDS = ("bf16", "fp8", "mxf8f6f4", "mxf4")
 TOKENS = (1, 4, 64, 2048)
 
 PROBE_CHECKS: Mapping[str, Callable[[Answers], Outcome]] = {

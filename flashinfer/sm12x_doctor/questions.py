@@ -157,7 +157,10 @@ def ask_modules() -> None:
 
     tell(workspace=jit_env.FLASHINFER_WORKSPACE_DIR, read_only_cache=getattr(jit_env, "PREBUILT_JIT_DIR", None))
     try:
-        tell(probed_sum_bits={kind: modules.probed_sum_bits(kind) for kind in modules.MMA_KINDS})
+        tell(
+            probed_sum_bits={kind: modules.probed_sum_bits(kind) for kind in modules.MMA_KINDS},
+            narrowest_sum=modules.NARROWEST_SUM,
+        )
     except ValueError as error:
         tell(probe_error=str(error))
     known = sorted(core.current_compilation_context.TARGET_CUDA_ARCHS)

@@ -4,18 +4,20 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
 from collections.abc import Sequence
 
 import torch
 
+from ..testing import ANY_ORDER, Accumulation
 from ..testing.mxfp_formats import decode_e2m1
-from .target import Target
+from .target import Target, find_target
 
 ROWS, COLUMNS, ROW_BYTES, CHAINS, WARPS = 16, 8, 32, 8, 16
 ITERATIONS, WARMUP_LAUNCHES, TIMED_LAUNCHES = 16384, 10, 15  # of the rates: some milliseconds a launch
 IDENTITY_SCALES = 0x7F7F
-FLOAT32_BITS = 23
+FLOAT32_FRACTION_BITS = 23
 LOOKED_FOR = 40
 """Fraction bits beyond which a sum's width is not asked for."""
 
@@ -26,7 +28,7 @@ class Kind:
 
     Attributes:
         number: Of the binding.
-        a, b: Formats: ``bf16``, ``e4m3``, ``e2m1 in bytes`` (``00xxxx00``) or ``e2m1``.
+        a, b: Formats: ``bf16``, ``f16``, ``e4m3``, ``e2m1 in bytes`` (``00xxxx00``) or ``e2m1``.
         k: Elements of a row, in 32 bytes.
         scaled: With UE8M0 block scales, which SM12x has.
     """
@@ -45,7 +47,7 @@ class Kind:
 
 KINDS = {
     "bf16": Kind(0, "bf16", "bf16", 16),
-    "fp8": Kind(1, "e4m3", "e4m3", 32),
+    "f16": Kind(1, "f16", "f16", 16),
     "mxf8f6f4": Kind(2, "e2m1 in bytes", "e4m3", 32, scaled=True),
     "mxf4": Kind(3, "e2m1", "e2m1", 64, scaled=True),
 }
@@ -59,8 +61,8 @@ def encode(values: torch.Tensor, fmt: str) -> torch.Tensor:
     Raises:
         ValueError: the format lacks one of the values.
     """
-    if fmt == "bf16":
-        found = values.to(torch.bfloat16)
+    if fmt in ("bf16", "f16"):
+        found = values.to(torch.bfloat16 if fmt == "bf16" else torch.float16)
         exact, data = found.double(), found.view(torch.uint8)
     elif fmt == "e4m3":
         found = values.to(torch.float8_e4m3fn)
@@ -185,6 +187,22 @@ def measure_rate(target: Target, kind: Kind) -> Rate:
     return Rate(*(statistics.median(getattr(rate, name) for rate in rates) for name in fields))
 
 
+def all_sum_bits(target: Target) -> dict[str, int]:
+    """:func:`sum_bits` of each kind that the target has."""
+    return {name: sum_bits(target, kind) for name, kind in KINDS.items() if target.sm12x or not kind.scaled}
+
+
+@functools.cache
+def accumulation_of(target: Target) -> Accumulation:
+    """How a target's tensor cores add up, for error bounds: the narrowest of what they were measured to keep."""
+    return Accumulation(min(all_sum_bits(target).values()))
+
+
+def accumulation_on(device: torch.device) -> Accumulation:
+    """How the operators' backend of a device adds up: the CPU's in float32, a GPU's (the current one) as measured."""
+    return accumulation_of(find_target()) if device.type == "cuda" else ANY_ORDER
+
+
 def sum_bits(target: Target, kind: Kind) -> int:
     """Fraction bits that the MMA keeps of a sum beside its largest addend, at most :data:`LOOKED_FOR`."""
     return min(_kept_of_c(target, kind), _kept_of_products(target, kind))
@@ -196,7 +214,7 @@ def _kept_of_c(target: Target, kind: Kind) -> int:
     Two products that cancel each other, ``p`` and ``-p``, stand at several distances along K beside a ``c`` of ``p 2^-n``:
     whatever the sum loses is lost of ``c``. And a product of 1 is added to a ``c`` of ``2^n``, as far as float32 can tell.
     """
-    large = {"e4m3": 256.0, "e2m1": 4.0, "bf16": 256.0}
+    large = {"e4m3": 256.0, "e2m1": 4.0, "bf16": 256.0, "f16": 256.0}
     exponents = torch.arange(1, ROWS * COLUMNS + 1).view(ROWS, COLUMNS)
     a = torch.zeros(ROWS, kind.k)
     b = torch.zeros(CHAINS, COLUMNS, kind.k)
@@ -211,11 +229,11 @@ def _kept_of_c(target: Target, kind: Kind) -> int:
     c = 2.0 ** exponents.double()
     d = multiply(target, kind, a, b, c).d[0, 0, 0].double().cpu()
     beside = _first_false((d == c + 1).flatten())
-    return min(kept) if beside >= FLOAT32_BITS else min(*kept, beside)
+    return min(kept) if beside >= FLOAT32_FRACTION_BITS else min(*kept, beside)
 
 
-_EXPONENTS = {"bf16": range(-9, 9), "e4m3": range(-9, 9), "e2m1": range(-1, 3)}
-"""Powers of two that a format has; of bf16, enough of them."""
+_EXPONENTS = {"bf16": range(-9, 9), "f16": range(-9, 9), "e4m3": range(-9, 9), "e2m1": range(-1, 3)}
+"""Powers of two that a format has; of bf16 and f16, enough of them."""
 
 
 def _kept_of_products(target: Target, kind: Kind) -> int:

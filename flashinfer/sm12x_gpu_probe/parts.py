@@ -96,17 +96,12 @@ def mmas(tell: Tell) -> None:
 
 
 def sums(tell: Tell) -> None:
-    """The width in which MMAs add up; those of the block-scaled ones are written down for the planner."""
+    """The width in which MMAs add up, written down for the planner."""
     target = find_target()
-    scaled = {}
-    for name, kind in mma.KINDS.items():
-        if name != "bf16" and (target.sm12x or not kind.scaled):
-            bits = mma.sum_bits(target, kind)
-            tell(**{name: bits})
-            if kind.scaled:
-                scaled[name] = bits
-    if scaled and target.virtual is None:
-        write_sum_bits(scaled, target.name)
+    bits = mma.all_sum_bits(target)
+    tell(**bits, needed=modules.NARROWEST_SUM)
+    if target.virtual is None:
+        write_sum_bits(bits, target.name)
 
 
 def write_sum_bits(bits: dict[str, int], name: str) -> None:
@@ -162,14 +157,15 @@ def tactics(tell: Tell) -> None:
 
 
 def _every_tactic(target: Target) -> Iterator[Result]:
+    sums = mma.accumulation_of(target)
     if target.virtual is not None:
-        yield from moe_results([(160, 96, 8)], (5,), SEED, target.device, every_tactic=True, modes=(0, 2))
-        yield from dense_results([(200, 416)], SEED, target.device)
+        yield from moe_results([(160, 96, 8)], (5,), SEED, target.device, sums, every_tactic=True, modes=(0, 2))
+        yield from dense_results([(200, 416)], SEED, target.device, sums)
         return
-    yield from moe_results([(2880, 2880, 8)], (1, 5, 33, 200), SEED, target.device, every_tactic=True)
-    yield from moe_results([(704, 352, 8)], (3, 70), SEED, target.device, every_tactic=True)
-    yield from gemm_results([([1, 0, 17, 128], 2880, 2880)], SEED, target.device)
-    yield from dense_results([(1088, 2880), (200, 416)], SEED, target.device)
+    yield from moe_results([(2880, 2880, 8)], (1, 5, 33, 200), SEED, target.device, sums, every_tactic=True)
+    yield from moe_results([(704, 352, 8)], (3, 70), SEED, target.device, sums, every_tactic=True)
+    yield from gemm_results([([1, 0, 17, 128], 2880, 2880)], SEED, target.device, sums)
+    yield from dense_results([(1088, 2880), (200, 416)], SEED, target.device, sums)
 
 
 def layers(tell: Tell) -> None:

@@ -309,10 +309,10 @@ def planned(model: str, mode: int, tokens: int) -> tuple[int, int]:
 
 
 def mma_rates() -> dict[str, tuple[float, float]]:
-    """Predicted FLOP per cycle and SM, slow and fast; plain FP8 as bf16 has it, on GeForce and on RTX PRO."""
+    """Predicted FLOP per cycle and SM, slow and fast; of bf16 and f16, on GeForce and on RTX PRO."""
     bf16 = (float(SLOW.bf16_flops_per_cycle), float(FAST.bf16_flops_per_cycle))
     scaled = float(FAST.mma_flops_per_cycle)
-    return {"bf16": bf16, "fp8": (2 * bf16[0], 2 * bf16[1]), "mxf8f6f4": (scaled,) * 2, "mxf4": (2 * scaled,) * 2}
+    return {"bf16": bf16, "f16": bf16, "mxf8f6f4": (scaled,) * 2, "mxf4": (2 * scaled,) * 2}
 
 
 def fits_as_json(fitted: Mapping[tuple[int, tuple[int, int], tuple[int, int]], Sequence[Fit]]) -> str:

@@ -18,11 +18,11 @@ from . import virtual_device
 from .dense_reference import DenseCase, DenseInputs, dense_reference, make_dense_inputs
 from .error_bounds import (
     ANY_ORDER,
+    SM120_SUM_BITS,
     TENSOR_CORE,
     Accumulation,
     BoundViolation,
     check_within_bound,
-    narrow_tensor_core,
 )
 from .gemm_reference import group_gemm_reference
 from .moe_inputs import MoECase, make_group_gemm_inputs, make_moe_inputs
@@ -39,6 +39,7 @@ from .mxfp_formats import (
 __all__ = [
     *(name for name in vars(_upstream) if not name.startswith("_")),
     "ANY_ORDER",
+    "SM120_SUM_BITS",
     "TENSOR_CORE",
     "Accumulation",
     "BoundViolation",
@@ -55,7 +56,6 @@ __all__ = [
     "make_group_gemm_inputs",
     "make_moe_inputs",
     "moe_reference",
-    "narrow_tensor_core",
     "quantize_mxfp4",
     "quantize_mxfp8",
     "swizzle_scales",

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 
 from ..sm12x_decode import CHUNK, GROUP, HEAD, LAYOUTS, ROPE_DTYPES, rope_rows, to_cache
-from .error_bounds import FLOAT32_ROUNDOFF, check_within_bound
+from .error_bounds import FLOAT32_ROUNDOFF, TENSOR_CORE, Accumulation, check_within_bound
 
 BF16_ROUNDOFF = 2.0**-8  # of a significand of 8 bits
 EXP2_ERROR = 2.0**-22  # relative, of ex2.approx.ftz (PTX ISA, section on ex2): 2 + 2^-22 ulp at most on [-126, 0]
-ADDER = 2.0**-23  # relative error of one addition inside an MMA, which may truncate
 
 
 @dataclasses.dataclass
@@ -149,8 +148,10 @@ def random_decode_case(seed: int, longest: int, *, kv_heads: int = 8, device: to
     )
 
 
-def check_decoded(out: torch.Tensor, case: DecodeCase) -> None:
+def check_decoded(out: torch.Tensor, case: DecodeCase, accumulation: Accumulation = TENSOR_CORE) -> None:
     """Assert that the cache is what it must be, everywhere, and ``out`` what the call's arithmetic may give.
+
+    ``accumulation`` is that of scores and of weighted values.
 
     Raises
     ------
@@ -188,7 +189,8 @@ def check_decoded(out: torch.Tensor, case: DecodeCase) -> None:
             grouped = q.double().view(-1, GROUP, HEAD)
             scale = arguments.get("sm_scale", HEAD**-0.5) * k_scale
             rounding = 0.0 if case.exact_weights else BF16_ROUNDOFF
-            expected[row], bound[row] = _attend(grouped, k, v * v_scale, scale, arguments.get("sinks"), rounding)
+            sinks = arguments.get("sinks")
+            expected[row], bound[row] = _attend(grouped, k, v * v_scale, scale, sinks, rounding, accumulation)
     for name, ours, theirs in zip(("keys", "values"), case.cache(), (keys, values), strict=True):
         same = ours.cpu().contiguous().view(torch.uint8) == theirs.contiguous().view(torch.uint8)
         assert same.all(), f"{name} of the cache differ in {int((~same).sum())} bytes"
@@ -196,7 +198,13 @@ def check_decoded(out: torch.Tensor, case: DecodeCase) -> None:
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, sinks: torch.Tensor | None, rounding: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    sinks: torch.Tensor | None,
+    rounding: float,
+    accumulation: Accumulation,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One token's output and bound, ``[heads, 64]``; ``q`` ``[kv_heads, 8, 64]``, ``k`` and ``v`` ``[positions, ...]``.
 
@@ -207,9 +215,9 @@ def _attend(
     scores = torch.einsum("hgd,phd->hgp", q, k) * scale  # base 2
     size = torch.einsum("hgd,phd->hgp", q.abs(), k.abs()) * scale
     # Sums of a dot product; the scale's own rounding, the product's, and that of the distance to the maximum.
-    error = (HEAD * ADDER * size + 2 * unit * scores.abs()).amax(-1, keepdim=True) + 2 * unit * scores.abs().amax(
+    error = (accumulation.gamma(HEAD) * size + 2 * unit * scores.abs()).amax(
         -1, keepdim=True
-    )
+    ) + 2 * unit * scores.abs().amax(-1, keepdim=True)
     if sinks is not None:
         sink = sinks.double().view(*q.shape[:2], 1) * math.log2(math.e)
         error = error + 3 * unit * sink.abs()  # the constant, the product, the distance
@@ -221,7 +229,7 @@ def _attend(
     # splits and the sink come in. Warps and splits that have seen something are no more than chunks, and those that have not
     # multiply by exp2(0) = 1.
     weight = math.log(2) * error + (chunks + 4) * (EXP2_ERROR + 2 * unit)
-    # Sums of weights and of products: an addition a position within an MMA, one a chunk, warps and splits.
-    sums = (CHUNK + chunks + 8 + 32) * ADDER
+    # Sums of weights and of products, by MMAs over all positions, and over warps and splits.
+    sums = accumulation.gamma(len(k)) + (chunks + 8 + 32) * unit
     bound = magnitude * (rounding + 2 * weight + 2 * sums + 4 * unit) + 2.0**-120
     return out.flatten(0, 1), bound.flatten(0, 1)

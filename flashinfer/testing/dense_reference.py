@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from .error_bounds import FLOAT32_ROUNDOFF, TENSOR_CORE, Accumulation, affine_error, dot_error, granularity
-from .mxfp_formats import BLOCK, dequantize_mxfp4, dequantize_mxfp8, quantize_mxfp4, quantize_mxfp8, swizzle_scales
+from .error_bounds import FLOAT32_ROUNDOFF, TENSOR_CORE, Accumulation, affine_error, dot_error
+from .mxfp_formats import BLOCK, Operand, quantize_mxfp4, quantize_mxfp8, swizzle_scales, unswizzle_scales
 
 TOKENS = ("bf16", "quantize_bf16", "quantize_f16", "mxfp8", "mxfp8_linear", "mxfp4", "bf16_to_mxfp4", "f16_to_mxfp4")
 """Formats of tokens, as the kernels number them; those that are quantized inside are bf16 and f16, to MXFP8 or MXFP4."""
@@ -37,12 +37,32 @@ class DenseCase:
 
 @dataclasses.dataclass
 class DenseInputs:
-    """Arguments of ``dense_mx``, and the float64 matrices that they stand for."""
+    """Arguments of ``dense_mx``; tests may change what they hold, the reference reads them."""
 
+    tokens: str
     arguments: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     named: dict[str, Any]
-    x: torch.Tensor
-    w: torch.Tensor
+
+    def multiplied(self) -> Operand:
+        """The tokens as they are multiplied."""
+        x, scales = self.arguments[0], self.named.get("x_scale")
+        if self.tokens == "bf16":
+            return Operand.of_bf16(x)
+        if self.tokens.startswith("quantize_"):
+            return Operand.of_mxfp8(*quantize_mxfp8(x.float()))
+        if self.tokens.endswith("_to_mxfp4"):
+            return Operand.of_mxfp4(*quantize_mxfp4(x.float()))
+        assert scales is not None
+        blocks = x.shape[1] // (BLOCK // 2 if self.tokens == "mxfp4" else BLOCK)
+        linear = scales if self.tokens == "mxfp8_linear" else unswizzle_scales(scales, len(x), blocks)
+        return (Operand.of_mxfp4 if self.tokens == "mxfp4" else Operand.of_mxfp8)(x, linear)
+
+    def weights(self) -> Operand:
+        """The weights."""
+        _, weight, scales = self.arguments
+        packed = weight.dtype == torch.uint8
+        blocks = weight.shape[1] // (BLOCK // 2 if packed else BLOCK)
+        return (Operand.of_mxfp4 if packed else Operand.of_mxfp8)(weight, unswizzle_scales(scales, len(weight), blocks))
 
 
 def _random_matrix(rows: int, k: int, generator: torch.Generator) -> torch.Tensor:
@@ -63,48 +83,37 @@ def make_dense_inputs(case: DenseCase, seed: int) -> DenseInputs:
         noise = torch.randint(0, 256, scales.shape, dtype=torch.uint8, generator=generator)
         return torch.where(used, scales, noise)
 
-    wide = _random_matrix(case.n, case.k, generator)
-    if case.weights == "mxfp4":
-        weight, linear = quantize_mxfp4(wide)
-        w = dequantize_mxfp4(weight, linear)
-    else:
-        weight, linear = quantize_mxfp8(wide)
-        w = dequantize_mxfp8(weight, linear)
+    quantize = quantize_mxfp4 if case.weights == "mxfp4" else quantize_mxfp8
+    weight, linear = quantize(_random_matrix(case.n, case.k, generator))
     named: dict[str, Any] = {"out_dtype": case.out_dtype}
-    x = _random_matrix(case.num_tokens, case.k, generator)
-    if case.tokens == "bf16":
+    tokens = x = _random_matrix(case.num_tokens, case.k, generator)
+    if case.tokens in ("bf16", "quantize_bf16", "bf16_to_mxfp4"):
         tokens = x.bfloat16()
-        exact = tokens.double()
+    elif case.tokens in ("quantize_f16", "f16_to_mxfp4"):
+        tokens = x.half()
+    else:
+        tokens, scales = (quantize_mxfp4 if case.tokens == "mxfp4" else quantize_mxfp8)(x)
+        named["x_scale"] = scales if case.tokens == "mxfp8_linear" else swizzled(scales)
+    if case.tokens.startswith("mxfp8"):
+        named["swizzled_x_scale"] = case.tokens == "mxfp8"
     elif case.tokens.startswith("quantize_"):
-        tokens = x.bfloat16() if case.tokens == "quantize_bf16" else x.half()
-        exact = dequantize_mxfp8(*quantize_mxfp8(tokens.float()))
         named["activation"] = "mxfp8"
     elif case.tokens.endswith("_to_mxfp4"):
-        tokens = x.bfloat16() if case.tokens == "bf16_to_mxfp4" else x.half()
-        exact = dequantize_mxfp4(*quantize_mxfp4(tokens.float()))
         named["activation"] = "mxfp4"
-    elif case.tokens == "mxfp4":
-        tokens, scales = quantize_mxfp4(x)
-        exact = dequantize_mxfp4(tokens, scales)
-        named["x_scale"] = swizzled(scales)
-    else:
-        tokens, scales = quantize_mxfp8(x)
-        exact = dequantize_mxfp8(tokens, scales)
-        named["swizzled_x_scale"] = case.tokens == "mxfp8"
-        named["x_scale"] = swizzled(scales) if case.tokens == "mxfp8" else scales
     if case.bias is not None:
         named["bias"] = torch.randn(case.n, generator=generator).to(case.bias)
     if case.alpha:
         named["alpha"] = torch.rand(1, generator=generator) + 0.5
     if case.residual:
         named["residual"] = torch.randn(case.num_tokens, case.n, generator=generator).to(case.out_dtype)
-    return DenseInputs((tokens, weight, swizzled(linear)), named, exact, w)
+    return DenseInputs(case.tokens, (tokens, weight, swizzled(linear)), named)
 
 
 def dense_reference(inputs: DenseInputs, accumulation: Accumulation = TENSOR_CORE) -> tuple[torch.Tensor, torch.Tensor]:
     """Float64 ``[m, n]`` and its bound, as :func:`~flashinfer.testing.moe_reference` returns them."""
-    product = inputs.x @ inputs.w.T
-    error = dot_error(inputs.x, inputs.w, granularity(inputs.w), accumulation)
+    x, w = inputs.multiplied(), inputs.weights()
+    product = x.values @ w.values.T
+    error = dot_error(x, w, accumulation)
     factor = inputs.named.get("alpha")
     scale = 1.0 if factor is None else factor.double()
     bias = inputs.named.get("bias")

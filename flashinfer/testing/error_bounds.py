@@ -5,17 +5,48 @@ Every function returns, beside a float64 value ``v``, a bound ``e`` such that a 
 computes something within ``[v - e, v + e]``.  The bounds are worst cases, not estimates: no test tolerance is left to
 choose.  An infinite bound means that float32 can overflow there, so that the contract fixes nothing.
 
-Dot products
-------------
+Dot products of float32 additions
+---------------------------------
 With ``u`` the relative error of one float32 addition and ``n`` the number of additions on the longest path of a term
 through the sum, in whatever order, ``|computed - exact| <= gamma * sum |x_k w_k|`` with
 ``gamma = n u / (1 - n u)`` (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 4.2).  The products
 themselves are exact: an e4m3 or bf16 significand times an e2m1 significand has at most 10 bits, and block scales are
 powers of two.
 
-A sum is free of error when it cannot round.  If all products of a sum are multiples of a power of two ``q`` and
-``sum |x_k w_k| <= 2^24 q``, then every partial sum in every order is a multiple of ``q`` that 24 bits hold.  Test data
-on a lattice (small integers, scales from a narrow range) meets this, and makes a single wrong product visible.
+Dot products of tensor cores
+----------------------------
+An MMA adds in steps.  A step aligns its products and the accumulator ``c`` to the largest exponent ``E`` among them, cuts
+each toward zero to a multiple of ``q = 2^(E - F)``, adds what is left exactly, and cuts the sum to ``min(F, 23)`` fraction
+bits.  This is the published model of A100 to B200 (arXiv 2512.07004), with which the golden data of an H200 agree bit for
+bit at ``F = 25``; on an RTX 5090 others measured ``F`` (:data:`SM120_SUM_BITS`).  The bound holds for any grouping of at
+least :data:`STEP` products into steps, and for partial sums added in float32, at most one addition for each step.
+
+Write ``A`` for ``sum |x_k w_k|``, ``S`` for the number of steps and ``e`` for the bound.
+
+1. An accumulator is the exact sum of some of the products, off by at most ``e``: ``|c| <= R + e``.  In any order, ``R`` is
+   the larger one of the sums of the positive and of the negative products.  Where products are added along K, so that
+   what an accumulator holds is a contiguous range of blocks and a part of one more, ``R`` is at most the difference of the
+   largest and the smallest sum of the first blocks, and the magnitudes of one block.  So it is in these kernels, whose
+   warps and blocks split K into ranges; the router's warps take turns.
+2. A step's exponent is that of a product or of the accumulator.  A subnormal element counts with the least exponent of its
+   format, up to 3 above its own for e4m3, 2 for e5m2, 1 for e2m1.  So ``E <= T``, the
+   exponent of ``R + e`` or the sum of the largest exponents of the two rows.
+3. With the ``q`` of ``T`` a product loses less than ``q``, and no more than itself; and it loses nothing where ``q`` is
+   at most its lowest set bit ``g_k``, so at most ``q min(1, q / g_k)`` in any case.  All of them lose at most the least of
+   ``K q``, ``q^2 sum 1 / g_k`` and ``A``.  A token element that is itself known to within an interval has at least the
+   lowest bit of its format's values at the interval's smaller end; where that is 0, its products are charged ``q``.
+4. Each step cuts the accumulator by less than ``q`` and the sum by less than ``2^(T - min(F, 23))``.
+5. Each addition in float32 costs at most ``2^-24 (R + e)``.
+
+``e`` is the sum of 3, 4 and 5.  It stands on both sides: ``T`` is raised until the exponent of ``R + e`` does not exceed
+it.  If it always does, nothing is bounded and the result is infinite.
+
+Exact sums
+----------
+A sum is free of error when it cannot round.  If all products of a sum are multiples of a power of two ``unit``, so is
+every partial sum; a cut at a smaller ``q`` removes nothing, and float32 holds every multiple of ``unit`` up to
+``2^24 unit``.  Test data on a lattice (small integers, scales from a narrow range) meets this, and makes a single wrong
+product visible.
 
 SwiGLU
 ------
@@ -37,74 +68,71 @@ a scale step that may fall either way is charged in full.
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import torch
 
 from .mxfp_formats import (
     BLOCK,
     E4M3_MAX,
+    Operand,
     block_amax,
     power_of_two,
     round_to_e4m3,
     scale_exponents,
 )
-from .narrow_sums import SUBNORMAL_EXPONENTS, narrow_sum_error
 
 FLOAT32_ROUNDOFF = 2.0**-24
 _FLOAT32_MAX = 3.4028234663852886e38
 _UNDERFLOW = 2.0**-120  # covers products of float32 subnormals
 _MAX_SCALE_STEPS = 3
 
+STEP = 8
+"""Least number of products that a published tensor core adds at once (16 bits each, A100 and Ada)."""
+
+SM120_SUM_BITS = {"bf16": 21, "f16": 21, "f8": 20, "mxf8f6f4": 20, "mxf4": 20}
+"""Fraction bits ``F`` that the MMAs of an SM120 keep of a sum, as others measured an RTX 5090: 1 survives beside ``2^F``
+(QuACK, ``quack/gemm_sm120.py``, 2026-07-29).  f16 and mxf4 are taken to be as bf16 and mxf8f6f4; no SM121 was measured."""
+
+_FRACTION_BITS = {"bf16": 7, "mxfp4": 1, "mxfp8": 3}
+
+_MOST_ROUNDS = 64  # of raising T
+
 
 @dataclasses.dataclass(frozen=True)
 class Accumulation:
-    """How an implementation forms float32 dot products.
+    """How an implementation forms dot products.
 
     Attributes
     ----------
-    unit_roundoff : float
-        Relative error of one addition: ``2^-24`` rounding to nearest, ``2^-23`` for an adder that truncates.
-    mma_depths : tuple of int, optional
-        For a GEMM that issues MMAs of one of these depths along K: a term passes through at most as many additions inside
-        its MMA and one for each MMA.  ``None`` for any order, in which there are as many as terms.
-    exact_bits : int
-        Sums of multiples of ``q`` are exact while magnitudes stay below ``2^exact_bits q``.
-    accumulation_bits : int, optional
-        Fraction bits that block-scaled MMAs keep of their sums (``narrow_sums`` derives the bound); ``None``: those of
-        float32.
-    weights, tokens : str
-        Formats of what such MMAs multiply.
+    sum_bits : int, optional
+        Fraction bits ``F`` that tensor cores keep of a sum; ``None``: float32 additions rounded to nearest, in any order.
     """
 
-    unit_roundoff: float = FLOAT32_ROUNDOFF
-    mma_depths: tuple[int, ...] | None = None
-    exact_bits: int = 24
-    accumulation_bits: int | None = None
-    weights: str = "mxfp4"
-    tokens: str = "mxfp8"
+    sum_bits: int | None = None
 
     def gamma(self, k: int) -> float:
-        """Relative error of a sum of ``k`` terms against the sum of their magnitudes."""
-        n = k
-        if self.mma_depths is not None:
-            n = max(min(k, depth + -(-k // depth)) for depth in self.mma_depths)
-        return n * self.unit_roundoff / (1 - n * self.unit_roundoff)
+        """Error of a sum of ``k`` terms over the sum of their magnitudes, whatever they are."""
+        if self.sum_bits is None:
+            error = k * FLOAT32_ROUNDOFF
+        else:
+            q, cut = 2.0**-self.sum_bits, 2.0 ** -min(self.sum_bits, 23)
+            error = k * q + -(-k // STEP) * (q + cut + FLOAT32_ROUNDOFF)
+        return error / (1 - error) if error < 1 else math.inf
 
 
 ANY_ORDER = Accumulation()
-# Tensor cores add the products of an MMA and the accumulator at once and truncate. Depths of the kernel family: 16 (bf16, and
-# f16 on compute capability 9.0), whose path is the longest from K = 1,024 on, 32 (MXFP8), 64 (packed MXFP4).
-TENSOR_CORE = Accumulation(unit_roundoff=2.0**-23, mma_depths=(16, 32, 64), exact_bits=22)
+TENSOR_CORE = Accumulation(min(SM120_SUM_BITS.values()))
+"""An SM120's, as it was measured, whichever of its MMAs multiplies."""
 
 
-def narrow_tensor_core(accumulation_bits: int, weights: str = "mxfp4", tokens: str = "mxfp8") -> Accumulation:
-    """Tensor cores whose block-scaled MMAs keep so many fraction bits of their sums.
-
-    Products that are multiples of ``q`` lose nothing if ``2^s sum |x_k w_k| <= 2^accumulation_bits q`` with ``s`` of
-    ``narrow_sums``: that is above the exponent of any sum, and of any product as its elements are encoded.
-    """
-    exact_bits = accumulation_bits - SUBNORMAL_EXPONENTS[tokens] - SUBNORMAL_EXPONENTS[weights]
-    return Accumulation(exact_bits=exact_bits, accumulation_bits=accumulation_bits, weights=weights, tokens=tokens)
+def _lowest_bits(values: torch.Tensor) -> torch.Tensor:
+    """The largest power of two that divides each value: infinity for 0, 0 for what is not finite."""
+    fraction, exponent = torch.frexp(values.nan_to_num(0.0, 0.0, 0.0))
+    digits = (fraction.abs() * 2.0**53).long()
+    lowest = (digits & -digits).double() * power_of_two(exponent - 53)
+    lowest = torch.where(digits == 0, torch.inf, lowest)
+    return torch.where(torch.isfinite(values), lowest, 0.0)
 
 
 def granularity(values: torch.Tensor) -> torch.Tensor:
@@ -112,40 +140,98 @@ def granularity(values: torch.Tensor) -> torch.Tensor:
 
     Rows that hold infinity or NaN get 0.
     """
-    fraction, exponent = torch.frexp(values.nan_to_num(0.0, 0.0, 0.0))
-    digits = (fraction.abs() * 2.0**53).long()
-    lowest = (digits & -digits).double() * power_of_two(exponent - 53)
-    lowest = torch.where(digits == 0, torch.inf, lowest)
-    lowest = torch.where(torch.isfinite(values), lowest, 0.0)
-    return lowest.amin(-1)
+    return _lowest_bits(values).amin(-1)
 
 
-def scale_granularity(linear_scales: torch.Tensor) -> torch.Tensor:
-    """A power of two that divides every value of an MXFP4 row with these scales: half its smallest scale."""
-    return power_of_two(linear_scales.to(torch.int32).amin(-1) - 128)
+def _power_below(values: torch.Tensor) -> torch.Tensor:
+    """The largest power of two that is at most each positive value; infinity and NaN stay."""
+    powers = torch.ldexp(torch.ones_like(values), torch.frexp(values)[1] - 1)
+    return torch.where(torch.isfinite(values), powers, values)
+
+
+def _reach(x: Operand, x_error: torch.Tensor | None, w: Operand, along_k: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """``R`` and ``A`` of "Dot products of tensor cores", ``[m, n]``."""
+    block = BLOCK * (2 if x.form == w.form == "mxfp4" else 1)  # of an MMA whose elements are not in the order of K
+    most = x.values.abs() if x_error is None else x.values.abs() + x_error
+    total = torch.zeros(len(x.values), len(w.values), dtype=torch.float64, device=w.values.device)
+    magnitude, low, high, widest = (torch.zeros_like(total) for _ in range(4))
+    for first in range(0, w.values.shape[-1], block):
+        part = slice(first, first + block)
+        total = total + x.values[:, part] @ w.values[:, part].T
+        size = most[:, part] @ w.values[:, part].abs().T
+        magnitude, widest = magnitude + size, torch.maximum(widest, size)
+        low, high = torch.minimum(low, total), torch.maximum(high, total)
+    moved = 0.0 if x_error is None else x_error @ w.values.abs().T
+    reach = (magnitude + total.abs() + moved) / 2
+    return torch.minimum(reach, high - low + widest + moved) if along_k else reach, magnitude
+
+
+def _largest_power(x: Operand, x_error: torch.Tensor | None = None) -> torch.Tensor:
+    """2 to the largest exponent with which an element of a row counts, ``[rows]``."""
+    most = x.values.abs() if x_error is None else x.values.abs() + x_error
+    return torch.maximum(_power_below(most.amax(-1)), x.least.amax(-1))
+
+
+def _adder_error(
+    x: Operand, x_error: torch.Tensor | None, w: Operand, unit: torch.Tensor, bits: int, along_k: bool
+) -> torch.Tensor:
+    """``e`` of "Dot products of tensor cores"; ``unit`` divides all products, 0 where nothing is known to."""
+    k = w.values.shape[-1]
+    steps = -(-k // STEP)
+    reach, magnitude = _reach(x, x_error, w, along_k)
+    lowest = _lowest_bits(x.values)
+    uncertain: torch.Tensor | float = 0.0  # products of elements without a lowest bit
+    if x_error is not None:
+        smallest = (x.values.abs() - x_error).clamp(min=0)
+        in_format = torch.where(smallest == 0, 0.0, _power_below(smallest) * 2.0 ** -_FRACTION_BITS[x.form])
+        lowest = torch.where(x_error == 0, lowest, in_format)
+        uncertain = (lowest == 0).double() @ (w.values != 0).double().T
+        lowest = torch.where(lowest == 0, torch.inf, lowest)
+    inverse = lowest.reciprocal() @ _lowest_bits(w.values).reciprocal().T
+    encoded = torch.outer(_largest_power(x, x_error), _largest_power(w))
+    top = torch.maximum(_power_below(reach), encoded).clamp(min=2.0**-126)
+    for _ in range(_MOST_ROUNDS):
+        q = top * 2.0**-bits
+        cut = top * 2.0 ** -min(bits, 23)
+        products = torch.minimum(torch.minimum(k * q, magnitude), q * q * inverse + q * uncertain)
+        products, aligned = (torch.where(q <= unit, 0.0, lost) for lost in (products, q))
+        cut = torch.where(cut <= unit, 0.0, cut)
+        rounded = torch.where(reach <= 2.0**24 * unit, 0.0, FLOAT32_ROUNDOFF * reach)
+        error = (products + steps * (aligned + cut + rounded)) * (1 + 2 * steps * FLOAT32_ROUNDOFF)
+        error = torch.where(magnitude > _FLOAT32_MAX, torch.inf, error)
+        beyond = (_power_below(reach + error) > top) & torch.isfinite(error)
+        if not bool(beyond.any()):
+            return error
+        top = torch.where(beyond, 2 * top, top)
+    return torch.where(beyond, torch.inf, error)
 
 
 def dot_error(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    w_granularity: torch.Tensor,
-    accumulation: Accumulation,
-    *,
-    signs_known: bool = True,
+    x: Operand, w: Operand, accumulation: Accumulation, *, x_error: torch.Tensor | None = None, along_k: bool = True
 ) -> torch.Tensor:
-    """Bound ``[m, n]`` on the error of ``x @ w.T`` in float32.
+    """Bound ``[m, n]`` on the error of ``x @ w.T``.
 
-    ``x`` is ``[m, K]``, ``w`` ``[n, K]`` and ``w_granularity`` ``[n]`` a power of two that divides the row.  Without
-    ``signs_known`` the magnitudes of ``x`` bound those of what is multiplied, and no more is known of it.
+    Parameters
+    ----------
+    x, w : Operand
+        ``[m, K]`` and ``[n, K]``.
+    accumulation : Accumulation
+        How products are added.
+    x_error : torch.Tensor, optional
+        ``[m, K]``: what is multiplied is any value of the format so near to ``x``.  The bound is on the error of that
+        product, not on its distance to ``x @ w.T``.
+    along_k : bool
+        Whether tensor cores' partial sums are those of contiguous ranges of K.
     """
-    magnitude = x.abs() @ w.abs().T
-    if accumulation.accumulation_bits is None:
-        error = accumulation.gamma(x.shape[-1]) * magnitude
-    else:
-        formats = accumulation.weights, accumulation.tokens
-        error = narrow_sum_error(x, w, accumulation.accumulation_bits, signs_known, *formats)
-    unit = torch.outer(granularity(x), w_granularity)
-    error = torch.where(magnitude <= 2.0**accumulation.exact_bits * unit, 0.0, error)
+    known = granularity(x.values)
+    if x_error is not None:
+        known = torch.where((x_error == 0).all(-1), known, 0.0)
+    unit = torch.outer(known, granularity(w.values))
+    if accumulation.sum_bits is not None:
+        return _adder_error(x, x_error, w, unit, accumulation.sum_bits, along_k)
+    most = x.values.abs() if x_error is None else x.values.abs() + x_error
+    magnitude = most @ w.values.abs().T
+    error = torch.where(magnitude <= 2.0**24 * unit, 0.0, accumulation.gamma(w.values.shape[-1]) * magnitude)
     return torch.where(magnitude > _FLOAT32_MAX, torch.inf, error)
 
 
@@ -191,8 +277,8 @@ def swiglu(
     return value, error + evaluation * magnitude + _UNDERFLOW * (1 + g.abs() + linear)
 
 
-def requantize_mxfp8(values: torch.Tensor, error: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """MXFP8 values (dequantized) of ``values``, and how far those of anything within ``error`` can lie from them."""
+def requantize_mxfp8(values: torch.Tensor, error: torch.Tensor) -> tuple[Operand, torch.Tensor]:
+    """MXFP8 of ``values``, and how far the values of anything within ``error`` can lie from its own."""
     k = values.shape[-1]
     low = block_amax((values.abs() - error).clamp(min=0))
     high = block_amax(values.abs() + error)
@@ -214,13 +300,15 @@ def requantize_mxfp8(values: torch.Tensor, error: torch.Tensor) -> tuple[torch.T
     coarse = 16 * power_of_two(last).repeat_interleave(BLOCK, dim=-1)[..., :k]
     many = (last - first >= _MAX_SCALE_STEPS).repeat_interleave(BLOCK, dim=-1)[..., :k]
     radius = torch.where(many, error + 2 * coarse, radius)
-    return reference, torch.where(torch.isinf(error), torch.inf, radius)
+    operand = Operand("mxfp8", reference, power_of_two(last - 6))
+    return operand, torch.where(torch.isinf(error), torch.inf, radius)
 
 
-def round_to_bfloat16(values: torch.Tensor, error: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def round_to_bfloat16(values: torch.Tensor, error: torch.Tensor) -> tuple[Operand, torch.Tensor]:
     """bfloat16 roundings of ``values``, and how far those of anything within ``error`` can lie from them."""
-    reference, smallest, largest = (v.float().bfloat16().double() for v in (values, values - error, values + error))
-    return reference, torch.maximum(largest - reference, reference - smallest)
+    reference, smallest, largest = (v.float().bfloat16() for v in (values, values - error, values + error))
+    operand = Operand.of_bf16(reference)
+    return operand, torch.maximum(largest.double() - operand.values, operand.values - smallest.double())
 
 
 class BoundViolation(AssertionError):

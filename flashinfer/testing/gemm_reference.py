@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import torch
 
-from .error_bounds import ANY_ORDER, Accumulation, dot_error, scale_granularity
-from .mxfp_formats import BLOCK, dequantize_mxfp4, dequantize_mxfp8, unswizzle_scales
+from .error_bounds import ANY_ORDER, Accumulation, dot_error
+from .mxfp_formats import BLOCK, Operand, unswizzle_scales
 
 
 def padded_group_offsets(m_indptr: torch.Tensor) -> list[int]:
@@ -59,10 +59,9 @@ def group_gemm_reference(
             continue
         padded = rows + -rows % 128
         sf = unswizzle_scales(rows_of_scales[offset : offset + padded], rows, blocks)
-        x = dequantize_mxfp8(a[first:last], sf)
-        scales = unswizzle_scales(b_scale[group], n, blocks)
-        w = dequantize_mxfp4(b[group], scales)
-        assert w.shape == (n, k)
-        reference[first:last] = x @ w.T
-        bound[first:last] = dot_error(x, w, scale_granularity(scales), accumulation)
+        x = Operand.of_mxfp8(a[first:last], sf)
+        w = Operand.of_mxfp4(b[group], unswizzle_scales(b_scale[group], n, blocks))
+        assert w.values.shape == (n, k)
+        reference[first:last] = x.values @ w.values.T
+        bound[first:last] = dot_error(x, w, accumulation)
     return reference, bound

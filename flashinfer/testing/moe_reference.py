@@ -16,13 +16,11 @@ from .error_bounds import (
     dot_error,
     requantize_mxfp8,
     round_to_bfloat16,
-    scale_granularity,
     swiglu,
 )
 from .mxfp_formats import (
     BLOCK,
-    dequantize_mxfp4,
-    dequantize_mxfp8,
+    Operand,
     quantize_mxfp8,
     unswizzle_scales,
 )
@@ -91,13 +89,13 @@ class MoEInputs:
         }
 
 
-def _activations(inputs: MoEInputs) -> torch.Tensor:
-    """The values that FC1 multiplies, float64 ``[M, H]``."""
+def _activations(inputs: MoEInputs) -> Operand:
+    """What FC1 multiplies, ``[M, H]``."""
     tokens, hidden = inputs.input.shape
     if inputs.w4a16:
-        return inputs.input.double()
+        return Operand.of_bf16(inputs.input)
     if inputs.input.dtype != torch.float8_e4m3fn:
-        return dequantize_mxfp8(*quantize_mxfp8(inputs.input))
+        return Operand.of_mxfp8(*quantize_mxfp8(inputs.input))
     assert inputs.input_sf is not None
     if inputs.swizzled_input_sf:
         flat = inputs.input_sf.view(torch.uint8).flatten()
@@ -105,7 +103,7 @@ def _activations(inputs: MoEInputs) -> torch.Tensor:
         scales = unswizzle_scales(flat.view(rows, -1), tokens, hidden // BLOCK)
     else:
         scales = inputs.input_sf.view(tokens, hidden // BLOCK)
-    return dequantize_mxfp8(inputs.input, scales)
+    return Operand.of_mxfp8(inputs.input, scales)
 
 
 def _entry(values: torch.Tensor | None, expert: int, absent: float) -> float:
@@ -117,32 +115,17 @@ def _bias(bias: torch.Tensor | None, expert: int) -> torch.Tensor | float:
 
 
 def _gemm(
-    x: torch.Tensor,
-    x_error: torch.Tensor | None,
-    packed: torch.Tensor,
-    swizzled: torch.Tensor,
-    accumulation: Accumulation,
+    x: Operand, x_error: torch.Tensor | None, packed: torch.Tensor, swizzled: torch.Tensor, accumulation: Accumulation
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``x @ w.T`` of one expert's packed weights, and its bound when ``x`` itself is known to within ``x_error``."""
     rows, k = packed.shape[0], 2 * packed.shape[1]
-    scales = unswizzle_scales(swizzled, rows, -(-k // BLOCK))
-    w = dequantize_mxfp4(packed, scales)
-    product = x @ w.T
-    unit = scale_granularity(scales)
-    if x_error is None:
-        return product, dot_error(x, w, unit, accumulation)
-    w.abs_()
-    # What is summed may be anything within x_error: bound its rounding at the largest magnitudes, and only rows
-    # that are known exactly can have an exact sum.
-    known = (x_error == 0).all(-1, keepdim=True)
-    largest = x.abs() + x_error
-    error = dot_error(largest, w, torch.where(known.any(), unit, 0.0), accumulation, signs_known=False)
-    inexact = dot_error(largest, w, torch.zeros_like(unit), accumulation, signs_known=False)
-    return product, torch.where(known, error, inexact) + x_error @ w.T
+    w = Operand.of_mxfp4(packed, unswizzle_scales(swizzled, rows, -(-k // BLOCK)))
+    error = dot_error(x, w, accumulation, x_error=x_error)
+    return x.values @ w.values.T, error if x_error is None else error + x_error @ w.values.abs().T
 
 
 def expert_reference(
-    inputs: MoEInputs, x: torch.Tensor, expert: int, accumulation: Accumulation
+    inputs: MoEInputs, x: Operand, expert: int, accumulation: Accumulation
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One local expert applied to the rows ``x``: float64 ``[m, H]`` before the routing weight, and its bound."""
     alpha = _entry(inputs.swiglu_alpha, expert, 1.0)
@@ -159,14 +142,7 @@ def expert_reference(
 
     requantize = round_to_bfloat16 if inputs.w4a16 else requantize_mxfp8
     intermediate, error = requantize(activation, error)
-
-    product, error = _gemm(
-        intermediate,
-        error,
-        inputs.fc2_weights[expert],
-        inputs.fc2_scales[expert],
-        accumulation,
-    )
+    product, error = _gemm(intermediate, error, inputs.fc2_weights[expert], inputs.fc2_scales[expert], accumulation)
     factor = _entry(inputs.fc2_global, expert, 1.0)
     result = product * factor + _bias(inputs.fc2_bias, expert)
     return result, affine_error(product, error, factor, result)
@@ -198,14 +174,14 @@ def moe_reference(inputs: MoEInputs, accumulation: Accumulation = ANY_ORDER) -> 
     most ``u`` times the sum of the magnitudes.
     """
     x = _activations(inputs)
-    tokens, hidden = x.shape
+    tokens, hidden = x.values.shape
     experts = inputs.fc1_weights.shape[0]
-    reference = torch.zeros((tokens, hidden), dtype=torch.float64, device=x.device)
+    reference = torch.zeros((tokens, hidden), dtype=torch.float64, device=x.values.device)
     bound, magnitude = torch.zeros_like(reference), torch.zeros_like(reference)
     ids = inputs.token_selected_experts.long() - inputs.ep_rank * experts
     top_k = ids.shape[1]
     weights = inputs.token_final_scales
-    weights = torch.ones(ids.shape, device=x.device).double() if weights is None else weights.double()
+    weights = torch.ones(ids.shape, device=x.values.device).double() if weights is None else weights.double()
     for expert in range(experts):
         token, slot = (ids == expert).nonzero(as_tuple=True)
         if len(token) == 0:

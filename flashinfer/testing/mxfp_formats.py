@@ -7,6 +7,9 @@ float64, and so do their products.
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import torch
 
 BLOCK = 32  # elements along K that share one scale (section 5.2)
@@ -149,3 +152,48 @@ def unswizzle_scales(swizzled: torch.Tensor, rows: int, blocks: int) -> torch.Te
     tiles = swizzled.contiguous().view(torch.uint8).reshape(*lead, padded_rows // 128, padded_blocks // 4, 32, 4, 4)
     linear = tiles.movedim((-4, -3, -2), (-2, -3, -4))
     return linear.reshape(*lead, padded_rows, padded_blocks)[..., :rows, :blocks].contiguous()
+
+
+_LEAST_EXPONENTS = {torch.float8_e4m3fn: -6, torch.float8_e5m2: -14}
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """A matrix of a dot product, as an MMA takes it.
+
+    Attributes
+    ----------
+    form : str
+        ``"bf16"``, ``"mxfp8"`` or ``"mxfp4"``.
+    values : torch.Tensor
+        float64 ``[rows, K]``.
+    least : torch.Tensor
+        float64 ``[rows, ceil(K / 32)]``: 2 to the least exponent with which elements of a block count, their scale
+        included.  A subnormal element's own is lower.
+    """
+
+    form: str
+    values: torch.Tensor
+    least: torch.Tensor
+
+    @classmethod
+    def of_bf16(cls, values: torch.Tensor) -> Operand:
+        """bfloat16 ``[rows, K]``."""
+        rows, k = values.shape
+        return cls(
+            "bf16", values.double(), torch.full((rows, -(-k // BLOCK)), 2.0**-126, device=values.device).double()
+        )
+
+    @classmethod
+    def of_mxfp8(cls, values: torch.Tensor, linear: torch.Tensor) -> Operand:
+        """e4m3 or e5m2 ``[rows, K]`` with linear scales ``[rows, K / 32]``."""
+        least = 2.0 ** _LEAST_EXPONENTS[values.dtype] * decode_scales(linear)
+        return cls("mxfp8", dequantize_mxfp8(values, linear), least)
+
+    @classmethod
+    def of_mxfp4(cls, packed: torch.Tensor, linear: torch.Tensor) -> Operand:
+        """Bytes ``[rows, K / 2]`` with linear scales ``[rows, K / 32]``."""
+        return cls("mxfp4", dequantize_mxfp4(packed, linear), decode_scales(linear))
+
+    def __getitem__(self, rows: Any) -> Operand:
+        return Operand(self.form, self.values[rows], self.least[rows])

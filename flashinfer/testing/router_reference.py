@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from .error_bounds import ANY_ORDER, FLOAT32_ROUNDOFF, TENSOR_CORE, check_within_bound
+from .error_bounds import FLOAT32_ROUNDOFF, TENSOR_CORE, Accumulation, check_within_bound, dot_error
+from .mxfp_formats import Operand
 
 
 def make_router_inputs(
@@ -33,8 +34,8 @@ def make_router_inputs(
     return arguments
 
 
-def check_routed(routed: Any, arguments: dict[str, Any]) -> None:
-    """Assert that ``routed`` is what float32 arithmetic may give for ``arguments``, whatever the order of sums.
+def check_routed(routed: Any, arguments: dict[str, Any], accumulation: Accumulation = TENSOR_CORE) -> None:
+    """Assert that ``routed`` is what its arithmetic may give for ``arguments``; ``accumulation`` is that of the logits.
 
     Raises
     ------
@@ -54,8 +55,9 @@ def check_routed(routed: Any, arguments: dict[str, Any]) -> None:
         check_within_bound(routed.hidden_states, normed, (k / 2 + 9) * unit * normed.abs(), "the norm")
         rows = routed.hidden_states.double()
     weight = arguments["weight"].double()
-    logits, size = rows @ weight.T, rows.abs() @ weight.abs().T
-    bound = max(ANY_ORDER.gamma(k), TENSOR_CORE.gamma(k)) * size  # a GPU's by MMAs of bf16
+    logits = rows @ weight.T
+    operands = Operand.of_bf16(rows), Operand.of_bf16(weight)
+    bound = dot_error(*operands, accumulation, along_k=False)  # warps take turns along K
     if (bias := arguments.get("bias")) is not None:
         logits = logits + bias.double()
         bound = bound + unit * (logits.abs() + bound)

@@ -17,7 +17,7 @@ from ..gemm import group_gemm_mxfp4_nt_groupwise
 from ..gemm.sm12x_dense import dense_mx
 from ..jit.sm12x.instances import DENSE_INSTANCES, INSTANCES
 from .dense_reference import TOKENS_OF, DenseCase, dense_reference, make_dense_inputs
-from .error_bounds import TENSOR_CORE, BoundViolation, check_within_bound
+from .error_bounds import Accumulation, BoundViolation, check_within_bound
 from .gemm_reference import group_gemm_reference
 from .moe_inputs import MoECase, make_group_gemm_inputs, make_moe_inputs
 from .moe_reference import moe_reference
@@ -90,6 +90,7 @@ def moe_results(
     tokens: Sequence[int],
     seed: int,
     device: torch.device,
+    accumulation: Accumulation,
     every_tactic: bool = False,
     modes: Sequence[int] = (0, 1, 2),
 ) -> Iterator[Result]:
@@ -100,6 +101,7 @@ def moe_results(
         tokens: Batches.
         seed: Of the inputs.
         device: Of the inputs.
+        accumulation: How the device adds up.
         every_tactic: Each default tactic by itself, for both GEMMs; else the planner's choice.
         modes: Of ``flashinfer.fused_moe.sm12x_validation.Mode``.
     """
@@ -108,7 +110,7 @@ def moe_results(
             for count in tokens:
                 case = MoECase(count, hidden, inter, experts, TOP_K, mode)
                 inputs = make_moe_inputs(case, seed, device)
-                reference, bound = moe_reference(inputs, TENSOR_CORE)
+                reference, bound = moe_reference(inputs, accumulation)
                 words = inputs.arguments()
                 what = f"MoE {experts} experts {hidden} x {inter}, {MODES[mode]}, {count} tokens"
                 if not every_tactic:
@@ -119,16 +121,20 @@ def moe_results(
                     yield judged(f"{what}, {INSTANCES[tactic].name}", call, reference, bound)
 
 
-def gemm_results(shapes: Iterable[tuple[Sequence[int], int, int]], seed: int, device: torch.device) -> Iterator[Result]:
+def gemm_results(
+    shapes: Iterable[tuple[Sequence[int], int, int]], seed: int, device: torch.device, accumulation: Accumulation
+) -> Iterator[Result]:
     """``group_gemm_mxfp4_nt_groupwise``: ``shapes`` are rows of each group, n and k."""
     for rows, n, k in shapes:
         inputs = make_group_gemm_inputs(rows, n, k, seed, device)
-        reference, bound = group_gemm_reference(**inputs, accumulation=TENSOR_CORE)
+        reference, bound = group_gemm_reference(**inputs, accumulation=accumulation)
         what = f"grouped GEMM, groups of {', '.join(map(str, rows))}, {n} x {k}"
         yield judged(what, functools.partial(group_gemm_mxfp4_nt_groupwise, **inputs), reference, bound)
 
 
-def dense_results(shapes: Iterable[tuple[int, int]], seed: int, device: torch.device) -> Iterator[Result]:
+def dense_results(
+    shapes: Iterable[tuple[int, int]], seed: int, device: torch.device, accumulation: Accumulation
+) -> Iterator[Result]:
     """``dense_mx`` by each of its tactics, of ``(n, k)`` weights, with more tokens than a tile has."""
 
     def moved(value: Any) -> Any:
@@ -140,7 +146,7 @@ def dense_results(shapes: Iterable[tuple[int, int]], seed: int, device: torch.de
                 continue
             case = DenseCase(row.token_tile + 3, n, k, row.weights, TOKENS_OF[row.operand], bias=torch.bfloat16)
             inputs = make_dense_inputs(case, seed)
-            reference, bound = (moved(value) for value in dense_reference(inputs))
+            reference, bound = (moved(value) for value in dense_reference(inputs, accumulation))
             named = {name: moved(value) for name, value in inputs.named.items()}
             call = functools.partial(dense_mx, *map(moved, inputs.arguments), **named, tactic=row.name)
             yield judged(f"dense {n} x {k}, {case.num_tokens} tokens, {row.name}", call, reference, bound)

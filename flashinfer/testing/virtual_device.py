@@ -46,9 +46,12 @@ import torch
 
 from flashinfer._layer import fork_root
 
+from .error_bounds import SM120_SUM_BITS
+
 VARIABLE = "FLASHINFER_VIRTUAL_DEVICE"
 ARCHITECTURES = {"sm_121a": (12, "1a")}
 _EMBED_PTX = "FLASHINFER_SM12X_EMBED_PTX"
+_ACCUMULATION_BITS = "VSM_ACCUMULATION_BITS"
 
 _lock = threading.RLock()
 _stack: list[VirtualDevice] = []
@@ -129,7 +132,7 @@ class VirtualDevice:
         strict: bool,
         watch: int | None,
         threads: int,
-        accumulation_bits: int = 0,
+        accumulation_bits: int | Mapping[str, int] | None = None,
         weak_memory: int = 0,
         late_copies: int = 0,
         planted: Mapping[str, str] | None = None,
@@ -139,6 +142,9 @@ class VirtualDevice:
         self.strict = strict
         self.launches: list[Any] = []
         self._runtime = vsm.activate_runtime()
+        if accumulation_bits is None:
+            given = _ACCUMULATION_BITS in os.environ
+            accumulation_bits = self._runtime.initial.accumulation_bits if given else SM120_SUM_BITS
         self._runtime.configure(
             architecture=architecture,
             threads=threads,
@@ -298,7 +304,7 @@ def virtual_device(
     strict: bool = True,
     watch: int | None = None,
     threads: int = 0,
-    accumulation_bits: int = 0,
+    accumulation_bits: int | Mapping[str, int] | None = None,
     weak_memory: int = 0,
     late_copies: int = 0,
     planted: Mapping[str, str] | None = None,
@@ -310,7 +316,9 @@ def virtual_device(
         strict: A watcher's report raises :class:`VirtualDeviceError`, as a fault does; else it is only recorded.
         watch: Flags of ``vsm.Watch``; its default is all but races and arrivals.
         threads: Host threads that execute blocks; 0: one per core.
-        accumulation_bits: Fraction bits that MMAs of 8-bit and narrower elements keep of their sums; 0: all of them.
+        accumulation_bits: Fraction bits that MMAs keep of their sums, of all kinds or by name
+            (``vsm.ACCUMULATION_KINDS``); 0: all of them. By default what ``VSM_ACCUMULATION_BITS`` says, else what an
+            SM120 was measured to keep (``flashinfer.testing.SM120_SUM_BITS``).
         weak_memory: A seed: a block's writes reach other blocks only where something orders them, or earlier at random, and
             what is read without order is reported. 0: at once.
         late_copies: One asynchronous copy in 50 lands so many scheduler rounds (a step of each warp) later than the others,
@@ -359,7 +367,7 @@ def active() -> VirtualDevice | None:
 def _process_device(name: str) -> VirtualDevice:
     _check_architecture(name, VARIABLE)
     with _lock:
-        return VirtualDevice(name, strict=True, watch=None, threads=0, accumulation_bits=0)
+        return VirtualDevice(name, strict=True, watch=None, threads=0)
 
 
 class _CallableModule(types.ModuleType):

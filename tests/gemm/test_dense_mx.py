@@ -25,7 +25,8 @@ from flashinfer.gemm.sm12x_dense import (
 )
 from flashinfer.jit import core
 from flashinfer.jit.sm12x import modules
-from flashinfer.testing import ANY_ORDER, TENSOR_CORE, DenseCase, check_within_bound, dense_reference, make_dense_inputs
+from flashinfer.sm12x_gpu_probe.mma import accumulation_on
+from flashinfer.testing import DenseCase, check_within_bound, dense_reference, make_dense_inputs
 from flashinfer.testing.dense_reference import TOKENS, TOKENS_OF
 
 
@@ -34,7 +35,6 @@ def on(device: torch.device, case: DenseCase, seed: int) -> Any:
     inputs = make_dense_inputs(case, seed)
     inputs.arguments = tuple(tensor.to(device) for tensor in inputs.arguments)
     inputs.named = {key: v.to(device) if isinstance(v, torch.Tensor) else v for key, v in inputs.named.items()}
-    inputs.x, inputs.w = inputs.x.to(device), inputs.w.to(device)
     return inputs
 
 
@@ -42,8 +42,7 @@ def check(device: torch.device, case: DenseCase, seed: int, **named: Any) -> Non
     inputs = on(device, case, seed)
     out = torch.full((case.num_tokens, case.n), torch.nan, dtype=case.out_dtype, device=device)
     assert dense_mx(*inputs.arguments, **inputs.named, out=out, **named) is out
-    model = ANY_ORDER if device.type == "cpu" else TENSOR_CORE
-    check_within_bound(out, *dense_reference(inputs, model), f"{case}, seed {seed}")
+    check_within_bound(out, *dense_reference(inputs, accumulation_on(device)), f"{case}, seed {seed}")
 
 
 @pytest.mark.parametrize("weights", ["mxfp4", "mxfp8"])
@@ -154,9 +153,9 @@ def test_sums_in_few_bits_turn_that_block_scaled_mma_off(
 ) -> None:
     monkeypatch.delenv("FLASHINFER_SM12X_HALF_MMA", raising=False)
     monkeypatch.setattr(modules.jit_env, "FLASHINFER_WORKSPACE_DIR", tmp_path)
-    bits = {kind: 13 if kind in narrow else 25 for kind in ("mxf8f6f4", "mxf4")}
+    bits = {kind: 19 if kind in narrow else 20 for kind in ("mxf8f6f4", "mxf4")}
     (tmp_path / modules.PROBE_FILE).write_text(json.dumps({"mma_sum_bits": bits}))
-    monkeypatch.setattr(sm12x_dense, "_sums_in_float32", sm12x_dense._sums_in_float32.__wrapped__)  # no cache
+    monkeypatch.setattr(sm12x_dense, "_mma_is_used", sm12x_dense._mma_is_used.__wrapped__)  # no cache
     calls = [
         ("mxfp4", QUANTIZE_BF16),
         ("mxfp4", MXFP4_SWIZZLED),

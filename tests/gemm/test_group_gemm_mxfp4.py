@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 import flashinfer
 from flashinfer.gemm import gemm_base, group_gemm_mxfp4_nt_groupwise, sm12x_group_gemm
 from flashinfer.jit.sm12x.instances import GEMM_INSTANCES
+from flashinfer.sm12x_gpu_probe.mma import accumulation_on
 from flashinfer.testing import (
-    ANY_ORDER,
-    TENSOR_CORE,
     BoundViolation,
     check_within_bound,
     group_gemm_reference,
@@ -39,8 +38,7 @@ def _check(
     data: str = "normal",
 ) -> None:
     inputs = make_group_gemm_inputs(sizes, n, k, seed, device, dtype, data)  # type: ignore[arg-type]
-    accumulation = TENSOR_CORE if device.type == "cuda" else ANY_ORDER
-    reference, bound = group_gemm_reference(**inputs, accumulation=accumulation)
+    reference, bound = group_gemm_reference(**inputs, accumulation=accumulation_on(device))
     if data == "lattice":
         assert (bound == 0).all(), "lattice data is exact"
     tactics: list[int | None] = [None]

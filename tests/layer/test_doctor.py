@@ -539,17 +539,18 @@ def test_a_probe_file_that_is_none_and_one_of_few_bits() -> None:
         (
             13,
             25,
-            "13 bits (mxf8f6f4), 25 bits (mxf4), so those of mxf8f6f4 are not used; what takes their place is exact",
+            "13 bits (mxf8f6f4), 25 bits (mxf4) of a sum; 20 are needed, so half precision takes the place of mxf8f6f4",
         ),
-        (22, 13, "so those of mxf8f6f4 and mxf4 are not used"),
-        (25, 22, "so those of mxf4 are not used"),
-        (25, 23, "block-scaled MMAs add up in 25 bits (mxf8f6f4), 23 bits (mxf4)"),
-        (None, None, "were not probed"),
+        (19, 13, "half precision takes the place of mxf8f6f4 and mxf4"),
+        (25, 19, "half precision takes the place of mxf4"),
+        (21, 20, "block-scaled MMAs keep 21 bits (mxf8f6f4), 20 bits (mxf4) of a sum; 20 are needed"),
+        (None, None, "was not probed"),
     ):
-        row = findings(modules={"probed_sum_bits": {"mxf8f6f4": wide, "mxf4": packed}})["probe"]
+        probed = {"mxf8f6f4": wide, "mxf4": packed}
+        row = findings(modules={"probed_sum_bits": probed, "narrowest_sum": 20})["probe"]
         assert row.state == "ok"
         assert expected in row.found
-        assert ("not used" in row.found) == ("not used" in expected)
+        assert ("half" in row.found) == ("half" in expected)
 
 
 @pytest.mark.parametrize(("free", "state"), [(8 << 30, "ok"), (1 << 29, "warn"), (1 << 20, "fail")])

@@ -21,8 +21,8 @@ ORDERS = [f"{how} {fenced} fence" for how in ("stores", "copies") for fenced in 
 
 def healthy() -> dict[str, dict[str, Any]]:
     """What the parts would tell of a GB10 that does as predicted."""
-    rates = {"bf16": 1000, "fp8": 2000, "mxf8f6f4": 2040, "mxf4": 4080}
-    ranges = {"bf16": [512, 1024], "fp8": [1024, 2048], "mxf8f6f4": [2048, 2048], "mxf4": [4096, 4096]}
+    rates = {"bf16": 1000, "f16": 1000, "mxf8f6f4": 2040, "mxf4": 4080}
+    ranges = {"bf16": [512, 1024], "f16": [512, 1024], "mxf8f6f4": [2048, 2048], "mxf4": [4096, 4096]}
     cost = {"host_us": 2.0, "stream_us": 2.5, "graph_us": 1.3}
     overlap = {"first_us": 41.0, "began_before_end_us": 39.5, "released_after_end_us": 1.0}
     layers = {1: (250, 227, [239, 272]), 4: (900, 860, [866, 944]), 64: (6400, 6238, [6214, 6681])}
@@ -42,7 +42,7 @@ def healthy() -> dict[str, dict[str, Any]]:
             kind: {"wrong": 0, "flops_per_clock": rate, "tflops": 230.0, "gigahertz": 2.41, "predicted": ranges[kind]}
             for kind, rate in rates.items()
         },
-        "sums": {"fp8": 25, "mxf8f6f4": 25, "mxf4": 25},
+        "sums": {"bf16": 21, "f16": 21, "mxf8f6f4": 20, "mxf4": 20, "needed": 20},
         "launch": {
             **{f"{kind} out of order": 0 for kind in ("plain", "dependent", "cooperative")},
             **dict.fromkeys(("plain", "dependent", "cooperative"), cost),
@@ -82,9 +82,10 @@ PLANTED: dict[str, tuple[str, dict[str, Any], str, str, str, str]] = {
     "slow MMAs": ("mma", {"mxf4": {"wrong": 0, "flops_per_clock": 2048.0, "tflops": 115.0, "gigahertz": 2.4,
                                    "predicted": [4096, 4096]}},
                   "probe-mma-mxf4", "warn", "2,048 FLOP per clock and SM; predicted: 4,096", "nvidia-smi -q"),
-    "wrong MMAs": ("mma", {"fp8": {"wrong": 7}}, "probe-mma-fp8", "fail", "7 results", "report"),
+    "wrong MMAs": ("mma", {"f16": {"wrong": 7}}, "probe-mma-f16", "fail", "7 results", "report"),
     "narrow packed sums": ("sums", {"mxf4": 13}, "probe-sums", "warn", "tokens are multiplied as MXFP8", "sm12x-build"),
     "narrow sums": ("sums", {"mxf8f6f4": 13}, "probe-sums", "warn", "multiplied in half precision", "sm12x-build"),
+    "narrow bf16": ("sums", {"bf16": 13}, "probe-sums", "warn", "bf16 13,", "there is no other MMA"),
     "launches out of order": ("launch", {"dependent out of order": 3}, "probe-launch", "fail", "3 of the dependent",
                               "report"),
     "slow launches": ("launch", {"plain": {"host_us": 9.0, "stream_us": 30.0, "graph_us": 25.0}}, "probe-launch",
@@ -133,7 +134,7 @@ def test_reordering_on_another_gpu_asks_for_fences() -> None:
 def test_hopper_has_no_block_scales_and_no_prediction() -> None:
     measured = healthy()
     measured["device"] |= {"name": "NVIDIA H200", "capability": [9, 0], "gb10": False, "sm12x": False}
-    measured["sums"] = {"fp8": 25}
+    measured["sums"] = {"bf16": 25, "f16": 25, "needed": 20}
     del measured["mma"]["mxf8f6f4"], measured["mma"]["mxf4"], measured["dram"]["predicted"]
     for facts in [*measured["mma"].values(), *measured["layer"].values()]:
         facts["predicted"] = None
@@ -200,9 +201,9 @@ def test_parts_that_hang_or_crash_and_the_file(machine: Machine) -> None:
     states = {finding["check"]: finding for finding in data["findings"] if finding["check"] in PROBE_CHECKS}
     assert list(states) == list(PROBE_CHECKS)
     unknown = {check: finding["found"] for check, finding in states.items() if finding["state"] == "unknown"}
-    assert set(unknown) == {"probe-dram", "probe-mma-fp8", "probe-mma-mxf8f6f4", "probe-mma-mxf4"}
+    assert set(unknown) == {"probe-dram", "probe-mma-f16", "probe-mma-mxf8f6f4", "probe-mma-mxf4"}
     assert "no answer within 8 s" in unknown["probe-dram"]
-    assert "SIGABRT" in unknown["probe-mma-fp8"]
+    assert "SIGABRT" in unknown["probe-mma-f16"]
     assert {f"probe-{part}" for part in probe.PARTS} <= set(data["facts"])
     path = machine.root / "sent.json"
     assert str(path) in result.stderr

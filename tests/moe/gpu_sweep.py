@@ -37,8 +37,8 @@ from flashinfer.fused_moe.sm12x_validation import Mode
 from flashinfer.gemm import sm12x_group_gemm
 from flashinfer.gemm.sm12x_dense import dense_mx, gemm_operands
 from flashinfer.jit.sm12x.instances import DENSE_INSTANCES, GEMM_INSTANCES, INSTANCES
+from flashinfer.sm12x_gpu_probe.mma import accumulation_on
 from flashinfer.testing import (
-    TENSOR_CORE,
     DenseCase,
     MoECase,
     check_within_bound,
@@ -155,7 +155,7 @@ def group_gemm_cases(rng: random.Random, count: int, seed: int) -> int:
         dtype = rng.choice((torch.float8_e4m3fn, torch.float8_e5m2))
         data = rng.choice(("normal", "lattice"))
         inputs = make_group_gemm_inputs(sizes, n, k, seed + number, device, dtype, data)  # type: ignore[arg-type]
-        reference, bound = group_gemm_reference(**inputs, accumulation=TENSOR_CORE)
+        reference, bound = group_gemm_reference(**inputs, accumulation=accumulation_on(device))
         for row in (None, *GEMM_INSTANCES):
             tactic = None if row is None else row.index
             label = f"group gemm sizes {sizes}, n {n}, k {k}, {dtype}, {data}, tactic {tactic}, seed {seed + number}"
@@ -205,8 +205,8 @@ def dense_cases(rng: random.Random, count: int, options: argparse.Namespace) -> 
         arguments = [tensor.to(device) for tensor in inputs.arguments]
         named = {key: v.to(device) if isinstance(v, torch.Tensor) else v for key, v in inputs.named.items()}
         if options.reference == "device":
-            inputs.x, inputs.w, inputs.named = inputs.x.to(device), inputs.w.to(device), named
-        expected = None if options.reference == "none" else dense_reference(inputs)
+            inputs.arguments, inputs.named = tuple(arguments), named
+        expected = None if options.reference == "none" else dense_reference(inputs, accumulation_on(device))
         out = torch.empty((case.num_tokens, case.n), dtype=case.out_dtype, device=device)
         operands = gemm_operands(case.weights, TOKENS.index(case.tokens))
         rows = [row for row in DENSE_INSTANCES if row.weights == case.weights and row.longest_k >= case.k]
@@ -273,6 +273,7 @@ def main(argv: list[str] | None = None) -> int:
         work = [entry for entry in work if entry[0] == options.only]
 
     print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, seed {options.seed}, {len(work)} cases")
+    print(f"tensor cores keep {accumulation_on(device).sum_bits} fraction bits of their sums, as measured")
     ran, checks, failures = Counter[str](), Counter[str](), 0
     worst, begin = 0.0, time.time()
     for number, (group, case, tactics) in enumerate(work):

@@ -10,9 +10,8 @@ from collections.abc import Iterator
 import torch
 
 import flashinfer
+from flashinfer.sm12x_gpu_probe.mma import accumulation_on
 from flashinfer.testing import (
-    ANY_ORDER,
-    TENSOR_CORE,
     Accumulation,
     MoECase,
     MoEInputs,
@@ -28,11 +27,6 @@ class Outcome:
 
     used: float
     checks: tuple[str, ...]
-
-
-def accumulation_on(device: torch.device) -> Accumulation:
-    """How the backend of ``device`` sums."""
-    return TENSOR_CORE if device.type == "cuda" else ANY_ORDER
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

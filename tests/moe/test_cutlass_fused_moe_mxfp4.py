@@ -15,7 +15,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from moe_harness import (
-    accumulation_on,
     check_case,
     run,
     same_bits,
@@ -27,6 +26,7 @@ from flashinfer.fused_moe import sm12x_dispatch
 from flashinfer.fused_moe.sm12x_launch import allowed_tactics
 from flashinfer.fused_moe.sm12x_validation import Mode
 from flashinfer.jit.sm12x.instances import INSTANCES
+from flashinfer.sm12x_gpu_probe.mma import accumulation_on
 from flashinfer.testing import (
     MoECase,
     MoEInputs,

@@ -13,9 +13,8 @@ from flashinfer.tllm_enums import ActivationType
 
 import flashinfer
 from flashinfer.fused_moe import cutlass_fused_moe_workspace_size
+from flashinfer.sm12x_gpu_probe.mma import accumulation_on
 from flashinfer.testing import (
-    ANY_ORDER,
-    TENSOR_CORE,
     MoECase,
     check_within_bound,
     make_moe_inputs,
@@ -267,7 +266,7 @@ def test_padding_contributes_nothing(
     output = flashinfer.cutlass_fused_moe(**arguments)
     assert output.any()
     assert not output[[1, 4]].any()
-    accumulation = TENSOR_CORE if device.type == "cuda" else ANY_ORDER
+    accumulation = accumulation_on(device)
     check_within_bound(
         output, *moe_reference(inputs, accumulation), f"mode {mode}, rank {ep_rank} of {ep_size}, seed 7"
     )

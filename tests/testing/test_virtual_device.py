@@ -19,6 +19,7 @@ from virtual_moe import run_moe
 
 import flashinfer.testing
 from flashinfer.testing import (
+    TENSOR_CORE,
     MoECase,
     check_within_bound,
     group_gemm_reference,
@@ -131,7 +132,7 @@ def test_a_real_runtime_behind_the_preloaded_one_does_no_harm(monkeypatch):
 )
 def test_group_gemm_kernels_keep_the_bound(device, rows, n, k):
     call = make_group_gemm(rows, n, k, seed=11)
-    reference, bound = group_gemm_reference(call.a, call.b, call.a_scale, call.b_scale, call.m_indptr)
+    reference, bound = group_gemm_reference(call.a, call.b, call.a_scale, call.b_scale, call.m_indptr, TENSOR_CORE)
     check_within_bound(call.run(device), reference, bound)
     assert all(launch.clean for launch in device.launches)
     assert any("grouped_gemm_kernel" in launch.kernel for launch in device.launches)
@@ -146,7 +147,7 @@ def test_moe_kernels_keep_the_bound(device, mode):
     print("seed", 12)
     case = MoECase(num_tokens=5, hidden=256, inter=128, num_experts=4, top_k=2, mode=mode)
     inputs = make_moe_inputs(case, seed=12)
-    check_within_bound(run_moe(device, inputs, mode), *moe_reference(inputs))
+    check_within_bound(run_moe(device, inputs, mode), *moe_reference(inputs, TENSOR_CORE))
     assert sum("streamed_layer_kernel" in launch.kernel for launch in device.launches) == 1
     assert all(launch.clean for launch in device.launches)
 
@@ -158,7 +159,7 @@ def test_the_public_operators_use_the_active_device():
     with flashinfer.testing.virtual_device("sm_121a") as device:
         out = flashinfer.gemm.group_gemm_mxfp4_nt_groupwise(*operands)
         assert any("grouped_gemm_kernel" in launch.kernel for launch in device.launches)
-    check_within_bound(out, *group_gemm_reference(*operands))
+    check_within_bound(out, *group_gemm_reference(*operands, TENSOR_CORE))
     launched = len(device.launches)
     flashinfer.gemm.group_gemm_mxfp4_nt_groupwise(*operands)  # the CPU backend again
     assert len(device.launches) == launched
@@ -167,7 +168,7 @@ def test_the_public_operators_use_the_active_device():
     with flashinfer.testing.virtual_device("sm_121a") as device:
         output = flashinfer.cutlass_fused_moe(**inputs.arguments())
         assert sum("streamed_layer_kernel" in launch.kernel for launch in device.launches) == 1
-    check_within_bound(output, *moe_reference(inputs))
+    check_within_bound(output, *moe_reference(inputs, TENSOR_CORE))
 
 
 @pytest.mark.slow

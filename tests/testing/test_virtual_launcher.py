@@ -14,7 +14,7 @@ from virtual_moe import arguments_of, run_moe
 from flashinfer.fused_moe.sm12x_launch import allowed_tactics, computes_layer
 from flashinfer.fused_moe.sm12x_validation import Mode
 from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm120_module
-from flashinfer.testing import MoECase, check_within_bound, make_moe_inputs, moe_reference
+from flashinfer.testing import TENSOR_CORE, MoECase, check_within_bound, make_moe_inputs, moe_reference
 from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
 
 
@@ -45,7 +45,7 @@ def test_absent_routing_weights_count_one(device: VirtualDevice, mode: Mode, str
     case = MoECase(num_tokens=5, hidden=128, inter=96, num_experts=4, top_k=2, mode=int(mode))
     inputs = make_moe_inputs(case, seed=3)
     inputs.token_final_scales = torch.ones_like(inputs.token_final_scales)
-    reference = moe_reference(inputs)
+    reference = moe_reference(inputs, TENSOR_CORE)
     inputs.token_final_scales = None
     check_within_bound(run_moe(device, inputs, mode, [tactic, tactic]), *reference)
 
@@ -71,7 +71,7 @@ def test_threads_with_layers_of_different_sizes_do_not_take_each_others_shared_m
             start.wait()
             for _ in range(12):  # without one grant for all, about one launch in five is refused
                 device.call(module.sm12x_moe_run, *arguments)
-            check_within_bound(output, *moe_reference(inputs))
+            check_within_bound(output, *moe_reference(inputs, TENSOR_CORE))
         except BaseException as error:
             failures.append(error)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block-scaled MMAs that add up in few bits, and MXFP8 in half-precision MMAs, the way that stays right then."""
+"""Block-scaled MMAs that add up in 13 bits, and MXFP8 in half-precision MMAs, the way that stays right then."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from flashinfer.jit import core
 from flashinfer.jit.sm12x import modules
 from flashinfer.jit.sm12x.instances import DENSE_INSTANCES, GEMM_INSTANCES, DenseInstance, Instance
 from flashinfer.testing import (
+    SM120_SUM_BITS,
     TENSOR_CORE,
+    Accumulation,
     BoundViolation,
     DenseCase,
     DenseInputs,
@@ -31,12 +33,13 @@ from flashinfer.testing import (
     make_group_gemm_inputs,
     make_moe_inputs,
     moe_reference,
-    narrow_tensor_core,
     virtual_operators,
 )
 from flashinfer.testing.virtual_device import virtual_device
 
-HOPPER, B200 = 13, 25  # fraction bits that their FP8 MMAs keep of sums, by published models
+HOPPER = 13  # fraction bits that its wgmma of FP8 keeps of a sum, by published models
+EIGHT_BITS = SM120_SUM_BITS | dict.fromkeys(("f8", "mxf8f6f4", "mxf4"), HOPPER)
+NARROW = Accumulation(HOPPER)
 EXTREMES = [
     min(GEMM_INSTANCES, key=lambda row: row.token_tile),
     max(GEMM_INSTANCES, key=lambda row: row.token_tile),
@@ -46,7 +49,7 @@ DENSE = [row for row in DENSE_INSTANCES if row.operand != "bf16" and row.token_t
 CASE = MoECase(num_tokens=12, hidden=2880, inter=96, num_experts=3, top_k=2, mode=int(Mode.MXFP8_INPUT))
 
 
-def run_group_gemm(bits: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+def run_group_gemm() -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Operands of a long K, and a float16 result: rounding it hides less than the sums lose."""
     rows, n, k, seed = [5, 0, 12], 128, 4096, 91
     print("seed", seed)
@@ -54,23 +57,18 @@ def run_group_gemm(bits: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     out = torch.full((sum(rows), n), float("nan"), dtype=torch.float16)
     problem = GroupGemmProblem(sum(rows), len(rows), n, k, out.dtype)
     operands = [call[name] for name in ("a", "b", "a_scale", "b_scale", "m_indptr")]
-    with virtual_device("sm_121a", accumulation_bits=bits) as device:
+    with virtual_device("sm_121a", accumulation_bits=EIGHT_BITS) as device:
         virtual_operators.run_group_gemm(device, problem, out, *operands, GEMM_INSTANCES[0].index)
     return call, out
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bits", [HOPPER, B200])
-def test_a_grouped_gemm_on_the_virtual_sm121(bits: int) -> None:
-    call, out = run_group_gemm(bits)
-    used = check_within_bound(out, *group_gemm_reference(**call, accumulation=narrow_tensor_core(bits)))
+def test_a_grouped_gemm_on_the_virtual_sm121() -> None:
+    call, out = run_group_gemm()
+    used = check_within_bound(out, *group_gemm_reference(**call, accumulation=NARROW))
     print(f"{used:.1%} of the bound")
-    float32_bound = group_gemm_reference(**call, accumulation=TENSOR_CORE)
-    if bits == HOPPER:
-        with pytest.raises(BoundViolation, match="outside their bound"):
-            check_within_bound(out, *float32_bound)
-    else:
-        check_within_bound(out, *float32_bound)
+    with pytest.raises(BoundViolation, match="outside their bound"):
+        check_within_bound(out, *group_gemm_reference(**call, accumulation=TENSOR_CORE))
 
 
 @pytest.mark.slow
@@ -79,23 +77,23 @@ def test_a_pair_of_gemms_on_the_virtual_sm121() -> None:
     print("seed", seed)
     inputs = make_moe_inputs(case, seed)
     outputs = []
-    for bits in (0, HOPPER):
+    for bits in (0, EIGHT_BITS):
         with virtual_device("sm_121a", accumulation_bits=bits) as device:
             outputs.append(run_moe(device, inputs, case.mode, [GEMM_INSTANCES[0].index] * 2))
     exact, narrow = outputs
     check_within_bound(exact, *moe_reference(inputs, TENSOR_CORE))
-    used = check_within_bound(narrow, *moe_reference(inputs, narrow_tensor_core(HOPPER)))
+    used = check_within_bound(narrow, *moe_reference(inputs, NARROW))
     print(
         f"{used:.1%} of the bound; {float((narrow != exact).double().mean()):.1%} of the results differ from exact sums'"
     )
     assert (narrow != exact).double().mean() > 0.1
 
 
-def run_dense(row: DenseInstance, bits: int) -> tuple[torch.Tensor, DenseInputs]:
+def run_dense(row: DenseInstance) -> tuple[torch.Tensor, DenseInputs]:
     inputs = make_dense_inputs(DenseCase(5, 128, 4096, row.weights, row.operand, out_dtype=torch.float16), 93)
     print("seed", 93)
     out = torch.full((5, 128), torch.nan, dtype=torch.float16)
-    with virtual_device("sm_121a", accumulation_bits=bits) as device:
+    with virtual_device("sm_121a", accumulation_bits=EIGHT_BITS) as device:
         dense_mx(*inputs.arguments, **inputs.named, out=out, tactic=row.name)
         assert all(launch.clean for launch in device.launches)
     return out, inputs
@@ -104,8 +102,8 @@ def run_dense(row: DenseInstance, bits: int) -> tuple[torch.Tensor, DenseInputs]
 @pytest.mark.slow
 @pytest.mark.parametrize("row", DENSE, ids=lambda row: row.name)
 def test_a_dense_gemm_on_the_virtual_sm121(row: DenseInstance) -> None:
-    out, inputs = run_dense(row, HOPPER)
-    used = check_within_bound(out, *dense_reference(inputs, narrow_tensor_core(HOPPER, row.weights, row.operand)))
+    out, inputs = run_dense(row)
+    used = check_within_bound(out, *dense_reference(inputs, NARROW))
     print(f"{used:.1%} of the bound")
     with pytest.raises(BoundViolation, match="outside their bound"):
         check_within_bound(out, *dense_reference(inputs))
@@ -125,7 +123,7 @@ def in_half(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("row", EXTREMES, ids=lambda row: row.name)
 def test_pairs_of_gemms_keep_the_bound_in_half_whatever_the_fp8_mma_adds_up_in(row: Instance) -> None:
     inputs = make_moe_inputs(CASE, seed=7)
-    with virtual_device("sm_121a", accumulation_bits=HOPPER) as device:
+    with virtual_device("sm_121a", accumulation_bits=EIGHT_BITS) as device:
         output = run_moe(device, inputs, CASE.mode, [row.index, row.index])
         assert all(launch.clean for launch in device.launches)
     check_within_bound(output, *moe_reference(inputs, TENSOR_CORE))
@@ -133,16 +131,16 @@ def test_pairs_of_gemms_keep_the_bound_in_half_whatever_the_fp8_mma_adds_up_in(r
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_half")
-def test_the_grouped_gemm_keeps_the_bound_of_float32_sums_in_half() -> None:
-    call, out = run_group_gemm(HOPPER)
+def test_the_grouped_gemm_keeps_the_bound_of_half() -> None:
+    call, out = run_group_gemm()
     check_within_bound(out, *group_gemm_reference(**call, accumulation=TENSOR_CORE))
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_half")
 @pytest.mark.parametrize("row", DENSE, ids=lambda row: row.name)
-def test_dense_gemms_keep_the_bound_of_float32_sums_in_half(row: DenseInstance) -> None:
-    out, inputs = run_dense(row, HOPPER)
+def test_dense_gemms_keep_the_bound_of_half(row: DenseInstance) -> None:
+    out, inputs = run_dense(row)
     check_within_bound(out, *dense_reference(inputs))
 
 
@@ -200,7 +198,7 @@ def test_a_probe_of_the_gpu_chooses_and_the_switch_overrules_it(
 ) -> None:
     flag = "-DFLASHINFER_SM12X_HALF_MXF8F6F4=1"
     assert modules.gen_fused_moe_module().name == "fused_moe_120"
-    for bits, half in ((23, False), (25, False), (22, True), (13, True)):
+    for bits, half in ((25, False), (22, False), (21, False), (20, False), (19, True), (13, True)):
         (workspace / modules.PROBE_FILE).write_text(json.dumps({"mma_sum_bits": {"mxf8f6f4": bits}}))
         for spec in (modules.gen_fused_moe_module(), modules.gen_group_gemm_module()):
             assert spec.name.endswith("_half_mxf8f6f4") == half == (flag in spec.extra_cuda_cflags)
@@ -217,7 +215,7 @@ def test_a_probe_of_the_gpu_chooses_and_the_switch_overrules_it(
 def test_only_the_kind_that_is_narrow_is_multiplied_in_half(
     narrow: str, workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bits = {kind: HOPPER if kind == narrow else B200 for kind in ("mxf8f6f4", "mxf4")}
+    bits = {kind: HOPPER if kind == narrow else 20 for kind in ("mxf8f6f4", "mxf4")}
     (workspace / modules.PROBE_FILE).write_text(json.dumps({"mma_sum_bits": bits}))
     operands = {row.name: row.operand for row in DENSE if row.weights == "mxfp4"}
     assert set(operands.values()) == {"mxfp8", "mxfp4"}

@@ -15,7 +15,7 @@ from flashinfer.jit.sm12x import modules
 from flashinfer.jit.sm12x.instances import SM12X
 from flashinfer.sm12x_gpu_probe import arrivals, launches, layer, mma, parts, prediction, timing
 from flashinfer.sm12x_gpu_probe.target import NoTargetError, Target, find_target
-from flashinfer.testing import dequantize_mxfp4, verify
+from flashinfer.testing import SM120_SUM_BITS, TENSOR_CORE, dequantize_mxfp4, verify
 from flashinfer.testing.virtual_device import VirtualDeviceError, virtual_device
 
 pytestmark = pytest.mark.slow
@@ -80,7 +80,7 @@ def test_a_wrong_mma_is_counted(name: str) -> None:
     """One of its scales, or the type of its operand, is another one."""
     faults = {
         "bf16": {"m16n8k16.row.col.f32.bf16.bf16": "m16n8k16.row.col.f32.f16.f16"},
-        "fp8": {"m16n8k32.row.col.f32.e4m3.e4m3": "m16n8k32.row.col.f32.e4m3.e5m2"},
+        "f16": {"m16n8k16.row.col.f32.f16.f16": "m16n8k16.row.col.f32.bf16.bf16"},
         "mxf8f6f4": {"m16n8k32.row.col.f32.e2m1.e4m3": "m16n8k32.row.col.f32.e3m2.e4m3"},
         "mxf4": {
             "kind::mxf4.block_scale.scale_vec::2X": "kind::mxf4nvf4.block_scale.scale_vec::4X",
@@ -99,17 +99,25 @@ def test_values_that_a_format_lacks_are_refused() -> None:
     assert dequantize_mxfp4(packed, torch.full((1, 2), 127, dtype=torch.uint8))[0, :2].tolist() == [0.5, -6.0]
 
 
-@pytest.mark.parametrize("bits", [0, 13, 17, 25])
-def test_the_width_in_which_mmas_add_up(bits: int) -> None:
+@pytest.mark.parametrize("bits", [0, 13, 17, 20, 21, 25, None], ids=str)
+def test_the_width_in_which_mmas_add_up(bits: int | None) -> None:
     with virtual_device("sm_121a", accumulation_bits=bits):
-        found = {name: mma.sum_bits(find_target(), kind) for name, kind in mma.KINDS.items() if name != "bf16"}
-    if bits == 0:
+        found = mma.all_sum_bits(find_target())
+    if bits is None:
+        assert found == {kind: SM120_SUM_BITS[kind] for kind in mma.KINDS}
+    elif bits == 0:
         assert set(found.values()) == {mma.LOOKED_FOR}
     elif bits > 23:
         # The halves of an MMA with 64 elements are added in float32.
-        assert found == {"fp8": bits, "mxf8f6f4": bits, "mxf4": 23}
+        assert found == {"bf16": bits, "f16": bits, "mxf8f6f4": bits, "mxf4": 23}
     else:
         assert set(found.values()) == {bits}
+
+
+def test_each_kind_has_a_width_of_its_own() -> None:
+    widths = {"bf16": 22, "f16": 19, "mxf8f6f4": 14, "mxf4": 17}
+    with virtual_device("sm_121a", accumulation_bits=widths):
+        assert mma.all_sum_bits(find_target()) == widths
 
 
 @pytest.mark.parametrize("bits", [13, 20, 25])
@@ -255,11 +263,11 @@ def test_the_parts_tell_what_they_find() -> None:
         "dram": {"wrong": False, "predicted": [220.0, 236.0]},
         "mma": {
             "bf16": {"wrong": 0, "predicted": [512, 1024]},
-            "fp8": {"wrong": 0, "predicted": [1024, 2048]},
+            "f16": {"wrong": 0, "predicted": [512, 1024]},
             "mxf8f6f4": {"wrong": 0, "predicted": [2048, 2048]},
             "mxf4": {"wrong": 0, "predicted": [4096, 4096]},
         },
-        "sums": {"fp8": 13, "mxf8f6f4": 13, "mxf4": 13},
+        "sums": {"bf16": 13, "f16": 13, "mxf8f6f4": 13, "mxf4": 13, "needed": modules.NARROWEST_SUM},
         "launch": {f"{kind} out of order": 0 for kind in launches.KINDS},
         "order": {
             f"{how} {fenced} fence": {"compared": 40_960, "wrong": 0}
@@ -275,7 +283,7 @@ def test_the_parts_tell_what_they_find() -> None:
 def test_every_default_tactic_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # as torch for CUDA takes the virtual GPU for one
     with virtual_device("sm_121a") as device:
-        found = list(verify.moe_results([(96, 64, 4)], (2,), 3, torch.device("cpu"), every_tactic=True, modes=(2,)))
+        found = list(verify.moe_results([(96, 64, 4)], (2,), 3, torch.device("cpu"), TENSOR_CORE, True, modes=(2,)))
         names = {row.name for row in SM12X if row.activation == "bf16"}
         assert {result.what.rpartition(", ")[2] for result in found} == names
         assert len(found) == len(names)

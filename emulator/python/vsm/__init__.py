@@ -11,11 +11,12 @@ The libraries are built with ``make`` on first use and kept up to date with thei
 """
 
 from ._library import VsmError, build, library_path, shim_directory
-from .device import Device, Kernel, Module, Watch, pack
+from .device import ACCUMULATION_KINDS, Device, Kernel, Module, Watch, pack
 from .results import Counters, Launch, Prediction, Report
 from .runtime import Runtime, activate_runtime
 
 __all__ = [
+    "ACCUMULATION_KINDS",
     "Counters",
     "Device",
     "Kernel",

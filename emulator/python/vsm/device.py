@@ -6,7 +6,7 @@ from __future__ import annotations
 import ctypes
 import enum
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -29,6 +29,24 @@ class Watch(enum.IntFlag):
     ALL = UNINITIALIZED | RACES | FENCES | DISTINCT  # that the PTX ISA gives reason for: without ARRIVALS
 
 
+ACCUMULATION_KINDS = ("bf16", "f16", "tf32", "f8", "mxf8f6f4", "mxf4")
+"""Kinds of ``mma`` by what they multiply; ``f8`` is e4m3, e5m2 and ``kind::f8f6f4``, ``mxf4`` is ``kind::mxf4nvf4``, too."""
+
+
+def accumulation_widths(bits: int | Mapping[str, int]) -> Any:
+    """``accumulation_bits`` as the C interface takes them: a byte for each of :data:`ACCUMULATION_KINDS`.
+
+    Raises:
+        ValueError: there is no such kind, or a width is not from 0 to 30.
+    """
+    by_kind = dict.fromkeys(ACCUMULATION_KINDS, bits) if isinstance(bits, int) else bits
+    if unknown := set(by_kind) - set(ACCUMULATION_KINDS):
+        raise ValueError(f"accumulation_bits has {sorted(unknown)}; kinds are {', '.join(ACCUMULATION_KINDS)}")
+    if not all(0 <= width <= 30 for width in by_kind.values()):
+        raise ValueError(f"accumulation_bits is {bits}; a width is from 1 to 30, or 0 for exact sums")
+    return (ctypes.c_uint8 * 6)(*(by_kind.get(kind, 0) for kind in ACCUMULATION_KINDS))
+
+
 class _LaunchStruct(ctypes.Structure):
     """``vsm_launch`` of capi.h."""
 
@@ -42,7 +60,7 @@ class _LaunchStruct(ctypes.Structure):
         ("max_reports", ctypes.c_uint32),
         ("programmatic", ctypes.c_uint32),
         ("cooperative", ctypes.c_uint32),
-        ("accumulation_bits", ctypes.c_uint32),
+        ("accumulation_bits", ctypes.c_uint8 * 6),
         ("max_warp_instructions", ctypes.c_uint64),
         ("stream", ctypes.c_uint64),
         ("weak_memory", ctypes.c_uint64),
@@ -220,7 +238,7 @@ class Kernel:
         max_warp_instructions: int = 0,
         programmatic: bool = False,
         cooperative: bool = False,
-        accumulation_bits: int = 0,
+        accumulation_bits: int | Mapping[str, int] = 0,
         stream: int = 0,
         weak_memory: int = 0,
     ) -> Launch:
@@ -236,8 +254,8 @@ class Kernel:
             max_warp_instructions: Bound of the launch; 0 takes the device's default.
             programmatic: With programmatic stream serialization: on a GPU it could start before the launch ahead ends.
             cooperative: All blocks are resident at once; a grid that is too large for that is refused.
-            accumulation_bits: Fraction bits in which ``mma`` adds products of 8-bit and narrower floating point
-                elements: 13 as an H100 does, 25 as a B200; 0: exactly.
+            accumulation_bits: Fraction bits that ``mma`` keeps of its sums, of all kinds or by name
+                (:data:`ACCUMULATION_KINDS`); 0: exact sums.
             stream: Any number; launches of the same one are ordered.
             weak_memory: A seed. Other blocks see what a block writes only once something orders it for them, or earlier at
                 random, and what they read without order is reported. One host thread runs the launch. 0: they see it at once.
@@ -253,7 +271,7 @@ class Kernel:
             max_reports,
             int(programmatic),
             int(cooperative),
-            accumulation_bits,
+            accumulation_widths(accumulation_bits),
             max_warp_instructions,
             stream,
             weak_memory,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ._library import VsmError, shim_directory, take_text
-from .device import Watch
+from .device import ACCUMULATION_KINDS, Watch, accumulation_widths
 from .results import Launch
 
 _LIBRARIES = ("libcudart.so.13", "libcuda.so.1")
@@ -27,7 +27,7 @@ class Settings(NamedTuple):
     max_warp_instructions: int
     strict: bool
     log: bool
-    accumulation_bits: int
+    accumulation_bits: dict[str, int]
 
 
 class Runtime:
@@ -42,12 +42,12 @@ class Runtime:
             ctypes.c_char_p,
             ctypes.c_void_p,
         )
-        pointer = ctypes.POINTER
+        pointer, u8 = ctypes.POINTER, ctypes.c_uint8
         signatures: dict[str, tuple[object, tuple[object, ...]]] = {
-            "vsm_runtime_configure": (i32, (text, i32, u32, u64, i32, i32, u32)),
+            "vsm_runtime_configure": (i32, (text, i32, u32, u64, i32, i32, pointer(u8))),
             "vsm_runtime_settings": (
                 None,
-                (pointer(text), pointer(i32), pointer(u32), pointer(u64), pointer(i32), pointer(i32), pointer(u32)),
+                (pointer(text), pointer(i32), pointer(u32), pointer(u64), pointer(i32), pointer(i32), pointer(u8)),
             ),
             "vsm_runtime_register": (None, (u64, u64, i32)),
             "vsm_runtime_unregister": (i32, (u64,)),
@@ -66,18 +66,21 @@ class Runtime:
             function = getattr(library, name)
             function.restype = result
             function.argtypes = arguments
+        self.initial = self.settings
+        """What the environment gave."""
 
     @property
     def settings(self) -> Settings:
         """What is set now."""
         architecture = ctypes.c_char_p()
         threads, strict, log = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
-        watch, bound, bits = ctypes.c_uint32(), ctypes.c_uint64(), ctypes.c_uint32()
-        references = map(ctypes.byref, (architecture, threads, watch, bound, strict, log, bits))
-        self._library.vsm_runtime_settings(*references)
+        watch, bound, bits = ctypes.c_uint32(), ctypes.c_uint64(), (ctypes.c_uint8 * 6)()
+        references = map(ctypes.byref, (architecture, threads, watch, bound, strict, log))
+        self._library.vsm_runtime_settings(*references, bits)
         name = (architecture.value or b"").decode()
         flags = bool(strict.value), bool(log.value)
-        return Settings(name, threads.value, Watch(watch.value), bound.value, *flags, bits.value)
+        widths = dict(zip(ACCUMULATION_KINDS, bits, strict=True))
+        return Settings(name, threads.value, Watch(watch.value), bound.value, *flags, widths)
 
     def configure(
         self,
@@ -88,7 +91,7 @@ class Runtime:
         max_warp_instructions: int | None = None,
         strict: bool | None = None,
         log: bool | None = None,
-        accumulation_bits: int | None = None,
+        accumulation_bits: int | Mapping[str, int] | None = None,
     ) -> None:
         """Change what is given, leave the rest.
 
@@ -99,11 +102,12 @@ class Runtime:
             max_warp_instructions: Bound of a launch, 0: the device's default.
             strict: A watcher's report fails its launch.
             log: Explanations of refused calls and reports go to stderr too.
-            accumulation_bits: Fraction bits in which ``mma`` adds products of 8-bit and narrower floating point
-                elements: 13 as an H100 does, 25 as a B200; 0: exactly. At most 30, else launches are refused.
+            accumulation_bits: Fraction bits that ``mma`` keeps of its sums, at most 30: of all kinds, or by name
+                (``vsm.ACCUMULATION_KINDS``), those not named adding exactly, as all do at 0.
 
         Raises:
             VsmError: no such architecture.
+            ValueError: no such kind, or width.
         """
         now = self.settings
         chosen = Settings(
@@ -113,7 +117,7 @@ class Runtime:
             now.max_warp_instructions if max_warp_instructions is None else max_warp_instructions,
             now.strict if strict is None else strict,
             now.log if log is None else log,
-            now.accumulation_bits if accumulation_bits is None else accumulation_bits,
+            now.accumulation_bits,
         )
         answer = self._library.vsm_runtime_configure(
             chosen.architecture.encode(),
@@ -122,7 +126,7 @@ class Runtime:
             chosen.max_warp_instructions,
             int(chosen.strict),
             int(chosen.log),
-            chosen.accumulation_bits,
+            accumulation_widths(chosen.accumulation_bits if accumulation_bits is None else accumulation_bits),
         )
         if answer != 0:
             raise VsmError(f"architecture is {chosen.architecture!r}; the virtual GPU can be 'sm_121a' or 'sm_90a'")

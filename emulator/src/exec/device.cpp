@@ -186,8 +186,8 @@ std::string refuse(const Limits& l, const KernelInfo& k, const LaunchConfig& c, 
                 std::max<uint64_t>(c.max_dynamic_shared,
                                    l.shared_per_block_default - std::min(l.shared_per_block_default, k.static_shared)));
   }
-  if (c.accumulation_bits > tensor::kMaxAccumulationBits)
-    return text("accumulation_bits", c.accumulation_bits, tensor::kMaxAccumulationBits);
+  if (c.accumulation_bits.largest() > tensor::kMaxAccumulationBits)
+    return text("accumulation_bits", c.accumulation_bits.largest(), tensor::kMaxAccumulationBits);
   const uint64_t registers = (uint64_t{c.registers} * 32 + 255) / 256 * 256 * ((threads + 31) / 32);
   if (registers > l.registers_per_block) return text("registers per block", registers, l.registers_per_block);
   if (param_bytes < k.param_bytes)

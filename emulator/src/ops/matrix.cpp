@@ -47,7 +47,7 @@ void mma_run(Warp& w, const Inst& in, uint32_t mask) {
   uint32_t result[16][32];
   uint32_t* r[16];
   for (int i = 0; i < m.d; ++i) r[i] = result[i];
-  tensor::mma(m.op, r, a, b, c, scale[0], scale[1], static_cast<int>(w.block->launch->config->accumulation_bits));
+  tensor::mma(m.op, r, a, b, c, scale[0], scale[1], w.block->launch->config->accumulation_bits.of(m.op));
   for (int i = 0; i < m.d; ++i) std::memcpy(d[i], result[i], sizeof result[i]);
   w.counters().mma_flops += 2ull * m.op.m * m.op.n * m.op.k;
 }

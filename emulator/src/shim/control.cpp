@@ -168,7 +168,7 @@ using vsm::shim::Settings;
 extern "C" {
 
 int vsm_runtime_configure(const char* architecture, int host_threads, uint32_t watch, uint64_t max_warp_instructions,
-                          int strict, int log, uint32_t accumulation_bits) {
+                          int strict, int log, const uint8_t* accumulation_bits) {
   Runtime& runtime = Runtime::get();
   std::lock_guard<std::recursive_mutex> lock(runtime.mutex());
   if (architecture && !runtime.set_architecture(architecture)) return -1;
@@ -178,12 +178,12 @@ int vsm_runtime_configure(const char* architecture, int host_threads, uint32_t w
   settings.max_warp_instructions = max_warp_instructions;
   settings.strict = strict != 0;
   settings.log_to_stderr = log != 0;
-  settings.accumulation_bits = accumulation_bits;
+  std::memcpy(&settings.accumulation_bits, accumulation_bits, sizeof(settings.accumulation_bits));
   return 0;
 }
 
 void vsm_runtime_settings(const char** architecture, int* host_threads, uint32_t* watch,
-                          uint64_t* max_warp_instructions, int* strict, int* log, uint32_t* accumulation_bits) {
+                          uint64_t* max_warp_instructions, int* strict, int* log, uint8_t* accumulation_bits) {
   Runtime& runtime = Runtime::get();
   std::lock_guard<std::recursive_mutex> lock(runtime.mutex());
   const Settings& settings = runtime.settings();
@@ -193,7 +193,8 @@ void vsm_runtime_settings(const char** architecture, int* host_threads, uint32_t
   if (max_warp_instructions) *max_warp_instructions = settings.max_warp_instructions;
   if (strict) *strict = settings.strict;
   if (log) *log = settings.log_to_stderr;
-  if (accumulation_bits) *accumulation_bits = settings.accumulation_bits;
+  if (accumulation_bits)
+    std::memcpy(accumulation_bits, &settings.accumulation_bits, sizeof(settings.accumulation_bits));
 }
 
 void vsm_runtime_register(uint64_t address, uint64_t bytes, int read_only) {

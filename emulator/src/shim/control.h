@@ -16,13 +16,13 @@ extern "C" {
 
 /* architecture: "sm_121a" or "sm_90a"; another one than now resets the device. watch: flags of device.h.
    host_threads 0: all cores (takes effect at the next reset). max_warp_instructions 0: the default bound.
-   strict: a watcher's report fails its launch. log: explanations go to stderr too. accumulation_bits: of mma, 0: exact
-   (tensor.h). 0, or -1 for a bad name. */
+   strict: a watcher's report fails its launch. log: explanations go to stderr too. accumulation_bits: of mma, six bytes for
+   bf16, f16, tf32, f8, mxf8f6f4 and mxf4, 0: exact (tensor.h). Returns 0, or -1 for a bad name. */
 int vsm_runtime_configure(const char* architecture, int host_threads, uint32_t watch, uint64_t max_warp_instructions,
-                          int strict, int log, uint32_t accumulation_bits);
+                          int strict, int log, const uint8_t* accumulation_bits);
 /* Current settings: any pointer may be NULL. The string lives until the next configure. */
 void vsm_runtime_settings(const char** architecture, int* host_threads, uint32_t* watch,
-                          uint64_t* max_warp_instructions, int* strict, int* log, uint32_t* accumulation_bits);
+                          uint64_t* max_warp_instructions, int* strict, int* log, uint8_t* accumulation_bits);
 /* Makes host memory accessible to kernels, as if cudaMalloc had given it. Counted per address. */
 void vsm_runtime_register(uint64_t address, uint64_t bytes, int read_only);
 int vsm_runtime_unregister(uint64_t address);

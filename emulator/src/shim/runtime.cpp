@@ -31,8 +31,6 @@ Settings settings_from_environment() {
     settings.max_warp_instructions = std::strtoull(text, nullptr, 10);
   if (const char* text = std::getenv("VSM_WEAK_MEMORY")) settings.weak_memory = std::strtoull(text, nullptr, 10);
   if (const char* text = std::getenv("VSM_LATE_COPIES")) settings.late_copies = std::strtoull(text, nullptr, 10);
-  if (const char* text = std::getenv("VSM_ACCUMULATION_BITS"))
-    settings.accumulation_bits = static_cast<uint32_t>(std::strtoul(text, nullptr, 10));
   if (const char* text = std::getenv("VSM_STRICT")) settings.strict = std::strcmp(text, "0") != 0;
   if (const char* text = std::getenv("VSM_TRACE")) settings.trace_path = text;
   if (const char* text = std::getenv("VSM_QUIET")) settings.log_to_stderr = std::strcmp(text, "0") == 0;
@@ -80,6 +78,13 @@ Runtime::Runtime() : settings_(settings_from_environment()) {
     explain("VSM_ARCH is '" + settings_.architecture +
             "'; the virtual device can be sm_121a or sm_90a: it is sm_121a now");
     settings_.architecture = "sm_121a";
+  }
+  const char* const bits = std::getenv("VSM_ACCUMULATION_BITS");
+  if (bits && !settings_.accumulation_bits.parse(bits)) {
+    explain(std::string("VSM_ACCUMULATION_BITS is '") + bits + "'; it is a number from 0 to " +
+            std::to_string(tensor::kMaxAccumulationBits) +
+            ", or a list such as bf16=21,f16=21,tf32=21,f8=20,mxf8f6f4=20,mxf4=20: sums are exact now");
+    settings_.accumulation_bits = {};
   }
 }
 

@@ -11,6 +11,8 @@
 #include <cassert>
 #include <cmath>
 #include <cstring>
+#include <sstream>
+#include <utility>
 
 #include "../numerics/narrow.h"
 #include "tensor.h"
@@ -223,9 +225,11 @@ void apply_scales(const MmaOp& op, const MmaScale& scale_a, const MmaScale& scal
 //
 // No such model is published for block scales. Here a scale's exponent counts as part of its elements'.
 
-/// Exponents of the elements as they are encoded: that of a subnormal number is its format's least one.
-struct Exponents {
-  int a[kM][kMaxK], b[kMaxK][kN];
+/// 2^e of each element of a tile, e being its exponent as it is encoded: that of a subnormal number is its format's least
+/// one. 0 where the element is 0. With block scales, times 2^e of these.
+struct Powers {
+  alignas(64) double a[kM][kMaxK];
+  alignas(64) Row b[kMaxK];
 };
 
 int least_exponent(Type type) {
@@ -242,67 +246,90 @@ int least_exponent(Type type) {
   }
 }
 
-/// Of a finite value of that type; 0 gives the least one.
-int exponent_of(double value, Type type) {
-  const int exponent = static_cast<int>(double_to_bits(value) >> 52 & 0x7ff) - 1023;
-  return std::max(exponent, least_exponent(type));
-}
-
-/// Before the scales are applied.
-void element_exponents(const MmaOp& op, const Tile& tile, Exponents& e) {
-  for (int k = 0; k < op.k; ++k) {
-    for (int m = 0; m < kM; ++m) e.a[m][k] = exponent_of(tile.a[m][k], op.a);
-    for (int n = 0; n < kN; ++n) e.b[k][n] = exponent_of(tile.b[k][n], op.b);
-  }
-}
-
-void add_scale_exponents(const MmaOp& op, const MmaScale& scale_a, const MmaScale& scale_b, Exponents& e) {
-  for (int k = 0; k < op.k; ++k) {
-    const int chunk = k / (op.k / op.scale_vec);
-    for (int m = 0; m < kM; ++m)
-      e.a[m][k] += exponent_of(scale_value(op, scale_a, 4 * (m % 8) + 2 * scale_a.thread_id + m / 8, chunk), op.scale);
-    for (int n = 0; n < kN; ++n)
-      e.b[k][n] += exponent_of(scale_value(op, scale_b, 4 * n + scale_b.thread_id, chunk), op.scale);
-  }
-}
-
 /// 2^exponent, which must be that of a normal float64.
 double power_of_two(int exponent) { return bits_to_double(static_cast<uint64_t>(exponent + 1023) << 52); }
 
-/// Cut toward zero to `fraction` bits behind the leading one, or to what float32's least exponent leaves of them.
-double cut(double value, int fraction) {
-  const double unit = power_of_two(exponent_of(value, Type::kF32) - fraction);
-  return std::trunc(value / unit) * unit;
+/// Of a finite value, none of a subnormal float64; 0 of 0.
+double power_below(double value, double least) {
+  const double power = bits_to_double(double_to_bits(value) & (uint64_t{0x7ff} << 52));
+  return value == 0 ? 0.0 : std::max(power, least);
+}
+
+/// Before the scales are applied.
+void element_powers(const MmaOp& op, const Tile& tile, Powers& powers) {
+  const double least_a = power_of_two(least_exponent(op.a)), least_b = power_of_two(least_exponent(op.b));
+  for (int m = 0; m < kM; ++m)
+    for (int k = 0; k < op.k; ++k) powers.a[m][k] = power_below(tile.a[m][k], least_a);
+  for (int k = 0; k < op.k; ++k)
+    for (int n = 0; n < kN; ++n) powers.b[k][n] = power_below(tile.b[k][n], least_b);
+}
+
+void apply_scale_powers(const MmaOp& op, const MmaScale& scale_a, const MmaScale& scale_b, Powers& powers) {
+  const double least = power_of_two(least_exponent(op.scale));
+  for (int k = 0; k < op.k; ++k) {
+    const int chunk = k / (op.k / op.scale_vec);
+    for (int m = 0; m < kM; ++m)
+      powers.a[m][k] *=
+          power_below(scale_value(op, scale_a, 4 * (m % 8) + 2 * scale_a.thread_id + m / 8, chunk), least);
+    for (int n = 0; n < kN; ++n)
+      powers.b[k][n] *= power_below(scale_value(op, scale_b, 4 * n + scale_b.thread_id, chunk), least);
+  }
 }
 
 constexpr int kFloatFraction = 23;
-constexpr int kLeastAlignment = -133;  // E is not below this in the published models
-constexpr int kHalfWidth = 25;         // of products of 16 bits and more: H100's and B200's alike
+constexpr double kLeastAlignment = 0x1p-133;  // E is not below this exponent in the published models
 
-/// One element of D from one row of A and one column of B.
-double limited_sum(const MmaOp& op, const Tile& tile, const Exponents& e, int m, int n, double c, int width) {
-  const int terms = op.a == Type::kTF32 ? 8 : element_bits(op, op.a) == 16 ? 16 : 32;
-  double sum = c;
-  for (int first = 0; first < op.k; first += terms) {
-    const int last = std::min<int>(op.k, first + terms);
-    double products[32], all = sum;
-    int largest = sum != 0 ? exponent_of(sum, Type::kF32) : kLeastAlignment;
-    for (int k = first; k < last; ++k) {
-      products[k - first] = tile.a[m][k] * tile.b[k][n];
-      all += products[k - first];
-      if (products[k - first] != 0) largest = std::max(largest, e.a[m][k] + e.b[k][n]);
-    }
-    if (!std::isfinite(all))
-      return all;  // an operand is no number, or infinite: products of finite ones are far smaller
-    largest = std::max(largest, kLeastAlignment);
-    const double up = power_of_two(width - largest);
-    int64_t aligned = static_cast<int64_t>(sum * up);  // a conversion cuts toward zero
-    for (int k = first; k < last; ++k) aligned += static_cast<int64_t>(products[k - first] * up);
-    sum = static_cast<double>(aligned) * power_of_two(largest - width);
-    if (op.d == Type::kF32) sum = cut(sum, std::min(width, kFloatFraction));
-    if (std::fabs(sum) >= 0x1p128) return std::copysign(HUGE_VAL, sum);
+/// Products that a step adds to C.
+int step_products(const MmaOp& op) { return op.a == Type::kTF32 ? 8 : element_bits(op, op.a) == 16 ? 16 : 32; }
+
+/// sums[n] += the products of one row of A and the columns of B that begin at `a` and `b`, cut to `width` bits; and to
+/// `fraction` bits of the sum, unless that is 0.
+VSM_VECTOR_CLONES
+void add_step(const double* a, const double* a_powers, const Row* b, const Row* b_powers, int products, int width,
+              int fraction, double* sums) {
+  alignas(64) double largest[kN], up[kN], all[kN], aligned[kN];
+  for (int n = 0; n < kN; ++n) {
+    const double power = bits_to_double(double_to_bits(sums[n]) & (uint64_t{0x7ff} << 52));
+    largest[n] = sums[n] == 0 ? kLeastAlignment : std::max(power, 0x1p-126);
+    all[n] = sums[n];
   }
-  return sum;
+  for (int k = 0; k < products; ++k) {
+    for (int n = 0; n < kN; ++n) {
+      largest[n] = std::max(largest[n], a_powers[k] * b_powers[k][n]);
+      all[n] += a[k] * b[k][n];
+    }
+  }
+  const double scale = power_of_two(width);
+  for (int n = 0; n < kN; ++n) {
+    up[n] = scale / std::max(largest[n], kLeastAlignment);
+    aligned[n] = 0.0 + std::trunc(sums[n] * up[n]);  // not -0
+  }
+  for (int k = 0; k < products; ++k)
+    for (int n = 0; n < kN; ++n) aligned[n] += std::trunc(a[k] * b[k][n] * up[n]);
+  for (int n = 0; n < kN; ++n) {
+    double sum = aligned[n] / up[n];
+    if (fraction) {
+      const double power = bits_to_double(double_to_bits(sum) & (uint64_t{0x7ff} << 52));
+      const double unit = std::max(power, 0x1p-126) / power_of_two(fraction);
+      sum = std::trunc(sum / unit) * unit;
+    }
+    // Infinity and NaN are as they come: nothing of them is cut.
+    const double infinite = all[n] - all[n];
+    sums[n] = infinite != 0 ? all[n] : std::fabs(sum) >= 0x1p128 ? std::copysign(HUGE_VAL, sum) : sum;
+  }
+}
+
+/// sums += A B, step by step.
+void multiply_limited(const MmaOp& op, const Tile& tile, const Powers& powers, int width, Row* sums) {
+  const int products = std::min<int>(op.k, step_products(op));
+  const int fraction = op.d == Type::kF32 ? std::min(width, kFloatFraction) : 0;
+  for (int m = 0; m < kM; ++m) {
+    alignas(64) double row[kN];
+    std::memcpy(row, &sums[m], sizeof row);
+    for (int k = 0; k < op.k; k += products)
+      add_step(&tile.a[m][k], &powers.a[m][k], &tile.b[k], &powers.b[k], products, width, fraction, row);
+    std::memcpy(&sums[m], row, sizeof row);
+  }
 }
 
 // --- product -------------------------------------------------------------------------------------------------------
@@ -454,6 +481,46 @@ const char* mma_check_scale(const MmaOp& op, const MmaScale& scale_a, const MmaS
   return "";
 }
 
+int AccumulationBits::of(const MmaOp& op) const {
+  switch (op.kind) {
+    case MmaKind::kMxF8F6F4: return mxf8f6f4;
+    case MmaKind::kMxF4:
+    case MmaKind::kMxF4NvF4: return mxf4;
+    case MmaKind::kF8F6F4: return f8;
+    case MmaKind::kPlain: break;
+  }
+  switch (op.a) {
+    case Type::kBF16: return bf16;
+    case Type::kF16: return f16;
+    case Type::kTF32: return tf32;
+    default: return f8;
+  }
+}
+
+bool AccumulationBits::parse(const std::string& text) {
+  const std::pair<const char*, uint8_t*> kinds[] = {{"bf16", &bf16}, {"f16", &f16},           {"tf32", &tf32},
+                                                    {"f8", &f8},     {"mxf8f6f4", &mxf8f6f4}, {"mxf4", &mxf4}};
+  std::istringstream parts(text);
+  for (std::string part; std::getline(parts, part, ',');) {
+    const size_t equals = part.find('=');
+    const std::string kind = equals == std::string::npos ? "" : part.substr(0, equals);
+    const std::string number = equals == std::string::npos ? part : part.substr(equals + 1);
+    if (number.empty() || number.size() > 2 || number.find_first_not_of("0123456789") != std::string::npos)
+      return false;
+    const int bits = std::stoi(number);
+    bool found = false;
+    for (const auto& [name, value] : kinds) {
+      if (!kind.empty() && kind != name) continue;
+      *value = static_cast<uint8_t>(bits);
+      found = true;
+    }
+    if (!found || bits > kMaxAccumulationBits) return false;
+  }
+  return true;
+}
+
+uint8_t AccumulationBits::largest() const { return std::max({bf16, f16, tf32, f8, mxf8f6f4, mxf4}); }
+
 void mma(const MmaOp& op, RegOut d, RegIn a, RegIn b, RegIn c, const MmaScale& scale_a, const MmaScale& scale_b,
          int accumulation_bits) {
   int registers_a = 0, registers_b = 0, registers_c = 0, registers_d = 0;
@@ -464,20 +531,16 @@ void mma(const MmaOp& op, RegOut d, RegIn a, RegIn b, RegIn c, const MmaScale& s
   decode_operand(op, true, a, registers_a, tile);
   decode_operand(op, false, b, registers_b, tile);
   const bool limited = accumulation_bits != 0 && !is_integer(op);
-  Exponents exponents;
-  if (limited) element_exponents(op, tile, exponents);
+  Powers powers;
+  if (limited) element_powers(op, tile, powers);
   // One scale for all of K is a power of two, and may as well multiply the sums.
   const bool scale_sums = op.scale_vec == 1 && !limited;
   if (op.scale_vec && !scale_sums) apply_scales(op, scale_a, scale_b, tile);
   Row product[kM];
   if (limited) {
-    if (op.scale_vec) add_scale_exponents(op, scale_a, scale_b, exponents);
-    const int width = element_bits(op, op.a) >= 16 ? kHalfWidth : accumulation_bits;
-    Row addends[kM];
-    op.d == Type::kF32 ? load_f32(c, addends) : load_f16(c, addends);
-    for (int m = 0; m < kM; ++m) {
-      for (int n = 0; n < kN; ++n) product[m][n] = limited_sum(op, tile, exponents, m, n, addends[m][n], width);
-    }
+    if (op.scale_vec) apply_scale_powers(op, scale_a, scale_b, powers);
+    op.d == Type::kF32 ? load_f32(c, product) : load_f16(c, product);
+    multiply_limited(op, tile, powers, accumulation_bits, product);
     return op.d == Type::kF32 ? store_f32(product, d) : store_f16(product, d);
   }
   multiply(tile.a, tile.b, op.k, product);

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 namespace vsm::tensor {
 
@@ -58,9 +59,22 @@ struct MmaScale {
 /// Empty if the selectors are legal for `op`, else why not.
 const char* mma_check_scale(const MmaOp& op, const MmaScale& scale_a, const MmaScale& scale_b);
 
-/// accumulation_bits: 0 adds exactly. Otherwise products of 8-bit and narrower floating point elements are added with that
-/// many fraction bits, as published models have it (mma.cpp): 13 as an H100 does, 25 as a B200; wider elements with 25.
 inline constexpr int kMaxAccumulationBits = 30;
+
+/// Fraction bits that `mma` keeps of its sums, by what it multiplies; 0: all, rounded once.
+struct AccumulationBits {
+  uint8_t bf16 = 0, f16 = 0, tf32 = 0;
+  uint8_t f8 = 0;        // e4m3 and e5m2, and kind::f8f6f4
+  uint8_t mxf8f6f4 = 0;
+  uint8_t mxf4 = 0;      // kind::mxf4nvf4 as well
+
+  int of(const MmaOp& op) const;
+  uint8_t largest() const;
+  /// One number for all, or "bf16=21,mxf8f6f4=20": those that are named, the others as they are. False if it is neither.
+  bool parse(const std::string& text);
+};
+
+/// accumulation_bits: the sum's, at most kMaxAccumulationBits (AccumulationBits; mma.cpp has the model).
 void mma(const MmaOp& op, RegOut d, RegIn a, RegIn b, RegIn c, const MmaScale& scale_a = {},
          const MmaScale& scale_b = {}, int accumulation_bits = 0);
 

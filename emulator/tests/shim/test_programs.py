@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import random
 import struct
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -306,6 +309,28 @@ def test_a_trace_file_gets_a_line_per_launch(compile_cuda, run_on_shim, tmp_path
     launch = vsm.Launch.from_json(json.loads(line))
     assert "store_kernel" in launch.kernel
     assert launch.status == "fault"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("20", dict.fromkeys(vsm.ACCUMULATION_KINDS, 20)),
+        ("bf16=21,mxf4=20", dict.fromkeys(vsm.ACCUMULATION_KINDS, 0) | {"bf16": 21, "mxf4": 20}),
+        ("fp8=20", None),
+        ("31", None),
+        ("bf16=", None),
+        ("-1", None),
+    ],
+)
+def test_widths_of_sums_come_from_the_environment(text, expected):
+    ask = "import vsm; runtime = vsm.activate_runtime(); print(runtime.settings.accumulation_bits, runtime.take_message())"
+    variables = {**os.environ, "VSM_ACCUMULATION_BITS": text, "PYTHONPATH": str(HERE.parents[1] / "python")}
+    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, env=variables, check=True)
+    if expected is None:
+        exact = dict.fromkeys(vsm.ACCUMULATION_KINDS, 0)
+        assert done.stdout.startswith(f"{exact} VSM_ACCUMULATION_BITS is '{text}'; it is a number from 0 to 30"), done
+    else:
+        assert done.stdout.strip() == str(expected)
 
 
 def test_a_channel_description_is_made_but_no_texture(runtime):

@@ -73,11 +73,9 @@ def step(products: list[tuple[float, int]], c: float, width: int, fraction: int)
     return math.copysign(math.inf, total) if abs(kept) >= 2 ** (128 + POINT) else float(Fraction(kept, 2**POINT))
 
 
-def model(form: Mma, a, b, c, sa=None, sb=None, *, width: int, wide: int = 25) -> np.ndarray:
+def model(form: Mma, a, b, c, sa=None, sb=None, *, width: int) -> np.ndarray:
     """D [16, 8]; ``sa`` [16, chunks] and ``sb`` [chunks, 8] are the block scales."""
-    bits = bits_of(form, form.a)
-    width = wide if bits >= 16 else width
-    terms = TERMS.get(bits, 32)
+    terms = TERMS.get(bits_of(form, form.a), 32)
     d = np.array(c, np.float64)
     for m, n in itertools.product(range(16), range(8)):
         products = []
@@ -109,7 +107,7 @@ def agree(form: Mma, registers, scales=(), ids=(0, 0, 0, 0), *, width: int) -> n
     return actual
 
 
-@pytest.mark.parametrize("width", [13, 25])
+@pytest.mark.parametrize("width", [13, 20, 21, 25])
 @pytest.mark.parametrize("form", FORMS, ids=name)
 def test_random_operands(form: Mma, width: int) -> None:
     rng, a, b, c = operands(form, f"limited {width}")
@@ -224,7 +222,7 @@ def test_an_h200_bit_for_bit(number: int, case: dict) -> None:
     form, warps = golden_warps(case, number)
     differ = 0
     for a, b, c, d in warps:
-        assert np.array_equal(form(a, b, c, accumulation_bits=13), d)
+        assert np.array_equal(form(a, b, c, accumulation_bits=25), d)
         differ += int((form(a, b, c) != d).sum())
     print(f"{differ} of {128 * len(warps)} elements of an exact sum differ")
     assert differ > 0 or case["acc"] == "f16"
@@ -239,7 +237,7 @@ def test_the_h200_tells_widths_apart(number: int, case: dict) -> None:
         matrices = as_matrices(form, a, b, c)
         for wide in wrong:
             with np.errstate(invalid="ignore"):
-                expected = model(form, *matrices, width=13, wide=wide)
+                expected = model(form, *matrices, width=wide)
             wrong[wide] += int((~np.isclose(expected, results(form, d), rtol=0, atol=0, equal_nan=True)).sum())
     print(wrong)
     assert wrong[25] == 0

@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pure_functions
@@ -20,7 +21,7 @@ from test_mma import PLAIN, SCALED, name, operands
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "python"))
 
-from vsm.device import Device, pack
+from vsm.device import ACCUMULATION_KINDS, Device, pack
 from vsm.results import Launch
 
 HEADER = ".version 9.0\n.target sm_121a\n.address_size 64\n"
@@ -44,11 +45,11 @@ def registers_kernel(instruction: str, inputs: int, outputs: int, declare: str =
     )
 
 
-def run(device: Device, ptx: str, registers: np.ndarray, outputs: int) -> tuple[Launch, np.ndarray]:
+def run(device: Device, ptx: str, registers: np.ndarray, outputs: int, **options: Any) -> tuple[Launch, np.ndarray]:
     source = device.upload(np.ascontiguousarray(registers, np.uint32).tobytes())
     out = device.upload(bytes(128 * outputs))
     module = device.load(ptx, "kernel")
-    launch = module.kernel("k").launch(1, 32, pack(out, source))
+    launch = module.kernel("k").launch(1, 32, pack(out, source), **options)
     result = np.frombuffer(device.download(out, 128 * outputs), np.uint32).reshape(outputs, 32)
     module.unload()
     device.release(source)
@@ -108,6 +109,45 @@ def test_mma_block_scale(device: Device, form: Mma, isa_order: bool, selectors: 
         assert np.array_equal(d, form(a, b, c, scales[0], scales[1], ids))
         seen.add(d.tobytes())
     assert len(seen) == 3, "each choice of selectors gives another result"
+
+
+KINDS_OF_SUMS = {
+    "bf16": Mma(16, "bf16", "bf16"),
+    "f16": Mma(16, "f16", "f16"),
+    "tf32": Mma(8, "tf32", "tf32"),
+    "f8": Mma(32, "e4m3", "e4m3"),
+    "mxf8f6f4": Mma(32, "e4m3", "e2m1", "f32", "mxf8f6f4", "ue8m0", 1),
+    "mxf4": Mma(64, "e2m1", "e2m1", "f32", "mxf4", "ue8m0", 2),
+}
+
+
+@pytest.mark.parametrize("kind", ACCUMULATION_KINDS)
+def test_a_launch_gives_each_kind_its_width(device: Device, kind: str) -> None:
+    form, width = KINDS_OF_SUMS[kind], 17
+    _, a, b, c = operands(form, f"width of {kind}")
+    ids = (0, 0, 0, 0) if form.scale_vec else None
+    scales = np.full((2 if form.scale_vec else 0, 32), 0x7F7F7F7F, np.uint32)
+    registers = np.concatenate([a, b, c, scales])
+    ptx = registers_kernel(mma_text(form, ids, True), len(registers), form.registers()[3])
+
+    def product(**widths: int) -> np.ndarray:
+        launch, d = run(device, ptx, registers, form.registers()[3], accumulation_bits=widths)
+        assert launch.clean, str(launch)
+        return d
+
+    exact, narrow = (form(a, b, c, *scales, accumulation_bits=bits) for bits in (0, width))
+    assert not np.array_equal(exact, narrow)
+    assert np.array_equal(product(**{kind: width}), narrow)
+    assert np.array_equal(product(**{other: width for other in ACCUMULATION_KINDS if other != kind}), exact)
+
+
+def test_widths_that_are_none_are_refused(device: Device) -> None:
+    kernel = device.load(registers_kernel("mov.b32 %o0, %r0;", 1, 1), "kernel").kernel("k")
+    for bits in (31, {"bf16": -1}):
+        with pytest.raises(ValueError, match="a width is from 1 to 30, or 0 for exact sums"):
+            kernel.launch(1, 32, pack(0, 0), accumulation_bits=bits)
+    with pytest.raises(ValueError, match=r"accumulation_bits has \['fp8'\]; kinds are bf16, f16"):
+        kernel.launch(1, 32, pack(0, 0), accumulation_bits={"fp8": 20})
 
 
 def test_bad_selector_is_reported(device: Device) -> None:

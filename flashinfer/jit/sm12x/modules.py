@@ -58,16 +58,34 @@ EMBED_PTX_VARIABLE = "FLASHINFER_SM12X_EMBED_PTX"
 """Set to 1, modules carry the PTX of their SM12x kernels too, uncompressed, under names that end in ``_ptx``."""
 
 HALF_MMA_VARIABLE = "FLASHINFER_SM12X_HALF_MMA"
-"""1: MXFP8 and MXFP4 tokens are multiplied in half precision; 0: by block-scaled MMAs; unset: as :func:`probed_sum_bits`
-has it."""
+"""1: MXFP8 and MXFP4 tokens are multiplied in half precision; 0: by block-scaled MMAs; unset: by the
+width that :func:`probed_sum_bits` has."""
 
 PROBE_FILE = "sm12x_probe.json"
-"""In the workspace folder: what a probe of this machine's GPU found, ``{"mma_sum_bits": {"mxf8f6f4": 13, ...}, ...}``."""
+"""In the workspace folder: what a probe of this machine's GPU found, ``{"mma_sum_bits": {"mxf8f6f4": 20, ...}, ...}``."""
 
 MMA_KINDS = ("mxf8f6f4", "mxf4")
 """Block-scaled MMAs: of MXFP8 tokens, and of packed MXFP4 ones, which dense GEMMs alone multiply."""
 
-FLOAT32_BITS = 23  # of fraction; sums of fewer break the derived error bounds
+LONGEST_K = 32768
+"""Of a layer, for :data:`NARROWEST_SUM`: the switch is compiled in, and which K a module will see is not known then."""
+
+BF16_ROUNDOFF = 2.0**-9
+
+
+def drift(bits: int, k: int = LONGEST_K) -> float:
+    """What MMAs of MXFP8 and MXFP4 lose of a sum of ``k`` products of one sign, as a share of it.
+
+    Products are cut to ``bits`` fraction bits below the sum so far (arXiv 2512.07004). The larger the sum, the more of
+    them reach below that, and the more each loses: half the square of ``k 2^-bits``, as the model of the adder gives it
+    for random operands. Sums of both signs lose far less (docs/kernels.md, "Sums of tensor cores").
+    """
+    return (k * 2.0**-bits) ** 2 / 2
+
+
+NARROWEST_SUM = next(bits for bits in range(64) if drift(bits) < BF16_ROUNDOFF)
+"""Fraction bits of sums with which a block-scaled MMA is used: at :data:`LONGEST_K` it loses less than rounding a result to
+bfloat16 may."""
 
 
 def probed_sum_bits(kind: str) -> int | None:
@@ -91,11 +109,12 @@ def probed_sum_bits(kind: str) -> int | None:
 
 
 def multiplies_in_half(kind: str = "mxf8f6f4") -> bool:
-    """Whether a kind of block-scaled MMA is not used: its tokens meet weights in half-precision MMAs, exactly.
+    """Whether a kind of block-scaled MMA is not used: its tokens meet weights in half-precision MMAs.
 
-    For a GPU whose MMA of that kind adds up in fewer bits than float32 has, which nobody has measured of SM12x. The
-    streamed layers multiply in bf16 anyway; what changes are the pairs of GEMMs and the grouped GEMM, and that the planner
-    of dense layers passes over GEMMs of that kind. Read when a module is first used.
+    For a GPU whose MMA of that kind keeps fewer bits than :data:`NARROWEST_SUM`; an SM120, of which others measured 20 bits, is not one. In half
+    precision blocks of 32 are summed from zero and added up in float32. The streamed layers multiply in bf16 anyway; what
+    changes are the pairs of GEMMs and the grouped GEMM, and that the planner of dense layers passes over GEMMs of that
+    kind. Read when a module is first used.
 
     Args:
         kind: One of :data:`MMA_KINDS`.
@@ -109,7 +128,7 @@ def multiplies_in_half(kind: str = "mxf8f6f4") -> bool:
     if value:
         return value == "1"
     bits = probed_sum_bits(kind)
-    return bits is not None and bits < FLOAT32_BITS
+    return bits is not None and bits < NARROWEST_SUM
 
 
 def gen_fused_moe_module() -> JitSpecSm12x:

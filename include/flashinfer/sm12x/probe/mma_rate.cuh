@@ -8,7 +8,7 @@
 // times the block scales where the kind has them. Chains are independent, so that an MMA need not wait for the one before:
 // eight of them in each of the four warps of a scheduler keep it supplied at latencies of up to 32 MMAs.
 //
-// A row of A or a column of B is 32 bytes of K in each kind: 16 bf16, 32 e4m3 or e2m1 in 8-bit containers, 64 e2m1. So one
+// A row of A or a column of B is 32 bytes of K in each kind: 16 halves, 32 e4m3 or e2m1 in 8-bit containers, 64 e2m1. So one
 // loader serves all (PTX ISA 9.0, 9.7.14.5.8 to 9.7.14.5.11): lane 4g + t holds words t and 4 + t of rows g and g + 8 of A
 // and of column g of B, and sums of rows g and g + 8, columns 2t and 2t + 1.
 #pragma once
@@ -23,7 +23,7 @@
 
 namespace flashinfer::sm12x::probe {
 
-enum class MmaKind : int { kBf16, kE4m3, kMxf8f6f4, kMxf4 };
+enum class MmaKind : int { kBf16, kF16, kMxf8f6f4, kMxf4 };
 
 constexpr int kMmaKinds = 4;
 constexpr int kMmaChains = 8;
@@ -48,13 +48,8 @@ struct MmaRateParams {
 template <MmaKind kKind>
 __device__ __forceinline__ void multiply(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
                                          uint32_t scale_a, uint32_t scale_b) {
-  if constexpr (kKind == MmaKind::kBf16) {
-    ptx::mma_16816<true>(sums, a, b, sums);
-  } else if constexpr (kKind == MmaKind::kE4m3) {
-    asm("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
-        " {%0, %1, %2, %3};"
-        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  if constexpr (kKind == MmaKind::kBf16 || kKind == MmaKind::kF16) {
+    ptx::mma_16816<kKind == MmaKind::kBf16>(sums, a, b, sums);
 #if FLASHINFER_SM12X_DEVICE
   } else if constexpr (kKind == MmaKind::kMxf8f6f4) {
     ptx::mma_block_scaled<0, ptx::BlockScaledPair::kE2m1E4m3>(sums, a, b, scale_a, scale_b);
