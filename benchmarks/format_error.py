@@ -5,14 +5,14 @@
     python benchmarks/format_error.py --sums   # what the width costs in which tensor cores add up
 
 The error is the root mean square of ``x @ w.T`` against the same product of bf16 weights and tokens, relative to that
-product's own. Tokens are normal. On the CPU, in seconds; ``--sums`` takes some minutes.
+product's own. Tokens are normal. On the CPU, in seconds; ``--sums`` takes a minute.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -64,31 +64,33 @@ def errors(shape: tuple[int, int], num_tokens: int, seed: int) -> list[list[Any]
     return rows
 
 
-WHAT = ("random signs", "one sign", "worst")
-SUMS = (("mxfp8", 32), ("bf16", 16))  # tokens, and elements of an MMA; weights are MXFP4
+SUMS = {"mxfp8": 32, "bf16": 16}  # tokens, and elements of an MMA; weights are MXFP4
+LAYER_K, LONG_K = 2880, 32768
 
 
-def sums_errors(widths: Sequence[int], lengths: Sequence[int], seed: int) -> list[list[Any]]:
-    """Rows of the table of ``--sums``: by width, what tensor cores lose as a multiple of what rounding to bf16 does.
+def lost_of_one_sign(tokens: str, k: int, bits: int, generator: torch.Generator) -> float:
+    """Mean loss of sums of positive products, over half a unit in bf16's last place."""
+    x, w = (
+        operand(torch.randn(rows, k, generator=generator).abs(), form) for rows, form in ((8, tokens), (24, "mxfp4"))
+    )
+    exact = x.values @ w.values.T
+    return float(((exact - add_up(x, w, bits, SUMS[tokens])) / exact).mean()) / 2.0**-9
 
-    For each length of K and format of tokens: of sums of random signs (root mean square), of sums of one sign (mean),
-    and the worst case that the bound allows, as a multiple of half a unit in bf16's last place of a typical result.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    rows = [[bits] for bits in widths]
-    for k in lengths:
-        drawn = torch.randn(8, k, generator=generator), torch.randn(24, k, generator=generator)
-        for tokens, elements in SUMS:
-            x, w = operand(drawn[0], tokens), operand(drawn[1], "mxfp4")
-            positive = operand(drawn[0].abs(), tokens), operand(drawn[1].abs(), "mxfp4")
-            exact, all_positive = x.values @ w.values.T, positive[0].values @ positive[1].values.T
-            rounding = (exact.bfloat16().double() - exact).norm()
-            for row in rows:
-                random = (add_up(x, w, row[0], elements) - exact).norm() / rounding
-                lost = ((all_positive - add_up(*positive, row[0], elements)) / all_positive).mean() / 2.0**-9
-                bound = dot_error(x, w, Accumulation(row[0]))
-                row += [float(random), float(lost), float(bound.mean() / exact.abs().mean() / 2.0**-9)]
-    return rows
+
+def sums_errors(widths: Iterable[int], seed: int) -> Iterator[list[Any]]:
+    """Rows of the table of ``--sums``: what tensor cores of that width lose, as multiples of what rounding to bf16 does."""
+    for bits in widths:
+        generator = torch.Generator().manual_seed(seed)
+        row: list[Any] = [bits]
+        for tokens, elements in SUMS.items():
+            x = operand(torch.randn(8, LAYER_K, generator=generator), tokens)
+            w = operand(torch.randn(24, LAYER_K, generator=generator), "mxfp4")
+            exact = x.values @ w.values.T
+            rounding = exact.bfloat16().double() - exact
+            row.append(float((add_up(x, w, bits, elements) - exact).norm() / rounding.norm()))
+            row.append(lost_of_one_sign(tokens, LAYER_K, bits, generator))
+            row.append(float(dot_error(x, w, Accumulation(bits)).mean() / exact.abs().mean() / 2.0**-9))
+        yield row + [lost_of_one_sign(tokens, LONG_K, bits, generator) for tokens in SUMS]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -102,9 +104,9 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.k % mx_cpu.BLOCK_SIZE:
         parser.error(f"--k is {arguments.k}; it must be a multiple of {mx_cpu.BLOCK_SIZE}")
     if arguments.sums:
-        lengths = (2880, 32768)
-        headers = ["F", *(f"{what}, {tokens}, K = {k:,}" for k in lengths for tokens, _ in SUMS for what in WHAT)]
-        print(tabulate(sums_errors(range(13, 26), lengths, arguments.seed), headers, tablefmt="github", floatfmt=".2g"))
+        short = [f"{what}{tokens}" for tokens in SUMS for what in (f"random, {LAYER_K:,}, ", "one sign, ", "worst, ")]
+        headers = ["F", *short, *(f"one sign, {LONG_K:,}, {tokens}" for tokens in SUMS)]
+        print(tabulate(sums_errors(range(13, 26), arguments.seed), headers, tablefmt="github", floatfmt=".2g"))
         return 0
     rows = errors((arguments.rows, arguments.k), arguments.tokens, arguments.seed)
     headers = ["weights' values", "format, scales", *(f"{name} tokens" for name in TOKENS)]

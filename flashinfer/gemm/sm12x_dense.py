@@ -146,7 +146,7 @@ def gemm_operand(weights: str, token_format: int, on_sm12x: bool) -> Operand:
 
 
 def gemm_operands(weights: str, token_format: int) -> tuple[Operand, ...]:
-    """As what GEMMs can multiply tokens of this format, exactly; what is chosen on SM12x last."""
+    """As what GEMMs can multiply tokens of this format without rounding; what is chosen on SM12x last."""
     if token_format == BF16:
         return ("bf16",)
     if token_format in (QUANTIZE_BF16_TO_MXFP4, QUANTIZE_F16_TO_MXFP4):
@@ -251,7 +251,7 @@ def dense_mx(
 
     Notes
     -----
-    Products are exact, sums are float32. e4m3 values whose scale is below ``2^-124`` may lose their last bits. ``k`` is
+    Products are exact; sums are those of the device's tensor cores, of float32 on the CPU. e4m3 values whose scale is below ``2^-124`` may lose their last bits. ``k`` is
     a multiple of 32; ``n`` may be anything.
     """
     if torch.compiler.is_compiling():

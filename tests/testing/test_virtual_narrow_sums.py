@@ -50,10 +50,13 @@ CASE = MoECase(num_tokens=12, hidden=2880, inter=96, num_experts=3, top_k=2, mod
 
 
 def run_group_gemm() -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Operands of a long K, and a float16 result: rounding it hides less than the sums lose."""
-    rows, n, k, seed = [5, 0, 12], 128, 4096, 91
+    """Operands of a long K, of one sign and one scale, whose sums lose most, and a float16 result: it hides less."""
+    rows, n, k, seed = [5, 0, 12], 24 * 128, 2048, 91  # units for all SMs: K is not split
     print("seed", seed)
     call = make_group_gemm_inputs(rows, n, k, seed)
+    call["a"].view(torch.uint8).bitwise_and_(0x7F)
+    call["b"].bitwise_and_(0x77)
+    call["a_scale"].fill_(124), call["b_scale"].fill_(124)
     out = torch.full((sum(rows), n), float("nan"), dtype=torch.float16)
     problem = GroupGemmProblem(sum(rows), len(rows), n, k, out.dtype)
     operands = [call[name] for name in ("a", "b", "a_scale", "b_scale", "m_indptr")]
@@ -90,9 +93,14 @@ def test_a_pair_of_gemms_on_the_virtual_sm121() -> None:
 
 
 def run_dense(row: DenseInstance) -> tuple[torch.Tensor, DenseInputs]:
-    inputs = make_dense_inputs(DenseCase(5, 128, 4096, row.weights, row.operand, out_dtype=torch.float16), 93)
+    """As above."""
+    inputs = make_dense_inputs(DenseCase(5, 48 * 128, 2048, row.weights, row.operand, out_dtype=torch.float32), 93)
     print("seed", 93)
-    out = torch.full((5, 128), torch.nan, dtype=torch.float16)
+    tokens, weight, scales = inputs.arguments
+    for operand in (tokens, weight):
+        operand.view(torch.uint8).bitwise_and_(0x77 if operand.dtype == torch.uint8 else 0x7F)
+    scales.fill_(127), inputs.named["x_scale"].fill_(127)
+    out = torch.full((5, 48 * 128), torch.nan, dtype=torch.float32)
     with virtual_device("sm_121a", accumulation_bits=EIGHT_BITS) as device:
         dense_mx(*inputs.arguments, **inputs.named, out=out, tactic=row.name)
         assert all(launch.clean for launch in device.launches)

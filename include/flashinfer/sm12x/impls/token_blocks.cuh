@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Token rows as bfloat16, eight elements at a time, arranged as bf16 MMAs want them. e4m3 * 2^s is exact in
-// bfloat16, so that W4A8 is computed exactly by bf16 MMAs, on SM12x and Hopper by the same instructions.
+// bfloat16, so that bf16 MMAs multiply W4A8 without rounding, on SM12x and Hopper by the same instructions.
 //
 // Of every eight elements the order is 0, 4, 1, 5, 2, 6, 3, 7: the pairs that expand_to_bf16 makes of a 32-bit word of weights.
 //
