@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SM121's ordering rule, read back from the machine code: no arrival at an mbarrier without a fence before it.
-
-GB10 does not reliably honour the release ordering of ``mbarrier.arrive`` (``include/flashinfer/sm12x/ptx/sync.cuh``).
+"""What a GB10 asks of machine code, read back from it: no arrival at an mbarrier without a fence before it, since it does
+not reliably honour the release ordering of ``mbarrier.arrive`` (``include/flashinfer/sm12x/ptx/sync.cuh``), and few named
+barriers.
 """
 
 from __future__ import annotations
 
 import re
 import subprocess
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,8 @@ import pytest
 from flashinfer._layer import fork_root
 from flashinfer.jit import core
 from flashinfer.jit.sm12x import inspect_sass, modules, toolchain
-from flashinfer.jit.sm12x.instances import INSTANCES
+from flashinfer.jit.sm12x.instances import INSTANCES, SM12X
+from flashinfer.jit.sm12x.spec import JitSpecSm12x
 
 try:
     toolchain.discover()
@@ -131,3 +134,30 @@ def test_fences_stand_in_one_place() -> None:
     arriving = [body for body in functions if "mbarrier.arrive" in body]
     assert len(arriving) == 3
     assert all(body.lstrip().startswith("fence_before_arrival();") for body in arriving)
+
+
+HOPPERS = [row for row in INSTANCES if row not in SM12X]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "generate",
+    [*modules.MODULES.values(), *(partial(modules.gen_fused_moe_instance_module, row) for row in HOPPERS)],
+    ids=[*modules.MODULES, *(row.name for row in HOPPERS)],
+)
+def test_no_kernel_takes_many_named_barriers(
+    generate: Callable[[], JitSpecSm12x], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the 24 that an SM has, three a block leave room for eight blocks, more than fit otherwise. Others' kernel with 13
+    was alone on a GB10's SM, which made its cooperative launch too large (b12x#363).
+
+    The modules are those of the virtual SM121, so that tests that run them find them built.
+    """
+    monkeypatch.setenv(modules.EMBED_PTX_VARIABLE, "1")
+    monkeypatch.setattr(core.current_compilation_context, "TARGET_CUDA_ARCHS", {(12, "1a")})
+    spec = generate()
+    spec.build(need_lock=True)
+    barriers = {kernel.name: kernel.barriers for kernel in inspect_sass.inspect(spec.jit_library_path)}
+    print(barriers)
+    assert barriers
+    assert max(barriers.values()) <= 3
