@@ -161,3 +161,42 @@ def test_no_kernel_takes_many_named_barriers(
     print(barriers)
     assert barriers
     assert max(barriers.values()) <= 3
+
+
+BASALT = """#!/bin/sh
+test -x "$BASALT_CUDA_BIN/nvdisasm" || exit 3
+case "$4" in
+*broken*) echo "error: nothing disassembled from $4" >&2; exit 1 ;;
+*clean*) echo "  1544 instructions in 9 blocks, 2143 dependencies checked across blocks: clean" ;;
+*)
+  echo "  8 instructions in 2 blocks, 7 dependencies checked across blocks: 1 errors, 2 warnings"
+  echo "  [error] #1 -> #2 P2: 2 of 13 cycles."
+  echo "      def  PLOP3.LUT P0"
+  echo "      use  @P2 R2UR P0"
+  echo "  [warning] #3 -> #4 R5: 1 of 6 cycles." ;;
+esac
+"""
+
+
+def test_check_hazards_counts_what_the_checker_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(fork_root() / "tools"))
+    import check_hazards
+
+    basalt = tmp_path / "basalt"
+    basalt.write_text(BASALT)
+    basalt.chmod(0o755)
+
+    def verify(name: str, sections: bytes = b".text.kernel") -> tuple[list[int], list[str]]:
+        (tmp_path / name).write_bytes(sections)
+        return check_hazards.verify(str(basalt), tmp_path / name)
+
+    assert verify("broken.cubin", b".nv.info") == ([0, 0, 0, 0], [])  # nothing in it to be read
+    assert verify("clean.cubin") == ([1544, 2143, 0, 0], [])
+    numbers, errors = verify("other.cubin")
+    assert numbers == [8, 7, 1, 2]
+    assert [error.splitlines()[-1].strip() for error in errors] == ["use  @P2 R2UR P0"]
+    with pytest.raises(check_hazards.Unchecked, match=r"basalt cannot read broken\.cubin: error: nothing disassembled"):
+        verify("broken.cubin")
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    monkeypatch.setattr("sys.argv", ["check_hazards.py"])
+    assert check_hazards.main() == 2
