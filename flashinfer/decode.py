@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decode attention: upstream's, and with ``FLASHINFER_SM12X_DECODE=1`` this fork's kernel in place of XQA's.
 
-XQA is what vLLM's FlashInfer backend decodes with on SM12x. The switch is off by default: the kernel has run on an H200,
-but in no server.
+XQA is what vLLM's FlashInfer backend decodes with on SM12x. The switch is off by default: the kernel has run in vLLM's
+engine on an H200, but on no GB10.
 """
 
 from __future__ import annotations

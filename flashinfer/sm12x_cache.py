@@ -16,10 +16,10 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-OURS = ("fused_moe_120", "gemm_mxfp4_sm12x", "dense_mx_sm12x", "probe_sm12x")
-"""The modules of this fork: these, and those whose names start so; but for upstream's own."""
+from .jit.sm12x.modules import MODULES
 
 UPSTREAMS = ("fused_moe_120_upstream",)
+"""Upstream's own modules whose names begin as one of this fork's does."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class CachedModule:
 
     @property
     def ours(self) -> bool:
-        return self.name.startswith(OURS) and self.name not in UPSTREAMS
+        return self.name.startswith(tuple(MODULES)) and self.name not in UPSTREAMS
 
 
 def cached_modules(cache: Path) -> list[CachedModule]:

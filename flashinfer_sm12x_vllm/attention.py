@@ -3,8 +3,8 @@
 
 vLLM takes FLASHINFER for attention with sinks if flashinfer-cubin is installed or that server answers within 5 s; else
 it takes TRITON_ATTN without a word. The question is meant for the kernels of data-centre Blackwell. On SM12x and on
-Hopper decode is XQA and prefill FA2, and FlashInfer compiles both from sources in its wheel: no cubin is needed, a
-compiler is.
+Hopper decode is XQA, prefill FA2 or (Hopper) FA3, and FlashInfer compiles these from sources in its wheel: no cubin is
+needed, a compiler is.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from vllm.logger import init_logger
 from vllm.utils import flashinfer as vllm_flashinfer
 
-from . import settings
+from . import devices, settings
 
 logger = init_logger("vllm.flashinfer_sm12x")
 
@@ -41,7 +41,8 @@ def why(backend: str) -> str:
         from flashinfer.decode import takes_xqas_calls
 
         decode = "decode_attention" if takes_xqas_calls() else "XQA"
-        return f"{decode} decode, FA2 prefill with sinks; compiled here, no cubin needed"
+        prefill = "FA2" if devices.block_scaled() else "FA3"  # as flashinfer.utils.determine_attention_backend has it
+        return f"{decode} decode, {prefill} prefill with sinks; compiled here, no cubin needed"
     return "no compiler for XQA" if not can_compile() else "vLLM's choice"
 
 

@@ -7,9 +7,9 @@
     scripts/profile_decode.py --layers 4 --set moe=mxfp4-a16,qkv=mxfp8
 
 The engine runs in this process, with CUDA graphs and a KV cache in HND order (pages whose tokens of one head lie
-together, which XQA reads fastest). An answer of N + 1 tokens is profiled and one of 1 token; the difference, by N, is a
-step. *busy* is the time in which the GPU ran a kernel, the rest of the step is the host's or a launch's. On Hopper set
-FLASHINFER_SM12X_MOE=1. Exit status 1 with a line that says what is missing.
+together; docs/attention.md's times are of these). An answer of N + 1 tokens is profiled and one of 1 token; the
+difference, by N, is a step. *busy* is the time in which the GPU ran a kernel, the rest of the step is the host's or a
+launch's. On Hopper set FLASHINFER_SM12X_MOE=1. Exit status 1 with a line that says what is missing.
 """
 
 from __future__ import annotations
@@ -30,14 +30,26 @@ import torch
 # Kinds of work by what their kernels' names hold, looked through from the top.
 KINDS: dict[str, tuple[str, ...]] = {
     "copies": ("Memcpy", "Memset"),
-    "dense, this fork": ("dense_layer",),
-    "routing": ("topk", "routing"),
-    "MoE": ("sm12x", "arrange", "moe", "Moe", "MoE", "matmul_ogs", "humming", "swiglu", "act_and_mul", "bitmatrix"),
+    # Inductor names a kernel after all that it fused, and what it only passes on.
+    "norms and the like": ("triton_", "rms_norm", "rotary", "elementwise"),
+    "dense, this fork": ("dense_layer", "Role)2", "widen_rows", "arrange_rows", "row_top_k", "chunk_top_k"),
+    "routing": ("router_", "topk", "routing"),
+    "MoE": (
+        "streamed_layer",
+        "grouped_gemm",
+        "moe",
+        "Moe",
+        "MoE",
+        "matmul_ogs",
+        "humming",
+        "swiglu",
+        "act_and_mul",
+        "bitmatrix",
+    ),
     "attention": ("xqa", "mha", "FlashAttn", "flash", "BatchPrefill", "attention", "reshape_and_cache", "mergeState"),
     "Marlin": ("marlin", "Marlin"),
     "GEMM": ("nvjet", "cublas", "gemm", "gemv", "splitK", "cutlass"),
     "sampling": ("gumbel", "argmax", "ArgMax", "sample", "softmax"),
-    "norms and the like": ("triton_", "rms_norm", "rotary", "elementwise"),
 }
 
 

@@ -43,8 +43,9 @@ struct LaunchConfig {
   uint32_t grid[3] = {1, 1, 1};
   uint32_t block[3] = {1, 1, 1};
   uint32_t dynamic_shared = 0;
-  /// Registers per thread as ptxas allotted them; 0: unknown, not checked.
+  /// Registers per thread and named barriers per block as ptxas allotted them; 0: unknown, not checked.
   uint32_t registers = 0;
+  uint32_t barriers = 0;
   /// What cudaFuncSetAttribute(MaxDynamicSharedMemorySize) granted; static + dynamic above 48 KiB needs it.
   uint32_t max_dynamic_shared = 0;
   uint32_t cluster[3] = {1, 1, 1};
@@ -106,10 +107,6 @@ class Device {
   /// Never throws for what the program does: that is in the result. Refuses a kernel with an instruction that is not known.
   LaunchResult launch(LoadedModule* module, int kernel, const LaunchConfig& config, const void* params,
                       size_t param_bytes);
-
-  /// Blocks of this kernel that one SM holds at a time, from shared memory, threads and registers (0: unknown).
-  int occupancy(const LoadedModule* module, int kernel, uint32_t threads, uint32_t dynamic_shared,
-                uint32_t registers) const;
 
  private:
   std::unique_ptr<DeviceImpl> impl_;

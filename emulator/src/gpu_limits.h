@@ -23,6 +23,9 @@ struct Limits {
   uint32_t max_threads_per_sm = 1536;
   uint32_t max_threads_per_block = 1024;
   uint32_t max_blocks_per_sm = 24;
+  /// Named barriers of all blocks. A block takes as many as its highest one's number and one: with 13 others saw a GB10
+  /// hold one block where it held two with 11, and refuse a cooperative launch (b12x#363).
+  uint32_t barriers_per_sm = 24;
   uint32_t max_grid[3] = {2147483647u, 65535u, 65535u};
   uint32_t max_block[3] = {1024u, 1024u, 64u};
   uint32_t max_param_bytes = 32764;
@@ -42,6 +45,7 @@ inline Limits hopper_limits() {
   l.shared_per_block_optin = 232448;
   l.max_threads_per_sm = 2048;
   l.max_blocks_per_sm = 32;
+  l.barriers_per_sm = 64;
   l.l2_bytes = 50u << 20;
   l.dram_bytes_per_second = 4800ull * 1000 * 1000 * 1000;
   l.clock_khz = 1980000;

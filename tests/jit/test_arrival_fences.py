@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SM121's ordering rule, read back from the machine code: no arrival at an mbarrier without a fence before it.
-
-GB10 does not reliably honour the release ordering of ``mbarrier.arrive`` (``include/flashinfer/sm12x/ptx/sync.cuh``).
+"""What a GB10 asks of machine code, read back from it: no arrival at an mbarrier without a fence before it, since it does
+not reliably honour the release ordering of ``mbarrier.arrive`` (``include/flashinfer/sm12x/ptx/sync.cuh``), and few named
+barriers.
 """
 
 from __future__ import annotations
 
 import re
 import subprocess
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,8 @@ import pytest
 from flashinfer._layer import fork_root
 from flashinfer.jit import core
 from flashinfer.jit.sm12x import inspect_sass, modules, toolchain
-from flashinfer.jit.sm12x.instances import INSTANCES
+from flashinfer.jit.sm12x.instances import INSTANCES, SM12X
+from flashinfer.jit.sm12x.spec import JitSpecSm12x
 
 try:
     toolchain.discover()
@@ -131,3 +134,69 @@ def test_fences_stand_in_one_place() -> None:
     arriving = [body for body in functions if "mbarrier.arrive" in body]
     assert len(arriving) == 3
     assert all(body.lstrip().startswith("fence_before_arrival();") for body in arriving)
+
+
+HOPPERS = [row for row in INSTANCES if row not in SM12X]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "generate",
+    [*modules.MODULES.values(), *(partial(modules.gen_fused_moe_instance_module, row) for row in HOPPERS)],
+    ids=[*modules.MODULES, *(row.name for row in HOPPERS)],
+)
+def test_no_kernel_takes_many_named_barriers(
+    generate: Callable[[], JitSpecSm12x], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the 24 that an SM has, three a block leave room for eight blocks, more than fit otherwise. Others' kernel with 13
+    was alone on a GB10's SM, which made its cooperative launch too large (b12x#363).
+
+    The modules are those of the virtual SM121, so that tests that run them find them built.
+    """
+    monkeypatch.setenv(modules.EMBED_PTX_VARIABLE, "1")
+    monkeypatch.setattr(core.current_compilation_context, "TARGET_CUDA_ARCHS", {(12, "1a")})
+    spec = generate()
+    spec.build(need_lock=True)
+    barriers = {kernel.name: kernel.barriers for kernel in inspect_sass.inspect(spec.jit_library_path)}
+    print(barriers)
+    assert barriers
+    assert max(barriers.values()) <= 3
+
+
+BASALT = """#!/bin/sh
+test -x "$BASALT_CUDA_BIN/nvdisasm" || exit 3
+case "$4" in
+*broken*) echo "error: nothing disassembled from $4" >&2; exit 1 ;;
+*clean*) echo "  1544 instructions in 9 blocks, 2143 dependencies checked across blocks: clean" ;;
+*)
+  echo "  8 instructions in 2 blocks, 7 dependencies checked across blocks: 1 errors, 2 warnings"
+  echo "  [error] #1 -> #2 P2: 2 of 13 cycles."
+  echo "      def  PLOP3.LUT P0"
+  echo "      use  @P2 R2UR P0"
+  echo "  [warning] #3 -> #4 R5: 1 of 6 cycles." ;;
+esac
+"""
+
+
+def test_check_hazards_counts_what_the_checker_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(fork_root() / "tools"))
+    import check_hazards
+
+    basalt = tmp_path / "basalt"
+    basalt.write_text(BASALT)
+    basalt.chmod(0o755)
+
+    def verify(name: str, sections: bytes = b".text.kernel") -> tuple[list[int], list[str]]:
+        (tmp_path / name).write_bytes(sections)
+        return check_hazards.verify(str(basalt), tmp_path / name)
+
+    assert verify("broken.cubin", b".nv.info") == ([0, 0, 0, 0], [])  # nothing in it to be read
+    assert verify("clean.cubin") == ([1544, 2143, 0, 0], [])
+    numbers, errors = verify("other.cubin")
+    assert numbers == [8, 7, 1, 2]
+    assert [error.splitlines()[-1].strip() for error in errors] == ["use  @P2 R2UR P0"]
+    with pytest.raises(check_hazards.Unchecked, match=r"basalt cannot read broken\.cubin: error: nothing disassembled"):
+        verify("broken.cubin")
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    monkeypatch.setattr("sys.argv", ["check_hazards.py"])
+    assert check_hazards.main() == 2

@@ -14,10 +14,14 @@ from click.testing import CliRunner, Result
 from flashinfer import __main__ as command_line
 from flashinfer import sm12x_cache
 from flashinfer._version import UPSTREAM_VERSION, __fork_version__
+from flashinfer.jit.sm12x import modules
+from flashinfer.jit.sm12x.modules import MODULES
 
 pytestmark = pytest.mark.privileges
 
 DAY = 86400
+OURS = ("fused_moe_120_half_mxf8f6f4", *MODULES)
+OTHERS = ("fused_moe_120_upstream", "silu_and_mul")
 
 
 @pytest.fixture
@@ -25,14 +29,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Two architectures; fused_moe_120 is 10 days old in the first and new in the second."""
     cache = tmp_path / "cache" / "flashinfer"
     for architectures, days in (("120a", 10), ("121a", 0)):
-        for name in (
-            "fused_moe_120",
-            "fused_moe_120_half_mxf8f6f4",
-            "fused_moe_120_upstream",
-            "gemm_mxfp4_sm12x",
-            "probe_sm12x",
-            "silu_and_mul",
-        ):
+        for name in (*OURS, *OTHERS):
             folder = cache / UPSTREAM_VERSION / architectures / "cached_ops" / name
             (folder / "obj").mkdir(parents=True)
             (folder / "obj" / "a.o").write_bytes(bytes(1000))
@@ -68,9 +65,6 @@ def removed_by(folder: Path, *arguments: str) -> set[str]:
     return {f"{top.parents[1].name}/{top.name}" for top in tops}
 
 
-OURS = ("fused_moe_120", "fused_moe_120_half_mxf8f6f4", "gemm_mxfp4_sm12x", "probe_sm12x")
-
-
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -86,6 +80,15 @@ def test_clear_removes_what_it_says(cache: Path, arguments: tuple[str, ...], exp
     assert removed_by(cache, *arguments) == expected
 
 
+def test_every_module_of_the_table_is_named_as_there(workspace: Path) -> None:
+    """So that one table serves: what builds, what loads and what is cleared."""
+    for name, generate in MODULES.items():
+        assert generate().name == name
+    assert [spec.name for spec in modules.gen_operator_modules()] == [name for name in MODULES if name != "probe_sm12x"]
+    generators = {name for name in vars(modules) if name.startswith("gen_") and name.endswith("_module")}
+    assert generators - {"gen_fused_moe_instance_module"} == {generate.__name__ for generate in MODULES.values()}
+
+
 def test_a_dry_run_names_what_would_go(cache: Path) -> None:
     output = invoke("clear", "--module", "gemm_mxfp4_sm12x", "--dry-run").output
     folders = [cache / UPSTREAM_VERSION / arch / "cached_ops" / "gemm_mxfp4_sm12x" for arch in ("120a", "121a")]
@@ -97,7 +100,7 @@ def test_a_module_that_is_not_there_is_an_error_that_lists_what_is(cache: Path) 
     for name in ("fused_moe", "../121a", "tmp", "*"):
         result = invoke("clear", "--module", name)
         assert result.exit_code == 1
-        assert "it has: fused_moe_120, fused_moe_120_half_mxf8f6f4, " in result.output
+        assert f"it has: {', '.join(sorted((*OURS, *OTHERS)))}\n" in result.output
     assert contents(cache) == before
 
 
@@ -144,7 +147,7 @@ def test_the_list(cache: Path) -> None:
         ["fused_moe_120", f"{UPSTREAM_VERSION}/120a", "0.0", "yes"],
         ["fused_moe_120", f"{UPSTREAM_VERSION}/121a", "0.0", "no"],
     ]
-    assert lines[-1] == f"12 modules in {cache}"
+    assert lines[-1] == f"{2 * len((*OURS, *OTHERS))} modules in {cache}"
     assert sm12x_cache.cached_modules(cache)[0].bytes == 1500
 
 

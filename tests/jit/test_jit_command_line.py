@@ -136,7 +136,7 @@ def test_machine_code_is_read_once_for_each_library(project: Project, monkeypatc
 
     def inspect(path: Path) -> list[KernelCode]:
         read.append(path.name)
-        return [KernelCode(path.read_text(), "sm_121a", 32, 0, 16, Counter({"QMMA.SF": 3, "LDL": 1}))]
+        return [KernelCode(path.read_text(), "sm_121a", 32, 0, 16, 1, Counter({"QMMA.SF": 3, "LDL": 1}))]
 
     monkeypatch.setattr(report, "inspect", inspect)
     project.build()

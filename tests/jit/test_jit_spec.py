@@ -423,7 +423,8 @@ def test_machine_code_is_read(workspace: Path) -> None:
         "  fragment<matrix_a, 16, 16, 16, half, row_major> x; fragment<matrix_b, 16, 16, 16, half, col_major> y;\n"
         "  fragment<accumulator, 16, 16, 16, float> z; fill_fragment(z, 0.f);\n"
         "  load_matrix_sync(x, a, 16); load_matrix_sync(y, b, 16); mma_sync(z, x, y, z);\n"
-        "  store_matrix_sync(c, z, 16, mem_row_major);\n}\n"
+        "  store_matrix_sync(c, z, 16, mem_row_major);\n"
+        '  asm volatile("bar.sync 4, 32;");\n}\n'
         "__global__ void with_spills(int* p, int n) {\n"
         "  volatile int local[64];\n"
         "#pragma unroll\n"
@@ -436,6 +437,7 @@ def test_machine_code_is_read(workspace: Path) -> None:
     mma, spills = kernels["with_mma"], kernels["with_spills"]
     assert mma.architecture == spills.architecture == "sm_121a"
     assert (mma.tensor_instructions, mma.local_accesses, mma.block_scaled_mmas) == (2, 0, 0)  # two m16n8k16
+    assert (mma.barriers, spills.barriers) == (5, 0)
     assert spills.local_accesses >= 65
     assert spills.stack >= 256
     assert 8 <= mma.registers <= 255

@@ -178,12 +178,22 @@ def test_a_module_that_cannot_be_built_leaves_the_experts_to_vllm(checkpoint_fol
     assert any("could not be built: nvcc was killed" in message for message in log)
 
 
-def test_the_module_is_built_once_and_before_weights_are_loaded(checkpoint_folder, monkeypatch):
+@pytest.mark.parametrize("capability", ["12.1", "9.0"])
+def test_the_module_is_built_once_and_before_weights_are_loaded(checkpoint_folder, monkeypatch, capability):
+    """With what Hopper's planner may choose besides, which a request would wait for."""
     from flashinfer.fused_moe import sm12x_dispatch
+    from flashinfer.jit.sm12x.instances import HOPPER, INSTANCES, SM12X
     from flashinfer_sm12x_vllm import moe
 
+    monkeypatch.setenv("VIRTUAL_GPU_CAPABILITY", capability)
+    monkeypatch.setenv("FLASHINFER_SM12X_MOE", "1")
     order: list[str] = []
     monkeypatch.setattr(sm12x_dispatch, "moe_module", lambda: order.append("build"))
+    monkeypatch.setattr(
+        sm12x_dispatch,
+        "ensure_instance",
+        lambda index: INSTANCES[index] in SM12X or order.append(INSTANCES[index].name),
+    )
     build = moe.build.__wrapped__
     monkeypatch.setattr(moe, "build", functools.cache(lambda device_type: build("cuda")))
     config = serve(checkpoint_folder, {})
@@ -195,7 +205,8 @@ def test_the_module_is_built_once_and_before_weights_are_loaded(checkpoint_folde
             DefaultModelLoader, "load_weights", lambda *a, **k: (order.append("load"), load(*a, **k))[1]
         )
         served.load_model(config)
-    assert order == ["build", "load"]
+    of_its_own = [row.name for row in HOPPER if row not in SM12X and capability == "9.0"]
+    assert order == ["build", *of_its_own, "load"]
 
 
 def test_rows_of_padding_change_nothing_and_may_be_all(checkpoint_folder):
@@ -353,7 +364,9 @@ def test_decode_attention_is_ready_before_vllm_captures_it(monkeypatch, value, f
     monkeypatch.setenv(decode.DECODE_VARIABLE, value or "")
     attention.prepare_decode.cache_clear()
     attention.prepare_decode()
-    assert attention.why("FLASHINFER").startswith(f"{by} decode, FA2 prefill")
+    for capability, prefill in (("12.1", "FA2"), ("9.0", "FA3")):
+        monkeypatch.setenv("VIRTUAL_GPU_CAPABILITY", capability)
+        assert attention.why("FLASHINFER").startswith(f"{by} decode, {prefill} prefill")
     assert attention.why("TRITON_ATTN").startswith(("no compiler", "vLLM's choice"))
     attention.prepare_decode.cache_clear()
     assert bool(prepared) is (value == "1")

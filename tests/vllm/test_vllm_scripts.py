@@ -184,13 +184,34 @@ def test_profile_decode_counts_a_step():
 
 
 def test_kinds_of_kernels():
+    """Those of this fork, every one by its name in the headers, and what else a step runs."""
     import profile_decode
 
-    names = {
-        "void flashinfer::sm12x::streamed_layer_kernel<Foo>": "MoE",
+    headers = (SCRIPTS.parent / "include/flashinfer/sm12x/impls").glob("*.cuh")
+    defined = {name for header in headers for name in re.findall(r"\b(\w+_kernel)\(const", header.read_text())}
+    ours = {
+        "streamed_layer_kernel": "MoE",
+        "moe_prologue_kernel": "MoE",
+        "moe_arrange_kernel": "MoE",
+        "grouped_gemm_kernel": "MoE",
+        "dense_layer_kernel": "dense, this fork",
+        "arrange_rows_kernel": "dense, this fork",
+        "widen_rows_kernel": "dense, this fork",
+        "row_top_k_kernel": "dense, this fork",
+        "chunk_top_k_kernel": "dense, this fork",
+        "router_logits_kernel": "routing",
+        "router_top_k_kernel": "routing",
+        "decode_attention_kernel": "attention",
+    }
+    assert set(ours) == defined
+    names = {f"void flashinfer::sm12x::{name}<Foo>(flashinfer::sm12x::Params)": kind for name, kind in ours.items()}
+    names |= {
+        "void flashinfer::sm12x::grouped_gemm_kernel<flashinfer::sm12x::GemmConfig<(flashinfer::sm12x::Role)2, Foo> >": (
+            "dense, this fork"
+        ),
+        "triton_red_fused__to_copy_add_mean_moe_forward_mul_pow_rsqrt_0": "norms and the like",
         "kernel_mha": "attention",
         "nvjet_tst_128x8_64x12_2x1_v_bz_TNT": "GEMM",
-        "void flashinfer::sm12x::dense_layer_kernel<Foo>": "dense, this fork",
         "void marlin::Marlin<...>": "Marlin",
         "void vllm::moe::topkGating<8, 32>": "routing",
         "Memcpy DtoD": "copies",

@@ -6,6 +6,7 @@
 #include <thread>
 
 #include "exec/machine.h"
+#include "occupancy.h"
 #include "ptx/decode.h"
 #include "tensor/tensor.h"
 
@@ -138,23 +139,6 @@ uint64_t Device::variable(const LoadedModule* module, const std::string& name, u
 }
 
 const Program& Device::program(const LoadedModule* module) const { return *module->program; }
-
-int Device::occupancy(const LoadedModule* module, int kernel, uint32_t threads, uint32_t dynamic_shared,
-                      uint32_t registers) const {
-  const Limits& l = impl_->limits;
-  const KernelInfo& k = module->program->kernels()[static_cast<size_t>(kernel)];
-  const uint64_t warps = (uint64_t{threads} + 31) / 32;
-  if (warps == 0 || threads > l.max_threads_per_block) return 0;
-  uint64_t blocks = std::min<uint64_t>(l.max_blocks_per_sm, l.max_threads_per_sm / (warps * 32));
-  const uint64_t shared = (uint64_t{k.static_shared} + dynamic_shared + l.shared_reserved + 127) / 128 * 128;
-  if (uint64_t{k.static_shared} + dynamic_shared > l.shared_per_block_optin) return 0;
-  blocks = std::min<uint64_t>(blocks, l.shared_per_sm / shared);
-  if (registers) {
-    const uint64_t per_warp = (uint64_t{registers} * 32 + 255) / 256 * 256;
-    blocks = std::min<uint64_t>(blocks, l.registers_per_sm / per_warp / warps);
-  }
-  return static_cast<int>(blocks);
-}
 
 namespace {
 
@@ -369,7 +353,8 @@ LaunchResult Device::launch(LoadedModule* module, int kernel, const LaunchConfig
   l.warps_per_block = (threads + 31) / 32;
   const uint64_t total = uint64_t{config.grid[0]} * config.grid[1] * config.grid[2];
   l.blocks = total;
-  const int per_sm = std::max(1, occupancy(module, kernel, threads, config.dynamic_shared, config.registers));
+  const uint64_t shared = uint64_t{info.static_shared} + config.dynamic_shared;
+  const int per_sm = std::max(1, blocks_per_sm(impl_->limits, threads, config.registers, shared, config.barriers));
   const uint64_t most = uint64_t(per_sm) * static_cast<uint64_t>(impl_->limits.num_sms);
   if (config.cooperative && total > most) {
     refused.message = info.name + ": a cooperative grid of " + std::to_string(total) + " blocks; " +

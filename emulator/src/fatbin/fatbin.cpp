@@ -11,9 +11,11 @@ constexpr uint32_t kFatbinMagic = 0xba55ed50;
 // Flag bits of an image whose payload is compressed: LZ4 and zstd.
 constexpr uint64_t kCompressedFlags = 0x2000 | 0x8000;
 // Attributes and record formats of .nv.info.
+constexpr uint8_t kFormatByte = 2;
 constexpr uint8_t kFormatSized = 4;
 constexpr uint8_t kAttributeRegisterCount = 0x2f;
 constexpr uint8_t kAttributeMinimumStack = 0x12;
+constexpr uint8_t kAttributeBarriers = 0x4c;
 constexpr uint32_t kReservedShared = 1024;
 
 /// Reads at an offset of a byte range; throws where the range ends too early.
@@ -124,9 +126,10 @@ std::vector<std::string> symbol_names(const std::vector<Section>& sections) {
   return names;
 }
 
-/// Calls `visit(attribute, symbol, value)` for each record of .nv.info that holds a pair of words.
-template <typename Visit>
-void visit_info(std::string_view bytes, Visit visit) {
+/// Calls `pair(attribute, symbol, value)` for each record of a .nv.info section that holds a pair of words, and
+/// `byte(attribute, value)` for each that holds a byte.
+template <typename Pair, typename Byte>
+void visit_info(std::string_view bytes, Pair pair, Byte byte) {
   Reader info(bytes, ".nv.info");
   uint64_t offset = 0;
   while (offset + 4 <= info.size()) {
@@ -134,10 +137,19 @@ void visit_info(std::string_view bytes, Visit visit) {
     const uint8_t attribute = info.at<uint8_t>(offset + 1);
     const uint16_t size = info.at<uint16_t>(offset + 2);
     offset += 4;
+    if (format == kFormatByte) byte(attribute, static_cast<uint8_t>(size));
     if (format != kFormatSized) continue;  // its value is in the four bytes just read
-    if (size == 8) visit(attribute, info.at<uint32_t>(offset), info.at<uint32_t>(offset + 4));
+    if (size == 8) pair(attribute, info.at<uint32_t>(offset), info.at<uint32_t>(offset + 4));
     offset += size;
   }
+}
+
+/// The kernel whose section this is: what stands behind `prefix` in its name; null for other sections.
+KernelResources* of_kernel(std::map<std::string, KernelResources>& resources, const Section& section,
+                           std::string_view prefix) {
+  if (section.name.substr(0, prefix.size()) != prefix) return nullptr;
+  const auto found = resources.find(std::string(section.name.substr(prefix.size())));
+  return found == resources.end() ? nullptr : &found->second;
 }
 
 }  // namespace
@@ -173,19 +185,24 @@ std::map<std::string, KernelResources> kernel_resources(std::string_view cubin) 
   std::map<std::string, KernelResources> resources;
   for (const Section& section : sections) {
     if (section.name != ".nv.info") continue;
-    visit_info(section.bytes, [&](uint8_t attribute, uint32_t symbol, uint32_t value) {
+    const auto pair = [&](uint8_t attribute, uint32_t symbol, uint32_t value) {
       if (symbol >= names.size()) throw FatbinError(".nv.info refers to a symbol that is not there");
       if (attribute == kAttributeRegisterCount) resources[names[symbol]].registers = value;
       if (attribute == kAttributeMinimumStack) resources[names[symbol]].stack = value;
-    });
+    };
+    visit_info(section.bytes, pair, [](uint8_t, uint8_t) {});
   }
-  constexpr std::string_view kSharedPrefix = ".nv.shared.";
   for (const Section& section : sections) {
-    if (section.name.substr(0, kSharedPrefix.size()) != kSharedPrefix) continue;
-    auto found = resources.find(std::string(section.name.substr(kSharedPrefix.size())));
-    if (found == resources.end()) continue;
-    found->second.static_shared =
-        static_cast<uint32_t>(section.size > kReservedShared ? section.size - kReservedShared : 0);
+    if (KernelResources* kernel = of_kernel(resources, section, ".nv.shared.")) {
+      kernel->static_shared =
+          static_cast<uint32_t>(section.size > kReservedShared ? section.size - kReservedShared : 0);
+    }
+    if (KernelResources* kernel = of_kernel(resources, section, ".nv.info.")) {
+      const auto byte = [&](uint8_t attribute, uint8_t value) {
+        if (attribute == kAttributeBarriers) kernel->barriers = value;
+      };
+      visit_info(section.bytes, [](uint8_t, uint32_t, uint32_t) {}, byte);
+    }
   }
   return resources;
 }

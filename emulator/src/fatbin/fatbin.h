@@ -39,9 +39,10 @@ struct KernelResources {
   uint32_t registers = 0;     // per thread
   uint32_t static_shared = 0; // bytes, without the reserved kilobyte
   uint32_t stack = 0;         // bytes of local memory per thread
+  uint32_t barriers = 0;      // named ones per block: the highest number and one
 };
 
-/// Resources by mangled kernel name, from a cubin (.nv.info and the .nv.shared.* sections).
+/// Resources by mangled kernel name, from a cubin (.nv.info, .nv.info.* and .nv.shared.*).
 std::map<std::string, KernelResources> kernel_resources(std::string_view cubin);
 
 }  // namespace vsm::fatbin

@@ -2,7 +2,7 @@
 // nvcc's registration hooks, launches, function attributes and occupancy, under CUDA's names.
 #include <vector>
 
-#include "shim/occupancy.h"
+#include "occupancy.h"
 #include "shim/runtime.h"
 
 using namespace vsm;        // NOLINT: the names below are CUDA's
@@ -103,7 +103,7 @@ int occupancy(Runtime& runtime, int* blocks, const void* function, int threads, 
                                                   : limits.shared_per_block_default - info.static_shared;
   *blocks = dynamic > granted ? 0
                               : blocks_per_sm(limits, static_cast<uint32_t>(threads), kernel->registers,
-                                              uint64_t{info.static_shared} + dynamic);
+                                              uint64_t{info.static_shared} + dynamic, kernel->barriers);
   return abi::kSuccess;
 }
 

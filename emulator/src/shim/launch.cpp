@@ -7,8 +7,8 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "occupancy.h"
 #include "shim/control.h"
-#include "shim/occupancy.h"
 #include "shim/runtime.h"
 
 namespace vsm::shim {
@@ -138,7 +138,7 @@ int Runtime::check(const LaunchRequest& request) {
   }
   if (request.cooperative) {
     const int blocks = blocks_per_sm(limits_, static_cast<uint32_t>(threads), kernel.registers,
-                                     uint64_t{info.static_shared} + request.dynamic_shared);
+                                     uint64_t{info.static_shared} + request.dynamic_shared, kernel.barriers);
     const uint64_t resident = uint64_t(blocks) * limits_.num_sms;
     if (volume(request.grid) > resident) {
       return refuse(abi::kCooperativeLaunchTooLarge, "a cooperative grid of " + std::to_string(volume(request.grid)) +
@@ -197,6 +197,7 @@ int Runtime::run(const LaunchRequest& request, const std::vector<uint8_t>& param
   config.dynamic_shared = static_cast<uint32_t>(request.dynamic_shared);
   config.max_dynamic_shared = dynamic_limit(limits_, kernel, info);
   config.registers = kernel.registers;
+  config.barriers = kernel.barriers;
   config.watch = settings_.watch;
   config.stream = request.stream->id;
   config.programmatic = request.programmatic;
@@ -216,7 +217,7 @@ int Runtime::run(const LaunchRequest& request, const std::vector<uint8_t>& param
   record.programmatic = request.programmatic;
   record.cooperative = request.cooperative;
   record.blocks_per_sm = blocks_per_sm(limits_, static_cast<uint32_t>(volume(request.block)), kernel.registers,
-                                       uint64_t{info.static_shared} + config.dynamic_shared);
+                                       uint64_t{info.static_shared} + config.dynamic_shared, kernel.barriers);
   record.result = device().launch(kernel.binary->module, kernel.index, config, params.data(), params.size());
   model::Launch shape_of_launch;
   shape_of_launch.blocks = volume(request.grid);

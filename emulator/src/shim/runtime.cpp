@@ -240,7 +240,9 @@ int Runtime::load(Binary& binary) {
   for (Kernel& kernel : binary.kernels) {
     kernel.index = binary.program->find_kernel(kernel.name);
     auto found = binary.resources.find(kernel.name);
-    kernel.registers = found == binary.resources.end() ? 0 : found->second.registers;
+    const bool known = found != binary.resources.end();
+    kernel.registers = known ? found->second.registers : 0;
+    kernel.barriers = known ? found->second.barriers : 0;
   }
   return abi::kSuccess;
 }

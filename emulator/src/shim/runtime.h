@@ -31,6 +31,7 @@ struct Kernel {
   std::string name;
   int index = -1;             // in the program, once loaded
   uint32_t registers = 0;     // 0: the binary has no cubin for this architecture
+  uint32_t barriers = 0;      // named ones of a block
   int max_dynamic = -1;       // granted by cudaFuncSetAttribute; -1: never asked
   int carveout = -1;
 };

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A grid that synchronizes with cooperative_groups: every block reads what the next one wrote a round before.
+// A grid that synchronizes with cooperative_groups: every block reads what the next one wrote a round before. And blocks
+// that take many named barriers.
 #include <cooperative_groups.h>
 
 namespace groups = cooperative_groups;
@@ -15,6 +16,24 @@ __global__ void rotate_kernel(unsigned* values, unsigned* valid, int rounds) {
     grid.sync();
   }
 }
+
+// Of 32 threads; the barriers below its highest one count, too.
+template <int kBarriers>
+__global__ void barriers_kernel() {
+  asm volatile("bar.sync %0, 32;" ::"n"(kBarriers - 1));
+}
+
+// Blocks of such a kernel that an SM holds, and what a cooperative launch of `blocks` says.
+template <int kBarriers>
+int launch_with_barriers(int blocks, int* per_sm) {
+  const auto kernel = reinterpret_cast<const void*>(&barriers_kernel<kBarriers>);
+  if (cudaOccupancyMaxActiveBlocksPerMultiprocessor(per_sm, kernel, 32, 0) != cudaSuccess) return -1;
+  const cudaError_t error = cudaLaunchCooperativeKernel(kernel, dim3(blocks), dim3(32), nullptr, 0, nullptr);
+  return error == cudaSuccess ? cudaDeviceSynchronize() : error;
+}
+
+extern "C" int eleven_barriers(int blocks, int* per_sm) { return launch_with_barriers<11>(blocks, per_sm); }
+extern "C" int thirteen_barriers(int blocks, int* per_sm) { return launch_with_barriers<13>(blocks, per_sm); }
 
 extern "C" int rotate(unsigned* values, unsigned* valid, int rounds, int blocks, int threads, int cooperative) {
   void* arguments[] = {&values, &valid, &rounds};

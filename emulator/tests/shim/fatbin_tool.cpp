@@ -32,8 +32,8 @@ int dump(const std::string& bytes) {
     }
     if (image.kind != ImageKind::kCubin || image.compressed) continue;
     for (const auto& [name, used] : vsm::fatbin::kernel_resources(image.payload)) {
-      std::printf("  %s registers %u stack %u shared %u\n", name.c_str(), used.registers, used.stack,
-                  used.static_shared);
+      std::printf("  %s registers %u stack %u shared %u barriers %u\n", name.c_str(), used.registers, used.stack,
+                  used.static_shared, used.barriers);
     }
   }
   return 0;

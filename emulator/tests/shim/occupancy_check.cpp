@@ -7,7 +7,7 @@
 
 #include <cstdio>
 
-#include "shim/occupancy.h"
+#include "occupancy.h"
 
 namespace {
 
@@ -38,24 +38,26 @@ long compare(const vsm::Limits& limits, const char* name) {
     for (int registers = 8; registers <= 255; registers += 3) {
       for (size_t shared : {size_t{0}, size_t{1}, size_t{8192}, size_t{32768}, size_t{49152}, size_t{50000},
                             size_t{limits.shared_per_block_optin}}) {
-        cudaOccFuncAttributes attributes;
-        attributes.maxThreadsPerBlock = 1024;
-        attributes.numRegs = registers;
-        attributes.sharedSizeBytes = 0;
-        attributes.maxDynamicSharedSizeBytes = shared;
-        attributes.shmemLimitConfig = FUNC_SHMEM_LIMIT_OPTIN;
-        attributes.numBlockBarriers = 1;
-        cudaOccResult result;
-        if (cudaOccMaxActiveBlocksPerMultiprocessor(&result, &properties, &attributes, &state, threads, shared))
-          return -1;
-        const int ours =
-            vsm::shim::blocks_per_sm(limits, static_cast<uint32_t>(threads), static_cast<uint32_t>(registers), shared);
-        if (ours != result.activeBlocksPerMultiprocessor) {
-          std::printf("%s: %d threads, %d registers, %zu bytes: %d here, %d by cuda_occupancy.h\n", name, threads,
-                      registers, shared, ours, result.activeBlocksPerMultiprocessor);
-          return -1;
+        for (int barriers : {1, 2, 3, 5, 11, 12, 13, 16}) {
+          cudaOccFuncAttributes attributes;
+          attributes.maxThreadsPerBlock = 1024;
+          attributes.numRegs = registers;
+          attributes.sharedSizeBytes = 0;
+          attributes.maxDynamicSharedSizeBytes = shared;
+          attributes.shmemLimitConfig = FUNC_SHMEM_LIMIT_OPTIN;
+          attributes.numBlockBarriers = barriers;
+          cudaOccResult result;
+          if (cudaOccMaxActiveBlocksPerMultiprocessor(&result, &properties, &attributes, &state, threads, shared))
+            return -1;
+          const int ours = vsm::blocks_per_sm(limits, static_cast<uint32_t>(threads), static_cast<uint32_t>(registers),
+                                              shared, static_cast<uint32_t>(barriers));
+          if (ours != result.activeBlocksPerMultiprocessor) {
+            std::printf("%s: %d threads, %d registers, %zu bytes, %d barriers: %d here, %d by cuda_occupancy.h\n", name,
+                        threads, registers, shared, barriers, ours, result.activeBlocksPerMultiprocessor);
+            return -1;
+          }
+          ++compared;
         }
-        ++compared;
       }
     }
   }

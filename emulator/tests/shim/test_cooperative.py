@@ -77,3 +77,15 @@ def test_a_grid_that_is_not_resident_is_refused(runtime, program):
     answer, _, _ = rotate(runtime, program, blocks=24 * 48 + 1, rounds=1, cooperative=True)
     assert answer == TOO_LARGE
     assert "resident at a time" in runtime.take_message()
+
+
+@pytest.mark.parametrize(("barriers", "per_sm", "answer"), [("eleven", 2, SUCCESS), ("thirteen", 1, TOO_LARGE)])
+def test_named_barriers_limit_what_is_resident(runtime, program, barriers, per_sm, answer):
+    """An SM of a GB10 has 24: what others saw there (b12x#363) of a grid of two blocks for each of 48 SMs."""
+    runtime.configure(architecture="sm_121a", threads=1, strict=False, watch=vsm.Watch.ALL)
+    runtime.reset()
+    runtime.take_launches()
+    held = ctypes.c_int()
+    assert program[f"{barriers}_barriers"](2 * 48, ctypes.byref(held)) == answer
+    assert held.value == per_sm
+    assert [launch.blocks_per_sm for launch in runtime.take_launches()] == [per_sm] * (answer == SUCCESS)

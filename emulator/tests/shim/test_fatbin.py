@@ -51,6 +51,16 @@ def test_resources_are_those_that_cuobjdump_shows(toolkit, tool, fatbin):
     assert len(expected) >= 7
     lines = run(tool, "dump", file)
     ours = re.findall(r"  (\S+) registers (\d+) stack (\d+) shared (\d+)", lines)
+    # What the driver reads; a kernel without a barrier has no such record.
+    held = run(toolkit / "bin" / "cuobjdump", "--dump-elf", file)
+    pattern = r"^\.nv\.info\.(\S+)$|EIATTR_NUM_BARRIERS\s+Format:\s+EIFMT_BVAL\s+Value:\s+0x(\w+)"
+    barriers, kernel = dict.fromkeys(expected, 0), ""
+    for name, number in re.findall(pattern, held, flags=re.MULTILINE):
+        kernel = name or kernel
+        if number:
+            barriers[kernel] = int(number, 16)
+    assert {name: int(number) for name, number in re.findall(r"  (\S+) .* barriers (\d+)", lines)} == barriers
+    assert set(barriers.values()) >= {0, 1}
     # cuobjdump counts the kilobyte that the system keeps of a block's shared memory.
     assert {name: (int(reg), int(stack), int(shared) + 1024) for name, reg, stack, shared in ours} == expected
     assert "cubin 121 plain" in lines

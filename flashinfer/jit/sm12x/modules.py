@@ -195,13 +195,7 @@ def gen_operator_modules() -> list[JitSpecSm12x]:
     Raises:
         RuntimeError: as :func:`gen_fused_moe_module`.
     """
-    return [
-        gen_fused_moe_module(),
-        gen_group_gemm_module(),
-        gen_dense_module(),
-        gen_router_module(),
-        gen_decode_module(),
-    ]
+    return [generate() for name, generate in MODULES.items() if name != PROBE]
 
 
 def gen_probe_module() -> JitSpecSm12x:
@@ -211,6 +205,18 @@ def gen_probe_module() -> JitSpecSm12x:
         RuntimeError: as :func:`gen_fused_moe_module`.
     """
     return _spec(PROBE, [_csrc() / _PROBE_BINDING], flags=["-DFLASHINFER_SM12X_FENCE_ARRIVALS=0"])
+
+
+MODULES = {
+    FUSED_MOE: gen_fused_moe_module,
+    GROUP_GEMM: gen_group_gemm_module,
+    DENSE: gen_dense_module,
+    ROUTER: gen_router_module,
+    DECODE: gen_decode_module,
+    PROBE: gen_probe_module,
+}
+"""What gives each module's spec, by the name that the spec's begins with; those of Hopper's own instances begin with
+:data:`FUSED_MOE`."""
 
 
 def target_architectures() -> tuple[tuple[int, str], ...]:

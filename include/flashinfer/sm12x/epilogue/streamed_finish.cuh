@@ -63,7 +63,7 @@ class StreamKeeper {
   // The next of the units to fill with, if there is one.
   __device__ __forceinline__ void fill(int stage) {
     if (to_fill_.ended()) return;
-    if (lane_ == 0) {
+    if (ptx::elect_one()) {
       fill_stage(p.gemm[to_fill_.gemm()], shared, stage, shared.tiles()[to_fill_.tile()].expert(), to_fill_.unit());
     }
     to_fill_.advance(p, shared);

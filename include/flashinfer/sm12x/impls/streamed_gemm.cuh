@@ -127,10 +127,11 @@ __device__ __forceinline__ void fill_chunk(const StreamedGemm& g, const Ring& ri
   // Every lane arrives for what it writes and copies itself: racecheck follows a barrier only so.
   const uint8_t* from = g.weights + static_cast<int64_t>(first) * g.row_bytes + chunk * g.chunk_bytes;
   const bool whole = g.pitch == g.row_bytes;
-  const int lanes_rows = whole ? (lane == 0 ? valid : 0) : (valid - lane + 31) / 32;
+  const bool elected = ptx::elect_one();
+  const int lanes_rows = whole ? (elected ? valid : 0) : (valid - lane + 31) / 32;
   ptx::fence_async_proxy();  // partial sums were written and read where the copies go
-  ptx::mbarrier_arrive_expect(full, lanes_rows * bytes + (lane == 0 ? g.piece_bytes() : 0));
-  if (lane == 0) {
+  ptx::mbarrier_arrive_expect(full, lanes_rows * bytes + (elected ? g.piece_bytes() : 0));
+  if (elected) {
     ptx::tensor_copy_3d(to + g.scale_offset, &g.scales, (first % 32 & ~(g.piece_rows - 1)) * 4, chunk * g.stage_words,
                         first / kScaleChunkRows, full);
     if (whole) ptx::bulk_copy(to, from, valid * bytes, full);

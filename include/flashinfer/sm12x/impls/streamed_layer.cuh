@@ -111,9 +111,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     if (lane == 0) {
       ptx::mbarrier_init(shared.act_ready(), 1);
       ptx::mbarrier_init(shared.rehearsed(), Config::kMmaWarps);
+      // By one lane: a lane for each map would make this a loop over lanes, whose addresses differ.
+      ptx::prefetch_tensor_map(&p.gemm[0].scales);
+      ptx::prefetch_tensor_map(&p.gemm[1].scales);
     }
     ptx::fence_barrier_init();
-    if (lane < 2) ptx::prefetch_tensor_map(&p.gemm[lane].scales);
   }
   if (!few) {
     ptx::wait_for_prerequisite_grids();  // ids are there

@@ -106,6 +106,18 @@ __device__ __forceinline__ unsigned load_acquire_gpu(const unsigned* counter) {
   return value;
 }
 
+// True in one lane of a warp all of whose lanes are here (section 9.7.13.14). In a branch on it, and not on the lane's number,
+// the compiler knows that one lane is active: otherwise each bulk copy there becomes a loop over the lanes.
+__device__ __forceinline__ bool elect_one() {
+  uint32_t elected;
+  asm volatile(
+      "{\n\t.reg .pred elected;\n\t"
+      "elect.sync _|elected, 0xffffffff;\n\t"
+      "selp.b32 %0, 1, 0, elected;\n\t}"
+      : "=r"(elected));
+  return elected != 0;
+}
+
 // Counts the calling warp at a named barrier without waiting there.
 template <int kThreads>
 __device__ __forceinline__ void named_barrier_arrive(int barrier) {

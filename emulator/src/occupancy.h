@@ -8,7 +8,7 @@
 
 #include "gpu_limits.h"
 
-namespace vsm::shim {
+namespace vsm {
 
 inline constexpr uint32_t kRegisterGranularity = 256;  // registers, per warp
 inline constexpr uint32_t kSharedGranularity = 128;    // bytes, per block
@@ -36,9 +36,10 @@ inline uint32_t max_threads(const Limits& limits, uint32_t registers_per_thread)
   return threads;
 }
 
-/// Blocks of `threads` threads, `registers_per_thread` registers (0: unknown, not a limit) and `shared` bytes of
-/// static and dynamic shared memory that one SM holds at a time.
-inline int blocks_per_sm(const Limits& limits, uint32_t threads, uint32_t registers_per_thread, uint64_t shared) {
+/// Blocks of `threads` threads, `registers_per_thread` registers (0: unknown, not a limit), `shared` bytes of static and
+/// dynamic shared memory and `barriers` named barriers (0: none, or unknown) that one SM holds at a time.
+inline int blocks_per_sm(const Limits& limits, uint32_t threads, uint32_t registers_per_thread, uint64_t shared,
+                         uint32_t barriers) {
   if (threads == 0 || threads > limits.max_threads_per_block) return 0;
   if (!registers_fit(limits, threads, registers_per_thread)) return 0;
   const uint32_t warps = (threads + kWarpSize - 1) / kWarpSize;
@@ -48,9 +49,10 @@ inline int blocks_per_sm(const Limits& limits, uint32_t threads, uint32_t regist
         limits.registers_per_sm / kSubPartitions / warp_registers(registers_per_thread) * kSubPartitions;
     blocks = std::min<uint64_t>(blocks, warps_held / warps);
   }
+  if (barriers > 0) blocks = std::min<uint64_t>(blocks, limits.barriers_per_sm / barriers);
   const uint64_t taken =
       (shared + limits.shared_reserved + kSharedGranularity - 1) / kSharedGranularity * kSharedGranularity;
   return static_cast<int>(std::min<uint64_t>(blocks, limits.shared_per_sm / taken));
 }
 
-}  // namespace vsm::shim
+}  // namespace vsm
