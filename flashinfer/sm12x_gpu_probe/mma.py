@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import statistics
 from collections.abc import Sequence
 
@@ -192,10 +191,19 @@ def all_sum_bits(target: Target) -> dict[str, int]:
     return {name: sum_bits(target, kind) for name, kind in KINDS.items() if target.sm12x or not kind.scaled}
 
 
-@functools.cache
+_measured: dict[Target, dict[str, int]] = {}
+
+
 def accumulation_of(target: Target) -> Accumulation:
-    """How a target's tensor cores add up, for error bounds: the narrowest of what they were measured to keep."""
-    return Accumulation(min(all_sum_bits(target).values()))
+    """How a target's tensor cores add up, for error bounds: the narrowest of what they are measured to keep, once."""
+    if target not in _measured:
+        _measured[target] = all_sum_bits(target)
+    return Accumulation(min(_measured[target].values()))
+
+
+def measured_widths() -> dict[str, dict[str, int]]:
+    """What :func:`accumulation_of` measured so far: fraction bits by kind, by the target's name."""
+    return {target.name: bits for target, bits in _measured.items()}
 
 
 def accumulation_on(device: torch.device) -> Accumulation:

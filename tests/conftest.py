@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Devices that the GEMM tests run on: the CPU, and a GPU that serves the kernel family."""
+"""Devices that operators' tests run on: the CPU, and a GPU that serves the kernel family."""
 
 from __future__ import annotations
+
+import os
+import sys
 
 import pytest
 import torch
@@ -22,5 +25,15 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 
 @pytest.fixture(autouse=True)
-def _no_value_checks_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_switches_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The value checks are asked for by the tests that are about them."""
     monkeypatch.delenv("FLASHINFER_SM12X_CHECK", raising=False)
+    if os.environ.get("FLASHINFER_SM12X_MOE") == "0":
+        monkeypatch.delenv("FLASHINFER_SM12X_MOE")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say which widths of sums the bounds of a GPU's tests were made with."""
+    probe = sys.modules.get("flashinfer.sm12x_gpu_probe.mma")
+    for target, bits in (probe.measured_widths() if probe else {}).items():
+        terminalreporter.write_line(f"{target}'s MMAs keep of a sum, in fraction bits: {bits}")
