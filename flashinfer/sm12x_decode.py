@@ -83,9 +83,10 @@ def decode_attention(
     block_tables : torch.Tensor
         ``[num_sequences, max_pages]`` int32; only entries of pages that a sequence sees are read.
     seq_lens : torch.Tensor
-        ``[num_sequences]`` int32, new tokens included; with 0, rows are zero and nothing is appended. No longer than the
-        pages of a table's row, nor than ``rope_table``. Lengths, and the pages that a sequence sees, are checked on the CPU,
-        and on CUDA with ``FLASHINFER_SM12X_CHECK=1``.
+        ``[num_sequences]`` int32, new tokens included; where there are fewer than ``q_len_per_req``, the first tokens'
+        rows are zero and nothing of them is appended. No longer than the pages of a table's row, nor than
+        ``rope_table``. Lengths, and the pages that a sequence sees, are checked on the CPU, and on CUDA with
+        ``FLASHINFER_SM12X_CHECK=1``.
     key, value : torch.Tensor, optional
         ``[m, num_kv_heads, 64]`` bfloat16, as ``query``; without them the cache holds the new positions already.
     rope_table : torch.Tensor, optional

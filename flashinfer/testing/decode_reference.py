@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import mmap
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -125,14 +127,103 @@ def make_decode_case(
     return DecodeCase(arguments, keys, values, lattice)
 
 
+OPERANDS = ("query", "key", "value", "keys", "values", "sinks")
+"""Of :func:`put_one_element`."""
+
+
+def put_one_element(case: DecodeCase, operand: str, value: float) -> None:
+    """One element of an operand becomes ``value``, in the KV head that comes last and, sinks apart, in sequence 1.
+
+    It is the last new token's; of ``keys`` and ``values``, the cache, of the first position its first token sees.
+    """
+    arguments, q_len = case.arguments, case.arguments["q_len_per_req"]
+    if operand == "sinks":
+        arguments[operand][-3] = value
+    elif operand in ("query", "key", "value"):
+        arguments[operand][2 * q_len - 1, -1, 5] = value
+    else:
+        length, window = int(arguments["seq_lens"][1]), arguments["window_left"]
+        first = 0 if window < 0 else max(0, length - q_len - window)
+        which, page_size = operand == "values", case.keys.shape[2]
+        page = int(arguments["block_tables"][1, first // page_size])
+        for parts in (case.cache(), (case.keys, case.values)):
+            parts[which][page, -1, first % page_size, 5] = value
+
+
+def check_one_element(before: torch.Tensor, after: torch.Tensor, case: DecodeCase, operand: str) -> None:
+    """Assert that what :func:`put_one_element` changed is in no other sequence's output, nor in another KV head's; of a
+    query, in no other token's or head's, of a sink, in no other head's.
+    """
+    q_len, last = case.arguments["q_len_per_req"], before.shape[1] - 1
+    token, head = torch.arange(before.shape[0])[:, None], torch.arange(before.shape[1])
+    reached = {"query": (token == 2 * q_len - 1) & (head == last), "sinks": (token >= 0) & (head == last - 2)}
+    elsewhere = ~reached.get(operand, (token // q_len == 1) & (head > last - GROUP))
+    assert torch.equal(before[elsewhere], after[elsewhere]), f"{operand} reached what does not depend on it"
+
+
+def put_apart(case: DecodeCase) -> None:
+    """Strides become the smallest that are allowed, none another's; what lies between is for nobody to read."""
+
+    def apart(tensor: torch.Tensor, first: int, others: int = 0) -> torch.Tensor:
+        strides = [1]
+        for dimension in range(tensor.ndim - 1, 0, -1):
+            gap = first if dimension == 1 else others
+            strides.insert(0, tensor.shape[dimension] * strides[0] + gap)
+        filling = torch.nan if tensor.is_floating_point() else -(2**30)
+        memory = torch.full((max(tensor.shape[0], 1) * strides[0],), filling, device=tensor.device).to(tensor.dtype)
+        return memory.as_strided(tensor.shape, strides).copy_(tensor)
+
+    arguments = case.arguments
+    for name, gap in (("query", 8), ("key", 16), ("value", 24)):
+        if name in arguments:
+            arguments[name] = apart(arguments[name], gap)
+    arguments["block_tables"] = apart(arguments["block_tables"], 1)
+    step = 16 // case.keys.element_size()
+    arguments["kv_cache"] = apart(arguments["kv_cache"], step, step)
+
+
+def far_away(case: DecodeCase, decode: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """``decode(**arguments)`` of the same tokens at positions, in pages and in rows whose elements lie beyond 2^32.
+
+    Nearly all of that memory is never touched, so that it costs nothing. The case's own cache gets what was written.
+    Each of its sequences fills the window; its tensors are on the CPU.
+    """
+    arguments, page_size = dict(case.arguments), case.keys.shape[2]
+    cache, tables, table = (arguments[name] for name in ("kv_cache", "block_tables", "rope_table"))
+    assert int(arguments["seq_lens"].min()) >= arguments["q_len_per_req"] + arguments["window_left"]
+
+    def sparse(like: torch.Tensor, rows: int, stride: int) -> torch.Tensor:
+        size = rows * stride * like.element_size()
+        kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE, which `mmap` has from Python 3.13 on
+        memory = torch.frombuffer(mmap.mmap(-1, size, flags=kind), dtype=torch.uint8).view(like.dtype)
+        return memory.as_strided((rows, *like.shape[1:]), (stride, *like.stride()[1:]))
+
+    for name in ("query", "key", "value"):
+        stride = 2**32 // (len(arguments[name]) - 1) // 8 * 8 + 8
+        arguments[name] = sparse(arguments[name], len(arguments[name]), stride).copy_(arguments[name])
+    ahead = 2**32 // HEAD // page_size * page_size  # positions
+    arguments["seq_lens"] = arguments["seq_lens"] + ahead
+    far_table = sparse(table, ahead + len(table), HEAD)
+    far_table[ahead:].copy_(table)
+    far_tables = sparse(tables, len(tables), 2**32 // (len(tables) - 1) + 1)
+    far_tables = far_tables.as_strided((len(tables), ahead // page_size + tables.shape[1]), (far_tables.stride(0), 1))
+    spread = 2**32 // cache.stride(0) // (len(cache) - 1) + 1  # pages from one of the case's to the next
+    far_tables[:, ahead // page_size :].copy_(torch.where(tables < 0, tables, tables * spread))
+    far_cache = sparse(cache, (len(cache) - 1) * spread + 1, cache.stride(0))
+    far_cache[::spread].copy_(cache)
+    out = decode(**arguments | {"kv_cache": far_cache, "block_tables": far_tables, "rope_table": far_table})
+    cache.copy_(far_cache[::spread])
+    return out
+
+
 def random_decode_case(seed: int, longest: int, *, kv_heads: int = 8, device: torch.device | str = "cpu") -> DecodeCase:
-    """Every option of :func:`make_decode_case` drawn; sequences up to ``longest``, empty ones among them."""
+    """Every option of :func:`make_decode_case` drawn, and strides; sequences up to ``longest``, some of them empty."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(high: int) -> int:
         return int(torch.randint(high, (), generator=generator))
 
-    return make_decode_case(
+    case = make_decode_case(
         [draw(longest) for _ in range(draw(5))] + [1 + draw(longest)],
         1 + draw(kv_heads),
         seed,
@@ -146,12 +237,17 @@ def random_decode_case(seed: int, longest: int, *, kv_heads: int = 8, device: to
         window_left=draw(300) - 100,
         device=device,
     )
+    if draw(2):
+        put_apart(case)
+    return case
 
 
 def check_decoded(out: torch.Tensor, case: DecodeCase, accumulation: Accumulation = TENSOR_CORE) -> None:
     """Assert that the cache is what it must be, everywhere, and ``out`` what the call's arithmetic may give.
 
-    ``accumulation`` is that of scores and of weighted values.
+    ``accumulation`` is that of scores and of weighted values. Where float64 has no finite number, ``out`` must have the
+    same. A value that is none, of a position that another of the sequence's tokens sees, may reach a token that does not
+    see it.
 
     Raises
     ------
@@ -167,6 +263,7 @@ def check_decoded(out: torch.Tensor, case: DecodeCase, accumulation: Accumulatio
     table, page_size = arguments.get("rope_table"), keys.shape[2]
     expected = torch.zeros(arguments["query"].shape, dtype=torch.float64)
     bound = torch.zeros_like(expected)
+    new = torch.zeros(keys.shape, dtype=torch.bool)
     for sequence, length in enumerate(arguments["seq_lens"].tolist()):
         tokens = range(max(0, q_len - length), q_len)
         if not tokens:
@@ -182,6 +279,9 @@ def check_decoded(out: torch.Tensor, case: DecodeCase, accumulation: Accumulatio
             pages = arguments["block_tables"][sequence, positions // page_size].long()
             keys[pages, :, positions % page_size] = to_cache(key, keys.dtype, k_scale)
             values[pages, :, positions % page_size] = to_cache(arguments["value"][rows], values.dtype, v_scale)
+            new[pages, :, positions % page_size] = True
+        first = 0 if window < 0 else max(0, length - q_len - window)
+        reached = torch.arange(first, length)
         for row, position, q in zip(rows.tolist(), positions.tolist(), query, strict=True):
             seen = torch.arange(0 if window < 0 else max(0, position - window), position + 1)
             pages = arguments["block_tables"][sequence, seen // page_size].long()
@@ -191,9 +291,16 @@ def check_decoded(out: torch.Tensor, case: DecodeCase, accumulation: Accumulatio
             rounding = 0.0 if case.exact_weights else BF16_ROUNDOFF
             sinks = arguments.get("sinks")
             expected[row], bound[row] = _attend(grouped, k, v * v_scale, scale, sinks, rounding, accumulation)
+            unseen = reached[(reached < seen[0]) | (reached > seen[-1])]
+            pages = arguments["block_tables"][sequence, unseen // page_size].long()
+            none = ~values[pages, :, unseen % page_size].float().isfinite().all(0)
+            bound[row][none.repeat_interleave(GROUP, dim=0)] = torch.inf
     for name, ours, theirs in zip(("keys", "values"), case.cache(), (keys, values), strict=True):
-        same = ours.cpu().contiguous().view(torch.uint8) == theirs.contiguous().view(torch.uint8)
-        assert same.all(), f"{name} of the cache differ in {int((~same).sum())} bytes"
+        ours = ours.cpu()
+        bits = torch.int16 if ours.element_size() == 2 else torch.uint8
+        same = ours.contiguous().view(bits) == theirs.contiguous().view(bits)
+        same |= new & ours.float().isnan() & theirs.float().isnan()  # which NaN is nobody's business
+        assert same.all(), f"{name} of the cache differ in {int((~same).sum())} elements"
     check_within_bound(out.cpu(), expected, bound, "attention")
 
 
@@ -214,13 +321,15 @@ def _attend(
     chunks = len(k) // CHUNK + 2
     scores = torch.einsum("hgd,phd->hgp", q, k) * scale  # base 2
     size = torch.einsum("hgd,phd->hgp", q.abs(), k.abs()) * scale
+    finite = scores.isfinite()  # minus infinity weighs nothing, and the others leave no finite output
+    size, length = (torch.where(finite, of, 0.0) for of in (size, scores.abs()))
     # Sums of a dot product; the scale's own rounding, the product's, and that of the distance to the maximum.
-    error = (accumulation.gamma(HEAD) * size + 2 * unit * scores.abs()).amax(
-        -1, keepdim=True
-    ) + 2 * unit * scores.abs().amax(-1, keepdim=True)
+    error = accumulation.gamma(HEAD) * size + 2 * unit * length
+    error = error.amax(-1, keepdim=True) + 2 * unit * length.amax(-1, keepdim=True)
     if sinks is not None:
         sink = sinks.double().view(*q.shape[:2], 1) * math.log2(math.e)
-        error = error + 3 * unit * sink.abs()  # the constant, the product, the distance
+        # The constant, the product, the distance.
+        error = error + 3 * unit * torch.where(sink.isfinite(), sink.abs(), 0.0)
         scores = torch.cat([scores, sink], dim=-1)
     shares = torch.softmax(scores * math.log(2), dim=-1)[..., : len(k)]
     out = torch.einsum("hgp,phd->hgd", shares, v)
@@ -232,4 +341,5 @@ def _attend(
     # Sums of weights and of products, by MMAs over all positions, and over warps and splits.
     sums = accumulation.gamma(len(k)) + (chunks + 8 + 32) * unit
     bound = magnitude * (rounding + 2 * weight + 2 * sums + 4 * unit) + 2.0**-120
+    bound = torch.where(out.isfinite(), bound, 0.0)
     return out.flatten(0, 1), bound.flatten(0, 1)

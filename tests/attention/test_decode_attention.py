@@ -12,7 +12,17 @@ import torch
 from flashinfer import sm12x_decode
 from flashinfer.decode import decode_attention, prepare_decode_attention
 from flashinfer.sm12x_gpu_probe.mma import accumulation_on
-from flashinfer.testing.decode_reference import DecodeCase, check_decoded, make_decode_case, random_decode_case
+from flashinfer.testing.decode_reference import (
+    OPERANDS,
+    DecodeCase,
+    check_decoded,
+    check_one_element,
+    far_away,
+    make_decode_case,
+    put_apart,
+    put_one_element,
+    random_decode_case,
+)
 from flashinfer.testing.error_bounds import FLOAT32_ROUNDOFF, check_within_bound
 
 
@@ -22,6 +32,59 @@ def test_random_shapes(device: torch.device) -> None:
         print("seed", seed)
         case = random_decode_case(seed, 400 if device.type == "cpu" else 4000, device=device)
         check_decoded(decode_attention(**case.arguments), case, accumulation_on(device))
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+def test_the_smallest_strides(device: torch.device, layout: str, fp8: bool) -> None:
+    case = make_decode_case([70, 20, 3], 2, 31, layout=layout, fp8=fp8, q_len=2, device=device)
+    put_apart(case)
+    check_decoded(decode_attention(**case.arguments), case, accumulation_on(device))
+
+
+# Windows within a tile's tokens and across tiles; those that no sequence fills, some behind int32's end.
+@pytest.mark.parametrize("window_left", [0, 2, 15, 30, 2**30 + 1, 2**31 - 65, 2**31 - 2, 2**31 - 1])
+@pytest.mark.parametrize("q_len", [5, 64])
+def test_windows_against_new_tokens(device: torch.device, q_len: int, window_left: int) -> None:
+    case = make_decode_case([q_len + 30, q_len, 3, 0], 1, 32, window_left=window_left, q_len=q_len, device=device)
+    check_decoded(decode_attention(**case.arguments), case, accumulation_on(device))
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+def test_elements_beyond_32_bits(fp8: bool) -> None:
+    case = make_decode_case([70, 61, 45], 2, 33, q_len=2, window_left=40, page_size=1024, fp8=fp8)
+    check_decoded(far_away(case, decode_attention), case, accumulation_on(torch.device("cpu")))
+
+
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+def test_scores_that_are_all_minus_infinity(device: torch.device, sinks: bool) -> None:
+    """Only a sink leaves a quotient then: NaN without, zeros with it."""
+    case = make_decode_case([50, 20], 1, 35, rope=None, sinks=sinks, device=device)
+    for keys in (case.keys, case.cache()[0], case.arguments["key"]):
+        keys[..., 5] = -1 - keys[..., 5].abs()
+    case.arguments["query"][1, 3, 5] = torch.inf
+    check_decoded(decode_attention(**case.arguments), case, accumulation_on(device))
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("operand", OPERANDS)
+@pytest.mark.parametrize(
+    ("fp8", "lengths", "window_left"),
+    [(False, [40, 70, 2], 30), (True, [40, 70, 2], 30), (False, [40, 300, 0], -1), (False, [40, 2], -1)],
+    ids=["bf16", "fp8", "split", "short"],
+)
+def test_what_is_no_number_stays_where_it_belongs(
+    device: torch.device, fp8: bool, lengths: list[int], window_left: int, operand: str, value: float
+) -> None:
+    sinks = operand == "sinks" or value == torch.inf
+    outputs = []
+    for changes in (False, True):
+        case = make_decode_case(lengths, 2, 34, q_len=3, window_left=window_left, fp8=fp8, sinks=sinks, device=device)
+        if changes:
+            put_one_element(case, operand, value)
+        outputs.append(decode_attention(**case.arguments))
+        check_decoded(outputs[-1], case, accumulation_on(device))
+    check_one_element(*outputs, case, operand)
 
 
 def test_keys_and_values_as_two_tensors(device: torch.device) -> None:
@@ -74,11 +137,30 @@ def wide(t: torch.Tensor) -> torch.Tensor:
     return t.repeat_interleave(2, dim=-1)
 
 
+def apart(t: torch.Tensor, dimension: int, elements: int = 4) -> torch.Tensor:
+    """That many elements more, by default 8 bytes, from one index of a dimension to the next."""
+    strides = list(t.stride())
+    strides[: dimension + 1] = [stride + elements for stride in strides[: dimension + 1]]
+    return torch.empty(t.shape[0] * strides[0] + t.numel(), dtype=t.dtype).as_strided(t.shape, strides)
+
+
+E4M3 = torch.float8_e4m3fn
 BAD: list[tuple[str, Any, type[Exception], str]] = [
     ("query", None, TypeError, "query is None"),
     ("query", lambda t: t.float(), ValueError, r"query is torch.float32 .* must be torch.bfloat16 \(2, 16, 64\)"),
     ("query", lambda t: t[:, :8], ValueError, r"must be torch.bfloat16 \(2, 16, 64\)"),
     ("query", lambda t: wide(t)[..., ::2], ValueError, "the heads of a token must lie one after the other"),
+    ("query", lambda t: apart(t, 0), ValueError, "tokens a multiple of 8 elements apart"),
+    ("key", lambda t: apart(t, 0), ValueError, "key is .* tokens a multiple of 8 elements apart"),
+    ("value", lambda t: apart(t, 0), ValueError, "value is .* tokens a multiple of 8 elements apart"),
+    *(
+        ("kv_cache", lambda t, i=i: apart(t, i), ValueError, r"strides .* multiples of 8 \(16 bytes\)")
+        for i in (0, 2, 3)
+    ),
+    *(
+        ("kv_cache", lambda t, i=i: apart(t.to(E4M3), i, 8), ValueError, r"strides .* multiples of 16 \(16 bytes\)")
+        for i in (0, 2, 3)
+    ),
     ("kv_cache", None, TypeError, "kv_cache is None"),
     ("kv_cache", lambda t: t[:, 0], ValueError, "it must be 5-D, its second dimension 2"),
     ("kv_cache", lambda t: (t[:, 0],), ValueError, "kv_cache is a tuple of 1"),
@@ -152,6 +234,40 @@ def test_a_position_that_is_not_there_is_named(
     arguments[name][place] = value
     with pytest.raises(ValueError, match=text):
         decode_attention(**arguments, window_left=window)
+
+
+@pytest.mark.parametrize(
+    ("q_len", "window_left", "place", "is_seen"),
+    [
+        (1, -1, (1, 3), True),  # a page of which the sequence has a part
+        (1, 15, (1, 3), True),
+        (1, 31, (0, 0), False),  # seq_lens[0] ends with a page
+        (1, 32, (0, 0), True),
+        (2, 43, (1, 0), False),  # the first token's window begins with page 1
+        (2, 44, (1, 0), True),
+        (64, 0, (1, 0), True),  # a sequence shorter than its tokens
+    ],
+)
+def test_the_pages_that_windows_see_are_checked(
+    q_len: int, window_left: int, place: tuple[int, int], is_seen: bool, device: torch.device, monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("FLASHINFER_SM12X_CHECK", "1")
+    print("seed 1")
+    generator = torch.Generator().manual_seed(1)
+    arguments = {
+        "query": torch.randn(2 * q_len, 8, 64, generator=generator).bfloat16(),
+        "kv_cache": torch.randn(8, 2, 1, 16, 64, generator=generator).bfloat16(),
+        "block_tables": torch.tensor([[0, 1, 2, -7], [4, 5, 6, 7]], dtype=torch.int32),
+        "seq_lens": torch.tensor([48, 61], dtype=torch.int32),
+    }
+    arguments["block_tables"][place] = 8
+    arguments = {name: tensor.to(device) for name, tensor in arguments.items()}
+    named = {"window_left": window_left, "q_len_per_req": q_len}
+    if not is_seen:
+        decode_attention(**arguments, **named)
+        return
+    with pytest.raises(ValueError, match=rf"block_tables\[{place[0]}, {place[1]}\] is 8; pages that a sequence sees"):
+        decode_attention(**arguments, **named)
 
 
 def test_compiled_with_fullgraph(device: torch.device) -> None:

@@ -10,7 +10,14 @@ import torch
 
 from flashinfer.fused_moe import router_top_k
 from flashinfer.sm12x_gpu_probe.mma import accumulation_on
-from flashinfer.testing.router_reference import check_routed, make_router_inputs
+from flashinfer.testing.router_reference import (
+    OPERANDS,
+    check_one_element,
+    check_routed,
+    make_router_inputs,
+    with_one_element,
+    with_small_rows,
+)
 
 
 def on(device: torch.device, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -66,6 +73,22 @@ def test_ids_are_valid_whatever_the_logits_are(device: torch.device, value: floa
         assert (ids < 7).all()
 
 
+@pytest.mark.parametrize("eps", [1e-5, 1e-6, 0.25])
+def test_the_norm_of_small_rows(device: torch.device, eps: float) -> None:
+    arguments = on(device, with_small_rows(make_router_inputs(7, 264, 9, 3, 8, adds=True, norms=True, bias=True), eps))
+    check_routed(router_top_k(**arguments), arguments)
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("operand", OPERANDS)
+def test_what_is_no_number_stays_where_it_belongs(device: torch.device, operand: str, value: float) -> None:
+    arguments = on(device, make_router_inputs(19, 264, 70, 5, 9, adds=True, norms=True, bias=True))
+    changed = with_one_element(arguments, operand, value)
+    before, after = router_top_k(**arguments), router_top_k(**changed)
+    check_routed(after, changed, accumulation_on(device))
+    check_one_element(before, after, operand)
+
+
 def test_no_tokens(device: torch.device) -> None:
     arguments = on(device, make_router_inputs(1, 64, 8, 2, 4))
     arguments["hidden_states"] = arguments["hidden_states"][:0]
@@ -77,6 +100,9 @@ BAD: list[tuple[str, Any, type[Exception], str]] = [
     ("hidden_states", lambda t: t.float(), ValueError, r"hidden_states is torch.float32"),
     ("hidden_states", lambda t: t[:, :56], ValueError, r"hidden_states is .*shape \(3, 64\)"),
     ("hidden_states", lambda t: t[0], ValueError, "it must be 2-D"),
+    ("hidden_states", lambda t: t.repeat_interleave(2, 0)[::2], ValueError, "hidden_states is .* a contiguous tensor"),
+    ("weight", lambda t: torch.cat([t, t[:, :4]], 1)[:, :-4], ValueError, "weight is .* a contiguous tensor"),
+    ("residual", torch.zeros(3, 68, dtype=torch.bfloat16)[:, :64], ValueError, "residual is .* a contiguous tensor"),
     ("weight", lambda t: t.half(), ValueError, "weight is torch.float16"),
     ("weight", lambda t: t[:, :60].contiguous(), ValueError, "k is 60; it must be a multiple of 8"),
     ("weight", lambda t: t.new_zeros(513, 64), ValueError, r"num_experts is 513; it must be an integer in \[1, 512\]"),

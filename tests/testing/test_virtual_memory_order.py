@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layer where blocks see each other's writes late, and on workspaces with what earlier calls left in them.
+"""Kernels where blocks see each other's writes late, and the layer on workspaces with what earlier calls left in them.
 
 In the emulator's weak-memory mode, what a block writes reaches other blocks only where the program orders it for them, or
 earlier as a seed has it. The kernels are silent and right there; with a fault in how blocks hand over results, they are not.
@@ -7,16 +7,38 @@ earlier as a seed has it. The kernels are silent and right there; with a fault i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
 import torch
 from virtual_moe import arguments_of, run_moe
 
+from flashinfer.decode import decode_attention
+from flashinfer.fused_moe import router_top_k
 from flashinfer.fused_moe.sm12x_launch import allowed_tactics, computes_layer
 from flashinfer.fused_moe.sm12x_validation import Mode
+from flashinfer.gemm import dense_mx, dense_mx_top_k
+from flashinfer.gemm.sm12x_group_gemm import GroupGemmProblem
 from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm120_module
-from flashinfer.testing import TENSOR_CORE, MoECase, MoEInputs, check_within_bound, make_moe_inputs, moe_reference
+from flashinfer.jit.sm12x.instances import GEMM_INSTANCES
+from flashinfer.testing import (
+    TENSOR_CORE,
+    DenseCase,
+    MoECase,
+    MoEInputs,
+    check_within_bound,
+    dense_reference,
+    group_gemm_reference,
+    make_dense_inputs,
+    make_group_gemm_inputs,
+    make_moe_inputs,
+    moe_reference,
+    virtual_operators,
+)
+from flashinfer.testing.decode_reference import check_decoded, make_decode_case
+from flashinfer.testing.router_reference import check_routed, make_router_inputs
+from flashinfer.testing.row_top_k_reference import largest_of_rows
 from flashinfer.testing.virtual_device import VirtualDevice, VirtualDeviceError, virtual_device
 
 pytestmark = pytest.mark.slow
@@ -63,6 +85,80 @@ def test_the_layer_where_writes_come_late(streamed: bool, mode: Mode, seed: int)
         check_kernels(device, streamed)
         assert all(launch.clean for launch in device.launches), device.launches
     check_within_bound(output, *moe_reference(inputs, TENSOR_CORE), f"seed {seed}")
+
+
+def run_prologue(device: VirtualDevice, seed: int) -> None:
+    """Tokens are rounded and sorted by launches of their own; more entries than a GEMM's warp routes."""
+    inputs = make_moe_inputs(MoECase(132, 160, 96, 4, 2, int(Mode.HALF_INPUT)), seed)
+    output = run_moe(device, inputs, int(Mode.HALF_INPUT), tactics_of(Mode.HALF_INPUT, False))
+    assert device.launches[0].grid[0] > 2
+    check_within_bound(output, *moe_reference(inputs, TENSOR_CORE))
+
+
+def run_group_gemm(device: VirtualDevice, seed: int) -> None:
+    inputs = make_group_gemm_inputs([6, 0, 9], 192, 512, seed)
+    problem, out = GroupGemmProblem(15, 3, 192, 512, torch.bfloat16), torch.full((15, 192), torch.nan).bfloat16()
+    operands = (inputs[name] for name in ("a", "b", "a_scale", "b_scale", "m_indptr"))
+    virtual_operators.run_group_gemm(device, problem, out, *operands, GEMM_INSTANCES[0].index)
+    assert device.launches[-1].counters.by_class["atomic"] > 0  # units are cut
+    check_within_bound(out, *group_gemm_reference(**inputs, accumulation=TENSOR_CORE))
+
+
+def run_dense(tactic: str, top_k: int = 0) -> Callable[[VirtualDevice, int], None]:
+    def run(device: VirtualDevice, seed: int) -> None:
+        inputs = make_dense_inputs(DenseCase(20, 2500 if top_k else 200, 416, bias=torch.bfloat16), seed)
+        if top_k:
+            logits = torch.full((20, 2500), torch.nan, dtype=torch.bfloat16)
+            named = {key: value for key, value in inputs.named.items() if key != "out_dtype"}
+            found = dense_mx_top_k(*inputs.arguments, **named, top_k=top_k, logits=logits, tactic=tactic)
+            values, indices = largest_of_rows(logits, top_k)
+            assert torch.equal(found.values, values)
+            assert torch.equal(found.indices, indices)
+        else:
+            logits = dense_mx(*inputs.arguments, **inputs.named, tactic=tactic)
+            cut = device.launches[-1].counters.by_class["atomic"] > 0
+            assert cut == tactic.endswith("gemm")
+        check_within_bound(logits, *dense_reference(inputs))
+
+    return run
+
+
+def run_router(device: VirtualDevice, seed: int) -> None:
+    arguments = make_router_inputs(70, 264, 70, 4, seed, adds=True, norms=True, bias=True)
+    check_routed(router_top_k(**arguments), arguments)
+
+
+def run_decode(q_len: int) -> Callable[[VirtualDevice, int], None]:
+    def run(device: VirtualDevice, seed: int) -> None:
+        case = make_decode_case([700, 260], 1, seed, q_len=q_len)
+        check_decoded(decode_attention(**case.arguments), case)
+        assert device.launches[-1].counters.by_class["atomic"] > 0  # sequences are split
+
+    return run
+
+
+# Within a launch, blocks of the prologue, of a dense stream, of the searches and of the router hand nothing over: there,
+# what is told is whether one of them writes or reads what is another's.
+FAMILIES = {
+    "prologue": run_prologue,
+    "grouped GEMM": run_group_gemm,
+    "dense stream": run_dense("dense_mxfp4_m8_w2"),
+    "dense GEMM": run_dense("dense_mxfp4_m32_gemm"),
+    "largest of a stream": run_dense("dense_mxfp4_m8_w2", 1),
+    "largest of logits": run_dense("dense_mxfp4_m32_gemm", 2),
+    "router": run_router,
+    "decode": run_decode(1),
+    "decode, several tokens": run_decode(5),
+}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_where_writes_come_late(family: str, seed: int) -> None:
+    print("seed", seed)
+    with virtual_device(watch=ALL_WATCHERS, weak_memory=seed) as device:
+        FAMILIES[family](device, seed)
+        assert all(launch.clean for launch in device.launches), device.launches
 
 
 @pytest.mark.parametrize("mode", [Mode.MXFP8_INPUT, Mode.W4A16], ids=["MXFP8", "W4A16"])

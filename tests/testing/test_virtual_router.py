@@ -11,7 +11,14 @@ import torch
 
 from flashinfer.fused_moe import router_top_k, sm12x_router
 from flashinfer.jit.sm12x.modules import gen_router_module
-from flashinfer.testing.router_reference import check_routed, make_router_inputs
+from flashinfer.testing.router_reference import (
+    OPERANDS,
+    check_one_element,
+    check_routed,
+    make_router_inputs,
+    with_one_element,
+    with_small_rows,
+)
 from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
 
 pytestmark = pytest.mark.slow
@@ -35,9 +42,14 @@ def run(device: VirtualDevice, arguments: dict[str, Any], **named: Any) -> Any:
     return routed
 
 
+def off(tensor: torch.Tensor, elements: int) -> torch.Tensor:
+    """The same values, that many elements behind where torch puts a tensor."""
+    return torch.cat([tensor.new_zeros(elements), tensor.flatten()])[elements:].view(tensor.shape)
+
+
 # gpt-oss's, with one token, half a tile, and tiles, one of them in part; K longer than registers hold, and one chunk; experts
 # that leave columns idle, as many as may be, and no multiple of a warp's lanes; as many as are chosen; blocks with several
-# groups of experts, the last of which have fewer.
+# groups of experts, the last of which have fewer; both.
 @pytest.mark.parametrize(
     ("m", "k", "experts", "top_k"),
     [
@@ -49,6 +61,7 @@ def run(device: VirtualDevice, arguments: dict[str, Any], **named: Any) -> Any:
         (2, 64, 512, 32),
         (3, 64, 70, 32),
         (70, 264, 70, 4),
+        (50, 3656, 70, 4),
     ],
 )
 @pytest.mark.parametrize("constant_weights", [False, True], ids=["waits", "weights first"])
@@ -65,10 +78,31 @@ def test_parts(device: VirtualDevice, adds: bool, norms: bool, bias: bool) -> No
     check_routed(run(device, arguments), arguments)
 
 
+@pytest.mark.parametrize("eps", [1e-5, 1e-6, 0.25])
+def test_the_norm_of_small_rows(device: VirtualDevice, eps: float) -> None:
+    arguments = with_small_rows(make_router_inputs(7, 264, 9, 3, 8, adds=True, norms=True, bias=True), eps)
+    check_routed(run(device, arguments), arguments)
+
+
 def test_rows_too_long_for_a_tile(device: VirtualDevice) -> None:
     arguments = make_router_inputs(3, 16_384, 2, 2, 2, norms=True)
     check_routed(run(device, arguments), arguments)
     assert device.launches[-2].grid[0] == 2  # tiles of two tokens
+
+
+@pytest.mark.parametrize("name", ["hidden_states", "residual", "norm_weight", "weight"])
+def test_rows_that_vectors_cannot_load(device: VirtualDevice, name: str) -> None:
+    arguments = make_router_inputs(3, 64, 8, 2, 7, adds=True, norms=True)
+    arguments[name] = off(arguments[name], 4)
+    with pytest.raises(ValueError, match=rf"^{name} starts at address 0x\w+; it must be aligned to 16 bytes"):
+        router_top_k(**arguments)
+    assert device.launches == []
+
+
+def test_a_bias_between_words(device: VirtualDevice) -> None:
+    arguments = make_router_inputs(3, 64, 9, 2, 7, bias=True)
+    arguments["bias"] = off(arguments["bias"], 1)
+    check_routed(run(device, arguments), arguments)
 
 
 @pytest.mark.parametrize("value", [0.0, torch.inf, -torch.inf, torch.nan])
@@ -82,6 +116,16 @@ def test_ties_and_what_is_no_number(device: VirtualDevice, value: float) -> None
     with_nan_first = routed.logits.nan_to_num(nan=torch.inf, posinf=torch.finfo(torch.float32).max)
     order = with_nan_first.argsort(dim=1, descending=True, stable=True)[:, :5]
     assert torch.equal(routed.topk_ids.long(), order)
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("operand", OPERANDS)
+def test_what_is_no_number_stays_where_it_belongs(device: VirtualDevice, operand: str, value: float) -> None:
+    arguments = make_router_inputs(19, 264, 70, 5, 9, adds=True, norms=True, bias=True)
+    changed = with_one_element(arguments, operand, value)
+    before, after = run(device, arguments), run(device, changed)
+    check_routed(after, changed)
+    check_one_element(before, after, operand)
 
 
 def run_both(device: VirtualDevice, first: dict[str, Any], change: Any, constant_weights: bool) -> None:

@@ -18,8 +18,9 @@ namespace vsm::exec {
 enum class Space : uint8_t { kGeneric, kGlobal, kShared, kLocal, kParam, kConst };
 const char* to_string(Space s);
 enum class Access : uint8_t { kLoad, kStore, kAtomic };
-/// Strong ones (PTX ISA 9.0, 8.4) do not race with each other. A matrix instruction accesses memory for the whole warp.
-enum class Manner : uint8_t { kWeak, kStrong, kWholeWarp };
+/// Strong ones (PTX ISA 9.0, 8.4) do not race with each other; volatile ones are strong, and may hand over what nothing
+/// orders. A matrix instruction accesses memory for the whole warp.
+enum class Manner : uint8_t { kWeak, kStrong, kVolatile, kWholeWarp };
 
 inline constexpr uint64_t kSharedWindow = uint64_t{1} << 56;
 inline constexpr uint64_t kLocalWindow = uint64_t{1} << 57;

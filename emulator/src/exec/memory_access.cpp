@@ -218,7 +218,13 @@ void Warp::count_access(const Inst&, Space space, const uint64_t* addresses, uin
 void Block::check_race(Warp& w, const Inst& in, int lane, uint32_t address, uint32_t bytes, Access kind,
                        Manner manner) {
   const Accessor who = accessor(w, manner == Manner::kWholeWarp ? -1 : lane);
-  const bool strong = kind == Access::kAtomic || manner == Manner::kStrong;
+  if (manner == Manner::kVolatile) {
+    const RaceFound found = races->hand_over(who, *order, address, bytes, kind == Access::kStore);
+    report_race(w, in, lane, std::string("volatile ") + verb(kind), found);
+  } else if (kind != Access::kLoad) {
+    races->end_hand_over(address, bytes);
+  }
+  const bool strong = kind == Access::kAtomic || manner == Manner::kStrong || manner == Manner::kVolatile;
   if (kind != Access::kStore) report_race(w, in, lane, verb(kind), races->load(who, address, bytes, strong));
   if (kind != Access::kLoad) report_race(w, in, lane, verb(kind), races->store(who, address, bytes, strong));
 }

@@ -14,6 +14,7 @@ void RaceWatch::start(uint32_t bytes, int warps) {
   split_writes_.clear();
   split_reads_.clear();
   strong_.clear();
+  volatile_.clear();
   older_.clear();
 }
 
@@ -159,6 +160,39 @@ RaceFound RaceWatch::store(const Accessor& who, uint32_t address, uint32_t bytes
     w = {who.version, static_cast<uint16_t>(who.warp), who.lane < 0, more ? w.mask | lanes : lanes, who.step};
   });
   return out;
+}
+
+RaceFound RaceWatch::hand_over(const Accessor& who, const ThreadOrder& order, uint32_t address, uint32_t bytes,
+                               bool store) {
+  RaceFound out;
+  const int self = who.warp * 32 + who.lane;
+  const uint32_t fenced = order.fenced(who.warp, who.lane);
+  for (uint32_t a = address; a < address + bytes; ++a) {
+    VolatileByte& byte = volatile_[a];
+    if (!store) {
+      const Visit& w = byte.write;
+      if (!out.found && w.thread >= 0 && w.thread != self && who.clock[w.thread] < w.version &&
+          who.clock[w.thread] >= w.fenced) {
+        out = {true, true, w.thread / 32, w.thread % 32, a};
+      }
+      const auto mine =
+          std::find_if(byte.reads.begin(), byte.reads.end(), [&](const Visit& r) { return r.thread == self; });
+      if (mine != byte.reads.end()) mine->version = who.version;
+      else byte.reads.push_back({self, who.version, 0});
+      continue;
+    }
+    for (const Visit& r : byte.reads) {
+      const bool learns = order.clock(r.thread / 32, r.thread % 32)[self] < fenced;
+      if (out.found || r.thread == self || who.clock[r.thread] >= r.version || learns) continue;
+      out = {true, false, r.thread / 32, r.thread % 32, a};
+    }
+    byte = {{self, who.version, fenced}, {}};
+  }
+  return out;
+}
+
+void RaceWatch::end_hand_over(uint32_t address, uint32_t bytes) {
+  for (uint32_t a = address; a < address + bytes && !volatile_.empty(); ++a) volatile_.erase(a);
 }
 
 RaceFound RaceWatch::look(const Accessor& who, uint32_t address, uint32_t bytes) {

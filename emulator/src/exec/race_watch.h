@@ -32,6 +32,11 @@ class RaceWatch {
   void start(uint32_t bytes, int warps);
   RaceFound load(const Accessor& who, uint32_t address, uint32_t bytes, bool strong);
   RaceFound store(const Accessor& who, uint32_t address, uint32_t bytes, bool strong);
+  /// A volatile access, against the volatile ones of other threads: a write and a read that nothing orders. Not of a
+  /// flag: its writer has a fence in front of the write that the reader has yet to learn of.
+  RaceFound hand_over(const Accessor& who, const ThreadOrder& order, uint32_t address, uint32_t bytes, bool store);
+  /// The bytes are written in another manner.
+  void end_hand_over(uint32_t address, uint32_t bytes);
   /// A weak load that leaves no trace.
   RaceFound look(const Accessor& who, uint32_t address, uint32_t bytes);
 
@@ -76,6 +81,16 @@ class RaceWatch {
     std::vector<Reads> reads;
   };
   std::unordered_map<uint32_t, StrongCell> strong_;
+  struct Visit {  // a volatile access
+    int thread = -1;
+    uint32_t version = 0;
+    uint32_t fenced = 0;  // ThreadOrder::fenced then, of a write
+  };
+  struct VolatileByte {
+    Visit write;
+    std::vector<Visit> reads;  // since then, one a thread
+  };
+  std::unordered_map<uint32_t, VolatileByte> volatile_;
   std::unordered_map<uint64_t, std::vector<Reads>> older_;
   size_t warps_ = 0;
 };

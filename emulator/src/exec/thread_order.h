@@ -34,6 +34,11 @@ class ThreadOrder {
   void fence(int warp, uint32_t mask, bool wide);
   void relaxed_write(int warp, int lane, ThreadClock& into);
   void relaxed_read(int warp, int lane, const ThreadClock& from);
+  /// The version of the thread's accesses that its last fence released; 0: none.
+  uint32_t fenced(int warp, int lane) const {
+    const size_t thread = index(warp, lane);
+    return fences_[thread].empty() ? 0 : fences_[thread][thread];
+  }
   /// What the thread's last wide fence released: to other blocks, with a relaxed write behind it.
   const ThreadClock& wide_fence(int warp, int lane) const { return wide_fences_[index(warp, lane)]; }
   /// A thread's acquire at a scope wider than the block, or a relaxed read that the next wide fence makes one.

@@ -18,6 +18,7 @@ MemoryQualifiers take_memory_qualifiers(Form& f) {
   const std::string order = f.take_one({"weak", "relaxed", "volatile", "acquire", "release", "acq_rel", "sc", "mmio"});
   if (order == "mmio") f.fail("'.mmio' is not modelled");
   q.weak = order.empty() || order == "weak";
+  q.is_volatile = order == "volatile";
   q.acquire = order == "acquire" || order == "acq_rel" || order == "sc";
   q.release = order == "release" || order == "acq_rel" || order == "sc";
   const std::string scope = f.take_one({"cta", "cluster", "gpu", "sys"});
@@ -93,9 +94,12 @@ namespace {
 
 // form: element bytes (0-7), elements (8-15), space (16-19), flags
 constexpr uint32_t kSigned = 1u << 20, kStrong = 1u << 21, kWide128 = 1u << 22, kOrdering = 1u << 23,
-                   kBlockScope = 1u << 24;
+                   kBlockScope = 1u << 24, kVolatile = 1u << 25;
 
-exec::Manner manner_of(uint32_t form) { return form & kStrong ? exec::Manner::kStrong : exec::Manner::kWeak; }
+exec::Manner manner_of(uint32_t form) {
+  if (form & kVolatile) return exec::Manner::kVolatile;
+  return form & kStrong ? exec::Manner::kStrong : exec::Manner::kWeak;
+}
 Pattern pattern_of(uint32_t form) { return {(form & kOrdering) != 0, (form & kBlockScope) != 0}; }
 
 Space space_of(uint32_t form) { return static_cast<Space>(form >> 16 & 15); }
@@ -225,8 +229,8 @@ void load_or_store(Form& f) {
   if (q.cache_hint) f.in(2, Type::kB64);
   f.inst.form = static_cast<uint32_t>(bits / 8) | static_cast<uint32_t>(count) << 8 |
                 static_cast<uint32_t>(space) << 16 | (exec::is_signed(t) && bits < 64 ? kSigned : 0) |
-                (q.weak ? 0 : kStrong) | (q.acquire || q.release ? kOrdering : 0) | (q.block ? kBlockScope : 0) |
-                (bits == 128 ? kWide128 : 0);
+                (q.weak ? 0 : kStrong) | (q.is_volatile ? kVolatile : 0) | (q.acquire || q.release ? kOrdering : 0) |
+                (q.block ? kBlockScope : 0) | (bits == 128 ? kWide128 : 0);
   f.emit(store ? &store_run : &load_run,
          q.space == Space::kParam || q.space == Space::kConst ? OpClass::kLoadStoreOther : access_class(space, store));
 }

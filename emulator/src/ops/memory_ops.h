@@ -12,6 +12,7 @@ struct MemoryQualifiers {
   Space space = Space::kGeneric;
   bool acquire = false, release = false;
   bool weak = true;        // neither volatile nor relaxed nor acquire/release
+  bool is_volatile = false;
   bool block = false;      // the scope is no wider than the block (a cluster has one)
   bool cache_hint = false; // one more operand: the policy
   bool nc = false;

@@ -35,6 +35,8 @@ SEND, RECEIVE = "st.release.cta.shared.u32 [flag], 1;", "ld.acquire.cta.shared.u
 ONLY_WARP_0 = "setp.ge.u32 %done, %r0, 32; @%done exit;"
 RELAXED_SEND, RELAXED_RECEIVE = "st.relaxed.cta.shared.u32 [flag], 1;", "ld.relaxed.cta.shared.u32 %r6, [flag];"
 FENCE = "fence.acq_rel.cta;"
+VOLATILE_PUT, VOLATILE_GET = PUT.replace("st", "st.volatile", 1), GET.replace("ld", "ld.volatile", 1)
+VOLATILE_SEND, VOLATILE_RECEIVE = "st.volatile.shared.u32 [flag], 1;", "ld.volatile.shared.u32 %r6, [flag];"
 
 # What is wrong, what its report says, the faulty body, the corrected one.
 CASES = {
@@ -90,9 +92,26 @@ CASES = {
         handed_over(RELAXED_SEND + FENCE, RELAXED_RECEIVE, FENCE), handed_over(FENCE + RELAXED_SEND, RELAXED_RECEIVE, FENCE),
     ),
     "a volatile flag without fences": (
-        "load of a byte that lane 0 of warp 0 wrote",
-        handed_over("st.volatile.shared.u32 [flag], 1;", "ld.volatile.shared.u32 %r6, [flag];"),
-        handed_over("membar.cta; st.volatile.shared.u32 [flag], 1;", "ld.volatile.shared.u32 %r6, [flag];", "membar.cta;"),
+        "load of a byte that lane 0 of warp 0 wrote", handed_over(VOLATILE_SEND, VOLATILE_RECEIVE), handed_over("membar.cta;" + VOLATILE_SEND, VOLATILE_RECEIVE, "membar.cta;"),
+    ),
+    "volatile in place of bar.warp.sync": ("volatile load of a byte that lane 31 of the same warp wrote", VOLATILE_PUT + VOLATILE_GET, VOLATILE_PUT + SYNC + VOLATILE_GET),
+    "volatile in place of a block barrier": (
+        "volatile load of a byte that lane 0 of warp 1 wrote",
+        VOLATILE_PUT + "@%p ld.volatile.shared.u32 %r5, [s+128];", VOLATILE_PUT + "bar.sync 0; @%p ld.volatile.shared.u32 %r5, [s+128];",
+    ),
+    "volatile values overwritten while another lane reads": (
+        "volatile store of a byte that lane 31 of the same warp read",
+        VOLATILE_PUT + SYNC + VOLATILE_GET + VOLATILE_PUT, VOLATILE_PUT + SYNC + VOLATILE_GET + SYNC + VOLATILE_PUT,
+    ),
+    "volatile values behind a flag that nobody acquires": (
+        "volatile load of a byte that lane 0 of warp 0 wrote",
+        handed_over(FENCE + VOLATILE_SEND, VOLATILE_RECEIVE).replace("st.shared.u32 [s]", "st.volatile.shared.u32 [s]").replace("ld.shared.u32 %r5, [s]", "ld.volatile.shared.u32 %r5, [s]"),
+        handed_over(FENCE + VOLATILE_SEND, VOLATILE_RECEIVE, FENCE).replace("st.shared.u32 [s]", "st.volatile.shared.u32 [s]").replace("ld.shared.u32 %r5, [s]", "ld.volatile.shared.u32 %r5, [s]"),
+    ),
+    "a volatile flag raised again without a fence": (
+        "volatile store of a byte that lane 0 of warp 1 read",
+        handed_over(FENCE + VOLATILE_SEND, VOLATILE_RECEIVE, FENCE) + "bar.sync 0; @%p st.volatile.shared.u32 [flag], 2; @%q ld.volatile.shared.u32 %r5, [flag];",
+        handed_over(FENCE + VOLATILE_SEND, VOLATILE_RECEIVE, FENCE) + "bar.sync 0;" + FENCE + "@%p st.volatile.shared.u32 [flag], 2; @%q ld.volatile.shared.u32 %r5, [flag];",
     ),
     "a relaxed atomic raises the flag": (
         "load of a byte that lane 0 of warp 0 wrote",
@@ -131,10 +150,11 @@ def test_its_corrected_twin_is_silent(run_kernel, case):
         "add.u32 %r6, %r4, %r0; cvt.u16.u32 %h, %r0; st.shared.u8 [%r6], %h; ld.shared.u8 %h, [%r6];",
         "atom.shared.add.u32 %r5, [flag], 1; atom.shared.max.u32 %r5, [flag], 7;",
         "st.relaxed.cta.shared.u32 [flag], %r0; ld.relaxed.cta.shared.u32 %r5, [flag];",
+        "st.volatile.shared.u32 [flag], %r0; bar.sync 0; atom.shared.add.u32 %r5, [flag], 1; ld.volatile.shared.u32 %r5, [flag];",
         "ld.shared.u32 %r5, [flag]; bar.sync 0; @%p st.shared.u32 [flag], 3; bar.sync 0; ld.shared.u32 %r5, [flag];",
         "ld.shared.u32 %r5, [flag]; bar.warp.sync -1; ld.shared.u32 %r5, [flag]; bar.sync 0; @%q st.shared.u32 [flag], 3;",
     ],
-    ids=["one instruction of all lanes", "bytes of a word", "atomics", "relaxed accesses", "in turns", "read twice"],
+    ids=["one instruction of all lanes", "bytes of a word", "atomics", "relaxed accesses", "volatile loads of atomics", "in turns", "read twice"],
 )  # fmt: skip
 def test_silent(run_kernel, body):
     launch = run(run_kernel, body)

@@ -91,8 +91,8 @@ def test_independent_progress_of_lanes(run_kernel):
     launch, out = run_kernel(""".visible .entry k(.param .u64 out) { .reg .pred %p; .reg .b32 %r<4>; .reg .b64 %w<2>;
       .shared .align 4 .b32 flag; ld.param.u64 %w0, [out]; mov.u32 %r0, %laneid; st.shared.u32 [flag], 0; bar.warp.sync -1;
       setp.ne.u32 %p, %r0, 0; @%p bra SET;
-      SPIN: ld.volatile.shared.u32 %r1, [flag]; setp.eq.u32 %p, %r1, 0; @%p bra SPIN; bra JOIN;
-      SET: st.volatile.shared.u32 [flag], 9; mov.u32 %r1, 7;
+      SPIN: ld.relaxed.cta.shared.u32 %r1, [flag]; setp.eq.u32 %p, %r1, 0; @%p bra SPIN; bra JOIN;
+      SET: st.relaxed.cta.shared.u32 [flag], 9; mov.u32 %r1, 7;
       JOIN: mul.wide.u32 %w1, %r0, 4; add.u64 %w0, %w0, %w1; st.global.u32 [%w0], %r1; ret; }""")
     assert launch.clean, str(launch)
     assert struct.unpack("32I", out[:128]) == (9,) + (7,) * 31

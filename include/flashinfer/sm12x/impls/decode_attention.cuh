@@ -304,10 +304,9 @@ struct Merged {
     output.y = output.y * mine + other.y * theirs;
   }
 
-  // The quotient, the sink's weight in its sum; zeros where nothing was seen.
+  // The quotient, the sink's weight in its sum; NaN where the scores leave none.
   __device__ __forceinline__ uint32_t finish(float sink, float scale) const {
     const float most = fmaxf(largest, sink);
-    if (sum == 0.0f && sink == kMinusInfinity) return 0;  // a seen position weighs 1 at least, or is no number
     const float mine = exp2_approx(largest - most);
     const float factor = __fdiv_rn(mine * scale, fmaf(sum, mine, exp2_approx(sink - most)));
     return ptx::f32x2_to_bf16x2(output.x * factor, output.y * factor);
@@ -423,7 +422,8 @@ __global__ void __launch_bounds__(kDecodeThreads, kDecodeBlocksOfTokens<kTokens>
   const int64_t first_row = static_cast<int64_t>(sequence) * p.q_len + tile * kTokens;
   auto write = [&](int token, const decode::Merged& merged) {
     __nv_bfloat16* row = p.out + ((first_row + token) * p.num_kv_heads * kDecodeGroup + own_head) * kDecodeHead;
-    reinterpret_cast<uint32_t*>(row)[lane] = merged.finish(sink, p.value_scale);
+    // In a sequence shorter than the call's tokens the first have no position, and see none; others see their own.
+    reinterpret_cast<uint32_t*>(row)[lane] = first_position + token < 0 ? 0 : merged.finish(sink, p.value_scale);
   };
   DecodePartial* partials = p.partials + static_cast<int64_t>(group) * p.splits * kTokens;
 #pragma unroll
