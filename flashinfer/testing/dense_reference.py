@@ -4,12 +4,24 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from .error_bounds import FLOAT32_ROUNDOFF, TENSOR_CORE, Accumulation, affine_error, dot_error, granularity
-from .mxfp_formats import BLOCK, dequantize_mxfp4, dequantize_mxfp8, quantize_mxfp4, quantize_mxfp8, swizzle_scales
+from .mxfp_formats import (
+    BLOCK,
+    dequantize_mxfp4,
+    dequantize_mxfp8,
+    quantize_mxfp4,
+    quantize_mxfp8,
+    swizzle_scales,
+    swizzled_place,
+    unswizzle_scales,
+    with_nan_padding,
+    with_not_numbers,
+)
 
 TOKENS = ("bf16", "quantize_bf16", "quantize_f16", "mxfp8", "mxfp8_linear", "mxfp4", "bf16_to_mxfp4", "f16_to_mxfp4")
 """Formats of tokens, as the kernels number them; those that are quantized inside are bf16 and f16, to MXFP8 or MXFP4."""
@@ -72,33 +84,94 @@ def make_dense_inputs(case: DenseCase, seed: int) -> DenseInputs:
         w = dequantize_mxfp8(weight, linear)
     named: dict[str, Any] = {"out_dtype": case.out_dtype}
     x = _random_matrix(case.num_tokens, case.k, generator)
-    if case.tokens == "bf16":
-        tokens = x.bfloat16()
-        exact = tokens.double()
-    elif case.tokens.startswith("quantize_"):
-        tokens = x.bfloat16() if case.tokens == "quantize_bf16" else x.half()
-        exact = dequantize_mxfp8(*quantize_mxfp8(tokens.float()))
-        named["activation"] = "mxfp8"
-    elif case.tokens.endswith("_to_mxfp4"):
-        tokens = x.bfloat16() if case.tokens == "bf16_to_mxfp4" else x.half()
-        exact = dequantize_mxfp4(*quantize_mxfp4(tokens.float()))
-        named["activation"] = "mxfp4"
+    if "f16" in case.tokens:
+        tokens = x.bfloat16() if "bf16" in case.tokens else x.half()
     elif case.tokens == "mxfp4":
         tokens, scales = quantize_mxfp4(x)
-        exact = dequantize_mxfp4(tokens, scales)
         named["x_scale"] = swizzled(scales)
     else:
         tokens, scales = quantize_mxfp8(x)
-        exact = dequantize_mxfp8(tokens, scales)
         named["swizzled_x_scale"] = case.tokens == "mxfp8"
         named["x_scale"] = swizzled(scales) if case.tokens == "mxfp8" else scales
+    if case.tokens.startswith("quantize_"):
+        named["activation"] = "mxfp8"
+    elif case.tokens.endswith("_to_mxfp4"):
+        named["activation"] = "mxfp4"
     if case.bias is not None:
         named["bias"] = torch.randn(case.n, generator=generator).to(case.bias)
     if case.alpha:
         named["alpha"] = torch.rand(1, generator=generator) + 0.5
     if case.residual:
         named["residual"] = torch.randn(case.num_tokens, case.n, generator=generator).to(case.out_dtype)
-    return DenseInputs((tokens, weight, swizzled(linear)), named, exact, w)
+    return DenseInputs((tokens, weight, swizzled(linear)), named, _token_values(tokens, named), w)
+
+
+def _token_values(tokens: torch.Tensor, named: dict[str, Any]) -> torch.Tensor:
+    """What is multiplied."""
+    scales, rows = named.get("x_scale"), tokens.shape[0]
+    if scales is None:
+        activation = named.get("activation", "bf16")
+        if activation == "bf16":
+            return tokens.double()
+        if activation == "mxfp8":
+            return dequantize_mxfp8(*quantize_mxfp8(tokens.float()))
+        return dequantize_mxfp4(*quantize_mxfp4(tokens.float()))
+    mxfp4 = tokens.dtype is torch.uint8
+    if named.get("swizzled_x_scale", True):
+        scales = unswizzle_scales(scales, rows, tokens.shape[1] * (2 if mxfp4 else 1) // BLOCK)
+    return (dequantize_mxfp4 if mxfp4 else dequantize_mxfp8)(tokens, scales)
+
+
+def dense_inputs_with_not_numbers(case: DenseCase, seed: int) -> Iterator[tuple[str, DenseInputs]]:
+    """Arguments for a case as they are, and with one element of an operand that is NaN or infinite, for each operand; with
+    a name.  Scales of no row and of no block are NaN in all of them.
+    """
+    inputs = make_dense_inputs(case, seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    m, n, k = case.num_tokens, case.n, case.k
+    token, column, element = (int(torch.randint(count, (), generator=generator)) for count in (m, n, k))
+    block = element // BLOCK
+    x, weight, weight_scale = inputs.arguments
+    weight_scale = with_nan_padding(weight_scale, n, k // BLOCK)
+    x_scale = inputs.named.get("x_scale")
+    if x_scale is not None and inputs.named.get("swizzled_x_scale", True):
+        x_scale = with_nan_padding(x_scale, m, k // BLOCK)
+        scale_place = swizzled_place(x_scale, m, k // BLOCK, (token, block))
+    else:
+        scale_place = (token, block)
+    operands: dict[str, torch.Tensor | None] = {
+        **{name: inputs.named.get(name) for name in ("bias", "alpha", "residual")},
+        "x": x,
+        "x_scale": x_scale,
+        "weight": weight,
+        "weight_scale": weight_scale,
+    }
+    places: dict[str, tuple[int, ...]] = {
+        "x": (token, element),
+        "x_scale": scale_place,
+        "weight": (column, element),
+        "weight_scale": swizzled_place(weight_scale, n, k // BLOCK, (column, block)),
+        "bias": (column,),
+        "alpha": (0,),
+        "residual": (token, column),
+    }
+
+    def made(operands: dict[str, Any]) -> DenseInputs:
+        named = dict(inputs.named)
+        named |= {name: value for name, value in operands.items() if name in named}
+        linear = unswizzle_scales(operands["weight_scale"], n, k // BLOCK)
+        dequantize = dequantize_mxfp4 if case.weights == "mxfp4" else dequantize_mxfp8
+        arguments = operands["x"], operands["weight"], operands["weight_scale"]
+        return DenseInputs(
+            arguments, named, _token_values(operands["x"], named), dequantize(operands["weight"], linear)
+        )
+
+    yield "numbers", made(operands)
+    for name, value in operands.items():
+        if value is None or (value.dtype is torch.uint8 and not name.endswith("_scale")):  # each e2m1 is a number
+            continue
+        for what, changed in with_not_numbers(value, places[name]):
+            yield f"{what} in {name}", made({**operands, name: changed})
 
 
 def dense_reference(inputs: DenseInputs, accumulation: Accumulation = TENSOR_CORE) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,4 +186,12 @@ def dense_reference(inputs: DenseInputs, accumulation: Accumulation = TENSOR_COR
     if inputs.named.get("residual") is not None:
         result = result + inputs.named["residual"].double()
         bound = bound + FLOAT32_ROUNDOFF * (result.abs() + bound)
-    return result, bound
+    # Beyond float32, as infinity is that was rounded to MXFP8 or MXFP4, a value is infinite there: what it gives with a weight of
+    # zero, and an infinite alpha with an error of zero, the contract does not fix.
+    free = torch.isnan(bound) & ~torch.isnan(result) | _overflows(inputs.x).unsqueeze(1) | _overflows(inputs.w)
+    return result, torch.where(free, torch.inf, bound)
+
+
+def _overflows(rows: torch.Tensor) -> torch.Tensor:
+    """Whether a row has a number that float32 has not."""
+    return (torch.isfinite(rows) & torch.isinf(rows.float())).any(-1)
