@@ -1,11 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The launcher around the kernels, as it ships, on the virtual SM121: sizes, absent arguments, threads, refusals."""
+"""The launcher around the kernels, as it ships, on the virtual SM121: sizes, absent arguments, threads, refusals; and, with
+lines of it changed, the parts of its workspace, and what lies far from where its memory begins."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
+import mmap
 import random
+import subprocess
+import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +21,25 @@ from virtual_moe import arguments_of, run_moe
 
 from flashinfer.fused_moe.sm12x_launch import allowed_tactics, computes_layer
 from flashinfer.fused_moe.sm12x_validation import Mode
+from flashinfer.gemm import dense_mx
+from flashinfer.gemm.sm12x_group_gemm import GroupGemmProblem, group_gemm
+from flashinfer.jit import fused_moe
 from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm120_module
-from flashinfer.testing import MoECase, check_within_bound, make_moe_inputs, moe_reference
+from flashinfer.jit.sm12x import modules
+from flashinfer.jit.sm12x.instances import GEMM_INSTANCES, MAX_EXPERTS, index_of
+from flashinfer.testing import (
+    TENSOR_CORE,
+    DenseCase,
+    MoECase,
+    check_within_bound,
+    dense_reference,
+    group_gemm_reference,
+    make_dense_inputs,
+    make_group_gemm_inputs,
+    make_moe_inputs,
+    moe_reference,
+    virtual_operators,
+)
 from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
 
 
@@ -35,6 +60,255 @@ def test_a_workspace_serves_fewer_tokens_too(device: VirtualDevice, mode: Mode, 
         assert not smaller, (
             f"{hidden} x {inter}, top-{top_k}: less than for {smaller[:5]} tokens is enough for one more"
         )
+
+
+GROUP_GEMM = {"tiles": (1, 128, 128, 128, True), "out_dtype": None, "tactic": GEMM_INSTANCES[0].index}
+Changes = tuple[tuple[str, str], ...]
+# Each part of the workspace has memory of its own, just as large: what is written or read behind its end, and would hit padding
+# or the next part, is then reported.
+PARTS_APART: Changes = (
+    ("reinterpret_cast<T*>(base_ + used_)", "static_cast<T*>(own_memory(count * sizeof(T)))"),
+    (
+        "class Arena {",
+        """
+void* own_memory(size_t bytes) {
+  void* memory = nullptr;
+  return bytes == 0 || cudaMalloc(&memory, bytes) != cudaSuccess ? nullptr : memory;
+}
+
+class Arena {""",
+    ),
+)
+_changed: dict[Any, Any] = {}
+
+
+def with_changed_launcher(device: VirtualDevice, generate: Callable[..., Any], changes: Changes) -> Any:
+    """A module with ``changes`` of its launcher's text; all objects but the launcher's are the module's own."""
+    if (generate, changes) in _changed:
+        return _changed[generate, changes]
+    with device._compiling():
+        spec = generate()
+        spec.build(need_lock=True)
+        plan = spec.plan
+    (step,) = [step for step in plan.steps if step.source.name == Path(modules._LAUNCHER).name]
+    text, header = step.source.read_text(encoding="utf-8"), step.source.with_suffix(".h")
+    for old, new in (*changes, (f'#include "{header.name}"', f'#include "{header}"')):
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    with tempfile.TemporaryDirectory() as folder:
+        source, library = Path(folder, step.source.name), Path(folder, "changed.so")
+        source.write_text(text, encoding="utf-8")
+        own = source.with_suffix(".o")
+        objects = [str(own if other is step else plan.object_path(other)) for other in plan.steps]
+        for command in (
+            step.command(own, source.with_suffix(".d"), source),
+            (*plan.linker, *objects, *plan.link_flags, "-o", str(library)),
+        ):
+            done = subprocess.run(command, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+        module = _changed[generate, changes] = spec.load(library)
+    return module
+
+
+@pytest.fixture
+def apart(device: VirtualDevice, monkeypatch: pytest.MonkeyPatch) -> VirtualDevice:
+    """The device, on which the modules that have a workspace have its parts apart."""
+    module = device.module
+    generators = (fused_moe.gen_cutlass_fused_moe_sm120_module, modules.gen_group_gemm_module, modules.gen_dense_module)
+
+    def chosen(generate: Callable[..., Any], *arguments: Any) -> Any:
+        apart = generate in generators
+        return with_changed_launcher(device, generate, PARTS_APART) if apart else module(generate, *arguments)
+
+    monkeypatch.setattr(device, "module", chosen)
+    return device
+
+
+# Of a part that has room for several tactics, the one that needs it: many tokens with a short K fill a pair's e4m3 act and its
+# quantized tokens, few of them the streamed layer's float32. Offsets of numbers of experts that fill whole lines, and others.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        ("mxfp8_m8_k128", MoECase(4100, 128, 32, 64, 1, 1)),
+        ("mxfp8_m8_k128", MoECase(150, 64, 96, 16, 2, 0, swizzled_input_sf=False)),
+        ("mxfp8_m8_k128", MoECase(9, 160, 96, 5, 2, 0)),
+        ("mxfp8_as_bf16_m16_k128", MoECase(40, 96, 32, 48, 2, 1)),
+        ("bf16_m8_k128", MoECase(40, 96, 32, 128, 2, 2)),
+        ("stream_mxfp8_as_bf16_m8", MoECase(37, 320, 96, 16, 2, 0)),
+        ("stream_mxfp8_as_bf16_m8", MoECase(9, 96, 160, 32, 4, 1, ep_size=2, ep_rank=1)),
+        ("stream_bf16_m8", MoECase(512, 64, 32, 3, 2, 2)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else f"{value.num_tokens} tokens, {value.num_experts} experts",
+)
+def test_every_part_of_a_layers_workspace_is_as_large_as_what_it_holds(
+    apart: VirtualDevice, name: str, case: MoECase
+) -> None:
+    print("seed", 8)
+    inputs = make_moe_inputs(case, 8)
+    output = run_moe(apart, inputs, case.mode, [index_of(name)] * 2)
+    check_within_bound(output, *moe_reference(inputs, TENSOR_CORE), f"{name}, {case}")
+    assert all(launch.clean for launch in apart.launches)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "tokens"),
+    [
+        ("dense_mxfp4_m32_gemm", "bf16"),
+        ("dense_mxfp8_m32_gemm", "mxfp8_linear"),
+        ("dense_mxfp4_m64_gemm_mxfp8", "quantize_bf16"),
+        ("dense_mxfp4_m64_gemm_mxfp8", "mxfp8_linear"),
+        ("dense_mxfp4_m64_gemm_mxfp8", "mxfp4"),
+        ("dense_mxfp4_m64_gemm_mxfp4", "f16_to_mxfp4"),
+    ],
+)
+def test_every_part_of_a_dense_layers_workspace_is_as_large_as_what_it_holds(
+    apart: VirtualDevice, name: str, tokens: str
+) -> None:
+    print("seed", 9)
+    for m, k in ((70, 320), (3, 96)):
+        inputs = make_dense_inputs(DenseCase(m, 200, k, name.split("_")[1], tokens), 9)
+        out = torch.full((m, 200), torch.nan, dtype=torch.bfloat16)
+        dense_mx(*inputs.arguments, **inputs.named, out=out, tactic=name)
+        check_within_bound(out, *dense_reference(inputs), f"{name}, {tokens}, {m} tokens")
+    assert all(launch.clean for launch in apart.launches)
+
+
+@pytest.mark.slow
+def test_every_part_of_a_grouped_gemms_workspace_is_as_large_as_what_it_holds(apart: VirtualDevice) -> None:
+    print("seed", 10)
+    call = make_group_gemm_inputs([9, 0, 70], 264, 416, 10)
+    out = torch.full((79, 264), torch.nan, dtype=torch.bfloat16)
+    group_gemm(**call, **GROUP_GEMM, out=out)
+    check_within_bound(out, *group_gemm_reference(**call, accumulation=TENSOR_CORE), "grouped GEMM")
+    assert all(launch.clean for launch in apart.launches)
+
+
+def sparse(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    """Zeros that take memory only where something is written."""
+    size = math.prod(shape) * dtype.itemsize
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE, which Python names from 3.13 on
+    return torch.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=torch.uint8).view(dtype).view(shape)
+
+
+@pytest.mark.slow
+def test_rows_of_a_grouped_gemm_beyond_31_bits(device: VirtualDevice) -> None:
+    """Of outputs more than 2^31 elements, of tokens more than 2^32 bytes lie in front of the one group there is."""
+    print("seed", 12)
+    n, k, far, rows = 1024, 4096, 1 << 21, 5
+    near = make_group_gemm_inputs([rows], n, k, 12)
+    a, a_scale = sparse(far + rows, k), sparse(far + 128, k // 32)
+    a[far:], a_scale[far:] = near["a"].view(torch.uint8), near["a_scale"]
+    out = sparse(far + rows, n, dtype=torch.bfloat16)
+    out[far:] = torch.nan
+    m_indptr = torch.tensor([far, far + rows], dtype=torch.int32)
+    problem, tokens = GroupGemmProblem(far + rows, 1, n, k, out.dtype), a.view(torch.float8_e4m3fn)
+    operands = tokens, near["b"], a_scale, near["b_scale"], m_indptr
+    virtual_operators.run_group_gemm(device, problem, out, *operands, GEMM_INSTANCES[0].index)
+    check_within_bound(out[far:], *group_gemm_reference(**near, accumulation=TENSOR_CORE), "far rows")
+
+
+# The prologue would prepare the first tokens, and zero their outputs, for minutes. What it leaves out is 0 here: a token's
+# count of slots that are served elsewhere.
+FEW_PREPARED: Changes = (("prologue.num_tokens = s.num_tokens;", "prologue.num_tokens = 1;"),)
+ONLY_PROLOGUE: Changes = (
+    (
+        "  if (const cudaError_t error = a.fc1_instance->fc1(",
+        "  return {};\n  if (const cudaError_t error = a.fc1_instance->fc1(",
+    ),
+)
+
+
+def run_far_layer(device: VirtualDevice, changes: Changes, arguments: tuple[Any, ...], experts: int) -> None:
+    """A layer of MXFP8 tokens by a pair of GEMMs, in a workspace that takes memory only where something is written."""
+    module, pair = with_changed_launcher(device, gen_cutlass_fused_moe_sm120_module, changes), index_of("mxfp8_m8_k128")
+    virtual_operators._register_instance(device, module, pair)
+    tokens, top_k = arguments[3].shape
+    sizes = tokens, arguments[0].shape[1], arguments[9].shape[2] * 2, experts, top_k, 0, False
+    workspace = sparse(module.sm12x_moe_workspace_size(*sizes))
+    more = workspace, 0, True, 0, experts, pair, pair, True
+    device.call(module.sm12x_moe_run, *arguments, *more, writes=(arguments[0], workspace))
+
+
+@pytest.mark.slow
+def test_tokens_of_a_layer_beyond_31_bits(device: VirtualDevice) -> None:
+    """Inputs, contributions and outputs of more than 2^31 elements: only the last tokens have a local expert."""
+    print("seed", 13)
+    hidden, far, tokens = 4128, 1 << 19, 5
+    near = make_moe_inputs(MoECase(tokens, hidden, 32, 3, 1, 0), 13)
+    assert near.input_sf is not None and near.token_final_scales is not None
+
+    def behind_others(rows: torch.Tensor, fill: int = 0) -> torch.Tensor:
+        others = sparse(far + rows.shape[0], *rows.shape[1:], dtype=rows.dtype)
+        if fill:
+            others.fill_(fill)
+        others[far:] = rows
+        return others
+
+    x = behind_others(near.input.view(torch.uint8)).view(near.input.dtype)
+    x_scale = behind_others(near.input_sf.view(128, -1))
+    ids = behind_others(near.token_selected_experts, fill=-1)
+    weights = behind_others(near.token_final_scales)
+    output = sparse(far + tokens, hidden, dtype=torch.bfloat16)
+    output[far:] = torch.nan
+    arguments = output, x, x_scale, ids, weights, *arguments_of(near, output)[5:]
+    run_far_layer(device, FEW_PREPARED, arguments, 3)
+    check_within_bound(output[far:], *moe_reference(near, TENSOR_CORE), "far tokens")
+
+
+@pytest.mark.slow
+def test_a_token_without_a_local_expert_beyond_31_bits(device: VirtualDevice) -> None:
+    """Its outputs are zeroed; those of the tokens before are left to the GEMMs, which are not launched here."""
+    hidden, tokens, tail = 1 << 16, (1 << 15) + 3, 2
+    layer = make_moe_inputs(MoECase(1, hidden, 32, 2, 1, 0), 14)
+    output = sparse(tokens, hidden, dtype=torch.bfloat16)
+    output[-tail - 1 :] = torch.nan
+    ids = torch.zeros((tokens, 1), dtype=torch.int32)
+    ids[-tail:] = -1
+    x, x_scale = sparse(tokens, hidden).view(torch.float8_e4m3fn), sparse(tokens + -tokens % 128, hidden // 32)
+    arguments = output, x, x_scale, ids, None, *arguments_of(layer, output)[5:]
+    run_far_layer(device, ONLY_PROLOGUE, arguments, 2)
+    assert not output[-tail:].any()
+    assert output[-tail - 1].isnan().all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mxfp8_m8_k128", "stream_mxfp8_as_bf16_m8"])
+def test_weights_of_an_expert_beyond_32_bits(device: VirtualDevice, name: str) -> None:
+    """The last of as many experts as there can be; FC1's weights begin beyond 2^32 bytes, FC2's beyond 2^31."""
+    print("seed", 15)
+    near = make_moe_inputs(MoECase(1, 3072, 2816, 1, 1, 0), 15)
+    changed: dict[str, Any] = {"token_selected_experts": torch.full_like(near.token_selected_experts, MAX_EXPERTS - 1)}
+    for field in dataclasses.fields(near):
+        value = getattr(near, field.name)
+        if isinstance(value, torch.Tensor) and field.name.startswith(("fc1_", "fc2_", "swiglu_")):
+            changed[field.name] = sparse(MAX_EXPERTS, *value.shape[1:], dtype=value.dtype)
+            changed[field.name][-1] = value[0]
+    first = (MAX_EXPERTS - 1) * changed["fc1_weights"][0].numel(), (MAX_EXPERTS - 1) * changed["fc2_weights"][0].numel()
+    assert first[0] > 1 << 32 and first[1] > 1 << 31
+    output = run_moe(device, dataclasses.replace(near, **changed), 0, [index_of(name)] * 2)
+    check_within_bound(output, *moe_reference(near, TENSOR_CORE), name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["pair", "streamed", "dense", "grouped GEMM"])
+def test_a_workspace_that_lacks_a_byte_is_refused(
+    device: VirtualDevice, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    empty = device.empty
+    monkeypatch.setattr(device, "empty", lambda size: empty(size - 1))
+    layer = make_moe_inputs(MoECase(5, 64, 32, 4, 2, 2), 11)
+    dense, groups = make_dense_inputs(DenseCase(5, 40, 64), 11), make_group_gemm_inputs([3, 5], 64, 96, 11)
+    calls: dict[str, Callable[[], Any]] = {
+        "pair": lambda: run_moe(device, layer, 2, [index_of("bf16_m8_k128")] * 2),
+        "streamed": lambda: run_moe(device, layer, 2, [index_of("stream_bf16_m8")] * 2),
+        "dense": lambda: dense_mx(*dense.arguments, tactic="dense_mxfp4_m32_gemm"),
+        "grouped GEMM": lambda: group_gemm(**groups, **GROUP_GEMM, out=None),
+    }
+    with pytest.raises(Exception, match="the workspace is too small"):
+        calls[what]()
+    assert device.launches == []
 
 
 @pytest.mark.slow
