@@ -22,7 +22,7 @@ from virtual_moe import arguments_of, run_moe
 from flashinfer.fused_moe.sm12x_launch import allowed_tactics, computes_layer
 from flashinfer.fused_moe.sm12x_validation import Mode
 from flashinfer.gemm import dense_mx
-from flashinfer.gemm.sm12x_group_gemm import GroupGemmProblem, group_gemm
+from flashinfer.gemm.sm12x_group_gemm import GroupGemmProblem, group_gemm, scale_rows
 from flashinfer.jit import fused_moe
 from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm120_module
 from flashinfer.jit.sm12x import modules
@@ -207,6 +207,31 @@ def test_rows_of_a_grouped_gemm_beyond_31_bits(device: VirtualDevice) -> None:
     operands = tokens, near["b"], a_scale, near["b_scale"], m_indptr
     virtual_operators.run_group_gemm(device, problem, out, *operands, GEMM_INSTANCES[0].index)
     check_within_bound(out[far:], *group_gemm_reference(**near, accumulation=TENSOR_CORE), "far rows")
+
+
+@pytest.mark.slow
+def test_scales_of_a_grouped_gemm_beyond_31_bits(device: VirtualDevice) -> None:
+    """Of the last of as many groups as there can be; its weights begin beyond 2^35 bytes."""
+    print("seed", 16)
+    n, k, rows = 16512, 8192, 3
+    near = make_group_gemm_inputs([rows], n, k, 16)
+    b, b_scale = sparse(MAX_EXPERTS, n, k // 2), sparse(MAX_EXPERTS, n, k // 32)
+    b[-1], b_scale[-1] = near["b"][0], near["b_scale"][0]
+    assert b_scale[:-1].numel() > 1 << 31
+    ends = torch.zeros(MAX_EXPERTS + 1, dtype=torch.int32)
+    ends[-1] = rows
+    a_scale = torch.full((scale_rows(rows, MAX_EXPERTS), k // 32), 255, dtype=torch.uint8)
+    a_scale[127 * (MAX_EXPERTS - 1) // 128 * 128 :][:128] = near["a_scale"]
+    out = torch.full((rows, n), torch.nan, dtype=torch.bfloat16)
+    problem = GroupGemmProblem(rows, MAX_EXPERTS, n, k, out.dtype)
+    virtual_operators.run_group_gemm(
+        device, problem, out, near["a"], b, a_scale, b_scale, ends, GEMM_INSTANCES[0].index
+    )
+    for columns in (slice(128), slice(n - 128, n)):
+        part = {**near, "b": near["b"][:, columns], "b_scale": near["b_scale"][:, columns]}
+        reference, bound = group_gemm_reference(**part, accumulation=TENSOR_CORE)
+        check_within_bound(out[:, columns], reference, bound, f"{columns}")
+    assert not out.isnan().any()
 
 
 # The prologue would prepare the first tokens, and zero their outputs, for minutes. What it leaves out is 0 here: a token's
