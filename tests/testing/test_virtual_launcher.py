@@ -8,6 +8,7 @@ import dataclasses
 import math
 import mmap
 import random
+import shutil
 import subprocess
 import tempfile
 import threading
@@ -19,6 +20,7 @@ import pytest
 import torch
 from virtual_moe import arguments_of, run_moe
 
+from flashinfer._layer import fork_root
 from flashinfer.fused_moe.sm12x_launch import allowed_tactics, computes_layer
 from flashinfer.fused_moe.sm12x_validation import Mode
 from flashinfer.gemm import dense_mx
@@ -40,6 +42,7 @@ from flashinfer.testing import (
     moe_reference,
     virtual_operators,
 )
+from flashinfer.testing.row_top_k_reference import largest_of_rows
 from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
 
 
@@ -63,12 +66,14 @@ def test_a_workspace_serves_fewer_tokens_too(device: VirtualDevice, mode: Mode, 
 
 
 GROUP_GEMM = {"tiles": (1, 128, 128, 128, True), "out_dtype": None, "tactic": GEMM_INSTANCES[0].index}
-Changes = tuple[tuple[str, str], ...]
+Changes = tuple[tuple[str, str, str], ...]  # a file, text that stands there once, what takes its place
+LAUNCHER, KERNELS = f"csrc/{modules._LAUNCHER}", "include/flashinfer/sm12x/impls"
 # Each part of the workspace has memory of its own, just as large: what is written or read behind its end, and would hit padding
 # or the next part, is then reported.
 PARTS_APART: Changes = (
-    ("reinterpret_cast<T*>(base_ + used_)", "static_cast<T*>(own_memory(count * sizeof(T)))"),
+    (LAUNCHER, "reinterpret_cast<T*>(base_ + used_)", "static_cast<T*>(own_memory(count * sizeof(T)))"),
     (
+        LAUNCHER,
         "class Arena {",
         """
 void* own_memory(size_t bytes) {
@@ -82,31 +87,38 @@ class Arena {""",
 _changed: dict[Any, Any] = {}
 
 
-def with_changed_launcher(device: VirtualDevice, generate: Callable[..., Any], changes: Changes) -> Any:
-    """A module with ``changes`` of its launcher's text; all objects but the launcher's are the module's own."""
-    if (generate, changes) in _changed:
-        return _changed[generate, changes]
+def with_changes(
+    device: VirtualDevice, generate: Callable[..., Any], changes: Changes, source: str = Path(LAUNCHER).stem
+) -> Any:
+    """A module one source of which is compiled anew, with ``changes``; its other objects are as they are."""
+    key = generate, changes, source
+    if key in _changed:
+        return _changed[key]
     with device._compiling():
         spec = generate()
         spec.build(need_lock=True)
         plan = spec.plan
-    (step,) = [step for step in plan.steps if step.source.name == Path(modules._LAUNCHER).name]
-    text, header = step.source.read_text(encoding="utf-8"), step.source.with_suffix(".h")
-    for old, new in (*changes, (f'#include "{header.name}"', f'#include "{header}"')):
-        assert text.count(old) == 1, old
-        text = text.replace(old, new)
+    (step,) = [step for step in plan.steps if step.source.stem == source]
+    root = fork_root().resolve()
     with tempfile.TemporaryDirectory() as folder:
-        source, library = Path(folder, step.source.name), Path(folder, "changed.so")
-        source.write_text(text, encoding="utf-8")
-        own = source.with_suffix(".o")
-        objects = [str(own if other is step else plan.object_path(other)) for other in plan.steps]
+        for part in ("include", "csrc"):
+            shutil.copytree(root / part, Path(folder, part))
+        for file, old, new in changes:
+            text = Path(folder, file).read_text(encoding="utf-8")
+            assert text.count(old) == 1, old
+            Path(folder, file).write_text(text.replace(old, new), encoding="utf-8")
+        compiled, library = Path(folder, "changed.o"), Path(folder, "changed.so")
+        ours = step.source.is_relative_to(root / "csrc")
+        there = Path(folder, step.source.relative_to(root)) if ours else step.source
+        first = dataclasses.replace(step, flags=("-I", f"{folder}/include", *step.flags))
+        objects = [str(compiled if other is step else plan.object_path(other)) for other in plan.steps]
         for command in (
-            step.command(own, source.with_suffix(".d"), source),
+            first.command(compiled, compiled.with_suffix(".d"), there),
             (*plan.linker, *objects, *plan.link_flags, "-o", str(library)),
         ):
             done = subprocess.run(command, capture_output=True, text=True)
             assert done.returncode == 0, done.stderr
-        module = _changed[generate, changes] = spec.load(library)
+        module = _changed[key] = spec.load(library)
     return module
 
 
@@ -118,7 +130,7 @@ def apart(device: VirtualDevice, monkeypatch: pytest.MonkeyPatch) -> VirtualDevi
 
     def chosen(generate: Callable[..., Any], *arguments: Any) -> Any:
         apart = generate in generators
-        return with_changed_launcher(device, generate, PARTS_APART) if apart else module(generate, *arguments)
+        return with_changes(device, generate, PARTS_APART) if apart else module(generate, *arguments)
 
     monkeypatch.setattr(device, "module", chosen)
     return device
@@ -236,33 +248,32 @@ def test_scales_of_a_grouped_gemm_beyond_31_bits(device: VirtualDevice) -> None:
 
 # The prologue would prepare the first tokens, and zero their outputs, for minutes. What it leaves out is 0 here: a token's
 # count of slots that are served elsewhere.
-FEW_PREPARED: Changes = (("prologue.num_tokens = s.num_tokens;", "prologue.num_tokens = 1;"),)
-ONLY_PROLOGUE: Changes = (
-    (
-        "  if (const cudaError_t error = a.fc1_instance->fc1(",
-        "  return {};\n  if (const cudaError_t error = a.fc1_instance->fc1(",
-    ),
-)
+FEW_PREPARED: Changes = ((LAUNCHER, "prologue.num_tokens = s.num_tokens;", "prologue.num_tokens = 1;"),)
+LAUNCH_FC1 = "  if (const cudaError_t error = a.fc1_instance->fc1("
+ONLY_PROLOGUE: Changes = ((LAUNCHER, LAUNCH_FC1, "  return {};\n" + LAUNCH_FC1),)
 
 
-def run_far_layer(device: VirtualDevice, changes: Changes, arguments: tuple[Any, ...], experts: int) -> None:
-    """A layer of MXFP8 tokens by a pair of GEMMs, in a workspace that takes memory only where something is written."""
-    module, pair = with_changed_launcher(device, gen_cutlass_fused_moe_sm120_module, changes), index_of("mxfp8_m8_k128")
+def run_far_layer(
+    device: VirtualDevice, changes: Changes, arguments: tuple[Any, ...], experts: int, mode: int = 0
+) -> None:
+    """A layer by a pair of GEMMs, in a workspace that takes memory only where something is written."""
+    module = with_changes(device, gen_cutlass_fused_moe_sm120_module, changes)
+    pair = index_of("bf16_m8_k128" if mode == 2 else "mxfp8_m8_k128")
     virtual_operators._register_instance(device, module, pair)
     tokens, top_k = arguments[3].shape
-    sizes = tokens, arguments[0].shape[1], arguments[9].shape[2] * 2, experts, top_k, 0, False
+    sizes = tokens, arguments[0].shape[1], arguments[9].shape[2] * 2, experts, top_k, mode, False
     workspace = sparse(module.sm12x_moe_workspace_size(*sizes))
-    more = workspace, 0, True, 0, experts, pair, pair, True
+    more = workspace, mode, True, 0, experts, pair, pair, True
     device.call(module.sm12x_moe_run, *arguments, *more, writes=(arguments[0], workspace))
 
 
 @pytest.mark.slow
-def test_tokens_of_a_layer_beyond_31_bits(device: VirtualDevice) -> None:
-    """Inputs, contributions and outputs of more than 2^31 elements: only the last tokens have a local expert."""
+@pytest.mark.parametrize("mode", [0, 2], ids=["MXFP8 input", "W4A16"])
+def test_tokens_of_a_layer_beyond_31_bits(device: VirtualDevice, mode: int) -> None:
+    """Inputs, arranged ones, partial outputs and outputs of more than 2^31 elements: only the last tokens have a local expert."""
     print("seed", 13)
     hidden, far, tokens = 4128, 1 << 19, 5
-    near = make_moe_inputs(MoECase(tokens, hidden, 32, 3, 1, 0), 13)
-    assert near.input_sf is not None and near.token_final_scales is not None
+    near = make_moe_inputs(MoECase(tokens, hidden, 32, 3, 1, mode), 13)
 
     def behind_others(rows: torch.Tensor, fill: int = 0) -> torch.Tensor:
         others = sparse(far + rows.shape[0], *rows.shape[1:], dtype=rows.dtype)
@@ -272,13 +283,16 @@ def test_tokens_of_a_layer_beyond_31_bits(device: VirtualDevice) -> None:
         return others
 
     x = behind_others(near.input.view(torch.uint8)).view(near.input.dtype)
-    x_scale = behind_others(near.input_sf.view(128, -1))
+    x_scale = None if near.input_sf is None else behind_others(near.input_sf.view(128, -1))
     ids = behind_others(near.token_selected_experts, fill=-1)
+    assert near.token_final_scales is not None
     weights = behind_others(near.token_final_scales)
     output = sparse(far + tokens, hidden, dtype=torch.bfloat16)
     output[far:] = torch.nan
     arguments = output, x, x_scale, ids, weights, *arguments_of(near, output)[5:]
-    run_far_layer(device, FEW_PREPARED, arguments, 3)
+    loop = "  while (token < p.num_tokens) {"
+    arrange_far = (f"{KERNELS}/moe_arrange.cuh", loop, f"  token += {far};\n{loop}")
+    run_far_layer(device, (*FEW_PREPARED, *([arrange_far] if mode == 2 else [])), arguments, 3, mode)
     check_within_bound(output[far:], *moe_reference(near, TENSOR_CORE), "far tokens")
 
 
@@ -296,6 +310,56 @@ def test_a_token_without_a_local_expert_beyond_31_bits(device: VirtualDevice) ->
     run_far_layer(device, ONLY_PROLOGUE, arguments, 2)
     assert not output[-tail:].any()
     assert output[-tail - 1].isnan().all()
+
+
+@pytest.mark.slow
+def test_outputs_of_a_streamed_dense_layer_beyond_31_bits(device: VirtualDevice) -> None:
+    """The kernel begins with the tile of tokens that it would come to after hours."""
+    print("seed", 17)
+    n, k, far, rows, tile = 4096, 64, 1 << 19, 5, 8
+    header = f"{KERNELS}/dense_layer.cuh"
+    changes: Changes = (
+        (header, "unit(step), tile(0)", f"unit(step), tile({far // tile})"),
+        (header, "steps(units * tiles)", f"steps(units * (tiles - {far // tile}))"),
+        (header, "for (int first = 0; first < p.num_tokens;", f"for (int first = {far}; first < p.num_tokens;"),
+    )
+    module = with_changes(device, modules.gen_dense_module, changes, "dense_mxfp4_m8_w2")
+    near = make_dense_inputs(DenseCase(rows, n, k, residual=True), 17)
+    x, residual = sparse(far + rows, k, dtype=torch.bfloat16), sparse(far + rows, n, dtype=torch.bfloat16)
+    out = sparse(far + rows, n, dtype=torch.bfloat16)
+    x[far:], residual[far:], out[far:] = near.arguments[0], near.named["residual"], torch.nan
+    operands = out, x, None, *near.arguments[1:], None, None, residual
+    device.call(module.sm12x_dense_run, *operands, None, 0, 0, True, True, writes=(out,))
+    check_within_bound(out[far:], *dense_reference(near), "far rows")
+
+
+@pytest.mark.slow
+def test_largest_outputs_of_rows_beyond_31_bits(device: VirtualDevice) -> None:
+    """The search of two rows takes those behind all others."""
+    print("seed", 18)
+    n, far, top_k = 4100, 1 << 19, 2
+    header = f"{KERNELS}/row_top_k.cuh"
+    changes: Changes = (
+        (
+            header,
+            "row = static_cast<int>(blockIdx.x) / chunks;",
+            f"row = {far} + static_cast<int>(blockIdx.x) / chunks;",
+        ),
+        (header, "row = blockIdx.x;", f"row = {far} + blockIdx.x;"),
+    )
+    module = with_changes(device, modules.gen_dense_module, changes, Path(modules._DENSE_BINDING).stem)
+    logits = sparse(far + 2, n, dtype=torch.bfloat16)
+    logits[far:] = torch.randn(2, n, generator=torch.Generator().manual_seed(18)).bfloat16()
+    values, indices = sparse(far + 2, top_k, dtype=torch.float32), sparse(far + 2, top_k, dtype=torch.int64)
+    ranks = sparse((far + 2) * 3 * top_k * 8)
+
+    def search(*_: torch.Tensor) -> None:
+        module.sm12x_row_top_k_run(values[:2], indices[:2], 0, ranks, logits[:2], True)
+
+    device.call(search, values, indices, ranks, logits, writes=(values, indices, ranks))
+    expected = largest_of_rows(logits[far:], top_k)
+    assert torch.equal(values[far:], expected[0])
+    assert torch.equal(indices[far:], expected[1])
 
 
 @pytest.mark.slow
