@@ -371,7 +371,10 @@ def run_baseline(worker: Worker, tests: Sequence[str], jobs: int) -> None:
                 group = todo.get_nowait()
             except queue.Empty:
                 return
-            code, text, _ = own.run_tests(group)
+            try:
+                code, text, _ = own.run_tests(group)
+            except Exception as error:  # a thread's own end would go unnoticed
+                code, text = 1, f"{group} could not be run: {error}"
             if code != 0:
                 failures.append(text[-4000:])
 

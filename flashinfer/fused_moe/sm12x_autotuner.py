@@ -100,7 +100,7 @@ class SM12xMoERunner(TunableRunner):
         self._profile_cache: dict[int, tuple[Plan, tuple[Any, ...], torch.Tensor]] = {}
 
     def get_cache_key_extras(self, inputs: list[torch.Tensor]) -> tuple[Any, ...]:
-        """What besides the shapes tells saved tactics apart; the same in every process and on every rank."""
+        """What besides the shapes tells saved tactics apart; the same in every process, and on every rank of such a GPU."""
         problem = self.problem
         return (
             int(problem.mode),
@@ -110,6 +110,7 @@ class SM12xMoERunner(TunableRunner):
             problem.num_experts_total,
             self.swizzled_input_sf,
             self.enable_pdl,
+            dispatch.gpu_name(inputs[0].device),
         )
 
     def _names(self, device: torch.device, tokens: int) -> list[str]:
@@ -256,8 +257,9 @@ def tuned_tactics(
     state = tuner_state(tuner)
     if state == NOTHING_TUNED:
         return plan.tactics
-    if state is not None:
-        state = (*state, tune_max_num_tokens, enable_pdl)
+    if state is not None:  # and of a plan, which is of sizes alone, what else tells calls apart
+        dtypes = arguments[_INPUT].dtype, arguments[_OUTPUT].dtype
+        state = (*state, tune_max_num_tokens, enable_pdl, *dtypes, swizzled_input_sf)
     if state is not None and plan.tuned is not None and plan.tuned[0] == state:
         return plan.tuned[1]
     chosen = []

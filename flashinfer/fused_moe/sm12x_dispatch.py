@@ -100,6 +100,12 @@ def is_block_scaled(device: torch.device) -> bool:
     return device.type != "cpu" and has_block_scaled_mma(device.index)
 
 
+@functools.lru_cache(maxsize=64)
+def gpu_name(device: torch.device) -> str:
+    """What ``device`` is called: tactics that were timed on one GPU are those of others of its name, and of no others."""
+    return str(torch.cuda.get_device_name(device)) if device.type == "cuda" else device.type
+
+
 @functools.cache
 def one_device() -> bool:
     """Whether the process sees no more than one CUDA device: it is then the current one."""

@@ -18,7 +18,7 @@ from ..jit.sm12x.instances import DENSE_INSTANCES, DenseInstance
 from ..quantization import mx_cpu
 from ..quantization.mx_cpu import BLOCK_SIZE
 from ..sm12x_probes import NOTHING_TUNED, tuner_state
-from .sm12x_dense import OPERATOR, Operands, choose, gemm_operand, run, weights_of
+from .sm12x_dense import OPERATOR, Operands, _dispatch, choose, gemm_operand, run, weights_of
 from .sm12x_dense_validation import MXFP8_LINEAR
 
 WIDENED = "widened"
@@ -67,8 +67,9 @@ class SM12xDenseRunner(TunableRunner):
         self._profile_cache: dict[int, Operands] = {}
 
     def get_cache_key_extras(self, inputs: list[torch.Tensor]) -> tuple[Any, ...]:
-        """What besides the shapes tells saved tactics apart; the same in every process and on every rank."""
-        return self.weights, self.token_format, str(self.out_dtype), self.on_sm12x
+        """What besides the shapes tells saved tactics apart; the same in every process, and on every rank of such a GPU."""
+        name = _dispatch().gpu_name(inputs[0].device)
+        return self.weights, self.token_format, str(self.out_dtype), self.on_sm12x, name
 
     def _names(self, tokens: int) -> list[str]:
         operand = gemm_operand(self.weights, self.token_format, self.on_sm12x)

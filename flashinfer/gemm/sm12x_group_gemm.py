@@ -326,7 +326,8 @@ class SM12xGroupGemmRunner(TunableRunner):
 
     def get_cache_key_extras(self, inputs: list[torch.Tensor]) -> tuple[Any, ...]:
         """What besides the shapes tells saved tactics apart."""
-        return (str(inputs[0].dtype), str(self.out_dtype), self.num_groups)
+        name = _dispatch().gpu_name(inputs[0].device)
+        return (str(inputs[0].dtype), str(self.out_dtype), self.num_groups, name)
 
     def get_valid_tactics(self, inputs: list[torch.Tensor], profile: Any) -> list[str]:
         """Names of the instances."""

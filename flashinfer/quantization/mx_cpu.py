@@ -171,7 +171,10 @@ def dequantize_mxfp4_linear(
     Both dtypes hold the products exactly, up to overflow of scales near ``2^127``.
     """
     rows = packed.shape[0]
-    pairs = packed.reshape(-1).view(torch.int16).to(torch.int32).bitwise_and_(0xFFFF)
+    flat = packed.reshape(-1)
+    if flat.storage_offset() % 2:  # torch does not see pairs of bytes there
+        flat = flat.clone()
+    pairs = flat.view(torch.int16).to(torch.int32).bitwise_and_(0xFFFF)
     values = _four_element_table(pairs.device).index_select(0, pairs).view(torch.bfloat16)
     blocks = values.view(rows, -1, BLOCK_SIZE)
     if dtype is torch.bfloat16 or not bool((scales >= 252).any()):

@@ -4,12 +4,23 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from .error_bounds import FLOAT32_ROUNDOFF, TENSOR_CORE, Accumulation, affine_error, dot_error
-from .mxfp_formats import BLOCK, Operand, quantize_mxfp4, quantize_mxfp8, swizzle_scales, unswizzle_scales
+from .mxfp_formats import (
+    BLOCK,
+    Operand,
+    quantize_mxfp4,
+    quantize_mxfp8,
+    swizzle_scales,
+    swizzled_place,
+    unswizzle_scales,
+    with_nan_padding,
+    with_not_numbers,
+)
 
 TOKENS = ("bf16", "quantize_bf16", "quantize_f16", "mxfp8", "mxfp8_linear", "mxfp4", "bf16_to_mxfp4", "f16_to_mxfp4")
 """Formats of tokens, as the kernels number them; those that are quantized inside are bf16 and f16, to MXFP8 or MXFP4."""
@@ -109,6 +120,52 @@ def make_dense_inputs(case: DenseCase, seed: int) -> DenseInputs:
     return DenseInputs(case.tokens, (tokens, weight, swizzled(linear)), named)
 
 
+def dense_inputs_with_not_numbers(case: DenseCase, seed: int) -> Iterator[tuple[str, DenseInputs]]:
+    """Arguments for a case as they are, and with one element of an operand that is NaN or infinite, for each operand; with
+    a name.  Scales of no row and of no block are NaN in all of them.
+    """
+    inputs = make_dense_inputs(case, seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    m, n, k = case.num_tokens, case.n, case.k
+    token, column, element = (int(torch.randint(count, (), generator=generator)) for count in (m, n, k))
+    block = element // BLOCK
+    x, weight, weight_scale = inputs.arguments
+    weight_scale = with_nan_padding(weight_scale, n, k // BLOCK)
+    x_scale = inputs.named.get("x_scale")
+    if x_scale is not None and inputs.named.get("swizzled_x_scale", True):
+        x_scale = with_nan_padding(x_scale, m, k // BLOCK)
+        scale_place = swizzled_place(x_scale, m, k // BLOCK, (token, block))
+    else:
+        scale_place = (token, block)
+    operands: dict[str, torch.Tensor | None] = {
+        **{name: inputs.named.get(name) for name in ("bias", "alpha", "residual")},
+        "x": x,
+        "x_scale": x_scale,
+        "weight": weight,
+        "weight_scale": weight_scale,
+    }
+    places: dict[str, tuple[int, ...]] = {
+        "x": (token, element),
+        "x_scale": scale_place,
+        "weight": (column, element),
+        "weight_scale": swizzled_place(weight_scale, n, k // BLOCK, (column, block)),
+        "bias": (column,),
+        "alpha": (0,),
+        "residual": (token, column),
+    }
+
+    def made(operands: dict[str, Any]) -> DenseInputs:
+        named = inputs.named | {name: value for name, value in operands.items() if name in inputs.named}
+        return DenseInputs(case.tokens, (operands["x"], operands["weight"], operands["weight_scale"]), named)
+
+    yield "numbers", made(operands)
+    for name, value in operands.items():
+        if value is None or (value.dtype is torch.uint8 and not name.endswith("_scale")):  # each e2m1 is a number
+            continue
+        for what, changed in with_not_numbers(value, places[name]):
+            yield f"{what} in {name}", made({**operands, name: changed})
+
+
 def dense_reference(inputs: DenseInputs, accumulation: Accumulation = TENSOR_CORE) -> tuple[torch.Tensor, torch.Tensor]:
     """Float64 ``[m, n]`` and its bound, as :func:`~flashinfer.testing.moe_reference` returns them."""
     x, w = inputs.multiplied(), inputs.weights()
@@ -122,4 +179,12 @@ def dense_reference(inputs: DenseInputs, accumulation: Accumulation = TENSOR_COR
     if inputs.named.get("residual") is not None:
         result = result + inputs.named["residual"].double()
         bound = bound + FLOAT32_ROUNDOFF * (result.abs() + bound)
-    return result, bound
+    # Beyond float32, as infinity is that was rounded to MXFP8 or MXFP4, a value is infinite there: what it gives with a weight of
+    # zero, and an infinite alpha with an error of zero, the contract does not fix.
+    free = torch.isnan(bound) & ~torch.isnan(result) | _overflows(x.values).unsqueeze(1) | _overflows(w.values)
+    return result, torch.where(free, torch.inf, bound)
+
+
+def _overflows(rows: torch.Tensor) -> torch.Tensor:
+    """Whether a row has a number that float32 has not."""
+    return (torch.isfinite(rows) & torch.isinf(rows.float())).any(-1)

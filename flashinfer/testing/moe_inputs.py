@@ -5,13 +5,21 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
 
 import torch
 
 from .moe_reference import MoEInputs
-from .mxfp_formats import BLOCK, power_of_two, quantize_mxfp8, swizzle_scales
+from .mxfp_formats import (
+    BLOCK,
+    power_of_two,
+    quantize_mxfp8,
+    swizzle_scales,
+    swizzled_place,
+    with_nan_padding,
+    with_not_numbers,
+)
 
 Data = Literal["normal", "lattice"]
 Routing = Literal["uniform", "one_expert", "few_experts"]
@@ -148,6 +156,62 @@ def make_moe_inputs(case: MoECase, seed: int, device: torch.device | str = "cpu"
     return inputs
 
 
+def moe_inputs_with_not_numbers(inputs: MoEInputs, seed: int) -> Iterator[tuple[str, MoEInputs]]:
+    """``inputs`` as they are, and with one element of an operand that is NaN or infinite, for each operand; with a name.
+
+    The element is one that some token meets.  Scales of no row and of no block are NaN in all of them.
+    """
+    source = _Source(seed, torch.device("cpu"))
+    experts, hidden, half = inputs.fc2_weights.shape
+    tokens, inter = inputs.input.shape[0], 2 * half
+
+    def any_of(count: int, first: int = 0) -> int:
+        return first + int(source.integers(0, count - 1))
+
+    blocks, fc2_blocks = hidden // BLOCK, inter // BLOCK
+    inputs = dataclasses.replace(
+        inputs,
+        fc1_scales=with_nan_padding(inputs.fc1_scales, 2 * inter, blocks),
+        fc2_scales=with_nan_padding(inputs.fc2_scales, hidden, fc2_blocks),
+    )
+    token, slot = any_of(tokens), any_of(inputs.token_selected_experts.shape[1])
+    expert = int(inputs.token_selected_experts[token, slot]) - inputs.ep_rank * experts
+    assert 0 <= expert < experts
+
+    places: list[tuple[str, str, Any]] = [("input", "input", (token, any_of(hidden)))]
+    if inputs.input_sf is not None and not inputs.swizzled_input_sf:
+        places.append(("input_sf", "input_sf", (token, any_of(blocks))))
+    elif inputs.input_sf is not None:
+        scales = with_nan_padding(inputs.input_sf.view(tokens + -tokens % 128, -1), tokens, blocks)
+        inputs = dataclasses.replace(inputs, input_sf=scales)
+        places.append(("input_sf", "input_sf", swizzled_place(scales, tokens, blocks, (token, any_of(blocks)))))
+    for what, name, rows, first, k_blocks in (
+        ("up", "fc1", inter, 0, blocks),
+        ("gate", "fc1", inter, inter, blocks),
+        ("FC2", "fc2", hidden, 0, fc2_blocks),
+    ):
+        row = any_of(rows, first)
+        scales = getattr(inputs, f"{name}_scales")
+        place = swizzled_place(
+            scales, 2 * inter if name == "fc1" else hidden, k_blocks, (expert, row, any_of(k_blocks))
+        )
+        places += [
+            (f"a scale of {what}", f"{name}_scales", place),
+            (f"a bias of {what}", f"{name}_bias", (expert, row)),
+        ]
+    places.append(("token_final_scales", "token_final_scales", (token, slot)))
+    names = ("fc1_global", "fc2_global", "swiglu_alpha", "swiglu_beta", "swiglu_limit")
+    places += [(name, name, (expert,)) for name in names]
+
+    yield "numbers", inputs
+    for what, name, place in places:
+        if getattr(inputs, name) is None:
+            continue
+        for value, tensor in with_not_numbers(getattr(inputs, name), place):
+            changed: dict[str, Any] = {name: tensor}
+            yield f"{value} as {what}", dataclasses.replace(inputs, **changed)
+
+
 def make_group_gemm_inputs(
     sizes: Sequence[int],
     n: int,
@@ -170,18 +234,52 @@ def make_group_gemm_inputs(
     low, high = (124, 130) if data == "normal" else (126, 128)
     linear = source.integers(low, high, cum_m, blocks).to(torch.uint8)
     ends = [0, *itertools.accumulate(sizes)]
-    # Each group's scales begin at a multiple of 128 rows that leaves room for every group before it.
-    rows = (cum_m + 127 * groups) // 128 * 128
-    a_scale = torch.zeros((rows, blocks + -blocks % 4), dtype=torch.uint8, device=source.device)
-    for group, (first, last) in enumerate(itertools.pairwise(ends)):
-        start = (first + 127 * group) // 128 * 128
-        swizzled = swizzle_scales(linear[first:last])
-        a_scale[start : start + swizzled.shape[0]] = swizzled
     b, b_scale = _weights(source, groups, n, k, data)
     return {
         "a": values.to(dtype),
         "b": b,
-        "a_scale": a_scale,
+        "a_scale": _scales_of_groups(linear, ends),
         "b_scale": b_scale,
         "m_indptr": torch.tensor(ends, dtype=torch.int32, device=source.device),
     }
+
+
+def _scales_of_groups(linear: torch.Tensor, ends: Sequence[int]) -> torch.Tensor:
+    """Each group's scales begin at a multiple of 128 rows that leaves room for every group before it; the rest is 0."""
+    groups, blocks = len(ends) - 1, linear.shape[1]
+    rows = (linear.shape[0] + 127 * groups) // 128 * 128
+    scales = linear.new_zeros((rows, blocks + -blocks % 4))
+    for group, (first, last) in enumerate(itertools.pairwise(ends)):
+        start = (first + 127 * group) // 128 * 128
+        swizzled = swizzle_scales(linear[first:last])
+        scales[start : start + swizzled.shape[0]] = swizzled
+    return scales
+
+
+def group_gemm_inputs_with_not_numbers(
+    call: dict[str, torch.Tensor], seed: int
+) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+    """As :func:`moe_inputs_with_not_numbers`, of what :func:`make_group_gemm_inputs` gives."""
+    source = _Source(seed, torch.device("cpu"))
+    cum_m, k = call["a"].shape
+    groups, n, _ = call["b"].shape
+    blocks, ends = k // BLOCK, call["m_indptr"].tolist()
+    row, block, column = (int(source.integers(0, count - 1)) for count in (cum_m, blocks, n))
+    group = next(index for index in range(groups) if ends[index] <= row < ends[index + 1])
+    one = torch.zeros((cum_m, blocks), dtype=torch.uint8)
+    one[row, block] = 1
+    of_row = _scales_of_groups(one, ends).nonzero()[0].tolist()
+    used = _scales_of_groups(torch.ones_like(one), ends).bool().to(call["a"].device)
+    call = {
+        **call,
+        "a_scale": torch.where(used, call["a_scale"], 255),
+        "b_scale": with_nan_padding(call["b_scale"], n, blocks),
+    }
+    yield "numbers", call
+    for name, place in (
+        ("a", (row, int(source.integers(0, k - 1)))),
+        ("a_scale", tuple(of_row)),
+        ("b_scale", swizzled_place(call["b_scale"], n, blocks, (group, column, block))),
+    ):
+        for value, changed in with_not_numbers(call[name], place):
+            yield f"{value} in {name}", {**call, name: changed}

@@ -8,6 +8,7 @@ float64, and so do their products.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -152,6 +153,37 @@ def unswizzle_scales(swizzled: torch.Tensor, rows: int, blocks: int) -> torch.Te
     tiles = swizzled.contiguous().view(torch.uint8).reshape(*lead, padded_rows // 128, padded_blocks // 4, 32, 4, 4)
     linear = tiles.movedim((-4, -3, -2), (-2, -3, -4))
     return linear.reshape(*lead, padded_rows, padded_blocks)[..., :rows, :blocks].contiguous()
+
+
+def with_nan_padding(swizzled: torch.Tensor, rows: int, blocks: int) -> torch.Tensor:
+    """128x4 scales of which those of no row, or of no block, are NaN: nobody may use them."""
+    lead = swizzled.shape[:-2]
+    used = swizzle_scales(torch.ones((*lead, rows, blocks), dtype=torch.uint8, device=swizzled.device))
+    return torch.where(used.view(swizzled.shape).bool(), swizzled, NAN_SCALE)
+
+
+def swizzled_place(scales: torch.Tensor, rows: int, blocks: int, place: tuple[int, ...]) -> tuple[int, ...]:
+    """Where 128x4 scales of shape ``scales`` have the one of (..., row, block)."""
+    lead = [index + 1 for index in place[:-2]]
+    mark = torch.zeros((*lead, rows, blocks), dtype=torch.uint8)
+    mark[place] = 1
+    return tuple(swizzle_scales(mark).view(*lead, *scales.shape[len(lead) :]).nonzero()[0].tolist())
+
+
+# Bytes that are no numbers: of UE8M0 scales NaN, of e4m3 both NaN, of e5m2 NaN and both infinities.
+_NOT_NUMBERS: dict[torch.dtype, tuple[float, ...]] = {
+    torch.uint8: (NAN_SCALE,),
+    torch.float8_e4m3fn: (0x7F, 0xFF),
+    torch.float8_e5m2: (0x7D, 0x7C, 0xFC),
+}
+
+
+def with_not_numbers(tensor: torch.Tensor, place: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Copies of floating-point values, or of UE8M0 bytes, with each value that is no number at ``place``, and its name."""
+    for value in _NOT_NUMBERS.get(tensor.dtype, (torch.nan, torch.inf, -torch.inf)):
+        changed = tensor.clone()
+        (changed.view(torch.uint8) if tensor.dtype in _NOT_NUMBERS else changed)[place] = value
+        yield f"{changed[place].float().item() if tensor.dtype is not torch.uint8 else torch.nan}", changed
 
 
 _LEAST_EXPONENTS = {torch.float8_e4m3fn: -6, torch.float8_e5m2: -14}

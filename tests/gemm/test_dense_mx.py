@@ -27,7 +27,7 @@ from flashinfer.jit import core
 from flashinfer.jit.sm12x import modules
 from flashinfer.sm12x_gpu_probe.mma import accumulation_on
 from flashinfer.testing import DenseCase, check_within_bound, dense_reference, make_dense_inputs
-from flashinfer.testing.dense_reference import TOKENS, TOKENS_OF
+from flashinfer.testing.dense_reference import TOKENS, TOKENS_OF, dense_inputs_with_not_numbers
 
 
 def on(device: torch.device, case: DenseCase, seed: int) -> Any:
@@ -77,12 +77,28 @@ def test_every_instance(device: torch.device, row: Any) -> None:
     check(device, case, 7, tactic=row.index)
 
 
+@pytest.mark.parametrize("weights", ["mxfp4", "mxfp8"])
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_what_is_no_number_stays_in_its_row_or_column(device: torch.device, weights: str, tokens: str) -> None:
+    if weights == "mxfp8" and tokens.endswith("to_mxfp4"):
+        pytest.skip("tokens are rounded to MXFP4 for MXFP4 weights")
+    print("seed", 10)
+    case = DenseCase(5, 40, 96, weights, tokens, torch.float32, True, True, torch.float32)
+    for what, inputs in dense_inputs_with_not_numbers(case, 10):
+        arguments = [tensor.to(device) for tensor in inputs.arguments]
+        named = {key: v.to(device) if isinstance(v, torch.Tensor) else v for key, v in inputs.named.items()}
+        out = torch.full((5, 40), torch.nan, device=device)
+        dense_mx(*arguments, **named, out=out)
+        check_within_bound(out.cpu(), *dense_reference(inputs, accumulation_on(device)), what)
+
+
 def test_widened_weights_in_several_pieces(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sm12x_dense, "WIDENED_TOKENS", {False: 1, True: 1})
     monkeypatch.setattr(sm12x_dense, "WIDENED_IN_PIECES_TOKENS", {"mxfp4": 1, "mxfp8": 1})
-    monkeypatch.setattr(sm12x_dense, "WIDENED_BYTES", 256 * 160 * 2)
-    for weights in ("mxfp4", "mxfp8"):
-        check(device, DenseCase(20, 700, 160, weights, "quantize_bf16", torch.bfloat16, True, True), 8)
+    for rows in (256, 300, 1):  # of bfloat16; of the CPU's float32 half as many
+        monkeypatch.setattr(sm12x_dense, "WIDENED_BYTES", rows * 160 * 2)
+        for weights in ("mxfp4", "mxfp8"):
+            check(device, DenseCase(20, 700, 160, weights, "quantize_bf16", torch.bfloat16, True, True), 8)
 
 
 def test_no_tokens(device: torch.device) -> None:

@@ -79,7 +79,14 @@ def stand(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stand]:
     AutoTuner.get().clear_cache()
 
 
-def arguments(tokens: int, weights: str = "mxfp4", form: str = "bf16", n: int = N) -> dict[str, Any]:
+def arguments(
+    tokens: int,
+    weights: str = "mxfp4",
+    form: str = "bf16",
+    n: int = N,
+    dtype: torch.dtype = torch.bfloat16,
+    **more: Any,
+) -> dict[str, Any]:
     def empty(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
@@ -87,9 +94,10 @@ def arguments(tokens: int, weights: str = "mxfp4", form: str = "bf16", n: int = 
     made: dict[str, Any] = {
         "weight": empty(n, K // 2) if mxfp4 else empty(n, K, dtype=torch.float8_e4m3fn),
         "weight_scale": empty(swizzled_size(n, blocks)),
+        **more,
     }
     if form in ("bf16", "mxfp8"):
-        return made | {"x": empty(tokens, K, dtype=torch.bfloat16), "activation": form}
+        return made | {"x": empty(tokens, K, dtype=dtype), "activation": form}
     made["x"] = empty(tokens, K // 2) if form == "mxfp4" else empty(tokens, K, dtype=torch.float8_e4m3fn)
     linear = form == "linear"
     made["x_scale"] = empty(tokens, blocks) if linear else empty(swizzled_size(tokens, blocks))
@@ -186,6 +194,51 @@ def test_other_layers_are_tuned_apart(stand: Stand, tmp_path: Path) -> None:
     assert [took(stand, 8, **call) for call in calls] == planned
     with autotune(False, cache=cache):
         assert [took(stand, 8, **call) for call in calls] == best
+
+
+def forget() -> None:
+    """Another process begins."""
+    AutoTuner.get().clear_cache()
+    sm12x_dense_tuning._tuned.clear()
+
+
+def test_calls_of_other_dtypes_and_layouts_are_tuned_apart(stand: Stand, tmp_path: Path) -> None:
+    """In a process, and by a file in another one."""
+    calls: list[dict[str, Any]] = [
+        *({"form": form} for form in FORMATS),
+        {"form": "mxfp8", "dtype": torch.float16},
+        {"out_dtype": torch.float32},
+        {"out_dtype": torch.float16},
+    ]
+    best = "dense_mxfp4_m8_w3"
+    stand.times = {best: 0.5}
+    for tuned in calls:
+        cache = str(tmp_path / "tactics.json")
+        with autotune(True, cache=cache):
+            assert took(stand, 8, **tuned) == best
+        assert [call for call in calls if took(stand, 8, **call) == best] == [tuned]
+        forget()
+        with autotune(False, cache=cache):
+            assert [call for call in calls if took(stand, 8, **call) == best] == [tuned]
+        forget()
+        Path(cache).unlink()
+
+
+def test_a_gpus_tactics_are_not_those_of_another(stand: Stand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    best, cache = "dense_mxfp4_m8_w3", str(tmp_path / "tactics.json")
+    stand.times = {best: 0.5}
+
+    def on(name: str) -> str:
+        monkeypatch.setattr(sm12x_dispatch, "gpu_name", lambda device: name)
+        sm12x_dense_tuning._tuned.clear()  # the device is the same here
+        return took(stand, 8)
+
+    with autotune(True, cache=cache):
+        assert on("NVIDIA GB10") == best
+    assert on("NVIDIA GB10") == best != on("NVIDIA GeForce RTX 5090")
+    forget()
+    with autotune(False, cache=cache):
+        assert on("NVIDIA GB10") == best != on("NVIDIA GeForce RTX 5090")
 
 
 def test_a_forced_instance_wins(stand: Stand) -> None:

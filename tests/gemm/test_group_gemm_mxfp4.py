@@ -22,6 +22,7 @@ from flashinfer.testing import (
     group_gemm_reference,
     make_group_gemm_inputs,
 )
+from flashinfer.testing.moe_inputs import group_gemm_inputs_with_not_numbers
 
 Arguments = dict[str, Any]
 DEFAULT_TILES = (1, 128, 128, 128, True)
@@ -62,7 +63,7 @@ def test_group_sizes(sizes: list[int], data: str, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("n", [8, 32, 120, 128, 720, 2880])
-@pytest.mark.parametrize("k", [32, 96, 128, 736])
+@pytest.mark.parametrize("k", [32, 96, 128, 192, 736])
 def test_extents(n: int, k: int, device: torch.device) -> None:
     _check([5, 12], n, k, device, seed=n + k, data="lattice")
 
@@ -130,6 +131,17 @@ def test_other_devices_are_upstreams(monkeypatch: pytest.MonkeyPatch) -> None:
     operands = tuple(inputs[name] for name in ("a", "b", "a_scale", "b_scale", "m_indptr"))
     assert all(given is passed for given, passed in zip(operands, seen["args"][:5], strict=True))
     assert seen["args"][5:] == (2, 128, 192, 256, False, None, None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_what_is_no_number_stays_in_its_row_or_column(dtype: torch.dtype, device: torch.device) -> None:
+    print("seeds", 10, 11)
+    accumulation = accumulation_on(device)
+    inputs = make_group_gemm_inputs([9, 0, 5], 136, 160, 10, device, dtype)
+    for what, call in group_gemm_inputs_with_not_numbers(inputs, 11):
+        out = torch.full((14, 136), torch.nan, dtype=torch.float16, device=device)
+        group_gemm_mxfp4_nt_groupwise(**call, out=out)
+        check_within_bound(out, *group_gemm_reference(**call, accumulation=accumulation), what)
 
 
 def test_planted_faults_leave_the_bound(device: torch.device) -> None:

@@ -81,9 +81,10 @@ def test_out_is_written_and_checked():
         flashinfer.mm_fp4(a, b, a_scales, b_scales, use_8x4_sf_layout=True, **given)
 
 
-def test_mxfp8_and_16_bit_tokens_by_upstreams_names():
+@pytest.mark.parametrize("k", [160, 192])
+def test_mxfp8_and_16_bit_tokens_by_upstreams_names(k):
     """The same call as ``dense_mx``, whose results are held to their bound elsewhere."""
-    m, n, k = 3, 70, 160
+    m, n = 3, 70
     print("seed", 8)
     generator = torch.Generator().manual_seed(8)
     x, w = (torch.randn(rows, k, generator=generator).bfloat16() for rows in (m, n))
@@ -92,8 +93,10 @@ def test_mxfp8_and_16_bit_tokens_by_upstreams_names():
     x_sf, w_sf, w4_sf = (mx_cpu.swizzle_128x4(s) for s in (x_scales, w_scales, w4_scales))
     alpha = torch.tensor([0.5])
     dense = flashinfer.gemm.dense_mx
-    got = flashinfer.mm_mxfp8(x8, w8.t(), x_sf.flatten(), w_sf.flatten(), backend="sm12x")
-    assert torch.equal(got, dense(x8, w8, w_sf, x_scale=x_sf))
+    wide = torch.cat((x8.view(torch.uint8), x8.view(torch.uint8)[:, :8]), 1).view(x8.dtype)
+    for a in (x8, wide[:, :k]):
+        got = flashinfer.mm_mxfp8(a, w8.t(), x_sf.flatten(), w_sf.flatten(), backend="sm12x")
+        assert torch.equal(got, dense(x8, w8, w_sf, x_scale=x_sf))
     weights = flashinfer.gemm.prepare_bf16_fp4_weights(w4, w4_sf, alpha, backend="sm12x", block_size=32)
     got = flashinfer.mm_bf16_fp4(x, *weights, backend="sm12x", block_size=32)
     assert torch.equal(got, dense(x, w4, w4_sf, alpha=alpha))

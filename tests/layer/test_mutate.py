@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,8 @@ mutate = load_tool("mutate")
 TOY = {
     "toy.py": "def area(a, b):\n    assert a >= 0\n    return a * b\n",
     "tests/testing/separate_instances.py": "",
+    "emulator/python/vsm/__init__.py": "",
+    "emulator/python/vsm/preload.py": "",
     "tests/test_toy.py": "import toy\n\n\ndef test_area():\n    assert toy.area(2, 3) == 6\n",
 }
 
@@ -39,9 +44,25 @@ def test_the_list_can_be_applied() -> None:
     for mutation in mutations:
         text = (REPO / mutation.file).read_text(encoding="utf-8")
         assert mutate.changed(text, mutation) != text
-        for test in mutation.tests:
-            file, _, function = re.split(r" -k |\[", test)[0].partition("::")
-            assert f"def {function}" in (REPO / file).read_text(encoding="utf-8"), test
+
+
+def test_every_test_of_the_list_can_be_collected() -> None:
+    """Parameters included, under the plugin that empties the instance tables: else the baseline fails when its day comes."""
+    tests = {test for mutation in mutate.read_list(REPO / mutate.LIST) for test in mutation.tests}
+    parts = [(test, *re.split("::| -k ", test, maxsplit=1)) for test in tests]
+    paths = os.pathsep.join(map(str, (REPO, REPO / "tests" / "testing")))
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *mutate.PLUGINS, *{file for _, file, _ in parts}]
+    environment = {**os.environ, "PYTHONPATH": paths}
+    found = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout + found.stderr
+    collected = found.stdout.splitlines()
+    for test, file, rest in parts:
+        if " -k " not in test:
+            # A whole function has its parameters behind it.
+            assert any(test in (node, node.partition("[")[0]) for node in collected), test
+        else:
+            assert rest.isidentifier(), f"{test}: one word, which pytest looks for in the names of tests"
+            assert any(node.startswith(f"{file}::") and rest in node for node in collected), test
 
 
 def test_every_outcome(toy: Path, tmp_path: Path) -> None:
@@ -84,6 +105,36 @@ def test_nothing_is_tried_where_tests_fail_anyway(toy: Path, tmp_path: Path) -> 
     (toy / "toy.py").write_text("def area(a, b):\n    return 7\n")
     mutation = mutate.Mutation("other", "toy.py", "7", "8", ("tests/test_toy.py::test_area",))
     with pytest.raises(RuntimeError, match="tests fail without any change"):
+        mutate.run([mutation], toy, tmp_path / "work", jobs=1, limit=60)
+
+
+def test_the_command_fails_where_tests_of_the_days_changes_fail_anyway(toy: Path, tmp_path: Path) -> None:
+    """As CI calls it: that of another day's change would pass."""
+    (toy / "tools").mkdir()
+    shutil.copy(REPO / "tools" / "mutate.py", toy / "tools")
+    (toy / "tests" / "test_toy.py").write_text(
+        TOY["tests/test_toy.py"] + "\n\ndef test_nothing():\n    assert toy.area(2, 3) == 7\n"
+    )
+    entry = (
+        '[[mutation]]\nname = "{0}"\nfile = "toy.py"\nold = "a * b"\nnew = "a"\ntests = ["tests/test_toy.py::{0}"]\n'
+    )
+    (toy / mutate.LIST).write_text(entry.format("test_area") + entry.format("test_nothing"))
+    status = []
+    for turn in range(2):
+        command = [sys.executable, "tools/mutate.py", "--rotate", "1", "--turn", str(turn), "--jobs", "2"]
+        done = subprocess.run(command, cwd=toy, capture_output=True, text=True)
+        status.append(done.returncode)
+        assert ("tests fail without any change" in done.stderr) == (turn == 1), done.stdout + done.stderr
+    assert status == [0, 1]
+
+
+def test_a_baseline_that_did_not_run_is_none(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("no processes left")
+
+    monkeypatch.setattr(mutate.Worker, "run_tests", refuse)
+    mutation = mutate.Mutation("sum", "toy.py", "a * b", "a + b", ("tests/test_toy.py::test_area",))
+    with pytest.raises(RuntimeError, match="no processes left"):
         mutate.run([mutation], toy, tmp_path / "work", jobs=1, limit=60)
 
 

@@ -36,6 +36,7 @@ from flashinfer.testing import (
     swizzle_scales,
     unswizzle_scales,
 )
+from flashinfer.testing.moe_inputs import moe_inputs_with_not_numbers
 
 MODES = (0, 1, 2)
 
@@ -233,7 +234,8 @@ def test_output_and_bias_dtypes(
 @pytest.mark.parametrize("swizzled", [True, False])
 @pytest.mark.parametrize("num_tokens", [1, 127, 128, 129])
 def test_input_scale_layouts(swizzled: bool, num_tokens: int, device: torch.device) -> None:
-    _check(MoECase(num_tokens, 160, 64, 4, 2, 0, swizzled_input_sf=swizzled), 14, device)
+    for hidden in (160, 192):
+        _check(MoECase(num_tokens, hidden, 64, 4, 2, 0, swizzled_input_sf=swizzled), 14, device)
 
 
 @pytest.mark.parametrize("input_dtype", [torch.bfloat16, torch.float16])
@@ -358,6 +360,16 @@ def test_nan_scale_of_fc2_reaches_only_its_output_column(mode: int, device: torc
     assert expected.any()
     assert torch.equal(torch.isnan(dirty), expected)
     assert same_bits(dirty[~expected], clean[~expected])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_no_number_stays_where_it_is(mode: int, device: torch.device) -> None:
+    """NaN and infinity in each operand: the outputs that are NaN are the reference's, of other tokens and experts none."""
+    print("seeds", 30, 31)
+    inputs = make_moe_inputs(MoECase(12, 160, 96, 6, 2, mode), 30, device)
+    for what, changed in moe_inputs_with_not_numbers(inputs, 31):
+        reference, bound = moe_reference(changed, accumulation_on(device))
+        check_within_bound(run(changed, device, 0xFF, None), reference, bound, what)
 
 
 def test_nan_input_scale_reaches_only_its_token(device: torch.device) -> None:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tactic in a cache file is a row's name: it is that row in another table, too, and a number is never one."""
+"""A tactic in a cache file is a row's name: it is that row in another table, too, and a number is never one. It is of calls
+of the same dtypes and layouts, on a GPU of the same name.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +26,21 @@ from flashinfer.jit.sm12x.instances import GEMM_INSTANCES, INSTANCES, SM12X
 from flashinfer.testing import make_group_gemm_inputs
 
 BEST = "mxfp8_m128_k128"  # what the profiler finds fastest; no planner's choice for the sizes below
+# Calls of the same shapes that are not tuned together.
+KINDS: dict[str, list[Any]] = {
+    "MoE": [
+        {},
+        {"swizzled_input_sf": False},
+        {"output_dtype": torch.float16},
+        {"mode": 1},
+        {"mode": 1, "input_dtype": torch.float16},
+    ],
+    "grouped GEMM": [
+        (torch.float8_e4m3fn, torch.bfloat16),
+        (torch.float8_e5m2, torch.bfloat16),
+        (torch.float8_e4m3fn, torch.float16),
+    ],
+}
 
 
 @pytest.fixture
@@ -62,14 +79,13 @@ def call(
     module: RecordingModule,
     profiled: list[str],
     restart: Callable[[], None],
-) -> Callable[[], int]:
-    """An operator that answers with the number of the tactic launched."""
+) -> Callable[..., int]:
+    """An operator that answers with the number of the tactic launched; ``kind``: one of :data:`KINDS`."""
     if request.param == "MoE":
         restart()
-        arguments = meta_arguments(0)
 
-        def layer() -> int:
-            flashinfer.cutlass_fused_moe(**arguments, tune_max_num_tokens=8)
+        def layer(kind: int = 0) -> int:
+            flashinfer.cutlass_fused_moe(**meta_arguments(**KINDS["MoE"][kind]), tune_max_num_tokens=8)
             return int(module.launches[-1]["tactic_fc1"])
 
         return layer
@@ -86,10 +102,12 @@ def call(
     monkeypatch.setattr(sm12x_dispatch, "group_gemm_module", Recorder)
     monkeypatch.setattr(sm12x_group_gemm, "device_support_pdl", lambda device: True)
     restart()
-    operands = {name: tensor.to("meta") for name, tensor in make_group_gemm_inputs([3, 5], 64, 96, 0).items()}
 
-    def gemm() -> int:
-        sm12x_group_gemm.group_gemm(**operands, tiles=(1, 128, 128, 128, True), out=None, out_dtype=torch.bfloat16)
+    def gemm(kind: int = 0) -> int:
+        dtype, out_dtype = KINDS["grouped GEMM"][kind]
+        made = make_group_gemm_inputs([3, 5], 64, 96, 0, dtype=dtype)
+        operands = {name: tensor.to("meta") for name, tensor in made.items()}
+        sm12x_group_gemm.group_gemm(**operands, tiles=(1, 128, 128, 128, True), out=None, out_dtype=out_dtype)
         return launched[-1]
 
     return gemm
@@ -181,6 +199,43 @@ def test_numbers_of_before_are_refused_in_one_line(
     file_of(lambda key: key)
     with autotune(False, cache=str(cache)):
         assert call() == default
+
+
+def test_calls_of_other_dtypes_and_layouts_are_tuned_apart(
+    call: Callable[..., int], restart: Callable[[], None], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """In a process, and by a file in another one."""
+    best, kinds = instances.index_of(BEST), range(len(KINDS[request.node.callspec.params["call"]]))
+    for tuned in kinds:
+        cache = str(tmp_path / f"{tuned}.json")
+        with autotune(True, cache=cache):
+            assert call(tuned) == best
+        assert [kind for kind in kinds if call(kind) == best] == [tuned]
+        restart()
+        with autotune(False, cache=cache):
+            assert [kind for kind in kinds if call(kind) == best] == [tuned]
+        restart()
+
+
+def test_a_gpus_tactics_are_not_those_of_another(
+    call: Callable[..., int], restart: Callable[[], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    best, cache = instances.index_of(BEST), str(tmp_path / "tactics.json")
+
+    def on(name: str) -> int:
+        monkeypatch.setattr(sm12x_dispatch, "gpu_name", lambda device: name)
+        for place in (sm12x_operator, sm12x_group_gemm):  # a plan is of a device
+            monkeypatch.setattr(place, "_plans", {})
+        monkeypatch.setattr(sm12x_signature_cache, "_cache", {})
+        return call()
+
+    with autotune(True, cache=cache):
+        assert on("NVIDIA GB10") == best
+    assert [on("NVIDIA GeForce RTX 5090"), on("NVIDIA GB10")] == [on("a third"), best]
+    assert on("a third") != best
+    restart()
+    with autotune(False, cache=cache):
+        assert on("NVIDIA GB10") == best != on("NVIDIA GeForce RTX 5090")
 
 
 def test_numbers_are_what_names_say_and_no_place_of_before() -> None:

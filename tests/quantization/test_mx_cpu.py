@@ -279,3 +279,14 @@ def test_an_unknown_scale_rule_is_named() -> None:
     for quantize in (mxfp4_quantize, mxfp8_quantize):
         with pytest.raises(ValueError, match=r"scale_rule is 'least'; it must be one of 'amax', 'mse'"):
             quantize(x, scale_rule="least")
+
+
+def test_packed_values_may_start_at_any_byte() -> None:
+    """Weights that are part of a larger buffer."""
+    packed, scales = quantize_mxfp4(torch.randn(5, 96, generator=_seeded(6)))
+    buffer = torch.zeros(packed.numel() + 3, dtype=torch.uint8)
+    expected = dequantize_mxfp4(packed, scales)
+    for offset in (1, 2, 3):
+        view = buffer[offset : offset + packed.numel()].view(packed.shape)
+        view.copy_(packed)
+        assert torch.equal(dequantize_mxfp4_linear(view, scales).double(), expected)

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import flashinfer
+from flashinfer.gemm import dense_mx
 from flashinfer.jit.sm12x.instances import INSTANCES
-from flashinfer.testing import MoECase, make_group_gemm_inputs, make_moe_inputs
+from flashinfer.testing import DenseCase, MoECase, make_dense_inputs, make_group_gemm_inputs, make_moe_inputs
 from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
 
 pytestmark = pytest.mark.slow
@@ -76,8 +77,14 @@ def test_scales_of_weights(device: VirtualDevice, position: int, name: str, alig
 @pytest.mark.parametrize("streamed", [False, True], ids=["pair", "streamed"])
 @pytest.mark.parametrize(
     ("swizzled", "hidden", "offset"),
-    [(True, 160, 4), (False, 256, 4), (False, 160, 5), (False, 160, 2)],
-    ids=["128x4", "linear, whole words", "linear, a row on", "linear, odd words"],
+    [(True, 160, 4), (False, 256, 4), (False, 160, 5), (False, 160, 2), (False, 192, 6)],
+    ids=[
+        "128x4",
+        "linear, whole words",
+        "linear, a row on",
+        "linear, odd words",
+        "linear, two blocks in the last word",
+    ],
 )
 def test_scales_of_tokens_that_start_where_they_may(
     device: VirtualDevice, swizzled: bool, hidden: int, offset: int, streamed: bool
@@ -117,4 +124,67 @@ def test_scales_of_rows_are_words(device: VirtualDevice) -> None:
     expected = flashinfer.gemm.group_gemm_mxfp4_nt_groupwise(**arguments)
     arguments["a_scale"] = shifted(arguments["a_scale"], 4)
     assert torch.equal(flashinfer.gemm.group_gemm_mxfp4_nt_groupwise(**arguments), expected)
+    assert all(launch.clean for launch in device.launches)
+
+
+TACTICS = ("dense_mxfp8_m8_w2", "dense_mxfp8_m32_gemm", "dense_mxfp8_m64_gemm_mxfp8")
+
+
+def dense(tactic: str, linear: bool = False) -> dict[str, Any]:
+    """Rows of outputs are 8 bytes more than a multiple of 16."""
+    tokens = "mxfp8_linear" if linear else "quantize_bf16"
+    inputs = make_dense_inputs(DenseCase(5, 36, 192, "mxfp8", tokens, torch.bfloat16, True, True), 903)
+    operands = dict(zip(("x", "weight", "weight_scale"), inputs.arguments, strict=True)) | inputs.named
+    return operands | {"tactic": tactic, "out": torch.full((5, 36), torch.nan, dtype=torch.bfloat16)}
+
+
+@pytest.mark.parametrize("name", ["x", "weight", "weight_scale"])
+def test_tensors_of_a_dense_layer(device: VirtualDevice, name: str) -> None:
+    for tactic in TACTICS:
+        arguments = dense(tactic)
+        arguments[name] = shifted(arguments[name], 8)
+        with pytest.raises(ValueError, match=rf"^{name} starts at address 0x\w+; it must be aligned to 16 bytes"):
+            dense_mx(**arguments)
+    assert device.launches == []
+
+
+@pytest.mark.parametrize("tactic", TACTICS)
+def test_what_a_dense_layer_takes_by_elements_may_start_at_any(device: VirtualDevice, tactic: str) -> None:
+    for linear, names in ((False, ("out", "residual", "bias", "alpha")), (True, ("x_scale",))):
+        expected = dense_mx(**dense(tactic, linear))
+        for name in names:
+            size = dense(tactic, linear)[name].element_size()
+            for offset in (size, 8, 8 + size):
+                arguments = dense(tactic, linear)
+                arguments[name] = shifted(arguments[name], offset)
+                assert torch.equal(dense_mx(**arguments), expected), (name, offset)
+    assert all(launch.clean for launch in device.launches)
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["pair", "streamed"])
+def test_one_row_of_a_wider_tensor(device: VirtualDevice, streamed: bool) -> None:
+    """Its stride, 8 bytes more than a multiple of 16, is nobody's business."""
+
+    def first_row(row: torch.Tensor) -> torch.Tensor:
+        wide = torch.empty((1, row.shape[1] + 8 // row.element_size()), dtype=row.dtype)
+        wide.view(torch.uint8).fill_(0xFF)
+        wide[:, : row.shape[1]].view(torch.uint8).copy_(row.view(torch.uint8))
+        view = wide[:, : row.shape[1]]
+        assert view.is_contiguous() and view.stride(0) != row.stride(0)
+        return view
+
+    made = make_moe_inputs(MoECase(1, 256, 96, 4, 2, 0, swizzled_input_sf=False), 904)
+    tactic = next(row.number for row in INSTANCES if row.activation == "mxfp8" and row.streamed == streamed)
+    arguments = {**made.arguments(), "profile_ids": [tactic, tactic]}
+    expected = flashinfer.cutlass_fused_moe(**arguments)
+    for name in ("input", "input_sf", "token_selected_experts", "token_final_scales"):
+        arguments[name] = first_row(arguments[name])
+    arguments["output"] = first_row(torch.empty((1, 256), dtype=torch.bfloat16))
+    assert torch.equal(flashinfer.cutlass_fused_moe(**arguments), expected)
+    layer = make_dense_inputs(DenseCase(1, 36, 96, residual=True), 905)
+    x, *weight = layer.arguments
+    named = {"tactic": "dense_mxfp4_m8_w2" if streamed else "dense_mxfp4_m32_gemm", **layer.named}
+    expected = dense_mx(x, *weight, **named)
+    named |= {name: first_row(layer.named["residual"].clone()) for name in ("out", "residual")}
+    assert torch.equal(dense_mx(first_row(x), *weight, **named), expected)
     assert all(launch.clean for launch in device.launches)

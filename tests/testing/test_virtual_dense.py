@@ -5,14 +5,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+import flashinfer
+from flashinfer.gemm import sm12x_dense
 from flashinfer.gemm.sm12x_dense import dense_mx, gemm_operands
 from flashinfer.jit.sm12x.instances import DENSE_INSTANCES, DenseInstance
 from flashinfer.jit.sm12x.modules import gen_dense_module
 from flashinfer.testing import (
+    ANY_ORDER,
     DenseCase,
     DenseInputs,
     check_within_bound,
@@ -24,7 +29,7 @@ from flashinfer.testing import (
     unswizzle_scales,
 )
 from flashinfer.testing.dense_reference import TOKENS as FORMATS
-from flashinfer.testing.dense_reference import TOKENS_OF
+from flashinfer.testing.dense_reference import TOKENS_OF, dense_inputs_with_not_numbers
 from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
 
 pytestmark = pytest.mark.slow
@@ -113,18 +118,19 @@ KINDS = ("m8_w2", "m32_gemm", "m64_gemm_mxfp8")
 )
 def test_formats_of_tokens_and_what_is_added(device: VirtualDevice, name: str, tokens: str) -> None:
     choice = FORMATS.index(tokens)
-    case = DenseCase(
-        7,
-        72,
-        416,
-        BY_NAME[name].weights,
-        tokens,
-        bias=(None, torch.bfloat16, torch.float16, torch.float32)[choice % 4],
-        alpha=choice % 2 == 0,
-        residual=choice % 3 == 0,
-        out_dtype=(torch.bfloat16, torch.float16, torch.float32)[choice % 3],
-    )
-    check(device, case, 40 + choice, name)
+    for k in (416, 320):  # one block in the last word of scales, and two
+        case = DenseCase(
+            7,
+            72,
+            k,
+            BY_NAME[name].weights,
+            tokens,
+            bias=(None, torch.bfloat16, torch.float16, torch.float32)[choice % 4],
+            alpha=choice % 2 == 0,
+            residual=choice % 3 == 0,
+            out_dtype=(torch.bfloat16, torch.float16, torch.float32)[choice % 3],
+        )
+        check(device, case, 40 + choice, name)
 
 
 @pytest.mark.parametrize(
@@ -154,6 +160,29 @@ def test_scales_at_both_ends_and_nan(device: VirtualDevice, row: DenseInstance) 
     assert bad == ([20, 25] if row.weights == "mxfp8" else [25])
     out = run(inputs, case, row.name)
     check_within_bound(out, *expected, row.name)
+    assert all(launch.clean for launch in device.launches), device.launches
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens"),
+    [
+        (row.name, tokens)
+        for row in DENSE_INSTANCES
+        if row.name.endswith((*KINDS, "m64_gemm_mxfp4"))
+        for choice, tokens in enumerate(FORMATS)
+        if row.operand in gemm_operands(row.weights, choice) and (row.weights == "mxfp4" or "to_mxfp4" not in tokens)
+    ],
+)
+def test_what_is_no_number_stays_in_its_row_or_column(device: VirtualDevice, name: str, tokens: str) -> None:
+    print("seed", 17)
+    out_dtype = torch.float16 if "16" in tokens else torch.float32
+    case = DenseCase(5, 40, 96, BY_NAME[name].weights, tokens, torch.float32, True, True, out_dtype)
+    for what, inputs in dense_inputs_with_not_numbers(case, 17):
+        out = run(inputs, case, name)
+        reference, bound = dense_reference(inputs)
+        check_within_bound(out, reference, bound, what)
+        everywhere = reference.isnan().all() or reference.isinf().all()
+        assert everywhere == ("alpha" in what)
     assert all(launch.clean for launch in device.launches), device.launches
 
 
@@ -231,15 +260,77 @@ def test_token_scales_in_whole_words_are_read_where_they_are(device: VirtualDevi
         check(device, DenseCase(70, 130, 256, weights, tokens), 12, f"dense_{weights}_m64_gemm_mxfp8")
 
 
-def test_linear_token_scales_may_start_anywhere_where_they_are_no_words(device: VirtualDevice) -> None:
+@pytest.mark.parametrize("k", [416, 192])
+def test_linear_token_scales_may_start_anywhere_where_they_are_no_words(device: VirtualDevice, k: int) -> None:
     print("seed", 16)
-    inputs = make_dense_inputs(DenseCase(8, 130, 416, "mxfp8", "mxfp8_linear"), 16)
+    inputs = make_dense_inputs(DenseCase(8, 130, k, "mxfp8", "mxfp8_linear"), 16)
     x, *weight = inputs.arguments
     x, scales = x[1:], inputs.named["x_scale"][1:]
     assert scales.data_ptr() % 4 != 0
     inputs.arguments, inputs.named["x_scale"] = (x, *weight), scales
     out = dense_mx(*inputs.arguments, **inputs.named, tactic="dense_mxfp8_m64_gemm_mxfp8")
     check_within_bound(out, *dense_reference(inputs), "rows from the second on")
+    assert all(launch.clean for launch in device.launches)
+
+
+def test_upstreams_names(device: VirtualDevice) -> None:
+    """Tokens may be columns of a wider tensor, whose rows are 8 bytes more than a multiple of 16 apart."""
+    m, n, k = 7, 40, 192
+
+    def columns(rows: torch.Tensor) -> torch.Tensor:
+        wide = torch.zeros((m, rows.shape[1] + 8), dtype=torch.uint8).view(rows.dtype)
+        wide[:, : rows.shape[1]].view(torch.uint8).copy_(rows.view(torch.uint8))
+        return wide[:, : rows.shape[1]]
+
+    for weights, tokens in (("mxfp4", "mxfp4"), ("mxfp8", "mxfp8"), ("mxfp4", "bf16"), ("mxfp8", "bf16")):
+        print("seed", 18)
+        inputs = make_dense_inputs(DenseCase(m, n, k, weights, tokens), 18)
+        (x, weight, scale), x_scale = inputs.arguments, inputs.named.get("x_scale")
+        if tokens == "mxfp4":
+            named = {"block_size": 32, "use_nvfp4": False, "backend": "sm12x"}
+            out = flashinfer.mm_fp4(columns(x), weight.t(), x_scale, scale, **named)
+        elif tokens == "mxfp8":
+            out = flashinfer.mm_mxfp8(columns(x), weight.t(), x_scale, scale, backend="sm12x")
+        elif weights == "mxfp4":
+            out = flashinfer.mm_bf16_fp4(x, weight, scale, backend="sm12x", block_size=32)
+        else:
+            out = flashinfer.gemm.mm_bf16_mxfp8(x, weight, scale)
+        check_within_bound(out, *dense_reference(inputs), f"{weights} weights, {tokens} tokens")
+    assert len(device.launches) >= 4 and all(launch.clean for launch in device.launches)
+
+
+@pytest.mark.parametrize(("widened_rows", "widened_tokens"), [(128, 2048), (300, 13), (90, 7), (5, 2048)])
+@pytest.mark.parametrize("weights", ["mxfp4", "mxfp8"])
+def test_weights_are_widened_in_pieces(
+    device: VirtualDevice, weights: str, widened_rows: int, widened_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What cuBLAS gets, piece by piece, by the kernel that widens; whole chunks of 128 rows, however many fit."""
+    print("seed", 19)
+    k, n = 192, 700
+    case = DenseCase(20, n, k, weights, "mxfp8_linear", torch.float32, True, True, torch.float32)
+    inputs = make_dense_inputs(case, 19)
+    x, weight, weight_scale = inputs.arguments
+    pieces = []
+
+    class Module:
+        @staticmethod
+        def sm12x_widen_rows(*arguments: Any) -> None:
+            device.call(device.module(gen_dense_module).sm12x_widen_rows, *arguments, writes=arguments[:1])
+            pieces.append(arguments[1].shape[0])
+
+    monkeypatch.setattr(sm12x_dense, "_dispatch", lambda: SimpleNamespace(dense_module=lambda: Module))
+    monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype: a.to(out_dtype) @ b.to(out_dtype))
+    monkeypatch.setattr(sm12x_dense, "WIDENED_BYTES", widened_rows * 2 * k)
+    monkeypatch.setattr(sm12x_dense, "WIDENED_ROWS", widened_tokens)
+    out = torch.full((20, n), torch.nan)
+    named = inputs.named
+    operands = sm12x_dense.Operands(
+        out, x, named["x_scale"], weight, weight_scale, named["alpha"], named["bias"], named["residual"]
+    )
+    sm12x_dense._multiply_widened(operands, FORMATS.index("mxfp8_linear"))
+    check_within_bound(out, *dense_reference(inputs, ANY_ORDER), f"{widened_rows} rows at a time")
+    whole = max(128, widened_rows // 128 * 128)
+    assert pieces == [20, *[whole] * (n // whole), n % whole]
     assert all(launch.clean for launch in device.launches)
 
 
@@ -366,16 +457,17 @@ def test_a_weight_that_the_layer_in_front_writes(device: VirtualDevice, name: st
 
 @pytest.mark.parametrize("tokens", FORMATS)
 def test_rows_are_widened_exactly(device: VirtualDevice, tokens: str) -> None:
-    """What cuBLAS multiplies, for very many tokens: each value as the bfloat16 that it equals."""
-    case = DenseCase(37, 8, 416, tokens=tokens)
+    """What cuBLAS multiplies, for very many tokens: each value as the bfloat16 that it equals, NaN and infinity included."""
     print("seed", 80)
-    inputs = make_dense_inputs(case, 80)
-    wide = torch.full((37, 416), torch.nan, dtype=torch.bfloat16)
-    rows, scale = inputs.arguments[0], inputs.named.get("x_scale")
     module = device.module(gen_dense_module)
-    device.call(module.sm12x_widen_rows, wide, rows, scale, FORMATS.index(tokens), writes=(wide,))
-    assert torch.equal(wide.double(), inputs.multiplied().values)
-    assert device.launches[-1].clean
+    for what, inputs in dense_inputs_with_not_numbers(DenseCase(37, 8, 416, tokens=tokens), 80):
+        wide = torch.full((37, 416), torch.nan, dtype=torch.bfloat16)
+        rows, scale = inputs.arguments[0], inputs.named.get("x_scale")
+        device.call(module.sm12x_widen_rows, wide, rows, scale, FORMATS.index(tokens), writes=(wide,))
+        exact = inputs.multiplied().values
+        torch.testing.assert_close(wide, exact.bfloat16(), rtol=0, atol=0, equal_nan=True, msg=what)
+        assert torch.equal(wide.double(), exact) or what != "numbers"
+    assert all(launch.clean for launch in device.launches)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

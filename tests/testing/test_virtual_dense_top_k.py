@@ -67,6 +67,13 @@ def test_outputs_are_compared_as_their_type_holds_them(device: VirtualDevice, ou
     assert launched(device) == ["dense_layer_kernel", SEARCH[1]] * 2
 
 
+@pytest.mark.parametrize("tactic", ["dense_mxfp4_m8_w2", "dense_mxfp4_m64_gemm_mxfp8"])
+@pytest.mark.parametrize("tokens", ["quantize_f16", "mxfp8", "mxfp8_linear", "mxfp4"])
+def test_tokens_of_any_format(device: VirtualDevice, tokens: str, tactic: str) -> None:
+    """Of a K whose last word of scales has two blocks."""
+    check(device, DenseCase(9, 500, 320, tokens=tokens), 4, tactic=tactic)
+
+
 @pytest.mark.parametrize("m", [33, 64])
 def test_what_is_no_stream_is_searched(device: VirtualDevice, m: int) -> None:
     check(device, DenseCase(m, 2500, 96, "mxfp8"), m, constant_weights=True)

@@ -42,6 +42,7 @@ from flashinfer.testing import (
     moe_reference,
     virtual_operators,
 )
+from flashinfer.testing.moe_inputs import group_gemm_inputs_with_not_numbers, moe_inputs_with_not_numbers
 from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
 
 pytestmark = pytest.mark.slow
@@ -152,10 +153,11 @@ def layer(instance: Instance, mode: int, **changes: Any) -> MoECase:
     ("mode", "swizzled"), [(0, True), (0, False), (1, True)], ids=["MXFP8 swizzled", "MXFP8 linear", "bf16 quantized"]
 )
 def test_an_instance_with_8_bit_activations(device, instance, mode, swizzled):
-    """In one of its forms the input makes long rounds; the others differ in how rows and scales are fetched."""
+    """In one of its forms the input makes long rounds; the others differ in how rows and scales are fetched, and their last
+    word of scales has two blocks instead of three or one."""
     case = layer(instance, mode, swizzled_input_sf=swizzled)
     if mode != 0 or not swizzled:
-        case = dataclasses.replace(case, num_tokens=2 * instance.token_tile + 3, hidden=352, inter=160)
+        case = dataclasses.replace(case, num_tokens=2 * instance.token_tile + 3, hidden=320, inter=192)
     inputs = check_moe(device, case, 100 + instance.index, [instance.index] * 2)
     if case.hidden == HIDDEN:
         assert_moe_shares(device, case, inputs, instance)
@@ -285,7 +287,7 @@ def test_a_grouped_gemm_instance(device, instance, activation):
     tile = instance.token_tile
     rows, n, k = [3 * tile - 3, 0, 1, 4 * tile + 5, 2 * tile], HIDDEN, 800
     if activation == torch.float8_e5m2:
-        rows, n, k = [tile + 3, 0, 1], 160, 352
+        rows, n, k = [tile + 3, 0, 1], 160, 320
     seed = 400 + instance.index
     print("seed", seed)
     call = make_group_gemm_inputs(rows, n, k, seed, dtype=activation)
@@ -303,6 +305,23 @@ def test_a_grouped_gemm_instance(device, instance, activation):
     assert_instance(launch, instance)
     if n == HIDDEN:
         assert_shares(launch, instance, rows, -(-n // ROW_TILE), k)
+
+
+@pytest.mark.parametrize("activation", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["e4m3", "e5m2"])
+def test_what_is_no_number_stays_in_its_row_or_column(device, activation):
+    """Of a grouped GEMM."""
+    print("seeds", 450, 451)
+    inputs = make_group_gemm_inputs([9, 0, 5], 136, 160, 450, dtype=activation)
+    for what, call in group_gemm_inputs_with_not_numbers(inputs, 451):
+        out = torch.full((14, 136), float("nan"), dtype=torch.bfloat16)
+        problem = GroupGemmProblem(14, 3, 136, 160, out.dtype)
+        operands = (call[name] for name in ("a", "b", "a_scale", "b_scale", "m_indptr"))
+        virtual_operators.run_group_gemm(device, problem, out, *operands, GEMM_INSTANCES[0].index)
+        reference, bound = group_gemm_reference(**call, accumulation=TENSOR_CORE)
+        check_within_bound(out, reference, bound, what)
+        assert what == "numbers" or reference.isnan().any() or reference.isinf().any()
+        assert not reference[:9].isnan().all() and not reference[9:].isnan().all()
+    assert all(launch.clean for launch in device.launches), device.launches
 
 
 @pytest.mark.parametrize(("experts", "mode"), [(128, 1), (32, 2)], ids=["120b, bf16 input", "20b, W4A16"])
@@ -333,17 +352,26 @@ def stream_modes() -> list[Any]:
     ]
 
 
-# K of 1, 2 and 4 groups of warps; of whole words and with one, two and three blocks of 32 in the last; of few and of many
-# units for each block.
+# K of 1, 2 and 4 groups of warps; of whole words and with one, two and three blocks of 32 in the last, of which linear scales
+# of tokens have less than a word; of few and of many units for each block.
 @pytest.mark.parametrize(
     "sizes",
-    [pytest.param((1248, 416), marks=pytest.mark.races), (2880, 96), (1504, 160), (288, 2912), (256, 1440)],
+    [
+        pytest.param((1248, 416), marks=pytest.mark.races),
+        (2880, 96),
+        (1504, 160),
+        (288, 2912),
+        (256, 1440),
+        (320, 64),
+        (64, 192),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize(("instance", "mode"), stream_modes())
 def test_a_streamed_layer(device, instance, mode, sizes):
     hidden, inter = sizes
-    case = MoECase(37, hidden, inter, num_experts=4, top_k=2, mode=mode, swizzled_input_sf=hidden % 256 != 0)
+    swizzled = hidden not in (256, 320, 288)
+    case = MoECase(37, hidden, inter, num_experts=4, top_k=2, mode=mode, swizzled_input_sf=swizzled)
     inputs = check_moe(device, case, 600 + instance.index, [instance.index] * 2)
     rows = torch.bincount(inputs.token_selected_experts.flatten(), minlength=4)
     assert int(rows.max()) > instance.token_tile  # several tiles for an expert, the last of them partly filled
@@ -407,6 +435,37 @@ def test_any_weight_scale(device, instance, exponent):
         scales.copy_(torch.randint(low, low + 4, scales.shape, generator=generator, dtype=torch.uint8))
     output = run_moe(device, inputs, mode, [instance.index] * 2)
     check_within_bound(output, *moe_reference(inputs, TENSOR_CORE), f"scales from {exponent}")
+    assert all(launch.clean for launch in device.launches), device.launches
+
+
+@pytest.mark.parametrize(
+    ("instance", "mode", "swizzled"),
+    [
+        (EIGHT_BIT[0], 0, True),
+        (EIGHT_BIT[0], 0, False),
+        (EIGHT_BIT[0], 1, True),
+        (SIXTEEN_BIT[0], 2, True),
+        (AS_BF16[0], 0, True),
+        (FOLDING[0], 0, False),
+        (FOLDING[0], 1, True),
+        (FOLDING[1], 2, True),
+    ],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
+def test_what_is_no_number_stays_where_it_is(device, instance, mode, swizzled):
+    """NaN and infinity in each operand: the outputs that are NaN are the reference's, of other tokens and experts none."""
+    case = MoECase(12, 160, 96, 6, 2, mode, swizzled_input_sf=swizzled)
+    inputs = make_moe_inputs(case, 660 + mode)
+    print("seeds", 660 + mode, 670)
+    nan = 0
+    for what, changed in moe_inputs_with_not_numbers(inputs, 670):
+        output = run_moe(device, changed, mode, [instance.index] * 2)
+        reference, bound = moe_reference(changed, TENSOR_CORE)
+        check_within_bound(output, reference, bound, what)
+        tokens = reference.isnan().any(1)
+        assert not tokens.all()
+        nan += int(tokens.any())
+    assert nan >= 14
     assert all(launch.clean for launch in device.launches), device.launches
 
 

@@ -19,11 +19,11 @@ struct SwigluParameters {
   float alpha, beta, limit;
 };
 
-// gpt-oss' SwiGLU. Comparisons instead of fminf/fmaxf: NaN passes.
+// gpt-oss' SwiGLU. NaN passes the clamps, as a value and as the limit.
 __device__ __forceinline__ float swiglu(float up, float gate, const SwigluParameters& s) {
-  gate = gate > s.limit ? s.limit : gate;
-  up = up > s.limit ? s.limit : up;
-  up = up < -s.limit ? -s.limit : up;
+  gate = ptx::min_or_nan(gate, s.limit);
+  up = ptx::min_or_nan(up, s.limit);
+  up = ptx::max_or_nan(up, -s.limit);
   const float sigmoid = 1.0f / (1.0f + expf(-s.alpha * gate));
   return gate * sigmoid * (up + s.beta);
 }

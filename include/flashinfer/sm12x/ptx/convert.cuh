@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Conversions between the narrow formats (PTX ISA 9.0, section 9.7.9.21; OCP Microscaling Formats v1.0, section 5.3).
+// Conversions between the narrow formats (PTX ISA 9.0, section 9.7.9.21; OCP Microscaling Formats v1.0, section 5.3), and
+// clamps that pass NaN (sections 9.7.3.11 and 9.7.3.12).
 #pragma once
 
 #include <cuda_bf16.h>
@@ -9,6 +10,18 @@
 #include <cstdint>
 
 namespace flashinfer::sm12x::ptx {
+
+// The smaller and the larger of two numbers; NaN if one is none, which fminf and fmaxf would drop.
+__device__ __forceinline__ float min_or_nan(float a, float b) {
+  float result;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
 
 // Two e4m3 (low half of `pair`) to two halves; exact.
 __device__ __forceinline__ uint32_t e4m3x2_to_f16x2(uint16_t pair) {
