@@ -118,6 +118,21 @@ def test_it_covers_products_that_are_just_too_small(bits: int, elements: int) ->
     assert 0.5 * bound < error <= bound
 
 
+@pytest.mark.parametrize("bits", [24, B200])
+def test_it_covers_sums_that_float32_cuts(bits: int) -> None:
+    """A product a step whose last bit is the adder's: nothing of it is lost, but float32 has not those bits of the sum."""
+    k = 2880
+    tokens = torch.zeros(1, k)
+    tokens[:, STEP::STEP] = (2.0 ** (bits - 23) - 1) * 2.0**-bits
+    tokens[:, 0] = 1.0
+    x, w = operand(tokens, "bf16"), operand(torch.ones(1, k), "bf16")
+    error = float((add_up(x, w, bits, STEP) - x.values @ w.values.T).abs())
+    bound = float(dot_error(x, w, Accumulation(bits)))
+    print(f"lost {error:.3g}, {error / bound:.1%} of the bound")
+    assert error == pytest.approx((k // STEP - 1) * float(tokens[0, STEP]))
+    assert 0.2 * bound < error <= bound
+
+
 def test_subnormal_elements_count_with_their_formats_exponent() -> None:
     """All elements of a block may be subnormal: its products are then aligned to an exponent above theirs."""
     tiny = torch.full((1, 32), 2.0**-9).to(torch.float8_e4m3fn)
