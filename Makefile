@@ -74,19 +74,19 @@ test-host: env
 mutate: env emulator
 	$(PY) tools/mutate.py $(MUTATE_ARGS)
 
-$(VLLM_VENV)/complete: tests/vllm/requirements.txt tests/vllm/requirements-no-deps.txt
+$(VLLM_VENV)/complete: tests/vllm_plugin/requirements.txt tests/vllm_plugin/requirements-no-deps.txt
 	$(PY) -m venv --clear $(VLLM_VENV)
 	$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
 		$$($(VLLM_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/outer.pth
-	$(VLLM_VENV)/bin/python -m pip install --quiet -r tests/vllm/requirements.txt
-	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps -r tests/vllm/requirements-no-deps.txt
+	$(VLLM_VENV)/bin/python -m pip install --quiet -r tests/vllm_plugin/requirements.txt
+	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps -r tests/vllm_plugin/requirements-no-deps.txt
 	touch $@
 
 # The virtual SM121 in a process of its own, as in test.
 test-vllm: env emulator
 	$(MAKE) VENV=$(VENV) $(VLLM_VENV)/complete
-	$(VLLM_TESTS) tests/vllm --ignore=tests/vllm/test_vllm_virtual.py $(PYTEST_ARGS)
-	$(VLLM_TESTS) tests/vllm/test_vllm_virtual.py $(PYTEST_ARGS)
+	$(VLLM_TESTS) tests/vllm_plugin --ignore=tests/vllm_plugin/test_vllm_virtual.py $(PYTEST_ARGS)
+	$(VLLM_TESTS) tests/vllm_plugin/test_vllm_virtual.py $(PYTEST_ARGS)
 
 kernels: env
 	$(PY) tools/kernels_wheel.py $(KERNELS_ARGS)

@@ -39,6 +39,7 @@ def operands(data: str, k: int, seed: int, tokens: str) -> tuple[Operand, Operan
 @pytest.mark.parametrize("tokens", ["bf16", "mxfp8", "mxfp4"])
 def test_it_covers_every_order(tokens: str, data: str, k: int, bits: int) -> None:
     seed = k + bits
+    print("seed", seed)
     x, w = operands(data, k, seed, tokens)
     along_k = dot_error(x, w, Accumulation(bits))
     bound = dot_error(x, w, Accumulation(bits), along_k=False)
@@ -70,6 +71,7 @@ def test_it_covers_every_order(tokens: str, data: str, k: int, bits: int) -> Non
 @pytest.mark.parametrize("data", ["normal", "one sign", "cancelling"])
 def test_along_k_it_covers_ranges_and_any_order_within_a_block(data: str, bits: int) -> None:
     """Three parts of K by themselves, elements of a block permuted as fragments permute them, added up in float32."""
+    print("seed", bits)
     x, w = operands(data, 544, bits, "mxfp8")
     generator = torch.Generator().manual_seed(bits)
     order = torch.cat([torch.randperm(BLOCK, generator=generator) + first for first in range(0, 544, BLOCK)])
@@ -88,6 +90,7 @@ def test_along_k_it_covers_ranges_and_any_order_within_a_block(data: str, bits: 
 @pytest.mark.parametrize("tokens", ["bf16", "mxfp8"])
 def test_it_covers_what_is_only_known_to_within_an_interval(tokens: str, bits: int) -> None:
     """Half of the elements are moved by as much as their error allows: anything that the format has may be multiplied."""
+    print("seed", bits)
     x, w = operands("normal", 512, bits, tokens)
     generator = torch.Generator().manual_seed(bits)
     size = 2.0 ** torch.randint(-8, 2, x.values.shape, generator=generator)

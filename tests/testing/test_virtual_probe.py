@@ -155,6 +155,8 @@ def test_the_width_is_left_for_the_planner(tmp_path: Path, monkeypatch: pytest.M
     assert modules.multiplies_in_half() and not modules.multiplies_in_half("mxf4")
     parts.write_sum_bits({"mxf8f6f4": 25, "mxf4": 13}, "NVIDIA GB10")
     assert not modules.multiplies_in_half() and modules.multiplies_in_half("mxf4")
+    parts.write_sum_bits({"bf16": 25, "f16": 25}, "NVIDIA H200")  # which has no block-scaled MMAs
+    assert modules.probed_sum_bits("mxf8f6f4") is None and not modules.multiplies_in_half()
 
 
 # --- launches ---------------------------------------------------------------------------------------------------------

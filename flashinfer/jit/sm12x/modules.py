@@ -89,19 +89,20 @@ bfloat16 may."""
 
 
 def probed_sum_bits(kind: str) -> int | None:
-    """Fraction bits in which this machine's MMA of ``kind`` adds up, as a probe of it wrote them down; else None.
+    """Fraction bits in which this machine's MMA of ``kind`` adds up, as a probe of it wrote them down; else None: nothing was
+    probed, or the GPU has no such MMA.
 
     Raises:
         ValueError: the probe's file holds something else; the message names it.
     """
     path = Path(jit_env.FLASHINFER_WORKSPACE_DIR) / PROBE_FILE
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))["mma_sum_bits"][kind]
+        found = json.loads(path.read_text(encoding="utf-8"))["mma_sum_bits"].get(kind)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not what a probe writes ({error!r}); remove it, or probe again") from error
-    if not isinstance(found, int) or not 1 <= found <= 64:
+    if found is not None and (not isinstance(found, int) or not 1 <= found <= 64):
         raise ValueError(
             f"{path} has mma_sum_bits {found!r} of {kind}; it must be an integer from 1 to 64. Remove it, or probe again"
         )
@@ -111,8 +112,8 @@ def probed_sum_bits(kind: str) -> int | None:
 def multiplies_in_half(kind: str = "mxf8f6f4") -> bool:
     """Whether a kind of block-scaled MMA is not used: its tokens meet weights in half-precision MMAs.
 
-    For a GPU whose MMA of that kind keeps fewer bits than :data:`NARROWEST_SUM`; an SM120, of which others measured 20 bits, is not one. In half
-    precision blocks of 32 are summed from zero and added up in float32. The streamed layers multiply in bf16 anyway; what
+    For a GPU whose MMA of that kind keeps fewer bits than :data:`NARROWEST_SUM`; an SM120, of which others measured 20
+    bits, is not one. In half precision blocks of 32 are summed from zero and added up in float32. The streamed layers multiply in bf16 anyway; what
     changes are the pairs of GEMMs and the grouped GEMM, and that the planner of dense layers passes over GEMMs of that
     kind. Read when a module is first used.
 

@@ -128,7 +128,7 @@ def test_scripts_say_in_a_line_that_there_is_no_gpu(script, words):
 
 
 def test_verify_gpus_attention_reference_is_the_models():
-    """That of ``tests/vllm`` is written apart from it, after the model's definition."""
+    """That of ``tests/vllm_plugin`` is written apart from it, after the model's definition."""
     import types
 
     import reference_attention
