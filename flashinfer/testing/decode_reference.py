@@ -288,9 +288,8 @@ def check_decoded(out: torch.Tensor, case: DecodeCase, accumulation: Accumulatio
             k, v = (part[pages, :, seen % page_size].double() for part in (keys, values))
             grouped = q.double().view(-1, GROUP, HEAD)
             scale = arguments.get("sm_scale", HEAD**-0.5) * k_scale
-            rounding = 0.0 if case.exact_weights else BF16_ROUNDOFF
             sinks = arguments.get("sinks")
-            expected[row], bound[row] = _attend(grouped, k, v * v_scale, scale, sinks, rounding, accumulation)
+            expected[row], bound[row] = _attend(grouped, k, v * v_scale, scale, sinks, case.exact_weights, accumulation)
             unseen = reached[(reached < seen[0]) | (reached > seen[-1])]
             pages = arguments["block_tables"][sequence, unseen // page_size].long()
             none = ~values[pages, :, unseen % page_size].float().isfinite().all(0)
@@ -304,27 +303,38 @@ def check_decoded(out: torch.Tensor, case: DecodeCase, accumulation: Accumulatio
     check_within_bound(out.cpu(), expected, bound, "attention")
 
 
+def _nothing_is_lost(count: int) -> float:
+    return 0.0
+
+
 def _attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     scale: float,
     sinks: torch.Tensor | None,
-    rounding: float,
+    exact_weights: bool,
     accumulation: Accumulation,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One token's output and bound, ``[heads, 64]``; ``q`` ``[kv_heads, 8, 64]``, ``k`` and ``v`` ``[positions, ...]``.
 
-    ``scale`` is of scores, ``rounding`` the relative error of a weight that meets a value.
+    ``scale`` is of scores. ``exact_weights`` as in :class:`DecodeCase`: a weight that meets a value is not rounded, and
+    MMAs lose nothing of a sum that they have the width for.
     """
     unit, scale = FLOAT32_ROUNDOFF, scale * math.log2(math.e)
+    gamma: Callable[[int], float] = accumulation.gamma
+    rounding = BF16_ROUNDOFF
+    if exact_weights:
+        # Products are multiples of the least weight, 2^-6 of the largest; a sum is at most 3 of the largest a position.
+        assert (accumulation.sum_bits or 23) >= 6 + math.log2(3 * max(len(k), 1)), accumulation
+        gamma, rounding = _nothing_is_lost, 0.0
     chunks = len(k) // CHUNK + 2
     scores = torch.einsum("hgd,phd->hgp", q, k) * scale  # base 2
     size = torch.einsum("hgd,phd->hgp", q.abs(), k.abs()) * scale
     finite = scores.isfinite()  # minus infinity weighs nothing, and the others leave no finite output
     size, length = (torch.where(finite, of, 0.0) for of in (size, scores.abs()))
     # Sums of a dot product; the scale's own rounding, the product's, and that of the distance to the maximum.
-    error = accumulation.gamma(HEAD) * size + 2 * unit * length
+    error = gamma(HEAD) * size + 2 * unit * length
     error = error.amax(-1, keepdim=True) + 2 * unit * length.amax(-1, keepdim=True)
     if sinks is not None:
         sink = sinks.double().view(*q.shape[:2], 1) * math.log2(math.e)
@@ -339,7 +349,7 @@ def _attend(
     # multiply by exp2(0) = 1.
     weight = math.log(2) * error + (chunks + 4) * (EXP2_ERROR + 2 * unit)
     # Sums of weights and of products, by MMAs over all positions, and over warps and splits.
-    sums = accumulation.gamma(len(k)) + (chunks + 8 + 32) * unit
+    sums = gamma(len(k)) + (chunks + 8 + 32) * unit
     bound = magnitude * (rounding + 2 * weight + 2 * sums + 4 * unit) + 2.0**-120
     bound = torch.where(out.isfinite(), bound, 0.0)
     return out.flatten(0, 1), bound.flatten(0, 1)
