@@ -14,8 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
+from .jit.sm12x.build import module_lock
 from .jit.sm12x.modules import MODULES
 
 UPSTREAMS = ("fused_moe_120_upstream",)
@@ -116,12 +115,10 @@ def remove(module: CachedModule) -> None:
     Raises:
         OSError: it is being built, or cannot be removed.
     """
-    locks = module.folder.parent / "tmp"
-    locks.mkdir(mode=0o755, exist_ok=True)
     try:
-        with FileLock(locks / f"{module.name}.lock", timeout=0):
+        with module_lock(module.folder.parent / "tmp" / f"{module.name}.lock", wait=False):
             shutil.rmtree(module.folder)
-    except Timeout:
+    except BlockingIOError:
         raise BlockingIOError("it is being built") from None
-    except NotImplementedError:
-        raise OSError("the file system knows no locks, so it may be in use; rm -r removes it all the same") from None
+    except RuntimeError as error:
+        raise OSError(str(error)) from error

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import hashlib
 import json
 import os
 import platform
@@ -34,6 +35,12 @@ SHIPPED = ("tree:csrc/", "tree:include/", "tree:3rdparty/", "generated:", "wheel
 OLDEST_SYSTEM = {"GLIBC": (2, 31), "GLIBCXX": (3, 4, 28), "CXXABI": (1, 3, 12)}
 """Symbol versions of glibc 2.31 and GCC 9.3 (Debian 11, Ubuntu 20.04): what the wheels' platform tag promises."""
 
+MADE = 315532800
+"""The time that all files of a wheel bear, the first that a zip file can: the same kernels make the same bytes."""
+
+LINK_FLAGS = ("-Wl,--strip-all",)
+"""Local symbols hold the number of nvcc's process: without them the same sources make the same bytes."""
+
 HOST_COMPILERS = ("g++-12", "g++-11", "g++")
 """In this order: what GCC 13 makes of C++'s <iostream>, which TVM-FFI includes, needs the libstdc++ of GCC 13."""
 
@@ -51,7 +58,7 @@ license-files = ["LICENSE", "NOTICE"]
 
 [tool.setuptools]
 packages = ["{package}"]
-package-data.{package} = ["manifest.json", "*/*.so"]
+package-data.{package} = ["manifest.json", "*.so"]
 """
 
 COMPILE = "--compile"
@@ -76,12 +83,24 @@ def main(arguments: Sequence[str]) -> int:
     try:
         # What is missing for one is told before another has been compiled for minutes.
         environments = {each: build_environment(each, WORK / each) for each in options.processor}
-        for processor, environment in environments.items():
+        wheels = [
             make_wheel(processor, environment, options.architecture, options.output, options.virtual)
+            for processor, environment in environments.items()
+        ]
     except WheelError as error:
         print(f"kernels_wheel.py: {error}", file=sys.stderr)
         return 1
+    requirement = requirement_of(wheels)
+    (options.output / "kernels.txt").write_text(requirement, encoding="utf-8")
+    print(requirement, end="")
     return 0
+
+
+def requirement_of(wheels: Sequence[Path]) -> str:
+    """A line for pip's ``--require-hashes -r``: the wheels' distribution, and the hash of each."""
+    name, version = wheels[0].name.split("-")[:2]
+    hashes = [f"--hash=sha256:{hashlib.sha256(wheel.read_bytes()).hexdigest()}" for wheel in wheels]
+    return f"{name}=={version} {' '.join(hashes)}\n"
 
 
 def make_wheel(
@@ -132,8 +151,9 @@ def compile_modules(virtual: bool) -> dict[str, Any]:
         os.environ[modules.EMBED_PTX_VARIABLE] = "1"
         specs.append(modules.gen_fused_moe_module())
     for spec in specs:
+        spec.extra_ldflags = list(LINK_FLAGS)
         # Beside this package in site-packages, and where installers put it.
-        spec.runtime_dirs = (f"$ORIGIN/../../nvidia/cu{cuda.major}/lib", "/usr/local/cuda/lib64")
+        spec.runtime_dirs = (f"$ORIGIN/../nvidia/cu{cuda.major}/lib", "/usr/local/cuda/lib64")
         report = spec.build(need_lock=True)
         print(f"{spec.name}: {len(report.compiled)} compiled, {report.cpu_seconds:.0f} s of CPU", file=sys.stderr)
     about = {"format": prebuilt.FORMAT, "fork": __fork_version__, "tvm_ffi": prebuilt.ffi_series(), "cuda": str(cuda)}
@@ -143,22 +163,20 @@ def compile_modules(virtual: bool) -> dict[str, Any]:
 def entry_of(spec: Any) -> dict[str, Any]:
     """What the manifest says of a module that has been built; ``library`` is where it lies on this machine."""
     from flashinfer.jit.sm12x import build, prebuilt
-    from flashinfer.jit.sm12x.freshness import Manifest, hash_file
 
     if stale := build.why_stale(spec.plan):
-        raise WheelError(f"{spec.name} changed while it was built: {stale[0]}")
-    records = Manifest.read(spec.plan.manifest, spec.name).objects.values()
-    read = {name for record in records for name in record.files if name.startswith(SHIPPED)}
+        raise WheelError(f"{spec.name} changed while it was built: {stale}")
+    read = map(prebuilt.name_of, build.files_read(spec.plan))
     return {
         "name": spec.name,
         "architectures": prebuilt.architecture_list(spec.architectures),
         "library": str(spec.plan.library),
-        "sha256": hash_file(spec.plan.library),
-        **prebuilt.inputs_of(spec, sorted(read)),
+        "sha256": build.hash_file(spec.plan.library),
+        **prebuilt.inputs_of(spec, sorted(name for name in read if name.startswith(SHIPPED))),
     }
 
 
-def take_library(module: dict[str, Any], package: Path, folder: str) -> None:
+def take_library(module: dict[str, Any], package: Path, architecture: str) -> None:
     """Copy a library into the package, after a look at what it needs of a system."""
     library = Path(module["library"])
     for prefix, version in needed_versions(library).items():
@@ -168,8 +186,7 @@ def take_library(module: dict[str, Any], package: Path, folder: str) -> None:
                 f"{library} needs {prefix}_{needed}, newer than the wheel's tag says: use an older g++. Debian, Ubuntu: "
                 "apt-get install g++-12, for another processor g++-12-aarch64-linux-gnu"
             )
-    module["library"] = f"{folder}/{library.name}"
-    (package / folder).mkdir(exist_ok=True)
+    module["library"] = f"{library.stem}-{architecture}.so"
     shutil.copyfile(library, package / module["library"])
 
 
@@ -252,7 +269,8 @@ def pack(package: Path, version: str, processor: str, output: Path) -> Path:
     (stage / "pyproject.toml").write_text(PROJECT.format(package=package.name, version=version), encoding="utf-8")
     (stage / "setup.cfg").write_text(f"[bdist_wheel]\nplat_name = {tag}\npython_tag = py3\n", encoding="utf-8")
     options = ["--quiet", "--no-deps", "--no-build-isolation", f"--wheel-dir={output}"]
-    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(stage)], check=True)
+    environment = {**os.environ, "SOURCE_DATE_EPOCH": str(MADE)}
+    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(stage)], check=True, env=environment)
     return output / f"{package.name}-{version}-py3-none-{tag}.whl"
 
 

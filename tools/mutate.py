@@ -18,6 +18,8 @@ and the exit status is 1 if one survived or is broken.
 from __future__ import annotations
 
 import argparse
+import collections
+import concurrent.futures
 import dataclasses
 import datetime
 import os
@@ -43,8 +45,6 @@ PYTEST = (sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "-m", "not gpu")
 PLUGINS = ("-p", "no:cacheprovider", "-p", "separate_instances")
 GOOD = ("caught", "equivalent")
 VERDICTS = (*GOOD, "survived", "broken")
-PAGE_TITLE = "# Changes on purpose, and what notices them"
-PAGE_TEXT = "Written by `tools/mutate.py --table`; [testing.md](testing.md) says how it is made and read."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,23 +159,25 @@ def copy_tree(source: Path, target: Path) -> None:
         (target / "emulator").symlink_to(source / "emulator", target_is_directory=True)
 
 
+@dataclasses.dataclass
 class Worker:
     """A copy of the tree, a build cache, and the cores that its processes may use.
 
     The folders stay where they are from run to run: what was compiled for the unchanged tree is then found again.
     """
 
-    def __init__(self, folder: Path, cores: set[int], limit: float, preload: str) -> None:
-        self.folder, self.cores, self.limit, self.preload = folder, cores, limit, preload
-        self.tree, self.cache, self.seed = folder / "tree", folder / "cache", folder / "seed"
+    folder: Path
+    cores: set[int]
+    limit: float
+    preload: str
 
-    def prepare(self, source: Path, seed: Path | None = None) -> None:
-        """Copy the tree; take over what another worker has built, as far as it is of use here."""
+    def __post_init__(self) -> None:
+        self.tree, self.cache, self.seed = (self.folder / name for name in ("tree", "cache", "seed"))
+
+    def prepare(self, source: Path) -> None:
+        """Copy the tree."""
         copy_tree(source, self.tree)
         self.cache.mkdir(exist_ok=True)
-        if seed is not None:
-            shutil.rmtree(self.seed, ignore_errors=True)
-            shutil.copytree(seed, self.seed)
 
     def keep_cache(self) -> None:
         """What is in the cache now is that of the unchanged tree."""
@@ -223,7 +225,7 @@ class Worker:
         """Apply it, run its tests until one fails, and take it back."""
         outcome = Outcome(mutation, "survived", mutation.equivalent)
         path = self.tree / mutation.file
-        started, original = time.monotonic(), path.read_text(encoding="utf-8")
+        started, original, times = time.monotonic(), path.read_text(encoding="utf-8"), path.stat()
         try:
             path.write_text(changed(original, mutation), encoding="utf-8")
             self.restore_cache()
@@ -238,6 +240,7 @@ class Worker:
             outcome.verdict, outcome.by = "broken", str(error)
         finally:
             path.write_text(original, encoding="utf-8")
+            os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # ninja compares it
         outcome.seconds = time.monotonic() - started
         if outcome.verdict == "survived" and mutation.equivalent:
             outcome.verdict = "equivalent"
@@ -258,33 +261,12 @@ def judge(code: int, text: str, test: str) -> tuple[str, str]:
     return "caught", failed[1] if failed else test
 
 
-def table(outcomes: Sequence[Outcome]) -> dict[str, str]:
-    """For people: a line of markdown for each change, by its name."""
-    lines = {}
-    for outcome in outcomes:
-        mutation = outcome.mutation
-        by = outcome.by.replace("|", "\\|").removeprefix("tests/")
-        by = f"`{by}`" if outcome.verdict == "caught" else by
-        columns = (mutation.name, f"`{Path(mutation.file).name}`", outcome.verdict, by, f"{outcome.cpu_seconds:.0f}")
-        lines[mutation.name] = f"| {' | '.join(columns)} |"
-    return lines
-
-
-def read_table(text: str) -> dict[str, str]:
-    """The lines of :func:`table` in a page."""
-    rows = (line for line in text.splitlines() if re.search(rf" \| ({'|'.join(VERDICTS)}) \| ", line))
-    return {line.split(" | ")[0].removeprefix("| "): line for line in rows}
-
-
-def page(lines: Sequence[str]) -> str:
-    """The page around such lines."""
-    head = ["| change | file | verdict | by | CPU s |", "|---|---|---|---|---:|"]
-    return "\n".join([PAGE_TITLE, "", PAGE_TEXT, "", f"{summary(lines)}.", "", *head, *lines]) + "\n"
-
-
-def summary(lines: Sequence[str]) -> str:
-    counts = {word: sum(f" | {word} | " in line for line in lines) for word in VERDICTS}
-    return f"{len(lines)} changes: " + ", ".join(f"{count} {word}" for word, count in counts.items() if count)
+def table(outcomes: Sequence[Outcome]) -> str:
+    """For people: a line for each change, and a last one that counts them."""
+    lines = [f"{o.verdict:10} {o.cpu_seconds:4.0f} s  {o.mutation.name}: {o.by}" for o in outcomes]
+    counts = collections.Counter(outcome.verdict for outcome in outcomes)
+    summary = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict])
+    return "\n".join([*lines, "", f"{len(outcomes)} changes: {summary}"])
 
 
 def share_cores(jobs: int) -> list[set[int]]:
@@ -309,15 +291,19 @@ def run(
     Raises:
         RuntimeError: their tests do not pass without any change.
     """
-    workers = [Worker(work / str(i), cores, limit, preload) for i, cores in enumerate(share_cores(jobs))]
-
-    first = workers[0]
-    first.prepare(root)
-    print(f"the tests without any change, in {first.folder}", flush=True)
-    baseline = Worker(first.folder, set().union(*(worker.cores for worker in workers)), 10 * limit, preload)
     tests = list(dict.fromkeys(test for mutation in mutations for test in mutation.tests))
-    run_baseline(baseline, tests, jobs)
-    first.keep_cache()
+    workers = [
+        Worker(work / str(i), cores, limit, preload) for i, cores in enumerate(share_cores(min(jobs, len(mutations))))
+    ]
+    print(f"the tests without any change, in {', '.join(str(worker.folder) for worker in workers)}", flush=True)
+
+    def begin(worker: Worker) -> None:
+        worker.prepare(root)
+        run_baseline(worker, tests)
+        worker.keep_cache()
+
+    with concurrent.futures.ThreadPoolExecutor(len(workers)) as pool:
+        list(pool.map(begin, workers))
 
     outcomes: dict[str, Outcome] = {}
     todo: queue.SimpleQueue[Mutation] = queue.SimpleQueue()
@@ -326,8 +312,6 @@ def run(
     lock = threading.Lock()
 
     def work_on(worker: Worker) -> None:
-        if worker is not first:
-            worker.prepare(root, first.seed)
         while True:
             try:
                 mutation = todo.get_nowait()
@@ -348,43 +332,21 @@ def run(
     return [outcomes[mutation.name] for mutation in mutations]
 
 
-def run_baseline(worker: Worker, tests: Sequence[str], jobs: int) -> None:
-    """All tests pass in the unchanged tree. Node ids go together, in as many processes as there are jobs.
+def run_baseline(worker: Worker, tests: Sequence[str]) -> None:
+    """All tests pass in the unchanged tree, which leaves in the cache what they need. Node ids go together.
 
     Raises:
         RuntimeError: one does not; the text is pytest's.
     """
     together = [test for test in tests if " -k " not in test]
-    groups = [[test] for test in tests if " -k " in test] + [together[i::jobs] for i in range(jobs)]
-    groups = [group for group in groups if group]
-    failures: list[str] = []
-    todo: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
-    for group in groups:
-        todo.put(group)
-
-    def work_on(part: int) -> None:
-        own = Worker(worker.folder / f"baseline{part}", worker.cores, worker.limit, worker.preload)
-        own.tree, own.cache = worker.tree, worker.cache
-        own.folder.mkdir(exist_ok=True)
-        while not todo.empty():
-            try:
-                group = todo.get_nowait()
-            except queue.Empty:
-                return
-            try:
-                code, text, _ = own.run_tests(group)
-            except Exception as error:  # a thread's own end would go unnoticed
-                code, text = 1, f"{group} could not be run: {error}"
-            if code != 0:
-                failures.append(text[-4000:])
-
-    threads = [threading.Thread(target=work_on, args=(part,)) for part in range(min(jobs, len(groups)))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise RuntimeError("tests fail without any change:\n" + "\n".join(failures))
+    patient = dataclasses.replace(worker, limit=10 * worker.limit)
+    for group in [*([test] for test in tests if " -k " in test), *filter(None, [together])]:
+        try:
+            code, text, _ = patient.run_tests(group)
+        except OSError as error:
+            code, text = 1, f"{group} could not be run: {error}"
+        if code != 0:
+            raise RuntimeError(f"tests fail without any change:\n{text[-4000:]}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -398,7 +360,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rotate", type=int, metavar="K", help="K changes, other ones every day")
     parser.add_argument("--turn", type=int, help="instead of the day's number, for --rotate")
     parser.add_argument("--list", action="store_true", help="print the changes that would be tried")
-    parser.add_argument("--table", type=Path, help="write the outcome into this page, beside what it has of others")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds that a change's test may take (600)")
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "mutate", help="folder of copies and caches")
     options = parser.parse_args(arguments)
@@ -415,13 +376,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     jobs = min(options.jobs, len(mutations))
     outcomes = run(mutations, ROOT, options.work, jobs, options.limit, emulator_preload(ROOT))
-    lines = table(outcomes)
-    print("", *lines.values(), "", summary(list(lines.values())), sep="\n")
-    if options.table:
-        if options.table.exists():
-            lines = read_table(options.table.read_text(encoding="utf-8")) | lines
-        names = [mutation.name for mutation in read_list(ROOT / LIST)]
-        options.table.write_text(page([lines[name] for name in names if name in lines]), encoding="utf-8")
+    print("", table(outcomes), sep="\n")
     return 0 if all(outcome.verdict in GOOD for outcome in outcomes) else 1
 
 

@@ -10,11 +10,15 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashinfer._layer import extend
 
 _upstream = extend(globals())
+
+from . import env as jit_env
+from .sm12x.trust import make_folder, require_trusted
 
 if TYPE_CHECKING:
 
@@ -30,6 +34,28 @@ def _share_log_handlers(name: str) -> None:
 
 
 _share_log_handlers("flashinfer.jit.sm12x")
+
+
+_JitSpecNvcc: Any = _upstream.JitSpecNvcc
+
+
+class JitSpecNvcc(_JitSpecNvcc):  # type: ignore[misc]
+    """Upstream's; its folder is made private, and what lies in the cache is loaded if nobody else can have put it there."""
+
+    def write_ninja(self) -> None:
+        make_folder(self.build_dir)
+        super().write_ninja()
+
+    def load(self, so_path: Path | None = None) -> Any:
+        """The module at ``so_path``, of a wheel or of the cache; the cache's when omitted.
+
+        Raises:
+            UntrustedCacheError: it lies in the cache, and another user can write there.
+        """
+        path = so_path or self.jit_library_path
+        if path.is_relative_to(jit_env.FLASHINFER_JIT_DIR):
+            require_trusted(path)
+        return super().load(path)
 
 
 def replace_registered(spec: Any) -> None:

@@ -24,8 +24,8 @@ from packaging.version import Version
 from . import env as jit_env
 from .sm12x import toolchain
 from .sm12x.diagnosis import JitBuildError, first_error_line, hint_for
-from .sm12x.jobs import GIB, job_limit
-from .sm12x.trust import new_text_file, require_trusted
+from .sm12x.jobs import GIB, parallel_jobs
+from .sm12x.trust import require_trusted_tree
 
 if TYPE_CHECKING:
 
@@ -142,7 +142,7 @@ def run_ninja(workdir: Path, ninja_file: Path, verbose: bool, max_jobs: int | No
         JitBuildError: the build failed; with the first real error, a hint where the cause is a known one, and the log.
         RuntimeError: as upstream, in a verbose build: the output has been shown.
     """
-    require_trusted(workdir.parent, jit_env.FLASHINFER_BASE_DIR)  # upstream made the module's own as the umask is
+    require_trusted_tree(workdir)
     if "$" in str(workdir):
         raise JitBuildError(
             workdir.name,
@@ -150,10 +150,8 @@ def run_ninja(workdir: Path, ninja_file: Path, verbose: bool, max_jobs: int | No
             hint="set FLASHINFER_WORKSPACE_BASE to a folder without one",
         )
     if max_jobs is None and not os.environ.get("MAX_JOBS") and workdir.name.startswith("fused_moe"):
-        limit = job_limit()
-        assert limit.memory is not None
-        max_jobs = max(1, min(limit.jobs, limit.memory // UPSTREAM_MOE_JOB_MEMORY))
-        _log.info("building %s: %d compilers at once (%s)", workdir.name, max_jobs, limit.reason)
+        max_jobs, reason = parallel_jobs(UPSTREAM_MOE_JOB_MEMORY)
+        _log.info("building %s: %d compilers at once (%s)", workdir.name, max_jobs, reason)
     try:
         _upstream.run_ninja(workdir, ninja_file, verbose, max_jobs)
     except RuntimeError as error:
@@ -161,6 +159,5 @@ def run_ninja(workdir: Path, ninja_file: Path, verbose: bool, max_jobs: int | No
         if not output:
             raise
         log = workdir / "build.log"
-        with new_text_file(log) as file:
-            file.write(output)
+        log.write_text(output, encoding="utf-8")
         raise JitBuildError(workdir.name, first_error_line(output), log, hint_for(1, output)) from None

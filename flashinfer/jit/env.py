@@ -90,7 +90,7 @@ def _temporary_workspace(folder: pathlib.Path) -> pathlib.Path | None:
         workspace = base / folder.relative_to(_upstream.FLASHINFER_CACHE_DIR)
         with contextlib.suppress(OSError, UntrustedCacheError):
             make_folder(base)
-            require_trusted(base, base)  # anybody could have made it
+            require_trusted(base)  # anybody could have made it
             _make_workspace(workspace)
             return workspace
     return None

@@ -303,8 +303,7 @@ def check_modules(a: Answers) -> Outcome:
             words.append(f"{name} is {how}, {fact['bytes'] / (1 << 20):.1f} MiB")
             continue
         stale, sources = fact["stale"], fact["sources"]
-        why = f"stale, {len(stale)} of {sources} sources to compile: {stale[0]}"
-        words.append(f"{name} is {why if fact['built'] else f'not built, {sources} sources'}")
+        words.append(f"{name} is {f'stale: {stale[0]}' if fact['built'] else f'not built, {sources} sources'}")
         if name.startswith("fused_moe_120"):  # the grouped GEMM is a public function that vLLM does not call
             state = "fail" if a.environ.get("FLASHINFER_DISABLE_JIT") else "warn"
     remedies = [build] if state != "ok" else []

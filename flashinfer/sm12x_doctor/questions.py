@@ -144,7 +144,7 @@ def ask_folder() -> None:
     tell(free_bytes=shutil.disk_usage(there).free)
     trust = _by_file("jit/sm12x/trust.py")
     try:
-        trust.require_trusted(folder, base)
+        trust.require_trusted(folder)
     except trust.UntrustedCacheError as error:
         tell(untrusted=str(error))
 
@@ -182,7 +182,7 @@ def ask_modules() -> None:
             tell(error=str(error))
             return
         built = plan.library.stat() if plan.library.is_file() else None
-        why = build.why_stale(plan)
+        why = [reason for reason in [build.why_stale(plan)] if reason]
         what = {"built": built is not None, "stale": why, "library": plan.library, "sources": len(plan.steps)}
         what["passed_over"] = passed_over
         tell(**{f"module {spec.name}": {**what, "bytes": built.st_size if built else 0}})
@@ -191,10 +191,8 @@ def ask_modules() -> None:
 def ask_memory() -> None:
     """Compilers that a build would run at once."""
     jobs = _by_file("jit/sm12x/jobs.py")
-    limit = jobs.job_limit()
-    available = jobs.available_memory()
-    by_memory = limit.memory // jobs.DEFAULT_JOB_MEMORY if limit.memory is not None else limit.jobs
-    tell(available=available, reason=limit.reason, jobs=max(1, min(limit.jobs, by_memory)))
+    together, reason = jobs.parallel_jobs()
+    tell(available=jobs.available_memory(), reason=reason, jobs=together)
 
 
 def ask_vllm() -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from flashinfer.jit.sm12x import build as engine
 from flashinfer.jit.sm12x import modules, toolchain
-from flashinfer.jit.sm12x.freshness import Roots
 from flashinfer.jit.sm12x.spec import JitSpecSm12x
 
 FAKE_COMPILER = """#!{python} -IS
@@ -69,7 +68,7 @@ for what in re.findall(r"// fake: (.+)", text):
 with open(output, "w") as out:
     out.write(" ".join(a for a in args if a.startswith("-D")) + text)
 with open(depfile, "w") as out:
-    out.write(output + ": " + (" \\\\" + chr(10) + " ").join(p.replace(" ", "\\\\ ") for p in read) + chr(10))
+    out.write(output + ": " + (" \\\\" + chr(10) + " ").join(p.replace("$", "$$").replace("#", "\\\\#").replace(" ", "\\\\ ") for p in read) + chr(10))
 """
 
 
@@ -117,16 +116,18 @@ class Project:
             folder=self.cache / "demo",
             lock_path=self.cache / "tmp" / "demo.lock",
             steps=steps,
-            linker=(str(self.compiler),),
+            linker=str(self.compiler),
             link_flags=("-shared",),
-            roots=Roots({"tree": src, "generated": self.cache / "generated", "toolkit": self.root / "toolkit"}),
-            watched=(src,),
         )
 
     def build(self, **kwargs: object) -> engine.BuildReport:
         plan = self.plan()
-        with engine.module_lock(plan):
-            return engine.build(plan, **kwargs)  # type: ignore[arg-type]
+        with engine.module_lock(plan.lock_path) as lock:
+            return engine.build(plan, lock=lock, **kwargs)  # type: ignore[arg-type]
+
+    @property
+    def fresh(self) -> bool:
+        return not engine.why_stale(self.plan())
 
     def calls(self) -> list[str]:
         """Sources compiled since the last call, sorted."""
@@ -177,5 +178,4 @@ def small_spec(folder: Path, name: str = "small") -> JitSpecSm12x:
         extra_ldflags=None,
         extra_include_dirs=[source.parent],
         architectures=((12, "1a"),),
-        watched_dirs=(source.parent,),
     )

@@ -90,7 +90,7 @@ class Compiled:
         code = {}
         for step in steps:
             built = self.folder / f"{step.source.stem}.{minor}.o"
-            done = subprocess.run(step.command(built, built.with_suffix(".d")), capture_output=True, text=True)
+            done = subprocess.run(step.command(str(step.source), str(built)), capture_output=True, text=True)
             assert done.returncode == 0, done.stderr
             code[step.source.stem] = inspect_sass._run(inspect_sass.find_tool(), ["--dump-sass", str(built)])
         return code

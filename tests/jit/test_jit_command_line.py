@@ -7,15 +7,13 @@ import json
 import os
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from jit_fakes import Project, needs_nvcc, small_spec
+from jit_fakes import needs_nvcc, small_spec
 
-from flashinfer.jit.sm12x import inspect_sass, modules, report
-from flashinfer.jit.sm12x.inspect_sass import KernelCode
+from flashinfer.jit.sm12x import inspect_sass, modules
 from flashinfer.jit.sm12x.toolchain import ToolchainError
 
 
@@ -129,28 +127,3 @@ def test_interrupted_command_says_what_stays(workspace: Path, monkeypatch: pytes
     shown = _invoke("sm12x-build")
     assert shown.exit_code == 1
     assert shown.output.splitlines() == ["Error: building small was interrupted: 3 of 5 objects are built and stay"]
-
-
-def test_machine_code_is_read_once_for_each_library(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[str] = []
-
-    def inspect(path: Path) -> list[KernelCode]:
-        read.append(path.name)
-        return [KernelCode(path.read_text(), "sm_121a", 32, 0, 16, 1, Counter({"QMMA.SF": 3, "LDL": 1}))]
-
-    monkeypatch.setattr(report, "inspect", inspect)
-    project.build()
-    first = report._machine_code(project.plan())
-    assert sorted(read) == ["a.o", "b.o", "c.o"]
-    assert sorted(first) == ["a", "b", "c"]
-    assert report._machine_code(project.plan()) == first
-    assert len(read) == 3
-    kept = project.plan().folder / "machine_code.json"
-    for damage in ("", "[]", '{"library": 3}', kept.read_text().replace('"registers"', '"else"')):
-        kept.write_text(damage)
-        assert report._machine_code(project.plan()) == first
-    read.clear()
-    project.write("c.cu", "int another;\n")
-    project.build()
-    assert "int another;" in report._machine_code(project.plan())["c"][0].name
-    assert len(read) == 3

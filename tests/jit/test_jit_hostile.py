@@ -14,9 +14,7 @@ from pathlib import Path
 import pytest
 from jit_fakes import Project, needs_nvcc
 
-from flashinfer.jit.sm12x.diagnosis import JitBuildError, hint_for
-from flashinfer.jit.sm12x.executor import Job, JobResult, run_jobs
-from flashinfer.jit.sm12x.jobs import job_limit
+from flashinfer.jit.sm12x.diagnosis import JitBuildError
 
 BUILD = (
     "import signal, sys; from pathlib import Path; sys.path.insert(0, sys.argv[1]); from jit_fakes import Project;"
@@ -35,17 +33,15 @@ def test_interrupt_says_what_stays(project: Project) -> None:
     project.write("c.cu", "// fake: sleep 60\nint c;\n")
     child = subprocess.Popen(_command(project, project.cache), stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
-    objects = project.plan().folder / "obj"
-    while not all((objects / name).exists() for name in ("a.o", "b.o")):
+    log = project.plan().log
+    while not log.exists() or log.read_text().count("\n[") < 2:
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    time.sleep(0.2)  # the manifest follows the object
     child.send_signal(signal.SIGINT)
     _, said = child.communicate(timeout=20)
     assert child.returncode == -signal.SIGINT
     assert said.splitlines()[-1] == (
-        "KeyboardInterrupt: building demo was interrupted: 2 of 3 objects are built and stay, and a new run resumes "
-        "from there"
+        "KeyboardInterrupt: building demo was interrupted: objects that are built stay, and a new run resumes from there"
     )
     project.write("c.cu", "int c;\n")
     assert project.build().compiled == ["c.o"]
@@ -84,15 +80,6 @@ def test_disk_that_fills_while_linking(project: Project) -> None:
     assert "JitBuildError: building demo failed: " in built.stderr
     assert "No space left on device" in built.stderr
     assert " is full. Make room, or set FLASHINFER_WORKSPACE_BASE" in built.stderr
-
-
-@pytest.mark.privileges
-def test_compiler_that_is_sent_sigterm_is_not_taken_for_one_killed_for_memory(tmp_path: Path) -> None:
-    ended: list[JobResult] = []
-    job = Job("x", (sys.executable, "-c", "import os, signal; os.kill(os.getppid(), signal.SIGTERM); signal.pause()"))
-    run_jobs([job], job_limit(max_jobs=2), tmp_path, ended.append)
-    (result,) = ended  # and it ran once
-    assert "ended the compiler with SIGTERM" in (hint_for(result.returncode, result.output) or "")
 
 
 def test_compiler_that_crashes_is_not_called_missing(project: Project) -> None:

@@ -1,23 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caches that other users could write to, links planted in a cache, and caches that can only be read."""
+"""Caches that other users could write to, and caches that can only be read."""
 
 from __future__ import annotations
 
 import ctypes
+import grp
 import os
+import pwd
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from jit_fakes import Project, needs_nvcc, small_spec
 
-from flashinfer.jit import cpp_ext
+from flashinfer.jit import core, cpp_ext
 from flashinfer.jit import env as jit_env
-from flashinfer.jit.sm12x import build as engine
 from flashinfer.jit.sm12x.diagnosis import JitBuildError
-from flashinfer.jit.sm12x.trust import ALLOW_VARIABLE, UntrustedCacheError, make_folder, require_trusted
+from flashinfer.jit.sm12x.trust import (
+    ALLOW_VARIABLE,
+    UntrustedCacheError,
+    make_folder,
+    require_trusted,
+    require_trusted_tree,
+)
 
 pytestmark = pytest.mark.privileges
 
@@ -43,44 +52,123 @@ def cache(tmp_path: Path) -> Path:
     return library
 
 
-def test_own_cache_is_trusted(cache: Path) -> None:
-    require_trusted(cache, cache.parents[1])
-    require_trusted(cache.with_name("not yet") / "m.so", cache.parents[1])
+def test_own_cache_is_trusted(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    require_trusted(cache)
+    require_trusted(cache.with_name("not yet") / "m.so")
+    require_trusted(cache / "below a file")
+    require_trusted_tree(cache.parents[1])
+    monkeypatch.chdir(cache.parent)
+    require_trusted(Path("m.so"))
+    require_trusted(Path("../cache/./m.so"))
 
 
-@pytest.mark.parametrize("level", [0, 1, 2], ids=["file", "folder", "base"])
+@pytest.mark.parametrize("level", [0, 1, 2, 3], ids=["file", "folder", "base", "above it"])
 def test_owner_and_mode_of_each_level_count(cache: Path, level: int, monkeypatch: pytest.MonkeyPatch) -> None:
     each = [cache, *cache.parents][level]
     mode = each.stat().st_mode
     each.chmod(mode | 0o002)
     with pytest.raises(UntrustedCacheError, match=f"{each} is writable by everybody.*{ALLOW_VARIABLE}=1"):
-        require_trusted(cache, cache.parents[1])
+        require_trusted(cache)
     each.chmod(mode)
     _give_away(each, monkeypatch)
     with pytest.raises(UntrustedCacheError, match="belongs to user"):
-        require_trusted(cache, cache.parents[1])
+        require_trusted(cache)
     monkeypatch.setenv(ALLOW_VARIABLE, "1")
-    require_trusted(cache, cache.parents[1])
+    require_trusted(cache)
 
 
-def test_what_lies_above_the_base_does_not_count(cache: Path) -> None:
-    cache.parents[2].chmod(0o777)
-    require_trusted(cache, cache.parents[1])
-    with pytest.raises(UntrustedCacheError, match=f"{cache.parents[2]} is writable by everybody"):
-        require_trusted(cache, Path("/none"))
-    cache.parents[2].chmod(0o1777)  # as /tmp
-    require_trusted(cache, Path("/none"))
+@pytest.mark.parametrize("place", ["obj", "obj/a.o", "build.ninja"])
+def test_all_of_a_folder_counts(cache: Path, place: str) -> None:
+    folder = cache.parent
+    (folder / "obj").mkdir()
+    for name in ("obj/a.o", "build.ninja"):
+        (folder / name).touch()
+    require_trusted_tree(folder)
+    (folder / place).chmod(0o777)
+    require_trusted(cache)
+    with pytest.raises(UntrustedCacheError, match=f"{folder / place} is writable by everybody"):
+        require_trusted_tree(folder)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="giving a folder to another group needs root")
-def test_group_of_the_same_number_is_the_owners_own(cache: Path) -> None:
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="giving a file to another user needs root")
+
+
+@needs_root
+def test_in_a_folder_of_all_the_next_entry_must_be_this_users(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in ``/tmp``. One of root's could be a link, which anybody may make of a file there."""
+    shared = cache.parents[2]
+    shared.chmod(0o1777)
+    require_trusted(cache)
+    os.chown(cache.parents[1], ANOTHER, ANOTHER)
+    with pytest.raises(UntrustedCacheError, match=f"{cache.parents[1]} belongs to user {ANOTHER}"):
+        require_trusted(cache)
+    os.chown(cache.parents[1], 0, 0)
+    require_trusted(cache)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: ANOTHER)
+        with pytest.raises(UntrustedCacheError, match="belongs to user 0"):
+            require_trusted(cache)
+    os.chown(shared, ANOTHER, 0)
+    with pytest.raises(UntrustedCacheError, match=f"{shared} belongs to user {ANOTHER}"):
+        require_trusted(cache)
+
+
+@needs_root
+def test_links_are_followed_by_hand(cache: Path, tmp_path: Path) -> None:
+    """Each link, and each folder on the way that it leads, counts as the path's own."""
+    way = tmp_path / "way"
+    way.mkdir()
+    (way / "relative").symlink_to("../base/./cache")
+    (way / "absolute").symlink_to(way / "relative")
+    require_trusted(way / "absolute" / "m.so")
+    os.chown(way / "relative", ANOTHER, ANOTHER, follow_symlinks=False)
+    with pytest.raises(UntrustedCacheError, match=f"{way / 'relative'} belongs to user {ANOTHER}"):
+        require_trusted(way / "absolute" / "m.so")
+    os.chown(way / "relative", 0, 0, follow_symlinks=False)
+    (tmp_path / "base").chmod(0o777)
+    with pytest.raises(UntrustedCacheError, match=f"{tmp_path / 'base'} is writable by everybody"):
+        require_trusted(way / "absolute" / "m.so")
+    (tmp_path / "base").chmod(0o755)
+    # A link in a folder of all leads beside itself: what lies there must be this user's, too.
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    (shared / "link").symlink_to("theirs")
+    (shared / "theirs").mkdir()
+    require_trusted(shared / "link")
+    os.chown(shared / "theirs", ANOTHER, ANOTHER)
+    with pytest.raises(UntrustedCacheError, match=f"theirs belongs to user {ANOTHER}"):
+        require_trusted(shared / "link")
+    (way / "round").symlink_to("round")
+    with pytest.raises(OSError, match="Too many levels of symbolic links"):
+        require_trusted(way / "round")
+
+
+@needs_root
+def test_the_owners_own_group_may_write(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    accounts = {0: SimpleNamespace(pw_name="ann", pw_gid=8001)}
+    groups = {
+        8001: SimpleNamespace(gr_name="ann", gr_mem=[]),
+        8002: SimpleNamespace(gr_name="ann", gr_mem=[]),
+        8003: SimpleNamespace(gr_name="staff", gr_mem=["ann"]),
+    }
+    monkeypatch.setattr(pwd, "getpwuid", accounts.__getitem__)
+    monkeypatch.setattr(grp, "getgrgid", groups.__getitem__)
     folder = cache.parent
     folder.chmod(0o775)
-    os.chown(folder, 0, 0)
-    require_trusted(cache, cache.parents[1])
-    os.chown(folder, 0, ANOTHER)
-    with pytest.raises(UntrustedCacheError, match=f"is writable by group {ANOTHER}"):
-        require_trusted(cache, cache.parents[1])
+    os.chown(folder, 0, 8001)
+    require_trusted(cache)
+    groups[8001].gr_mem = ["ann"]
+    require_trusted(cache)
+    groups[8001].gr_mem = ["ann", "bob"]
+    for group in (8001, 8002, 8003, 8004):
+        os.chown(folder, 0, group)
+        with pytest.raises(UntrustedCacheError, match=f"{folder} is writable by group {group}"):
+            require_trusted(cache)
+    accounts[0].pw_gid = 8003
+    os.chown(folder, 0, 8003)
+    with pytest.raises(UntrustedCacheError, match=f"{folder} is writable by group 8003"):
+        require_trusted(cache)
 
 
 def test_folders_are_private_whatever_the_umask_is(tmp_path: Path) -> None:
@@ -122,38 +210,64 @@ def test_upstreams_modules_are_not_built_there_either(workspace: Path, monkeypat
         cpp_ext.run_ninja(odd, odd / "build.ninja", False)
 
 
-def test_links_in_a_cache_are_not_followed(project: Project, tmp_path: Path) -> None:
-    victim = tmp_path / "victim"
-    victim.mkdir()
-    for name in ("letter", "hard", "d.o"):
-        (victim / name).write_text("mine")
-    folder = project.plan().folder
-    folder.mkdir(parents=True)
-    (folder / "build.log").symlink_to(victim / "letter")
-    (folder / "obj").symlink_to(victim)
-    (folder / "tmp-1").symlink_to(victim)
-    (folder / "manifest.json").symlink_to(victim / "letter")
+@needs_root
+@pytest.mark.parametrize("what", ["obj", "obj/a.o", "build.ninja", ".ninja_deps", "inputs.json", "demo.so"])
+def test_what_another_user_left_in_a_module_is_not_used(project: Project, what: str) -> None:
     project.build()
-    os.unlink(folder / "build.log")
-    os.link(victim / "hard", folder / "build.log")
+    os.chown(project.plan().folder / what, ANOTHER, ANOTHER)
     project.write("c.cu", "int another;\n")
-    project.build()
-    assert sorted(os.listdir(victim)) == ["d.o", "hard", "letter"]
-    assert {(victim / name).read_text() for name in os.listdir(victim)} == {"mine"}
-    assert not (folder / "obj").is_symlink()
-    assert "c.o" in (folder / "build.log").read_text()
+    with pytest.raises(UntrustedCacheError, match=f"{what} belongs to user {ANOTHER}"):
+        project.build()
 
 
-def test_module_folder_that_is_a_link_is_replaced(project: Project, tmp_path: Path) -> None:
-    victim = tmp_path / "victim"
-    (victim / "obj").mkdir(parents=True)
-    (victim / "obj" / "mine.o").write_text("mine")
-    folder = project.plan().folder
-    folder.parent.mkdir()
-    folder.symlink_to(victim)
+@needs_root
+def test_a_folder_of_locks_that_another_user_has_is_not_used(project: Project) -> None:
+    folder = project.plan().lock_path.parent
+    folder.mkdir(parents=True)
+    os.chown(folder, ANOTHER, ANOTHER)
+    with pytest.raises(UntrustedCacheError, match=f"{folder} belongs to user {ANOTHER}"):
+        project.build()
+
+
+@needs_nvcc
+@needs_root
+def test_a_generated_source_of_another_user_is_not_compiled(workspace: Path) -> None:
+    spec = small_spec(jit_env.FLASHINFER_GEN_SRC_DIR)
+    os.chown(spec.sources[0], ANOTHER, ANOTHER)
+    with pytest.raises(UntrustedCacheError, match=f"small.cu belongs to user {ANOTHER}"):
+        spec.build(need_lock=True)
+
+
+@needs_nvcc
+def test_upstreams_module_is_private_and_not_loaded_where_others_write(workspace: Path) -> None:
+    source = workspace / "plain.cpp"
+    source.write_text('extern "C" int f() { return 1; }\n')
+    before = os.umask(0o002)
+    try:
+        spec = core.gen_jit_spec("plain", [source])
+        spec.build(need_lock=True)
+    finally:
+        os.umask(before)
+    assert spec.build_dir.stat().st_mode & 0o022 == 0
+    spec.load()
+    spec.build_dir.chmod(0o777)
+    with pytest.raises(UntrustedCacheError, match="plain is writable by everybody"):
+        spec.load()
+    with pytest.raises(UntrustedCacheError, match="plain is writable by everybody"):
+        spec.build(need_lock=True)
+
+
+def test_compilers_leave_nothing_outside_the_build(project: Project, tmp_path: Path) -> None:
+    """Their files are in the module's folder, those of a builder that was killed until the next build."""
+    compiler = project.compiler.read_text()
+    leave = 'import tempfile; tempfile.mkstemp(prefix="left-")\n'
+    project.compiler.write_text(compiler.replace("read = [source]", leave + "read = [source]"))
+    left = project.plan().folder / "tmp" / "of a builder that was killed"
+    left.mkdir(parents=True)
+    before = set(Path(tempfile.gettempdir()).iterdir())
     project.build()
-    assert sorted(path.name for path in victim.rglob("*")) == ["mine.o", "obj"]
-    assert engine.is_fresh(project.plan())
+    assert not {path for path in set(Path(tempfile.gettempdir()).iterdir()) - before if path.name.startswith("left-")}
+    assert not left.parent.exists()
 
 
 def _without_override() -> None:

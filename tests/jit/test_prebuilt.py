@@ -23,7 +23,7 @@ from jit_fakes import needs_nvcc, small_spec
 from flashinfer.jit import core, cpp_ext
 from flashinfer.jit import env as jit_env
 from flashinfer.jit.sm12x import modules, prebuilt, toolchain
-from flashinfer.jit.sm12x.freshness import hash_file
+from flashinfer.jit.sm12x.build import hash_file
 from flashinfer.jit.sm12x.instances import INSTANCES, SM12X
 from flashinfer.jit.sm12x.spec import JitSpecSm12x
 
@@ -42,14 +42,18 @@ def tool() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory, tool: ModuleType) -> Path:
-    """A cache in which a module of one kernel is built; ``entry.json`` is what a wheel's manifest says of it."""
+    """A cache in which a module of one kernel is built; ``entry.json`` is what a wheel's manifest says of it.
+
+    It lies in ``kept``, and is used in a folder ``cache`` beside it, where it was built.
+    """
     root = tmp_path_factory.mktemp("built")
     with pytest.MonkeyPatch.context() as patch:
-        use_cache(root, patch)
+        patch.setenv("FLASHINFER_CUDA_ARCH_LIST", "12.1a")
+        use_cache(root / "cache", patch)
         spec = toy()
         spec.build(need_lock=True)
-        (root / "entry.json").write_text(json.dumps(tool.entry_of(spec)))
-    return root
+        (root / "cache" / "entry.json").write_text(json.dumps(tool.entry_of(spec)))
+    return (root / "cache").rename(root / "kept")
 
 
 def use_cache(root: Path, patch: pytest.MonkeyPatch) -> None:
@@ -67,14 +71,15 @@ class Installed:
 
     def __init__(self, root: Path, built: Path, manifest: dict[str, Any]) -> None:
         self.package = root / "site" / prebuilt.PACKAGE
-        self.library = self.package / "121a" / "small.so"
-        self.cached = root / "cached_ops" / "small" / "small.so"
-        for folder in ("cached_ops", "generated"):
-            shutil.copytree(built / folder, root / folder)
-        self.library.parent.mkdir(parents=True)
+        self.library = self.package / "small-121a.so"
+        cache = built.with_name("cache")
+        self.cached = cache / "cached_ops" / "small" / "small.so"
+        shutil.rmtree(cache, ignore_errors=True)
+        shutil.copytree(built, cache)
+        self.package.mkdir(parents=True)
         shutil.copyfile(built / "cached_ops" / "small" / "small.so", self.library)
         entry = json.loads((built / "entry.json").read_text())
-        self.manifest = {**manifest, "modules": [{**entry, "library": "121a/small.so"}]}
+        self.manifest = {**manifest, "modules": [{**entry, "library": "small-121a.so"}]}
         self.write()
 
     @property
@@ -102,6 +107,7 @@ def manifest_here() -> dict[str, Any]:
 @pytest.fixture
 def installed(workspace: Path, built: Path, monkeypatch: pytest.MonkeyPatch) -> Installed:
     made = Installed(workspace, built, manifest_here())
+    use_cache(built.with_name("cache"), monkeypatch)
     monkeypatch.syspath_prepend(str(made.package.parent))
     return made
 
@@ -149,7 +155,7 @@ def test_where_none_is_installed_nothing_is_said(installed: Installed, left: str
         return
     shutil.rmtree(installed.package)
     if left == "folder":  # what an uninstalled package leaves where something else lies in its folder
-        (installed.package / "121a").mkdir(parents=True)
+        installed.package.mkdir()
     assert installed.load() == (installed.cached, 41)
     assert len(lines()) == (left == "folder")
 
@@ -171,9 +177,9 @@ def replace_by_no_library(i: Installed) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[Installed], Any], str]] = {
-    "truncated": (truncate, "small.so is missing, truncated or altered: its digest is not that of manifest.json"),
-    "altered": (alter_a_byte, "small.so is missing, truncated or altered: its digest is not that of manifest.json"),
-    "missing": (lambda i: i.library.unlink(), "small.so is missing, truncated or altered"),
+    "truncated": (truncate, "small-121a.so is truncated or altered: its digest is not that of manifest.json"),
+    "altered": (alter_a_byte, "small-121a.so is truncated or altered: its digest is not that of manifest.json"),
+    "missing": (lambda i: i.library.unlink(), "No such file or directory: "),
     "not a library": (replace_by_no_library, "it does not load: "),
     "no manifest": (lambda i: (i.package / "manifest.json").unlink(), "manifest.json is missing or damaged (FileNot"),
     "no JSON": (lambda i: (i.package / "manifest.json").write_text("{"), "manifest.json is missing or damaged (JSON"),
@@ -199,6 +205,39 @@ DAMAGES: dict[str, tuple[Callable[[Installed], Any], str]] = {
 }
 
 
+def replace_by_a_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def nested(i: Installed) -> None:
+    (i.package / "manifest.json").write_text("[" * 1_000_000)
+
+
+def in_entry(**changes: Any) -> Callable[[Installed], None]:
+    return lambda i: i.write(modules=[{**i.entry, **changes}])
+
+
+DAMAGES |= {
+    "library elsewhere": (in_entry(library="../../x.so"), "is no library in this folder"),
+    "absolute library": (in_entry(library="/usr/lib/x.so"), "is no library in this folder"),
+    "library of no name": (in_entry(library=""), "is no regular file"),
+    "no digest": (in_entry(library="none.so", sha256="absent"), "is no library in this folder"),
+    "null digest": (in_entry(library="none.so", sha256=None), "missing or damaged (TypeError"),
+    "null hash": (lambda i: i.write(modules=[{**i.entry, "files": {"tree:none.h": None}}]), "is not what it was built"),
+    "device among files": (in_entry(files={"tree:../../../../../dev/zero": "0" * 64}), "names no file of the tree"),
+    "absolute file": (in_entry(files={"/dev/zero": "0" * 64}), "names no file of the tree"),
+    "nested": (nested, "missing or damaged (RecursionError"),
+    "pipe for a manifest": (lambda i: replace_by_a_pipe(i.package / "manifest.json"), "is no regular file"),
+    "pipe for a library": (lambda i: replace_by_a_pipe(i.library), "is no regular file"),
+    "device for a library": (lambda i: (i.library.unlink(), i.library.symlink_to("/dev/zero")), "is no regular file"),
+    "huge manifest": (
+        lambda i: os.truncate(i.package / "manifest.json", 1 << 40),
+        "is no regular file of at most 16 MiB",
+    ),
+}
+
+
 @needs_nvcc
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_one_that_does_not_fit_is_passed_over_with_a_line(installed: Installed, damage: str, lines) -> None:
@@ -215,7 +254,10 @@ def test_one_that_does_not_fit_is_passed_over_with_a_line(installed: Installed, 
 def test_a_stale_one_is_passed_over_and_the_module_is_built(installed: Installed, lines) -> None:
     header = jit_env.FLASHINFER_GEN_SRC_DIR / "src" / "answer.h"
     header.write_text("#define ANSWER 42\n")
-    assert installed.load() == (installed.cached, 42)
+    assert installed.load()[0] == installed.cached
+    code = "import sys, tvm_ffi; print(tvm_ffi.load_module(sys.argv[1]).answer())"  # this process has the old one
+    done = subprocess.run([sys.executable, "-c", code, str(installed.cached)], capture_output=True, text=True)
+    assert done.stdout == "42\n", done.stderr
     assert lines() == [f"the prebuilt small is passed over: {header} is not what it was built from"]
 
 
@@ -229,28 +271,17 @@ def test_users_flags_count_and_parallelism_does_not(installed: Installed, monkey
         monkeypatch.delenv(variable)
 
 
-@needs_nvcc
-def test_a_header_that_comes_before_the_one_that_was_read(installed: Installed, workspace: Path) -> None:
-    first = workspace / "first"
-    first.mkdir()
-    spec = toy()
-    spec.extra_include_dirs = [first, *spec.extra_include_dirs]
-    assert prebuilt.find(spec) == (installed.library, "")
-    (first / "answer.h").write_text("#define ANSWER 43\n")
-    assert prebuilt.find(spec) == (None, f"it was built with other search: +{first}/answer.h")
-
-
 def install_without_building(site: Path) -> dict[str, Path]:
     """A wheel's folder with what its manifest says of this tree's modules for 12.1a, and libraries of a line."""
     specs = modules.gen_operator_modules()
     headers = [f"tree:{path.relative_to(REPO)}" for path in sorted((REPO / "include").rglob("*.cuh"))]
     entries, libraries = [], {}
     for spec in specs:
-        library = site / prebuilt.PACKAGE / "121a" / f"{spec.name}.so"
+        library = site / prebuilt.PACKAGE / f"{spec.name}-121a.so"
         library.parent.mkdir(parents=True, exist_ok=True)
         library.write_text(spec.name)
         libraries[spec.name] = library
-        entry = {"name": spec.name, "architectures": "12.1a", "library": f"121a/{spec.name}.so"}
+        entry = {"name": spec.name, "architectures": "12.1a", "library": library.name}
         entries.append({**entry, "sha256": hash_file(library), **prebuilt.inputs_of(spec, headers)})
     manifest = {**manifest_here(), "modules": entries}
     (site / prebuilt.PACKAGE / prebuilt.MANIFEST).write_text(json.dumps(manifest))
@@ -294,7 +325,6 @@ def test_building_says_what_is_prebuilt(workspace: Path) -> None:
 def test_the_manifest_names_nothing_of_the_machine_that_made_it(built: Path) -> None:
     entry = json.loads((built / "entry.json").read_text())
     assert list(entry["files"]) == ["generated:src/answer.h", "generated:src/small.cu"]
-    assert entry["search"] == ["-I generated:src"]
     del entry["library"]
     assert str(built) not in json.dumps(entry)
     assert "/usr" not in json.dumps(entry)
@@ -313,18 +343,50 @@ def test_a_library_for_a_newer_system_is_not_taken(tool: ModuleType, installed: 
     assert set(newest) >= {"GLIBC", "GLIBCXX"}
     for prefix, version in newest.items():  # of this machine's compiler, whichever that is
         monkeypatch.setitem(tool.OLDEST_SYSTEM, prefix, version)
-    entry = {**installed.entry, "library": str(installed.library)}
+    entry = {**installed.entry, "library": str(installed.cached)}
     tool.take_library(entry, installed.package, "121f")
-    assert entry["library"] == "121f/small.so"
-    assert (installed.package / "121f" / "small.so").read_bytes() == installed.library.read_bytes()
+    assert entry["library"] == "small-121f.so"
+    assert (installed.package / "small-121f.so").read_bytes() == installed.library.read_bytes()
     monkeypatch.setitem(tool.OLDEST_SYSTEM, "GLIBC", (2, 0))
     with pytest.raises(tool.WheelError, match=r"small\.so needs GLIBC_2\.\d+.*apt-get install g\+\+-12"):
-        tool.take_library({**entry, "library": str(installed.library)}, installed.package, "121f")
+        tool.take_library({**entry, "library": str(installed.cached)}, installed.package, "121f")
+
+
+@needs_nvcc
+@pytest.mark.slow
+def test_the_same_sources_make_the_same_bytes(tool: ModuleType, workspace: Path) -> None:
+    made = []
+    for _ in range(2):
+        spec = dataclasses.replace(small_spec(workspace), extra_ldflags=list(tool.LINK_FLAGS))
+        spec.build(need_lock=True)
+        made.append(spec.jit_library_path.read_bytes())
+        shutil.rmtree(spec.build_dir)
+    assert made[0] == made[1]
+
+
+def test_pip_installs_a_wheel_by_its_hash(tool: ModuleType, tmp_path: Path) -> None:
+    package = tmp_path / "stage" / prebuilt.PACKAGE
+    package.mkdir(parents=True)
+    for name in ("small-121a.so", "__init__.py", "manifest.json"):
+        (package / name).touch()
+    wheels = [tool.pack(package, "0.1.0", processor, tmp_path / "dist") for processor in tool.PROCESSORS]
+    again = tool.pack(package, "0.1.0", "aarch64", tmp_path / "again")
+    assert again.read_bytes() == wheels[1].read_bytes()
+    (tmp_path / "dist" / "kernels.txt").write_text(tool.requirement_of(wheels))
+    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--require-hashes", "--dry-run"]
+    command += ["--find-links", str(tmp_path / "dist"), "-r", str(tmp_path / "dist" / "kernels.txt"), "--target", "x"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert "Would install flashinfer-sm12x-kernels-0.1.0" in done.stdout, done.stderr
+    for wheel in wheels:
+        with open(wheel, "ab") as file:
+            file.write(b"x")
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert "DO NOT MATCH THE HASHES" in done.stderr
 
 
 @needs_nvcc
 def test_the_library_looks_for_the_runtime_beside_the_wheel(workspace: Path) -> None:
-    folders = ("$ORIGIN/../../nvidia/cu13/lib", "/usr/local/cuda/lib64")
+    folders = ("$ORIGIN/../nvidia/cu13/lib", "/usr/local/cuda/lib64")
     flags = dataclasses.replace(small_spec(workspace), runtime_dirs=folders).plan.link_flags
     assert f"-Wl,-rpath,{':'.join(folders)}" in flags
     assert not [flag for flag in small_spec(workspace).plan.link_flags if "$ORIGIN" in flag]
@@ -332,15 +394,15 @@ def test_the_library_looks_for_the_runtime_beside_the_wheel(workspace: Path) -> 
 
 def test_a_wheel_is_packed(tool: ModuleType, tmp_path: Path) -> None:
     package = tmp_path / "stage" / prebuilt.PACKAGE
-    (package / "121a").mkdir(parents=True)
-    (package / "121a" / "small.so").write_bytes(b"library")
+    package.mkdir(parents=True)
+    (package / "small-121a.so").write_bytes(b"library")
     for name in ("__init__.py", "manifest.json"):
         (package / name).touch()
     wheel = tool.pack(package, "0.1.0", "aarch64", tmp_path / "dist")
     assert wheel.name == "flashinfer_sm12x_kernels-0.1.0-py3-none-manylinux_2_31_aarch64.whl"
     names = zipfile.ZipFile(wheel).namelist()
     assert [name for name in names if "dist-info" not in name] == [
-        f"{prebuilt.PACKAGE}/{name}" for name in ("__init__.py", "manifest.json", "121a/small.so")
+        f"{prebuilt.PACKAGE}/{name}" for name in ("__init__.py", "manifest.json", "small-121a.so")
     ]
     assert {Path(name).name for name in names} >= {"LICENSE", "NOTICE"}
     target = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", tmp_path / "x"]

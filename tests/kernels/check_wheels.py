@@ -83,7 +83,7 @@ def test_both_hold_the_same_modules(wheels: dict[str, Path], unpacked: dict[str,
         assert manifest["platform"] == f"linux-{processor}"
         # Between two processors only the machine code differs.
         made_from.append([{**module, "sha256": ""} for module in manifest["modules"]])
-        libraries = {(path.parent.name, path.stem): path for path in package.glob("*/*.so")}
+        libraries = {tuple(path.stem.rsplit("-", 1)[::-1]): path for path in package.glob("*.so")}
         assert sorted(libraries) == sorted([*SHIPPED, ("121a", "fused_moe_120_ptx")])
         shipped = sum(libraries[each].stat().st_size for each in SHIPPED) / (1 << 20)
         say(
@@ -93,8 +93,18 @@ def test_both_hold_the_same_modules(wheels: dict[str, Path], unpacked: dict[str,
             header = run("readelf", "--file-header", library).stdout
             assert {"x86_64": "X86-64", "aarch64": "AArch64"}[processor] in header
             dynamic = run("readelf", "--dynamic", library).stdout
-            assert re.findall(r"RUNPATH.*\[(.*)\]", dynamic) == ["$ORIGIN/../../nvidia/cu13/lib:/usr/local/cuda/lib64"]
+            assert re.findall(r"RUNPATH.*\[(.*)\]", dynamic) == ["$ORIGIN/../nvidia/cu13/lib:/usr/local/cuda/lib64"]
     assert made_from[0] == made_from[1]
+
+
+def test_the_same_wheels_are_made_again(wheels: dict[str, Path]) -> None:
+    before = {wheel: wheel.read_bytes() for wheel in wheels.values()}
+    options = ["--virtual", "--output", str(WORK / "wheels")]
+    for processor in PROCESSORS:
+        shutil.rmtree(WORK / processor / ".cache")  # so that all is compiled again
+    run(sys.executable, REPO / "tools" / "kernels_wheel.py", *options)
+    for wheel, content in before.items():
+        assert wheel.read_bytes() == content
 
 
 @pytest.fixture(scope="session")
@@ -157,7 +167,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize(("folder", "name"), SHIPPED)
 def test_it_loads_on_aarch64(unpacked: dict[str, Path], emulated: Any, folder: str, name: str) -> None:
     """With CUDA's own runtime, the one that it was linked against, and no driver."""
-    library = unpacked["aarch64"] / folder / f"{name}.so"
+    library = unpacked["aarch64"] / f"{name}-{folder}.so"
     assert emulated(library, libraries=WORK / "aarch64" / "toolkit" / "lib") == f"loaded {library}\n"
 
 
@@ -167,7 +177,7 @@ def test_the_layer_is_the_same_on_aarch64(
     """The aarch64 launcher, over an emulator of the GPU that is compiled for aarch64, on an emulator of that."""
     build = REPO / "emulator" / "build" / "aarch64"
     run("make", "-C", REPO / "emulator", "CXX=aarch64-linux-gnu-g++", "BUILD=build/aarch64", "-j2")
-    module = unpacked["aarch64"] / "121a" / "fused_moe_120_ptx.so"
+    module = unpacked["aarch64"] / "fused_moe_120_ptx-121a.so"
     started = time.monotonic()
     lines = emulated(module, layer / "call", tmp_path / "output", libraries=f"{build / 'shim'}:{build}").splitlines()
     launches = json.loads(lines[-1])
@@ -182,13 +192,13 @@ def test_the_layer_is_the_same_on_aarch64(
 def test_the_device_code_is_the_same(unpacked: dict[str, Path], folder: str, name: str, tmp_path: Path) -> None:
     cubins, exported = [], []
     for processor, package in unpacked.items():
-        library = package / folder / f"{name}.so"
+        library = package / f"{name}-{folder}.so"
         cubins.append(extracted_cubins(library, tmp_path / processor))
         symbols = run("readelf", "--dyn-syms", "--wide", library).stdout
         exported.append(sorted(re.findall(r"__tvm_ffi_(\w+)", symbols)))
     assert exported[0] == exported[1] != []
     assert cubins[0] == cubins[1] != []
-    kernels = inspect_sass.inspect(unpacked["aarch64"] / folder / f"{name}.so")
+    kernels = inspect_sass.inspect(unpacked["aarch64"] / f"{name}-{folder}.so")
     assert {kernel.architecture for kernel in kernels} == {f"sm_{folder}"}
     say(
         f"{folder}/{name}: {len(cubins[0])} cubins, equal byte by byte; {len(kernels)} kernels, "

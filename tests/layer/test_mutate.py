@@ -85,10 +85,9 @@ def test_every_outcome(toy: Path, tmp_path: Path) -> None:
         ("gone", "broken"),
     ]
     assert (toy / "toy.py").read_text() == TOY["toy.py"]
-    lines = mutate.table(outcomes)
-    assert lines["sum"].startswith("| sum | `toy.py` | caught | `test_toy.py::test_area` | ")
-    assert mutate.summary(list(lines.values())) == "5 changes: 2 caught, 1 equivalent, 1 survived, 1 broken"
-    assert mutate.read_table(mutate.page(list(lines.values()))) == lines
+    first, *_, last = mutate.table(outcomes).splitlines()
+    assert re.fullmatch(r"caught +\d+ s  sum: tests/test_toy\.py::test_area", first)
+    assert last == "5 changes: 2 caught, 1 equivalent, 1 survived, 1 broken"
 
 
 def test_the_checkout_may_be_another_users(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

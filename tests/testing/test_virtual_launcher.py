@@ -113,8 +113,8 @@ def with_changes(
         first = dataclasses.replace(step, flags=("-I", f"{folder}/include", *step.flags))
         objects = [str(compiled if other is step else plan.object_path(other)) for other in plan.steps]
         for command in (
-            first.command(compiled, compiled.with_suffix(".d"), there),
-            (*plan.linker, *objects, *plan.link_flags, "-o", str(library)),
+            first.command(str(there), str(compiled)),
+            (plan.linker, *objects, *plan.link_flags, "-o", str(library)),
         ):
             done = subprocess.run(command, capture_output=True, text=True)
             assert done.returncode == 0, done.stderr

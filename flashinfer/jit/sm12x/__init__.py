@@ -9,11 +9,9 @@ Nothing is imported here: ``flashinfer.jit.cpp_ext`` needs ``toolchain`` while `
 ``modules``        the JIT specs: sources and flags of each module
 ``spec``           how such a spec fits upstream's ``JitSpec``
 ``prebuilt``       libraries of an installed wheel, in place of a build
-``build``          the engine: what is fresh, what is built, under which lock; log and progress
-``freshness``      content hashes, names of folders, and the manifest
-``trust``          whose a cache may be; writing into it without following links
-``jobs``           how many compilers may run, from memory and cores
-``executor``       has ninja run compilers, and measures them
+``build``          from such a plan to a library: what is fresh, ninja, the lock, the log
+``trust``          whose files are loaded and compiled
+``jobs``           how many compilers may run, by memory and cores
 ``diagnosis``      from a compiler's output to a short error
 =================  ====================================================================================
 """

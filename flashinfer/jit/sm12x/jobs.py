@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many compilers may run at once, from free memory, what a compiler needs, and cores."""
+"""How many compilers may run at once: by memory, cores and ``MAX_JOBS``.
+
+Nothing here imports the rest of FlashInfer: the doctor runs this file by itself.
+"""
 
 from __future__ import annotations
 
@@ -7,63 +10,35 @@ import logging
 import math
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 GIB = 1 << 30
 DEFAULT_JOB_MEMORY = GIB
-"""Assumed need of a job that nobody has measured here: three times what the largest source took when this was written."""
+"""What a compiler of this fork's sources needs at most: three times what the largest one took when this was written."""
 
 MEMORY_SHARE = 0.9
-"""The part of the free memory that a build may plan to use."""
-
-MEMORY_MARGIN = 1.15
-"""A job is taken to need this much more than when it was measured: sources change, and other versions of nvcc do."""
+"""The part of the free memory that a build may use."""
 
 _logger = logging.getLogger("flashinfer.jit.sm12x")
 
 
-@dataclass(frozen=True)
-class JobLimit:
-    """How many jobs may run together.
-
-    Attributes:
-        jobs: At most this many.
-        memory: Their needs together may be at most this many bytes; None where ``MAX_JOBS`` decides.
-        reason: What decided, for the log.
-    """
-
-    jobs: int
-    memory: int | None
-    reason: str
-
-
-def job_limit(
-    environ: Mapping[str, str] | None = None,
-    max_jobs: int | None = None,
-    available: int | None = None,
-    cores: int | None = None,
-) -> JobLimit:
-    """The limit for a build that starts now.
+def parallel_jobs(job_memory: int = DEFAULT_JOB_MEMORY, max_jobs: int | None = None) -> tuple[int, str]:
+    """How many compilers a build that starts now runs at once, and what decided it.
 
     Args:
-        environ: The environment; ``MAX_JOBS`` in it wins over memory and cores.
-        max_jobs: Wins over all else.
-        available: Free memory, bytes; asked of the machine when omitted.
-        cores: Usable cores; asked of the machine when omitted.
+        job_memory: What one of them may need, bytes.
+        max_jobs: Wins over all else; then ``MAX_JOBS`` does.
     """
     if max_jobs is not None:
-        return JobLimit(max_jobs, None, f"{max_jobs} asked for")
-    wanted = (os.environ if environ is None else environ).get("MAX_JOBS")
+        return max_jobs, f"{max_jobs} asked for"
+    wanted = os.environ.get("MAX_JOBS", "")
+    if wanted.isdigit() and int(wanted) > 0:
+        return int(wanted), f"MAX_JOBS={wanted}"
     if wanted:
-        if wanted.isdigit() and int(wanted) > 0:
-            return JobLimit(int(wanted), None, f"MAX_JOBS={wanted}")
         _logger.warning("ignoring MAX_JOBS=%r: it must be a positive whole number", wanted)
-    cores = usable_cores() if cores is None else cores
-    available = available_memory() if available is None else available
-    reason = f"{cores} core{'s' * (cores != 1)}, {available / GIB:.1f} GiB of memory free"
-    return JobLimit(cores, int(available * MEMORY_SHARE), reason)
+    cores, available = usable_cores(), available_memory()
+    jobs = max(1, min(cores, int(available * MEMORY_SHARE) // job_memory))
+    return jobs, f"{cores} core{'s' * (cores != 1)}, {available / GIB:.1f} GiB of memory free"
 
 
 def usable_cores(root: Path = Path("/")) -> int:

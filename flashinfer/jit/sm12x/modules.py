@@ -31,7 +31,7 @@ from flashinfer._layer import fork_root, wheel_root
 
 from .. import core, cpp_ext
 from .. import env as jit_env
-from .freshness import write_atomically
+from .build import write_atomically
 from .instances import DENSE_INSTANCES, GEMM_INSTANCES, SM12X, DenseInstance, Instance
 from .spec import JitSpecSm12x
 
@@ -288,7 +288,6 @@ def _spec(
         extra_ldflags=None,
         extra_include_dirs=_include_dirs(),
         architectures=architectures,
-        watched_dirs=(fork_root() / "include", _csrc()),
     )
     core.jit_spec_registry.register(spec)
     return spec

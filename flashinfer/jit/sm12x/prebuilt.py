@@ -3,8 +3,8 @@
 
 What the wheel puts on ``sys.path``::
 
-    flashinfer_sm12x_kernels/manifest.json             what each library was made from, and its digest
-    flashinfer_sm12x_kernels/121a/fused_moe_120.so     a module, compiled for one list of architectures
+    flashinfer_sm12x_kernels/manifest.json            what each library was made from, and its digest
+    flashinfer_sm12x_kernels/fused_moe_120-121a.so    a module, compiled for one list of architectures
 
 A library is used if a build would compile the same: flags, architectures, sources, and the headers of this tree and of
 the pinned wheel are what they were. The compiler, CUDA's headers and the system's are the wheel's own affair, since the
@@ -18,6 +18,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import re
+import stat
 import sysconfig
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -30,14 +33,15 @@ from flashinfer._version import __fork_version__
 
 from .. import core, cpp_ext
 from .. import env as jit_env
-from .freshness import Roots, hash_file, search_of
+from .build import hash_file
 
 if TYPE_CHECKING:
     from .spec import JitSpecSm12x
 
 PACKAGE = "flashinfer_sm12x_kernels"
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2
+LARGEST_MANIFEST, LARGEST_LIBRARY = 16 << 20, 1 << 30
 
 
 class _Unfit(Exception):
@@ -59,39 +63,50 @@ def architecture_list(architectures: Iterable[tuple[int, str]]) -> str:
     return " ".join(f"{major}.{minor}" for major, minor in sorted(architectures))
 
 
+def folders() -> dict[str, str]:
+    """Name -> folder, of what is compiled and lies elsewhere in another checkout, environment or cache."""
+    named = {"tree": fork_root(), "generated": jit_env.FLASHINFER_GEN_SRC_DIR, "wheel": wheel_root()}
+    return {name: os.path.realpath(folder) for name, folder in named.items()}
+
+
+def name_of(path: str | Path) -> str:
+    """``<name>:<path in it>`` of a file in the innermost of :func:`folders` that holds it; else its path."""
+    path = os.path.realpath(path)
+    holding = {folder: name for name, folder in folders().items() if path.startswith(f"{folder}/")}
+    inner = max(holding, key=len, default="")
+    return f"{holding[inner]}:{path[len(inner) + 1 :]}" if holding else path
+
+
+def path_of(name: str) -> str:
+    """The file here that :func:`name_of` gave this name to there.
+
+    Raises:
+        ValueError: no file of those folders can have it.
+    """
+    folder, _, rest = name.partition(":")
+    if folder not in folders() or rest != os.path.normpath(rest) or rest.startswith(("/", "..")):
+        raise ValueError(f"{name!r} names no file of the tree, the wheel or the generated sources")
+    return os.path.join(folders()[folder], rest)
+
+
 def inputs_of(spec: JitSpecSm12x, files: Iterable[str]) -> dict[str, Any]:
     """What decides a module's code, as it is here and now.
 
     Args:
         spec: The module.
-        files: The files that compilers read of this tree, the generated sources and the pinned wheel, by name.
+        files: The files of :func:`folders` that compilers read, by name.
 
     Returns:
-        ``flags``, ``sources``, ``files`` (name -> SHA-256) and ``search`` (see :func:`search_of`), comparable between
-        machines.
+        ``flags``, ``sources`` and ``files`` (name -> SHA-256, None of one that is not there), comparable between machines.
     """
-    roots = named_folders()
     flags = [*core.common_nvcc_flags, *(spec.extra_cuda_cflags or ())]
     for variable in ("FLASHINFER_EXTRA_CUDAFLAGS", "FLASHINFER_EXTRA_LDFLAGS"):
         flags += cpp_ext.parse_env_flags(variable)
-    paths = {name: roots.path(name) for name in files}
-    folders = [*(spec.extra_include_dirs or ()), jit_env.FLASHINFER_INCLUDE_DIR, jit_env.FLASHINFER_CSRC_DIR]
     return {
         "flags": [flag for flag in flags if not flag.startswith("--threads=")],
-        "sources": [roots.name(str(source.resolve())) for source in spec.sources],
-        "files": {name: hash_file(path) for name, path in paths.items()},
-        "search": search_of(paths.values(), [("-I", str(folder)) for folder in folders], roots),
+        "sources": [name_of(source) for source in spec.sources],
+        "files": {name: hash_file(path_of(name)) for name in files},
     }
-
-
-def named_folders(**of_a_build: Path) -> Roots:
-    """The folders of what is compiled that lie elsewhere in another checkout, environment or cache.
-
-    Args:
-        of_a_build: Those that a machine without a compiler need not have.
-    """
-    everywhere = {"tree": fork_root(), "generated": jit_env.FLASHINFER_GEN_SRC_DIR, "wheel": wheel_root()}
-    return Roots({**everywhere, **of_a_build})
 
 
 def find(spec: JitSpecSm12x) -> tuple[Path | None, str]:
@@ -114,12 +129,12 @@ def find(spec: JitSpecSm12x) -> tuple[Path | None, str]:
         return (_library_for(spec, folder, built) if built else None), ""
     except _Unfit as error:
         return None, str(error)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         return None, f"{folder / MANIFEST} is missing or damaged ({type(error).__name__}: {error})"
 
 
 def _manifest_for_this_machine(folder: Path) -> Any:
-    manifest = json.loads((folder / MANIFEST).read_bytes())
+    manifest = json.loads(_regular(folder / MANIFEST, LARGEST_MANIFEST).read_bytes())
     expected = {
         "format": FORMAT,
         "fork": __fork_version__,
@@ -137,17 +152,28 @@ def _library_for(spec: JitSpecSm12x, folder: Path, built: dict[str, Any]) -> Pat
     if wanted not in built:
         raise _Unfit(f"{folder} has it for {', '.join(built)}, and {wanted or 'no architecture'} is compiled for")
     recorded = built[wanted]
+    name, digest = recorded["library"], recorded["sha256"]
+    if Path(name).name != name or not re.fullmatch("[0-9a-f]{64}", digest):
+        raise ValueError(f"{name!r} with digest {digest!r} is no library in this folder")
     here = inputs_of(spec, recorded["files"])
-    for name, digest in recorded["files"].items():
-        if here["files"][name] != digest:
-            raise _Unfit(f"{named_folders().path(name)} is not what it was built from")
-    for what in ("flags", "sources", "search"):
+    for file, content in recorded["files"].items():
+        if here["files"][file] is None or here["files"][file] != content:
+            raise _Unfit(f"{path_of(file)} is not what it was built from")
+    for what in ("flags", "sources"):
         if here[what] != recorded[what]:
             raise _Unfit(f"it was built with other {what}: {_difference(recorded[what], here[what])}")
-    library = folder / recorded["library"]
-    if hash_file(library) != recorded["sha256"]:
-        raise _Unfit(f"{library} is missing, truncated or altered: its digest is not that of {MANIFEST}")
+    library = _regular(folder / name, LARGEST_LIBRARY)
+    if hash_file(library) != digest:
+        raise _Unfit(f"{library} is truncated or altered: its digest is not that of {MANIFEST}")
     return library
+
+
+def _regular(path: Path, largest: int) -> Path:
+    """A file of the wheel itself, of a bearable size; neither a link nor a device, which could be read for ever."""
+    state = path.lstat()
+    if not stat.S_ISREG(state.st_mode) or state.st_size > largest:
+        raise _Unfit(f"{path} is no regular file of at most {largest >> 20} MiB")
+    return path
 
 
 def _difference(before: Sequence[str], now: Sequence[str]) -> str:

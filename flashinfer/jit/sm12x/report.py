@@ -3,16 +3,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import re
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from . import build as engine
-from .freshness import hash_file, write_atomically
 from .inspect_sass import KernelCode, inspect
 from .instances import INSTANCES, ROW_TILE, Instance
 from .spec import JitSpecSm12x
@@ -69,32 +65,16 @@ def instance_rows(spec: JitSpecSm12x, instances: Iterable[Instance] = INSTANCES)
         ToolchainError: ``cuobjdump`` is missing.
         RuntimeError: the module is not built, or not fresh.
     """
-    if not engine.is_fresh(spec.plan):
-        raise RuntimeError(f"{spec.name} is not built for this toolkit and these sources; build it first")
-    code = _machine_code(spec.plan)
+    if reason := engine.why_stale(spec.plan):
+        raise RuntimeError(f"{spec.name} is not built for this toolkit and these sources ({reason}); build it first")
+    steps = {step.source.stem: step for step in spec.plan.steps}
     return [
         _row(instance, kernel)
         for instance in instances
-        for kernel in code.get(instance.name, [])
+        if instance.name in steps
+        for kernel in inspect(spec.plan.object_path(steps[instance.name]))
         if kernel.tensor_instructions
     ]
-
-
-def _machine_code(plan: engine.ModulePlan) -> dict[str, list[KernelCode]]:
-    """The kernels of each source, by its name; kept beside the library, since disassembling takes seconds."""
-    kept = plan.folder / "machine_code.json"
-    library = hash_file(plan.library)
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
-        data = json.loads(kept.read_bytes())
-        if data["library"] == library:
-            return {
-                name: [KernelCode(**{**kernel, "instructions": Counter(kernel["instructions"])}) for kernel in kernels]
-                for name, kernels in data["sources"].items()
-            }
-    code = {step.source.stem: inspect(plan.object_path(step)) for step in plan.steps if step.source.suffix == ".cu"}
-    with contextlib.suppress(OSError):  # a cache that can only be read
-        write_atomically(kept, json.dumps({"library": library, "sources": code}, default=vars, indent=1))
-    return code
 
 
 def _row(instance: Instance, kernel: KernelCode) -> InstanceRow:

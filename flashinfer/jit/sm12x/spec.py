@@ -9,15 +9,12 @@ from __future__ import annotations
 import dataclasses
 import os
 import shlex
-import sysconfig
 from collections.abc import Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import tvm_ffi
 
 from .. import core, cpp_ext
 from .. import env as jit_env
@@ -25,7 +22,7 @@ from . import build as engine
 from . import prebuilt, toolchain
 from .diagnosis import JitBuildError
 from .jobs import DEFAULT_JOB_MEMORY
-from .trust import require_trusted
+from .trust import require_trusted, require_trusted_tree
 
 if TYPE_CHECKING:
     _JitSpecNvcc: Any = object
@@ -41,14 +38,12 @@ class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
 
     Attributes:
         architectures: What it is compiled for, as in ``CompilationContext.TARGET_CUDA_ARCHS``.
-        watched_dirs: Folders whose files are edited by whoever works on the kernels.
-        job_memory: What a compiler is assumed to need until it has been measured, bytes.
+        job_memory: What a compiler may need, bytes.
         links_driver: Its code calls the driver and other libraries by name, as upstream's does.
         runtime_dirs: Where the library will look for CUDA's runtime; where the toolkit has it when empty.
     """
 
     architectures: tuple[tuple[int, str], ...] = ()
-    watched_dirs: tuple[Path, ...] = field(default=())
     job_memory: int = DEFAULT_JOB_MEMORY
     links_driver: bool = False
     runtime_dirs: tuple[str, ...] = ()
@@ -80,7 +75,7 @@ class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
 
     @cached_property
     def plan(self) -> engine.ModulePlan:
-        """What the engine builds.
+        """What is built, and where: in the cache; or in one that can only be read, if the library there is fresh.
 
         Raises:
             ToolchainError: there is no CUDA compiler, or one too old for the architectures.
@@ -93,22 +88,19 @@ class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
             folder=self.build_dir,
             lock_path=self.lock_path,
             steps=self._steps(toolkit),
-            linker=(os.environ.get("CXX", "c++"),),
+            linker=os.environ.get("CXX", "c++"),
             link_flags=self._link_flags(toolkit),
-            roots=prebuilt.named_folders(
-                toolkit=toolkit.root,
-                tvm_ffi=Path(tvm_ffi.__file__).parent,
-                python=Path(sysconfig.get_path("include")),
-            ),
-            watched=tuple(folder for folder in self.watched_dirs if folder.is_dir()),
             job_memory=self.job_memory,
             description=f"CUDA {toolkit.version} in {toolkit.root} (found through {toolkit.origin})",
         )
         if jit_env.PREBUILT_JIT_DIR is not None:
             read_only = dataclasses.replace(plan, folder=jit_env.PREBUILT_JIT_DIR / self.name)
-            if engine.is_fresh(read_only):
+            if not engine.why_stale(read_only):
                 plan = read_only
-        require_trusted(plan.library, jit_env.FLASHINFER_BASE_DIR)
+        require_trusted_tree(plan.folder)
+        for source in self.sources:
+            if source.is_relative_to(jit_env.FLASHINFER_GEN_SRC_DIR):
+                require_trusted(source)
         return plan
 
     def _steps(self, toolkit: toolchain.Toolkit) -> tuple[engine.CompileStep, ...]:
@@ -149,9 +141,8 @@ class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
         """One entry of ``compile_commands.json`` for each source: the very command that the engine runs."""
         entries = []
         for step in self.plan.steps:
-            output = self.plan.object_path(step)
-            command = shlex.join(step.command(output, output.with_suffix(".d")))
-            entries.append({"directory": str(self.build_dir), "command": command, "file": str(step.source)})
+            command = shlex.join(step.command(str(step.source), f"obj/{step.name}"))
+            entries.append({"directory": str(self.plan.folder), "command": command, "file": str(step.source)})
         return entries
 
     def _link_flags(self, toolkit: toolchain.Toolkit) -> tuple[str, ...]:
@@ -183,7 +174,8 @@ class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
                 self._pass_over(f"it does not load: {error}")
                 self.prebuilt = None
         try:
-            if not engine.is_fresh(self.plan):
+            if reason := engine.why_stale(self.plan):
+                core.logger.debug("%s in the cache is stale: %s", self.name, reason)
                 return None
             return self.load(self.plan.library)
         except (toolchain.ToolchainError, OSError, RuntimeError) as error:
@@ -191,7 +183,11 @@ class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
             return None
 
     def build(
-        self, verbose: bool | None = None, need_lock: bool = False, max_jobs: int | None = None
+        self,
+        verbose: bool | None = None,
+        need_lock: bool = False,
+        max_jobs: int | None = None,
+        lock: int | None = None,
     ) -> engine.BuildReport:
         """Bring the library in the cache up to date, whatever is prebuilt.
 
@@ -199,6 +195,7 @@ class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
             verbose: Show commands and compiler output; ``FLASHINFER_JIT_VERBOSE=1`` when omitted.
             need_lock: Take the module's lock. Without it the caller holds it.
             max_jobs: Compilers at once; chosen by the engine when omitted.
+            lock: The descriptor of a lock that the caller holds, for the compilers to hold as well.
 
         Returns:
             What was done; nothing when all was fresh.
@@ -217,8 +214,8 @@ class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
             )
         if verbose is None:
             verbose = os.environ.get("FLASHINFER_JIT_VERBOSE", "0") == "1"
-        with engine.module_lock(self.plan) if need_lock else nullcontext():
-            return engine.build(self.plan, verbose, max_jobs)
+        with engine.module_lock(self.lock_path) if need_lock else nullcontext(lock) as held:
+            return engine.build(self.plan, verbose, max_jobs, held)
 
     def build_and_load(self) -> Any:
         """Load the module, building it first if it is not fresh. Processes that want it at once build it once.
@@ -229,17 +226,17 @@ class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
         module = self.try_load()
         if module is not None:
             return module
-        with engine.module_lock(self.plan):
+        with engine.module_lock(self.lock_path) as lock:
             module = self.try_load()
             if module is not None:
                 return module
-            self.build()
+            self.build(lock=lock)
         return self.load(self.plan.library)
 
     @property
     def lock_path(self) -> Path:
         """The file that is locked while the module is built. Making its folder is left to whoever locks it."""
-        return Path(core.jit_env.FLASHINFER_JIT_DIR) / "tmp" / f"{self.name}.lock"
+        return jit_env.FLASHINFER_JIT_DIR / "tmp" / f"{self.name}.lock"
 
 
 def _as_arguments(flags: Iterable[str], common: Iterable[str], cuda_home: str) -> Iterable[str]:

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache holds code that is run: whose it may be, and writing into it without following links."""
+"""Whose files are loaded and compiled. Nothing here imports the rest of FlashInfer: the doctor runs this file by itself."""
 
 from __future__ import annotations
 
-import contextlib
+import errno
+import grp
 import os
+import pwd
 import stat
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
 
 ALLOW_VARIABLE = "FLASHINFER_ALLOW_SHARED_CACHE"
 """Set to 1, a cache is used that other users own or may write to."""
@@ -17,49 +19,100 @@ class UntrustedCacheError(RuntimeError):
     """Another user could have put something into the cache."""
 
 
-def require_trusted(path: Path, base: Path) -> None:
-    """Check that nobody but this user and root can put anything at ``path``.
+def require_trusted(path: Path) -> None:
+    """Check that nobody but this user and root can decide what lies at ``path``: the rule of ssh's StrictModes.
 
-    The owner of ``path`` and of each folder above it must be one of the two, and no one else may write to them. A group
-    with its owner's number is that user's own (the usual setup where the umask is 002). In a folder with the sticky bit
-    (``/tmp``) others can add entries and not replace them, so that what counts are the owners below it.
+    Every folder and link from the root to ``path``, and ``path`` itself, must belong to root or to this user, and nobody
+    else may write to it. Two exceptions: others may write to a folder with the sticky bit (``/tmp``), where they cannot
+    replace an entry of this user's, so that the next component must be this user's; and the owner's own group, with no
+    other member, may write (the umask is 002 on some systems). What passes cannot be changed by another user later on.
 
     Args:
         path: A file or folder; what does not exist is left out.
-        base: The last folder upwards to look at, where it is one of those above ``path``; else all of them.
 
     Raises:
-        UntrustedCacheError: it is not so; the message says who and what to do.
+        UntrustedCacheError: it is not so; the message says where and what to do.
+        OSError: the path cannot be looked at, or is a circle of links.
     """
     if os.environ.get(ALLOW_VARIABLE) == "1":
         return
-    for each in (path, *path.parents):
-        with contextlib.suppress(FileNotFoundError):
-            problem = _problem(each.stat())
-            if problem:
-                raise UntrustedCacheError(
-                    f"the FlashInfer cache is not used: {each} {problem}, so another user could choose the code that "
-                    f"runs here. Set FLASHINFER_WORKSPACE_BASE to a folder of your own, correct owner and mode (chmod "
-                    f"go-w), or set {ALLOW_VARIABLE}=1 if you trust everybody who can write there"
-                )
-        if each == base:
+    for place, state in _components(os.path.join(os.getcwd(), path)):
+        problem = _problem(state, place != "/" and _sticky(os.lstat(os.path.dirname(place))))
+        if problem:
+            raise UntrustedCacheError(
+                f"the FlashInfer cache is not used: {place} {problem}, so another user could choose the code that runs "
+                "here. Set FLASHINFER_WORKSPACE_BASE to a folder of your own, correct owner and mode (chmod go-w), or set "
+                f"{ALLOW_VARIABLE}=1 if you trust everybody who can write there"
+            )
+
+
+def require_trusted_tree(folder: Path) -> None:
+    """:func:`require_trusted` of a folder and of all that lies in it.
+
+    Raises:
+        UntrustedCacheError, OSError: as there.
+    """
+    require_trusted(folder)
+    for parent, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            require_trusted(Path(parent, name))
+
+
+def _components(path: str) -> Iterator[tuple[str, os.stat_result]]:
+    """Each folder, link and file that the kernel passes on the way to an absolute path, as far as they exist."""
+    here, left, links = "/", path.split("/")[::-1], 0
+    yield here, os.lstat(here)
+    while left:
+        name = left.pop()
+        if name == "..":
+            here = os.path.dirname(here)
+        if name in ("", ".", ".."):
+            continue
+        place = os.path.join(here, name)
+        try:
+            state = os.lstat(place)
+        except (FileNotFoundError, NotADirectoryError):
             return
+        yield place, state
+        if not stat.S_ISLNK(state.st_mode):
+            here = place
+            continue
+        links += 1
+        if links > 40:  # as many as Linux follows
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
+        target = os.readlink(place)
+        left += target.split("/")[::-1]
+        here = "/" if target.startswith("/") else here
 
 
-def _problem(state: os.stat_result) -> str | None:
-    if state.st_uid not in (os.geteuid(), 0):
+def _sticky(state: os.stat_result) -> bool:
+    return stat.S_ISDIR(state.st_mode) and bool(state.st_mode & stat.S_ISVTX)
+
+
+def _problem(state: os.stat_result, in_sticky: bool) -> str:
+    if state.st_uid != os.geteuid() and (in_sticky or state.st_uid != 0):
         return f"belongs to user {state.st_uid}"
-    if stat.S_ISDIR(state.st_mode) and state.st_mode & stat.S_ISVTX:
-        return None
+    if stat.S_ISLNK(state.st_mode) or _sticky(state):
+        return ""
     if state.st_mode & stat.S_IWOTH:
         return "is writable by everybody"
-    if state.st_mode & stat.S_IWGRP and state.st_gid != state.st_uid:
+    if state.st_mode & stat.S_IWGRP and not _own_group(state.st_uid, state.st_gid):
         return f"is writable by group {state.st_gid}"
-    return None
+    return ""
+
+
+def _own_group(user: int, group: int) -> bool:
+    """Whether a group is that user's own: of the same name, the user's first, and nobody else's."""
+    try:
+        account, members = pwd.getpwuid(user), grp.getgrgid(group)
+    except KeyError:
+        return False
+    own = account.pw_gid == group and members.gr_name == account.pw_name
+    return own and set(members.gr_mem) <= {account.pw_name}
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and those above it, writable by nobody else whatever the umask is.
+    """Make a folder and those above it: 0755 less what the umask forbids, so that nobody else may write.
 
     Raises:
         OSError: it cannot be made.
@@ -69,24 +122,3 @@ def make_folder(path: Path) -> None:
     except FileNotFoundError:
         make_folder(path.parent)
         path.mkdir(mode=0o755, exist_ok=True)
-
-
-def own_folder(path: Path) -> None:
-    """As :func:`make_folder`; a link in its place is removed, since what it leads to may be somebody else's.
-
-    Raises:
-        OSError: it cannot be made.
-    """
-    if path.is_symlink():
-        path.unlink()
-    make_folder(path)
-
-
-def new_text_file(path: Path) -> IO[str]:
-    """Open a new file for writing; one that was there, or a link, is removed and not written to.
-
-    Raises:
-        OSError: it cannot be made.
-    """
-    path.unlink(missing_ok=True)
-    return open(path, "x", encoding="utf-8", errors="replace")
