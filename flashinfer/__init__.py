@@ -5,11 +5,32 @@ A layer over the wheel ``flashinfer-python``: everything that is not here comes 
 ``__version__`` is the wheel's, ``__fork_version__`` is this layer's.
 """
 
+import sys as _sys
 from typing import TYPE_CHECKING, Any
 
-from flashinfer._layer import extend
+# While `python -m flashinfer COMMAND` imports this package, argv is ["-m", COMMAND, ...].
+_as_program = _sys.argv[:1] == ["-m"] and ("-m", "flashinfer") in zip(_sys.orig_argv, _sys.orig_argv[1:], strict=False)
+if _as_program and _sys.argv[1:2] == ["sm12x-doctor"]:
+    # Before anything is imported of what the doctor is to look at, and which may be what is wrong.
+    import os as _os
+    import runpy as _runpy
 
-_upstream = extend(globals())
+    del _sys.argv[1]
+    _runpy.run_path(_os.path.join(_os.path.dirname(__file__), "sm12x_doctor"), run_name="__main__")
+
+try:
+    from flashinfer._layer import extend
+
+    _upstream = extend(globals())
+except (
+    ImportError,
+    OSError,
+    RuntimeError,
+    ValueError,
+) as error:  # the wheel, the cache or a variable, and what mends it
+    if _as_program:
+        raise SystemExit(f"python -m flashinfer: {error}") from None
+    raise
 
 from flashinfer._version import __fork_version__ as __fork_version__
 

@@ -9,18 +9,11 @@ the others say in a line what is missing.
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
-
-if __name__ == "__main__" and sys.argv[1:2] == ["sm12x-doctor"]:
-    # Before upstream's commands are imported: they ask for the compiler's version and fail on what the doctor is for.
-    from flashinfer import sm12x_doctor
-
-    raise SystemExit(sm12x_doctor.main(sys.argv[2:]))
 
 from flashinfer._layer import extend
 from flashinfer._version import UPSTREAM_DISTRIBUTION, __fork_version__
@@ -95,7 +88,7 @@ def get_cuda_version() -> Any:
 
 @contextmanager
 def _in_one_line() -> Iterator[None]:
-    """Errors of the build engine and Ctrl-C end the command with what they say, exit status 1."""
+    """Errors of a build and Ctrl-C end the command with what they say, exit status 1."""
     try:
         yield
     except RuntimeError as error:
@@ -150,7 +143,7 @@ def sm12x_build_cmd(everything: bool, verbose: bool) -> None:
 @click.option("--probe", "probes", is_flag=True, help="Measure the GPU, too: minutes in which it is busy")
 @click.option("--report", metavar="FILE", default="sm12x-probe.json", show_default=True, help="For what was measured")
 def sm12x_doctor_cmd(as_json: bool, timeout: float, probes: bool, report: str) -> None:
-    """Find what keeps the SM12x kernels from running, and what mends it; exit status 1 if something does"""
+    """Find what keeps the SM12x kernels from running, and what mends it; exit status 0 if nothing failed or is unknown"""
     from . import sm12x_doctor
 
     raise SystemExit(sm12x_doctor.run(as_json, timeout, probes, report))

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import random_checkpoint
+import vllm_server
 
 # Name: (variables, arguments of vllm.LLM). The first is what the others are compared with.
 WAYS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
@@ -105,16 +106,16 @@ def compare(reference: Answers, other: Answers) -> dict[str, float]:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", default="1,2,4", help="depths, with commas between")
+    parser.add_argument("--layers", type=vllm_server.positives, default="1,2,4", help="depths, with commas between")
     parser.add_argument(
         "--ways",
         help=f"of {'; '.join(WAYS)}; with ; between. The first is the reference; all that the GPUs are there for",
     )
-    parser.add_argument("--prompts", type=int, default=32)
-    parser.add_argument("--input", type=int, default=64, help="tokens of a prompt")
-    parser.add_argument("--output", type=int, default=16, help="tokens of an answer")
+    parser.add_argument("--prompts", type=vllm_server.positive, default=32)
+    parser.add_argument("--input", type=vllm_server.positive, default=64, help="tokens of a prompt")
+    parser.add_argument("--output", type=vllm_server.positive, default=16, help="tokens of an answer")
     parser.add_argument("--share", type=float, default=0.15, help="of the GPU's memory, for each engine")
-    parser.add_argument("--at-once", type=int, default=1, help="engines side by side")
+    parser.add_argument("--at-once", type=vllm_server.positive, default=1, help="engines side by side")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="a folder for answers and logs; else a temporary one")
     parser.add_argument("--answer", nargs=3, metavar=("MODEL", "WAY", "FILE"), help="one engine alone, to a file")
@@ -156,7 +157,7 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     print(f"seed {given.seed}; answers and logs: {out}")
     failed, header = [], False
-    for layers in map(int, given.layers.split(",")):
+    for layers in given.layers:
         with tempfile.TemporaryDirectory(prefix="agreement_") as folder, ThreadPoolExecutor(given.at_once) as pool:
             sizes = {"num_hidden_layers": layers, "vocab_size": 32768}
             random_checkpoint.write(Path(folder), given.seed, {**random_checkpoint.GPT_OSS_20B, **sizes})

@@ -35,11 +35,15 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--ways", help=f"of {'; '.join(WAYS)}; with ; between")
-    parser.add_argument("--streams", default="1,2,4,8,16", help="concurrent requests, with commas between")
-    parser.add_argument("--input", type=int, default=1024, help="tokens of a prompt")
-    parser.add_argument("--output", type=int, default=256, help="tokens of an answer")
-    parser.add_argument("--port", type=int, default=8123)
-    parser.add_argument("--start", type=int, default=1800, help="seconds that a server may take to start")
+    parser.add_argument(
+        "--streams", type=vllm_server.positives, default="1,2,4,8,16", help="concurrent requests, with commas between"
+    )
+    parser.add_argument("--input", type=vllm_server.positive, default=1024, help="tokens of a prompt")
+    parser.add_argument("--output", type=vllm_server.positive, default=256, help="tokens of an answer")
+    parser.add_argument("--port", type=vllm_server.positive, default=8123)
+    parser.add_argument(
+        "--start", type=vllm_server.positive, default=1800, help="seconds that a server may take to start"
+    )
     parser.add_argument("--logs", type=Path, help="a folder for the servers' logs; by default a temporary one")
     own, server = vllm_server.split_words(sys.argv[1:])
     given = parser.parse_args(own)
@@ -57,13 +61,15 @@ def measure(given: argparse.Namespace, streams: int, folder: Path) -> dict[str, 
     command += ["--random-output-len", str(given.output), "--max-concurrency", str(streams)]
     command += ["--num-prompts", str(max(4, 4 * streams)), "--seed", "0"]
     command += ["--save-result", "--result-dir", str(folder), "--result-filename", "result.json"]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    if status := subprocess.run(command, stdout=subprocess.DEVNULL).returncode:
+        sys.exit(f"`vllm bench serve` ended with status {status}")
     result = json.loads((folder / "result.json").read_text())
     return {name: result[name] for name in MEASURED}
 
 
 def main() -> None:
     given = arguments()
+    vllm_server.need("vllm")
     folder = given.logs or Path(tempfile.mkdtemp(prefix="compare_vllm_"))
     folder.mkdir(parents=True, exist_ok=True)
     print(f"| served by | streams | {' | '.join(MEASURED.values())} |\n|---|---:{'|---:' * len(MEASURED)}|", flush=True)
@@ -74,7 +80,7 @@ def main() -> None:
         url = f"http://127.0.0.1:{given.port}"
         with vllm_server.serving(command, url, log, given.start, variables):
             measure(given, 1, folder)  # warm-up: not reported
-            for streams in map(int, given.streams.split(",")):
+            for streams in given.streams:
                 found = measure(given, streams, folder)
                 cells = " | ".join(f"{value:,.1f}" for value in found.values())
                 print(f"| {way} | {streams} | {cells} |", flush=True)

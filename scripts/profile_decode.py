@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import vllm_server
 
 # Kinds of work by what their kernels' names hold, looked through from the top.
 KINDS: dict[str, tuple[str, ...]] = {
@@ -115,11 +116,11 @@ def tables(found: Profile, top: int) -> str:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", help="a model of vLLM's, or --layers")
-    parser.add_argument("--layers", type=int, help="profile a random gpt-oss-20b of so many layers")
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--context", type=int, default=1024, help="tokens of a prompt")
-    parser.add_argument("--steps", type=int, default=32, help="decode steps that are profiled")
-    parser.add_argument("--top", type=int, default=20, help="kernels in the table")
+    parser.add_argument("--layers", type=vllm_server.positive, help="profile a random gpt-oss-20b of so many layers")
+    parser.add_argument("--batch", type=vllm_server.positive, default=1)
+    parser.add_argument("--context", type=vllm_server.positive, default=1024, help="tokens of a prompt")
+    parser.add_argument("--steps", type=vllm_server.positive, default=32, help="decode steps that are profiled")
+    parser.add_argument("--top", type=vllm_server.positive, default=20, help="kernels in the table")
     parser.add_argument("--set", default="", help="settings of the plugin as key=value pairs with commas between")
     parser.add_argument("--moe-backend", default="auto")
     parser.add_argument("--share", type=float, default=0.8, help="of the GPU's memory, for the engine")

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+import vllm_server
 
 GPT_OSS_20B: dict[str, Any] = {
     "architectures": ["GptOssForCausalLM"],
@@ -68,6 +69,8 @@ HARMONY_TOKENS = ("start", "end", "message", "channel", "constrain", "return", "
 
 def write(folder: Path, seed: int, config: dict[str, Any]) -> dict[str, Any]:
     """Write ``config.json``, a shard for each layer and one for the rest, and the tokenizer; returns the config."""
+    from safetensors.torch import save_file
+
     layers = config["num_hidden_layers"]
     config = {**config, "layer_types": (["sliding_attention", "full_attention"] * layers)[:layers]}
     generator = torch.Generator().manual_seed(seed)
@@ -146,16 +149,29 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--experts", type=int, default=32, help="128 for gpt-oss-120b")
-    parser.add_argument("--vocabulary", type=int, default=201088)
+    parser.add_argument("folder", type=Path, help="a new or an empty one")
+    parser.add_argument("--layers", type=vllm_server.positive, default=4)
+    parser.add_argument("--experts", type=vllm_server.positive, default=32, help="128 for gpt-oss-120b")
+    parser.add_argument("--vocabulary", type=vllm_server.positive, default=201088)
     parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args()
+    given = parser.parse_args()
+    if given.experts < GPT_OSS_20B["num_experts_per_tok"]:
+        parser.error(f"--experts: {given.experts} are fewer than the {GPT_OSS_20B['num_experts_per_tok']} of a token")
+    if given.vocabulary < 2 + len(HARMONY_TOKENS):
+        parser.error(f"--vocabulary: {given.vocabulary} has no room for the tokenizer's {2 + len(HARMONY_TOKENS)} own")
+    return given
 
 
 def main() -> None:
     given = arguments()
+    for package in ("safetensors", "tokenizers", "transformers"):
+        vllm_server.need(package)
+    try:
+        given.folder.mkdir(parents=True, exist_ok=True)
+        if any(given.folder.iterdir()):
+            sys.exit(f"{given.folder} holds files: name a new folder, or empty it")
+    except OSError as error:
+        sys.exit(f"{given.folder} cannot be written: {error.strerror}")
     sizes = {
         "num_hidden_layers": given.layers,
         "num_local_experts": given.experts,

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import random
 import statistics
@@ -27,9 +28,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import random_checkpoint
 import vllm_server
+
+with contextlib.suppress(ImportError):  # --help does without
+    import aiohttp
 
 CHECKED_PROMPT = list(range(100, 112))  # shorter than a block of KV cache: no prefix of it is cached
 
@@ -37,19 +40,29 @@ CHECKED_PROMPT = list(range(100, 112))  # shorter than a block of KV cache: no p
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", help="a model of vLLM's; or --layers, or --url")
-    parser.add_argument("--layers", type=int, help="write and serve a random gpt-oss-20b of so many layers")
+    parser.add_argument(
+        "--layers", type=vllm_server.positive, help="write and serve a random gpt-oss-20b of so many layers"
+    )
     parser.add_argument("--url", help="a server that is up, e.g. http://127.0.0.1:8000; give --pid to have its memory")
-    parser.add_argument("--pid", type=int, help="process of the server at --url")
+    parser.add_argument("--pid", type=vllm_server.positive, help="process of the server at --url")
     parser.add_argument("--minutes", type=float, default=5.0)
-    parser.add_argument("--rounds", type=int, default=12, help="at least so many, however long they take")
-    parser.add_argument("--streams", type=int, default=64, help="requests at once in the last part of a round")
-    parser.add_argument("--input", type=int, default=512, help="tokens of a prompt, at most")
-    parser.add_argument("--output", type=int, default=128, help="tokens of an answer, at most")
+    parser.add_argument(
+        "--rounds", type=vllm_server.positive, default=12, help="at least so many, however long they take"
+    )
+    parser.add_argument(
+        "--streams", type=vllm_server.positive, default=64, help="requests at once in the last part of a round"
+    )
+    parser.add_argument("--input", type=vllm_server.positive, default=512, help="tokens of a prompt, at most")
+    parser.add_argument("--output", type=vllm_server.positive, default=128, help="tokens of an answer, at most")
     parser.add_argument("--allow-mib", type=float, default=64.0, help="growth that is no growth, host and GPU each")
-    parser.add_argument("--idle", type=int, default=60, help="seconds to let go of requests whose clients left")
+    parser.add_argument(
+        "--idle", type=vllm_server.positive, default=60, help="seconds to let go of requests whose clients left"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--port", type=int, default=8123)
-    parser.add_argument("--start", type=int, default=1800, help="seconds that the server may take to start")
+    parser.add_argument("--port", type=vllm_server.positive, default=8123)
+    parser.add_argument(
+        "--start", type=vllm_server.positive, default=1800, help="seconds that the server may take to start"
+    )
     parser.add_argument("--out", type=Path, help="a folder for the results and the server's log; else a temporary one")
     own, server = vllm_server.split_words(sys.argv[1:])
     given = parser.parse_args(own)
@@ -199,6 +212,7 @@ def growth(rows: list[dict[str, Any]], allowed: float) -> str:
 
 def main() -> None:
     given = arguments()
+    vllm_server.need("aiohttp")
     with tempfile.TemporaryDirectory(prefix="soak_server_") as temporary:
         out = given.out or Path(tempfile.mkdtemp(prefix="soak_server_results_"))
         out.mkdir(parents=True, exist_ok=True)

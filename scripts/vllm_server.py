@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+import urllib.parse
 import urllib.request
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
@@ -23,6 +27,30 @@ def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """A script's own words, and those after ``--``, which are its server's."""
     at = list(words).index("--") if "--" in words else len(words)
     return list(words[:at]), list(words[at + 1 :])
+
+
+def positive(text: str) -> int:
+    """An argument that is a positive whole number."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return int(text)
+
+
+def positives(text: str) -> list[int]:
+    """An argument that is positive whole numbers with commas between."""
+    return [positive(part) for part in text.split(",")]
+
+
+def need(package: str) -> None:
+    """End with a line that says what is missing.
+
+    Raises
+    ------
+    SystemExit
+        The package is not installed for the Python that runs the script.
+    """
+    if importlib.util.find_spec(package) is None:
+        sys.exit(f"{package} is not installed for {sys.executable}; vLLM brings it: pip install vllm==0.33.0")
 
 
 class ServerEnded(RuntimeError):
@@ -54,8 +82,12 @@ def serving(
     Raises
     ------
     ServerEnded
-        The server ended while it started, or was not ready after ``seconds``.
+        Something else listens at ``url``, or the server ended while it started, or was not ready after ``seconds``.
     """
+    address = urllib.parse.urlsplit(url)
+    with socket.socket() as probe:
+        if probe.connect_ex((address.hostname or "", address.port or 80)) == 0:
+            raise ServerEnded(f"something else serves at {url}: end it, or give another --port")
     with log.open("ab") as output:
         server = subprocess.Popen(
             command,

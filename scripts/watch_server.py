@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import random
 import sys
@@ -25,13 +26,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import vllm_server
+
+with contextlib.suppress(ImportError):  # --help does without
+    import aiohttp
 
 # Errors are then reported where they are made, and expert ids are looked at before each launch.
 SYNCHRONOUS = {"CUDA_LAUNCH_BLOCKING": "1", "FLASHINFER_SM12X_CHECK": "1"}
 ERRORS = ("Error", "error:", "Xid", "Segmentation", "Dumping input data", "Dumping scheduler output")
-GONE = (aiohttp.ClientError, asyncio.TimeoutError, OSError, RuntimeError)
 
 
 @dataclass
@@ -58,27 +60,36 @@ class Request:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
-    parser.add_argument("--requests", type=int, default=200)
-    parser.add_argument("--streams", type=int, default=8, help="requests at once")
-    parser.add_argument("--input", type=int, default=2048, help="tokens of a prompt, at most")
-    parser.add_argument("--output", type=int, default=256, help="tokens of an answer, at most")
-    parser.add_argument("--vocabulary", type=int, default=200000, help="prompts are of ids below it")
+    parser.add_argument("--requests", type=vllm_server.positive, default=200)
+    parser.add_argument("--streams", type=vllm_server.positive, default=8, help="requests at once")
+    parser.add_argument("--input", type=vllm_server.positive, default=2048, help="tokens of a prompt, at most")
+    parser.add_argument("--output", type=vllm_server.positive, default=256, help="tokens of an answer, at most")
+    parser.add_argument("--vocabulary", type=vllm_server.positive, default=200000, help="prompts are of ids below it")
     parser.add_argument("--replay", type=Path, help="requests of a file, one in a line, in place of random ones")
-    parser.add_argument("--silence", type=int, default=300, help="seconds without a token that count as a crash")
-    parser.add_argument("--crashes", type=int, default=3, help="end after so many")
+    parser.add_argument(
+        "--silence", type=vllm_server.positive, default=300, help="seconds without a token that count as a crash"
+    )
+    parser.add_argument("--crashes", type=vllm_server.positive, default=3, help="end after so many")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--port", type=int, default=8123)
-    parser.add_argument("--start", type=int, default=1800, help="seconds that the server may take to start")
+    parser.add_argument("--port", type=vllm_server.positive, default=8123)
+    parser.add_argument(
+        "--start", type=vllm_server.positive, default=1800, help="seconds that the server may take to start"
+    )
     parser.add_argument("--out", type=Path, help="a folder for logs and crash_N.jsonl; else a temporary one")
     own, server = vllm_server.split_words(sys.argv[1:])
     given = parser.parse_args(own)
     given.server = server
+    if given.vocabulary < 3:
+        parser.error("--vocabulary: prompts are of ids from 2 on, so it must be 3 at least")
     return given
 
 
 def requests(given: argparse.Namespace) -> list[Request]:
     if given.replay:
-        return [Request(**json.loads(line)) for line in given.replay.read_text().splitlines() if line]
+        try:
+            return [Request(**json.loads(line)) for line in given.replay.read_text().splitlines() if line]
+        except (OSError, ValueError, TypeError) as error:
+            sys.exit(f"--replay: {given.replay} holds no requests, one in a line: {error}")
     generator = random.Random(given.seed)
 
     def one(name: int) -> Request:
@@ -127,7 +138,7 @@ class Watch:
                     request.answered, in_flight[request.name] = [], request
                     try:
                         await self._stream(session, model, request)
-                    except GONE as error:
+                    except (aiohttp.ClientError, asyncio.TimeoutError, OSError, RuntimeError) as error:
                         errors.append(f"{type(error).__name__}: {error}")
                         return
                     del in_flight[request.name]
@@ -176,6 +187,7 @@ def reproduce(watch: Watch, lost: list[Request]) -> str:
 
 def main() -> None:
     given = arguments()
+    vllm_server.need("aiohttp")
     out = given.out or Path(tempfile.mkdtemp(prefix="watch_server_"))
     out.mkdir(parents=True, exist_ok=True)
     work = requests(given)

@@ -44,8 +44,16 @@ def test_a_healthy_machine(machine: Machine) -> None:
     assert {check: state for check, state in found.states().items() if state != "ok"} == dict.fromkeys(
         NOT_FAKED, "unknown"
     )
-    assert found.status == 0
+    assert found.status == 1  # for those
     assert found["vllm-moe"][1] == "this fork's, without any option"
+
+
+@pytest.mark.parametrize(("state", "status"), [("ok", 0), ("warn", 0), ("fail", 1), ("unknown", 1)])
+def test_exit_status(state: str, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "ask_all", lambda limit: {})
+    found = [doctor.Finding("import", "ok", ""), doctor.Finding("gpu", state, "", "a remedy")]
+    monkeypatch.setattr(doctor, "diagnose", lambda answers: found)
+    assert doctor.run(False, 1) == status
 
 
 # --- planted ----------------------------------------------------------------------------------------------------------
@@ -319,7 +327,7 @@ def test_a_planted_misconfiguration_is_named_with_its_remedy(machine: Machine, n
     assert found in there[1]
     assert remedy in there[2]
     assert (there[2] == "") == (state == "ok")
-    assert diagnosis.status == int("fail" in diagnosis.states().values())
+    assert diagnosis.status == int(not {"fail", "unknown"}.isdisjoint(diagnosis.states().values()))
 
 
 def test_a_fork_that_only_the_working_directory_gives_is_not_what_a_server_imports(machine: Machine) -> None:
