@@ -94,13 +94,14 @@ def toolkit_link_flags() -> list[str]:
     """Linker flags with which ``-lcudart -lcuda`` resolve, and the libraries are found when a module is loaded.
 
     They suit the host compiler and ``nvcc`` alike.
+
+    Raises:
+        ToolchainError: there is no toolkit, or no host compiler that links.
+        UntrustedCacheError: another user can write to the folder of links in the cache.
     """
-    toolkit = find_toolkit()
-    shim = toolchain.link_shim(
-        toolkit,
-        jit_env.FLASHINFER_WORKSPACE_DIR / "toolchain",
-        os.environ.get("CXX", "c++"),
-    )
+    toolkit, folder = find_toolkit(), jit_env.FLASHINFER_WORKSPACE_DIR / "toolchain"
+    require_trusted_tree(folder)
+    shim = toolchain.link_shim(toolkit, folder, os.environ.get("CXX", "c++"))
     flags = [f"-L{folder}" for folder in (*toolkit.library_dirs, shim)]
     for folder in toolkit.library_dirs:
         flags += ["-Xlinker", "-rpath", "-Xlinker", str(folder)]

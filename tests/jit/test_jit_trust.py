@@ -239,6 +239,16 @@ def test_a_generated_source_of_another_user_is_not_compiled(workspace: Path) -> 
 
 
 @needs_nvcc
+@needs_root
+def test_libraries_to_link_against_that_another_user_left_are_not_used(workspace: Path) -> None:
+    folder = workspace / "toolchain" / "link-1"
+    folder.mkdir(parents=True)
+    os.chown(folder, ANOTHER, ANOTHER)
+    with pytest.raises(UntrustedCacheError, match=f"{folder} belongs to user {ANOTHER}"):
+        cpp_ext.toolkit_link_flags()
+
+
+@needs_nvcc
 def test_upstreams_module_is_private_and_not_loaded_where_others_write(workspace: Path) -> None:
     source = workspace / "plain.cpp"
     source.write_text('extern "C" int f() { return 1; }\n')
