@@ -293,6 +293,21 @@ def test_failure_keeps_the_objects_that_are_done(project: Project) -> None:
     assert project.calls() == ["c.cu"]
 
 
+def test_a_link_that_fails_leaves_the_library_that_others_use(project: Project) -> None:
+    project.build()
+    library = project.plan().library
+    before = library.read_bytes()
+    half = 'if source is None:\n    open(output, "w").write("half")\n    sys.exit("ld: it failed")\n'
+    project.compiler.write_text(
+        project.compiler.read_text().replace("if source is None:", f"{half}if source is None:", 1)
+    )
+    project.write("c.cu", "int another;\n")
+    with pytest.raises(JitBuildError, match=r"demo\.so: ld: it failed"):
+        project.build()
+    assert library.read_bytes() == before
+    assert not project.fresh
+
+
 def test_missing_header_hint(project: Project) -> None:
     project.write("c.cu", '#include "curand_kernel.h"\n')
     with pytest.raises(JitBuildError, match=r"Hint: curand_kernel.h .* pip install nvidia-curand"):
