@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from flashinfer._layer import extend
 _upstream = extend(globals())
 
 from . import env as jit_env
-from .sm12x.trust import make_folder, require_trusted
+from .sm12x.trust import make_folder, private_umask, require_trusted, require_trusted_tree
 
 if TYPE_CHECKING:
 
@@ -36,6 +36,17 @@ def _share_log_handlers(name: str) -> None:
 _share_log_handlers("flashinfer.jit.sm12x")
 
 
+def require_trusted_sources(sources: Iterable[Path]) -> None:
+    """Check the folders of generated sources: what lies beside one is found by its ``#include "..."``.
+
+    Raises:
+        UntrustedCacheError: another user can write there.
+    """
+    for folder in {Path(source).parent for source in sources}:
+        if folder.is_relative_to(jit_env.FLASHINFER_GEN_SRC_DIR):
+            require_trusted_tree(folder)
+
+
 _JitSpecNvcc: Any = _upstream.JitSpecNvcc
 
 
@@ -43,8 +54,16 @@ class JitSpecNvcc(_JitSpecNvcc):  # type: ignore[misc]
     """Upstream's; its folder is made private, and what lies in the cache is loaded if nobody else can have put it there."""
 
     def write_ninja(self) -> None:
+        """Write the build file.
+
+        Raises:
+            UntrustedCacheError: another user can write to the module's folder, or beside a generated source.
+        """
+        require_trusted_tree(self.build_dir)
+        require_trusted_sources(self.sources)
         make_folder(self.build_dir)
-        super().write_ninja()
+        with private_umask():
+            super().write_ninja()
 
     def load(self, so_path: Path | None = None) -> Any:
         """The module at ``so_path``, of a wheel or of the cache; the cache's when omitted.

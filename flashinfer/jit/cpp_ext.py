@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ from . import env as jit_env
 from .sm12x import toolchain
 from .sm12x.diagnosis import JitBuildError, first_error_line, hint_for
 from .sm12x.jobs import GIB, parallel_jobs
-from .sm12x.trust import require_trusted_tree
+from .sm12x.trust import make_folder, private_umask, require_trusted_tree
 
 if TYPE_CHECKING:
 
@@ -101,7 +102,8 @@ def toolkit_link_flags() -> list[str]:
     """
     toolkit, folder = find_toolkit(), jit_env.FLASHINFER_WORKSPACE_DIR / "toolchain"
     require_trusted_tree(folder)
-    shim = toolchain.link_shim(toolkit, folder, os.environ.get("CXX", "c++"))
+    with private_umask():
+        shim = toolchain.link_shim(toolkit, folder, os.environ.get("CXX", "c++"))
     flags = [f"-L{folder}" for folder in (*toolkit.library_dirs, shim)]
     for folder in toolkit.library_dirs:
         flags += ["-Xlinker", "-rpath", "-Xlinker", str(folder)]
@@ -153,8 +155,13 @@ def run_ninja(workdir: Path, ninja_file: Path, verbose: bool, max_jobs: int | No
     if max_jobs is None and not os.environ.get("MAX_JOBS") and workdir.name.startswith("fused_moe"):
         max_jobs, reason = parallel_jobs(UPSTREAM_MOE_JOB_MEMORY)
         _log.info("building %s: %d compilers at once (%s)", workdir.name, max_jobs, reason)
+    scratch = workdir / "tmp"  # nvcc's files have names that others could guess, and take in /tmp
+    make_folder(scratch)
+    before = os.environ.get("TMPDIR")
+    os.environ["TMPDIR"] = str(scratch)
     try:
-        _upstream.run_ninja(workdir, ninja_file, verbose, max_jobs)
+        with private_umask():
+            _upstream.run_ninja(workdir, ninja_file, verbose, max_jobs)
     except RuntimeError as error:
         output = getattr(error.__cause__, "output", None)
         if not output:
@@ -162,3 +169,8 @@ def run_ninja(workdir: Path, ninja_file: Path, verbose: bool, max_jobs: int | No
         log = workdir / "build.log"
         log.write_text(output, encoding="utf-8")
         raise JitBuildError(workdir.name, first_error_line(output), log, hint_for(1, output)) from None
+    finally:
+        os.environ.pop("TMPDIR")
+        if before is not None:
+            os.environ["TMPDIR"] = before
+        shutil.rmtree(scratch, ignore_errors=True)

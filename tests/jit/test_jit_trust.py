@@ -154,12 +154,22 @@ def test_the_owners_own_group_may_write(cache: Path, monkeypatch: pytest.MonkeyP
     }
     monkeypatch.setattr(pwd, "getpwuid", accounts.__getitem__)
     monkeypatch.setattr(grp, "getgrgid", groups.__getitem__)
+    everybody: list[SimpleNamespace] = [SimpleNamespace(pw_name="ann", pw_gid=8001)]
+    monkeypatch.setattr(pwd, "getpwall", lambda: everybody)
     folder = cache.parent
     folder.chmod(0o775)
     os.chown(folder, 0, 8001)
     require_trusted(cache)
     groups[8001].gr_mem = ["ann"]
     require_trusted(cache)
+    everybody.append(SimpleNamespace(pw_name="bot", pw_gid=8001))
+    with pytest.raises(UntrustedCacheError, match=f"{folder} is writable by group 8001"):
+        require_trusted(cache)
+    everybody.pop()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "listxattr", lambda path: ["system.posix_acl_access"] if path == str(folder) else [])
+        with pytest.raises(UntrustedCacheError, match=f"{folder} has an access control list"):
+            require_trusted(cache)
     groups[8001].gr_mem = ["ann", "bob"]
     for group in (8001, 8002, 8003, 8004):
         os.chown(folder, 0, group)
@@ -236,6 +246,49 @@ def test_a_generated_source_of_another_user_is_not_compiled(workspace: Path) -> 
     os.chown(spec.sources[0], ANOTHER, ANOTHER)
     with pytest.raises(UntrustedCacheError, match=f"small.cu belongs to user {ANOTHER}"):
         spec.build(need_lock=True)
+
+
+@needs_nvcc
+@needs_root
+def test_what_lies_beside_a_generated_source_counts(workspace: Path) -> None:
+    """``#include "..."`` finds it first."""
+    spec = small_spec(jit_env.FLASHINFER_GEN_SRC_DIR)
+    plain = core.gen_jit_spec("plain", [spec.sources[0]])
+    os.chown(spec.sources[0].with_name("answer.h"), ANOTHER, ANOTHER)
+    for each in (spec, plain):
+        with pytest.raises(UntrustedCacheError, match=f"answer.h belongs to user {ANOTHER}"):
+            each.build(need_lock=True)
+
+
+@needs_nvcc
+@pytest.mark.parametrize("umask", [0o000, 0o002])
+def test_a_build_is_private_whatever_the_umask_is(umask: int, workspace: Path) -> None:
+    before = os.umask(umask)
+    try:
+        spec = small_spec(workspace)
+        spec.build(need_lock=True)
+        assert os.umask(umask) == umask
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode for path in (spec.build_dir, *spec.build_dir.rglob("*"), spec.lock_path)}
+    assert not {name: oct(mode) for name, mode in modes.items() if mode & 0o022}
+    assert modes["small.lock"] & 0o077 == 0
+    require_trusted_tree(spec.build_dir)
+
+
+def test_upstreams_compilers_have_a_folder_of_their_own(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In /tmp others could guess the names of nvcc's files, and take them."""
+    seen: list[str] = []
+    monkeypatch.setattr(cpp_ext._upstream, "run_ninja", lambda *_: seen.append(os.environ["TMPDIR"]))
+    for before in (None, "/elsewhere"):
+        monkeypatch.delenv("TMPDIR", raising=False)
+        if before:
+            monkeypatch.setenv("TMPDIR", before)
+        workdir = workspace / "cached_ops" / "norm"
+        cpp_ext.run_ninja(workdir, workdir / "build.ninja", False)
+        assert os.environ.get("TMPDIR") == before
+        assert not (workdir / "tmp").exists()
+    assert seen == [str(workspace / "cached_ops" / "norm" / "tmp")] * 2
 
 
 @needs_nvcc

@@ -214,6 +214,11 @@ def nested(i: Installed) -> None:
     (i.package / "manifest.json").write_text("[" * 1_000_000)
 
 
+def test_reasons_are_short_and_of_one_line() -> None:
+    short = prebuilt._short(ValueError("a\n\x1b[31m" + "b" * 10_000))
+    assert short == f"a??[31m{'b' * 393} ..."
+
+
 def in_entry(**changes: Any) -> Callable[[Installed], None]:
     return lambda i: i.write(modules=[{**i.entry, **changes}])
 
@@ -227,13 +232,14 @@ DAMAGES |= {
     "null hash": (lambda i: i.write(modules=[{**i.entry, "files": {"tree:none.h": None}}]), "is not what it was built"),
     "device among files": (in_entry(files={"tree:../../../../../dev/zero": "0" * 64}), "names no file of the tree"),
     "absolute file": (in_entry(files={"/dev/zero": "0" * 64}), "names no file of the tree"),
+    "list of files": (in_entry(files=["tree:README.md"] * 9), "is no library in this folder"),
     "nested": (nested, "missing or damaged (RecursionError"),
     "pipe for a manifest": (lambda i: replace_by_a_pipe(i.package / "manifest.json"), "is no regular file"),
     "pipe for a library": (lambda i: replace_by_a_pipe(i.library), "is no regular file"),
     "device for a library": (lambda i: (i.library.unlink(), i.library.symlink_to("/dev/zero")), "is no regular file"),
     "huge manifest": (
         lambda i: os.truncate(i.package / "manifest.json", 1 << 40),
-        "is no regular file of at most 16 MiB",
+        "is no regular file of at most 1 MiB",
     ),
 }
 

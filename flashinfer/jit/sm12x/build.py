@@ -46,7 +46,7 @@ from typing import IO
 from .diagnosis import JitBuildError, explain_os_error, first_error_line, hint_for, was_killed
 from .jobs import DEFAULT_JOB_MEMORY, parallel_jobs
 from .toolchain import ToolchainError, compiler_banner
-from .trust import make_folder, require_trusted, require_trusted_tree
+from .trust import make_folder, private_umask, require_trusted, require_trusted_tree
 
 _logger = logging.getLogger("flashinfer.jit.sm12x")
 
@@ -308,8 +308,10 @@ def module_lock(path: Path, wait: bool = True) -> Iterator[int]:
         make_folder(path.parent)
         require_trusted(path)
         while True:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             try:
+                with contextlib.suppress(PermissionError):
+                    os.fchmod(descriptor, 0o600)  # who may read it could hold it
                 _lock(descriptor, path, wait)
                 if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
                     break
@@ -361,7 +363,8 @@ def build(plan: ModulePlan, verbose: bool = False, max_jobs: int | None = None, 
     try:
         require_trusted_tree(plan.folder)
         if reason := why_stale(plan):
-            _bring_up_to_date(plan, reason, report, verbose, max_jobs, lock)
+            with private_umask():
+                _bring_up_to_date(plan, reason, report, verbose, max_jobs, lock)
     except KeyboardInterrupt:
         said = f"building {plan.name} was interrupted: objects that are built stay, and a new run resumes from there"
         raise KeyboardInterrupt(said) from None

@@ -34,6 +34,7 @@ from .. import env as jit_env
 from .build import write_atomically
 from .instances import DENSE_INSTANCES, GEMM_INSTANCES, SM12X, DenseInstance, Instance
 from .spec import JitSpecSm12x
+from .trust import require_trusted, require_trusted_tree
 
 FUSED_MOE = "fused_moe_120"
 GROUP_GEMM = "gemm_mxfp4_sm12x"
@@ -94,13 +95,15 @@ def probed_sum_bits(kind: str) -> int | None:
 
     Raises:
         ValueError: the probe's file holds something else; the message names it.
+        UntrustedCacheError: another user can have written it.
     """
     path = Path(jit_env.FLASHINFER_WORKSPACE_DIR) / PROBE_FILE
+    require_trusted(path)
     try:
         found = json.loads(path.read_text(encoding="utf-8"))["mma_sum_bits"].get(kind)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is not what a probe writes ({error!r}); remove it, or probe again") from error
     if found is not None and (not isinstance(found, int) or not 1 <= found <= 64):
         raise ValueError(
@@ -305,6 +308,7 @@ def _render(name: str, template: str, instances: Iterable[Instance | DenseInstan
     )
     compiled = environment.get_template(template)
     folder = jit_env.FLASHINFER_GEN_SRC_DIR / name
+    require_trusted_tree(folder)
     paths = []
     for instance in instances:
         path = folder / f"{instance.name}.cu"

@@ -16,6 +16,7 @@ so whoever may write there has code run without it. The digest guards against da
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 PACKAGE = "flashinfer_sm12x_kernels"
 MANIFEST = "manifest.json"
 FORMAT = 2
-LARGEST_MANIFEST, LARGEST_LIBRARY = 16 << 20, 1 << 30
+LARGEST_MANIFEST, LARGEST_LIBRARY = 1 << 20, 1 << 30
 
 
 class _Unfit(Exception):
@@ -63,10 +64,15 @@ def architecture_list(architectures: Iterable[tuple[int, str]]) -> str:
     return " ".join(f"{major}.{minor}" for major, minor in sorted(architectures))
 
 
+@functools.cache
+def _folders(generated: Path) -> dict[str, str]:
+    named = {"tree": fork_root(), "generated": generated, "wheel": wheel_root()}
+    return {name: os.path.realpath(folder) for name, folder in named.items()}
+
+
 def folders() -> dict[str, str]:
     """Name -> folder, of what is compiled and lies elsewhere in another checkout, environment or cache."""
-    named = {"tree": fork_root(), "generated": jit_env.FLASHINFER_GEN_SRC_DIR, "wheel": wheel_root()}
-    return {name: os.path.realpath(folder) for name, folder in named.items()}
+    return _folders(jit_env.FLASHINFER_GEN_SRC_DIR)
 
 
 def name_of(path: str | Path) -> str:
@@ -128,9 +134,15 @@ def find(spec: JitSpecSm12x) -> tuple[Path | None, str]:
         built = {each["architectures"]: each for each in manifest["modules"] if each["name"] == spec.name}
         return (_library_for(spec, folder, built) if built else None), ""
     except _Unfit as error:
-        return None, str(error)
+        return None, _short(error)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        return None, f"{folder / MANIFEST} is missing or damaged ({type(error).__name__}: {error})"
+        return None, f"{folder / MANIFEST} is missing or damaged ({type(error).__name__}: {_short(error)})"
+
+
+def _short(error: Exception) -> str:
+    """The text of an error, which may be a hostile manifest's, for a line of a log."""
+    text = "".join(letter if letter.isprintable() else "?" for letter in str(error)[:400])
+    return text if len(str(error)) <= 400 else f"{text} ..."
 
 
 def _manifest_for_this_machine(folder: Path) -> Any:
@@ -153,7 +165,7 @@ def _library_for(spec: JitSpecSm12x, folder: Path, built: dict[str, Any]) -> Pat
         raise _Unfit(f"{folder} has it for {', '.join(built)}, and {wanted or 'no architecture'} is compiled for")
     recorded = built[wanted]
     name, digest = recorded["library"], recorded["sha256"]
-    if Path(name).name != name or not re.fullmatch("[0-9a-f]{64}", digest):
+    if Path(name).name != name or not re.fullmatch("[0-9a-f]{64}", digest) or not isinstance(recorded["files"], dict):
         raise ValueError(f"{name!r} with digest {digest!r} is no library in this folder")
     here = inputs_of(spec, recorded["files"])
     for file, content in recorded["files"].items():

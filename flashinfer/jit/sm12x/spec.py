@@ -22,7 +22,7 @@ from . import build as engine
 from . import prebuilt, toolchain
 from .diagnosis import JitBuildError
 from .jobs import DEFAULT_JOB_MEMORY
-from .trust import require_trusted, require_trusted_tree
+from .trust import require_trusted_tree
 
 if TYPE_CHECKING:
     _JitSpecNvcc: Any = object
@@ -95,12 +95,11 @@ class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
         )
         if jit_env.PREBUILT_JIT_DIR is not None:
             read_only = dataclasses.replace(plan, folder=jit_env.PREBUILT_JIT_DIR / self.name)
+            require_trusted_tree(read_only.folder)
             if not engine.why_stale(read_only):
                 plan = read_only
         require_trusted_tree(plan.folder)
-        for source in self.sources:
-            if source.is_relative_to(jit_env.FLASHINFER_GEN_SRC_DIR):
-                require_trusted(source)
+        core.require_trusted_sources(self.sources)
         return plan
 
     def _steps(self, toolkit: toolchain.Toolkit) -> tuple[engine.CompileStep, ...]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import grp
 import os
@@ -37,7 +38,7 @@ def require_trusted(path: Path) -> None:
     if os.environ.get(ALLOW_VARIABLE) == "1":
         return
     for place, state in _components(os.path.join(os.getcwd(), path)):
-        problem = _problem(state, place != "/" and _sticky(os.lstat(os.path.dirname(place))))
+        problem = _problem(place, state, place != "/" and _sticky(os.lstat(os.path.dirname(place))))
         if problem:
             raise UntrustedCacheError(
                 f"the FlashInfer cache is not used: {place} {problem}, so another user could choose the code that runs "
@@ -89,26 +90,31 @@ def _sticky(state: os.stat_result) -> bool:
     return stat.S_ISDIR(state.st_mode) and bool(state.st_mode & stat.S_ISVTX)
 
 
-def _problem(state: os.stat_result, in_sticky: bool) -> str:
+def _problem(place: str, state: os.stat_result, in_sticky: bool) -> str:
     if state.st_uid != os.geteuid() and (in_sticky or state.st_uid != 0):
         return f"belongs to user {state.st_uid}"
     if stat.S_ISLNK(state.st_mode) or _sticky(state):
         return ""
     if state.st_mode & stat.S_IWOTH:
         return "is writable by everybody"
-    if state.st_mode & stat.S_IWGRP and not _own_group(state.st_uid, state.st_gid):
-        return f"is writable by group {state.st_gid}"
+    if state.st_mode & stat.S_IWGRP:
+        if not _own_group(state.st_uid, state.st_gid):
+            return f"is writable by group {state.st_gid}"
+        with contextlib.suppress(OSError):  # a file system without such attributes
+            if "system.posix_acl_access" in os.listxattr(place):
+                return "has an access control list by which others may write"
     return ""
 
 
 def _own_group(user: int, group: int) -> bool:
-    """Whether a group is that user's own: of the same name, the user's first, and nobody else's."""
+    """Whether a group is that user's own: of the same name, the user's first, and nobody else's, first or not."""
     try:
         account, members = pwd.getpwuid(user), grp.getgrgid(group)
     except KeyError:
         return False
     own = account.pw_gid == group and members.gr_name == account.pw_name
-    return own and set(members.gr_mem) <= {account.pw_name}
+    others = {each.pw_name for each in pwd.getpwall() if each.pw_gid == group}.union(members.gr_mem)
+    return own and others <= {account.pw_name}
 
 
 def make_folder(path: Path) -> None:
@@ -122,3 +128,14 @@ def make_folder(path: Path) -> None:
     except FileNotFoundError:
         make_folder(path.parent)
         path.mkdir(mode=0o755, exist_ok=True)
+
+
+@contextlib.contextmanager
+def private_umask() -> Iterator[None]:
+    """What is made meanwhile, by this process and its children, is nobody else's to write to."""
+    before = os.umask(0o022)
+    os.umask(before | 0o022)
+    try:
+        yield
+    finally:
+        os.umask(before)
