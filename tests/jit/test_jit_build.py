@@ -409,6 +409,7 @@ def test_hashes(tmp_path: Path) -> None:
     # FIPS 180-2, B.1
     assert engine.hash_file(path) == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
     os.mkfifo(tmp_path / "pipe")
+    assert engine.hash_file("a\0b") is engine.hash_file("\ud800") is None
     assert engine.hash_file(tmp_path / "pipe") is engine.hash_file("/dev/zero") is engine.hash_file(tmp_path) is None
 
 

@@ -214,7 +214,7 @@ def hash_file(path: str | Path) -> str | None:
             digest = hashlib.sha256()
             while block := file.read(1 << 20):
                 digest.update(block)
-    except OSError:
+    except (OSError, ValueError):  # the latter: no path at all
         return None
     return digest.hexdigest()
 
