@@ -22,12 +22,8 @@ try:
     from flashinfer._layer import extend
 
     _upstream = extend(globals())
-except (
-    ImportError,
-    OSError,
-    RuntimeError,
-    ValueError,
-) as error:  # the wheel, the cache or a variable, and what mends it
+except (ImportError, OSError, RuntimeError, ValueError) as error:
+    # The wheel, the cache or a variable, and what mends it.
     if _as_program:
         raise SystemExit(f"python -m flashinfer: {error}") from None
     raise

@@ -251,8 +251,8 @@ def dense_mx(
 
     Notes
     -----
-    Products are exact; sums are those of the device's tensor cores, of float32 on the CPU. e4m3 values whose scale is below ``2^-124`` may lose their last bits. ``k`` is
-    a multiple of 32; ``n`` may be anything.
+    Products are exact; sums are those of the device's tensor cores, of float32 on the CPU. e4m3 values whose scale is
+    below ``2^-124`` may lose their last bits. ``k`` is a multiple of 32; ``n`` may be anything.
     """
     if torch.compiler.is_compiling():
         if out is not None and out_dtype not in (None, out.dtype):

@@ -18,7 +18,7 @@ from flashinfer._layer import extend
 _upstream = extend(globals())
 
 from . import env as jit_env
-from .sm12x.trust import make_folder, private_umask, require_trusted, require_trusted_tree
+from .sm12x.trust import make_folder, require_trusted, require_trusted_tree
 
 if TYPE_CHECKING:
 
@@ -62,8 +62,8 @@ class JitSpecNvcc(_JitSpecNvcc):  # type: ignore[misc]
         require_trusted_tree(self.build_dir)
         require_trusted_sources(self.sources)
         make_folder(self.build_dir)
-        with private_umask():
-            super().write_ninja()
+        super().write_ninja()
+        self.ninja_path.chmod(self.ninja_path.stat().st_mode & ~0o022)
 
     def load(self, so_path: Path | None = None) -> Any:
         """The module at ``so_path``, of a wheel or of the cache; the cache's when omitted.

@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import shutil
+import subprocess
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,8 @@ from . import env as jit_env
 from .sm12x import toolchain
 from .sm12x.diagnosis import JitBuildError, first_error_line, hint_for
 from .sm12x.jobs import GIB, parallel_jobs
-from .sm12x.trust import make_folder, private_umask, require_trusted_tree
+from .sm12x.toolchain import find_ninja
+from .sm12x.trust import PRIVATE, make_folder, require_trusted, require_trusted_tree
 
 if TYPE_CHECKING:
 
@@ -102,8 +104,7 @@ def toolkit_link_flags() -> list[str]:
     """
     toolkit, folder = find_toolkit(), jit_env.FLASHINFER_WORKSPACE_DIR / "toolchain"
     require_trusted_tree(folder)
-    with private_umask():
-        shim = toolchain.link_shim(toolkit, folder, os.environ.get("CXX", "c++"))
+    shim = toolchain.link_shim(toolkit, folder, os.environ.get("CXX", "c++"))
     flags = [f"-L{folder}" for folder in (*toolkit.library_dirs, shim)]
     for folder in toolkit.library_dirs:
         flags += ["-Xlinker", "-rpath", "-Xlinker", str(folder)]
@@ -143,9 +144,10 @@ def run_ninja(workdir: Path, ninja_file: Path, verbose: bool, max_jobs: int | No
     Raises:
         UntrustedCacheError: another user can write to the cache.
         JitBuildError: the build failed; with the first real error, a hint where the cause is a known one, and the log.
-        RuntimeError: as upstream, in a verbose build: the output has been shown.
+        ToolchainError: ninja is not installed.
     """
-    require_trusted_tree(workdir)
+    require_trusted(workdir)
+    require_trusted(ninja_file)
     if "$" in str(workdir):
         raise JitBuildError(
             workdir.name,
@@ -155,22 +157,32 @@ def run_ninja(workdir: Path, ninja_file: Path, verbose: bool, max_jobs: int | No
     if max_jobs is None and not os.environ.get("MAX_JOBS") and workdir.name.startswith("fused_moe"):
         max_jobs, reason = parallel_jobs(UPSTREAM_MOE_JOB_MEMORY)
         _log.info("building %s: %d compilers at once (%s)", workdir.name, max_jobs, reason)
-    scratch = workdir / "tmp"  # nvcc's files have names that others could guess, and take in /tmp
-    make_folder(scratch)
-    before = os.environ.get("TMPDIR")
-    os.environ["TMPDIR"] = str(scratch)
-    try:
-        with private_umask():
-            _upstream.run_ninja(workdir, ninja_file, verbose, max_jobs)
-    except RuntimeError as error:
-        output = getattr(error.__cause__, "output", None)
-        if not output:
-            raise
-        log = workdir / "build.log"
-        log.write_text(output, encoding="utf-8")
-        raise JitBuildError(workdir.name, first_error_line(output), log, hint_for(1, output)) from None
-    finally:
-        os.environ.pop("TMPDIR")
-        if before is not None:
-            os.environ["TMPDIR"] = before
-        shutil.rmtree(scratch, ignore_errors=True)
+    if max_jobs is None:
+        max_jobs = _upstream._get_num_workers()
+    make_folder(workdir)
+    # nvcc's files have names that others could guess, and take in /tmp.
+    with tempfile.TemporaryDirectory(dir=workdir, prefix=".compilers-") as scratch:
+        done = subprocess.run(
+            [
+                *PRIVATE,
+                find_ninja(),
+                "-v",
+                "-f",
+                str(ninja_file.resolve()),
+                *(["-j", str(max_jobs)] if max_jobs else []),
+            ],
+            stdout=None if verbose else subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            cwd=workdir.resolve(),
+            env={**os.environ, "TMPDIR": scratch},
+            text=True,
+            errors="replace",
+        )
+    if done.returncode == 0:
+        return
+    if verbose:
+        raise JitBuildError(workdir.name, "the output above has the reason")
+    log = workdir / "build.log"
+    log.write_text(done.stdout, encoding="utf-8")
+    what = first_error_line(done.stdout)
+    raise JitBuildError(workdir.name, what, log, hint_for(done.returncode, done.stdout))

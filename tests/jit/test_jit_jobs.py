@@ -9,7 +9,7 @@ import pytest
 from jit_fakes import Project
 
 from flashinfer.jit.sm12x import build as engine
-from flashinfer.jit.sm12x import jobs
+from flashinfer.jit.sm12x import jobs, toolchain
 from flashinfer.jit.sm12x.diagnosis import JitBuildError
 from flashinfer.jit.sm12x.jobs import DEFAULT_JOB_MEMORY, GIB, available_memory, parallel_jobs, usable_cores
 from flashinfer.jit.sm12x.toolchain import ToolchainError
@@ -132,10 +132,10 @@ def test_ninja_that_does_not_work_is_an_error_with_what_it_said(
 
 def test_ninja_is_found_where_it_is_not_on_path_and_missed_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    assert Path(engine.find_ninja()).is_file()
+    assert Path(toolchain.find_ninja()).is_file()
     monkeypatch.setattr("sysconfig.get_path", lambda name: "/nowhere")
     with pytest.raises(ToolchainError, match=r"ninja, .*, is not installed\. Install it: pip install ninja"):
-        engine.find_ninja()
+        toolchain.find_ninja()
 
 
 def test_flags_and_paths_reach_the_compiler_as_they_are(project: Project) -> None:

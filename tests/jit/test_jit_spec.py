@@ -229,7 +229,7 @@ def test_upstreams_failed_build_is_as_short(workspace: Path) -> None:
         ("fused_moe_120_upstream", None, 20, 3),  # 20 GiB * 0.9 / 6 GiB
         ("fused_moe_120_upstream", None, 1, 1),
         ("fused_moe_120_upstream", None, 999, 16),
-        ("fused_moe_120_upstream", "5", 1, None),  # upstream reads MAX_JOBS
+        ("fused_moe_120_upstream", "5", 1, 5),
         ("norm", None, 1, None),
     ],
 )
@@ -237,7 +237,12 @@ def test_upstreams_moe_module_gets_no_more_jobs_than_fit(
     name: str, max_jobs: str | None, free: int, expected: int | None, workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
-    monkeypatch.setattr(cpp_ext._upstream, "run_ninja", lambda *args: seen.append(args[3]))
+
+    def run(command: list[str], **_: Any) -> Any:
+        seen.append(int(command[command.index("-j") + 1]) if "-j" in command else None)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(cpp_ext.subprocess, "run", run)
     monkeypatch.setattr(jobs, "available_memory", lambda: free << 30)
     monkeypatch.setattr(jobs, "usable_cores", lambda: 16)
     monkeypatch.delenv("MAX_JOBS", raising=False)

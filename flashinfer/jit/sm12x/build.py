@@ -33,7 +33,6 @@ import signal
 import stat
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -45,8 +44,8 @@ from typing import IO
 
 from .diagnosis import JitBuildError, explain_os_error, first_error_line, hint_for, was_killed
 from .jobs import DEFAULT_JOB_MEMORY, parallel_jobs
-from .toolchain import ToolchainError, compiler_banner
-from .trust import make_folder, private_umask, require_trusted, require_trusted_tree
+from .toolchain import ToolchainError, compiler_banner, find_ninja
+from .trust import PRIVATE, make_folder, require_trusted, require_trusted_tree
 
 _logger = logging.getLogger("flashinfer.jit.sm12x")
 
@@ -363,8 +362,7 @@ def build(plan: ModulePlan, verbose: bool = False, max_jobs: int | None = None, 
     try:
         require_trusted_tree(plan.folder)
         if reason := why_stale(plan):
-            with private_umask():
-                _bring_up_to_date(plan, reason, report, verbose, max_jobs, lock)
+            _bring_up_to_date(plan, reason, report, verbose, max_jobs, lock)
     except KeyboardInterrupt:
         said = f"building {plan.name} was interrupted: objects that are built stay, and a new run resumes from there"
         raise KeyboardInterrupt(said) from None
@@ -391,6 +389,8 @@ def _bring_up_to_date(
     shutil.rmtree(scratch, ignore_errors=True)  # of a build that was killed
     make_folder(scratch)
     try:
+        plan.log.unlink(missing_ok=True)
+        plan.log.touch(mode=0o644)
         with open(plan.log, "w", encoding="utf-8", errors="replace") as log:
             about = f"{plan.name}, {time.strftime('%Y-%m-%d %H:%M:%S %z')}, {platform.platform()}"
             head = f"{reason}; {jobs} compilers at once ({decided_by})"
@@ -464,7 +464,7 @@ def _run_ninja(plan: ModulePlan, jobs: int, verbose: bool, lock: int | None, log
     # Relative: nvcc has a shell expand a $ in TMPDIR.
     environment = {**os.environ, "TMPDIR": "tmp", "NINJA_STATUS": "[%f/%t] "}
     process = subprocess.Popen(
-        [find_ninja(), "--verbose", "-j", str(jobs)],
+        [*PRIVATE, find_ninja(), "--verbose", "-j", str(jobs)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -503,15 +503,3 @@ def _failure(status: int, output: str) -> tuple[str, int, str]:
     code, name, said = block.groups()
     # Without a word and, of an older ninja, without a status: a shell's child that was killed.
     return name, int(code) if code else 1 if said else 128 + signal.SIGKILL, said
-
-
-def find_ninja() -> str:
-    """The program: of this Python environment, else on ``PATH``.
-
-    Raises:
-        ToolchainError: it is not installed.
-    """
-    found = shutil.which("ninja", path=sysconfig.get_path("scripts")) or shutil.which("ninja")
-    if found is None:
-        raise ToolchainError("ninja, which runs the compilers, is not installed. Install it: pip install ninja")
-    return found

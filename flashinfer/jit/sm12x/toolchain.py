@@ -20,6 +20,7 @@ import os
 import re
 import shutil
 import subprocess
+import sysconfig
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -120,6 +121,18 @@ def compiler_banner(compiler: Path | str) -> str:
     except (OSError, subprocess.SubprocessError) as error:
         raise ToolchainError(f"{compiler} --version failed: {error}") from error
     return result.stdout
+
+
+def find_ninja() -> str:
+    """The program: of this Python environment, else on ``PATH``.
+
+    Raises:
+        ToolchainError: it is not installed.
+    """
+    found = shutil.which("ninja", path=sysconfig.get_path("scripts")) or shutil.which("ninja")
+    if found is None:
+        raise ToolchainError("ninja, which runs the compilers, is not installed. Install it: pip install ninja")
+    return found
 
 
 def wheel_folders() -> list[Path]:
@@ -330,3 +343,4 @@ def _make_driver_stub(toolkit: Toolkit, folder: Path, cxx: str) -> None:
             "or set CXX"
         ) from error
     source.unlink()
+    (folder / "libcuda.so").chmod(0o755)  # whatever the umask is

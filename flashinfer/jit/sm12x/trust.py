@@ -16,6 +16,10 @@ ALLOW_VARIABLE = "FLASHINFER_ALLOW_SHARED_CACHE"
 """Set to 1, a cache is used that other users own or may write to."""
 
 
+PRIVATE = ("sh", "-c", 'umask go-w && exec "$0" "$@"')
+"""Before a command: what it makes is nobody else's to write to, whatever the umask is."""
+
+
 class UntrustedCacheError(RuntimeError):
     """Another user could have put something into the cache."""
 
@@ -128,14 +132,3 @@ def make_folder(path: Path) -> None:
     except FileNotFoundError:
         make_folder(path.parent)
         path.mkdir(mode=0o755, exist_ok=True)
-
-
-@contextlib.contextmanager
-def private_umask() -> Iterator[None]:
-    """What is made meanwhile, by this process and its children, is nobody else's to write to."""
-    before = os.umask(0o022)
-    os.umask(before | 0o022)
-    try:
-        yield
-    finally:
-        os.umask(before)
