@@ -20,7 +20,7 @@ from flashinfer._layer import extend
 
 _upstream = extend(globals())
 
-from .sm12x_decode import Operands, lacks_workspace, split_cache, validate
+from .sm12x_decode import DecodeCall, lacks_workspace, split_cache, validate
 from .sm12x_decode import decode_attention as decode_attention
 from .sm12x_decode import decode_workspace_size as decode_workspace_size
 from .sm12x_decode import prepare_decode_attention as prepare_decode_attention
@@ -81,11 +81,23 @@ def _refusal(call: Mapping[str, Any]) -> str | None:
             "it is captured before decode_attention was ever called; prepare_decode_attention() before that lets it go"
         )
     tables, lengths = _as_int32(call["block_tables"]), _as_int32(call["seq_lens"])
-    scales = {"bmm1_scale": call["bmm1_scale"], "bmm2_scale": call["bmm2_scale"]}
+    none: dict[str, Any] = dict.fromkeys(DecodeCall._fields)
     try:
         keys, values = split_cache(call["kv_cache"], call["kv_layout"])
-        operands = Operands(call["query"], None, None, tables, lengths, None, call["sinks"])
-        validate(call["out"], keys, values, operands, 1, call["window_left"], scales)
+        validate(
+            DecodeCall(**none)._replace(
+                **{name: call[name] for name in ("out", "query", "sinks", "window_left")},
+                keys=keys,
+                values=values,
+                block_tables=tables,
+                seq_lens=lengths,
+                q_len_per_req=1,
+                sm_scale=call["bmm1_scale"],
+                k_scale=1.0,
+                v_scale=call["bmm2_scale"],
+            ),
+            {"sm_scale": "bmm1_scale", "v_scale": "bmm2_scale"},
+        )
     except (TypeError, ValueError, NotImplementedError) as error:
         return str(error)
     return None

@@ -3,24 +3,32 @@
 
 from __future__ import annotations
 
-import functools
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from .api_logging import flashinfer_api
-from .sm12x_arguments import (
+from .jit.sm12x.modules import gen_decode_module
+from .sm12x.backend import Backend, kernels, plain_torch
+from .sm12x.checks import (
+    ELEMENT,
     POINTER_ALIGNMENT,
     describe,
     require_alignment,
+    require_apart,
+    require_choice,
     require_computing_device,
+    require_float,
     require_int,
+    require_rank,
     require_tensor,
     require_tensor_type,
+    strides_overlap,
 )
-from .testing import virtual_device
-from .utils import device_support_pdl
+from .sm12x.devices import checks_values, require_served
+from .sm12x.operator import define, from_arguments, is_traced
 
 HEAD = 64
 GROUP = 8  # query heads of a KV head
@@ -111,7 +119,7 @@ def decode_attention(
         each. By default one for each device and stream, and one for all that is captured on a device, kept: graphs then must
         not be replayed at the same time, nor have branches that call this at the same time.
     out : torch.Tensor, optional
-        ``[m, 8 * num_kv_heads, 64]`` bfloat16, contiguous.
+        ``[m, 8 * num_kv_heads, 64]`` bfloat16, contiguous; may be ``query`` itself, and else shares memory with no argument.
     enable_pdl : bool, optional
         Launch as a programmatic dependent; by default where the device can.
 
@@ -129,32 +137,53 @@ def decode_attention(
     NotImplementedError
         The GPU has no kernels of this family.
     """
+    given = locals()
     keys, values = split_cache(kv_cache, kv_layout)
-    if out is None:
-        require_tensor_type("query", query)
-        out = torch.empty(query.shape, dtype=torch.bfloat16, device=query.device)
-    run = torch.ops.flashinfer.sm12x_decode_attention if torch.compiler.is_compiling() else _run
-    run(
-        out,
-        keys,
-        values,
-        workspace_buffer,
-        query,
-        key,
-        value,
-        block_tables,
-        seq_lens,
-        rope_table,
-        sinks,
-        q_len_per_req,
-        window_left,
-        HEAD**-0.5 if sm_scale is None else sm_scale,
-        k_scale,
-        v_scale,
-        constant_cache,
-        enable_pdl,
+    require_tensor_type("query", query)
+    call = from_arguments(
+        DecodeCall,
+        given,
+        keys=keys,
+        values=values,
+        sm_scale=HEAD**-0.5 if sm_scale is None else sm_scale,
     )
-    return out
+    traced = is_traced(call)
+    if not traced:
+        call = validate(call)
+    if call.out is None:
+        call = call._replace(out=torch.empty(query.shape, dtype=torch.bfloat16, device=query.device))
+    if traced:
+        _operator(call)
+    else:
+        _compute(call)
+    attended: Any = call.out
+    return attended
+
+
+class DecodeCall(NamedTuple):
+    """The arguments of one call of :func:`decode_attention`; keys and values are ``[num_pages, num_kv_heads, page_size, 64]``.
+
+    What the kernel reads stands in the order of its module.
+    """
+
+    out: torch.Tensor | None
+    keys: torch.Tensor
+    values: torch.Tensor
+    workspace_buffer: torch.Tensor | None
+    query: torch.Tensor
+    key: torch.Tensor | None
+    value: torch.Tensor | None
+    block_tables: torch.Tensor
+    seq_lens: torch.Tensor
+    rope_table: torch.Tensor | None
+    sinks: torch.Tensor | None
+    q_len_per_req: int
+    window_left: int
+    sm_scale: float
+    k_scale: float
+    v_scale: float
+    constant_cache: bool
+    enable_pdl: bool | None
 
 
 def prepare_decode_attention(device: torch.device | None = None) -> None:
@@ -174,30 +203,31 @@ def prepare_decode_attention(device: torch.device | None = None) -> None:
         A graph is being captured, or the kernel could not be built.
     """
     with torch.cuda.device(device):
-        _dispatch().decode_module()
-        _workspace(torch.device("cuda", torch.cuda.current_device()), None)
+        current = torch.device("cuda", torch.cuda.current_device())
+        backend = kernels(current)
+        assert backend is not None
+        _workspace(backend, current, None)
 
 
 def decode_workspace_size(device: torch.device) -> int:
     """Bytes of a workspace for :func:`decode_attention` on a CUDA device."""
-    return _workspace_bytes(torch.cuda.current_device() if device.index is None else device.index)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    backend = kernels(device)
+    return 0 if backend is None else _workspace_bytes(backend, device)
 
 
-@functools.cache
-def _workspace_bytes(index: int) -> int:
-    return int(_dispatch().decode_module().sm12x_decode_workspace_size(index))
-
-
-def _dispatch() -> Any:
-    from .fused_moe import sm12x_dispatch
-
-    return sm12x_dispatch
+def _workspace_bytes(backend: Backend, device: torch.device) -> int:
+    size: int | None = backend.memo.get("sm12x_decode_workspace_size")
+    if size is None:
+        ask = backend.module(gen_decode_module).sm12x_decode_workspace_size
+        size = backend.memo["sm12x_decode_workspace_size"] = int(backend.call(ask, device.index or 0, writes=()))
+    return size
 
 
 def split_cache(kv_cache: Any, kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values, ``[num_pages, num_kv_heads, page_size, 64]`` whatever their strides."""
-    if kv_layout not in LAYOUTS:
-        raise ValueError(f"kv_layout is {kv_layout!r}; it may be {' or '.join(map(repr, LAYOUTS))}")
+    require_choice("kv_layout", kv_layout, LAYOUTS)
     if isinstance(kv_cache, (tuple, list)):
         if len(kv_cache) != 2:
             raise ValueError(f"kv_cache is {describe(kv_cache)}; it must be one tensor, or keys and values")
@@ -216,18 +246,6 @@ def split_cache(kv_cache: Any, kv_layout: str) -> tuple[torch.Tensor, torch.Tens
     return parts[0], parts[1]
 
 
-class Operands(NamedTuple):
-    """What a call reads beside the cache, in the order of ``sm12x_decode_run``."""
-
-    query: torch.Tensor
-    key: torch.Tensor | None
-    value: torch.Tensor | None
-    block_tables: torch.Tensor
-    seq_lens: torch.Tensor
-    rope_table: torch.Tensor | None
-    sinks: torch.Tensor | None
-
-
 def _require_rows(name: str, value: torch.Tensor, shape: tuple[int, ...], device: torch.device) -> None:
     """Rows of bf16 heads that may lie apart."""
     require_tensor_type(name, value)
@@ -238,38 +256,26 @@ def _require_rows(name: str, value: torch.Tensor, shape: tuple[int, ...], device
             f"{name} is {describe(value)}; the heads of a token must lie one after the other, tokens a multiple of 8 "
             "elements apart"
         )
+    require_alignment(name, value)
 
 
-def _require_scale(name: str, value: Any) -> None:
-    if isinstance(value, torch.Tensor) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} is {describe(value)}; it must be a number: a captured launch holds it")
-    if not SMALLEST_SCALE <= value <= 1 / SMALLEST_SCALE:
-        raise ValueError(f"{name} is {value}; it must be from {SMALLEST_SCALE} to {1 / SMALLEST_SCALE}")
+def validate(call: DecodeCall, names: Mapping[str, str] | None = None) -> DecodeCall:
+    """Check a call's metadata and addresses; the exceptions of :func:`decode_attention`.
 
-
-def validate(
-    out: torch.Tensor | None,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    operands: Operands,
-    q_len: int,
-    window_left: int,
-    scales: dict[str, float],
-) -> None:
-    """Check a call's metadata; the exceptions of :func:`decode_attention`."""
-    query, key, value, block_tables, seq_lens, rope_table, sinks = operands
+    ``names`` are what fields are called by a caller that calls them otherwise. Returns the call, its numbers as Python's.
+    """
+    query, keys, values, out = call.query, call.keys, call.values, call.out
     require_tensor_type("query", query)
     require_computing_device("query", query)
     device = query.device
-    if not _dispatch().serves(device):
-        raise NotImplementedError(
-            f"decode_attention has no kernel for {torch.cuda.get_device_name(device)}: it is for compute capability 12.x "
-            "(unless FLASHINFER_SM12X_MOE=0) and 9.0 (with FLASHINFER_SM12X_MOE=1)"
-        )
-    require_int("q_len_per_req", q_len, 1, MAX_Q_LEN)
-    require_int("window_left", window_left, -(2**31))
-    for name, scale in scales.items():
-        _require_scale(name, scale)
+    require_served("decode_attention", device)
+    q_len = require_int("q_len_per_req", call.q_len_per_req, 1, MAX_Q_LEN)
+    window_left = require_int("window_left", call.window_left, -(2**31))
+    names, bounds = names or {}, (SMALLEST_SCALE, 1 / SMALLEST_SCALE, "which a captured launch holds")
+    sm_scale, k_scale, v_scale = (
+        require_float(names.get(name, name), getattr(call, name), *bounds)
+        for name in ("sm_scale", "k_scale", "v_scale")
+    )
     _, kv_heads, page_size, head = keys.shape
     if keys.dtype not in CACHE_DTYPES or keys.device != device:
         allowed = " or ".join(map(str, CACHE_DTYPES))
@@ -287,35 +293,49 @@ def validate(
             f"kv_cache has strides {tuple(keys.stride())}; the last must be 1, the others multiples of {step} "
             f"({POINTER_ALIGNMENT} bytes)"
         )
-    require_tensor_type("seq_lens", seq_lens)
-    if seq_lens.ndim != 1:
-        raise ValueError(f"seq_lens is {describe(seq_lens)}; it must be 1-D")
+    for name, part in (("kv_cache's keys", keys), ("kv_cache's values", values)):
+        require_alignment(name, part)
+        if call.key is not None and strides_overlap(part):
+            raise ValueError(
+                f"{name} are {describe(part)}; where key is given they are written, and may not be expanded"
+            )
+    block_tables, seq_lens = call.block_tables, call.seq_lens
+    require_rank("seq_lens", seq_lens, 1)
     sequences = seq_lens.shape[0]
-    require_tensor("seq_lens", seq_lens, [(sequences,)], [torch.int32], device)
+    require_tensor("seq_lens", seq_lens, [(sequences,)], [torch.int32], device, alignment=ELEMENT)
     require_tensor_type("block_tables", block_tables)
     if block_tables.ndim != 2 or block_tables.shape[0] != sequences or block_tables.dtype != torch.int32:
         raise ValueError(f"block_tables is {describe(block_tables)}; it must be int32 ({sequences}, max_pages)")
     if block_tables.device != device or block_tables.stride(1) != 1:
         raise ValueError(f"block_tables is {describe(block_tables)}; rows must be contiguous, on {device}")
+    require_alignment("block_tables", block_tables, ELEMENT)
     m, heads = sequences * q_len, GROUP * kv_heads
     _require_rows("query", query, (m, heads, HEAD), device)
-    if (key is None) != (value is None):
+    if (call.key is None) != (call.value is None):
         raise ValueError("key and value go together: the one is None and the other is not")
-    for name, rows in (("key", key), ("value", value)):
+    for name, rows in (("key", call.key), ("value", call.value)):
         if rows is not None:
             _require_rows(name, rows, (m, kv_heads, HEAD), device)
-    if rope_table is not None:
-        require_tensor_type("rope_table", rope_table)
-        if rope_table.ndim != 2:
-            raise ValueError(f"rope_table is {describe(rope_table)}; it must be 2-D")
-        require_tensor("rope_table", rope_table, [(rope_table.shape[0], HEAD)], ROPE_DTYPES, device)
-    if sinks is not None:
-        require_tensor("sinks", sinks, [(heads,)], [torch.float32], device)
+    if call.rope_table is not None:
+        require_rank("rope_table", call.rope_table, 2)
+        require_tensor("rope_table", call.rope_table, [(call.rope_table.shape[0], HEAD)], ROPE_DTYPES, device)
+    if call.sinks is not None:
+        require_tensor("sinks", call.sinks, [(heads,)], [torch.float32], device, alignment=ELEMENT)
     if out is not None:
         require_tensor("out", out, [(m, heads, HEAD)], [torch.bfloat16], device)
+    if call.workspace_buffer is not None:
+        require_rank("workspace_buffer", call.workspace_buffer, 1)
+        require_tensor("workspace_buffer", call.workspace_buffer, [call.workspace_buffer.shape], [torch.uint8], device)
+    written: dict[str, tuple[str, ...]] = {"out": ("query",), "workspace_buffer": ()}
+    if call.key is not None:
+        written |= {"keys": (), "values": ()}
+    require_apart(call, written, {"keys": "kv_cache's keys", "values": "kv_cache's values"})
+    return call._replace(
+        q_len_per_req=q_len, window_left=window_left, sm_scale=sm_scale, k_scale=k_scale, v_scale=v_scale
+    )
 
 
-def check_values(num_pages: int, page_size: int, operands: Operands, q_len: int, window_left: int) -> None:
+def check_values(call: DecodeCall) -> None:
     """Check the numbers that ``seq_lens`` and ``block_tables`` hold, reading them back.
 
     Raises
@@ -323,11 +343,13 @@ def check_values(num_pages: int, page_size: int, operands: Operands, q_len: int,
     ValueError
         A sequence is longer than its table or ``rope_table``, or sees a page that the cache does not have.
     """
-    max_pages = operands.block_tables.shape[1]
+    num_pages, _, page_size, _ = call.keys.shape
+    q_len, window_left = call.q_len_per_req, call.window_left
+    max_pages = call.block_tables.shape[1]
     longest, why = max_pages * page_size, f"{max_pages} pages of {page_size}, as block_tables has"
-    if operands.rope_table is not None and operands.rope_table.shape[0] < longest:
-        longest, why = operands.rope_table.shape[0], "as many positions as rope_table has"
-    lengths, tables = operands.seq_lens.tolist(), operands.block_tables.tolist()
+    if call.rope_table is not None and call.rope_table.shape[0] < longest:
+        longest, why = call.rope_table.shape[0], "as many positions as rope_table has"
+    lengths, tables = call.seq_lens.tolist(), call.block_tables.tolist()
     for sequence, (length, table) in enumerate(zip(lengths, tables, strict=True)):
         if not 0 <= length <= longest:
             raise ValueError(f"seq_lens[{sequence}] is {length}; it must be from 0 to {longest}, {why}")
@@ -346,14 +368,13 @@ def lacks_workspace(device: torch.device) -> bool:
     return capturing and (device.index, None) not in _workspaces
 
 
-def _workspace(device: torch.device, given: torch.Tensor | None) -> torch.Tensor:
-    size = decode_workspace_size(device)
+def _workspace(backend: Backend, device: torch.device, given: torch.Tensor | None) -> torch.Tensor:
+    size = _workspace_bytes(backend, device)
     if given is not None:
-        require_tensor_type("workspace_buffer", given)
-        require_tensor("workspace_buffer", given, [(given.numel(),)], [torch.uint8], device)
         require_int("workspace_buffer's size", given.numel(), size, why="as decode_workspace_size() says")
-        require_alignment({"workspace_buffer": given})
         return given
+    if not backend.is_cuda:
+        return torch.zeros(size, dtype=torch.uint8)
     graphs = (device.index, None)
     capturing = torch.cuda.is_current_stream_capturing()
     place = graphs if capturing else (device.index, torch.cuda.current_stream(device).cuda_stream)
@@ -368,60 +389,44 @@ def _workspace(device: torch.device, given: torch.Tensor | None) -> torch.Tensor
     return _workspaces[place]
 
 
-def _run(
-    out: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    workspace: torch.Tensor | None,
-    query: torch.Tensor,
-    key: torch.Tensor | None,
-    value: torch.Tensor | None,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    rope_table: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    q_len: int,
-    window_left: int,
-    sm_scale: float,
-    k_scale: float,
-    v_scale: float,
-    constant_cache: bool,
-    enable_pdl: bool | None,
-) -> None:
-    scales = {"sm_scale": sm_scale, "k_scale": k_scale, "v_scale": v_scale}
-    operands = Operands(query, key, value, block_tables, seq_lens, rope_table, sinks)
-    validate(out, keys, values, operands, q_len, window_left, scales)
-    device = query.device
-    virtual = virtual_device.active() if device.type == "cpu" else None
-    on_cpu = device.type == "cpu" and virtual is None
-    if on_cpu or (_dispatch().checks_values() and virtual is None and not torch.cuda.is_current_stream_capturing()):
-        check_values(keys.shape[0], keys.shape[2], operands, q_len, window_left)
-    if on_cpu:
-        _compute_on_cpu(out, keys, values, operands, q_len, window_left, sm_scale, k_scale, v_scale)
+def _compute(call: DecodeCall) -> None:
+    """Compute a valid call that has its output."""
+    device, out = call.query.device, call.out
+    assert out is not None
+    if checks_values(device):
+        check_values(call)
+    if call.query.shape[0] == 0:
         return
-    named = {"query": query, "key": key, "value": value, "kv_cache": keys, "rope_table": rope_table, "out": out}
-    require_alignment({**named, "kv_cache's values": values})
-    pdl = enable_pdl is not False if virtual is not None or enable_pdl is not None else device_support_pdl(device)
-    score_scale = sm_scale * k_scale * LOG2_E
-    sizes = (q_len, window_left, score_scale, k_scale, v_scale, constant_cache, pdl)
-    if virtual is not None:
-        from .testing import virtual_operators
+    backend = kernels(device)
+    if backend is None:
+        with plain_torch(device):
+            _compute_on_cpu(call, out)
+        return
+    workspace = _workspace(backend, device, call.workspace_buffer)
+    operands = call[DecodeCall._fields.index("query") : DecodeCall._fields.index("q_len_per_req")]
+    backend.call(
+        backend.module(gen_decode_module).sm12x_decode_run,
+        out,
+        call.keys,
+        call.values,
+        workspace,
+        *operands,
+        call.q_len_per_req,
+        call.window_left,
+        call.sm_scale * call.k_scale * LOG2_E,
+        call.k_scale,
+        call.v_scale,
+        call.constant_cache,
+        backend.pdl(call.enable_pdl),
+        writes=(out, workspace, *(() if call.key is None else (call.keys, call.values))),
+    )
 
-        virtual_operators.run_decode(virtual, (out, keys, values), workspace, (*operands, *sizes), key is not None)
-    elif query.shape[0]:
-        with torch.cuda.device(device):
-            workspace = _workspace(device, workspace)
-            _dispatch().decode_module().sm12x_decode_run(out, keys, values, workspace, *operands, *sizes)
+
+def _run(call: DecodeCall) -> None:
+    _compute(validate(call))
 
 
-_operator = torch.library.custom_op(
-    "flashinfer::sm12x_decode_attention", _run, mutates_args=("out", "keys", "values", "workspace")
-)
-
-
-@_operator.register_fake
-def _operator_fake(*_: Any) -> None:
-    return None
+_operator = define("sm12x_decode_attention", DecodeCall, _run, mutates=("out", "keys", "values", "workspace_buffer"))
 
 
 def rope_rows(rows: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
@@ -445,49 +450,41 @@ def to_cache(rows: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tens
     return (rows.float() / torch.tensor(scale, dtype=torch.float32)).clamp(-largest, largest).to(dtype)
 
 
-def _compute_on_cpu(
-    out: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    operands: Operands,
-    q_len: int,
-    window_left: int,
-    sm_scale: float,
-    k_scale: float,
-    v_scale: float,
-) -> None:
-    query, key, value, block_tables, seq_lens, rope_table, sinks = operands
+def _compute_on_cpu(call: DecodeCall, out: torch.Tensor) -> None:
+    keys, values, q_len, window_left = call.keys, call.values, call.q_len_per_req, call.window_left
     page_size = keys.shape[2]
-    for sequence, length in enumerate(seq_lens.tolist()):
+    result = torch.zeros_like(out)  # which may be query itself
+    for sequence, length in enumerate(call.seq_lens.tolist()):
         rows = slice(sequence * q_len, (sequence + 1) * q_len)
         positions = torch.arange(length - q_len, length)
-        there = positions >= 0  # a sequence may be shorter than the call's tokens
-        out[rows] = 0
-        if not there.any():
+        positions = positions[positions >= 0]  # a sequence may be shorter than the call's tokens
+        if not len(positions):
             continue
-        positions = positions[there]
 
         def turned(x: torch.Tensor, rows: slice = rows, at: torch.Tensor = positions) -> torch.Tensor:
             mine = x[rows][-len(at) :]
-            return mine if rope_table is None else rope_rows(mine, at, rope_table)
+            return mine if call.rope_table is None else rope_rows(mine, at, call.rope_table)
 
-        if key is not None and value is not None:
-            pages = block_tables[sequence, positions // page_size].long()
-            keys[pages, :, positions % page_size] = to_cache(turned(key), keys.dtype, k_scale)
-            values[pages, :, positions % page_size] = to_cache(value[rows][-len(positions) :], values.dtype, v_scale)
+        if call.key is not None and call.value is not None:
+            pages = call.block_tables[sequence, positions // page_size].long()
+            keys[pages, :, positions % page_size] = to_cache(turned(call.key), keys.dtype, call.k_scale)
+            values[pages, :, positions % page_size] = to_cache(
+                call.value[rows][-len(positions) :], values.dtype, call.v_scale
+            )
         low = 0 if window_left < 0 else max(0, int(positions[0]) - window_left)
         seen = torch.arange(low, length)
-        pages = block_tables[sequence, seen // page_size].long()
+        pages = call.block_tables[sequence, seen // page_size].long()
         k, v = (part[pages, :, seen % page_size].float() for part in (keys, values))  # [positions, kv_heads, 64]
-        q = turned(query).float().view(len(positions), -1, GROUP, HEAD)
-        scores = torch.einsum("mhgd,phd->mhgp", q, k) * (sm_scale * k_scale)
+        q = turned(call.query).float().view(len(positions), -1, GROUP, HEAD)
+        scores = torch.einsum("mhgd,phd->mhgp", q, k) * (call.sm_scale * call.k_scale)
         behind = positions[:, None] - seen
         hidden = (behind < 0) | (behind > (length if window_left < 0 else window_left))
         scores.masked_fill_(hidden[:, None, None], -torch.inf)
-        if sinks is not None:
-            sink = sinks.view(1, -1, GROUP, 1).expand(len(positions), -1, -1, -1)
+        if call.sinks is not None:
+            sink = call.sinks.view(1, -1, GROUP, 1).expand(len(positions), -1, -1, -1)
             weights = torch.cat([scores, sink], dim=-1).softmax(-1)[..., :-1]
         else:
             weights = scores.softmax(-1)
-        attended = torch.einsum("mhgp,phd->mhgd", weights, v) * v_scale
-        out[rows][-len(positions) :] = attended.reshape(len(positions), -1, HEAD).to(out.dtype)
+        attended = torch.einsum("mhgp,phd->mhgd", weights, v) * call.v_scale
+        result[rows][-len(positions) :] = attended.reshape(len(positions), -1, HEAD).to(out.dtype)
+    out.copy_(result)

@@ -36,12 +36,15 @@ class ForkKernel:
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Scales into the kernels' layout; the module, if this process has not built it yet."""
-        from flashinfer.fused_moe.sm12x_dispatch import dense_module
+        from flashinfer.jit.sm12x.modules import gen_dense_module
         from flashinfer.quantization import mx_cpu
+        from flashinfer.sm12x.backend import kernels
 
         replace_parameter(layer, "weight_scale", mx_cpu.swizzle_128x4(layer.weight_scale))
         if layer.weight.is_cuda:
-            dense_module()
+            backend = kernels(layer.weight.device)
+            assert backend is not None
+            backend.module(gen_dense_module)
 
     def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """``x @ weight.T + bias`` for ``[..., K]``, in ``x``'s dtype."""

@@ -10,7 +10,7 @@ def served() -> bool:
     """SM12x, unless ``FLASHINFER_SM12X_MOE=0``; compute capability 9.0 with ``FLASHINFER_SM12X_MOE=1``, for tests on
     Hopper.
 
-    It is the fork's own switch (``flashinfer.fused_moe.sm12x_dispatch``), so plugin and operator agree.
+    It is the fork's own switch (``flashinfer.sm12x.devices``), so plugin and operator agree.
     """
     from vllm.platforms import current_platform
 

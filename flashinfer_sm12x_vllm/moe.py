@@ -76,15 +76,12 @@ def build(device_type: str) -> str:
     are loaded."""
     if device_type != "cuda":
         return ""  # tests: CPU tensors need no module
-    from flashinfer.fused_moe import sm12x_dispatch
-    from flashinfer.jit.sm12x import instances
+    from flashinfer.fused_moe.sm12x_operator import prepare
 
     logger.info("flashinfer-sm12x: building fused_moe_120, or finding it built")
     start = time.monotonic()
     try:
-        sm12x_dispatch.moe_module()
-        for row in instances.table(devices.block_scaled()):  # Hopper's own are modules that a request would wait for
-            sm12x_dispatch.ensure_instance(row.index)
+        prepare()
     except Exception as error:  # whatever a compiler or a linker can fail with
         return f"fused_moe_120 could not be built: {error}"
     logger.info("flashinfer-sm12x: fused_moe_120 is ready after %.0f s", time.monotonic() - start)

@@ -52,7 +52,7 @@ def missing(given: argparse.Namespace) -> str:
 
     if not hasattr(flashinfer, "__fork_version__"):
         return f"'import flashinfer' is {flashinfer.__file__}, not the fork: put its folder first on PYTHONPATH"
-    from flashinfer.fused_moe.sm12x_dispatch import serves_cuda
+    from flashinfer.sm12x.devices import serves_cuda
 
     if not serves_cuda(torch.cuda.current_device()):
         return f"{torch.cuda.get_device_name()} is not SM12x; compute capability 9.0 needs FLASHINFER_SM12X_MOE=1"

@@ -17,9 +17,9 @@ def device(request: pytest.FixtureRequest) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    from flashinfer.fused_moe import sm12x_dispatch
+    from flashinfer.sm12x.devices import serves_cuda
 
-    if not sm12x_dispatch.serves_cuda(torch.cuda.current_device()):
+    if not serves_cuda(torch.cuda.current_device()):
         pytest.skip("this GPU runs the kernel family only with FLASHINFER_SM12X_MOE=1 and compute capability 9.0")
     return torch.device("cuda", torch.cuda.current_device())
 

@@ -1,20 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fused MoE operators: upstream's, with ``cutlass_fused_moe`` for MXFP4 weights on SM12x and on the CPU.
 
-In the order in which a call meets them:
+=====================  =============================================================================
+``core``               upstream's functions; where a call goes
+``sm12x_validation``   what a call may look like
+``sm12x_operator``     a call's tactics, workspace, launch; the operator that ``torch.compile`` sees
+``sm12x_planner``      default tactics, and why; pairs of tactics, ``profile_ids``
+``sm12x_autotuner``    tactics that upstream's autotuner has timed
+``sm12x_cpu``          the layer on CPU tensors
+``sm12x_router``       which experts a token goes to: norm, logits, top-k
+=====================  =============================================================================
 
-=========================  =============================================================================
-``core``                   upstream's functions; where a call goes
-``sm12x_signature_cache``  a call like an earlier one: straight to its launch
-``sm12x_operator``         any other: validated, planned, computed; the operator that ``torch.compile`` sees
-``sm12x_validation``       what a call may look like
-``sm12x_dispatch``         which backend serves a device; switches; the compiled modules
-``sm12x_planner``          default tactics, and why
-``sm12x_autotuner``        tactics that upstream's autotuner has timed
-``sm12x_launch``           ``profile_ids``, workspace sizes, the launch
-``sm12x_cpu``              the layer on CPU tensors
-``sm12x_router``           which experts a token goes to: norm, logits, top-k
-=========================  =============================================================================
+What it shares with the other operators is :mod:`flashinfer.sm12x`.
 """
 
 from __future__ import annotations

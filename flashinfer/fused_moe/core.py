@@ -21,7 +21,6 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,7 +36,9 @@ if TYPE_CHECKING:
 
 from ..api_logging import flashinfer_api
 from ..jit.sm12x.instances import MAX_EXPERTS
-from ..sm12x_arguments import (
+from ..sm12x import devices
+from ..sm12x.backend import kernels
+from ..sm12x.checks import (
     describe,
     require_computing_device,
     require_int,
@@ -45,25 +46,21 @@ from ..sm12x_arguments import (
     require_output_dtype,
     require_tensor_type,
 )
-from ..sm12x_probes import adds_nothing
+from ..sm12x.operator import from_arguments
 from ..tllm_enums import ActivationType
 from ..trace.templates.moe import cutlass_fused_moe_trace
-from . import sm12x_dispatch, sm12x_operator
 from .sm12x_autotuner import SM12xStageRunner
-from .sm12x_launch import make_plan
-from .sm12x_signature_cache import MoETensors, repeat
+from .sm12x_operator import fused_moe, workspace_bytes
 from .sm12x_validation import (
     INPUT_DTYPES,
-    SWIGLU,
     Mode,
+    MoECall,
     MoEProblem,
     require_pairs,
     require_parallel_sizes,
     select_mode,
 )
 
-# Nothing is logged: upstream reads FLASHINFER_LOGLEVEL once, when it is imported.
-_BARE = adds_nothing(flashinfer_api)
 _SM12X_ARCHITECTURES = ("120", "121")
 _MOE_PARAMETERS = tuple(inspect.signature(_upstream.cutlass_fused_moe).parameters)
 _WORKSPACE_PARAMETERS = tuple(inspect.signature(_upstream.cutlass_fused_moe_workspace_size).parameters)
@@ -105,7 +102,7 @@ class _Sm12xModule:
         names = ("use_packed_weights", "use_wfp4afp8_humming", "use_deepseek_fp8_block_scale", "activation_type")
         scaling = (options["use_mxfp8_act_scaling"], options["use_w4_group_scaling"])
         mode = select_mode(options["x_dtype"], options["weight_dtype"], *scaling, *(options[name] for name in names))
-        if mode is None or not sm12x_dispatch.serves(torch.device("cuda", torch.cuda.current_device())):
+        if mode is None or not devices.serves(torch.device("cuda", torch.cuda.current_device())):
             return self.__getattr__("MoERunner")(**options)
         taken = (options[name] for name in ("output_dtype", "top_k", "ep_size", "enable_pdl"))
         return SM12xStageRunner(mode, *taken)
@@ -151,6 +148,10 @@ def _cpu_mode_error(input: Any, weights: Any, activation_type: Any) -> Exception
         f"(bfloat16 input); got weights of {weights.dtype}, input of {input.dtype}, activation_type "
         f"{activation_type!r}. Other kinds need a CUDA device"
     )
+
+
+def _selected(given: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: given[name] for name in names}
 
 
 # The signatures are upstream's, parameter by parameter; grouped here by what belongs together.
@@ -241,34 +242,8 @@ def cutlass_fused_moe(
         Before any launch, naming the argument, what it was and what it may be.  Expert ids are checked on the
         CPU, and on CUDA with ``FLASHINFER_SM12X_CHECK=1``.
     """
+    given = locals()
     if backend == "cutlass":
-        tensors = (
-            output, input, input_sf, token_selected_experts, token_final_scales, fc1_expert_weights, fc1_expert_biases,
-            fc2_expert_weights, fc2_expert_biases, swiglu_alpha, swiglu_beta, swiglu_limit, workspace_buffer,
-        )  # fmt: skip
-        options: Any = None
-        compiling = torch.compiler.is_compiling()
-        if not compiling:
-            if _BARE and sm12x_dispatch.dumps_traces():
-                _dump_trace(locals())
-            # All arguments that are no tensors, and which tensors are None: see sm12x_signature_cache.
-            try:
-                options = (
-                    input.shape, output_dtype, quant_scales.__class__, input_sf is None, token_final_scales is None,
-                    fc1_expert_biases is None, fc2_expert_biases is None, swiglu_alpha is None, swiglu_beta is None,
-                    swiglu_limit is None, output is None, workspace_buffer is None, clamped_relu2_limit is None,
-                    situ_beta is None, situ_linear_beta is None, tp_size, tp_rank, ep_size, ep_rank, cluster_size,
-                    cluster_rank, enable_alltoall, use_deepseek_fp8_block_scale, use_w4_group_scaling,
-                    use_mxfp8_act_scaling, min_latency_mode, use_packed_weights, use_wfp4afp8_humming, enable_pdl,
-                    activation_type == SWIGLU, swizzled_input_sf, None if profile_ids is None else tuple(profile_ids),
-                    tune_max_num_tokens, sm12x_dispatch.switches(),
-                )  # fmt: skip
-            except (AttributeError, TypeError):  # input has no shape, or profile_ids are no sequence: said below
-                pass
-            else:
-                result = repeat(options, tensors, quant_scales, tune_max_num_tokens)
-                if result is not None:
-                    return result
         require_tensor_type("input", input)
         require_tensor_type("fc1_expert_weights", fc1_expert_weights)
         mode = select_mode(
@@ -281,7 +256,7 @@ def cutlass_fused_moe(
             use_deepseek_fp8_block_scale,
             activation_type,
         )
-        if mode is not None and sm12x_dispatch.serves(input.device):
+        if mode is not None and devices.serves(input.device):
             _reject_foreign_options(
                 min_latency_mode,
                 cluster_size,
@@ -290,54 +265,12 @@ def cutlass_fused_moe(
                 situ_beta,
                 situ_linear_beta,
             )
-            call = sm12x_operator.MoECall(
-                mode,
-                output_dtype,
-                swizzled_input_sf,
-                (tp_size, tp_rank, ep_size, ep_rank),
-                MoETensors(*tensors),
-                quant_scales,
-                enable_alltoall,
-                tune_max_num_tokens,
-                enable_pdl,
-                profile_ids,
-            )
-            return sm12x_operator.run_moe_compiled(call) if compiling else sm12x_operator.run_moe(call, options)
+            return fused_moe(from_arguments(MoECall, given, moe_mode=int(mode)))
         if mode is not None:
             require_computing_device("input", input)
         if input.device.type == "cpu":
             raise _cpu_mode_error(input, fc1_expert_weights, activation_type)
-    given = locals()
-    return _upstream.cutlass_fused_moe(**{name: given[name] for name in _MOE_PARAMETERS})
-
-
-def _without_idle_wrapper(public: Any) -> Any:
-    """``public`` as upstream's decorator leaves it, less the wrapper around it when nothing is logged.
-
-    That wrapper packs and unpacks 36 arguments and looks the switch of trace dumps up in ``os.environ``, 2 us a call, to do
-    nothing.  Without it the function looks at the switch itself (:func:`_dump_trace`); with logging on the wrapper stays.
-    """
-    bare = inspect.unwrap(public)
-    if not _BARE or bare is public:
-        return public
-    bare.__dict__.update({name: value for name, value in vars(public).items() if name != "__wrapped__"})
-    return bare
-
-
-@functools.cache
-def _warn_of_trace(kind: str, text: str) -> None:
-    warnings.warn(f"no trace of cutlass_fused_moe was dumped: {kind}: {text}", stacklevel=4)
-
-
-def _dump_trace(arguments: dict[str, Any]) -> None:
-    """What upstream's decorator does under ``FLASHINFER_TRACE_DUMP``: write a trace, and never fail the call for it."""
-    try:
-        cutlass_fused_moe.fi_trace(**{name: arguments[name] for name in _MOE_PARAMETERS})
-    except Exception as error:
-        _warn_of_trace(type(error).__name__, str(error))
-
-
-cutlass_fused_moe = _without_idle_wrapper(cutlass_fused_moe)
+    return _upstream.cutlass_fused_moe(**_selected(given, _MOE_PARAMETERS))
 
 
 def _workspace_device(device: Any) -> torch.device:
@@ -389,7 +322,7 @@ def cutlass_fused_moe_workspace_size(
         use_deepseek_fp8_block_scale,
         activation_type,
     )
-    if backend == "cutlass" and mode is not None and sm12x_dispatch.serves(where):
+    if backend == "cutlass" and mode is not None and devices.serves(where):
         problem = _workspace_problem(
             mode,
             max_num_tokens,
@@ -401,14 +334,15 @@ def cutlass_fused_moe_workspace_size(
             x_dtype,
             output_dtype,
         )
-        return make_plan(problem, where).workspace_bytes
+        runs = kernels(where)
+        return 0 if runs is None else workspace_bytes(runs, problem, not runs.block_scaled_mma)
     if where.type == "cpu" and backend == "cutlass":
         raise NotImplementedError(
             f"on the CPU only MXFP4 weights are served; got x_dtype {x_dtype}, weight_dtype {weight_dtype}"
         )
     given = locals()
     return int(
-        _upstream.cutlass_fused_moe_workspace_size(**{name: given[name] for name in _WORKSPACE_PARAMETERS})
+        _upstream.cutlass_fused_moe_workspace_size(**_selected(given, _WORKSPACE_PARAMETERS))
     )
 
 

@@ -7,18 +7,16 @@ the sums.  An expert of gpt-oss-120b takes 150 MB while it is worked on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from ..quantization.mx_cpu import (
-    BLOCK_SIZE,
     dequantize_mxfp4_linear,
     dequantize_mxfp8_linear,
     quantize_mxfp8_linear,
     unswizzle_128x4,
 )
-from .sm12x_validation import Mode, MoEProblem
+from ..sm12x.checks import BLOCK_SIZE
+from .sm12x_validation import Mode, MoECall, MoEProblem
 
 
 def _activations(
@@ -59,66 +57,45 @@ def _value(tensor: torch.Tensor | None, expert: int, absent: float) -> float:
     return absent if tensor is None else float(tensor[expert])
 
 
-def moe_cpu(
-    problem: MoEProblem,
-    output: torch.Tensor,
-    input: torch.Tensor,
-    input_sf: torch.Tensor | None,
-    token_selected_experts: torch.Tensor,
-    token_final_scales: torch.Tensor | None,
-    fc1_expert_weights: torch.Tensor,
-    fc1_expert_biases: torch.Tensor | None,
-    fc2_expert_weights: torch.Tensor,
-    fc2_expert_biases: torch.Tensor | None,
-    quant_scales: Sequence[torch.Tensor],
-    swiglu_alpha: torch.Tensor | None,
-    swiglu_beta: torch.Tensor | None,
-    swiglu_limit: torch.Tensor | None,
-    swizzled_input_sf: bool,
-) -> None:
-    """Write the layer's result into ``output``; arguments are validated ones of ``cutlass_fused_moe``.
+def moe_cpu(problem: MoEProblem, call: MoECall) -> None:
+    """Write the layer's result into the output of a valid call.
 
     A token's experts are summed in ascending order of their ids.
     """
-    if problem.mode is Mode.W4A16:
-        fc1_sf, fc2_sf = quant_scales
-        fc1_global = fc2_global = None
-    else:
-        fc1_sf, fc1_global, fc2_sf, fc2_global = quant_scales
     experts = problem.num_local_experts
-    fc1 = fc1_expert_weights.view(torch.uint8)
-    fc2 = fc2_expert_weights.view(torch.uint8)
-    fc1_sf = fc1_sf.view(torch.uint8).view(experts, -1)
-    fc2_sf = fc2_sf.view(torch.uint8).view(experts, -1)
-    x = _activations(problem, input, input_sf, swizzled_input_sf)
+    fc1, fc2 = call.fc1_expert_weights.view(torch.uint8), call.fc2_expert_weights.view(torch.uint8)
+    fc1_scales, fc1_global, fc2_scales, fc2_global = call.weight_scales
+    fc1_scales, fc2_scales = (scales.view(torch.uint8).view(experts, -1) for scales in (fc1_scales, fc2_scales))
+    x = _activations(problem, call.input, call.input_sf, call.swizzled_input_sf)
     total = torch.zeros((problem.num_tokens, problem.hidden), dtype=torch.float32)
-    local_ids = token_selected_experts - problem.first_expert
+    local_ids = call.token_selected_experts - problem.first_expert
     used = torch.unique(local_ids)
     for expert in used[(used >= 0) & (used < experts)].tolist():
         token, slot = (local_ids == expert).nonzero(as_tuple=True)
-        hidden = _gemm(x[token], fc1[expert], fc1_sf[expert])
+        hidden = _gemm(x[token], fc1[expert], fc1_scales[expert])
         if fc1_global is not None:
             hidden *= fc1_global[expert]
-        if fc1_expert_biases is not None:
-            hidden += fc1_expert_biases[expert].float()
+        if call.fc1_expert_biases is not None:
+            hidden += call.fc1_expert_biases[expert].float()
         up, gate = hidden.chunk(2, dim=1)
         activation = swiglu(
             up,
             gate,
-            _value(swiglu_alpha, expert, 1.0),
-            _value(swiglu_beta, expert, 0.0),
-            _value(swiglu_limit, expert, float("inf")),
+            _value(call.swiglu_alpha, expert, 1.0),
+            _value(call.swiglu_beta, expert, 0.0),
+            _value(call.swiglu_limit, expert, float("inf")),
         )
         if problem.mode is Mode.W4A16:
             activation = activation.bfloat16().float()
         else:
             activation = dequantize_mxfp8_linear(*quantize_mxfp8_linear(activation))
-        result = _gemm(activation, fc2[expert], fc2_sf[expert])
+        result = _gemm(activation, fc2[expert], fc2_scales[expert])
         if fc2_global is not None:
             result *= fc2_global[expert]
-        if fc2_expert_biases is not None:
-            result += fc2_expert_biases[expert].float()
-        if token_final_scales is not None:
-            result *= token_final_scales[token, slot].unsqueeze(1)
+        if call.fc2_expert_biases is not None:
+            result += call.fc2_expert_biases[expert].float()
+        if call.token_final_scales is not None:
+            result *= call.token_final_scales[token, slot].unsqueeze(1)
         total.index_add_(0, token, result)
-    output.copy_(total)
+    assert call.output is not None
+    call.output.copy_(total)

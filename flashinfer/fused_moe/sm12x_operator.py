@@ -1,261 +1,188 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``cutlass_fused_moe`` with MXFP4 weights: from a call to the kernel module, or to the CPU backend.
+"""``cutlass_fused_moe`` with MXFP4 weights: a call is validated, gets its tactics and a workspace, and is computed.
 
-The first call of a signature is validated and planned here; later ones are in :mod:`~.sm12x_signature_cache`.
 ``torch.compile`` sees the opaque operator ``flashinfer::sm12x_cutlass_fused_moe``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+import functools
+from typing import Any
 
 import torch
 
-from ..sm12x_arguments import require_int
-from ..testing import virtual_device, virtual_operators
-from ..utils import device_support_pdl
-from . import sm12x_dispatch as dispatch
+from ..jit.fused_moe import gen_cutlass_fused_moe_sm120_instance_module, gen_cutlass_fused_moe_sm120_module
+from ..jit.sm12x.instances import INSTANCES, SM12X, table
+from ..sm12x import tune
+from ..sm12x.backend import Backend, kernels, plain_torch
+from ..sm12x.devices import checks_values
+from ..sm12x.operator import define, is_traced
 from .sm12x_cpu import moe_cpu
-from .sm12x_launch import Plan, forced_tactics, make_plan, wanted_tactics
-from .sm12x_signature_cache import (
-    MoETensors,
-    ValidatedCall,
-    kernel_arguments,
-    remember,
-    repeat,
-    require_element_alignment,
-)
-from .sm12x_validation import Mode, MoEProblem, check_expert_ids, check_workspace, validate_moe
-
-_MAX_PLANS = 4096  # distinct problems remembered before the memory starts anew
-_WORKSPACE_HINT = "cutlass_fused_moe_workspace_size() tells it"
+from .sm12x_planner import plan_moe, resolved_pair, wanted_tactics
+from .sm12x_validation import MoECall, MoEProblem, check_expert_ids, validate
 
 
-class MoECall(NamedTuple):
-    """Arguments of one call, named as in ``cutlass_fused_moe``; ``parallel`` is ``(tp_size, tp_rank, ep_size, ep_rank)``."""
-
-    mode: Mode
-    output_dtype: torch.dtype
-    swizzled_input_sf: bool
-    parallel: tuple[int, int, int, int]
-    tensors: MoETensors
-    quant_scales: Sequence[torch.Tensor]
-    enable_alltoall: bool
-    tune_max_num_tokens: int
-    enable_pdl: bool | None
-    profile_ids: Sequence[int] | None
+def moe_module(backend: Backend) -> Any:
+    """The loaded ``fused_moe_120``; built on first use."""
+    return backend.module(gen_cutlass_fused_moe_sm120_module)
 
 
-_plans: dict[tuple[MoEProblem, torch.device], Plan] = {}
+def ensure_instance(backend: Backend, tactic: int) -> None:
+    """Make a tactic runnable: rows that SM12x's table has not are built and registered when first asked for."""
+    if ("instance", tactic) in backend.memo:
+        return
+    if INSTANCES[tactic] not in SM12X:
+        module = backend.module(gen_cutlass_fused_moe_sm120_instance_module, tactic)
+        moe_module(backend).sm12x_register_instance(tactic, module.sm12x_instance_address())
+    backend.memo["instance", tactic] = True
 
 
-def _validated_problem(call: MoECall) -> MoEProblem:
-    tp_size, tp_rank, ep_size, ep_rank = call.parallel
-    tensors = call.tensors._asdict()
-    del tensors["workspace_buffer"]
-    return validate_moe(
-        call.mode,
-        **tensors,
-        quant_scales=call.quant_scales,
-        output_dtype=call.output_dtype,
-        swizzled_input_sf=call.swizzled_input_sf,
-        tp_size=tp_size,
-        tp_rank=tp_rank,
-        ep_size=ep_size,
-        ep_rank=ep_rank,
-    )
+def prepare(device: torch.device | None = None) -> None:
+    """Build the kernels that the planner may choose on a CUDA device, by default the current one, or find them built."""
+    backend = kernels(torch.device("cuda", torch.cuda.current_device()) if device is None else device)
+    assert backend is not None
+    moe_module(backend)
+    for row in table(backend.block_scaled_mma):  # Hopper's own are modules that a request would wait for
+        ensure_instance(backend, row.index)
 
 
-def _plan(problem: MoEProblem, device: torch.device) -> Plan:
-    """The one plan of ``problem``: it holds what the autotuner said."""
-    plan = _plans.get((problem, device))
-    if plan is None:
-        plan = make_plan(problem, device)
-        if len(_plans) >= _MAX_PLANS:
-            _plans.clear()
-        _plans[problem, device] = plan
-    return plan
+def workspace_bytes(backend: Backend, problem: MoEProblem, in_bf16: bool) -> int:
+    """Bytes of workspace; ``in_bf16`` where quantized activations may be kept as bfloat16, as other GPUs' MMAs want them."""
+    size: int | None = backend.memo.get((problem, in_bf16))
+    if size is None:
+        sizes = problem.num_tokens, problem.hidden, problem.inter, problem.num_local_experts, problem.top_k
+        ask = moe_module(backend).sm12x_moe_workspace_size
+        size = max(1, int(backend.call(ask, *sizes, int(problem.mode), in_bf16, writes=())))
+        backend.memo[problem, in_bf16] = size
+    return size
 
 
-def _reads_values(device: torch.device) -> bool:
-    """Whether expert ids are to be checked: always on the CPU, on CUDA when asked and no graph is captured."""
-    if device.type == "cpu":
-        return True
-    return dispatch.checks_values() and not torch.cuda.is_current_stream_capturing()
+@functools.lru_cache(maxsize=4096)
+def default_tactics(problem: MoEProblem, block_scaled_mma: bool, all_sms: bool = True) -> tuple[int, int]:
+    """The planner's choice; without ``all_sms`` of the device a pair of GEMMs, whose blocks do not wait for each other."""
+    sizes = (problem.num_tokens, problem.top_k, problem.num_local_experts, problem.hidden, problem.inter)
+    return plan_moe(*sizes, int(problem.mode), block_scaled_mma, all_sms)
 
 
-def run_moe(call: MoECall, options: Hashable = None) -> torch.Tensor:
-    """Validate, plan, compute; returns the output, which is allocated when the call brings none.
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor as the kernels' module takes packed weights and scales."""
+    return tensor if tensor.dtype is torch.uint8 else tensor.view(torch.uint8)
 
-    With ``options`` a call on CUDA is remembered under them (:func:`~.sm12x_signature_cache.remember`).
+
+def launch(backend: Backend, problem: MoEProblem, call: MoECall, tactics: tuple[int, int]) -> bool:
+    """Run the layer of a valid call that has an output and a workspace.
+
+    Returns ``False``, and has launched nothing, where ``tactics`` need all SMs of the device and the current stream has
+    fewer (a green context, or MPS with a limited share).
     """
-    problem = _validated_problem(call)
-    require_int("tune_max_num_tokens", call.tune_max_num_tokens, 1)
-    device = call.tensors.input.device
-    plan = _plan(problem, device)
-    if not call.enable_alltoall and _reads_values(device):
-        check_expert_ids(call.tensors.token_selected_experts, problem.num_experts_total)
+    for tactic in tactics:
+        ensure_instance(backend, tactic)
+    output, workspace = call.output, call.workspace_buffer
+    assert output is not None
+    assert workspace is not None
+    fc1_scales, fc1_global, fc2_scales, fc2_global = call.weight_scales
+    launched: bool = backend.call(
+        moe_module(backend).sm12x_moe_run,
+        output,
+        call.input,
+        None if call.input_sf is None else as_bytes(call.input_sf),
+        call.token_selected_experts,
+        call.token_final_scales,
+        as_bytes(call.fc1_expert_weights),
+        as_bytes(fc1_scales),
+        fc1_global,
+        call.fc1_expert_biases,
+        as_bytes(call.fc2_expert_weights),
+        as_bytes(fc2_scales),
+        fc2_global,
+        call.fc2_expert_biases,
+        call.swiglu_alpha,
+        call.swiglu_beta,
+        call.swiglu_limit,
+        workspace,
+        int(problem.mode),
+        call.swizzled_input_sf,
+        problem.first_expert,
+        problem.num_experts_total,
+        *tactics,
+        backend.pdl(call.enable_pdl),
+        writes=(output, workspace),
+    )
+    return launched
+
+
+def _launch_or_pair(
+    backend: Backend, problem: MoEProblem, call: MoECall, tactics: tuple[int, int], forced: bool
+) -> None:
+    if launch(backend, problem, call, tactics):
+        return
+    if forced:
+        raise ValueError(
+            f"profile_ids asks for {INSTANCES[tactics[0]].name}, which computes the layer in one launch that "
+            "needs all SMs of the device, and this stream has fewer (a green context, or MPS with a limited "
+            "share): pass tactics of a pair of GEMMs, or None"
+        )
+    launch(backend, problem, call, default_tactics(problem, backend.block_scaled_mma, False))
+
+
+def compute(call: MoECall, problem: MoEProblem) -> None:
+    """Compute a valid call that has its output."""
+    device = call.input.device
+    backend = kernels(device)
+    if not call.enable_alltoall and checks_values(device):
+        check_expert_ids(call.token_selected_experts, problem.num_experts_total)
     wanted = None
     if call.profile_ids is not None:
-        wanted = wanted_tactics(call.profile_ids, call.mode, dispatch.is_block_scaled(device))
-    if call.tensors.workspace_buffer is not None:
-        check_workspace(call.tensors.workspace_buffer, plan.workspace_bytes, device, _WORKSPACE_HINT)
-    if device.type == "cpu" or problem.num_tokens == 0:
-        return _run_here(call, plan, device, wanted)
-    validated = ValidatedCall(
-        plan,
-        device,
-        call.output_dtype,
-        call.swizzled_input_sf,
-        device_support_pdl(device) if call.enable_pdl is None else call.enable_pdl,
-        None if wanted is None else forced_tactics(wanted, plan.tactics),
-    )
-    require_element_alignment(call.tensors, call.quant_scales)
-    output = validated.run(call.tensors, call.quant_scales, call.tune_max_num_tokens)
-    if options is not None and not dispatch.checks_values():
-        remember(options, call.tensors, call.quant_scales, validated)
-    return output
-
-
-def _run_here(call: MoECall, plan: Plan, device: torch.device, wanted: tuple[int, int] | None) -> torch.Tensor:
-    """A call on the CPU, by the CPU backend or on a virtual device; or one without tokens."""
-    problem, output = plan.problem, call.tensors.output
-    if output is None:
-        output = torch.empty((problem.num_tokens, problem.hidden), dtype=call.output_dtype, device=device)
+        wanted = wanted_tactics(call.profile_ids, problem.mode, INSTANCES if backend is None else backend.tactics)
     if problem.num_tokens == 0:
-        return output
-    if (virtual := virtual_device.active()) is None:
-        _run_cpu(problem, call, output)
-        return output
-    require_element_alignment(call.tensors, call.quant_scales)
-    arguments = kernel_arguments(call.tensors, output, call.quant_scales, call.swizzled_input_sf)
-    enable_pdl = True if call.enable_pdl is None else call.enable_pdl
-    virtual_operators.run_moe(virtual, problem, arguments, call.swizzled_input_sf, wanted, enable_pdl)
-    return output
-
-
-def _run_cpu(problem: MoEProblem, call: MoECall, output: torch.Tensor) -> None:
-    tensors = call.tensors
-    moe_cpu(
-        problem,
-        output,
-        tensors.input,
-        tensors.input_sf,
-        tensors.token_selected_experts,
-        tensors.token_final_scales,
-        tensors.fc1_expert_weights,
-        tensors.fc1_expert_biases,
-        tensors.fc2_expert_weights,
-        tensors.fc2_expert_biases,
-        call.quant_scales,
-        tensors.swiglu_alpha,
-        tensors.swiglu_beta,
-        tensors.swiglu_limit,
-        call.swizzled_input_sf,
-    )
-
-
-@torch.library.custom_op("flashinfer::sm12x_cutlass_fused_moe", mutates_args=("output", "workspace_buffer"))
-def _moe_operator(
-    output: torch.Tensor,
-    workspace_buffer: torch.Tensor | None,
-    input: torch.Tensor,
-    input_sf: torch.Tensor | None,
-    token_selected_experts: torch.Tensor,
-    token_final_scales: torch.Tensor | None,
-    fc1_expert_weights: torch.Tensor,
-    fc1_expert_biases: torch.Tensor | None,
-    fc2_expert_weights: torch.Tensor,
-    fc2_expert_biases: torch.Tensor | None,
-    quant_scales: list[torch.Tensor],
-    swiglu_alpha: torch.Tensor | None,
-    swiglu_beta: torch.Tensor | None,
-    swiglu_limit: torch.Tensor | None,
-    activation_mode: int,  # "mode" is taken by torch.compile's own dispatch
-    swizzled_input_sf: bool,
-    parallel: list[int],
-    enable_alltoall: bool,
-    tune_max_num_tokens: int,
-    enable_pdl: bool | None,
-    profile_ids: list[int] | None,
-) -> None:
-    routing = token_selected_experts, token_final_scales
-    weights = fc1_expert_weights, fc1_expert_biases, fc2_expert_weights, fc2_expert_biases
-    activation = swiglu_alpha, swiglu_beta, swiglu_limit
-    tensors = MoETensors(output, input, input_sf, *routing, *weights, *activation, workspace_buffer)
-    tp_size, tp_rank, ep_size, ep_rank = parallel
-    options = (
-        "operator",
-        input.shape,
-        activation_mode,
-        swizzled_input_sf,
-        tp_size,
-        tp_rank,
-        ep_size,
-        ep_rank,
-        enable_alltoall,
-        tune_max_num_tokens,
-        enable_pdl,
-        None if profile_ids is None else tuple(profile_ids),
-        tuple([tensor is None for tensor in tensors]),
-        dispatch.switches(),
-    )
-    if repeat(options, tensors, quant_scales, tune_max_num_tokens) is not None:
         return
-    run_moe(
-        MoECall(
-            Mode(activation_mode),
-            output.dtype,
-            swizzled_input_sf,
-            (tp_size, tp_rank, ep_size, ep_rank),
-            tensors,
-            quant_scales,
-            enable_alltoall,
-            tune_max_num_tokens,
-            enable_pdl,
-            profile_ids,
-        ),
-        options,
-    )
-
-
-@_moe_operator.register_fake
-def _moe_operator_fake(*_arguments: Any, **_named: Any) -> None:
-    """Nothing is returned: the output is an argument, so its shape is known to whoever traces."""
-
-
-def run_moe_compiled(call: MoECall) -> torch.Tensor:
-    """:func:`run_moe` as ``torch.compile`` traces it: one opaque operator that writes the output."""
-    tensors = call.tensors
-    output = tensors.output
-    if output is None:
-        output = torch.empty(
-            (tensors.input.shape[0], tensors.fc2_expert_weights.shape[1]),
-            dtype=call.output_dtype,
-            device=tensors.input.device,
+    if backend is None:
+        with plain_torch(device):
+            moe_cpu(problem, call)
+        return
+    default = default_tactics(problem, backend.block_scaled_mma)
+    tactics = default if wanted is None else resolved_pair(wanted, default)
+    first = INSTANCES[tactics[0]]
+    dequantizes = first.multiplies == "mxfp8_as_bf16" and not first.streamed
+    needed = workspace_bytes(backend, problem, dequantizes or not backend.block_scaled_mma)
+    if call.workspace_buffer is None:
+        call = call._replace(workspace_buffer=backend.empty(needed))
+    elif call.workspace_buffer.numel() < needed:
+        raise ValueError(
+            f"workspace_buffer holds {call.workspace_buffer.numel()} bytes; this call needs {needed} "
+            "(cutlass_fused_moe_workspace_size() tells it)"
         )
-    torch.ops.flashinfer.sm12x_cutlass_fused_moe(
-        output,
-        tensors.workspace_buffer,
-        tensors.input,
-        tensors.input_sf,
-        tensors.token_selected_experts,
-        tensors.token_final_scales,
-        tensors.fc1_expert_weights,
-        tensors.fc1_expert_biases,
-        tensors.fc2_expert_weights,
-        tensors.fc2_expert_biases,
-        call.quant_scales,
-        tensors.swiglu_alpha,
-        tensors.swiglu_beta,
-        tensors.swiglu_limit,
-        int(call.mode),
-        call.swizzled_input_sf,
-        call.parallel,
-        call.enable_alltoall,
-        call.tune_max_num_tokens,
-        call.enable_pdl,
-        call.profile_ids,
-    )
+    if wanted is None and backend.is_cuda and not tune.is_idle():
+        from .sm12x_autotuner import tuned_tactics
+
+        tactics = tuned_tactics(backend, problem, call, default)
+    _launch_or_pair(backend, problem, call, tactics, wanted is not None)
+
+
+def _run(call: MoECall) -> None:
+    compute(call, validate(call))
+
+
+_operator = define("sm12x_cutlass_fused_moe", MoECall, _run, mutates=("output", "workspace_buffer"))
+
+
+def fused_moe(call: MoECall) -> torch.Tensor:
+    """The output of a call, which is allocated where the call brings none.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Before any launch, naming the argument, what it was and what it may be.
+    """
+    traced = is_traced((*call, *call.quant_scales) if isinstance(call.quant_scales, (list, tuple)) else call)
+    problem = None if traced else validate(call)
+    output = call.output
+    if output is None:
+        shape = call.input.shape[0], call.fc2_expert_weights.shape[1]
+        output = torch.empty(shape, dtype=call.output_dtype, device=call.input.device)
+        call = call._replace(output=output)
+    if problem is None:
+        _operator(call)
+    else:
+        compute(call, problem)
     return output

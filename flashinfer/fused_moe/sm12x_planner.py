@@ -13,8 +13,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from ..jit.sm12x.instances import GEMM_INSTANCES, MAX_EXPERTS, Activation, Instance, table
-from ..sm12x_arguments import require_k_alignment
+from ..jit.sm12x.instances import GEMM_INSTANCES, INSTANCES, MAX_EXPERTS, Activation, Instance, table
+from ..sm12x.checks import describe, require_k_alignment
 from .sm12x_validation import Mode
 
 
@@ -126,6 +126,67 @@ def plan_moe(
 def plan_group_gemm(cum_m: int, num_groups: int, block_scaled_mma: bool = True) -> int:
     """Default tactic of the grouped GEMM."""
     return choose("mxfp8", cum_m, num_groups, block_scaled_mma).instance.index
+
+
+# --- pairs of tactics: FC1's and FC2's, as places in INSTANCES --------------------------------------------------------
+
+
+def computes_layer(tactic: int) -> bool:
+    """Whether ``tactic`` computes FC1 and FC2 in one launch; it then stands in both places of a pair."""
+    return INSTANCES[tactic].streamed
+
+
+def go_together(fc1: int, fc2: int) -> bool:
+    """Whether two tactics make a layer: one that computes all of it, or two that multiply in the same type."""
+    if computes_layer(fc1) or computes_layer(fc2):
+        return fc1 == fc2
+    return INSTANCES[fc1].multiplies == INSTANCES[fc2].multiplies
+
+
+def resolved_pair(wanted: Sequence[int], default: tuple[int, int]) -> tuple[int, int]:
+    """FC1's and FC2's tactics from ``wanted``, in which -1 leaves the choice to ``default``.
+
+    Where the two do not :func:`go_together`, the one that was wanted serves both; of two that were, the first.
+    """
+    fc1, fc2 = (int(own) if given == -1 else int(given) for own, given in zip(default, wanted, strict=True))
+    if go_together(fc1, fc2):
+        return fc1, fc2
+    only_second = wanted[0] == -1 and wanted[1] != -1
+    return (fc2, fc2) if only_second else (fc1, fc1)
+
+
+def wanted_tactics(profile_ids: Sequence[int], mode: Mode, rows: Sequence[Instance] = INSTANCES) -> tuple[int, int]:
+    """The tactics whose numbers are ``profile_ids``; -1 stays.  ``rows`` are those that the device may run.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Unless it is a pair of -1 or tactics that fit ``mode`` and make a layer.
+    """
+    try:
+        profile_ids = list(profile_ids)
+    except TypeError:
+        raise TypeError(f"profile_ids is {describe(profile_ids)}; it must be [fc1_tactic, fc2_tactic]") from None
+    allowed = [row for row in rows if row.activation == mode.activation]
+    numbers = [row.number for row in allowed]
+    if len(profile_ids) != 2 or any(number != -1 and number not in numbers for number in profile_ids):
+        named = ", ".join(f"{row.number} ({row.name})" for row in allowed)
+        raise ValueError(
+            f"profile_ids is {profile_ids}; it must be [fc1_tactic, fc2_tactic], each -1 (the default) or, in mode "
+            f"{mode.name}, one of {named}"
+        )
+    fc1, fc2 = (-1 if number == -1 else allowed[numbers.index(number)].index for number in profile_ids)
+    if fc2 != -1 and computes_layer(fc2) and fc1 != fc2:
+        raise ValueError(
+            f"profile_ids is {profile_ids}; {INSTANCES[fc2].name} computes FC1 and FC2 in one launch, so that it cannot be "
+            f"FC2's alone: pass [{profile_ids[1]}, {profile_ids[1]}]"
+        )
+    if -1 not in (fc1, fc2) and not computes_layer(fc1) and not go_together(fc1, fc2):
+        raise ValueError(
+            f"profile_ids is {profile_ids}; FC1 and FC2 must keep activations in the same type, but these are "
+            f"{INSTANCES[fc1].name} and {INSTANCES[fc2].name}: pass two that do alike, or -1 for one of them"
+        )
+    return fc1, fc2
 
 
 # --- for people: python -m flashinfer sm12x-plan --------------------------------------------------------------------

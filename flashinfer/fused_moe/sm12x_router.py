@@ -3,27 +3,29 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from ..api_logging import flashinfer_api
-from ..sm12x_arguments import (
-    describe,
-    require_alignment,
+from ..jit.sm12x.modules import gen_router_module
+from ..sm12x.backend import kernels, plain_torch
+from ..sm12x.checks import (
+    ELEMENT,
     require_computing_device,
+    require_float,
     require_int,
+    require_rank,
     require_tensor,
-    require_tensor_type,
 )
-from ..testing import virtual_device
-from ..utils import device_support_pdl
-from . import sm12x_dispatch
+from ..sm12x.devices import require_served
+from ..sm12x.operator import define, from_arguments, is_traced
 
 MAX_EXPERTS = 512
 MAX_TOP_K = 32
 MAX_K = 16 * 1024  # of router.cuh: a row, its residual and the norm's weights in shared memory
 K_STEP = 8
+LARGEST_EPS = 3.4e38  # the kernels hold it as float32
 
 
 class Routed(NamedTuple):
@@ -79,7 +81,7 @@ def router_top_k(
     norm_weight : torch.Tensor, optional
         ``[k]`` bfloat16; without it nothing is normed.
     eps : float
-        Of the norm.
+        Of the norm; finite, not negative.
     constant_weights : bool
         Nothing in front of this call on its stream writes ``weight``, so that it may be read while that still runs.
     enable_pdl : bool, optional
@@ -97,157 +99,114 @@ def router_top_k(
     NotImplementedError
         The GPU has no kernels of this family.
     """
-    run = torch.ops.flashinfer.sm12x_router_top_k if torch.compiler.is_compiling() else _run
-    topk_weights, topk_ids, logits, normed, total = run(
-        hidden_states, weight, top_k, bias, residual, norm_weight, eps, constant_weights, enable_pdl
-    )
+    call = from_arguments(RouterCall, locals())
+    topk_weights, topk_ids, logits, normed, total = _operator(call) if is_traced(call) else _run(call)
     if norm_weight is None:
         normed = hidden_states if residual is None else total
     return Routed(topk_weights, topk_ids, logits, normed, None if residual is None else total)
 
 
-def _validate(
-    hidden_states: torch.Tensor,
-    weight: torch.Tensor,
-    top_k: int,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    norm_weight: torch.Tensor | None,
-) -> int:
-    """Check a call's metadata; ``top_k`` as an int."""
-    for name, tensor in (("hidden_states", hidden_states), ("weight", weight)):
-        require_tensor_type(name, tensor)
-        if tensor.ndim != 2:
-            raise ValueError(f"{name} is {describe(tensor)}; it must be 2-D")
-    require_computing_device("hidden_states", hidden_states)
-    device, bf16 = hidden_states.device, [torch.bfloat16]
-    if not sm12x_dispatch.serves(device):
-        raise NotImplementedError(
-            f"router_top_k has no kernels for {torch.cuda.get_device_name(device)}: they are for compute capability 12.x "
-            "(and 9.0 with FLASHINFER_SM12X_MOE=1)"
-        )
-    experts, k = weight.shape
+class RouterCall(NamedTuple):
+    """The arguments of one call of :func:`router_top_k`."""
+
+    hidden_states: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    residual: torch.Tensor | None
+    norm_weight: torch.Tensor | None
+    top_k: int
+    eps: float
+    constant_weights: bool
+    enable_pdl: bool | None
+
+
+def _validate(call: RouterCall) -> RouterCall:
+    """Check a call's metadata and addresses; the call with its numbers as Python's."""
+    require_rank("hidden_states", call.hidden_states, 2)
+    require_rank("weight", call.weight, 2)
+    require_computing_device("hidden_states", call.hidden_states)
+    device, bf16 = call.hidden_states.device, [torch.bfloat16]
+    require_served("router_top_k", device)
+    experts, k = call.weight.shape
     require_int("k", k, K_STEP, MAX_K, f"a multiple of {K_STEP}")
     if k % K_STEP:
         raise ValueError(f"k is {k}; it must be a multiple of {K_STEP}")
     require_int("num_experts", experts, 1, MAX_EXPERTS)
-    top_k = require_int("top_k", top_k, 1, min(MAX_TOP_K, experts), "no more than there are experts")
-    rows = (hidden_states.shape[0], k)
-    require_tensor("hidden_states", hidden_states, [rows], bf16, device, "k as weight's")
-    require_tensor("weight", weight, [(experts, k)], bf16, device)
-    for name, value, shape in (
-        ("bias", bias, (experts,)),
-        ("residual", residual, rows),
-        ("norm_weight", norm_weight, (k,)),
+    top_k = require_int("top_k", call.top_k, 1, min(MAX_TOP_K, experts), "no more than there are experts")
+    eps = require_float("eps", call.eps, 0.0, LARGEST_EPS)
+    rows = (call.hidden_states.shape[0], k)
+    require_tensor("hidden_states", call.hidden_states, [rows], bf16, device, "k as weight's")
+    require_tensor("weight", call.weight, [(experts, k)], bf16, device)
+    for name, value, shape, alignment in (
+        ("bias", call.bias, (experts,), ELEMENT),
+        ("residual", call.residual, rows, 16),
+        ("norm_weight", call.norm_weight, (k,), 16),
     ):
         if value is not None:
-            require_tensor(name, value, [shape], bf16, device)
-    return top_k
+            require_tensor(name, value, [shape], bf16, device, alignment=alignment)
+    return call._replace(top_k=top_k, eps=eps)
 
 
-def _run(
-    hidden_states: torch.Tensor,
-    weight: torch.Tensor,
-    top_k: int,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    norm_weight: torch.Tensor | None,
-    eps: float,
-    constant_weights: bool,
-    enable_pdl: bool | None,
-) -> list[torch.Tensor]:
-    """Outputs as :func:`_outputs` makes them."""
-    top_k = _validate(hidden_states, weight, top_k, bias, residual, norm_weight)
-    outputs = _outputs(hidden_states, weight, top_k, residual, norm_weight)
-    device = hidden_states.device
-    virtual = virtual_device.active() if device.type == "cpu" else None
-    if device.type == "cpu" and virtual is None:
-        _compute_on_cpu(outputs, hidden_states, weight, bias, residual, norm_weight, eps)
-        return outputs
-    require_alignment(
-        {"hidden_states": hidden_states, "weight": weight, "residual": residual, "norm_weight": norm_weight}
+def _outputs(call: RouterCall) -> list[torch.Tensor]:
+    """Weights, ids, logits, normed rows, sums; the last two empty where there are none."""
+    (m, k), experts = call.hidden_states.shape, call.weight.shape[0]
+    shapes = (
+        ((m, call.top_k), torch.float32),
+        ((m, call.top_k), torch.int32),
+        ((m, experts), torch.float32),
+        ((0 if call.norm_weight is None else m, k), torch.bfloat16),
+        ((0 if call.residual is None else m, k), torch.bfloat16),
     )
+    return [torch.empty(shape, dtype=dtype, device=call.hidden_states.device) for shape, dtype in shapes]
+
+
+def _run(call: RouterCall) -> list[torch.Tensor]:
+    """Outputs as :func:`_outputs` makes them."""
+    call = _validate(call)
+    outputs = _outputs(call)
+    if call.hidden_states.shape[0] == 0:
+        return outputs
+    backend = kernels(call.hidden_states.device)
+    if backend is None:
+        with plain_torch(call.hidden_states.device):
+            _compute_on_cpu(outputs, call)
+        return outputs
     topk_weights, topk_ids, logits, normed, total = outputs
-    pdl = enable_pdl is not False if virtual is not None or enable_pdl is not None else device_support_pdl(device)
-    arguments = (
+    backend.call(
+        backend.module(gen_router_module).sm12x_router_run,
         topk_weights,
         topk_ids,
         logits,
-        None if norm_weight is None else normed,
-        None if residual is None else total,
-        hidden_states,
-        weight,
-        bias,
-        residual,
-        norm_weight,
-        eps,
-        constant_weights,
-        pdl,
+        None if call.norm_weight is None else normed,
+        None if call.residual is None else total,
+        call.hidden_states,
+        call.weight,
+        call.bias,
+        call.residual,
+        call.norm_weight,
+        call.eps,
+        call.constant_weights,
+        backend.pdl(call.enable_pdl),
+        writes=[tensor for tensor in outputs if tensor.numel()],
     )
-    if virtual is not None:
-        from ..testing import virtual_operators
-
-        virtual_operators.run_router(virtual, arguments, [tensor for tensor in outputs if tensor.numel()])
-    elif hidden_states.shape[0]:
-        with torch.cuda.device(device):
-            sm12x_dispatch.router_module().sm12x_router_run(*arguments)
     return outputs
 
 
-def _outputs(
-    hidden_states: torch.Tensor,
-    weight: torch.Tensor,
-    top_k: int,
-    residual: torch.Tensor | None,
-    norm_weight: torch.Tensor | None,
-) -> list[torch.Tensor]:
-    """Weights, ids, logits, normed rows, sums; the last two empty where there are none."""
-    m, k = hidden_states.shape
-    return [
-        hidden_states.new_empty((m, top_k), dtype=torch.float32),
-        hidden_states.new_empty((m, top_k), dtype=torch.int32),
-        hidden_states.new_empty((m, weight.shape[0]), dtype=torch.float32),
-        hidden_states.new_empty((0 if norm_weight is None else m, k)),
-        hidden_states.new_empty((0 if residual is None else m, k)),
-    ]
+_operator = define("sm12x_router_top_k", RouterCall, _run, _outputs)
 
 
-_operator = torch.library.custom_op("flashinfer::sm12x_router_top_k", _run, mutates_args=())
-
-
-@_operator.register_fake
-def _operator_fake(
-    hidden_states: torch.Tensor,
-    weight: torch.Tensor,
-    top_k: int,
-    _bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    norm_weight: torch.Tensor | None,
-    *_: Any,
-) -> list[torch.Tensor]:
-    return _outputs(hidden_states, weight, top_k, residual, norm_weight)
-
-
-def _compute_on_cpu(
-    outputs: list[torch.Tensor],
-    hidden_states: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    norm_weight: torch.Tensor | None,
-    eps: float,
-) -> None:
+def _compute_on_cpu(outputs: list[torch.Tensor], call: RouterCall) -> None:
     topk_weights, topk_ids, logits, normed, total = outputs
-    rows = hidden_states.float()
-    if residual is not None:
-        total.copy_(rows + residual.float())
+    rows = call.hidden_states.float()
+    if call.residual is not None:
+        total.copy_(rows + call.residual.float())
         rows = total.float()
-    if norm_weight is not None:
-        normed.copy_(rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps) * norm_weight.float())
+    if call.norm_weight is not None:
+        normed.copy_(rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + call.eps) * call.norm_weight.float())
         rows = normed.float()
-    torch.mm(rows, weight.float().T, out=logits)
-    if bias is not None:
-        logits += bias.float()
+    torch.mm(rows, call.weight.float().T, out=logits)
+    if call.bias is not None:
+        logits += call.bias.float()
     order = logits.argsort(dim=1, descending=True, stable=True)[:, : topk_ids.shape[1]]
     topk_ids.copy_(order)
     chosen = logits.gather(1, order)

@@ -1,38 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an MXFP4 MoE call may look like, checked once for the CPU and the CUDA backend.
+"""What an MXFP4 MoE call may look like, for every backend.
 
-:func:`select_mode` decides from dtypes and flags whether a call is one of the three MXFP4 modes,
-:func:`validate_moe` checks everything that shapes, dtypes, strides and devices tell, and
-:func:`check_expert_ids` what only the values tell.  All errors name the argument, what it was and what it may be.
+:func:`select_mode` decides from dtypes and flags whether a call is one of the three MXFP4 modes, :func:`validate` checks
+everything that metadata and addresses tell, and :func:`check_expert_ids` what only the values tell.  All errors name the
+argument, what it was and what it may be.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Sequence
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import torch
 
 from ..jit.sm12x.instances import MAX_EXPERTS, Activation
-from ..sm12x_arguments import (
+from ..sm12x.checks import (
+    BLOCK_SIZE,
+    ELEMENT,
     INT32_MAX,
+    SCALE_WORD,
+    UE8M0_DTYPES,
     describe,
-    is_dense,
+    require_apart,
     require_int,
     require_k_alignment,
     require_output_dtype,
+    require_rank,
     require_tensor,
     require_tensor_type,
     round_up,
 )
 
-BLOCK_SIZE = 32  # elements that share one UE8M0 scale (OCP MX v1.0, section 5.2)
 WORKSPACE_ALIGNMENT = 128  # bytes, as cutlass_fused_moe asks
 WEIGHT_DTYPES = (torch.uint8, torch.int64)
-# What a byte of scales may be typed as: the unified MoE layer hands linear ones over as float8.
-SCALE_DTYPES = (torch.uint8, torch.float8_e4m3fn, torch.float8_e8m0fnu)
+# Upstream's unified MoE layer hands linear scales over as views in e4m3.
+LINEAR_SCALE_DTYPES = (*UE8M0_DTYPES, torch.float8_e4m3fn)
 SWIGLU = 3  # ActivationType.Swiglu
 PADDING_EXPERT = -1  # what vLLM gives the slots of padding tokens
 
@@ -60,6 +64,44 @@ _QUANT_SCALES = {
     Mode.HALF_INPUT: "[fc1 weight scales, fc1 global scale, fc2 weight scales, fc2 global scale]",
     Mode.W4A16: "[fc1 weight scales, fc2 weight scales]",
 }
+
+
+class MoECall(NamedTuple):
+    """The arguments of one call, named as in ``cutlass_fused_moe``, in the order of ``flashinfer::sm12x_cutlass_fused_moe``."""
+
+    output: torch.Tensor | None
+    workspace_buffer: torch.Tensor | None
+    input: torch.Tensor
+    input_sf: torch.Tensor | None
+    token_selected_experts: torch.Tensor
+    token_final_scales: torch.Tensor | None
+    fc1_expert_weights: torch.Tensor
+    fc1_expert_biases: torch.Tensor | None
+    fc2_expert_weights: torch.Tensor
+    fc2_expert_biases: torch.Tensor | None
+    quant_scales: list[torch.Tensor]
+    swiglu_alpha: torch.Tensor | None
+    swiglu_beta: torch.Tensor | None
+    swiglu_limit: torch.Tensor | None
+    output_dtype: torch.dtype
+    moe_mode: int  # Mode; "mode" alone is taken by torch.compile's own dispatch
+    swizzled_input_sf: bool
+    tp_size: int
+    tp_rank: int
+    ep_size: int
+    ep_rank: int
+    enable_alltoall: bool
+    tune_max_num_tokens: int
+    enable_pdl: bool | None
+    profile_ids: list[int] | None
+
+    @property
+    def weight_scales(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
+        """Block scales and global scale of FC1, then of FC2, of a valid call."""
+        if len(self.quant_scales) == 2:
+            return self.quant_scales[0], None, self.quant_scales[1], None
+        fc1, fc1_global, fc2, fc2_global = self.quant_scales
+        return fc1, fc1_global, fc2, fc2_global
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +151,7 @@ def select_mode(
     return Mode.W4A16 if use_w4_group_scaling else None
 
 
+@functools.lru_cache(maxsize=1024)
 def swizzled_scale_shapes(groups: int | None, rows: int, k: int) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:
     """Accepted ``(dtype, shape)`` pairs of 128x4 block scales of ``groups`` matrices ``[rows, k]``.
 
@@ -120,26 +163,24 @@ def swizzled_scale_shapes(groups: int | None, rows: int, k: int) -> tuple[tuple[
     count = padded_rows * blocks * (1 if groups is None else groups)
     return (
         (torch.uint8, (*lead, padded_rows, blocks)),
+        (torch.float8_e8m0fnu, (*lead, padded_rows, blocks)),
         (torch.int32, (*lead, padded_rows, blocks // 4)),
         (torch.uint8, (count,)),
+        (torch.float8_e8m0fnu, (count,)),
     )
 
 
 def require_swizzled_scales(
-    name: str,
-    value: Any,
-    groups: int | None,
-    rows: int,
-    k: int,
-    device: torch.device,
+    name: str, value: Any, groups: int | None, rows: int, k: int, device: torch.device, alignment: int
 ) -> None:
     """Raise unless ``value`` holds 128x4 block scales of ``groups`` matrices ``[rows, k]``."""
     accepted = swizzled_scale_shapes(groups, rows, k)
+    if isinstance(value, torch.Tensor) and (value.dtype, value.shape) in accepted:
+        return require_tensor(name, value, [value.shape], [value.dtype], device, "128x4 block scales", alignment)
     expected = " or ".join(f"{dtype} {shape}" for dtype, shape in accepted)
     expected = f"contiguous 128x4 block scales, {expected}, on {device}"
     require_tensor_type(name, value, expected)
-    if (value.dtype, tuple(value.shape)) not in accepted or value.device != device or not is_dense(value):
-        raise ValueError(f"{name} is {describe(value)}; it must be {expected}")
+    raise ValueError(f"{name} is {describe(value)}; it must be {expected}")
 
 
 def require_parallel_sizes(tp_size: Any, tp_rank: Any, ep_size: Any, ep_rank: Any) -> tuple[int, int]:
@@ -180,25 +221,25 @@ def _weight_sizes(fc1: Any, fc2: Any, device: torch.device) -> tuple[int, int, i
 
 
 def _check_quant_scales(problem: MoEProblem, quant_scales: Any, device: torch.device) -> None:
-    layout = _QUANT_SCALES[problem.mode]
     count = 2 if problem.mode is Mode.W4A16 else 4
     if not isinstance(quant_scales, (list, tuple)) or len(quant_scales) != count:
         raise ValueError(
-            f"quant_scales is {describe(quant_scales)}; mode {problem.mode.name} takes the {count} tensors {layout}"
+            f"quant_scales is {describe(quant_scales)}; mode {problem.mode.name} takes the {count} tensors "
+            f"{_QUANT_SCALES[problem.mode]}"
         )
     experts, hidden, inter = problem.num_local_experts, problem.hidden, problem.inter
     step = count // 2
-    require_swizzled_scales("quant_scales[0]", quant_scales[0], experts, 2 * inter, hidden, device)
-    require_swizzled_scales(f"quant_scales[{step}]", quant_scales[step], experts, hidden, inter, device)
-    if count == 4:
-        for index in (1, 3):
+    for index, rows, k in ((0, 2 * inter, hidden), (step, hidden, inter)):
+        require_swizzled_scales(f"quant_scales[{index}]", quant_scales[index], experts, rows, k, device, 16)
+        if count == 4:
             require_tensor(
-                f"quant_scales[{index}]",
-                quant_scales[index],
+                f"quant_scales[{index + 1}]",
+                quant_scales[index + 1],
                 [(experts,)],
                 [torch.float32],
                 device,
                 "one factor per local expert",
+                ELEMENT,
             )
 
 
@@ -213,80 +254,38 @@ def _check_input_sf(problem: MoEProblem, input_sf: Any, swizzled: bool, device: 
         raise ValueError(
             "input_sf is None; a float8_e4m3fn input needs its UE8M0 block scales (uint8, what mxfp8_quantize returns)"
         )
+    name, tokens, k = f"input_sf (swizzled_input_sf={bool(swizzled)})", problem.num_tokens, problem.hidden
     if swizzled:
-        require_swizzled_scales(
-            "input_sf (swizzled_input_sf=True)",
-            input_sf,
-            None,
-            problem.num_tokens,
-            problem.hidden,
-            device,
-        )
-    else:
-        blocks = problem.hidden // BLOCK_SIZE
-        shapes = [(problem.num_tokens, blocks), (problem.num_tokens * blocks,)]
-        require_tensor(
-            "input_sf (swizzled_input_sf=False)",
-            input_sf,
-            shapes,
-            SCALE_DTYPES,
-            device,
-            "linear scales",
-        )
+        return require_swizzled_scales(name, input_sf, None, tokens, k, device, SCALE_WORD)
+    blocks = k // BLOCK_SIZE
+    # Rows that are no whole words of scales are read by bytes.
+    alignment = SCALE_WORD if k % (SCALE_WORD * BLOCK_SIZE) == 0 else ELEMENT
+    shapes = [(tokens, blocks), (tokens * blocks,)]
+    require_tensor(name, input_sf, shapes, LINEAR_SCALE_DTYPES, device, "linear scales", alignment)
 
 
-def validate_moe(
-    mode: Mode,
-    *,
-    input: torch.Tensor,
-    input_sf: torch.Tensor | None,
-    token_selected_experts: torch.Tensor,
-    token_final_scales: torch.Tensor | None,
-    fc1_expert_weights: torch.Tensor,
-    fc1_expert_biases: torch.Tensor | None,
-    fc2_expert_weights: torch.Tensor,
-    fc2_expert_biases: torch.Tensor | None,
-    quant_scales: Sequence[torch.Tensor],
-    swiglu_alpha: torch.Tensor | None,
-    swiglu_beta: torch.Tensor | None,
-    swiglu_limit: torch.Tensor | None,
-    output: torch.Tensor | None,
-    output_dtype: torch.dtype,
-    swizzled_input_sf: bool,
-    tp_size: int,
-    tp_rank: int,
-    ep_size: int,
-    ep_rank: int,
-) -> MoEProblem:
-    """Check the metadata of a call of ``cutlass_fused_moe`` with MXFP4 weights and return its sizes.
+def validate(call: MoECall) -> MoEProblem:
+    """Check the metadata and addresses of a call and return its sizes.
 
-    Looks at no element, so it needs no synchronization.  Arguments are those of ``cutlass_fused_moe``.
+    Looks at no element, so it needs no synchronization.
 
     Raises
     ------
     TypeError, ValueError
         Naming the first argument that does not fit, what it was and what it may be.
     """
-    device = input.device
-    ep_size, ep_rank = require_parallel_sizes(tp_size, tp_rank, ep_size, ep_rank)
-    require_output_dtype("output_dtype", output_dtype)
-    experts, hidden, inter = _weight_sizes(fc1_expert_weights, fc2_expert_weights, device)
-    if input.ndim != 2:
-        raise ValueError(f"input is {describe(input)}; it must be 2-D, [num_tokens, {hidden}]")
-    tokens = input.shape[0]
-    require_tensor("input", input, [(tokens, hidden)], INPUT_DTYPES[mode], device)
-
-    wanted = f"2-D int32, [{tokens}, top_k]"
-    require_tensor_type("token_selected_experts", token_selected_experts, wanted)
-    if token_selected_experts.ndim != 2:
-        raise ValueError(f"token_selected_experts is {describe(token_selected_experts)}; it must be {wanted}")
-    top_k = token_selected_experts.shape[1]
+    mode, device = Mode(call.moe_mode), call.input.device
+    ep_size, ep_rank = require_parallel_sizes(call.tp_size, call.tp_rank, call.ep_size, call.ep_rank)
+    require_output_dtype("output_dtype", call.output_dtype)
+    experts, hidden, inter = _weight_sizes(call.fc1_expert_weights, call.fc2_expert_weights, device)
+    require_rank("input", call.input, 2, f"2-D, [num_tokens, {hidden}]")
+    tokens = call.input.shape[0]
+    require_tensor("input", call.input, [(tokens, hidden)], INPUT_DTYPES[mode], device)
+    require_rank("token_selected_experts", call.token_selected_experts, 2, f"2-D int32, [{tokens}, top_k]")
+    top_k = call.token_selected_experts.shape[1]
+    routing = [(tokens, top_k)]
     require_tensor(
-        "token_selected_experts",
-        token_selected_experts,
-        [(tokens, top_k)],
-        [torch.int32],
-        device,
+        "token_selected_experts", call.token_selected_experts, routing, [torch.int32], device, alignment=ELEMENT
     )
     require_int("ep_size", ep_size, 1, INT32_MAX // experts, f"with {experts} experts a rank, since ids are int32")
     total = experts * ep_size
@@ -297,32 +296,27 @@ def validate_moe(
         )
     require_pairs("num_tokens (input.shape[0])", tokens, top_k)
     problem = MoEProblem(mode, tokens, hidden, inter, experts, top_k, ep_rank * experts, total)
-    if token_final_scales is not None:
-        require_tensor(
-            "token_final_scales",
-            token_final_scales,
-            [(tokens, top_k)],
-            [torch.float32],
-            device,
-        )
-    _check_quant_scales(problem, quant_scales, device)
-    _check_input_sf(problem, input_sf, swizzled_input_sf, device)
-    bias_dtypes = tuple(dict.fromkeys((torch.bfloat16, output_dtype)))
-    for name, bias, rows in (
-        ("fc1_expert_biases", fc1_expert_biases, 2 * inter),
-        ("fc2_expert_biases", fc2_expert_biases, hidden),
-    ):
-        if bias is not None:
-            require_tensor(name, bias, [(experts, rows)], bias_dtypes, device)
-    for name, parameter in (
-        ("swiglu_alpha", swiglu_alpha),
-        ("swiglu_beta", swiglu_beta),
-        ("swiglu_limit", swiglu_limit),
-    ):
-        if parameter is not None:
-            require_tensor(name, parameter, [(experts,)], [torch.float32], device)
-    if output is not None:
-        require_tensor("output", output, [(tokens, hidden)], [output_dtype], device)
+    _check_quant_scales(problem, call.quant_scales, device)
+    _check_input_sf(problem, call.input_sf, call.swizzled_input_sf, device)
+    biases, float32 = tuple(dict.fromkeys((torch.bfloat16, call.output_dtype))), (torch.float32,)
+    optional: tuple[tuple[str, Any, tuple[int, ...], tuple[torch.dtype, ...], int], ...] = (
+        ("token_final_scales", call.token_final_scales, (tokens, top_k), float32, ELEMENT),
+        ("fc1_expert_biases", call.fc1_expert_biases, (experts, 2 * inter), biases, 16),
+        ("fc2_expert_biases", call.fc2_expert_biases, (experts, hidden), biases, 16),
+        ("swiglu_alpha", call.swiglu_alpha, (experts,), float32, ELEMENT),
+        ("swiglu_beta", call.swiglu_beta, (experts,), float32, ELEMENT),
+        ("swiglu_limit", call.swiglu_limit, (experts,), float32, ELEMENT),
+        ("output", call.output, (tokens, hidden), (call.output_dtype,), 16),
+    )
+    for name, tensor, shape, dtypes, alignment in optional:
+        if tensor is not None:
+            require_tensor(name, tensor, [shape], dtypes, device, alignment=alignment)
+    if call.workspace_buffer is not None:
+        require_rank("workspace_buffer", call.workspace_buffer, 1, "a 1-D torch.uint8 or torch.int8 tensor")
+        size, dtypes = tuple(call.workspace_buffer.shape), (torch.uint8, torch.int8)
+        require_tensor("workspace_buffer", call.workspace_buffer, [size], dtypes, device, alignment=WORKSPACE_ALIGNMENT)
+    require_int("tune_max_num_tokens", call.tune_max_num_tokens, 1)
+    require_apart(call, {"output": (), "workspace_buffer": ()})
     return problem
 
 
@@ -342,21 +336,3 @@ def check_expert_ids(token_selected_experts: torch.Tensor, num_experts: int) -> 
             f"token_selected_experts[{token}, {slot}] is {value}; expert ids must be in [0, {num_experts}), or "
             f"{PADDING_EXPERT} for padding ({int(bad.sum())} of {bad.numel()} are not)"
         )
-
-
-def check_workspace(workspace: Any, needed: int, device: torch.device, hint: str) -> None:
-    """Raise unless ``workspace`` is a 1-D byte tensor on ``device``, and large enough.
-
-    Where kernels read it, it must be aligned too; that is checked with the other addresses, on every call.
-
-    ``hint`` says how its size is to be found.
-    """
-    require_tensor_type("workspace_buffer", workspace, "a 1-D torch.uint8 or torch.int8 tensor")
-    if workspace.ndim != 1 or workspace.dtype not in (torch.uint8, torch.int8) or not is_dense(workspace):
-        raise ValueError(
-            f"workspace_buffer is {describe(workspace)}; it must be contiguous, 1-D, torch.uint8 or torch.int8"
-        )
-    if workspace.device != device:
-        raise ValueError(f"workspace_buffer is on {workspace.device}; it must be on the input's device, {device}")
-    if workspace.numel() < needed:
-        raise ValueError(f"workspace_buffer holds {workspace.numel()} bytes; this call needs {needed} ({hint})")

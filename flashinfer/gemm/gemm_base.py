@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 
 from ..api_logging import flashinfer_api
-from ..sm12x_arguments import require_computing_device, require_tensor_type
+from ..sm12x import devices
+from ..sm12x.checks import require_computing_device, require_tensor_type
+from ..sm12x.operator import from_arguments
 from . import sm12x_group_gemm, sm12x_mm
 
 
@@ -79,18 +81,13 @@ def group_gemm_mxfp8_mxfp4_nt_groupwise(
     -----
     ``k`` is a multiple of 32 and ``n`` of 8.
     """
+    given = locals()
     require_tensor_type("a", a)
     require_computing_device("a", a)
-    if sm12x_group_gemm.serves(a.device):
+    if devices.serves(a.device):
+        tiles = [mma_sm, tile_m, tile_n, tile_k]
         return sm12x_group_gemm.group_gemm(
-            a,
-            b,
-            a_scale,
-            b_scale,
-            m_indptr,
-            (mma_sm, tile_m, tile_n, tile_k, swap_ab),
-            out,
-            out_dtype,
+            from_arguments(sm12x_group_gemm.GroupGemmCall, given, tiles=tiles, tactic=None)
         )
     return _upstream.group_gemm_mxfp8_mxfp4_nt_groupwise(
         a,
@@ -142,11 +139,11 @@ def mm_fp4(
         Upstream's, and for the calls above: ``use_8x4_sf_layout``, or operands that do not fit each other.
     """
     def ours() -> torch.Tensor:
-        _upstream._check_mm_fp4_problem_size(
-            a, b, a_descale, b_descale, alpha, out_dtype, out, block_size, use_8x4_sf_layout, "cute-dsl", use_nvfp4
-        )
-        if use_8x4_sf_layout or (alpha is not None and alpha.numel() != 1):
-            raise ValueError("mm_fp4 with MXFP4 operands takes 128x4 scales and an alpha of one element")
+        sm12x_mm.require_backend(_upstream.mm_fp4, backend)
+        if use_8x4_sf_layout:
+            raise ValueError("mm_fp4 with MXFP4 operands takes 128x4 scales: use_8x4_sf_layout must be False")
+        if block_size != 32:
+            raise ValueError(f"block_size is {block_size}; with use_nvfp4=False it must be 32 (MXFP4)")
         return sm12x_mm.mm_mxfp4(a, b, a_descale, b_descale, alpha, out_dtype, out, enable_pdl)
 
     def upstreams() -> torch.Tensor:
@@ -168,6 +165,7 @@ def mm_fp4(
         )
         return computed
 
+    require_tensor_type("a", a)
     if sm12x_mm.takes_mm_fp4(a.device, backend, use_nvfp4):
         return ours()
     return upstreams() if use_nvfp4 else sm12x_mm.automatic(a.device, backend, upstreams, ours)
@@ -200,6 +198,7 @@ def mm_mxfp8(
         Upstream's, and for the calls above: ``use_8x4_sf_layout``, or operands that do not fit each other.
     """
     def ours() -> torch.Tensor:
+        sm12x_mm.require_backend(_upstream.mm_mxfp8, backend)
         if use_8x4_sf_layout:
             raise ValueError("mm_mxfp8 on this fork's kernels takes 128x4 scales: use_8x4_sf_layout must be False")
         return sm12x_mm.mm_mxfp8(a, b, a_descale, b_descale, out, out_dtype)
@@ -209,6 +208,7 @@ def mm_mxfp8(
         computed: torch.Tensor = _upstream.mm_mxfp8(*operands, backend=backend, skip_check=skip_check)
         return computed
 
+    require_tensor_type("a", a)
     if backend == sm12x_mm.BACKEND or a.device.type == "cpu":
         return ours()
     return sm12x_mm.automatic(a.device, backend, upstreams, ours)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dense layers with weights in MXFP4 or MXFP8 on SM12x's own kernels and on the CPU: choice of kernel, launch.
+"""Dense layers with weights in MXFP4 or MXFP8 on SM12x's own kernels and on the CPU: contract, choice of kernel, launch.
 
 Few tokens are one stream of weights (``include/flashinfer/sm12x/impls/dense_layer.cuh``), more are a GEMM
 (``grouped_gemm.cuh``): of quantized tokens by SM12x's block-scaled MMA, else of bfloat16, which holds every value of these
@@ -9,42 +9,64 @@ formats exactly. For very many, there, weights are widened to bfloat16 some rows
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
-from .. import sm12x_probes
 from ..jit.sm12x.instances import DENSE_INSTANCES, DenseInstance, Operand
+from ..jit.sm12x.modules import gen_dense_module, multiplies_in_half
 from ..quantization import mx_cpu
-from ..quantization.mx_cpu import BLOCK_SIZE
-from ..sm12x_arguments import describe, require_alignment
-from ..testing import virtual_device
-from ..utils import device_support_pdl
-from .sm12x_dense_validation import (
-    BF16,
-    MXFP4_SWIZZLED,
-    MXFP8_LINEAR,
-    MXFP8_SWIZZLED,
-    QUANTIZE_BF16,
-    QUANTIZE_BF16_TO_MXFP4,
-    QUANTIZE_F16,
-    QUANTIZE_F16_TO_MXFP4,
-    Activation,
-    validate,
+from ..sm12x import tune
+from ..sm12x.backend import Backend, kernels, plain_torch
+from ..sm12x.checks import (
+    BLOCK_SIZE,
+    ELEMENT,
+    SCALE_WORD,
+    describe,
+    require_apart,
+    require_choice,
+    require_computing_device,
+    require_k_alignment,
+    require_output_dtype,
+    require_rank,
+    require_scales,
+    require_tensor,
 )
+from ..sm12x.devices import require_served
+from ..sm12x.operator import define, from_arguments, is_traced
 
 OPERATOR = "flashinfer::sm12x_dense_mx"
+OUTPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDENED_BYTES = 64 << 20
 """Of dequantized weights that a call with many tokens, or one on the CPU, holds at a time."""
 
 WIDENED_ROWS = 2048
 """Tokens that such a call multiplies at a time: their float32 products are as large as the weights."""
 
+# Formats of token rows, as the kernels number them (TokenFormat in grouped_gemm_params.cuh).
+BF16, QUANTIZE_BF16, QUANTIZE_F16, MXFP8_SWIZZLED, MXFP8_LINEAR, MXFP4_SWIZZLED = range(6)
+QUANTIZE_BF16_TO_MXFP4, QUANTIZE_F16_TO_MXFP4 = 6, 7
 
-class Operands(NamedTuple):
-    """A call's tensors, in the order in which the kernels' module takes them."""
+Activation = Literal["bf16", "mxfp8", "mxfp4"]
+_UNQUANTIZED: dict[tuple[str, torch.dtype], int] = {
+    ("bf16", torch.bfloat16): BF16,
+    ("mxfp8", torch.bfloat16): QUANTIZE_BF16,
+    ("mxfp8", torch.float16): QUANTIZE_F16,
+    ("mxfp4", torch.bfloat16): QUANTIZE_BF16_TO_MXFP4,
+    ("mxfp4", torch.float16): QUANTIZE_F16_TO_MXFP4,
+}
+_NAMES = {
+    "dense_mx": {},
+    "dense_mx_top_k": {"out": "logits"},
+    "mm": {"x": "a", "weight": "b", "x_scale": "a_descale", "weight_scale": "b_descale", "k": "k (a.shape[1])"},
+}
+"""What the arguments of a call are known as to who made it."""
 
-    out: torch.Tensor
+
+class DenseCall(NamedTuple):
+    """The arguments of one call, named as in :func:`dense_mx`; its tensors in the order of the kernels' module."""
+
+    out: torch.Tensor | None
     x: torch.Tensor
     x_scale: torch.Tensor | None
     weight: torch.Tensor
@@ -52,11 +74,25 @@ class Operands(NamedTuple):
     alpha: torch.Tensor | None
     bias: torch.Tensor | None
     residual: torch.Tensor | None
+    out_dtype: torch.dtype | None
+    activation: str
+    swizzled_x_scale: bool
+    constant_weights: bool
+    enable_pdl: bool | None
+    tactic: str | None
+    top_k: int  # 0: of dense_mx
+    first_index: int
+    caller: str  # of _NAMES
 
     @property
     def k(self) -> int:
         """Elements of a row."""
         return self.weight.shape[1] * (2 if self.weight.dtype is torch.uint8 else 1)
+
+    def new_output(self) -> torch.Tensor:
+        """Memory for all outputs of a valid call, or of one that is traced."""
+        shape, dtype = (self.x.shape[0], self.weight.shape[0]), self.out_dtype or torch.bfloat16
+        return torch.empty(shape, dtype=dtype, device=self.x.device)
 
 
 class RowTopK(NamedTuple):
@@ -80,10 +116,68 @@ class RowTopK(NamedTuple):
         self.indices.copy_(places + self.first_index)
 
 
-def _dispatch() -> Any:
-    from ..fused_moe import sm12x_dispatch
+def _token_format(call: DenseCall, name: str) -> int:
+    x, activation = call.x, call.activation
+    require_choice("activation", activation, get_args(Activation))
+    if call.x_scale is None:
+        if (activation, x.dtype) in _UNQUANTIZED:
+            return _UNQUANTIZED[activation, x.dtype]
+        allowed = "bfloat16" if activation == "bf16" else "bfloat16 or float16"
+        raise ValueError(f"{name} is {describe(x)}; with activation={activation!r} and no x_scale it must be {allowed}")
+    if x.dtype is torch.float8_e4m3fn:
+        return MXFP8_SWIZZLED if call.swizzled_x_scale else MXFP8_LINEAR
+    if x.dtype is torch.uint8 and call.swizzled_x_scale:
+        return MXFP4_SWIZZLED
+    raise ValueError(
+        f"{name} is {describe(x)}; with {_NAMES[call.caller].get('x_scale', 'x_scale')} it must be float8_e4m3fn (MXFP8), or uint8 (MXFP4, with 128x4 scales)"
+    )
 
-    return sm12x_dispatch
+
+def validate(call: DenseCall) -> tuple[DenseCall, int]:
+    """Check a call's metadata and addresses; the call with its output's dtype, and the format of its tokens.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the first argument that does not fit, what it was and what it may be.
+    NotImplementedError
+        The GPU has no kernels of this family.
+    """
+    names = _NAMES[call.caller]
+    x, weight, x_scale, out_dtype = call.x, call.weight, call.x_scale, call.out_dtype
+    x_name, weight_name, out_name = names.get("x", "x"), names.get("weight", "weight"), names.get("out", "out")
+    require_rank(x_name, x, 2)
+    require_rank(weight_name, weight, 2)
+    require_computing_device(x_name, x)
+    device = x.device
+    require_served("dense_mx", device)
+    token_format = _token_format(call, x_name)
+    n, packed = weight.shape
+    require_tensor(weight_name, weight, [(n, packed)], [torch.uint8, torch.float8_e4m3fn], device)
+    if token_format in (QUANTIZE_BF16_TO_MXFP4, QUANTIZE_F16_TO_MXFP4) and weight.dtype is not torch.uint8:
+        raise ValueError(f"weight is {describe(weight)}; with activation='mxfp4' it must be uint8 (MXFP4)")
+    m, k = x.shape[0], require_k_alignment(names.get("k", "k"), call.k)
+    columns = k // 2 if token_format == MXFP4_SWIZZLED else k
+    require_tensor(x_name, x, [(m, columns)], [x.dtype], device, f"k as {weight_name}'s")
+    require_scales(names.get("weight_scale", "weight_scale"), call.weight_scale, n, k, device)
+    if x_scale is not None:
+        linear = token_format == MXFP8_LINEAR
+        # Rows that are no whole words of scales are read by bytes.
+        alignment = ELEMENT if linear and k % (SCALE_WORD * BLOCK_SIZE) else SCALE_WORD
+        require_scales(names.get("x_scale", "x_scale"), x_scale, m, k, device, not linear, alignment)
+    if out_dtype is None:
+        out_dtype = call.out.dtype if isinstance(call.out, torch.Tensor) else torch.bfloat16
+    require_output_dtype("out_dtype", out_dtype, OUTPUT_DTYPES)
+    for name, tensor, shapes, dtypes in (
+        ("bias", call.bias, [(n,)], OUTPUT_DTYPES),
+        ("alpha", call.alpha, [(), (1,)], (torch.float32,)),
+        ("residual", call.residual, [(m, n)], (out_dtype,)),
+        (out_name, call.out, [(m, n)], (out_dtype,)),
+    ):
+        if tensor is not None:
+            require_tensor(name, tensor, shapes, dtypes, device, alignment=ELEMENT)
+    require_apart(call, {"out": ("residual",)}, names)
+    return call._replace(out_dtype=out_dtype), token_format
 
 
 def weights_of(weight: torch.Tensor) -> Literal["mxfp4", "mxfp8"]:
@@ -133,8 +227,6 @@ def choose(
 @functools.cache
 def _mma_is_used(operand: Operand) -> bool:
     """Whether this machine's MMA of ``operand`` adds up widely enough; read once, as modules are built once."""
-    from ..jit.sm12x.modules import multiplies_in_half
-
     return operand == "bf16" or not multiplies_in_half({"mxfp8": "mxf8f6f4", "mxfp4": "mxf4"}[operand])
 
 
@@ -208,7 +300,7 @@ def dense_mx(
         ``[n, k]`` float8_e4m3fn (MXFP8), or ``[n, k / 2]`` uint8, two e2m1 a byte, the even element in the low nibble
         (MXFP4).
     weight_scale : torch.Tensor
-        UE8M0 bytes in 128x4 layout: ``pad128(n) * pad4(k / 32)`` of them, of any shape.
+        UE8M0 bytes (uint8 or float8_e8m0fnu) in 128x4 layout: ``pad128(n) * pad4(k / 32)`` of them, of any shape.
     bias : torch.Tensor, optional
         ``[n]`` bfloat16, float16 or float32.
     activation : str
@@ -216,7 +308,7 @@ def dense_mx(
         W8A8). ``"mxfp4"``, of MXFP4 weights: it is rounded to MXFP4 (W4A4), by ``mxfp4_quantize``'s rule, where a block with
         a NaN is NaN; SM12x's MMA has twice the rate then. Without meaning with ``x_scale``.
     x_scale : torch.Tensor, optional
-        UE8M0 bytes of ``x``: 128x4 (``pad128(m) * pad4(k / 32)``), or linear ``[m, k / 32]``. On a GPU they start at a
+        UE8M0 bytes of ``x``: 128x4 (``pad128(m) * pad4(k / 32)``), or linear ``[m, k / 32]``. They start at a
         multiple of 4 bytes, unless they are linear and k is no multiple of 128.
     swizzled_x_scale : bool
         Which of the two.
@@ -225,7 +317,7 @@ def dense_mx(
     residual : torch.Tensor, optional
         ``[m, n]`` of the output's dtype, added.
     out : torch.Tensor, optional
-        ``[m, n]``; may be ``residual`` itself, and else may not overlap it or ``x``.
+        ``[m, n]``; may be ``residual`` itself, and else shares memory with no argument.
     out_dtype : torch.dtype, optional
         bfloat16 (default), float16 or float32; that of ``out`` if given.
     constant_weights : bool
@@ -254,137 +346,117 @@ def dense_mx(
     Products are exact; sums are those of the device's tensor cores, of float32 on the CPU. e4m3 values whose scale is
     below ``2^-124`` may lose their last bits. ``k`` is a multiple of 32; ``n`` may be anything.
     """
-    if torch.compiler.is_compiling():
-        if out is not None and out_dtype not in (None, out.dtype):
-            raise ValueError(f"out is {describe(out)}; with out_dtype={out_dtype} it must have that dtype")
-        if out is None:
-            out = torch.empty((x.shape[0], weight.shape[0]), dtype=out_dtype or torch.bfloat16, device=x.device)
-        torch.ops.flashinfer.sm12x_dense_mx(
-            out,
-            x,
-            weight,
-            weight_scale,
-            bias,
-            activation,
-            x_scale,
-            swizzled_x_scale,
-            alpha,
-            residual,
-            constant_weights,
-            enable_pdl,
-            None if tactic is None else str(tactic),
-        )
-        return out
-    dtype, token_format = validate(
-        x, weight, weight_scale, bias, activation, x_scale, swizzled_x_scale, alpha, residual, out, out_dtype
-    )
-    if out is None:
-        out = torch.empty((x.shape[0], weight.shape[0]), dtype=dtype, device=x.device)
-    operands = Operands(out, x, x_scale, weight, weight_scale, alpha, bias, residual)
-    row = instance_for(operands, token_format, tactic)
-    if out.numel() != 0:
-        run(row, operands, token_format, constant_weights, enable_pdl)
+    forced = None if tactic is None else str(tactic)
+    return compute(from_arguments(DenseCall, locals(), tactic=forced, top_k=0, first_index=0, caller="dense_mx"))
+
+
+def compute(call: DenseCall) -> torch.Tensor:
+    """The output of a call, which is allocated where the call brings none."""
+    traced = is_traced(call)
+    token_format = -1
+    if not traced:
+        call, token_format = validate(call)
+    if call.out is None:
+        call = call._replace(out=call.new_output())
+    if traced:
+        _operator(call)
+    else:
+        run(call, token_format)
+    out: Any = call.out
     return out
 
 
-def instance_for(operands: Operands, token_format: int, tactic: int | str | None) -> DenseInstance | None:
-    """What computes a validated call; None: cuBLAS on widened weights, or the CPU.
+def _run_operator(call: DenseCall) -> None:
+    run(*validate(call))
+
+
+_operator = define("sm12x_dense_mx", DenseCall, _run_operator, mutates=("out",))
+
+
+def instance_for(backend: Backend | None, call: DenseCall, token_format: int) -> DenseInstance | None:
+    """What computes a valid call; None: cuBLAS on widened weights, or the CPU.
 
     Raises
     ------
     ValueError
         As :func:`instance`.
     """
-    x, weights = operands.x, weights_of(operands.weight)
-    virtual = x.device.type == "cpu" and virtual_device.active() is not None
-    row = None if tactic is None else instance(tactic, weights, operands.k, token_format)
-    if x.device.type == "cpu" and not virtual:
-        return None
-    if row is not None:
-        return row
-    on_sm12x = virtual or _dispatch().is_block_scaled(x.device)
+    weights = weights_of(call.weight)
+    row = None if call.tactic is None else instance(call.tactic, weights, call.k, token_format)
+    if backend is None or row is not None:
+        return None if backend is None else row
+    on_sm12x = backend.block_scaled_mma
     operand = gemm_operand(weights, token_format, on_sm12x)
-    planned = choose(weights, x.shape[0], operands.weight.shape[0], operands.k, on_sm12x, operand)
-    tuner = None if virtual else sm12x_probes.TUNER_HOLDER._instance
-    if tuner is None:
+    planned = choose(weights, call.x.shape[0], call.weight.shape[0], call.k, on_sm12x, operand)
+    if not backend.is_cuda or tune.is_idle():
         return planned
     from .sm12x_dense_tuning import tuned_instance
 
-    return tuned_instance(tuner, operands, token_format, on_sm12x, planned)
+    return tuned_instance(backend, call, token_format, planned)
 
 
-def run(
-    row: DenseInstance | None,
-    operands: Operands,
-    token_format: int,
-    constant_weights: bool,
-    enable_pdl: bool | None,
-    top_k: RowTopK | None = None,
+def run(call: DenseCall, token_format: int, top_k: RowTopK | None = None) -> None:
+    """Compute a valid call, and the largest of each row; without memory for outputs where only these are wanted."""
+    backend = kernels(call.x.device)
+    row = instance_for(backend, call, token_format)
+    if call.out is None and not (call.top_k == 1 and row is not None and row.streamed):
+        call = call._replace(out=call.new_output())
+    if call.x.shape[0] and call.weight.shape[0]:
+        launch(backend, row, call, token_format, top_k)
+
+
+def launch(
+    backend: Backend | None, row: DenseInstance | None, call: DenseCall, token_format: int, top_k: RowTopK | None = None
 ) -> None:
-    """Compute a validated call of at least one output by what :func:`instance_for` gave, and the largest of each row."""
-    device, k = operands.x.device, operands.k
-    virtual = virtual_device.active() if device.type == "cpu" else None
-    if device.type == "cpu" and row is None:  # a virtual device has no cuBLAS
-        _compute_on_cpu(operands, token_format)
-        if top_k is not None:
-            top_k.compute_on_cpu(operands.out)
+    """Compute a valid call of at least one output by ``row``; None: by cuBLAS, or on the CPU, which a virtual device is."""
+    if backend is None or (row is None and not backend.is_cuda):
+        with plain_torch(call.x.device):
+            _compute_on_cpu(call, token_format)
+            if top_k is not None and call.out is not None:
+                top_k.compute_on_cpu(call.out)
         return
-    require_alignment({"x": operands.x, "weight": operands.weight, "weight_scale": operands.weight_scale})
-    if row is not None and row.operand != "bf16" and (token_format != MXFP8_LINEAR or k % 128 == 0):
-        require_alignment({"x_scale": operands.x_scale}, 4)  # read in words of four
-    if virtual is not None and row is not None:
-        from ..testing import virtual_operators
-
-        pdl = enable_pdl is not False
-        virtual_operators.run_dense(virtual, operands, token_format, row.index, constant_weights, pdl, top_k)
-    elif _dispatch().one_device() or torch.cuda.current_device() == device.index:
-        _launch(row, operands, token_format, constant_weights, enable_pdl, top_k)
-    else:
-        with torch.cuda.device(device):
-            _launch(row, operands, token_format, constant_weights, enable_pdl, top_k)
-
-
-@functools.lru_cache(maxsize=4096)
-def _workspace_bytes(num_tokens: int, k: int, tactic: int, token_format: int, _device_index: int) -> int:
-    return int(_dispatch().dense_module().sm12x_dense_gemm_workspace_size(num_tokens, k, tactic, token_format))
-
-
-@functools.lru_cache(maxsize=4096)
-def _ranks_bytes(num_tokens: int, n: int, top_k: int, _device_index: int) -> int:
-    return int(_dispatch().dense_module().sm12x_row_top_k_workspace_size(num_tokens, n, top_k))
-
-
-def _launch(
-    row: DenseInstance | None,
-    operands: Operands,
-    token_format: int,
-    constant_weights: bool,
-    enable_pdl: bool | None,
-    top_k: RowTopK | None,
-) -> None:
-    """Call the kernel module on the current device."""
-    x, workspace = operands.x, None
-    module = _dispatch().dense_module()
-    pdl = device_support_pdl(x.device) if enable_pdl is None else enable_pdl
+    module, pdl = backend.module(gen_dense_module), backend.pdl(call.enable_pdl)
+    m, n = call.x.shape[0], call.weight.shape[0]
+    out = call.out
+    if out is None:  # nothing of it is written; its dtype is read
+        out = torch.empty((0, n), dtype=call.out_dtype, device=call.x.device)
+    writes = [out]
     largest: tuple[Any, ...] = ()
     if top_k is not None:
-        size = _ranks_bytes(x.shape[0], operands.weight.shape[0], top_k.indices.shape[1], x.device.index)
-        largest = (*top_k, torch.empty(size, dtype=torch.uint8, device=x.device))
+        size = _size(backend, "sm12x_row_top_k_workspace_size", m, n, top_k.indices.shape[1])
+        largest = (*top_k, backend.empty(size))
+        writes += [top_k.values, top_k.indices, largest[-1]]
     if row is None:
-        _multiply_widened(operands, token_format)
+        with plain_torch(call.x.device):
+            backend.call(_multiply_widened, module, call, token_format, writes=writes)
         if top_k is not None:
-            module.sm12x_row_top_k_run(*largest, operands.out, pdl)
+            backend.call(module.sm12x_row_top_k_run, *largest, out, pdl, writes=writes)
         return
+    workspace = None
     if not row.streamed:
-        size = _workspace_bytes(x.shape[0], operands.k, row.index, token_format, x.device.index)
-        workspace = torch.empty(size, dtype=torch.uint8, device=x.device)
-    compute = module.sm12x_dense_run if top_k is None else module.sm12x_dense_top_k_run
-    compute(*largest, *operands, workspace, token_format, row.index, constant_weights, pdl)
+        size = _size(backend, "sm12x_dense_gemm_workspace_size", m, call.k, row.index, token_format)
+        workspace = backend.empty(size)
+        writes.append(workspace)
+    function = module.sm12x_dense_run if top_k is None else module.sm12x_dense_top_k_run
+    tensors = (out, *call[1 : DenseCall._fields.index("out_dtype")])
+    backend.call(
+        function, *largest, *tensors, workspace, token_format, row.index, call.constant_weights, pdl, writes=writes
+    )
 
 
-def _token_values(operands: Operands, token_format: int) -> torch.Tensor:
+def _size(backend: Backend, function: str, *sizes: int) -> int:
+    """Bytes that a function of the kernels' module says, remembered."""
+    key = function, sizes
+    if key not in backend.memo:
+        ask = getattr(backend.module(gen_dense_module), function)
+        backend.memo[key] = int(backend.call(ask, *sizes, writes=()))
+    size: int = backend.memo[key]
+    return size
+
+
+def _token_values(call: DenseCall, token_format: int) -> torch.Tensor:
     """What the kernels multiply, as float32."""
-    x, x_scale, blocks = operands.x, operands.x_scale, operands.k // BLOCK_SIZE
+    x, x_scale, blocks = call.x, call.x_scale, call.k // BLOCK_SIZE
     if token_format == BF16:
         return x.float()
     if token_format in (QUANTIZE_BF16, QUANTIZE_F16):
@@ -400,85 +472,44 @@ def _token_values(operands: Operands, token_format: int) -> torch.Tensor:
     return mx_cpu.dequantize_mxfp4_linear(x, scales)
 
 
-def _finish(operands: Operands, rows: slice, columns: slice, product: torch.Tensor) -> None:
+def _finish(call: DenseCall, rows: slice, columns: slice, product: torch.Tensor) -> None:
     """A part of the output from its float32 product."""
-    if operands.alpha is not None:
-        product = product * operands.alpha
-    if operands.bias is not None:
-        product = product + operands.bias[columns].float()
-    if operands.residual is not None:
-        product = product + operands.residual[rows, columns].float()
-    operands.out[rows, columns] = product
+    if call.alpha is not None:
+        product = product * call.alpha
+    if call.bias is not None:
+        product = product + call.bias[columns].float()
+    if call.residual is not None:
+        product = product + call.residual[rows, columns].float()
+    assert call.out is not None
+    call.out[rows, columns] = product
 
 
-def _compute_on_cpu(operands: Operands, token_format: int) -> None:
-    weight, k = operands.weight, operands.k
-    scales = mx_cpu.unswizzle_128x4(operands.weight_scale, weight.shape[0], k // BLOCK_SIZE)
+def _compute_on_cpu(call: DenseCall, token_format: int) -> None:
+    weight, k = call.weight, call.k
+    scales = mx_cpu.unswizzle_128x4(call.weight_scale, weight.shape[0], k // BLOCK_SIZE)
     dequantize = mx_cpu.dequantize_mxfp4_linear if weight.dtype is torch.uint8 else mx_cpu.dequantize_mxfp8_linear
-    tokens = _token_values(operands, token_format)
+    tokens = _token_values(call, token_format)
     chunk = max(1, WIDENED_BYTES // (4 * k))
     for first in range(0, weight.shape[0], chunk):
         part = slice(first, first + chunk)
-        _finish(operands, slice(None), part, tokens @ dequantize(weight[part], scales[part]).T)
+        _finish(call, slice(None), part, tokens @ dequantize(weight[part], scales[part]).T)
 
 
-def _multiply_widened(operands: Operands, token_format: int) -> None:
+def _multiply_widened(module: Any, call: DenseCall, token_format: int) -> None:
     """Many tokens on a GPU: both operands as bfloat16, some rows of weights at a time, by cuBLAS."""
-    x, weight, k = operands.x, operands.weight, operands.k
+    x, weight, k = call.x, call.weight, call.k
     n, weight_format = weight.shape[0], MXFP4_SWIZZLED if weight.dtype is torch.uint8 else MXFP8_SWIZZLED
-    module = _dispatch().dense_module()
     tokens = x
     if token_format != BF16:
         tokens = torch.empty((x.shape[0], k), dtype=torch.bfloat16, device=x.device)
-        module.sm12x_widen_rows(tokens, x, operands.x_scale, token_format)
+        module.sm12x_widen_rows(tokens, x, call.x_scale, token_format)
     chunk = max(128, WIDENED_BYTES // (2 * k) // 128 * 128)  # whole chunks of scales
     widened = torch.empty((min(n, chunk), k), dtype=torch.bfloat16, device=x.device)
-    scales = operands.weight_scale.view(torch.uint8).reshape(
-        -1, mx_cpu.swizzled_size(1, k // BLOCK_SIZE)
-    )  # of 128 rows
+    scales = call.weight_scale.view(torch.uint8).reshape(-1, mx_cpu.swizzled_size(1, k // BLOCK_SIZE))  # of 128 rows
     for first in range(0, n, chunk):
         part = slice(first, min(n, first + chunk))
         some = widened[: part.stop - first]
         module.sm12x_widen_rows(some, weight[part], scales[first // 128 :], weight_format)
         for row in range(0, x.shape[0], WIDENED_ROWS):
             rows = slice(row, row + WIDENED_ROWS)
-            _finish(operands, rows, part, torch.mm(tokens[rows], some.T, out_dtype=torch.float32))
-
-
-@torch.library.custom_op(OPERATOR, mutates_args=("out",))
-def _operator(
-    out: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: str,
-    x_scale: torch.Tensor | None,
-    swizzled_x_scale: bool,
-    alpha: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    constant_weights: bool,
-    enable_pdl: bool | None,
-    tactic: str | None,
-) -> None:
-    dense_mx(
-        x,
-        weight,
-        weight_scale,
-        bias,
-        activation=activation,  # type: ignore[arg-type]
-        x_scale=x_scale,
-        swizzled_x_scale=swizzled_x_scale,
-        alpha=alpha,
-        residual=residual,
-        out=out,
-        out_dtype=out.dtype,
-        constant_weights=constant_weights,
-        enable_pdl=enable_pdl,
-        tactic=tactic,
-    )
-
-
-@_operator.register_fake
-def _operator_fake(*_arguments: Any, **_named: Any) -> None:
-    """Nothing is returned: ``out`` is an argument, so its shape is known to whoever traces."""
+            _finish(call, rows, part, torch.mm(tokens[rows], some.T, out_dtype=torch.float32))

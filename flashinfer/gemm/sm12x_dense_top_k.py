@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from ..api_logging import flashinfer_api
-from ..sm12x_arguments import require_int
-from .sm12x_dense import Operands, RowTopK, instance_for, run
-from .sm12x_dense_validation import Activation, validate
+from ..sm12x.checks import require_int
+from ..sm12x.operator import define, from_arguments, is_traced
+from .sm12x_dense import Activation, DenseCall, RowTopK, run, validate
 
 MAX_TOP_K = 8  # kMaxRowTopK in row_top_k.cuh
 
@@ -82,84 +82,25 @@ def dense_mx_top_k(
     NotImplementedError
         The GPU has no kernels of this family.
     """
-    compute: Any = torch.ops.flashinfer.sm12x_dense_mx_top_k if torch.compiler.is_compiling() else _run
-    values, indices = compute(
-        x,
-        weight,
-        weight_scale,
-        bias,
-        top_k,
-        first_index,
-        logits,
-        activation,
-        x_scale,
-        swizzled_x_scale,
-        alpha,
-        residual,
-        out_dtype,
-        constant_weights,
-        enable_pdl,
-        None if tactic is None else str(tactic),
-    )
-    return LargestOutputs(values, indices)
+    forced = None if tactic is None else str(tactic)
+    call = from_arguments(DenseCall, locals(), out=logits, tactic=forced, caller="dense_mx_top_k")
+    return LargestOutputs(*(_operator(call) if is_traced(call) else _run(call)))
 
 
-def _outputs(x: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    shape = (x.shape[0], top_k)
-    return x.new_empty(shape, dtype=torch.float32), x.new_empty(shape, dtype=torch.int64)
+def _outputs(call: DenseCall) -> tuple[torch.Tensor, torch.Tensor]:
+    shape, device = (call.x.shape[0], call.top_k), call.x.device
+    return torch.empty(shape, dtype=torch.float32, device=device), torch.empty(shape, dtype=torch.int64, device=device)
 
 
-def _run(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    top_k: int,
-    first_index: int,
-    logits: torch.Tensor | None,
-    activation: str,
-    x_scale: torch.Tensor | None,
-    swizzled_x_scale: bool,
-    alpha: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    out_dtype: torch.dtype | None,
-    constant_weights: bool,
-    enable_pdl: bool | None,
-    tactic: str | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    dtype, token_format = validate(
-        x,
-        weight,
-        weight_scale,
-        bias,
-        activation,
-        x_scale,
-        swizzled_x_scale,
-        alpha,
-        residual,
-        logits,
-        out_dtype,
-        "logits",
-    )
-    m, n = x.shape[0], weight.shape[0]
-    top_k = require_int("top_k", top_k, 1, min(MAX_TOP_K, n), "no more than the weight has rows")
-    first_index = require_int("first_index", first_index, 0, 2**62)
-    values, indices = _outputs(x, top_k)
-    operands = Operands(x.new_empty((0, n), dtype=dtype), x, x_scale, weight, weight_scale, alpha, bias, residual)
-    row = instance_for(operands, token_format, tactic)
-    fused = top_k == 1 and row is not None and row.streamed
-    if logits is not None or not fused:
-        operands = operands._replace(out=x.new_empty((m, n), dtype=dtype) if logits is None else logits)
-    if m != 0:
-        run(row, operands, token_format, constant_weights, enable_pdl, RowTopK(values, indices, first_index))
+def _run(call: DenseCall) -> tuple[torch.Tensor, torch.Tensor]:
+    call, token_format = validate(call)
+    most = min(MAX_TOP_K, call.weight.shape[0])
+    top_k = require_int("top_k", call.top_k, 1, most, "no more than the weight has rows")
+    first_index = require_int("first_index", call.first_index, 0, 2**62)
+    call = call._replace(top_k=top_k)
+    values, indices = _outputs(call)
+    run(call, token_format, RowTopK(values, indices, first_index))
     return values, indices
 
 
-_operator = torch.library.custom_op("flashinfer::sm12x_dense_mx_top_k", _run, mutates_args=("logits",))
-
-
-@_operator.register_fake
-def _operator_fake(
-    x: torch.Tensor, _weight: torch.Tensor, _scale: torch.Tensor, _bias: torch.Tensor | None, top_k: int, *_: object
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return _outputs(x, top_k)
+_operator = define("sm12x_dense_mx_top_k", DenseCall, _run, _outputs, mutates=("out",))

@@ -15,18 +15,26 @@ call                                     tokens      weights     also taken
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import torch
 
-from ..fused_moe import sm12x_dispatch
-from ..sm12x_arguments import describe
+from ..sm12x import devices
+from ..sm12x.checks import (
+    describe,
+    require_choice,
+    require_computing_device,
+    require_output_dtype,
+    require_rank,
+    require_tensor_type,
+)
 from ..utils import BackendSupportedError
-from .sm12x_dense import dense_mx
-from .sm12x_dense_validation import require_scales
+from .sm12x_dense import OUTPUT_DTYPES, DenseCall, compute
 
 BACKEND = "sm12x"
+PACKED_DTYPES = (torch.uint8, torch.float4_e2m1fn_x2)
 
 
 def takes_mm_fp4(device: torch.device, backend: str, use_nvfp4: bool) -> bool:
@@ -40,7 +48,7 @@ def takes_mm_fp4(device: torch.device, backend: str, use_nvfp4: bool) -> bool:
 
 def _serves_sm12x(index: int) -> bool:
     """Whether CUDA device ``index`` is an SM12x, and this fork's kernels are not switched off."""
-    return sm12x_dispatch.has_block_scaled_mma(index) and sm12x_dispatch.serves_cuda(index)
+    return devices.has_block_scaled_mma(index) and devices.serves_cuda(index)
 
 
 def automatic(
@@ -66,19 +74,74 @@ def with_backend(is_backend_supported: Callable[..., Any]) -> Callable[..., bool
     return answer
 
 
-def _rows(name: str, columns: torch.Tensor) -> torch.Tensor:
+def require_backend(function: Callable[..., Any], backend: Any) -> None:
+    """Raise ``ValueError`` unless ``backend`` is one that upstream's ``function`` lists, or ours."""
+    listed = get_args(get_type_hints(inspect.unwrap(function))["backend"])
+    require_choice("backend", backend, (*listed, BACKEND))
+
+
+def _rows(name: str, matrix: torch.Tensor) -> torch.Tensor:
     """The rows ``[n, k]`` of a matrix that comes as its transpose."""
-    rows = columns.t()
+    rows = matrix.t()
     if not rows.is_contiguous():
-        raise ValueError(
-            f"{name} is {describe(columns)}; it must be column-major, the transpose of a contiguous matrix"
-        )
+        raise ValueError(f"{name} is {describe(matrix)}; it must be column-major, the transpose of a contiguous matrix")
     return rows
 
 
-def _straight(scales: torch.Tensor) -> torch.Tensor:
-    """The bytes of 128x4 scales, which may come as a transposed view."""
-    return (scales if scales.is_contiguous() or scales.ndim != 2 else scales.t()).view(torch.uint8)
+def _straight(scales: Any) -> Any:
+    """128x4 scales, which may come as a transposed view."""
+    transposed = isinstance(scales, torch.Tensor) and scales.ndim == 2 and not scales.is_contiguous()
+    return scales.t() if transposed else scales
+
+
+def _multiply(
+    a: Any,
+    rows: torch.Tensor,
+    a_descale: Any,
+    b_descale: Any,
+    alpha: Any,
+    out_dtype: Any,
+    out: Any,
+    enable_pdl: bool | None,
+) -> torch.Tensor:
+    """``dense_mx``, whose errors name the arguments of ``mm_*``."""
+    if isinstance(alpha, torch.Tensor) and alpha.numel() == 1:
+        alpha = alpha.reshape(1)
+    none: dict[str, Any] = dict.fromkeys(DenseCall._fields)
+    return compute(
+        DenseCall(
+            **{
+                **none,
+                "x": a.contiguous(),
+                "x_scale": _straight(a_descale),
+                "weight": rows,
+                "weight_scale": _straight(b_descale),
+                "alpha": alpha,
+                "out": out,
+                "out_dtype": out_dtype,
+                "activation": "bf16",
+                "swizzled_x_scale": True,
+                "constant_weights": False,
+                "enable_pdl": enable_pdl,
+                "top_k": 0,
+                "first_index": 0,
+                "caller": "mm",
+            }
+        )
+    )
+
+
+def _require_matrix(name: str, value: Any, dtypes: tuple[torch.dtype, ...]) -> None:
+    allowed = " or ".join(map(str, dtypes))
+    require_rank(name, value, 2, f"a matrix of {allowed}")
+    if value.dtype not in dtypes:
+        raise ValueError(f"{name} is {describe(value)}; it must be a matrix of {allowed}")
+    require_computing_device(name, value)
+
+
+def _require_same_k(a: torch.Tensor, b: torch.Tensor) -> None:
+    if a.shape[1] != b.shape[0]:
+        raise ValueError(f"b is {describe(b)}; its first dimension must be {a.shape[1]}, as the second of a")
 
 
 def mm_mxfp4(
@@ -110,27 +173,15 @@ def mm_mxfp4(
 
     Raises
     ------
-    ValueError
-        k no multiple of 32, scales of another size, an ``out`` of another shape or dtype.
+    TypeError, ValueError
+        Naming the argument, what it was and what it may be.
     """
-    a, rows, a_scale, b_scale = (
-        a.contiguous().view(torch.uint8),
-        _rows("b", b),
-        _straight(a_descale),
-        _straight(b_descale),
-    )
-    require_scales("a_descale", a_scale, a.shape[0], 2 * a.shape[1], a.device)
-    require_scales("b_descale", b_scale, rows.shape[0], 2 * rows.shape[1], a.device)
-    return dense_mx(
-        a,
-        rows.view(torch.uint8),
-        b_scale,
-        x_scale=a_scale,
-        alpha=alpha if alpha is None else alpha.reshape(1),
-        out=out,
-        out_dtype=out_dtype,
-        enable_pdl=enable_pdl,
-    )
+    for name, matrix in (("a", a), ("b", b)):
+        _require_matrix(name, matrix, PACKED_DTYPES)
+    _require_same_k(a, b)
+    require_output_dtype("out_dtype", out_dtype)
+    rows = _rows("b", b).view(torch.uint8)
+    return _multiply(a.view(torch.uint8), rows, a_descale, b_descale, alpha, out_dtype, out, enable_pdl)
 
 
 def mm_mxfp8(
@@ -156,16 +207,14 @@ def mm_mxfp8(
 
     Raises
     ------
-    ValueError
-        Another dtype or layout, scales of another size, an ``out`` of another shape or dtype.
+    TypeError, ValueError
+        Naming the argument, what it was and what it may be.
     """
     for name, matrix in (("a", a), ("b", b)):
-        if matrix.dtype is not torch.float8_e4m3fn or matrix.ndim != 2:
-            raise ValueError(f"{name} is {describe(matrix)}; it must be a float8_e4m3fn matrix")
-    a, rows, a_scale, b_scale = a.contiguous(), _rows("b", b), _straight(a_descale), _straight(b_descale)
-    require_scales("a_descale", a_scale, a.shape[0], a.shape[1], a.device)
-    require_scales("b_descale", b_scale, rows.shape[0], rows.shape[1], a.device)
-    return dense_mx(a, rows, b_scale, x_scale=a_scale, out=out, out_dtype=out_dtype)
+        _require_matrix(name, matrix, (torch.float8_e4m3fn,))
+    _require_same_k(a, b)
+    require_output_dtype("out_dtype", out_dtype)
+    return _multiply(a, _rows("b", b), a_descale, b_descale, None, out_dtype, out, None)
 
 
 def mm_bf16(
@@ -183,17 +232,14 @@ def mm_bf16(
 
     Raises
     ------
-    ValueError
-        As :func:`~flashinfer.gemm.sm12x_dense.dense_mx`.
+    TypeError, ValueError
+        Naming the argument, what it was and what it may be.
     """
-    if a.dtype is not torch.bfloat16 or a.ndim != 2:
-        raise ValueError(f"a is {describe(a)}; it must be a bfloat16 matrix")
-    weight = b if b.dtype is torch.float8_e4m3fn else b.view(torch.uint8)
-    b_scale = _straight(b_descale)
-    require_scales("b_descale", b_scale, b.shape[0], a.shape[1], a.device)
-    factor = alpha if alpha is None else alpha.reshape(1)
-    dtype = out_dtype or a.dtype
-    return dense_mx(a, weight, b_scale, alpha=factor, out=out, out_dtype=dtype, enable_pdl=enable_pdl)
+    _require_matrix("a", a, (torch.bfloat16,))
+    _require_matrix("b", b, (*PACKED_DTYPES, torch.float8_e4m3fn))
+    rows = b if b.dtype is torch.float8_e4m3fn else b.view(torch.uint8)
+    dtype = require_output_dtype("out_dtype", out_dtype or a.dtype, OUTPUT_DTYPES)
+    return _multiply(a, rows, None, b_descale, alpha, dtype, out, enable_pdl)
 
 
 def mm_bf16_mxfp8(
@@ -224,9 +270,10 @@ def mm_bf16_mxfp8(
 
     Raises
     ------
-    ValueError
-        ``b`` of another dtype, and as :func:`~flashinfer.gemm.sm12x_dense.dense_mx`.
+    TypeError, ValueError
+        Naming the argument, what it was and what it may be.
     """
+    require_tensor_type("b", b)
     if b.dtype is not torch.float8_e4m3fn:
         raise ValueError(f"b is {describe(b)}; it must be float8_e4m3fn (mm_bf16_fp4 takes packed MXFP4)")
     return mm_bf16(a, b, b_descale, alpha, out_dtype, out)

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 from ..api_logging import flashinfer_api
-from ..sm12x_arguments import describe, require_computing_device, require_tensor, require_tensor_type
+from ..sm12x import devices
+from ..sm12x.checks import describe, require_computing_device, require_tensor, require_tensor_type
 from ..tllm_enums import SfLayout
 from ..trace.templates.quantize import mxfp4_quantize_trace
 from . import mx_cpu
@@ -138,12 +139,6 @@ def mxfp4_dequantize(
     return mx_cpu.dequantize_mxfp4_linear(a_fp4.contiguous(), linear)
 
 
-def _served(device: torch.device) -> bool:
-    from ..fused_moe.sm12x_dispatch import serves  # which imports this package
-
-    return serves(device)
-
-
 @flashinfer_api
 def block_scale_interleave(unswizzled_sf: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
     """Linear block scales to the 128x4 layout, flat.
@@ -170,7 +165,7 @@ def block_scale_interleave(unswizzled_sf: torch.Tensor, *, out: torch.Tensor | N
         ``out`` that does not fit.
     """
     _require_tensor("unswizzled_sf", unswizzled_sf)
-    if unswizzled_sf.device.type != "cpu" and not _served(unswizzled_sf.device):
+    if unswizzled_sf.device.type != "cpu" and not devices.serves(unswizzled_sf.device):
         return _upstream.block_scale_interleave(unswizzled_sf, out=out)
     dense = unswizzled_sf.layout is torch.strided
     if not dense or unswizzled_sf.ndim not in (2, 3) or unswizzled_sf.dtype not in (torch.uint8, torch.bfloat16):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 from ..api_logging import flashinfer_api
-from ..sm12x_arguments import require_computing_device, require_int, require_tensor_type, round_up
+from ..sm12x.checks import BLOCK_SIZE, require_computing_device, require_int, require_tensor_type, round_up
 from ..tllm_enums import SfLayout
 from ..trace.templates.quantize import mxfp8_quantize_trace
 from . import mx_cpu
@@ -89,8 +89,8 @@ def mxfp8_quantize(
     mx_cpu.check_float_input("input", input)
     sf_swizzle_layout = mx_cpu.check_layout("sf_swizzle_layout", sf_swizzle_layout)
     alignment = require_int("alignment", alignment, 1)
-    if alignment % mx_cpu.BLOCK_SIZE:
-        raise ValueError(f"alignment is {alignment}; it must be a positive multiple of {mx_cpu.BLOCK_SIZE}")
+    if alignment % BLOCK_SIZE:
+        raise ValueError(f"alignment is {alignment}; it must be a positive multiple of {BLOCK_SIZE}")
     padding = round_up(input.shape[-1], alignment) - input.shape[-1]
     padded = torch.nn.functional.pad(input, (0, padding)) if padding else input
     values, scales = mx_cpu.quantize_mxfp8_linear(padded, scale_rule)

@@ -18,10 +18,9 @@ from typing import Any, Literal, cast, get_args
 
 import torch
 
-from ..sm12x_arguments import describe, round_up
+from ..sm12x.checks import BLOCK_SIZE, describe, round_up
 from ..tllm_enums import SfLayout
 
-BLOCK_SIZE = 32
 ScaleRule = Literal["amax", "mse"]
 SCALE_RULES: tuple[str, ...] = get_args(ScaleRule)
 CPU_LAYOUTS = (SfLayout.layout_128x4, SfLayout.layout_linear)

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from ..jit.sm12x.modules import gen_probe_module
-from ..testing import virtual_device
+from ..sm12x.backend import kernels
+from ..sm12x.devices import serves_cuda
 from ..testing.virtual_device import VirtualDevice
 
 GB10 = (12, 1)
@@ -83,14 +84,12 @@ def find_target() -> Target:
     Raises:
         NoTargetError: the kernels serve neither.
     """
-    virtual = virtual_device.active()
+    virtual: Any = kernels(torch.device("cpu"))
     if virtual is not None:
         cpu = torch.device("cpu")
         return Target(cpu, "virtual SM121", virtual.compute_capability, virtual.sm_count, virtual)
     if not torch.cuda.is_available():
         raise NoTargetError(f"torch {torch.__version__} sees no GPU")
-    from ..fused_moe.sm12x_dispatch import serves_cuda
-
     index = torch.cuda.current_device()
     properties = torch.cuda.get_device_properties(index)
     capability = (properties.major, properties.minor)

@@ -13,17 +13,8 @@ embedded, and loaded over the emulator's CUDA runtime: launcher, workspace arith
 Kernels may touch exactly the bytes of the tensors of the call. Out-of-bounds accesses, reads of memory that nothing
 wrote, missing proxy fences, deadlocks and the driver's refusals raise :class:`VirtualDeviceError`.
 
-How an operator uses it
------------------------
-An operator that has compiled kernels asks :func:`active` when its tensors are on the CPU::
-
-    device = virtual_device.active()
-    if device is not None:
-        module = device.module(gen_cutlass_fused_moe_sm120_module)
-        workspace = device.empty(size)
-        device.call(module.sm12x_moe_run, output, ..., writes=(output, workspace))
-
-``virtual_operators`` does that for the MoE layer and the grouped GEMM. The emulator itself (``emulator/``) knows nothing of this package.
+It is a backend (:mod:`flashinfer.sm12x.backend`) that registers itself: operators find it there, and know nothing of it.
+The emulator itself (``emulator/``) knows nothing of this package.
 """
 
 from __future__ import annotations
@@ -45,10 +36,11 @@ from typing import Any
 import torch
 
 from flashinfer._layer import fork_root
+from flashinfer.jit.sm12x.instances import INSTANCES
+from flashinfer.sm12x.backend import VIRTUAL_DEVICE, register_virtual
 
 from .error_bounds import SM120_SUM_BITS
 
-VARIABLE = "FLASHINFER_VIRTUAL_DEVICE"
 ARCHITECTURES = {"sm_121a": (12, "1a")}
 _EMBED_PTX = "FLASHINFER_SM12X_EMBED_PTX"
 _ACCUMULATION_BITS = "VSM_ACCUMULATION_BITS"
@@ -122,6 +114,10 @@ class VirtualDevice:
         strict: Whether a watcher's report raises, as a fault does.
     """
 
+    block_scaled_mma = True
+    tactics = INSTANCES  # it runs whatever it is given, Hopper's rows too
+    is_cuda = False
+
     sm_count = 48
     compute_capability = (12, 1)
     shared_memory_per_block_optin = 101376
@@ -141,6 +137,7 @@ class VirtualDevice:
         self.architecture = architecture
         self.strict = strict
         self.launches: list[Any] = []
+        self.memo: dict[Any, Any] = {}
         self._runtime = vsm.activate_runtime()
         if accumulation_bits is None:
             given = _ACCUMULATION_BITS in os.environ
@@ -193,6 +190,10 @@ class VirtualDevice:
         weakref.finalize(buffer, self._release, runtime, start)
         return torch.frombuffer(buffer, dtype=torch.uint8)
 
+    def pdl(self, wanted: bool | None) -> bool:
+        """Whether kernels are launched as programmatic dependents: unless ``wanted`` is False."""
+        return wanted is not False
+
     def discard(self, tensor: torch.Tensor, seed: int) -> None:
         """Hand over memory of :meth:`empty` as a later call might find it: full of random bytes, of which a kernel must not
         read one before something wrote it.
@@ -234,12 +235,20 @@ class VirtualDevice:
             if tensor.device.type != "cpu":
                 raise ValueError(f"a tensor is on {tensor.device}; the virtual device takes CPU tensors")
         writable = None if writes is None else {tensor.data_ptr() for tensor in writes}
-        ranges = [_byte_range(tensor) for tensor in tensors if tensor.data_ptr() not in self._owned]
+        ranges: list[tuple[int, int, bool]] = []
+        for start, size in sorted({_byte_range(tensor) for tensor in tensors if tensor.data_ptr() not in self._owned}):
+            end, writes_it = start + size, writable is None or start in writable
+            if (
+                ranges and start < ranges[-1][1]
+            ):  # keys and values of one cache, or parts of rows, lie in between each other
+                start, last, before = ranges.pop()
+                end, writes_it = max(end, last), writes_it or before
+            ranges.append((start, end, writes_it))
         failure: Exception | None = None
         result = None
         with contextlib.ExitStack() as registered:
-            for start, size in ranges:
-                self._runtime.register(start, size, read_only=writable is not None and start not in writable)
+            for start, end, writes_it in ranges:
+                self._runtime.register(start, end - start, read_only=not writes_it)
                 registered.callback(self._runtime.unregister, start)
             try:
                 result = function(*arguments)
@@ -349,23 +358,23 @@ def virtual_device(
             device.close()
 
 
-def active() -> VirtualDevice | None:
+def active(name: str = "") -> VirtualDevice | None:
     """The virtual device that operators on CPU tensors use now, or None.
 
-    The innermost :func:`virtual_device`, else the process-wide one that ``FLASHINFER_VIRTUAL_DEVICE`` asks for.
+    Args:
+        name: The architecture of one for the whole process, where :func:`virtual_device` made none.
 
     Raises:
-        ValueError: that variable names no architecture.
+        ValueError: There is no such architecture.
     """
     if _stack:
         return _stack[-1]
-    name = os.environ.get(VARIABLE, "")
     return _process_device(name) if name else None
 
 
 @functools.cache
 def _process_device(name: str) -> VirtualDevice:
-    _check_architecture(name, VARIABLE)
+    _check_architecture(name, VIRTUAL_DEVICE)
     with _lock:
         return VirtualDevice(name, strict=True, watch=None, threads=0)
 
@@ -379,3 +388,4 @@ class _CallableModule(types.ModuleType):
 
 
 sys.modules[__name__].__class__ = _CallableModule
+register_virtual(active)

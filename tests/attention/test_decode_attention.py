@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from recording_backend import RecordingBackend
 
 from flashinfer import sm12x_decode
 from flashinfer.decode import decode_attention, prepare_decode_attention
@@ -170,12 +171,12 @@ BAD: list[tuple[str, Any, type[Exception], str]] = [
     ("kv_cache", lambda t: wide(t), ValueError, "kv_cache has heads of 128; they must be of 64"),
     ("kv_cache", lambda t: t[..., :8, :], ValueError, "kv_cache has pages of 8; it must be a power of two from 16 on"),
     ("kv_cache", lambda t: wide(t)[..., ::2], ValueError, "kv_cache has strides .* the last must be 1"),
-    ("kv_layout", "DHN", ValueError, "kv_layout is 'DHN'; it may be 'HND' or 'NHD'"),
+    ("kv_layout", "DHN", ValueError, "kv_layout is 'DHN'; it must be 'HND' or 'NHD'"),
     ("block_tables", lambda t: t.long(), ValueError, r"block_tables is torch.int64 .* must be int32 \(2, max_pages\)"),
     ("block_tables", lambda t: t[:1], ValueError, r"must be int32 \(2, max_pages\)"),
     ("block_tables", lambda t: t.T.contiguous().T, ValueError, "rows must be contiguous"),
     ("seq_lens", lambda t: t.long(), ValueError, "seq_lens is torch.int64"),
-    ("seq_lens", lambda t: t[None], ValueError, "seq_lens is .* it must be 1-D"),
+    ("seq_lens", lambda t: t[None], ValueError, "seq_lens is .* it must be a 1-D tensor"),
     ("key", None, ValueError, "key and value go together"),
     ("value", lambda t: t[:1], ValueError, r"value is .* must be torch.bfloat16 \(2, 2, 64\)"),
     ("rope_table", lambda t: t.half(), ValueError, "rope_table is torch.float16"),
@@ -185,7 +186,7 @@ BAD: list[tuple[str, Any, type[Exception], str]] = [
     ("q_len_per_req", 65, ValueError, r"q_len_per_req is 65; it must be an integer in \[1, 64\]"),
     ("q_len_per_req", 0, ValueError, "q_len_per_req is 0"),
     ("window_left", 1.5, TypeError, "window_left is 1.5"),
-    ("sm_scale", 0.0, ValueError, "sm_scale is 0.0; it must be from "),
+    ("sm_scale", 0.0, ValueError, "sm_scale is 0.0; it must be a number in"),
     ("k_scale", torch.ones(1), TypeError, "k_scale is .* it must be a number"),
     ("v_scale", float("nan"), ValueError, "v_scale is nan"),
     ("k_scale", 1e-40, ValueError, "k_scale is 1e-40"),
@@ -205,9 +206,19 @@ def test_a_bad_argument_is_named(name: str, value: Any, error: type[Exception], 
 @pytest.mark.parametrize(
     ("name", "place", "value", "text"),
     [
-        ("seq_lens", (1,), 65, r"seq_lens\[1\] is 65; it must be from 0 to 64, 4 pages of 16, as block_tables has"),
-        ("seq_lens", (0,), -1, r"seq_lens\[0\] is -1; it must be from 0 to 64"),
-        ("seq_lens", (1,), 62, r"seq_lens\[1\] is 62; it must be from 0 to 61, as many positions as rope_table has"),
+        (
+            "seq_lens",
+            (1,),
+            65,
+            r"seq_lens\[1\] is 65; it must be a number in0 to 64, 4 pages of 16, as block_tables has",
+        ),
+        ("seq_lens", (0,), -1, r"seq_lens\[0\] is -1; it must be a number in0 to 64"),
+        (
+            "seq_lens",
+            (1,),
+            62,
+            r"seq_lens\[1\] is 62; it must be a number in0 to 61, as many positions as rope_table has",
+        ),
         ("block_tables", (0, 2), 8, r"block_tables\[0, 2\] is 8; pages that a sequence sees must be from 0 to 7"),
         ("block_tables", (1, 0), -1, r"block_tables\[1, 0\] is -1; "),
     ],
@@ -294,28 +305,28 @@ def test_compiled_with_fullgraph(device: torch.device) -> None:
 def test_workspaces_of_streams_and_of_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     stream, capturing = [1], [True]
     monkeypatch.setattr(sm12x_decode, "_workspaces", {})
-    monkeypatch.setattr(sm12x_decode, "decode_workspace_size", lambda _: 64)
+    backend = RecordingBackend(SimpleNamespace(sm12x_decode_workspace_size=lambda _: 64))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=stream[0]))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
     device = torch.device("cpu")
     with pytest.raises(RuntimeError, match="captured before it was ever called"):
-        sm12x_decode._workspace(device, None)
+        sm12x_decode._workspace(backend, device, None)
     assert sm12x_decode.lacks_workspace(torch.device("cuda"))
     capturing[0] = False
     assert not sm12x_decode.lacks_workspace(torch.device("cuda"))
-    one = sm12x_decode._workspace(device, None)
+    one = sm12x_decode._workspace(backend, device, None)
     assert not one.any()
     stream[0] = 2
-    two = sm12x_decode._workspace(device, None)
+    two = sm12x_decode._workspace(backend, device, None)
     capturing[0] = True
     assert not sm12x_decode.lacks_workspace(torch.device("cuda"))
-    graphs = sm12x_decode._workspace(device, None)
+    graphs = sm12x_decode._workspace(backend, device, None)
     assert len({each.data_ptr() for each in (one, two, graphs)}) == 3
-    assert sm12x_decode._workspace(device, None) is graphs
+    assert sm12x_decode._workspace(backend, device, None) is graphs
     with pytest.raises(ValueError, match=r"workspace_buffer's size is 63; it must be an integer in \[64, "):
-        sm12x_decode._workspace(device, torch.zeros(63, dtype=torch.uint8))
+        sm12x_decode._workspace(backend, device, torch.zeros(63, dtype=torch.uint8))
     given = torch.zeros(64, dtype=torch.uint8)
-    assert sm12x_decode._workspace(device, given) is given
+    assert sm12x_decode._workspace(backend, device, given) is given
 
 
 @pytest.mark.gpu

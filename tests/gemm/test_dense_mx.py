@@ -198,13 +198,15 @@ def test_sums_in_few_bits_turn_that_block_scaled_mma_off(
 BAD: list[tuple[str, Any, type[Exception], str]] = [
     ("x", None, TypeError, r"x is None"),
     ("x", lambda t: t.float(), ValueError, r"x is torch.float32 .*must be bfloat16"),
-    ("x", lambda t: t[0], ValueError, r"x is .* it must be 2-D"),
+    ("x", lambda t: t[0], ValueError, r"x is .* it must be a 2-D tensor"),
     ("x", lambda t: t[:, :32], ValueError, r"x is .*shape \(3, 64\)"),
     ("x", lambda t: t.half(), ValueError, "with activation='bf16' and no x_scale it must be bfloat16"),
     ("weight", lambda t: t.int(), ValueError, r"weight is torch.int32"),
     ("weight", lambda t: t[:, :31].contiguous(), ValueError, r"k is 62; it must be a positive multiple of 32"),
     ("weight_scale", lambda t: t[:64], ValueError, r"weight_scale is .*512 contiguous bytes: 128x4 scales of 40 rows"),
     ("weight_scale", None, TypeError, r"weight_scale is None"),
+    ("weight_scale", lambda t: t.view(torch.float8_e4m3fn), ValueError, r"weight_scale is torch.float8_e4m3fn"),
+    ("weight_scale", lambda t: t.view(torch.bool), ValueError, r"weight_scale is torch.bool"),
     ("bias", torch.zeros(39), ValueError, r"bias is .*shape \(40,\)"),
     ("bias", torch.zeros(40, dtype=torch.int32), ValueError, r"bias is torch.int32"),
     ("alpha", torch.ones(2), ValueError, r"alpha is torch.float32"),
@@ -214,7 +216,7 @@ BAD: list[tuple[str, Any, type[Exception], str]] = [
     ("out_dtype", torch.float64, ValueError, r"out_dtype is torch.float64"),
     ("activation", "fp8", ValueError, r"activation is 'fp8'; it must be 'bf16', 'mxfp8' or 'mxfp4'"),
     ("x_scale", torch.zeros(6, dtype=torch.uint8), ValueError, "with x_scale it must be float8_e4m3fn"),
-    ("tactic", 99, ValueError, r"tactic is 99"),
+    ("tactic", 99, ValueError, r"tactic is '99'"),
 ]
 
 

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 from flashinfer.autotuner import AutoTuner, autotune, autotuner
+from recording_backend import RecordingBackend
 
-from flashinfer.fused_moe import sm12x_dispatch
-from flashinfer.gemm import dense_mx, sm12x_dense, sm12x_dense_tuning, sm12x_dense_validation
+from flashinfer.gemm import dense_mx, sm12x_dense
 from flashinfer.gemm.sm12x_dense_tuning import MOST_TOKENS, WIDENED
 from flashinfer.jit.sm12x.instances import DENSE_INSTANCES
 from flashinfer.quantization.mx_cpu import swizzled_size
+from flashinfer.sm12x import backend, devices, tune
 
 N, K = 256, 640
 FORMATS = ("bf16", "mxfp8", "swizzled", "linear", "mxfp4")
@@ -36,14 +37,14 @@ class Stand:
         return 64
 
     def sm12x_dense_run(self, *arguments: Any) -> None:
-        operands = sm12x_dense.Operands(*arguments[:8])
+        operands = types.SimpleNamespace(**dict(zip(sm12x_dense.DenseCall._fields[:8], arguments[:8], strict=True)))
         *_, index, _constant, _pdl = arguments
         self.operands.append(operands)
         self.launches.append((DENSE_INSTANCES[index].name, operands.x.shape[0]))
 
-    def widened(self, operands: sm12x_dense.Operands, _format: int) -> None:
-        self.operands.append(operands)
-        self.launches.append((WIDENED, operands.x.shape[0]))
+    def widened(self, _module: Any, call: sm12x_dense.DenseCall, _format: int) -> None:
+        self.operands.append(call)
+        self.launches.append((WIDENED, call.x.shape[0]))
 
     def profile(self, tuner: AutoTuner, runner: Any, inputs: Any, tactic: Any, config: Any, **named: Any) -> float:
         assert config.use_cold_l2_cache and config.use_cuda_graph
@@ -57,25 +58,17 @@ class Stand:
 @pytest.fixture
 def stand(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stand]:
     made = Stand()
-    monkeypatch.setattr(sm12x_dense_validation, "require_computing_device", lambda *_: None)
-    monkeypatch.setattr(sm12x_dispatch, "serves", lambda device: True)
-    monkeypatch.setattr(sm12x_dispatch, "dense_module", lambda: made)
-    monkeypatch.setattr(sm12x_dispatch, "one_device", lambda: True)
-    monkeypatch.setattr(sm12x_dispatch, "has_block_scaled_mma", lambda index: True)
+    recording = RecordingBackend(made)
+    monkeypatch.setattr(backend, "_active_virtual", [lambda _name: recording])
     monkeypatch.setattr(sm12x_dense, "_multiply_widened", made.widened)
-    monkeypatch.setattr(sm12x_dense, "device_support_pdl", lambda device: True)
-    monkeypatch.setattr(sm12x_dense_tuning, "_tuned", {})
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(tune, "_remembered", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(
         AutoTuner, "_profile_single_kernel", lambda tuner, *given, **named: made.profile(tuner, *given, **named)
     )
     monkeypatch.setattr(AutoTuner, "_get_l2_cache_size_in_bytes", lambda tuner, device_id=None: 0)
-    sm12x_dense._workspace_bytes.cache_clear()
     AutoTuner.get().clear_cache()
     yield made
-    sm12x_dense._workspace_bytes.cache_clear()
     AutoTuner.get().clear_cache()
 
 
@@ -88,7 +81,7 @@ def arguments(
     **more: Any,
 ) -> dict[str, Any]:
     def empty(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
+        return torch.empty(shape, dtype=dtype)
 
     mxfp4, blocks = weights == "mxfp4", K // 32
     made: dict[str, Any] = {
@@ -133,7 +126,7 @@ def test_what_takes_a_call_is_timed_and_the_best_is_used(stand: Stand, weights: 
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_profiles_have_operands_of_their_size(stand: Stand, form: str) -> None:
-    residual = torch.empty((8, N), dtype=torch.float16, device="meta")
+    residual = torch.empty((8, N), dtype=torch.float16)
     with autotune(True):
         dense_mx(**arguments(8, form=form), residual=residual, out_dtype=torch.float16)
     assert {operands.x.shape[0] for operands in stand.operands} >= {1, 2, 4, 8, 256, MOST_TOKENS}
@@ -165,7 +158,7 @@ def test_a_call_of_many_tokens_tunes_and_takes_the_planners(stand: Stand, tmp_pa
     assert took(stand, MOST_TOKENS) == "dense_mxfp4_m32_gemm" != planned
     assert sm12x_dense.OPERATOR in cache.read_text()
     AutoTuner.get().clear_cache()
-    sm12x_dense_tuning._tuned.clear()
+    tune._remembered.clear()
     assert took(stand, 3) != best
     with autotune(False, cache=str(cache)):
         assert took(stand, 3) == best
@@ -199,7 +192,7 @@ def test_other_layers_are_tuned_apart(stand: Stand, tmp_path: Path) -> None:
 def forget() -> None:
     """Another process begins."""
     AutoTuner.get().clear_cache()
-    sm12x_dense_tuning._tuned.clear()
+    tune._remembered.clear()
 
 
 def test_calls_of_other_dtypes_and_layouts_are_tuned_apart(stand: Stand, tmp_path: Path) -> None:
@@ -229,8 +222,7 @@ def test_a_gpus_tactics_are_not_those_of_another(stand: Stand, tmp_path: Path, m
     stand.times = {best: 0.5}
 
     def on(name: str) -> str:
-        monkeypatch.setattr(sm12x_dispatch, "gpu_name", lambda device: name)
-        sm12x_dense_tuning._tuned.clear()  # the device is the same here
+        monkeypatch.setattr(devices, "gpu_name", lambda device: name)
         return took(stand, 8)
 
     with autotune(True, cache=cache):

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import flashinfer
 from flashinfer.gemm import gemm_base, group_gemm_mxfp4_nt_groupwise, sm12x_group_gemm
 from flashinfer.jit.sm12x.instances import GEMM_INSTANCES
+from flashinfer.sm12x import devices
 from flashinfer.sm12x_gpu_probe.mma import accumulation_on
 from flashinfer.testing import (
     BoundViolation,
@@ -25,7 +26,12 @@ from flashinfer.testing import (
 from flashinfer.testing.moe_inputs import group_gemm_inputs_with_not_numbers
 
 Arguments = dict[str, Any]
-DEFAULT_TILES = (1, 128, 128, 128, True)
+
+
+def with_tactic(inputs: dict[str, torch.Tensor], tactic: int | None, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The operator with a forced instance, which its public signature has no name for."""
+    options: dict[str, Any] = {"out": out, "out_dtype": None, "tiles": [1, 128, 128, 128], "swap_ab": True}
+    return sm12x_group_gemm.group_gemm(sm12x_group_gemm.GroupGemmCall(**inputs, **options, tactic=tactic))
 
 
 def _check(
@@ -49,7 +55,7 @@ def _check(
         results = []
         for _ in range(2):
             out = torch.full((sum(sizes), n), torch.nan, dtype=out_dtype, device=device)
-            result = sm12x_group_gemm.group_gemm(**inputs, tiles=DEFAULT_TILES, out=out, out_dtype=None, tactic=tactic)
+            result = with_tactic(inputs, tactic, out)
             assert result is out
             results.append(out)
         check_within_bound(results[0], reference, bound, f"sizes {sizes}, n {n}, k {k}, tactic {tactic}, seed {seed}")
@@ -120,7 +126,7 @@ def test_names_and_signature_are_upstreams() -> None:
 
 def test_other_devices_are_upstreams(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = make_group_gemm_inputs([3, 5], 64, 128, 4)
-    monkeypatch.setattr(sm12x_group_gemm, "serves", lambda device: False)
+    monkeypatch.setattr(devices, "serves", lambda device: False)
     seen: dict[str, Any] = {}
     monkeypatch.setattr(
         gemm_base._upstream,
@@ -190,7 +196,7 @@ BAD: list[tuple[Callable[[Arguments], None], str]] = [
     (_replace("b", lambda b: b[:1]), r"^m_indptr is torch.int32 \(3,\).*\(2,\)"),
     (_replace("b", lambda b: b[:0]), r"^b is .*1 to 512 groups"),
     (_replace("b", lambda b: b.to("meta")), r"^b is .*on meta"),
-    (_replace("b", lambda b: None), r"^b is None; it must be a tensor"),
+    (_replace("b", lambda b: None), r"^b is None; it must be a 3-D tensor"),
     (_replace("a_scale", lambda s: s[:128]), r"^a_scale is .*\(128, 4\).* at least .* = 256 rows"),
     (_replace("a_scale", lambda s: s[:, :3].contiguous()), r"^a_scale is .*\(256, 3\).*\(256, 4\)"),
     (_replace("a_scale", lambda s: s.flatten()), r"^a_scale is .*2-D"),
@@ -244,7 +250,7 @@ def test_group_ends_are_checked(
 def test_unknown_tactic_is_refused(device: torch.device) -> None:
     inputs = make_group_gemm_inputs([3, 5], 64, 96, 7, device)
     with pytest.raises(ValueError, match=r"^tactic is 99; it must be one of \[0, 1"):
-        sm12x_group_gemm.group_gemm(**inputs, tiles=DEFAULT_TILES, out=None, out_dtype=None, tactic=99)
+        with_tactic(inputs, 99)
 
 
 @pytest.mark.gpu

@@ -12,9 +12,9 @@ import torch
 from flashinfer.utils import BackendSupportedError
 
 import flashinfer
-from flashinfer.fused_moe import sm12x_dispatch
 from flashinfer.gemm import gemm_base, gemm_bf16_fp4, sm12x_mm
 from flashinfer.quantization import mx_cpu
+from flashinfer.sm12x import devices
 
 
 def operands(m: int, n: int, k: int, seed: int) -> tuple[torch.Tensor, ...]:
@@ -111,7 +111,7 @@ def test_bad_calls_by_upstreams_names_are_refused():
         flashinfer.mm_mxfp8(x8, torch.zeros(64, 8, dtype=torch.float8_e4m3fn), sf, sf, backend="sm12x")
     with pytest.raises(ValueError, match="use_8x4_sf_layout must be False"):
         flashinfer.mm_mxfp8(x8, x8.t(), sf, sf, use_8x4_sf_layout=True, backend="sm12x")
-    with pytest.raises(ValueError, match=r"a is torch.bfloat16 .* must be a float8_e4m3fn matrix"):
+    with pytest.raises(ValueError, match=r"a is torch.bfloat16 .* must be a matrix of torch.float8_e4m3fn"):
         flashinfer.mm_mxfp8(x8.bfloat16(), x8.t(), sf, sf, backend="sm12x")
     with pytest.raises(ValueError, match="block_size is 16; with backend='sm12x' it must be 32"):
         flashinfer.mm_bf16_fp4(x8.bfloat16(), x8, sf, backend="sm12x")
@@ -175,7 +175,7 @@ def test_upstreams_names_ask_upstream_first(monkeypatch: pytest.MonkeyPatch, nam
 
 @pytest.mark.parametrize(("switch", "served"), [("0", False), ("", True)])
 def test_the_forks_switch_leaves_them_to_upstream(monkeypatch: pytest.MonkeyPatch, switch: str, served: bool) -> None:
-    monkeypatch.setattr(sm12x_dispatch, "_capability", lambda _index: (12, 1))
-    monkeypatch.setattr(sm12x_dispatch, "_switch", lambda _variable: switch)
+    monkeypatch.setattr(devices, "_capability", lambda _index: (12, 1))
+    monkeypatch.setattr(devices, "_switch", lambda _variable: switch)
     assert sm12x_mm._serves_sm12x(0) is served
     assert sm12x_mm.takes_mm_fp4(torch.device("cuda", 0), "cute-dsl", False) is served

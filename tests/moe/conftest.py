@@ -11,6 +11,6 @@ from moe_recording import RecordingModule, recording
 
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordingModule]:
-    """Stands in for ``fused_moe_120`` on meta tensors (``moe_recording``)."""
+    """Stands in for ``fused_moe_120`` (``moe_recording``)."""
     with recording(monkeypatch) as recorder:
         yield recorder

@@ -31,12 +31,11 @@ import moe_harness
 import torch
 from moe_harness import check_case, same_bits
 
-from flashinfer.fused_moe import sm12x_dispatch
-from flashinfer.fused_moe.sm12x_launch import allowed_tactics
 from flashinfer.fused_moe.sm12x_validation import Mode
 from flashinfer.gemm import sm12x_group_gemm
 from flashinfer.gemm.sm12x_dense import dense_mx, gemm_operands
-from flashinfer.jit.sm12x.instances import DENSE_INSTANCES, GEMM_INSTANCES, INSTANCES
+from flashinfer.jit.sm12x.instances import DENSE_INSTANCES, GEMM_INSTANCES, INSTANCES, SM12X
+from flashinfer.sm12x.devices import has_block_scaled_mma, serves_cuda
 from flashinfer.sm12x_gpu_probe.mma import accumulation_on
 from flashinfer.testing import (
     DenseCase,
@@ -58,9 +57,9 @@ Work = tuple[str, MoECase, list[list[int] | None]]
 
 def tactics_of(mode: int, case: MoECase, extra: bool) -> list[list[int] | None]:
     """The default, and each instance for both GEMMs; Hopper's own rows only on one, with ``extra``."""
-    block_scaled = not extra or sm12x_dispatch.has_block_scaled_mma(torch.cuda.current_device())
+    block_scaled = not extra or has_block_scaled_mma(torch.cuda.current_device())
     sizes = case.num_tokens * case.top_k, case.hidden, case.inter
-    rows = [INSTANCES[tactic] for tactic in allowed_tactics(Mode(mode), block_scaled)]
+    rows = [row for row in (SM12X if block_scaled else INSTANCES) if row.activation == Mode(mode).activation]
     return [None, *([row.number] * 2 for row in rows if row.takes(*sizes))]
 
 
@@ -162,9 +161,8 @@ def group_gemm_cases(rng: random.Random, count: int, seed: int) -> int:
             results = []
             for _ in range(2):
                 out = torch.full((sum(sizes), n), torch.nan, dtype=torch.float16, device=device)
-                sm12x_group_gemm.group_gemm(
-                    **inputs, tiles=(1, 128, 128, 128, True), out=out, out_dtype=None, tactic=tactic
-                )
+                options = {"out": out, "out_dtype": None, "tiles": [1, 128, 128, 128], "swap_ab": True}
+                sm12x_group_gemm.group_gemm(sm12x_group_gemm.GroupGemmCall(**inputs, **options, tactic=tactic))
                 results.append(out)
             check_within_bound(results[0], reference, bound, label)
             assert same_bits(*results), f"{label}: a second run differs"
@@ -261,7 +259,7 @@ def main(argv: list[str] | None = None) -> int:
         print("gpu_sweep needs a CUDA device")
         return 2
     device = torch.device("cuda", torch.cuda.current_device())
-    if not sm12x_dispatch.serves_cuda(device.index):
+    if not serves_cuda(device.index):
         print(f"{torch.cuda.get_device_name(device)} does not run this kernel family: set FLASHINFER_SM12X_MOE=1")
         return 2
     rng = random.Random(options.seed)

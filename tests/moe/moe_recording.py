@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A module that records launches in place of ``fused_moe_120``, and tensors without memory to call it with.
-
-Meta tensors have shapes, dtypes and no memory; told that this fork serves them, the CUDA path runs up to the launch.
-"""
+"""A backend that records launches in place of ``fused_moe_120``: a call runs up to them as on a GPU."""
 
 from __future__ import annotations
 
@@ -14,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 from flashinfer.autotuner import AutoTuner, autotuner
+from recording_backend import RecordingBackend
 
-from flashinfer.fused_moe import sm12x_dispatch, sm12x_operator, sm12x_signature_cache
 from flashinfer.jit.sm12x.instances import INSTANCES
+from flashinfer.sm12x import backend, tune
 from flashinfer.testing import MoECase, make_moe_inputs
 
 CASE = MoECase(6, 160, 96, 8, 3, 0)
@@ -36,6 +34,7 @@ class RecordingModule:
         self.registered: list[tuple[int, int]] = []
         self.sizes: list[tuple[int, ...]] = []
         self.few_sms = False  # the stream has fewer than the device
+        self.backend: Any = None
 
     def sm12x_moe_workspace_size(self, *sizes: int) -> int:
         self.sizes.append(sizes)
@@ -54,16 +53,13 @@ class RecordingModule:
 
 @contextlib.contextmanager
 def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordingModule]:
-    """Launches on meta tensors go to the module that is given; the autotuner and the remembered calls start empty."""
+    """Launches go to the module that is given, which ``.backend`` belongs to; the autotuner starts empty."""
     module = RecordingModule()
-    monkeypatch.setattr(sm12x_dispatch, "serves", lambda device: True)
-    monkeypatch.setattr(sm12x_dispatch, "moe_module", lambda: module)
-    monkeypatch.setattr(sm12x_dispatch, "has_block_scaled_mma", lambda index: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    module.backend = RecordingBackend(module)
+    monkeypatch.setattr(backend, "_active_virtual", [lambda _name: module.backend])
+    monkeypatch.setattr(tune, "_remembered", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(sm12x_operator, "_plans", {})
-    monkeypatch.setattr(sm12x_signature_cache, "_cache", {})
+    AutoTuner.get().clear_cache()
     yield module
     AutoTuner.get().clear_cache()
 
@@ -76,13 +72,6 @@ def logged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return lines
 
 
-def meta_arguments(mode: int = 0, **changes: Any) -> dict[str, Any]:
-    """Arguments of ``cutlass_fused_moe`` for :data:`CASE` with ``changes``, as meta tensors."""
-    inputs = make_moe_inputs(dataclasses.replace(CASE, mode=mode, **changes), 0)
-
-    def move(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return value.to("meta")
-        return [move(item) for item in value] if isinstance(value, list) else value
-
-    return {name: move(value) for name, value in inputs.arguments().items()}
+def layer_arguments(mode: int = 0, **changes: Any) -> dict[str, Any]:
+    """Arguments of ``cutlass_fused_moe`` for :data:`CASE` with ``changes``."""
+    return make_moe_inputs(dataclasses.replace(CASE, mode=mode, **changes), 0).arguments()

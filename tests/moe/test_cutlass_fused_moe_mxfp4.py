@@ -22,10 +22,9 @@ from moe_harness import (
 )
 
 import flashinfer
-from flashinfer.fused_moe import sm12x_dispatch
-from flashinfer.fused_moe.sm12x_launch import allowed_tactics
 from flashinfer.fused_moe.sm12x_validation import Mode
-from flashinfer.jit.sm12x.instances import INSTANCES
+from flashinfer.jit.sm12x.instances import SM12X
+from flashinfer.sm12x.devices import serves_cuda
 from flashinfer.sm12x_gpu_probe.mma import accumulation_on
 from flashinfer.testing import (
     MoECase,
@@ -45,7 +44,7 @@ def _tactics(case: MoECase, device: torch.device) -> list[list[int] | None]:
     if device.type == "cpu":
         return [None]
     sizes = case.num_tokens * case.top_k, case.hidden, case.inter
-    rows = [INSTANCES[tactic] for tactic in allowed_tactics(Mode(case.mode), block_scaled_mma=True)]
+    rows = [row for row in SM12X if row.activation == Mode(case.mode).activation]
     return [None, *([row.number] * 2 for row in rows if row.takes(*sizes))]
 
 
@@ -179,7 +178,7 @@ def test_a_layer_split_over_two_gpus(tokens: int) -> None:
     """Both ranks at once from one thread, whichever device is the current one; gpt-oss' H and I."""
     if torch.cuda.device_count() < 2:
         pytest.skip("one GPU")
-    if not all(sm12x_dispatch.serves_cuda(index) for index in range(2)):
+    if not all(serves_cuda(index) for index in range(2)):
         pytest.skip("these GPUs run the kernel family only with FLASHINFER_SM12X_MOE=1 and compute capability 9.0")
     first, second = (torch.device("cuda", index) for index in range(2))
     whole = make_moe_inputs(MoECase(tokens, 2880, 2880, 8, 4, 1, global_scales=False), 13, first)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import re
 from collections.abc import Callable
@@ -13,18 +12,20 @@ import numpy as np
 import pytest
 import torch
 from flashinfer.tllm_enums import SfLayout
-from moe_recording import CASE, WORKSPACE, RecordingModule, meta_arguments
+from moe_recording import WORKSPACE, RecordingModule, layer_arguments
 
 import flashinfer
 from flashinfer.fused_moe import cutlass_fused_moe, cutlass_fused_moe_workspace_size
+from flashinfer.fused_moe.sm12x_validation import MoECall, validate
 from flashinfer.gemm import group_gemm_mxfp4_nt_groupwise, sm12x_group_gemm
-from flashinfer.testing import make_group_gemm_inputs, make_moe_inputs
+from flashinfer.sm12x.operator import from_arguments
+from flashinfer.testing import make_group_gemm_inputs
 
 Arguments = dict[str, Any]
 
 
 def _elsewhere(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(tensor, device="cpu" if tensor.device.type == "meta" else "meta")
+    return torch.empty_like(tensor, device="meta")
 
 
 def _strided(tensor: torch.Tensor) -> torch.Tensor:
@@ -48,7 +49,7 @@ WRONG: dict[str, Callable[[torch.Tensor], Any]] = {
     "float32": lambda tensor: torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device),
     "sparse": _sparse,
     "one dimension more": lambda tensor: tensor[None],
-    "a row less": lambda tensor: tensor[1:],
+    "a row less": lambda tensor: tensor[1:].clone(),
 }
 # What a message says of the value.
 SAID = {
@@ -80,27 +81,25 @@ OPTIONAL = {
     "output", "workspace_buffer",
 }  # fmt: skip
 FLOAT32 = {"token_final_scales", "swiglu_alpha", "swiglu_beta", "swiglu_limit", "quant_scales[1]", "quant_scales[3]"}
-# Other weights on a CUDA device are upstream's to judge.
 NOT_MXFP4 = {"complex64", "float32"}
-PATHS = ("CPU", "CUDA", "CUDA, a repeated call")
+PATHS = ("CPU", "kernels")
 
 
-def _moe(path: str, mode: int = 0) -> Arguments:
-    if path == "CPU":
-        arguments = make_moe_inputs(dataclasses.replace(CASE, mode=mode), 0).arguments()
-    else:
-        arguments = meta_arguments(mode)
-    device = arguments["input"].device
-    arguments["output"] = torch.empty(6, 160, dtype=torch.bfloat16, device=device)
-    arguments["workspace_buffer"] = torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
-    if path == "CUDA, a repeated call":
-        cutlass_fused_moe(**arguments)
+def _moe(mode: int = 0) -> Arguments:
+    arguments = layer_arguments(mode)
+    arguments["output"] = torch.empty(6, 160, dtype=torch.bfloat16)
+    arguments["workspace_buffer"] = _aligned(WORKSPACE)
     return arguments
+
+
+def _aligned(size: int) -> torch.Tensor:
+    memory = torch.empty(size + 128, dtype=torch.uint8)
+    return memory[-memory.data_ptr() % 128 :][:size]
 
 
 @pytest.fixture(params=PATHS)
 def path(request: pytest.FixtureRequest) -> str:
-    """The CPU backend, or the path to a launch on CUDA, recorded on meta tensors."""
+    """The CPU backend, or the path to a launch, which is recorded."""
     if request.param != "CPU":
         request.getfixturevalue("module")
     return request.param
@@ -113,7 +112,7 @@ def test_tensors_of_the_moe_layer(path: str, name: str, wrong: str, request: pyt
         pytest.skip("that is right")
     if path == "CPU" and (name, wrong) == ("workspace_buffer", "a row less"):
         pytest.skip("the CPU needs no workspace")
-    arguments = _moe(path)
+    arguments = _moe()
     held = name.partition("[")[0]
     if held == name:
         arguments[name] = WRONG[wrong](arguments[name])
@@ -122,9 +121,8 @@ def test_tensors_of_the_moe_layer(path: str, name: str, wrong: str, request: pyt
         arguments[held] = list(arguments[held])
         arguments[held][position] = WRONG[wrong](arguments[held][position])
     if name == "fc1_expert_weights" and wrong in NOT_MXFP4:
-        if path == "CPU":
-            with pytest.raises(NotImplementedError, match=f"got weights of torch.{wrong}"):
-                cutlass_fused_moe(**arguments)
+        with pytest.raises(NotImplementedError, match=f"got weights of torch.{wrong}"):
+            cutlass_fused_moe(**arguments)
         return
     launches = [] if path == "CPU" else request.getfixturevalue("module").launches
     before = len(launches)
@@ -144,7 +142,7 @@ def test_tensors_of_the_moe_layer(path: str, name: str, wrong: str, request: pyt
     "name", ["tp_size", "tp_rank", "ep_size", "ep_rank", "cluster_size", "cluster_rank", "tune_max_num_tokens"]
 )
 def test_integers_of_the_moe_layer(path: str, name: str, bad: str, request: pytest.FixtureRequest) -> None:
-    arguments = _moe(path)
+    arguments = _moe()
     launches = [] if path == "CPU" else request.getfixturevalue("module").launches
     before = len(launches)
     if name.startswith("cluster"):  # one message for the two
@@ -158,7 +156,7 @@ def test_integers_of_the_moe_layer(path: str, name: str, bad: str, request: pyte
 @pytest.mark.parametrize("one", [True, np.int64(1)], ids=["True", "numpy"])
 @pytest.mark.parametrize("name", ["tp_size", "ep_size", "cluster_size", "tune_max_num_tokens"])
 def test_what_python_takes_as_an_index_is_an_integer(name: str, one: Any, module: RecordingModule) -> None:
-    arguments = meta_arguments(1)
+    arguments = layer_arguments(1)
     cutlass_fused_moe(**{**arguments, name: one})
     (launch,) = module.launches
     assert (launch["first_expert"], launch["num_experts_total"]) == (0, 8)
@@ -168,35 +166,44 @@ def test_what_python_takes_as_an_index_is_an_integer(name: str, one: Any, module
 @pytest.mark.parametrize("bad", [5, 2.5, torch.tensor(3)], ids=str)
 def test_profile_ids_that_are_no_sequence(path: str, bad: Any) -> None:
     with pytest.raises(TypeError, match=r"^profile_ids is .*; it must be \[fc1_tactic, fc2_tactic\]"):
-        cutlass_fused_moe(**_moe(path), profile_ids=bad)
+        cutlass_fused_moe(**_moe(), profile_ids=bad)
 
 
 @pytest.mark.parametrize("bad", [None, "bfloat16", np.float16, torch.float32], ids=str)
 def test_output_dtypes(path: str, bad: Any) -> None:
-    _check(lambda: cutlass_fused_moe(**{**_moe(path), "output_dtype": bad}), "output_dtype", "")
+    _check(lambda: cutlass_fused_moe(**{**_moe(), "output_dtype": bad}), "output_dtype", "")
 
 
 @pytest.mark.parametrize("bad", [None, 2.5, "scales", np.ones(4)], ids=["None", "float", "str", "numpy array"])
 def test_quant_scales_that_are_no_list(path: str, bad: Any) -> None:
-    _check(lambda: cutlass_fused_moe(**{**_moe(path), "quant_scales": bad}), "quant_scales", "")
+    _check(lambda: cutlass_fused_moe(**{**_moe(), "quant_scales": bad}), "quant_scales", "")
+
+
+def _on_meta(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to("meta")
+    return [_on_meta(item) for item in value] if isinstance(value, list) else value
 
 
 def test_a_layer_on_no_device_that_computes() -> None:
+    arguments = {name: _on_meta(value) for name, value in layer_arguments(0).items()}
     with pytest.raises(ValueError, match=r"^input is .* on meta; it must be on a CUDA device or the CPU"):
-        cutlass_fused_moe(**meta_arguments(0))
+        cutlass_fused_moe(**arguments)
 
 
-def test_more_pairs_than_the_kernels_count(module: RecordingModule) -> None:
-    arguments = meta_arguments(2)
+def test_more_pairs_than_the_kernels_count() -> None:
     rows = 2**31 // 6 + 1
-    arguments["input"] = torch.empty(rows, 160, dtype=torch.bfloat16, device="meta")
-    for name in ("token_selected_experts", "token_final_scales"):
-        arguments[name] = torch.empty(rows, 3, dtype=arguments[name].dtype, device="meta")
+    given = inspect.signature(cutlass_fused_moe).bind(**layer_arguments(2))
+    given.apply_defaults()
+    call = from_arguments(MoECall, {name: _on_meta(value) for name, value in given.arguments.items()}, moe_mode=2)
+    call = call._replace(
+        input=torch.empty(rows, 160, dtype=torch.bfloat16, device="meta"),
+        token_selected_experts=torch.empty(rows, 3, dtype=torch.int32, device="meta"),
+    )
     with pytest.raises(
         ValueError, match=rf"^num_tokens \(input.shape\[0\]\) is {rows}; with top_k 3 it must be at most"
     ):
-        cutlass_fused_moe(**arguments)
-    assert module.launches == []
+        validate(call)
 
 
 # --- cutlass_fused_moe_workspace_size ---------------------------------------------------------------------------------
@@ -237,15 +244,12 @@ def _gemm() -> Arguments:
     return {**inputs, "out": torch.empty(8, 64, dtype=torch.bfloat16)}
 
 
-@pytest.mark.parametrize("known", [False, True], ids=["new", "known"])
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("name", ["a", "b", "a_scale", "b_scale", "m_indptr", "out"])
-def test_tensors_of_the_grouped_gemm(name: str, wrong: str, known: bool) -> None:
+def test_tensors_of_the_grouped_gemm(name: str, wrong: str) -> None:
     if (name, wrong) == ("out", "None"):
         pytest.skip("that is right")
     arguments = _gemm()
-    if known:
-        group_gemm_mxfp4_nt_groupwise(**arguments)
     arguments[name] = WRONG[wrong](arguments[name])
     named = r"\w+" if wrong in ("a row less", "one dimension more") else name
     if (name, wrong) == ("out", "float32") or (name, wrong) == ("out", "complex64"):
@@ -271,18 +275,23 @@ def test_rows_of_the_grouped_gemm_fit_int32(groups: int, rows: int, fits: bool) 
     def empty(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    operands = (
+    call = sm12x_group_gemm.GroupGemmCall(
+        None,
         empty(rows, 32, dtype=torch.float8_e4m3fn),
         empty(groups, 8, 16),
         empty(sm12x_group_gemm.scale_rows(rows, groups), 4),
         empty(groups, 128, 4),
         empty(groups + 1, dtype=torch.int32),
+        None,
+        [1, 128, 128, 128],
+        True,
+        None,
     )
     if fits:
-        assert sm12x_group_gemm.validate(*operands, (1, 128, 128, 128, True), None, None).cum_m == rows
+        assert sm12x_group_gemm.validate(call).cum_m == rows
         return
     with pytest.raises(ValueError, match=rf"^cum_m \(a.shape\[0\]\) is {rows}; it must be an integer in \[0, "):
-        sm12x_group_gemm.validate(*operands, (1, 128, 128, 128, True), None, None)
+        sm12x_group_gemm.validate(call)
 
 
 # --- quantization on the CPU ------------------------------------------------------------------------------------------

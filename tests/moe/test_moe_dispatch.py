@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a call goes and what reaches the kernel module: with a recording module and meta tensors."""
+"""Where a call goes and what reaches the kernel module: with a backend that records."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 from flashinfer.tllm_enums import ActivationType
-from moe_recording import CASE, WORKSPACE, RecordingModule, meta_arguments
+from moe_recording import CASE, WORKSPACE, RecordingModule, layer_arguments
 
 import flashinfer
-from flashinfer.fused_moe import core, sm12x_dispatch, sm12x_operator, sm12x_planner
-from flashinfer.fused_moe.sm12x_launch import allowed_tactics, computes_layer, resolved_pair
-from flashinfer.fused_moe.sm12x_validation import Mode
+from flashinfer.fused_moe import core, sm12x_operator, sm12x_planner
+from flashinfer.fused_moe.sm12x_planner import computes_layer, resolved_pair
 from flashinfer.jit.sm12x.instances import INSTANCES, SM12X, index_of, tactic
+from flashinfer.sm12x import devices
 from flashinfer.testing import make_moe_inputs
 
 
@@ -44,7 +44,7 @@ def test_one_function_under_all_names() -> None:
 
 @pytest.mark.parametrize("mode", [0, 1, 2])
 def test_launch_gets_what_the_binding_declares(mode: int, module: RecordingModule) -> None:
-    arguments = meta_arguments(mode)
+    arguments = layer_arguments(mode)
     for name in ("fc1_expert_weights", "fc2_expert_weights"):
         arguments[name] = arguments[name].view(torch.int64)
     arguments["quant_scales"] = [s.view(torch.int32) if s.ndim == 3 else s for s in arguments["quant_scales"]]
@@ -82,9 +82,10 @@ def test_launch_gets_what_the_binding_declares(mode: int, module: RecordingModul
 
 
 def test_options_reach_the_launch(module: RecordingModule) -> None:
-    arguments = meta_arguments(0, swizzled_input_sf=False, ep_size=2, ep_rank=1)
-    output = torch.empty(6, 160, dtype=torch.bfloat16, device="meta")
-    workspace = torch.empty(WORKSPACE, dtype=torch.int8, device="meta")
+    arguments = layer_arguments(0, swizzled_input_sf=False, ep_size=2, ep_rank=1)
+    output = torch.empty(6, 160, dtype=torch.bfloat16)
+    workspace = torch.empty(WORKSPACE + 128, dtype=torch.int8)
+    workspace = workspace[-workspace.data_ptr() % 128 :][:WORKSPACE]
     result = flashinfer.cutlass_fused_moe(**arguments, output=output, workspace_buffer=workspace, enable_pdl=True)
     (launch,) = module.launches
     assert result is output is launch["output"]
@@ -96,7 +97,7 @@ def test_options_reach_the_launch(module: RecordingModule) -> None:
 
 def test_absent_routing_weights_reach_the_kernels_as_such(module: RecordingModule) -> None:
     # Not as a tensor of ones: filled at first use, it would be filled by a graph that is being captured, at its replay.
-    flashinfer.cutlass_fused_moe(**{**meta_arguments(1), "token_final_scales": None})
+    flashinfer.cutlass_fused_moe(**{**layer_arguments(1), "token_final_scales": None})
     assert module.launches[0]["final_scales"] is None
 
 
@@ -106,7 +107,7 @@ def test_a_stream_with_fewer_sms_gets_a_pair_of_gemms(mode: int, module: Recordi
     pair = sm12x_planner.plan_moe(6, 3, 8, 160, 96, mode, all_sms=False)
     assert computes_layer(streamed[0])
     assert not computes_layer(pair[0])
-    arguments = meta_arguments(mode)
+    arguments = layer_arguments(mode)
     for few_sms in (False, True, True, False):  # the streams of one process differ
         module.few_sms = few_sms
         flashinfer.cutlass_fused_moe(**arguments)
@@ -120,70 +121,44 @@ def test_a_stream_with_fewer_sms_gets_a_pair_of_gemms(mode: int, module: Recordi
 
 
 def test_no_tokens_launch_nothing(module: RecordingModule) -> None:
-    arguments = meta_arguments(1, num_tokens=0)
+    arguments = layer_arguments(1, num_tokens=0)
     assert flashinfer.cutlass_fused_moe(**arguments).shape == (0, 160)
     assert module.launches == []
 
 
-def test_profile_ids_force_tactics_and_build_the_missing(
-    module: RecordingModule, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    built: list[int] = []
-    monkeypatch.setattr(sm12x_dispatch, "ensure_instance", built.append)
-    first, *_, last = [t for t in allowed_tactics(Mode.MXFP8_INPUT, True) if not computes_layer(t)]
+def test_profile_ids_force_tactics(module: RecordingModule) -> None:
+    first, *_, last = [row.index for row in SM12X if row.activation == "mxfp8" and not row.streamed]
     default = sm12x_planner.plan_moe(6, 3, 8, 160, 96, 0, True)
-    flashinfer.cutlass_fused_moe(**meta_arguments(0), profile_ids=numbers([first, last]))
-    flashinfer.cutlass_fused_moe(**meta_arguments(0), profile_ids=numbers([-1, last]))
+    flashinfer.cutlass_fused_moe(**layer_arguments(0), profile_ids=numbers([first, last]))
+    flashinfer.cutlass_fused_moe(**layer_arguments(0), profile_ids=numbers([-1, last]))
     tactics = [(launch["tactic_fc1"], launch["tactic_fc2"]) for launch in module.launches]
     assert tactics == [(first, last), resolved_pair([-1, last], default)]
-    assert {first, last} <= set(built)
 
 
-def test_tactics_of_different_operands_are_refused(module: RecordingModule, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sm12x_dispatch, "ensure_instance", lambda tactic: None)
+def test_tactics_of_different_operands_are_refused(module: RecordingModule) -> None:
     as_bf16, native = tactic("mxfp8_as_bf16_m32_k128"), tactic("mxfp8_m32_k256")
     place = index_of("mxfp8_as_bf16_m32_k128")
     names = ", ".join(f"{row.number} ({row.name})" for row in SM12X if row.activation == "mxfp8")
     with pytest.raises(ValueError, match=re.escape(f"in mode MXFP8_INPUT, one of {names}") + "$"):
-        flashinfer.cutlass_fused_moe(**meta_arguments(0), profile_ids=[as_bf16, as_bf16])
-    monkeypatch.setattr(sm12x_dispatch, "has_block_scaled_mma", lambda index: False)
-    flashinfer.cutlass_fused_moe(**meta_arguments(0), profile_ids=[as_bf16, -1])
+        flashinfer.cutlass_fused_moe(**layer_arguments(0), profile_ids=[as_bf16, as_bf16])
+    module.backend.block_scaled_mma, module.backend.tactics = False, INSTANCES
+    flashinfer.cutlass_fused_moe(**layer_arguments(0), profile_ids=[as_bf16, -1])
     assert (module.launches[-1]["tactic_fc1"], module.launches[-1]["tactic_fc2"]) == (place, place)
+    assert module.sizes[-1][-1] is True, "room for bfloat16"
     for profile_ids in ([as_bf16, native], [native, as_bf16]):
         with pytest.raises(
             ValueError, match=r"must keep activations in the same type, but these are mxfp8_.* and mxfp8_"
         ):
-            flashinfer.cutlass_fused_moe(**meta_arguments(0), profile_ids=profile_ids)
+            flashinfer.cutlass_fused_moe(**layer_arguments(0), profile_ids=profile_ids)
     assert len(module.launches) == 1
 
 
-def test_instance_outside_sm12xs_table_is_built_and_registered_once(
-    module: RecordingModule, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_instance_outside_sm12xs_table_is_built_and_registered_once(module: RecordingModule) -> None:
     extra = next(row.index for row in INSTANCES if row not in SM12X)
-    asked: list[int] = []
-
-    class Spec:
-        def __init__(self, tactic: int) -> None:
-            asked.append(tactic)
-
-        def build_and_load(self) -> Any:
-            return self
-
-        def sm12x_instance_address(self) -> int:
-            return 4711
-
-    import flashinfer.jit.fused_moe as generators
-
-    monkeypatch.setattr(generators, "gen_cutlass_fused_moe_sm120_instance_module", Spec)
-    sm12x_dispatch.ensure_instance.cache_clear()
-    try:
-        for _ in range(2):
-            sm12x_dispatch.ensure_instance(extra)
-            sm12x_dispatch.ensure_instance(0)
-    finally:
-        sm12x_dispatch.ensure_instance.cache_clear()
-    assert asked == [extra]
+    for _ in range(2):
+        sm12x_operator.ensure_instance(module.backend, extra)
+        sm12x_operator.ensure_instance(module.backend, 0)
+    assert module.backend.built == [extra]
     assert module.registered == [(extra, 4711)]
 
 
@@ -202,45 +177,45 @@ def test_instance_outside_sm12xs_table_is_built_and_registered_once(
 def test_switch_and_capability_choose_the_backend(
     capability: tuple[int, int], switch: str | None, served: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sm12x_dispatch, "_capability", lambda index: capability)
+    monkeypatch.setattr(devices, "_capability", lambda index: capability)
     if switch is None:
         monkeypatch.delenv("FLASHINFER_SM12X_MOE", raising=False)
     else:
         monkeypatch.setenv("FLASHINFER_SM12X_MOE", switch)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert sm12x_dispatch.serves(torch.device("cuda", 0)) is served
-    assert sm12x_dispatch.serves(torch.device("cpu"))
-    assert not sm12x_dispatch.serves(torch.device("meta"))
+        assert devices.serves(torch.device("cuda", 0)) is served
+    assert devices.serves(torch.device("cpu"))
+    assert not devices.serves(torch.device("meta"))
 
 
 def test_opting_in_where_there_are_no_kernels_warns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sm12x_dispatch, "_capability", lambda index: (10, 3))
+    monkeypatch.setattr(devices, "_capability", lambda index: (10, 3))
     monkeypatch.setenv("FLASHINFER_SM12X_MOE", "1")
-    sm12x_dispatch._serves.cache_clear()
+    devices._serves.cache_clear()
     with pytest.warns(UserWarning, match=r"no kernels for compute capability 10\.3"):
-        assert not sm12x_dispatch.serves_cuda(0)
+        assert not devices.serves_cuda(0)
 
 
 @pytest.mark.parametrize("name", ["FLASHINFER_SM12X_MOE", "FLASHINFER_SM12X_CHECK"])
 def test_switch_with_another_value_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sm12x_dispatch, "_capability", lambda index: (12, 1))
+    monkeypatch.setattr(devices, "_capability", lambda index: (12, 1))
     monkeypatch.setenv(name, "yes")
-    read = sm12x_dispatch.checks_values if name.endswith("CHECK") else lambda: sm12x_dispatch.serves_cuda(0)
+    read = devices.checks_values if name.endswith("CHECK") else devices.serves
     with pytest.raises(ValueError, match=f"^{name} is 'yes'; it may be 0, 1 or unset"):
-        read()
+        read(torch.device("cuda", 0))
 
 
 def test_value_check_follows_its_switch_and_not_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = torch.device("cuda", 0)
     capturing = False
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    assert not sm12x_operator._reads_values(cuda)
+    assert not devices.checks_values(cuda)
     monkeypatch.setenv("FLASHINFER_SM12X_CHECK", "1")
-    assert sm12x_operator._reads_values(cuda)
+    assert devices.checks_values(cuda)
     capturing = True
-    assert not sm12x_operator._reads_values(cuda)
-    assert sm12x_operator._reads_values(torch.device("cpu"))
+    assert not devices.checks_values(cuda)
+    assert devices.checks_values(torch.device("cpu"))
 
 
 def test_other_kinds_go_to_upstream_with_every_argument(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,10 +272,14 @@ RUNNER_OPTIONS = {
         (2, {"x_dtype": torch.bfloat16, "use_mxfp8_act_scaling": False, "use_w4_group_scaling": True}),
     ],
 )
-def test_unified_layer_tunes_this_forks_tactics(mode: int, options: dict[str, Any], module: RecordingModule) -> None:
+def test_unified_layer_tunes_this_forks_tactics(
+    mode: int, options: dict[str, Any], module: RecordingModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """``MoELayer`` ranks both GEMMs' tactics with the inner runner and passes the pair on as ``profile_ids``."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(devices, "serves", lambda device: True)
     runner = core.get_cutlass_fused_moe_module("121").MoERunner(**{**RUNNER_OPTIONS, **options})
-    arguments = meta_arguments(mode)
+    arguments = layer_arguments(mode)
     weights = [arguments[name].view(torch.int64) for name in ("fc1_expert_weights", "fc2_expert_weights")]
     inputs = [arguments["input"], weights[0], None, weights[1], None]
     for stage in (1, 2):

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from flashinfer.autotuner import AutoTuner, autotune
-from moe_recording import RecordingModule, logged, meta_arguments
+from moe_recording import RecordingModule, layer_arguments, logged
 
 import flashinfer
-from flashinfer.fused_moe import sm12x_autotuner, sm12x_dispatch, sm12x_launch
-from flashinfer.fused_moe.sm12x_launch import allowed_tactics, computes_layer, resolved_pair, wanted_tactics
+from flashinfer.fused_moe import sm12x_autotuner, sm12x_planner
+from flashinfer.fused_moe.sm12x_planner import computes_layer, resolved_pair, wanted_tactics
 from flashinfer.fused_moe.sm12x_validation import Mode
 from flashinfer.jit.sm12x import instances
 from flashinfer.jit.sm12x.instances import HOPPER, INSTANCES, SM12X
@@ -55,7 +55,7 @@ def profiler(monkeypatch: pytest.MonkeyPatch, module: RecordingModule) -> Profil
 def caller(
     module: RecordingModule, mode: int = 0, num_tokens: int = MOST_TOKENS, **options: Any
 ) -> Callable[[], tuple[int, int]]:
-    arguments = meta_arguments(mode, num_tokens=num_tokens)
+    arguments = layer_arguments(mode, num_tokens=num_tokens)
 
     def tactics() -> tuple[int, int]:
         flashinfer.cutlass_fused_moe(**arguments, tune_max_num_tokens=MOST_TOKENS, **options)
@@ -65,7 +65,8 @@ def caller(
 
 
 def offered(mode: int, gemm: int = 1) -> list[int]:
-    return [tactic for tactic in allowed_tactics(Mode(mode), True) if gemm == 1 or not computes_layer(tactic)]
+    rows = [row.index for row in SM12X if row.activation == Mode(mode).activation]
+    return [tactic for tactic in rows if gemm == 1 or not computes_layer(tactic)]
 
 
 def two_others(mode: int, default: tuple[int, int]) -> tuple[int, int]:
@@ -112,18 +113,14 @@ def test_a_tactic_that_does_not_take_the_layer_is_not_timed(
     assert set(offered(0)) - {too_large} <= asked
 
 
-def test_a_device_without_block_scales_times_what_was_made_for_it(
-    module: RecordingModule, profiler: Profiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_without_block_scales_times_what_was_made_for_it(module: RecordingModule, profiler: Profiler) -> None:
     """Hopper's table, whose own rows are built for it."""
-    built: set[int] = set()
-    monkeypatch.setattr(sm12x_dispatch, "has_block_scaled_mma", lambda index: False)
-    monkeypatch.setattr(sm12x_dispatch, "ensure_instance", built.add)
+    module.backend.block_scaled_mma, module.backend.tactics = False, INSTANCES
     with autotune(True):
         caller(module)()
     asked = {tactic for which, tactic, _ in profiler.asked if which == 1}
     assert asked - {-1} == {row.index for row in HOPPER if row.activation == "mxfp8"}
-    assert {tactic for tactic in asked - {-1} if INSTANCES[tactic] not in SM12X} <= built
+    assert {tactic for tactic in asked - {-1} if INSTANCES[tactic] not in SM12X} <= set(module.backend.built)
 
 
 def test_profiles_launch_the_tactic_they_time(module: RecordingModule, profiler: Profiler) -> None:
@@ -167,7 +164,7 @@ def test_another_layer_does_not_get_this_ones_tactics(
     profiler.times = {(1, wanted[0]): 0.5, (2, wanted[1]): 0.25}
     with autotune(True):
         assert tactics() == wanted
-    other = meta_arguments(0, **changes)
+    other = layer_arguments(0, **changes)
     AutoTuner.get().clear_cache()
     flashinfer.cutlass_fused_moe(**other)
     default = module.launches[-1]["tactic_fc1"], module.launches[-1]["tactic_fc2"]
@@ -217,7 +214,7 @@ def test_profile_ids_win_over_what_was_tuned(module: RecordingModule, profiler: 
 def whole(monkeypatch: pytest.MonkeyPatch) -> int:
     """A tactic of W4A8 that is made to compute the whole layer, alone."""
     tactic = offered(0, 2)[-1]
-    for place in (sm12x_launch, sm12x_autotuner):
+    for place in (sm12x_planner, sm12x_autotuner):
         monkeypatch.setattr(place, "computes_layer", lambda index: index == tactic)
     return tactic
 

@@ -16,13 +16,14 @@ import moe_recording
 import pytest
 import torch
 from flashinfer.autotuner import AutoTuner, autotune
-from moe_recording import WORKSPACE, RecordingModule, meta_arguments
+from moe_recording import WORKSPACE, RecordingModule, layer_arguments
 
 import flashinfer
-from flashinfer.fused_moe import sm12x_autotuner, sm12x_dispatch, sm12x_launch, sm12x_operator, sm12x_signature_cache
+from flashinfer.fused_moe import sm12x_autotuner, sm12x_operator, sm12x_planner
 from flashinfer.gemm import sm12x_group_gemm
 from flashinfer.jit.sm12x import instances
 from flashinfer.jit.sm12x.instances import GEMM_INSTANCES, INSTANCES, SM12X
+from flashinfer.sm12x import devices, tune
 from flashinfer.testing import make_group_gemm_inputs
 
 BEST = "mxfp8_m128_k128"  # what the profiler finds fastest; no planner's choice for the sizes below
@@ -62,11 +63,9 @@ def restart(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Another process begins: nothing is left but files."""
 
     def forget() -> None:
-        for place in (sm12x_operator, sm12x_group_gemm):
-            monkeypatch.setattr(place, "_plans", {})
-        monkeypatch.setattr(sm12x_signature_cache, "_cache", {})
-        sm12x_launch.allowed_tactics.cache_clear()
-        sm12x_autotuner._warn_of_numbers.cache_clear()
+        sm12x_operator.default_tactics.cache_clear()
+        tune._remembered.clear()
+        tune._warn_of_numbers.cache_clear()
         AutoTuner.get().clear_cache()
 
     return forget
@@ -85,7 +84,7 @@ def call(
         restart()
 
         def layer(kind: int = 0) -> int:
-            flashinfer.cutlass_fused_moe(**meta_arguments(**KINDS["MoE"][kind]), tune_max_num_tokens=8)
+            flashinfer.cutlass_fused_moe(**layer_arguments(**KINDS["MoE"][kind]), tune_max_num_tokens=8)
             return int(module.launches[-1]["tactic_fc1"])
 
         return layer
@@ -99,15 +98,13 @@ def call(
         def sm12x_group_gemm_run(self, *given: Any) -> None:
             launched.append(given[7])
 
-    monkeypatch.setattr(sm12x_dispatch, "group_gemm_module", Recorder)
-    monkeypatch.setattr(sm12x_group_gemm, "device_support_pdl", lambda device: True)
+    module.backend.recorded = Recorder()
     restart()
 
     def gemm(kind: int = 0) -> int:
         dtype, out_dtype = KINDS["grouped GEMM"][kind]
         made = make_group_gemm_inputs([3, 5], 64, 96, 0, dtype=dtype)
-        operands = {name: tensor.to("meta") for name, tensor in made.items()}
-        sm12x_group_gemm.group_gemm(**operands, tiles=(1, 128, 128, 128, True), out=None, out_dtype=out_dtype)
+        flashinfer.gemm.group_gemm_mxfp4_nt_groupwise(**made, out_dtype=out_dtype)
         return launched[-1]
 
     return gemm
@@ -117,7 +114,7 @@ def renumber(monkeypatch: pytest.MonkeyPatch, tables: dict[str, tuple[instances.
     """Replace the tables everywhere; the places of the rows' names."""
     numbers = {row.name: number for number, row in enumerate(tables["INSTANCES"])}
     monkeypatch.setattr(instances, "_PLACES", numbers)
-    for place in (instances, sm12x_launch, sm12x_autotuner, sm12x_dispatch, sm12x_group_gemm, moe_recording):
+    for place in (instances, sm12x_planner, sm12x_autotuner, sm12x_operator, sm12x_group_gemm, moe_recording):
         for name in tables.keys() & vars(place).keys():
             monkeypatch.setattr(place, name, tables[name])
     return numbers
@@ -223,10 +220,7 @@ def test_a_gpus_tactics_are_not_those_of_another(
     best, cache = instances.index_of(BEST), str(tmp_path / "tactics.json")
 
     def on(name: str) -> int:
-        monkeypatch.setattr(sm12x_dispatch, "gpu_name", lambda device: name)
-        for place in (sm12x_operator, sm12x_group_gemm):  # a plan is of a device
-            monkeypatch.setattr(place, "_plans", {})
-        monkeypatch.setattr(sm12x_signature_cache, "_cache", {})
+        monkeypatch.setattr(devices, "gpu_name", lambda device: name)
         return call()
 
     with autotune(True, cache=cache):

@@ -7,13 +7,33 @@ import dataclasses
 
 import torch
 
+from flashinfer.gemm import sm12x_group_gemm
 from flashinfer.gemm.sm12x_group_gemm import GroupGemmProblem, scale_rows
-from flashinfer.testing import quantize_mxfp4, quantize_mxfp8, swizzle_scales, virtual_operators
+from flashinfer.testing import quantize_mxfp4, quantize_mxfp8, swizzle_scales
 from flashinfer.testing.virtual_device import VirtualDevice
 
 
+def run_group_gemm(
+    device: VirtualDevice,
+    problem: GroupGemmProblem,
+    out: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    m_indptr: torch.Tensor,
+    tactic: int | None = None,
+) -> None:
+    """The kernels alone, into ``out``; nothing is validated."""
+    call = sm12x_group_gemm.GroupGemmCall(
+        out, a, b, a_scale, b_scale, m_indptr, problem.out_dtype, [1, 128, 128, 128], True, None
+    )
+    planned = sm12x_group_gemm.planned_tactic(device, problem)
+    sm12x_group_gemm.launch(device, call, planned if tactic is None else tactic)
+
+
 @dataclasses.dataclass
-class GroupGemmCall:
+class CpuGroupGemm:
     """Arguments of a grouped GEMM on the CPU."""
 
     problem: GroupGemmProblem
@@ -26,11 +46,11 @@ class GroupGemmCall:
     def run(self, device: VirtualDevice, tactic: int | None = None) -> torch.Tensor:
         out = torch.full((self.problem.cum_m, self.problem.n), float("nan"), dtype=torch.bfloat16)
         operands = (self.a, self.b, self.a_scale, self.b_scale, self.m_indptr)
-        virtual_operators.run_group_gemm(device, self.problem, out, *operands, tactic)
+        run_group_gemm(device, self.problem, out, *operands, tactic)
         return out
 
 
-def make_group_gemm(rows: list[int], n: int, k: int, seed: int) -> GroupGemmCall:
+def make_group_gemm(rows: list[int], n: int, k: int, seed: int) -> CpuGroupGemm:
     print("seed", seed)
     generator = torch.Generator().manual_seed(seed)
     total, groups = sum(rows), len(rows)
@@ -43,4 +63,4 @@ def make_group_gemm(rows: list[int], n: int, k: int, seed: int) -> GroupGemmCall
         offset = (first + 127 * group) // 128 * 128
         a_scale[offset : offset + len(swizzled)] = swizzled
     problem = GroupGemmProblem(total, groups, n, k, torch.bfloat16)
-    return GroupGemmCall(problem, a, b.view(torch.uint8), a_scale, swizzle_scales(b_linear), ends)
+    return CpuGroupGemm(problem, a, b.view(torch.uint8), a_scale, swizzle_scales(b_linear), ends)

@@ -17,9 +17,10 @@ from typing import Any
 
 import pytest
 import torch
+import virtual_moe
+from group_gemm_inputs import run_group_gemm
 from virtual_moe import run_moe
 
-from flashinfer.fused_moe import sm12x_launch
 from flashinfer.fused_moe.sm12x_planner import choose
 from flashinfer.gemm.sm12x_group_gemm import GroupGemmProblem
 from flashinfer.jit.sm12x.instances import (
@@ -40,7 +41,6 @@ from flashinfer.testing import (
     make_group_gemm_inputs,
     make_moe_inputs,
     moe_reference,
-    virtual_operators,
 )
 from flashinfer.testing.moe_inputs import group_gemm_inputs_with_not_numbers, moe_inputs_with_not_numbers
 from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
@@ -293,7 +293,7 @@ def test_a_grouped_gemm_instance(device, instance, activation):
     call = make_group_gemm_inputs(rows, n, k, seed, dtype=activation)
     out = torch.full((sum(rows), n), float("nan"), dtype=torch.bfloat16)
     problem = GroupGemmProblem(sum(rows), len(rows), n, k, out.dtype)
-    virtual_operators.run_group_gemm(
+    run_group_gemm(
         device, problem, out, call["a"], call["b"], call["a_scale"], call["b_scale"], call["m_indptr"], instance.index
     )
     used = check_within_bound(
@@ -316,7 +316,7 @@ def test_what_is_no_number_stays_in_its_row_or_column(device, activation):
         out = torch.full((14, 136), float("nan"), dtype=torch.bfloat16)
         problem = GroupGemmProblem(14, 3, 136, 160, out.dtype)
         operands = (call[name] for name in ("a", "b", "a_scale", "b_scale", "m_indptr"))
-        virtual_operators.run_group_gemm(device, problem, out, *operands, GEMM_INSTANCES[0].index)
+        run_group_gemm(device, problem, out, *operands, GEMM_INSTANCES[0].index)
         reference, bound = group_gemm_reference(**call, accumulation=TENSOR_CORE)
         check_within_bound(out, reference, bound, what)
         assert what == "numbers" or reference.isnan().any() or reference.isinf().any()
@@ -471,7 +471,7 @@ def test_what_is_no_number_stays_where_it_is(device, instance, mode, swizzled):
 
 def test_the_launcher_refuses_tactics_that_make_no_layer(device, monkeypatch):
     """Python refuses them before; the launcher for itself, since it would write where nobody reads."""
-    monkeypatch.setattr(sm12x_launch, "resolved_pair", lambda wanted, default: tuple(wanted))
+    monkeypatch.setattr(virtual_moe, "resolved_pair", lambda wanted, default: tuple(wanted))
     streamed = next(row.index for row in STREAMED if row.activation == "mxfp8")
     inputs = make_moe_inputs(MoECase(2, 160, 96, 4, 2, 0), 651)
     for tactics, message in (
@@ -491,7 +491,7 @@ def test_activations_beyond_32_bits_of_pieces_are_refused(device):
     out = torch.zeros((1, n), dtype=torch.bfloat16).expand(rows, n)
     problem = GroupGemmProblem(rows, 1, n, k, out.dtype)
     with pytest.raises(Exception, match="activations of 64 GiB and more"):
-        virtual_operators.run_group_gemm(
+        run_group_gemm(
             device,
             problem,
             out,

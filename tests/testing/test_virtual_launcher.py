@@ -18,17 +18,17 @@ from typing import Any
 
 import pytest
 import torch
-from virtual_moe import arguments_of, run_moe
+from group_gemm_inputs import run_group_gemm
+from virtual_moe import arguments_of, register_instance, run_moe
 
 from flashinfer._layer import fork_root
-from flashinfer.fused_moe.sm12x_launch import allowed_tactics, computes_layer
 from flashinfer.fused_moe.sm12x_validation import Mode
 from flashinfer.gemm import dense_mx
 from flashinfer.gemm.sm12x_group_gemm import GroupGemmProblem, group_gemm, scale_rows
 from flashinfer.jit import fused_moe
 from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm120_module
 from flashinfer.jit.sm12x import modules
-from flashinfer.jit.sm12x.instances import GEMM_INSTANCES, MAX_EXPERTS, index_of
+from flashinfer.jit.sm12x.instances import GEMM_INSTANCES, INSTANCES, MAX_EXPERTS, index_of
 from flashinfer.testing import (
     TENSOR_CORE,
     DenseCase,
@@ -40,7 +40,6 @@ from flashinfer.testing import (
     make_group_gemm_inputs,
     make_moe_inputs,
     moe_reference,
-    virtual_operators,
 )
 from flashinfer.testing.row_top_k_reference import largest_of_rows
 from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
@@ -217,7 +216,7 @@ def test_rows_of_a_grouped_gemm_beyond_31_bits(device: VirtualDevice) -> None:
     m_indptr = torch.tensor([far, far + rows], dtype=torch.int32)
     problem, tokens = GroupGemmProblem(far + rows, 1, n, k, out.dtype), a.view(torch.float8_e4m3fn)
     operands = tokens, near["b"], a_scale, near["b_scale"], m_indptr
-    virtual_operators.run_group_gemm(device, problem, out, *operands, GEMM_INSTANCES[0].index)
+    run_group_gemm(device, problem, out, *operands, GEMM_INSTANCES[0].index)
     check_within_bound(out[far:], *group_gemm_reference(**near, accumulation=TENSOR_CORE), "far rows")
 
 
@@ -236,9 +235,7 @@ def test_scales_of_a_grouped_gemm_beyond_31_bits(device: VirtualDevice) -> None:
     a_scale[127 * (MAX_EXPERTS - 1) // 128 * 128 :][:128] = near["a_scale"]
     out = torch.full((rows, n), torch.nan, dtype=torch.bfloat16)
     problem = GroupGemmProblem(rows, MAX_EXPERTS, n, k, out.dtype)
-    virtual_operators.run_group_gemm(
-        device, problem, out, near["a"], b, a_scale, b_scale, ends, GEMM_INSTANCES[0].index
-    )
+    run_group_gemm(device, problem, out, near["a"], b, a_scale, b_scale, ends, GEMM_INSTANCES[0].index)
     for columns in (slice(128), slice(n - 128, n)):
         part = {**near, "b": near["b"][:, columns], "b_scale": near["b_scale"][:, columns]}
         reference, bound = group_gemm_reference(**part, accumulation=TENSOR_CORE)
@@ -259,7 +256,7 @@ def run_far_layer(
     """A layer by a pair of GEMMs, in a workspace that takes memory only where something is written."""
     module = with_changes(device, gen_cutlass_fused_moe_sm120_module, changes)
     pair = index_of("bf16_m8_k128" if mode == 2 else "mxfp8_m8_k128")
-    virtual_operators._register_instance(device, module, pair)
+    register_instance(device, module, pair)
     tokens, top_k = arguments[3].shape
     sizes = tokens, arguments[0].shape[1], arguments[9].shape[2] * 2, experts, top_k, mode, False
     workspace = sparse(module.sm12x_moe_workspace_size(*sizes))
@@ -404,7 +401,7 @@ def test_a_workspace_that_lacks_a_byte_is_refused(
 @pytest.mark.parametrize("mode", list(Mode))
 @pytest.mark.parametrize("streamed", [True, False], ids=["streamed", "pair"])
 def test_absent_routing_weights_count_one(device: VirtualDevice, mode: Mode, streamed: bool) -> None:
-    tactic = next(t for t in allowed_tactics(mode) if computes_layer(t) == streamed)
+    tactic = next(row.index for row in INSTANCES if row.activation == mode.activation and row.streamed == streamed)
     case = MoECase(num_tokens=5, hidden=128, inter=96, num_experts=4, top_k=2, mode=int(mode))
     inputs = make_moe_inputs(case, seed=3)
     inputs.token_final_scales = torch.ones_like(inputs.token_final_scales)
@@ -417,7 +414,7 @@ def test_absent_routing_weights_count_one(device: VirtualDevice, mode: Mode, str
 def test_threads_with_layers_of_different_sizes_do_not_take_each_others_shared_memory(device: VirtualDevice) -> None:
     """Each launch of a streamed layer asks for shared memory by the layer's sizes; the grant is the kernel's."""
     module = device.module(gen_cutlass_fused_moe_sm120_module)
-    tactic = next(t for t in allowed_tactics(Mode.W4A16) if computes_layer(t))
+    tactic = next(row.index for row in INSTANCES if row.activation == "bf16" and row.streamed)
     seed = random.randrange(1 << 16)
     print("seed", seed)
     failures: list[BaseException] = []

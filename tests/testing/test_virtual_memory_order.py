@@ -12,16 +12,16 @@ from itertools import pairwise
 
 import pytest
 import torch
+from group_gemm_inputs import run_group_gemm as launch_group_gemm
 from virtual_moe import arguments_of, run_moe
 
 from flashinfer.decode import decode_attention
 from flashinfer.fused_moe import router_top_k
-from flashinfer.fused_moe.sm12x_launch import allowed_tactics, computes_layer
 from flashinfer.fused_moe.sm12x_validation import Mode
 from flashinfer.gemm import dense_mx, dense_mx_top_k
 from flashinfer.gemm.sm12x_group_gemm import GroupGemmProblem
 from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm120_module
-from flashinfer.jit.sm12x.instances import GEMM_INSTANCES
+from flashinfer.jit.sm12x.instances import GEMM_INSTANCES, INSTANCES
 from flashinfer.testing import (
     TENSOR_CORE,
     DenseCase,
@@ -34,7 +34,6 @@ from flashinfer.testing import (
     make_group_gemm_inputs,
     make_moe_inputs,
     moe_reference,
-    virtual_operators,
 )
 from flashinfer.testing.decode_reference import check_decoded, make_decode_case
 from flashinfer.testing.router_reference import check_routed, make_router_inputs
@@ -66,7 +65,7 @@ KINDS = pytest.mark.parametrize("streamed", [True, False], ids=["streamed", "pai
 
 
 def tactics_of(mode: Mode, streamed: bool) -> list[int]:
-    return [next(t for t in allowed_tactics(mode) if computes_layer(t) == streamed)] * 2
+    return [next(row.index for row in INSTANCES if row.activation == mode.activation and row.streamed == streamed)] * 2
 
 
 def check_kernels(device: VirtualDevice, streamed: bool) -> None:
@@ -99,7 +98,7 @@ def run_group_gemm(device: VirtualDevice, seed: int) -> None:
     inputs = make_group_gemm_inputs([6, 0, 9], 192, 512, seed)
     problem, out = GroupGemmProblem(15, 3, 192, 512, torch.bfloat16), torch.full((15, 192), torch.nan).bfloat16()
     operands = (inputs[name] for name in ("a", "b", "a_scale", "b_scale", "m_indptr"))
-    virtual_operators.run_group_gemm(device, problem, out, *operands, GEMM_INSTANCES[0].index)
+    launch_group_gemm(device, problem, out, *operands, GEMM_INSTANCES[0].index)
     assert device.launches[-1].counters.by_class["atomic"] > 0  # units are cut
     check_within_bound(out, *group_gemm_reference(**inputs, accumulation=TENSOR_CORE))
 

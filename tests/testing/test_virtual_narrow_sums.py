@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from group_gemm_inputs import run_group_gemm as launch_group_gemm
 from virtual_moe import run_moe
 
 from flashinfer.fused_moe.sm12x_validation import Mode
@@ -33,7 +34,6 @@ from flashinfer.testing import (
     make_group_gemm_inputs,
     make_moe_inputs,
     moe_reference,
-    virtual_operators,
 )
 from flashinfer.testing.virtual_device import virtual_device
 
@@ -61,7 +61,7 @@ def run_group_gemm() -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     problem = GroupGemmProblem(sum(rows), len(rows), n, k, out.dtype)
     operands = [call[name] for name in ("a", "b", "a_scale", "b_scale", "m_indptr")]
     with virtual_device("sm_121a", accumulation_bits=EIGHT_BITS) as device:
-        virtual_operators.run_group_gemm(device, problem, out, *operands, GEMM_INSTANCES[0].index)
+        launch_group_gemm(device, problem, out, *operands, GEMM_INSTANCES[0].index)
     return call, out
 
 

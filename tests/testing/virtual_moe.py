@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 
-from flashinfer.fused_moe.sm12x_validation import Mode, MoEProblem
+from flashinfer.fused_moe import sm12x_operator
+from flashinfer.fused_moe.sm12x_planner import resolved_pair
+from flashinfer.fused_moe.sm12x_validation import Mode, MoECall, MoEProblem
 from flashinfer.jit import fused_moe
 from flashinfer.jit.sm12x.instances import INSTANCES
-from flashinfer.testing import MoEInputs, virtual_operators
+from flashinfer.testing import MoEInputs
 from flashinfer.testing.virtual_device import VirtualDevice
 
 
@@ -46,13 +48,25 @@ def arguments_of(inputs: MoEInputs, output: torch.Tensor) -> tuple[Any, ...]:
     )
 
 
-def run_moe(
-    device: VirtualDevice, inputs: MoEInputs, mode: int, profile_ids: Sequence[int] | None = None
-) -> torch.Tensor:
-    """The layer's output, ``[tokens, hidden]``, in memory that held NaN before."""
+def register_instance(device: VirtualDevice, module: Any, tactic: int) -> None:
+    """Make a tactic that SM12x's table has not runnable by ``module``."""
+    if INSTANCES[tactic] not in sm12x_operator.SM12X:
+        instance = device.module(fused_moe.gen_cutlass_fused_moe_sm120_instance_module, tactic)
+        module.sm12x_register_instance(tactic, instance.sm12x_instance_address())
+
+
+def run_moe(device: VirtualDevice, inputs: MoEInputs, mode: int, tactics: Sequence[int] | None = None) -> torch.Tensor:
+    """The layer's output, ``[tokens, hidden]``, in memory that held NaN before; ``tactics`` are places, the planner's if None."""
     problem = problem_of(inputs, mode)
     output = torch.full((problem.num_tokens, problem.hidden), float("nan"), dtype=inputs.output_dtype)
-    virtual_operators.run_moe(device, problem, arguments_of(inputs, output), inputs.swizzled_input_sf, profile_ids)
+    pair = resolved_pair(tactics or (-1, -1), sm12x_operator.default_tactics(problem, True))
+    in_bf16 = any(INSTANCES[tactic].multiplies == "mxfp8_as_bf16" for tactic in pair)
+    for tactic in pair:
+        sm12x_operator.ensure_instance(device, tactic)
+    workspace = device.empty(sm12x_operator.workspace_bytes(device, problem, in_bf16))
+    known = {name: value for name, value in inputs.arguments().items() if name in MoECall._fields}
+    call = MoECall(**dict.fromkeys(MoECall._fields))._replace(**known, output=output, workspace_buffer=workspace)  # type: ignore[arg-type]
+    sm12x_operator.launch(device, problem, call, pair)
     return output
 
 
@@ -76,7 +90,7 @@ def run_layers(device: VirtualDevice, calls: Sequence[LayerCall]) -> None:
     problems = [problem_of(call.inputs, call.mode) for call in calls]
     sizes = []
     for call, problem in zip(calls, problems, strict=True):
-        virtual_operators._register_instance(device, module, call.tactic)
+        register_instance(device, module, call.tactic)
         shape = (problem.num_tokens, problem.hidden, problem.inter, problem.num_local_experts, problem.top_k)
         sizes.append(
             module.sm12x_moe_workspace_size(*shape, call.mode, INSTANCES[call.tactic].multiplies == "mxfp8_as_bf16")

@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from .benchmarks import MOE_BENCHMARK
 from .compose import New, Take, Text
 from .edits import Edit, Place
-from .gemm import HEURISTICS
+from .gemm import _PLANNER, HEURISTICS
 from .kernels import instances, text
 from .topic import Topic
 
 _CORE = "flashinfer/fused_moe/core.py"
 _MOE = Place(_CORE, "cutlass_fused_moe", sha="dff32024e682")
 _MOE_WORKSPACE = Place(_CORE, "cutlass_fused_moe_workspace_size", sha="7cc682f03ce2")
-_ARGUMENTS = "flashinfer/sm12x_arguments.py"
+_CONTRACT = "flashinfer/sm12x/checks.py"
 _VALIDATION = "flashinfer/fused_moe/sm12x_validation.py"
 
 
@@ -36,20 +36,29 @@ _CHECKS = New(
     (
         Text("flashinfer/fused_moe/sm12x_moe_checks_header.py"),
         Take(
-            _ARGUMENTS,
+            _CONTRACT,
             (
-                *("INT32_MAX", "K_ALIGNMENT", "POINTER_ALIGNMENT", "OUTPUT_DTYPES", "round_up", "describe"),
-                *("require_tensor_type", "is_dense", "require_tensor", "require_int", "require_k_alignment"),
-                *("require_output_dtype", "require_alignment"),
+                *(
+                    "INT32_MAX",
+                    "BLOCK_SIZE",
+                    "K_ALIGNMENT",
+                    "POINTER_ALIGNMENT",
+                    "SCALE_WORD",
+                    "ELEMENT",
+                    "OUTPUT_DTYPES",
+                ),
+                *("UE8M0_DTYPES", "round_up", "describe", "require_int", "require_k_alignment", "require_output_dtype"),
+                *("require_tensor_type", "require_rank", "is_dense", "require_alignment", "require_tensor", "_span"),
+                *("require_apart", "_meet", "elements_overlap"),
             ),
         ),
         Take(
             _VALIDATION,
             (
-                *("BLOCK_SIZE", "WORKSPACE_ALIGNMENT", "WEIGHT_DTYPES", "SCALE_DTYPES", "SWIGLU", "Mode"),
-                *("INPUT_DTYPES", "_QUANT_SCALES", "MoEProblem", "select_mode", "swizzled_scale_shapes"),
+                *("WORKSPACE_ALIGNMENT", "WEIGHT_DTYPES", "LINEAR_SCALE_DTYPES", "SWIGLU", "Mode", "INPUT_DTYPES"),
+                *("_QUANT_SCALES", "MoECall", "MoEProblem", "select_mode", "swizzled_scale_shapes"),
                 *("require_swizzled_scales", "require_parallel_sizes", "require_pairs", "_weight_sizes"),
-                *("_check_quant_scales", "_check_input_sf", "validate_moe", "check_workspace"),
+                *("_check_quant_scales", "_check_input_sf", "validate"),
             ),
         ),
     ),
@@ -61,8 +70,7 @@ def _operator(renames: Mapping[str, str] | None = None) -> New:
     folder = "flashinfer/fused_moe/"
     parts = (
         Text(f"{folder}sm12x_moe_header.py"),
-        Take(f"{folder}sm12x_launch.py", ("computes_layer", "go_together", "resolved_pair")),
-        Take(f"{folder}sm12x_autotuner.py", ("tuning_config",)),
+        Take(_PLANNER, ("computes_layer", "go_together", "resolved_pair")),
         Text(f"{folder}sm12x_moe.py"),
     )
     return New(f"{folder}sm12x_moe.py", parts, renames)
@@ -78,7 +86,7 @@ MOE = Topic(
             'if backend != "cutlass":',
             """\
     if backend == "sm12x":
-        from .sm12x_moe import sm12x_fused_moe
+        from .sm12x_moe import MoECall, sm12x_fused_moe, sm12x_mode
 
         if min_latency_mode:
             raise NotImplementedError("min latency mode not yet implemented.")
@@ -87,36 +95,45 @@ MOE = Topic(
         for parameter in (clamped_relu2_limit, situ_beta, situ_linear_beta):
             if parameter is not None:
                 raise ValueError("backend='sm12x' takes SwiGLU's parameters only")
-        return sm12x_fused_moe(
-            input=input,
-            token_selected_experts=token_selected_experts,
-            token_final_scales=token_final_scales,
-            fc1_expert_weights=fc1_expert_weights,
-            fc2_expert_weights=fc2_expert_weights,
-            output_dtype=output_dtype,
-            quant_scales=quant_scales,
-            fc1_expert_biases=fc1_expert_biases,
-            fc2_expert_biases=fc2_expert_biases,
-            input_sf=input_sf,
-            swiglu_alpha=swiglu_alpha,
-            swiglu_beta=swiglu_beta,
-            swiglu_limit=swiglu_limit,
-            tp_size=tp_size,
-            tp_rank=tp_rank,
-            ep_size=ep_size,
-            ep_rank=ep_rank,
-            output=output,
-            tune_max_num_tokens=tune_max_num_tokens,
-            enable_pdl=enable_pdl,
-            swizzled_input_sf=swizzled_input_sf,
-            profile_ids=profile_ids,
-            workspace_buffer=workspace_buffer,
+        mode = sm12x_mode(
+            input.device,
+            input.dtype,
+            fc1_expert_weights.dtype,
             use_mxfp8_act_scaling=use_mxfp8_act_scaling,
             use_w4_group_scaling=use_w4_group_scaling,
             use_packed_weights=use_packed_weights,
             use_wfp4afp8_humming=use_wfp4afp8_humming,
             use_deepseek_fp8_block_scale=use_deepseek_fp8_block_scale,
             activation_type=int(activation_type),
+        )
+        return sm12x_fused_moe(
+            MoECall(
+                output=output,
+                workspace_buffer=workspace_buffer,
+                input=input,
+                input_sf=input_sf,
+                token_selected_experts=token_selected_experts,
+                token_final_scales=token_final_scales,
+                fc1_expert_weights=fc1_expert_weights,
+                fc1_expert_biases=fc1_expert_biases,
+                fc2_expert_weights=fc2_expert_weights,
+                fc2_expert_biases=fc2_expert_biases,
+                quant_scales=quant_scales,
+                swiglu_alpha=swiglu_alpha,
+                swiglu_beta=swiglu_beta,
+                swiglu_limit=swiglu_limit,
+                output_dtype=output_dtype,
+                moe_mode=int(mode),
+                swizzled_input_sf=swizzled_input_sf,
+                tp_size=tp_size,
+                tp_rank=tp_rank,
+                ep_size=ep_size,
+                ep_rank=ep_rank,
+                enable_alltoall=enable_alltoall,
+                tune_max_num_tokens=tune_max_num_tokens,
+                enable_pdl=enable_pdl,
+                profile_ids=profile_ids,
+            )
         )
 """,
             "before",
@@ -230,32 +247,11 @@ kernels route by themselves; nothing waits on the host.
 """: """rows = _valid_rows(problem, problem.num_tokens)
     numbers = {row.number: row.index for row in rows}
 """,
-                """    get_sm12x_moe_module().sm12x_moe_run(
-        *arguments,
-        workspace,
-        int(problem.mode),
-        swizzled_input_sf,
-        problem.first_expert,
-        problem.num_experts_total,
-        *tactics,
-        enable_pdl,
-    )
-""": """    def launch(tactics: tuple[int, int]) -> bool:
-        return get_sm12x_moe_module().sm12x_moe_run(
-            *arguments,
-            workspace,
-            int(problem.mode),
-            swizzled_input_sf,
-            problem.first_expert,
-            problem.num_experts_total,
-            *tactics,
-            enable_pdl,
-        )
-
-    if not launch(tactics):
+                """    _launch(problem, call, tactics)
+""": """    if not _launch(problem, call, tactics):
         # The stream has fewer SMs than the device (a green context, or MPS), and
         # blocks of a streamed layer wait for each other.
-        launch(_default_tactics(problem, all_sms=False))
+        _launch(problem, call, _default_tactics(problem, all_sms=False))
 """,
                 """        return [row.name for row in _valid_rows(self.problem)]
 """: """        return [

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import operator
 import reprlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 

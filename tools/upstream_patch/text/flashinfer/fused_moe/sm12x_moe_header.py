@@ -8,7 +8,7 @@ route by themselves; nothing waits on the host.
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, Optional
+from typing import Any
 
 import torch
 
@@ -19,21 +19,16 @@ from ..jit.sm12x.moe import gen_sm12x_moe_module
 from ..utils import BackendSupportedError, device_support_pdl, get_compute_capability
 from .sm12x_moe_checks import (
     BLOCK_SIZE,
-    WORKSPACE_ALIGNMENT,
     Mode,
+    MoECall,
     MoEProblem,
-    check_workspace,
-    require_alignment,
     require_k_alignment,
     require_pairs,
     round_up,
     select_mode,
-    validate_moe,
+    validate,
 )
 from .utils import get_hybrid_num_tokens_buckets, make_hybrid_bucket_mapper
-
-# Positions among the arguments of sm12x_moe_run.
-_OUTPUT, _INPUT, _INPUT_SF, _IDS, _SCALES, _FC1, _FC2 = 0, 1, 2, 3, 4, 5, 9
 
 
 @functools.cache

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who runs the kernels of a call: a CUDA device, a virtual one that registered itself, or nobody.
+
+An operator validates its call, asks :func:`kernels` of the tensors' device, and launches what it got, or computes on the CPU
+where that is None::
+
+    backend = kernels(x.device)
+    if backend is None:
+        with plain_torch(): ...
+    else:
+        module = backend.module(gen_router_module)
+        backend.call(module.sm12x_router_run, *arguments, writes=outputs)
+
+Environment
+-----------
+``FLASHINFER_VIRTUAL_DEVICE``
+    ``sm_121a``: operators on CPU tensors run on the virtual SM121 of ``flashinfer.testing``, for the whole process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from ..jit.sm12x.instances import INSTANCES, SM12X, Instance
+from ..utils import device_support_pdl
+from . import devices
+
+VIRTUAL_DEVICE = "FLASHINFER_VIRTUAL_DEVICE"
+
+
+class Backend(Protocol):
+    """What runs compiled modules.
+
+    Attributes
+    ----------
+    block_scaled_mma : bool
+        Its MMA takes block scales: what the planner asks.
+    tactics : tuple
+        Rows of the instance table that a layer may be forced to, or tuned with.
+    is_cuda : bool
+        A CUDA device: graphs are captured there, tactics timed, and cuBLAS multiplies.
+    memo : dict
+        What operators remember of it, such as sizes of workspaces.
+    """
+
+    block_scaled_mma: bool
+    tactics: tuple[Instance, ...]
+    is_cuda: bool
+    memo: dict[Any, Any]
+
+    def module(self, generate: Callable[..., Any], *arguments: Any) -> Any:
+        """The loaded module of the JIT spec ``generate(*arguments)``, built on first use."""
+
+    def empty(self, size: int) -> torch.Tensor:
+        """``size`` bytes of workspace."""
+
+    def call(self, function: Callable[..., Any], *arguments: Any, writes: Sequence[torch.Tensor]) -> Any:
+        """``function(*arguments)``, which launches kernels that write no other tensors than ``writes``."""
+
+    def pdl(self, wanted: bool | None) -> bool:
+        """Whether kernels are launched as programmatic dependents: ``wanted``, by default where the device can."""
+
+
+@functools.cache
+def _loaded(generate: Callable[..., Any], *arguments: Any) -> Any:
+    return generate(*arguments).build_and_load()
+
+
+class Cuda:
+    """The kernels of one CUDA device."""
+
+    is_cuda = True
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.block_scaled_mma = devices.has_block_scaled_mma(device.index)
+        self.tactics = SM12X if self.block_scaled_mma else INSTANCES
+        self.memo: dict[Any, Any] = {}
+        self._supports_pdl = bool(device_support_pdl(device))
+
+    def module(self, generate: Callable[..., Any], *arguments: Any) -> Any:
+        """One module serves all devices."""
+        return _loaded(generate, *arguments)
+
+    def empty(self, size: int) -> torch.Tensor:
+        """From torch's allocator."""
+        return torch.empty(size, dtype=torch.uint8, device=self.device)
+
+    def call(self, function: Callable[..., Any], *arguments: Any, writes: Sequence[torch.Tensor] = ()) -> Any:
+        """On this device, whichever is the current one."""
+        if torch.cuda.current_device() == self.device.index:
+            return function(*arguments)
+        with torch.cuda.device(self.device):
+            return function(*arguments)
+
+    def pdl(self, wanted: bool | None) -> bool:
+        """By default where the device can."""
+        return self._supports_pdl if wanted is None else wanted
+
+
+@functools.cache
+def _cuda(device: torch.device) -> Cuda:
+    return Cuda(device)
+
+
+_active_virtual: list[Callable[[str], Backend | None]] = []
+
+
+def register_virtual(active: Callable[[str], Backend | None]) -> None:
+    """Have ``active`` say which virtual device CPU tensors are computed on now, given what ``FLASHINFER_VIRTUAL_DEVICE`` is."""
+    _active_virtual[:] = [active]
+
+
+def kernels(device: torch.device) -> Backend | None:
+    """What runs kernels on tensors of ``device``; None: the CPU, where operators compute by torch's own.
+
+    Raises
+    ------
+    ValueError
+        ``FLASHINFER_VIRTUAL_DEVICE`` names no architecture.
+    """
+    if device.type == "cuda":
+        return _cuda(device)
+    name = os.environ.get(VIRTUAL_DEVICE, "")
+    if name and not _active_virtual:
+        importlib.import_module("flashinfer.testing.virtual_device")  # registers itself
+    return _active_virtual[0](name) if _active_virtual else None
+
+
+@contextlib.contextmanager
+def plain_torch(device: torch.device) -> Iterator[None]:
+    """What torch computes in here is not recorded for autograd, not cast by autocast, and on ``device`` by default."""
+    with torch.inference_mode(), torch.autocast(device.type, enabled=False), device:
+        yield

@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an argument may be: the checks of all operators of the SM12x family, on whatever device.
+
+Errors name the argument, what it was and what it may be.  Nothing here looks at an element.  A call that passes is good on
+a GPU, on the virtual one and on the CPU alike: addresses and overlaps are checked on each.
+"""
+
+from __future__ import annotations
+
+import operator
+import reprlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+INT32_MAX = 2**31 - 1  # rows, columns, expert ids: the kernels count in int32
+BLOCK_SIZE = 32  # elements that share one UE8M0 scale (OCP MX v1.0, section 5.2)
+K_ALIGNMENT = 32  # the kernels' smallest step along K
+POINTER_ALIGNMENT = 16  # bytes; bulk copies and vector loads
+SCALE_WORD = 4  # bytes; the kernels load scales of tokens as 32-bit words
+ELEMENT = 0  # as an alignment: that of the tensor's own elements, where the kernels read one by one
+OUTPUT_DTYPES = (torch.bfloat16, torch.float16)
+UE8M0_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of ``multiple`` that is not below ``value``."""
+    return -(-value // multiple) * multiple
+
+
+def describe(value: Any) -> str:
+    """``value`` as an error message shows it: never its elements."""
+    if isinstance(value, torch.Tensor):
+        text = f"{value.dtype} {tuple(value.shape)} on {value.device}"
+        if value.layout is not torch.strided:
+            return f"{text}, layout {value.layout}"
+        return text if value.is_contiguous() else f"{text}, strides {tuple(value.stride())}"
+    if isinstance(value, (list, tuple)):
+        return f"a {type(value).__name__} of {len(value)}"
+    if not isinstance(value, type) and hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"a {type(value).__module__}.{type(value).__name__}, {value.dtype} {tuple(value.shape)}"
+    return reprlib.repr(value)
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+def require_int(name: str, value: Any, low: int, high: int = INT32_MAX, why: str = "") -> int:
+    """``value`` as an ``int`` of ``[low, high]``; ``why`` explains the bounds.
+
+    Raises
+    ------
+    TypeError
+        Not an integer; what Python takes as an index is one, so that ``True`` is 1.
+    ValueError
+        Out of bounds.
+    """
+    if type(value) is int and low <= value <= high:
+        return value
+    expected = f"an integer in [{low}, {high}]{f', {why}' if why else ''}"
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} is {describe(value)}; it must be {expected}") from None
+    if not low <= number <= high:
+        raise ValueError(f"{name} is {number}; it must be {expected}")
+    return number
+
+
+def require_float(name: str, value: Any, low: float, high: float, why: str = "") -> float:
+    """``value``, a Python number of ``[low, high]``, which NaN is not; a captured launch holds it, so no tensor is one.
+
+    Raises
+    ------
+    TypeError
+        Not a number.
+    ValueError
+        Out of bounds.
+    """
+    expected = f"a number in [{low:g}, {high:g}]{f', {why}' if why else ''}"
+    if isinstance(value, torch.Tensor) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} is {describe(value)}; it must be {expected}")
+    if not low <= value <= high:
+        raise ValueError(f"{name} is {value}; it must be {expected}")
+    return float(value)
+
+
+def require_k_alignment(name: str, value: Any) -> int:
+    """The K extent ``value``, a positive multiple of the kernels' step; raises as :func:`require_int` does."""
+    value = require_int(name, value, 1, INT32_MAX // 2, f"a multiple of {K_ALIGNMENT}")
+    if value % K_ALIGNMENT:
+        raise ValueError(
+            f"{name} is {value}; it must be a positive multiple of {K_ALIGNMENT} "
+            f"(pad the weights with zeros to {round_up(value, K_ALIGNMENT)})"
+        )
+    return value
+
+
+def require_output_dtype(name: str, value: Any, allowed: Sequence[torch.dtype] = OUTPUT_DTYPES) -> torch.dtype:
+    """``value``, one of the dtypes ``allowed``; ``ValueError`` otherwise."""
+    for dtype in allowed:
+        if value is dtype:
+            return dtype
+    raise ValueError(f"{name} is {describe(value)}; it must be {' or '.join(map(str, allowed))}")
+
+
+def require_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
+    """Raise ``ValueError`` unless ``value`` is one of the strings ``allowed``."""
+    if not isinstance(value, str) or value not in allowed:
+        *others, last = map(repr, allowed)
+        raise ValueError(f"{name} is {describe(value)}; it must be {', '.join(others)} or {last}")
+
+
+# --- tensors ----------------------------------------------------------------------------------------------------------
+
+
+def require_tensor_type(name: str, value: Any, expected: str = "a torch.Tensor") -> None:
+    """Raise ``TypeError`` unless ``value`` is a tensor; ``expected`` says which one it must be."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} is {describe(value)}; it must be {expected}")
+
+
+def require_rank(name: str, value: Any, rank: int, expected: str = "") -> None:
+    """Raise unless ``value`` is a tensor of ``rank`` dimensions; ``expected`` says which one it must be."""
+    expected = expected or f"a {rank}-D tensor"
+    require_tensor_type(name, value, expected)
+    if value.ndim != rank:
+        raise ValueError(f"{name} is {describe(value)}; it must be {expected}")
+
+
+def require_computing_device(name: str, tensor: torch.Tensor) -> None:
+    """Raise ``ValueError`` unless ``tensor`` is where something computes: CUDA or the CPU."""
+    if tensor.device.type not in ("cuda", "cpu"):
+        raise ValueError(f"{name} is {describe(tensor)}; it must be on a CUDA device or the CPU")
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether elements lie in memory one after the other, in the order of the shape."""
+    return tensor.layout is torch.strided and tensor.is_contiguous()
+
+
+def require_alignment(name: str, tensor: torch.Tensor, alignment: int = POINTER_ALIGNMENT) -> None:
+    """Raise unless a tensor with elements starts at a multiple of ``alignment`` bytes, by default the widest access."""
+    alignment = alignment or tensor.element_size()
+    if tensor.data_ptr() % alignment and tensor.numel():
+        raise ValueError(
+            f"{name} starts at address {tensor.data_ptr():#x}; it must be aligned to {alignment} bytes "
+            "(torch.empty is; clone() a view that is not)"
+        )
+
+
+def require_tensor(
+    name: str,
+    value: Any,
+    shapes: Sequence[tuple[int, ...]],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device,
+    what: str = "",
+    alignment: int = POINTER_ALIGNMENT,
+) -> None:
+    """Raise unless ``value`` is a contiguous tensor of one of ``shapes`` and ``dtypes`` on ``device``, aligned in bytes.
+
+    Raises
+    ------
+    TypeError
+        Not a tensor.
+    ValueError
+        Another shape, dtype or device, not contiguous, or another address.
+    """
+    if (
+        isinstance(value, torch.Tensor)
+        and value.dtype in dtypes
+        and value.shape in shapes
+        and value.device == device
+        and is_dense(value)
+    ):
+        return require_alignment(name, value, alignment)
+    expected = (
+        f"a contiguous tensor of {' or '.join(map(str, dtypes))}, shape {' or '.join(map(str, shapes))}, "
+        f"on {device}{f' ({what})' if what else ''}"
+    )
+    require_tensor_type(name, value, expected)
+    raise ValueError(f"{name} is {describe(value)}; it must be {expected}")
+
+
+def swizzled_scale_bytes(rows: int, k: int) -> int:
+    """Bytes of the 128x4 scales of a matrix ``[rows, k]``."""
+    return round_up(rows, 128) * round_up(k // BLOCK_SIZE, 4)
+
+
+def require_scales(
+    name: str,
+    scales: Any,
+    rows: int,
+    k: int,
+    device: torch.device,
+    swizzled: bool = True,
+    alignment: int = POINTER_ALIGNMENT,
+) -> None:
+    """Raise unless ``scales`` are the UE8M0 bytes of a matrix ``[rows, k]``, in any shape that holds as many as the layout.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Not a tensor; another dtype (e4m3 scales are NVFP4's), size, device or address, or not contiguous.
+    """
+    needed = swizzled_scale_bytes(rows, k) if swizzled else rows * (k // BLOCK_SIZE)
+    if isinstance(scales, torch.Tensor) and scales.numel() == needed:
+        return require_tensor(name, scales, [scales.shape], UE8M0_DTYPES, device, "UE8M0 block scales", alignment)
+    layout = "128x4" if swizzled else "linear"
+    expected = (
+        f"{needed} contiguous bytes: {layout} scales of {rows} rows and {k // BLOCK_SIZE} blocks of 32, "
+        f"{' or '.join(map(str, UE8M0_DTYPES))}, on {device}"
+    )
+    require_tensor_type(name, scales, expected)
+    raise ValueError(f"{name} is {describe(scales)}; it must be {expected}")
+
+
+# --- memory that several arguments name -------------------------------------------------------------------------------
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """First byte, and the one behind the last."""
+    start = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return start, start + tensor.nbytes
+    last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + ((last + 1) * tensor.element_size() if tensor.numel() else 0)
+
+
+def require_apart(call: Any, written: Mapping[str, Sequence[str]], names: Mapping[str, str] | None = None) -> None:
+    """Raise ``ValueError`` where an argument that is written shares memory with another one.
+
+    Parameters
+    ----------
+    call : NamedTuple
+        The arguments: tensors, sequences of tensors, others.
+    written : mapping
+        Fields that are written, each with the fields that it may be itself: the same elements at the same addresses.
+    names : mapping, optional
+        What the caller knows fields as, where it is not the field's name.
+    """
+    spans = []
+    for field, value in zip(call._fields, call, strict=True):
+        if isinstance(value, torch.Tensor):
+            spans.append((field, value, *_span(value)))
+        elif isinstance(value, (list, tuple)):
+            spans += [(field, item, *_span(item)) for item in value if isinstance(item, torch.Tensor)]
+    for target, tensor, first, last in spans:
+        if target not in written or first == last:
+            continue
+        for field, other, start, end in spans:
+            if start >= last or first >= end or field == target or start == end:
+                continue
+            alike = other.shape == tensor.shape and other.stride() == tensor.stride()
+            if alike and (field in written[target] if start == first else not elements_overlap(tensor, other)):
+                continue
+            named = [(names or {}).get(name, name) for name in (target, field, *written[target])]
+            unless = f", or be {' or '.join(named[2:])} itself" if written[target] else ""
+            raise ValueError(f"{named[0]} overlaps {named[1]}; it must be memory of its own{unless}")
+
+
+def _meet(distance: int, width: int, dims: Sequence[tuple[int, int]]) -> bool:
+    """Whether two elements of ``width`` bytes, of tensors ``distance`` bytes apart with these extents and strides, overlap."""
+    if not dims:
+        return abs(distance) < width
+    (extent, stride), rest = dims[0], dims[1:]
+    if stride == 0:
+        return _meet(distance, width, rest)
+    below = distance // stride
+    return any(abs(steps) < extent and _meet(distance - steps * stride, width, rest) for steps in (below, below + 1))
+
+
+def strides_overlap(tensor: torch.Tensor) -> bool:
+    """Whether two elements of a strided tensor may share memory, as those of an expanded one do.
+
+    Exact where each dimension's stride is at least the span of those with smaller ones; elsewhere the answer is yes.
+    """
+    span = 1
+    for stride, extent in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if extent > 1:
+            if stride < span:
+                return True
+            span += (extent - 1) * stride
+    return False
+
+
+def elements_overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two tensors of one shape and one set of strides, whose elements lie apart, share memory."""
+    width = first.element_size()
+    dims = sorted(zip(first.stride(), first.shape, strict=True), reverse=True)
+    in_bytes = [(extent, stride * width) for stride, extent in dims]
+    return first.numel() > 0 and _meet(second.data_ptr() - first.data_ptr(), width, in_bytes)

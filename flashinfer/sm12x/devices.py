@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which GPU a call is on, and whether this fork or upstream computes there.
+
+Environment
+-----------
+``FLASHINFER_SM12X_MOE``
+    ``0``: SM12x goes to upstream's module (``fused_moe_120_upstream``), for comparison.  ``1``: compute capability 9.0
+    runs this kernel family too.  Unset: SM12x runs it, other devices are upstream's.
+``FLASHINFER_SM12X_CHECK``
+    ``1``: expert ids, ``m_indptr``, sequence lengths and pages are read back and checked before each launch.  This
+    synchronizes with the device, and is skipped while a CUDA graph is captured.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+
+import torch
+
+from ..utils import get_compute_capability
+
+OPT_IN_CAPABILITIES = ((9, 0),)
+
+
+def _switch(name: str) -> str:
+    """A switch's value, read on every call, so that one process can compare both settings."""
+    value = os.environ.get(name, "")
+    if value not in ("", "0", "1"):
+        raise ValueError(f"{name} is {value!r}; it may be 0, 1 or unset")
+    return value
+
+
+def checks_values(device: torch.device) -> bool:
+    """Whether numbers that tensors hold are checked: on the CPU, and where ``FLASHINFER_SM12X_CHECK`` asks for it."""
+    if device.type == "cpu":
+        return True
+    return _switch("FLASHINFER_SM12X_CHECK") == "1" and not torch.cuda.is_current_stream_capturing()
+
+
+@functools.lru_cache(maxsize=64)
+def _serves(capability: tuple[int, int], switch: str) -> bool:
+    if capability[0] == 12:
+        return switch != "0"
+    if switch == "1" and capability not in OPT_IN_CAPABILITIES:
+        warnings.warn(
+            f"FLASHINFER_SM12X_MOE=1, but the kernel family has no kernels for compute capability "
+            f"{capability[0]}.{capability[1]}; upstream's are used there",
+            stacklevel=2,
+        )
+    return switch == "1" and capability in OPT_IN_CAPABILITIES
+
+
+@functools.lru_cache(maxsize=64)
+def _capability(index: int) -> tuple[int, int]:
+    major, minor = get_compute_capability(torch.device("cuda", index))
+    return int(major), int(minor)
+
+
+def serves_cuda(index: int) -> bool:
+    """Whether CUDA device ``index`` runs the MXFP4 modes on this kernel family."""
+    return _serves(_capability(index), _switch("FLASHINFER_SM12X_MOE"))
+
+
+def serves(device: torch.device) -> bool:
+    """Whether this fork computes the MXFP4 modes on ``device``; upstream does otherwise."""
+    kind = device.type
+    return serves_cuda(device.index) if kind == "cuda" else kind == "cpu"
+
+
+def require_served(operator: str, device: torch.device) -> None:
+    """Raise ``NotImplementedError`` where this fork has no kernels for ``device``."""
+    if not serves(device):
+        raise NotImplementedError(
+            f"{operator} has no kernels for {gpu_name(device)}: they are for compute capability 12.x (unless "
+            "FLASHINFER_SM12X_MOE=0) and 9.0 (with FLASHINFER_SM12X_MOE=1)"
+        )
+
+
+def has_block_scaled_mma(index: int) -> bool:
+    """Whether CUDA device ``index`` multiplies block scales in its MMA: the planner's choice of tiles depends on it."""
+    return _capability(index)[0] == 12
+
+
+@functools.lru_cache(maxsize=64)
+def gpu_name(device: torch.device) -> str:
+    """What ``device`` is called: tactics that were timed on one GPU are those of others of its name, and of no others."""
+    return str(torch.cuda.get_device_name(device)) if device.type == "cuda" else device.type

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A call as one tuple of its arguments, and the opaque operator that ``torch.compile`` and other tracers see in its place.
+
+The fields of a call's type are the operator's schema: its arguments are listed there, and in the public function's
+signature, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+Call = TypeVar("Call", bound=tuple)
+
+_ORDINARY = {torch.Tensor, torch.nn.Parameter, torch.dtype, type(None), bool, int, float, str, list, tuple}
+_PLAIN = torch.Tensor.__torch_dispatch__
+# A private count of active modes (FakeTensorMode and others); a torch without it is asked by the tensors' types alone.
+_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
+
+
+def from_arguments(call: type[Call], given: Mapping[str, Any], **others: Any) -> Call:
+    """A ``call`` of a function's arguments, its ``locals()``; ``others`` are what it makes of them."""
+    return call(*(others[field] if field in others else given[field] for field in call._fields))  # type: ignore[attr-defined]
+
+
+def define(
+    name: str,
+    call: type,
+    run: Callable[[Any], Any],
+    fake: Callable[[Any], Any] | None = None,
+    mutates: Sequence[str] = (),
+) -> Callable[..., Any]:
+    """Register ``flashinfer::name``, whose arguments are the fields of the named tuple ``call``.
+
+    Parameters
+    ----------
+    name : str
+        The operator's.
+    call : type
+        A ``NamedTuple`` of types that torch's schemas know.
+    run : callable
+        Computes a ``call``; what it returns may share no memory with an argument.
+    fake : callable, optional
+        The same without computing, for whoever traces; nothing is returned by default.
+    mutates : sequence of str
+        Fields that ``run`` writes.
+
+    Returns
+    -------
+    callable
+        Takes a ``call``: the operator, so that modes and subclasses of tensors see it.
+    """
+    fields, returned = typing.get_type_hints(call), typing.get_type_hints(run)["return"]
+
+    def computed(*arguments: Any) -> Any:
+        return run(call(*arguments))
+
+    computed.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            inspect.Parameter(field, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=kind)
+            for field, kind in fields.items()
+        ],
+        return_annotation=None if returned is type(None) else returned,
+    )
+    registered = torch.library.custom_op(f"flashinfer::{name}", computed, mutates_args=tuple(mutates))
+    registered.register_fake(lambda *arguments: None if fake is None else fake(call(*arguments)))
+    operator = getattr(torch.ops.flashinfer, name)
+    return lambda arguments: operator(*arguments)
+
+
+def is_traced(call: tuple[Any, ...]) -> bool:
+    """Whether something other than the kernels is to see this call: a compiler, a mode, a subclass of tensors."""
+    if torch.compiler.is_compiling() or _modes():
+        return True
+    unusual = [value for value in call if isinstance(value, torch.Tensor)] if set(map(type, call)) - _ORDINARY else ()
+    return any(type(value).__torch_dispatch__ is not _PLAIN for value in unusual)

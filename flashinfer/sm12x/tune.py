@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What upstream's autotuner times and remembers of the SM12x family's operators.
+
+A tactic in a cache file is an instance's name, which stays what it is whatever becomes of the tables.  Of names that are
+gone upstream's tuner says so and takes the default.  Tactics are timed with a cold L2: a layer's weights do not stay in it from
+one token to the next, but those of a small batch would from one profiling run to the next.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import torch
+
+from ..autotuner import AutoTuner, DynamicTensorSpec, TunableRunner, TuningConfig
+from . import devices
+
+_NOTHING = (0, 0, 0, None)
+_MOST_REMEMBERED = 4096
+_remembered: dict[Any, Any] = {}
+"""By the tuner's state and what tells calls apart; emptied when it is full."""
+
+
+class Runner(TunableRunner):
+    """Times a call with each of its tactics.
+
+    ``inputs[0]`` are token rows, whose number is tuned over.  Subclasses say what tells calls apart (:meth:`key`), which
+    tactics there are (:meth:`names`), and run one (:meth:`run`).
+    """
+
+    def key(self, inputs: list[torch.Tensor]) -> tuple[Any, ...]:
+        """What besides the shapes tells saved tactics apart; the same in every process."""
+        raise NotImplementedError
+
+    def names(self, tokens: int) -> list[str]:
+        """Tactics for so many tokens."""
+        raise NotImplementedError
+
+    def run(self, inputs: list[torch.Tensor], tactic: str | None) -> torch.Tensor:
+        """Compute ``inputs`` with ``tactic``, or as the planner says."""
+        raise NotImplementedError
+
+    def get_cache_key_extras(self, inputs: list[torch.Tensor]) -> tuple[Any, ...]:
+        """With the GPU's name: the same on every rank of such a GPU, and on no other."""
+        return (*self.key(inputs), devices.gpu_name(inputs[0].device))
+
+    def get_valid_tactics(self, inputs: list[torch.Tensor], profile: Any) -> list[Any]:
+        """Those for the number of tokens of a profile."""
+        return self.names(inputs[0].shape[0])
+
+    def validate_tactic(self, inputs: list[torch.Tensor], tactic: Any) -> bool:
+        """Whether a remembered tactic is one, whatever the number of tokens.
+
+        While it tunes, upstream's tuner asks with a call's tensors for every profile, so that a tactic for few tokens would
+        be timed anew in each call with many. That a tactic takes a call's tokens is its operator's to see.
+        """
+        return tactic == -1 or tactic in self.names(0)
+
+    def forward(
+        self, inputs: list[torch.Tensor], tactic: Any = -1, do_preparation: bool = False, **_: Any
+    ) -> torch.Tensor:
+        """As upstream's tuner calls it."""
+        return self.run(inputs, None if tactic == -1 else tactic)
+
+
+@functools.lru_cache(maxsize=16)
+def config(most_tokens: int) -> TuningConfig:
+    """Token counts to tune at, spaced as upstream spaces those of MoE layers."""
+    from ..fused_moe.utils import get_hybrid_num_tokens_buckets, make_hybrid_bucket_mapper
+
+    buckets = get_hybrid_num_tokens_buckets(most_tokens)
+    return TuningConfig(
+        dynamic_tensor_specs=(DynamicTensorSpec((0,), (0,), buckets, make_hybrid_bucket_mapper(most_tokens)),),
+        use_cold_l2_cache=True,
+        use_cuda_graph=True,
+    )
+
+
+def _state(tuner: Any) -> Any:
+    """What the tuner's answers depend on outside a tuning context; None: it must be asked.
+
+    These attributes are private to upstream: a tuner without them is asked on every call.
+    """
+    try:
+        if tuner.is_tuning_mode or tuner._active_tuning_contexts or tuner._in_v2_context:
+            return None
+        return tuner._dirty_seq, len(tuner.profiling_cache), len(tuner._file_configs), tuner._managed_cache
+    except AttributeError:
+        return None
+
+
+@functools.cache
+def _warn_of_numbers(operator: str) -> None:
+    warnings.warn(
+        f"a cache file of the autotuner has tactics of {operator} as numbers, from before they had names; they are not "
+        "used: tune once more, into a new file",
+        stacklevel=5,
+    )
+
+
+def _refuse_numbers(tuner: Any, operator: str) -> None:
+    """Say once if a file that ``tuner`` has loaded is from before tactics had names; its keys match no call any more."""
+    for key, (_, tactic) in getattr(tuner, "_file_configs", {}).items():
+        if operator in key and isinstance(tactic, int) and tactic != -1:
+            _warn_of_numbers(operator)
+            return
+
+
+def tuned(operator: str, runner: Runner, most_tokens: int, inputs: list[torch.Tensor], **named: Any) -> str | None:
+    """The tactic that upstream's autotuner has for this call, which is on a GPU; None: the planner's.
+
+    Tuned now inside ``autotune(True)``, else remembered.
+    """
+    tuner: Any = AutoTuner.get()
+    state = _state(tuner)
+    key = None
+    if state is not None:
+        key = state, operator, most_tokens, runner.get_cache_key_extras(inputs), *(each.shape for each in inputs)
+        if key in _remembered:
+            known: str | None = _remembered[key]
+            return known
+    _refuse_numbers(tuner, operator)
+    _, tactic = tuner.choose_one(operator, [runner], config(most_tokens), inputs, **named)
+    name = None if tactic == -1 else str(tactic)
+    if key is not None:
+        if len(_remembered) >= _MOST_REMEMBERED:
+            _remembered.clear()
+        _remembered[key] = name
+    return name
+
+
+def is_idle() -> bool:
+    """Whether the tuner has nothing and times nothing, so that no runner need be made to ask it."""
+    return _state(AutoTuner.get()) == _NOTHING
