@@ -18,7 +18,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from tabulate import tabulate
+from timing import github
 
 import flashinfer
 from flashinfer.fused_moe import sm12x_dispatch, sm12x_signature_cache
@@ -152,4 +152,4 @@ def as_table(costs: list[HostCost]) -> str:
         launcher = "-" if cost.launcher is None else f"{cost.launcher:.1f}"
         allocations = "-" if cost.allocations is None else f"{cost.allocations / BATCH:g}"
         body.append([cost.mode, f"{cost.total:.1f}", f"{cost.python:.1f}", launcher, allocations])
-    return str(tabulate(body, headers, tablefmt="github", disable_numparse=True))
+    return github(body, headers)
