@@ -15,7 +15,7 @@ from .moe_inputs import MoECase, make_moe_inputs
 from .moe_reference import MoEInputs
 from .mxfp_formats import quantize_mxfp8
 
-MODELS: dict[str, tuple[int, int, int, int]] = dict(models.MOE_LAYERS)
+MODELS = models.MOE_LAYERS
 """Hidden size, intermediate size, experts, experts per token."""
 
 DENSE_LAYERS = {name.lower().replace(" ", "_"): shape for name, shape in models.MODELS["gpt-oss-120b"].matrices.items()}
