@@ -34,7 +34,22 @@ import host_cost
 import torch
 import tqdm
 from peers import PEERS, TOLERANCE, Layer, Peer, find_peers
-from timing import Entry, Row, add_peers, load, machine, measured, once, publish, relative_error, share_of_bound, wrong
+from timing import (
+    Entry,
+    Row,
+    add_peers,
+    allow,
+    load,
+    machine,
+    measured,
+    names,
+    numbers,
+    once,
+    publish,
+    relative_error,
+    share_of_bound,
+    wrong,
+)
 
 from flashinfer.fused_moe import sm12x_dispatch
 from flashinfer.fused_moe.sm12x_launch import allowed_tactics
@@ -165,12 +180,6 @@ def forced_tactics(wanted: str, mode: int) -> list[str]:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    def numbers(text: str) -> list[int]:
-        return [int(item) for item in text.split(",")]
-
-    def names(text: str) -> list[str]:
-        return [item for item in text.split(",") if item]
-
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -202,13 +211,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         arguments.tokens = list(PREDICTED_TOKENS if predicts else TOKENS)
     if arguments.modes is None:
         arguments.modes = list(PREDICTED_MODES if predicts else MODE_NAMES)
-    for flag, given, allowed in (
-        ("--models", arguments.models, MODELS),
-        ("--modes", arguments.modes, MODE_NAMES),
-        ("--peers", arguments.peers or (), PEERS),
-    ):
-        if unknown := set(given) - set(allowed):
-            parser.error(f"{flag}: {sorted(unknown)} are not among {sorted(allowed)}")
+    allow(parser, arguments, models=MODELS, modes=MODE_NAMES, peers=PEERS)
     if min(arguments.tokens) < 1:
         parser.error(f"--tokens: {min(arguments.tokens)} is less than 1")
     if arguments.repeats < 1:

@@ -26,7 +26,22 @@ from typing import Any
 import emulate
 import torch
 from peers import LIBRARY, in_vllm
-from timing import Entry, Row, add_peers, load, machine, measured, once, publish, reason, relative_error, wrong
+from timing import (
+    Entry,
+    Row,
+    add_peers,
+    allow,
+    load,
+    machine,
+    measured,
+    names,
+    numbers,
+    once,
+    publish,
+    reason,
+    relative_error,
+    wrong,
+)
 from timing import share_of_bound as share_of
 
 from flashinfer.gemm.sm12x_dense import dense_mx
@@ -229,12 +244,6 @@ def peer_attempts(
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    def names(text: str) -> list[str]:
-        return [item for item in text.split(",") if item]
-
-    def numbers(text: str) -> list[int]:
-        return [int(item) for item in text.split(",")]
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=names, default=list(DENSE_LAYERS), help=f"of {', '.join(DENSE_LAYERS)}")
     parser.add_argument("--tokens", type=numbers, help="default: 1 to 64; of a prediction, to 8192")
@@ -249,12 +258,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--out", type=Path, default=Path(__file__).parent / "out", help="folder of the JSON and the plot"
     )
     arguments = parser.parse_args(argv)
-    for flag, given, allowed in (
-        ("--layers", arguments.layers, DENSE_LAYERS),
-        ("--peers", arguments.peers or (), PEERS),
-    ):
-        if unknown := set(given) - set(allowed):
-            parser.error(f"{flag}: {sorted(unknown)} are not among {sorted(allowed)}")
+    allow(parser, arguments, layers=DENSE_LAYERS, peers=PEERS)
     return arguments
 
 

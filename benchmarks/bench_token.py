@@ -33,7 +33,7 @@ import emulate
 import torch
 from flashinfer.jit.xqa import gen_xqa_module
 from peers import load_marlin
-from timing import machine, reason
+from timing import allow, machine, names, numbers, reason
 from token_bench import check, measure, operators, picture, predict, results
 from token_bench.model import Model, fork_experts, marlin_experts
 
@@ -43,6 +43,7 @@ from flashinfer.sm12x.models import MODELS
 from flashinfer.sm12x.models import Model as Size
 from flashinfer.sm12x.perfmodel.step import (
     DENSE_FORMATS,
+    KV_BYTES,
     LAYER_MODEL,
     TOKENS_BESIDE,
     Predicted,
@@ -318,12 +319,6 @@ def predicted_bar(step: Predicted) -> picture.Bar:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    def names(text: str) -> list[str]:
-        return [item for item in text.split(",") if item]
-
-    def numbers(text: str) -> list[int]:
-        return [int(item) for item in names(text)]
-
     def batches(text: str) -> list[tuple[int, int]]:
         return [(int(sequences), int(context)) for sequences, context in (item.split("x") for item in names(text))]
 
@@ -368,17 +363,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--name", default="token", help="of the files")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out", help="folder of the files")
     arguments = parser.parse_args(argv)
-    for flag, given, allowed in (
-        ("--models", arguments.models, tuple(MODELS)),
-        ("--stacks", arguments.stacks, ("fork", "vllm")),
-        ("--dense", arguments.dense, DENSE_FORMATS),
-        ("--dense-tokens", arguments.dense_tokens, DENSE_FORMATS),
-        ("--kv", arguments.kv, ("bf16", "fp8")),
-        ("--router", arguments.router, ("separate", "fork")),
-        ("--decode-attention", arguments.decode_attention, ("separate", "fork")),
-    ):
-        if unknown := set(given) - set(allowed):
-            parser.error(f"{flag}: {sorted(unknown)} are not among {sorted(allowed)}")
+    separate = ("separate", "fork")
+    allow(parser, arguments, models=MODELS, stacks=("fork", "vllm"), dense=DENSE_FORMATS, dense_tokens=DENSE_FORMATS)
+    allow(parser, arguments, kv=KV_BYTES, router=separate, decode_attention=separate)
     for weights in arguments.dense:
         beside = TOKENS_BESIDE[weights]
         if weights != "bf16" and not set(arguments.dense_tokens) & set(beside):

@@ -6,6 +6,7 @@ The clock is :mod:`flashinfer.sm12x_gpu_probe.timing`: medians of replays of a C
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import datetime
 import importlib.util
@@ -45,6 +46,23 @@ def reason(error: BaseException) -> str:
     cause = error.__cause__ or error
     lines = str(cause).strip().splitlines()
     return f"{type(cause).__name__}: {lines[0] if lines else ''}"
+
+
+def names(text: str) -> list[str]:
+    """Of an option: with commas between."""
+    return [item for item in text.split(",") if item]
+
+
+def numbers(text: str) -> list[int]:
+    """Of an option: with commas between."""
+    return [int(item) for item in names(text)]
+
+
+def allow(parser: argparse.ArgumentParser, arguments: argparse.Namespace, **allowed: Iterable[Any]) -> None:
+    """End the run, and say why, where an option has something that is not ``allowed``."""
+    for option, known in allowed.items():
+        if unknown := set(getattr(arguments, option) or ()) - set(known):
+            parser.error(f"--{option.replace('_', '-')}: {sorted(unknown)} are not among {sorted(known)}")
 
 
 def github(body: Sequence[Sequence[Any]], headers: Sequence[str]) -> str:
