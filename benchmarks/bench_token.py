@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import datetime
 import gc
 import itertools
 import multiprocessing
@@ -30,17 +29,31 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import emulate
 import torch
 from flashinfer.jit.xqa import gen_xqa_module
-from moe_bench import peer_marlin
-from moe_bench.peers import find_vllm
-from token_bench import check, emulate, measure, operators, picture, predict, results
+from peers import load_marlin
+from timing import allow, machine, names, numbers, reason
+from token_bench import check, measure, operators, picture, predict, results
 from token_bench.model import Model, fork_experts, marlin_experts
-from token_bench.sizes import DENSE_FORMATS, MATRICES, SIZES, TOKENS_BESIDE, Size, Step
 
-import flashinfer
 from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm120_module
 from flashinfer.jit.sm12x.modules import gen_decode_module, gen_dense_module, gen_probe_module, gen_router_module
+from flashinfer.sm12x.models import MODELS
+from flashinfer.sm12x.models import Model as Size
+from flashinfer.sm12x.perfmodel.step import (
+    DENSE_FORMATS,
+    KV_BYTES,
+    LAYER_MODEL,
+    TOKENS_BESIDE,
+    Predicted,
+    Step,
+    formats_of,
+    from_report,
+)
+from flashinfer.sm12x.perfmodel.step import (
+    told as assumptions,
+)
 from flashinfer.sm12x_gpu_probe.target import find_target
 from flashinfer.sm12x_gpu_probe.timing import sustained_read
 from flashinfer.testing.virtual_device import in_own_process
@@ -50,21 +63,6 @@ DECODE = [(1, context) for context in (128, 1024, 8192, 32_768, 131_072)] + [(n,
 READ_BYTES = 1 << 30
 
 
-def machine() -> dict[str, Any]:
-    """What the numbers were taken on."""
-    properties = torch.cuda.get_device_properties(0)
-    return {
-        "gpu": properties.name,
-        "multiprocessors": properties.multi_processor_count,
-        "torch": torch.__version__,
-        "cuda": str(torch.version.cuda),
-        "flashinfer": f"{flashinfer.__version__} + {flashinfer.__fork_version__}",
-        "date": datetime.date.today().isoformat(),
-        "command": " ".join(["python", *sys.argv]),
-        "read_gb_per_second": None,
-    }
-
-
 def streaming_read() -> float | None:
     """GB/s of a plain streaming read, the floor's rate; None, and why, where it cannot be measured."""
     try:
@@ -72,27 +70,6 @@ def streaming_read() -> float | None:
     except Exception as error:  # the steps are measured all the same
         print(f"no floor: {reason(error)}", flush=True)
         return None
-
-
-def reason(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"
-
-
-def vllm_folder(given: Path | None) -> Path:
-    """The folder of vLLM's package.
-
-    Raises
-    ------
-    RuntimeError
-        There is none.
-    """
-    if given is not None:
-        return given
-    found = find_vllm("__init__.py")
-    if found is None:
-        raise RuntimeError("vLLM is not installed; --vllm names its package's folder")
-    return found.parent
 
 
 def attention_of(name: str, size: Size) -> Any:
@@ -115,7 +92,7 @@ class Unavailable:
 def equip(model: Model, arguments: argparse.Namespace, stack: str) -> None:
     """Give a model the small operators and attentions of a stack."""
     try:
-        model.operators = operators.VllmOperators(vllm_folder(arguments.vllm))
+        model.operators = operators.VllmOperators(arguments.vllm)
     except Exception as error:
         if stack == "vllm":
             raise
@@ -127,19 +104,14 @@ def equip(model: Model, arguments: argparse.Namespace, stack: str) -> None:
             setattr(model, slot, Unavailable(name, reason(error)))
 
 
-def marlin(arguments: argparse.Namespace) -> Any:
-    """vLLM's Marlin, loaded."""
-    return peer_marlin.Marlin(vllm_folder(arguments.vllm) / operators.LIBRARIES[1])
-
-
 def build(stack: str, size: Size, arguments: argparse.Namespace) -> Model:
     """A model with a stack's experts, dense layers and operators."""
     make: Any
     if stack == "fork":
         make, formats = fork_experts(size, arguments.activations), tuple(arguments.dense)
     else:
-        make, formats = marlin_experts(size, marlin(arguments)), ("bf16",)
-    model = Model(size, make, formats, arguments.seed, "cuda")
+        make, formats = marlin_experts(size, load_marlin(arguments.vllm)), ("bf16",)
+    model = Model(size, make, formats, device="cuda")
     equip(model, arguments, stack)
     return model
 
@@ -156,7 +128,7 @@ def steps_of(
     ]
     for (dense, dense_tokens), router, attention in itertools.product(dense_layers, routers, attentions):
         common: dict[str, Any] = {
-            "formats": dict.fromkeys(MATRICES, dense),
+            "formats": formats_of(dense),
             "dense_tokens": dense_tokens,
             "fused_router": router == "fork",
         }
@@ -175,7 +147,7 @@ def stack_name(stack: str, step: Step) -> str:
 
 
 def not_measured(name: str, stack: str, step: Step, why: str) -> results.Measured:
-    return results.Measured(model=name, stack=stack_name(stack, step), **step.named(), note=why)
+    return results.Measured(model=name, stack=stack_name(stack, step), step=step, note=why)
 
 
 def compile_module(what: tuple[Any, ...]) -> str:
@@ -191,7 +163,7 @@ def compile_module(what: tuple[Any, ...]) -> str:
     try:
         if what[0] == "xqa":
             _, kv, window = what
-            size = next(iter(SIZES.values()))
+            size = next(iter(MODELS.values()))
             dtype = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}[kv]
             ratio = size.heads // size.kv_heads
             gen_xqa_module(torch.bfloat16, dtype, 16, size.head, ratio, window, torch.bfloat16).build_and_load()
@@ -221,12 +193,11 @@ def build_all(kinds: list[str]) -> int:
 def run_on_gpu(arguments: argparse.Namespace) -> int:
     """Measure all that was asked for, and write it down step by step."""
     began = time.monotonic()
-    about = machine()
-    about["read_gb_per_second"] = streaming_read()
+    about = machine() | {"read_gb_per_second": streaming_read()}
     path = arguments.out / f"{arguments.name}.json"
     found: list[results.Measured] = []
     for name, stack in itertools.product(arguments.models, arguments.stacks):
-        size = SIZES[name]
+        size = MODELS[name]
         separate = (["bf16"], ["separate"], ["separate"])
         choices = (arguments.dense, arguments.router, arguments.decode_attention) if stack == "fork" else separate
         model, why = None, ""
@@ -237,8 +208,8 @@ def run_on_gpu(arguments: argparse.Namespace) -> int:
             why = reason(error)
             print(f"{name}, {stack}: {why}", flush=True)
         for step in steps_of(arguments, *choices):
-            if model is None or time.monotonic() - began > arguments.seconds:
-                found.append(not_measured(name, stack, step, why or f"not begun within {arguments.seconds:g} s"))
+            if model is None:
+                found.append(not_measured(name, stack, step, why))
                 continue
             try:
                 found.append(measure.measure_step(model, step, stack_name(stack, step), name, arguments.repeats))
@@ -251,32 +222,30 @@ def run_on_gpu(arguments: argparse.Namespace) -> int:
         gc.collect()
         torch.cuda.empty_cache()
     results.save(path, about, found)
-    publish(about, found, arguments.out, arguments.name, tables=arguments.tables)
+    publish(about, found, arguments.out, arguments.name)
     return 0
 
 
-def publish(about: dict[str, Any], steps: list[results.Measured], folder: Path, name: str, *, tables: bool) -> None:
+def publish(about: dict[str, Any], steps: list[results.Measured], folder: Path, name: str) -> None:
     """Print the overview; write it with each step's table beside the JSON, and the picture."""
     rate = about["read_gb_per_second"]
     told = [", ".join(f"{key} {value}" for key, value in about.items()), results.overview(steps, rate)]
     print("\n\n".join(told))
     for step in steps:
         if step.rows:
-            told.append(f"### {step.model}, {step.stack}, {step.what()}, KV {step.kv}")
+            told.append(f"### {step.model}, {step.stack}, {step.what()}, KV {step.step.kv}")
             if step.replay is not None:
                 fastest, slowest = step.replay.fastest, step.replay.slowest
                 told.append(f"a replay: {step.replay.median:,.1f} us ({fastest:,.1f} to {slowest:,.1f})")
             told.append(results.by_part(step, rate, predict.of_measured(step) if "GB10" in about["gpu"] else None))
             if step.kernels:
                 told.append(results.by_kernel(step))
-    if tables:
-        print("\n\n".join(told[2:]))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.md").write_text("\n\n".join(told) + "\n", encoding="utf-8")
     print(f"wrote {folder / name}.md")
     bars = [
         picture.Bar(
-            f"{step.model}, {step.stack}\n{step.what()}, KV {step.kv}",
+            f"{step.model}, {step.stack}\n{step.what()}, KV {step.step.kv}",
             {row.part: row.us for row in step.rows} | {"gaps": step.gaps},
             None if rate is None else step.bytes / rate / 1e3,
         )
@@ -300,7 +269,7 @@ def print_prediction(arguments: argparse.Namespace) -> int:
     """The predicted GB10's tables and picture; 2 where the report is of no use."""
     name = arguments.models[0]
     try:
-        given = predict.from_report(arguments.report) if arguments.report is not None else None
+        given = from_report(arguments.report) if arguments.report is not None else None
     except (OSError, ValueError) as error:
         print(f"bench: --report: {error}", file=sys.stderr)
         return 2
@@ -308,7 +277,7 @@ def print_prediction(arguments: argparse.Namespace) -> int:
     bars = []
     fused = {"fused_router": "fork" in arguments.router, "fused_attention": "fork" in arguments.decode_attention}
     # What is kept of two Sparks is gpt-oss-120b's.
-    ranks = (1, 2) if name == predict.LAYER_MODEL else (1,)
+    ranks = (1, 2) if name == LAYER_MODEL else (1,)
     for count in ranks:
         steps = predict.headline(count, name, **fused)
         where = "one Spark" if count == 1 else "two Sparks, one of them"
@@ -324,11 +293,11 @@ def print_prediction(arguments: argparse.Namespace) -> int:
             predict.by_context(name, count, **fused),
         ]
     told += ["several streams, and prompts, one Spark", predict.overview(predict.batches(name, **fused))]
-    if name == predict.LAYER_MODEL:
+    if name == LAYER_MODEL:
         for count, rates in predict.PUBLISHED.items():
             listed = ", ".join(f"{rate:g} ({who})" for who, rate in rates.items())
             told.append(f"published, {count} Spark{'s' * (count > 1)}, one stream, tokens/s: {listed}")
-    told.append("\n".join(["Assumed:", *(f"- {line}" for line in predict.told())]))
+    told.append("\n".join(["Assumed:", *(f"- {line}" for line in assumptions())]))
     print("\n\n".join(told))
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / f"{arguments.name}_predicted.md"
@@ -338,7 +307,7 @@ def print_prediction(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def predicted_bar(step: predict.Predicted) -> picture.Bar:
+def predicted_bar(step: Predicted) -> picture.Bar:
     sparks = "" if step.size.ranks == 1 else f", {step.size.ranks} Sparks"
     return picture.Bar(
         f"{step.step.formats['QKV']}{sparks}: {step.middle_rate:.0f} tokens/s",
@@ -350,19 +319,13 @@ def predicted_bar(step: predict.Predicted) -> picture.Bar:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    def names(text: str) -> list[str]:
-        return [item for item in text.split(",") if item]
-
-    def numbers(text: str) -> list[int]:
-        return [int(item) for item in names(text)]
-
     def batches(text: str) -> list[tuple[int, int]]:
         return [(int(sequences), int(context)) for sequences, context in (item.split("x") for item in names(text))]
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--models", type=names, default=["gpt-oss-120b"], help=f"of {', '.join(SIZES)}")
+    parser.add_argument("--models", type=names, default=["gpt-oss-120b"], help=f"of {', '.join(MODELS)}")
     parser.add_argument("--stacks", type=names, default=["fork", "vllm"], help="fork, vllm")
     parser.add_argument("--dense", type=names, default=list(DENSE_FORMATS), help="the fork's QKV, O and LM head")
     parser.add_argument(
@@ -397,23 +360,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--report", type=Path, help="a GB10's report of sm12x-doctor --probe, beside the prediction")
     parser.add_argument("--emulate", action="store_true", help="run the kernels of the prediction again (20 minutes)")
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--seconds", type=float, default=3600, help="begin no step later than this")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tables", action="store_true", help="print each step's table, too")
     parser.add_argument("--name", default="token", help="of the files")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out", help="folder of the files")
     arguments = parser.parse_args(argv)
-    for flag, given, allowed in (
-        ("--models", arguments.models, tuple(SIZES)),
-        ("--stacks", arguments.stacks, ("fork", "vllm")),
-        ("--dense", arguments.dense, DENSE_FORMATS),
-        ("--dense-tokens", arguments.dense_tokens, DENSE_FORMATS),
-        ("--kv", arguments.kv, ("bf16", "fp8")),
-        ("--router", arguments.router, ("separate", "fork")),
-        ("--decode-attention", arguments.decode_attention, ("separate", "fork")),
-    ):
-        if unknown := set(given) - set(allowed):
-            parser.error(f"{flag}: {sorted(unknown)} are not among {sorted(allowed)}")
+    separate = ("separate", "fork")
+    allow(parser, arguments, models=MODELS, stacks=("fork", "vllm"), dense=DENSE_FORMATS, dense_tokens=DENSE_FORMATS)
+    allow(parser, arguments, kv=KV_BYTES, router=separate, decode_attention=separate)
     for weights in arguments.dense:
         beside = TOKENS_BESIDE[weights]
         if weights != "bf16" and not set(arguments.dense_tokens) & set(beside):
@@ -427,16 +379,16 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parse(argv)
     os.environ.setdefault("FLASHINFER_SM12X_MOE", "1")
     if arguments.render is not None:
-        publish(*results.load(arguments.render), arguments.out, arguments.name, tables=arguments.tables)
+        publish(*results.load(arguments.render), arguments.out, arguments.name)
         return 0
     if arguments.emulate:
-        return int(in_own_process(emulate.emulate))
+        return int(in_own_process(emulate.renew))
     if arguments.report is not None or arguments.predict or not torch.cuda.is_available():
         return print_prediction(arguments)
     if arguments.build:
         return build_all(arguments.kv)
     if arguments.check:
-        return check.check(arguments, lambda: marlin(arguments), equip)
+        return check.check(arguments, lambda: load_marlin(arguments.vllm), equip)
     return run_on_gpu(arguments)
 
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of ``bench_token.py``: sizes and bytes, the model and its operators, measurement, prediction, tables, picture."""
+"""Parts of ``bench_token.py``: the model and its operators, measurement, tables, picture."""

@@ -10,12 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from tabulate import tabulate
+from timing import github, reason, relative_error
 
+from flashinfer.sm12x.models import Model as Size
+from flashinfer.sm12x.perfmodel.step import Step, formats_of
 from flashinfer.testing import moe_reference
 
 from .model import ExpertTensors, ForkExperts, MarlinExperts, Model
-from .sizes import MATRICES, Size, Step
 
 SMALL = Size(layers=2, experts=8, vocab=4096)
 STEPS = (Step(3, 300), Step(1, 40, 40))
@@ -38,11 +39,6 @@ class ReferenceExperts(ForkExperts):
         return moe_reference(self.inputs(x, ids, weights))[0].to(x.dtype)
 
 
-def relative_error(logits: torch.Tensor, reference: torch.Tensor) -> float:
-    """Frobenius norm of the difference over that of the reference."""
-    return float((logits.double() - reference.double()).norm() / reference.double().norm())
-
-
 def check(
     arguments: argparse.Namespace,
     make_marlin: Callable[[], Any],
@@ -56,7 +52,7 @@ def check(
     formats = tuple(dict.fromkeys(("bf16", *arguments.dense)))
 
     def model(make: Callable[[torch.Generator], Any]) -> Model:
-        return Model(SMALL, make, formats, arguments.seed, device, 4096)
+        return Model(SMALL, make, formats, device=device, positions=4096)
 
     def fork(generator: torch.Generator) -> ForkExperts:
         return ForkExperts(ExpertTensors.random(SMALL, generator), ACTIVATIONS)
@@ -75,7 +71,7 @@ def check(
             tried = stacks[stack]()
             equip(tried, arguments, stack)
         except Exception as error:
-            lines.append([stack, "", "", "", "", "", f"{type(error).__name__}: {error}"])
+            lines.append([stack, "", "", "", "", "", reason(error)])
             wrong = True
             continue
         separate = (["bf16"], ["separate"], ["separate"])
@@ -84,7 +80,7 @@ def check(
             if step.prefill and attention == "fork":
                 continue
             parts = {"fused_router": router == "fork", "fused_attention": attention == "fork"}
-            step = Step(step.sequences, step.context, step.new, kv, dict.fromkeys(MATRICES, dense), **parts)
+            step = Step(step.sequences, step.context, step.new, kv, formats_of(dense), **parts)
             batch = reference.batch(step)
             caches = reference.caches(step, batch)
             apart = dataclasses.replace(step, fused_router=False, fused_attention=False)
@@ -100,7 +96,7 @@ def check(
                 lines.append([*line, f"{off:.4f}{'' if agrees else ' DISAGREES'}"])
             except Exception as error:
                 wrong = True
-                lines.append([*line, f"{type(error).__name__}: {str(error).splitlines()[0]}"])
+                lines.append([*line, reason(error)])
     headers = ["stack", "step", "KV", "dense", "router", "attention", "error of the logits"]
-    print(tabulate(lines, headers, tablefmt="github", disable_numparse=True))
+    print(github(lines, headers))
     return int(wrong)

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
+from flashinfer.sm12x.perfmodel.step import Step, parts_of
 from flashinfer.sm12x_gpu_probe.timing import Sample, captured
 
 from .model import Model
 from .results import Measured, Row
-from .sizes import Step, parts_of
 
 MARKER = "spin_kernel"  # of torch.cuda._sleep
 PROFILED = 3
@@ -126,7 +126,7 @@ def measure_step(model: Model, step: Step, stack: str, name: str, repeats: int) 
     measured = Measured(
         model=name,
         stack=stack,
-        **step.named(),
+        step=step,
         experts=experts,
         note="" if finite else "logits are not finite",
     )

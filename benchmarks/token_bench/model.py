@@ -17,12 +17,13 @@ from flashinfer.decode import decode_attention
 from flashinfer.fused_moe import cutlass_fused_moe, router_top_k
 from flashinfer.gemm.sm12x_dense import dense_mx
 from flashinfer.quantization import mx_cpu
+from flashinfer.sm12x.models import Model as Size
+from flashinfer.sm12x.perfmodel.step import DENSE_FORMATS, Step, TokenFormat
 from flashinfer.testing import MoEInputs
 from flashinfer.testing import moe_layers as layers_module
 from flashinfer.testing.moe_layers import ALPHA, BETA, LIMIT
 
 from .operators import EPSILON, PAGE, Batch, Cache, TorchAttention, TorchOperators, rope_table
-from .sizes import DENSE_FORMATS, Size, Step, TokenFormat
 
 ROUTER_SCALE = 4.0  # experts' logits lie apart, so that rounding seldom decides which are taken
 QUANTIZED_ROWS = 16_384
@@ -323,5 +324,5 @@ def fork_experts(size: Size, activations: str) -> Callable[[torch.Generator], Fo
 
 
 def marlin_experts(size: Size, peer: Any) -> Callable[[torch.Generator], MarlinExperts]:
-    """For :class:`Model`: vLLM's Marlin (``moe_bench.peer_marlin``), random."""
+    """For :class:`Model`: vLLM's Marlin (:mod:`peers.marlin`), random."""
     return lambda generator: MarlinExperts(peer, size, None, generator)

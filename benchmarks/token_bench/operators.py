@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peers import LIBRARY, MOE_LIBRARY, in_vllm
 
 PAGE = 16
 EPSILON = 1e-5
 XQA_WORKSPACE = 512 << 20
 TRITON_SEGMENTS = 16
 TRITON_DECODE_BLOCKS = 128  # vLLM splits sequences among blocks until a launch has as many
-LIBRARIES = ("_C_stable_libtorch.abi3.so", "_moe_C_stable_libtorch.abi3.so")
 
 
 def rope_table(positions: int, head: int, device: str, dtype: torch.dtype) -> torch.Tensor:
@@ -110,9 +110,9 @@ class VllmOperators(TorchOperators):
         They cannot be loaded; the message says why.
     """
 
-    def __init__(self, folder: Path) -> None:
-        for library in LIBRARIES:
-            torch.ops.load_library(str(folder / library))
+    def __init__(self, folder: Path | None) -> None:
+        for library in (LIBRARY, MOE_LIBRARY):
+            torch.ops.load_library(str(in_vllm(library, folder)))
         self._c: Any = torch.ops._C
         self._cache: Any = torch.ops._C_cache_ops
         self._moe: Any = torch.ops._moe_C

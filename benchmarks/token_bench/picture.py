@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .sizes import PARTS
+from flashinfer.sm12x.perfmodel.step import PARTS
 
 SEGMENTS = (*PARTS, "gaps")
 

@@ -9,11 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tabulate import tabulate
+from timing import github, write_json
 
+from flashinfer.sm12x.perfmodel.step import Step
 from flashinfer.sm12x_gpu_probe.timing import Sample
-
-from .sizes import TokenFormat
 
 NAME_WIDTH = 90  # of a kernel's name in a table
 
@@ -39,14 +38,7 @@ class Measured:
 
     model: str
     stack: str
-    sequences: int
-    context: int
-    new: int
-    kv: str
-    formats: dict[str, str]
-    fused_router: bool = False
-    fused_attention: bool = False
-    dense_tokens: TokenFormat = "bf16"
+    step: Step
     experts: float = 0.0
     replay: Sample | None = None
     rows: list[Row] = dataclasses.field(default_factory=list)
@@ -67,14 +59,15 @@ class Measured:
     def tokens_per_second(self) -> float:
         """New tokens of all sequences."""
         assert self.replay is not None
-        return 1e6 * self.sequences * self.new / self.replay.median
+        return 1e6 * self.step.tokens / self.replay.median
 
     def what(self) -> str:
         """The batch, in words."""
-        if self.new > 1:
-            return f"prefill of {self.new:,} tokens"
+        step = self.step
+        if step.prefill:
+            return f"prefill of {step.new:,} tokens"
         return (
-            f"decode, context {self.context:,}, {self.sequences} {'sequence' if self.sequences == 1 else 'sequences'}"
+            f"decode, context {step.context:,}, {step.sequences} {'sequence' if step.sequences == 1 else 'sequences'}"
         )
 
 
@@ -85,17 +78,13 @@ def load(path: Path) -> tuple[dict[str, Any], list[Measured]]:
     for fields in report["steps"]:
         rows = [Row(**row) for row in fields["rows"]]
         replay = None if fields["replay"] is None else Sample(**fields["replay"])
-        steps.append(Measured(**{**fields, "rows": rows, "replay": replay}))
+        steps.append(Measured(**{**fields, "step": Step(**fields["step"]), "rows": rows, "replay": replay}))
     return report["machine"], steps
 
 
 def save(path: Path, machine: dict[str, Any], steps: Sequence[Measured]) -> None:
     """For :func:`load`; written anew after each step, so that what ends the process costs one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    report = {"machine": machine, "steps": [dataclasses.asdict(step) for step in steps]}
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(report, indent=1), encoding="utf-8")
-    partial.replace(path)
+    write_json(path, {"machine": machine, "steps": steps})
 
 
 def by_part(
@@ -121,7 +110,7 @@ def by_part(
         for line in body:
             fast, slow = predicted.get(line[0], (0.0, 0.0))
             line.append(f"{fast:,.0f} - {slow:,.0f}" if slow else "")
-    return str(tabulate(body, headers, tablefmt="github", disable_numparse=True))
+    return github(body, headers)
 
 
 def by_kernel(step: Measured) -> str:
@@ -134,15 +123,16 @@ def by_kernel(step: Measured) -> str:
         cells = [part, short.replace("|", "/"), f"{entry['launches']:.0f}", f"{entry['us']:,.1f}", f"{each:,.2f}"]
         body.append(cells)
     headers = ["part", "kernel", "launches", "us", "us each"]
-    return str(tabulate(body, headers, tablefmt="github", disable_numparse=True))
+    return github(body, headers)
 
 
 def overview(steps: Sequence[Measured], gigabytes_per_second: float | None) -> str:
     """One line a step."""
     body = []
     for step in steps:
-        what = f"prefill {step.new:,}" if step.new > 1 else f"{step.context:,}"
-        line = [step.model, step.stack, what, str(step.sequences), step.kv]
+        of = step.step
+        what = f"prefill {of.new:,}" if of.prefill else f"{of.context:,}"
+        line = [step.model, step.stack, what, str(of.sequences), of.kv]
         if step.replay is None:
             body.append([*line, "-", "-", "-", "-", "-", step.note])
             continue
@@ -152,4 +142,4 @@ def overview(steps: Sequence[Measured], gigabytes_per_second: float | None) -> s
         line += ["-" if floor is None else f"{floor:.3f}", f"{step.gaps / step.span:.1%}" if step.span else "-"]
         body.append([*line, step.note])
     headers = ["model", "stack", "context", "sequences", "KV", "ms", "tokens/s", "GB", "floor ms", "gaps", "note"]
-    return str(tabulate(body, headers, tablefmt="github", disable_numparse=True))
+    return github(body, headers)

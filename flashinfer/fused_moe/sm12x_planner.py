@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..jit.sm12x.instances import GEMM_INSTANCES, INSTANCES, MAX_EXPERTS, Activation, Instance, table
+from ..sm12x import models
 from ..sm12x.checks import describe, require_k_alignment
 from .sm12x_validation import Mode
 
@@ -222,7 +223,7 @@ class Device:
     block_scaled_mma: bool
 
 
-MODELS = {"gpt-oss-120b": Layer(2880, 2880, 128, 4), "gpt-oss-20b": Layer(2880, 2880, 32, 4)}
+MODELS = {name: Layer(*model.moe) for name, model in models.MODELS.items()}
 DEVICES = {"gb10": Device("GB10", 48, True), "h200": Device("H200", 132, False)}
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The checks of what a probe measured: :data:`PROBE_CHECKS`, as those of ``checks``.
 
-What a GB10 is predicted to do stands in the facts, beside what was measured (``sm12x_gpu_probe.prediction``). On other GPUs
+What a GB10 is predicted to do stands in the facts, beside what was measured (``sm12x.perfmodel``). On other GPUs
 nothing is predicted.
 """
 

@@ -20,8 +20,10 @@ from ..jit import env as jit_env
 from ..jit.fused_moe import gen_cutlass_fused_moe_sm120_module
 from ..jit.sm12x import modules
 from ..jit.sm12x.build import write_atomically
+from ..sm12x.models import MOE_LAYERS
+from ..sm12x.perfmodel import gb10, moe
 from ..testing.verify import Result, dense_results, gemm_results, moe_results
-from . import arrivals, launches, layer, mma, prediction, timing
+from . import arrivals, launches, layer, mma, timing
 from .target import GB10, Target, find_target
 
 READ_BYTES = 1 << 30
@@ -78,7 +80,7 @@ def dram(tell: Tell) -> None:
     if target.virtual is None:
         tell(gigabytes_per_second=timing.sustained_read(target, READ_BYTES), bytes=READ_BYTES)
     if target.capability == GB10:
-        tell(predicted=[prediction.SLOW.dram_gb_per_second, prediction.FAST.dram_gb_per_second])
+        tell(predicted=[gb10.SLOW.dram_gb_per_second, gb10.FAST.dram_gb_per_second])
 
 
 def mmas(tell: Tell) -> None:
@@ -91,7 +93,7 @@ def mmas(tell: Tell) -> None:
         if target.virtual is None:
             found |= dataclasses.asdict(mma.measure_rate(target, kind))
         if target.capability == GB10:
-            found["predicted"] = prediction.mma_rates()[name]
+            found["predicted"] = gb10.mma_rates()[name]
         tell(**{name: found})
 
 
@@ -176,7 +178,7 @@ def layers(tell: Tell) -> None:
     for line in layer.measure(target):
         predicted = None
         if target.capability == GB10:
-            predicted = prediction.predicted_range(layer.MODEL, layer.MODE, line.tokens)
+            predicted = moe.predicted_range(MOE_LAYERS[layer.MODEL], layer.MODE, line.tokens)
         tell(**{f"{line.tokens} tokens": dataclasses.asdict(line) | {"predicted": predicted}})
 
 

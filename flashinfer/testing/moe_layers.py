@@ -9,19 +9,16 @@ from typing import Any
 
 import torch
 
-from ..fused_moe import cutlass_fused_moe, cutlass_fused_moe_workspace_size, sm12x_planner
+from ..fused_moe import cutlass_fused_moe, cutlass_fused_moe_workspace_size
+from ..sm12x import models
 from .moe_inputs import MoECase, make_moe_inputs
 from .moe_reference import MoEInputs
 from .mxfp_formats import quantize_mxfp8
 
-MODELS = {
-    **{name: dataclasses.astuple(layer) for name, layer in sm12x_planner.MODELS.items()},
-    "gpt-oss-120b-tp2": (2880, 1440, 128, 4),
-    "moe-2048-768-e128": (2048, 768, 128, 8),
-}
+MODELS = models.MOE_LAYERS
 """Hidden size, intermediate size, experts, experts per token."""
 
-DENSE_LAYERS = {"qkv": (5120, 2880), "o": (2880, 4096), "lm_head": (201_088, 2880)}
+DENSE_LAYERS = {name.lower().replace(" ", "_"): shape for name, shape in models.MODELS["gpt-oss-120b"].matrices.items()}
 """gpt-oss-120b's: rows and K of the weight."""
 DENSE_VARIANTS = (("mxfp4", "bf16"), ("mxfp4", "mxfp8"), ("mxfp4", "mxfp4"), ("mxfp8", "bf16"), ("mxfp8", "mxfp8"))
 """Formats of the weight, and as what tokens, which come in bf16, are multiplied."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flashinfer.sm12x_gpu_probe.l2 import Gemm, dram_bytes, walk
+from flashinfer.sm12x.perfmodel.l2 import Gemm, dram_bytes, walk
 
 ROOT = Path(__file__).parents[2]
 

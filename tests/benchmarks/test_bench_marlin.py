@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from moe_bench import peer_marlin, peers
+from peers import TOLERANCE, marlin
+from timing import relative_error
 
 from flashinfer.testing import MoEInputs, moe_layers, moe_reference
 
@@ -24,7 +25,7 @@ def test_each_nibble_is_where_its_lane_looks(rows: int, k: int) -> None:
     """A lane of an m16n8k16 MMA holds k = 2q, 2q+1, 2q+8, 2q+9 of column l: q, l its number modulo and over 4."""
     generator = _seeded(rows + k)
     packed = torch.randint(0, 256, (rows, k // 2), dtype=torch.uint8, generator=generator)
-    words = peer_marlin.repack(packed)
+    words = marlin.repack(packed)
     assert (words.shape, words.dtype) == ((k // 16, 2 * rows), torch.int32)
 
     def nibble(n: int, at: int) -> int:
@@ -44,7 +45,7 @@ def test_each_nibble_is_where_its_lane_looks(rows: int, k: int) -> None:
 
 def test_scales_and_biases_are_permuted_within_their_groups() -> None:
     scales = torch.arange(2 * 128 * 3).reshape(2, 128, 3).to(torch.int32)
-    permuted = peer_marlin.permute_scales(scales)
+    permuted = marlin.permute_scales(scales)
     assert permuted.shape == (2, 3, 128)
     for column in range(128):
         group, within = divmod(column, 64)
@@ -52,7 +53,7 @@ def test_scales_and_biases_are_permuted_within_their_groups() -> None:
         i, j = divmod(within - within % 4 + swap, 8)
         assert torch.equal(permuted[:, :, column], scales[:, 64 * group + 8 * j + i, :])
     bias = torch.arange(2 * 64).reshape(2, 64)
-    permuted = peer_marlin.permute_bias(bias)
+    permuted = marlin.permute_bias(bias)
     for column in range(64):
         group, within = divmod(column, 32)
         i, rest = divmod(within, 8)
@@ -61,11 +62,11 @@ def test_scales_and_biases_are_permuted_within_their_groups() -> None:
 
 
 def test_padding_keeps_what_was_there() -> None:
-    grown = peer_marlin._grown(torch.ones(2, 3, 4), 5, 6)
+    grown = marlin._grown(torch.ones(2, 3, 4), 5, 6)
     assert grown.shape == (2, 5, 6)
     assert float(grown.sum()) == 24
     assert bool((grown[:, :3, :4] == 1).all())
-    assert (peer_marlin.pad(2880, 256), peer_marlin.pad(2880, 128), peer_marlin.pad(128, 128)) == (3072, 2944, 128)
+    assert (marlin.pad(2880, 256), marlin.pad(2880, 128), marlin.pad(128, 128)) == (3072, 2944, 128)
 
 
 def marlin_weights(words: torch.Tensor, scales: torch.Tensor, n: int, k: int) -> torch.Tensor:
@@ -105,11 +106,11 @@ class TorchOperators:
         used.fill_(position)
 
     def moe_wna16_marlin_gemm(self, *given: Any) -> None:
-        assert len(given) == peer_marlin.GEMM_ARGUMENTS
+        assert len(given) == marlin.GEMM_ARGUMENTS
         a, c, weights, bias, scales, *absent, locks, order, owners, used, factors = given[:13]
         block, top_k, weighted, kind, size_m, size_n, size_k, *flags = given[13:]
         assert absent == [None, None, None]
-        assert (kind, size_m, flags) == (peer_marlin.FLOAT4_E2M1, a.shape[0], [False, True, False, -1, -1, -1])
+        assert (kind, size_m, flags) == (marlin.FLOAT4_E2M1, a.shape[0], [False, True, False, -1, -1, -1])
         assert a.shape[1] == size_k
         assert c.shape == (a.shape[0] * top_k, size_n)
         assert not locks.any()
@@ -140,7 +141,7 @@ def assert_computes(call: Callable[[], torch.Tensor], inputs: MoEInputs) -> None
     for _ in range(2):
         output = call()
         assert output.shape == reference.shape
-        assert peers.relative_error(output, reference) < peers.TOLERANCE
+        assert relative_error(output, reference) < TOLERANCE
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 40])
@@ -150,7 +151,7 @@ def test_driver_computes_the_layer(tokens: int, monkeypatch: pytest.MonkeyPatch)
     properties = SimpleNamespace(multi_processor_count=3)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     batch = moe_layers.route(moe_layers.make_layer("tiny", tokens, tokens, "cpu"), tokens, tokens)
-    layer = peer_marlin._Layer(TorchOperators(), swiglu, 8, 160, 96, torch.device("cpu"))
+    layer = marlin._Layer(TorchOperators(), swiglu, 8, 160, 96, torch.device("cpu"))
     layer.load(batch.inputs)
     assert (layer.hidden, layer.inter) == (256, 128)
     assert layer.fc1.shape == (8, 256 // 16, 2 * 2 * 128)

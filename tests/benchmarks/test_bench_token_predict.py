@@ -11,20 +11,35 @@ from typing import Any
 
 import bench_token
 import pytest
-from moe_bench import predict_dense
+from emulate import CONTEXTS, DECODE, PREFILL
 from token_bench import predict, results
-from token_bench.emulate import DECODE, MODEL, PREFILL, Kept, kept
-from token_bench.predict import ALL_REDUCE_US, FIXED_US, Given
-from token_bench.sizes import DENSE_FORMATS, KV_BYTES, MATRICES, SIZES, TOKENS_BESIDE, Step, matrix_bytes, parts_of
 
-from flashinfer.sm12x_gpu_probe import layer, prediction
-from flashinfer.sm12x_gpu_probe.prediction import FAST, SLOW, Assumptions
+from flashinfer.sm12x.models import MODELS, matrix_bytes
+from flashinfer.sm12x.perfmodel import moe
+from flashinfer.sm12x.perfmodel import step as model
+from flashinfer.sm12x.perfmodel.gb10 import FAST, FIXED_US, MIDDLE
+from flashinfer.sm12x.perfmodel.step import (
+    ALL_REDUCE_US,
+    DENSE_FORMATS,
+    KV_BYTES,
+    MATRICES,
+    TOKENS_BESIDE,
+    Given,
+    Kernel,
+    Step,
+    formats_of,
+    from_report,
+    kept,
+    parts_of,
+)
+from flashinfer.sm12x_gpu_probe import layer
 from flashinfer.sm12x_gpu_probe.timing import Sample
-from flashinfer.testing.moe_layers import MODELS
+
+MODEL = "gpt-oss-120b"
 
 
 def step_of(weights: str, context: int = 1024, **named: Any) -> Step:
-    return Step(1, context, formats=predict.formats_of(weights), **named)
+    return Step(1, context, formats=formats_of(weights), **named)
 
 
 def test_kept_kernels_are_of_todays_sizes() -> None:
@@ -35,20 +50,21 @@ def test_kept_kernels_are_of_todays_sizes() -> None:
     lines = kept()
     for line in lines:
         if line.kind == "MoE":
-            name = {1: line.model, 2: f"{line.model}-tp2"}[line.ranks]
-            touched = prediction.mean_work(name, line.tokens, 0).experts
-            assert line.megabytes == pytest.approx(touched * prediction.weight_bytes(name) / 1e6)
+            experts = MODELS[line.model].split(line.ranks).moe
+            touched = moe.mean_work(experts, line.tokens, 0).experts
+            assert line.megabytes == pytest.approx(touched * experts.expert_bytes / 1e6)
             continue
         if line.kind not in MATRICES:
             continue  # below
-        n, k = SIZES[line.model].split(line.ranks).matrices[line.kind]
+        n, k = MODELS[line.model].split(line.ranks).matrices[line.kind]
         assert line.megabytes == matrix_bytes(n, k, line.weights) / 1e6
-        assert matrix_bytes(n, k, line.weights) == predict_dense.weight_bytes(n, k, line.weights)
     for tokens in (1, 4, 64, 2048):
         (line,) = [
             each for each in lines if (each.kind, each.model, each.ranks, each.tokens) == ("MoE", MODEL, 1, tokens)
         ]
-        assert (line.fast, line.slow) == pytest.approx(prediction.predicted_range(MODEL, layer.MODE, tokens), rel=0.01)
+        assert (line.fast, line.slow) == pytest.approx(
+            moe.predicted_range(MODELS[MODEL].moe, layer.MODE, tokens), rel=0.01
+        )
     keys = {tuple(value for value in dataclasses.astuple(line) if not isinstance(value, float)) for line in lines}
     assert len(keys) == len(lines)
     assert {line.tokens for line in lines} == {*DECODE, *PREFILL}
@@ -56,8 +72,8 @@ def test_kept_kernels_are_of_todays_sizes() -> None:
 
 def test_ranges_are_in_order_and_add_up() -> None:
     contexts = [
-        predict.predict(MODEL, Step(1, context, kv=kv, formats=predict.formats_of(weights)), ranks)
-        for context, kv, weights, ranks in itertools.product(predict.CONTEXTS, KV_BYTES, DENSE_FORMATS, (1, 2))
+        model.predict(MODEL, Step(1, context, kv=kv, formats=formats_of(weights)), ranks)
+        for context, kv, weights, ranks in itertools.product(CONTEXTS, KV_BYTES, DENSE_FORMATS, (1, 2))
     ]
     for step in contexts + predict.batches(MODEL):
         parts = {part.name: part for part in parts_of(step.size, step.step)}
@@ -74,8 +90,8 @@ def test_ranges_are_in_order_and_add_up() -> None:
 
 def test_a_small_part_is_its_bytes_and_a_launch() -> None:
     step = step_of("bf16", 8192)
-    rows = {row.part: row for row in predict.predict(MODEL, step).rows}
-    parts = {part.name: part.bytes for part in parts_of(SIZES[MODEL], step)}
+    rows = {row.part: row for row in model.predict(MODEL, step).rows}
+    parts = {part.name: part.bytes for part in parts_of(MODELS[MODEL], step)}
     norms = rows["norms"]
     assert norms.fast == pytest.approx(parts["norms"] / 236e3 + 73 * FIXED_US["small"][0])
     assert norms.slow == pytest.approx(parts["norms"] / 220e3 + 73 * FIXED_US["small"][1])
@@ -90,7 +106,7 @@ def test_the_forks_router_takes_three_parts_in_two_launches() -> None:
     before, after = ({row.part: row for row in each.rows} for each in (one, two))
     assert "top-k" not in after
     assert (after["norms"].calls, before["norms"].calls) == (37, 73)
-    bytes_ = {part.name: part.bytes for part in parts_of(SIZES[MODEL], dataclasses.replace(step, fused_router=True))}
+    bytes_ = {part.name: part.bytes for part in parts_of(MODELS[MODEL], dataclasses.replace(step, fused_router=True))}
     # The bytes are those counted, within 1 % of the part's own.
     assert after["router"].slow == pytest.approx(bytes_["router"] / 220e3 + 36 * FIXED_US["router"][1], rel=0.01)
     assert after["router"].by == "fork, virtual SM121"
@@ -106,7 +122,7 @@ def test_the_forks_attention_takes_three_parts_in_one_launch() -> None:
     before, after = ({row.part: row for row in each.rows} for each in (one, two))
     assert set(before) - set(after) == {"rope", "KV write"}
     fused = dataclasses.replace(step, fused_attention=True)
-    bytes_ = {part.name: part.bytes for part in parts_of(SIZES[MODEL], fused)}["attention, full"]
+    bytes_ = {part.name: part.bytes for part in parts_of(MODELS[MODEL], fused)}["attention, full"]
     own = 1024 * 2 * 8 * 64 * 2 + 2 * 64 * 64 * 2 + 64 * 4 + 2 * 8 * 64 * 2 + 64 * 2
     assert bytes_ == 18 * own
     counted = after["attention, full"]
@@ -114,7 +130,7 @@ def test_the_forks_attention_takes_three_parts_in_one_launch() -> None:
     assert counted.slow == pytest.approx(bytes_ / 220e3 + 18 * FIXED_US["decode_attention"][1], rel=0.05)
     (elsewhere,) = [
         row
-        for row in predict.predict(MODEL, step_of("mxfp4", 1000, fused_attention=True)).rows
+        for row in model.predict(MODEL, step_of("mxfp4", 1000, fused_attention=True)).rows
         if row.part == "attention, full"
     ]
     assert elsewhere.by == "bytes + launch"  # no such context was run
@@ -124,17 +140,17 @@ def test_the_forks_attention_takes_three_parts_in_one_launch() -> None:
 
 
 def test_a_prompt_is_bound_by_arithmetic() -> None:
-    rows = {row.part: row for row in predict.predict(MODEL, step_of("bf16", 2048, new=2048)).rows}
+    rows = {row.part: row for row in model.predict(MODEL, step_of("bf16", 2048, new=2048)).rows}
     cycles = 48 * 2.418e3
-    n, k = SIZES[MODEL].matrices["QKV"]
+    n, k = MODELS[MODEL].matrices["QKV"]
     flops = 2 * 2048 * n * k
     assert rows["QKV"].slow == pytest.approx(36 * (flops / (512 * 0.7 * cycles) + FIXED_US["gemm"][1]))
     pairs = sum(min(token + 1, 2048) for token in range(2048))
-    assert predict.flops_of(SIZES[MODEL], step_of("bf16", 2048, new=2048), "attention, full") == 4 * 64 * 64 * pairs
+    assert model.flops_of(MODELS[MODEL], step_of("bf16", 2048, new=2048), "attention, full") == 4 * 64 * 64 * pairs
     fast = 4 * 64 * 64 * pairs / (1024 * 0.73 * cycles)
     assert rows["attention, full"].fast == pytest.approx(18 * (fast + FIXED_US["attention"][0]))
     # One sequence's logits: as in decode.
-    decode = {row.part: row for row in predict.predict(MODEL, step_of("bf16")).rows}
+    decode = {row.part: row for row in model.predict(MODEL, step_of("bf16")).rows}
     assert rows["LM head"] == decode["LM head"]
 
 
@@ -148,7 +164,7 @@ def test_fewer_bytes_are_faster_and_two_sparks_too() -> None:
         reduced = two.rows[[row.part for row in two.rows].index("all-reduce")]
         assert (reduced.fast, reduced.slow) == pytest.approx(tuple(73 * end for end in ALL_REDUCE_US))
     for context in (8192, 131_072):
-        wide, narrow = (predict.predict(MODEL, step_of("mxfp4", context, kv=kv)) for kv in ("bf16", "fp8"))
+        wide, narrow = (model.predict(MODEL, step_of("mxfp4", context, kv=kv)) for kv in ("bf16", "fp8"))
         assert narrow.slow < wide.slow
 
 
@@ -157,18 +173,18 @@ def test_what_was_not_emulated_is_named() -> None:
         ValueError,
         match=r"no prediction of MoE for 3 tokens of gpt-oss-120b on 1 GPU\(s\), mxfp4 and tokens in mxfp8: 1, 4",
     ):
-        predict.predict(MODEL, Step(3, 1024))
-    prompt = Step(1, 8192, 8192, formats=predict.formats_of("mxfp4"))
+        model.predict(MODEL, Step(3, 1024))
+    prompt = Step(1, 8192, 8192, formats=formats_of("mxfp4"))
     with pytest.raises(
         ValueError, match=r"QKV for 8192 tokens .* mxfp4 and tokens in bf16: 1, 4, 16, 64, 512, 2048 only"
     ):
-        predict.predict(MODEL, prompt)  # cuBLAS and widened weights
+        model.predict(MODEL, prompt)  # cuBLAS and widened weights
 
 
 def test_what_tokens_are_rounded_to_counts_in_prompts() -> None:
-    def qkv(tokens: Any, sequences: int = 1, new: int = 2048) -> predict.Row:
-        step = Step(sequences, max(new, 1024), new, formats=predict.formats_of("mxfp4"), dense_tokens=tokens)
-        return predict.predict(MODEL, step).rows[2]
+    def qkv(tokens: Any, sequences: int = 1, new: int = 2048) -> model.Row:
+        step = Step(sequences, max(new, 1024), new, formats=formats_of("mxfp4"), dense_tokens=tokens)
+        return model.predict(MODEL, step).rows[2]
 
     bf16, mxfp8, mxfp4 = (qkv(tokens) for tokens in TOKENS_BESIDE["mxfp4"])
     assert bf16.part == "QKV"
@@ -183,19 +199,19 @@ def test_what_tokens_are_rounded_to_counts_in_prompts() -> None:
     ]
 
 
-def a_line(**named: Any) -> Kept:
-    times = {"megabytes": 23.3, "floor": 100.0, "dram": 100.0, "issue": 1.0, "mma": 1.0, "shared": 1.0}
+def a_line(**named: Any) -> Kernel:
+    times = {"megabytes": 23.3, "dram": 100.0, "issue": 1.0, "mma": 1.0, "shared": 1.0}
     ends = {"fast": 100 * 233 / 236 + 5, "slow": 100 * 233 / 220 + 12, "bound": "dram"}
     about = {"kind": "O", "model": MODEL, "ranks": 1, "tokens": 1, "weights": "mxfp4", "activation": "bf16"}
-    return Kept(**{**times, **ends, **about, **named})
+    return Kernel(**{**times, **ends, **about, **named})
 
 
 def test_a_measured_rate_moves_what_dram_binds() -> None:
     line = a_line()
-    assert predict.on_fork(line, Given()) == (line.fast, line.slow)
-    assert predict.on_fork(line, Given(dram=(200.0, 200.0))) == pytest.approx((116.5 + 5, 116.5 + 12))
+    assert model.on_fork(line, Given()) == (line.fast, line.slow)
+    assert model.on_fork(line, Given(dram=(200.0, 200.0))) == pytest.approx((116.5 + 5, 116.5 + 12))
     bound = dataclasses.replace(line, bound="mma")
-    assert predict.on_fork(bound, Given(dram=(200.0, 200.0))) == (line.fast, line.slow)
+    assert model.on_fork(bound, Given(dram=(200.0, 200.0))) == (line.fast, line.slow)
 
 
 @pytest.fixture
@@ -214,15 +230,15 @@ def report(tmp_path: Path) -> Path:
 
 
 def test_a_report_takes_the_place_of_ranges(report: Path) -> None:
-    given = predict.from_report(report)
+    given = from_report(report)
     assert given == Given((210.0, 210.0), (600.0, 600.0), pytest.approx((2.5, 4.5)), {1: 290.0, 64: 7000.0})
-    rows = {row.part: row for row in predict.predict(MODEL, step_of("bf16"), given=given).rows}
+    rows = {row.part: row for row in model.predict(MODEL, step_of("bf16"), given=given).rows}
     assert rows["MoE"].fast == rows["MoE"].slow == 36 * 290.0
-    parts = {part.name: part.bytes for part in parts_of(SIZES[MODEL], step_of("bf16"))}
+    parts = {part.name: part.bytes for part in parts_of(MODELS[MODEL], step_of("bf16"))}
     assert rows["LM head"].fast == pytest.approx(parts["LM head"] / 210e3 + FIXED_US["gemm"][0])
     # Layers of other shapes were not measured.
-    assert predict.predict(MODEL, step_of("bf16"), 2, given).rows != predict.predict(MODEL, step_of("bf16"), 2).rows
-    two = {row.part: row for row in predict.predict(MODEL, step_of("bf16"), 2, given).rows}
+    assert model.predict(MODEL, step_of("bf16"), 2, given).rows != model.predict(MODEL, step_of("bf16"), 2).rows
+    two = {row.part: row for row in model.predict(MODEL, step_of("bf16"), 2, given).rows}
     assert two["MoE"].fast < two["MoE"].slow
 
 
@@ -231,7 +247,7 @@ def test_prediction_and_report_stand_side_by_side(
 ) -> None:
     assert bench_token.main(["--report", str(report), "--out", str(tmp_path), "--name", "t"]) == 0
     out = capsys.readouterr().out
-    before, after = (predict.headline(1, MODEL, given)[0] for given in (None, predict.from_report(report)))
+    before, after = (predict.headline(1, MODEL, given)[0] for given in (None, from_report(report)))
     table = predict.side_by_side(before, after)
     assert table in out
     moe = next(line for line in table.splitlines() if line.startswith("| MoE"))
@@ -244,10 +260,9 @@ def test_prediction_and_report_stand_side_by_side(
 
 def test_a_step_measured_on_a_gb10_has_its_prediction_beside_it(tmp_path: Path) -> None:
     step = step_of("mxfp8", 8192, kv="fp8")
-    rows = [results.Row(part.name, "x", part.calls, part.bytes, us=1.0) for part in parts_of(SIZES[MODEL], step)]
-    common = {"model": MODEL, "sequences": 1, "context": 8192, "new": 1, "kv": "fp8", "formats": dict(step.formats)}
+    rows = [results.Row(part.name, "x", part.calls, part.bytes, us=1.0) for part in parts_of(MODELS[MODEL], step)]
     steps = [
-        results.Measured(stack=stack, rows=rows, replay=Sample(1.0, 1.0, 1.0), **common)
+        results.Measured(model=MODEL, step=step, stack=stack, rows=rows, replay=Sample(1.0, 1.0, 1.0))
         for stack in ("fork, x", "vllm")
     ]
     for gpu, tables in (("NVIDIA GB10", 1), ("NVIDIA H200", 0)):
@@ -257,12 +272,12 @@ def test_a_step_measured_on_a_gb10_has_its_prediction_beside_it(tmp_path: Path) 
         text = (tmp_path / "token.md").read_text(encoding="utf-8")
         assert text.count("predicted us") == tables
         if tables:
-            predicted = predict.predict(MODEL, step)
+            predicted = model.predict(MODEL, step)
             (row,) = [row for row in predicted.rows if row.part == "O"]
             (line,) = [line for line in text.splitlines() if line.startswith("| O ") and line.count("|") == 9]
             assert line.split("|")[-2].strip() == predict.span(row.fast, row.slow, 0)
             assert predict.span(predicted.fast, predicted.slow, 0) in text
-    assert predict.of_measured(dataclasses.replace(steps[0], sequences=3)) is None
+    assert predict.of_measured(dataclasses.replace(steps[0], step=dataclasses.replace(step, sequences=3))) is None
 
 
 @pytest.mark.parametrize(
@@ -292,15 +307,13 @@ def test_tables_hold_what_was_predicted() -> None:
     ):
         assert rows[name][-3:] == [
             f"{row.bytes / 1e6:,.1f}",
-            f"{row.bytes / Assumptions.dram_gb_per_second / 1e3:,.0f}",
+            f"{row.bytes / MIDDLE.dram_gb_per_second / 1e3:,.0f}",
             predict.span(row.fast, row.slow, 0),
         ]
     assert rows["all"][-1] == predict.span(steps[2].fast, steps[2].slow, 0)
     assert len(predict.overview(steps).splitlines()) == 2 + len(steps)
     by_context = predict.by_context(MODEL, 2).splitlines()
-    one = predict.predict(MODEL, step_of("mxfp4", 8192, kv="fp8"), 2)
+    one = model.predict(MODEL, step_of("mxfp4", 8192, kv="fp8"), 2)
     (line,) = [text for text in by_context if text.startswith("| 8,192")]
     assert f"{predict.rates(one)} ({one.middle_rate:.1f})" == line.strip("|").split("|")[-1].strip()
-    assert (FAST.dram_gb_per_second, SLOW.dram_gb_per_second) == Given().dram
-    assert set(itertools.chain(*(line.split(":")[0:1] for line in predict.told()))) >= {"DRAM", "attention's cache"}
-    assert set(MODELS) >= {"gpt-oss-120b-tp2"}
+    assert set(itertools.chain(*(line.split(":")[0:1] for line in model.told()))) >= {"DRAM", "attention's cache"}

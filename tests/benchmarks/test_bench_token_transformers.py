@@ -9,8 +9,9 @@ import pytest
 import torch
 from token_bench.model import Dense, ForkExperts, Layer, Model, fork_experts
 from token_bench.operators import PAGE, Batch
-from token_bench.sizes import MATRICES, Size, Step
 
+from flashinfer.sm12x.models import Model as Size
+from flashinfer.sm12x.perfmodel.step import Step, formats_of
 from flashinfer.testing.mxfp_formats import dequantize_mxfp4, dequantize_mxfp8, unswizzle_scales
 
 transformers = pytest.importorskip("transformers")
@@ -120,7 +121,7 @@ def test_logits_are_those_of_transformers(weights: str, seed: int) -> None:
     With these seeds rounding changes no token's experts.
     """
     print("seed", seed)
-    formats = dict.fromkeys(MATRICES, weights)
+    formats = formats_of(weights)
     model = Model(SIZE, fork_experts(SIZE, "a16"), (weights,), seed, positions=4096)
     length = PROMPT + DECODED
     whole = Step(1, length, length, formats=formats)

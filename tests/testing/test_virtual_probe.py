@@ -13,7 +13,9 @@ import torch
 from flashinfer._layer import fork_root
 from flashinfer.jit.sm12x import modules
 from flashinfer.jit.sm12x.instances import SM12X
-from flashinfer.sm12x_gpu_probe import arrivals, launches, layer, mma, parts, prediction, timing
+from flashinfer.sm12x.models import MOE_LAYERS
+from flashinfer.sm12x.perfmodel import moe
+from flashinfer.sm12x_gpu_probe import arrivals, launches, layer, mma, parts, timing
 from flashinfer.sm12x_gpu_probe.target import NoTargetError, Target, find_target
 from flashinfer.testing import SM120_SUM_BITS, TENSOR_CORE, dequantize_mxfp4, verify
 from flashinfer.testing.virtual_device import VirtualDeviceError, virtual_device
@@ -296,16 +298,14 @@ def test_every_default_tactic_is_asked_for_once(monkeypatch: pytest.MonkeyPatch)
 def test_the_fits_that_are_kept_are_those_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the kernels changed and the file did not: counts of one short batch."""
     monkeypatch.syspath_prepend(str(fork_root() / "benchmarks"))
-    from moe_bench import predict
+    import emulate
 
-    tactics = prediction.planned(layer.MODEL, layer.MODE, 1)
-    fits = prediction.known_fits(layer.MODE, tactics, (2880, 2880))
+    sizes = MOE_LAYERS[layer.MODEL]
+    tactics = moe.planned(sizes, layer.MODE, 1)
+    fits = moe.known_fits(layer.MODE, tactics, sizes[:2])
     with virtual_device("sm_121a", strict=False) as device:
-        ids, done = predict.emulate(device, layer.MODEL, layer.MODE, predict.runs_for(tactics)[0], tactics)
-    assert fits is not None
+        ids, done = emulate.emulate_moe(device, sizes, layer.MODE, emulate.runs_for(tactics)[0], tactics)
     assert len(fits) == len(done)
     for fit, launched in zip(fits, done, strict=True):
-        expected, seen = fit.at(prediction.work_of(ids, fit.tile)), predict.counts_of(launched)
-        assert expected.values() == pytest.approx(seen.values(), rel=0.03, abs=300), (
-            "prediction.FITS says how to renew it"
-        )
+        expected, seen = fit.at(moe.work_of(ids, fit.tile)), emulate.seen(launched).counts
+        assert expected.values() == pytest.approx(seen.values(), rel=0.03, abs=300), "moe.FITS says how to renew it"

@@ -18,11 +18,12 @@ import torch
 
 from flashinfer import sm12x_doctor as doctor
 from flashinfer.jit.sm12x import modules
+from flashinfer.sm12x.models import MOE_LAYERS, MoELayer
 from flashinfer.sm12x_doctor import asking
 from flashinfer.sm12x_doctor.probe_checks import PROBE_CHECKS
 from flashinfer.sm12x_gpu_probe import arrivals, launches, layer, mma, parts, timing
 from flashinfer.sm12x_gpu_probe.target import GB10, Target
-from flashinfer.testing import moe_layers, verify
+from flashinfer.testing import verify
 from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
 
 pytestmark = pytest.mark.slow
@@ -94,7 +95,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Target]]:
     for module, values in small.items():
         for name, value in values.items():
             monkeypatch.setattr(module, name, value)
-    monkeypatch.setitem(moe_layers.MODELS, "tiny", (96, 64, 4, 4))
+    monkeypatch.setitem(MOE_LAYERS, "tiny", MoELayer(96, 64, 4, 4))
     monkeypatch.setattr(layer, "MODEL", "tiny")
     monkeypatch.setattr(layer.measure, "__defaults__", ("tiny", layer.TOKENS[:1], 1))
     result = verify.Result("MoE of one size", 0.5)

@@ -13,20 +13,22 @@ from flashinfer.testing.virtual_device import virtual_device
 def test_the_times_that_are_kept_are_those_of_the_kernels(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the kernels changed and the file did not: the smallest dense layer, which one of two ranks has, and small calls."""
     monkeypatch.syspath_prepend(str(fork_root() / "benchmarks"))
-    from token_bench import emulate
+    import emulate
+
+    from flashinfer.sm12x.perfmodel import step
 
     with virtual_device("sm_121a", strict=False) as device:
         if kind == "O":
-            (seen,) = emulate.dense_line(device, 2, kind, "mxfp4", 1, "bf16")
+            seen = emulate.dense_kernel(device, 2, kind, "mxfp4", 1, "bf16")
         elif kind == "router":
-            seen = emulate.router_line(device, emulate.MODEL, 4)
+            seen = emulate.router_kernel(device, step.LAYER_MODEL, 4)
         else:
-            seen = emulate.attention_line(device, 1, "bf16", 1, 1024 if kind == "attention, full" else 0)
+            seen = emulate.attention_kernel(device, 1, "bf16", 1, 1024 if kind == "attention, full" else 0)
     about = {name: value for name, value in vars(seen).items() if not isinstance(value, float) and name != "bound"}
-    assert seen.kind == kind
-    (line,) = [each for each in emulate.kept() if about.items() <= vars(each).items()]
-    for name, value in emulate.times(line).items():
+    assert seen is not None and seen.kind == kind
+    (line,) = [each for each in step.kept() if about.items() <= vars(each).items()]
+    for name, value in vars(line).items():
         told = getattr(seen, name)
-        assert told == (value if isinstance(value, str) else pytest.approx(value, rel=0.03)), (
+        assert told == (pytest.approx(value, rel=0.03) if isinstance(value, float) else value), (
             f"{name}: {told}, kept {value}: bench_token.py --emulate writes the file anew"
         )

@@ -13,7 +13,8 @@ import json
 import re
 import shlex
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 from unittest import mock
 
 import checkpoint
@@ -181,19 +182,27 @@ def test_a_module_that_cannot_be_built_leaves_the_experts_to_vllm(checkpoint_fol
 @pytest.mark.parametrize("capability", ["12.1", "9.0"])
 def test_the_module_is_built_once_and_before_weights_are_loaded(checkpoint_folder, monkeypatch, capability):
     """With what Hopper's planner may choose besides, which a request would wait for."""
-    from flashinfer.fused_moe import sm12x_dispatch
+    from flashinfer.fused_moe import sm12x_operator
     from flashinfer.jit.sm12x.instances import HOPPER, INSTANCES, SM12X
     from flashinfer_sm12x_vllm import moe
 
     monkeypatch.setenv("VIRTUAL_GPU_CAPABILITY", capability)
     monkeypatch.setenv("FLASHINFER_SM12X_MOE", "1")
     order: list[str] = []
-    monkeypatch.setattr(sm12x_dispatch, "moe_module", lambda: order.append("build"))
-    monkeypatch.setattr(
-        sm12x_dispatch,
-        "ensure_instance",
-        lambda index: INSTANCES[index] in SM12X or order.append(INSTANCES[index].name),
-    )
+
+    class Backend:
+        block_scaled_mma = capability == "12.1"
+        memo: ClassVar[dict] = {}
+
+        def module(self, _generate, *tactic):
+            name = INSTANCES[tactic[0]].name if tactic else "build"
+            if name not in order:
+                order.append(name)
+            return SimpleNamespace(sm12x_register_instance=lambda *_: None, sm12x_instance_address=lambda: 0)
+
+    backend = Backend()
+    monkeypatch.setattr(sm12x_operator, "kernels", lambda device: backend)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     build = moe.build.__wrapped__
     monkeypatch.setattr(moe, "build", functools.cache(lambda device_type: build("cuda")))
     config = serve(checkpoint_folder, {})

@@ -23,7 +23,7 @@ LEFT_OUT = ("csrc/sm12x_register_instance_binding.h", "csrc/dense_mx_sm12x_rows_
 # What comments of C++ sources name, and what is there upstream.
 MENTIONED = {
     "upstream's XQA kernel": "the XQA kernel",
-    "simulated: sm12x_gpu_probe/l2.py": "by a model of L2",
+    "simulated: sm12x/perfmodel/l2.py": "by a model of L2",
     "flashinfer/gemm/sm12x_dense.py": "flashinfer/gemm/gemm_sm12x_mx.py",
     "flashinfer.gemm.group_gemm_mxfp4_nt_groupwise on SM12x": "flashinfer/gemm/group_gemm_sm12x.py",
 }

@@ -4,7 +4,7 @@
 On a GPU a call is timed without waiting for its kernels, in batches small enough that the queue of launches never fills.
 The launcher's share is the same call of the compiled module with the arguments that Python gave it.  Also counted: what
 the caching allocator was asked for, and whether anything synchronized.  Without a GPU the module is replaced by one that
-does nothing, on tensors without memory: that leaves Python.
+does nothing: that leaves Python.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ from typing import Any
 from unittest import mock
 
 import torch
-from tabulate import tabulate
+from timing import github
 
 import flashinfer
-from flashinfer.fused_moe import sm12x_dispatch, sm12x_signature_cache
+from flashinfer.fused_moe import sm12x_operator
+from flashinfer.jit.sm12x.instances import SM12X
+from flashinfer.sm12x.backend import kernels
 from flashinfer.testing import MoECase, make_moe_inputs
 from flashinfer.testing.moe_layers import MODE_NAMES, MODELS, Batch, layer_call, make_layer, route
 
 BATCH = 100  # calls between two synchronizations: a queue of launches holds about a thousand
 BATCHES = 50
-STUB_EXPERTS = 8  # metadata only: their number costs nothing
+STUB_EXPERTS = 8  # their number costs nothing
 
 
 @dataclasses.dataclass
@@ -60,7 +62,22 @@ class _Recorder:
 
 
 class _Stub:
-    """A module that computes nothing."""
+    """A backend, and its module, that computes nothing."""
+
+    block_scaled_mma = is_cuda = True
+    tactics = SM12X
+
+    def __init__(self) -> None:
+        self.memo: dict[Any, Any] = {}
+
+    def module(self, *_: Any) -> Any:
+        return self
+
+    def pdl(self, _wanted: bool | None) -> bool:
+        return True
+
+    def call(self, function: Callable[..., Any], *arguments: Any, writes: Any) -> Any:
+        return function(*arguments)
 
     def sm12x_moe_workspace_size(self, *_sizes: int) -> int:
         return 4096
@@ -90,9 +107,11 @@ def on_gpu(model: str, modes: list[int], seed: int) -> list[HostCost]:
 
 def _on_gpu(batch: Batch, mode: int) -> HostCost:
     call = layer_call(batch.of_mode(mode))
-    module = sm12x_dispatch.moe_module()
+    backend = kernels(batch.inputs.input.device)
+    assert backend is not None
+    module = sm12x_operator.moe_module(backend)
     recorder = _Recorder(module)
-    with mock.patch.object(sm12x_dispatch, "moe_module", return_value=recorder):
+    with mock.patch.object(sm12x_operator, "moe_module", return_value=recorder):
         call()
     run, arguments = module.sm12x_moe_run, recorder.arguments
     total = per_call(call, torch.cuda.synchronize)
@@ -110,23 +129,11 @@ def _on_gpu(batch: Batch, mode: int) -> HostCost:
 @contextlib.contextmanager
 def _stubbed() -> Iterator[None]:
     stub = _Stub()
-    with contextlib.ExitStack() as patches:
-        for name, value in (
-            ("serves", lambda device: True),
-            ("moe_module", lambda: stub),
-            ("has_block_scaled_mma", lambda index: True),
-            ("one_device", lambda: True),
-        ):
-            patches.enter_context(mock.patch.object(sm12x_dispatch, name, value))
-        patches.enter_context(mock.patch.object(torch.cuda, "device", contextlib.nullcontext))
-        patches.enter_context(mock.patch.object(sm12x_signature_cache, "_cache", {}))
+    with (
+        mock.patch.object(sm12x_operator, "kernels", lambda _device: stub),
+        mock.patch.object(sm12x_operator, "checks_values", lambda _device: False),
+    ):
         yield
-
-
-def _without_memory(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to("meta")
-    return [_without_memory(item) for item in value] if isinstance(value, list) else value
 
 
 def with_stub(model: str, modes: list[int]) -> list[HostCost]:
@@ -135,9 +142,11 @@ def with_stub(model: str, modes: list[int]) -> list[HostCost]:
     costs = []
     for mode in modes:
         inputs = make_moe_inputs(MoECase(1, hidden, inter, STUB_EXPERTS, top_k, mode), 0)
-        arguments = {name: _without_memory(value) for name, value in inputs.arguments().items()}
-        arguments["output"] = torch.empty((1, hidden), dtype=inputs.output_dtype, device="meta")
-        arguments["workspace_buffer"] = torch.empty(4096, dtype=torch.uint8, device="meta")
+        workspace = torch.empty(4096 + 128, dtype=torch.uint8)
+        arguments = inputs.arguments() | {
+            "output": torch.empty((1, hidden), dtype=inputs.output_dtype),
+            "workspace_buffer": workspace[-workspace.data_ptr() % 128 :][:4096],
+        }
         with _stubbed():
             total = per_call(lambda given=arguments: flashinfer.cutlass_fused_moe(**given), lambda: None)
         costs.append(HostCost(MODE_NAMES[mode], total, None, None))
@@ -152,4 +161,4 @@ def as_table(costs: list[HostCost]) -> str:
         launcher = "-" if cost.launcher is None else f"{cost.launcher:.1f}"
         allocations = "-" if cost.allocations is None else f"{cost.allocations / BATCH:g}"
         body.append([cost.mode, f"{cost.total:.1f}", f"{cost.python:.1f}", launcher, allocations])
-    return str(tabulate(body, headers, tablefmt="github", disable_numparse=True))
+    return github(body, headers)

@@ -93,7 +93,7 @@ class Marlin:
     name = "Marlin"
 
     def __init__(self, library: Path) -> None:
-        from .swiglu_triton import swiglu  # here, so that a machine without triton says so
+        from .triton_parts import swiglu  # here, so that a machine without triton says so
 
         self._swiglu = swiglu
         torch.ops.load_library(str(library))

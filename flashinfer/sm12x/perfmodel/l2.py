@@ -14,7 +14,6 @@ import dataclasses
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
-ROW_TILE = 128
 PANEL_TOKENS = 512
 
 

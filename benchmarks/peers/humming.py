@@ -28,7 +28,7 @@ from flashinfer.testing import MoEInputs
 from flashinfer.testing.moe_layers import ALPHA, LIMIT, Batch
 from flashinfer.testing.mxfp_formats import unswizzle_scales
 
-from .peer_marlin import BLOCK, routing_buffers
+from .marlin import BLOCK, routing_buffers
 
 N_MULTIPLE, K_MULTIPLE = 256, 128  # vLLM's padding
 LOCKS_PER_SM = 8
@@ -133,7 +133,7 @@ class Humming:
     name = "HUMMING"
 
     def __init__(self, library: Path) -> None:
-        from .sum_triton import weighted_sum  # here, so that a machine without triton says so
+        from .triton_parts import weighted_sum  # here, so that a machine without triton says so
 
         self._sum = weighted_sum
         torch.ops.load_library(str(library))

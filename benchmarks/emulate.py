@@ -1,0 +1,426 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counts of the shipped kernels on the virtual SM121, for :mod:`flashinfer.sm12x.perfmodel`, and the tables of layers.
+
+Each table is of a prediction; no part of it is a measurement of a GB10.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from timing import github
+
+import flashinfer
+from flashinfer._layer import fork_root
+from flashinfer.decode import decode_attention
+from flashinfer.fused_moe import router_top_k
+from flashinfer.gemm.sm12x_dense import choose, dense_mx, gemm_operand
+from flashinfer.jit import env as jit_env
+from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm120_module
+from flashinfer.jit.sm12x.instances import INSTANCES, DenseInstance
+from flashinfer.jit.sm12x.modules import gen_dense_module
+from flashinfer.sm12x.models import MODELS, MOE_LAYERS, MoELayer
+from flashinfer.sm12x.perfmodel import dense, gb10, moe, step
+from flashinfer.sm12x.perfmodel.gb10 import FIXED_US, MULTIPROCESSORS, SCHEDULERS, Counts, Launch, Times
+from flashinfer.sm12x.perfmodel.moe import Fit, Fits, Tactics, Work, fits_as_csv, planned, predict, work_of
+from flashinfer.sm12x.perfmodel.step import KV_BYTES, LAYER_MODEL, MATRICES, TOKENS_BESIDE, Kernel
+from flashinfer.sm12x_gpu_probe import layer as probed
+from flashinfer.testing import DenseCase, MoECase, make_dense_inputs, make_moe_inputs
+from flashinfer.testing.decode_reference import make_decode_case
+from flashinfer.testing.dense_reference import TOKENS as TOKEN_FORMATS
+from flashinfer.testing.moe_layers import DENSE_LAYERS, DENSE_VARIANTS, MODE_NAMES
+from flashinfer.testing.router_reference import make_router_inputs
+from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
+
+EMULATED_EXPERTS = 2
+TOKENS_AS = {"bf16": "bf16", "mxfp8": "quantize_bf16", "mxfp4": "bf16_to_mxfp4"}
+"""Formats of a dense layer's tokens, by what they are multiplied as: they come in bf16."""
+STEP_MODE = 1  # W4A8 from bf16, the plugin's default
+DECODE, PREFILL = (1, 4, 16, 64), (512, 2048, 8192)
+CONTEXTS = (128, 1024, 8192, 32_768, 131_072)
+
+
+def launches_of(device: VirtualDevice, call: Callable[[], Any]) -> list[Any]:
+    """What ``call`` launches on the virtual device."""
+    before = len(device.launches)
+    call()
+    return device.launches[before:]
+
+
+def seen(launch: Any) -> Launch:
+    """From the emulator's counters."""
+    c = launch.counters
+    counts = Counts(c.warp_instructions, c.mma_flops, c.shared_wavefronts, c.global_distinct_bytes)
+    warps = launch.blocks_per_sm * (launch.block[0] // 32) / SCHEDULERS
+    return Launch(counts, warps, launch.grid[0], MULTIPROCESSORS * launch.blocks_per_sm)
+
+
+def unreported(launches: Sequence[Any], what: str) -> list[Launch]:
+    """What was launched.
+
+    Raises
+    ------
+    RuntimeError
+        A watcher reported on one of them.
+    """
+    if reports := [report for launch in launches for report in launch.reports]:
+        raise RuntimeError(f"{what}: {reports[0]}")
+    return [seen(launch) for launch in launches]
+
+
+# --- MoE layers -------------------------------------------------------------------------------------------------------
+
+
+def fit_launch(launches: Sequence[Launch], works: Sequence[Work], tile: int, by_tokens: bool) -> Fit:
+    """The coefficients: of a GEMM from three runs whose tiles and rows are not proportional, else linear in the rows."""
+    terms = [[1.0, work.tiles, work.rows] if tile else [1.0, work.tokens if by_tokens else work.rows] for work in works]
+    system = torch.tensor(terms, dtype=torch.float64)
+    values = torch.tensor([launch.counts.values() for launch in launches], dtype=torch.float64)
+    solved = torch.linalg.solve(system, values) if tile else torch.linalg.lstsq(system, values).solution
+    constant, *tiles, per_row = (Counts(*row.tolist()) for row in solved)
+    first = launches[0]
+    return Fit(
+        tile, by_tokens, constant, tiles[0] if tile else Counts(), per_row, first.warps, first.blocks if tile else 0
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A batch to be emulated: ``rows`` of each of ``experts`` (all equal), or random ids when ``rows`` is 0."""
+
+    experts: int
+    rows: int
+    tokens: int
+
+    def ids(self, top_k: int) -> torch.Tensor:
+        if self.rows == 0:
+            return moe.random_ids(MoELayer(0, 0, self.experts, top_k), self.tokens, 0).int()
+        return torch.arange(self.experts, dtype=torch.int32).repeat(self.rows).view(self.tokens, top_k)
+
+
+def token_tiles(tactics: Tactics) -> tuple[int, int]:
+    """The token tiles of FC1 and FC2."""
+    return INSTANCES[tactics[0]].token_tile, INSTANCES[tactics[1]].token_tile
+
+
+def runs_for(tactics: Tactics) -> list[Run]:
+    """Three that determine the coefficients, and one that checks them."""
+    few, short, full = EMULATED_EXPERTS, max(1, min(token_tiles(tactics)) // 8), max(token_tiles(tactics))
+    return [Run(few, short, short), Run(2 * few, short, 2 * short), Run(few, full, full), Run(2 * few, 0, 2 * short)]
+
+
+def emulate_moe(
+    device: VirtualDevice, layer: MoELayer, mode: int, run: Run, tactics: Tactics
+) -> tuple[torch.Tensor, list[Any]]:
+    """One batch on the virtual device: its expert ids and its launches."""
+    top_k = EMULATED_EXPERTS
+    inputs = make_moe_inputs(MoECase(run.tokens, layer.hidden, layer.inter, run.experts, top_k, mode), 0)
+    inputs = dataclasses.replace(inputs, token_selected_experts=run.ids(top_k))
+    named = {**inputs.arguments(), "profile_ids": [INSTANCES[each].number for each in tactics]}
+    return inputs.token_selected_experts, launches_of(device, lambda: flashinfer.cutlass_fused_moe(**named))
+
+
+def fit_layer(device: VirtualDevice, layer: MoELayer, mode: int, tactics: Tactics) -> tuple[list[Fit], float, int]:
+    """The launches of a layer, the largest deviation of the check, and how often a watcher reported.
+
+    A launch without MMAs is a prologue or arranges tokens; the others are FC1 and FC2 in this order, or the whole layer where
+    there is one.
+    """
+    emulated = [emulate_moe(device, layer, mode, run, tactics) for run in runs_for(tactics)]
+    if len({len(launches) for _, launches in emulated}) != 1:
+        raise RuntimeError(f"tactics {tactics}: the number of launches depends on the batch, which is not modelled")
+    fits: list[Fit] = []
+    deviation = 0.0
+    for position, launch in enumerate(emulated[0][1]):
+        launches = [seen(launches[position]) for _, launches in emulated]
+        gemms = sum(fit.tile > 0 for fit in fits)
+        tile = token_tiles(tactics)[min(gemms, 1)] if launches[0].counts.mma_flops else 0
+        works = [work_of(ids, tile) for ids, _ in emulated]
+        by_tokens = not tile and ("moe_arrange" not in launch.kernel or INSTANCES[tactics[0]].streamed)
+        fits.append(fit_launch(launches[:3], works[:3], tile, by_tokens))
+        if tile:
+            expected, found = fits[-1].at(works[3]), launches[3].counts
+            for saw, told in ((found.instructions, expected.instructions), (found.bytes, expected.bytes)):
+                deviation = max(deviation, abs(told - saw) / saw)
+    return fits, deviation, sum(len(launch.reports) for _, launches in emulated for launch in launches)
+
+
+def build_emulator() -> None:
+    """Bring the emulator up to date where one sees it; what fails here fails again, with the reason, when it is used."""
+    folder = fork_root() / "emulator"
+    make = shutil.which("make")
+    if make is None or not folder.is_dir() or "VSM_BUILD_DIR" in os.environ:
+        return
+    print(
+        f"building the emulator where it is not fresh (about a minute at first; kept in {folder / 'build'})", flush=True
+    )
+    subprocess.run([make, "--no-print-directory", "-C", str(folder), f"-j{min(4, os.cpu_count() or 1)}"], check=False)
+
+
+def moe_lines(
+    layers: Sequence[MoELayer], tokens: Sequence[int], modes: Sequence[int], fitted: Fits
+) -> Iterator[moe.Line]:
+    """All rows; says what it builds and emulates. ``fitted`` is filled."""
+    rows = [
+        (layer, mode, count, planned(layer, mode, count))
+        for layer, mode, count in itertools.product(layers, modes, tokens)
+    ]
+    wanted = list(dict.fromkeys((mode, tactics, layer[:2]) for layer, mode, _, tactics in rows))
+    build_emulator()
+    with virtual_device("sm_121a", strict=False) as device:
+        print(
+            "building fused_moe_120 for SM121, with its PTX, where it is not fresh "
+            f"(minutes of compilers at first; kept in {jit_env.FLASHINFER_JIT_DIR})",
+            flush=True,
+        )
+        began = time.perf_counter()
+        device.module(gen_cutlass_fused_moe_sm120_module)
+        print(f"built in {time.perf_counter() - began:.0f} s", flush=True)
+        for layer, mode, count, tactics in rows:
+            key = (mode, tactics, layer[:2])
+            if key not in fitted:
+                began = time.perf_counter()
+                names = f"{MODE_NAMES[mode]}, {' and '.join(dict.fromkeys(INSTANCES[each].name for each in tactics))}"
+                print(f"[{wanted.index(key) + 1}/{len(wanted)}] emulating {names}", flush=True)
+                fitted[key], deviation, reports = fit_layer(device, layer, mode, tactics)
+                print(
+                    f"emulated {names}: "
+                    f"{time.perf_counter() - began:.0f} s, check off by {deviation:.1%}, {reports} watchers' reports",
+                    flush=True,
+                )
+            yield predict(layer, mode, count, tactics, fitted[key])
+
+
+# --- dense layers -----------------------------------------------------------------------------------------------------
+
+
+def emulate_dense(
+    device: VirtualDevice, row: DenseInstance, case: tuple[int, int, int], activation: str
+) -> list[Launch]:
+    """One layer ``(tokens, n, k)``."""
+    tokens, n, k = case
+    inputs = make_dense_inputs(DenseCase(tokens, n, k, row.weights, TOKENS_AS[activation]), 0)
+    call = functools.partial(dense_mx, *inputs.arguments, **inputs.named, constant_weights=True, tactic=row.name)
+    return unreported(launches_of(device, call), f"{row.name} with {tokens} tokens")
+
+
+@dataclasses.dataclass(kw_only=True)
+class DenseLine(Times):
+    """A row of the dense layers' table."""
+
+    layer: str
+    tokens: int
+    weights: str
+    activation: str
+    instance: str
+
+
+def dense_line(
+    device: VirtualDevice, name: str, shape: tuple[int, int], tokens: int, weights: str, activation: str
+) -> DenseLine | None:
+    """A layer of ``shape``, rows and K of its weight, run and predicted; None where cuBLAS multiplies: not modelled."""
+    n, k = shape
+    operand = gemm_operand(weights, TOKEN_FORMATS.index(TOKENS_AS[activation]), True)
+    row = choose(weights, tokens, n, k, True, operand)
+    if row is None:
+        return None
+    runs = {(m, rows): emulate_dense(device, row, (m, rows, k), activation) for m, rows in dense.runs_for(row, tokens)}
+    about = {"layer": name, "tokens": tokens, "weights": weights, "activation": activation, "instance": row.name}
+    return DenseLine(**about, **dense.times_of(row, shape, dense.launches_of(row, shape, tokens, runs)))
+
+
+# --- tables of layers -------------------------------------------------------------------------------------------------
+
+
+def cells(line: Times, *more: float) -> list[str]:
+    """Of a table, behind what tells the line; ``more`` microseconds follow those of the resources."""
+    return [
+        *(f"{value:,.0f}" for value in (line.floor, line.dram, line.issue, line.mma, line.shared, *more)),
+        f"{line.fast:,.0f} - {line.slow:,.0f}",
+        " - ".join(f"{share:.0%}" for share in line.shares),
+        line.bound,
+    ]
+
+
+def moe_table(lines: Sequence[tuple[str, moe.Line]]) -> str:
+    """Of models by their names."""
+    headers = ["model", "mode", "tokens", "tactics", "experts", "MB", "floor us", "DRAM us", "issue us", "MMA us"]
+    headers += ["shared us", "fixed us", "predicted us", "of 233 GB/s", "bound by"]
+    body = [
+        [
+            model,
+            MODE_NAMES[line.mode],
+            f"{line.tokens:,}",
+            "/".join(dict.fromkeys(INSTANCES[tactic].name for tactic in line.tactics)),
+            f"{line.experts:.1f}",
+            f"{line.megabytes:,.0f}",
+            *cells(line, line.overhead),
+        ]
+        for model, line in lines
+    ]
+    return github(body, headers)
+
+
+def dense_table(lines: Sequence[DenseLine]) -> str:
+    """One line a layer, batch and formats."""
+    headers = ["layer", "tokens", "weights, tokens", "instance", "MB", "floor us", "DRAM us", "issue us", "MMA us"]
+    headers += ["shared us", "predicted us", "of 233 GB/s", "bound by"]
+    body = [
+        [
+            line.layer,
+            f"{line.tokens:,}",
+            f"{line.weights}, {line.activation}",
+            line.instance,
+            f"{line.megabytes:,.1f}",
+            *cells(line),
+        ]
+        for line in lines
+    ]
+    return github(body, headers)
+
+
+def unless_impossible(predicts: Callable[[], None]) -> int:
+    """An exit status: 2, and why, where the emulator cannot run."""
+    try:
+        predicts()
+    except RuntimeError as error:
+        print(f"bench: no prediction: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def say(table: str, floor: str, layers: str) -> None:
+    """Print a prediction with what was assumed."""
+    print(f"\nGB10 (SM121): prediction, not a measurement\n\n{table}\n\nfloor: {floor} at 233 GB/s. Assumed:")
+    print("\n".join(f"- {line}" for line in gb10.told(layers)))
+
+
+def predict_moe(models: Sequence[str], tokens: Sequence[int], modes: Sequence[int]) -> int:
+    """Print the table of MoE layers."""
+
+    def predicts() -> None:
+        lines = list(moe_lines([MOE_LAYERS[model] for model in models], tokens, modes, {}))
+        names = [model for model in models for _ in range(len(modes) * len(tokens))]
+        table = moe_table(list(zip(names, lines, strict=True)))
+        say(table, "weights and scales of the touched experts", "MoE")
+
+    return unless_impossible(predicts)
+
+
+def predict_dense(layers: Sequence[str], tokens: Sequence[int]) -> int:
+    """Print the table of gpt-oss-120b's dense layers."""
+
+    def predicts() -> None:
+        build_emulator()
+        lines = []
+        with virtual_device("sm_121a", strict=False) as device:
+            device.module(gen_dense_module)
+            for name, count, (weights, activation) in itertools.product(layers, tokens, DENSE_VARIANTS):
+                if name == "lm_head" and count > dense.FEW_TOKENS:
+                    continue  # a batch's logits are of its sequences' last tokens
+                began = time.perf_counter()
+                line = dense_line(device, name, DENSE_LAYERS[name], count, weights, activation)
+                took = f"{time.perf_counter() - began:.0f} s"
+                what = f"{name}, {count} tokens, {weights} weights, {activation} tokens"
+                print(f"emulated {what}: {took}" if line else f"{what}: by cuBLAS, no prediction", flush=True)
+                lines += [line] if line else []
+        say(dense_table(lines), "weights and scales", "dense")
+
+    return unless_impossible(predicts)
+
+
+# --- what a step of gpt-oss needs -------------------------------------------------------------------------------------
+
+
+def kernel(line: Times, **about: Any) -> Kernel:
+    """A line as it is kept."""
+    return Kernel(**about, **{field.name: getattr(line, field.name) for field in dataclasses.fields(Times)})
+
+
+def dense_kernel(
+    device: VirtualDevice, ranks: int, kind: str, weights: str, tokens: int, activation: str
+) -> Kernel | None:
+    """A dense layer of one of ``ranks`` GPUs; None where cuBLAS would multiply widened weights."""
+    began = time.perf_counter()
+    shape = MODELS[LAYER_MODEL].split(ranks).matrices[kind]
+    line = dense_line(device, kind, shape, tokens, weights, activation)
+    what = f"{kind} of {ranks}, {tokens} tokens of {activation}, {weights}"
+    print(f"{what}: {time.perf_counter() - began:.0f} s", flush=True)
+    about = {"kind": kind, "model": LAYER_MODEL, "ranks": ranks, "tokens": tokens, "weights": weights}
+    return kernel(line, **about, activation=activation) if line else None
+
+
+def called(device: VirtualDevice, call: Callable[[], Any], fixed: tuple[float, float], **about: Any) -> Kernel:
+    """What a call's launches take; ``fixed`` is what it takes beside the busiest resource of each, fast and slow."""
+    launches = unreported(launches_of(device, call), str(about))
+    megabytes = sum(launch.counts.bytes for launch in launches) / 1e6
+    return Kernel(**about, activation="bf16", **gb10.times(launches, "bf16", megabytes, fixed))
+
+
+def router_kernel(device: VirtualDevice, model: str, tokens: int) -> Kernel:
+    """This fork's router with the norm in front of it."""
+    size = MODELS[model]
+    inputs = make_router_inputs(tokens, size.hidden, size.experts, size.top_k, 0, adds=True, norms=True, bias=True)
+    call = functools.partial(router_top_k, **inputs, constant_weights=True)
+    return called(device, call, FIXED_US["router"], kind="router", model=model, ranks=1, tokens=tokens, weights="bf16")
+
+
+def attention_kernel(device: VirtualDevice, ranks: int, kv: str, sequences: int, context: int) -> Kernel:
+    """This fork's decode attention, with rope and the new row of the cache; ``context`` 0: within the window."""
+    size = MODELS[LAYER_MODEL].split(ranks)
+    named = {} if context else {"window_left": size.window - 1}
+    case = make_decode_case([context or 2 * size.window] * sequences, size.kv_heads, 0, fp8=kv == "fp8", **named)
+    call = functools.partial(decode_attention, **case.arguments, constant_cache=True)
+    kind = "attention, full" if context else "attention, window"
+    about = {"kind": kind, "model": LAYER_MODEL, "ranks": ranks, "tokens": sequences, "weights": kv, "context": context}
+    return called(device, call, FIXED_US["decode_attention"], **about)
+
+
+def kernels() -> Iterator[Kernel]:
+    """All that :mod:`flashinfer.sm12x.perfmodel.step` looks up; two GPUs share a gpt-oss-120b only."""
+    for model, ranks in ((LAYER_MODEL, 1), (LAYER_MODEL, 2), ("gpt-oss-20b", 1)):
+        size = MODELS[model].split(ranks)
+        for line in moe_lines([size.moe], [*DECODE, *PREFILL], [STEP_MODE], {}):
+            about = {"kind": "MoE", "model": model, "ranks": ranks, "tokens": line.tokens}
+            yield kernel(line, **about, weights="mxfp4", activation="mxfp8")
+    with virtual_device("sm_121a", strict=False) as device:
+        device.module(gen_dense_module)
+        for ranks, kind, weights, tokens in itertools.product(
+            (1, 2), MATRICES, ("mxfp8", "mxfp4"), (*DECODE, *PREFILL)
+        ):
+            if kind == "LM head" and tokens in PREFILL:
+                continue  # a prompt's logits are of its last token
+            for activation in TOKENS_BESIDE[weights]:
+                if (found := dense_kernel(device, ranks, kind, weights, tokens, activation)) is not None:
+                    yield found
+        for model, tokens in itertools.product(MODELS, (*DECODE, *PREFILL)):
+            yield router_kernel(device, model, tokens)
+        for ranks, kv, context in itertools.product((1, 2), KV_BYTES, (*CONTEXTS, 0)):
+            yield attention_kernel(device, ranks, kv, 1, context)
+        for sequences, context in itertools.product(DECODE[1:], (1024, 0)):
+            yield attention_kernel(device, 1, "bf16", sequences, context)
+
+
+def renew() -> int:
+    """Run all that is kept with :mod:`flashinfer.sm12x.perfmodel` again, and write it."""
+
+    def predicts() -> None:
+        fitted: Fits = {}
+        layer = MOE_LAYERS[probed.MODEL]
+        for _ in moe_lines([layer], probed.TOKENS, [probed.MODE], fitted):
+            pass
+        step.write_kernels(list(kernels()))
+        moe.FITS.write_text(fits_as_csv(fitted), encoding="utf-8")
+        print(f"wrote {step.KERNELS} and {moe.FITS}")
+
+    return unless_impossible(predicts)

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Other implementations of the layers, as far as they can be found on this machine.
+
+A peer takes a layer's weights once, into whatever layout it wants, and then gives a callable per batch that goes from
+expert ids to the layer's output.  What it allocates while it is captured in a CUDA graph costs it no time.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from timing import reason
+
+from flashinfer.testing import MoEInputs
+from flashinfer.testing.moe_layers import Batch
+
+LIBRARY, MOE_LIBRARY = "_C_stable_libtorch.abi3.so", "_moe_C_stable_libtorch.abi3.so"
+# A peer rounds to bfloat16 after FC1, the activation, FC2 and the sum, and may round the routing weights: five roundings,
+# each of at most 2**-8 / 2 of a value, and the activation's slope (at most 1.1) on the first.
+TOLERANCE = 6 * 2.0**-9
+
+
+class Layer(Protocol):
+    """A peer with the weights of one layer."""
+
+    def bind(self, batch: Batch) -> Callable[[], torch.Tensor]:
+        """A call on ``batch`` that returns the layer's output, ``[M, H]``."""
+        ...
+
+
+class Peer(Protocol):
+    """An implementation that was found."""
+
+    name: str
+
+    def prepare(self, weights: MoEInputs) -> Layer:
+        """Lay the weights of a layer out as this implementation wants them."""
+        ...
+
+
+def in_vllm(file: str, folder: Path | None = None) -> Path:
+    """A file of vLLM's package: in ``folder``, else of the one that is installed, found without importing it.
+
+    Raises
+    ------
+    RuntimeError
+        It is not there.
+    """
+    if folder is None:
+        spec = importlib.util.find_spec("vllm")
+        places = [Path(place) for place in (spec.submodule_search_locations or ())] if spec is not None else []
+        if not places:
+            raise RuntimeError("vLLM is not installed; --vllm names its package's folder")
+        folder = places[0]
+    path = folder / file
+    if not path.exists():
+        raise RuntimeError(f"{folder} has no {file}")
+    return path
+
+
+def load_marlin(vllm: Path | None) -> Peer:
+    """Marlin from vLLM's library."""
+    from .marlin import Marlin
+
+    return Marlin(in_vllm(MOE_LIBRARY, vllm))
+
+
+def load_triton_kernels(vllm: Path | None) -> Peer:
+    """triton_kernels: an installed one, else that in vLLM."""
+    if importlib.util.find_spec("triton_kernels") is None:
+        sys.path.append(str(in_vllm("third_party/triton_kernels/__init__.py", vllm).parents[1]))
+    from .triton_kernels import TritonKernels
+
+    return TritonKernels()
+
+
+def load_humming(vllm: Path | None) -> Peer:
+    """HUMMING (humming-kernels) with the operator of vLLM's library that groups rows by expert."""
+    from .humming import Humming
+
+    return Humming(in_vllm(MOE_LIBRARY, vllm))
+
+
+PEERS: dict[str, Callable[[Path | None], Peer]] = {
+    "marlin": load_marlin,
+    "triton_kernels": load_triton_kernels,
+    "humming": load_humming,
+}
+
+
+def find_peers(wanted: Sequence[str], vllm: Path | None, all_of_them: bool) -> list[Peer]:
+    """The peers among ``wanted`` that are there; says of each whether it is, or why not.
+
+    Raises
+    ------
+    SystemExit
+        With ``all_of_them``, one cannot be used: a table without it is not what was asked for.
+    """
+    found = []
+    for name in wanted:
+        try:
+            found.append(PEERS[name](vllm))
+            print(f"{name}: found")
+        except Exception as error:  # a library for another torch, no triton, no GPU: whatever it is, the others go on
+            if all_of_them:
+                raise SystemExit(f"{name} cannot be measured: {reason(error)}") from error
+            print(f"{name}: not measured: {reason(error)}")
+    return found

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sizes of the models that are planned for, timed and predicted, and the bytes of their weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+SCALE_BLOCK = 32
+
+
+def matrix_bytes(rows: int, k: int, weights: str) -> int:
+    """Values ``[rows, k]`` in ``bf16``, ``mxfp8`` or ``mxfp4``, and scales as they lie in memory; bf16 has none."""
+    if weights == "bf16":
+        return 2 * rows * k
+    scales = -(-rows // 128) * 128 * (-(-k // SCALE_BLOCK // 4) * 4)
+    return rows * k // (2 if weights == "mxfp4" else 1) + scales
+
+
+class MoELayer(NamedTuple):
+    """Sizes of an MoE layer on one GPU."""
+
+    hidden: int
+    inter: int
+    experts: int
+    top_k: int
+
+    @property
+    def expert_bytes(self) -> int:
+        """One expert's MXFP4 weights and scales."""
+        return matrix_bytes(2 * self.inter, self.hidden, "mxfp4") + matrix_bytes(self.hidden, self.inter, "mxfp4")
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A gpt-oss, as one of ``ranks`` GPUs has it: heads, experts' columns and rows of the LM head are shared out."""
+
+    layers: int
+    experts: int
+    hidden: int = 2880
+    inter: int = 2880
+    heads: int = 64
+    kv_heads: int = 8
+    head: int = 64
+    top_k: int = 4
+    vocab: int = 201_088
+    window: int = 128
+    ranks: int = 1
+
+    @property
+    def moe(self) -> MoELayer:
+        """The experts of a layer."""
+        return MoELayer(self.hidden, self.inter, self.experts, self.top_k)
+
+    @property
+    def matrices(self) -> dict[str, tuple[int, int]]:
+        """Rows and K of the dense layers' weights."""
+        qkv = (self.heads + 2 * self.kv_heads) * self.head
+        return {
+            "QKV": (qkv, self.hidden),
+            "O": (self.hidden, self.heads * self.head),
+            "LM head": (self.vocab, self.hidden),
+        }
+
+    def windowed(self, layer: int) -> bool:
+        """Whether a layer's attention sees :attr:`window` tokens only: every other one, from the first."""
+        return layer % 2 == 0
+
+    def split(self, ranks: int) -> Model:
+        """What one of ``ranks`` tensor-parallel GPUs has."""
+        return dataclasses.replace(
+            self,
+            inter=self.inter // ranks,
+            heads=self.heads // ranks,
+            kv_heads=self.kv_heads // ranks,
+            vocab=self.vocab // ranks,
+            ranks=ranks,
+        )
+
+
+MODELS = {"gpt-oss-120b": Model(layers=36, experts=128), "gpt-oss-20b": Model(layers=24, experts=32)}
+
+MOE_LAYERS = {
+    **{name: model.moe for name, model in MODELS.items()},
+    "gpt-oss-120b-tp2": MODELS["gpt-oss-120b"].split(2).moe,
+    "moe-2048-768-e128": MoELayer(2048, 768, 128, 8),
+}

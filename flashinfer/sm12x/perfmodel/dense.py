@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A dense layer's time on a GB10, predicted.
+
+1. A launch's counts are linear in the rows of the weight, N, and, where tokens fill whole tiles, bilinear in N and the
+   number of tokens.  They are fitted to runs of the shipped kernels on the virtual SM121 with the layer's K, the batch itself
+   (up to :data:`FEW_TOKENS`; else two small ones) and two small N.
+2. Units that a GEMM cuts for its blocks leave parts of sums in memory: as many as the walk of the blocks has, whatever N is,
+   so they are counted beside the fit, and taken to reach DRAM once, since what is read next fills L2.
+3. What a GEMM reads from DRAM more than once, because L2 is too small, comes from the same simulation as the experts'.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ...jit.sm12x.instances import ROW_TILE, DenseInstance
+from ..models import SCALE_BLOCK, matrix_bytes
+from .gb10 import FIXED_US, L2_CAPACITY, MULTIPROCESSORS, SECOND_LAUNCH_US, Counts, Launch, times
+from .l2 import Gemm, dram_bytes, walk
+
+FEW_TOKENS = 64
+Run = tuple[int, int]
+"""Tokens, and rows of the weight."""
+
+
+def runs_for(row: DenseInstance, tokens: int) -> list[Run]:
+    """Those that determine the counts of a batch of ``tokens``."""
+    unit = 16 * MULTIPROCESSORS if row.streamed else 2 * ROW_TILE
+    batches = [tokens] if tokens <= FEW_TOKENS else [2 * row.token_tile, 4 * row.token_tile]
+    return list(itertools.product(batches, (unit, 2 * unit)))
+
+
+def grid_of(row: DenseInstance, tokens: int, n: int, resident: int) -> int:
+    """Blocks of a GEMM, of which the device holds ``resident`` (``dense_blocks`` in the launcher)."""
+    units = -(-n // ROW_TILE) * -(-tokens // row.token_tile)
+    busy_percent = 40 if row.token_tile <= 64 else 75
+    return units if units <= resident and 100 * units >= busy_percent * MULTIPROCESSORS else resident
+
+
+def bytes_of_parts(row: DenseInstance, case: tuple[int, int, int], blocks: int) -> float:
+    """What the parts of units that are cut hold; ``case``: tokens, N, K."""
+    tokens, n, k = case
+    units, k_tiles = -(-n // ROW_TILE) * -(-tokens // row.token_tile), -(-k // 128)
+    parts = 0
+    for block in range(blocks):
+        tiles = collections.Counter(unit for unit, _ in walk(units, k_tiles, blocks, block))
+        parts += sum(count < k_tiles for count in tiles.values())
+    return parts * 4.0 * ROW_TILE * row.token_tile
+
+
+def launches_of(
+    row: DenseInstance, layer: tuple[int, int], tokens: int, seen: Mapping[Run, Sequence[Launch]]
+) -> list[Launch]:
+    """Those of a layer (N, K), by what each of :func:`runs_for` was seen to launch."""
+    n, k = layer
+    bilinear = len({m for m, _ in seen}) > 1
+
+    def terms(m: float, rows: float) -> list[float]:
+        return [1.0, rows, m, m * rows] if bilinear else [1.0, rows]
+
+    system = torch.tensor([terms(*run) for run in seen], dtype=torch.float64)
+    found = []
+    for position, launches in enumerate(zip(*seen.values(), strict=True)):
+        launch, beside = launches[0], Counts()
+        counts = [each.counts for each in launches]
+        if not row.streamed and position == 1:
+            for index, (m, rows) in enumerate(seen):
+                parts = bytes_of_parts(row, (m, rows, k), grid_of(row, m, rows, launch.resident))
+                counts[index] += Counts(bytes=-parts)
+            launch = dataclasses.replace(launch, blocks=grid_of(row, tokens, n, launch.resident))
+            parts = bytes_of_parts(row, (tokens, n, k), launch.blocks)
+            beside = Counts(bytes=parts + reread_bytes(row, layer, tokens, launch.blocks))
+        values = torch.tensor([each.values() for each in counts], dtype=torch.float64)
+        at_size = torch.tensor(terms(tokens, n), dtype=torch.float64) @ torch.linalg.solve(system, values)
+        found.append(dataclasses.replace(launch, counts=Counts(*at_size.tolist()) + beside))
+    return found
+
+
+def reread_bytes(row: DenseInstance, layer: tuple[int, int], tokens: int, blocks: int) -> float:
+    """What a GEMM reads from DRAM beyond once."""
+    n, k = layer
+    scales = 128 / SCALE_BLOCK
+    weights = ROW_TILE * ((64 if row.weights == "mxfp4" else 128) + scales)
+    row_bytes = {"bf16": 256, "mxfp8": 128 + scales, "mxfp4": 64 + scales}[row.operand]
+    gemm = Gemm([tokens], -(-n // ROW_TILE), -(-k // 128), row.token_tile, weights, row_bytes)
+    return dram_bytes(gemm, blocks, L2_CAPACITY) - gemm.once()
+
+
+def times_of(row: DenseInstance, layer: tuple[int, int], launches: Sequence[Launch]) -> dict[str, Any]:
+    """The fields of :class:`.gb10.Times`."""
+    second = 0.0 if row.streamed else SECOND_LAUNCH_US
+    fast, slow = FIXED_US["dense"]
+    megabytes = matrix_bytes(*layer, row.weights) / 1e6
+    return times(launches, row.operand, megabytes, (fast + second, slow + second))

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is assumed of a GB10, with its sources, and the time of launches by their counts.
+
+Each launch takes as long as the busiest of four resources: DRAM, issue slots, MMA, shared memory. To these come what
+launches and their tails add, during which DRAM idles. Three numbers are known only as ranges: the rate of DRAM, that of
+bf16 MMAs, and the fixed time of a layer. So a prediction is a range, from :data:`FAST` to :data:`SLOW`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+MULTIPROCESSORS = 48
+SCHEDULERS = 4
+GIGAHERTZ = 2.418
+L2_MEGABYTES = 24.0
+L2_USABLE = 0.8
+MMA_FLOPS_PER_CYCLE = 2048
+ISSUE_PER_WARP = 0.42
+ISSUE_CEILING = 0.6
+L2_CAPACITY = 1e6 * L2_MEGABYTES * L2_USABLE
+CYCLES = 1e3 * GIGAHERTZ * MULTIPROCESSORS
+"""Of all multiprocessors, per microsecond."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """DRAM's, and that of bf16 MMAs of an SM."""
+
+    dram_gb_per_second: float
+    bf16_flops_per_cycle: float
+
+
+FAST, MIDDLE, SLOW = Rates(236.0, 1024.0), Rates(233.0, 768.0), Rates(220.0, 512.0)
+
+FIXED_US = {
+    "MoE": (14.0, 30.0),
+    "dense": (5.0, 12.0),
+    "small": (2.0, 4.0),
+    "gemm": (5.0, 12.0),
+    "router": (3.0, 8.0),
+    "attention": (8.0, 16.0),
+    "decode_attention": (5.0, 12.0),
+}
+"""Beside the busiest resource, of one call, fast and slow, with its launch in a graph and the gap behind it.
+
+MoE: an H200 takes 14 at one token beyond its bytes and arithmetic. dense: of a layer in one launch, as which an H200 takes 10
+beyond its bytes at one token, with nothing in front of it that hides a part of that. small: vLLM's engine on an H200 takes
+2.7 for a norm and 2.9 for the top-k, gaps included; one node of a graph is published as 1.3 (Megatron-LM #6064). gemm: as
+of dense layers (an H200 takes 9 for the router). router: this fork's, two launches: an H200 takes 6.0 for one token, norm
+and bytes included. Weights may be on their way before it begins, which is left out. attention: FlashInfer's XQA takes 10 to
+15 on an H200 up to a context of 1,024. decode_attention: this fork's, taken as dense layers', which are one launch with a
+start and a tail, too: an H200 takes 8.3 to 8.8 in a window and 9.3 to 10.2 at 1,024.
+"""
+SECOND_GEMM_US = 11.7
+"""What a pair of an MoE layer's GEMMs adds."""
+SECOND_LAUNCH_US = 3.0
+"""What the second launch of a dense layer adds."""
+
+
+def told(layers: str) -> list[str]:
+    """The assumptions, one line each; the last one is of ``layers``, "MoE" or "dense"."""
+    fast, slow = (f"{end:g}" for end in FIXED_US[layers])
+    fixed = {
+        "MoE": f"launches, routing and tail: {fast} to {slow} us a layer (an H200 takes 14 at one token beyond "
+        f"its bytes and arithmetic; a GB10's clock and latencies are unknown), {SECOND_GEMM_US:g} more for a pair of "
+        "GEMMs (measured on an H200)",
+        "dense": f"launch and tail: {fast} to {slow} us a layer (an H200 takes 10), {SECOND_LAUNCH_US:g} more for a GEMM",
+    }
+    return [
+        f"GB10: {MULTIPROCESSORS} SMs, {SCHEDULERS} schedulers each, {GIGAHERTZ} GHz, L2 of {L2_MEGABYTES:g} MB (published)",
+        f"DRAM: {FAST.dram_gb_per_second:g} to {SLOW.dram_gb_per_second:g} GB/s, the middle and what shares are of: "
+        f"{MIDDLE.dram_gb_per_second:g} (public measurements of saturating reads: 231 to 236; sold as 273)",
+        f"L2: {L2_USABLE:.0%} of it holds tiles, the least recently used goes first, blocks keep pace (this simulation "
+        "gave 1.57 and 14.2 GB where an H200 was measured to read 1.57 and 15.0)",
+        f"MMA: {MMA_FLOPS_PER_CYCLE} operations per cycle and SM with block-scaled 8-bit operands (measured on SM120 "
+        "cards), twice as many with two packed MXFP4 ones (published); "
+        f"{FAST.bf16_flops_per_cycle:g} to {SLOW.bf16_flops_per_cycle:g} with bf16 (the one on RTX PRO, the other on "
+        "GeForce; unknown of a GB10)",
+        f"issue: {ISSUE_PER_WARP} instructions per cycle for each resident warp of a scheduler, at most "
+        f"{ISSUE_CEILING} (measured on an H200: a probe with one warp each, and 59 % of all slots at 64 tokens)",
+        fixed[layers],
+    ]
+
+
+def mma_rates() -> dict[str, tuple[float, float]]:
+    """FLOP per cycle and SM, slow and fast; of bf16 and f16, on GeForce and on RTX PRO."""
+    bf16, scaled = (SLOW.bf16_flops_per_cycle, FAST.bf16_flops_per_cycle), float(MMA_FLOPS_PER_CYCLE)
+    return {"bf16": bf16, "f16": bf16, "mxf8f6f4": (scaled,) * 2, "mxf4": (2 * scaled,) * 2}
+
+
+@dataclasses.dataclass(frozen=True)
+class Counts:
+    """What one launch did."""
+
+    instructions: float = 0.0
+    mma_flops: float = 0.0
+    wavefronts: float = 0.0
+    bytes: float = 0.0
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(*(a + b for a, b in zip(self.values(), other.values(), strict=True)))
+
+    def __mul__(self, factor: float) -> Counts:
+        return Counts(*(factor * value for value in self.values()))
+
+    def values(self) -> tuple[float, ...]:
+        """The fields in their order."""
+        return dataclasses.astuple(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """Counts of a launch, and how much of the GPU it fills.
+
+    ``warps`` are the resident ones of a scheduler. With fewer ``blocks`` than SMs, fewer issue, multiply and read shared
+    memory; DRAM is taken to give them all it has. 0: there are enough. ``resident`` are those that the GPU holds at a time.
+    """
+
+    counts: Counts
+    warps: float
+    blocks: int = 0
+    resident: int = 0
+
+    def busy(self, operand: str, by: Rates = MIDDLE) -> dict[str, float]:
+        """Microseconds of each resource, with MMAs that multiply ``bf16``, ``mxfp8`` or ``mxfp4`` tokens.
+
+        Two packed MXFP4 operands are multiplied at twice the rate of 8-bit ones (``kind::mxf4``).
+        """
+        share = min(self.blocks / MULTIPROCESSORS, 1.0) if self.blocks else 1.0
+        cycles = CYCLES * share
+        issue = min(ISSUE_CEILING, ISSUE_PER_WARP * self.warps)
+        scaled = MMA_FLOPS_PER_CYCLE
+        flops = {"bf16": by.bf16_flops_per_cycle, "mxfp8": scaled, "mxfp4": 2 * scaled}[operand]
+        return {
+            "dram": self.counts.bytes / (1e3 * by.dram_gb_per_second),
+            "issue": self.counts.instructions / (cycles * SCHEDULERS * issue),
+            "mma": self.counts.mma_flops / (cycles * flops),
+            "shared": self.counts.wavefronts / cycles,
+        }
+
+
+@dataclasses.dataclass(kw_only=True)
+class Times:
+    """Microseconds, by the middle of each range except ``fast`` and ``slow``; ``bound``: what launches wait for longest.
+
+    ``megabytes`` are those that must be read.
+    """
+
+    megabytes: float
+    dram: float
+    issue: float
+    mma: float
+    shared: float
+    fast: float
+    slow: float
+    bound: str
+
+    @property
+    def floor(self) -> float:
+        """Of reading the megabytes at 233 GB/s."""
+        return 1e3 * self.megabytes / MIDDLE.dram_gb_per_second
+
+    @property
+    def shares(self) -> tuple[float, float]:
+        """Of 233 GB/s: the slow end's and the fast end's."""
+        return self.floor / self.slow, self.floor / self.fast
+
+
+def times(launches: Sequence[Launch], operand: str, megabytes: float, fixed: tuple[float, float]) -> dict[str, Any]:
+    """The fields of :class:`Times` of launches one after the other; ``fixed``: microseconds beside them, fast and slow."""
+    totals, waited = (dict.fromkeys(("dram", "issue", "mma", "shared"), 0.0) for _ in range(2))
+    for launch in launches:
+        used = launch.busy(operand)
+        totals = {name: totals[name] + value for name, value in used.items()}
+        busiest = max(used, key=lambda name: used[name])
+        waited[busiest] += used[busiest]
+    fast, slow = (
+        sum(max(launch.busy(operand, by).values()) for launch in launches) + beside
+        for by, beside in zip((FAST, SLOW), fixed, strict=True)
+    )
+    bound = max(waited, key=lambda name: waited[name])
+    return {"megabytes": megabytes, **totals, "fast": fast, "slow": slow, "bound": bound}

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An MoE layer's time on a GB10, predicted for each mode and each tactic that the planner gives.
+
+1. The kernels compiled for ``sm_121a`` run on the virtual device in the layer's full hidden and intermediate size, on a few
+   experts.  Each launch yields its counts: warp instructions, MMA operations, shared-memory wavefronts and distinct bytes of
+   global memory.
+2. A launch's counts are linear in three numbers: 1 (the grid, and units of work that are cut between blocks), the tiles of
+   tokens T (summed over experts: for each, all rows and all of K are computed) and the token rows R (what is done for each
+   row of an expert).  Three runs - few experts with short tiles, more of them, the first with full tiles - give the three
+   coefficients; a fourth, with random routing, is predicted from them and the deviation is printed.  By these counts
+   weights come from DRAM once per touched expert, not once per tile; what a pair of GEMMs reads more often, because L2 is
+   too small, is simulated (:mod:`.l2`) and added, and so are contributions that are read back when L2 has lost them.  A
+   streamed layer reads an expert's weights once for each of its tiles.
+3. A row's T, R and touched experts are means over random routings.  A prologue is linear in the tokens, as is the
+   arranging of tokens for a streamed layer; for a pair of GEMMs that is linear in R (it reads a token's row once and writes
+   it for each of its experts; emulated with fewer of them, reads are overestimated).
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from ...fused_moe.sm12x_planner import plan_moe
+from ...jit.sm12x.instances import INSTANCES, ROW_TILE
+from ...jit.sm12x.modules import multiplies_in_half
+from ..models import SCALE_BLOCK, MoELayer
+from . import gb10
+from .gb10 import FIXED_US, SECOND_GEMM_US, Counts, Launch, Times, times
+from .l2 import Gemm, dram_bytes
+
+ROUTINGS = 8
+FITS = Path(__file__).with_name("gb10_fits.csv")
+"""One line a launch of what the planner gives gpt-oss-120b in the sizes that the doctor's probe times;
+``benchmarks/bench_token.py --emulate`` writes it. A test emulates a batch and compares."""
+
+Tactics = tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What the counts of a batch are linear in."""
+
+    tokens: float
+    experts: float
+    tiles: float
+    rows: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """Counts of one launch as a function of the work: ``constant + per_tile T + per_row R``.
+
+    ``tile`` is its token tile, 0 for what is no GEMM; the rows of a prologue, and of a streamed layer's arranging, are the
+    batch's tokens (``by_tokens``). ``warps`` are the resident ones of a scheduler.
+    """
+
+    tile: int
+    by_tokens: bool
+    constant: Counts
+    per_tile: Counts
+    per_row: Counts
+    warps: float
+    blocks: int = 0
+
+    def at(self, work: Work) -> Counts:
+        """Counts of ``work``; the bytes that a tile brings are an expert's weights, read once."""
+        tiles = dataclasses.replace(self.per_tile * work.tiles, bytes=self.per_tile.bytes * work.experts)
+        return self.constant + tiles + self.per_row * (work.tokens if self.by_tokens else work.rows)
+
+
+Fits = dict[tuple[int, Tactics, tuple[int, int]], list[Fit]]
+"""By mode, tactics, and hidden and intermediate size."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class Line(Times):
+    """A layer with a batch of tokens."""
+
+    mode: int
+    tokens: int
+    tactics: Tactics
+    experts: float
+    overhead: float
+
+
+def work_of(ids: torch.Tensor, tile: int) -> Work:
+    """The work of a routing with token tiles of ``tile``; no tiles where that is 0."""
+    per_expert = torch.bincount(ids.flatten().long())
+    tiles = int(((per_expert + tile - 1) // tile).sum()) if tile else 0
+    return Work(ids.shape[0], int((per_expert > 0).sum()), tiles, ids.numel())
+
+
+def random_ids(layer: MoELayer, tokens: int, seed: int) -> torch.Tensor:
+    """A routing, ``[tokens, top_k]``."""
+    scores = torch.rand((tokens, layer.experts), generator=torch.Generator().manual_seed(seed))
+    return scores.topk(layer.top_k).indices
+
+
+@functools.cache
+def mean_work(layer: MoELayer, tokens: int, tile: int) -> Work:
+    """The mean over random routings."""
+    works = [dataclasses.astuple(work_of(random_ids(layer, tokens, seed), tile)) for seed in range(ROUTINGS)]
+    return Work(*torch.tensor(works, dtype=torch.float64).mean(0).tolist())
+
+
+@functools.cache
+def reread_bytes(layer: MoELayer, tokens: int, tactic: int, fc1: bool, blocks: int) -> float:
+    """What one GEMM of a pair reads from DRAM beyond once, for one random routing; FC2 its contributions, too."""
+    row = INSTANCES[tactic]
+    rows = torch.bincount(random_ids(layer, tokens, 0).flatten(), minlength=layer.experts).tolist()
+    outputs, k = (2 * layer.inter, layer.hidden) if fc1 else (layer.hidden, layer.inter)
+    scales = row.k_tile / SCALE_BLOCK
+    weights = ROW_TILE * (row.k_tile / 2 + scales)
+    row_bytes = row.k_tile + scales if row.multiplies == "mxfp8" else 2 * row.k_tile
+    gemm = Gemm(rows, -(-outputs // ROW_TILE), -(-k // row.k_tile), row.token_tile, weights, row_bytes)
+    contributions = 0 if fc1 else 4.0 * sum(rows) * layer.hidden
+    read_back = contributions if contributions > gb10.L2_CAPACITY else 0.0
+    return dram_bytes(gemm, blocks, gb10.L2_CAPACITY) - gemm.once() + read_back
+
+
+def launches_of(layer: MoELayer, tokens: int, tactics: Tactics, fits: Sequence[Fit]) -> Iterator[Launch]:
+    """Those of a layer."""
+    gemms = 0
+    for fit in fits:
+        work = mean_work(layer, tokens, fit.tile)
+        counts = fit.at(work)
+        if fit.tile and INSTANCES[tactics[0]].streamed:
+            # A block's share holds one tile after the other: an expert's second tile finds none of its weights in L2.
+            counts += Counts(bytes=(work.tiles - work.experts) * layer.expert_bytes)
+        elif fit.tile:
+            counts += Counts(bytes=reread_bytes(layer, tokens, tactics[gemms], gemms == 0, fit.blocks))
+        gemms += fit.tile > 0
+        yield Launch(counts, fit.warps)
+
+
+def predict(layer: MoELayer, mode: int, tokens: int, tactics: Tactics, fits: Sequence[Fit]) -> Line:
+    """One row of the table."""
+    experts = mean_work(layer, tokens, 0).experts
+    operand = "mxfp8" if INSTANCES[tactics[0]].multiplies == "mxfp8" else "bf16"
+    second = SECOND_GEMM_US * (sum(fit.tile > 0 for fit in fits) - 1)
+    fast, slow = FIXED_US["MoE"]
+    launches = list(launches_of(layer, tokens, tactics, fits))
+    return Line(
+        mode=mode,
+        tokens=tokens,
+        tactics=tactics,
+        experts=experts,
+        overhead=(fast + slow) / 2 + second,
+        **times(launches, operand, experts * layer.expert_bytes / 1e6, (fast + second, slow + second)),
+    )
+
+
+def planned(layer: MoELayer, mode: int, tokens: int) -> Tactics:
+    """What the planner gives a GB10."""
+    first, second = plan_moe(tokens, layer.top_k, layer.experts, layer.hidden, layer.inter, mode)
+    return int(first), int(second)
+
+
+def fits_as_csv(fitted: Mapping[tuple[int, Tactics, tuple[int, int]], Sequence[Fit]]) -> str:
+    """What :func:`known_fits` reads; counts are four numbers in their order."""
+    lines = ["mode,fc1,fc2,hidden,inter,tile,by_tokens,warps,blocks,constant,per_tile,per_row"]
+    for (mode, tactics, sizes), fits in fitted.items():
+        for fit in fits:
+            counts = (" ".join(map(repr, each.values())) for each in (fit.constant, fit.per_tile, fit.per_row))
+            about = (mode, *_names(tactics), *sizes, fit.tile, int(fit.by_tokens), fit.warps, fit.blocks)
+            lines.append(",".join(map(str, (*about, *counts))))
+    return "\n".join(lines) + "\n"
+
+
+def known_fits(mode: int, tactics: Tactics, sizes: tuple[int, int]) -> list[Fit]:
+    """Fits that are kept with the package; empty where there are none."""
+    found = []
+    with FITS.open(encoding="utf-8", newline="") as lines:
+        for line in csv.DictReader(lines):
+            about = int(line["mode"]), line["fc1"], line["fc2"], int(line["hidden"]), int(line["inter"])
+            if about == (mode, *_names(tactics), *sizes):
+                constant, per_tile, per_row = (
+                    Counts(*map(float, line[name].split())) for name in ("constant", "per_tile", "per_row")
+                )
+                tile, by_tokens = int(line["tile"]), line["by_tokens"] == "1"
+                warps, blocks = float(line["warps"]), int(line["blocks"])
+                found.append(Fit(tile, by_tokens, constant, per_tile, per_row, warps, blocks))
+    return found
+
+
+def _names(tactics: Tactics) -> list[str]:
+    return [INSTANCES[tactic].name for tactic in tactics]
+
+
+def predicted_range(layer: MoELayer, mode: int, tokens: int) -> tuple[float, float] | None:
+    """Microseconds that a GB10 may take, fast and slow, by fits that are kept; None without them.
+
+    They are of modules that multiply MXFP8 by block-scaled MMAs.
+    """
+    tactics = planned(layer, mode, tokens)
+    fits = known_fits(mode, tactics, (layer.hidden, layer.inter))
+    if not fits or (multiplies_in_half() and not INSTANCES[tactics[0]].streamed):
+        return None
+    line = predict(layer, mode, tokens, tactics, fits)
+    return line.fast, line.slow

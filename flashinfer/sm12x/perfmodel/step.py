@@ -1,0 +1,443 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step of gpt-oss on a GB10, predicted as a range, part by part.
+
+Three kinds of parts:
+
+1. This fork's kernels (MoE; QKV, O and LM head in MXFP8 and MXFP4; its router and its decode attention): their times by
+   their counts on the virtual SM121, kept in ``gb10_kernels.csv``. Attention at another context or batch than those kept
+   there is taken as in 2.
+2. Everybody else's kernels that stream (bf16 GEMMs, attention's cache) or are small (norms, rope, KV write, top-k, argmax,
+   embedding): their bytes at DRAM's rate, and a fixed time for each call. Those were not executed on the virtual device.
+3. Between two Sparks: an all-reduce behind O and behind the experts, by published latencies, :data:`ALL_REDUCE_US`.
+
+Bytes are those that a part reads and writes at least once, tensors of the step's own included (hidden states, logits): what
+a kernel that keeps nothing of another part's in registers moves. The two large ones, weights and the KV cache, are exact.
+Where a prompt makes arithmetic the longer (bf16 GEMMs, attention), it is FLOPs over the bf16 rate's range times how much of
+it such kernels reach, :data:`REACHED`. What is not modelled: the engine around a step (scheduler, sampling beyond argmax,
+detokenizer), clocks under load, and a launch that overlaps the one in front of it.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import functools
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from ..models import MODELS, Model, matrix_bytes
+from . import gb10
+from .gb10 import CYCLES, FAST, FIXED_US, MIDDLE, SLOW, Times
+
+BF16, FP32, INT32 = 2, 4, 4
+DENSE_FORMATS = ("bf16", "mxfp8", "mxfp4")
+TokenFormat = Literal["bf16", "mxfp8", "mxfp4"]
+TOKENS_BESIDE: dict[str, tuple[TokenFormat, ...]] = {
+    "bf16": ("bf16",),
+    "mxfp8": ("bf16", "mxfp8"),
+    "mxfp4": ("bf16", "mxfp8", "mxfp4"),
+}
+"""Formats to which a dense layer can round its tokens, by that of its weight."""
+KV_BYTES = {"bf16": 2, "fp8": 1}
+MATRICES = ("QKV", "O", "LM head")
+
+PARTS = (
+    "embedding", "norms", "QKV", "rope", "KV write", "attention, full", "attention, window", "O", "router", "top-k", "MoE",
+    "all-reduce", "LM head", "argmax",
+)  # fmt: skip
+"""In a step's order."""
+
+STREAMED = (1.0, 1.1)
+"""Times the bytes' time, of attention's cache: this fork's streams take up to 1.12 times a plain read on an H200."""
+REACHED = {"gemm": (0.9, 0.7), "attention": (0.73, 0.5)}
+"""Of the bf16 MMA rate. gemm: assumed. attention: FlashAttention-2 on an A100 (arXiv 2307.08691)."""
+ALL_REDUCE_US = (15.5, 35.2)
+"""Of 8 KB: one-shot RDMA writes in a CUDA graph, four Sparks (b12x #295); NCCL, two Sparks (dgx-spark-playbooks #103). A
+token's hidden state is 5.8 KB."""
+GRAPH_NODE_US = 1.3  # Megatron-LM #6064
+LAYER_MODEL = "gpt-oss-120b"
+"""Of the doctor's probe. Dense layers and attention are the same in all models, and kept as this one's."""
+KERNELS = Path(__file__).with_name("gb10_kernels.csv")
+"""``benchmarks/bench_token.py --emulate`` writes it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """``new`` tokens of each of ``sequences``, whose cache then holds ``context`` tokens, the new ones among them.
+
+    ``kv`` is the cache's format, ``formats`` that of each of :data:`MATRICES`, ``dense_tokens`` that to which they round
+    their tokens, of :data:`TOKENS_BESIDE` for each (bf16 beside bf16, always). ``fused_router``: the norm in front of the
+    router, the router and the top-k are one part, "router", by this fork's ``router_top_k``. ``fused_attention``: rope and KV
+    write are part of the attention, this fork's ``decode_attention``.
+    """
+
+    sequences: int
+    context: int
+    new: int = 1
+    kv: str = "bf16"
+    formats: Mapping[str, str] = dataclasses.field(default_factory=lambda: formats_of("bf16"))
+    fused_router: bool = False
+    fused_attention: bool = False
+    dense_tokens: TokenFormat = "bf16"
+
+    @property
+    def tokens(self) -> int:
+        return self.sequences * self.new
+
+    @property
+    def prefill(self) -> bool:
+        return self.new > 1
+
+
+def formats_of(weights: str) -> dict[str, str]:
+    """QKV, O and LM head in one format."""
+    return dict.fromkeys(MATRICES, weights)
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One kind of work in a step: how often it is done, and the bytes of all of it."""
+
+    name: str
+    calls: int
+    bytes: float
+
+
+def mean_experts(model: Model, tokens: int) -> float:
+    """How many experts random routing of ``tokens`` touches in a layer, on average."""
+    return model.experts * (1 - (1 - model.top_k / model.experts) ** tokens)
+
+
+def parts_of(model: Model, step: Step, experts: float | None = None) -> list[Part]:
+    """A step's parts, in order.
+
+    ``experts`` is how many a layer touches, the mean over the layers; that of random routing when omitted.
+    """
+    layers, tokens = model.layers, step.tokens
+    row = BF16 * model.hidden
+    queries, keys = BF16 * model.heads * model.head, BF16 * model.kv_heads * model.head
+    kv_row = 2 * model.kv_heads * model.head * KV_BYTES[step.kv]
+    windowed = sum(model.windowed(layer) for layer in range(layers))
+    touched = mean_experts(model, tokens) if experts is None else experts
+    seen = min(step.context, model.window + step.new - 1)
+
+    def dense(name: str, rows_of_tokens: int, bias: bool) -> float:
+        n, k = model.matrices[name]
+        weights = matrix_bytes(n, k, step.formats[name])
+        return weights + BF16 * (n if bias else 0) + BF16 * rows_of_tokens * (n + k)
+
+    def attention(context: int) -> float:
+        cache = step.sequences * context * kv_row
+        if step.fused_attention:
+            # New rows are written instead of read; keys, values and a row of rope's table are read.
+            cache += tokens * (2 * keys + BF16 * model.head)
+        return cache + tokens * 2 * queries + FP32 * model.heads
+
+    routing = model.top_k * (FP32 + INT32)
+    norm, norms = 4 * tokens * row + row, (1 if step.fused_router else 2) * layers + 1
+    router = model.experts * (row + BF16)
+    # Logits are bf16, or float32 between the two launches of the fork's.
+    router += (
+        norm + tokens * (2 * FP32 * model.experts + routing)
+        if step.fused_router
+        else tokens * (row + BF16 * model.experts)
+    )
+    expert = model.moe.expert_bytes + BF16 * (2 * model.inter + model.hidden)
+    found = {
+        "embedding": (1, tokens * 2 * row),
+        # The first one reads no residual, and every one writes what it added up.
+        "norms": (norms, norms * norm - 2 * tokens * row),
+        "QKV": (layers, layers * dense("QKV", tokens, bias=True)),
+        "rope": (layers, layers * tokens * (2 * (queries + keys) + BF16 * model.head)),
+        "KV write": (layers, layers * tokens * (2 * keys + kv_row)),
+        "attention, full": (layers - windowed, (layers - windowed) * attention(step.context)),
+        "attention, window": (windowed, windowed * attention(seen)),
+        "O": (layers, layers * dense("O", tokens, bias=True)),
+        "router": (layers, layers * router),
+        "top-k": (layers, layers * tokens * (BF16 * model.experts + routing)),
+        "MoE": (layers, layers * (touched * expert + tokens * (2 * row + routing))),
+        "LM head": (1, dense("LM head", step.sequences, bias=False)),
+        "argmax": (1, step.sequences * (BF16 * model.vocab + 2 * INT32)),
+    }
+    if step.fused_router:
+        del found["top-k"]
+    if step.fused_attention:
+        del found["rope"], found["KV write"]
+    if model.ranks > 1:
+        # The outputs of O and of the experts, and each rank's best logit.
+        found["all-reduce"] = (2 * layers + 1, 2 * layers * 2 * tokens * row)
+    return [Part(name, *found[name]) for name in PARTS if name in found]
+
+
+@dataclasses.dataclass(kw_only=True)
+class Kernel(Times):
+    """One call: ``kind`` is "MoE" or one of the dense layers, ``weights`` its format, ``activation`` that of its tokens.
+
+    The experts' tokens are rounded to MXFP8. Or ``kind`` is a part of a step that this fork's router or decode attention
+    computes; of attention ``tokens`` are sequences, ``weights`` the cache's format and ``context`` the full layers' context.
+    """
+
+    kind: str
+    model: str
+    ranks: int
+    tokens: int
+    weights: str
+    activation: str
+    context: int = 0
+
+
+COLUMNS = (
+    "kind", "model", "ranks", "tokens", "weights", "activation", "context", "megabytes", "dram", "issue", "mma", "shared",
+    "fast", "slow", "bound",
+)  # fmt: skip
+
+
+def write_kernels(kernels: Iterable[Kernel]) -> None:
+    """For :func:`kept`: one line each."""
+    with KERNELS.open("w", encoding="utf-8", newline="") as file:
+        lines = csv.writer(file, lineterminator="\n")
+        lines.writerow(COLUMNS)
+        lines.writerows([getattr(kernel, column) for column in COLUMNS] for kernel in kernels)
+
+
+@functools.cache
+def kept() -> list[Kernel]:
+    """What was emulated."""
+    words, whole = ("kind", "model", "weights", "activation", "bound"), ("ranks", "tokens", "context")
+
+    def value(column: str, text: str) -> Any:
+        return text if column in words else int(text) if column in whole else float(text)
+
+    with KERNELS.open(encoding="utf-8", newline="") as lines:
+        return [
+            Kernel(**{column: value(column, text) for column, text in line.items()}) for line in csv.DictReader(lines)
+        ]
+
+
+@functools.cache
+def kept_kernel(
+    kind: str, model: str, ranks: int, tokens: int, weights: str, activation: str, context: int = 0
+) -> Kernel:
+    """A kernel's kept times.
+
+    Raises
+    ------
+    ValueError
+        There are none for so many tokens.
+    """
+    wanted = (kind, model, ranks, weights, activation, context)
+    fitting = {
+        line.tokens: line
+        for line in kept()
+        if (line.kind, line.model, line.ranks, line.weights, line.activation, line.context) == wanted
+    }
+    if tokens in fitting:
+        return fitting[tokens]
+    raise ValueError(
+        f"no prediction of {kind} for {tokens} tokens of {model} on {ranks} GPU(s), {weights} and tokens in {activation}: "
+        f"{', '.join(map(str, fitting)) or 'none'} only"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """What a prediction takes from elsewhere, fast and slow; ``layers``: microseconds of an MoE layer by its tokens."""
+
+    dram: tuple[float, float] = (FAST.dram_gb_per_second, SLOW.dram_gb_per_second)
+    bf16: tuple[float, float] = (FAST.bf16_flops_per_cycle, SLOW.bf16_flops_per_cycle)
+    small_us: tuple[float, float] = FIXED_US["small"]
+    layers: Mapping[int, float] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A part of a predicted step: microseconds of all its calls."""
+
+    part: str
+    by: str
+    calls: int
+    bytes: float
+    fast: float
+    slow: float
+
+    @property
+    def middle(self) -> float:
+        return (self.fast + self.slow) / 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Predicted:
+    """A step on one of ``size.ranks`` GB10s."""
+
+    size: Model
+    step: Step
+    rows: Sequence[Row]
+
+    @property
+    def fast(self) -> float:
+        return sum(row.fast for row in self.rows)
+
+    @property
+    def slow(self) -> float:
+        return sum(row.slow for row in self.rows)
+
+    @property
+    def bytes(self) -> float:
+        """Of memory, one GPU's."""
+        return sum(row.bytes for row in self.rows if row.part != "all-reduce")
+
+    @property
+    def floor(self) -> float:
+        """Microseconds of its bytes at 233 GB/s."""
+        return self.bytes / MIDDLE.dram_gb_per_second / 1e3
+
+    def rate(self, microseconds: float) -> float:
+        """Tokens/s of a step that takes so long."""
+        return 1e6 * self.step.tokens / microseconds
+
+    @property
+    def middle_rate(self) -> float:
+        """At the middle of the range of times."""
+        return self.rate((self.fast + self.slow) / 2)
+
+
+def on_fork(kernel: Kernel, given: Given) -> tuple[float, float]:
+    """Microseconds of one call, the kept range moved to ``given``'s DRAM rate where DRAM is what binds."""
+    if kernel.bound != "dram":
+        return kernel.fast, kernel.slow
+    usual, middle = Given().dram, MIDDLE.dram_gb_per_second
+    moved = [kernel.dram * middle * (1 / rate - 1 / before) for rate, before in zip(given.dram, usual, strict=True)]
+    return kernel.fast + moved[0], kernel.slow + moved[1]
+
+
+def flops_of(size: Model, step: Step, part: str) -> float:
+    """Of one call of a bf16 GEMM or of attention."""
+    if part.startswith("attention"):
+        seen = min(step.context, size.window) if part.endswith("window") else step.context
+        pairs = step.new * seen - (step.new * (step.new - 1) / 2 if seen == step.context else 0)
+        return 4.0 * step.sequences * pairs * size.heads * size.head
+    n, k = {**size.matrices, "router": (size.experts, size.hidden)}[part]
+    return 2.0 * n * k * (step.sequences if part == "LM head" else step.tokens)
+
+
+def others(part: Part, size: Model, step: Step, given: Given) -> tuple[float, float]:
+    """Microseconds of one call of what is not this fork's, or was not emulated so."""
+    kilobytes = part.bytes / part.calls / 1e3
+    kind = "attention" if part.name.startswith("attention") else "gemm" if part.name in (*MATRICES, "router") else ""
+    fixed = (
+        FIXED_US["decode_attention" if kind == "attention" and step.fused_attention else kind]
+        if kind
+        else given.small_us
+    )
+    ends = []
+    for end in (0, 1):
+        time = kilobytes / given.dram[end] * (STREAMED[end] if kind == "attention" else 1.0)
+        if kind:
+            time = max(time, flops_of(size, step, part.name) / (given.bf16[end] * REACHED[kind][end] * CYCLES))
+        ends.append(time + fixed[end])
+    return ends[0], ends[1]
+
+
+def kernel_of(model: str, size: Model, step: Step, part: str) -> Kernel | None:
+    """This fork's kernel where it computes the part; None where others do, and of attention that was not run so.
+
+    Raises
+    ------
+    ValueError
+        It was not emulated so, and is nothing that bytes alone tell.
+    """
+    if part == "MoE":
+        return kept_kernel("MoE", model, size.ranks, step.tokens, "mxfp4", "mxfp8")
+    if part in MATRICES and step.formats[part] != "bf16":
+        tokens = step.sequences if part == "LM head" else step.tokens
+        return kept_kernel(part, LAYER_MODEL, size.ranks, tokens, step.formats[part], step.dense_tokens)
+    if part == "router" and step.fused_router:
+        return kept_kernel("router", model, 1, step.tokens, "bf16", "bf16")
+    if part.startswith("attention") and step.fused_attention:
+        context = 0 if part == "attention, window" and step.context >= size.window else step.context
+        try:
+            return kept_kernel(part, LAYER_MODEL, size.ranks, step.sequences, step.kv, "bf16", context)
+        except ValueError:
+            return None
+    return None
+
+
+def row_of(model: str, size: Model, step: Step, part: Part, given: Given) -> Row:
+    """One part's range."""
+    kernel = kernel_of(model, size, step, part.name)
+    measured = given.layers.get(step.tokens) if (model, size.ranks) == (LAYER_MODEL, 1) else None
+    if part.name == "all-reduce":
+        ends, by = ALL_REDUCE_US, "RDMA, published"
+    elif part.name == "MoE" and measured is not None:
+        ends, by = (measured, measured), "fork, measured"
+    elif kernel is not None:
+        ends, by = on_fork(kernel, given), "fork, virtual SM121"
+    else:
+        ends, by = others(part, size, step, given), "bytes + launch"
+    return Row(part.name, by, part.calls, part.bytes, part.calls * ends[0], part.calls * ends[1])
+
+
+def predict(model: str, step: Step, ranks: int = 1, given: Given | None = None) -> Predicted:
+    """A step on ``ranks`` Sparks.
+
+    Raises
+    ------
+    ValueError
+        A kernel of this fork's was not emulated for so many tokens.
+    """
+    size = MODELS[model].split(ranks) if ranks > 1 else MODELS[model]
+    return Predicted(size, step, [row_of(model, size, step, part, given or Given()) for part in parts_of(size, step)])
+
+
+def from_report(path: Path) -> Given:
+    """What a doctor's report (``sm12x-doctor --probe``) measured in place of the ranges.
+
+    Its MoE layers have MXFP8 input, those here bf16: less than 1 % apart.
+
+    Raises
+    ------
+    ValueError
+        It is no such report, or of a GPU that is no GB10.
+    """
+    try:
+        measured: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))["measured"]
+        device = measured["device"]
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is no report of sm12x-doctor --probe: {error!r}") from error
+    if not device.get("gb10"):
+        raise ValueError(f"{path} is of {device.get('name', 'no GPU')}: what is predicted here is a GB10")
+    usual = Given()
+
+    def both(value: float | None, otherwise: tuple[float, float]) -> tuple[float, float]:
+        return otherwise if value is None else (value, value)
+
+    launch = measured.get("launch", {}).get("plain", {}).get("graph_us")
+    # A small kernel's own time stays as it is.
+    small = usual.small_us if launch is None else tuple(fixed - GRAPH_NODE_US + launch for fixed in usual.small_us)
+    layers = {
+        int(name.split()[0]): line["layer_us"] for name, line in measured.get("layer", {}).items() if "tokens" in name
+    }
+    return Given(
+        both(measured.get("dram", {}).get("gigabytes_per_second"), usual.dram),
+        both(measured.get("mma", {}).get("bf16", {}).get("flops_per_clock"), usual.bf16),
+        (small[0], small[1]),
+        layers,
+    )
+
+
+def told() -> list[str]:
+    """What is assumed, a line each."""
+    kinds = ("small", "gemm", "router", "attention", "decode_attention")
+    fixed = ", ".join(f"{kind} {FIXED_US[kind][0]:g} to {FIXED_US[kind][1]:g}" for kind in kinds)
+    return [
+        *gb10.told("MoE"),
+        f"other kernels: their bytes and a fixed time a call, us: {fixed} (small: vLLM's engine on an H200 takes 2.7 to 2.9, a "
+        f"graph's node {GRAPH_NODE_US} by Megatron-LM #6064; gemm: 9 to 10 there; attention: XQA takes 10 to 11 there)",
+        f"attention's cache: {STREAMED[0]:g} to {STREAMED[1]:g} times its bytes' time (this fork's streams: up to 1.12 on an H200)",
+        f"bf16 GEMMs of a prompt reach {REACHED['gemm'][1]:.0%} to {REACHED['gemm'][0]:.0%} of the bf16 rate (assumed), attention "
+        f"{REACHED['attention'][1]:.0%} to {REACHED['attention'][0]:.0%} (FlashAttention-2 on an A100, arXiv 2307.08691)",
+        f"an all-reduce of a token between two Sparks: {ALL_REDUCE_US[0]:g} us (one-shot RDMA writes, 8 KB, four Sparks, b12x #295) "
+        f"to {ALL_REDUCE_US[1]:g} (NCCL, 8 KB, two Sparks, dgx-spark-playbooks #103)",
+    ]
