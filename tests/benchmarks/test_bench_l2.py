@@ -22,8 +22,8 @@ SCHEDULER = r"""
 using std::max;
 using std::min;
 struct { int x; } blockIdx;
-#include "flashinfer/sm12x/scheduler/tile_scheduler.cuh"
-using namespace flashinfer::sm12x::scheduler;
+#include "flashinfer/sm12x/tile/scheduler.cuh"
+using namespace flashinfer::sm12x;
 
 int main() {
   int experts, row_tiles, k_tiles, blocks, offsets[64] = {}, prefix[64] = {};

@@ -7,8 +7,8 @@
 
 #include <cstdint>
 
-#include "../common/arch.h"
 #include "../ptx/convert.cuh"
+#include "../types.h"
 
 namespace flashinfer::sm12x::mma {
 

@@ -10,9 +10,9 @@
 
 #include <cstdint>
 
-#include "../common/arch.h"
-#include "../ptx/copy.cuh"
+#include "../ptx/memory.cuh"
 #include "../ptx/sync.cuh"
+#include "../types.h"
 
 namespace flashinfer::sm12x::probe {
 

@@ -17,8 +17,8 @@
 
 #include <cstdint>
 
-#include "../common/arch.h"
 #include "../ptx/mma.cuh"
+#include "../types.h"
 #include "clocks.cuh"
 
 namespace flashinfer::sm12x::probe {
@@ -52,9 +52,9 @@ __device__ __forceinline__ void multiply(float (&sums)[4], const uint32_t (&a)[4
     ptx::mma_16816<kKind == MmaKind::kBf16>(sums, a, b, sums);
 #if FLASHINFER_SM12X_DEVICE
   } else if constexpr (kKind == MmaKind::kMxf8f6f4) {
-    ptx::mma_block_scaled<0, ptx::BlockScaledPair::kE2m1E4m3>(sums, a, b, scale_a, scale_b);
+    ptx::mma_block_scaled<0, Element::kE2m1, Element::kE4m3>(sums, a, b, scale_a, scale_b);
   } else if constexpr (kKind == MmaKind::kMxf4) {
-    ptx::mma_block_scaled<0, ptx::BlockScaledPair::kE2m1E2m1>(sums, a, b, scale_a, scale_b);
+    ptx::mma_block_scaled<0, Element::kE2m1, Element::kE2m1>(sums, a, b, scale_a, scale_b);
 #endif
   } else {
     __trap();  // the binding launches no such kind elsewhere

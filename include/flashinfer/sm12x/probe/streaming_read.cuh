@@ -9,7 +9,7 @@
 
 #include <cstdint>
 
-#include "../common/arch.h"
+#include "../types.h"
 
 namespace flashinfer::sm12x::probe {
 

@@ -94,10 +94,14 @@ __device__ __forceinline__ void arrive_at_gpu_counter(unsigned* counter) {
   asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(__cvta_generic_to_global(counter)) : "memory");
 }
 
-// The same, and how many arrived before.
-__device__ __forceinline__ int count_at_gpu_counter(int* counter) {
+// Counts the calling thread at a counter in global memory; whether it is the last of so many arrivals. Then it may read what the
+// others wrote, and so may its block behind a barrier: the fence behind the count is by the thread that saw the count, and in front of
+// that barrier, since only so what the others wrote is ordered for all.
+__device__ __forceinline__ bool is_last_to_arrive(int* counter, int arrivals) {
   __threadfence();
-  return atomicAdd(counter, 1);
+  const bool last = atomicAdd(counter, 1) == arrivals - 1;
+  if (last) __threadfence();
+  return last;
 }
 
 __device__ __forceinline__ unsigned load_acquire_gpu(const unsigned* counter) {
