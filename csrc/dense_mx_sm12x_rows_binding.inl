@@ -16,7 +16,7 @@ bool leaves_ranks(int tactic, int top_k) {
 // Bytes in which the largest of so many rows are found, whatever finds them.
 int64_t row_top_k_workspace_size(int64_t num_rows, int64_t n, int64_t top_k) {
   const int64_t of_chunks = (n + kTopKChunk - 1) / kTopKChunk * top_k;
-  const int64_t of_blocks = static_cast<int64_t>(kKeeperWarps) * multiprocessors(current_device());
+  const int64_t of_blocks = static_cast<int64_t>(kEpilogueWarps) * multiprocessors(current_device());
   return static_cast<int64_t>(sizeof(uint64_t)) * num_rows * std::max(of_chunks, of_blocks);
 }
 
@@ -46,8 +46,8 @@ void row_top_k_run(TensorView values, TensorView indices, int64_t first_index, T
   check_status(run_row_top_k(p, launch_options(logits, enable_pdl)));
 }
 
-// A dense layer, and the largest outputs of each row. Of a tactic that leaves ranks, `out` may have no rows: it then says of
-// which type outputs would be.
+// A dense layer, and the largest outputs of each row. Of a tactic that leaves ranks, `out` may have no rows: it then
+// says of which type outputs would be.
 void dense_top_k_run(TensorView values, TensorView indices, int64_t first_index, TensorView ranks, TensorView out,
                      TensorView tokens, Optional<TensorView> token_scales, TensorView weights, TensorView weight_scales,
                      Optional<TensorView> alpha, Optional<TensorView> bias, Optional<TensorView> residual,
@@ -62,12 +62,12 @@ void dense_top_k_run(TensorView values, TensorView indices, int64_t first_index,
   check_status(run_top_k_of_ranks(p, launch_options(tokens, enable_pdl)));
 }
 
-void widen_rows(TensorView out, TensorView rows, Optional<TensorView> scales, int64_t format) {
+void dequantize_rows(TensorView out, TensorView rows, Optional<TensorView> scales, int64_t format) {
   const DLDataType type = out.dtype();
   TVM_FFI_CHECK(type.code == kDLBfloat && type.bits == 16 && out.size(0) == rows.size(0), ValueError)
       << "out must be bfloat16, with as many rows";
   const TokenRows view = dense_rows(rows, scales, format, checked_int(out.size(1), "k"));
-  check_status(run_widen_rows(view, rows.size(0), out.data_ptr(), launch_options(rows, false)));
+  check_status(run_dequantize_rows(view, rows.size(0), out.data_ptr(), launch_options(rows, false)));
 }
 
 }  // namespace flashinfer::sm12x
@@ -75,4 +75,4 @@ void widen_rows(TensorView out, TensorView rows, Optional<TensorView> scales, in
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sm12x_dense_top_k_run, flashinfer::sm12x::dense_top_k_run);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sm12x_row_top_k_run, flashinfer::sm12x::row_top_k_run);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sm12x_row_top_k_workspace_size, flashinfer::sm12x::row_top_k_workspace_size);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(sm12x_widen_rows, flashinfer::sm12x::widen_rows);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(sm12x_widen_rows, flashinfer::sm12x::dequantize_rows);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// TVM-FFI face of the kernels that measure a GPU (flashinfer/sm12x_gpu_probe): its memory, its MMAs, its launches and the
-// order of its arrivals. Sizes are checked here, before any launch.
+// TVM-FFI face of the kernels that measure a GPU (flashinfer/sm12x_gpu_probe): its memory, its MMAs, its launches and
+// the order of its arrivals. Sizes are checked here, before any launch.
 #include <algorithm>
 
 #include "flashinfer/sm12x/launch.h"
@@ -46,7 +46,8 @@ void streaming_read(TensorView pieces, TensorView vectors, TensorView sums) {
         "streaming read");
 }
 
-// a: uint8 [16, 32]; b: uint8 [8, 8, 32]; c: float32 [16, 8]; d: float32 [blocks, warps, 8, 16, 8]; times: int64 [blocks, 4].
+// a: uint8 [16, 32]; b: uint8 [8, 8, 32]; c: float32 [16, 8]; d: float32 [blocks, warps, 8, 16, 8]; times: int64
+// [blocks, 4].
 void mma_rate(TensorView a, TensorView b, TensorView c, TensorView d, TensorView times, int64_t kind, int64_t scale_a,
               int64_t scale_b, int64_t iterations) {
   using Kernel = void (*)(MmaRateParams);
@@ -77,7 +78,7 @@ void mma_rate(TensorView a, TensorView b, TensorView c, TensorView d, TensorView
         "MMAs");
 }
 
-enum class LaunchKind : int64_t { kPlain, kDependent, kCooperative };
+enum class LaunchKind : int64_t { kPlain, kDependent, kEightWarps };
 
 template <class Params>
 cudaError_t launch_cooperative(void (*kernel)(Params), const Params& params, int blocks, const LaunchOptions& options) {
@@ -104,15 +105,15 @@ void launch_steps(TensorView steps, int64_t kind, int64_t blocks) {
   require_range(blocks, 1, options.device_sms, "the number of blocks");
   for (int index = 0; index + 1 < steps.numel(); ++index) {
     const LaunchStepParams params = {data<int32_t>(steps), index};
-    check(how == LaunchKind::kCooperative
+    check(how == LaunchKind::kEightWarps
               ? launch_cooperative(launch_step_kernel, params, static_cast<int>(blocks), options)
               : launch_kernel(launch_step_kernel, params, static_cast<int>(blocks), kOrderThreads, 0, options),
           "a chain of launches");
   }
 }
 
-// first, second: int64 [blocks, 3], of two launches; the first one works for so many cycles, the second one has so many bytes
-// of shared memory and may begin before the first one ends if `dependent`.
+// first, second: int64 [blocks, 3], of two launches; the first one works for so many cycles, the second one has so many
+// bytes of shared memory and may begin before the first one ends if `dependent`.
 void launch_overlap(TensorView first, TensorView second, int64_t cycles, int64_t shared_bytes, bool dependent) {
   const int64_t blocks = first.size(0);
   require_range(cycles, 0, INT_MAX, "cycles");

@@ -3,7 +3,7 @@
 // An instance that is a library of its own, handed to the MoE's library by its address. Included by that binding alone.
 #pragma once
 
-#include "flashinfer/sm12x/instance.h"
+#include "flashinfer/sm12x/host/instance.h"
 #include "tvm_ffi_utils.h"
 
 namespace flashinfer::sm12x {

@@ -4,7 +4,7 @@
 #include <array>
 #include <atomic>
 
-#include "flashinfer/sm12x/instance.h"
+#include "flashinfer/sm12x/host/instance.h"
 
 namespace flashinfer::sm12x {
 

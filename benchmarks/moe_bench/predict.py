@@ -130,7 +130,7 @@ def fit_layer(device: VirtualDevice, model: str, mode: int, tactics: tuple[int, 
         if tile:
             fit = fit_gemm(tile, works[:3], counts[:3], warps, launch.grid[0])
         else:
-            by_tokens = "moe_arrange" not in launch.kernel or INSTANCES[tactics[0]].streamed
+            by_tokens = "moe_pack" not in launch.kernel or INSTANCES[tactics[0]].streamed
             fit = fit_rows(by_tokens, works[:3], counts[:3], warps)
         fits.append(fit)
         if tile:

@@ -68,7 +68,7 @@ def test_a_workspace_serves_fewer_tokens_too(device: VirtualDevice, mode: Mode, 
 GROUP_GEMM = {"tiles": (1, 128, 128, 128, True), "out_dtype": None, "tactic": GEMM_INSTANCES[0].index}
 Changes = tuple[tuple[str, str, str], ...]  # a file, text that stands there once, what takes its place
 LAUNCHER, KERNELS = f"csrc/{modules._LAUNCHER}", "include/flashinfer/sm12x"
-ARENA = f"{KERNELS}/tile/launch.cuh"
+ARENA = f"{KERNELS}/host/tile_gemm.cuh"
 # Each part of the workspace has memory of its own, just as large: what is written or read behind its end, and would hit padding
 # or the next part, is then reported.
 PARTS_APART: Changes = (

@@ -41,7 +41,7 @@ ExpertWeights expert_weights(const TensorView& weights, const TensorView& scales
 }  // namespace
 
 int64_t moe_workspace_size(int64_t num_tokens, int64_t hidden, int64_t inter, int64_t num_local_experts, int64_t top_k,
-                           int64_t mode, bool widens) {
+                           int64_t mode, bool as_bf16) {
   TVM_FFI_CHECK(top_k >= 1, ValueError) << "top_k is " << top_k << "; it must be at least 1";
   const MoeShape shape = {checked_int(num_tokens, "num_tokens"),
                           checked_int(hidden, "hidden_size"),
@@ -49,7 +49,7 @@ int64_t moe_workspace_size(int64_t num_tokens, int64_t hidden, int64_t inter, in
                           checked_int(num_local_experts, "num_local_experts"),
                           checked_int(top_k, "top_k"),
                           checked_mode(mode),
-                          widens};
+                          as_bf16};
   return static_cast<int64_t>(moe_workspace_bytes(shape, multiprocessors(current_device())));
 }
 
@@ -110,7 +110,7 @@ bool moe_run(TensorView output, TensorView input, Optional<TensorView> input_sf,
   a.workspace_bytes = static_cast<size_t>(workspace.numel());
   a.fc1_instance = checked_instance(tactic_fc1, activation);
   a.fc2_instance = checked_instance(tactic_fc2, activation);
-  a.shape.widens = a.fc1_instance->is_pair() && a.fc1_instance->operand == Element::kBf16;
+  a.shape.as_bf16 = a.fc1_instance->is_pair() && a.fc1_instance->operand == Element::kBf16;
 
   const LaunchOptions options = launch_options(input, enable_pdl);
   if (!takes_sms(*a.fc1_instance, options)) return false;

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Dense layers with weights in microscaling formats on SM12x (and compute capability 9.0): out = tokens * weights^T, for few
-// tokens as one stream of weights, else as a GEMM of tiles, as the instance says. Plain CUDA, no framework.
+// Dense layers with weights in microscaling formats on SM12x (and compute capability 9.0): out = tokens * weights^T,
+// for few tokens as one stream of weights, else as a GEMM of tiles, as the instance says. Plain CUDA, no framework.
 #pragma once
 
 #include <algorithm>
 
 #include "../sm12x/rows/pack.cuh"
-#include "../sm12x/tile/launch.cuh"
+#include "../sm12x/host/tile_gemm.cuh"
 
 namespace flashinfer::sm12x {
 
@@ -21,24 +21,25 @@ struct DenseArguments {
   const uint8_t* weight_scales;  // 128x4
   StoreEpilogue epilogue;
 
-  // Of a stream of weights.
-  bool
-      weights_first;  // no launch in front writes weights or scales: with dependent launches they are read before it ends
-  uint64_t* ranks;  // or null: [num_tokens][at most kKeeperWarps x SMs], of the largest outputs
+  // Of a stream of weights. Whether no launch in front writes weights or scales: with dependent launches they are read
+  // before it ends. Null, or ranks of the largest outputs: [num_tokens][at most kEpilogueWarps x SMs].
+  bool weights_first;
+  uint64_t* ranks;
 
   // Of a GEMM.
   uint8_t* workspace;
   size_t workspace_bytes;
 };
 
-// A ring's stages: whole units of `g`, so that a stage always is of the same chunk. A warp waits only for stages of its own
-// chunk; of one that changed hands it would miss a phase, and take the parity of the one before for that of the next.
+// A ring's stages: whole units of `g`, so that a stage always is of the same chunk. A warp waits only for stages of its
+// own chunk; of one that changed hands it would miss a phase, and take the parity of the one before for that of the
+// next.
 inline int ring_stages(const StreamedGemm& g, int ring_bytes, int stage_bytes) {
   return std::min(ring_bytes / stage_bytes, kMaxStreamStages) / g.chunks * g.chunks;
 }
 
-// Chunks of a unit: as few as leave the ring five stages or more (one being multiplied, one being finished, the others under
-// way), else as many as give it most.
+// Chunks of a unit: as few as leave the ring five stages or more (one being multiplied, one being finished, the others
+// under way), else as many as give it most.
 inline StreamedGemm plan_dense(const Instance& instance, int n, int k, int ring_bytes, int* stage_bytes) {
   StreamedGemm best = {};
   const int words = instance.k_tile / kScaleChunkElements;  // that a warp takes
@@ -76,12 +77,12 @@ inline Status run_dense_stream(const DenseArguments& a, const LaunchOptions& opt
   p.epilogue = a.epilogue;
   p.ranks = a.ranks;
   const int blocks = std::min(p.gemm.units, options.sm_count);
-  *ranks_of_token = blocks * keepers_of(p.stages, p.gemm.chunks);
+  *ranks_of_token = blocks * epilogue_warps_of(p.stages, p.gemm.chunks);
   return {a.instance->stream_dense(p, blocks, p.stages * p.stage_bytes + kDenseFixedBytes, options), "dense layer"};
 }
 
-// Whether rows of a format need memory before they are rows of the operand with scales in words: values, or scales alone.
-// Nothing: they are read where they are.
+// Whether rows of a format need memory before they are rows of the operand with scales in words: values, or scales
+// alone. Nothing: they are read where they are.
 struct MadeRows {
   bool values, scales;
 };
@@ -99,7 +100,7 @@ inline MadeRows made_rows(Element operand, TokenFormat format, int k) {
 }
 
 struct DenseGemmWorkspace {
-  uint8_t* tokens;  // arranged bfloat16, or e4m3, or packed e2m1
+  uint8_t* tokens;  // packed bfloat16, or e4m3, or packed e2m1
   uint8_t* token_scales;  // words of four
   SplitBuffers split;
   size_t bytes;
@@ -111,7 +112,7 @@ inline DenseGemmWorkspace lay_out_dense(const Instance& instance, int num_tokens
   DenseGemmWorkspace w = {};
   const size_t tokens = static_cast<size_t>(num_tokens);
   if (instance.operand == Element::kBf16) {
-    w.tokens = arena.take<uint8_t>(arranged_bytes(tokens, k));
+    w.tokens = arena.take<uint8_t>(packed_bytes(tokens, k));
   } else {
     const MadeRows made = made_rows(instance.operand, format, k);
     if (made.values) w.tokens = arena.take<uint8_t>(tokens * (k / kScaleBlock) * block_bytes(instance.operand));
@@ -122,13 +123,12 @@ inline DenseGemmWorkspace lay_out_dense(const Instance& instance, int num_tokens
   return w;
 }
 
-inline Status launch_arrange_rows(const DenseArguments& a, const DenseGemmWorkspace& w, const LaunchOptions& options,
-                                  GroupedGemmParams<Role::kStore>* gemm) {
+inline Status launch_pack_rows(const DenseArguments& a, const DenseGemmWorkspace& w, const LaunchOptions& options,
+                               GroupedGemmParams<Role::kStore>* gemm) {
   gemm->tokens = w.tokens;
-  const ArrangeRowsParams arrange = {a.tokens, a.num_tokens,     a.instance->weights,
-                                     w.tokens, w.split.arrivals, w.split.blocks};
+  const PackRowsParams pack = {a.tokens, a.num_tokens, a.instance->weights, w.tokens, w.split.arrivals, w.split.blocks};
   const int64_t scale_blocks = int64_t{a.num_tokens} * kScaleChunkBlocks * scale_words(a.k);
-  return {launch_over(arrange_rows_kernel, arrange, scale_blocks, kArrangeRowsThreads, options), "arranging of rows"};
+  return {launch_over(pack_rows_kernel, pack, scale_blocks, kPackRowsThreads, options), "packing of rows"};
 }
 
 // Rows of the operand's format are read where they are; others are made into such.
@@ -166,10 +166,10 @@ inline Status make_operand_rows(const DenseArguments& a, const DenseGemmWorkspac
   return launch_prologue(prologue, options);
 }
 
-// Blocks of a dense GEMM. A unit for each, where that leaves an SM12x busy enough to draw what its memory gives: parts of
-// units that are cut are written and read again, up to a third as many bytes as a small layer's weights. Two blocks in five
-// SMs keep 0.7 MB of a GB10's weights on their way, three times what its latency asks for; wide tiles have arithmetic
-// besides, which needs more of the SMs. `blocks` fill the device.
+// Blocks of a dense GEMM. A unit for each, where that leaves an SM12x busy enough to draw what its memory gives: parts
+// of units that are cut are written and read again, up to a third as many bytes as a small layer's weights. Two blocks
+// in five SMs keep 0.7 MB of a GB10's weights on their way, three times what its latency asks for; wide tiles have
+// arithmetic besides, which needs more of the SMs. `blocks` fill the device.
 inline int dense_blocks(const DenseArguments& a, const LaunchOptions& options, int blocks) {
   const int64_t units = static_cast<int64_t>(ceil_div(a.n, kRowTile)) * ceil_div(a.num_tokens, a.instance->token_tile);
   const int busy_percent = a.instance->token_tile <= 64 ? 40 : 75;
@@ -193,11 +193,11 @@ inline Status run_dense_gemm(const DenseArguments& a, const LaunchOptions& optio
   GroupedGemmParams<Role::kStore> gemm = {};
   if (Status r = fill_gemm(gemm, *a.instance, a.weights, a.weight_scales, 1, a.n, a.k, w.split); r.error) return r;
   gemm.top_k = 1;
-  gemm.num_entries = a.num_tokens;
+  gemm.num_pairs = a.num_tokens;
   gemm.epilogue = a.epilogue;
-  // Launched also where rows need nothing: it zeroes the counters, and since it waits for the launch in front before it lets
-  // the GEMM begin, the GEMM may read weights at once, whoever wrote them.
-  const auto launch_rows = a.instance->operand == Element::kBf16 ? launch_arrange_rows : make_operand_rows;
+  // Launched also where rows need nothing: it zeroes the counters, and since it waits for the launch in front before it
+  // lets the GEMM begin, the GEMM may read weights at once, whoever wrote them.
+  const auto launch_rows = a.instance->operand == Element::kBf16 ? launch_pack_rows : make_operand_rows;
   if (Status r = launch_rows(a, w, options, &gemm); r.error) return r;
   return {a.instance->store(gemm, dense_blocks(a, options, blocks), options), "dense GEMM"};
 }

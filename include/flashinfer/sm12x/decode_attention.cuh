@@ -1,21 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Decode attention of gpt-oss over a paged KV cache, with rope and the append of the new keys and values: one launch for what
-// are three elsewhere. Heads of 64, eight query heads to a KV head, sinks, sliding window, a cache of bf16 or e4m3.
+// Decode attention of gpt-oss over a paged KV cache, with rope and the append of the new keys and values: one launch
+// for what are three elsewhere. Heads of 64, eight query heads to a KV head, sinks, sliding window, a cache of bf16 or
+// e4m3.
 //
-// A block works for one KV head of one sequence, on a split of its positions; a warp on chunks of 16 positions with an online
-// softmax of its own. Both GEMMs have the cache as the MMA's A, and the eight query heads as its N, so that nothing is padded:
+// A block works for one KV head of one sequence, on a split of its positions; a warp on chunks of 16 positions with an
+// online softmax of its own. Both GEMMs have the cache as the MMA's A, and the eight query heads as its N, so that
+// nothing is padded:
 //
 //   scores[16 positions, 8 heads] = keys[16, 64] * queries[64, 8]       four k-steps
 //   output[64 dims, 8 heads] += values[16 positions, 64 dims]^T * weights[16, 8]     four tiles of 16 dims
 //
-// Which element of K a lane's registers hold is free, as long as A and B agree. So a lane (g, t) = (lane / 4, lane % 4) takes
-// dims 8t..8t+7 and 32+8t..32+8t+7 of key rows g and g+8: whole vectors of memory, and both halves of each pair that rope turns.
-// Of values it takes dims 8g..8g+7 of rows 2t, 2t+1, 2t+8, 2t+9, which two byte permutations make into fragments of A. The
-// weights become B by a transposition in registers. Nothing goes through shared memory before the warps' results meet.
+// Which element of K a lane's registers hold is free, as long as A and B agree. So a lane (g, t) = (lane / 4, lane % 4)
+// takes dims 8t..8t+7 and 32+8t..32+8t+7 of key rows g and g+8: whole vectors of memory, and both halves of each pair
+// that rope turns. Of values it takes dims 8g..8g+7 of rows 2t, 2t+1, 2t+8, 2t+9, which two byte permutations make into
+// fragments of A. The weights become B by a transposition in registers. Nothing goes through shared memory before the
+// warps' results do.
 //
-// The warps' results meet in shared memory, the splits' in the workspace, where the block that comes last adds them up in the
-// order of splits: results do not depend on which one that is.
+// The warps' results are merged in shared memory, the splits' in the workspace, where the block that comes last adds
+// them up in the order of splits: results do not depend on which one that is.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -33,6 +36,7 @@
 
 namespace flashinfer::sm12x {
 
+// Knobs.
 constexpr int kDecodeHead = 64;  // elements
 constexpr int kDecodeGroup = 8;  // query heads of a KV head
 constexpr int kDecodeChunk = 16;  // positions
@@ -48,8 +52,8 @@ constexpr float kLog2E = 1.4426950408889634f;
 static_assert(kDecodeWarps == kDecodeGroup && kDecodeHead == 2 * 32, "merging: a warp a head, a lane two dims");
 static_assert(kDecodeMaxQLen < (kDecodeWarps - 1) * kDecodeChunk, "no warp has two chunks with new positions");
 
-// What a split leaves in the workspace for one token: unnormalized output, and of each head the maximum of the scores (base 2)
-// and the sum of weights.
+// What a split leaves in the workspace for one token: unnormalized output, and of each head the maximum of the scores
+// (base 2) and the sum of weights.
 struct DecodePartial {
   float output[kDecodeGroup][kDecodeHead];
   float largest[kDecodeGroup];
@@ -129,7 +133,7 @@ __device__ __forceinline__ Eight<kFp8> to_cache(const uint4& row, float scale) {
   }
 }
 
-// Eight entries of the table's row of `position`, from element `first`.
+// Eight pairs of the table's row of `position`, from element `first`.
 __device__ __forceinline__ void load_table(const DecodeAttentionParams& p, int position, int first, float (&to)[8]) {
   const int64_t at = static_cast<int64_t>(position) * kDecodeHead + first;
   if (p.rope_is_float32) {
@@ -142,7 +146,8 @@ __device__ __forceinline__ void load_table(const DecodeAttentionParams& p, int p
   }
 }
 
-// Turns dims 8t..8t+7 with 32+8t..32+8t+7, in float32, rounded to bf16. Written out, so that it is the same in every kernel.
+// Turns dims 8t..8t+7 with 32+8t..32+8t+7, in float32, rounded to bf16. Written out, so that it is the same in every
+// kernel.
 __device__ __forceinline__ void rope(const DecodeAttentionParams& p, int position, int t, uint4 (&halves)[2]) {
   if (p.rope_table == nullptr) return;
   float cosines[8], sines[8], x[8], y[8], turned[8];
@@ -233,8 +238,8 @@ struct Pages {
   }
 };
 
-// A chunk as bf16: rows of keys, which are fragments as they lie, and A of the second GEMM, a tile of 16 dims each, whose
-// registers pair positions where rows pair dims.
+// A chunk as bf16: rows of keys, which are fragments as they lie, and A of the second GEMM, a tile of 16 dims each,
+// whose registers pair positions where rows pair dims.
 template <bool kFp8>
 __device__ __forceinline__ void expand(const Chunk<kFp8>& chunk, uint4 (&keys)[2][2], uint32_t (&values)[4][4]) {
 #pragma unroll
@@ -325,7 +330,8 @@ struct Shared {
 template <int kTokens>
 constexpr int kDecodeBlocksOfTokens = kTokens == 1 ? kDecodeBlocksPerSm : 1;  // on an SM, by their registers
 
-// kTokens: of a sequence, that a block works for. With more of them the blocks of the others read the cache again, from L2.
+// kTokens: of a sequence, that a block works for. With more of them the blocks of the others read the cache again, from
+// L2.
 template <int kTokens, bool kFp8>
 __global__ void __launch_bounds__(kDecodeThreads, kDecodeBlocksOfTokens<kTokens>)
     decode_attention_kernel(const __grid_constant__ DecodeAttentionParams p) {
@@ -344,8 +350,8 @@ __global__ void __launch_bounds__(kDecodeThreads, kDecodeBlocksOfTokens<kTokens>
   const int low = p.window_left < 0 ? 0 : max(0, first_position - p.window_left);
   const int first_chunk = low / kDecodeChunk;
   const int chunks = max(0, (length + kDecodeChunk - 1) / kDecodeChunk - first_chunk);
-  // Each warp of a split is to have a chunk; a grid is made for the longest sequences. Split 0 never leaves early, so that the
-  // grid does not end before those that it depends on.
+  // Each warp of a split is to have a chunk; a grid is made for the longest sequences. Split 0 never leaves early, so
+  // that the grid does not end before those that it depends on.
   const int splits = min(max(chunks / kDecodeWarps, 1), p.splits);
   if (split >= splits) return;
   const int begin = first_chunk + chunks * split / splits, end = first_chunk + chunks * (split + 1) / splits;
@@ -484,8 +490,8 @@ __global__ void __launch_bounds__(kDecodeThreads, kDecodeBlocksOfTokens<kTokens>
   }
 }
 
-// A workspace, for any launch on a device of `sms`: arrivals, zero, then partials. Blocks that share a sequence's positions
-// are no more than kDecodeBlocksPerSm for each SM; where there are more, no two of them share.
+// A workspace, for any launch on a device of `sms`: arrivals, zero, then partials. Blocks that share a sequence's
+// positions are no more than kDecodeBlocksPerSm for each SM; where there are more, no two of them share.
 inline int64_t decode_arrival_bytes(int sms) {
   const int64_t bytes = static_cast<int64_t>(sms) * kDecodeBlocksPerSm * static_cast<int64_t>(sizeof(int));
   return (bytes + kDecodeAlignment - 1) / kDecodeAlignment * kDecodeAlignment;

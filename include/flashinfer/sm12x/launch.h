@@ -46,8 +46,8 @@ cudaError_t launch_over(void (*kernel)(Params), const Params& params, int64_t it
   return launch_kernel(kernel, params, blocks, threads, 0, options);
 }
 
-// Lets a kernel ask for all the shared memory that a block may have. Always the same amount, so that threads which launch
-// layers of different sizes cannot take away from each other what they were granted.
+// Lets a kernel ask for all the shared memory that a block may have. Always the same amount, so that threads which
+// launch layers of different sizes cannot take away from each other what they were granted.
 template <class Params>
 cudaError_t grant_shared_memory(void (*kernel)(Params), const LaunchOptions& options) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, options.shared_bytes);

@@ -5,12 +5,13 @@
 //   router_logits_kernel  sum = hidden + residual, normed = RMSNorm(sum), logits = normed * weight^T + bias
 //   router_top_k_kernel   the largest logits' experts, and the softmax over them
 //
-// A block computes the logits of a tile of up to eight tokens for eight experts, or for several times eight where blocks for
-// eight would not all be on the device at once: by m16n8k16 MMAs whose rows are tokens and whose columns are experts, K shared
-// out among the warps. Eight rows of weights go to the block's registers before the launch waits for the tokens: a router's
-// bytes are few, and are on their way while the layer in front still runs. Each block norms the tile's rows for itself, rather
-// than wait for a launch that does. A decode step pays for this kernel's latency, not for its work: all that it loads behind
-// the wait is on its way at once, and all warps share in the norm, however few the rows are.
+// A block computes the logits of a tile of up to eight tokens for eight experts, or for several times eight where
+// blocks for eight would not all be on the device at once: by m16n8k16 MMAs whose rows are tokens and whose columns are
+// experts, K shared out among the warps. Eight rows of weights go to the block's registers before the launch waits for
+// the tokens: a router's bytes are few, and are on their way while the layer in front still runs. Each block norms the
+// tile's rows for itself, rather than wait for a launch that does. A decode step pays for this kernel's latency, not
+// for its work: all that it loads behind the wait is on its way at once, and all warps take part in the norm, however
+// few the rows are.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -29,6 +30,7 @@
 
 namespace flashinfer::sm12x {
 
+// Knobs.
 constexpr int kRouterWarps = 16;
 constexpr int kRouterThreads = 32 * kRouterWarps;
 constexpr int kRouterTokens = 8;  // of a tile, at most; the other eight rows of an MMA are zeros
@@ -41,10 +43,11 @@ constexpr int kRouterMaxExperts = 512;
 constexpr int kRouterExpertsPerLane = kRouterMaxExperts / 32;
 constexpr int kRouterTopKWarps = 4;
 
-// Chunks from one row of the tile to the next: whole steps, and the rows of an MMA meet no bank of shared memory twice.
+// Chunks from one row of the tile to the next: whole steps, and the rows of an MMA have no bank conflict.
 FLASHINFER_SM12X_HOST_DEVICE constexpr int router_pitch(int chunks) { return ceil_div(chunks - 4, 8) * 8 + 4; }
 
-// A tile's rows; behind them residuals, the norm's weights and sums of squares, and then, in their place, parts of logits.
+// A tile's rows; behind them residuals, the norm's weights and sums of squares, and then, in their place, parts of
+// logits.
 constexpr int router_shared_bytes(int tile, int k, bool adds, bool norms) {
   const int chunks = k / kRouterChunk, row = 16 * router_pitch(chunks);
   const int for_norm = (adds ? tile * row : 0) + (norms ? 16 * chunks : 0) + 4 * kRouterWarps;
@@ -84,9 +87,9 @@ __device__ __forceinline__ float warp_sum(float value) {
 
 }  // namespace detail
 
-// The tile's rows in shared memory as the experts see them, and, where `writes`, in global memory. Behind the rows lie their
-// residuals, the norm's weights and sums of squares. Each row is a team of warps' own: a thread copies, adds and norms the same
-// chunks of it, so that the block waits only for the sums. Ends without a barrier.
+// The tile's rows in shared memory as the experts see them, and, where `writes`, in global memory. Behind the rows lie
+// their residuals, the norm's weights and sums of squares. Each row is a team of warps' own: a thread copies, adds and
+// norms the same chunks of it, so that the block waits only for the sums. Ends without a barrier.
 __device__ __forceinline__ void norm_tile(const RouterParams& p, int64_t first_token, int count, uint4* rows,
                                           bool writes) {
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
@@ -107,7 +110,7 @@ __device__ __forceinline__ void norm_tile(const RouterParams& p, int64_t first_t
   for (int chunk = thread; norms && chunk < chunks; chunk += kRouterThreads) {
     ptx::copy_16_bytes_if(true, scales + chunk, reinterpret_cast<const uint4*>(p.norm_weight) + chunk);
   }
-  // The last step of a row may reach beyond it: there, zeros meet zeros.
+  // The last step of a row may reach beyond it: zeros times zeros.
   if (has_token && chunks + own < ceil_div(chunks, kRouterStep) * kRouterStep) row[chunks + own] = {};
   ptx::wait_for_copies();
 
@@ -144,8 +147,8 @@ __device__ __forceinline__ void norm_tile(const RouterParams& p, int64_t first_t
   }
 }
 
-// What a lane multiplies of eight experts' rows: of expert `lane / 4`, chunk `lane % 4` of each of its warp's steps, which are
-// `warp`, `warp + kRouterWarps`, ...
+// What a lane multiplies of eight experts' rows: of expert `lane / 4`, chunk `lane % 4` of each of its warp's steps,
+// which are `warp`, `warp + kRouterWarps`, ...
 struct RouterWeights {
   static constexpr int kStride = kRouterWarps * kRouterStep;  // chunks from one of its steps to the next
 
@@ -251,10 +254,10 @@ __global__ void __launch_bounds__(32 * kRouterTopKWarps) router_top_k_kernel(con
     }
     const float logit = rank_number(best);
     if (place == 0) largest = logit;
-    const float share = logit == largest ? 1.0f : expf(logit - largest);  // of infinities too
-    total += share;
+    const float weight = logit == largest ? 1.0f : expf(logit - largest);  // of infinities too
+    total += weight;
     if (lane == place) {
-      own = share;
+      own = weight;
       own_id = rank_place(best);
     }
   }
@@ -276,8 +279,8 @@ inline Status run_router(RouterParams params, const LaunchOptions& options) {
   params.team = kRouterThreads;
   while (params.team * params.tile > kRouterThreads) params.team /= 2;
   const int shared_bytes = router_shared_bytes(params.tile, params.k, adds, norms);
-  // A block for each group of eight experts, unless the blocks of all tiles would not fit the device at once: then a block
-  // computes several for a tile that it norms once.
+  // A block for each group of eight experts, unless the blocks of all tiles would not fit the device at once: then a
+  // block computes several for a tile that it norms once.
   const int all_groups = ceil_div(params.num_experts, kRouterExperts);
   params.groups = ceil_div(all_groups, std::clamp(options.sm_count / tiles, 1, all_groups));
   params.blocks_of_tile = ceil_div(all_groups, params.groups);

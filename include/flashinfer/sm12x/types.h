@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The vocabulary of the family, for host and device: element types, token formats and roles; the sizes of the MXFP4/MXFP8
-// formats and the 128x4 layout of their scales; what an SM120/SM121 is. Everything in this family that depends on the
-// architecture reads it from here.
+// The vocabulary of the family, for host and device: element types, token formats and roles; the sizes of the
+// MXFP4/MXFP8 formats and the 128x4 layout of their scales; what an SM120/SM121 is. Everything in this family that
+// depends on the architecture reads it from here.
 //
 // The 128x4 ("swizzled", SFA/SFB) layout of UE8M0 block scales, seen as 32-bit words: a word holds one row's scales of
 // four consecutive K-blocks, byte i for block 4w + i. Rows are padded to 128, K-blocks to 4.
@@ -10,8 +10,9 @@
 
 #include <cstdint>
 
-// Set to 1 on the command line, what a kind of block-scaled MMA would multiply, MXFP8 tokens or packed MXFP4 ones, meets weights
-// in half precision on SM12x too, with float32 sums: for a GPU whose MMA of that kind turns out to add up in fewer bits.
+// Set to 1 on the command line, what a kind of block-scaled MMA would multiply, MXFP8 tokens or packed MXFP4 ones, is
+// multiplied in half precision on SM12x too, with float32 sums: for a GPU whose MMA of that kind turns out to add up in
+// fewer bits.
 #if !defined(FLASHINFER_SM12X_HALF_MXF8F6F4)
 #define FLASHINFER_SM12X_HALF_MXF8F6F4 0
 #endif
@@ -47,8 +48,8 @@ static_assert(sizeof(char) == 0, "the SM12x MXFP4 family needs compute capabilit
 
 namespace flashinfer::sm12x {
 
-// What a token or a weight is, in memory and as an MMA takes it. MXFP8 is e4m3 (tokens of the grouped GEMM may be e5m2), MXFP4
-// is e2m1, two to a byte, each with a UE8M0 scale for 32 elements.
+// What a token or a weight is, in memory and as an MMA takes it. MXFP8 is e4m3 (tokens of the grouped GEMM may be
+// e5m2), MXFP4 is e2m1, two to a byte, each with a UE8M0 scale for 32 elements.
 enum class Element : int { kE4m3 = 0, kE5m2 = 1, kBf16 = 2, kE2m1 = 3 };
 
 // Biases and outputs, by the caller's choice.
@@ -156,7 +157,7 @@ constexpr int kRowTile = 128;
 constexpr int kRowHalf = kRowTile / 2;
 
 // (token, slot) pairs that a block routes by itself instead of waiting for the prologue kernel.
-constexpr int kInKernelEntries = 256;
+constexpr int kInKernelPairs = 256;
 constexpr int kMaxLocalExperts = 512;
 
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;  // of a warp

@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// MMA policies: how 16 weight rows meet 8 tokens over one 32-element scale block. A policy is a set of fragment types and
-// static functions; the kernel around it is the same for all, and so is what it computes:
+// MMA policies: how 16 weight rows are multiplied with 8 tokens over one 32-element scale block. A policy is a set of
+// fragment types and static functions; the kernel around it is the same for all, and so is what it computes:
 //
 //   accumulator[row][token] += 2^(row scale) * 2^(token scale) * sum over 32 of weight * token
 //
 // lane = 4 * g + t throughout; a fragment's accumulators are rows g, g, g + 8, g + 8 at tokens 2t, 2t + 1, 2t, 2t + 1.
 //
-// A block is multiplied in kParts parts, each an MMA's worth, so that those of other tokens can come between two that add to
-// the same sums; or kBlocks of them, two neighbours, by one MMA.
+// A block is multiplied in kParts parts, each an MMA's worth, so that those of other tokens can come between two that
+// add to the same sums; or kBlocks of them, two neighbours, by one MMA.
 //
-// Lane 4g + t takes kTokenPiece bytes of token g, piece t of its block, and kWeightWords words of 32 bits of each of its rows of
-// weights.
+// Lane 4g + t takes kTokenPiece bytes of token g, piece t of its block, and kWeightWords words of 32 bits of each of
+// its rows of weights.
 //
-// A policy is that of an operand type, what tokens are in shared memory: MXFP8 or MXFP4 as it is, or bfloat16, which W4A16
-// brings and which holds a scaled MXFP8 or MXFP4 value exactly.
+// A policy is that of an operand type, what tokens are in shared memory: MXFP8 or MXFP4 as it is, or bfloat16, which
+// W4A16 brings and which holds a scaled MXFP8 or MXFP4 value exactly.
 #pragma once
 
 #include <cstdint>
@@ -38,8 +38,8 @@ struct RowNans {
   uint32_t row = 0, row_plus_8 = 0;
 };
 
-// A lane's two words of 32 bytes of tokens, as weights lie beside them (expand.cuh): elements 8t.. of MXFP8, one piece, beside
-// MXFP4; elements 4t.. and 16 + 4t.. of MXFP8 beside MXFP8; elements 8t.. of two blocks of MXFP4.
+// A lane's two words of 32 bytes of tokens, as weights lie beside them (expand.cuh): elements 8t.. of MXFP8, one piece,
+// beside MXFP4; elements 4t.. and 16 + 4t.. of MXFP8 beside MXFP8; elements 8t.. of two blocks of MXFP4.
 template <int kPiece>
 __device__ __forceinline__ uint2 load_token_piece(const uint8_t* piece) {
   if constexpr (kPiece == 8) return *reinterpret_cast<const uint2*>(piece);
@@ -47,13 +47,13 @@ __device__ __forceinline__ uint2 load_token_piece(const uint8_t* piece) {
   return make_uint2(words[0], words[4]);
 }
 
-// SM12x, MXFP8 x MXFP4 or MXFP8, MXFP4 x MXFP4: scales go into the MMA. MXFP4 weights beside MXFP8 need four instructions a
-// word. Operands of one format need none: a lane has 32-bit words t and 4 + t of 32 bytes of each of its rows, a block of MXFP8
-// or two of MXFP4.
+// SM12x, MXFP8 x MXFP4 or MXFP8, MXFP4 x MXFP4: scales go into the MMA. MXFP4 weights beside MXFP8 need four
+// instructions a word. Operands of one format need none: a lane has 32-bit words t and 4 + t of 32 bytes of each of its
+// rows, a block of MXFP8 or two of MXFP4.
 template <Element kOperand, Element kWeights>
 struct BlockScaledPolicy {
   static constexpr bool kE2m1 = kOperand == Element::kE2m1;
-  static_assert(!kE2m1 || kWeights == Element::kE2m1, "packed e2m1 meets its like");
+  static_assert(!kE2m1 || kWeights == Element::kE2m1, "packed e2m1 is multiplied with packed e2m1");
   static constexpr Scaling kScaling = Scaling::kInMma;
   static constexpr int kParts = 1;
   static constexpr int kBlocks = kE2m1 ? 2 : 1;
@@ -106,7 +106,8 @@ struct BlockScaledPolicy {
 };
 
 // Scales as float32 factors, for policies that apply them to the partial sums of a 32-block. All lanes of a quad need
-// those of the same rows, and all quads those of the same tokens: a warp converts each once and shares it (tile/mainloop.cuh).
+// those of the same rows, and all quads those of the same tokens: a warp converts each once, through shared memory
+// (tile/mainloop.cuh).
 struct RowFactors {
   float row, row_plus_8;
 };
@@ -122,9 +123,9 @@ __device__ __forceinline__ void accumulate_scaled(float (&accumulator)[4], const
   accumulator[3] = fmaf(partial[3], row_plus_8, accumulator[3]);
 }
 
-// The same pairs on SM89/SM90, and on SM12x where a kind of its block-scaled MMA is not to be used (arch.h). Hopper's mma.sync
-// has no native FP8 (ptxas converts both operands to half), so this policy expands to half itself, which is exact for e2m1, e4m3
-// and e5m2 and cheaper.
+// The same pairs on SM89/SM90, and on SM12x where a kind of its block-scaled MMA is not to be used (arch.h). Hopper's
+// mma.sync has no native FP8 (ptxas converts both operands to half), so this policy expands to half itself, which is
+// exact for e2m1, e4m3 and e5m2 and cheaper.
 template <Element kOperand, Element kWeights>
 struct HalfPolicy {
   static constexpr bool kE2m1 = kOperand == Element::kE2m1;
@@ -201,11 +202,11 @@ struct HalfPolicy {
   }
 };
 
-// bf16 x MXFP4 or MXFP8, on every architecture: W4A16 and W8A16, and MXFP8 tokens that have been widened. A scaled weight is exact
-// wherever it is a bfloat16, so that MMAs accumulate final values and nothing is left to do for a sum.
+// bf16 x MXFP4 or MXFP8, on every architecture: W4A16 and W8A16, and MXFP8 tokens that have been dequantized. A scaled
+// weight is exact wherever it is a bfloat16, so that MMAs accumulate final values and nothing is left to do for a sum.
 //
-// A block of MXFP4 is one matrix of ldmatrix, of which the lane gets elements 8t.. of its row; of MXFP8 it is two, of which the
-// lane gets elements 4t.. and 16 + 4t... Tokens are arranged accordingly (rows/load.cuh, rows/pack.cuh).
+// A block of MXFP4 is one matrix of ldmatrix, of which the lane gets elements 8t.. of its row; of MXFP8 it is two, of
+// which the lane gets elements 4t.. and 16 + 4t... Tokens are packed accordingly (rows/load.cuh, rows/pack.cuh).
 template <Element kWeights>
 struct Bf16Policy {
   static constexpr Scaling kScaling = Scaling::kInWeights;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What has to be in place before FC1 reads tokens: arrival counters, quantized activations or scales in whole words, zero
-// rows for tokens without a local expert, and, where there are too many entries for the GEMM kernels to sort by
+// What has to be in place before FC1 reads tokens: arrival counters, quantized activations or scales in whole words,
+// zero rows for tokens without a local expert, and, where there are too many pairs for the GEMM kernels to sort by
 // themselves, the routing. With programmatic dependent launch FC1's producer already streams weights meanwhile.
 #pragma once
 
@@ -16,21 +16,22 @@ namespace flashinfer::sm12x {
 struct PrologueParams {
   int num_tokens;
   int hidden;
-  // What is to be made of `input`, [tokens, hidden]: kQuantize*: rounded; kMxfp4Swizzled: e4m3 of packed e2m1, whose scales are the
-  // caller's; kMxfp8Linear: `input` is scales, [tokens, hidden / 32], whose rows become whole words. kBf16: nothing.
+  // What is to be made of `input`, [tokens, hidden]: kQuantize*: rounded; kMxfp4Swizzled: e4m3 of packed e2m1, whose
+  // scales are the caller's; kMxfp8Linear: `input` is scales, [tokens, hidden / 32], whose rows become whole words.
+  // kBf16: nothing.
   TokenFormat format;
   const void* input;
   uint8_t* quantized;  // [tokens, hidden] e4m3, or packed e2m1
   uint8_t* quantized_scales;  // [tokens, 4 * scale_words(hidden)]
 
   const int32_t* ids;  // null: no routing at all (grouped GEMM, dense layer)
-  int num_entries;
+  int num_pairs;
   int top_k;
   int first_expert;
   int num_experts;
   int32_t* offsets;  // [E + 1], null: the GEMM kernels route
-  int32_t* order;  // [entries] in expert order
-  int32_t* positions;  // [entries] null, or where each entry stands in that order, -1 without a local expert
+  int32_t* order;  // [pairs] in expert order
+  int32_t* positions;  // [pairs] null, or where each pair stands in that order, -1 without a local expert
 
   int* split_arrivals;  // counters to zero
   int num_split_arrivals;
@@ -43,12 +44,12 @@ struct PrologueParams {
 constexpr int kPrologueThreads = 512;
 constexpr int kPrologueWarps = kPrologueThreads / 32;
 
-// Stable counting sort of all entries by expert. One block; `counts` is [kPrologueWarps][E] in shared memory, `totals`
-// [E + 1]. Every warp counts a contiguous share of the entries, then writes it behind those of the warps before it.
-__device__ __forceinline__ void sort_entries(const PrologueParams& p, int* counts, int* totals) {
+// Stable counting sort of all pairs by expert. One block; `counts` is [kPrologueWarps][E] in shared memory, `totals`
+// [E + 1]. Every warp counts a contiguous range of the pairs, then writes it behind those of the warps before it.
+__device__ __forceinline__ void sort_pairs(const PrologueParams& p, int* counts, int* totals) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int share = ceil_div(ceil_div(p.num_entries, kPrologueWarps), 32) * 32;
-  const int begin = warp * share, end = min(begin + share, p.num_entries);
+  const int warp_pairs = ceil_div(ceil_div(p.num_pairs, kPrologueWarps), 32) * 32;
+  const int begin = warp * warp_pairs, end = min(begin + warp_pairs, p.num_pairs);
   int* mine = counts + warp * p.num_experts;
 
   for (int i = threadIdx.x; i < kPrologueWarps * p.num_experts; i += kPrologueThreads) counts[i] = 0;
@@ -132,7 +133,7 @@ __global__ void __launch_bounds__(kPrologueThreads) moe_prologue_kernel(const __
 
   const bool sorts = p.offsets != nullptr;
   if (sorts && blockIdx.x == 0) {
-    sort_entries(p, sort_counts, sort_counts + kPrologueWarps * p.num_experts);
+    sort_pairs(p, sort_counts, sort_counts + kPrologueWarps * p.num_experts);
     return;
   }
   const int block = static_cast<int>(blockIdx.x) - (sorts ? 1 : 0),

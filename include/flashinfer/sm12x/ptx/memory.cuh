@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Copies from global to shared memory, prefetches, a predicated load (PTX ISA 9.0, section 9.7.9). Nothing here that only
-// Blackwell has: what Hopper runs is the kernel itself.
+// Copies from global to shared memory, prefetches, a predicated load (PTX ISA 9.0, section 9.7.9). Nothing here that
+// only Blackwell has: what Hopper runs is the kernel itself.
 //
 // Loads and stores of shared memory take a 32-bit address (sections 9.7.9.8 and 9.7.9.12): an address that is a sum of
-// registers stays 32 bits wide, where a generic pointer would be 64. These loads are ordered with respect to other memory
-// accesses (the clobber), but may be dropped if nothing uses their value.
+// registers stays 32 bits wide, where a generic pointer would be 64. These loads are ordered with respect to other
+// memory accesses (the clobber), but may be dropped if nothing uses their value.
 #pragma once
 
 #include <cuda.h>
@@ -55,8 +55,8 @@ __device__ __forceinline__ void bulk_copy(void* shared, const void* global, uint
                : "memory");
 }
 
-// Past L1: others of the grid want these bytes, this block does not see them again. A predicate instead of a branch, which
-// would have the lanes meet again behind each copy.
+// Past L1: others of the grid want these bytes, this block does not see them again. A predicate instead of a branch,
+// which would have the lanes reconverge behind each copy.
 __device__ __forceinline__ void copy_16_bytes_if(bool wanted, void* shared, const void* global) {
   asm volatile(
       "{\n\t.reg .pred wanted;\n\t"

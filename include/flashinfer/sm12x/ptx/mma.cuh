@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// mma.sync, ldmatrix and movmatrix (PTX ISA 9.0, sections 9.7.14.5, 9.7.14.5.15 and 9.7.14.5.17). Fragments are plain registers.
+// mma.sync, ldmatrix and movmatrix (PTX ISA 9.0, sections 9.7.14.5, 9.7.14.5.15 and 9.7.14.5.17). Fragments are plain
+// registers.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +11,8 @@
 
 namespace flashinfer::sm12x::ptx {
 
-// Four 8x8 matrices of 16-bit elements, i.e. 8 rows of 16 bytes each; lanes 8j..8j+7 give the row addresses of matrix j.
+// Four 8x8 matrices of 16-bit elements, i.e. 8 rows of 16 bytes each; lanes 8j..8j+7 give the row addresses of matrix
+// j.
 __device__ __forceinline__ void load_matrix_x4(uint32_t (&matrix)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(matrix[0]), "=r"(matrix[1]), "=r"(matrix[2]), "=r"(matrix[3])
@@ -42,9 +44,9 @@ __device__ __forceinline__ void mma_16816(float (&d)[4], const uint32_t (&a)[4],
   }
 }
 
-// Block-scaled 16x8x32: a is e4m3, or e2m1 in 8-bit containers (00xxxx00); b is e4m3 or e5m2. Or 16x8x64, both packed e2m1,
-// at twice the rate. `scale_a` and `scale_b` hold four UE8M0 scales each, of which kByte picks one, or the first of two. Lanes
-// 4i and 4i+1 supply rows i and i+8 of a, lane 4i supplies column i of b (thread-id 0 on both sides).
+// Block-scaled 16x8x32: a is e4m3, or e2m1 in 8-bit containers (00xxxx00); b is e4m3 or e5m2. Or 16x8x64, both packed
+// e2m1, at twice the rate. `scale_a` and `scale_b` hold four UE8M0 scales each, of which kByte picks one, or the first
+// of two. Lanes 4i and 4i+1 supply rows i and i+8 of a, lane 4i supplies column i of b (thread-id 0 on both sides).
 #define FLASHINFER_MXF8F6F4 "mxf8f6f4.block_scale.scale_vec::1X.m16n8k32"
 #define FLASHINFER_BLOCK_SCALED_MMA(kind, a_type, b_type)                                                            \
   asm("mma.sync.aligned.kind::" kind ".row.col.f32." a_type "." b_type                                               \

@@ -10,20 +10,21 @@
 
 namespace flashinfer::sm12x {
 
-constexpr int kWidenThreads = 256;
+constexpr int kDequantizeThreads = 256;
 
-struct WidenRowsParams {
+struct DequantizeRowsParams {
   TokenRows rows;
   int64_t num_rows;
   uint4* out;  // [num_rows, k] bfloat16
 };
 
-// Rows of any of the formats to bfloat16 [num_rows, k]: for more tokens than a stream of weights is made for, which a GEMM of
-// bfloat16 multiplies. A thread takes a block at a time.
-__global__ void __launch_bounds__(kWidenThreads) widen_rows_kernel(const __grid_constant__ WidenRowsParams p) {
+// Rows of any of the formats to bfloat16 [num_rows, k]: for more tokens than a stream of weights is made for, which a
+// GEMM of bfloat16 multiplies. A thread takes a block at a time.
+__global__ void __launch_bounds__(kDequantizeThreads)
+    dequantize_rows_kernel(const __grid_constant__ DequantizeRowsParams p) {
   const int blocks = p.rows.k / kScaleBlock;
-  const int64_t stride = static_cast<int64_t>(gridDim.x) * kWidenThreads;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kWidenThreads + threadIdx.x; i < p.num_rows * blocks;
+  const int64_t stride = static_cast<int64_t>(gridDim.x) * kDequantizeThreads;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kDequantizeThreads + threadIdx.x; i < p.num_rows * blocks;
        i += stride) {
     uint4 eights[4];
     RowLoader{p.rows, i / blocks, static_cast<int>(i % blocks), true}.load(eights);
@@ -36,11 +37,11 @@ __global__ void __launch_bounds__(kWidenThreads) widen_rows_kernel(const __grid_
   }
 }
 
-inline Status run_widen_rows(const TokenRows& rows, int64_t num_rows, void* out, const LaunchOptions& options) {
+inline Status run_dequantize_rows(const TokenRows& rows, int64_t num_rows, void* out, const LaunchOptions& options) {
   const int64_t blocks = num_rows * (rows.k / kScaleBlock);
   if (blocks == 0) return {};
-  const WidenRowsParams params = {rows, num_rows, static_cast<uint4*>(out)};
-  return {launch_over(widen_rows_kernel, params, blocks, kWidenThreads, options), "widening of rows"};
+  const DequantizeRowsParams params = {rows, num_rows, static_cast<uint4*>(out)};
+  return {launch_over(dequantize_rows_kernel, params, blocks, kDequantizeThreads, options), "dequantizing of rows"};
 }
 
 }  // namespace flashinfer::sm12x

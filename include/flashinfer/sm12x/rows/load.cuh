@@ -1,14 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Token rows as bfloat16, eight elements at a time, arranged as bf16 MMAs want them. e4m3 * 2^s is exact in
+// Token rows as bfloat16, eight elements at a time, packed as bf16 MMAs want them. e4m3 * 2^s is exact in
 // bfloat16, so that bf16 MMAs multiply W4A8 without rounding, on SM12x and Hopper by the same instructions.
 //
-// Of every eight elements the order is 0, 4, 1, 5, 2, 6, 3, 7: the pairs that expand_to_bf16 makes of a 32-bit word of weights.
+// Of every eight elements the order is 0, 4, 1, 5, 2, 6, 3, 7: the pairs that expand_to_bf16 makes of a 32-bit word of
+// weights.
 //
-// In memory arranged rows lie word by word, [words of 128 along K][rows][256 bytes], so that a tile's tokens are one piece
-// of each word; odd rows have neighbouring blocks swapped, so that fragment loads of eight rows meet no bank twice.
+// In memory packed rows lie word by word, [words of 128 along K][rows][256 bytes], so that a tile's tokens are one
+// piece of each word; odd rows have neighbouring blocks swapped, so that fragment loads of eight rows have no bank
+// conflict.
 //
-// RowLoader takes rows of any format, a block of 32 elements to a lane; load_input_eight those of a MoE layer, eight to a lane.
+// RowLoader takes rows of any format, a block of 32 elements to a lane; load_input_eight those of a MoE layer, eight to
+// a lane.
 #pragma once
 
 #include "../mma/expand.cuh"
@@ -18,17 +21,17 @@
 
 namespace flashinfer::sm12x {
 
-constexpr int kArrangedBlockBytes = block_bytes(Element::kBf16);
-constexpr int kArrangedRowBytes = kScaleChunkBlocks * kArrangedBlockBytes;  // of one word
+constexpr int kPackedBlockBytes = block_bytes(Element::kBf16);
+constexpr int kPackedRowBytes = kScaleChunkBlocks * kPackedBlockBytes;  // of one word
 
-// Byte offset of block `k_block` of row `row` of `rows` arranged rows.
-__device__ __forceinline__ int64_t arranged_offset(int rows, int row, int k_block) {
+// Byte offset of block `k_block` of row `row` of `rows` packed rows.
+__device__ __forceinline__ int64_t packed_offset(int rows, int row, int k_block) {
   const int word = k_block / kScaleChunkBlocks, block = k_block % kScaleChunkBlocks ^ (row & 1);
-  return (static_cast<int64_t>(word) * rows + row) * kArrangedRowBytes + block * kArrangedBlockBytes;
+  return (static_cast<int64_t>(word) * rows + row) * kPackedRowBytes + block * kPackedBlockBytes;
 }
 
-// Where element `i` of a row stands once it is arranged.
-__device__ __forceinline__ int arranged_place(int i) { return (i & ~7) | ((i & 3) << 1) | ((i >> 2) & 1); }
+// Where element `i` of a row stands once it is packed.
+__device__ __forceinline__ int packed_place(int i) { return (i & ~7) | ((i & 3) << 1) | ((i >> 2) & 1); }
 
 namespace detail {
 
@@ -48,8 +51,8 @@ __device__ __forceinline__ uint4 from_eight_bf16(const uint4& k) {
 
 }  // namespace detail
 
-// A block of 32 to MXFP8 and back, by a lane that has all of it: load(q, x) gives elements 8q.., twice, rather than 32 of them
-// are held until their largest is known; take(q, eight) gets them arranged.
+// A block of 32 to MXFP8 and back, by a lane that has all of it: load(q, x) gives elements 8q.., twice, rather than 32
+// of them are held until their largest is known; take(q, eight) gets them packed.
 template <class Load, class Take>
 __device__ __forceinline__ void requantize_block(const Load& load, const Take& take) {
   float amax = 0.0f, x[8];
@@ -67,8 +70,8 @@ __device__ __forceinline__ void requantize_block(const Load& load, const Take& t
   }
 }
 
-// Elements 8 * eighth.. of row `token` of the layer's input, arranged; not of MXFP4. Lanes 4i..4i + 3 hold one block and call
-// together.
+// Elements 8 * eighth.. of row `token` of the layer's input, packed; not of MXFP4. Lanes 4i..4i + 3 hold one block and
+// call together.
 __device__ __forceinline__ uint4 load_input_eight(const TokenRows& rows, int64_t token, int eighth) {
   const int64_t at = token * (rows.k / 8) + eighth;
   if (rows.format < TokenFormat::kMxfp8Swizzled) {
@@ -97,7 +100,7 @@ struct RowLoader {
   int k_block;
   bool wanted;
 
-  // Arranged: of every eight elements (0, 4), (1, 5), (2, 6), (3, 7), token_blocks.cuh's order.
+  // Packed: of every eight elements (0, 4), (1, 5), (2, 6), (3, 7), as at the top of this file.
   __device__ __forceinline__ void load(uint4 (&eights)[4]) const {
     switch (rows.format) {
       case TokenFormat::kBf16: return load_bf16(eights);

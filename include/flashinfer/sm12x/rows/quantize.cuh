@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// bf16/fp16 activations to MXFP8 or MXFP4: e4m3 or e2m1 values and one UE8M0 scale per 32 elements of a row (OCP MX v1.0,
-// section 6.3; scale = amax / 448 or / 6 rounded up to a power of two). Four lanes share a block, eight elements (16 bytes) each.
+// bf16/fp16 activations to MXFP8 or MXFP4: e4m3 or e2m1 values and one UE8M0 scale per 32 elements of a row (OCP MX
+// v1.0, section 6.3; scale = amax / 448 or / 6 rounded up to a power of two). Four lanes share a block, eight elements
+// (16 bytes) each.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -40,8 +41,8 @@ __device__ __forceinline__ uint4 pack_eight_bf16(const float (&x)[8]) {
 }
 
 // UE8M0 scale of a block whose largest magnitude is `amax`: amax over the format's largest value, 2^kExponent times the
-// significand with those mantissa bits, rounded up to a power of two. So the exponent is that of amax less kExponent, one more
-// where the significand is larger.
+// significand with those mantissa bits, rounded up to a power of two. So the exponent is that of amax less kExponent,
+// one more where the significand is larger.
 template <int kExponent, uint32_t kMantissa>
 __device__ __forceinline__ uint32_t block_scale(float amax) {
   const uint32_t bits = __float_as_uint(amax);
@@ -55,8 +56,8 @@ __device__ __forceinline__ float inverse_scale(uint32_t scale) {
   return __uint_as_float(scale == 254u ? 0x00400000u : (254u - scale) << 23);
 }
 
-// Rounding of a block to a format, whichever lanes hold it: `largest` over all of its elements, then a Rounding of that, then its
-// elements in any order. Nothing else in the family rounds to these formats.
+// Rounding of a block to a format, whichever lanes hold it: `largest` over all of its elements, then a Rounding of
+// that, then its elements in any order. Nothing else in the family rounds to these formats.
 //
 // MXFP8 has NaN: it does not count for the block's maximum and stays NaN itself.
 struct Mxfp8Rounding {

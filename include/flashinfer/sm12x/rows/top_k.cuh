@@ -5,7 +5,7 @@
 //   chunk_top_k_kernel  of each chunk of a row, by one block
 //   row_top_k_kernel    of a row, from what its chunks gave, or what a dense layer left (stream/dense.cuh)
 //
-// No counters and no memory that must hold something before: the second launch is the meeting of the first one's blocks.
+// No counters and no memory that must hold something before: the end of the first launch is the grid barrier.
 #pragma once
 
 #include <algorithm>
@@ -34,8 +34,8 @@ struct RowTopKParams {
   int64_t* indices;  // [num_rows, top_k]
 };
 
-// The `top_k` largest of rank(0), ..., rank(count - 1), which differ, by one block: take(i, the i-th), by one thread; 0 where
-// there are fewer. They are read once for each of `top_k`.
+// The `top_k` largest of rank(0), ..., rank(count - 1), which differ, by one block: take(i, the i-th), by one thread; 0
+// where there are fewer. They are read once for each of `top_k`.
 template <class Rank, class Take>
 __device__ __forceinline__ void take_largest(int count, int top_k, const Rank& rank, const Take& take) {
   __shared__ uint64_t of_warps[2][kTopKWarps];  // in turn: one barrier each

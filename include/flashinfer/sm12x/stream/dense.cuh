@@ -1,21 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A dense layer for few tokens, out = tokens * weights^T, as one stream of weights: the smallest use of the streamed GEMM
-// (gemm.cuh), and the place to begin reading. The MoE layer (moe.cuh) is two such streams with routing
-// in front and a meeting of all blocks between them.
+// A dense layer for few tokens, out = tokens * weights^T, as one stream of weights: the smallest use of the streamed
+// GEMM (gemm.cuh), and the place to begin reading. The MoE layer (moe.cuh) is two such streams with routing in front
+// and a grid barrier between them.
 //
-// One block per SM. Block b computes units b, b + blocks, ... of the weight rows, once for each tile of tokens. Three roles:
+// One block per SM. Block b computes units b, b + blocks, ... of the weight rows, once for each tile of tokens. Three
+// roles:
 //
-//   keepers     four warps, taking turns at the units: fill the ring's stages with weights as
-//               long as there are free ones; when the MMA warps are through with a unit, add
-//               their partial sums in K order, fill its stages again, and store the outputs
-//   MMA warps   each holds its part of K of a tile's tokens in registers, and multiplies it with
-//               the same part of every weight row that comes through the ring
-//   ring        stages in shared memory. `full`: copies have landed. `done`: partial sums stand
-//               where weights were
+//   epilogue warps   take turns at the units: fill the ring's stages with weights as long as
+//                    there are free ones; when the MMA warps are through with a unit, add their
+//                    partial sums in K order, fill its stages again, and store the outputs
+//   MMA warps        each holds its part of K of a tile's tokens in registers, and multiplies it
+//                    with the same part of every weight row that comes through the ring
+//   ring             stages in shared memory. `full`: copies have landed. `done`: partial sums
+//                    stand where weights were
 //
-// Tokens come as bfloat16 (W4A16, W8A16), are rounded to MXFP8 or MXFP4 here, or come so. Weights and tokens are exact in
-// bfloat16 whatever the format, so that one kind of MMA serves all.
+//   knob               value                where it is set
+//   tokens a tile      8 or 16              flashinfer/jit/sm12x/instances.py, a row each
+//   K of an MMA warp   256 or 384           there, `words` of 128
+//   MMA warps          12, which share K    there, `mma_warps`
+//   epilogue warps     4                    kEpilogueWarps (params.h)
+//   stages             up to 16             ring_stages (gemm/dense_mx_sm120.cuh), by shared memory
+//   weight rows        16, 32 or 64         StreamedGemmPlan (params.h): a slab for each group of MMA warps
+//
+// Tokens come as bfloat16 (W4A16, W8A16), are rounded to MXFP8 or MXFP4 here, or come so. Weights and tokens are exact
+// in bfloat16 whatever the format, so that one kind of MMA serves all.
 #pragma once
 
 #include "../rows/load.cuh"
@@ -27,10 +36,10 @@ namespace flashinfer::sm12x {
 
 using DenseRing = StreamRing<kDenseFixedBytes>;
 
-// A block as RowLoader gives it, in the order in which expanded weights of the format come: pairs of elements i and i + 4 of
-// eight, or i and i + 2 of four.
+// A block as RowLoader gives it, in the order in which expanded weights of the format come: pairs of elements i and i +
+// 4 of eight, or i and i + 2 of four.
 template <Element kWeights>
-__device__ __forceinline__ void arrange(const uint4 (&eights)[4], TokenBlock& to) {
+__device__ __forceinline__ void pack_block(const uint4 (&eights)[4], TokenBlock& to) {
 #pragma unroll
   for (int q = 0; q < 4; ++q) {
     uint4 k = eights[q];
@@ -42,7 +51,7 @@ __device__ __forceinline__ void arrange(const uint4 (&eights)[4], TokenBlock& to
   }
 }
 
-// A tile's tokens, as far as they meet the warp's K; zeros where there is no token, or no K.
+// A tile's tokens, as far as the warp's K goes; zeros where there is no token, or no K.
 template <class Shape>
 __device__ __forceinline__ void load_tokens(const DenseParams& p, SlabMultiplier<Shape>& slab, int first, int count,
                                             int lane) {
@@ -54,7 +63,7 @@ __device__ __forceinline__ void load_tokens(const DenseParams& p, SlabMultiplier
     const bool wanted = slab.works() && token < count && k_block * kScaleBlock < p.gemm.k;
     uint4 eights[4];
     RowLoader{p.tokens, first + token, k_block, wanted}.load(eights);
-    arrange<Shape::kWeights>(eights, to);
+    pack_block<Shape::kWeights>(eights, to);
   };
 #pragma unroll 1
   for (int i = 0; i < kBlocks; ++i) {
@@ -117,7 +126,7 @@ __device__ __forceinline__ void multiply_units(const DenseParams& p, const Dense
   }
 }
 
-// The largest outputs of a tile that a keeper has seen: a lane's rows of its tokens, 2t and 2t + 1 of each step.
+// The largest outputs of a tile that a epilogue warp has seen: a lane's rows of its tokens, 2t and 2t + 1 of each step.
 template <class Shape>
 struct LargestOutputs {
   uint64_t ranks[2 * Shape::kTokenSteps] = {};
@@ -139,26 +148,26 @@ struct LargestOutputs {
   }
 };
 
-// `turn`: which of the keepers the warp is.
+// `warp`: which of the epilogue warps it is.
 template <class Shape>
-__device__ __forceinline__ void keep_ring(const DenseParams& p, const DenseRing& ring, const DenseWork& work, int turn,
-                                          int lane) {
+__device__ __forceinline__ void run_epilogue_warp(const DenseParams& p, const DenseRing& ring, const DenseWork& work,
+                                                  int warp, int lane) {
   const StreamedGemm& g = p.gemm;
-  const int ring_units = ring.stages / g.chunks, keepers = keepers_of(ring.stages, g.chunks);
-  if (turn >= keepers) return;
+  const int ring_units = ring.stages / g.chunks, epilogue_warps = epilogue_warps_of(ring.stages, g.chunks);
+  if (warp >= epilogue_warps) return;
   if (!p.weights_first) ptx::wait_for_prerequisite_grids();
-  // At first one stage of each keeper is under way: what is needed first, weights and code, does not queue behind the rest. Not
-  // where another keeper might fill that stage again meanwhile, and end the phase that is waited for.
-  const bool one_by_one = g.chunks == 1 || keepers == 1;
-  for (int stage = turn; stage < min(ring.stages, work.steps * g.chunks); stage += keepers) {
-    if (one_by_one && stage >= keepers) ptx::mbarrier_wait(ring.full(stage - keepers), 0);
+  // Prime one stage per epilogue warp, so that later stages do not queue ahead of the first weights and of code. Not
+  // where another epilogue warp might fill that stage again meanwhile, and end the phase that is waited for.
+  const bool one_by_one = g.chunks == 1 || epilogue_warps == 1;
+  for (int stage = warp; stage < min(ring.stages, work.steps * g.chunks); stage += epilogue_warps) {
+    if (one_by_one && stage >= epilogue_warps) ptx::mbarrier_wait(ring.full(stage - epilogue_warps), 0);
     fill_chunk(g, ring, stage, DenseStep(work, stage / g.chunks).weight_unit(), stage % g.chunks, lane);
   }
   ptx::wait_for_prerequisite_grids();  // what the outputs replace has been read
 
-  const int pitch = static_cast<int>(gridDim.x) * keepers;
-  uint64_t* const ranks = p.ranks != nullptr ? p.ranks + static_cast<int>(blockIdx.x) * keepers + turn : nullptr;
-  if (ranks != nullptr && work.units < keepers) {  // then a tile may have no unit for this one
+  const int pitch = static_cast<int>(gridDim.x) * epilogue_warps;
+  uint64_t* const ranks = p.ranks != nullptr ? p.ranks + static_cast<int>(blockIdx.x) * epilogue_warps + warp : nullptr;
+  if (ranks != nullptr && work.units < epilogue_warps) {  // then a tile may have no unit for this one
     for (int token = lane; token < p.num_tokens; token += 32) ranks[static_cast<int64_t>(token) * pitch] = 0;
     __syncwarp();
   }
@@ -168,8 +177,8 @@ __device__ __forceinline__ void keep_ring(const DenseParams& p, const DenseRing&
   const float scale = load_or(e.alpha, 0, 1.0f);
   const int row = slab_row<Shape>(lane / 4, g.pitch);
   RingPlace first_place;
-  first_place.advance(turn * g.chunks, ring.stages);
-  for (DenseStep step(work, turn); !step.ended(work); step.advance(work, keepers)) {
+  first_place.advance(warp * g.chunks, ring.stages);
+  for (DenseStep step(work, warp); !step.ended(work); step.advance(work, epilogue_warps)) {
     const int first_token = step.tile * Shape::kTokenTile;
     const int count = min(Shape::kTokenTile, p.num_tokens - first_token);
     for (int slab = 0; slab < g.groups; ++slab) {
@@ -207,12 +216,12 @@ __device__ __forceinline__ void keep_ring(const DenseParams& p, const DenseRing&
     }
     if (ranks != nullptr) {
       DenseStep next = step;
-      next.advance(work, keepers);
+      next.advance(work, epilogue_warps);
       if (next.tile != step.tile) {
         largest.leave(ranks + static_cast<int64_t>(first_token) * pitch, pitch, count, lane);
       }
     }
-    first_place.advance(keepers * g.chunks, ring.stages);
+    first_place.advance(epilogue_warps * g.chunks, ring.stages);
   }
 }
 
@@ -234,8 +243,8 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) dense_layer_kernel(const _
   const DenseWork work(p, Shape::kTokenTile);
   if (warp < Shape::kMmaWarps) {
     multiply_units<Shape>(p, ring, work, warp, lane);
-  } else {
-    keep_ring<Shape>(p, ring, work, warp - Shape::kMmaWarps, lane);
+  } else {  // epilogue warps
+    run_epilogue_warp<Shape>(p, ring, work, warp - Shape::kMmaWarps, lane);
   }
 }
 

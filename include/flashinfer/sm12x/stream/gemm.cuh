@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The streamed GEMM on the device, without those who use it: the ring of stages, the copies that fill a stage, the multiply
-// of one slab, and the sum of what the warps that share K made of it.
+// The streamed GEMM on the device, without those who use it: the ring of stages, the copies that fill a stage, the
+// multiply of one slab, and the sum of what the warps that share K made of it.
 //
-// A lane of the MMA warps holds 32-block t of a word, t its place in its quad, of weight rows g and g + 8 and of tokens g: a
-// whole scale block of each. The order of K inside a block is free as long as both operands agree.
+// A lane of the MMA warps holds 32-block t of a word, t its place in its quad, of weight rows g and g + 8 and of tokens
+// g: a whole scale block of each. The order of K inside a block is free as long as both operands agree.
 #pragma once
 
 #include "../mma/expand.cuh"
@@ -15,11 +15,11 @@
 
 namespace flashinfer::sm12x {
 
-// A lane's block of one token as bfloat16 pairs, in the order in which expanded weights come: number 2q + h for MMA 2q + h
-// of a word.
+// A lane's block of one token as bfloat16 pairs, in the order in which expanded weights come: number 2q + h for MMA 2q
+// + h of a word.
 using TokenBlock = uint32_t[8][2];
 
-// Elements 8q.. of a block, arranged (token_blocks.cuh).
+// Elements 8q.. of a block, packed (token_blocks.cuh).
 __device__ __forceinline__ void set_eight(TokenBlock& to, int q, const uint4& eight) {
   to[2 * q][0] = eight.x;
   to[2 * q][1] = eight.y;
@@ -27,8 +27,8 @@ __device__ __forceinline__ void set_eight(TokenBlock& to, int q, const uint4& ei
   to[2 * q + 1][1] = eight.w;
 }
 
-// Makes room for a block behind the others: a loop through which the registers shift is little code, which is fetched once
-// and not for every block.
+// Makes room for a block behind the others: a loop through which the registers shift is little code, which is fetched
+// once and not for every block.
 template <int kBlocks>
 __device__ __forceinline__ void shift_blocks(TokenBlock* blocks) {
 #pragma unroll
@@ -79,8 +79,8 @@ struct RingPlace {
   }
 };
 
-// Fills a stage with a unit of a matrix: weights, the scales of their K, their biases. One thread, when nobody uses the stage
-// any more.
+// Fills a stage with a unit of a matrix: weights, the scales of their K, their biases. One thread, when nobody uses the
+// stage any more.
 template <class Ring>
 __device__ __forceinline__ void fill_stage(const StreamedGemm& g, const Ring& ring, int stage, int matrix, int unit) {
   const int rows = g.part_rows(), bytes = rows * g.row_bytes, piece_bytes = g.piece_bytes();
@@ -134,8 +134,8 @@ __device__ __forceinline__ void fill_chunk(const StreamedGemm& g, const Ring& ri
   }
 }
 
-// MMA row g as a row of the slab's eight. Eight lanes (two rows of four blocks) are served together by shared memory: of
-// 16-byte blocks, pair the rows whose distance is half the 128-byte period of the banks, if there is one.
+// MMA row g as a row of the slab's eight. Eight lanes (two rows of four blocks) are served together by shared memory:
+// of 16-byte blocks, pair the rows whose distance is half the 128-byte period of the banks, if there is one.
 template <class Shape>
 __device__ __forceinline__ int slab_row(int g, int pitch) {
   if (Shape::kWeights != Element::kE2m1) return g;
@@ -158,7 +158,8 @@ struct LaneRows {
   }
 };
 
-// The partial sums of a lane replace weights that it alone has read; lanes whose block lies beyond K use the stage's tail.
+// The partial sums of a lane replace weights that it alone has read; lanes whose block lies beyond K use the stage's
+// tail.
 template <class Shape>
 struct PartialPlace {
   int offset[Shape::kTokenSteps];  // in the stage's first slab
@@ -186,8 +187,8 @@ class SlabMultiplier {
   using Expansion = mma::Expansion<Shape::kBlockBytes, mma::Saves::kInstructions>;
   using Block = uint32_t[Shape::kBlockBytes / 4];
 
-  // Where a lane finds one word's operands in the first stage: weights of row g, and their scale but for the row's quarter of
-  // the chunk. Those of row g + 8 lie the same distance behind, whatever the word.
+  // Where a lane finds one word's operands in the first stage: weights of row g, and their scale but for the row's
+  // quarter of the chunk. Those of row g + 8 lie the same distance behind, whatever the word.
   struct Operands {
     uint32_t weights, scale;
   };
@@ -195,7 +196,8 @@ class SlabMultiplier {
  public:
   TokenBlock tokens[kSteps][kWords];
 
-  // Where the lane's operands lie; `first_stage` is its address. Warps beyond those that K and the groups need have no work.
+  // Where the lane's operands lie; `first_stage` is its address. Warps beyond those that K and the groups need have no
+  // work.
   __device__ __forceinline__ void enter(const StreamedGemm& g, const void* first_stage, int warp, int lane) {
     const unsigned unit_warps = Shape::kChunked ? g.stage_warps * g.chunks : g.k_warps;
     const unsigned group = static_cast<unsigned>(warp) / unit_warps;
@@ -221,7 +223,8 @@ class SlabMultiplier {
         16 * (first_row_ & (g.piece_rows - 1));  // of the slab's first row: where its quarter begins
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {
-      // A lane whose block of 32 lies beyond K takes the word's first, or the first word's: what it multiplies with is 0.
+      // A lane whose block of 32 lies beyond K takes the word's first, or the first word's: what it multiplies with is
+      // 0.
       int word = stage_warp * kWords + w;
       if (chunk_word + word >= g.words) word -= w;
       const int k_block = (chunk_word + word) * kScaleChunkBlocks + lane % 4;
@@ -258,13 +261,13 @@ class SlabMultiplier {
     __syncwarp();
   }
 
-  // First row of the warp's slab in a unit, and from a unit to the next; counted on by the caller, so that it is there when a
-  // stage has landed.
+  // First row of the warp's slab in a unit, and from a unit to the next; counted on by the caller, so that it is there
+  // when a stage has landed.
   __device__ __forceinline__ uint32_t first_row(uint32_t unit) const { return unit * unit_rows_ + first_row_; }
   __device__ __forceinline__ uint32_t unit_rows() const { return unit_rows_; }
 
-  // The warp's slab from row `row` on, which lies `stage` bytes behind the first stage, with a tile of `count` tokens. Leaves
-  // partial sums there.
+  // The warp's slab from row `row` on, which lies `stage` bytes behind the first stage, with a tile of `count` tokens.
+  // Leaves partial sums there.
   __device__ __forceinline__ void multiply(uint32_t stage, uint32_t row, int count) const {
     if (kSteps == 1 || count > kNarrowTokens) {
       multiply_slab<kSteps>(stage, row);
@@ -384,8 +387,8 @@ class SlabMultiplier {
   uint32_t second_part_ = 0;  // from a row to its row of the other part
 };
 
-// What the lanes that share an output's K made of a slab in one stage, in the order of K, so that the sum is the same on every
-// run. Values `parity` and `parity + 2` of a step are those of token 2t + parity, for row g and row g + 8.
+// What the lanes that share an output's K made of a slab in one stage, in the order of K, so that the sum is the same
+// on every run. Values `parity` and `parity + 2` of a step are those of token 2t + parity, for row g and row g + 8.
 template <class Shape>
 __device__ __forceinline__ void add_partials(const StreamedGemm& g, const uint8_t* stage, int chunk, int slab, int row,
                                              int lane, int count, float (&sums)[Shape::kTokenSteps][4]) {

@@ -1,11 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The whole layer as one stream of weights, for few tokens: routing, FC1, SwiGLU, FC2 and the top-k sum in one launch of
-// one block per SM. A block streams its share of FC1's weight rows and, without a gap, its share of FC2's: whole rows,
-// contiguous in memory, up to a shared memory full of them under way. FC2's arithmetic waits until all blocks are through
-// with FC1; its weights do not.
+// The whole layer as one stream of weights, for few tokens: routing, FC1, SwiGLU, FC2 and the top-k sum in one launch
+// of one block per SM. A block streams its range of FC1's weight rows and, without a gap, its range of FC2's: whole
+// rows, contiguous in memory, up to a shared memory full of them under way. FC2's arithmetic waits until all blocks are
+// through with FC1; its weights do not.
 //
 // The wait needs all blocks to be resident together: a cooperative launch.
+//
+//   knob               value                where it is set
+//   tokens a tile      8 or 16              flashinfer/jit/sm12x/instances.py, a row each
+//   K of an MMA warp   256                  there, `k_tile`
+//   MMA warps          12, which share K    there, `mma_warps`
+//   epilogue warps     4                    kEpilogueWarps (params.h); they also fill the ring
+//   stages             2 to 16, 3 on GB10   what fits shared memory (the launcher); at most kMaxStreamStages
+//   weight rows        16, 32 or 64         StreamedGemmPlan (params.h): a slab for each group of MMA warps
+//
+// Below, from top to bottom: token fragments, the MMA warps, the epilogue warps, the kernel.
 #pragma once
 
 #include "../moe/swiglu.cuh"
@@ -24,9 +34,9 @@ struct StreamConfig : StreamShape<Element::kE2m1, kTokenTile, kWords, kMmaWarps,
   static constexpr int kWideFifths = 6;
 };
 
-// Token rows as MMA fragments in registers. Lane 4g + t holds 32-block t of a 128-element word of token g: a whole scale
-// block, so that quantizing to MXFP8 needs no other lane. Eight MMAs multiply a word; number 2q + h takes elements
-// 8q + {2h, 2h + 4} and 8q + {2h + 1, 2h + 5} of every lane's block.
+// Token rows as MMA fragments in registers. Lane 4g + t holds 32-block t of a 128-element word of token g: a whole
+// scale block, so that quantizing to MXFP8 needs no other lane. Eight MMAs multiply a word; number 2q + h takes
+// elements 8q + {2h, 2h + 4} and 8q + {2h + 1, 2h + 5} of every lane's block.
 //
 // All tokens of a tile that a warp multiplies with; zero where there is no token, or no K.
 template <class Config>
@@ -46,7 +56,7 @@ class TokenFragments {
       const int token = 8 * (i / kWords) + lane / 4, word = first_word + i % kWords;
       const bool wanted = token < count && word < p.gemm[0].words;
       const int row = wanted ? row_of(token) : 0, k_block = word * kScaleChunkBlocks + lane % 4;
-      const uint8_t* from = p.tokens + arranged_offset(p.num_tokens, row, k_block);
+      const uint8_t* from = p.tokens + packed_offset(p.num_tokens, row, k_block);
 #pragma unroll
       for (int q = 0; q < 4; ++q) set_eight(to, q, ptx::load_16_bytes_if(wanted, from + 16 * q));
     };
@@ -65,8 +75,8 @@ class TokenFragments {
   // FC2: `count` rows of act from row `first` on, which FC1 left in float32; to MXFP8 (W4A8) or bfloat16 (W4A16).
   //
   // This code runs once for each tile, so what it costs is mostly fetching it: blocks are converted in a loop, through
-  // which the registers shift, instead of once each in unrolled code. While one is converted, the next one's values are on
-  // their way, if there are registers to hold them.
+  // which the registers shift, instead of once each in unrolled code. While one is converted, the next one's values are
+  // on their way, if there are registers to hold them.
   static __device__ __forceinline__ void load_act(Blocks& tokens, const StreamedLayerParams& p, int first_word,
                                                   int lane, int count, int first) {
     const int first_block = first_word * kScaleChunkBlocks + lane % 4, k = p.gemm[1].k;
@@ -149,45 +159,46 @@ class StreamMultiplier {
   __device__ __forceinline__ StreamMultiplier(const StreamBlock& block, int warp, int lane)
       : shared(block), warp_(warp), lane_(lane) {}
 
-  // Each GEMM begins with a rehearsal: FC1 with a slab of zeros (as narrow tiles take it), while routing and the arranging of
-  // tokens are under way, FC2 without, while other blocks are at FC1. Both without tokens: what counts is that code is
-  // fetched, which behind a ring full of weights would take microseconds. It must be this loop, not a copy of its code.
-  __device__ __forceinline__ void run(const StreamedLayerParams& p) {
+  // Each GEMM begins with a warm-up: FC1 with a slab of zeros (as narrow tiles take it), while routing and the packing
+  // of tokens are under way, FC2 without, while other blocks are at FC1. Both without tokens: what counts is that code
+  // is fetched, which behind a ring full of weights would take microseconds. It must be this loop, not a copy of its
+  // code.
+  __device__ __forceinline__ void multiply_units(const StreamedLayerParams& p) {
     enter(p.gemm[0]);
     int gemm = 0;
-    bool rehearsal = true;
+    bool warm_up = true;
     TokenTile tile = {};  // no tokens
-    StreamWalk walk;
-    StreamWalk::Run run = {0, prepare_rehearsal() ? 1 : 0};
+    StreamScheduler scheduler;
+    StreamScheduler::Span span = {0, prepare_warm_up() ? 1 : 0};
     place_ = {shared.stages - 1, 1};  // a phase that counts as complete, and whose successor is the ring's first
 #pragma unroll 1
     for (;;) {
       if (slab_.works()) load_tokens(p, gemm, tile);
-      if (!rehearsal || gemm == 0) multiply(run, tile.count());
-      if (rehearsal && gemm == 1) {
-        rehearsal = false;
+      if (!warm_up || gemm == 0) multiply(span, tile.count());
+      if (warm_up && gemm == 1) {
+        warm_up = false;
         ptx::mbarrier_wait(shared.act_ready(), 0);
-        tile = shared.tiles()[walk.tile];
+        tile = shared.tiles()[scheduler.tile];
         continue;
       }
-      if (rehearsal) {
-        rehearsal = false;
+      if (warm_up) {
+        warm_up = false;
         place_ = {};
         releases_ = true;
         __syncwarp();
-        if (lane_ == 0) ptx::mbarrier_arrive(shared.rehearsed());
-        ptx::named_barrier_sync<Config::kThreads>(kRoutedBarrier);  // tokens are arranged, too
+        if (lane_ == 0) ptx::mbarrier_arrive(shared.warmed_up());
+        ptx::named_barrier_sync<Config::kThreads>(kRoutedBarrier);  // tokens are packed, too
       }
 
-      run = walk.next_run(p, shared);
-      if (walk.ended()) break;
-      if (walk.gemm == 1 && gemm == 0) {
+      span = scheduler.next_span(p, shared);
+      if (scheduler.ended()) break;
+      if (scheduler.gemm == 1 && gemm == 0) {
         gemm = 1;
-        rehearsal = true;
+        warm_up = true;
         tile = {};
         enter(p.gemm[1]);
       } else {
-        tile = shared.tiles()[walk.tile];
+        tile = shared.tiles()[scheduler.tile];
       }
     }
   }
@@ -205,8 +216,8 @@ class StreamMultiplier {
     }
   }
 
-  // Zeros for one slab in the last stage, which is filled behind the rehearsal; not where routing works.
-  __device__ __forceinline__ bool prepare_rehearsal() const {
+  // Zeros for one slab in the last stage, which is filled behind the warm-up; not where routing works.
+  __device__ __forceinline__ bool prepare_warm_up() const {
     const uint32_t stage = (shared.stages - 1) * shared.stage_bytes;
     if (!slab_.works() || stage < StreamStorage::kRouting) return false;
     slab_.clear(stage);
@@ -215,10 +226,10 @@ class StreamMultiplier {
 
   __device__ __forceinline__ void enter(const StreamedGemm& g) { slab_.enter(g, shared.stage(0), warp_, lane_); }
 
-  // Units of one run, whose tile has `count` tokens.
-  __device__ __forceinline__ void multiply(const StreamWalk::Run& run, int count) {
-    uint32_t row = slab_.first_row(run.unit);
-    for (int left = run.units; left > 0; --left, row += slab_.unit_rows()) {
+  // Units of one span, whose tile has `count` tokens.
+  __device__ __forceinline__ void multiply(const StreamScheduler::Span& span, int count) {
+    uint32_t row = slab_.first_row(span.unit);
+    for (int left = span.units; left > 0; --left, row += slab_.unit_rows()) {
       ptx::mbarrier_wait(shared.full(place_.stage), place_.parity);
       if (slab_.works()) slab_.multiply(place_.stage * shared.stage_bytes, row, count);
       release();
@@ -234,58 +245,58 @@ class StreamMultiplier {
 
   const StreamBlock& shared;
   int warp_, lane_;
-  bool releases_ = false;  // every lane for itself: racecheck follows a barrier only so. Not in the rehearsal
+  bool releases_ = false;  // every lane for itself: racecheck follows a barrier only so. Not in the warm-up
   RingPlace place_;
   SlabMultiplier<Config> slab_;
 };
 
-// The keeper warps of the streamed layer. They take turns at the block's units: fill a stage; when the MMA warps are
+// The epilogue warps of the streamed layer. They take turns at the block's units: fill a stage; when the MMA warps are
 // through with it, add their partial sums in K order; fill the stage again with the unit that is due; and finish the
-// outputs. All blocks' keepers meet twice: behind FC1, whose results FC2 reads, and behind FC2, whose contributions are
+// outputs. There are two grid barriers: behind FC1, whose results FC2 reads, and behind FC2, whose partial outputs are
 // then added.
 template <class Config>
-class StreamKeeper {
+class StreamEpilogue {
   static constexpr int kSteps = Config::kTokenSteps;
-  static constexpr int kWarps = kKeeperWarps, kThreads = 32 * kWarps;
-  // From one keeper's first copies to the next one's: about half a microsecond, less than memory takes for a stage of every SM.
+  static constexpr int kWarps = kEpilogueWarps, kThreads = 32 * kWarps;
+  // From one epilogue warp's first copies to the next one's: about half a microsecond, less than memory takes for a
+  // stage of every SM.
   static constexpr int kFirstFillCycles = 900;
   using Sums = float[kSteps][4];
 
  public:
-  __device__ __forceinline__ StreamKeeper(const StreamedLayerParams& params, const StreamBlock& block, int turn,
-                                          int lane)
+  __device__ __forceinline__ StreamEpilogue(const StreamedLayerParams& params, const StreamBlock& block, int warp,
+                                            int lane)
       : p(params),
         shared(block),
-        turn_(turn),
+        warp_(warp),
         lane_(lane),
-        keepers_(keepers_of(block.stages, 1)),
-        to_fill_(params, block, turn, keepers_),
+        warps_(epilogue_warps_of(block.stages, 1)),
+        to_fill_(params, block, warp, warps_),
         to_finish_(to_fill_) {
-    place_.advance(turn, block.stages);
+    place_.advance(warp, block.stages);
   }
 
-  __device__ __forceinline__ void run() {
-    const bool keeps = turn_ < keepers_;
-    // At first one stage of each keeper is under way: enough to keep memory busy, and no queue in which what is needed
-    // first, weights and code, would wait for what is not. Nor do these begin together, or they would all land when the last
-    // one does.
-    for (int stage = turn_; keeps && stage < shared.stages && !to_fill_.ended(); stage += keepers_) {
-      if (stage < keepers_) {
-        ptx::wait_cycles(turn_ * kFirstFillCycles);
+  __device__ __forceinline__ void finish_units() {
+    const bool has_stages = warp_ < warps_;
+    // Prime one stage per epilogue warp: enough to keep memory busy, and later stages do not queue ahead of the first
+    // weights and of code. The first copies begin one after the other, because loads issued together complete together.
+    for (int stage = warp_; has_stages && stage < shared.stages && !to_fill_.ended(); stage += warps_) {
+      if (stage < warps_) {
+        ptx::wait_cycles(warp_ * kFirstFillCycles);
       } else {
-        ptx::mbarrier_wait(shared.full(stage - keepers_), 0);
+        ptx::mbarrier_wait(shared.full(stage - warps_), 0);
       }
-      if (stage == shared.stages - 1) ptx::mbarrier_wait(shared.rehearsed(), 0);
+      if (stage == shared.stages - 1) ptx::mbarrier_wait(shared.warmed_up(), 0);
       fill(stage);
     }
     // What goes into the stages that this warp will empty: its own units' successors, a ring further on.
-    to_fill_ = StreamStride(p, shared, turn_ + shared.stages, keepers_);
+    to_fill_ = StridedUnits(p, shared, warp_ + shared.stages, warps_);
 
-    for (; keeps && to_finish_.gemm() == 0; next()) finish<0>();
-    meet(p.blocks_done);
-    if (turn_ == 0 && lane_ == 0) ptx::mbarrier_arrive(shared.act_ready());
-    for (; keeps && !to_finish_.ended(); next()) finish<1>();
-    meet(p.blocks_done + 1);
+    for (; has_stages && to_finish_.gemm() == 0; next()) finish<0>();
+    grid_barrier(p.blocks_done);
+    if (warp_ == 0 && lane_ == 0) ptx::mbarrier_arrive(shared.act_ready());
+    for (; has_stages && !to_finish_.ended(); next()) finish<1>();
+    grid_barrier(p.blocks_done + 1);
     sum_outputs();
   }
 
@@ -301,20 +312,21 @@ class StreamKeeper {
 
   __device__ __forceinline__ void next() {
     to_finish_.advance(p, shared);
-    place_.advance(keepers_, shared.stages);
+    place_.advance(warps_, shared.stages);
   }
 
-  // The keepers of all blocks meet; afterwards everyone may read what anyone wrote before. More arrivals than blocks are
-  // those of another launch that was given the same workspace at the same time: what it holds is not to be had any more.
-  __device__ __forceinline__ void meet(unsigned* counter) {
-    ptx::named_barrier_sync<kThreads>(kKeeperBarrier);
-    if (turn_ == 0 && lane_ == 0) {
+  // Waits for the epilogue warps of all blocks; afterwards everyone may read what anyone wrote before. More arrivals
+  // than blocks are those of another launch that was given the same workspace at the same time, which has overwritten
+  // what it held.
+  __device__ __forceinline__ void grid_barrier(unsigned* counter) {
+    ptx::named_barrier_sync<kThreads>(kEpilogueBarrier);
+    if (warp_ == 0 && lane_ == 0) {
       ptx::arrive_at_gpu_counter(counter);
       unsigned arrived;
       while ((arrived = ptx::load_acquire_gpu(counter)) < gridDim.x) __nanosleep(32);
       if (arrived > gridDim.x) __trap();
     }
-    ptx::named_barrier_sync<kThreads>(kKeeperBarrier);
+    ptx::named_barrier_sync<kThreads>(kEpilogueBarrier);
   }
 
   template <int kGemm>
@@ -345,7 +357,7 @@ class StreamKeeper {
       if constexpr (kGemm == 0) {
         activate(tile, first + row, scale, bias, swiglu, sums);
       } else {
-        contribute(tile, first + row, scale, bias, sums);
+        store_partial_outputs(tile, first + row, scale, bias, sums);
       }
     }
   }
@@ -364,7 +376,7 @@ class StreamKeeper {
     }
   }
 
-  // Up and gate of one output meet in a lane.
+  // A lane has up and gate of one output.
   __device__ __forceinline__ void activate(const TokenTile& tile, int output, float scale, const float (&bias)[2],
                                            const Swiglu& swiglu, const Sums& sums) const {
     for_each_token(tile, sums, [&](int position, float up, float gate) {
@@ -373,13 +385,13 @@ class StreamKeeper {
     });
   }
 
-  // Every expert's contribution goes to its own row.
-  __device__ __forceinline__ void contribute(const TokenTile& tile, int row, float scale, const float (&bias)[2],
-                                             const Sums& sums) const {
+  // Every expert's partial output goes to its own row.
+  __device__ __forceinline__ void store_partial_outputs(const TokenTile& tile, int row, float scale,
+                                                        const float (&bias)[2], const Sums& sums) const {
     for_each_token(tile, sums, [&](int position, float low, float high) {
-      const int entry = shared.order()[position];
-      const float weight = load_or(p.routing_weights, entry, 1.0f);
-      float* to = p.contributions + static_cast<int64_t>(entry) * p.gemm[1].out + row;
+      const int pair = shared.order()[position];
+      const float weight = load_or(p.routing_weights, pair, 1.0f);
+      float* to = p.partial_outputs + static_cast<int64_t>(pair) * p.gemm[1].out + row;
       to[0] = fmaf(low, scale, bias[0]) * weight;
       to[8] = fmaf(high, scale, bias[1]) * weight;
     });
@@ -387,12 +399,12 @@ class StreamKeeper {
 
   // This block's part of the outputs, rounded once.
   __device__ __forceinline__ void sum_outputs() const {
-    const int thread = 32 * turn_ + lane_;
+    const int thread = 32 * warp_ + lane_;
     const int hidden = p.gemm[1].out, vectors = hidden / 4;
     for (int i = blockIdx.x * kThreads + thread; i < p.num_tokens * vectors; i += gridDim.x * kThreads) {
       const int tokens[1] = {i / vectors}, column = 4 * (i - tokens[0] * vectors);
       float4 sum[1] = {};
-      sum_slots(p, p.contributions, hidden, column, tokens, sum);
+      sum_slots(p, p.partial_outputs, hidden, column, tokens, sum);
       const int64_t at = static_cast<int64_t>(tokens[0]) * hidden + column;
       store_scalar(p.output, at, p.output_type, sum[0].x);
       store_scalar(p.output, at + 1, p.output_type, sum[0].y);
@@ -403,10 +415,10 @@ class StreamKeeper {
 
   const StreamedLayerParams& p;
   const StreamBlock& shared;
-  int turn_, lane_;
-  int keepers_;
+  int warp_, lane_;
+  int warps_;
   RingPlace place_;
-  StreamStride to_fill_, to_finish_;
+  StridedUnits to_fill_, to_finish_;
 };
 
 template <class Config>
@@ -417,19 +429,19 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
   ptx::launch_dependent_grids();
-  const int turn = warp - Config::kMmaWarps;  // of a keeper
-  auto expert_of = [&](int entry) {
-    return entry < p.num_entries ? local_expert(p.ids[entry], p.first_expert, p.num_experts) : -1;
+  const int epilogue_warp = warp - Config::kMmaWarps;
+  auto expert_of = [&](int pair) {
+    return pair < p.num_pairs ? local_expert(p.ids[pair], p.first_expert, p.num_experts) : -1;
   };
-  const bool few = p.num_entries <= 32;
-  if (turn == 1) {
+  const bool few = p.num_pairs <= 32;
+  if (epilogue_warp == 1) {
     for (int stage = lane; stage < shared.stages; stage += 32) {
       ptx::mbarrier_init(shared.full(stage), 1);
       ptx::mbarrier_init(shared.done(stage), 32 * Config::kMmaWarps);
     }
     if (lane == 0) {
       ptx::mbarrier_init(shared.act_ready(), 1);
-      ptx::mbarrier_init(shared.rehearsed(), Config::kMmaWarps);
+      ptx::mbarrier_init(shared.warmed_up(), Config::kMmaWarps);
       // By one lane: a lane for each map would make this a loop over lanes, whose addresses differ.
       ptx::prefetch_tensor_map(&p.gemm[0].scales);
       ptx::prefetch_tensor_map(&p.gemm[1].scales);
@@ -438,23 +450,24 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   }
   if (!few) {
     ptx::wait_for_prerequisite_grids();  // ids are there
-    for (int i = threadIdx.x; i < p.num_entries; i += Config::kThreads) shared.routing_experts()[i] = expert_of(i);
+    for (int i = threadIdx.x; i < p.num_pairs; i += Config::kThreads) shared.routing_experts()[i] = expert_of(i);
   }
   __syncthreads();
 
-  if (turn < 0) {
-    StreamMultiplier<Config>(shared, warp, lane).run(p);
+  if (warp < Config::kMmaWarps) {  // MMA warps
+    StreamMultiplier<Config>(shared, warp, lane).multiply_units(p);
     return;
   }
-  ptx::wait_for_prerequisite_grids();  // ids are there, tokens arranged, and the grid barrier's counters are zero
-  if (turn == 0) {
+  // Epilogue warps.
+  ptx::wait_for_prerequisite_grids();  // ids are there, tokens packed, and the grid barrier's counters are zero
+  if (epilogue_warp == 0) {
     const TileCounts tiles =
         few ? route_few<Config>(p, shared, expert_of(lane), lane) : route_many<Config>(p, shared, lane);
-    if (lane < 2) shared.shares()[lane] = StreamShare::of_block(tiles, Config::kWideFifths, p.gemm[lane].units);
+    if (lane < 2) shared.unit_ranges()[lane] = UnitRange::of_block(tiles, Config::kWideFifths, p.gemm[lane].units);
   }
-  ptx::named_barrier_sync<32 * kKeeperWarps>(kKeeperBarrier);
+  ptx::named_barrier_sync<32 * kEpilogueWarps>(kEpilogueBarrier);
   ptx::named_barrier_arrive<Config::kThreads>(kRoutedBarrier);
-  StreamKeeper<Config>(p, shared, turn, lane).run();
+  StreamEpilogue<Config>(p, shared, epilogue_warp, lane).finish_units();
 }
 
 }  // namespace flashinfer::sm12x

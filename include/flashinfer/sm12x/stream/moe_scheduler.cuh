@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The order of a block's work in the streamed layer, and its shared memory. Every role of a block walks the same sequence:
-// its share of FC1's units, then its share of FC2's. A unit is one stage of the ring.
+// The order of a block's work in the streamed layer, and its shared memory. Every role of a block follows the same
+// sequence: its range of FC1's units, then its range of FC2's. A unit is one stage of the ring.
 //
 // Routing makes the tiles of tokens on the way: route_many, route_few.
 #pragma once
@@ -14,14 +14,14 @@
 namespace flashinfer::sm12x {
 
 // Named barriers of a block; 0 is __syncthreads.
-constexpr int kKeeperBarrier = 1;  // the keeper warps
-constexpr int kRoutedBarrier = 2;  // all: keepers arrive, MMA warps wait
+constexpr int kEpilogueBarrier = 1;  // the epilogue warp warps
+constexpr int kRoutedBarrier = 2;  // all: epilogue warps arrive, MMA warps wait
 
 // Up to kTokenTile tokens of one expert, in a word of shared memory.
 struct TokenTile {
   uint32_t packed;
 
-  static_assert(kMaxLocalExperts <= 1 << 16 && kStreamEntries <= 1 << 11, "fields of 16, 11 and 5 bits");
+  static_assert(kMaxLocalExperts <= 1 << 16 && kStreamPairs <= 1 << 11, "fields of 16, 11 and 5 bits");
   static __device__ __forceinline__ TokenTile make(int expert, int first, int count) {
     return {static_cast<uint32_t>(expert) | static_cast<uint32_t>(first) << 16 | static_cast<uint32_t>(count) << 27};
   }
@@ -36,12 +36,12 @@ struct TileCounts {
 };
 
 // Units [begin, end) of one GEMM, counted tile by tile, that a block computes, and the tile of the first.
-struct StreamShare {
+struct UnitRange {
   int begin, end, first_tile;
 
-  // Shares of equal time. A wide tile's units take `wide_fifths` / 5 of the others' time, and come first. Fits 32 bits:
-  // kStreamEntries tiles of at most 384 units (outputs of one GEMM are K of the other, and so bounded), and a GPU's SMs.
-  static __device__ __forceinline__ StreamShare of_block(const TileCounts& tiles, int wide_fifths, int units_per_tile) {
+  // Ranges of equal time. A wide tile's units take `wide_fifths` / 5 of the others' time, and come first. Fits 32 bits:
+  // kStreamPairs tiles of at most 384 units (outputs of one GEMM are K of the other, and so bounded), and a GPU's SMs.
+  static __device__ __forceinline__ UnitRange of_block(const TileCounts& tiles, int wide_fifths, int units_per_tile) {
     const unsigned units = units_per_tile, wide_time = tiles.wide * units * wide_fifths;
     const unsigned time = wide_time + (tiles.all - tiles.wide) * units * 5;
     auto first_unit = [&](unsigned block) {
@@ -61,15 +61,17 @@ struct StreamBlock : StreamRing<StreamStorage::kRing> {
       : StreamRing{dynamic, p.stages, p.stage_bytes} {}
 
   __device__ __forceinline__ TokenTile* tiles() const { return at<TokenTile>(Storage::kTiles); }
-  __device__ __forceinline__ StreamShare* shares() const { return at<StreamShare>(Storage::kShares); }  // FC1's, FC2's
+  __device__ __forceinline__ UnitRange* unit_ranges() const {
+    return at<UnitRange>(Storage::kUnitRanges);
+  }  // FC1's, FC2's
   __device__ __forceinline__ uint16_t* order() const { return at<uint16_t>(Storage::kOrder); }
-  // While there is nothing in the ring: two numbers for each expert, one for each entry.
+  // While there is nothing in the ring: two numbers for each expert, one for each pair.
   __device__ __forceinline__ int* routing_counts() const { return at<int>(Storage::kRing); }
   __device__ __forceinline__ int* routing_experts() const { return routing_counts() + 2 * kMaxLocalExperts; }
   // FC1's results of all blocks can be read.
   __device__ __forceinline__ uint64_t* act_ready() const { return barrier(2 * kMaxStreamStages); }
-  // The MMA warps have rehearsed in the last stage.
-  __device__ __forceinline__ uint64_t* rehearsed() const { return barrier(2 * kMaxStreamStages + 1); }
+  // The MMA warps have warmed up in the last stage.
+  __device__ __forceinline__ uint64_t* warmed_up() const { return barrier(2 * kMaxStreamStages + 1); }
 
  private:
   template <class T>
@@ -78,26 +80,26 @@ struct StreamBlock : StreamRing<StreamStorage::kRing> {
   }
 };
 
-// A walk over the block's units, run by run: a run is a row of units of one GEMM and one tile. Only `gemm` and `tile` live
-// on; the rest is computed anew at each run, rather than held in registers.
-class StreamWalk {
+// The block's units, span by span: a span is consecutive units of one GEMM and one tile. Only `gemm` and `tile` live
+// on; the rest is computed anew at each span, rather than held in registers.
+class StreamScheduler {
  public:
   int gemm = 0;  // 0: FC1, 1: FC2, 2: the end
   int tile = -1;
 
-  struct Run {
+  struct Span {
     int unit = 0;  // first
     int units = 0;  // 0 only at the end
   };
 
   __device__ __forceinline__ bool ended() const { return gemm == 2; }
 
-  __device__ __forceinline__ Run next_run(const StreamedLayerParams& p, const StreamBlock& shared) {
+  __device__ __forceinline__ Span next_span(const StreamedLayerParams& p, const StreamBlock& shared) {
     for (++tile; gemm < 2; ++gemm, tile = -1) {
-      const StreamShare share = shared.shares()[gemm];
+      const UnitRange range = shared.unit_ranges()[gemm];
       const int units = p.gemm[gemm].units;
-      tile = max(tile, share.first_tile);
-      const int first = max(share.begin, tile * units), last = min(share.end, (tile + 1) * units);
+      tile = max(tile, range.first_tile);
+      const int first = max(range.begin, tile * units), last = min(range.end, (tile + 1) * units);
       if (first < last) return {first - tile * units, last - first};
     }
     return {};
@@ -105,18 +107,18 @@ class StreamWalk {
 };
 
 // Every `stride`-th unit of the block, from unit `first` on.
-class StreamStride {
+class StridedUnits {
  public:
-  __device__ __forceinline__ StreamStride(const StreamedLayerParams& p, const StreamBlock& shared, int first,
+  __device__ __forceinline__ StridedUnits(const StreamedLayerParams& p, const StreamBlock& shared, int first,
                                           int stride)
       : at_(first), stride_(stride) {
-    run_ = walk_.next_run(p, shared);
+    span_ = scheduler_.next_span(p, shared);
     settle(p, shared);
   }
-  __device__ __forceinline__ int gemm() const { return walk_.gemm; }
-  __device__ __forceinline__ int tile() const { return walk_.tile; }
-  __device__ __forceinline__ int unit() const { return run_.unit + at_; }
-  __device__ __forceinline__ bool ended() const { return walk_.ended(); }
+  __device__ __forceinline__ int gemm() const { return scheduler_.gemm; }
+  __device__ __forceinline__ int tile() const { return scheduler_.tile; }
+  __device__ __forceinline__ int unit() const { return span_.unit + at_; }
+  __device__ __forceinline__ bool ended() const { return scheduler_.ended(); }
   __device__ __forceinline__ void advance(const StreamedLayerParams& p, const StreamBlock& shared) {
     at_ += stride_;
     settle(p, shared);
@@ -124,44 +126,44 @@ class StreamStride {
 
  private:
   __device__ __forceinline__ void settle(const StreamedLayerParams& p, const StreamBlock& shared) {
-    while (!walk_.ended() && at_ >= run_.units) {
-      at_ -= run_.units;
-      run_ = walk_.next_run(p, shared);
+    while (!scheduler_.ended() && at_ >= span_.units) {
+      at_ -= span_.units;
+      span_ = scheduler_.next_span(p, shared);
     }
   }
 
-  StreamWalk walk_;
-  StreamWalk::Run run_;
-  int at_;  // in the run
+  StreamScheduler scheduler_;
+  StreamScheduler::Span span_;
+  int at_;  // in the span
   int stride_;
 };
 
-// One warp: entries by expert, then their tiles, whose numbers it returns. A stable counting sort over the local experts of
-// all entries, which the whole block has left in shared memory.
+// One warp: pairs by expert, then their tiles, whose numbers it returns. A stable counting sort over the local experts
+// of all pairs, which the whole block has left in shared memory.
 template <class Config>
 __device__ __forceinline__ TileCounts route_many(const StreamedLayerParams& p, const StreamBlock& shared, int lane) {
   constexpr int kTile = Config::kTokenTile;
   int* counts = shared.routing_counts();
   int* offsets = counts + kMaxLocalExperts;
   const int* experts = shared.routing_experts();
-  auto expert_of = [&](int entry) { return entry < p.num_entries ? experts[entry] : -1; };
+  auto expert_of = [&](int pair) { return pair < p.num_pairs ? experts[pair] : -1; };
   for (int e = lane; e < p.num_experts; e += 32) counts[e] = 0;
   __syncwarp();
 #pragma unroll 1
-  for (int base = 0; base < p.num_entries; base += 32) count_chunk(expert_of(base + lane), counts, lane);
+  for (int base = 0; base < p.num_pairs; base += 32) count_chunk(expert_of(base + lane), counts, lane);
   auto wide_tiles = [](int count) {
     return kTile <= kNarrowTokens ? 0 : count / kTile + (count % kTile > kNarrowTokens ? 1 : 0);
   };
   TileCounts tiles = {0, 0};
   for (int e = lane; e < p.num_experts; e += 32) tiles.wide += wide_tiles(counts[e]);
   tiles.wide = __reduce_add_sync(kAllLanes, tiles.wide);
-  int before_entries = 0, before_wide = 0, before_narrow = tiles.wide;
+  int before_pairs = 0, before_wide = 0, before_narrow = tiles.wide;
 #pragma unroll 1
   for (int base = 0; base < p.num_experts; base += 32) {
     const int expert = base + lane;
     const int count = expert < p.num_experts ? counts[expert] : 0;
     const int wide = wide_tiles(count), narrow = ceil_div(count, kTile) - wide;
-    const int first = before_entries + inclusive_scan(count, lane) - count;
+    const int first = before_pairs + inclusive_scan(count, lane) - count;
     const int first_wide = before_wide + inclusive_scan(wide, lane) - wide;
     const int first_narrow = before_narrow + inclusive_scan(narrow, lane) - narrow;
     for (int i = 0; i < wide + narrow; ++i) {
@@ -172,14 +174,14 @@ __device__ __forceinline__ TileCounts route_many(const StreamedLayerParams& p, c
       offsets[expert] = first;
       counts[expert] = 0;
     }
-    before_entries = __shfl_sync(kAllLanes, first + count, 31);
+    before_pairs = __shfl_sync(kAllLanes, first + count, 31);
     before_wide = __shfl_sync(kAllLanes, first_wide + wide, 31);
     before_narrow = __shfl_sync(kAllLanes, first_narrow + narrow, 31);
   }
   tiles.all = before_narrow;
   __syncwarp();
 #pragma unroll 1
-  for (int base = 0; base < p.num_entries; base += 32) {
+  for (int base = 0; base < p.num_pairs; base += 32) {
     const int expert = expert_of(base + lane);
     const int place = count_chunk(expert, counts, lane);
     if (expert >= 0) shared.order()[offsets[expert] + place] = static_cast<uint16_t>(base + lane);
@@ -187,14 +189,14 @@ __device__ __forceinline__ TileCounts route_many(const StreamedLayerParams& p, c
   return tiles;
 }
 
-// The same for up to 32 entries, one a lane: every lane counts those that come before its own. At one token, routing is
+// The same for up to 32 pairs, one a lane: every lane counts those that come before its own. At one token, routing is
 // part of what nothing hides.
 template <class Config>
 __device__ __forceinline__ TileCounts route_few(const StreamedLayerParams& p, const StreamBlock& shared, int expert,
                                                 int lane) {
   constexpr unsigned kAll = kAllLanes;
   int place = 0, of_expert = 0, before_in_expert = 0;
-  for (int other = 0; other < p.num_entries; ++other) {
+  for (int other = 0; other < p.num_pairs; ++other) {
     const int theirs = __shfl_sync(kAll, expert, other);
     place += theirs >= 0 && (theirs < expert || (theirs == expert && other < lane));
     of_expert += theirs == expert;
@@ -205,7 +207,7 @@ __device__ __forceinline__ TileCounts route_few(const StreamedLayerParams& p, co
   const bool wide = heads && count > kNarrowTokens;
   const int order = heads ? (wide ? place : 32 + place) : INT_MAX;
   int tile = 0;
-  for (int other = 0; other < p.num_entries; ++other) tile += __shfl_sync(kAll, order, other) < order;
+  for (int other = 0; other < p.num_pairs; ++other) tile += __shfl_sync(kAll, order, other) < order;
   if (expert >= 0) shared.order()[place] = static_cast<uint16_t>(lane);
   if (heads) shared.tiles()[tile] = TokenTile::make(expert, place, count);
   return {__popc(__ballot_sync(kAll, heads)), __popc(__ballot_sync(kAll, wide))};

@@ -17,14 +17,14 @@ namespace flashinfer::sm12x {
 constexpr int kSlabRows = 16;  // the M side of an MMA
 constexpr int kMaxGroups = 4;  // 32 rows of a part lie within one chunk of scales
 constexpr int kMaxStreamStages = 16;
-constexpr int kKeeperWarps = 4;  // of a block: fill stages and finish outputs
+constexpr int kEpilogueWarps = 4;  // of a block: fill stages and finish outputs
 constexpr int kNarrowTokens = 8;  // the N side of an MMA
 
-// Weights are matrices of whole rows, one or many; a slab is 16 rows, all of K. A unit of work is the slabs of all groups
-// of warps; it is one stage of the ring, or, where a slab is large, `chunks` of them along K, each for the warps whose K it
-// holds.
+// Weights are matrices of whole rows, one or many; a slab is 16 rows, all of K. A unit of work is the slabs of all
+// groups of warps; it is one stage of the ring, or, where a slab is large, `chunks` of them along K, each for the warps
+// whose K it holds.
 //
-// A matrix has one part, or two of equal size, of which a slab takes 8 rows each: up and gate of a SwiGLU meet in a lane.
+// A matrix has one part, or two of equal size, of which a slab takes 8 rows each: a lane has up and gate of a SwiGLU.
 struct StreamedGemm {
   CUtensorMap scales;  // words [matrix x row chunk][word along K][128], a box is one piece of every word of a stage
   const uint8_t* weights;  // [matrices][parts][out][row_bytes]
@@ -58,17 +58,17 @@ struct StreamedGemm {
   FLASHINFER_SM12X_HOST_DEVICE constexpr int piece_bytes() const { return stage_words * piece_rows * 16; }
 };
 
-// Warps that keep a ring of such units filled. Units of two never meet in one stage: the parity of `done` could be taken for
-// that of the phase before.
-FLASHINFER_SM12X_HOST_DEVICE int keepers_of(int stages, int chunks) {
-  return stages / chunks < kKeeperWarps ? stages / chunks : kKeeperWarps;
+// Warps that keep a ring of such units filled. Units of two never fill one stage: the parity of `done` could be taken
+// for that of the phase before.
+FLASHINFER_SM12X_HOST_DEVICE int epilogue_warps_of(int stages, int chunks) {
+  return stages / chunks < kEpilogueWarps ? stages / chunks : kEpilogueWarps;
 }
 
-// What is fixed at compile time. A slab's K is shared out among warps, kWords words of 128 to each, and a warp keeps its part
-// of the tile's tokens in registers: 16 of them for 8 tokens and one word.
+// What is fixed at compile time. A slab's K is shared out among warps, kWords words of 128 to each, and a warp keeps
+// its part of the tile's tokens in registers: 16 of them for 8 tokens and one word.
 //
-// kChunked_: one matrix of one part, of any number of rows, whose units may be several stages; else units are whole, of one stage
-// each, with their biases.
+// kChunked_: one matrix of one part, of any number of rows, whose units may be several stages; else units are whole, of
+// one stage each, with their biases.
 template <Element kWeights_, int kTokenTile_, int kWords_, int kMmaWarps_, bool kChunked_>
 struct StreamShape {
   static constexpr bool kChunked = kChunked_;
@@ -76,7 +76,7 @@ struct StreamShape {
   static constexpr int kTokenTile = kTokenTile_;
   static constexpr int kWords = kWords_;
   static constexpr int kMmaWarps = kMmaWarps_;
-  static constexpr int kThreads = 32 * (kMmaWarps + kKeeperWarps);
+  static constexpr int kThreads = 32 * (kMmaWarps + kEpilogueWarps);
   static constexpr int kTokenSteps = kTokenTile / kNarrowTokens;
   static constexpr int kBlockBytes = block_bytes(kWeights);
   static constexpr int kWordBytes = word_bytes(kWeights);
@@ -121,8 +121,9 @@ struct StreamedGemmPlan {
     g.weight_pitch = static_cast<int64_t>(parts) * out * g.row_bytes;
     g.scale_pitch = ceil_div(parts * out, kScaleChunkRows);
     g.pitch = g.row_bytes;
-    // Eight lanes, two rows of four blocks, are served together by shared memory. Where whole rows do not lie well in its
-    // 128-byte period, they are set apart: by half of it where a block is 16 bytes, by 16 where lanes leave such gaps.
+    // Eight lanes, two rows of four blocks, are served together by shared memory. Where whole rows do not lie well in
+    // its 128-byte period, they are set apart: by half of it where a block is 16 bytes, by 16 where lanes leave such
+    // gaps.
     const bool mxfp4 = format == Element::kE2m1;
     if (chunked && (g.chunks > 1 || !mxfp4 || g.row_bytes % 128 == 0)) {
       g.pitch = round_up(g.stage_words * word_bytes(format), 128) + (mxfp4 ? 64 : 16);
@@ -147,8 +148,8 @@ constexpr StreamedGemmPlan moe_stream_plan(int k_tile, int mma_warps, int token_
   return {Element::kE2m1, k_tile / kScaleChunkElements, mma_warps, token_tile, fc1 ? 2 : 1, out, k, 1, false};
 }
 
-// 128x4 scales as words [matrices x row chunks][words along K][128]; a box is `piece_rows` rows of the chunk's 32, all words of
-// a stage.
+// 128x4 scales as words [matrices x row chunks][words along K][128]; a box is `piece_rows` rows of the chunk's 32, all
+// words of a stage.
 inline Status encode_scales(const uint8_t* scales, int matrices, StreamedGemm* g) {
   const cuuint64_t words = static_cast<cuuint64_t>(g->words);
   const cuuint64_t sizes[3] = {kScaleChunkRows, words, static_cast<cuuint64_t>(matrices) * g->scale_pitch};
@@ -167,27 +168,28 @@ struct DenseParams {
   int num_tokens;
   bool weights_first;  // weights do not depend on the launch in front: they may be read before it ends
   StoreEpilogue epilogue;  // its output may be null where there are ranks
-  uint64_t* ranks;  // [num_tokens][blocks][keepers], or null: of the largest output that each keeper has seen
+  uint64_t*
+      ranks;  // [num_tokens][blocks][epilogue warps], or null: of the largest output that each epilogue warp has seen
   int stages;
   int stage_bytes;
 };
 
-constexpr int kStreamEntries = 1024;  // (token, slot) pairs of a launch
+constexpr int kStreamPairs = 1024;  // (token, slot) pairs of a launch
 
 struct StreamedLayerParams {
   StreamedGemm gemm[2];  // FC1: up rows, then gate rows
-  const uint8_t* tokens;  // [words][num_tokens][kArrangedRowBytes] (token_blocks.cuh)
-  const int32_t* ids;  // [entries] global expert ids
-  const float* routing_weights;  // [entries] or null: 1
+  const uint8_t* tokens;  // [words][num_tokens][kPackedRowBytes] (token_blocks.cuh)
+  const int32_t* ids;  // [pairs] global expert ids
+  const float* routing_weights;  // [pairs] or null: 1
   int num_tokens;
-  int num_entries;
+  int num_pairs;
   int top_k;
   int first_expert;
   int num_experts;
   SwigluOfExperts swiglu;
-  float* act;  // [entries, inter], in expert order
-  float* contributions;  // [entries, hidden], by entry
-  unsigned* blocks_done;  // [2] with FC1, with FC2; zeroed by moe_arrange_kernel
+  float* act;  // [pairs, inter], in expert order
+  float* partial_outputs;  // [pairs, hidden], by pair
+  unsigned* blocks_done;  // [2] with FC1, with FC2; zeroed by moe_pack_kernel
   void* output;  // [tokens, hidden]
   ScalarType output_type;
   int stages;
@@ -198,11 +200,11 @@ struct StreamedLayerParams {
 struct StreamStorage {
   static constexpr int kBarriers = 0;  // full, done, then the single ones
   static constexpr int kTiles = kBarriers + 8 * (2 * kMaxStreamStages + 2);
-  static constexpr int kOrder = kTiles + 4 * kStreamEntries;
-  static constexpr int kShares = kOrder + 2 * kStreamEntries;
-  static constexpr int kRing = round_up(kShares + 2 * 12, 128);
+  static constexpr int kOrder = kTiles + 4 * kStreamPairs;
+  static constexpr int kUnitRanges = kOrder + 2 * kStreamPairs;
+  static constexpr int kRing = round_up(kUnitRanges + 2 * 12, 128);
   static constexpr int kRouting =
-      2 * 4 * kMaxLocalExperts + 4 * kStreamEntries;  // bytes of the ring that routing borrows
+      2 * 4 * kMaxLocalExperts + 4 * kStreamPairs;  // bytes of the ring that routing borrows
 };
 
 }  // namespace flashinfer::sm12x

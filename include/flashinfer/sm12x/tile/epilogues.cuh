@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What happens to a unit's accumulators: the sum of a unit that was split along K, FC1's epilogue, FC2's, and a plain store.
+// What happens to a unit's accumulators: the sum of a unit that was split along K, FC1's epilogue, FC2's, and a plain
+// store.
 #pragma once
 
 #include <cmath>
@@ -15,18 +16,18 @@ namespace flashinfer::sm12x {
 
 constexpr int kConsumerBarrier = 1;
 
-// Units that a share boundary cuts (scheduler.cuh): every block leaves its part in global memory; the
+// Units that are split along K (scheduler.cuh): every block leaves its part in global memory; the
 // last to arrive adds the parts in K order and goes on with the epilogue.
 //
 // `unit` is one of those that are shared. Returns whether this block has the whole sum.
 template <class Config>
 __device__ __forceinline__ bool reduce_split(float4* partials, int* arrivals, const SharedStorage<Config>& shared,
-                                             const Shares& shares, int unit, int thread,
+                                             const WorkSplit& work, int unit, int thread,
                                              Accumulators<Config>& accumulators) {
   constexpr int kVectors = 2 * Config::kTokenSteps;  // float4 of one thread
-  const int first = (unit - shares.first_shared_unit()) * shares.k_tiles;
-  const int first_block = shares.owner(first), last_block = shares.owner(first + shares.k_tiles - 1);
-  // A block has at most two parts: one of a unit that began before its share, one of a unit that goes on behind it.
+  const int first = (unit - work.first_shared_unit()) * work.k_tiles;
+  const int first_block = work.owner(first), last_block = work.owner(first + work.k_tiles - 1);
+  // A block has at most two parts: one of a unit that began before its k-tiles, one of a unit that goes on behind it.
   auto slot = [&](int block) {
     return partials +
            (static_cast<int64_t>(2 * block + (block == first_block ? 1 : 0)) * kVectors) * Config::kConsumerThreads +
@@ -87,17 +88,17 @@ __device__ __forceinline__ bool reduce_split(float4* partials, int* arrivals, co
   return true;
 }
 
-// FC1's epilogue: global scale, bias, SwiGLU, and what FC2 reads: MXFP8 values with their scales, the same widened to bf16,
-// or bf16 (W4A16).
-// Half 0 of the row tile are 64 up rows, half 1 the matching gate rows, so that both operands of SwiGLU meet in a thread.
+// FC1's epilogue: global scale, bias, SwiGLU, and what FC2 reads: MXFP8 values with their scales, the same dequantized
+// to bf16, or bf16 (W4A16). Half 0 of the row tile are 64 up rows, half 1 the matching gate rows, so that a thread has
+// both operands of SwiGLU.
 template <class Config>
 class Fc1Finish {
   static constexpr int kValues = 4;
 
  public:
-  static __device__ __forceinline__ void run(const GroupedGemmParams<Role::kFc1>& p,
-                                             const SharedStorage<Config>& shared, const Unit& unit, int warp, int lane,
-                                             Accumulators<Config>& accumulators) {
+  static __device__ __forceinline__ void finish(const GroupedGemmParams<Role::kFc1>& p,
+                                                const SharedStorage<Config>& shared, const Unit& unit, int warp,
+                                                int lane, Accumulators<Config>& accumulators) {
     activate(p, unit, warp, lane, accumulators);
     if constexpr (Config::kActivation == Element::kBf16) {
       ptx::named_barrier_sync<Config::kConsumerThreads>(kConsumerBarrier);  // the last tile has left the staging area
@@ -202,7 +203,7 @@ class Fc1Finish {
   static __device__ __forceinline__ void stage_bf16(const SharedStorage<Config>& shared, int token, int row,
                                                     uint16_t value) {
     uint8_t* staged = shared.staging() + token * Config::kStagingPitch;
-    reinterpret_cast<uint16_t*>(staged)[arranged_place(row)] = value;
+    reinterpret_cast<uint16_t*>(staged)[packed_place(row)] = value;
   }
 
   static __device__ __forceinline__ void round_to_bf16(const SharedStorage<Config>& shared, int warp, int lane,
@@ -217,13 +218,14 @@ class Fc1Finish {
     }
   }
 
-  // Staged rows to memory, 16 bytes a thread; inter_size is a multiple of 32, so a piece is inside or outside as a whole.
+  // Staged rows to memory, 16 bytes a thread; inter_size is a multiple of 32, so a piece is inside or outside as a
+  // whole.
   static __device__ __forceinline__ void store(const GroupedGemmParams<Role::kFc1>& p,
                                                const SharedStorage<Config>& shared, const Unit& unit, int thread) {
     constexpr int kBlockPieces = Config::kBlockBytes / 16;
     constexpr int kTileBlocks = kRowHalf / kScaleBlock;
     const int inter = p.rows / 2, first_block = unit.row_tile * kTileBlocks;
-    // FC2 copies whole words of arranged rows: the last tile writes their padding.
+    // FC2 copies whole words of packed rows: the last tile writes their padding.
     const int last_block = Config::kTokenScales ? inter / kScaleBlock : kScaleChunkBlocks * scale_words(inter);
     const bool last_tile = (unit.row_tile + 1) * kRowHalf >= inter;
     const int blocks = last_tile ? last_block - first_block : kTileBlocks;
@@ -236,19 +238,19 @@ class Fc1Finish {
               ? *reinterpret_cast<const uint4*>(shared.staging() + token * Config::kStagingPitch + 16 * piece)
               : make_uint4(0, 0, 0, 0);
       const int64_t at = Config::kTokenScales ? static_cast<int64_t>(position) * inter + block * kScaleBlock
-                                              : arranged_offset(p.num_entries, position, block);
+                                              : packed_offset(p.num_pairs, position, block);
       *reinterpret_cast<uint4*>(p.epilogue.act + at + byte) = value;
     }
   }
 };
 
-// FC2's epilogue: global scale, bias, routing weight, and the sum over a token's experts. Every expert's contribution
-// goes to its own row of a float32 buffer; whoever delivers a token's last contribution for a row tile adds them up in
-// slot order and rounds once. The order of the sum is that of the slots, whoever comes last.
+// FC2's epilogue: global scale, bias, routing weight, and the sum over a token's experts. Every expert's partial output
+// goes to its own row of a float32 buffer; whoever delivers a token's last partial output for a row tile adds them up
+// in slot order and rounds once. The order of the sum is that of the slots, whoever comes last.
 
 // What FC2's epilogue knows of a token, loaded while the mainloop runs.
 struct OwnToken {
-  int entry;  // (token, slot) number
+  int pair;  // (token, slot) number
   float weight;
 };
 
@@ -285,26 +287,26 @@ class Fc2Finish {
 
  public:
   // `own` is the thread's own token of the tile (threads below num_tokens).
-  static __device__ __forceinline__ void run(const Params& p, const SharedStorage<Config>& shared, const Unit& unit,
-                                             const OwnToken& own, int warp, int lane,
-                                             const Accumulators<Config>& accumulators) {
+  static __device__ __forceinline__ void finish(const Params& p, const SharedStorage<Config>& shared, const Unit& unit,
+                                                const OwnToken& own, int warp, int lane,
+                                                const Accumulators<Config>& accumulators) {
     const int thread = 32 * warp + lane;
-    int* entries = shared.template scratch<int>();
+    int* pairs = shared.template scratch<int>();
     float* weights = shared.template scratch<float>() + Config::kTokenTile;
     uint32_t* complete = shared.template scratch<uint32_t>() + 2 * Config::kTokenTile;  // a bit for each token
     if (thread < unit.num_tokens) {
-      entries[thread] = own.entry;
+      pairs[thread] = own.pair;
       weights[thread] = own.weight;
     }
     ptx::named_barrier_sync<Config::kConsumerThreads>(kConsumerBarrier);
-    contribute(p, unit, entries, weights, warp, lane, accumulators);
+    store_partial_outputs(p, unit, pairs, weights, warp, lane, accumulators);
 
     ptx::named_barrier_sync<Config::kConsumerThreads>(kConsumerBarrier);
     const int row_tiles = ceil_div(p.rows, kRowTile);
     bool last = false;
     if (thread < unit.num_tokens) {
       // The prologue starts the count at the number of slots that no local expert serves.
-      const int token = own.entry / p.top_k;
+      const int token = own.pair / p.top_k;
       const int64_t counter = static_cast<int64_t>(token) * row_tiles + unit.row_tile;
       last = ptx::is_last_to_arrive(p.epilogue.token_arrivals + counter, p.top_k);
     }
@@ -313,23 +315,23 @@ class Fc2Finish {
       if (lane == 0) complete[warp] = mask;
     }
     ptx::named_barrier_sync<Config::kConsumerThreads>(kConsumerBarrier);
-    sum_complete(p, unit, entries, complete, thread);
+    sum_complete(p, unit, pairs, complete, thread);
     ptx::named_barrier_sync<Config::kConsumerThreads>(kConsumerBarrier);  // the scratch area is free again
   }
 
  private:
-  static __device__ __forceinline__ void contribute(const Params& p, const Unit& unit, const int* entries,
-                                                    const float* weights, int warp, int lane,
-                                                    const Accumulators<Config>& accumulators) {
+  static __device__ __forceinline__ void store_partial_outputs(const Params& p, const Unit& unit, const int* pairs,
+                                                               const float* weights, int warp, int lane,
+                                                               const Accumulators<Config>& accumulators) {
     const float scale = Config::Policy::kAccumulatorScale * load_or(p.epilogue.global_scale, unit.expert, 1.0f);
     const int64_t first_bias = static_cast<int64_t>(unit.expert) * p.rows;
     for_each_output<Config>(p, unit, scale, first_bias, warp, lane, accumulators, [&](int token, int row, float value) {
-      p.epilogue.contributions[static_cast<int64_t>(entries[token]) * p.rows + row] = value * weights[token];
+      p.epilogue.partial_outputs[static_cast<int64_t>(pairs[token]) * p.rows + row] = value * weights[token];
     });
   }
 
   // Sums of all tokens that are complete.
-  static __device__ __forceinline__ void sum_complete(const Params& p, const Unit& unit, const int* entries,
+  static __device__ __forceinline__ void sum_complete(const Params& p, const Unit& unit, const int* pairs,
                                                       const uint32_t* complete, int thread) {
     const int row = unit.row_tile * kRowTile + thread;
     if (thread >= kRowTile || row >= p.rows) return;
@@ -338,12 +340,12 @@ class Fc2Finish {
         int tokens[kTogether], count = 0;
 #pragma unroll
         for (int j = 0; j < kTogether; ++j) {
-          tokens[j] = left != 0 ? entries[first + __ffs(left) - 1] / p.top_k : tokens[0];
+          tokens[j] = left != 0 ? pairs[first + __ffs(left) - 1] / p.top_k : tokens[0];
           count += left != 0;
           left &= left - 1;
         }
         float sum[kTogether] = {};
-        sum_slots(p, p.epilogue.contributions, p.rows, row, tokens, sum);
+        sum_slots(p, p.epilogue.partial_outputs, p.rows, row, tokens, sum);
 #pragma unroll
         for (int j = 0; j < kTogether; ++j) {
           if (j >= count) break;

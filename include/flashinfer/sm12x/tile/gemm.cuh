@@ -5,8 +5,17 @@
 // Weights are the MMA's M operand and stay packed up to the registers; tokens are its N operand, so that eight of them
 // already fill an MMA. One producer warp keeps a ring of stages full, the other warps consume it. Schedules: with token
 // tiles up to 64 a block has four consumer warps and several blocks share an SM, so that one's epilogue hides behind
-// another's mainloop (PingPong, the SM's warp schedulers being the referee); a 128-token tile takes eight consumer warps
-// (Cooperative).
+// another's mainloop (multi-block: the SM's warp schedulers decide); a 128-token tile takes eight consumer warps
+// (8-warp).
+//
+//   knob            value                    where it is set
+//   tokens a tile   8 to 64, or 128          flashinfer/jit/sm12x/instances.py, a row each
+//   K a stage       128 or 256               there, `k_tile`
+//   stages          2 to 6                   there, `stages` (bf16 rows on Hopper: what fits, storage.cuh)
+//   blocks an SM    1 or 2 at least          there, `blocks_per_sm`; __launch_bounds__: kMinBlocks (storage.cuh)
+//   weight rows     128, in two halves       kRowTile (types.h)
+//   warps           4 or 8 consumers, then   GemmConfig (storage.cuh)
+//                   1 producer
 #pragma once
 
 #include <type_traits>
@@ -29,11 +38,11 @@ __device__ __forceinline__ void load_routing(const GroupedGemmParams<Config::kRo
     for (int e = lane; e <= p.num_experts; e += 32) offsets[e] = p.offsets[e];
     __syncwarp();
   } else if (Config::kRole == Role::kStore) {  // one group of all rows
-    if (lane < 2) offsets[lane] = lane * p.num_entries;
+    if (lane < 2) offsets[lane] = lane * p.num_pairs;
     __syncwarp();
   } else {
-    route_with_one_warp<kInKernelEntries>(p.ids, p.num_entries, p.first_expert, p.num_experts, offsets, shared.order(),
-                                          lane);
+    route_with_one_warp<kInKernelPairs>(p.ids, p.num_pairs, p.first_expert, p.num_experts, offsets, shared.order(),
+                                        lane);
   }
   for (int e = lane; e < p.num_experts; e += 32) {
     tile_prefix[e] = ceil_div(offsets[e + 1] - offsets[e], Config::kTokenTile);
@@ -49,7 +58,7 @@ __device__ __forceinline__ void clear_token_stages(const SharedStorage<Config>& 
   static_assert(kBytes % 16 == 0);
   uint4* words = reinterpret_cast<uint4*>(shared.tokens(0));
   for (int i = threadIdx.x; i < kBytes / 16; i += Config::kThreads) words[i] = make_uint4(0, 0, 0, 0);
-  ptx::fence_async_proxy();  // arranged rows come by bulk copies, which are not ordered behind these writes otherwise
+  ptx::fence_async_proxy();  // packed rows come by bulk copies, which are not ordered behind these writes otherwise
 }
 
 template <class Config>
@@ -57,18 +66,18 @@ class Consumer {
   using Params = GroupedGemmParams<Config::kRole>;
 
  public:
-  static __device__ __forceinline__ void run(const Params& p, const SharedStorage<Config>& shared,
-                                             const UnitMap<Config::kTokenTile>& units, const Shares& shares, int warp,
-                                             int lane) {
+  static __device__ __forceinline__ void consume(const Params& p, const SharedStorage<Config>& shared,
+                                                 const UnitMap<Config::kTokenTile>& units, const WorkSplit& work,
+                                                 int warp, int lane) {
     const int thread = 32 * warp + lane;
     const int blocks = p.k / kScaleBlock;
     ptx::wait_for_prerequisite_grids();
 
     int stage = 0;
     uint32_t phase = 0;
-    BlockWalk walk(shares);
-    for (Run run = walk.next(); run.tiles > 0; run = walk.next()) {
-      const Unit unit = units.locate(run.unit);
+    TileScheduler scheduler(work);
+    for (WorkTile tile = scheduler.next(); tile.tiles > 0; tile = scheduler.next()) {
+      const Unit unit = units.locate(tile.unit);
       const OperandOffsets<Config> at = operand_offsets<Config>(unit, p.rows, warp, lane);
       const OwnToken own = own_token(p, shared, unit, thread);
 
@@ -82,7 +91,7 @@ class Consumer {
         }
       }
       mma::RowNans nans[2];
-      for (int k_tile = run.first; k_tile < run.first + run.tiles; ++k_tile) {
+      for (int k_tile = tile.first; k_tile < tile.first + tile.tiles; ++k_tile) {
         ptx::mbarrier_wait(shared.full(stage), phase);
         const int valid_blocks = blocks - k_tile * (Config::kKTile / kScaleBlock);
         const StageScales<Config> scales(shared, stage, at, warp, lane);
@@ -98,8 +107,8 @@ class Consumer {
         }
       }
       spread_nan<Config>(nans, accumulators);
-      if (run.tiles < shares.k_tiles &&
-          !reduce_split<Config>(p.partials, p.split_arrivals, shared, shares, run.unit, thread, accumulators)) {
+      if (tile.tiles < work.k_tiles &&
+          !reduce_split<Config>(p.partials, p.split_arrivals, shared, work, tile.unit, thread, accumulators)) {
         continue;
       }
       finish(p, shared, unit, own, warp, lane, accumulators);
@@ -107,14 +116,14 @@ class Consumer {
   }
 
  private:
-  // FC2: the entry that this thread's token of the tile came from; loaded early, used in the epilogue.
+  // FC2: the pair that this thread's token of the tile came from; loaded early, used in the epilogue.
   static __device__ __forceinline__ OwnToken own_token(const Params& p, const SharedStorage<Config>& shared,
                                                        const Unit& unit, int thread) {
     if constexpr (Config::kRole == Role::kFc2) {
       if (thread < unit.num_tokens) {
         const int position = unit.first_token + thread;
-        const int entry = p.order != nullptr ? p.order[position] : static_cast<int>(shared.order()[position]);
-        return {entry, load_or(p.epilogue.routing_weights, entry, 1.0f)};
+        const int pair = p.order != nullptr ? p.order[position] : static_cast<int>(shared.order()[position]);
+        return {pair, load_or(p.epilogue.routing_weights, pair, 1.0f)};
       }
     }
     return {};
@@ -124,9 +133,9 @@ class Consumer {
                                                 const OwnToken& own, int warp, int lane,
                                                 Accumulators<Config>& accumulators) {
     if constexpr (Config::kRole == Role::kFc1) {
-      Fc1Finish<Config>::run(p, shared, unit, warp, lane, accumulators);
+      Fc1Finish<Config>::finish(p, shared, unit, warp, lane, accumulators);
     } else if constexpr (Config::kRole == Role::kFc2) {
-      Fc2Finish<Config>::run(p, shared, unit, own, warp, lane, accumulators);
+      Fc2Finish<Config>::finish(p, shared, unit, own, warp, lane, accumulators);
     } else {
       store_output<Config>(p, unit, warp, lane, accumulators);
     }
@@ -160,16 +169,16 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
   const int row_tiles = Config::kRole == Role::kFc1 ? ceil_div(p.rows / 2, kRowHalf) : ceil_div(p.rows, kRowTile);
   const UnitMap<Config::kTokenTile> units = {shared.offsets(), shared.tile_prefix(p.num_experts), p.num_experts,
                                              row_tiles};
-  const Shares shares(units.num_units(), ceil_div(p.k, Config::kKTile), gridDim.x);
-  if (static_cast<int>(blockIdx.x) >= shares.blocks) {
+  const WorkSplit work(units.num_units(), ceil_div(p.k, Config::kKTile), gridDim.x);
+  if (static_cast<int>(blockIdx.x) >= work.blocks) {
     ptx::wait_for_prerequisite_grids();  // this grid must not count as complete before those it depends on
     return;
   }
 
-  if (warp == Config::kConsumerWarps) {
-    Producer<Config>(p, shared, units, shares, lane).run();
-  } else {
-    Consumer<Config>::run(p, shared, units, shares, warp, lane);
+  if (warp == Config::kConsumerWarps) {  // the producer warp
+    Producer<Config>(p, shared, units, work, lane).produce();
+  } else {  // consumer warps
+    Consumer<Config>::consume(p, shared, units, work, warp, lane);
   }
 }
 

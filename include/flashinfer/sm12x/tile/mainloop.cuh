@@ -183,7 +183,7 @@ __device__ __forceinline__ void consume_tile(const SharedStorage<Config>& shared
   using Policy = typename Config::Policy;
   constexpr int kBlockBytes = Config::kBlockBytes;
   constexpr int kWordPitch =
-      Config::kTokenScales ? kScaleChunkBlocks * kBlockBytes : Config::kTokenTile * kArrangedRowBytes;
+      Config::kTokenScales ? kScaleChunkBlocks * kBlockBytes : Config::kTokenTile * kPackedRowBytes;
   // Token steps whose operands are held together: enough for the MMAs of one part to hide their latency from the next.
   constexpr int kSteps = Config::kTokenSteps;
   constexpr int kGroup = Policy::kParts == 1 ? 1 : kSteps % 4 == 0 ? 4 : kSteps % 3 == 0 ? 3 : kSteps;
@@ -196,7 +196,8 @@ __device__ __forceinline__ void consume_tile(const SharedStorage<Config>& shared
     auto block_pair = [&](auto pair_constant) {
       constexpr int kPair = decltype(pair_constant)::value;
       constexpr int kWeightWords = Policy::kWeightWords;
-      // A matrix of ldmatrix is 16 bytes of 8 rows: one block of MXFP4, half of one of MXFP8. [half][MMA's blocks of the pair]
+      // A matrix of ldmatrix is 16 bytes of 8 rows: one block of MXFP4, half of one of MXFP8. [half][MMA's blocks of
+      // the pair]
       constexpr int kLoads = block_bytes(Config::kWeights) / 16;
       uint32_t row[2][2 / Policy::kBlocks][kWeightWords], row_plus_8[2][2 / Policy::kBlocks][kWeightWords];
 #pragma unroll
@@ -225,7 +226,7 @@ __device__ __forceinline__ void consume_tile(const SharedStorage<Config>& shared
           return both;
         };
         // Keeps ptxas from hoisting the next block's fragments above this one's, which would cost spills.
-        if constexpr (Config::kCooperative) __syncwarp();
+        if constexpr (Config::kEightWarps) __syncwarp();
         typename Policy::Weights expanded[2];
         typename Policy::RowScales row_scales[2];
 #pragma unroll

@@ -26,16 +26,16 @@ struct Fc1Epilogue {
   const void* bias;           // [E, 2 * inter] or null
   ScalarType bias_type;
   SwigluOfExperts swiglu;
-  uint8_t* act;         // [entries, inter] e4m3, or arranged bf16 (token_blocks.cuh), in expert order
-  uint8_t* act_scales;  // [entries, 4 * scale_words(inter)] UE8M0, e4m3 only
+  uint8_t* act;         // [pairs, inter] e4m3, or packed bf16 (token_blocks.cuh), in expert order
+  uint8_t* act_scales;  // [pairs, 4 * scale_words(inter)] UE8M0, e4m3 only
 };
 
 struct Fc2Epilogue {
   const float* global_scale;  // [E] or null: 1
   const void* bias;           // [E, rows] or null
   ScalarType bias_type;
-  const float* routing_weights;  // [entries] or null: 1
-  float* contributions;          // [entries, rows], by entry
+  const float* routing_weights;  // [pairs] or null: 1
+  float* partial_outputs;          // [pairs, rows], by pair
   int* token_arrivals;           // [tokens, row tiles]
   void* output;                  // [tokens, rows]
   ScalarType output_type;
@@ -73,16 +73,16 @@ struct GroupedGemmParams {
   int rows;                      // weight rows of an expert (FC1: 2 * inter, up rows first)
   int k;
 
-  const uint8_t* tokens;          // [*, k] e4m3, e5m2 or packed e2m1; or arranged bf16, `num_entries` rows by expert
+  const uint8_t* tokens;          // [*, k] e4m3, e5m2 or packed e2m1; or packed bf16, `num_pairs` rows by expert
   const uint32_t* token_scales;   // words of four UE8M0 scales
   int token_scale_pitch;          // words of a row, or 0: 128x4 layout
-  const int32_t* ids;             // [entries] global expert ids
-  int num_entries;
+  const int32_t* ids;             // [pairs] global expert ids
+  int num_pairs;
   int top_k;
   int first_expert;
   int num_experts;
   const int32_t* offsets;  // [E + 1] from the prologue (or the caller); null: the kernel routes, kStore has one group
-  const int32_t* order;  // [entries] likewise
+  const int32_t* order;  // [pairs] likewise
 
   float4* partials;  // [grid][2][kRowTile * kTokenTile / 4]
   int* split_arrivals;  // [grid], zeroed by the prologue

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The producer warp: keeps the ring of stages filled. A stage holds everything that its consumers need for one k-tile of
-// one unit: packed weights, weight scales, token rows, token scales.
+// The producer warp: keeps the ring of stages filled. A stage holds everything that its consumers need for one k-tile
+// of one unit: packed weights, weight scales, token rows, token scales.
 #pragma once
 
 #include "../moe/routing.cuh"
@@ -34,13 +34,13 @@ class Producer {
 
  public:
   __device__ __forceinline__ Producer(const Params& params, const SharedStorage<Config>& storage, const Map& map,
-                                      const Shares& all_shares, int lane)
-      : p(params), shared(storage), units(map), shares(all_shares), lane(lane), words(scale_words(params.k)) {}
+                                      const WorkSplit& split, int lane)
+      : p(params), shared(storage), units(map), work(split), lane(lane), words(scale_words(params.k)) {}
 
-  // Streams the block's k-tiles. The first kStages stages' weights are on their way before the wait for the kernels that
-  // this one depends on: weights depend on nobody.
-  __device__ __forceinline__ void run() {
-    const int tiles = shares.tiles(blockIdx.x), ahead = min(SharedStorage<Config>::kStages, tiles);
+  // Streams the block's k-tiles. The first kStages stages' weights are on their way before the wait for the kernels
+  // that this one depends on: weights depend on nobody.
+  __device__ __forceinline__ void produce() {
+    const int tiles = work.tiles(blockIdx.x), ahead = min(SharedStorage<Config>::kStages, tiles);
     Cursor early(*this);
     for (int i = 0; i < ahead; ++i, early.advance()) issue_weights(i, early);
 
@@ -63,16 +63,16 @@ class Producer {
   }
 
  private:
-  // Walks k-tiles; knows, per lane, where what it gathers of the current unit comes from.
+  // The k-tiles in turn; knows, per lane, where what it gathers of the current unit comes from.
   struct Cursor {
     const Producer& owner;
-    BlockWalk walk;
+    TileScheduler scheduler;
     Unit unit;
-    int k_tile, left;  // k-tiles of the run, this one included
+    int k_tile, left;  // k-tiles of the work tile, this one included
     uint32_t piece[kCopies];  // of `tokens`, at K 0, that each copy takes
     uint32_t scale_word[kRowsPerLane];  // of `token_scales`, for rows `lane`, `lane + 32`, ...
 
-    __device__ __forceinline__ explicit Cursor(const Producer& producer) : owner(producer), walk(producer.shares) {
+    __device__ __forceinline__ explicit Cursor(const Producer& producer) : owner(producer), scheduler(producer.work) {
       enter();
     }
     __device__ __forceinline__ void advance() {
@@ -80,11 +80,11 @@ class Producer {
       if (--left == 0) enter();
     }
     __device__ __forceinline__ void enter() {
-      const Run run = walk.next();
-      k_tile = run.first;
-      left = run.tiles;
+      const WorkTile tile = scheduler.next();
+      k_tile = tile.first;
+      left = tile.tiles;
       if (left == 0) return;
-      unit = owner.units.locate(run.unit);
+      unit = owner.units.locate(tile.unit);
       if constexpr (Config::kTokenScales) find_rows();
     }
     __device__ __forceinline__ void find_rows() {
@@ -140,7 +140,7 @@ class Producer {
       const int valid = valid_k(at.k_tile);
       const int scale_bytes = ceil_div(valid, kScaleChunkElements) * kScaleChunkBytes;
       const int chunks = num_scale_chunks(at.unit.row_tile);
-      const int token_bytes = Config::kTokenScales ? 0 : words_of(at.k_tile) * at.unit.num_tokens * kArrangedRowBytes;
+      const int token_bytes = Config::kTokenScales ? 0 : words_of(at.k_tile) * at.unit.num_tokens * kPackedRowBytes;
       ptx::mbarrier_arrive_expect(shared.full(stage), Config::kWeightStage + chunks * scale_bytes + token_bytes);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -165,25 +165,25 @@ class Producer {
       issue_token_scales(stage, at);
       ptx::mbarrier_arrive_after_copies(shared.full(stage));
     } else {
-      copy_arranged_rows(stage, at);
+      copy_packed_rows(stage, at);
     }
   }
 
   // They are in expert order: a tile is one piece of each word.
-  __device__ __forceinline__ void copy_arranged_rows(int stage, const Cursor& at) const {
+  __device__ __forceinline__ void copy_packed_rows(int stage, const Cursor& at) const {
     if (lane == 0) {
       for (int w = 0; w < words_of(at.k_tile); ++w) {
-        const int64_t row = static_cast<int64_t>(at.k_tile * Config::kWords + w) * p.num_entries + at.unit.first_token;
-        ptx::bulk_copy(shared.tokens(stage) + w * Config::kTokenTile * kArrangedRowBytes,
-                       p.tokens + row * kArrangedRowBytes, at.unit.num_tokens * kArrangedRowBytes, shared.full(stage));
+        const int64_t row = static_cast<int64_t>(at.k_tile * Config::kWords + w) * p.num_pairs + at.unit.first_token;
+        ptx::bulk_copy(shared.tokens(stage) + w * Config::kTokenTile * kPackedRowBytes,
+                       p.tokens + row * kPackedRowBytes, at.unit.num_tokens * kPackedRowBytes, shared.full(stage));
       }
     }
     __syncwarp();
   }
 
   // 16-byte copies by all lanes: one bulk copy a row would be issued by one lane at a time, and this warp would be what
-  // the consumers wait for. That it should not be either is why a copy is three instructions (compare, address, copy), with
-  // the check of the end 17 for four of them: all else is done once a unit.
+  // the consumers wait for. That it should not be either is why a copy is three instructions (compare, address, copy),
+  // with the check of the end 17 for four of them: all else is done once a unit.
   __device__ __forceinline__ void gather_rows(int stage, const Cursor& at) const {
     const int row = lane / kPieces;
     const bool within_k = lane % kPieces * kPieceElements < valid_k(at.k_tile);
@@ -235,7 +235,7 @@ class Producer {
   const Params& p;
   const SharedStorage<Config>& shared;
   const Map& units;
-  const Shares& shares;
+  const WorkSplit& work;
   int lane;
   int words;
 };

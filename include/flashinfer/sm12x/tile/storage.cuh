@@ -26,15 +26,16 @@ struct GemmConfig {
   static constexpr int kStages = kStages_;
   static constexpr int kBlocksPerSm = kBlocksPerSm_;
 
-  static constexpr bool kCooperative = kTokenTile == 128;
-  static constexpr int kConsumerWarps = kCooperative ? 8 : 4;
+  static constexpr bool kEightWarps = kTokenTile == 128;
+  static constexpr int kConsumerWarps = kEightWarps ? 8 : 4;
   static constexpr int kConsumerThreads = 32 * kConsumerWarps;
   static constexpr int kThreads = kConsumerThreads + 32;
   static constexpr int kWarpTokens =
-      kCooperative ? kTokenTile / 2 : kTokenTile;  // a warp's tile: 2 x 16 rows, these tokens
+      kEightWarps ? kTokenTile / 2 : kTokenTile;  // a warp's tile: 2 x 16 rows, these tokens
   static constexpr int kTokenSteps = kWarpTokens / 8;
 
-  // Registers for more blocks than a GB10's shared memory holds: parts with more of it fill up. Not where SM12x would spill.
+  // Registers for more blocks than a GB10's shared memory holds: parts with more of it fill up. Not where SM12x would
+  // spill.
   static constexpr bool kBf16 = kOperand == Element::kBf16;
   static constexpr int kHopperBlocks = kTokenTile <= 24 ? 4 : 3;  // of bf16 rows, measured
   static constexpr int kSm12xBlocks = kTokenTile <= 8 ? 4 : kTokenTile <= 16 && !kBf16 ? 3 : kBlocksPerSm;
@@ -43,10 +44,10 @@ struct GemmConfig {
   static constexpr bool kTokenScales = !kBf16;
   static constexpr int kBlockBytes = block_bytes(kOperand);
   static constexpr int kTokenBytes = kKTile / kScaleBlock * kBlockBytes;
-  // Rows of MXFP8 and MXFP4 are shifted against the 128-byte period of the banks, so that a load of all lanes, 8 or 4 bytes,
-  // meets no bank twice; arranged rows lie word by word.
+  // Rows of MXFP8 and MXFP4 are shifted against the 128-byte period of the banks, so that a load of all lanes, 8 or 4
+  // bytes, has no bank conflict; packed rows lie word by word.
   static constexpr int kTokenPadding = 4 * Policy::kTokenPiece;
-  static constexpr int kTokenPitch = kTokenScales ? kTokenBytes + kTokenPadding : kArrangedRowBytes;
+  static constexpr int kTokenPitch = kTokenScales ? kTokenBytes + kTokenPadding : kPackedRowBytes;
   static constexpr int kWeightPitch = row_bytes(kWeights, kKTile);
   static constexpr int kWords = kKTile / kScaleChunkElements;
   static constexpr int kScaleChunks = kRole == Role::kFc1 ? 3 : 1;  // up; gate, which may straddle two
@@ -93,7 +94,7 @@ struct SharedStorage {
   static constexpr int kBarriers = kScratch + 16 * Config::kTokenTile;          // full, empty
   static constexpr int kFlag = kBarriers + 2 * 8 * kStages;
   static constexpr int kOrder = kFlag + 16;
-  static constexpr int kRouting = kOrder + 2 * kInKernelEntries;
+  static constexpr int kRouting = kOrder + 2 * kInKernelPairs;
   static constexpr int kAlignment = 1024;  // of the 128-byte swizzle's atom
 
   static_assert(kScratch % 16 == 0 && kBarriers % 8 == 0 && kRouting % 4 == 0);

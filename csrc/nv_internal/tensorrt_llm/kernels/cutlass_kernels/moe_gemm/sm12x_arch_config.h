@@ -10,7 +10,7 @@
 #include <map>
 #include <mutex>
 
-#include "flashinfer/sm12x/instance.h"
+#include "flashinfer/sm12x/host/instance.h"
 
 namespace flashinfer::sm12x {
 
@@ -84,16 +84,16 @@ inline Status find_launch_options(cudaStream_t stream, bool dependent_launch, in
   return {};
 }
 
-// Whether a MoE layer's tactic can run where `options` says: a streamed one needs all SMs of the device, since its blocks wait
-// for each other.
+// Whether a MoE layer's tactic can run where `options` says: a streamed one needs all SMs of the device, since its
+// blocks wait for each other.
 inline bool takes_sms(const Instance& instance, const LaunchOptions& options) {
   return !instance.streams_moe() || options.sm_count >= options.device_sms;
 }
 
-// Whether GEMM kernels sort a layer's (token, slot) pairs by themselves: those of MXFP8 operands, and few. Rows of bfloat16 are
-// put in expert order in front of them, which needs the order.
-inline bool routes_in_kernel(const Instance& instance, int num_entries) {
-  return instance.operand != Element::kBf16 && num_entries <= kInKernelEntries;
+// Whether GEMM kernels sort a layer's (token, slot) pairs by themselves: those of MXFP8 operands, and few. Rows of
+// bfloat16 are put in expert order in front of them, which needs the order.
+inline bool routes_in_kernel(const Instance& instance, int num_pairs) {
+  return instance.operand != Element::kBf16 && num_pairs <= kInKernelPairs;
 }
 
 }  // namespace flashinfer::sm12x

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A layer is three launches, prologue, FC1 and FC2, or four, tokens being arranged behind the prologue; or two, tokens
-// arranged and the streamed layer. Everything their parameters need is computed here from sizes alone.
+// A layer is three launches, prologue, FC1 and FC2, or four, tokens being packed behind the prologue; or two, tokens
+// packed and the streamed layer. Everything their parameters need is computed here from sizes alone.
 #include "moe_gemm_sm120_mixed_input_launcher.h"
 
 #include <algorithm>
 
 #include "flashinfer/sm12x/rows/pack.cuh"
-#include "flashinfer/sm12x/tile/launch.cuh"
+#include "flashinfer/sm12x/host/tile_gemm.cuh"
 
 namespace flashinfer::sm12x {
 
@@ -21,7 +21,7 @@ struct MoeWorkspace {
   int32_t* offsets;
   int32_t* order;
   int32_t* positions;
-  float* contributions;
+  float* partial_outputs;
   int* token_arrivals;
   SplitBuffers split;
   size_t bytes;
@@ -30,26 +30,26 @@ struct MoeWorkspace {
 // Grows with the number of tokens, so that a workspace for many serves fewer.
 MoeWorkspace lay_out(const MoeShape& s, int device_sms, uint8_t* base) {
   Arena arena(base);
-  const size_t entries = static_cast<size_t>(s.num_tokens) * s.top_k;
+  const size_t pairs = static_cast<size_t>(s.num_tokens) * s.top_k;
   MoeWorkspace w = {};
-  // Room for whatever tactic comes: act is e4m3, arranged bfloat16 (W4A16, or a device that widens), or a streamed layer's
-  // float32; tokens are e4m3, or arranged, for a pair of GEMMs one row for each entry.
-  const bool widens = s.widens || s.mode == MoeMode::kBf16Activations;
-  const size_t streamed_tokens = std::min<size_t>(s.num_tokens, kStreamEntries / s.top_k);
-  const size_t act_bytes = s.inter * std::max(entries, streamed_tokens * s.top_k * sizeof(float));
-  w.act = arena.take<uint8_t>(std::max(act_bytes, widens ? arranged_bytes(entries, s.inter) : 0));
-  w.act_scales = arena.take<uint8_t>(entries * kScaleChunkBlocks * scale_words(s.inter));
+  // Room for whatever tactic comes: act is e4m3, packed bfloat16 (W4A16, or a device that dequantizes), or a streamed
+  // layer's float32; tokens are e4m3, or packed, for a pair of GEMMs one row for each pair.
+  const bool as_bf16 = s.as_bf16 || s.mode == MoeMode::kBf16Activations;
+  const size_t streamed_tokens = std::min<size_t>(s.num_tokens, kStreamPairs / s.top_k);
+  const size_t act_bytes = s.inter * std::max(pairs, streamed_tokens * s.top_k * sizeof(float));
+  w.act = arena.take<uint8_t>(std::max(act_bytes, as_bf16 ? packed_bytes(pairs, s.inter) : 0));
+  w.act_scales = arena.take<uint8_t>(pairs * kScaleChunkBlocks * scale_words(s.inter));
   const size_t quantized_bytes = s.mode == MoeMode::kQuantizeInput ? static_cast<size_t>(s.num_tokens) * s.hidden : 0;
-  const size_t arranged_rows = widens ? entries : streamed_tokens;
-  w.tokens = arena.take<uint8_t>(std::max(quantized_bytes, arranged_bytes(arranged_rows, s.hidden)));
+  const size_t packed_rows = as_bf16 ? pairs : streamed_tokens;
+  w.tokens = arena.take<uint8_t>(std::max(quantized_bytes, packed_bytes(packed_rows, s.hidden)));
   w.token_scales =
       arena.take<uint8_t>(s.mode == MoeMode::kBf16Activations
                               ? 0
                               : static_cast<size_t>(s.num_tokens) * kScaleChunkBlocks * scale_words(s.hidden));
   w.offsets = arena.take<int32_t>(s.num_experts + 1);
-  w.order = arena.take<int32_t>(entries);
-  w.positions = arena.take<int32_t>(widens ? entries : 0);
-  w.contributions = arena.take<float>(entries * s.hidden);
+  w.order = arena.take<int32_t>(pairs);
+  w.positions = arena.take<int32_t>(as_bf16 ? pairs : 0);
+  w.partial_outputs = arena.take<float>(pairs * s.hidden);
   w.token_arrivals = arena.take<int>(static_cast<size_t>(s.num_tokens) * ceil_div(s.hidden, kRowTile));
   w.split = take_split_buffers(arena, device_sms);
   w.bytes = arena.used();
@@ -67,29 +67,29 @@ TokenRows input_rows(const MoeArguments& a) {
 }
 
 // Tokens for bf16 MMAs; `positions`: of each (token, slot) pair in expert order, or null, for the order of tokens.
-ArrangeParams arranged_input(const MoeArguments& a, const MoeWorkspace& w, const int32_t* positions) {
-  ArrangeParams arrange = {};
-  arrange.input = input_rows(a);
-  arrange.positions = positions;
-  arrange.num_tokens = a.shape.num_tokens;
-  arrange.top_k = positions != nullptr ? a.shape.top_k : 1;
-  arrange.tokens = w.tokens;
-  return arrange;
+PackTokensParams pack_params(const MoeArguments& a, const MoeWorkspace& w, const int32_t* positions) {
+  PackTokensParams pack = {};
+  pack.input = input_rows(a);
+  pack.positions = positions;
+  pack.num_tokens = a.shape.num_tokens;
+  pack.top_k = positions != nullptr ? a.shape.top_k : 1;
+  pack.tokens = w.tokens;
+  return pack;
 }
 
-Status launch_arrange(const ArrangeParams& params, const LaunchOptions& options) {
+Status launch_pack_tokens(const PackTokensParams& params, const LaunchOptions& options) {
   const int64_t eighths = int64_t{params.num_tokens} * 4 * kScaleChunkBlocks * scale_words(params.input.k);
-  return {launch_over(moe_arrange_kernel, params, eighths, kArrangeThreads, options), "arranging of tokens"};
+  return {launch_over(moe_pack_kernel, params, eighths, kPackTokensThreads, options), "packing of tokens"};
 }
 
 Status run_streamed_moe(const MoeArguments& a, const MoeWorkspace& w, const LaunchOptions& options) {
   const MoeShape& s = a.shape;
   const Instance& instance = *a.fc1_instance;
-  const int entries = s.num_tokens * s.top_k;
+  const int pairs = s.num_tokens * s.top_k;
   if (a.fc1_instance != a.fc2_instance) {
     return {cudaErrorInvalidValue, "a streamed tactic computes both GEMMs: FC1 and FC2 must name the same"};
   }
-  if (entries > kStreamEntries) {
+  if (pairs > kStreamPairs) {
     return {cudaErrorInvalidValue, "a streamed tactic takes at most 1024 (token, slot) pairs"};
   }
   if (!takes_sms(instance, options)) {
@@ -128,35 +128,35 @@ Status run_streamed_moe(const MoeArguments& a, const MoeWorkspace& w, const Laun
   p.ids = a.ids;
   p.routing_weights = a.routing_weights;
   p.num_tokens = s.num_tokens;
-  p.num_entries = entries;
+  p.num_pairs = pairs;
   p.top_k = s.top_k;
   p.first_expert = a.first_expert;
   p.num_experts = s.num_experts;
   p.swiglu = a.swiglu;
   p.act = reinterpret_cast<float*>(w.act);
-  p.contributions = w.contributions;
+  p.partial_outputs = w.partial_outputs;
   p.blocks_done = reinterpret_cast<unsigned*>(w.split.arrivals);
   p.output = a.output;
   p.output_type = a.output_type;
 
-  ArrangeParams arrange = arranged_input(a, w, nullptr);
-  arrange.counters = p.blocks_done;
-  arrange.num_counters = 2;
-  arrange.prefetch = a.ids;
-  arrange.prefetch_bytes = entries * static_cast<int>(sizeof(int32_t));
-  if (Status r = launch_arrange(arrange, options); r.error) return r;
+  PackTokensParams pack = pack_params(a, w, nullptr);
+  pack.counters = p.blocks_done;
+  pack.num_counters = 2;
+  pack.prefetch = a.ids;
+  pack.prefetch_bytes = pairs * static_cast<int>(sizeof(int32_t));
+  if (Status r = launch_pack_tokens(pack, options); r.error) return r;
   return {instance.stream_moe(p, shared_bytes, options), "streamed layer"};
 }
 
 Status run_pair(const MoeArguments& a, const MoeWorkspace& w, const LaunchOptions& options) {
   const MoeShape& s = a.shape;
-  const int entries = s.num_tokens * s.top_k;
-  if (Status r = check_activations(entries, std::max(s.hidden, s.inter)); r.error) return r;
+  const int pairs = s.num_tokens * s.top_k;
+  if (Status r = check_activations(pairs, std::max(s.hidden, s.inter)); r.error) return r;
   if (a.fc1_instance->operand != a.fc2_instance->operand) {
     return {cudaErrorInvalidValue, "FC1 and FC2 must keep activations in the same type"};
   }
   const bool mxfp8 = a.fc1_instance->operand != Element::kBf16;
-  const bool kernels_route = routes_in_kernel(*a.fc1_instance, entries);
+  const bool kernels_route = routes_in_kernel(*a.fc1_instance, pairs);
   const bool repack = mxfp8 && s.mode == MoeMode::kMxfp8Input && !a.swizzled_input_sf &&
                       s.hidden / kScaleBlock % kScaleChunkBlocks != 0;
 
@@ -185,7 +185,7 @@ Status run_pair(const MoeArguments& a, const MoeWorkspace& w, const LaunchOption
     prologue.input = a.input_sf;
   }
   prologue.ids = a.ids;
-  prologue.num_entries = entries;
+  prologue.num_pairs = pairs;
   prologue.top_k = s.top_k;
   prologue.first_expert = a.first_expert;
   prologue.num_experts = s.num_experts;
@@ -201,7 +201,7 @@ Status run_pair(const MoeArguments& a, const MoeWorkspace& w, const LaunchOption
 
   auto route = [&](auto& gemm) {
     gemm.ids = a.ids;
-    gemm.num_entries = entries;
+    gemm.num_pairs = pairs;
     gemm.top_k = s.top_k;
     gemm.first_expert = a.first_expert;
     gemm.offsets = prologue.offsets;
@@ -225,11 +225,11 @@ Status run_pair(const MoeArguments& a, const MoeWorkspace& w, const LaunchOption
     fc2.token_scale_pitch = scale_words(s.inter);
   }
   fc2.epilogue = {a.fc2.global_scale, a.fc2.bias,       a.fc2.bias_type, a.routing_weights,
-                  w.contributions,    w.token_arrivals, a.output,        a.output_type};
+                  w.partial_outputs,  w.token_arrivals, a.output,        a.output_type};
 
   r = launch_prologue(prologue, options);
   if (r.error) return r;
-  if (!mxfp8) r = launch_arrange(arranged_input(a, w, w.positions), options);
+  if (!mxfp8) r = launch_pack_tokens(pack_params(a, w, w.positions), options);
   if (r.error) return r;
   if (const cudaError_t error = a.fc1_instance->fc1(fc1, fc1_blocks, options)) return {error, "FC1"};
   if (const cudaError_t error = a.fc2_instance->fc2(fc2, fc2_blocks, options)) return {error, "FC2"};

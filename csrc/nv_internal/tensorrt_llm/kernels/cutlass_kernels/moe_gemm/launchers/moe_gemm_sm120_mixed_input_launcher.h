@@ -17,7 +17,7 @@ struct MoeShape {
   int num_experts;  // on this rank
   int top_k;
   MoeMode mode;
-  bool widens;  // room for MXFP8 activations as bfloat16
+  bool as_bf16;  // room for MXFP8 activations as bfloat16
 };
 
 struct MoeArguments {

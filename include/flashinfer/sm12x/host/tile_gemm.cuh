@@ -1,16 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What launches of GEMMs of tiles have in common on the host: pieces of the workspace, tensor maps, the size of the grid, the
-// prologue. A launch allocates nothing and waits for nothing. For one source of a library: it brings the prologue's kernel.
+// What launches of GEMMs of tiles have in common on the host: pieces of the workspace, tensor maps, the size of the
+// grid, the prologue. A launch allocates nothing and waits for nothing. For one source of a library: it brings the
+// prologue's kernel.
 #pragma once
 
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
-#include "../instance.h"
 #include "../moe/prologue.cuh"
 #include "../rows/load.cuh"
+#include "instance.h"
 
 namespace flashinfer::sm12x {
 
@@ -48,7 +49,7 @@ inline SplitBuffers take_split_buffers(Arena& arena, int device_sms) {
   return split;
 }
 
-inline size_t arranged_bytes(size_t rows, int k) { return rows * scale_words(k) * kArrangedRowBytes; }
+inline size_t packed_bytes(size_t rows, int k) { return rows * scale_words(k) * kPackedRowBytes; }
 
 // Packed weights as a 3-D tensor of bytes [experts][rows][bytes of a row]; a box is 64 rows of one k-tile.
 inline Status encode_weights(const uint8_t* weights, Element element, int experts, int rows, int k, int k_tile,
@@ -83,7 +84,7 @@ inline Status grid_blocks(const Instance& instance, Role role, int num_experts, 
   return {};
 }
 
-// What all roles are told of a matrix [experts][rows][k], and where its split units meet.
+// What all roles are told of a matrix [experts][rows][k], and where the parts of its split units go.
 template <Role kRole>
 Status fill_gemm(GroupedGemmParams<kRole>& gemm, const Instance& instance, const uint8_t* weights,
                  const uint8_t* scales, int experts, int rows, int k, const SplitBuffers& split) {

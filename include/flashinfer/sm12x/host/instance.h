@@ -1,21 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// A compiled member of the family, and the table of those of a library (csrc/sm12x_registry.cu). The rendered sources register
-// theirs when the library is loaded. Plain CUDA, no framework.
+// A compiled member of the family, and the table of those of a library (csrc/sm12x_registry.cu). The rendered sources
+// register theirs when the library is loaded. Plain CUDA, no framework.
 #pragma once
 
-#include "launch.h"
-#include "stream/params.h"
-#include "tile/params.h"
-#include "types.h"
+#include "../launch.h"
+#include "../stream/params.h"
+#include "../tile/params.h"
+#include "../types.h"
 
 namespace flashinfer::sm12x {
 
 template <Role kRole>
 using GemmLaunch = cudaError_t (*)(const GroupedGemmParams<kRole>& params, int blocks, const LaunchOptions& options);
 
-// GEMMs of tiles have some of fc1, fc2 and store, and blocks_per_sm; streams of weights have `prepare`, and launch a MoE layer or a
-// dense one. Other pointers are null.
+// GEMMs of tiles have some of fc1, fc2 and store, and blocks_per_sm; streams of weights have `prepare`, and launch a
+// MoE layer or a dense one. Other pointers are null.
 struct Instance {
   int index;  // tactic number
   Element activation;  // what activations are rounded to,
