@@ -6,8 +6,8 @@
 
 #include <algorithm>
 
-#include "../sm12x/rows/pack.cuh"
 #include "../sm12x/host/tile_gemm.cuh"
+#include "../sm12x/rows/pack.cuh"
 
 namespace flashinfer::sm12x {
 

@@ -6,8 +6,8 @@
 
 #include <algorithm>
 
-#include "flashinfer/sm12x/rows/pack.cuh"
 #include "flashinfer/sm12x/host/tile_gemm.cuh"
+#include "flashinfer/sm12x/rows/pack.cuh"
 
 namespace flashinfer::sm12x {
 
