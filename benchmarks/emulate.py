@@ -146,7 +146,7 @@ def fit_layer(device: VirtualDevice, layer: MoELayer, mode: int, tactics: Tactic
         gemms = sum(fit.tile > 0 for fit in fits)
         tile = token_tiles(tactics)[min(gemms, 1)] if launches[0].counts.mma_flops else 0
         works = [work_of(ids, tile) for ids, _ in emulated]
-        by_tokens = not tile and ("moe_arrange" not in launch.kernel or INSTANCES[tactics[0]].streamed)
+        by_tokens = not tile and ("moe_pack" not in launch.kernel or INSTANCES[tactics[0]].streamed)
         fits.append(fit_launch(launches[:3], works[:3], tile, by_tokens))
         if tile:
             expected, found = fits[-1].at(works[3]), launches[3].counts

@@ -1,29 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// TVM-FFI bindings of the dense layers with weights in microscaling formats (flashinfer/gemm/sm12x_dense.py). Python has
-// validated shapes, dtypes and layouts; what is checked here again is only what would otherwise read or write out of
-// bounds.
+// TVM-FFI bindings of the dense layers with weights in microscaling formats (flashinfer/gemm/sm12x_dense.py). Python
+// has validated shapes, dtypes and layouts; what is checked here again is only what would otherwise read or write out
+// of bounds.
 #include "flashinfer/gemm/dense_mx_sm120.cuh"
 #include "sm12x_binding_utils.h"
 
 namespace flashinfer::sm12x {
-
-namespace {
-
-std::atomic<const DenseInstance*>& registered(int index) {
-  static std::atomic<const DenseInstance*> table[kMaxDenseInstances] = {};  // first used by static initialisers
-  return table[index];
-}
-
-}  // namespace
-
-const DenseInstance* find_dense_instance(int index) {
-  return index >= 0 && index < kMaxDenseInstances ? registered(index).load(std::memory_order_acquire) : nullptr;
-}
-
-void register_dense_instance(int index, const DenseInstance* instance) {
-  registered(index).store(instance, std::memory_order_release);
-}
 
 using tvm::ffi::Optional;
 using tvm::ffi::TensorView;
@@ -54,21 +37,20 @@ void run_dense(TensorView out, TensorView tokens, Optional<TensorView> token_sca
                TensorView weight_scales, Optional<TensorView> alpha, Optional<TensorView> bias,
                Optional<TensorView> residual, Optional<TensorView> workspace, int64_t token_format, int64_t tactic,
                bool weights_first, bool enable_pdl, uint64_t* ranks = nullptr, int* ranks_of_token = nullptr) {
-  const int index = checked_int(tactic, "tactic");
-  const DenseInstance* stream = find_dense_instance(index);
-  const GemmInstance* gemm = find_instance(index);
-  TVM_FFI_CHECK(stream != nullptr || gemm != nullptr, ValueError)
-      << "tactic " << tactic << " of the dense layer does not exist";
-  const WeightFormat format = stream != nullptr ? stream->weights : gemm->weights;
+  const Instance* instance = find_instance(checked_int(tactic, "tactic"));
+  TVM_FFI_CHECK(instance != nullptr, ValueError) << "tactic " << tactic << " of the dense layer does not exist";
   const int m = checked_int(tokens.size(0), "the number of tokens"), n = checked_int(weights.size(0), "n");
-  const int k = checked_int((format == WeightFormat::kMxfp4 ? 2 : 1) * weights.size(1), "k");
+  const int k = checked_int((instance->weights == Element::kE2m1 ? 2 : 1) * weights.size(1), "k");
   const TokenRows rows = dense_rows(tokens, token_scales, token_format, k);
   const bool stores = ranks == nullptr || out.size(0) != 0;
   TVM_FFI_CHECK((out.size(0) == m || !stores) && out.size(1) == n, ValueError)
       << "out must be [" << m << ", " << n << "]";
   TVM_FFI_CHECK(weight_scales.numel() >= swizzled_scale_bytes(n, k), ValueError) << "weight_scales is too small";
   if (m == 0 || n == 0) return;
-  StoreEpilogue epilogue = {};
+  DenseArguments a = {instance, m, n, k, rows};
+  a.weights = static_cast<const uint8_t*>(weights.data_ptr());
+  a.weight_scales = static_cast<const uint8_t*>(weight_scales.data_ptr());
+  StoreEpilogue& epilogue = a.epilogue;
   epilogue.output = stores ? out.data_ptr() : nullptr;
   epilogue.output_type = scalar_type(out, "out");
   epilogue.alpha = floats_or_null(alpha);
@@ -84,21 +66,19 @@ void run_dense(TensorView out, TensorView tokens, Optional<TensorView> token_sca
                   ValueError)
         << "residual must have the shape and dtype of out";
   }
-  const auto* weight_bytes = static_cast<const uint8_t*>(weights.data_ptr());
-  const auto* scale_bytes = static_cast<const uint8_t*>(weight_scales.data_ptr());
-  const LaunchOptions options = launch_options(stream_of(tokens), enable_pdl, tokens.device().device_id);
-  if (stream != nullptr) {
+  const LaunchOptions options = launch_options(tokens, enable_pdl);
+  if (instance->stream_dense != nullptr) {
+    a.weights_first = weights_first;
+    a.ranks = ranks;
     int left = 0;
-    check_status(run_dense_layer({stream, m, n, k, rows, weight_bytes, scale_bytes, epilogue, weights_first, ranks},
-                                 options, &left));
+    check_status(run_dense_stream(a, options, &left));
     if (ranks != nullptr) *ranks_of_token = left;
     return;
   }
   TVM_FFI_CHECK(workspace.has_value(), ValueError) << "tactic " << tactic << " needs a workspace";
-  check_status(run_dense_gemm(
-      {m, n, k, rows, weight_bytes, scale_bytes, epilogue, static_cast<uint8_t*>(workspace.value().data_ptr()),
-       static_cast<size_t>(workspace.value().numel()), gemm},
-      options));
+  a.workspace = static_cast<uint8_t*>(workspace.value().data_ptr());
+  a.workspace_bytes = static_cast<size_t>(workspace.value().numel());
+  check_status(run_dense_gemm(a, options));
 }
 
 void dense_run(TensorView out, TensorView tokens, Optional<TensorView> token_scales, TensorView weights,
@@ -110,8 +90,9 @@ void dense_run(TensorView out, TensorView tokens, Optional<TensorView> token_sca
 }
 
 int64_t dense_gemm_workspace_size(int64_t num_tokens, int64_t k, int64_t tactic, int64_t token_format) {
-  const GemmInstance* gemm = find_instance(checked_int(tactic, "tactic"));
-  TVM_FFI_CHECK(gemm != nullptr, ValueError) << "tactic " << tactic << " of the dense layer is no GEMM";
+  const Instance* gemm = find_instance(checked_int(tactic, "tactic"));
+  TVM_FFI_CHECK(gemm != nullptr && gemm->store != nullptr, ValueError)
+      << "tactic " << tactic << " of the dense layer is no GEMM";
   return static_cast<int64_t>(dense_gemm_workspace_bytes(*gemm, checked_int(num_tokens, "the number of tokens"),
                                                          checked_int(k, "k"), static_cast<TokenFormat>(token_format),
                                                          multiprocessors(current_device())));

@@ -2,18 +2,21 @@
 //
 // TVM-FFI bindings of what is done with rows beside multiplying them: their largest outputs, and rows as bfloat16.
 // Included at the end of the dense layer's binding alone.
-#include "flashinfer/sm12x/impls/row_top_k.cuh"
-#include "flashinfer/sm12x/impls/widen_rows.cuh"
+#include "flashinfer/sm12x/rows/dequantize.cuh"
+#include "flashinfer/sm12x/rows/top_k.cuh"
 
 namespace flashinfer::sm12x {
 
 // Whether a dense layer by this tactic leaves ranks of its outputs itself, so that their largest need no logits.
-bool leaves_ranks(int tactic, int top_k) { return top_k == 1 && find_dense_instance(tactic) != nullptr; }
+bool leaves_ranks(int tactic, int top_k) {
+  const Instance* instance = find_instance(tactic);
+  return top_k == 1 && instance != nullptr && instance->stream_dense != nullptr;
+}
 
 // Bytes in which the largest of so many rows are found, whatever finds them.
 int64_t row_top_k_workspace_size(int64_t num_rows, int64_t n, int64_t top_k) {
   const int64_t of_chunks = (n + kTopKChunk - 1) / kTopKChunk * top_k;
-  const int64_t of_blocks = static_cast<int64_t>(kKeeperWarps) * multiprocessors(current_device());
+  const int64_t of_blocks = static_cast<int64_t>(kEpilogueWarps) * multiprocessors(current_device());
   return static_cast<int64_t>(sizeof(uint64_t)) * num_rows * std::max(of_chunks, of_blocks);
 }
 
@@ -40,11 +43,11 @@ void row_top_k_run(TensorView values, TensorView indices, int64_t first_index, T
   TVM_FFI_CHECK(p.num_rows > 0 && logits.size(0) == p.num_rows, ValueError) << "logits must have as many rows";
   p.logits = logits.data_ptr();
   p.type = scalar_type(logits, "logits");
-  check_status(run_row_top_k(p, launch_options(stream_of(logits), enable_pdl, logits.device().device_id)));
+  check_status(run_row_top_k(p, launch_options(logits, enable_pdl)));
 }
 
-// A dense layer, and the largest outputs of each row. Of a tactic that leaves ranks, `out` may have no rows: it then says of
-// which type outputs would be.
+// A dense layer, and the largest outputs of each row. Of a tactic that leaves ranks, `out` may have no rows: it then
+// says of which type outputs would be.
 void dense_top_k_run(TensorView values, TensorView indices, int64_t first_index, TensorView ranks, TensorView out,
                      TensorView tokens, Optional<TensorView> token_scales, TensorView weights, TensorView weight_scales,
                      Optional<TensorView> alpha, Optional<TensorView> bias, Optional<TensorView> residual,
@@ -56,16 +59,15 @@ void dense_top_k_run(TensorView values, TensorView indices, int64_t first_index,
   run_dense(out, tokens, token_scales, weights, weight_scales, alpha, bias, residual, workspace, token_format, tactic,
             weights_first, enable_pdl, fused ? p.ranks : nullptr, &p.count);
   if (!fused) return row_top_k_run(values, indices, first_index, ranks, out, enable_pdl);
-  check_status(run_top_k_of_ranks(p, launch_options(stream_of(tokens), enable_pdl, tokens.device().device_id)));
+  check_status(run_top_k_of_ranks(p, launch_options(tokens, enable_pdl)));
 }
 
-void widen_rows(TensorView out, TensorView rows, Optional<TensorView> scales, int64_t format) {
+void dequantize_rows(TensorView out, TensorView rows, Optional<TensorView> scales, int64_t format) {
   const DLDataType type = out.dtype();
   TVM_FFI_CHECK(type.code == kDLBfloat && type.bits == 16 && out.size(0) == rows.size(0), ValueError)
       << "out must be bfloat16, with as many rows";
   const TokenRows view = dense_rows(rows, scales, format, checked_int(out.size(1), "k"));
-  check_status(run_widen_rows(view, rows.size(0), out.data_ptr(),
-                              launch_options(stream_of(rows), false, rows.device().device_id)));
+  check_status(run_dequantize_rows(view, rows.size(0), out.data_ptr(), launch_options(rows, false)));
 }
 
 }  // namespace flashinfer::sm12x
@@ -73,4 +75,4 @@ void widen_rows(TensorView out, TensorView rows, Optional<TensorView> scales, in
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sm12x_dense_top_k_run, flashinfer::sm12x::dense_top_k_run);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sm12x_row_top_k_run, flashinfer::sm12x::row_top_k_run);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sm12x_row_top_k_workspace_size, flashinfer::sm12x::row_top_k_workspace_size);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(sm12x_widen_rows, flashinfer::sm12x::widen_rows);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(sm12x_widen_rows, flashinfer::sm12x::dequantize_rows);

@@ -9,7 +9,7 @@ namespace flashinfer::sm12x {
 using tvm::ffi::TensorView;
 
 int64_t group_gemm_workspace_size() {
-  return static_cast<int64_t>(group_gemm_workspace_bytes(multiprocessors(current_device())));
+  return static_cast<int64_t>(gemm::group_gemm_workspace_bytes(multiprocessors(current_device())));
 }
 
 void group_gemm_run(TensorView out, TensorView a, TensorView a_sf, TensorView b, TensorView b_sf, TensorView m_indptr,
@@ -17,7 +17,7 @@ void group_gemm_run(TensorView out, TensorView a, TensorView a_sf, TensorView b,
   const DLDataType type = a.dtype();
   TVM_FFI_CHECK(type.code == kDLFloat8_e4m3fn || type.code == kDLFloat8_e5m2, ValueError)
       << "a must be float8_e4m3fn or float8_e5m2";
-  GroupGemmArguments g = {};
+  gemm::GroupGemmArguments g = {};
   g.cum_m = checked_int(a.size(0), "the number of rows of a");
   g.k = checked_int(a.size(1), "k");
   g.n = checked_int(b.size(1), "n");
@@ -41,10 +41,9 @@ void group_gemm_run(TensorView out, TensorView a, TensorView a_sf, TensorView b,
   g.output_type = scalar_type(out, "out");
   g.workspace = static_cast<uint8_t*>(workspace.data_ptr());
   g.workspace_bytes = static_cast<size_t>(workspace.numel());
-  const int device = a.device().device_id;
-  check_status(gemm::group_gemm_mxfp4_groupwise_sm120(
-      g, type.code == kDLFloat8_e5m2 ? Activation::kE5m2 : Activation::kE4m3, static_cast<int>(tactic),
-      launch_options(stream_of(a), enable_pdl, device)));
+  const Element element = type.code == kDLFloat8_e5m2 ? Element::kE5m2 : Element::kE4m3;
+  check_status(
+      gemm::group_gemm_mxfp4_groupwise_sm120(g, element, static_cast<int>(tactic), launch_options(a, enable_pdl)));
 }
 
 }  // namespace flashinfer::sm12x

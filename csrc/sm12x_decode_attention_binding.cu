@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// TVM-FFI face of decode attention (flashinfer/sm12x_decode.py). Python has validated shapes, dtypes, strides and alignment;
-// what is checked here again is only what would otherwise read or write out of bounds.
-#include "flashinfer/sm12x/impls/decode_attention.cuh"
+// TVM-FFI face of decode attention (flashinfer/sm12x_decode.py). Python has validated shapes, dtypes, strides and
+// alignment; what is checked here again is only what would otherwise read or write out of bounds.
+#include "flashinfer/sm12x/decode_attention.cuh"
 #include "sm12x_binding_utils.h"
 
 namespace flashinfer::sm12x {
@@ -40,7 +40,7 @@ void decode_run(TensorView out, TensorView key_cache, TensorView value_cache, Te
   const int64_t page_size = key_cache.size(2);
   TVM_FFI_CHECK(page_size >= kDecodeChunk && (page_size & (page_size - 1)) == 0, ValueError)
       << "pages have " << page_size << " positions; it must be a power of two from " << kDecodeChunk << " on";
-  const LaunchOptions options = launch_options(stream_of(query), enable_pdl, query.device().device_id);
+  const LaunchOptions options = launch_options(query, enable_pdl);
   TVM_FFI_CHECK(workspace.numel() >= decode_workspace_bytes(options.device_sms), ValueError)
       << "workspace is too small";
 

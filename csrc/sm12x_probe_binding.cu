@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// TVM-FFI face of the kernels that measure a GPU (flashinfer/sm12x_gpu_probe): its memory, its MMAs, its launches and the
-// order of its arrivals. Sizes are checked here, before any launch.
+// TVM-FFI face of the kernels that measure a GPU (flashinfer/sm12x_gpu_probe): its memory, its MMAs, its launches and
+// the order of its arrivals. Sizes are checked here, before any launch.
 #include <algorithm>
 
-#include "flashinfer/sm12x/common/launch.h"
+#include "flashinfer/sm12x/launch.h"
 #include "flashinfer/sm12x/probe/arrival_order.cuh"
 #include "flashinfer/sm12x/probe/launch_order.cuh"
 #include "flashinfer/sm12x/probe/mma_rate.cuh"
@@ -31,10 +31,6 @@ T* data(const TensorView& tensor) {
   return static_cast<T*>(tensor.data_ptr());
 }
 
-LaunchOptions options_of(const TensorView& tensor, bool dependent_launch = false) {
-  return launch_options(stream_of(tensor), dependent_launch, tensor.device().device_id);
-}
-
 void check(cudaError_t error, const char* what) { check_status({error, what}); }
 
 // pieces: int64 [n], addresses; vectors: int32 [n]; sums: int32 [n, 16].
@@ -45,11 +41,13 @@ void streaming_read(TensorView pieces, TensorView vectors, TensorView sums) {
   require_size(vectors, blocks, 32, "vectors");
   require_size(sums, blocks * kReadWarps, 32, "sums");
   const StreamingReadParams params = {data<const uint4*>(pieces), data<int32_t>(vectors), data<uint32_t>(sums)};
-  check(launch_kernel(streaming_read_kernel, params, static_cast<int>(blocks), kReadThreads, 0, options_of(pieces)),
+  check(launch_kernel(streaming_read_kernel, params, static_cast<int>(blocks), kReadThreads, 0,
+                      launch_options(pieces, false)),
         "streaming read");
 }
 
-// a: uint8 [16, 32]; b: uint8 [8, 8, 32]; c: float32 [16, 8]; d: float32 [blocks, warps, 8, 16, 8]; times: int64 [blocks, 4].
+// a: uint8 [16, 32]; b: uint8 [8, 8, 32]; c: float32 [16, 8]; d: float32 [blocks, warps, 8, 16, 8]; times: int64
+// [blocks, 4].
 void mma_rate(TensorView a, TensorView b, TensorView c, TensorView d, TensorView times, int64_t kind, int64_t scale_a,
               int64_t scale_b, int64_t iterations) {
   using Kernel = void (*)(MmaRateParams);
@@ -57,7 +55,7 @@ void mma_rate(TensorView a, TensorView b, TensorView c, TensorView d, TensorView
                                                  mma_rate_kernel<MmaKind::kMxf8f6f4>, mma_rate_kernel<MmaKind::kMxf4>};
   require_range(kind, 0, kMmaKinds - 1, "kind");
   require_range(iterations, 0, INT_MAX, "iterations");
-  const LaunchOptions options = options_of(a);
+  const LaunchOptions options = launch_options(a, false);
   TVM_FFI_CHECK(options.sm12x || !needs_sm12x(static_cast<MmaKind>(kind)), ValueError)
       << "kind is " << kind << ", a block-scaled MMA, which needs compute capability 12.x; 0 and 1 run here";
   const int64_t blocks = d.size(0), warps = d.size(1);
@@ -80,7 +78,7 @@ void mma_rate(TensorView a, TensorView b, TensorView c, TensorView d, TensorView
         "MMAs");
 }
 
-enum class LaunchKind : int64_t { kPlain, kDependent, kCooperative };
+enum class LaunchKind : int64_t { kPlain, kDependent, kEightWarps };
 
 template <class Params>
 cudaError_t launch_cooperative(void (*kernel)(Params), const Params& params, int blocks, const LaunchOptions& options) {
@@ -103,23 +101,23 @@ void launch_steps(TensorView steps, int64_t kind, int64_t blocks) {
   require_range(steps.numel(), 2, INT_MAX, "the number of steps");
   require_size(steps, steps.numel(), 32, "steps");
   const auto how = static_cast<LaunchKind>(kind);
-  const LaunchOptions options = options_of(steps, how == LaunchKind::kDependent);
+  const LaunchOptions options = launch_options(steps, how == LaunchKind::kDependent);
   require_range(blocks, 1, options.device_sms, "the number of blocks");
   for (int index = 0; index + 1 < steps.numel(); ++index) {
     const LaunchStepParams params = {data<int32_t>(steps), index};
-    check(how == LaunchKind::kCooperative
+    check(how == LaunchKind::kEightWarps
               ? launch_cooperative(launch_step_kernel, params, static_cast<int>(blocks), options)
               : launch_kernel(launch_step_kernel, params, static_cast<int>(blocks), kOrderThreads, 0, options),
           "a chain of launches");
   }
 }
 
-// first, second: int64 [blocks, 3], of two launches; the first one works for so many cycles, the second one has so many bytes
-// of shared memory and may begin before the first one ends if `dependent`.
+// first, second: int64 [blocks, 3], of two launches; the first one works for so many cycles, the second one has so many
+// bytes of shared memory and may begin before the first one ends if `dependent`.
 void launch_overlap(TensorView first, TensorView second, int64_t cycles, int64_t shared_bytes, bool dependent) {
   const int64_t blocks = first.size(0);
   require_range(cycles, 0, INT_MAX, "cycles");
-  LaunchOptions options = options_of(first);
+  LaunchOptions options = launch_options(first, false);
   require_range(blocks, 1, options.device_sms, "the number of blocks");
   require_range(shared_bytes, 0, options.shared_bytes, "shared_bytes");
   require_size(first, 3 * blocks, 64, "first");
@@ -147,7 +145,7 @@ void arrival_order(TensorView source, TensorView counts, int64_t rounds, bool fe
   require_size(counts, blocks * kOrderPairs * 2, 32, "counts");
   const ArrivalOrderParams params = {data<uint32_t>(source), data<uint32_t>(counts), static_cast<int>(rounds)};
   check(launch_kernel(kKernels[fenced][copies], params, static_cast<int>(blocks), 64 * kOrderPairs, 0,
-                      options_of(source)),
+                      launch_options(source, false)),
         "arrivals");
 }
 

@@ -3,13 +3,13 @@
 // An instance that is a library of its own, handed to the MoE's library by its address. Included by that binding alone.
 #pragma once
 
-#include "nv_internal/tensorrt_llm/kernels/cutlass_kernels/moe_gemm/launchers/moe_gemm_sm120_mixed_input_launcher.h"
+#include "flashinfer/sm12x/host/instance.h"
 #include "tvm_ffi_utils.h"
 
 namespace flashinfer::sm12x {
 
 inline void register_instance_address(int64_t index, int64_t address) {
-  const auto* instance = reinterpret_cast<const GemmInstance*>(address);
+  const auto* instance = reinterpret_cast<const Instance*>(address);
   TVM_FFI_CHECK(instance != nullptr && instance->index == index, ValueError)
       << "the module handed over for tactic " << index << " holds another instance";
   register_instance(instance);

@@ -272,7 +272,7 @@ def launch_title(kernel: str) -> str:
     """What a launch is to the layer, from its kernel's mangled name."""
     if "streamed_layer_kernel" in kernel:
         return "layer"
-    if "moe_arrange_kernel" in kernel:
+    if "moe_pack_kernel" in kernel:
         return "tokens"
     role = re.search(r"4RoleE(\d)", kernel)
     return {"0": "FC1", "1": "FC2"}.get(role[1], "GEMM") if role else "prologue"

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// TVM-FFI face of the router (flashinfer/fused_moe/sm12x_router.py). Python has validated shapes, dtypes and alignment; what is
-// checked here again is only what would otherwise read or write out of bounds.
-#include "flashinfer/sm12x/impls/router.cuh"
+// TVM-FFI face of the router (flashinfer/fused_moe/sm12x_router.py). Python has validated shapes, dtypes and alignment;
+// what is checked here again is only what would otherwise read or write out of bounds.
+#include "flashinfer/sm12x/router.cuh"
 #include "sm12x_binding_utils.h"
 
 namespace flashinfer::sm12x {
@@ -56,7 +56,7 @@ void router_run(TensorView top_k_weights, TensorView top_k_ids, TensorView logit
   params.num_experts = experts;
   params.top_k = top_k;
   params.constant_weights = constant_weights;
-  check_status(run_router(params, launch_options(stream_of(hidden), enable_pdl, hidden.device().device_id)));
+  check_status(run_router(params, launch_options(hidden, enable_pdl)));
 }
 
 }  // namespace flashinfer::sm12x

@@ -114,8 +114,8 @@ def plan_moe(
 ) -> tuple[int, int]:
     """Default tactics of FC1 and FC2: one that computes the whole layer, twice, or a pair.
 
-    Shares of work are cut to the number of SMs inside the kernels (``scheduler/tile_scheduler.cuh``,
-    ``impls/streamed_walk.cuh``), so that it does not change the choice, unless the layer may not use all of them.
+    Shares of work are cut to the number of SMs inside the kernels (``tile/scheduler.cuh``,
+    ``stream/moe_scheduler.cuh``), so that it does not change the choice, unless the layer may not use all of them.
     """
     rows = num_tokens * top_k
     index = choose(

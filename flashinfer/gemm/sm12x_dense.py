@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dense layers with weights in MXFP4 or MXFP8 on SM12x's own kernels and on the CPU: contract, choice of kernel, launch.
 
-Few tokens are one stream of weights (``include/flashinfer/sm12x/impls/dense_layer.cuh``), more are a GEMM
-(``grouped_gemm.cuh``): of quantized tokens by SM12x's block-scaled MMA, else of bfloat16, which holds every value of these
+Few tokens are one stream of weights (``include/flashinfer/sm12x/stream/dense.cuh``), more are a GEMM
+(``tile/gemm.cuh``): of quantized tokens by SM12x's block-scaled MMA, else of bfloat16, which holds every value of these
 formats exactly. For very many, there, weights are widened to bfloat16 some rows at a time, and cuBLAS multiplies them.
 """
 
@@ -43,7 +43,7 @@ WIDENED_BYTES = 64 << 20
 WIDENED_ROWS = 2048
 """Tokens that such a call multiplies at a time: their float32 products are as large as the weights."""
 
-# Formats of token rows, as the kernels number them (TokenFormat in grouped_gemm_params.cuh).
+# Formats of token rows, as the kernels number them (TokenFormat in types.h).
 BF16, QUANTIZE_BF16, QUANTIZE_F16, MXFP8_SWIZZLED, MXFP8_LINEAR, MXFP4_SWIZZLED = range(6)
 QUANTIZE_BF16_TO_MXFP4, QUANTIZE_F16_TO_MXFP4 = 6, 7
 

@@ -22,8 +22,8 @@ SCHEDULER = r"""
 using std::max;
 using std::min;
 struct { int x; } blockIdx;
-#include "flashinfer/sm12x/scheduler/tile_scheduler.cuh"
-using namespace flashinfer::sm12x::scheduler;
+#include "flashinfer/sm12x/tile/scheduler.cuh"
+using namespace flashinfer::sm12x;
 
 int main() {
   int experts, row_tiles, k_tiles, blocks, offsets[64] = {}, prefix[64] = {};
@@ -33,12 +33,12 @@ int main() {
       prefix[e + 1] = prefix[e] + (rows + TILE - 1) / TILE;
     }
     const UnitMap<TILE> units = {offsets, prefix, experts, row_tiles};
-    const Shares shares(units.num_units(), k_tiles, blocks);
-    for (blockIdx.x = 0; blockIdx.x < shares.blocks; ++blockIdx.x) {
-      BlockWalk walk(shares);
-      for (Run run = walk.next(); run.tiles > 0; run = walk.next()) {
-        const Unit unit = units.locate(run.unit);
-        for (int k = run.first; k < run.first + run.tiles; ++k) {
+    const WorkSplit work(units.num_units(), k_tiles, blocks);
+    for (blockIdx.x = 0; blockIdx.x < work.blocks; ++blockIdx.x) {
+      TileScheduler scheduler(work);
+      for (WorkTile tile = scheduler.next(); tile.tiles > 0; tile = scheduler.next()) {
+        const Unit unit = units.locate(tile.unit);
+        for (int k = tile.first; k < tile.first + tile.tiles; ++k) {
           std::printf("%d %d %d %d %d\n", blockIdx.x, unit.expert, unit.row_tile,
                       (unit.first_token - offsets[unit.expert]) / TILE, k);
         }

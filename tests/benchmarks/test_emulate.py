@@ -56,7 +56,7 @@ def linear(monkeypatch: pytest.MonkeyPatch) -> None:
         prologue = Counts(1000, 0, 0, 3200) + Counts(4000, 0, 10, 8640) * ids.shape[0]
         gemm = launch(GIVEN.at(moe.work_of(ids, TILE)))
         arrange = Counts(500, 0, 0, 64) + Counts(300, 0, 4, 5760) * ids.numel()
-        return ids, [launch(prologue), launch(arrange, kernel="moe_arrange_kernel"), gemm, gemm]
+        return ids, [launch(prologue), launch(arrange, kernel="moe_pack_kernel"), gemm, gemm]
 
     monkeypatch.setattr(emulate, "emulate_moe", emulated)
 

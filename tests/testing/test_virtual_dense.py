@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -318,16 +317,19 @@ def test_weights_are_widened_in_pieces(
             device.call(device.module(gen_dense_module).sm12x_widen_rows, *arguments, writes=arguments[:1])
             pieces.append(arguments[1].shape[0])
 
-    monkeypatch.setattr(sm12x_dense, "_dispatch", lambda: SimpleNamespace(dense_module=lambda: Module))
     monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype: a.to(out_dtype) @ b.to(out_dtype))
     monkeypatch.setattr(sm12x_dense, "WIDENED_BYTES", widened_rows * 2 * k)
     monkeypatch.setattr(sm12x_dense, "WIDENED_ROWS", widened_tokens)
     out = torch.full((20, n), torch.nan)
     named = inputs.named
-    operands = sm12x_dense.Operands(
-        out, x, named["x_scale"], weight, weight_scale, named["alpha"], named["bias"], named["residual"]
+    call = sm12x_dense.DenseCall(**dict.fromkeys(sm12x_dense.DenseCall._fields))._replace(  # type: ignore[arg-type]
+        out=out,
+        x=x,
+        weight=weight,
+        weight_scale=weight_scale,
+        **{key: named[key] for key in ("x_scale", "alpha", "bias", "residual")},
     )
-    sm12x_dense._multiply_widened(operands, FORMATS.index("mxfp8_linear"))
+    sm12x_dense._multiply_widened(Module, call, FORMATS.index("mxfp8_linear"))
     check_within_bound(out, *dense_reference(inputs, ANY_ORDER), f"{widened_rows} rows at a time")
     whole = max(128, widened_rows // 128 * 128)
     assert pieces == [20, *[whole] * (n // whole), n % whole]

@@ -234,12 +234,12 @@ def test_more_tokens_than_the_grid_arranges_at_once(device):
     """Threads go on to other tokens, and to other places in their rows."""
     hidden = 416
     check_moe(device, MoECase(1600, hidden, 32, 4, 1, 2), 309, [WIDEST_BF16.index] * 2)
-    (launch,) = [launch for launch in device.launches if "moe_arrange_kernel" in launch.kernel]
+    (launch,) = [launch for launch in device.launches if "moe_pack_kernel" in launch.kernel]
     row_eighths, at_once = -(-hidden // 128) * 16, launch.grid[0] * launch.block[0]
     assert 1600 * row_eighths > at_once and at_once % row_eighths == 0
     # Rows of 80 eighths: a pass of the grid ends within one.
     check_moe(device, MoECase(1400, 608, 32, 4, 1, 2), 310, [WIDEST_BF16.index] * 2)
-    launch = [launch for launch in device.launches if "moe_arrange_kernel" in launch.kernel][-1]
+    launch = [launch for launch in device.launches if "moe_pack_kernel" in launch.kernel][-1]
     assert launch.grid[0] * launch.block[0] < 1400 * 80 and launch.grid[0] * launch.block[0] % 80 != 0
 
 

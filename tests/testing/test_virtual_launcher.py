@@ -66,16 +66,17 @@ def test_a_workspace_serves_fewer_tokens_too(device: VirtualDevice, mode: Mode, 
 
 GROUP_GEMM = {"tiles": (1, 128, 128, 128, True), "out_dtype": None, "tactic": GEMM_INSTANCES[0].index}
 Changes = tuple[tuple[str, str, str], ...]  # a file, text that stands there once, what takes its place
-LAUNCHER, KERNELS = f"csrc/{modules._LAUNCHER}", "include/flashinfer/sm12x/impls"
+LAUNCHER, KERNELS = f"csrc/{modules._LAUNCHER}", "include/flashinfer/sm12x"
+ARENA = f"{KERNELS}/host/tile_gemm.cuh"
 # Each part of the workspace has memory of its own, just as large: what is written or read behind its end, and would hit padding
 # or the next part, is then reported.
 PARTS_APART: Changes = (
-    (LAUNCHER, "reinterpret_cast<T*>(base_ + used_)", "static_cast<T*>(own_memory(count * sizeof(T)))"),
+    (ARENA, "reinterpret_cast<T*>(base_ + used_)", "static_cast<T*>(own_memory(count * sizeof(T)))"),
     (
-        LAUNCHER,
+        ARENA,
         "class Arena {",
         """
-void* own_memory(size_t bytes) {
+inline void* own_memory(size_t bytes) {
   void* memory = nullptr;
   return bytes == 0 || cudaMalloc(&memory, bytes) != cudaSuccess ? nullptr : memory;
 }
@@ -125,11 +126,16 @@ def with_changes(
 def apart(device: VirtualDevice, monkeypatch: pytest.MonkeyPatch) -> VirtualDevice:
     """The device, on which the modules that have a workspace have its parts apart."""
     module = device.module
-    generators = (fused_moe.gen_cutlass_fused_moe_sm120_module, modules.gen_group_gemm_module, modules.gen_dense_module)
+    sources = {
+        fused_moe.gen_cutlass_fused_moe_sm120_module: LAUNCHER,
+        modules.gen_group_gemm_module: modules._GEMM_BINDING,
+        modules.gen_dense_module: modules._DENSE_BINDING,
+    }
 
     def chosen(generate: Callable[..., Any], *arguments: Any) -> Any:
-        apart = generate in generators
-        return with_changes(device, generate, PARTS_APART) if apart else module(generate, *arguments)
+        if generate not in sources:
+            return module(generate, *arguments)
+        return with_changes(device, generate, PARTS_APART, Path(sources[generate]).stem)
 
     monkeypatch.setattr(device, "module", chosen)
     return device
@@ -288,7 +294,7 @@ def test_tokens_of_a_layer_beyond_31_bits(device: VirtualDevice, mode: int) -> N
     output[far:] = torch.nan
     arguments = output, x, x_scale, ids, weights, *arguments_of(near, output)[5:]
     loop = "  while (token < p.num_tokens) {"
-    arrange_far = (f"{KERNELS}/moe_arrange.cuh", loop, f"  token += {far};\n{loop}")
+    arrange_far = (f"{KERNELS}/rows/pack.cuh", loop, f"  token += {far};\n{loop}")
     run_far_layer(device, (*FEW_PREPARED, *([arrange_far] if mode == 2 else [])), arguments, 3, mode)
     check_within_bound(output[far:], *moe_reference(near, TENSOR_CORE), "far tokens")
 
@@ -314,7 +320,7 @@ def test_outputs_of_a_streamed_dense_layer_beyond_31_bits(device: VirtualDevice)
     """The kernel begins with the tile of tokens that it would come to after hours."""
     print("seed", 17)
     n, k, far, rows, tile = 4096, 2080, 1 << 19, 5, 8  # tokens, too, lie beyond 2^31 bytes
-    header = f"{KERNELS}/dense_layer.cuh"
+    header = f"{KERNELS}/stream/dense.cuh"
     changes: Changes = (
         (header, "unit(step), tile(0)", f"unit(step), tile({far // tile})"),
         (header, "steps(units * tiles)", f"steps(units * (tiles - {far // tile}))"),
@@ -335,7 +341,7 @@ def test_largest_outputs_of_rows_beyond_31_bits(device: VirtualDevice) -> None:
     """The search of two rows takes those behind all others."""
     print("seed", 18)
     n, far, top_k = 4100, 1 << 19, 2
-    header = f"{KERNELS}/row_top_k.cuh"
+    header = f"{KERNELS}/rows/top_k.cuh"
     changes: Changes = (
         (
             header,

@@ -240,7 +240,7 @@ def test_parts_of_bindings_that_nobody_calls_upstream_are_left_out():
     assert not any("register_instance_binding" in name or "register_instance_binding" in files[name] for name in files)
     dense = "csrc/dense_mx_sm12x_binding.cu"
     files = cxx_files({dense: "csrc/dense.cu"}, {})
-    assert not set(files) & {"csrc/dense_mx_sm12x_rows_binding.inl", "include/flashinfer/sm12x/impls/row_top_k.cuh"}
+    assert not set(files) & {"csrc/dense_mx_sm12x_rows_binding.inl", "include/flashinfer/sm12x/rows/top_k.cuh"}
     assert files["csrc/dense.cu"].rstrip().endswith("flashinfer::sm12x::dense_gemm_workspace_size);")
 
 

@@ -187,16 +187,17 @@ def test_kinds_of_kernels():
     """Those of this fork, every one by its name in the headers, and what else a step runs."""
     import profile_decode
 
-    headers = (SCRIPTS.parent / "include/flashinfer/sm12x/impls").glob("*.cuh")
+    family = SCRIPTS.parent / "include/flashinfer/sm12x"
+    headers = [header for header in family.rglob("*.cuh") if header.parent.name != "probe"]
     defined = {name for header in headers for name in re.findall(r"\b(\w+_kernel)\(const", header.read_text())}
     ours = {
         "streamed_layer_kernel": "MoE",
         "moe_prologue_kernel": "MoE",
-        "moe_arrange_kernel": "MoE",
+        "moe_pack_kernel": "MoE",
         "grouped_gemm_kernel": "MoE",
         "dense_layer_kernel": "dense, this fork",
-        "arrange_rows_kernel": "dense, this fork",
-        "widen_rows_kernel": "dense, this fork",
+        "pack_rows_kernel": "dense, this fork",
+        "dequantize_rows_kernel": "dense, this fork",
         "row_top_k_kernel": "dense, this fork",
         "chunk_top_k_kernel": "dense, this fork",
         "router_logits_kernel": "routing",

@@ -7,14 +7,15 @@ from .compose import Literally, New, Part, Take, Text
 from .edits import Edit, Place
 from .topic import Topic
 
-_LAUNCHERS = (
-    "csrc/nv_internal/tensorrt_llm/kernels/cutlass_kernels/moe_gemm/launchers/moe_gemm_sm120_mixed_input_launcher"
-)
+_MOE_GEMM = "csrc/nv_internal/tensorrt_llm/kernels/cutlass_kernels/moe_gemm"
+_LAUNCHERS = f"{_MOE_GEMM}/launchers/moe_gemm_sm120_mixed_input_launcher"
 _BACKEND = "csrc/fused_moe/cutlass_backend"
 LAUNCHER = {
     f"{_LAUNCHERS}.cu": "csrc/sm12x/sm12x_launcher.cu",
     f"{_LAUNCHERS}.h": "csrc/sm12x/sm12x_launcher.h",
     f"{_LAUNCHERS}.inl": "csrc/sm12x/sm12x_launcher.inl",
+    f"{_MOE_GEMM}/sm12x_arch_config.h": "csrc/sm12x/sm12x_arch_config.h",
+    "csrc/sm12x_registry.cu": "csrc/sm12x/sm12x_registry.cu",
     "csrc/sm12x_binding_utils.h": "csrc/sm12x/sm12x_binding_utils.h",
 }
 

@@ -23,20 +23,25 @@ MoeMode checked_mode(int64_t mode) {
   return static_cast<MoeMode>(mode);
 }
 
-const GemmInstance* checked_instance(int64_t tactic, Activation activation) {
-  const GemmInstance* instance = find_instance(static_cast<int>(tactic));
+const Instance* checked_instance(int64_t tactic, Element activation) {
+  const Instance* instance = find_instance(static_cast<int>(tactic));
   TVM_FFI_CHECK(instance != nullptr, ValueError) << "tactic " << tactic << " is not among the instances of this module";
-  TVM_FFI_CHECK(
-      instance->activation == activation && (instance->fc1 != nullptr || instance->streamed.launch != nullptr),
-      ValueError)
+  TVM_FFI_CHECK(instance->activation == activation && (instance->is_pair() || instance->streams_moe()), ValueError)
       << "tactic " << tactic << " was compiled for other activations than this call has";
   return instance;
+}
+
+ExpertWeights expert_weights(const TensorView& weights, const TensorView& scales, const Optional<TensorView>& global,
+                             const Optional<TensorView>& bias, const char* name) {
+  return {static_cast<const uint8_t*>(weights.data_ptr()), static_cast<const uint8_t*>(scales.data_ptr()),
+          floats_or_null(global), pointer_or_null(bias),
+          bias.has_value() ? scalar_type(bias.value(), name) : ScalarType::kBf16};
 }
 
 }  // namespace
 
 int64_t moe_workspace_size(int64_t num_tokens, int64_t hidden, int64_t inter, int64_t num_local_experts, int64_t top_k,
-                           int64_t mode, bool widens) {
+                           int64_t mode, bool as_bf16) {
   TVM_FFI_CHECK(top_k >= 1, ValueError) << "top_k is " << top_k << "; it must be at least 1";
   const MoeShape shape = {checked_int(num_tokens, "num_tokens"),
                           checked_int(hidden, "hidden_size"),
@@ -44,7 +49,7 @@ int64_t moe_workspace_size(int64_t num_tokens, int64_t hidden, int64_t inter, in
                           checked_int(num_local_experts, "num_local_experts"),
                           checked_int(top_k, "top_k"),
                           checked_mode(mode),
-                          widens};
+                          as_bf16};
   return static_cast<int64_t>(moe_workspace_bytes(shape, multiprocessors(current_device())));
 }
 
@@ -80,7 +85,7 @@ bool moe_run(TensorView output, TensorView input, Optional<TensorView> input_sf,
       << "local experts [" << first_expert << ", " << first_expert + a.shape.num_experts << ") of "
       << num_experts_total;
 
-  const Activation activation = a.shape.mode == MoeMode::kBf16Activations ? Activation::kBf16 : Activation::kE4m3;
+  const Element activation = a.shape.mode == MoeMode::kBf16Activations ? Element::kBf16 : Element::kE4m3;
   a.input = input.data_ptr();
   if (a.shape.mode == MoeMode::kQuantizeInput) a.input_type = scalar_type(input, "input");
   a.input_sf = bytes_or_null(input_sf);
@@ -94,28 +99,20 @@ bool moe_run(TensorView output, TensorView input, Optional<TensorView> input_sf,
   a.ids = static_cast<const int32_t*>(token_selected_experts.data_ptr());
   a.routing_weights = floats_or_null(token_final_scales);
   a.first_expert = static_cast<int>(first_expert);
-  a.fc1_weights = static_cast<const uint8_t*>(fc1_w.data_ptr());
-  a.fc1_scales = static_cast<const uint8_t*>(fc1_sf.data_ptr());
-  a.fc1_global = floats_or_null(fc1_global);
-  a.fc1_bias = pointer_or_null(fc1_bias);
-  if (fc1_bias.has_value()) a.fc1_bias_type = scalar_type(fc1_bias.value(), "fc1_expert_biases");
-  a.fc2_weights = static_cast<const uint8_t*>(fc2_w.data_ptr());
-  a.fc2_scales = static_cast<const uint8_t*>(fc2_sf.data_ptr());
-  a.fc2_global = floats_or_null(fc2_global);
-  a.fc2_bias = pointer_or_null(fc2_bias);
-  if (fc2_bias.has_value()) a.fc2_bias_type = scalar_type(fc2_bias.value(), "fc2_expert_biases");
-  a.alpha = floats_or_null(swiglu_alpha);
-  a.beta = floats_or_null(swiglu_beta);
-  a.limit = floats_or_null(swiglu_limit);
+  a.fc1 = expert_weights(fc1_w, fc1_sf, fc1_global, fc1_bias, "fc1_expert_biases");
+  a.fc2 = expert_weights(fc2_w, fc2_sf, fc2_global, fc2_bias, "fc2_expert_biases");
+  a.swiglu.alpha = floats_or_null(swiglu_alpha);
+  a.swiglu.beta = floats_or_null(swiglu_beta);
+  a.swiglu.limit = floats_or_null(swiglu_limit);
   a.output = output.data_ptr();
   a.output_type = scalar_type(output, "output");
   a.workspace = static_cast<uint8_t*>(workspace.data_ptr());
   a.workspace_bytes = static_cast<size_t>(workspace.numel());
   a.fc1_instance = checked_instance(tactic_fc1, activation);
   a.fc2_instance = checked_instance(tactic_fc2, activation);
-  a.shape.widens = a.fc1_instance->fc1 != nullptr && a.fc1_instance->operand == Activation::kBf16;
+  a.shape.as_bf16 = a.fc1_instance->is_pair() && a.fc1_instance->operand == Element::kBf16;
 
-  const LaunchOptions options = launch_options(stream_of(input), enable_pdl, input.device().device_id);
+  const LaunchOptions options = launch_options(input, enable_pdl);
   if (!takes_sms(*a.fc1_instance, options)) return false;
   check_status(run_moe(a, options));
   return true;

@@ -3,7 +3,6 @@
 // A tactic outside the default set is a library of its own: one rendered source and this face. The main module runs it.
 #include <cstdint>
 
-#include "nv_internal/tensorrt_llm/kernels/cutlass_kernels/moe_gemm/launchers/moe_gemm_sm120_mixed_input_launcher.h"
 #include "tvm_ffi_utils.h"
 
 extern "C" const void* sm12x_this_instance();

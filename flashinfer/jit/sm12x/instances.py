@@ -6,7 +6,7 @@ and the docs print them.  A row fixes everything that is fixed at compile time. 
 files hold; interfaces that take an int (``profile_ids``) take its number, which says the same in digits.  Both stay; its
 place in :data:`INSTANCES`, by which the compiled modules know it, differs between versions.
 
-The layout of shared memory is C++'s (``impls/shared_storage.cuh``, ``impls/streamed_gemm_params.cuh``).  A row's
+The layout of shared memory is C++'s (``tile/storage.cuh``, ``stream/params.h``).  A row's
 ``stages`` and ``shared_bytes`` repeat its result; the rendered sources assert at compile time that they agree.
 """
 
@@ -19,7 +19,7 @@ ROW_TILE = 128
 MAX_EXPERTS = 512  # local experts whose routing tables fit the block's shared memory
 IN_KERNEL_ENTRIES = 256  # (token, slot) pairs that the kernels route by themselves
 
-# The streamed layer (include/flashinfer/sm12x/impls/streamed_params.cuh).
+# The streamed layer (include/flashinfer/sm12x/stream/params.h).
 STREAM_EPILOGUE_WARPS = 4
 STREAM_ENTRIES = 1024  # (token, slot) pairs that a streamed layer takes
 
@@ -214,7 +214,7 @@ class DenseInstance:
 
     @property
     def streamed(self) -> bool:
-        """A stream of weights (``include/flashinfer/sm12x/impls/dense_layer.cuh``), else a GEMM (``grouped_gemm.cuh``)."""
+        """A stream of weights (``include/flashinfer/sm12x/stream/dense.cuh``), else a GEMM (``tile/gemm.cuh``)."""
         return self.words > 0
 
     @property

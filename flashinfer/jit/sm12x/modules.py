@@ -45,6 +45,7 @@ PROBE = "probe_sm12x"
 
 _MOE_TEMPLATE = "fused_moe/cutlass_backend/sm12x_moe_instance.cu.jinja"
 _LAUNCHER = "nv_internal/tensorrt_llm/kernels/cutlass_kernels/moe_gemm/launchers/moe_gemm_sm120_mixed_input_launcher.cu"
+_REGISTRY = "sm12x_registry.cu"
 _MOE_BINDING = "fused_moe/cutlass_backend/flashinfer_sm12x_fused_moe_binding.cu"
 _INSTANCE_BINDING = "fused_moe/cutlass_backend/flashinfer_sm12x_instance_binding.cu"
 _GEMM_TEMPLATE = "gemm/sm12x_group_gemm_instance.cu.jinja"
@@ -141,7 +142,8 @@ def gen_fused_moe_module() -> JitSpecSm12x:
     Raises:
         RuntimeError: no architecture of the family is to be compiled for; the message says what to set.
     """
-    return _spec(FUSED_MOE, [_csrc() / _MOE_BINDING, _csrc() / _LAUNCHER], _MOE_TEMPLATE, SM12X)
+    sources = [_csrc() / _MOE_BINDING, _csrc() / _LAUNCHER, _csrc() / _REGISTRY]
+    return _spec(FUSED_MOE, sources, _MOE_TEMPLATE, SM12X)
 
 
 def gen_fused_moe_instance_module(instance: Instance) -> JitSpecSm12x:
@@ -162,7 +164,8 @@ def gen_group_gemm_module() -> JitSpecSm12x:
     Raises:
         RuntimeError: as :func:`gen_fused_moe_module`.
     """
-    return _spec(GROUP_GEMM, [_csrc() / _GEMM_BINDING, _csrc() / _LAUNCHER], _GEMM_TEMPLATE, GEMM_INSTANCES)
+    sources = [_csrc() / _GEMM_BINDING, _csrc() / _REGISTRY]
+    return _spec(GROUP_GEMM, sources, _GEMM_TEMPLATE, GEMM_INSTANCES)
 
 
 def gen_dense_module() -> JitSpecSm12x:
@@ -171,7 +174,7 @@ def gen_dense_module() -> JitSpecSm12x:
     Raises:
         RuntimeError: as :func:`gen_fused_moe_module`.
     """
-    sources = [_csrc() / _DENSE_BINDING, _csrc() / _LAUNCHER]
+    sources = [_csrc() / _DENSE_BINDING, _csrc() / _REGISTRY]
     return _spec(DENSE, sources, _DENSE_TEMPLATE, DENSE_INSTANCES, mma_kinds=MMA_KINDS)
 
 

@@ -2,7 +2,7 @@
 """What a pair of GEMMs reads from DRAM, given an L2 of some size: a simulation of the order in which blocks read tiles.
 
 Every k-tile of a unit reads a tile of weights and a tile of token rows.  Blocks walk their units as
-``include/flashinfer/sm12x/scheduler/tile_scheduler.cuh`` has them do, all at the same pace; L2 evicts what was used least
+``include/flashinfer/sm12x/tile/scheduler.cuh`` has them do, all at the same pace; L2 evicts what was used least
 recently.  Against the DRAM counter of an H200 (50 MB), with the order of units that was used before (contiguous
 shares of everything), gpt-oss-120b: FC1 at 512 tokens 1.57 GB computed and 1.57 measured, at 8,192 tokens 14.2 and 15.0;
 FC2, what it writes included, 0.82 and 0.81, 6.7 and 8.2.

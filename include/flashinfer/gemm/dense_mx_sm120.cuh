@@ -1,46 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Dense layers with weights in microscaling formats on SM12x (and compute capability 9.0): out = tokens * weights^T. Plain
-// CUDA, no framework.
+// Dense layers with weights in microscaling formats on SM12x (and compute capability 9.0): out = tokens * weights^T,
+// for few tokens as one stream of weights, else as a GEMM of tiles, as the instance says. Plain CUDA, no framework.
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 
-#include "../sm12x/common/launch.h"
-#include "../sm12x/impls/dense_layer.cuh"
+#include "../sm12x/host/tile_gemm.cuh"
+#include "../sm12x/rows/pack.cuh"
 
 namespace flashinfer::sm12x {
 
-// One compiled shape of the dense layer's blocks. The rendered sources register theirs when the library is loaded.
-struct DenseInstance {
-  WeightFormat weights;
-  int token_tile;
-  int words;  // of 128 along K, that a warp takes
-  int mma_warps;
-  cudaError_t (*prepare)(const LaunchOptions& options);
-  cudaError_t (*launch)(const DenseParams& params, int blocks, int shared_bytes, const LaunchOptions& options);
-};
-
-constexpr int kMaxDenseInstances = 32;
-const DenseInstance* find_dense_instance(int index);
-void register_dense_instance(int index, const DenseInstance* instance);
-
-template <WeightFormat kWeights, int kTokenTile, int kWords, int kMmaWarps>
-struct DenseLauncher {
-  using Shape = StreamShape<kWeights, kTokenTile, kWords, kMmaWarps, true>;
-
-  static cudaError_t prepare(const LaunchOptions& options) {
-    return grant_shared_memory(dense_layer_kernel<Shape>, options);
-  }
-  static cudaError_t launch(const DenseParams& params, int blocks, int shared_bytes, const LaunchOptions& options) {
-    return launch_kernel(dense_layer_kernel<Shape>, params, blocks, Shape::kThreads, shared_bytes, options);
-  }
-  static constexpr DenseInstance describe() { return {kWeights, kTokenTile, kWords, kMmaWarps, prepare, launch}; }
-};
-
 struct DenseArguments {
-  const DenseInstance* instance;
+  const Instance* instance;
   int num_tokens;
   int n;
   int k;  // a multiple of 32
@@ -48,25 +20,33 @@ struct DenseArguments {
   const uint8_t* weights;  // [n, k / 2] or [n, k]
   const uint8_t* weight_scales;  // 128x4
   StoreEpilogue epilogue;
-  // No launch in front writes weights or scales: with dependent launches they are read before it ends.
+
+  // Of a stream of weights. Whether no launch in front writes weights or scales: with dependent launches they are read
+  // before it ends. Null, or ranks of the largest outputs: [num_tokens][at most kEpilogueWarps x SMs].
   bool weights_first;
-  uint64_t* ranks;  // or null: [num_tokens][at most kKeeperWarps x SMs], of the largest outputs
+  uint64_t* ranks;
+
+  // Of a GEMM.
+  uint8_t* workspace;
+  size_t workspace_bytes;
 };
 
-// A ring's stages: whole units of `g`, so that a stage always is of the same chunk. A warp waits only for stages of its own
-// chunk; of one that changed hands it would miss a phase, and take the parity of the one before for that of the next.
+// A ring's stages: whole units of `g`, so that a stage always is of the same chunk. A warp waits only for stages of its
+// own chunk; of one that changed hands it would miss a phase, and take the parity of the one before for that of the
+// next.
 inline int ring_stages(const StreamedGemm& g, int ring_bytes, int stage_bytes) {
   return std::min(ring_bytes / stage_bytes, kMaxStreamStages) / g.chunks * g.chunks;
 }
 
-// Chunks of a unit: as few as leave the ring five stages or more (one being multiplied, one being finished, the others under
-// way), else as many as give it most.
-inline StreamedGemm plan_dense(const DenseInstance& instance, int n, int k, int ring_bytes, int* stage_bytes) {
+// Chunks of a unit: as few as leave the ring five stages or more (one being multiplied, one being finished, the others
+// under way), else as many as give it most.
+inline StreamedGemm plan_dense(const Instance& instance, int n, int k, int ring_bytes, int* stage_bytes) {
   StreamedGemm best = {};
+  const int words = instance.k_tile / kScaleChunkElements;  // that a warp takes
   int most = 0;
-  for (int chunks = 1; chunks <= ceil_div(scale_words(k), instance.words) && most < 5; ++chunks) {
-    const StreamedGemmPlan plan = {
-        instance.weights, instance.words, instance.mma_warps, instance.token_tile, 1, n, k, chunks, true};
+  for (int chunks = 1; chunks <= ceil_div(scale_words(k), words) && most < 5; ++chunks) {
+    const StreamedGemmPlan plan = {instance.weights, words, instance.mma_warps, instance.token_tile, 1, n, k,
+                                   chunks,           true};
     const StreamedGemm g = plan.make();
     if (g.groups == 0) continue;
     const int bytes = plan.stage_bytes(g), stages = ring_stages(g, ring_bytes, bytes);
@@ -80,7 +60,7 @@ inline StreamedGemm plan_dense(const DenseInstance& instance, int n, int k, int 
 }
 
 // `ranks_of_token`: how many there are, if any.
-inline Status run_dense_layer(const DenseArguments& a, const LaunchOptions& options, int* ranks_of_token) {
+inline Status run_dense_stream(const DenseArguments& a, const LaunchOptions& options, int* ranks_of_token) {
   DenseParams p = {};
   const int ring_bytes = options.shared_bytes - kDenseFixedBytes;
   p.gemm = plan_dense(*a.instance, a.n, a.k, ring_bytes, &p.stage_bytes);
@@ -97,8 +77,129 @@ inline Status run_dense_layer(const DenseArguments& a, const LaunchOptions& opti
   p.epilogue = a.epilogue;
   p.ranks = a.ranks;
   const int blocks = std::min(p.gemm.units, options.sm_count);
-  *ranks_of_token = blocks * keepers_of(p.stages, p.gemm.chunks);
-  return {a.instance->launch(p, blocks, p.stages * p.stage_bytes + kDenseFixedBytes, options), "dense layer"};
+  *ranks_of_token = blocks * epilogue_warps_of(p.stages, p.gemm.chunks);
+  return {a.instance->stream_dense(p, blocks, p.stages * p.stage_bytes + kDenseFixedBytes, options), "dense layer"};
+}
+
+// Whether rows of a format need memory before they are rows of the operand with scales in words: values, or scales
+// alone. Nothing: they are read where they are.
+struct MadeRows {
+  bool values, scales;
+};
+
+inline MadeRows made_rows(Element operand, TokenFormat format, int k) {
+  switch (format) {
+    case TokenFormat::kQuantizeBf16:
+    case TokenFormat::kQuantizeF16:
+    case TokenFormat::kQuantizeBf16ToMxfp4:
+    case TokenFormat::kQuantizeF16ToMxfp4: return {true, true};
+    case TokenFormat::kMxfp4Swizzled: return {operand != Element::kE2m1, false};
+    case TokenFormat::kMxfp8Linear: return {false, k % kScaleChunkElements != 0};  // whole words need nothing
+    default: return {false, false};
+  }
+}
+
+struct DenseGemmWorkspace {
+  uint8_t* tokens;  // packed bfloat16, or e4m3, or packed e2m1
+  uint8_t* token_scales;  // words of four
+  SplitBuffers split;
+  size_t bytes;
+};
+
+inline DenseGemmWorkspace lay_out_dense(const Instance& instance, int num_tokens, int k, TokenFormat format,
+                                        int device_sms, uint8_t* base) {
+  Arena arena(base);
+  DenseGemmWorkspace w = {};
+  const size_t tokens = static_cast<size_t>(num_tokens);
+  if (instance.operand == Element::kBf16) {
+    w.tokens = arena.take<uint8_t>(packed_bytes(tokens, k));
+  } else {
+    const MadeRows made = made_rows(instance.operand, format, k);
+    if (made.values) w.tokens = arena.take<uint8_t>(tokens * (k / kScaleBlock) * block_bytes(instance.operand));
+    if (made.scales) w.token_scales = arena.take<uint8_t>(tokens * kScaleChunkBlocks * scale_words(k));
+  }
+  w.split = take_split_buffers(arena, device_sms);
+  w.bytes = arena.used();
+  return w;
+}
+
+inline Status launch_pack_rows(const DenseArguments& a, const DenseGemmWorkspace& w, const LaunchOptions& options,
+                               GroupedGemmParams<Role::kStore>* gemm) {
+  gemm->tokens = w.tokens;
+  const PackRowsParams pack = {a.tokens, a.num_tokens, a.instance->weights, w.tokens, w.split.arrivals, w.split.blocks};
+  const int64_t scale_blocks = int64_t{a.num_tokens} * kScaleChunkBlocks * scale_words(a.k);
+  return {launch_over(pack_rows_kernel, pack, scale_blocks, kPackRowsThreads, options), "packing of rows"};
+}
+
+// Rows of the operand's format are read where they are; others are made into such.
+inline Status make_operand_rows(const DenseArguments& a, const DenseGemmWorkspace& w, const LaunchOptions& options,
+                                GroupedGemmParams<Role::kStore>* gemm) {
+  const TokenFormat format = a.tokens.format;
+  const bool to_mxfp4 = are_mxfp4(format) && !have_scales(format);
+  if (a.instance->operand == Element::kE2m1 && !are_mxfp4(format)) {
+    return {cudaErrorInvalidValue,
+            "this dense tactic multiplies MXFP4 tokens: they must come so or be rounded to MXFP4"};
+  }
+  if (a.instance->operand != Element::kE2m1 && (format == TokenFormat::kBf16 || to_mxfp4)) {
+    return {cudaErrorInvalidValue,
+            "this dense tactic multiplies MXFP8 tokens: they must come quantized or be rounded to MXFP8"};
+  }
+  const MadeRows made = made_rows(a.instance->operand, format, a.k);
+  const uint8_t* scales = a.tokens.scales;
+  PrologueParams prologue = {};
+  prologue.num_tokens = a.num_tokens;
+  prologue.hidden = a.k;
+  prologue.format = made.values || made.scales ? format : TokenFormat::kBf16;
+  prologue.input = made.values ? a.tokens.data : scales;
+  prologue.quantized = w.tokens;
+  prologue.quantized_scales = w.token_scales;
+  prologue.split_arrivals = w.split.arrivals;
+  prologue.num_split_arrivals = w.split.blocks;
+
+  const bool swizzled = format == TokenFormat::kMxfp8Swizzled || format == TokenFormat::kMxfp4Swizzled;
+  if (!made.scales && reinterpret_cast<uintptr_t>(scales) % sizeof(uint32_t) != 0) {
+    return {cudaErrorMisalignedAddress, "scales of tokens must start at a multiple of 4 bytes"};
+  }
+  gemm->tokens = made.values ? w.tokens : static_cast<const uint8_t*>(a.tokens.data);
+  gemm->token_scales = reinterpret_cast<const uint32_t*>(made.scales ? w.token_scales : scales);
+  gemm->token_scale_pitch = swizzled ? 0 : scale_words(a.k);
+  return launch_prologue(prologue, options);
+}
+
+// Blocks of a dense GEMM. A unit for each, where that leaves an SM12x busy enough to draw what its memory gives: parts
+// of units that are cut are written and read again, up to a third as many bytes as a small layer's weights. Two blocks
+// in five SMs keep 0.7 MB of a GB10's weights on their way, three times what its latency asks for; wide tiles have
+// arithmetic besides, which needs more of the SMs. `blocks` fill the device.
+inline int dense_blocks(const DenseArguments& a, const LaunchOptions& options, int blocks) {
+  const int64_t units = static_cast<int64_t>(ceil_div(a.n, kRowTile)) * ceil_div(a.num_tokens, a.instance->token_tile);
+  const int busy_percent = a.instance->token_tile <= 64 ? 40 : 75;
+  const bool whole = options.sm12x && units <= blocks && 100 * units >= busy_percent * int64_t{options.sm_count};
+  return whole ? static_cast<int>(units) : blocks;
+}
+
+inline size_t dense_gemm_workspace_bytes(const Instance& instance, int num_tokens, int k, TokenFormat format,
+                                         int device_sms) {
+  return lay_out_dense(instance, num_tokens, k, format, device_sms, nullptr).bytes;
+}
+
+inline Status run_dense_gemm(const DenseArguments& a, const LaunchOptions& options) {
+  const DenseGemmWorkspace w =
+      lay_out_dense(*a.instance, a.num_tokens, a.k, a.tokens.format, options.device_sms, a.workspace);
+  if (w.bytes > a.workspace_bytes) return {cudaErrorInvalidValue, "the workspace is too small"};
+  if (Status r = check_activations(a.num_tokens, 2 * a.k); r.error) return r;
+  int blocks = 0;
+  if (Status r = grid_blocks(*a.instance, Role::kStore, 1, options, &blocks); r.error) return r;
+
+  GroupedGemmParams<Role::kStore> gemm = {};
+  if (Status r = fill_gemm(gemm, *a.instance, a.weights, a.weight_scales, 1, a.n, a.k, w.split); r.error) return r;
+  gemm.top_k = 1;
+  gemm.num_pairs = a.num_tokens;
+  gemm.epilogue = a.epilogue;
+  // Launched also where rows need nothing: it zeroes the counters, and since it waits for the launch in front before it
+  // lets the GEMM begin, the GEMM may read weights at once, whoever wrote them.
+  const auto launch_rows = a.instance->operand == Element::kBf16 ? launch_pack_rows : make_operand_rows;
+  if (Status r = launch_rows(a, w, options, &gemm); r.error) return r;
+  return {a.instance->store(gemm, dense_blocks(a, options, blocks), options), "dense GEMM"};
 }
 
 }  // namespace flashinfer::sm12x

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Weights of a 32-bit word, eight e2m1 or four e4m3, expanded in registers. Nibble i of a word is K element 8t + i of a row's
-// 32-block, t the lane's place in its quad. The order of K inside a block is free as long as both operands agree, so each
-// expansion takes the order that costs least, and the token side (policy.cuh) follows it.
+// Weights of a 32-bit word, eight e2m1 or four e4m3, expanded in registers. Nibble i of a word is K element 8t + i of a
+// row's 32-block, t the lane's place in its quad. The order of K inside a block is free as long as both operands agree,
+// so each expansion takes the order that costs least, and the token side (policy.cuh) follows it.
 #pragma once
 
 #include <cstdint>
 
-#include "../common/arch.h"
 #include "../ptx/convert.cuh"
+#include "../types.h"
 
 namespace flashinfer::sm12x::mma {
 
@@ -27,9 +27,9 @@ __device__ __forceinline__ uint2 expand_to_e4m3(uint32_t nibbles) {
                     __byte_perm(kUpToOneAndAHalf, kTwoToSix, magnitudes >> 16) | __byte_perm(even, odd, 0x7362));
 }
 
-// Halves equal to the value times 2^-14: the three magnitude bits of e2m1 are the low exponent bits and the top mantissa
-// bit of e5m2, whose byte is the upper byte of a half; e2m1's subnormal 0.5 is a half's subnormal too.
-// pair[0] = elements 0, 4; pair[1] = 2, 6; pair[2] = 1, 5; pair[3] = 3, 7. Eleven instructions.
+// Halves equal to the value times 2^-14: the three magnitude bits of e2m1 are the low exponent bits and the top
+// mantissa bit of e5m2, whose byte is the upper byte of a half; e2m1's subnormal 0.5 is a half's subnormal too. pair[0]
+// = elements 0, 4; pair[1] = 2, 6; pair[2] = 1, 5; pair[3] = 3, 7. Eleven instructions.
 constexpr float kHalfExpansion = 16384.0f;  // 2^14 undoes it
 
 __device__ __forceinline__ void expand_to_halves(uint32_t nibbles, uint32_t (&pair)[4]) {
@@ -41,16 +41,16 @@ __device__ __forceinline__ void expand_to_halves(uint32_t nibbles, uint32_t (&pa
   pair[3] = odd & 0xFF00FF00u;
 }
 
-// What an expansion of e2m1 to bfloat16 saves. A streamed GEMM, whose twelve warps share K, is bound by the number of its
-// instructions. In the GEMM of tiles a Hopper's integer pipe, half an instruction a cycle, counts as much, and more where tiles
-// are narrow and blocks many. Left shifts can be multiplies, which go elsewhere; rotations cannot.
+// What an expansion of e2m1 to bfloat16 saves. A streamed GEMM, whose twelve warps share K, is bound by the number of
+// its instructions. In the GEMM of tiles a Hopper's integer pipe, half an instruction a cycle, counts as much, and more
+// where tiles are narrow and blocks many. Left shifts can be multiplies, which go elsewhere; rotations cannot.
 enum class Saves { kInstructions, kIntegerPipe };
 
-// bfloat16: sign and magnitude bits put in place are the value times 2^-126, and `factor`, a pair of bfloat16 that holds
-// 2^126 times a block scale, makes the scaled value of it; exact wherever that is a bfloat16. A sign belongs six bits further
-// above its magnitude than in a nibble. Once a word has four nibbles' signs that far from their magnitudes, each pair takes a
-// shift and a mask, one of them the mask alone. pair[i] = elements i, i + 4. Fourteen instructions, nine of them on the
-// integer pipe; or fifteen, with seven there.
+// bfloat16: sign and magnitude bits put in place are the value times 2^-126, and `factor`, a pair of bfloat16 that
+// holds 2^126 times a block scale, makes the scaled value of it; exact wherever that is a bfloat16. A sign belongs six
+// bits further above its magnitude than in a nibble. Once a word has four nibbles' signs that far from their
+// magnitudes, each pair takes a shift and a mask, one of them the mask alone. pair[i] = elements i, i + 4. Fourteen
+// instructions, nine of them on the integer pipe; or fifteen, with seven there.
 constexpr uint32_t kTwoTo126Pair = 0x7E807E80u;
 
 template <Saves kSaves>
@@ -92,8 +92,8 @@ __device__ __forceinline__ uint32_t scale_pair(uint32_t s) {
   return bits * 0x00010001u;
 }
 
-// Four e4m3 likewise: sign, exponent and mantissa in place are the value times 2^-120, subnormals included. pair[0] = elements
-// 0, 2; pair[1] = 1, 3. Nine instructions.
+// Four e4m3 likewise: sign, exponent and mantissa in place are the value times 2^-120, subnormals included. pair[0] =
+// elements 0, 2; pair[1] = 1, 3. Nine instructions.
 __device__ __forceinline__ void expand_e4m3_to_bf16(uint32_t bytes, uint32_t factor, uint32_t (&pair)[2]) {
   const uint32_t even = bytes << 8;
   pair[0] = ((even >> 4) & 0x07F007F0u) | (even & 0x80008000u);
@@ -102,8 +102,8 @@ __device__ __forceinline__ void expand_e4m3_to_bf16(uint32_t bytes, uint32_t fac
   for (int i = 0; i < 2; ++i) pair[i] = ptx::bf16x2_multiply(pair[i], factor);
 }
 
-// A lane's block of 32 weights, 16 bytes of MXFP4 or 32 of MXFP8, eight at a time as bfloat16 pairs. `nan` collects what
-// is_nan() looks at.
+// A lane's block of 32 weights, 16 bytes of MXFP4 or 32 of MXFP8, eight at a time as bfloat16 pairs. `nan` collects
+// what is_nan() looks at.
 template <int kBlockBytes, Saves kSaves>
 struct Expansion;
 

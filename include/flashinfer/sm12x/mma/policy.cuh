@@ -1,28 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// MMA policies: how 16 weight rows meet 8 tokens over one 32-element scale block. A policy is a set of fragment types and
-// static functions; the kernel around it is the same for all, and so is what it computes:
+// MMA policies: how 16 weight rows are multiplied with 8 tokens over one 32-element scale block. A policy is a set of
+// fragment types and static functions; the kernel around it is the same for all, and so is what it computes:
 //
 //   accumulator[row][token] += 2^(row scale) * 2^(token scale) * sum over 32 of weight * token
 //
 // lane = 4 * g + t throughout; a fragment's accumulators are rows g, g, g + 8, g + 8 at tokens 2t, 2t + 1, 2t, 2t + 1.
 //
-// A block is multiplied in kParts parts, each an MMA's worth, so that those of other tokens can come between two that add to
-// the same sums; or kBlocks of them, two neighbours, by one MMA.
+// A block is multiplied in kParts parts, each an MMA's worth, so that those of other tokens can come between two that
+// add to the same sums; or kBlocks of them, two neighbours, by one MMA.
 //
-// Lane 4g + t takes kTokenPiece bytes of token g, piece t of its block, and kWeightWords words of 32 bits of each of its rows of
-// weights.
+// Lane 4g + t takes kTokenPiece bytes of token g, piece t of its block, and kWeightWords words of 32 bits of each of
+// its rows of weights.
 //
-// A policy is that of an operand type, what tokens are in shared memory: MXFP8 or MXFP4 as it is, or bfloat16, which W4A16
-// brings and which holds a scaled MXFP8 or MXFP4 value exactly.
+// A policy is that of an operand type, what tokens are in shared memory: MXFP8 or MXFP4 as it is, or bfloat16, which
+// W4A16 brings and which holds a scaled MXFP8 or MXFP4 value exactly.
 #pragma once
 
 #include <cstdint>
 #include <type_traits>
 
-#include "../common/layouts.h"
 #include "../ptx/convert.cuh"
 #include "../ptx/mma.cuh"
+#include "../types.h"
 #include "expand.cuh"
 
 namespace flashinfer::sm12x::mma {
@@ -38,8 +38,8 @@ struct RowNans {
   uint32_t row = 0, row_plus_8 = 0;
 };
 
-// A lane's two words of 32 bytes of tokens, as weights lie beside them (expand.cuh): elements 8t.. of MXFP8, one piece, beside
-// MXFP4; elements 4t.. and 16 + 4t.. of MXFP8 beside MXFP8; elements 8t.. of two blocks of MXFP4.
+// A lane's two words of 32 bytes of tokens, as weights lie beside them (expand.cuh): elements 8t.. of MXFP8, one piece,
+// beside MXFP4; elements 4t.. and 16 + 4t.. of MXFP8 beside MXFP8; elements 8t.. of two blocks of MXFP4.
 template <int kPiece>
 __device__ __forceinline__ uint2 load_token_piece(const uint8_t* piece) {
   if constexpr (kPiece == 8) return *reinterpret_cast<const uint2*>(piece);
@@ -47,17 +47,17 @@ __device__ __forceinline__ uint2 load_token_piece(const uint8_t* piece) {
   return make_uint2(words[0], words[4]);
 }
 
-// SM12x, MXFP8 x MXFP4 or MXFP8, MXFP4 x MXFP4: scales go into the MMA. MXFP4 weights beside MXFP8 need four instructions a
-// word. Operands of one format need none: a lane has 32-bit words t and 4 + t of 32 bytes of each of its rows, a block of MXFP8
-// or two of MXFP4.
-template <Activation kOperand, WeightFormat kWeights>
+// SM12x, MXFP8 x MXFP4 or MXFP8, MXFP4 x MXFP4: scales go into the MMA. MXFP4 weights beside MXFP8 need four
+// instructions a word. Operands of one format need none: a lane has 32-bit words t and 4 + t of 32 bytes of each of its
+// rows, a block of MXFP8 or two of MXFP4.
+template <Element kOperand, Element kWeights>
 struct BlockScaledPolicy {
-  static constexpr bool kE2m1 = kOperand == Activation::kE2m1;
-  static_assert(!kE2m1 || kWeights == WeightFormat::kMxfp4, "packed e2m1 meets its like");
+  static constexpr bool kE2m1 = kOperand == Element::kE2m1;
+  static_assert(!kE2m1 || kWeights == Element::kE2m1, "packed e2m1 is multiplied with packed e2m1");
   static constexpr Scaling kScaling = Scaling::kInMma;
   static constexpr int kParts = 1;
   static constexpr int kBlocks = kE2m1 ? 2 : 1;
-  static constexpr int kWeightWords = kBlocks * weight_block_bytes(kWeights) / 16;
+  static constexpr int kWeightWords = kBlocks * block_bytes(kWeights) / 16;
   static constexpr int kTokenPiece = 8 / kWeightWords;
   static constexpr float kAccumulatorScale = 1.0f;
   static constexpr bool kCollectsNans = false;
@@ -101,16 +101,13 @@ struct BlockScaledPolicy {
   template <int kBlock, int kPart>
   static __device__ __forceinline__ void multiply(float (&accumulator)[4], const Weights& w, const Tokens& x,
                                                   const RowScales& row, const TokenScales& token) {
-    using Pair = ptx::BlockScaledPair;
-    constexpr bool kE5m2 = kOperand == Activation::kE5m2, kE4m3Weights = kWeights == WeightFormat::kMxfp8;
-    constexpr Pair kEightBits =
-        kE4m3Weights ? (kE5m2 ? Pair::kE4m3E5m2 : Pair::kE4m3E4m3) : (kE5m2 ? Pair::kE2m1E5m2 : Pair::kE2m1E4m3);
-    ptx::mma_block_scaled<kBlock, kE2m1 ? Pair::kE2m1E2m1 : kEightBits>(accumulator, w.a, x.b, row.word, token.word);
+    ptx::mma_block_scaled<kBlock, kWeights, kOperand>(accumulator, w.a, x.b, row.word, token.word);
   }
 };
 
 // Scales as float32 factors, for policies that apply them to the partial sums of a 32-block. All lanes of a quad need
-// those of the same rows, and all quads those of the same tokens: a warp converts each once and shares it (mainloop.cuh).
+// those of the same rows, and all quads those of the same tokens: a warp converts each once, through shared memory
+// (tile/mainloop.cuh).
 struct RowFactors {
   float row, row_plus_8;
 };
@@ -126,19 +123,19 @@ __device__ __forceinline__ void accumulate_scaled(float (&accumulator)[4], const
   accumulator[3] = fmaf(partial[3], row_plus_8, accumulator[3]);
 }
 
-// The same pairs on SM89/SM90, and on SM12x where a kind of its block-scaled MMA is not to be used (arch.h). Hopper's mma.sync
-// has no native FP8 (ptxas converts both operands to half), so this policy expands to half itself, which is exact for e2m1, e4m3
-// and e5m2 and cheaper.
-template <Activation kOperand, WeightFormat kWeights>
+// The same pairs on SM89/SM90, and on SM12x where a kind of its block-scaled MMA is not to be used (arch.h). Hopper's
+// mma.sync has no native FP8 (ptxas converts both operands to half), so this policy expands to half itself, which is
+// exact for e2m1, e4m3 and e5m2 and cheaper.
+template <Element kOperand, Element kWeights>
 struct HalfPolicy {
-  static constexpr bool kE2m1 = kOperand == Activation::kE2m1;
+  static constexpr bool kE2m1 = kOperand == Element::kE2m1;
   static constexpr Scaling kScaling = Scaling::kInSums;
   static constexpr int kParts = 1;
   static constexpr int kBlocks = 1;
-  static constexpr int kWeightWords = weight_block_bytes(kWeights) / 16;
+  static constexpr int kWeightWords = block_bytes(kWeights) / 16;
   static constexpr int kTokenPiece = kE2m1 ? 4 : 8 / kWeightWords;
   static constexpr float kAccumulatorScale =
-      (kWeights == WeightFormat::kMxfp4 ? kHalfExpansion : 1.0f) * (kE2m1 ? kHalfExpansion : 1.0f);
+      (kWeights == Element::kE2m1 ? kHalfExpansion : 1.0f) * (kE2m1 ? kHalfExpansion : 1.0f);
   static constexpr bool kCollectsNans = false;
   using RowScales = RowFactors;
   using TokenScales = TokenFactors;
@@ -166,7 +163,7 @@ struct HalfPolicy {
       return {{{pair[0], pair[1]}, {pair[2], pair[3]}}};
     }
     const uint2 k = load_token_piece<kTokenPiece>(piece);
-    if constexpr (kWeights == WeightFormat::kMxfp8) {
+    if constexpr (kWeights == Element::kE4m3) {
       return {{{to_halves(k.x), to_halves(k.x >> 16)}, {to_halves(k.y), to_halves(k.y >> 16)}}};
     }
     const uint32_t first = __byte_perm(k.x, k.y, 0x5140);  // elements 0, 4, 1, 5
@@ -189,14 +186,14 @@ struct HalfPolicy {
 
  private:
   static __device__ __forceinline__ uint32_t to_halves(uint32_t pair) {
-    if constexpr (kOperand == Activation::kE5m2) {
+    if constexpr (kOperand == Element::kE5m2) {
       return __byte_perm(pair, 0, 0x1404);  // an e5m2 byte is the upper byte of the half with the same value
     } else {
       return ptx::e4m3x2_to_f16x2(static_cast<uint16_t>(pair));
     }
   }
   static __device__ __forceinline__ void to_halves_of_row(const uint32_t (&row)[kWeightWords], uint32_t (&pair)[4]) {
-    if constexpr (kWeights == WeightFormat::kMxfp4) {
+    if constexpr (kWeights == Element::kE2m1) {
       expand_to_halves(row[0], pair);
     } else {
 #pragma unroll
@@ -205,20 +202,20 @@ struct HalfPolicy {
   }
 };
 
-// bf16 x MXFP4 or MXFP8, on every architecture: W4A16 and W8A16, and MXFP8 tokens that have been widened. A scaled weight is exact
-// wherever it is a bfloat16, so that MMAs accumulate final values and nothing is left to do for a sum.
+// bf16 x MXFP4 or MXFP8, on every architecture: W4A16 and W8A16, and MXFP8 tokens that have been dequantized. A scaled
+// weight is exact wherever it is a bfloat16, so that MMAs accumulate final values and nothing is left to do for a sum.
 //
-// A block of MXFP4 is one matrix of ldmatrix, of which the lane gets elements 8t.. of its row; of MXFP8 it is two, of which the
-// lane gets elements 4t.. and 16 + 4t... Tokens are arranged accordingly (impls/token_blocks.cuh, impls/arrange_rows.cuh).
-template <WeightFormat kWeights>
+// A block of MXFP4 is one matrix of ldmatrix, of which the lane gets elements 8t.. of its row; of MXFP8 it is two, of
+// which the lane gets elements 4t.. and 16 + 4t... Tokens are packed accordingly (rows/load.cuh, rows/pack.cuh).
+template <Element kWeights>
 struct Bf16Policy {
   static constexpr Scaling kScaling = Scaling::kInWeights;
   static constexpr int kParts = 2;
   static constexpr int kBlocks = 1;
   static constexpr int kTokenPiece = 16;
-  static constexpr int kWeightWords = kWeights == WeightFormat::kMxfp4 ? 1 : 2;
+  static constexpr int kWeightWords = kWeights == Element::kE2m1 ? 1 : 2;
   static constexpr float kAccumulatorScale = 1.0f;
-  using BlockExpansion = Expansion<weight_block_bytes(kWeights), Saves::kIntegerPipe>;
+  using BlockExpansion = Expansion<block_bytes(kWeights), Saves::kIntegerPipe>;
   static constexpr bool kCollectsNans = BlockExpansion::kHasNan;
 
   struct RowScales {
@@ -266,16 +263,16 @@ struct Bf16Policy {
 };
 
 // The policy of this compilation pass: the only place where architectures differ.
-template <Activation kOperand, WeightFormat kWeights>
+template <Element kOperand, Element kWeights>
 struct PolicyOf {
-  using type = std::conditional_t<FLASHINFER_SM12X_DEVICE && meets_block_scaled_mma(kOperand),
+  using type = std::conditional_t<FLASHINFER_SM12X_DEVICE && uses_block_scaled_mma(kOperand),
                                   BlockScaledPolicy<kOperand, kWeights>, HalfPolicy<kOperand, kWeights>>;
 };
-template <WeightFormat kWeights>
-struct PolicyOf<Activation::kBf16, kWeights> {
+template <Element kWeights>
+struct PolicyOf<Element::kBf16, kWeights> {
   using type = Bf16Policy<kWeights>;
 };
-template <Activation kOperand, WeightFormat kWeights = WeightFormat::kMxfp4>
+template <Element kOperand, Element kWeights = Element::kE2m1>
 using Policy = typename PolicyOf<kOperand, kWeights>::type;
 
 }  // namespace flashinfer::sm12x::mma

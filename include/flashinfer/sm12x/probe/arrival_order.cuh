@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Whether mbarrier.arrive orders what it should. Pairs of warps hand stages of a short ring over through mbarriers, as the
-// producer and the MMA warps of every kernel of the family do: the producer's data must not come later than its arrival,
-// and the consumer's reads not later than its own, which gives the stage back. GB10 does not reliably honour either without
-// a fence (ptx/sync.cuh); this kernel counts the words that were wrong, with the fence and without it.
+// Whether mbarrier.arrive orders what it should. Pairs of warps hand stages of a short ring over through mbarriers, as
+// the producer and the MMA warps of every kernel of the family do: the producer's data must not come later than its
+// arrival, and the consumer's reads not later than its own, which gives the stage back. GB10 does not reliably honour
+// either without a fence (ptx/sync.cuh); this kernel counts the words that were wrong, with the fence and without it.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include <cstdint>
 
-#include "../common/arch.h"
-#include "../ptx/copy.cuh"
+#include "../ptx/memory.cuh"
 #include "../ptx/sync.cuh"
+#include "../types.h"
 
 namespace flashinfer::sm12x::probe {
 

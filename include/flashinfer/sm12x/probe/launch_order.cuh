@@ -19,8 +19,8 @@ struct LaunchStepParams {
   int index;
 };
 
-// One link of a chain of launches: counts one further than the launch in front of it did, and lets the next one begin at
-// once. Only the order of all of them makes the last count right.
+// One link of a chain of launches: counts one further than the launch in front of it did, and lets the next one begin
+// at once. Only the order of all of them makes the last count right.
 __global__ void __launch_bounds__(kOrderThreads) launch_step_kernel(const LaunchStepParams params) {
   ptx::launch_dependent_grids();
   ptx::wait_for_prerequisite_grids();

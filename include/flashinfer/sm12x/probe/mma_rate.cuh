@@ -1,24 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// How fast mma.sync is, and what it adds up to: each warp of a block multiplies one A with kMmaChains Bs, over and over,
-// every product into the sums of its own chain,
+// How fast mma.sync is, and what it adds up to: each warp of a block multiplies one A with kMmaChains Bs, over and
+// over, every product into the sums of its own chain,
 //
 //   d[block][warp][chain][row][column] = c[row][column] + iterations * sum over k of a[row][k] * b[chain][column][k]
 //
-// times the block scales where the kind has them. Chains are independent, so that an MMA need not wait for the one before:
-// eight of them in each of the four warps of a scheduler keep it supplied at latencies of up to 32 MMAs.
+// times the block scales where the kind has them. Chains are independent, so that an MMA need not wait for the one
+// before: eight of them in each of the four warps of a scheduler keep it supplied at latencies of up to 32 MMAs.
 //
-// A row of A or a column of B is 32 bytes of K in each kind: 16 halves, 32 e4m3 or e2m1 in 8-bit containers, 64 e2m1. So one
-// loader serves all (PTX ISA 9.0, 9.7.14.5.8 to 9.7.14.5.11): lane 4g + t holds words t and 4 + t of rows g and g + 8 of A
-// and of column g of B, and sums of rows g and g + 8, columns 2t and 2t + 1.
+// A row of A or a column of B is 32 bytes of K in each kind: 16 halves, 32 e4m3 or e2m1 in 8-bit containers, 64 e2m1.
+// So one loader serves all (PTX ISA 9.0, 9.7.14.5.8 to 9.7.14.5.11): lane 4g + t holds words t and 4 + t of rows g and
+// g + 8 of A and of column g of B, and sums of rows g and g + 8, columns 2t and 2t + 1.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include <cstdint>
 
-#include "../common/arch.h"
 #include "../ptx/mma.cuh"
+#include "../types.h"
 #include "clocks.cuh"
 
 namespace flashinfer::sm12x::probe {
@@ -52,9 +52,9 @@ __device__ __forceinline__ void multiply(float (&sums)[4], const uint32_t (&a)[4
     ptx::mma_16816<kKind == MmaKind::kBf16>(sums, a, b, sums);
 #if FLASHINFER_SM12X_DEVICE
   } else if constexpr (kKind == MmaKind::kMxf8f6f4) {
-    ptx::mma_block_scaled<0, ptx::BlockScaledPair::kE2m1E4m3>(sums, a, b, scale_a, scale_b);
+    ptx::mma_block_scaled<0, Element::kE2m1, Element::kE4m3>(sums, a, b, scale_a, scale_b);
   } else if constexpr (kKind == MmaKind::kMxf4) {
-    ptx::mma_block_scaled<0, ptx::BlockScaledPair::kE2m1E2m1>(sums, a, b, scale_a, scale_b);
+    ptx::mma_block_scaled<0, Element::kE2m1, Element::kE2m1>(sums, a, b, scale_a, scale_b);
 #endif
   } else {
     __trap();  // the binding launches no such kind elsewhere

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Conversions between the narrow formats (PTX ISA 9.0, section 9.7.9.21; OCP Microscaling Formats v1.0, section 5.3), and
-// clamps that pass NaN (sections 9.7.3.11 and 9.7.3.12).
+// Conversions between the narrow formats (PTX ISA 9.0, section 9.7.9.21; OCP Microscaling Formats v1.0, section 5.3),
+// and clamps that pass NaN (sections 9.7.3.11 and 9.7.3.12).
 #pragma once
 
 #include <cuda_bf16.h>
@@ -55,8 +55,8 @@ __device__ __forceinline__ uint32_t bf16x2_multiply(uint32_t a, uint32_t b) {
   return result;
 }
 
-// Bits of `a` where the mask is set, of `b` elsewhere. Given this in C++, the compiler moves a mask of the result into both
-// operands: an instruction more for each use of the word.
+// Bits of `a` where the mask is set, of `b` elsewhere. Given this in C++, the compiler moves a mask of the result into
+// both operands: an instruction more for each use of the word.
 __device__ __forceinline__ uint32_t select_bits(uint32_t mask, uint32_t a, uint32_t b) {
   uint32_t result;
   asm("lop3.b32 %0, %1, %2, %3, 0xCA;" : "=r"(result) : "r"(mask), "r"(a), "r"(b));
@@ -77,30 +77,12 @@ __device__ __forceinline__ float4 ue8m0x4_to_f32x4(uint32_t scales) {
                      ue8m0_to_f32<3>(scales));
 }
 
-// UE8M0 scale of a block whose largest magnitude is `amax`: amax over the format's largest value, 2^kExponent times the
-// significand with those mantissa bits, rounded up to a power of two. So the exponent is that of amax less kExponent, one more
-// where the significand is larger.
-template <int kExponent, uint32_t kMantissa>
-__device__ __forceinline__ uint32_t block_scale(float amax) {
-  const uint32_t bits = __float_as_uint(amax);
-  if (bits >= 0x7F800000u) return bits > 0x7F800000u ? 255u : 254u;
-  const int scale = static_cast<int>(bits >> 23) - kExponent + ((bits & 0x7FFFFFu) > kMantissa ? 1 : 0);
-  return static_cast<uint32_t>(max(scale, 0));
-}
-__device__ __forceinline__ uint32_t mxfp8_scale(float amax) { return block_scale<8, 0x600000>(amax); }  // 448
-__device__ __forceinline__ uint32_t mxfp4_scale(float amax) { return block_scale<2, 0x400000>(amax); }  // 6
-
-// To nearest even, saturating to +-6; of NaN anything. Times 2^-126 a float32's bits above the 22nd are e2m1's, its subnormal
-// included. What `x`, a bfloat16 or half times a power of two, loses there is far below half of the least value: one rounding.
-// In integers, since Hopper has no instruction for it.
+// To nearest even, saturating to +-6; of NaN anything. Times 2^-126 a float32's bits above the 22nd are e2m1's, its
+// subnormal included. What `x`, a bfloat16 or half times a power of two, loses there is far below half of the least
+// value: one rounding. In integers, since Hopper has no instruction for it.
 __device__ __forceinline__ uint32_t f32_to_e2m1(float x) {
   const uint32_t bits = __float_as_uint(x * 0x1p-126f), magnitude = bits & 0x7FFFFFFFu;
   return min((magnitude + 0x1FFFFFu + (magnitude >> 22 & 1)) >> 22, 7u) | bits >> 31 << 3;
-}
-
-// 2^(127 - scale), what values are multiplied with before they are rounded.
-__device__ __forceinline__ float inverse_scale(uint32_t scale) {
-  return __uint_as_float(scale == 254u ? 0x00400000u : (254u - scale) << 23);
 }
 
 }  // namespace flashinfer::sm12x::ptx

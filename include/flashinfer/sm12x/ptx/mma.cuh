@@ -1,15 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// mma.sync, ldmatrix and movmatrix (PTX ISA 9.0, sections 9.7.14.5, 9.7.14.5.15 and 9.7.14.5.17). Fragments are plain registers.
+// mma.sync, ldmatrix and movmatrix (PTX ISA 9.0, sections 9.7.14.5, 9.7.14.5.15 and 9.7.14.5.17). Fragments are plain
+// registers.
 #pragma once
 
 #include <cstdint>
 
+#include "../types.h"
 #include "sync.cuh"
 
 namespace flashinfer::sm12x::ptx {
 
-// Four 8x8 matrices of 16-bit elements, i.e. 8 rows of 16 bytes each; lanes 8j..8j+7 give the row addresses of matrix j.
+// Four 8x8 matrices of 16-bit elements, i.e. 8 rows of 16 bytes each; lanes 8j..8j+7 give the row addresses of matrix
+// j.
 __device__ __forceinline__ void load_matrix_x4(uint32_t (&matrix)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(matrix[0]), "=r"(matrix[1]), "=r"(matrix[2]), "=r"(matrix[3])
@@ -41,11 +44,9 @@ __device__ __forceinline__ void mma_16816(float (&d)[4], const uint32_t (&a)[4],
   }
 }
 
-// Block-scaled 16x8x32: a is e4m3, or e2m1 in 8-bit containers (00xxxx00); b is e4m3 or e5m2. Or 16x8x64, both packed e2m1,
-// at twice the rate. `scale_a` and `scale_b` hold four UE8M0 scales each, of which kByte picks one, or the first of two. Lanes
-// 4i and 4i+1 supply rows i and i+8 of a, lane 4i supplies column i of b (thread-id 0 on both sides).
-enum class BlockScaledPair { kE2m1E4m3, kE2m1E5m2, kE4m3E4m3, kE4m3E5m2, kE2m1E2m1 };
-
+// Block-scaled 16x8x32: a is e4m3, or e2m1 in 8-bit containers (00xxxx00); b is e4m3 or e5m2. Or 16x8x64, both packed
+// e2m1, at twice the rate. `scale_a` and `scale_b` hold four UE8M0 scales each, of which kByte picks one, or the first
+// of two. Lanes 4i and 4i+1 supply rows i and i+8 of a, lane 4i supplies column i of b (thread-id 0 on both sides).
 #define FLASHINFER_MXF8F6F4 "mxf8f6f4.block_scale.scale_vec::1X.m16n8k32"
 #define FLASHINFER_BLOCK_SCALED_MMA(kind, a_type, b_type)                                                            \
   asm("mma.sync.aligned.kind::" kind ".row.col.f32." a_type "." b_type                                               \
@@ -53,18 +54,21 @@ enum class BlockScaledPair { kE2m1E4m3, kE2m1E5m2, kE4m3E4m3, kE4m3E5m2, kE2m1E2
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                               \
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(scale_a), "r"(scale_b), "n"(kByte))
 
-template <int kByte, BlockScaledPair kPair>
+template <int kByte, Element kA, Element kB>
 __device__ __forceinline__ void mma_block_scaled(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
                                                  uint32_t scale_a, uint32_t scale_b) {
-  constexpr bool kE2m1 = kPair == BlockScaledPair::kE2m1E2m1;
-  static_assert(kByte % (kE2m1 ? 2 : 1) == 0, "scale_vec::2X takes bytes 0 and 1, or 2 and 3");
-  if constexpr (kE2m1) {
+  static_assert((kA == Element::kE2m1 || kA == Element::kE4m3) && kB != Element::kBf16, "elements with block scales");
+  if constexpr (kB == Element::kE2m1) {
+    static_assert(kB != Element::kE2m1 || (kA == kB && kByte % 2 == 0),
+                  "scale_vec::2X takes bytes 0 and 1, or 2 and 3");
     FLASHINFER_BLOCK_SCALED_MMA("mxf4.block_scale.scale_vec::2X.m16n8k64", "e2m1", "e2m1");
-  } else if constexpr (kPair == BlockScaledPair::kE2m1E4m3) {
-    FLASHINFER_BLOCK_SCALED_MMA(FLASHINFER_MXF8F6F4, "e2m1", "e4m3");
-  } else if constexpr (kPair == BlockScaledPair::kE2m1E5m2) {
-    FLASHINFER_BLOCK_SCALED_MMA(FLASHINFER_MXF8F6F4, "e2m1", "e5m2");
-  } else if constexpr (kPair == BlockScaledPair::kE4m3E4m3) {
+  } else if constexpr (kA == Element::kE2m1) {
+    if constexpr (kB == Element::kE4m3) {
+      FLASHINFER_BLOCK_SCALED_MMA(FLASHINFER_MXF8F6F4, "e2m1", "e4m3");
+    } else {
+      FLASHINFER_BLOCK_SCALED_MMA(FLASHINFER_MXF8F6F4, "e2m1", "e5m2");
+    }
+  } else if constexpr (kB == Element::kE4m3) {
     FLASHINFER_BLOCK_SCALED_MMA(FLASHINFER_MXF8F6F4, "e4m3", "e4m3");
   } else {
     FLASHINFER_BLOCK_SCALED_MMA(FLASHINFER_MXF8F6F4, "e4m3", "e5m2");

@@ -1,17 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Barriers, fences, dependent launches and waiting: thin wrappers of PTX instructions (PTX ISA 9.0, section 9.7.13), and the
-// fences that GB10 needs in front of arrivals.
+// Barriers, fences, dependent launches and waiting: thin wrappers of PTX instructions (PTX ISA 9.0, section 9.7.13),
+// and the fences that GB10 needs in front of arrivals.
 #pragma once
 
 #include <cstdint>
 
-// GB10 does not reliably honour the release ordering of mbarrier.arrive (flashinfer issue 3658, seen on a DGX Spark and not
-// on SM120; upstream's XQA kernel carries the same remedy). So every arrival, that of a thread that has only read included,
-// has a block-level fence before it, and a counter that other blocks look at is raised behind a device-level one.
+// GB10 does not reliably honour the release ordering of mbarrier.arrive (flashinfer issue 3658, seen on a DGX Spark and
+// not on SM120; upstream's XQA kernel carries the same remedy). So every arrival, that of a thread that has only read
+// included, has a block-level fence before it, and a counter that other blocks look at is raised behind a device-level
+// one.
 //
 // What counts is where the binary may run, and not __CUDA_ARCH__: code for 12.1, and code for the family 12.x, which a
-// GB10 takes too. Only 12.0a never meets one. Defined on the command line, the macro forces either.
+// GB10 takes too. Only 12.0a never runs there. Defined on the command line, the macro forces either.
 #if !defined(FLASHINFER_SM12X_FENCE_ARRIVALS)
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200 && __CUDA_ARCH__ < 1300 && \
     !(__CUDA_ARCH__ == 1200 && defined(__CUDA_ARCH_SPECIFIC__))
@@ -87,17 +88,21 @@ __device__ __forceinline__ void named_barrier_sync(int barrier) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");
 }
 
-// Counts this block among those that have arrived; what its threads wrote before the barrier that this thread comes from is
-// visible to whoever sees the count.
+// Counts this block among those that have arrived; what its threads wrote before the barrier that this thread comes
+// from is visible to whoever sees the count.
 __device__ __forceinline__ void arrive_at_gpu_counter(unsigned* counter) {
   if constexpr (kFenceArrivals) __threadfence();
   asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(__cvta_generic_to_global(counter)) : "memory");
 }
 
-// The same, and how many arrived before.
-__device__ __forceinline__ int count_at_gpu_counter(int* counter) {
+// Counts the calling thread at a counter in global memory; whether it is the last of so many arrivals. Then it may read
+// what the others wrote, and so may its block behind a barrier: the fence behind the count is by the thread that saw
+// the count, and in front of that barrier, since only so what the others wrote is ordered for all.
+__device__ __forceinline__ bool is_last_to_arrive(int* counter, int arrivals) {
   __threadfence();
-  return atomicAdd(counter, 1);
+  const bool last = atomicAdd(counter, 1) == arrivals - 1;
+  if (last) __threadfence();
+  return last;
 }
 
 __device__ __forceinline__ unsigned load_acquire_gpu(const unsigned* counter) {
@@ -106,8 +111,8 @@ __device__ __forceinline__ unsigned load_acquire_gpu(const unsigned* counter) {
   return value;
 }
 
-// True in one lane of a warp all of whose lanes are here (section 9.7.13.14). In a branch on it, and not on the lane's number,
-// the compiler knows that one lane is active: otherwise each bulk copy there becomes a loop over the lanes.
+// True in one lane of a warp all of whose lanes are here (section 9.7.13.14). In a branch on it, and not on the lane's
+// number, the compiler knows that one lane is active: otherwise each bulk copy there becomes a loop over the lanes.
 __device__ __forceinline__ bool elect_one() {
   uint32_t elected;
   asm volatile(

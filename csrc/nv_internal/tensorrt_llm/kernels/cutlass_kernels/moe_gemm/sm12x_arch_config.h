@@ -1,6 +1,99 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What an SM120/SM121 is, at the path where the MoE backend looks for it.
+// The host's side of the architecture: what a device and a stream grant to launches of the SM12x family, and which tile
+// configurations may run there. The device's side (limits that kernels are built for) is flashinfer/sm12x/types.h.
 #pragma once
 
-#include "flashinfer/sm12x/common/arch.h"
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <map>
+#include <mutex>
+
+#include "flashinfer/sm12x/host/instance.h"
+
+namespace flashinfer::sm12x {
+
+inline Status device_attribute(cudaDeviceAttr attribute, int device, int* value) {
+  return {cudaDeviceGetAttribute(value, attribute, device), "an attribute of the device"};
+}
+
+// A call of the driver's that came with CUDA 12.4, found through the runtime (this library does not link libcuda); null
+// where the driver is older.
+template <class Function>
+Function* driver_call(const char* name) {
+  void* entry = nullptr;
+  cudaDriverEntryPointQueryResult found;
+  const cudaError_t error = cudaGetDriverEntryPointByVersion(name, &entry, 12040, cudaEnableDefault, &found);
+  return error == cudaSuccess && found == cudaDriverEntryPointSuccess ? reinterpret_cast<Function*>(entry) : nullptr;
+}
+
+// SMs that the current context may use, of `all`: under MPS a client may have a share only.
+inline int context_sms(int all) {
+  static const auto get_current = driver_call<CUresult(CUcontext*)>("cuCtxGetCurrent");
+  static const auto get_resource =
+      driver_call<CUresult(CUcontext, CUdevResource*, CUdevResourceType)>("cuCtxGetDevResource");
+  CUcontext context;
+  CUdevResource resource;
+  if (get_current == nullptr || get_resource == nullptr || get_current(&context) != CUDA_SUCCESS ||
+      get_resource(context, &resource, CU_DEV_RESOURCE_TYPE_SM) != CUDA_SUCCESS) {
+    return all;
+  }
+  return static_cast<int>(resource.sm.smCount);
+}
+
+// SMs of a stream's green context; `others` where it belongs to none.
+inline int stream_sms(cudaStream_t stream, int others) {
+  static const auto get_context = driver_call<CUresult(CUstream, CUgreenCtx*)>("cuStreamGetGreenCtx");
+  static const auto get_resource =
+      driver_call<CUresult(CUgreenCtx, CUdevResource*, CUdevResourceType)>("cuGreenCtxGetDevResource");
+  CUgreenCtx context = nullptr;
+  CUdevResource resource;
+  if (get_context == nullptr || get_resource == nullptr || get_context(stream, &context) != CUDA_SUCCESS ||
+      context == nullptr || get_resource(context, &resource, CU_DEV_RESOURCE_TYPE_SM) != CUDA_SUCCESS) {
+    return others;
+  }
+  return static_cast<int>(resource.sm.smCount);
+}
+
+// What launches need to know of a device, asked of the driver once, and of the stream.
+inline Status find_launch_options(cudaStream_t stream, bool dependent_launch, int device, LaunchOptions* options) {
+  static std::mutex mutex;
+  static std::map<int, LaunchOptions> known;
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    auto found = known.find(device);
+    if (found == known.end()) {
+      LaunchOptions facts = {};
+      int major = 0;
+      for (const Status& status :
+           {device_attribute(cudaDevAttrMultiProcessorCount, device, &facts.device_sms),
+            device_attribute(cudaDevAttrComputeCapabilityMajor, device, &major),
+            device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device, &facts.shared_bytes)}) {
+        if (status.error) return status;
+      }
+      facts.sm_count = context_sms(facts.device_sms);
+      facts.sm12x = major == 12;
+      found = known.emplace(device, facts).first;
+    }
+    *options = found->second;
+  }
+  options->stream = stream;
+  options->dependent_launch = dependent_launch;
+  options->sm_count = stream_sms(stream, options->sm_count);
+  return {};
+}
+
+// Whether a MoE layer's tactic can run where `options` says: a streamed one needs all SMs of the device, since its
+// blocks wait for each other.
+inline bool takes_sms(const Instance& instance, const LaunchOptions& options) {
+  return !instance.streams_moe() || options.sm_count >= options.device_sms;
+}
+
+// Whether GEMM kernels sort a layer's (token, slot) pairs by themselves: those of MXFP8 operands, and few. Rows of
+// bfloat16 are put in expert order in front of them, which needs the order.
+inline bool routes_in_kernel(const Instance& instance, int num_pairs) {
+  return instance.operand != Element::kBf16 && num_pairs <= kInKernelPairs;
+}
+
+}  // namespace flashinfer::sm12x

@@ -5,9 +5,10 @@
 
 #include <algorithm>
 
-#include "flashinfer/sm12x/impls/grouped_gemm.cuh"
-#include "flashinfer/sm12x/impls/streamed_layer.cuh"
-#include "moe_gemm_sm120_mixed_input_launcher.h"
+#include "../sm12x_arch_config.h"
+#include "flashinfer/sm12x/stream/dense.cuh"
+#include "flashinfer/sm12x/stream/moe.cuh"
+#include "flashinfer/sm12x/tile/gemm.cuh"
 
 namespace flashinfer::sm12x {
 
@@ -39,7 +40,7 @@ struct KernelLauncher {
 };
 
 // What a rendered MoE source instantiates: both GEMMs of one tile configuration.
-template <Activation kActivation, Activation kOperand, int kTokenTile, int kKTile, int kStages, int kBlocksPerSm>
+template <Element kActivation, Element kOperand, int kTokenTile, int kKTile, int kStages, int kBlocksPerSm>
 struct MoeInstance {
   template <Role kRole>
   using Gemm = KernelLauncher<GemmConfig<kRole, kActivation, kOperand, kTokenTile, kKTile, kStages, kBlocksPerSm>>;
@@ -57,14 +58,17 @@ struct MoeInstance {
     return role == Role::kFc1 ? Fc1::blocks_per_sm(options, num_experts, blocks)
                               : Fc2::blocks_per_sm(options, num_experts, blocks);
   }
-  static GemmInstance describe(int index) {
-    return {index,       kActivation, kOperand, WeightFormat::kMxfp4, kTokenTile, kKTile,
-            Fc1::launch, Fc2::launch, nullptr,  blocks_per_sm,        {}};
+  static Instance describe(int index) {
+    Instance instance = {index, kActivation, kOperand, Element::kE2m1, kTokenTile, kKTile};
+    instance.fc1 = Fc1::launch;
+    instance.fc2 = Fc2::launch;
+    instance.blocks_per_sm = blocks_per_sm;
+    return instance;
   }
 };
 
-template <Activation kActivation, int kTokenTile, int kKTile, int kStages, int kBlocksPerSm,
-          WeightFormat kWeights = WeightFormat::kMxfp4>
+template <Element kActivation, int kTokenTile, int kKTile, int kStages, int kBlocksPerSm,
+          Element kWeights = Element::kE2m1>
 struct GroupGemmInstance {
   using Store = KernelLauncher<
       GemmConfig<Role::kStore, kActivation, kActivation, kTokenTile, kKTile, kStages, kBlocksPerSm, kWeights>>;
@@ -72,14 +76,16 @@ struct GroupGemmInstance {
   static cudaError_t blocks_per_sm(Role, const LaunchOptions& options, int num_groups, int* blocks) {
     return Store::blocks_per_sm(options, num_groups, blocks);
   }
-  static GemmInstance describe(int index) {
-    return {index,   kActivation, kActivation,   kWeights,      kTokenTile, kKTile,
-            nullptr, nullptr,     Store::launch, blocks_per_sm, {}};
+  static Instance describe(int index) {
+    Instance instance = {index, kActivation, kActivation, kWeights, kTokenTile, kKTile};
+    instance.store = Store::launch;
+    instance.blocks_per_sm = blocks_per_sm;
+    return instance;
   }
 };
 
 // The layer in one launch.
-template <Activation kActivation, int kTokenTile, int kWords, int kMmaWarps>
+template <Element kActivation, int kTokenTile, int kWords, int kMmaWarps>
 struct StreamedLayerInstance {
   using Config = StreamConfig<kActivation, kTokenTile, kWords, kMmaWarps>;
   static constexpr int kFixedBytes = StreamStorage::kRing;
@@ -87,7 +93,8 @@ struct StreamedLayerInstance {
 
   // Of a GEMM with `parts` of `out` rows; 0: K is too long.
   static constexpr int stage_bytes(int parts, int out, int k) {
-    const StreamedGemmPlan plan = {WeightFormat::kMxfp4, kWords, kMmaWarps, kTokenTile, parts, out, k, 1, false};
+    const StreamedGemmPlan plan =
+        moe_stream_plan(kWords * kScaleChunkElements, kMmaWarps, kTokenTile, parts == 2, out, k);
     const StreamedGemm gemm = plan.make();
     return gemm.groups == 0 ? 0 : plan.stage_bytes(gemm);
   }
@@ -132,23 +139,33 @@ struct StreamedLayerInstance {
     config.numAttrs = options.dependent_launch ? 2 : 1;
     return cudaLaunchKernelEx(&config, streamed_layer_kernel<Config>, params);
   }
-  static GemmInstance describe(int index) {
-    return {index,
-            kActivation,
-            Activation::kBf16,
-            WeightFormat::kMxfp4,
-            kTokenTile,
-            kScaleChunkElements * kWords,
-            nullptr,
-            nullptr,
-            nullptr,
-            nullptr,
-            {prepare, launch, kWords, kMmaWarps, kFixedBytes}};
+  static Instance describe(int index) {
+    Instance instance = {index, kActivation, Element::kBf16, Element::kE2m1, kTokenTile, kWords * kScaleChunkElements};
+    instance.mma_warps = kMmaWarps;
+    instance.prepare = prepare;
+    instance.stream_moe = launch;
+    return instance;
   }
 };
 
-struct Registration {
-  explicit Registration(const GemmInstance& instance) { register_instance(&instance); }
+// A dense layer as a stream of weights.
+template <Element kWeights, int kTokenTile, int kWords, int kMmaWarps>
+struct DenseStreamInstance {
+  using Shape = StreamShape<kWeights, kTokenTile, kWords, kMmaWarps, true>;
+
+  static cudaError_t prepare(const LaunchOptions& options) {
+    return grant_shared_memory(dense_layer_kernel<Shape>, options);
+  }
+  static cudaError_t launch(const DenseParams& params, int blocks, int shared_bytes, const LaunchOptions& options) {
+    return launch_kernel(dense_layer_kernel<Shape>, params, blocks, Shape::kThreads, shared_bytes, options);
+  }
+  static Instance describe(int index) {
+    Instance instance = {index, Element::kBf16, Element::kBf16, kWeights, kTokenTile, kWords * kScaleChunkElements};
+    instance.mma_warps = kMmaWarps;
+    instance.prepare = prepare;
+    instance.stream_dense = launch;
+    return instance;
+  }
 };
 
 }  // namespace flashinfer::sm12x

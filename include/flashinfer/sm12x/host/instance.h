@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A compiled member of the family, and the table of those of a library (csrc/sm12x_registry.cu). The rendered sources
+// register theirs when the library is loaded. Plain CUDA, no framework.
+#pragma once
+
+#include "../launch.h"
+#include "../stream/params.h"
+#include "../tile/params.h"
+#include "../types.h"
+
+namespace flashinfer::sm12x {
+
+template <Role kRole>
+using GemmLaunch = cudaError_t (*)(const GroupedGemmParams<kRole>& params, int blocks, const LaunchOptions& options);
+
+// GEMMs of tiles have some of fc1, fc2 and store, and blocks_per_sm; streams of weights have `prepare`, and launch a
+// MoE layer or a dense one. Other pointers are null.
+struct Instance {
+  int index;  // tactic number
+  Element activation;  // what activations are rounded to,
+  Element operand;  // and as what they are multiplied
+  Element weights;
+  int token_tile;
+  int k_tile;  // of a stage; of a stream, what one MMA warp takes of K
+
+  GemmLaunch<Role::kFc1> fc1;
+  GemmLaunch<Role::kFc2> fc2;
+  GemmLaunch<Role::kStore> store;
+  // Blocks of one kernel that an SM of the current device holds; an error where its shared memory is not granted.
+  cudaError_t (*blocks_per_sm)(Role role, const LaunchOptions& options, int num_experts, int* blocks);
+
+  int mma_warps;  // of a stream's block
+  cudaError_t (*prepare)(const LaunchOptions& options);  // before anything is launched
+  cudaError_t (*stream_moe)(const StreamedLayerParams& params, int shared_bytes, const LaunchOptions& options);
+  cudaError_t (*stream_dense)(const DenseParams& params, int blocks, int shared_bytes, const LaunchOptions& options);
+
+  bool is_pair() const { return fc1 != nullptr; }
+  bool streams_moe() const { return stream_moe != nullptr; }
+};
+
+constexpr int kMaxInstances = 64;
+
+// The table, by tactic number; threads may register and look up at once. Null: none of that number has been registered.
+const Instance* find_instance(int index);
+void register_instance(const Instance* instance);
+
+struct Registration {
+  explicit Registration(const Instance& instance) { register_instance(&instance); }
+};
+
+}  // namespace flashinfer::sm12x

@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What every launch of the family needs on the host: plain CUDA, no framework.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdint>
+
+namespace flashinfer::sm12x {
+
+struct LaunchOptions {
+  cudaStream_t stream;
+  bool dependent_launch;  // programmatic dependent launch within the layer
+  int device_sms;         // of the device: what a workspace is made for
+  int sm_count;  // that kernels of the stream may use: fewer in a green context, or under MPS with a limited share
+  bool sm12x;             // compute capability 12.x, else Hopper
+  int shared_bytes;  // that a block may have
+};
+
+// A kernel behind the launches before it in the stream, or, with dependent_launch, beside them until it waits for them.
+template <class Params>
+cudaError_t launch_kernel(void (*kernel)(Params), const Params& params, int blocks, int threads, int shared_bytes,
+                          const LaunchOptions& options) {
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+  config.stream = options.stream;
+  config.attrs = &attribute;
+  config.numAttrs = options.dependent_launch ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, params);
+}
+
+// The same of a kernel whose threads take `items` between them: a thread to each, up to eight blocks to an SM.
+template <class Params>
+cudaError_t launch_over(void (*kernel)(Params), const Params& params, int64_t items, int threads,
+                        const LaunchOptions& options) {
+  const int64_t wanted = (items + threads - 1) / threads;
+  const int blocks = static_cast<int>(std::min<int64_t>(wanted, 8 * options.sm_count));
+  return launch_kernel(kernel, params, blocks, threads, 0, options);
+}
+
+// Lets a kernel ask for all the shared memory that a block may have. Always the same amount, so that threads which
+// launch layers of different sizes cannot take away from each other what they were granted.
+template <class Params>
+cudaError_t grant_shared_memory(void (*kernel)(Params), const LaunchOptions& options) {
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, options.shared_bytes);
+}
+
+// A launch that failed, and why: `what` names the call, null where `error` says it all.
+struct Status {
+  cudaError_t error = cudaSuccess;
+  const char* what = nullptr;
+};
+
+using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
+                                 const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
+                                 CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+// The driver's entry point, through the runtime: the library does not link libcuda.
+inline EncodeTiled encode_tiled() {
+  static const EncodeTiled function = [] {
+    void* entry = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    const cudaError_t error =
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
+    return error == cudaSuccess && found == cudaDriverEntryPointSuccess ? reinterpret_cast<EncodeTiled>(entry)
+                                                                        : nullptr;
+  }();
+  return function;
+}
+
+// A 3-D tensor map, dense but for `strides`; `refused` says what the driver did not take.
+inline Status encode_tensor_map(CUtensorMapDataType type, const uint8_t* data, const cuuint64_t (&sizes)[3],
+                                const cuuint64_t (&strides)[2], const cuuint32_t (&box)[3], CUtensorMapSwizzle swizzle,
+                                CUtensorMapL2promotion promotion, const char* refused, CUtensorMap* map) {
+  const EncodeTiled encode = encode_tiled();
+  if (encode == nullptr) return {cudaErrorSymbolNotFound, "the driver has no cuTensorMapEncodeTiled"};
+  const cuuint32_t steps[3] = {1, 1, 1};
+  const CUresult result = encode(map, type, 3, const_cast<uint8_t*>(data), sizes, strides, box, steps,
+                                 CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS) return {cudaErrorInvalidValue, refused};
+  return {};
+}
+
+}  // namespace flashinfer::sm12x

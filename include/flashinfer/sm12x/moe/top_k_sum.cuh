@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The sum over a token's experts: partial outputs in the order of slots. Those of other ranks' experts count nothing
+// and are not read.
+#pragma once
+
+#include "routing.cuh"
+
+namespace flashinfer::sm12x {
+
+__device__ __forceinline__ void add_to(float& sum, float value) { sum += value; }
+
+__device__ __forceinline__ void add_to(float4& sum, const float4& value) {
+  sum.x += value.x;
+  sum.y += value.y;
+  sum.z += value.z;
+  sum.w += value.w;
+}
+
+// Some columns of some tokens at a time: one after the other, the latencies of their loads would add up. `partial
+// outputs` is [tokens x top_k, hidden].
+template <class Vector, int kTokens, class Params>
+__device__ __forceinline__ void sum_slots(const Params& p, const float* partial_outputs, int hidden, int column,
+                                          const int (&tokens)[kTokens], Vector (&sum)[kTokens]) {
+  constexpr int kSlots = 4;  // of a token whose loads are in flight together
+  for (int base = 0; base < p.top_k; base += kSlots) {
+    Vector value[kTokens][kSlots];
+#pragma unroll
+    for (int j = 0; j < kTokens; ++j) {
+#pragma unroll
+      for (int i = 0; i < kSlots; ++i) {
+        const int pair = tokens[j] * p.top_k + base + i;
+        const bool local = base + i < p.top_k && local_expert(p.ids[pair], p.first_expert, p.num_experts) >= 0;
+        // The address only where it is needed: it costs registers.
+        value[j][i] = Vector{};
+        if (!local) continue;
+        const float* from = partial_outputs + static_cast<int64_t>(pair) * hidden + column;
+        value[j][i] = __ldcg(reinterpret_cast<const Vector*>(from));
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kTokens; ++j) {
+#pragma unroll
+      for (int i = 0; i < kSlots; ++i) add_to(sum[j], value[j][i]);
+    }
+  }
+}
+
+}  // namespace flashinfer::sm12x

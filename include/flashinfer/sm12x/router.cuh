@@ -1,0 +1,297 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A router of a mixture of experts for few tokens, with the RMSNorm in front of it, in two launches:
+//
+//   router_logits_kernel  sum = hidden + residual, normed = RMSNorm(sum), logits = normed * weight^T + bias
+//   router_top_k_kernel   the largest logits' experts, and the softmax over them
+//
+// A block computes the logits of a tile of up to eight tokens for eight experts, or for several times eight where
+// blocks for eight would not all be on the device at once: by m16n8k16 MMAs whose rows are tokens and whose columns are
+// experts, K shared out among the warps. Eight rows of weights go to the block's registers before the launch waits for
+// the tokens: a router's bytes are few, and are on their way while the layer in front still runs. Each block norms the
+// tile's rows for itself, rather than wait for a launch that does. A decode step pays for this kernel's latency, not
+// for its work: all that it loads behind the wait is on its way at once, and all warps take part in the norm, however
+// few the rows are.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <algorithm>
+#include <cstdint>
+
+#include "launch.h"
+#include "ptx/convert.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/mma.cuh"
+#include "ptx/sync.cuh"
+#include "rows/quantize.cuh"
+#include "rows/rank.cuh"
+#include "types.h"
+
+namespace flashinfer::sm12x {
+
+// Knobs.
+constexpr int kRouterWarps = 16;
+constexpr int kRouterThreads = 32 * kRouterWarps;
+constexpr int kRouterTokens = 8;  // of a tile, at most; the other eight rows of an MMA are zeros
+constexpr int kRouterExperts = 8;  // that a block multiplies at a time: an MMA's columns
+constexpr int kRouterChunk = 8;  // elements of 16 bytes
+constexpr int kRouterStep = 4;  // chunks of two MMAs
+constexpr int kRouterHeldSteps = 6;  // of a warp, of the weights: K up to 3,072 in registers
+constexpr int kRouterMaxK = 16 * 1024;
+constexpr int kRouterMaxExperts = 512;
+constexpr int kRouterExpertsPerLane = kRouterMaxExperts / 32;
+constexpr int kRouterTopKWarps = 4;
+
+// Chunks from one row of the tile to the next: whole steps, and the rows of an MMA have no bank conflict.
+FLASHINFER_SM12X_HOST_DEVICE constexpr int router_pitch(int chunks) { return ceil_div(chunks - 4, 8) * 8 + 4; }
+
+// A tile's rows; behind them residuals, the norm's weights and sums of squares, and then, in their place, parts of
+// logits.
+constexpr int router_shared_bytes(int tile, int k, bool adds, bool norms) {
+  const int chunks = k / kRouterChunk, row = 16 * router_pitch(chunks);
+  const int for_norm = (adds ? tile * row : 0) + (norms ? 16 * chunks : 0) + 4 * kRouterWarps;
+  const int for_parts = 4 * kRouterWarps * kRouterTokens * kRouterExperts;
+  return tile * row + (for_norm > for_parts ? for_norm : for_parts);
+}
+static_assert(kRouterTokens <= kRouterWarps);
+static_assert(router_shared_bytes(1, kRouterMaxK, true, true) <= Sm12xLimits::kSharedBytesPerBlock);
+
+struct RouterParams {
+  const __nv_bfloat16* hidden;  // [num_tokens, k]
+  const __nv_bfloat16* residual;  // [num_tokens, k], or null
+  const __nv_bfloat16* norm_weight;  // [k], or null: no norm
+  const __nv_bfloat16* weight;  // [num_experts, k]
+  const __nv_bfloat16* bias;  // [num_experts], or null
+  __nv_bfloat16* sum;  // [num_tokens, k], null without residual
+  __nv_bfloat16* normed;  // [num_tokens, k], null without norm
+  float* logits;  // [num_tokens, num_experts]
+  float* top_k_weights;  // [num_tokens, top_k]
+  int32_t* top_k_ids;  // [num_tokens, top_k]
+  float epsilon;
+  int num_tokens, k, num_experts, top_k;
+  int tile;  // tokens of a block
+  int team;  // threads that norm a row: whole warps, a power of two
+  int groups;  // of experts, that a block computes one after the other
+  int blocks_of_tile;
+  bool constant_weights;  // nothing in front of the launch writes `weight`
+};
+
+namespace detail {
+
+__device__ __forceinline__ float warp_sum(float value) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) value += __shfl_xor_sync(kAllLanes, value, distance);
+  return value;
+}
+
+}  // namespace detail
+
+// The tile's rows in shared memory as the experts see them, and, where `writes`, in global memory. Behind the rows lie
+// their residuals, the norm's weights and sums of squares. Each row is a team of warps' own: a thread copies, adds and
+// norms the same chunks of it, so that the block waits only for the sums. Ends without a barrier.
+__device__ __forceinline__ void norm_tile(const RouterParams& p, int64_t first_token, int count, uint4* rows,
+                                          bool writes) {
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
+  const int chunks = p.k / kRouterChunk, pitch = router_pitch(chunks);
+  const bool adds = p.residual != nullptr, norms = p.norm_weight != nullptr;
+  const int team = p.team, token = thread >> (31 - __clz(team)), own = thread & (team - 1);
+  const bool has_token = token < count;
+  uint4* const row = rows + token * pitch;
+  uint4* const residual = row + p.tile * pitch;
+  uint4* const scales = rows + p.tile * pitch * (adds ? 2 : 1);
+  auto* squares = reinterpret_cast<float*>(scales + (norms ? chunks : 0));  // of warps
+  const int64_t at = (first_token + token) * chunks;
+  const int end = has_token ? chunks : 0;
+  for (int chunk = own; chunk < end; chunk += team) {
+    ptx::copy_16_bytes_if(true, row + chunk, reinterpret_cast<const uint4*>(p.hidden) + at + chunk);
+    ptx::copy_16_bytes_if(adds, residual + chunk, reinterpret_cast<const uint4*>(p.residual) + at + chunk);
+  }
+  for (int chunk = thread; norms && chunk < chunks; chunk += kRouterThreads) {
+    ptx::copy_16_bytes_if(true, scales + chunk, reinterpret_cast<const uint4*>(p.norm_weight) + chunk);
+  }
+  // The last step of a row may reach beyond it: zeros times zeros.
+  if (has_token && chunks + own < ceil_div(chunks, kRouterStep) * kRouterStep) row[chunks + own] = {};
+  ptx::wait_for_copies();
+
+  float x[kRouterChunk], other[kRouterChunk], sum = 0.0f;
+  for (int chunk = own; (adds || norms) && chunk < end; chunk += team) {
+    unpack_eight<true>(row[chunk], x);
+    if (adds) {
+      unpack_eight<true>(residual[chunk], other);
+#pragma unroll
+      for (int i = 0; i < kRouterChunk; ++i) x[i] += other[i];
+      const uint4 total = pack_eight_bf16(x);
+      unpack_eight<true>(total, x);  // the norm is of what the next layer adds to
+      row[chunk] = total;
+      if (writes) reinterpret_cast<uint4*>(p.sum)[at + chunk] = total;
+    }
+#pragma unroll
+    for (int i = 0; i < kRouterChunk; ++i) sum = fmaf(x[i], x[i], sum);
+  }
+  if (!norms) return;
+  sum = detail::warp_sum(sum);
+  if (lane == 0) squares[warp] = sum;
+  __syncthreads();
+  sum = 0.0f;
+  for (int i = 0; i < team / 32; ++i) sum += squares[(token * team) / 32 + i];
+  const float factor = rsqrtf(sum / static_cast<float>(p.k) + p.epsilon);
+  for (int chunk = own; chunk < end; chunk += team) {
+    unpack_eight<true>(row[chunk], x);
+    unpack_eight<true>(scales[chunk], other);
+#pragma unroll
+    for (int i = 0; i < kRouterChunk; ++i) x[i] *= factor * other[i];
+    const uint4 normed = pack_eight_bf16(x);
+    row[chunk] = normed;
+    if (writes) reinterpret_cast<uint4*>(p.normed)[at + chunk] = normed;
+  }
+}
+
+// What a lane multiplies of eight experts' rows: of expert `lane / 4`, chunk `lane % 4` of each of its warp's steps,
+// which are `warp`, `warp + kRouterWarps`, ...
+struct RouterWeights {
+  static constexpr int kStride = kRouterWarps * kRouterStep;  // chunks from one of its steps to the next
+
+  const uint4* first;
+  int chunks_left;  // of the row, from `first` on; 0 without an expert
+  uint4 held[kRouterHeldSteps];
+
+  __device__ __forceinline__ uint4 load(int i) const {
+    return ptx::load_16_bytes_if(kStride * i < chunks_left, first + kStride * i);
+  }
+  __device__ __forceinline__ void hold(const RouterParams& p, int group) {
+    const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+    const int expert = group * kRouterExperts + lane / 4, chunk = kRouterStep * warp + lane % 4;
+    const int chunks = p.k / kRouterChunk;
+    const bool exists = expert < p.num_experts;
+    first = reinterpret_cast<const uint4*>(p.weight) + (exists ? int64_t{expert} * chunks : 0) + chunk;
+    chunks_left = exists ? chunks - chunk : 0;
+#pragma unroll
+    for (int i = 0; i < kRouterHeldSteps; ++i) held[i] = load(i);
+  }
+};
+
+__global__ void __launch_bounds__(kRouterThreads) router_logits_kernel(const __grid_constant__ RouterParams p) {
+  extern __shared__ uint4 shared[];  // [tile, pitch], and what norm_tile puts behind
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
+  const int chunks = p.k / kRouterChunk, pitch = router_pitch(chunks), steps = ceil_div(chunks, kRouterStep);
+  const int tile = static_cast<int>(blockIdx.x) / p.blocks_of_tile;
+  const int block = static_cast<int>(blockIdx.x) - tile * p.blocks_of_tile, first_token = tile * p.tile;
+  const int first_group = block * p.groups;
+  const int end_group = min(first_group + p.groups, ceil_div(p.num_experts, kRouterExperts));
+  const int count = min(p.tile, p.num_tokens - first_token);
+
+  ptx::launch_dependent_grids();
+  if (!p.constant_weights) ptx::wait_for_prerequisite_grids();
+  RouterWeights weights;
+  weights.hold(p, first_group);
+  ptx::wait_for_prerequisite_grids();
+
+  norm_tile(p, first_token, count, shared, block == 0);  // the tile's first block writes
+  __syncthreads();
+
+  auto* parts = reinterpret_cast<float*>(shared + p.tile * pitch);  // [warp, token, expert]
+  const bool has_token = lane / 4 < count;
+  const uint4* tokens = shared + lane / 4 * pitch + kRouterStep * warp + lane % 4;
+  for (int group = first_group; group < end_group; ++group) {
+    float sums[2][4] = {};  // of tokens 8.. nothing
+    auto multiply = [&](int i, const uint4& w) {
+      const uint4 x = has_token ? tokens[RouterWeights::kStride * i] : uint4{};
+      ptx::mma_16816<true>(sums[0], {x.x, 0, x.y, 0}, {w.x, w.y}, sums[0]);
+      ptx::mma_16816<true>(sums[1], {x.z, 0, x.w, 0}, {w.z, w.w}, sums[1]);
+    };
+#pragma unroll
+    for (int i = 0; i < kRouterHeldSteps; ++i) {
+      if (warp + kRouterWarps * i < steps) multiply(i, weights.held[i]);
+    }
+    for (int i = kRouterHeldSteps; warp + kRouterWarps * i < steps; ++i) multiply(i, weights.load(i));
+    if (group + 1 < end_group) weights.hold(p, group + 1);
+    float* own = parts + (warp * kRouterTokens + lane / 4) * kRouterExperts + 2 * (lane % 4);
+    *reinterpret_cast<float2*>(own) = make_float2(sums[0][0] + sums[1][0], sums[0][1] + sums[1][1]);
+    __syncthreads();
+    const int token = thread / kRouterExperts, expert = group * kRouterExperts + thread % kRouterExperts;
+    if (token < count && expert < p.num_experts) {
+      float logit = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kRouterWarps; ++i) logit += parts[i * kRouterTokens * kRouterExperts + thread];
+      if (p.bias != nullptr) logit += __bfloat162float(p.bias[expert]);
+      p.logits[static_cast<int64_t>(first_token + token) * p.num_experts + expert] = logit;
+    }
+    __syncthreads();  // parts have been read
+  }
+}
+
+// A warp a token. NaN comes first, so that the ids are valid whatever the logits are.
+__global__ void __launch_bounds__(32 * kRouterTopKWarps) router_top_k_kernel(const __grid_constant__ RouterParams p) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int token = static_cast<int>(blockIdx.x) * kRouterTopKWarps + static_cast<int>(threadIdx.x) / 32;
+  ptx::launch_dependent_grids();
+  ptx::wait_for_prerequisite_grids();
+  if (token >= p.num_tokens) return;
+  const float* logits = p.logits + static_cast<int64_t>(token) * p.num_experts;
+  const int per_lane = (p.num_experts + 31) / 32;
+  uint64_t ranks[kRouterExpertsPerLane];
+#pragma unroll
+  for (int i = 0; i < kRouterExpertsPerLane; ++i) {
+    if (i >= per_lane) break;
+    const int expert = lane + 32 * i;
+    ranks[i] = expert < p.num_experts ? rank_of(logits[expert], expert) : 0;
+  }
+  float largest = 0.0f, own = 0.0f, total = 0.0f;  // own: this lane's of the chosen
+  int own_id = 0;
+  for (int place = 0; place < p.top_k; ++place) {
+    uint64_t best = 0;
+#pragma unroll
+    for (int i = 0; i < kRouterExpertsPerLane; ++i) {
+      if (i >= per_lane) break;
+      best = max(best, ranks[i]);
+    }
+    best = largest_of_lanes(best);
+#pragma unroll
+    for (int i = 0; i < kRouterExpertsPerLane; ++i) {
+      if (i >= per_lane) break;
+      ranks[i] = ranks[i] == best ? 0 : ranks[i];
+    }
+    const float logit = rank_number(best);
+    if (place == 0) largest = logit;
+    const float weight = logit == largest ? 1.0f : expf(logit - largest);  // of infinities too
+    total += weight;
+    if (lane == place) {
+      own = weight;
+      own_id = rank_place(best);
+    }
+  }
+  if (lane < p.top_k) {
+    const int64_t at = static_cast<int64_t>(token) * p.top_k + lane;
+    p.top_k_weights[at] = own / total;
+    p.top_k_ids[at] = own_id;
+  }
+}
+
+// Sizes and pointers have been checked: k a multiple of 8, rows aligned to 16 bytes, top_k at most 32 and num_experts.
+inline Status run_router(RouterParams params, const LaunchOptions& options) {
+  if (params.num_tokens == 0) return {};
+  const bool adds = params.residual != nullptr, norms = params.norm_weight != nullptr;
+  params.tile = std::min(kRouterTokens, params.num_tokens);
+  while (router_shared_bytes(params.tile, params.k, adds, norms) > Sm12xLimits::kSharedBytesPerBlock) --params.tile;
+  const int tiles = ceil_div(params.num_tokens, params.tile);
+  params.tile = ceil_div(params.num_tokens, tiles);  // no tile much smaller than the others
+  params.team = kRouterThreads;
+  while (params.team * params.tile > kRouterThreads) params.team /= 2;
+  const int shared_bytes = router_shared_bytes(params.tile, params.k, adds, norms);
+  // A block for each group of eight experts, unless the blocks of all tiles would not fit the device at once: then a
+  // block computes several for a tile that it norms once.
+  const int all_groups = ceil_div(params.num_experts, kRouterExperts);
+  params.groups = ceil_div(all_groups, std::clamp(options.sm_count / tiles, 1, all_groups));
+  params.blocks_of_tile = ceil_div(all_groups, params.groups);
+  cudaError_t error = shared_bytes > 48 * 1024 ? grant_shared_memory(router_logits_kernel, options) : cudaSuccess;
+  if (error != cudaSuccess) return {error, "shared memory of the router"};
+  error =
+      launch_kernel(router_logits_kernel, params, tiles * params.blocks_of_tile, kRouterThreads, shared_bytes, options);
+  if (error != cudaSuccess) return {error, "launch of the router's logits"};
+  const int top_k_blocks = ceil_div(params.num_tokens, kRouterTopKWarps);
+  error = launch_kernel(router_top_k_kernel, params, top_k_blocks, 32 * kRouterTopKWarps, 0, options);
+  return {error, "launch of the router's top-k"};
+}
+
+}  // namespace flashinfer::sm12x

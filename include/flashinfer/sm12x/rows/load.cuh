@@ -1,0 +1,198 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Token rows as bfloat16, eight elements at a time, packed as bf16 MMAs want them. e4m3 * 2^s is exact in
+// bfloat16, so that bf16 MMAs multiply W4A8 without rounding, on SM12x and Hopper by the same instructions.
+//
+// Of every eight elements the order is 0, 4, 1, 5, 2, 6, 3, 7: the pairs that expand_to_bf16 makes of a 32-bit word of
+// weights.
+//
+// In memory packed rows lie word by word, [words of 128 along K][rows][256 bytes], so that a tile's tokens are one
+// piece of each word; odd rows have neighbouring blocks swapped, so that fragment loads of eight rows have no bank
+// conflict.
+//
+// RowLoader takes rows of any format, a block of 32 elements to a lane; load_input_eight those of a MoE layer, eight to
+// a lane.
+#pragma once
+
+#include "../mma/expand.cuh"
+#include "../ptx/convert.cuh"
+#include "../ptx/memory.cuh"
+#include "quantize.cuh"
+
+namespace flashinfer::sm12x {
+
+constexpr int kPackedBlockBytes = block_bytes(Element::kBf16);
+constexpr int kPackedRowBytes = kScaleChunkBlocks * kPackedBlockBytes;  // of one word
+
+// Byte offset of block `k_block` of row `row` of `rows` packed rows.
+__device__ __forceinline__ int64_t packed_offset(int rows, int row, int k_block) {
+  const int word = k_block / kScaleChunkBlocks, block = k_block % kScaleChunkBlocks ^ (row & 1);
+  return (static_cast<int64_t>(word) * rows + row) * kPackedRowBytes + block * kPackedBlockBytes;
+}
+
+// Where element `i` of a row stands once it is packed.
+__device__ __forceinline__ int packed_place(int i) { return (i & ~7) | ((i & 3) << 1) | ((i >> 2) & 1); }
+
+namespace detail {
+
+__device__ __forceinline__ uint4 from_eight_bytes(const uint2& eight, float scale) {
+  const uint32_t first = __byte_perm(eight.x, eight.y, 0x5140);  // elements 0, 4, 1, 5
+  const uint32_t second = __byte_perm(eight.x, eight.y, 0x7362);  // elements 2, 6, 3, 7
+  return make_uint4(ptx::e4m3x2_to_bf16x2(static_cast<uint16_t>(first), scale),
+                    ptx::e4m3x2_to_bf16x2(static_cast<uint16_t>(first >> 16), scale),
+                    ptx::e4m3x2_to_bf16x2(static_cast<uint16_t>(second), scale),
+                    ptx::e4m3x2_to_bf16x2(static_cast<uint16_t>(second >> 16), scale));
+}
+
+__device__ __forceinline__ uint4 from_eight_bf16(const uint4& k) {
+  return make_uint4(__byte_perm(k.x, k.z, 0x5410), __byte_perm(k.x, k.z, 0x7632), __byte_perm(k.y, k.w, 0x5410),
+                    __byte_perm(k.y, k.w, 0x7632));
+}
+
+}  // namespace detail
+
+// A block of 32 to MXFP8 and back, by a lane that has all of it: load(q, x) gives elements 8q.., twice, rather than 32
+// of them are held until their largest is known; take(q, eight) gets them packed.
+template <class Load, class Take>
+__device__ __forceinline__ void requantize_block(const Load& load, const Take& take) {
+  float amax = 0.0f, x[8];
+#pragma unroll
+  for (int q = 0; q < 4; ++q) {
+    load(q, x);
+    amax = Mxfp8Rounding::largest(amax, x);
+  }
+  const Mxfp8Rounding rounding(amax);
+  auto pair = [&](int i) { return rounding.pair_as_bf16(x[i], x[i + 4]); };
+#pragma unroll
+  for (int q = 0; q < 4; ++q) {
+    load(q, x);
+    take(q, make_uint4(pair(0), pair(1), pair(2), pair(3)));
+  }
+}
+
+// Elements 8 * eighth.. of row `token` of the layer's input, packed; not of MXFP4. Lanes 4i..4i + 3 hold one block and
+// call together.
+__device__ __forceinline__ uint4 load_input_eight(const TokenRows& rows, int64_t token, int eighth) {
+  const int64_t at = token * (rows.k / 8) + eighth;
+  if (rows.format < TokenFormat::kMxfp8Swizzled) {
+    const uint4 packed = static_cast<const uint4*>(rows.data)[at];
+    if (rows.format == TokenFormat::kBf16) return detail::from_eight_bf16(packed);
+    const unsigned lanes = 0xFu << (threadIdx.x % 32 & ~3u);
+    uint32_t scale;
+    const uint2 eight = rows.format == TokenFormat::kQuantizeBf16
+                            ? quantize_eight<Mxfp8Rounding, true>(packed, lanes, scale)
+                            : quantize_eight<Mxfp8Rounding, false>(packed, lanes, scale);
+    return detail::from_eight_bytes(eight, ptx::ue8m0_to_f32<0>(scale));
+  }
+  const int k_block = eighth / 4;
+  int64_t scale_at = token * (rows.k / kScaleBlock) + k_block;
+  if (rows.format == TokenFormat::kMxfp8Swizzled) {
+    scale_at = swizzled_scale_place(token, k_block, scale_words(rows.k));
+  }
+  const uint2 eight = static_cast<const uint2*>(rows.data)[at];
+  return detail::from_eight_bytes(eight, ptx::ue8m0_to_f32<0>(rows.scales[scale_at]));
+}
+
+// A block of a row of any format; zeros where it is not wanted.
+struct RowLoader {
+  const TokenRows& rows;
+  int64_t row;
+  int k_block;
+  bool wanted;
+
+  // Packed: of every eight elements (0, 4), (1, 5), (2, 6), (3, 7), as at the top of this file.
+  __device__ __forceinline__ void load(uint4 (&eights)[4]) const {
+    switch (rows.format) {
+      case TokenFormat::kBf16: return load_bf16(eights);
+      case TokenFormat::kQuantizeBf16: return load_quantized<true>(eights);
+      case TokenFormat::kQuantizeF16: return load_quantized<false>(eights);
+      case TokenFormat::kMxfp4Swizzled: return load_mxfp4(eights);
+      case TokenFormat::kQuantizeBf16ToMxfp4:
+      case TokenFormat::kQuantizeF16ToMxfp4: return load_quantized_to_mxfp4(eights);
+      default: return load_mxfp8(eights);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ const uint8_t* at(int bytes_of_block) const {
+    const int64_t block = row * (rows.k / kScaleBlock) + k_block;
+    return static_cast<const uint8_t*>(rows.data) + (wanted ? block * bytes_of_block : 0);
+  }
+
+  __device__ __forceinline__ float scale() const {
+    int64_t place = row * (rows.k / kScaleBlock) + k_block;
+    if (rows.format != TokenFormat::kMxfp8Linear) { place = swizzled_scale_place(row, k_block, scale_words(rows.k)); }
+    return ptx::ue8m0_to_f32<0>(wanted ? rows.scales[place] : 0);
+  }
+
+  __device__ __forceinline__ void load_16_bit(uint4 (&eights)[4]) const {
+    const uint8_t* from = at(2 * kScaleBlock);
+#pragma unroll
+    for (int q = 0; q < 4; ++q) eights[q] = ptx::load_16_bytes_if(wanted, from + 16 * q);
+  }
+
+  __device__ __forceinline__ void load_bf16(uint4 (&eights)[4]) const {
+    load_16_bit(eights);
+#pragma unroll
+    for (int q = 0; q < 4; ++q) eights[q] = detail::from_eight_bf16(eights[q]);
+  }
+
+  __device__ __forceinline__ void load_mxfp8(uint4 (&eights)[4]) const {
+    const uint8_t* from = at(kScaleBlock);
+    const uint4 low = ptx::load_16_bytes_if(wanted, from), high = ptx::load_16_bytes_if(wanted, from + 16);
+    const float s = scale();
+    eights[0] = detail::from_eight_bytes(make_uint2(low.x, low.y), s);
+    eights[1] = detail::from_eight_bytes(make_uint2(low.z, low.w), s);
+    eights[2] = detail::from_eight_bytes(make_uint2(high.x, high.y), s);
+    eights[3] = detail::from_eight_bytes(make_uint2(high.z, high.w), s);
+  }
+
+  __device__ __forceinline__ void load_mxfp4(uint4 (&eights)[4]) const {
+    const uint4 block = ptx::load_16_bytes_if(wanted, at(kScaleBlock / 2));
+    const uint32_t words[4] = {block.x, block.y, block.z, block.w};
+    const float s = scale();
+#pragma unroll
+    for (int q = 0; q < 4; ++q) eights[q] = from_eight_nibbles(words[q], s);
+  }
+
+  static __device__ __forceinline__ uint4 from_eight_nibbles(uint32_t nibbles, float scale) {
+    const uint32_t factor = ptx::f32x2_to_bf16x2(scale, scale);
+    uint32_t pair[4];
+    mma::expand_to_bf16<mma::Saves::kInstructions>(nibbles, mma::kTwoTo126Pair, pair);
+    return make_uint4(ptx::bf16x2_multiply(pair[0], factor), ptx::bf16x2_multiply(pair[1], factor),
+                      ptx::bf16x2_multiply(pair[2], factor), ptx::bf16x2_multiply(pair[3], factor));
+  }
+
+  template <bool kIsBf16>
+  __device__ __forceinline__ void load_quantized(uint4 (&eights)[4]) const {
+    load_16_bit(eights);
+    requantize_block([&](int q, auto& x) { unpack_eight<kIsBf16>(eights[q], x); },
+                     [&](int q, const uint4& eight) { eights[q] = eight; });
+  }
+
+  // One piece of code for both types: it stands in kernels of which few calls run it.
+  __device__ __forceinline__ void load_quantized_to_mxfp4(uint4 (&eights)[4]) const {
+    load_16_bit(eights);
+    float amax = 0.0f, x[8];
+    auto unpack = [&](int q) {
+      if (rows.format == TokenFormat::kQuantizeBf16ToMxfp4) {
+        unpack_eight<true>(eights[q], x);
+      } else {
+        unpack_eight<false>(eights[q], x);
+      }
+    };
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+      unpack(q);
+      amax = Mxfp4Rounding::largest(amax, x);
+    }
+    const Mxfp4Rounding rounding(amax);
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+      unpack(q);
+      eights[q] = from_eight_nibbles(rounding.eight(x), ptx::ue8m0_to_f32<0>(rounding.scale));
+    }
+  }
+};
+
+}  // namespace flashinfer::sm12x

@@ -1,0 +1,251 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// A dense layer for few tokens, out = tokens * weights^T, as one stream of weights: the smallest use of the streamed
+// GEMM (gemm.cuh), and the place to begin reading. The MoE layer (moe.cuh) is two such streams with routing in front
+// and a grid barrier between them.
+//
+// One block per SM. Block b computes units b, b + blocks, ... of the weight rows, once for each tile of tokens. Three
+// roles:
+//
+//   epilogue warps   take turns at the units: fill the ring's stages with weights as long as
+//                    there are free ones; when the MMA warps are through with a unit, add their
+//                    partial sums in K order, fill its stages again, and store the outputs
+//   MMA warps        each holds its part of K of a tile's tokens in registers, and multiplies it
+//                    with the same part of every weight row that comes through the ring
+//   ring             stages in shared memory. `full`: copies have landed. `done`: partial sums
+//                    stand where weights were
+//
+//   knob               value                where it is set
+//   tokens a tile      8 or 16              flashinfer/jit/sm12x/instances.py, a row each
+//   K of an MMA warp   256 or 384           there, `words` of 128
+//   MMA warps          12, which share K    there, `mma_warps`
+//   epilogue warps     4                    kEpilogueWarps (params.h)
+//   stages             up to 16             ring_stages (gemm/dense_mx_sm120.cuh), by shared memory
+//   weight rows        16, 32 or 64         StreamedGemmPlan (params.h): a slab for each group of MMA warps
+//
+// Tokens come as bfloat16 (W4A16, W8A16), are rounded to MXFP8 or MXFP4 here, or come so. Weights and tokens are exact
+// in bfloat16 whatever the format, so that one kind of MMA serves all.
+#pragma once
+
+#include "../rows/load.cuh"
+#include "../rows/rank.cuh"
+#include "../rows/scalar.cuh"
+#include "gemm.cuh"
+
+namespace flashinfer::sm12x {
+
+using DenseRing = StreamRing<kDenseFixedBytes>;
+
+// A block as RowLoader gives it, in the order in which expanded weights of the format come: pairs of elements i and i +
+// 4 of eight, or i and i + 2 of four.
+template <Element kWeights>
+__device__ __forceinline__ void pack_block(const uint4 (&eights)[4], TokenBlock& to) {
+#pragma unroll
+  for (int q = 0; q < 4; ++q) {
+    uint4 k = eights[q];
+    if (kWeights == Element::kE4m3) {
+      k = make_uint4(__byte_perm(k.x, k.z, 0x5410), __byte_perm(k.y, k.w, 0x5410), __byte_perm(k.x, k.z, 0x7632),
+                     __byte_perm(k.y, k.w, 0x7632));
+    }
+    set_eight(to, q, k);
+  }
+}
+
+// A tile's tokens, as far as the warp's K goes; zeros where there is no token, or no K.
+template <class Shape>
+__device__ __forceinline__ void load_tokens(const DenseParams& p, SlabMultiplier<Shape>& slab, int first, int count,
+                                            int lane) {
+  constexpr int kBlocks = Shape::kTokenSteps * Shape::kWords;
+  TokenBlock* const blocks = &slab.tokens[0][0];
+  auto load = [&](int i, TokenBlock& to) {
+    const int token = 8 * (i / Shape::kWords) + lane / 4;
+    const int k_block = (slab.first_word() + i % Shape::kWords) * kScaleChunkBlocks + lane % 4;
+    const bool wanted = slab.works() && token < count && k_block * kScaleBlock < p.gemm.k;
+    uint4 eights[4];
+    RowLoader{p.tokens, first + token, k_block, wanted}.load(eights);
+    pack_block<Shape::kWeights>(eights, to);
+  };
+#pragma unroll 1
+  for (int i = 0; i < kBlocks; ++i) {
+    shift_blocks<kBlocks>(blocks);
+    load(i, blocks[kBlocks - 1]);
+  }
+}
+
+// A block's work: `units` of the weights for each tile of tokens, `steps` in all, units of the first tile first.
+struct DenseWork {
+  int units, tiles, steps;
+
+  __device__ __forceinline__ DenseWork(const DenseParams& p, int token_tile)
+      : units(ceil_div(p.gemm.units - static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x))),
+        tiles(ceil_div(p.num_tokens, token_tile)),
+        steps(units * tiles) {}
+};
+
+// Where a block is in it.
+struct DenseStep {
+  int unit, tile;  // the block's unit-th
+
+  __device__ __forceinline__ DenseStep(const DenseWork& work, int step) : unit(step), tile(0) { settle(work); }
+  __device__ __forceinline__ void advance(const DenseWork& work, int steps) {
+    unit += steps;
+    settle(work);
+  }
+  __device__ __forceinline__ bool ended(const DenseWork& work) const { return tile >= work.tiles; }
+  // Of the weights.
+  __device__ __forceinline__ int weight_unit() const {
+    return static_cast<int>(blockIdx.x) + unit * static_cast<int>(gridDim.x);
+  }
+
+ private:
+  __device__ __forceinline__ void settle(const DenseWork& work) {
+    for (; unit >= work.units && tile < work.tiles; ++tile) unit -= work.units;
+  }
+};
+
+template <class Shape>
+__device__ __forceinline__ void multiply_units(const DenseParams& p, const DenseRing& ring, const DenseWork& work,
+                                               int warp, int lane) {
+  SlabMultiplier<Shape> slab;
+  slab.enter(p.gemm, ring.stage(0), warp, lane);
+  if (!slab.belongs()) return;
+  RingPlace place;
+  place.advance(slab.chunk(), ring.stages);
+  ptx::wait_for_prerequisite_grids();  // tokens are there
+  for (int first = 0; first < p.num_tokens; first += Shape::kTokenTile) {
+    const int count = min(Shape::kTokenTile, p.num_tokens - first);
+    load_tokens<Shape>(p, slab, first, count, lane);
+    uint32_t row = slab.first_row(blockIdx.x);
+    for (int left = work.units; left > 0; --left, row += gridDim.x * slab.unit_rows()) {
+      ptx::mbarrier_wait(ring.full(place.stage), place.parity);
+      if (slab.works()) slab.multiply(place.stage * ring.stage_bytes, row, count);
+      __syncwarp();
+      ptx::mbarrier_arrive(ring.done(place.stage));
+      place.advance(p.gemm.chunks, ring.stages);
+    }
+  }
+}
+
+// The largest outputs of a tile that a epilogue warp has seen: a lane's rows of its tokens, 2t and 2t + 1 of each step.
+template <class Shape>
+struct LargestOutputs {
+  uint64_t ranks[2 * Shape::kTokenSteps] = {};
+
+  // `value` i of a lane's four of each step, output `out` of its token.
+  __device__ __forceinline__ void add(int i, float value, int out) {
+    uint64_t& rank = ranks[i / 4 * 2 + i % 2];
+    rank = max(rank, rank_of(value, out));
+  }
+  // Those of all lanes, the tile's first token at `to`, each `pitch` behind the one before; and the next tile's begin.
+  __device__ __forceinline__ void leave(uint64_t* to, int pitch, int count, int lane) {
+#pragma unroll
+    for (int i = 0; i < 2 * Shape::kTokenSteps; ++i) {
+      const uint64_t largest = largest_of_lanes<4>(ranks[i]);
+      const int token = i / 2 * 8 + 2 * (lane % 4) + i % 2;
+      if (lane < 4 && token < count) to[static_cast<int64_t>(token) * pitch] = largest;
+      ranks[i] = 0;
+    }
+  }
+};
+
+// `warp`: which of the epilogue warps it is.
+template <class Shape>
+__device__ __forceinline__ void run_epilogue_warp(const DenseParams& p, const DenseRing& ring, const DenseWork& work,
+                                                  int warp, int lane) {
+  const StreamedGemm& g = p.gemm;
+  const int ring_units = ring.stages / g.chunks, epilogue_warps = epilogue_warps_of(ring.stages, g.chunks);
+  if (warp >= epilogue_warps) return;
+  if (!p.weights_first) ptx::wait_for_prerequisite_grids();
+  // Prime one stage per epilogue warp, so that later stages do not queue ahead of the first weights and of code. Not
+  // where another epilogue warp might fill that stage again meanwhile, and end the phase that is waited for.
+  const bool one_by_one = g.chunks == 1 || epilogue_warps == 1;
+  for (int stage = warp; stage < min(ring.stages, work.steps * g.chunks); stage += epilogue_warps) {
+    if (one_by_one && stage >= epilogue_warps) ptx::mbarrier_wait(ring.full(stage - epilogue_warps), 0);
+    fill_chunk(g, ring, stage, DenseStep(work, stage / g.chunks).weight_unit(), stage % g.chunks, lane);
+  }
+  ptx::wait_for_prerequisite_grids();  // what the outputs replace has been read
+
+  const int pitch = static_cast<int>(gridDim.x) * epilogue_warps;
+  uint64_t* const ranks = p.ranks != nullptr ? p.ranks + static_cast<int>(blockIdx.x) * epilogue_warps + warp : nullptr;
+  if (ranks != nullptr && work.units < epilogue_warps) {  // then a tile may have no unit for this one
+    for (int token = lane; token < p.num_tokens; token += 32) ranks[static_cast<int64_t>(token) * pitch] = 0;
+    __syncwarp();
+  }
+  LargestOutputs<Shape> largest;
+
+  const StoreEpilogue& e = p.epilogue;
+  const float scale = load_or(e.alpha, 0, 1.0f);
+  const int row = slab_row<Shape>(lane / 4, g.pitch);
+  RingPlace first_place;
+  first_place.advance(warp * g.chunks, ring.stages);
+  for (DenseStep step(work, warp); !step.ended(work); step.advance(work, epilogue_warps)) {
+    const int first_token = step.tile * Shape::kTokenTile;
+    const int count = min(Shape::kTokenTile, p.num_tokens - first_token);
+    for (int slab = 0; slab < g.groups; ++slab) {
+      const int output = (step.weight_unit() * g.groups + slab) * kSlabRows + row;  // and the one 8 rows further on
+      float bias[2] = {0.0f, 0.0f};
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if (e.bias != nullptr && output + 8 * half < g.out) {
+          bias[half] = load_scalar(e.bias, output + 8 * half, e.bias_type);
+        }
+      }
+      float sums[Shape::kTokenSteps][4] = {};
+      RingPlace place = first_place;
+      for (int chunk = 0; chunk < g.chunks; ++chunk) {
+        if (slab == 0) ptx::mbarrier_wait(ring.done(place.stage), place.parity);
+        add_partials<Shape>(g, ring.stage(place.stage), chunk, slab, row, lane, count, sums);
+        if (slab == g.groups - 1) {
+          __syncwarp();
+          DenseStep next = step;
+          next.advance(work, ring_units);
+          if (!next.ended(work)) fill_chunk(g, ring, place.stage, next.weight_unit(), chunk, lane);
+        }
+        place.advance(ring.stages);
+      }
+#pragma unroll
+      for (int i = 0; i < 4 * Shape::kTokenSteps; ++i) {
+        const int token = i / 4 * 8 + 2 * (lane % 4) + i % 2, out = output + (i % 4 < 2 ? 0 : 8);
+        if (token >= count || out >= g.out) continue;
+        const int64_t at = static_cast<int64_t>(first_token + token) * g.out + out;
+        float value = fmaf(sums[i / 4][i % 4], scale, bias[i % 4 / 2]);
+        if (e.residual != nullptr) value += load_scalar(e.residual, at, e.output_type);
+        if (ranks != nullptr) largest.add(i, round_scalar(value, e.output_type), out);
+        if (e.output != nullptr) store_scalar(e.output, at, e.output_type, value);
+      }
+    }
+    if (ranks != nullptr) {
+      DenseStep next = step;
+      next.advance(work, epilogue_warps);
+      if (next.tile != step.tile) {
+        largest.leave(ranks + static_cast<int64_t>(first_token) * pitch, pitch, count, lane);
+      }
+    }
+    first_place.advance(epilogue_warps * g.chunks, ring.stages);
+  }
+}
+
+template <class Shape>
+__global__ void __launch_bounds__(Shape::kThreads, 1) dense_layer_kernel(const __grid_constant__ DenseParams p) {
+  extern __shared__ __align__(128) char dynamic_shared[];
+  const DenseRing ring = {dynamic_shared, p.stages, p.stage_bytes};
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  ptx::launch_dependent_grids();
+  if (warp == Shape::kMmaWarps) {
+    for (int stage = lane; stage < ring.stages; stage += 32) {
+      ptx::mbarrier_init(ring.full(stage), 32);
+      ptx::mbarrier_init(ring.done(stage), 32 * p.gemm.stage_warps * p.gemm.groups);
+    }
+    if (lane == 0) ptx::prefetch_tensor_map(&p.gemm.scales);
+    ptx::fence_barrier_init();
+  }
+  __syncthreads();
+  const DenseWork work(p, Shape::kTokenTile);
+  if (warp < Shape::kMmaWarps) {
+    multiply_units<Shape>(p, ring, work, warp, lane);
+  } else {  // epilogue warps
+    run_epilogue_warp<Shape>(p, ring, work, warp - Shape::kMmaWarps, lane);
+  }
+}
+
+}  // namespace flashinfer::sm12x

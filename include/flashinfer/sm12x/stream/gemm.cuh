@@ -1,0 +1,419 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The streamed GEMM on the device, without those who use it: the ring of stages, the copies that fill a stage, the
+// multiply of one slab, and the sum of what the warps that share K made of it.
+//
+// A lane of the MMA warps holds 32-block t of a word, t its place in its quad, of weight rows g and g + 8 and of tokens
+// g: a whole scale block of each. The order of K inside a block is free as long as both operands agree.
+#pragma once
+
+#include "../mma/expand.cuh"
+#include "../ptx/memory.cuh"
+#include "../ptx/mma.cuh"
+#include "../ptx/sync.cuh"
+#include "params.h"
+
+namespace flashinfer::sm12x {
+
+// A lane's block of one token as bfloat16 pairs, in the order in which expanded weights come: number 2q + h for MMA 2q
+// + h of a word.
+using TokenBlock = uint32_t[8][2];
+
+// Elements 8q.. of a block, packed (token_blocks.cuh).
+__device__ __forceinline__ void set_eight(TokenBlock& to, int q, const uint4& eight) {
+  to[2 * q][0] = eight.x;
+  to[2 * q][1] = eight.y;
+  to[2 * q + 1][0] = eight.z;
+  to[2 * q + 1][1] = eight.w;
+}
+
+// Makes room for a block behind the others: a loop through which the registers shift is little code, which is fetched
+// once and not for every block.
+template <int kBlocks>
+__device__ __forceinline__ void shift_blocks(TokenBlock* blocks) {
+#pragma unroll
+  for (int i = 0; i + 1 < kBlocks; ++i) {
+#pragma unroll
+    for (int v = 0; v < 16; ++v) blocks[i][v / 2][v % 2] = blocks[i + 1][v / 2][v % 2];
+  }
+}
+
+// Barriers of the stages at the start of a block's shared memory, the ring `kOffset` bytes behind it.
+template <int kOffset>
+struct StreamRing {
+  char* base;
+  int stages;
+  int stage_bytes;
+
+  static constexpr int kBarrierBytes = 8 * 2 * kMaxStreamStages;
+  static_assert(kOffset >= kBarrierBytes && kOffset % 128 == 0, "copies of tensor maps go to multiples of 128 bytes");
+
+  __device__ __forceinline__ uint8_t* stage(int i) const {
+    return reinterpret_cast<uint8_t*>(base + kOffset + i * stage_bytes);
+  }
+  // A stage's copies have landed; its partial sums are complete.
+  __device__ __forceinline__ uint64_t* full(int stage) const { return barrier(stage); }
+  __device__ __forceinline__ uint64_t* done(int stage) const { return barrier(kMaxStreamStages + stage); }
+
+ protected:
+  __device__ __forceinline__ uint64_t* barrier(int i) const { return reinterpret_cast<uint64_t*>(base) + i; }
+};
+
+// A place in the ring, and the parity of the phase that it is in.
+struct RingPlace {
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void advance(int stages) {
+    if (++stage == stages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+  __device__ __forceinline__ void advance(int steps, int stages) {
+    stage += steps;
+    while (stage >= stages) {
+      stage -= stages;
+      parity ^= 1;
+    }
+  }
+};
+
+// Fills a stage with a unit of a matrix: weights, the scales of their K, their biases. One thread, when nobody uses the
+// stage any more.
+template <class Ring>
+__device__ __forceinline__ void fill_stage(const StreamedGemm& g, const Ring& ring, int stage, int matrix, int unit) {
+  const int rows = g.part_rows(), bytes = rows * g.row_bytes, piece_bytes = g.piece_bytes();
+  const int bias_bytes = g.bias != nullptr ? rows * g.bias_bytes() : 0;
+  uint8_t* to = ring.stage(stage);
+  uint64_t* full = ring.full(stage);
+
+  ptx::fence_async_proxy();  // partial sums were written and read where the copies go
+  ptx::mbarrier_arrive_expect(full, g.parts * (bytes + piece_bytes + bias_bytes));
+  for (int part = 0; part < g.parts; ++part) {
+    const int row = unit * rows + part * g.out;
+    ptx::bulk_copy(to + part * bytes, g.weights + matrix * g.weight_pitch + static_cast<int64_t>(row) * g.row_bytes,
+                   bytes, full);
+    ptx::tensor_copy_3d(to + g.scale_offset + part * piece_bytes, &g.scales, (row % 32 & ~(g.piece_rows - 1)) * 4, 0,
+                        matrix * g.scale_pitch + row / kScaleChunkRows, full);
+    if (bias_bytes != 0) {
+      const int64_t at = static_cast<int64_t>(matrix) * g.parts * g.out + row;
+      ptx::bulk_copy(to + g.bias_offset + part * bias_bytes, static_cast<const uint8_t*>(g.bias) + at * g.bias_bytes(),
+                     bias_bytes, full);
+    }
+  }
+}
+
+// The same of one chunk of a unit of one matrix of one part, row by row where a stage pads them. One warp.
+template <class Ring>
+__device__ __forceinline__ void fill_chunk(const StreamedGemm& g, const Ring& ring, int stage, int unit, int chunk,
+                                           int lane) {
+  const int rows = g.part_rows(), first = unit * rows, valid = min(rows, g.out - first);
+  const int bytes = min(g.chunk_bytes, g.row_bytes - chunk * g.chunk_bytes);
+  uint8_t* to = ring.stage(stage);
+  uint64_t* full = ring.full(stage);
+
+  // The last unit: rows that are not there are multiplied too, and never stored.
+  for (int i = valid * g.pitch + 16 * lane; i < rows * g.pitch; i += 16 * 32) {
+    *reinterpret_cast<uint4*>(to + i) = make_uint4(0, 0, 0, 0);
+  }
+  // Every lane arrives for what it writes and copies itself: racecheck follows a barrier only so.
+  const uint8_t* from = g.weights + static_cast<int64_t>(first) * g.row_bytes + chunk * g.chunk_bytes;
+  const bool whole = g.pitch == g.row_bytes;
+  const bool elected = ptx::elect_one();
+  const int lanes_rows = whole ? (elected ? valid : 0) : (valid - lane + 31) / 32;
+  ptx::fence_async_proxy();  // partial sums were written and read where the copies go
+  ptx::mbarrier_arrive_expect(full, lanes_rows * bytes + (elected ? g.piece_bytes() : 0));
+  if (elected) {
+    ptx::tensor_copy_3d(to + g.scale_offset, &g.scales, (first % 32 & ~(g.piece_rows - 1)) * 4, chunk * g.stage_words,
+                        first / kScaleChunkRows, full);
+    if (whole) ptx::bulk_copy(to, from, valid * bytes, full);
+  }
+  for (int row = lane; !whole && row < valid; row += 32) {
+    ptx::bulk_copy(to + row * g.pitch, from + static_cast<int64_t>(row) * g.row_bytes, bytes, full);
+  }
+}
+
+// MMA row g as a row of the slab's eight. Eight lanes (two rows of four blocks) are served together by shared memory:
+// of 16-byte blocks, pair the rows whose distance is half the 128-byte period of the banks, if there is one.
+template <class Shape>
+__device__ __forceinline__ int slab_row(int g, int pitch) {
+  if (Shape::kWeights != Element::kE2m1) return g;
+  const int sixteens = pitch % 128 / 16;
+  if (sixteens % 2 != 0) return (g >> 1) | (g & 1) << 2;  // rows r and r + 4
+  if (sixteens % 4 != 0) return (g & 4) | (g & 2) >> 1 | (g & 1) << 1;  // rows r and r + 2
+  return g;
+}
+
+// Where a lane's two rows of a slab (g and g + 8 of the MMA) lie in a stage.
+template <class Shape>
+struct LaneRows {
+  int low, high;  // byte offsets of the stage's first slab
+  int next_slab;  // from a slab to the next
+
+  __device__ __forceinline__ LaneRows(const StreamedGemm& g, int row) {
+    low = row * g.pitch;
+    high = low + (Shape::two_parts(g) ? g.part_rows() : 8) * g.pitch;
+    next_slab = g.slab_outputs() * g.pitch;
+  }
+};
+
+// The partial sums of a lane replace weights that it alone has read; lanes whose block lies beyond K use the stage's
+// tail.
+template <class Shape>
+struct PartialPlace {
+  int offset[Shape::kTokenSteps];  // in the stage's first slab
+  int next_slab;
+
+  // `warp` is one of the stage's, whose first word of K is `first_word`.
+  __device__ __forceinline__ PartialPlace(const StreamedGemm& g, const LaneRows<Shape>& rows, int first_word, int warp,
+                                          int lane) {
+    const int word = warp * Shape::kWords, t = lane % 4;
+    const bool within = ((first_word + word) * kScaleChunkBlocks + t) * kScaleBlock < g.k;
+    const int tail = g.tail_offset + lane * 16;
+    const int column = word * Shape::kWordBytes + t * Shape::kBlockBytes;
+    next_slab = within ? rows.next_slab : Shape::kTokenSteps * 32 * 16;
+#pragma unroll
+    for (int step = 0; step < Shape::kTokenSteps; ++step) {
+      offset[step] = within ? (step == 0 ? rows.low : rows.high) + column : tail + step * 32 * 16;
+    }
+  }
+};
+
+// The part of an MMA warp: kWords words along K of one slab of each unit.
+template <class Shape>
+class SlabMultiplier {
+  static constexpr int kSteps = Shape::kTokenSteps, kWords = Shape::kWords;
+  using Expansion = mma::Expansion<Shape::kBlockBytes, mma::Saves::kInstructions>;
+  using Block = uint32_t[Shape::kBlockBytes / 4];
+
+  // Where a lane finds one word's operands in the first stage: weights of row g, and their scale but for the row's
+  // quarter of the chunk. Those of row g + 8 lie the same distance behind, whatever the word.
+  struct Operands {
+    uint32_t weights, scale;
+  };
+
+ public:
+  TokenBlock tokens[kSteps][kWords];
+
+  // Where the lane's operands lie; `first_stage` is its address. Warps beyond those that K and the groups need have no
+  // work.
+  __device__ __forceinline__ void enter(const StreamedGemm& g, const void* first_stage, int warp, int lane) {
+    const unsigned unit_warps = Shape::kChunked ? g.stage_warps * g.chunks : g.k_warps;
+    const unsigned group = static_cast<unsigned>(warp) / unit_warps;
+    const int group_warp = warp - group * unit_warps;
+    chunk_ = Shape::kChunked ? static_cast<unsigned>(group_warp) / static_cast<unsigned>(g.stage_warps) : 0;
+    const int stage_warp = Shape::kChunked ? group_warp - chunk_ * g.stage_warps : group_warp;
+    const int chunk_word = Shape::kChunked ? chunk_ * g.stage_words : 0;
+    belongs_ = group < static_cast<unsigned>(g.groups);
+    works_ = belongs_ && group_warp < g.k_warps;
+    first_word_ = chunk_word + stage_warp * kWords;
+    const int row = slab_row<Shape>(lane / 4, g.pitch);
+    const uint32_t base = ptx::shared_address(first_stage);
+    const LaneRows<Shape> rows(g, row);
+    const PartialPlace<Shape> partial(g, rows, chunk_word, stage_warp, lane);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      partial_[step] = base + partial.offset[step] + group * partial.next_slab;
+    }
+    first_row_ = group * g.slab_outputs();
+    unit_rows_ = g.part_rows();
+    second_part_ = Shape::two_parts(g) ? g.out : 0;
+    const uint32_t in_piece =
+        16 * (first_row_ & (g.piece_rows - 1));  // of the slab's first row: where its quarter begins
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      // A lane whose block of 32 lies beyond K takes the word's first, or the first word's: what it multiplies with is
+      // 0.
+      int word = stage_warp * kWords + w;
+      if (chunk_word + word >= g.words) word -= w;
+      const int k_block = (chunk_word + word) * kScaleChunkBlocks + lane % 4;
+      const int t = k_block * kScaleBlock < g.k ? lane % 4 : 0;
+      const uint32_t column = base + group * rows.next_slab + word * Shape::kWordBytes + t * Shape::kBlockBytes;
+      operands_[w].weights = column + rows.low;
+      operands_[w].scale = base + g.scale_offset + in_piece + 16 * (word * g.piece_rows + row) + t;
+    }
+    next_weights_ = rows.high - rows.low;
+    next_scale_ = Shape::two_parts(g) ? g.piece_bytes() : 8 * 16;
+  }
+
+  __device__ __forceinline__ bool works() const { return works_; }
+  // One of the warps that release stages.
+  __device__ __forceinline__ bool belongs() const { return belongs_; }
+  // The stage of a unit that holds the warp's K.
+  __device__ __forceinline__ int chunk() const { return chunk_; }
+  // First of the warp's words.
+  __device__ __forceinline__ int first_word() const { return first_word_; }
+
+  // A slab of zeros in the stage `stage` bytes behind the first, whose first row is row 0.
+  __device__ __forceinline__ void clear(uint32_t stage) const {
+    constexpr float kZeros[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+#pragma unroll
+      for (int i = 0; i < Shape::kBlockBytes; i += 16) {
+        ptx::store_shared_vector(operands_[w].weights + stage + i, kZeros);
+        ptx::store_shared_vector(operands_[w].weights + stage + next_weights_ + i, kZeros);
+      }
+      ptx::store_shared_byte(operands_[w].scale + stage + quarter(first_row_), 0);
+      ptx::store_shared_byte(operands_[w].scale + stage + next_scale_ + quarter(first_row_ + second_part_), 0);
+    }
+    __syncwarp();
+  }
+
+  // First row of the warp's slab in a unit, and from a unit to the next; counted on by the caller, so that it is there
+  // when a stage has landed.
+  __device__ __forceinline__ uint32_t first_row(uint32_t unit) const { return unit * unit_rows_ + first_row_; }
+  __device__ __forceinline__ uint32_t unit_rows() const { return unit_rows_; }
+
+  // The warp's slab from row `row` on, which lies `stage` bytes behind the first stage, with a tile of `count` tokens.
+  // Leaves partial sums there.
+  __device__ __forceinline__ void multiply(uint32_t stage, uint32_t row, int count) const {
+    if (kSteps == 1 || count > kNarrowTokens) {
+      multiply_slab<kSteps>(stage, row);
+    } else {
+      multiply_slab<1>(stage, row);
+    }
+  }
+
+ private:
+  // Independent accumulators of a token step: one would have each MMA wait for the one before.
+  template <int kActive>
+  static constexpr int kChains = kActive == 1 ? 2 : 1;
+
+  // A chunk of scales holds rows r, r + 32, r + 64 and r + 96 side by side.
+  static __device__ __forceinline__ uint32_t quarter(uint32_t row) { return (row >> 3) & 12; }
+
+  __device__ __forceinline__ void load_weights(int w, uint32_t stage, Block (&rows)[2]) const {
+#pragma unroll
+    for (int i = 0; i < Shape::kBlockBytes / 16; ++i) {
+      ptx::load_shared_vector(&rows[0][4 * i], operands_[w].weights + stage + 16 * i);
+      ptx::load_shared_vector(&rows[1][4 * i], operands_[w].weights + stage + next_weights_ + 16 * i);
+    }
+  }
+
+  // kActive: token steps that hold tokens. `row`: the slab's first, in the first part.
+  template <int kActive>
+  __device__ __forceinline__ void multiply_slab(uint32_t stage, uint32_t row) const {
+    const uint32_t low_quarter = stage + quarter(row), high_quarter = stage + next_scale_ + quarter(row + second_part_);
+    Block weights[kWords][2];
+    uint32_t scales[kWords][2], largest = 0, nan[2] = {0, 0};
+    // Words whose weights are asked for before scales are looked at: all where registers allow, else the first.
+    constexpr int kAhead = kSteps == 1 && kWords * Shape::kBlockBytes <= 64 ? kWords : 1;
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      if (w < kAhead) load_weights(w, stage, weights[w]);
+      scales[w][0] = ptx::load_shared_byte(operands_[w].scale + low_quarter);
+      scales[w][1] = ptx::load_shared_byte(operands_[w].scale + high_quarter);
+    }
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) largest = max(largest, max(scales[w][0], scales[w][1]));
+    float chain[kActive][kChains<kActive>][4] = {};
+    if (__any_sync(kAllLanes, largest > Expansion::kLargestFoldedScale)) {
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) {
+        if (w >= kAhead) load_weights(w, stage, weights[w]);
+        multiply_word<true>(weights[w], mma::scale_pair(scales[w][0]), mma::scale_pair(scales[w][1]), w, chain, nan);
+      }
+    } else {
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) {
+        if (w >= kAhead) load_weights(w, stage, weights[w]);
+        multiply_word<false>(weights[w], Expansion::folded_factor(scales[w][0]), Expansion::folded_factor(scales[w][1]),
+                             w, chain, nan);
+      }
+    }
+    if (Expansion::kHasNan) spread_nan(nan, chain);
+    __syncwarp();  // all lanes have read before partial sums replace weights
+#pragma unroll
+    for (int step = 0; step < kActive; ++step) {
+      if constexpr (kChains<kActive> == 2) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) chain[step][0][i] += chain[step][1][i];
+      }
+      ptx::store_shared_vector(partial_[step] + stage, chain[step][0]);
+    }
+  }
+
+  // kLargeScales: the factors are the scales alone, and what the expansion left out is a multiplication of its own.
+  template <bool kLargeScales, int kActive>
+  __device__ __forceinline__ void multiply_word(const Block (&weights)[2], uint32_t low_factor, uint32_t high_factor,
+                                                int w, float (&chain)[kActive][kChains<kActive>][4],
+                                                uint32_t (&nan)[2]) const {
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+      uint32_t of_low[4], of_high[4];
+      Expansion::eight(weights[0], q, kLargeScales ? Expansion::kUndo : low_factor, of_low, nan[0]);
+      Expansion::eight(weights[1], q, kLargeScales ? Expansion::kUndo : high_factor, of_high, nan[1]);
+#pragma unroll
+      for (int i = 0; kLargeScales && i < 4; ++i) {
+        of_low[i] = ptx::bf16x2_multiply(of_low[i], low_factor);
+        of_high[i] = ptx::bf16x2_multiply(of_high[i], high_factor);
+      }
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const uint32_t operand[4] = {of_low[2 * h], of_high[2 * h], of_low[2 * h + 1], of_high[2 * h + 1]};
+#pragma unroll
+        for (int step = 0; step < kActive; ++step) {
+          auto& sum = chain[step][h % kChains<kActive>];
+          ptx::mma_16816<true>(sum, operand, tokens[step][w][2 * q + h], sum);
+        }
+      }
+    }
+  }
+
+  // A row of weights with a NaN gives NaN for every token; `nan` holds what this lane saw of its two rows.
+  template <int kActive>
+  static __device__ __forceinline__ void spread_nan(const uint32_t (&nan)[2],
+                                                    float (&chain)[kActive][kChains<kActive>][4]) {
+    if (!__any_sync(kAllLanes, Expansion::is_nan(nan[0] | nan[1]))) return;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      uint32_t of_row = nan[r];
+      of_row |= __shfl_xor_sync(kAllLanes, of_row, 1);
+      of_row |= __shfl_xor_sync(kAllLanes, of_row, 2);
+      if (!Expansion::is_nan(of_row)) continue;
+#pragma unroll
+      for (int step = 0; step < kActive; ++step) chain[step][0][2 * r] = chain[step][0][2 * r + 1] = NAN;
+    }
+  }
+
+  int chunk_ = 0, first_word_ = 0;
+  bool belongs_ = false, works_ = false;
+  Operands operands_[kWords];
+  uint32_t next_weights_ = 0, next_scale_ = 0;  // from row g to row g + 8
+  uint32_t partial_[kSteps];
+  uint32_t first_row_ = 0, unit_rows_ = 0;  // the slab's first row in the first unit, and from unit to unit
+  uint32_t second_part_ = 0;  // from a row to its row of the other part
+};
+
+// What the lanes that share an output's K made of a slab in one stage, in the order of K, so that the sum is the same
+// on every run. Values `parity` and `parity + 2` of a step are those of token 2t + parity, for row g and row g + 8.
+template <class Shape>
+__device__ __forceinline__ void add_partials(const StreamedGemm& g, const uint8_t* stage, int chunk, int slab, int row,
+                                             int lane, int count, float (&sums)[Shape::kTokenSteps][4]) {
+  const LaneRows<Shape> rows(g, row);
+  const int warps = Shape::kChunked ? min(g.stage_warps, g.k_warps - chunk * g.stage_warps) : g.k_warps;
+  const int first_word = Shape::kChunked ? chunk * g.stage_words : 0;
+  const PartialPlace<Shape> first(g, rows, first_word, 0, lane), last(g, rows, first_word, warps - 1, lane);
+#pragma unroll
+  for (int step = 0; step < Shape::kTokenSteps; ++step) {
+    if (kNarrowTokens * step >= count) break;  // nothing was multiplied
+    const uint8_t* from = stage + first.offset[step] + slab * first.next_slab;
+    const float4 last_part = *reinterpret_cast<const float4*>(stage + last.offset[step] + slab * last.next_slab);
+    auto& sum = sums[step];
+    auto add = [&sum](const float4& part) {
+      sum[0] += part.x;
+      sum[1] += part.y;
+      sum[2] += part.z;
+      sum[3] += part.w;
+    };
+#pragma unroll 11
+    for (int warp = 0; warp < warps - 1; ++warp) {
+      add(*reinterpret_cast<const float4*>(from + warp * Shape::kWords * Shape::kWordBytes));
+    }
+    add(last_part);
+  }
+}
+
+}  // namespace flashinfer::sm12x

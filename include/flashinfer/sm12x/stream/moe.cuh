@@ -1,0 +1,473 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The whole layer as one stream of weights, for few tokens: routing, FC1, SwiGLU, FC2 and the top-k sum in one launch
+// of one block per SM. A block streams its range of FC1's weight rows and, without a gap, its range of FC2's: whole
+// rows, contiguous in memory, up to a shared memory full of them under way. FC2's arithmetic waits until all blocks are
+// through with FC1; its weights do not.
+//
+// The wait needs all blocks to be resident together: a cooperative launch.
+//
+//   knob               value                where it is set
+//   tokens a tile      8 or 16              flashinfer/jit/sm12x/instances.py, a row each
+//   K of an MMA warp   256                  there, `k_tile`
+//   MMA warps          12, which share K    there, `mma_warps`
+//   epilogue warps     4                    kEpilogueWarps (params.h); they also fill the ring
+//   stages             2 to 16, 3 on GB10   what fits shared memory (the launcher); at most kMaxStreamStages
+//   weight rows        16, 32 or 64         StreamedGemmPlan (params.h): a slab for each group of MMA warps
+//
+// Below, from top to bottom: token fragments, the MMA warps, the epilogue warps, the kernel.
+#pragma once
+
+#include "../moe/swiglu.cuh"
+#include "../moe/top_k_sum.cuh"
+#include "../ptx/memory.cuh"
+#include "../rows/load.cuh"
+#include "../rows/scalar.cuh"
+#include "moe_scheduler.cuh"
+
+namespace flashinfer::sm12x {
+
+template <Element kActivation_, int kTokenTile, int kWords, int kMmaWarps>
+struct StreamConfig : StreamShape<Element::kE2m1, kTokenTile, kWords, kMmaWarps, false> {
+  static constexpr Element kActivation = kActivation_;
+  // A tile of more than eight tokens is wide: a unit of it takes this many fifths of the time of others (on an H200).
+  static constexpr int kWideFifths = 6;
+};
+
+// Token rows as MMA fragments in registers. Lane 4g + t holds 32-block t of a 128-element word of token g: a whole
+// scale block, so that quantizing to MXFP8 needs no other lane. Eight MMAs multiply a word; number 2q + h takes
+// elements 8q + {2h, 2h + 4} and 8q + {2h + 1, 2h + 5} of every lane's block.
+//
+// All tokens of a tile that a warp multiplies with; zero where there is no token, or no K.
+template <class Config>
+class TokenFragments {
+  static constexpr int kSteps = Config::kTokenSteps, kWords = Config::kWords, kBlocks = kSteps * kWords;
+  using Blocks = TokenBlock[kSteps][kWords];
+  // Where registers are short the values of a block are loaded twice, rather than held until its maximum is known.
+  static constexpr bool kHold = kSteps == 1;
+
+ public:
+  // FC1: `count` rows of the layer's input; `row_of` tells which of them token i of the tile is.
+  template <class RowOf>
+  static __device__ __forceinline__ void load_input(Blocks& tokens, const StreamedLayerParams& p, int first_word,
+                                                    int lane, int count, const RowOf& row_of) {
+    TokenBlock* const blocks = &tokens[0][0];
+    auto load = [&](int i, TokenBlock& to) {
+      const int token = 8 * (i / kWords) + lane / 4, word = first_word + i % kWords;
+      const bool wanted = token < count && word < p.gemm[0].words;
+      const int row = wanted ? row_of(token) : 0, k_block = word * kScaleChunkBlocks + lane % 4;
+      const uint8_t* from = p.tokens + packed_offset(p.num_tokens, row, k_block);
+#pragma unroll
+      for (int q = 0; q < 4; ++q) set_eight(to, q, ptx::load_16_bytes_if(wanted, from + 16 * q));
+    };
+    if constexpr (kHold) {
+#pragma unroll
+      for (int i = 0; i < kBlocks; ++i) load(i, blocks[i]);
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < kBlocks; ++i) {
+        shift_blocks<kBlocks>(blocks);
+        load(i, blocks[kBlocks - 1]);
+      }
+    }
+  }
+
+  // FC2: `count` rows of act from row `first` on, which FC1 left in float32; to MXFP8 (W4A8) or bfloat16 (W4A16).
+  //
+  // This code runs once for each tile, so what it costs is mostly fetching it: blocks are converted in a loop, through
+  // which the registers shift, instead of once each in unrolled code. While one is converted, the next one's values are
+  // on their way, if there are registers to hold them.
+  static __device__ __forceinline__ void load_act(Blocks& tokens, const StreamedLayerParams& p, int first_word,
+                                                  int lane, int count, int first) {
+    const int first_block = first_word * kScaleChunkBlocks + lane % 4, k = p.gemm[1].k;
+    TokenBlock* const blocks = &tokens[0][0];
+    TokenBlock& last = blocks[kBlocks - 1];
+    auto source = [&](int i) -> Source {
+      const int token = 8 * (i / kWords) + lane / 4, k_block = first_block + i % kWords * kScaleChunkBlocks;
+      const bool wanted = token < count && k_block * kScaleBlock < k;
+      return {p.act + (wanted ? static_cast<int64_t>(first + token) * k + k_block * kScaleBlock : 0), wanted};
+    };
+    float ahead[4][8];
+    if constexpr (kHold) {
+      const Source from = source(0);
+#pragma unroll
+      for (int q = 0; q < 4; ++q) from.load_eight(q, ahead[q]);
+    }
+#pragma unroll 1
+    for (int i = 0; i < kBlocks; ++i) {
+      shift_blocks<kBlocks>(blocks);
+      if constexpr (kHold) {
+        float values[4][8];
+        const Source next = i + 1 < kBlocks ? source(i + 1) : Source{p.act, false};
+#pragma unroll
+        for (int q = 0; q < 4; ++q) {
+#pragma unroll
+          for (int v = 0; v < 8; ++v) values[q][v] = ahead[q][v];
+          next.load_eight(q, ahead[q]);
+        }
+        convert(last, [&](int q, auto& x) {
+#pragma unroll
+          for (int v = 0; v < 8; ++v) x[v] = values[q][v];
+        });
+      } else {
+        const Source from = source(i);
+        convert(last, [&](int q, auto& x) { from.load_eight(q, x); });
+      }
+    }
+  }
+
+ private:
+  // A block of act; zeros where it is not wanted.
+  struct Source {
+    const float* from;
+    bool wanted;
+
+    __device__ __forceinline__ void load_eight(int q, float (&x)[8]) const {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint4 four = ptx::load_16_bytes_if(wanted, from + 8 * q + 4 * half);
+        x[4 * half] = __uint_as_float(four.x);
+        x[4 * half + 1] = __uint_as_float(four.y);
+        x[4 * half + 2] = __uint_as_float(four.z);
+        x[4 * half + 3] = __uint_as_float(four.w);
+      }
+    }
+  };
+
+  // `eight_of(q, x)` gives elements 8q.. of the block.
+  template <class EightOf>
+  static __device__ __forceinline__ void convert(TokenBlock& to, const EightOf& eight_of) {
+    if constexpr (Config::kActivation == Element::kBf16) {
+      float x[8];
+#pragma unroll
+      for (int q = 0; q < 4; ++q) {
+        eight_of(q, x);
+        set_eight(to, q,
+                  make_uint4(ptx::f32x2_to_bf16x2(x[0], x[4]), ptx::f32x2_to_bf16x2(x[1], x[5]),
+                             ptx::f32x2_to_bf16x2(x[2], x[6]), ptx::f32x2_to_bf16x2(x[3], x[7])));
+      }
+    } else {
+      requantize_block(eight_of, [&](int q, const uint4& eight) { set_eight(to, q, eight); });
+    }
+  }
+};
+
+// The MMA warps of the streamed layer: FC1's units and FC2's, with the tokens of each tile in registers.
+template <class Config>
+class StreamMultiplier {
+ public:
+  __device__ __forceinline__ StreamMultiplier(const StreamBlock& block, int warp, int lane)
+      : shared(block), warp_(warp), lane_(lane) {}
+
+  // Each GEMM begins with a warm-up: FC1 with a slab of zeros (as narrow tiles take it), while routing and the packing
+  // of tokens are under way, FC2 without, while other blocks are at FC1. Both without tokens: what counts is that code
+  // is fetched, which behind a ring full of weights would take microseconds. It must be this loop, not a copy of its
+  // code.
+  __device__ __forceinline__ void multiply_units(const StreamedLayerParams& p) {
+    enter(p.gemm[0]);
+    int gemm = 0;
+    bool warm_up = true;
+    TokenTile tile = {};  // no tokens
+    StreamScheduler scheduler;
+    StreamScheduler::Span span = {0, prepare_warm_up() ? 1 : 0};
+    place_ = {shared.stages - 1, 1};  // a phase that counts as complete, and whose successor is the ring's first
+#pragma unroll 1
+    for (;;) {
+      if (slab_.works()) load_tokens(p, gemm, tile);
+      if (!warm_up || gemm == 0) multiply(span, tile.count());
+      if (warm_up && gemm == 1) {
+        warm_up = false;
+        ptx::mbarrier_wait(shared.act_ready(), 0);
+        tile = shared.tiles()[scheduler.tile];
+        continue;
+      }
+      if (warm_up) {
+        warm_up = false;
+        place_ = {};
+        releases_ = true;
+        __syncwarp();
+        if (lane_ == 0) ptx::mbarrier_arrive(shared.warmed_up());
+        ptx::named_barrier_sync<Config::kThreads>(kRoutedBarrier);  // tokens are packed, too
+      }
+
+      span = scheduler.next_span(p, shared);
+      if (scheduler.ended()) break;
+      if (scheduler.gemm == 1 && gemm == 0) {
+        gemm = 1;
+        warm_up = true;
+        tile = {};
+        enter(p.gemm[1]);
+      } else {
+        tile = shared.tiles()[scheduler.tile];
+      }
+    }
+  }
+
+ private:
+  using Tokens = TokenFragments<Config>;
+
+  __device__ __forceinline__ void load_tokens(const StreamedLayerParams& p, int gemm, const TokenTile& tile) {
+    if (gemm == 0) {
+      Tokens::load_input(slab_.tokens, p, slab_.first_word(), lane_, tile.count(), [&](int token) {
+        return static_cast<int>(shared.order()[tile.first() + token] / static_cast<unsigned>(p.top_k));
+      });
+    } else {
+      Tokens::load_act(slab_.tokens, p, slab_.first_word(), lane_, tile.count(), tile.first());
+    }
+  }
+
+  // Zeros for one slab in the last stage, which is filled behind the warm-up; not where routing works.
+  __device__ __forceinline__ bool prepare_warm_up() const {
+    const uint32_t stage = (shared.stages - 1) * shared.stage_bytes;
+    if (!slab_.works() || stage < StreamStorage::kRouting) return false;
+    slab_.clear(stage);
+    return true;
+  }
+
+  __device__ __forceinline__ void enter(const StreamedGemm& g) { slab_.enter(g, shared.stage(0), warp_, lane_); }
+
+  // Units of one span, whose tile has `count` tokens.
+  __device__ __forceinline__ void multiply(const StreamScheduler::Span& span, int count) {
+    uint32_t row = slab_.first_row(span.unit);
+    for (int left = span.units; left > 0; --left, row += slab_.unit_rows()) {
+      ptx::mbarrier_wait(shared.full(place_.stage), place_.parity);
+      if (slab_.works()) slab_.multiply(place_.stage * shared.stage_bytes, row, count);
+      release();
+    }
+  }
+
+  // The warp is through with a stage.
+  __device__ __forceinline__ void release() {
+    __syncwarp();
+    if (releases_) ptx::mbarrier_arrive(shared.done(place_.stage));
+    place_.advance(shared.stages);
+  }
+
+  const StreamBlock& shared;
+  int warp_, lane_;
+  bool releases_ = false;  // every lane for itself: racecheck follows a barrier only so. Not in the warm-up
+  RingPlace place_;
+  SlabMultiplier<Config> slab_;
+};
+
+// The epilogue warps of the streamed layer. They take turns at the block's units: fill a stage; when the MMA warps are
+// through with it, add their partial sums in K order; fill the stage again with the unit that is due; and finish the
+// outputs. There are two grid barriers: behind FC1, whose results FC2 reads, and behind FC2, whose partial outputs are
+// then added.
+template <class Config>
+class StreamEpilogue {
+  static constexpr int kSteps = Config::kTokenSteps;
+  static constexpr int kWarps = kEpilogueWarps, kThreads = 32 * kWarps;
+  // From one epilogue warp's first copies to the next one's: about half a microsecond, less than memory takes for a
+  // stage of every SM.
+  static constexpr int kFirstFillCycles = 900;
+  using Sums = float[kSteps][4];
+
+ public:
+  __device__ __forceinline__ StreamEpilogue(const StreamedLayerParams& params, const StreamBlock& block, int warp,
+                                            int lane)
+      : p(params),
+        shared(block),
+        warp_(warp),
+        lane_(lane),
+        warps_(epilogue_warps_of(block.stages, 1)),
+        to_fill_(params, block, warp, warps_),
+        to_finish_(to_fill_) {
+    place_.advance(warp, block.stages);
+  }
+
+  __device__ __forceinline__ void finish_units() {
+    const bool has_stages = warp_ < warps_;
+    // Prime one stage per epilogue warp: enough to keep memory busy, and later stages do not queue ahead of the first
+    // weights and of code. The first copies begin one after the other, because loads issued together complete together.
+    for (int stage = warp_; has_stages && stage < shared.stages && !to_fill_.ended(); stage += warps_) {
+      if (stage < warps_) {
+        ptx::wait_cycles(warp_ * kFirstFillCycles);
+      } else {
+        ptx::mbarrier_wait(shared.full(stage - warps_), 0);
+      }
+      if (stage == shared.stages - 1) ptx::mbarrier_wait(shared.warmed_up(), 0);
+      fill(stage);
+    }
+    // What goes into the stages that this warp will empty: its own units' successors, a ring further on.
+    to_fill_ = StridedUnits(p, shared, warp_ + shared.stages, warps_);
+
+    for (; has_stages && to_finish_.gemm() == 0; next()) finish<0>();
+    grid_barrier(p.blocks_done);
+    if (warp_ == 0 && lane_ == 0) ptx::mbarrier_arrive(shared.act_ready());
+    for (; has_stages && !to_finish_.ended(); next()) finish<1>();
+    grid_barrier(p.blocks_done + 1);
+    sum_outputs();
+  }
+
+ private:
+  // The next of the units to fill with, if there is one.
+  __device__ __forceinline__ void fill(int stage) {
+    if (to_fill_.ended()) return;
+    if (ptx::elect_one()) {
+      fill_stage(p.gemm[to_fill_.gemm()], shared, stage, shared.tiles()[to_fill_.tile()].expert(), to_fill_.unit());
+    }
+    to_fill_.advance(p, shared);
+  }
+
+  __device__ __forceinline__ void next() {
+    to_finish_.advance(p, shared);
+    place_.advance(warps_, shared.stages);
+  }
+
+  // Waits for the epilogue warps of all blocks; afterwards everyone may read what anyone wrote before. More arrivals
+  // than blocks are those of another launch that was given the same workspace at the same time, which has overwritten
+  // what it held.
+  __device__ __forceinline__ void grid_barrier(unsigned* counter) {
+    ptx::named_barrier_sync<kThreads>(kEpilogueBarrier);
+    if (warp_ == 0 && lane_ == 0) {
+      ptx::arrive_at_gpu_counter(counter);
+      unsigned arrived;
+      while ((arrived = ptx::load_acquire_gpu(counter)) < gridDim.x) __nanosleep(32);
+      if (arrived > gridDim.x) __trap();
+    }
+    ptx::named_barrier_sync<kThreads>(kEpilogueBarrier);
+  }
+
+  template <int kGemm>
+  __device__ __forceinline__ void finish() {
+    const StreamedGemm& g = p.gemm[kGemm];
+    const TokenTile tile = shared.tiles()[to_finish_.tile()];
+    const int unit = to_finish_.unit(), row = slab_row<Config>(lane_ / 4, g.pitch);
+    constexpr int kOutputs = kGemm == 0 ? kSlabRows / 2 : kSlabRows;
+    const float scale = load_or(g.global_scale, tile.expert(), 1.0f);
+    Swiglu swiglu = {};
+    if constexpr (kGemm == 0) swiglu = Swiglu::of_expert(p.swiglu, tile.expert());
+    for (int slab = 0; slab < g.groups; ++slab) {
+      const int first = (unit * g.groups + slab) * kOutputs;
+      if (slab == 0) ptx::mbarrier_wait(shared.done(place_.stage), place_.parity);
+      const uint8_t* stage = shared.stage(place_.stage);
+      float bias[2] = {0.0f, 0.0f};
+      if (g.bias != nullptr) {
+        const int at = slab * kOutputs + row;
+        bias[0] = load_scalar(stage + g.bias_offset, at, g.bias_type);
+        bias[1] = load_scalar(stage + g.bias_offset, at + (kGemm == 0 ? g.groups * kOutputs : 8), g.bias_type);
+      }
+      Sums sums = {};
+      add_partials<Config>(g, stage, 0, slab, row, lane_, tile.count(), sums);
+      if (slab == g.groups - 1) {
+        __syncwarp();
+        fill(place_.stage);
+      }
+      if constexpr (kGemm == 0) {
+        activate(tile, first + row, scale, bias, swiglu, sums);
+      } else {
+        store_partial_outputs(tile, first + row, scale, bias, sums);
+      }
+    }
+  }
+
+  // The tokens whose sums this lane holds: values `parity` and `parity + 2` of a step are of token 2t + parity.
+  template <class Function>
+  __device__ __forceinline__ void for_each_token(const TokenTile& tile, const Sums& sums,
+                                                 const Function& function) const {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+      for (int parity = 0; parity < 2; ++parity) {
+        const int token = 8 * step + 2 * (lane_ % 4) + parity;
+        if (token < tile.count()) function(tile.first() + token, sums[step][parity], sums[step][parity + 2]);
+      }
+    }
+  }
+
+  // A lane has up and gate of one output.
+  __device__ __forceinline__ void activate(const TokenTile& tile, int output, float scale, const float (&bias)[2],
+                                           const Swiglu& swiglu, const Sums& sums) const {
+    for_each_token(tile, sums, [&](int position, float up, float gate) {
+      p.act[static_cast<int64_t>(position) * p.gemm[0].out + output] =
+          swiglu(fmaf(up, scale, bias[0]), fmaf(gate, scale, bias[1]));
+    });
+  }
+
+  // Every expert's partial output goes to its own row.
+  __device__ __forceinline__ void store_partial_outputs(const TokenTile& tile, int row, float scale,
+                                                        const float (&bias)[2], const Sums& sums) const {
+    for_each_token(tile, sums, [&](int position, float low, float high) {
+      const int pair = shared.order()[position];
+      const float weight = load_or(p.routing_weights, pair, 1.0f);
+      float* to = p.partial_outputs + static_cast<int64_t>(pair) * p.gemm[1].out + row;
+      to[0] = fmaf(low, scale, bias[0]) * weight;
+      to[8] = fmaf(high, scale, bias[1]) * weight;
+    });
+  }
+
+  // This block's part of the outputs, rounded once.
+  __device__ __forceinline__ void sum_outputs() const {
+    const int thread = 32 * warp_ + lane_;
+    const int hidden = p.gemm[1].out, vectors = hidden / 4;
+    for (int i = blockIdx.x * kThreads + thread; i < p.num_tokens * vectors; i += gridDim.x * kThreads) {
+      const int tokens[1] = {i / vectors}, column = 4 * (i - tokens[0] * vectors);
+      float4 sum[1] = {};
+      sum_slots(p, p.partial_outputs, hidden, column, tokens, sum);
+      const int64_t at = static_cast<int64_t>(tokens[0]) * hidden + column;
+      store_scalar(p.output, at, p.output_type, sum[0].x);
+      store_scalar(p.output, at + 1, p.output_type, sum[0].y);
+      store_scalar(p.output, at + 2, p.output_type, sum[0].z);
+      store_scalar(p.output, at + 3, p.output_type, sum[0].w);
+    }
+  }
+
+  const StreamedLayerParams& p;
+  const StreamBlock& shared;
+  int warp_, lane_;
+  int warps_;
+  RingPlace place_;
+  StridedUnits to_fill_, to_finish_;
+};
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    streamed_layer_kernel(const __grid_constant__ StreamedLayerParams p) {
+  extern __shared__ __align__(128) char dynamic_shared[];
+  const StreamBlock shared(dynamic_shared, p);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+
+  ptx::launch_dependent_grids();
+  const int epilogue_warp = warp - Config::kMmaWarps;
+  auto expert_of = [&](int pair) {
+    return pair < p.num_pairs ? local_expert(p.ids[pair], p.first_expert, p.num_experts) : -1;
+  };
+  const bool few = p.num_pairs <= 32;
+  if (epilogue_warp == 1) {
+    for (int stage = lane; stage < shared.stages; stage += 32) {
+      ptx::mbarrier_init(shared.full(stage), 1);
+      ptx::mbarrier_init(shared.done(stage), 32 * Config::kMmaWarps);
+    }
+    if (lane == 0) {
+      ptx::mbarrier_init(shared.act_ready(), 1);
+      ptx::mbarrier_init(shared.warmed_up(), Config::kMmaWarps);
+      // By one lane: a lane for each map would make this a loop over lanes, whose addresses differ.
+      ptx::prefetch_tensor_map(&p.gemm[0].scales);
+      ptx::prefetch_tensor_map(&p.gemm[1].scales);
+    }
+    ptx::fence_barrier_init();
+  }
+  if (!few) {
+    ptx::wait_for_prerequisite_grids();  // ids are there
+    for (int i = threadIdx.x; i < p.num_pairs; i += Config::kThreads) shared.routing_experts()[i] = expert_of(i);
+  }
+  __syncthreads();
+
+  if (warp < Config::kMmaWarps) {  // MMA warps
+    StreamMultiplier<Config>(shared, warp, lane).multiply_units(p);
+    return;
+  }
+  // Epilogue warps.
+  ptx::wait_for_prerequisite_grids();  // ids are there, tokens packed, and the grid barrier's counters are zero
+  if (epilogue_warp == 0) {
+    const TileCounts tiles =
+        few ? route_few<Config>(p, shared, expert_of(lane), lane) : route_many<Config>(p, shared, lane);
+    if (lane < 2) shared.unit_ranges()[lane] = UnitRange::of_block(tiles, Config::kWideFifths, p.gemm[lane].units);
+  }
+  ptx::named_barrier_sync<32 * kEpilogueWarps>(kEpilogueBarrier);
+  ptx::named_barrier_arrive<Config::kThreads>(kRoutedBarrier);
+  StreamEpilogue<Config>(p, shared, epilogue_warp, lane).finish_units();
+}
+
+}  // namespace flashinfer::sm12x

@@ -1,0 +1,216 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The order of a block's work in the streamed layer, and its shared memory. Every role of a block follows the same
+// sequence: its range of FC1's units, then its range of FC2's. A unit is one stage of the ring.
+//
+// Routing makes the tiles of tokens on the way: route_many, route_few.
+#pragma once
+
+#include <climits>
+
+#include "../moe/routing.cuh"
+#include "gemm.cuh"
+
+namespace flashinfer::sm12x {
+
+// Named barriers of a block; 0 is __syncthreads.
+constexpr int kEpilogueBarrier = 1;  // the epilogue warp warps
+constexpr int kRoutedBarrier = 2;  // all: epilogue warps arrive, MMA warps wait
+
+// Up to kTokenTile tokens of one expert, in a word of shared memory.
+struct TokenTile {
+  uint32_t packed;
+
+  static_assert(kMaxLocalExperts <= 1 << 16 && kStreamPairs <= 1 << 11, "fields of 16, 11 and 5 bits");
+  static __device__ __forceinline__ TokenTile make(int expert, int first, int count) {
+    return {static_cast<uint32_t>(expert) | static_cast<uint32_t>(first) << 16 | static_cast<uint32_t>(count) << 27};
+  }
+  __device__ __forceinline__ int expert() const { return static_cast<int>(packed & 0xFFFFu); }
+  __device__ __forceinline__ int first() const { return static_cast<int>(packed >> 16 & 0x7FFu); }  // in expert order
+  __device__ __forceinline__ int count() const { return static_cast<int>(packed >> 27); }
+};
+
+// Tiles of a launch. The wide ones, which hold more tokens than one step of MMAs takes, come first.
+struct TileCounts {
+  int all, wide;
+};
+
+// Units [begin, end) of one GEMM, counted tile by tile, that a block computes, and the tile of the first.
+struct UnitRange {
+  int begin, end, first_tile;
+
+  // Ranges of equal time. A wide tile's units take `wide_fifths` / 5 of the others' time, and come first. Fits 32 bits:
+  // kStreamPairs tiles of at most 384 units (outputs of one GEMM are K of the other, and so bounded), and a GPU's SMs.
+  static __device__ __forceinline__ UnitRange of_block(const TileCounts& tiles, int wide_fifths, int units_per_tile) {
+    const unsigned units = units_per_tile, wide_time = tiles.wide * units * wide_fifths;
+    const unsigned time = wide_time + (tiles.all - tiles.wide) * units * 5;
+    auto first_unit = [&](unsigned block) {
+      const unsigned start = time * block / gridDim.x;
+      return start < wide_time ? start / wide_fifths : tiles.wide * units + (start - wide_time) / 5;
+    };
+    const unsigned begin = first_unit(blockIdx.x);
+    return {static_cast<int>(begin), static_cast<int>(first_unit(blockIdx.x + 1)), static_cast<int>(begin / units)};
+  }
+};
+
+// A block's shared memory (StreamStorage).
+struct StreamBlock : StreamRing<StreamStorage::kRing> {
+  using Storage = StreamStorage;
+
+  __device__ __forceinline__ StreamBlock(char* dynamic, const StreamedLayerParams& p)
+      : StreamRing{dynamic, p.stages, p.stage_bytes} {}
+
+  __device__ __forceinline__ TokenTile* tiles() const { return at<TokenTile>(Storage::kTiles); }
+  __device__ __forceinline__ UnitRange* unit_ranges() const {
+    return at<UnitRange>(Storage::kUnitRanges);
+  }  // FC1's, FC2's
+  __device__ __forceinline__ uint16_t* order() const { return at<uint16_t>(Storage::kOrder); }
+  // While there is nothing in the ring: two numbers for each expert, one for each pair.
+  __device__ __forceinline__ int* routing_counts() const { return at<int>(Storage::kRing); }
+  __device__ __forceinline__ int* routing_experts() const { return routing_counts() + 2 * kMaxLocalExperts; }
+  // FC1's results of all blocks can be read.
+  __device__ __forceinline__ uint64_t* act_ready() const { return barrier(2 * kMaxStreamStages); }
+  // The MMA warps have warmed up in the last stage.
+  __device__ __forceinline__ uint64_t* warmed_up() const { return barrier(2 * kMaxStreamStages + 1); }
+
+ private:
+  template <class T>
+  __device__ __forceinline__ T* at(int offset) const {
+    return reinterpret_cast<T*>(base + offset);
+  }
+};
+
+// The block's units, span by span: a span is consecutive units of one GEMM and one tile. Only `gemm` and `tile` live
+// on; the rest is computed anew at each span, rather than held in registers.
+class StreamScheduler {
+ public:
+  int gemm = 0;  // 0: FC1, 1: FC2, 2: the end
+  int tile = -1;
+
+  struct Span {
+    int unit = 0;  // first
+    int units = 0;  // 0 only at the end
+  };
+
+  __device__ __forceinline__ bool ended() const { return gemm == 2; }
+
+  __device__ __forceinline__ Span next_span(const StreamedLayerParams& p, const StreamBlock& shared) {
+    for (++tile; gemm < 2; ++gemm, tile = -1) {
+      const UnitRange range = shared.unit_ranges()[gemm];
+      const int units = p.gemm[gemm].units;
+      tile = max(tile, range.first_tile);
+      const int first = max(range.begin, tile * units), last = min(range.end, (tile + 1) * units);
+      if (first < last) return {first - tile * units, last - first};
+    }
+    return {};
+  }
+};
+
+// Every `stride`-th unit of the block, from unit `first` on.
+class StridedUnits {
+ public:
+  __device__ __forceinline__ StridedUnits(const StreamedLayerParams& p, const StreamBlock& shared, int first,
+                                          int stride)
+      : at_(first), stride_(stride) {
+    span_ = scheduler_.next_span(p, shared);
+    settle(p, shared);
+  }
+  __device__ __forceinline__ int gemm() const { return scheduler_.gemm; }
+  __device__ __forceinline__ int tile() const { return scheduler_.tile; }
+  __device__ __forceinline__ int unit() const { return span_.unit + at_; }
+  __device__ __forceinline__ bool ended() const { return scheduler_.ended(); }
+  __device__ __forceinline__ void advance(const StreamedLayerParams& p, const StreamBlock& shared) {
+    at_ += stride_;
+    settle(p, shared);
+  }
+
+ private:
+  __device__ __forceinline__ void settle(const StreamedLayerParams& p, const StreamBlock& shared) {
+    while (!scheduler_.ended() && at_ >= span_.units) {
+      at_ -= span_.units;
+      span_ = scheduler_.next_span(p, shared);
+    }
+  }
+
+  StreamScheduler scheduler_;
+  StreamScheduler::Span span_;
+  int at_;  // in the span
+  int stride_;
+};
+
+// One warp: pairs by expert, then their tiles, whose numbers it returns. A stable counting sort over the local experts
+// of all pairs, which the whole block has left in shared memory.
+template <class Config>
+__device__ __forceinline__ TileCounts route_many(const StreamedLayerParams& p, const StreamBlock& shared, int lane) {
+  constexpr int kTile = Config::kTokenTile;
+  int* counts = shared.routing_counts();
+  int* offsets = counts + kMaxLocalExperts;
+  const int* experts = shared.routing_experts();
+  auto expert_of = [&](int pair) { return pair < p.num_pairs ? experts[pair] : -1; };
+  for (int e = lane; e < p.num_experts; e += 32) counts[e] = 0;
+  __syncwarp();
+#pragma unroll 1
+  for (int base = 0; base < p.num_pairs; base += 32) count_chunk(expert_of(base + lane), counts, lane);
+  auto wide_tiles = [](int count) {
+    return kTile <= kNarrowTokens ? 0 : count / kTile + (count % kTile > kNarrowTokens ? 1 : 0);
+  };
+  TileCounts tiles = {0, 0};
+  for (int e = lane; e < p.num_experts; e += 32) tiles.wide += wide_tiles(counts[e]);
+  tiles.wide = __reduce_add_sync(kAllLanes, tiles.wide);
+  int before_pairs = 0, before_wide = 0, before_narrow = tiles.wide;
+#pragma unroll 1
+  for (int base = 0; base < p.num_experts; base += 32) {
+    const int expert = base + lane;
+    const int count = expert < p.num_experts ? counts[expert] : 0;
+    const int wide = wide_tiles(count), narrow = ceil_div(count, kTile) - wide;
+    const int first = before_pairs + inclusive_scan(count, lane) - count;
+    const int first_wide = before_wide + inclusive_scan(wide, lane) - wide;
+    const int first_narrow = before_narrow + inclusive_scan(narrow, lane) - narrow;
+    for (int i = 0; i < wide + narrow; ++i) {
+      shared.tiles()[i < wide ? first_wide + i : first_narrow + i - wide] =
+          TokenTile::make(expert, first + i * kTile, min(kTile, count - i * kTile));
+    }
+    if (expert < p.num_experts) {
+      offsets[expert] = first;
+      counts[expert] = 0;
+    }
+    before_pairs = __shfl_sync(kAllLanes, first + count, 31);
+    before_wide = __shfl_sync(kAllLanes, first_wide + wide, 31);
+    before_narrow = __shfl_sync(kAllLanes, first_narrow + narrow, 31);
+  }
+  tiles.all = before_narrow;
+  __syncwarp();
+#pragma unroll 1
+  for (int base = 0; base < p.num_pairs; base += 32) {
+    const int expert = expert_of(base + lane);
+    const int place = count_chunk(expert, counts, lane);
+    if (expert >= 0) shared.order()[offsets[expert] + place] = static_cast<uint16_t>(base + lane);
+  }
+  return tiles;
+}
+
+// The same for up to 32 pairs, one a lane: every lane counts those that come before its own. At one token, routing is
+// part of what nothing hides.
+template <class Config>
+__device__ __forceinline__ TileCounts route_few(const StreamedLayerParams& p, const StreamBlock& shared, int expert,
+                                                int lane) {
+  constexpr unsigned kAll = kAllLanes;
+  int place = 0, of_expert = 0, before_in_expert = 0;
+  for (int other = 0; other < p.num_pairs; ++other) {
+    const int theirs = __shfl_sync(kAll, expert, other);
+    place += theirs >= 0 && (theirs < expert || (theirs == expert && other < lane));
+    of_expert += theirs == expert;
+    before_in_expert += theirs == expert && other < lane;
+  }
+  const bool heads = expert >= 0 && before_in_expert % Config::kTokenTile == 0;  // a tile's first token
+  const int count = min(Config::kTokenTile, of_expert - before_in_expert);
+  const bool wide = heads && count > kNarrowTokens;
+  const int order = heads ? (wide ? place : 32 + place) : INT_MAX;
+  int tile = 0;
+  for (int other = 0; other < p.num_pairs; ++other) tile += __shfl_sync(kAll, order, other) < order;
+  if (expert >= 0) shared.order()[place] = static_cast<uint16_t>(lane);
+  if (heads) shared.tiles()[tile] = TokenTile::make(expert, place, count);
+  return {__popc(__ballot_sync(kAll, heads)), __popc(__ballot_sync(kAll, wide))};
+}
+
+}  // namespace flashinfer::sm12x

@@ -1,0 +1,373 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What happens to a unit's accumulators: the sum of a unit that was split along K, FC1's epilogue, FC2's, and a plain
+// store.
+#pragma once
+
+#include <cmath>
+
+#include "../moe/swiglu.cuh"
+#include "../moe/top_k_sum.cuh"
+#include "../rows/load.cuh"
+#include "../rows/scalar.cuh"
+#include "mainloop.cuh"
+
+namespace flashinfer::sm12x {
+
+constexpr int kConsumerBarrier = 1;
+
+// Units that are split along K (scheduler.cuh): every block leaves its part in global memory; the
+// last to arrive adds the parts in K order and goes on with the epilogue.
+//
+// `unit` is one of those that are shared. Returns whether this block has the whole sum.
+template <class Config>
+__device__ __forceinline__ bool reduce_split(float4* partials, int* arrivals, const SharedStorage<Config>& shared,
+                                             const WorkSplit& work, int unit, int thread,
+                                             Accumulators<Config>& accumulators) {
+  constexpr int kVectors = 2 * Config::kTokenSteps;  // float4 of one thread
+  const int first = (unit - work.first_shared_unit()) * work.k_tiles;
+  const int first_block = work.owner(first), last_block = work.owner(first + work.k_tiles - 1);
+  // A block has at most two parts: one of a unit that began before its k-tiles, one of a unit that goes on behind it.
+  auto slot = [&](int block) {
+    return partials +
+           (static_cast<int64_t>(2 * block + (block == first_block ? 1 : 0)) * kVectors) * Config::kConsumerThreads +
+           thread;
+  };
+  float4* mine = slot(blockIdx.x);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+#pragma unroll
+    for (int step = 0; step < Config::kTokenSteps; ++step) {
+      const auto& a = accumulators[half][step];
+      mine[(half * Config::kTokenSteps + step) * Config::kConsumerThreads] = make_float4(a[0], a[1], a[2], a[3]);
+    }
+  }
+  ptx::named_barrier_sync<Config::kConsumerThreads>(kConsumerBarrier);
+  if (thread == 0) *shared.flag() = ptx::is_last_to_arrive(arrivals + first_block, last_block - first_block + 1);
+  ptx::named_barrier_sync<Config::kConsumerThreads>(kConsumerBarrier);
+  const bool last_to_arrive = *shared.flag() != 0;
+  if (!last_to_arrive) return false;
+
+  // Several parts are fetched at once: one after the other, their latencies would be the tail of a small layer.
+  constexpr int kBatch = kVectors <= 4 ? 4 : 1;
+  float4 sum[kVectors];
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) sum[v] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  for (int base = first_block; base <= last_block; base += kBatch) {
+    float4 part[kBatch][kVectors];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const float4* from = slot(min(base + i, last_block));
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) part[i][v] = __ldcg(from + v * Config::kConsumerThreads);
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      if (base + i > last_block) break;
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        sum[v].x += part[i][v].x;
+        sum[v].y += part[i][v].y;
+        sum[v].z += part[i][v].z;
+        sum[v].w += part[i][v].w;
+      }
+    }
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+#pragma unroll
+    for (int step = 0; step < Config::kTokenSteps; ++step) {
+      const float4 total = sum[half * Config::kTokenSteps + step];
+      auto& a = accumulators[half][step];
+      a[0] = total.x;
+      a[1] = total.y;
+      a[2] = total.z;
+      a[3] = total.w;
+    }
+  }
+  return true;
+}
+
+// FC1's epilogue: global scale, bias, SwiGLU, and what FC2 reads: MXFP8 values with their scales, the same dequantized
+// to bf16, or bf16 (W4A16). Half 0 of the row tile are 64 up rows, half 1 the matching gate rows, so that a thread has
+// both operands of SwiGLU.
+template <class Config>
+class Fc1Finish {
+  static constexpr int kValues = 4;
+
+ public:
+  static __device__ __forceinline__ void finish(const GroupedGemmParams<Role::kFc1>& p,
+                                                const SharedStorage<Config>& shared, const Unit& unit, int warp,
+                                                int lane, Accumulators<Config>& accumulators) {
+    activate(p, unit, warp, lane, accumulators);
+    if constexpr (Config::kActivation == Element::kBf16) {
+      ptx::named_barrier_sync<Config::kConsumerThreads>(kConsumerBarrier);  // the last tile has left the staging area
+      round_to_bf16(shared, warp, lane, accumulators);
+    } else {
+      quantize(p, shared, unit, warp, lane, accumulators);
+    }
+    ptx::named_barrier_sync<Config::kConsumerThreads>(kConsumerBarrier);
+    store(p, shared, unit, 32 * warp + lane);
+  }
+
+ private:
+  // Row within the half, and token within the tile, of accumulator `value` of token step `step`.
+  static __device__ __forceinline__ int row_of(int warp, int lane, int value) {
+    return 16 * (warp % 4) + lane / 4 + 8 * (value / 2);
+  }
+  static __device__ __forceinline__ int token_of(int warp, int lane, int step, int value) {
+    return Config::kWarpTokens * (warp / 4) + 8 * step + 2 * (lane % 4) + value % 2;
+  }
+
+  // Leaves act values in accumulators[0]; rows beyond inter_size become 0.
+  static __device__ __forceinline__ void activate(const GroupedGemmParams<Role::kFc1>& p, const Unit& unit, int warp,
+                                                  int lane, Accumulators<Config>& accumulators) {
+    const int inter = p.rows / 2;
+    const Fc1Epilogue& e = p.epilogue;
+    const float scale = Config::Policy::kAccumulatorScale * load_or(e.global_scale, unit.expert, 1.0f);
+    const Swiglu swiglu = Swiglu::of_expert(e.swiglu, unit.expert);
+#pragma unroll
+    for (int upper = 0; upper < 2; ++upper) {
+      const int row = unit.row_tile * kRowHalf + row_of(warp, lane, 2 * upper);
+      const bool exists = row < inter;
+      float bias_up = 0.0f, bias_gate = 0.0f;
+      if (exists && e.bias != nullptr) {
+        const int64_t first = static_cast<int64_t>(unit.expert) * p.rows;
+        bias_up = load_scalar(e.bias, first + row, e.bias_type);
+        bias_gate = load_scalar(e.bias, first + inter + row, e.bias_type);
+      }
+#pragma unroll
+      for (int step = 0; step < Config::kTokenSteps; ++step) {
+#pragma unroll
+        for (int value = 2 * upper; value < 2 * upper + 2; ++value) {
+          const float up = fmaf(accumulators[0][step][value], scale, bias_up);
+          const float gate = fmaf(accumulators[1][step][value], scale, bias_gate);
+          accumulators[0][step][value] = exists ? swiglu(up, gate) : 0.0f;
+        }
+      }
+    }
+  }
+
+  // A 32-block of act is the 16 rows of two neighbouring warps.
+  static __device__ __forceinline__ void quantize(const GroupedGemmParams<Role::kFc1>& p,
+                                                  const SharedStorage<Config>& shared, const Unit& unit, int warp,
+                                                  int lane, Accumulators<Config>& act) {
+    float* amax = shared.template scratch<float>();  // [4][kTokenTile]
+#pragma unroll
+    for (int step = 0; step < Config::kTokenSteps; ++step) {
+#pragma unroll
+      for (int parity = 0; parity < 2; ++parity) {
+        float largest = fmaxf(fabsf(act[0][step][parity]), fabsf(act[0][step][parity + 2]));
+#pragma unroll
+        for (int distance = 4; distance < 32; distance *= 2) {
+          largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, distance));
+        }
+        if (lane < 4) amax[(warp % 4) * Config::kTokenTile + token_of(warp, lane, step, parity)] = largest;
+      }
+    }
+    ptx::named_barrier_sync<Config::kConsumerThreads>(kConsumerBarrier);
+
+    const int first_block = unit.row_tile * (kRowHalf / kScaleBlock);
+    const int blocks = p.rows / 2 / kScaleBlock;
+    const int pitch = kScaleChunkBlocks * scale_words(p.rows / 2);
+#pragma unroll
+    for (int step = 0; step < Config::kTokenSteps; ++step) {
+#pragma unroll
+      for (int parity = 0; parity < 2; ++parity) {
+        const int token = token_of(warp, lane, step, parity);
+        const float* of_warp = amax + (warp % 4 & ~1) * Config::kTokenTile + token;
+        const Mxfp8Rounding rounding(fmaxf(of_warp[0], of_warp[Config::kTokenTile]));
+        const float low = act[0][step][parity], high = act[0][step][parity + 2];
+        if constexpr (Config::kOperand == Element::kBf16) {
+          const uint32_t dequantized = rounding.pair_as_bf16(low, high);
+          stage_bf16(shared, token, row_of(warp, lane, 0), static_cast<uint16_t>(dequantized));
+          stage_bf16(shared, token, row_of(warp, lane, 2), static_cast<uint16_t>(dequantized >> 16));
+          continue;
+        }
+        const uint16_t pair = rounding.pair(low, high);
+        uint8_t* staged = shared.staging() + token * Config::kStagingPitch + row_of(warp, lane, 0);
+        staged[0] = static_cast<uint8_t>(pair);
+        staged[8] = static_cast<uint8_t>(pair >> 8);
+        if (lane < 4 && warp % 2 == 0 && token < unit.num_tokens) {
+          const int block = first_block + warp % 4 / 2;
+          uint8_t* scales = p.epilogue.act_scales + static_cast<int64_t>(unit.first_token + token) * pitch;
+          if (block < blocks) scales[block] = static_cast<uint8_t>(rounding.scale);
+          if (block == blocks - 1) {  // FC2 reads whole words: define their padding
+            for (int pad = blocks; pad < pitch; ++pad) scales[pad] = 0;
+          }
+        }
+      }
+    }
+  }
+
+  static __device__ __forceinline__ void stage_bf16(const SharedStorage<Config>& shared, int token, int row,
+                                                    uint16_t value) {
+    uint8_t* staged = shared.staging() + token * Config::kStagingPitch;
+    reinterpret_cast<uint16_t*>(staged)[packed_place(row)] = value;
+  }
+
+  static __device__ __forceinline__ void round_to_bf16(const SharedStorage<Config>& shared, int warp, int lane,
+                                                       const Accumulators<Config>& act) {
+#pragma unroll
+    for (int step = 0; step < Config::kTokenSteps; ++step) {
+#pragma unroll
+      for (int value = 0; value < kValues; ++value) {
+        stage_bf16(shared, token_of(warp, lane, step, value), row_of(warp, lane, value),
+                   __bfloat16_as_ushort(__float2bfloat16_rn(act[0][step][value])));
+      }
+    }
+  }
+
+  // Staged rows to memory, 16 bytes a thread; inter_size is a multiple of 32, so a piece is inside or outside as a
+  // whole.
+  static __device__ __forceinline__ void store(const GroupedGemmParams<Role::kFc1>& p,
+                                               const SharedStorage<Config>& shared, const Unit& unit, int thread) {
+    constexpr int kBlockPieces = Config::kBlockBytes / 16;
+    constexpr int kTileBlocks = kRowHalf / kScaleBlock;
+    const int inter = p.rows / 2, first_block = unit.row_tile * kTileBlocks;
+    // FC2 copies whole words of packed rows: the last tile writes their padding.
+    const int last_block = Config::kTokenScales ? inter / kScaleBlock : kScaleChunkBlocks * scale_words(inter);
+    const bool last_tile = (unit.row_tile + 1) * kRowHalf >= inter;
+    const int blocks = last_tile ? last_block - first_block : kTileBlocks;
+    for (int i = thread; i < unit.num_tokens * blocks * kBlockPieces; i += Config::kConsumerThreads) {
+      const int token = i / (blocks * kBlockPieces), piece = i - token * (blocks * kBlockPieces);
+      const int block = first_block + piece / kBlockPieces, byte = 16 * (piece % kBlockPieces);
+      const int position = unit.first_token + token;
+      const uint4 value =
+          piece < kTileBlocks * kBlockPieces
+              ? *reinterpret_cast<const uint4*>(shared.staging() + token * Config::kStagingPitch + 16 * piece)
+              : make_uint4(0, 0, 0, 0);
+      const int64_t at = Config::kTokenScales ? static_cast<int64_t>(position) * inter + block * kScaleBlock
+                                              : packed_offset(p.num_pairs, position, block);
+      *reinterpret_cast<uint4*>(p.epilogue.act + at + byte) = value;
+    }
+  }
+};
+
+// FC2's epilogue: global scale, bias, routing weight, and the sum over a token's experts. Every expert's partial output
+// goes to its own row of a float32 buffer; whoever delivers a token's last partial output for a row tile adds them up
+// in slot order and rounds once. The order of the sum is that of the slots, whoever comes last.
+
+// What FC2's epilogue knows of a token, loaded while the mainloop runs.
+struct OwnToken {
+  int pair;  // (token, slot) number
+  float weight;
+};
+
+// take(token of the tile, row, value) for each of a thread's outputs: its sum, scaled, and the row's bias.
+template <class Config, class Params, class Take>
+__device__ __forceinline__ void for_each_output(const Params& p, const Unit& unit, float scale, int64_t first_bias,
+                                                int warp, int lane, const Accumulators<Config>& accumulators,
+                                                const Take& take) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+#pragma unroll
+    for (int upper = 0; upper < 2; ++upper) {
+      const int row = unit.row_tile * kRowTile + half * kRowHalf + 16 * (warp % 4) + lane / 4 + 8 * upper;
+      if (row >= p.rows) continue;
+      const float bias =
+          p.epilogue.bias != nullptr ? load_scalar(p.epilogue.bias, first_bias + row, p.epilogue.bias_type) : 0.0f;
+#pragma unroll
+      for (int step = 0; step < Config::kTokenSteps; ++step) {
+#pragma unroll
+        for (int parity = 0; parity < 2; ++parity) {
+          const int token = Config::kWarpTokens * (warp / 4) + 8 * step + 2 * (lane % 4) + parity;
+          if (token >= unit.num_tokens) continue;
+          take(token, row, fmaf(accumulators[half][step][2 * upper + parity], scale, bias));
+        }
+      }
+    }
+  }
+}
+
+template <class Config>
+class Fc2Finish {
+  using Params = GroupedGemmParams<Role::kFc2>;
+  static constexpr int kTogether = Config::kTokenTile <= 16 ? 1 : 4;  // tokens summed at a time
+
+ public:
+  // `own` is the thread's own token of the tile (threads below num_tokens).
+  static __device__ __forceinline__ void finish(const Params& p, const SharedStorage<Config>& shared, const Unit& unit,
+                                                const OwnToken& own, int warp, int lane,
+                                                const Accumulators<Config>& accumulators) {
+    const int thread = 32 * warp + lane;
+    int* pairs = shared.template scratch<int>();
+    float* weights = shared.template scratch<float>() + Config::kTokenTile;
+    uint32_t* complete = shared.template scratch<uint32_t>() + 2 * Config::kTokenTile;  // a bit for each token
+    if (thread < unit.num_tokens) {
+      pairs[thread] = own.pair;
+      weights[thread] = own.weight;
+    }
+    ptx::named_barrier_sync<Config::kConsumerThreads>(kConsumerBarrier);
+    store_partial_outputs(p, unit, pairs, weights, warp, lane, accumulators);
+
+    ptx::named_barrier_sync<Config::kConsumerThreads>(kConsumerBarrier);
+    const int row_tiles = ceil_div(p.rows, kRowTile);
+    bool last = false;
+    if (thread < unit.num_tokens) {
+      // The prologue starts the count at the number of slots that no local expert serves.
+      const int token = own.pair / p.top_k;
+      const int64_t counter = static_cast<int64_t>(token) * row_tiles + unit.row_tile;
+      last = ptx::is_last_to_arrive(p.epilogue.token_arrivals + counter, p.top_k);
+    }
+    if (32 * warp < Config::kTokenTile) {
+      const uint32_t mask = __ballot_sync(kAllLanes, last);
+      if (lane == 0) complete[warp] = mask;
+    }
+    ptx::named_barrier_sync<Config::kConsumerThreads>(kConsumerBarrier);
+    sum_complete(p, unit, pairs, complete, thread);
+    ptx::named_barrier_sync<Config::kConsumerThreads>(kConsumerBarrier);  // the scratch area is free again
+  }
+
+ private:
+  static __device__ __forceinline__ void store_partial_outputs(const Params& p, const Unit& unit, const int* pairs,
+                                                               const float* weights, int warp, int lane,
+                                                               const Accumulators<Config>& accumulators) {
+    const float scale = Config::Policy::kAccumulatorScale * load_or(p.epilogue.global_scale, unit.expert, 1.0f);
+    const int64_t first_bias = static_cast<int64_t>(unit.expert) * p.rows;
+    for_each_output<Config>(p, unit, scale, first_bias, warp, lane, accumulators, [&](int token, int row, float value) {
+      p.epilogue.partial_outputs[static_cast<int64_t>(pairs[token]) * p.rows + row] = value * weights[token];
+    });
+  }
+
+  // Sums of all tokens that are complete.
+  static __device__ __forceinline__ void sum_complete(const Params& p, const Unit& unit, const int* pairs,
+                                                      const uint32_t* complete, int thread) {
+    const int row = unit.row_tile * kRowTile + thread;
+    if (thread >= kRowTile || row >= p.rows) return;
+    for (int first = 0; first < unit.num_tokens; first += 32) {
+      for (uint32_t left = complete[first / 32]; left != 0;) {
+        int tokens[kTogether], count = 0;
+#pragma unroll
+        for (int j = 0; j < kTogether; ++j) {
+          tokens[j] = left != 0 ? pairs[first + __ffs(left) - 1] / p.top_k : tokens[0];
+          count += left != 0;
+          left &= left - 1;
+        }
+        float sum[kTogether] = {};
+        sum_slots(p, p.epilogue.partial_outputs, p.rows, row, tokens, sum);
+#pragma unroll
+        for (int j = 0; j < kTogether; ++j) {
+          if (j >= count) break;
+          store_scalar(p.epilogue.output, static_cast<int64_t>(tokens[j]) * p.rows + row, p.epilogue.output_type,
+                       sum[j]);
+        }
+      }
+    }
+  }
+};
+
+// The grouped GEMM's epilogue, and a dense layer's.
+template <class Config>
+__device__ __forceinline__ void store_output(const GroupedGemmParams<Role::kStore>& p, const Unit& unit, int warp,
+                                             int lane, const Accumulators<Config>& accumulators) {
+  const StoreEpilogue& e = p.epilogue;
+  const float scale = Config::Policy::kAccumulatorScale * load_or(e.alpha, 0, 1.0f);
+  for_each_output<Config>(p, unit, scale, 0, warp, lane, accumulators, [&](int token, int row, float value) {
+    const int64_t at = static_cast<int64_t>(unit.first_token + token) * p.rows + row;
+    if (e.residual != nullptr) value += load_scalar(e.residual, at, e.output_type);
+    store_scalar(e.output, at, e.output_type, value);
+  });
+}
+
+}  // namespace flashinfer::sm12x

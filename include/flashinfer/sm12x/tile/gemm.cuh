@@ -1,0 +1,185 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The grouped GEMM of the family: for every expert, [rows, k] MXFP4 weights times the token rows routed to it.
+//
+// Weights are the MMA's M operand and stay packed up to the registers; tokens are its N operand, so that eight of them
+// already fill an MMA. One producer warp keeps a ring of stages full, the other warps consume it. Schedules: with token
+// tiles up to 64 a block has four consumer warps and several blocks share an SM, so that one's epilogue hides behind
+// another's mainloop (multi-block: the SM's warp schedulers decide); a 128-token tile takes eight consumer warps
+// (8-warp).
+//
+//   knob            value                    where it is set
+//   tokens a tile   8 to 64, or 128          flashinfer/jit/sm12x/instances.py, a row each
+//   K a stage       128 or 256               there, `k_tile`
+//   stages          2 to 6                   there, `stages` (bf16 rows on Hopper: what fits, storage.cuh)
+//   blocks an SM    1 or 2 at least          there, `blocks_per_sm`; __launch_bounds__: kMinBlocks (storage.cuh)
+//   weight rows     128, in two halves       kRowTile (types.h)
+//   warps           4 or 8 consumers, then   GemmConfig (storage.cuh)
+//                   1 producer
+#pragma once
+
+#include <type_traits>
+
+#include "../moe/routing.cuh"
+#include "epilogues.cuh"
+#include "mainloop.cuh"
+#include "producer.cuh"
+#include "scheduler.cuh"
+
+namespace flashinfer::sm12x {
+
+// Expert offsets, and token-tile prefix sums, of this launch into shared memory. One warp.
+template <class Config>
+__device__ __forceinline__ void load_routing(const GroupedGemmParams<Config::kRole>& p,
+                                             const SharedStorage<Config>& shared, int lane) {
+  int* offsets = shared.offsets();
+  int* tile_prefix = shared.tile_prefix(p.num_experts);
+  if (p.offsets != nullptr) {
+    for (int e = lane; e <= p.num_experts; e += 32) offsets[e] = p.offsets[e];
+    __syncwarp();
+  } else if (Config::kRole == Role::kStore) {  // one group of all rows
+    if (lane < 2) offsets[lane] = lane * p.num_pairs;
+    __syncwarp();
+  } else {
+    route_with_one_warp<kInKernelPairs>(p.ids, p.num_pairs, p.first_expert, p.num_experts, offsets, shared.order(),
+                                        lane);
+  }
+  for (int e = lane; e < p.num_experts; e += 32) {
+    tile_prefix[e] = ceil_div(offsets[e + 1] - offsets[e], Config::kTokenTile);
+  }
+  __syncwarp();
+  exclusive_offsets(tile_prefix, tile_prefix, p.num_experts, lane);
+}
+
+// Token columns that no copy fills are multiplied too (and never stored): give them a value.
+template <class Config>
+__device__ __forceinline__ void clear_token_stages(const SharedStorage<Config>& shared) {
+  constexpr int kBytes = SharedStorage<Config>::kStages * (Config::kTokenStage + Config::kTokenScaleStage);
+  static_assert(kBytes % 16 == 0);
+  uint4* words = reinterpret_cast<uint4*>(shared.tokens(0));
+  for (int i = threadIdx.x; i < kBytes / 16; i += Config::kThreads) words[i] = make_uint4(0, 0, 0, 0);
+  ptx::fence_async_proxy();  // packed rows come by bulk copies, which are not ordered behind these writes otherwise
+}
+
+template <class Config>
+class Consumer {
+  using Params = GroupedGemmParams<Config::kRole>;
+
+ public:
+  static __device__ __forceinline__ void consume(const Params& p, const SharedStorage<Config>& shared,
+                                                 const UnitMap<Config::kTokenTile>& units, const WorkSplit& work,
+                                                 int warp, int lane) {
+    const int thread = 32 * warp + lane;
+    const int blocks = p.k / kScaleBlock;
+    ptx::wait_for_prerequisite_grids();
+
+    int stage = 0;
+    uint32_t phase = 0;
+    TileScheduler scheduler(work);
+    for (WorkTile tile = scheduler.next(); tile.tiles > 0; tile = scheduler.next()) {
+      const Unit unit = units.locate(tile.unit);
+      const OperandOffsets<Config> at = operand_offsets<Config>(unit, p.rows, warp, lane);
+      const OwnToken own = own_token(p, shared, unit, thread);
+
+      Accumulators<Config> accumulators;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int step = 0; step < Config::kTokenSteps; ++step) {
+#pragma unroll
+          for (int value = 0; value < 4; ++value) accumulators[half][step][value] = 0.0f;
+        }
+      }
+      mma::RowNans nans[2];
+      for (int k_tile = tile.first; k_tile < tile.first + tile.tiles; ++k_tile) {
+        ptx::mbarrier_wait(shared.full(stage), phase);
+        const int valid_blocks = blocks - k_tile * (Config::kKTile / kScaleBlock);
+        const StageScales<Config> scales(shared, stage, at, warp, lane);
+        if (valid_blocks >= Config::kKTile / kScaleBlock && scales.fold()) {
+          consume_tile<Config, true>(shared, stage, at, scales, valid_blocks, lane, accumulators, nans);
+        } else {
+          consume_tile<Config, false>(shared, stage, at, scales, valid_blocks, lane, accumulators, nans);
+        }
+        ptx::mbarrier_arrive(shared.empty(stage));  // every reader for itself: racecheck follows that too
+        if (++stage == SharedStorage<Config>::kStages) {
+          stage = 0;
+          phase ^= 1;
+        }
+      }
+      spread_nan<Config>(nans, accumulators);
+      if (tile.tiles < work.k_tiles &&
+          !reduce_split<Config>(p.partials, p.split_arrivals, shared, work, tile.unit, thread, accumulators)) {
+        continue;
+      }
+      finish(p, shared, unit, own, warp, lane, accumulators);
+    }
+  }
+
+ private:
+  // FC2: the pair that this thread's token of the tile came from; loaded early, used in the epilogue.
+  static __device__ __forceinline__ OwnToken own_token(const Params& p, const SharedStorage<Config>& shared,
+                                                       const Unit& unit, int thread) {
+    if constexpr (Config::kRole == Role::kFc2) {
+      if (thread < unit.num_tokens) {
+        const int position = unit.first_token + thread;
+        const int pair = p.order != nullptr ? p.order[position] : static_cast<int>(shared.order()[position]);
+        return {pair, load_or(p.epilogue.routing_weights, pair, 1.0f)};
+      }
+    }
+    return {};
+  }
+
+  static __device__ __forceinline__ void finish(const Params& p, const SharedStorage<Config>& shared, const Unit& unit,
+                                                const OwnToken& own, int warp, int lane,
+                                                Accumulators<Config>& accumulators) {
+    if constexpr (Config::kRole == Role::kFc1) {
+      Fc1Finish<Config>::finish(p, shared, unit, warp, lane, accumulators);
+    } else if constexpr (Config::kRole == Role::kFc2) {
+      Fc2Finish<Config>::finish(p, shared, unit, own, warp, lane, accumulators);
+    } else {
+      store_output<Config>(p, unit, warp, lane, accumulators);
+    }
+  }
+};
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
+    grouped_gemm_kernel(const __grid_constant__ GroupedGemmParams<Config::kRole> p) {
+  extern __shared__ char dynamic_shared[];
+  const SharedStorage<Config> shared(dynamic_shared);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+
+  ptx::launch_dependent_grids();  // their producers may start to stream weights; they wait for this grid's results
+  if (p.offsets != nullptr) ptx::wait_for_prerequisite_grids();  // the prologue routes
+
+  if (warp == 0) {
+    load_routing<Config>(p, shared, lane);
+  } else if (warp == Config::kConsumerWarps && lane == 0) {
+    ptx::prefetch_tensor_map(&p.weights);
+    for (int stage = 0; stage < SharedStorage<Config>::kStages; ++stage) {
+      // The producer's announcement, and one arrival of each of its lanes for the rows and scales that they copy.
+      ptx::mbarrier_init(shared.full(stage), Config::kTokenScales ? 1 + 32 : 1);
+      ptx::mbarrier_init(shared.empty(stage), Config::kConsumerThreads);
+    }
+    ptx::fence_barrier_init();
+  }
+  clear_token_stages<Config>(shared);
+  __syncthreads();
+
+  const int row_tiles = Config::kRole == Role::kFc1 ? ceil_div(p.rows / 2, kRowHalf) : ceil_div(p.rows, kRowTile);
+  const UnitMap<Config::kTokenTile> units = {shared.offsets(), shared.tile_prefix(p.num_experts), p.num_experts,
+                                             row_tiles};
+  const WorkSplit work(units.num_units(), ceil_div(p.k, Config::kKTile), gridDim.x);
+  if (static_cast<int>(blockIdx.x) >= work.blocks) {
+    ptx::wait_for_prerequisite_grids();  // this grid must not count as complete before those it depends on
+    return;
+  }
+
+  if (warp == Config::kConsumerWarps) {  // the producer warp
+    Producer<Config>(p, shared, units, work, lane).produce();
+  } else {  // consumer warps
+    Consumer<Config>::consume(p, shared, units, work, warp, lane);
+  }
+}
+
+}  // namespace flashinfer::sm12x

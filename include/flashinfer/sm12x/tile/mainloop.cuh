@@ -1,0 +1,270 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// One k-tile of one warp: 2 x 16 weight rows (16 of either half of the row tile) against the warp's tokens.
+#pragma once
+
+#include <type_traits>
+
+#include "../mma/policy.cuh"
+#include "producer.cuh"
+#include "storage.cuh"
+
+namespace flashinfer::sm12x {
+
+template <class Config>
+using Accumulators = float[2][Config::kTokenSteps][4];
+
+// Where this lane finds its operands in a stage; fixed for a unit.
+template <class Config>
+struct OperandOffsets {
+  uint32_t weights[2];      // shared-memory byte offset of this lane's ldmatrix row, per half
+  uint32_t swizzle;         // XOR for the 16-byte chunk index of that row
+  int scale_row[2][2];      // word of rows g and g + 8, per half
+  int first_token;          // of the warp within the tile
+  uint32_t tokens[2];       // byte offset of this lane's piece of even and of odd 32-blocks of its first token
+};
+
+template <class Config>
+__device__ __forceinline__ OperandOffsets<Config> operand_offsets(const Unit& unit, int rows, int warp, int lane) {
+  using Policy = typename Config::Policy;
+  OperandOffsets<Config> at;
+  const int row_group = 16 * (warp % 4);
+  const int matrix_row = row_group + lane % 16;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    at.weights[half] = half * (Config::kWeightStage / 2) + matrix_row * Config::kWeightPitch;
+    const int start = half_row<Config>(unit.row_tile, half, rows);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = start % kScaleChunkRows + row_group + lane / 4 + 8 * i;  // may reach into the next chunk
+      const int chunk = (Config::kRole == Role::kFc1 ? half : 0) + row / kScaleChunkRows;
+      at.scale_row[half][i] = chunk * Config::kWords * kScaleChunkRows + word_in_chunk(row);
+    }
+  }
+  // The TMA swizzle: 64-byte rows XOR the chunk with address bits 7..8, 128-byte rows with bits 7..9.
+  at.swizzle = Config::kWeightPitch == 64 ? (matrix_row >> 1) & 3 : matrix_row & 7;
+  at.first_token = Config::kWarpTokens * (warp / 4);
+  const int token = at.first_token + lane / 4;
+  // Odd rows in expert order have neighbouring blocks swapped.
+  const int swapped = Config::kTokenScales ? 0 : (unit.first_token + token) & 1;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    at.tokens[i] = token * Config::kTokenPitch + (i ^ swapped) * Config::kBlockBytes + Policy::kTokenPiece * (lane % 4);
+  }
+  return at;
+}
+
+// Factors that a warp shares through shared memory where sums are scaled: of its 32 rows (16 of either half) and of its
+// tokens, four 32-blocks each.
+template <class Config>
+struct WarpFactors {
+  float4* rows;
+  float4* tokens;
+
+  __device__ __forceinline__ WarpFactors(const SharedStorage<Config>& shared, int warp)
+      : rows(shared.factors(warp)), tokens(rows + 32) {}
+
+  __device__ __forceinline__ void convert(const uint32_t* row_words, const int (&scale_row)[2][2],
+                                          const uint32_t* token_words, int lane) const {
+    __syncwarp();  // the last use is over
+    // Quad g of this warp knows the words of rows g and g + 8 of both halves; its lane t converts one of the four.
+    const int t = lane % 4;
+    const int word =
+        t < 2 ? (t == 0 ? scale_row[0][0] : scale_row[0][1]) : (t == 2 ? scale_row[1][0] : scale_row[1][1]);
+    rows[8 * t + lane / 4] = ptx::ue8m0x4_to_f32x4(row_words[word]);
+#pragma unroll
+    for (int i = 0; i < Config::kWarpTokens; i += 32) {
+      if (i + lane < Config::kWarpTokens) tokens[i + lane] = ptx::ue8m0x4_to_f32x4(token_words[i + lane]);
+    }
+    __syncwarp();
+  }
+
+  __device__ __forceinline__ mma::RowFactors of_rows(int half, int block, int lane) const {
+    const float* factors = reinterpret_cast<const float*>(rows + 16 * half + lane / 4) + block;
+    return {factors[0], factors[4 * 8]};
+  }
+  __device__ __forceinline__ mma::TokenFactors of_tokens(int step, int block, int lane) const {
+    const float* factors = reinterpret_cast<const float*>(tokens + 8 * step + 2 * (lane % 4)) + block;
+    return {factors[0], factors[4]};
+  }
+};
+
+// Scales of a stage in the policy's form; of_rows and of_tokens are of the word that began last.
+template <class Config>
+class StageScales {
+  using Policy = typename Config::Policy;
+  static constexpr mma::Scaling kScaling = Policy::kScaling;
+
+ public:
+  __device__ __forceinline__ StageScales(const SharedStorage<Config>& shared, int stage,
+                                         const OperandOffsets<Config>& at, int warp, int lane)
+      : at_(at),
+        row_words_(reinterpret_cast<const uint32_t*>(shared.scales(stage))),
+        token_words_(shared.token_scales(stage) + at.first_token),
+        factors_(shared, warp),
+        lane_(lane) {
+    if constexpr (kScaling == mma::Scaling::kInWeights) {
+#pragma unroll
+      for (int i = 0; i < 4 * Config::kWords; ++i) {
+        held_[i / 4][i % 4] = row_words_[i / 4 * kScaleChunkRows + at.scale_row[i % 4 / 2][i % 2]];
+      }
+    }
+  }
+
+  // Whether the policy can fold all of this warp's row scales into its expansion of weights.
+  __device__ __forceinline__ bool fold() const {
+    if constexpr (kScaling != mma::Scaling::kInWeights) return true;
+    uint32_t exceeding = 0;
+#pragma unroll
+    for (int i = 0; i < 4 * Config::kWords; ++i) exceeding |= mma::exceeds_folded_scale(held_[i / 4][i % 4]);
+    return __all_sync(kAllLanes, exceeding == 0);
+  }
+
+  __device__ __forceinline__ void begin_word(int word) const {
+    if constexpr (kScaling == mma::Scaling::kInSums) {
+      factors_.convert(row_words_ + word * kScaleChunkRows, at_.scale_row, token_words_ + word * Config::kTokenTile,
+                       lane_);
+    }
+  }
+  __device__ __forceinline__ typename Policy::RowScales of_rows(int word, int half, int block) const {
+    if constexpr (kScaling == mma::Scaling::kInMma) {
+      return Policy::row_scales(row_words_ + word * kScaleChunkRows, at_.scale_row[half][0], at_.scale_row[half][1],
+                                lane_);
+    } else if constexpr (kScaling == mma::Scaling::kInSums) {
+      return factors_.of_rows(half, block, lane_);
+    } else {
+      return {held_[word][2 * half], held_[word][2 * half + 1]};
+    }
+  }
+  __device__ __forceinline__ typename Policy::TokenScales of_tokens(int word, int step, int block) const {
+    if constexpr (kScaling == mma::Scaling::kInMma) {
+      return Policy::token_scales(token_words_ + word * Config::kTokenTile + 8 * step, lane_);
+    } else if constexpr (kScaling == mma::Scaling::kInSums) {
+      return factors_.of_tokens(step, block, lane_);
+    } else {
+      return {};
+    }
+  }
+
+ private:
+  const OperandOffsets<Config>& at_;
+  const uint32_t* row_words_;
+  const uint32_t* token_words_;
+  WarpFactors<Config> factors_;
+  int lane_;
+  uint32_t held_[Config::kWords][4];  // of rows g and g + 8 of either half
+};
+
+// A row of weights with a NaN gives NaN for every token. `nans` holds what this lane saw of its rows of either half.
+template <class Config>
+__device__ __forceinline__ void spread_nan(const mma::RowNans (&nans)[2], Accumulators<Config>& accumulators) {
+  if constexpr (Config::Policy::kCollectsNans) {
+    using Expansion = typename Config::Policy::BlockExpansion;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      uint32_t of_row = i % 2 == 0 ? nans[i / 2].row : nans[i / 2].row_plus_8;
+      of_row |= __shfl_xor_sync(kAllLanes, of_row, 1);
+      of_row |= __shfl_xor_sync(kAllLanes, of_row, 2);
+      if (!Expansion::is_nan(of_row)) continue;
+#pragma unroll
+      for (int step = 0; step < Config::kTokenSteps; ++step) {
+        accumulators[i / 2][step][2 * (i % 2)] = accumulators[i / 2][step][2 * (i % 2) + 1] = NAN;
+      }
+    }
+  }
+}
+
+// kPlain: K does not end within the tile, and its scales fold.
+template <class Config, bool kPlain>
+__device__ __forceinline__ void consume_tile(const SharedStorage<Config>& shared, int stage,
+                                             const OperandOffsets<Config>& at, const StageScales<Config>& scales,
+                                             int valid_blocks, int lane, Accumulators<Config>& accumulators,
+                                             mma::RowNans (&nans)[2]) {
+  using Policy = typename Config::Policy;
+  constexpr int kBlockBytes = Config::kBlockBytes;
+  constexpr int kWordPitch =
+      Config::kTokenScales ? kScaleChunkBlocks * kBlockBytes : Config::kTokenTile * kPackedRowBytes;
+  // Token steps whose operands are held together: enough for the MMAs of one part to hide their latency from the next.
+  constexpr int kSteps = Config::kTokenSteps;
+  constexpr int kGroup = Policy::kParts == 1 ? 1 : kSteps % 4 == 0 ? 4 : kSteps % 3 == 0 ? 3 : kSteps;
+  const uint32_t weights = ptx::shared_address(shared.weights(stage));
+  const uint8_t* tokens[2] = {shared.tokens(stage) + at.tokens[0], shared.tokens(stage) + at.tokens[1]};
+
+#pragma unroll
+  for (int word = 0; word < Config::kWords; ++word) {
+    if (kPlain || kScaleChunkBlocks * word < valid_blocks) scales.begin_word(word);  // others were not copied
+    auto block_pair = [&](auto pair_constant) {
+      constexpr int kPair = decltype(pair_constant)::value;
+      constexpr int kWeightWords = Policy::kWeightWords;
+      // A matrix of ldmatrix is 16 bytes of 8 rows: one block of MXFP4, half of one of MXFP8. [half][MMA's blocks of
+      // the pair]
+      constexpr int kLoads = block_bytes(Config::kWeights) / 16;
+      uint32_t row[2][2 / Policy::kBlocks][kWeightWords], row_plus_8[2][2 / Policy::kBlocks][kWeightWords];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int load = 0; load < kLoads; ++load) {
+          uint32_t matrices[4];
+          const uint32_t chunk = (kLoads * (4 * word + 2 * kPair) + 2 * load + lane / 16) ^ at.swizzle;
+          ptx::load_matrix_x4(matrices, weights + at.weights[half] + 16 * chunk);
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const int matrix = 2 * load + i;
+            row[half][matrix / kWeightWords][matrix % kWeightWords] = matrices[2 * i];
+            row_plus_8[half][matrix / kWeightWords][matrix % kWeightWords] = matrices[2 * i + 1];
+          }
+        }
+      }
+      auto block = [&](auto block_constant) {
+        constexpr int kBlock = decltype(block_constant)::value;  // of the four that share a scale word
+        if (!kPlain && 4 * word + kBlock >= valid_blocks) return;
+        // Where the second block of an MMA is beyond K its weights are zero, and its scales anything, NaN included.
+        auto within_k = [&](auto both) {
+          if constexpr (Policy::kBlocks == 2 && !kPlain) {
+            if (4 * word + kBlock + 1 >= valid_blocks) both.word &= 0xFFu << (8 * kBlock);
+          }
+          return both;
+        };
+        // Keeps ptxas from hoisting the next block's fragments above this one's, which would cost spills.
+        if constexpr (Config::kEightWarps) __syncwarp();
+        typename Policy::Weights expanded[2];
+        typename Policy::RowScales row_scales[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          row_scales[half] = within_k(scales.of_rows(word, half, kBlock));
+          expanded[half] = Policy::template expand<kBlock, kPlain>(row[half][kBlock % 2], row_plus_8[half][kBlock % 2],
+                                                                   row_scales[half], nans[half]);
+        }
+        auto part = [&](int first_step, const auto& operands, auto part_constant) {
+#pragma unroll
+          for (int i = 0; i < kGroup; ++i) {
+            const int step = first_step + i;
+            const auto token_scales = within_k(scales.of_tokens(word, step, kBlock));
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+              Policy::template multiply<kBlock, decltype(part_constant)::value>(
+                  accumulators[half][step], expanded[half], operands[i], row_scales[half], token_scales);
+            }
+          }
+        };
+#pragma unroll
+        for (int first_step = 0; first_step < kSteps; first_step += kGroup) {
+          typename Policy::Tokens operands[kGroup];
+#pragma unroll
+          for (int i = 0; i < kGroup; ++i) {
+            operands[i] = Policy::load_tokens(tokens[kBlock % 2] + word * kWordPitch + kBlock / 2 * 2 * kBlockBytes +
+                                              8 * (first_step + i) * Config::kTokenPitch);
+          }
+          part(first_step, operands, std::integral_constant<int, 0>{});
+          if constexpr (Policy::kParts == 2) part(first_step, operands, std::integral_constant<int, 1>{});
+        }
+      };
+      block(std::integral_constant<int, 2 * kPair>{});
+      if constexpr (Policy::kBlocks == 1) block(std::integral_constant<int, 2 * kPair + 1>{});
+    };
+    block_pair(std::integral_constant<int, 0>{});
+    block_pair(std::integral_constant<int, 1>{});
+  }
+}
+
+}  // namespace flashinfer::sm12x

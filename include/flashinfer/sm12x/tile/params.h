@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What a launch of the grouped GEMM is told. Filled by the launcher, read by the kernel.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "../moe/swiglu.cuh"
+#include "../types.h"
+
+namespace flashinfer::sm12x {
+
+// One weight matrix of every expert, and what its outputs are made with.
+struct ExpertWeights {
+  const uint8_t* weights;
+  const uint8_t* scales;  // 128x4, expert after expert
+  const float* global_scale;  // [experts] or null
+  const void* bias;  // [experts, rows] or null
+  ScalarType bias_type;
+};
+
+struct Fc1Epilogue {
+  const float* global_scale;  // [E] or null: 1
+  const void* bias;           // [E, 2 * inter] or null
+  ScalarType bias_type;
+  SwigluOfExperts swiglu;
+  uint8_t* act;         // [pairs, inter] e4m3, or packed bf16 (token_blocks.cuh), in expert order
+  uint8_t* act_scales;  // [pairs, 4 * scale_words(inter)] UE8M0, e4m3 only
+};
+
+struct Fc2Epilogue {
+  const float* global_scale;  // [E] or null: 1
+  const void* bias;           // [E, rows] or null
+  ScalarType bias_type;
+  const float* routing_weights;  // [pairs] or null: 1
+  float* partial_outputs;          // [pairs, rows], by pair
+  int* token_arrivals;           // [tokens, row tiles]
+  void* output;                  // [tokens, rows]
+  ScalarType output_type;
+};
+
+struct StoreEpilogue {
+  void* output;  // [cum_m, rows]
+  ScalarType output_type;
+  const float* alpha;    // one, or null: 1
+  const void* bias;      // [rows] or null
+  ScalarType bias_type;
+  const void* residual;  // [cum_m, rows] of output_type, or null: added
+};
+
+template <Role kRole>
+struct EpilogueOf;
+template <>
+struct EpilogueOf<Role::kFc1> {
+  using type = Fc1Epilogue;
+};
+template <>
+struct EpilogueOf<Role::kFc2> {
+  using type = Fc2Epilogue;
+};
+template <>
+struct EpilogueOf<Role::kStore> {
+  using type = StoreEpilogue;
+};
+
+template <Role kRole>
+struct GroupedGemmParams {
+  CUtensorMap weights;           // bytes [E][rows][k / 2]
+  const uint8_t* weight_scales;  // 128x4, expert after expert
+  int64_t weight_scale_pitch;    // bytes from one expert's scales to the next
+  int rows;                      // weight rows of an expert (FC1: 2 * inter, up rows first)
+  int k;
+
+  const uint8_t* tokens;          // [*, k] e4m3, e5m2 or packed e2m1; or packed bf16, `num_pairs` rows by expert
+  const uint32_t* token_scales;   // words of four UE8M0 scales
+  int token_scale_pitch;          // words of a row, or 0: 128x4 layout
+  const int32_t* ids;             // [pairs] global expert ids
+  int num_pairs;
+  int top_k;
+  int first_expert;
+  int num_experts;
+  const int32_t* offsets;  // [E + 1] from the prologue (or the caller); null: the kernel routes, kStore has one group
+  const int32_t* order;  // [pairs] likewise
+
+  float4* partials;  // [grid][2][kRowTile * kTokenTile / 4]
+  int* split_arrivals;  // [grid], zeroed by the prologue
+  typename EpilogueOf<kRole>::type epilogue;
+};
+
+}  // namespace flashinfer::sm12x

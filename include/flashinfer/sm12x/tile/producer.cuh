@@ -1,0 +1,243 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The producer warp: keeps the ring of stages filled. A stage holds everything that its consumers need for one k-tile
+// of one unit: packed weights, weight scales, token rows, token scales.
+#pragma once
+
+#include "../moe/routing.cuh"
+#include "../ptx/memory.cuh"
+#include "scheduler.cuh"
+#include "storage.cuh"
+
+namespace flashinfer::sm12x {
+
+// First weight row of half `half` of a row tile.
+template <class Config>
+__device__ __forceinline__ int half_row(int row_tile, int half, int rows) {
+  if constexpr (Config::kRole == Role::kFc1) {
+    return (half == 0 ? 0 : rows / 2) + row_tile * kRowHalf;  // up, gate
+  } else {
+    return row_tile * kRowTile + half * kRowHalf;
+  }
+}
+
+template <class Config>
+class Producer {
+  using Params = GroupedGemmParams<Config::kRole>;
+  using Map = UnitMap<Config::kTokenTile>;
+  static constexpr int kRowsPerLane = (Config::kTokenTile + 31) / 32;
+  // Rows that are gathered: 16-byte pieces of a stage's row, rows that one copy instruction takes pieces of.
+  static constexpr int kPieceElements = 16 * kScaleBlock / Config::kBlockBytes;
+  static constexpr int kPieces = Config::kTokenBytes / 16;
+  static constexpr int kRowsTogether = 32 / kPieces;
+  static constexpr int kCopies = Config::kTokenScales ? Config::kTokenTile / kRowsTogether : 1;
+
+ public:
+  __device__ __forceinline__ Producer(const Params& params, const SharedStorage<Config>& storage, const Map& map,
+                                      const WorkSplit& split, int lane)
+      : p(params), shared(storage), units(map), work(split), lane(lane), words(scale_words(params.k)) {}
+
+  // Streams the block's k-tiles. The first kStages stages' weights are on their way before the wait for the kernels
+  // that this one depends on: weights depend on nobody.
+  __device__ __forceinline__ void produce() {
+    const int tiles = work.tiles(blockIdx.x), ahead = min(SharedStorage<Config>::kStages, tiles);
+    Cursor early(*this);
+    for (int i = 0; i < ahead; ++i, early.advance()) issue_weights(i, early);
+
+    ptx::wait_for_prerequisite_grids();
+
+    Cursor cursor(*this);
+    int stage = 0;
+    uint32_t phase = 1;  // flips when the ring wraps; a first pass over the ring waits for nobody
+    for (int i = 0; i < tiles; ++i, cursor.advance()) {
+      if (i >= SharedStorage<Config>::kStages) {
+        ptx::mbarrier_wait(shared.empty(stage), phase);
+        issue_weights(stage, cursor);
+      }
+      issue_tokens(stage, cursor);
+      if (++stage == SharedStorage<Config>::kStages) {
+        stage = 0;
+        phase ^= 1;
+      }
+    }
+  }
+
+ private:
+  // The k-tiles in turn; knows, per lane, where what it gathers of the current unit comes from.
+  struct Cursor {
+    const Producer& owner;
+    TileScheduler scheduler;
+    Unit unit;
+    int k_tile, left;  // k-tiles of the work tile, this one included
+    uint32_t piece[kCopies];  // of `tokens`, at K 0, that each copy takes
+    uint32_t scale_word[kRowsPerLane];  // of `token_scales`, for rows `lane`, `lane + 32`, ...
+
+    __device__ __forceinline__ explicit Cursor(const Producer& producer) : owner(producer), scheduler(producer.work) {
+      enter();
+    }
+    __device__ __forceinline__ void advance() {
+      ++k_tile;
+      if (--left == 0) enter();
+    }
+    __device__ __forceinline__ void enter() {
+      const WorkTile tile = scheduler.next();
+      k_tile = tile.first;
+      left = tile.tiles;
+      if (left == 0) return;
+      unit = owner.units.locate(tile.unit);
+      if constexpr (Config::kTokenScales) find_rows();
+    }
+    __device__ __forceinline__ void find_rows() {
+      uint32_t before[kRowsPerLane];  // pieces before rows `lane`, `lane + 32`, ...
+#pragma unroll
+      for (int j = 0; j < kRowsPerLane; ++j) {
+        const int i = owner.lane + 32 * j;
+        before[j] = scale_word[j] = 0;
+        if (i >= unit.num_tokens) continue;
+        const int row = owner.source_row(unit, i);
+        before[j] = static_cast<uint32_t>(row) * static_cast<uint32_t>(owner.p.k / kPieceElements);
+        scale_word[j] = static_cast<uint32_t>(owner.scale_row(unit, row).base);
+      }
+#pragma unroll
+      for (int c = 0; c < kCopies; ++c) {
+        const int i = c * kRowsTogether;
+        piece[c] = owner.lane % kPieces + __shfl_sync(kAllLanes, before[i / 32], i % 32 + owner.lane / kPieces);
+      }
+    }
+  };
+
+  // Row of `tokens` of the i-th token of a unit.
+  __device__ __forceinline__ int source_row(const Unit& unit, int i) const {
+    const int position = unit.first_token + i;
+    if constexpr (Config::kRole == Role::kFc1) {
+      return (p.order != nullptr ? p.order[position] : static_cast<int>(shared.order()[position])) / p.top_k;
+    } else {
+      return position;
+    }
+  }
+
+  // Row of `token_scales`: the grouped GEMM's caller starts each group's scales at a multiple of 128 rows.
+  __device__ __forceinline__ ScaleRow scale_row(const Unit& unit, int row) const {
+    if constexpr (Config::kRole == Role::kStore) {
+      const int group = units.offsets[unit.expert];
+      const int aligned = (group + unit.expert * (kScaleChunkRows - 1)) / kScaleChunkRows * kScaleChunkRows;
+      row += aligned - group;
+    }
+    return p.token_scale_pitch == 0 ? swizzled_scale_row(row, words) : linear_scale_row(row, p.token_scale_pitch);
+  }
+
+  __device__ __forceinline__ int valid_k(int k_tile) const {
+    return min(Config::kKTile, p.k - k_tile * Config::kKTile);
+  }
+
+  // Words of 128 that a k-tile holds.
+  __device__ __forceinline__ int words_of(int k_tile) const {
+    return min(Config::kWords, words - k_tile * Config::kWords);
+  }
+
+  __device__ __forceinline__ void issue_weights(int stage, const Cursor& at) const {
+    if (lane == 0) {
+      const int valid = valid_k(at.k_tile);
+      const int scale_bytes = ceil_div(valid, kScaleChunkElements) * kScaleChunkBytes;
+      const int chunks = num_scale_chunks(at.unit.row_tile);
+      const int token_bytes = Config::kTokenScales ? 0 : words_of(at.k_tile) * at.unit.num_tokens * kPackedRowBytes;
+      ptx::mbarrier_arrive_expect(shared.full(stage), Config::kWeightStage + chunks * scale_bytes + token_bytes);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        ptx::tensor_copy_3d(shared.weights(stage) + half * (Config::kWeightStage / 2), &p.weights,
+                            at.k_tile * Config::kWeightPitch, half_row<Config>(at.unit.row_tile, half, p.rows),
+                            at.unit.expert, shared.full(stage));
+      }
+      const uint8_t* expert_scales = p.weight_scales + at.unit.expert * p.weight_scale_pitch;
+      for (int chunk = 0; chunk < chunks; ++chunk) {
+        const int64_t word =
+            static_cast<int64_t>(chunk_block(at.unit.row_tile, chunk)) * words + at.k_tile * Config::kWords;
+        ptx::bulk_copy(shared.scales(stage) + chunk * Config::kWords * kScaleChunkBytes,
+                       expert_scales + word * kScaleChunkBytes, scale_bytes, shared.full(stage));
+      }
+    }
+    __syncwarp();
+  }
+
+  __device__ __forceinline__ void issue_tokens(int stage, const Cursor& at) const {
+    if constexpr (Config::kTokenScales) {
+      gather_rows(stage, at);
+      issue_token_scales(stage, at);
+      ptx::mbarrier_arrive_after_copies(shared.full(stage));
+    } else {
+      copy_packed_rows(stage, at);
+    }
+  }
+
+  // They are in expert order: a tile is one piece of each word.
+  __device__ __forceinline__ void copy_packed_rows(int stage, const Cursor& at) const {
+    if (lane == 0) {
+      for (int w = 0; w < words_of(at.k_tile); ++w) {
+        const int64_t row = static_cast<int64_t>(at.k_tile * Config::kWords + w) * p.num_pairs + at.unit.first_token;
+        ptx::bulk_copy(shared.tokens(stage) + w * Config::kTokenTile * kPackedRowBytes,
+                       p.tokens + row * kPackedRowBytes, at.unit.num_tokens * kPackedRowBytes, shared.full(stage));
+      }
+    }
+    __syncwarp();
+  }
+
+  // 16-byte copies by all lanes: one bulk copy a row would be issued by one lane at a time, and this warp would be what
+  // the consumers wait for. That it should not be either is why a copy is three instructions (compare, address, copy),
+  // with the check of the end 17 for four of them: all else is done once a unit.
+  __device__ __forceinline__ void gather_rows(int stage, const Cursor& at) const {
+    const int row = lane / kPieces;
+    const bool within_k = lane % kPieces * kPieceElements < valid_k(at.k_tile);
+    const int rows = within_k ? at.unit.num_tokens : 0;  // that this lane copies from
+    const uint8_t* from = p.tokens + at.k_tile * Config::kTokenBytes;
+    asm volatile("" : "+l"(from));  // one register: else each copy adds the tensor's address anew
+    uint8_t* to = shared.tokens(stage) + row * Config::kTokenPitch + lane % kPieces * 16;
+    constexpr int kCheck = kCopies < 4 ? kCopies : 4;  // copies between two looks at the end
+#pragma unroll
+    for (int first = 0; first < kCopies; first += kCheck) {
+      if (first * kRowsTogether >= at.unit.num_tokens) break;
+#pragma unroll
+      for (int c = first; c < first + kCheck; ++c) {
+        ptx::copy_16_bytes_if(c * kRowsTogether + row < rows, to + c * kRowsTogether * Config::kTokenPitch,
+                              from + uint64_t{16} * at.piece[c]);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void issue_token_scales(int stage, const Cursor& at) const {
+    const int stride = p.token_scale_pitch == 0 ? kScaleChunkRows : 1;
+    const uint32_t* from = p.token_scales + at.k_tile * Config::kWords * stride;
+    uint32_t* to = shared.token_scales(stage) + lane;
+#pragma unroll
+    for (int w = 0; w < Config::kWords; ++w) {
+      if (w >= words_of(at.k_tile)) break;
+#pragma unroll
+      for (int j = 0; j < kRowsPerLane; ++j) {
+        if (lane + 32 * j < at.unit.num_tokens) {
+          ptx::copy_word(to + w * Config::kTokenTile + 32 * j, from + at.scale_word[j] + w * stride);
+        }
+      }
+    }
+  }
+
+  // 128-row blocks of scales that a row tile touches. FC1: the up half lies in one, the gate half in one or two, since
+  // it starts at inter_size, any multiple of 32.
+  __device__ __forceinline__ int num_scale_chunks(int row_tile) const {
+    if constexpr (Config::kRole != Role::kFc1) return 1;
+    return half_row<Config>(row_tile, 1, p.rows) % kScaleChunkRows > kRowHalf ? 3 : 2;
+  }
+  // Clamped: a tile may reach past the last row block; those rows are never stored, but what is read was written.
+  __device__ __forceinline__ int chunk_block(int row_tile, int chunk) const {
+    const int block = chunk == 0 ? half_row<Config>(row_tile, 0, p.rows) / kScaleChunkRows
+                                 : half_row<Config>(row_tile, 1, p.rows) / kScaleChunkRows + chunk - 1;
+    return min(block, ceil_div(p.rows, kScaleChunkRows) - 1);
+  }
+
+  const Params& p;
+  const SharedStorage<Config>& shared;
+  const Map& units;
+  const WorkSplit& work;
+  int lane;
+  int words;
+};
+
+}  // namespace flashinfer::sm12x

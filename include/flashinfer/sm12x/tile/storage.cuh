@@ -1,0 +1,136 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Compile-time configuration of a grouped GEMM and its shared memory.
+#pragma once
+
+#include "../mma/policy.cuh"
+#include "../rows/load.cuh"
+#include "params.h"
+
+namespace flashinfer::sm12x {
+
+// Whether kernels are compiled for SM12x or for Hopper; launchers ask the device.
+constexpr bool kForSm12x = FLASHINFER_SM12X_DEVICE;
+
+// kActivation_ is what activations are rounded to, kOperand_ the type in which they are kept and multiplied.
+template <Role kRole_, Element kActivation_, Element kOperand_, int kTokenTile_, int kKTile_, int kStages_,
+          int kBlocksPerSm_, Element kWeights_ = Element::kE2m1>
+struct GemmConfig {
+  static constexpr Role kRole = kRole_;
+  static constexpr Element kActivation = kActivation_;
+  static constexpr Element kOperand = kOperand_;
+  static constexpr Element kWeights = kWeights_;
+  using Policy = mma::Policy<kOperand, kWeights>;
+  static constexpr int kTokenTile = kTokenTile_;
+  static constexpr int kKTile = kKTile_;
+  static constexpr int kStages = kStages_;
+  static constexpr int kBlocksPerSm = kBlocksPerSm_;
+
+  static constexpr bool kEightWarps = kTokenTile == 128;
+  static constexpr int kConsumerWarps = kEightWarps ? 8 : 4;
+  static constexpr int kConsumerThreads = 32 * kConsumerWarps;
+  static constexpr int kThreads = kConsumerThreads + 32;
+  static constexpr int kWarpTokens =
+      kEightWarps ? kTokenTile / 2 : kTokenTile;  // a warp's tile: 2 x 16 rows, these tokens
+  static constexpr int kTokenSteps = kWarpTokens / 8;
+
+  // Registers for more blocks than a GB10's shared memory holds: parts with more of it fill up. Not where SM12x would
+  // spill.
+  static constexpr bool kBf16 = kOperand == Element::kBf16;
+  static constexpr int kHopperBlocks = kTokenTile <= 24 ? 4 : 3;  // of bf16 rows, measured
+  static constexpr int kSm12xBlocks = kTokenTile <= 8 ? 4 : kTokenTile <= 16 && !kBf16 ? 3 : kBlocksPerSm;
+  static constexpr int kMinBlocks = kBf16 && !kForSm12x ? kHopperBlocks : kSm12xBlocks;
+
+  static constexpr bool kTokenScales = !kBf16;
+  static constexpr int kBlockBytes = block_bytes(kOperand);
+  static constexpr int kTokenBytes = kKTile / kScaleBlock * kBlockBytes;
+  // Rows of MXFP8 and MXFP4 are shifted against the 128-byte period of the banks, so that a load of all lanes, 8 or 4
+  // bytes, has no bank conflict; packed rows lie word by word.
+  static constexpr int kTokenPadding = 4 * Policy::kTokenPiece;
+  static constexpr int kTokenPitch = kTokenScales ? kTokenBytes + kTokenPadding : kPackedRowBytes;
+  static constexpr int kWeightPitch = row_bytes(kWeights, kKTile);
+  static constexpr int kWords = kKTile / kScaleChunkElements;
+  static constexpr int kScaleChunks = kRole == Role::kFc1 ? 3 : 1;  // up; gate, which may straddle two
+
+  static constexpr int kWeightStage = kRowTile * kWeightPitch;
+  static constexpr int kScaleStage = kScaleChunks * kWords * kScaleChunkBytes;
+  static constexpr int kTokenStage = kTokenTile * kTokenPitch * (kTokenScales ? 1 : kWords);
+  static constexpr int kTokenScaleStage = kTokenScales ? 4 * kWords * kTokenTile : 0;
+
+  // FC1 leaves its act tile (64 values a token) here before it goes to memory in 16-byte pieces.
+  static constexpr int kStagingPitch = kRowHalf / kScaleBlock * kBlockBytes + 16;
+  static constexpr int kStagingBytes = kRole == Role::kFc1 ? kTokenTile * kStagingPitch : 0;
+
+  // bf16 rows are what a Hopper runs of a layer: there the ring takes what its blocks leave of shared memory.
+  static constexpr int kStageBytes = kWeightStage + kScaleStage + kTokenStage + kTokenScaleStage;
+  static constexpr int kBesideRing = kStagingBytes + 16 * kTokenTile + 4096;  // barriers, routing tables, alignment
+  static constexpr int kHopperBlockBytes =
+      HopperLimits::kSharedBytesPerSm / kHopperBlocks - HopperLimits::kSharedBytesReservedPerBlock;
+  static constexpr int kHopperStages = kBf16 ? (kHopperBlockBytes - kBesideRing) / kStageBytes : kStages;
+
+  static_assert(kOperand == kActivation || kOperand == Element::kBf16, "bfloat16 holds any scaled activation");
+  static_assert(kKTile % 128 == 0 && (kWeightPitch == 64 || kWeightPitch == 128),
+                "a weight row of a stage is one 64- or 128-byte swizzle span");
+  static_assert(kTokenTile == 128 || (kTokenTile % 8 == 0 && kTokenTile <= 64), "registers of four consumer warps");
+  static_assert(kStages >= 2 && kHopperStages >= 2, "the ring overlaps copies with arithmetic");
+  static_assert(kWeightStage % 1024 == 0 && kScaleStage % 16 == 0 && kTokenStage % 16 == 0);
+};
+
+// Offsets into dynamic shared memory; only the routing tables depend on the number of experts.
+template <class Config, bool kSm12x = kForSm12x>
+struct SharedStorage {
+  static constexpr int kStages = kSm12x ? Config::kStages : Config::kHopperStages;
+  static constexpr int kWeights = 0;
+  static constexpr int kScales = kWeights + kStages * Config::kWeightStage;
+  static constexpr int kTokens = kScales + kStages * Config::kScaleStage;
+  static constexpr int kTokenScales = kTokens + kStages * Config::kTokenStage;
+  static constexpr int kStaging = kTokenScales + kStages * Config::kTokenScaleStage;
+  // Float factors of a warp's rows and tokens, where tokens have scales that their MMA does not take.
+  static constexpr int kWarpFactors = 16 * (32 + Config::kWarpTokens);
+  static constexpr bool kNeedsFactors = Config::kTokenScales && !(kSm12x && uses_block_scaled_mma(Config::kOperand));
+  static constexpr int kFactors = kStaging + Config::kStagingBytes;
+  static constexpr int kScratch =
+      kFactors + (kNeedsFactors ? Config::kConsumerWarps * kWarpFactors : 0);  // 16 bytes a token
+  static constexpr int kBarriers = kScratch + 16 * Config::kTokenTile;          // full, empty
+  static constexpr int kFlag = kBarriers + 2 * 8 * kStages;
+  static constexpr int kOrder = kFlag + 16;
+  static constexpr int kRouting = kOrder + 2 * kInKernelPairs;
+  static constexpr int kAlignment = 1024;  // of the 128-byte swizzle's atom
+
+  static_assert(kScratch % 16 == 0 && kBarriers % 8 == 0 && kRouting % 4 == 0);
+
+  static constexpr int bytes(int num_experts) { return kAlignment + kRouting + 2 * 4 * (num_experts + 1); }
+
+  char* base;
+
+  __device__ __forceinline__ explicit SharedStorage(char* dynamic)
+      : base(dynamic + ((kAlignment - (ptx::shared_address(dynamic) & (kAlignment - 1))) & (kAlignment - 1))) {}
+
+  __device__ __forceinline__ uint8_t* weights(int stage) const { return at(kWeights + stage * Config::kWeightStage); }
+  __device__ __forceinline__ uint8_t* scales(int stage) const { return at(kScales + stage * Config::kScaleStage); }
+  __device__ __forceinline__ uint8_t* tokens(int stage) const { return at(kTokens + stage * Config::kTokenStage); }
+  __device__ __forceinline__ uint32_t* token_scales(int stage) const {
+    return reinterpret_cast<uint32_t*>(base + kTokenScales + stage * Config::kTokenScaleStage);
+  }
+  __device__ __forceinline__ float4* factors(int warp) const {
+    return reinterpret_cast<float4*>(base + kFactors + warp * kWarpFactors);
+  }
+  __device__ __forceinline__ uint8_t* staging() const { return at(kStaging); }
+  template <class T>
+  __device__ __forceinline__ T* scratch() const {
+    return reinterpret_cast<T*>(base + kScratch);
+  }
+  __device__ __forceinline__ uint64_t* full(int stage) const {
+    return reinterpret_cast<uint64_t*>(base + kBarriers) + stage;
+  }
+  __device__ __forceinline__ uint64_t* empty(int stage) const { return full(kStages + stage); }
+  __device__ __forceinline__ int* flag() const { return reinterpret_cast<int*>(base + kFlag); }
+  __device__ __forceinline__ uint16_t* order() const { return reinterpret_cast<uint16_t*>(base + kOrder); }
+  __device__ __forceinline__ int* offsets() const { return reinterpret_cast<int*>(base + kRouting); }
+  __device__ __forceinline__ int* tile_prefix(int num_experts) const { return offsets() + num_experts + 1; }
+
+ private:
+  __device__ __forceinline__ uint8_t* at(int offset) const { return reinterpret_cast<uint8_t*>(base + offset); }
+};
+
+}  // namespace flashinfer::sm12x

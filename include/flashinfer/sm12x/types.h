@@ -1,0 +1,184 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The vocabulary of the family, for host and device: element types, token formats and roles; the sizes of the
+// MXFP4/MXFP8 formats and the 128x4 layout of their scales; what an SM120/SM121 is. Everything in this family that
+// depends on the architecture reads it from here.
+//
+// The 128x4 ("swizzled", SFA/SFB) layout of UE8M0 block scales, seen as 32-bit words: a word holds one row's scales of
+// four consecutive K-blocks, byte i for block 4w + i. Rows are padded to 128, K-blocks to 4.
+#pragma once
+
+#include <cstdint>
+
+// Set to 1 on the command line, what a kind of block-scaled MMA would multiply, MXFP8 tokens or packed MXFP4 ones, is
+// multiplied in half precision on SM12x too, with float32 sums: for a GPU whose MMA of that kind turns out to add up in
+// fewer bits.
+#if !defined(FLASHINFER_SM12X_HALF_MXF8F6F4)
+#define FLASHINFER_SM12X_HALF_MXF8F6F4 0
+#endif
+#if !defined(FLASHINFER_SM12X_HALF_MXF4)
+#define FLASHINFER_SM12X_HALF_MXF4 0
+#endif
+
+// Which device the device code of this compilation pass is for. Block-scaled MMA and FP4 conversion exist only under an
+// architecture-specific ("a") or family-specific ("f") target: nvcc announces those through the macros below.
+#if defined(__CUDA_ARCH__)
+#if __CUDA_ARCH__ >= 1200 && __CUDA_ARCH__ < 1300
+#if defined(__CUDA_ARCH_FEAT_SM120_ALL) || defined(__CUDA_ARCH_FEAT_SM121_ALL) || defined(__CUDA_ARCH_SPECIFIC__) || \
+    defined(__CUDA_ARCH_FAMILY_SPECIFIC__)
+#define FLASHINFER_SM12X_DEVICE 1
+#else
+static_assert(sizeof(char) == 0,
+              "SM12x needs an architecture-specific target: FLASHINFER_CUDA_ARCH_LIST=12.1a (or 12.1f, 12.0a, 12.0f)");
+#endif
+#elif __CUDA_ARCH__ < 890
+static_assert(sizeof(char) == 0, "the SM12x MXFP4 family needs compute capability 8.9, 9.0 or 12.x");
+#endif
+#endif
+
+#if !defined(FLASHINFER_SM12X_DEVICE)
+#define FLASHINFER_SM12X_DEVICE 0
+#endif
+
+#if defined(__CUDACC__)
+#define FLASHINFER_SM12X_HOST_DEVICE __host__ __device__ __forceinline__
+#else
+#define FLASHINFER_SM12X_HOST_DEVICE inline
+#endif
+
+namespace flashinfer::sm12x {
+
+// What a token or a weight is, in memory and as an MMA takes it. MXFP8 is e4m3 (tokens of the grouped GEMM may be
+// e5m2), MXFP4 is e2m1, two to a byte, each with a UE8M0 scale for 32 elements.
+enum class Element : int { kE4m3 = 0, kE5m2 = 1, kBf16 = 2, kE2m1 = 3 };
+
+// Biases and outputs, by the caller's choice.
+enum class ScalarType : int { kBf16 = 0, kF16 = 1, kF32 = 2 };
+
+// Tokens as they come, and what they are rounded to.
+enum class TokenFormat : int {
+  kBf16 = 0,  // as they are
+  kQuantizeBf16 = 1,  // rounded to MXFP8
+  kQuantizeF16 = 2,
+  kMxfp8Swizzled = 3,  // e4m3, scales in the 128x4 layout
+  kMxfp8Linear = 4,  // e4m3, scales [tokens, k / 32]
+  kMxfp4Swizzled = 5,  // e2m1, scales in the 128x4 layout; this and what follows of dense layers
+  kQuantizeBf16ToMxfp4 = 6,
+  kQuantizeF16ToMxfp4 = 7,
+};
+
+// Whether rows are multiplied as MXFP4's values.
+constexpr bool are_mxfp4(TokenFormat format) { return format >= TokenFormat::kMxfp4Swizzled; }
+constexpr bool have_scales(TokenFormat format) {
+  return format >= TokenFormat::kMxfp8Swizzled && format <= TokenFormat::kMxfp4Swizzled;
+}
+
+struct TokenRows {
+  const void* data;  // [rows, k], e2m1 two to a byte
+  const uint8_t* scales;  // of formats that have_scales
+  TokenFormat format;
+  int k;
+};
+
+// Of a MoE layer: how its activations come and are multiplied.
+enum class MoeMode : int { kMxfp8Input = 0, kQuantizeInput = 1, kBf16Activations = 2 };
+
+// What a GEMM of tiles is used for: where token rows come from and what happens to the accumulators.
+enum class Role : int {
+  kFc1 = 0,  // token rows by expert order through `order`; bias, SwiGLU, requantization
+  kFc2 = 1,  // token rows in expert order; bias, routing weight, top-k sum
+  kStore = 2,  // token rows in group order; plain store
+};
+
+FLASHINFER_SM12X_HOST_DEVICE constexpr int ceil_div(int value, int divisor) { return (value + divisor - 1) / divisor; }
+
+FLASHINFER_SM12X_HOST_DEVICE constexpr int round_up(int value, int multiple) {
+  return ceil_div(value, multiple) * multiple;
+}
+
+// OCP Microscaling Formats v1.0, section 5.2 and 6.3: one UE8M0 scale for 32 elements along K.
+constexpr int kScaleBlock = 32;
+constexpr uint8_t kNanScale = 0xFF;
+
+// The 128x4 layout keeps the scales of 128 rows x 4 K-blocks in 512 contiguous bytes.
+constexpr int kScaleChunkRows = 128;
+constexpr int kScaleChunkBlocks = 4;
+constexpr int kScaleChunkElements = kScaleChunkBlocks * kScaleBlock;
+constexpr int kScaleChunkBytes = kScaleChunkRows * kScaleChunkBlocks;
+static_assert(kScaleChunkBytes == 512 && kScaleChunkElements == 128, "128x4 scale chunks");
+
+// Bytes of a block of 32 elements, of the 128 of a word of scales, and of a row.
+FLASHINFER_SM12X_HOST_DEVICE constexpr int block_bytes(Element element) {
+  return element == Element::kBf16 ? 2 * kScaleBlock : element == Element::kE2m1 ? kScaleBlock / 2 : kScaleBlock;
+}
+FLASHINFER_SM12X_HOST_DEVICE constexpr int word_bytes(Element element) {
+  return kScaleChunkBlocks * block_bytes(element);
+}
+FLASHINFER_SM12X_HOST_DEVICE constexpr int row_bytes(Element element, int k) {
+  return k / kScaleBlock * block_bytes(element);
+}
+
+// Words along K of a matrix with k elements a row.
+FLASHINFER_SM12X_HOST_DEVICE constexpr int scale_words(int k) { return ceil_div(k, kScaleChunkElements); }
+
+// Word of `row` inside its 128-row chunk.
+FLASHINFER_SM12X_HOST_DEVICE constexpr int word_in_chunk(int row) {
+  return (row % 32) * 4 + (row % kScaleChunkRows) / 32;
+}
+
+// Where a row's words lie: word w at `base + w * stride`.
+struct ScaleRow {
+  int64_t base;
+  int stride;
+};
+
+FLASHINFER_SM12X_HOST_DEVICE ScaleRow swizzled_scale_row(int64_t row, int words) {
+  return {(row / kScaleChunkRows) * words * kScaleChunkRows + word_in_chunk(static_cast<int>(row % kScaleChunkRows)),
+          kScaleChunkRows};
+}
+
+// Byte of block `k_block` of a row.
+FLASHINFER_SM12X_HOST_DEVICE int64_t swizzled_scale_place(int64_t row, int k_block, int words) {
+  const ScaleRow at = swizzled_scale_row(row, words);
+  const int64_t word = at.base + static_cast<int64_t>(k_block / kScaleChunkBlocks) * at.stride;
+  return kScaleChunkBlocks * word + k_block % kScaleChunkBlocks;
+}
+
+FLASHINFER_SM12X_HOST_DEVICE ScaleRow linear_scale_row(int64_t row, int pitch_words) { return {row * pitch_words, 1}; }
+
+// Bytes of one matrix's scales in the 128x4 layout.
+FLASHINFER_SM12X_HOST_DEVICE constexpr int64_t swizzled_scale_bytes(int rows, int k) {
+  return static_cast<int64_t>(round_up(rows, kScaleChunkRows)) * scale_words(k) * kScaleChunkBlocks;
+}
+
+// Weight rows of a tile, in two halves of 64: one TMA box each. FC1 takes one half from the up rows and one from the
+// gate rows, so that a thread ends up with both operands of SwiGLU.
+constexpr int kRowTile = 128;
+constexpr int kRowHalf = kRowTile / 2;
+
+// (token, slot) pairs that a block routes by itself instead of waiting for the prologue kernel.
+constexpr int kInKernelPairs = 256;
+constexpr int kMaxLocalExperts = 512;
+
+constexpr unsigned kAllLanes = 0xFFFFFFFFu;  // of a warp
+
+// CUDA programming guide, technical specifications of compute capability 12.x.
+struct Sm12xLimits {
+  static constexpr int kSharedBytesPerSm = 102'400;
+  static constexpr int kSharedBytesPerBlock = 101'376;
+  static constexpr int kSharedBytesReservedPerBlock = 1'024;
+};
+
+// The same of 9.0, on which the kernels are measured.
+struct HopperLimits {
+  static constexpr int kSharedBytesPerSm = 233'472;
+  static constexpr int kSharedBytesReservedPerBlock = 1'024;
+};
+
+// Whether SM12x multiplies tokens of this kind by an MMA that takes both operands' scales.
+constexpr bool uses_block_scaled_mma(Element operand) {
+  if (operand == Element::kE2m1) return !FLASHINFER_SM12X_HALF_MXF4;
+  return operand != Element::kBf16 && !FLASHINFER_SM12X_HALF_MXF8F6F4;
+}
+
+}  // namespace flashinfer::sm12x
