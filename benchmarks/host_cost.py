@@ -130,8 +130,8 @@ def _on_gpu(batch: Batch, mode: int) -> HostCost:
 def _stubbed() -> Iterator[None]:
     stub = _Stub()
     with (
-        mock.patch.object(sm12x_operator, "kernels", lambda _device: stub),
-        mock.patch.object(sm12x_operator, "checks_values", lambda _device: False),
+        mock.patch.object(sm12x_operator, "kernels", return_value=stub),
+        mock.patch.object(sm12x_operator, "checks_values", return_value=False),
     ):
         yield
 
