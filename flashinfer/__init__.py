@@ -8,8 +8,9 @@ A layer over the wheel ``flashinfer-python``: everything that is not here comes 
 import sys as _sys
 from typing import TYPE_CHECKING, Any
 
-# While `python -m flashinfer COMMAND` imports this package, argv is ["-m", COMMAND, ...].
-_as_program = _sys.argv[:1] == ["-m"] and ("-m", "flashinfer") in zip(_sys.orig_argv, _sys.orig_argv[1:], strict=False)
+# While `python -m flashinfer COMMAND` imports this package, argv is ["-m", COMMAND, ...]; before COMMAND there stood
+# `-m flashinfer`, `-mflashinfer` or `-Xdev -Bm flashinfer`.
+_as_program = _sys.argv[:1] == ["-m"] and _sys.orig_argv[-len(_sys.argv)].rpartition("m")[2] == "flashinfer"
 if _as_program and _sys.argv[1:2] == ["sm12x-doctor"]:
     # Before anything is imported of what the doctor is to look at, and which may be what is wrong.
     import os as _os

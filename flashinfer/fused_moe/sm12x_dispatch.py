@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from .. import sm12x_variables
 from ..jit.sm12x.instances import INSTANCES, SM12X
 from ..sm12x_probes import environment
 from ..utils import get_compute_capability
@@ -39,8 +40,7 @@ def _switch(name: Any) -> str:
     if raw is None:
         return ""
     value = os.fsdecode(raw)
-    if value not in ("", "0", "1"):
-        raise ValueError(f"{os.fsdecode(name)} is {value!r}; it may be 0, 1 or unset")
+    sm12x_variables.parse(os.fsdecode(name), value)
     return value
 
 

@@ -44,6 +44,7 @@ from typing import Any
 
 import torch
 
+from flashinfer import sm12x_variables
 from flashinfer._layer import fork_root
 
 from .error_bounds import SM120_SUM_BITS
@@ -108,9 +109,9 @@ def in_own_process(function: Callable[..., Any], *arguments: Any) -> Any:
             os.environ["LD_PRELOAD"] = before
 
 
-def _check_architecture(name: str, origin: str) -> None:
+def _check_architecture(name: str) -> None:
     if name not in ARCHITECTURES:
-        raise ValueError(f"{origin} is {name!r}; the virtual device can be {', '.join(ARCHITECTURES)}")
+        raise ValueError(f"architecture is {name!r}; the virtual device can be {', '.join(ARCHITECTURES)}")
 
 
 class VirtualDevice:
@@ -333,7 +334,7 @@ def virtual_device(
         RuntimeError: the emulator cannot be built, or the process has a real CUDA 13 runtime loaded (the text says what
             to do).
     """
-    _check_architecture(architecture, "architecture")
+    _check_architecture(architecture)
     with _lock:
         if _stack:
             raise RuntimeError("a virtual device is active in this process already; there can be one at a time")
@@ -359,13 +360,12 @@ def active() -> VirtualDevice | None:
     """
     if _stack:
         return _stack[-1]
-    name = os.environ.get(VARIABLE, "")
+    name = sm12x_variables.read(VARIABLE)
     return _process_device(name) if name else None
 
 
 @functools.cache
 def _process_device(name: str) -> VirtualDevice:
-    _check_architecture(name, VARIABLE)
     with _lock:
         return VirtualDevice(name, strict=True, watch=None, threads=0)
 
