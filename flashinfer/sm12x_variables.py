@@ -8,6 +8,7 @@ library is imported here: the doctor and vLLM's plugin load this file without th
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -234,7 +235,7 @@ def one_edit_apart(a: str, b: str) -> bool:
 def _meant(name: str) -> str | None:
     """The variable of :data:`TABLE` that a name is a misspelling of; empty: of none that can be told; None: it is none."""
     upper = name.upper()
-    if name in TABLE or not ("SM12X" in upper or "FLASHINFER" in upper or upper.startswith("FLASH")):
+    if name in TABLE or not re.fullmatch(r"\w+", name, re.ASCII):  # nobody sets another from a shell
         return None
     for known in TABLE:
         if known.startswith("FLASHINFER_") and (known == upper or one_edit_apart(known, upper)):

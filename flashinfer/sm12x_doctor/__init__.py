@@ -76,7 +76,7 @@ def diagnose(answers: Answers, timeout: float = 60) -> list[Finding]:
             report = "report this, with the output"
             outcome = "unknown", f"the check itself failed: {error!r}", f"{CLI} sm12x-doctor --json", report
         if outcome is not None:
-            findings.append(Finding(name, *outcome))
+            findings.append(Finding(name, *map(str, outcome)))
     return findings
 
 
@@ -151,7 +151,10 @@ def main(arguments: Sequence[str]) -> int:
         try:
             probe.write_report(Path(options.report), facts, findings)
             say(f"probe: written to {os.path.abspath(options.report)}", sys.stderr)
-        except (OSError, ValueError) as error:
-            say(f"probe: {options.report} cannot be written: {error}; pass --report FILE", sys.stderr)
+        except Exception as error:  # of the file system, or facts of a form that nobody foresaw
+            say(
+                f"probe: {options.report} cannot be written: {getattr(error, 'strerror', error)}; pass --report FILE",
+                sys.stderr,
+            )
             printed = False
     return int(not printed or any(finding.state in ("fail", "unknown") for finding in findings))

@@ -43,6 +43,7 @@ def prepend(variable: str, entry: object) -> str:
 
 
 FIRST = prepend("PYTHONPATH", TREE)
+SUDO = "" if os.geteuid() == 0 else "sudo "
 SERVER = "the server's environment needs it, too"
 
 
@@ -113,15 +114,16 @@ def check_pythonpath(a: Answers) -> Outcome:
     if infos:
         text = f"{', '.join(infos)}: pip takes it for the installation and uninstalls nothing"
         return "warn", text, f"rm -r {shlex.join(infos)}"
-    places = {os.path.realpath(fork): fork for fork in reversed(forks)}
+    places = {os.path.realpath(os.path.join(fork, "flashinfer")): fork for fork in reversed(forks)}
     if len(places) < 2:
         return "ok", f"forks on sys.path: {', '.join(forks) or 'none'}"
     listed = a.environ.get("PYTHONPATH", "").split(os.pathsep)
-    others = [fork for place, fork in places.items() if place != os.path.realpath(forks[0])]
-    kept = shlex.quote(os.pathsep.join(entry for entry in listed if entry not in others))
-    named = set(others) <= set(listed)
-    command = f"export PYTHONPATH={kept}" if named else f"{PIP} uninstall --yes flashinfer-sm12x"
-    return "warn", f"{len(places)} forks: {', '.join(forks)}; the first is imported", command
+    ours = places.pop(os.path.realpath(PACKAGE), str(TREE))
+    kept = dict.fromkeys([ours, *(entry for entry in listed if entry not in places.values())])
+    named = set(places.values()) <= set(listed)
+    command = f"export PYTHONPATH={shlex.quote(os.pathsep.join(kept))}"
+    text = f"{len(forks)} forks: {', '.join(forks)}; the first is imported"
+    return "warn", text, command if named else f"{PIP} uninstall --yes flashinfer-sm12x"
 
 
 def check_variables(a: Answers) -> Outcome:
@@ -164,7 +166,7 @@ def check_build(a: Answers) -> Outcome:
         )
         why = f"there it works; {SERVER}"
     elif install is not None:
-        command = f"{PIP} install {install[2]}" if install[1] == "pip" else f"apt-get install --yes {install[2]}"
+        command = f"{PIP} install {install[2]}" if install[1] == "pip" else f"{SUDO}apt-get install --yes {install[2]}"
     else:
         command, why = "", why or "mend what the error names"
     return state, " ".join(error.split()), command, why
@@ -207,7 +209,7 @@ def check_driver(a: Answers) -> Outcome:
         return (
             "fail",
             text,
-            f"apt-get install --yes nvidia-driver-{CUDA_13_DRIVER}-open",
+            f"{SUDO}apt-get install --yes nvidia-driver-{CUDA_13_DRIVER}-open",
             "or as the system's vendor says",
         )
     if _unified(a) and driver in WEDGED:
@@ -393,11 +395,7 @@ def check_vllm_plugin(a: Answers) -> Outcome:
     if outcome.startswith("no GPU"):
         state = "fail" if any(capability.startswith("12.") for _, capability in a.gpus()) else "ok"
         return state, f"{outcome}: vLLM's own choices", *(("", "see 'gpu' and 'torch'") if state == "fail" else ())
-    return (
-        "fail",
-        f"it could not be installed: {outcome}",
-        "git checkout -- ." if "flashinfer_sm12x_vllm" in outcome else "",
-    )
+    return "fail", f"it could not be installed: {outcome}", "", "this fork is not whole, or made for another vLLM"
 
 
 def check_vllm_flashinfer(a: Answers) -> Outcome:

@@ -26,6 +26,7 @@ Result = subprocess.CompletedProcess[str]
 NVCC = """
 case "$1" in --version) echo 'Cuda compilation tools, release 13.0, V13.0.88'; exit ;; esac
 host=${NVCC_CCBIN:-g++}
+command -v "$host" > /dev/null || { echo 'nvcc fatal   : Failed to preprocess host compiler properties.'; exit 1; }
 for flag in $NVCC_APPEND_FLAGS; do echo "nvcc fatal   : Unknown option '$flag'"; exit 1; done
 words=
 while [ $# -gt 0 ]; do
@@ -214,8 +215,14 @@ cuda = N(is_available=lambda: bool(visible()), device_count=lambda: len(visible(
         lines = [f"{command}\necho $? >> {self.root}/statuses" for command in commands]
         lines += [f"env -0 > {self.root}/variables", f"exec {self.python} {DOCTOR} --json"]
         (self.root / "statuses").touch()
-        command = [str(self.root / "bin" / "bash"), "-c", "exec 3>&1 >/dev/null\n" + "\n".join([*lines[:-1], f"{lines[-1]} >&3"])]
-        result = subprocess.run(command, env=self.environment(), cwd=self.root, capture_output=True, text=True, timeout=300)
+        command = [
+            str(self.root / "bin" / "bash"),
+            "-c",
+            "exec 3>&1 >/dev/null\n" + "\n".join([*lines[:-1], f"{lines[-1]} >&3"]),
+        ]
+        result = subprocess.run(
+            command, env=self.environment(), cwd=self.root, capture_output=True, text=True, timeout=300
+        )
         pairs = (self.root / "variables").read_text().split("\0")
         statuses = [int(line) for line in (self.root / "statuses").read_text().split()]
         variables = dict(pair.split("=", 1) for pair in pairs if pair)
@@ -242,4 +249,9 @@ class Diagnosis:
         return {finding["check"]: finding["state"] for finding in self.data["findings"]}
 
 
-__all__ = ["DOCTOR", "GB10", "REPO", "UPSTREAM", "Diagnosis", "Machine", "Parts"]
+@pytest.fixture(scope="session")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> Parts:
+    return Parts.make(tmp_path_factory.mktemp("doctor"))
+
+
+__all__ = ["DOCTOR", "GB10", "REPO", "UPSTREAM", "Diagnosis", "Machine", "Parts", "parts"]
