@@ -16,10 +16,9 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TextIO
 
 from . import checks, probe
-from .asking import CLI, Answers, Facts, Unanswered, ask, versions
+from .asking import CLI, Answers, Facts, Unanswered, ask, say, versions
 from .probe_checks import PROBE_CHECKS
 from .questions import QUESTIONS
 
@@ -106,17 +105,6 @@ def as_json(findings: Sequence[Finding], facts: Mapping[str, Facts]) -> str:
     fork, upstream = versions()
     about = {"format": FORMAT, "fork": fork, "upstream": upstream}
     return json.dumps({**about, "findings": [asdict(finding) for finding in findings], "facts": facts}, indent=1)
-
-
-def say(text: str, stream: TextIO | None) -> bool:
-    """Print a text; whether somebody could read it. Signs that the stream cannot encode are escaped."""
-    try:
-        assert stream is not None
-        encoding = stream.encoding or "utf-8"
-        print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
-    except (AssertionError, AttributeError, LookupError, OSError, ValueError):
-        return False
-    return True
 
 
 LONGEST = 86400.0

@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from .questions import MARK
 
@@ -163,6 +163,17 @@ class Answers:
         """Facts of each of the fork's modules."""
         found = self.facts["modules"].items()
         return {name.removeprefix("module "): fact for name, fact in found if name.startswith("module ")}
+
+
+def say(text: str, stream: TextIO | None) -> bool:
+    """Print a text; whether somebody could read it. Signs that the stream cannot encode are escaped."""
+    try:
+        assert stream is not None
+        encoding = stream.encoding or "utf-8"
+        print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
+    except (AssertionError, AttributeError, LookupError, OSError, ValueError):
+        return False
+    return True
 
 
 def versions() -> tuple[str, str]:

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from .. import sm12x_variables as variables
-from .asking import CLI, PACKAGE, PIP, PLUGIN, TREE, Answers, numbers, versions
+from .asking import CLI, PACKAGE, PIP, PLUGIN, PYTHON, TREE, Answers, numbers, versions
 
 VLLM_VERSION = "0.33.0"
 INSTALL_VLLM = f"{PIP} install vllm=={VLLM_VERSION}"
@@ -65,55 +65,26 @@ def check_import(a: Answers) -> Outcome:
     if not os.path.isfile(os.path.join(folder, "_layer.py")):
         return "fail", f"the plain wheel in {folder} is imported, not the fork", FIRST, SERVER
     if (why := a.get("import", "failed")) and a.get("import", "fork") is None:
+        text = f"importing {found['file']}: {why}"
         if "no answer" in why or "killed" in why:
-            return (
-                "unknown",
-                f"importing {found['file']}: {why}",
-                f"{sys.executable} -X importtime -c 'import flashinfer'",
-            )
+            return "unknown", text, f"{PYTHON} -X importtime -c 'import flashinfer'"
         command = re.search(r"Install it with:\s+(.*)", why)
-        if command or why.startswith("VariableError") or "FLASHINFER_" in why:
-            remedy = command[1] if command else ""
-        else:
-            remedy = install_wheel("" if "No module named" in why else "--force-reinstall --no-deps ")
-        return (
-            "fail",
-            f"importing {found['file']}: {why}",
-            remedy,
-            "" if remedy else "see 'variables' and what the error names",
-        )
+        other = re.search(r"([\w-]+) version \(.*does not match", why)
+        if command:
+            return "fail", text, command[1]
+        if other:
+            return "fail", text, f'{PIP} install "{other[1]}=={versions()[1]}"'
+        if "FLASHINFER_" in why:
+            return "fail", text, "", "see 'variables' and what the error names"
+        return "fail", text, install_wheel("" if "No module named" in why else "--force-reinstall --no-deps ")
     if os.path.realpath(folder) != os.path.realpath(PACKAGE):
         return "warn", f"the fork in {folder} is imported; this doctor is of {PACKAGE}", FIRST, SERVER
     return "ok", f"the fork {a('import', 'fork')} over flashinfer {a('import', 'version')}, {found['file']}"
 
 
-def check_wheel(a: Answers) -> Outcome:
-    """The version of the wheel that is extended."""
-    pinned, version = versions()[1], a("path", "versions").get("flashinfer-python")
-    if version == pinned:
-        return "ok", f"flashinfer-python {version}"
-    have = f"flashinfer-python {version} is installed" if version else "flashinfer-python is not installed"
-    return "fail", f"{have}; this fork extends {pinned}", install_wheel()
-
-
-def check_companions(a: Answers) -> Outcome:
-    """Packages of upstream's prebuilt kernels."""
-    pinned = versions()[1]
-    installed = {name: a("path", "versions").get(name) for name in ("flashinfer-cubin", "flashinfer-jit-cache")}
-    text = ", ".join(f"{name} {version or 'not installed'}" for name, version in installed.items())
-    wrong = [name for name, version in installed.items() if version and version.split("+")[0] != pinned]
-    if wrong:
-        command = " ".join([f"{PIP} install", *(f'"{name}=={pinned}"' for name in wrong)])
-        return "warn", f"{text}: FlashInfer {pinned} ignores another version's kernels", command
-    return "ok", text
-
-
 def check_pythonpath(a: Answers) -> Outcome:
-    """Other forks where Python looks, and what makes pip uninstall nothing."""
-    forks, infos = a("path", "forks"), a("path", "egg_infos")
-    if infos:
-        text = f"{', '.join(infos)}: pip takes it for the installation and uninstalls nothing"
-        return "warn", text, f"rm -r {shlex.join(infos)}"
+    """Other forks where Python looks."""
+    forks = a("path", "forks")
     places = {os.path.realpath(os.path.join(fork, "flashinfer")): fork for fork in reversed(forks)}
     if len(places) < 2:
         return "ok", f"forks on sys.path: {', '.join(forks) or 'none'}"
@@ -316,6 +287,8 @@ def check_modules(a: Answers) -> Outcome:
         return "warn", text, f"{PIP} uninstall --yes flashinfer-sm12x-kernels", why
     if all(not fact["stale"] for name, fact in found.items() if name.startswith("fused_moe_120")):
         return "ok", "; ".join(words)  # the others are small, and built when first used
+    if a.environ.get("FLASHINFER_DISABLE_JIT"):
+        return "fail", "; ".join(words), f"unset FLASHINFER_DISABLE_JIT && {CLI} sm12x-build", "it forbids building"
     return "warn", "; ".join(words), f"{CLI} sm12x-build", "or the first request builds it"
 
 
@@ -361,7 +334,7 @@ def check_probe(a: Answers) -> Outcome:
 
 def check_vllm(a: Answers) -> Outcome:
     """Whether the vLLM that this fork is made for is here."""
-    version = a("path", "versions").get("vllm")
+    version = a("path", "vllm")
     if version is None and a.get("vllm", "found") is False:
         return "ok", f"not installed here; the fork is made for {VLLM_VERSION}"
     if version != VLLM_VERSION:
@@ -381,7 +354,7 @@ def check_vllm_plugin(a: Answers) -> Outcome:
         return None
     if PLUGIN not in a("path", "plugins"):
         return "warn", f"no entry point {PLUGIN} in vllm.general_plugins: vLLM takes its own choices", FIRST, SERVER
-    outcome = a("vllm", "outcome")
+    outcome = a("vllm", "outcome") or "vLLM could not load it"
     if outcome == "installed":
         chosen = ", ".join(f"{key} {value}" for key, value in a("vllm", "settings").items())
         return "ok", f"installed: gpt-oss's experts are this fork's ({chosen})"
@@ -399,13 +372,18 @@ def check_vllm_plugin(a: Answers) -> Outcome:
 
 
 def check_vllm_flashinfer(a: Answers) -> Outcome:
-    """What vLLM finds in FlashInfer."""
+    """What vLLM finds in FlashInfer, and so takes for attention with sinks."""
     if a.get("vllm", "found") is False:
         return None
     names = ("has_flashinfer", "has_flashinfer_cutlass_fused_moe", "has_flashinfer_autotune_v2")
     text = ", ".join(f"{name}: {'yes' if a('vllm', name) else 'no'}" for name in names)
     if a("vllm", "has_flashinfer_cutlass_fused_moe"):
-        return "ok", text
+        if a("vllm", "has_flashinfer_cubin") or a("vllm", "has_nvidia_artifactory"):
+            return "ok", f"{text}; attention by FLASHINFER"
+        text += (
+            "; attention by TRITON_ATTN: there is no flashinfer-cubin, and NVIDIA's server of cubins does not answer"
+        )
+        return "warn", text, f'{PIP} install "flashinfer-cubin=={versions()[1]}"'
     lacks = [what for what in ("nvcc", "ninja") if not a("vllm", what)]
     if a("vllm", "has_flashinfer") or not lacks:
         return "fail", f"{text}: the flashinfer that vLLM imports lacks functions", FIRST, SERVER
@@ -418,15 +396,3 @@ def check_vllm_flashinfer(a: Answers) -> Outcome:
         commands += [] if os.path.exists(scripts / "ninja") else [f"{PIP} install ninja"]
         commands.append(prepend("PATH", scripts))
     return "fail", text, " && ".join(commands), SERVER
-
-
-def check_vllm_attention(a: Answers) -> Outcome:
-    """Which backend attention with sinks gets."""
-    if a.get("vllm", "found") is False:
-        return None
-    if not a("vllm", "has_flashinfer"):
-        return "fail", "TRITON_ATTN: vLLM does without FlashInfer", "", "see 'vllm-flashinfer'"
-    if a("vllm", "has_flashinfer_cubin") or a("vllm", "has_nvidia_artifactory"):
-        return "ok", "FLASHINFER"
-    text = "TRITON_ATTN: there is no flashinfer-cubin, and NVIDIA's server of cubins does not answer"
-    return "warn", text, f'{PIP} install "flashinfer-cubin=={versions()[1]}"'

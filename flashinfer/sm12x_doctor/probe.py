@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 import time
@@ -12,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .asking import Facts, ask, versions
+from .asking import Facts, ask, say, versions
 
 if TYPE_CHECKING:
     from . import Finding
@@ -48,10 +47,7 @@ def measure(limit: float) -> dict[str, dict[str, Any]]:
         facts |= ask({PREFIX + part: factor * limit})
         found = facts[PREFIX + part]
         found["wall_seconds"] = round(time.monotonic() - began, 1)
-        with contextlib.suppress(AttributeError, OSError, ValueError):  # nobody listens
-            print(
-                f"probe: {part}: {found.get('failed', 'done')}, {found['wall_seconds']} s", file=sys.stderr, flush=True
-            )
+        say(f"probe: {part}: {found.get('failed', 'done')}, {found['wall_seconds']} s", sys.stderr)
         if part == "device" and "failed" in found:
             break
     return facts

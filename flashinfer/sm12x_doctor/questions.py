@@ -34,7 +34,6 @@ if __name__ == "__main__":
 MARK = "sm12x-fact "
 """What a line with a fact starts with; libraries print lines of their own."""
 
-DISTRIBUTIONS = ("flashinfer-python", "flashinfer-cubin", "flashinfer-jit-cache", "vllm")
 VLLM_QUESTIONS = (
     "has_flashinfer_cubin",
     "has_flashinfer",
@@ -63,21 +62,12 @@ def tell(**facts: Any) -> None:
 
 
 def ask_path() -> None:
-    """What Python finds by the name of flashinfer, where else it lies, and which packages are installed."""
+    """What Python finds by the name of flashinfer, and which forks and plugins and which vLLM are there."""
     spec = importlib.util.find_spec("flashinfer")
     tell(found=None if spec is None else {"file": spec.origin, "folders": list(spec.submodule_search_locations or ())})
     entries = [entry or "." for entry in dict.fromkeys(sys.path)]
-    tell(
-        forks=[entry for entry in entries if os.path.isfile(os.path.join(entry, "flashinfer", "_layer.py"))],
-        egg_infos=[
-            info for entry in entries if os.path.isdir(info := os.path.join(entry, "flashinfer_sm12x.egg-info"))
-        ],
-    )
-    versions = {}
-    for name in DISTRIBUTIONS:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
-    tell(versions=versions)
+    tell(forks=[entry for entry in entries if os.path.isfile(os.path.join(entry, "flashinfer", "_layer.py"))])
+    tell(vllm=next((found.version for found in importlib.metadata.distributions(name="vllm")), None))
     tell(plugins=[point.name for point in importlib.metadata.entry_points(group="vllm.general_plugins")])
 
 

@@ -249,9 +249,4 @@ class Diagnosis:
         return {finding["check"]: finding["state"] for finding in self.data["findings"]}
 
 
-@pytest.fixture(scope="session")
-def parts(tmp_path_factory: pytest.TempPathFactory) -> Parts:
-    return Parts.make(tmp_path_factory.mktemp("doctor"))
-
-
-__all__ = ["DOCTOR", "GB10", "REPO", "UPSTREAM", "Diagnosis", "Machine", "Parts", "parts"]
+__all__ = ["DOCTOR", "GB10", "REPO", "UPSTREAM", "Diagnosis", "Machine", "Parts"]

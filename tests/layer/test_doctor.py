@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doctor_machine import DOCTOR, REPO, UPSTREAM, Machine, Parts, parts  # noqa: F401
+from doctor_machine import DOCTOR, REPO, UPSTREAM, Machine, Parts
 from layer_toys import FORK_FILES, OURS, write_fork, write_tree, write_wheel
 
 from flashinfer import sm12x_doctor as doctor
@@ -116,11 +116,6 @@ def wheel_of_another_version(m: Machine) -> None:
     write_wheel(m.wheel, {"__init__.py": ""}, version="0.6.4")
 
 
-@planted("wheel", "fail", "flashinfer-python 0.6.4 is installed", f'"flashinfer-python=={UPSTREAM}"')
-def wheel_of_another_version_by_metadata(m: Machine) -> None:
-    wheel_of_another_version(m)
-
-
 @planted("import", "fail", "SyntaxError: '(' was never closed", f'--no-deps "flashinfer-python=={UPSTREAM}"')
 def wheel_of_which_a_part_is_cut_off(m: Machine) -> None:
     (m.wheel / "flashinfer" / "plain.py").write_text("print(")
@@ -147,15 +142,10 @@ def installed_fork_behind_a_checkout(m: Machine) -> None:
     write_tree(m.site, {"sitecustomize.py": f"import sys\nsys.path.append({str(fork)!r})\n"})
 
 
-@planted("pythonpath", "warn", "egg-info", "rm -r ", mends=True)
-def egg_info_in_a_checkout(m: Machine) -> None:
-    write_tree(m.root / "other", {"flashinfer_sm12x.egg-info/PKG-INFO": "Name: flashinfer-sm12x\nVersion: 0\n"})
-    m.path.append(m.root / "other")
-
-
-@planted("companions", "warn", "flashinfer-cubin 0.6.4", f'"flashinfer-cubin=={UPSTREAM}"')
+@planted("import", "fail", "flashinfer-cubin version (0.6.4) does not match", f'install "flashinfer-cubin=={UPSTREAM}"')
 def cubins_of_another_version(m: Machine) -> None:
-    m.package("flashinfer-cubin", "0.6.4")
+    said = f"flashinfer-cubin version (0.6.4) does not match flashinfer version ({UPSTREAM})"
+    (m.wheel / "flashinfer" / "plain.py").write_text(f"raise RuntimeError({said!r})")
 
 
 @planted(
@@ -406,12 +396,7 @@ def vllm_with_half_a_flashinfer(m: Machine) -> None:
     m.vllm(has_flashinfer_cutlass_fused_moe="False")
 
 
-@planted("vllm-attention", "fail", "vLLM does without FlashInfer")
-def attention_without_flashinfer(m: Machine) -> None:
-    vllm_without_ninja(m)
-
-
-@planted("vllm-attention", "warn", "TRITON_ATTN", f'pip install "flashinfer-cubin=={UPSTREAM}"')
+@planted("vllm-flashinfer", "warn", "TRITON_ATTN", f'pip install "flashinfer-cubin=={UPSTREAM}"')
 def offline_without_cubins(m: Machine) -> None:
     m.vllm(has_nvidia_artifactory="False")
 
@@ -529,7 +514,7 @@ LIMIT = "10"
 def test_a_vllm_that_does_not_import_ends_in_unknown(machine: Machine, how: str) -> None:
     machine.vllm(at_import=HOSTILE[how])
     found = machine.diagnose("--timeout", LIMIT)
-    assert {found[check][0] for check in ("vllm-flashinfer", "vllm-attention")} == {"unknown"}
+    assert found["vllm-flashinfer"][0] == "unknown"
     assert found["vllm"][0] == found["vllm-plugin"][0] == found["build"][0] == "ok"
     assert found.seconds < 40, "it waited for what sleeps for ten minutes"
 
@@ -544,7 +529,7 @@ def test_programs_that_hang_end_in_unknown(machine: Machine) -> None:
         assert found[check][0] == "unknown"
         assert "no answer within 10 s" in found[check][1]
     assert found["build"][2].endswith("sm12x-doctor --timeout 40")
-    assert found["wheel"][0] == "ok"
+    assert found["pythonpath"][0] == "ok"
     assert found.seconds < 40
 
 
@@ -559,9 +544,9 @@ def test_a_flashinfer_that_hangs_ends_in_unknown(machine: Machine) -> None:
 def test_what_a_question_found_before_it_crashed_is_kept(machine: Machine) -> None:
     machine.vllm(has_nvidia_artifactory="__import__('os').abort()")
     found = machine.diagnose()
-    assert found["vllm-flashinfer"][0] == "ok"
-    assert found["vllm-attention"][0] == "unknown"
-    assert "SIGABRT" in found["vllm-attention"][1]
+    assert found["vllm-plugin"][0] == "ok"
+    assert found["vllm-flashinfer"][0] == "unknown"
+    assert "SIGABRT" in found["vllm-flashinfer"][1]
 
 
 # What each takes away from the process itself, by a shell that then starts it.
@@ -626,8 +611,8 @@ def test_json_keeps_its_form(machine: Machine) -> None:
     assert (
         list(doctor.CHECKS)
         == (
-            "import wheel companions pythonpath variables build gpu driver kernel-log torch architectures disk modules memory "
-            "headroom probe vllm vllm-plugin vllm-flashinfer vllm-attention"
+            "import pythonpath variables build gpu driver kernel-log torch architectures disk modules memory "
+            "headroom probe vllm vllm-plugin vllm-flashinfer"
         ).split()
     )
 
@@ -638,7 +623,7 @@ def test_the_page_has_each_check_and_no_other() -> None:
     explained = re.findall(r"`([\w-]+)`", "".join(re.findall(r"^\| (`[a-z].*?) \|", PAGE, re.MULTILINE)))
     # Without a GPU some rows are left out; the probe is shown on the virtual SM121, without times.
     untimed = [check for check in doctor.PROBE_CHECKS if not check.startswith(("probe-overlap", "probe-layer"))]
-    absent = ("driver", "kernel-log", "headroom", "vllm-plugin", "vllm-flashinfer", "vllm-attention")
+    absent = ("driver", "kernel-log", "headroom", "vllm-plugin", "vllm-flashinfer")
     assert without_gpu == [check for check in doctor.CHECKS if check not in absent]
     assert virtual == untimed
     assert h200 == [check for check in doctor.PROBE_CHECKS if check not in ("probe-mma-mxf8f6f4", "probe-mma-mxf4")]
@@ -651,9 +636,9 @@ def test_the_table_has_commands_alone_and_counts(machine: Machine) -> None:
     lines = result.stdout.splitlines()
     assert result.returncode == 1
     failed = [line.split()[1] for line in lines if line.startswith("fail")]
-    assert failed == ["build", "vllm-flashinfer", "vllm-attention"]
+    assert failed == ["build", "vllm-flashinfer"]
     assert any(line.strip() == "$ unset CUDA_HOME" for line in lines)
-    assert re.fullmatch(r"\d+ ok, \d+ warn, 3 fail, 1 unknown", lines[-1])
+    assert re.fullmatch(r"\d+ ok, \d+ warn, 2 fail, 1 unknown", lines[-1])
     assert [line for line in lines if len(line) > 120 and "$ " not in line and str(machine.root) not in line] == []
 
 
@@ -676,6 +661,8 @@ def test_modules_fresh_stale_prebuilt_and_passed_over() -> None:
     stale = findings(modules={moe: module("x.cuh changed")})["modules"]
     assert (stale.state, "fused_moe_120: x.cuh changed" in stale.found) == ("warn", True)
     assert stale.command.endswith("-m flashinfer sm12x-build")
+    forbidden = findings({"FLASHINFER_DISABLE_JIT": "1"}, modules={moe: module("x.cuh changed")})["modules"]
+    assert (forbidden.state, forbidden.command.startswith("unset FLASHINFER_DISABLE_JIT && ")) == ("fail", True)
     assert findings(modules={moe: module(prebuilt=True)})["modules"].found == "fused_moe_120: prebuilt"
     passed = findings(modules={moe: module("it is not built yet", passed_over="x.cuh is another")})["modules"]
     assert (passed.state, "uninstall --yes flashinfer-sm12x-kernels" in passed.command) == ("warn", True)

@@ -180,8 +180,8 @@ PARTS = {{name: part(name) for name in FACTS}}
 
 
 @pytest.fixture
-def machine(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Machine:
-    made = Machine(tmp_path, Parts.make(tmp_path_factory.mktemp("probe")))
+def machine(tmp_path: Path, parts: Parts) -> Machine:
+    made = Machine(tmp_path, parts)
     write_tree(
         tmp_path / "fork",
         {
