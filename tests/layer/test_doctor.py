@@ -522,13 +522,16 @@ def test_a_vllm_that_does_not_import_ends_in_unknown(machine: Machine, how: str)
 def test_programs_that_hang_end_in_unknown(machine: Machine) -> None:
     rows = {"toolkit/bin/nvcc": "build", "bin/nvidia-smi": "gpu"}
     for program in rows:
-        machine.program(program, "trap '' TERM; while :; do /bin/sleep 600; done")
+        machine.program(program, f"echo $$ >> {machine.root}/hang; trap '' TERM; while :; do /bin/sleep 600; done")
     machine.torch("13.0", [])
     found = machine.diagnose("--timeout", LIMIT)
     for check in rows.values():
         assert found[check][0] == "unknown"
         assert "no answer within 10 s" in found[check][1]
     assert found["build"][2].endswith("sm12x-doctor --timeout 40")
+    for pid in (machine.root / "hang").read_text().split():
+        state = Path(f"/proc/{pid}/stat")
+        assert not state.exists() or state.read_text().split()[2] == "Z", "what the question started outlives it"
     assert found["pythonpath"][0] == "ok"
     assert found.seconds < 40
 
@@ -547,6 +550,12 @@ def test_what_a_question_found_before_it_crashed_is_kept(machine: Machine) -> No
     assert found["vllm-plugin"][0] == "ok"
     assert found["vllm-flashinfer"][0] == "unknown"
     assert "SIGABRT" in found["vllm-flashinfer"][1]
+
+
+def test_an_answer_may_be_longer_than_a_pipe_holds(machine: Machine) -> None:
+    machine.program("bin/nvidia-smi", "printf '%0200000d' 0; exit 9")
+    machine.torch("13.0", [])
+    assert len(machine.diagnose()["gpu"][1]) > 200_000
 
 
 # What each takes away from the process itself, by a shell that then starts it.
@@ -590,6 +599,11 @@ def test_a_copy_of_which_a_part_is_cut_off_says_so_in_a_line(machine: Machine) -
     result = machine.doctor(how=(str(copy / "sm12x_doctor"),))
     assert result.returncode == 1
     assert result.stderr.startswith("sm12x-doctor: this copy of the fork is not whole: ")
+    assert len(result.stderr.splitlines()) == 1
+    machine.path = [write_fork(machine.root / "bare", {})]
+    result = machine.doctor(how=("-m", "flashinfer", "sm12x-doctor"))
+    assert result.returncode == 1
+    assert result.stderr.startswith("python -m flashinfer: this copy of the fork is not whole: ")
     assert len(result.stderr.splitlines()) == 1
 
 
