@@ -117,19 +117,24 @@ def _seconds(text: str) -> float:
     return value
 
 
+def parser() -> argparse.ArgumentParser:
+    """Of the command line, where click may be missing."""
+    made = argparse.ArgumentParser(prog="sm12x-doctor", description="Find what keeps the SM12x kernels from running")
+    made.add_argument("--json", action="store_true", help="Emit JSON instead of a table")
+    made.add_argument("--timeout", type=_seconds, default=60.0, help="Seconds that each question may take (60)")
+    made.add_argument("--probe", action="store_true", help="Measure the GPU, too: minutes in which it is busy")
+    made.add_argument("--report", default=REPORT, metavar="FILE", help=f"For what was measured ({REPORT})")
+    made.add_argument("--additional-config", default="{}", metavar="JSON", help="As vLLM will get it, to be checked")
+    return made
+
+
 def main(arguments: Sequence[str]) -> int:
     """Ask, check, print.
 
     Returns:
         The exit status: 0 if no check failed, each had an answer, and all was printed; else 1.
     """
-    parser = argparse.ArgumentParser(prog="sm12x-doctor", description="Find what keeps the SM12x kernels from running")
-    parser.add_argument("--json", action="store_true", help="Emit JSON instead of a table")
-    parser.add_argument("--timeout", type=_seconds, default=60.0, help="Seconds that each question may take (60)")
-    parser.add_argument("--probe", action="store_true", help="Measure the GPU, too: minutes in which it is busy")
-    parser.add_argument("--report", default=REPORT, metavar="FILE", help=f"For what was measured ({REPORT})")
-    parser.add_argument("--additional-config", default="{}", metavar="JSON", help="As vLLM will get it, to be checked")
-    options = parser.parse_args(arguments)
+    options = parser().parse_args(arguments)
     facts = ask(dict.fromkeys(QUESTIONS, options.timeout), {"vllm": [options.additional_config]})
     if options.probe:
         facts |= probe.measure(options.timeout)
