@@ -8,15 +8,19 @@ A layer over the wheel ``flashinfer-python``: everything that is not here comes 
 import sys as _sys
 from typing import TYPE_CHECKING, Any
 
-# While `python -m flashinfer COMMAND` imports this package, argv is ["-m", COMMAND, ...].
-_as_program = _sys.argv[:1] == ["-m"] and ("-m", "flashinfer") in zip(_sys.orig_argv, _sys.orig_argv[1:], strict=False)
+# While `python -m flashinfer COMMAND` imports this package, argv is ["-m", COMMAND, ...]; before COMMAND there stood
+# `-m flashinfer`, `-mflashinfer` or `-Xdev -Bm flashinfer`.
+_as_program = _sys.argv[:1] == ["-m"] and _sys.orig_argv[-len(_sys.argv)].rpartition("m")[2] == "flashinfer"
 if _as_program and _sys.argv[1:2] == ["sm12x-doctor"]:
     # Before anything is imported of what the doctor is to look at, and which may be what is wrong.
     import os as _os
     import runpy as _runpy
 
     del _sys.argv[1]
-    _runpy.run_path(_os.path.join(_os.path.dirname(__file__), "sm12x_doctor"), run_name="__main__")
+    try:
+        _runpy.run_path(_os.path.join(_os.path.dirname(__file__), "sm12x_doctor"), run_name="__main__")
+    except OSError as error:
+        raise SystemExit(f"python -m flashinfer: this copy of the fork is not whole: {error}") from None
 
 try:
     from flashinfer._layer import extend

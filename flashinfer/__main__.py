@@ -137,16 +137,13 @@ def sm12x_build_cmd(everything: bool, verbose: bool) -> None:
             click.echo(f"{spec.name}: {what}, {done.wall_seconds:.1f} s: {spec.plan.library}")
 
 
-@_group.command("sm12x-doctor")
-@click.option("--json", "as_json", is_flag=True, help="Emit JSON instead of a table")
-@click.option("--timeout", type=click.FloatRange(min=1), default=60, show_default=True, help="Seconds per question")
-@click.option("--probe", "probes", is_flag=True, help="Measure the GPU, too: minutes in which it is busy")
-@click.option("--report", metavar="FILE", default="sm12x-probe.json", show_default=True, help="For what was measured")
-def sm12x_doctor_cmd(as_json: bool, timeout: float, probes: bool, report: str) -> None:
+@_group.command("sm12x-doctor", add_help_option=False, context_settings={"ignore_unknown_options": True})
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def sm12x_doctor_cmd(arguments: tuple[str, ...]) -> None:
     """Find what keeps the SM12x kernels from running, and what mends it; exit status 0 if nothing failed or is unknown"""
     from . import sm12x_doctor
 
-    raise SystemExit(sm12x_doctor.run(as_json, timeout, probes, report))
+    raise SystemExit(sm12x_doctor.main(arguments))
 
 
 @_group.group("sm12x-cache")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from flashinfer._layer import extend
 
 _upstream = extend(globals())
 
+from . import sm12x_variables
 from .sm12x_decode import DecodeCall, lacks_workspace, split_cache, validate
 from .sm12x_decode import decode_attention as decode_attention
 from .sm12x_decode import decode_workspace_size as decode_workspace_size
@@ -51,10 +51,7 @@ def xqa_batch_decode_with_kv_cache(*arguments: Any, **named: Any) -> torch.Tenso
 
 def takes_xqas_calls() -> bool:
     """Whether :data:`DECODE_VARIABLE` gives XQA's calls to ``decode_attention``; ``ValueError`` if it says neither."""
-    value = os.environ.get(DECODE_VARIABLE, "")
-    if value not in ("", "0", "1"):
-        raise ValueError(f"{DECODE_VARIABLE} is {value!r}; it may be 0, 1 or unset")
-    return value == "1"
+    return bool(sm12x_variables.read(DECODE_VARIABLE))
 
 
 @functools.cache  # once a process for each reason

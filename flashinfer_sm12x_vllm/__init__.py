@@ -23,24 +23,41 @@ import logging
 
 _registered = False
 
+outcome = "it was not registered"
+"""What :func:`register` did; the doctor tells it."""
+
 
 def register() -> None:
-    """The entry point: called once or more in every process of vLLM; never raises."""
-    global _registered
+    """The entry point: called once or more in every process of vLLM. Where it cannot be installed vLLM goes on.
+
+    Raises
+    ------
+    ValueError
+        A variable of this fork is none of what it may be. vLLM ends with that line.
+    """
+    global _registered, outcome
     if _registered:
         return
     _registered = True
     try:
         from . import devices, settings
 
-        if not settings.switched_on() or not devices.served():
+        if not settings.switched_on():
+            outcome = f"{settings.VARIABLE}=0 switches it off"
+            return
+        if not devices.served():
+            outcome = "no GPU here is served, or FLASHINFER_SM12X_MOE=0"
             return
         from . import attention, config, lm_head
 
         config.install()
         lm_head.install()
         attention.install()
+        outcome = "installed"
     except Exception as error:
+        outcome = f"{type(error).__name__}: {error}"
+        if type(error).__name__ == "VariableError":  # by name: the table of variables itself may be what is missing
+            raise
         # A server without this fork is better than none.
         logging.getLogger("vllm.flashinfer_sm12x").warning(
             "flashinfer-sm12x: the plugin could not be installed and vLLM goes on without it: %s: %s",

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import os
+from .settings import variables
 
 
 def served() -> bool:
@@ -11,15 +11,20 @@ def served() -> bool:
     Hopper.
 
     It is the fork's own switch (``flashinfer.sm12x.devices``), so plugin and operator agree.
+
+    Raises
+    ------
+    ValueError
+        The variable is none of what it may be.
     """
     from vllm.platforms import current_platform
 
-    switch = os.environ.get("FLASHINFER_SM12X_MOE", "")
+    switch = variables.read("FLASHINFER_SM12X_MOE")
     if not current_platform.is_cuda():
         return False
     if current_platform.is_device_capability_family(120):
-        return switch != "0"
-    return switch == "1" and current_platform.is_device_capability(90)
+        return switch is not False
+    return bool(switch) and current_platform.is_device_capability(90)
 
 
 def block_scaled() -> bool:

@@ -9,23 +9,28 @@ The variable is ``0`` (the plugin does nothing), ``1``, or ``key=value`` pairs w
 from __future__ import annotations
 
 import dataclasses
-import os
+import importlib.util
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-VARIABLE = "FLASHINFER_SM12X_VLLM"
-KEY = "sm12x"
 
-_DENSE = ("bf16", "mxfp8", "mxfp8-a16", "mxfp8-a8", "mxfp4", "mxfp4-a16", "mxfp4-a8")
-ALLOWED: dict[str, tuple[str, ...]] = {
-    "moe": ("mxfp4", "mxfp4-a8", "mxfp4-a16", "vllm"),
-    "qkv": _DENSE,
-    "o": _DENSE,
-    "lm_head": _DENSE,
-    "moe_input": ("bf16", "mxfp8"),
-    "graphs": ("spark", "vllm"),
-    "attention": ("flashinfer", "vllm"),
-}
+def _variables() -> Any:
+    """The fork's table of variables; vLLM has plugins registered before anything may import flashinfer."""
+    file = Path(__file__).resolve().parents[1] / "flashinfer" / "sm12x_variables.py"
+    spec = importlib.util.spec_from_file_location("_flashinfer_sm12x_variables", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look there
+    spec.loader.exec_module(module)
+    return module
+
+
+variables = _variables()
+VARIABLE: str = variables.PLUGIN
+KEY = "sm12x"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +46,7 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """One value of :data:`ALLOWED` for each key."""
+    """One value of ``sm12x_variables.CHOICES`` for each key."""
 
     moe: str = "mxfp4"
     qkv: str = "bf16"
@@ -60,35 +65,27 @@ class Settings:
         return Choice(weights, activations or ("a8" if kind == "moe" else "a16"))
 
 
-def _check(given: Mapping[str, Any], origin: str) -> dict[str, str]:
-    checked = {}
-    for key, value in given.items():
-        if key not in ALLOWED:
-            raise ValueError(f"{origin}: {key!r} is no key of it; the keys are {', '.join(ALLOWED)}")
-        if value not in ALLOWED[key]:
-            hint = " (the checkpoint's experts are MXFP4 and stay so)" if key == "moe" else ""
-            raise ValueError(f"{origin}: {key} is {value!r}{hint}; it may be {', '.join(ALLOWED[key])}")
-        checked[key] = value
-    return checked
-
-
-def _from_variable() -> dict[str, str]:
-    text = os.environ.get(VARIABLE, "").strip()
-    if text in ("", "0", "1"):
-        return {}
-    pairs = [pair.strip().partition("=") for pair in text.split(",")]
-    for key, equals, _ in pairs:
-        if not equals:
-            raise ValueError(
-                f"{VARIABLE}: {key!r} is no key=value; it may be 0, 1 or pairs such as moe=mxfp4-a16,qkv=mxfp8, "
-                f"with the keys {', '.join(ALLOWED)}"
-            )
-    return _check({key.strip(): value.strip() for key, _, value in pairs}, VARIABLE)
-
-
 def switched_on() -> bool:
-    """Whether ``FLASHINFER_SM12X_VLLM`` leaves the plugin on, which it does unless it is ``0``."""
-    return os.environ.get(VARIABLE, "").strip() != "0"
+    """Whether ``FLASHINFER_SM12X_VLLM`` leaves the plugin on, which it does unless it is ``0``.
+
+    Raises
+    ------
+    ValueError
+        It is none of what it may be.
+    """
+    return variables.read(VARIABLE) is not None
+
+
+def _require_our_key(additional_config: Mapping[Any, Any]) -> None:
+    """Refuse settings of ours that stand elsewhere than under :data:`KEY`; other plugins' keys pass."""
+    for key, value in additional_config.items():
+        name = "".join(filter(str.isalnum, str(key).lower()))
+        if key in variables.CHOICES and not isinstance(value, Mapping):
+            raise variables.VariableError(
+                f"--additional-config: {key!r} stands at the top; it is a key of {KEY!r}: {{{KEY!r}: {{{key!r}: {value!r}}}}}"
+            )
+        if key != KEY and (KEY in name or variables.one_edit_apart(KEY, name)):
+            raise variables.VariableError(f"--additional-config: {key!r} is no key that a plugin reads; {KEY!r} is")
 
 
 def resolve(additional_config: Any) -> Settings:
@@ -100,11 +97,16 @@ def resolve(additional_config: Any) -> Settings:
     ValueError
         An unknown key or value, naming where it stands and what it may be.
     """
-    given = additional_config.get(KEY, {}) if isinstance(additional_config, Mapping) else {}
+    given = {}
     origin = f"--additional-config, {KEY!r}"
+    if isinstance(additional_config, Mapping):
+        _require_our_key(additional_config)
+        given = additional_config.get(KEY, {})
     if not isinstance(given, Mapping):
-        raise ValueError(f"{origin} is {given!r}; it must be an object with keys of {', '.join(ALLOWED)}")
-    return Settings(**{**_from_variable(), **_check(given, origin)})
+        raise variables.VariableError(
+            f"{origin} is {given!r}; it must be an object with keys of {', '.join(variables.CHOICES)}"
+        )
+    return Settings(**{**(variables.read(VARIABLE) or {}), **variables.check_choices(given, origin)})
 
 
 def current() -> Settings:

@@ -8,7 +8,6 @@ where upstream's do.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from flashinfer._layer import extend
 
 _upstream = extend(globals())
 
+from .. import sm12x_variables
 from . import env as jit_env
 from .sm12x.trust import make_folder, require_trusted, require_trusted_tree
 
@@ -97,9 +97,9 @@ def build_jit_specs(specs: Sequence[Any], verbose: bool = False, skip_prebuilt: 
     """
     from .sm12x.spec import JitSpecSm12x
 
-    max_jobs = os.environ.get("FLASHINFER_JIT_PREBUILD_MAX_JOBS", "")
+    max_jobs = sm12x_variables.read("FLASHINFER_JIT_PREBUILD_MAX_JOBS")
     for spec in specs:
         if isinstance(spec, JitSpecSm12x):
-            spec.build(verbose=verbose, need_lock=True, max_jobs=int(max_jobs) if max_jobs.isdigit() else None)
+            spec.build(verbose=verbose, need_lock=True, max_jobs=max_jobs)
     others = [spec for spec in specs if not isinstance(spec, JitSpecSm12x)]
     _upstream.build_jit_specs(others, verbose, skip_prebuilt)

@@ -22,17 +22,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 
+from .. import sm12x_variables
 from ..jit.sm12x.instances import INSTANCES, SM12X, Instance
 from ..utils import device_support_pdl
 from . import devices
-
-VIRTUAL_DEVICE = "FLASHINFER_VIRTUAL_DEVICE"
 
 
 class Backend(Protocol):
@@ -128,7 +126,7 @@ def kernels(device: torch.device) -> Backend | None:
     """
     if device.type == "cuda":
         return _cuda(device)
-    name = os.environ.get(VIRTUAL_DEVICE, "")
+    name = sm12x_variables.read("FLASHINFER_VIRTUAL_DEVICE")
     if name and not _active_virtual:
         importlib.import_module("flashinfer.testing.virtual_device")  # registers itself
     return _active_virtual[0](name) if _active_virtual else None

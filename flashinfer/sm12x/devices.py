@@ -5,7 +5,7 @@ Environment
 -----------
 ``FLASHINFER_SM12X_MOE``
     ``0``: SM12x goes to upstream's module (``fused_moe_120_upstream``), for comparison.  ``1``: compute capability 9.0
-    runs this kernel family too.  Unset: SM12x runs it, other devices are upstream's.
+    runs this kernel family too.  Unset: SM12x runs it, other devices are upstream's.  Read on every call.
 ``FLASHINFER_SM12X_CHECK``
     ``1``: expert ids, ``m_indptr``, sequence lengths and pages are read back and checked before each launch.  This
     synchronizes with the device, and is skipped while a CUDA graph is captured.
@@ -14,42 +14,34 @@ Environment
 from __future__ import annotations
 
 import functools
-import os
 import warnings
 
 import torch
 
+from .. import sm12x_variables
 from ..utils import get_compute_capability
 
 OPT_IN_CAPABILITIES = ((9, 0),)
-
-
-def _switch(name: str) -> str:
-    """A switch's value, read on every call, so that one process can compare both settings."""
-    value = os.environ.get(name, "")
-    if value not in ("", "0", "1"):
-        raise ValueError(f"{name} is {value!r}; it may be 0, 1 or unset")
-    return value
 
 
 def checks_values(device: torch.device) -> bool:
     """Whether numbers that tensors hold are checked: on the CPU, and where ``FLASHINFER_SM12X_CHECK`` asks for it."""
     if device.type == "cpu":
         return True
-    return _switch("FLASHINFER_SM12X_CHECK") == "1" and not torch.cuda.is_current_stream_capturing()
+    return sm12x_variables.read("FLASHINFER_SM12X_CHECK") and not torch.cuda.is_current_stream_capturing()
 
 
 @functools.lru_cache(maxsize=64)
-def _serves(capability: tuple[int, int], switch: str) -> bool:
+def _serves(capability: tuple[int, int], switch: bool | None) -> bool:
     if capability[0] == 12:
-        return switch != "0"
-    if switch == "1" and capability not in OPT_IN_CAPABILITIES:
+        return switch is not False
+    if switch and capability not in OPT_IN_CAPABILITIES:
         warnings.warn(
             f"FLASHINFER_SM12X_MOE=1, but the kernel family has no kernels for compute capability "
             f"{capability[0]}.{capability[1]}; upstream's are used there",
             stacklevel=2,
         )
-    return switch == "1" and capability in OPT_IN_CAPABILITIES
+    return bool(switch) and capability in OPT_IN_CAPABILITIES
 
 
 @functools.lru_cache(maxsize=64)
@@ -60,7 +52,7 @@ def _capability(index: int) -> tuple[int, int]:
 
 def serves_cuda(index: int) -> bool:
     """Whether CUDA device ``index`` runs the MXFP4 modes on this kernel family."""
-    return _serves(_capability(index), _switch("FLASHINFER_SM12X_MOE"))
+    return _serves(_capability(index), sm12x_variables.read("FLASHINFER_SM12X_MOE"))
 
 
 def serves(device: torch.device) -> bool:

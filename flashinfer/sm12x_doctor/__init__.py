@@ -2,8 +2,8 @@
 """``python -m flashinfer sm12x-doctor``: what stands between this machine and the SM12x kernels, and what mends it.
 
 Every check reads facts that ``questions`` found, each question in a process of its own with a time limit; the doctor
-itself imports neither torch nor vLLM and nothing of FlashInfer. So it also runs by its folder, with whatever Python and
-whatever ``PYTHONPATH`` the server has: ``python <checkout>/flashinfer/sm12x_doctor``.
+itself imports neither torch nor vLLM and nothing of FlashInfer but the table of variables. So it also runs by its folder,
+with whatever Python and whatever ``PYTHONPATH`` the server has: ``python <checkout>/flashinfer/sm12x_doctor``.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from . import checks, probe, vllm_checks
-from .asking import Answers, Facts, Unanswered, ask_all, versions
+from . import checks, probe
+from .asking import CLI, Answers, Facts, Unanswered, ask, say, versions
 from .probe_checks import PROBE_CHECKS
+from .questions import QUESTIONS
 
-FORMAT = 1
+FORMAT = 2
 """Of the JSON; another number means that a key went or changed its meaning."""
 
 REPORT = "sm12x-probe.json"
@@ -38,25 +39,26 @@ class Finding:
         check: Its name, a key of :data:`CHECKS`.
         state: One of :data:`STATES`; ``unknown`` where the question ended without an answer.
         found: What there is, and what it means.
-        remedy: What to do, empty where there is nothing to do.
+        command: A line for a shell that mends it, or shows more; empty where there is none.
+        why: What else to know or to do; prose.
     """
 
     check: str
     state: str
     found: str
-    remedy: str = ""
+    command: str = ""
+    why: str = ""
 
 
 CHECKS: Mapping[str, Callable[[Answers], checks.Outcome]] = {
     name.removeprefix("check_").replace("_", "-"): check
-    for module in (checks, vllm_checks)
-    for name, check in vars(module).items()
+    for name, check in vars(checks).items()
     if name.startswith("check_")
 }
 """In the order of the table."""
 
 
-def diagnose(answers: Answers) -> list[Finding]:
+def diagnose(answers: Answers, timeout: float = 60) -> list[Finding]:
     """What the checks find; those that do not apply are left out, and so are a probe's where nothing was measured."""
     findings = []
     asked = dict(CHECKS)
@@ -67,24 +69,27 @@ def diagnose(answers: Answers) -> list[Finding]:
             outcome = check(answers)
         except Unanswered as error:
             slow = "no answer within" in str(error)
-            outcome = "unknown", str(error), "again, with a longer --timeout" if slow else "mend what stopped it"
+            again = f"{CLI} sm12x-doctor --timeout {min(4 * timeout, LONGEST):g}" if slow else ""
+            outcome = "unknown", str(error), again, "" if slow else "mend what stopped it"
         except Exception as error:  # a fact of a form that nobody foresaw: the other checks still count
-            outcome = "unknown", f"the check itself failed: {error!r}", "report this, with the output of --json"
+            report = "report this, with the output"
+            outcome = "unknown", f"the check itself failed: {error!r}", f"{CLI} sm12x-doctor --json", report
         if outcome is not None:
-            findings.append(Finding(name, *outcome))
+            findings.append(Finding(name, *map(str, outcome)))
     return findings
 
 
 def as_text(findings: Sequence[Finding], width: int = 120) -> str:
-    """A table: state, check, what was found, and below it what to do."""
+    """A table: state, check, what was found, and below it the command that mends it, alone, and prose."""
     names = max(len(finding.check) for finding in findings)
     margin = " " * (9 + names + 2)
     lines = []
     for finding in findings:
-        head = f"{finding.state:9}{finding.check:{names}}  "
-        lines += _wrapped(finding.found, head, margin, width)
-        if finding.remedy:
-            lines += _wrapped(finding.remedy, f"{margin}-> ", f"{margin}   ", width)
+        lines += _wrapped(finding.found, f"{finding.state:9}{finding.check:{names}}  ", margin, width)
+        if finding.command:
+            lines.append(f"{margin}$ {finding.command}")  # unbroken, to be copied
+        if finding.why:
+            lines += _wrapped(finding.why, f"{margin}-> ", f"{margin}   ", width)
     counts = [f"{sum(finding.state == state for finding in findings)} {state}" for state in STATES]
     return "\n".join([*lines, "", ", ".join(counts)])
 
@@ -102,39 +107,47 @@ def as_json(findings: Sequence[Finding], facts: Mapping[str, Facts]) -> str:
     return json.dumps({**about, "findings": [asdict(finding) for finding in findings], "facts": facts}, indent=1)
 
 
-def run(json_output: bool, timeout: float, probes: bool = False, report: str = REPORT) -> int:
-    """Ask, check, print.
+LONGEST = 86400.0
 
-    Args:
-        json_output: Print JSON instead of the table.
-        timeout: Seconds that each question may take; they are asked at once.
-        probes: Measure the GPU, too.
-        report: The file for what was measured.
 
-    Returns:
-        The exit status: 0 if no check failed and each had an answer, else 1.
-    """
-    facts = ask_all(timeout)
-    if probes:
-        facts |= probe.measure(timeout)
-    findings = diagnose(Answers(facts, os.environ))
-    print(as_json(findings, facts) if json_output else as_text(findings))
-    if probes:
-        try:
-            probe.write_report(Path(report), facts, findings)
-        except OSError as error:
-            print(f"probe: {report} cannot be written: {error.strerror}; pass --report FILE", file=sys.stderr)
-        else:
-            print(f"probe: written to {Path(report).absolute()}", file=sys.stderr)
-    return int(any(finding.state in ("fail", "unknown") for finding in findings))
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 1 <= value <= LONGEST:
+        raise argparse.ArgumentTypeError(f"{text} is not from 1 to {LONGEST:g}")
+    return value
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of the command line, where click may be missing."""
+    made = argparse.ArgumentParser(prog="sm12x-doctor", description="Find what keeps the SM12x kernels from running")
+    made.add_argument("--json", action="store_true", help="Emit JSON instead of a table")
+    made.add_argument("--timeout", type=_seconds, default=60.0, help="Seconds that each question may take (60)")
+    made.add_argument("--probe", action="store_true", help="Measure the GPU, too: minutes in which it is busy")
+    made.add_argument("--report", default=REPORT, metavar="FILE", help=f"For what was measured ({REPORT})")
+    made.add_argument("--additional-config", default="{}", metavar="JSON", help="As vLLM will get it, to be checked")
+    return made
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The command line, where click may be missing."""
-    parser = argparse.ArgumentParser(prog="sm12x-doctor", description="Find what keeps the SM12x kernels from running")
-    parser.add_argument("--json", action="store_true", help="Emit JSON instead of a table")
-    parser.add_argument("--timeout", type=float, default=60, help="Seconds that each question may take (60)")
-    parser.add_argument("--probe", action="store_true", help="Measure the GPU, too: minutes in which it is busy")
-    parser.add_argument("--report", default=REPORT, metavar="FILE", help=f"For what was measured ({REPORT})")
-    options = parser.parse_args(arguments)
-    return run(options.json, options.timeout, options.probe, options.report)
+    """Ask, check, print.
+
+    Returns:
+        The exit status: 0 if no check failed, each had an answer, and all was printed; else 1.
+    """
+    options = parser().parse_args(arguments)
+    facts = ask(dict.fromkeys(QUESTIONS, options.timeout), {"vllm": [options.additional_config]})
+    if options.probe:
+        facts |= probe.measure(options.timeout)
+    findings = diagnose(Answers(facts, os.environ), options.timeout)
+    printed = say(as_json(findings, facts) if options.json else as_text(findings), sys.stdout)
+    if options.probe:
+        try:
+            probe.write_report(Path(options.report), facts, findings)
+            say(f"probe: written to {os.path.abspath(options.report)}", sys.stderr)
+        except Exception as error:  # of the file system, or facts of a form that nobody foresaw
+            say(
+                f"probe: {options.report} cannot be written: {getattr(error, 'strerror', error)}; pass --report FILE",
+                sys.stderr,
+            )
+            printed = False
+    return int(not printed or any(finding.state in ("fail", "unknown") for finding in findings))

@@ -1,12 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python <checkout>/flashinfer/sm12x_doctor``: the doctor where ``import flashinfer`` is what is wrong."""
 
-import importlib
+import contextlib
+import os
 import sys
-from pathlib import Path
 
-# Python put this folder first; the package, by its own name, is in the one above, and nothing else of that one is meant.
-sys.path[0] = str(Path(__file__).resolve().parents[1])
-doctor = importlib.import_module("sm12x_doctor")
-del sys.path[0]
-raise SystemExit(doctor.main(sys.argv[1:]))
+if not sys.flags.isolated:
+    # Anew, without PYTHONPATH, site-packages and a working directory in which a file may bear the name of a module of
+    # Python's. What the doctor asks sees them all. The first three descriptors are open from here on.
+    with contextlib.suppress(OSError):
+        while (descriptor := os.open(os.devnull, os.O_RDWR)) < 3:
+            os.set_inheritable(descriptor, True)
+        os.execv(sys.executable, [sys.executable, "-I", "-S", os.path.dirname(__file__), *sys.argv[1:]])
+
+import importlib
+import types
+
+# This tree as a package of another name, of which nothing runs but what is asked for: not flashinfer/__init__.py.
+sys.path[:] = [entry for entry in sys.path if entry != sys.path[0]]
+tree = types.ModuleType("_sm12x")
+tree.__path__ = [os.path.dirname(os.path.dirname(os.path.abspath(__file__)))]
+sys.modules[tree.__name__] = tree
+try:
+    status = importlib.import_module("_sm12x.sm12x_doctor").main(sys.argv[1:])
+except SystemExit as ended:  # argparse's
+    status = int(ended.code or 0)
+except KeyboardInterrupt:
+    status = 130
+except (ImportError, OSError, SyntaxError, ValueError) as error:
+    status = 1
+    with contextlib.suppress(OSError):
+        os.write(
+            2,
+            f"sm12x-doctor: this copy of the fork is not whole: {error}; check it out again\n".encode(errors="replace"),
+        )
+for stream in filter(None, (sys.stdout, sys.stderr)):
+    with contextlib.suppress(OSError, ValueError):
+        stream.flush()
+os._exit(status)  # Python would flush once more, and end with a traceback where nobody listens

@@ -11,62 +11,97 @@ import shlex
 import signal
 import subprocess
 import sys
-import tempfile
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from .questions import MARK, QUESTIONS
+from .questions import MARK
 
-PACKAGE = Path(__file__).resolve().parents[1]
+PACKAGE = Path(os.path.abspath(__file__)).parents[1]
 """The folder ``flashinfer/`` that this doctor is of."""
 
 TREE = PACKAGE.parent
-PYTHON = shlex.quote(sys.executable)
+INTERPRETER = sys.executable or os.path.realpath("/proc/self/exe")
+PYTHON = shlex.quote(INTERPRETER)
 PIP = f"{PYTHON} -m pip"
 CLI = f"{PYTHON} -m flashinfer"
 PLUGIN = "flashinfer_sm12x"
+LONGEST_LINE = 1 << 20
 
 Facts = Mapping[str, Any]
 
 
-def ask(question: str, limit: float) -> dict[str, Any]:
-    """The facts that a question finds within ``limit`` seconds; ``failed`` among them says why there are no more.
+@dataclass
+class _Asked:
+    """A question's process, and what it has said so far."""
 
-    The process and all that it started are killed then. Their output goes to a file: whoever holds a pipe open could
-    make its reader wait.
-    """
-    command = [sys.executable, str(Path(__file__).with_name("questions.py")), question]
-    with tempfile.TemporaryFile() as output:
-        child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        failed = ""
+    question: str
+    limit: float
+    arguments: Sequence[str] = ()
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._line, self._child = b"", None
+        command = [INTERPRETER, str(PACKAGE / "sm12x_doctor" / "questions.py"), self.question, *self.arguments]
         try:
-            status = child.wait(limit)
-            if status < 0:
-                failed = f"it was killed by {_signal_name(-status)}"
-            elif status:
-                failed = f"it ended with exit status {status}"
-        except subprocess.TimeoutExpired:
-            failed = f"no answer within {limit:g} s"
-        with contextlib.suppress(OSError):
-            os.killpg(child.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(5)  # one that waits for a dead file server does not even die
-        size = output.seek(0, os.SEEK_END)
-        output.seek(max(0, size - (1 << 20)))
-        text = output.read().decode(errors="replace")
-    facts: dict[str, Any] = {}
-    for line in text.splitlines():
-        if line.startswith(MARK):
-            with contextlib.suppress(ValueError):
-                facts.update(json.loads(line.removeprefix(MARK)))
-    if failed:
-        facts["failed"] = failed
-    return facts
+            self._child = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            assert self._child.stdout is not None
+            os.set_blocking(self._child.stdout.fileno(), False)
+        except OSError as error:
+            self.facts["failed"] = f"it could not be started: {error}"
+        self._until = time.monotonic() + self.limit
+
+    def turn(self) -> bool:
+        """Read what there is; whether the process still runs and may."""
+        if self._child is None:
+            return False
+        status = self._child.poll()
+        self._read()
+        if status is None and time.monotonic() < self._until:
+            return True
+        if status is None:
+            self.facts["failed"] = f"no answer within {self.limit:g} s"
+        elif status:
+            how = f"was killed by {_signal_name(-status)}" if status < 0 else f"ended with exit status {status}"
+            self.facts["failed"] = f"it {how}"
+        self.end()
+        return False
+
+    def end(self) -> None:
+        """Kill the process and all of its session."""
+        if self._child is not None:
+            with contextlib.suppress(OSError):
+                os.killpg(self._child.pid, signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._child.wait(5)  # one that waits for a dead file server does not even die
+            assert self._child.stdout is not None
+            self._child.stdout.close()
+            self._child = None
+
+    def _read(self) -> None:
+        assert self._child is not None
+        assert self._child.stdout is not None
+        for _ in range(64):  # whoever writes without an end is not waited for
+            try:
+                block = os.read(self._child.stdout.fileno(), 1 << 16)
+            except OSError:
+                return
+            if not block:
+                return
+            *lines, rest = (self._line + block).split(b"\n")
+            self._line = rest[:LONGEST_LINE]
+            for line in lines:
+                if line.startswith(MARK.encode()):
+                    with contextlib.suppress(ValueError, TypeError, RecursionError):
+                        self.facts.update(json.loads(line[len(MARK) :]))
 
 
 def _signal_name(number: int) -> str:
@@ -76,11 +111,22 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def ask_all(limit: float) -> dict[str, dict[str, Any]]:
-    """The answers to all questions, asked at once."""
-    with ThreadPoolExecutor(len(QUESTIONS)) as pool:
-        answers = {question: pool.submit(ask, question, limit) for question in QUESTIONS}
-        return {question: answer.result() for question, answer in answers.items()}
+def ask(limits: Mapping[str, float], arguments: Mapping[str, Sequence[str]] | None = None) -> dict[str, dict[str, Any]]:
+    """The facts that questions find, asked at once; ``failed`` among them says why there are no more.
+
+    Args:
+        limits: Question -> seconds, after which its process and all that it started are killed.
+        arguments: Question -> what it is told.
+    """
+    asked = [_Asked(question, limit, (arguments or {}).get(question, ())) for question, limit in limits.items()]
+    try:
+        running = asked
+        while running := [each for each in running if each.turn()]:
+            time.sleep(0.01)
+    finally:
+        for each in asked:
+            each.end()
+    return {each.question: each.facts for each in asked}
 
 
 class Unanswered(Exception):
@@ -108,29 +154,26 @@ class Answers:
     def get(self, question: str, fact: str) -> Any:
         return self.facts[question].get(fact)
 
-    def versions(self) -> Mapping[str, str]:
-        return self("path", "versions")
-
     def gpus(self) -> list[tuple[str, str]]:
         """``(name, compute capability)`` by the driver or, in containers without its tool, by torch."""
-        for question in ("gpus", "torch"):
-            if self.get(question, "gpus"):
-                return [(gpu["name"], gpu["capability"]) for gpu in self.get(question, "gpus")]
-        return []
+        found = self.get("gpus", "gpus") or self.get("torch", "gpus") or []
+        return [(gpu["name"], gpu["capability"]) for gpu in found]
 
-    def serves(self) -> bool:
-        """Whether vLLM and a GPU of the SM12x family, or no GPU at all, are here."""
-        return all(capability.startswith("12.") for _, capability in self.gpus())
+    def modules(self) -> dict[str, dict[str, Any]]:
+        """Facts of each of the fork's modules."""
+        found = self.facts["modules"].items()
+        return {name.removeprefix("module "): fact for name, fact in found if name.startswith("module ")}
 
-    def plugin(self) -> bool:
-        """Whether vLLM would load the fork's plugin and the plugin would act."""
-        listed = self.environ.get("VLLM_PLUGINS")
-        return (
-            PLUGIN in self("path", "plugins")
-            and (listed is None or PLUGIN in listed.split(","))
-            and self.environ.get("FLASHINFER_SM12X_VLLM") != "0"
-            and self.environ.get("FLASHINFER_SM12X_MOE") != "0"
-        )
+
+def say(text: str, stream: TextIO | None) -> bool:
+    """Print a text; whether somebody could read it. Signs that the stream cannot encode are escaped."""
+    try:
+        assert stream is not None
+        encoding = stream.encoding or "utf-8"
+        print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
+    except (AssertionError, AttributeError, LookupError, OSError, ValueError):
+        return False
+    return True
 
 
 def versions() -> tuple[str, str]:

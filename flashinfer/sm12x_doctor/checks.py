@@ -1,148 +1,146 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checks of Python's path, compilers, GPUs, cache and environment.
+"""The checks but those of a probe.
 
-Each takes the answers and returns ``(state, found)`` or ``(state, found, remedy)``; None where it does not apply.
+Each takes the answers and returns ``(state, found)``, ``(state, found, command)`` or ``(state, found, command, why)``;
+None where it does not apply.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
-from .asking import CLI, PACKAGE, PIP, PYTHON, TREE, Answers, numbers, versions
+from .. import sm12x_variables as variables
+from .asking import CLI, PACKAGE, PIP, PLUGIN, PYTHON, TREE, Answers, numbers, versions
 
 VLLM_VERSION = "0.33.0"
+INSTALL_VLLM = f"{PIP} install vllm=={VLLM_VERSION}"
+VLLM_SHARE = 0.92
+"""Of the GPU's memory, what vLLM takes unless ``--gpu-memory-utilization`` says otherwise."""
+
 GIB = 1 << 30
 DISK_NEEDED = GIB
 """A build of all default modules, objects and compilers' temporary files included, takes less."""
 
+HEADROOM = 8 * GIB
+"""Of unified memory that the host keeps: with 2 GB left hosts were seen to wedge."""
+
 CUDA_13_DRIVER = 580
 
-Outcome = tuple[str, str] | tuple[str, str, str] | None
+WEDGED = ("580.159.03", "580.173.02", "595.84", "595.91.07")
+"""Drivers with which a GB10 was reported to wedge until it was powered off, when unified memory ran out:
+NVIDIA/open-gpu-kernel-modules#1358, MiaAI-Lab/DeepSeek-v4-Flash-DSpark-2x-DGX-Spark#17."""
+
+Outcome = tuple[str, ...] | None
+
+
+def prepend(variable: str, entry: object) -> str:
+    """A command that puts a folder in front of what a variable lists."""
+    return f"export {variable}={shlex.quote(str(entry))}${{{variable}:+:${variable}}}"
+
+
+FIRST = prepend("PYTHONPATH", TREE)
+SUDO = "" if os.geteuid() == 0 else "sudo "
+SERVER = "the server's environment needs it, too"
+
+
+def install_wheel(options: str = "--force-reinstall --no-deps ") -> str:
+    return f'{PIP} install {options}"flashinfer-python=={versions()[1]}"'
 
 
 def check_import(a: Answers) -> Outcome:
     """Which flashinfer Python imports."""
-    put_first = f"export PYTHONPATH={shlex.quote(str(TREE))}, where the server is started too"
     found = a("path", "found")
     if found is None:
-        return "fail", "there is no flashinfer on sys.path", put_first
+        return "fail", "there is no flashinfer on sys.path", FIRST, SERVER
     if found["file"] is None:
-        wheel = f'{PIP} install --force-reinstall --no-deps "flashinfer-python=={versions()[1]}"'
-        return (
-            "fail",
+        text = (
             f"flashinfer is an empty namespace package: {', '.join(found['folders'])} has no __init__.py. vLLM takes "
-            "it for FlashInfer without its functions",
-            f"remove that folder; {wheel}; {put_first}",
         )
-    if not (Path(found["file"]).parent / "_layer.py").is_file():
-        return "fail", f"the plain wheel in {Path(found['file']).parent} is imported, not the fork", put_first
-    if a.get("import", "failed") and a.get("import", "fork_version") is None:
-        why = a("import", "failed")
+        return "fail", f"{text}it for FlashInfer without its functions", FIRST, f"{SERVER}; that folder can be removed"
+    folder = os.path.dirname(found["file"])
+    if not os.path.isfile(os.path.join(folder, "_layer.py")):
+        return "fail", f"the plain wheel in {folder} is imported, not the fork", FIRST, SERVER
+    if (why := a.get("import", "failed")) and a.get("import", "fork") is None:
+        text = f"importing {found['file']}: {why}"
         if "no answer" in why or "killed" in why:
-            remedy = f"{PYTHON} -X importtime -c 'import flashinfer' shows where it stays"
-            return "unknown", f"importing {found['file']}: {why}", remedy
+            return "unknown", text, f"{PYTHON} -X importtime -c 'import flashinfer'"
         command = re.search(r"Install it with:\s+(.*)", why)
-        return "fail", f"importing {found['file']}: {why}", command[1] if command else "mend what the error names"
-    version, fork = a("import", "version"), a("import", "fork_version")
-    if Path(found["file"]).parent != PACKAGE:
-        return (
-            "warn",
-            f"the fork {fork} in {Path(found['file']).parent} is imported; this doctor is of {PACKAGE}",
-            put_first,
-        )
-    return "ok", f"the fork {fork} over flashinfer {version}, {found['file']}"
-
-
-def check_wheel(a: Answers) -> Outcome:
-    """The version of the wheel that is extended."""
-    _, pinned = versions()
-    version = a.versions().get("flashinfer-python")
-    if version == pinned:
-        return "ok", f"flashinfer-python {version}"
-    have = f"flashinfer-python {version} is installed" if version else "flashinfer-python is not installed"
-    remedy = f'{PIP} install --force-reinstall --no-deps "flashinfer-python=={pinned}"'
-    return "fail", f"{have}; this fork extends {pinned}", remedy
-
-
-def check_companions(a: Answers) -> Outcome:
-    """Packages of upstream's prebuilt kernels."""
-    _, pinned = versions()
-    installed = {name: a.versions().get(name) for name in ("flashinfer-cubin", "flashinfer-jit-cache")}
-    text = ", ".join(f"{name} {version or 'not installed'}" for name, version in installed.items())
-    wrong = [name for name, version in installed.items() if version and version.split("+")[0] != pinned]
-    if wrong:
-        remedy = " ".join([f"{PIP} install", *(f'"{name}=={pinned}"' for name in wrong)])
-        return "warn", f"{text}: FlashInfer {pinned} ignores another version's kernels", remedy
-    if installed["flashinfer-jit-cache"]:
-        text += "; its fused_moe_120 is upstream's and is never loaded for this fork's"
-    return "ok", text
+        other = re.search(r"([\w-]+) version \(.*does not match", why)
+        if command:
+            return "fail", text, command[1]
+        if other:
+            return "fail", text, f'{PIP} install "{other[1]}=={versions()[1]}"'
+        if "FLASHINFER_" in why:
+            return "fail", text, "", "see 'variables' and what the error names"
+        return "fail", text, install_wheel("" if "No module named" in why else "--force-reinstall --no-deps ")
+    if os.path.realpath(folder) != os.path.realpath(PACKAGE):
+        return "warn", f"the fork in {folder} is imported; this doctor is of {PACKAGE}", FIRST, SERVER
+    return "ok", f"the fork {a('import', 'fork')} over flashinfer {a('import', 'version')}, {found['file']}"
 
 
 def check_pythonpath(a: Answers) -> Outcome:
-    """What else by the name of flashinfer lies where Python looks."""
-    places = a("path", "places")
-    trouble, remedies = [], []
-    forks = [place["entry"] for place in places if place["kind"] == "fork"]
-    if len(forks) > 1:
-        trouble.append(f"{len(forks)} forks: {', '.join(forks)}; the first is imported")
-        remedies.append(f"unset PYTHONPATH, or leave {TREE} in it only; {PIP} uninstall flashinfer-sm12x")
-    for place in places:
-        if place["kind"] == "no __init__.py":
-            trouble.append(f"{place['entry'] or '.'}/flashinfer has no __init__.py")
-            remedies.append(f"take {place['entry'] or '.'} from PYTHONPATH, or remove that folder")
-        for info in place["egg_info"]:
-            trouble.append(f"{info}: pip takes it for the installation and uninstalls nothing")
-            remedies.append(f"rm -r {info}")
-    if trouble:
-        return "warn", "; ".join(trouble), "; ".join(remedies)
-    return "ok", f"flashinfer lies in {', '.join(place['entry'] for place in places) or 'no folder of sys.path'}"
+    """Other forks where Python looks."""
+    forks = a("path", "forks")
+    places = {os.path.realpath(os.path.join(fork, "flashinfer")): fork for fork in reversed(forks)}
+    if len(places) < 2:
+        return "ok", f"forks on sys.path: {', '.join(forks) or 'none'}"
+    listed = a.environ.get("PYTHONPATH", "").split(os.pathsep)
+    ours = places.pop(os.path.realpath(PACKAGE), str(TREE))
+    kept = dict.fromkeys([ours, *(entry for entry in listed if entry not in places.values())])
+    named = set(places.values()) <= set(listed)
+    command = f"export PYTHONPATH={shlex.quote(os.pathsep.join(kept))}"
+    text = f"{len(forks)} forks: {', '.join(forks)}; the first is imported"
+    return "warn", text, command if named else f"{PIP} uninstall --yes flashinfer-sm12x"
 
 
-def check_compiler(a: Answers) -> Outcome:
-    """The CUDA compiler."""
-    install = a("compiler", "pip").replace("pip", PIP, 1)
-    state, why = without_a_compiler(a)
-    if error := a.get("compiler", "error"):
-        return state, f"{error.partition('. ')[0]}{why}", f"unset CUDA_HOME CUDA_PATH; {install}"
-    version, nvcc, origin = (a("compiler", fact) for fact in ("version", "nvcc", "origin"))
-    text = f"CUDA {version}, {nvcc}, found through {origin}"
-    needed = (12, 8) if a.environ.get("FLASHINFER_CUDA_ARCH_LIST") == "12.0a" else (12, 9)
-    if numbers(version) < needed:
-        return state, f"{text}: 12.0a needs 12.8, 12.1a and 12.0f need 12.9{why}", install
-    return "ok", text
+def check_variables(a: Answers) -> Outcome:
+    """Misspelled names, bad values, and what was meant for a while."""
+    wrong = list(variables.problems(a.environ))
+    commands = []
+    for name, _, meant in wrong:
+        rename = meant and meant not in a.environ
+        commands.append(f'export {meant}="${name}"; unset {name}' if rename else f"unset {name}")
+    bad = any(not meant and name in variables.TABLE for name, _, meant in wrong)
+    left_on = list(variables.forgotten(a.environ))
+    commands += [f"unset {name}" for name, _ in left_on]
+    text = "; ".join([text for _, text, _ in wrong] + [text for _, text in left_on])
+    if not text:
+        return "ok", "no name is misspelled, no value bad, none for debugging or comparing is set"
+    return "fail" if bad else "warn", text, "; ".join(commands), SERVER
 
 
-def without_a_compiler(a: Answers) -> tuple[str, str]:
-    """What it means that nothing can be compiled: less where the fork's modules need not be."""
-    modules = [fact for name, fact in a.facts["modules"].items() if name.startswith("module ")]
-    if modules and all(fact.get("prebuilt") for fact in modules):
-        return "warn", "; this fork's modules are prebuilt and need none, upstream's (vLLM's attention) do"
-    return "fail", ""
+def _ready(a: Answers) -> bool:
+    """Whether none of the fork's modules has to be compiled."""
+    return bool(a.modules()) and not any(fact["stale"] for fact in a.modules().values())
 
 
-def check_ninja(a: Answers) -> Outcome:
-    """ninja: upstream's modules need it, and vLLM asks for it."""
-    found = a("tools", "ninja")
-    if found["path"] is None:
-        return (
-            "fail",
-            "ninja is not on PATH: upstream's modules do not build, and vLLM does without FlashInfer",
-            f'{PIP} install ninja; export PATH="{Path(sys.prefix, "bin")}:$PATH"',
+def check_build(a: Answers) -> Outcome:
+    """Three lines of CUDA: compiled, linked and loaded where modules are."""
+    error = a("build", "error")
+    if error is None:
+        toolkit = " ".join(str(a("build", fact)) for fact in ("version", "nvcc"))
+        return "ok", f"CUDA {toolkit}, found through {a('build', 'origin')}, compiles, links and loads"
+    state, why = "fail", ""
+    if _ready(a):
+        state, why = "warn", "this fork's modules need none, upstream's (vLLM's attention) may"
+    blame, elsewhere = a.get("build", "blame"), a.get("build", "elsewhere")
+    install = re.search(r"\b(pip|apt-get) install ([^\n]+)", error)
+    if blame is not None:
+        command, why = f"unset {blame}", f"without {blame}={a.environ.get(blame)} it works"
+    elif elsewhere is not None:
+        command = (
+            f"mkdir -p -m 755 {shlex.quote(elsewhere)} && export FLASHINFER_WORKSPACE_BASE={shlex.quote(elsewhere)}"
         )
-    return "ok", f"{found['banner']}, {found['path']}"
-
-
-def check_cxx(a: Answers) -> Outcome:
-    """The host compiler."""
-    found = a("tools", "cxx")
-    if found["path"] is None:
-        state, why = without_a_compiler(a)
-        return state, f"there is no {found['program']}: nothing can be linked{why}", "apt-get install g++, or set CXX"
-    return "ok", f"{found['banner']}, {found['path']}"
+        why = f"there it works; {SERVER}"
+    elif install is not None:
+        command = f"{PIP} install {install[2]}" if install[1] == "pip" else f"{SUDO}apt-get install --yes {install[2]}"
+    else:
+        command, why = "", why or "mend what the error names"
+    return state, " ".join(error.split()), command, why
 
 
 def check_gpu(a: Answers) -> Outcome:
@@ -150,14 +148,11 @@ def check_gpu(a: Answers) -> Outcome:
     gpus = a.gpus()
     if not gpus:
         if failed := a.get("gpus", "failed"):
-            return "unknown", f"nvidia-smi: {failed}", "nvidia-smi; where it hangs too: restart the machine"
+            return "unknown", f"nvidia-smi: {failed}", "nvidia-smi", "where it hangs, too: restart the machine"
         if error := a.get("gpus", "error"):
-            return "fail", f"nvidia-smi: {' '.join(error)}", "load or install the driver; in a container: --gpus all"
-        return (
-            "warn",
-            "no GPU: CPU tensors and the virtual SM121 work, kernels do not run",
-            "on a machine with one: install its driver; in a container: --gpus all",
-        )
+            return "fail", f"nvidia-smi: {error}", "", "load or install the driver; in a container: --gpus all"
+        text = "no GPU: CPU tensors and the virtual SM121 work, kernels do not run"
+        return "warn", text, "", "on a machine with one: install its driver; in a container: --gpus all"
     text = ", ".join(f"{name} ({capability})" for name, capability in gpus)
     if any(capability.startswith("12.") for _, capability in gpus):
         return "ok", text
@@ -166,202 +161,238 @@ def check_gpu(a: Answers) -> Outcome:
             "ok",
             f"{text}: runs this fork's kernels because FLASHINFER_SM12X_MOE=1 (Hopper's MMAs, slower than wgmma)",
         )
-    return "warn", f"{text}: none is of the SM12x family, so upstream's kernels run", "nothing, if that is meant"
+    return "warn", f"{text}: none is of the SM12x family, so upstream's kernels run", "", "nothing, if that is meant"
+
+
+def _unified(a: Answers) -> bool:
+    return any(capability == "12.1" for _, capability in a.gpus())
 
 
 def check_driver(a: Answers) -> Outcome:
-    """The driver's version against the toolkit's."""
+    """The driver's version: against the toolkit's, and against reports of wedged hosts."""
     gpus = a.get("gpus", "gpus")
     if not gpus:
-        return ("unknown", "no driver answers", "see the check 'gpu'") if a.gpus() else None
+        return ("unknown", "no driver answers", "nvidia-smi") if a.gpus() else None
     driver = gpus[0]["driver"]
-    cuda = a.get("compiler", "version") or a.get("torch", "cuda") or ""
+    cuda = a.get("build", "version") or a.get("torch", "cuda") or ""
     if cuda.startswith("13.") and numbers(driver)[:1] < (CUDA_13_DRIVER,):
+        text = f"driver {driver} is older than {CUDA_13_DRIVER}, which CUDA {cuda} needs"
         return (
             "fail",
-            f"driver {driver} is older than {CUDA_13_DRIVER}, which CUDA {cuda} needs",
-            f"install driver {CUDA_13_DRIVER} or newer",
+            text,
+            f"{SUDO}apt-get install --yes nvidia-driver-{CUDA_13_DRIVER}-open",
+            "or as the system's vendor says",
         )
+    if _unified(a) and driver in WEDGED:
+        text = f"driver {driver}: GB10s were reported to hang until powered off when their unified memory runs out"
+        return "warn", text, "", "leave the host memory (see 'headroom'): no driver is known to be free of it"
     return "ok", f"driver {driver}"
+
+
+def check_kernel_log(a: Answers) -> Outcome:
+    """What the driver complained of since the machine started."""
+    if not a.gpus():
+        return None
+    lines = a.get("log", "lines")
+    if lines is None:
+        text = f"not read: {a.get('log', 'failed') or 'this user may not'}"
+        return "warn", text, "sudo dmesg | grep -E 'NVRM: .*(Xid|NV_ERR|Out of memory)'", "look for such lines yourself"
+    if not lines:
+        return "ok", "the driver complained of nothing since the machine started"
+    text = f"{a('log', 'count')} complaints of the driver, the last: {lines[-1].strip()}"
+    if "NV_ERR_NO_MEMORY" in lines[-1]:
+        return "warn", text, "", "memory ran out, after which hosts hang: see 'headroom', and restart the machine"
+    return "warn", text, "nvidia-smi -q", "Xid numbers are explained in NVIDIA's XID Errors; restart the machine"
 
 
 def check_torch(a: Answers) -> Outcome:
     """torch, and whether it sees the GPUs that the driver sees."""
     if "No module named 'torch'" in (a.get("torch", "failed") or ""):
-        return "fail", "torch is not installed", f"{PIP} install vllm=={VLLM_VERSION}, which brings its own"
+        return "fail", "torch is not installed", INSTALL_VLLM, "vLLM brings its own"
     torch, cuda = a("torch", "torch"), a("torch", "cuda")
     for library, version in (a.get("torch", "runtimes") or {}).items():
         # One of another major release is loaded under another name and serves somebody else.
         if cuda and version.split(".")[0] == cuda.split(".")[0] and numbers(version) < numbers(cuda):
-            return (
-                "fail",
-                f"torch {torch} is for CUDA {cuda} and found the runtime of CUDA {version}, {library}",
-                f"take {Path(library).parent} from LD_LIBRARY_PATH and LD_PRELOAD",
-            )
+            text = f"torch {torch} is for CUDA {cuda} and found the runtime of CUDA {version}, {library}"
+            for variable in ("LD_LIBRARY_PATH", "LD_PRELOAD"):
+                listed = re.split(r"[: ]", a.environ.get(variable, ""))
+                kept = [entry for entry in listed if entry not in (library, str(Path(library).parent))]
+                if kept != listed:
+                    return "fail", text, f"export {variable}={shlex.quote(':'.join(kept))}", SERVER
+            return "fail", text, "", f"take {library} from where the loader looks"
     if cuda is None and a.get("gpus", "gpus"):
-        remedy = f"{PIP} uninstall --yes torch; {PIP} install vllm=={VLLM_VERSION}, which brings its own"
-        return "fail", f"torch {torch} is a build without CUDA: it does not see the GPU", remedy
+        command = f"{PIP} uninstall --yes torch && {INSTALL_VLLM}"
+        return "fail", f"torch {torch} is a build without CUDA: it does not see the GPU", command, "vLLM brings its own"
     if cuda is not None and a.get("gpus", "gpus") and not a("torch", "gpus"):
-        return (
-            "fail",
-            f"torch {torch} (CUDA {cuda}) sees no GPU, the driver does",
-            "look at CUDA_VISIBLE_DEVICES; a driver older than torch's CUDA gives this too",
+        hidden = "CUDA_VISIBLE_DEVICES" in a.environ
+        command, why = (
+            ("unset CUDA_VISIBLE_DEVICES", SERVER) if hidden else ("", "the driver may be older than that CUDA")
         )
+        return "fail", f"torch {torch} (CUDA {cuda}) sees no GPU, the driver does", command, why
     return "ok", f"torch {torch}, " + (f"CUDA {cuda}" if cuda else "a build without CUDA")
-
-
-_ENTRY = re.compile(r"(\d+)\.(\d)([af]?)")
 
 
 def check_architectures(a: Answers) -> Outcome:
     """What is compiled for, against the GPUs that are here."""
-    capabilities = sorted({capability for _, capability in a.gpus()})
-    here = " ".join(f"{capability}a" for capability in capabilities if numbers(capability) >= (9,))
-    advice = f"export FLASHINFER_CUDA_ARCH_LIST={shlex.quote(here) if here else '12.1a'}" + (
-        "" if here else " (DGX Spark), or 12.0a (RTX 50, RTX PRO)"
-    )
-    value = a.environ.get("FLASHINFER_CUDA_ARCH_LIST")
-    source = "of the GPUs that are here" if value is None else f"FLASHINFER_CUDA_ARCH_LIST={value}"
-    written = re.split(r"[\s;]+", (value or "").strip())
-    if value is not None and not all(map(_ENTRY.fullmatch, written)):
-        return "fail", f"{source} has an entry that is no compute capability", advice
     listed = a.get("modules", "architectures")
     if listed is None:
-        listed = written if value is not None else a("modules", "architectures")
+        return None  # nothing is imported: 'import' says why
+    name = "FLASHINFER_CUDA_ARCH_LIST"
+    capabilities = sorted({capability for _, capability in a.gpus()})
+    missing = [gpu for gpu in capabilities if not any(_runs_on(entry, gpu) for entry in listed)]
+    command = f'export {name}="${{{name}:+${name} }}{" ".join(f"{gpu}a" for gpu in missing) or "12.1a"}"'
     if not listed:
-        return "warn", "no GPU and no FLASHINFER_CUDA_ARCH_LIST: nothing is compiled until it is set", advice
-    entries = [match for match in map(_ENTRY.fullmatch, listed) if match]
-    missing = [gpu for gpu in capabilities if not any(_runs_on(entry, gpu) for entry in entries)]
+        text = f"no GPU and no {name}: nothing is compiled until it is set"
+        return "warn", text, command, "12.1a is for a DGX Spark, 12.0a for RTX 50 and RTX PRO"
     if missing:
-        return "fail", f"{', '.join(listed)} ({source}) does not run on compute capability {', '.join(missing)}", advice
-    if any(re.fullmatch(r"12\.\d", entry) for entry in written):
-        return (
-            "warn",
-            f"{source} lacks the suffix a: this fork adds it, other projects compile without FP4 and block-scaled MMA",
-            advice,
-        )
-    if "12.0f" in listed and set(capabilities) == {"12.0"}:
-        return (
-            "warn",
-            f"12.0f ({source}): a GB10 takes such builds too, so they have fences that your GPU does not need",
-            advice,
-        )
-    return "ok", f"{', '.join(listed)} ({source})"
+        return "fail", f"{', '.join(listed)} does not run on compute capability {', '.join(missing)}", command, SERVER
+    return "ok", ", ".join(listed)
 
 
-def _runs_on(entry: re.Match[str], capability: str) -> bool:
-    major, minor = (int(part) for part in capability.split("."))
-    if int(entry[1]) != major:
-        return False
+def _runs_on(entry: str, capability: str) -> bool:
+    (major, minor, *_), (gpu_major, gpu_minor) = numbers(entry), numbers(capability)
     # Code for an architecture with the suffix a runs on that one only, other code on later ones of the family too.
-    return int(entry[2]) == minor or (entry[3] != "a" and int(entry[2]) < minor)
-
-
-def check_cache(a: Answers) -> Outcome:
-    """The cache's folder: whose, and whether it can be written."""
-    folder, owner, me = (a("folder", fact) for fact in ("folder", "owner", "me"))
-    elsewhere = "export FLASHINFER_WORKSPACE_BASE=<a folder of your own>"
-    if untrusted := a.get("folder", "untrusted"):
-        return "fail", untrusted, f"chmod -R go-w {folder}; or {elsewhere}"
-    if not a("folder", "writable"):
-        if a("folder", "exists"):
-            mine = f"sudo chown -R {me} {folder}; or " if owner != me else ""  # no help where nothing can be written
-            return (
-                "warn",
-                f"{folder} (of user {owner}) can only be read: what is fresh in it is loaded, the rest is built "
-                "among temporary files",
-                f"{mine}{elsewhere}",
-            )
-        return "fail", f"{folder} cannot be made: {a('folder', 'nearest')} cannot be written", elsewhere
-    return "ok", f"{folder}, " + (f"of user {owner}" if a("folder", "exists") else "not made yet")
+    return major == gpu_major and (minor == gpu_minor or (not entry.endswith("a") and minor < gpu_minor))
 
 
 def check_disk(a: Answers) -> Outcome:
-    """Room for the cache."""
-    free = a("folder", "free_bytes")
-    text = f"{free / GIB:.1f} GiB free where the cache is"
+    """Room for the cache, and for temporary files."""
+    if error := a.get("folder", "temporary_error"):
+        command = "unset TMPDIR" if a.environ.get("TMPDIR") else "df -h /tmp"
+        return "warn", f"nothing can be written where temporary files go: {error}", command, "or make room there"
+    free, folder = a("folder", "free_bytes"), a("folder", "folder")
+    text = f"{free / GIB:.1f} GiB free for {folder}"
     if free < DISK_NEEDED:
-        remedy = f"{CLI} sm12x-cache list; export FLASHINFER_WORKSPACE_BASE=<a folder on another disk>"
-        return "fail" if free < DISK_NEEDED // 4 else "warn", text, remedy
+        why = "make room, or have FLASHINFER_WORKSPACE_BASE name a folder on another disk"
+        return "fail" if free < DISK_NEEDED // 4 else "warn", text, f"{CLI} sm12x-cache list", why
     return "ok", text
 
 
 def check_modules(a: Answers) -> Outcome:
     """What is prebuilt or built, and whether it is fresh."""
-    build = f"{CLI} sm12x-build"
-    found = {
-        name.removeprefix("module "): fact for name, fact in a.facts["modules"].items() if name.startswith("module ")
-    }
+    found = a.modules()
     if not found:
+        if a.get("import", "failed"):
+            return None
         if error := a.get("modules", "error"):
-            return "warn", f"it cannot be told whether they are fresh: {error}", "see 'compiler' and 'architectures'"
-        return "unknown", f"not told: {a('modules', 'failed')}", build
-    words, state = [], "ok"
+            return "warn", f"it cannot be told whether they are fresh: {error}", "", "see 'build' and 'architectures'"
+        return "unknown", f"not told: {a('modules', 'failed')}"
+    words = []
     for name, fact in found.items():
-        if not fact["stale"]:
-            how = "prebuilt" if fact.get("prebuilt") else "built and fresh"
-            words.append(f"{name} is {how}, {fact['bytes'] / (1 << 20):.1f} MiB")
-            continue
-        stale, sources = fact["stale"], fact["sources"]
-        words.append(f"{name} is {f'stale: {stale[0]}' if fact['built'] else f'not built, {sources} sources'}")
-        if name.startswith("fused_moe_120"):  # the grouped GEMM is a public function that vLLM does not call
-            state = "fail" if a.environ.get("FLASHINFER_DISABLE_JIT") else "warn"
-    remedies = [build] if state != "ok" else []
-    passed_over = [f"{name}: {fact['passed_over']}" for name, fact in found.items() if fact.get("passed_over")]
+        words.append(f"{name}: {'prebuilt' if fact['prebuilt'] else fact['stale'] or 'built and fresh'}")
+    passed_over = [f"{name}: {fact['passed_over']}" for name, fact in found.items() if fact["passed_over"]]
     if passed_over:
-        words.append(f"prebuilt kernels are passed over ({passed_over[0]})")
-        remedies.insert(0, f"{PIP} uninstall flashinfer-sm12x-kernels, or install the wheel of this fork")
-        state = "warn" if state == "ok" else state
-    if state == "fail":
-        words.append("FLASHINFER_DISABLE_JIT forbids building")
-        remedies.insert(0, "unset FLASHINFER_DISABLE_JIT")
-    return state, "; ".join(words), "; ".join(remedies)
+        text = f"prebuilt kernels are passed over ({passed_over[0]}); {'; '.join(words)}"
+        why = "or install the wheel that this fork makes"
+        return "warn", text, f"{PIP} uninstall --yes flashinfer-sm12x-kernels", why
+    if all(not fact["stale"] for name, fact in found.items() if name.startswith("fused_moe_120")):
+        return "ok", "; ".join(words)  # the others are small, and built when first used
+    if a.environ.get("FLASHINFER_DISABLE_JIT"):
+        return "fail", "; ".join(words), f"unset FLASHINFER_DISABLE_JIT && {CLI} sm12x-build", "it forbids building"
+    return "warn", "; ".join(words), f"{CLI} sm12x-build", "or the first request builds it"
 
 
 def check_memory(a: Answers) -> Outcome:
     """Memory, and the compilers that it allows at once."""
-    available, jobs, reason = (a("memory", fact) for fact in ("available", "jobs", "reason"))
-    text = f"{available / GIB:.1f} GiB free: {jobs} compiler{'s' * (jobs != 1)} at once ({reason})"
+    available, jobs = a("memory", "available"), a("memory", "jobs")
+    text = f"{available / GIB:.1f} GiB free: {jobs} compiler{'s' * (jobs != 1)} at once ({a('memory', 'reason')})"
     if available < 2 * GIB:
-        return "warn", text, f"{CLI} sm12x-build before the model is loaded; MAX_JOBS=1"
+        return "warn", text, f"MAX_JOBS=1 {CLI} sm12x-build", "before the model is loaded"
     return "ok", text
 
 
-SWITCHES: Mapping[str, tuple[str, str]] = {
-    "FLASHINFER_SM12X_MOE": ("0", "upstream's kernels run in place of this fork's"),
-    "FLASHINFER_SM12X_CHECK": ("1", "every layer waits for the GPU"),
-    "FLASHINFER_JIT_DEBUG": ("1", "kernels are compiled without optimization"),
-    "FLASHINFER_DISABLE_JIT": ("", "what is not built, upstream's modules too, is an error"),
-    "FLASHINFER_ALLOW_SHARED_CACHE": ("1", "whoever can write to the cache chooses what code runs here"),
-    "FLASHINFER_DISABLE_VERSION_CHECK": ("", "kernels of other versions of FlashInfer are loaded"),
-    "FLASHINFER_SM12X_EMBED_PTX": ("1", "modules of another name, with PTX, are built and used"),
-}
-"""Variable -> the value that counts, any if empty, and what it does. Each is for a while and forgotten."""
-
-
-def check_switches(a: Answers) -> Outcome:
-    """Environment variables that were meant for a while."""
-    on = {
-        name: effect
-        for name, (value, effect) in SWITCHES.items()
-        if (a.environ.get(name) == value if value else a.environ.get(name))
-    }
-    if not on:
-        return "ok", "none of the variables for debugging and comparing is set"
-    text = "; ".join(f"{name}={a.environ[name]}: {effect}" for name, effect in on.items())
-    return "warn", text, f"unset {' '.join(on)}"
+def check_headroom(a: Answers) -> Outcome:
+    """Host memory on a GPU that has none of its own: beside vLLM's share, the host's."""
+    if not _unified(a):
+        return None
+    available, total = a("memory", "available"), a("memory", "total")
+    left = available - VLLM_SHARE * total
+    text = f"unified memory: {available / GIB:.0f} of {total / GIB:.0f} GiB are free"
+    if left >= HEADROOM:
+        return "ok", f"{text}, {left / GIB:.0f} GiB beside vLLM's {VLLM_SHARE:.0%}"
+    share = max(0.0, (available - HEADROOM) / total)
+    why = f"pass --gpu-memory-utilization {int(share * 100) / 100:.2f} or less to vllm serve, or stop what holds memory"
+    text += f": vLLM's {VLLM_SHARE:.0%} leaves the host less than {HEADROOM // GIB} GiB, and without memory it hangs"
+    return "warn", text, "ps -eo rss,pid,args --sort=-rss | head", why
 
 
 def check_probe(a: Answers) -> Outcome:
     """What a probe of the GPU left, which decides how MXFP8 and MXFP4 tokens are multiplied."""
     if error := a.get("modules", "probe_error"):
-        return "fail", error, f"rm {a('modules', 'workspace')}/sm12x_probe.json"
-    bits = a("modules", "probed_sum_bits")
+        return "fail", error, f"rm {shlex.quote(a('modules', 'workspace'))}/sm12x_probe.json"
+    bits = a.get("modules", "probed_sum_bits")
+    if bits is None:
+        return None  # 'import' or 'modules' says why
     if None in bits.values():
         return "ok", "the width of MMAs' sums was not probed (--probe does): block-scaled MMAs are used"
-    text = f"block-scaled MMAs keep {', '.join(f'{count} bits ({kind})' for kind, count in bits.items())} of a sum"
     needed = a("modules", "narrowest_sum")
+    text = f"block-scaled MMAs keep {', '.join(f'{count} bits ({kind})' for kind, count in bits.items())} of a sum"
     narrow = [kind for kind, count in bits.items() if count < needed]
-    if not narrow:
-        return "ok", f"{text}; {needed} are needed"
-    return "ok", f"{text}; {needed} are needed, so half precision takes the place of {' and '.join(narrow)}"
+    instead = f", so half precision takes the place of {' and '.join(narrow)}" if narrow else ""
+    return "ok", f"{text}; {needed} are needed{instead}"
+
+
+def check_vllm(a: Answers) -> Outcome:
+    """Whether the vLLM that this fork is made for is here."""
+    version = a("path", "vllm")
+    if version is None and a.get("vllm", "found") is False:
+        return "ok", f"not installed here; the fork is made for {VLLM_VERSION}"
+    if version != VLLM_VERSION:
+        text = (
+            f"vLLM {version or 'of an unknown version'}; the fork is made for {VLLM_VERSION}, what follows may differ"
+        )
+        return "warn", text, INSTALL_VLLM
+    return "ok", f"vLLM {version}"
+
+
+def check_vllm_plugin(a: Answers) -> Outcome:
+    """What vLLM's loading of plugins did with the fork's, and with its settings."""
+    if error := a.get("vllm", "settings_error"):
+        name = error.split(":")[0]
+        return "fail", f"vLLM does not start: {error}", f"unset {name}" if name in variables.TABLE else ""
+    if a.get("vllm", "found") is False:
+        return None
+    if PLUGIN not in a("path", "plugins"):
+        return "warn", f"no entry point {PLUGIN} in vllm.general_plugins: vLLM takes its own choices", FIRST, SERVER
+    outcome = a("vllm", "outcome") or "vLLM could not load it"
+    if outcome == "installed":
+        chosen = ", ".join(f"{key} {value}" for key, value in a("vllm", "settings").items())
+        return "ok", f"installed: gpt-oss's experts are this fork's ({chosen})"
+    listed = a.environ.get("VLLM_PLUGINS")
+    if listed is not None and PLUGIN not in listed.split(","):
+        command = 'export VLLM_PLUGINS="${VLLM_PLUGINS:+$VLLM_PLUGINS,}' + f'{PLUGIN}"'
+        return "warn", f"VLLM_PLUGINS={listed} leaves the plugin out: vLLM takes its own choices", command, SERVER
+    off = [name for name in (variables.PLUGIN, "FLASHINFER_SM12X_MOE") if a.environ.get(name, "").strip() == "0"]
+    if off:
+        return "warn", f"the plugin is switched off: {', '.join(f'{name}=0' for name in off)}", f"unset {' '.join(off)}"
+    if outcome.startswith("no GPU"):
+        state = "fail" if any(capability.startswith("12.") for _, capability in a.gpus()) else "ok"
+        return state, f"{outcome}: vLLM's own choices", *(("", "see 'gpu' and 'torch'") if state == "fail" else ())
+    return "fail", f"it could not be installed: {outcome}", "", "this fork is not whole, or made for another vLLM"
+
+
+def check_vllm_flashinfer(a: Answers) -> Outcome:
+    """What vLLM finds in FlashInfer, and so takes for attention with sinks."""
+    if a.get("vllm", "found") is False:
+        return None
+    names = ("has_flashinfer", "has_flashinfer_cutlass_fused_moe", "has_flashinfer_autotune_v2")
+    text = ", ".join(f"{name}: {'yes' if a('vllm', name) else 'no'}" for name in names)
+    if a("vllm", "has_flashinfer_cutlass_fused_moe"):
+        if a("vllm", "has_flashinfer_cubin") or a("vllm", "has_nvidia_artifactory"):
+            return "ok", f"{text}; attention by FLASHINFER"
+        text += (
+            "; attention by TRITON_ATTN: there is no flashinfer-cubin, and NVIDIA's server of cubins does not answer"
+        )
+        return "warn", text, f'{PIP} install "flashinfer-cubin=={versions()[1]}"'
+    lacks = [what for what in ("nvcc", "ninja") if not a("vllm", what)]
+    if a("vllm", "has_flashinfer") or not lacks:
+        return "fail", f"{text}: the flashinfer that vLLM imports lacks functions", FIRST, SERVER
+    text += f": vLLM finds no {' and no '.join(lacks)}, and no flashinfer-cubin, and does without FlashInfer"
+    scripts, nvcc = Path(sys.executable).parent, a.get("build", "nvcc")
+    if "nvcc" in lacks and nvcc is None:
+        return "fail", text, "", "see 'build'"
+    commands = [f"export CUDA_HOME={shlex.quote(str(Path(nvcc).parents[1]))}"] if "nvcc" in lacks else []
+    if "ninja" in lacks:
+        commands += [] if os.path.exists(scripts / "ninja") else [f"{PIP} install ninja"]
+        commands.append(prepend("PATH", scripts))
+    return "fail", text, " && ".join(commands), SERVER

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .asking import Facts, ask, versions
+from .asking import Facts, ask, say, versions
 
 if TYPE_CHECKING:
     from . import Finding
@@ -44,10 +44,10 @@ def measure(limit: float) -> dict[str, dict[str, Any]]:
     facts: dict[str, dict[str, Any]] = {}
     for part, factor in PARTS.items():
         began = time.monotonic()
-        print(f"probe: {part} ...", end="", file=sys.stderr, flush=True)
-        facts[PREFIX + part] = found = ask(PREFIX + part, factor * limit)
+        facts |= ask({PREFIX + part: factor * limit})
+        found = facts[PREFIX + part]
         found["wall_seconds"] = round(time.monotonic() - began, 1)
-        print(f" {found.get('failed', '')} {found['wall_seconds']} s", file=sys.stderr, flush=True)
+        say(f"probe: {part}: {found.get('failed', 'done')}, {found['wall_seconds']} s", sys.stderr)
         if part == "device" and "failed" in found:
             break
     return facts
@@ -57,7 +57,7 @@ def write_report(path: Path, facts: Mapping[str, Facts], findings: Sequence[Find
     """The file for others to read: the device and its driver, versions, what was measured, and what was found of it.
 
     Raises:
-        OSError: it cannot be written.
+        OSError, ValueError: it cannot be written.
     """
     fork, upstream = versions()
     measured = {name.removeprefix(PREFIX): found for name, found in facts.items() if name.startswith(PREFIX)}
@@ -67,7 +67,7 @@ def write_report(path: Path, facts: Mapping[str, Facts], findings: Sequence[Find
         "fork": fork,
         "upstream": upstream,
         "driver": gpus[0].get("driver"),
-        "toolkit": facts["compiler"].get("version"),
+        "toolkit": facts["build"].get("version"),
     }
     found = [asdict(finding) for finding in findings if finding.check.startswith(PREFIX)]
     path.write_text(json.dumps({**about, "measured": measured, "findings": found}, indent=1) + "\n", encoding="utf-8")

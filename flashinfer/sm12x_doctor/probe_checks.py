@@ -21,8 +21,8 @@ KINDS = ("bf16", "f16", "mxf8f6f4", "mxf4")
 SLOW_LAUNCH_US = 10.0
 """A node of a CUDA graph takes about 1.3 us."""
 
-KERNELS_WRONG = f"do not use this GPU for it; report this, with the file; {CLI} sm12x-doctor --probe again"
-SLOWER = "close what else uses the GPU or its memory, look at `nvidia-smi -q -d PERFORMANCE,POWER`, probe again"
+KERNELS_WRONG = f"{CLI} sm12x-doctor --probe", "do not use this GPU for it; report this, with the file"
+SLOWER = "nvidia-smi -q -d PERFORMANCE,POWER", "close what else uses the GPU or its memory, probe again"
 
 
 def _beside(value: float, predicted: Sequence[float] | None, unit: str) -> tuple[str, str]:
@@ -37,8 +37,8 @@ def _beside(value: float, predicted: Sequence[float] | None, unit: str) -> tuple
 def device(a: Answers) -> Outcome:
     """What is measured."""
     if failed := a.get("probe-device", "failed"):
-        where = "see the checks 'gpu' and 'torch'; compute capability 12.x, or 9.0 with FLASHINFER_SM12X_MOE=1"
-        return "unknown", f"nothing to measure: {failed}", where
+        where = "see 'gpu' and 'torch'; compute capability 12.x, or 9.0 with FLASHINFER_SM12X_MOE=1"
+        return "unknown", f"nothing to measure: {failed}", "", where
     name, capability, sms = (a("probe-device", fact) for fact in ("name", "capability", "sm_count"))
     text = f"{name} (compute capability {'.'.join(map(str, capability))}), {sms} SMs"
     return "ok", text + (": results are checked, nothing is timed" if a("probe-device", "virtual") else "")
@@ -47,12 +47,12 @@ def device(a: Answers) -> Outcome:
 def dram(a: Answers) -> Outcome:
     """Sustained read."""
     if a("probe-dram", "wrong"):
-        return "fail", "the sum of what was read is not the sum of what was written", KERNELS_WRONG
+        return "fail", "the sum of what was read is not the sum of what was written", *KERNELS_WRONG
     if a("probe-device", "virtual"):
         return "ok", "what was read is what was written"
     rate = a("probe-dram", "gigabytes_per_second")
     state, beside = _beside(rate, a.get("probe-dram", "predicted"), " GB/s")
-    return state, f"{rate:,.0f} GB/s are read{beside}", SLOWER if state != "ok" else ""
+    return state, f"{rate:,.0f} GB/s are read{beside}", *(SLOWER if state != "ok" else ())
 
 
 def mma(a: Answers, kind: str) -> Outcome:
@@ -61,7 +61,7 @@ def mma(a: Answers, kind: str) -> Outcome:
         return None
     found = a("probe-mma", kind)
     if found["wrong"]:
-        return "fail", f"{found['wrong']:,} results of a product of small integers are wrong", KERNELS_WRONG
+        return "fail", f"{found['wrong']:,} results of a product of small integers are wrong", *KERNELS_WRONG
     if a("probe-device", "virtual"):
         return "ok", "results are exact"
     state, beside = _beside(found["flops_per_clock"], found.get("predicted"), "")
@@ -69,7 +69,7 @@ def mma(a: Answers, kind: str) -> Outcome:
         f"{found['flops_per_clock']:,.0f} FLOP per clock and SM{beside}; {found['tflops']:,.0f} TFLOP/s at "
         f"{found['gigahertz']:.2f} GHz"
     )
-    return state, text, SLOWER if state != "ok" else ""
+    return state, text, *(SLOWER if state != "ok" else ())
 
 
 INSTEAD = {
@@ -88,16 +88,12 @@ def sums(a: Answers) -> Outcome:
         return "ok", f"{text}: rounding results to bf16 costs more ({needed} are needed for that)"
     text += f"; with fewer than {needed}, sums cost more than rounding results to bf16"
     if a("probe-device", "virtual"):
-        return "warn", text, "nothing: the virtual device was made so"
+        return "warn", text, "", "nothing: the virtual device was made so"
     if instead := [INSTEAD[kind] for kind in narrow if kind in INSTEAD]:
         text += f", so {' and '.join(instead)} from now on"
     if not instead:
-        return "warn", text, "nothing: there is no other MMA to multiply with; report this, with the file"
-    return (
-        "warn",
-        text,
-        f"nothing, {CLI} sm12x-build compiles that now; FLASHINFER_SM12X_HALF_MMA=0 keeps the block-scaled MMAs",
-    )
+        return "warn", text, "", "there is no other MMA to multiply with; report this, with the file"
+    return "warn", text, f"{CLI} sm12x-build", "FLASHINFER_SM12X_HALF_MMA=0 keeps the block-scaled MMAs"
 
 
 def launch(a: Answers) -> Outcome:
@@ -106,7 +102,7 @@ def launch(a: Answers) -> Outcome:
     wrong = {kind: a("probe-launch", f"{kind} out of order") for kind in kinds}
     if any(wrong.values()):
         text = ", ".join(f"{count} of the {kind} ones" for kind, count in wrong.items() if count)
-        return "fail", f"launches did not see what the one in front of them wrote: {text}", KERNELS_WRONG
+        return "fail", f"launches did not see what the one in front of them wrote: {text}", *KERNELS_WRONG
     if a("probe-device", "virtual"):
         return "ok", "plain, dependent and cooperative launches see what the one in front of them wrote"
     costs = {kind: a("probe-launch", kind) for kind in kinds}
@@ -114,7 +110,7 @@ def launch(a: Answers) -> Outcome:
         f"{kind}: {cost['stream_us']:.1f} us, {cost['graph_us']:.1f} us in a CUDA graph" for kind, cost in costs.items()
     )
     if costs["plain"]["graph_us"] > SLOW_LAUNCH_US:
-        return "warn", text, "stop profilers and debuggers; look at `nvidia-smi -q -d CLOCK`, probe again"
+        return "warn", text, "nvidia-smi -q -d CLOCK", "stop profilers and debuggers, probe again"
     return "ok", text
 
 
@@ -131,11 +127,11 @@ def overlap(a: Answers) -> Outcome:
     )
     text = f"behind a launch of {length:.0f} us a dependent one begins: {text}"
     if a("probe-launch", "overlap_plain")["began_before_end_us"] > 0:
-        return "fail", f"{text}; so does one that is not dependent", KERNELS_WRONG
+        return "fail", f"{text}; so does one that is not dependent", *KERNELS_WRONG
     # An SM shares its memory between L1 and blocks anew only while it runs none: a GPU's right, for all that is known.
     if leads["overlap"] > 0 and leads["overlap_graph"] > 0:
         return "ok", text
-    return "warn", text, "nothing: layers are slower by a launch and right; report this, with the file"
+    return "warn", text, "", "layers are slower by a launch and right; report this, with the file"
 
 
 def order(a: Answers) -> Outcome:
@@ -147,20 +143,17 @@ def order(a: Answers) -> Outcome:
     wrong = {fenced: sum(count["wrong"] for count in found) for fenced, found in counts.items()}
     compared = sum(count["compared"] for count in counts["with"])
     if compared == 0:
-        return "fail", "no word was handed over", KERNELS_WRONG
+        return "fail", "no word was handed over", *KERNELS_WRONG
     if wrong["with"]:
         text = f"{wrong['with']:,} of {compared:,} words were those of another stage, in spite of fences"
-        return "fail", text, KERNELS_WRONG
+        return "fail", text, *KERNELS_WRONG
     text = f"{compared:,} words handed over with fences, none wrong; without: {wrong['without']:,} wrong"
     if not wrong["without"]:
         return "ok", text
     if a("probe-device", "gb10"):
         return "ok", f"{text}: this GPU does reorder, as is known of GB10, and the kernels have fences"
-    return (
-        "warn",
-        f"{text}: this GPU does reorder, which was known of GB10 only",
-        "export FLASHINFER_CUDA_ARCH_LIST=12.0f, for kernels with fences; report this, with the file",
-    )
+    text += ": this GPU does reorder, which was known of GB10 only"
+    return "warn", text, "export FLASHINFER_CUDA_ARCH_LIST=12.0f", "for kernels with fences; report this, with the file"
 
 
 def tactics(a: Answers) -> Outcome:
@@ -168,7 +161,7 @@ def tactics(a: Answers) -> Outcome:
     wrong = a("probe-tactics", "wrong")
     if wrong:
         more = f"; and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        return "fail", f"{wrong[0]}{more}", f"export FLASHINFER_SM12X_MOE=0, and {KERNELS_WRONG}"
+        return "fail", f"{wrong[0]}{more}", "export FLASHINFER_SM12X_MOE=0", KERNELS_WRONG[1]
     count, used = a("probe-tactics", "count"), a("probe-tactics", "used")
     worst = ", ".join(f"{name} {share:.0%}" for name, share in used.items())
     return "ok", f"{count} results are within their bounds; the largest error, as a share of it: {worst}"
@@ -186,7 +179,12 @@ def layer(a: Answers, tokens: int) -> Outcome:
     low, high = predicted
     text += f"; predicted: {low:,.0f} to {high:,.0f} us"
     if time > high / SLACK:
-        return "warn", text, f"see probe-dram and the MMAs' rates first; {SLOWER}; else report this, with the file"
+        return (
+            "warn",
+            text,
+            SLOWER[0],
+            f"see probe-dram and the MMAs' rates first; {SLOWER[1]}; else report this, with the file",
+        )
     return "ok", text
 
 

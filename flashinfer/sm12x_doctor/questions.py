@@ -7,7 +7,9 @@ that what was found before a crash is not lost. Nothing of FlashInfer is importe
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import importlib
 import importlib.metadata
 import importlib.util
 import json
@@ -16,33 +18,41 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
+import types
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":
+    # This file's folder, which Python puts first: no other program has it there. The tree as in __main__.py.
+    del sys.path[0]
+    _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    for _name, _folder in (("_sm12x", ""), ("_sm12x.jit", "jit")):
+        sys.modules[_name] = types.ModuleType(_name)
+        sys.modules[_name].__path__ = [os.path.join(_PACKAGE, _folder)]
 
 MARK = "sm12x-fact "
 """What a line with a fact starts with; libraries print lines of their own."""
 
-DISTRIBUTIONS = (
-    "flashinfer-python",
-    "flashinfer-sm12x",
-    "flashinfer-cubin",
-    "flashinfer-jit-cache",
-    "vllm",
-    "nvidia-cutlass-dsl",
-)
-
 VLLM_QUESTIONS = (
     "has_flashinfer_cubin",
     "has_flashinfer",
-    "has_flashinfer_moe",
     "has_flashinfer_cutlass_fused_moe",
-    "has_flashinfer_trtllm_fused_moe",
     "has_flashinfer_autotune_v2",
     "has_nvidia_artifactory",
 )
-"""Of ``vllm.utils.flashinfer``; the last one asks a server."""
+"""Of ``vllm.utils.flashinfer``; the last one asks a server, unless the plugin knows better."""
 
-_PACKAGE = Path(__file__).resolve().parents[1]
+SOURCE = """\
+__global__ void sm12x_doctor(int* out) { *out = 12; }
+extern "C" int sm12x_doctor_loads() { return 12; }
+"""
+
+SUSPECTS = (
+    "CUDA_HOME CUDA_PATH FLASHINFER_NVCC FLASHINFER_NVCC_LAUNCHER CC CXX NVCC_CCBIN NVCC_PREPEND_FLAGS NVCC_APPEND_FLAGS "
+    "CPATH C_INCLUDE_PATH CPLUS_INCLUDE_PATH LIBRARY_PATH LD_LIBRARY_PATH LD_PRELOAD"
+).split()
+"""Variables without which a build is tried again where it failed."""
 
 
 def tell(**facts: Any) -> None:
@@ -52,70 +62,107 @@ def tell(**facts: Any) -> None:
 
 
 def ask_path() -> None:
-    """Where Python looks, what lies there by the name of flashinfer, and which packages are installed."""
-    places = []
-    for entry in dict.fromkeys(sys.path):
-        folder = Path(entry or ".", "flashinfer")
-        kind = "fork" if (folder / "_layer.py").is_file() else "plain" if (folder / "__init__.py").is_file() else None
-        if kind is None and folder.is_dir():
-            kind = "no __init__.py"
-        infos = [str(info) for info in Path(entry or ".").glob("flashinfer_sm12x.egg-info")]
-        if kind or infos:
-            places.append({"entry": entry, "kind": kind, "egg_info": infos})
-    tell(places=places)
+    """What Python finds by the name of flashinfer, and which forks and plugins and which vLLM are there."""
     spec = importlib.util.find_spec("flashinfer")
     tell(found=None if spec is None else {"file": spec.origin, "folders": list(spec.submodule_search_locations or ())})
-    versions: dict[str, str] = {}
-    for name in DISTRIBUTIONS:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    tell(versions=versions)
-    plugins = {point.name: point.value for point in importlib.metadata.entry_points(group="vllm.general_plugins")}
-    tell(plugins=plugins)
+    entries = [entry or "." for entry in dict.fromkeys(sys.path)]
+    tell(forks=[entry for entry in entries if os.path.isfile(os.path.join(entry, "flashinfer", "_layer.py"))])
+    tell(vllm=next((found.version for found in importlib.metadata.distributions(name="vllm")), None))
+    tell(plugins=[point.name for point in importlib.metadata.entry_points(group="vllm.general_plugins")])
 
 
 def ask_import() -> None:
     """What ``import flashinfer`` gives."""
     import flashinfer
 
-    tell(file=flashinfer.__file__, version=getattr(flashinfer, "__version__", None))
-    tell(fork_version=getattr(flashinfer, "__fork_version__", None))
+    tell(version=flashinfer.__version__, fork=getattr(flashinfer, "__fork_version__", None))
 
 
-def ask_compiler() -> None:
-    """The CUDA toolkit that the build takes."""
-    toolchain = _by_file("jit/sm12x/toolchain.py")
-    tell(pip=toolchain.PIP_COMMAND)
+def ask_build() -> None:
+    """Whether three lines of CUDA are compiled, linked and loaded as a module is; else what to leave out that they are."""
+    error = _try_build()
+    tell(error=error)
+    if error is None:
+        return
+    for name in filter(os.environ.get, SUSPECTS):
+        text = os.environ.pop(name)
+        if _try_build() is None:
+            tell(blame=name)
+            return
+        os.environ[name] = text
+    for parent in (os.path.expanduser("~"), "/var/tmp", "/tmp"):
+        folder = os.path.join(parent, f"flashinfer-{os.geteuid()}")
+        made = not os.path.exists(folder)
+        os.environ["FLASHINFER_WORKSPACE_BASE"] = folder
+        works = _try_build() is None
+        if made:
+            shutil.rmtree(folder, ignore_errors=True)
+        if works:
+            tell(elsewhere=folder)
+            return
+
+
+def _try_build() -> str | None:
+    """Why it failed, or None."""
+    build = importlib.import_module("_sm12x.jit.sm12x.build")
+    toolchain = importlib.import_module("_sm12x.jit.sm12x.toolchain")
+    toolchain.compiler_banner.cache_clear()
+    build.compiler_identity.cache_clear()
+    folder = _cache() / f"doctor-{os.getpid()}"
     try:
         toolkit = toolchain.discover()
         tell(nvcc=toolkit.nvcc, origin=toolkit.origin, version=str(toolkit.version))
-        tell(libraries=[str(toolkit.find_library("cudart"))])
-    except toolchain.ToolchainError as error:
-        tell(error=str(error))
+        listed = os.environ.get("FLASHINFER_CUDA_ARCH_LIST", "")
+        targets = re.findall(r"\b(\d+)\.(\d[af])", listed) or [("12", "0a")]
+        codes = [f"-gencode=arch=compute_{a}{b},code=sm_{a}{b}" for a, b in targets]
+        with build.module_lock(folder / "doctor.lock") as lock:
+            source = folder / "doctor.cu"
+            build.write_atomically(source, SOURCE)
+            step = build.compile_step("doctor.o", source, toolkit.nvcc, ["--compiler-options=-fPIC", *codes])
+            runtime = toolkit.find_library("cudart")
+            links = ("-shared", str(runtime), f"-Wl,-rpath,{runtime.parent}", "-Wl,-z,now")
+            plan = build.ModulePlan("doctor", folder, folder / "doctor.lock", (step,), build.host_compiler(), links)
+            build.build(plan, max_jobs=1, lock=lock)
+            if ctypes.CDLL(str(plan.library)).sm12x_doctor_loads() != 12:
+                return "the library that was compiled does not do what its source says"
+    except (OSError, RuntimeError, ValueError, AttributeError) as error:
+        return str(error)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return None
 
 
-def ask_tools() -> None:
-    """ninja and the host compiler."""
-    for name, program in (("ninja", "ninja"), ("cxx", os.environ.get("CXX", "c++"))):
-        path = shutil.which(program)
-        tell(**{name: {"program": program, "path": path, "banner": _first_line(path) if path else None}})
+def _cache() -> Path:
+    return (
+        Path(os.environ.get("FLASHINFER_WORKSPACE_BASE") or os.path.expanduser("~")).absolute()
+        / ".cache"
+        / "flashinfer"
+    )
 
 
 def ask_gpus() -> None:
     """The driver's word on the GPUs."""
     program = shutil.which("nvidia-smi")
-    tell(nvidia_smi=program)
     if program is None:
         return
     query = [program, "--query-gpu=name,compute_cap,driver_version", "--format=csv,noheader"]
-    result = subprocess.run(query, capture_output=True, text=True)
+    result = subprocess.run(query, capture_output=True, text=True, errors="replace")
     if result.returncode:
-        tell(error=(result.stderr + result.stdout).strip().splitlines()[:2])
+        tell(error=" ".join((result.stderr + result.stdout).strip().splitlines()[:2]))
         return
-    rows = [[cell.strip() for cell in line.split(",")] for line in result.stdout.splitlines() if line.strip()]
-    tell(gpus=[{"name": row[0], "capability": row[1], "driver": row[2]} for row in rows])
+    rows = [[cell.strip() for cell in line.split(",")] for line in result.stdout.splitlines() if line.count(",") == 2]
+    tell(gpus=[dict(zip(("name", "capability", "driver"), row, strict=True)) for row in rows])
+
+
+def ask_log() -> None:
+    """What the driver complained of in the kernel's log since the machine started."""
+    for command in (["dmesg"], ["journalctl", "--dmesg", "--boot", "--no-pager", "--quiet"]):
+        with contextlib.suppress(OSError):
+            result = subprocess.run(command, capture_output=True, text=True, errors="replace")
+            if result.returncode == 0 and result.stdout.strip():
+                lines = re.findall(r".*NVRM: .*(?:Xid|NV_ERR|Out of memory|rm_init_adapter failed).*", result.stdout)
+                tell(lines=[line[-300:] for line in lines[-3:]], count=len(lines))
+                return
 
 
 def ask_torch() -> None:
@@ -135,18 +182,15 @@ def ask_torch() -> None:
 
 
 def ask_folder() -> None:
-    """The cache's folder as the file system has it."""
-    base = Path(os.environ.get("FLASHINFER_WORKSPACE_BASE") or Path.home()).absolute()
-    folder = base / ".cache" / "flashinfer"
-    tell(folder=folder, exists=folder.is_dir())
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    tell(nearest=there, owner=there.stat().st_uid, me=os.geteuid(), writable=os.access(there, os.W_OK | os.X_OK))
-    tell(free_bytes=shutil.disk_usage(there).free)
-    trust = _by_file("jit/sm12x/trust.py")
+    """Room for the cache, and for temporary files."""
+    folder = _cache()
+    there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    tell(free_bytes=shutil.disk_usage(there).free, folder=folder)
     try:
-        trust.require_trusted(folder)
-    except trust.UntrustedCacheError as error:
-        tell(untrusted=str(error))
+        with tempfile.TemporaryFile(dir=os.environ.get("TMPDIR")) as file:
+            file.write(bytes(1 << 20))
+    except OSError as error:
+        tell(temporary_error=str(error))
 
 
 def ask_modules() -> None:
@@ -155,90 +199,65 @@ def ask_modules() -> None:
     from flashinfer.jit import env as jit_env
     from flashinfer.jit.sm12x import build, modules, prebuilt
 
-    tell(workspace=jit_env.FLASHINFER_WORKSPACE_DIR, read_only_cache=getattr(jit_env, "PREBUILT_JIT_DIR", None))
+    known = sorted(core.current_compilation_context.TARGET_CUDA_ARCHS)
+    tell(workspace=jit_env.FLASHINFER_WORKSPACE_DIR, architectures=[f"{major}.{minor}" for major, minor in known])
     try:
-        tell(
-            probed_sum_bits={kind: modules.probed_sum_bits(kind) for kind in modules.MMA_KINDS},
-            narrowest_sum=modules.NARROWEST_SUM,
-        )
+        probed = {kind: modules.probed_sum_bits(kind) for kind in modules.MMA_KINDS}
+        tell(probed_sum_bits=probed, narrowest_sum=modules.NARROWEST_SUM)
     except ValueError as error:
         tell(probe_error=str(error))
-    known = sorted(core.current_compilation_context.TARGET_CUDA_ARCHS)
-    tell(architectures=[f"{major}.{minor}" for major, minor in known])
     try:
-        specs = modules.gen_operator_modules()
+        for spec in modules.gen_operator_modules():
+            library, passed_over = prebuilt.find(spec)
+            stale = "" if library is not None else build.why_stale(spec.plan)
+            fact = {"prebuilt": library is not None, "stale": stale, "passed_over": passed_over}
+            tell(**{f"module {spec.name}": fact})
     except (RuntimeError, ValueError) as error:
         tell(error=str(error))
-        return
-    for spec in specs:
-        library, passed_over = prebuilt.find(spec)
-        if library is not None:
-            what = {"prebuilt": True, "stale": [], "library": library, "bytes": library.stat().st_size}
-            tell(**{f"module {spec.name}": what})
-            continue
-        try:
-            plan = spec.plan
-        except RuntimeError as error:
-            tell(error=str(error))
-            return
-        built = plan.library.stat() if plan.library.is_file() else None
-        why = [reason for reason in [build.why_stale(plan)] if reason]
-        what = {"built": built is not None, "stale": why, "library": plan.library, "sources": len(plan.steps)}
-        what["passed_over"] = passed_over
-        tell(**{f"module {spec.name}": {**what, "bytes": built.st_size if built else 0}})
 
 
 def ask_memory() -> None:
-    """Compilers that a build would run at once."""
-    jobs = _by_file("jit/sm12x/jobs.py")
+    """Memory that is free, and the compilers that a build would run at once."""
+    jobs = importlib.import_module("_sm12x.jit.sm12x.jobs")
     together, reason = jobs.parallel_jobs()
-    tell(available=jobs.available_memory(), reason=reason, jobs=together)
+    total = re.search(r"MemTotal:\s*(\d+)", Path("/proc/meminfo").read_text())
+    tell(available=jobs.available_memory(), reason=reason, jobs=together, total=int(total[1]) << 10 if total else None)
 
 
-def ask_vllm() -> None:
-    """What vLLM finds in FlashInfer."""
-    spec = importlib.util.find_spec("vllm")
-    tell(found=spec is not None)
-    if spec is None:
+def ask_vllm(additional_config: str = "{}") -> None:
+    """What vLLM finds in FlashInfer, behind its own loading of plugins, and the plugin's settings."""
+    with contextlib.suppress(ModuleNotFoundError):
+        from flashinfer_sm12x_vllm import settings
+
+        try:
+            tell(settings=vars(settings.resolve(json.loads(additional_config))))
+        except ValueError as error:
+            tell(settings_error=str(error))
+    tell(found=importlib.util.find_spec("vllm") is not None)
+    if importlib.util.find_spec("vllm") is None:
         return
+    from vllm.plugins import load_general_plugins
+
+    try:
+        load_general_plugins()
+    finally:
+        tell(outcome=getattr(sys.modules.get("flashinfer_sm12x_vllm"), "outcome", None))
     from vllm.utils import flashinfer as seen
 
-    path = getattr(seen, "_flashinfer_nvcc_path", None)
-    tell(nvcc=path() if path else None, ninja=shutil.which("ninja"))
+    tell(nvcc=seen._flashinfer_nvcc_path(), ninja=shutil.which("ninja"))
     for name in VLLM_QUESTIONS:
-        question = getattr(seen, name, None)
-        tell(**{name: None if question is None else bool(question())})
+        tell(**{name: bool(getattr(seen, name)())})
 
 
-def _by_file(relative: str) -> Any:
-    """A module of this tree that needs nothing else of it, whichever flashinfer is the one that is imported."""
-    name = Path(relative).stem
-    spec = importlib.util.spec_from_file_location(f"_sm12x_{name}", _PACKAGE / relative)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look there
-    spec.loader.exec_module(module)
-    return module
-
-
-def _first_line(program: str) -> str:
-    result = subprocess.run([program, "--version"], capture_output=True, text=True)
-    return next(iter((result.stdout + result.stderr).splitlines()), "")
-
-
-QUESTIONS = {name.removeprefix("ask_"): value for name, value in list(globals().items()) if name.startswith("ask_")}
+QUESTIONS = tuple(name.removeprefix("ask_") for name in globals() if name.startswith("ask_"))
 
 if __name__ == "__main__":
-    # This file's folder, which Python puts first: no other program has it there.
-    if sys.path and Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
-        del sys.path[0]
     try:
         if sys.argv[1].startswith("probe-"):
             from flashinfer.sm12x_gpu_probe.parts import PARTS
 
             PARTS[sys.argv[1].removeprefix("probe-")](tell)
         else:
-            QUESTIONS[sys.argv[1]]()
+            globals()[f"ask_{sys.argv[1]}"](*sys.argv[2:])
     except Exception as error:
         tell(failed=f"{type(error).__name__}: {error}")

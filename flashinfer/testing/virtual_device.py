@@ -37,7 +37,7 @@ import torch
 
 from flashinfer._layer import fork_root
 from flashinfer.jit.sm12x.instances import INSTANCES
-from flashinfer.sm12x.backend import VIRTUAL_DEVICE, register_virtual
+from flashinfer.sm12x.backend import register_virtual
 
 from .error_bounds import SM120_SUM_BITS
 
@@ -100,9 +100,9 @@ def in_own_process(function: Callable[..., Any], *arguments: Any) -> Any:
             os.environ["LD_PRELOAD"] = before
 
 
-def _check_architecture(name: str, origin: str) -> None:
+def _check_architecture(name: str) -> None:
     if name not in ARCHITECTURES:
-        raise ValueError(f"{origin} is {name!r}; the virtual device can be {', '.join(ARCHITECTURES)}")
+        raise ValueError(f"architecture is {name!r}; the virtual device can be {', '.join(ARCHITECTURES)}")
 
 
 class VirtualDevice:
@@ -342,7 +342,7 @@ def virtual_device(
         RuntimeError: the emulator cannot be built, or the process has a real CUDA 13 runtime loaded (the text says what
             to do).
     """
-    _check_architecture(architecture, "architecture")
+    _check_architecture(architecture)
     with _lock:
         if _stack:
             raise RuntimeError("a virtual device is active in this process already; there can be one at a time")
@@ -374,7 +374,6 @@ def active(name: str = "") -> VirtualDevice | None:
 
 @functools.cache
 def _process_device(name: str) -> VirtualDevice:
-    _check_architecture(name, VIRTUAL_DEVICE)
     with _lock:
         return VirtualDevice(name, strict=True, watch=None, threads=0)
 

@@ -176,6 +176,6 @@ def test_upstreams_names_ask_upstream_first(monkeypatch: pytest.MonkeyPatch, nam
 @pytest.mark.parametrize(("switch", "served"), [("0", False), ("", True)])
 def test_the_forks_switch_leaves_them_to_upstream(monkeypatch: pytest.MonkeyPatch, switch: str, served: bool) -> None:
     monkeypatch.setattr(devices, "_capability", lambda _index: (12, 1))
-    monkeypatch.setattr(devices, "_switch", lambda _variable: switch)
+    monkeypatch.setenv("FLASHINFER_SM12X_MOE", switch)
     assert sm12x_mm._serves_sm12x(0) is served
     assert sm12x_mm.takes_mm_fp4(torch.device("cuda", 0), "cute-dsl", False) is served

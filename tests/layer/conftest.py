@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from doctor_machine import Parts
 from layer_toys import FORK_FILES, WHEEL_FILES, Run, write_fork, write_wheel
 
 
@@ -56,3 +57,9 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """``sys.path`` entries of a toy fork over a toy wheel."""
     root = tmp_path_factory.mktemp("toy")
     return [write_fork(root / "fork", FORK_FILES), write_wheel(root / "wheel", WHEEL_FILES)]
+
+
+@pytest.fixture(scope="session")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> Parts:
+    """What the doctor's machines share."""
+    return Parts.make(tmp_path_factory.mktemp("doctor"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A machine that the doctor is asked about: its programs, packages and GPUs are small fakes, its Python is real."""
+"""A machine that the doctor is asked about: its GPUs, torch, vLLM and nvcc are small fakes; the rest of it is real."""
 
 from __future__ import annotations
 
@@ -19,30 +19,70 @@ from layer_toys import REPO, UPSTREAM, WHEEL_FILES, write_tree, write_wheel
 
 DOCTOR = REPO / "flashinfer" / "sm12x_doctor"
 GB10 = "NVIDIA GB10, 12.1, 580.95.05"
-RTX = "NVIDIA GeForce RTX 5090, 12.0, 580.95.05"
+PROGRAMS = "bash sh c++ g++ as ld ninja mv rm mkdir chmod env grep ps head df cat"
 
 Result = subprocess.CompletedProcess[str]
 
+NVCC = """
+case "$1" in --version) echo 'Cuda compilation tools, release 13.0, V13.0.88'; exit ;; esac
+host=${NVCC_CCBIN:-g++}
+command -v "$host" > /dev/null || { echo 'nvcc fatal   : Failed to preprocess host compiler properties.'; exit 1; }
+for flag in $NVCC_APPEND_FLAGS; do echo "nvcc fatal   : Unknown option '$flag'"; exit 1; done
+words=
+while [ $# -gt 0 ]; do
+  case "$1" in -gencode=*|--compiler-options=*) ;; -ccbin) host=$2; shift ;; -c) words="$words -x c++ -c" ;; *) words="$words $1" ;; esac
+  shift
+done
+exec "$host" -D__global__= -fPIC $words
+"""
+
+PLUGINS = """
+import os
+from importlib.metadata import entry_points
+
+def load_general_plugins():
+    allowed = os.environ.get("VLLM_PLUGINS")
+    for point in entry_points(group="vllm.general_plugins"):
+        if allowed is None or point.name in allowed.split(","):
+            point.load()()
+"""
+
+PLATFORMS = """
+import torch
+
+class current_platform:
+    is_cuda = staticmethod(lambda: bool(torch.visible()))
+    is_device_capability_family = staticmethod(lambda family: any(gpu[1][0] * 10 == family for gpu in torch.visible()))
+    is_device_capability = staticmethod(lambda whole: any(gpu[1][0] * 10 + gpu[1][1] == whole for gpu in torch.visible()))
+"""
+
 VLLM_ANSWERS = {
-    "has_flashinfer_cubin": False,
-    "has_flashinfer": True,
-    "has_flashinfer_moe": True,
-    "has_flashinfer_cutlass_fused_moe": True,
-    "has_flashinfer_trtllm_fused_moe": True,
-    "has_flashinfer_autotune_v2": True,
-    "has_nvidia_artifactory": True,
+    "has_flashinfer_cubin": "False",
+    "has_flashinfer": "bool(_flashinfer_nvcc_path() and shutil.which('ninja'))",
+    "has_flashinfer_cutlass_fused_moe": "has_flashinfer()",
+    "has_flashinfer_autotune_v2": "has_flashinfer()",
+    "has_nvidia_artifactory": "True",
 }
 
 
-def make_environment(root: Path) -> Path:
-    """A virtual environment with nothing but what finding a compiler needs; returns its interpreter."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(root)], check=True)
-    (site,) = root.glob("lib/python*/site-packages")
-    packaging = find_spec("packaging")
-    assert packaging is not None
-    assert packaging.origin is not None
-    (site / "packaging").symlink_to(Path(packaging.origin).parent)
-    return root / "bin" / "python"
+@dataclass(frozen=True)
+class Parts:
+    """What machines share: an interpreter whose environment has ``packaging`` only, and a CUDA runtime without a symbol."""
+
+    python: Path
+    runtime: Path
+
+    @classmethod
+    def make(cls, root: Path) -> Parts:
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(root / "env")], check=True)
+        (site,) = (root / "env").glob("lib/python*/site-packages")
+        packaging = find_spec("packaging")
+        assert packaging is not None
+        assert packaging.origin is not None
+        (site / "packaging").symlink_to(Path(packaging.origin).parent)
+        runtime = root / "libcudart.so"
+        subprocess.run(["c++", "-shared", "-x", "c++", "/dev/null", "-o", str(runtime)], check=True)
+        return cls(root / "env" / "bin" / "python", runtime)
 
 
 @dataclass
@@ -50,33 +90,56 @@ class Machine:
     """A healthy DGX Spark with vLLM, until something is planted."""
 
     root: Path
-    python: Path
+    parts: Parts
     path: list[Path] = field(default_factory=list)
     variables: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.python = self.parts.python
         self.wheel = write_wheel(self.root / "wheel", WHEEL_FILES)
-        self.path = [REPO, self.wheel, self.root / "site"]
+        self.tree = self.root / "tree"
+        self.site = self.root / "site"
+        self.path = [self.tree, self.wheel, self.site]
         self.variables = {
+            "HOME": str(self.root / "home"),
             "PATH": f"{self.root / 'toolkit' / 'bin'}:{self.root / 'bin'}",
             "FLASHINFER_WORKSPACE_BASE": str(self.root / "cache"),
             "FLASHINFER_CUDA_ARCH_LIST": "12.1a",
         }
-        (self.root / "cache").mkdir(mode=0o755)
-        write_tree(self.root / "toolkit", {"include/cuda_runtime.h": "", "lib64/libcudart.so": ""})
-        self.program("toolkit/bin/nvcc", "echo 'Cuda compilation tools, release 13.0, V13.0.88'")
-        self.program("bin/ninja", "echo 1.13.0")
-        self.program("bin/c++", "echo 'c++ (Debian) 12.2.0'")
+        for folder in ("cache", "home", "bin", "toolkit/lib64", "tree/flashinfer_sm12x_vllm"):
+            (self.root / folder).mkdir(mode=0o755, parents=True)
+        write_tree(self.root / "toolkit", {"include/cuda_runtime.h": ""})
+        (self.root / "toolkit" / "lib64" / "libcudart.so").symlink_to(self.parts.runtime)
+        self.program("toolkit/bin/nvcc", NVCC)
+        for name in PROGRAMS.split():
+            found = shutil.which(name)
+            assert found is not None, name
+            (self.root / "bin" / name).symlink_to(found)
+        for name in ("apt-get", "sudo"):
+            self.program(f"bin/{name}", f'echo {name} "$@" >> {self.root}/installed')
+        log = f"import shlex, sys\nopen({str(self.root / 'installed')!r}, 'a').write('pip ' + shlex.join(sys.argv[1:]) + '\\n')"
+        write_tree(self.site, {"pip/__main__.py": log})
+        self.program("bin/dmesg", "echo '[    0.0] Booting Linux'")
         self.gpus(GB10)
         self.torch("13.0", [("NVIDIA GB10", (12, 1))])
         self.vllm()
+        (self.tree / "flashinfer").symlink_to(REPO / "flashinfer")
+        for name in ("__init__.py", "settings.py", "devices.py"):
+            shutil.copy(REPO / "flashinfer_sm12x_vllm" / name, self.tree / "flashinfer_sm12x_vllm")
+        for name in ("config", "lm_head", "attention"):
+            self.plugin_part(name, "def install(): pass")
         self.package("flashinfer-sm12x", "0.1.0", plugin="flashinfer_sm12x = flashinfer_sm12x_vllm:register")
 
     def program(self, name: str, script: str) -> None:
         file = self.root / name
         file.parent.mkdir(parents=True, exist_ok=True)
+        file.unlink(missing_ok=True)
         file.write_text(f"#!/bin/sh\n{script}\n")
         file.chmod(0o755)
+
+    def remove(self, *programs: str) -> None:
+        for program in programs:
+            (self.root / program).unlink()
 
     def mounting(self, script: str) -> None:
         """Have every process see what ``script`` mounts, in a namespace of its own.
@@ -100,54 +163,75 @@ class Machine:
         files = {f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"}
         if plugin:
             files[f"{info}/entry_points.txt"] = f"[vllm.general_plugins]\n{plugin}\n"
-        write_tree(self.root / "site", files)
+        write_tree(self.site, files)
 
     def without_package(self, name: str) -> None:
-        for info in (self.root / "site").glob(f"{name.replace('-', '_')}-*.dist-info"):
+        for info in self.site.glob(f"{name.replace('-', '_')}-*.dist-info"):
             shutil.rmtree(info)
 
-    def without_plugin(self) -> None:
-        """Neither installed nor, as in a checkout, beside the fork's package."""
-        self.without_package("flashinfer-sm12x")
-        bare = self.root / "bare"
-        bare.mkdir()
-        (bare / "flashinfer").symlink_to(REPO / "flashinfer")
-        self.path[0] = bare
+    def plugin_part(self, name: str, code: str) -> None:
+        write_tree(self.tree, {f"flashinfer_sm12x_vllm/{name}.py": code})
 
     def torch(self, cuda: str | None, gpus: list[tuple[str, tuple[int, int]]], at_import: str = "") -> None:
         code = f"""
 {at_import}
+import os
 from types import SimpleNamespace as N
 __version__ = "2.13.0"
 version = N(cuda={cuda!r})
-GPUS = {gpus!r}
-cuda = N(is_available=lambda: bool(GPUS), device_count=lambda: len(GPUS),
-         get_device_name=lambda i: GPUS[i][0], get_device_capability=lambda i: GPUS[i][1])
+def visible(): return [] if os.environ.get("CUDA_VISIBLE_DEVICES") == "" else {gpus!r}
+cuda = N(is_available=lambda: bool(visible()), device_count=lambda: len(visible()),
+         get_device_name=lambda i: visible()[i][0], get_device_capability=lambda i: visible()[i][1])
 """
-        write_tree(self.root / "site", {"torch/__init__.py": code})
+        write_tree(self.site, {"torch/__init__.py": code})
 
-    def vllm(self, version: str = "0.33.0", at_import: str = "", **answers: bool) -> None:
+    def vllm(self, version: str = "0.33.0", at_import: str = "", **answers: str) -> None:
         functions = [f"def {name}(): return {answer}" for name, answer in {**VLLM_ANSWERS, **answers}.items()]
-        nvcc = "import shutil\ndef _flashinfer_nvcc_path(): return shutil.which('nvcc')"
+        nvcc = "import os, shutil\ndef _flashinfer_nvcc_path():\n    home = os.environ.get('CUDA_HOME')\n"
+        nvcc += "    return shutil.which(f'{home}/bin/nvcc' if home else 'nvcc')"
         code = "\n".join([at_import, nvcc, *functions])
-        write_tree(self.root / "site", {"vllm/__init__.py": "", "vllm/utils/__init__.py": ""})
-        write_tree(self.root / "site", {"vllm/utils/flashinfer.py": code})
+        files = {"__init__.py": "", "plugins.py": PLUGINS, "platforms.py": PLATFORMS, "utils/__init__.py": ""}
+        write_tree(self.site / "vllm", {**files, "utils/flashinfer.py": code})
         self.without_package("vllm")
         self.package("vllm", version)
 
+    def environment(self) -> dict[str, str]:
+        return {"PYTHONPATH": ":".join(map(str, self.path)), **self.variables}
+
     def doctor(self, *arguments: str, how: tuple[str, ...] = (str(DOCTOR),), cwd: Path | None = None) -> Result:
-        environment = {**self.variables, "PYTHONPATH": ":".join(map(str, self.path))}
         command = [str(self.python), *how, *arguments]
         return subprocess.run(
-            command, env=environment, cwd=cwd or self.root, capture_output=True, text=True, timeout=300
+            command, env=self.environment(), cwd=cwd or self.root, capture_output=True, text=True, timeout=300
         )
 
-    def diagnose(self, timeout: float = 60) -> Diagnosis:
+    def diagnose(self, *arguments: str) -> Diagnosis:
         started = time.monotonic()
-        result = self.doctor("--json", "--timeout", str(timeout))
-        seconds = time.monotonic() - started
+        result = self.doctor("--json", *arguments)
         assert not result.stderr, result.stderr
-        return Diagnosis(json.loads(result.stdout), result.returncode, seconds)
+        return Diagnosis(json.loads(result.stdout), result.returncode, time.monotonic() - started)
+
+    def paste(self, commands: list[str]) -> tuple[Diagnosis, dict[str, str], list[int]]:
+        """Run commands in one shell, and the doctor behind them there: what it says, the variables, the exit statuses."""
+        lines = [f"{command}\necho $? >> {self.root}/statuses" for command in commands]
+        lines += [f"env -0 > {self.root}/variables", f"exec {self.python} {DOCTOR} --json"]
+        (self.root / "statuses").touch()
+        command = [
+            str(self.root / "bin" / "bash"),
+            "-c",
+            "exec 3>&1 >/dev/null\n" + "\n".join([*lines[:-1], f"{lines[-1]} >&3"]),
+        ]
+        result = subprocess.run(
+            command, env=self.environment(), cwd=self.root, capture_output=True, text=True, timeout=300
+        )
+        pairs = (self.root / "variables").read_text().split("\0")
+        statuses = [int(line) for line in (self.root / "statuses").read_text().split()]
+        variables = dict(pair.split("=", 1) for pair in pairs if pair)
+        return Diagnosis(json.loads(result.stdout), result.returncode, 0), variables, statuses
+
+    def installed(self) -> str:
+        """What was given to apt-get and pip."""
+        file = self.root / "installed"
+        return file.read_text() if file.exists() else ""
 
 
 @dataclass
@@ -156,13 +240,13 @@ class Diagnosis:
     status: int
     seconds: float
 
-    def __getitem__(self, check: str) -> tuple[str, str, str]:
-        """``(state, found, remedy)``."""
-        (finding,) = (finding for finding in self.data["findings"] if finding["check"] == check)
-        return finding["state"], finding["found"], finding["remedy"]
+    def __getitem__(self, check: str) -> tuple[str, str, str, str]:
+        """``(state, found, command, why)``; all empty where the row is left out."""
+        rows = [finding for finding in self.data["findings"] if finding["check"] == check]
+        return tuple(rows[0][key] for key in ("state", "found", "command", "why")) if rows else ("", "", "", "")
 
     def states(self) -> dict[str, str]:
         return {finding["check"]: finding["state"] for finding in self.data["findings"]}
 
 
-__all__ = ["DOCTOR", "GB10", "RTX", "REPO", "UPSTREAM", "Diagnosis", "Machine", "make_environment"]
+__all__ = ["DOCTOR", "GB10", "REPO", "UPSTREAM", "Diagnosis", "Machine", "Parts"]

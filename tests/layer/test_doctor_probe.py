@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doctor_machine import DOCTOR, REPO, Machine, make_environment
+from doctor_machine import DOCTOR, REPO, Machine, Parts
 from layer_toys import write_tree
 
 from flashinfer import sm12x_doctor as doctor
-from flashinfer.sm12x_doctor import asking, probe
+from flashinfer.sm12x_doctor import asking, probe, questions
 from flashinfer.sm12x_doctor.probe_checks import PROBE_CHECKS
 from flashinfer.sm12x_gpu_probe import layer, mma, parts
 
@@ -60,7 +60,7 @@ def healthy() -> dict[str, dict[str, Any]]:
 
 
 def findings(measured: dict[str, dict[str, Any]]) -> dict[str, doctor.Finding]:
-    facts: dict[str, dict[str, Any]] = {question: {} for question in asking.QUESTIONS}
+    facts: dict[str, dict[str, Any]] = {question: {} for question in questions.QUESTIONS}
     facts |= {f"probe-{part}": found for part, found in measured.items()}
     found = doctor.diagnose(asking.Answers(facts, {}))
     return {finding.check: finding for finding in found if finding.check in PROBE_CHECKS}
@@ -69,7 +69,7 @@ def findings(measured: dict[str, dict[str, Any]]) -> dict[str, doctor.Finding]:
 def test_a_gb10_that_does_as_predicted() -> None:
     found = findings(healthy())
     assert list(found) == list(PROBE_CHECKS)
-    assert {(finding.state, finding.remedy) for finding in found.values()} == {("ok", "")}
+    assert {(finding.state, finding.command, finding.why) for finding in found.values()} == {("ok", "", "")}
     assert found["probe-dram"].found == "233 GB/s are read; predicted: 220 to 236 GB/s"
     assert found["probe-mma-mxf8f6f4"].found.startswith("2,040 FLOP per clock and SM; predicted: 2,048; 230 TFLOP/s")
     assert found["probe-layer-2048"].found.endswith("are read in 7,275 us; predicted: 8,444 to 9,071 us")
@@ -118,8 +118,8 @@ def test_a_planted_figure_gets_its_line(name: str) -> None:
     lines = findings(measured)
     assert lines[check].state == state
     assert found in lines[check].found
-    assert remedy in lines[check].remedy
-    assert (lines[check].remedy == "") == (state == "ok")
+    assert remedy in f"{lines[check].command} | {lines[check].why}"
+    assert bool(lines[check].command or lines[check].why) == (state != "ok")
     assert {line.state for other, line in lines.items() if other != check} == {"ok"}
 
 
@@ -128,7 +128,7 @@ def test_reordering_on_another_gpu_asks_for_fences() -> None:
     measured["device"] |= {"name": "NVIDIA GeForce RTX 5090", "capability": [12, 0], "gb10": False}
     measured["order"]["copies without fence"] = {"compared": 9, "wrong": 1}
     line = findings(measured)["probe-order"]
-    assert (line.state, "FLASHINFER_CUDA_ARCH_LIST=12.0f" in line.remedy) == ("warn", True)
+    assert (line.state, line.command == "export FLASHINFER_CUDA_ARCH_LIST=12.0f") == ("warn", True)
 
 
 def test_hopper_has_no_block_scales_and_no_prediction() -> None:
@@ -180,8 +180,8 @@ PARTS = {{name: part(name) for name in FACTS}}
 
 
 @pytest.fixture
-def machine(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Machine:
-    made = Machine(tmp_path, make_environment(tmp_path_factory.mktemp("probe") / "env"))
+def machine(tmp_path: Path, parts: Parts) -> Machine:
+    made = Machine(tmp_path, parts)
     write_tree(
         tmp_path / "fork",
         {

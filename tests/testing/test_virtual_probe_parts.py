@@ -19,7 +19,7 @@ import torch
 from flashinfer import sm12x_doctor as doctor
 from flashinfer.jit.sm12x import modules
 from flashinfer.sm12x.models import MOE_LAYERS, MoELayer
-from flashinfer.sm12x_doctor import asking
+from flashinfer.sm12x_doctor import asking, questions
 from flashinfer.sm12x_doctor.probe_checks import PROBE_CHECKS
 from flashinfer.sm12x_gpu_probe import arrivals, launches, layer, mma, parts, timing
 from flashinfer.sm12x_gpu_probe.target import GB10, Target
@@ -130,7 +130,7 @@ def test_the_width_of_each_kind_is_written_down(narrow: str, monkeypatch: pytest
 @pytest.mark.parametrize("capability", [GB10, (9, 0)], ids=["GB10", "Hopper"])
 def test_the_checks_read_what_the_parts_tell(gpu: Callable[..., Target], capability: tuple[int, int]) -> None:
     gpu(capability)
-    facts: dict[str, dict[str, Any]] = {question: {} for question in asking.QUESTIONS}
+    facts: dict[str, dict[str, Any]] = {question: {} for question in questions.QUESTIONS}
     for name, part in parts.PARTS.items():
         if not name.startswith("build"):
             told = facts[f"probe-{name}"] = {}

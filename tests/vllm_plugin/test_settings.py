@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 
 from flashinfer_sm12x_vllm import settings
@@ -66,6 +69,26 @@ def test_a_mistake_on_the_command_line_is_named(given, words):
 
 
 @pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"SM12X": {"qkv": "mxfp8"}}, "'SM12X' is no key that a plugin reads; 'sm12x' is"),
+        ({"sm12": {"qkv": "mxfp8"}}, "'sm12' is no key that"),
+        ({"flashinfer-sm12x": {}, "sm12x": {}}, "'flashinfer-sm12x' is no key that"),
+        ({"qkv": "mxfp8"}, "'qkv' stands at the top; it is a key of 'sm12x': {'sm12x': {'qkv': 'mxfp8'}}"),
+        ({"moe": None}, "'moe' stands at the top"),
+    ],
+)
+def test_what_is_meant_for_this_plugin_and_stands_elsewhere_ends_the_start(config, words):
+    with pytest.raises(ValueError, match=f"^--additional-config: {words}"):
+        settings.resolve(config)
+
+
+def test_other_plugins_keys_pass():
+    theirs = {"ascend": {"qkv": "x"}, "attention": {"backend": "theirs"}, "o": {}, 7: "x", "SM": 1, "smx": "mxfp8"}
+    assert settings.resolve({**theirs, "sm12x": {"qkv": "mxfp8"}}) == Settings(qkv="mxfp8")
+
+
+@pytest.mark.parametrize(
     ("value", "words"),
     [
         ("yes", "FLASHINFER_SM12X_VLLM: 'yes' is no key=value; it may be 0, 1 or pairs"),
@@ -76,6 +99,22 @@ def test_a_mistake_in_the_variable_is_named(monkeypatch, value, words):
     monkeypatch.setenv(settings.VARIABLE, value)
     with pytest.raises(ValueError, match=words):
         settings.resolve({})
+
+
+@pytest.mark.parametrize("name", [settings.VARIABLE, "FLASHINFER_SM12X_MOE"])
+def test_a_bad_value_ends_the_start_and_all_else_that_fails_does_not(monkeypatch, name):
+    """vLLM's own modules are absent here: asking for the GPU fails, behind the variable that switches the plugin."""
+    import flashinfer_sm12x_vllm as plugin
+
+    monkeypatch.setattr(plugin, "_registered", False)
+    monkeypatch.setitem(sys.modules, "vllm.platforms", SimpleNamespace(current_platform=None))
+    plugin.register()
+    assert plugin.outcome.startswith(("AttributeError", "ModuleNotFoundError"))
+    monkeypatch.setattr(plugin, "_registered", False)
+    monkeypatch.setenv(name, "on")
+    with pytest.raises(ValueError, match=f"^{name}"):
+        plugin.register()
+    assert name in plugin.outcome
 
 
 def test_an_additional_config_of_another_kind_is_left_alone():

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many compilers may run at once: by memory, cores and ``MAX_JOBS``.
 
-Nothing here imports the rest of FlashInfer: the doctor runs this file by itself.
+Of FlashInfer this imports the table of variables only: the doctor runs it without the rest.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import math
 import os
 import re
 from pathlib import Path
+
+from ... import sm12x_variables
 
 GIB = 1 << 30
 DEFAULT_JOB_MEMORY = GIB
@@ -31,11 +33,11 @@ def parallel_jobs(job_memory: int = DEFAULT_JOB_MEMORY, max_jobs: int | None = N
     """
     if max_jobs is not None:
         return max_jobs, f"{max_jobs} asked for"
-    wanted = os.environ.get("MAX_JOBS", "")
-    if wanted.isdigit() and int(wanted) > 0:
-        return int(wanted), f"MAX_JOBS={wanted}"
-    if wanted:
-        _logger.warning("ignoring MAX_JOBS=%r: it must be a positive whole number", wanted)
+    try:
+        if wanted := sm12x_variables.read("MAX_JOBS"):
+            return int(wanted), f"MAX_JOBS={wanted}"
+    except sm12x_variables.VariableError as error:
+        _logger.warning("%s; it is ignored", error)
     cores, available = usable_cores(), available_memory()
     jobs = max(1, min(cores, int(available * MEMORY_SHARE) // job_memory))
     return jobs, f"{cores} core{'s' * (cores != 1)}, {available / GIB:.1f} GiB of memory free"

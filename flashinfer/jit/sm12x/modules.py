@@ -21,12 +21,12 @@ parallel and an edit of the table rebuilds what it touches.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import jinja2
 
+from flashinfer import sm12x_variables
 from flashinfer._layer import fork_root, wheel_root
 
 from .. import core, cpp_ext
@@ -127,11 +127,9 @@ def multiplies_in_half(kind: str = "mxf8f6f4") -> bool:
     Raises:
         ValueError: ``FLASHINFER_SM12X_HALF_MMA`` is neither 0 nor 1, or as :func:`probed_sum_bits`.
     """
-    value = os.environ.get(HALF_MMA_VARIABLE, "")
-    if value not in ("", "0", "1"):
-        raise ValueError(f"{HALF_MMA_VARIABLE} is {value!r}; it may be 0, 1 or unset")
-    if value:
-        return value == "1"
+    asked = sm12x_variables.read(HALF_MMA_VARIABLE)
+    if asked is not None:
+        return bool(asked)
     bits = probed_sum_bits(kind)
     return bits is not None and bits < NARROWEST_SUM
 
@@ -278,7 +276,7 @@ def _spec(
     mma_kinds: Iterable[str] = MMA_KINDS[:1],
 ) -> JitSpecSm12x:
     architectures = target_architectures()
-    embed_ptx = os.environ.get(EMBED_PTX_VARIABLE, "0") == "1"
+    embed_ptx = sm12x_variables.read(EMBED_PTX_VARIABLE)
     in_half = [kind for kind in mma_kinds if template and multiplies_in_half(kind)]
     name += "".join(f"_half_{kind}" for kind in in_half) + "_ptx" * embed_ptx
     flags = [
@@ -321,7 +319,7 @@ def _render(name: str, template: str, instances: Iterable[Instance | DenseInstan
 
 
 def _debug() -> bool:
-    return os.environ.get("FLASHINFER_JIT_DEBUG", "0") == "1"
+    return bool(sm12x_variables.read("FLASHINFER_JIT_DEBUG"))
 
 
 def _cxx_flags() -> list[str]:
@@ -332,7 +330,7 @@ def _cuda_flags(architectures: Iterable[tuple[int, str]], embed_ptx: bool) -> li
     # Without -use_fast_math: the quantizers' results are part of the contract.
     flags = ["-std=c++17", *cpp_ext.get_nvcc_parallelism_flags()]
     flags += ["-O0", "-g", "--device-debug"] if _debug() else ["-O3", "-DNDEBUG"]
-    if os.environ.get("FLASHINFER_JIT_LINEINFO", "0") == "1" and not _debug():
+    if sm12x_variables.read("FLASHINFER_JIT_LINEINFO") and not _debug():
         flags.append("-lineinfo")
     flags.append(f"--compress-mode={'none' if embed_ptx else 'size'}")
     for major, minor in architectures:

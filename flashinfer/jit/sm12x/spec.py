@@ -7,7 +7,6 @@ To the registry, the AOT entry, the command line and whoever calls ``build_and_l
 from __future__ import annotations
 
 import dataclasses
-import os
 import shlex
 from collections.abc import Iterable
 from contextlib import nullcontext
@@ -16,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ... import sm12x_variables
 from .. import core, cpp_ext
 from .. import env as jit_env
 from . import build as engine
@@ -88,7 +88,7 @@ class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
             folder=self.build_dir,
             lock_path=self.lock_path,
             steps=self._steps(toolkit),
-            linker=os.environ.get("CXX", "c++"),
+            linker=engine.host_compiler(),
             link_flags=self._link_flags(toolkit),
             job_memory=self.job_memory,
             description=f"CUDA {toolkit.version} in {toolkit.root} (found through {toolkit.origin})",
@@ -109,24 +109,14 @@ class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
         cxx_flags = tuple(_as_arguments(cpp_ext.build_cflags(common, self.extra_cflags), common, root))
         steps = []
         for source in self.sources:
-            cuda = source.suffix == ".cu"
-            launcher = os.environ.get(f"FLASHINFER_{'NVCC' if cuda else 'CXX'}_LAUNCHER", "")
-            step = engine.CompileStep(
-                name=f"{source.parent.name}_{source.stem}.o",
-                source=source.resolve(),
-                compiler=os.environ.get("FLASHINFER_NVCC", str(toolkit.nvcc)) if cuda else os.environ.get("CXX", "c++"),
-                flags=cuda_flags if cuda else cxx_flags,
-                launcher=tuple(launcher.split()),
-            )
-            steps.append(step)
+            flags = cuda_flags if source.suffix == ".cu" else cxx_flags
+            steps.append(engine.compile_step(f"{source.parent.name}_{source.stem}.o", source, toolkit.nvcc, flags))
         return tuple(steps)
 
     def _cuda_flags(self) -> list[str]:
         # Not upstream's build_cuda_cflags: it asks which architectures the environment names, even for a module that
         # brings its own, and so fails where those were chosen otherwise.
-        host = os.environ.get("CC")
         return [
-            *(["-ccbin", host] if host else []),
             "$common_cflags",
             "--compiler-options=-fPIC",
             "--expt-relaxed-constexpr",
@@ -205,14 +195,14 @@ class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
             UntrustedCacheError: another user can write to the cache.
             JitBuildError: a compiler failed, or the cache cannot be written.
         """
-        if os.environ.get("FLASHINFER_DISABLE_JIT"):
+        if sm12x_variables.read("FLASHINFER_DISABLE_JIT"):
             raise core.MissingJITCacheError(
                 f"{self.name} is not built, or no longer fresh, and FLASHINFER_DISABLE_JIT forbids building it. Unset "
                 "that variable, or build the module where it is not set",
                 spec=self,
             )
         if verbose is None:
-            verbose = os.environ.get("FLASHINFER_JIT_VERBOSE", "0") == "1"
+            verbose = sm12x_variables.read("FLASHINFER_JIT_VERBOSE")
         with engine.module_lock(self.lock_path) if need_lock else nullcontext(lock) as held:
             return engine.build(self.plan, verbose, max_jobs, held)
 

@@ -9,7 +9,7 @@ Three kinds of toolkit are understood:
   ``lib64/``, versioned libraries only (``libcudart.so.13``, no ``libcudart.so``), and no stub of the driver.
 
 The first of these that exists is used: ``CUDA_HOME``, ``CUDA_PATH``, ``nvcc`` on ``PATH``, the wheels,
-``/usr/local/cuda``. Nothing here imports the rest of FlashInfer: the doctor runs this file by itself.
+``/usr/local/cuda``. Nothing here imports the rest of FlashInfer, for the doctor.
 """
 
 from __future__ import annotations

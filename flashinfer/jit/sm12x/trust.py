@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose files are loaded and compiled. Nothing here imports the rest of FlashInfer: the doctor runs this file by itself."""
+"""Whose files are loaded and compiled. Of FlashInfer this imports the table of variables only, for the doctor."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import pwd
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+
+from ... import sm12x_variables
 
 ALLOW_VARIABLE = "FLASHINFER_ALLOW_SHARED_CACHE"
 """Set to 1, a cache is used that other users own or may write to."""
@@ -39,7 +41,7 @@ def require_trusted(path: Path) -> None:
         UntrustedCacheError: it is not so; the message says where and what to do.
         OSError: the path cannot be looked at, or is a circle of links.
     """
-    if os.environ.get(ALLOW_VARIABLE) == "1":
+    if sm12x_variables.read(ALLOW_VARIABLE):
         return
     for place, state in _components(os.path.join(os.getcwd(), path)):
         problem = _problem(place, state, place != "/" and _sticky(os.lstat(os.path.dirname(place))))

@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every environment variable that this project reads: one table.
+
+The product asks :func:`read`, the doctor :func:`problems`; both say the same of a bad value. Nothing but the standard
+library is imported here: the doctor and vLLM's plugin load this file without the rest of FlashInfer.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+class VariableError(ValueError):
+    """A variable, or a key of vLLM's ``--additional-config``, has a value that it cannot have."""
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One row.
+
+    Attributes:
+        takes: Its values, in words that complete "it may be ...".
+        default: What it means that it is unset, in words.
+        help: What it is for; a sentence.
+        parse: From its text, never empty, to its value; ``ValueError`` for a bad one.
+        unset: Its value where it is unset or empty.
+        forgotten: ``(value, effect)``: meant for a while, and worth a warning where it is still set.
+    """
+
+    takes: str
+    default: str
+    help: str
+    parse: Callable[[str], Any] = str
+    unset: Any = ""
+    forgotten: tuple[Any, str] | None = None
+
+
+def _switch(default: str, help: str, unset: bool | None = False, forgotten: tuple[Any, str] | None = None) -> Variable:
+    return Variable("0, 1", default, help, lambda text: bool(("0", "1").index(text)), unset, forgotten)
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text[:9])):
+        raise ValueError
+    return int(text)
+
+
+def _architecture(text: str) -> str:
+    return ("sm_121a",)[("sm_121a",).index(text)]
+
+
+_DENSE = ("bf16", "mxfp8", "mxfp8-a16", "mxfp8-a8", "mxfp4", "mxfp4-a16", "mxfp4-a8")
+
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    "moe": ("mxfp4", "mxfp4-a8", "mxfp4-a16", "vllm"),
+    "qkv": _DENSE,
+    "o": _DENSE,
+    "lm_head": _DENSE,
+    "moe_input": ("bf16", "mxfp8"),
+    "graphs": ("spark", "vllm"),
+    "attention": ("flashinfer", "vllm"),
+}
+"""What the plugin of vLLM lets a user choose: key -> its values."""
+
+
+def check_choices(given: Mapping[str, Any], origin: str) -> dict[str, str]:
+    """The same keys and values, where :data:`CHOICES` has them.
+
+    Raises:
+        VariableError: an unknown key or value, naming ``origin``, where it stands, and what it may be.
+    """
+    for key, value in given.items():
+        if key not in CHOICES:
+            raise VariableError(f"{origin}: {key!r} is no key of it; the keys are {', '.join(CHOICES)}")
+        if value not in CHOICES[key]:
+            hint = " (the checkpoint's experts are MXFP4 and stay so)" if key == "moe" else ""
+            raise VariableError(f"{origin}: {key} is {value!r}{hint}; it may be {', '.join(CHOICES[key])}")
+    return dict(given)
+
+
+PLUGIN = "FLASHINFER_SM12X_VLLM"
+
+
+def _plugin_choices(text: str) -> dict[str, str] | None:
+    """The pairs, none for 1; None for 0, which switches the plugin off."""
+    if text.strip() in ("", "0", "1"):
+        return None if text.strip() == "0" else {}
+    pairs = [pair.strip().partition("=") for pair in text.split(",")]
+    for key, equals, _ in pairs:
+        if not equals:
+            raise VariableError(
+                f"{PLUGIN}: {key!r} is no key=value; it may be 0, 1 or pairs such as moe=mxfp4-a16,qkv=mxfp8, "
+                f"with the keys {', '.join(CHOICES)}"
+            )
+    return check_choices({key.strip(): value.strip() for key, _, value in pairs}, PLUGIN)
+
+
+TABLE: Mapping[str, Variable] = {
+    "FLASHINFER_SM12X_MOE": _switch(
+        "1 on SM12x, 0 elsewhere",
+        "`0`: SM12x uses upstream's kernels, for comparison; `1`: Hopper uses this family, too.",
+        None,
+        (False, "upstream's kernels run in place of this fork's"),
+    ),
+    PLUGIN: Variable(
+        "0, 1 or pairs such as qkv=mxfp8,o=mxfp8",
+        "1",
+        "`0` switches vLLM's plugin off; pairs are its [choices](vllm.md#choices).",
+        _plugin_choices,
+        {},
+        (None, "vLLM goes without this fork's plugin"),
+    ),
+    "FLASHINFER_SM12X_DECODE": _switch("0", "`1`: XQA's decode calls run this fork's [attention](attention.md)."),
+    "FLASHINFER_SM12X_CHECK": _switch(
+        "0",
+        "`1`: indices and lengths are checked on the GPU before each launch; for debugging.",
+        forgotten=(True, "every layer waits for the GPU"),
+    ),
+    "FLASHINFER_SM12X_HALF_MMA": _switch(
+        "what `--probe` found, else 0",
+        "`1`: MXFP8 and MXFP4 tokens are multiplied in half precision; `0`: by block-scaled MMAs.",
+        None,
+    ),
+    "FLASHINFER_SM12X_EMBED_PTX": _switch(
+        "0",
+        "`1`: modules carry their kernels' PTX, under names of their own.",
+        forgotten=(True, "modules of another name, with PTX, are built and used"),
+    ),
+    "FLASHINFER_SM12X_EDITABLE": _switch("0", "Set by `tools/pep517.py` while `pip install -e` runs."),
+    "FLASHINFER_VIRTUAL_DEVICE": Variable(
+        "sm_121a", "none", "CPU tensors run the compiled kernels on the virtual SM121.", _architecture
+    ),
+    "FLASHINFER_CUDA_ARCH_LIST": Variable(
+        "12.1a, 12.1f, 12.0a, 12.0f, 9.0a, or several with spaces or semicolons",
+        "the GPUs that are visible",
+        "What modules are compiled for.",
+    ),
+    "FLASHINFER_WORKSPACE_BASE": Variable(
+        "a folder", "the home folder", "The cache is `.cache/flashinfer` in this folder."
+    ),
+    "FLASHINFER_ALLOW_SHARED_CACHE": _switch(
+        "0",
+        "`1`: a cache is used that other users own or may write to.",
+        forgotten=(True, "whoever can write to the cache chooses what code runs here"),
+    ),
+    "FLASHINFER_DISABLE_JIT": Variable(
+        "any text",
+        "modules are compiled when first used",
+        "Nothing is compiled: a module that is not built is an error.",
+        bool,
+        False,
+        (True, "a module that is not built, upstream's included, is an error"),
+    ),
+    "FLASHINFER_DISABLE_VERSION_CHECK": Variable(
+        "any text",
+        "versions are compared",
+        "Upstream loads kernels of other versions of FlashInfer.",
+        bool,
+        False,
+        (True, "kernels of other versions of FlashInfer are loaded"),
+    ),
+    "FLASHINFER_JIT_VERBOSE": _switch("0", "`1`: compilers' commands and output are printed."),
+    "FLASHINFER_JIT_DEBUG": _switch(
+        "0",
+        "`1`: kernels are compiled for a debugger.",
+        forgotten=(True, "kernels are compiled without optimization"),
+    ),
+    "FLASHINFER_JIT_LINEINFO": _switch("0", "`1`: kernels are compiled with line information for a profiler."),
+    "FLASHINFER_JIT_PREBUILD_MAX_JOBS": Variable(
+        "a positive whole number",
+        "as `MAX_JOBS`",
+        "Compilers at once when modules are built ahead of time.",
+        _count,
+        None,
+    ),
+    "FLASHINFER_NVCC": Variable("a program", "the toolkit's", "The CUDA compiler."),
+    "FLASHINFER_NVCC_LAUNCHER": Variable("a command", "none", "Stands before the CUDA compiler: `ccache`, `distcc`."),
+    "FLASHINFER_CXX_LAUNCHER": Variable("a command", "none", "Stands before the C++ compiler."),
+    "FLASHINFER_EXTRA_CFLAGS": Variable("flags", "none", "Added when C++ is compiled."),
+    "FLASHINFER_EXTRA_CUDAFLAGS": Variable("flags", "none", "Added when CUDA is compiled."),
+    "FLASHINFER_EXTRA_LDFLAGS": Variable("flags", "none", "Added when a module is linked."),
+    "CUDA_HOME": Variable("a folder", "`nvcc` on `PATH`, then pip's, then `/usr/local/cuda`", "The CUDA toolkit."),
+    "CUDA_PATH": Variable("a folder", "as `CUDA_HOME`", "The CUDA toolkit where `CUDA_HOME` is unset."),
+    "CC": Variable("a program", "nvcc's choice", "The host compiler of CUDA sources."),
+    "CXX": Variable("a program", "`c++`", "Compiles C++ and links."),
+    "NVCC_CCBIN": Variable("a program", "nvcc's choice", "The host compiler of CUDA sources where `CC` is unset."),
+    "MAX_JOBS": Variable(
+        "a positive whole number",
+        "by cores and free memory",
+        "Compilers at once; a bad value is ignored.",
+        _count,
+        None,
+    ),
+}
+
+
+def parse(name: str, text: str) -> Any:
+    """The value of a variable that holds ``text``.
+
+    Raises:
+        VariableError: it cannot; the message says what it may be.
+    """
+    variable = TABLE[name]
+    if not text:
+        return variable.unset
+    try:
+        return variable.parse(text)
+    except VariableError:
+        raise
+    except ValueError:
+        raise VariableError(f"{name} is {text!r}; it may be {variable.takes} or unset") from None
+
+
+def read(name: str, environ: Mapping[str, str] | None = None) -> Any:
+    """The value of a variable of :data:`TABLE` now.
+
+    Raises:
+        VariableError: as :func:`parse`.
+    """
+    return parse(name, (os.environ if environ is None else environ).get(name, ""))
+
+
+def one_edit_apart(a: str, b: str) -> bool:
+    """Whether one letter, inserted, dropped, changed or swapped with its neighbour, makes ``b`` of ``a``."""
+    start = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    rest, other = a[start:], b[start:]
+    swapped = rest[1::-1] + rest[2:] if len(rest) > 1 else rest
+    return a != b and (rest[1:] == other[1:] or rest[1:] == other or rest == other[1:] or swapped == other)
+
+
+def _meant(name: str) -> str | None:
+    """The variable of :data:`TABLE` that a name is a misspelling of; empty: of none that can be told; None: it is none."""
+    upper = name.upper()
+    if name in TABLE or not re.fullmatch(r"\w+", name, re.ASCII):  # nobody sets another from a shell
+        return None
+    for known in TABLE:
+        if known.startswith("FLASHINFER_") and (known == upper or one_edit_apart(known, upper)):
+            return known
+    return "" if "SM12X" in upper else None
+
+
+def problems(environ: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+    """``(name, what is wrong, the name that was meant)`` of unknown names and bad values; the last is empty for values."""
+    for name in sorted(environ):
+        meant = _meant(name)
+        if meant is not None:
+            known = f"; {meant} is" if meant else ""
+            yield name, f"{name} is no variable of this project{known}", meant
+        elif name in TABLE:
+            try:
+                read(name, environ)
+            except VariableError as error:
+                yield name, str(error), ""
+
+
+def forgotten(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """``(name, effect)`` of variables that were meant for a while and are set."""
+    for name, variable in TABLE.items():
+        if variable.forgotten is not None and environ.get(name):
+            value, effect = variable.forgotten
+            try:
+                if read(name, environ) == value:
+                    yield name, f"{name}={environ[name]}: {effect}"
+            except VariableError:
+                continue
+
+
+def as_markdown() -> str:
+    """The table of docs/doctor.md."""
+    rows = [f"| `{name}` | {v.takes} | {v.default} | {v.help} |" for name, v in TABLE.items()]
+    return "\n".join(["| variable | takes | unset | |", "|---|---|---|---|", *rows])

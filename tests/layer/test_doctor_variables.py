@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One table has all variables: what reads them, the doctor, vLLM's plugin and the page say the same."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from layer_toys import REPO
+
+from flashinfer import sm12x_variables as variables
+
+PAGE = (REPO / "docs" / "doctor.md").read_text(encoding="utf-8")
+
+READ_ELSEWHERE = {
+    "CUDA_HOME", "CUDA_PATH", "CXX", "MAX_JOBS", "FLASHINFER_CUDA_ARCH_LIST", "FLASHINFER_WORKSPACE_BASE",
+    "PATH", "TMPDIR", "LD_PRELOAD", "VSM_ACCUMULATION_BITS", "FLASHINFER_SM12X_EMBED_PTX", "_FLASHINFER_SM12X_PROBE",
+}  # fmt: skip
+"""Names that code reads without the table: those of compilers and upstream, and what it sets and puts back."""
+
+
+def test_the_page_has_the_table() -> None:
+    assert variables.as_markdown() in PAGE, f"docs/doctor.md should have:\n{variables.as_markdown()}"
+
+
+def names_read(file: Path) -> set[str]:
+    """Names, as far as they stand in the file, that ``os.environ`` is asked for."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    constants = {
+        node.targets[0].id: node.value.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Name)
+        and isinstance(node.value, ast.Constant)
+    }
+    asked = set()
+    for node in ast.walk(tree):
+        key: ast.expr | None = None
+        if (
+            isinstance(node, ast.Subscript)
+            and isinstance(node.ctx, ast.Load)
+            and ast.unparse(node.value) == "os.environ"
+        ):
+            key = node.slice
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("os.environ.get", "os.getenv", "environ.get"):
+            key = node.args[0]
+        if isinstance(node, ast.Compare) and ast.unparse(node.comparators[0]) == "os.environ":
+            key = node.left
+        if isinstance(key, ast.Constant):
+            asked.add(str(key.value))
+        elif isinstance(key, ast.Name) and key.id in constants:
+            asked.add(str(constants[key.id]))
+    return asked
+
+
+def test_the_product_reads_its_variables_through_the_table() -> None:
+    files = [*(REPO / "flashinfer").rglob("*.py"), *(REPO / "flashinfer_sm12x_vllm").rglob("*.py")]
+    asked = {name for file in files if "sm12x_doctor" not in file.parts for name in names_read(file)}
+    assert asked <= READ_ELSEWHERE
+    assert {"FLASHINFER_WORKSPACE_BASE", "CXX"} <= asked, "this test sees what is read"
+    text = "".join(file.read_text(encoding="utf-8") for file in files)
+    unread = [name for name in variables.TABLE if name.startswith("FLASHINFER_SM12X") and f'"{name}"' not in text]
+    assert unread == []
+
+
+def test_every_name_that_pages_have_is_in_the_table() -> None:
+    pages = [REPO / "README.md", *(REPO / "docs").glob("*.md"), *(REPO / "docker").glob("*")]
+    named = {
+        name
+        for page in pages
+        for name in re.findall(r"(?<!-D)\bFLASHINFER_SM12X_\w+", page.read_text(encoding="utf-8"))
+    }
+    assert named - variables.TABLE.keys() == {"FLASHINFER_SM12X_DECOED"}  # the doctor's example of a misspelled one
+
+
+def test_upstreams_names_are_not_called_misspelled(site_packages: Path) -> None:
+    theirs = set()
+    for file in (site_packages / "flashinfer").rglob("*.py"):
+        theirs |= set(re.findall(r"\bFLASHINFER_[A-Z0-9_]+", file.read_text(encoding="utf-8", errors="replace")))
+    assert len(theirs) > 80
+    assert list(variables.problems(dict.fromkeys(theirs - variables.TABLE.keys(), "x"))) == []
+    assert (
+        list(variables.problems({"PATH": "/bin", "CXXX": "x", "JOBS": "x", "MAX_JOB": "x", "SM12X;reboot": "x"})) == []
+    )
+
+
+def edits(word: str) -> set[str]:
+    splits = [(word[:i], word[i:]) for i in range(len(word) + 1)]
+    letters = "AB_"
+    return {
+        *(a + b[1:] for a, b in splits if b),
+        *(a + c + b for a, b in splits for c in letters),
+        *(a + c + b[1:] for a, b in splits if b for c in letters),
+        *(a + b[1] + b[0] + b[2:] for a, b in splits if len(b) > 1),
+    } - {word}
+
+
+def test_one_edit_apart_is_what_one_edit_makes() -> None:
+    words = ["".join(letters) for size in range(5) for letters in itertools.product("AB_", repeat=size)]
+    for word in words:
+        near = edits(word)
+        assert {other for other in words if variables.one_edit_apart(word, other)} == near & set(words), word
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("FLASHINFER_SM12X_DECOED", "FLASHINFER_SM12X_DECODE"),
+        ("FLASHINFR_SM12X_MOE", "FLASHINFER_SM12X_MOE"),
+        ("flashinfer_sm12x_moe", "FLASHINFER_SM12X_MOE"),
+        ("FLASHINFER_NVCC_LAUNCHR", "FLASHINFER_NVCC_LAUNCHER"),
+        ("FLASHINFER_VIRTUAL_DEVICES", "FLASHINFER_VIRTUAL_DEVICE"),
+        ("FLASHINFER_SM12X_ROUTER", ""),
+        ("SM12X_MOE", ""),
+    ],
+)
+def test_a_misspelled_name_is_told_with_the_one_that_was_meant(name: str, meant: str) -> None:
+    assert [(found, right) for found, _, right in variables.problems({name: "1"})] == [(name, meant)]
+
+
+BAD = {
+    "FLASHINFER_SM12X_MOE": "on",
+    "FLASHINFER_SM12X_VLLM": "off",
+    "FLASHINFER_SM12X_DECODE": "2",
+    "FLASHINFER_SM12X_CHECK": "true",
+    "FLASHINFER_SM12X_HALF_MMA": " 1",
+    "FLASHINFER_SM12X_EMBED_PTX": "yes",
+    "FLASHINFER_ALLOW_SHARED_CACHE": "yes",
+    "FLASHINFER_JIT_VERBOSE": "on",
+    "FLASHINFER_JIT_DEBUG": "2",
+    "FLASHINFER_JIT_LINEINFO": "x",
+    "FLASHINFER_JIT_PREBUILD_MAX_JOBS": "0",
+    "FLASHINFER_VIRTUAL_DEVICE": "gb10",
+}
+
+
+def first_use(name: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[], object]:
+    """What reads a variable in the product."""
+    import torch
+
+    from flashinfer import decode
+    from flashinfer.jit import core
+    from flashinfer.jit.sm12x import modules, trust
+    from flashinfer.sm12x import backend, devices
+    from flashinfer_sm12x_vllm import settings
+
+    uses: dict[str, Callable[[], object]] = {
+        "FLASHINFER_SM12X_MOE": lambda: devices.serves_cuda(0),
+        "FLASHINFER_SM12X_VLLM": lambda: settings.resolve({}),
+        "FLASHINFER_SM12X_DECODE": decode.takes_xqas_calls,
+        "FLASHINFER_SM12X_CHECK": lambda: devices.checks_values(torch.device("cuda", 0)),
+        "FLASHINFER_SM12X_HALF_MMA": modules.multiplies_in_half,
+        "FLASHINFER_ALLOW_SHARED_CACHE": lambda: trust.require_trusted(Path("/")),
+        "FLASHINFER_JIT_PREBUILD_MAX_JOBS": lambda: core.build_jit_specs([]),
+        "FLASHINFER_VIRTUAL_DEVICE": lambda: backend.kernels(torch.device("cpu")),
+        "FLASHINFER_JIT_VERBOSE": lambda: modules.gen_router_module().build(),
+    }
+    monkeypatch.setattr(devices, "_capability", lambda _index: (12, 1))
+    return uses.get(name, modules.gen_router_module)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_value_is_told_alike_by_its_first_use_and_the_doctor(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "12.1a")
+    ((found, said, _),) = variables.problems({name: BAD[name]})
+    assert found == name
+    assert said.startswith((f"{name} is {BAD[name]!r}; it may be ", f"{name}: {BAD[name]!r} is no key=value"))
+    use = first_use(name, monkeypatch)
+    monkeypatch.setenv(name, BAD[name])
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
+        use()
+
+
+def test_values_and_what_they_mean_where_they_are_unset() -> None:
+    assert variables.read("FLASHINFER_SM12X_MOE", {}) is None
+    assert variables.read("FLASHINFER_SM12X_MOE", {"FLASHINFER_SM12X_MOE": "0"}) is False
+    assert variables.read("FLASHINFER_SM12X_CHECK", {"FLASHINFER_SM12X_CHECK": ""}) is False
+    assert variables.read("FLASHINFER_SM12X_CHECK", {"FLASHINFER_SM12X_CHECK": "1"}) is True
+    assert variables.read("FLASHINFER_DISABLE_JIT", {"FLASHINFER_DISABLE_JIT": "0"}) is True  # as upstream reads it
+    assert variables.read("MAX_JOBS", {"MAX_JOBS": "12"}) == 12
+    assert variables.read("MAX_JOBS", {}) is None
+    assert variables.read("FLASHINFER_SM12X_VLLM", {}) == {}
+    assert variables.read("FLASHINFER_SM12X_VLLM", {"FLASHINFER_SM12X_VLLM": " 0 "}) is None
+    assert variables.read("FLASHINFER_SM12X_VLLM", {"FLASHINFER_SM12X_VLLM": "o=mxfp4, qkv = bf16"}) == {
+        "o": "mxfp4",
+        "qkv": "bf16",
+    }
+
+
+def test_what_was_meant_for_a_while_is_told() -> None:
+    told = dict(
+        variables.forgotten({"FLASHINFER_SM12X_MOE": "0", "FLASHINFER_JIT_DEBUG": "0", "FLASHINFER_SM12X_CHECK": "on"})
+    )
+    assert told == {"FLASHINFER_SM12X_MOE": "FLASHINFER_SM12X_MOE=0: upstream's kernels run in place of this fork's"}
