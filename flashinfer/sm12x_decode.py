@@ -312,7 +312,8 @@ def validate(call: DecodeCall, names: Mapping[str, str] | None = None) -> Decode
     m, heads = sequences * q_len, GROUP * kv_heads
     _require_rows("query", query, (m, heads, HEAD), device)
     if (call.key is None) != (call.value is None):
-        raise ValueError("key and value go together: the one is None and the other is not")
+        missing, other = ("key", "value") if call.key is None else ("value", "key")
+        raise ValueError(f"{missing} is None; it must be given where {other} is: key and value go together")
     for name, rows in (("key", call.key), ("value", call.value)):
         if rows is not None:
             _require_rows(name, rows, (m, kv_heads, HEAD), device)
@@ -374,7 +375,7 @@ def _workspace(backend: Backend, device: torch.device, given: torch.Tensor | Non
         require_int("workspace_buffer's size", given.numel(), size, why="as decode_workspace_size() says")
         return given
     if not backend.is_cuda:
-        return torch.zeros(size, dtype=torch.uint8)
+        return torch.zeros(size, dtype=torch.uint8, device=device)
     graphs = (device.index, None)
     capturing = torch.cuda.is_current_stream_capturing()
     place = graphs if capturing else (device.index, torch.cuda.current_stream(device).cuda_stream)

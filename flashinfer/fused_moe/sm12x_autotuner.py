@@ -9,7 +9,6 @@ leaves FC2 nothing to choose.  The operators' names in a cache file are ``flashi
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -37,14 +36,14 @@ class SM12xMoERunner(tune.Runner):
 
     def __init__(self, backend: Backend, problem: MoEProblem, call: MoECall, gemm_idx: int) -> None:
         self.gemm_idx = gemm_idx
-        self.problem = dataclasses.replace(problem, num_tokens=0)
+        self.problem = problem._replace(num_tokens=0)
         self.output_dtype = call.output_dtype
         self.swizzled_input_sf = bool(call.swizzled_input_sf)
         self.enable_pdl = backend.pdl(call.enable_pdl)
         # Names that end in _cache stay out of the runner's hash (TunableRunner.__hash__).
         self._backend_cache = backend
         self._call_cache = call
-        self._profile_cache: dict[int, tuple[MoEProblem, MoECall]] = {}
+        self._profile_cache: dict[int, tuple[MoEProblem, MoECall, torch.Tensor]] = {}
 
     def key(self, inputs: list[torch.Tensor]) -> tuple[Any, ...]:
         """Sizes and types that are no shape of ``inputs``."""
@@ -70,13 +69,13 @@ class SM12xMoERunner(tune.Runner):
             and row.takes(tokens * problem.top_k, problem.hidden, problem.inter)
         ]
 
-    def _profile(self, activations: torch.Tensor) -> tuple[MoEProblem, MoECall]:
+    def _profile(self, activations: torch.Tensor) -> tuple[MoEProblem, MoECall, torch.Tensor]:
         tokens = activations.shape[0]
         held = self._profile_cache.get(tokens)
         if held is not None:
             return held
         device, backend = activations.device, self._backend_cache
-        problem = dataclasses.replace(self.problem, num_tokens=tokens)
+        problem = self.problem._replace(num_tokens=tokens)
         generator = torch.Generator().manual_seed(_ROUTING_SEED)
         scores = torch.rand((tokens, problem.num_experts_total), generator=generator)
         ids = scores.topk(problem.top_k, dim=1).indices.to(torch.int32)
@@ -88,25 +87,25 @@ class SM12xMoERunner(tune.Runner):
             input_sf = torch.full((rows, blocks), 0x7F, dtype=torch.uint8, device=device)
         call = self._call_cache._replace(
             output=torch.empty((tokens, problem.hidden), dtype=self.output_dtype, device=device),
-            workspace_buffer=backend.empty(workspace_bytes(backend, problem, not backend.block_scaled_mma)),
             input_sf=input_sf,
             token_selected_experts=ids.to(device),
             token_final_scales=torch.full((tokens, problem.top_k), 1 / problem.top_k, device=device),
         )
-        self._profile_cache[tokens] = problem, call
-        return problem, call
+        workspace = backend.empty(workspace_bytes(backend, problem, not backend.block_scaled_mma))
+        self._profile_cache[tokens] = problem, call, workspace
+        return problem, call, workspace
 
     def run(self, inputs: list[torch.Tensor], tactic: str | None) -> torch.Tensor:
         """The layer once on ``inputs[0]``, with ``tactic`` for this runner's GEMM."""
-        problem, call = self._profile(inputs[0])
+        problem, call, workspace = self._profile(inputs[0])
         call, backend = call._replace(input=inputs[0]), self._backend_cache
         own = -1 if tactic is None else index_of(tactic)
         default = default_tactics(problem, backend.block_scaled_mma)
         tactics = resolved_pair((own, -1) if self.gemm_idx == 1 else (-1, own), default)
-        if not launch(backend, problem, call, tactics):
+        if not launch(backend, problem, call, workspace, tactics):
             if tactic is not None:
                 raise RuntimeError(f"tactic {tactic} needs all SMs of the device, and this stream has fewer")
-            launch(backend, problem, call, default_tactics(problem, backend.block_scaled_mma, False))
+            launch(backend, problem, call, workspace, default_tactics(problem, backend.block_scaled_mma, False))
         assert call.output is not None
         return call.output
 

@@ -16,7 +16,7 @@ from ..jit.sm12x.instances import INSTANCES, SM12X, table
 from ..sm12x import tune
 from ..sm12x.backend import Backend, kernels, plain_torch
 from ..sm12x.devices import checks_values
-from ..sm12x.operator import define, is_traced
+from ..sm12x.operator import define, is_traced, validated
 from .sm12x_cpu import moe_cpu
 from .sm12x_planner import plan_moe, resolved_pair, wanted_tactics
 from .sm12x_validation import MoECall, MoEProblem, check_expert_ids, validate
@@ -69,17 +69,18 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dtype is torch.uint8 else tensor.view(torch.uint8)
 
 
-def launch(backend: Backend, problem: MoEProblem, call: MoECall, tactics: tuple[int, int]) -> bool:
-    """Run the layer of a valid call that has an output and a workspace.
+def launch(
+    backend: Backend, problem: MoEProblem, call: MoECall, workspace: torch.Tensor, tactics: tuple[int, int]
+) -> bool:
+    """Run the layer of a valid call that has an output.
 
     Returns ``False``, and has launched nothing, where ``tactics`` need all SMs of the device and the current stream has
     fewer (a green context, or MPS with a limited share).
     """
     for tactic in tactics:
         ensure_instance(backend, tactic)
-    output, workspace = call.output, call.workspace_buffer
+    output = call.output
     assert output is not None
-    assert workspace is not None
     fc1_scales, fc1_global, fc2_scales, fc2_global = call.weight_scales
     launched: bool = backend.call(
         moe_module(backend).sm12x_moe_run,
@@ -111,20 +112,6 @@ def launch(backend: Backend, problem: MoEProblem, call: MoECall, tactics: tuple[
     return launched
 
 
-def _launch_or_pair(
-    backend: Backend, problem: MoEProblem, call: MoECall, tactics: tuple[int, int], forced: bool
-) -> None:
-    if launch(backend, problem, call, tactics):
-        return
-    if forced:
-        raise ValueError(
-            f"profile_ids asks for {INSTANCES[tactics[0]].name}, which computes the layer in one launch that "
-            "needs all SMs of the device, and this stream has fewer (a green context, or MPS with a limited "
-            "share): pass tactics of a pair of GEMMs, or None"
-        )
-    launch(backend, problem, call, default_tactics(problem, backend.block_scaled_mma, False))
-
-
 def compute(call: MoECall, problem: MoEProblem) -> None:
     """Compute a valid call that has its output."""
     device = call.input.device
@@ -145,18 +132,27 @@ def compute(call: MoECall, problem: MoEProblem) -> None:
     first = INSTANCES[tactics[0]]
     dequantizes = first.multiplies == "mxfp8_as_bf16" and not first.streamed
     needed = workspace_bytes(backend, problem, dequantizes or not backend.block_scaled_mma)
-    if call.workspace_buffer is None:
-        call = call._replace(workspace_buffer=backend.empty(needed))
-    elif call.workspace_buffer.numel() < needed:
+    workspace = call.workspace_buffer
+    if workspace is None:
+        workspace = backend.empty(needed)
+    elif workspace.numel() < needed:
         raise ValueError(
-            f"workspace_buffer holds {call.workspace_buffer.numel()} bytes; this call needs {needed} "
+            f"workspace_buffer holds {workspace.numel()} bytes; this call needs {needed} "
             "(cutlass_fused_moe_workspace_size() tells it)"
         )
     if wanted is None and backend.is_cuda and not tune.is_idle():
         from .sm12x_autotuner import tuned_tactics
 
         tactics = tuned_tactics(backend, problem, call, default)
-    _launch_or_pair(backend, problem, call, tactics, wanted is not None)
+    if launch(backend, problem, call, workspace, tactics):
+        return
+    if wanted is not None:
+        raise ValueError(
+            f"profile_ids asks for {INSTANCES[tactics[0]].name}, which computes the layer in one launch that "
+            "needs all SMs of the device, and this stream has fewer (a green context, or MPS with a limited "
+            "share): pass tactics of a pair of GEMMs, or None"
+        )
+    launch(backend, problem, call, workspace, default_tactics(problem, backend.block_scaled_mma, False))
 
 
 def _run(call: MoECall) -> None:
@@ -164,6 +160,9 @@ def _run(call: MoECall) -> None:
 
 
 _operator = define("sm12x_cutlass_fused_moe", MoECall, _run, mutates=("output", "workspace_buffer"))
+
+
+_known: dict[Any, MoEProblem] = {}
 
 
 def fused_moe(call: MoECall) -> torch.Tensor:
@@ -175,7 +174,7 @@ def fused_moe(call: MoECall) -> torch.Tensor:
         Before any launch, naming the argument, what it was and what it may be.
     """
     traced = is_traced((*call, *call.quant_scales) if isinstance(call.quant_scales, (list, tuple)) else call)
-    problem = None if traced else validate(call)
+    problem = None if traced else validated(validate, call, _known)
     output = call.output
     if output is None:
         shape = call.input.shape[0], call.fc2_expert_weights.shape[1]

@@ -8,7 +8,6 @@ argument, what it was and what it may be.
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import functools
 from typing import Any, NamedTuple
@@ -104,8 +103,7 @@ class MoECall(NamedTuple):
         return fc1, fc1_global, fc2, fc2_global
 
 
-@dataclasses.dataclass(frozen=True)
-class MoEProblem:
+class MoEProblem(NamedTuple):
     """The sizes of a validated call; everything that planning and launching need to know."""
 
     mode: Mode

@@ -33,7 +33,7 @@ from ..sm12x.checks import (
     require_tensor,
 )
 from ..sm12x.devices import require_served
-from ..sm12x.operator import define, from_arguments, is_traced
+from ..sm12x.operator import define, from_arguments, is_traced, validated
 
 OPERATOR = "flashinfer::sm12x_dense_mx"
 OUTPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -133,8 +133,8 @@ def _token_format(call: DenseCall, name: str) -> int:
     )
 
 
-def validate(call: DenseCall) -> tuple[DenseCall, int]:
-    """Check a call's metadata and addresses; the call with its output's dtype, and the format of its tokens.
+def validate(call: DenseCall) -> tuple[torch.dtype, int]:
+    """Check a call's metadata and addresses; its output's dtype, and the format of its tokens.
 
     Raises
     ------
@@ -177,7 +177,7 @@ def validate(call: DenseCall) -> tuple[DenseCall, int]:
         if tensor is not None:
             require_tensor(name, tensor, shapes, dtypes, device, alignment=ELEMENT)
     require_apart(call, {"out": ("residual",)}, names)
-    return call._replace(out_dtype=out_dtype), token_format
+    return out_dtype, token_format
 
 
 def weights_of(weight: torch.Tensor) -> Literal["mxfp4", "mxfp8"]:
@@ -350,12 +350,16 @@ def dense_mx(
     return compute(from_arguments(DenseCall, locals(), tactic=forced, top_k=0, first_index=0, caller="dense_mx"))
 
 
+_known: dict[Any, tuple[torch.dtype, int]] = {}
+
+
 def compute(call: DenseCall) -> torch.Tensor:
     """The output of a call, which is allocated where the call brings none."""
     traced = is_traced(call)
     token_format = -1
     if not traced:
-        call, token_format = validate(call)
+        dtype, token_format = validated(validate, call, _known)
+        call = call._replace(out_dtype=dtype)
     if call.out is None:
         call = call._replace(out=call.new_output())
     if traced:
@@ -367,7 +371,8 @@ def compute(call: DenseCall) -> torch.Tensor:
 
 
 def _run_operator(call: DenseCall) -> None:
-    run(*validate(call))
+    dtype, token_format = validate(call)
+    run(call._replace(out_dtype=dtype), token_format)
 
 
 _operator = define("sm12x_dense_mx", DenseCall, _run_operator, mutates=("out",))

@@ -93,11 +93,11 @@ def _outputs(call: DenseCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _run(call: DenseCall) -> tuple[torch.Tensor, torch.Tensor]:
-    call, token_format = validate(call)
+    dtype, token_format = validate(call)
     most = min(MAX_TOP_K, call.weight.shape[0])
     top_k = require_int("top_k", call.top_k, 1, most, "no more than the weight has rows")
     first_index = require_int("first_index", call.first_index, 0, 2**62)
-    call = call._replace(top_k=top_k)
+    call = call._replace(top_k=top_k, out_dtype=dtype)
     values, indices = _outputs(call)
     run(call, token_format, RowTopK(values, indices, first_index))
     return values, indices

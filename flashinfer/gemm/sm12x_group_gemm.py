@@ -32,7 +32,7 @@ from ..sm12x.checks import (
     round_up,
 )
 from ..sm12x.devices import checks_values
-from ..sm12x.operator import define, is_traced
+from ..sm12x.operator import define, is_traced, validated
 
 OPERATOR = "flashinfer::sm12x_group_gemm_mxfp4"
 ROW_ALIGNMENT = 8  # of n: a store of 16 bytes
@@ -210,6 +210,9 @@ def _run(call: GroupGemmCall) -> None:
 _operator = define("sm12x_group_gemm_mxfp4", GroupGemmCall, _run, mutates=("out",))
 
 
+_known: dict[Any, GroupGemmProblem] = {}
+
+
 def group_gemm(call: GroupGemmCall) -> torch.Tensor:
     """The output of a call, which is allocated where the call brings none.
 
@@ -218,7 +221,7 @@ def group_gemm(call: GroupGemmCall) -> torch.Tensor:
     TypeError, ValueError
         Before any launch, naming the argument, what it was and what it may be.
     """
-    problem = None if is_traced(call) else validate(call)
+    problem = None if is_traced(call) else validated(validate, call, _known)
     out = call.out
     if out is None:
         shape, dtype = (call.a.shape[0], call.b.shape[1]), call.out_dtype or torch.bfloat16

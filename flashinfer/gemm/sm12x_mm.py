@@ -90,8 +90,8 @@ def _rows(name: str, matrix: torch.Tensor) -> torch.Tensor:
 
 def _straight(scales: Any) -> Any:
     """128x4 scales, which may come as a transposed view."""
-    transposed = isinstance(scales, torch.Tensor) and scales.ndim == 2 and not scales.is_contiguous()
-    return scales.t() if transposed else scales
+    matrix = isinstance(scales, torch.Tensor) and scales.ndim == 2 and scales.layout is torch.strided
+    return scales.t() if matrix and not scales.is_contiguous() else scales
 
 
 def _multiply(
@@ -105,7 +105,7 @@ def _multiply(
     enable_pdl: bool | None,
 ) -> torch.Tensor:
     """``dense_mx``, whose errors name the arguments of ``mm_*``."""
-    if isinstance(alpha, torch.Tensor) and alpha.numel() == 1:
+    if isinstance(alpha, torch.Tensor) and alpha.numel() == 1 and alpha.layout is torch.strided:
         alpha = alpha.reshape(1)
     none: dict[str, Any] = dict.fromkeys(DenseCall._fields)
     return compute(
@@ -134,7 +134,7 @@ def _multiply(
 def _require_matrix(name: str, value: Any, dtypes: tuple[torch.dtype, ...]) -> None:
     allowed = " or ".join(map(str, dtypes))
     require_rank(name, value, 2, f"a matrix of {allowed}")
-    if value.dtype not in dtypes:
+    if value.dtype not in dtypes or value.layout is not torch.strided:
         raise ValueError(f"{name} is {describe(value)}; it must be a matrix of {allowed}")
     require_computing_device(name, value)
 

@@ -116,6 +116,12 @@ def register_virtual(active: Callable[[str], Backend | None]) -> None:
     _active_virtual[:] = [active]
 
 
+def virtual_architecture() -> str:
+    """What ``FLASHINFER_VIRTUAL_DEVICE`` asks for, or an empty text."""
+    name: str = sm12x_variables.read("FLASHINFER_VIRTUAL_DEVICE")
+    return name
+
+
 def kernels(device: torch.device) -> Backend | None:
     """What runs kernels on tensors of ``device``; None: the CPU, where operators compute by torch's own.
 
@@ -126,7 +132,7 @@ def kernels(device: torch.device) -> Backend | None:
     """
     if device.type == "cuda":
         return _cuda(device)
-    name = sm12x_variables.read("FLASHINFER_VIRTUAL_DEVICE")
+    name = virtual_architecture()
     if name and not _active_virtual:
         importlib.import_module("flashinfer.testing.virtual_device")  # registers itself
     return _active_virtual[0](name) if _active_virtual else None

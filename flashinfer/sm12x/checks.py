@@ -168,14 +168,19 @@ def require_tensor(
     ValueError
         Another shape, dtype or device, not contiguous, or another address.
     """
-    if (
-        isinstance(value, torch.Tensor)
-        and value.dtype in dtypes
-        and value.shape in shapes
-        and value.device == device
-        and is_dense(value)
-    ):
-        return require_alignment(name, value, alignment)
+    try:  # each call asks this of a dozen tensors, so it takes no function of Python's
+        if (
+            isinstance(value, torch.Tensor)
+            and value.dtype in dtypes
+            and value.shape in shapes
+            and value.device == device
+            and value.is_contiguous()
+        ):
+            if value.data_ptr() % (alignment or value.element_size()):
+                require_alignment(name, value, alignment)
+            return
+    except RuntimeError:  # a layout without strides or addresses
+        pass
     expected = (
         f"a contiguous tensor of {' or '.join(map(str, dtypes))}, shape {' or '.join(map(str, shapes))}, "
         f"on {device}{f' ({what})' if what else ''}"
@@ -220,13 +225,12 @@ def require_scales(
 # --- memory that several arguments name -------------------------------------------------------------------------------
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """First byte, and the one behind the last."""
-    start = tensor.data_ptr()
-    if tensor.is_contiguous():
-        return start, start + tensor.nbytes
+def _end(tensor: torch.Tensor) -> int:
+    """The address behind the last byte."""
+    if tensor.is_contiguous() or not tensor.numel():
+        return tensor.data_ptr() + tensor.nbytes
     last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + ((last + 1) * tensor.element_size() if tensor.numel() else 0)
+    return tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 def require_apart(call: Any, written: Mapping[str, Sequence[str]], names: Mapping[str, str] | None = None) -> None:
@@ -241,24 +245,25 @@ def require_apart(call: Any, written: Mapping[str, Sequence[str]], names: Mappin
     names : mapping, optional
         What the caller knows fields as, where it is not the field's name.
     """
-    spans = []
+    given = [(field, getattr(call, field)) for field in written]
+    targets = [(field, tensor, tensor.data_ptr(), _end(tensor)) for field, tensor in given if tensor is not None]
+    if not targets:
+        return
+    most = max(last for *_, last in targets)
     for field, value in zip(call._fields, call, strict=True):
-        if isinstance(value, torch.Tensor):
-            spans.append((field, value, *_span(value)))
-        elif isinstance(value, (list, tuple)):
-            spans += [(field, item, *_span(item)) for item in value if isinstance(item, torch.Tensor)]
-    for target, tensor, first, last in spans:
-        if target not in written or first == last:
-            continue
-        for field, other, start, end in spans:
-            if start >= last or first >= end or field == target or start == end:
+        for other in value if isinstance(value, (list, tuple)) else (value,):
+            if not isinstance(other, torch.Tensor) or (start := other.data_ptr()) >= most:
                 continue
-            alike = other.shape == tensor.shape and other.stride() == tensor.stride()
-            if alike and (field in written[target] if start == first else not elements_overlap(tensor, other)):
-                continue
-            named = [(names or {}).get(name, name) for name in (target, field, *written[target])]
-            unless = f", or be {' or '.join(named[2:])} itself" if written[target] else ""
-            raise ValueError(f"{named[0]} overlaps {named[1]}; it must be memory of its own{unless}")
+            end = _end(other)
+            for target, tensor, first, last in targets:
+                if start >= last or first >= end or field == target or start == end:
+                    continue
+                alike = other.shape == tensor.shape and other.stride() == tensor.stride()
+                if alike and (field in written[target] if start == first else not elements_overlap(tensor, other)):
+                    continue
+                named = [(names or {}).get(name, name) for name in (target, field, *written[target])]
+                unless = f", or be {' or '.join(named[2:])} itself" if written[target] else ""
+                raise ValueError(f"{named[0]} overlaps {named[1]}; it must be memory of its own{unless}")
 
 
 def _meet(distance: int, width: int, dims: Sequence[tuple[int, int]]) -> bool:

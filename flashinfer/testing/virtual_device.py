@@ -37,7 +37,7 @@ import torch
 
 from flashinfer._layer import fork_root
 from flashinfer.jit.sm12x.instances import INSTANCES
-from flashinfer.sm12x.backend import register_virtual
+from flashinfer.sm12x.backend import register_virtual, virtual_architecture
 
 from .error_bounds import SM120_SUM_BITS
 
@@ -179,6 +179,8 @@ class VirtualDevice:
 
         The tensor must not outlive the device's context.
         """
+        if self._failure:
+            raise VirtualDeviceError(f"the virtual device stopped at an earlier fault: {self._failure}")
         runtime = ctypes.CDLL("libcudart.so.13")  # the shim: it is loaded already
         address = ctypes.c_void_p()
         if size <= 0 or runtime.cudaMalloc(ctypes.byref(address), ctypes.c_size_t(size)) != 0:
@@ -358,17 +360,19 @@ def virtual_device(
             device.close()
 
 
-def active(name: str = "") -> VirtualDevice | None:
+def active(name: str | None = None) -> VirtualDevice | None:
     """The virtual device that operators on CPU tensors use now, or None.
 
     Args:
-        name: The architecture of one for the whole process, where :func:`virtual_device` made none.
+        name: The architecture of one for the whole process, where :func:`virtual_device` made none; by default what
+            ``FLASHINFER_VIRTUAL_DEVICE`` asks for.
 
     Raises:
         ValueError: There is no such architecture.
     """
     if _stack:
         return _stack[-1]
+    name = virtual_architecture() if name is None else name
     return _process_device(name) if name else None
 
 

@@ -50,7 +50,7 @@ WORDS = ("token_selected_experts", "token_final_scales", "swiglu_alpha", "swiglu
 def test_tensors_of_a_layer(device: VirtualDevice, name: str, alignment: int) -> None:
     arguments = moe()
     arguments[name] = shifted(arguments[name], alignment // 2)
-    with pytest.raises(ValueError, match=rf"^{name} starts at address 0x\w+; it must be aligned to {alignment} bytes"):
+    with pytest.raises(ValueError, match=rf"^{name}.* starts at address 0x\w+; it must be aligned to {alignment} bytes"):
         flashinfer.cutlass_fused_moe(**arguments)
     assert device.launches == []
 
@@ -58,8 +58,8 @@ def test_tensors_of_a_layer(device: VirtualDevice, name: str, alignment: int) ->
 @pytest.mark.parametrize(
     ("position", "name", "alignment"),
     [
-        (0, "fc1's block scales", 16),
-        (2, "fc2's block scales", 16),
+        (0, r"quant_scales\[0\]", 16),
+        (2, r"quant_scales\[2\]", 16),
         (1, r"quant_scales\[1\]", 4),
         (3, r"quant_scales\[3\]", 4),
     ],
@@ -102,7 +102,7 @@ def test_scales_of_tokens_that_start_where_they_may(
 def test_linear_scales_in_whole_words(device: VirtualDevice) -> None:
     arguments = moe(swizzled=False, hidden=256)
     arguments["input_sf"] = shifted(arguments["input_sf"], 1)
-    with pytest.raises(ValueError, match=r"^input_sf starts at address 0x\w+; it must be aligned to 4 bytes"):
+    with pytest.raises(ValueError, match=r"^input_sf .*starts at address 0x\w+; it must be aligned to 4 bytes"):
         flashinfer.cutlass_fused_moe(**arguments)
     assert device.launches == []
 
@@ -114,7 +114,7 @@ def test_tensors_of_a_grouped_gemm(device: VirtualDevice, name: str, alignment: 
     arguments: dict[str, Any] = dict(make_group_gemm_inputs([3, 5], 64, 96, 901))
     arguments["out"] = torch.full((8, 64), torch.nan, dtype=torch.bfloat16)
     arguments[name] = shifted(arguments[name], alignment // 2)
-    with pytest.raises(ValueError, match=rf"^{name} starts at address 0x\w+; it must be aligned to {alignment} bytes"):
+    with pytest.raises(ValueError, match=rf"^{name}.* starts at address 0x\w+; it must be aligned to {alignment} bytes"):
         flashinfer.gemm.group_gemm_mxfp4_nt_groupwise(**arguments)
     assert device.launches == []
 
@@ -143,7 +143,7 @@ def test_tensors_of_a_dense_layer(device: VirtualDevice, name: str) -> None:
     for tactic in TACTICS:
         arguments = dense(tactic)
         arguments[name] = shifted(arguments[name], 8)
-        with pytest.raises(ValueError, match=rf"^{name} starts at address 0x\w+; it must be aligned to 16 bytes"):
+        with pytest.raises(ValueError, match=rf"^{name}.* starts at address 0x\w+; it must be aligned to 16 bytes"):
             dense_mx(**arguments)
     assert device.launches == []
 

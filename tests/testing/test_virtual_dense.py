@@ -361,7 +361,7 @@ def test_what_is_chosen_runs(device: VirtualDevice, tokens: int) -> None:
 def test_quantized_tokens_meet_block_scaled_mmas(device: VirtualDevice) -> None:
     """Many of them: what is chosen for an SM12x; bfloat16 ones are multiplied as they are."""
     for weights, tokens, operand in (
-        ("mxfp8", "bf16", "ActivationE2E"),
+        ("mxfp8", "bf16", "ElementE2E"),
         ("mxfp8", "mxfp4", "ActivationE0E"),
         ("mxfp4", "mxfp8", "ActivationE0E"),
         ("mxfp4", "mxfp4", "ActivationE3E"),

@@ -65,8 +65,8 @@ def run_moe(device: VirtualDevice, inputs: MoEInputs, mode: int, tactics: Sequen
         sm12x_operator.ensure_instance(device, tactic)
     workspace = device.empty(sm12x_operator.workspace_bytes(device, problem, in_bf16))
     known = {name: value for name, value in inputs.arguments().items() if name in MoECall._fields}
-    call = MoECall(**dict.fromkeys(MoECall._fields))._replace(**known, output=output, workspace_buffer=workspace)  # type: ignore[arg-type]
-    sm12x_operator.launch(device, problem, call, pair)
+    call = MoECall(**dict.fromkeys(MoECall._fields))._replace(**known, output=output)  # type: ignore[arg-type]
+    sm12x_operator.launch(device, problem, call, workspace, pair)
     return output
 
 

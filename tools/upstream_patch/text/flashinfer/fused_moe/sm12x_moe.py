@@ -74,7 +74,7 @@ class Sm12xMoERunner(TunableRunner):
     """
 
     def __init__(self, problem: MoEProblem, call: MoECall, gemm_idx: int) -> None:
-        self.problem = dataclasses.replace(problem, num_tokens=0)
+        self.problem = problem._replace(num_tokens=0)
         self.output_dtype = call.output_dtype
         self.swizzled_input_sf = call.swizzled_input_sf
         self.enable_pdl = call.enable_pdl
@@ -97,7 +97,7 @@ class Sm12xMoERunner(TunableRunner):
 
     def _profile(self, activations: torch.Tensor) -> tuple[MoEProblem, MoECall]:
         num_tokens, device = activations.shape[0], activations.device
-        problem = dataclasses.replace(self.problem, num_tokens=num_tokens)
+        problem = self.problem._replace(num_tokens=num_tokens)
         generator = torch.Generator().manual_seed(0)
         scores = torch.rand(
             (num_tokens, problem.num_experts_total), generator=generator

@@ -6,7 +6,6 @@ may be.
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import functools
 import operator

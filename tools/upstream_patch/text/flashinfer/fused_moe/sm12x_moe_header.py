@@ -5,7 +5,6 @@ routing weights and the sum over a token's experts, whose order is fixed. The ke
 route by themselves; nothing waits on the host.
 """
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
