@@ -50,7 +50,9 @@ WORDS = ("token_selected_experts", "token_final_scales", "swiglu_alpha", "swiglu
 def test_tensors_of_a_layer(device: VirtualDevice, name: str, alignment: int) -> None:
     arguments = moe()
     arguments[name] = shifted(arguments[name], alignment // 2)
-    with pytest.raises(ValueError, match=rf"^{name}.* starts at address 0x\w+; it must be aligned to {alignment} bytes"):
+    with pytest.raises(
+        ValueError, match=rf"^{name}.* starts at address 0x\w+; it must be aligned to {alignment} bytes"
+    ):
         flashinfer.cutlass_fused_moe(**arguments)
     assert device.launches == []
 
@@ -114,7 +116,9 @@ def test_tensors_of_a_grouped_gemm(device: VirtualDevice, name: str, alignment: 
     arguments: dict[str, Any] = dict(make_group_gemm_inputs([3, 5], 64, 96, 901))
     arguments["out"] = torch.full((8, 64), torch.nan, dtype=torch.bfloat16)
     arguments[name] = shifted(arguments[name], alignment // 2)
-    with pytest.raises(ValueError, match=rf"^{name}.* starts at address 0x\w+; it must be aligned to {alignment} bytes"):
+    with pytest.raises(
+        ValueError, match=rf"^{name}.* starts at address 0x\w+; it must be aligned to {alignment} bytes"
+    ):
         flashinfer.gemm.group_gemm_mxfp4_nt_groupwise(**arguments)
     assert device.launches == []
 
