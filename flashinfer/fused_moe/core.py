@@ -46,7 +46,6 @@ from ..sm12x.checks import (
     require_output_dtype,
     require_tensor_type,
 )
-from ..sm12x.operator import from_arguments
 from ..tllm_enums import ActivationType
 from ..trace.templates.moe import cutlass_fused_moe_trace
 from .sm12x_autotuner import SM12xStageRunner
@@ -242,7 +241,6 @@ def cutlass_fused_moe(
         Before any launch, naming the argument, what it was and what it may be.  Expert ids are checked on the
         CPU, and on CUDA with ``FLASHINFER_SM12X_CHECK=1``.
     """
-    given = locals()
     if backend == "cutlass":
         require_tensor_type("input", input)
         require_tensor_type("fc1_expert_weights", fc1_expert_weights)
@@ -265,12 +263,39 @@ def cutlass_fused_moe(
                 situ_beta,
                 situ_linear_beta,
             )
-            return fused_moe(from_arguments(MoECall, given, moe_mode=int(mode)))
+            call = MoECall(
+                output=output,
+                workspace_buffer=workspace_buffer,
+                input=input,
+                input_sf=input_sf,
+                token_selected_experts=token_selected_experts,
+                token_final_scales=token_final_scales,
+                fc1_expert_weights=fc1_expert_weights,
+                fc1_expert_biases=fc1_expert_biases,
+                fc2_expert_weights=fc2_expert_weights,
+                fc2_expert_biases=fc2_expert_biases,
+                quant_scales=quant_scales,
+                swiglu_alpha=swiglu_alpha,
+                swiglu_beta=swiglu_beta,
+                swiglu_limit=swiglu_limit,
+                output_dtype=output_dtype,
+                moe_mode=int(mode),
+                swizzled_input_sf=swizzled_input_sf,
+                tp_size=tp_size,
+                tp_rank=tp_rank,
+                ep_size=ep_size,
+                ep_rank=ep_rank,
+                enable_alltoall=enable_alltoall,
+                tune_max_num_tokens=tune_max_num_tokens,
+                enable_pdl=enable_pdl,
+                profile_ids=profile_ids,
+            )
+            return fused_moe(call)
         if mode is not None:
             require_computing_device("input", input)
         if input.device.type == "cpu":
             raise _cpu_mode_error(input, fc1_expert_weights, activation_type)
-    return _upstream.cutlass_fused_moe(**_selected(given, _MOE_PARAMETERS))
+    return _upstream.cutlass_fused_moe(**_selected(locals(), _MOE_PARAMETERS))
 
 
 def _workspace_device(device: Any) -> torch.device:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 from ..api_logging import flashinfer_api
 from ..sm12x import devices
 from ..sm12x.checks import require_computing_device, require_tensor_type
-from ..sm12x.operator import from_arguments
 from . import sm12x_group_gemm, sm12x_mm
 
 
@@ -81,14 +80,23 @@ def group_gemm_mxfp8_mxfp4_nt_groupwise(
     -----
     ``k`` is a multiple of 32 and ``n`` of 8.
     """
-    given = locals()
     require_tensor_type("a", a)
     require_computing_device("a", a)
     if devices.serves(a.device):
         tiles = [mma_sm, tile_m, tile_n, tile_k]
-        return sm12x_group_gemm.group_gemm(
-            from_arguments(sm12x_group_gemm.GroupGemmCall, given, tiles=tiles, tactic=None)
+        call = sm12x_group_gemm.GroupGemmCall(
+            out=out,
+            a=a,
+            b=b,
+            a_scale=a_scale,
+            b_scale=b_scale,
+            m_indptr=m_indptr,
+            out_dtype=out_dtype,
+            tiles=tiles,
+            swap_ab=swap_ab,
+            tactic=None,
         )
+        return sm12x_group_gemm.group_gemm(call)
     return _upstream.group_gemm_mxfp8_mxfp4_nt_groupwise(
         a,
         b,

@@ -33,7 +33,7 @@ from ..sm12x.checks import (
     require_tensor,
 )
 from ..sm12x.devices import require_served
-from ..sm12x.operator import define, from_arguments, is_traced, validated
+from ..sm12x.operator import define, is_traced, validated
 
 OPERATOR = "flashinfer::sm12x_dense_mx"
 OUTPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -347,7 +347,27 @@ def dense_mx(
     below ``2^-124`` may lose their last bits. ``k`` is a multiple of 32; ``n`` may be anything.
     """
     forced = None if tactic is None else str(tactic)
-    return compute(from_arguments(DenseCall, locals(), tactic=forced, top_k=0, first_index=0, caller="dense_mx"))
+    return compute(
+        DenseCall(
+            out=out,
+            x=x,
+            x_scale=x_scale,
+            weight=weight,
+            weight_scale=weight_scale,
+            alpha=alpha,
+            bias=bias,
+            residual=residual,
+            out_dtype=out_dtype,
+            activation=activation,
+            swizzled_x_scale=swizzled_x_scale,
+            constant_weights=constant_weights,
+            enable_pdl=enable_pdl,
+            tactic=forced,
+            top_k=0,
+            first_index=0,
+            caller="dense_mx",
+        )
+    )
 
 
 _known: dict[Any, tuple[torch.dtype, int]] = {}

@@ -9,7 +9,7 @@ import torch
 
 from ..api_logging import flashinfer_api
 from ..sm12x.checks import require_int
-from ..sm12x.operator import define, from_arguments, is_traced
+from ..sm12x.operator import define, is_traced
 from .sm12x_dense import Activation, DenseCall, RowTopK, run, validate
 
 MAX_TOP_K = 8  # kMaxRowTopK in row_top_k.cuh
@@ -83,7 +83,25 @@ def dense_mx_top_k(
         The GPU has no kernels of this family.
     """
     forced = None if tactic is None else str(tactic)
-    call = from_arguments(DenseCall, locals(), out=logits, tactic=forced, caller="dense_mx_top_k")
+    call = DenseCall(
+        out=logits,
+        x=x,
+        x_scale=x_scale,
+        weight=weight,
+        weight_scale=weight_scale,
+        alpha=alpha,
+        bias=bias,
+        residual=residual,
+        out_dtype=out_dtype,
+        activation=activation,
+        swizzled_x_scale=swizzled_x_scale,
+        constant_weights=constant_weights,
+        enable_pdl=enable_pdl,
+        tactic=forced,
+        top_k=top_k,
+        first_index=first_index,
+        caller="dense_mx_top_k",
+    )
     return LargestOutputs(*(_operator(call) if is_traced(call) else _run(call)))
 
 

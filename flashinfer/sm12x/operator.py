@@ -1,37 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """A call as one tuple of its arguments, and the opaque operator that ``torch.compile`` and other tracers see in its place.
 
-The fields of a call's type are the operator's schema: its arguments are listed there, and in the public function's
-signature, and nowhere else.
+The fields of a call's type are the operator's schema: whoever handles a call after the public function made it has them by
+name.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
-import operator
 import typing
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-
-Call = TypeVar("Call", bound=tuple)
 
 _ORDINARY = {torch.Tensor, torch.nn.Parameter, torch.dtype, type(None), bool, int, float, str, list, tuple}
 _PLAIN = torch.Tensor.__torch_dispatch__
 # A private count of active modes (FakeTensorMode and others); a torch without it is asked by the tensors' types alone.
 _modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
-
-
-def from_arguments(call: type[Call], given: Mapping[str, Any], **others: Any) -> Call:
-    """A ``call`` of a function's arguments, its ``locals()``; ``others`` are what it makes of them."""
-    return call._make(_fields_of(call)({**given, **others}))  # type: ignore[attr-defined, no-any-return]
-
-
-@functools.cache
-def _fields_of(call: type[tuple[Any, ...]]) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
-    return operator.itemgetter(*call._fields)  # type: ignore[attr-defined, no-any-return]
 
 
 def define(
