@@ -34,7 +34,7 @@ from ..sm12x.checks import (
 
 WORKSPACE_ALIGNMENT = 128  # bytes, as cutlass_fused_moe asks
 WEIGHT_DTYPES = (torch.uint8, torch.int64)
-# Upstream's unified MoE layer hands linear scales over as views in e4m3.
+# The unified MoE layer hands linear scales over as views in e4m3.
 LINEAR_SCALE_DTYPES = (*UE8M0_DTYPES, torch.float8_e4m3fn)
 SWIGLU = 3  # ActivationType.Swiglu
 PADDING_EXPERT = -1  # what vLLM gives the slots of padding tokens

@@ -19,7 +19,7 @@ BLOCK_SIZE = 32  # elements that share one UE8M0 scale (OCP MX v1.0, section 5.2
 K_ALIGNMENT = 32  # the kernels' smallest step along K
 POINTER_ALIGNMENT = 16  # bytes; bulk copies and vector loads
 SCALE_WORD = 4  # bytes; the kernels load scales of tokens as 32-bit words
-ELEMENT = 0  # as an alignment: that of the tensor's own elements, where the kernels read one by one
+ELEMENT = 0  # as an alignment: that of the tensor's own elements
 OUTPUT_DTYPES = (torch.bfloat16, torch.float16)
 UE8M0_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
 
@@ -133,11 +133,6 @@ def require_computing_device(name: str, tensor: torch.Tensor) -> None:
     """Raise ``ValueError`` unless ``tensor`` is where something computes: CUDA or the CPU."""
     if tensor.device.type not in ("cuda", "cpu"):
         raise ValueError(f"{name} is {describe(tensor)}; it must be on a CUDA device or the CPU")
-
-
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether elements lie in memory one after the other, in the order of the shape."""
-    return tensor.layout is torch.strided and tensor.is_contiguous()
 
 
 def require_alignment(name: str, tensor: torch.Tensor, alignment: int = POINTER_ALIGNMENT) -> None:

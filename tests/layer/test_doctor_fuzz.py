@@ -174,6 +174,7 @@ def ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tupl
 
 
 def test_no_environment_command_line_or_answer_ends_it(ended: Callable[..., tuple[int, str]]) -> None:
+    print("seed", SEED)
     for seed in range(SEED, SEED + STUBBED):
         chance = random.Random(seed)
         types, (out, err) = chance.random() < 0.5, streams(chance)
@@ -202,6 +203,7 @@ def test_no_environment_command_line_or_answer_ends_it(ended: Callable[..., tupl
 @pytest.mark.parametrize("run", range(WHOLE))
 def test_no_whole_run_ends_in_a_traceback(tmp_path: Path, parts: Parts, run: int) -> None:
     """Through both doors, on machines with several plants at once and a random environment."""
+    print("seed", SEED + run)
     chance = random.Random(SEED + run)
     machine = Machine(tmp_path, parts)
     mounted = ("cache_from", "cache_on", "full_")

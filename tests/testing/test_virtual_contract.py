@@ -38,6 +38,7 @@ def _dense(tokens: str = "bf16", **more: Any) -> Arguments:
 
 
 def _matrices(form: str) -> Arguments:
+    print("seed", SEED)
     generator = torch.Generator().manual_seed(SEED)
     a, b = (torch.randn(rows, 96, generator=generator).bfloat16() for rows in (3, 72))
     quantize = mx_cpu.quantize_mxfp4_linear if "fp4" in form else mx_cpu.quantize_mxfp8_linear

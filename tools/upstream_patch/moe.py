@@ -48,7 +48,7 @@ _CHECKS = New(
                     "OUTPUT_DTYPES",
                 ),
                 *("UE8M0_DTYPES", "round_up", "describe", "require_int", "require_k_alignment", "require_output_dtype"),
-                *("require_tensor_type", "require_rank", "is_dense", "require_alignment", "require_tensor", "_end"),
+                *("require_tensor_type", "require_rank", "require_alignment", "require_tensor", "_end"),
                 *("require_apart", "_meet", "elements_overlap"),
             ),
         ),
