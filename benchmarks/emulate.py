@@ -350,7 +350,7 @@ def kernel(line: Times, **about: Any) -> Kernel:
 def dense_kernel(
     device: VirtualDevice, ranks: int, kind: str, weights: str, tokens: int, activation: str
 ) -> Kernel | None:
-    """A dense layer of one of ``ranks`` GPUs; None where cuBLAS would multiply widened weights."""
+    """A dense layer of one of ``ranks`` GPUs; None where cuBLAS would multiply dequantized weights."""
     began = time.perf_counter()
     shape = MODELS[LAYER_MODEL].split(ranks).matrices[kind]
     line = dense_line(device, kind, shape, tokens, weights, activation)

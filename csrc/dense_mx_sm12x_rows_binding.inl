@@ -75,4 +75,4 @@ void dequantize_rows(TensorView out, TensorView rows, Optional<TensorView> scale
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sm12x_dense_top_k_run, flashinfer::sm12x::dense_top_k_run);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sm12x_row_top_k_run, flashinfer::sm12x::row_top_k_run);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sm12x_row_top_k_workspace_size, flashinfer::sm12x::row_top_k_workspace_size);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(sm12x_widen_rows, flashinfer::sm12x::dequantize_rows);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(sm12x_dequantize_rows, flashinfer::sm12x::dequantize_rows);

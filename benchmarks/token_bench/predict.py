@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from emulate import CONTEXTS
 from timing import github
 
-from flashinfer.gemm.sm12x_dense import WIDENED_TOKENS
+from flashinfer.gemm.sm12x_dense import DEQUANTIZED_TOKENS
 from flashinfer.sm12x.perfmodel.gb10 import MIDDLE
 from flashinfer.sm12x.perfmodel.step import (
     DENSE_FORMATS,
@@ -144,7 +144,7 @@ def headline(ranks: int, model: str = LAYER_MODEL, given: Given | None = None, *
 def batches(model: str, **fused: bool) -> list[Predicted]:
     """Several streams and prompts, on one Spark; prompts have no fused attention.
 
-    Without prompts of bf16 tokens that cuBLAS multiplies with widened weights, which is not modelled.
+    Without prompts of bf16 tokens that cuBLAS multiplies with dequantized weights, which is not modelled.
     """
     streams = [Step(n, 1024, **fused) for n in (4, 16, 64)]
     prompts = [Step(1, tokens, tokens, **{**fused, "fused_attention": False}) for tokens in (512, 2048, 8192)]
@@ -157,5 +157,5 @@ def batches(model: str, **fused: bool) -> list[Predicted]:
     return [
         predict(model, step)
         for step in wanted
-        if step.tokens < WIDENED_TOKENS[True] or step.dense_tokens != "bf16" or step.formats["QKV"] == "bf16"
+        if step.tokens < DEQUANTIZED_TOKENS[True] or step.dense_tokens != "bf16" or step.formats["QKV"] == "bf16"
     ]

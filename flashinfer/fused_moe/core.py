@@ -216,7 +216,7 @@ def cutlass_fused_moe(
         caller reduces.
     output, workspace_buffer : torch.Tensor, optional
         ``[M, H]`` of ``output_dtype``; 1-D uint8 or int8 of :func:`cutlass_fused_moe_workspace_size` bytes, aligned to
-        128.  Given both, the call allocates nothing.  One workspace per stream: calls that run at the same time, on two
+        16.  Given both, the call allocates nothing.  One workspace per stream: calls that run at the same time, on two
         streams or from two graphs, and share one overwrite each other's intermediate results and counters.
     enable_alltoall : bool
         All ids outside ``[0, E * ep_size)``, not -1 alone, mark padding and contribute nothing; without it they are an

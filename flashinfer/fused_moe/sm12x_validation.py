@@ -32,7 +32,6 @@ from ..sm12x.checks import (
     round_up,
 )
 
-WORKSPACE_ALIGNMENT = 128  # bytes, as cutlass_fused_moe asks
 WEIGHT_DTYPES = (torch.uint8, torch.int64)
 # The unified MoE layer hands linear scales over as views in e4m3.
 LINEAR_SCALE_DTYPES = (*UE8M0_DTYPES, torch.float8_e4m3fn)
@@ -312,7 +311,7 @@ def validate(call: MoECall) -> MoEProblem:
     if call.workspace_buffer is not None:
         require_rank("workspace_buffer", call.workspace_buffer, 1, "a 1-D torch.uint8 or torch.int8 tensor")
         size, dtypes = tuple(call.workspace_buffer.shape), (torch.uint8, torch.int8)
-        require_tensor("workspace_buffer", call.workspace_buffer, [size], dtypes, device, alignment=WORKSPACE_ALIGNMENT)
+        require_tensor("workspace_buffer", call.workspace_buffer, [size], dtypes, device)
     require_int("tune_max_num_tokens", call.tune_max_num_tokens, 1)
     require_apart(call, {"output": (), "workspace_buffer": ()})
     return problem

@@ -3,7 +3,7 @@
 
 Few tokens are one stream of weights (``include/flashinfer/sm12x/stream/dense.cuh``), more are a GEMM
 (``tile/gemm.cuh``): of quantized tokens by SM12x's block-scaled MMA, else of bfloat16, which holds every value of these
-formats exactly. For very many, there, weights are widened to bfloat16 some rows at a time, and cuBLAS multiplies them.
+formats exactly. For very many, there, weights are dequantized to bfloat16 some rows at a time, and cuBLAS multiplies them.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from ..sm12x.operator import define, is_traced, validated
 
 OPERATOR = "flashinfer::sm12x_dense_mx"
 OUTPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-WIDENED_BYTES = 64 << 20
+DEQUANTIZED_BYTES = 64 << 20
 """Of dequantized weights that a call with many tokens, or one on the CPU, holds at a time."""
 
-WIDENED_ROWS = 2048
+DEQUANTIZED_ROWS = 2048
 """Tokens that such a call multiplies at a time: their float32 products are as large as the weights."""
 
 # Formats of token rows, as the kernels number them (TokenFormat in types.h).
@@ -58,7 +58,7 @@ _UNQUANTIZED: dict[tuple[str, torch.dtype], int] = {
 _NAMES = {
     "dense_mx": {},
     "dense_mx_top_k": {"out": "logits"},
-    "mm": {"x": "a", "weight": "b", "x_scale": "a_descale", "weight_scale": "b_descale", "k": "k (a.shape[1])"},
+    "mm": {"x": "a", "weight": "b", "x_scale": "a_descale", "weight_scale": "b_descale"},
 }
 """What the arguments of a call are known as to who made it."""
 
@@ -128,8 +128,9 @@ def _token_format(call: DenseCall, name: str) -> int:
         return MXFP8_SWIZZLED if call.swizzled_x_scale else MXFP8_LINEAR
     if x.dtype is torch.uint8 and call.swizzled_x_scale:
         return MXFP4_SWIZZLED
+    scale = _NAMES[call.caller].get("x_scale", "x_scale")
     raise ValueError(
-        f"{name} is {describe(x)}; with {_NAMES[call.caller].get('x_scale', 'x_scale')} it must be float8_e4m3fn (MXFP8), or uint8 (MXFP4, with 128x4 scales)"
+        f"{name} is {describe(x)}; with {scale} it must be float8_e4m3fn (MXFP8), or uint8 (MXFP4, with 128x4 scales)"
     )
 
 
@@ -140,8 +141,6 @@ def validate(call: DenseCall) -> tuple[torch.dtype, int]:
     ------
     TypeError, ValueError
         Naming the first argument that does not fit, what it was and what it may be.
-    NotImplementedError
-        The GPU has no kernels of this family.
     """
     names = _NAMES[call.caller]
     x, weight, x_scale, out_dtype = call.x, call.weight, call.x_scale, call.out_dtype
@@ -150,13 +149,12 @@ def validate(call: DenseCall) -> tuple[torch.dtype, int]:
     require_rank(weight_name, weight, 2)
     require_computing_device(x_name, x)
     device = x.device
-    require_served("dense_mx", device)
     token_format = _token_format(call, x_name)
     n, packed = weight.shape
     require_tensor(weight_name, weight, [(n, packed)], [torch.uint8, torch.float8_e4m3fn], device)
     if token_format in (QUANTIZE_BF16_TO_MXFP4, QUANTIZE_F16_TO_MXFP4) and weight.dtype is not torch.uint8:
         raise ValueError(f"weight is {describe(weight)}; with activation='mxfp4' it must be uint8 (MXFP4)")
-    m, k = x.shape[0], require_k_alignment(names.get("k", "k"), call.k)
+    m, k = x.shape[0], require_k_alignment("k", call.k)
     columns = k // 2 if token_format == MXFP4_SWIZZLED else k
     require_tensor(x_name, x, [(m, columns)], [x.dtype], device, f"k as {weight_name}'s")
     require_scales(names.get("weight_scale", "weight_scale"), call.weight_scale, n, k, device)
@@ -193,23 +191,23 @@ FEW_TILES = {"bf16": 264, "mxfp8": 48, "mxfp4": 48}
 for each SM; one for each SM of a GB10, none of which is cut then (a prediction)."""
 GEMM_TILE_COST = {"bf16": {32: 1.0, 48: 1.2, 64: 1.45}, "mxfp8": {64: 1.0, 128: 1.8}, "mxfp4": {64: 1.0, 128: 1.8}}
 """Time of a tile of so many tokens, where there are many, by what it multiplies: measured for bf16, predicted for the others."""
-WIDENED_TOKENS = {False: 256, True: 4096}
-"""From so many tokens on cuBLAS multiplies widened weights: on Hopper, whose cuBLAS has wgmma, and on SM12x. Quantized tokens
+DEQUANTIZED_TOKENS = {False: 256, True: 4096}
+"""From so many tokens on cuBLAS multiplies dequantized weights: on Hopper, whose cuBLAS has wgmma, and on SM12x. Quantized tokens
 stay with SM12x's block-scaled MMA, whose rate is two to eight times that of bfloat16."""
-WIDENED_IN_PIECES_TOKENS = {"mxfp4": 1024, "mxfp8": 512}
-"""The same on Hopper where the weight is widened in pieces (``WIDENED_BYTES``), as an LM head is: measured."""
+DEQUANTIZED_IN_PIECES_TOKENS = {"mxfp4": 1024, "mxfp8": 512}
+"""The same on Hopper where the weight is dequantized in pieces (``DEQUANTIZED_BYTES``), as an LM head is: measured."""
 
 
 def choose(
     weights: str, num_tokens: int, n: int, k: int, on_sm12x: bool = True, operand: Operand = "bf16"
 ) -> DenseInstance | None:
-    """The instance for ``num_tokens`` rows and a weight ``[n, k]``; None: cuBLAS is to multiply widened weights.
+    """The instance for ``num_tokens`` rows and a weight ``[n, k]``; None: cuBLAS is to multiply dequantized weights.
 
     ``operand`` is as what a GEMM multiplies the tokens.
     """
-    in_pieces = not on_sm12x and 2 * n * k > WIDENED_BYTES
+    in_pieces = not on_sm12x and 2 * n * k > DEQUANTIZED_BYTES
     if operand == "bf16" and num_tokens >= (
-        WIDENED_IN_PIECES_TOKENS[weights] if in_pieces else WIDENED_TOKENS[on_sm12x]
+        DEQUANTIZED_IN_PIECES_TOKENS[weights] if in_pieces else DEQUANTIZED_TOKENS[on_sm12x]
     ):
         return None
     rows = [row for row in DENSE_INSTANCES if row.weights == weights and row.longest_k >= k]
@@ -399,7 +397,7 @@ _operator = define("sm12x_dense_mx", DenseCall, _run_operator, mutates=("out",))
 
 
 def instance_for(backend: Backend | None, call: DenseCall, token_format: int) -> DenseInstance | None:
-    """What computes a valid call; None: cuBLAS on widened weights, or the CPU.
+    """What computes a valid call; None: cuBLAS on dequantized weights, or the CPU.
 
     Raises
     ------
@@ -421,7 +419,16 @@ def instance_for(backend: Backend | None, call: DenseCall, token_format: int) ->
 
 
 def run(call: DenseCall, token_format: int, top_k: RowTopK | None = None) -> None:
-    """Compute a valid call, and the largest of each row; without memory for outputs where only these are wanted."""
+    """Compute a valid call, and the largest of each row; without memory for outputs where only these are wanted.
+
+    Raises
+    ------
+    NotImplementedError
+        The GPU has no kernels of this family.
+    ValueError
+        As :func:`instance`.
+    """
+    require_served("dense_mx", call.x.device)
     backend = kernels(call.x.device)
     row = instance_for(backend, call, token_format)
     if call.out is None and not (call.top_k == 1 and row is not None and row.streamed):
@@ -453,7 +460,7 @@ def launch(
         writes += [top_k.values, top_k.indices, largest[-1]]
     if row is None:
         with plain_torch(call.x.device):
-            backend.call(_multiply_widened, module, call, token_format, writes=writes)
+            backend.call(_multiply_dequantized, module, call, token_format, writes=writes)
         if top_k is not None:
             backend.call(module.sm12x_row_top_k_run, *largest, out, pdl, writes=writes)
         return
@@ -514,27 +521,27 @@ def _compute_on_cpu(call: DenseCall, token_format: int) -> None:
     scales = mx_cpu.unswizzle_128x4(call.weight_scale, weight.shape[0], k // BLOCK_SIZE)
     dequantize = mx_cpu.dequantize_mxfp4_linear if weight.dtype is torch.uint8 else mx_cpu.dequantize_mxfp8_linear
     tokens = _token_values(call, token_format)
-    chunk = max(1, WIDENED_BYTES // (4 * k))
+    chunk = max(1, DEQUANTIZED_BYTES // (4 * k))
     for first in range(0, weight.shape[0], chunk):
         part = slice(first, first + chunk)
         _finish(call, slice(None), part, tokens @ dequantize(weight[part], scales[part]).T)
 
 
-def _multiply_widened(module: Any, call: DenseCall, token_format: int) -> None:
+def _multiply_dequantized(module: Any, call: DenseCall, token_format: int) -> None:
     """Many tokens on a GPU: both operands as bfloat16, some rows of weights at a time, by cuBLAS."""
     x, weight, k = call.x, call.weight, call.k
     n, weight_format = weight.shape[0], MXFP4_SWIZZLED if weight.dtype is torch.uint8 else MXFP8_SWIZZLED
     tokens = x
     if token_format != BF16:
         tokens = torch.empty((x.shape[0], k), dtype=torch.bfloat16, device=x.device)
-        module.sm12x_widen_rows(tokens, x, call.x_scale, token_format)
-    chunk = max(128, WIDENED_BYTES // (2 * k) // 128 * 128)  # whole chunks of scales
-    widened = torch.empty((min(n, chunk), k), dtype=torch.bfloat16, device=x.device)
+        module.sm12x_dequantize_rows(tokens, x, call.x_scale, token_format)
+    chunk = max(128, DEQUANTIZED_BYTES // (2 * k) // 128 * 128)  # whole chunks of scales
+    dequantized = torch.empty((min(n, chunk), k), dtype=torch.bfloat16, device=x.device)
     scales = call.weight_scale.view(torch.uint8).reshape(-1, mx_cpu.swizzled_size(1, k // BLOCK_SIZE))  # of 128 rows
     for first in range(0, n, chunk):
         part = slice(first, min(n, first + chunk))
-        some = widened[: part.stop - first]
-        module.sm12x_widen_rows(some, weight[part], scales[first // 128 :], weight_format)
-        for row in range(0, x.shape[0], WIDENED_ROWS):
-            rows = slice(row, row + WIDENED_ROWS)
+        some = dequantized[: part.stop - first]
+        module.sm12x_dequantize_rows(some, weight[part], scales[first // 128 :], weight_format)
+        for row in range(0, x.shape[0], DEQUANTIZED_ROWS):
+            rows = slice(row, row + DEQUANTIZED_ROWS)
             _finish(call, rows, part, torch.mm(tokens[rows], some.T, out_dtype=torch.float32))

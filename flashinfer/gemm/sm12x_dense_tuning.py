@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What upstream's autotuner times of dense layers: an instance, or cuBLAS on widened weights.
+"""What upstream's autotuner times of dense layers: an instance, or cuBLAS on dequantized weights.
 
 The operator's name in a cache file is ``flashinfer::sm12x_dense_mx``; a tactic there is an instance's name, or
-:data:`WIDENED`. Outside ``autotune(True)`` a call takes what is remembered for its number of tokens, else the planner's
+:data:`DEQUANTIZED`. Outside ``autotune(True)`` a call takes what is remembered for its number of tokens, else the planner's
 choice (``sm12x_dense.choose``).
 """
 
@@ -19,8 +19,8 @@ from ..sm12x.backend import Backend
 from ..sm12x.checks import BLOCK_SIZE
 from .sm12x_dense import MXFP8_LINEAR, OPERATOR, DenseCall, choose, gemm_operand, launch, weights_of
 
-WIDENED = "widened"
-"""cuBLAS on weights widened to bfloat16."""
+DEQUANTIZED = "widened"  # as cache files of the autotuner have it
+"""cuBLAS on weights dequantized to bfloat16."""
 
 MOST_TOKENS = 1024
 """Of a call that takes what was tuned; more are the planner's. An LM head's outputs of that many rows are 0.4 GB."""
@@ -63,7 +63,7 @@ class SM12xDenseRunner(tune.Runner):
             and row.longest_k >= self.k
             and (tokens <= STREAMED_PASSES * row.token_tile if row.streamed else row.operand == operand)
         ]
-        return [*names, WIDENED] if operand == "bf16" else names
+        return [*names, DEQUANTIZED] if operand == "bf16" else names
 
     def _profile(self, x: torch.Tensor) -> DenseCall:
         tokens = x.shape[0]
@@ -90,7 +90,7 @@ class SM12xDenseRunner(tune.Runner):
             sizes = inputs[0].shape[0], call.weight.shape[0], self.k
             row = choose(self.weights, *sizes, self.on_sm12x, operand)
         else:
-            row = None if tactic == WIDENED else _BY_NAME[tactic]
+            row = None if tactic == DEQUANTIZED else _BY_NAME[tactic]
         launch(self._backend_cache, row, call, self.token_format)
         assert call.out is not None
         return call.out
@@ -99,7 +99,7 @@ class SM12xDenseRunner(tune.Runner):
 def tuned_instance(
     backend: Backend, call: DenseCall, token_format: int, planned: DenseInstance | None
 ) -> DenseInstance | None:
-    """What the autotuner has for this call, which is on a GPU; None: cuBLAS on widened weights.
+    """What the autotuner has for this call, which is on a GPU; None: cuBLAS on dequantized weights.
 
     Tuned now inside ``autotune(True)``, also by a call of more than :data:`MOST_TOKENS`; else remembered, else ``planned``.
     """
@@ -109,4 +109,4 @@ def tuned_instance(
     name = tune.tuned(OPERATOR, runner, MOST_TOKENS, [call.x, call.weight])
     if name is None or call.x.shape[0] > MOST_TOKENS:
         return planned
-    return None if name == WIDENED else _BY_NAME[name]
+    return None if name == DEQUANTIZED else _BY_NAME[name]

@@ -19,6 +19,7 @@ from typing import Any, Literal, cast, get_args
 import torch
 
 from ..sm12x.checks import BLOCK_SIZE, describe, round_up
+from ..sm12x.checks import swizzled_size as swizzled_size
 from ..tllm_enums import SfLayout
 
 ScaleRule = Literal["amax", "mse"]
@@ -180,11 +181,6 @@ def dequantize_mxfp4_linear(
         blocks.mul_(decode_scale_bytes(scales, torch.bfloat16).unsqueeze(-1))
         return blocks.flatten(1).to(dtype)
     return (blocks.float() * decode_scale_bytes(scales, torch.float32).unsqueeze(-1)).flatten(1)
-
-
-def swizzled_size(rows: int, blocks: int) -> int:
-    """Bytes of the 128x4 scales of a matrix of ``rows`` rows and ``blocks`` K-blocks."""
-    return round_up(rows, 128) * round_up(blocks, 4)
 
 
 def arrange_scales(linear: torch.Tensor, layout: SfLayout) -> torch.Tensor:

@@ -184,9 +184,9 @@ def require_tensor(
     raise ValueError(f"{name} is {describe(value)}; it must be {expected}")
 
 
-def swizzled_scale_bytes(rows: int, k: int) -> int:
-    """Bytes of the 128x4 scales of a matrix ``[rows, k]``."""
-    return round_up(rows, 128) * round_up(k // BLOCK_SIZE, 4)
+def swizzled_size(rows: int, blocks: int) -> int:
+    """Bytes of the 128x4 scales of a matrix of ``rows`` rows and ``blocks`` K-blocks."""
+    return round_up(rows, 128) * round_up(blocks, 4)
 
 
 def require_scales(
@@ -205,12 +205,13 @@ def require_scales(
     TypeError, ValueError
         Not a tensor; another dtype (e4m3 scales are NVFP4's), size, device or address, or not contiguous.
     """
-    needed = swizzled_scale_bytes(rows, k) if swizzled else rows * (k // BLOCK_SIZE)
+    blocks = k // BLOCK_SIZE
+    needed = swizzled_size(rows, blocks) if swizzled else rows * blocks
     if isinstance(scales, torch.Tensor) and scales.numel() == needed:
         return require_tensor(name, scales, [scales.shape], UE8M0_DTYPES, device, "UE8M0 block scales", alignment)
     layout = "128x4" if swizzled else "linear"
     expected = (
-        f"{needed} contiguous bytes: {layout} scales of {rows} rows and {k // BLOCK_SIZE} blocks of 32, "
+        f"{needed} contiguous bytes: {layout} scales of {rows} rows and {blocks} blocks of 32, "
         f"{' or '.join(map(str, UE8M0_DTYPES))}, on {device}"
     )
     require_tensor_type(name, scales, expected)
@@ -253,8 +254,8 @@ def require_apart(call: Any, written: Mapping[str, Sequence[str]], names: Mappin
             for target, tensor, first, last in targets:
                 if start >= last or first >= end or field == target or start == end:
                     continue
-                alike = other.shape == tensor.shape and other.stride() == tensor.stride()
-                if alike and (field in written[target] if start == first else not elements_overlap(tensor, other)):
+                alike = other.dtype == tensor.dtype, other.shape == tensor.shape, other.stride() == tensor.stride()
+                if all(alike) and (field in written[target] if start == first else not elements_overlap(tensor, other)):
                     continue
                 named = [(names or {}).get(name, name) for name in (target, field, *written[target])]
                 unless = f", or be {' or '.join(named[2:])} itself" if written[target] else ""

@@ -74,23 +74,29 @@ def is_traced(call: tuple[Any, ...]) -> bool:
 
 
 def _metadata(value: Any) -> Any:
-    """All of a tensor that a check looks at: what is contiguous has the strides of its shape."""
+    """All of an argument that a check looks at; ``TypeError`` where that is more than its metadata.
+
+    What is contiguous has the strides of its shape. One integer in a tensor is an index to Python, and may change.
+    """
     if isinstance(value, torch.Tensor):
+        if value.numel() == 1 and not value.is_floating_point():
+            raise TypeError
         return value.data_ptr(), value.shape, value.dtype, value.device, value.is_contiguous()
-    return tuple(map(_metadata, value)) if isinstance(value, (list, tuple)) else value
+    if isinstance(value, (list, tuple)):
+        return tuple(map(type, value)), *map(_metadata, value)
+    return value
 
 
 _MOST_KNOWN = 4096
 
 
 def validated(validate: Callable[[Any], Any], call: tuple[Any, ...], known: dict[Any, Any]) -> Any:
-    """``validate(call)``, or what it gave for a call of the same metadata, addresses and options: a third of its time.
+    """``validate(call)``, or what it gave for a call of the same types, metadata, addresses and options.
 
-    What is kept may hold no tensor.
+    It may depend on nothing else, and what is kept may hold no tensor.
     """
-    key: Any
     try:
-        key = tuple(map(type, call)), *map(_metadata, call)
+        key = _metadata(call)
         found = known.get(key)
     except (RuntimeError, TypeError):  # a tensor without an address, or something that has no hash
         return validate(call)

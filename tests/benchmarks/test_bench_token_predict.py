@@ -178,7 +178,7 @@ def test_what_was_not_emulated_is_named() -> None:
     with pytest.raises(
         ValueError, match=r"QKV for 8192 tokens .* mxfp4 and tokens in bf16: 1, 4, 16, 64, 512, 2048 only"
     ):
-        model.predict(MODEL, prompt)  # cuBLAS and widened weights
+        model.predict(MODEL, prompt)  # cuBLAS and dequantized weights
 
 
 def test_what_tokens_are_rounded_to_counts_in_prompts() -> None:

@@ -14,11 +14,11 @@ from flashinfer.gemm import sm12x_dense
 from flashinfer.gemm.sm12x_dense import (
     BF16,
     DENSE_INSTANCES,
+    DEQUANTIZED_IN_PIECES_TOKENS,
+    DEQUANTIZED_TOKENS,
     MXFP4_SWIZZLED,
     QUANTIZE_BF16,
     QUANTIZE_F16_TO_MXFP4,
-    WIDENED_IN_PIECES_TOKENS,
-    WIDENED_TOKENS,
     choose,
     dense_mx,
     instance,
@@ -92,11 +92,11 @@ def test_what_is_no_number_stays_in_its_row_or_column(device: torch.device, weig
         check_within_bound(out.cpu(), *dense_reference(inputs, accumulation_on(device)), what)
 
 
-def test_widened_weights_in_several_pieces(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sm12x_dense, "WIDENED_TOKENS", {False: 1, True: 1})
-    monkeypatch.setattr(sm12x_dense, "WIDENED_IN_PIECES_TOKENS", {"mxfp4": 1, "mxfp8": 1})
+def test_dequantized_weights_in_several_pieces(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sm12x_dense, "DEQUANTIZED_TOKENS", {False: 1, True: 1})
+    monkeypatch.setattr(sm12x_dense, "DEQUANTIZED_IN_PIECES_TOKENS", {"mxfp4": 1, "mxfp8": 1})
     for rows in (256, 300, 1):  # of bfloat16; of the CPU's float32 half as many
-        monkeypatch.setattr(sm12x_dense, "WIDENED_BYTES", rows * 160 * 2)
+        monkeypatch.setattr(sm12x_dense, "DEQUANTIZED_BYTES", rows * 160 * 2)
         for weights in ("mxfp4", "mxfp8"):
             check(device, DenseCase(20, 700, 160, weights, "quantize_bf16", torch.bfloat16, True, True), 8)
 
@@ -121,10 +121,10 @@ def test_what_is_chosen() -> None:
     assert name("mxfp4", 64, 201_088, 2880) == "dense_mxfp4_m64_gemm"
     assert name("mxfp8", 48, 201_088, 2880) == "dense_mxfp8_m48_gemm"
     assert name("mxfp4", 1, 5120, 7168) == "dense_mxfp4_m32_gemm"  # K too long for a stream
-    for block_scaled, tokens in WIDENED_TOKENS.items():
+    for block_scaled, tokens in DEQUANTIZED_TOKENS.items():
         assert name("mxfp4", tokens, 5120, 2880, block_scaled) == "cuBLAS"
         assert name("mxfp4", tokens - 1, 5120, 2880, block_scaled) != "cuBLAS"
-    for weights, tokens in WIDENED_IN_PIECES_TOKENS.items():  # on Hopper
+    for weights, tokens in DEQUANTIZED_IN_PIECES_TOKENS.items():  # on Hopper
         assert name(weights, tokens, 201_088, 2880, False) == "cuBLAS"
         assert name(weights, tokens - 1, 201_088, 2880, False) != "cuBLAS"
     assert name("mxfp4", 16, 201_088, 2880, True, "mxfp8") == "dense_mxfp4_m16_w2"

@@ -15,7 +15,7 @@ from flashinfer.autotuner import AutoTuner, autotune, autotuner
 from recording_backend import RecordingBackend
 
 from flashinfer.gemm import dense_mx, sm12x_dense
-from flashinfer.gemm.sm12x_dense_tuning import MOST_TOKENS, WIDENED
+from flashinfer.gemm.sm12x_dense_tuning import DEQUANTIZED, MOST_TOKENS
 from flashinfer.jit.sm12x.instances import DENSE_INSTANCES
 from flashinfer.quantization.mx_cpu import swizzled_size
 from flashinfer.sm12x import backend, devices, tune
@@ -42,9 +42,9 @@ class Stand:
         self.operands.append(operands)
         self.launches.append((DENSE_INSTANCES[index].name, operands.x.shape[0]))
 
-    def widened(self, _module: Any, call: sm12x_dense.DenseCall, _format: int) -> None:
+    def dequantized(self, _module: Any, call: sm12x_dense.DenseCall, _format: int) -> None:
         self.operands.append(call)
-        self.launches.append((WIDENED, call.x.shape[0]))
+        self.launches.append((DEQUANTIZED, call.x.shape[0]))
 
     def profile(self, tuner: AutoTuner, runner: Any, inputs: Any, tactic: Any, config: Any, **named: Any) -> float:
         assert config.use_cold_l2_cache and config.use_cuda_graph
@@ -60,7 +60,7 @@ def stand(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stand]:
     made = Stand()
     recording = RecordingBackend(made)
     monkeypatch.setattr(backend, "_active_virtual", [lambda _name: recording])
-    monkeypatch.setattr(sm12x_dense, "_multiply_widened", made.widened)
+    monkeypatch.setattr(sm12x_dense, "_multiply_dequantized", made.dequantized)
     monkeypatch.setattr(tune, "_remembered", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(
@@ -112,12 +112,12 @@ def test_what_takes_a_call_is_timed_and_the_best_is_used(stand: Stand, weights: 
     with autotune(True):
         assert took(stand, 8, weights, form) == best
     names = {name for name, _ in stand.timed}
-    assert all(name == WIDENED or name.startswith(f"dense_{weights}_") for name in names)
+    assert all(name == DEQUANTIZED or name.startswith(f"dense_{weights}_") for name in names)
     gemms = {row.name for row in DENSE_INSTANCES if row.weights == weights and not row.streamed}
     # SM12x: bf16 tokens by bf16 MMAs or cuBLAS, others by block-scaled ones, MXFP4's being those of two MXFP4 operands.
     ending = "_gemm" if form == "bf16" else "_mxfp4" if form == weights == "mxfp4" else "_mxfp8"
     ways = {name for name in gemms if name.endswith(ending)}
-    assert names & (gemms | {WIDENED}) == (ways | {WIDENED} if form == "bf16" else ways)
+    assert names & (gemms | {DEQUANTIZED}) == (ways | {DEQUANTIZED} if form == "bf16" else ways)
     assert max(tokens for name, tokens in stand.timed if name == f"dense_{weights}_m16_w2") == 64
     assert took(stand, 8, weights, form) == best
     assert took(stand, 7, weights, form) == best  # of the next profile
@@ -175,13 +175,13 @@ def test_other_layers_are_tuned_apart(stand: Stand, tmp_path: Path) -> None:
     calls: list[dict[str, Any]] = [{}, {"weights": "mxfp8"}, {"form": "mxfp8"}, {"form": "linear"}, {"n": 2 * N}]
     random.Random(seed).shuffle(calls)
     planned = [took(stand, 8, **call) for call in calls]
-    stand.times = {"dense_mxfp4_m8_w3": 0.5, "dense_mxfp8_m8_w3": 0.5, WIDENED: 0.25}
+    stand.times = {"dense_mxfp4_m8_w3": 0.5, "dense_mxfp8_m8_w3": 0.5, DEQUANTIZED: 0.25}
     best, cache = [], str(tmp_path / "tactics.json")
     for place, call in enumerate(calls):
         assert [took(stand, 8, **other) for other in calls[place:]] == planned[place:]
         with autotune(True, cache=cache):
             best.append(took(stand, 8, **call))
-        assert (best[-1] == WIDENED) is (call.get("form", "bf16") == "bf16")
+        assert (best[-1] == DEQUANTIZED) is (call.get("form", "bf16") == "bf16")
     assert [took(stand, 8, **call) for call in calls * 2] == best * 2
     AutoTuner.get().clear_cache()
     assert [took(stand, 8, **call) for call in calls] == planned

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import flashinfer
+from flashinfer.fused_moe import cutlass_fused_moe_workspace_size
 from flashinfer.gemm import dense_mx
 from flashinfer.jit.sm12x.instances import INSTANCES
 from flashinfer.testing import DenseCase, MoECase, make_dense_inputs, make_group_gemm_inputs, make_moe_inputs
@@ -74,6 +75,29 @@ def test_scales_of_weights(device: VirtualDevice, position: int, name: str, alig
     ):
         flashinfer.cutlass_fused_moe(**arguments)
     assert device.launches == []
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["pair", "streamed"])
+@pytest.mark.parametrize("mode", [0, 1])
+def test_workspace_of_a_layer(device: VirtualDevice, streamed: bool, mode: int) -> None:
+    """16 bytes are what the widest access needs: torch gives 64 on the CPU, other libraries less."""
+    tactic = next(row.number for row in INSTANCES if row.activation == "mxfp8" and row.streamed == streamed)
+    arguments = {**moe(mode=mode), "profile_ids": [tactic, tactic]}
+    expected = flashinfer.cutlass_fused_moe(**arguments).clone()
+    size = cutlass_fused_moe_workspace_size(
+        *(5, 160, 96, 4, 2),
+        x_dtype=arguments["input"].dtype,
+        weight_dtype=arguments["fc1_expert_weights"].dtype,
+        use_mxfp8_act_scaling=True,
+        device=arguments["input"].device,
+    )
+    space = torch.full((size,), 255, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=r"^workspace_buffer starts at address 0x\w+; it must be aligned to 16 bytes"):
+        flashinfer.cutlass_fused_moe(**arguments, workspace_buffer=shifted(space, 8))
+    arguments["output"].fill_(torch.nan)
+    given = flashinfer.cutlass_fused_moe(**arguments, workspace_buffer=shifted(space, 16))
+    assert torch.equal(given, expected)
+    assert device.launches and all(launch.clean for launch in device.launches)
 
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["pair", "streamed"])

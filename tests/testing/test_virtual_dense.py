@@ -298,12 +298,12 @@ def test_upstreams_names(device: VirtualDevice) -> None:
     assert len(device.launches) >= 4 and all(launch.clean for launch in device.launches)
 
 
-@pytest.mark.parametrize(("widened_rows", "widened_tokens"), [(128, 2048), (300, 13), (90, 7), (5, 2048)])
+@pytest.mark.parametrize(("dequantized_rows", "dequantized_tokens"), [(128, 2048), (300, 13), (90, 7), (5, 2048)])
 @pytest.mark.parametrize("weights", ["mxfp4", "mxfp8"])
-def test_weights_are_widened_in_pieces(
-    device: VirtualDevice, weights: str, widened_rows: int, widened_tokens: int, monkeypatch: pytest.MonkeyPatch
+def test_weights_are_dequantized_in_pieces(
+    device: VirtualDevice, weights: str, dequantized_rows: int, dequantized_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What cuBLAS gets, piece by piece, by the kernel that widens; whole chunks of 128 rows, however many fit."""
+    """What cuBLAS gets, piece by piece, by the kernel that dequantizes; whole chunks of 128 rows, however many fit."""
     print("seed", 19)
     k, n = 192, 700
     case = DenseCase(20, n, k, weights, "mxfp8_linear", torch.float32, True, True, torch.float32)
@@ -313,13 +313,13 @@ def test_weights_are_widened_in_pieces(
 
     class Module:
         @staticmethod
-        def sm12x_widen_rows(*arguments: Any) -> None:
-            device.call(device.module(gen_dense_module).sm12x_widen_rows, *arguments, writes=arguments[:1])
+        def sm12x_dequantize_rows(*arguments: Any) -> None:
+            device.call(device.module(gen_dense_module).sm12x_dequantize_rows, *arguments, writes=arguments[:1])
             pieces.append(arguments[1].shape[0])
 
     monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype: a.to(out_dtype) @ b.to(out_dtype))
-    monkeypatch.setattr(sm12x_dense, "WIDENED_BYTES", widened_rows * 2 * k)
-    monkeypatch.setattr(sm12x_dense, "WIDENED_ROWS", widened_tokens)
+    monkeypatch.setattr(sm12x_dense, "DEQUANTIZED_BYTES", dequantized_rows * 2 * k)
+    monkeypatch.setattr(sm12x_dense, "DEQUANTIZED_ROWS", dequantized_tokens)
     out = torch.full((20, n), torch.nan)
     named = inputs.named
     call = sm12x_dense.DenseCall(**dict.fromkeys(sm12x_dense.DenseCall._fields))._replace(  # type: ignore[arg-type]
@@ -329,9 +329,9 @@ def test_weights_are_widened_in_pieces(
         weight_scale=weight_scale,
         **{key: named[key] for key in ("x_scale", "alpha", "bias", "residual")},
     )
-    sm12x_dense._multiply_widened(Module, call, FORMATS.index("mxfp8_linear"))
-    check_within_bound(out, *dense_reference(inputs, ANY_ORDER), f"{widened_rows} rows at a time")
-    whole = max(128, widened_rows // 128 * 128)
+    sm12x_dense._multiply_dequantized(Module, call, FORMATS.index("mxfp8_linear"))
+    check_within_bound(out, *dense_reference(inputs, ANY_ORDER), f"{dequantized_rows} rows at a time")
+    whole = max(128, dequantized_rows // 128 * 128)
     assert pieces == [20, *[whole] * (n // whole), n % whole]
     assert all(launch.clean for launch in device.launches)
 
@@ -458,14 +458,14 @@ def test_a_weight_that_the_layer_in_front_writes(device: VirtualDevice, name: st
 
 
 @pytest.mark.parametrize("tokens", FORMATS)
-def test_rows_are_widened_exactly(device: VirtualDevice, tokens: str) -> None:
+def test_rows_are_dequantized_exactly(device: VirtualDevice, tokens: str) -> None:
     """What cuBLAS multiplies, for very many tokens: each value as the bfloat16 that it equals, NaN and infinity included."""
     print("seed", 80)
     module = device.module(gen_dense_module)
     for what, inputs in dense_inputs_with_not_numbers(DenseCase(37, 8, 416, tokens=tokens), 80):
         wide = torch.full((37, 416), torch.nan, dtype=torch.bfloat16)
         rows, scale = inputs.arguments[0], inputs.named.get("x_scale")
-        device.call(module.sm12x_widen_rows, wide, rows, scale, FORMATS.index(tokens), writes=(wide,))
+        device.call(module.sm12x_dequantize_rows, wide, rows, scale, FORMATS.index(tokens), writes=(wide,))
         exact = inputs.multiplied().values
         torch.testing.assert_close(wide, exact.bfloat16(), rtol=0, atol=0, equal_nan=True, msg=what)
         assert torch.equal(wide.double(), exact) or what != "numbers"
@@ -488,7 +488,7 @@ def test_16_bit_values_are_rounded_to_mxfp4(device: VirtualDevice, dtype: torch.
     expected = dequantize_mxfp4(*quantize_mxfp4(x.float()))
     name = "bf16_to_mxfp4" if dtype is torch.bfloat16 else "f16_to_mxfp4"
     wide, module = torch.full((96, 416), torch.nan, dtype=torch.bfloat16), device.module(gen_dense_module)
-    device.call(module.sm12x_widen_rows, wide, x, None, FORMATS.index(name), writes=(wide,))
+    device.call(module.sm12x_dequantize_rows, wide, x, None, FORMATS.index(name), writes=(wide,))
     torch.testing.assert_close(wide, expected.bfloat16(), rtol=0, atol=0, equal_nan=True)
     inputs = make_dense_inputs(DenseCase(96, 40, 416, tokens=name, out_dtype=torch.float32), 81)
     inputs.arguments = (x, *inputs.arguments[1:])

@@ -55,7 +55,7 @@ _CHECKS = New(
         Take(
             _VALIDATION,
             (
-                *("WORKSPACE_ALIGNMENT", "WEIGHT_DTYPES", "LINEAR_SCALE_DTYPES", "SWIGLU", "Mode", "INPUT_DTYPES"),
+                *("WEIGHT_DTYPES", "LINEAR_SCALE_DTYPES", "SWIGLU", "Mode", "INPUT_DTYPES"),
                 *("_QUANT_SCALES", "MoECall", "MoEProblem", "select_mode", "swizzled_scale_shapes"),
                 *("require_swizzled_scales", "require_parallel_sizes", "require_pairs", "_weight_sizes"),
                 *("_check_quant_scales", "_check_input_sf", "validate"),

@@ -23,7 +23,7 @@ struct GroupGemmArguments {
   const int32_t* m_indptr;  // [groups + 1] on the device
   void* output;  // [cum_m, n]
   sm12x::ScalarType output_type;
-  uint8_t* workspace;  // 256-byte aligned
+  uint8_t* workspace;  // 16-byte aligned
   size_t workspace_bytes;
 };
 
