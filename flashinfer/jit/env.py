@@ -9,7 +9,9 @@ cannot be written is used for what is prebuilt in it, or says what to do about i
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import stat
 
 from flashinfer._layer import extend, fork_root
 
@@ -51,8 +53,13 @@ def _make_workspace(folder: pathlib.Path) -> None:
         OSError: it cannot be written.
     """
     make_folder(folder)
-    with open(folder / "flashinfer_jit.log", "a"):
-        pass
+    # Upstream opens this for ever: not a link of somebody's, not a pipe that nobody reads.
+    log = os.open(folder / "flashinfer_jit.log", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+    try:
+        if not stat.S_ISREG(os.fstat(log).st_mode):
+            raise OSError(errno.EINVAL, "flashinfer_jit.log is no file")
+    finally:
+        os.close(log)
     make_folder(folder / "cached_ops")
     make_folder(folder / "generated")
 

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 from jit_fakes import Project, needs_nvcc, small_spec
 
-from flashinfer.jit import core, cpp_ext
+from flashinfer.jit import core, cpp_ext, cute_dsl_core
 from flashinfer.jit import env as jit_env
 from flashinfer.jit.sm12x.diagnosis import JitBuildError
 from flashinfer.jit.sm12x.trust import (
@@ -94,8 +94,8 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="giving a file to anot
 
 
 @needs_root
-def test_in_a_folder_of_all_the_next_entry_must_be_this_users(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in ``/tmp``. One of root's could be a link, which anybody may make of a file there."""
+def test_in_a_folder_of_all_the_next_entry_must_be_this_users(cache: Path) -> None:
+    """As in ``/tmp``."""
     shared = cache.parents[2]
     shared.chmod(0o1777)
     require_trusted(cache)
@@ -104,13 +104,62 @@ def test_in_a_folder_of_all_the_next_entry_must_be_this_users(cache: Path, monke
         require_trusted(cache)
     os.chown(cache.parents[1], 0, 0)
     require_trusted(cache)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "geteuid", lambda: ANOTHER)
-        with pytest.raises(UntrustedCacheError, match="belongs to user 0"):
-            require_trusted(cache)
     os.chown(shared, ANOTHER, 0)
     with pytest.raises(UntrustedCacheError, match=f"{shared} belongs to user {ANOTHER}"):
         require_trusted(cache)
+
+
+@needs_root
+def test_root_made_a_folder_in_a_folder_of_all(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As systemd's PrivateTmp. A file of root's could be a link, which anybody may make there; a folder cannot."""
+    cache.parents[2].chmod(0o1777)
+    for path in (cache, cache.parent):
+        os.chown(path, ANOTHER, ANOTHER)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: ANOTHER)
+        require_trusted(cache)
+        os.chown(cache.parents[1], ANOTHER + 1, ANOTHER)
+        with pytest.raises(UntrustedCacheError, match=f"{cache.parents[1]} belongs to user {ANOTHER + 1}"):
+            require_trusted(cache)
+        os.chown(cache.parents[1], ANOTHER, ANOTHER)
+        (cache.parents[2] / "link.so").hardlink_to(__file__)
+        with pytest.raises(UntrustedCacheError, match=r"link\.so belongs to user 0"):
+            require_trusted(cache.parents[2] / "link.so")
+
+
+WITHOUT_ROOT = """
+import ctypes, os, sys
+from pathlib import Path
+from flashinfer.jit.sm12x.trust import require_trusted
+libc = ctypes.CDLL(None, use_errno=True)
+os.setgroups([])
+os.setresgid(*[user := int(sys.argv[1])] * 3)
+os.setresuid(user, user, user)
+libc.prctl(4, 1)  # PR_SET_DUMPABLE: else its files in /proc are root's
+if libc.unshare(0x10000000):  # CLONE_NEWUSER
+    sys.exit(f"no namespace: {os.strerror(ctypes.get_errno())}")
+Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
+assert os.stat("/").st_uid == 65534 != os.geteuid() == os.stat(sys.argv[2]).st_uid
+require_trusted(Path(sys.argv[2]))
+try:
+    require_trusted(Path(sys.argv[3]))
+except RuntimeError as error:
+    print(error)
+"""
+
+
+@needs_root
+def test_in_a_namespace_without_root_its_folders_are_nobodys() -> None:
+    """As in Apptainer: what others left in ``/tmp`` is refused all the same."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as own, tempfile.TemporaryDirectory(dir="/tmp") as theirs:
+        os.chown(own, ANOTHER, ANOTHER)
+        os.chown(theirs, ANOTHER + 1, ANOTHER + 1)
+        command = [sys.executable, "-c", WITHOUT_ROOT, str(ANOTHER), own, theirs]
+        result = subprocess.run(command, capture_output=True, text=True)
+        if "no namespace" in result.stderr:
+            pytest.skip(result.stderr)
+        assert result.returncode == 0, result.stderr
+        assert f"{theirs} belongs to user 65534" in result.stdout
 
 
 @needs_root
@@ -420,6 +469,64 @@ def test_import_with_a_cache_that_can_only_be_read(tmp_path: Path) -> None:
         _set_writable(base, True)
     other = temporary / f"flashinfer-{os.geteuid()}" / "0.7.2.post1" / "121a" / "cached_ops"
     assert result.stdout.split() == [str(modules), str(other)], result.stderr
+
+
+@pytest.mark.parametrize("what", ["link", "pipe", "device"])
+def test_a_log_that_is_no_file_is_not_opened(what: str, tmp_path: Path) -> None:
+    """A pipe without a reader would hold the import for ever, and a link choose the file that lines are added to."""
+    workspace = tmp_path / ".cache" / "flashinfer" / "0.7.2.post1" / "121a"
+    workspace.mkdir(parents=True)
+    log, target = workspace / "flashinfer_jit.log", tmp_path / "precious"
+    target.touch()
+    if what == "link":
+        log.symlink_to(target)
+    elif what == "pipe":
+        os.mkfifo(log)
+    else:
+        log.symlink_to("/dev/full")
+    result = _run("import flashinfer", tmp_path)
+    assert f"the FlashInfer cache {workspace} cannot be written" in result.stderr
+    assert not target.read_bytes()
+
+
+class _Kernel:
+    """What CuTe-DSL compiled."""
+
+    def export_to_c(self, path: str, function_name: str) -> None:
+        assert Path(path).parent.stat().st_mode & 0o077 == 0
+        Path(path).write_text(function_name)
+
+
+def test_objects_of_cute_dsl_are_private_and_not_loaded_where_others_write(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cute_dsl_core, "_get_compile_arch", lambda: "sm_121a")
+    monkeypatch.setattr(cute_dsl_core, "_get_cute_dsl_version", lambda: "4")
+    monkeypatch.setattr(cute_dsl_core._JitSpecCuteDsl, "_load_from_disk", lambda spec: spec.object_path.read_text())
+    (workspace / "cached_ops").mkdir()
+    spec = cute_dsl_core.JitSpecCuteDsl("norm", "rms", _Kernel, "0123")
+    assert spec.try_load() is None
+    before = os.umask(0)
+    try:
+        assert spec.build_and_load() == "norm_rms"
+    finally:
+        os.umask(before)
+    assert spec.try_load() == "norm_rms"
+    assert [path.stat().st_mode & 0o777 for path in (spec.module_dir, spec.object_path, spec.meta_path)] == [
+        0o755,
+        0o644,
+        0o644,
+    ]
+    for place in (spec.object_path, spec.meta_path, spec.module_dir, spec.module_dir.parent):
+        mode = place.stat().st_mode
+        place.chmod(mode | 0o002)
+        for function in (spec.try_load, spec.build_and_load):
+            with pytest.raises(UntrustedCacheError, match=f"{place.name} is writable by everybody"):
+                function()
+        place.chmod(mode)
+    spec.object_path.chmod(0o646)
+    with pytest.raises(UntrustedCacheError, match=r"rms.o is writable by everybody"):
+        spec.load()
 
 
 def test_temporary_workspace_that_somebody_else_prepared_is_passed_over(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import grp
 import os
 import pwd
@@ -31,8 +32,9 @@ def require_trusted(path: Path) -> None:
 
     Every folder and link from the root to ``path``, and ``path`` itself, must belong to root or to this user, and nobody
     else may write to it. Two exceptions: others may write to a folder with the sticky bit (``/tmp``), where they cannot
-    replace an entry of this user's, so that the next component must be this user's; and the owner's own group, with no
-    other member, may write (the umask is 002 on some systems). What passes cannot be changed by another user later on.
+    replace an entry of this user's or of root's, but can link to a file of root's, so that the next component must be
+    this user's or a folder; and the owner's own group, with no other member, may write (the umask is 002 on some
+    systems). What passes cannot be changed by another user later on.
 
     Args:
         path: A file or folder; what does not exist is left out.
@@ -92,12 +94,29 @@ def _components(path: str) -> Iterator[tuple[str, os.stat_result]]:
         here = "/" if target.startswith("/") else here
 
 
+@functools.cache
+def _root_outside() -> int:
+    """Whom root's files seem to belong to: in a user namespace without root (Apptainer, bubblewrap) to the user 65534.
+
+    So do those of all other users there, so that ``/`` and ``/home`` cannot be told from another user's folder.
+    """
+    with contextlib.suppress(OSError):
+        mapped = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
+        if all(outside != "0" for _, outside, _ in mapped):
+            return int(Path("/proc/sys/kernel/overflowuid").read_text())
+    return 0
+
+
 def _sticky(state: os.stat_result) -> bool:
     return stat.S_ISDIR(state.st_mode) and bool(state.st_mode & stat.S_ISVTX)
 
 
 def _problem(place: str, state: os.stat_result, in_sticky: bool) -> str:
-    if state.st_uid != os.geteuid() and (in_sticky or state.st_uid != 0):
+    if in_sticky:
+        of_root = state.st_uid == 0 and stat.S_ISDIR(state.st_mode)
+    else:
+        of_root = state.st_uid in (0, _root_outside())
+    if state.st_uid != os.geteuid() and not of_root:
         return f"belongs to user {state.st_uid}"
     if stat.S_ISLNK(state.st_mode) or _sticky(state):
         return ""
