@@ -27,7 +27,7 @@ from flashinfer.fused_moe import router_top_k
 from flashinfer.gemm.sm12x_dense import choose, dense_mx, gemm_operand
 from flashinfer.jit import env as jit_env
 from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm120_module
-from flashinfer.jit.sm12x.instances import INSTANCES, DenseInstance
+from flashinfer.jit.sm12x.instances import INSTANCES, Instance
 from flashinfer.jit.sm12x.modules import gen_dense_module
 from flashinfer.sm12x.models import MODELS, MOE_LAYERS, MoELayer
 from flashinfer.sm12x.perfmodel import dense, gb10, moe, step
@@ -204,9 +204,7 @@ def moe_lines(
 # --- dense layers -----------------------------------------------------------------------------------------------------
 
 
-def emulate_dense(
-    device: VirtualDevice, row: DenseInstance, case: tuple[int, int, int], activation: str
-) -> list[Launch]:
+def emulate_dense(device: VirtualDevice, row: Instance, case: tuple[int, int, int], activation: str) -> list[Launch]:
     """One layer ``(tokens, n, k)``."""
     tokens, n, k = case
     inputs = make_dense_inputs(DenseCase(tokens, n, k, row.weights, TOKENS_AS[activation]), 0)

@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from ..jit.sm12x.instances import GEMM_INSTANCES, INSTANCES, MAX_EXPERTS, Activation, Instance, table
+from ..jit.sm12x.instances import GEMM_INSTANCES, INSTANCES, MAX_EXPERTS, Format, Instance, table
 from ..sm12x import models
 from ..sm12x.checks import describe, require_k_alignment
 from .sm12x_validation import Mode
@@ -70,7 +70,7 @@ def expected_rows(num_rows: int, num_experts: int) -> float:
 
 
 def choose(
-    activation: Activation,
+    activation: Format,
     num_rows: int,
     num_experts: int,
     block_scaled_mma: bool,

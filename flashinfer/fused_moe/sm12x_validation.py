@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..jit.sm12x.instances import MAX_EXPERTS, Activation
+from ..jit.sm12x.instances import MAX_EXPERTS, Format
 from ..sm12x.checks import (
     BLOCK_SIZE,
     ELEMENT,
@@ -47,7 +47,7 @@ class Mode(enum.IntEnum):
     W4A16 = 2
 
     @property
-    def activation(self) -> Activation:
+    def activation(self) -> Format:
         """Name of the activation format in the instance tables."""
         return "bf16" if self is Mode.W4A16 else "mxfp8"
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
-from ..jit.sm12x.instances import DENSE_INSTANCES, DenseInstance, Operand
+from ..jit.sm12x.instances import DENSE_INSTANCES, Format, Instance
 from ..jit.sm12x.modules import gen_dense_module, multiplies_in_half
 from ..quantization import mx_cpu
 from ..sm12x import tune
@@ -47,7 +47,6 @@ DEQUANTIZED_ROWS = 2048
 BF16, QUANTIZE_BF16, QUANTIZE_F16, MXFP8_SWIZZLED, MXFP8_LINEAR, MXFP4_SWIZZLED = range(6)
 QUANTIZE_BF16_TO_MXFP4, QUANTIZE_F16_TO_MXFP4 = 6, 7
 
-Activation = Literal["bf16", "mxfp8", "mxfp4"]
 _UNQUANTIZED: dict[tuple[str, torch.dtype], int] = {
     ("bf16", torch.bfloat16): BF16,
     ("mxfp8", torch.bfloat16): QUANTIZE_BF16,
@@ -118,7 +117,7 @@ class RowTopK(NamedTuple):
 
 def _token_format(call: DenseCall, name: str) -> int:
     x, activation = call.x, call.activation
-    require_choice("activation", activation, get_args(Activation))
+    require_choice("activation", activation, get_args(Format))
     if call.x_scale is None:
         if (activation, x.dtype) in _UNQUANTIZED:
             return _UNQUANTIZED[activation, x.dtype]
@@ -199,8 +198,8 @@ DEQUANTIZED_IN_PIECES_TOKENS = {"mxfp4": 1024, "mxfp8": 512}
 
 
 def choose(
-    weights: str, num_tokens: int, n: int, k: int, on_sm12x: bool = True, operand: Operand = "bf16"
-) -> DenseInstance | None:
+    weights: str, num_tokens: int, n: int, k: int, on_sm12x: bool = True, operand: Format = "bf16"
+) -> Instance | None:
     """The instance for ``num_tokens`` rows and a weight ``[n, k]``; None: cuBLAS is to multiply dequantized weights.
 
     ``operand`` is as what a GEMM multiplies the tokens.
@@ -214,7 +213,7 @@ def choose(
     passes = 2 if n * k // (2 if weights == "mxfp4" else 1) <= SECOND_PASS_BYTES else 1
     streams = [row for row in rows if row.streamed and passes * row.token_tile >= num_tokens]
     if streams:
-        return min(streams, key=lambda row: (-(-num_tokens // row.token_tile), row.token_tile, row.words))
+        return min(streams, key=lambda row: (-(-num_tokens // row.token_tile), row.token_tile, row.k_tile))
     gemms = [row for row in rows if not row.streamed and row.operand == operand]
     smallest = min(gemms, key=lambda row: row.token_tile)
     if -(-n // 128) * -(-num_tokens // smallest.token_tile) <= FEW_TILES[operand]:
@@ -223,19 +222,19 @@ def choose(
 
 
 @functools.cache
-def _mma_is_used(operand: Operand) -> bool:
+def _mma_is_used(operand: Format) -> bool:
     """Whether this machine's MMA of ``operand`` adds up widely enough; read once, as modules are built once."""
     return operand == "bf16" or not multiplies_in_half({"mxfp8": "mxf8f6f4", "mxfp4": "mxf4"}[operand])
 
 
-def gemm_operand(weights: str, token_format: int, on_sm12x: bool) -> Operand:
+def gemm_operand(weights: str, token_format: int, on_sm12x: bool) -> Format:
     """As what a GEMM multiplies tokens of this format: bf16 unless the device has a block-scaled MMA that is used."""
     if not on_sm12x:
         return "bf16"
     return [operand for operand in gemm_operands(weights, token_format) if _mma_is_used(operand)][-1]
 
 
-def gemm_operands(weights: str, token_format: int) -> tuple[Operand, ...]:
+def gemm_operands(weights: str, token_format: int) -> tuple[Format, ...]:
     """As what GEMMs can multiply tokens of this format without rounding; what is chosen on SM12x last."""
     if token_format == BF16:
         return ("bf16",)
@@ -246,7 +245,7 @@ def gemm_operands(weights: str, token_format: int) -> tuple[Operand, ...]:
     return ("bf16", "mxfp8")
 
 
-def instance(tactic: int | str | None, weights: str, k: int, token_format: int = QUANTIZE_BF16) -> DenseInstance:
+def instance(tactic: int | str | None, weights: str, k: int, token_format: int = QUANTIZE_BF16) -> Instance:
     """The instance that ``tactic`` names, by number or name.
 
     Raises
@@ -273,7 +272,7 @@ def dense_mx(
     weight_scale: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    activation: Activation = "bf16",
+    activation: Format = "bf16",
     x_scale: torch.Tensor | None = None,
     swizzled_x_scale: bool = True,
     alpha: torch.Tensor | None = None,
@@ -396,7 +395,7 @@ def _run_operator(call: DenseCall) -> None:
 _operator = define("sm12x_dense_mx", DenseCall, _run_operator, mutates=("out",))
 
 
-def instance_for(backend: Backend | None, call: DenseCall, token_format: int) -> DenseInstance | None:
+def instance_for(backend: Backend | None, call: DenseCall, token_format: int) -> Instance | None:
     """What computes a valid call; None: cuBLAS on dequantized weights, or the CPU.
 
     Raises
@@ -438,7 +437,7 @@ def run(call: DenseCall, token_format: int, top_k: RowTopK | None = None) -> Non
 
 
 def launch(
-    backend: Backend | None, row: DenseInstance | None, call: DenseCall, token_format: int, top_k: RowTopK | None = None
+    backend: Backend | None, row: Instance | None, call: DenseCall, token_format: int, top_k: RowTopK | None = None
 ) -> None:
     """Compute a valid call of at least one output by ``row``; None: by cuBLAS, or on the CPU, which a virtual device is."""
     if backend is None or (row is None and not backend.is_cuda):

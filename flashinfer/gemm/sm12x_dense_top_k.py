@@ -8,9 +8,10 @@ from typing import NamedTuple
 import torch
 
 from ..api_logging import flashinfer_api
+from ..jit.sm12x.instances import Format
 from ..sm12x.checks import require_int
 from ..sm12x.operator import define, is_traced
-from .sm12x_dense import Activation, DenseCall, RowTopK, run, validate
+from .sm12x_dense import DenseCall, RowTopK, run, validate
 
 MAX_TOP_K = 8  # kMaxRowTopK in row_top_k.cuh
 
@@ -34,7 +35,7 @@ def dense_mx_top_k(
     top_k: int = 1,
     first_index: int = 0,
     logits: torch.Tensor | None = None,
-    activation: Activation = "bf16",
+    activation: Format = "bf16",
     x_scale: torch.Tensor | None = None,
     swizzled_x_scale: bool = True,
     alpha: torch.Tensor | None = None,

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..jit.sm12x.instances import DENSE_INSTANCES, DenseInstance
+from ..jit.sm12x.instances import DENSE_INSTANCES, Instance
 from ..quantization import mx_cpu
 from ..sm12x import tune
 from ..sm12x.backend import Backend
@@ -96,9 +96,7 @@ class SM12xDenseRunner(tune.Runner):
         return call.out
 
 
-def tuned_instance(
-    backend: Backend, call: DenseCall, token_format: int, planned: DenseInstance | None
-) -> DenseInstance | None:
+def tuned_instance(backend: Backend, call: DenseCall, token_format: int, planned: Instance | None) -> Instance | None:
     """What the autotuner has for this call, which is on a GPU; None: cuBLAS on dequantized weights.
 
     Tuned now inside ``autotune(True)``, also by a call of more than :data:`MOST_TOKENS`; else remembered, else ``planned``.

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from flashinfer.jit import env as jit_env
-from flashinfer.jit.sm12x.instances import DENSE_INSTANCES, INSTANCES, DenseInstance
+from flashinfer.jit.sm12x.instances import DENSE_INSTANCES, INSTANCES, Instance
 from flashinfer.sm12x.models import MODELS, MOE_LAYERS, MoELayer
 from flashinfer.sm12x.perfmodel import dense, gb10, moe
 from flashinfer.sm12x.perfmodel.gb10 import FAST, FIXED_US, MIDDLE, SECOND_LAUNCH_US, SLOW, Counts, Launch
@@ -203,7 +203,7 @@ def true_counts(tokens: int, n: int, k: int) -> Counts:
 
 @pytest.fixture
 def given_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    def emulated(_device: Any, row: DenseInstance, case: tuple[int, int, int], _activation: str) -> list[Launch]:
+    def emulated(_device: Any, row: Instance, case: tuple[int, int, int], _activation: str) -> list[Launch]:
         tokens, n, k = case
         if row.streamed:
             return [Launch(true_counts(*case), 1.25, 48, 48)]

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from flashinfer.fused_moe import sm12x_planner
-from flashinfer.jit.sm12x.instances import STREAM_ENTRIES, Activation
+from flashinfer.jit.sm12x.instances import STREAM_ENTRIES, Format
 
 # Time of a token tile of one expert on an H200, relative to a streamed tile of 8 (docs/performance.md, "Tactics").
 STREAMED, PAIR = True, False
@@ -38,7 +38,7 @@ def expected_cost(kind: tuple[bool, int], mean: float) -> float:
 
 @pytest.mark.parametrize("activation", ["mxfp8", "bf16"])
 @pytest.mark.parametrize("experts", [32, 128])
-def test_hopper_takes_a_tile_within_five_percent_of_the_cheapest(experts: int, activation: Activation) -> None:
+def test_hopper_takes_a_tile_within_five_percent_of_the_cheapest(experts: int, activation: Format) -> None:
     top_k = 4
     for tokens in [*range(1, 256), *range(256, 8192, 16)]:
         rows = tokens * top_k

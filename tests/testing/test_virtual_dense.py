@@ -13,7 +13,7 @@ import torch
 import flashinfer
 from flashinfer.gemm import sm12x_dense
 from flashinfer.gemm.sm12x_dense import dense_mx, gemm_operands
-from flashinfer.jit.sm12x.instances import DENSE_INSTANCES, DenseInstance
+from flashinfer.jit.sm12x.instances import DENSE_INSTANCES, Instance
 from flashinfer.jit.sm12x.modules import gen_dense_module
 from flashinfer.testing import (
     ANY_ORDER,
@@ -45,14 +45,12 @@ def device() -> Iterator[VirtualDevice]:
         yield made
 
 
-def tokens_for(row: DenseInstance) -> str:
+def tokens_for(row: Instance) -> str:
     """A format that the instance takes."""
     return TOKENS_OF[row.operand]
 
 
-def workspace_size(
-    device: VirtualDevice, num_tokens: int, k: int, row: DenseInstance, tokens: str | None = None
-) -> int:
+def workspace_size(device: VirtualDevice, num_tokens: int, k: int, row: Instance, tokens: str | None = None) -> int:
     module, token_format = device.module(gen_dense_module), FORMATS.index(tokens or tokens_for(row))
     return int(device.call(module.sm12x_dense_gemm_workspace_size, num_tokens, k, row.index, token_format))
 
@@ -74,7 +72,7 @@ def check(device: VirtualDevice, case: DenseCase, seed: int, tactic: str | None 
 
 
 @pytest.mark.parametrize("row", DENSE_INSTANCES, ids=lambda row: row.name)
-def test_an_instance(device: VirtualDevice, row: DenseInstance) -> None:
+def test_an_instance(device: VirtualDevice, row: Instance) -> None:
     """A K that is no multiple of 128, as long as the warps share; a last unit that is partly there; two passes or tiles."""
     k = row.longest_k - 96 if row.streamed else 800
     n = 16 * SMS + 56 if row.streamed else 200
@@ -137,7 +135,7 @@ def test_formats_of_tokens_and_what_is_added(device: VirtualDevice, name: str, t
     [row for row in DENSE_INSTANCES if row.token_tile in (8, 32) or row.operand != "bf16"],
     ids=lambda row: row.name,
 )
-def test_scales_at_both_ends_and_nan(device: VirtualDevice, row: DenseInstance) -> None:
+def test_scales_at_both_ends_and_nan(device: VirtualDevice, row: Instance) -> None:
     """Scales that do not fold into the expansion, NaN as a scale and, of MXFP8, as a value: their rows, and no other."""
     tokens = {"mxfp8": "mxfp8_linear"}.get(row.operand, row.operand)
     case = DenseCase(6, 48, 256, row.weights, tokens, out_dtype=torch.float32)
@@ -188,7 +186,7 @@ def test_what_is_no_number_stays_in_its_row_or_column(device: VirtualDevice, nam
 @pytest.mark.parametrize(
     "row", [row for row in DENSE_INSTANCES if row.token_tile in (8, 48, 64)], ids=lambda row: row.name
 )
-def test_a_layer_under_weak_memory(row: DenseInstance) -> None:
+def test_a_layer_under_weak_memory(row: Instance) -> None:
     for seed in (1, 2):
         with virtual_device("sm_121a", watch=ALL_WATCHERS, weak_memory=seed) as device:
             check(device, DenseCase(9, 200, 416, row.weights, tokens_for(row), bias=torch.bfloat16), seed, row.name)
@@ -337,7 +335,7 @@ def test_weights_are_dequantized_in_pieces(
 
 
 @pytest.mark.parametrize("row", [row for row in DENSE_INSTANCES if row.operand != "bf16"], ids=lambda row: row.name)
-def test_fragments_meet_few_banks_twice(device: VirtualDevice, row: DenseInstance) -> None:
+def test_fragments_meet_few_banks_twice(device: VirtualDevice, row: Instance) -> None:
     check(device, DenseCase(row.token_tile, 20 * 128, 512, row.weights, row.operand), 15, row.name)
     counters = device.launches[-1].counters
     assert counters.shared_bank_conflicts < 0.06 * counters.shared_wavefronts

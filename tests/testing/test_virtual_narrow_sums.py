@@ -18,7 +18,7 @@ from flashinfer.gemm.sm12x_dense import dense_mx
 from flashinfer.gemm.sm12x_group_gemm import GroupGemmProblem
 from flashinfer.jit import core
 from flashinfer.jit.sm12x import modules
-from flashinfer.jit.sm12x.instances import DENSE_INSTANCES, GEMM_INSTANCES, DenseInstance, Instance
+from flashinfer.jit.sm12x.instances import DENSE_INSTANCES, GEMM_INSTANCES, Instance
 from flashinfer.testing import (
     SM120_SUM_BITS,
     TENSOR_CORE,
@@ -92,7 +92,7 @@ def test_a_pair_of_gemms_on_the_virtual_sm121() -> None:
     assert (narrow != exact).double().mean() > 0.1
 
 
-def run_dense(row: DenseInstance) -> tuple[torch.Tensor, DenseInputs]:
+def run_dense(row: Instance) -> tuple[torch.Tensor, DenseInputs]:
     """As above."""
     inputs = make_dense_inputs(DenseCase(5, 48 * 128, 2048, row.weights, row.operand, out_dtype=torch.float32), 93)
     print("seed", 93)
@@ -109,7 +109,7 @@ def run_dense(row: DenseInstance) -> tuple[torch.Tensor, DenseInputs]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", DENSE, ids=lambda row: row.name)
-def test_a_dense_gemm_on_the_virtual_sm121(row: DenseInstance) -> None:
+def test_a_dense_gemm_on_the_virtual_sm121(row: Instance) -> None:
     out, inputs = run_dense(row)
     used = check_within_bound(out, *dense_reference(inputs, NARROW))
     print(f"{used:.1%} of the bound")
@@ -147,12 +147,12 @@ def test_the_grouped_gemm_keeps_the_bound_of_half() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_half")
 @pytest.mark.parametrize("row", DENSE, ids=lambda row: row.name)
-def test_dense_gemms_keep_the_bound_of_half(row: DenseInstance) -> None:
+def test_dense_gemms_keep_the_bound_of_half(row: Instance) -> None:
     out, inputs = run_dense(row)
     check_within_bound(out, *dense_reference(inputs))
 
 
-def multiply_one(row: DenseInstance, x: float, weight: float, exponent: int, elements: int) -> tuple[float, float]:
+def multiply_one(row: Instance, x: float, weight: float, exponent: int, elements: int) -> tuple[float, float]:
     """A token and a row of weights of so many elements ``x`` and ``weight``, scaled by 2^exponent and its inverse."""
     tokens, weights = (torch.zeros(1, 32) for _ in range(2))
     tokens[:, :elements], weights[:, :elements] = x, weight
@@ -174,7 +174,7 @@ def multiply_one(row: DenseInstance, x: float, weight: float, exponent: int, ele
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_half")
 @pytest.mark.parametrize("row", DENSE, ids=lambda row: row.name)
-def test_token_scales_that_half_precision_takes(row: DenseInstance) -> None:
+def test_token_scales_that_half_precision_takes(row: Instance) -> None:
     """Those with which any block's sum is a float32 (docs/kernels.md), and that one more step in the exponent is too much."""
     largest, smallest = {"mxfp4": 6.0, "mxfp8": 448.0}, {"mxfp4": 0.5, "mxfp8": 2.0**-9}
     lowest, highest = {

@@ -21,10 +21,10 @@ LAUNCHER = {
 
 FORK_INSTANCES = "flashinfer/jit/sm12x/instances.py"
 INSTANCES = "flashinfer/jit/sm12x/instances.py"
-_ROW = ("Activation", "Multiplies", "Instance")
+_ROW = ("Format", "Layer", "_MULTIPLIES", "Instance")
 _SIZES = ("MAX_EXPERTS", "STREAM_ENTRIES")
 _PAIRS = ("_BF16", "_MXFP8_M8", "PAIRS")
-_LOOK_UP = ("_PLACES", "tactic", "index_of")
+_LOOK_UP = ("_NAMES", "tactic", "index_of")
 # For plans and reports, of which upstream has none.
 _REPORTED = ("Instance.schedule", "Instance.threads")
 
@@ -38,8 +38,10 @@ def instances(streamed: bool = False, gemm: bool = False, dense: bool = False) -
         Take(FORK_INSTANCES, names, without=_REPORTED),
         Literally(f"INSTANCES: tuple[Instance, ...] = {rows}\n"),
         *([Take(FORK_INSTANCES, ("GEMM_INSTANCES",))] if gemm else []),
+        Take(FORK_INSTANCES, ("_dense", "DENSE_INSTANCES", "_PLACES"))
+        if dense
+        else Literally("_PLACES = {row.name: place for place, row in enumerate(INSTANCES)}\n"),
         Take(FORK_INSTANCES, _LOOK_UP),
-        *([Take(FORK_INSTANCES, ("Weights", "Operand", "DenseInstance", "DENSE_INSTANCES"))] if dense else []),
     ]
     return New(INSTANCES, parts)
 

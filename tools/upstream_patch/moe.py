@@ -25,7 +25,7 @@ def _heuristics(layer: str) -> New:
         (*HEURISTICS.parts, Text(f"flashinfer/jit/sm12x/{layer}.py")),
         renames={
             "from .instances import GEMM_INSTANCES, Instance": (
-                "from .instances import GEMM_INSTANCES, INSTANCES, Activation, Instance"
+                "from .instances import GEMM_INSTANCES, INSTANCES, Format, Instance"
             )
         },
     )

@@ -32,7 +32,7 @@ from flashinfer._layer import fork_root, wheel_root
 from .. import core, cpp_ext
 from .. import env as jit_env
 from .build import write_atomically
-from .instances import DENSE_INSTANCES, GEMM_INSTANCES, SM12X, DenseInstance, Instance
+from .instances import DENSE_INSTANCES, GEMM_INSTANCES, SM12X, Instance
 from .spec import JitSpecSm12x
 from .trust import require_trusted, require_trusted_tree
 
@@ -270,7 +270,7 @@ def _spec(
     name: str,
     sources: Sequence[Path],
     template: str = "",
-    instances: Iterable[Instance | DenseInstance] = (),
+    instances: Iterable[Instance] = (),
     alone: bool = False,
     flags: Sequence[str] = (),
     mma_kinds: Iterable[str] = MMA_KINDS[:1],
@@ -297,7 +297,7 @@ def _spec(
     return spec
 
 
-def _render(name: str, template: str, instances: Iterable[Instance | DenseInstance], alone: bool = False) -> list[Path]:
+def _render(name: str, template: str, instances: Iterable[Instance], alone: bool = False) -> list[Path]:
     """Write one source per instance into the cache's folder of generated sources; ``alone``: it is all of a module."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_csrc()),

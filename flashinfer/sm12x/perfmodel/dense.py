@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ...jit.sm12x.instances import ROW_TILE, DenseInstance
+from ...jit.sm12x.instances import ROW_TILE, Instance
 from ..models import SCALE_BLOCK, matrix_bytes
 from .gb10 import FIXED_US, L2_CAPACITY, MULTIPROCESSORS, SECOND_LAUNCH_US, Counts, Launch, times
 from .l2 import Gemm, dram_bytes, walk
@@ -29,21 +29,21 @@ Run = tuple[int, int]
 """Tokens, and rows of the weight."""
 
 
-def runs_for(row: DenseInstance, tokens: int) -> list[Run]:
+def runs_for(row: Instance, tokens: int) -> list[Run]:
     """Those that determine the counts of a batch of ``tokens``."""
     unit = 16 * MULTIPROCESSORS if row.streamed else 2 * ROW_TILE
     batches = [tokens] if tokens <= FEW_TOKENS else [2 * row.token_tile, 4 * row.token_tile]
     return list(itertools.product(batches, (unit, 2 * unit)))
 
 
-def grid_of(row: DenseInstance, tokens: int, n: int, resident: int) -> int:
+def grid_of(row: Instance, tokens: int, n: int, resident: int) -> int:
     """Blocks of a GEMM, of which the device holds ``resident`` (``dense_blocks`` in the launcher)."""
     units = -(-n // ROW_TILE) * -(-tokens // row.token_tile)
     busy_percent = 40 if row.token_tile <= 64 else 75
     return units if units <= resident and 100 * units >= busy_percent * MULTIPROCESSORS else resident
 
 
-def bytes_of_parts(row: DenseInstance, case: tuple[int, int, int], blocks: int) -> float:
+def bytes_of_parts(row: Instance, case: tuple[int, int, int], blocks: int) -> float:
     """What the parts of units that are cut hold; ``case``: tokens, N, K."""
     tokens, n, k = case
     units, k_tiles = -(-n // ROW_TILE) * -(-tokens // row.token_tile), -(-k // 128)
@@ -55,7 +55,7 @@ def bytes_of_parts(row: DenseInstance, case: tuple[int, int, int], blocks: int) 
 
 
 def launches_of(
-    row: DenseInstance, layer: tuple[int, int], tokens: int, seen: Mapping[Run, Sequence[Launch]]
+    row: Instance, layer: tuple[int, int], tokens: int, seen: Mapping[Run, Sequence[Launch]]
 ) -> list[Launch]:
     """Those of a layer (N, K), by what each of :func:`runs_for` was seen to launch."""
     n, k = layer
@@ -82,7 +82,7 @@ def launches_of(
     return found
 
 
-def reread_bytes(row: DenseInstance, layer: tuple[int, int], tokens: int, blocks: int) -> float:
+def reread_bytes(row: Instance, layer: tuple[int, int], tokens: int, blocks: int) -> float:
     """What a GEMM reads from DRAM beyond once."""
     n, k = layer
     scales = 128 / SCALE_BLOCK
@@ -92,7 +92,7 @@ def reread_bytes(row: DenseInstance, layer: tuple[int, int], tokens: int, blocks
     return dram_bytes(gemm, blocks, L2_CAPACITY) - gemm.once()
 
 
-def times_of(row: DenseInstance, layer: tuple[int, int], launches: Sequence[Launch]) -> dict[str, Any]:
+def times_of(row: Instance, layer: tuple[int, int], launches: Sequence[Launch]) -> dict[str, Any]:
     """The fields of :class:`.gb10.Times`."""
     second = 0.0 if row.streamed else SECOND_LAUNCH_US
     fast, slow = FIXED_US["dense"]

@@ -117,7 +117,7 @@ def reread_bytes(layer: MoELayer, tokens: int, tactic: int, fc1: bool, blocks: i
     outputs, k = (2 * layer.inter, layer.hidden) if fc1 else (layer.hidden, layer.inter)
     scales = row.k_tile / SCALE_BLOCK
     weights = ROW_TILE * (row.k_tile / 2 + scales)
-    row_bytes = row.k_tile + scales if row.multiplies == "mxfp8" else 2 * row.k_tile
+    row_bytes = row.k_tile + scales if row.operand == "mxfp8" else 2 * row.k_tile
     gemm = Gemm(rows, -(-outputs // ROW_TILE), -(-k // row.k_tile), row.token_tile, weights, row_bytes)
     contributions = 0 if fc1 else 4.0 * sum(rows) * layer.hidden
     read_back = contributions if contributions > gb10.L2_CAPACITY else 0.0
@@ -142,7 +142,7 @@ def launches_of(layer: MoELayer, tokens: int, tactics: Tactics, fits: Sequence[F
 def predict(layer: MoELayer, mode: int, tokens: int, tactics: Tactics, fits: Sequence[Fit]) -> Line:
     """One row of the table."""
     experts = mean_work(layer, tokens, 0).experts
-    operand = "mxfp8" if INSTANCES[tactics[0]].multiplies == "mxfp8" else "bf16"
+    operand = INSTANCES[tactics[0]].operand
     second = SECOND_GEMM_US * (sum(fit.tile > 0 for fit in fits) - 1)
     fast, slow = FIXED_US["MoE"]
     launches = list(launches_of(layer, tokens, tactics, fits))

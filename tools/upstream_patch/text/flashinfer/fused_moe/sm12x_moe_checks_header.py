@@ -15,4 +15,4 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..jit.sm12x.instances import MAX_EXPERTS, Activation
+from ..jit.sm12x.instances import MAX_EXPERTS, Format

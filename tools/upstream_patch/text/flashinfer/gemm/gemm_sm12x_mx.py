@@ -11,7 +11,7 @@ import torch
 
 from ..autotuner import OptimizationProfile, TunableRunner
 from ..jit.sm12x.dense import gen_sm12x_dense_module
-from ..jit.sm12x.instances import DENSE_INSTANCES, DenseInstance
+from ..jit.sm12x.instances import DENSE_INSTANCES, Instance
 from ..utils import device_support_pdl
 
 # Formats of tokens, as TokenFormat of grouped_gemm_params.cuh numbers them.
@@ -42,7 +42,7 @@ def _weights(weight: torch.Tensor) -> str:
 
 def _valid_instances(
     weights: str, num_tokens: int, k: int, token_format: int
-) -> List[DenseInstance]:
+) -> List[Instance]:
     # mm_fp4's weights are MXFP4 as its tokens are: kind::mxf4 multiplies both as they come.
     operand = {BF16: "bf16", MXFP4_SWIZZLED: "mxfp4"}.get(token_format, "mxfp8")
     return [
@@ -57,7 +57,7 @@ def _valid_instances(
 
 def choose_dense(
     weights: str, num_tokens: int, n: int, k: int, token_format: int
-) -> DenseInstance:
+) -> Instance:
     """The default instance for ``num_tokens`` rows and a weight ``[n, k]``."""
     rows = _valid_instances(weights, num_tokens, k, token_format)
     weight_bytes = n * k // (2 if weights == "mxfp4" else 1)
@@ -71,7 +71,7 @@ def choose_dense(
             key=lambda row: (
                 -(-num_tokens // row.token_tile),
                 row.token_tile,
-                row.words,
+                row.k_tile,
             ),
         )
     gemms = [row for row in rows if not row.streamed]

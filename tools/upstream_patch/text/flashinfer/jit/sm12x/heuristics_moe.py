@@ -1,5 +1,5 @@
 def choose_moe(
-    activation: Activation,
+    activation: Format,
     num_rows: int,
     num_experts: int,
 ) -> Instance:

@@ -4,7 +4,7 @@ STREAMED_ROWS = 4.5
 
 
 def choose_moe(
-    activation: Activation,
+    activation: Format,
     num_rows: int,
     num_experts: int,
     hidden: int,

@@ -13,4 +13,4 @@ sources assert at compile time that they agree.
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, get_args
+from typing import Literal
