@@ -95,11 +95,11 @@ def build_jit_specs(specs: Sequence[Any], verbose: bool = False, skip_prebuilt: 
         JitBuildError: a module of the SM12x family could not be built.
         RuntimeError: a module of upstream's could not be built.
     """
-    from .sm12x.spec import JitSpecSm12x
-
     max_jobs = sm12x_variables.read("FLASHINFER_JIT_PREBUILD_MAX_JOBS")
+    others = []
     for spec in specs:
-        if isinstance(spec, JitSpecSm12x):
+        if getattr(spec, "has_own_engine", False):
             spec.build(verbose=verbose, need_lock=True, max_jobs=max_jobs)
-    others = [spec for spec in specs if not isinstance(spec, JitSpecSm12x)]
+        else:
+            others.append(spec)
     _upstream.build_jit_specs(others, verbose, skip_prebuilt)

@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ... import sm12x_variables
 from .. import core, cpp_ext
@@ -42,6 +42,8 @@ class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
         links_driver: Its code calls the driver and other libraries by name, as upstream's does.
         runtime_dirs: Where the library will look for CUDA's runtime; where the toolkit has it when empty.
     """
+
+    has_own_engine: ClassVar[bool] = True  # core.build_jit_specs asks
 
     architectures: tuple[tuple[int, str], ...] = ()
     job_memory: int = DEFAULT_JOB_MEMORY

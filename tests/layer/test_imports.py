@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which way the imports go: no circle, no operator that knows the tests' side, no header that knows a binding."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import re
+from collections.abc import Iterable, Iterator
+
+import pytest
+from layer_toys import REPO
+
+PACKAGES = ("flashinfer", "flashinfer_sm12x_vllm")
+MODULES = {
+    ".".join(path.relative_to(REPO).with_suffix("").parts).removesuffix(".__init__"): path
+    for package in PACKAGES
+    for path in sorted((REPO / package).rglob("*.py"))
+}
+
+# Timing a tactic runs the operator, and the operator asks which tactic was the fastest.
+TUNERS = {
+    ("flashinfer.gemm.sm12x_dense", "flashinfer.gemm.sm12x_dense_tuning"),
+    ("flashinfer.fused_moe.sm12x_operator", "flashinfer.fused_moe.sm12x_autotuner"),
+}
+# They measure and check the kernels on a user's machine, with the references.
+MAY_IMPORT_TESTING = ("flashinfer.testing", "flashinfer.sm12x_gpu_probe")
+
+
+def statements(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
+    """All but what only type checkers see."""
+    for node in nodes:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            yield from statements(node.orelse)
+        else:
+            yield node
+            yield from statements(ast.iter_child_nodes(node))
+
+
+def imported(module: str) -> set[str]:
+    """Modules of this tree that a module imports, in functions too, or has imported by a name in a text."""
+    tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
+    package = module if MODULES[module].name == "__init__.py" else module.rpartition(".")[0]
+    found = set()
+    for node in statements(tree.body):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package.split(".")[: len(package.split(".")) - node.level + 1]) if node.level else ""
+            base = ".".join(filter(None, (base, node.module)))
+            found |= {name if (name := f"{base}.{alias.name}") in MODULES else base for alias in node.names}
+    return {name for name in found if name in MODULES and name != module}
+
+
+GRAPH = {module: imported(module) for module in MODULES}
+
+
+def test_no_circle_among_the_imports() -> None:
+    assert sum(map(len, GRAPH.values())) > 200
+    without = {module: {each for each in to if (module, each) not in TUNERS} for module, to in GRAPH.items()}
+    assert all(to in GRAPH[module] for module, to in TUNERS), "one that is gone needs no exception"
+    try:
+        graphlib.TopologicalSorter(without).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(f"a circle: {' <- '.join(error.args[1])}")
+
+
+def test_nothing_that_users_run_imports_testing() -> None:
+    wrong = {
+        (module, name)
+        for module, names in GRAPH.items()
+        if not module.startswith(MAY_IMPORT_TESTING)
+        for name in names
+        if name.startswith("flashinfer.testing")
+    }
+    assert not wrong
+
+
+def test_the_virtual_device_is_asked_for_in_one_place() -> None:
+    asks = [module for module, path in MODULES.items() if "flashinfer.testing.virtual_device" in path.read_text()]
+    assert [module for module in asks if not module.startswith(MAY_IMPORT_TESTING)] == ["flashinfer.sm12x.backend"]
+
+
+def test_headers_include_headers_only() -> None:
+    """What lies in ``include/`` needs nothing of ``csrc/``, and folders of kernels include one way."""
+    include = REPO / "include"
+    graph: dict[str, set[str]] = {}
+    for path in include.rglob("*.*h"):
+        name = path.relative_to(include).as_posix()
+        graph[name] = set()
+        for said in re.findall(r'^#include "([^"]+)"', path.read_text(encoding="utf-8"), re.MULTILINE):
+            found = [place for place in (path.parent / said, include / said) if place.exists()]
+            assert found, f"{name} includes {said}, which is not in include/"
+            graph[name].add(found[0].resolve().relative_to(include.resolve()).as_posix())
+    assert len(graph) > 20
+    graphlib.TopologicalSorter(graph).prepare()
+
+    def folder(name: str) -> str:  # what lies beside the folders, as types.h, is a thing of its own
+        return name.rpartition("/")[0] if name.count("/") > 2 else name
+
+    folders: dict[str, set[str]] = {}
+    for name, to in graph.items():
+        folders.setdefault(folder(name), set()).update({folder(each) for each in to} - {folder(name)})
+    graphlib.TopologicalSorter(folders).prepare()
