@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 _ORDINARY = {torch.Tensor, torch.nn.Parameter, torch.dtype, type(None), bool, int, float, str, list, tuple}
+_TENSORS = {torch.Tensor, torch.nn.Parameter}
 _PLAIN = torch.Tensor.__torch_dispatch__
 # A private count of active modes (FakeTensorMode and others); a torch without it is asked by the tensors' types alone.
 _modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
@@ -73,18 +74,25 @@ def is_traced(call: tuple[Any, ...]) -> bool:
     return any(type(value).__torch_dispatch__ is not _PLAIN for value in unusual)
 
 
-def _metadata(value: Any) -> Any:
-    """All of an argument that a check looks at; ``TypeError`` where that is more than its metadata.
+def _metadata(values: Sequence[Any]) -> tuple[Any, ...]:
+    """All of some arguments that a check looks at; ``TypeError`` where that is more than types, metadata and options.
 
     What is contiguous has the strides of its shape. One integer in a tensor is an index to Python, and may change.
     """
-    if isinstance(value, torch.Tensor):
-        if value.numel() == 1 and not value.is_floating_point():
+    found: list[Any] = []
+    for value in values:
+        kind = type(value)
+        if kind in _TENSORS:
+            if value.numel() == 1 and not value.is_floating_point():
+                raise TypeError
+            found += value.data_ptr(), value.shape, value.dtype, value.device, value.is_contiguous()
+        elif kind is list or kind is tuple:
+            found += kind, _metadata(value)
+        elif isinstance(value, torch.Tensor):
             raise TypeError
-        return value.data_ptr(), value.shape, value.dtype, value.device, value.is_contiguous()
-    if isinstance(value, (list, tuple)):
-        return tuple(map(type, value)), *map(_metadata, value)
-    return value
+        else:
+            found += kind, value
+    return tuple(found)
 
 
 _MOST_KNOWN = 4096
@@ -98,7 +106,7 @@ def validated(validate: Callable[[Any], Any], call: tuple[Any, ...], known: dict
     try:
         key = _metadata(call)
         found = known.get(key)
-    except (RuntimeError, TypeError):  # a tensor without an address, or something that has no hash
+    except (RuntimeError, TypeError):  # a tensor without an address or of another class, something that has no hash
         return validate(call)
     if found is None:
         found = validate(call)
