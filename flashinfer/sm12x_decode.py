@@ -16,13 +16,14 @@ from .sm12x.checks import (
     ELEMENT,
     POINTER_ALIGNMENT,
     describe,
-    require_alignment,
     require_apart,
     require_choice,
     require_computing_device,
     require_float,
     require_int,
+    require_memory,
     require_rank,
+    require_switches,
     require_tensor,
     require_tensor_type,
     strides_overlap,
@@ -258,17 +259,23 @@ def split_cache(kv_cache: Any, kv_layout: str) -> tuple[torch.Tensor, torch.Tens
     return parts[0], parts[1]
 
 
+def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """A tensor's, 0 along dimensions of one element: torch gives these any stride."""
+    return tuple(stride if extent > 1 else 0 for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
 def _require_rows(name: str, value: torch.Tensor, shape: tuple[int, ...], device: torch.device) -> None:
     """Rows of bf16 heads that may lie apart."""
     require_tensor_type(name, value)
     if tuple(value.shape) != shape or value.dtype != torch.bfloat16 or value.device != device:
         raise ValueError(f"{name} is {describe(value)}; it must be torch.bfloat16 {shape} on {device}")
-    if value.stride(2) != 1 or value.stride(1) != HEAD or value.stride(0) % 8 or value.stride(0) < 0:
+    rows, heads, _ = _strides(value)
+    if value.stride(2) != 1 or heads not in (0, HEAD) or rows % 8 or rows < 0:
         raise ValueError(
             f"{name} is {describe(value)}; the heads of a token must lie one after the other, tokens a multiple of 8 "
             "elements apart"
         )
-    require_alignment(name, value)
+    require_memory(name, value)
 
 
 def validate(call: DecodeCall, names: Mapping[str, str] | None = None) -> DecodeCall:
@@ -281,6 +288,7 @@ def validate(call: DecodeCall, names: Mapping[str, str] | None = None) -> Decode
     require_computing_device("query", query)
     device = query.device
     require_served("decode_attention", device)
+    require_switches(call, "constant_cache")
     q_len = require_int("q_len_per_req", call.q_len_per_req, 1, MAX_Q_LEN)
     window_left = require_int("window_left", call.window_left, -(2**31))
     names, bounds = names or {}, (SMALLEST_SCALE, 1 / SMALLEST_SCALE, "which a captured launch holds")
@@ -292,7 +300,7 @@ def validate(call: DecodeCall, names: Mapping[str, str] | None = None) -> Decode
     if keys.dtype not in CACHE_DTYPES or keys.device != device:
         allowed = " or ".join(map(str, CACHE_DTYPES))
         raise ValueError(f"kv_cache has {describe(keys)}; it must be {allowed} on {device}")
-    if keys.shape != values.shape or keys.stride() != values.stride() or keys.dtype != values.dtype:
+    if keys.shape != values.shape or _strides(keys) != _strides(values) or keys.dtype != values.dtype:
         raise ValueError(f"kv_cache has keys {describe(keys)} and values {describe(values)}; both must be alike")
     require_int("the number of KV heads", kv_heads, 1)
     if head != HEAD:
@@ -300,13 +308,13 @@ def validate(call: DecodeCall, names: Mapping[str, str] | None = None) -> Decode
     if page_size < CHUNK or page_size & (page_size - 1):
         raise ValueError(f"kv_cache has pages of {page_size}; it must be a power of two from {CHUNK} on")
     step = POINTER_ALIGNMENT // keys.element_size()
-    if keys.stride(3) != 1 or any(stride % step or stride < 0 for stride in keys.stride()[:3]):
+    if keys.stride(3) != 1 or any(stride % step or stride < 0 for stride in _strides(keys)[:3]):
         raise ValueError(
             f"kv_cache has strides {tuple(keys.stride())}; the last must be 1, the others multiples of {step} "
             f"({POINTER_ALIGNMENT} bytes)"
         )
     for name, part in (("kv_cache's keys", keys), ("kv_cache's values", values)):
-        require_alignment(name, part)
+        require_memory(name, part)
         if call.key is not None and strides_overlap(part):
             raise ValueError(
                 f"{name} are {describe(part)}; where key is given they are written, and may not be expanded"
@@ -318,9 +326,9 @@ def validate(call: DecodeCall, names: Mapping[str, str] | None = None) -> Decode
     require_tensor_type("block_tables", block_tables)
     if block_tables.ndim != 2 or block_tables.shape[0] != sequences or block_tables.dtype != torch.int32:
         raise ValueError(f"block_tables is {describe(block_tables)}; it must be int32 ({sequences}, max_pages)")
-    if block_tables.device != device or block_tables.stride(1) != 1:
+    if block_tables.device != device or _strides(block_tables)[1] not in (0, 1):
         raise ValueError(f"block_tables is {describe(block_tables)}; rows must be contiguous, on {device}")
-    require_alignment("block_tables", block_tables, ELEMENT)
+    require_memory("block_tables", block_tables, ELEMENT)
     m, heads = sequences * q_len, GROUP * kv_heads
     _require_rows("query", query, (m, heads, HEAD), device)
     if (call.key is None) != (call.value is None):

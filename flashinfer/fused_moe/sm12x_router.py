@@ -16,6 +16,7 @@ from ..sm12x.checks import (
     require_float,
     require_int,
     require_rank,
+    require_switches,
     require_tensor,
 )
 from ..sm12x.devices import require_served
@@ -143,6 +144,7 @@ def _validate(call: RouterCall) -> RouterCall:
         raise ValueError(f"k is {k}; it must be a multiple of {K_STEP}")
     require_int("num_experts", experts, 1, MAX_EXPERTS)
     top_k = require_int("top_k", call.top_k, 1, min(MAX_TOP_K, experts), "no more than there are experts")
+    require_switches(call, "constant_weights")
     eps = require_float("eps", call.eps, 0.0, LARGEST_EPS)
     rows = (call.hidden_states.shape[0], k)
     require_tensor("hidden_states", call.hidden_states, [rows], bf16, device, "k as weight's")

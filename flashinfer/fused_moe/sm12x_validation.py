@@ -27,6 +27,7 @@ from ..sm12x.checks import (
     require_k_alignment,
     require_output_dtype,
     require_rank,
+    require_switches,
     require_tensor,
     require_tensor_type,
     round_up,
@@ -274,6 +275,7 @@ def validate(call: MoECall) -> MoEProblem:
     mode, device = Mode(call.moe_mode), call.input.device
     ep_size, ep_rank = require_parallel_sizes(call.tp_size, call.tp_rank, call.ep_size, call.ep_rank)
     require_output_dtype("output_dtype", call.output_dtype)
+    require_switches(call, "swizzled_input_sf", "enable_alltoall")
     experts, hidden, inter = _weight_sizes(call.fc1_expert_weights, call.fc2_expert_weights, device)
     require_rank("input", call.input, 2, f"2-D, [num_tokens, {hidden}]")
     tokens = call.input.shape[0]

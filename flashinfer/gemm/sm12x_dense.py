@@ -30,6 +30,7 @@ from ..sm12x.checks import (
     require_output_dtype,
     require_rank,
     require_scales,
+    require_switches,
     require_tensor,
 )
 from ..sm12x.devices import require_served
@@ -173,6 +174,7 @@ def validate(call: DenseCall) -> tuple[torch.dtype, int]:
     ):
         if tensor is not None:
             require_tensor(name, tensor, shapes, dtypes, device, alignment=ELEMENT)
+    require_switches(call, "swizzled_x_scale", "constant_weights")
     require_apart(call, {"out": ("residual",)}, names)
     return out_dtype, token_format
 

@@ -238,7 +238,7 @@ def mm_bf16(
     _require_matrix("a", a, (torch.bfloat16,))
     _require_matrix("b", b, (*PACKED_DTYPES, torch.float8_e4m3fn))
     rows = b if b.dtype is torch.float8_e4m3fn else b.view(torch.uint8)
-    dtype = require_output_dtype("out_dtype", out_dtype or a.dtype, OUTPUT_DTYPES)
+    dtype = require_output_dtype("out_dtype", a.dtype if out_dtype is None else out_dtype, OUTPUT_DTYPES)
     return _multiply(a, rows, None, b_descale, alpha, dtype, out, enable_pdl)
 
 

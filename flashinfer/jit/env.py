@@ -65,14 +65,22 @@ def _make_workspace(folder: pathlib.Path) -> None:
 
 
 def _usable_workspace(folder: pathlib.Path) -> pathlib.Path:
-    """``folder``, or where to build instead when it holds modules and can only be read.
+    """``folder``, or where to build instead: when others may write to it, or it holds modules and can only be read.
 
     Raises:
         OSError: it cannot be written, and holds nothing; of the class that the system's error has.
+        UntrustedCacheError: others may write to it, and there is no place for another.
     """
+    log = logging.getLogger("flashinfer.jit")
     try:
+        require_trusted(folder)
         _make_workspace(folder)
         return folder
+    except UntrustedCacheError as error:
+        instead = _temporary_workspace(folder)
+        if instead is None:
+            raise
+        log.warning("%s. Until then modules are built in %s", error, instead)
     except OSError as error:
         instead = _temporary_workspace(folder) if (folder / "cached_ops").is_dir() else None
         if instead is None:
@@ -81,13 +89,13 @@ def _usable_workspace(folder: pathlib.Path) -> pathlib.Path:
                 f"the FlashInfer cache {folder} cannot be written ({error.strerror}). Set FLASHINFER_WORKSPACE_BASE "
                 "to a folder that you may write to (default: the home folder), or correct its owner and mode",
             ) from error
-        logging.getLogger("flashinfer.jit").warning(
+        log.warning(
             "the FlashInfer cache %s can only be read (%s): what is fresh in it is used, the rest is built in %s",
             folder,
             error.strerror,
             instead,
         )
-        return instead
+    return instead
 
 
 def _temporary_workspace(folder: pathlib.Path) -> pathlib.Path | None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 from ..api_logging import flashinfer_api
 from ..sm12x import devices
-from ..sm12x.checks import describe, require_computing_device, require_tensor, require_tensor_type
+from ..sm12x.checks import UE8M0_DTYPES, describe, require_computing_device, require_tensor, require_tensor_type
 from ..tllm_enums import SfLayout
 from ..trace.templates.quantize import mxfp4_quantize_trace
 from . import mx_cpu
@@ -102,7 +102,7 @@ def mxfp4_dequantize(
     a_fp4 : torch.Tensor
         uint8 ``[M, K / 2]``, the even element in the low nibble; K a multiple of 32.
     a_sf : torch.Tensor
-        UE8M0 scales of any byte view and shape with as many bytes as the layout has.
+        UE8M0 scales, uint8 or float8_e8m0fnu, of any shape with as many bytes as the layout has.
     sfLayout : SfLayout
         Layout of the scales; on the CPU ``layout_128x4`` or ``layout_linear`` (``layout_8x4`` is upstream's and needs CUDA).
 
@@ -125,8 +125,8 @@ def mxfp4_dequantize(
     matrix = a_fp4.ndim == 2 and a_fp4.layout is torch.strided
     if not matrix or a_fp4.dtype != torch.uint8 or a_fp4.shape[1] % 16:
         raise ValueError(f"a_fp4 is {describe(a_fp4)}; it must be torch.uint8 [M, K / 2], K a multiple of 32")
-    if a_sf.layout is not torch.strided:
-        raise ValueError(f"a_sf is {describe(a_sf)}; it must be dense")
+    if a_sf.layout is not torch.strided or a_sf.dtype not in UE8M0_DTYPES:
+        raise ValueError(f"a_sf is {describe(a_sf)}; it must be dense, {' or '.join(map(str, UE8M0_DTYPES))}")
     rows, blocks = a_fp4.shape[0], a_fp4.shape[1] // 16
     swizzled = layout is SfLayout.layout_128x4
     needed = mx_cpu.swizzled_size(rows, blocks) if swizzled else rows * blocks

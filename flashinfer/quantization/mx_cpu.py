@@ -20,6 +20,7 @@ import torch
 
 from ..sm12x.checks import BLOCK_SIZE, describe, round_up
 from ..sm12x.checks import swizzled_size as swizzled_size
+from ..sm12x.operator import is_traced
 from ..tllm_enums import SfLayout
 
 ScaleRule = Literal["amax", "mse"]
@@ -71,19 +72,12 @@ def _inverse_scales(scale_bytes: torch.Tensor) -> torch.Tensor:
     return bits.view(torch.float32)
 
 
-@functools.cache
-def _scale_table(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """``2^(s - 127)`` for every UE8M0 byte, NaN for 255."""
-    values = torch.arange(256, dtype=torch.float64) - 127
-    table = torch.exp2(values)
-    table[255] = torch.nan
-    return table.to(device, dtype)
-
-
 def decode_scale_bytes(scale_bytes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """UE8M0 bytes as ``dtype``, which is float32 or bfloat16; NaN for 255."""
-    flat = scale_bytes.reshape(-1).to(torch.int32)
-    return _scale_table(dtype, flat.device).index_select(0, flat).view(scale_bytes.shape)
+    """UE8M0 bytes as ``dtype``, which is float32 or bfloat16: ``2^(s - 127)``, NaN for 255."""
+    exponent = scale_bytes.to(torch.int32)
+    bits = torch.where(exponent > 0, exponent << _MANTISSA_BITS, 1 << (_MANTISSA_BITS - 1))
+    bits[exponent == 255] = 0x7FC00000
+    return bits.view(torch.float32).to(dtype)
 
 
 def _to_e4m3(scaled: torch.Tensor) -> torch.Tensor:
@@ -154,13 +148,15 @@ def quantize_mxfp4_linear(values: torch.Tensor, scale_rule: ScaleRule = "amax") 
     return codes[..., 0::2] | (codes[..., 1::2] << 4), scales
 
 
-@functools.cache
 def _four_element_table(device: torch.device) -> torch.Tensor:
     """bfloat16 values of every pair of packed bytes: entry ``b0 + 256 b1`` holds four of them as one int64."""
     nibble = torch.tensor([*_E2M1_VALUES, *(-v for v in _E2M1_VALUES)])
     pair = torch.arange(65536)
     values = torch.stack([nibble[(pair >> shift) & 15] for shift in (0, 4, 8, 12)], 1)
     return values.to(torch.bfloat16).view(torch.int64).view(-1).to(device)
+
+
+_kept_table = functools.cache(_four_element_table)
 
 
 def dequantize_mxfp4_linear(
@@ -175,7 +171,9 @@ def dequantize_mxfp4_linear(
     if flat.storage_offset() % 2:  # torch does not see pairs of bytes there
         flat = flat.clone()
     pairs = flat.view(torch.int16).to(torch.int32).bitwise_and_(0xFFFF)
-    values = _four_element_table(pairs.device).index_select(0, pairs).view(torch.bfloat16)
+    # A table that a mode of torch made, as FakeTensorMode does, is that mode's.
+    table = (_four_element_table if is_traced(()) else _kept_table)(pairs.device)
+    values = table.index_select(0, pairs).view(torch.bfloat16)
     blocks = values.view(rows, -1, BLOCK_SIZE)
     if dtype is torch.bfloat16 or not bool((scales >= 252).any()):
         blocks.mul_(decode_scale_bytes(scales, torch.bfloat16).unsqueeze(-1))

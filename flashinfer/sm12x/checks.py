@@ -68,6 +68,17 @@ def require_int(name: str, value: Any, low: int, high: int = INT32_MAX, why: str
     return number
 
 
+def require_switches(call: Any, *names: str) -> None:
+    """Raise, as :func:`require_int` does, unless those fields of a call, and ``enable_pdl``, are True or False.
+
+    ``enable_pdl`` may be None, the device's default.
+    """
+    for name in names:
+        require_int(name, getattr(call, name), 0, 1, "True or False")
+    if call.enable_pdl is not None:
+        require_int("enable_pdl", call.enable_pdl, 0, 1, "True, False or None")
+
+
 def require_float(name: str, value: Any, low: float, high: float, why: str = "") -> float:
     """``value``, a Python number of ``[low, high]``, which NaN is not; a captured launch holds it, so no tensor is one.
 
@@ -119,6 +130,8 @@ def require_tensor_type(name: str, value: Any, expected: str = "a torch.Tensor")
     """Raise ``TypeError`` unless ``value`` is a tensor; ``expected`` says which one it must be."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} is {describe(value)}; it must be {expected}")
+    if value.is_nested or isinstance(value, (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)):
+        raise TypeError(f"{name} is a {type(value).__name__} without a shape; it must be {expected}")
 
 
 def require_rank(name: str, value: Any, rank: int, expected: str = "") -> None:
@@ -135,14 +148,25 @@ def require_computing_device(name: str, tensor: torch.Tensor) -> None:
         raise ValueError(f"{name} is {describe(tensor)}; it must be on a CUDA device or the CPU")
 
 
-def require_alignment(name: str, tensor: torch.Tensor, alignment: int = POINTER_ALIGNMENT) -> None:
-    """Raise unless a tensor with elements starts at a multiple of ``alignment`` bytes, by default the widest access."""
+def require_memory(name: str, tensor: torch.Tensor, alignment: int = POINTER_ALIGNMENT) -> None:
+    """Raise ``ValueError`` unless memory holds a tensor's values, from a multiple of ``alignment`` bytes on.
+
+    Kernels read what lies there: not the sign that a view with the negative bit adds, nor what a storage that was resized
+    has no more.
+    """
+    if not tensor.numel():
+        return
     alignment = alignment or tensor.element_size()
-    if tensor.data_ptr() % alignment and tensor.numel():
+    if tensor.data_ptr() % alignment:
         raise ValueError(
             f"{name} starts at address {tensor.data_ptr():#x}; it must be aligned to {alignment} bytes "
             "(torch.empty is; clone() a view that is not)"
         )
+    if tensor.is_neg():
+        raise ValueError(f"{name} is a view with the negative bit; it must hold its values (resolve_neg() does)")
+    held = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size()
+    if not tensor.data_ptr() or _end(tensor) - tensor.data_ptr() > held:
+        raise ValueError(f"{name} is {describe(tensor)}, of which its storage holds {held} bytes; it was resized")
 
 
 def require_tensor(
@@ -163,7 +187,7 @@ def require_tensor(
     ValueError
         Another shape, dtype or device, not contiguous, or another address.
     """
-    try:  # each call asks this of a dozen tensors, so it takes no function of Python's
+    try:
         if (
             isinstance(value, torch.Tensor)
             and value.dtype in dtypes
@@ -171,8 +195,7 @@ def require_tensor(
             and value.device == device
             and value.is_contiguous()
         ):
-            if value.data_ptr() % (alignment or value.element_size()):
-                require_alignment(name, value, alignment)
+            require_memory(name, value, alignment)
             return
     except RuntimeError:  # a layout without strides or addresses
         pass

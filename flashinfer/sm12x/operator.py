@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-_ORDINARY = {torch.Tensor, torch.nn.Parameter, torch.dtype, type(None), bool, int, float, str, list, tuple}
 _TENSORS = {torch.Tensor, torch.nn.Parameter}
+_VALUES = {torch.dtype, type(None), bool, int, float, str}
+_ORDINARY = {*_TENSORS, *_VALUES, list, tuple}
 _PLAIN = torch.Tensor.__torch_dispatch__
 # A private count of active modes (FakeTensorMode and others); a torch without it is asked by the tensors' types alone.
 _modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
@@ -85,13 +86,13 @@ def _metadata(values: Sequence[Any]) -> tuple[Any, ...]:
         if kind in _TENSORS:
             if value.numel() == 1 and not value.is_floating_point():
                 raise TypeError
-            found += value.data_ptr(), value.shape, value.dtype, value.device, value.is_contiguous()
+            found += value.data_ptr(), value.shape, value.dtype, value.device, value.is_contiguous(), value.is_neg()
         elif kind is list or kind is tuple:
             found += kind, _metadata(value)
-        elif isinstance(value, torch.Tensor):
-            raise TypeError
-        else:
+        elif kind in _VALUES:
             found += kind, value
+        else:
+            raise TypeError
     return tuple(found)
 
 
@@ -106,7 +107,7 @@ def validated(validate: Callable[[Any], Any], call: tuple[Any, ...], known: dict
     try:
         key = _metadata(call)
         found = known.get(key)
-    except (RuntimeError, TypeError):  # a tensor without an address or of another class, something that has no hash
+    except (RuntimeError, TypeError):  # a tensor without an address, or something whose value a check may not know
         return validate(call)
     if found is None:
         found = validate(call)

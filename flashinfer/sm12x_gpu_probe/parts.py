@@ -19,7 +19,7 @@ import torch
 from ..jit import env as jit_env
 from ..jit.fused_moe import gen_cutlass_fused_moe_sm120_module
 from ..jit.sm12x import modules
-from ..jit.sm12x.build import write_atomically
+from ..jit.sm12x.trust import write_atomically
 from ..sm12x.models import MOE_LAYERS
 from ..sm12x.perfmodel import gb10, moe
 from ..testing.verify import Result, dense_results, gemm_results, moe_results

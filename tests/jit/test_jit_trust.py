@@ -17,8 +17,9 @@ from types import SimpleNamespace
 import pytest
 from jit_fakes import Project, needs_nvcc, small_spec
 
-from flashinfer.jit import core, cpp_ext, cute_dsl_core
+from flashinfer.jit import activation, core, cpp_ext, cute_dsl_core
 from flashinfer.jit import env as jit_env
+from flashinfer.jit.sm12x import trust
 from flashinfer.jit.sm12x.diagnosis import JitBuildError
 from flashinfer.jit.sm12x.trust import (
     ALLOW_VARIABLE,
@@ -130,7 +131,7 @@ def test_root_made_a_folder_in_a_folder_of_all(cache: Path, monkeypatch: pytest.
 WITHOUT_ROOT = """
 import ctypes, os, sys
 from pathlib import Path
-from flashinfer.jit.sm12x.trust import require_trusted
+from flashinfer.jit.sm12x import trust
 libc = ctypes.CDLL(None, use_errno=True)
 os.setgroups([])
 os.setresgid(*[user := int(sys.argv[1])] * 3)
@@ -139,10 +140,11 @@ libc.prctl(4, 1)  # PR_SET_DUMPABLE: else its files in /proc are root's
 if libc.unshare(0x10000000):  # CLONE_NEWUSER
     sys.exit(f"no namespace: {os.strerror(ctypes.get_errno())}")
 Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
+trust._root_outside.cache_clear()  # it was asked when the package was imported
 assert os.stat("/").st_uid == 65534 != os.geteuid() == os.stat(sys.argv[2]).st_uid
-require_trusted(Path(sys.argv[2]))
+trust.require_trusted(Path(sys.argv[2]))
 try:
-    require_trusted(Path(sys.argv[3]))
+    trust.require_trusted(Path(sys.argv[3]))
 except RuntimeError as error:
     print(error)
 """
@@ -469,6 +471,60 @@ def test_import_with_a_cache_that_can_only_be_read(tmp_path: Path) -> None:
         _set_writable(base, True)
     other = temporary / f"flashinfer-{os.geteuid()}" / "0.7.2.post1" / "121a" / "cached_ops"
     assert result.stdout.split() == [str(modules), str(other)], result.stderr
+
+
+@pytest.mark.parametrize(("mapped", "who"), [("0 0 4294967295", 0), ("1000 1000 1", 65534), ("0 100000 65536", 0)])
+def test_who_roots_files_seem_to_belong_to(mapped: str, who: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rootless container, the last one, has a user 65534 of its own."""
+    texts = {"/proc/self/uid_map": mapped, "/proc/sys/kernel/overflowuid": "65534"}
+    monkeypatch.setattr(Path, "read_text", lambda path: texts[str(path)])
+    assert trust._root_outside.__wrapped__() == who
+
+
+@needs_root
+@pytest.mark.parametrize("what", ["generated/silu_and_mul.cu", "flashinfer_jit.log", "cached_ops"])
+def test_a_workspace_that_another_user_prepared_is_left_alone(what: str, tmp_path: Path) -> None:
+    """Links in it would choose what is overwritten, before any module is loaded."""
+    workspace = tmp_path / ".cache" / "flashinfer" / "0.7.2.post1" / "121a"
+    (workspace / "generated").mkdir(parents=True)
+    precious = tmp_path / "precious"
+    precious.write_text("of root")
+    (workspace / what).symlink_to(precious)
+    for path in (tmp_path / ".cache").rglob("*"):
+        os.chown(path, ANOTHER, ANOTHER, follow_symlinks=False)
+    before = sorted(tmp_path.rglob("*"))
+    code = (
+        "import logging; from flashinfer.jit import activation, core, env; activation.gen_act_and_mul_module('silu')\n"
+        "core.logger.warning('a line'); print(env.FLASHINFER_GEN_SRC_DIR)"
+    )
+    with tempfile.TemporaryDirectory(dir="/tmp") as temporary:
+        result = _run(code, tmp_path, TMPDIR=temporary)
+        assert result.returncode == 0, result.stderr
+        assert f"belongs to user {ANOTHER}" in result.stderr
+        assert f"modules are built in {temporary}/" in result.stderr
+        assert result.stdout.startswith(f"{temporary}/flashinfer-{os.geteuid()}/")
+        assert list(Path(result.stdout.strip()).rglob("silu_and_mul.cu"))
+    assert precious.read_text() == "of root"
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o002])
+def test_what_upstream_generates_is_private_whatever_the_umask_is(umask: int, workspace: Path) -> None:
+    before = os.umask(umask)
+    try:
+        spec = activation.gen_act_and_mul_module("silu")
+    finally:
+        os.umask(before)
+    assert len(spec.sources) > 0
+    core.require_trusted_sources(spec.sources)
+
+
+def test_a_working_directory_that_is_gone_does_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path.chmod(0o700)
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    require_trusted(tmp_path)
 
 
 @pytest.mark.parametrize("what", ["link", "pipe", "device"])

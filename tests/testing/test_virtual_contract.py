@@ -115,6 +115,13 @@ def _parameter(tensor: torch.Tensor) -> torch.Tensor:
     return torch.nn.Parameter(tensor, requires_grad=tensor.is_floating_point())
 
 
+def _resized(tensor: torch.Tensor) -> torch.Tensor:
+    """As FSDP leaves a parameter that is sharded: it has a shape, and no memory."""
+    made = tensor.clone()
+    made.untyped_storage().resize_(0)
+    return made
+
+
 WRONG: dict[str, Callable[[torch.Tensor], Any]] = {
     "None": lambda tensor: None,
     "list": lambda tensor: [1.0, 2.0],
@@ -138,6 +145,10 @@ WRONG: dict[str, Callable[[torch.Tensor], Any]] = {
     "four bytes on": lambda tensor: _at(tensor, 4),
     "eight bytes on": lambda tensor: _at(tensor, 8),
     "a parameter": _parameter,
+    "negative bit": lambda tensor: torch._neg_view(tensor) if tensor.dtype in (torch.float32, torch.bfloat16) else tensor,
+    "a storage that was resized": _resized,
+    "nested": lambda tensor: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "without a shape": lambda tensor: torch.nn.UninitializedParameter(),
     **{
         str(dtype): lambda tensor, dtype=dtype: torch.zeros(tensor.shape, dtype=dtype)
         for dtype in (torch.float32, torch.float16, torch.float64, torch.complex64, torch.int64, torch.int32, torch.uint16)
@@ -153,12 +164,13 @@ NUMBERS: dict[str, Any] = {
     "None": None, "string": "2", "float": 2.5, "NaN": float("nan"), "infinite": float("inf"), "negative": -3, "zero": 0,
     "2**40": 2**40, "True": True, "tensor": torch.tensor(2), "list": [1],
 }  # fmt: skip
-# Numbers and choices of the operators' signatures; switches, which any object is, are left out.
+# Numbers, choices and switches of the operators' signatures.
 OTHERS = (
     "tp_size", "tp_rank", "ep_size", "ep_rank", "cluster_size", "cluster_rank", "tune_max_num_tokens", "profile_ids",
     "output_dtype", "out_dtype", "activation", "tactic", "top_k", "first_index", "eps", "q_len_per_req", "sm_scale",
     "window_left", "k_scale", "v_scale", "kv_layout", "backend", "block_size", "mma_sm", "tile_m", "tile_n", "tile_k", "swap_ab",
-    "quant_scales",
+    "quant_scales", "swizzled_input_sf", "swizzled_x_scale", "enable_alltoall", "constant_weights", "constant_cache",
+    "enable_pdl",
 )  # fmt: skip
 
 

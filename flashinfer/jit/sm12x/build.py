@@ -33,7 +33,6 @@ import signal
 import stat
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -46,7 +45,7 @@ from ... import sm12x_variables
 from .diagnosis import JitBuildError, explain_os_error, first_error_line, hint_for, was_killed
 from .jobs import DEFAULT_JOB_MEMORY, parallel_jobs
 from .toolchain import ToolchainError, compiler_banner, find_ninja
-from .trust import PRIVATE, make_folder, require_trusted, require_trusted_tree
+from .trust import PRIVATE, make_folder, require_trusted, require_trusted_tree, write_atomically
 
 _logger = logging.getLogger("flashinfer.jit.sm12x")
 
@@ -234,30 +233,6 @@ def hash_file(path: str | Path) -> str | None:
     except (OSError, ValueError):  # the latter: no path at all
         return None
     return digest.hexdigest()
-
-
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file so that a reader sees the old content or the new, never a part. Same content: left alone.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    data = content.encode() if isinstance(content, str) else content
-    try:
-        if path.read_bytes() == data:
-            return
-    except OSError:
-        pass
-    make_folder(path.parent)
-    handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        os.chmod(scratch, 0o644)
-        os.replace(scratch, path)
-    except BaseException:
-        Path(scratch).unlink(missing_ok=True)
-        raise
 
 
 @dataclass

@@ -31,10 +31,9 @@ from flashinfer._layer import fork_root, wheel_root
 
 from .. import core, cpp_ext
 from .. import env as jit_env
-from .build import write_atomically
 from .instances import DENSE_INSTANCES, GEMM_INSTANCES, SM12X, Instance
 from .spec import JitSpecSm12x
-from .trust import require_trusted, require_trusted_tree
+from .trust import require_trusted, require_trusted_tree, write_atomically
 
 FUSED_MOE = "fused_moe_120"
 GROUP_GEMM = "gemm_mxfp4_sm12x"

@@ -10,6 +10,7 @@ import grp
 import os
 import pwd
 import stat
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,7 +46,8 @@ def require_trusted(path: Path) -> None:
     """
     if sm12x_variables.read(ALLOW_VARIABLE):
         return
-    for place, state in _components(os.path.join(os.getcwd(), path)):
+    path = path if path.is_absolute() else Path.cwd() / path
+    for place, state in _components(str(path)):
         problem = _problem(place, state, place != "/" and _sticky(os.lstat(os.path.dirname(place))))
         if problem:
             raise UntrustedCacheError(
@@ -98,12 +100,14 @@ def _components(path: str) -> Iterator[tuple[str, os.stat_result]]:
 def _root_outside() -> int:
     """Whom root's files seem to belong to: in a user namespace without root (Apptainer, bubblewrap) to the user 65534.
 
-    So do those of all other users there, so that ``/`` and ``/home`` cannot be told from another user's folder.
+    So do those of all other users there, so that ``/`` and ``/home`` cannot be told from another user's folder. Where the
+    namespace has a user of that number, as a rootless container has, that is somebody.
     """
     with contextlib.suppress(OSError):
-        mapped = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
-        if all(outside != "0" for _, outside, _ in mapped):
-            return int(Path("/proc/sys/kernel/overflowuid").read_text())
+        overflow = int(Path("/proc/sys/kernel/overflowuid").read_text())
+        mapped = [tuple(map(int, line.split())) for line in Path("/proc/self/uid_map").read_text().splitlines()]
+        if all(outside != 0 and not inside <= overflow < inside + count for inside, outside, count in mapped):
+            return overflow
     return 0
 
 
@@ -153,3 +157,27 @@ def make_folder(path: Path) -> None:
     except FileNotFoundError:
         make_folder(path.parent)
         path.mkdir(mode=0o755, exist_ok=True)
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file so that a reader sees the old content or the new, never a part. Same content: left alone.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    try:
+        if path.read_bytes() == data:
+            return
+    except OSError:
+        pass
+    make_folder(path.parent)
+    handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.chmod(scratch, 0o644)
+        os.replace(scratch, path)
+    except BaseException:
+        Path(scratch).unlink(missing_ok=True)
+        raise
