@@ -251,6 +251,8 @@ def split_cache(kv_cache: Any, kv_layout: str) -> tuple[torch.Tensor, torch.Tens
         require_tensor_type("kv_cache", kv_cache, "a torch.Tensor, or two")
         if kv_cache.ndim != 5 or kv_cache.shape[1] != 2:
             raise ValueError(f"kv_cache is {describe(kv_cache)}; it must be 5-D, its second dimension 2")
+        if not is_traced((kv_cache,)):
+            require_memory("kv_cache", kv_cache)  # a view of what was resized is torch's own error
         parts = kv_cache.unbind(1)
     if any(part.ndim != 4 for part in parts):
         raise ValueError(f"kv_cache has {describe(parts[0])}; keys and values must be 4-D")
@@ -326,9 +328,9 @@ def validate(call: DecodeCall, names: Mapping[str, str] | None = None) -> Decode
     require_tensor_type("block_tables", block_tables)
     if block_tables.ndim != 2 or block_tables.shape[0] != sequences or block_tables.dtype != torch.int32:
         raise ValueError(f"block_tables is {describe(block_tables)}; it must be int32 ({sequences}, max_pages)")
+    require_memory("block_tables", block_tables, ELEMENT)
     if block_tables.device != device or _strides(block_tables)[1] not in (0, 1):
         raise ValueError(f"block_tables is {describe(block_tables)}; rows must be contiguous, on {device}")
-    require_memory("block_tables", block_tables, ELEMENT)
     m, heads = sequences * q_len, GROUP * kv_heads
     _require_rows("query", query, (m, heads, HEAD), device)
     if (call.key is None) != (call.value is None):

@@ -173,11 +173,11 @@ def require_swizzled_scales(
 ) -> None:
     """Raise unless ``value`` holds 128x4 block scales of ``groups`` matrices ``[rows, k]``."""
     accepted = swizzled_scale_shapes(groups, rows, k)
-    if isinstance(value, torch.Tensor) and (value.dtype, value.shape) in accepted:
-        return require_tensor(name, value, [value.shape], [value.dtype], device, "128x4 block scales", alignment)
     expected = " or ".join(f"{dtype} {shape}" for dtype, shape in accepted)
     expected = f"contiguous 128x4 block scales, {expected}, on {device}"
     require_tensor_type(name, value, expected)
+    if (value.dtype, value.shape) in accepted:
+        return require_tensor(name, value, [value.shape], [value.dtype], device, "128x4 block scales", alignment)
     raise ValueError(f"{name} is {describe(value)}; it must be {expected}")
 
 

@@ -23,13 +23,17 @@ import torch
 
 from ..sm12x import devices
 from ..sm12x.checks import (
+    ELEMENT,
     describe,
+    has_no_shape,
     require_choice,
     require_computing_device,
+    require_memory,
     require_output_dtype,
     require_rank,
     require_tensor_type,
 )
+from ..sm12x.operator import is_traced
 from ..utils import BackendSupportedError
 from .sm12x_dense import OUTPUT_DTYPES, DenseCall, compute
 
@@ -90,8 +94,8 @@ def _rows(name: str, matrix: torch.Tensor) -> torch.Tensor:
 
 def _straight(scales: Any) -> Any:
     """128x4 scales, which may come as a transposed view."""
-    matrix = isinstance(scales, torch.Tensor) and scales.ndim == 2 and scales.layout is torch.strided
-    return scales.t() if matrix and not scales.is_contiguous() else scales
+    matrix = isinstance(scales, torch.Tensor) and scales.layout is torch.strided and not has_no_shape(scales)
+    return scales.t() if matrix and scales.ndim == 2 and not scales.is_contiguous() else scales
 
 
 def _multiply(
@@ -105,8 +109,9 @@ def _multiply(
     enable_pdl: bool | None,
 ) -> torch.Tensor:
     """``dense_mx``, whose errors name the arguments of ``mm_*``."""
-    if isinstance(alpha, torch.Tensor) and alpha.numel() == 1 and alpha.layout is torch.strided:
-        alpha = alpha.reshape(1)
+    if alpha is not None:
+        require_tensor_type("alpha", alpha)
+        alpha = alpha.reshape(1) if alpha.layout is torch.strided and alpha.numel() == 1 else alpha
     none: dict[str, Any] = dict.fromkeys(DenseCall._fields)
     return compute(
         DenseCall(
@@ -137,6 +142,8 @@ def _require_matrix(name: str, value: Any, dtypes: tuple[torch.dtype, ...]) -> N
     if value.dtype not in dtypes or value.layout is not torch.strided:
         raise ValueError(f"{name} is {describe(value)}; it must be a matrix of {allowed}")
     require_computing_device(name, value)
+    if not is_traced((value,)):
+        require_memory(name, value, ELEMENT)  # a view of what was resized is torch's own error
 
 
 def _require_same_k(a: torch.Tensor, b: torch.Tensor) -> None:

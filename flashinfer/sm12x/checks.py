@@ -29,9 +29,16 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+def has_no_shape(tensor: torch.Tensor) -> bool:
+    """Whether asking for its shape raises torch's own words: nested, or a parameter that is not initialized."""
+    return tensor.is_nested or isinstance(tensor, (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer))
+
+
 def describe(value: Any) -> str:
     """``value`` as an error message shows it: never its elements."""
     if isinstance(value, torch.Tensor):
+        if has_no_shape(value):
+            return f"a {type(value).__name__} without a shape"
         text = f"{value.dtype} {tuple(value.shape)} on {value.device}"
         if value.layout is not torch.strided:
             return f"{text}, layout {value.layout}"
@@ -128,10 +135,8 @@ def require_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
 
 def require_tensor_type(name: str, value: Any, expected: str = "a torch.Tensor") -> None:
     """Raise ``TypeError`` unless ``value`` is a tensor; ``expected`` says which one it must be."""
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, torch.Tensor) or has_no_shape(value):
         raise TypeError(f"{name} is {describe(value)}; it must be {expected}")
-    if value.is_nested or isinstance(value, (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)):
-        raise TypeError(f"{name} is a {type(value).__name__} without a shape; it must be {expected}")
 
 
 def require_rank(name: str, value: Any, rank: int, expected: str = "") -> None:
@@ -154,7 +159,9 @@ def require_memory(name: str, tensor: torch.Tensor, alignment: int = POINTER_ALI
     Kernels read what lies there: not the sign that a view with the negative bit adds, nor what a storage that was resized
     has no more.
     """
-    if not tensor.numel():
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"{name} is {describe(tensor)}; it must be dense")
+    if not tensor.numel() or tensor.is_meta:
         return
     alignment = alignment or tensor.element_size()
     if tensor.data_ptr() % alignment:
@@ -230,14 +237,14 @@ def require_scales(
     """
     blocks = k // BLOCK_SIZE
     needed = swizzled_size(rows, blocks) if swizzled else rows * blocks
-    if isinstance(scales, torch.Tensor) and scales.numel() == needed:
-        return require_tensor(name, scales, [scales.shape], UE8M0_DTYPES, device, "UE8M0 block scales", alignment)
     layout = "128x4" if swizzled else "linear"
     expected = (
         f"{needed} contiguous bytes: {layout} scales of {rows} rows and {blocks} blocks of 32, "
         f"{' or '.join(map(str, UE8M0_DTYPES))}, on {device}"
     )
     require_tensor_type(name, scales, expected)
+    if scales.numel() == needed:
+        return require_tensor(name, scales, [scales.shape], UE8M0_DTYPES, device, "UE8M0 block scales", alignment)
     raise ValueError(f"{name} is {describe(scales)}; it must be {expected}")
 
 
