@@ -264,6 +264,7 @@ def route_and_compute(layer: Any, hidden: torch.Tensor, residual: torch.Tensor) 
     from flashinfer.fused_moe import router_top_k
 
     norm, router, runner = layer.post_attention_layernorm, layer.mlp.router, layer.mlp.experts
+    padding = get_forward_context().is_padding if envs.VLLM_MOE_SKIP_PADDING else None
     routed = router_top_k(
         hidden,
         router.weight,
@@ -272,11 +273,10 @@ def route_and_compute(layer: Any, hidden: torch.Tensor, residual: torch.Tensor) 
         residual=residual,
         norm_weight=norm.weight,
         eps=norm.variance_epsilon,
+        is_padding=None if padding is None else padding[: len(hidden)],
+        logits_dtype=hidden.dtype,  # as vLLM's router gives them: what is chosen is what vLLM's layers choose
         constant_weights=True,
     )
-    padding = get_forward_context().is_padding if envs.VLLM_MOE_SKIP_PADDING else None
-    if padding is not None and len(hidden) > 1:
-        routed.topk_ids.masked_fill_(padding[: len(hidden), None], -1)
     experts = runner.routed_experts
     experts._ensure_moe_quant_config_init()
     computed = experts.forward_modular(
