@@ -142,4 +142,5 @@ class Paged:
         ):
             get_forward_context().additional_kwargs["batch"] = batch
             hidden = self.model(ids, batch.positions(rows))
-            return self.model.compute_logits(hidden).float()
+            # With what a drafting model would take, if asked for.
+            return self.model.compute_logits(hidden[0] if isinstance(hidden, tuple) else hidden).float()

@@ -112,13 +112,13 @@ def test_each_cache_is_written_as_vllm_writes_it(loaded, layout, cache):
     for executor in (model.decode_steps, None):
         model.decode_steps = executor
         got, _ = answers(steps)
-        first = steps.layers["model.layers.0.attn.attn"].kv_cache.clone()
+        first = next(iter(steps.layers.values())).kv_cache.clone()
         kept.append((got, first.view(torch.float8_e4m3fn).float() if cache == "fp8" else first.float()))
     (got, ours), (vllms, written) = kept
     assert (got.log_softmax(-1) - vllms.log_softmax(-1)).abs().mean() < 0.1
     largest = written.abs().max()
     assert (ours - written).abs().max() <= largest * (2.0**-3 if cache == "fp8" else 2.0**-7)
-    assert torch.equal(ours == 0, written == 0)  # no position but the same ones
+    assert torch.equal(ours.any(-1), written.any(-1))  # no position but the same ones
 
 
 @pytest.mark.parametrize(("rows", "sequences"), [(4, 4), (4, 2), (5, 3)], ids=["graph", "rows", "both"])
@@ -162,15 +162,13 @@ def test_what_is_no_step_of_decodes_alone_is_vllms(loaded, monkeypatch):
     model.model.aux_hidden_state_layers = (1,)
     assert stock(Batch([1], [9], PAGES[:1])) == layers
     model.model.aux_hidden_state_layers = ()
-    one = Batch([1], [9], PAGES[:1])
     for change in ({"num_prefills": 1}, {"causal": False}, {"num_decodes": 2}):
-        found = steps.metadata(one, 1)
+        found = steps.metadata(Batch([1], [9], PAGES[:1]), 1)
         for name, value in change.items():
             setattr(found[layers[-1]], name, value)  # one layer's is enough
-        monkeypatch.setattr(steps, "metadata", lambda *_, found=found: found)
-        assert stock(Batch([1], [9], PAGES[:1])) == layers, change
-        monkeypatch.undo()
-        monkeypatch.setattr("vllm.model_executor.layers.attention.Attention.forward", paged.forward)
+        with monkeypatch.context() as patch:
+            patch.setattr(steps, "metadata", lambda *_, found=found: found)
+            assert stock(Batch([1], [9], PAGES[:1])) == layers, change
 
 
 def test_a_compiled_model_takes_the_executor_where_a_full_graph_is_captured(loaded, monkeypatch):
