@@ -63,6 +63,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "moe_input": ("bf16", "mxfp8"),
     "graphs": ("spark", "vllm"),
     "attention": ("flashinfer", "vllm"),
+    "decode": ("fused", "vllm"),
 }
 """What the plugin of vLLM lets a user choose: key -> its values."""
 

@@ -12,6 +12,7 @@ code.
 ``moe``          the MoE layer: weights into the fork's layout, the experts class, the build
 ``dense``        QKV, O and the LM head in MXFP8 or MXFP4
 ``lm_head``      the LM head's class
+``model``        the model's class: decode steps by an executor over vLLM's layers
 ``attention``    FlashInfer's attention with sinks on a machine without a network
 ``table``        the table in the log
 ===============  =====================================================================================

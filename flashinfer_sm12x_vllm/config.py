@@ -12,6 +12,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
+from vllm.model_executor.models import ModelRegistry
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP, GptOssForCausalLMConfig
 
 from . import dense, moe, settings, table
@@ -19,6 +20,7 @@ from . import dense, moe, settings, table
 logger = init_logger("vllm.flashinfer_sm12x")
 
 ARCHITECTURE = "GptOssForCausalLM"
+MODEL = "flashinfer_sm12x_vllm.model:SM12xGptOssForCausalLM"  # by name: it imports what may ask for CUDA
 # Suffixes of vLLM's module names.
 DENSE_KINDS = {".qkv_proj": "qkv", ".o_proj": "o"}
 # Decode batches of a Spark are small, and a size that is not captured is padded to the next. Every size to 8, and steps of
@@ -75,6 +77,7 @@ def _propose_graph_sizes(vllm_config: Any) -> None:
 def install() -> None:
     """Register the classes above; what another plugin has replaced stays as it is."""
     register_quantization_config("gpt_oss_mxfp4")(SM12xGptOssConfig)
+    ModelRegistry.register_model(ARCHITECTURE, MODEL)
     if MODELS_CONFIG_MAP.get(ARCHITECTURE) is GptOssForCausalLMConfig:
         MODELS_CONFIG_MAP[ARCHITECTURE] = SM12xGptOssHook
     else:

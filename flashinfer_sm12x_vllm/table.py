@@ -12,7 +12,7 @@ from . import attention
 
 logger = init_logger("vllm.flashinfer_sm12x")
 
-ORDER = ("moe", "qkv", "o", "lm_head", "attention")
+ORDER = ("moe", "qkv", "o", "lm_head", "attention", "decode")
 _rows: dict[str, tuple[str, str, str]] = {}
 
 

@@ -22,8 +22,8 @@ const __nv_bfloat16* rows_or_null(const Optional<TensorView>& tensor, int64_t el
 
 void router_run(TensorView top_k_weights, TensorView top_k_ids, TensorView logits, Optional<TensorView> normed,
                 Optional<TensorView> sum, TensorView hidden, TensorView weight, Optional<TensorView> bias,
-                Optional<TensorView> residual, Optional<TensorView> norm_weight, double epsilon, bool constant_weights,
-                bool enable_pdl) {
+                Optional<TensorView> residual, Optional<TensorView> norm_weight, Optional<TensorView> is_padding,
+                double epsilon, bool rounds_logits, bool constant_weights, bool enable_pdl) {
   const int tokens = checked_int(hidden.size(0), "the number of tokens"), k = checked_int(hidden.size(1), "k");
   const int experts = checked_int(weight.size(0), "the number of experts");
   const int top_k = checked_int(top_k_ids.size(1), "top_k");
@@ -50,7 +50,12 @@ void router_run(TensorView top_k_weights, TensorView top_k_ids, TensorView logit
   params.logits = static_cast<float*>(logits.data_ptr());
   params.top_k_weights = static_cast<float*>(top_k_weights.data_ptr());
   params.top_k_ids = static_cast<int32_t*>(top_k_ids.data_ptr());
+  if (is_padding.has_value()) {
+    TVM_FFI_CHECK(is_padding.value().numel() == tokens, ValueError) << "is_padding must have " << tokens << " elements";
+    params.is_padding = static_cast<const bool*>(is_padding.value().data_ptr());
+  }
   params.epsilon = static_cast<float>(epsilon);
+  params.rounds_logits = rounds_logits;
   params.num_tokens = tokens;
   params.k = k;
   params.num_experts = experts;

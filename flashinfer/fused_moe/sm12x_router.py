@@ -15,6 +15,7 @@ from ..sm12x.checks import (
     require_computing_device,
     require_float,
     require_int,
+    require_output_dtype,
     require_rank,
     require_switches,
     require_tensor,
@@ -26,6 +27,7 @@ MAX_EXPERTS = 512
 MAX_TOP_K = 32
 MAX_K = 16 * 1024  # of router.cuh: a row, its residual and the norm's weights in shared memory
 K_STEP = 8
+LOGITS_DTYPES = (torch.float32, torch.bfloat16)
 LARGEST_EPS = 3.4e38  # the kernels hold it as float32
 
 
@@ -35,7 +37,7 @@ class Routed(NamedTuple):
     topk_weights: torch.Tensor
     """float32 ``[m, top_k]``: softmax over the chosen logits."""
     topk_ids: torch.Tensor
-    """int32 ``[m, top_k]``: experts by falling logit, of equal ones the first."""
+    """int32 ``[m, top_k]``: experts by falling logit, of equal ones the first; -1 of padding."""
     logits: torch.Tensor
     """float32 ``[m, num_experts]``."""
     hidden_states: torch.Tensor
@@ -54,6 +56,8 @@ def router_top_k(
     residual: torch.Tensor | None = None,
     norm_weight: torch.Tensor | None = None,
     eps: float = 1e-5,
+    is_padding: torch.Tensor | None = None,
+    logits_dtype: torch.dtype = torch.float32,
     constant_weights: bool = False,
     enable_pdl: bool | None = None,
 ) -> Routed:
@@ -61,7 +65,7 @@ def router_top_k(
 
     ``s = hidden_states + residual``; ``h = s / sqrt(mean(s^2) + eps) * norm_weight``; ``logits = h @ weight.T + bias``; the
     ``top_k`` largest, and the softmax over them, as gpt-oss routes. ``s`` and ``h`` are rounded to bfloat16, sums are
-    float32, and logits stay so. Made for the few tokens of a decode step: weights are read once for up to eight
+    float32, and logits stay so unless ``logits_dtype`` says otherwise. Made for the few tokens of a decode step: weights are read once for up to eight
     tokens, fewer where k is long.
 
     On SM12x (and, with ``FLASHINFER_SM12X_MOE=1``, on compute capability 9.0) these are this fork's kernels; CPU tensors
@@ -83,6 +87,10 @@ def router_top_k(
         ``[k]`` bfloat16; without it nothing is normed.
     eps : float
         Of the norm; finite, not negative.
+    is_padding : torch.Tensor, optional
+        ``[m]`` bool: rows that are no tokens and go to no expert.
+    logits_dtype : torch.dtype
+        bfloat16 rounds logits before they are compared, as those of a router are that is a bfloat16 layer of its own.
     constant_weights : bool
         Nothing in front of this call on its stream writes ``weight``, so that it may be read while that still runs.
     enable_pdl : bool, optional
@@ -106,8 +114,10 @@ def router_top_k(
         bias=bias,
         residual=residual,
         norm_weight=norm_weight,
+        is_padding=is_padding,
         top_k=top_k,
         eps=eps,
+        logits_dtype=logits_dtype,
         constant_weights=constant_weights,
         enable_pdl=enable_pdl,
     )
@@ -125,8 +135,10 @@ class RouterCall(NamedTuple):
     bias: torch.Tensor | None
     residual: torch.Tensor | None
     norm_weight: torch.Tensor | None
+    is_padding: torch.Tensor | None
     top_k: int
     eps: float
+    logits_dtype: torch.dtype
     constant_weights: bool
     enable_pdl: bool | None
 
@@ -156,6 +168,9 @@ def _validate(call: RouterCall) -> RouterCall:
     ):
         if value is not None:
             require_tensor(name, value, [shape], bf16, device, alignment=alignment)
+    if call.is_padding is not None:
+        require_tensor("is_padding", call.is_padding, [rows[:1]], [torch.bool], device, alignment=ELEMENT)
+    require_output_dtype("logits_dtype", call.logits_dtype, LOGITS_DTYPES)
     return call._replace(top_k=top_k, eps=eps)
 
 
@@ -196,7 +211,9 @@ def _run(call: RouterCall) -> list[torch.Tensor]:
         call.bias,
         call.residual,
         call.norm_weight,
+        call.is_padding,
         call.eps,
+        call.logits_dtype is torch.bfloat16,
         call.constant_weights,
         backend.pdl(call.enable_pdl),
         writes=[tensor for tensor in outputs if tensor.numel()],
@@ -219,8 +236,12 @@ def _compute_on_cpu(outputs: list[torch.Tensor], call: RouterCall) -> None:
     torch.mm(rows, call.weight.float().T, out=logits)
     if call.bias is not None:
         logits += call.bias.float()
+    if call.logits_dtype is torch.bfloat16:
+        logits.copy_(logits.bfloat16())
     order = logits.argsort(dim=1, descending=True, stable=True)[:, : topk_ids.shape[1]]
     topk_ids.copy_(order)
     chosen = logits.gather(1, order)
     shares = torch.where(chosen == chosen[:, :1], 1.0, (chosen - chosen[:, :1]).exp())  # of infinities too
     topk_weights.copy_(shares / shares.sum(1, keepdim=True))
+    if call.is_padding is not None:
+        topk_ids[call.is_padding] = -1

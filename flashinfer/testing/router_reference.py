@@ -12,9 +12,17 @@ from .mxfp_formats import Operand
 
 
 def make_router_inputs(
-    m: int, k: int, experts: int, top_k: int, seed: int, adds: bool = False, norms: bool = False, bias: bool = False
+    m: int,
+    k: int,
+    experts: int,
+    top_k: int,
+    seed: int,
+    adds: bool = False,
+    norms: bool = False,
+    bias: bool = False,
+    as_vllm: bool = False,
 ) -> dict[str, Any]:
-    """Random arguments of ``router_top_k``, CPU tensors."""
+    """Random arguments of ``router_top_k``, CPU tensors; ``as_vllm``: some rows are padding, and logits are rounded."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
@@ -31,6 +39,9 @@ def make_router_inputs(
         arguments["norm_weight"] = normal(k)
     if bias:
         arguments["bias"] = normal(experts)
+    if as_vllm:
+        padding = torch.rand(m, generator=generator) < 0.5
+        arguments |= {"is_padding": padding, "logits_dtype": torch.bfloat16}
     return arguments
 
 
@@ -99,11 +110,16 @@ def check_routed(routed: Any, arguments: dict[str, Any], accumulation: Accumulat
     if (bias := arguments.get("bias")) is not None:
         logits = logits + bias.double()
         bound = bound + unit * (logits.abs() + bound)
+    if arguments.get("logits_dtype") is torch.bfloat16:
+        bound = bound + 2.0**-8 * (logits.abs() + bound)
+        same = routed.logits.bfloat16().float()
+        assert torch.equal(same.nan_to_num(7.0), routed.logits.nan_to_num(7.0)), "logits are no bfloat16 numbers"
     _check(routed.logits, logits, bound, "logits")
 
     top_k = arguments["top_k"]
     order = routed.logits.argsort(dim=1, descending=True, stable=True)[:, :top_k]
-    assert torch.equal(routed.topk_ids.long(), order), "ids are not those of the largest logits"
+    ids = order if (padding := arguments.get("is_padding")) is None else order.masked_fill(padding[:, None], -1)
+    assert torch.equal(routed.topk_ids.long(), ids), "ids are not those of the largest logits"
     chosen = routed.logits.gather(1, order).double()
     distance = torch.where(chosen == chosen[:, :1], 0.0, chosen[:, :1] - chosen)  # of infinities too
     shares = (-distance).softmax(1)

@@ -33,7 +33,8 @@ def test_random_shapes(device: torch.device, adds: bool, norms: bool) -> None:
         generator = torch.Generator().manual_seed(seed)
         m, experts, chunks = (int(torch.randint(1, high, (), generator=generator)) for high in (40, 300, 500))
         top_k = int(torch.randint(1, min(experts, 32) + 1, (), generator=generator))
-        inputs = make_router_inputs(m, 8 * chunks, experts, top_k, seed, adds=adds, norms=norms, bias=seed % 2 == 0)
+        bias, as_vllm = seed % 2 == 0, seed % 3 == 0
+        inputs = make_router_inputs(m, 8 * chunks, experts, top_k, seed, adds, norms, bias, as_vllm)
         arguments = on(device, inputs)
         routed = router_top_k(**arguments)
         check_routed(routed, arguments, accumulation_on(device))

@@ -78,6 +78,12 @@ def test_parts(device: VirtualDevice, adds: bool, norms: bool, bias: bool) -> No
     check_routed(run(device, arguments), arguments)
 
 
+def test_padding_and_rounded_logits(device: VirtualDevice) -> None:
+    arguments = make_router_inputs(19, 264, 70, 5, 10, adds=True, norms=True, bias=True, as_vllm=True)
+    assert 0 < int(arguments["is_padding"].sum()) < 19
+    check_routed(run(device, arguments), arguments)
+
+
 @pytest.mark.parametrize("eps", [1e-5, 1e-6, 0.25])
 def test_the_norm_of_small_rows(device: VirtualDevice, eps: float) -> None:
     arguments = with_small_rows(make_router_inputs(7, 264, 9, 3, 8, adds=True, norms=True, bias=True), eps)
@@ -136,14 +142,22 @@ def run_both(device: VirtualDevice, first: dict[str, Any], change: Any, constant
     def prepare(arguments: dict[str, Any]) -> tuple[Any, ...]:
         hidden, weight, top_k = (arguments[name] for name in ("hidden_states", "weight", "top_k"))
         parts = [arguments.get(name) for name in ("bias", "residual", "norm_weight")]
-        outputs = sm12x_router._outputs(hidden, weight, top_k, *parts[1:])
+        none: dict[str, Any] = dict.fromkeys(sm12x_router.RouterCall._fields)
+        given = {
+            "hidden_states": hidden,
+            "weight": weight,
+            "top_k": top_k,
+            "residual": parts[1],
+            "norm_weight": parts[2],
+        }
+        outputs = sm12x_router._outputs(sm12x_router.RouterCall(**none | given))
         for output in outputs:
             output.fill_(-1)
         made.append((outputs, arguments))
         normed, total = (
             output if part is not None else None for output, part in zip(outputs[3:], parts[:0:-1], strict=True)
         )
-        return (*outputs[:3], normed, total, hidden, weight, *parts, 1e-5, constant_weights, True)
+        return (*outputs[:3], normed, total, hidden, weight, *parts, None, 1e-5, False, constant_weights, True)
 
     one = prepare(first)
     two = prepare(change(made[0][0]))

@@ -121,7 +121,7 @@ def table(log: list[str]) -> dict[str, tuple[str, ...]]:
 def test_the_table_names_each_kind_of_layer_once(checkpoint_folder, log):
     logits(checkpoint_folder, {})
     rows = table(log)
-    assert list(rows) == ["moe", "qkv", "o", "lm_head", "attention"]
+    assert list(rows) == ["moe", "qkv", "o", "lm_head", "attention", "decode"]
     assert rows["moe"][:3] == ("flashinfer-sm12x", "mxfp4-a8, input bf16", "default")
     assert rows["qkv"][:3] == ("vLLM's (cuBLAS)", "bf16", "default")
     assert '"qkv": "mxfp8"' in rows["qkv"][3]

@@ -3,7 +3,7 @@
 // A router of a mixture of experts for few tokens, with the RMSNorm in front of it, in two launches:
 //
 //   router_logits_kernel  sum = hidden + residual, normed = RMSNorm(sum), logits = normed * weight^T + bias
-//   router_top_k_kernel   the largest logits' experts, and the softmax over them
+//   router_top_k_kernel   the largest logits' experts, none of padding, and the softmax over them
 //
 // A block computes the logits of a tile of up to eight tokens for eight experts, or for several times eight where
 // blocks for eight would not all be on the device at once: by m16n8k16 MMAs whose rows are tokens and whose columns are
@@ -63,6 +63,7 @@ struct RouterParams {
   const __nv_bfloat16* norm_weight;  // [k], or null: no norm
   const __nv_bfloat16* weight;  // [num_experts, k]
   const __nv_bfloat16* bias;  // [num_experts], or null
+  const bool* is_padding;  // [num_tokens], or null
   __nv_bfloat16* sum;  // [num_tokens, k], null without residual
   __nv_bfloat16* normed;  // [num_tokens, k], null without norm
   float* logits;  // [num_tokens, num_experts]
@@ -74,6 +75,7 @@ struct RouterParams {
   int team;  // threads that norm a row: whole warps, a power of two
   int groups;  // of experts, that a block computes one after the other
   int blocks_of_tile;
+  bool rounds_logits;  // to bfloat16
   bool constant_weights;  // nothing in front of the launch writes `weight`
 };
 
@@ -215,6 +217,7 @@ __global__ void __launch_bounds__(kRouterThreads) router_logits_kernel(const __g
 #pragma unroll
       for (int i = 0; i < kRouterWarps; ++i) logit += parts[i * kRouterTokens * kRouterExperts + thread];
       if (p.bias != nullptr) logit += __bfloat162float(p.bias[expert]);
+      if (p.rounds_logits) logit = __bfloat162float(__float2bfloat16_rn(logit));
       p.logits[static_cast<int64_t>(first_token + token) * p.num_experts + expert] = logit;
     }
     __syncthreads();  // parts have been read
@@ -264,7 +267,7 @@ __global__ void __launch_bounds__(32 * kRouterTopKWarps) router_top_k_kernel(con
   if (lane < p.top_k) {
     const int64_t at = static_cast<int64_t>(token) * p.top_k + lane;
     p.top_k_weights[at] = own / total;
-    p.top_k_ids[at] = own_id;
+    p.top_k_ids[at] = p.is_padding != nullptr && p.is_padding[token] ? -1 : own_id;
   }
 }
 

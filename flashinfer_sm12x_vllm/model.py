@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""gpt-oss's model class: vLLM's own, and an executor over its layers for decode steps.
+
+The executor (:class:`DecodeSteps`) computes a step of decodes alone with this fork's operators: per layer a norm, QKV, attention
+with rope and the cache's write in it, O, the router with its norm and top-k, the experts. It runs where vLLM captures such a
+step into a full CUDA graph, or runs models eagerly; all else, torch.compile with it, is vLLM's forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import vllm.envs as envs
+from vllm import _custom_ops as ops
+from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
+from vllm.forward_context import get_forward_context, is_forward_context_available
+from vllm.logger import init_logger
+from vllm.model_executor.models.gpt_oss import GptOssForCausalLM
+from vllm.sequence import IntermediateTensors
+from vllm.v1.attention.backends.flashinfer import (
+    FlashInferDecodeKernel,
+    FlashInferMetadata,
+    FlashInferTrtllmAPIDecode,
+)
+from vllm.v1.attention.backends.utils import get_flashinfer_layout_string
+
+from . import settings, table
+from .moe import SM12xMoEMethod
+
+logger = init_logger("vllm.flashinfer_sm12x")
+
+HEAD = 64
+GROUP = 8  # query heads of a KV head
+MAX_ROWS = 64  # the router is made for few tokens, and an H200 gains nothing beyond
+BF16_CACHES, E4M3_CACHES = ("auto", "bfloat16"), ("fp8", "fp8_e4m3")
+
+
+class SM12xGptOssForCausalLM(GptOssForCausalLM):
+    """vLLM's model, built and loaded as it is."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        reason = reason_against(vllm_config, self.model) or prepare(self.model)
+        self.decode_steps = None if reason else DecodeSteps(vllm_config, self.model)
+        if self.decode_steps is None:
+            table.note("decode", "vLLM's layers", "", reason)
+            return
+        # A buffer: sleep mode, level 2, keeps nothing else. vLLM rounds its table to the model's type at each call, too.
+        rope = self.model.layers[0].attn.rotary_emb.cos_sin_cache.to(torch.bfloat16)
+        self.register_buffer("sm12x_rope_table", rope, persistent=False)
+        table.note("decode", "flashinfer-sm12x", f"up to {MAX_ROWS} tokens", "default")
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors: IntermediateTensors | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> Any:
+        """A decode step by the executor, or what vLLM's model does."""
+        steps = self.decode_steps
+        if steps is not None and input_ids is not None and inputs_embeds is None and intermediate_tensors is None:
+            step = steps.metadata(input_ids.shape[0])
+            if step is not None:
+                if steps.taken():
+                    return steps.run(input_ids, step, self.sm12x_rope_table)
+                steps.warm_up(input_ids, step, self.sm12x_rope_table)
+        return super().forward(input_ids, positions, intermediate_tensors, inputs_embeds)
+
+
+def reason_against(config: VllmConfig, model: Any) -> str:
+    """Why every step of a model is left to vLLM, or an empty text."""
+    if settings.resolve(config.additional_config).decode == "vllm":
+        return "chosen"
+    parallel, compilation = config.parallel_config, config.compilation_config
+    graphs = compilation.cudagraph_mode
+    asked = {
+        "LoRA": config.lora_config is not None,
+        "speculative decoding": config.speculative_config is not None,
+        "transfer of the KV cache": config.kv_transfer_config is not None,
+        "routed experts are returned": config.aux_output_config.enabled,
+        "VLLM_BATCH_INVARIANT": envs.VLLM_BATCH_INVARIANT,
+        "expert load balancing (EPLB)": parallel.enable_eplb,
+        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
+        "data parallelism": parallel.data_parallel_size > 1,
+        "context parallelism": max(parallel.prefill_context_parallel_size, parallel.decode_context_parallel_size) > 1,
+        "sequence-parallel experts": parallel.use_sequence_parallel_moe,
+        "microbatches (DBO)": parallel.use_ubatching,
+        f"--dtype {config.model_config.dtype}": config.model_config.dtype is not torch.bfloat16,
+        f"compilation mode {compilation.mode}": compilation.mode
+        not in (CompilationMode.NONE, CompilationMode.VLLM_COMPILE),
+        # A graph of a step with prefills could be one that was captured with decodes alone.
+        f"cudagraph_mode {graphs}": graphs.mixed_mode() == CUDAGraphMode.FULL
+        or (not _runs_eagerly(config) and graphs.decode_mode() != CUDAGraphMode.FULL),
+    }
+    for what, given in asked.items():
+        if given:
+            return what
+    return next(filter(None, map(_reason_against_layer, model.layers)), "")
+
+
+def _reason_against_layer(layer: Any) -> str:
+    attention, mlp = layer.attn, layer.mlp
+    kernel, experts = attention.attn, mlp.experts.routed_experts
+    heads = (kernel.num_heads, kernel.num_kv_heads, kernel.head_size)
+    if not isinstance(experts.quant_method, SM12xMoEMethod):
+        return "the experts are vLLM's"
+    if experts.moe_config.hidden_dim != mlp.hidden_size or mlp.hidden_size % 8:
+        return f"a hidden size of {mlp.hidden_size}"
+    if kernel.attn_backend.get_name() != "FLASHINFER":
+        return f"attention by {kernel.attn_backend.get_name()}"
+    if kernel.kv_cache_dtype not in (*BF16_CACHES, *E4M3_CACHES):
+        return f"KV cache {kernel.kv_cache_dtype}"
+    if heads != (GROUP * kernel.num_kv_heads, kernel.num_kv_heads, HEAD):
+        return f"{heads[0]} query heads, {heads[1]} KV heads of {HEAD if heads[2] == HEAD else heads[2]} a rank"
+    return ""
+
+
+def _runs_eagerly(config: VllmConfig) -> bool:
+    compilation = config.compilation_config
+    return (compilation.mode, compilation.cudagraph_mode) == (CompilationMode.NONE, CUDAGraphMode.NONE)
+
+
+def prepare(model: Any) -> str:
+    """Build the executor's modules or find them built, as :func:`.moe.build` does; why that failed, or an empty text."""
+    device = next(model.parameters()).device
+    if device.type != "cuda":
+        return ""  # tests: CPU tensors need no module
+    from flashinfer.decode import prepare_decode_attention
+    from flashinfer.jit.sm12x.modules import gen_router_module
+    from flashinfer.sm12x.backend import kernels
+
+    try:
+        prepare_decode_attention(device)
+        backend = kernels(torch.device("cuda", torch.cuda.current_device()))
+        assert backend is not None
+        backend.module(gen_router_module)
+    except Exception as error:  # whatever a compiler or a linker can fail with
+        return f"could not be built: {error}"
+    return ""
+
+
+class DecodeSteps:
+    """Runs the layers of a built gpt-oss, whose weights and caches stay where they are, for steps of decodes alone."""
+
+    def __init__(self, config: VllmConfig, model: Any) -> None:
+        self.model = model
+        self.eager = _runs_eagerly(config)
+        self._warm: set[int] = set()
+
+    def metadata(self, rows: int) -> Mapping[str, FlashInferMetadata] | None:
+        """The attention metadata of a step that the executor can compute, by layer; else None.
+
+        It depends on nothing that ranks do not share.
+        """
+        if not 0 < rows <= MAX_ROWS or not is_forward_context_available():
+            return None
+        context = get_forward_context()
+        found = context.attn_metadata
+        if not isinstance(found, dict) or context.cudagraph_runtime_mode == CUDAGraphMode.PIECEWISE:
+            return None
+        if self.model.aux_hidden_state_layers:
+            return None
+        names = (layer.attn.attn.layer_name for layer in self.model.layers)
+        return found if all(_is_decode(found.get(name), rows) for name in names) else None
+
+    def taken(self) -> bool:
+        """Whether this is a run to compute a step in: captured, or one of a model that is not compiled."""
+        return self.eager or torch.cuda.is_current_stream_capturing()
+
+    def warm_up(self, input_ids: torch.Tensor, step: Mapping[str, FlashInferMetadata], rope: torch.Tensor) -> None:
+        """Run once for each number of rows what a capture will, which may load no kernel, before vLLM's layers do.
+
+        Both write the same positions of the cache.
+        """
+        if input_ids.shape[0] not in self._warm:
+            self._warm.add(input_ids.shape[0])
+            self.run(input_ids, step, rope)
+
+    def run(self, input_ids: torch.Tensor, step: Mapping[str, FlashInferMetadata], rope: torch.Tensor) -> torch.Tensor:
+        """Hidden states ``[rows, hidden]`` behind the last norm, as ``GptOssModel.forward`` returns them."""
+        hidden = self.model.embed_input_ids(input_ids)
+        residual = None
+        for layer in self.model.layers:
+            if residual is None:
+                residual, hidden = hidden, _norm(layer.input_layernorm, hidden)
+            else:
+                _add_and_norm(layer.input_layernorm, hidden, residual)
+            qkv, _ = layer.attn.qkv_proj(hidden)
+            attended = attend(layer.attn.attn, qkv, step[layer.attn.attn.layer_name], rope)
+            hidden, _ = layer.attn.o_proj(attended)
+            hidden, residual = route_and_compute(layer, hidden, residual)
+        assert residual is not None
+        _add_and_norm(self.model.norm, hidden, residual)
+        return hidden
+
+
+def _is_decode(metadata: Any, rows: int) -> bool:
+    """Whether a layer's step is one new token of each sequence, for XQA."""
+    if not isinstance(metadata, FlashInferMetadata) or metadata.num_prefills or not metadata.causal:
+        return False
+    decode = metadata.decode
+    return (
+        isinstance(decode, FlashInferTrtllmAPIDecode)
+        and decode.kernel == FlashInferDecodeKernel.XQA
+        and decode.q_len_per_req == 1
+        and decode.mask is None
+        and decode.q_cu_seq_lens is None
+        and metadata.num_decodes <= rows
+    )
+
+
+def _norm(norm: Any, x: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_like(x)
+    ops.rms_norm(out, x, norm.weight, norm.variance_epsilon)
+    return out
+
+
+def _add_and_norm(norm: Any, x: torch.Tensor, residual: torch.Tensor) -> None:
+    """In place: the sum in ``residual``, its norm in ``x``."""
+    ops.fused_add_rms_norm(x, residual, norm.weight, norm.variance_epsilon)
+
+
+def attend(layer: Any, qkv: torch.Tensor, metadata: FlashInferMetadata, rope: torch.Tensor) -> torch.Tensor:
+    """Rope, the cache's write and attention of ``qkv`` ``[rows, (heads + 2 kv_heads) 64]``; rows of padding write nothing.
+
+    A padded sequence has length 0 (FULL graphs), or there are more rows than sequences: what those rows get means nothing.
+    """
+    from flashinfer.decode import decode_attention
+
+    rows, sequences, decode = qkv.shape[0], metadata.num_decodes, metadata.decode
+    cache = layer.kv_cache
+    if cache.dtype is torch.uint8:
+        cache = cache.view(torch.float8_e4m3fn)
+    scales = (layer._k_scale_float, layer._v_scale_float) if layer.kv_cache_dtype in E4M3_CACHES else (1.0, 1.0)
+    cache = cache.permute(*metadata.kv_cache_layout.layer_view_order)
+    heads = (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
+    query, key, value = qkv.view(rows, -1, HEAD)[:sequences].split(heads, dim=1)
+    out = torch.empty((rows, layer.num_heads, HEAD), dtype=qkv.dtype, device=qkv.device)
+    decode_attention(
+        query,
+        cache.split(HEAD, dim=-1),
+        decode.block_tables,
+        decode.seq_lens,
+        key=key,
+        value=value,
+        rope_table=rope,
+        sinks=layer.impl.sinks,
+        sm_scale=layer.impl.scale,
+        window_left=layer.impl.window_left,
+        k_scale=scales[0],
+        v_scale=scales[1],
+        kv_layout=get_flashinfer_layout_string(metadata.kv_cache_layout),
+        constant_cache=True,
+        out=out[:sequences],
+    )
+    return out.view(rows, -1)
+
+
+def route_and_compute(layer: Any, hidden: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The experts of ``hidden + residual`` behind their norm, and that sum; rows of padding go to no expert."""
+    from flashinfer.fused_moe import router_top_k
+
+    norm, router, runner = layer.post_attention_layernorm, layer.mlp.router, layer.mlp.experts
+    padding = get_forward_context().is_padding if envs.VLLM_MOE_SKIP_PADDING else None
+    routed = router_top_k(
+        hidden,
+        router.weight,
+        runner.router.top_k,
+        router.bias,
+        residual=residual,
+        norm_weight=norm.weight,
+        eps=norm.variance_epsilon,
+        is_padding=None if padding is None else padding[: len(hidden)],
+        logits_dtype=hidden.dtype,  # as vLLM's router gives them: what is chosen is what vLLM's layers choose
+        constant_weights=True,
+    )
+    experts = runner.routed_experts
+    experts._ensure_moe_quant_config_init()
+    computed = experts.forward_modular(
+        x=routed.hidden_states, topk_weights=routed.topk_weights, topk_ids=routed.topk_ids
+    )
+    return runner._maybe_reduce_final_output(computed, None), routed.residual

@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""gpt-oss's model class of the plugin, by vLLM's own code on CPU tensors: prefill, then decode through the paged cache."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import checkpoint
+import paged
+import pytest
+import served
+import torch
+from paged import Batch, Paged
+from test_vllm_models import ON_THE_CPU, table
+
+SEED = 3
+# Heads as decode_attention takes them, and a window that the prompts reach beyond.
+CHANGES = {"num_attention_heads": 16, "num_key_value_heads": 2}
+PROMPTS, NEW = (29, 5), 4
+PAGES = [[3, 7, 2], [5, 1, 9]]
+
+
+@pytest.fixture(autouse=True)
+def attention_in_pytorch(monkeypatch):
+    from vllm.model_executor.layers.attention import Attention
+
+    monkeypatch.setattr(Attention, "forward", paged.forward)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("decode")
+    checkpoint.write(folder, SEED, **CHANGES)
+    return folder
+
+
+@pytest.fixture
+def loaded(folder) -> Iterator[Any]:
+    """``loaded(chosen, *words)``: the settings' model with its configuration."""
+    from contextlib import ExitStack
+
+    with ExitStack() as stack:
+
+        def load(chosen: dict[str, str], *words: str, folder: Any = folder) -> Any:
+            config = engine(folder, chosen, *words)
+            stack.enter_context(served.parallel_groups(config))
+            return config, served.load_model(config)
+
+        yield load
+
+
+def engine(folder: Any, chosen: dict[str, str], *words: str) -> Any:
+    words = (*ON_THE_CPU, "--attention-backend", "FLASHINFER", *words)
+    return served.engine_config(str(folder), *words, "--additional-config", json.dumps({"sm12x": chosen}))
+
+
+def tokens_of(sequence: int, count: int) -> list[int]:
+    return ((torch.arange(count) + 100 * sequence) * 2654435761 % checkpoint.CONFIG["vocab_size"]).tolist()
+
+
+def answers(steps: Paged, rows: int = 0, sequences: int = 0, **context: Any) -> tuple[torch.Tensor, list[Batch]]:
+    """float32 logits of both sequences' decode steps, behind their prompts: ``[steps, sequence, vocabulary]``."""
+    for sequence, length in enumerate(PROMPTS):
+        steps.step(tokens_of(sequence, length), Batch([length], [length], [PAGES[sequence]]))
+    found, batches = [], []
+    for step in range(NEW):
+        lengths = [length + step + 1 for length in PROMPTS]
+        batch = Batch([1, 1], lengths, PAGES)
+        new = [tokens_of(sequence, length)[-1] for sequence, length in enumerate(lengths)]
+        found.append(steps.step(new, batch, rows, sequences, **context)[:2])
+        batches.append(batch)
+    return torch.stack(found), batches
+
+
+DENSE = [
+    {},
+    {"qkv": "mxfp8", "o": "mxfp4", "lm_head": "mxfp8"},
+    {"qkv": "mxfp4-a8", "o": "mxfp8-a8", "lm_head": "mxfp4"},
+]
+
+
+@pytest.mark.parametrize("kinds", DENSE, ids=lambda kinds: ",".join(kinds.values()) or "bf16")
+@pytest.mark.parametrize("moe", ["mxfp4-a8", "mxfp4-a16"])
+def test_decode_steps_are_the_executors_and_as_near_as_vllms(loaded, log, moe, kinds):
+    """Window and full layers; within what bf16 arithmetic may differ by, of what vLLM's layers compute on the same cache."""
+    config, model = loaded({"moe": moe, **kinds})
+    steps = Paged(config, model)
+    got, batches = answers(steps)
+    assert [batch.stock for batch in batches] == [[]] * NEW
+    assert table(log)["decode"][:3] == ("flashinfer-sm12x", "up to 64 tokens", "default")
+    executor, model.decode_steps = model.decode_steps, None
+    vllms, batches = answers(steps)
+    assert all(batch.stock == list(steps.layers) for batch in batches)
+    assert executor is not None
+    distance = (got.log_softmax(-1) - vllms.log_softmax(-1)).abs().mean()
+    print("seed", SEED, "mean difference of log probabilities", float(distance))
+    assert 0 < distance < 0.1
+
+
+@pytest.mark.parametrize("layout", ["LBNHC", "LBHNC"], ids=["NHD", "HND"])
+@pytest.mark.parametrize("cache", ["auto", "fp8"])
+def test_each_cache_is_written_as_vllm_writes_it(loaded, layout, cache):
+    """A first layer's keys and values differ by roundings of rope alone; e4m3 with scales that are not 1."""
+    config, model = loaded({"moe": "mxfp4-a16"}, "--kv-cache-dtype", cache)
+    for layer in model.model.layers:
+        if cache == "fp8":
+            layer.attn.attn._k_scale_float, layer.attn.attn._v_scale_float = 0.5, 2.0
+    steps, kept = Paged(config, model, layout), []
+    for executor in (model.decode_steps, None):
+        model.decode_steps = executor
+        got, _ = answers(steps)
+        first = next(iter(steps.layers.values())).kv_cache.clone()
+        kept.append((got, first.view(torch.float8_e4m3fn).float() if cache == "fp8" else first.float()))
+    (got, ours), (vllms, written) = kept
+    assert (got.log_softmax(-1) - vllms.log_softmax(-1)).abs().mean() < 0.1
+    largest = written.abs().max()
+    assert (ours - written).abs().max() <= largest * (2.0**-3 if cache == "fp8" else 2.0**-7)
+    assert torch.equal(ours.any(-1), written.any(-1))  # no position but the same ones
+
+
+@pytest.mark.parametrize(("rows", "sequences"), [(4, 4), (4, 2), (5, 3)], ids=["graph", "rows", "both"])
+def test_rows_of_padding_change_nothing_and_write_nothing(loaded, rows, sequences, monkeypatch):
+    """Sequences of length 0 with the null page, as in a full graph, and rows without a sequence; expert -1."""
+    import flashinfer.fused_moe as operators
+
+    config, model = loaded({})
+    steps = Paged(config, model)
+    plain, _ = answers(steps)
+    caches = [layer.kv_cache.clone() for layer in steps.layers.values()]
+    routed: list[Any] = []
+    router = operators.router_top_k
+    monkeypatch.setattr(operators, "router_top_k", lambda *a, **k: (routed.append(router(*a, **k)), routed[-1])[1])
+    padded, batches = answers(steps, rows, sequences)
+    assert [batch.stock for batch in batches] == [[]] * NEW
+    assert torch.equal(padded, plain)
+    assert all(map(torch.equal, caches, (layer.kv_cache for layer in steps.layers.values())))
+    assert not any(layer.kv_cache[0].any() for layer in steps.layers.values())
+    assert len(routed) == NEW * len(steps.layers)
+    assert all((each.topk_ids[2:] == -1).all() and (each.topk_ids[:2] >= 0).all() for each in routed)
+
+
+def test_what_is_no_step_of_decodes_alone_is_vllms(loaded, monkeypatch):
+    from vllm.config import CUDAGraphMode
+
+    config, model = loaded({})
+    steps = Paged(config, model)
+    layers = list(steps.layers)
+
+    def stock(batch: Batch, **context: Any) -> list[str]:
+        steps.step(tokens_of(0, batch.starts[-1]), batch, **context)
+        return batch.stock
+
+    assert stock(Batch([1, 1], [9, 7], PAGES)) == []
+    assert stock(Batch([1, 5], [9, 5], PAGES)) == layers  # mixed
+    assert stock(Batch([4], [20], PAGES[:1])) == layers  # a prompt's next chunk
+    assert stock(Batch([1], [9], PAGES[:1]), cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE) == layers
+    assert stock(Batch([1] * 65, [1] * 65, [[each % 23 + 1] for each in range(65)])) == layers
+    assert stock(Batch([1] * 64, [1] * 64, [[each % 23 + 1] for each in range(64)])) == []
+    model.model.aux_hidden_state_layers = (1,)
+    assert stock(Batch([1], [9], PAGES[:1])) == layers
+    model.model.aux_hidden_state_layers = ()
+    for change in ({"num_prefills": 1}, {"causal": False}, {"num_decodes": 2}):
+        found = steps.metadata(Batch([1], [9], PAGES[:1]), 1)
+        for name, value in change.items():
+            setattr(found[layers[-1]], name, value)  # one layer's is enough
+        with monkeypatch.context() as patch:
+            patch.setattr(steps, "metadata", lambda *_, found=found: found)
+            assert stock(Batch([1], [9], PAGES[:1])) == layers, change
+
+
+def test_a_compiled_model_takes_the_executor_where_a_full_graph_is_captured(loaded, monkeypatch):
+    """The run in front of a capture is vllm's, behind one of the executor's for each number of rows."""
+    config, model = loaded({})
+    steps = Paged(config, model)
+    eager, _ = answers(steps)
+    ran: list[int] = []
+    run = model.decode_steps.run
+    monkeypatch.setattr(model.decode_steps, "run", lambda ids, *rest: (ran.append(len(ids)), run(ids, *rest))[1])
+    model.decode_steps.eager = False
+    vllms, batches = answers(steps)
+    assert ran == [2]
+    assert all(batch.stock == list(steps.layers) for batch in batches)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    captured, batches = answers(steps)
+    assert ran == [2] * (1 + NEW)
+    assert [batch.stock for batch in batches] == [[]] * NEW
+    assert torch.equal(captured, eager)
+    assert not torch.equal(captured, vllms)
+
+
+def test_one_setting_leaves_all_steps_to_vllm(loaded, log):
+    config, model = loaded({"decode": "vllm"})
+    assert model.decode_steps is None
+    assert table(log)["decode"] == ("vLLM's layers", "", "chosen")
+    _, batches = answers(steps := Paged(config, model))
+    assert all(batch.stock == list(steps.layers) for batch in batches)
+
+
+def test_what_the_executor_does_not_serve_is_named(loaded, monkeypatch):
+    from unittest import mock
+
+    from vllm.config import CompilationMode, CUDAGraphMode
+
+    from flashinfer_sm12x_vllm.model import reason_against
+
+    config, model = loaded({})
+    assert reason_against(config, model.model) == ""
+    parallel, compilation = config.parallel_config, config.compilation_config
+    attention = model.model.layers[1].attn.attn
+    changes = [
+        (config, "lora_config", object(), "LoRA"),
+        (config, "speculative_config", object(), "speculative decoding"),
+        (config, "kv_transfer_config", object(), "transfer of the KV cache"),
+        (config, "aux_output_config", mock.Mock(enabled=True), "routed experts are returned"),
+        (parallel, "enable_eplb", True, "expert load balancing (EPLB)"),
+        (parallel, "pipeline_parallel_size", 2, "pipeline parallelism"),
+        (parallel, "data_parallel_size", 2, "data parallelism"),
+        (parallel, "decode_context_parallel_size", 2, "context parallelism"),
+        (config.model_config, "dtype", torch.float16, "--dtype torch.float16"),
+        (compilation, "mode", CompilationMode.STOCK_TORCH_COMPILE, "compilation mode "),
+        (compilation, "mode", CompilationMode.VLLM_COMPILE, "cudagraph_mode "),
+        (compilation, "cudagraph_mode", CUDAGraphMode.FULL, "cudagraph_mode "),
+        (compilation, "cudagraph_mode", CUDAGraphMode.PIECEWISE, "cudagraph_mode "),
+        (attention, "kv_cache_dtype", "fp8_e5m2", "KV cache fp8_e5m2"),
+        (attention, "num_heads", 12, "12 query heads, 2 KV heads of 64 a rank"),
+        (attention, "attn_backend", mock.Mock(get_name=lambda: "TRITON_ATTN"), "attention by TRITON_ATTN"),
+        (model.model.layers[2].mlp.experts.routed_experts, "quant_method", mock.Mock(), "the experts are vLLM's"),
+    ]
+    for holder, name, value, reason in changes:
+        with monkeypatch.context() as patch:
+            patch.setitem(vars(holder), name, value) if name in vars(holder) else patch.setitem(
+                holder._modules, name, value
+            )
+            assert reason_against(config, model.model).startswith(reason), name
+    monkeypatch.setattr(compilation, "mode", CompilationMode.VLLM_COMPILE)
+    for mode in (CUDAGraphMode.FULL_AND_PIECEWISE, CUDAGraphMode.FULL_DECODE_ONLY):
+        monkeypatch.setattr(compilation, "cudagraph_mode", mode)
+        assert reason_against(config, model.model) == ""
+
+
+def test_modules_that_cannot_be_built_leave_the_steps_to_vllm(folder, log, monkeypatch):
+    from flashinfer_sm12x_vllm import model
+
+    monkeypatch.setattr(model, "prepare", lambda _: "could not be built: nvcc was killed")
+    config = engine(folder, {})
+    with served.parallel_groups(config):
+        assert served.load_model(config).decode_steps is None
+    assert table(log)["decode"] == ("vLLM's layers", "", "could not be built: nvcc was killed")
+
+
+@pytest.mark.parametrize("words", [(), ("--enable-expert-parallel",)], ids=["tensor parallel", "expert parallel"])
+def test_two_ranks_decode_as_one(loaded, folder, tmp_path, words):
+    from test_vllm_processes import start
+    from vllm.utils.network_utils import get_open_port
+
+    target, port = tmp_path / "logits.pt", str(get_open_port())
+    chosen = ("--additional-config", json.dumps({"sm12x": {"moe": "mxfp4-a16"}}), "--tensor-parallel-size", "2")
+    ranks = [
+        start("decode_rank.py", str(rank), port, str(folder), str(target), *chosen, *words, VIRTUAL_GPU_COUNT="2")
+        for rank in range(2)
+    ]
+    outputs = [process.communicate()[0] for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], "\n".join(outputs)
+    found, vllms = torch.load(target)
+    alone, _ = answers(Paged(*loaded({"moe": "mxfp4-a16"})))
+    for other in (vllms, alone):
+        distance = (found.log_softmax(-1) - other.log_softmax(-1)).abs().mean()
+        print("mean difference of log probabilities", float(distance))
+        assert distance < 0.1
