@@ -109,7 +109,7 @@ TABLE: Mapping[str, Variable] = {
     PLUGIN: Variable(
         "0, 1 or pairs such as qkv=mxfp8,o=mxfp8",
         "1",
-        "`0` switches vLLM's plugin off; pairs are its [choices](vllm.md#choices).",
+        "`0` switches vLLM's plugin off; pairs are its [choices](serving.md#choices).",
         _plugin_choices,
         {},
         (None, "vLLM goes without this fork's plugin"),
