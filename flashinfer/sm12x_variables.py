@@ -114,7 +114,9 @@ TABLE: Mapping[str, Variable] = {
         {},
         (None, "vLLM goes without this fork's plugin"),
     ),
-    "FLASHINFER_SM12X_DECODE": _switch("0", "`1`: XQA's decode calls run this fork's [attention](attention.md)."),
+    "FLASHINFER_SM12X_DECODE": _switch(
+        "0", "`1`: XQA's decode calls run this fork's [attention](kernels.md#decode-attention)."
+    ),
     "FLASHINFER_SM12X_CHECK": _switch(
         "0",
         "`1`: indices and lengths are checked on the GPU before each launch; for debugging.",
@@ -270,6 +272,6 @@ def forgotten(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 
 
 def as_markdown() -> str:
-    """The table of docs/doctor.md."""
+    """The table of docs/troubleshooting.md."""
     rows = [f"| `{name}` | {v.takes} | {v.default} | {v.help} |" for name, v in TABLE.items()]
     return "\n".join(["| variable | takes | unset | |", "|---|---|---|---|", *rows])

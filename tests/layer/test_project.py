@@ -224,5 +224,5 @@ def test_the_docs_list_each_variable_that_the_fork_reads() -> None:
             if isinstance(node, ast.Constant) and isinstance(value, str) and variable.fullmatch(value):
                 names.add(value)
     assert {"FLASHINFER_CUDA_ARCH_LIST", "MAX_JOBS", "FLASHINFER_SM12X_MOE"} <= names
-    page = (REPO / "docs/doctor.md").read_text(encoding="utf-8")
+    page = (REPO / "docs/troubleshooting.md").read_text(encoding="utf-8")
     assert [name for name in sorted(names) if f"| `{name}` |" not in page] == []
