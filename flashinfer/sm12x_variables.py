@@ -63,7 +63,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "moe_input": ("bf16", "mxfp8"),
     "graphs": ("spark", "vllm"),
     "attention": ("flashinfer", "vllm"),
-    "decode": ("fused", "vllm"),
+    "decode": ("vllm", "fused"),
 }
 """What the plugin of vLLM lets a user choose: key -> its values."""
 
@@ -110,12 +110,14 @@ TABLE: Mapping[str, Variable] = {
     PLUGIN: Variable(
         "0, 1 or pairs such as qkv=mxfp8,o=mxfp8",
         "1",
-        "`0` switches vLLM's plugin off; pairs are its [choices](vllm.md#choices).",
+        "`0` switches vLLM's plugin off; pairs are its [choices](serving.md#choices).",
         _plugin_choices,
         {},
         (None, "vLLM goes without this fork's plugin"),
     ),
-    "FLASHINFER_SM12X_DECODE": _switch("0", "`1`: XQA's decode calls run this fork's [attention](attention.md)."),
+    "FLASHINFER_SM12X_DECODE": _switch(
+        "0", "`1`: XQA's decode calls run this fork's [attention](kernels.md#decode-attention)."
+    ),
     "FLASHINFER_SM12X_CHECK": _switch(
         "0",
         "`1`: indices and lengths are checked on the GPU before each launch; for debugging.",
@@ -271,6 +273,6 @@ def forgotten(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 
 
 def as_markdown() -> str:
-    """The table of docs/doctor.md."""
+    """The table of docs/troubleshooting.md."""
     rows = [f"| `{name}` | {v.takes} | {v.default} | {v.help} |" for name, v in TABLE.items()]
     return "\n".join(["| variable | takes | unset | |", "|---|---|---|---|", *rows])

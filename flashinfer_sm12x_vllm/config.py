@@ -24,7 +24,7 @@ MODEL = "flashinfer_sm12x_vllm.model:SM12xGptOssForCausalLM"  # by name: it impo
 # Suffixes of vLLM's module names.
 DENSE_KINDS = {".qkv_proj": "qkv", ".o_proj": "o"}
 # Decode batches of a Spark are small, and a size that is not captured is padded to the next. Every size to 8, and steps of
-# at most a fifth after that. On an H200 padding costs nothing that shows (docs/vllm.md), nor does capturing.
+# at most a fifth after that. On an H200 padding costs nothing that shows (docs/serving.md), nor does capturing.
 GRAPH_SIZES = (*range(1, 9), 10, 12, 14, 16, *range(20, 33, 4), *range(40, 65, 8), *range(80, 257, 16))
 
 

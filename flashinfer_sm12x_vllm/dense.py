@@ -82,7 +82,7 @@ def quantize(weight: torch.Tensor, weights: str) -> tuple[torch.Tensor, torch.Te
     """``[N, K]`` floats to packed values and linear scale bytes ``[N, K / 32]``, by chunks of rows.
 
     MXFP4's scales are those of the least squared error, 3 to 9 % less of it than by the largest magnitude; MXFP8's gain
-    nothing by that (docs/dense.md).
+    nothing by that (docs/performance.md).
     """
     from flashinfer.quantization import mx_cpu
 

@@ -55,7 +55,7 @@ class Settings:
     moe_input: str = "bf16"
     graphs: str = "spark"
     attention: str = "flashinfer"
-    decode: str = "fused"
+    decode: str = "vllm"
 
     def choice(self, kind: str) -> Choice:
         """The choice for ``moe``, ``qkv``, ``o`` or ``lm_head``.

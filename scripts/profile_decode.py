@@ -7,9 +7,9 @@
     scripts/profile_decode.py --layers 4 --set moe=mxfp4-a16,qkv=mxfp8
 
 The engine runs in this process, with CUDA graphs and a KV cache in HND order (pages whose tokens of one head lie
-together; docs/attention.md's times are of these). An answer of N + 1 tokens is profiled and one of 1 token; the
-difference, by N, is a step. *busy* is the time in which the GPU ran a kernel, the rest of the step is the host's or a
-launch's. On Hopper set FLASHINFER_SM12X_MOE=1. Exit status 1 with a line that says what is missing.
+together, as for docs/performance.md's times of decode attention). An answer of N + 1 tokens is profiled and one of 1
+token; the difference, by N, is a step. *busy* is the time in which the GPU ran a kernel, the rest of the step is the
+host's or a launch's. On Hopper set FLASHINFER_SM12X_MOE=1. Exit status 1 with a line that says what is missing.
 """
 
 from __future__ import annotations

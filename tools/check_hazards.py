@@ -6,7 +6,7 @@
     PATH=/tmp/basalt/bin:$PATH FLASHINFER_CUDA_ARCH_LIST=12.1a python tools/check_hazards.py
 
 Builds what is not built; ``--all`` checks Hopper's own instances, too. Exit status 1 if a hazard is found that the checker
-calls an error, 2 if nothing could be checked. docs/testing.md says what its findings are worth.
+calls an error, 2 if nothing could be checked. docs/evidence.md says what its findings are worth.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 
 The choice follows the number of token rows that an expert can expect, since that is the N side of its GEMMs: the
 narrowest token tile that holds them wastes least of an MMA, and a wider one reads the weights fewer times.  Thresholds
-come from the tactic sweep on an H200 in ``docs/performance.md``; those of SM12x, where the MMA is block-scaled and wide
+come from the tactic sweep on an H200 in ``docs/log.md``; those of SM12x, where the MMA is block-scaled and wide
 tiles cost no scale arithmetic, are predictions until somebody has measured them on a GB10.
 """
 
@@ -50,7 +50,7 @@ class DeviceClass:
     gemms: Limits
 
 
-# An expert's rows take ceil(rows / tile) tiles. On an H200 a tile costs, relative to a streamed one of 8 (docs/performance.md):
+# An expert's rows take ceil(rows / tile) tiles. On an H200 a tile costs, relative to a streamed one of 8 (docs/log.md):
 # streamed 16, 1.26; pairs of 8, 16, 24, 32, 40, 64: 1.33, 1.39, 1.54, 1.77, 1.95, 2.63. Limits are where the cheapest
 # changes if an expert's rows are Poisson distributed: at 64 rows two tiles of 40 cost less than the 1.5 of 64 that it takes.
 _HOPPER = DeviceClass(

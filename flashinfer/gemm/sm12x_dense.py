@@ -184,7 +184,7 @@ def weights_of(weight: torch.Tensor) -> Literal["mxfp4", "mxfp8"]:
     return "mxfp8" if weight.dtype is torch.float8_e4m3fn else "mxfp4"
 
 
-# Where one way overtakes another: measured on an H200 for gpt-oss's layers (docs/dense.md), a prediction on SM12x.
+# Where one way overtakes another: measured on an H200 for gpt-oss's layers (docs/performance.md), a prediction on SM12x.
 SECOND_PASS_BYTES = 12 << 20
 """Weights that are streamed twice, for two tiles of tokens, rather than multiplied by a GEMM: L2 still has them."""
 FEW_TILES = {"bf16": 264, "mxfp8": 48, "mxfp4": 48}

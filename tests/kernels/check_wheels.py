@@ -2,7 +2,7 @@
 """The wheels of prebuilt kernels, whole: made, compared, installed where there is no compiler, run, and run on aarch64.
 
 ``make test-kernels``; not part of ``make test``, since compiling for two processors and two architectures takes a quarter
-of an hour of two cores the first time. Needs what docs/prebuilt.md lists.
+of an hour of two cores the first time. Needs what docs/evidence.md lists.
 """
 
 from __future__ import annotations

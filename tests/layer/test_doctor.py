@@ -23,7 +23,7 @@ from flashinfer import sm12x_doctor as doctor
 from flashinfer.jit.sm12x import prebuilt, toolchain
 from flashinfer.sm12x_doctor import asking, checks, questions
 
-PAGE = (REPO / "docs" / "doctor.md").read_text(encoding="utf-8")
+PAGE = (REPO / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture

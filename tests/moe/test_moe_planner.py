@@ -10,7 +10,7 @@ import pytest
 from flashinfer.fused_moe import sm12x_planner
 from flashinfer.jit.sm12x.instances import STREAM_ENTRIES, Format
 
-# Time of a token tile of one expert on an H200, relative to a streamed tile of 8 (docs/performance.md, "Tactics").
+# Time of a token tile of one expert on an H200, relative to a streamed tile of 8 (docs/log.md, "Grid of tactics").
 STREAMED, PAIR = True, False
 COST = {
     (STREAMED, 8): 1.0,

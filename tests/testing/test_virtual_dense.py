@@ -360,9 +360,9 @@ def test_quantized_tokens_meet_block_scaled_mmas(device: VirtualDevice) -> None:
     """Many of them: what is chosen for an SM12x; bfloat16 ones are multiplied as they are."""
     for weights, tokens, operand in (
         ("mxfp8", "bf16", "ElementE2E"),
-        ("mxfp8", "mxfp4", "ActivationE0E"),
-        ("mxfp4", "mxfp8", "ActivationE0E"),
-        ("mxfp4", "mxfp4", "ActivationE3E"),
+        ("mxfp8", "mxfp4", "ElementE0E"),
+        ("mxfp4", "mxfp8", "ElementE0E"),
+        ("mxfp4", "mxfp4", "ElementE3E"),
     ):
         check(device, DenseCase(130, 96, 288, weights, tokens), 13)
         assert operand in device.launches[-1].kernel

@@ -24,7 +24,7 @@ from virtual_moe import arguments_of, register_instance, run_moe
 from flashinfer._layer import fork_root
 from flashinfer.fused_moe.sm12x_validation import Mode
 from flashinfer.gemm import dense_mx
-from flashinfer.gemm.sm12x_group_gemm import GroupGemmProblem, group_gemm, scale_rows
+from flashinfer.gemm.sm12x_group_gemm import GroupGemmCall, GroupGemmProblem, group_gemm, scale_rows
 from flashinfer.jit import fused_moe
 from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm120_module
 from flashinfer.jit.sm12x import modules
@@ -64,7 +64,7 @@ def test_a_workspace_serves_fewer_tokens_too(device: VirtualDevice, mode: Mode, 
         )
 
 
-GROUP_GEMM = {"tiles": (1, 128, 128, 128, True), "out_dtype": None, "tactic": GEMM_INSTANCES[0].index}
+GROUP_GEMM = {"tiles": [1, 128, 128, 128], "swap_ab": True, "out_dtype": None, "tactic": GEMM_INSTANCES[0].index}
 Changes = tuple[tuple[str, str, str], ...]  # a file, text that stands there once, what takes its place
 LAUNCHER, KERNELS = f"csrc/{modules._LAUNCHER}", "include/flashinfer/sm12x"
 ARENA = f"{KERNELS}/host/tile_gemm.cuh"
@@ -197,7 +197,7 @@ def test_every_part_of_a_grouped_gemms_workspace_is_as_large_as_what_it_holds(ap
     print("seed", 10)
     call = make_group_gemm_inputs([9, 0, 70], 264, 416, 10)
     out = torch.full((79, 264), torch.nan, dtype=torch.bfloat16)
-    group_gemm(**call, **GROUP_GEMM, out=out)
+    group_gemm(GroupGemmCall(**call, **GROUP_GEMM, out=out))
     check_within_bound(out, *group_gemm_reference(**call, accumulation=TENSOR_CORE), "grouped GEMM")
     assert all(launch.clean for launch in apart.launches)
 
@@ -396,7 +396,7 @@ def test_a_workspace_that_lacks_a_byte_is_refused(
         "pair": lambda: run_moe(device, layer, 2, [index_of("bf16_m8_k128")] * 2),
         "streamed": lambda: run_moe(device, layer, 2, [index_of("stream_bf16_m8")] * 2),
         "dense": lambda: dense_mx(*dense.arguments, tactic="dense_mxfp4_m32_gemm"),
-        "grouped GEMM": lambda: group_gemm(**groups, **GROUP_GEMM, out=None),
+        "grouped GEMM": lambda: group_gemm(GroupGemmCall(**groups, **GROUP_GEMM, out=None)),
     }
     with pytest.raises(Exception, match="the workspace is too small"):
         calls[what]()

@@ -2,7 +2,7 @@
 """All of what ``tools/upstream_patch`` exports, on each branch: ``make test-upstream-patch``.
 
 Whole modules are built by upstream's JIT, and every test that a topic brings runs on the virtual SM121.
-docs/upstream.md has the outcome.
+docs/development.md has the outcome.
 """
 
 from __future__ import annotations

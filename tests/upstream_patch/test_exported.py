@@ -23,7 +23,7 @@ from tools.upstream_patch.tree import git
 # Words of this fork that upstream's reader would not know.
 FORK_WORDS = re.compile(
     r"flashinfer\._layer|\bextend\(|flashinfer_sm12x|sm12x_(?:doctor|probes|gpu_probe|dispatch|cpu)|emulator"
-    r"|virtual_(?:device|operators)|\b[Uu]pstream|fork\b|docs/(?:performance|dense|kernels)\.md|FLASHINFER_SM12X_MOE"
+    r"|virtual_(?:device|operators)|\b[Uu]pstream|fork\b|docs/\w+\.md|FLASHINFER_SM12X_MOE"
     r"|\balone\b.*%}|alone=|register_instance_address|sm12x_register_instance|\bhanded? over\b|\bplanner|\bsimulated"
 )
 

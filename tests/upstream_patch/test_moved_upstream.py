@@ -294,9 +294,9 @@ def test_versions_of_hooks_are_read_from_the_trees_configuration(tmp_path):
 
 def test_messages_quote_the_pages():
     read = figures.filled_in("{layer|1|read} {dense|LM head 64|cuBLAS bf16}").split()
-    pages = [(REPO / "docs" / name).read_text() for name in ("performance.md", "dense.md")]
-    layer = re.search(r"^\| 1 \| 4 \| 53 \| (\S+) \|", pages[0], re.MULTILINE)
-    dense = re.search(r"^\| LM head \|(?:.*\n\|)*? \| 64 \|(?: \S+ \|){6} (\S+) \|", pages[1], re.MULTILINE)
+    page = (REPO / "docs" / "performance.md").read_text()
+    layer = re.search(r"^\| 1 \| 4 \| 53 \| (\S+) \|", page, re.MULTILINE)
+    dense = re.search(r"^\| LM head \|(?:.*\n\|)*? \| 64 \|(?: \S+ \|){6} (\S+) \|", page, re.MULTILINE)
     assert layer is not None
     assert dense is not None
     assert read == [layer[1], dense[1]]

@@ -254,7 +254,7 @@ def test_weights_are_quantized_with_one_bf16_copy_at_a_time(checkpoint_folder, m
     assert max(alive) == 1
 
 
-PAGES = ("README.md", "docs/vllm.md")
+PAGES = ("README.md", "docs/serving.md")
 # Written as in a shell, with variables in front; the second Spark's line waits for the first's.
 SERVE = re.compile(r"^((?:\w+=\S+ )*)vllm serve openai/gpt-oss-120b(.*)$", re.MULTILINE)
 

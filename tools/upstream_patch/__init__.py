@@ -14,5 +14,5 @@
 ``export``         all of it, one branch after the other
 =================  =================================================================================================
 
-``docs/upstream.md`` tells how the branches become pull requests.
+``docs/development.md`` tells how the branches become pull requests.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m tools.upstream_patch --onto DIR [--topic NAME ...]``: see ``docs/upstream.md``."""
+"""``python -m tools.upstream_patch --onto DIR [--topic NAME ...]``: see ``docs/development.md``."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from .compose import ComposeError, fork_text
 # From what a message names to a page, and what stands in front of the table there.
 _TABLES = {
     "layer": ("docs/performance.md", "**gpt-oss-120b** (H = I = 2880"),
-    "dense": ("docs/dense.md", "## Times on an H200"),
+    "dense": ("docs/performance.md", "## Dense layers, H200"),
 }
 _PLACEHOLDER = re.compile(r"\{(layer|dense)\|([^|}]+)\|([^|}]+)\}")
 

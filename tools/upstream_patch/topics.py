@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The topics, in the order in which pull requests are to be opened (``docs/upstream.md``)."""
+"""The topics, in the order in which pull requests are to be opened (``docs/development.md``)."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 """The trace template of ``mm_bf16_fp4`` with MXFP4 weights: the template, its example, its test.
 
 ``tests/`` is in a checkout and not in the wheel (``tree.IN_WHEEL``). The example's JSON is what running it dumps, and
-holds upstream's sources: it is made on a GPU and committed there (``docs/upstream.md``).
+holds upstream's sources: it is made on a GPU and committed there (``docs/development.md``).
 """
 
 from __future__ import annotations
