@@ -16,6 +16,8 @@ import torch
 from paged import Batch, Paged
 from test_vllm_models import ON_THE_CPU, table
 
+from flashinfer_sm12x_vllm import settings
+
 SEED = 3
 # Heads as decode_attention takes them, and a window that the prompts reach beyond.
 CHANGES = {"num_attention_heads": 16, "num_key_value_heads": 2}
@@ -54,7 +56,9 @@ def loaded(folder) -> Iterator[Any]:
 
 def engine(folder: Any, chosen: dict[str, str], *words: str) -> Any:
     words = (*ON_THE_CPU, "--attention-backend", "FLASHINFER", *words)
-    return served.engine_config(str(folder), *words, "--additional-config", json.dumps({"sm12x": chosen}))
+    return served.engine_config(
+        str(folder), *words, "--additional-config", json.dumps({"sm12x": {"decode": "fused", **chosen}})
+    )
 
 
 def tokens_of(sequence: int, count: int) -> list[int]:
@@ -90,7 +94,7 @@ def test_decode_steps_are_the_executors_and_as_near_as_vllms(loaded, log, moe, k
     steps = Paged(config, model)
     got, batches = answers(steps)
     assert [batch.stock for batch in batches] == [[]] * NEW
-    assert table(log)["decode"][:3] == ("flashinfer-sm12x", "up to 64 tokens", "default")
+    assert table(log)["decode"][:3] == ("flashinfer-sm12x", "up to 64 tokens", "chosen")
     executor, model.decode_steps = model.decode_steps, None
     vllms, batches = answers(steps)
     assert all(batch.stock == list(steps.layers) for batch in batches)
@@ -180,6 +184,7 @@ def test_a_compiled_model_takes_the_executor_where_a_full_graph_is_captured(load
     run = model.decode_steps.run
     monkeypatch.setattr(model.decode_steps, "run", lambda ids, *rest: (ran.append(len(ids)), run(ids, *rest))[1])
     model.decode_steps.eager = False
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     vllms, batches = answers(steps)
     assert ran == [2]
     assert all(batch.stock == list(steps.layers) for batch in batches)
@@ -191,10 +196,10 @@ def test_a_compiled_model_takes_the_executor_where_a_full_graph_is_captured(load
     assert not torch.equal(captured, vllms)
 
 
-def test_one_setting_leaves_all_steps_to_vllm(loaded, log):
-    config, model = loaded({"decode": "vllm"})
+def test_unless_asked_for_all_steps_are_vllms(loaded, log):
+    config, model = loaded({"decode": settings.Settings().decode})
     assert model.decode_steps is None
-    assert table(log)["decode"] == ("vLLM's layers", "", "chosen")
+    assert table(log)["decode"] == ("vLLM's layers", "", "default")
     _, batches = answers(steps := Paged(config, model))
     assert all(batch.stock == list(steps.layers) for batch in batches)
 
@@ -257,7 +262,12 @@ def test_two_ranks_decode_as_one(loaded, folder, tmp_path, words):
     from vllm.utils.network_utils import get_open_port
 
     target, port = tmp_path / "logits.pt", str(get_open_port())
-    chosen = ("--additional-config", json.dumps({"sm12x": {"moe": "mxfp4-a16"}}), "--tensor-parallel-size", "2")
+    chosen = (
+        "--additional-config",
+        json.dumps({"sm12x": {"decode": "fused", "moe": "mxfp4-a16"}}),
+        "--tensor-parallel-size",
+        "2",
+    )
     ranks = [
         start("decode_rank.py", str(rank), port, str(folder), str(target), *chosen, *words, VIRTUAL_GPU_COUNT="2")
         for rank in range(2)

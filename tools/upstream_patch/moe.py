@@ -50,6 +50,7 @@ _CHECKS = New(
                 *(
                     "UE8M0_DTYPES",
                     "round_up",
+                    "has_no_shape",
                     "describe",
                     "require_int",
                     "require_switches",
