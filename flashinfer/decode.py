@@ -92,6 +92,7 @@ def _refusal(call: Mapping[str, Any]) -> str | None:
                 sm_scale=call["bmm1_scale"],
                 k_scale=1.0,
                 v_scale=call["bmm2_scale"],
+                constant_cache=False,
             ),
             {"sm_scale": "bmm1_scale", "v_scale": "bmm2_scale"},
         )

@@ -214,7 +214,7 @@ BAD: list[tuple[str, Any, type[Exception], str]] = [
     ("residual", torch.zeros(3, 40), ValueError, r"residual is torch.float32"),
     ("out", torch.zeros(3, 41, dtype=torch.bfloat16), ValueError, r"out is .*shape \(3, 40\)"),
     ("out_dtype", torch.float64, ValueError, r"out_dtype is torch.float64"),
-    ("activation", "fp8", ValueError, r"activation is 'fp8'; it must be 'bf16', 'mxfp8' or 'mxfp4'"),
+    ("activation", "fp8", ValueError, r"activation is 'fp8'; it must be 'mxfp4', 'mxfp8' or 'bf16'"),
     ("x_scale", torch.zeros(6, dtype=torch.uint8), ValueError, "with x_scale it must be float8_e4m3fn"),
     ("tactic", 99, ValueError, r"tactic is '99'"),
 ]
