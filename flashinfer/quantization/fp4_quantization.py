@@ -82,7 +82,7 @@ def mxfp4_quantize(
         return _upstream.mxfp4_quantize(a, backend, enable_pdl, sfLayout)
     mx_cpu.check_float_input("a", a)
     layout = mx_cpu.check_layout("sfLayout", sfLayout)
-    packed, scales = mx_cpu.quantize_mxfp4_linear(a, scale_rule)
+    packed, scales = mx_cpu.quantize_mxfp4_linear(a.detach(), scale_rule)
     linear = scales.reshape(-1, scales.shape[-1])
     return packed, mx_cpu.arrange_scales(linear, layout)
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
@@ -17,10 +17,19 @@ if TYPE_CHECKING:
 
 
 from ..api_logging import flashinfer_api
-from ..sm12x.checks import BLOCK_SIZE, require_computing_device, require_int, require_tensor_type, round_up
+from ..sm12x.checks import (
+    BLOCK_SIZE,
+    require_choice,
+    require_computing_device,
+    require_int,
+    require_tensor_type,
+    round_up,
+)
 from ..tllm_enums import SfLayout
 from ..trace.templates.quantize import mxfp8_quantize_trace
 from . import mx_cpu
+
+Backend = Literal["cuda", "cute-dsl"]
 
 
 @flashinfer_api(trace=mxfp8_quantize_trace)
@@ -29,7 +38,7 @@ def mxfp8_quantize(
     is_sf_swizzled_layout: bool = True,
     alignment: int = 32,
     enable_pdl: bool | None = None,
-    backend: Literal["cuda", "cute-dsl"] = "cuda",
+    backend: Backend = "cuda",
     sf_swizzle_layout: SfLayout | None = None,
     *,
     scale_rule: mx_cpu.ScaleRule = "amax",
@@ -84,6 +93,8 @@ def mxfp8_quantize(
             backend,
             sf_swizzle_layout,
         )
+    require_choice("backend", backend, get_args(Backend))
+    require_int("is_sf_swizzled_layout", is_sf_swizzled_layout, 0, 1, "True or False")
     if sf_swizzle_layout is None:
         sf_swizzle_layout = SfLayout.layout_128x4 if is_sf_swizzled_layout else SfLayout.layout_linear
     mx_cpu.check_float_input("input", input)
@@ -92,7 +103,7 @@ def mxfp8_quantize(
     if alignment % BLOCK_SIZE:
         raise ValueError(f"alignment is {alignment}; it must be a positive multiple of {BLOCK_SIZE}")
     padding = round_up(input.shape[-1], alignment) - input.shape[-1]
-    padded = torch.nn.functional.pad(input, (0, padding)) if padding else input
+    padded = torch.nn.functional.pad(input.detach(), (0, padding))
     values, scales = mx_cpu.quantize_mxfp8_linear(padded, scale_rule)
     linear = scales.reshape(-1, scales.shape[-1])
     return values, mx_cpu.arrange_scales(linear, sf_swizzle_layout).reshape(-1)

@@ -140,6 +140,8 @@ def main(arguments: Sequence[str]) -> int:
         facts |= probe.measure(options.timeout)
     findings = diagnose(Answers(facts, os.environ), options.timeout)
     printed = say(as_json(findings, facts) if options.json else as_text(findings), sys.stdout)
+    if not printed:
+        say("sm12x-doctor: what it found cannot be printed: nobody reads its standard output", sys.stderr)
     if options.probe:
         try:
             probe.write_report(Path(options.report), facts, findings)

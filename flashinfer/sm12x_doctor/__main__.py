@@ -7,10 +7,13 @@ import sys
 
 if not sys.flags.isolated:
     # Anew, without PYTHONPATH, site-packages and a working directory in which a file may bear the name of a module of
-    # Python's. What the doctor asks sees them all. The first three descriptors are open from here on.
+    # Python's. What the doctor asks sees them all. The first three descriptors are open from here on; what nobody can
+    # read from a standard output that was closed is not taken for printed.
     with contextlib.suppress(OSError):
         while (descriptor := os.open(os.devnull, os.O_RDWR)) < 3:
             os.set_inheritable(descriptor, True)
+            if descriptor == 1:
+                os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
         os.execv(sys.executable, [sys.executable, "-I", "-S", os.path.dirname(__file__), *sys.argv[1:]])
 
 import importlib

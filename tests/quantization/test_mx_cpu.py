@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 import flashinfer
 from flashinfer.quantization import (
     block_scale_interleave,
+    mx_cpu,
     mxfp4_dequantize,
     mxfp4_quantize,
     mxfp8_quantize,
@@ -207,6 +209,19 @@ def test_old_module_names_hold_the_same_functions() -> None:
             "a_sf holds 3 bytes; layout_128x4 scales of a 2 x 32 matrix have 512",
         ),
         (lambda: mxfp4_dequantize(torch.zeros(2, 17, dtype=torch.uint8), torch.zeros(512)), "a_fp4 is torch.uint8"),
+        *(
+            (
+                lambda dtype=dtype: mxfp4_dequantize(
+                    torch.zeros(2, 16, dtype=torch.uint8), torch.zeros(512, dtype=torch.uint8).view(dtype)
+                ),
+                f"a_sf is {dtype} .*must be dense, torch.uint8 or torch.float8_e8m0fnu",
+            )
+            for dtype in (torch.bool, torch.int8, torch.float8_e4m3fn, torch.int32, torch.float32)
+        ),
+        (
+            lambda: mxfp8_quantize(torch.zeros(2, 64), backend="xyz"),
+            "backend is 'xyz'; it must be 'cuda' or 'cute-dsl'",
+        ),
         (lambda: block_scale_interleave(torch.zeros(4, 4)), "unswizzled_sf is torch.float32"),
     ],
 )
@@ -214,6 +229,28 @@ def test_bad_input_is_named(call, message: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # layout_8x4 would be upstream's
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_a_text_is_no_switch() -> None:
+    with pytest.raises(TypeError, match="is_sf_swizzled_layout is 'False'; it must be an integer"):
+        mxfp8_quantize(torch.zeros(2, 64), is_sf_swizzled_layout="False")  # type: ignore[arg-type]
+
+
+def test_what_is_quantized_needs_no_gradient() -> None:
+    weight = torch.nn.Parameter(torch.ones(2, 64))
+    for quantize in (mxfp8_quantize, mxfp4_quantize):
+        assert not any(part.requires_grad for part in quantize(weight))
+
+
+def test_fake_tensors_leave_nothing_behind() -> None:
+    """A table that was made of them would be every later call's."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mx_cpu._kept_table.cache_clear()
+    values, scales = torch.full((2, 16), 0x22, dtype=torch.uint8), torch.full((512,), 127, dtype=torch.uint8)
+    with FakeTensorMode() as mode, contextlib.suppress(Exception):  # torch's: a number of theirs is asked for
+        mxfp4_dequantize(mode.from_tensor(values), mode.from_tensor(scales))
+    assert torch.equal(mxfp4_dequantize(values, scales), torch.ones(2, 32))
 
 
 def test_nan_marks_its_element_or_block_only() -> None:
