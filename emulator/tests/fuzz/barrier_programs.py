@@ -408,6 +408,7 @@ class Model:
         ] = {}  # of a warp, at a barrier: thread -> its predicate
         self.waiting: dict[tuple[object, ...], dict[int, bool]] = {}  # of the block
         self.arrived: dict[tuple[object, ...], int] = {}
+        self.kind: dict[tuple[object, ...], str] = {}  # of what waits there: several barriers may be under way
 
     @staticmethod
     def _run(t: Thread, statements: list) -> Steps:
@@ -484,7 +485,7 @@ class Model:
                 self._go(thread)
         else:
             self.waiting.setdefault(block, {}).update(there)
-            self.kind = kind
+            self.kind[block] = kind
         self._check_block(block)
 
     def _check_block(self, block: tuple) -> None:
@@ -494,6 +495,6 @@ class Model:
         self.arrived.pop(block)
         there = self.waiting.pop(block, {})
         values = list(there.values())
-        result = {"popc": sum(values), "and": all(values), "or": any(values)}.get(self.kind, 0)
+        result = {"popc": sum(values), "and": all(values), "or": any(values)}.get(self.kind.get(block, ""), 0)
         for thread in there:
             self._go(thread, int(result))
