@@ -46,8 +46,8 @@ from timing import share_of_bound as share_of
 
 from flashinfer.gemm.sm12x_dense import dense_mx
 from flashinfer.quantization import mx_cpu
-from flashinfer.sm12x_gpu_probe.mma import accumulation_on
-from flashinfer.sm12x_gpu_probe.timing import StreamingRead
+from flashinfer.sm12x.probe.mma import accumulation_on
+from flashinfer.sm12x.probe.timing import StreamingRead
 from flashinfer.testing.error_bounds import affine_error, dot_error
 from flashinfer.testing.moe_layers import DENSE_LAYERS, DENSE_VARIANTS
 from flashinfer.testing.mxfp_formats import Operand

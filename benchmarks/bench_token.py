@@ -54,8 +54,8 @@ from flashinfer.sm12x.perfmodel.step import (
 from flashinfer.sm12x.perfmodel.step import (
     told as assumptions,
 )
-from flashinfer.sm12x_gpu_probe.target import find_target
-from flashinfer.sm12x_gpu_probe.timing import sustained_read
+from flashinfer.sm12x.probe.target import find_target
+from flashinfer.sm12x.probe.timing import sustained_read
 from flashinfer.testing.virtual_device import in_own_process
 
 ATTENTION = ("xqa", "triton", "fa3", "torch")

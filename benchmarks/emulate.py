@@ -34,7 +34,7 @@ from flashinfer.sm12x.perfmodel import dense, gb10, moe, step
 from flashinfer.sm12x.perfmodel.gb10 import FIXED_US, MULTIPROCESSORS, SCHEDULERS, Counts, Launch, Times
 from flashinfer.sm12x.perfmodel.moe import Fit, Fits, Tactics, Work, fits_as_csv, planned, predict, work_of
 from flashinfer.sm12x.perfmodel.step import KV_BYTES, LAYER_MODEL, MATRICES, TOKENS_BESIDE, Kernel
-from flashinfer.sm12x_gpu_probe import layer as probed
+from flashinfer.sm12x.probe import layer as probed
 from flashinfer.testing import DenseCase, MoECase, make_dense_inputs, make_moe_inputs
 from flashinfer.testing.decode_reference import make_decode_case
 from flashinfer.testing.dense_reference import TOKENS as TOKEN_FORMATS

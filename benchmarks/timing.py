@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the benchmarks share: implementations beside their floor, checked before they are timed; tables, JSON and plot.
 
-The clock is :mod:`flashinfer.sm12x_gpu_probe.timing`: medians of replays of a CUDA graph, the floor a plain streaming read.
+The clock is :mod:`flashinfer.sm12x.probe.timing`: medians of replays of a CUDA graph, the floor a plain streaming read.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from tabulate import tabulate
 
 import flashinfer
-from flashinfer.sm12x_gpu_probe.timing import Sample, time_graph
+from flashinfer.sm12x.probe.timing import Sample, time_graph
 from flashinfer.testing import BoundViolation, check_within_bound
 
 T = TypeVar("T")

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// TVM-FFI face of the kernels that measure a GPU (flashinfer/sm12x_gpu_probe): its memory, its MMAs, its launches and
+// TVM-FFI face of the kernels that measure a GPU (flashinfer/sm12x/probe): its memory, its MMAs, its launches and
 // the order of its arrivals. Sizes are checked here, before any launch.
 #include <algorithm>
 

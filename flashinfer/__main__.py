@@ -141,9 +141,9 @@ def sm12x_build_cmd(everything: bool, verbose: bool) -> None:
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def sm12x_doctor_cmd(arguments: tuple[str, ...]) -> None:
     """Find what keeps the SM12x kernels from running, and what mends it; exit status 0 if nothing failed or is unknown"""
-    from . import sm12x_doctor
+    from .sm12x import doctor
 
-    raise SystemExit(sm12x_doctor.main(arguments))
+    raise SystemExit(doctor.main(arguments))
 
 
 @_group.group("sm12x-cache")
@@ -154,9 +154,9 @@ def sm12x_cache_cmd() -> None:
 @sm12x_cache_cmd.command("list")
 def sm12x_cache_list_cmd() -> None:
     """Show every compiled module: for what, how large, when"""
-    from . import sm12x_cache
+    from .jit.sm12x import cache
 
-    found = sm12x_cache.cached_modules(_upstream.FLASHINFER_CACHE_DIR)
+    found = cache.cached_modules(_upstream.FLASHINFER_CACHE_DIR)
     rows = [
         (m.name, m.target, f"{m.bytes / (1 << 20):.1f}", _when(m.built), "yes" if m.complete else "no") for m in found
     ]
@@ -171,17 +171,17 @@ def sm12x_cache_list_cmd() -> None:
 @click.option("--dry-run", is_flag=True, help="Say what would be removed")
 def sm12x_cache_clear_cmd(module: str | None, older_than: float | None, dry_run: bool) -> None:
     """Remove compiled modules, those of all architectures"""
-    from . import sm12x_cache
+    from .jit.sm12x import cache
 
     kept = []
     try:
-        found = sm12x_cache.chosen(sm12x_cache.cached_modules(_upstream.FLASHINFER_CACHE_DIR), module, older_than)
+        found = cache.chosen(cache.cached_modules(_upstream.FLASHINFER_CACHE_DIR), module, older_than)
     except ValueError as error:
         raise click.ClickException(str(error)) from error
     for each in found:
         try:
             if not dry_run:
-                sm12x_cache.remove(each)
+                cache.remove(each)
         except OSError as error:
             kept.append(f"{each.folder} stays: {error}")
             continue

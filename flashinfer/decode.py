@@ -19,7 +19,7 @@ from flashinfer._layer import extend
 
 _upstream = extend(globals())
 
-from . import sm12x_variables
+from .sm12x import variables
 from .sm12x_decode import DecodeCall, lacks_workspace, split_cache, validate
 from .sm12x_decode import decode_attention as decode_attention
 from .sm12x_decode import decode_workspace_size as decode_workspace_size
@@ -51,7 +51,7 @@ def xqa_batch_decode_with_kv_cache(*arguments: Any, **named: Any) -> torch.Tenso
 
 def takes_xqas_calls() -> bool:
     """Whether :data:`DECODE_VARIABLE` gives XQA's calls to ``decode_attention``; ``ValueError`` if it says neither."""
-    return bool(sm12x_variables.read(DECODE_VARIABLE))
+    return bool(variables.read(DECODE_VARIABLE))
 
 
 @functools.cache  # once a process for each reason

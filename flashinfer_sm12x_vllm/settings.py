@@ -18,7 +18,7 @@ from typing import Any
 
 def _variables() -> Any:
     """The fork's table of variables; vLLM has plugins registered before anything may import flashinfer."""
-    file = Path(__file__).resolve().parents[1] / "flashinfer" / "sm12x_variables.py"
+    file = Path(__file__).resolve().parents[1] / "flashinfer" / "sm12x" / "variables.py"
     spec = importlib.util.spec_from_file_location("_flashinfer_sm12x_variables", file)
     assert spec is not None
     assert spec.loader is not None
@@ -46,7 +46,7 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """One value of ``sm12x_variables.CHOICES`` for each key."""
+    """One value of ``variables.CHOICES`` for each key."""
 
     moe: str = "mxfp4"
     qkv: str = "bf16"

@@ -199,8 +199,8 @@ def main() -> None:
     given = arguments()
     if lacks := missing(given):
         sys.exit(lacks)
-    from flashinfer.sm12x_gpu_probe import mma
-    from flashinfer.sm12x_gpu_probe.target import find_target
+    from flashinfer.sm12x.probe import mma
+    from flashinfer.sm12x.probe.target import find_target
 
     with contextlib.ExitStack() as stack:
         if given.virtual:

@@ -34,6 +34,6 @@ def _no_switches_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say which widths of sums the bounds of a GPU's tests were made with."""
-    probe = sys.modules.get("flashinfer.sm12x_gpu_probe.mma")
+    probe = sys.modules.get("flashinfer.sm12x.probe.mma")
     for target, bits in (probe.measured_widths() if probe else {}).items():
         terminalreporter.write_line(f"{target}'s MMAs keep of a sum, in fraction bits: {bits}")

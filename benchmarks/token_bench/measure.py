@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from flashinfer.sm12x.perfmodel.step import Step, parts_of
-from flashinfer.sm12x_gpu_probe.timing import Sample, captured
+from flashinfer.sm12x.probe.timing import Sample, captured
 
 from .model import Model
 from .results import Measured, Row

@@ -12,7 +12,7 @@ from typing import Any
 from timing import github, write_json
 
 from flashinfer.sm12x.perfmodel.step import Step
-from flashinfer.sm12x_gpu_probe.timing import Sample
+from flashinfer.sm12x.probe.timing import Sample
 
 NAME_WIDTH = 90  # of a kernel's name in a table
 

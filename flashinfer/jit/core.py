@@ -16,7 +16,7 @@ from flashinfer._layer import extend
 
 _upstream = extend(globals())
 
-from .. import sm12x_variables
+from ..sm12x import variables
 from . import env as jit_env
 from .sm12x.trust import make_folder, require_trusted, require_trusted_tree
 
@@ -95,7 +95,7 @@ def build_jit_specs(specs: Sequence[Any], verbose: bool = False, skip_prebuilt: 
         JitBuildError: a module of the SM12x family could not be built.
         RuntimeError: a module of upstream's could not be built.
     """
-    max_jobs = sm12x_variables.read("FLASHINFER_JIT_PREBUILD_MAX_JOBS")
+    max_jobs = variables.read("FLASHINFER_JIT_PREBUILD_MAX_JOBS")
     others = []
     for spec in specs:
         if getattr(spec, "has_own_engine", False):

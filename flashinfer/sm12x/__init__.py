@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the operators of the SM12x family share, in the order in which a call comes by; then what foretells its time.
+"""What the operators of the SM12x family share, in the order in which a call uses it; then predictions and the doctor.
 
 =============  ================================================================================
 ``operator``   a call's arguments as one tuple; the operator that ``torch.compile`` sees
@@ -7,7 +7,10 @@
 ``checks``     what an argument may be: one vocabulary for all operators
 ``tune``       what upstream's autotuner has timed
 ``backend``    who runs the kernels: a CUDA device, the virtual one, or nobody (CPU tensors)
+``variables``  every environment variable: its values and its default
 ``models``     sizes of models and layers; bytes of a matrix
 ``perfmodel``  times on a GB10, predicted
+``probe``      measures a GPU: its memory, its MMAs, its launches
+``doctor``     ``python -m flashinfer sm12x-doctor``: what is wrong with this machine
 =============  ================================================================================
 """

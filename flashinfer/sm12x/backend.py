@@ -27,10 +27,9 @@ from typing import Any, Protocol
 
 import torch
 
-from .. import sm12x_variables
 from ..jit.sm12x.instances import INSTANCES, SM12X, Instance
 from ..utils import device_support_pdl
-from . import devices
+from . import devices, variables
 
 
 class Backend(Protocol):
@@ -118,7 +117,7 @@ def register_virtual(active: Callable[[str], Backend | None]) -> None:
 
 def virtual_architecture() -> str:
     """What ``FLASHINFER_VIRTUAL_DEVICE`` asks for, or an empty text."""
-    name: str = sm12x_variables.read("FLASHINFER_VIRTUAL_DEVICE")
+    name: str = variables.read("FLASHINFER_VIRTUAL_DEVICE")
     return name
 
 

@@ -18,8 +18,8 @@ import warnings
 
 import torch
 
-from .. import sm12x_variables
 from ..utils import get_compute_capability
+from . import variables
 
 OPT_IN_CAPABILITIES = ((9, 0),)
 
@@ -28,7 +28,7 @@ def checks_values(device: torch.device) -> bool:
     """Whether numbers that tensors hold are checked: on the CPU, and where ``FLASHINFER_SM12X_CHECK`` asks for it."""
     if device.type == "cpu":
         return True
-    return sm12x_variables.read("FLASHINFER_SM12X_CHECK") and not torch.cuda.is_current_stream_capturing()
+    return variables.read("FLASHINFER_SM12X_CHECK") and not torch.cuda.is_current_stream_capturing()
 
 
 @functools.lru_cache(maxsize=64)
@@ -52,7 +52,7 @@ def _capability(index: int) -> tuple[int, int]:
 
 def serves_cuda(index: int) -> bool:
     """Whether CUDA device ``index`` runs the MXFP4 modes on this kernel family."""
-    return _serves(_capability(index), sm12x_variables.read("FLASHINFER_SM12X_MOE"))
+    return _serves(_capability(index), variables.read("FLASHINFER_SM12X_MOE"))
 
 
 def serves(device: torch.device) -> bool:

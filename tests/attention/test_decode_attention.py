@@ -12,7 +12,7 @@ from recording_backend import RecordingBackend
 
 from flashinfer import sm12x_decode
 from flashinfer.decode import decode_attention, prepare_decode_attention
-from flashinfer.sm12x_gpu_probe.mma import accumulation_on
+from flashinfer.sm12x.probe.mma import accumulation_on
 from flashinfer.testing.decode_reference import (
     OPERANDS,
     DecodeCase,

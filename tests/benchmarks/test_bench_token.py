@@ -24,7 +24,7 @@ from token_bench.operators import PAGE, TorchAttention, TorchOperators
 from flashinfer.sm12x.models import MODELS
 from flashinfer.sm12x.models import Model as Size
 from flashinfer.sm12x.perfmodel.step import TOKENS_BESIDE, Step, formats_of, mean_experts, parts_of
-from flashinfer.sm12x_gpu_probe.timing import Sample
+from flashinfer.sm12x.probe.timing import Sample
 
 SMALL = Size(layers=2, experts=4, hidden=160, inter=96, heads=16, kv_heads=2, top_k=2, vocab=640, window=64)
 

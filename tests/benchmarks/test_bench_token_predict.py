@@ -32,8 +32,8 @@ from flashinfer.sm12x.perfmodel.step import (
     kept,
     parts_of,
 )
-from flashinfer.sm12x_gpu_probe import layer
-from flashinfer.sm12x_gpu_probe.timing import Sample
+from flashinfer.sm12x.probe import layer
+from flashinfer.sm12x.probe.timing import Sample
 
 MODEL = "gpt-oss-120b"
 

@@ -21,7 +21,7 @@ from flashinfer.sm12x.models import MODELS, MOE_LAYERS, MoELayer
 from flashinfer.sm12x.perfmodel import dense, gb10, moe
 from flashinfer.sm12x.perfmodel.gb10 import FAST, FIXED_US, MIDDLE, SECOND_LAUNCH_US, SLOW, Counts, Launch
 from flashinfer.sm12x.perfmodel.moe import Fit, Work
-from flashinfer.sm12x_gpu_probe import layer
+from flashinfer.sm12x.probe import layer
 
 REPO = Path(__file__).resolve().parents[2]
 MODEL = "gpt-oss-120b"

@@ -19,7 +19,7 @@ import torch
 from timing import Entry, Row
 
 import flashinfer
-from flashinfer.sm12x_gpu_probe.timing import Sample
+from flashinfer.sm12x.probe.timing import Sample
 from flashinfer.testing import MoEInputs, moe_layers, moe_reference
 
 MODEL = "tiny"

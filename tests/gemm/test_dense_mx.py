@@ -25,7 +25,7 @@ from flashinfer.gemm.sm12x_dense import (
 )
 from flashinfer.jit import core
 from flashinfer.jit.sm12x import modules
-from flashinfer.sm12x_gpu_probe.mma import accumulation_on
+from flashinfer.sm12x.probe.mma import accumulation_on
 from flashinfer.testing import DenseCase, check_within_bound, dense_reference, make_dense_inputs
 from flashinfer.testing.dense_reference import TOKENS, TOKENS_OF, dense_inputs_with_not_numbers
 

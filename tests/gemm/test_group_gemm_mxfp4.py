@@ -16,7 +16,7 @@ import flashinfer
 from flashinfer.gemm import gemm_base, group_gemm_mxfp4_nt_groupwise, sm12x_group_gemm
 from flashinfer.jit.sm12x.instances import GEMM_INSTANCES
 from flashinfer.sm12x import devices
-from flashinfer.sm12x_gpu_probe.mma import accumulation_on
+from flashinfer.sm12x.probe.mma import accumulation_on
 from flashinfer.testing import (
     BoundViolation,
     check_within_bound,

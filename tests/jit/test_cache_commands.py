@@ -12,8 +12,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from flashinfer import __main__ as command_line
-from flashinfer import sm12x_cache
 from flashinfer._version import UPSTREAM_VERSION, __fork_version__
+from flashinfer.jit.sm12x import cache as module_cache
 from flashinfer.jit.sm12x import modules
 from flashinfer.jit.sm12x.modules import MODULES
 
@@ -148,7 +148,7 @@ def test_the_list(cache: Path) -> None:
         ["fused_moe_120", f"{UPSTREAM_VERSION}/121a", "0.0", "no"],
     ]
     assert lines[-1] == f"{2 * len((*OURS, *OTHERS))} modules in {cache}"
-    assert sm12x_cache.cached_modules(cache)[0].bytes == 1500
+    assert module_cache.cached_modules(cache)[0].bytes == 1500
 
 
 def test_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from layer_toys import REPO, UPSTREAM, WHEEL_FILES, write_tree, write_wheel
 
-DOCTOR = REPO / "flashinfer" / "sm12x_doctor"
+DOCTOR = REPO / "flashinfer" / "sm12x" / "doctor"
 GB10 = "NVIDIA GB10, 12.1, 580.95.05"
 PROGRAMS = "bash sh c++ g++ as ld ninja mv rm mkdir chmod env grep ps head df cat"
 

@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 from layer_toys import REPO
 
-from flashinfer.sm12x_doctor import checks
+from flashinfer.sm12x.doctor import checks
 
 DOCKER = REPO / "docker"
 RECIPES = [DOCKER / "Dockerfile", DOCKER / "Dockerfile.dev"]

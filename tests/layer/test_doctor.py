@@ -19,9 +19,9 @@ import pytest
 from doctor_machine import DOCTOR, REPO, UPSTREAM, Machine, Parts
 from layer_toys import FORK_FILES, OURS, write_fork, write_tree, write_wheel
 
-from flashinfer import sm12x_doctor as doctor
 from flashinfer.jit.sm12x import prebuilt, toolchain
-from flashinfer.sm12x_doctor import asking, checks, questions
+from flashinfer.sm12x import doctor
+from flashinfer.sm12x.doctor import asking, checks, questions
 
 PAGE = (REPO / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 
@@ -593,10 +593,10 @@ def test_modules_of_pythons_names_on_the_path_do_not_stop_it(machine: Machine) -
 
 
 def test_a_copy_of_which_a_part_is_cut_off_says_so_in_a_line(machine: Machine) -> None:
-    copy = machine.root / "copy" / "flashinfer"
+    copy = machine.root / "copy" / "flashinfer" / "sm12x"
     copy.mkdir(parents=True)
-    shutil.copytree(DOCTOR, copy / "sm12x_doctor")
-    result = machine.doctor(how=(str(copy / "sm12x_doctor"),))
+    shutil.copytree(DOCTOR, copy / "doctor")
+    result = machine.doctor(how=(str(copy / "doctor"),))
     assert result.returncode == 1
     assert result.stderr.startswith("sm12x-doctor: this copy of the fork is not whole: ")
     assert len(result.stderr.splitlines()) == 1

@@ -21,9 +21,8 @@ import pytest
 from doctor_machine import DOCTOR, Machine, Parts
 from test_doctor import PLANTED
 
-from flashinfer import sm12x_doctor as doctor
-from flashinfer import sm12x_variables as variables
-from flashinfer.sm12x_doctor import questions
+from flashinfer.sm12x import doctor, variables
+from flashinfer.sm12x.doctor import questions
 
 ALL = os.environ.get("FLASHINFER_TEST_DOCTOR") == "1"
 STUBBED, WHOLE = (10_000, 200) if ALL else (300, 3)

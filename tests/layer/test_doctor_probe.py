@@ -11,10 +11,10 @@ import pytest
 from doctor_machine import DOCTOR, REPO, Machine, Parts
 from layer_toys import write_tree
 
-from flashinfer import sm12x_doctor as doctor
-from flashinfer.sm12x_doctor import asking, probe, questions
-from flashinfer.sm12x_doctor.probe_checks import PROBE_CHECKS
-from flashinfer.sm12x_gpu_probe import layer, mma, parts
+from flashinfer.sm12x import doctor
+from flashinfer.sm12x.doctor import asking, probe, questions
+from flashinfer.sm12x.doctor.probe_checks import PROBE_CHECKS
+from flashinfer.sm12x.probe import layer, mma, parts
 
 ORDERS = [f"{how} {fenced} fence" for how in ("stores", "copies") for fenced in ("with", "without")]
 
@@ -154,7 +154,7 @@ def test_a_part_without_an_answer_costs_its_own_lines(part: str) -> None:
 
 
 def test_the_doctor_asks_for_the_parts_there_are() -> None:
-    from flashinfer.sm12x_doctor import probe_checks
+    from flashinfer.sm12x.doctor import probe_checks
 
     assert list(probe.PARTS) == list(parts.PARTS)
     assert tuple(mma.KINDS) == probe_checks.KINDS
@@ -187,8 +187,9 @@ def machine(tmp_path: Path, parts: Parts) -> Machine:
         {
             "flashinfer/__init__.py": "",
             "flashinfer/_layer.py": "",
-            "flashinfer/sm12x_gpu_probe/__init__.py": "",
-            "flashinfer/sm12x_gpu_probe/parts.py": FAKE_PARTS.format(facts=healthy()),
+            "flashinfer/sm12x/__init__.py": "",
+            "flashinfer/sm12x/probe/__init__.py": "",
+            "flashinfer/sm12x/probe/parts.py": FAKE_PARTS.format(facts=healthy()),
         },
     )
     made.path = [tmp_path / "fork", tmp_path / "site"]

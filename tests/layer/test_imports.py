@@ -24,7 +24,7 @@ TUNERS = {
     ("flashinfer.fused_moe.sm12x_operator", "flashinfer.fused_moe.sm12x_autotuner"),
 }
 # They measure and check the kernels on a user's machine, with the references.
-MAY_IMPORT_TESTING = ("flashinfer.testing", "flashinfer.sm12x_gpu_probe")
+MAY_IMPORT_TESTING = ("flashinfer.testing", "flashinfer.sm12x.probe")
 
 
 def statements(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:

@@ -93,8 +93,8 @@ def test_pages_named_in_code_messages_and_comments_exist() -> None:
 
 
 def test_each_command_of_the_cli_exists_with_its_options() -> None:
-    from flashinfer import sm12x_doctor
     from flashinfer.__main__ import _group
+    from flashinfer.sm12x import doctor
 
     for page, (_, _, _, *words) in commands("python -m flashinfer"):
         command: Any = _group
@@ -106,7 +106,7 @@ def test_each_command_of_the_cli_exists_with_its_options() -> None:
             command = command.commands[name]
         options = {option for parameter in command.params for option in parameter.opts}
         if command.name == "sm12x-doctor":  # click hands its arguments on
-            options = set(sm12x_doctor.parser()._option_string_actions)
+            options = set(doctor.parser()._option_string_actions)
         unknown = {word for word in words if word.startswith("--")} - options
         assert not unknown, f"{page.name}: {command.name} has no {unknown}"
 

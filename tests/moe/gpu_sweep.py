@@ -36,7 +36,7 @@ from flashinfer.gemm import sm12x_group_gemm
 from flashinfer.gemm.sm12x_dense import dense_mx, gemm_operands
 from flashinfer.jit.sm12x.instances import DENSE_INSTANCES, GEMM_INSTANCES, INSTANCES, SM12X
 from flashinfer.sm12x.devices import has_block_scaled_mma, serves_cuda
-from flashinfer.sm12x_gpu_probe.mma import accumulation_on
+from flashinfer.sm12x.probe.mma import accumulation_on
 from flashinfer.testing import (
     DenseCase,
     MoECase,

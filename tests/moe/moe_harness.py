@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 
 import flashinfer
-from flashinfer.sm12x_gpu_probe.mma import accumulation_on
+from flashinfer.sm12x.probe.mma import accumulation_on
 from flashinfer.testing import (
     Accumulation,
     MoECase,

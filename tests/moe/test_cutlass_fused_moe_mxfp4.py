@@ -25,7 +25,7 @@ import flashinfer
 from flashinfer.fused_moe.sm12x_validation import Mode
 from flashinfer.jit.sm12x.instances import SM12X
 from flashinfer.sm12x.devices import serves_cuda
-from flashinfer.sm12x_gpu_probe.mma import accumulation_on
+from flashinfer.sm12x.probe.mma import accumulation_on
 from flashinfer.testing import (
     MoECase,
     MoEInputs,

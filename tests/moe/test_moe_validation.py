@@ -13,7 +13,7 @@ from flashinfer.tllm_enums import ActivationType
 
 import flashinfer
 from flashinfer.fused_moe import cutlass_fused_moe_workspace_size
-from flashinfer.sm12x_gpu_probe.mma import accumulation_on
+from flashinfer.sm12x.probe.mma import accumulation_on
 from flashinfer.testing import (
     MoECase,
     check_within_bound,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flashinfer.fused_moe import router_top_k
-from flashinfer.sm12x_gpu_probe.mma import accumulation_on
+from flashinfer.sm12x.probe.mma import accumulation_on
 from flashinfer.testing.router_reference import (
     OPERANDS,
     check_one_element,

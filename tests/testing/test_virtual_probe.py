@@ -15,8 +15,8 @@ from flashinfer.jit.sm12x import modules
 from flashinfer.jit.sm12x.instances import SM12X
 from flashinfer.sm12x.models import MOE_LAYERS
 from flashinfer.sm12x.perfmodel import moe
-from flashinfer.sm12x_gpu_probe import arrivals, launches, layer, mma, parts, timing
-from flashinfer.sm12x_gpu_probe.target import NoTargetError, Target, find_target
+from flashinfer.sm12x.probe import arrivals, launches, layer, mma, parts, timing
+from flashinfer.sm12x.probe.target import NoTargetError, Target, find_target
 from flashinfer.testing import SM120_SUM_BITS, TENSOR_CORE, dequantize_mxfp4, verify
 from flashinfer.testing.virtual_device import VirtualDeviceError, virtual_device
 

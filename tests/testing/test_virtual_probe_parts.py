@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 import torch
 
-from flashinfer import sm12x_doctor as doctor
 from flashinfer.jit.sm12x import modules
+from flashinfer.sm12x import doctor
+from flashinfer.sm12x.doctor import asking, questions
+from flashinfer.sm12x.doctor.probe_checks import PROBE_CHECKS
 from flashinfer.sm12x.models import MOE_LAYERS, MoELayer
-from flashinfer.sm12x_doctor import asking, questions
-from flashinfer.sm12x_doctor.probe_checks import PROBE_CHECKS
-from flashinfer.sm12x_gpu_probe import arrivals, launches, layer, mma, parts, timing
-from flashinfer.sm12x_gpu_probe.target import GB10, Target
+from flashinfer.sm12x.probe import arrivals, launches, layer, mma, parts, timing
+from flashinfer.sm12x.probe.target import GB10, Target
 from flashinfer.testing import verify
 from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
 

@@ -11,6 +11,7 @@ Nothing is imported here: ``flashinfer.jit.cpp_ext`` needs ``toolchain`` while `
 ``prebuilt``       libraries of an installed wheel, in place of a build
 ``build``          from such a plan to a library: what is fresh, ninja, the lock, the log
 ``trust``          whose files are loaded and compiled
+``cache``          which modules lie compiled, and removing some
 ``jobs``           how many compilers may run, by memory and cores
 ``diagnosis``      from a compiler's output to a short error
 =================  ====================================================================================

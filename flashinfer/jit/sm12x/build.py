@@ -41,7 +41,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import IO
 
-from ... import sm12x_variables
+from ...sm12x import variables
 from .diagnosis import JitBuildError, explain_os_error, first_error_line, hint_for, was_killed
 from .jobs import DEFAULT_JOB_MEMORY, parallel_jobs
 from .toolchain import ToolchainError, compiler_banner, find_ninja
@@ -99,23 +99,23 @@ class CompileStep:
         """What nvcc has do the host's part."""
         if "-ccbin" in self.flags[:-1]:
             return self.flags[self.flags.index("-ccbin") + 1]
-        return str(sm12x_variables.read("NVCC_CCBIN") or "gcc")
+        return str(variables.read("NVCC_CCBIN") or "gcc")
 
 
 def host_compiler() -> str:
     """What compiles C++ and links."""
-    return str(sm12x_variables.read("CXX") or "c++")
+    return str(variables.read("CXX") or "c++")
 
 
 def compile_step(name: str, source: Path, nvcc: Path, flags: Sequence[str]) -> CompileStep:
     """One source, by the compilers and the launchers that variables name; else by the toolkit's ``nvcc`` or ``c++``."""
     if source.suffix == ".cu":
-        compiler, launcher = sm12x_variables.read("FLASHINFER_NVCC") or str(nvcc), "FLASHINFER_NVCC_LAUNCHER"
-        host = sm12x_variables.read("CC")
+        compiler, launcher = variables.read("FLASHINFER_NVCC") or str(nvcc), "FLASHINFER_NVCC_LAUNCHER"
+        host = variables.read("CC")
         flags = [*(["-ccbin", host] if host else []), *flags]
     else:
         compiler, launcher = host_compiler(), "FLASHINFER_CXX_LAUNCHER"
-    words = tuple(sm12x_variables.read(launcher).split())
+    words = tuple(variables.read(launcher).split())
     return CompileStep(name, source.resolve(), compiler, tuple(flags), words)
 
 

@@ -12,7 +12,7 @@ import os
 import re
 from pathlib import Path
 
-from ... import sm12x_variables
+from ...sm12x import variables
 
 GIB = 1 << 30
 DEFAULT_JOB_MEMORY = GIB
@@ -34,9 +34,9 @@ def parallel_jobs(job_memory: int = DEFAULT_JOB_MEMORY, max_jobs: int | None = N
     if max_jobs is not None:
         return max_jobs, f"{max_jobs} asked for"
     try:
-        if wanted := sm12x_variables.read("MAX_JOBS"):
+        if wanted := variables.read("MAX_JOBS"):
             return int(wanted), f"MAX_JOBS={wanted}"
-    except sm12x_variables.VariableError as error:
+    except variables.VariableError as error:
         _logger.warning("%s; it is ignored", error)
     cores, available = usable_cores(), available_memory()
     jobs = max(1, min(cores, int(available * MEMORY_SHARE) // job_memory))

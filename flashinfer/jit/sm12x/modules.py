@@ -8,7 +8,7 @@
 ``dense_mx_sm12x``               dense layers with weights in MXFP4 or MXFP8
 ``router_sm12x``                 a mixture of experts' router, with the norm in front of it
 ``decode_sm12x``                 decode attention, with rope and append
-``probe_sm12x``                  kernels that measure a GPU (``sm12x_gpu_probe``)
+``probe_sm12x``                  kernels that measure a GPU (``flashinfer.sm12x.probe``)
 ===============================  =================================================================
 
 Where :func:`multiplies_in_half` names end in ``_half_mxf8f6f4``, ``_half_mxf4`` or both: what that kind of MMA would
@@ -26,8 +26,8 @@ from pathlib import Path
 
 import jinja2
 
-from flashinfer import sm12x_variables
 from flashinfer._layer import fork_root, wheel_root
+from flashinfer.sm12x import variables
 
 from .. import core, cpp_ext
 from .. import env as jit_env
@@ -126,7 +126,7 @@ def multiplies_in_half(kind: str = "mxf8f6f4") -> bool:
     Raises:
         ValueError: ``FLASHINFER_SM12X_HALF_MMA`` is neither 0 nor 1, or as :func:`probed_sum_bits`.
     """
-    asked = sm12x_variables.read(HALF_MMA_VARIABLE)
+    asked = variables.read(HALF_MMA_VARIABLE)
     if asked is not None:
         return bool(asked)
     bits = probed_sum_bits(kind)
@@ -275,7 +275,7 @@ def _spec(
     mma_kinds: Iterable[str] = MMA_KINDS[:1],
 ) -> JitSpecSm12x:
     architectures = target_architectures()
-    embed_ptx = sm12x_variables.read(EMBED_PTX_VARIABLE)
+    embed_ptx = variables.read(EMBED_PTX_VARIABLE)
     in_half = [kind for kind in mma_kinds if template and multiplies_in_half(kind)]
     name += "".join(f"_half_{kind}" for kind in in_half) + "_ptx" * embed_ptx
     flags = [
@@ -318,7 +318,7 @@ def _render(name: str, template: str, instances: Iterable[Instance], alone: bool
 
 
 def _debug() -> bool:
-    return bool(sm12x_variables.read("FLASHINFER_JIT_DEBUG"))
+    return bool(variables.read("FLASHINFER_JIT_DEBUG"))
 
 
 def _cxx_flags() -> list[str]:
@@ -329,7 +329,7 @@ def _cuda_flags(architectures: Iterable[tuple[int, str]], embed_ptx: bool) -> li
     # Without -use_fast_math: the quantizers' results are part of the contract.
     flags = ["-std=c++17", *cpp_ext.get_nvcc_parallelism_flags()]
     flags += ["-O0", "-g", "--device-debug"] if _debug() else ["-O3", "-DNDEBUG"]
-    if sm12x_variables.read("FLASHINFER_JIT_LINEINFO") and not _debug():
+    if variables.read("FLASHINFER_JIT_LINEINFO") and not _debug():
         flags.append("-lineinfo")
     flags.append(f"--compress-mode={'none' if embed_ptx else 'size'}")
     for major, minor in architectures:

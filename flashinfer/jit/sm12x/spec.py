@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ... import sm12x_variables
+from ...sm12x import variables
 from .. import core, cpp_ext
 from .. import env as jit_env
 from . import build as engine
@@ -197,14 +197,14 @@ class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
             UntrustedCacheError: another user can write to the cache.
             JitBuildError: a compiler failed, or the cache cannot be written.
         """
-        if sm12x_variables.read("FLASHINFER_DISABLE_JIT"):
+        if variables.read("FLASHINFER_DISABLE_JIT"):
             raise core.MissingJITCacheError(
                 f"{self.name} is not built, or no longer fresh, and FLASHINFER_DISABLE_JIT forbids building it. Unset "
                 "that variable, or build the module where it is not set",
                 spec=self,
             )
         if verbose is None:
-            verbose = sm12x_variables.read("FLASHINFER_JIT_VERBOSE")
+            verbose = variables.read("FLASHINFER_JIT_VERBOSE")
         with engine.module_lock(self.lock_path) if need_lock else nullcontext(lock) as held:
             return engine.build(self.plan, verbose, max_jobs, held)
 

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from ... import sm12x_variables
+from ...sm12x import variables
 
 ALLOW_VARIABLE = "FLASHINFER_ALLOW_SHARED_CACHE"
 """Set to 1, a cache is used that other users own or may write to."""
@@ -44,7 +44,7 @@ def require_trusted(path: Path) -> None:
         UntrustedCacheError: it is not so; the message says where and what to do.
         OSError: the path cannot be looked at, or is a circle of links.
     """
-    if sm12x_variables.read(ALLOW_VARIABLE):
+    if variables.read(ALLOW_VARIABLE):
         return
     path = path if path.is_absolute() else Path.cwd() / path
     for place, state in _components(str(path)):

@@ -26,7 +26,7 @@ from typing import Any
 if __name__ == "__main__":
     # This file's folder, which Python puts first: no other program has it there. The tree as in __main__.py.
     del sys.path[0]
-    _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     for _name, _folder in (("_sm12x", ""), ("_sm12x.jit", "jit")):
         sys.modules[_name] = types.ModuleType(_name)
         sys.modules[_name].__path__ = [os.path.join(_PACKAGE, _folder)]
@@ -254,7 +254,7 @@ QUESTIONS = tuple(name.removeprefix("ask_") for name in globals() if name.starts
 if __name__ == "__main__":
     try:
         if sys.argv[1].startswith("probe-"):
-            from flashinfer.sm12x_gpu_probe.parts import PARTS
+            from flashinfer.sm12x.probe.parts import PARTS
 
             PARTS[sys.argv[1].removeprefix("probe-")](tell)
         else:

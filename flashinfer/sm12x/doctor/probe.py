@@ -33,7 +33,7 @@ PARTS: Mapping[str, float] = {
     "tactics": 5,
     "layer": 5,
 }
-"""Those of ``sm12x_gpu_probe.parts``, and how many times ``--timeout`` each may take: what is compiled takes longest."""
+"""Those of ``sm12x.probe.parts``, and how many times ``--timeout`` each may take: what is compiled takes longest."""
 
 
 def measure(limit: float) -> dict[str, dict[str, Any]]:

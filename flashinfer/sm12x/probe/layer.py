@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from ..testing.moe_layers import layer_call, make_layer, route
+from ...testing.moe_layers import layer_call, make_layer, route
 from .target import Target
 from .timing import StreamingRead, time_graph
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of a probe. Each tells facts, as soon as it has them, to whoever asked for it.
 
-A fact is a name and something that JSON has; the doctor's checks read them (``sm12x_doctor/probe_checks.py``).
+A fact is a name and something that JSON has; the doctor's checks read them (``doctor/probe_checks.py``).
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-from ..jit import env as jit_env
-from ..jit.fused_moe import gen_cutlass_fused_moe_sm120_module
-from ..jit.sm12x import modules
-from ..jit.sm12x.trust import write_atomically
-from ..sm12x.models import MOE_LAYERS
-from ..sm12x.perfmodel import gb10, moe
-from ..testing.verify import Result, dense_results, gemm_results, moe_results
+from ...jit import env as jit_env
+from ...jit.fused_moe import gen_cutlass_fused_moe_sm120_module
+from ...jit.sm12x import modules
+from ...jit.sm12x.trust import write_atomically
+from ...testing.verify import Result, dense_results, gemm_results, moe_results
+from ..models import MOE_LAYERS
+from ..perfmodel import gb10, moe
 from . import arrivals, launches, layer, mma, timing
 from .target import GB10, Target, find_target
 

@@ -19,7 +19,7 @@ from typing import Any, TextIO
 
 from .questions import MARK
 
-PACKAGE = Path(os.path.abspath(__file__)).parents[1]
+PACKAGE = Path(os.path.abspath(__file__)).parents[2]
 """The folder ``flashinfer/`` that this doctor is of."""
 
 TREE = PACKAGE.parent
@@ -44,7 +44,7 @@ class _Asked:
 
     def __post_init__(self) -> None:
         self._line, self._child = b"", None
-        command = [INTERPRETER, str(PACKAGE / "sm12x_doctor" / "questions.py"), self.question, *self.arguments]
+        command = [INTERPRETER, str(PACKAGE / "sm12x" / "doctor" / "questions.py"), self.question, *self.arguments]
         try:
             self._child = subprocess.Popen(
                 command,

@@ -13,7 +13,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from .. import sm12x_variables as variables
+from .. import variables
 from .asking import CLI, PACKAGE, PIP, PLUGIN, PYTHON, TREE, Answers, numbers, versions
 
 VLLM_VERSION = "0.33.0"

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from .jit.sm12x.build import module_lock
-from .jit.sm12x.modules import MODULES
+from .build import module_lock
+from .modules import MODULES
 
 UPSTREAMS = ("fused_moe_120_upstream",)
 """Upstream's own modules whose names begin as one of this fork's does."""

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from ..jit.sm12x.modules import gen_probe_module
-from ..sm12x.backend import kernels
-from ..sm12x.devices import serves_cuda
-from ..testing.virtual_device import VirtualDevice
+from ...jit.sm12x.modules import gen_probe_module
+from ...testing.virtual_device import VirtualDevice
+from ..backend import kernels
+from ..devices import serves_cuda
 
 GB10 = (12, 1)
 
