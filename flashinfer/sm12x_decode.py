@@ -223,7 +223,7 @@ def prepare_decode_attention(device: torch.device | None = None) -> None:
 
 
 def decode_workspace_size(device: torch.device) -> int:
-    """Bytes of a workspace for :func:`decode_attention` on a CUDA device."""
+    """Bytes of a workspace for :func:`decode_attention` on a device; 0 where none is needed, as on the CPU."""
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     backend = kernels(device)

@@ -172,12 +172,11 @@ def block_scale_interleave(unswizzled_sf: torch.Tensor, *, out: torch.Tensor | N
         raise ValueError(
             f"unswizzled_sf is {describe(unswizzled_sf)}; it must be torch.uint8 or torch.bfloat16, 2-D or 3-D"
         )
-    matrices = unswizzled_sf.reshape(-1, *unswizzled_sf.shape[-2:])
-    swizzled = torch.stack([mx_cpu.swizzle_128x4(matrix) for matrix in matrices])
+    swizzled = mx_cpu.swizzle_128x4(unswizzled_sf).flatten()
     if out is None:
-        return swizzled.reshape(-1)
-    require_tensor("out", out, [(swizzled.numel(),)], [swizzled.dtype], swizzled.device)
-    return out.copy_(swizzled.reshape(-1))
+        return swizzled
+    require_tensor("out", out, [swizzled.shape], [swizzled.dtype], swizzled.device)
+    return out.copy_(swizzled)
 
 
 nvfp4_block_scale_interleave = block_scale_interleave

@@ -31,13 +31,13 @@ _E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def swizzle_128x4(linear: torch.Tensor) -> torch.Tensor:
-    """Linear scale bytes ``[rows, blocks]`` to the 128x4 layout ``[pad128(rows), pad4(blocks)]``, padded with 0."""
-    rows, blocks = linear.shape
+    """Linear scale bytes ``[..., rows, blocks]`` to the 128x4 layout ``[..., pad128(rows), pad4(blocks)]``, padded with 0."""
+    *matrices, rows, blocks = linear.shape
     padded_rows, padded_blocks = round_up(rows, 128), round_up(blocks, 4)
-    padded = linear.new_zeros((padded_rows, padded_blocks))
-    padded[:rows, :blocks] = linear
-    tiles = padded.view(padded_rows // 128, 4, 32, padded_blocks // 4, 4)
-    return tiles.permute(0, 3, 2, 1, 4).reshape(padded_rows, padded_blocks)
+    padded = linear.new_zeros((*matrices, padded_rows, padded_blocks))
+    padded[..., :rows, :blocks] = linear
+    tiles = padded.view(*matrices, padded_rows // 128, 4, 32, padded_blocks // 4, 4)
+    return tiles.transpose(-4, -2).reshape(padded.shape)
 
 
 def unswizzle_128x4(swizzled: torch.Tensor, rows: int, blocks: int) -> torch.Tensor:
@@ -166,7 +166,7 @@ def dequantize_mxfp4_linear(
 
     Both dtypes hold the products exactly, up to overflow of scales near ``2^127``.
     """
-    rows = packed.shape[0]
+    rows, width = packed.shape
     flat = packed.reshape(-1)
     if flat.storage_offset() % 2:  # torch does not see pairs of bytes there
         flat = flat.clone()
@@ -174,7 +174,7 @@ def dequantize_mxfp4_linear(
     # A table that a mode of torch made, as FakeTensorMode does, is that mode's.
     table = (_four_element_table if is_traced(()) else _kept_table)(pairs.device)
     values = table.index_select(0, pairs).view(torch.bfloat16)
-    blocks = values.view(rows, -1, BLOCK_SIZE)
+    blocks = values.view(rows, 2 * width // BLOCK_SIZE, BLOCK_SIZE)
     if dtype is torch.bfloat16 or not bool((scales >= 252).any()):
         blocks.mul_(decode_scale_bytes(scales, torch.bfloat16).unsqueeze(-1))
         return blocks.flatten(1).to(dtype)

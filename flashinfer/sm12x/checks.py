@@ -164,15 +164,19 @@ def require_memory(name: str, tensor: torch.Tensor, alignment: int = POINTER_ALI
     if not tensor.numel() or tensor.is_meta:
         return
     alignment = alignment or tensor.element_size()
-    if tensor.data_ptr() % alignment:
+    try:
+        start = tensor.data_ptr()
+    except RuntimeError:
+        raise ValueError(f"{name} has no memory of its own, as under torch.func's vmap, grad and jvp") from None
+    if start % alignment:
         raise ValueError(
-            f"{name} starts at address {tensor.data_ptr():#x}; it must be aligned to {alignment} bytes "
+            f"{name} starts at address {start:#x}; it must be aligned to {alignment} bytes "
             "(torch.empty is; clone() a view that is not)"
         )
     if tensor.is_neg():
         raise ValueError(f"{name} is a view with the negative bit; it must hold its values (resolve_neg() does)")
     held = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size()
-    if not tensor.data_ptr() or _end(tensor) - tensor.data_ptr() > held:
+    if not start or _end(tensor) - start > held:
         raise ValueError(f"{name} is {describe(tensor)}, of which its storage holds {held} bytes; it was resized")
 
 

@@ -49,6 +49,19 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _whole(text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise ValueError
+    return int(text[:9])
+
+
+_LEVELS = ("debug", "info", "warning", "error", "critical")
+
+
+def _level(text: str) -> str:
+    return _LEVELS[_LEVELS.index(text.lower())].upper()
+
+
 def _architecture(text: str) -> str:
     return ("sm_121a",)[("sm_121a",).index(text)]
 
@@ -166,6 +179,15 @@ TABLE: Mapping[str, Variable] = {
         False,
         (True, "kernels of other versions of FlashInfer are loaded"),
     ),
+    "FLASHINFER_LOGLEVEL": Variable(
+        "a whole number", "0", "Upstream's log of its calls: 1 their names, 3 arguments, 5 statistics.", _whole, 0
+    ),
+    "FLASHINFER_LOGGING_LEVEL": Variable(
+        ", ".join(_LEVELS), "info", "Upstream's log of what is compiled and downloaded.", _level, "INFO"
+    ),
+    "FLASHINFER_NVCC_THREADS": Variable(
+        "a positive whole number", "1", "Threads of each CUDA compiler; a bad value is ignored.", _count, 1
+    ),
     "FLASHINFER_JIT_VERBOSE": _switch("0", "`1`: compilers' commands and output are printed."),
     "FLASHINFER_JIT_DEBUG": _switch(
         "0",
@@ -225,6 +247,18 @@ def read(name: str, environ: Mapping[str, str] | None = None) -> Any:
         VariableError: as :func:`parse`.
     """
     return parse(name, (os.environ if environ is None else environ).get(name, ""))
+
+
+def check_imported() -> None:
+    """Upstream reads two variables while it is imported, in words of Python's if they are bad; empty ones are unset here.
+
+    Raises:
+        VariableError: as :func:`parse`.
+    """
+    for name in ("FLASHINFER_LOGLEVEL", "FLASHINFER_LOGGING_LEVEL"):
+        read(name)
+        if os.environ.get(name) == "":
+            del os.environ[name]
 
 
 def one_edit_apart(a: str, b: str) -> bool:

@@ -300,3 +300,18 @@ def test_an_output_may_be_the_residual_and_nothing_else_that_is_read(device: tor
     memory = torch.zeros(4, 64, dtype=torch.bfloat16, device=device)
     with pytest.raises(ValueError, match="out overlaps residual"):
         dense_mx(*inputs.arguments, residual=memory[:3], out=memory[1:])
+
+
+def test_transforms_of_torch_func_are_refused_by_name() -> None:
+    x, *others = make_dense_inputs(DenseCase(3, 64, 64), 15).arguments
+
+    def total(rows: torch.Tensor) -> torch.Tensor:
+        return dense_mx(rows, *others).float().sum()
+
+    for transformed in (
+        lambda: torch.func.vmap(total)(x[None].repeat(2, 1, 1)),
+        lambda: torch.func.grad(total)(x),
+        lambda: torch.func.jvp(total, (x,), (x,)),
+    ):
+        with pytest.raises(ValueError, match=r"^x has no memory of its own, as under torch.func's vmap, grad and jvp$"):
+            transformed()

@@ -146,14 +146,21 @@ def test_it_comes_before_the_cache(installed: Installed, lines) -> None:
 
 
 @needs_nvcc
-@pytest.mark.parametrize("left", [None, "folder", "module"])
-def test_where_none_is_installed_nothing_is_said(installed: Installed, left: str | None, lines) -> None:
+@pytest.mark.parametrize("left", [None, "folder", "module", "file"])
+def test_where_none_is_installed_nothing_is_said(
+    installed: Installed, left: str | None, lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if left == "module":  # a wheel that does not have this one
         installed.write(modules=[{**installed.entry, "name": "other"}])
         assert installed.load() == (installed.cached, 41)
         assert lines() == []
         return
     shutil.rmtree(installed.package)
+    if left == "file":  # a module of the package's name, beside a manifest in the working directory
+        installed.package.with_suffix(".py").write_text("raise SystemExit('it was imported')")
+        monkeypatch.chdir(installed.package.parent)
+        Path("manifest.json").write_text(json.dumps({**manifest_here(), "modules": [installed.entry]}))
+        shutil.copy(installed.cached, installed.entry["library"])
     if left == "folder":  # what an uninstalled package leaves where something else lies in its folder
         installed.package.mkdir()
     assert installed.load() == (installed.cached, 41)

@@ -583,6 +583,24 @@ def test_it_ends_without_a_traceback_whatever_it_lacks(machine: Machine, how: st
         assert re.search(r"\d+ ok, \d+ warn, \d+ fail, \d+ unknown$", done.stdout.strip()), done.stdout
 
 
+def test_a_working_directory_that_is_gone_is_named_and_left(machine: Machine) -> None:
+    """torch cannot be loaded from there; the command is a shell's own."""
+    machine.variables["HOME"] = str(machine.root)
+    doctor = f"{machine.python} {DOCTOR} --json"
+    script = f"mkdir gone; cd gone; rm -r ../gone; {doctor} > {machine.root}/before; cd; exec {doctor}"
+    done = subprocess.run(
+        ["/bin/sh", "-c", script], env=machine.environment(), cwd=machine.root, capture_output=True, text=True
+    )
+    rows = [
+        {finding["check"]: finding for finding in json.loads(text)["findings"]}
+        for text in ((machine.root / "before").read_text(), done.stdout)
+    ]
+    assert rows[0]["import"]["state"] == "fail"
+    assert rows[0]["import"]["found"].startswith("the working directory is gone")
+    assert rows[0]["import"]["command"] == "cd"
+    assert rows[1]["import"]["state"] == "ok"
+
+
 def test_modules_of_pythons_names_on_the_path_do_not_stop_it(machine: Machine) -> None:
     names = ("json", "argparse", "textwrap", "subprocess", "dataclasses", "signal", "shlex", "pathlib", "probe")
     write_tree(machine.root / "shadows", {f"{name}.py": "raise SystemExit('shadow')" for name in names})

@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import ast
 import itertools
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -135,6 +138,8 @@ BAD = {
     "FLASHINFER_JIT_LINEINFO": "x",
     "FLASHINFER_JIT_PREBUILD_MAX_JOBS": "0",
     "FLASHINFER_VIRTUAL_DEVICE": "gb10",
+    "FLASHINFER_LOGLEVEL": "info",
+    "FLASHINFER_LOGGING_LEVEL": "loud",
 }
 
 
@@ -157,6 +162,8 @@ def first_use(name: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[], object
         "FLASHINFER_ALLOW_SHARED_CACHE": lambda: trust.require_trusted(Path("/")),
         "FLASHINFER_JIT_PREBUILD_MAX_JOBS": lambda: core.build_jit_specs([]),
         "FLASHINFER_VIRTUAL_DEVICE": lambda: backend.kernels(torch.device("cpu")),
+        "FLASHINFER_LOGLEVEL": variables.check_imported,
+        "FLASHINFER_LOGGING_LEVEL": variables.check_imported,
         "FLASHINFER_JIT_VERBOSE": lambda: modules.gen_router_module().build(),
     }
     monkeypatch.setattr(devices, "_capability", lambda _index: (12, 1))
@@ -196,3 +203,14 @@ def test_what_was_meant_for_a_while_is_told() -> None:
         variables.forgotten({"FLASHINFER_SM12X_MOE": "0", "FLASHINFER_JIT_DEBUG": "0", "FLASHINFER_SM12X_CHECK": "on"})
     )
     assert told == {"FLASHINFER_SM12X_MOE": "FLASHINFER_SM12X_MOE=0: upstream's kernels run in place of this fork's"}
+
+
+@pytest.mark.parametrize("name", ["FLASHINFER_LOGLEVEL", "FLASHINFER_LOGGING_LEVEL"])
+def test_what_upstream_reads_while_it_is_imported_is_told_by_the_import(name: str) -> None:
+    """Upstream's own words for a bad value, and for an empty one, are Python's."""
+    command = [sys.executable, "-c", "import flashinfer"]
+    bad = subprocess.run(command, cwd=REPO, env={**os.environ, name: "much"}, capture_output=True, text=True)
+    assert bad.stderr.splitlines()[-1].startswith("flashinfer.sm12x.variables.VariableError: ")
+    assert f"{name} is 'much'; it may be " in bad.stderr
+    empty = subprocess.run(command, cwd=REPO, env={**os.environ, name: ""}, capture_output=True, text=True)
+    assert (empty.returncode, empty.stderr) == (0, "")

@@ -21,7 +21,7 @@ from flashinfer.quantization import (
     mxfp4_quantize,
     mxfp8_quantize,
 )
-from flashinfer.quantization.mx_cpu import dequantize_mxfp4_linear, dequantize_mxfp8_linear
+from flashinfer.quantization.mx_cpu import dequantize_mxfp4_linear, dequantize_mxfp8_linear, swizzled_size
 from flashinfer.testing import (
     dequantize_mxfp4,
     dequantize_mxfp8,
@@ -327,3 +327,20 @@ def test_packed_values_may_start_at_any_byte() -> None:
         view = buffer[offset : offset + packed.numel()].view(packed.shape)
         view.copy_(packed)
         assert torch.equal(dequantize_mxfp4_linear(view, scales).double(), expected)
+
+
+@pytest.mark.parametrize(("rows", "k"), [(0, 96), (5, 0), (0, 0)])
+def test_a_matrix_of_no_elements_has_results_of_none(rows: int, k: int) -> None:
+    packed = torch.empty(rows, k // 2, dtype=torch.uint8)
+    for layout in (LINEAR, SfLayout.layout_128x4):
+        swizzled = layout is SfLayout.layout_128x4
+        size = swizzled_size(rows, k // 32) if swizzled else rows * k // 32
+        assert mxfp4_dequantize(packed, torch.empty(size, dtype=torch.uint8), layout).shape == (rows, k)
+    for experts in ((), (0,), (3,)):
+        linear = torch.empty(*experts, rows, k // 32, dtype=torch.uint8)
+        scales = block_scale_interleave(linear)
+        assert scales.shape == (math.prod(experts) * swizzled_size(rows, k // 32),)
+        assert not scales.any()
+    if k:
+        assert mxfp8_quantize(torch.empty(rows, k))[0].shape == (rows, k)
+        assert mxfp4_quantize(torch.empty(rows, k))[0].shape == (rows, k // 2)

@@ -126,9 +126,9 @@ def find(spec: JitSpecSm12x) -> tuple[Path | None, str]:
         package = importlib.util.find_spec(PACKAGE)
     except (ImportError, ValueError):
         package = None
-    if package is None:
+    if package is None or not package.submodule_search_locations:  # a module of that name is no such wheel
         return None, ""
-    folder = Path(next(iter(package.submodule_search_locations or ()), ""))
+    folder = Path(next(iter(package.submodule_search_locations)))
     try:
         manifest = _manifest_for_this_machine(folder)
         built = {each["architectures"]: each for each in manifest["modules"] if each["name"] == spec.name}

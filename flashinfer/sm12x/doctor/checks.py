@@ -53,6 +53,14 @@ def install_wheel(options: str = "--force-reinstall --no-deps ") -> str:
 
 def check_import(a: Answers) -> Outcome:
     """Which flashinfer Python imports."""
+    try:
+        os.getcwd()
+    except OSError:
+        return (
+            "fail",
+            "the working directory is gone; torch, which FlashInfer imports, cannot be loaded from there",
+            "cd",
+        )
     found = a("path", "found")
     if found is None:
         return "fail", "there is no flashinfer on sys.path", FIRST, SERVER
