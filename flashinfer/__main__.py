@@ -119,22 +119,36 @@ def _sm12x_specs(everything: bool) -> list[Any]:
 
 @_group.command("sm12x-build")
 @click.option("--all", "everything", is_flag=True, help="All operators, and Hopper's own instances, too")
+@click.option(
+    "--vllm",
+    "kv_cache",
+    type=click.Choice(["bf16", "fp8"]),
+    help="All that gpt-oss in vLLM starts with, for that KV cache: all operators, upstream's attention and sampler",
+)
 @click.option("--verbose", is_flag=True, help="Show the compilers' commands and output")
-def sm12x_build_cmd(everything: bool, verbose: bool) -> None:
+def sm12x_build_cmd(everything: bool, kv_cache: str | None, verbose: bool) -> None:
     """Build fused_moe_120 now rather than at the first request"""
+    import torch
+
+    from .jit.core import build_jit_specs
     from .jit.sm12x import modules
 
     with _in_one_line():
-        for spec in [
-            *_sm12x_specs(everything),
-            *(modules.gen_operator_modules()[1:] if everything else []),
-        ]:
+        operators = modules.gen_operator_modules()[1:] if everything or kv_cache else []
+        for spec in [*_sm12x_specs(everything), *operators]:
             if spec.prebuilt is not None:
                 click.echo(f"{spec.name}: is prebuilt: {spec.prebuilt}")
                 continue
             done = spec.build(verbose=verbose or None, need_lock=True)
             what = f"{len(done.compiled)} of {len(spec.sources)} sources compiled" if done.linked else "was up to date"
             click.echo(f"{spec.name}: {what}, {done.wall_seconds:.1f} s: {spec.plan.library}")
+        if kv_cache:
+            began = time.monotonic()
+            specs = modules.gen_vllm_modules({"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}[kv_cache])
+            build_jit_specs(specs, verbose)
+            for spec in specs:
+                click.echo(f"{spec.name}: is built: {spec.get_library_path()}")
+            click.echo(f"upstream's {len(specs)} modules: {time.monotonic() - began:.1f} s")
 
 
 @_group.command("sm12x-doctor", add_help_option=False, context_settings={"ignore_unknown_options": True})

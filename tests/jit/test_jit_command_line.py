@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 from jit_fakes import needs_nvcc, small_spec
 
@@ -112,8 +113,28 @@ def test_all_that_can_be_built_has_the_other_operators(monkeypatch: pytest.Monke
 
     monkeypatch.setattr("flashinfer.__main__._sm12x_specs", lambda everything: [])
     monkeypatch.setattr(modules, "gen_operator_modules", reached)
-    assert isinstance(_invoke("sm12x-build", "--all").exception, Reached)
+    for option in (["--all"], ["--vllm", "bf16"], ["--vllm", "fp8"]):
+        assert isinstance(_invoke("sm12x-build", *option).exception, Reached)
     assert _invoke("sm12x-build").exit_code == 0
+
+
+def test_what_vllm_starts_with_is_built_by_upstreams_builder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Spec:
+        name = "attention"
+
+        def get_library_path(self) -> Path:
+            return tmp_path / "attention.so"
+
+    built: list[object] = []
+    monkeypatch.setattr("flashinfer.__main__._sm12x_specs", lambda everything: [])
+    monkeypatch.setattr(modules, "gen_operator_modules", lambda: [None])
+    monkeypatch.setattr(modules, "gen_vllm_modules", lambda kv_cache: built.append(kv_cache) or [Spec()])
+    monkeypatch.setattr("flashinfer.jit.core.build_jit_specs", lambda specs, verbose: built.append(verbose))
+    shown = _invoke("sm12x-build", "--vllm", "fp8", "--verbose")
+    assert built == [torch.float8_e4m3fn, True]
+    assert shown.output.splitlines()[0] == f"attention: is built: {tmp_path / 'attention.so'}"
+    assert shown.output.splitlines()[1].startswith("upstream's 1 modules: ")
+    assert _invoke("sm12x-build", "--vllm", "int8").exit_code == 2
 
 
 def test_interrupted_command_says_what_stays(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:

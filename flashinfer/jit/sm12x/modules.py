@@ -23,11 +23,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jinja2
+import torch
 
 from flashinfer._layer import fork_root, wheel_root
 from flashinfer.sm12x import variables
+from flashinfer.sm12x.models import MODELS
 
 from .. import core, cpp_ext
 from .. import env as jit_env
@@ -221,6 +224,56 @@ MODULES = {
 }
 """What gives each module's spec, by the name that the spec's begins with; those of Hopper's own instances begin with
 :data:`FUSED_MOE`."""
+
+
+def gen_vllm_modules(kv_cache: torch.dtype) -> list[Any]:
+    """The specs of upstream's modules that gpt-oss in vLLM loads when it starts: attention with sinks, and the sampler.
+
+    Each is as vLLM's FLASHINFER backend asks for it, by default: pages of 16, and the window and the whole context apart. The
+    prefill's two have the same names for either cache, so the one that was asked for last is there.
+
+    Args:
+        kv_cache: torch.bfloat16, or torch.float8_e4m3fn for ``--kv-cache-dtype fp8``.
+
+    Raises:
+        RuntimeError: as :func:`gen_fused_moe_module`.
+    """
+    from ..attention.modules import gen_customize_batch_prefill_module
+    from ..attention.variants import attention_sink_decl
+    from ..sampling import gen_sampling_module
+    from ..utils import filename_safe_dtype_map
+    from ..xqa import gen_xqa_module
+
+    sizes, half = MODELS["gpt-oss-120b"], torch.bfloat16
+    hopper = all(major == 9 for major, _ in target_architectures())
+    prefill, query = ("fa3", kv_cache) if hopper else ("fa2", half)  # FA3 reads FP8 caches with FP8 queries only
+    specs = [gen_sampling_module()]
+    for window in (False, True):
+        ratio = sizes.heads // sizes.kv_heads
+        specs.append(gen_xqa_module(half, kv_cache, 16, sizes.head, ratio, window, half))
+        name = f"batch_prefill_attention_sink_{filename_safe_dtype_map[query]}_swa_{window}_{prefill}"
+        specs.append(
+            gen_customize_batch_prefill_module(
+                prefill,
+                name,
+                dtype_q=query,
+                dtype_kv=kv_cache,
+                dtype_o=query,
+                idtype=torch.int32,
+                head_dim_qk=sizes.head,
+                head_dim_vo=sizes.head,
+                additional_tensor_names=["sink"],
+                additional_tensor_dtypes=["float"],
+                additional_scalar_names=["sm_scale"],
+                additional_scalar_dtypes=["double"],
+                variant_name="AttentionSink",
+                variant_decl=attention_sink_decl[prefill],
+                use_sliding_window=window,
+                paged_kv_stride_mode="runtime" if hopper else "independent",
+                module_surface="full",
+            )
+        )
+    return specs
 
 
 def target_architectures() -> tuple[tuple[int, str], ...]:

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``sm12x-build --vllm`` makes the modules of upstream's that vLLM's calls load: the calls are upstream's own functions."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import inspect
+from pathlib import Path
+from typing import Any
+
+import flashinfer.attention._core as attention
+import flashinfer.prefill as prefill
+import flashinfer.sampling as sampling
+import pytest
+import torch
+from flashinfer.jit.attention.modules import gen_customize_batch_prefill_module
+from flashinfer.jit.xqa import gen_xqa_module
+
+import flashinfer.decode as decode
+from flashinfer.jit import env as jit_env
+from flashinfer.jit.sm12x import modules
+
+xqa = importlib.import_module("flashinfer.xqa")  # the package has a function of that name
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+
+
+class Asked(Exception):
+    """Ends a call of upstream's where it would build; holds the generator's arguments."""
+
+
+def asked(*arguments: Any, **named: Any) -> None:
+    raise Asked(arguments, named)
+
+
+def contents(spec: Any) -> dict[str, str]:
+    """Hashes of a module's generated files, and of the paths of others."""
+    files = [*spec.sources, *(file for source in spec.sources for file in Path(source).parent.glob("*.inc"))]
+    generated = [file for file in files if Path(file).is_relative_to(jit_env.FLASHINFER_GEN_SRC_DIR)]
+    return {str(file): hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in generated}
+
+
+@pytest.mark.parametrize("capability", [(12, 1), (12, 0), (9, 0)])
+@pytest.mark.parametrize("kv_cache", [BF16, FP8])
+def test_the_modules_are_those_that_vllms_calls_load(
+    capability: tuple[int, int], kv_cache: torch.dtype, workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hopper = capability == (9, 0)
+    monkeypatch.setattr(
+        modules.core.current_compilation_context, "TARGET_CUDA_ARCHS", {(capability[0], f"{capability[1]}a")}
+    )
+    monkeypatch.setattr(xqa, "_get_xqa_module_cached", asked)
+    monkeypatch.setattr(xqa, "get_compute_capability", lambda _device: capability)
+    upstreams = inspect.unwrap(decode._upstream.xqa_batch_decode_with_kv_cache)
+    monkeypatch.setitem(upstreams.__globals__, "get_device_sm_count", lambda _device: 48)
+    monkeypatch.setattr(prefill, "get_customize_batch_prefill_module", asked)
+    monkeypatch.setattr(attention, "determine_attention_backend", lambda *_, **__: "fa3" if hopper else "fa2")
+    monkeypatch.setattr(sampling, "gen_sampling_module", asked)
+    made = {spec.name: spec for spec in modules.gen_vllm_modules(kv_cache)}
+    before = {name: contents(spec) for name, spec in made.items()}
+    assert len(made) == 5
+
+    # As vLLM's FlashInferImpl.forward and FlashInferMetadataBuilder._get_prefill_wrapper call; FP8 queries for FA3 alone.
+    pages = torch.zeros(8, 8, 16, 128, dtype=BF16).to(kv_cache)
+    for window in (-1, 127):
+        found: list[Any] = []
+        with pytest.raises(Asked) as told:
+            decode._upstream.xqa_batch_decode_with_kv_cache(
+                query=torch.zeros(1, 64, 64, dtype=BF16),
+                kv_cache=pages.split(64, -1),
+                workspace_buffer=torch.zeros(16 << 20, dtype=torch.uint8),
+                block_tables=torch.zeros(1, 8, dtype=torch.int32),
+                seq_lens=torch.ones(1, dtype=torch.int32),
+                max_seq_len=128,
+                bmm1_scale=0.125,
+                window_left=window,
+                out=torch.zeros(1, 64, 64, dtype=BF16),
+                sinks=torch.zeros(64),
+                kv_layout="HND",
+                enable_pdl=False,
+            )
+        found.append(lambda told=told: gen_xqa_module(*told.value.args[0], **told.value.args[1]))
+        with pytest.raises(Asked) as told:
+            attention.BatchAttentionWithAttentionSinkWrapper(
+                torch.zeros(1 << 20, dtype=torch.uint8),
+                "HND",
+                backend="auto",
+                q_data_type=kv_cache if hopper else BF16,
+                kv_data_type=kv_cache,
+                head_dim_qk=64,
+                head_dim_vo=64,
+                window_left=window,
+            )
+        found.append(lambda told=told: gen_customize_batch_prefill_module(*told.value.args[0], **told.value.args[1]))
+        for generate in found:
+            theirs = generate()
+            ours = made.pop(theirs.name)
+            assert theirs.sources == ours.sources
+            assert theirs.extra_cuda_cflags == ours.extra_cuda_cflags
+            assert contents(theirs) == before[theirs.name]
+    monkeypatch.undo()
+    assert list(made) == ["sampling"]
+
+
+def test_nothing_is_asked_for_where_no_architecture_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modules, "target_architectures", lambda: (_ for _ in ()).throw(RuntimeError("no GPU")))
+    with pytest.raises(RuntimeError, match="no GPU"):
+        modules.gen_vllm_modules(BF16)
