@@ -122,7 +122,11 @@ def tuned(operator: str, runner: Runner, most_tokens: int, inputs: list[torch.Te
             known: str | None = _remembered[key]
             return known
     _refuse_numbers(tuner, operator)
-    _, tactic = tuner.choose_one(operator, [runner], config(most_tokens), inputs, **named)
+    if key is None:
+        _, tactic = tuner.choose_one(operator, [runner], config(most_tokens), inputs, **named)
+    else:  # not choose_one, which warns of shapes that were not tuned: the planner's tactic for them is no fallback
+        shapes = tuple(tuple(each.shape) for each in inputs)
+        _, _, tactic, _ = tuner.search_cache(operator, [runner], shapes, config(most_tokens), inputs=inputs)
     name = None if tactic == -1 else str(tactic)
     if key is not None:
         if len(_remembered) >= _MOST_REMEMBERED:

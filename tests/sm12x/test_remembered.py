@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import pathlib
 import types
 import weakref
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from flashinfer.autotuner import AutoTuner, autotune
+from flashinfer.autotuner import AutoTuner, autotune, autotuner
 
 import flashinfer
 from flashinfer.fused_moe import sm12x_operator as moe_operator
@@ -222,10 +223,27 @@ def test_whatever_changes_the_tuners_answer_is_noticed(tuner: Any, tmp_path: pat
     assert _tuned() == "fast"
 
 
+def test_a_shape_that_was_not_tuned_is_no_warning(tuner: Any, caplog: pytest.LogCaptureFixture) -> None:
+    logger = autotuner.logger
+    logger.addHandler(caplog.handler)
+    try:
+        with autotune(True):
+            assert _tuned() == "fast"
+        assert _tuned() == "fast"
+        for tokens, width in ((4, 6), (4096, 2)):
+            inputs = [torch.empty(tokens, width)]
+            assert tune.tuned("flashinfer::test", _Runner(), 8, inputs) == ("fast" if width == 2 else None)
+        assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+        tuner.choose_one("flashinfer::test", [_Runner()], tune.config(8), [torch.empty(4, 6)])
+        assert "No tuned config covers" in caplog.text, "upstream's function warns"
+    finally:
+        logger.removeHandler(caplog.handler)
+
+
 def test_it_is_asked_once_while_nothing_changes(tuner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    choose = AutoTuner.choose_one
-    monkeypatch.setattr(AutoTuner, "choose_one", lambda *given, **named: asked.append(1) or choose(*given, **named))
+    search = AutoTuner.search_cache
+    monkeypatch.setattr(AutoTuner, "search_cache", lambda *given, **named: asked.append(1) or search(*given, **named))
     for _ in range(3):
         _tuned()
     assert len(asked) == 1
