@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be chosen: ``--additional-config '{"sm12x": {...}}'``, or ``FLASHINFER_SM12X_VLLM`` where that is out of
-reach.
+"""What can be chosen: ``--additional-config '{"sm12x": "spark"}'`` or ``'{"sm12x": {"qkv": "mxfp8"}}'``, or
+``FLASHINFER_SM12X_VLLM`` where that is out of reach.
 
-The variable is ``0`` (the plugin does nothing), ``1``, or ``key=value`` pairs with commas between them:
-``FLASHINFER_SM12X_VLLM=qkv=mxfp8,o=mxfp8,lm_head=mxfp8``. A key of the command line wins over the variable's.
+The variable is ``0`` (the plugin does nothing), ``1``, or text as the command line may have it: a preset, ``key=value``
+pairs, or both with commas between them: ``FLASHINFER_SM12X_VLLM=spark,lm_head=mxfp8``. What the command line chooses wins
+over the variable.
 """
 
 from __future__ import annotations
@@ -103,11 +104,16 @@ def resolve(additional_config: Any) -> Settings:
     if isinstance(additional_config, Mapping):
         _require_our_key(additional_config)
         given = additional_config.get(KEY, {})
-    if not isinstance(given, Mapping):
+    if isinstance(given, str):
+        chosen = variables.parse_choices(given, origin)
+    elif isinstance(given, Mapping):
+        chosen = variables.check_choices(given, origin)
+    else:
         raise variables.VariableError(
-            f"{origin} is {given!r}; it must be an object with keys of {', '.join(variables.CHOICES)}"
+            f"{origin} is {given!r}; it must be {' or '.join(map(repr, variables.PRESETS))}, or an object with keys of "
+            f"{', '.join(variables.CHOICES)}"
         )
-    return Settings(**{**(variables.read(VARIABLE) or {}), **variables.check_choices(given, origin)})
+    return Settings(**{**(variables.read(VARIABLE) or {}), **chosen})
 
 
 def current() -> Settings:

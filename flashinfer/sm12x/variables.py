@@ -80,6 +80,12 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 }
 """What the plugin of vLLM lets a user choose: key -> its values."""
 
+PRESETS: Mapping[str, Mapping[str, str]] = {
+    "spark": dict.fromkeys(("qkv", "o", "lm_head"), "mxfp4"),
+    "spark-mxfp8": dict.fromkeys(("qkv", "o", "lm_head"), "mxfp8"),
+}
+"""Choices under one name: the dense layers in a quarter or half of the checkpoint's bytes."""
+
 
 def check_choices(given: Mapping[str, Any], origin: str) -> dict[str, str]:
     """The same keys and values, where :data:`CHOICES` has them.
@@ -99,18 +105,30 @@ def check_choices(given: Mapping[str, Any], origin: str) -> dict[str, str]:
 PLUGIN = "FLASHINFER_SM12X_VLLM"
 
 
+def parse_choices(text: str, origin: str, also: str = "") -> dict[str, str]:
+    """``spark``, ``qkv=mxfp8,o=mxfp8`` or both, in which a pair wins over a preset; ``also`` is what else it may be.
+
+    Raises:
+        VariableError: as :func:`check_choices`, or an item that is neither.
+    """
+    items = [item.strip() for item in text.split(",")]
+    chosen: dict[str, str] = {}
+    for item in items:
+        if "=" not in item and item not in PRESETS:
+            raise VariableError(
+                f"{origin}: {item!r} is no key=value and no preset; it may be {also}{', '.join(PRESETS)}, pairs such as "
+                f"moe=mxfp4-a16,qkv=mxfp8 with the keys {', '.join(CHOICES)}, or both with commas between them"
+            )
+        chosen |= PRESETS.get(item, {})
+    pairs = (item.partition("=") for item in items if "=" in item)
+    return chosen | check_choices({key.strip(): value.strip() for key, _, value in pairs}, origin)
+
+
 def _plugin_choices(text: str) -> dict[str, str] | None:
-    """The pairs, none for 1; None for 0, which switches the plugin off."""
+    """The choices, none for 1; None for 0, which switches the plugin off."""
     if text.strip() in ("", "0", "1"):
         return None if text.strip() == "0" else {}
-    pairs = [pair.strip().partition("=") for pair in text.split(",")]
-    for key, equals, _ in pairs:
-        if not equals:
-            raise VariableError(
-                f"{PLUGIN}: {key!r} is no key=value; it may be 0, 1 or pairs such as moe=mxfp4-a16,qkv=mxfp8, "
-                f"with the keys {', '.join(CHOICES)}"
-            )
-    return check_choices({key.strip(): value.strip() for key, _, value in pairs}, PLUGIN)
+    return parse_choices(text, PLUGIN, "0, 1, ")
 
 
 TABLE: Mapping[str, Variable] = {
@@ -121,9 +139,9 @@ TABLE: Mapping[str, Variable] = {
         (False, "upstream's kernels run in place of this fork's"),
     ),
     PLUGIN: Variable(
-        "0, 1 or pairs such as qkv=mxfp8,o=mxfp8",
+        "0, 1, spark, spark-mxfp8 or pairs such as qkv=mxfp8,o=mxfp8",
         "1",
-        "`0` switches vLLM's plugin off; pairs are its [choices](serving.md#choices).",
+        "`0` switches vLLM's plugin off; presets and pairs are its [choices](serving.md#choices).",
         _plugin_choices,
         {},
         (None, "vLLM goes without this fork's plugin"),

@@ -40,6 +40,27 @@ def test_the_variable_says_the_same_and_the_command_line_wins(monkeypatch):
     assert settings.resolve({"sm12x": {"qkv": "bf16"}}) == Settings(moe="mxfp4-a16", qkv="bf16")
 
 
+MXFP4, MXFP8 = (dict.fromkeys(("qkv", "o", "lm_head"), weights) for weights in ("mxfp4", "mxfp8"))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("spark", MXFP4),
+        ("spark-mxfp8", MXFP8),
+        ("spark, lm_head = bf16", {**MXFP4, "lm_head": "bf16"}),
+        ("lm_head=bf16,spark", {**MXFP4, "lm_head": "bf16"}),
+        ("moe=mxfp4-a16,spark-mxfp8", {**MXFP8, "moe": "mxfp4-a16"}),
+    ],
+)
+def test_a_preset_is_choices_by_one_name(monkeypatch, text, expected):
+    assert settings.resolve({"sm12x": text}) == Settings(**expected)
+    monkeypatch.setenv(settings.VARIABLE, text)
+    assert settings.resolve({}) == Settings(**expected)
+    assert settings.resolve({"sm12x": {"o": "bf16"}}) == Settings(**{**expected, "o": "bf16"})
+    assert settings.resolve({"sm12x": "spark"}) == Settings(**{**expected, **MXFP4})
+
+
 @pytest.mark.parametrize(("value", "on"), [("", True), ("1", True), ("0", False), ("qkv=mxfp8", True)])
 def test_the_variable_switches_the_plugin(monkeypatch, value, on):
     monkeypatch.setenv(settings.VARIABLE, value)
@@ -60,7 +81,11 @@ def test_what_resolve_gives_can_be_written_back():
         ({"head": "mxfp8"}, "'head' is no key of it; the keys are moe, qkv, o, lm_head"),
         ({"qkv": "fp8"}, "qkv is 'fp8'; it may be bf16, mxfp8, mxfp8-a16"),
         ({"moe": "bf16"}, r"moe is 'bf16' \(the checkpoint's experts are MXFP4 and stay so\); it may be mxfp4"),
-        (["qkv"], r"is \['qkv'\]; it must be an object with keys of moe"),
+        (["qkv"], r"is \['qkv'\]; it must be 'spark' or 'spark-mxfp8', or an object with keys of moe"),
+        ("sparc", r"'sparc' is no key=value and no preset; it may be spark, spark-mxfp8, pairs such as moe="),
+        ("", r"'' is no key=value and no preset"),
+        ("spark,", r"'' is no key=value and no preset"),
+        ("spark,qkv=fp8", r"qkv is 'fp8'; it may be bf16"),
     ],
 )
 def test_a_mistake_on_the_command_line_is_named(given, words):
@@ -91,7 +116,10 @@ def test_other_plugins_keys_pass():
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ("yes", "FLASHINFER_SM12X_VLLM: 'yes' is no key=value; it may be 0, 1 or pairs"),
+        (
+            "yes",
+            "FLASHINFER_SM12X_VLLM: 'yes' is no key=value and no preset; it may be 0, 1, spark, spark-mxfp8, pairs",
+        ),
         ("o=int4", "FLASHINFER_SM12X_VLLM: o is 'int4'; it may be bf16"),
     ],
 )
