@@ -191,6 +191,7 @@ cuda = N(is_available=lambda: bool(visible()), device_count=lambda: len(visible(
         nvcc += "    return shutil.which(f'{home}/bin/nvcc' if home else 'nvcc')"
         code = "\n".join([at_import, nvcc, *functions])
         files = {"__init__.py": "", "plugins.py": PLUGINS, "platforms.py": PLATFORMS, "utils/__init__.py": ""}
+        files["envs.py"] = "environment_variables = dict.fromkeys(['VLLM_PLUGINS', 'VLLM_KV_CACHE_LAYOUT'])"
         write_tree(self.site / "vllm", {**files, "utils/flashinfer.py": code})
         self.without_package("vllm")
         self.package("vllm", version)

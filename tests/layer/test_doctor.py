@@ -401,6 +401,18 @@ def offline_without_cubins(m: Machine) -> None:
     m.vllm(has_nvidia_artifactory="False")
 
 
+@planted("vllm", "warn", "does not read VLLM_ATTENTION_BACKEND: --attention-backend chooses", "unset VLLM_", mends=True)
+def variable_of_an_older_vllm(m: Machine) -> None:
+    m.variables |= {"VLLM_ATTENTION_BACKEND": "FLASHINFER", "VLLM_KV_CACHE_LAYOUT": "HND", "VLLM_OF_ONES_OWN": "1"}
+
+
+@planted(
+    "vllm", "warn", "this fork; VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8_CUTLASS: the plugin", "unset VLLM_", mends=True
+)
+def variables_of_older_recipes(m: Machine) -> None:
+    m.variables |= {"VLLM_FLASHINFER_MOE_BACKEND": "latency", "VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8_CUTLASS": "1"}
+
+
 @planted("vllm-plugin", "warn", "no entry point", FIRST, mends=True)
 def no_plugin(m: Machine) -> None:
     m.without_package("flashinfer-sm12x")

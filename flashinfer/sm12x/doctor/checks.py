@@ -340,8 +340,17 @@ def check_probe(a: Answers) -> Outcome:
     return "ok", f"{text}; {needed} are needed{instead}"
 
 
+FORMER_VARIABLES = {
+    r"VLLM_(USE_)?FLASHINFER_MOE_\w+": "the plugin gives gpt-oss's experts to this fork",
+    "VLLM_MXFP4_BACKEND|VLLM_MXFP4_USE_MARLIN": "--moe-backend chooses",
+    "VLLM_ATTENTION_BACKEND": "--attention-backend chooses",
+    "VLLM_USE_CUDA_GRAPH": "graphs are used without --enforce-eager",
+}
+"""What recipes for older vLLMs set, and what stands in its place."""
+
+
 def check_vllm(a: Answers) -> Outcome:
-    """Whether the vLLM that this fork is made for is here."""
+    """Whether the vLLM that this fork is made for is here, and reads the variables that are set for it."""
     version = a("path", "vllm")
     if version is None and a.get("vllm", "found") is False:
         return "ok", f"not installed here; the fork is made for {VLLM_VERSION}"
@@ -350,6 +359,15 @@ def check_vllm(a: Answers) -> Outcome:
             f"vLLM {version or 'of an unknown version'}; the fork is made for {VLLM_VERSION}, what follows may differ"
         )
         return "warn", text, INSTALL_VLLM
+    former = {
+        name: instead
+        for name in a.get("vllm", "unread") or ()
+        for pattern, instead in FORMER_VARIABLES.items()
+        if re.fullmatch(pattern, name)
+    }
+    if former:
+        text = "; ".join(f"{name}: {instead}" for name, instead in former.items())
+        return "warn", f"vLLM {version} does not read {text}", "; ".join(f"unset {name}" for name in former), SERVER
     return "ok", f"vLLM {version}"
 
 

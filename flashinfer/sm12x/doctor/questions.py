@@ -242,6 +242,9 @@ def ask_vllm(additional_config: str = "{}") -> None:
         load_general_plugins()
     finally:
         tell(outcome=getattr(sys.modules.get("flashinfer_sm12x_vllm"), "outcome", None))
+    from vllm.envs import environment_variables
+
+    tell(unread=sorted(name for name in os.environ if name.startswith("VLLM_") and name not in environment_variables))
     from vllm.utils import flashinfer as seen
 
     tell(nvcc=seen._flashinfer_nvcc_path(), ninja=shutil.which("ninja"))
