@@ -137,13 +137,13 @@ def _reject_foreign_options(
         ("situ_linear_beta", situ_linear_beta),
     ):
         if value is not None:
-            raise ValueError(f"{name} is given; it belongs to another activation_type than Swiglu, pass None")
+            raise ValueError(f"{name} is given; it belongs to another activation_type, pass None")
 
 
 def _cpu_mode_error(input: Any, weights: Any, activation_type: Any) -> Exception:
     return NotImplementedError(
         f"cutlass_fused_moe on CPU tensors serves MXFP4 weights (torch.uint8 or torch.int64) with activation_type "
-        f"Swiglu, and use_mxfp8_act_scaling=True (float8_e4m3fn, bfloat16 or float16 input) or use_w4_group_scaling=True "
+        f"Swiglu or SwigluStep, and use_mxfp8_act_scaling=True (float8_e4m3fn, bfloat16 or float16 input) or use_w4_group_scaling=True "
         f"(bfloat16 input); got weights of {weights.dtype}, input of {input.dtype}, activation_type "
         f"{activation_type!r}. Other kinds need a CUDA device"
     )
@@ -211,6 +211,9 @@ def cutlass_fused_moe(
     swiglu_alpha, swiglu_beta, swiglu_limit : torch.Tensor, optional
         float32 ``[E]``; absent they are 1, 0 and infinity.  With ``g = min(gate, limit)`` and
         ``u = clamp(up, -limit, limit)`` the activation is ``g * sigmoid(alpha * g) * (u + beta)``.
+    activation_type : ActivationType
+        ``Swiglu``, which is the formula above, and ``SwigluBias``, which is the same; or ``SwigluStep``:
+        ``min(silu(gate), limit) * u``, with ``swiglu_limit`` (7 if absent) and neither alpha nor beta.
     ep_size, ep_rank, tp_size, tp_rank : int
         This rank owns experts ``[ep_rank * E, (ep_rank + 1) * E)``; with ``tp_size > 1`` weights are sharded along I and the
         caller reduces.
@@ -278,6 +281,7 @@ def cutlass_fused_moe(
                 swiglu_alpha=swiglu_alpha,
                 swiglu_beta=swiglu_beta,
                 swiglu_limit=swiglu_limit,
+                activation_type=int(activation_type),
                 output_dtype=output_dtype,
                 moe_mode=int(mode),
                 swizzled_input_sf=swizzled_input_sf,

@@ -21,7 +21,7 @@ from ..sm12x.backend import Backend, kernels
 from ..sm12x.checks import BLOCK_SIZE, round_up
 from .sm12x_operator import as_bytes, default_tactics, launch, workspace_bytes
 from .sm12x_planner import computes_layer, resolved_pair
-from .sm12x_validation import Mode, MoECall, MoEProblem
+from .sm12x_validation import SWIGLU, Mode, MoECall, MoEProblem
 
 OPERATORS = ("flashinfer::sm12x_moe::fc1", "flashinfer::sm12x_moe::fc2")
 _ROUTING_SEED = 0
@@ -150,6 +150,7 @@ class SM12xStageRunner(TunableRunner):
                 **{**dict.fromkeys(MoECall._fields), "input": x, "fc1_expert_weights": fc1, "fc2_expert_weights": fc2},
             )._replace(
                 quant_scales=scales,
+                activation_type=SWIGLU,
                 output_dtype=self.output_dtype,
                 moe_mode=int(self.mode),
                 swizzled_input_sf=True,

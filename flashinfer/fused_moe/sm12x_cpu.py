@@ -16,7 +16,9 @@ from ..quantization.mx_cpu import (
     unswizzle_128x4,
 )
 from ..sm12x.checks import BLOCK_SIZE
-from .sm12x_validation import Mode, MoECall, MoEProblem
+from .sm12x_validation import SWIGLU_STEP, Mode, MoECall, MoEProblem
+
+DEFAULT_STEP_LIMIT = 7.0  # upstream's, as kDefaultStepLimit (swiglu.cuh)
 
 
 def _activations(
@@ -53,6 +55,11 @@ def swiglu(up: torch.Tensor, gate: torch.Tensor, alpha: float, beta: float, limi
     return gate * torch.sigmoid(alpha * gate) * (up + beta)
 
 
+def swiglu_step(up: torch.Tensor, gate: torch.Tensor, limit: float) -> torch.Tensor:
+    """``min(silu(g), limit) clamp(u, -limit, limit)``; NaN passes through the clamps."""
+    return (gate * torch.sigmoid(gate)).clamp(max=limit) * up.clamp(-limit, limit)
+
+
 def _value(tensor: torch.Tensor | None, expert: int, absent: float) -> float:
     return absent if tensor is None else float(tensor[expert])
 
@@ -78,13 +85,16 @@ def moe_cpu(problem: MoEProblem, call: MoECall) -> None:
         if call.fc1_expert_biases is not None:
             hidden += call.fc1_expert_biases[expert].float()
         up, gate = hidden.chunk(2, dim=1)
-        activation = swiglu(
-            up,
-            gate,
-            _value(call.swiglu_alpha, expert, 1.0),
-            _value(call.swiglu_beta, expert, 0.0),
-            _value(call.swiglu_limit, expert, float("inf")),
-        )
+        if call.activation_type == SWIGLU_STEP:
+            activation = swiglu_step(up, gate, _value(call.swiglu_limit, expert, DEFAULT_STEP_LIMIT))
+        else:
+            activation = swiglu(
+                up,
+                gate,
+                _value(call.swiglu_alpha, expert, 1.0),
+                _value(call.swiglu_beta, expert, 0.0),
+                _value(call.swiglu_limit, expert, float("inf")),
+            )
         if problem.mode is Mode.W4A16:
             activation = activation.bfloat16().float()
         else:

@@ -19,7 +19,7 @@ from ..sm12x.devices import checks_values
 from ..sm12x.operator import define, is_traced, validated
 from .sm12x_cpu import moe_cpu
 from .sm12x_planner import plan_moe, resolved_pair, wanted_tactics
-from .sm12x_validation import MoECall, MoEProblem, check_expert_ids, validate
+from .sm12x_validation import SWIGLU_STEP, MoECall, MoEProblem, check_expert_ids, validate
 
 
 def moe_module(backend: Backend) -> Any:
@@ -100,6 +100,7 @@ def launch(
         call.swiglu_alpha,
         call.swiglu_beta,
         call.swiglu_limit,
+        call.activation_type == SWIGLU_STEP,
         workspace,
         int(problem.mode),
         call.swizzled_input_sf,

@@ -36,7 +36,8 @@ from ..sm12x.checks import (
 WEIGHT_DTYPES = (torch.uint8, torch.int64)
 # The unified MoE layer hands linear scales over as views in e4m3.
 LINEAR_SCALE_DTYPES = (*UE8M0_DTYPES, torch.float8_e4m3fn)
-SWIGLU = 3  # ActivationType.Swiglu
+SWIGLU, SWIGLU_STEP = 3, 7  # of ActivationType
+ACTIVATIONS = (SWIGLU, 5, SWIGLU_STEP)  # 5: SwigluBias, upstream's name for Swiglu with its parameters
 PADDING_EXPERT = -1  # what vLLM gives the slots of padding tokens
 
 
@@ -82,6 +83,7 @@ class MoECall(NamedTuple):
     swiglu_alpha: torch.Tensor | None
     swiglu_beta: torch.Tensor | None
     swiglu_limit: torch.Tensor | None
+    activation_type: int  # one of ACTIVATIONS
     output_dtype: torch.dtype
     moe_mode: int  # Mode; "mode" alone is taken by torch.compile's own dispatch
     swizzled_input_sf: bool
@@ -133,7 +135,7 @@ def select_mode(
     """
     if (
         weight_dtype not in WEIGHT_DTYPES
-        or activation_type != SWIGLU
+        or activation_type not in ACTIVATIONS
         or use_packed_weights
         or use_wfp4afp8_humming
         or use_deepseek_fp8_block_scale
@@ -310,6 +312,10 @@ def validate(call: MoECall) -> MoEProblem:
     for name, tensor, shape, dtypes, alignment in optional:
         if tensor is not None:
             require_tensor(name, tensor, [shape], dtypes, device, alignment=alignment)
+    if call.activation_type == SWIGLU_STEP:
+        for name in ("swiglu_alpha", "swiglu_beta"):
+            if getattr(call, name) is not None:
+                raise ValueError(f"{name} is given; activation_type SwigluStep has swiglu_limit alone, pass None")
     if call.workspace_buffer is not None:
         require_rank("workspace_buffer", call.workspace_buffer, 1, "a 1-D torch.uint8 or torch.int8 tensor")
         size, dtypes = tuple(call.workspace_buffer.shape), (torch.uint8, torch.int8)

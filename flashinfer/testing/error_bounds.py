@@ -277,6 +277,21 @@ def swiglu(
     return value, error + evaluation * magnitude + _UNDERFLOW * (1 + g.abs() + linear)
 
 
+def swiglu_step(
+    up: torch.Tensor, gate: torch.Tensor, up_error: torch.Tensor, gate_error: torch.Tensor, limit: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``min(silu(g), limit) clamp(u, -limit, limit)`` of the gate and up projections, and its bound."""
+    ones = torch.ones_like(up)
+    silu, error = swiglu(ones, gate, torch.zeros_like(up), gate_error, 1.0, 0.0, torch.inf)
+    clamped = []
+    for value, off, low in ((silu, error, -torch.inf), (up, up_error, -limit)):
+        middle, above, below = (each.clamp(low, limit) for each in (value, value + off, value - off))
+        clamped.append((middle, torch.maximum(above - middle, middle - below)))
+    (s, s_error), (u, u_error) = clamped
+    error = s.abs() * u_error + u.abs() * s_error + s_error * u_error
+    return s * u, error + 2 * FLOAT32_ROUNDOFF * ((s * u).abs() + error) + _UNDERFLOW
+
+
 def requantize_mxfp8(values: torch.Tensor, error: torch.Tensor) -> tuple[Operand, torch.Tensor]:
     """MXFP8 of ``values``, and how far the values of anything within ``error`` can lie from its own."""
     k = values.shape[-1]

@@ -53,6 +53,7 @@ class MoECase:
     swizzled_input_sf: bool = True
     biases: bool = True
     swiglu_parameters: bool = True
+    swiglu_step: bool = False
     global_scales: bool = True
     input_dtype: torch.dtype = torch.bfloat16
     output_dtype: torch.dtype = torch.bfloat16
@@ -139,6 +140,7 @@ def make_moe_inputs(case: MoECase, seed: int, device: torch.device | str = "cpu"
         fc1_scales=fc1_scales,
         fc2_weights=fc2_weights,
         fc2_scales=fc2_scales,
+        swiglu_step=case.swiglu_step,
         output_dtype=case.output_dtype,
         ep_size=case.ep_size,
         ep_rank=case.ep_rank,
@@ -150,9 +152,10 @@ def make_moe_inputs(case: MoECase, seed: int, device: torch.device | str = "cpu"
         inputs.fc1_bias = source.normal(experts, 2 * case.inter).to(case.bias_dtype)
         inputs.fc2_bias = source.normal(experts, case.hidden).to(case.bias_dtype)
     if case.swiglu_parameters:
-        inputs.swiglu_alpha = 1.702 + 0.1 * source.normal(experts)
-        inputs.swiglu_beta = 1.0 + 0.1 * source.normal(experts)
-        inputs.swiglu_limit = 1.5 + 5.5 * source.uniform(experts)
+        if not case.swiglu_step:
+            inputs.swiglu_alpha = 1.702 + 0.1 * source.normal(experts)
+            inputs.swiglu_beta = 1.0 + 0.1 * source.normal(experts)
+        inputs.swiglu_limit = (0.5 if case.swiglu_step else 1.5) + 5.5 * source.uniform(experts)
     return inputs
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..tllm_enums import ActivationType
 from .error_bounds import (
     ANY_ORDER,
     FLOAT32_ROUNDOFF,
@@ -17,6 +18,7 @@ from .error_bounds import (
     requantize_mxfp8,
     round_to_bfloat16,
     swiglu,
+    swiglu_step,
 )
 from .mxfp_formats import (
     BLOCK,
@@ -51,6 +53,7 @@ class MoEInputs:
     swiglu_alpha: torch.Tensor | None = None
     swiglu_beta: torch.Tensor | None = None
     swiglu_limit: torch.Tensor | None = None
+    swiglu_step: bool = False
     output_dtype: torch.dtype = torch.bfloat16
     ep_size: int = 1
     ep_rank: int = 0
@@ -82,6 +85,7 @@ class MoEInputs:
             "swiglu_alpha": self.swiglu_alpha,
             "swiglu_beta": self.swiglu_beta,
             "swiglu_limit": self.swiglu_limit,
+            "activation_type": ActivationType.SwigluStep if self.swiglu_step else ActivationType.Swiglu,
             "ep_size": self.ep_size,
             "ep_rank": self.ep_rank,
             "use_mxfp8_act_scaling": not self.w4a16,
@@ -130,7 +134,7 @@ def expert_reference(
     """One local expert applied to the rows ``x``: float64 ``[m, H]`` before the routing weight, and its bound."""
     alpha = _entry(inputs.swiglu_alpha, expert, 1.0)
     beta = _entry(inputs.swiglu_beta, expert, 0.0)
-    limit = _entry(inputs.swiglu_limit, expert, torch.inf)
+    limit = _entry(inputs.swiglu_limit, expert, 7.0 if inputs.swiglu_step else torch.inf)
 
     product, error = _gemm(x, None, inputs.fc1_weights[expert], inputs.fc1_scales[expert], accumulation)
     factor = _entry(inputs.fc1_global, expert, 1.0)
@@ -138,7 +142,10 @@ def expert_reference(
     error = affine_error(product, error, factor, hidden)
     up, gate = hidden.chunk(2, dim=-1)
     up_error, gate_error = error.chunk(2, dim=-1)
-    activation, error = swiglu(up, gate, up_error, gate_error, alpha, beta, limit)
+    if inputs.swiglu_step:
+        activation, error = swiglu_step(up, gate, up_error, gate_error, limit)
+    else:
+        activation, error = swiglu(up, gate, up_error, gate_error, alpha, beta, limit)
 
     requantize = round_to_bfloat16 if inputs.w4a16 else requantize_mxfp8
     intermediate, error = requantize(activation, error)

@@ -74,11 +74,24 @@ def test_launch_gets_what_the_binding_declares(mode: int, module: RecordingModul
     assert launch["alpha"] is arguments["swiglu_alpha"]
     assert launch["beta"] is arguments["swiglu_beta"]
     assert launch["limit"] is arguments["swiglu_limit"]
+    assert launch["step"] is False
     assert launch["workspace"].shape == (WORKSPACE,)
     assert (launch["mode"], launch["first_expert"], launch["num_experts_total"]) == (mode, 0, 8)
     default = sm12x_planner.plan_moe(6, 3, 8, 160, 96, mode, True)
     assert (launch["tactic_fc1"], launch["tactic_fc2"]) == default
     assert module.sizes == [(6, 160, 96, 8, 3, mode, False)]  # no room for bfloat16: the MMA takes block scales
+
+
+def test_the_activation_reaches_the_launch(module: RecordingModule) -> None:
+    arguments = layer_arguments(0) | {"swiglu_alpha": None, "swiglu_beta": None}
+    for activation, step in (
+        (ActivationType.SwigluStep, True),
+        (7, True),
+        (ActivationType.SwigluBias, False),
+        (3, False),
+    ):
+        flashinfer.cutlass_fused_moe(**arguments | {"activation_type": activation})
+        assert module.launches[-1]["step"] is step
 
 
 def test_options_reach_the_launch(module: RecordingModule) -> None:

@@ -58,8 +58,8 @@ bool moe_run(TensorView output, TensorView input, Optional<TensorView> input_sf,
              Optional<TensorView> token_final_scales, TensorView fc1_w, TensorView fc1_sf,
              Optional<TensorView> fc1_global, Optional<TensorView> fc1_bias, TensorView fc2_w, TensorView fc2_sf,
              Optional<TensorView> fc2_global, Optional<TensorView> fc2_bias, Optional<TensorView> swiglu_alpha,
-             Optional<TensorView> swiglu_beta, Optional<TensorView> swiglu_limit, TensorView workspace, int64_t mode,
-             bool swizzled_input_sf, int64_t first_expert, int64_t num_experts_total, int64_t tactic_fc1,
+             Optional<TensorView> swiglu_beta, Optional<TensorView> swiglu_limit, bool swiglu_step, TensorView workspace,
+             int64_t mode, bool swizzled_input_sf, int64_t first_expert, int64_t num_experts_total, int64_t tactic_fc1,
              int64_t tactic_fc2, bool enable_pdl) {
   MoeArguments a = {};
   a.shape.mode = checked_mode(mode);
@@ -104,6 +104,7 @@ bool moe_run(TensorView output, TensorView input, Optional<TensorView> input_sf,
   a.swiglu.alpha = floats_or_null(swiglu_alpha);
   a.swiglu.beta = floats_or_null(swiglu_beta);
   a.swiglu.limit = floats_or_null(swiglu_limit);
+  a.swiglu.step = swiglu_step;
   a.output = output.data_ptr();
   a.output_type = scalar_type(output, "output");
   a.workspace = static_cast<uint8_t*>(workspace.data_ptr());

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// gpt-oss' SwiGLU, of one output.
+// The gated activations of one output: gpt-oss' SwiGLU, which clamps the gate before its SiLU, and SwigluStep, which
+// clamps the SiLU itself.
 #pragma once
 
 #include <cmath>
@@ -10,26 +11,32 @@
 
 namespace flashinfer::sm12x {
 
-// Of each local expert; null: 1, 0, infinity.
+// Of each local expert; null: 1, 0, and infinity, with `step` upstream's kDefaultStepLimit. `step` has neither alpha nor
+// beta.
 struct SwigluOfExperts {
   const float *alpha, *beta, *limit;
+  bool step;
 };
+
+constexpr float kDefaultStepLimit = 7.0f;
 
 struct Swiglu {
   float alpha, beta, limit;
+  bool step;
 
   static __device__ __forceinline__ Swiglu of_expert(const SwigluOfExperts& experts, int expert) {
     return {load_or(experts.alpha, expert, 1.0f), load_or(experts.beta, expert, 0.0f),
-            load_or(experts.limit, expert, INFINITY)};
+            load_or(experts.limit, expert, experts.step ? kDefaultStepLimit : INFINITY), experts.step};
   }
 
   // NaN passes the clamps, as a value and as the limit.
   __device__ __forceinline__ float operator()(float up, float gate) const {
-    gate = ptx::min_or_nan(gate, limit);
+    if (!step) gate = ptx::min_or_nan(gate, limit);
     up = ptx::min_or_nan(up, limit);
     up = ptx::max_or_nan(up, -limit);
-    const float sigmoid = 1.0f / (1.0f + expf(-alpha * gate));
-    return gate * sigmoid * (up + beta);
+    float silu = gate * (1.0f / (1.0f + expf(-alpha * gate)));
+    if (step) silu = ptx::min_or_nan(silu, limit);
+    return silu * (up + beta);
   }
 };
 

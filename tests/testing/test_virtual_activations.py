@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SwigluStep on the virtual SM121: by a streamed layer and by pairs of GEMMs, against the reference's bound."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from virtual_moe import run_moe
+
+from flashinfer.jit.sm12x.instances import index_of
+from flashinfer.testing import TENSOR_CORE, MoECase, check_within_bound, make_moe_inputs, moe_reference
+from flashinfer.testing.virtual_device import virtual_device
+
+TACTICS = {0: ("stream_mxfp8_as_bf16_m8", "mxfp8_m16_k128"), 2: ("stream_bf16_m8", "bf16_m16_k128")}
+
+
+@pytest.mark.parametrize("mode", TACTICS)
+@pytest.mark.parametrize("streamed", [True, False], ids=["streamed", "pair"])
+def test_swiglu_step(mode: int, streamed: bool) -> None:
+    seed = 50 + mode
+    print("seed", seed)
+    inputs = make_moe_inputs(MoECase(9, 288, 160, 4, 2, mode, swiglu_step=True), seed)
+    default = dataclasses.replace(inputs, swiglu_limit=None, fc1_bias=6 * inputs.fc1_bias)  # 7, and often beyond it
+    tactic = index_of(TACTICS[mode][not streamed])
+    with virtual_device("sm_121a") as device:
+        for each in (inputs, default):
+            output = run_moe(device, each, mode, [tactic, tactic])
+            check_within_bound(output, *moe_reference(each, TENSOR_CORE), f"mode {mode}, seed {seed}")
+        assert all(launch.clean for launch in device.launches)
