@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// TVM-FFI bindings of the dense layers with weights in microscaling formats (flashinfer/gemm/sm12x_dense.py). Python
-// has validated shapes, dtypes and layouts; what is checked here again is only what would otherwise read or write out
-// of bounds.
+// TVM-FFI bindings of the dense layers with weights in microscaling formats. Python has validated shapes, dtypes and
+// layouts; what is checked here again is only what would otherwise read or write out of bounds.
 #include "flashinfer/gemm/dense_mx_sm120.cuh"
 #include "sm12x_binding_utils.h"
 

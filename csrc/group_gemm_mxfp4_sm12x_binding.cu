@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// TVM-FFI bindings of the grouped GEMM (flashinfer.gemm.group_gemm_mxfp4_nt_groupwise on SM12x).
+// TVM-FFI bindings of the grouped GEMM, group_gemm_mxfp4_nt_groupwise.
 #include "flashinfer/gemm/group_gemm_mxfp4_groupwise_sm120.cuh"
 #include "sm12x_binding_utils.h"
 

@@ -37,12 +37,16 @@ _EXAMPLE = (
 def split_arch_list(value: str) -> list[tuple[int, str, str]]:
     """The entries of ``FLASHINFER_CUDA_ARCH_LIST``: major, minor, and the suffix or nothing, each as it stands there.
 
-    Args:
-        value: Compute capabilities such as ``12.1a`` or ``8.9``, separated by spaces or semicolons.
+    Parameters
+    ----------
+    value : str
+        Compute capabilities such as ``12.1a`` or ``8.9``, separated by spaces or semicolons.
 
-    Raises:
-        ValueError: an entry is not a compute capability, has a suffix that its architecture does not have, or there is
-            none at all. The message quotes the entry and gives valid examples.
+    Raises
+    ------
+    ValueError
+        An entry is not a compute capability, has a suffix that its architecture does not have, or there is none at all.
+        The message quotes the entry and gives valid examples.
     """
     entries = [entry for entry in re.split(r"[\s;]+", value) if entry]
     if not entries:

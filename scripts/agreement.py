@@ -120,9 +120,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="a folder for answers and logs; else a temporary one")
     parser.add_argument("--answer", nargs=3, metavar=("MODEL", "WAY", "FILE"), help="one engine alone, to a file")
     given = parser.parse_args()
-    given.ways = given.ways.split(";") if given.ways else []
-    if unknown := [way for way in given.ways if way not in WAYS]:
-        parser.error(f"--ways: {unknown[0]!r} is none of {'; '.join(WAYS)}")
+    given.ways = vllm_server.chosen(parser, given.ways, WAYS)
     return given
 
 
@@ -153,14 +151,13 @@ def main() -> None:
         sys.exit("no GPU: torch.cuda.is_available() is False, and vLLM's engine needs one")
     gpus = torch.cuda.device_count()
     given.ways = given.ways or [way for way in WAYS if WAYS[way][1].get("tensor_parallel_size", 1) <= gpus]
-    out = given.out or Path(tempfile.mkdtemp(prefix="agreement_results_"))
-    out.mkdir(parents=True, exist_ok=True)
+    out = vllm_server.folder(given.out, "agreement_results_")
     print(f"seed {given.seed}; answers and logs: {out}")
     failed, header = [], False
     for layers in given.layers:
         with tempfile.TemporaryDirectory(prefix="agreement_") as folder, ThreadPoolExecutor(given.at_once) as pool:
             sizes = {"num_hidden_layers": layers, "vocab_size": 32768}
-            random_checkpoint.write(Path(folder), given.seed, {**random_checkpoint.GPT_OSS_20B, **sizes})
+            random_checkpoint.write(Path(folder), given.seed, sizes)
             files = {way: out / f"{layers}_{way.replace(', ', '_')}.json" for way in given.ways}
             errors = list(pool.map(lambda item: run_engine(given, Path(folder), *item), files.items()))
         failed += filter(None, errors)

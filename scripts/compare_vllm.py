@@ -14,7 +14,6 @@ import argparse
 import json
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import vllm_server
@@ -40,17 +39,8 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--input", type=vllm_server.positive, default=1024, help="tokens of a prompt")
     parser.add_argument("--output", type=vllm_server.positive, default=256, help="tokens of an answer")
-    parser.add_argument("--port", type=vllm_server.positive, default=8123)
-    parser.add_argument(
-        "--start", type=vllm_server.positive, default=1800, help="seconds that a server may take to start"
-    )
-    parser.add_argument("--logs", type=Path, help="a folder for the servers' logs; by default a temporary one")
-    own, server = vllm_server.split_words(sys.argv[1:])
-    given = parser.parse_args(own)
-    given.server = server
-    given.ways = given.ways.split(";") if given.ways else list(WAYS)
-    if unknown := [way for way in given.ways if way not in WAYS]:
-        parser.error(f"--ways: {unknown[0]!r} is none of {'; '.join(WAYS)}")
+    given = vllm_server.parse(parser, "the servers' logs")
+    given.ways = vllm_server.chosen(parser, given.ways, WAYS) or list(WAYS)
     return given
 
 
@@ -70,8 +60,7 @@ def measure(given: argparse.Namespace, streams: int, folder: Path) -> dict[str, 
 def main() -> None:
     given = arguments()
     vllm_server.need("vllm")
-    folder = given.logs or Path(tempfile.mkdtemp(prefix="compare_vllm_"))
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = vllm_server.folder(given.out, "compare_vllm_")
     print(f"| served by | streams | {' | '.join(MEASURED.values())} |\n|---|---:{'|---:' * len(MEASURED)}|", flush=True)
     for way in given.ways:
         variables, words = WAYS[way]

@@ -144,8 +144,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory(prefix="profile_decode_") as folder:
         if given.layers:
-            sizes = {"num_hidden_layers": given.layers}
-            random_checkpoint.write(Path(folder), 0, {**random_checkpoint.GPT_OSS_20B, **sizes})
+            random_checkpoint.write(Path(folder), 0, {"num_hidden_layers": given.layers})
         engine = LLM(
             model=given.model or folder,
             skip_tokenizer_init=True,

@@ -67,12 +67,16 @@ ROUTER_SCALE = 4.0
 HARMONY_TOKENS = ("start", "end", "message", "channel", "constrain", "return", "call")
 
 
-def write(folder: Path, seed: int, config: dict[str, Any]) -> dict[str, Any]:
-    """Write ``config.json``, a shard for each layer and one for the rest, and the tokenizer; returns the config."""
+def write(folder: Path, seed: int, changes: dict[str, Any]) -> dict[str, Any]:
+    """Write ``config.json``, a shard for each layer and one for the rest, and the tokenizer; returns the config.
+
+    The config is gpt-oss-20b's with ``changes``.
+    """
     from safetensors.torch import save_file
 
+    config = {**GPT_OSS_20B, **changes}
     layers = config["num_hidden_layers"]
-    config = {**config, "layer_types": (["sliding_attention", "full_attention"] * layers)[:layers]}
+    config |= {"layer_types": (["sliding_attention", "full_attention"] * layers)[:layers]}
     generator = torch.Generator().manual_seed(seed)
     hidden, inter, experts = config["hidden_size"], config["intermediate_size"], config["num_local_experts"]
     heads, kv, head = (config[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
@@ -177,7 +181,7 @@ def main() -> None:
         "num_local_experts": given.experts,
         "vocab_size": given.vocabulary,
     }
-    write(given.folder, given.seed, {**GPT_OSS_20B, **sizes})
+    write(given.folder, given.seed, sizes)
     print(f"{given.folder}: {given.layers} layers, seed {given.seed}")
 
 

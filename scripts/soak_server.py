@@ -59,14 +59,7 @@ def arguments() -> argparse.Namespace:
         "--idle", type=vllm_server.positive, default=60, help="seconds to let go of requests whose clients left"
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--port", type=vllm_server.positive, default=8123)
-    parser.add_argument(
-        "--start", type=vllm_server.positive, default=1800, help="seconds that the server may take to start"
-    )
-    parser.add_argument("--out", type=Path, help="a folder for the results and the server's log; else a temporary one")
-    own, server = vllm_server.split_words(sys.argv[1:])
-    given = parser.parse_args(own)
-    given.server = server
+    given = vllm_server.parse(parser, "the results and the server's log")
     if sum(bool(given_by) for given_by in (given.model, given.layers, given.url)) != 1:
         parser.error("give one of: a model, --layers N, --url URL")
     return given
@@ -214,8 +207,7 @@ def main() -> None:
     given = arguments()
     vllm_server.need("aiohttp")
     with tempfile.TemporaryDirectory(prefix="soak_server_") as temporary:
-        out = given.out or Path(tempfile.mkdtemp(prefix="soak_server_results_"))
-        out.mkdir(parents=True, exist_ok=True)
+        out = vllm_server.folder(given.out, "soak_server_results_")
         rows: list[dict[str, Any]] = []
         print(f"seed {given.seed}; results and log: {out}", flush=True)
         try:
@@ -224,8 +216,7 @@ def main() -> None:
             else:
                 model = given.model or temporary
                 if given.layers:
-                    sizes = {"num_hidden_layers": given.layers}
-                    random_checkpoint.write(Path(temporary), given.seed, {**random_checkpoint.GPT_OSS_20B, **sizes})
+                    random_checkpoint.write(Path(temporary), given.seed, {"num_hidden_layers": given.layers})
                 command = [*vllm_server.VLLM, "serve", model, "--port", str(given.port), *given.server]
                 url = f"http://127.0.0.1:{given.port}"
                 with vllm_server.serving(command, url, out / "server.log", given.start) as server:

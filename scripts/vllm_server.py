@@ -12,21 +12,16 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 # The Python that runs the script, so that `vllm` need not be on PATH and is the one beside it.
 VLLM = (sys.executable, "-m", "vllm.entrypoints.cli.main")
-
-
-def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """A script's own words, and those after ``--``, which are its server's."""
-    at = list(words).index("--") if "--" in words else len(words)
-    return list(words[:at]), list(words[at + 1 :])
 
 
 def positive(text: str) -> int:
@@ -39,6 +34,34 @@ def positive(text: str) -> int:
 def positives(text: str) -> list[int]:
     """An argument that is positive whole numbers with commas between."""
     return [positive(part) for part in text.split(",")]
+
+
+def parse(parser: argparse.ArgumentParser, out: str) -> argparse.Namespace:
+    """A script's arguments, with those of each that serves; ``server`` are the words after ``--``, which go to it.
+
+    ``out`` is what the folder ``--out`` is for.
+    """
+    parser.add_argument("--port", type=positive, default=8123)
+    parser.add_argument("--start", type=positive, default=1800, help="seconds that a server may take to start")
+    parser.add_argument("--out", type=Path, help=f"a folder for {out}; else a temporary one")
+    words = sys.argv[1:]
+    at = words.index("--") if "--" in words else len(words)
+    return parser.parse_args(words[:at], argparse.Namespace(server=words[at + 1 :]))
+
+
+def chosen(parser: argparse.ArgumentParser, given: str | None, ways: Iterable[str]) -> list[str]:
+    """Those of ``ways`` that ``--ways`` names, with ``;`` between; none where it is not given."""
+    wanted = given.split(";") if given else []
+    if unknown := [way for way in wanted if way not in ways]:
+        parser.error(f"--ways: {unknown[0]!r} is none of {'; '.join(ways)}")
+    return wanted
+
+
+def folder(given: Path | None, prefix: str) -> Path:
+    """The folder that ``--out`` names, made if it is not there; else a temporary one."""
+    out = given or Path(tempfile.mkdtemp(prefix=prefix))
+    out.mkdir(parents=True, exist_ok=True)
+    return out
 
 
 def need(package: str) -> None:

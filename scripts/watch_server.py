@@ -21,7 +21,6 @@ import contextlib
 import json
 import random
 import sys
-import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,14 +70,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--crashes", type=vllm_server.positive, default=3, help="end after so many")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--port", type=vllm_server.positive, default=8123)
-    parser.add_argument(
-        "--start", type=vllm_server.positive, default=1800, help="seconds that the server may take to start"
-    )
-    parser.add_argument("--out", type=Path, help="a folder for logs and crash_N.jsonl; else a temporary one")
-    own, server = vllm_server.split_words(sys.argv[1:])
-    given = parser.parse_args(own)
-    given.server = server
+    given = vllm_server.parse(parser, "logs and crash_N.jsonl")
     if given.vocabulary < 3:
         parser.error("--vocabulary: prompts are of ids from 2 on, so it must be 3 at least")
     return given
@@ -188,8 +180,7 @@ def reproduce(watch: Watch, lost: list[Request]) -> str:
 def main() -> None:
     given = arguments()
     vllm_server.need("aiohttp")
-    out = given.out or Path(tempfile.mkdtemp(prefix="watch_server_"))
-    out.mkdir(parents=True, exist_ok=True)
+    out = vllm_server.folder(given.out, "watch_server_")
     work = requests(given)
     total, crashes, watch = len(work), 0, Watch(given, out)
     print(f"seed {given.seed}; logs: {out}", flush=True)

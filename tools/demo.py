@@ -15,8 +15,6 @@ The exit status is 0 only if every check in the tables holds. No part of it need
 from __future__ import annotations
 
 import argparse
-import contextlib
-import itertools
 import logging
 import os
 import platform
@@ -24,11 +22,13 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
+
     from flashinfer.jit.sm12x.report import InstanceRow
 
 MODES = {
@@ -37,54 +37,30 @@ MODES = {
     2: "W4A16, bf16 input",
 }
 VIRTUAL_MODES = (0, 2)
-GIB = 1 << 30
 
-
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arch", default="12.1a", help="as FLASHINFER_CUDA_ARCH_LIST has it (default: 12.1a)")
-    parser.add_argument("--tokens", type=int, default=8, help="tokens through the layer (default: 8)")
-    parser.add_argument("--seed", type=int, default=2880, help="of the layer's random weights and inputs")
-    parser.add_argument("--cache", type=Path, help="build in this cache, and keep it, instead of a temporary one")
-    parser.add_argument("--skip-build", action="store_true", help="only run the layer")
-    parser.add_argument("--skip-layer", action="store_true", help="only compile and look into the machine code")
-    parser.add_argument("--skip-virtual", action="store_true", help="run no kernel on the virtual SM121")
-    options = parser.parse_args()
-    if options.tokens < 1:
-        parser.error(f"--tokens is {options.tokens}; it must be at least 1")
-    return options
+Check = tuple[str, bool]
 
 
 def main() -> int:
-    options = arguments()
-    with workspace(options.cache) as cache:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=8, help="tokens through the layer on the CPU (default: 8)")
+    parser.add_argument("--seed", type=int, default=2880, help="of the layer's random weights and inputs")
+    options = parser.parse_args()
+    if options.tokens < 1:
+        parser.error(f"--tokens is {options.tokens}; it must be at least 1")
+    with tempfile.TemporaryDirectory(prefix="flashinfer-demo-") as cache:
         # Read when flashinfer is imported, hence before it is.
-        os.environ["FLASHINFER_WORKSPACE_BASE"] = str(cache)
-        os.environ["FLASHINFER_CUDA_ARCH_LIST"] = options.arch
+        os.environ["FLASHINFER_WORKSPACE_BASE"] = cache
+        os.environ["FLASHINFER_CUDA_ARCH_LIST"] = "12.1a"
         logging.basicConfig(level=logging.WARNING, format="%(message)s")
         introduce()
-        checks: list[tuple[str, bool]] = []
-        if not options.skip_build:
-            checks += compile_and_inspect()
-        if not options.skip_layer:
-            checks += run_layer(options.tokens, options.seed)
-        if not options.skip_virtual:
-            from flashinfer.testing.virtual_device import in_own_process
+        checks = [*compile_and_inspect(), *run_layer(options.tokens, options.seed)]
+        from flashinfer.testing.virtual_device import in_own_process
 
-            checks += in_own_process(run_on_virtual_device, options.seed)
+        checks += in_own_process(run_on_virtual_device, options.seed)
     failed = [what for what, holds in checks if not holds]
     print(f"\n{len(checks) - len(failed)} of {len(checks)} checks hold" + "".join(f"\n  FAILED: {f}" for f in failed))
     return 1 if failed else 0
-
-
-@contextlib.contextmanager
-def workspace(kept: Path | None) -> Iterator[Path]:
-    if kept is not None:
-        kept.mkdir(parents=True, exist_ok=True)
-        yield kept.resolve()
-        return
-    with tempfile.TemporaryDirectory(prefix="flashinfer-demo-") as folder:
-        yield Path(folder)
 
 
 def introduce() -> None:
@@ -100,171 +76,109 @@ def introduce() -> None:
     )
 
 
-def table(title: str, headers: list[str], rows: list[list[object]]) -> None:
+def tell(title: str, headers: Sequence[str], rows: Sequence[Sequence[object]], checks: Sequence[Check] = ()) -> None:
+    """Print a table, and what was checked of it."""
     from tabulate import tabulate
 
-    print(f"\n{title}\n")
-    print(tabulate(rows, headers=headers, tablefmt="simple"), flush=True)
+    print(f"\n{title}\n\n{tabulate(rows, headers=headers, tablefmt='simple')}")
+    for what, holds in checks:
+        print(f"{'ok  ' if holds else 'FAIL'} {what}")
+    sys.stdout.flush()
 
 
-def compile_and_inspect() -> list[tuple[str, bool]]:
+def compile_and_inspect() -> list[Check]:
     from flashinfer.jit.sm12x import modules, report
 
     spec = modules.gen_fused_moe_module()
     print(f"\ncompiling {spec.name}: {len(spec.plan.steps)} sources, {spec.plan.description}", flush=True)
     built = spec.build(need_lock=True)
-    rows = sorted(report.instance_rows(spec), key=lambda row: (row.architecture, row.tactic, row.gemm))
-    table(
-        f"1. {spec.name}",
-        ["sources", "compiled now", "seconds", "CPU seconds", "library MiB"],
-        [
-            [
-                len(spec.plan.steps),
-                len(built.compiled),
-                f"{built.wall_seconds:.1f}",
-                f"{built.cpu_seconds:.1f}",
-                f"{spec.plan.library.stat().st_size / (1 << 20):.1f}",
-            ]
-        ],
-    )
-    print_instances(rows)
-    return machine_code_checks(rows)
+    size = f"{spec.plan.library.stat().st_size / (1 << 20):.1f}"
+    figures = [len(spec.plan.steps), len(built.compiled), f"{built.wall_seconds:.1f}", f"{built.cpu_seconds:.1f}", size]
+    tell(f"1. {spec.name}", ["sources", "compiled now", "seconds", "CPU seconds", "library MiB"], [figures])
+    rows = report.instance_rows(spec)
+    checks = machine_code_checks(rows)
+    tell("2. Its machine code; shared memory of FC1 with 128 experts", *report.as_table(rows), checks)
+    return checks
 
 
-def print_instances(rows: list[InstanceRow]) -> None:
-    """One line per instance; where a figure has two values, they are those of FC1 and FC2."""
-    cells: list[list[object]] = []
-    for _, group in itertools.groupby(rows, key=lambda row: (row.architecture, row.tactic)):
-        gemms = sorted(group, key=lambda row: row.gemm)
-        row = gemms[0]
-
-        def each(column: str, gemms: list[InstanceRow] = gemms) -> str:
-            return " ".join(str(getattr(gemm, column)) for gemm in gemms)
-
-        cells.append(
-            [row.tactic, row.instance, row.architecture, row.schedule, row.stages, row.threads, row.blocks_per_sm]
-            + [f"{row.shared_bytes / 1024:.1f}"]
-            + [each(column) for column in ("registers", "tensor_instructions", "block_scaled_mmas", "local_accesses")]
-        )
-    headers = ["tactic", "instance", "arch", "schedule", "stages", "threads", "blocks/SM"]
-    headers += ["smem KiB", "registers", "MMAs", "QMMA.SF E2M1", "spills"]
-    table("2. Its machine code: FC1 and FC2 of each instance; shared memory with 128 experts", headers, cells)
-
-
-def machine_code_checks(rows: list[InstanceRow]) -> list[tuple[str, bool]]:
+def machine_code_checks(rows: Sequence[InstanceRow]) -> list[Check]:
     # The streamed layer multiplies both formats in bfloat16, which holds scaled MXFP8 and MXFP4 values exactly.
-    block_scaled = [
-        row for row in rows if "mxfp8" in row.instance and row.architecture.startswith("sm_12") and row.gemm != "layer"
-    ]
+    block_scaled = [row for row in rows if "mxfp8" in row.instance and row.gemm != "layer"]
     others = [row for row in rows if row not in block_scaled]
     spilling = [f"{row.instance} {row.gemm}: {row.local_accesses}" for row in rows if row.local_accesses]
-    checks = [
+    total = sum(row.block_scaled_mmas for row in block_scaled)
+    return [
         (f"{len(rows)} kernels have matrix instructions", bool(rows) and all(r.tensor_instructions for r in rows)),
         (
             f"no kernel spills or uses local memory (LDL, STL){' but ' if spilling else ''}{', '.join(spilling)}",
             not spilling,
         ),
+        (
+            f"{len(block_scaled)} W4A8 GEMM kernels use the block-scaled FP4 MMA: {total} QMMA.SF with E2M1 in all",
+            bool(block_scaled) and all(row.block_scaled_mmas > 0 for row in block_scaled),
+        ),
+        (f"{len(others)} other kernels use none", all(row.block_scaled_mmas == 0 for row in others)),
     ]
-    if block_scaled:
-        total = sum(row.block_scaled_mmas for row in block_scaled)
-        checks.append(
-            (
-                f"{len(block_scaled)} W4A8 GEMM kernels use the block-scaled FP4 MMA: {total} QMMA.SF with E2M1 in all",
-                all(row.block_scaled_mmas > 0 for row in block_scaled),
-            )
-        )
-    if others:
-        checks.append((f"{len(others)} other kernels use none", all(row.block_scaled_mmas == 0 for row in others)))
-    for what, holds in checks:
-        print(f"{'ok  ' if holds else 'FAIL'} {what}")
-    return checks
 
 
-def run_layer(num_tokens: int, seed: int) -> list[tuple[str, bool]]:
-    import torch
-
+def compute_layer(mode: int, tokens: int, seed: int, **reference: Any) -> tuple[torch.Tensor, float, str, Check]:
+    """The layer's output, seconds, the share of its error bound that is used, and whether that is less than all."""
     from flashinfer.fused_moe import cutlass_fused_moe
     from flashinfer.testing import BoundViolation, MoECase, check_within_bound, make_moe_inputs, moe_reference
 
+    inputs = make_moe_inputs(MoECase(tokens, hidden=2880, inter=2880, num_experts=128, top_k=4, mode=mode), seed)
+    started = time.perf_counter()
+    output = cutlass_fused_moe(**inputs.arguments())
+    seconds = time.perf_counter() - started
+    (output,) = output if isinstance(output, list | tuple) else (output,)
+    what = f"{MODES[mode]}: every one of {output.numel()} elements within its bound"
+    try:
+        used = check_within_bound(output, *moe_reference(inputs, **reference), MODES[mode])
+    except BoundViolation as violation:
+        print(violation)
+        return output, seconds, "exceeded", (what, False)
+    return output, seconds, f"{used:.2f}", (what, True)
+
+
+def run_layer(num_tokens: int, seed: int) -> list[Check]:
     print(f"\nrunning a gpt-oss-120b layer on {num_tokens} tokens, seed {seed}", flush=True)
-    rows: list[list[object]] = []
-    checks: list[tuple[str, bool]] = []
+    rows, checks = [], []
     for mode, name in MODES.items():
-        case = MoECase(num_tokens, hidden=2880, inter=2880, num_experts=128, top_k=4, mode=mode)
-        inputs = make_moe_inputs(case, seed)
-        started = time.perf_counter()
-        output = cutlass_fused_moe(**inputs.arguments())
-        seconds = time.perf_counter() - started
-        (output,) = output if isinstance(output, list | tuple) else (output,)
-        reference, bound = moe_reference(inputs)
-        touched = len(torch.unique(inputs.token_selected_experts))
-        difference = float((output.double() - reference).abs().max())
-        try:
-            used = f"{check_within_bound(output, reference, bound, name):.2f}"
-            holds = True
-        except BoundViolation as violation:
-            used, holds = "exceeded", False
-            print(violation)
-        largest = float(reference.abs().max())
-        rows.append([name, touched, f"{seconds:.2f}", f"{largest:.3g}", f"{difference:.2g}", used])
-        checks.append((f"{name}: every one of {output.numel()} elements within its bound", holds))
-        del inputs, reference, bound
-    table(
-        "3. cutlass_fused_moe on CPU tensors against float64, gpt-oss-120b layer (2880 x 2880, 128 experts, top-4)",
-        ["mode", "experts touched", "seconds", "largest |output|", "largest difference", "share of bound used"],
-        rows,
-    )
-    for what, holds in checks:
-        print(f"{'ok  ' if holds else 'FAIL'} {what}")
+        output, seconds, used, check = compute_layer(mode, num_tokens, seed)
+        rows.append([name, f"{seconds:.2f}", f"{float(output.abs().max()):.3g}", used])
+        checks.append(check)
+    title = "3. cutlass_fused_moe on CPU tensors against float64, gpt-oss-120b layer (2880 x 2880, 128 experts, top-4)"
+    tell(title, ["mode", "seconds", "largest |output|", "share of bound used"], rows, checks)
     return checks
 
 
-def run_on_virtual_device(seed: int) -> list[tuple[str, bool]]:
+def run_on_virtual_device(seed: int) -> list[Check]:
     """One token through the layer, by the kernels as compiled for SM121."""
-    from flashinfer.fused_moe import cutlass_fused_moe
     from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm120_module
-    from flashinfer.testing import (
-        TENSOR_CORE,
-        BoundViolation,
-        MoECase,
-        check_within_bound,
-        make_moe_inputs,
-        moe_reference,
-    )
+    from flashinfer.testing import TENSOR_CORE
     from flashinfer.testing.virtual_device import virtual_device
 
     print("\nbuilding emulator/ and, with its PTX embedded, fused_moe_120_ptx for 12.1a", flush=True)
     rows: list[list[object]] = []
-    checks: list[tuple[str, bool]] = []
+    checks: list[Check] = []
     started = time.perf_counter()
     with virtual_device("sm_121a", strict=False) as device:
         device.module(gen_cutlass_fused_moe_sm120_module)
         print(f"built in {time.perf_counter() - started:.1f} s; running one token on the virtual SM121", flush=True)
         for mode in VIRTUAL_MODES:
-            name = MODES[mode]
-            inputs = make_moe_inputs(MoECase(1, hidden=2880, inter=2880, num_experts=128, top_k=4, mode=mode), seed)
             before = len(device.launches)
-            output = cutlass_fused_moe(**inputs.arguments())
-            (output,) = output if isinstance(output, list | tuple) else (output,)
+            checks.append(compute_layer(mode, 1, seed, accumulation=TENSOR_CORE)[-1])
             launches = device.launches[before:]
-            rows += launch_rows(name, launches)
-            try:
-                used = check_within_bound(output, *moe_reference(inputs, TENSOR_CORE), name)
-                checks.append((f"{name}: {output.numel()} elements within the bound, {used:.2f} of it used", True))
-            except BoundViolation as violation:
-                print(violation)
-                checks.append((f"{name}: {output.numel()} elements within the bound", False))
-            checks += launch_checks(name, launches)
-            del inputs
+            rows += launch_rows(MODES[mode], launches)
+            checks += launch_checks(MODES[mode], launches)
     headers = ["mode", "launch", "warp instr.", "MMAs", "global MB", "bank conflicts", "predicted us", "by"]
     headers += ["reports", "host s"]
-    table("4. The shipped kernels on the virtual SM121, gpt-oss-120b layer, one token: each launch", headers, rows)
+    title = "4. The shipped kernels on the virtual SM121, gpt-oss-120b layer, one token: each launch"
+    tell(title, headers, rows, checks)
     print(
         "predicted: a roofline for GB10 from these counters, a lower bound and no measurement (emulator/src/model/model.h)"
         "\nglobal MB: distinct 32-byte sectors touched"
     )
-    for what, holds in checks:
-        print(f"{'ok  ' if holds else 'FAIL'} {what}")
     return checks
 
 
@@ -297,7 +211,7 @@ def launch_rows(mode: str, launches: Sequence[Any]) -> list[list[object]]:
     ]
 
 
-def launch_checks(mode: str, launches: Sequence[Any]) -> list[tuple[str, bool]]:
+def launch_checks(mode: str, launches: Sequence[Any]) -> list[Check]:
     """Both GEMMs ran on tensor cores, in two launches or one, and no watcher has anything to report."""
     gemms = [launch for launch in launches if launch_title(launch.kernel) not in ("prologue", "tokens")]
     titles = [launch_title(launch.kernel) for launch in gemms]

@@ -184,7 +184,7 @@ def weights_of(weight: torch.Tensor) -> Literal["mxfp4", "mxfp8"]:
     return "mxfp8" if weight.dtype is torch.float8_e4m3fn else "mxfp4"
 
 
-# Where one way overtakes another: measured on an H200 for gpt-oss's layers (docs/performance.md), a prediction on SM12x.
+# Where one way overtakes another: measured on an H200 for gpt-oss's layers, a prediction on SM12x.
 SECOND_PASS_BYTES = 12 << 20
 """Weights that are streamed twice, for two tiles of tokens, rather than multiplied by a GEMM: L2 still has them."""
 FEW_TILES = {"bf16": 264, "mxfp8": 48, "mxfp4": 48}
@@ -211,6 +211,11 @@ def choose(
         DEQUANTIZED_IN_PIECES_TOKENS[weights] if in_pieces else DEQUANTIZED_TOKENS[on_sm12x]
     ):
         return None
+    return choose_instance(weights, num_tokens, n, k, operand)
+
+
+def choose_instance(weights: str, num_tokens: int, n: int, k: int, operand: Format) -> Instance:
+    """The instance for ``num_tokens`` rows and a weight ``[n, k]``; a GEMM multiplies the tokens as ``operand``."""
     rows = [row for row in DENSE_INSTANCES if row.weights == weights and row.longest_k >= k]
     passes = 2 if n * k // (2 if weights == "mxfp4" else 1) <= SECOND_PASS_BYTES else 1
     streams = [row for row in rows if row.streamed and passes * row.token_tile >= num_tokens]

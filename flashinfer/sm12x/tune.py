@@ -67,7 +67,7 @@ class Runner(TunableRunner):
 
 @functools.lru_cache(maxsize=16)
 def config(most_tokens: int) -> TuningConfig:
-    """Token counts to tune at, spaced as upstream spaces those of MoE layers."""
+    """Token counts to tune at: the buckets of MoE layers."""
     from ..fused_moe.utils import get_hybrid_num_tokens_buckets, make_hybrid_bucket_mapper
 
     buckets = get_hybrid_num_tokens_buckets(most_tokens)

@@ -461,7 +461,7 @@ def test_table_of_instances_as_built(workspace: Path) -> None:
         assert (built.tactic, built.instance, built.architecture) == (row.number, row.name, "sm_121a")
         assert built.block_scaled_mmas == built.tensor_instructions > 0
         assert built.local_accesses == 0
-        assert 32 <= built.registers <= 65536 // (row.blocks_per_sm * row.threads)
+        assert 32 <= built.registers <= 65536 // (row.blocks_per_sm * built.threads)
         assert row.shared_bytes <= built.shared_bytes <= 101376
     headers, cells = as_table(rows)
     assert all(len(cell) == len(headers) for cell in cells)

@@ -235,8 +235,3 @@ def test_its_machine_code_is_the_forks(group_gemm, jit_cache, tmp_path, monkeypa
     subprocess.run(command, check=True, capture_output=True)
     assert len(theirs) == 2
     assert theirs == machine_code(tmp_path / "ours.o", cuobjdump)
-
-
-def test_what_is_written_for_upstream_is_python():
-    for path in (Path(style.__file__).parent / "text").rglob("*.py"):
-        ast.parse(path.read_text(encoding="utf-8"))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tools.upstream_patch import edits, export, figures, style, tree
-from tools.upstream_patch.compose import ComposeError, Literally, New, Take, Text, cxx_files, fork_text
+from tools.upstream_patch.compose import TEXT, ComposeError, cxx_files, fork_text, with_definitions
 from tools.upstream_patch.topics import TOPICS
 
 REPO = Path(__file__).resolve().parents[2]
@@ -131,6 +131,18 @@ def test_a_topic_brings_those_in_front_of_it():
 
 # --- edits ------------------------------------------------------------------------------------------------------------
 
+
+def test_edits_are_read_from_a_file():
+    file = "=== m.py abc123 f\n--- after return 2\n    # a\n\n--- replace if a: --> return 1\n=== m.py - 2 lines:   g\n--- before g\nx\n"
+    f, two_lines = edits.Place("m.py", "f", sha="abc123"), edits.Place("m.py", first="  g", lines=2)
+    assert edits.read(file) == [
+        edits.Edit(f, "return 2", "    # a\n\n"),
+        edits.Edit(f, "if a:", "", "replace", through="return 1"),
+        edits.Edit(two_lines, "g", "x\n", "before"),
+    ]
+    assert edits.read("=== a/b.py\n--- before x\n") == [edits.Edit(edits.Place("a/b.py"), "x", "", "before")]
+
+
 SOURCE = '''\
 import os
 
@@ -219,18 +231,12 @@ def test_a_place_is_checked_in_upstreams_text_not_in_what_topics_made_of_it():
 
 
 def test_definitions_are_taken_with_their_comments_and_documentation():
-    taken = Take("flashinfer/jit/sm12x/instances.py", ("GEMM_INSTANCES", "PAIRS")).text()
-    assert taken.startswith("# Two GEMM kernels a layer.\nPAIRS: tuple[Instance, ...] = (\n")
-    assert taken.endswith('"""What the grouped GEMM is compiled for."""\n')
+    source = "flashinfer/jit/sm12x/instances.py"
+    taken = with_definitions(f"x = 1\n# take {source}: GEMM_INSTANCES PAIRS\ny = 2\n")
+    assert taken.startswith("x = 1\n# Two GEMM kernels a layer.\nPAIRS: tuple[Instance, ...] = (\n")
+    assert taken.endswith('"""What the grouped GEMM is compiled for."""\ny = 2\n')
     with pytest.raises(ComposeError, match=r"instances\.py defines no NOTHING"):
-        Take("flashinfer/jit/sm12x/instances.py", ("PAIRS", "NOTHING")).text()
-    whole = Take("flashinfer/jit/sm12x/instances.py", ("Instance",)).text()
-    part = Take("flashinfer/jit/sm12x/instances.py", ("Instance",), without=("Instance.schedule",)).text()
-    gone = [line for line in whole.splitlines() if line not in part.splitlines()]
-    assert gone[0] == "    def schedule(self) -> Schedule:"
-    assert "\n\n    @property\n    def threads(self)" in part
-    with pytest.raises(ComposeError, match=r"instances\.py defines no Instance\.nothing"):
-        Take("flashinfer/jit/sm12x/instances.py", ("Instance",), without=("Instance.nothing",)).text()
+        with_definitions(f"# take {source}: PAIRS NOTHING\n")
 
 
 def test_parts_of_bindings_that_nobody_calls_upstream_are_left_out():
@@ -244,11 +250,6 @@ def test_parts_of_bindings_that_nobody_calls_upstream_are_left_out():
     assert files["csrc/dense.cu"].rstrip().endswith("flashinfer::sm12x::dense_gemm_workspace_size);")
 
 
-def test_a_rename_must_find_its_text():
-    with pytest.raises(ComposeError, match=r"a\.py: nothing to rename, there is no 'y'"):
-        New("a.py", (Literally("x = 1\n"),), renames={"y": "z"}).text()
-
-
 def test_prose_is_wrapped_and_tables_stay():
     long = "word " * 30
     wrapped = style.wrapped(
@@ -260,18 +261,6 @@ def test_prose_is_wrapped_and_tables_stay():
     compile(wrapped, "wrapped", "exec")
 
 
-def test_items_of_a_docstring_hang():
-    long = "word " * 20
-    text = (
-        f'def f(a, b):\n    """What.\n\n    Args:\n        a: {long}\n            {long}\n        b: short\n    """\n'
-    )
-    lines = style.wrapped(text).splitlines()
-    assert max(map(len, lines)) <= 88
-    assert [line for line in lines if line.startswith("        a: word")]
-    assert lines.count("        b: short") == 1
-    assert all(line.startswith("            word") for line in lines if "word" in line and "a: " not in line)
-
-
 @pytest.mark.parametrize(("path", "mark"), [("a.py", "#"), ("a.cuh", "//"), ("a.jinja", "//")])
 def test_headers_are_upstreams(path, mark):
     text = style.with_header(path, f"{mark} SPDX-License-Identifier: Apache-2.0\n{mark} What it is.\n")
@@ -281,15 +270,6 @@ def test_headers_are_upstreams(path, mark):
     assert text.count("SPDX-License-Identifier") == (mark == "#")
     assert text.count("Licensed under the Apache License, Version 2.0") == (mark == "//")
     assert text.endswith(f"\n{mark} What it is.\n")
-
-
-def test_versions_of_hooks_are_read_from_the_trees_configuration(tmp_path):
-    assert style.hook_versions(tmp_path) == style.PINNED_HOOKS
-    (tmp_path / ".pre-commit-config.yaml").write_text(
-        "repos:\n  - repo: https://github.com/pre-commit/mirrors-clang-format\n    rev: v21.0.3\n"
-        "  - repo: https://github.com/astral-sh/ruff-pre-commit\n    # Ruff version.\n    rev: 'v0.13.1'\n"
-    )
-    assert style.hook_versions(tmp_path) == {"ruff-pre-commit": "0.13.1", "mirrors-clang-format": "21.0.3"}
 
 
 def test_messages_quote_the_pages():
@@ -304,13 +284,14 @@ def test_messages_quote_the_pages():
         with pytest.raises(ComposeError, match=r"docs/\w+\.md has no figure for "):
             figures.filled_in(wrong)
     for topic in TOPICS.values():
-        text = topic.message.text()
+        text = topic.message
         assert "{" not in figures.filled_in(text)
         # Whatever else has a unit of time would not be the pages'.
         assert not re.search(r"\d us\b", text), topic.name
 
 
-def test_texts_are_where_topics_look_for_them():
-    for topic in TOPICS.values():
-        for part in [topic.message, *(part for each in topic.new for part in each.parts if isinstance(part, Text))]:
-            assert len(part.text()) > 40, part
+def test_every_text_is_some_topics():
+    texts = {path for topic in TOPICS.values() for path in (*topic.new, f"messages/{topic.name}.txt")}
+    edits_of = {f"edits/{topic.name}.txt" for topic in TOPICS.values() if topic.edits}
+    there = [path for path in TEXT.rglob("*.*") if path.suffix in (".py", ".txt")]
+    assert {str(path.relative_to(TEXT)) for path in there} == texts | edits_of

@@ -243,7 +243,7 @@ def test_agreement_compares_up_to_the_first_token_that_differs():
 
 def test_compare_vllm_prints_what_vllms_benchmark_measured(checkpoint_folder, tmp_path):
     """vLLM's own ``vllm bench serve``, against the server of the other tests; every way is one of its servers."""
-    words = (str(checkpoint_folder), "--streams", "2", "--input", "8", "--output", "4", "--logs", str(tmp_path))
+    words = (str(checkpoint_folder), "--streams", "2", "--input", "8", "--output", "4", "--out", str(tmp_path))
     done = run("compare_vllm.py", *words, "--ways", "fork, W4A16", "--port", port())
     print(done.stdout, done.stderr[-2000:])
     assert done.returncode == 0

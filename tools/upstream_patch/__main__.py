@@ -45,8 +45,7 @@ def main() -> int:
         print(f"{each.branch}:{git(given.onto, 'diff', '--shortstat', f'{each.branch}^', each.branch).rstrip()}")
         if each.left_out:
             print(f"  without its edits of {', '.join(each.left_out)}: the tree has no such files (no wheel has)")
-    for line in style.other_versions(given.onto):
-        print(line)
+    print("formatted by the ruff and clang-format that are here: run pre-commit in the checkout")
     return 0
 
 

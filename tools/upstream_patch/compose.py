@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""New files of upstream's tree: this fork's, whole or in part, at other paths, and texts of ``text/``."""
+"""New files of upstream's tree: texts of ``text/`` with definitions of the fork's, and the fork's C++ at other paths."""
 
 from __future__ import annotations
 
@@ -7,28 +7,19 @@ import ast
 import itertools
 import posixpath
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from .tree import FORK
 
 TEXT = Path(__file__).parent / "text"
+_TAKE = re.compile(r"^# take (\S+): (.+)$", re.MULTILINE)
 _INCLUDE = re.compile(r'^(\s*#include ")([^"]+)(")', re.MULTILINE)
 _LEFT_OUT = re.compile(r'(?:\n// [^\n]*)*\n#include "([^"]+)"$', re.MULTILINE)
 # Folders that upstream's and this fork's compilers look into.
 _INCLUDE_DIRS = ("include", "csrc")
 # Parts of bindings that no operator upstream calls: their includes are left out, with what they alone need.
 LEFT_OUT = ("csrc/sm12x_register_instance_binding.h", "csrc/dense_mx_sm12x_rows_binding.inl")
-# What comments of C++ sources name, and what is there upstream.
-MENTIONED = {
-    "upstream's XQA kernel": "the XQA kernel",
-    "simulated: sm12x/perfmodel/l2.py": "by a model of L2",
-    "flashinfer/gemm/sm12x_dense.py": "flashinfer/gemm/gemm_sm12x_mx.py",
-    "flashinfer.gemm.group_gemm_mxfp4_nt_groupwise on SM12x": "flashinfer/gemm/group_gemm_sm12x.py",
-}
-
-
 # In templates: what a source is when the fork's build engine makes a library of it alone, and what it is otherwise.
 _ALONE = re.compile(r"{% if alone %}\n.*?{% endif %}\n", re.DOTALL)
 _NOT_ALONE = re.compile(r"{% if not alone %}\n(.*?){% endif %}\n", re.DOTALL)
@@ -46,68 +37,32 @@ def fork_text(path: str) -> str:
     return file.read_text(encoding="utf-8")
 
 
-@dataclass(frozen=True)
-class Take:
-    """Top-level definitions of a Python module of this fork, as they stand there, with the comments in front of them.
+def definitions(source: str, names: Iterable[str]) -> str:
+    """Top-level definitions of a Python module of this fork, in its order, with the comments in front of them.
 
-    Attributes:
-        source: Path in this fork.
-        names: Which; in the order of the module.
-        without: Members of classes among them that stay behind (``Class.member``).
+    Raises:
+        ComposeError: one is not there.
     """
-
-    source: str
-    names: Sequence[str]
-    without: Sequence[str] = ()
-
-    def text(self) -> str:
-        """The definitions, blank lines between them.
-
-        Raises:
-            ComposeError: one is not there.
-        """
-        source = fork_text(self.source)
-        lines = source.splitlines()
-        wanted, whole, end = set(self.names), "", 0
-        body = ast.parse(source).body
-        left = self._left(body)
-        for index, node in enumerate(body):
-            defined = wanted & _defined(node)
-            if not defined:
-                continue
-            wanted -= defined
-            first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", []))])
-            while first > 1 and lines[first - 2].startswith("#"):
-                first -= 1
-            last = node.end_lineno or node.lineno
-            behind = body[index + 1] if index + 1 < len(body) else None
-            # A string behind an assignment documents it.
-            if isinstance(node, (ast.Assign, ast.AnnAssign)) and _is_text(behind):
-                assert behind is not None
-                last = behind.end_lineno or last
-            kept = [number for number in range(first, last + 1) if number not in left]
-            # Neighbours stay neighbours.
-            whole += ("\n" if first == end + 1 else "\n\n") + "\n".join(lines[number - 1] for number in kept)
-            end = last
-        if wanted:
-            raise ComposeError(f"{self.source} defines no {', '.join(sorted(wanted))}")
-        return whole.strip("\n") + "\n"
-
-    def _left(self, body: Sequence[ast.stmt]) -> set[int]:
-        """Numbers of the lines of :attr:`without`, with the blank lines in front of them."""
-        wanted = set(self.without)
-        found: set[int] = set()
-        for node in body:
-            if not isinstance(node, ast.ClassDef):
-                continue
-            for before, member in itertools.pairwise(node.body):
-                name = f"{node.name}.{member.name}" if isinstance(member, ast.FunctionDef) else ""
-                if name in wanted:
-                    wanted.remove(name)
-                    found |= set(range((before.end_lineno or 0) + 1, (member.end_lineno or 0) + 1))
-        if wanted:
-            raise ComposeError(f"{self.source} defines no {', '.join(sorted(wanted))}")
-        return found
+    lines = fork_text(source).splitlines()
+    body = ast.parse("\n".join(lines)).body
+    wanted, whole, end = set(names), "", 0
+    for node, behind in itertools.zip_longest(body, body[1:]):
+        defined = wanted & _defined(node)
+        if not defined:
+            continue
+        wanted -= defined
+        first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", []))])
+        while first > 1 and lines[first - 2].startswith("#"):
+            first -= 1
+        # A string behind an assignment documents it.
+        documented = isinstance(node, (ast.Assign, ast.AnnAssign)) and _is_text(behind)
+        last = (behind if documented else node).end_lineno or node.lineno
+        # Neighbours stay neighbours.
+        whole += ("\n" if first == end + 1 else "\n\n") + "\n".join(lines[first - 1 : last])
+        end = last
+    if wanted:
+        raise ComposeError(f"{source} defines no {', '.join(sorted(wanted))}")
+    return whole.strip("\n")
 
 
 def _is_text(node: ast.stmt | None) -> bool:
@@ -121,50 +76,14 @@ def _defined(node: ast.stmt) -> set[str]:
     return {target.id for target in targets if isinstance(target, ast.Name)}
 
 
-@dataclass(frozen=True)
-class Text:
-    """A file of ``text/``, written for upstream."""
-
-    path: str
-
-    def text(self) -> str:
-        return (TEXT / self.path).read_text(encoding="utf-8")
+def with_definitions(text: str) -> str:
+    """``text`` with definitions of the fork where it says ``# take FILE: NAME NAME``."""
+    return _TAKE.sub(lambda match: definitions(match[1], match[2].split()), text)
 
 
-@dataclass(frozen=True)
-class Literally:
-    """A few lines."""
-
-    lines: str
-
-    def text(self) -> str:
-        return self.lines
-
-
-Part = Take | Text | Literally
-
-
-@dataclass(frozen=True)
-class New:
-    """A file that upstream has not: parts, one behind the other.
-
-    Attributes:
-        path: In upstream's tree.
-        parts: What it is made of.
-        renames: Text that is put in place of other text, for imports; each must be there.
-    """
-
-    path: str
-    parts: Sequence[Part]
-    renames: Mapping[str, str] | None = None
-
-    def text(self) -> str:
-        whole = "\n\n".join(part.text().strip("\n") for part in self.parts) + "\n"
-        for old, new in (self.renames or {}).items():
-            if old not in whole:
-                raise ComposeError(f"{self.path}: nothing to rename, there is no {old!r}")
-            whole = whole.replace(old, new)
-        return whole
+def text_of(path: str) -> str:
+    """What ``text/`` has for a new Python file of upstream's tree."""
+    return with_definitions((TEXT / path).read_text(encoding="utf-8"))
 
 
 def headers_of(roots: Iterable[str]) -> list[str]:
@@ -225,7 +144,4 @@ def _with_includes(path: str, places: Mapping[str, str]) -> str:
         return "" if _resolve(path, match[1]) in LEFT_OUT else match[0]
 
     text = _INCLUDE.sub(renamed, _LEFT_OUT.sub(kept, fork_text(path))).rstrip("\n") + "\n"
-    text = _NOT_ALONE.sub(r"\1\n", _ALONE.sub("", text))
-    for old, new in MENTIONED.items():
-        text = text.replace(old, new)
-    return text
+    return _NOT_ALONE.sub(r"\1\n", _ALONE.sub("", text))

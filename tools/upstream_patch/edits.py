@@ -1,22 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """Changes of upstream's files: each says where it goes, and how what stands there was when the change was written.
 
-A place is a definition of a Python module, by its qualified name, or some lines of another file, by how the first one
-begins. Its text is checked by hash in the commit onto which topics go, so that a definition that upstream moved or
-changed is named before anything is written.
+A file of ``text/edits`` holds places, and the changes of each::
+
+    === FILE                                the file
+    === FILE HASH NAME.OF.A.DEFINITION      a function or class of a Python module, decorators included
+    === FILE HASH 5 lines: THE FIRST ...    so many lines, by how the first begins
+    --- after ANCHOR                        (before, replace) the one line of the place that begins so, blanks aside
+    --- replace ANCHOR --> LAST             from that line to the next one that begins with LAST
+
+Behind a change stand its lines, indented as they are to be. The text of a place is checked by hash (``-``: the anchor alone
+tells) in the commit onto which topics go, so that a definition that upstream moved or changed is named before anything is
+written.
 """
 
 from __future__ import annotations
 
 import ast
 import hashlib
+import re
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from . import style
-from .compose import Part
+from .compose import with_definitions
 from .tree import Files
 
 HASH_DIGITS = 12
@@ -60,16 +69,36 @@ class Edit:
     Attributes:
         place: Where.
         anchor: How the one line of the place begins, blanks aside, at which the change is made.
-        text: New lines, indented as they are to stand; or definitions of the fork's, which are formatted.
+        text: New lines, indented as they are to stand; definitions that it takes of the fork are formatted.
         how: ``before`` or ``after`` the anchor's line, or in its stead.
         through: Of ``replace``: how the last line begins that goes too; the anchor's own when empty.
     """
 
     place: Place
     anchor: str
-    text: str | Part
+    text: str
     how: Literal["before", "after", "replace"] = "after"
     through: str = ""
+
+
+_PLACE = re.compile(r"=== (\S+)(?: (?:-|(\w+)) (?:(\d+) lines?: (.*)|(\S+)))?")
+_CHANGE = re.compile(r"--- (before|after|replace) (.+?)(?: --> (.+))?")
+
+
+def read(text: str) -> list[Edit]:
+    """The edits of a file, in its order."""
+    places: list[Place] = []
+    found: list[Edit] = []
+    for line in text.splitlines():
+        if match := _PLACE.fullmatch(line):
+            file, sha, lines, first, definition = match.groups(default="")
+            places.append(Place(file, definition, first, int(lines or 1), sha))
+        elif match := _CHANGE.fullmatch(line):
+            how: Any = match[1]
+            found.append(Edit(places[-1], match[2], "", how, match[3] or ""))
+        else:
+            found[-1] = replace(found[-1], text=f"{found[-1].text}{line}\n")
+    return found
 
 
 def definition_lines(source: str, name: str) -> tuple[int, int] | None:
@@ -122,6 +151,8 @@ def _elsewhere(place: Place, files: Files) -> str:
 def mismatch(place: Place, files: Files) -> str:
     """How the base commit's text at ``place`` differs from what the edit was written for; empty when it does not."""
     source = files.original(place.file)
+    if source is None and files.text(place.file) is not None:
+        return ""  # a topic in front of this one has made it
     if source is None:
         return f"{place.name}: there is no such file{_elsewhere(place, files)}"
     try:
@@ -154,8 +185,8 @@ def apply(edit: Edit, files: Files) -> str:
         if not ends:
             return f"{edit.place.name}: the line {edit.through.strip()!r} is not there any more"
         last = ends[0]
-    text = edit.text if isinstance(edit.text, str) else style.formatted(edit.text.text()) + "\n\n"
-    new = text.splitlines()
+    text = with_definitions(edit.text)
+    new = (text if text == edit.text else style.formatted(text) + "\n\n").splitlines()
     if edit.how == "replace":
         lines[first : last + 1] = new
     else:

@@ -10,8 +10,7 @@ from pathlib import Path
 from . import style
 from .edits import apply, mismatch
 from .figures import filled_in
-from .topic import Topic
-from .topics import TOPICS
+from .topics import TOPICS, Topic
 from .tree import IN_WHEEL, Files, TreeError, base_of, commit, git, lay_out_wheel, pinned_version, work_tree
 
 BRANCH = "sm12x/"
@@ -164,5 +163,5 @@ def _write(topic: Topic, tree: Path, state: Mapping[str, str], upstream: Files, 
         file.write_text(state[path], encoding="utf-8")
     style.format_files(tree, new, edited)
     git(tree, "add", "--force", "--", *new, *edited)
-    commit(tree, filled_in(topic.message.text()))
+    commit(tree, filled_in(topic.message))
     return Exported(topic, f"{BRANCH}{topic.name}", tuple(new), tuple(edited), missing)

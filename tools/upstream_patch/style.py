@@ -2,14 +2,14 @@
 """Upstream's formatting: its licence header, its line lengths, its formatters with its own settings.
 
 The settings are those of the tree. A tree without any, the wheel's, gets the ones pinned here, which are those of
-upstream's repository in August 2026. Comments and paragraphs of docstrings are wrapped here, since ruff leaves them as
-they are.
+upstream's repository in August 2026. Comments and paragraphs of docstrings are wrapped here: ruff leaves them as they are.
 """
 
 from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import re
 import shutil
 import subprocess
@@ -32,7 +32,6 @@ ignore = [
 CLANG_FORMAT_SETTINGS = (
     "BasedOnStyle: Google\nDerivePointerAlignment: false\nColumnLimit: 100\nPointerAlignment: Left\n"
 )
-PINNED_HOOKS = {"ruff-pre-commit": "0.12.8", "mirrors-clang-format": "19.1.1"}
 
 COPYRIGHT = "Copyright (c) 2026 by FlashInfer team."
 # Modules there begin with two comments or with the licence's notice; C++ sources with the notice.
@@ -66,45 +65,31 @@ def with_header(path: str, text: str) -> str:
 
 # --- prose of Python files -------------------------------------------------------------------------------------------
 
-_TABLE = re.compile(r"[^.?!:]  +\S")
-_SECTION = re.compile(r"\s*(Args|Raises|Returns):$")
-_ITEM = re.compile(r"(\s*)[\w.]+(, [\w.]+)*: \S")
-_LIST = re.compile(r"\s*([-*>]|\d+\.|:\w+ |\.\.|=|>>>|\|)")
+# Lists, tables and underlined titles keep their lines.
+_FIXED = re.compile(r"([-*>]|\d+\.|:\w+ |\.\.|=|\|)|.*[^.?!:]  +\S|.*---")
 
 
 def wrapped(text: str) -> str:
     """Python with comments and docstrings of at most 88 columns, where they are prose."""
-    lines = text.splitlines()
     strings = _docstring_lines(text)
+
+    def prefix(numbered: tuple[int, str]) -> str | int:
+        """What stands in front of each line of a paragraph; of a line that is no prose its number."""
+        index, line = numbered
+        match = re.match(r"\s*" if index in strings else r"\s*# (?=\S)", line)
+        return index if match is None or line.strip() in ("", '"""') else match[0]
+
     out: list[str] = []
-    index = 0
-    items = ""  # indentation of the items of a docstring's section
-    while index < len(lines):
-        line = lines[index]
-        if index in strings and _SECTION.match(line):
-            items = re.match(r"\s*", line)[0] + "    "  # type: ignore[index]
-        elif index not in strings:
-            items = ""
-        item = _ITEM.match(line) if items and index in strings else None
-        if item is not None and item[1] == items:
-            end = index + 1
-            while end in strings and lines[end].startswith(items + "    "):
-                end += 1
-            out += _wrap(lines[index:end], items, items + "    ")
-            index = end
-            continue
-        comment = re.match(r"(\s*)# ", line)
-        if comment or (index in strings and line.strip() and not line.lstrip().startswith('"""')):
-            end = index
-            prefix = comment[0] if comment else re.match(r"\s*", line)[0]  # type: ignore[index]
-            while end < len(lines) and _same_paragraph(lines[end], prefix, bool(comment), end in strings):
-                end += 1
-            block = lines[index:end]
-            out += _wrap(block, prefix) if end > index else [line]
-            index = max(end, index + 1)
-        else:
-            out += _split_summary(line) if index in strings else [line]
-            index += 1
+    for before, numbered in itertools.groupby(enumerate(text.splitlines()), prefix):
+        lines = [line for _, line in numbered]
+        if isinstance(before, str) and max(map(len, lines)) > PYTHON_COLUMNS:
+            prose = [line[len(before) :].rstrip() for line in lines]
+            if not any(map(_FIXED.match, prose)):
+                lines = textwrap.wrap(
+                    " ".join(prose), PYTHON_COLUMNS, initial_indent=before, subsequent_indent=before,
+                    break_long_words=False, break_on_hyphens=False,
+                )  # fmt: skip
+        out += lines
     return "\n".join(out) + "\n"
 
 
@@ -116,42 +101,6 @@ def _docstring_lines(text: str) -> set[int]:
         if isinstance(value, ast.Constant) and isinstance(value.value, str) and value.end_lineno is not None:
             found |= set(range(value.lineno - 1, value.end_lineno))
     return found
-
-
-def _same_paragraph(line: str, prefix: str, comment: bool, in_string: bool) -> bool:
-    if not line.startswith(prefix) or '"""' in line:
-        return False
-    rest = line[len(prefix) :]
-    if comment:
-        return bool(rest.strip()) and not rest.startswith(" ")
-    return in_string and bool(rest.strip()) and not rest.startswith(" ")
-
-
-def _wrap(block: Sequence[str], prefix: str, hanging: str = "") -> list[str]:
-    texts = [line.strip() if hanging else line[len(prefix) :] for line in block]
-    prose = not any(_LIST.match(text) or _TABLE.search(text) for text in texts)
-    if max(map(len, block)) <= PYTHON_COLUMNS or not prose or "---" in block[0]:
-        return list(block)
-    joined = " ".join(" ".join(block).split())
-    if prefix.strip():
-        joined = re.sub(r"(^| )# ", " ", joined).strip()
-    return textwrap.wrap(
-        joined, PYTHON_COLUMNS, initial_indent=prefix, subsequent_indent=hanging or prefix, break_long_words=False,
-        break_on_hyphens=False,
-    )  # fmt: skip
-
-
-def _split_summary(line: str) -> list[str]:
-    """A docstring's first line, which may be all of it."""
-    match = re.match(r'(\s*)(r?""")(.*?)(""")?$', line)
-    if len(line) <= PYTHON_COLUMNS or match is None:
-        return [line]
-    indent, quotes, summary, end = match[1], match[2], match[3], match[4] or ""
-    parts = textwrap.wrap(
-        summary, PYTHON_COLUMNS - len(indent) - len(quotes), break_long_words=False, break_on_hyphens=False
-    )
-    first, *more = parts
-    return [f"{indent}{quotes}{first}", *(f"{indent}{each}" for each in more), *([f"{indent}{end}"] if end else [])]
 
 
 # --- formatters -------------------------------------------------------------------------------------------------------
@@ -178,31 +127,6 @@ def formatted(text: str) -> str:
     if done.returncode != 0:
         raise StyleError(done.stderr)
     return done.stdout
-
-
-def hook_versions(tree: Path) -> dict[str, str]:
-    """Versions of the formatters that the tree's pre-commit configuration names, else the pinned ones."""
-    file = tree / ".pre-commit-config.yaml"
-    found = dict(PINNED_HOOKS)
-    if file.is_file():
-        text = file.read_text(encoding="utf-8")
-        for hook in found:
-            match = re.search(rf"/{re.escape(hook)}\s*(?:#[^\n]*\n\s*)*rev:\s*['\"]?v?([\w.]+)", text)
-            if match:
-                found[hook] = match[1]
-    return found
-
-
-def other_versions(tree: Path) -> list[str]:
-    """One line for each formatter here that is not the version the tree asks for."""
-    said = []
-    wanted = hook_versions(tree)
-    for hook, name in (("ruff-pre-commit", "ruff"), ("mirrors-clang-format", "clang-format")):
-        answer = subprocess.run([_tool(name), "--version"], capture_output=True, text=True, check=True).stdout
-        version = re.search(r"\d+\.\d+\.\d+", answer)
-        if version is not None and version[0] != wanted[hook]:
-            said.append(f"formatted by {name} {version[0]}; the tree's pre-commit has {wanted[hook]}: run it once more")
-    return said
 
 
 def format_files(tree: Path, new: Iterable[str], edited: Iterable[str]) -> None:

@@ -19,13 +19,10 @@ ROW_TILE = 128
 MAX_EXPERTS = 512  # local experts whose routing tables fit the block's shared memory
 IN_KERNEL_ENTRIES = 256  # (token, slot) pairs that the kernels route by themselves
 
-# The streamed layer (include/flashinfer/sm12x/stream/params.h).
-STREAM_EPILOGUE_WARPS = 4
 STREAM_ENTRIES = 1024  # (token, slot) pairs that a streamed layer takes
 
 Format = Literal["mxfp4", "mxfp8", "bf16"]
 Layer = Literal["moe", "dense"]
-Schedule = Literal["multi-block", "8-warp", "streamed"]
 _MULTIPLIES = ("mxfp8", "mxfp8_as_bf16", "bf16")
 
 
@@ -110,24 +107,6 @@ class Instance:
     def streamed(self) -> bool:
         """Whether the row is a stream of weights (``include/flashinfer/sm12x/stream``), else GEMMs of tiles (``tile``)."""
         return self.mma_warps > 0
-
-    @property
-    def schedule(self) -> Schedule:
-        """How a block's warps work together.
-
-        ``multi-block``: four consumer warps, and the SM's blocks alternate; ``8-warp``: eight share a tile;
-        ``streamed``: all MMA warps share K of whole weight rows, one block per SM, both GEMMs.
-        """
-        if self.streamed:
-            return "streamed"
-        return "8-warp" if self.token_tile == 128 else "multi-block"
-
-    @property
-    def threads(self) -> int:
-        """Of a block: one producer warp beside the consumers, or epilogue warps beside the MMA warps."""
-        if self.streamed:
-            return 32 * (self.mma_warps + STREAM_EPILOGUE_WARPS)
-        return 288 if self.schedule == "8-warp" else 160
 
     @property
     def longest_k(self) -> int:

@@ -13,6 +13,7 @@ from .inspect_sass import KernelCode, inspect
 from .instances import INSTANCES, ROW_TILE, Instance
 from .spec import JitSpecSm12x
 
+_STREAM_EPILOGUE_WARPS = 4  # include/flashinfer/sm12x/stream/params.h
 _RESERVED_SHARED = 1024  # by the driver in each block; counted among static shared memory
 
 
@@ -25,9 +26,11 @@ class InstanceRow:
         instance: Its name, as in the autotuner's cache files.
         gemm: ``fc1``, ``fc2``, ``layer`` (both in one launch) or ``group`` (the public grouped GEMM).
         architecture: Such as ``sm_121a``.
-        token_tile, row_tile, k_tile, stages, schedule: From the table; stages of a streamed layer: a gpt-oss layer's on a GB10.
+        token_tile, row_tile, k_tile, stages: From the table; stages of a streamed layer: a gpt-oss layer's on a GB10.
+        schedule: ``multi-block``: four consumer warps, and the SM's blocks alternate; ``8-warp``: eight share a tile;
+            ``streamed``: all MMA warps share K of whole weight rows, one block per SM, both GEMMs.
         blocks_per_sm: Blocks that are to fit an SM of a GB10 together.
-        threads: Of a block.
+        threads: Of a block: one producer warp beside the consumers, or epilogue warps beside the MMA warps.
         registers: Per thread.
         shared_bytes: Shared memory of a block, without what the driver reserves: of FC1 with 128 local experts, of a
             streamed layer with those stages.
@@ -78,6 +81,10 @@ def instance_rows(spec: JitSpecSm12x, instances: Iterable[Instance] = INSTANCES)
 
 
 def _row(instance: Instance, kernel: KernelCode) -> InstanceRow:
+    if instance.streamed:
+        schedule, threads = "streamed", 32 * (instance.mma_warps + _STREAM_EPILOGUE_WARPS)
+    else:
+        schedule, threads = ("8-warp", 288) if instance.token_tile == 128 else ("multi-block", 160)
     return InstanceRow(
         tactic=instance.number,
         instance=instance.name,
@@ -87,9 +94,9 @@ def _row(instance: Instance, kernel: KernelCode) -> InstanceRow:
         row_tile=ROW_TILE,
         k_tile=instance.k_tile,
         stages=instance.stages,
-        schedule=instance.schedule,
+        schedule=schedule,
         blocks_per_sm=instance.blocks_per_sm,
-        threads=instance.threads,
+        threads=threads,
         registers=kernel.registers,
         shared_bytes=instance.shared_bytes + max(0, kernel.static_shared - _RESERVED_SHARED),
         local_accesses=kernel.local_accesses,

@@ -7,7 +7,7 @@
 #include <cstdint>
 
 // GB10 does not reliably honour the release ordering of mbarrier.arrive (flashinfer issue 3658, seen on a DGX Spark and
-// not on SM120; upstream's XQA kernel carries the same remedy). So every arrival, that of a thread that has only read
+// not on SM120; the XQA kernel carries the same remedy). So every arrival, that of a thread that has only read
 // included, has a block-level fence before it, and a counter that other blocks look at is raised behind a device-level
 // one.
 //

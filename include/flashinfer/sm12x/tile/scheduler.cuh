@@ -9,8 +9,7 @@
 // Units are ordered (expert, panel of tokens, row tile, token tile). Contiguous ranges of everything, which would also
 // be equal, have every block read another expert: at 8,192 tokens of gpt-oss-120b 15 GB instead of 1.4 (measured on an
 // H200). A panel is few enough tokens to stay in L2 while all of an expert's weights go by: without panels a dense
-// layer of 8,192 tokens reads all of them again for each row tile, 1.0 GB instead of 0.05
-// (simulated: sm12x/perfmodel/l2.py).
+// layer of 8,192 tokens reads all of them again for each row tile, 1.0 GB instead of 0.05 (by a model of L2).
 #pragma once
 
 #include <cstdint>

@@ -17,9 +17,7 @@ def bench_group_gemm(groups, m, n, k, backend):
     b = torch.randint(0, 256, (groups, n, k // 2), dtype=torch.uint8, device="cuda")
     rows = (cum_m + 127 * groups) // 128 * 128
     a_scale = torch.full((rows, k // 32), 127, dtype=torch.uint8, device="cuda")
-    b_scale = torch.full(
-        (groups, (n + 127) // 128 * 128, k // 32), 127, dtype=torch.uint8, device="cuda"
-    )
+    b_scale = torch.full((groups, (n + 127) // 128 * 128, k // 32), 127, dtype=torch.uint8, device="cuda")
     m_indptr = torch.arange(groups + 1, dtype=torch.int32, device="cuda") * m
     out = torch.empty(cum_m, n, dtype=torch.bfloat16, device="cuda")
     measured = bench_gpu_time(

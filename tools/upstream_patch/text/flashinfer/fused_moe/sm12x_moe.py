@@ -1,39 +1,88 @@
-@functools.lru_cache(maxsize=16)
-def _tuning_config(tune_max_num_tokens: int) -> TuningConfig:
-    """L2 is cold: a layer's weights do not stay there from one token to the next."""
-    return TuningConfig(
-        dynamic_tensor_specs=(
-            DynamicTensorSpec(
-                (0,),
-                (0,),
-                get_hybrid_num_tokens_buckets(tune_max_num_tokens),
-                make_hybrid_bucket_mapper(tune_max_num_tokens),
-            ),
-        ),
-        use_cold_l2_cache=True,
-        use_cuda_graph=True,
+"""MoE layers with MXFP4 weights on SM120 and SM121 (``backend="sm12x"``).
+
+Two GEMM kernels a layer: FC1 with bias and SwiGLU in its epilogue, FC2 with bias, routing weights and the sum over a
+token's experts, whose order is fixed. A streamed row of the tables is one launch for both. The kernels route by
+themselves; nothing waits on the host.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..autotuner import AutoTuner, DynamicTensorSpec, TunableRunner, TuningConfig
+from ..jit.sm12x.heuristics import expected_rows, narrowest_that_holds
+from ..jit.sm12x.instances import INSTANCES, Format, Instance, index_of
+from ..jit.sm12x.moe import gen_sm12x_moe_module
+from ..utils import BackendSupportedError, device_support_pdl, get_compute_capability
+from .sm12x_moe_checks import (
+    BLOCK_SIZE,
+    Mode,
+    MoECall,
+    MoEProblem,
+    describe,
+    require_k_alignment,
+    require_pairs,
+    round_up,
+    select_mode,
+    validate,
+)
+
+
+@functools.cache
+def get_sm12x_moe_module():
+    return gen_sm12x_moe_module().build_and_load()
+
+
+def _workspace_bytes(problem: MoEProblem) -> int:
+    return get_sm12x_moe_module().sm12x_moe_workspace_size(
+        problem.num_tokens,
+        problem.hidden,
+        problem.inter,
+        problem.num_local_experts,
+        problem.top_k,
+        int(problem.mode),
+        False,
     )
 
 
-def _forced(profile_ids: Sequence[int], problem: MoEProblem) -> tuple[int, int]:
-    numbers = {row.number: row.index for row in _valid_rows(problem)}
-    if len(profile_ids) != 2 or any(
-        number != -1 and number not in numbers for number in profile_ids
-    ):
-        raise ValueError(
-            f"profile_ids must be [fc1, fc2], each -1 or one of {sorted(numbers)}, "
-            f"got {list(profile_ids)}"
-        )
-    wanted = [-1 if number == -1 else numbers[number] for number in profile_ids]
-    return resolved_pair(wanted, _default_tactics(problem))
+# The streamed layer reads every weight once for each tile of 8 tokens: it is chosen as long as an expert that is hit
+# can expect no more rows than this.
+STREAMED_ROWS = 4.5
+
+
+def choose_moe(
+    activation: Format, num_rows: int, num_experts: int, hidden: int, inter: int, all_sms: bool = True
+) -> Instance:
+    """The row for a layer; ``num_rows`` is tokens times top_k.
+
+    Blocks of a streamed layer wait for each other, so that without ``all_sms`` of the device only pairs of GEMMs are
+    chosen from.
+    """
+    rows = expected_rows(num_rows, num_experts)
+    fitting = [row for row in INSTANCES if row.activation == activation]
+    if all_sms and rows <= STREAMED_ROWS:
+        for row in fitting:
+            if row.streamed and row.takes(num_rows, hidden, inter):
+                return row
+    return narrowest_that_holds(rows, [row for row in fitting if not row.streamed])
+
+
+def _default_tactics(problem: MoEProblem, all_sms: bool = True) -> tuple[int, int]:
+    rows = problem.num_tokens * problem.top_k
+    sizes = problem.num_local_experts, problem.hidden, problem.inter
+    row = choose_moe(problem.mode.activation, rows, *sizes, all_sms)
+    return row.index, row.index
+
+
+# take flashinfer/fused_moe/sm12x_planner.py: computes_layer go_together resolved_pair wanted_tactics
+# take flashinfer/sm12x/tune.py: config
+# take flashinfer/fused_moe/sm12x_operator.py: as_bytes
 
 
 def _launch(problem: MoEProblem, call: MoECall, tactics: tuple[int, int]) -> bool:
     """Run a valid call that has an output and a workspace."""
-
-    def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.view(torch.uint8)
-
     fc1_scales, fc1_global, fc2_scales, fc2_global = call.weight_scales
     return get_sm12x_moe_module().sm12x_moe_run(
         call.output,
@@ -63,7 +112,10 @@ def _launch(problem: MoEProblem, call: MoECall, tactics: tuple[int, int]) -> boo
 
 
 def _run(problem: MoEProblem, call: MoECall, tactics: tuple[int, int]) -> None:
-    _launch(problem, call, tactics)
+    if not _launch(problem, call, tactics):
+        # The stream has fewer SMs than the device (a green context, or MPS), and blocks of a streamed layer wait for
+        # each other.
+        _launch(problem, call, _default_tactics(problem, all_sms=False))
 
 
 class Sm12xMoERunner(TunableRunner):
@@ -93,15 +145,21 @@ class Sm12xMoERunner(TunableRunner):
         )
 
     def get_valid_tactics(self, inputs: list[torch.Tensor], profile: Any) -> list[str]:
-        return [row.name for row in _valid_rows(self.problem)]
+        problem = self.problem
+        sizes = inputs[0].shape[0] * problem.top_k, problem.hidden, problem.inter
+        return [
+            row.name
+            for row in INSTANCES
+            if row.activation == problem.mode.activation
+            and row.takes(*sizes)
+            and not (row.streamed and self.gemm_idx == 2)
+        ]
 
     def _profile(self, activations: torch.Tensor) -> tuple[MoEProblem, MoECall]:
         num_tokens, device = activations.shape[0], activations.device
         problem = self.problem._replace(num_tokens=num_tokens)
         generator = torch.Generator().manual_seed(0)
-        scores = torch.rand(
-            (num_tokens, problem.num_experts_total), generator=generator
-        )
+        scores = torch.rand((num_tokens, problem.num_experts_total), generator=generator)
         ids = scores.topk(problem.top_k, dim=1).indices
         input_sf = None
         if problem.mode is Mode.MXFP8_INPUT:
@@ -110,26 +168,16 @@ class Sm12xMoERunner(TunableRunner):
                 shape = (round_up(num_tokens, 128), round_up(shape[1], 4))
             input_sf = torch.full(shape, 0x7F, dtype=torch.uint8, device=device)
         return problem, self._call_cache._replace(
-            output=torch.empty(
-                (num_tokens, problem.hidden), dtype=self.output_dtype, device=device
-            ),
-            workspace_buffer=torch.empty(
-                _workspace_bytes(problem), dtype=torch.uint8, device=device
-            ),
+            output=torch.empty((num_tokens, problem.hidden), dtype=self.output_dtype, device=device),
+            workspace_buffer=torch.empty(_workspace_bytes(problem), dtype=torch.uint8, device=device),
             input=activations,
             input_sf=input_sf,
             token_selected_experts=ids.to(device=device, dtype=torch.int32),
-            token_final_scales=torch.full(
-                (num_tokens, problem.top_k), 1 / problem.top_k, device=device
-            ),
+            token_final_scales=torch.full((num_tokens, problem.top_k), 1 / problem.top_k, device=device),
         )
 
     def forward(
-        self,
-        inputs: list[torch.Tensor],
-        tactic: Any = -1,
-        do_preparation: bool = False,
-        **kwargs,
+        self, inputs: list[torch.Tensor], tactic: Any = -1, do_preparation: bool = False, **kwargs
     ) -> torch.Tensor:
         problem, call = self._profile(inputs[0])
         own = -1 if tactic == -1 else index_of(tactic)
@@ -140,32 +188,24 @@ class Sm12xMoERunner(TunableRunner):
 
 def _tuned(problem: MoEProblem, call: MoECall) -> tuple[int, int]:
     tuner = AutoTuner.get()
-    inputs = [
-        call.input,
-        call.fc1_expert_weights.view(torch.uint8),
-        call.fc2_expert_weights.view(torch.uint8),
-    ]
+    inputs = [call.input, call.fc1_expert_weights.view(torch.uint8), call.fc2_expert_weights.view(torch.uint8)]
     chosen = []
     for gemm_idx in (1, 2):
         _, tactic = tuner.choose_one(
             f"flashinfer::sm12x_moe::fc{gemm_idx}",
             [Sm12xMoERunner(problem, call, gemm_idx)],
-            _tuning_config(call.tune_max_num_tokens),
+            config(call.tune_max_num_tokens),
             inputs,
         )
         chosen.append(-1 if tactic == -1 else index_of(tactic))
     return resolved_pair(chosen, _default_tactics(problem))
 
 
-def sm12x_mode(
-    device: torch.device, input_dtype: torch.dtype, weight_dtype: torch.dtype, **flags
-) -> Mode:
+def sm12x_mode(device: torch.device, input_dtype: torch.dtype, weight_dtype: torch.dtype, **flags) -> Mode:
     """The mode of a call; ``flags`` are the ``use_*`` flags and ``activation_type``."""
     major, minor = get_compute_capability(device)
     if major != 12:
-        raise BackendSupportedError(
-            f"backend='sm12x' is for SM120 and SM121, not SM{major}{minor}"
-        )
+        raise BackendSupportedError(f"backend='sm12x' is for SM120 and SM121, not SM{major}{minor}")
     mode = select_mode(input_dtype, weight_dtype, **flags)
     if mode is None:
         raise ValueError(
@@ -187,11 +227,7 @@ def sm12x_fused_moe(call: MoECall) -> torch.Tensor:
     """
     problem, device = validate(call), call.input.device
     if call.output is None:
-        output = torch.empty(
-            (problem.num_tokens, problem.hidden),
-            dtype=call.output_dtype,
-            device=device,
-        )
+        output = torch.empty((problem.num_tokens, problem.hidden), dtype=call.output_dtype, device=device)
         call = call._replace(output=output)
     if problem.num_tokens == 0:
         return call.output
@@ -208,7 +244,7 @@ def sm12x_fused_moe(call: MoECall) -> torch.Tensor:
     if call.enable_pdl is None:
         call = call._replace(enable_pdl=device_support_pdl(device))
     if call.profile_ids is not None:
-        tactics = _forced(call.profile_ids, problem)
+        tactics = resolved_pair(wanted_tactics(call.profile_ids, problem.mode), _default_tactics(problem))
     else:
         tactics = _tuned(problem, call)
     _run(problem, call, tactics)
@@ -239,13 +275,6 @@ def sm12x_fused_moe_workspace_size(
     experts = num_experts_total // ep_size
     return _workspace_bytes(
         MoEProblem(
-            mode,
-            max_num_tokens,
-            hidden_size,
-            intermediate_size,
-            experts,
-            top_k,
-            ep_rank * experts,
-            num_experts_total,
+            mode, max_num_tokens, hidden_size, intermediate_size, experts, top_k, ep_rank * experts, num_experts_total
         )
     )

@@ -5,30 +5,23 @@ block-scaled MMA, else of bfloat16, which holds every value of these formats exa
 """
 
 import functools
-from typing import Any, List, Optional, Tuple
+from typing import Any, Dict, List, Literal, Optional, Tuple
 
 import torch
 
 from ..autotuner import OptimizationProfile, TunableRunner
 from ..jit.sm12x.dense import gen_sm12x_dense_module
-from ..jit.sm12x.instances import DENSE_INSTANCES, Instance
+from ..jit.sm12x.instances import DENSE_INSTANCES, Format, Instance
 from ..utils import device_support_pdl
 
 # Formats of tokens, as TokenFormat of grouped_gemm_params.cuh numbers them.
 BF16 = 0
 MXFP8_SWIZZLED = 3
 MXFP4_SWIZZLED = 5
+# As what a GEMM multiplies them. mm_fp4's weights are MXFP4 as its tokens are: kind::mxf4 multiplies both as they come.
+_OPERANDS: Dict[int, Format] = {BF16: "bf16", MXFP8_SWIZZLED: "mxfp8", MXFP4_SWIZZLED: "mxfp4"}
 
-# Weights that are streamed twice rather than multiplied by a GEMM.
-_SECOND_PASS_BYTES = 12 << 20
-# Tiles of the output up to which the fewest tokens a tile are faster.
-_FEW_TILES = {"bf16": 264, "mxfp8": 48, "mxfp4": 48}
-# Relative time of a tile of so many tokens, where there are many.
-_TILE_COST = {
-    "bf16": {32: 1.0, 48: 1.2, 64: 1.45},
-    "mxfp8": {64: 1.0, 128: 1.8},
-    "mxfp4": {64: 1.0, 128: 1.8},
-}
+# take flashinfer/gemm/sm12x_dense.py: SECOND_PASS_BYTES FEW_TILES GEMM_TILE_COST weights_of choose_instance
 
 
 @functools.cache
@@ -36,15 +29,8 @@ def get_sm12x_dense_module():
     return gen_sm12x_dense_module().build_and_load()
 
 
-def _weights(weight: torch.Tensor) -> str:
-    return "mxfp8" if weight.dtype == torch.float8_e4m3fn else "mxfp4"
-
-
-def _valid_instances(
-    weights: str, num_tokens: int, k: int, token_format: int
-) -> List[Instance]:
-    # mm_fp4's weights are MXFP4 as its tokens are: kind::mxf4 multiplies both as they come.
-    operand = {BF16: "bf16", MXFP4_SWIZZLED: "mxfp4"}.get(token_format, "mxfp8")
+def _valid_instances(weights: str, num_tokens: int, k: int, token_format: int) -> List[Instance]:
+    operand = _OPERANDS[token_format]
     return [
         row
         for row in DENSE_INSTANCES
@@ -53,38 +39,6 @@ def _valid_instances(
         and (row.operand == operand or row.streamed)
         and (not row.streamed or 2 * row.token_tile >= num_tokens)
     ]
-
-
-def choose_dense(
-    weights: str, num_tokens: int, n: int, k: int, token_format: int
-) -> Instance:
-    """The default instance for ``num_tokens`` rows and a weight ``[n, k]``."""
-    rows = _valid_instances(weights, num_tokens, k, token_format)
-    weight_bytes = n * k // (2 if weights == "mxfp4" else 1)
-    passes = 2 if weight_bytes <= _SECOND_PASS_BYTES else 1
-    streams = [
-        row for row in rows if row.streamed and passes * row.token_tile >= num_tokens
-    ]
-    if streams:
-        return min(
-            streams,
-            key=lambda row: (
-                -(-num_tokens // row.token_tile),
-                row.token_tile,
-                row.k_tile,
-            ),
-        )
-    gemms = [row for row in rows if not row.streamed]
-    operand = gemms[0].operand
-    smallest = min(gemms, key=lambda row: row.token_tile)
-    if -(-n // 128) * -(-num_tokens // smallest.token_tile) <= _FEW_TILES[operand]:
-        return smallest
-    return min(
-        gemms,
-        key=lambda row: (
-            -(-num_tokens // row.token_tile) * _TILE_COST[operand][row.token_tile]
-        ),
-    )
 
 
 def check_scales(name: str, scales: torch.Tensor, rows: int, k: int) -> None:
@@ -97,12 +51,7 @@ def check_scales(name: str, scales: torch.Tensor, rows: int, k: int) -> None:
         )
 
 
-def check_dense(
-    a: torch.Tensor,
-    rows: torch.Tensor,
-    out: Optional[torch.Tensor],
-    k: int,
-) -> None:
+def check_dense(a: torch.Tensor, rows: torch.Tensor, out: Optional[torch.Tensor], k: int) -> None:
     """Raise ``ValueError`` unless the kernels can read the operands where they are.
 
     ``rows`` are the weights, ``(n, k)`` or ``(n, k / 2)``.
@@ -113,9 +62,7 @@ def check_dense(
         if tensor is None:
             continue
         if not tensor.is_contiguous():
-            raise ValueError(
-                f"{name} must be contiguous (b: column-major) for backend='sm12x'"
-            )
+            raise ValueError(f"{name} must be contiguous (b: column-major) for backend='sm12x'")
         if name != "out" and tensor.data_ptr() % 16:
             raise ValueError(f"{name} must start at a multiple of 16 bytes")
 
@@ -144,19 +91,17 @@ def run_dense(
     """
     if out.numel() == 0:
         return out
-    weights = _weights(weight)
+    weights = weights_of(weight)
     n, k = weight.shape[0], weight.shape[1] * (2 if weights == "mxfp4" else 1)
     num_tokens = tokens.shape[0]
     if tactic == -1:
-        row = choose_dense(weights, num_tokens, n, k, token_format)
+        row = choose_instance(weights, num_tokens, n, k, _OPERANDS[token_format])
     else:
         row = DENSE_INSTANCES[tactic]
     module = get_sm12x_dense_module()
     workspace = None
     if not row.streamed:
-        size = module.sm12x_dense_gemm_workspace_size(
-            num_tokens, k, row.index, token_format
-        )
+        size = module.sm12x_dense_gemm_workspace_size(num_tokens, k, row.index, token_format)
         workspace = torch.empty(size, dtype=torch.uint8, device=tokens.device)
     module.sm12x_dense_run(
         out,
@@ -192,38 +137,18 @@ class Sm12xDenseRunner(TunableRunner):
         rows = b.t()
         if self.token_format == MXFP4_SWIZZLED:
             a, rows = a.view(torch.uint8), rows.view(torch.uint8)
-        return (
-            out,
-            a,
-            contiguous_scales(a_descale),
-            rows,
-            contiguous_scales(b_descale),
-            alpha,
-        )
+        return (out, a, contiguous_scales(a_descale), rows, contiguous_scales(b_descale), alpha)
 
     def get_cache_key_extras(self, inputs: List[Any]) -> Tuple[Any, ...]:
         out = self._operands(inputs)[0]
         return (self.token_format, str(out.dtype), self.enable_pdl)
 
-    def get_valid_tactics(
-        self, inputs: List[Any], profile: OptimizationProfile
-    ) -> List[int]:
+    def get_valid_tactics(self, inputs: List[Any], profile: OptimizationProfile) -> List[int]:
         _, tokens, _, rows, _, _ = self._operands(inputs)
         k = rows.shape[1] * (2 if self.token_format == MXFP4_SWIZZLED else 1)
-        return [
-            row.index
-            for row in _valid_instances(
-                _weights(rows), tokens.shape[0], k, self.token_format
-            )
-        ]
+        return [row.index for row in _valid_instances(weights_of(rows), tokens.shape[0], k, self.token_format)]
 
-    def forward(
-        self,
-        inputs: List[Any],
-        tactic: int = -1,
-        do_preparation: bool = False,
-        **kwargs,
-    ) -> torch.Tensor:
+    def forward(self, inputs: List[Any], tactic: int = -1, do_preparation: bool = False, **kwargs) -> torch.Tensor:
         out, a, a_scales, rows, b_scales, alpha = self._operands(inputs)
         return run_dense(
             out,

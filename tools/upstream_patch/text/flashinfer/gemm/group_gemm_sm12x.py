@@ -19,9 +19,7 @@ def get_sm12x_group_gemm_module():
     return gen_sm12x_group_gemm_module().build_and_load()
 
 
-def scale_rows(cum_m: int, num_groups: int) -> int:
-    """Rows of ``a_scale`` that hold every split of ``cum_m`` rows into groups."""
-    return (cum_m + 127 * num_groups) // 128 * 128
+# take flashinfer/gemm/sm12x_group_gemm.py: scale_rows
 
 
 def check_group_gemm_mxfp4_sm12x(
@@ -37,28 +35,16 @@ def check_group_gemm_mxfp4_sm12x(
     blocks = (a.shape[1] // 32 + 3) // 4 * 4
     rows = scale_rows(a.shape[0], num_groups)
     if a_scale.ndim != 2 or a_scale.shape[0] < rows or a_scale.shape[1] != blocks:
-        raise ValueError(
-            f"a_scale must have shape (>= {rows}, {blocks}), got {tuple(a_scale.shape)}"
-        )
+        raise ValueError(f"a_scale must have shape (>= {rows}, {blocks}), got {tuple(a_scale.shape)}")
     b_scale_shape = (num_groups, (n + 127) // 128 * 128, blocks)
     if b_scale.shape != b_scale_shape:
-        raise ValueError(
-            f"b_scale must have shape {b_scale_shape}, got {tuple(b_scale.shape)}"
-        )
-    tensors = {
-        "a": a,
-        "b": b,
-        "a_scale": a_scale,
-        "b_scale": b_scale,
-        "m_indptr": m_indptr,
-    }
+        raise ValueError(f"b_scale must have shape {b_scale_shape}, got {tuple(b_scale.shape)}")
+    tensors = {"a": a, "b": b, "a_scale": a_scale, "b_scale": b_scale, "m_indptr": m_indptr}
     if out is not None:
         tensors["out"] = out
     for name, tensor in tensors.items():
         if not tensor.is_contiguous() or tensor.data_ptr() % 16:
-            raise ValueError(
-                f"{name} must be contiguous and start at a multiple of 16 bytes"
-            )
+            raise ValueError(f"{name} must be contiguous and start at a multiple of 16 bytes")
     return True
 
 
@@ -76,11 +62,7 @@ def group_gemm_mxfp4_sm12x(
     if a.shape[0] == 0:
         return out
     module = get_sm12x_group_gemm_module()
-    workspace = torch.empty(
-        module.sm12x_group_gemm_workspace_size(),
-        dtype=torch.uint8,
-        device=a.device,
-    )
+    workspace = torch.empty(module.sm12x_group_gemm_workspace_size(), dtype=torch.uint8, device=a.device)
     module.sm12x_group_gemm_run(
         out,
         a,

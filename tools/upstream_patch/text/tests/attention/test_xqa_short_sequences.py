@@ -36,9 +36,7 @@ def test_xqa_short_sequences(seq_len):
         PAGE,
         sm_count=get_device_sm_count(device),
     )
-    keys, values = (
-        cache.double().view(-1, KV_HEADS, HEAD_DIM)[:seq_len] for cache in (k, v)
-    )
+    keys, values = (cache.double().view(-1, KV_HEADS, HEAD_DIM)[:seq_len] for cache in (k, v))
     for head in range(heads):
         scores = keys[:, head // GROUP] @ q[0, 0, head].double() / HEAD_DIM**0.5
         weights = scores.softmax(0)

@@ -27,9 +27,7 @@ def test_group_gemm_fp8_short_groups(rows, scale_major_mode):
     b_scale = scales(groups, n // BLOCK, k // BLOCK)
     ends = torch.tensor([0, *rows]).cumsum(0)
     x = a.double() * a_scale.double().repeat_interleave(BLOCK, dim=1)
-    w = b.double() * b_scale.double().repeat_interleave(
-        BLOCK, dim=1
-    ).repeat_interleave(BLOCK, dim=2)
+    w = b.double() * b_scale.double().repeat_interleave(BLOCK, dim=1).repeat_interleave(BLOCK, dim=2)
     if scale_major_mode == "MN":
         a_scale, b_scale = a_scale.T.contiguous(), b_scale.mT.contiguous()
     out = group_gemm_fp8_nt_groupwise(

@@ -26,12 +26,7 @@ def _make_groups(rows, n, k, fp8_dtype=torch.float8_e4m3fn):
         a = a.float().to(fp8_dtype)
     b, b_sf = quantize_mxfp4(torch.randn(groups, n, k, device="cuda"))
     ends = torch.tensor([0, *rows]).cumsum(0)
-    a_scale = torch.zeros(
-        (cum_m + 127 * groups) // 128 * 128,
-        (k // 32 + 3) // 4 * 4,
-        dtype=torch.uint8,
-        device="cuda",
-    )
+    a_scale = torch.zeros((cum_m + 127 * groups) // 128 * 128, (k // 32 + 3) // 4 * 4, dtype=torch.uint8, device="cuda")
     expected = torch.zeros(cum_m, n, dtype=torch.float64, device="cuda")
     magnitude = torch.zeros_like(expected)
     for group in range(groups):
@@ -63,9 +58,7 @@ def _assert_close(out, expected, magnitude, k):
 def test_group_gemm_mxfp4_sm12x(rows, n, k, fp8_dtype, out_dtype):
     _skip_unless_sm12x()
     *operands, expected, magnitude = _make_groups(rows, n, k, fp8_dtype)
-    out = group_gemm_mxfp4_nt_groupwise(
-        *operands, out_dtype=out_dtype, backend="sm12x"
-    )
+    out = group_gemm_mxfp4_nt_groupwise(*operands, out_dtype=out_dtype, backend="sm12x")
     assert out.dtype == out_dtype
     _assert_close(out, expected, magnitude, k)
 
@@ -77,27 +70,19 @@ def test_out_is_written_and_repeats():
     again = group_gemm_mxfp4_nt_groupwise(*operands, out=out, backend="sm12x")
     assert again is out
     _assert_close(out, expected, magnitude, 256)
-    assert torch.equal(
-        out, group_gemm_mxfp4_nt_groupwise(*operands, backend="sm12x")
-    )
+    assert torch.equal(out, group_gemm_mxfp4_nt_groupwise(*operands, backend="sm12x"))
 
 
 def test_errors_come_before_a_launch():
     _skip_unless_sm12x()
     a, b, a_scale, b_scale, m_indptr, _, _ = _make_groups([8, 8], 128, 128)
     with pytest.raises(ValueError, match="a_scale must have shape"):
-        group_gemm_mxfp4_nt_groupwise(
-            a, b, a_scale[:128], b_scale, m_indptr, backend="sm12x"
-        )
+        group_gemm_mxfp4_nt_groupwise(a, b, a_scale[:128], b_scale, m_indptr, backend="sm12x")
     with pytest.raises(ValueError, match="b_scale must have shape"):
-        group_gemm_mxfp4_nt_groupwise(
-            a, b, a_scale, b_scale[:1], m_indptr, backend="sm12x"
-        )
+        group_gemm_mxfp4_nt_groupwise(a, b, a_scale, b_scale[:1], m_indptr, backend="sm12x")
     out = torch.empty(128, 16, dtype=torch.bfloat16, device="cuda").T
     with pytest.raises(ValueError, match="out must be contiguous"):
-        group_gemm_mxfp4_nt_groupwise(
-            a, b, a_scale, b_scale, m_indptr, out=out, backend="sm12x"
-        )
+        group_gemm_mxfp4_nt_groupwise(a, b, a_scale, b_scale, m_indptr, out=out, backend="sm12x")
 
 
 @pytest.mark.parametrize("cum_m,groups,tile", [(4, 4, 8), (128, 1, 128), (60, 2, 32)])

@@ -1,11 +1,7 @@
 import pytest
 import torch
 
-from flashinfer.fused_moe import (
-    cutlass_fused_moe,
-    cutlass_fused_moe_workspace_size,
-    sm12x_moe,
-)
+from flashinfer.fused_moe import cutlass_fused_moe, cutlass_fused_moe_workspace_size, sm12x_moe
 from flashinfer.jit.sm12x.instances import tactic
 from flashinfer.utils import BackendSupportedError, get_compute_capability
 from tests.test_helpers.mx_formats import quantize_mxfp8, swizzle_scales
@@ -36,14 +32,7 @@ def _run(layer, mode, output_dtype=torch.bfloat16, **named):
         **arguments,
         **named,
     }
-    return cutlass_fused_moe(
-        x,
-        layer.ids,
-        layer.weights,
-        output_dtype=output_dtype,
-        backend="sm12x",
-        **arguments,
-    )
+    return cutlass_fused_moe(x, layer.ids, layer.weights, output_dtype=output_dtype, backend="sm12x", **arguments)
 
 
 def _workspace_size(*sizes, **named):
@@ -84,12 +73,7 @@ def test_expert_parallel_ranks_and_padding(mode):
             "swiglu_alpha": layer.alpha[local],
             "swiglu_beta": layer.beta[local],
             "swiglu_limit": layer.limit[local],
-            "quant_scales": [
-                scale[local]
-                for scale in (
-                    layer.w4a16_scales if mode == "bf16" else layer.w4a8_scales
-                )
-            ],
+            "quant_scales": [scale[local] for scale in (layer.w4a16_scales if mode == "bf16" else layer.w4a8_scales)],
         }
         out = _run(layer, mode, ep_size=2, ep_rank=rank, **named)
         assert_layer(out, layer, mode != "bf16", 3 * rank, 3 * rank + 3)
@@ -104,12 +88,7 @@ def test_output_workspace_and_forced_tactics():
     output = torch.empty(20, 128, dtype=torch.float16, device="cuda")
     for name in ("mxfp8_m8_k128", "mxfp8_m16_k128"):
         out = _run(
-            layer,
-            "mxfp8",
-            torch.float16,
-            output=output,
-            workspace_buffer=workspace,
-            profile_ids=[tactic(name), -1],
+            layer, "mxfp8", torch.float16, output=output, workspace_buffer=workspace, profile_ids=[tactic(name), -1]
         )
         assert out is output
         assert_layer(out, layer, w4a8=True)
@@ -118,7 +97,7 @@ def test_output_workspace_and_forced_tactics():
 def test_errors_come_before_a_launch():
     _skip_unless_sm12x()
     layer = make_layer(2, 2, 4, 128, 128)
-    with pytest.raises(ValueError, match=r"profile_ids must be \[fc1, fc2\]"):
+    with pytest.raises(ValueError, match=r"it must be \[fc1_tactic, fc2_tactic\]"):
         _run(layer, "mxfp8", profile_ids=[17, 17])
     with pytest.raises(ValueError, match="takes MXFP4 weights"):
         _run(layer, "mxfp8", use_mxfp8_act_scaling=False)

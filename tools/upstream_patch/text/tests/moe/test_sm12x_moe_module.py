@@ -22,9 +22,7 @@ def _run(layer, mode, tactic, output_dtype=torch.bfloat16):
     module = _module()
     tokens, hidden = layer.x.shape
     experts, _, half_inter = layer.fc2.shape
-    size = module.sm12x_moe_workspace_size(
-        tokens, hidden, 2 * half_inter, experts, layer.ids.shape[1], mode, False
-    )
+    size = module.sm12x_moe_workspace_size(tokens, hidden, 2 * half_inter, experts, layer.ids.shape[1], mode, False)
     workspace = torch.empty(size, dtype=torch.uint8, device="cuda")
     output = torch.empty(tokens, hidden, dtype=output_dtype, device="cuda")
     x, x_sf = layer.x.to(torch.bfloat16), None

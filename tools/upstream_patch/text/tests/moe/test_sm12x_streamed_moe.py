@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from flashinfer.fused_moe import cutlass_fused_moe
-from flashinfer.jit.sm12x.heuristics import choose_moe
+from flashinfer.fused_moe.sm12x_moe import choose_moe
 from flashinfer.jit.sm12x.instances import tactic
 from flashinfer.utils import get_compute_capability
 from tests.test_helpers.mx_formats import quantize_mxfp8, swizzle_scales

@@ -36,12 +36,7 @@ class Layer:
 
     @property
     def w4a8_scales(self):
-        return [
-            swizzle_scales(self.fc1_sf),
-            self.ones,
-            swizzle_scales(self.fc2_sf),
-            self.ones,
-        ]
+        return [swizzle_scales(self.fc1_sf), self.ones, swizzle_scales(self.fc2_sf), self.ones]
 
     @property
     def w4a16_scales(self):
@@ -54,12 +49,8 @@ def make_layer(tokens: int, top_k: int, experts: int, hidden: int, inter: int) -
     def bf16(*shape):
         return torch.randn(*shape, device="cuda").to(torch.bfloat16)
 
-    fc1, fc1_sf = quantize_mxfp4(
-        torch.randn(experts, 2 * inter, hidden, device="cuda") / hidden**0.5
-    )
-    fc2, fc2_sf = quantize_mxfp4(
-        torch.randn(experts, hidden, inter, device="cuda") / inter**0.5
-    )
+    fc1, fc1_sf = quantize_mxfp4(torch.randn(experts, 2 * inter, hidden, device="cuda") / hidden**0.5)
+    fc2, fc2_sf = quantize_mxfp4(torch.randn(experts, hidden, inter, device="cuda") / inter**0.5)
     logits = torch.randn(tokens, experts, device="cuda")
     weights, ids = logits.softmax(-1).topk(top_k, dim=-1)
     return Layer(
@@ -79,9 +70,7 @@ def make_layer(tokens: int, top_k: int, experts: int, hidden: int, inter: int) -
     )
 
 
-def assert_layer(
-    out: torch.Tensor, layer: Layer, w4a8: bool, first: int = 0, last: Optional[int] = None
-) -> None:
+def assert_layer(out: torch.Tensor, layer: Layer, w4a8: bool, first: int = 0, last: Optional[int] = None) -> None:
     """``out`` against float64; experts ``[first, last)`` of ``layer`` contribute."""
     last = layer.fc1.shape[0] if last is None else last
     x = layer.x.double()

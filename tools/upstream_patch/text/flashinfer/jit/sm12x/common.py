@@ -9,9 +9,7 @@ from ..utils import write_if_different
 SOURCE_DIR = "sm12x"
 
 
-def gen_sm12x_jit_spec(
-    name: str, sources: Sequence[str], template: str, instances: Sequence[Any]
-) -> JitSpec:
+def gen_sm12x_jit_spec(name: str, sources: Sequence[str], template: str, instances: Sequence[Any]) -> JitSpec:
     """The spec of a module: ``sources`` and one rendered source per instance.
 
     ``sources`` and ``template`` are names of files in ``csrc/sm12x``.
@@ -19,10 +17,7 @@ def gen_sm12x_jit_spec(
     source_dir = jit_env.FLASHINFER_CSRC_DIR / SOURCE_DIR
     gen_directory = jit_env.FLASHINFER_GEN_SRC_DIR / name
     environment = jinja2.Environment(
-        undefined=jinja2.StrictUndefined,
-        keep_trailing_newline=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined, keep_trailing_newline=True, trim_blocks=True, lstrip_blocks=True
     )
     with open(source_dir / template) as f:
         kernel_inst_templ = environment.from_string(f.read())
@@ -37,9 +32,7 @@ def gen_sm12x_jit_spec(
     return gen_jit_spec(
         name,
         source_paths,
-        extra_cuda_cflags=current_compilation_context.get_nvcc_flags_list(
-            supported_major_versions=[12]
-        ),
+        extra_cuda_cflags=current_compilation_context.get_nvcc_flags_list(supported_major_versions=[12]),
         # The quantizers' results are part of the operators' contract.
         use_fast_math=False,
     )
