@@ -36,7 +36,8 @@ from ..sm12x.checks import (
 WEIGHT_DTYPES = (torch.uint8, torch.int64)
 # The unified MoE layer hands linear scales over as views in e4m3.
 LINEAR_SCALE_DTYPES = (*UE8M0_DTYPES, torch.float8_e4m3fn)
-SWIGLU, SWIGLU_STEP = 3, 7  # of ActivationType
+SWIGLU = 3  # ActivationType.Swiglu
+SWIGLU_STEP = 7  # ActivationType.SwigluStep
 ACTIVATIONS = (SWIGLU, 5, SWIGLU_STEP)  # 5: SwigluBias, upstream's name for Swiglu with its parameters
 PADDING_EXPERT = -1  # what vLLM gives the slots of padding tokens
 

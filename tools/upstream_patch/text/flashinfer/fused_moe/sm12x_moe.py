@@ -18,6 +18,7 @@ from ..jit.sm12x.moe import gen_sm12x_moe_module
 from ..utils import BackendSupportedError, device_support_pdl, get_compute_capability
 from .sm12x_moe_checks import (
     BLOCK_SIZE,
+    SWIGLU_STEP,
     Mode,
     MoECall,
     MoEProblem,
@@ -101,6 +102,7 @@ def _launch(problem: MoEProblem, call: MoECall, tactics: tuple[int, int]) -> boo
         call.swiglu_alpha,
         call.swiglu_beta,
         call.swiglu_limit,
+        call.activation_type == SWIGLU_STEP,
         call.workspace_buffer,
         int(problem.mode),
         call.swizzled_input_sf,

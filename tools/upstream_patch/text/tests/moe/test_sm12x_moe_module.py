@@ -49,6 +49,7 @@ def _run(layer, mode, tactic, output_dtype=torch.bfloat16):
         layer.alpha,
         layer.beta,
         layer.limit,
+        False,
         workspace,
         mode,
         True,
