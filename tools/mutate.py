@@ -190,7 +190,7 @@ class Worker:
 
     def run_tests(self, tests: Sequence[str]) -> tuple[int, str, float]:
         """pytest's exit status, its output, and the CPU time of it and all that it started. -1: it took too long."""
-        paths = (self.tree, self.tree / "tests" / "testing")
+        paths = (self.tree, self.tree / "tests")
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(map(str, paths)),

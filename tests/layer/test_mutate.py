@@ -17,7 +17,7 @@ from test_project import load_tool
 mutate = load_tool("mutate")
 TOY = {
     "toy.py": "def area(a, b):\n    assert a >= 0\n    return a * b\n",
-    "tests/testing/separate_instances.py": "",
+    "tests/separate_instances.py": "",
     "emulator/python/vsm/__init__.py": "",
     "emulator/python/vsm/preload.py": "",
     "tests/test_toy.py": "import toy\n\n\ndef test_area():\n    assert toy.area(2, 3) == 6\n",
@@ -50,7 +50,7 @@ def test_every_test_of_the_list_can_be_collected() -> None:
     """Parameters included, under the plugin that empties the instance tables: else the baseline fails when its day comes."""
     tests = {test for mutation in mutate.read_list(REPO / mutate.LIST) for test in mutation.tests}
     parts = [(test, *re.split("::| -k ", test, maxsplit=1)) for test in tests]
-    paths = os.pathsep.join(map(str, (REPO, REPO / "tests" / "testing")))
+    paths = os.pathsep.join(map(str, (REPO, REPO / "tests")))
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *mutate.PLUGINS, *{file for _, file, _ in parts}]
     environment = {**os.environ, "PYTHONPATH": paths}
     found = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from group_gemm_inputs import make_group_gemm
+from virtual_group_gemm import make_group_gemm
 from virtual_moe import run_moe
 
 import flashinfer.testing

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from group_gemm_inputs import run_group_gemm
+from virtual_group_gemm import run_group_gemm
 from virtual_moe import arguments_of, register_instance, run_moe
 
 from flashinfer._layer import fork_root

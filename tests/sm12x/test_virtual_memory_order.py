@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from group_gemm_inputs import run_group_gemm as launch_group_gemm
+from virtual_group_gemm import run_group_gemm as launch_group_gemm
 from virtual_moe import arguments_of, run_moe
 
 from flashinfer.decode import decode_attention

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import virtual_moe
-from group_gemm_inputs import run_group_gemm
+from virtual_group_gemm import run_group_gemm
 from virtual_moe import run_moe
 
 from flashinfer.fused_moe.sm12x_planner import choose

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from group_gemm_inputs import make_group_gemm
+from virtual_group_gemm import make_group_gemm
 
 from flashinfer.jit.sm12x.spec import JitSpecSm12x
 from flashinfer.testing import TENSOR_CORE, check_within_bound, group_gemm_reference

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from group_gemm_inputs import run_group_gemm as launch_group_gemm
+from virtual_group_gemm import run_group_gemm as launch_group_gemm
 from virtual_moe import run_moe
 
 from flashinfer.fused_moe.sm12x_validation import Mode
