@@ -69,7 +69,7 @@ test: env emulator
 	$(RUN_TESTS) --dist loadfile $(EMULATOR_TESTS) $(PYTEST_ARGS)
 
 test-host: env
-	$(RUN_TESTS) --dist worksteal tests/layer tests/jit $(PYTEST_ARGS)
+	$(RUN_TESTS) --dist worksteal $(addprefix tests/,layer install doctor project jit) $(PYTEST_ARGS)
 
 mutate: env emulator
 	$(PY) tools/mutate.py $(MUTATE_ARGS)
