@@ -54,7 +54,7 @@ emulator:
 # the emulator's own. A process that is done takes tests of the other's, but of the emulator's none: their files compile
 # programs for themselves. UPSTREAM=1 adds kernels that others wrote on the emulator, a minute or two of compiler each.
 # Upstream's kernel on the virtual GPU comes first: one compiler for minutes, beside which the other process goes on.
-VIRTUAL_TESTS := $(sort $(wildcard tests/testing/test_virtual_*.py))
+VIRTUAL_TESTS := $(sort $(wildcard tests/*/test_virtual_*.py))
 VIRTUAL_TESTS := $(filter %_upstream.py,$(VIRTUAL_TESTS)) $(filter-out %_upstream.py,$(VIRTUAL_TESTS))
 EMULATOR_TESTS = emulator/tests $(if $(UPSTREAM),,--ignore=emulator/tests/upstream)
 # With more threads than its share of the cores, torch takes ten times as long over the references' small operations.
@@ -69,7 +69,7 @@ test: env emulator
 	$(RUN_TESTS) --dist loadfile $(EMULATOR_TESTS) $(PYTEST_ARGS)
 
 test-host: env
-	$(RUN_TESTS) --dist worksteal tests/layer tests/jit $(PYTEST_ARGS)
+	$(RUN_TESTS) --dist worksteal $(addprefix tests/,layer install doctor project jit) $(PYTEST_ARGS)
 
 mutate: env emulator
 	$(PY) tools/mutate.py $(MUTATE_ARGS)

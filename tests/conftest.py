@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Devices that operators' tests run on: the CPU, and a GPU that serves the kernel family."""
+"""Devices that operators' tests run on, the CPU and a GPU that serves the kernel family; interpreters with a chosen path."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
+import subprocess
 import sys
+from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 import torch
+from layer_toys import Run
 
 
 @pytest.fixture(params=[pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -30,6 +35,43 @@ def _no_switches_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FLASHINFER_SM12X_CHECK", raising=False)
     if os.environ.get("FLASHINFER_SM12X_MOE") == "0":
         monkeypatch.delenv("FLASHINFER_SM12X_MOE")
+
+
+@pytest.fixture(scope="session")
+def site_packages() -> Path:
+    """Where the pinned wheel is installed."""
+    return Path(str(importlib.metadata.distribution("flashinfer-python").locate_file(""))).resolve()
+
+
+@pytest.fixture(scope="session")
+def run_python(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """``run_python(code or -m arguments, path=[...])``: a fresh interpreter, from an empty working directory."""
+    elsewhere = tmp_path_factory.mktemp("cwd")
+
+    def run(
+        *arguments: str,
+        path: list[Path],
+        bare: bool = False,
+        check: bool = True,
+        python: str | Path = sys.executable,
+        env: Mapping[str, str] | None = None,
+    ) -> subprocess.CompletedProcess:
+        """``bare``: without site-packages, so that ``path`` is all there is beside the standard library."""
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "FLASHINFER"))}
+        environment |= {"PYTHONPATH": os.pathsep.join(map(str, path)), **(env or {})}
+        result = subprocess.run(
+            [str(python), *(["-S"] if bare else []), *arguments],
+            cwd=elsewhere,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        if check and result.returncode:
+            raise AssertionError(f"{arguments} exited with {result.returncode}:\n{result.stdout}{result.stderr}")
+        return result
+
+    return run
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

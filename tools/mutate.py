@@ -79,30 +79,29 @@ class Outcome:
 
 
 def read_list(path: Path) -> list[Mutation]:
-    """The list in a file: an array of tables ``mutation``, and the tables ``files`` and ``tests`` of names for both.
+    """The list in a file, whose head says how it is written.
 
     Raises:
         ValueError: an entry is not complete, or a name stands twice.
     """
     data = tomllib.loads(path.read_text(encoding="utf-8"))
-    files, names = data.get("files", {}), data.get("tests", {})
-    known = {field.name for field in dataclasses.fields(Mutation)}
-    mutations: list[Mutation] = []
-    for entry in data["mutation"]:
-        missing = {"name", "file", "old", "new", "tests"} - entry.keys()
-        if missing or entry.keys() - known:
-            raise ValueError(f"{entry.get('name', entry)}: without {missing}, unknown {entry.keys() - known}")
-        if entry["name"] in [earlier.name for earlier in mutations]:
-            raise ValueError(f"{entry['name']} stands twice")
-        tests = []
-        for test in entry["tests"]:
-            file, separator, rest = re.split("(::| -k )", names.get(test, test), maxsplit=1)
-            tests.append(files.get(file, file) + separator + rest)
-        if not tests and "equivalent" not in entry:
-            raise ValueError(f"{entry['name']} names no test")
-        file = files.get(entry["file"], entry["file"])
-        mutations.append(Mutation(**{**entry, "file": file, "tests": tuple(tests)}))
-    return mutations
+    files, names, equivalent = (data.get(table, {}) for table in ("files", "tests", "equivalent"))
+    mutations: dict[str, Mutation] = {}
+    for file, entries in data["changes"].items():
+        for name, entry in entries.items():
+            if list(map(type, entry)) != [list, str, str]:
+                raise ValueError(f"{name} is {entry}; it must be [[tests], old, new]")
+            if name in mutations:
+                raise ValueError(f"{name} stands twice")
+            tests, old, new = entry
+            if not tests and name not in equivalent:
+                raise ValueError(f"{name} names no test")
+            parts = (re.split("(::| -k )", names.get(test, test), maxsplit=1) for test in tests)
+            nodes = tuple(files.get(where, where) + "".join(rest) for where, *rest in parts)
+            mutations[name] = Mutation(name, files.get(file, file), old, new, nodes, equivalent.get(name, ""))
+    if unknown := equivalent.keys() - mutations.keys():
+        raise ValueError(f"equivalent names no change: {', '.join(unknown)}")
+    return list(mutations.values())
 
 
 def changed(text: str, mutation: Mutation) -> str:
@@ -190,7 +189,7 @@ class Worker:
 
     def run_tests(self, tests: Sequence[str]) -> tuple[int, str, float]:
         """pytest's exit status, its output, and the CPU time of it and all that it started. -1: it took too long."""
-        paths = (self.tree, self.tree / "tests" / "testing")
+        paths = (self.tree, self.tree / "tests")
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(map(str, paths)),

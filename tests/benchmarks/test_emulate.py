@@ -49,14 +49,14 @@ def close(a: Counts, b: Counts) -> bool:
 
 @pytest.fixture
 def linear(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prologue is linear in the tokens, the arranging of tokens in the rows, and both GEMMs are :data:`GIVEN`."""
+    """A prologue is linear in the tokens, the packing of tokens in the rows, and both GEMMs are :data:`GIVEN`."""
 
     def emulated(device: Any, layer: MoELayer, mode: int, run: emulate.Run, tactics: tuple[int, int]) -> Any:
         ids = run.ids(emulate.EMULATED_EXPERTS)
         prologue = Counts(1000, 0, 0, 3200) + Counts(4000, 0, 10, 8640) * ids.shape[0]
         gemm = launch(GIVEN.at(moe.work_of(ids, TILE)))
-        arrange = Counts(500, 0, 0, 64) + Counts(300, 0, 4, 5760) * ids.numel()
-        return ids, [launch(prologue), launch(arrange, kernel="moe_pack_kernel"), gemm, gemm]
+        pack = Counts(500, 0, 0, 64) + Counts(300, 0, 4, 5760) * ids.numel()
+        return ids, [launch(prologue), launch(pack, kernel="moe_pack_kernel"), gemm, gemm]
 
     monkeypatch.setattr(emulate, "emulate_moe", emulated)
 

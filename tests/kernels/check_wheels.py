@@ -120,7 +120,7 @@ def layer(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     (site,) = env.glob("lib/python*/site-packages")
     variables = {
         "PATH": "/usr/bin:/bin",  # the emulator, which is built, asks make whether it is
-        "PYTHONPATH": f"{REPO}:{REPO / 'tests' / 'testing'}",
+        "PYTHONPATH": f"{REPO}:{REPO / 'tests'}",
         "CUDA_HOME": "/nonexistent",
         "FLASHINFER_DISABLE_JIT": "1",
         "FLASHINFER_WORKSPACE_BASE": str(folder / "cache"),

@@ -4,15 +4,19 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from flashinfer.tllm_enums import ActivationType
+from moe_recording import WORKSPACE, RecordingModule, layer_arguments
 
 import flashinfer
-from flashinfer.fused_moe import cutlass_fused_moe_workspace_size
+from flashinfer.fused_moe import cutlass_fused_moe, cutlass_fused_moe_workspace_size
+from flashinfer.fused_moe.sm12x_validation import MoECall, validate
 from flashinfer.sm12x.probe.mma import accumulation_on
 from flashinfer.testing import (
     MoECase,
@@ -366,3 +370,62 @@ def test_workspace_size(device: torch.device) -> None:
 def test_workspace_size_of_other_kinds_on_the_cpu() -> None:
     with pytest.raises(NotImplementedError, match="on the CPU only MXFP4 weights are served"):
         cutlass_fused_moe_workspace_size(**{**SIZE, "weight_dtype": torch.bfloat16}, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("one", [True, np.int64(1)], ids=["True", "numpy"])
+@pytest.mark.parametrize("name", ["tp_size", "ep_size", "cluster_size", "tune_max_num_tokens"])
+def test_what_python_takes_as_an_index_is_an_integer(name: str, one: Any, module: RecordingModule) -> None:
+    arguments = layer_arguments(1)
+    cutlass_fused_moe(**{**arguments, name: one})
+    (launch,) = module.launches
+    assert (launch["first_expert"], launch["num_experts_total"]) == (0, 8)
+    assert type(launch["first_expert"]) is type(launch["num_experts_total"]) is int
+
+
+def _on_meta(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to("meta")
+    return [_on_meta(item) for item in value] if isinstance(value, list) else value
+
+
+def test_a_layer_on_no_device_that_computes() -> None:
+    arguments = {name: _on_meta(value) for name, value in layer_arguments(0).items()}
+    with pytest.raises(ValueError, match=r"^input is .* on meta; it must be on a CUDA device or the CPU"):
+        cutlass_fused_moe(**arguments)
+
+
+def test_more_pairs_than_the_kernels_count() -> None:
+    rows = 2**31 // 6 + 1
+    given = inspect.signature(cutlass_fused_moe).bind(**layer_arguments(2))
+    given.apply_defaults()
+    named = {name: _on_meta(value) for name, value in given.arguments.items() if name in MoECall._fields}
+    call = MoECall(**named, moe_mode=2)
+    call = call._replace(
+        input=torch.empty(rows, 160, dtype=torch.bfloat16, device="meta"),
+        token_selected_experts=torch.empty(rows, 3, dtype=torch.int32, device="meta"),
+    )
+    with pytest.raises(
+        ValueError, match=rf"^num_tokens \(input.shape\[0\]\) is {rows}; with top_k 3 it must be at most"
+    ):
+        validate(call)
+
+
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    [
+        ("x_dtype", None), ("x_dtype", "bfloat16"), ("x_dtype", torch.float32), ("output_dtype", None),
+        ("output_dtype", torch.float32), ("device", 2.5), ("device", "cudax"), ("device", "meta"), ("device", [0]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_dtypes_and_devices_of_the_workspace_size(name: str, bad: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=rf"^{name}.* is .*; "):
+        cutlass_fused_moe_workspace_size(**{**SIZE, "device": "cpu", name: bad})
+
+
+def test_a_workspace_that_is_a_byte_too_small(module: RecordingModule) -> None:
+    space = torch.empty(WORKSPACE + 128, dtype=torch.uint8)
+    space = space[-space.data_ptr() % 128 :][: WORKSPACE - 1]
+    with pytest.raises(ValueError, match=r"^workspace_buffer holds 4095 bytes; this call needs 4096"):
+        cutlass_fused_moe(**layer_arguments(0), workspace_buffer=space)
+    assert module.launches == []

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from group_gemm_inputs import make_group_gemm
+from virtual_group_gemm import launch_group_gemm
 from virtual_moe import run_moe
 
 import flashinfer.testing
@@ -23,6 +23,7 @@ from flashinfer.testing import (
     MoECase,
     check_within_bound,
     group_gemm_reference,
+    make_group_gemm_inputs,
     make_moe_inputs,
     moe_reference,
 )
@@ -131,9 +132,9 @@ def test_a_real_runtime_behind_the_preloaded_one_does_no_harm(monkeypatch):
     ids=["two groups", "empty groups", "more rows than a tile"],
 )
 def test_group_gemm_kernels_keep_the_bound(device, rows, n, k):
-    call = make_group_gemm(rows, n, k, seed=11)
-    reference, bound = group_gemm_reference(call.a, call.b, call.a_scale, call.b_scale, call.m_indptr, TENSOR_CORE)
-    check_within_bound(call.run(device), reference, bound)
+    print("seed", 11)
+    call = make_group_gemm_inputs(rows, n, k, 11)
+    check_within_bound(launch_group_gemm(device, call), *group_gemm_reference(**call, accumulation=TENSOR_CORE))
     assert all(launch.clean for launch in device.launches)
     assert any("grouped_gemm_kernel" in launch.kernel for launch in device.launches)
     macs = sum(rows) * n * k
@@ -154,14 +155,14 @@ def test_moe_kernels_keep_the_bound(device, mode):
 
 @pytest.mark.slow
 def test_the_public_operators_use_the_active_device():
-    case = make_group_gemm([5, 3], 128, 256, seed=15)
-    operands = (case.a, case.b, case.a_scale, case.b_scale, case.m_indptr)
+    print("seeds", 15, 16)
+    call = make_group_gemm_inputs([5, 3], 128, 256, 15)
     with flashinfer.testing.virtual_device("sm_121a") as device:
-        out = flashinfer.gemm.group_gemm_mxfp4_nt_groupwise(*operands)
+        out = flashinfer.gemm.group_gemm_mxfp4_nt_groupwise(**call)
         assert any("grouped_gemm_kernel" in launch.kernel for launch in device.launches)
-    check_within_bound(out, *group_gemm_reference(*operands, TENSOR_CORE))
+    check_within_bound(out, *group_gemm_reference(**call, accumulation=TENSOR_CORE))
     launched = len(device.launches)
-    flashinfer.gemm.group_gemm_mxfp4_nt_groupwise(*operands)  # the CPU backend again
+    flashinfer.gemm.group_gemm_mxfp4_nt_groupwise(**call)  # the CPU backend again
     assert len(device.launches) == launched
 
     inputs = make_moe_inputs(MoECase(num_tokens=3, hidden=256, inter=128, num_experts=4, top_k=2, mode=1), seed=16)
@@ -173,29 +174,31 @@ def test_the_public_operators_use_the_active_device():
 
 @pytest.mark.slow
 def test_rows_outside_the_tensors_are_a_fault_with_its_place(device):
-    call = make_group_gemm([5, 3], 128, 256, seed=13)
-    good = call.run(device)
-    call.m_indptr[2] = 4000  # rows that a does not have
+    print("seed", 13)
+    call = make_group_gemm_inputs([5, 3], 128, 256, 13)
+    good = launch_group_gemm(device, call)
+    call["m_indptr"][2] = 4000  # rows that a does not have
     with pytest.raises(VirtualDeviceError, match=r"out of bounds in .*PTX line [0-9]+") as caught:
-        call.run(device)
+        launch_group_gemm(device, call)
     failed = [launch for launch in caught.value.launches if launch.status == "fault"]
     assert failed[0].reports[0].address
-    call.m_indptr[2] = 8
+    call["m_indptr"][2] = 8
     with pytest.raises(VirtualDeviceError, match="the virtual device stopped at an earlier fault: "):
-        call.run(device)
+        launch_group_gemm(device, call)
     device.close()
     assert not good.isnan().any()
 
 
 @pytest.mark.slow
 def test_a_device_works_after_another_one_faulted():
-    call = make_group_gemm([5, 3], 128, 256, seed=14)
-    call.m_indptr[2] = 4000
+    print("seed", 14)
+    call = make_group_gemm_inputs([5, 3], 128, 256, 14)
+    call["m_indptr"][2] = 4000
     with virtual_device() as device, pytest.raises(VirtualDeviceError):
-        call.run(device)
-    call.m_indptr[2] = 8
+        launch_group_gemm(device, call)
+    call["m_indptr"][2] = 8
     with virtual_device() as device:
-        assert not call.run(device).isnan().any()
+        assert not launch_group_gemm(device, call).isnan().any()
 
 
 def test_tensors_of_other_devices_are_refused(device):

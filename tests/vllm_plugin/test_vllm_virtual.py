@@ -36,7 +36,7 @@ def test_a_decode_step_of_the_experts_runs_the_compiled_kernels(checkpoint_folde
             assert any("streamed_layer_kernel" in launch.kernel for launch in device.launches)
             assert all(launch.clean for launch in device.launches)
     assert not on_the_device[1].any()
-    # Both keep the reference's bound (tests/testing); here that vLLM's call reaches the kernels with the right arguments.
+    # Both keep the reference's bound (tests/moe); here that vLLM's call reaches the kernels with the right arguments.
     error = (on_the_device[0] - on_the_cpu[0]).float().abs().max()
     assert on_the_cpu[0].abs().max() > 0.1
     assert error <= 2 * torch.finfo(torch.bfloat16).eps * on_the_cpu[0].float().abs().max()

@@ -3,20 +3,16 @@
 
 from __future__ import annotations
 
+import emulate
 import pytest
 
-from flashinfer._layer import fork_root
+from flashinfer.sm12x.perfmodel import step
 from flashinfer.testing.virtual_device import virtual_device
 
 
 @pytest.mark.parametrize("kind", ["O", "router", "attention, full", "attention, window"])
-def test_the_times_that_are_kept_are_those_of_the_kernels(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_times_that_are_kept_are_those_of_the_kernels(kind: str) -> None:
     """Else the kernels changed and the file did not: the smallest dense layer, which one of two ranks has, and small calls."""
-    monkeypatch.syspath_prepend(str(fork_root() / "benchmarks"))
-    import emulate
-
-    from flashinfer.sm12x.perfmodel import step
-
     with virtual_device("sm_121a", strict=False) as device:
         if kind == "O":
             seen = emulate.dense_kernel(device, 2, kind, "mxfp4", 1, "bf16")

@@ -335,7 +335,7 @@ def test_weights_are_dequantized_in_pieces(
 
 
 @pytest.mark.parametrize("row", [row for row in DENSE_INSTANCES if row.operand != "bf16"], ids=lambda row: row.name)
-def test_fragments_meet_few_banks_twice(device: VirtualDevice, row: Instance) -> None:
+def test_fragments_have_few_bank_conflicts(device: VirtualDevice, row: Instance) -> None:
     check(device, DenseCase(row.token_tile, 20 * 128, 512, row.weights, row.operand), 15, row.name)
     counters = device.launches[-1].counters
     assert counters.shared_bank_conflicts < 0.06 * counters.shared_wavefronts
@@ -356,7 +356,7 @@ def test_what_is_chosen_runs(device: VirtualDevice, tokens: int) -> None:
         check(device, DenseCase(tokens, 96, 288, weights), tokens)
 
 
-def test_quantized_tokens_meet_block_scaled_mmas(device: VirtualDevice) -> None:
+def test_quantized_tokens_go_to_block_scaled_mmas(device: VirtualDevice) -> None:
     """Many of them: what is chosen for an SM12x; bfloat16 ones are multiplied as they are."""
     for weights, tokens, operand in (
         ("mxfp8", "bf16", "ElementE2E"),

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from group_gemm_inputs import run_group_gemm as launch_group_gemm
+from virtual_group_gemm import launch_group_gemm
 from virtual_moe import run_moe
 
 from flashinfer.fused_moe.sm12x_validation import Mode
 from flashinfer.gemm.sm12x_dense import dense_mx
-from flashinfer.gemm.sm12x_group_gemm import GroupGemmProblem
 from flashinfer.jit import core
 from flashinfer.jit.sm12x import modules
 from flashinfer.jit.sm12x.instances import DENSE_INSTANCES, GEMM_INSTANCES, Instance
@@ -58,10 +57,8 @@ def run_group_gemm() -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     call["b"].bitwise_and_(0x77)
     call["a_scale"].fill_(124), call["b_scale"].fill_(124)
     out = torch.full((sum(rows), n), float("nan"), dtype=torch.float16)
-    problem = GroupGemmProblem(sum(rows), len(rows), n, k, out.dtype)
-    operands = [call[name] for name in ("a", "b", "a_scale", "b_scale", "m_indptr")]
     with virtual_device("sm_121a", accumulation_bits=EIGHT_BITS) as device:
-        launch_group_gemm(device, problem, out, *operands, GEMM_INSTANCES[0].index)
+        launch_group_gemm(device, call, GEMM_INSTANCES[0].index, out)
     return call, out
 
 

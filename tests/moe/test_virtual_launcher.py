@@ -18,13 +18,13 @@ from typing import Any
 
 import pytest
 import torch
-from group_gemm_inputs import run_group_gemm
+from virtual_group_gemm import launch_group_gemm
 from virtual_moe import arguments_of, register_instance, run_moe
 
 from flashinfer._layer import fork_root
 from flashinfer.fused_moe.sm12x_validation import Mode
 from flashinfer.gemm import dense_mx
-from flashinfer.gemm.sm12x_group_gemm import GroupGemmCall, GroupGemmProblem, group_gemm, scale_rows
+from flashinfer.gemm.sm12x_group_gemm import GroupGemmCall, group_gemm, scale_rows
 from flashinfer.jit import fused_moe
 from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm120_module
 from flashinfer.jit.sm12x import modules
@@ -220,9 +220,8 @@ def test_rows_of_a_grouped_gemm_beyond_31_bits(device: VirtualDevice) -> None:
     out = sparse(far + rows, n, dtype=torch.bfloat16)
     out[far:] = torch.nan
     m_indptr = torch.tensor([far, far + rows], dtype=torch.int32)
-    problem, tokens = GroupGemmProblem(far + rows, 1, n, k, out.dtype), a.view(torch.float8_e4m3fn)
-    operands = tokens, near["b"], a_scale, near["b_scale"], m_indptr
-    run_group_gemm(device, problem, out, *operands, GEMM_INSTANCES[0].index)
+    operands = {**near, "a": a.view(torch.float8_e4m3fn), "a_scale": a_scale, "m_indptr": m_indptr}
+    launch_group_gemm(device, operands, GEMM_INSTANCES[0].index, out)
     check_within_bound(out[far:], *group_gemm_reference(**near, accumulation=TENSOR_CORE), "far rows")
 
 
@@ -239,9 +238,8 @@ def test_scales_of_a_grouped_gemm_beyond_31_bits(device: VirtualDevice) -> None:
     ends[-1] = rows
     a_scale = torch.full((scale_rows(rows, MAX_EXPERTS), k // 32), 255, dtype=torch.uint8)
     a_scale[127 * (MAX_EXPERTS - 1) // 128 * 128 :][:128] = near["a_scale"]
-    out = torch.full((rows, n), torch.nan, dtype=torch.bfloat16)
-    problem = GroupGemmProblem(rows, MAX_EXPERTS, n, k, out.dtype)
-    run_group_gemm(device, problem, out, near["a"], b, a_scale, b_scale, ends, GEMM_INSTANCES[0].index)
+    operands = {"a": near["a"], "b": b, "a_scale": a_scale, "b_scale": b_scale, "m_indptr": ends}
+    out = launch_group_gemm(device, operands, GEMM_INSTANCES[0].index)
     for columns in (slice(128), slice(n - 128, n)):
         part = {**near, "b": near["b"][:, columns], "b_scale": near["b_scale"][:, columns]}
         reference, bound = group_gemm_reference(**part, accumulation=TENSOR_CORE)
@@ -273,7 +271,7 @@ def run_far_layer(
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", [0, 2], ids=["MXFP8 input", "W4A16"])
 def test_tokens_of_a_layer_beyond_31_bits(device: VirtualDevice, mode: int) -> None:
-    """Inputs, arranged ones, partial outputs and outputs of more than 2^31 elements: only the last tokens have a local expert."""
+    """Inputs, packed ones, partial outputs and outputs of more than 2^31 elements: only the last tokens have a local expert."""
     print("seed", 13)
     hidden, far, tokens = 4128, 1 << 19, 5
     near = make_moe_inputs(MoECase(tokens, hidden, 32, 3, 1, mode), 13)
@@ -294,8 +292,8 @@ def test_tokens_of_a_layer_beyond_31_bits(device: VirtualDevice, mode: int) -> N
     output[far:] = torch.nan
     arguments = output, x, x_scale, ids, weights, *arguments_of(near, output)[5:]
     loop = "  while (token < p.num_tokens) {"
-    arrange_far = (f"{KERNELS}/rows/pack.cuh", loop, f"  token += {far};\n{loop}")
-    run_far_layer(device, (*FEW_PREPARED, *([arrange_far] if mode == 2 else [])), arguments, 3, mode)
+    pack_far = (f"{KERNELS}/rows/pack.cuh", loop, f"  token += {far};\n{loop}")
+    run_far_layer(device, (*FEW_PREPARED, *([pack_far] if mode == 2 else [])), arguments, 3, mode)
     check_within_bound(output[far:], *moe_reference(near, TENSOR_CORE), "far tokens")
 
 

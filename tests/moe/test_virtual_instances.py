@@ -18,11 +18,10 @@ from typing import Any
 import pytest
 import torch
 import virtual_moe
-from group_gemm_inputs import run_group_gemm
+from virtual_group_gemm import launch_group_gemm
 from virtual_moe import run_moe
 
 from flashinfer.fused_moe.sm12x_planner import choose
-from flashinfer.gemm.sm12x_group_gemm import GroupGemmProblem
 from flashinfer.jit.sm12x.instances import (
     GEMM_INSTANCES,
     IN_KERNEL_ENTRIES,
@@ -230,7 +229,7 @@ def test_a_shard_of_the_experts_some_of_them_empty(device, rank, mode):
     assert len(set(local[here].tolist())) < 8
 
 
-def test_more_tokens_than_the_grid_arranges_at_once(device):
+def test_more_tokens_than_the_grid_packs_at_once(device):
     """Threads go on to other tokens, and to other places in their rows."""
     hidden = 416
     check_moe(device, MoECase(1600, hidden, 32, 4, 1, 2), 309, [WIDEST_BF16.index] * 2)
@@ -245,7 +244,7 @@ def test_more_tokens_than_the_grid_arranges_at_once(device):
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("instance", [WIDEST_BF16, AS_BF16[0]], ids=lambda row: row.name)
-def test_arranged_rows_of_a_shard(device, rank, instance):
+def test_packed_rows_of_a_shard(device, rank, instance):
     """There are fewer rows than (token, slot) pairs."""
     mode = 2 if instance.activation == "bf16" else 1
     case = MoECase(40, 352, INTER, 16, 2, mode, ep_size=2, ep_rank=rank, biases=False)
@@ -291,11 +290,7 @@ def test_a_grouped_gemm_instance(device, instance, activation):
     seed = 400 + instance.index
     print("seed", seed)
     call = make_group_gemm_inputs(rows, n, k, seed, dtype=activation)
-    out = torch.full((sum(rows), n), float("nan"), dtype=torch.bfloat16)
-    problem = GroupGemmProblem(sum(rows), len(rows), n, k, out.dtype)
-    run_group_gemm(
-        device, problem, out, call["a"], call["b"], call["a_scale"], call["b_scale"], call["m_indptr"], instance.index
-    )
+    out = launch_group_gemm(device, call, instance.index)
     used = check_within_bound(
         out, *group_gemm_reference(**call, accumulation=TENSOR_CORE), f"{instance.name}, seed {seed}"
     )
@@ -313,10 +308,7 @@ def test_what_is_no_number_stays_in_its_row_or_column(device, activation):
     print("seeds", 450, 451)
     inputs = make_group_gemm_inputs([9, 0, 5], 136, 160, 450, dtype=activation)
     for what, call in group_gemm_inputs_with_not_numbers(inputs, 451):
-        out = torch.full((14, 136), float("nan"), dtype=torch.bfloat16)
-        problem = GroupGemmProblem(14, 3, 136, 160, out.dtype)
-        operands = (call[name] for name in ("a", "b", "a_scale", "b_scale", "m_indptr"))
-        run_group_gemm(device, problem, out, *operands, GEMM_INSTANCES[0].index)
+        out = launch_group_gemm(device, call, GEMM_INSTANCES[0].index)
         reference, bound = group_gemm_reference(**call, accumulation=TENSOR_CORE)
         check_within_bound(out, reference, bound, what)
         assert what == "numbers" or reference.isnan().any() or reference.isinf().any()
@@ -487,21 +479,10 @@ def test_activations_beyond_32_bits_of_pieces_are_refused(device):
     """One row seen as many: nothing of it is read."""
     n, k, rows = 128, 4096, 1 << 24
     call = make_group_gemm_inputs([4], n, k, 652)
-    many = call["a"][:1].expand(rows, k)
+    call["a"] = call["a"][:1].expand(rows, k)
     out = torch.zeros((1, n), dtype=torch.bfloat16).expand(rows, n)
-    problem = GroupGemmProblem(rows, 1, n, k, out.dtype)
     with pytest.raises(Exception, match="activations of 64 GiB and more"):
-        run_group_gemm(
-            device,
-            problem,
-            out,
-            many,
-            call["b"],
-            call["a_scale"],
-            call["b_scale"],
-            call["m_indptr"],
-            EIGHT_BIT[0].index,
-        )
+        launch_group_gemm(device, call, EIGHT_BIT[0].index, out)
     assert device.launches == []
 
 

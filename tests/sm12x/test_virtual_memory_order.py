@@ -12,14 +12,13 @@ from itertools import pairwise
 
 import pytest
 import torch
-from group_gemm_inputs import run_group_gemm as launch_group_gemm
+from virtual_group_gemm import launch_group_gemm
 from virtual_moe import arguments_of, run_moe
 
 from flashinfer.decode import decode_attention
 from flashinfer.fused_moe import router_top_k
 from flashinfer.fused_moe.sm12x_validation import Mode
 from flashinfer.gemm import dense_mx, dense_mx_top_k
-from flashinfer.gemm.sm12x_group_gemm import GroupGemmProblem
 from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm120_module
 from flashinfer.jit.sm12x.instances import GEMM_INSTANCES, INSTANCES
 from flashinfer.testing import (
@@ -96,9 +95,7 @@ def run_prologue(device: VirtualDevice, seed: int) -> None:
 
 def run_group_gemm(device: VirtualDevice, seed: int) -> None:
     inputs = make_group_gemm_inputs([6, 0, 9], 192, 512, seed)
-    problem, out = GroupGemmProblem(15, 3, 192, 512, torch.bfloat16), torch.full((15, 192), torch.nan).bfloat16()
-    operands = (inputs[name] for name in ("a", "b", "a_scale", "b_scale", "m_indptr"))
-    launch_group_gemm(device, problem, out, *operands, GEMM_INSTANCES[0].index)
+    out = launch_group_gemm(device, inputs, GEMM_INSTANCES[0].index)
     assert device.launches[-1].counters.by_class["atomic"] > 0  # units are cut
     check_within_bound(out, *group_gemm_reference(**inputs, accumulation=TENSOR_CORE))
 
@@ -190,7 +187,7 @@ def test_blocks_that_leave_parts_of_two_units(mode: Mode) -> None:
     [(True, fault) for fault in FAULTS_OF_STREAMED] + [(False, fault) for fault in FAULTS_OF_PAIR],
     ids=lambda value: value if isinstance(value, str) else ("streamed" if value else "pair"),
 )
-def test_a_fault_in_how_blocks_meet_is_loud(streamed: bool, fault: str) -> None:
+def test_a_fault_in_how_blocks_synchronize_is_loud(streamed: bool, fault: str) -> None:
     mode = Mode.MXFP8_INPUT
     planted = (FAULTS_OF_STREAMED if streamed else FAULTS_OF_PAIR)[fault]
     inputs = make_moe_inputs(MoECase(**SIZES, mode=int(mode)), 4)

@@ -17,7 +17,7 @@ from test_project import load_tool
 mutate = load_tool("mutate")
 TOY = {
     "toy.py": "def area(a, b):\n    assert a >= 0\n    return a * b\n",
-    "tests/testing/separate_instances.py": "",
+    "tests/separate_instances.py": "",
     "emulator/python/vsm/__init__.py": "",
     "emulator/python/vsm/preload.py": "",
     "tests/test_toy.py": "import toy\n\n\ndef test_area():\n    assert toy.area(2, 3) == 6\n",
@@ -50,7 +50,7 @@ def test_every_test_of_the_list_can_be_collected() -> None:
     """Parameters included, under the plugin that empties the instance tables: else the baseline fails when its day comes."""
     tests = {test for mutation in mutate.read_list(REPO / mutate.LIST) for test in mutation.tests}
     parts = [(test, *re.split("::| -k ", test, maxsplit=1)) for test in tests]
-    paths = os.pathsep.join(map(str, (REPO, REPO / "tests" / "testing")))
+    paths = os.pathsep.join(map(str, (REPO, REPO / "tests")))
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *mutate.PLUGINS, *{file for _, file, _ in parts}]
     environment = {**os.environ, "PYTHONPATH": paths}
     found = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True)
@@ -114,10 +114,8 @@ def test_the_command_fails_where_tests_of_the_days_changes_fail_anyway(toy: Path
     (toy / "tests" / "test_toy.py").write_text(
         TOY["tests/test_toy.py"] + "\n\ndef test_nothing():\n    assert toy.area(2, 3) == 7\n"
     )
-    entry = (
-        '[[mutation]]\nname = "{0}"\nfile = "toy.py"\nold = "a * b"\nnew = "a"\ntests = ["tests/test_toy.py::{0}"]\n'
-    )
-    (toy / mutate.LIST).write_text(entry.format("test_area") + entry.format("test_nothing"))
+    entry = '"{0}" = [["tests/test_toy.py::{0}"], "a * b", "a"]\n'
+    (toy / mutate.LIST).write_text('[changes."toy.py"]\n' + entry.format("test_area") + entry.format("test_nothing"))
     status = []
     for turn in range(2):
         command = [sys.executable, "tools/mutate.py", "--rotate", "1", "--turn", str(turn), "--jobs", "2"]
@@ -162,11 +160,17 @@ def test_consecutive_turns_go_round_the_list() -> None:
     assert turns == [["0", "1", "2"], ["4", "5", "6"], ["7", "0", "1"]]
 
 
-def test_an_incomplete_entry_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[changes.f]\na = [[], "x", "y"]', "a names no test"),
+        ('[changes.f]\na = [["t"], "x"]', r"a is .*; it must be \[\[tests\], old, new\]"),
+        ('[changes.f]\na = [["t"], "x", "y"]\n[changes.g]\na = [["t"], "x", "y"]', "a stands twice"),
+        ('equivalent.b = "why"\n[changes.f]\na = [["t"], "x", "y"]', "equivalent names no change: b"),
+    ],
+)
+def test_an_incomplete_entry_is_refused(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "list.toml"
-    path.write_text('[[mutation]]\nname = "a"\nfile = "f"\nold = "x"\nnew = "y"\ntests = []\n')
-    with pytest.raises(ValueError, match="a names no test"):
-        mutate.read_list(path)
-    path.write_text('[[mutation]]\nname = "a"\nfile = "f"\nold = "x"\n')
-    with pytest.raises(ValueError, match="without"):
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
         mutate.read_list(path)

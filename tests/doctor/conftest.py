@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures of the doctor's tests."""
+
+from __future__ import annotations
+
+import pytest
+from doctor_machine import Parts
+
+
+@pytest.fixture(scope="session")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> Parts:
+    """What the doctor's machines share."""
+    return Parts.make(tmp_path_factory.mktemp("doctor"))

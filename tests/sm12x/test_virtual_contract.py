@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One contract for all operators: what the CPU backend refuses the kernels refuse, in the same words, and the other way round.
+
+A call runs on the CPU and on the virtual SM121, in memory of its own. What both take must give alike results.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from operator_calls import OPERATORS, SEED, changes, outcome, parameter
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from flashinfer.testing.virtual_device import virtual_device
+
+
+def _alike(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+    if [each.shape for each in ours] != [each.shape for each in theirs]:
+        return False
+    for first, second in zip(ours, theirs, strict=True):
+        first, second = first.double(), second.double()
+        largest = float(second.nan_to_num(0, 0, 0).abs().amax()) if second.numel() else 0.0
+        if not torch.allclose(first, second, rtol=2**-5, atol=2**-5 * largest, equal_nan=True):
+            return False
+    return True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPERATORS)
+def test_both_refuse_the_same_in_the_same_words(name: str) -> None:
+    """And before anything is launched. The words are those that ``test_every_argument.py`` asks for."""
+    function, make = OPERATORS[name]
+    print("seed", SEED)
+    tried = list(changes(function, make))
+    outcomes = []
+    for _, _, change in tried:
+        arguments = make()
+        change(arguments)
+        outcomes.append(outcome(function, arguments))
+    differ, launched = [], []
+    with virtual_device("sm_121a") as device:
+        for (named, what, change), (kind, text, results) in zip(tried, outcomes, strict=True):
+            arguments = make()
+            change(arguments)
+            before = len(device.launches)
+            other = outcome(function, arguments)
+            if (kind, text) != other[:2] or not _alike(results, other[2]):
+                differ.append((named, what, (kind, text), other[:2]))
+            if kind and len(device.launches) != before:
+                launched.append((named, what, text))
+    assert not differ, "\n".join(map(str, differ))
+    assert not launched, "\n".join(map(str, launched))
+
+
+# --- whatever torch is in the middle of -------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _default_device(name: str) -> Iterator[None]:
+    torch.set_default_device(name)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+MODES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "inference mode": torch.inference_mode,
+    "no grad": torch.no_grad,
+    "default device meta": lambda: _default_device("meta"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("virtual", [False, True], ids=["CPU", "virtual"])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_modes_of_torch_change_nothing(name: str, virtual: bool) -> None:
+    function, make = OPERATORS[name]
+    print("seed", SEED)
+    with virtual_device("sm_121a") if virtual else contextlib.nullcontext():
+        expected = outcome(function, make())
+        assert expected[0] == "", expected
+        for what, mode in MODES.items():
+            arguments = make()
+            with mode():
+                kind, text, results = outcome(function, arguments)
+            assert (kind, text) == ("", ""), (what, kind, text)
+            for ours, theirs in zip(results, expected[2], strict=True):
+                assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)), what
+        arguments = {key: parameter(value) if key in ("x", "weight", "query", "hidden_states", "a") and torch.is_tensor(value)
+                     and value.is_floating_point() and value.element_size() > 1 else value for key, value in make().items()}  # fmt: skip
+        kind, text, results = outcome(function, arguments)
+        assert (kind, text) == ("", "")
+        for ours, theirs in zip(results, expected[2], strict=True):
+            assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("virtual", [False, True], ids=["CPU", "virtual"])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_fake_tensors_give_fake_results_and_leave_nothing_behind(name: str, virtual: bool) -> None:
+    function, make = OPERATORS[name]
+    print("seed", SEED)
+    with virtual_device("sm_121a") if virtual else contextlib.nullcontext():
+        expected = outcome(function, make())
+        fake = FakeTensorMode()
+
+        def moved(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                return fake.from_tensor(value)
+            return type(value)(map(moved, value)) if isinstance(value, (list, tuple)) else value
+
+        arguments = {key: moved(value) for key, value in make().items()}
+        with fake:
+            kind, text, results = outcome(function, arguments)
+        assert (kind, text) == ("", "")
+        assert [(each.shape, each.dtype) for each in results] == [(each.shape, each.dtype) for each in expected[2]]
+        again = outcome(function, make())
+        for ours, theirs in zip(again[2], expected[2], strict=True):
+            assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
