@@ -18,7 +18,14 @@ if TYPE_CHECKING:
 
 from ..api_logging import flashinfer_api
 from ..sm12x import devices
-from ..sm12x.checks import UE8M0_DTYPES, describe, require_computing_device, require_tensor, require_tensor_type
+from ..sm12x.checks import (
+    UE8M0_DTYPES,
+    describe,
+    require_computing_device,
+    require_storage,
+    require_tensor,
+    require_tensor_type,
+)
 from ..tllm_enums import SfLayout
 from ..trace.templates.quantize import mxfp4_quantize_trace
 from . import mx_cpu
@@ -127,6 +134,8 @@ def mxfp4_dequantize(
         raise ValueError(f"a_fp4 is {describe(a_fp4)}; it must be torch.uint8 [M, K / 2], K a multiple of 32")
     if a_sf.layout is not torch.strided or a_sf.dtype not in UE8M0_DTYPES:
         raise ValueError(f"a_sf is {describe(a_sf)}; it must be dense, {' or '.join(map(str, UE8M0_DTYPES))}")
+    require_storage("a_fp4", a_fp4)
+    require_storage("a_sf", a_sf)
     rows, blocks = a_fp4.shape[0], a_fp4.shape[1] // 16
     swizzled = layout is SfLayout.layout_128x4
     needed = mx_cpu.swizzled_size(rows, blocks) if swizzled else rows * blocks
@@ -172,6 +181,7 @@ def block_scale_interleave(unswizzled_sf: torch.Tensor, *, out: torch.Tensor | N
         raise ValueError(
             f"unswizzled_sf is {describe(unswizzled_sf)}; it must be torch.uint8 or torch.bfloat16, 2-D or 3-D"
         )
+    require_storage("unswizzled_sf", unswizzled_sf)
     swizzled = mx_cpu.swizzle_128x4(unswizzled_sf).flatten()
     if out is None:
         return swizzled

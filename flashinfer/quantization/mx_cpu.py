@@ -18,7 +18,7 @@ from typing import Any, Literal, cast, get_args
 
 import torch
 
-from ..sm12x.checks import BLOCK_SIZE, describe, round_up
+from ..sm12x.checks import BLOCK_SIZE, describe, require_storage, round_up
 from ..sm12x.checks import swizzled_size as swizzled_size
 from ..sm12x.operator import is_traced
 from ..tllm_enums import SfLayout
@@ -209,3 +209,4 @@ def check_float_input(name: str, tensor: Any) -> None:
             f"{name} is {describe(tensor)}; it must be {', '.join(map(str, dtypes))} with a last dimension that is a "
             f"positive multiple of {BLOCK_SIZE}"
         )
+    require_storage(name, tensor)

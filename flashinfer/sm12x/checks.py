@@ -153,6 +153,18 @@ def require_computing_device(name: str, tensor: torch.Tensor) -> None:
         raise ValueError(f"{name} is {describe(tensor)}; it must be on a CUDA device or the CPU")
 
 
+def require_storage(name: str, tensor: torch.Tensor) -> None:
+    """Raise ``ValueError`` where a storage was resized and holds a tensor no more; torch itself reads beyond it."""
+    if not tensor.numel():
+        return
+    try:
+        held = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size()
+    except (RuntimeError, NotImplementedError):  # a wrapper without a storage of its own
+        return
+    if _bytes(tensor) > held:
+        raise ValueError(f"{name} is {describe(tensor)}, of which its storage holds {held} bytes; it was resized")
+
+
 def require_memory(name: str, tensor: torch.Tensor, alignment: int = POINTER_ALIGNMENT) -> None:
     """Raise ``ValueError`` unless memory holds a tensor's values, from a multiple of ``alignment`` bytes on.
 
@@ -175,9 +187,9 @@ def require_memory(name: str, tensor: torch.Tensor, alignment: int = POINTER_ALI
         )
     if tensor.is_neg():
         raise ValueError(f"{name} is a view with the negative bit; it must hold its values (resolve_neg() does)")
-    held = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size()
-    if not start or _end(tensor) - start > held:
-        raise ValueError(f"{name} is {describe(tensor)}, of which its storage holds {held} bytes; it was resized")
+    require_storage(name, tensor)
+    if not start:
+        raise ValueError(f"{name} is {describe(tensor)}, at no address")
 
 
 def require_tensor(
@@ -255,12 +267,17 @@ def require_scales(
 # --- memory that several arguments name -------------------------------------------------------------------------------
 
 
+def _bytes(tensor: torch.Tensor) -> int:
+    """From the first byte to the one behind the last."""
+    if tensor.is_contiguous() or not tensor.numel():
+        return tensor.nbytes
+    last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
 def _end(tensor: torch.Tensor) -> int:
     """The address behind the last byte."""
-    if tensor.is_contiguous() or not tensor.numel():
-        return tensor.data_ptr() + tensor.nbytes
-    last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr() + (last + 1) * tensor.element_size()
+    return tensor.data_ptr() + _bytes(tensor)
 
 
 def require_apart(call: Any, written: Mapping[str, Sequence[str]], names: Mapping[str, str] | None = None) -> None:

@@ -40,6 +40,30 @@ def test_tensors_of_quantizers(name: str, wrong: str) -> None:
     _check(lambda: QUANTIZERS[name](UNQUANTIZABLE[wrong](values)), name)
 
 
+@pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "strided"])
+def test_a_storage_that_was_resized_is_not_read(strided: bool) -> None:
+    """torch's own operations read beyond it."""
+
+    def resized(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        whole = torch.zeros(*shape[:-1], 2 * shape[-1], dtype=dtype)
+        tensor = whole[..., ::2] if strided else whole[..., : shape[-1]].contiguous()
+        tensor.untyped_storage().resize_(tensor.element_size())
+        return tensor
+
+    scales = torch.zeros(512, dtype=torch.uint8)
+    packed = torch.zeros(4, 32, dtype=torch.uint8)
+    calls: dict[str, Callable[[], Any]] = {
+        "input": lambda: flashinfer.mxfp8_quantize(resized(4, 64, dtype=torch.bfloat16)),
+        "a": lambda: flashinfer.mxfp4_quantize(resized(4, 64, dtype=torch.bfloat16)),
+        "a_fp4": lambda: flashinfer.mxfp4_dequantize(resized(4, 32, dtype=torch.uint8), scales),
+        "a_sf": lambda: flashinfer.mxfp4_dequantize(packed, resized(512, dtype=torch.uint8)),
+        "unswizzled_sf": lambda: flashinfer.block_scale_interleave(resized(4, 8, dtype=torch.uint8)),
+    }
+    for name, call in calls.items():
+        with pytest.raises(ValueError, match=rf"^{name} is .*, of which its storage holds \d bytes; it was resized$"):
+            call()
+
+
 @pytest.mark.parametrize("name", QUANTIZERS)
 def test_quantizers_take_any_strides_and_float32(name: str) -> None:
     print("seed 1")
