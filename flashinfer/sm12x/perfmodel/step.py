@@ -29,7 +29,8 @@ from typing import Any, Literal
 
 from ..models import MODELS, Model, matrix_bytes
 from . import gb10
-from .gb10 import CYCLES, FAST, FIXED_US, MIDDLE, SLOW, Times
+from .devices import GB10, Device
+from .gb10 import CYCLES, FAST, FIXED_US, MIDDLE, MMA_FLOPS_PER_CYCLE, SLOW, Times
 
 BF16, FP32, INT32 = 2, 4, 4
 DENSE_FORMATS = ("bf16", "mxfp8", "mxfp4")
@@ -49,6 +50,9 @@ PARTS = (
 )  # fmt: skip
 """In a step's order."""
 
+OTHERS_EXPERTS = {"gemm": (2, 2), "small": (6, 8)}
+"""Launches of others' MoE layer, fast and slow. vLLM's Marlin layer has eight in all on an H200; upstream's CUTLASS layer
+quantizes tokens and activations in launches of their own."""
 STREAMED = (1.0, 1.1)
 """Times the bytes' time, of attention's cache: this fork's streams take up to 1.12 times a plain read on an H200."""
 REACHED = {"gemm": (0.9, 0.7), "attention": (0.73, 0.5)}
@@ -70,7 +74,8 @@ class Step:
     ``kv`` is the cache's format, ``formats`` that of each of :data:`MATRICES`, ``dense_tokens`` that to which they round
     their tokens, of :data:`TOKENS_BESIDE` for each (bf16 beside bf16, always). ``fused_router``: the norm in front of the
     router, the router and the top-k are one part, "router", by this fork's ``router_top_k``. ``fused_attention``: rope and KV
-    write are part of the attention, this fork's ``decode_attention``.
+    write are part of the attention, this fork's ``decode_attention``. Without ``fork`` nothing is this fork's: experts and
+    dense layers are their bytes, their FLOPs and launches, too.
     """
 
     sequences: int
@@ -81,6 +86,7 @@ class Step:
     fused_router: bool = False
     fused_attention: bool = False
     dense_tokens: TokenFormat = "bf16"
+    fork: bool = True
 
     @property
     def tokens(self) -> int:
@@ -249,6 +255,7 @@ class Given:
     bf16: tuple[float, float] = (FAST.bf16_flops_per_cycle, SLOW.bf16_flops_per_cycle)
     small_us: tuple[float, float] = FIXED_US["small"]
     layers: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    device: Device = GB10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -303,8 +310,36 @@ class Predicted:
         return self.rate((self.fast + self.slow) / 2)
 
 
+def given_by(device: Device) -> Given:
+    """What a prediction takes from a device's row."""
+    return Given(device.dram, device.bf16, device=device)
+
+
+def on_device(kernel: Kernel, given: Given) -> tuple[float, float]:
+    """Microseconds of one call on another device than a GB10: its counts over that device's rates, and its fixed time.
+
+    The fixed time is what the kept range has beyond the busiest resource. Blocks are taken to fill the device; the streamed
+    layer multiplies in bf16.
+    """
+    scaled = kernel.activation != "bf16" and not (kernel.kind == "MoE" and kernel.bound == "dram" and kernel.tokens <= 64)
+    ends = []
+    for end, (kept_end, by) in enumerate(((kernel.fast, FAST), (kernel.slow, SLOW))):
+
+        def busiest(dram: float, bf16: float, cycles: float, sustained: float) -> float:
+            mma = kernel.mma / sustained if scaled else kernel.mma * MIDDLE.bf16_flops_per_cycle / bf16
+            others = max(mma, kernel.issue, kernel.shared) * CYCLES / cycles
+            return max(kernel.dram * MIDDLE.dram_gb_per_second / dram, others)
+
+        device = given.device
+        fixed = kept_end - busiest(by.dram_gb_per_second, by.bf16_flops_per_cycle, CYCLES, 1.0)
+        ends.append(busiest(given.dram[end], given.bf16[end], device.cycles, device.sustained[end]) + fixed)
+    return ends[0], ends[1]
+
+
 def on_fork(kernel: Kernel, given: Given) -> tuple[float, float]:
     """Microseconds of one call, the kept range moved to ``given``'s DRAM rate where DRAM is what binds."""
+    if given.device != GB10:
+        return on_device(kernel, given)
     if kernel.bound != "dram":
         return kernel.fast, kernel.slow
     usual, middle = Given().dram, MIDDLE.dram_gb_per_second
@@ -313,7 +348,9 @@ def on_fork(kernel: Kernel, given: Given) -> tuple[float, float]:
 
 
 def flops_of(size: Model, step: Step, part: str) -> float:
-    """Of one call of a bf16 GEMM or of attention."""
+    """Of one call of a bf16 GEMM, of others' experts or of attention."""
+    if part == "MoE":
+        return 2.0 * 3 * size.inter * size.hidden * size.top_k * step.tokens
     if part.startswith("attention"):
         seen = min(step.context, size.window) if part.endswith("window") else step.context
         pairs = step.new * seen - (step.new * (step.new - 1) / 2 if seen == step.context else 0)
@@ -325,18 +362,18 @@ def flops_of(size: Model, step: Step, part: str) -> float:
 def others(part: Part, size: Model, step: Step, given: Given) -> tuple[float, float]:
     """Microseconds of one call of what is not this fork's, or was not emulated so."""
     kilobytes = part.bytes / part.calls / 1e3
-    kind = "attention" if part.name.startswith("attention") else "gemm" if part.name in (*MATRICES, "router") else ""
-    fixed = (
-        FIXED_US["decode_attention" if kind == "attention" and step.fused_attention else kind]
-        if kind
-        else given.small_us
-    )
+    kind = "attention" if part.name.startswith("attention") else "gemm" if part.name in (*MATRICES, "router", "MoE") else ""
     ends = []
     for end in (0, 1):
         time = kilobytes / given.dram[end] * (STREAMED[end] if kind == "attention" else 1.0)
+        fixed = given.small_us[end]
         if kind:
-            time = max(time, flops_of(size, step, part.name) / (given.bf16[end] * REACHED[kind][end] * CYCLES))
-        ends.append(time + fixed[end])
+            rate = MMA_FLOPS_PER_CYCLE if part.name == "MoE" else given.bf16[end]
+            time = max(time, flops_of(size, step, part.name) / (rate * REACHED[kind][end] * given.device.cycles))
+            fixed = FIXED_US["decode_attention" if kind == "attention" and step.fused_attention else kind][end]
+        if part.name == "MoE":
+            fixed = OTHERS_EXPERTS["gemm"][end] * fixed + OTHERS_EXPERTS["small"][end] * given.small_us[end]
+        ends.append(time + fixed)
     return ends[0], ends[1]
 
 
@@ -348,6 +385,8 @@ def kernel_of(model: str, size: Model, step: Step, part: str) -> Kernel | None:
     ValueError
         It was not emulated so, and is nothing that bytes alone tell.
     """
+    if not step.fork:
+        return None
     if part == "MoE":
         return kept_kernel("MoE", model, size.ranks, step.tokens, "mxfp4", "mxfp8")
     if part in MATRICES and step.formats[part] != "bf16":
