@@ -13,10 +13,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
-
-from timing import github
 
 from flashinfer.sm12x.perfmodel.devices import DEVICES
 from flashinfer.sm12x.perfmodel.step import Predicted, Step, formats_of, given_by, predict

@@ -321,7 +321,9 @@ def on_device(kernel: Kernel, given: Given) -> tuple[float, float]:
     The fixed time is what the kept range has beyond the busiest resource. Blocks are taken to fill the device; the streamed
     layer multiplies in bf16.
     """
-    scaled = kernel.activation != "bf16" and not (kernel.kind == "MoE" and kernel.bound == "dram" and kernel.tokens <= 64)
+    scaled = kernel.activation != "bf16" and not (
+        kernel.kind == "MoE" and kernel.bound == "dram" and kernel.tokens <= 64
+    )
     ends = []
     for end, (kept_end, by) in enumerate(((kernel.fast, FAST), (kernel.slow, SLOW))):
 
@@ -362,7 +364,13 @@ def flops_of(size: Model, step: Step, part: str) -> float:
 def others(part: Part, size: Model, step: Step, given: Given) -> tuple[float, float]:
     """Microseconds of one call of what is not this fork's, or was not emulated so."""
     kilobytes = part.bytes / part.calls / 1e3
-    kind = "attention" if part.name.startswith("attention") else "gemm" if part.name in (*MATRICES, "router", "MoE") else ""
+    kind = (
+        "attention"
+        if part.name.startswith("attention")
+        else "gemm"
+        if part.name in (*MATRICES, "router", "MoE")
+        else ""
+    )
     ends = []
     for end in (0, 1):
         time = kilobytes / given.dram[end] * (STREAMED[end] if kind == "attention" else 1.0)
