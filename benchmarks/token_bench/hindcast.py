@@ -16,7 +16,8 @@ import dataclasses
 from pathlib import Path
 
 from flashinfer.sm12x.perfmodel.devices import DEVICES
-from flashinfer.sm12x.perfmodel.step import Predicted, Step, formats_of, given_by, predict
+from flashinfer.sm12x.perfmodel.routing import PUBLISHED as ROUTING
+from flashinfer.sm12x.perfmodel.step import ENGINE_US, Predicted, Step, formats_of, given_by, predict
 
 HERE = Path(__file__).parent
 PUBLISHED, FROZEN = HERE / "published.csv", HERE / "hindcast_frozen.csv"
@@ -60,9 +61,10 @@ def rows() -> list[Figure]:
 
 
 def predicted(row: Figure) -> Predicted:
-    """A row's step."""
+    """A row's step, with routing as published and, of a server, its engine."""
     step = Step(row.sequences, row.context, row.new, row.kv, formats_of(row.dense), fork=False)
-    return predict(row.model, step, row.gpus, given_by(DEVICES[row.gpu]))
+    engine = ENGINE_US if row.engine.startswith("vLLM") else (0.0, 0.0)
+    return predict(row.model, step, row.gpus, given_by(DEVICES[row.gpu], routing=ROUTING, engine_us=engine))
 
 
 def rates(step: Predicted) -> tuple[float, float, float]:

@@ -35,6 +35,11 @@ class Device:
         """Of all multiprocessors, per microsecond."""
         return 1e3 * self.gigahertz * self.multiprocessors
 
+    @property
+    def l2_bytes(self) -> float:
+        """What of L2 holds tensors."""
+        return 1e6 * self.l2_megabytes * gb10.L2_USABLE
+
 
 def _card(name: str, sms: int, gigahertz: float, l2: float, gigabytes: int, sold: float, bf16: float) -> Device:
     return Device(name, sms, gigahertz, l2, gigabytes, (0.95 * sold, 0.85 * sold), (bf16, bf16))
