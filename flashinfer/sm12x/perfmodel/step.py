@@ -27,6 +27,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from ...jit.sm12x.instances import INSTANCES
 from ..models import MODELS, SCALE_BLOCK, Model, matrix_bytes
 from . import gb10
 from .devices import GB10, Device
@@ -478,9 +479,11 @@ def fork_experts(model: str, size: Model, step: Step, given: Given) -> tuple[flo
     for end in (0, 1):
         new = step.new if step.verified else 1
         line = predict_layer(size.moe, FITTED_MODE, step.tokens, tactics, fits, given.routing[end], new)
-        fields = {field.name: getattr(line, field.name) for field in dataclasses.fields(Times)}
-        about = {"kind": "MoE", "model": model, "ranks": size.ranks, "tokens": step.tokens, "weights": "mxfp4"}
-        ends.append(on_fork(Kernel(**about, activation="mxfp8", **fields), given)[end])
+        kernel = Kernel(
+            kind="MoE", model=model, ranks=size.ranks, tokens=step.tokens, weights="mxfp4", activation="mxfp8",
+            **{field.name: getattr(line, field.name) for field in dataclasses.fields(Times)},
+        )  # fmt: skip
+        ends.append(on_fork(kernel, given)[end])
     return ends[0], ends[1]
 
 
