@@ -393,7 +393,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--zipf", type=decimals, default=[0.0, 0.9, 1.5], help="of --hindcast: exponents of the experts' popularity"
     )
     parser.add_argument(
-        "--shared", type=decimals, default=[0.0, 0.2, 0.4, 0.6, 0.8], help="of --hindcast: shares of experts in a window"
+        "--shared",
+        type=decimals,
+        default=[0.0, 0.2, 0.4, 0.6, 0.8],
+        help="of --hindcast: shares of experts in a window",
     )
     parser.add_argument("--report", type=Path, help="a GB10's report of sm12x-doctor --probe, beside the prediction")
     parser.add_argument("--emulate", action="store_true", help="run the kernels of the prediction again (20 minutes)")

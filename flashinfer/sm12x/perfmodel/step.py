@@ -27,7 +27,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from ...jit.sm12x.instances import INSTANCES
 from ..models import MODELS, SCALE_BLOCK, Model, matrix_bytes
 from . import gb10
 from .devices import GB10, Device
