@@ -69,12 +69,11 @@ def test_a_prediction_does_not_read_what_was_published(monkeypatch: pytest.Monke
 
 def test_rows_tell_what_is_needed_and_were_frozen() -> None:
     rows = hindcast.rows()
-    assert 5 <= len(rows) <= 20
-    assert list(hindcast.frozen()) == [row.name for row in rows]
+    assert list(hindcast.frozen()) == [row.name for row in rows if row.role != "later"]
     for row in rows:
         assert row.source.startswith("https://") and row.date and row.configuration and row.value > 0
         assert row.gpu in DEVICES and row.model in MODELS and row.unit == "tokens/s"
-    assert {row.role for row in rows} == {"row", "held"}
+    assert {row.role for row in rows} == {"row", "held", "later"}
 
 
 def test_the_command_counts_rows_inside(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
