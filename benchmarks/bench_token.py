@@ -4,6 +4,7 @@
     python benchmarks/bench_token.py                          # without a GPU: the predicted GB10 token
     python benchmarks/bench_token.py --report spark.json      # beside what sm12x-doctor --probe found on a GB10
     python benchmarks/bench_token.py --models gpt-oss-20b --decode 1x1024,4x1024 --prefill 2048
+    python benchmarks/bench_token.py --hindcast               # without a GPU: others' figures, predicted by the same model
     python benchmarks/bench_token.py --build                  # compile what they need, side by side, and nothing else
     python benchmarks/bench_token.py --check                  # small models: all stacks agree with torch
     python benchmarks/bench_token.py --render token.json      # tables and picture of an earlier run, no GPU needed
@@ -34,7 +35,7 @@ import torch
 from flashinfer.jit.xqa import gen_xqa_module
 from peers import load_marlin
 from timing import allow, machine, names, numbers, reason
-from token_bench import check, measure, operators, picture, predict, results
+from token_bench import check, hindcast, measure, operators, picture, predict, results
 from token_bench.model import Model, fork_experts, marlin_experts
 
 from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm120_module
@@ -294,9 +295,9 @@ def print_prediction(arguments: argparse.Namespace) -> int:
         ]
     told += ["several streams, and prompts, one Spark", predict.overview(predict.batches(name, **fused))]
     if name == LAYER_MODEL:
-        for count, rates in predict.PUBLISHED.items():
-            listed = ", ".join(f"{rate:g} ({who})" for who, rate in rates.items())
-            told.append(f"published, {count} Spark{'s' * (count > 1)}, one stream, tokens/s: {listed}")
+        for row in hindcast.rows():
+            if (row.gpu, row.model, row.sequences, row.new, row.dense) == ("GB10", name, 1, 1, "mxfp4"):
+                told.append(f"published, {row.gpus} Spark{'s' * (row.gpus > 1)}, {row.engine}, tokens/s: {row.value:g}")
     told.append("\n".join(["Assumed:", *(f"- {line}" for line in assumptions())]))
     print("\n\n".join(told))
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -304,6 +305,31 @@ def print_prediction(arguments: argparse.Namespace) -> int:
     path.write_text("\n\n".join(told) + "\n", encoding="utf-8")
     print(f"\nwrote {path}")
     write_picture(bars, f"{name} on a GB10, predicted: one stream, context 1,024", path.with_suffix(".svg"))
+    return 0
+
+
+def print_hindcast(arguments: argparse.Namespace) -> int:
+    """What others measured beside what the model says of it, and what the model then says of this fork."""
+    told = {
+        "Inputs of the model, which are no rows": hindcast.inputs(),
+        "Streams: gpt-oss-120b, MXFP4 dense layers, one GB10, context 1,024, no engine; predicted, tokens/s": hindcast.streams(
+            arguments.zipf
+        ),
+        "Verify windows: tokens that a step has to yield to pay, and the acceptance of each draft; predicted": hindcast.windows(
+            arguments.shared
+        ),
+        "SM120 cards: predicted us of a layer of experts, tokens/s in a server": hindcast.cards(),
+    }
+    for title, text in told.items():
+        print(f"{title}\n\n{text}\n")
+    path = arguments.out / "hindcast.svg"
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    try:
+        hindcast.draw(path)
+        print(f"wrote {path}")
+    except ImportError as error:
+        print(f"no picture: {error}")
+    print(f"\n{hindcast.table()}")
     return 0
 
 
@@ -321,6 +347,9 @@ def predicted_bar(step: Predicted) -> picture.Bar:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     def batches(text: str) -> list[tuple[int, int]]:
         return [(int(sequences), int(context)) for sequences, context in (item.split("x") for item in names(text))]
+
+    def decimals(text: str) -> list[float]:
+        return [float(item) for item in names(text)]
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -357,6 +386,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--check", action="store_true", help="only whether the stacks agree, on small models")
     parser.add_argument("--render", type=Path, help="measure nothing: tables and picture of this JSON")
     parser.add_argument("--predict", action="store_true", help="measure nothing: the predicted GB10 tables")
+    parser.add_argument(
+        "--hindcast", action="store_true", help="measure nothing: what others published beside what the model predicts"
+    )
+    parser.add_argument(
+        "--zipf", type=decimals, default=[0.0, 0.9, 1.5], help="of --hindcast: exponents of the experts' popularity"
+    )
+    parser.add_argument(
+        "--shared",
+        type=decimals,
+        default=[0.0, 0.2, 0.4, 0.6, 0.8],
+        help="of --hindcast: shares of experts in a window",
+    )
     parser.add_argument("--report", type=Path, help="a GB10's report of sm12x-doctor --probe, beside the prediction")
     parser.add_argument("--emulate", action="store_true", help="run the kernels of the prediction again (20 minutes)")
     parser.add_argument("--repeats", type=int, default=20)
@@ -383,6 +424,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if arguments.emulate:
         return int(in_own_process(emulate.renew))
+    if arguments.hindcast:
+        return print_hindcast(arguments)
     if arguments.report is not None or arguments.predict or not torch.cuda.is_available():
         return print_prediction(arguments)
     if arguments.build:

@@ -16,6 +16,7 @@ class RecordingBackend:
     """A GPU whose module keeps launches; tensors are the CPU's."""
 
     is_cuda = True
+    unified_memory = True
 
     def __init__(self, module: Any, block_scaled_mma: bool = True) -> None:
         self.recorded = module

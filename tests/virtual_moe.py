@@ -60,7 +60,7 @@ def run_moe(device: VirtualDevice, inputs: MoEInputs, mode: int, tactics: Sequen
     """The layer's output, ``[tokens, hidden]``, in memory that held NaN before; ``tactics`` are places, the planner's if None."""
     problem = problem_of(inputs, mode)
     output = torch.full((problem.num_tokens, problem.hidden), float("nan"), dtype=inputs.output_dtype)
-    pair = resolved_pair(tactics or (-1, -1), sm12x_operator.default_tactics(problem, True))
+    pair = resolved_pair(tactics or (-1, -1), sm12x_operator.default_tactics(problem, True, True))
     in_bf16 = any(INSTANCES[tactic].multiplies == "mxfp8_as_bf16" for tactic in pair)
     for tactic in pair:
         sm12x_operator.ensure_instance(device, tactic)

@@ -27,8 +27,8 @@ class Bar:
     high: float | None = None
 
 
-def draw(bars: Sequence[Bar], title: str, path: Path) -> Any:
-    """Write the picture to ``path``, whose suffix tells the format; returns matplotlib's figure.
+def pyplot() -> Any:
+    """matplotlib's, for files.
 
     Raises
     ------
@@ -39,10 +39,30 @@ def draw(bars: Sequence[Bar], title: str, path: Path) -> Any:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    from matplotlib.patches import Patch
 
     plt.rcParams["svg.fonttype"] = "none"  # letters as letters: a tenth of the size
     plt.rcParams["svg.hashsalt"] = "token"  # the same picture is the same file
+    return plt
+
+
+def save(figure: Any, path: Path) -> Any:
+    """Write a figure, and close it."""
+    figure.savefig(path, bbox_inches="tight", metadata={"Date": None} if path.suffix == ".svg" else None)
+    pyplot().close(figure)
+    return figure
+
+
+def draw(bars: Sequence[Bar], title: str, path: Path) -> Any:
+    """Write the picture to ``path``, whose suffix tells the format; returns matplotlib's figure.
+
+    Raises
+    ------
+    ImportError
+        matplotlib is not installed.
+    """
+    plt = pyplot()
+    from matplotlib.patches import Patch
+
     colors = plt.get_cmap("tab20")
     figure, axes = plt.subplots(figsize=(10, 1.6 + 0.42 * len(bars)))
     for row, bar in enumerate(bars):
@@ -65,6 +85,4 @@ def draw(bars: Sequence[Bar], title: str, path: Path) -> Any:
     used = [part for part in SEGMENTS if any(bar.parts.get(part) for bar in bars)]
     handles = [Patch(color="white" if part == "gaps" else colors(SEGMENTS.index(part))) for part in used]
     axes.legend(handles, used, fontsize=7, ncols=5, loc="upper center", bbox_to_anchor=(0.4, -0.9 / len(bars) - 0.08))
-    figure.savefig(path, bbox_inches="tight", metadata={"Date": None} if path.suffix == ".svg" else None)
-    plt.close(figure)
-    return figure
+    return save(figure, path)

@@ -25,12 +25,6 @@ from flashinfer.sm12x.perfmodel.step import (
 
 from .results import Measured
 
-PUBLISHED = {
-    1: {"vLLM, MXFP4 everywhere": 59.5, "llama.cpp": 59.0},
-    2: {"vLLM, MXFP4 everywhere": 75.96},
-}
-"""Tokens/s of one stream of gpt-oss-120b, by the number of Sparks."""
-
 
 def of_measured(measured: Measured) -> dict[str, tuple[float, float]] | None:
     """What a measured step of this fork's was predicted to take, by part and in "all"; None for what is not modelled."""

@@ -100,12 +100,13 @@ class SM12xMoERunner(tune.Runner):
         problem, call, workspace = self._profile(inputs[0])
         call, backend = call._replace(input=inputs[0]), self._backend_cache
         own = -1 if tactic is None else index_of(tactic)
-        default = default_tactics(problem, backend.block_scaled_mma)
+        default = default_tactics(problem, backend.block_scaled_mma, backend.unified_memory)
         tactics = resolved_pair((own, -1) if self.gemm_idx == 1 else (-1, own), default)
         if not launch(backend, problem, call, workspace, tactics):
             if tactic is not None:
                 raise RuntimeError(f"tactic {tactic} needs all SMs of the device, and this stream has fewer")
-            launch(backend, problem, call, workspace, default_tactics(problem, backend.block_scaled_mma, False))
+            pair = default_tactics(problem, backend.block_scaled_mma, backend.unified_memory, False)
+            launch(backend, problem, call, workspace, pair)
         assert call.output is not None
         return call.output
 

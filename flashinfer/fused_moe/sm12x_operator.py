@@ -58,10 +58,12 @@ def workspace_bytes(backend: Backend, problem: MoEProblem, in_bf16: bool) -> int
 
 
 @functools.lru_cache(maxsize=4096)
-def default_tactics(problem: MoEProblem, block_scaled_mma: bool, all_sms: bool = True) -> tuple[int, int]:
+def default_tactics(
+    problem: MoEProblem, block_scaled_mma: bool, unified_memory: bool, all_sms: bool = True
+) -> tuple[int, int]:
     """The planner's choice; without ``all_sms`` of the device a pair of GEMMs, whose blocks do not wait for each other."""
     sizes = (problem.num_tokens, problem.top_k, problem.num_local_experts, problem.hidden, problem.inter)
-    return plan_moe(*sizes, int(problem.mode), block_scaled_mma, all_sms)
+    return plan_moe(*sizes, int(problem.mode), block_scaled_mma, all_sms, unified_memory)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -128,7 +130,7 @@ def compute(call: MoECall, problem: MoEProblem) -> None:
         with plain_torch(device):
             moe_cpu(problem, call)
         return
-    default = default_tactics(problem, backend.block_scaled_mma)
+    default = default_tactics(problem, backend.block_scaled_mma, backend.unified_memory)
     tactics = default if wanted is None else resolved_pair(wanted, default)
     first = INSTANCES[tactics[0]]
     dequantizes = first.multiplies == "mxfp8_as_bf16" and not first.streamed
@@ -153,7 +155,8 @@ def compute(call: MoECall, problem: MoEProblem) -> None:
             "needs all SMs of the device, and this stream has fewer (a green context, or MPS with a limited "
             "share): pass tactics of a pair of GEMMs, or None"
         )
-    launch(backend, problem, call, workspace, default_tactics(problem, backend.block_scaled_mma, False))
+    pair = default_tactics(problem, backend.block_scaled_mma, backend.unified_memory, False)
+    launch(backend, problem, call, workspace, pair)
 
 
 def _run(call: MoECall) -> None:

@@ -61,6 +61,10 @@ _HOPPER = DeviceClass(
 _SM12X_PAIRS = ((6.0, 8), (14.0, 16), (20.0, 24), (28.0, 32), (36.0, 40), (64.0, 64), (_END, 128))
 # A tile that is too narrow reads weights twice, and a GB10 waits for memory: the streamed layer ends earlier there.
 _SM12X = DeviceClass(((4.5, 8),), _SM12X_PAIRS, _SM12X_PAIRS)
+# A card reads 1.6 to 2.3 times a GB10's bytes for each clock of an SM, so that MMAs of padded rows bind it: at 64 to 256
+# rows a half-empty tile of 128 costs up to 20 % more than tiles of 64 by the counts of the virtual GPU (docs/hindcast.md).
+_CARD_PAIRS = (*_SM12X_PAIRS[:-2], (256.0, 64), (_END, 128))
+_CARD = DeviceClass(_SM12X.streamed, _CARD_PAIRS, _CARD_PAIRS)
 
 
 def expected_rows(num_rows: int, num_experts: int) -> float:
@@ -76,14 +80,16 @@ def choose(
     block_scaled_mma: bool,
     layer: tuple[int, int] | None = None,
     all_sms: bool = True,
+    unified_memory: bool = True,
 ) -> Choice:
     """The default instance for ``num_rows`` token rows (tokens x top_k) on ``num_experts`` local experts.
 
     ``layer`` is hidden and intermediate size of an MoE layer; without it only single GEMMs are chosen from.  Without
-    ``all_sms`` of the device only pairs of GEMMs are: blocks of a streamed layer wait for each other.
+    ``all_sms`` of the device only pairs of GEMMs are: blocks of a streamed layer wait for each other.  Without
+    ``unified_memory``, a GB10's, an SM12x device is a card.
     """
     rows = expected_rows(num_rows, num_experts)
-    device = _SM12X if block_scaled_mma else _HOPPER
+    device = (_SM12X if unified_memory else _CARD) if block_scaled_mma else _HOPPER
     busy = f"{rows:.1f} rows for an expert that is hit"
     fitting = [row for row in table(block_scaled_mma) if row.activation == activation]
     tile = next((tile for limit, tile in device.streamed if rows <= limit), 0)
@@ -111,6 +117,7 @@ def plan_moe(
     mode: int,
     block_scaled_mma: bool = True,
     all_sms: bool = True,
+    unified_memory: bool = True,
 ) -> tuple[int, int]:
     """Default tactics of FC1 and FC2: one that computes the whole layer, twice, or a pair.
 
@@ -119,14 +126,14 @@ def plan_moe(
     """
     rows = num_tokens * top_k
     index = choose(
-        Mode(mode).activation, rows, num_local_experts, block_scaled_mma, (hidden, inter), all_sms
+        Mode(mode).activation, rows, num_local_experts, block_scaled_mma, (hidden, inter), all_sms, unified_memory
     ).instance.index
     return index, index
 
 
-def plan_group_gemm(cum_m: int, num_groups: int, block_scaled_mma: bool = True) -> int:
+def plan_group_gemm(cum_m: int, num_groups: int, block_scaled_mma: bool = True, unified_memory: bool = True) -> int:
     """Default tactic of the grouped GEMM."""
-    return choose("mxfp8", cum_m, num_groups, block_scaled_mma).instance.index
+    return choose("mxfp8", cum_m, num_groups, block_scaled_mma, unified_memory=unified_memory).instance.index
 
 
 # --- pairs of tactics: FC1's and FC2's, as places in INSTANCES --------------------------------------------------------
@@ -221,10 +228,15 @@ class Device:
     name: str
     sm_count: int
     block_scaled_mma: bool
+    unified_memory: bool = True
 
 
 MODELS = {name: Layer(*model.moe) for name, model in models.MODELS.items()}
-DEVICES = {"gb10": Device("GB10", 48, True), "h200": Device("H200", 132, False)}
+DEVICES = {
+    "gb10": Device("GB10", 48, True),
+    "rtx5090": Device("RTX 5090", 170, True, False),
+    "h200": Device("H200", 132, False),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,7 +280,8 @@ def explain(layer: Layer, mode: Mode, tokens: Sequence[int], device: Device) -> 
         if count < 1:
             raise ValueError(f"tokens is {count}; it must be at least 1")
         rows = count * layer.top_k
-        choice = choose(mode.activation, rows, layer.experts, device.block_scaled_mma, (layer.hidden, layer.inter))
+        sizes, unified = (layer.hidden, layer.inter), device.unified_memory
+        choice = choose(mode.activation, rows, layer.experts, device.block_scaled_mma, sizes, unified_memory=unified)
         gemm = choice.instance.number, choice.instance.name
         explained.append(Explained(count, expected_rows(rows, layer.experts), *gemm, *gemm, choice.reason))
     return explained

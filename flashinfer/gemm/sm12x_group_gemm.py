@@ -141,7 +141,7 @@ def planned_tactic(backend: Backend, problem: GroupGemmProblem) -> int:
     """The planner's choice."""
     from ..fused_moe.sm12x_planner import plan_group_gemm
 
-    return plan_group_gemm(problem.cum_m, problem.num_groups, backend.block_scaled_mma)
+    return plan_group_gemm(problem.cum_m, problem.num_groups, backend.block_scaled_mma, backend.unified_memory)
 
 
 def launch(backend: Backend, call: GroupGemmCall, tactic: int) -> None:

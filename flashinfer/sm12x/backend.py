@@ -39,6 +39,8 @@ class Backend(Protocol):
     ----------
     block_scaled_mma : bool
         Its MMA takes block scales: what the planner asks.
+    unified_memory : bool
+        Its DRAM is a GB10's: what the planner asks, too.
     tactics : tuple
         Rows of the instance table that a layer may be forced to, or tuned with.
     is_cuda : bool
@@ -48,6 +50,7 @@ class Backend(Protocol):
     """
 
     block_scaled_mma: bool
+    unified_memory: bool
     tactics: tuple[Instance, ...]
     is_cuda: bool
     memo: dict[Any, Any]
@@ -78,6 +81,7 @@ class Cuda:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.block_scaled_mma = devices.has_block_scaled_mma(device.index)
+        self.unified_memory = devices.has_unified_memory(device.index)
         self.tactics = SM12X if self.block_scaled_mma else INSTANCES
         self.memo: dict[Any, Any] = {}
         self._supports_pdl = bool(device_support_pdl(device))

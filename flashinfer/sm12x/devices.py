@@ -75,6 +75,11 @@ def has_block_scaled_mma(index: int) -> bool:
     return _capability(index)[0] == 12
 
 
+def has_unified_memory(index: int) -> bool:
+    """Whether CUDA device ``index`` is a GB10, whose DRAM is the CPU's, and slow for its SMs: the planner asks."""
+    return _capability(index) == (12, 1)
+
+
 @functools.lru_cache(maxsize=64)
 def gpu_name(device: torch.device) -> str:
     """What ``device`` is called: tactics that were timed on one GPU are those of others of its name, and of no others."""

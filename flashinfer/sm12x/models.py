@@ -10,9 +10,14 @@ SCALE_BLOCK = 32
 
 
 def matrix_bytes(rows: int, k: int, weights: str) -> int:
-    """Values ``[rows, k]`` in ``bf16``, ``mxfp8`` or ``mxfp4``, and scales as they lie in memory; bf16 has none."""
+    """Values ``[rows, k]`` in ``bf16``, ``mxfp8`` or ``mxfp4``, and scales as they lie in memory; bf16 has none.
+
+    ``q8_0`` is llama.cpp's: blocks of 32 int8 values and a 2-byte scale.
+    """
     if weights == "bf16":
         return 2 * rows * k
+    if weights == "q8_0":
+        return rows * k // SCALE_BLOCK * (SCALE_BLOCK + 2)
     scales = -(-rows // 128) * 128 * (-(-k // SCALE_BLOCK // 4) * 4)
     return rows * k // (2 if weights == "mxfp4" else 1) + scales
 

@@ -115,6 +115,7 @@ class VirtualDevice:
     """
 
     block_scaled_mma = True
+    unified_memory = True
     tactics = INSTANCES  # it runs whatever it is given, Hopper's rows too
     is_cuda = False
 

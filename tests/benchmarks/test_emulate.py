@@ -358,7 +358,7 @@ def test_what_the_doctors_probe_times_is_predicted(tmp_path: Path, monkeypatch: 
         line = moe.predict(MOE, layer.MODE, tokens, tactics, fits)
         assert moe.predicted_range(MOE, layer.MODE, tokens) == (line.fast, line.slow)
         assert 0.95 * line.floor < line.fast < line.slow < 1.5 * line.floor + 100
-    assert moe.known_fits(layer.MODE, (0, 0), MOE[:2]) == []
+    assert moe.known_fits(layer.MODE, (0, 1), MOE[:2]) == []
     assert moe.predicted_range(MOE, 2, 1) is None
     monkeypatch.setattr(moe, "FITS", tmp_path / "fits.csv")
     moe.FITS.write_text(moe.fits_as_csv({(2, (0, 1), (64, 32)): fits, (0, (0, 1), (64, 32)): []}))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from typing import Any
@@ -37,14 +38,21 @@ def test_shows_what_the_planner_gives_a_call(model: str, device: str, mode: str)
     assert [row["tokens"] for row in shown["rows"]] == tokens
     for row in shown["rows"]:
         planned = sm12x_planner.plan_moe(
-            row["tokens"], layer.top_k, layer.experts, layer.hidden, layer.inter, number, gpu.block_scaled_mma
+            row["tokens"],
+            layer.top_k,
+            layer.experts,
+            layer.hidden,
+            layer.inter,
+            number,
+            gpu.block_scaled_mma,
+            unified_memory=gpu.unified_memory,
         )
         fc1, fc2 = (INSTANCES[tactic] for tactic in planned)
         assert (row["fc1"], row["fc2"]) == (fc1.number, fc2.number)
         assert (row["fc1_instance"], row["fc2_instance"]) == (fc1.name, fc2.name)
         assert {INSTANCES[tactic].activation for tactic in planned} == {Mode(number).activation}
         assert row["reason"]
-    assert shown["device"] == {"name": gpu.name, "sm_count": gpu.sm_count, "block_scaled_mma": gpu.block_scaled_mma}
+    assert shown["device"] == dataclasses.asdict(gpu)
 
 
 def test_the_reason_is_of_the_tactic_that_is_shown() -> None:
@@ -79,7 +87,7 @@ def test_rows_per_expert() -> None:
         (["--tokens", "0"], "tokens is 0; it must be at least 1"),
         (["--model", "llama"], "--model is 'llama'; it may be gpt-oss-120b, gpt-oss-20b"),
         (["--mode", "w8a8"], "--mode is 'w8a8'; it may be w4a8, w4a8-bf16, w4a16"),
-        (["--device", "b200"], "--device is 'b200'; it may be gb10, h200"),
+        (["--device", "b200"], "--device is 'b200'; it may be gb10, rtx5090, h200"),
         (["--sm-count", "0"], "sm_count is 0; it must be at least 1"),
         (
             ["--hidden", "2890"],

@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
 
 from flashinfer.fused_moe import sm12x_planner
-from flashinfer.jit.sm12x.instances import STREAM_ENTRIES, Format
+from flashinfer.jit.sm12x.instances import INSTANCES, STREAM_ENTRIES, Format, table
+from flashinfer.sm12x.models import MOE_LAYERS
+from flashinfer.sm12x.perfmodel import gb10, moe
 
 # Time of a token tile of one expert on an H200, relative to a streamed tile of 8 (docs/log.md, "Grid of tactics").
 STREAMED, PAIR = True, False
@@ -55,3 +58,51 @@ def test_a_long_k_is_for_pairs_of_gemms(hidden: int, inter: int, block_scaled: b
     """Twelve warps of 256 elements share a K of 3,072."""
     row = sm12x_planner.choose("bf16", 4, 32, block_scaled, (hidden, inter)).instance
     assert row.streamed == (max(hidden, inter) <= 3072)
+
+
+GRID = (1, 4, 16, 48, 64, 192, 512, 768, 1024)
+GPUS = [(48, 2.418, True)] + [
+    (sms, gigahertz, False) for sms, gigahertz in ((24, 2.4), (36, 2.6), (70, 2.452), (132, 2.4), (188, 2.617))
+]
+
+
+@pytest.mark.parametrize("model", ["gpt-oss-20b", "gpt-oss-120b"])
+@pytest.mark.parametrize(("sms", "gigahertz", "unified"), GPUS)
+def test_sm12x_takes_a_tactic_within_ten_percent_of_the_models_best(
+    model: str, sms: int, gigahertz: float, unified: bool
+) -> None:
+    """By counts of all tactics on the virtual SM121; a card has 9.5 GB/s of sustained DRAM reads for each SM, as sold of these."""
+    layer = MOE_LAYERS[model]
+    rates = gb10.Rates(gb10.MIDDLE.dram_gb_per_second if unified else 9.5 * sms, 512)
+    others = gb10.CYCLES / (1e3 * gigahertz * sms)
+    fixed = sum(gb10.FIXED_US["MoE"]) / 2
+    rows = [row for row in table(True) if row.activation == "mxfp8"]
+    for tokens in GRID:
+        costs = {}
+        for row in rows:
+            pair = (row.index, row.index)
+            if row.streamed and not row.takes(tokens * layer.top_k, layer.hidden, layer.inter):
+                continue
+            fits = moe.known_fits(0, pair, (layer.hidden, layer.inter))
+            assert fits, f"{row.name} was not emulated"
+            busy = [launch.busy(row.operand, rates) for launch in moe.launches_of(layer, tokens, pair, fits)]
+            times = [max(us * (1 if name == "dram" else others) for name, us in each.items()) for each in busy]
+            costs[row.index] = sum(times) + fixed + (0 if row.streamed else gb10.SECOND_GEMM_US)
+        sizes = (tokens, layer.top_k, layer.experts, layer.hidden, layer.inter)
+        chosen, _ = sm12x_planner.plan_moe(*sizes, 0, unified_memory=unified)
+        assert costs[chosen] <= 1.1 * min(costs.values()), (tokens, INSTANCES[chosen].name, costs)
+
+
+def test_a_gb10s_choices_are_those_of_before_cards_had_their_own() -> None:
+    """Limits and tiles of a pair by the rows of a busy expert; the layer is streamed up to 4.5."""
+    limits = ((6.0, 8), (14.0, 16), (20.0, 32), (28.0, 32), (36.0, 64), (64.0, 64), (float("inf"), 128))
+    for experts, tokens in itertools.product((32, 64, 128), (*range(1, 600), *range(600, 9000, 200))):
+        rows = sm12x_planner.expected_rows(tokens * 4, experts)
+        gb10s, card = (
+            INSTANCES[sm12x_planner.plan_moe(tokens, 4, experts, 2880, 2880, 0, unified_memory=unified)[0]]
+            for unified in (True, False)
+        )
+        wanted = next(tile for limit, tile in limits if rows <= limit)
+        assert gb10s.streamed == (rows <= 4.5)
+        assert gb10s.token_tile == (8 if gb10s.streamed else wanted)
+        assert card == gb10s if rows <= 64 or rows > 256 else card.token_tile == 64

@@ -33,6 +33,7 @@ from ..models import SCALE_BLOCK, MoELayer
 from . import gb10
 from .gb10 import FIXED_US, SECOND_GEMM_US, Counts, Launch, Times, times
 from .l2 import Gemm, dram_bytes
+from .routing import UNIFORM, Routing, routed
 
 ROUTINGS = 8
 FITS = Path(__file__).with_name("gb10_fits.csv")
@@ -97,15 +98,16 @@ def work_of(ids: torch.Tensor, tile: int) -> Work:
 
 
 def random_ids(layer: MoELayer, tokens: int, seed: int) -> torch.Tensor:
-    """A routing, ``[tokens, top_k]``."""
-    scores = torch.rand((tokens, layer.experts), generator=torch.Generator().manual_seed(seed))
-    return scores.topk(layer.top_k).indices
+    """A uniform routing, ``[tokens, top_k]``."""
+    return routed(layer, tokens, 1, seed)
 
 
 @functools.cache
-def mean_work(layer: MoELayer, tokens: int, tile: int) -> Work:
-    """The mean over random routings."""
-    works = [dataclasses.astuple(work_of(random_ids(layer, tokens, seed), tile)) for seed in range(ROUTINGS)]
+def mean_work(layer: MoELayer, tokens: int, tile: int, routing: Routing = UNIFORM, new: int = 1) -> Work:
+    """The mean over routings of ``tokens``, each ``new`` of them of one sequence."""
+    works = [
+        dataclasses.astuple(work_of(routed(layer, tokens // new, new, seed, routing), tile)) for seed in range(ROUTINGS)
+    ]
     return Work(*torch.tensor(works, dtype=torch.float64).mean(0).tolist())
 
 
@@ -124,11 +126,13 @@ def reread_bytes(layer: MoELayer, tokens: int, tactic: int, fc1: bool, blocks: i
     return dram_bytes(gemm, blocks, gb10.L2_CAPACITY) - gemm.once() + read_back
 
 
-def launches_of(layer: MoELayer, tokens: int, tactics: Tactics, fits: Sequence[Fit]) -> Iterator[Launch]:
+def launches_of(
+    layer: MoELayer, tokens: int, tactics: Tactics, fits: Sequence[Fit], routing: Routing = UNIFORM, new: int = 1
+) -> Iterator[Launch]:
     """Those of a layer."""
     gemms = 0
     for fit in fits:
-        work = mean_work(layer, tokens, fit.tile)
+        work = mean_work(layer, tokens, fit.tile, routing, new)
         counts = fit.at(work)
         if fit.tile and INSTANCES[tactics[0]].streamed:
             # A block's share holds one tile after the other: an expert's second tile finds none of its weights in L2.
@@ -139,13 +143,21 @@ def launches_of(layer: MoELayer, tokens: int, tactics: Tactics, fits: Sequence[F
         yield Launch(counts, fit.warps)
 
 
-def predict(layer: MoELayer, mode: int, tokens: int, tactics: Tactics, fits: Sequence[Fit]) -> Line:
+def predict(
+    layer: MoELayer,
+    mode: int,
+    tokens: int,
+    tactics: Tactics,
+    fits: Sequence[Fit],
+    routing: Routing = UNIFORM,
+    new: int = 1,
+) -> Line:
     """One row of the table."""
-    experts = mean_work(layer, tokens, 0).experts
+    experts = mean_work(layer, tokens, 0, routing, new).experts
     operand = INSTANCES[tactics[0]].operand
     second = SECOND_GEMM_US * (sum(fit.tile > 0 for fit in fits) - 1)
     fast, slow = FIXED_US["MoE"]
-    launches = list(launches_of(layer, tokens, tactics, fits))
+    launches = list(launches_of(layer, tokens, tactics, fits, routing, new))
     return Line(
         mode=mode,
         tokens=tokens,

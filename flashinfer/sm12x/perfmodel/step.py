@@ -13,8 +13,8 @@ Three kinds of parts:
 Bytes are those that a part reads and writes at least once, tensors of the step's own included (hidden states, logits): what
 a kernel that keeps nothing of another part's in registers moves. The two large ones, weights and the KV cache, are exact.
 Where a prompt makes arithmetic the longer (bf16 GEMMs, attention), it is FLOPs over the bf16 rate's range times how much of
-it such kernels reach, :data:`REACHED`. What is not modelled: the engine around a step (scheduler, sampling beyond argmax,
-detokenizer), clocks under load, and a launch that overlaps the one in front of it.
+it such kernels reach, :data:`REACHED`. The engine around a step (scheduler, sampling, detokenizer) is :data:`ENGINE_US`
+where it is asked for. What is not modelled: clocks under load, and a launch that overlaps the one in front of it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from ..models import MODELS, Model, matrix_bytes
+from ..models import MODELS, SCALE_BLOCK, Model, matrix_bytes
 from . import gb10
-from .gb10 import CYCLES, FAST, FIXED_US, MIDDLE, SLOW, Times
+from .devices import GB10, Device
+from .gb10 import CYCLES, FAST, FIXED_US, MIDDLE, MMA_FLOPS_PER_CYCLE, SLOW, Times
+from .moe import known_fits, mean_work, planned
+from .moe import predict as predict_layer
+from .routing import UNIFORM, Routing
 
 BF16, FP32, INT32 = 2, 4, 4
 DENSE_FORMATS = ("bf16", "mxfp8", "mxfp4")
@@ -49,16 +53,26 @@ PARTS = (
 )  # fmt: skip
 """In a step's order."""
 
+OTHERS_EXPERTS = {"gemm": (2, 2), "small": (6, 8)}
+"""Launches of others' MoE layer, fast and slow. vLLM's Marlin layer has eight in all on an H200; upstream's CUTLASS layer
+quantizes tokens and activations in launches of their own."""
 STREAMED = (1.0, 1.1)
 """Times the bytes' time, of attention's cache: this fork's streams take up to 1.12 times a plain read on an H200."""
-REACHED = {"gemm": (0.9, 0.7), "attention": (0.73, 0.5)}
-"""Of the bf16 MMA rate. gemm: assumed. attention: FlashAttention-2 on an A100 (arXiv 2307.08691)."""
+REACHED = {"gemm": (0.9, 0.7), "experts": (0.79, 0.62), "attention": (0.73, 0.5)}
+"""Of the MMA rate. gemm: assumed. attention: FlashAttention-2 on an A100 (arXiv 2307.08691). experts: FP8 and CUTLASS's
+grouped GEMM on a GB10, 188 and 147 of 238 TFLOPS (NVIDIA's forum, 359960), clocks under load included."""
+ENGINE_US = (0.0, 1600.0)
+"""Of a serving engine, a step: vLLM's on an H200 takes up to 250 beyond its kernels (docs/log.md), and 1,600 more than a
+kernel that is the whole model (mirage #563)."""
 ALL_REDUCE_US = (15.5, 35.2)
 """Of 8 KB: one-shot RDMA writes in a CUDA graph, four Sparks (b12x #295); NCCL, two Sparks (dgx-spark-playbooks #103). A
 token's hidden state is 5.8 KB."""
 GRAPH_NODE_US = 1.3  # Megatron-LM #6064
 LAYER_MODEL = "gpt-oss-120b"
 """Of the doctor's probe. Dense layers and attention are the same in all models, and kept as this one's."""
+FITTED_MODE = 0
+"""Of the fits that are kept: MXFP8 input, less than 1 % from bf16 input."""
+KEPT_BATCHES = (1, 4, 16, 64)
 KERNELS = Path(__file__).with_name("gb10_kernels.csv")
 """``benchmarks/bench_token.py --emulate`` writes it."""
 
@@ -70,7 +84,8 @@ class Step:
     ``kv`` is the cache's format, ``formats`` that of each of :data:`MATRICES`, ``dense_tokens`` that to which they round
     their tokens, of :data:`TOKENS_BESIDE` for each (bf16 beside bf16, always). ``fused_router``: the norm in front of the
     router, the router and the top-k are one part, "router", by this fork's ``router_top_k``. ``fused_attention``: rope and KV
-    write are part of the attention, this fork's ``decode_attention``.
+    write are part of the attention, this fork's ``decode_attention``. Without ``fork`` nothing is this fork's: experts and
+    dense layers are their bytes, their FLOPs and launches, too. ``verified``: logits of all new tokens, as of a draft's.
     """
 
     sequences: int
@@ -81,10 +96,17 @@ class Step:
     fused_router: bool = False
     fused_attention: bool = False
     dense_tokens: TokenFormat = "bf16"
+    fork: bool = True
+    verified: bool = False
 
     @property
     def tokens(self) -> int:
         return self.sequences * self.new
+
+    @property
+    def logits(self) -> int:
+        """Rows of the LM head's output."""
+        return self.tokens if self.verified else self.sequences
 
     @property
     def prefill(self) -> bool:
@@ -158,8 +180,8 @@ def parts_of(model: Model, step: Step, experts: float | None = None) -> list[Par
         "router": (layers, layers * router),
         "top-k": (layers, layers * tokens * (BF16 * model.experts + routing)),
         "MoE": (layers, layers * (touched * expert + tokens * (2 * row + routing))),
-        "LM head": (1, dense("LM head", step.sequences, bias=False)),
-        "argmax": (1, step.sequences * (BF16 * model.vocab + 2 * INT32)),
+        "LM head": (1, dense("LM head", step.logits, bias=False)),
+        "argmax": (1, step.logits * (BF16 * model.vocab + 2 * INT32)),
     }
     if step.fused_router:
         del found["top-k"]
@@ -243,12 +265,18 @@ def kept_kernel(
 
 @dataclasses.dataclass(frozen=True)
 class Given:
-    """What a prediction takes from elsewhere, fast and slow; ``layers``: microseconds of an MoE layer by its tokens."""
+    """What a prediction takes from elsewhere, fast and slow; ``layers``: microseconds of an MoE layer by its tokens.
+
+    ``engine_us`` is what the engine adds to a step.
+    """
 
     dram: tuple[float, float] = (FAST.dram_gb_per_second, SLOW.dram_gb_per_second)
     bf16: tuple[float, float] = (FAST.bf16_flops_per_cycle, SLOW.bf16_flops_per_cycle)
     small_us: tuple[float, float] = FIXED_US["small"]
     layers: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    device: Device = GB10
+    routing: tuple[Routing, Routing] = (UNIFORM, UNIFORM)
+    engine_us: tuple[float, float] = (0.0, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -303,8 +331,38 @@ class Predicted:
         return self.rate((self.fast + self.slow) / 2)
 
 
+def given_by(device: Device, **named: Any) -> Given:
+    """What a prediction takes from a device's row; ``named`` are other fields."""
+    return Given(device.dram, device.bf16, device=device, **named)
+
+
+def on_device(kernel: Kernel, given: Given) -> tuple[float, float]:
+    """Microseconds of one call on another device than a GB10: its counts over that device's rates, and its fixed time.
+
+    The fixed time is what the kept range has beyond the busiest resource. Blocks are taken to fill the device; the streamed
+    layer multiplies in bf16.
+    """
+    scaled = kernel.activation != "bf16" and not (
+        kernel.kind == "MoE" and kernel.bound == "dram" and kernel.tokens <= 64
+    )
+    ends = []
+    for end, (kept_end, by) in enumerate(((kernel.fast, FAST), (kernel.slow, SLOW))):
+
+        def busiest(dram: float, bf16: float, cycles: float, sustained: float) -> float:
+            mma = kernel.mma / sustained if scaled else kernel.mma * MIDDLE.bf16_flops_per_cycle / bf16
+            others = max(mma, kernel.issue, kernel.shared) * CYCLES / cycles
+            return max(kernel.dram * MIDDLE.dram_gb_per_second / dram, others)
+
+        device = given.device
+        fixed = kept_end - busiest(by.dram_gb_per_second, by.bf16_flops_per_cycle, CYCLES, 1.0)
+        ends.append(busiest(given.dram[end], given.bf16[end], device.cycles, device.sustained[end]) + fixed)
+    return ends[0], ends[1]
+
+
 def on_fork(kernel: Kernel, given: Given) -> tuple[float, float]:
     """Microseconds of one call, the kept range moved to ``given``'s DRAM rate where DRAM is what binds."""
+    if given.device != GB10:
+        return on_device(kernel, given)
     if kernel.bound != "dram":
         return kernel.fast, kernel.slow
     usual, middle = Given().dram, MIDDLE.dram_gb_per_second
@@ -313,48 +371,75 @@ def on_fork(kernel: Kernel, given: Given) -> tuple[float, float]:
 
 
 def flops_of(size: Model, step: Step, part: str) -> float:
-    """Of one call of a bf16 GEMM or of attention."""
+    """Of one call of a bf16 GEMM, of others' experts or of attention."""
+    if part == "MoE":
+        return 2.0 * 3 * size.inter * size.hidden * size.top_k * step.tokens
     if part.startswith("attention"):
         seen = min(step.context, size.window) if part.endswith("window") else step.context
         pairs = step.new * seen - (step.new * (step.new - 1) / 2 if seen == step.context else 0)
         return 4.0 * step.sequences * pairs * size.heads * size.head
     n, k = {**size.matrices, "router": (size.experts, size.hidden)}[part]
-    return 2.0 * n * k * (step.sequences if part == "LM head" else step.tokens)
+    return 2.0 * n * k * (step.logits if part == "LM head" else step.tokens)
 
 
-def others(part: Part, size: Model, step: Step, given: Given) -> tuple[float, float]:
-    """Microseconds of one call of what is not this fork's, or was not emulated so."""
-    kilobytes = part.bytes / part.calls / 1e3
-    kind = "attention" if part.name.startswith("attention") else "gemm" if part.name in (*MATRICES, "router") else ""
-    fixed = (
-        FIXED_US["decode_attention" if kind == "attention" and step.fused_attention else kind]
-        if kind
-        else given.small_us
+def between_launches(size: Model, tokens: int, l2_bytes: float) -> float:
+    """What the launches of others' MoE layer hand to each other through DRAM, written and read: tensors that L2 cannot hold.
+
+    Tokens for each expert and activations are MXFP8, outputs of both GEMMs bf16.
+    """
+    rows, mxfp8 = tokens * size.top_k, 1 + 1 / SCALE_BLOCK
+    tensors = (mxfp8 * size.hidden, BF16 * 2 * size.inter, mxfp8 * size.inter, BF16 * size.hidden)
+    return sum(2 * rows * each for each in tensors if rows * each > l2_bytes)
+
+
+def others(parts: tuple[Part, Part], size: Model, step: Step, given: Given) -> tuple[float, float]:
+    """Microseconds of one call of what is not this fork's, or was not emulated so; ``parts`` by the routing of each end."""
+    part = parts[0]
+    kind = (
+        "attention"
+        if part.name.startswith("attention")
+        else "gemm"
+        if part.name in (*MATRICES, "router", "MoE")
+        else ""
     )
     ends = []
     for end in (0, 1):
+        kilobytes = parts[end].bytes / part.calls / 1e3
         time = kilobytes / given.dram[end] * (STREAMED[end] if kind == "attention" else 1.0)
+        fixed = given.small_us[end]
         if kind:
-            time = max(time, flops_of(size, step, part.name) / (given.bf16[end] * REACHED[kind][end] * CYCLES))
-        ends.append(time + fixed[end])
+            experts = part.name == "MoE"
+            rate = MMA_FLOPS_PER_CYCLE if experts else given.bf16[end]
+            reached = REACHED["experts" if experts else kind][end]
+            time = max(time, flops_of(size, step, part.name) / (rate * reached * given.device.cycles))
+            fixed = FIXED_US["decode_attention" if kind == "attention" and step.fused_attention else kind][end]
+        if part.name == "MoE":
+            time += between_launches(size, step.tokens, given.device.l2_bytes) / given.dram[end] / 1e3
+            fixed = OTHERS_EXPERTS["gemm"][end] * fixed + OTHERS_EXPERTS["small"][end] * given.small_us[end]
+        ends.append(time + fixed)
     return ends[0], ends[1]
 
 
+def kept_batch(tokens: int) -> int:
+    """Tokens of the kept line that stands for a batch: the next larger one, as kernels pad to tiles."""
+    return next((batch for batch in KEPT_BATCHES if tokens <= batch), tokens)
+
+
 def kernel_of(model: str, size: Model, step: Step, part: str) -> Kernel | None:
-    """This fork's kernel where it computes the part; None where others do, and of attention that was not run so.
+    """This fork's kernel where it computes a part other than the experts; None where others do, and of attention not run so.
 
     Raises
     ------
     ValueError
         It was not emulated so, and is nothing that bytes alone tell.
     """
-    if part == "MoE":
-        return kept_kernel("MoE", model, size.ranks, step.tokens, "mxfp4", "mxfp8")
+    if not step.fork:
+        return None
     if part in MATRICES and step.formats[part] != "bf16":
-        tokens = step.sequences if part == "LM head" else step.tokens
-        return kept_kernel(part, LAYER_MODEL, size.ranks, tokens, step.formats[part], step.dense_tokens)
+        tokens = step.logits if part == "LM head" else step.tokens
+        return kept_kernel(part, LAYER_MODEL, size.ranks, kept_batch(tokens), step.formats[part], step.dense_tokens)
     if part == "router" and step.fused_router:
-        return kept_kernel("router", model, 1, step.tokens, "bf16", "bf16")
+        return kept_kernel("router", model, 1, kept_batch(step.tokens), "bf16", "bf16")
     if part.startswith("attention") and step.fused_attention:
         context = 0 if part == "attention, window" and step.context >= size.window else step.context
         try:
@@ -364,23 +449,66 @@ def kernel_of(model: str, size: Model, step: Step, part: str) -> Kernel | None:
     return None
 
 
-def row_of(model: str, size: Model, step: Step, part: Part, given: Given) -> Row:
-    """One part's range."""
-    kernel = kernel_of(model, size, step, part.name)
+def touched(size: Model, step: Step, routing: Routing) -> float:
+    """How many experts a layer touches, on average; a prompt's tokens are taken to be independent."""
+    if routing == UNIFORM:
+        return mean_experts(size, step.tokens)
+    new = step.new if step.verified else 1
+    return mean_work(size.moe, step.tokens, 0, routing, new).experts
+
+
+def fork_experts(model: str, size: Model, step: Step, given: Given) -> tuple[float, float]:
+    """Microseconds of this fork's experts: kept ones of uniform routing, else by the fits that are kept.
+
+    Raises
+    ------
+    ValueError
+        There are neither.
+    """
+    uniform = given.routing == (UNIFORM, UNIFORM) and not step.verified
+    tactics = planned(size.moe, FITTED_MODE, step.tokens)
+    fits = known_fits(FITTED_MODE, tactics, (size.moe.hidden, size.moe.inter))
+    if uniform and any(
+        (line.kind, line.model, line.ranks, line.tokens) == ("MoE", model, size.ranks, step.tokens) for line in kept()
+    ):
+        fits = []
+    if not fits:
+        return on_fork(kept_kernel("MoE", model, size.ranks, step.tokens, "mxfp4", "mxfp8"), given)
+    ends = []
+    for end in (0, 1):
+        new = step.new if step.verified else 1
+        line = predict_layer(size.moe, FITTED_MODE, step.tokens, tactics, fits, given.routing[end], new)
+        kernel = Kernel(
+            kind="MoE", model=model, ranks=size.ranks, tokens=step.tokens, weights="mxfp4", activation="mxfp8",
+            **{field.name: getattr(line, field.name) for field in dataclasses.fields(Times)},
+        )  # fmt: skip
+        ends.append(on_fork(kernel, given)[end])
+    return ends[0], ends[1]
+
+
+def row_of(model: str, size: Model, step: Step, parts: tuple[Part, Part], given: Given) -> Row:
+    """One part's range; ``parts`` are it by the routing of each end."""
+    part = parts[0]
     measured = given.layers.get(step.tokens) if (model, size.ranks) == (LAYER_MODEL, 1) else None
+    kernel = None if part.name == "MoE" else kernel_of(model, size, step, part.name)
     if part.name == "all-reduce":
         ends, by = ALL_REDUCE_US, "RDMA, published"
-    elif part.name == "MoE" and measured is not None:
-        ends, by = (measured, measured), "fork, measured"
+    elif part.name == "MoE" and step.fork:
+        ends, by = (
+            ((measured, measured), "fork, measured")
+            if measured is not None
+            else (fork_experts(model, size, step, given), "fork, virtual SM121")
+        )
     elif kernel is not None:
         ends, by = on_fork(kernel, given), "fork, virtual SM121"
     else:
-        ends, by = others(part, size, step, given), "bytes + launch"
-    return Row(part.name, by, part.calls, part.bytes, part.calls * ends[0], part.calls * ends[1])
+        ends, by = others(parts, size, step, given), "bytes + launch"
+    mean_bytes = (parts[0].bytes + parts[1].bytes) / 2
+    return Row(part.name, by, part.calls, mean_bytes, part.calls * ends[0], part.calls * ends[1])
 
 
 def predict(model: str, step: Step, ranks: int = 1, given: Given | None = None) -> Predicted:
-    """A step on ``ranks`` Sparks.
+    """A step on ``ranks`` devices, Sparks unless ``given`` names others.
 
     Raises
     ------
@@ -388,7 +516,12 @@ def predict(model: str, step: Step, ranks: int = 1, given: Given | None = None) 
         A kernel of this fork's was not emulated for so many tokens.
     """
     size = MODELS[model].split(ranks) if ranks > 1 else MODELS[model]
-    return Predicted(size, step, [row_of(model, size, step, part, given or Given()) for part in parts_of(size, step)])
+    given = given or Given()
+    fast, slow = (parts_of(size, step, touched(size, step, routing)) for routing in given.routing)
+    rows = [row_of(model, size, step, parts, given) for parts in zip(fast, slow, strict=True)]
+    if given.engine_us != (0.0, 0.0):
+        rows.append(Row("engine", "published", 1, 0.0, *given.engine_us))
+    return Predicted(size, step, rows)
 
 
 def from_report(path: Path) -> Given:

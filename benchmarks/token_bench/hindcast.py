@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What others measured, predicted by the model that predicts this fork: predicted beside published.
+
+``published.csv`` has the figures. ``row``: a figure to compare with. ``held``: the same, and no constant's cause was taken from
+it. ``later``: the same, added and predicted once when the model was final. ``input``: the model takes it, so that it is no row. ``hindcast_frozen.csv`` has what the model of 2026-11-24
+predicted before any comparison.
+
+Kernels of others are their bytes, their FLOPs and their launches; none was run. Nothing that predicts reads a value of
+``published.csv``.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+from timing import github
+
+from flashinfer.sm12x.models import MODELS
+from flashinfer.sm12x.perfmodel.devices import DEVICES, GB10
+from flashinfer.sm12x.perfmodel.routing import PUBLISHED as ROUTING
+from flashinfer.sm12x.perfmodel.routing import Routing
+from flashinfer.sm12x.perfmodel.step import (
+    DENSE_FORMATS,
+    ENGINE_US,
+    LAYER_MODEL,
+    REACHED,
+    Predicted,
+    Step,
+    formats_of,
+    given_by,
+    predict,
+    touched,
+)
+
+from . import picture
+
+HERE = Path(__file__).parent
+PUBLISHED, FROZEN = HERE / "published.csv", HERE / "hindcast_frozen.csv"
+
+
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    """A line of ``published.csv``; the batch's fields are zero in an input."""
+
+    role: str
+    name: str
+    source: str
+    date: str
+    gpu: str
+    gpus: int
+    engine: str
+    model: str
+    dense: str
+    kv: str
+    sequences: int
+    context: int
+    new: int
+    value: float
+    unit: str
+    configuration: str
+
+
+def figures() -> list[Figure]:
+    """All lines, inputs included."""
+    numbers = ("gpus", "sequences", "context", "new")
+    with PUBLISHED.open(encoding="utf-8", newline="") as file:
+        return [
+            Figure(**{**line, "value": float(line["value"]), **{name: int(line[name] or 0) for name in numbers}})
+            for line in csv.DictReader(file)
+        ]
+
+
+def rows() -> list[Figure]:
+    """Those to compare with."""
+    return [figure for figure in figures() if figure.role != "input"]
+
+
+def predicted(row: Figure) -> Predicted:
+    """A row's step, with routing as published and, of a server, its engine."""
+    step = Step(row.sequences, row.context, row.new, row.kv, formats_of(row.dense), fork=False)
+    engine = ENGINE_US if row.engine.startswith("vLLM") else (0.0, 0.0)
+    return predict(row.model, step, row.gpus, given_by(DEVICES[row.gpu], routing=ROUTING, engine_us=engine))
+
+
+def rates(step: Predicted) -> tuple[float, float, float]:
+    """Tokens/s: slow, at the middle of the times, fast."""
+    return step.rate(step.slow), step.middle_rate, step.rate(step.fast)
+
+
+def frozen() -> dict[str, tuple[float, float, float]]:
+    """Tokens/s by row, slow, middle and fast, as predicted before any comparison."""
+    with FROZEN.open(encoding="utf-8", newline="") as file:
+        return {
+            line["name"]: (float(line["slow"]), float(line["middle"]), float(line["fast"]))
+            for line in csv.DictReader(file)
+        }
+
+
+def span(ends: tuple[float, float, float]) -> str:
+    """Slow to fast and, in brackets, the middle."""
+    digits = 0 if ends[1] >= 1000 else 1
+    slow, middle, fast = (f"{end:,.{digits}f}" for end in ends)
+    return f"{slow} - {fast} ({middle})"
+
+
+def table() -> str:
+    """Each row, predicted beside published; the last line counts those inside."""
+    before, body, inside = frozen(), [], 0
+    compared = rows()
+    for row in compared:
+        now = rates(predicted(row))
+        fits = now[0] <= row.value <= now[2]
+        inside += fits
+        error = f"{now[1] / row.value - 1:+.0%}"
+        body.append(
+            [
+                row.name,
+                row.role,
+                span(before[row.name]) if row.name in before else "-",
+                span(now),
+                f"{row.value:,g}",
+                error,
+                "yes" if fits else "no",
+            ]
+        )
+    headers = ["published of others", "", "frozen", "predicted tokens/s", "published", "middle off by", "inside"]
+    return f"{github(body, headers)}\n\n{inside} of {len(compared)} inside"
+
+
+def inputs() -> str:
+    """Published figures that the model takes."""
+    body = [
+        [each.name, f"{each.value:g} {each.unit}", each.gpu, each.source] for each in figures() if each.role == "input"
+    ]
+    return github(body, ["input of the model", "value", "GPU", "source"])
+
+
+# --- this fork, by the same model: not measured on any of these GPUs --------------------------------------------------
+
+
+def own(model: str, step: Step, device: str = "GB10", ranks: int = 1) -> Predicted:
+    """This fork in a server: routing as published, the engine, and of a GB10 the MMA rates that others reached."""
+    row = DEVICES[device]
+    if row == GB10:
+        row = dataclasses.replace(row, sustained=REACHED["experts"])
+    return predict(model, step, ranks, given_by(row, routing=ROUTING, engine_us=ENGINE_US))
+
+
+FUSED = {"fused_router": True, "fused_attention": True}
+STREAMS = (1, 2, 4, 8, 16, 32, 64)
+PROMPT = 2048
+
+
+def own_steps() -> dict[str, Predicted]:
+    """One stream in each format, streams, and a prompt: gpt-oss-120b on one GB10."""
+    mxfp4 = formats_of("mxfp4")
+    found = {
+        f"1 stream, {dense}": own(LAYER_MODEL, Step(1, 1024, formats=formats_of(dense), **FUSED))
+        for dense in DENSE_FORMATS
+    }
+    for count in (4, 16, 64):
+        found[f"{count} streams, mxfp4"] = own(LAYER_MODEL, Step(count, 1024, formats=mxfp4, **FUSED))
+    prompt = Step(1, PROMPT, PROMPT, formats=mxfp4, dense_tokens="mxfp8", fused_router=True)
+    return found | {f"prompt of {PROMPT:,}, mxfp4": own(LAYER_MODEL, prompt)}
+
+
+def draw(path: Path) -> None:
+    """Predicted against published, with the diagonal; this fork's predictions lie on it, since nobody measured them.
+
+    Raises
+    ------
+    ImportError
+        matplotlib is not installed.
+    """
+    plt = picture.pyplot()
+    figure, axes = plt.subplots(figsize=(6.5, 6))
+    limits = (25, 12_000)
+    axes.plot(limits, limits, color="0.6", linewidth=1)
+    groups = [("row", "others, published", "C0"), ("held", "held back", "C1"), ("later", "added later", "C2")]
+    for role, label, color in groups:
+        these = [(row, rates(predicted(row))) for row in rows() if row.role == role]
+        ends = [[now[1] - now[0] for _, now in these], [now[2] - now[1] for _, now in these]]
+        axes.errorbar(
+            [row.value for row, _ in these], [now[1] for _, now in these], yerr=ends, fmt="o", markersize=4, capsize=2,
+            color=color, linewidth=1, label=label,
+        )  # fmt: skip
+    mine = [rates(step) for step in own_steps().values()]
+    middles = [middle for _, middle, _ in mine]
+    spread = [[middle - slow for slow, middle, _ in mine], [fast - middle for _, middle, fast in mine]]
+    axes.errorbar(
+        middles, middles, yerr=spread, fmt="D", markersize=5, capsize=2, color="0.35", markerfacecolor="white", linewidth=1,
+        label="this fork on a GB10: not measured",
+    )  # fmt: skip
+    axes.set(
+        xscale="log", yscale="log", xlim=limits, ylim=limits, xlabel="published tokens/s", ylabel="predicted tokens/s",
+        title="The model against published figures",
+    )  # fmt: skip
+    axes.legend(fontsize=8)
+    picture.save(figure, path)
+
+
+# --- routing in practice ----------------------------------------------------------------------------------------------
+
+
+def streams(zipfs: Sequence[float]) -> str:
+    """Tokens/s of several streams on one GB10 by the exponent of the experts' popularity, without an engine."""
+    body = []
+    for count in STREAMS:
+        step = Step(count, 1024, formats=formats_of("mxfp4"), **FUSED)
+        line = [str(count)]
+        for zipf in zipfs:
+            routing = Routing(zipf=zipf)
+            line.append(f"{touched(MODELS[LAYER_MODEL], step, routing):.0f}")
+            given = given_by(DEVICES["GB10"], routing=(routing, routing))
+            line.append(span(rates(predict(LAYER_MODEL, step, given=given))))
+        body.append(line)
+    headers = ["streams", *(head for zipf in zipfs for head in (f"Zipf {zipf:g}: experts", "tokens/s"))]
+    return github(body, headers)
+
+
+DRAFT_SHARE = 0.143
+"""Of a step with dense layers in bf16, for each drafted token: Cohere's Command models."""
+WINDOWS = (2, 3, 4, 6, 8)
+
+
+def window_cost(dense: str, window: int, shared: float) -> float:
+    """How many plain steps a step costs that drafts ``window - 1`` tokens and verifies: tokens it has to yield to pay.
+
+    At the middle of the times; ``shared`` is the share of experts that a token has in common with the one before it.
+    """
+    routing = Routing(shared=shared)
+
+    def middle(step: Step) -> float:
+        done = predict(LAYER_MODEL, step, given=given_by(DEVICES["GB10"], routing=(routing, routing)))
+        return (done.fast + done.slow) / 2
+
+    formats = formats_of(dense)
+    plain = middle(Step(1, 1024, formats=formats, fused_router=True, verified=True))
+    verify = middle(Step(1, 1024, window, formats=formats, fused_router=True, verified=True))
+    draft = DRAFT_SHARE * middle(Step(1, 1024, fused_router=True, verified=True))
+    return (verify + (window - 1) * draft) / plain
+
+
+def acceptance(window: int, tokens: float) -> float:
+    """The probability with which each drafted token must be right for a mean of ``tokens`` a step; above 1: it cannot be."""
+    if tokens > window:
+        return float("inf")
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        half = (low + high) / 2
+        low, high = (half, high) if sum(half**position for position in range(window)) < tokens else (low, half)
+    return high
+
+
+def windows(shares: Sequence[float]) -> str:
+    """Tokens that a verify step has to yield to pay and, in brackets, with which acceptance of each draft it does."""
+    body = []
+    for dense, window in itertools.product(DENSE_FORMATS, WINDOWS):
+        line = [dense, str(window)]
+        for share in shares:
+            cost = window_cost(dense, window, share)
+            wanted = acceptance(window, cost)
+            line.append(f"{cost:.2f} ({'never' if wanted > 1 else f'{wanted:.0%}'})")
+        body.append(line)
+    return github(body, ["QKV, O, LM head", "window", *(f"{share:.0%} shared" for share in shares)])
+
+
+# --- SM120 cards ------------------------------------------------------------------------------------------------------
+
+
+def cards() -> str:
+    """This fork's layer and token on each SM120 card: a prediction, of a card that holds the model."""
+    body = []
+    for name, (model, gigabytes) in itertools.product(DEVICES, (("gpt-oss-20b", 14), ("gpt-oss-120b", 66))):
+        device = DEVICES[name]
+        if name == "GB10" or device.gigabytes <= gigabytes:
+            continue
+        line = [name, model]
+        given = given_by(device)
+        for tokens in (1, 64, PROMPT):
+            new = tokens if tokens == PROMPT else 1
+            step = Step(
+                tokens // new,
+                max(new, 1024),
+                new,
+                dense_tokens="mxfp8" if new > 1 else "bf16",
+                formats=formats_of("mxfp4"),
+            )
+            layer = next(row for row in predict(model, step, given=given).rows if row.part == "MoE")
+            line.append(f"{layer.fast / layer.calls:,.0f} - {layer.slow / layer.calls:,.0f}")
+        for dense, count in (("bf16", 1), ("mxfp4", 1), ("mxfp4", 16), ("mxfp4", 64)):
+            line.append(span(rates(own(model, Step(count, 1024, formats=formats_of(dense), **FUSED), name))))
+        prompt = Step(1, PROMPT, PROMPT, formats=formats_of("mxfp4"), dense_tokens="mxfp8", fused_router=True)
+        line.append(span(rates(own(model, prompt, name))))
+        body.append(line)
+    headers = [
+        "card",
+        "model",
+        "layer, 1 token, us",
+        "64",
+        f"{PROMPT:,}",
+        "1 stream, bf16 dense",
+        "mxfp4 dense",
+        "16 streams",
+        "64 streams",
+    ]
+    return github(body, [*headers, f"prompt of {PROMPT:,}"])

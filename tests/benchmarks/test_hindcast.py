@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The hindcast: published figures and the model are apart, and what the model takes of routing, engines and cards."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import math
+import re
+from pathlib import Path
+
+import bench_token
+import pytest
+import torch
+from token_bench import hindcast
+
+import flashinfer
+from flashinfer.sm12x.models import MODELS, MoELayer, matrix_bytes
+from flashinfer.sm12x.perfmodel import gb10
+from flashinfer.sm12x.perfmodel import step as model
+from flashinfer.sm12x.perfmodel.devices import DEVICES, GB10
+from flashinfer.sm12x.perfmodel.moe import known_fits, mean_work, planned
+from flashinfer.sm12x.perfmodel.routing import PUBLISHED, UNIFORM, Routing, routed
+from flashinfer.sm12x.perfmodel.step import Step, formats_of, given_by, kept, on_device, predict
+
+REPO = Path(bench_token.__file__).parents[1]
+SM12X = Path(flashinfer.__file__).parent / "sm12x"
+PREDICTING = [
+    SM12X / "models.py",
+    *sorted((SM12X / "perfmodel").glob("*.py")),
+    *(REPO / "benchmarks" / "token_bench" / name for name in ("predict.py", "hindcast.py")),
+]
+
+
+def constants(paths: list[Path]) -> set[float]:
+    """Numbers that stand in code."""
+    nodes = (node for path in paths for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    return {
+        float(node.value)
+        for node in nodes
+        if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)) and not isinstance(node.value, bool)
+    }
+
+
+def test_no_published_figure_stands_in_the_predicting_code() -> None:
+    """Nor, among numbers that are not whole, its time in ms; inputs do."""
+    known = constants(PREDICTING)
+    for row in hindcast.rows():
+        assert not [each for each in known if math.isclose(each, row.value, rel_tol=2e-3)], row.name
+        times = [each for each in known if not each.is_integer() and math.isclose(each, 1e3 / row.value, rel_tol=2e-3)]
+        assert not times, row.name
+    inputs = {each.name: each.value for each in hindcast.figures() if each.role == "input"}
+    assert not set(inputs) & {row.name for row in hindcast.rows()}
+    told = {"one node of a graph", "all-reduce of 8 KB, RDMA", "DRAM, Marlin on a large LM head", "block-scaled MMA"}
+    assert told <= set(inputs)
+    for name in told:
+        assert inputs[name] in known
+    assert known >= {round(inputs["FP8 GEMM"] / 237.7, 2), round(inputs["CUTLASS grouped GEMM"] / 237.7, 2)}
+
+
+def test_a_prediction_does_not_read_what_was_published(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    rows = hindcast.rows()
+    before = [hindcast.rates(hindcast.predicted(row)) for row in rows]
+    monkeypatch.setattr(hindcast, "PUBLISHED", tmp_path / "absent.csv")
+    mean_work.cache_clear()
+    after = [hindcast.rates(hindcast.predicted(dataclasses.replace(row, value=math.nan))) for row in rows]
+    assert after == before
+
+
+def test_rows_tell_what_is_needed_and_were_frozen() -> None:
+    rows = hindcast.rows()
+    assert list(hindcast.frozen()) == [row.name for row in rows if row.role != "later"]
+    for row in rows:
+        assert row.source.startswith("https://") and row.date and row.configuration and row.value > 0
+        assert row.gpu in DEVICES and row.model in MODELS and row.unit == "tokens/s"
+    assert {row.role for row in rows} == {"row", "held", "later"}
+
+
+def test_the_command_counts_rows_inside(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert bench_token.main(["--hindcast", "--out", str(tmp_path), "--zipf", "0", "--shared", "0.4"]) == 0
+    out = capsys.readouterr().out
+    inside = 0
+    for row in hindcast.rows():
+        step = hindcast.predicted(row)
+        inside += step.rate(step.slow) <= row.value <= step.rate(step.fast)
+    assert out.splitlines()[-1] == f"{inside} of {len(hindcast.rows())} inside"
+    lines = [line for line in hindcast.table().splitlines() if re.search(r"\| (yes|no) +\|$", line)]
+    assert len(lines) == len(hindcast.rows())
+    assert sum(" yes" in line[-12:] for line in lines) == inside
+    page = (REPO / "docs" / "hindcast.md").read_text(encoding="utf-8")
+    assert out.splitlines()[-1] in page
+    for row in hindcast.rows():  # the page has what is predicted today
+        assert hindcast.span(hindcast.rates(hindcast.predicted(row))) in page, row.name
+
+
+def entropy_and_gini(zipf: float) -> tuple[float, float]:
+    ids = routed(MoELayer(0, 0, 128, 8), 20_000, 1, 0, Routing(zipf=zipf))
+    share = torch.bincount(ids.flatten(), minlength=128).double().sort().values / ids.numel()
+    entropy = -(share * share.clamp(min=1e-12).log()).sum().item() / math.log(128)
+    return entropy, 1 - 2 * share.cumsum(0).mean().item() + 1 / 128
+
+
+def test_exponents_are_those_of_published_routing() -> None:
+    """Qwen3-30B-A3B's entropy and Gemma 4's Gini coefficient, as they stand among the inputs."""
+    inputs = {each.name: each.value for each in hindcast.figures() if each.role == "input"}
+    few, many = PUBLISHED
+    assert entropy_and_gini(many.zipf)[0] == pytest.approx(inputs["normalized entropy of routing"], abs=0.01)
+    assert entropy_and_gini(few.zipf)[1] == pytest.approx(inputs["Gini coefficient of routing"], abs=0.01)
+    assert entropy_and_gini(0.0)[0] == pytest.approx(1.0, abs=0.001)
+
+
+def test_a_token_keeps_a_share_of_the_experts_before_it() -> None:
+    layer = MODELS["gpt-oss-120b"].moe
+    for shared in (0.0, 0.4, 0.8):
+        ids = routed(layer, 400, 4, 0, Routing(shared=shared)).view(400, 4, layer.top_k)
+        assert all(len(set(token.tolist())) == layer.top_k for window in ids[:50] for token in window)
+        common = (ids[:, 1:, :, None] == ids[:, :-1, None, :]).any(-1).double().mean().item()
+        chance = (1 - shared) * layer.top_k / layer.experts
+        assert common == pytest.approx(shared + chance, abs=0.03)
+    # The first token of a sequence shares nothing with another sequence's last.
+    ids = routed(layer, 2000, 2, 0, Routing(shared=1.0)).view(2000, 2, layer.top_k)
+    across = (ids[1:, 0, :, None] == ids[:-1, 1, None, :]).any(-1).double().mean().item()
+    assert across == pytest.approx(layer.top_k / layer.experts, abs=0.01)
+
+
+def test_skew_touches_fewer_experts_and_one_stream_as_many() -> None:
+    size, given = MODELS["gpt-oss-120b"], given_by(GB10)
+    touched = [model.touched(size, Step(32, 1024), Routing(zipf=zipf)) for zipf in (0.0, 0.9, 1.5)]
+    assert touched[0] > touched[1] > touched[2] > 4
+    assert model.touched(size, Step(1, 1024), PUBLISHED[0]) == 4
+    plain, skewed = (
+        predict("gpt-oss-120b", Step(32, 1024, formats=formats_of("mxfp4")), given=each)
+        for each in (given, given_by(GB10, routing=PUBLISHED))
+    )
+    assert skewed.fast < skewed.slow < plain.fast
+    assert {row.part: row for row in skewed.rows}["O"] == {row.part: row for row in plain.rows}["O"]
+
+
+def test_kept_experts_and_those_by_fits_agree() -> None:
+    """Where both exist: at the batches that are kept."""
+    size = MODELS["gpt-oss-120b"]
+    for tokens in (1, 4, 64):
+        assert known_fits(0, planned(size.moe, 0, tokens), (size.hidden, size.inter))
+        by_kept = model.fork_experts("gpt-oss-120b", size, Step(tokens, 1024), given_by(GB10))
+        by_fits = model.fork_experts("gpt-oss-120b", size, Step(1, 1024, tokens, verified=True), given_by(GB10))
+        assert by_fits == pytest.approx(by_kept, rel=0.01)
+
+
+def test_a_gb10_by_counts_is_a_gb10() -> None:
+    twin = given_by(dataclasses.replace(GB10, name="twin"))
+    for kernel in kept():
+        assert on_device(kernel, twin) == pytest.approx((kernel.fast, kernel.slow))
+
+
+def test_a_card_moves_each_resource_by_its_own_rate() -> None:
+    (line,) = [
+        each for each in kept() if (each.kind, each.model, each.ranks, each.tokens) == ("MoE", "gpt-oss-20b", 1, 1)
+    ]
+    double = given_by(dataclasses.replace(GB10, name="double", dram=(472.0, 440.0)))
+    for got, before, rate in zip(on_device(line, double), (line.fast, line.slow), (236.0, 220.0), strict=True):
+        assert before - got == pytest.approx(line.dram * 233 / rate / 2)
+    # A prompt's MMAs: with more SMs the experts take less, until DRAM binds.
+    prompt = next(each for each in kept() if (each.kind, each.model, each.tokens) == ("MoE", "gpt-oss-20b", 8192))
+    assert prompt.mma > prompt.dram / 4
+    more = given_by(dataclasses.replace(GB10, name="more", multiprocessors=4800, dram=(23_600.0, 22_000.0)))
+    assert on_device(prompt, more)[0] < prompt.fast / 2
+
+
+def test_others_hand_large_tensors_through_dram() -> None:
+    size = MODELS["gpt-oss-120b"]
+    assert model.between_launches(size, 64, GB10.l2_bytes) == 0
+    rows, mxfp8 = 8192 * 4, 33 / 32
+    by_hand = 2 * rows * (mxfp8 * 2880 + 2 * 2 * 2880 + mxfp8 * 2880 + 2 * 2880)
+    assert model.between_launches(size, 8192, GB10.l2_bytes) == pytest.approx(by_hand)
+    assert model.between_launches(size, 8192, 1e9) == 0
+
+
+def test_a_step_of_others_has_none_of_this_forks_kernels() -> None:
+    step = predict("gpt-oss-120b", Step(1, 1024, formats=formats_of("mxfp4"), fork=False))
+    assert {row.by for row in step.rows} == {"bytes + launch"}
+    experts = next(row for row in step.rows if row.part == "MoE")
+    assert experts.fast == pytest.approx(experts.bytes / 236e3 + 36 * (2 * gb10.FIXED_US["gemm"][0] + 6 * 2.0))
+    engine = predict("gpt-oss-120b", Step(1, 1024, fork=False), given=given_by(GB10, engine_us=(0.0, 1600.0)))
+    assert engine.slow - predict("gpt-oss-120b", Step(1, 1024, fork=False)).slow == pytest.approx(1600)
+
+
+def test_llama_cpps_blocks() -> None:
+    assert matrix_bytes(64, 64, "q8_0") == 64 * 64 + 2 * 64 * 2
+
+
+def test_a_window_pays_by_what_it_yields() -> None:
+    assert hindcast.acceptance(4, 1 + 0.5 + 0.25 + 0.125) == pytest.approx(0.5)
+    assert hindcast.acceptance(2, 2.5) == math.inf
+    costs = {
+        (dense, window, shared): hindcast.window_cost(dense, window, shared)
+        for dense in ("bf16", "mxfp4")
+        for window in (2, 8)
+        for shared in (0.0, 0.8)
+    }
+    for (dense, window, shared), cost in costs.items():
+        assert 1 < cost < window
+        if window == 2:
+            assert cost < costs[dense, 8, shared]
+        if shared:
+            assert cost < costs[dense, window, 0.0]
+        if dense == "bf16":  # what all tokens of a window read once is the larger part
+            assert cost < costs["mxfp4", window, shared]
+
+
+def test_cards_that_cannot_hold_a_model_are_left_out() -> None:
+    table = hindcast.cards()
+    assert "GB10" not in table
+    lines = [line for line in table.splitlines() if "gpt-oss-120b" in line]
+    assert len(lines) == 1 and "RTX PRO 6000" in lines[0]
+    assert sum("gpt-oss-20b" in line for line in table.splitlines()) == len(DEVICES) - 1
+    assert Routing(0.0, 0.0) == UNIFORM
