@@ -53,7 +53,10 @@ class FlashInferExperts(torch.nn.Module):
                 experts, rows, blocks = tensor.shape
                 tiles = flashinfer.block_scale_interleave(tensor.contiguous())
                 tensor = tiles.view(experts, -(-rows // 128) * 128, -(-blocks // 4) * 4)
-            self.register_buffer(name, tensor.contiguous(), persistent=False)
+            tensor = tensor.contiguous()
+            if tensor.data_ptr() % 16:  # as a file that is mapped has it
+                tensor = tensor.clone()
+            self.register_buffer(name, tensor, persistent=False)
         experts, device = self.down_proj_bias.shape[0], self.down_proj_bias.device
         constants = {"alpha": config.swiglu_alpha, "beta": 1.0, "limit": config.swiglu_limit, "one": 1.0}
         for name, value in constants.items():

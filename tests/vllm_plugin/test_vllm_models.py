@@ -124,7 +124,7 @@ def test_the_table_names_each_kind_of_layer_once(checkpoint_folder, log):
     assert list(rows) == ["moe", "qkv", "o", "lm_head", "attention", "decode"]
     assert rows["moe"][:3] == ("flashinfer-sm12x", "mxfp4-a8, input bf16", "default")
     assert rows["qkv"][:3] == ("vLLM's (cuBLAS)", "bf16", "default")
-    assert '"qkv": "mxfp8"' in rows["qkv"][3]
+    assert '"sm12x": "spark"' in rows["qkv"][3]
 
 
 def chosen_kernels(folder: Any, chosen: dict[str, str], *words: str) -> dict[str, str]:

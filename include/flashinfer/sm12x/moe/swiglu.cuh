@@ -11,8 +11,7 @@
 
 namespace flashinfer::sm12x {
 
-// Of each local expert; null: 1, 0, and infinity, with `step` upstream's kDefaultStepLimit. `step` has neither alpha nor
-// beta.
+// Of each local expert; null: 1, 0 and infinity. With `step` a limit alone; null: kDefaultStepLimit.
 struct SwigluOfExperts {
   const float *alpha, *beta, *limit;
   bool step;
