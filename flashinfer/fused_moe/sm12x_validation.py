@@ -38,7 +38,7 @@ WEIGHT_DTYPES = (torch.uint8, torch.int64)
 LINEAR_SCALE_DTYPES = (*UE8M0_DTYPES, torch.float8_e4m3fn)
 SWIGLU = 3  # ActivationType.Swiglu
 SWIGLU_STEP = 7  # ActivationType.SwigluStep
-ACTIVATIONS = (SWIGLU, 5, SWIGLU_STEP)  # 5: SwigluBias, upstream's name for Swiglu with its parameters
+ACTIVATIONS = (SWIGLU, 5, SWIGLU_STEP)  # 5: SwigluBias, Swiglu with its parameters by another name
 PADDING_EXPERT = -1  # what vLLM gives the slots of padding tokens
 
 
