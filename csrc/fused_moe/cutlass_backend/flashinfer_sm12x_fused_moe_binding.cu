@@ -58,9 +58,9 @@ bool moe_run(TensorView output, TensorView input, Optional<TensorView> input_sf,
              Optional<TensorView> token_final_scales, TensorView fc1_w, TensorView fc1_sf,
              Optional<TensorView> fc1_global, Optional<TensorView> fc1_bias, TensorView fc2_w, TensorView fc2_sf,
              Optional<TensorView> fc2_global, Optional<TensorView> fc2_bias, Optional<TensorView> swiglu_alpha,
-             Optional<TensorView> swiglu_beta, Optional<TensorView> swiglu_limit, bool swiglu_step, TensorView workspace,
-             int64_t mode, bool swizzled_input_sf, int64_t first_expert, int64_t num_experts_total, int64_t tactic_fc1,
-             int64_t tactic_fc2, bool enable_pdl) {
+             Optional<TensorView> swiglu_beta, Optional<TensorView> swiglu_limit, bool swiglu_step,
+             TensorView workspace, int64_t mode, bool swizzled_input_sf, int64_t first_expert,
+             int64_t num_experts_total, int64_t tactic_fc1, int64_t tactic_fc2, bool enable_pdl) {
   MoeArguments a = {};
   a.shape.mode = checked_mode(mode);
   a.shape.num_tokens = checked_int(input.size(0), "the number of tokens");
