@@ -297,7 +297,8 @@ def print_prediction(arguments: argparse.Namespace) -> int:
     if name == LAYER_MODEL:
         for row in hindcast.rows():
             if (row.gpu, row.model, row.sequences, row.new, row.dense) == ("GB10", name, 1, 1, "mxfp4"):
-                told.append(f"published, {row.gpus} Spark{'s' * (row.gpus > 1)}, {row.engine}, tokens/s: {row.value:g}")
+                sparks = f"{row.gpus} Spark{'s' * (row.gpus > 1)}"
+                told.append(f"published, {sparks}, {row.engine}, context {row.context:,}, tokens/s: {row.value:g}")
     told.append("\n".join(["Assumed:", *(f"- {line}" for line in assumptions())]))
     print("\n\n".join(told))
     arguments.out.mkdir(parents=True, exist_ok=True)

@@ -64,7 +64,7 @@ class _Recorder:
 class _Stub:
     """A backend, and its module, that computes nothing."""
 
-    block_scaled_mma = is_cuda = True
+    block_scaled_mma = unified_memory = is_cuda = True
     tactics = SM12X
 
     def __init__(self) -> None:

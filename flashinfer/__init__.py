@@ -24,10 +24,14 @@ if _as_program and _sys.argv[1:2] == ["sm12x-doctor"]:
 
 try:
     from flashinfer._layer import extend
-    from flashinfer.sm12x.variables import check_imported as _check_imported
 
-    _check_imported()
-    _upstream = extend(globals())
+    try:
+        _upstream = extend(globals())
+    except ValueError:
+        from flashinfer.sm12x.variables import check_imported as _check_imported
+
+        _check_imported()
+        raise
 except (ImportError, OSError, RuntimeError, ValueError) as error:
     # The wheel, the cache or a variable, and what mends it.
     if _as_program:

@@ -268,15 +268,15 @@ def read(name: str, environ: Mapping[str, str] | None = None) -> Any:
 
 
 def check_imported() -> None:
-    """Upstream reads two variables while it is imported, in words of Python's if they are bad; empty ones are unset here.
+    """Name a bad variable of the two that upstream reads while it is imported, in words of Python's.
 
     Raises:
-        VariableError: as :func:`parse`.
+        VariableError: as :func:`parse`, or one is empty, which upstream does not take for unset.
     """
     for name in ("FLASHINFER_LOGLEVEL", "FLASHINFER_LOGGING_LEVEL"):
         read(name)
         if os.environ.get(name) == "":
-            del os.environ[name]
+            raise VariableError(f"{name} is empty; it may be {TABLE[name].takes} or unset")
 
 
 def one_edit_apart(a: str, b: str) -> bool:
