@@ -248,7 +248,8 @@ def test_prediction_and_report_stand_side_by_side(
 ) -> None:
     assert bench_token.main(["--report", str(report), "--out", str(tmp_path), "--name", "t"]) == 0
     out = capsys.readouterr().out
-    before, after = (predict.headline(1, MODEL, given)[0] for given in (None, from_report(report)))
+    fused = {"fused_router": True, "fused_attention": True}  # the plugin's decode steps
+    before, after = (predict.headline(1, MODEL, given, **fused)[0] for given in (None, from_report(report)))
     table = predict.side_by_side(before, after)
     assert table in out
     moe = next(line for line in table.splitlines() if line.startswith("| MoE"))
