@@ -29,7 +29,7 @@ from flashinfer._layer import fork_root, wheel_root
 from flashinfer.jit.sm12x.spec import JitSpecSm12x
 from flashinfer.sm12x.models import MODELS, SCALE_BLOCK
 from flashinfer.sm12x.perfmodel import peers
-from flashinfer.sm12x.perfmodel.gb10 import Launch
+from flashinfer.sm12x.perfmodel.gb10 import MULTIPROCESSORS, Counts, Launch
 from flashinfer.sm12x.perfmodel.moe import Fit, Work
 from flashinfer.sm12x.perfmodel.step import LAYER_MODEL
 from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
@@ -150,12 +150,30 @@ def marlin(device: VirtualDevice, tile: int) -> GroupedGemm:
     return run
 
 
-def without_polls(launch: Any) -> Launch:
-    """Of Marlin, whose blocks wait for one another's sums in a loop of three instructions: how often each goes round it is the
-    emulator's order of blocks. It loads little else that way: weights and tokens are copied to shared memory."""
+def partial_bytes(tiles: Sequence[int], n: int, k: int, tile: int) -> int:
+    """What Marlin's blocks write of sums that they share, given the rows of each tile; it stays in L2.
+
+    Blocks take equal runs of tiles along K, one column of outputs after the other; a column that is cut has a buffer.
+    """
+    n_tile, k_tile, _, per_sm = MARLIN_TILES[tile]
+    columns, length = n // n_tile, k // k_tile
+    share = -(-len(tiles) * columns * length // (MULTIPROCESSORS * per_sm))
+    cut = [at // columns for at in range(len(tiles) * columns) if at * length // share != (at * length + length - 1) // share]
+    unit = min(tile, 16)
+    return sum(4 * n_tile * unit * -(-tiles[each] // unit) for each in cut)
+
+
+def marlins_work(launch: Any, rows: Sequence[int], n: int, k: int, tile: int) -> Launch:
+    """Without what depends on the emulator's order of blocks, or stays in L2.
+
+    Blocks wait for one another's sums in a loop of three instructions. They load little else from global memory that way:
+    weights and tokens are copied to shared memory.
+    """
     found, polls = seen(launch), launch.counters.by_class["load_global"]
-    counts = dataclasses.replace(found.counts, instructions=found.counts.instructions - 3 * polls)
-    return dataclasses.replace(found, counts=counts)
+    tiles = [min(tile, count - first) for count in rows for first in range(0, count, tile)]
+    return dataclasses.replace(
+        found, counts=found.counts + Counts(instructions=-3.0 * polls, bytes=-float(partial_bytes(tiles, n, k, tile)))
+    )
 
 
 def fit_peer(device: VirtualDevice, gemm: GroupedGemm, tile: int, n: int, k: int) -> tuple[Fit, float]:
@@ -166,7 +184,7 @@ def fit_peer(device: VirtualDevice, gemm: GroupedGemm, tile: int, n: int, k: int
     def counted(rows: Sequence[int]) -> Launch:
         # Upstream's first launch fills in the GEMM's arguments.
         launch = launches_of(device, functools.partial(gemm, rows, n, k))[-1]
-        return without_polls(launch) if "marlin" in launch.kernel else seen(launch)
+        return marlins_work(launch, rows, n, k, tile) if "marlin" in launch.kernel else seen(launch)
 
     launches = [counted(rows) for rows in batches]
     works = [Work(sum(rows), len(rows), sum(-(-count // tile) for count in rows), sum(rows)) for rows in batches]

@@ -207,11 +207,14 @@ def test_others_tiles_follow_the_batch() -> None:
 
 
 def test_marlin_reads_an_experts_weights_for_each_tile_once_tiles_take_turns() -> None:
+    """Or once, where tiles keep pace, as upstream's do."""
     rows, once = 2048 * 4, 128 * 5888 * 3072 * 17 / 32
     work = mean_work(LAYER, 2048, 64)
-    fc1 = PEERS["Marlin"].launches(LAYER, 2048)[0]
     assert work.tiles > 150 > work.experts
-    assert fc1.counts.bytes == pytest.approx(once * work.tiles / 128 + rows * 2 * (3072 + 5888), rel=0.03)
+    for keep_pace, reads in ((False, work.tiles / 128), (True, 1.0)):
+        fc1 = PEERS["Marlin"].launches(LAYER, 2048, keep_pace=keep_pace)[0]
+        assert fc1.counts.bytes == pytest.approx(once * reads + rows * 2 * (3072 + 5888), rel=0.03)
+    assert PEERS["Marlin"].launches(LAYER, 1, keep_pace=False) == PEERS["Marlin"].launches(LAYER, 1)
     cutlass = PEERS["CUTLASS"].launches(LAYER, 2048)[0]
     assert cutlass.counts.bytes == pytest.approx(128 * 5888 * 2944 * 17 / 32 + rows * (2944 + 2 * 5888), rel=0.03)
 

@@ -8,7 +8,8 @@
 
 Counts are functions of the work, as this fork's are (:class:`.moe.Fit`): :data:`FITS` was emulated in full sizes on 2 to 4
 experts, each row a token of its own. Within an expert tokens and weights fit in L2 and come from DRAM once. Marlin's blocks
-take tiles of whole experts in turn once there are more tiles than blocks: then each tile reads its weights again.
+take tiles of whole experts in turn once there are more tiles than blocks: then each tile reads its weights again, unless two
+of an expert happen to keep pace. The fast end has them do, the slow end not.
 """
 
 from __future__ import annotations
@@ -61,8 +62,10 @@ class Peer:
         rows = tokens * layer.top_k
         return sum(rows * each for each in tensors if rows * each > l2_bytes)
 
-    def launches(self, layer: MoELayer, tokens: int, routing: Routing = UNIFORM) -> list[Launch]:
-        """FC1 and FC2.
+    def launches(
+        self, layer: MoELayer, tokens: int, routing: Routing = UNIFORM, keep_pace: bool = True
+    ) -> list[Launch]:
+        """FC1 and FC2; ``keep_pace``: tiles of an expert read its weights together.
 
         Raises
         ------
@@ -78,7 +81,8 @@ class Peer:
             )
         work, found = mean_work(layer, tokens, tile, routing), []
         for fit in fits:
-            again = work.tiles - work.experts if self.name == "Marlin" and work.tiles > fit.blocks else 0.0
+            alone = self.name == "Marlin" and work.tiles > fit.blocks and not keep_pace
+            again = work.tiles - work.experts if alone else 0.0
             found.append(Launch(fit.at(work) + Counts(bytes=again * fit.per_tile.bytes), fit.warps))
         return found
 

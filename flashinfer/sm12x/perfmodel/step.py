@@ -404,7 +404,7 @@ def counted_experts(size: Model, step: Step, given: Given) -> tuple[float, float
     ]
     handed = peer.handed(size.moe, step.tokens, given.device.l2_bytes)
     for end in (0, 1):
-        launches = peer.launches(size.moe, step.tokens, given.routing[end])
+        launches = peer.launches(size.moe, step.tokens, given.routing[end], keep_pace=end == 0)
         megabytes = sum(launch.counts.bytes for launch in launches) / 1e6
         line = gb10.times(launches, peer.operand, megabytes, (fixed[0], fixed[1]))
         about = {"kind": "experts of others", "model": "", "ranks": size.ranks, "tokens": step.tokens}
