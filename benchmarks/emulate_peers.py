@@ -43,14 +43,16 @@ GroupedGemm = Callable[[Sequence[int], int, int], None]
 """Of the rows of each expert, N and K."""
 
 
-def library(name: str, source: Path, flags: Sequence[str], folders: Sequence[Path] = ()) -> ctypes.CDLL:
+def library(
+    name: str, source: Path, standard: str, defines: Sequence[str], folders: Sequence[Path] = ()
+) -> ctypes.CDLL:
     """A source of others' kernels, compiled for SM121 with its PTX, and loaded."""
     targets = [f"-gencode=arch=compute_121a,code={code}" for code in ("sm_121a", "compute_121a")]
     spec = JitSpecSm12x(
         name=name,
         sources=[source],
         extra_cflags=[],
-        extra_cuda_cflags=["-O3", "-DNDEBUG", "-w", "--compress-mode=none", *targets, *flags],
+        extra_cuda_cflags=[f"-std={standard}", "-O3", "-DNDEBUG", "-w", "--compress-mode=none", *defines, *targets],
         extra_ldflags=None,
         extra_include_dirs=list(folders),
         architectures=((12, "1a"),),
@@ -60,9 +62,9 @@ def library(name: str, source: Path, flags: Sequence[str], folders: Sequence[Pat
 
 
 def cutlass(device: VirtualDevice, tile: int) -> GroupedGemm:
-    """Upstream's grouped GEMM; up to 64 rows of a tile its operands change places."""
+    """Upstream's grouped GEMM, as its test compiles it; up to 64 rows of a tile its operands change places."""
     source = fork_root() / "tests" / "gemm" / "upstream_group_gemm.cu"
-    built = library("emulated_group_gemm", source, ["-std=c++17", "-DCUTLASS_ENABLE_GDC_FOR_SM100=1"])
+    built = library("test_upstream_group_gemm", source, "c++17", ["-DCUTLASS_ENABLE_GDC_FOR_SM100=1"])
     function = built[f"group_gemm_{tile}_{str(tile <= 64).lower()}"]
 
     def run(rows: Sequence[int], n: int, k: int) -> None:
@@ -112,14 +114,15 @@ def marlin(device: VirtualDevice, tile: int) -> GroupedGemm:
     """Marlin's grouped GEMM; each row is a token of its own."""
     names = ("N_TILE", "K_TILE", "THREADS", "BLOCKS_PER_SM")
     defines = [f"-D{name}={value}" for name, value in zip(names, MARLIN_TILES[tile], strict=True)]
-    flags = ["-std=c++20", "-DSGL_CUDA_ARCH=1210", f"-DBLOCK={tile}", *defines]
+    defines += ["-DSGL_CUDA_ARCH=1210", f"-DBLOCK={tile}"]
     package = marlin_sources()
     tvm_ffi = importlib.util.find_spec("tvm_ffi")
-    assert tvm_ffi is not None and tvm_ffi.origin is not None
+    assert tvm_ffi is not None
+    assert tvm_ffi.origin is not None
     folders = [package / "include", package / "csrc", Path(tvm_ffi.origin).parent / "include",
                wheel_root() / "data/cccl/libcudacxx/include"]  # fmt: skip
     source = fork_root() / "emulator" / "tests" / "upstream" / "marlin_moe.cu"
-    program = library(f"emulated_marlin_{tile}", source, flags, folders).main
+    program = library(f"emulated_marlin_{tile}", source, "c++20", defines, folders).main
 
     def run(rows: Sequence[int], n: int, k: int) -> None:
         total, random = sum(rows), np.random.default_rng(0)
@@ -158,7 +161,11 @@ def partial_bytes(tiles: Sequence[int], n: int, k: int, tile: int) -> int:
     n_tile, k_tile, _, per_sm = MARLIN_TILES[tile]
     columns, length = n // n_tile, k // k_tile
     share = -(-len(tiles) * columns * length // (MULTIPROCESSORS * per_sm))
-    cut = [at // columns for at in range(len(tiles) * columns) if at * length // share != (at * length + length - 1) // share]
+    cut = [
+        at // columns
+        for at in range(len(tiles) * columns)
+        if at * length // share != (at * length + length - 1) // share
+    ]
     unit = min(tile, 16)
     return sum(4 * n_tile * unit * -(-tiles[each] // unit) for each in cut)
 

@@ -136,7 +136,16 @@ def table() -> str:
                 "yes" if fits else "no",
             ]
         )
-    headers = ["published of others", "", "frozen", "by bytes", "predicted tokens/s", "published", "middle off by", "inside"]
+    headers = [
+        "published of others",
+        "",
+        "frozen",
+        "by bytes",
+        "predicted tokens/s",
+        "published",
+        "middle off by",
+        "inside",
+    ]
     return f"{github(body, headers)}\n\n{inside} of {len(compared)} inside"
 
 
@@ -186,7 +195,12 @@ def draw(path: Path) -> None:
     figure, axes = plt.subplots(figsize=(6.5, 6))
     limits = (25, 12_000)
     axes.plot(limits, limits, color="0.6", linewidth=1)
-    groups = [("row", "others, published", "C0"), ("held", "held back", "C1"), ("later", "added later", "C2"), ("counted", "added before counting", "C3")]
+    groups = [
+        ("row", "others, published", "C0"),
+        ("held", "held back", "C1"),
+        ("later", "added later", "C2"),
+        ("counted", "added before counting", "C3"),
+    ]
     for role, label, color in groups:
         these = [(row, rates(predicted(row))) for row in rows() if row.role == role]
         ends = [[now[1] - now[0] for _, now in these], [now[2] - now[1] for _, now in these]]

@@ -53,7 +53,13 @@ def test_no_published_figure_stands_in_the_predicting_code() -> None:
         assert not times, row.name
     inputs = {each.name: each.value for each in hindcast.figures() if each.role == "input"}
     assert not set(inputs) & {row.name for row in hindcast.rows()}
-    told = {"one node of a graph", "all-reduce of 8 KB, RDMA", "all-reduce of 48 KB, NCCL", "DRAM, Marlin on a large LM head", "block-scaled MMA"}
+    told = {
+        "one node of a graph",
+        "all-reduce of 8 KB, RDMA",
+        "all-reduce of 48 KB, NCCL",
+        "DRAM, Marlin on a large LM head",
+        "block-scaled MMA",
+    }
     assert told <= set(inputs)
     for name in told:
         assert inputs[name] in known
@@ -199,7 +205,9 @@ def test_counts_of_others_are_those_of_their_sizes(name: str, layer: MoELayer) -
 
 
 def test_others_tiles_follow_the_batch() -> None:
-    tiles = {tokens: (PEERS["CUTLASS"].tile(LAYER, tokens), PEERS["Marlin"].tile(LAYER, tokens)) for tokens in (1, 64, 2048)}
+    tiles = {
+        tokens: (PEERS["CUTLASS"].tile(LAYER, tokens), PEERS["Marlin"].tile(LAYER, tokens)) for tokens in (1, 64, 2048)
+    }
     assert tiles == {1: (64, 8), 64: (128, 8), 2048: (128, 64)}
     assert PEERS["Marlin"].tile(LAYER, 231) == 16  # 7.2 routes an expert are more than nine tenths of 8
     with pytest.raises(ValueError, match="Marlin's experts of 3072 x 2944 with tiles of 16 tokens were not emulated"):

@@ -28,7 +28,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from ..models import MODELS, SCALE_BLOCK, Model, matrix_bytes
+from ..models import MODELS, Model, matrix_bytes
 from . import gb10
 from .devices import GB10, Device
 from .gb10 import CYCLES, FAST, FIXED_US, MIDDLE, MMA_FLOPS_PER_CYCLE, SLOW, Times
@@ -407,8 +407,10 @@ def counted_experts(size: Model, step: Step, given: Given) -> tuple[float, float
         launches = peer.launches(size.moe, step.tokens, given.routing[end], keep_pace=end == 0)
         megabytes = sum(launch.counts.bytes for launch in launches) / 1e6
         line = gb10.times(launches, peer.operand, megabytes, (fixed[0], fixed[1]))
-        about = {"kind": "experts of others", "model": "", "ranks": size.ranks, "tokens": step.tokens}
-        kernel = Kernel(**about, weights="mxfp4", activation=peer.operand, **line)
+        kernel = Kernel(
+            kind="experts of others", model="", ranks=size.ranks, tokens=step.tokens, weights="mxfp4",
+            activation=peer.operand, **line,
+        )  # fmt: skip
         ends.append(on_device(kernel, given)[end] + handed / given.dram[end] / 1e3)
     return ends[0], ends[1]
 

@@ -95,9 +95,7 @@ def run_dense(
     n, k = weight.shape[0], weight.shape[1] * (2 if weights == "mxfp4" else 1)
     num_tokens = tokens.shape[0]
     if tactic == -1:
-        row = choose_instance(
-            weights, num_tokens, n, k, _OPERANDS[token_format], get_device_sm_count(tokens.device)
-        )
+        row = choose_instance(weights, num_tokens, n, k, _OPERANDS[token_format], get_device_sm_count(tokens.device))
     else:
         row = DENSE_INSTANCES[tactic]
     module = get_sm12x_dense_module()
