@@ -26,6 +26,7 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import (
     Mxfp4MoeBackend,
     _user_moe_activation_override,
+    convert_weight_to_mxfp4_moe_kernel_format,
     make_mxfp4_moe_kernel,
 )
 from vllm.model_executor.layers.quantization import mxfp4
@@ -238,17 +239,27 @@ def ours_first(select: Callable[..., Any]) -> Callable[..., Any]:
 def install() -> None:
     """Put :func:`ours_first` in front of vLLM's selections: DeepSeek-V4's, which others share, and Quark's.
 
-    They have no registry: each method's module looks its function up at each call.
+    They have no registry: each method's module looks its functions up at each call. Quark's method prepares weights for
+    this backend as gpt-oss has them, gate and up rows in turn and with biases; other models' take DeepSeek-V4's way.
     """
     mxfp4.select_deepseek_v4_mxfp4_moe_backend = ours_first(mxfp4.select_deepseek_v4_mxfp4_moe_backend)
     quark_moe.select_mxfp4_moe_backend = ours_first(quark_moe.select_mxfp4_moe_backend)
     to_type = flashinfer_cutlass_moe.activation_to_flashinfer_type
+    prepare_gpt_oss = quark_moe.convert_gpt_oss_weight_to_mxfp4_moe_kernel_format
+
+    def prepared(**given: Any) -> Any:
+        if given["mxfp4_backend"] != BACKENDS["a8"] or given["layer"].activation == MoEActivation.SWIGLUOAI:
+            return prepare_gpt_oss(**given)
+        return convert_weight_to_mxfp4_moe_kernel_format(
+            **{name: value for name, value in given.items() if not name.endswith("_input_scale")}
+        )
 
     def type_of(activation: MoEActivation) -> Any:
         from flashinfer.tllm_enums import ActivationType
 
         return ActivationType.SwigluStep if activation == MoEActivation.SWIGLUSTEP else to_type(activation)
 
+    quark_moe.convert_gpt_oss_weight_to_mxfp4_moe_kernel_format = prepared
     flashinfer_cutlass_moe.activation_to_flashinfer_type = type_of  # vLLM's table lacks it
 
 

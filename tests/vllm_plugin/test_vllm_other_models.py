@@ -110,6 +110,7 @@ def reference(
         ("DeepSeek-V4", "silu", None),
         ("DeepSeek-V4", "swiglustep", LIMIT),
         ("Quark", "silu", None),
+        ("Quark", "silu", LIMIT),
     ],
 )
 def test_the_experts_are_the_forks_and_agree_with_the_reference(
@@ -130,11 +131,11 @@ def test_the_experts_are_the_forks_and_agree_with_the_reference(
             got = layer(hidden, logits).float()
     assert any("this fork's, W4A8 from bf16" in message for message in log)
     expected = reference(hidden, logits.float(), weights, activation, limit)
-    # The output is rounded to bf16; act, before it is rounded to MXFP8, was summed in another order, so that some of
-    # its values may round the other way: one place of e4m3, 2^-3 of a value, in few of them.
+    # Rounding to bf16 leaves at most 2^-9 of each value; act, summed in another order, may round to another MXFP8 value in
+    # a few places.
     error = (got - expected).norm() / expected.norm()
     print(f"error {float(error):.4f}")
-    assert error < 2.0**-7
+    assert error < 2.0**-8
     if limit is not None:  # else the clamp decides nothing
         other = reference(hidden, logits.float(), weights, activation, None)
         assert (other - expected).norm() / expected.norm() > 2.0**-4
