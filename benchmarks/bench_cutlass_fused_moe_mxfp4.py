@@ -185,7 +185,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--models",
         type=names,
-        help=f"of {', '.join(MODELS)}. Default: {', '.join(DEFAULT_MODELS)}; of a prediction, the first",
+        help=f"of {', '.join(MODELS)}, or all. Default: {', '.join(DEFAULT_MODELS)}; of a prediction, the first",
     )
     parser.add_argument("--tokens", type=numbers, help="default: 1 to 8192; of a prediction, 1 to 64, 2048 and 8192")
     parser.add_argument("--modes", type=numbers, help="0, 1: W4A8; 2: W4A16. Default: all; of a prediction, 1 and 2")
@@ -206,6 +206,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     predicts = not arguments.host and (arguments.predict or not torch.cuda.is_available())
     if arguments.models is None:
         arguments.models = list(DEFAULT_MODELS[:1] if predicts else DEFAULT_MODELS)
+    if arguments.models == ["all"]:
+        arguments.models = list(MODELS)
     if arguments.tokens is None:
         arguments.tokens = list(PREDICTED_TOKENS if predicts else TOKENS)
     if arguments.modes is None:

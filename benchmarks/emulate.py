@@ -27,7 +27,7 @@ from flashinfer.fused_moe import router_top_k
 from flashinfer.gemm.sm12x_dense import choose, dense_mx, gemm_operand
 from flashinfer.jit import env as jit_env
 from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm120_module
-from flashinfer.jit.sm12x.instances import INSTANCES, Instance, table
+from flashinfer.jit.sm12x.instances import INSTANCES, Instance, candidates
 from flashinfer.jit.sm12x.modules import gen_dense_module
 from flashinfer.sm12x.models import MODELS, MOE_LAYERS, MoELayer
 from flashinfer.sm12x.perfmodel import dense, gb10, moe, step
@@ -419,7 +419,7 @@ def renew() -> int:
             pass
         with virtual_device("sm_121a", strict=False) as device:
             # The others that the planner could choose: a test holds its choice against them.
-            for row in table(True):
+            for row in candidates(True, 1, *layer[:2]):
                 key = (probed.MODE, (row.index, row.index), layer[:2])
                 if row.activation == "mxfp8" and key not in fitted:
                     fitted[key] = fit_layer(device, layer, probed.MODE, key[1])[0]

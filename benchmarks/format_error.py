@@ -3,9 +3,11 @@
 
     python benchmarks/format_error.py
     python benchmarks/format_error.py --sums   # what the width costs in which tensor cores add up
+    python benchmarks/format_error.py --activations   # a MoE layer, by activation and mode
 
 The error is the root mean square of ``x @ w.T`` against the same product of bf16 weights and tokens, relative to that
-product's own. Tokens are normal. On the CPU, in seconds; ``--sums`` takes a minute.
+product's own. Tokens are normal. With ``--activations`` it is that of ``cutlass_fused_moe`` against float64 with the same
+MXFP4 weights, which rounds nothing. On the CPU, in seconds; ``--sums`` takes a minute.
 """
 
 from __future__ import annotations
@@ -18,9 +20,13 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
+import flashinfer
+from flashinfer.fused_moe.sm12x_cpu import swiglu, swiglu_step
 from flashinfer.quantization import mx_cpu
-from flashinfer.testing import Accumulation
+from flashinfer.sm12x.models import Activation, MoELayer
+from flashinfer.testing import Accumulation, MoEInputs, make_moe_inputs
 from flashinfer.testing.error_bounds import dot_error
+from flashinfer.testing.moe_layers import MODE_NAMES, Batch, case_of
 from flashinfer.testing.tensor_core_sums import add_up, operand
 
 WEIGHTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -93,6 +99,54 @@ def sums_errors(widths: Iterable[int], seed: int) -> Iterator[list[Any]]:
         yield row + [lost_of_one_sign(tokens, LONG_K, bits, generator) for tokens in SUMS]
 
 
+ACTIVATIONS: dict[str, Activation] = {
+    "Swiglu": "plain",
+    "Swiglu, limit": "clamp",
+    "Swiglu, alpha, beta, limit, biases": "gpt-oss",
+    "SwigluStep": "step",
+}
+
+
+def exact_layer(inputs: MoEInputs) -> torch.Tensor:
+    """A MoE layer of bf16 tokens in float64, nothing rounded in between."""
+
+    def matrix(weights: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        rows, k = weights.shape[0], 2 * weights.shape[1]
+        blocks = k // mx_cpu.BLOCK_SIZE
+        return mx_cpu.dequantize_mxfp4_linear(weights, mx_cpu.unswizzle_128x4(scales, rows, blocks)).double()
+
+    output = torch.zeros(inputs.input.shape, dtype=torch.float64)
+    for expert in range(inputs.fc1_weights.shape[0]):
+        token, slot = (inputs.token_selected_experts == expert).nonzero(as_tuple=True)
+        inner = inputs.input[token].double() @ matrix(inputs.fc1_weights[expert], inputs.fc1_scales[expert]).T
+        if inputs.fc1_bias is not None:
+            inner += inputs.fc1_bias[expert]
+        up, gate = inner.chunk(2, -1)
+        alpha, beta, limit = (
+            absent if given is None else float(given[expert])
+            for given, absent in (
+                (inputs.swiglu_alpha, 1.0),
+                (inputs.swiglu_beta, 0.0),
+                (inputs.swiglu_limit, torch.inf),
+            )
+        )
+        act = swiglu_step(up, gate, limit) if inputs.swiglu_step else swiglu(up, gate, alpha, beta, limit)
+        of_expert = act @ matrix(inputs.fc2_weights[expert], inputs.fc2_scales[expert]).T
+        if inputs.fc2_bias is not None:
+            of_expert += inputs.fc2_bias[expert]
+        output.index_add_(0, token, of_expert * inputs.token_final_scales[token, slot, None])
+    return output
+
+
+def activation_errors(seed: int) -> Iterator[list[Any]]:
+    """Rows of the table of ``--activations``: an activation, and the error in each mode."""
+    for name, activation in ACTIVATIONS.items():
+        inputs = make_moe_inputs(case_of(MoELayer(1024, 512, 8, 2, activation), 64, 2), seed)
+        exact, batch = exact_layer(inputs), Batch(inputs, torch.empty(0))
+        results = (flashinfer.cutlass_fused_moe(**batch.of_mode(mode).arguments()) for mode in MODE_NAMES)
+        yield [name, *(float((result.double() - exact).norm() / exact.norm()) for result in results)]
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=2048)
@@ -100,7 +154,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sums", action="store_true", help="the table of the widths of sums")
+    parser.add_argument("--activations", action="store_true", help="the table of a MoE layer's activations")
     arguments = parser.parse_args(argv)
+    if arguments.activations:
+        headers = ["activation", *MODE_NAMES.values()]
+        print(tabulate(activation_errors(arguments.seed), headers, tablefmt="github", floatfmt=".2%"))
+        return 0
     if arguments.k % mx_cpu.BLOCK_SIZE:
         parser.error(f"--k is {arguments.k}; it must be a multiple of {mx_cpu.BLOCK_SIZE}")
     if arguments.sums:

@@ -142,7 +142,7 @@ def _stubbed() -> Iterator[None]:
 
 def with_stub(model: str, modes: list[int]) -> list[HostCost]:
     """One token of ``model``, Python only."""
-    hidden, inter, _, top_k = MODELS[model]
+    hidden, inter, _, top_k, _ = MODELS[model]
     costs = []
     for mode in modes:
         inputs = make_moe_inputs(MoECase(1, hidden, inter, STUB_EXPERTS, top_k, mode), 0)

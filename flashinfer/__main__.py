@@ -111,14 +111,14 @@ _upstream.export_compile_commands_cmd.callback = _export_compile_commands_with_c
 
 def _sm12x_specs(everything: bool) -> list[Any]:
     from .jit.sm12x import modules
-    from .jit.sm12x.instances import INSTANCES, SM12X
+    from .jit.sm12x.instances import INSTANCES, MAIN_MODULE
 
-    others = [row for row in INSTANCES if row not in SM12X] if everything else []
+    others = [row for row in INSTANCES if row not in MAIN_MODULE] if everything else []
     return [modules.gen_fused_moe_module(), *(modules.gen_fused_moe_instance_module(row) for row in others)]
 
 
 @_group.command("sm12x-build")
-@click.option("--all", "everything", is_flag=True, help="All operators, and Hopper's own instances, too")
+@click.option("--all", "everything", is_flag=True, help="All operators and all instances, Hopper's too")
 @click.option(
     "--vllm",
     "kv_cache",
@@ -212,7 +212,7 @@ def _when(seconds: float) -> str:
 
 
 @_group.command("sm12x-instances")
-@click.option("--all", "everything", is_flag=True, help="Hopper's own instances too")
+@click.option("--all", "everything", is_flag=True, help="Those too that are modules of their own")
 @click.option("--json", "as_json", is_flag=True, help="Emit JSON instead of a table")
 def sm12x_instances_cmd(everything: bool, as_json: bool) -> None:
     """Show the kernel instances of fused_moe_120 as built: registers, shared memory, stages, machine code"""

@@ -16,7 +16,7 @@ from flashinfer._layer import extend, wheel_root
 _upstream = extend(globals())
 
 from .jit.fused_moe import gen_cutlass_fused_moe_sm120_upstream_module
-from .jit.sm12x.modules import gen_operator_modules
+from .jit.sm12x.modules import gen_shipped_modules
 
 if TYPE_CHECKING:
 
@@ -30,7 +30,7 @@ def gen_all_modules(*args: Any, **kwargs: Any) -> list[Any]:
     ours: list[Any] = []
     if asked["add_moe"] and (capabilities.get("sm120") or capabilities.get("sm121")):
         # First, so that they are registered even where a generator of upstream's lacks something.
-        ours = [*gen_operator_modules(), gen_cutlass_fused_moe_sm120_upstream_module()]
+        ours = [*gen_shipped_modules(), gen_cutlass_fused_moe_sm120_upstream_module()]
     names = {spec.name for spec in ours}
     return ours + [spec for spec in _upstream.gen_all_modules(*args, **kwargs) if spec.name not in names]
 

@@ -9,7 +9,7 @@ code.
 ``settings``     what a user can choose, from where, and the errors
 ``devices``      whether this machine's GPU is one that the fork serves
 ``config``       gpt-oss's quantization config and its hook into vLLM's config: where the choices are made
-``moe``          the MoE layer: weights into the fork's layout, the experts class, the build
+``moe``          the MoE layer: weights into the fork's layout, the experts classes, the build
 ``dense``        QKV, O and the LM head in MXFP8 or MXFP4
 ``lm_head``      the LM head's class
 ``model``        the model's class: decode steps by an executor over vLLM's layers
@@ -49,9 +49,10 @@ def register() -> None:
         if not devices.served():
             outcome = "no GPU here is served, or FLASHINFER_SM12X_MOE=0"
             return
-        from . import attention, config, lm_head
+        from . import attention, config, lm_head, moe
 
         config.install()
+        moe.install()
         lm_head.install()
         attention.install()
         outcome = "installed"

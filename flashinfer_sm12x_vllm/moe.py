@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""gpt-oss's experts on ``flashinfer.fused_moe.cutlass_fused_moe``: W4A8 or W4A16, the weights unpadded.
+"""MXFP4 experts on ``flashinfer.fused_moe.cutlass_fused_moe``: gpt-oss's W4A8 or W4A16, the weights unpadded; other
+models' by vLLM's own method (:func:`install`), W4A8.
 
 vLLM has a path to the same operator. This one differs in three things: W4A16 exists on SM12x, the layer may quantize
 its
@@ -12,23 +13,29 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import modular_kernel as mk
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.experts import flashinfer_cutlass_moe
 from vllm.model_executor.layers.fused_moe.experts.flashinfer_cutlass_moe import FlashInferExperts
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import (
     Mxfp4MoeBackend,
     _user_moe_activation_override,
+    convert_weight_to_mxfp4_moe_kernel_format,
     make_mxfp4_moe_kernel,
 )
+from vllm.model_executor.layers.quantization import mxfp4
 from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4MoEMethod
+from vllm.model_executor.layers.quantization.quark import quark_moe
 from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp4Static, kMxfp8Dynamic
 from vllm.model_executor.utils import replace_parameter
 
-from . import devices, table
+from . import devices, settings, table
 from .settings import Settings
 
 logger = init_logger("vllm.flashinfer_sm12x")
@@ -70,10 +77,25 @@ class SM12xQuantizedInputExperts(SM12xExperts):
         return False
 
 
+class SM12xMxfp4Experts(SM12xExperts):
+    """The same for other models, whose weights vLLM's own method prepares: W4A8 from bf16."""
+
+    @staticmethod
+    def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
+        return (weight_key, activation_key) == (kMxfp4Static, kMxfp8Dynamic)
+
+    @staticmethod
+    def _supports_activation(activation: MoEActivation) -> bool:
+        return activation in (MoEActivation.SILU, MoEActivation.SWIGLUOAI_UNINTERLEAVE, MoEActivation.SWIGLUSTEP)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        _require_contiguous_experts(layer.expert_map, self.ep_rank, self.num_experts)
+
+
 @functools.cache
-def build(device_type: str) -> str:
-    """Build ``fused_moe_120`` or find it built; why that failed, or an empty text. Once a process, before weights
-    are loaded."""
+def build(device_type: str, hidden: int, inter: int) -> str:
+    """Build ``fused_moe_120``, and what else layers of these sizes take, or find it built; why that failed, or an
+    empty text. Once a process, before weights are loaded."""
     if device_type != "cuda":
         return ""  # tests: CPU tensors need no module
     from flashinfer.fused_moe.sm12x_operator import prepare
@@ -81,7 +103,7 @@ def build(device_type: str) -> str:
     logger.info("flashinfer-sm12x: building fused_moe_120, or finding it built")
     start = time.monotonic()
     try:
-        prepare()
+        prepare(hidden, inter)
     except Exception as error:  # whatever a compiler or a linker can fail with
         return f"fused_moe_120 could not be built: {error}"
     logger.info("flashinfer-sm12x: fused_moe_120 is ready after %.0f s", time.monotonic() - start)
@@ -96,8 +118,8 @@ def _fork_is_there() -> str:
     return f"'import flashinfer' is {flashinfer.__file__}, not the fork (see docs/troubleshooting.md)"
 
 
-def reason_against(moe: Any, chosen: Settings) -> str:
-    """Why this MoE layer is left to vLLM, or an empty text."""
+def reason_against(moe: Any, chosen: Settings, experts: type[SM12xExperts] = SM12xExperts) -> str:
+    """Why this MoE layer is left to vLLM and not to ``experts``, or an empty text."""
     if chosen.moe == "vllm":
         return "chosen"
     if moe.moe_backend not in OUR_BACKENDS:
@@ -113,12 +135,13 @@ def reason_against(moe: Any, chosen: Settings) -> str:
     batched = parallel.use_batched_activation_format
     formats = mk.FusedMoEActivationFormat
     key = ACTIVATION_KEYS[chosen.choice("moe").activations]
-    supported, reason = SM12xExperts.is_supported_config(
-        SM12xExperts, moe, kMxfp4Static, key, formats.BatchedExperts if batched else formats.Standard
+    supported, reason = experts.is_supported_config(
+        experts, moe, kMxfp4Static, key, formats.BatchedExperts if batched else formats.Standard
     )
     if not supported:
         return str(reason)
-    return _fork_is_there() or build(torch.device(moe.device).type)
+    sizes = moe.hidden_dim, moe.intermediate_size_per_partition
+    return _fork_is_there() or build(torch.device(moe.device).type, *sizes)
 
 
 def make_method(moe: Any, chosen: Settings) -> GptOssMxfp4MoEMethod:
@@ -192,6 +215,52 @@ class SM12xMoEMethod(GptOssMxfp4MoEMethod):
             tensor = getattr(self.moe_kernel.fused_experts, name, None)
             if tensor is not None:
                 layer.register_buffer(f"sm12x_{name}", tensor, persistent=False)
+
+
+def ours_first(select: Callable[..., Any]) -> Callable[..., Any]:
+    """What vLLM selects MXFP4 experts by, but :class:`SM12xMxfp4Experts` where this fork serves the layer.
+
+    That is with ``--moe-backend auto`` and ``flashinfer_cutlass``, unless the checkpoint asks for other activations.
+    """
+
+    def selected(moe: Any, activation_key: Any = None) -> Any:
+        reason = f"the checkpoint asks for activations of {activation_key}"
+        if activation_key is None:
+            reason = reason_against(moe, settings.current(), SM12xMxfp4Experts)
+        if not reason:
+            logger.info_once("flashinfer-sm12x: the experts are this fork's, W4A8 from bf16")
+            return BACKENDS["a8"], SM12xMxfp4Experts
+        logger.warning_once("flashinfer-sm12x: the experts are left to vLLM: %s", reason, scope="global")
+        return select(moe) if activation_key is None else select(moe, activation_key=activation_key)
+
+    return selected
+
+
+def install() -> None:
+    """Put :func:`ours_first` in front of vLLM's selections: DeepSeek-V4's, which others share, and Quark's.
+
+    They have no registry: each method's module looks its functions up at each call. Quark's method prepares weights for
+    this backend as gpt-oss has them, gate and up rows in turn and with biases; other models' take DeepSeek-V4's way.
+    """
+    mxfp4.select_deepseek_v4_mxfp4_moe_backend = ours_first(mxfp4.select_deepseek_v4_mxfp4_moe_backend)
+    quark_moe.select_mxfp4_moe_backend = ours_first(quark_moe.select_mxfp4_moe_backend)
+    to_type = flashinfer_cutlass_moe.activation_to_flashinfer_type
+    prepare_gpt_oss = quark_moe.convert_gpt_oss_weight_to_mxfp4_moe_kernel_format
+
+    def prepared(**given: Any) -> Any:
+        if given["mxfp4_backend"] != BACKENDS["a8"] or given["layer"].activation == MoEActivation.SWIGLUOAI:
+            return prepare_gpt_oss(**given)
+        return convert_weight_to_mxfp4_moe_kernel_format(
+            **{name: value for name, value in given.items() if not name.endswith("_input_scale")}
+        )
+
+    def type_of(activation: MoEActivation) -> Any:
+        from flashinfer.tllm_enums import ActivationType
+
+        return ActivationType.SwigluStep if activation == MoEActivation.SWIGLUSTEP else to_type(activation)
+
+    quark_moe.convert_gpt_oss_weight_to_mxfp4_moe_kernel_format = prepared
+    flashinfer_cutlass_moe.activation_to_flashinfer_type = type_of  # vLLM's table lacks it
 
 
 def _require_contiguous_experts(expert_map: torch.Tensor | None, ep_rank: int, num_local: int) -> None:

@@ -37,5 +37,5 @@ def _init_with_one_thread(
 VirtualDevice.__init__ = _init_with_one_thread  # type: ignore[method-assign]
 fused_moe.gen_cutlass_fused_moe_sm120_module = _gen_launcher_module
 sm12x_operator.gen_cutlass_fused_moe_sm120_module = _gen_launcher_module
-modules.SM12X = sm12x_operator.SM12X = ()
+modules.MAIN_MODULE = sm12x_operator.MAIN_MODULE = ()
 modules.GEMM_INSTANCES = modules.GEMM_INSTANCES[:1]

@@ -50,8 +50,8 @@ def arguments_of(inputs: MoEInputs, output: torch.Tensor) -> tuple[Any, ...]:
 
 
 def register_instance(device: VirtualDevice, module: Any, tactic: int) -> None:
-    """Make a tactic that SM12x's table has not runnable by ``module``."""
-    if INSTANCES[tactic] not in sm12x_operator.SM12X:
+    """Make a tactic that is no part of ``module`` runnable by ``module``."""
+    if INSTANCES[tactic] not in sm12x_operator.MAIN_MODULE:
         instance = device.module(fused_moe.gen_cutlass_fused_moe_sm120_instance_module, tactic)
         module.sm12x_register_instance(tactic, instance.sm12x_instance_address())
 

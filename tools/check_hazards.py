@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tabulate import tabulate
 
 from flashinfer.jit.sm12x import inspect_sass, modules
-from flashinfer.jit.sm12x.instances import INSTANCES, SM12X
+from flashinfer.jit.sm12x.instances import INSTANCES, MAIN_MODULE
 
 FOUND = re.compile(
     r"(\d+) instructions in \d+ blocks, (\d+) dependencies checked .*: (?:clean|(\d+) errors, (\d+) warnings)"
@@ -75,7 +75,7 @@ def main() -> int:
     if basalt is None:
         print("basalt is not on PATH: pip install basalt-sass, in an environment of its own", file=sys.stderr)
         return 2
-    others = [row for row in INSTANCES if row not in SM12X] if everything else []
+    others = [row for row in INSTANCES if row not in MAIN_MODULE] if everything else []
     rows, errors = [], []
     try:
         specs = [generate() for generate in modules.MODULES.values()]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make wheels of this fork's compiled modules: ``flashinfer_sm12x_kernels-<version>-py3-none-<platform>.whl``.
 
-Each holds the modules of ``modules.gen_operator_modules``, for each architecture a library of its own,
+Each holds the modules of ``modules.gen_shipped_modules``, for each architecture a library of its own,
 and the manifest by which ``flashinfer.jit.sm12x.prebuilt`` knows whether they are what a build would make. For another
 processor than this machine's, nvcc's host compiler is the system's cross compiler (Debian, Ubuntu: ``apt-get install
 g++-aarch64-linux-gnu``) and CUDA's runtime, to link against, comes from PyPI.
@@ -146,7 +146,7 @@ def compile_modules(virtual: bool) -> dict[str, Any]:
     from flashinfer.jit.sm12x import modules, prebuilt
 
     cuda = cpp_ext.find_toolkit().version
-    specs = modules.gen_operator_modules()
+    specs = modules.gen_shipped_modules()
     if virtual:
         os.environ[modules.EMBED_PTX_VARIABLE] = "1"
         specs.append(modules.gen_fused_moe_module())

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..autotuner import TunableRunner
-from ..jit.sm12x.instances import INSTANCES, index_of, table
+from ..jit.sm12x.instances import INSTANCES, candidates, index_of
 from ..jit.sm12x.instances import tactic as number
 from ..sm12x import tune
 from ..sm12x.backend import Backend, kernels
@@ -63,10 +63,10 @@ class SM12xMoERunner(tune.Runner):
         problem = self.problem
         return [
             row.name
-            for row in table(self._backend_cache.block_scaled_mma)
-            if row.activation == problem.mode.activation
-            and not (self.gemm_idx == 2 and computes_layer(row.index))
-            and row.takes(tokens * problem.top_k, problem.hidden, problem.inter)
+            for row in candidates(
+                self._backend_cache.block_scaled_mma, tokens * problem.top_k, problem.hidden, problem.inter
+            )
+            if row.activation == problem.mode.activation and not (self.gemm_idx == 2 and computes_layer(row.index))
         ]
 
     def _profile(self, activations: torch.Tensor) -> tuple[MoEProblem, MoECall, torch.Tensor]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..jit.fused_moe import gen_cutlass_fused_moe_sm120_instance_module, gen_cutlass_fused_moe_sm120_module
-from ..jit.sm12x.instances import INSTANCES, SM12X, table
+from ..jit.sm12x.instances import INSTANCES, MAIN_MODULE, candidates
 from ..sm12x import tune
 from ..sm12x.backend import Backend, kernels, plain_torch
 from ..sm12x.devices import checks_values
@@ -28,21 +28,24 @@ def moe_module(backend: Backend) -> Any:
 
 
 def ensure_instance(backend: Backend, tactic: int) -> None:
-    """Make a tactic runnable: rows that SM12x's table has not are built and registered when first asked for."""
+    """Make a tactic runnable: rows that are modules of their own are built and registered when first asked for."""
     if ("instance", tactic) in backend.memo:
         return
-    if INSTANCES[tactic] not in SM12X:
+    if INSTANCES[tactic] not in MAIN_MODULE:
         module = backend.module(gen_cutlass_fused_moe_sm120_instance_module, tactic)
         moe_module(backend).sm12x_register_instance(tactic, module.sm12x_instance_address())
     backend.memo["instance", tactic] = True
 
 
-def prepare(device: torch.device | None = None) -> None:
-    """Build the kernels that the planner may choose on a CUDA device, by default the current one, or find them built."""
+def prepare(hidden: int, inter: int, device: torch.device | None = None) -> None:
+    """Build the kernels that the planner may choose for layers of these sizes, or find them built.
+
+    ``device`` is a CUDA device, by default the current one.
+    """
     backend = kernels(torch.device("cuda", torch.cuda.current_device()) if device is None else device)
     assert backend is not None
     moe_module(backend)
-    for row in table(backend.block_scaled_mma):  # Hopper's own are modules that a request would wait for
+    for row in candidates(backend.block_scaled_mma, 1, hidden, inter):  # a request would wait for modules of their own
         ensure_instance(backend, row.index)
 
 

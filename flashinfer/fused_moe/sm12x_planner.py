@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from ..jit.sm12x.instances import GEMM_INSTANCES, INSTANCES, MAX_EXPERTS, Format, Instance, table
+from ..jit.sm12x.instances import GEMM_INSTANCES, INSTANCES, MAX_EXPERTS, Format, Instance, candidates
 from ..sm12x import models
 from ..sm12x.checks import describe, require_k_alignment
 from .sm12x_validation import Mode
@@ -91,19 +91,19 @@ def choose(
     rows = expected_rows(num_rows, num_experts)
     device = (_SM12X if unified_memory else _CARD) if block_scaled_mma else _HOPPER
     busy = f"{rows:.1f} rows for an expert that is hit"
-    fitting = [row for row in table(block_scaled_mma) if row.activation == activation]
+    fitting = GEMM_INSTANCES
+    if layer is not None:
+        fitting = tuple(row for row in candidates(block_scaled_mma, num_rows, *layer) if row.activation == activation)
     tile = next((tile for limit, tile in device.streamed if rows <= limit), 0)
-    for row in fitting:
-        if layer is None or not all_sms or not row.streamed or row.token_tile != tile:
-            continue
-        if row.takes(num_rows, *layer):
+    for row in fitting if all_sms else ():
+        if row.streamed and row.token_tile == tile:
             return Choice(row, f"{busy}: the layer as one stream of weights, token tile {tile}")
     wanted = next(tile for limit, tile in (device.gemms if layer is None else device.pairs) if rows <= limit)
-    candidates = GEMM_INSTANCES if layer is None else [row for row in fitting if not row.streamed]
-    tiles = sorted({row.token_tile for row in candidates})
+    gemms = [row for row in fitting if not row.streamed]
+    tiles = sorted({row.token_tile for row in gemms})
     tile = next((tile for tile in tiles if tile >= wanted), tiles[-1])
     # Of equal tiles the longer K tile: whole 128-byte pieces of a weight row.
-    best = max((row for row in candidates if row.token_tile == tile), key=lambda row: row.k_tile)
+    best = max((row for row in gemms if row.token_tile == tile), key=lambda row: row.k_tile)
     kept = ", activations dequantized to bfloat16" if best.multiplies == "mxfp8_as_bf16" else ""
     return Choice(best, f"{busy}: token tile {tile}, K tile {best.k_tile}{kept}")
 
@@ -231,7 +231,7 @@ class Device:
     unified_memory: bool = True
 
 
-MODELS = {name: Layer(*model.moe) for name, model in models.MODELS.items()}
+MODELS = {name: Layer(*layer[:4]) for name, layer in models.MOE_LAYERS.items()}
 DEVICES = {
     "gb10": Device("GB10", 48, True),
     "rtx5090": Device("RTX 5090", 170, True, False),

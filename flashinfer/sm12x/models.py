@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 SCALE_BLOCK = 32
 
@@ -22,6 +22,10 @@ def matrix_bytes(rows: int, k: int, weights: str) -> int:
     return rows * k // (2 if weights == "mxfp4" else 1) + scales
 
 
+Activation = Literal["gpt-oss", "clamp", "step", "plain"]
+"""Of a layer's gate and up rows: alpha, beta, limit and biases; Swiglu with a limit alone; SwigluStep; Swiglu alone."""
+
+
 class MoELayer(NamedTuple):
     """Sizes of an MoE layer on one GPU."""
 
@@ -29,6 +33,7 @@ class MoELayer(NamedTuple):
     inter: int
     experts: int
     top_k: int
+    activation: Activation = "gpt-oss"
 
     @property
     def expert_bytes(self) -> int:
@@ -89,4 +94,15 @@ MOE_LAYERS = {
     **{name: model.moe for name, model in MODELS.items()},
     "gpt-oss-120b-tp2": MODELS["gpt-oss-120b"].split(2).moe,
     "moe-2048-768-e128": MoELayer(2048, 768, 128, 8),
+    # deepseek-ai/DeepSeek-V4-Flash, config.json: swiglu_limit 10; 43 layers.
+    "deepseek-v4-flash": MoELayer(4096, 2048, 256, 6, "clamp"),
+    "deepseek-v4-flash-tp2": MoELayer(4096, 1024, 256, 6, "clamp"),
+    # inclusionAI/Ling-3.0-flash-fp4, config.json: expert_swiglu_limit_list is 4 in the last 7 of 42 layers, else none.
+    "ling-3.0-flash": MoELayer(2560, 768, 512, 8, "step"),
+    # Quantized to MXFP4 by Quark. Qwen/Qwen3-235B-A22B, zai-org/GLM-4.5-Air and zai-org/GLM-4.7 (GLM-4.5's and 4.6's
+    # sizes), config.json of each.
+    "qwen3-235b": MoELayer(4096, 1536, 128, 8, "plain"),
+    "glm-4.5-air": MoELayer(4096, 1408, 128, 8, "plain"),
+    "glm-4.7": MoELayer(5120, 1536, 160, 8, "plain"),
 }
+"""The experts of each model that tests, benchmarks and the predictor know, as one GPU has them. Only gpt-oss' have biases."""

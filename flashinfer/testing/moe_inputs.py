@@ -40,6 +40,8 @@ class MoECase:
         scales over two octaves, for which FC1's float32 sums are exact in any order.
     routing : str
         ``"uniform"``, ``"one_expert"`` (every token chooses the same experts) or ``"few_experts"`` (the last quarter).
+    swiglu_parameters, swiglu_step, swiglu_limit_alone : bool
+        Whether alpha, beta and limit are given; SwigluStep has a limit alone, and so has Swiglu on demand.
     """
 
     num_tokens: int
@@ -54,6 +56,7 @@ class MoECase:
     biases: bool = True
     swiglu_parameters: bool = True
     swiglu_step: bool = False
+    swiglu_limit_alone: bool = False
     global_scales: bool = True
     input_dtype: torch.dtype = torch.bfloat16
     output_dtype: torch.dtype = torch.bfloat16
@@ -152,7 +155,7 @@ def make_moe_inputs(case: MoECase, seed: int, device: torch.device | str = "cpu"
         inputs.fc1_bias = source.normal(experts, 2 * case.inter).to(case.bias_dtype)
         inputs.fc2_bias = source.normal(experts, case.hidden).to(case.bias_dtype)
     if case.swiglu_parameters:
-        if not case.swiglu_step:
+        if not (case.swiglu_step or case.swiglu_limit_alone):
             inputs.swiglu_alpha = 1.702 + 0.1 * source.normal(experts)
             inputs.swiglu_beta = 1.0 + 0.1 * source.normal(experts)
         inputs.swiglu_limit = (0.5 if case.swiglu_step else 1.5) + 5.5 * source.uniform(experts)

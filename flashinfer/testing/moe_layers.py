@@ -16,7 +16,7 @@ from .moe_reference import MoEInputs
 from .mxfp_formats import quantize_mxfp8
 
 MODELS = models.MOE_LAYERS
-"""Hidden size, intermediate size, experts, experts per token."""
+"""Sizes and activation of each."""
 
 DENSE_LAYERS = {name.lower().replace(" ", "_"): shape for name, shape in models.MODELS["gpt-oss-120b"].matrices.items()}
 """gpt-oss-120b's: rows and K of the weight."""
@@ -25,6 +25,24 @@ DENSE_VARIANTS = (("mxfp4", "bf16"), ("mxfp4", "mxfp8"), ("mxfp4", "mxfp4"), ("m
 
 MODE_NAMES = {0: "W4A8 mxfp8", 1: "W4A8 bf16", 2: "W4A16"}
 ALPHA, BETA, LIMIT = 1.702, 1.0, 7.0  # gpt-oss' activation, the only one that every peer computes
+
+
+def case_of(layer: models.MoELayer, num_tokens: int, mode: int, **changes: Any) -> MoECase:
+    """A batch of ``layer``, with its activation, to make inputs for."""
+    gpt_oss = layer.activation == "gpt-oss"
+    case = MoECase(
+        num_tokens,
+        layer.hidden,
+        layer.inter,
+        layer.experts,
+        layer.top_k,
+        mode,
+        biases=gpt_oss,
+        swiglu_parameters=layer.activation != "plain",
+        swiglu_step=layer.activation == "step",
+        swiglu_limit_alone=layer.activation == "clamp",
+    )
+    return dataclasses.replace(case, **changes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +73,11 @@ class Batch:
 
 
 def make_layer(model: str, num_tokens: int, seed: int, device: str) -> Batch:
-    """The weights of ``model`` and activations for up to ``num_tokens`` tokens; its routing is to be replaced."""
-    hidden, inter, experts, top_k = MODELS[model]
+    """The weights of ``model`` and activations for up to ``num_tokens`` tokens; its routing is to be replaced.
+
+    With gpt-oss' activation and biases, whatever the model's.
+    """
+    hidden, inter, experts, top_k, _ = MODELS[model]
     inputs = make_moe_inputs(MoECase(num_tokens, hidden, inter, experts, top_k, 2), seed, device)
 
     def constant(value: float) -> torch.Tensor:

@@ -14,7 +14,7 @@ from ..fused_moe import cutlass_fused_moe
 from ..fused_moe.sm12x_validation import Mode
 from ..gemm import group_gemm_mxfp4_nt_groupwise
 from ..gemm.sm12x_dense import dense_mx
-from ..jit.sm12x.instances import DENSE_INSTANCES, INSTANCES, SM12X
+from ..jit.sm12x.instances import DENSE_INSTANCES, INSTANCES, MAIN_MODULE
 from .dense_reference import TOKENS_OF, DenseCase, dense_reference, make_dense_inputs
 from .error_bounds import Accumulation, BoundViolation, check_within_bound
 from .gemm_reference import group_gemm_reference
@@ -81,7 +81,7 @@ def judged(what: str, call: Callable[[], torch.Tensor], reference: torch.Tensor,
 def tactics_of(mode: Mode, num_tokens: int, hidden: int, inter: int) -> list[int]:
     """The tactics of ``fused_moe_120`` that compute such a layer; a Hopper runs them too."""
     sizes = num_tokens * TOP_K, hidden, inter
-    return [row.index for row in SM12X if row.activation == mode.activation and row.takes(*sizes)]
+    return [row.index for row in MAIN_MODULE if row.activation == mode.activation and row.takes(*sizes)]
 
 
 def moe_results(

@@ -371,6 +371,15 @@ def test_a_pair_of_gemms_in_half_precision_is_not_predicted(monkeypatch: pytest.
     assert moe.predicted_range(MOE, layer.MODE, 2048) is None
 
 
+def test_a_layers_error_is_that_of_what_a_mode_rounds() -> None:
+    """W4A16 rounds act and output to bf16, W4A8 tokens and act to MXFP8; tokens come to it either way."""
+    rows = list(format_error.activation_errors(seed=3))
+    assert len(rows) == 4
+    for _, quantized, from_bf16, w4a16 in rows:
+        assert w4a16 < 2.0**-8 < 2.0**-6 < quantized < 2.0**-3
+        assert from_bf16 == pytest.approx(quantized, rel=1e-3)
+
+
 def test_the_formats_errors() -> None:
     rows = format_error.errors((64, 320), 16, seed=3)
     error = {(name, weights): tokens for name, weights, *tokens in rows}

@@ -20,7 +20,7 @@ from flashinfer.jit import env as jit_env
 from flashinfer.jit.core import MissingJITCacheError
 from flashinfer.jit.sm12x import jobs, modules, toolchain
 from flashinfer.jit.sm12x.diagnosis import JitBuildError
-from flashinfer.jit.sm12x.instances import GEMM_INSTANCES, INSTANCES, SM12X, index_of
+from flashinfer.jit.sm12x.instances import GEMM_INSTANCES, INSTANCES, MAIN_MODULE, index_of
 from flashinfer.jit.sm12x.spec import JitSpecSm12x
 
 pytestmark = pytest.mark.usefixtures("workspace")
@@ -36,8 +36,8 @@ def test_fused_moe_120_is_lean(workspace: Path) -> None:
     assert spec.name == "fused_moe_120"
     assert len(spec.sources) <= 24
     rendered = [source for source in spec.sources if source.parent == workspace / "generated" / "fused_moe_120"]
-    assert [source.stem for source in rendered] == [row.name for row in SM12X]
-    for source, row in zip(rendered, SM12X, strict=True):
+    assert [source.stem for source in rendered] == [row.name for row in MAIN_MODULE]
+    for source, row in zip(rendered, MAIN_MODULE, strict=True):
         assert row.name in source.read_text()
     assert all(source.is_file() for source in spec.sources)
     assert len({source.name for source in spec.sources}) == len(spec.sources)
@@ -53,7 +53,7 @@ def test_registered_and_listed() -> None:
     assert len(statuses["gemm_mxfp4_sm12x"].sources) == 2 + len(GEMM_INSTANCES)
 
 
-@pytest.mark.parametrize("row", [row for row in INSTANCES if row not in SM12X], ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [row for row in INSTANCES if row not in MAIN_MODULE], ids=lambda row: row.name)
 def test_other_instances_are_modules_of_their_own(row: Any) -> None:
     spec = fused_moe.gen_cutlass_fused_moe_sm120_instance_module(row.index)
     assert spec.name == f"fused_moe_120_{row.name}"
@@ -448,7 +448,7 @@ def test_table_of_instances_as_built(workspace: Path) -> None:
         find_tool()
     except toolchain.ToolchainError as error:
         pytest.skip(str(error))
-    row = SM12X[0]
+    row = MAIN_MODULE[0]
     whole = modules.gen_fused_moe_module()
     source = next(source for source in whole.sources if source.stem == row.name)
     spec = dataclasses.replace(whole, name="one_instance", sources=[source])

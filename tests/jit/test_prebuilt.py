@@ -24,7 +24,7 @@ from flashinfer.jit import core, cpp_ext
 from flashinfer.jit import env as jit_env
 from flashinfer.jit.sm12x import modules, prebuilt, toolchain
 from flashinfer.jit.sm12x.build import hash_file
-from flashinfer.jit.sm12x.instances import INSTANCES, SM12X
+from flashinfer.jit.sm12x.instances import HOPPER, SM12X
 from flashinfer.jit.sm12x.spec import JitSpecSm12x
 
 REPO = Path(__file__).resolve().parents[2]
@@ -286,7 +286,7 @@ def test_users_flags_count_and_parallelism_does_not(installed: Installed, monkey
 
 def install_without_building(site: Path) -> dict[str, Path]:
     """A wheel's folder with what its manifest says of this tree's modules for 12.1a, and libraries of a line."""
-    specs = modules.gen_operator_modules()
+    specs = modules.gen_shipped_modules()
     headers = [f"tree:{path.relative_to(REPO)}" for path in sorted((REPO / "include").rglob("*.cuh"))]
     entries, libraries = [], {}
     for spec in specs:
@@ -307,12 +307,12 @@ def test_the_modules_are_found_for_their_architecture_without_a_compiler(
     no_compiler(monkeypatch)
     libraries = install_without_building(workspace / "site")
     monkeypatch.syspath_prepend(str(workspace / "site"))
-    assert {spec.name: spec.prebuilt for spec in modules.gen_operator_modules()} == libraries
+    assert {spec.name: spec.prebuilt for spec in modules.gen_shipped_modules()} == libraries
     monkeypatch.setattr(core.current_compilation_context, "TARGET_CUDA_ARCHS", {(12, "0f"), (12, "1a")})
     assert modules.gen_fused_moe_module().prebuilt is None
     (line,) = lines()
     assert line.endswith("has it for 12.1a, and 12.0f 12.1a is compiled for")
-    row = next(row for row in INSTANCES if row not in SM12X)
+    row = next(row for row in HOPPER if row not in SM12X)
     assert modules.gen_fused_moe_instance_module(row).prebuilt is None
     assert len(lines()) == 1
 

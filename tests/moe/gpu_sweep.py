@@ -36,6 +36,7 @@ from flashinfer.gemm import sm12x_group_gemm
 from flashinfer.gemm.sm12x_dense import dense_mx, gemm_operands
 from flashinfer.jit.sm12x.instances import DENSE_INSTANCES, GEMM_INSTANCES, INSTANCES, SM12X
 from flashinfer.sm12x.devices import has_block_scaled_mma, serves_cuda
+from flashinfer.sm12x.models import MOE_LAYERS
 from flashinfer.sm12x.probe.mma import accumulation_on
 from flashinfer.testing import (
     DenseCase,
@@ -47,6 +48,7 @@ from flashinfer.testing import (
     make_group_gemm_inputs,
 )
 from flashinfer.testing.dense_reference import TOKENS
+from flashinfer.testing.moe_layers import case_of
 
 MODES = (0, 1, 2)
 # 720 (gpt-oss over four ranks) is no multiple of 32: its weights are padded with zeros, as callers must.
@@ -56,7 +58,7 @@ Work = tuple[str, MoECase, list[list[int] | None]]
 
 
 def tactics_of(mode: int, case: MoECase, extra: bool) -> list[list[int] | None]:
-    """The default, and each instance for both GEMMs; Hopper's own rows only on one, with ``extra``."""
+    """The default, and each instance for both GEMMs; those of Hopper alone only on one, with ``extra``."""
     block_scaled = not extra or has_block_scaled_mma(torch.cuda.current_device())
     sizes = case.num_tokens * case.top_k, case.hidden, case.inter
     rows = [row for row in (SM12X if block_scaled else INSTANCES) if row.activation == Mode(mode).activation]
@@ -64,15 +66,15 @@ def tactics_of(mode: int, case: MoECase, extra: bool) -> list[list[int] | None]:
 
 
 def model_cases(quick: bool, extra: bool) -> list[Work]:
-    """gpt-oss layers, every instance forced."""
+    """gpt-oss layers, every instance forced; those of other models by the planner's choice, with their activations."""
     work: list[Work] = []
-    experts = (("gpt-oss-120b", 128), ("gpt-oss-20b", 32))
     tokens = (1, 2, 4, 8, 17, 64, 300)
-    for name, count in experts[1:] if quick else experts:
+    for name, layer in MOE_LAYERS.items():
+        every = name in ("gpt-oss-20b",) if quick else name in ("gpt-oss-20b", "gpt-oss-120b")
         for mode in MODES:
-            for num_tokens in tokens[::3] if quick else tokens:
-                case = MoECase(num_tokens, 2880, 2880, count, 4, mode)
-                work.append((name, case, tactics_of(mode, case, extra)))
+            for num_tokens in tokens[::3] if quick or not every else tokens:
+                case = case_of(layer, num_tokens, mode)
+                work.append(("models", case, tactics_of(mode, case, extra) if every else [None]))
     return work
 
 

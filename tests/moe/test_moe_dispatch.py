@@ -18,7 +18,7 @@ from moe_recording import CASE, WORKSPACE, RecordingModule, layer_arguments
 import flashinfer
 from flashinfer.fused_moe import core, sm12x_operator, sm12x_planner
 from flashinfer.fused_moe.sm12x_planner import computes_layer, resolved_pair
-from flashinfer.jit.sm12x.instances import INSTANCES, SM12X, index_of, tactic
+from flashinfer.jit.sm12x.instances import HOPPER, INSTANCES, MAIN_MODULE, SM12X, Instance, index_of, tactic
 from flashinfer.sm12x import devices
 from flashinfer.testing import make_moe_inputs
 
@@ -166,8 +166,11 @@ def test_tactics_of_different_operands_are_refused(module: RecordingModule) -> N
     assert len(module.launches) == 1
 
 
-def test_instance_outside_sm12xs_table_is_built_and_registered_once(module: RecordingModule) -> None:
-    extra = next(row.index for row in INSTANCES if row not in SM12X)
+@pytest.mark.parametrize("table", [SM12X, HOPPER], ids=["SM12x", "Hopper"])
+def test_an_instance_of_its_own_module_is_built_and_registered_once(
+    table: tuple[Instance, ...], module: RecordingModule
+) -> None:
+    extra = next(row.index for row in table if row not in MAIN_MODULE)
     for _ in range(2):
         sm12x_operator.ensure_instance(module.backend, extra)
         sm12x_operator.ensure_instance(module.backend, 0)
@@ -300,7 +303,7 @@ def test_unified_layer_tunes_this_forks_tactics(
         tactics = runner.get_valid_tactics(inputs, None)
         expected = [
             row.number
-            for row in SM12X
+            for row in MAIN_MODULE
             if row.activation == ("bf16" if mode == 2 else "mxfp8") and not (stage == 2 and computes_layer(row.index))
         ]
         assert tactics == expected

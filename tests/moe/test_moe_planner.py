@@ -9,7 +9,7 @@ import math
 import pytest
 
 from flashinfer.fused_moe import sm12x_planner
-from flashinfer.jit.sm12x.instances import INSTANCES, STREAM_ENTRIES, Format, table
+from flashinfer.jit.sm12x.instances import INSTANCES, STREAM_ENTRIES, Format, candidates
 from flashinfer.sm12x.models import MOE_LAYERS
 from flashinfer.sm12x.perfmodel import gb10, moe
 
@@ -53,11 +53,26 @@ def test_hopper_takes_a_tile_within_five_percent_of_the_cheapest(experts: int, a
 
 
 @pytest.mark.parametrize("block_scaled", [True, False])
-@pytest.mark.parametrize(("hidden", "inter"), [(3104, 96), (96, 3104), (3072, 3072)])
-def test_a_long_k_is_for_pairs_of_gemms(hidden: int, inter: int, block_scaled: bool) -> None:
-    """Twelve warps of 256 elements share a K of 3,072."""
-    row = sm12x_planner.choose("bf16", 4, 32, block_scaled, (hidden, inter)).instance
-    assert row.streamed == (max(hidden, inter) <= 3072)
+@pytest.mark.parametrize("activation", ["mxfp8", "bf16"])
+@pytest.mark.parametrize(
+    ("hidden", "inter"), [(3072, 3072), (3104, 96), (96, 3104), (96, 4608), (4640, 96), (96, 4640)]
+)
+def test_a_long_k_takes_wider_warps_and_a_longer_one_pairs_of_gemms(
+    hidden: int, inter: int, activation: Format, block_scaled: bool
+) -> None:
+    """Twelve warps of 256 elements share a K of 3,072, of 384 one of 4,608."""
+    row = sm12x_planner.choose(activation, 4, 32, block_scaled, (hidden, inter)).instance
+    longest = max(hidden, inter)
+    assert row.streamed == (longest <= 4608)
+    assert not row.streamed or row.k_tile == (256 if longest <= 3072 else 384)
+
+
+@pytest.mark.parametrize("block_scaled", [True, False])
+def test_of_streams_that_take_a_layer_only_the_shortest_is_tried(block_scaled: bool) -> None:
+    """Else a gpt-oss layer's tuning would build the others."""
+    for longest, widths in ((2880, {256}), (4096, {384}), (5120, set())):
+        rows = candidates(block_scaled, 4, 2880, longest)
+        assert {row.k_tile for row in rows if row.streamed} == widths
 
 
 GRID = (1, 4, 16, 48, 64, 192, 512, 768, 1024)
@@ -76,13 +91,12 @@ def test_sm12x_takes_a_tactic_within_ten_percent_of_the_models_best(
     rates = gb10.Rates(gb10.MIDDLE.dram_gb_per_second if unified else 9.5 * sms, 512)
     others = gb10.CYCLES / (1e3 * gigahertz * sms)
     fixed = sum(gb10.FIXED_US["MoE"]) / 2
-    rows = [row for row in table(True) if row.activation == "mxfp8"]
     for tokens in GRID:
         costs = {}
-        for row in rows:
-            pair = (row.index, row.index)
-            if row.streamed and not row.takes(tokens * layer.top_k, layer.hidden, layer.inter):
+        for row in candidates(True, tokens * layer.top_k, layer.hidden, layer.inter):
+            if row.activation != "mxfp8":
                 continue
+            pair = (row.index, row.index)
             fits = moe.known_fits(0, pair, (layer.hidden, layer.inter))
             assert fits, f"{row.name} was not emulated"
             busy = [launch.busy(row.operand, rates) for launch in moe.launches_of(layer, tokens, pair, fits)]

@@ -22,7 +22,7 @@ import flashinfer
 from flashinfer.fused_moe import sm12x_autotuner, sm12x_operator, sm12x_planner
 from flashinfer.gemm import sm12x_group_gemm
 from flashinfer.jit.sm12x import instances
-from flashinfer.jit.sm12x.instances import GEMM_INSTANCES, INSTANCES, SM12X
+from flashinfer.jit.sm12x.instances import GEMM_INSTANCES, INSTANCES, MAIN_MODULE, SM12X
 from flashinfer.sm12x import devices, tune
 from flashinfer.testing import make_group_gemm_inputs
 
@@ -110,6 +110,9 @@ def call(
     return gemm
 
 
+TABLES = {"INSTANCES": INSTANCES, "SM12X": SM12X, "MAIN_MODULE": MAIN_MODULE, "GEMM_INSTANCES": GEMM_INSTANCES}
+
+
 def renumber(monkeypatch: pytest.MonkeyPatch, tables: dict[str, tuple[instances.Instance, ...]]) -> dict[str, int]:
     """Replace the tables everywhere; the places of the rows' names."""
     numbers = {row.name: number for number, row in enumerate(tables["INSTANCES"])}
@@ -137,7 +140,7 @@ def test_a_file_serves_a_process_whose_rows_have_moved(
     def other(rows: tuple[instances.Instance, ...]) -> tuple[instances.Instance, ...]:
         return tuple(dataclasses.replace(row, stages=row.stages + 1) for row in reversed(rows))
 
-    tables = {"INSTANCES": other(INSTANCES), "SM12X": other(SM12X), "GEMM_INSTANCES": other(GEMM_INSTANCES)}
+    tables = {name: other(rows) for name, rows in TABLES.items()}
     after = renumber(monkeypatch, tables)[BEST]
     assert after != before
     restart()
@@ -156,8 +159,7 @@ def test_a_name_that_is_gone_is_told_and_not_used(
     default = INSTANCES[call()].name
     with autotune(True, cache=cache):
         call()
-    tables = {"INSTANCES": INSTANCES, "SM12X": SM12X, "GEMM_INSTANCES": GEMM_INSTANCES}
-    left = {name: tuple(row for row in rows if row.name != BEST) for name, rows in tables.items()}
+    left = {name: tuple(row for row in rows if row.name != BEST) for name, rows in TABLES.items()}
     numbers = renumber(monkeypatch, left)
     restart()
     lines = moe_recording.logged(monkeypatch)
@@ -238,5 +240,6 @@ def test_numbers_are_what_names_say_and_no_place_of_before() -> None:
     assert instances.tactic("bf16_m64_k128") == 3_064_128
     assert instances.tactic("stream_mxfp8_as_bf16_m16") == 5_016_256
     assert instances.tactic("stream_bf16_m8") == 6_008_256
+    assert instances.tactic("stream_bf16_m8_w3") == 6_008_384
     with pytest.raises(ValueError, match=r"^there is no tactic 'moe_bf16_t8'; there are mxfp8_m8_k128, "):
         instances.tactic("moe_bf16_t8")

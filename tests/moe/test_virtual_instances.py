@@ -26,11 +26,13 @@ from flashinfer.jit.sm12x.instances import (
     GEMM_INSTANCES,
     IN_KERNEL_ENTRIES,
     INSTANCES,
+    MAIN_MODULE,
     ROW_TILE,
     SM12X,
     Instance,
     index_of,
 )
+from flashinfer.sm12x.models import MOE_LAYERS
 from flashinfer.testing import (
     TENSOR_CORE,
     MoECase,
@@ -42,6 +44,7 @@ from flashinfer.testing import (
     moe_reference,
 )
 from flashinfer.testing.moe_inputs import group_gemm_inputs_with_not_numbers, moe_inputs_with_not_numbers
+from flashinfer.testing.moe_layers import case_of
 from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
 
 pytestmark = pytest.mark.slow
@@ -53,12 +56,13 @@ RACES = 2
 RACES_VARIABLE = "FLASHINFER_TEST_RACES"
 PAIRS = [instance for instance in INSTANCES if not instance.streamed]
 STREAMED = [instance for instance in INSTANCES if instance.streamed]
+LONG = [instance for instance in STREAMED if instance.k_tile > 256]
 EIGHT_BIT = [instance for instance in PAIRS if instance.multiplies == "mxfp8"]
 SIXTEEN_BIT = [instance for instance in PAIRS if instance.multiplies == "bf16"]
 AS_BF16 = [instance for instance in PAIRS if instance.multiplies == "mxfp8_as_bf16"]  # Hopper's: modules of their own
 WIDEST_BF16 = max(SIXTEEN_BIT, key=lambda row: row.token_tile)
 # One of each kind whose weights are scaled while they are expanded.
-FOLDING = [*(row for row in STREAMED if row in SM12X), SIXTEEN_BIT[0], WIDEST_BF16, AS_BF16[0]]
+FOLDING = [*(row for row in STREAMED if row in MAIN_MODULE), SIXTEEN_BIT[0], WIDEST_BF16, AS_BF16[0]]
 # Neither is a multiple of a tile along N or K; K / 32 is 39 and 13, no multiple of the four that share a scale word.
 HIDDEN, INTER = 1248, 416
 # Tokens by token tile: with two of four experts a token, an expert's rows are several tiles, the last one partly filled.
@@ -322,7 +326,9 @@ def test_a_layer_of_gpt_oss_in_full_dimensions(device, experts, mode):
     check_moe(device, case, 500 + mode)
     launch = layer_launch(device)
     assert launch.grid[0] == device.sm_count
-    (instance,) = [row for row in SM12X if row.streamed and row.activation == ("bf16" if mode == 2 else "mxfp8")]
+    (instance,) = [
+        row for row in STREAMED if row in MAIN_MODULE and row.activation == ("bf16" if mode == 2 else "mxfp8")
+    ]
     assert launch.dynamic_shared == instance.shared_bytes
 
 
@@ -372,6 +378,40 @@ def test_a_streamed_layer(device, instance, mode, sizes):
     found = re.search(r"Li(\d+)ELi(\d+)ELi(\d+)E", launch.kernel)
     assert found, launch.kernel
     assert tuple(map(int, found.groups())) == (instance.token_tile, instance.k_tile // 128, instance.mma_warps)
+
+
+# K beyond 3,072: of whole words and with one to three blocks of 32 in the last, where a stage's tail holds partial sums;
+# beside a short K that two and four groups of warps share.
+@pytest.mark.parametrize("sizes", [(4096, 64), (3104, 192), (4576, 32), (64, 4608), (96, 3168)], ids=str)
+@pytest.mark.parametrize(("instance", "mode"), [each for each in stream_modes() if each.values[0] in LONG])
+def test_a_streamed_layer_with_a_long_k(device, instance, mode, sizes):
+    hidden, inter = sizes
+    case = MoECase(5, hidden, inter, num_experts=3, top_k=2, mode=mode, swizzled_input_sf=hidden % 128 == 0)
+    check_moe(device, case, 610 + instance.index)
+    launch = layer_launch(device)
+    found = re.search(r"Li(\d+)ELi(\d+)ELi(\d+)E", launch.kernel)
+    assert found, launch.kernel
+    assert tuple(map(int, found.groups())) == (8, 3, 12)
+
+
+@pytest.mark.parametrize("instance", LONG, ids=lambda row: row.name)
+@pytest.mark.parametrize("model", ["deepseek-v4-flash", "deepseek-v4-flash-tp2"])
+def test_a_layer_of_deepseek_v4_flash_in_full_dimensions(device, instance, model):
+    """A clamp alone, no bias; six of its experts, which one token takes."""
+    mode = 2 if instance.activation == "bf16" else 0
+    check_moe(device, case_of(MOE_LAYERS[model], 1, mode, num_experts=6), 520 + mode)
+    stage = 16 * 2048 + 16 * 32 * 16 + 16 * 4  # rows, scales, biases
+    assert layer_launch(device).dynamic_shared == 6528 + 2 * -(-stage // 128) * 128
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [(256, 6), (512, 8)], ids=["256, 6 a token", "512, 8 a token"])
+@pytest.mark.parametrize("tokens", [3, 41], ids=["routed in registers", "routed in shared memory"])
+@pytest.mark.parametrize("instance", [row for row in STREAMED if row.token_tile == 8], ids=lambda row: row.name)
+def test_a_streamed_layer_of_many_experts(device, instance, tokens, experts, top_k):
+    """SwigluStep for one number of experts, for the other Swiglu."""
+    mode = 2 if instance.activation == "bf16" else 1
+    case = MoECase(tokens, 96, 32, experts, top_k, mode, biases=False, swiglu_step=experts == 512)
+    check_moe(device, case, 650 + tokens, [instance.index] * 2)
 
 
 @pytest.mark.parametrize(
@@ -494,3 +534,6 @@ def test_a_streamed_tactic_refuses_what_it_cannot_take(device):
     ):
         with pytest.raises(Exception, match=message):
             run_moe(device, make_moe_inputs(case, 650), 0, [place, place])
+    longer = index_of("stream_mxfp8_as_bf16_m8_w3")
+    with pytest.raises(Exception, match="K is too long for this streamed tactic"):
+        run_moe(device, make_moe_inputs(MoECase(2, 96, 4640, 4, 2, 0), 650), 0, [longer, longer])

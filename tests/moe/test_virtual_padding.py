@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import flashinfer
-from flashinfer.jit.sm12x.instances import IN_KERNEL_ENTRIES, INSTANCES, SM12X
+from flashinfer.jit.sm12x.instances import IN_KERNEL_ENTRIES, INSTANCES, MAIN_MODULE
 from flashinfer.testing import Accumulation, MoECase, MoEInputs, check_within_bound, make_moe_inputs, moe_reference
 from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
 
@@ -33,7 +33,7 @@ def tactics() -> list[object]:
     """Each mode with a streamed tactic and with a pair of GEMMs."""
     found = []
     for mode, name in MODES.items():
-        fitting = [row for row in SM12X if row.activation == ("bf16" if mode == 2 else "mxfp8")]
+        fitting = [row for row in MAIN_MODULE if row.activation == ("bf16" if mode == 2 else "mxfp8")]
         for streamed in (True, False):
             row = next(row for row in fitting if row.streamed == streamed)
             found.append(pytest.param(mode, row.index, id=f"{name}, {row.name}"))

@@ -12,7 +12,7 @@ import torch
 
 from flashinfer._layer import fork_root
 from flashinfer.jit.sm12x import modules
-from flashinfer.jit.sm12x.instances import SM12X
+from flashinfer.jit.sm12x.instances import MAIN_MODULE
 from flashinfer.sm12x.models import MOE_LAYERS
 from flashinfer.sm12x.perfmodel import moe
 from flashinfer.sm12x.probe import arrivals, launches, layer, mma, parts, timing
@@ -288,7 +288,7 @@ def test_every_default_tactic_is_asked_for_once(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # as torch for CUDA takes the virtual GPU for one
     with virtual_device("sm_121a") as device:
         found = list(verify.moe_results([(96, 64, 4)], (2,), 3, torch.device("cpu"), TENSOR_CORE, True, modes=(2,)))
-        names = {row.name for row in SM12X if row.activation == "bf16"}
+        names = {row.name for row in MAIN_MODULE if row.activation == "bf16"}
         assert {result.what.rpartition(", ")[2] for result in found} == names
         assert len(found) == len(names)
         assert all(0 < result.used <= 1 and not result.wrong for result in found)

@@ -76,7 +76,7 @@ class Instance:
 
     @property
     def name(self) -> str:
-        """The tactic's name, a C identifier: ``bf16_m64_k128``, ``stream_bf16_m8``, ``dense_mxfp4_m8_w2``.
+        """The tactic's name, a C identifier: ``bf16_m64_k128``, ``stream_bf16_m8``, ``dense_mxfp4_m8_w3``.
 
         It stays as long as the row is this tile, however deep its ring is.
         """
@@ -84,7 +84,8 @@ class Instance:
             gemm = "gemm" if self.operand == "bf16" else f"gemm_{self.operand}"
             return f"dense_{self.weights}_m{self.token_tile}_{f'w{self.k_tile // 128}' if self.streamed else gemm}"
         if self.streamed:
-            return f"stream_{self.multiplies}_m{self.token_tile}"
+            longer = "" if self.k_tile == 256 else f"_w{self.k_tile // 128}"
+            return f"stream_{self.multiplies}_m{self.token_tile}{longer}"
         return f"{self.multiplies}_m{self.token_tile}_k{self.k_tile}"
 
     @property
@@ -135,6 +136,12 @@ _STREAM_M8 = (
     Instance("bf16", "bf16", 8, 256, 3, 1, 95232, mma_warps=12),
 )
 
+# For a K of 3,104 to 4,608; two stages fit a GB10 up to 4,640.
+_STREAM_M8_W3 = (
+    Instance("mxfp8", "bf16", 8, 384, 3, 1, 95232, mma_warps=12),
+    Instance("bf16", "bf16", 8, 384, 3, 1, 95232, mma_warps=12),
+)
+
 # Two GEMM kernels a layer.
 PAIRS: tuple[Instance, ...] = (
     *_MXFP8_M8,
@@ -147,10 +154,12 @@ PAIRS: tuple[Instance, ...] = (
     *_BF16,
 )
 
-# ``fused_moe_120`` holds these.
-SM12X: tuple[Instance, ...] = (*PAIRS, *_STREAM_M8)
+# ``fused_moe_120`` holds these; every other row is a small module of its own, built when a layer asks for it.
+MAIN_MODULE: tuple[Instance, ...] = (*PAIRS, *_STREAM_M8)
 
-# Its MMA takes no scales. Rows that SM12x has not are small modules, built when asked for.
+SM12X: tuple[Instance, ...] = (*MAIN_MODULE, *_STREAM_M8_W3)
+
+# Its MMA takes no scales.
 HOPPER: tuple[Instance, ...] = (
     *_MXFP8_M8,
     Instance("mxfp8", "bf16", 16, 128, 2, 2, 32824),
@@ -160,6 +169,7 @@ HOPPER: tuple[Instance, ...] = (
     Instance("mxfp8", "bf16", 64, 128, 3, 1, 91208),
     *_BF16,
     *_STREAM_M8,
+    *_STREAM_M8_W3,
     Instance("mxfp8", "bf16", 16, 256, 3, 1, 96768, mma_warps=12),
     Instance("bf16", "bf16", 16, 256, 3, 1, 96768, mma_warps=12),
 )
@@ -204,6 +214,16 @@ assert len({row.number for row in INSTANCES}) == len(INSTANCES)
 def table(block_scaled_mma: bool) -> tuple[Instance, ...]:
     """The rows among which a device's planner and autotuner choose: whether its MMA takes block scales tells which it is."""
     return SM12X if block_scaled_mma else HOPPER
+
+
+def candidates(block_scaled_mma: bool, num_rows: int, hidden: int, inter: int) -> tuple[Instance, ...]:
+    """The rows among which planner and autotuner choose for a MoE layer; ``num_rows`` is tokens x top_k.
+
+    Those of the device's table that take it, but of streams of one token tile only the one whose warps take least of K.
+    """
+    rows = [row for row in table(block_scaled_mma) if row.takes(num_rows, hidden, inter)]
+    least = {(row.multiplies, row.token_tile): row for row in sorted(rows, key=lambda row: -row.k_tile) if row.streamed}
+    return tuple(row for row in rows if not row.streamed or row in least.values())
 
 
 def tactic(name: str) -> int:

@@ -2,8 +2,8 @@
 """The modules of the SM12x family: which sources, for which architectures, with which flags.
 
 ===============================  =================================================================
-``fused_moe_120``                the MXFP4 MoE layer: binding, launcher, one source per default instance
-``fused_moe_120_<instance>``     an instance of Hopper's own, registered with the module above
+``fused_moe_120``                the MXFP4 MoE layer: binding, launcher, one source per instance of ``MAIN_MODULE``
+``fused_moe_120_<instance>``     another instance, registered with the module above
 ``gemm_mxfp4_sm12x``             the public MXFP4 grouped GEMM
 ``dense_mx_sm12x``               dense layers with weights in MXFP4 or MXFP8
 ``router_sm12x``                 a mixture of experts' router, with the norm in front of it
@@ -34,7 +34,7 @@ from flashinfer.sm12x.models import MODELS
 
 from .. import core, cpp_ext
 from .. import env as jit_env
-from .instances import DENSE_INSTANCES, GEMM_INSTANCES, SM12X, Instance
+from .instances import DENSE_INSTANCES, GEMM_INSTANCES, MAIN_MODULE, SM12X, Instance
 from .spec import JitSpecSm12x
 from .trust import require_trusted, require_trusted_tree, write_atomically
 
@@ -143,17 +143,17 @@ def gen_fused_moe_module() -> JitSpecSm12x:
         RuntimeError: no architecture of the family is to be compiled for; the message says what to set.
     """
     sources = [_csrc() / _MOE_BINDING, _csrc() / _LAUNCHER, _csrc() / _REGISTRY]
-    return _spec(FUSED_MOE, sources, _MOE_TEMPLATE, SM12X)
+    return _spec(FUSED_MOE, sources, _MOE_TEMPLATE, MAIN_MODULE)
 
 
 def gen_fused_moe_instance_module(instance: Instance) -> JitSpecSm12x:
-    """The spec of the small module that holds one instance which is not in SM12x's table.
+    """The spec of the small module that holds one instance which is not in ``fused_moe_120``.
 
     Raises:
         RuntimeError: as :func:`gen_fused_moe_module`.
-        ValueError: the instance is in SM12x's table, and so in ``fused_moe_120``.
+        ValueError: the instance is in ``fused_moe_120``.
     """
-    if instance in SM12X:
+    if instance in MAIN_MODULE:
         raise ValueError(f"{instance.name} is part of {FUSED_MOE} and has no module of its own")
     return _spec(f"{FUSED_MOE}_{instance.name}", [_csrc() / _INSTANCE_BINDING], _MOE_TEMPLATE, [instance], alone=True)
 
@@ -197,12 +197,22 @@ def gen_decode_module() -> JitSpecSm12x:
 
 
 def gen_operator_modules() -> list[JitSpecSm12x]:
-    """The specs of all that this fork's operators load; Hopper's own instances are small modules beside them.
+    """The specs of all that this fork's operators load, but for the instances that are modules of their own.
 
     Raises:
         RuntimeError: as :func:`gen_fused_moe_module`.
     """
     return [generate() for name, generate in MODULES.items() if name != PROBE]
+
+
+def gen_shipped_modules() -> list[JitSpecSm12x]:
+    """The specs of all that an SM12x may ask for, which prebuilt wheels and upstream's AOT builds hold.
+
+    Raises:
+        RuntimeError: as :func:`gen_fused_moe_module`.
+    """
+    single = [gen_fused_moe_instance_module(row) for row in SM12X if row not in MAIN_MODULE]
+    return [*gen_operator_modules(), *single]
 
 
 def gen_probe_module() -> JitSpecSm12x:
@@ -222,7 +232,7 @@ MODULES = {
     DECODE: gen_decode_module,
     PROBE: gen_probe_module,
 }
-"""What gives each module's spec, by the name that the spec's begins with; those of Hopper's own instances begin with
+"""What gives each module's spec, by the name that the spec's begins with; those of single instances begin with
 :data:`FUSED_MOE`."""
 
 

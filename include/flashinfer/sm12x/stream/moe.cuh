@@ -9,10 +9,10 @@
 //
 //   knob               value                where it is set
 //   tokens a tile      8 or 16              flashinfer/jit/sm12x/instances.py, a row each
-//   K of an MMA warp   256                  there, `k_tile`
+//   K of an MMA warp   256 or 384           there, `k_tile`
 //   MMA warps          12, which share K    there, `mma_warps`
 //   epilogue warps     4                    kEpilogueWarps (params.h); they also fill the ring
-//   stages             2 to 16, 3 on GB10   what fits shared memory (the launcher); at most kMaxStreamStages
+//   stages             2 to 16              what fits shared memory (the launcher); at most kMaxStreamStages
 //   weight rows        16, 32 or 64         StreamedGemmPlan (params.h): a slab for each group of MMA warps
 //
 // Below, from top to bottom: token fragments, the MMA warps, the epilogue warps, the kernel.
@@ -43,8 +43,9 @@ template <class Config>
 class TokenFragments {
   static constexpr int kSteps = Config::kTokenSteps, kWords = Config::kWords, kBlocks = kSteps * kWords;
   using Blocks = TokenBlock[kSteps][kWords];
-  // Where registers are short the values of a block are loaded twice, rather than held until its maximum is known.
-  static constexpr bool kHold = kSteps == 1;
+  // Where registers are short a block's values are not held while the next one's arrive, and those of MXFP8 are loaded
+  // twice, since their maximum comes first. Three words of bfloat16 would spill 76 bytes.
+  static constexpr bool kHold = kSteps == 1 && (kWords < 3 || Config::kActivation != Element::kBf16);
 
  public:
   // FC1: `count` rows of the layer's input; `row_of` tells which of them token i of the tile is.

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MXFP4 experts of other models than gpt-oss, by vLLM's own methods: from the layer that vLLM builds and loads to its
+output, on CPU tensors, beside a reference in float32."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import checkpoint
+import pytest
+import served
+import torch
+from experts_reference import _mxfp8
+from test_vllm_models import ON_THE_CPU
+
+HIDDEN, INTER, EXPERTS, TOP_K = 256, 128, 8, 3
+LIMIT = 2.0
+
+
+def config_of(folder: Any, *words: str, **chosen: str) -> Any:
+    return served.engine_config(str(folder), *ON_THE_CPU, "--additional-config", json.dumps({"sm12x": chosen}), *words)
+
+
+def quantization(door: str) -> Any:
+    """The quantization config that a checkpoint of this kind gets."""
+    if door == "DeepSeek-V4":
+        from vllm.model_executor.layers.quantization.mxfp4 import Mxfp4Config
+
+        return Mxfp4Config()
+    from vllm.model_executor.layers.quantization.quark.quark import QuarkConfig
+
+    weight = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "is_dynamic": False, "scale_format": "e8m0"}
+    layer = {"weight": weight, "input_tensors": None, "output_tensors": None, "bias": None}
+    config = {"global_quant_config": layer, "layer_quant_config": {}, "layer_type_quant_config": {}, "exclude": []}
+    return QuarkConfig.from_config({**config, "export": {"kv_cache_group": [], "pack_method": "order"}})
+
+
+def expert_weights(seed: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Packed values and scale bytes of each expert's gate (w1), up (w3) and down (w2)."""
+    print("seed", seed)
+    generator = torch.Generator().manual_seed(seed)
+    made = {}
+    for name, rows, k in (("w1", INTER, HIDDEN), ("w3", INTER, HIDDEN), ("w2", HIDDEN, INTER)):
+        values = torch.randint(0, 256, (EXPERTS, rows, k // 2), dtype=torch.uint8, generator=generator)
+        scales = torch.randint(121, 124, (EXPERTS, rows, k // 32), dtype=torch.uint8, generator=generator)
+        made[name] = values, scales
+    return made
+
+
+def layer_of(
+    config: Any, door: str, activation: str, limit: float | None, weights: dict[str, tuple[torch.Tensor, torch.Tensor]]
+) -> Any:
+    """The experts as vLLM builds, loads and prepares them."""
+    from vllm.model_executor.layers.fused_moe import FusedMoEFactory
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    with set_default_torch_dtype(torch.bfloat16):
+        layer = FusedMoEFactory(
+            num_experts=EXPERTS,
+            top_k=TOP_K,
+            hidden_size=HIDDEN,
+            intermediate_size=INTER,
+            renormalize=True,
+            activation=activation,
+            swiglu_limit=limit,
+            quant_config=quantization(door),
+            prefix="model.layers.0.mlp.experts",
+        )
+    parameters = dict(layer.named_parameters())
+    for name, (values, scales) in weights.items():
+        stem = "w2" if name == "w2" else "w13"
+        for suffix, tensor in (("weight", values), ("weight_scale", scales)):
+            (parameter,) = [p for key, p in parameters.items() if key.split(".")[-1] == f"{stem}_{suffix}"]
+            for expert in range(EXPERTS):
+                parameter.weight_loader(parameter, tensor[expert], f"{name}.{suffix}", name, expert)
+    process_weights_after_loading(layer, config.model_config, torch.device("cpu"))
+    return layer
+
+
+def reference(
+    hidden: torch.Tensor, logits: torch.Tensor, weights: dict[str, Any], activation: str, limit: float | None
+) -> torch.Tensor:
+    """float32, rounded to MXFP8 where W4A8 rounds."""
+    dense = {
+        name: checkpoint.dequantize(values.unflatten(-1, (-1, 16)), scales)
+        for name, (values, scales) in weights.items()
+    }
+    chances, ids = logits.softmax(-1).topk(TOP_K)
+    chances = chances / chances.sum(-1, keepdim=True)
+    given, bound = _mxfp8(hidden.float()), limit or float("inf")
+    output = torch.zeros_like(given)
+    for token in range(len(hidden)):
+        for chance, expert in zip(chances[token], ids[token].tolist(), strict=True):
+            gate, up = dense["w1"][expert] @ given[token], dense["w3"][expert] @ given[token]
+            if activation == "swiglustep":
+                inner = torch.nn.functional.silu(gate).clamp(max=bound) * up.clamp(-bound, bound)
+            else:
+                inner = torch.nn.functional.silu(gate.clamp(max=bound)) * up.clamp(-bound, bound)
+            output[token] += chance * (dense["w2"][expert] @ _mxfp8(inner))
+    return output
+
+
+@pytest.mark.parametrize("backend", ["auto", "flashinfer_cutlass"])
+@pytest.mark.parametrize(
+    ("door", "activation", "limit"),
+    [
+        ("DeepSeek-V4", "silu", LIMIT),
+        ("DeepSeek-V4", "silu", None),
+        ("DeepSeek-V4", "swiglustep", LIMIT),
+        ("Quark", "silu", None),
+        ("Quark", "silu", LIMIT),
+    ],
+)
+def test_the_experts_are_the_forks_and_agree_with_the_reference(
+    checkpoint_folder, log, door, activation, limit, backend
+):
+    config = config_of(checkpoint_folder, "--moe-backend", backend)
+    weights = expert_weights(5)
+    generator = torch.Generator().manual_seed(6)
+    hidden = torch.randn((9, HIDDEN), generator=generator).to(torch.bfloat16)
+    logits = torch.randn((9, EXPERTS), generator=generator).to(torch.bfloat16)
+    with served.parallel_groups(config):
+        from vllm.forward_context import set_forward_context
+
+        layer = layer_of(config, door, activation, limit, weights)
+        method = next(m.quant_method for m in layer.modules() if hasattr(m, "quant_method"))
+        assert type(method.moe_kernel.fused_experts).__name__ == "SM12xMxfp4Experts"
+        with torch.inference_mode(), set_forward_context(None, config, num_tokens=len(hidden)):
+            got = layer(hidden, logits).float()
+    assert any("this fork's, W4A8 from bf16" in message for message in log)
+    expected = reference(hidden, logits.float(), weights, activation, limit)
+    # Rounding to bf16 leaves at most 2^-9 of each value; act, summed in another order, may round to another MXFP8 value in
+    # a few places.
+    error = (got - expected).norm() / expected.norm()
+    print(f"error {float(error):.4f}")
+    assert error < 2.0**-8
+    if limit is not None:  # else the clamp decides nothing
+        other = reference(hidden, logits.float(), weights, activation, None)
+        assert (other - expected).norm() / expected.norm() > 2.0**-4
+
+
+def test_another_backend_by_name_and_another_choice_win(checkpoint_folder, log):
+    for words, chosen, reason in (
+        (("--moe-backend", "marlin"), {}, "--moe-backend marlin"),
+        ((), {"moe": "vllm"}, "chosen"),
+    ):
+        config = config_of(checkpoint_folder, *words, **chosen)
+        with served.parallel_groups(config):
+            from vllm.model_executor.layers.fused_moe import FusedMoEFactory
+
+            layer = FusedMoEFactory(
+                EXPERTS,
+                TOP_K,
+                HIDDEN,
+                INTER,
+                quant_config=quantization("DeepSeek-V4"),
+                prefix="model.layers.0.mlp.experts",
+            )
+            method = next(m.quant_method for m in layer.modules() if hasattr(m, "quant_method"))
+            assert method.experts_cls.__name__ == "MarlinExperts"
+        assert f"flashinfer-sm12x: the experts are left to vLLM: {reason}" in log
