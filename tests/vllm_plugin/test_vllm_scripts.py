@@ -241,12 +241,22 @@ def test_agreement_compares_up_to_the_first_token_that_differs():
     assert agreement.compare([[*first, (2, {2: 0.0})]], [longer])["positions"] == 2
 
 
-def test_compare_vllm_prints_what_vllms_benchmark_measured(checkpoint_folder, tmp_path):
-    """vLLM's own ``vllm bench serve``, against the server of the other tests; every way is one of its servers."""
-    words = (str(checkpoint_folder), "--streams", "2", "--input", "8", "--output", "4", "--out", str(tmp_path))
-    done = run("compare_vllm.py", *words, "--ways", "fork, W4A16", "--port", port())
+def rows(done: subprocess.CompletedProcess[str]) -> list[list[str]]:
+    """The cells of a script's table, without its head."""
     print(done.stdout, done.stderr[-2000:])
     assert done.returncode == 0
-    (row,) = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("| fork")]
-    assert row[:2] == ["fork, W4A16", "2"]
-    assert all(float(cell.replace(",", "")) > 0 for cell in row[2:])
+    return [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")][1:]
+
+
+def test_compare_vllm_prints_what_vllms_benchmark_measured(checkpoint_folder, tmp_path):
+    """vLLM's own ``vllm bench serve``, against the server of the other tests; every way is one of its servers."""
+    words = (str(checkpoint_folder), "--streams", "1,2", "--input", "8", "--output", "4", "--out", str(tmp_path))
+    table = rows(run("compare_vllm.py", *words, "--ways", "fork, W4A16", "--port", port()))
+    assert [row[:3] for row in table] == [["fork, W4A16", n, "8"] for n in "12"]
+    for row, file in zip(table, sorted((tmp_path / "fork_W4A16").iterdir())[1:], strict=True):
+        found = json.loads(file.read_text())
+        assert found["total_input_tokens"] == found["completed"] * int(row[2])
+        assert row[3] == f"{found['output_throughput']:,.1f}"
+        assert row[4] == f"{found['mean_tpot_ms']:,.2f} ± {found['std_tpot_ms']:,.2f}"
+        assert float(row[5].partition(" ")[0]) > 0
+        assert (len(row) == 7 and float(row[6].replace(",", "")) > 0) == (row[1] == "1")
