@@ -63,7 +63,7 @@ def test_soak_server_sees_each_fault_and_none_where_there_is_none(tmp_path, faul
     result = json.loads((tmp_path / "soak.json").read_text())
     assert bool(result["wrong"]) == bool(fault)
     if not fault:
-        assert all(row["cancelled"] >= 5 and row["host_mib"] > 1 for row in result["rounds"])
+        assert all(row["cancelled"] >= 5 and row["chats"] >= 5 and row["host_mib"] > 1 for row in result["rounds"])
 
 
 LINE = re.compile(r"^ *scripts/(\w+)\.py(.*?)(?:\s+#.*)?$", re.MULTILINE)
