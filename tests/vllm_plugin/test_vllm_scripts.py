@@ -151,16 +151,18 @@ def test_verify_gpus_attention_reference_is_the_models():
             torch.testing.assert_close(got.float().flatten(1), whole[-last:], rtol=1e-5, atol=1e-6)
 
 
-def test_verify_gpus_pages_hold_the_sequence():
+@pytest.mark.parametrize("kv", ["bf16", "fp8"])
+def test_verify_gpus_pages_hold_the_sequence(kv):
     import torch
     import verify_gpu
 
     print("seed", 4)
-    pages = verify_gpu.Pages(37, torch.Generator().manual_seed(4))
+    pages = verify_gpu.Pages(37, torch.Generator().manual_seed(4), verify_gpu.KV[kv])
+    assert pages.cache.dtype == verify_gpu.KV[kv]
     for index, tokens in enumerate((pages.key, pages.value)):
         for token in (0, 15, 16, 36):
             page = pages.order[token // verify_gpu.PAGE]
-            assert torch.equal(pages.cache[page, index, :, token % verify_gpu.PAGE], tokens[token])
+            assert torch.equal(pages.cache[page, index, :, token % verify_gpu.PAGE].bfloat16(), tokens[token])
 
 
 def test_profile_decode_counts_a_step():
