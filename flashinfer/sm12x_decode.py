@@ -385,12 +385,6 @@ def check_values(call: DecodeCall) -> None:
                 )
 
 
-def lacks_workspace(device: torch.device) -> bool:
-    """Whether a call now would be captured without a default workspace, which is an error."""
-    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    return capturing and (device.index, None) not in _workspaces
-
-
 def _workspace(backend: Backend, device: torch.device, given: torch.Tensor | None) -> torch.Tensor:
     size = _workspace_bytes(backend, device)
     if given is not None:

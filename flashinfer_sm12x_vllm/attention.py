@@ -10,7 +10,6 @@ needed, a compiler is.
 from __future__ import annotations
 
 import functools
-import os
 from typing import Any
 
 from vllm.logger import init_logger
@@ -38,28 +37,9 @@ def advice() -> str:
 def why(backend: str) -> str:
     """Why vLLM took ``backend``, as far as this module had a say in it."""
     if "FLASHINFER" in backend:
-        from flashinfer.decode import takes_xqas_calls
-
-        decode = "decode_attention" if takes_xqas_calls() else "XQA"
         prefill = "FA2" if devices.block_scaled() else "FA3"  # as flashinfer.utils.determine_attention_backend has it
-        return f"{decode} decode, {prefill} prefill with sinks; compiled here, no cubin needed"
+        return f"XQA decode, {prefill} prefill with sinks; compiled here, no cubin needed"
     return "no compiler for XQA" if not can_compile() else "vLLM's choice"
-
-
-@functools.cache
-def prepare_decode() -> None:
-    """Make this fork's decode attention ready where it is asked for: vLLM may capture its first call.
-
-    Where it cannot be made ready it is switched off for this process, with one line that says why.
-    """
-    from flashinfer import decode
-
-    try:
-        if decode.takes_xqas_calls():
-            decode.prepare_decode_attention()
-    except Exception as error:  # whatever a compiler or a linker can fail with
-        logger.warning("flashinfer-sm12x: %s: decode stays XQA's: %s", decode.DECODE_VARIABLE, error)
-        os.environ[decode.DECODE_VARIABLE] = "0"
 
 
 def install() -> None:

@@ -50,7 +50,7 @@ class SM12xGptOssForCausalLM(GptOssForCausalLM):
         # A buffer: sleep mode, level 2, keeps nothing else. vLLM rounds its table to the model's type at each call, too.
         rope = self.model.layers[0].attn.rotary_emb.cos_sin_cache.to(torch.bfloat16)
         self.register_buffer("sm12x_rope_table", rope, persistent=False)
-        table.note("decode", "flashinfer-sm12x", f"up to {MAX_ROWS} tokens", "chosen")
+        table.note("decode", "flashinfer-sm12x", f"up to {MAX_ROWS} tokens", "default")
 
     def forward(
         self,
@@ -73,7 +73,7 @@ class SM12xGptOssForCausalLM(GptOssForCausalLM):
 def reason_against(config: VllmConfig, model: Any) -> str:
     """Why every step of a model is left to vLLM, or an empty text."""
     if settings.resolve(config.additional_config).decode == "vllm":
-        return "default"
+        return "chosen"
     parallel, compilation = config.parallel_config, config.compilation_config
     graphs = compilation.cudagraph_mode
     asked = {

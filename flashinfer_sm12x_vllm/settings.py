@@ -56,7 +56,7 @@ class Settings:
     moe_input: str = "bf16"
     graphs: str = "spark"
     attention: str = "flashinfer"
-    decode: str = "vllm"
+    decode: str = "fused"
 
     def choice(self, kind: str) -> Choice:
         """The choice for ``moe``, ``qkv``, ``o`` or ``lm_head``.

@@ -44,8 +44,6 @@ def _note_attention() -> None:
     }
     if found:
         names, types = (", ".join(sorted(set(column))) for column in zip(*found, strict=True))
-        if "FLASHINFER" in names:
-            attention.prepare_decode()
         note("attention", names, f"KV cache {types}", attention.why(names))
 
 

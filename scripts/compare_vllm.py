@@ -31,7 +31,7 @@ WAYS: dict[str, tuple[dict[str, str], list[str]]] = {
     "fork, W4A16": ({}, ["--additional-config", '{"sm12x": {"moe": "mxfp4-a16"}}']),
     "fork, dense MXFP8": ({}, ["--additional-config", '{"sm12x": {"qkv": "mxfp8", "o": "mxfp8", "lm_head": "mxfp8"}}']),
     "fork, dense MXFP4": ({}, ["--additional-config", '{"sm12x": {"qkv": "mxfp4", "o": "mxfp4", "lm_head": "mxfp4"}}']),
-    "fork, its decode attention": ({"FLASHINFER_SM12X_DECODE": "1"}, []),
+    "fork, vLLM's decode steps": ({}, ["--additional-config", '{"sm12x": {"decode": "vllm"}}']),
 }
 
 

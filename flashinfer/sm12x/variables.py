@@ -76,7 +76,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "moe_input": ("bf16", "mxfp8"),
     "graphs": ("spark", "vllm"),
     "attention": ("flashinfer", "vllm"),
-    "decode": ("vllm", "fused"),
+    "decode": ("fused", "vllm"),
 }
 """What the plugin of vLLM lets a user choose: key -> its values."""
 
@@ -145,9 +145,6 @@ TABLE: Mapping[str, Variable] = {
         _plugin_choices,
         {},
         (None, "vLLM goes without this fork's plugin"),
-    ),
-    "FLASHINFER_SM12X_DECODE": _switch(
-        "0", "`1`: XQA's decode calls run this fork's [attention](kernels.md#decode-attention)."
     ),
     "FLASHINFER_SM12X_CHECK": _switch(
         "0",

@@ -149,11 +149,11 @@ def cubins_of_another_version(m: Machine) -> None:
 
 
 @planted(
-    "variables", "warn", "FLASHINFER_SM12X_DECOED is no variable of this project; FLASHINFER_SM12X_DECODE is",
-    'export FLASHINFER_SM12X_DECODE="$FLASHINFER_SM12X_DECOED"', mends=True,
+    "variables", "warn", "FLASHINFER_SM12X_CHEKC is no variable of this project; FLASHINFER_SM12X_CHECK is",
+    'export FLASHINFER_SM12X_CHECK="$FLASHINFER_SM12X_CHEKC"', mends=True,
 )  # fmt: skip
 def misspelled_name(m: Machine) -> None:
-    m.variables["FLASHINFER_SM12X_DECOED"] = "1"
+    m.variables["FLASHINFER_SM12X_CHEKC"] = "1"
 
 
 @planted("variables", "warn", "flashinfer_jit_verbose is no variable", "unset flashinfer_jit_verbose", mends=True)

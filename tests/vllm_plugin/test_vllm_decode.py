@@ -16,8 +16,6 @@ import torch
 from paged import Batch, Paged
 from test_vllm_models import ON_THE_CPU, table
 
-from flashinfer_sm12x_vllm import settings
-
 SEED = 3
 # Heads as decode_attention takes them, and a window that the prompts reach beyond.
 CHANGES = {"num_attention_heads": 16, "num_key_value_heads": 2}
@@ -56,9 +54,7 @@ def loaded(folder) -> Iterator[Any]:
 
 def engine(folder: Any, chosen: dict[str, str], *words: str) -> Any:
     words = (*ON_THE_CPU, "--attention-backend", "FLASHINFER", *words)
-    return served.engine_config(
-        str(folder), *words, "--additional-config", json.dumps({"sm12x": {"decode": "fused", **chosen}})
-    )
+    return served.engine_config(str(folder), *words, "--additional-config", json.dumps({"sm12x": chosen}))
 
 
 def tokens_of(sequence: int, count: int) -> list[int]:
@@ -94,7 +90,7 @@ def test_decode_steps_are_the_executors_and_as_near_as_vllms(loaded, log, moe, k
     steps = Paged(config, model)
     got, batches = answers(steps)
     assert [batch.stock for batch in batches] == [[]] * NEW
-    assert table(log)["decode"][:3] == ("flashinfer-sm12x", "up to 64 tokens", "chosen")
+    assert table(log)["decode"][:3] == ("flashinfer-sm12x", "up to 64 tokens", "default")
     executor, model.decode_steps = model.decode_steps, None
     vllms, batches = answers(steps)
     assert all(batch.stock == list(steps.layers) for batch in batches)
@@ -196,10 +192,10 @@ def test_a_compiled_model_takes_the_executor_where_a_full_graph_is_captured(load
     assert not torch.equal(captured, vllms)
 
 
-def test_unless_asked_for_all_steps_are_vllms(loaded, log):
-    config, model = loaded({"decode": settings.Settings().decode})
+def test_all_steps_can_be_vllms(loaded, log):
+    config, model = loaded({"decode": "vllm"})
     assert model.decode_steps is None
-    assert table(log)["decode"] == ("vLLM's layers", "", "default")
+    assert table(log)["decode"] == ("vLLM's layers", "", "chosen")
     _, batches = answers(steps := Paged(config, model))
     assert all(batch.stock == list(steps.layers) for batch in batches)
 
@@ -264,7 +260,7 @@ def test_two_ranks_decode_as_one(loaded, folder, tmp_path, words):
     target, port = tmp_path / "logits.pt", str(get_open_port())
     chosen = (
         "--additional-config",
-        json.dumps({"sm12x": {"decode": "fused", "moe": "mxfp4-a16"}}),
+        json.dumps({"sm12x": {"moe": "mxfp4-a16"}}),
         "--tensor-parallel-size",
         "2",
     )

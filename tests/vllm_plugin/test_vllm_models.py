@@ -346,42 +346,13 @@ def test_attention_with_sinks_needs_a_compiler_or_cubins(monkeypatch, compiler, 
     assert supports(is_prefill=True) is False
 
 
-@pytest.mark.parametrize(
-    ("value", "fails", "by"),
-    [
-        (None, None, "XQA"),
-        ("0", None, "XQA"),
-        ("1", None, "decode_attention"),
-        ("1", "no compiler", "XQA"),
-        ("2", None, "XQA"),
-    ],
-)
-def test_decode_attention_is_ready_before_vllm_captures_it(monkeypatch, value, fails, by):
-    """In the table's row too; where it cannot be, the process decodes by XQA and says why."""
-    from flashinfer import decode
+def test_attentions_row_names_its_kernels(monkeypatch):
     from flashinfer_sm12x_vllm import attention
 
-    prepared, told = [], []
-
-    def prepare() -> None:
-        prepared.append(True)
-        if fails:
-            raise RuntimeError(fails)
-
-    monkeypatch.setattr(decode, "prepare_decode_attention", prepare)
-    monkeypatch.setattr(attention.logger, "warning", lambda text, *parts: told.append(text % parts))
-    monkeypatch.setenv(decode.DECODE_VARIABLE, value or "")
-    attention.prepare_decode.cache_clear()
-    attention.prepare_decode()
     for capability, prefill in (("12.1", "FA2"), ("9.0", "FA3")):
         monkeypatch.setenv("VIRTUAL_GPU_CAPABILITY", capability)
-        assert attention.why("FLASHINFER").startswith(f"{by} decode, {prefill} prefill")
+        assert attention.why("FLASHINFER").startswith(f"XQA decode, {prefill} prefill")
     assert attention.why("TRITON_ATTN").startswith(("no compiler", "vLLM's choice"))
-    attention.prepare_decode.cache_clear()
-    assert bool(prepared) is (value == "1")
-    assert decode.takes_xqas_calls() is (by == "decode_attention")
-    assert len(told) == (fails is not None or value == "2")
-    assert all(text.startswith("flashinfer-sm12x: FLASHINFER_SM12X_DECODE: decode stays XQA's: ") for text in told)
 
 
 def test_a_forward_pass_under_both_autotuners(checkpoint_folder):
