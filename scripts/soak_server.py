@@ -150,7 +150,7 @@ class Client:
 
     async def checked(self) -> list[int]:
         """One greedy answer, alone on the server."""
-        body = {"model": self.model, "prompt": CHECKED_PROMPT, "max_tokens": 32, "temperature": 0.0, "logprobs": 0}
+        body = {"model": self.model, "prompt": CHECKED_PROMPT, "max_tokens": 32, "temperature": 0.0}
         body |= {"ignore_eos": True, "return_token_ids": True}
         async with self.session.post(f"{self.url}/v1/completions", json=body) as answer:
             answer.raise_for_status()
