@@ -370,14 +370,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--router",
         type=names,
-        default=["separate"],
-        help="of the fork's stack: separate (norm, GEMM, top-k), fork (its router_top_k)",
+        default=["fork"],
+        help="of the fork's stack: fork (its router_top_k), separate (norm, GEMM, top-k)",
     )
     parser.add_argument(
         "--decode-attention",
         type=names,
-        default=["separate"],
-        help="of the fork's stack: separate (rope, KV write, --attention), fork (its decode_attention)",
+        default=["fork"],
+        help="of the fork's stack: fork (its decode_attention), separate (rope, KV write, --attention)",
     )
     parser.add_argument("--attention", choices=ATTENTION, default="xqa")
     parser.add_argument("--prefill-attention", choices=ATTENTION, default="triton")
@@ -405,9 +405,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--name", default="token", help="of the files")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out", help="folder of the files")
     arguments = parser.parse_args(argv)
-    separate = ("separate", "fork")
+    made_by = ("fork", "separate")
     allow(parser, arguments, models=MODELS, stacks=("fork", "vllm"), dense=DENSE_FORMATS, dense_tokens=DENSE_FORMATS)
-    allow(parser, arguments, kv=KV_BYTES, router=separate, decode_attention=separate)
+    allow(parser, arguments, kv=KV_BYTES, router=made_by, decode_attention=made_by)
     for weights in arguments.dense:
         beside = TOKENS_BESIDE[weights]
         if weights != "bf16" and not set(arguments.dense_tokens) & set(beside):

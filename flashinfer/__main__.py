@@ -135,6 +135,8 @@ def sm12x_build_cmd(everything: bool, kv_cache: str | None, verbose: bool) -> No
 
     with _in_one_line():
         operators = modules.gen_operator_modules()[1:] if everything or kv_cache else []
+        caches = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+        specs = modules.gen_vllm_modules(caches[kv_cache]) if kv_cache else []
         for spec in [*_sm12x_specs(everything), *operators]:
             if spec.prebuilt is not None:
                 click.echo(f"{spec.name}: is prebuilt: {spec.prebuilt}")
@@ -142,9 +144,8 @@ def sm12x_build_cmd(everything: bool, kv_cache: str | None, verbose: bool) -> No
             done = spec.build(verbose=verbose or None, need_lock=True)
             what = f"{len(done.compiled)} of {len(spec.sources)} sources compiled" if done.linked else "was up to date"
             click.echo(f"{spec.name}: {what}, {done.wall_seconds:.1f} s: {spec.plan.library}")
-        if kv_cache:
+        if specs:
             began = time.monotonic()
-            specs = modules.gen_vllm_modules({"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}[kv_cache])
             build_jit_specs(specs, verbose)
             for spec in specs:
                 click.echo(f"{spec.name}: is built: {spec.get_library_path()}")

@@ -17,6 +17,7 @@ class RecordingBackend:
 
     is_cuda = True
     unified_memory = True
+    sm_count = 48
 
     def __init__(self, module: Any, block_scaled_mma: bool = True) -> None:
         self.recorded = module

@@ -2,11 +2,13 @@
 """What others measured, predicted by the model that predicts this fork: predicted beside published.
 
 ``published.csv`` has the figures. ``row``: a figure to compare with. ``held``: the same, and no constant's cause was taken from
-it. ``later``: the same, added and predicted once when the model was final. ``input``: the model takes it, so that it is no row. ``hindcast_frozen.csv`` has what the model of 2026-11-24
-predicted before any comparison.
+it. ``later``: the same, added and predicted once when the model's causes were final. ``counted``: the same, added before experts
+of others were counted, and predicted once before and once behind that. ``input``: the model takes it, so that it is no row.
+``hindcast_frozen.csv`` has what the model of 2026-11-24 predicted before any comparison, ``hindcast_bytes.csv`` what it did of
+all rows before that counting.
 
-Kernels of others are their bytes, their FLOPs and their launches; none was run. Nothing that predicts reads a value of
-``published.csv``.
+Experts of vLLM are counted on the virtual SM121; other kernels of others are their bytes, their FLOPs and their launches.
+Nothing that predicts reads a value of ``published.csv``.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from pathlib import Path
 from timing import github
 
 from flashinfer.sm12x.models import MODELS
-from flashinfer.sm12x.perfmodel.devices import DEVICES, GB10
+from flashinfer.sm12x.perfmodel.devices import DEVICES, GB10, Device
 from flashinfer.sm12x.perfmodel.routing import PUBLISHED as ROUTING
 from flashinfer.sm12x.perfmodel.routing import Routing
 from flashinfer.sm12x.perfmodel.step import (
@@ -39,7 +41,7 @@ from flashinfer.sm12x.perfmodel.step import (
 from . import picture
 
 HERE = Path(__file__).parent
-PUBLISHED, FROZEN = HERE / "published.csv", HERE / "hindcast_frozen.csv"
+PUBLISHED, FROZEN, BY_BYTES = (HERE / name for name in ("published.csv", "hindcast_frozen.csv", "hindcast_bytes.csv"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,11 +81,18 @@ def rows() -> list[Figure]:
     return [figure for figure in figures() if figure.role != "input"]
 
 
+def loaded(name: str) -> Device:
+    """A GPU whose block-scaled MMAs run at the rate that others reached; of cards it is part of what they are."""
+    device = DEVICES[name]
+    return dataclasses.replace(device, sustained=REACHED["experts"]) if device == GB10 else device
+
+
 def predicted(row: Figure) -> Predicted:
-    """A row's step, with routing as published and, of a server, its engine."""
-    step = Step(row.sequences, row.context, row.new, row.kv, formats_of(row.dense), fork=False)
-    engine = ENGINE_US if row.engine.startswith("vLLM") else (0.0, 0.0)
-    return predict(row.model, step, row.gpus, given_by(DEVICES[row.gpu], routing=ROUTING, engine_us=engine))
+    """A row's step, with routing as published and, of a server, its engine; experts by counts where they were counted."""
+    server, _, experts = row.engine.partition(" ")
+    step = Step(row.sequences, row.context, row.new, row.kv, formats_of(row.dense), fork=False, experts=experts)
+    engine = ENGINE_US if server == "vLLM" else (0.0, 0.0)
+    return predict(row.model, step, row.gpus, given_by(loaded(row.gpu), routing=ROUTING, engine_us=engine))
 
 
 def rates(step: Predicted) -> tuple[float, float, float]:
@@ -91,9 +100,9 @@ def rates(step: Predicted) -> tuple[float, float, float]:
     return step.rate(step.slow), step.middle_rate, step.rate(step.fast)
 
 
-def frozen() -> dict[str, tuple[float, float, float]]:
-    """Tokens/s by row, slow, middle and fast, as predicted before any comparison."""
-    with FROZEN.open(encoding="utf-8", newline="") as file:
+def earlier(path: Path) -> dict[str, tuple[float, float, float]]:
+    """Tokens/s by row, slow, middle and fast: :data:`FROZEN` or :data:`BY_BYTES`."""
+    with path.open(encoding="utf-8", newline="") as file:
         return {
             line["name"]: (float(line["slow"]), float(line["middle"]), float(line["fast"]))
             for line in csv.DictReader(file)
@@ -109,7 +118,7 @@ def span(ends: tuple[float, float, float]) -> str:
 
 def table() -> str:
     """Each row, predicted beside published; the last line counts those inside."""
-    before, body, inside = frozen(), [], 0
+    before, body, inside = [earlier(path) for path in (FROZEN, BY_BYTES)], [], 0
     compared = rows()
     for row in compared:
         now = rates(predicted(row))
@@ -120,14 +129,23 @@ def table() -> str:
             [
                 row.name,
                 row.role,
-                span(before[row.name]) if row.name in before else "-",
+                *(span(kept[row.name]) if row.name in kept else "-" for kept in before),
                 span(now),
                 f"{row.value:,g}",
                 error,
                 "yes" if fits else "no",
             ]
         )
-    headers = ["published of others", "", "frozen", "predicted tokens/s", "published", "middle off by", "inside"]
+    headers = [
+        "published of others",
+        "",
+        "frozen",
+        "by bytes",
+        "predicted tokens/s",
+        "published",
+        "middle off by",
+        "inside",
+    ]
     return f"{github(body, headers)}\n\n{inside} of {len(compared)} inside"
 
 
@@ -144,10 +162,7 @@ def inputs() -> str:
 
 def own(model: str, step: Step, device: str = "GB10", ranks: int = 1) -> Predicted:
     """This fork in a server: routing as published, the engine, and of a GB10 the MMA rates that others reached."""
-    row = DEVICES[device]
-    if row == GB10:
-        row = dataclasses.replace(row, sustained=REACHED["experts"])
-    return predict(model, step, ranks, given_by(row, routing=ROUTING, engine_us=ENGINE_US))
+    return predict(model, step, ranks, given_by(loaded(device), routing=ROUTING, engine_us=ENGINE_US))
 
 
 FUSED = {"fused_router": True, "fused_attention": True}
@@ -180,7 +195,12 @@ def draw(path: Path) -> None:
     figure, axes = plt.subplots(figsize=(6.5, 6))
     limits = (25, 12_000)
     axes.plot(limits, limits, color="0.6", linewidth=1)
-    groups = [("row", "others, published", "C0"), ("held", "held back", "C1"), ("later", "added later", "C2")]
+    groups = [
+        ("row", "others, published", "C0"),
+        ("held", "held back", "C1"),
+        ("later", "added later", "C2"),
+        ("counted", "added before counting", "C3"),
+    ]
     for role, label, color in groups:
         these = [(row, rates(predicted(row))) for row in rows() if row.role == role]
         ends = [[now[1] - now[0] for _, now in these], [now[2] - now[1] for _, now in these]]
@@ -224,7 +244,7 @@ def streams(zipfs: Sequence[float]) -> str:
 
 DRAFT_SHARE = 0.143
 """Of a step with dense layers in bf16, for each drafted token: Cohere's Command models."""
-WINDOWS = (2, 3, 4, 6, 8)
+WINDOWS = range(2, 9)
 
 
 def window_cost(dense: str, window: int, shared: float) -> float:

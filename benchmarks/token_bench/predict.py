@@ -136,12 +136,12 @@ def headline(ranks: int, model: str = LAYER_MODEL, given: Given | None = None, *
 
 
 def batches(model: str, **fused: bool) -> list[Predicted]:
-    """Several streams and prompts, on one Spark; prompts have no fused attention.
+    """Several streams and prompts, on one Spark; prompts are vLLM's own forward, with nothing fused.
 
     Without prompts of bf16 tokens that cuBLAS multiplies with dequantized weights, which is not modelled.
     """
     streams = [Step(n, 1024, **fused) for n in (4, 16, 64)]
-    prompts = [Step(1, tokens, tokens, **{**fused, "fused_attention": False}) for tokens in (512, 2048, 8192)]
+    prompts = [Step(1, tokens, tokens) for tokens in (512, 2048, 8192)]
     wanted = [
         dataclasses.replace(step, formats=formats_of(weights), dense_tokens=tokens)
         for step in (*streams, *prompts)

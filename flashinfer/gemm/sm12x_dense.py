@@ -187,9 +187,10 @@ def weights_of(weight: torch.Tensor) -> Literal["mxfp4", "mxfp8"]:
 # Where one way overtakes another: measured on an H200 for gpt-oss's layers, a prediction on SM12x.
 SECOND_PASS_BYTES = 12 << 20
 """Weights that are streamed twice, for two tiles of tokens, rather than multiplied by a GEMM: L2 still has them."""
-FEW_TILES = {"bf16": 264, "mxfp8": 48, "mxfp4": 48}
-"""Tiles of the output, of 128 rows and the fewest tokens, up to which small tiles are faster: measured on an H200, with two
-for each SM; one for each SM of a GB10, none of which is cut then (a prediction)."""
+GB10_SMS = 48
+FEW_TILES = {"bf16": 2, "mxfp8": 1, "mxfp4": 1}
+"""Tiles of the output for each SM, of 128 rows and the fewest tokens, up to which small tiles are faster: measured on an H200
+for bf16; for the others none is cut then (a prediction)."""
 GEMM_TILE_COST = {"bf16": {32: 1.0, 48: 1.2, 64: 1.45}, "mxfp8": {64: 1.0, 128: 1.8}, "mxfp4": {64: 1.0, 128: 1.8}}
 """Time of a tile of so many tokens, where there are many, by what it multiplies: measured for bf16, predicted for the others."""
 DEQUANTIZED_TOKENS = {False: 256, True: 4096}
@@ -200,21 +201,27 @@ DEQUANTIZED_IN_PIECES_TOKENS = {"mxfp4": 1024, "mxfp8": 512}
 
 
 def choose(
-    weights: str, num_tokens: int, n: int, k: int, on_sm12x: bool = True, operand: Format = "bf16"
+    weights: str,
+    num_tokens: int,
+    n: int,
+    k: int,
+    on_sm12x: bool = True,
+    operand: Format = "bf16",
+    sm_count: int = GB10_SMS,
 ) -> Instance | None:
     """The instance for ``num_tokens`` rows and a weight ``[n, k]``; None: cuBLAS is to multiply dequantized weights.
 
-    ``operand`` is as what a GEMM multiplies the tokens.
+    ``operand`` is as what a GEMM multiplies the tokens, ``sm_count`` the device's multiprocessors.
     """
     in_pieces = not on_sm12x and 2 * n * k > DEQUANTIZED_BYTES
     if operand == "bf16" and num_tokens >= (
         DEQUANTIZED_IN_PIECES_TOKENS[weights] if in_pieces else DEQUANTIZED_TOKENS[on_sm12x]
     ):
         return None
-    return choose_instance(weights, num_tokens, n, k, operand)
+    return choose_instance(weights, num_tokens, n, k, operand, sm_count)
 
 
-def choose_instance(weights: str, num_tokens: int, n: int, k: int, operand: Format) -> Instance:
+def choose_instance(weights: str, num_tokens: int, n: int, k: int, operand: Format, sm_count: int) -> Instance:
     """The instance for ``num_tokens`` rows and a weight ``[n, k]``; a GEMM multiplies the tokens as ``operand``."""
     rows = [row for row in DENSE_INSTANCES if row.weights == weights and row.longest_k >= k]
     passes = 2 if n * k // (2 if weights == "mxfp4" else 1) <= SECOND_PASS_BYTES else 1
@@ -223,7 +230,7 @@ def choose_instance(weights: str, num_tokens: int, n: int, k: int, operand: Form
         return min(streams, key=lambda row: (-(-num_tokens // row.token_tile), row.token_tile, row.k_tile))
     gemms = [row for row in rows if not row.streamed and row.operand == operand]
     smallest = min(gemms, key=lambda row: row.token_tile)
-    if -(-n // 128) * -(-num_tokens // smallest.token_tile) <= FEW_TILES[operand]:
+    if -(-n // 128) * -(-num_tokens // smallest.token_tile) <= FEW_TILES[operand] * sm_count:
         return smallest
     return min(gemms, key=lambda row: -(-num_tokens // row.token_tile) * GEMM_TILE_COST[operand][row.token_tile])
 
@@ -416,7 +423,8 @@ def instance_for(backend: Backend | None, call: DenseCall, token_format: int) ->
         return None if backend is None else row
     on_sm12x = backend.block_scaled_mma
     operand = gemm_operand(weights, token_format, on_sm12x)
-    planned = choose(weights, call.x.shape[0], call.weight.shape[0], call.k, on_sm12x, operand)
+    sizes = call.x.shape[0], call.weight.shape[0], call.k
+    planned = choose(weights, *sizes, on_sm12x, operand, backend.sm_count)
     if not backend.is_cuda or tune.is_idle():
         return planned
     from .sm12x_dense_tuning import tuned_instance

@@ -88,7 +88,7 @@ class SM12xDenseRunner(tune.Runner):
         if tactic is None:
             operand = gemm_operand(self.weights, self.token_format, self.on_sm12x)
             sizes = inputs[0].shape[0], call.weight.shape[0], self.k
-            row = choose(self.weights, *sizes, self.on_sm12x, operand)
+            row = choose(self.weights, *sizes, self.on_sm12x, operand, self._backend_cache.sm_count)
         else:
             row = None if tactic == DEQUANTIZED else _BY_NAME[tactic]
         launch(self._backend_cache, row, call, self.token_format)

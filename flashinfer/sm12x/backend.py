@@ -28,7 +28,7 @@ from typing import Any, Protocol
 import torch
 
 from ..jit.sm12x.instances import INSTANCES, SM12X, Instance
-from ..utils import device_support_pdl
+from ..utils import device_support_pdl, get_device_sm_count
 from . import devices, variables
 
 
@@ -41,6 +41,8 @@ class Backend(Protocol):
         Its MMA takes block scales: what the planner asks.
     unified_memory : bool
         Its DRAM is a GB10's: what the planner asks, too.
+    sm_count : int
+        Its multiprocessors: what the planner of dense layers asks.
     tactics : tuple
         Rows of the instance table that a layer may be forced to, or tuned with.
     is_cuda : bool
@@ -51,6 +53,7 @@ class Backend(Protocol):
 
     block_scaled_mma: bool
     unified_memory: bool
+    sm_count: int
     tactics: tuple[Instance, ...]
     is_cuda: bool
     memo: dict[Any, Any]
@@ -82,6 +85,7 @@ class Cuda:
         self.device = device
         self.block_scaled_mma = devices.has_block_scaled_mma(device.index)
         self.unified_memory = devices.has_unified_memory(device.index)
+        self.sm_count = get_device_sm_count(device)
         self.tactics = SM12X if self.block_scaled_mma else INSTANCES
         self.memo: dict[Any, Any] = {}
         self._supports_pdl = bool(device_support_pdl(device))

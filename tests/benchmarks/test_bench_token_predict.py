@@ -163,7 +163,7 @@ def test_fewer_bytes_are_faster_and_two_sparks_too() -> None:
     for one, two in zip(predict.headline(1), predict.headline(2), strict=True):
         assert one.middle_rate < two.middle_rate < 2 * one.middle_rate
         reduced = two.rows[[row.part for row in two.rows].index("all-reduce")]
-        assert (reduced.fast, reduced.slow) == pytest.approx(tuple(73 * end for end in ALL_REDUCE_US))
+        assert (reduced.fast, reduced.slow) == pytest.approx(tuple(73 * end for end in ALL_REDUCE_US[8]))
     for context in (8192, 131_072):
         wide, narrow = (model.predict(MODEL, step_of("mxfp4", context, kv=kv)) for kv in ("bf16", "fp8"))
         assert narrow.slow < wide.slow
@@ -248,7 +248,8 @@ def test_prediction_and_report_stand_side_by_side(
 ) -> None:
     assert bench_token.main(["--report", str(report), "--out", str(tmp_path), "--name", "t"]) == 0
     out = capsys.readouterr().out
-    before, after = (predict.headline(1, MODEL, given)[0] for given in (None, from_report(report)))
+    fused = {"fused_router": True, "fused_attention": True}  # the plugin's decode steps
+    before, after = (predict.headline(1, MODEL, given, **fused)[0] for given in (None, from_report(report)))
     table = predict.side_by_side(before, after)
     assert table in out
     moe = next(line for line in table.splitlines() if line.startswith("| MoE"))

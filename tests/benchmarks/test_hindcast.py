@@ -20,6 +20,7 @@ from flashinfer.sm12x.perfmodel import gb10
 from flashinfer.sm12x.perfmodel import step as model
 from flashinfer.sm12x.perfmodel.devices import DEVICES, GB10
 from flashinfer.sm12x.perfmodel.moe import known_fits, mean_work, planned
+from flashinfer.sm12x.perfmodel.peers import PEERS
 from flashinfer.sm12x.perfmodel.routing import PUBLISHED, UNIFORM, Routing, routed
 from flashinfer.sm12x.perfmodel.step import Step, formats_of, given_by, kept, on_device, predict
 
@@ -30,6 +31,7 @@ PREDICTING = [
     *sorted((SM12X / "perfmodel").glob("*.py")),
     *(REPO / "benchmarks" / "token_bench" / name for name in ("predict.py", "hindcast.py")),
 ]
+LAYER = MODELS["gpt-oss-120b"].moe
 
 
 def constants(paths: list[Path]) -> set[float]:
@@ -51,7 +53,13 @@ def test_no_published_figure_stands_in_the_predicting_code() -> None:
         assert not times, row.name
     inputs = {each.name: each.value for each in hindcast.figures() if each.role == "input"}
     assert not set(inputs) & {row.name for row in hindcast.rows()}
-    told = {"one node of a graph", "all-reduce of 8 KB, RDMA", "DRAM, Marlin on a large LM head", "block-scaled MMA"}
+    told = {
+        "one node of a graph",
+        "all-reduce of 8 KB, RDMA",
+        "all-reduce of 48 KB, NCCL",
+        "DRAM, Marlin on a large LM head",
+        "block-scaled MMA",
+    }
     assert told <= set(inputs)
     for name in told:
         assert inputs[name] in known
@@ -69,11 +77,13 @@ def test_a_prediction_does_not_read_what_was_published(monkeypatch: pytest.Monke
 
 def test_rows_tell_what_is_needed_and_were_frozen() -> None:
     rows = hindcast.rows()
-    assert list(hindcast.frozen()) == [row.name for row in rows if row.role != "later"]
+    frozen = [row.name for row in rows if row.role in ("row", "held")]
+    assert list(hindcast.earlier(hindcast.FROZEN)) == frozen
+    assert list(hindcast.earlier(hindcast.BY_BYTES)) == [row.name for row in rows]
     for row in rows:
         assert row.source.startswith("https://") and row.date and row.configuration and row.value > 0
         assert row.gpu in DEVICES and row.model in MODELS and row.unit == "tokens/s"
-    assert {row.role for row in rows} == {"row", "held", "later"}
+    assert {row.role for row in rows} == {"row", "held", "later", "counted"}
 
 
 def test_the_command_counts_rows_inside(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -167,12 +177,78 @@ def test_a_card_moves_each_resource_by_its_own_rate() -> None:
 
 
 def test_others_hand_large_tensors_through_dram() -> None:
-    size = MODELS["gpt-oss-120b"]
-    assert model.between_launches(size, 64, GB10.l2_bytes) == 0
-    rows, mxfp8 = 8192 * 4, 33 / 32
-    by_hand = 2 * rows * (mxfp8 * 2880 + 2 * 2 * 2880 + mxfp8 * 2880 + 2 * 2880)
-    assert model.between_launches(size, 8192, GB10.l2_bytes) == pytest.approx(by_hand)
-    assert model.between_launches(size, 8192, 1e9) == 0
+    """Once: the GEMM at the other side of a tensor has its own counts. Sizes are those that vLLM pads to."""
+    layer, rows, mxfp8 = MODELS["gpt-oss-120b"].moe, 8192 * 4, 33 / 32
+    cutlass, marlin = PEERS["CUTLASS"], PEERS["Marlin"]
+    assert cutlass.handed(layer, 64, GB10.l2_bytes) == marlin.handed(layer, 64, GB10.l2_bytes) == 0
+    by_hand = rows * (mxfp8 * 2944 + 2 * 2 * 2944 + mxfp8 * 2944 + 2 * 2944)
+    assert cutlass.handed(layer, 8192, GB10.l2_bytes) == pytest.approx(by_hand)
+    assert marlin.handed(layer, 8192, GB10.l2_bytes) == pytest.approx(rows * 2 * (2 * 2944 + 2944 + 3072))
+    assert cutlass.handed(layer, 8192, 1e9) == 0
+
+
+TWO_SPARKS = MODELS["gpt-oss-120b"].split(2).moe
+
+
+@pytest.mark.parametrize(("name", "layer"), [("CUTLASS", LAYER), ("CUTLASS", TWO_SPARKS), ("Marlin", LAYER)])
+def test_counts_of_others_are_those_of_their_sizes(name: str, layer: MoELayer) -> None:
+    """At one token: padded weights and scales from DRAM once, little else; MMAs of a whole tile for each of four experts."""
+    peer = PEERS[name]
+    hidden, inter = peer.padded(layer)
+    assert (hidden, inter) == (3072 if name == "Marlin" else 2944, 2944 if layer == LAYER else 1536)
+    for launch, (n, k) in zip(peer.launches(layer, 1), ((2 * inter, hidden), (hidden, inter)), strict=True):
+        once = 4 * n * k * 17 / 32
+        assert once < launch.counts.bytes < 1.03 * once
+        rows = 16 if name == "Marlin" else 64  # an MMA's own rows are more than Marlin's eight routes
+        assert launch.counts.mma_flops == pytest.approx(4 * 2 * n * k * rows, rel=1e-3)
+        assert 0.3 < launch.counts.instructions / (4 * n * k / 32) < 10  # of a warp, for each 32 elements
+
+
+def test_others_tiles_follow_the_batch() -> None:
+    tiles = {
+        tokens: (PEERS["CUTLASS"].tile(LAYER, tokens), PEERS["Marlin"].tile(LAYER, tokens)) for tokens in (1, 64, 2048)
+    }
+    assert tiles == {1: (64, 8), 64: (128, 8), 2048: (128, 64)}
+    assert PEERS["Marlin"].tile(LAYER, 231) == 16  # 7.2 routes an expert are more than nine tenths of 8
+    with pytest.raises(ValueError, match="Marlin's experts of 3072 x 2944 with tiles of 16 tokens were not emulated"):
+        PEERS["Marlin"].launches(LAYER, 231)
+
+
+def test_marlin_reads_an_experts_weights_for_each_tile_once_tiles_take_turns() -> None:
+    """Or once, where tiles keep pace, as upstream's do."""
+    rows, once = 2048 * 4, 128 * 5888 * 3072 * 17 / 32
+    work = mean_work(LAYER, 2048, 64)
+    assert work.tiles > 150 > work.experts
+    for keep_pace, reads in ((False, work.tiles / 128), (True, 1.0)):
+        fc1 = PEERS["Marlin"].launches(LAYER, 2048, keep_pace=keep_pace)[0]
+        assert fc1.counts.bytes == pytest.approx(once * reads + rows * 2 * (3072 + 5888), rel=0.03)
+    assert PEERS["Marlin"].launches(LAYER, 1, keep_pace=False) == PEERS["Marlin"].launches(LAYER, 1)
+    cutlass = PEERS["CUTLASS"].launches(LAYER, 2048)[0]
+    assert cutlass.counts.bytes == pytest.approx(128 * 5888 * 2944 * 17 / 32 + rows * (2944 + 2 * 5888), rel=0.03)
+
+
+def test_experts_of_vllms_rows_are_counted() -> None:
+    for row in hindcast.rows():
+        experts = next(part for part in hindcast.predicted(row).rows if part.part == "MoE")
+        _, _, kernel = row.engine.partition(" ")
+        assert experts.by == (f"{kernel}, virtual SM121" if kernel else "bytes + launch"), row.name
+    assert {row.engine for row in hindcast.rows()} == {"vLLM CUTLASS", "vLLM Marlin", "llama.cpp"}
+
+
+def test_counted_experts_by_hand() -> None:
+    """Of one token DRAM binds both GEMMs: their bytes, two GEMMs' and six to eight small launches' fixed times."""
+    given = given_by(hindcast.loaded("GB10"))
+    step = Step(1, 1024, fork=False, experts="Marlin")
+    counted = sum(launch.counts.bytes for launch in PEERS["Marlin"].launches(LAYER, 1))
+    fast, slow = model.counted_experts(MODELS["gpt-oss-120b"], step, given)
+    assert fast == pytest.approx(counted / 236e3 + 2 * gb10.FIXED_US["gemm"][0] + 6 * gb10.FIXED_US["small"][0])
+    assert slow == pytest.approx(counted / 220e3 + 2 * gb10.FIXED_US["gemm"][1] + 8 * gb10.FIXED_US["small"][1])
+
+
+def test_an_all_reduce_grows_with_the_batch() -> None:
+    assert model.all_reduce_us(5.8) == model.all_reduce_us(8) == (15.5, 35.2)
+    assert model.all_reduce_us(48) == (23, 59)
+    assert model.all_reduce_us(28) == pytest.approx((19.25, 47.1))
 
 
 def test_a_step_of_others_has_none_of_this_forks_kernels() -> None:

@@ -25,6 +25,7 @@ from flashinfer.gemm.sm12x_dense import (
 )
 from flashinfer.jit import core
 from flashinfer.jit.sm12x import modules
+from flashinfer.jit.sm12x.instances import Format
 from flashinfer.sm12x.probe.mma import accumulation_on
 from flashinfer.testing import DenseCase, check_within_bound, dense_reference, make_dense_inputs
 from flashinfer.testing.dense_reference import TOKENS, TOKENS_OF, dense_inputs_with_not_numbers
@@ -135,6 +136,19 @@ def test_what_is_chosen() -> None:
     assert name("mxfp4", 16, 201_088, 2880, True, "mxfp4") == "dense_mxfp4_m16_w2"
     assert name("mxfp4", 64, 5120, 2880, True, "mxfp4") == "dense_mxfp4_m64_gemm_mxfp4"
     assert name("mxfp4", 8192, 5120, 2880, True, "mxfp4") == "dense_mxfp4_m128_gemm_mxfp4"
+
+
+@pytest.mark.parametrize(("operand", "per_sm"), [("bf16", 2), ("mxfp8", 1)])
+@pytest.mark.parametrize("sms", [24, 48, 70, 132, 188])
+def test_small_tiles_are_taken_up_to_a_number_for_each_sm(sms: int, operand: Format, per_sm: int) -> None:
+    """One tile more, and the tiles of the least cost by tokens are taken."""
+    smallest, tokens = (32, 64) if operand == "bf16" else (64, 128)
+    last = per_sm * sms // 2  # rows of 128 outputs, each with two of the smallest tiles of tokens
+    tiles = [
+        choose("mxfp4", tokens, 128 * rows, 2880, True, operand, sms).token_tile  # type: ignore[union-attr]
+        for rows in (last, last + 1)
+    ]
+    assert tiles == [smallest, 2 * smallest]
 
 
 def test_tactics_by_name_and_number() -> None:

@@ -5,7 +5,7 @@
 // words) and their E8M0 scales [expert][k / 32][n]; the routes by expert (padded_routes of int32, tokens * top_k where
 // none), the expert of each block of them (int32), their number (int32), and the routes' weights [token][top_k]
 // float32. `output` gets [token][top_k][n] bf16. BLOCK is how many routes are a block; N_TILE and K_TILE are the tile's,
-// THREADS the thread block's.
+// THREADS the thread block's, BLOCKS_PER_SM how many of these an SM holds.
 // The package's headers use these without including them.
 #include <cstdint>
 #include <string>
@@ -25,7 +25,8 @@
 namespace {
 
 namespace marlin = sglang::device::marlin;
-constexpr int MULTIPROCESSORS = 48;
+constexpr int BLOCKS = 48 * BLOCKS_PER_SM;
+constexpr int RESERVED = 1024;  // of shared memory for each block, where an SM holds several
 constexpr auto KERNEL =
     sglang::device::marlin_moe::Marlin<nv_bfloat16, sglang::host::kFE2M1f.id(), sglang::host::kFE8M0fnu.id(), THREADS,
                                        (BLOCK + 15) / 16, N_TILE / 16, K_TILE / 16, /*m_block_size_8=*/BLOCK == 8,
@@ -59,13 +60,14 @@ int main(int, char** arguments) {
   const auto route_weights = static_cast<const float*>(next(size_t{4} * tokens * top_k));
   const size_t output_bytes = size_t{2} * tokens * top_k * n;
   const auto output = static_cast<int4*>(allocate(output_bytes));
-  const auto partial = static_cast<int4*>(allocate(size_t{4} * MULTIPROCESSORS * 2 * BLOCK * marlin::max_thread_n));
-  const auto locks = static_cast<int*>(allocate(4 * 4 * MULTIPROCESSORS));
-  check(cudaMemset(locks, 0, 4 * 4 * MULTIPROCESSORS));
+  const auto partial = static_cast<int4*>(allocate(size_t{4} * BLOCKS * 2 * BLOCK * marlin::max_thread_n));
+  const auto locks = static_cast<int*>(allocate(4 * 4 * BLOCKS));
+  check(cudaMemset(locks, 0, 4 * 4 * BLOCKS));
   int shared = 0;
   check(cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0));
+  if (BLOCKS_PER_SM > 1) shared = shared / BLOCKS_PER_SM - RESERVED;
   check(cudaFuncSetAttribute(KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
-  KERNEL<<<MULTIPROCESSORS, THREADS, shared>>>(
+  KERNEL<<<BLOCKS, THREADS, shared>>>(
       activations, elements, output, partial, /*b_bias_ptr=*/nullptr, scales, /*scale2_ptr=*/nullptr,
       /*zp_ptr=*/nullptr, /*g_idx=*/nullptr, routes, block_experts, route_count, route_weights, top_k,
       /*mul_topk_weights=*/true, /*is_ep=*/false, /*num_groups=*/k / 32, tokens, n, k, locks, /*has_bias=*/false,

@@ -19,8 +19,9 @@ pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
 EXPERTS, TOP_K, N, K = 8, 4, 512, 384
 # By tokens: the routes of a block, of which upstream takes the least number that the average expert does not nearly
-# fill, and the first configuration of its list for that: the tile along N and K, threads of a thread block.
-CASES = {1: (8, 128, 128, 256), 16: (16, 128, 128, 256), 64: (48, 256, 64, 256)}
+# fill, and a configuration of its list for that: the tile along N and K, threads of a thread block, blocks that an SM
+# holds. Of 8 routes it is the one that upstream takes on an SM12x, of which an SM holds the most.
+CASES = {1: (8, 128, 64, 128, 3), 16: (16, 128, 128, 256, 1), 64: (48, 256, 64, 256, 1)}
 RACE = {"race": ("st.shared.v4.f32",)}
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
@@ -56,7 +57,7 @@ def build(compile_cuda, sources, wheel):
                wheel / "cccl/libcudacxx/include")  # fmt: skip
 
     def program(tokens: int) -> Path:
-        names = ("BLOCK", "N_TILE", "K_TILE", "THREADS")
+        names = ("BLOCK", "N_TILE", "K_TILE", "THREADS", "BLOCKS_PER_SM")
         defines = (f"-D{name}={value}" for name, value in zip(names, CASES[tokens], strict=True))
         flags = ("-std=c++20", "-O3", "-DNDEBUG", "--expt-relaxed-constexpr", "-w", "-DSGL_CUDA_ARCH=1210",
                  "-gencode", "arch=compute_121a,code=compute_121a", *(f"-I{path}" for path in headers))  # fmt: skip

@@ -236,7 +236,7 @@ def gen_vllm_modules(kv_cache: torch.dtype) -> list[Any]:
         kv_cache: torch.bfloat16, or torch.float8_e4m3fn for ``--kv-cache-dtype fp8``.
 
     Raises:
-        RuntimeError: as :func:`gen_fused_moe_module`.
+        RuntimeError: as :func:`gen_fused_moe_module`; or an FP8 cache on 9.0, for which upstream's sources do not compile.
     """
     from ..attention.modules import gen_customize_batch_prefill_module
     from ..attention.variants import attention_sink_decl
@@ -246,19 +246,25 @@ def gen_vllm_modules(kv_cache: torch.dtype) -> list[Any]:
 
     sizes, half = MODELS["gpt-oss-120b"], torch.bfloat16
     hopper = all(major == 9 for major, _ in target_architectures())
-    prefill, query = ("fa3", kv_cache) if hopper else ("fa2", half)  # FA3 reads FP8 caches with FP8 queries only
+    if hopper and kv_cache != half:
+        # FA3 reads FP8 caches with FP8 queries only, and its kernel with sinks has no transposed V for those.
+        raise RuntimeError(
+            "on 9.0 upstream's prefill with sinks does not compile for an FP8 KV cache, so vLLM's FLASHINFER backend cannot "
+            "serve one; use sm12x-build --vllm bf16 there"
+        )
+    prefill = "fa3" if hopper else "fa2"
     specs = [gen_sampling_module()]
     for window in (False, True):
         ratio = sizes.heads // sizes.kv_heads
         specs.append(gen_xqa_module(half, kv_cache, 16, sizes.head, ratio, window, half))
-        name = f"batch_prefill_attention_sink_{filename_safe_dtype_map[query]}_swa_{window}_{prefill}"
+        name = f"batch_prefill_attention_sink_{filename_safe_dtype_map[half]}_swa_{window}_{prefill}"
         specs.append(
             gen_customize_batch_prefill_module(
                 prefill,
                 name,
-                dtype_q=query,
+                dtype_q=half,
                 dtype_kv=kv_cache,
-                dtype_o=query,
+                dtype_o=half,
                 idtype=torch.int32,
                 head_dim_qk=sizes.head,
                 head_dim_vo=sizes.head,

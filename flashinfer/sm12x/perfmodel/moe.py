@@ -174,24 +174,22 @@ def planned(layer: MoELayer, mode: int, tokens: int) -> Tactics:
     return int(first), int(second)
 
 
-def fits_as_csv(fitted: Mapping[tuple[int, Tactics, tuple[int, int]], Sequence[Fit]]) -> str:
-    """What :func:`known_fits` reads; counts are four numbers in their order."""
-    lines = ["mode,fc1,fc2,hidden,inter,tile,by_tokens,warps,blocks,constant,per_tile,per_row"]
-    for (mode, tactics, sizes), fits in fitted.items():
-        for fit in fits:
-            counts = (" ".join(map(repr, each.values())) for each in (fit.constant, fit.per_tile, fit.per_row))
-            about = (mode, *_names(tactics), *sizes, fit.tile, int(fit.by_tokens), fit.warps, fit.blocks)
-            lines.append(",".join(map(str, (*about, *counts))))
-    return "\n".join(lines) + "\n"
+FIT_COLUMNS = "tile,by_tokens,warps,blocks,constant,per_tile,per_row"
+"""Of a file of fits, behind those that tell whose they are; counts are four numbers in their order."""
 
 
-def known_fits(mode: int, tactics: Tactics, sizes: tuple[int, int]) -> list[Fit]:
-    """Fits that are kept with the package; empty where there are none."""
+def fit_cells(fit: Fit) -> str:
+    """One line's :data:`FIT_COLUMNS`."""
+    counts = (" ".join(map(repr, each.values())) for each in (fit.constant, fit.per_tile, fit.per_row))
+    return ",".join(map(str, (fit.tile, int(fit.by_tokens), fit.warps, fit.blocks, *counts)))
+
+
+def fits_in(path: Path, **about: object) -> list[Fit]:
+    """The fits of a file's lines whose columns say ``about``."""
     found = []
-    with FITS.open(encoding="utf-8", newline="") as lines:
+    with path.open(encoding="utf-8", newline="") as lines:
         for line in csv.DictReader(lines):
-            about = int(line["mode"]), line["fc1"], line["fc2"], int(line["hidden"]), int(line["inter"])
-            if about == (mode, *_names(tactics), *sizes):
+            if all(line[column] == str(value) for column, value in about.items()):
                 constant, per_tile, per_row = (
                     Counts(*map(float, line[name].split())) for name in ("constant", "per_tile", "per_row")
                 )
@@ -199,6 +197,20 @@ def known_fits(mode: int, tactics: Tactics, sizes: tuple[int, int]) -> list[Fit]
                 warps, blocks = float(line["warps"]), int(line["blocks"])
                 found.append(Fit(tile, by_tokens, constant, per_tile, per_row, warps, blocks))
     return found
+
+
+def fits_as_csv(fitted: Mapping[tuple[int, Tactics, tuple[int, int]], Sequence[Fit]]) -> str:
+    """What :func:`known_fits` reads."""
+    lines = [f"mode,fc1,fc2,hidden,inter,{FIT_COLUMNS}"]
+    for (mode, tactics, sizes), fits in fitted.items():
+        lines += [",".join(map(str, (mode, *_names(tactics), *sizes, fit_cells(fit)))) for fit in fits]
+    return "\n".join(lines) + "\n"
+
+
+def known_fits(mode: int, tactics: Tactics, sizes: tuple[int, int]) -> list[Fit]:
+    """Fits that are kept with the package; empty where there are none."""
+    (fc1, fc2), (hidden, inter) = _names(tactics), sizes
+    return fits_in(FITS, mode=mode, fc1=fc1, fc2=fc2, hidden=hidden, inter=inter)
 
 
 def _names(tactics: Tactics) -> list[str]:

@@ -5,10 +5,11 @@ Three kinds of parts:
 
 1. This fork's kernels (MoE; QKV, O and LM head in MXFP8 and MXFP4; its router and its decode attention): their times by
    their counts on the virtual SM121, kept in ``gb10_kernels.csv``. Attention at another context or batch than those kept
-   there is taken as in 2.
-2. Everybody else's kernels that stream (bf16 GEMMs, attention's cache) or are small (norms, rope, KV write, top-k, argmax,
+   there is taken as in 3.
+2. Experts of others, where :mod:`.peers` has counted their kernels on the same virtual SM121: in the same way.
+3. Everybody else's kernels that stream (bf16 GEMMs, attention's cache) or are small (norms, rope, KV write, top-k, argmax,
    embedding): their bytes at DRAM's rate, and a fixed time for each call. Those were not executed on the virtual device.
-3. Between two Sparks: an all-reduce behind O and behind the experts, by published latencies, :data:`ALL_REDUCE_US`.
+4. Between two Sparks: an all-reduce behind O and behind the experts, by published latencies, :func:`all_reduce_us`.
 
 Bytes are those that a part reads and writes at least once, tensors of the step's own included (hidden states, logits): what
 a kernel that keeps nothing of another part's in registers moves. The two large ones, weights and the KV cache, are exact.
@@ -27,12 +28,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from ..models import MODELS, SCALE_BLOCK, Model, matrix_bytes
+from ..models import MODELS, Model, matrix_bytes
 from . import gb10
 from .devices import GB10, Device
 from .gb10 import CYCLES, FAST, FIXED_US, MIDDLE, MMA_FLOPS_PER_CYCLE, SLOW, Times
 from .moe import known_fits, mean_work, planned
 from .moe import predict as predict_layer
+from .peers import PEERS
 from .routing import UNIFORM, Routing
 
 BF16, FP32, INT32 = 2, 4, 4
@@ -64,9 +66,9 @@ grouped GEMM on a GB10, 188 and 147 of 238 TFLOPS (NVIDIA's forum, 359960), cloc
 ENGINE_US = (0.0, 1600.0)
 """Of a serving engine, a step: vLLM's on an H200 takes up to 250 beyond its kernels (docs/log.md), and 1,600 more than a
 kernel that is the whole model (mirage #563)."""
-ALL_REDUCE_US = (15.5, 35.2)
-"""Of 8 KB: one-shot RDMA writes in a CUDA graph, four Sparks (b12x #295); NCCL, two Sparks (dgx-spark-playbooks #103). A
-token's hidden state is 5.8 KB."""
+ALL_REDUCE_US: dict[float, tuple[float, float]] = {8: (15.5, 35.2), 48: (23.0, 59.0)}
+"""By kilobytes: one-shot RDMA writes in a CUDA graph, four Sparks (b12x #295); NCCL, two Sparks (dgx-spark-playbooks #103)
+and, of 48 KB, four (b12x #295). A token's hidden state is 5.8 KB."""
 GRAPH_NODE_US = 1.3  # Megatron-LM #6064
 LAYER_MODEL = "gpt-oss-120b"
 """Of the doctor's probe. Dense layers and attention are the same in all models, and kept as this one's."""
@@ -85,7 +87,8 @@ class Step:
     their tokens, of :data:`TOKENS_BESIDE` for each (bf16 beside bf16, always). ``fused_router``: the norm in front of the
     router, the router and the top-k are one part, "router", by this fork's ``router_top_k``. ``fused_attention``: rope and KV
     write are part of the attention, this fork's ``decode_attention``. Without ``fork`` nothing is this fork's: experts and
-    dense layers are their bytes, their FLOPs and launches, too. ``verified``: logits of all new tokens, as of a draft's.
+    dense layers are their bytes, their FLOPs and launches, too, but for experts of a kernel that was counted: ``experts`` is its
+    name, of :data:`.peers.PEERS`. ``verified``: logits of all new tokens, as of a draft's.
     """
 
     sequences: int
@@ -97,6 +100,7 @@ class Step:
     fused_attention: bool = False
     dense_tokens: TokenFormat = "bf16"
     fork: bool = True
+    experts: str = ""
     verified: bool = False
 
     @property
@@ -382,14 +386,33 @@ def flops_of(size: Model, step: Step, part: str) -> float:
     return 2.0 * n * k * (step.logits if part == "LM head" else step.tokens)
 
 
-def between_launches(size: Model, tokens: int, l2_bytes: float) -> float:
-    """What the launches of others' MoE layer hand to each other through DRAM, written and read: tensors that L2 cannot hold.
+def counted_experts(size: Model, step: Step, given: Given) -> tuple[float, float]:
+    """Microseconds of others' experts by the counts of their GEMMs; launches beside these are small.
 
-    Tokens for each expert and activations are MXFP8, outputs of both GEMMs bf16.
+    Raises
+    ------
+    ValueError
+        They were not emulated so.
     """
-    rows, mxfp8 = tokens * size.top_k, 1 + 1 / SCALE_BLOCK
-    tensors = (mxfp8 * size.hidden, BF16 * 2 * size.inter, mxfp8 * size.inter, BF16 * size.hidden)
-    return sum(2 * rows * each for each in tensors if rows * each > l2_bytes)
+    peer, ends = PEERS[step.experts], []
+    if peer.operand == "bf16":
+        reached = REACHED["gemm"]
+        given = dataclasses.replace(given, bf16=(given.bf16[0] * reached[0], given.bf16[1] * reached[1]))
+    fixed = [
+        OTHERS_EXPERTS["gemm"][end] * FIXED_US["gemm"][end] + OTHERS_EXPERTS["small"][end] * given.small_us[end]
+        for end in (0, 1)
+    ]
+    handed = peer.handed(size.moe, step.tokens, given.device.l2_bytes)
+    for end in (0, 1):
+        launches = peer.launches(size.moe, step.tokens, given.routing[end], keep_pace=end == 0)
+        megabytes = sum(launch.counts.bytes for launch in launches) / 1e6
+        line = gb10.times(launches, peer.operand, megabytes, (fixed[0], fixed[1]))
+        kernel = Kernel(
+            kind="experts of others", model="", ranks=size.ranks, tokens=step.tokens, weights="mxfp4",
+            activation=peer.operand, **line,
+        )  # fmt: skip
+        ends.append(on_device(kernel, given)[end] + handed / given.dram[end] / 1e3)
+    return ends[0], ends[1]
 
 
 def others(parts: tuple[Part, Part], size: Model, step: Step, given: Given) -> tuple[float, float]:
@@ -414,10 +437,17 @@ def others(parts: tuple[Part, Part], size: Model, step: Step, given: Given) -> t
             time = max(time, flops_of(size, step, part.name) / (rate * reached * given.device.cycles))
             fixed = FIXED_US["decode_attention" if kind == "attention" and step.fused_attention else kind][end]
         if part.name == "MoE":
-            time += between_launches(size, step.tokens, given.device.l2_bytes) / given.dram[end] / 1e3
             fixed = OTHERS_EXPERTS["gemm"][end] * fixed + OTHERS_EXPERTS["small"][end] * given.small_us[end]
         ends.append(time + fixed)
     return ends[0], ends[1]
+
+
+def all_reduce_us(kilobytes: float) -> tuple[float, float]:
+    """Fast and slow, of one all-reduce between two Sparks: linear beyond the smaller of the published sizes."""
+    (small, least), (large, most) = ALL_REDUCE_US.items()
+    more = max(kilobytes - small, 0.0) / (large - small)
+    fast, slow = (a + more * (b - a) for a, b in zip(least, most, strict=True))
+    return fast, slow
 
 
 def kept_batch(tokens: int) -> int:
@@ -492,7 +522,7 @@ def row_of(model: str, size: Model, step: Step, parts: tuple[Part, Part], given:
     measured = given.layers.get(step.tokens) if (model, size.ranks) == (LAYER_MODEL, 1) else None
     kernel = None if part.name == "MoE" else kernel_of(model, size, step, part.name)
     if part.name == "all-reduce":
-        ends, by = ALL_REDUCE_US, "RDMA, published"
+        ends, by = all_reduce_us(BF16 * size.hidden * step.tokens / 1e3), "RDMA, published"
     elif part.name == "MoE" and step.fork:
         ends, by = (
             ((measured, measured), "fork, measured")
@@ -501,6 +531,8 @@ def row_of(model: str, size: Model, step: Step, parts: tuple[Part, Part], given:
         )
     elif kernel is not None:
         ends, by = on_fork(kernel, given), "fork, virtual SM121"
+    elif part.name == "MoE" and step.experts:
+        ends, by = counted_experts(size, step, given), f"{step.experts}, virtual SM121"
     else:
         ends, by = others(parts, size, step, given), "bytes + launch"
     mean_bytes = (parts[0].bytes + parts[1].bytes) / 2
@@ -571,6 +603,8 @@ def told() -> list[str]:
         f"attention's cache: {STREAMED[0]:g} to {STREAMED[1]:g} times its bytes' time (this fork's streams: up to 1.12 on an H200)",
         f"bf16 GEMMs of a prompt reach {REACHED['gemm'][1]:.0%} to {REACHED['gemm'][0]:.0%} of the bf16 rate (assumed), attention "
         f"{REACHED['attention'][1]:.0%} to {REACHED['attention'][0]:.0%} (FlashAttention-2 on an A100, arXiv 2307.08691)",
-        f"an all-reduce of a token between two Sparks: {ALL_REDUCE_US[0]:g} us (one-shot RDMA writes, 8 KB, four Sparks, b12x #295) "
-        f"to {ALL_REDUCE_US[1]:g} (NCCL, 8 KB, two Sparks, dgx-spark-playbooks #103)",
+        "an all-reduce between two Sparks: {:g} us (one-shot RDMA writes, 8 KB, four Sparks, b12x #295) to {:g} (NCCL, 8 KB, two "
+        "Sparks, dgx-spark-playbooks #103), of 48 KB {:g} to {:g} (b12x #295)".format(
+            *(end for ends in ALL_REDUCE_US.values() for end in ends)
+        ),
     ]

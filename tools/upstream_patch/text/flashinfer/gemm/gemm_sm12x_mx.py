@@ -12,7 +12,7 @@ import torch
 from ..autotuner import OptimizationProfile, TunableRunner
 from ..jit.sm12x.dense import gen_sm12x_dense_module
 from ..jit.sm12x.instances import DENSE_INSTANCES, Format, Instance
-from ..utils import device_support_pdl
+from ..utils import device_support_pdl, get_device_sm_count
 
 # Formats of tokens, as TokenFormat of grouped_gemm_params.cuh numbers them.
 BF16 = 0
@@ -95,7 +95,7 @@ def run_dense(
     n, k = weight.shape[0], weight.shape[1] * (2 if weights == "mxfp4" else 1)
     num_tokens = tokens.shape[0]
     if tactic == -1:
-        row = choose_instance(weights, num_tokens, n, k, _OPERANDS[token_format])
+        row = choose_instance(weights, num_tokens, n, k, _OPERANDS[token_format], get_device_sm_count(tokens.device))
     else:
         row = DENSE_INSTANCES[tactic]
     module = get_sm12x_dense_module()
