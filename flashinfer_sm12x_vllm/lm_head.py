@@ -4,6 +4,7 @@ can come in."""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from vllm.logger import init_logger
@@ -34,8 +35,12 @@ class SM12xParallelLMHead(ParallelLMHead):
 
 
 def _serves_gpt_oss() -> bool:
+    """Whether the model that is being built is gpt-oss, and no draft beside it."""
     from vllm.config import get_current_vllm_config_or_none
 
+    tags = sys.modules.get("vllm.compilation.backends")  # what loads a draft has imported it
+    if tags is not None and tags.model_tag != "backbone":
+        return False
     config = get_current_vllm_config_or_none()
     model = None if config is None else config.model_config
     return model is not None and model.hf_config.model_type == "gpt_oss"

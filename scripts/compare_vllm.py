@@ -4,16 +4,22 @@
 
     scripts/compare_vllm.py openai/gpt-oss-20b
     scripts/compare_vllm.py openai/gpt-oss-120b --streams 1,4,16 -- --gpu-memory-utilization 0.85
+    scripts/compare_vllm.py openai/gpt-oss-120b --url http://127.0.0.1:8000 --streams 1 --input 2048,6144 --output 32
 
-What stands after ``--`` goes to each server. Needs what vLLM needs, and the standard library.
+Prompts are random token ids for ``/v1/completions``, and no two measurements have a prompt in common, so that none
+is found in the prefix cache. They need no text that a person would read: a server of random weights will do. What
+stands after ``--`` goes to each server. Needs what vLLM needs, and the standard library.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import subprocess
 import sys
+import time
+import urllib.request
 from pathlib import Path
 
 import vllm_server
@@ -27,53 +33,76 @@ WAYS: dict[str, tuple[dict[str, str], list[str]]] = {
     "fork, dense MXFP4": ({}, ["--additional-config", '{"sm12x": {"qkv": "mxfp4", "o": "mxfp4", "lm_head": "mxfp4"}}']),
     "fork, vLLM's decode steps": ({}, ["--additional-config", '{"sm12x": {"decode": "vllm"}}']),
 }
-MEASURED = {"output_throughput": "tokens/s", "median_tpot_ms": "ms a token", "median_ttft_ms": "ms to the first"}
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
+    parser.add_argument("--url", help="measure the server that is up there, in place of starting any")
     parser.add_argument("--ways", help=f"of {'; '.join(WAYS)}; with ; between")
     parser.add_argument(
         "--streams", type=vllm_server.positives, default="1,2,4,8,16", help="concurrent requests, with commas between"
     )
-    parser.add_argument("--input", type=vllm_server.positive, default=1024, help="tokens of a prompt")
+    parser.add_argument(
+        "--input", type=vllm_server.positives, default="1024", help="tokens of a prompt, with commas between"
+    )
     parser.add_argument("--output", type=vllm_server.positive, default=256, help="tokens of an answer")
     given = vllm_server.parse(parser, "the servers' logs")
     given.ways = vllm_server.chosen(parser, given.ways, WAYS) or list(WAYS)
     return given
 
 
-def measure(given: argparse.Namespace, streams: int, folder: Path) -> dict[str, float]:
-    """One run of vLLM's own benchmark against the server that is up."""
-    command = [*vllm_server.VLLM, "bench", "serve", "--model", given.model, "--port", str(given.port)]
-    command += ["--dataset-name", "random", "--random-input-len", str(given.input), "--ignore-eos"]
+def measure(
+    given: argparse.Namespace, url: str, streams: int, prompt: int, seed: int, folder: Path
+) -> dict[str, float]:
+    """One run of vLLM's own benchmark against the server at ``url``; its result stays in ``folder``."""
+    command = [*vllm_server.VLLM, "bench", "serve", "--model", given.model, "--base-url", url, "--ignore-eos"]
+    command += ["--dataset-name", "random", "--random-input-len", str(prompt), "--seed", str(seed)]
     command += ["--random-output-len", str(given.output), "--max-concurrency", str(streams)]
-    command += ["--num-prompts", str(max(4, 4 * streams)), "--seed", "0"]
-    command += ["--save-result", "--result-dir", str(folder), "--result-filename", "result.json"]
+    command += ["--num-prompts", str(max(5, 4 * streams)), "--save-result"]
+    command += ["--result-dir", str(folder), "--result-filename", f"{seed}.json"]
+    with urllib.request.urlopen(f"{url}/v1/models") as answer:
+        command += ["--served-model-name", json.load(answer)["data"][0]["id"]]
     if status := subprocess.run(command, stdout=subprocess.DEVNULL).returncode:
         sys.exit(f"`vllm bench serve` ended with status {status}")
-    result = json.loads((folder / "result.json").read_text())
-    return {name: result[name] for name in MEASURED}
+    found = json.loads((folder / f"{seed}.json").read_text())
+    if found["failed"]:
+        sys.exit(f"{found['failed']} of {found['num_prompts']} requests failed; try one by hand: {url}/v1/completions")
+    return found
+
+
+def measure_all(given: argparse.Namespace, way: str, url: str, folder: Path) -> None:
+    """A row for each number of streams and size of prompt, after one run that is not reported."""
+    folder.mkdir(exist_ok=True)
+    seeds = itertools.count(int(time.time()))  # a server at --url may have been measured before
+    measure(given, url, 1, given.input[0], next(seeds), folder)
+    for streams, prompt in itertools.product(given.streams, given.input):
+        found = measure(given, url, streams, prompt, next(seeds), folder)
+        token, first = (
+            f"{found[f'mean_{name}_ms']:,.2f} ± {found[f'std_{name}_ms']:,.2f}" for name in ("tpot", "ttft")
+        )
+        # Of several streams a prompt waits for others'.
+        prefill = f"{1000 * prompt / found['mean_ttft_ms']:,.0f}" if streams == 1 else ""
+        cells = (way, streams, f"{prompt:,}", f"{found['output_throughput']:,.1f}", token, first, prefill)
+        print(f"| {' | '.join(map(str, cells))} |", flush=True)
 
 
 def main() -> None:
     given = arguments()
     vllm_server.need("vllm")
     folder = vllm_server.folder(given.out, "compare_vllm_")
-    print(f"| served by | streams | {' | '.join(MEASURED.values())} |\n|---|---:{'|---:' * len(MEASURED)}|", flush=True)
+    print("| served by | streams | prompt | tokens/s | ms a token | ms to the first | tokens/s of the prompt |")
+    print("|---|---:|---:|---:|---:|---:|---:|", flush=True)
+    if given.url:
+        measure_all(given, given.url, given.url, folder / "results")
+        return
     for way in given.ways:
         variables, words = WAYS[way]
-        log = folder / f"{way.replace(' ', '_').replace(',', '')}.log"
+        name = way.replace(" ", "_").replace(",", "")
         command = [*vllm_server.VLLM, "serve", given.model, "--port", str(given.port), *words, *given.server]
         url = f"http://127.0.0.1:{given.port}"
-        with vllm_server.serving(command, url, log, given.start, variables):
-            measure(given, 1, folder)  # warm-up: not reported
-            for streams in given.streams:
-                found = measure(given, streams, folder)
-                cells = " | ".join(f"{value:,.1f}" for value in found.values())
-                print(f"| {way} | {streams} | {cells} |", flush=True)
-    print(f"logs: {folder}")
+        with vllm_server.serving(command, url, folder / f"{name}.log", given.start, variables):
+            measure_all(given, way, url, folder / name)
 
 
 if __name__ == "__main__":

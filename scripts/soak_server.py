@@ -5,8 +5,8 @@
     scripts/soak_server.py openai/gpt-oss-20b --minutes 10 -- --gpu-memory-utilization 0.8
     scripts/soak_server.py --layers 4 --minutes 5           # a gpt-oss of random weights, nothing is downloaded
 
-Rounds of: completions, streamed completions, streams whose client hangs up after a few tokens, ``--streams`` of all
-of these at once. After each round, with nothing left to do, the server must hold no request and no KV cache, and one
+Rounds of: completions, streamed completions, streams whose client hangs up after a few tokens, chats with and without
+a tool, ``--streams`` of all of these at once. After each round, with nothing left to do, the server must hold no request and no KV cache, and one
 greedy answer must be what it was in the first round. Printed for each round: requests, tokens/s, memory of the
 server's processes and of the GPUs. Memory has grown if its median of the last third of the rounds is more than
 ``--allow-mib`` above that of the middle third; the first third warms up. Exit status: 0 all is well, 1 it is not,
@@ -34,6 +34,8 @@ import vllm_server
 with contextlib.suppress(ImportError):  # --help does without
     import aiohttp
 
+WORDS = "river seven under green paper from clock quiet along stone".split()
+TOOL = {"name": "look_up", "parameters": {"type": "object", "properties": {"word": {"type": "string"}}}}
 CHECKED_PROMPT = list(range(100, 112))  # shorter than a block of KV cache: no prefix of it is cached
 
 
@@ -105,6 +107,27 @@ class Client:
                     tokens = usage["completion_tokens"]
         self.note("streams", tokens, body)
 
+    async def chat(self) -> None:
+        """gpt-oss's chat format, half of them with a tool and half streamed; an answer may end where it likes."""
+        tool, stream = self.random.random() < 0.5, self.random.random() < 0.5
+        body = self.body(stream)
+        text = " ".join(self.random.choices(WORDS, k=len(body.pop("prompt"))))
+        body["messages"] = [{"role": "user", "content": text}]
+        if tool:
+            body["tools"] = [{"type": "function", "function": TOOL}]
+        usage = None
+        async with self.session.post(f"{self.url}/v1/chat/completions", json=body) as answer:
+            answer.raise_for_status()
+            if not stream:
+                usage = (await answer.json())["usage"]
+            else:
+                async for event in vllm_server.events(answer):
+                    usage = event.get("usage") or usage
+        if usage is None or not 0 < usage["completion_tokens"] <= body["max_tokens"]:
+            raise RuntimeError(f"a chat with max_tokens {body['max_tokens']} says that it used {usage}")
+        self.counts["chats"] += 1
+        self.counts["tokens"] += usage["completion_tokens"]
+
     async def cancel(self) -> None:
         """Hang up after a few tokens, or before the first."""
         body = {**self.body(stream=True), "max_tokens": 4 * self.given.output}
@@ -127,7 +150,7 @@ class Client:
 
     async def checked(self) -> list[int]:
         """One greedy answer, alone on the server."""
-        body = {"model": self.model, "prompt": CHECKED_PROMPT, "max_tokens": 32, "temperature": 0.0, "logprobs": 0}
+        body = {"model": self.model, "prompt": CHECKED_PROMPT, "max_tokens": 32, "temperature": 0.0}
         body |= {"ignore_eos": True, "return_token_ids": True}
         async with self.session.post(f"{self.url}/v1/completions", json=body) as answer:
             answer.raise_for_status()
@@ -151,9 +174,9 @@ class Client:
 
     async def round(self) -> None:
         few = max(1, self.given.streams // 16)
-        for kind in (self.complete, self.stream, self.cancel):
+        for kind in (self.complete, self.stream, self.chat, self.cancel):
             await asyncio.gather(*(kind() for _ in range(few)))
-        kinds = (self.complete, self.stream, self.stream, self.cancel)
+        kinds = (self.complete, self.stream, self.chat, self.cancel)
         await asyncio.gather(*(kinds[index % 4]() for index in range(self.given.streams)))
         await self.idle()
 
@@ -168,8 +191,8 @@ async def soak(url: str, pid: int | None, given: argparse.Namespace, rows: list[
         client = Client(session, url, model, given)
         await client.round()
         first = await client.checked()
-        print("| minute | completions | streams | cancelled | tokens/s | host MiB | GPU MiB |")
-        print("|---:|---:|---:|---:|---:|---:|---:|", flush=True)
+        print("| minute | completions | streams | chats | cancelled | tokens/s | host MiB | GPU MiB |")
+        print("|---:|---:|---:|---:|---:|---:|---:|---:|", flush=True)
         start = time.monotonic()
         while (minutes := (time.monotonic() - start) / 60) < given.minutes or len(rows) < given.rounds:
             before, began = client.counts.copy(), time.monotonic()
@@ -179,7 +202,7 @@ async def soak(url: str, pid: int | None, given: argparse.Namespace, rows: list[
                 return f"the greedy answer to one prompt was {first} and is {answer_now} after {minutes:.1f} minutes"
             row = {
                 "minute": round(minutes, 2),
-                **{kind: done[kind] for kind in ("completions", "streams", "cancelled")},
+                **{kind: done[kind] for kind in ("completions", "streams", "chats", "cancelled")},
                 "tokens_per_s": round(done["tokens"] / seconds),
                 "host_mib": None if pid is None else round(vllm_server.host_mib(pid), 1),
                 "gpu_mib": vllm_server.gpu_mib(),

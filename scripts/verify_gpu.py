@@ -4,6 +4,7 @@
 
     scripts/verify_gpu.py --quick          # a minute or two besides what is compiled for the first time
     scripts/verify_gpu.py
+    scripts/verify_gpu.py --only attention --kv fp8       # what --kv-cache-dtype fp8 runs; one KV cache a process
     scripts/verify_gpu.py --virtual        # no GPU: small layers by the compiled kernels on the virtual SM121
 
 Layer and GEMM are compared element by element with a float64 reference and the bound that float32 sums have
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from flashinfer.testing.verify import Result
 
 HEADS, KV_HEADS, HEAD, PAGE, WINDOW = 64, 8, 64, 16, 128
+KV = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
 
 def arguments() -> argparse.Namespace:
@@ -38,6 +40,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="gpt-oss-20b's layer and few sizes")
     parser.add_argument("--virtual", action="store_true", help="on the virtual SM121, in place of a GPU")
     parser.add_argument("--only", choices=("moe", "gemm", "attention"), help="one of the three")
+    parser.add_argument("--kv", choices=KV, default="bf16", help="the KV cache of attention")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
@@ -103,21 +106,23 @@ def attention_bound(reference: torch.Tensor, value: torch.Tensor) -> torch.Tenso
 
 
 class Pages:
-    """A KV cache of one sequence in pages of HND order, permuted as in a server."""
+    """A KV cache of one sequence in pages of HND order, permuted as in a server; ``key`` and ``value`` are what it holds,
+    in bf16."""
 
-    def __init__(self, length: int, generator: torch.Generator) -> None:
+    def __init__(self, length: int, generator: torch.Generator, stored: torch.dtype = torch.bfloat16) -> None:
         device = generator.device
         count = -(-length // PAGE)
 
         def normal(*shape: int) -> torch.Tensor:
-            return torch.randn(shape, device=device, generator=generator).to(torch.bfloat16)
+            return torch.randn(shape, device=device, generator=generator).to(stored).to(torch.bfloat16)
 
         self.key, self.value = (normal(length, KV_HEADS, HEAD) for _ in range(2))
         self.order = torch.randperm(count + 3, device=device, generator=generator)[:count].to(torch.int32)
-        self.cache = normal(count + 3, 2, KV_HEADS, PAGE, HEAD)
+        cache = normal(count + 3, 2, KV_HEADS, PAGE, HEAD)
         for index, tokens in enumerate((self.key, self.value)):
             padded = torch.nn.functional.pad(tokens, (0, 0, 0, 0, 0, count * PAGE - length))
-            self.cache[self.order.long(), index] = padded.view(count, PAGE, KV_HEADS, HEAD).transpose(1, 2)
+            cache[self.order.long(), index] = padded.view(count, PAGE, KV_HEADS, HEAD).transpose(1, 2)
+        self.cache = cache.to(stored)  # exact
 
 
 def attention(given: argparse.Namespace, device: torch.device) -> Iterator[Result]:
@@ -126,9 +131,13 @@ def attention(given: argparse.Namespace, device: torch.device) -> Iterator[Resul
     generator = torch.Generator(device).manual_seed(given.seed)
     sinks = torch.randn(HEADS, device=device, generator=generator)
     workspace = torch.zeros(256 << 20, dtype=torch.uint8, device=device)
+    stored = KV[given.kv]
+    lengths = (1, 100, 1000) if given.quick else (1, 15, 100, 1000, 8192, 32768)
+    if given.kv == "fp8" and torch.cuda.get_device_capability(device)[0] == 9:
+        lengths = ()  # Hopper's XQA multiplies e4m3 there: another kernel, of other roundings
     for window in (0, WINDOW):
-        for length in (1, 100, 1000) if given.quick else (1, 15, 100, 1000, 8192, 32768):
-            pages = Pages(length, generator)
+        for length in lengths:
+            pages = Pages(length, generator, stored)
             query = torch.randn((1, HEADS, HEAD), device=device, generator=generator).to(torch.bfloat16)
 
             decode = functools.partial(
@@ -145,18 +154,19 @@ def attention(given: argparse.Namespace, device: torch.device) -> Iterator[Resul
                 kv_layout="HND",
             )
             reference = attention_reference(query, pages.key, pages.value, sinks, window)
-            what = f"attention, decode at {length}, window {window or 'none'}"
+            what = f"attention, {given.kv} KV, decode at {length}, window {window or 'none'}"
             yield compared(what, decode, reference, pages)
         wrapper = flashinfer.attention.BatchAttentionWithAttentionSinkWrapper(
             torch.empty(256 << 20, dtype=torch.uint8, device=device),
             "HND",
             backend="fa2",
+            kv_data_type=stored,
             head_dim_qk=HEAD,
             head_dim_vo=HEAD,
             window_left=window - 1,
         )
         for tokens in (37, 300) if given.quick else (1, 37, 300, 2048):
-            pages = Pages(tokens, generator)
+            pages = Pages(tokens, generator, stored)
             query = torch.randn((tokens, HEADS, HEAD), device=device, generator=generator).to(torch.bfloat16)
 
             def ends(last: int) -> torch.Tensor:
@@ -174,12 +184,12 @@ def attention(given: argparse.Namespace, device: torch.device) -> Iterator[Resul
                 causal=True,
                 window_left=window - 1,
                 q_data_type=torch.bfloat16,
-                kv_data_type=torch.bfloat16,
+                kv_data_type=stored,
             )
 
             prefill = functools.partial(wrapper.run, query, pages.cache, sinks, HEAD**-0.5)
             reference = attention_reference(query, pages.key, pages.value, sinks, window)
-            what = f"attention, prefill of {tokens}, window {window or 'none'}"
+            what = f"attention, {given.kv} KV, prefill of {tokens}, window {window or 'none'}"
             yield compared(what, prefill, reference, pages)
 
 

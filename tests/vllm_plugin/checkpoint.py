@@ -9,7 +9,7 @@ from typing import Any
 
 import random_checkpoint
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 # No size is a multiple of 128, so nothing passes that only works for padded ones; the vocabulary is no multiple of 64.
 CONFIG: dict[str, Any] = {
@@ -31,6 +31,50 @@ def write(folder: Path, seed: int, **changes: Any) -> dict[str, Any]:
     """Write a small checkpoint to ``folder``; returns its configuration."""
     print("seed", seed)
     return random_checkpoint.write(folder, seed, {**CONFIG, **changes})
+
+
+def write_draft(folder: Path, seed: int, vocabulary: int) -> None:
+    """An EAGLE3 draft for :data:`CONFIG`'s model, by the names of published ones; it knows the first ``vocabulary``
+    tokens."""
+    print("seed", seed)
+    generator = torch.Generator().manual_seed(seed)
+    hidden, inter, heads, kv, head = 160, 96, 4, 2, 40
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": inter,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "head_dim": head,
+        "num_hidden_layers": 1,
+        "vocab_size": CONFIG["vocab_size"],
+        "draft_vocab_size": vocabulary,
+        "max_position_embeddings": CONFIG["max_position_embeddings"],
+        "rms_norm_eps": 1e-5,
+        "torch_dtype": "bfloat16",
+    }
+
+    def normal(rows: int, k: int) -> torch.Tensor:
+        return (torch.randn(rows, k, generator=generator) * k**-0.5).to(torch.bfloat16)
+
+    tensors = {
+        "fc.weight": normal(hidden, 3 * hidden),
+        "lm_head.weight": normal(vocabulary, hidden),
+        "d2t": torch.zeros(vocabulary, dtype=torch.int64),
+        "midlayer.self_attn.q_proj.weight": normal(heads * head, 2 * hidden),
+        "midlayer.self_attn.k_proj.weight": normal(kv * head, 2 * hidden),
+        "midlayer.self_attn.v_proj.weight": normal(kv * head, 2 * hidden),
+        "midlayer.self_attn.o_proj.weight": normal(hidden, heads * head),
+        "midlayer.mlp.gate_proj.weight": normal(inter, hidden),
+        "midlayer.mlp.up_proj.weight": normal(inter, hidden),
+        "midlayer.mlp.down_proj.weight": normal(hidden, inter),
+    }
+    norms = ("norm", "midlayer.hidden_norm", "midlayer.input_layernorm", "midlayer.post_attention_layernorm")
+    tensors |= {f"{name}.weight": torch.ones(hidden, dtype=torch.bfloat16) for name in norms}
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def load(folder: Path) -> dict[str, torch.Tensor]:

@@ -26,6 +26,8 @@ async def complete(request: web.Request) -> web.StreamResponse:
     global asked
     asked += 1
     body, name = await request.json(), asked
+    if "messages" in body:
+        body["prompt"] = body["messages"][0]["content"]
     if isinstance(body["prompt"], str):
         body["prompt"] = [len(body["prompt"])]
     running.add(name)
@@ -76,6 +78,6 @@ if __name__ == "__main__":
     if "--unknown" in sys.argv:
         sys.exit(2)
     app = web.Application()
-    app.add_routes([web.post("/v1/completions", complete), web.get("/metrics", metrics)])
-    app.add_routes([web.get("/v1/models", models), web.get("/health", health)])
+    app.add_routes([web.post(f"/v1/{path}", complete) for path in ("completions", "chat/completions")])
+    app.add_routes([web.get("/metrics", metrics), web.get("/v1/models", models), web.get("/health", health)])
     web.run_app(app, host="127.0.0.1", port=int(sys.argv[sys.argv.index("--port") + 1]), print=None)

@@ -22,6 +22,8 @@ def forward(
     distance = torch.arange(tokens)[:, None] - torch.arange(tokens)
     window = layer.sliding_window or tokens
     scores.masked_fill_((distance < 0) | (distance >= window), float("-inf"))
-    sinks = layer.impl.sinks.float().view(-1, 1, 1).expand(-1, tokens, 1)
+    sinks = layer.impl.sinks  # a draft model's layers have none
+    sinks = torch.full((layer.num_heads,), float("-inf")) if sinks is None else sinks.float()
+    sinks = sinks.view(-1, 1, 1).expand(-1, tokens, 1)
     weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
     return torch.einsum("hqk,khd->qhd", weights, v).reshape(tokens, -1).to(query.dtype)

@@ -12,6 +12,7 @@ import functools
 import json
 import re
 import shlex
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -27,6 +28,7 @@ import torch
 REPO = Path(__file__).parents[2]
 # Eager, with the PyTorch versions of vLLM's small operators.
 ON_THE_CPU = ("--compilation-config", '{"mode": 0, "custom_ops": ["none"], "cudagraph_mode": "NONE"}')
+DENSE_MXFP4 = {"qkv": "mxfp4", "o": "mxfp4", "lm_head": "mxfp4"}
 TOKENS = (torch.arange(29) * 2654435761 + 12345) % checkpoint.CONFIG["vocab_size"]
 
 
@@ -165,6 +167,40 @@ def test_lora_is_left_to_vllm_with_the_reason(checkpoint_folder, log):
     assert "flashinfer-sm12x: the experts are left to vLLM: kernel does not support LoRA" in log
 
 
+def test_speculative_decoding_verifies_by_these_kernels_and_drafts_by_vllms(checkpoint_folder, tmp_path, monkeypatch):
+    """EAGLE3: a window's rows have the logits that they have without a draft, which stays as it was trained."""
+    from vllm.forward_context import set_forward_context
+    from vllm.model_executor.custom_op import CustomOp
+    from vllm.model_executor.model_loader import get_model
+
+    checkpoint.write_draft(tmp_path / "draft", 5, 64)
+    plain = logits(checkpoint_folder, DENSE_MXFP4)
+    draft = {"method": "eagle3", "model": str(tmp_path / "draft"), "num_speculative_tokens": 1}
+    config = serve(checkpoint_folder, DENSE_MXFP4, "--speculative-config", json.dumps(draft))
+    with served.parallel_groups(config):
+        model = served.load_model(config)
+        model.set_aux_hidden_state_layers((0, 1, 2))
+        # As vLLM's proposers load it; the module of their set_model_tag wants operators of CUDA's,
+        # and so does Llama's activation.
+        monkeypatch.setitem(sys.modules, "vllm.compilation.backends", SimpleNamespace(model_tag="eagle_head"))
+        monkeypatch.setattr(torch.ops._C, "silu_and_mul", None, raising=False)
+        drafter = get_model(vllm_config=config, model_config=config.speculative_config.draft_model_config)
+        drafter.model.embed_tokens = model.model.embedding  # the proposers share what the draft's checkpoint lacks
+        for module in drafter.modules():  # vLLM's rope and norms, in PyTorch
+            if isinstance(module, CustomOp):
+                module._forward_method = module.forward_native
+        with torch.inference_mode(), set_forward_context(None, config, num_tokens=len(TOKENS)):
+            hidden, states = model(TOKENS, positions := torch.arange(len(TOKENS)))
+            window = model.compute_logits(hidden).float()
+            given = drafter.combine_hidden_states(torch.cat(states, -1))
+            drafted = drafter.compute_logits(drafter(TOKENS, positions, given)[0])
+    assert torch.equal(window, plain)
+    assert served.kernels(model) == {**served.kernels(model), "qkv": "ForkKernel", "o": "ForkKernel"}
+    assert drafter.lm_head.weight.dtype == torch.bfloat16
+    assert drafted[:, :64].isfinite().all()
+    assert drafted.shape == (len(TOKENS), checkpoint.CONFIG["vocab_size"])
+
+
 def test_quantization_config_of_vllms_own_wins_for_dense_layers(checkpoint_folder):
     words = ("--quantization-config", '{"linear": "mxfp8"}', "--linear-backend", "emulation")
     found = chosen_kernels(checkpoint_folder, {"qkv": "mxfp4"}, *words)
@@ -261,11 +297,21 @@ SERVE = re.compile(r"^((?:\w+=\S+ )*)vllm serve openai/gpt-oss-120b(.*)$", re.MU
 
 
 def documented_lines() -> list[tuple[str, str]]:
-    return [found for page in PAGES for found in SERVE.findall((REPO / page).read_text())]
+    text = "".join((REPO / page).read_text() for page in PAGES).replace("\\\n", " ")
+    return SERVE.findall(text)
 
 
-@pytest.mark.parametrize(("variables", "words"), documented_lines(), ids=lambda text: text.strip()[:60] or "-")
-def test_the_documents_lines_start_a_server_as_far_as_the_engine(checkpoint_folder, monkeypatch, variables, words):
+# An older recipe's word, which docs/troubleshooting.md says changes nothing.
+LINES = [*documented_lines(), ("", " --quantization mxfp4")]
+
+
+@pytest.mark.parametrize(("variables", "words"), LINES, ids=lambda text: text.strip()[:60] or "-")
+def test_the_documents_lines_start_a_server_as_far_as_the_engine(
+    checkpoint_folder, tmp_path, monkeypatch, variables, words
+):
+    if "DRAFT" in words:
+        checkpoint.write_draft(tmp_path / "draft", 6, 64)
+        words = words.replace("DRAFT", str(tmp_path / "draft"))
     for pair in shlex.split(variables):
         monkeypatch.setenv(*pair.split("=", 1))
     monkeypatch.setenv("VIRTUAL_GPU_COUNT", "2")
@@ -279,7 +325,8 @@ def test_the_documents_lines_start_a_server_as_far_as_the_engine(checkpoint_fold
 
 
 def test_there_are_lines_to_test():
-    assert len(documented_lines()) >= 6
+    assert len(documented_lines()) >= 8
+    assert sum("--max-num-batched-tokens 8192" in words for _, words in documented_lines()) == 1
 
 
 def test_a_mistake_ends_the_start_with_what_is_allowed(checkpoint_folder):

@@ -63,7 +63,7 @@ def test_soak_server_sees_each_fault_and_none_where_there_is_none(tmp_path, faul
     result = json.loads((tmp_path / "soak.json").read_text())
     assert bool(result["wrong"]) == bool(fault)
     if not fault:
-        assert all(row["cancelled"] >= 5 and row["host_mib"] > 1 for row in result["rounds"])
+        assert all(row["cancelled"] >= 5 and row["chats"] >= 5 and row["host_mib"] > 1 for row in result["rounds"])
 
 
 LINE = re.compile(r"^ *scripts/(\w+)\.py(.*?)(?:\s+#.*)?$", re.MULTILINE)
@@ -151,16 +151,18 @@ def test_verify_gpus_attention_reference_is_the_models():
             torch.testing.assert_close(got.float().flatten(1), whole[-last:], rtol=1e-5, atol=1e-6)
 
 
-def test_verify_gpus_pages_hold_the_sequence():
+@pytest.mark.parametrize("kv", ["bf16", "fp8"])
+def test_verify_gpus_pages_hold_the_sequence(kv):
     import torch
     import verify_gpu
 
     print("seed", 4)
-    pages = verify_gpu.Pages(37, torch.Generator().manual_seed(4))
+    pages = verify_gpu.Pages(37, torch.Generator().manual_seed(4), verify_gpu.KV[kv])
+    assert pages.cache.dtype == verify_gpu.KV[kv]
     for index, tokens in enumerate((pages.key, pages.value)):
         for token in (0, 15, 16, 36):
             page = pages.order[token // verify_gpu.PAGE]
-            assert torch.equal(pages.cache[page, index, :, token % verify_gpu.PAGE], tokens[token])
+            assert torch.equal(pages.cache[page, index, :, token % verify_gpu.PAGE].bfloat16(), tokens[token])
 
 
 def test_profile_decode_counts_a_step():
@@ -241,12 +243,22 @@ def test_agreement_compares_up_to_the_first_token_that_differs():
     assert agreement.compare([[*first, (2, {2: 0.0})]], [longer])["positions"] == 2
 
 
-def test_compare_vllm_prints_what_vllms_benchmark_measured(checkpoint_folder, tmp_path):
-    """vLLM's own ``vllm bench serve``, against the server of the other tests; every way is one of its servers."""
-    words = (str(checkpoint_folder), "--streams", "2", "--input", "8", "--output", "4", "--out", str(tmp_path))
-    done = run("compare_vllm.py", *words, "--ways", "fork, W4A16", "--port", port())
+def rows(done: subprocess.CompletedProcess[str]) -> list[list[str]]:
+    """The cells of a script's table, without its head."""
     print(done.stdout, done.stderr[-2000:])
     assert done.returncode == 0
-    (row,) = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("| fork")]
-    assert row[:2] == ["fork, W4A16", "2"]
-    assert all(float(cell.replace(",", "")) > 0 for cell in row[2:])
+    return [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")][1:]
+
+
+def test_compare_vllm_prints_what_vllms_benchmark_measured(checkpoint_folder, tmp_path):
+    """vLLM's own ``vllm bench serve``, against the server of the other tests; every way is one of its servers."""
+    words = (str(checkpoint_folder), "--streams", "1,2", "--input", "8", "--output", "4", "--out", str(tmp_path))
+    table = rows(run("compare_vllm.py", *words, "--ways", "fork, W4A16", "--port", port()))
+    assert [row[:3] for row in table] == [["fork, W4A16", n, "8"] for n in "12"]
+    for row, file in zip(table, sorted((tmp_path / "fork_W4A16").iterdir())[1:], strict=True):
+        found = json.loads(file.read_text())
+        assert found["total_input_tokens"] == found["completed"] * int(row[2])
+        assert row[3] == f"{found['output_throughput']:,.1f}"
+        assert row[4] == f"{found['mean_tpot_ms']:,.2f} ± {found['std_tpot_ms']:,.2f}"
+        assert float(row[5].partition(" ")[0]) > 0
+        assert (len(row) == 7 and float(row[6].replace(",", "")) > 0) == (row[1] == "1")
