@@ -118,6 +118,7 @@ def test_the_experts_are_the_forks_and_agree_with_the_reference(
 ):
     config = config_of(checkpoint_folder, "--moe-backend", backend)
     weights = expert_weights(5)
+    print("seed", 6)
     generator = torch.Generator().manual_seed(6)
     hidden = torch.randn((9, HIDDEN), generator=generator).to(torch.bfloat16)
     logits = torch.randn((9, EXPERTS), generator=generator).to(torch.bfloat16)
