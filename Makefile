@@ -3,8 +3,9 @@
 #
 #   make demo     compile fused_moe_120 for SM121, look into its machine code, run a gpt-oss-120b layer on the CPU
 #                 backend and, by the kernels themselves, on the virtual SM121
-#   make test     the tests (PYTEST_ARGS="-k layer" to choose some); make test-host those that run no kernel: the layer
-#                 over the wheel, installing, building
+#   make test     the tests but for those that take long (PYTEST_ARGS="-k layer" to choose some); make test-all all of
+#                 them, make test-slow those that make test leaves out; docs/evidence.md says which
+#   make test-host   tests that run no kernel: the layer over the wheel, installing, building
 #   make mutate   change the code on purpose, line by line, and see which tests notice (MUTATE_ARGS="--help")
 #   make kernels  wheels of compiled kernels for x86-64 and aarch64, in dist/ (KERNELS_ARGS="--help")
 #   make test-kernels   those wheels: compared, installed, run, also on an emulated aarch64 (not in make test)
@@ -39,7 +40,7 @@ CXX_SOURCES = $(shell git ls-files 'include/*.cuh' 'include/*.h' 'csrc/*.cu' 'cs
 VLLM_VENV ?= .venv-vllm
 VLLM_TESTS = $(VLLM_VENV)/bin/python -m pytest -p no:cacheprovider
 
-.PHONY: all env emulator test test-host test-vllm test-kernels test-upstream-patch kernels mutate demo bench lint
+.PHONY: all env emulator test test-slow test-all test-host test-vllm test-kernels test-upstream-patch kernels mutate demo bench lint
 .PHONY: format clean distclean
 all: test
 
@@ -63,10 +64,13 @@ RUN_TESTS = OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),$(SHARE)) $(PY) -m pytest -n
 # A torch that brings CUDA would load its runtime before the virtual GPU's.
 PRELOAD = LD_PRELOAD="$$(PYTHONPATH=emulator/python $(PY) -m vsm.preload)"
 
-test: env emulator
-	$(RUN_TESTS) --dist worksteal tests $(addprefix --ignore=,$(VIRTUAL_TESTS)) $(PYTEST_ARGS)
-	$(PRELOAD) $(RUN_TESTS) --dist worksteal $(VIRTUAL_TESTS) $(PYTEST_ARGS)
-	$(RUN_TESTS) --dist loadfile $(EMULATOR_TESTS) $(PYTEST_ARGS)
+# tests/slow_tests.py decides what is slow.
+test: CHOICE = -m "not slow"
+test-slow: CHOICE = -m slow
+test test-slow test-all: env emulator
+	$(RUN_TESTS) --dist worksteal tests $(addprefix --ignore=,$(VIRTUAL_TESTS)) $(CHOICE) $(PYTEST_ARGS)
+	$(PRELOAD) $(RUN_TESTS) --dist worksteal $(VIRTUAL_TESTS) $(CHOICE) $(PYTEST_ARGS)
+	$(RUN_TESTS) --dist loadfile $(EMULATOR_TESTS) $(CHOICE) $(PYTEST_ARGS)
 
 test-host: env
 	$(RUN_TESTS) --dist worksteal $(addprefix tests/,layer install doctor project jit) $(PYTEST_ARGS)

@@ -45,7 +45,6 @@ def library() -> Path:
     return spec.plan.library
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"128x{tile[0]}x128{' swapped' if tile[1] else ''}")
 @pytest.mark.parametrize(
     ("rows", "n", "k"),

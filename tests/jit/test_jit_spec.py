@@ -268,7 +268,6 @@ def test_architecture_need_not_come_from_the_environment(monkeypatch: pytest.Mon
 
 
 @needs_nvcc
-@pytest.mark.slow
 def test_real_build_loads_without_a_driver_and_follows_its_headers(
     workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -363,7 +362,6 @@ def test_aot_lists_the_modules_for_these_gpus(monkeypatch: pytest.MonkeyPatch) -
 
 
 @needs_nvcc
-@pytest.mark.slow
 def test_aot_builds_and_packages(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ours through the engine, one of upstream's through ninja, both from the wheel's sources, into one folder."""
     from flashinfer import aot
@@ -401,7 +399,6 @@ def _with_modules(aot: Any, make: Any) -> Any:
 
 
 @needs_nvcc
-@pytest.mark.slow
 def test_machine_code_is_read(workspace: Path) -> None:
     from flashinfer.jit.sm12x.inspect_sass import find_tool, inspect
 
@@ -438,7 +435,6 @@ def test_machine_code_is_read(workspace: Path) -> None:
 
 
 @needs_nvcc
-@pytest.mark.slow
 def test_table_of_instances_as_built(workspace: Path) -> None:
     """One instance of the real module: its rows hold what its machine code does."""
     from flashinfer.jit.sm12x.inspect_sass import find_tool
@@ -468,7 +464,6 @@ def test_table_of_instances_as_built(workspace: Path) -> None:
 
 
 @needs_nvcc
-@pytest.mark.slow
 @pytest.mark.usefixtures("workspace")
 @pytest.mark.parametrize("name", ["bf16_m8_k128", "stream_bf16_m8"])
 @pytest.mark.parametrize("change", [{"shared_bytes": 16}, {"stages": -1}], ids=str)

@@ -11,8 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from layer_toys import REPO
-from test_project import load_tool
+from layer_toys import REPO, load_tool
 
 mutate = load_tool("mutate")
 TOY = {
