@@ -33,8 +33,8 @@ MUTATE_ARGS ?=
 KERNELS_ARGS ?=
 DEMO_ARGS ?=
 
-CXX_SOURCES = $(shell git ls-files 'include/*.cuh' 'include/*.h' 'csrc/*.cu' 'csrc/*.cuh' 'csrc/*.h' 'csrc/*.inl' \
-	'emulator/*.cpp' 'emulator/*.h' 'emulator/*.cu')
+CXX_SOURCES = $(shell git ls-files 'include/*.cuh' 'include/*.h' 'csrc/*.cu' 'csrc/*.cpp' 'csrc/*.cuh' 'csrc/*.h' \
+	'csrc/*.inl' 'emulator/*.cpp' 'emulator/*.h' 'emulator/*.cu')
 
 # Its packages come before those of $(VENV), which it sees through a .pth file: torch is there once.
 VLLM_VENV ?= .venv-vllm

@@ -57,7 +57,7 @@ def test_registered_and_listed() -> None:
 def test_other_instances_are_modules_of_their_own(row: Any) -> None:
     spec = fused_moe.gen_cutlass_fused_moe_sm120_instance_module(row.index)
     assert spec.name == f"fused_moe_120_{row.name}"
-    assert [source.name for source in spec.sources] == ["flashinfer_sm12x_instance_binding.cu", f"{row.name}.cu"]
+    assert [source.name for source in spec.sources] == ["flashinfer_sm12x_instance_binding.cpp", f"{row.name}.cu"]
 
 
 def test_instance_modules_that_do_not_exist() -> None:
