@@ -19,7 +19,9 @@ Run = Callable[..., subprocess.CompletedProcess]
 
 
 def load_tool(name: str) -> ModuleType:
-    """``tools/<name>.py`` as a module."""
+    """``tools/<name>.py`` as a module; it imports its neighbours as a script does."""
+    if str(REPO / "tools") not in sys.path:
+        sys.path.append(str(REPO / "tools"))
     spec = importlib.util.spec_from_file_location(name, REPO / "tools" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None

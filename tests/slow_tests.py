@@ -3,7 +3,7 @@
 
 A test is slow
 
-* if ``LONG`` names it: it takes more than 20 seconds of one core, what it compiles included;
+* if ``LONG`` names it: it takes more than 20 seconds of one core, with all its parameters and what it compiles;
 * if it runs on the virtual SM121 (``tests/*/test_virtual_*.py``), unless it is the first, cheapest one that notices some
   change of ``tests/mutations.toml``. Of a thousand these are some 150: of each kernel family several, with every
   watcher on.
@@ -17,8 +17,22 @@ from functools import cache
 from layer_toys import REPO, load_tool
 
 VIRTUAL = "tests/*/test_virtual_*.py"
-LONG: tuple[str, ...] = ()
-"""Files, tests or tests with their parameters."""
+LONG = (
+    "tests/doctor/test_doctor.py::test_a_planted_state_is_named_and_its_command_mends_it",
+    "tests/doctor/test_doctor.py::test_additional_config_is_checked_as_vllm_will_have_it",
+    "tests/jit/test_arrival_fences.py::test_arrivals_have_fences_wherever_a_gb10_may_run_them[0a-False]",
+    "tests/jit/test_arrival_fences.py::test_arrivals_have_fences_wherever_a_gb10_may_run_them[0f-True]",
+    "tests/jit/test_arrival_fences.py::test_arrivals_have_fences_wherever_a_gb10_may_run_them[1f-True]",
+    "tests/jit/test_arrival_fences.py::test_no_kernel_takes_many_named_barriers",
+    "tests/jit/test_jit_spec.py::test_a_row_that_says_otherwise_than_the_layout_of_shared_memory_does_not_compile",
+    "tests/layer/test_upstream_modules.py::test_no_public_name_is_lost",
+    "tests/layer/test_upstream_modules.py::test_the_two_interpreters_differ_as_meant",
+    "tests/layer/test_upstream_modules.py::test_the_wheels_other_top_level_package_finds_its_code",
+    "tests/layer/test_upstream_modules.py::test_what_imports_and_what_does_not_is_the_same",
+    "tests/project/test_typing.py",
+    "tests/upstream_patch/test_exported.py",
+)
+"""Files, tests with all their parameters, or with some: more than 20 seconds of a core, together."""
 
 
 @cache
