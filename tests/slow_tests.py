@@ -5,8 +5,8 @@ A test is slow
 
 * if ``LONG`` names it: it takes more than 20 seconds of one core, with all its parameters and what it compiles;
 * if it runs on the virtual SM121 (``tests/*/test_virtual_*.py``), unless it is the first, cheapest one that notices some
-  change of ``tests/mutations.toml``. Of a thousand these are some 150: of each kernel family several, with every
-  watcher on.
+  change of ``tests/mutations.toml``. Of a thousand these are some 150, of each kernel family one or more with
+  every watcher on.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ VIRTUAL = "tests/*/test_virtual_*.py"
 LONG = (
     "tests/doctor/test_doctor.py::test_a_planted_state_is_named_and_its_command_mends_it",
     "tests/doctor/test_doctor.py::test_additional_config_is_checked_as_vllm_will_have_it",
+    "tests/doctor/test_doctor.py::test_this_environment_with_a_broken_file_of_a_probe",
+    "tests/doctor/test_doctor.py::test_this_environment_with_kernels_of_an_older_fork",
     "tests/jit/test_arrival_fences.py::test_arrivals_have_fences_wherever_a_gb10_may_run_them[0a-False]",
     "tests/jit/test_arrival_fences.py::test_arrivals_have_fences_wherever_a_gb10_may_run_them[0f-True]",
     "tests/jit/test_arrival_fences.py::test_arrivals_have_fences_wherever_a_gb10_may_run_them[1f-True]",
