@@ -22,6 +22,7 @@ LONG = (
     "tests/doctor/test_doctor.py::test_additional_config_is_checked_as_vllm_will_have_it",
     "tests/doctor/test_doctor.py::test_this_environment_with_a_broken_file_of_a_probe",
     "tests/doctor/test_doctor.py::test_this_environment_with_kernels_of_an_older_fork",
+    "tests/install/test_install.py::test_installing_again_replaces",
     "tests/jit/test_arrival_fences.py::test_arrivals_have_fences_wherever_a_gb10_may_run_them[0a-False]",
     "tests/jit/test_arrival_fences.py::test_arrivals_have_fences_wherever_a_gb10_may_run_them[0f-True]",
     "tests/jit/test_arrival_fences.py::test_arrivals_have_fences_wherever_a_gb10_may_run_them[1f-True]",
