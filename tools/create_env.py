@@ -48,6 +48,7 @@ for line in sys.argv[1:]:
 
 # What pip or a compiler said, and what to do.
 REMEDIES = {
+    r"ensurepip is not available|No module named (?:pip|venv|ensurepip)": "on Debian and Ubuntu apt-get install python3-venv",
     r"No space left on device|Disk quota exceeded": "the disk is full. A torch with CUDA and the rest need 9 GB; make room, "
     "or VENV=/another/disk/venv TMPDIR=/another/disk/tmp make ...",
     r"name resolution|Name or service not known|Network is unreachable|Connection refused|timed out|"
@@ -123,8 +124,7 @@ def install(env: Path, files: Sequence[str]) -> int:
     python = env / "bin" / "python"
     if not python.exists() and (message := make_venv(env)):
         return fail(
-            f"could not create {env}, a virtual environment with pip in it. On Debian and Ubuntu: "
-            "apt-get install python3-venv",
+            f"could not create {env}, a virtual environment with pip in it",
             message,
         )
     # Python compiles the modules that are imported when they first are; all of them, in one process, take two minutes.
@@ -177,9 +177,12 @@ def run(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def fail(message: str, said: str = "") -> int:
-    """One line, with the remedy if what was said is known; what was said stands above it."""
-    remedy = next((text for pattern, text in REMEDIES.items() if re.search(pattern, said)), "")
-    print(f"{said}create_env.py: {message}{': ' if remedy else ''}{remedy}", file=sys.stderr)
+    """One line: with the remedy if what pip or another program said is known, else behind all that it said."""
+    for pattern, remedy in REMEDIES.items():
+        if match := re.search(pattern, said):
+            message, said = f"{message} ({match[0]}): {remedy}", ""
+            break
+    print(f"{said}create_env.py: {message}", file=sys.stderr)
     return 1
 
 

@@ -60,7 +60,7 @@ Check = tuple[str, bool]
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=8, help="tokens through the layer on the CPU (default: 8)")
+    parser.add_argument("--tokens", type=int, default=2, help="tokens through the layer on the CPU (default: 2)")
     parser.add_argument("--seed", type=int, default=2880, help="of the layer's random weights and inputs")
     options = parser.parse_args()
     if options.tokens < 1:
@@ -134,7 +134,7 @@ def build_notes(progress: Progress) -> Iterator[None]:
     logger = logging.getLogger("flashinfer.jit.sm12x")
     handlers, level = logger.handlers, logger.level
     logger.handlers = [Notes()]
-    logger.setLevel(logging.INFO)
+    logger.setLevel(logging.DEBUG)
     try:
         yield
     finally:
