@@ -2,9 +2,10 @@
 # Everything sets itself up: a complete active virtual environment is used, else .venv is made here.
 #
 #   make demo     compile fused_moe_120 for SM121, look into its machine code, run a gpt-oss-120b layer on the CPU
-#                 backend and, by the kernels themselves, on the virtual SM121
-#   make test     the tests (PYTEST_ARGS="-k layer" to choose some); make test-host those that run no kernel: the layer
-#                 over the wheel, installing, building
+#                 backend, by the kernels themselves on the virtual SM121 and, where there is one, on a GPU
+#   make test     the tests but for those that take long (PYTEST_ARGS="-k layer" to choose some); make test-all all of
+#                 them, make test-slow those that make test leaves out; docs/evidence.md says which
+#   make test-host   tests that run no kernel: the layer over the wheel, installing, building
 #   make mutate   change the code on purpose, line by line, and see which tests notice (MUTATE_ARGS="--help")
 #   make kernels  wheels of compiled kernels for x86-64 and aarch64, in dist/ (KERNELS_ARGS="--help")
 #   make test-kernels   those wheels: compared, installed, run, also on an emulated aarch64 (not in make test)
@@ -18,7 +19,13 @@
 # Variables: PYTHON (an interpreter, 3.10-3.13), VENV (an environment to use), TORCH (what pip installs as torch).
 
 PYTHON ?= python3
-VENV ?= $(shell $(PYTHON) tools/create_env.py --find || echo .venv)
+ifeq ($(shell command -v $(PYTHON)),)
+$(error there is no $(PYTHON). On Debian and Ubuntu: apt-get install python3-venv, or make PYTHON=/path/to/python3.12 ...)
+endif
+ifndef VENV
+# What is wrong with the interpreter, env says.
+VENV := $(shell $(PYTHON) tools/create_env.py --find 2>/dev/null || echo .venv)
+endif
 PY := $(VENV)/bin/python
 # The environment's ninja, ruff and so on, for whatever the commands below start.
 export PATH := $(abspath $(VENV))/bin:$(PATH)
@@ -32,14 +39,14 @@ MUTATE_ARGS ?=
 KERNELS_ARGS ?=
 DEMO_ARGS ?=
 
-CXX_SOURCES = $(shell git ls-files 'include/*.cuh' 'include/*.h' 'csrc/*.cu' 'csrc/*.cuh' 'csrc/*.h' 'csrc/*.inl' \
-	'emulator/*.cpp' 'emulator/*.h' 'emulator/*.cu')
+CXX_SOURCES = $(shell git ls-files 'include/*.cuh' 'include/*.h' 'csrc/*.cu' 'csrc/*.cpp' 'csrc/*.cuh' 'csrc/*.h' \
+	'csrc/*.inl' 'emulator/*.cpp' 'emulator/*.h' 'emulator/*.cu')
 
 # Its packages come before those of $(VENV), which it sees through a .pth file: torch is there once.
 VLLM_VENV ?= .venv-vllm
 VLLM_TESTS = $(VLLM_VENV)/bin/python -m pytest -p no:cacheprovider
 
-.PHONY: all env emulator test test-host test-vllm test-kernels test-upstream-patch kernels mutate demo bench lint
+.PHONY: all env compiler emulator test test-slow test-all test-host test-vllm test-kernels test-upstream-patch kernels mutate demo bench lint
 .PHONY: format clean distclean
 all: test
 
@@ -47,7 +54,12 @@ all: test
 env:
 	@$(PYTHON) tools/create_env.py $(VENV)
 
-emulator:
+# Before anything is downloaded.
+compiler:
+	@command -v $(firstword $(CXX)) >/dev/null || \
+		{ echo "there is no C++ compiler ($(CXX)). On Debian and Ubuntu: apt-get install g++" >&2; exit 1; }
+
+emulator: compiler
 	$(MAKE) -C emulator -j$(TEST_JOBS)
 
 # Three runs, because a process has one CUDA runtime: tests that load a real one, tests that bring the virtual GPU's, and
@@ -63,10 +75,14 @@ RUN_TESTS = OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),$(SHARE)) $(PY) -m pytest -n
 # A torch that brings CUDA would load its runtime before the virtual GPU's.
 PRELOAD = LD_PRELOAD="$$(PYTHONPATH=emulator/python $(PY) -m vsm.preload)"
 
-test: env emulator
-	$(RUN_TESTS) --dist worksteal tests $(addprefix --ignore=,$(VIRTUAL_TESTS)) $(PYTEST_ARGS)
-	$(PRELOAD) $(RUN_TESTS) --dist worksteal $(VIRTUAL_TESTS) $(PYTEST_ARGS)
-	$(RUN_TESTS) --dist loadfile $(EMULATOR_TESTS) $(PYTEST_ARGS)
+# tests/slow_tests.py decides what is slow; of the emulator's own tests none is, but for others' kernels.
+test: CHOICE = -m "not slow"
+test-slow: CHOICE = -m slow
+test-slow: EMULATOR_TESTS = $(if $(UPSTREAM),emulator/tests/upstream)
+test test-slow test-all: compiler env emulator
+	$(RUN_TESTS) --dist worksteal tests $(addprefix --ignore=,$(VIRTUAL_TESTS)) $(CHOICE) $(PYTEST_ARGS)
+	$(PRELOAD) $(RUN_TESTS) --dist worksteal $(VIRTUAL_TESTS) $(CHOICE) $(PYTEST_ARGS)
+	$(if $(EMULATOR_TESTS),$(RUN_TESTS) --dist loadfile $(EMULATOR_TESTS) $(CHOICE) $(PYTEST_ARGS))
 
 test-host: env
 	$(RUN_TESTS) --dist worksteal $(addprefix tests/,layer install doctor project jit) $(PYTEST_ARGS)
@@ -97,8 +113,9 @@ test-kernels: env emulator
 test-upstream-patch: env emulator
 	$(PY) -m pytest -p no:cacheprovider tests/upstream_patch/check_exported.py $(PYTEST_ARGS)
 
-demo: env emulator
-	$(PY) tools/demo.py $(DEMO_ARGS)
+demo: compiler
+	@$(PYTHON) tools/create_env.py --demo $(VENV) -- $(MAKE) -s -C emulator -j$(TEST_JOBS)
+	@$(PY) tools/demo.py $(DEMO_ARGS)
 
 bench: env
 	$(PY) benchmarks/bench_cutlass_fused_moe_mxfp4.py $(BENCH_ARGS)

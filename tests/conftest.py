@@ -13,6 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 from layer_toys import Run
+from slow_tests import is_slow
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """``-m "not slow"`` is ``make test``. Before pytest's own, which looks at the marker."""
+    for item in items:
+        if is_slow(item.nodeid):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(params=[pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)])

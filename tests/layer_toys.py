@@ -1,18 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A toy wheel and a toy fork whose every line is known, and where the real ones lie."""
+"""A toy wheel and a toy fork whose every line is known, and where the real ones and their tools lie."""
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import ModuleType
 
 REPO = Path(__file__).resolve().parents[1]
 OURS = REPO / "flashinfer"
 UPSTREAM = "0.7.2.post1"
 
 Run = Callable[..., subprocess.CompletedProcess]
+
+
+def load_tool(name: str) -> ModuleType:
+    """``tools/<name>.py`` as a module; it imports its neighbours as a script does."""
+    if str(REPO / "tools") not in sys.path:
+        sys.path.append(str(REPO / "tools"))
+    spec = importlib.util.spec_from_file_location(name, REPO / "tools" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
 
 
 def write_tree(root: Path, files: Mapping[str, str]) -> Path:

@@ -1,35 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
 """``make demo``: what this fork does, on a machine without a GPU.
 
-1. Compiles ``fused_moe_120`` for a DGX Spark (``12.1a``) with the JIT, from nothing, in a cache of its own.
+1. Compiles ``fused_moe_120`` for a DGX Spark (``12.1a``) with the JIT, from nothing, in a cache of its own, and keeps
+   its PTX in the library.
 2. Reads the machine code back: registers, shared memory, spills, and the block-scaled tensor instructions that only
    this architecture has.
 3. Runs one gpt-oss-120b MoE layer (hidden = intermediate = 2880, 128 experts, top-4) through ``cutlass_fused_moe`` on
    CPU tensors, in each mode, and holds every output element against a float64 reference and its error bound.
-4. Runs the shipped kernels themselves, for one token of that layer, on the virtual SM121 of ``emulator/``: the module
-   is built once more with its PTX embedded, and each launch's work and watchers' reports are listed.
+4. Runs these kernels, for one token of that layer, on the virtual SM121 of ``emulator/``: each launch's work and
+   watchers' reports are listed.
+5. Where there is a GPU of the family, or a Hopper, runs the layer there (``scripts/verify_gpu.py``).
 
-The exit status is 0 only if every check in the tables holds. No part of it needs a GPU, and none measures one.
+The exit status is 0 only if every check in the tables holds. Nothing is timed on a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
+import functools
 import logging
 import os
 import platform
 import re
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from progress import Progress
 
 if TYPE_CHECKING:
     import torch
 
     from flashinfer.jit.sm12x.report import InstanceRow
+    from flashinfer.testing import MoEInputs
 
 MODES = {
     0: "W4A8, MXFP8 input",
@@ -37,13 +46,21 @@ MODES = {
     2: "W4A16, bf16 input",
 }
 VIRTUAL_MODES = (0, 2)
+ROOT = Path(__file__).resolve().parent.parent
+NEXT = """
+Next
+  on a Spark      in the environment of vLLM 0.33.0: pip install {root}
+                  python -m flashinfer sm12x-build --vllm bf16
+                  vllm serve openai/gpt-oss-120b --additional-config '{{"sm12x": "spark"}}'
+  on any GPU      PYTHONPATH={root} python -m flashinfer sm12x-doctor    what this machine has, and what it lacks
+  on any machine  make test      the tests that find most; {root}/docs/evidence.md has the others"""
 
 Check = tuple[str, bool]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=8, help="tokens through the layer on the CPU (default: 8)")
+    parser.add_argument("--tokens", type=int, default=2, help="tokens through the layer on the CPU (default: 2)")
     parser.add_argument("--seed", type=int, default=2880, help="of the layer's random weights and inputs")
     options = parser.parse_args()
     if options.tokens < 1:
@@ -52,14 +69,16 @@ def main() -> int:
         # Read when flashinfer is imported, hence before it is.
         os.environ["FLASHINFER_WORKSPACE_BASE"] = cache
         os.environ["FLASHINFER_CUDA_ARCH_LIST"] = "12.1a"
-        logging.basicConfig(level=logging.WARNING, format="%(message)s")
+        os.environ["FLASHINFER_SM12X_EMBED_PTX"] = "1"
         introduce()
         checks = [*compile_and_inspect(), *run_layer(options.tokens, options.seed)]
         from flashinfer.testing.virtual_device import in_own_process
 
         checks += in_own_process(run_on_virtual_device, options.seed)
+        checks += run_on_gpu(gpu())
     failed = [what for what, holds in checks if not holds]
     print(f"\n{len(checks) - len(failed)} of {len(checks)} checks hold" + "".join(f"\n  FAILED: {f}" for f in failed))
+    print(NEXT.format(root=ROOT))
     return 1 if failed else 0
 
 
@@ -90,8 +109,10 @@ def compile_and_inspect() -> list[Check]:
     from flashinfer.jit.sm12x import modules, report
 
     spec = modules.gen_fused_moe_module()
-    print(f"\ncompiling {spec.name}: {len(spec.plan.steps)} sources, {spec.plan.description}", flush=True)
-    built = spec.build(need_lock=True)
+    print()
+    what = f"compiling {spec.name}, {len(spec.plan.steps)} sources, {spec.plan.description}"
+    with Progress(what) as progress, build_notes(progress):
+        built = spec.build(need_lock=True)
     size = f"{spec.plan.library.stat().st_size / (1 << 20):.1f}"
     figures = [len(spec.plan.steps), len(built.compiled), f"{built.wall_seconds:.1f}", f"{built.cpu_seconds:.1f}", size]
     tell(f"1. {spec.name}", ["sources", "compiled now", "seconds", "CPU seconds", "library MiB"], [figures])
@@ -99,6 +120,26 @@ def compile_and_inspect() -> list[Check]:
     checks = machine_code_checks(rows)
     tell("2. Its machine code; shared memory of FC1 with 128 experts", *report.as_table(rows), checks)
     return checks
+
+
+@contextlib.contextmanager
+def build_notes(progress: Progress) -> Iterator[None]:
+    """The build's own lines (``fused_moe_120 [3/19] ...``) as ``progress.note``, and none of them on the terminal."""
+
+    class Notes(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if done := re.search(r"\[(\d+)/(\d+)\]", record.getMessage()):
+                progress.note = f"{done[1]} of {done[2]}"
+
+    logger = logging.getLogger("flashinfer.jit.sm12x")
+    handlers, level = logger.handlers, logger.level
+    logger.handlers = [Notes()]
+    logger.setLevel(logging.DEBUG)
+    try:
+        yield
+    finally:
+        logger.handlers = handlers
+        logger.setLevel(level)
 
 
 def machine_code_checks(rows: Sequence[InstanceRow]) -> list[Check]:
@@ -121,12 +162,31 @@ def machine_code_checks(rows: Sequence[InstanceRow]) -> list[Check]:
     ]
 
 
+@functools.lru_cache(maxsize=1)
+def drawn(tokens: int, seed: int) -> MoEInputs:
+    """A layer with bf16 input; drawing its 128 experts takes longer than computing with them."""
+    from flashinfer.testing import MoECase, make_moe_inputs
+
+    return make_moe_inputs(MoECase(tokens, hidden=2880, inter=2880, num_experts=128, top_k=4, mode=1), seed)
+
+
+def inputs_of(mode: int, tokens: int, seed: int) -> MoEInputs:
+    """The layer's inputs in each mode: the same weights and tokens."""
+    from flashinfer.testing import quantize_mxfp8, swizzle_scales
+
+    inputs = drawn(tokens, seed)
+    if mode == 0:
+        values, scales = quantize_mxfp8(inputs.input.double())
+        return dataclasses.replace(inputs, input=values, input_sf=swizzle_scales(scales).flatten())
+    return inputs if mode == 1 else dataclasses.replace(inputs, fc1_global=None, fc2_global=None)
+
+
 def compute_layer(mode: int, tokens: int, seed: int, **reference: Any) -> tuple[torch.Tensor, float, str, Check]:
     """The layer's output, seconds, the share of its error bound that is used, and whether that is less than all."""
     from flashinfer.fused_moe import cutlass_fused_moe
-    from flashinfer.testing import BoundViolation, MoECase, check_within_bound, make_moe_inputs, moe_reference
+    from flashinfer.testing import BoundViolation, check_within_bound, moe_reference
 
-    inputs = make_moe_inputs(MoECase(tokens, hidden=2880, inter=2880, num_experts=128, top_k=4, mode=mode), seed)
+    inputs = inputs_of(mode, tokens, seed)
     started = time.perf_counter()
     output = cutlass_fused_moe(**inputs.arguments())
     seconds = time.perf_counter() - started
@@ -141,12 +201,14 @@ def compute_layer(mode: int, tokens: int, seed: int, **reference: Any) -> tuple[
 
 
 def run_layer(num_tokens: int, seed: int) -> list[Check]:
-    print(f"\nrunning a gpt-oss-120b layer on {num_tokens} tokens, seed {seed}", flush=True)
+    print()
     rows, checks = [], []
-    for mode, name in MODES.items():
-        output, seconds, used, check = compute_layer(mode, num_tokens, seed)
-        rows.append([name, f"{seconds:.2f}", f"{float(output.abs().max()):.3g}", used])
-        checks.append(check)
+    with Progress(f"a gpt-oss-120b layer on {num_tokens} tokens, seed {seed}, on the CPU") as progress:
+        for mode, name in MODES.items():
+            progress.note = name
+            output, seconds, used, check = compute_layer(mode, num_tokens, seed)
+            rows.append([name, f"{seconds:.2f}", f"{float(output.abs().max()):.3g}", used])
+            checks.append(check)
     title = "3. cutlass_fused_moe on CPU tensors against float64, gpt-oss-120b layer (2880 x 2880, 128 experts, top-4)"
     tell(title, ["mode", "seconds", "largest |output|", "share of bound used"], rows, checks)
     return checks
@@ -158,14 +220,16 @@ def run_on_virtual_device(seed: int) -> list[Check]:
     from flashinfer.testing import TENSOR_CORE
     from flashinfer.testing.virtual_device import virtual_device
 
-    print("\nbuilding emulator/ and, with its PTX embedded, fused_moe_120_ptx for 12.1a", flush=True)
+    print()
     rows: list[list[object]] = []
     checks: list[Check] = []
-    started = time.perf_counter()
-    with virtual_device("sm_121a", strict=False) as device:
+    with (
+        Progress("one token of the layer by these kernels on the virtual SM121") as progress,
+        virtual_device("sm_121a", strict=False) as device,
+    ):
         device.module(gen_cutlass_fused_moe_sm120_module)
-        print(f"built in {time.perf_counter() - started:.1f} s; running one token on the virtual SM121", flush=True)
         for mode in VIRTUAL_MODES:
+            progress.note = MODES[mode]
             before = len(device.launches)
             checks.append(compute_layer(mode, 1, seed, accumulation=TENSOR_CORE)[-1])
             launches = device.launches[before:]
@@ -180,6 +244,31 @@ def run_on_virtual_device(seed: int) -> list[Check]:
         "\nglobal MB: distinct 32-byte sectors touched"
     )
     return checks
+
+
+def gpu() -> tuple[str, tuple[int, int]] | None:
+    """Name and compute capability of the current GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+
+
+def run_on_gpu(found: tuple[str, tuple[int, int]] | None) -> list[Check]:
+    """The layer on this machine's GPU, by kernels compiled for it, if the fork has any."""
+    if found is None:
+        return []
+    name, capability = found
+    if capability[0] != 12 and capability != (9, 0):
+        print(f"\n5. Not on the {name}: the kernels are for compute capability 12.x, and for tests 9.0")
+        return []
+    print(f"\n5. gpt-oss-20b's layer on the {name}, first compiled for it: scripts/verify_gpu.py --quick", flush=True)
+    environment = {name: value for name, value in os.environ.items() if name != "FLASHINFER_CUDA_ARCH_LIST"}
+    if capability == (9, 0):
+        environment["FLASHINFER_SM12X_MOE"] = "1"
+    command = [sys.executable, str(ROOT / "scripts" / "verify_gpu.py"), "--quick", "--only", "moe"]
+    return [(f"the layer on the {name}", subprocess.run(command, env=environment).returncode == 0)]
 
 
 def launch_title(kernel: str) -> str:

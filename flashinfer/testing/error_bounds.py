@@ -128,11 +128,11 @@ TENSOR_CORE = Accumulation(min(SM120_SUM_BITS.values()))
 
 def _lowest_bits(values: torch.Tensor) -> torch.Tensor:
     """The largest power of two that divides each value: infinity for 0, 0 for what is not finite."""
-    fraction, exponent = torch.frexp(values.nan_to_num(0.0, 0.0, 0.0))
-    digits = (fraction.abs() * 2.0**53).long()
-    lowest = (digits & -digits).double() * power_of_two(exponent - 53)
-    lowest = torch.where(digits == 0, torch.inf, lowest)
-    return torch.where(torch.isfinite(values), lowest, 0.0)
+    bits, magnitude = values.contiguous().view(torch.int64), values.abs()
+    without = (bits & (bits - 1)).view(torch.float64)  # the last digit of the mantissa, if it has any
+    lowest = torch.where(bits & (1 << 52) - 1 == 0, magnitude, (values - without).abs_())
+    lowest = lowest.masked_fill_(magnitude == 0, torch.inf)
+    return torch.where(magnitude < torch.inf, lowest, 0.0)
 
 
 def granularity(values: torch.Tensor) -> torch.Tensor:
@@ -140,7 +140,10 @@ def granularity(values: torch.Tensor) -> torch.Tensor:
 
     Rows that hold infinity or NaN get 0.
     """
-    return _lowest_bits(values).amin(-1)
+    rows = values.reshape(-1, values.shape[-1])
+    few = max(1, (1 << 16) // max(1, values.shape[-1]))  # of which a core's cache holds what is computed of them
+    lowest = [_lowest_bits(part).amin(-1) for part in rows.split(few)]
+    return torch.cat(lowest).view(values.shape[:-1])
 
 
 def _power_below(values: torch.Tensor) -> torch.Tensor:

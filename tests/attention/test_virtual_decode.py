@@ -25,8 +25,6 @@ from flashinfer.testing.decode_reference import (
 )
 from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
 
-pytestmark = pytest.mark.slow
-
 ALL_WATCHERS = 31
 DISTINCT = 8  # counts what is touched: a bit for every sector
 SMS = 48

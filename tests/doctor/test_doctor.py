@@ -810,7 +810,6 @@ def of_this_environment(folder: Path, *path: Path) -> dict[str, dict[str, str]]:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.privileges
 def test_this_environment_with_a_broken_file_of_a_probe(tmp_path: Path) -> None:
     probe = tmp_path / ".cache" / "flashinfer" / UPSTREAM / "121a" / "sm12x_probe.json"
@@ -823,7 +822,6 @@ def test_this_environment_with_a_broken_file_of_a_probe(tmp_path: Path) -> None:
     assert (found["probe"]["state"], found["probe"]["command"]) == ("fail", f"rm {probe}")
 
 
-@pytest.mark.slow
 def test_this_environment_with_kernels_of_an_older_fork(tmp_path: Path) -> None:
     manifest = {"format": prebuilt.FORMAT, "fork": "0.0.9", "modules": []}
     package = {"__init__.py": "", prebuilt.MANIFEST: json.dumps(manifest)}

@@ -31,8 +31,6 @@ from flashinfer.testing.dense_reference import TOKENS as FORMATS
 from flashinfer.testing.dense_reference import TOKENS_OF, dense_inputs_with_not_numbers
 from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
 
-pytestmark = pytest.mark.slow
-
 ALL_WATCHERS = 31  # vsm.Watch.ALL, races included, and ARRIVALS: GB10's rule
 RACES = 2
 SMS = 48

@@ -15,8 +15,6 @@ from flashinfer.testing import DenseCase, check_within_bound, dense_reference, m
 from flashinfer.testing.row_top_k_reference import largest_of_rows, with_unusual_outputs
 from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
 
-pytestmark = pytest.mark.slow
-
 ALL_WATCHERS = 31  # vsm.Watch.ALL, races included, and ARRIVALS: GB10's rule
 SMS = 48
 SEARCH = ["chunk_top_k_kernel", "row_top_k_kernel"]

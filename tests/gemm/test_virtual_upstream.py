@@ -71,7 +71,6 @@ def launch(
     assert all(launch.clean for launch in device.launches)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"128x{tile[0]}x128{' swapped' if tile[1] else ''}")
 @pytest.mark.parametrize(
     ("rows", "n", "k"),

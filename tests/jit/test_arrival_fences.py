@@ -101,7 +101,6 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiled:
     return Compiled(tmp_path, monkeypatch)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("minor", "runs_on_gb10"), [("1a", True), ("1f", True), ("0f", True), ("0a", False)])
 def test_arrivals_have_fences_wherever_a_gb10_may_run_them(minor: str, runs_on_gb10: bool, compiled: Compiled) -> None:
     """Code for the family (``12.0f``) runs on SM121 as well, though ``__CUDA_ARCH__`` is 1200 there."""
@@ -116,7 +115,6 @@ def test_arrivals_have_fences_wherever_a_gb10_may_run_them(minor: str, runs_on_g
             assert counters == with_fence > 0, (name, counters, with_fence)
 
 
-@pytest.mark.slow
 def test_arrivals_without_their_fence_are_found(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHINFER_EXTRA_CUDAFLAGS", "-DFLASHINFER_SM12X_FENCE_ARRIVALS=0")
     compiled.names = set(list(compiled.names)[:1])
@@ -141,7 +139,6 @@ def test_fences_stand_in_one_place() -> None:
 SINGLE = [row for row in INSTANCES if row not in MAIN_MODULE]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "generate",
     [*modules.MODULES.values(), *(partial(modules.gen_fused_moe_instance_module, row) for row in SINGLE)],

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import random
 import signal
@@ -395,6 +396,8 @@ def test_log_and_progress(project: Project, jit_log: pytest.LogCaptureFixture) -
         "demo [4/4] demo.so",
         "demo is built",
     ]
+    told = [record.getMessage() for record in jit_log.records if record.levelno >= logging.INFO]
+    assert told == [lines[0], lines[-1]]  # it took no ten seconds
 
 
 def test_verbose_shows_commands_and_output(project: Project, capsys: pytest.CaptureFixture[str]) -> None:

@@ -108,7 +108,6 @@ def test_relative_cache_is_the_same_folder_for_child_processes(tmp_path: Path) -
 
 
 @needs_nvcc
-@pytest.mark.slow
 @pytest.mark.parametrize("base", ["rel", "$HOME a"])
 def test_cache_paths_that_nvcc_would_have_a_shell_read(base: str, tmp_path: Path) -> None:
     """A relative one, and one with a ``$``; the source is a generated one, which lies in the cache."""

@@ -57,7 +57,7 @@ def test_registered_and_listed() -> None:
 def test_other_instances_are_modules_of_their_own(row: Any) -> None:
     spec = fused_moe.gen_cutlass_fused_moe_sm120_instance_module(row.index)
     assert spec.name == f"fused_moe_120_{row.name}"
-    assert [source.name for source in spec.sources] == ["flashinfer_sm12x_instance_binding.cu", f"{row.name}.cu"]
+    assert [source.name for source in spec.sources] == ["flashinfer_sm12x_instance_binding.cpp", f"{row.name}.cu"]
 
 
 def test_instance_modules_that_do_not_exist() -> None:
@@ -268,7 +268,6 @@ def test_architecture_need_not_come_from_the_environment(monkeypatch: pytest.Mon
 
 
 @needs_nvcc
-@pytest.mark.slow
 def test_real_build_loads_without_a_driver_and_follows_its_headers(
     workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -363,7 +362,6 @@ def test_aot_lists_the_modules_for_these_gpus(monkeypatch: pytest.MonkeyPatch) -
 
 
 @needs_nvcc
-@pytest.mark.slow
 def test_aot_builds_and_packages(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ours through the engine, one of upstream's through ninja, both from the wheel's sources, into one folder."""
     from flashinfer import aot
@@ -401,7 +399,6 @@ def _with_modules(aot: Any, make: Any) -> Any:
 
 
 @needs_nvcc
-@pytest.mark.slow
 def test_machine_code_is_read(workspace: Path) -> None:
     from flashinfer.jit.sm12x.inspect_sass import find_tool, inspect
 
@@ -438,7 +435,6 @@ def test_machine_code_is_read(workspace: Path) -> None:
 
 
 @needs_nvcc
-@pytest.mark.slow
 def test_table_of_instances_as_built(workspace: Path) -> None:
     """One instance of the real module: its rows hold what its machine code does."""
     from flashinfer.jit.sm12x.inspect_sass import find_tool
@@ -468,7 +464,6 @@ def test_table_of_instances_as_built(workspace: Path) -> None:
 
 
 @needs_nvcc
-@pytest.mark.slow
 @pytest.mark.usefixtures("workspace")
 @pytest.mark.parametrize("name", ["bf16_m8_k128", "stream_bf16_m8"])
 @pytest.mark.parametrize("change", [{"shared_bytes": 16}, {"stages": -1}], ids=str)

@@ -429,7 +429,6 @@ print(module and module.answer(), spec.plan.library)
 
 
 @needs_nvcc
-@pytest.mark.slow
 def test_prebuilt_cache_that_can_only_be_read_is_used(tmp_path: Path) -> None:
     base, temporary = tmp_path / "base", tmp_path / "tmp"
     temporary.mkdir()

@@ -263,7 +263,6 @@ def test_one_that_does_not_fit_is_passed_over_with_a_line(installed: Installed, 
 
 
 @needs_nvcc
-@pytest.mark.slow
 def test_a_stale_one_is_passed_over_and_the_module_is_built(installed: Installed, lines) -> None:
     header = jit_env.FLASHINFER_GEN_SRC_DIR / "src" / "answer.h"
     header.write_text("#define ANSWER 42\n")
@@ -366,7 +365,6 @@ def test_a_library_for_a_newer_system_is_not_taken(tool: ModuleType, installed: 
 
 
 @needs_nvcc
-@pytest.mark.slow
 def test_the_same_sources_make_the_same_bytes(tool: ModuleType, workspace: Path) -> None:
     made = []
     for _ in range(2):

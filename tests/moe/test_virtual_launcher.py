@@ -51,7 +51,6 @@ def device() -> Iterator[VirtualDevice]:
         yield made
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", list(Mode))
 @pytest.mark.parametrize("as_bf16", [False, True])
 def test_a_workspace_serves_fewer_tokens_too(device: VirtualDevice, mode: Mode, as_bf16: bool) -> None:
@@ -143,7 +142,6 @@ def apart(device: VirtualDevice, monkeypatch: pytest.MonkeyPatch) -> VirtualDevi
 
 # Of a part that has room for several tactics, the one that needs it: many tokens with a short K fill a pair's e4m3 act and its
 # quantized tokens, few of them the streamed layer's float32. Offsets of numbers of experts that fill whole lines, and others.
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "case"),
     [
@@ -168,7 +166,6 @@ def test_every_part_of_a_layers_workspace_is_as_large_as_what_it_holds(
     assert all(launch.clean for launch in apart.launches)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "tokens"),
     [
@@ -192,7 +189,6 @@ def test_every_part_of_a_dense_layers_workspace_is_as_large_as_what_it_holds(
     assert all(launch.clean for launch in apart.launches)
 
 
-@pytest.mark.slow
 def test_every_part_of_a_grouped_gemms_workspace_is_as_large_as_what_it_holds(apart: VirtualDevice) -> None:
     print("seed", 10)
     call = make_group_gemm_inputs([9, 0, 70], 264, 416, 10)
@@ -209,7 +205,6 @@ def sparse(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
     return torch.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=torch.uint8).view(dtype).view(shape)
 
 
-@pytest.mark.slow
 def test_rows_of_a_grouped_gemm_beyond_31_bits(device: VirtualDevice) -> None:
     """Of outputs more than 2^31 elements, of tokens more than 2^32 bytes lie in front of the one group there is."""
     print("seed", 12)
@@ -225,7 +220,6 @@ def test_rows_of_a_grouped_gemm_beyond_31_bits(device: VirtualDevice) -> None:
     check_within_bound(out[far:], *group_gemm_reference(**near, accumulation=TENSOR_CORE), "far rows")
 
 
-@pytest.mark.slow
 def test_scales_of_a_grouped_gemm_beyond_31_bits(device: VirtualDevice) -> None:
     """Of the last of as many groups as there can be; its weights begin beyond 2^35 bytes."""
     print("seed", 16)
@@ -268,7 +262,6 @@ def run_far_layer(
     device.call(module.sm12x_moe_run, *arguments, *more, writes=(arguments[0], workspace))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", [0, 2], ids=["MXFP8 input", "W4A16"])
 def test_tokens_of_a_layer_beyond_31_bits(device: VirtualDevice, mode: int) -> None:
     """Inputs, packed ones, partial outputs and outputs of more than 2^31 elements: only the last tokens have a local expert."""
@@ -297,7 +290,6 @@ def test_tokens_of_a_layer_beyond_31_bits(device: VirtualDevice, mode: int) -> N
     check_within_bound(output[far:], *moe_reference(near, TENSOR_CORE), "far tokens")
 
 
-@pytest.mark.slow
 def test_a_token_without_a_local_expert_beyond_31_bits(device: VirtualDevice) -> None:
     """Its outputs are zeroed; those of the tokens before are left to the GEMMs, which are not launched here."""
     hidden, tokens, tail = 1 << 16, (1 << 15) + 3, 2
@@ -313,7 +305,6 @@ def test_a_token_without_a_local_expert_beyond_31_bits(device: VirtualDevice) ->
     assert output[-tail - 1].isnan().all()
 
 
-@pytest.mark.slow
 def test_outputs_of_a_streamed_dense_layer_beyond_31_bits(device: VirtualDevice) -> None:
     """The kernel begins with the tile of tokens that it would come to after hours."""
     print("seed", 17)
@@ -334,7 +325,6 @@ def test_outputs_of_a_streamed_dense_layer_beyond_31_bits(device: VirtualDevice)
     check_within_bound(out[far:], *dense_reference(near), "far rows")
 
 
-@pytest.mark.slow
 def test_largest_outputs_of_rows_beyond_31_bits(device: VirtualDevice) -> None:
     """The search of two rows takes those behind all others."""
     print("seed", 18)
@@ -363,7 +353,6 @@ def test_largest_outputs_of_rows_beyond_31_bits(device: VirtualDevice) -> None:
     assert torch.equal(indices[far:], expected[1])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mxfp8_m8_k128", "stream_mxfp8_as_bf16_m8"])
 def test_weights_of_an_expert_beyond_32_bits(device: VirtualDevice, name: str) -> None:
     """The last of as many experts as there can be; FC1's weights begin beyond 2^32 bytes, FC2's beyond 2^31."""
@@ -381,7 +370,6 @@ def test_weights_of_an_expert_beyond_32_bits(device: VirtualDevice, name: str) -
     check_within_bound(output, *moe_reference(near, TENSOR_CORE), name)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("what", ["pair", "streamed", "dense", "grouped GEMM"])
 def test_a_workspace_that_lacks_a_byte_is_refused(
     device: VirtualDevice, what: str, monkeypatch: pytest.MonkeyPatch
@@ -401,7 +389,6 @@ def test_a_workspace_that_lacks_a_byte_is_refused(
     assert device.launches == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", list(Mode))
 @pytest.mark.parametrize("streamed", [True, False], ids=["streamed", "pair"])
 def test_absent_routing_weights_count_one(device: VirtualDevice, mode: Mode, streamed: bool) -> None:
@@ -414,7 +401,6 @@ def test_absent_routing_weights_count_one(device: VirtualDevice, mode: Mode, str
     check_within_bound(run_moe(device, inputs, mode, [tactic, tactic]), *reference)
 
 
-@pytest.mark.slow
 def test_threads_with_layers_of_different_sizes_do_not_take_each_others_shared_memory(device: VirtualDevice) -> None:
     """Each launch of a streamed layer asks for shared memory by the layer's sizes; the grant is the kernel's."""
     module = device.module(gen_cutlass_fused_moe_sm120_module)
@@ -447,7 +433,6 @@ def test_threads_with_layers_of_different_sizes_do_not_take_each_others_shared_m
     assert not failures, failures
 
 
-@pytest.mark.slow
 def test_scales_that_are_no_words_are_refused_before_a_launch(device: VirtualDevice) -> None:
     case = MoECase(num_tokens=3, hidden=128, inter=64, num_experts=2, top_k=1, mode=int(Mode.MXFP8_INPUT))
     inputs = make_moe_inputs(case, seed=5)

@@ -16,8 +16,6 @@ from flashinfer.jit.sm12x.instances import INSTANCES
 from flashinfer.testing import TENSOR_CORE, MoECase, check_within_bound, make_moe_inputs, moe_reference
 from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
 
-pytestmark = pytest.mark.slow
-
 ALL_WATCHERS = 31  # vsm.Watch.ALL, races included, and ARRIVALS: GB10's rule
 # The first of each kind, with a mode whose input is bfloat16: what a layer leaves for the next one.
 KINDS = {

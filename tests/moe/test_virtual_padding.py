@@ -13,8 +13,6 @@ from flashinfer.jit.sm12x.instances import IN_KERNEL_ENTRIES, INSTANCES, MAIN_MO
 from flashinfer.testing import Accumulation, MoECase, MoEInputs, check_within_bound, make_moe_inputs, moe_reference
 from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
 
-pytestmark = pytest.mark.slow
-
 WIDE = Accumulation(25)  # an H200's and a B200's
 HIDDEN, INTER, EXPERTS, TOP_K = 352, 160, 6, 2
 MODES = {0: "MXFP8 input", 1: "bf16 input", 2: "W4A16"}

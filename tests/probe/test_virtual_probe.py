@@ -20,8 +20,6 @@ from flashinfer.sm12x.probe.target import NoTargetError, Target, find_target
 from flashinfer.testing import SM120_SUM_BITS, TENSOR_CORE, dequantize_mxfp4, verify
 from flashinfer.testing.virtual_device import VirtualDeviceError, virtual_device
 
-pytestmark = pytest.mark.slow
-
 ALL_WATCHERS = 31  # vsm.Watch.ALL, races included, and ARRIVALS: GB10's rule
 KINDS = pytest.mark.parametrize("name", mma.KINDS)
 

@@ -26,8 +26,6 @@ from flashinfer.sm12x.probe.target import GB10, Target
 from flashinfer.testing import verify
 from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
 
-pytestmark = pytest.mark.slow
-
 
 @dataclasses.dataclass(frozen=True)
 class GivenGpu(Target):

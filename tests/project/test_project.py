@@ -4,29 +4,21 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
+import dataclasses
 import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from layer_toys import OURS, REPO, UPSTREAM
+import torch
+from layer_toys import OURS, REPO, UPSTREAM, load_tool
 
 from flashinfer import _layer, _version
-
-
-def load_tool(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, REPO / "tools" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
 
 
 def create_env(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
@@ -79,6 +71,85 @@ def test_an_unsupported_python_is_refused(monkeypatch: pytest.MonkeyPatch, capsy
         monkeypatch.setattr(tool.sys, "version_info", fake)
         assert tool.main() == 1
         assert "Python 3.10 to 3.13 is needed. Name one: make PYTHON=python3.12 ..." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("said", "line"),
+    [
+        (
+            "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device\n",
+            "the disk is full",
+        ),
+        ("... [Errno -3] Temporary failure in name resolution ...\nERROR: No matching", "Is there a network"),
+        ("SSLCertVerificationError(1, '[SSL: CERTIFICATE_VERIFY_FAILED] ...", "ca-certificates"),
+        ("/usr/bin/python3: No module named pip\n", "apt-get install python3-venv"),
+    ],
+)
+def test_what_pip_said_becomes_a_line_with_the_remedy(said: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    tool = load_tool("create_env")
+    assert tool.fail("pip could not install", said) == 1
+    assert re.fullmatch(rf"create_env\.py: pip could not install \(.*\): .*{line}.*\n", capsys.readouterr().err)
+    assert tool.fail("pip could not install", "nobody knows\n") == 1
+    assert capsys.readouterr().err == "nobody knows\ncreate_env.py: pip could not install\n"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_is_a_line_that_moves_on_a_terminal_alone(
+    terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    progress = load_tool("progress")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    with progress.Progress("compiling") as line:
+        line.note = "3 of 19"
+        if terminal:
+            time.sleep(0.7)
+    out = capsys.readouterr().out
+    assert out.count("\n") == 2 - terminal
+    assert ("\r" in out) == terminal
+    assert re.search(r"compiling, 3 of 19: \d s\n$", out)
+
+
+def test_the_demos_layer_is_a_call_of_each_mode() -> None:
+    from flashinfer.testing import MoECase, make_moe_inputs
+
+    def form(inputs: Any) -> dict[str, Any]:
+        values = {field.name: getattr(inputs, field.name) for field in dataclasses.fields(inputs)}
+        return {
+            name: (value.shape, value.dtype) if isinstance(value, torch.Tensor) else value
+            for name, value in values.items()
+        }
+
+    demo = load_tool("demo")
+    demo.drawn = lambda tokens, seed: make_moe_inputs(MoECase(tokens, 64, 96, 4, 2, mode=1), seed)
+    for mode in demo.MODES:
+        assert form(demo.inputs_of(mode, 3, 7)) == form(make_moe_inputs(MoECase(3, 64, 96, 4, 2, mode=mode), 7))
+
+
+@pytest.mark.parametrize(
+    ("found", "ran"),
+    [
+        (None, None),
+        (("A100", (8, 0)), None),
+        (("H200", (9, 0)), {"FLASHINFER_SM12X_MOE": "1"}),
+        (("GB10", (12, 1)), {}),
+    ],
+)
+def test_the_demo_runs_on_a_gpu_that_has_kernels(found: Any, ran: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for the script."""
+    demo, calls = load_tool("demo"), []
+
+    def run(command: list[str], env: dict[str, str]) -> SimpleNamespace:
+        calls.append({name: env[name] for name in env if name.startswith("FLASHINFER_SM12X_MOE")})
+        assert "FLASHINFER_CUDA_ARCH_LIST" not in env
+        assert Path(command[1]).is_file()
+        return SimpleNamespace(returncode=3)
+
+    monkeypatch.setattr(demo.subprocess, "run", run)
+    monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "12.1a")
+    monkeypatch.delenv("FLASHINFER_SM12X_MOE", raising=False)
+    checks = demo.run_on_gpu(found)
+    assert calls == ([] if ran is None else [ran])
+    assert checks == ([] if ran is None else [(f"the layer on the {found[0]}", False)])
 
 
 BLOCK_SCALED = "use the block-scaled FP4 MMA"

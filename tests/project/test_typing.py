@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from layer_toys import REPO
 
 PROGRAM = """\
@@ -26,7 +25,6 @@ wrong_root: str = fork_root()
 """
 
 
-@pytest.mark.slow
 def test_mypy_on_a_users_program(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     result = subprocess.run(

@@ -21,8 +21,6 @@ from flashinfer.testing.router_reference import (
 )
 from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
 
-pytestmark = pytest.mark.slow
-
 ALL_WATCHERS = 31
 
 

@@ -19,8 +19,6 @@ from flashinfer.jit.sm12x.instances import INSTANCES
 from flashinfer.testing import DenseCase, MoECase, make_dense_inputs, make_group_gemm_inputs, make_moe_inputs
 from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture
 def device() -> Iterator[VirtualDevice]:

@@ -29,7 +29,6 @@ def _alike(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
     return True
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", OPERATORS)
 def test_both_refuse_the_same_in_the_same_words(name: str) -> None:
     """And before anything is launched. The words are those that ``test_every_argument.py`` asks for."""
@@ -76,7 +75,6 @@ MODES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("virtual", [False, True], ids=["CPU", "virtual"])
 @pytest.mark.parametrize("name", OPERATORS)
 def test_modes_of_torch_change_nothing(name: str, virtual: bool) -> None:
@@ -100,7 +98,6 @@ def test_modes_of_torch_change_nothing(name: str, virtual: bool) -> None:
             assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("virtual", [False, True], ids=["CPU", "virtual"])
 @pytest.mark.parametrize("name", OPERATORS)
 def test_fake_tensors_give_fake_results_and_leave_nothing_behind(name: str, virtual: bool) -> None:

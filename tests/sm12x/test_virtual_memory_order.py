@@ -39,8 +39,6 @@ from flashinfer.testing.router_reference import check_routed, make_router_inputs
 from flashinfer.testing.row_top_k_reference import largest_of_rows
 from flashinfer.testing.virtual_device import VirtualDevice, VirtualDeviceError, virtual_device
 
-pytestmark = pytest.mark.slow
-
 SEEDS = (1, 2, 3)
 ALL_WATCHERS = 31  # vsm.Watch.ALL, races included, and ARRIVALS: GB10's rule
 # Units of both GEMMs of a pair are cut between blocks; every block of a streamed layer has some of each.

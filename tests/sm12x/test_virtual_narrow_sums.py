@@ -62,7 +62,6 @@ def run_group_gemm() -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     return call, out
 
 
-@pytest.mark.slow
 def test_a_grouped_gemm_on_the_virtual_sm121() -> None:
     call, out = run_group_gemm()
     used = check_within_bound(out, *group_gemm_reference(**call, accumulation=NARROW))
@@ -71,7 +70,6 @@ def test_a_grouped_gemm_on_the_virtual_sm121() -> None:
         check_within_bound(out, *group_gemm_reference(**call, accumulation=TENSOR_CORE))
 
 
-@pytest.mark.slow
 def test_a_pair_of_gemms_on_the_virtual_sm121() -> None:
     case, seed = MoECase(6, 4096, 96, num_experts=3, top_k=2, mode=0), 92
     print("seed", seed)
@@ -104,7 +102,6 @@ def run_dense(row: Instance) -> tuple[torch.Tensor, DenseInputs]:
     return out, inputs
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("row", DENSE, ids=lambda row: row.name)
 def test_a_dense_gemm_on_the_virtual_sm121(row: Instance) -> None:
     out, inputs = run_dense(row)
@@ -123,7 +120,6 @@ def in_half(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modules, "DENSE_INSTANCES", DENSE)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("in_half")
 @pytest.mark.parametrize("row", EXTREMES, ids=lambda row: row.name)
 def test_pairs_of_gemms_keep_the_bound_in_half_whatever_the_fp8_mma_adds_up_in(row: Instance) -> None:
@@ -134,14 +130,12 @@ def test_pairs_of_gemms_keep_the_bound_in_half_whatever_the_fp8_mma_adds_up_in(r
     check_within_bound(output, *moe_reference(inputs, TENSOR_CORE))
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("in_half")
 def test_the_grouped_gemm_keeps_the_bound_of_half() -> None:
     call, out = run_group_gemm()
     check_within_bound(out, *group_gemm_reference(**call, accumulation=TENSOR_CORE))
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("in_half")
 @pytest.mark.parametrize("row", DENSE, ids=lambda row: row.name)
 def test_dense_gemms_keep_the_bound_of_half(row: Instance) -> None:
@@ -168,7 +162,6 @@ def multiply_one(row: Instance, x: float, weight: float, exponent: int, elements
     return float(found), x * weight * elements
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("in_half")
 @pytest.mark.parametrize("row", DENSE, ids=lambda row: row.name)
 def test_token_scales_that_half_precision_takes(row: Instance) -> None:
@@ -215,7 +208,6 @@ def test_a_probe_of_the_gpu_chooses_and_the_switch_overrules_it(
         modules.gen_fused_moe_module()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("narrow", ["mxf8f6f4", "mxf4"])
 def test_only_the_kind_that_is_narrow_is_multiplied_in_half(
     narrow: str, workspace: Path, monkeypatch: pytest.MonkeyPatch

@@ -125,7 +125,6 @@ def test_a_real_runtime_behind_the_preloaded_one_does_no_harm(monkeypatch):
     assert done.stdout.strip() == "torch.Size([3])", done.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "n", "k"),
     [([5, 3], 128, 256), ([0, 17, 1, 0], 256, 512), ([130], 384, 128)],
@@ -142,7 +141,6 @@ def test_group_gemm_kernels_keep_the_bound(device, rows, n, k):
     assert sum(launch.predicted.seconds for launch in device.launches) > 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", [0, 1, 2], ids=["MXFP8 input", "bf16 input", "W4A16"])
 def test_moe_kernels_keep_the_bound(device, mode):
     print("seed", 12)
@@ -153,7 +151,6 @@ def test_moe_kernels_keep_the_bound(device, mode):
     assert all(launch.clean for launch in device.launches)
 
 
-@pytest.mark.slow
 def test_the_public_operators_use_the_active_device():
     print("seeds", 15, 16)
     call = make_group_gemm_inputs([5, 3], 128, 256, 15)
@@ -172,7 +169,6 @@ def test_the_public_operators_use_the_active_device():
     check_within_bound(output, *moe_reference(inputs, TENSOR_CORE))
 
 
-@pytest.mark.slow
 def test_rows_outside_the_tensors_are_a_fault_with_its_place(device):
     print("seed", 13)
     call = make_group_gemm_inputs([5, 3], 128, 256, 13)
@@ -189,7 +185,6 @@ def test_rows_outside_the_tensors_are_a_fault_with_its_place(device):
     assert not good.isnan().any()
 
 
-@pytest.mark.slow
 def test_a_device_works_after_another_one_faulted():
     print("seed", 14)
     call = make_group_gemm_inputs([5, 3], 128, 256, 14)

@@ -199,7 +199,6 @@ def group_gemm(merged, on_the_virtual_gpu) -> subprocess.CompletedProcess:
     )  # fmt: skip
 
 
-@pytest.mark.slow
 def test_the_grouped_gemm_passes_its_tests_on_the_virtual_gpu(group_gemm):
     assert re.search(r"\b6 passed", group_gemm.stdout)
     launches = re.search(r"(\d+) launches on the virtual SM121, of 3 kernels", group_gemm.stdout)
@@ -217,7 +216,6 @@ def machine_code(binary: Path, cuobjdump: Path) -> dict[str, str]:
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
-@pytest.mark.slow
 def test_its_machine_code_is_the_forks(group_gemm, jit_cache, tmp_path, monkeypatch):
     """What upstream's JIT made, with its flags, beside what the fork's own command makes of the fork's sources."""
     from flashinfer.jit.core import current_compilation_context

@@ -11,7 +11,6 @@ from test_vllm_models import serve
 from test_vllm_scripts import SCRIPTS, run
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("moe", ["mxfp4-a8", "mxfp4-a16"])
 def test_a_decode_step_of_the_experts_runs_the_compiled_kernels(checkpoint_folder, moe):
     from flashinfer.testing.virtual_device import virtual_device
@@ -42,7 +41,6 @@ def test_a_decode_step_of_the_experts_runs_the_compiled_kernels(checkpoint_folde
     assert error <= 2 * torch.finfo(torch.bfloat16).eps * on_the_cpu[0].float().abs().max()
 
 
-@pytest.mark.slow
 def test_verify_gpu_judges_the_compiled_kernels_on_the_virtual_sm121():
     done = run("verify_gpu.py", "--virtual", "--only", "moe", PYTHONPATH=f"{SCRIPTS.parent}:{SCRIPTS}")
     print(done.stdout)

@@ -62,6 +62,9 @@ COMPILER_ENVIRONMENT = (
 _DONE = r"(\[\d+/\d+\]) .* -o (?:obj/)?(\S+?)(?:\.new && mv .*)?$"
 """A line of ninja's: how much is done, and what has been made."""
 
+_SECONDS_BETWEEN_LINES = 10
+"""Of a build's progress in the log; each line of it is in ``build.log``, and here at level DEBUG."""
+
 _RULES = """\
 rule compile
   command = $command
@@ -468,7 +471,7 @@ def _run_ninja(plan: ModulePlan, jobs: int, verbose: bool, lock: int | None, log
         text=True,
         errors="replace",
     )
-    lines = []
+    lines, said = [], time.monotonic()
     try:
         assert process.stdout is not None
         for line in process.stdout:
@@ -478,7 +481,9 @@ def _run_ninja(plan: ModulePlan, jobs: int, verbose: bool, lock: int | None, log
             if verbose:
                 print(line, end="", file=sys.stderr, flush=True)
             if done := re.match(_DONE, line):
-                _logger.info("%s %s %s", plan.name, *done.groups())
+                news = time.monotonic() - said >= _SECONDS_BETWEEN_LINES
+                said = time.monotonic() if news else said
+                _logger.log(logging.INFO if news else logging.DEBUG, "%s %s %s", plan.name, *done.groups())
         process.wait()
     finally:
         process.terminate()

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``make test`` leaves to ``make test-all``: the marker ``slow`` is given here, and nowhere else.
+
+A test is slow
+
+* if ``LONG`` names it: it takes more than 20 seconds of one core, with all its parameters and what it compiles;
+* if it runs on the virtual SM121 (``tests/*/test_virtual_*.py``), unless it is the first, cheapest one that notices some
+  change of ``tests/mutations.toml``. Of a thousand these are some 150, of each kernel family one or more with
+  every watcher on.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from functools import cache
+
+from layer_toys import REPO, load_tool
+
+VIRTUAL = "tests/*/test_virtual_*.py"
+LONG = (
+    "tests/doctor/test_doctor.py::test_a_planted_state_is_named_and_its_command_mends_it",
+    "tests/doctor/test_doctor.py::test_additional_config_is_checked_as_vllm_will_have_it",
+    "tests/doctor/test_doctor.py::test_this_environment_with_a_broken_file_of_a_probe",
+    "tests/doctor/test_doctor.py::test_this_environment_with_kernels_of_an_older_fork",
+    "tests/install/test_install.py::test_installing_again_replaces",
+    "tests/jit/test_arrival_fences.py::test_arrivals_have_fences_wherever_a_gb10_may_run_them[0a-False]",
+    "tests/jit/test_arrival_fences.py::test_arrivals_have_fences_wherever_a_gb10_may_run_them[0f-True]",
+    "tests/jit/test_arrival_fences.py::test_arrivals_have_fences_wherever_a_gb10_may_run_them[1f-True]",
+    "tests/jit/test_arrival_fences.py::test_no_kernel_takes_many_named_barriers",
+    "tests/jit/test_jit_spec.py::test_a_row_that_says_otherwise_than_the_layout_of_shared_memory_does_not_compile",
+    "tests/layer/test_upstream_modules.py::test_no_public_name_is_lost",
+    "tests/layer/test_upstream_modules.py::test_the_two_interpreters_differ_as_meant",
+    "tests/layer/test_upstream_modules.py::test_the_wheels_other_top_level_package_finds_its_code",
+    "tests/layer/test_upstream_modules.py::test_what_imports_and_what_does_not_is_the_same",
+    "tests/project/test_typing.py",
+    "tests/upstream_patch/test_exported.py",
+)
+"""Files, tests with all their parameters, or with some: more than 20 seconds of a core, together."""
+
+
+@cache
+def noticing() -> frozenset[str]:
+    """The first test of each change that a test must notice: node ids, or ``FILE -k WORD``."""
+    mutate = load_tool("mutate")
+    return frozenset(m.tests[0] for m in mutate.read_list(REPO / mutate.LIST) if not m.equivalent)
+
+
+def covers(entry: str, node: str) -> bool:
+    """Whether a file, a test, one with its parameters, or ``FILE -k WORD`` is or holds the test of that node id."""
+    file, word_given, word = entry.partition(" -k ")
+    if word_given:
+        return node.startswith(f"{file}::") and word in node
+    return entry in (node, node.partition("[")[0], node.partition("::")[0])
+
+
+def is_slow(node: str) -> bool:
+    if any(covers(entry, node) for entry in LONG):
+        return True
+    return fnmatch.fnmatch(node.partition("::")[0], VIRTUAL) and not any(covers(entry, node) for entry in noticing())
