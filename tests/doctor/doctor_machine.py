@@ -126,7 +126,7 @@ class Machine:
         (self.tree / "flashinfer").symlink_to(REPO / "flashinfer")
         for name in ("__init__.py", "settings.py", "devices.py"):
             shutil.copy(REPO / "flashinfer_sm12x_vllm" / name, self.tree / "flashinfer_sm12x_vllm")
-        for name in ("config", "lm_head", "attention"):
+        for name in ("config", "moe", "lm_head", "attention"):
             self.plugin_part(name, "def install(): pass")
         self.package("flashinfer-sm12x", "0.1.0", plugin="flashinfer_sm12x = flashinfer_sm12x_vllm:register")
 

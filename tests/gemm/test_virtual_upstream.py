@@ -86,7 +86,6 @@ def test_it_keeps_the_bound(library, tile, rows, n, k):
     check_within_bound(out, *group_gemm_reference(**call, accumulation=TENSOR_CORE))
 
 
-@pytest.mark.slow
 def test_kept_counts_are_those_of_a_run(library):
     """FC2 of a Spark of two, three experts that the counts were not taken from: ``benchmarks/emulate_peers.py`` renews them."""
     rows, (hidden, inter) = [7, 65, 1], PEERS["CUTLASS"].padded(MODELS["gpt-oss-120b"].split(2).moe)
