@@ -12,6 +12,7 @@ import torch
 from peers import TOLERANCE, marlin
 from timing import relative_error
 
+from flashinfer.sm12x.models import MoELayer
 from flashinfer.testing import MoEInputs, moe_layers, moe_reference
 
 
@@ -147,7 +148,7 @@ def assert_computes(call: Callable[[], torch.Tensor], inputs: MoEInputs) -> None
 @pytest.mark.parametrize("tokens", [1, 3, 40])
 def test_driver_computes_the_layer(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hidden and intermediate size are no multiples of what Marlin wants, so both are padded."""
-    monkeypatch.setitem(moe_layers.MODELS, "tiny", (160, 96, 8, 3))
+    monkeypatch.setitem(moe_layers.MODELS, "tiny", MoELayer(160, 96, 8, 3))
     properties = SimpleNamespace(multi_processor_count=3)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     batch = moe_layers.route(moe_layers.make_layer("tiny", tokens, tokens, "cpu"), tokens, tokens)

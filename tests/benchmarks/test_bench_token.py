@@ -331,6 +331,7 @@ def test_what_fails_costs_itself_only(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     given = ["--models", "gpt-oss-20b", "--stacks", "vllm,fork", "--dense", "bf16", "--out", str(tmp_path)]
     given += ["--decode", "1x16,1x32,2x90", "--name", "cpu"]  # positions end at 64
+    given += ["--router", "separate", "--decode-attention", "separate"]
     assert bench_token.main(given) == 0
     machine, steps = results.load(tmp_path / "cpu.json")
     assert machine == about | {"read_gb_per_second": 100.0}

@@ -19,6 +19,7 @@ import torch
 from timing import Entry, Row
 
 import flashinfer
+from flashinfer.sm12x.models import MoELayer
 from flashinfer.sm12x.probe.timing import Sample
 from flashinfer.testing import MoEInputs, moe_layers, moe_reference
 
@@ -65,7 +66,7 @@ def given_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def plan(monkeypatch: pytest.MonkeyPatch) -> bench.Plan:
-    monkeypatch.setitem(moe_layers.MODELS, MODEL, (128, 64, 8, 2))
+    monkeypatch.setitem(moe_layers.MODELS, MODEL, MoELayer(128, 64, 8, 2))
     monkeypatch.setattr(bench, "planned_tactics", lambda inputs, mode: ("bf16_m8_k128", "bf16_m8_k128"))
     return bench.Plan([MODEL], TOKENS, [0, 1, 2], repeats=3, device="cpu")
 

@@ -354,6 +354,8 @@ def test_aot_lists_the_modules_for_these_gpus(monkeypatch: pytest.MonkeyPatch) -
         "dense_mx_sm12x",
         "router_sm12x",
         "decode_sm12x",
+        "fused_moe_120_stream_mxfp8_as_bf16_m8_w3",
+        "fused_moe_120_stream_bf16_m8_w3",
         "fused_moe_120_upstream",
         "norm",
     ]
