@@ -10,7 +10,8 @@ loads the same checkpoint in an engine of its own and answers the same prompts g
 by token as far as they are the same, so that both engines saw the same input: whether the next token is the same, how
 many of the 8 most probable tokens are, and how far apart the log probabilities of the reference's 8 are, on average.
 
-What rounding alone does is the row of two backends that are not this fork's. On Hopper set FLASHINFER_SM12X_MOE=1.
+What rounding alone does is the row of two backends that are not this fork's. On Hopper set FLASHINFER_SM12X_MOE=1, and
+give --attention FLASHINFER, without which vLLM takes an attention there that leaves no step to the fork's decode path.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ WAYS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
     "Marlin": ({"FLASHINFER_SM12X_VLLM": "0"}, {"moe_backend": "marlin"}),
     "Triton": ({"FLASHINFER_SM12X_VLLM": "0"}, {"moe_backend": "triton"}),
     "fork, W4A16": ({}, {"additional_config": {"sm12x": {"moe": "mxfp4-a16"}}}),
+    "fork, W4A16, vLLM's decode steps": ({}, {"additional_config": {"sm12x": {"moe": "mxfp4-a16", "decode": "vllm"}}}),
     "fork, W4A8": ({}, {"additional_config": {"sm12x": {"moe": "mxfp4-a8"}}}),
     "Marlin, 2 GPUs": ({"FLASHINFER_SM12X_VLLM": "0"}, {"moe_backend": "marlin", "tensor_parallel_size": 2}),
     "fork, 2 GPUs": ({}, {"tensor_parallel_size": 2}),
@@ -66,6 +68,7 @@ def answer(model: str, way: str, given: argparse.Namespace) -> Answers:
         max_logprobs=LOGPROBS,
         gpu_memory_utilization=given.share,
         kv_cache_memory_bytes=1 << 30,
+        attention_backend=given.attention,
         **WAYS[way][1],
     )
     sampling = SamplingParams(
@@ -115,6 +118,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--input", type=vllm_server.positive, default=64, help="tokens of a prompt")
     parser.add_argument("--output", type=vllm_server.positive, default=16, help="tokens of an answer")
     parser.add_argument("--share", type=float, default=0.15, help="of the GPU's memory, for each engine")
+    parser.add_argument("--attention", help="vLLM's attention backend for every way; else its own choice")
     parser.add_argument("--at-once", type=vllm_server.positive, default=1, help="engines side by side")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="a folder for answers and logs; else a temporary one")
@@ -129,6 +133,8 @@ def run_engine(given: argparse.Namespace, model: Path, way: str, file: Path) -> 
     command = [sys.executable, __file__, "--answer", str(model), way, str(file)]
     for name in ("prompts", "input", "output", "share", "seed"):
         command += [f"--{name}", str(getattr(given, name))]
+    if given.attention:
+        command += ["--attention", given.attention]
     with file.with_suffix(".log").open("wb") as log:
         code = subprocess.run(
             command, env={**os.environ, **WAYS[way][0]}, stdout=log, stderr=subprocess.STDOUT
