@@ -5,7 +5,7 @@
     scripts/random_checkpoint.py FOLDER --layers 4
 
 The sizes are gpt-oss-20b's with as many layers as asked, so that a server starts in seconds and nothing is downloaded.
-The tokenizer's words are ``t0 t1 ...``: token ids can be read off any text. Weights are drawn so that activations keep
+The tokenizer's words are ``t2 t3 ...``: token ids can be read off any text. Weights are drawn so that activations keep
 their size through the layers and the router's logits lie apart. A layer takes 0.5 GB, embedding and head 2.3 GB.
 """
 
@@ -138,16 +138,18 @@ def write(folder: Path, seed: int, changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
-    """A tokenizer whose word ``t17`` is token 17; the last ids are Harmony's special tokens."""
+    """A tokenizer whose word ``t17`` is token 17; the first two and the last ids are special tokens."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
+    # No special token may be the beginning of a word: it would be cut out of it.
+    pad, end = "<|pad|>", "<|endoftext|>"
     special = [f"<|{name}|>" for name in HARMONY_TOKENS]
-    words = [f"t{index}" for index in range(vocab_size - len(special))] + special
-    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="t0"))
+    words = [pad, end, *(f"t{index}" for index in range(2, vocab_size - len(special))), *special]
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token=pad))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens(special)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="t1", pad_token="t0", unk_token="t0")
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end, pad_token=pad, unk_token=pad)
     fast.save_pretrained(folder)
 
 
