@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One decode step of one gpt-oss layer on the virtual SM121, called by vLLM: its runner, its router, its experts
-class."""
+"""Decode steps on the virtual SM121, called by vLLM: one layer by its router and experts class, and a model by the
+plugin's model class."""
 
 from __future__ import annotations
 
+import checkpoint
 import pytest
 import served
 import torch
+from paged import Batch, Paged
+from test_vllm_decode import CHANGES, PAGES, PROMPTS, SEED, attention_in_pytorch, folder, loaded, tokens_of  # noqa: F401
 from test_vllm_models import serve
 from test_vllm_scripts import SCRIPTS, run
 
@@ -48,3 +51,37 @@ def test_verify_gpu_judges_the_compiled_kernels_on_the_virtual_sm121():
     rows = [line.split("|")[2] for line in done.stdout.splitlines() if line.startswith("| MoE")]
     assert len(rows) == 6
     assert all(0 < float(used) <= 1 for used in rows)
+
+
+def test_a_decode_step_is_the_executors_on_the_virtual_sm121(loaded, tmp_path):
+    """Behind prompts: QKV, rope with the cache's write and attention, O, router, experts and LM head, all compiled."""
+    from flashinfer.testing.virtual_device import virtual_device
+
+    checkpoint.write(tmp_path, SEED, **CHANGES, num_hidden_layers=1)
+    config, model = loaded({"moe": "mxfp4-a16", "qkv": "mxfp4", "o": "mxfp8", "lm_head": "mxfp4"}, folder=tmp_path)
+    steps = Paged(config, model)
+    for sequence, length in enumerate(PROMPTS):
+        steps.step(tokens_of(sequence, length), Batch([length], [length], [PAGES[sequence]]))
+    (cache,) = (layer.kv_cache for layer in steps.layers.values())
+    before = cache.clone()
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        cache.copy_(before)
+        batch = Batch([1, 1], [length + 1 for length in PROMPTS], PAGES)
+        # A full graph's rows of padding: a sequence of length 0 and a row without any.
+        logits = steps.step([tokens_of(i, length + 1)[-1] for i, length in enumerate(PROMPTS)], batch, 4, 3)
+        assert not batch.stock
+        return logits[:2].log_softmax(-1), cache.clone()
+
+    on_the_cpu, written = step()
+    with virtual_device("sm_121a") as device:
+        on_the_device, written_there = step()
+        assert all(launch.clean for launch in device.launches)
+        ran = " ".join(launch.kernel for launch in device.launches)
+    for kernel in ("dense_layer_kernel", "decode_attention", "router", "streamed_layer_kernel"):
+        assert kernel in ran, ran
+    assert not torch.equal(written, before)
+    print("logits", distance := (on_the_device - on_the_cpu).abs().mean())
+    # A sum of products in another order: neighbours in bf16.
+    torch.testing.assert_close(written_there, written, rtol=2**-7, atol=2**-7)
+    assert distance < 0.02
