@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import forked_python
 import pytest
 import torch
 from layer_toys import Run
@@ -61,21 +62,22 @@ def run_python(tmp_path_factory: pytest.TempPathFactory) -> Run:
         *arguments: str,
         path: list[Path],
         bare: bool = False,
+        fresh: bool = False,
         check: bool = True,
         python: str | Path = sys.executable,
         env: Mapping[str, str] | None = None,
     ) -> subprocess.CompletedProcess:
-        """``bare``: without site-packages, so that ``path`` is all there is beside the standard library."""
+        """``bare``: without site-packages, so that ``path`` is all there is beside the standard library; ``fresh``: with
+        nothing imported, for tests of what an import brings."""
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "FLASHINFER"))}
         environment |= {"PYTHONPATH": os.pathsep.join(map(str, path)), **(env or {})}
-        result = subprocess.run(
-            [str(python), *(["-S"] if bare else []), *arguments],
-            cwd=elsewhere,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
+        if fresh or bare or python != sys.executable:
+            command = [str(python), *(["-S"] if bare else []), *arguments]
+            result = subprocess.run(
+                command, cwd=elsewhere, env=environment, capture_output=True, text=True, timeout=600
+            )
+        else:
+            result = forked_python.run(arguments, cwd=elsewhere, env=environment)
         if check and result.returncode:
             raise AssertionError(f"{arguments} exited with {result.returncode}:\n{result.stdout}{result.stderr}")
         return result

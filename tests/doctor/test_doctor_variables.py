@@ -7,11 +7,10 @@ import ast
 import itertools
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import forked_python
 import pytest
 from layer_toys import REPO
 
@@ -205,9 +204,9 @@ def test_what_was_meant_for_a_while_is_told() -> None:
 @pytest.mark.parametrize("name", ["FLASHINFER_LOGLEVEL", "FLASHINFER_LOGGING_LEVEL"])
 def test_what_upstream_reads_while_it_is_imported_is_told_by_the_import(name: str) -> None:
     """Upstream's own words for a bad value, and for an empty one, are Python's."""
-    command = [sys.executable, "-c", "import flashinfer"]
-    bad = subprocess.run(command, cwd=REPO, env={**os.environ, name: "much"}, capture_output=True, text=True)
+    command = ["-c", "import flashinfer"]
+    bad = forked_python.run(command, cwd=REPO, env={**os.environ, name: "much"})
     assert bad.stderr.splitlines()[-1].startswith("flashinfer.sm12x.variables.VariableError: ")
     assert f"{name} is 'much'; it may be " in bad.stderr
-    empty = subprocess.run(command, cwd=REPO, env={**os.environ, name: ""}, capture_output=True, text=True)
+    empty = forked_python.run(command, cwd=REPO, env={**os.environ, name: ""})
     assert f"VariableError: {name} is empty; it may be " in empty.stderr

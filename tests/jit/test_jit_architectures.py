@@ -6,8 +6,8 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
-import sys
 
+import forked_python
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -106,7 +106,7 @@ def _import_flashinfer(home: str, **variables: str) -> subprocess.CompletedProce
     environment = {key: value for key, value in os.environ.items() if key != "FLASHINFER_CUDA_ARCH_LIST"}
     environment |= {"FLASHINFER_WORKSPACE_BASE": home, "CUDA_VISIBLE_DEVICES": "", **variables}
     code = "import flashinfer.jit.env as e; print(e.FLASHINFER_JIT_DIR)"
-    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    return forked_python.run(["-c", code], env=environment)
 
 
 def test_cache_path_carries_the_architectures(tmp_path: object) -> None:

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import forked_python
 import pytest
 from jit_fakes import Project, needs_nvcc
 
@@ -95,7 +96,7 @@ def test_compiler_that_crashes_is_not_called_missing(project: Project) -> None:
 def _python(code: str, folder: Path, base: str, **variables: str) -> str:
     """What ``code`` prints, run in ``folder``."""
     environment = {**os.environ, "FLASHINFER_WORKSPACE_BASE": base, "FLASHINFER_CUDA_ARCH_LIST": "12.1a", **variables}
-    result = subprocess.run([sys.executable, "-c", code], env=environment, cwd=folder, capture_output=True, text=True)
+    result = forked_python.run(["-c", code], env=environment, cwd=folder)
     assert result.returncode == 0, result.stderr
     return result.stdout
 

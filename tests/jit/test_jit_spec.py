@@ -8,10 +8,10 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import forked_python
 import pytest
 from jit_fakes import needs_nvcc, small_spec
 
@@ -288,7 +288,7 @@ def test_real_build_loads_without_a_driver_and_follows_its_headers(
         "import sys, tvm_ffi; print(tvm_ffi.load_module(sys.argv[1]).answer())"
     )
     stale.build(need_lock=True)
-    out = subprocess.run([sys.executable, "-c", code, str(stale.jit_library_path)], capture_output=True, text=True)
+    out = forked_python.run(["-c", code, str(stale.jit_library_path)])
     assert out.stdout.strip() == "42", out.stderr
     needed = subprocess.run(["readelf", "-d", str(stale.jit_library_path)], capture_output=True, text=True).stdout
     assert "libcudart.so" in needed
@@ -329,7 +329,7 @@ def test_pip_toolkit_alone_is_enough(workspace: Path) -> None:
         "from flashinfer.jit.sm12x import modules; plan = modules.gen_fused_moe_module().plan;"
         "print(plan.description); print(plan.steps[0].compiler); print(*plan.link_flags)"
     )
-    out = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    out = forked_python.run(["-c", code], env=environment)
     description, compiler, link = out.stdout.strip().splitlines()[-3:]
     assert description.endswith("(found through pip)"), out.stderr
     assert compiler.endswith("nvidia/cu13/bin/nvcc")

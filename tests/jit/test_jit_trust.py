@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import grp
 import os
 import pwd
@@ -14,6 +13,7 @@ import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
+import forked_python
 import pytest
 from jit_fakes import Project, needs_nvcc, small_spec
 
@@ -392,22 +392,25 @@ def test_compilers_leave_nothing_outside_the_build(project: Project, tmp_path: P
     assert not left.parent.exists()
 
 
-def _without_override() -> None:
-    """In a child: take root's power over modes away, so that a folder that may not be written cannot be."""
-    if os.geteuid() == 0:
-        drop_from_bounding_set, override = 24, 1  # PR_CAPBSET_DROP, CAP_DAC_OVERRIDE
-        ctypes.CDLL(None).prctl(drop_from_bounding_set, override, 0, 0, 0)
+WITHOUT_OVERRIDE = """
+import ctypes, os
+if os.geteuid() == 0:
+    data = (ctypes.c_uint32 * 6)()
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.capget(header, data) == 0
+    for word in (0, 1):  # effective, permitted
+        data[word] &= ~(1 << 1)  # CAP_DAC_OVERRIDE
+    assert libc.capset(header, data) == 0
+    assert libc.prctl(24, 1, 0, 0, 0) == 0  # PR_CAPBSET_DROP: programs that it starts do not get it back
+"""
+"""Takes root's power over modes away, so that a folder that may not be written cannot be."""
 
 
 def _run(code: str, base: Path, *arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "FLASHINFER_WORKSPACE_BASE": str(base), "FLASHINFER_CUDA_ARCH_LIST": "12.1a"}
-    return subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        env={**environment, **variables},
-        capture_output=True,
-        text=True,
-        preexec_fn=_without_override,
-    )
+    words = ["-c", WITHOUT_OVERRIDE + code, *map(str, arguments)]
+    return forked_python.run(words, env={**environment, **variables})
 
 
 def _set_writable(folder: Path, writable: bool) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import forked_python
 import pytest
 from jit_fakes import needs_nvcc, small_spec
 
@@ -268,7 +269,7 @@ def test_a_stale_one_is_passed_over_and_the_module_is_built(installed: Installed
     header.write_text("#define ANSWER 42\n")
     assert installed.load()[0] == installed.cached
     code = "import sys, tvm_ffi; print(tvm_ffi.load_module(sys.argv[1]).answer())"  # this process has the old one
-    done = subprocess.run([sys.executable, "-c", code, str(installed.cached)], capture_output=True, text=True)
+    done = forked_python.run(["-c", code, str(installed.cached)])
     assert done.stdout == "42\n", done.stderr
     assert lines() == [f"the prebuilt small is passed over: {header} is not what it was built from"]
 

@@ -86,7 +86,7 @@ def test_find_spec_does_not_import(run_python: Run) -> None:
         "import importlib.util, sys; spec = importlib.util.find_spec('flashinfer'); "
         "print(spec.origin, 'torch' in sys.modules, 'flashinfer' in sys.modules)"
     )
-    assert run_python("-c", code, path=[REPO]).stdout.strip() == f"{OURS / '__init__.py'} False False"
+    assert run_python("-c", code, path=[REPO], fresh=True).stdout.strip() == f"{OURS / '__init__.py'} False False"
 
 
 def test_the_version_vllm_pins_is_what_metadata_and_module_say(run_python: Run) -> None:

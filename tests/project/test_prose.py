@@ -8,10 +8,10 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import forked_python
 import pytest
 from layer_toys import REPO
 
@@ -152,7 +152,7 @@ def one_liners() -> list[str]:
 @pytest.mark.parametrize("code", one_liners())
 def test_each_one_liner_for_the_reader_runs(code: str, tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(REPO)}
-    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    result = forked_python.run(["-c", code], cwd=tmp_path, env=environment)
     assert result.returncode == 0, result.stderr
     if "flashinfer.__file__" in code:
         assert result.stdout.split()[0] == str(REPO / "flashinfer" / "__init__.py")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked_python
 import pytest
 
 REPO = Path(__file__).resolve().parents[2]
@@ -39,7 +40,9 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(REPO), **variables}
-    return subprocess.run([sys.executable, *words], capture_output=True, text=True, env=environment)
+    if words[0].startswith("-S"):
+        return subprocess.run([sys.executable, *words], capture_output=True, text=True, env=environment)
+    return forked_python.run(words, env=environment)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -53,7 +53,7 @@ def test_verify_gpu_judges_the_compiled_kernels_on_the_virtual_sm121():
     assert all(0 < float(used) <= 1 for used in rows)
 
 
-def test_a_decode_step_is_the_executors_on_the_virtual_sm121(loaded, tmp_path):
+def test_a_decode_step_is_the_executors_on_the_virtual_sm121(loaded, tmp_path):  # noqa: F811
     """Behind prompts: QKV, rope with the cache's write and attention, O, router, experts and LM head, all compiled."""
     from flashinfer.testing.virtual_device import virtual_device
 
