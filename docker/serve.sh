@@ -1,6 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
 # The image's entry point. What the doctor finds is told and stops nothing: vLLM may serve without this fork.
-timeout 60 python -m flashinfer sm12x-doctor --timeout 15 ||
+# Its questions run at once, and each imports torch or vLLM: from an image not yet in memory 15 s were too few for vLLM.
+timeout 60 python -m flashinfer sm12x-doctor --timeout 45 ||
     echo "sm12x-doctor found what its table says, or took over a minute; the server starts all the same" >&2
 exec vllm serve "$@"
