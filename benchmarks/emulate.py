@@ -24,7 +24,8 @@ import flashinfer
 from flashinfer._layer import fork_root
 from flashinfer.decode import decode_attention
 from flashinfer.fused_moe import router_top_k
-from flashinfer.gemm.sm12x_dense import choose, dense_mx, gemm_operand
+from flashinfer.gemm.sm12x_dense import dense_mx
+from flashinfer.gemm.sm12x_dense_launch import choose, gemm_operand
 from flashinfer.jit import env as jit_env
 from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm120_module
 from flashinfer.jit.sm12x.instances import INSTANCES, Instance, candidates

@@ -21,7 +21,7 @@ import torch
 from timing import github
 
 import flashinfer
-from flashinfer.fused_moe import sm12x_operator
+from flashinfer.fused_moe import sm12x_launch, sm12x_operator
 from flashinfer.jit.sm12x.instances import SM12X
 from flashinfer.sm12x.backend import kernels
 from flashinfer.testing import MoECase, make_moe_inputs
@@ -109,9 +109,9 @@ def _on_gpu(batch: Batch, mode: int) -> HostCost:
     call = layer_call(batch.of_mode(mode))
     backend = kernels(batch.inputs.input.device)
     assert backend is not None
-    module = sm12x_operator.moe_module(backend)
+    module = sm12x_launch.moe_module(backend)
     recorder = _Recorder(module)
-    with mock.patch.object(sm12x_operator, "moe_module", return_value=recorder):
+    with mock.patch.object(sm12x_launch, "moe_module", return_value=recorder):
         call()
     run, arguments = module.sm12x_moe_run, recorder.arguments
     total = per_call(call, torch.cuda.synchronize)

@@ -98,7 +98,7 @@ def build(device_type: str, hidden: int, inter: int) -> str:
     empty text. Once a process, before weights are loaded."""
     if device_type != "cuda":
         return ""  # tests: CPU tensors need no module
-    from flashinfer.fused_moe.sm12x_operator import prepare
+    from flashinfer.fused_moe.sm12x_launch import prepare
 
     logger.info("flashinfer-sm12x: building fused_moe_120, or finding it built")
     start = time.monotonic()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flashinfer.fused_moe import sm12x_operator
+from flashinfer.fused_moe import sm12x_launch
 from flashinfer.jit import fused_moe
 from flashinfer.jit.sm12x import modules
 from flashinfer.testing.virtual_device import VirtualDevice
@@ -36,6 +36,6 @@ def _init_with_one_thread(
 
 VirtualDevice.__init__ = _init_with_one_thread  # type: ignore[method-assign]
 fused_moe.gen_cutlass_fused_moe_sm120_module = _gen_launcher_module
-sm12x_operator.gen_cutlass_fused_moe_sm120_module = _gen_launcher_module
-modules.MAIN_MODULE = sm12x_operator.MAIN_MODULE = ()
+sm12x_launch.gen_cutlass_fused_moe_sm120_module = _gen_launcher_module
+modules.MAIN_MODULE = sm12x_launch.MAIN_MODULE = ()
 modules.GEMM_INSTANCES = modules.GEMM_INSTANCES[:1]

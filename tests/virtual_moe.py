@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from flashinfer.fused_moe import sm12x_operator
+from flashinfer.fused_moe import sm12x_launch
 from flashinfer.fused_moe.sm12x_planner import resolved_pair
 from flashinfer.fused_moe.sm12x_validation import Mode, MoECall, MoEProblem
 from flashinfer.jit import fused_moe
@@ -51,7 +51,7 @@ def arguments_of(inputs: MoEInputs, output: torch.Tensor) -> tuple[Any, ...]:
 
 def register_instance(device: VirtualDevice, module: Any, tactic: int) -> None:
     """Make a tactic that is no part of ``module`` runnable by ``module``."""
-    if INSTANCES[tactic] not in sm12x_operator.MAIN_MODULE:
+    if INSTANCES[tactic] not in sm12x_launch.MAIN_MODULE:
         instance = device.module(fused_moe.gen_cutlass_fused_moe_sm120_instance_module, tactic)
         module.sm12x_register_instance(tactic, instance.sm12x_instance_address())
 
@@ -60,14 +60,14 @@ def run_moe(device: VirtualDevice, inputs: MoEInputs, mode: int, tactics: Sequen
     """The layer's output, ``[tokens, hidden]``, in memory that held NaN before; ``tactics`` are places, the planner's if None."""
     problem = problem_of(inputs, mode)
     output = torch.full((problem.num_tokens, problem.hidden), float("nan"), dtype=inputs.output_dtype)
-    pair = resolved_pair(tactics or (-1, -1), sm12x_operator.default_tactics(problem, True, True))
+    pair = resolved_pair(tactics or (-1, -1), sm12x_launch.default_tactics(problem, True, True))
     in_bf16 = any(INSTANCES[tactic].multiplies == "mxfp8_as_bf16" for tactic in pair)
     for tactic in pair:
-        sm12x_operator.ensure_instance(device, tactic)
-    workspace = device.empty(sm12x_operator.workspace_bytes(device, problem, in_bf16))
+        sm12x_launch.ensure_instance(device, tactic)
+    workspace = device.empty(sm12x_launch.workspace_bytes(device, problem, in_bf16))
     known = {name: value for name, value in inputs.arguments().items() if name in MoECall._fields}
     call = MoECall(**dict.fromkeys(MoECall._fields))._replace(**known, output=output)  # type: ignore[arg-type]
-    sm12x_operator.launch(device, problem, call, workspace, pair)
+    sm12x_launch.launch(device, problem, call, workspace, pair)
     return output
 
 

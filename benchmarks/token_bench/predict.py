@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from emulate import CONTEXTS
 from timing import github
 
-from flashinfer.gemm.sm12x_dense import DEQUANTIZED_TOKENS
+from flashinfer.gemm.sm12x_dense_launch import DEQUANTIZED_TOKENS
 from flashinfer.sm12x.perfmodel.gb10 import MIDDLE
 from flashinfer.sm12x.perfmodel.step import (
     DENSE_FORMATS,

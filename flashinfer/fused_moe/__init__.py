@@ -4,7 +4,8 @@
 =====================  =============================================================================
 ``core``               upstream's functions; where a call goes
 ``sm12x_validation``   what a call may look like
-``sm12x_operator``     a call's tactics, workspace, launch; the operator that ``torch.compile`` sees
+``sm12x_operator``     a call; the operator that ``torch.compile`` sees
+``sm12x_launch``       a launch: module, workspace, the planner's tactics
 ``sm12x_planner``      default tactics, and why; pairs of tactics, ``profile_ids``
 ``sm12x_autotuner``    tactics that upstream's autotuner has timed
 ``sm12x_cpu``          the layer on CPU tensors

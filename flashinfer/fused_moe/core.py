@@ -49,7 +49,8 @@ from ..sm12x.checks import (
 from ..tllm_enums import ActivationType
 from ..trace.templates.moe import cutlass_fused_moe_trace
 from .sm12x_autotuner import SM12xStageRunner
-from .sm12x_operator import fused_moe, workspace_bytes
+from .sm12x_launch import workspace_bytes
+from .sm12x_operator import fused_moe
 from .sm12x_validation import (
     INPUT_DTYPES,
     Mode,

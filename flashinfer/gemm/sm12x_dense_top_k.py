@@ -11,7 +11,8 @@ from ..api_logging import flashinfer_api
 from ..jit.sm12x.instances import Format
 from ..sm12x.checks import require_int
 from ..sm12x.operator import define, is_traced
-from .sm12x_dense import DenseCall, RowTopK, run, validate
+from .sm12x_dense import run, validate
+from .sm12x_dense_launch import DenseCall, RowTopK
 
 MAX_TOP_K = 8  # kMaxRowTopK in row_top_k.cuh
 

@@ -3,7 +3,7 @@
 
 The operator's name in a cache file is ``flashinfer::sm12x_dense_mx``; a tactic there is an instance's name, or
 :data:`DEQUANTIZED`. Outside ``autotune(True)`` a call takes what is remembered for its number of tokens, else the planner's
-choice (``sm12x_dense.choose``).
+choice (``sm12x_dense_launch.choose``).
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from ..quantization import mx_cpu
 from ..sm12x import tune
 from ..sm12x.backend import Backend
 from ..sm12x.checks import BLOCK_SIZE
-from .sm12x_dense import MXFP8_LINEAR, OPERATOR, DenseCall, choose, gemm_operand, launch, weights_of
+from .sm12x_dense_launch import MXFP8_LINEAR, DenseCall, choose, gemm_operand, launch, weights_of
 
+OPERATOR = "flashinfer::sm12x_dense_mx"
 DEQUANTIZED = "widened"  # as cache files of the autotuner have it
 """cuBLAS on weights dequantized to bfloat16."""
 

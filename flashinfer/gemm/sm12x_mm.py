@@ -35,7 +35,8 @@ from ..sm12x.checks import (
 )
 from ..sm12x.operator import is_traced
 from ..utils import BackendSupportedError
-from .sm12x_dense import OUTPUT_DTYPES, DenseCall, compute
+from .sm12x_dense import OUTPUT_DTYPES, compute
+from .sm12x_dense_launch import DenseCall
 
 BACKEND = "sm12x"
 PACKED_DTYPES = (torch.uint8, torch.float4_e2m1fn_x2)

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from flashinfer.gemm import sm12x_dense
-from flashinfer.gemm.sm12x_dense import (
+from flashinfer.gemm import sm12x_dense_launch
+from flashinfer.gemm.sm12x_dense import dense_mx
+from flashinfer.gemm.sm12x_dense_launch import (
     BF16,
     DENSE_INSTANCES,
     DEQUANTIZED_IN_PIECES_TOKENS,
@@ -20,7 +21,6 @@ from flashinfer.gemm.sm12x_dense import (
     QUANTIZE_BF16,
     QUANTIZE_F16_TO_MXFP4,
     choose,
-    dense_mx,
     instance,
 )
 from flashinfer.jit import core
@@ -94,10 +94,10 @@ def test_what_is_no_number_stays_in_its_row_or_column(device: torch.device, weig
 
 
 def test_dequantized_weights_in_several_pieces(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sm12x_dense, "DEQUANTIZED_TOKENS", {False: 1, True: 1})
-    monkeypatch.setattr(sm12x_dense, "DEQUANTIZED_IN_PIECES_TOKENS", {"mxfp4": 1, "mxfp8": 1})
+    monkeypatch.setattr(sm12x_dense_launch, "DEQUANTIZED_TOKENS", {False: 1, True: 1})
+    monkeypatch.setattr(sm12x_dense_launch, "DEQUANTIZED_IN_PIECES_TOKENS", {"mxfp4": 1, "mxfp8": 1})
     for rows in (256, 300, 1):  # of bfloat16; of the CPU's float32 half as many
-        monkeypatch.setattr(sm12x_dense, "DEQUANTIZED_BYTES", rows * 160 * 2)
+        monkeypatch.setattr(sm12x_dense_launch, "DEQUANTIZED_BYTES", rows * 160 * 2)
         for weights in ("mxfp4", "mxfp8"):
             check(device, DenseCase(20, 700, 160, weights, "quantize_bf16", torch.bfloat16, True, True), 8)
 
@@ -185,7 +185,7 @@ def test_sums_in_few_bits_turn_that_block_scaled_mma_off(
     monkeypatch.setattr(modules.jit_env, "FLASHINFER_WORKSPACE_DIR", tmp_path)
     bits = {kind: 19 if kind in narrow else 20 for kind in ("mxf8f6f4", "mxf4")}
     (tmp_path / modules.PROBE_FILE).write_text(json.dumps({"mma_sum_bits": bits}))
-    monkeypatch.setattr(sm12x_dense, "_mma_is_used", sm12x_dense._mma_is_used.__wrapped__)  # no cache
+    monkeypatch.setattr(sm12x_dense_launch, "_mma_is_used", sm12x_dense_launch._mma_is_used.__wrapped__)  # no cache
     calls = [
         ("mxfp4", QUANTIZE_BF16),
         ("mxfp4", MXFP4_SWIZZLED),
@@ -193,7 +193,7 @@ def test_sums_in_few_bits_turn_that_block_scaled_mma_off(
         ("mxfp8", MXFP4_SWIZZLED),
         ("mxfp4", BF16),
     ]
-    assert [sm12x_dense.gemm_operand(*call, True) for call in calls] == expected
+    assert [sm12x_dense_launch.gemm_operand(*call, True) for call in calls] == expected
     # A tactic that a caller forces sums in float32, too: the kernels of that kind, and no others, are compiled so.
     monkeypatch.setattr(modules.jit_env, "FLASHINFER_GEN_SRC_DIR", tmp_path / "generated")
     monkeypatch.setattr(core.current_compilation_context, "TARGET_CUDA_ARCHS", {(12, "1a")})
@@ -202,10 +202,10 @@ def test_sums_in_few_bits_turn_that_block_scaled_mma_off(
     flags = {flag for flag in spec.extra_cuda_cflags if "SM12X_HALF" in flag}
     assert flags == {f"-DFLASHINFER_SM12X_HALF_{kind.upper()}=1" for kind in narrow}
     assert ("_half" in modules.gen_fused_moe_module().name) == ("mxf8f6f4" in narrow)
-    assert {sm12x_dense.gemm_operand(*call, False) for call in calls} == {"bf16"}  # compute capability 9.0
+    assert {sm12x_dense_launch.gemm_operand(*call, False) for call in calls} == {"bf16"}  # compute capability 9.0
     for variable in ("0", "1"):
         monkeypatch.setenv("FLASHINFER_SM12X_HALF_MMA", variable)
-        forced = [sm12x_dense.gemm_operand(*call, True) for call in calls]
+        forced = [sm12x_dense_launch.gemm_operand(*call, True) for call in calls]
         assert forced == (["bf16"] * 5 if variable == "1" else ["mxfp8", "mxfp4", "mxfp4", "mxfp8", "bf16"])
 
 

@@ -14,7 +14,7 @@ import torch
 from flashinfer.autotuner import AutoTuner, autotune, autotuner
 from recording_backend import RecordingBackend
 
-from flashinfer.gemm import dense_mx, sm12x_dense
+from flashinfer.gemm import dense_mx, sm12x_dense_launch, sm12x_dense_tuning
 from flashinfer.gemm.sm12x_dense_tuning import DEQUANTIZED, MOST_TOKENS
 from flashinfer.jit.sm12x.instances import DENSE_INSTANCES
 from flashinfer.quantization.mx_cpu import swizzled_size
@@ -37,12 +37,14 @@ class Stand:
         return 64
 
     def sm12x_dense_run(self, *arguments: Any) -> None:
-        operands = types.SimpleNamespace(**dict(zip(sm12x_dense.DenseCall._fields[:8], arguments[:8], strict=True)))
+        operands = types.SimpleNamespace(
+            **dict(zip(sm12x_dense_launch.DenseCall._fields[:8], arguments[:8], strict=True))
+        )
         *_, index, _constant, _pdl = arguments
         self.operands.append(operands)
         self.launches.append((DENSE_INSTANCES[index].name, operands.x.shape[0]))
 
-    def dequantized(self, _module: Any, call: sm12x_dense.DenseCall, _format: int) -> None:
+    def dequantized(self, _module: Any, call: sm12x_dense_launch.DenseCall, _format: int) -> None:
         self.operands.append(call)
         self.launches.append((DEQUANTIZED, call.x.shape[0]))
 
@@ -60,7 +62,7 @@ def stand(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stand]:
     made = Stand()
     recording = RecordingBackend(made)
     monkeypatch.setattr(backend, "_active_virtual", [lambda _name: recording])
-    monkeypatch.setattr(sm12x_dense, "_multiply_dequantized", made.dequantized)
+    monkeypatch.setattr(sm12x_dense_launch, "_multiply_dequantized", made.dequantized)
     monkeypatch.setattr(tune, "_remembered", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(
@@ -156,7 +158,7 @@ def test_a_call_of_many_tokens_tunes_and_takes_the_planners(stand: Stand, tmp_pa
         assert took(stand, 4 * MOST_TOKENS) == planned
     assert took(stand, 3) == best
     assert took(stand, MOST_TOKENS) == "dense_mxfp4_m32_gemm" != planned
-    assert sm12x_dense.OPERATOR in cache.read_text()
+    assert sm12x_dense_tuning.OPERATOR in cache.read_text()
     AutoTuner.get().clear_cache()
     tune._remembered.clear()
     assert took(stand, 3) != best

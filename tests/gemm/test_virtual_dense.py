@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import flashinfer
-from flashinfer.gemm import sm12x_dense
-from flashinfer.gemm.sm12x_dense import dense_mx, gemm_operands
+from flashinfer.gemm import sm12x_dense_launch
+from flashinfer.gemm.sm12x_dense import dense_mx
+from flashinfer.gemm.sm12x_dense_launch import gemm_operands
 from flashinfer.jit.sm12x.instances import DENSE_INSTANCES, Instance
 from flashinfer.jit.sm12x.modules import gen_dense_module
 from flashinfer.testing import (
@@ -314,18 +315,18 @@ def test_weights_are_dequantized_in_pieces(
             pieces.append(arguments[1].shape[0])
 
     monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype: a.to(out_dtype) @ b.to(out_dtype))
-    monkeypatch.setattr(sm12x_dense, "DEQUANTIZED_BYTES", dequantized_rows * 2 * k)
-    monkeypatch.setattr(sm12x_dense, "DEQUANTIZED_ROWS", dequantized_tokens)
+    monkeypatch.setattr(sm12x_dense_launch, "DEQUANTIZED_BYTES", dequantized_rows * 2 * k)
+    monkeypatch.setattr(sm12x_dense_launch, "DEQUANTIZED_ROWS", dequantized_tokens)
     out = torch.full((20, n), torch.nan)
     named = inputs.named
-    call = sm12x_dense.DenseCall(**dict.fromkeys(sm12x_dense.DenseCall._fields))._replace(  # type: ignore[arg-type]
+    call = sm12x_dense_launch.DenseCall(**dict.fromkeys(sm12x_dense_launch.DenseCall._fields))._replace(  # type: ignore[arg-type]
         out=out,
         x=x,
         weight=weight,
         weight_scale=weight_scale,
         **{key: named[key] for key in ("x_scale", "alpha", "bias", "residual")},
     )
-    sm12x_dense._multiply_dequantized(Module, call, FORMATS.index("mxfp8_linear"))
+    sm12x_dense_launch._multiply_dequantized(Module, call, FORMATS.index("mxfp8_linear"))
     check_within_bound(out, *dense_reference(inputs, ANY_ORDER), f"{dequantized_rows} rows at a time")
     whole = max(128, dequantized_rows // 128 * 128)
     assert pieces == [20, *[whole] * (n // whole), n % whole]

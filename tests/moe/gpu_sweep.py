@@ -33,7 +33,8 @@ from moe_harness import check_case, same_bits
 
 from flashinfer.fused_moe.sm12x_validation import Mode
 from flashinfer.gemm import sm12x_group_gemm
-from flashinfer.gemm.sm12x_dense import dense_mx, gemm_operands
+from flashinfer.gemm.sm12x_dense import dense_mx
+from flashinfer.gemm.sm12x_dense_launch import gemm_operands
 from flashinfer.jit.sm12x.instances import DENSE_INSTANCES, GEMM_INSTANCES, INSTANCES, SM12X
 from flashinfer.sm12x.devices import has_block_scaled_mma, serves_cuda
 from flashinfer.sm12x.models import MOE_LAYERS

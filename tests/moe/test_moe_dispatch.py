@@ -16,7 +16,7 @@ from flashinfer.tllm_enums import ActivationType
 from moe_recording import CASE, WORKSPACE, RecordingModule, layer_arguments
 
 import flashinfer
-from flashinfer.fused_moe import core, sm12x_operator, sm12x_planner
+from flashinfer.fused_moe import core, sm12x_launch, sm12x_planner
 from flashinfer.fused_moe.sm12x_planner import computes_layer, resolved_pair
 from flashinfer.jit.sm12x.instances import HOPPER, INSTANCES, MAIN_MODULE, SM12X, Instance, index_of, tactic
 from flashinfer.sm12x import devices
@@ -172,8 +172,8 @@ def test_an_instance_of_its_own_module_is_built_and_registered_once(
 ) -> None:
     extra = next(row.index for row in table if row not in MAIN_MODULE)
     for _ in range(2):
-        sm12x_operator.ensure_instance(module.backend, extra)
-        sm12x_operator.ensure_instance(module.backend, 0)
+        sm12x_launch.ensure_instance(module.backend, extra)
+        sm12x_launch.ensure_instance(module.backend, 0)
     assert module.backend.built == [extra]
     assert module.registered == [(extra, 4711)]
 

@@ -19,7 +19,7 @@ from flashinfer.autotuner import AutoTuner, autotune
 from moe_recording import WORKSPACE, RecordingModule, layer_arguments
 
 import flashinfer
-from flashinfer.fused_moe import sm12x_autotuner, sm12x_operator, sm12x_planner
+from flashinfer.fused_moe import sm12x_autotuner, sm12x_launch, sm12x_operator, sm12x_planner
 from flashinfer.gemm import sm12x_group_gemm
 from flashinfer.jit.sm12x import instances
 from flashinfer.jit.sm12x.instances import GEMM_INSTANCES, INSTANCES, MAIN_MODULE, SM12X
@@ -63,7 +63,7 @@ def restart(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Another process begins: nothing is left but files."""
 
     def forget() -> None:
-        sm12x_operator.default_tactics.cache_clear()
+        sm12x_launch.default_tactics.cache_clear()
         tune._remembered.clear()
         tune._warn_of_numbers.cache_clear()
         AutoTuner.get().clear_cache()
@@ -117,7 +117,15 @@ def renumber(monkeypatch: pytest.MonkeyPatch, tables: dict[str, tuple[instances.
     """Replace the tables everywhere; the places of the rows' names."""
     numbers = {row.name: number for number, row in enumerate(tables["INSTANCES"])}
     monkeypatch.setattr(instances, "_PLACES", numbers)
-    for place in (instances, sm12x_planner, sm12x_autotuner, sm12x_operator, sm12x_group_gemm, moe_recording):
+    for place in (
+        instances,
+        sm12x_planner,
+        sm12x_autotuner,
+        sm12x_launch,
+        sm12x_operator,
+        sm12x_group_gemm,
+        moe_recording,
+    ):
         for name in tables.keys() & vars(place).keys():
             monkeypatch.setattr(place, name, tables[name])
     return numbers

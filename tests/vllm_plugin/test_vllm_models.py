@@ -218,7 +218,7 @@ def test_a_module_that_cannot_be_built_leaves_the_experts_to_vllm(checkpoint_fol
 @pytest.mark.parametrize("capability", ["12.1", "9.0"])
 def test_the_module_is_built_once_and_before_weights_are_loaded(checkpoint_folder, monkeypatch, capability):
     """With what Hopper's planner may choose besides, which a request would wait for."""
-    from flashinfer.fused_moe import sm12x_operator
+    from flashinfer.fused_moe import sm12x_launch
     from flashinfer.jit.sm12x.instances import HOPPER, INSTANCES, MAIN_MODULE
     from flashinfer_sm12x_vllm import moe
 
@@ -237,7 +237,7 @@ def test_the_module_is_built_once_and_before_weights_are_loaded(checkpoint_folde
             return SimpleNamespace(sm12x_register_instance=lambda *_: None, sm12x_instance_address=lambda: 0)
 
     backend = Backend()
-    monkeypatch.setattr(sm12x_operator, "kernels", lambda device: backend)
+    monkeypatch.setattr(sm12x_launch, "kernels", lambda device: backend)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     build = moe.build.__wrapped__
     monkeypatch.setattr(moe, "build", functools.cache(lambda device_type, *sizes: build("cuda", *sizes)))

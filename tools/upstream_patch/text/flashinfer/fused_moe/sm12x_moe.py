@@ -79,7 +79,7 @@ def _default_tactics(problem: MoEProblem, all_sms: bool = True) -> tuple[int, in
 
 # take flashinfer/fused_moe/sm12x_planner.py: computes_layer go_together resolved_pair wanted_tactics
 # take flashinfer/sm12x/tune.py: config
-# take flashinfer/fused_moe/sm12x_operator.py: as_bytes
+# take flashinfer/fused_moe/sm12x_launch.py: as_bytes
 
 
 def _launch(problem: MoEProblem, call: MoECall, tactics: tuple[int, int]) -> bool:

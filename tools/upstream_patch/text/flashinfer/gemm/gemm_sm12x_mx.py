@@ -21,7 +21,7 @@ MXFP4_SWIZZLED = 5
 # As what a GEMM multiplies them. mm_fp4's weights are MXFP4 as its tokens are: kind::mxf4 multiplies both as they come.
 _OPERANDS: Dict[int, Format] = {BF16: "bf16", MXFP8_SWIZZLED: "mxfp8", MXFP4_SWIZZLED: "mxfp4"}
 
-# take flashinfer/gemm/sm12x_dense.py: SECOND_PASS_BYTES FEW_TILES GEMM_TILE_COST weights_of choose_instance
+# take flashinfer/gemm/sm12x_dense_launch.py: SECOND_PASS_BYTES FEW_TILES GEMM_TILE_COST weights_of choose_instance
 
 
 @functools.cache

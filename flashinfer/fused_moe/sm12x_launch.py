@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One launch of the MoE layer's kernels: their module, a workspace's size, the planner's tactics."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from ..jit.fused_moe import gen_cutlass_fused_moe_sm120_instance_module, gen_cutlass_fused_moe_sm120_module
+from ..jit.sm12x.instances import INSTANCES, MAIN_MODULE, candidates
+from ..sm12x.backend import Backend, kernels
+from .sm12x_planner import plan_moe
+from .sm12x_validation import SWIGLU_STEP, MoECall, MoEProblem
+
+
+def moe_module(backend: Backend) -> Any:
+    """The loaded ``fused_moe_120``; built on first use."""
+    return backend.module(gen_cutlass_fused_moe_sm120_module)
+
+
+def ensure_instance(backend: Backend, tactic: int) -> None:
+    """Make a tactic runnable: rows that are modules of their own are built and registered when first asked for."""
+    if ("instance", tactic) in backend.memo:
+        return
+    if INSTANCES[tactic] not in MAIN_MODULE:
+        module = backend.module(gen_cutlass_fused_moe_sm120_instance_module, tactic)
+        moe_module(backend).sm12x_register_instance(tactic, module.sm12x_instance_address())
+    backend.memo["instance", tactic] = True
+
+
+def prepare(hidden: int, inter: int, device: torch.device | None = None) -> None:
+    """Build the kernels that the planner may choose for layers of these sizes, or find them built.
+
+    ``device`` is a CUDA device, by default the current one.
+    """
+    backend = kernels(torch.device("cuda", torch.cuda.current_device()) if device is None else device)
+    assert backend is not None
+    moe_module(backend)
+    for row in candidates(backend.block_scaled_mma, 1, hidden, inter):  # a request would wait for modules of their own
+        ensure_instance(backend, row.index)
+
+
+def workspace_bytes(backend: Backend, problem: MoEProblem, in_bf16: bool) -> int:
+    """Bytes of workspace; ``in_bf16`` where quantized activations may be kept as bfloat16, as other GPUs' MMAs want them."""
+    size: int | None = backend.memo.get((problem, in_bf16))
+    if size is None:
+        sizes = problem.num_tokens, problem.hidden, problem.inter, problem.num_local_experts, problem.top_k
+        ask = moe_module(backend).sm12x_moe_workspace_size
+        size = max(1, int(backend.call(ask, *sizes, int(problem.mode), in_bf16, writes=())))
+        backend.memo[problem, in_bf16] = size
+    return size
+
+
+@functools.lru_cache(maxsize=4096)
+def default_tactics(
+    problem: MoEProblem, block_scaled_mma: bool, unified_memory: bool, all_sms: bool = True
+) -> tuple[int, int]:
+    """The planner's choice; without ``all_sms`` of the device a pair of GEMMs, whose blocks do not wait for each other."""
+    sizes = (problem.num_tokens, problem.top_k, problem.num_local_experts, problem.hidden, problem.inter)
+    return plan_moe(*sizes, int(problem.mode), block_scaled_mma, all_sms, unified_memory)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor as the kernels' module takes packed weights and scales."""
+    return tensor if tensor.dtype is torch.uint8 else tensor.view(torch.uint8)
+
+
+def launch(
+    backend: Backend, problem: MoEProblem, call: MoECall, workspace: torch.Tensor, tactics: tuple[int, int]
+) -> bool:
+    """Run the layer of a valid call that has an output.
+
+    Returns ``False``, and has launched nothing, where ``tactics`` need all SMs of the device and the current stream has
+    fewer (a green context, or MPS with a limited share).
+    """
+    for tactic in tactics:
+        ensure_instance(backend, tactic)
+    output = call.output
+    assert output is not None
+    fc1_scales, fc1_global, fc2_scales, fc2_global = call.weight_scales
+    launched: bool = backend.call(
+        moe_module(backend).sm12x_moe_run,
+        output,
+        call.input,
+        None if call.input_sf is None else as_bytes(call.input_sf),
+        call.token_selected_experts,
+        call.token_final_scales,
+        as_bytes(call.fc1_expert_weights),
+        as_bytes(fc1_scales),
+        fc1_global,
+        call.fc1_expert_biases,
+        as_bytes(call.fc2_expert_weights),
+        as_bytes(fc2_scales),
+        fc2_global,
+        call.fc2_expert_biases,
+        call.swiglu_alpha,
+        call.swiglu_beta,
+        call.swiglu_limit,
+        call.activation_type == SWIGLU_STEP,
+        workspace,
+        int(problem.mode),
+        call.swizzled_input_sf,
+        problem.first_expert,
+        problem.num_experts_total,
+        *tactics,
+        backend.pdl(call.enable_pdl),
+        writes=(output, workspace),
+    )
+    return launched
