@@ -43,7 +43,9 @@ def run(
         assert server.stdout is not None
         server.stdin.write(json.dumps(asked) + "\n")
         server.stdin.flush()
-        code = int(server.stdout.readline())
+        answer = server.stdout.readline()
+        assert answer, f"the process that forks ended with status {server.wait()}"
+        code = int(answer)
         return subprocess.CompletedProcess([sys.executable, *words], code, *(Path(f).read_text() for f in files))
 
 
