@@ -3,7 +3,7 @@
 
 A test is slow
 
-* if ``LONG`` names it: it takes more than 20 seconds of one core, with all its parameters and what it compiles;
+* if ``LONG`` names it: it takes more than 15 seconds of one core, with all its parameters and what it compiles;
 * if it runs on the virtual SM121 (``tests/*/test_virtual_*.py``), unless it is the first, cheapest one that notices some
   change of ``tests/mutations.toml``. Of a thousand these are some 150, of each kernel family one or more with
   every watcher on.
@@ -23,19 +23,25 @@ LONG = (
     "tests/doctor/test_doctor.py::test_this_environment_with_a_broken_file_of_a_probe",
     "tests/doctor/test_doctor.py::test_this_environment_with_kernels_of_an_older_fork",
     "tests/install/test_install.py::test_installing_again_replaces",
+    "tests/install/test_install.py::test_uninstalling_removes_all_of_it",
     "tests/jit/test_arrival_fences.py::test_arrivals_have_fences_wherever_a_gb10_may_run_them[0a-False]",
     "tests/jit/test_arrival_fences.py::test_arrivals_have_fences_wherever_a_gb10_may_run_them[0f-True]",
     "tests/jit/test_arrival_fences.py::test_arrivals_have_fences_wherever_a_gb10_may_run_them[1f-True]",
     "tests/jit/test_arrival_fences.py::test_no_kernel_takes_many_named_barriers_and_no_experts_spill",
+    "tests/jit/test_jit_command_line.py::test_only_what_compiles_needs_a_compiler",
     "tests/jit/test_jit_spec.py::test_a_row_that_says_otherwise_than_the_layout_of_shared_memory_does_not_compile",
+    "tests/jit/test_jit_trust.py::test_a_build_is_private_whatever_the_umask_is",
+    "tests/jit/test_jit_trust.py::test_prebuilt_cache_that_can_only_be_read_is_used",
     "tests/layer/test_upstream_modules.py::test_no_public_name_is_lost",
     "tests/layer/test_upstream_modules.py::test_the_two_interpreters_differ_as_meant",
     "tests/layer/test_upstream_modules.py::test_the_wheels_other_top_level_package_finds_its_code",
     "tests/layer/test_upstream_modules.py::test_what_imports_and_what_does_not_is_the_same",
+    "tests/moe/test_moe_planner.py::test_sm12x_takes_a_tactic_within_ten_percent_of_the_models_best",
+    "tests/project/test_mutate.py::test_every_test_of_the_lists_can_be_collected",
     "tests/project/test_typing.py",
     "tests/upstream_patch/test_exported.py",
 )
-"""Files, tests with all their parameters, or with some: more than 20 seconds of a core, together."""
+"""Files, tests with all their parameters, or with some: more than 15 seconds of a core, together."""
 
 
 @cache
