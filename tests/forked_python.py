@@ -12,6 +12,7 @@ import functools
 import json
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
@@ -103,8 +104,6 @@ def _become(asked: dict[str, Any], path: list[str]) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for descriptor, file in enumerate(asked["files"], 1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), descriptor)
-    import signal
-
     signal.alarm(SECONDS)
     os.environ.clear()
     os.environ.update(asked["env"])

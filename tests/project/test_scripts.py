@@ -40,7 +40,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(REPO), **variables}
-    if words[0].startswith("-S"):
+    if words[0] == "-S":
         return subprocess.run([sys.executable, *words], capture_output=True, text=True, env=environment)
     return forked_python.run(words, env=environment)
 
