@@ -69,11 +69,14 @@ def tactics_of(mode: int, case: MoECase, extra: bool) -> list[list[int] | None]:
 def model_cases(quick: bool, extra: bool) -> list[Work]:
     """gpt-oss layers, every instance forced; those of other models by the planner's choice, with their activations."""
     work: list[Work] = []
-    tokens = (1, 2, 4, 8, 17, 64, 300)
-    for name, layer in MOE_LAYERS.items():
-        every = name in ("gpt-oss-20b",) if quick else name in ("gpt-oss-20b", "gpt-oss-120b")
-        for mode in MODES:
-            for num_tokens in tokens[::3] if quick or not every else tokens:
+    few, many = (1, 8, 300), (1, 2, 4, 8, 17, 64, 300)
+    forced = ("gpt-oss-20b",) if quick else ("gpt-oss-20b", "gpt-oss-120b")
+    for num_tokens in many:  # outermost: a run that is cut short has seen each layer
+        for name, layer in MOE_LAYERS.items():
+            every = name in forced
+            if num_tokens not in (many if every and not quick else few):
+                continue
+            for mode in MODES:
                 case = case_of(layer, num_tokens, mode)
                 work.append(("models", case, tactics_of(mode, case, extra) if every else [None]))
     return work
