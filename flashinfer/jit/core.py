@@ -1,23 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """JIT specs, and building many of them.
 
-Adds to upstream: ``build_jit_specs`` hands specs of the SM12x family to their own engine; that engine's log lines go
-where upstream's do.
+Adds to upstream: ``build_jit_specs`` hands specs of the SM12x family to their own engine, and builds upstream's so that
+their first load finds them fresh; that engine's log lines go where upstream's do.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from filelock import FileLock
 
 from flashinfer._layer import extend
 
 _upstream = extend(globals())
 
 from ..sm12x import variables
+from . import cpp_ext
 from . import env as jit_env
+from .sm12x.jobs import parallel_jobs
 from .sm12x.trust import make_folder, require_trusted, require_trusted_tree
 
 if TYPE_CHECKING:
@@ -92,14 +97,29 @@ def build_jit_specs(specs: Sequence[Any], verbose: bool = False, skip_prebuilt: 
         skip_prebuilt: Leave out modules of upstream's that an installed wheel brings.
 
     Raises:
-        JitBuildError: a module of the SM12x family could not be built.
-        RuntimeError: a module of upstream's could not be built.
+        JitBuildError: a module could not be built.
+        TypeError: a spec of upstream's is not compiled by nvcc.
     """
     max_jobs = variables.read("FLASHINFER_JIT_PREBUILD_MAX_JOBS")
     others = []
     for spec in specs:
         if getattr(spec, "has_own_engine", False):
             spec.build(verbose=verbose, need_lock=True, max_jobs=max_jobs)
-        else:
+        elif not isinstance(spec, _JitSpecNvcc):
+            raise TypeError(f"{spec.name} is a {type(spec).__name__}; build_jit_specs compiles modules by nvcc only")
+        elif not (skip_prebuilt and spec.aot_path.exists()):
             others.append(spec)
-    _upstream.build_jit_specs(others, verbose, skip_prebuilt)
+    if not others:
+        return
+    jobs, _ = parallel_jobs(max_jobs=max_jobs)
+    at_once = min(jobs, len(others))
+
+    # Not one ninja for all, as upstream has it: its log would lie in another folder than that of the ninja which a load
+    # starts, and that would compile everything again.
+    def build(spec: Any) -> None:
+        with FileLock(spec.lock_path, thread_local=False):
+            spec.write_ninja()
+            cpp_ext.run_ninja(spec.build_dir, spec.ninja_path, verbose, max_jobs=jobs // at_once)
+
+    with ThreadPoolExecutor(at_once) as pool:
+        list(pool.map(build, others))

@@ -16,6 +16,7 @@ import pytest
 import torch
 from flashinfer.jit.attention.modules import gen_customize_batch_prefill_module
 from flashinfer.jit.xqa import gen_xqa_module
+from layer_toys import REPO, Run
 
 import flashinfer.decode as decode
 from flashinfer.jit import env as jit_env
@@ -116,3 +117,37 @@ def test_an_fp8_cache_is_refused_on_hopper(monkeypatch: pytest.MonkeyPatch) -> N
         RuntimeError, match=r"on 9\.0 upstream's prefill with sinks does not compile for an FP8 KV cache"
     ):
         modules.gen_vllm_modules(FP8)
+
+
+BUILT_THEN_LOADED = """
+import sys
+from pathlib import Path
+from flashinfer.jit import core, cpp_ext
+folder, specs = Path(sys.argv[1]), []
+for name in ("one", "two"):
+    (folder / f"{name}.cu").write_text(f"__global__ void {name}(float* x) {{ *x = 1; }}\\n")
+    specs.append(core.gen_jit_spec(name, [folder / f"{name}.cu"]))
+core.build_jit_specs(specs)
+made = {path: path.stat().st_mtime_ns for spec in specs for path in spec.build_dir.glob("*.*o")}
+assert len(made) == 4, made  # an object and a library each
+for spec in specs:
+    spec.build(need_lock=True)  # as a load does
+assert made == {path: path.stat().st_mtime_ns for path in made}, "compiled again"
+try:
+    core.build_jit_specs([type("Spec", (), {"name": "three"})()])
+except TypeError as error:
+    print(error)
+type(specs[0]).aot_path = folder  # an installed wheel brings them
+cpp_ext.run_ninja = None
+core.build_jit_specs(specs)
+core.build_jit_specs([])
+"""
+
+
+def test_what_was_built_beforehand_is_not_compiled_by_the_start(
+    run_python: Run, site_packages: Path, tmp_path: Path
+) -> None:
+    """Two of upstream's specs at once; each load runs ninja again, which must find nothing to do."""
+    env = {"FLASHINFER_WORKSPACE_BASE": str(tmp_path), "FLASHINFER_CUDA_ARCH_LIST": "12.1a"}
+    done = run_python("-c", BUILT_THEN_LOADED, str(tmp_path), path=[REPO, site_packages], env=env)
+    assert done.stdout == "three is a Spec; build_jit_specs compiles modules by nvcc only\n"
