@@ -47,9 +47,10 @@ class SM12xGptOssForCausalLM(GptOssForCausalLM):
         if self.decode_steps is None:
             table.note("decode", "vLLM's layers", "", reason)
             return
-        # A buffer: sleep mode, level 2, keeps nothing else. vLLM rounds its table to the model's type at each call, too.
+        # Buffers: sleep mode, level 2, keeps nothing else. vLLM rounds its table to the model's type at each call, too.
         rope = self.model.layers[0].attn.rotary_emb.cos_sin_cache.to(torch.bfloat16)
         self.register_buffer("sm12x_rope_table", rope, persistent=False)
+        self.register_buffer("sm12x_workspace", decode_workspace(rope.device), persistent=False)
         table.note("decode", "flashinfer-sm12x", f"up to {MAX_ROWS} tokens", "default")
 
     def forward(
@@ -64,9 +65,10 @@ class SM12xGptOssForCausalLM(GptOssForCausalLM):
         if steps is not None and input_ids is not None and inputs_embeds is None and intermediate_tensors is None:
             step = steps.metadata(input_ids.shape[0])
             if step is not None:
+                buffers = self.sm12x_rope_table, self.sm12x_workspace
                 if steps.taken():
-                    return steps.run(input_ids, step, self.sm12x_rope_table)
-                steps.warm_up(input_ids, step, self.sm12x_rope_table)
+                    return steps.run(input_ids, step, *buffers)
+                steps.warm_up(input_ids, step, *buffers)
         return super().forward(input_ids, positions, intermediate_tensors, inputs_embeds)
 
 
@@ -82,6 +84,10 @@ def reason_against(config: VllmConfig, model: Any) -> str:
         "transfer of the KV cache": config.kv_transfer_config is not None,
         "routed experts are returned": config.aux_output_config.enabled,
         "VLLM_BATCH_INVARIANT": envs.VLLM_BATCH_INVARIANT,
+        "VLLM_MOE_ROUTING_SIMULATION_STRATEGY": envs.VLLM_MOE_ROUTING_SIMULATION_STRATEGY,
+        "weights are offloaded to the host": config.offload_config.uva.cpu_offload_gb > 0
+        or config.offload_config.prefetch.offload_group_size > 0,
+        "use_trtllm_attention is false, so there is no XQA": config.attention_config.use_trtllm_attention is False,
         "expert load balancing (EPLB)": parallel.enable_eplb,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "data parallelism": parallel.data_parallel_size > 1,
@@ -128,18 +134,24 @@ def prepare(model: Any) -> str:
     device = next(model.parameters()).device
     if device.type != "cuda":
         return ""  # tests: CPU tensors need no module
-    from flashinfer.decode import prepare_decode_attention
     from flashinfer.jit.sm12x.modules import gen_router_module
     from flashinfer.sm12x.backend import kernels
 
     try:
-        prepare_decode_attention(device)
+        decode_workspace(device)
         backend = kernels(torch.device("cuda", torch.cuda.current_device()))
         assert backend is not None
         backend.module(gen_router_module)
     except Exception as error:  # whatever a compiler or a linker can fail with
         return f"could not be built: {error}"
     return ""
+
+
+def decode_workspace(device: torch.device) -> torch.Tensor:
+    """For every attention of a decode step; on a GPU this builds the kernel, or finds it built."""
+    from flashinfer.decode import decode_workspace_size
+
+    return torch.zeros(decode_workspace_size(device), dtype=torch.uint8, device=device)
 
 
 class DecodeSteps:
@@ -170,16 +182,22 @@ class DecodeSteps:
         """Whether this is a run to compute a step in: captured, or one of a model that is not compiled."""
         return self.eager or torch.cuda.is_current_stream_capturing()
 
-    def warm_up(self, input_ids: torch.Tensor, step: Mapping[str, FlashInferMetadata], rope: torch.Tensor) -> None:
+    def warm_up(self, input_ids: torch.Tensor, *step: Any) -> None:
         """Run once for each number of rows what a capture will, which may load no kernel, before vLLM's layers do.
 
         Both write the same positions of the cache.
         """
         if input_ids.shape[0] not in self._warm:
             self._warm.add(input_ids.shape[0])
-            self.run(input_ids, step, rope)
+            self.run(input_ids, *step)
 
-    def run(self, input_ids: torch.Tensor, step: Mapping[str, FlashInferMetadata], rope: torch.Tensor) -> torch.Tensor:
+    def run(
+        self,
+        input_ids: torch.Tensor,
+        step: Mapping[str, FlashInferMetadata],
+        rope: torch.Tensor,
+        workspace: torch.Tensor,
+    ) -> torch.Tensor:
         """Hidden states ``[rows, hidden]`` behind the last norm, as ``GptOssModel.forward`` returns them."""
         hidden = self.model.embed_input_ids(input_ids)
         residual = None
@@ -189,7 +207,7 @@ class DecodeSteps:
             else:
                 _add_and_norm(layer.input_layernorm, hidden, residual)
             qkv, _ = layer.attn.qkv_proj(hidden)
-            attended = attend(layer.attn.attn, qkv, step[layer.attn.attn.layer_name], rope)
+            attended = attend(layer.attn.attn, qkv, step[layer.attn.attn.layer_name], rope, workspace)
             hidden, _ = layer.attn.o_proj(attended)
             hidden, residual = route_and_compute(layer, hidden, residual)
         assert residual is not None
@@ -223,7 +241,9 @@ def _add_and_norm(norm: Any, x: torch.Tensor, residual: torch.Tensor) -> None:
     ops.fused_add_rms_norm(x, residual, norm.weight, norm.variance_epsilon)
 
 
-def attend(layer: Any, qkv: torch.Tensor, metadata: FlashInferMetadata, rope: torch.Tensor) -> torch.Tensor:
+def attend(
+    layer: Any, qkv: torch.Tensor, metadata: FlashInferMetadata, rope: torch.Tensor, workspace: torch.Tensor
+) -> torch.Tensor:
     """Rope, the cache's write and attention of ``qkv`` ``[rows, (heads + 2 kv_heads) 64]``; rows of padding write nothing.
 
     A padded sequence has length 0 (FULL graphs), or there are more rows than sequences: what those rows get means nothing.
@@ -253,6 +273,7 @@ def attend(layer: Any, qkv: torch.Tensor, metadata: FlashInferMetadata, rope: to
         k_scale=scales[0],
         v_scale=scales[1],
         kv_layout=get_flashinfer_layout_string(metadata.kv_cache_layout),
+        workspace_buffer=workspace,
         constant_cache=True,
         out=out[:sequences],
     )

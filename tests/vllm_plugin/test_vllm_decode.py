@@ -216,6 +216,9 @@ def test_what_the_executor_does_not_serve_is_named(loaded, monkeypatch):
         (config, "speculative_config", object(), "speculative decoding"),
         (config, "kv_transfer_config", object(), "transfer of the KV cache"),
         (config, "aux_output_config", mock.Mock(enabled=True), "routed experts are returned"),
+        (config.offload_config.uva, "cpu_offload_gb", 1, "weights are offloaded"),
+        (config.offload_config.prefetch, "offload_group_size", 2, "weights are offloaded"),
+        (config.attention_config, "use_trtllm_attention", False, "use_trtllm_attention is false"),
         (parallel, "enable_eplb", True, "expert load balancing (EPLB)"),
         (parallel, "pipeline_parallel_size", 2, "pipeline parallelism"),
         (parallel, "data_parallel_size", 2, "data parallelism"),
@@ -236,6 +239,9 @@ def test_what_the_executor_does_not_serve_is_named(loaded, monkeypatch):
                 holder._modules, name, value
             )
             assert reason_against(config, model.model).startswith(reason), name
+    with monkeypatch.context() as patch:
+        patch.setenv("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "uniform_random")
+        assert reason_against(config, model.model) == "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"
     monkeypatch.setattr(compilation, "mode", CompilationMode.VLLM_COMPILE)
     for mode in (CUDAGraphMode.FULL_AND_PIECEWISE, CUDAGraphMode.FULL_DECODE_ONLY):
         monkeypatch.setattr(compilation, "cudagraph_mode", mode)

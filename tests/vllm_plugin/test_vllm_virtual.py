@@ -56,6 +56,7 @@ def test_verify_gpu_judges_the_compiled_kernels_on_the_virtual_sm121():
 def test_a_decode_step_is_the_executors_on_the_virtual_sm121(loaded, tmp_path):  # noqa: F811
     """Behind prompts: QKV, rope with the cache's write and attention, O, router, experts and LM head, all compiled."""
     from flashinfer.testing.virtual_device import virtual_device
+    from flashinfer_sm12x_vllm.model import decode_workspace
 
     checkpoint.write(tmp_path, SEED, **CHANGES, num_hidden_layers=1)
     config, model = loaded({"moe": "mxfp4-a16", "qkv": "mxfp4", "o": "mxfp8", "lm_head": "mxfp4"}, folder=tmp_path)
@@ -75,6 +76,9 @@ def test_a_decode_step_is_the_executors_on_the_virtual_sm121(loaded, tmp_path): 
 
     on_the_cpu, written = step()
     with virtual_device("sm_121a") as device:
+        with pytest.raises(ValueError, match="workspace_buffer's size is 0"):  # it is a buffer: sleep mode keeps those
+            step()
+        dict(model.named_buffers())["sm12x_workspace"].data = decode_workspace(cache.device)
         on_the_device, written_there = step()
         assert all(launch.clean for launch in device.launches)
         ran = " ".join(launch.kernel for launch in device.launches)
