@@ -51,7 +51,7 @@ def parse(parser: argparse.ArgumentParser, out: str) -> argparse.Namespace:
 
 def chosen(parser: argparse.ArgumentParser, given: str | None, ways: Iterable[str]) -> list[str]:
     """Those of ``ways`` that ``--ways`` names, with ``;`` between; none where it is not given."""
-    wanted = given.split(";") if given else []
+    wanted = [way.strip() for way in given.split(";")] if given else []
     if unknown := [way for way in wanted if way not in ways]:
         parser.error(f"--ways: {unknown[0]!r} is none of {'; '.join(ways)}")
     return wanted
