@@ -3,7 +3,8 @@
 
 A test is slow
 
-* if ``LONG`` names it: it takes more than 15 seconds of one core, with all its parameters and what it compiles;
+* if ``LONG`` names it: it takes more than ten seconds of one core, with all its parameters and what it compiles, and
+  others that stay try the same path;
 * if it runs on the virtual SM121 (``tests/*/test_virtual_*.py``), unless it is the first, cheapest one that notices some
   change of ``tests/mutations.toml``. Of a thousand these are some 150, of each kernel family one or more with
   every watcher on.
@@ -22,26 +23,46 @@ LONG = (
     "tests/doctor/test_doctor.py::test_additional_config_is_checked_as_vllm_will_have_it",
     "tests/doctor/test_doctor.py::test_this_environment_with_a_broken_file_of_a_probe",
     "tests/doctor/test_doctor.py::test_this_environment_with_kernels_of_an_older_fork",
+    "tests/doctor/test_doctor_probe.py::test_parts_that_hang_or_crash_and_the_file",
+    "tests/doctor/test_doctor_variables.py::test_what_upstream_reads_while_it_is_imported_is_told_by_the_import",
+    "tests/install/test_install.py::test_an_upgrade_of_what_was_imported_leaves_no_old_module",
+    "tests/install/test_install.py::test_building_leaves_the_checkout_as_it_was",
     "tests/install/test_install.py::test_installing_again_replaces",
     "tests/install/test_install.py::test_uninstalling_removes_all_of_it",
-    "tests/jit/test_arrival_fences.py::test_arrivals_have_fences_wherever_a_gb10_may_run_them[0a-False]",
-    "tests/jit/test_arrival_fences.py::test_arrivals_have_fences_wherever_a_gb10_may_run_them[0f-True]",
-    "tests/jit/test_arrival_fences.py::test_arrivals_have_fences_wherever_a_gb10_may_run_them[1f-True]",
+    "tests/jit/test_arrival_fences.py::test_arrivals_have_fences_wherever_a_gb10_may_run_them",
+    "tests/jit/test_arrival_fences.py::test_arrivals_without_their_fence_are_found",
     "tests/jit/test_arrival_fences.py::test_no_kernel_takes_many_named_barriers_and_no_experts_spill",
     "tests/jit/test_jit_command_line.py::test_only_what_compiles_needs_a_compiler",
+    "tests/jit/test_jit_hostile.py::test_cache_paths_that_nvcc_would_have_a_shell_read",
     "tests/jit/test_jit_spec.py::test_a_row_that_says_otherwise_than_the_layout_of_shared_memory_does_not_compile",
+    "tests/jit/test_jit_spec.py::test_table_of_instances_as_built",
     "tests/jit/test_jit_trust.py::test_a_build_is_private_whatever_the_umask_is",
+    "tests/jit/test_jit_trust.py::test_in_a_namespace_without_root_its_folders_are_nobodys",
     "tests/jit/test_jit_trust.py::test_prebuilt_cache_that_can_only_be_read_is_used",
+    "tests/jit/test_prebuilt.py::test_the_same_sources_make_the_same_bytes",
     "tests/layer/test_upstream_modules.py::test_no_public_name_is_lost",
     "tests/layer/test_upstream_modules.py::test_the_two_interpreters_differ_as_meant",
     "tests/layer/test_upstream_modules.py::test_the_wheels_other_top_level_package_finds_its_code",
     "tests/layer/test_upstream_modules.py::test_what_imports_and_what_does_not_is_the_same",
+    "tests/moe/test_cutlass_fused_moe_mxfp4.py::test_gpt_oss_120b_layer",
     "tests/moe/test_moe_planner.py::test_sm12x_takes_a_tactic_within_ten_percent_of_the_models_best",
+    "tests/moe/test_virtual_launcher.py::test_every_part_of_a_dense_layers_workspace_is_as_large_as_what_it_holds",
+    "tests/moe/test_virtual_launcher.py::test_largest_outputs_of_rows_beyond_31_bits",
+    "tests/moe/test_virtual_launcher.py::test_outputs_of_a_streamed_dense_layer_beyond_31_bits",
+    "tests/moe/test_virtual_launcher.py::test_tokens_of_a_layer_beyond_31_bits",
+    "tests/project/test_mutate.py::test_every_outcome",
     "tests/project/test_mutate.py::test_every_test_of_the_lists_can_be_collected",
+    "tests/project/test_mutate.py::test_the_command_fails_where_tests_of_the_days_changes_fail_anyway",
+    "tests/project/test_prose.py::test_each_one_liner_for_the_reader_runs",
+    "tests/project/test_scripts.py::test_arguments_are_refused_before_anything_starts",
+    "tests/project/test_scripts.py::test_help_needs_nothing_of_vllm",
+    "tests/project/test_scripts.py::test_the_doctor_comes_before_all_that_may_be_broken",
+    "tests/project/test_scripts.py::test_what_is_missing_is_said_in_a_line",
     "tests/project/test_typing.py",
     "tests/upstream_patch/test_exported.py",
+    "tests/upstream_patch/test_moved_upstream.py::test_each_place_is_named_and_nothing_is_written",
 )
-"""Files, tests with all their parameters, or with some: more than 15 seconds of a core, together."""
+"""Files, tests with all their parameters, or with some: more than ten seconds of a core, together."""
 
 
 @cache
