@@ -72,6 +72,8 @@ EMULATOR_TESTS = emulator/tests $(if $(UPSTREAM),,--ignore=emulator/tests/upstre
 # With more threads than its share of the cores, torch takes ten times as long over the references' small operations.
 SHARE = $(shell n=$$(( $$(nproc) / $(TEST_JOBS) )); [ $$n -gt 0 ] && echo $$n || echo 1)
 RUN_TESTS = OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),$(SHARE)) $(PY) -m pytest -n $(TEST_JOBS)
+# Tests that load a real runtime wait for other processes a fifth of their time.
+HOST_JOBS = $(shell echo $$(( $(TEST_JOBS) + 1 )))
 # A torch that brings CUDA would load its runtime before the virtual GPU's.
 PRELOAD = LD_PRELOAD="$$(PYTHONPATH=emulator/python $(PY) -m vsm.preload)"
 
@@ -80,7 +82,7 @@ test: CHOICE = -m "not slow"
 test-slow: CHOICE = -m slow
 test-slow: EMULATOR_TESTS = $(if $(UPSTREAM),emulator/tests/upstream)
 test test-slow test-all: compiler env emulator
-	$(RUN_TESTS) --dist worksteal tests $(addprefix --ignore=,$(VIRTUAL_TESTS)) $(CHOICE) $(PYTEST_ARGS)
+	$(RUN_TESTS) -n $(HOST_JOBS) --dist worksteal tests $(addprefix --ignore=,$(VIRTUAL_TESTS)) $(CHOICE) $(PYTEST_ARGS)
 	$(PRELOAD) $(RUN_TESTS) --dist worksteal $(VIRTUAL_TESTS) $(CHOICE) $(PYTEST_ARGS)
 	$(if $(EMULATOR_TESTS),$(RUN_TESTS) --dist loadfile $(EMULATOR_TESTS) $(CHOICE) $(PYTEST_ARGS))
 

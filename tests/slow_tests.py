@@ -60,7 +60,7 @@ LONG = (
     "tests/project/test_scripts.py::test_what_is_missing_is_said_in_a_line",
     "tests/project/test_typing.py",
     "tests/upstream_patch/test_exported.py",
-    "tests/upstream_patch/test_moved_upstream.py::test_each_place_is_named_and_nothing_is_written",
+    "tests/upstream_patch/test_moved_upstream.py",
 )
 """Files, tests with all their parameters, or with some: more than ten seconds of a core, together."""
 
