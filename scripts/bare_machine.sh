@@ -83,6 +83,7 @@ inside() {  # user, command
 mkdir -p "$folder/dev/pts" "$folder/dev/shm" "$folder/home/somebody"
 install="DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends"
 inside 0 "apt-get update -qq && $install $packages >/dev/null"
+inside 0 "getent passwd 1000 >/dev/null || useradd --uid 1000 --no-create-home somebody"
 mkdir -p "$folder/home/somebody/checkout"
 (
   cd "$folder/home/somebody/checkout"

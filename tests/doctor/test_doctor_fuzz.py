@@ -237,3 +237,16 @@ def test_no_whole_run_ends_in_a_traceback(tmp_path: Path, parts: Parts, run: int
         assert door[0] == "-m"  # another flashinfer stands before this one, or none does
     elif "usage:" not in printed:
         assert re.search(r'unknown\n$|^{\n "format"', printed), (arguments, printed, said)
+
+
+@pytest.mark.parametrize("closed", [None, Broken(BrokenPipeError())], ids=["none", "nobody reads it"])
+def test_a_wrong_command_line_ends_it_where_an_older_argparse_cannot_say_so(
+    ended: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch, closed: Any
+) -> None:
+    """Python 3.11.2's, Debian 12's, writes to whatever standard error is."""
+    monkeypatch.setattr(
+        doctor.argparse.ArgumentParser,
+        "_print_message",
+        lambda _, text, file=None: (file or doctor.sys.stderr).write(text),
+    )
+    assert ended(["--bogus"], {}, {}, Broken(None), closed)[0] == 2

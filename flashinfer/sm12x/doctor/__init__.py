@@ -132,9 +132,13 @@ def main(arguments: Sequence[str]) -> int:
     """Ask, check, print.
 
     Returns:
-        The exit status: 0 if no check failed, each had an answer, and all was printed; else 1.
+        The exit status: 0 if no check failed, each had an answer, and all was printed; else 1. 2, or ``SystemExit(2)``,
+        for a wrong command line.
     """
-    options = parser().parse_args(arguments)
+    try:
+        options = parser().parse_args(arguments)
+    except (AttributeError, OSError):  # argparse before Python 3.11.4, where there is no stream to say an error to
+        return 2
     facts = ask(dict.fromkeys(QUESTIONS, options.timeout), {"vllm": [options.additional_config]})
     if options.probe:
         facts |= probe.measure(options.timeout)
