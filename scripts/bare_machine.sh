@@ -87,7 +87,8 @@ inside 0 "getent passwd 1000 >/dev/null || useradd --uid 1000 --no-create-home s
 mkdir -p "$folder/home/somebody/checkout"
 (
   cd "$folder/home/somebody/checkout"
-  here() { git -c safe.directory="$PWD" -c advice.detachedHead=false "$@"; }
+  # Not by owner and ctime, which chown changes: what a checkout writes again, make builds again.
+  here() { git -c safe.directory="$PWD" -c advice.detachedHead=false -c core.trustctime=false -c core.checkStat=minimal "$@"; }
   here init --quiet
   here fetch --quiet --depth 1 "file://$checkout" HEAD
   here checkout --quiet --force FETCH_HEAD

@@ -52,8 +52,8 @@ Next
   on a Spark      in the environment of vLLM 0.33.0: pip install {root}
                   python -m flashinfer sm12x-build --vllm bf16
                   vllm serve openai/gpt-oss-120b --additional-config '{{"sm12x": "spark"}}'
-  on any GPU      PYTHONPATH={root} python -m flashinfer sm12x-doctor    what this machine has, and what it lacks
-  on any machine  make test      the tests that find most; {root}/docs/evidence.md has the others"""
+  here            {python} -m flashinfer sm12x-doctor    what this machine has, and what it lacks
+                  make test      the tests that find most; docs/evidence.md has the others"""
 
 Check = tuple[str, bool]
 
@@ -78,7 +78,8 @@ def main() -> int:
         checks += run_on_gpu(gpu())
     failed = [what for what, holds in checks if not holds]
     print(f"\n{len(checks) - len(failed)} of {len(checks)} checks hold" + "".join(f"\n  FAILED: {f}" for f in failed))
-    print(NEXT.format(root=ROOT))
+    python = Path(sys.executable)
+    print(NEXT.format(root=ROOT, python=python.relative_to(ROOT) if python.is_relative_to(ROOT) else python))
     return 1 if failed else 0
 
 
