@@ -81,10 +81,13 @@ PRELOAD = LD_PRELOAD="$$(PYTHONPATH=emulator/python $(PY) -m vsm.preload)"
 test: CHOICE = -m "not slow"
 test-slow: CHOICE = -m slow
 test-slow: EMULATOR_TESTS = $(if $(UPSTREAM),emulator/tests/upstream)
+# All three, whatever the first ones find.
 test test-slow test-all: compiler env emulator
-	$(RUN_TESTS) -n $(HOST_JOBS) --dist worksteal tests $(addprefix --ignore=,$(VIRTUAL_TESTS)) $(CHOICE) $(PYTEST_ARGS)
-	$(PRELOAD) $(RUN_TESTS) --dist worksteal $(VIRTUAL_TESTS) $(CHOICE) $(PYTEST_ARGS)
-	$(if $(EMULATOR_TESTS),$(RUN_TESTS) --dist loadfile $(EMULATOR_TESTS) $(CHOICE) $(PYTEST_ARGS))
+	status=0; \
+	$(RUN_TESTS) -n $(HOST_JOBS) --dist worksteal tests $(addprefix --ignore=,$(VIRTUAL_TESTS)) $(CHOICE) $(PYTEST_ARGS) || status=1; \
+	$(PRELOAD) $(RUN_TESTS) --dist worksteal $(VIRTUAL_TESTS) $(CHOICE) $(PYTEST_ARGS) || status=1; \
+	$(if $(EMULATOR_TESTS),$(RUN_TESTS) --dist loadfile $(EMULATOR_TESTS) $(CHOICE) $(PYTEST_ARGS) || status=1;) \
+	exit $$status
 
 test-host: env
 	$(RUN_TESTS) --dist worksteal $(addprefix tests/,layer install doctor project jit) $(PYTEST_ARGS)
