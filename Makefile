@@ -72,7 +72,7 @@ EMULATOR_TESTS = emulator/tests $(if $(UPSTREAM),,--ignore=emulator/tests/upstre
 # With more threads than its share of the cores, torch takes ten times as long over the references' small operations.
 SHARE = $(shell n=$$(( $$(nproc) / $(TEST_JOBS) )); [ $$n -gt 0 ] && echo $$n || echo 1)
 RUN_TESTS = OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),$(SHARE)) $(PY) -m pytest -n $(TEST_JOBS)
-# Tests that load a real runtime wait for other processes a fifth of their time.
+# Tests that load a real runtime often wait for processes that they start.
 HOST_JOBS = $(shell echo $$(( $(TEST_JOBS) + 1 )))
 # A torch that brings CUDA would load its runtime before the virtual GPU's.
 PRELOAD = LD_PRELOAD="$$(PYTHONPATH=emulator/python $(PY) -m vsm.preload)"

@@ -101,14 +101,17 @@ def build_jit_specs(specs: Sequence[Any], verbose: bool = False, skip_prebuilt: 
         TypeError: a spec of upstream's is not compiled by nvcc.
     """
     max_jobs = variables.read("FLASHINFER_JIT_PREBUILD_MAX_JOBS")
+    own = [spec for spec in specs if getattr(spec, "has_own_engine", False)]
     others = []
     for spec in specs:
-        if getattr(spec, "has_own_engine", False):
-            spec.build(verbose=verbose, need_lock=True, max_jobs=max_jobs)
-        elif not isinstance(spec, _JitSpecNvcc):
+        if spec in own:
+            continue
+        if not isinstance(spec, _JitSpecNvcc):
             raise TypeError(f"{spec.name} is a {type(spec).__name__}; build_jit_specs compiles modules by nvcc only")
-        elif not (skip_prebuilt and spec.aot_path.exists()):
+        if not (skip_prebuilt and spec.aot_path.exists()):
             others.append(spec)
+    for spec in own:
+        spec.build(verbose=verbose, need_lock=True, max_jobs=max_jobs)
     if not others:
         return
     jobs, _ = parallel_jobs(max_jobs=max_jobs)
