@@ -12,6 +12,7 @@ many of the 8 most probable tokens are, and how far apart the log probabilities 
 
 What rounding alone does is the row of two backends that are not this fork's. On Hopper set FLASHINFER_SM12X_MOE=1, and
 give --attention FLASHINFER, without which vLLM takes an attention there that leaves no step to the fork's decode path.
+It is for the fork's ways alone: on Hopper vLLM's own FLASHINFER refuses gpt-oss's attention sinks.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def answer(model: str, way: str, given: argparse.Namespace) -> Answers:
         max_logprobs=LOGPROBS,
         gpu_memory_utilization=given.share,
         kv_cache_memory_bytes=1 << 30,
-        attention_backend=given.attention,
+        attention_backend=given.attention if way.startswith("fork") else None,
         **WAYS[way][1],
     )
     sampling = SamplingParams(
@@ -118,7 +119,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--input", type=vllm_server.positive, default=64, help="tokens of a prompt")
     parser.add_argument("--output", type=vllm_server.positive, default=16, help="tokens of an answer")
     parser.add_argument("--share", type=float, default=0.15, help="of the GPU's memory, for each engine")
-    parser.add_argument("--attention", help="vLLM's attention backend for every way; else its own choice")
+    parser.add_argument("--attention", help="vLLM's attention backend for the fork's ways; else its own choice")
     parser.add_argument("--at-once", type=vllm_server.positive, default=1, help="engines side by side")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="a folder for answers and logs; else a temporary one")
