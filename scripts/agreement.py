@@ -69,7 +69,7 @@ def answer(model: str, way: str, given: argparse.Namespace) -> Answers:
         max_logprobs=LOGPROBS,
         gpu_memory_utilization=given.share,
         kv_cache_memory_bytes=1 << 30,
-        attention_backend=given.attention if way.startswith("fork") else None,
+        attention_backend=None if "FLASHINFER_SM12X_VLLM" in WAYS[way][0] else given.attention,
         **WAYS[way][1],
     )
     sampling = SamplingParams(
