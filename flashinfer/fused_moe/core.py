@@ -312,8 +312,12 @@ def _workspace_device(device: Any) -> torch.device:
         raise ValueError(f"device is {describe(device)}; it must name a CUDA device or the CPU") from error
     if device.type not in ("cuda", "cpu"):
         raise ValueError(f"device is {device}; it must be a CUDA device or the CPU")
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
+    if device.type == "cuda":
+        count = torch.cuda.device_count()  # 0 without a driver, where any other question is an error of torch's
+        if (device.index or 0) >= count:
+            raise ValueError(f"device is {device}; it must be the CPU or one of the {count} CUDA devices here")
+        if device.index is None:
+            return torch.device("cuda", torch.cuda.current_device())
     return device
 
 
@@ -339,7 +343,7 @@ def cutlass_fused_moe_workspace_size(
     ------
     ValueError, TypeError
         For MXFP4 weights: a size that is no positive integer, ranks outside their groups, experts that ``ep_size`` does
-        not divide, ``top_k`` above the number of experts, or a dtype that no call may have.
+        not divide, ``top_k`` above the number of experts, or a dtype that no call may have.  A device that is not there.
     """
     where = _workspace_device(device)
     mode = select_mode(

@@ -356,6 +356,14 @@ def test_workspace_size_names_what_is_wrong(change: dict[str, Any], message: str
         cutlass_fused_moe_workspace_size(**{**SIZE, **change}, device=device)
 
 
+@pytest.mark.parametrize(("given", "seen"), [("cuda", 0), ("cuda:0", 0), ("cuda:2", 2)])
+def test_workspace_size_of_a_device_that_is_not_there(given: str, seen: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
+    message = f"^device is {given}; it must be the CPU or one of the {seen} CUDA devices here$"
+    with pytest.raises(ValueError, match=message):
+        cutlass_fused_moe_workspace_size(**SIZE, device=given)  # type: ignore[arg-type]
+
+
 def test_workspace_size(device: torch.device) -> None:
     size = cutlass_fused_moe_workspace_size(**SIZE, device=device)
     assert size == 0 if device.type == "cpu" else size > 0
