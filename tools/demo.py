@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``make demo``: what this fork does, on a machine without a GPU.
 
-1. Compiles ``fused_moe_120`` for a DGX Spark (``12.1a``) with the JIT, from nothing, in a cache of its own, and keeps
-   its PTX in the library.
+1. Compiles ``fused_moe_120`` for a DGX Spark (``12.1a``) with the JIT, and keeps its PTX in the library. A second demo
+   and the tests find it compiled.
 2. Reads the machine code back: registers, shared memory, spills, and the block-scaled tensor instructions that only
    this architecture has.
 3. Runs one gpt-oss-120b MoE layer (hidden = intermediate = 2880, 128 experts, top-4) through ``cutlass_fused_moe`` on
@@ -26,7 +26,6 @@ import platform
 import re
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -65,17 +64,12 @@ def main() -> int:
     options = parser.parse_args()
     if options.tokens < 1:
         parser.error(f"--tokens is {options.tokens}; it must be at least 1")
-    with tempfile.TemporaryDirectory(prefix="flashinfer-demo-") as cache:
-        # Read when flashinfer is imported, hence before it is.
-        os.environ["FLASHINFER_WORKSPACE_BASE"] = cache
-        os.environ["FLASHINFER_CUDA_ARCH_LIST"] = "12.1a"
-        os.environ["FLASHINFER_SM12X_EMBED_PTX"] = "1"
-        introduce()
-        checks = [*compile_and_inspect(), *run_layer(options.tokens, options.seed)]
-        from flashinfer.testing.virtual_device import in_own_process
+    introduce()
+    checks = [*compile_and_inspect(), *run_layer(options.tokens, options.seed)]
+    from flashinfer.testing.virtual_device import in_own_process
 
-        checks += in_own_process(run_on_virtual_device, options.seed)
-        checks += run_on_gpu(gpu())
+    checks += in_own_process(run_on_virtual_device, options.tokens, options.seed)
+    checks += run_on_gpu(gpu())
     failed = [what for what, holds in checks if not holds]
     print(f"\n{len(checks) - len(failed)} of {len(checks)} checks hold" + "".join(f"\n  FAILED: {f}" for f in failed))
     python = Path(sys.executable)
@@ -108,8 +102,10 @@ def tell(title: str, headers: Sequence[str], rows: Sequence[Sequence[object]], c
 
 def compile_and_inspect() -> list[Check]:
     from flashinfer.jit.sm12x import modules, report
+    from flashinfer.testing.virtual_device import compiling_for
 
-    spec = modules.gen_fused_moe_module()
+    with compiling_for("sm_121a"):
+        spec = modules.gen_fused_moe_module()
     print()
     what = f"compiling {spec.name}, {len(spec.plan.steps)} sources, {spec.plan.description}"
     with Progress(what) as progress, build_notes(progress):
@@ -171,23 +167,22 @@ def drawn(tokens: int, seed: int) -> MoEInputs:
     return make_moe_inputs(MoECase(tokens, hidden=2880, inter=2880, num_experts=128, top_k=4, mode=1), seed)
 
 
-def inputs_of(mode: int, tokens: int, seed: int) -> MoEInputs:
-    """The layer's inputs in each mode: the same weights and tokens."""
+def inputs_of(mode: int, inputs: MoEInputs) -> MoEInputs:
+    """The inputs of :func:`drawn` in each mode: the same weights and tokens."""
     from flashinfer.testing import quantize_mxfp8, swizzle_scales
 
-    inputs = drawn(tokens, seed)
     if mode == 0:
         values, scales = quantize_mxfp8(inputs.input.double())
         return dataclasses.replace(inputs, input=values, input_sf=swizzle_scales(scales).flatten())
     return inputs if mode == 1 else dataclasses.replace(inputs, fc1_global=None, fc2_global=None)
 
 
-def compute_layer(mode: int, tokens: int, seed: int, **reference: Any) -> tuple[torch.Tensor, float, str, Check]:
+def compute_layer(mode: int, inputs: MoEInputs, **reference: Any) -> tuple[torch.Tensor, float, str, Check]:
     """The layer's output, seconds, the share of its error bound that is used, and whether that is less than all."""
     from flashinfer.fused_moe import cutlass_fused_moe
     from flashinfer.testing import BoundViolation, check_within_bound, moe_reference
 
-    inputs = inputs_of(mode, tokens, seed)
+    inputs = inputs_of(mode, inputs)
     started = time.perf_counter()
     output = cutlass_fused_moe(**inputs.arguments())
     seconds = time.perf_counter() - started
@@ -205,9 +200,10 @@ def run_layer(num_tokens: int, seed: int) -> list[Check]:
     print()
     rows, checks = [], []
     with Progress(f"a gpt-oss-120b layer on {num_tokens} tokens, seed {seed}, on the CPU") as progress:
+        inputs = drawn(num_tokens, seed)
         for mode, name in MODES.items():
             progress.note = name
-            output, seconds, used, check = compute_layer(mode, num_tokens, seed)
+            output, seconds, used, check = compute_layer(mode, inputs)
             rows.append([name, f"{seconds:.2f}", f"{float(output.abs().max()):.3g}", used])
             checks.append(check)
     title = "3. cutlass_fused_moe on CPU tensors against float64, gpt-oss-120b layer (2880 x 2880, 128 experts, top-4)"
@@ -215,8 +211,8 @@ def run_layer(num_tokens: int, seed: int) -> list[Check]:
     return checks
 
 
-def run_on_virtual_device(seed: int) -> list[Check]:
-    """One token through the layer, by the kernels as compiled for SM121."""
+def run_on_virtual_device(num_tokens: int, seed: int) -> list[Check]:
+    """The first of the tokens through the layer, by the kernels as compiled for SM121."""
     from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm120_module
     from flashinfer.testing import TENSOR_CORE
     from flashinfer.testing.virtual_device import virtual_device
@@ -229,10 +225,13 @@ def run_on_virtual_device(seed: int) -> list[Check]:
         virtual_device("sm_121a", strict=False) as device,
     ):
         device.module(gen_cutlass_fused_moe_sm120_module)
+        per_token = ("input", "token_selected_experts", "token_final_scales")
+        inputs = drawn(num_tokens, seed)
+        inputs = dataclasses.replace(inputs, **{name: getattr(inputs, name)[:1] for name in per_token})
         for mode in VIRTUAL_MODES:
             progress.note = MODES[mode]
             before = len(device.launches)
-            checks.append(compute_layer(mode, 1, seed, accumulation=TENSOR_CORE)[-1])
+            checks.append(compute_layer(mode, inputs, accumulation=TENSOR_CORE)[-1])
             launches = device.launches[before:]
             rows += launch_rows(MODES[mode], launches)
             checks += launch_checks(MODES[mode], launches)

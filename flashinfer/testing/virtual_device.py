@@ -105,6 +105,26 @@ def _check_architecture(name: str) -> None:
         raise ValueError(f"architecture is {name!r}; the virtual device can be {', '.join(ARCHITECTURES)}")
 
 
+@contextlib.contextmanager
+def compiling_for(architecture: str = "sm_121a") -> Iterator[None]:
+    """Within it, JIT specs are those of the virtual device's modules: for ``architecture``, with PTX in the library."""
+    from flashinfer.jit import core
+
+    _check_architecture(architecture)
+    context = core.current_compilation_context
+    before, embed = set(context.TARGET_CUDA_ARCHS), os.environ.get(_EMBED_PTX)
+    context.TARGET_CUDA_ARCHS = {ARCHITECTURES[architecture]}
+    os.environ[_EMBED_PTX] = "1"
+    try:
+        yield
+    finally:
+        context.TARGET_CUDA_ARCHS = before
+        if embed is None:
+            del os.environ[_EMBED_PTX]
+        else:
+            os.environ[_EMBED_PTX] = embed
+
+
 class VirtualDevice:
     """A virtual GB10 (SM121). Made by :func:`virtual_device`.
 
@@ -171,7 +191,7 @@ class VirtualDevice:
 
         key = (self.architecture, generate, arguments, multiplies_in_half(), multiplies_in_half("mxf4"))
         if key not in _modules:
-            with self._compiling():
+            with compiling_for(self.architecture):
                 _modules[key] = generate(*arguments).build_and_load()
         return _modules[key]
 
@@ -273,24 +293,6 @@ class VirtualDevice:
         reported = [launch for launch in launches if not launch.clean]
         if reported and self.strict:
             raise VirtualDeviceError("\n".join(map(str, reported)), launches)
-
-    @contextlib.contextmanager
-    def _compiling(self) -> Iterator[None]:
-        """Specs made within are for this architecture, with PTX that the emulator can read."""
-        from flashinfer.jit import core
-
-        context = core.current_compilation_context
-        before, embed = set(context.TARGET_CUDA_ARCHS), os.environ.get(_EMBED_PTX)
-        context.TARGET_CUDA_ARCHS = {ARCHITECTURES[self.architecture]}
-        os.environ[_EMBED_PTX] = "1"
-        try:
-            yield
-        finally:
-            context.TARGET_CUDA_ARCHS = before
-            if embed is None:
-                del os.environ[_EMBED_PTX]
-            else:
-                os.environ[_EMBED_PTX] = embed
 
     def close(self) -> None:
         """Free what :meth:`empty` gave and forget a fault."""

@@ -42,7 +42,7 @@ from flashinfer.testing import (
     moe_reference,
 )
 from flashinfer.testing.row_top_k_reference import largest_of_rows
-from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
+from flashinfer.testing.virtual_device import VirtualDevice, compiling_for, virtual_device
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def with_changes(
     key = generate, changes, source
     if key in _changed:
         return _changed[key]
-    with device._compiling():
+    with compiling_for(device.architecture):
         spec = generate()
         spec.build(need_lock=True)
         plan = spec.plan

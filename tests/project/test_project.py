@@ -120,9 +120,9 @@ def test_the_demos_layer_is_a_call_of_each_mode() -> None:
         }
 
     demo = load_tool("demo")
-    demo.drawn = lambda tokens, seed: make_moe_inputs(MoECase(tokens, 64, 96, 4, 2, mode=1), seed)
+    drawn = make_moe_inputs(MoECase(3, 64, 96, 4, 2, mode=1), 7)
     for mode in demo.MODES:
-        assert form(demo.inputs_of(mode, 3, 7)) == form(make_moe_inputs(MoECase(3, 64, 96, 4, 2, mode=mode), 7))
+        assert form(demo.inputs_of(mode, drawn)) == form(make_moe_inputs(MoECase(3, 64, 96, 4, 2, mode=mode), 7))
 
 
 @pytest.mark.parametrize(
