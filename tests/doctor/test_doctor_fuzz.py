@@ -167,7 +167,8 @@ def ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tupl
             except SystemExit as error:
                 status = int(error.code or 0)
                 return status, ""
-        return status, out.getvalue() if isinstance(out, Broken) else ""
+        # With 2 what is printed is argparse's usage, if anything.
+        return status, out.getvalue() if isinstance(out, Broken) and status != 2 else ""
 
     return run
 
