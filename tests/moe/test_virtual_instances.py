@@ -392,8 +392,13 @@ def test_a_streamed_layer_with_a_long_k(device, instance, mode, sizes):
     assert tuple(map(int, found.groups())) == (8, 3, 12)
 
 
-@pytest.mark.parametrize("mode", [0, 2])
-@pytest.mark.parametrize("model", [name for name in MOE_LAYERS if name not in ("gpt-oss-120b", "gpt-oss-20b")])
+@pytest.mark.parametrize(
+    ("model", "mode"),
+    [
+        *((name, 0) for name in MOE_LAYERS if name not in ("gpt-oss-120b", "gpt-oss-20b")),
+        *((name, 2) for name in ("gpt-oss-120b-tp2", "deepseek-v4-flash-tp2", "ling-3.0-flash")),
+    ],
+)
 def test_a_layer_of_each_model_in_full_dimensions(device, model, mode):
     """One token, with its model's activation and biases, and as many experts as it takes: what the planner chooses."""
     layer = MOE_LAYERS[model]
