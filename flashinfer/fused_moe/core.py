@@ -303,19 +303,21 @@ def cutlass_fused_moe(
     return _upstream.cutlass_fused_moe(**_selected(locals(), _MOE_PARAMETERS))
 
 
-def _workspace_device(device: Any) -> torch.device:
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+def _workspace_device(given: Any) -> torch.device:
+    if given is None:
+        given = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        device = torch.device(device)
+        device = torch.device(given)
     except (RuntimeError, TypeError) as error:
-        raise ValueError(f"device is {describe(device)}; it must name a CUDA device or the CPU") from error
+        raise ValueError(f"device is {describe(given)}; it must name a CUDA device or the CPU") from error
     if device.type not in ("cuda", "cpu"):
         raise ValueError(f"device is {device}; it must be a CUDA device or the CPU")
     if device.type == "cuda":
         count = torch.cuda.device_count()  # 0 without a driver, where any other question is an error of torch's
-        if (device.index or 0) >= count:
-            raise ValueError(f"device is {device}; it must be the CPU or one of the {count} CUDA devices here")
+        number = given if isinstance(given, int) else device.index or 0  # of a number torch.device keeps eight bits
+        if number >= count:
+            named = number if isinstance(given, int) else device
+            raise ValueError(f"device is {named}; it must be the CPU or one of the {count} CUDA devices here")
         if device.index is None:
             return torch.device("cuda", torch.cuda.current_device())
     return device
