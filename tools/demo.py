@@ -48,9 +48,10 @@ VIRTUAL_MODES = (0, 2)
 ROOT = Path(__file__).resolve().parent.parent
 NEXT = """
 Next
-  on a Spark      in the environment of vLLM 0.33.0: pip install {root}
+  on a Spark      in the environment of vLLM 0.33.0, in a checkout there: pip install .
                   python -m flashinfer sm12x-build --vllm bf16
-                  vllm serve openai/gpt-oss-120b --additional-config '{{"sm12x": "spark"}}'
+                  vllm serve openai/gpt-oss-120b --gpu-memory-utilization 0.8 \\
+                    --additional-config '{{"sm12x": "spark"}}'
   here            {python} -m flashinfer sm12x-doctor    what this machine has, and what it lacks
                   make test      the tests that find most; docs/evidence.md has the others"""
 
@@ -73,7 +74,7 @@ def main() -> int:
     failed = [what for what, holds in checks if not holds]
     print(f"\n{len(checks) - len(failed)} of {len(checks)} checks hold" + "".join(f"\n  FAILED: {f}" for f in failed))
     python = Path(sys.executable)
-    print(NEXT.format(root=ROOT, python=python.relative_to(ROOT) if python.is_relative_to(ROOT) else python))
+    print(NEXT.format(python=python.relative_to(ROOT) if python.is_relative_to(ROOT) else python))
     return 1 if failed else 0
 
 
@@ -107,7 +108,7 @@ def compile_and_inspect() -> list[Check]:
     with compiling_for("sm_121a"):
         spec = modules.gen_fused_moe_module()
     print()
-    what = f"compiling {spec.name}, {len(spec.plan.steps)} sources, {spec.plan.description}"
+    what = f"compiling {modules.FUSED_MOE} with its PTX, {len(spec.plan.steps)} sources, {spec.plan.description}"
     with Progress(what) as progress, build_notes(progress):
         built = spec.build(need_lock=True)
     size = f"{spec.plan.library.stat().st_size / (1 << 20):.1f}"
@@ -126,7 +127,7 @@ def build_notes(progress: Progress) -> Iterator[None]:
     class Notes(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             if done := re.search(r"\[(\d+)/(\d+)\]", record.getMessage()):
-                progress.note = f"{done[1]} of {done[2]}"
+                progress.note = f"step {done[1]} of {done[2]}"
 
     logger = logging.getLogger("flashinfer.jit.sm12x")
     handlers, level = logger.handlers, logger.level
@@ -241,7 +242,7 @@ def run_on_virtual_device(num_tokens: int, seed: int) -> list[Check]:
     tell(title, headers, rows, checks)
     print(
         "predicted: a roofline for GB10 from these counters, a lower bound and no measurement (emulator/src/model/model.h)"
-        "\nglobal MB: distinct 32-byte sectors touched"
+        "\nglobal MB: distinct 32-byte sectors touched; warp instr.: loops that wait are among them, so it varies"
     )
     return checks
 

@@ -248,10 +248,11 @@ def check_architectures(a: Answers) -> Outcome:
     name = "FLASHINFER_CUDA_ARCH_LIST"
     capabilities = sorted({capability for _, capability in a.gpus()})
     missing = [gpu for gpu in capabilities if not any(_runs_on(entry, gpu) for entry in listed)]
-    command = f'export {name}="${{{name}:+${name} }}{" ".join(f"{gpu}a" for gpu in missing) or "12.1a"}"'
     if not listed:
-        text = f"no GPU and no {name}: nothing is compiled until it is set"
-        return "warn", text, command, "12.1a is for a DGX Spark, 12.0a for RTX 50 and RTX PRO"
+        text = f"no GPU and no {name}: it is not known what to compile for"
+        why = "where kernels for another machine are to be built: 12.1a is a DGX Spark, 12.0a RTX 50 and RTX PRO"
+        return "warn", text, f"export {name}=12.1a", why
+    command = f'export {name}="${{{name}:+${name} }}{" ".join(f"{gpu}a" for gpu in missing)}"'
     if missing:
         return "fail", f"{', '.join(listed)} does not run on compute capability {', '.join(missing)}", command, SERVER
     return "ok", ", ".join(listed)
@@ -283,7 +284,7 @@ def check_modules(a: Answers) -> Outcome:
         if a.get("import", "failed"):
             return None
         if error := a.get("modules", "error"):
-            return "warn", f"it cannot be told whether they are fresh: {error}", "", "see 'build' and 'architectures'"
+            return "warn", f"it cannot be told whether they are fresh: {error}", "", "the rows above say what to do"
         return "unknown", f"not told: {a('modules', 'failed')}"
     words = []
     for name, fact in found.items():
