@@ -186,8 +186,7 @@ class StreamMultiplier {
         warm_up = false;
         place_ = {};
         releases_ = true;
-        __syncwarp();
-        if (lane_ == 0) ptx::mbarrier_arrive(shared.warmed_up());
+        ptx::mbarrier_arrive(shared.warmed_up());  // every lane, like release()
         ptx::named_barrier_sync<Config::kThreads>(kRoutedBarrier);  // tokens are packed, too
       }
 
@@ -307,6 +306,8 @@ class StreamEpilogue {
     if (to_fill_.ended()) return;
     if (ptx::elect_one()) {
       fill_stage(p.gemm[to_fill_.gemm()], shared, stage, shared.tiles()[to_fill_.tile()].expert(), to_fill_.unit());
+    } else {
+      ptx::mbarrier_arrive(shared.full(stage));  // for what this lane read there: racecheck follows a barrier only so
     }
     to_fill_.advance(p, shared);
   }
@@ -437,12 +438,12 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   const bool few = p.num_pairs <= 32;
   if (epilogue_warp == 1) {
     for (int stage = lane; stage < shared.stages; stage += 32) {
-      ptx::mbarrier_init(shared.full(stage), 1);
+      ptx::mbarrier_init(shared.full(stage), 32);
       ptx::mbarrier_init(shared.done(stage), 32 * Config::kMmaWarps);
     }
     if (lane == 0) {
       ptx::mbarrier_init(shared.act_ready(), 1);
-      ptx::mbarrier_init(shared.warmed_up(), Config::kMmaWarps);
+      ptx::mbarrier_init(shared.warmed_up(), 32 * Config::kMmaWarps);
       // By one lane: a lane for each map would make this a loop over lanes, whose addresses differ.
       ptx::prefetch_tensor_map(&p.gemm[0].scales);
       ptx::prefetch_tensor_map(&p.gemm[1].scales);
