@@ -19,7 +19,7 @@ namespace flashinfer::sm12x {
 // + h of a word.
 using TokenBlock = uint32_t[8][2];
 
-// Elements 8q.. of a block, packed (token_blocks.cuh).
+// Elements 8q.. of a block, packed (rows/load.cuh).
 __device__ __forceinline__ void set_eight(TokenBlock& to, int q, const uint4& eight) {
   to[2 * q][0] = eight.x;
   to[2 * q][1] = eight.y;
@@ -80,7 +80,7 @@ struct RingPlace {
 };
 
 // Fills a stage with a unit of a matrix: weights, the scales of their K, their biases. One thread, when nobody uses the
-// stage any more.
+// stage any more; it arrives at `full`, and the rest of its warp must.
 template <class Ring>
 __device__ __forceinline__ void fill_stage(const StreamedGemm& g, const Ring& ring, int stage, int matrix, int unit) {
   const int rows = g.part_rows(), bytes = rows * g.row_bytes, piece_bytes = g.piece_bytes();
@@ -238,7 +238,7 @@ class SlabMultiplier {
   }
 
   __device__ __forceinline__ bool works() const { return works_; }
-  // One of the warps that release stages.
+  // One of the warps that release stages of a dense layer; of a MoE layer's stage each warp does.
   __device__ __forceinline__ bool belongs() const { return belongs_; }
   // The stage of a unit that holds the warp's K.
   __device__ __forceinline__ int chunk() const { return chunk_; }

@@ -8,10 +8,11 @@
 // The wait needs all blocks to be resident together: a cooperative launch.
 //
 //   knob               value                where it is set
-//   tokens a tile      8 or 16              flashinfer/jit/sm12x/instances.py, a row each
+//   tokens a tile      8, on Hopper or 16   flashinfer/jit/sm12x/instances.py, a row each
 //   K of an MMA warp   256 or 384           there, `k_tile`
-//   MMA warps          12, which share K    there, `mma_warps`
-//   epilogue warps     4                    kEpilogueWarps (params.h); they also fill the ring
+//   MMA warps          12, groups share K   there, `mma_warps`
+//   epilogue warps     4, of which 2 to 4   kEpilogueWarps, epilogue_warps_of (params.h)
+//                      fill the ring
 //   stages             2 to 16              what fits shared memory (the launcher); at most kMaxStreamStages
 //   weight rows        16, 32 or 64         StreamedGemmPlan (params.h): a slab for each group of MMA warps
 //
@@ -187,7 +188,8 @@ class StreamMultiplier {
         place_ = {};
         releases_ = true;
         ptx::mbarrier_arrive(shared.warmed_up());  // every lane, like release()
-        ptx::named_barrier_sync<Config::kThreads>(kRoutedBarrier);  // tokens are packed, too
+        // Epilogue warps arrive behind their wait for the grid in front, which packed the tokens.
+        ptx::named_barrier_sync<Config::kThreads>(kRoutedBarrier);
       }
 
       span = scheduler.next_span(p, shared);
@@ -236,7 +238,7 @@ class StreamMultiplier {
     }
   }
 
-  // The warp is through with a stage.
+  // The warp is through with a stage, every lane for itself: racecheck follows a barrier only so.
   __device__ __forceinline__ void release() {
     __syncwarp();
     if (releases_) ptx::mbarrier_arrive(shared.done(place_.stage));
@@ -245,15 +247,15 @@ class StreamMultiplier {
 
   const StreamBlock& shared;
   int warp_, lane_;
-  bool releases_ = false;  // every lane for itself: racecheck follows a barrier only so. Not in the warm-up
+  bool releases_ = false;  // not in the warm-up
   RingPlace place_;
   SlabMultiplier<Config> slab_;
 };
 
-// The epilogue warps of the streamed layer. They take turns at the block's units: fill a stage; when the MMA warps are
-// through with it, add their partial sums in K order; fill the stage again with the unit that is due; and finish the
-// outputs. There are two grid barriers: behind FC1, whose results FC2 reads, and behind FC2, whose partial outputs are
-// then added.
+// The epilogue warps of the streamed layer. As many as there are stages take turns at the block's units: fill a stage;
+// when the MMA warps are through with it, add their partial sums in K order; fill the stage again with the unit that is
+// due; and finish the outputs. There are two grid barriers: behind FC1, whose results FC2 reads, and behind FC2, whose
+// partial outputs are then added by all of them.
 template <class Config>
 class StreamEpilogue {
   static constexpr int kSteps = Config::kTokenSteps;
@@ -307,7 +309,7 @@ class StreamEpilogue {
     if (ptx::elect_one()) {
       fill_stage(p.gemm[to_fill_.gemm()], shared, stage, shared.tiles()[to_fill_.tile()].expert(), to_fill_.unit());
     } else {
-      ptx::mbarrier_arrive(shared.full(stage));  // for what this lane read there: racecheck follows a barrier only so
+      ptx::mbarrier_arrive(shared.full(stage));  // for what this lane may have read there, as release() does
     }
     to_fill_.advance(p, shared);
   }
@@ -438,7 +440,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   const bool few = p.num_pairs <= 32;
   if (epilogue_warp == 1) {
     for (int stage = lane; stage < shared.stages; stage += 32) {
-      ptx::mbarrier_init(shared.full(stage), 32);
+      ptx::mbarrier_init(shared.full(stage), 32);  // of the warp that fills it
       ptx::mbarrier_init(shared.done(stage), 32 * Config::kMmaWarps);
     }
     if (lane == 0) {

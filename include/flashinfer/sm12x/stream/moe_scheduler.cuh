@@ -14,7 +14,7 @@
 namespace flashinfer::sm12x {
 
 // Named barriers of a block; 0 is __syncthreads.
-constexpr int kEpilogueBarrier = 1;  // the epilogue warp warps
+constexpr int kEpilogueBarrier = 1;  // the epilogue warps
 constexpr int kRoutedBarrier = 2;  // all: epilogue warps arrive, MMA warps wait
 
 // Up to kTokenTile tokens of one expert, in a word of shared memory.

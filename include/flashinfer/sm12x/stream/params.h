@@ -58,8 +58,8 @@ struct StreamedGemm {
   FLASHINFER_SM12X_HOST_DEVICE constexpr int piece_bytes() const { return stage_words * piece_rows * 16; }
 };
 
-// Warps that keep a ring of such units filled. Units of two never fill one stage: the parity of `done` could be taken
-// for that of the phase before.
+// Warps that keep a ring of such units filled. Never more than stages: a warp could wait at a stage for a phase of
+// `done` before another warp's unit there has completed the one in front, whose parity would be taken for it.
 FLASHINFER_SM12X_HOST_DEVICE int epilogue_warps_of(int stages, int chunks) {
   return stages / chunks < kEpilogueWarps ? stages / chunks : kEpilogueWarps;
 }
@@ -178,7 +178,7 @@ constexpr int kStreamPairs = 1024;  // (token, slot) pairs of a launch
 
 struct StreamedLayerParams {
   StreamedGemm gemm[2];  // FC1: up rows, then gate rows
-  const uint8_t* tokens;  // [words][num_tokens][kPackedRowBytes] (token_blocks.cuh)
+  const uint8_t* tokens;  // [words][num_tokens][kPackedRowBytes] (rows/load.cuh)
   const int32_t* ids;  // [pairs] global expert ids
   const float* routing_weights;  // [pairs] or null: 1
   int num_tokens;

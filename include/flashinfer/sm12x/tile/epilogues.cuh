@@ -101,7 +101,7 @@ class Fc1Finish {
                                                 int lane, Accumulators<Config>& accumulators) {
     activate(p, unit, warp, lane, accumulators);
     if constexpr (Config::kActivation == Element::kBf16) {
-      ptx::named_barrier_sync<Config::kConsumerThreads>(kConsumerBarrier);  // the last tile has left the staging area
+      ptx::named_barrier_sync<Config::kConsumerThreads>(kConsumerBarrier);  // the staging area is free again
       round_to_bf16(shared, warp, lane, accumulators);
     } else {
       quantize(p, shared, unit, warp, lane, accumulators);

@@ -4,8 +4,8 @@
 //
 // Weights are the MMA's M operand and stay packed up to the registers; tokens are its N operand, so that eight of them
 // already fill an MMA. One producer warp keeps a ring of stages full, the other warps consume it. Schedules: with token
-// tiles up to 64 a block has four consumer warps and several blocks share an SM, so that one's epilogue hides behind
-// another's mainloop (multi-block: the SM's warp schedulers decide); a 128-token tile takes eight consumer warps
+// tiles up to 64 a block has four consumer warps, and where two blocks fit an SM one's epilogue hides behind the
+// other's mainloop (multi-block: the SM's warp schedulers decide); a 128-token tile takes eight consumer warps
 // (8-warp).
 //
 //   knob            value                    where it is set
@@ -100,7 +100,7 @@ class Consumer {
         } else {
           consume_tile<Config, false>(shared, stage, at, scales, valid_blocks, lane, accumulators, nans);
         }
-        ptx::mbarrier_arrive(shared.empty(stage));  // every reader for itself: racecheck follows that too
+        ptx::mbarrier_arrive(shared.empty(stage));  // every reader for itself: racecheck follows a barrier only so
         if (++stage == SharedStorage<Config>::kStages) {
           stage = 0;
           phase ^= 1;

@@ -26,7 +26,7 @@ struct Fc1Epilogue {
   const void* bias;           // [E, 2 * inter] or null
   ScalarType bias_type;
   SwigluOfExperts swiglu;
-  uint8_t* act;         // [pairs, inter] e4m3, or packed bf16 (token_blocks.cuh), in expert order
+  uint8_t* act;         // [pairs, inter] e4m3, or packed bf16 (rows/load.cuh), in expert order
   uint8_t* act_scales;  // [pairs, 4 * scale_words(inter)] UE8M0, e4m3 only
 };
 
@@ -67,7 +67,7 @@ struct EpilogueOf<Role::kStore> {
 
 template <Role kRole>
 struct GroupedGemmParams {
-  CUtensorMap weights;           // bytes [E][rows][k / 2]
+  CUtensorMap weights;           // bytes [E][rows][k / 2]; k of an MXFP8 dense layer
   const uint8_t* weight_scales;  // 128x4, expert after expert
   int64_t weight_scale_pitch;    // bytes from one expert's scales to the next
   int rows;                      // weight rows of an expert (FC1: 2 * inter, up rows first)

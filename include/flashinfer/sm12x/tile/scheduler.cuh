@@ -2,9 +2,9 @@
 //
 // Which block computes what. A unit is one output tile (expert, row tile, token tile) and all of K. Blocks take whole
 // units in turn, a wave of them at a time: those at work at a time are neighbours, and find each other's weights and
-// tokens in L2. What is left, one to two units a block, is cut along K into equal, contiguous ranges, so that no wave
-// is partly filled whatever the shape. A unit that a cut divides is finished by the last block to arrive, which adds
-// the parts in K order: the sum does not depend on who that is.
+// tokens in L2. What is left, less than two units a block, is cut along K into equal, contiguous ranges, so that no
+// wave is partly filled whatever the shape. A unit that a cut divides is finished by the last block to arrive, which
+// adds the parts in K order: the sum does not depend on who that is.
 //
 // Units are ordered (expert, panel of tokens, row tile, token tile). Contiguous ranges of everything, which would also
 // be equal, have every block read another expert: at 8,192 tokens of gpt-oss-120b 15 GB instead of 1.4 (measured on an
