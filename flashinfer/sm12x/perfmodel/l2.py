@@ -11,6 +11,7 @@ FC2, what it writes included, 0.82 and 0.81, 6.7 and 8.2.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
@@ -74,23 +75,23 @@ def walk(units: int, k_tiles: int, blocks: int, block: int) -> Iterator[tuple[in
 
 def dram_bytes(gemm: Gemm, blocks: int, capacity: float) -> float:
     """Bytes that miss an L2 of ``capacity`` bytes."""
-    units = gemm.units()
-    walks = [walk(len(units), gemm.k_tiles, blocks, block) for block in range(blocks)]
-    held: OrderedDict[tuple[int, ...], float] = OrderedDict()
+    k_tiles, most = gemm.k_tiles, max(gemm.rows, default=0)
+    weight_tiles = len(gemm.rows) * gemm.row_tiles
+    # Of each unit: the numbers of its first tile of weights and of tokens, and bytes of a tile of tokens.
+    units = [
+        (
+            (expert * gemm.row_tiles + row_tile) * k_tiles,
+            (weight_tiles + expert * most + token_tile) * k_tiles,
+            min(gemm.token_tile, gemm.rows[expert] - token_tile * gemm.token_tile) * gemm.row_bytes,
+        )
+        for expert, row_tile, token_tile in gemm.units()
+    ]
+    held: OrderedDict[int, float] = OrderedDict()
     filled = missed = 0.0
-    while walks:
-        going = []
-        for steps in walks:
-            step = next(steps, None)
-            if step is None:
-                continue
-            going.append(steps)
-            expert, row_tile, token_tile = units[step[0]]
-            rows = min(gemm.token_tile, gemm.rows[expert] - token_tile * gemm.token_tile)
-            for tile, size in (
-                ((0, expert, row_tile, step[1]), gemm.weight_bytes),
-                ((1, expert, token_tile, step[1]), rows * gemm.row_bytes),
-            ):
+    for steps in itertools.zip_longest(*(walk(len(units), k_tiles, blocks, block) for block in range(blocks))):
+        for unit, k_tile in filter(None, steps):
+            weights, tokens, token_bytes = units[unit]
+            for tile, size in ((weights + k_tile, gemm.weight_bytes), (tokens + k_tile, token_bytes)):
                 if tile in held:
                     held.move_to_end(tile)
                     continue
@@ -99,5 +100,4 @@ def dram_bytes(gemm: Gemm, blocks: int, capacity: float) -> float:
                 filled += size
                 while filled > capacity and len(held) > 1:
                     filled -= held.popitem(last=False)[1]
-        walks = going
     return missed
