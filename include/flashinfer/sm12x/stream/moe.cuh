@@ -252,10 +252,10 @@ class StreamMultiplier {
   SlabMultiplier<Config> slab_;
 };
 
-// The epilogue warps of the streamed layer. As many as there are stages take turns at the block's units: fill a stage;
-// when the MMA warps are through with it, add their partial sums in K order; fill the stage again with the unit that is
-// due; and finish the outputs. There are two grid barriers: behind FC1, whose results FC2 reads, and behind FC2, whose
-// partial outputs are then added by all of them.
+// The epilogue warps of the streamed layer. Four, or as many as there are stages, take turns at the block's units: fill
+// a stage; when the MMA warps are through with it, add their partial sums in K order; fill the stage again with the
+// unit that is due; and finish the outputs. There are two grid barriers: behind FC1, whose results FC2 reads, and
+// behind FC2, whose partial outputs are then added by all of them.
 template <class Config>
 class StreamEpilogue {
   static constexpr int kSteps = Config::kTokenSteps;
