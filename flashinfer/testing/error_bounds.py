@@ -126,26 +126,6 @@ TENSOR_CORE = Accumulation(min(SM120_SUM_BITS.values()))
 """An SM120's, as it was measured, whichever of its MMAs multiplies."""
 
 
-def _lowest_bits(values: torch.Tensor) -> torch.Tensor:
-    """The largest power of two that divides each value: infinity for 0, 0 for what is not finite."""
-    bits, magnitude = values.contiguous().view(torch.int64), values.abs()
-    without = (bits & (bits - 1)).view(torch.float64)  # the last digit of the mantissa, if it has any
-    lowest = torch.where(bits & (1 << 52) - 1 == 0, magnitude, (values - without).abs_())
-    lowest = lowest.masked_fill_(magnitude == 0, torch.inf)
-    return torch.where(magnitude < torch.inf, lowest, 0.0)
-
-
-def granularity(values: torch.Tensor) -> torch.Tensor:
-    """For each row of ``[..., K]`` the largest power of two that divides all its values; infinity for a zero row.
-
-    Rows that hold infinity or NaN get 0.
-    """
-    rows = values.reshape(-1, values.shape[-1])
-    few = max(1, (1 << 16) // max(1, values.shape[-1]))  # of which a core's cache holds what is computed of them
-    lowest = [_lowest_bits(part).amin(-1) for part in rows.split(few)]
-    return torch.cat(lowest).view(values.shape[:-1])
-
-
 def _power_below(values: torch.Tensor) -> torch.Tensor:
     """The largest power of two that is at most each positive value; infinity and NaN stay."""
     powers = torch.ldexp(torch.ones_like(values), torch.frexp(values)[1] - 1)
@@ -182,7 +162,7 @@ def _adder_error(
     k = w.values.shape[-1]
     steps = -(-k // STEP)
     reach, magnitude = _reach(x, x_error, w, along_k)
-    lowest = _lowest_bits(x.values)
+    lowest = x.lowest
     uncertain: torch.Tensor | float = 0.0  # products of elements without a lowest bit
     if x_error is not None:
         smallest = (x.values.abs() - x_error).clamp(min=0)
@@ -190,7 +170,7 @@ def _adder_error(
         lowest = torch.where(x_error == 0, lowest, in_format)
         uncertain = (lowest == 0).double() @ (w.values != 0).double().T
         lowest = torch.where(lowest == 0, torch.inf, lowest)
-    inverse = lowest.reciprocal() @ _lowest_bits(w.values).reciprocal().T
+    inverse = lowest.reciprocal() @ w.lowest.reciprocal().T
     encoded = torch.outer(_largest_power(x, x_error), _largest_power(w))
     top = torch.maximum(_power_below(reach), encoded).clamp(min=2.0**-126)
     for _ in range(_MOST_ROUNDS):
@@ -226,10 +206,10 @@ def dot_error(
     along_k : bool
         Whether tensor cores' partial sums are those of contiguous ranges of K.
     """
-    known = granularity(x.values)
+    known = x.lowest.amin(-1)  # divides all values of a row
     if x_error is not None:
         known = torch.where((x_error == 0).all(-1), known, 0.0)
-    unit = torch.outer(known, granularity(w.values))
+    unit = torch.outer(known, w.lowest.amin(-1))
     if accumulation.sum_bits is not None:
         return _adder_error(x, x_error, w, unit, accumulation.sum_bits, along_k)
     most = x.values.abs() if x_error is None else x.values.abs() + x_error

@@ -33,18 +33,40 @@ def decode_scales(scales: torch.Tensor) -> torch.Tensor:
     return torch.where(scales == NAN_SCALE, torch.nan, values)
 
 
-def decode_e2m1(packed: torch.Tensor) -> torch.Tensor:
-    """Values of packed e2m1: bytes ``[..., n]`` to float64 ``[..., 2 n]``, the low nibble first."""
-    table = torch.tensor(
-        [*E2M1_VALUES, *(-v for v in E2M1_VALUES)],
-        dtype=torch.float64,
-        device=packed.device,
-    )
+def lowest_bits(values: torch.Tensor) -> torch.Tensor:
+    """The largest power of two that divides each float64 value: infinity for 0, 0 for what is not finite."""
+    bits, magnitude = values.contiguous().view(torch.int64), values.abs()
+    without = (bits & (bits - 1)).view(torch.float64)  # the last digit of the mantissa, if it has any
+    lowest = torch.where(bits & (1 << 52) - 1 == 0, magnitude, (values - without).abs_())
+    lowest = lowest.masked_fill_(magnitude == 0, torch.inf)
+    return torch.where(magnitude < torch.inf, lowest, 0.0)
+
+
+def _e2m1_table(device: torch.device) -> torch.Tensor:
+    return torch.tensor([*E2M1_VALUES, *(-v for v in E2M1_VALUES)], dtype=torch.float64, device=device)
+
+
+def _look_up_nibbles(packed: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Entries of a float64 table of 16: bytes ``[..., n]`` to ``[..., 2 n]``, the low nibble first."""
     # Entry b of the table of all bytes is the pair (low nibble, high nibble), kept as one complex number.
     pairs = torch.complex(table.repeat(16), table.repeat_interleave(16))
     codes = packed.contiguous().view(torch.uint8)
     values = torch.view_as_real(pairs.index_select(0, codes.flatten().to(torch.int32)))
     return values.view(*codes.shape[:-1], -1)
+
+
+def decode_e2m1(packed: torch.Tensor) -> torch.Tensor:
+    """Values of packed e2m1: bytes ``[..., n]`` to float64 ``[..., 2 n]``, the low nibble first."""
+    return _look_up_nibbles(packed, _e2m1_table(packed.device))
+
+
+def _scale_(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """``[..., K]`` times linear scales ``[..., ceil(K / 32)]``, in place: an expert of gpt-oss-120b is 200 MB."""
+    k = values.shape[-1]
+    if k % BLOCK == 0:
+        values.unflatten(-1, (-1, BLOCK)).mul_(decode_scales(scales).unsqueeze(-1))
+        return values
+    return values.mul_(_per_element(scales, k))
 
 
 def _per_element(scales: torch.Tensor, k: int) -> torch.Tensor:
@@ -53,17 +75,12 @@ def _per_element(scales: torch.Tensor, k: int) -> torch.Tensor:
 
 def dequantize_mxfp4(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """``[..., K / 2]`` bytes with linear scales ``[..., ceil(K / 32)]`` to float64 ``[..., K]``."""
-    values = decode_e2m1(packed)
-    k = values.shape[-1]
-    if k % BLOCK == 0:  # in place: an expert of gpt-oss-120b is 200 MB in float64
-        values.unflatten(-1, (-1, BLOCK)).mul_(decode_scales(scales).unsqueeze(-1))
-        return values
-    return values * _per_element(scales, k)
+    return _scale_(decode_e2m1(packed), scales)
 
 
 def dequantize_mxfp8(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """``[..., K]`` e4m3 or e5m2 with linear scales ``[..., ceil(K / 32)]`` to float64 ``[..., K]``."""
-    return values.double() * _per_element(scales, values.shape[-1])
+    return _scale_(values.to(torch.float64, copy=True), scales)
 
 
 def scale_exponents(amax: torch.Tensor, element_max: float) -> torch.Tensor:
@@ -186,6 +203,14 @@ def with_not_numbers(tensor: torch.Tensor, place: Any) -> Iterator[tuple[str, to
         yield f"{changed[place].float().item() if tensor.dtype is not torch.uint8 else torch.nan}", changed
 
 
+def _scaled_lowest(lowest: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """:func:`lowest_bits` of scaled values by those of the elements, which tables hold: a fifth of the time."""
+    scaled = _scale_(lowest, scales)
+    return (
+        scaled.nan_to_num_(nan=0.0, posinf=torch.inf) if bool((scales.view(torch.uint8) == NAN_SCALE).any()) else scaled
+    )
+
+
 _LEAST_EXPONENTS = {torch.float8_e4m3fn: -6, torch.float8_e5m2: -14}
 
 
@@ -202,11 +227,18 @@ class Operand:
     least : torch.Tensor
         float64 ``[rows, ceil(K / 32)]``: 2 to the least exponent with which elements of a block count, their scale
         included.  A subnormal element's own is lower.
+    lowest : torch.Tensor
+        float64 ``[rows, K]``: :func:`lowest_bits` of ``values``, computed where they are not given.
     """
 
     form: str
     values: torch.Tensor
     least: torch.Tensor
+    lowest: torch.Tensor = None  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        if self.lowest is None:
+            object.__setattr__(self, "lowest", lowest_bits(self.values))
 
     @classmethod
     def of_bf16(cls, values: torch.Tensor) -> Operand:
@@ -219,13 +251,17 @@ class Operand:
     @classmethod
     def of_mxfp8(cls, values: torch.Tensor, linear: torch.Tensor) -> Operand:
         """e4m3 or e5m2 ``[rows, K]`` with linear scales ``[rows, K / 32]``."""
+        table = torch.arange(256, dtype=torch.uint8, device=values.device).view(values.dtype).double()
+        codes = values.contiguous().view(torch.uint8)
+        lowest = lowest_bits(table).index_select(0, codes.flatten().to(torch.int32)).view(codes.shape)
         least = 2.0 ** _LEAST_EXPONENTS[values.dtype] * decode_scales(linear)
-        return cls("mxfp8", dequantize_mxfp8(values, linear), least)
+        return cls("mxfp8", dequantize_mxfp8(values, linear), least, _scaled_lowest(lowest, linear))
 
     @classmethod
     def of_mxfp4(cls, packed: torch.Tensor, linear: torch.Tensor) -> Operand:
         """Bytes ``[rows, K / 2]`` with linear scales ``[rows, K / 32]``."""
-        return cls("mxfp4", dequantize_mxfp4(packed, linear), decode_scales(linear))
+        lowest = _look_up_nibbles(packed, lowest_bits(_e2m1_table(packed.device)))
+        return cls("mxfp4", dequantize_mxfp4(packed, linear), decode_scales(linear), _scaled_lowest(lowest, linear))
 
     def __getitem__(self, rows: Any) -> Operand:
-        return Operand(self.form, self.values[rows], self.least[rows])
+        return Operand(self.form, self.values[rows], self.least[rows], self.lowest[rows])

@@ -24,12 +24,11 @@ from flashinfer.testing import (
 from flashinfer.testing.error_bounds import (
     FLOAT32_ROUNDOFF,
     dot_error,
-    granularity,
     requantize_mxfp8,
     round_to_bfloat16,
     swiglu,
 )
-from flashinfer.testing.mxfp_formats import Operand, decode_scales, quantize_mxfp8
+from flashinfer.testing.mxfp_formats import Operand, decode_scales, lowest_bits, quantize_mxfp8
 
 
 def _rng(seed: int) -> torch.Generator:
@@ -66,9 +65,24 @@ def test_lattice_sums_are_exact() -> None:
     assert (dot_error(Operand.of_bf16(x.values * (1 + 2.0**-20)), w, ANY_ORDER) > 0).all()
 
 
-def test_granularity() -> None:
-    rows = torch.tensor([[0.0, 6.0], [0.75, -2.0], [0.0, 0.0], [1.0, math.nan], [2.0**-140, 1.0]], dtype=torch.float64)
-    assert granularity(rows).tolist() == [2.0, 0.25, math.inf, 0.0, 2.0**-140]
+def test_lowest_bits() -> None:
+    values = torch.tensor([0.0, 6.0, 0.75, -2.0, math.nan, -math.inf, 2.0**-140, 7 * 2.0**-130], dtype=torch.float64)
+    assert lowest_bits(values).tolist() == [math.inf, 2.0, 0.25, 2.0, 0.0, 0.0, 2.0**-140, 2.0**-130]
+
+
+@pytest.mark.parametrize("k", [64, 80])
+@pytest.mark.parametrize("form", ["mxfp4", "e4m3", "e5m2"])
+def test_lowest_bits_by_tables_are_those_of_the_values(form: str, k: int) -> None:
+    """All bytes with all scales; a scale of NaN leaves no element a number."""
+    codes = torch.arange(256, dtype=torch.uint8).repeat(k, 1)
+    packed = codes.flatten().view(-1, k // 2 if form == "mxfp4" else k)
+    scales = torch.arange(len(packed) * -(-k // 32)).remainder(256).to(torch.uint8).view(len(packed), -1)
+    if form == "mxfp4":
+        operand = Operand.of_mxfp4(packed, scales)
+    else:
+        operand = Operand.of_mxfp8(packed.view(getattr(torch, f"float8_{form}" + "fn" * (form == "e4m3"))), scales)
+    assert torch.equal(operand.lowest, lowest_bits(operand.values))
+    assert torch.equal(operand[3:9].lowest, operand.lowest[3:9])
 
 
 @pytest.mark.parametrize("alpha", [1.0, 1.702, -1.3])
