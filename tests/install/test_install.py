@@ -241,7 +241,7 @@ class Pip:
         return result.stdout + result.stderr
 
     def install(self, *what: str | Path) -> str:
-        return self("install", "--no-index", "--no-deps", "--no-build-isolation", *what)
+        return self("install", "--no-index", "--no-deps", "--no-build-isolation", "--no-compile", *what)
 
     def _found(self) -> set[str]:
         return {str(path.relative_to(self.site)) for path in contents(self.site)}
@@ -308,7 +308,7 @@ def test_an_upgrade_of_what_was_imported_leaves_no_old_module(pip: Pip, fresh: P
     package.mkdir()
     (package / "__init__.py").write_text("old = True\n")
     installed = pip.site / "flashinfer_sm12x" / "flashinfer"
-    pip.install("--no-compile", fresh)
+    pip.install(fresh)
     code = f"import sys; sys.path.insert(0, {str(installed)!r}); import sm12x_old"
     subprocess.run([pip.python, "-c", code], check=True, env={})
     assert list(installed.glob("sm12x_old/__pycache__/*.pyc"))
