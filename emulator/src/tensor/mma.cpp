@@ -282,40 +282,67 @@ constexpr double kLeastAlignment = 0x1p-133;  // E is not below this exponent in
 /// Products that a step adds to C.
 int step_products(const MmaOp& op) { return op.a == Type::kTF32 ? 8 : element_bits(op, op.a) == 16 ? 16 : 32; }
 
-/// sums[n] += the products of one row of A and the columns of B that begin at `a` and `b`, cut to `width` bits; and to
-/// `fraction` bits of the sum, unless that is 0.
+constexpr int kRows = 4;  // taken together: enough independent sums to hide an addition's latency
+
+// By reference: how a function takes a vector depends on the machine that it is compiled for.
+inline __attribute__((always_inline)) void raise_to(Row& a, const Row& least) { a = a < least ? least : a; }
+inline __attribute__((always_inline)) void truncate(Row& a) {
+  for (int n = 0; n < kN; ++n) a[n] = std::trunc(a[n]);
+}
+/// power_below of each value, with float32's least exponent for a subnormal one and `of_zero` for 0.
+inline __attribute__((always_inline)) void take_float_power(Row& a, double of_zero) {
+  typedef uint64_t Bits __attribute__((vector_size(sizeof(Row))));
+  const Row none = {};
+  Row power = (Row)((Bits)a & (uint64_t{0x7ff} << 52));
+  raise_to(power, none + 0x1p-126);
+  a = a == 0.0 ? none + of_zero : power;
+}
+
+/// sums[r] += the products of row r of A and the columns of B that begin at `a` and `b`, cut to `width` bits; and to
+/// `fraction` bits of the sum, unless that is 0. Of kRows rows.
 VSM_VECTOR_CLONES
-void add_step(const double* a, const double* a_powers, const Row* b, const Row* b_powers, int products, int width,
-              int fraction, double* sums) {
-  alignas(64) double largest[kN], up[kN], all[kN], aligned[kN];
-  for (int n = 0; n < kN; ++n) {
-    const double power = bits_to_double(double_to_bits(sums[n]) & (uint64_t{0x7ff} << 52));
-    largest[n] = sums[n] == 0 ? kLeastAlignment : std::max(power, 0x1p-126);
-    all[n] = sums[n];
+void add_step(const double (*a)[kMaxK], const double (*a_powers)[kMaxK], const Row* b, const Row* b_powers,
+              int products, int width, int fraction, Row* sums) {
+  const Row none = {};
+  Row largest[kRows], all[kRows], up[kRows], aligned[kRows];
+  for (int r = 0; r < kRows; ++r) {
+    largest[r] = all[r] = sums[r];
+    take_float_power(largest[r], kLeastAlignment);
   }
   for (int k = 0; k < products; ++k) {
-    for (int n = 0; n < kN; ++n) {
-      largest[n] = std::max(largest[n], a_powers[k] * b_powers[k][n]);
-      all[n] += a[k] * b[k][n];
+    for (int r = 0; r < kRows; ++r) {
+      raise_to(largest[r], a_powers[r][k] * b_powers[k]);
+      all[r] += a[r][k] * b[k];
     }
   }
-  const double scale = power_of_two(width);
-  for (int n = 0; n < kN; ++n) {
-    up[n] = scale / std::max(largest[n], kLeastAlignment);
-    aligned[n] = 0.0 + std::trunc(sums[n] * up[n]);  // not -0
+  for (int r = 0; r < kRows; ++r) {
+    raise_to(largest[r], none + kLeastAlignment);
+    up[r] = power_of_two(width) / largest[r];
+    aligned[r] = sums[r] * up[r];
+    truncate(aligned[r]);
+    aligned[r] += 0.0;  // not -0
   }
-  for (int k = 0; k < products; ++k)
-    for (int n = 0; n < kN; ++n) aligned[n] += std::trunc(a[k] * b[k][n] * up[n]);
-  for (int n = 0; n < kN; ++n) {
-    double sum = aligned[n] / up[n];
+  for (int k = 0; k < products; ++k) {
+    for (int r = 0; r < kRows; ++r) {
+      Row product = a[r][k] * b[k] * up[r];
+      truncate(product);
+      aligned[r] += product;
+    }
+  }
+  for (int r = 0; r < kRows; ++r) {
+    Row sum = aligned[r] / up[r];
     if (fraction) {
-      const double power = bits_to_double(double_to_bits(sum) & (uint64_t{0x7ff} << 52));
-      const double unit = std::max(power, 0x1p-126) / power_of_two(fraction);
-      sum = std::trunc(sum / unit) * unit;
+      Row unit = sum;
+      take_float_power(unit, 0x1p-126);
+      unit /= power_of_two(fraction);
+      sum /= unit;
+      truncate(sum);
+      sum *= unit;
     }
     // Infinity and NaN are as they come: nothing of them is cut.
-    const double infinite = all[n] - all[n];
-    sums[n] = infinite != 0 ? all[n] : std::fabs(sum) >= 0x1p128 ? std::copysign(HUGE_VAL, sum) : sum;
+    const Row infinite = all[r] - all[r];
+    const Row limited = sum >= 0x1p128 ? none + HUGE_VAL : sum <= -0x1p128 ? none - HUGE_VAL : sum;
+    sums[r] = infinite != 0.0 ? all[r] : limited;
   }
 }
 
@@ -323,19 +350,18 @@ void add_step(const double* a, const double* a_powers, const Row* b, const Row* 
 void multiply_limited(const MmaOp& op, const Tile& tile, const Powers& powers, int width, Row* sums) {
   const int products = std::min<int>(op.k, step_products(op));
   const int fraction = op.d == Type::kF32 ? std::min(width, kFloatFraction) : 0;
-  for (int m = 0; m < kM; ++m) {
-    alignas(64) double row[kN];
-    std::memcpy(row, &sums[m], sizeof row);
-    for (int k = 0; k < op.k; k += products)
-      add_step(&tile.a[m][k], &powers.a[m][k], &tile.b[k], &powers.b[k], products, width, fraction, row);
-    std::memcpy(&sums[m], row, sizeof row);
-  }
+  for (int m = 0; m < kM; m += kRows)
+    for (int k = 0; k < op.k; k += products) {
+      const auto at = [&](const double (*rows)[kMaxK]) {
+        return reinterpret_cast<const double (*)[kMaxK]>(&rows[m][k]);
+      };
+      add_step(at(tile.a), at(powers.a), &tile.b[k], &powers.b[k], products, width, fraction, &sums[m]);
+    }
 }
 
 // --- product -------------------------------------------------------------------------------------------------------
 VSM_VECTOR_CLONES
 void multiply(const double (*a)[kMaxK], const Row* b, int depth, Row* product) {
-  constexpr int kRows = 4;  // enough independent sums to hide an addition's latency
   for (int m = 0; m < kM; m += kRows) {
     Row s0{}, s1{}, s2{}, s3{};
     for (int k = 0; k < depth; ++k) {
