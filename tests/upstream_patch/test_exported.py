@@ -90,8 +90,8 @@ def test_nothing_new_is_unused(exported):
         if path.startswith("flashinfer/"):
             defined = (node for node in ast.walk(ast.parse(text)) if isinstance(node, (ast.FunctionDef, ast.ClassDef)))
             names |= {node.name for node in defined}
-    words = git(folder, "grep", "--only-matching", "-h", "--word-regexp", r"\w\+", branch, "--", "*.py", "*.cu")
-    count = Counter(words.split())
+    lines = git(folder, "grep", "-h", "-e", "", branch, "--", "*.py", "*.cu")  # all of them; Python finds words faster
+    count = Counter(re.findall(r"\w+", lines))
     assert sorted(name for name in names if count[name] < 2) == []
 
 
