@@ -112,11 +112,14 @@ class Compiled:
         return code
 
     def machine_code_as_built(self) -> dict[str, str]:
-        """The same for 12.1a, of the module that other tests run."""
-        spec = embedding_ptx(modules.gen_fused_moe_module, self.patch)
-        return {
-            name: disassembled(spec.jit_library_path.parent / "obj" / f"{spec.name}_{name}.o") for name in self.names
-        }
+        """The same for 12.1a, of the modules that other tests run."""
+        code = {}
+        for row in self.rows:
+            inside = row in modules.MAIN_MODULE  # not where a plugin makes every instance a module of its own
+            generate = modules.gen_fused_moe_module if inside else partial(modules.gen_fused_moe_instance_module, row)
+            spec = embedding_ptx(generate, self.patch)
+            code[row.name] = disassembled(spec.jit_library_path.parent / "obj" / f"{spec.name}_{row.name}.o")
+        return code
 
 
 @pytest.fixture

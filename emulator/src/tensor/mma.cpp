@@ -25,6 +25,7 @@ constexpr int kLanes = 32, kM = 16, kN = 8, kMaxK = 64;
 
 /// Eight columns of one row.
 typedef double Row __attribute__((vector_size(8 * sizeof(double))));
+typedef uint64_t Bits __attribute__((vector_size(sizeof(Row))));
 
 struct Tile {
   alignas(64) double a[kM][kMaxK];
@@ -291,25 +292,24 @@ inline __attribute__((always_inline)) void truncate(Row& a) {
 }
 /// power_below of each value, with float32's least exponent for a subnormal one and `of_zero` for 0.
 inline __attribute__((always_inline)) void take_float_power(Row& a, double of_zero) {
-  typedef uint64_t Bits __attribute__((vector_size(sizeof(Row))));
   const Row none = {};
   Row power = (Row)((Bits)a & (uint64_t{0x7ff} << 52));
   raise_to(power, none + 0x1p-126);
   a = a == 0.0 ? none + of_zero : power;
 }
 
-/// sums[r] += the products of row r of A and the columns of B that begin at `a` and `b`, cut to `width` bits; and to
+/// sums[r] += the products `begin` to `end` along K of row r of A and the columns of B, cut to `width` bits; and to
 /// `fraction` bits of the sum, unless that is 0. Of kRows rows.
 VSM_VECTOR_CLONES
-void add_step(const double (*a)[kMaxK], const double (*a_powers)[kMaxK], const Row* b, const Row* b_powers,
-              int products, int width, int fraction, Row* sums) {
+void add_step(const double (*a)[kMaxK], const double (*a_powers)[kMaxK], const Row* b, const Row* b_powers, int begin,
+              int end, int width, int fraction, Row* sums) {
   const Row none = {};
   Row largest[kRows], all[kRows], up[kRows], aligned[kRows];
   for (int r = 0; r < kRows; ++r) {
     largest[r] = all[r] = sums[r];
     take_float_power(largest[r], kLeastAlignment);
   }
-  for (int k = 0; k < products; ++k) {
+  for (int k = begin; k < end; ++k) {
     for (int r = 0; r < kRows; ++r) {
       raise_to(largest[r], a_powers[r][k] * b_powers[k]);
       all[r] += a[r][k] * b[k];
@@ -322,7 +322,7 @@ void add_step(const double (*a)[kMaxK], const double (*a_powers)[kMaxK], const R
     truncate(aligned[r]);
     aligned[r] += 0.0;  // not -0
   }
-  for (int k = 0; k < products; ++k) {
+  for (int k = begin; k < end; ++k) {
     for (int r = 0; r < kRows; ++r) {
       Row product = a[r][k] * b[k] * up[r];
       truncate(product);
@@ -351,12 +351,8 @@ void multiply_limited(const MmaOp& op, const Tile& tile, const Powers& powers, i
   const int products = std::min<int>(op.k, step_products(op));
   const int fraction = op.d == Type::kF32 ? std::min(width, kFloatFraction) : 0;
   for (int m = 0; m < kM; m += kRows)
-    for (int k = 0; k < op.k; k += products) {
-      const auto at = [&](const double (*rows)[kMaxK]) {
-        return reinterpret_cast<const double (*)[kMaxK]>(&rows[m][k]);
-      };
-      add_step(at(tile.a), at(powers.a), &tile.b[k], &powers.b[k], products, width, fraction, &sums[m]);
-    }
+    for (int k = 0; k < op.k; k += products)
+      add_step(&tile.a[m], &powers.a[m], tile.b, powers.b, k, k + products, width, fraction, &sums[m]);
 }
 
 // --- product -------------------------------------------------------------------------------------------------------
@@ -373,8 +369,6 @@ void multiply(const double (*a)[kMaxK], const Row* b, int depth, Row* product) {
     product[m] = s0, product[m + 1] = s1, product[m + 2] = s2, product[m + 3] = s3;
   }
 }
-
-typedef uint64_t Bits __attribute__((vector_size(8 * sizeof(uint64_t))));
 
 /// products[m] += addends[m], rounded to odd: rounding once more, to at most 51 bits, then gives the correctly
 /// rounded sum.

@@ -159,6 +159,7 @@ HARD = {
     "carries": ([LARGE] * 32, [LARGE] * 32, [0.0, 2.0**17, 2.0**22, 2.0**30]),
     "subnormal elements": ([TINY] * 32, [TINY] * 32, [2.0**e for e in range(-40, 0)]),
     "zeros": ([0x80] * 4, [ONE] * 4, [0.0, -0.0]),
+    "zeros, all negative": ([0x80] * 32, [ONE] * 32, [0.0, -0.0]),
     "subnormal C": ([0], [0], [2.0**-149, -(2.0**-149), 2.0**-140, 2.0**-127 + 2.0**-149, 2.0**-133, 1.75 * 2.0**-126]),
     "largest C": ([LARGE], [LARGE], [3.4028234663852886e38, -3.4028234663852886e38]),
     "NaN": ([0x7F, ONE], [ONE, ONE], [1.0, np.inf]),
@@ -178,6 +179,17 @@ def test_hard_cases(case: str, width: int) -> None:
     for scale_a, scale_b in ((0, 0), (0, 127), (127, 2), (60, 60), (200, 127), (254, 254), (255, 127)):
         scales = (np.full(32, scale_a, np.uint32), np.full(32, scale_b, np.uint32))
         agree(MX, registers, scales, width=width)
+
+
+@pytest.mark.parametrize("width", [13, 25])
+@pytest.mark.parametrize("first", [6, -6])
+def test_a_step_beyond_float32_stays_infinite(first: int, width: int) -> None:
+    """32 products of 36 * 2^118 are more than float32 holds; the next 32 would bring the sum back to 0."""
+    form = Mma(64, "e2m1", "e2m1", "f32", "mxf4", "ue8m0", 2)
+    row = [0x7] * 32 + [0xF] * 32 if first > 0 else [0xF] * 32 + [0x7] * 32
+    scales = tuple(np.full(32, 0x01010101 * byte, np.uint32) for byte in (127 + 118, 127))
+    actual = results(form, form(*spread(form, row, [0x7] * 64, [0.0]), *scales, accumulation_bits=width))
+    assert (actual == np.copysign(np.inf, first)).all()
 
 
 def test_what_a_width_keeps() -> None:
