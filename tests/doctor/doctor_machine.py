@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +17,10 @@ from typing import Any
 
 import pytest
 from layer_toys import REPO, UPSTREAM, WHEEL_FILES, write_tree, write_wheel
+
+from flashinfer.sm12x import doctor
+from flashinfer.sm12x.doctor import asking, questions
+from flashinfer.sm12x.doctor.asking import Facts
 
 DOCTOR = REPO / "flashinfer" / "sm12x" / "doctor"
 GB10 = "NVIDIA GB10, 12.1, 580.95.05"
@@ -253,4 +258,10 @@ class Diagnosis:
         return {finding["check"]: finding["state"] for finding in self.data["findings"]}
 
 
-__all__ = ["DOCTOR", "GB10", "REPO", "UPSTREAM", "Diagnosis", "Machine", "Parts"]
+def findings(facts: Mapping[str, Facts], environ: Mapping[str, str] | None = None) -> dict[str, doctor.Finding]:
+    """By check, of facts as questions would tell them."""
+    answers = asking.Answers({question: {} for question in questions.QUESTIONS} | facts, environ or {})
+    return {finding.check: finding for finding in doctor.diagnose(answers)}
+
+
+__all__ = ["DOCTOR", "GB10", "REPO", "UPSTREAM", "Diagnosis", "Machine", "Parts", "findings"]

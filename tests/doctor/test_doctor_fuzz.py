@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doctor_machine import DOCTOR, Machine, Parts
-from test_doctor import PLANTED
+from doctor_machine import DOCTOR, Machine
+from planted import PLANTED
 
 from flashinfer.sm12x import doctor, variables
 from flashinfer.sm12x.doctor import questions
@@ -201,16 +201,14 @@ def test_no_environment_command_line_or_answer_ends_it(ended: Callable[..., tupl
 
 
 @pytest.mark.parametrize("run", range(WHOLE))
-def test_no_whole_run_ends_in_a_traceback(tmp_path: Path, parts: Parts, run: int) -> None:
+def test_no_whole_run_ends_in_a_traceback(tmp_path: Path, machine: Machine, run: int) -> None:
     """Through both doors, on machines with several plants at once and a random environment."""
     print("seed", SEED + run)
     chance = random.Random(SEED + run)
-    machine = Machine(tmp_path, parts)
-    mounted = ("cache_from", "cache_on", "full_")
-    names = [name for name in PLANTED if not name.startswith(mounted)]
-    for name in chance.sample(names, chance.randrange(4)):
+    states = [state for state in PLANTED.values() if not state.mounts]
+    for state in chance.sample(states, chance.randrange(4)):
         try:
-            PLANTED[name].plant(machine)
+            state.into(machine)
         except (FileNotFoundError, FileExistsError):
             continue  # another plant took what this one needs
     kept = ("PYTHONPATH", "LD_PRELOAD", "LD_LIBRARY_PATH")
