@@ -23,7 +23,7 @@ from .probe_checks import PROBE_CHECKS
 from .questions import QUESTIONS
 
 FORMAT = 2
-"""Of the JSON; another number means that a key went or changed its meaning."""
+"""Of the JSON as :func:`as_json` has it; another number means that a key went or changed its meaning."""
 
 REPORT = "sm12x-probe.json"
 """What ``--probe`` writes, in the folder that it is run in."""
@@ -99,9 +99,8 @@ def as_text(findings: Sequence[Finding]) -> str:
 
 def as_json(findings: Sequence[Finding], facts: Mapping[str, Facts]) -> str:
     """``{"format", "fork", "upstream", "findings": [Finding], "facts": {question: {fact: value}}}``."""
-    fork, upstream = versions()
-    about = {"format": FORMAT, "fork": fork, "upstream": upstream}
-    return json.dumps({**about, "findings": [asdict(finding) for finding in findings], "facts": facts}, indent=1)
+    found = [asdict(finding) for finding in findings]
+    return json.dumps({"format": FORMAT, **versions(), "findings": found, "facts": facts}, indent=1)
 
 
 LONGEST = 86400.0

@@ -165,11 +165,11 @@ def say(text: str, stream: TextIO | None) -> bool:
     return True
 
 
-def versions() -> tuple[str, str]:
-    """The fork's version and that of the wheel it extends."""
+def versions() -> dict[str, str]:
+    """The ``fork``'s version and that of the wheel it extends, ``upstream``."""
     names: dict[str, Any] = {}
     exec((PACKAGE / "_version.py").read_text(encoding="utf-8"), names)
-    return names["__fork_version__"], names["UPSTREAM_VERSION"]
+    return {"fork": names["__fork_version__"], "upstream": names["UPSTREAM_VERSION"]}
 
 
 def numbers(version: str) -> tuple[int, ...]:

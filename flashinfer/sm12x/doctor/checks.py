@@ -47,6 +47,11 @@ SUDO = "" if os.geteuid() == 0 else "sudo "
 SERVER = "the server's environment needs it, too"
 
 
+def install(package: str, options: str = "") -> str:
+    """A command that installs a package of upstream's in the version that this fork extends."""
+    return f'{PIP} install {options}"{package}=={versions()["upstream"]}"'
+
+
 def check_import(a: Answers) -> Outcome:
     """Which flashinfer Python imports."""
     try:
@@ -71,11 +76,11 @@ def check_import(a: Answers) -> Outcome:
         if command := re.search(r"Install it with:\s+(.*)", why):
             return "fail", text, command[1]
         if other := re.search(r"([\w-]+) version \(.*does not match", why):
-            return "fail", text, f'{PIP} install "{other[1]}=={versions()[1]}"'
+            return "fail", text, install(other[1])
         if "FLASHINFER_" in why:
             return "fail", text, "", "see 'variables' and what the error names"
         options = "" if "No module named" in why else "--force-reinstall --no-deps "
-        return "fail", text, f'{PIP} install {options}"flashinfer-python=={versions()[1]}"'
+        return "fail", text, install("flashinfer-python", options)
     if os.path.realpath(folder) != os.path.realpath(PACKAGE):
         return "warn", f"the fork in {folder} is imported; this doctor is of {PACKAGE}", FIRST, SERVER
     return "ok", f"the fork {a('import', 'fork')} over flashinfer {a('import', 'version')}, {found['file']}"
@@ -376,7 +381,7 @@ def check_vllm_flashinfer(a: Answers) -> Outcome:
         if a("vllm", "has_flashinfer_cubin") or a("vllm", "has_nvidia_artifactory"):
             return "ok", f"{text}; attention by FLASHINFER"
         why = "there is no flashinfer-cubin, and NVIDIA's server of cubins does not answer"
-        return "warn", f"{text}; attention by TRITON_ATTN: {why}", f'{PIP} install "flashinfer-cubin=={versions()[1]}"'
+        return "warn", f"{text}; attention by TRITON_ATTN: {why}", install("flashinfer-cubin")
     lacks = [what for what in ("nvcc", "ninja") if not a("vllm", what)]
     if a("vllm", "has_flashinfer") or not lacks:
         return "fail", f"{text}: the flashinfer that vLLM imports lacks functions", FIRST, SERVER

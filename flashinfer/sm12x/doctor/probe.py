@@ -46,15 +46,9 @@ def write_report(path: Path, facts: Mapping[str, Facts], findings: Sequence[Find
     Raises:
         OSError, ValueError: it cannot be written.
     """
-    fork, upstream = versions()
     measured = {name.removeprefix(PREFIX): found for name, found in facts.items() if name.startswith(PREFIX)}
     gpus = facts["gpus"].get("gpus") or [{}]
-    about = {
-        "format": FORMAT,
-        "fork": fork,
-        "upstream": upstream,
-        "driver": gpus[0].get("driver"),
-        "toolkit": facts["build"].get("version"),
-    }
+    about = {"driver": gpus[0].get("driver"), "toolkit": facts["build"].get("version")}
     found = [asdict(finding) for finding in findings if finding.check.startswith(PREFIX)]
-    path.write_text(json.dumps({**about, "measured": measured, "findings": found}, indent=1) + "\n", encoding="utf-8")
+    report = {"format": FORMAT, **versions(), **about, "measured": measured, "findings": found}
+    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
