@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -95,8 +94,7 @@ DEPRIVED = {
 @pytest.mark.parametrize("how", DEPRIVED)
 def test_it_ends_without_a_traceback_whatever_it_lacks(machine: Machine, how: str) -> None:
     machine.program("bin/rmdir", "")
-    command = ["/bin/sh", "-c", DEPRIVED[how], "sh", str(machine.python), str(DOCTOR)]
-    done = subprocess.run(command, env=machine.environment(), cwd=machine.root, capture_output=True, text=True)
+    done = machine.run("/bin/sh", "-c", DEPRIVED[how], "sh", str(machine.python), str(DOCTOR))
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr
     assert done.returncode == 1
@@ -109,9 +107,7 @@ def test_a_working_directory_that_is_gone_is_named_and_left(machine: Machine) ->
     machine.variables["HOME"] = str(machine.root)
     doctor = f"{machine.python} {DOCTOR} --json"
     script = f"mkdir gone; cd gone; rm -r ../gone; {doctor} > {machine.root}/before; cd; exec {doctor}"
-    done = subprocess.run(
-        ["/bin/sh", "-c", script], env=machine.environment(), cwd=machine.root, capture_output=True, text=True
-    )
+    done = machine.run("/bin/sh", "-c", script)
     rows = [
         {finding["check"]: finding for finding in json.loads(text)["findings"]}
         for text in ((machine.root / "before").read_text(), done.stdout)

@@ -26,15 +26,9 @@ def healthy() -> dict[str, dict[str, Any]]:
     overlap = {"first_us": 41.0, "began_before_end_us": 39.5, "released_after_end_us": 1.0}
     layers = {1: (250, 227, [239, 272]), 4: (900, 860, [866, 944]), 64: (6400, 6238, [6214, 6681])}
     layers[2048] = (8800, 7275, [8444, 9071])
+    device = {"name": "NVIDIA GB10", "capability": [12, 1], "sm_count": 48}
     return {
-        "device": {
-            "name": "NVIDIA GB10",
-            "capability": [12, 1],
-            "sm_count": 48,
-            "virtual": False,
-            "gb10": True,
-            "sm12x": True,
-        },
+        "device": {**device, "virtual": False, "gb10": True, "sm12x": True},
         "build": {"seconds": 20.0},
         "dram": {"wrong": False, "gigabytes_per_second": 233.4, "predicted": [220.0, 236.0]},
         "mma": {
@@ -173,16 +167,9 @@ def run(part, tell):
 
 @pytest.fixture
 def machine(machine: Machine) -> Machine:
-    write_tree(
-        machine.root / "fork",
-        {
-            "flashinfer/__init__.py": "",
-            "flashinfer/_layer.py": "",
-            "flashinfer/sm12x/__init__.py": "",
-            "flashinfer/sm12x/probe/__init__.py": "",
-            "flashinfer/sm12x/probe/parts.py": FAKE_PARTS.format(facts=healthy()),
-        },
-    )
+    empty = dict.fromkeys(("__init__.py", "_layer.py", "sm12x/__init__.py", "sm12x/probe/__init__.py"), "")
+    parts = {"sm12x/probe/parts.py": FAKE_PARTS.format(facts=healthy())}
+    write_tree(machine.root / "fork" / "flashinfer", {**empty, **parts})
     machine.path = [machine.root / "fork", machine.site]
     return machine
 

@@ -133,8 +133,8 @@ def check_build(a: Answers) -> Outcome:
         folder = shlex.quote(elsewhere)
         command = f"mkdir -p -m 755 {folder} && export FLASHINFER_WORKSPACE_BASE={folder}"
         why = f"there it works; {SERVER}"
-    elif install := re.search(r"\b(pip|apt-get) install ([^\n]+)", error):
-        command = f"{PIP} install {install[2]}" if install[1] == "pip" else f"{SUDO}apt-get install --yes {install[2]}"
+    elif named := re.search(r"\b(pip|apt-get) install ([^\n]+)", error):
+        command = f"{PIP} install {named[2]}" if named[1] == "pip" else f"{SUDO}apt-get install --yes {named[2]}"
     else:
         command, why = "", why or "mend what the error names"
     return state, " ".join(error.split()), command, why

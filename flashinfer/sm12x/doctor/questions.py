@@ -212,8 +212,8 @@ def ask_memory() -> None:
     """Memory that is free, and the compilers that a build would run at once."""
     jobs = importlib.import_module("_sm12x.jit.sm12x.jobs")
     together, reason = jobs.parallel_jobs()
-    total = re.search(r"MemTotal:\s*(\d+)", Path("/proc/meminfo").read_text())
-    tell(available=jobs.available_memory(), reason=reason, jobs=together, total=int(total[1]) << 10 if total else None)
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    tell(available=jobs.available_memory(), reason=reason, jobs=together, total=total)
 
 
 def ask_vllm(additional_config: str = "{}") -> None:
@@ -225,8 +225,9 @@ def ask_vllm(additional_config: str = "{}") -> None:
             tell(settings=vars(settings.resolve(json.loads(additional_config))))
         except ValueError as error:
             tell(settings_error=str(error))
-    tell(found=importlib.util.find_spec("vllm") is not None)
-    if importlib.util.find_spec("vllm") is None:
+    found = importlib.util.find_spec("vllm") is not None
+    tell(found=found)
+    if not found:
         return
     from vllm.plugins import load_general_plugins
 
