@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
@@ -74,11 +74,7 @@ def overlap(
     def run() -> None:
         target.call("launch_overlap", first, second, cycles, shared_bytes, dependent, writes=(first, second))
 
-    repeat: Any = run
-    if target.virtual is None:
-        run()
-        if graph:
-            repeat = captured(run).replay
+    repeat: Callable[[], None] = captured(run).replay if graph else run
     lengths, leads, waits = [], [], []
     for _ in range(1 if target.virtual is not None else REPEATS):
         repeat()

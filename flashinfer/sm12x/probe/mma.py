@@ -46,6 +46,7 @@ KINDS = {
     "mxf4": Kind(3, "e2m1", "e2m1", 64, scaled=True),
 }
 
+_TYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "e4m3": torch.float8_e4m3fn}
 _E2M1 = decode_e2m1(torch.arange(16, dtype=torch.uint8))[::2]
 
 
@@ -55,11 +56,8 @@ def encode(values: torch.Tensor, fmt: str) -> torch.Tensor:
     Raises:
         ValueError: the format lacks one of the values.
     """
-    if fmt in ("bf16", "f16"):
-        found = values.to(torch.bfloat16 if fmt == "bf16" else torch.float16)
-        exact, data = found.double(), found.view(torch.uint8)
-    elif fmt == "e4m3":
-        found = values.to(torch.float8_e4m3fn)
+    if fmt in _TYPES:
+        found = values.to(_TYPES[fmt])
         exact, data = found.double(), found.view(torch.uint8)
     else:
         codes = (values.double()[..., None] - _E2M1.double()).abs().argmin(-1)
