@@ -43,16 +43,16 @@ def _switch(default: str, help: str, unset: bool | None = False, forgotten: tupl
     return Variable("0, 1", default, help, lambda text: bool(("0", "1").index(text)), unset, forgotten)
 
 
-def _count(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text[:9])):
-        raise ValueError
-    return int(text)
-
-
 def _whole(text: str) -> int:
     if not (text.isascii() and text.isdigit()):
         raise ValueError
     return int(text[:9])
+
+
+def _count(text: str) -> int:
+    if not _whole(text):
+        raise ValueError
+    return int(text)
 
 
 _LEVELS = ("debug", "info", "warning", "error", "critical")
@@ -238,13 +238,14 @@ TABLE: Mapping[str, Variable] = {
 }
 
 
-def parse(name: str, text: str) -> Any:
-    """The value of a variable that holds ``text``.
+def read(name: str, environ: Mapping[str, str] | None = None) -> Any:
+    """The value of a variable of :data:`TABLE` now.
 
     Raises:
-        VariableError: it cannot; the message says what it may be.
+        VariableError: it has none; the message says what it may be.
     """
     variable = TABLE[name]
+    text = (os.environ if environ is None else environ).get(name, "")
     if not text:
         return variable.unset
     try:
@@ -255,20 +256,11 @@ def parse(name: str, text: str) -> Any:
         raise VariableError(f"{name} is {text!r}; it may be {variable.takes} or unset") from None
 
 
-def read(name: str, environ: Mapping[str, str] | None = None) -> Any:
-    """The value of a variable of :data:`TABLE` now.
-
-    Raises:
-        VariableError: as :func:`parse`.
-    """
-    return parse(name, (os.environ if environ is None else environ).get(name, ""))
-
-
 def check_imported() -> None:
     """Name a bad variable of the two that upstream reads while it is imported, in words of Python's.
 
     Raises:
-        VariableError: as :func:`parse`, or one is empty, which upstream does not take for unset.
+        VariableError: as :func:`read`, or one is empty, which upstream does not take for unset.
     """
     for name in ("FLASHINFER_LOGLEVEL", "FLASHINFER_LOGGING_LEVEL"):
         read(name)

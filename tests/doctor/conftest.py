@@ -3,11 +3,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-from doctor_machine import Parts
+from doctor_machine import Machine, Parts
 
 
 @pytest.fixture(scope="session")
 def parts(tmp_path_factory: pytest.TempPathFactory) -> Parts:
     """What the doctor's machines share."""
     return Parts.make(tmp_path_factory.mktemp("doctor"))
+
+
+@pytest.fixture
+def machine(tmp_path: Path, parts: Parts) -> Machine:
+    return Machine(tmp_path, parts)

@@ -9,13 +9,18 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 from layer_toys import REPO, UPSTREAM, WHEEL_FILES, write_tree, write_wheel
+
+from flashinfer.sm12x import doctor
+from flashinfer.sm12x.doctor import asking, questions
+from flashinfer.sm12x.doctor.asking import Facts
 
 DOCTOR = REPO / "flashinfer" / "sm12x" / "doctor"
 GB10 = "NVIDIA GB10, 12.1, 580.95.05"
@@ -86,17 +91,11 @@ class Parts:
         return cls(root / "env" / "bin" / "python", runtime)
 
 
-@dataclass
 class Machine:
     """A healthy DGX Spark with vLLM, until something is planted."""
 
-    root: Path
-    parts: Parts
-    path: list[Path] = field(default_factory=list)
-    variables: dict[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.python = self.parts.python
+    def __init__(self, root: Path, parts: Parts) -> None:
+        self.root, self.python = root, parts.python
         self.wheel = write_wheel(self.root / "wheel", WHEEL_FILES)
         self.tree = self.root / "tree"
         self.site = self.root / "site"
@@ -110,14 +109,13 @@ class Machine:
         for folder in ("cache", "home", "bin", "toolkit/lib64", "tree/flashinfer_sm12x_vllm"):
             (self.root / folder).mkdir(mode=0o755, parents=True)
         write_tree(self.root / "toolkit", {"include/cuda_runtime.h": ""})
-        (self.root / "toolkit" / "lib64" / "libcudart.so").symlink_to(self.parts.runtime)
+        (self.root / "toolkit" / "lib64" / "libcudart.so").symlink_to(parts.runtime)
         self.program("toolkit/bin/nvcc", NVCC)
         for name in (*PROGRAMS.split(), IF_THERE):
             found = shutil.which(name)
-            if found is None and name == IF_THERE:
-                continue
-            assert found is not None, name
-            (self.root / "bin" / name).symlink_to(found)
+            assert found or name == IF_THERE, name
+            if found:
+                (self.root / "bin" / name).symlink_to(found)
         for name in ("apt-get", "sudo"):
             self.program(f"bin/{name}", f'echo {name} "$@" >> {self.root}/installed')
         log = f"import shlex, sys\nopen({str(self.root / 'installed')!r}, 'a').write('pip ' + shlex.join(sys.argv[1:]) + '\\n')"
@@ -203,10 +201,12 @@ cuda = N(is_available=lambda: bool(visible()), device_count=lambda: len(visible(
         return {"PYTHONPATH": ":".join(map(str, self.path)), **self.variables}
 
     def doctor(self, *arguments: str, how: tuple[str, ...] = (str(DOCTOR),), cwd: Path | None = None) -> Result:
-        command = [str(self.python), *how, *arguments]
-        return subprocess.run(
-            command, env=self.environment(), cwd=cwd or self.root, capture_output=True, text=True, timeout=300
-        )
+        return self.run(str(self.python), *how, *arguments, cwd=cwd)
+
+    def run(self, *command: str, cwd: Path | None = None) -> Result:
+        """In the machine's environment."""
+        environ, cwd = self.environment(), cwd or self.root
+        return subprocess.run(command, env=environ, cwd=cwd, capture_output=True, text=True, timeout=300)
 
     def diagnose(self, *arguments: str) -> Diagnosis:
         started = time.monotonic()
@@ -216,17 +216,10 @@ cuda = N(is_available=lambda: bool(visible()), device_count=lambda: len(visible(
 
     def paste(self, commands: list[str]) -> tuple[Diagnosis, dict[str, str], list[int]]:
         """Run commands in one shell, and the doctor behind them there: what it says, the variables, the exit statuses."""
-        lines = [f"{command}\necho $? >> {self.root}/statuses" for command in commands]
-        lines += [f"env -0 > {self.root}/variables", f"exec {self.python} {DOCTOR} --json"]
+        lines = ["exec 3>&1 >/dev/null", *(f"{command}\necho $? >> {self.root}/statuses" for command in commands)]
+        lines += [f"env -0 > {self.root}/variables", f"exec {self.python} {DOCTOR} --json >&3"]
         (self.root / "statuses").touch()
-        command = [
-            str(self.root / "bin" / "bash"),
-            "-c",
-            "exec 3>&1 >/dev/null\n" + "\n".join([*lines[:-1], f"{lines[-1]} >&3"]),
-        ]
-        result = subprocess.run(
-            command, env=self.environment(), cwd=self.root, capture_output=True, text=True, timeout=300
-        )
+        result = self.run(str(self.root / "bin" / "bash"), "-c", "\n".join(lines))
         pairs = (self.root / "variables").read_text().split("\0")
         statuses = [int(line) for line in (self.root / "statuses").read_text().split()]
         variables = dict(pair.split("=", 1) for pair in pairs if pair)
@@ -253,4 +246,10 @@ class Diagnosis:
         return {finding["check"]: finding["state"] for finding in self.data["findings"]}
 
 
-__all__ = ["DOCTOR", "GB10", "REPO", "UPSTREAM", "Diagnosis", "Machine", "Parts"]
+def findings(facts: Mapping[str, Facts], environ: Mapping[str, str] | None = None) -> dict[str, doctor.Finding]:
+    """By check, of facts as questions would tell them."""
+    answers = asking.Answers({question: {} for question in questions.QUESTIONS} | facts, environ or {})
+    return {finding.check: finding for finding in doctor.diagnose(answers)}
+
+
+__all__ = ["DOCTOR", "GB10", "REPO", "UPSTREAM", "Diagnosis", "Machine", "Parts", "findings"]

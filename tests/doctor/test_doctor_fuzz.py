@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doctor_machine import DOCTOR, Machine, Parts
-from test_doctor import PLANTED
+from doctor_machine import DOCTOR, Machine
+from planted import PLANTED
 
 from flashinfer.sm12x import doctor, variables
 from flashinfer.sm12x.doctor import questions
@@ -40,7 +40,7 @@ ANSWERS: dict[str, dict[str, Any]] = {
     "gpus": {"gpus": [{"name": "NVIDIA GB10", "capability": "12.1", "driver": "580.95.05"}]},
     "log": {"lines": ["NVRM: Xid 79"], "count": 1},
     "torch": {
-        "torch": "2.13.0", "cuda": "13.0", "gpus": [{"name": "GB10", "capability": "12.1"}], "runtimes": {"/x/libcudart.so": "12.9"},
+        "torch": "2.13.0", "cuda": "13.0", "gpus": [{"name": "GB10", "capability": "12.1"}],
     },
     "folder": {"free_bytes": 1 << 33, "folder": "/cache", "temporary_error": "full"},
     "modules": {
@@ -57,22 +57,8 @@ ANSWERS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 ODD: list[Any] = [
-    None,
-    "",
-    "x",
-    "\udc80\x1b[",
-    -1,
-    0,
-    1e308,
-    [],
-    {},
-    ["x"],
-    {"x": 1},
-    True,
-    "12.1",
-    "0.0",
-    "no answer within 1 s",
-]
+    None, "", "x", "\udc80\x1b[", -1, 0, 1e308, [], {}, ["x"], {"x": 1}, True, "12.1", "0.0", "no answer within 1 s",
+]  # fmt: skip
 
 
 def text(chance: random.Random) -> str:
@@ -95,23 +81,15 @@ def answers(chance: random.Random, types: bool) -> dict[str, dict[str, Any]]:
 
 
 def environment(chance: random.Random) -> dict[str, str]:
-    names = [
-        *variables.TABLE,
-        "PYTHONPATH",
-        "VLLM_PLUGINS",
-        "LD_LIBRARY_PATH",
-        "LD_PRELOAD",
-        "TMPDIR",
-        "CUDA_VISIBLE_DEVICES",
-    ]
+    others = "PYTHONPATH VLLM_PLUGINS LD_LIBRARY_PATH LD_PRELOAD TMPDIR CUDA_VISIBLE_DEVICES"
+    names = [*variables.TABLE, *others.split()]
     found = {}
     for name in chance.sample(names, chance.randrange(len(names))):
         if chance.random() < 0.2:  # one letter off
             place = chance.randrange(len(name))
             name = name[:place] + chance.choice(("", "X", "_")) + name[place + chance.randrange(2) :]
-        found[name.replace("\0", "")] = chance.choice(
-            ("", "0", "1", "/x:/y", "12.1a", "qkv=mxfp8", text(chance))
-        ).replace("\0", "")
+        value = chance.choice(("", "0", "1", "/x:/y", "12.1a", "qkv=mxfp8", text(chance)))
+        found[name.replace("\0", "")] = value.replace("\0", "")
     return found
 
 
@@ -201,16 +179,14 @@ def test_no_environment_command_line_or_answer_ends_it(ended: Callable[..., tupl
 
 
 @pytest.mark.parametrize("run", range(WHOLE))
-def test_no_whole_run_ends_in_a_traceback(tmp_path: Path, parts: Parts, run: int) -> None:
+def test_no_whole_run_ends_in_a_traceback(tmp_path: Path, machine: Machine, run: int) -> None:
     """Through both doors, on machines with several plants at once and a random environment."""
     print("seed", SEED + run)
     chance = random.Random(SEED + run)
-    machine = Machine(tmp_path, parts)
-    mounted = ("cache_from", "cache_on", "full_")
-    names = [name for name in PLANTED if not name.startswith(mounted)]
-    for name in chance.sample(names, chance.randrange(4)):
+    states = [state for state in PLANTED.values() if not state.mounts]
+    for state in chance.sample(states, chance.randrange(4)):
         try:
-            PLANTED[name].plant(machine)
+            state.into(machine)
         except (FileNotFoundError, FileExistsError):
             continue  # another plant took what this one needs
     kept = ("PYTHONPATH", "LD_PRELOAD", "LD_LIBRARY_PATH")

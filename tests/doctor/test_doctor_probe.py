@@ -4,17 +4,16 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
-from doctor_machine import DOCTOR, REPO, Machine, Parts
+from doctor_machine import DOCTOR, REPO, Machine
+from doctor_machine import findings as all_findings
 from layer_toys import write_tree
 
 from flashinfer.sm12x import doctor
-from flashinfer.sm12x.doctor import asking, probe, questions
-from flashinfer.sm12x.doctor.probe_checks import PROBE_CHECKS
-from flashinfer.sm12x.probe import layer, mma, parts
+from flashinfer.sm12x.doctor.probe_checks import KINDS, PROBE_CHECKS
+from flashinfer.sm12x.probe import PARTS, mma, parts
 
 ORDERS = [f"{how} {fenced} fence" for how in ("stores", "copies") for fenced in ("with", "without")]
 
@@ -27,15 +26,9 @@ def healthy() -> dict[str, dict[str, Any]]:
     overlap = {"first_us": 41.0, "began_before_end_us": 39.5, "released_after_end_us": 1.0}
     layers = {1: (250, 227, [239, 272]), 4: (900, 860, [866, 944]), 64: (6400, 6238, [6214, 6681])}
     layers[2048] = (8800, 7275, [8444, 9071])
+    device = {"name": "NVIDIA GB10", "capability": [12, 1], "sm_count": 48}
     return {
-        "device": {
-            "name": "NVIDIA GB10",
-            "capability": [12, 1],
-            "sm_count": 48,
-            "virtual": False,
-            "gb10": True,
-            "sm12x": True,
-        },
+        "device": {**device, "virtual": False, "gb10": True, "sm12x": True},
         "build": {"seconds": 20.0},
         "dram": {"wrong": False, "gigabytes_per_second": 233.4, "predicted": [220.0, 236.0]},
         "mma": {
@@ -60,10 +53,8 @@ def healthy() -> dict[str, dict[str, Any]]:
 
 
 def findings(measured: dict[str, dict[str, Any]]) -> dict[str, doctor.Finding]:
-    facts: dict[str, dict[str, Any]] = {question: {} for question in questions.QUESTIONS}
-    facts |= {f"probe-{part}": found for part, found in measured.items()}
-    found = doctor.diagnose(asking.Answers(facts, {}))
-    return {finding.check: finding for finding in found if finding.check in PROBE_CHECKS}
+    found = all_findings({f"probe-{part}": found for part, found in measured.items()})
+    return {check: finding for check, finding in found.items() if check in PROBE_CHECKS}
 
 
 def test_a_gb10_that_does_as_predicted() -> None:
@@ -144,7 +135,7 @@ def test_hopper_has_no_block_scales_and_no_prediction() -> None:
     assert not any("predicted" in line.found for line in lines.values())
 
 
-@pytest.mark.parametrize("part", [part for part in probe.PARTS if not part.startswith("build") and part != "device"])
+@pytest.mark.parametrize("part", [part for part in PARTS if not part.startswith("build") and part != "device"])
 def test_a_part_without_an_answer_costs_its_own_lines(part: str) -> None:
     measured = healthy()
     measured[part] = {"failed": "it was killed by SIGSEGV"}
@@ -153,12 +144,10 @@ def test_a_part_without_an_answer_costs_its_own_lines(part: str) -> None:
     assert unknown == (names or {check for check in PROBE_CHECKS if check.startswith(f"probe-{part}")})
 
 
-def test_the_doctor_asks_for_the_parts_there_are() -> None:
-    from flashinfer.sm12x.doctor import probe_checks
-
-    assert list(probe.PARTS) == list(parts.PARTS)
-    assert tuple(mma.KINDS) == probe_checks.KINDS
-    assert probe_checks.TOKENS == layer.TOKENS
+def test_the_doctor_asks_for_the_parts_and_kinds_there_are() -> None:
+    there = {name for name in vars(parts) if name.startswith("probe_")}
+    assert {f"probe_{part.replace('-', '_')}" for part in PARTS} == there
+    assert tuple(mma.KINDS) == KINDS
 
 
 # --- as a command -----------------------------------------------------------------------------------------------------
@@ -166,34 +155,23 @@ def test_the_doctor_asks_for_the_parts_there_are() -> None:
 FAKE_PARTS = """
 import os, time
 FACTS = {facts!r}
-def part(name):
-    def run(tell):
-        if name == "dram":
-            time.sleep(600)
-        tell(**dict(list(FACTS[name].items())[:1]))
-        if name == "mma":
-            os.abort()
-        tell(**FACTS[name])
-    return run
-PARTS = {{name: part(name) for name in FACTS}}
+def run(part, tell):
+    if part == "dram":
+        time.sleep(600)
+    tell(**dict(list(FACTS[part].items())[:1]))
+    if part == "mma":
+        os.abort()
+    tell(**FACTS[part])
 """
 
 
 @pytest.fixture
-def machine(tmp_path: Path, parts: Parts) -> Machine:
-    made = Machine(tmp_path, parts)
-    write_tree(
-        tmp_path / "fork",
-        {
-            "flashinfer/__init__.py": "",
-            "flashinfer/_layer.py": "",
-            "flashinfer/sm12x/__init__.py": "",
-            "flashinfer/sm12x/probe/__init__.py": "",
-            "flashinfer/sm12x/probe/parts.py": FAKE_PARTS.format(facts=healthy()),
-        },
-    )
-    made.path = [tmp_path / "fork", tmp_path / "site"]
-    return made
+def machine(machine: Machine) -> Machine:
+    empty = dict.fromkeys(("__init__.py", "_layer.py", "sm12x/__init__.py", "sm12x/probe/__init__.py"), "")
+    parts = {"sm12x/probe/parts.py": FAKE_PARTS.format(facts=healthy())}
+    write_tree(machine.root / "fork" / "flashinfer", {**empty, **parts})
+    machine.path = [machine.root / "fork", machine.site]
+    return machine
 
 
 def test_parts_that_hang_or_crash_and_the_file(machine: Machine) -> None:
@@ -205,13 +183,13 @@ def test_parts_that_hang_or_crash_and_the_file(machine: Machine) -> None:
     assert set(unknown) == {"probe-dram", "probe-mma-f16", "probe-mma-mxf8f6f4", "probe-mma-mxf4"}
     assert "no answer within 8 s" in unknown["probe-dram"]
     assert "SIGABRT" in unknown["probe-mma-f16"]
-    assert {f"probe-{part}" for part in probe.PARTS} <= set(data["facts"])
+    assert {f"probe-{part}" for part in PARTS} <= set(data["facts"])
     path = machine.root / "sent.json"
     assert str(path) in result.stderr
     sent = json.loads(path.read_text())
     assert list(sent) == ["format", "fork", "upstream", "driver", "toolkit", "measured", "findings"]
     assert sent["driver"] == "580.95.05"
-    assert sent["measured"] == {part: data["facts"][f"probe-{part}"] for part in probe.PARTS}
+    assert sent["measured"] == {part: data["facts"][f"probe-{part}"] for part in PARTS}
     assert sent["findings"] == list(states.values())
     assert str(machine.root) not in path.read_text()
     assert str(REPO) not in path.read_text()

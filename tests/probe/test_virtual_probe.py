@@ -141,9 +141,8 @@ def test_products_may_be_narrow_where_c_is_added_apart(bits: int, monkeypatch: p
 def test_a_rate_is_of_cycles_and_nanoseconds() -> None:
     times = torch.tensor([[1000, 3000, 50_000, 51_000], [2_000, 4_000, 50_100, 51_100]])
     rate = mma.rate_of(times, flops_per_block=4_096_000)
-    assert rate.flops_per_clock == 2048
-    assert rate.gigahertz == 2.0
-    assert rate.tflops == pytest.approx(2 * 4_096_000 / 1100 / 1e3)
+    tflops = pytest.approx(2 * 4_096_000 / 1100 / 1e3)
+    assert rate == {"flops_per_clock": 2048, "gigahertz": 2.0, "tflops": tflops}
 
 
 def test_the_width_is_left_for_the_planner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +199,7 @@ ROUNDS, BLOCKS = 131, 2  # more than there are contents
 @COPIES
 def test_stages_are_handed_over(target: Target, copies: bool) -> None:
     found = arrivals.hand_over(target, True, copies, ROUNDS, BLOCKS)
-    assert found == arrivals.Mismatches(compared=ROUNDS * 128 * 8 * BLOCKS, wrong=0)
+    assert found == {"compared": ROUNDS * 128 * 8 * BLOCKS, "wrong": 0}
     assert target.virtual is not None
     assert all(launch.clean for launch in target.virtual.launches)
 
@@ -209,7 +208,7 @@ def test_stages_are_handed_over(target: Target, copies: bool) -> None:
 def test_arrivals_without_a_fence_are_what_gb10_does_not_order(copies: bool) -> None:
     """The ISA orders them, and so does the emulator: nothing is wrong but by GB10's rule, which a watcher has."""
     with virtual_device("sm_121a"):
-        assert arrivals.hand_over(find_target(), False, copies, 8, 1).wrong == 0
+        assert arrivals.hand_over(find_target(), False, copies, 8, 1)["wrong"] == 0
     with (
         virtual_device("sm_121a", watch=ALL_WATCHERS),
         pytest.raises(VirtualDeviceError, match="missing arrival fence"),
@@ -224,8 +223,8 @@ def test_words_of_another_stage_are_counted(target: Target, monkeypatch: pytest.
     monkeypatch.setattr(arrivals, "source_words", lambda: source)
     found = arrivals.hand_over(target, True, True, ROUNDS, BLOCKS)
     hits = len(range(3, ROUNDS, 64)) + len(range(63, ROUNDS, 64))
-    assert found == arrivals.Mismatches(compared=ROUNDS * 128 * 8 * BLOCKS, wrong=hits * 8 * BLOCKS)
-    assert arrivals.hand_over(target, True, False, ROUNDS, BLOCKS).wrong == 0
+    assert found == {"compared": ROUNDS * 128 * 8 * BLOCKS, "wrong": hits * 8 * BLOCKS}
+    assert arrivals.hand_over(target, True, False, ROUNDS, BLOCKS)["wrong"] == 0
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------
@@ -259,16 +258,12 @@ def test_the_parts_tell_what_they_find() -> None:
     with virtual_device("sm_121a", accumulation_bits=13):
         for part in ("device", "dram", "mma", "sums", "launch", "order", "layer"):
             told[part] = {}
-            parts.PARTS[part](lambda facts=told[part], **found: facts.update(found))
+            parts.run(part, lambda facts=told[part], **found: facts.update(found))
+    rates = {"bf16": [512, 1024], "f16": [512, 1024], "mxf8f6f4": [2048, 2048], "mxf4": [4096, 4096]}
     assert json.loads(json.dumps(told)) == {
         "device": told["device"],
         "dram": {"wrong": False, "predicted": [220.0, 236.0]},
-        "mma": {
-            "bf16": {"wrong": 0, "predicted": [512, 1024]},
-            "f16": {"wrong": 0, "predicted": [512, 1024]},
-            "mxf8f6f4": {"wrong": 0, "predicted": [2048, 2048]},
-            "mxf4": {"wrong": 0, "predicted": [4096, 4096]},
-        },
+        "mma": {kind: {"wrong": 0, "predicted": predicted} for kind, predicted in rates.items()},
         "sums": {"bf16": 13, "f16": 13, "mxf8f6f4": 13, "mxf4": 13, "needed": modules.NARROWEST_SUM},
         "launch": {f"{kind} out of order": 0 for kind in launches.KINDS},
         "order": {

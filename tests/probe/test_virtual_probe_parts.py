@@ -21,7 +21,7 @@ from flashinfer.sm12x import doctor
 from flashinfer.sm12x.doctor import asking, questions
 from flashinfer.sm12x.doctor.probe_checks import PROBE_CHECKS
 from flashinfer.sm12x.models import MOE_LAYERS, MoELayer
-from flashinfer.sm12x.probe import arrivals, launches, layer, mma, parts, timing
+from flashinfer.sm12x.probe import PARTS, TOKENS, arrivals, launches, layer, mma, parts, timing
 from flashinfer.sm12x.probe.target import GB10, Target
 from flashinfer.testing import verify
 from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
@@ -84,18 +84,17 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Target]]:
         return of(_READ, device)
 
     monkeypatch.setattr(timing.Pieces, "of", remembered)
-    small: dict[Any, dict[str, int]] = {
+    small: dict[Any, dict[str, Any]] = {
         mma: {"ITERATIONS": 2, "WARMUP_LAUNCHES": 1, "TIMED_LAUNCHES": 2, "WARPS": 2},
         launches: {"LAUNCHES": 8, "REPEATS": 2, "BUSY_CYCLES": 200},
         arrivals: {"ROUNDS": 20},
         parts: {"READ_BYTES": 1 << 16, "CHECKED_BYTES": 1 << 16},
+        layer: {"MODEL": "tiny", "TOKENS": TOKENS[:1], "REPEATS": 1},
     }
     for module, values in small.items():
         for name, value in values.items():
             monkeypatch.setattr(module, name, value)
     monkeypatch.setitem(MOE_LAYERS, "tiny", MoELayer(96, 64, 4, 4))
-    monkeypatch.setattr(layer, "MODEL", "tiny")
-    monkeypatch.setattr(layer.measure, "__defaults__", ("tiny", layer.TOKENS[:1], 1))
     result = verify.Result("MoE of one size", 0.5)
     monkeypatch.setattr(parts, "_every_tactic", lambda target: iter([result]))
     wrote: list[tuple[dict[str, int], str]] = []
@@ -116,12 +115,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Target]]:
 
 @pytest.mark.parametrize("narrow", mma.KINDS)
 def test_the_width_of_each_kind_is_written_down(narrow: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = SimpleNamespace(sm12x=True, virtual=None, name="given")
-    monkeypatch.setattr(parts, "find_target", lambda: target)
+    target: Any = SimpleNamespace(sm12x=True, virtual=None, name="given")
     monkeypatch.setattr(mma, "sum_bits", lambda _, kind: 13 if kind is mma.KINDS[narrow] else 25)
     wrote: list[tuple[dict[str, int], str]] = []
     monkeypatch.setattr(parts, "write_sum_bits", lambda bits, name: wrote.append((bits, name)))
-    parts.sums(lambda **found: None)
+    parts.probe_sums(target, lambda **found: None)
     assert wrote == [({kind: 13 if kind == narrow else 25 for kind in mma.KINDS}, "given")]
 
 
@@ -129,15 +127,15 @@ def test_the_width_of_each_kind_is_written_down(narrow: str, monkeypatch: pytest
 def test_the_checks_read_what_the_parts_tell(gpu: Callable[..., Target], capability: tuple[int, int]) -> None:
     gpu(capability)
     facts: dict[str, dict[str, Any]] = {question: {} for question in questions.QUESTIONS}
-    for name, part in parts.PARTS.items():
-        if not name.startswith("build"):
-            told = facts[f"probe-{name}"] = {}
-            part(lambda told=told, **found: told.update(json.loads(json.dumps(found))))
+    for part in PARTS:
+        if not part.startswith("build"):
+            told = facts[f"probe-{part}"] = {}
+            parts.run(part, lambda told=told, **found: told.update(json.loads(json.dumps(found))))
     findings = {finding.check: finding for finding in doctor.diagnose(asking.Answers(facts, {}))}
     lines = {check: findings[check] for check in PROBE_CHECKS if check in findings}
     for line in lines.values():
         print(line)
-    absent = {f"probe-layer-{tokens}" for tokens in layer.TOKENS[1:]}  # one is enough here
+    absent = {f"probe-layer-{tokens}" for tokens in TOKENS[1:]}  # one is enough here
     assert {check for check, line in lines.items() if line.state == "unknown"} == absent
     assert {line.state for line in lines.values()} <= {"ok", "warn", "unknown"}
     scaled = {check for check in lines if check.startswith("probe-mma-mx")}

@@ -23,7 +23,7 @@ from .probe_checks import PROBE_CHECKS
 from .questions import QUESTIONS
 
 FORMAT = 2
-"""Of the JSON; another number means that a key went or changed its meaning."""
+"""Of the JSON as :func:`as_json` has it; another number means that a key went or changed its meaning."""
 
 REPORT = "sm12x-probe.json"
 """What ``--probe`` writes, in the folder that it is run in."""
@@ -79,32 +79,28 @@ def diagnose(answers: Answers, timeout: float = 60) -> list[Finding]:
     return findings
 
 
-def as_text(findings: Sequence[Finding], width: int = 120) -> str:
+def as_text(findings: Sequence[Finding]) -> str:
     """A table: state, check, what was found, and below it the command that mends it, alone, and prose."""
     names = max(len(finding.check) for finding in findings)
     margin = " " * (9 + names + 2)
+    wrapper = textwrap.TextWrapper(120, break_long_words=False, break_on_hyphens=False)
     lines = []
     for finding in findings:
-        lines += _wrapped(finding.found, f"{finding.state:9}{finding.check:{names}}  ", margin, width)
+        wrapper.initial_indent, wrapper.subsequent_indent = f"{finding.state:9}{finding.check:{names}}  ", margin
+        lines += wrapper.wrap(finding.found)
         if finding.command:
             lines.append(f"{margin}$ {finding.command}")  # unbroken, to be copied
         if finding.why:
-            lines += _wrapped(finding.why, f"{margin}-> ", f"{margin}   ", width)
+            wrapper.initial_indent, wrapper.subsequent_indent = f"{margin}-> ", f"{margin}   "
+            lines += wrapper.wrap(finding.why)
     counts = [f"{sum(finding.state == state for finding in findings)} {state}" for state in STATES]
     return "\n".join([*lines, "", ", ".join(counts)])
 
 
-def _wrapped(text: str, first: str, others: str, width: int) -> list[str]:
-    return textwrap.wrap(
-        text, width, initial_indent=first, subsequent_indent=others, break_long_words=False, break_on_hyphens=False
-    )
-
-
 def as_json(findings: Sequence[Finding], facts: Mapping[str, Facts]) -> str:
     """``{"format", "fork", "upstream", "findings": [Finding], "facts": {question: {fact: value}}}``."""
-    fork, upstream = versions()
-    about = {"format": FORMAT, "fork": fork, "upstream": upstream}
-    return json.dumps({**about, "findings": [asdict(finding) for finding in findings], "facts": facts}, indent=1)
+    found = [asdict(finding) for finding in findings]
+    return json.dumps({"format": FORMAT, **versions(), "findings": found, "facts": facts}, indent=1)
 
 
 LONGEST = 86400.0
@@ -151,9 +147,7 @@ def main(arguments: Sequence[str]) -> int:
             probe.write_report(Path(options.report), facts, findings)
             say(f"probe: written to {os.path.abspath(options.report)}", sys.stderr)
         except Exception as error:  # of the file system, or facts of a form that nobody foresaw
-            say(
-                f"probe: {options.report} cannot be written: {getattr(error, 'strerror', error)}; pass --report FILE",
-                sys.stderr,
-            )
+            reason = getattr(error, "strerror", error)
+            say(f"probe: {options.report} cannot be written: {reason}; pass --report FILE", sys.stderr)
             printed = False
     return int(not printed or any(finding.state in ("fail", "unknown") for finding in findings))

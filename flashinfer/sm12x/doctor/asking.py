@@ -13,9 +13,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any, TextIO, cast
 
 from .questions import MARK
 
@@ -29,35 +29,31 @@ PIP = f"{PYTHON} -m pip"
 CLI = f"{PYTHON} -m flashinfer"
 PLUGIN = "flashinfer_sm12x"
 LONGEST_LINE = 1 << 20
+SIGNALS = {number.value: number.name for number in signal.Signals}
 
 Facts = Mapping[str, Any]
 
 
-@dataclass
 class _Asked:
-    """A question's process, and what it has said so far."""
+    """A question's process, and the facts that it has told so far."""
 
-    question: str
-    limit: float
-    arguments: Sequence[str] = ()
-    facts: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self._line, self._child = b"", None
-        command = [INTERPRETER, str(PACKAGE / "sm12x" / "doctor" / "questions.py"), self.question, *self.arguments]
+    def __init__(self, limit: float, *command: str) -> None:
+        self.facts: dict[str, Any] = {}
+        self._limit, self._until = limit, time.monotonic() + limit
+        self._line = b""
+        self._child: subprocess.Popen[bytes] | None = None
         try:
             self._child = subprocess.Popen(
-                command,
+                [INTERPRETER, str(PACKAGE / "sm12x" / "doctor" / "questions.py"), *command],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-            assert self._child.stdout is not None
-            os.set_blocking(self._child.stdout.fileno(), False)
+            self._output = cast(IO[bytes], self._child.stdout)
+            os.set_blocking(self._output.fileno(), False)
         except OSError as error:
             self.facts["failed"] = f"it could not be started: {error}"
-        self._until = time.monotonic() + self.limit
 
     def turn(self) -> bool:
         """Read what there is; whether the process still runs and may."""
@@ -68,10 +64,11 @@ class _Asked:
         if status is None and time.monotonic() < self._until:
             return True
         if status is None:
-            self.facts["failed"] = f"no answer within {self.limit:g} s"
+            self.facts["failed"] = f"no answer within {self._limit:g} s"
+        elif status < 0:
+            self.facts["failed"] = f"it was killed by {SIGNALS.get(-status, f'signal {-status}')}"
         elif status:
-            how = f"was killed by {_signal_name(-status)}" if status < 0 else f"ended with exit status {status}"
-            self.facts["failed"] = f"it {how}"
+            self.facts["failed"] = f"it ended with exit status {status}"
         self.end()
         return False
 
@@ -82,16 +79,13 @@ class _Asked:
                 os.killpg(self._child.pid, signal.SIGKILL)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._child.wait(5)  # one that waits for a dead file server does not even die
-            assert self._child.stdout is not None
-            self._child.stdout.close()
+            self._output.close()
             self._child = None
 
     def _read(self) -> None:
-        assert self._child is not None
-        assert self._child.stdout is not None
         for _ in range(64):  # whoever writes without an end is not waited for
             try:
-                block = os.read(self._child.stdout.fileno(), 1 << 16)
+                block = os.read(self._output.fileno(), 1 << 16)
             except OSError:
                 return
             if not block:
@@ -104,13 +98,6 @@ class _Asked:
                         self.facts.update(json.loads(line[len(MARK) :]))
 
 
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
 def ask(limits: Mapping[str, float], arguments: Mapping[str, Sequence[str]] | None = None) -> dict[str, dict[str, Any]]:
     """The facts that questions find, asked at once; ``failed`` among them says why there are no more.
 
@@ -118,15 +105,17 @@ def ask(limits: Mapping[str, float], arguments: Mapping[str, Sequence[str]] | No
         limits: Question -> seconds, after which its process and all that it started are killed.
         arguments: Question -> what it is told.
     """
-    asked = [_Asked(question, limit, (arguments or {}).get(question, ())) for question, limit in limits.items()]
+    asked = {
+        question: _Asked(limit, question, *(arguments or {}).get(question, ())) for question, limit in limits.items()
+    }
     try:
-        running = asked
+        running = list(asked.values())
         while running := [each for each in running if each.turn()]:
             time.sleep(0.01)
     finally:
-        for each in asked:
+        for each in asked.values():
             each.end()
-    return {each.question: each.facts for each in asked}
+    return {question: each.facts for question, each in asked.items()}
 
 
 class Unanswered(Exception):
@@ -176,11 +165,11 @@ def say(text: str, stream: TextIO | None) -> bool:
     return True
 
 
-def versions() -> tuple[str, str]:
-    """The fork's version and that of the wheel it extends."""
+def versions() -> dict[str, str]:
+    """The ``fork``'s version and that of the wheel it extends, ``upstream``."""
     names: dict[str, Any] = {}
     exec((PACKAGE / "_version.py").read_text(encoding="utf-8"), names)
-    return names["__fork_version__"], names["UPSTREAM_VERSION"]
+    return {"fork": names["__fork_version__"], "upstream": names["UPSTREAM_VERSION"]}
 
 
 def numbers(version: str) -> tuple[int, ...]:

@@ -47,8 +47,9 @@ SUDO = "" if os.geteuid() == 0 else "sudo "
 SERVER = "the server's environment needs it, too"
 
 
-def install_wheel(options: str = "--force-reinstall --no-deps ") -> str:
-    return f'{PIP} install {options}"flashinfer-python=={versions()[1]}"'
+def install(package: str, options: str = "") -> str:
+    """A command that installs a package of upstream's in the version that this fork extends."""
+    return f'{PIP} install {options}"{package}=={versions()["upstream"]}"'
 
 
 def check_import(a: Answers) -> Outcome:
@@ -56,19 +57,15 @@ def check_import(a: Answers) -> Outcome:
     try:
         os.getcwd()
     except OSError:
-        return (
-            "fail",
-            "the working directory is gone; torch, which FlashInfer imports, cannot be loaded from there",
-            "cd",
-        )
+        text = "the working directory is gone; torch, which FlashInfer imports, cannot be loaded from there"
+        return "fail", text, "cd"
     found = a("path", "found")
     if found is None:
         return "fail", "there is no flashinfer on sys.path", FIRST, SERVER
     if found["file"] is None:
-        text = (
-            f"flashinfer is an empty namespace package: {', '.join(found['folders'])} has no __init__.py. vLLM takes "
-        )
-        return "fail", f"{text}it for FlashInfer without its functions", FIRST, f"{SERVER}; that folder can be removed"
+        text = f"flashinfer is an empty namespace package: {', '.join(found['folders'])} has no __init__.py"
+        text += ". vLLM takes it for FlashInfer without its functions"
+        return "fail", text, FIRST, f"{SERVER}; that folder can be removed"
     folder = os.path.dirname(found["file"])
     if not os.path.isfile(os.path.join(folder, "_layer.py")):
         return "fail", f"the plain wheel in {folder} is imported, not the fork", FIRST, SERVER
@@ -76,15 +73,14 @@ def check_import(a: Answers) -> Outcome:
         text = f"importing {found['file']}: {why}"
         if "no answer" in why or "killed" in why:
             return "unknown", text, f"{PYTHON} -X importtime -c 'import flashinfer'"
-        command = re.search(r"Install it with:\s+(.*)", why)
-        other = re.search(r"([\w-]+) version \(.*does not match", why)
-        if command:
+        if command := re.search(r"Install it with:\s+(.*)", why):
             return "fail", text, command[1]
-        if other:
-            return "fail", text, f'{PIP} install "{other[1]}=={versions()[1]}"'
+        if other := re.search(r"([\w-]+) version \(.*does not match", why):
+            return "fail", text, install(other[1])
         if "FLASHINFER_" in why:
             return "fail", text, "", "see 'variables' and what the error names"
-        return "fail", text, install_wheel("" if "No module named" in why else "--force-reinstall --no-deps ")
+        options = "" if "No module named" in why else "--force-reinstall --no-deps "
+        return "fail", text, install("flashinfer-python", options)
     if os.path.realpath(folder) != os.path.realpath(PACKAGE):
         return "warn", f"the fork in {folder} is imported; this doctor is of {PACKAGE}", FIRST, SERVER
     return "ok", f"the fork {a('import', 'fork')} over flashinfer {a('import', 'version')}, {found['file']}"
@@ -107,45 +103,38 @@ def check_pythonpath(a: Answers) -> Outcome:
 
 def check_variables(a: Answers) -> Outcome:
     """Misspelled names, bad values, and what was meant for a while."""
-    wrong = list(variables.problems(a.environ))
-    commands = []
-    for name, _, meant in wrong:
+    texts, commands, state = [], [], "warn"
+    for name, text, meant in variables.problems(a.environ):
+        texts.append(text)
         rename = meant and meant not in a.environ
         commands.append(f'export {meant}="${name}"; unset {name}' if rename else f"unset {name}")
-    bad = any(not meant and name in variables.TABLE for name, _, meant in wrong)
-    left_on = list(variables.forgotten(a.environ))
-    commands += [f"unset {name}" for name, _ in left_on]
-    text = "; ".join([text for _, text, _ in wrong] + [text for _, text in left_on])
-    if not text:
+        if not meant and name in variables.TABLE:
+            state = "fail"
+    for name, text in variables.forgotten(a.environ):
+        texts.append(text)
+        commands.append(f"unset {name}")
+    if not texts:
         return "ok", "no name is misspelled, no value bad, none for debugging or comparing is set"
-    return "fail" if bad else "warn", text, "; ".join(commands), SERVER
-
-
-def _ready(a: Answers) -> bool:
-    """Whether none of the fork's modules has to be compiled."""
-    return bool(a.modules()) and not any(fact["stale"] for fact in a.modules().values())
+    return state, "; ".join(texts), "; ".join(commands), SERVER
 
 
 def check_build(a: Answers) -> Outcome:
     """Three lines of CUDA: compiled, linked and loaded where modules are."""
     error = a("build", "error")
     if error is None:
-        toolkit = " ".join(str(a("build", fact)) for fact in ("version", "nvcc"))
-        return "ok", f"CUDA {toolkit}, found through {a('build', 'origin')}, compiles, links and loads"
+        version, nvcc, origin = (a("build", fact) for fact in ("version", "nvcc", "origin"))
+        return "ok", f"CUDA {version} {nvcc}, found through {origin}, compiles, links and loads"
     state, why = "fail", ""
-    if _ready(a):
+    if a.modules() and not any(fact["stale"] for fact in a.modules().values()):
         state, why = "warn", "this fork's modules need none, upstream's (vLLM's attention) may"
-    blame, elsewhere = a.get("build", "blame"), a.get("build", "elsewhere")
-    install = re.search(r"\b(pip|apt-get) install ([^\n]+)", error)
-    if blame is not None:
+    if (blame := a.get("build", "blame")) is not None:
         command, why = f"unset {blame}", f"without {blame}={a.environ.get(blame)} it works"
-    elif elsewhere is not None:
-        command = (
-            f"mkdir -p -m 755 {shlex.quote(elsewhere)} && export FLASHINFER_WORKSPACE_BASE={shlex.quote(elsewhere)}"
-        )
+    elif (elsewhere := a.get("build", "elsewhere")) is not None:
+        folder = shlex.quote(elsewhere)
+        command = f"mkdir -p -m 755 {folder} && export FLASHINFER_WORKSPACE_BASE={folder}"
         why = f"there it works; {SERVER}"
-    elif install is not None:
-        command = f"{PIP} install {install[2]}" if install[1] == "pip" else f"{SUDO}apt-get install --yes {install[2]}"
+    elif named := re.search(r"\b(pip|apt-get) install ([^\n]+)", error):
+        command = f"{PIP} install {named[2]}" if named[1] == "pip" else f"{SUDO}apt-get install --yes {named[2]}"
     else:
         command, why = "", why or "mend what the error names"
     return state, " ".join(error.split()), command, why
@@ -165,10 +154,8 @@ def check_gpu(a: Answers) -> Outcome:
     if any(capability.startswith("12.") for _, capability in gpus):
         return "ok", text
     if a.environ.get("FLASHINFER_SM12X_MOE") == "1" and any(capability == "9.0" for _, capability in gpus):
-        return (
-            "ok",
-            f"{text}: runs this fork's kernels because FLASHINFER_SM12X_MOE=1 (Hopper's MMAs, slower than wgmma)",
-        )
+        why = "because FLASHINFER_SM12X_MOE=1 (Hopper's MMAs, slower than wgmma)"
+        return "ok", f"{text}: runs this fork's kernels {why}"
     return "warn", f"{text}: none is of the SM12x family, so upstream's kernels run", "", "nothing, if that is meant"
 
 
@@ -185,12 +172,8 @@ def check_driver(a: Answers) -> Outcome:
     cuda = a.get("build", "version") or a.get("torch", "cuda") or ""
     if cuda.startswith("13.") and numbers(driver)[:1] < (CUDA_13_DRIVER,):
         text = f"driver {driver} is older than {CUDA_13_DRIVER}, which CUDA {cuda} needs"
-        return (
-            "fail",
-            text,
-            f"{SUDO}apt-get install --yes nvidia-driver-{CUDA_13_DRIVER}-open",
-            "or as the system's vendor says",
-        )
+        command = f"{SUDO}apt-get install --yes nvidia-driver-{CUDA_13_DRIVER}-open"
+        return "fail", text, command, "or as the system's vendor says"
     if _unified(a) and driver in WEDGED:
         text = f"driver {driver}: GB10s were reported to hang until powered off when their unified memory runs out"
         return "warn", text, "", "leave the host memory (see 'headroom'): no driver is known to be free of it"
@@ -218,25 +201,15 @@ def check_torch(a: Answers) -> Outcome:
     if "No module named 'torch'" in (a.get("torch", "failed") or ""):
         return "fail", "torch is not installed", INSTALL_VLLM, "vLLM brings its own"
     torch, cuda = a("torch", "torch"), a("torch", "cuda")
-    for library, version in (a.get("torch", "runtimes") or {}).items():
-        # One of another major release is loaded under another name and serves somebody else.
-        if cuda and version.split(".")[0] == cuda.split(".")[0] and numbers(version) < numbers(cuda):
-            text = f"torch {torch} is for CUDA {cuda} and found the runtime of CUDA {version}, {library}"
-            for variable in ("LD_LIBRARY_PATH", "LD_PRELOAD"):
-                listed = re.split(r"[: ]", a.environ.get(variable, ""))
-                kept = [entry for entry in listed if entry not in (library, str(Path(library).parent))]
-                if kept != listed:
-                    return "fail", text, f"export {variable}={shlex.quote(':'.join(kept))}", SERVER
-            return "fail", text, "", f"take {library} from where the loader looks"
-    if cuda is None and a.get("gpus", "gpus"):
+    there = a.get("gpus", "gpus")
+    if cuda is None and there:
         command = f"{PIP} uninstall --yes torch && {INSTALL_VLLM}"
         return "fail", f"torch {torch} is a build without CUDA: it does not see the GPU", command, "vLLM brings its own"
-    if cuda is not None and a.get("gpus", "gpus") and not a("torch", "gpus"):
-        hidden = "CUDA_VISIBLE_DEVICES" in a.environ
-        command, why = (
-            ("unset CUDA_VISIBLE_DEVICES", SERVER) if hidden else ("", "the driver may be older than that CUDA")
-        )
-        return "fail", f"torch {torch} (CUDA {cuda}) sees no GPU, the driver does", command, why
+    if cuda is not None and there and not a("torch", "gpus"):
+        text = f"torch {torch} (CUDA {cuda}) sees no GPU, the driver does"
+        if "CUDA_VISIBLE_DEVICES" in a.environ:
+            return "fail", text, "unset CUDA_VISIBLE_DEVICES", SERVER
+        return "fail", text, "", "the driver may be older than that CUDA"
     return "ok", f"torch {torch}, " + (f"CUDA {cuda}" if cuda else "a build without CUDA")
 
 
@@ -286,19 +259,21 @@ def check_modules(a: Answers) -> Outcome:
         if error := a.get("modules", "error"):
             return "warn", f"it cannot be told whether they are fresh: {error}", "", "the rows above say what to do"
         return "unknown", f"not told: {a('modules', 'failed')}"
-    words = []
-    for name, fact in found.items():
-        words.append(f"{name}: {'prebuilt' if fact['prebuilt'] else fact['stale'] or 'built and fresh'}")
+    words = [
+        f"{name}: {'prebuilt' if fact['prebuilt'] else fact['stale'] or 'built and fresh'}"
+        for name, fact in found.items()
+    ]
+    text = "; ".join(words)
     passed_over = [f"{name}: {fact['passed_over']}" for name, fact in found.items() if fact["passed_over"]]
     if passed_over:
-        text = f"prebuilt kernels are passed over ({passed_over[0]}); {'; '.join(words)}"
+        text = f"prebuilt kernels are passed over ({passed_over[0]}); {text}"
         why = "or install the wheel that this fork makes"
         return "warn", text, f"{PIP} uninstall --yes flashinfer-sm12x-kernels", why
     if all(not fact["stale"] for name, fact in found.items() if name.startswith("fused_moe_120")):
-        return "ok", "; ".join(words)  # the others are small, and built when first used
+        return "ok", text  # the others are small, and built when first used
     if a.environ.get("FLASHINFER_DISABLE_JIT"):
-        return "fail", "; ".join(words), f"unset FLASHINFER_DISABLE_JIT && {CLI} sm12x-build", "it forbids building"
-    return "warn", "; ".join(words), f"{CLI} sm12x-build", "or the first request builds it"
+        return "fail", text, f"unset FLASHINFER_DISABLE_JIT && {CLI} sm12x-build", "it forbids building"
+    return "warn", text, f"{CLI} sm12x-build", "or the first request builds it"
 
 
 def check_memory(a: Answers) -> Outcome:
@@ -356,10 +331,8 @@ def check_vllm(a: Answers) -> Outcome:
     if version is None and a.get("vllm", "found") is False:
         return "ok", f"not installed here; the fork is made for {VLLM_VERSION}"
     if version != VLLM_VERSION:
-        text = (
-            f"vLLM {version or 'of an unknown version'}; the fork is made for {VLLM_VERSION}, what follows may differ"
-        )
-        return "warn", text, INSTALL_VLLM
+        text = f"vLLM {version or 'of an unknown version'}; the fork is made for {VLLM_VERSION}"
+        return "warn", f"{text}, what follows may differ", INSTALL_VLLM
     former = {
         name: instead
         for name in a.get("vllm", "unread") or ()
@@ -407,10 +380,8 @@ def check_vllm_flashinfer(a: Answers) -> Outcome:
     if a("vllm", "has_flashinfer_cutlass_fused_moe"):
         if a("vllm", "has_flashinfer_cubin") or a("vllm", "has_nvidia_artifactory"):
             return "ok", f"{text}; attention by FLASHINFER"
-        text += (
-            "; attention by TRITON_ATTN: there is no flashinfer-cubin, and NVIDIA's server of cubins does not answer"
-        )
-        return "warn", text, f'{PIP} install "flashinfer-cubin=={versions()[1]}"'
+        why = "there is no flashinfer-cubin, and NVIDIA's server of cubins does not answer"
+        return "warn", f"{text}; attention by TRITON_ATTN: {why}", install("flashinfer-cubin")
     lacks = [what for what in ("nvcc", "ninja") if not a("vllm", what)]
     if a("vllm", "has_flashinfer") or not lacks:
         return "fail", f"{text}: the flashinfer that vLLM imports lacks functions", FIRST, SERVER

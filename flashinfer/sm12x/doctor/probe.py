@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..probe import PARTS
 from .asking import Facts, ask, say, versions
 
 if TYPE_CHECKING:
@@ -20,20 +21,6 @@ FORMAT = 1
 """Of the file; another number means that a key went or changed its meaning."""
 
 PREFIX = "probe-"
-
-PARTS: Mapping[str, float] = {
-    "device": 1,
-    "build": 10,
-    "dram": 2,
-    "mma": 2,
-    "sums": 1,
-    "launch": 1,
-    "order": 2,
-    "build-layers": 60,
-    "tactics": 5,
-    "layer": 5,
-}
-"""Those of ``sm12x.probe.parts``, and how many times ``--timeout`` each may take: what is compiled takes longest."""
 
 
 def measure(limit: float) -> dict[str, dict[str, Any]]:
@@ -59,15 +46,9 @@ def write_report(path: Path, facts: Mapping[str, Facts], findings: Sequence[Find
     Raises:
         OSError, ValueError: it cannot be written.
     """
-    fork, upstream = versions()
     measured = {name.removeprefix(PREFIX): found for name, found in facts.items() if name.startswith(PREFIX)}
     gpus = facts["gpus"].get("gpus") or [{}]
-    about = {
-        "format": FORMAT,
-        "fork": fork,
-        "upstream": upstream,
-        "driver": gpus[0].get("driver"),
-        "toolkit": facts["build"].get("version"),
-    }
+    about = {"driver": gpus[0].get("driver"), "toolkit": facts["build"].get("version")}
     found = [asdict(finding) for finding in findings if finding.check.startswith(PREFIX)]
-    path.write_text(json.dumps({**about, "measured": measured, "findings": found}, indent=1) + "\n", encoding="utf-8")
+    report = {"format": FORMAT, **versions(), **about, "measured": measured, "findings": found}
+    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

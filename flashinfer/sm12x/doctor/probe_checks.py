@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from ..probe import TOKENS
 from .asking import CLI, Answers
 from .checks import Outcome
 
@@ -25,13 +26,13 @@ KERNELS_WRONG = f"{CLI} sm12x-doctor --probe", "do not use this GPU for it; repo
 SLOWER = "nvidia-smi -q -d PERFORMANCE,POWER", "close what else uses the GPU or its memory, probe again"
 
 
-def _beside(value: float, predicted: Sequence[float] | None, unit: str) -> tuple[str, str]:
-    """State and words of a figure of which more is better, beside its predicted range."""
+def _beside(text: str, value: float, predicted: Sequence[float] | None, unit: str = "", more: str = "") -> Outcome:
+    """The row of a figure of which more is better, beside its predicted range."""
     if not predicted:
-        return "ok", ""
+        return "ok", text + more
     low, high = predicted
-    span = f"{low:,.0f}" if low == high else f"{low:,.0f} to {high:,.0f}"
-    return ("warn" if value < SLACK * low else "ok"), f"; predicted: {span}{unit}"
+    text += f"; predicted: {low:,.0f}" + (f" to {high:,.0f}" if low != high else "") + unit + more
+    return ("warn", text, *SLOWER) if value < SLACK * low else ("ok", text)
 
 
 def device(a: Answers) -> Outcome:
@@ -51,8 +52,7 @@ def dram(a: Answers) -> Outcome:
     if a("probe-device", "virtual"):
         return "ok", "what was read is what was written"
     rate = a("probe-dram", "gigabytes_per_second")
-    state, beside = _beside(rate, a.get("probe-dram", "predicted"), " GB/s")
-    return state, f"{rate:,.0f} GB/s are read{beside}", *(SLOWER if state != "ok" else ())
+    return _beside(f"{rate:,.0f} GB/s are read", rate, a.get("probe-dram", "predicted"), " GB/s")
 
 
 def mma(a: Answers, kind: str) -> Outcome:
@@ -64,12 +64,8 @@ def mma(a: Answers, kind: str) -> Outcome:
         return "fail", f"{found['wrong']:,} results of a product of small integers are wrong", *KERNELS_WRONG
     if a("probe-device", "virtual"):
         return "ok", "results are exact"
-    state, beside = _beside(found["flops_per_clock"], found.get("predicted"), "")
-    text = (
-        f"{found['flops_per_clock']:,.0f} FLOP per clock and SM{beside}; {found['tflops']:,.0f} TFLOP/s at "
-        f"{found['gigahertz']:.2f} GHz"
-    )
-    return state, text, *(SLOWER if state != "ok" else ())
+    rate, more = found["flops_per_clock"], f"; {found['tflops']:,.0f} TFLOP/s at {found['gigahertz']:.2f} GHz"
+    return _beside(f"{rate:,.0f} FLOP per clock and SM", rate, found.get("predicted"), more=more)
 
 
 INSTEAD = {
@@ -89,10 +85,10 @@ def sums(a: Answers) -> Outcome:
     text += f"; with fewer than {needed}, sums cost more than rounding results to bf16"
     if a("probe-device", "virtual"):
         return "warn", text, "", "nothing: the virtual device was made so"
-    if instead := [INSTEAD[kind] for kind in narrow if kind in INSTEAD]:
-        text += f", so {' and '.join(instead)} from now on"
+    instead = [INSTEAD[kind] for kind in narrow if kind in INSTEAD]
     if not instead:
         return "warn", text, "", "there is no other MMA to multiply with; report this, with the file"
+    text += f", so {' and '.join(instead)} from now on"
     return "warn", text, f"{CLI} sm12x-build", "FLASHINFER_SM12X_HALF_MMA=0 keeps the block-scaled MMAs"
 
 
@@ -120,12 +116,9 @@ def overlap(a: Answers) -> Outcome:
         return None
     names = {"overlap": "from a stream", "overlap_shared": "with all shared memory", "overlap_graph": "in a CUDA graph"}
     leads = {name: a("probe-launch", name)["began_before_end_us"] for name in names}
-    length = a("probe-launch", "overlap")["first_us"]
-    text = ", ".join(
-        f"{names[name]} {f'{lead:.1f} us before its end' if lead > 0 else 'only behind it'}"
-        for name, lead in leads.items()
-    )
-    text = f"behind a launch of {length:.0f} us a dependent one begins: {text}"
+    begins = {name: f"{lead:.1f} us before its end" if lead > 0 else "only behind it" for name, lead in leads.items()}
+    text = f"behind a launch of {a('probe-launch', 'overlap')['first_us']:.0f} us a dependent one begins: "
+    text += ", ".join(f"{names[name]} {when}" for name, when in begins.items())
     if a("probe-launch", "overlap_plain")["began_before_end_us"] > 0:
         return "fail", f"{text}; so does one that is not dependent", *KERNELS_WRONG
     # An SM shares its memory between L1 and blocks anew only while it runs none: a GPU's right, for all that is known.
@@ -179,16 +172,10 @@ def layer(a: Answers, tokens: int) -> Outcome:
     low, high = predicted
     text += f"; predicted: {low:,.0f} to {high:,.0f} us"
     if time > high / SLACK:
-        return (
-            "warn",
-            text,
-            SLOWER[0],
-            f"see probe-dram and the MMAs' rates first; {SLOWER[1]}; else report this, with the file",
-        )
+        why = f"see probe-dram and the MMAs' rates first; {SLOWER[1]}; else report this, with the file"
+        return "warn", text, SLOWER[0], why
     return "ok", text
 
-
-TOKENS = (1, 4, 64, 2048)
 
 PROBE_CHECKS: Mapping[str, Callable[[Answers], Outcome]] = {
     "probe-device": device,

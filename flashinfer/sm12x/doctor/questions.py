@@ -133,11 +133,8 @@ def _try_build() -> str | None:
 
 
 def _cache() -> Path:
-    return (
-        Path(os.environ.get("FLASHINFER_WORKSPACE_BASE") or os.path.expanduser("~")).absolute()
-        / ".cache"
-        / "flashinfer"
-    )
+    base = os.environ.get("FLASHINFER_WORKSPACE_BASE") or os.path.expanduser("~")
+    return Path(base).absolute() / ".cache" / "flashinfer"
 
 
 def ask_gpus() -> None:
@@ -166,7 +163,7 @@ def ask_log() -> None:
 
 
 def ask_torch() -> None:
-    """torch's word on the GPUs, and which CUDA runtime its libraries found."""
+    """torch's word on the GPUs."""
     import torch
 
     tell(torch=torch.__version__, cuda=torch.version.cuda)
@@ -174,11 +171,6 @@ def ask_torch() -> None:
     capabilities = [torch.cuda.get_device_capability(index) for index in devices]
     names = [torch.cuda.get_device_name(index) for index in devices]
     tell(gpus=[{"name": name, "capability": f"{a}.{b}"} for name, (a, b) in zip(names, capabilities, strict=True)])
-    runtimes, version = {}, ctypes.c_int()
-    for library in set(re.findall(r"/.*/libcudart\.so.*", Path("/proc/self/maps").read_text())):
-        ctypes.CDLL(library).cudaRuntimeGetVersion(ctypes.byref(version))
-        runtimes[library] = f"{version.value // 1000}.{version.value % 1000 // 10}"
-    tell(runtimes=runtimes)
 
 
 def ask_folder() -> None:
@@ -220,8 +212,8 @@ def ask_memory() -> None:
     """Memory that is free, and the compilers that a build would run at once."""
     jobs = importlib.import_module("_sm12x.jit.sm12x.jobs")
     together, reason = jobs.parallel_jobs()
-    total = re.search(r"MemTotal:\s*(\d+)", Path("/proc/meminfo").read_text())
-    tell(available=jobs.available_memory(), reason=reason, jobs=together, total=int(total[1]) << 10 if total else None)
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    tell(available=jobs.available_memory(), reason=reason, jobs=together, total=total)
 
 
 def ask_vllm(additional_config: str = "{}") -> None:
@@ -233,8 +225,9 @@ def ask_vllm(additional_config: str = "{}") -> None:
             tell(settings=vars(settings.resolve(json.loads(additional_config))))
         except ValueError as error:
             tell(settings_error=str(error))
-    tell(found=importlib.util.find_spec("vllm") is not None)
-    if importlib.util.find_spec("vllm") is None:
+    found = importlib.util.find_spec("vllm") is not None
+    tell(found=found)
+    if not found:
         return
     from vllm.plugins import load_general_plugins
 
@@ -257,9 +250,8 @@ QUESTIONS = tuple(name.removeprefix("ask_") for name in globals() if name.starts
 if __name__ == "__main__":
     try:
         if sys.argv[1].startswith("probe-"):
-            from flashinfer.sm12x.probe.parts import PARTS
-
-            PARTS[sys.argv[1].removeprefix("probe-")](tell)
+            parts = importlib.import_module("flashinfer.sm12x.probe.parts")
+            parts.run(sys.argv[1].removeprefix("probe-"), tell)
         else:
             globals()[f"ask_{sys.argv[1]}"](*sys.argv[2:])
     except Exception as error:

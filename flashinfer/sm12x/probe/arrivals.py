@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 
 from .target import Target
@@ -21,16 +19,8 @@ def source_words() -> torch.Tensor:
     return ((rounds + words) & 0xFFFFFFFF).to(torch.uint32).view(torch.int32)
 
 
-@dataclasses.dataclass(frozen=True)
-class Mismatches:
-    """Words of stages: how many were compared, and how many were those of another round."""
-
-    compared: int
-    wrong: int
-
-
-def hand_over(target: Target, fenced: bool, copies: bool, rounds: int = ROUNDS, blocks: int = 0) -> Mismatches:
-    """Hand stages over between pairs of warps.
+def hand_over(target: Target, fenced: bool, copies: bool, rounds: int = ROUNDS, blocks: int = 0) -> dict[str, int]:
+    """Hand stages over between pairs of warps: how many words were compared, and how many were those of another round.
 
     Args:
         target: Where.
@@ -44,4 +34,4 @@ def hand_over(target: Target, fenced: bool, copies: bool, rounds: int = ROUNDS, 
     target.call("arrival_order", source, counts, rounds, fenced, copies, writes=(counts,))
     target.synchronize()
     compared, wrong = (counts.cpu().long() & 0xFFFFFFFF).sum((0, 1)).tolist()
-    return Mismatches(compared, wrong)
+    return {"compared": compared, "wrong": wrong}

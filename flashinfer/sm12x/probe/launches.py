@@ -6,11 +6,11 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from .target import Target
+from .timing import captured, microseconds
 
 KINDS = {"plain": 0, "dependent": 1, "cooperative": 2}
 LAUNCHES = 256
@@ -38,19 +38,9 @@ def out_of_order(target: Target, kind: str, launches: int = LAUNCHES, blocks: in
     return int((steps.cpu() != torch.arange(1, launches + 2)).sum())
 
 
-def captured(target: Target, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of what ``run`` launches."""
-    torch.cuda.synchronize(target.device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph
-
-
 def cost(target: Target, kind: str) -> dict[str, float]:
     """Microseconds of one launch in a chain, of a block on each SM: on the device, for the host, and in a CUDA graph."""
     steps = new_steps(target, LAUNCHES)
-
     host = []
 
     def run() -> None:
@@ -58,18 +48,16 @@ def cost(target: Target, kind: str) -> dict[str, float]:
         launch_chain(target, steps, kind, target.sm_count)
         host.append(1e6 * (time.perf_counter() - began))
 
-    run()
-    graph = captured(target, run)
+    graph = captured(run)
     host.clear()
-    target.synchronize()
-    stream = [1e3 * target.milliseconds(run) for _ in range(REPEATS)]
-    replay = [1e3 * target.milliseconds(graph.replay) for _ in range(REPEATS)]
+    stream = [microseconds(run) for _ in range(REPEATS)]
+    replay = [microseconds(graph.replay) for _ in range(REPEATS)]
     names = {"host_us": host, "stream_us": stream, "graph_us": replay}
     return {name: statistics.median(times) / LAUNCHES for name, times in names.items()}
 
 
 def overlap(
-    target: Target, dependent: bool, shared_bytes: int = 0, cycles: int | None = None, graph: bool = False
+    target: Target, dependent: bool, shared_bytes: int = 0, cycles: int = 0, graph: bool = False
 ) -> dict[str, float]:
     """Microseconds: what the first of two launches took, and how long before its end the second one began.
 
@@ -80,25 +68,13 @@ def overlap(
         cycles: That the first one works for; :data:`BUSY_CYCLES`, when omitted.
         graph: Both from a CUDA graph.
     """
-    blocks = target.sm_count
-    first, second = (torch.zeros((blocks, 3), dtype=torch.int64, device=target.device) for _ in range(2))
+    cycles = cycles or BUSY_CYCLES
+    first, second = (torch.zeros((target.sm_count, 3), dtype=torch.int64, device=target.device) for _ in range(2))
 
     def run() -> None:
-        target.call(
-            "launch_overlap",
-            first,
-            second,
-            BUSY_CYCLES if cycles is None else cycles,
-            shared_bytes,
-            dependent,
-            writes=(first, second),
-        )
+        target.call("launch_overlap", first, second, cycles, shared_bytes, dependent, writes=(first, second))
 
-    repeat: Any = run
-    if target.virtual is None:
-        run()
-        if graph:
-            repeat = captured(target, run).replay
+    repeat: Callable[[], None] = captured(run).replay if graph else run
     lengths, leads, waits = [], [], []
     for _ in range(1 if target.virtual is not None else REPEATS):
         repeat()

@@ -38,11 +38,6 @@ class Kind:
     k: int
     scaled: bool = False
 
-    @property
-    def flops(self) -> int:
-        """Of one MMA of a warp."""
-        return 2 * ROWS * COLUMNS * self.k
-
 
 KINDS = {
     "bf16": Kind(0, "bf16", "bf16", 16),
@@ -51,6 +46,7 @@ KINDS = {
     "mxf4": Kind(3, "e2m1", "e2m1", 64, scaled=True),
 }
 
+_TYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "e4m3": torch.float8_e4m3fn}
 _E2M1 = decode_e2m1(torch.arange(16, dtype=torch.uint8))[::2]
 
 
@@ -60,11 +56,8 @@ def encode(values: torch.Tensor, fmt: str) -> torch.Tensor:
     Raises:
         ValueError: the format lacks one of the values.
     """
-    if fmt in ("bf16", "f16"):
-        found = values.to(torch.bfloat16 if fmt == "bf16" else torch.float16)
-        exact, data = found.double(), found.view(torch.uint8)
-    elif fmt == "e4m3":
-        found = values.to(torch.float8_e4m3fn)
+    if fmt in _TYPES:
+        found = values.to(_TYPES[fmt])
         exact, data = found.double(), found.view(torch.uint8)
     else:
         codes = (values.double()[..., None] - _E2M1.double()).abs().argmin(-1)
@@ -141,23 +134,10 @@ def wrong_results(target: Target, kind: Kind, seed: int = 1) -> int:
     return int((found != expected).sum())
 
 
-@dataclasses.dataclass(frozen=True)
-class Rate:
-    """Of one kind of MMA, the median of some launches.
+def rate_of(times: torch.Tensor, flops_per_block: int) -> dict[str, float]:
+    """``flops_per_clock`` of one SM, ``tflops`` of the GPU, and the SMs' clock meanwhile in ``gigahertz``.
 
-    Attributes:
-        flops_per_clock: Of one SM.
-        tflops: Of the GPU.
-        gigahertz: The SMs' clock meanwhile.
-    """
-
-    flops_per_clock: float
-    tflops: float
-    gigahertz: float
-
-
-def rate_of(times: torch.Tensor, flops_per_block: int) -> Rate:
-    """From what the blocks of a launch wrote down, one block an SM.
+    From what the blocks of a launch wrote down, one block an SM.
 
     Args:
         times: Int64 ``[blocks, 4]``: cycles before and behind, nanoseconds before and behind.
@@ -166,29 +146,33 @@ def rate_of(times: torch.Tensor, flops_per_block: int) -> Rate:
     first, last, began, ended = times.double().cpu().unbind(1)
     cycles, nanoseconds = last - first, ended - began
     span = float(ended.max() - began.min())
-    return Rate(
-        flops_per_block / float(cycles.median()),
-        flops_per_block * len(times) / span / 1e3,
-        float((cycles / nanoseconds.clamp(min=1)).median()),
-    )
+    return {
+        "flops_per_clock": flops_per_block / float(cycles.median()),
+        "tflops": flops_per_block * len(times) / span / 1e3,
+        "gigahertz": float((cycles / nanoseconds.clamp(min=1)).median()),
+    }
 
 
-def measure_rate(target: Target, kind: Kind) -> Rate:
-    """The rate with a block of 16 warps on each SM, behind some launches that raise the clock."""
+def measure_rate(target: Target, kind: Kind) -> dict[str, float]:
+    """Medians of :func:`rate_of` with a block of 16 warps on each SM, behind some launches that raise the clock."""
     a, b, c = random_operands(kind, 2)
-    flops = kind.flops * ITERATIONS * CHAINS * WARPS
+    flops = 2 * ROWS * COLUMNS * kind.k * ITERATIONS * CHAINS * WARPS
     rates = []
     for launch in range(WARMUP_LAUNCHES + TIMED_LAUNCHES):
         done = multiply(target, kind, a, b, c, ITERATIONS, blocks=target.sm_count, warps=WARPS)
         if launch >= WARMUP_LAUNCHES:
             rates.append(rate_of(done.times, flops))
-    fields = (field.name for field in dataclasses.fields(Rate))
-    return Rate(*(statistics.median(getattr(rate, name) for rate in rates) for name in fields))
+    return {name: statistics.median(rate[name] for rate in rates) for name in rates[0]}
+
+
+def kinds_of(target: Target) -> dict[str, Kind]:
+    """The kinds that the target has."""
+    return {name: kind for name, kind in KINDS.items() if target.sm12x or not kind.scaled}
 
 
 def all_sum_bits(target: Target) -> dict[str, int]:
     """:func:`sum_bits` of each kind that the target has."""
-    return {name: sum_bits(target, kind) for name, kind in KINDS.items() if target.sm12x or not kind.scaled}
+    return {name: sum_bits(target, kind) for name, kind in kinds_of(target).items()}
 
 
 _measured: dict[Target, dict[str, int]] = {}

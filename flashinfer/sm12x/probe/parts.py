@@ -6,7 +6,6 @@ A fact is a name and something that JSON has; the doctor's checks read them (``d
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import platform
 import time
@@ -30,40 +29,37 @@ READ_BYTES = 1 << 30
 CHECKED_BYTES = 1 << 24
 SEED = 12
 
+PROPERTIES = "total_memory L2_cache_size memory_bus_width memory_clock_rate clock_rate is_integrated"
+
 Tell = Callable[..., None]
 
 
-def device(tell: Tell) -> None:
+def run(part: str, tell: Tell) -> None:
+    """Measure one of ``PARTS`` on the GPU, or the virtual one."""
+    globals()[f"probe_{part.replace('-', '_')}"](find_target(), tell)
+
+
+def probe_device(target: Target, tell: Tell) -> None:
     """What is measured."""
-    target = find_target()
     tell(name=target.name, capability=list(target.capability), sm_count=target.sm_count)
     tell(virtual=target.virtual is not None, gb10=target.capability == GB10, sm12x=target.sm12x)
     tell(torch=torch.__version__, cuda=torch.version.cuda, python=platform.python_version(), machine=platform.machine())
     if target.virtual is None:
         properties = torch.cuda.get_device_properties(target.device)
-        known = (
-            "total_memory",
-            "L2_cache_size",
-            "memory_bus_width",
-            "memory_clock_rate",
-            "clock_rate",
-            "is_integrated",
-        )
-        tell(properties={name: getattr(properties, name, None) for name in known})
+        tell(properties={name: getattr(properties, name, None) for name in PROPERTIES.split()})
 
 
-def build(tell: Tell) -> None:
+def probe_build(target: Target, tell: Tell) -> None:
     """The kernels that measure."""
-    _build(tell, modules.gen_probe_module)
+    _build(target, tell, modules.gen_probe_module)
 
 
-def build_layers(tell: Tell) -> None:
+def probe_build_layers(target: Target, tell: Tell) -> None:
     """The layers' kernels."""
-    _build(tell, gen_cutlass_fused_moe_sm120_module, modules.gen_group_gemm_module, modules.gen_dense_module)
+    _build(target, tell, gen_cutlass_fused_moe_sm120_module, modules.gen_group_gemm_module, modules.gen_dense_module)
 
 
-def _build(tell: Tell, *generators: Callable[[], Any]) -> None:
-    target = find_target()
+def _build(target: Target, tell: Tell, *generators: Callable[[], Any]) -> None:
     began = time.perf_counter()
     for generate in generators:
         if target.virtual is not None:
@@ -73,9 +69,8 @@ def _build(tell: Tell, *generators: Callable[[], Any]) -> None:
     tell(seconds=time.perf_counter() - began)
 
 
-def dram(tell: Tell) -> None:
+def probe_dram(target: Target, tell: Tell) -> None:
     """Sustained read."""
-    target = find_target()
     tell(wrong=timing.wrong_read(target, CHECKED_BYTES if target.virtual is None else 1 << 18))
     if target.virtual is None:
         tell(gigabytes_per_second=timing.sustained_read(target, READ_BYTES), bytes=READ_BYTES)
@@ -83,23 +78,19 @@ def dram(tell: Tell) -> None:
         tell(predicted=[gb10.SLOW.dram_gb_per_second, gb10.FAST.dram_gb_per_second])
 
 
-def mmas(tell: Tell) -> None:
+def probe_mma(target: Target, tell: Tell) -> None:
     """Results and rates."""
-    target = find_target()
-    for name, kind in mma.KINDS.items():
-        if kind.scaled and not target.sm12x:
-            continue
+    for name, kind in mma.kinds_of(target).items():
         found: dict[str, Any] = {"wrong": mma.wrong_results(target, kind)}
         if target.virtual is None:
-            found |= dataclasses.asdict(mma.measure_rate(target, kind))
+            found |= mma.measure_rate(target, kind)
         if target.capability == GB10:
             found["predicted"] = gb10.mma_rates()[name]
         tell(**{name: found})
 
 
-def sums(tell: Tell) -> None:
+def probe_sums(target: Target, tell: Tell) -> None:
     """The width in which MMAs add up, written down for the planner."""
-    target = find_target()
     bits = mma.all_sum_bits(target)
     tell(**bits, needed=modules.NARROWEST_SUM)
     if target.virtual is None:
@@ -116,9 +107,8 @@ def write_sum_bits(bits: dict[str, int], name: str) -> None:
     write_atomically(path, json.dumps({"mma_sum_bits": bits, "device": name}) + "\n")
 
 
-def launch(tell: Tell) -> None:
+def probe_launch(target: Target, tell: Tell) -> None:
     """Costs of launches, and which overlap."""
-    target = find_target()
     real = target.virtual is None
     for kind in launches.KINDS:
         tell(**{f"{kind} out of order": launches.out_of_order(target, kind, launches.LAUNCHES if real else 20)})
@@ -133,19 +123,17 @@ def launch(tell: Tell) -> None:
         tell(overlap_graph=launches.overlap(target, dependent=True, graph=True))
 
 
-def order(tell: Tell) -> None:
+def probe_order(target: Target, tell: Tell) -> None:
     """Arrivals, with and without their fence."""
-    target = find_target()
     rounds, blocks = (arrivals.ROUNDS, 0) if target.virtual is None else (20, 2)
     for fenced in (True, False):
         for copies in (False, True):
             name = f"{'copies' if copies else 'stores'} {'with' if fenced else 'without'} fence"
-            tell(**{name: dataclasses.asdict(arrivals.hand_over(target, fenced, copies, rounds, blocks))})
+            tell(**{name: arrivals.hand_over(target, fenced, copies, rounds, blocks)})
 
 
-def tactics(tell: Tell) -> None:
+def probe_tactics(target: Target, tell: Tell) -> None:
     """Every default tactic against its reference."""
-    target = find_target()
     worst: dict[str, float] = {}
     count, wrong = 0, []
     for result in _every_tactic(target):
@@ -170,28 +158,12 @@ def _every_tactic(target: Target) -> Iterator[Result]:
     yield from dense_results([(1088, 2880), (200, 416)], SEED, target.device, sums)
 
 
-def layers(tell: Tell) -> None:
+def probe_layer(target: Target, tell: Tell) -> None:
     """gpt-oss-120b's layer."""
-    target = find_target()
     if target.virtual is not None:
         return
     for line in layer.measure(target):
         predicted = None
         if target.capability == GB10:
-            predicted = moe.predicted_range(MOE_LAYERS[layer.MODEL], layer.MODE, line.tokens)
-        tell(**{f"{line.tokens} tokens": dataclasses.asdict(line) | {"predicted": predicted}})
-
-
-PARTS: dict[str, Callable[[Tell], None]] = {
-    "device": device,
-    "build": build,
-    "dram": dram,
-    "mma": mmas,
-    "sums": sums,
-    "launch": launch,
-    "order": order,
-    "build-layers": build_layers,
-    "tactics": tactics,
-    "layer": layers,
-}
-"""In their order: a later one may need what an earlier one built or wrote down."""
+            predicted = moe.predicted_range(MOE_LAYERS[layer.MODEL], layer.MODE, line["tokens"])
+        tell(**{f"{line['tokens']} tokens": line | {"predicted": predicted}})

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,15 +63,6 @@ class Target:
         if self.virtual is None:
             torch.cuda.synchronize(self.device)
 
-    def milliseconds(self, call: Callable[[], object]) -> float:
-        """What ``call`` takes on the stream, of a GPU."""
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        call()
-        end.record()
-        torch.cuda.synchronize(self.device)
-        return float(start.elapsed_time(end))
-
 
 @functools.cache
 def _gpu_module() -> Any:
@@ -84,9 +75,9 @@ def find_target() -> Target:
     Raises:
         NoTargetError: the kernels serve neither.
     """
-    virtual: Any = kernels(torch.device("cpu"))
+    cpu = torch.device("cpu")
+    virtual: Any = kernels(cpu)
     if virtual is not None:
-        cpu = torch.device("cpu")
         return Target(cpu, "virtual SM121", virtual.compute_capability, virtual.sm_count, virtual)
     if not torch.cuda.is_available():
         raise NoTargetError(f"torch {torch.__version__} sees no GPU")
@@ -95,7 +86,7 @@ def find_target() -> Target:
     capability = (properties.major, properties.minor)
     if not serves_cuda(index):
         raise NoTargetError(
-            f"{properties.name} (compute capability {capability[0]}.{capability[1]}) is not served by this fork's "
+            f"{properties.name} (compute capability {properties.major}.{properties.minor}) is not served by this fork's "
             "kernels: they are for 12.x, and for 9.0 with FLASHINFER_SM12X_MOE=1"
         )
     return Target(torch.device("cuda", index), properties.name, capability, properties.multi_processor_count)

@@ -40,6 +40,16 @@ def captured(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
     return graph
 
 
+def microseconds(call: Callable[[], Any]) -> float:
+    """What ``call`` takes on the stream."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    call()
+    end.record()
+    torch.cuda.synchronize()
+    return 1e3 * begin.elapsed_time(end)
+
+
 def time_graph(run: Callable[[], Any], repeats: int) -> Sample:
     """Replays of ``run`` captured in a CUDA graph, L2 cold."""
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
@@ -47,12 +57,7 @@ def time_graph(run: Callable[[], Any], repeats: int) -> Sample:
     times = []
     for i in range(repeats):
         flush.fill_(i % 256)
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(1e3 * begin.elapsed_time(end))
+        times.append(microseconds(graph.replay))
     return Sample(statistics.median(times), min(times), max(times))
 
 
@@ -108,12 +113,11 @@ class StreamingRead:
         return time_graph(lambda: self.run(pieces), repeats), pieces.num_bytes
 
 
-def wrong_read(target: Target, size: int, seed: int = 1) -> bool:
+def wrong_read(target: Target, size: int) -> bool:
     """Whether the sum of ``size`` random bytes, a multiple of 16, is another one by the kernel than by torch."""
-    generator = torch.Generator(target.device).manual_seed(seed)
-    data = torch.randint(
-        -(2**31), 2**31 - 1, (size // 4,), dtype=torch.int32, device=target.device, generator=generator
-    )
+    generator = torch.Generator(target.device).manual_seed(1)
+    words = torch.empty(size // 4, dtype=torch.int32, device=target.device)
+    data = words.random_(-(2**31), 2**31 - 1, generator=generator)
     pieces = Pieces.of([data], target.device)
     read = StreamingRead(target)
     if target.virtual is not None:

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What may be wrong with a machine, each with the row that tells it and what its command does."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from doctor_machine import REPO, UPSTREAM, Machine
+from layer_toys import FORK_FILES, write_fork, write_tree, write_wheel
+
+
+@dataclass(frozen=True)
+class Planted:
+    """What is planted, the row that tells it, and what its command does.
+
+    Attributes:
+        check, state, found: Of the row; of ``found`` a part.
+        command: A part of it; empty where there is none.
+        variables: That are set; ``{root}`` is the machine's folder.
+        mounts: A shell's script whose mounts every process sees.
+        plant: What else is done to the machine.
+        mends: Whether the finding is gone when the command has run; else it installs, shows more, or there is none.
+        loses: Entries of the user's variables that it takes away.
+    """
+
+    check: str
+    state: str
+    found: str
+    command: str = ""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    mounts: str = ""
+    plant: Callable[[Machine], object] = id
+    mends: bool = False
+    loses: tuple[str, ...] = ()
+
+    def into(self, machine: Machine) -> None:
+        self.plant(machine)
+        machine.variables |= {name: text.format(root=machine.root) for name, text in self.variables.items()}
+        if self.mounts:
+            machine.mounting(self.mounts.format(root=machine.root))
+
+
+def _empty_namespace_package(m: Machine) -> None:
+    (m.site / "flashinfer" / "data").mkdir(parents=True)
+    m.path = [m.site]
+
+
+def _no_flashinfer(m: Machine) -> None:
+    m.path = [m.site]
+
+
+def _wheel_of_another_version(m: Machine) -> None:
+    shutil.rmtree(m.wheel)
+    write_wheel(m.wheel, {"__init__.py": ""}, version="0.6.4")
+
+
+def _other_fork(m: Machine) -> Path:
+    return write_fork(m.root / "other", FORK_FILES)
+
+
+def _installed_fork(m: Machine) -> None:
+    write_tree(m.site, {"sitecustomize.py": f"import sys\nsys.path.append({str(_other_fork(m))!r})\n"})
+
+
+def _cache_of_everybody(m: Machine) -> None:
+    folder = m.root / "cache" / ".cache" / "flashinfer"
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+
+
+def _driver_that_is_not_loaded(m: Machine) -> None:
+    m.program("bin/nvidia-smi", 'echo "NVIDIA-SMI has failed because it couldn\'t communicate with the driver"; exit 9')
+    m.torch("13.0", [])
+
+
+def _no_gpu(m: Machine) -> None:
+    m.remove("bin/nvidia-smi")
+    m.torch(None, [])
+
+
+def _toolkit_of_pips(m: Machine) -> None:
+    wheels = m.site / "nvidia" / "cu13"
+    shutil.move(m.root / "toolkit", wheels)
+    (wheels / "lib64").rename(wheels / "lib")
+
+
+def _plain(text: str) -> Callable[[Machine], object]:
+    """A module of the wheel's that its import imports."""
+    return lambda m: write_tree(m.wheel / "flashinfer", {"plain.py": text})
+
+
+def _program(text: str, *names: str) -> Callable[[Machine], object]:
+    return lambda m: [m.program(name, text) for name in names]
+
+
+FIRST = f"export PYTHONPATH={REPO}${{PYTHONPATH:+:$PYTHONPATH}}"
+ELSEWHERE = "&& export FLASHINFER_WORKSPACE_BASE="
+WHEEL = f'"flashinfer-python=={UPSTREAM}"'
+CUBINS = f"flashinfer-cubin version (0.6.4) does not match flashinfer version ({UPSTREAM})"
+OLD_NVCC = """[ $1 != --version ] && echo "nvcc fatal   : Unsupported gpu architecture 'compute_121a'" && exit 1
+echo 'release 12.4, V12.4.1'"""
+XID = "[ 7.1] NVRM: Xid (PCI:0000:01:00): 79"
+SMALL = "/bin/mount -t tmpfs -o size=8k,mode=755 tmpfs"
+
+# fmt: off
+PLANTED = {
+    "plain_wheel_first": Planted("import", "fail", "the plain wheel in", FIRST, mends=True,
+        plant=lambda m: m.path.insert(0, m.wheel)),
+    "empty_namespace_package": Planted("import", "fail", "empty namespace package", FIRST, mends=True,
+        plant=_empty_namespace_package),
+    "no_flashinfer": Planted("import", "fail", "no flashinfer on sys.path", FIRST, mends=True, plant=_no_flashinfer),
+    "wheel_of_another_version": Planted("import", "fail", "extends the wheel",
+        f"pip install --force-reinstall --no-deps {WHEEL}", plant=_wheel_of_another_version),
+    "wheel_of_which_a_part_is_cut_off": Planted("import", "fail", "SyntaxError: '(' was never closed",
+        f"--no-deps {WHEEL}", plant=_plain("print(")),
+    "package_that_the_wheel_needs": Planted("import", "fail", "No module named 'tvm_ffi'", f"pip install {WHEEL}",
+        plant=_plain("import tvm_ffi")),
+    "cubins_of_another_version": Planted("import", "fail", "flashinfer-cubin version (0.6.4) does not match",
+        f'install "flashinfer-cubin=={UPSTREAM}"', plant=_plain(f"raise RuntimeError({CUBINS!r})")),
+    "fork_of_another_checkout": Planted("import", "warn", "this doctor is of", FIRST, mends=True, loses=("/other",),
+        plant=lambda m: m.path.insert(0, _other_fork(m))),
+    "two_forks": Planted("pythonpath", "warn", "2 forks", "export PYTHONPATH=", mends=True, loses=("/other",),
+        plant=lambda m: m.path.append(_other_fork(m))),
+    "installed_fork_behind_a_checkout": Planted("pythonpath", "warn", "2 forks", "pip uninstall --yes flashinfer-sm12x",
+        plant=_installed_fork),
+
+    "misspelled_name": Planted("variables", "warn",
+        "FLASHINFER_SM12X_CHEKC is no variable of this project; FLASHINFER_SM12X_CHECK is",
+        'export FLASHINFER_SM12X_CHECK="$FLASHINFER_SM12X_CHEKC"', mends=True,
+        variables={"FLASHINFER_SM12X_CHEKC": "1"}),
+    "name_in_small_letters_beside_the_right_one": Planted("variables", "warn", "flashinfer_jit_verbose is no variable",
+        "unset flashinfer_jit_verbose", mends=True,
+        variables={"flashinfer_jit_verbose": "1", "FLASHINFER_JIT_VERBOSE": "0"}),
+    "name_that_never_was": Planted("variables", "warn", "FLASHINFER_SM12X_FASTER is no variable",
+        "unset FLASHINFER_SM12X_FASTER", {"FLASHINFER_SM12X_FASTER": "1"}, mends=True),
+    "bad_value": Planted("variables", "fail", "FLASHINFER_SM12X_MOE is 'off'; it may be 0, 1 or unset", "unset",
+        {"FLASHINFER_SM12X_MOE": "off"}, mends=True),
+    "plugin_off_in_a_word": Planted("vllm-plugin", "fail",
+        "vLLM does not start: FLASHINFER_SM12X_VLLM: 'off' is no key=value", "unset", {"FLASHINFER_SM12X_VLLM": "off"},
+        mends=True),
+    "plugin_with_a_bad_choice": Planted("variables", "fail", "qkv is 'int4'; it may be bf16",
+        "unset FLASHINFER_SM12X_VLLM", {"FLASHINFER_SM12X_VLLM": "qkv=int4"}, mends=True),
+    "switched_off": Planted("variables", "warn", "upstream's kernels run in place of", "unset FLASHINFER_SM12X_MOE",
+        {"FLASHINFER_SM12X_MOE": "0"}, mends=True),
+    "checks_left_on": Planted("variables", "warn", "waits for the GPU", "unset FLASHINFER_SM12X_CHECK",
+        {"FLASHINFER_SM12X_CHECK": "1"}, mends=True),
+
+    "cuda_home_that_points_at_nothing": Planted("build", "fail", "holds no bin/nvcc", "unset CUDA_HOME",
+        {"CUDA_HOME": "{root}/none"}, mends=True),
+    "old_compiler": Planted("build", "fail", "does not know compute_121a", 'install "nvidia-cuda-nvcc==13.0.*"',
+        plant=_program(OLD_NVCC, "toolkit/bin/nvcc")),
+    "compiler_that_is_none": Planted("build", "fail", "names no CUDA release",
+        plant=_program("echo hello", "toolkit/bin/nvcc")),
+    "toolkit_without_a_runtime": Planted("build", "fail", "libcudart.so", 'install "nvidia-cuda-nvcc==13.0.*"',
+        plant=lambda m: m.remove("toolkit/lib64/libcudart.so")),
+    "no_ninja": Planted("build", "fail", "ninja, which runs the compilers, is not installed", "pip install ninja",
+        plant=lambda m: m.remove("bin/ninja")),
+    "ninja_that_does_nothing": Planted("build", "fail", "doctor.so: cannot open shared object file",
+        plant=_program("exit 0", "bin/ninja")),
+    "no_host_compiler": Planted("build", "fail", "the host C++ compiler is missing", "apt-get install --yes g++",
+        plant=lambda m: m.remove("bin/c++", "bin/g++")),
+    "host_compiler_that_crashes": Planted("build", "fail", "SIGSEGV",
+        plant=_program("kill -SEGV $$", "bin/c++", "bin/g++")),
+    "nvcc_ccbin": Planted("build", "fail", "Failed to preprocess host compiler", "unset NVCC_CCBIN",
+        {"NVCC_CCBIN": "no-such-g++"}, mends=True),
+    "cxx": Planted("build", "fail", "clang++-99", "unset CXX", {"CXX": "clang++-99"}, mends=True),
+    "flags_that_nvcc_does_not_know": Planted("build", "fail", "--bogus", "unset NVCC_APPEND_FLAGS",
+        {"NVCC_APPEND_FLAGS": "--bogus"}, mends=True),
+    "launcher_that_is_gone": Planted("build", "fail", "no-ccache", "unset FLASHINFER_NVCC_LAUNCHER",
+        {"FLASHINFER_NVCC_LAUNCHER": "no-ccache"}, mends=True),
+
+    "cache_of_everybody": Planted("build", "fail", "writable by everybody", ELSEWHERE, mends=True, loses=("/cache",),
+        plant=_cache_of_everybody),
+    "cache_that_cannot_be_made": Planted("build", "fail", "the cache cannot be written", ELSEWHERE, mends=True,
+        loses=("/below",), plant=lambda m: write_tree(m.root, {"file": ""}),
+        variables={"FLASHINFER_WORKSPACE_BASE": "{root}/file/below"}),
+    "cache_from_which_nothing_may_run": Planted("build", "fail", "failed to map segment", ELSEWHERE, mends=True,
+        loses=("/cache",), mounts="/bin/mount -t tmpfs -o noexec,mode=755 tmpfs {root}/cache"),
+    "cache_on_a_file_system_that_can_only_be_read": Planted("build", "fail", "Read-only file system", ELSEWHERE,
+        mends=True, loses=("/cache",),
+        mounts="/bin/mount --bind {root}/cache {root}/cache; /bin/mount -o remount,bind,ro {root}/cache"),
+    "full_disk": Planted("build", "fail", "No space left", ELSEWHERE, mends=True, loses=("/cache",),
+        mounts=f"{SMALL} {{root}}/cache"),
+    "full_folder_of_temporary_files": Planted("disk", "warn", "where temporary files go", "unset TMPDIR",
+        {"TMPDIR": "{root}/tmp"}, mends=True, mounts=f"{SMALL} {{root}}/tmp", plant=lambda m: (m.root / "tmp").mkdir()),
+
+    "driver_that_is_not_loaded": Planted("gpu", "fail", "couldn't communicate", plant=_driver_that_is_not_loaded),
+    "no_gpu": Planted("gpu", "warn", "no GPU", plant=_no_gpu),
+    "hopper": Planted("gpu", "warn", "none is of the SM12x family",
+        plant=lambda m: m.gpus("NVIDIA H200, 9.0, 580.95.05")),
+    "hopper_on_purpose": Planted("gpu", "ok", "because FLASHINFER_SM12X_MOE=1", variables={"FLASHINFER_SM12X_MOE": "1"},
+        plant=lambda m: m.gpus("NVIDIA H200, 9.0, 580.95.05")),
+    "old_driver": Planted("driver", "fail", "570.86.10 is older than 580",
+        "apt-get install --yes nvidia-driver-580-open", plant=lambda m: m.gpus("NVIDIA GB10, 12.1, 570.86.10")),
+    "driver_with_which_hosts_wedge": Planted("driver", "warn", "driver 595.84: GB10s were reported to hang",
+        plant=lambda m: m.gpus("NVIDIA GB10, 12.1, 595.84")),
+    "complaint_in_the_kernels_log": Planted("kernel-log", "warn", f"1 complaints of the driver, the last: {XID}",
+        "nvidia-smi -q", plant=_program(f"echo '[ 7.0] NVRM: loading'; echo '{XID}, GPU has fallen off'", "bin/dmesg")),
+    "memory_that_ran_out": Planted("kernel-log", "warn", "NV_ERR_NO_MEMORY",
+        plant=_program("echo '[ 7.1] NVRM: Out of memory [NV_ERR_NO_MEMORY] returned from _memdescAlloc'", "bin/dmesg")),
+    "kernels_log_that_may_not_be_read": Planted("kernel-log", "warn", "this user may not", "sudo dmesg",
+        plant=_program("exit 1", "bin/dmesg")),
+
+    "torch_without_cuda": Planted("torch", "fail", "without CUDA", "pip install vllm==0.33.0",
+        plant=lambda m: m.torch(None, [])),
+    "no_torch": Planted("torch", "fail", "torch is not installed", "pip install vllm==0.33.0",
+        plant=lambda m: shutil.rmtree(m.site / "torch")),
+    "hidden_gpu": Planted("torch", "fail", "sees no GPU, the driver does", "unset CUDA_VISIBLE_DEVICES",
+        {"CUDA_VISIBLE_DEVICES": ""}, mends=True),
+
+    "another_vllm": Planted("vllm", "warn", "vLLM 0.31.0", "pip install vllm==0.33.0",
+        plant=lambda m: m.vllm("0.31.0")),
+    "variable_of_an_older_vllm": Planted("vllm", "warn",
+        "does not read VLLM_ATTENTION_BACKEND: --attention-backend chooses", "unset VLLM_", mends=True,
+        variables={"VLLM_ATTENTION_BACKEND": "FLASHINFER", "VLLM_KV_CACHE_LAYOUT": "HND", "VLLM_OF_ONES_OWN": "1"}),
+    "variables_of_older_recipes": Planted("vllm", "warn",
+        "this fork; VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8_CUTLASS: the plugin", "unset VLLM_", mends=True,
+        variables={"VLLM_FLASHINFER_MOE_BACKEND": "latency", "VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8_CUTLASS": "1"}),
+    "vllm_without_ninja": Planted("vllm-flashinfer", "fail", "vLLM finds no ninja", "export PATH=",
+        plant=lambda m: m.remove("bin/ninja")),
+    "vllm_without_nvcc": Planted("vllm-flashinfer", "fail", "vLLM finds no nvcc", "export CUDA_HOME=", mends=True,
+        plant=_toolkit_of_pips),
+    "vllm_with_half_a_flashinfer": Planted("vllm-flashinfer", "fail", "lacks functions", FIRST,
+        plant=lambda m: m.vllm(has_flashinfer_cutlass_fused_moe="False")),
+    "offline_without_cubins": Planted("vllm-flashinfer", "warn", "TRITON_ATTN",
+        f'pip install "flashinfer-cubin=={UPSTREAM}"', plant=lambda m: m.vllm(has_nvidia_artifactory="False")),
+    "no_plugin": Planted("vllm-plugin", "warn", "no entry point", FIRST, mends=True,
+        plant=lambda m: m.without_package("flashinfer-sm12x")),
+    "plugin_not_listed": Planted("vllm-plugin", "warn", "VLLM_PLUGINS=other", "export VLLM_PLUGINS=",
+        {"VLLM_PLUGINS": "other"}, mends=True),
+    "plugin_switched_off": Planted("vllm-plugin", "warn", "switched off: FLASHINFER_SM12X_VLLM=0",
+        "unset FLASHINFER_SM12X_VLLM", {"FLASHINFER_SM12X_VLLM": "0"}, mends=True),
+    "plugin_of_which_a_part_is_gone": Planted("vllm-plugin", "fail",
+        "could not be installed: ImportError: cannot import name 'config'",
+        plant=lambda m: m.remove("tree/flashinfer_sm12x_vllm/config.py")),
+    "plugin_for_another_vllm": Planted("vllm-plugin", "fail",
+        "could not be installed: AttributeError: vLLM has moved this",
+        plant=lambda m: m.plugin_part("config", "def install(): raise AttributeError('vLLM has moved this')")),
+}
+# fmt: on

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever the machine does or lacks, the doctor ends, with what it found."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from doctor_machine import DOCTOR, Machine
+from layer_toys import write_fork, write_tree
+
+HOSTILE = {
+    "sleeps": "import time; time.sleep(600)",
+    "leaves a process behind": (
+        "import signal, subprocess, sys, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(40)'], start_new_session=True)\n"
+        "time.sleep(600)"
+    ),
+    "segfaults": "import ctypes; ctypes.string_at(0)",
+    "aborts": "import os; os.abort()",
+    "exits": "import os; os._exit(0)",
+    "raises": "raise SystemError('what is this')",
+    "says a lot": "import os\nfor _ in range(3000): os.write(1, b'sm12x-fact {]' * 500 + b'\\xff\\n')\nos._exit(3)",
+    "says no end of a line": "import os\nfor _ in range(300): os.write(1, b'x' * 65536)\nos._exit(3)",
+}
+LIMIT = "5"
+
+
+@pytest.mark.parametrize("how", HOSTILE)
+def test_a_vllm_that_does_not_import_ends_in_unknown(machine: Machine, how: str) -> None:
+    machine.vllm(at_import=HOSTILE[how])
+    found = machine.diagnose("--timeout", LIMIT)
+    assert found["vllm-flashinfer"][0] == "unknown"
+    assert found["vllm"][0] == found["vllm-plugin"][0] == found["build"][0] == "ok"
+    assert found.seconds < 40, "it waited for what sleeps for ten minutes"
+
+
+def test_programs_and_a_flashinfer_that_hang_end_in_unknown(machine: Machine) -> None:
+    rows = {"toolkit/bin/nvcc": "build", "bin/nvidia-smi": "gpu"}
+    for program in rows:
+        machine.program(program, f"echo $$ >> {machine.root}/hang; trap '' TERM; while :; do /bin/sleep 600; done")
+    machine.torch("13.0", [])
+    write_tree(machine.wheel, {"flashinfer/plain.py": "import time; time.sleep(600)"})
+    found = machine.diagnose("--timeout", LIMIT)
+    for check in (*rows.values(), "import"):
+        assert found[check][0] == "unknown"
+        assert "no answer within 5 s" in found[check][1]
+    assert found["build"][2].endswith("sm12x-doctor --timeout 20")
+    assert "-X importtime" in found["import"][2]
+    for pid in (machine.root / "hang").read_text().split():
+        state = Path(f"/proc/{pid}/stat")
+        assert not state.exists() or state.read_text().split()[2] == "Z", "what the question started outlives it"
+    assert found["pythonpath"][0] == "ok"
+    assert found.seconds < 40
+
+
+def test_what_a_question_found_before_it_crashed_is_kept(machine: Machine) -> None:
+    machine.vllm(has_nvidia_artifactory="__import__('os').abort()")
+    found = machine.diagnose()
+    assert found["vllm-plugin"][0] == "ok"
+    assert found["vllm-flashinfer"][0] == "unknown"
+    assert "SIGABRT" in found["vllm-flashinfer"][1]
+
+
+def test_an_answer_may_be_longer_than_a_pipe_holds(machine: Machine) -> None:
+    machine.program("bin/nvidia-smi", "printf '%0200000d' 0; exit 9")
+    machine.torch("13.0", [])
+    assert len(machine.diagnose()["gpu"][1]) > 200_000
+
+
+# What each takes away from the process itself, by a shell that then starts it.
+DEPRIVED = {
+    "no standard output": 'exec "$@" >&-',
+    "no descriptors": 'exec "$@" <&- >&- 2>&-',
+    "a full standard output": 'exec "$@" > /dev/full',
+    "a reader who leaves": '{ "$@"; echo $? > status; } | :; exit $(cat status)',
+    "a working directory that is gone": 'mkdir gone; cd gone; rm -r ../gone; exec "$@"',
+    "few descriptors": 'ulimit -n 12; exec "$@"',
+    "no processes": 'ulimit -u 1; exec "$@"',
+    "no variables": 'exec env -i "$@"',
+}
+
+
+@pytest.mark.parametrize("how", DEPRIVED)
+def test_it_ends_without_a_traceback_whatever_it_lacks(machine: Machine, how: str) -> None:
+    machine.program("bin/rmdir", "")
+    done = machine.run("/bin/sh", "-c", DEPRIVED[how], "sh", str(machine.python), str(DOCTOR))
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+    assert done.returncode == 1
+    if how not in ("no standard output", "no descriptors", "a full standard output", "a reader who leaves"):
+        assert re.search(r"\d+ ok, \d+ warn, \d+ fail, \d+ unknown$", done.stdout.strip()), done.stdout
+
+
+def test_a_working_directory_that_is_gone_is_named_and_left(machine: Machine) -> None:
+    """torch cannot be loaded from there; the command is a shell's own."""
+    machine.variables["HOME"] = str(machine.root)
+    doctor = f"{machine.python} {DOCTOR} --json"
+    script = f"mkdir gone; cd gone; rm -r ../gone; {doctor} > {machine.root}/before; cd; exec {doctor}"
+    done = machine.run("/bin/sh", "-c", script)
+    rows = [
+        {finding["check"]: finding for finding in json.loads(text)["findings"]}
+        for text in ((machine.root / "before").read_text(), done.stdout)
+    ]
+    assert rows[0]["import"]["state"] == "fail"
+    assert rows[0]["import"]["found"].startswith("the working directory is gone")
+    assert rows[0]["import"]["command"] == "cd"
+    assert rows[1]["import"]["state"] == "ok"
+
+
+def test_modules_of_pythons_names_on_the_path_do_not_stop_it(machine: Machine) -> None:
+    names = ("json", "argparse", "textwrap", "subprocess", "dataclasses", "signal", "shlex", "pathlib", "probe")
+    write_tree(machine.root / "shadows", {f"{name}.py": "raise SystemExit('shadow')" for name in names})
+    machine.path.insert(0, machine.root / "shadows")
+    result = machine.doctor()
+    assert result.stdout.splitlines()[-1].endswith("unknown"), result.stderr
+    assert "shadow" not in result.stderr
+
+
+def test_a_copy_of_which_a_part_is_cut_off_says_so_in_a_line(machine: Machine) -> None:
+    copy = machine.root / "copy" / "flashinfer" / "sm12x"
+    copy.mkdir(parents=True)
+    shutil.copytree(DOCTOR, copy / "doctor")
+    result = machine.doctor(how=(str(copy / "doctor"),))
+    assert result.returncode == 1
+    assert result.stderr.startswith("sm12x-doctor: this copy of the fork is not whole: ")
+    assert len(result.stderr.splitlines()) == 1
+    machine.path = [write_fork(machine.root / "bare", {})]
+    result = machine.doctor(how=("-m", "flashinfer", "sm12x-doctor"))
+    assert result.returncode == 1
+    assert result.stderr.startswith("python -m flashinfer: this copy of the fork is not whole: ")
+    assert len(result.stderr.splitlines()) == 1
