@@ -33,7 +33,8 @@ from flashinfer.jit.sm12x.modules import gen_dense_module
 from flashinfer.sm12x.models import MODELS, MOE_LAYERS, MoELayer
 from flashinfer.sm12x.perfmodel import dense, gb10, moe, step
 from flashinfer.sm12x.perfmodel.gb10 import FIXED_US, MULTIPROCESSORS, SCHEDULERS, Counts, Launch, Times
-from flashinfer.sm12x.perfmodel.moe import Fit, Fits, Tactics, Work, fits_as_csv, planned, predict, work_of
+from flashinfer.sm12x.perfmodel.moe import Fit, Fits, Tactics, Work, planned, predict, work_of
+from flashinfer.sm12x.perfmodel.routing import routed
 from flashinfer.sm12x.perfmodel.step import KV_BYTES, LAYER_MODEL, MATRICES, TOKENS_BESIDE, Kernel
 from flashinfer.sm12x.probe import layer as probed
 from flashinfer.testing import DenseCase, MoECase, make_dense_inputs, make_moe_inputs
@@ -105,7 +106,7 @@ class Run:
 
     def ids(self, top_k: int) -> torch.Tensor:
         if self.rows == 0:
-            return moe.random_ids(MoELayer(0, 0, self.experts, top_k), self.tokens, 0).int()
+            return routed(MoELayer(0, 0, self.experts, top_k), self.tokens, 1, 0).int()
         return torch.arange(self.experts, dtype=torch.int32).repeat(self.rows).view(self.tokens, top_k)
 
 
@@ -425,7 +426,7 @@ def renew() -> int:
                 if row.activation == "mxfp8" and key not in fitted:
                     fitted[key] = fit_layer(device, layer, probed.MODE, key[1])[0]
         step.write_kernels(list(kernels()))
-        moe.FITS.write_text(fits_as_csv(fitted), encoding="utf-8")
+        moe.write_fits(moe.FITS, [(moe.columns(*key), fits) for key, fits in fitted.items()])
         print(f"wrote {step.KERNELS} and {moe.FITS}")
 
     return unless_impossible(predicts)

@@ -30,10 +30,10 @@ from flashinfer.sm12x.perfmodel.step import (
     ENGINE_US,
     LAYER_MODEL,
     REACHED,
+    Given,
     Predicted,
     Step,
     formats_of,
-    given_by,
     predict,
     touched,
 )
@@ -92,7 +92,7 @@ def predicted(row: Figure) -> Predicted:
     server, _, experts = row.engine.partition(" ")
     step = Step(row.sequences, row.context, row.new, row.kv, formats_of(row.dense), fork=False, experts=experts)
     engine = ENGINE_US if server == "vLLM" else (0.0, 0.0)
-    return predict(row.model, step, row.gpus, given_by(loaded(row.gpu), routing=ROUTING, engine_us=engine))
+    return predict(row.model, step, row.gpus, Given(loaded(row.gpu), routing=ROUTING, engine_us=engine))
 
 
 def rates(step: Predicted) -> tuple[float, float, float]:
@@ -162,7 +162,7 @@ def inputs() -> str:
 
 def own(model: str, step: Step, device: str = "GB10", ranks: int = 1) -> Predicted:
     """This fork in a server: routing as published, the engine, and of a GB10 the MMA rates that others reached."""
-    return predict(model, step, ranks, given_by(loaded(device), routing=ROUTING, engine_us=ENGINE_US))
+    return predict(model, step, ranks, Given(loaded(device), routing=ROUTING, engine_us=ENGINE_US))
 
 
 FUSED = {"fused_router": True, "fused_attention": True}
@@ -235,7 +235,7 @@ def streams(zipfs: Sequence[float]) -> str:
         for zipf in zipfs:
             routing = Routing(zipf=zipf)
             line.append(f"{touched(MODELS[LAYER_MODEL], step, routing):.0f}")
-            given = given_by(DEVICES["GB10"], routing=(routing, routing))
+            given = Given(DEVICES["GB10"], routing=(routing, routing))
             line.append(span(rates(predict(LAYER_MODEL, step, given=given))))
         body.append(line)
     headers = ["streams", *(head for zipf in zipfs for head in (f"Zipf {zipf:g}: experts", "tokens/s"))]
@@ -255,7 +255,7 @@ def window_cost(dense: str, window: int, shared: float) -> float:
     routing = Routing(shared=shared)
 
     def middle(step: Step) -> float:
-        done = predict(LAYER_MODEL, step, given=given_by(DEVICES["GB10"], routing=(routing, routing)))
+        done = predict(LAYER_MODEL, step, given=Given(DEVICES["GB10"], routing=(routing, routing)))
         return (done.fast + done.slow) / 2
 
     formats = formats_of(dense)
@@ -300,7 +300,7 @@ def cards() -> str:
         if name == "GB10" or device.gigabytes <= gigabytes:
             continue
         line = [name, model]
-        given = given_by(device)
+        given = Given(device)
         for tokens in (1, 64, PROMPT):
             new = tokens if tokens == PROMPT else 1
             step = Step(

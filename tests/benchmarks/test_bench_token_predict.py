@@ -18,6 +18,7 @@ from token_bench import predict, results
 from flashinfer.sm12x.models import MODELS, matrix_bytes
 from flashinfer.sm12x.perfmodel import moe
 from flashinfer.sm12x.perfmodel import step as model
+from flashinfer.sm12x.perfmodel.devices import GB10
 from flashinfer.sm12x.perfmodel.gb10 import FAST, FIXED_US, MIDDLE
 from flashinfer.sm12x.perfmodel.step import (
     ALL_REDUCE_US,
@@ -31,6 +32,7 @@ from flashinfer.sm12x.perfmodel.step import (
     formats_of,
     from_report,
     kept,
+    kept_kernel,
     parts_of,
 )
 from flashinfer.sm12x.probe import layer
@@ -48,7 +50,7 @@ def test_kept_kernels_are_of_todays_sizes() -> None:
 
     What the layer does beside, with bf16 input, is less than 1 %.
     """
-    lines = kept()
+    lines = kept().values()
     for line in lines:
         if line.kind == "MoE":
             experts = MODELS[line.model].split(line.ranks).moe
@@ -60,14 +62,11 @@ def test_kept_kernels_are_of_todays_sizes() -> None:
         n, k = MODELS[line.model].split(line.ranks).matrices[line.kind]
         assert line.megabytes == matrix_bytes(n, k, line.weights) / 1e6
     for tokens in (1, 4, 64, 2048):
-        (line,) = [
-            each for each in lines if (each.kind, each.model, each.ranks, each.tokens) == ("MoE", MODEL, 1, tokens)
-        ]
+        line = kept_kernel("MoE", MODEL, 1, tokens, "mxfp4", "mxfp8")
         assert (line.fast, line.slow) == pytest.approx(
             moe.predicted_range(MODELS[MODEL].moe, layer.MODE, tokens), rel=0.01
         )
-    keys = {tuple(value for value in dataclasses.astuple(line) if not isinstance(value, float)) for line in lines}
-    assert len(keys) == len(lines)
+    assert len(lines) == len(model.KERNELS.read_text(encoding="utf-8").splitlines()) - 1
     assert {line.tokens for line in lines} == {*DECODE, *PREFILL}
 
 
@@ -208,11 +207,10 @@ def a_line(**named: Any) -> Kernel:
 
 
 def test_a_measured_rate_moves_what_dram_binds() -> None:
-    line = a_line()
-    assert model.on_fork(line, Given()) == (line.fast, line.slow)
-    assert model.on_fork(line, Given(dram=(200.0, 200.0))) == pytest.approx((116.5 + 5, 116.5 + 12))
-    bound = dataclasses.replace(line, bound="mma")
-    assert model.on_fork(bound, Given(dram=(200.0, 200.0))) == (line.fast, line.slow)
+    line, slower = a_line(), dataclasses.replace(GB10, dram=(200.0, 200.0))
+    assert model.on_device(line, False, slower) == pytest.approx((116.5 + 5, 116.5 + 12))
+    bound = a_line(mma=120.0, fast=125.0, slow=132.0, bound="mma")
+    assert model.on_device(bound, True, slower) == (bound.fast, bound.slow)
 
 
 @pytest.fixture
@@ -232,7 +230,8 @@ def report(tmp_path: Path) -> Path:
 
 def test_a_report_takes_the_place_of_ranges(report: Path) -> None:
     given = from_report(report)
-    assert given == Given((210.0, 210.0), (600.0, 600.0), pytest.approx((2.5, 4.5)), {1: 290.0, 64: 7000.0})
+    slower = dataclasses.replace(GB10, dram=(210.0, 210.0), bf16=(600.0, 600.0))
+    assert given == Given(slower, pytest.approx((2.5, 4.5)), {1: 290.0, 64: 7000.0})
     rows = {row.part: row for row in model.predict(MODEL, step_of("bf16"), given=given).rows}
     assert rows["MoE"].fast == rows["MoE"].slow == 36 * 290.0
     parts = {part.name: part.bytes for part in parts_of(MODELS[MODEL], step_of("bf16"))}

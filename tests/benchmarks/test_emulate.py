@@ -361,7 +361,7 @@ def test_what_the_doctors_probe_times_is_predicted(tmp_path: Path, monkeypatch: 
     assert moe.known_fits(layer.MODE, (0, 1), MOE[:2]) == []
     assert moe.predicted_range(MOE, 2, 1) is None
     monkeypatch.setattr(moe, "FITS", tmp_path / "fits.csv")
-    moe.FITS.write_text(moe.fits_as_csv({(2, (0, 1), (64, 32)): fits, (0, (0, 1), (64, 32)): []}))
+    moe.write_fits(moe.FITS, [(moe.columns(2, (0, 1), (64, 32)), fits), (moe.columns(0, (0, 1), (64, 32)), [])])
     assert moe.known_fits(2, (0, 1), (64, 32)) == fits
 
 
