@@ -38,6 +38,7 @@ from timing import (
     numbers,
     once,
     publish,
+    quantized,
     reason,
     relative_error,
     wrong,
@@ -66,13 +67,6 @@ SEED = 0
 
 Bind = Callable[[torch.Tensor], Callable[[], torch.Tensor]]
 """A layer with its weights: takes tokens, gives a call that returns the layer's output."""
-
-
-def quantized(weight: torch.Tensor, weights: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values and linear scales, by chunks of rows."""
-    one = mx_cpu.quantize_mxfp4_linear if weights == "mxfp4" else mx_cpu.quantize_mxfp8_linear
-    values, scales = zip(*(one(rows) for rows in weight.split(16_384)), strict=True)
-    return torch.cat([v.view(torch.uint8) for v in values]).view(values[0].dtype), torch.cat(scales)
 
 
 @dataclasses.dataclass

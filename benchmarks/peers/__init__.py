@@ -11,13 +11,14 @@ import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from timing import reason
 
 from flashinfer.testing import MoEInputs
 from flashinfer.testing.moe_layers import Batch
+from flashinfer.testing.mxfp_formats import BLOCK, unswizzle_scales
 
 LIBRARY, MOE_LIBRARY = "_C_stable_libtorch.abi3.so", "_moe_C_stable_libtorch.abi3.so"
 # A peer rounds to bfloat16 after FC1, the activation, FC2 and the sum, and may round the routing weights: five roundings,
@@ -41,6 +42,36 @@ class Peer(Protocol):
     def prepare(self, weights: MoEInputs) -> Layer:
         """Lay the weights of a layer out as this implementation wants them."""
         ...
+
+
+class Matrix(NamedTuple):
+    """A GEMM's weights of all experts: packed e2m1 ``[E, N, K / 2]``, linear scale bytes ``[E, N, K / 32]``, bias ``[E, N]``."""
+
+    packed: torch.Tensor
+    scales: torch.Tensor
+    bias: torch.Tensor
+
+    def rows(self, arrange: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Matrix:
+        """``arrange(gate, up)`` of FC1's rows, which are ``[up; gate]``."""
+        halves = (part.chunk(2, dim=1) for part in self)
+        return Matrix(*(arrange(gate, up) for up, gate in halves))
+
+
+def gate_first(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """For :meth:`Matrix.rows`: ``[gate; up]``."""
+    return torch.cat((gate, up), dim=1)
+
+
+def matrices(weights: MoEInputs) -> tuple[Matrix, Matrix]:
+    """FC1's and FC2's."""
+
+    def matrix(packed: torch.Tensor, swizzled: torch.Tensor, bias: torch.Tensor | None) -> Matrix:
+        assert bias is not None
+        rows, half = packed.shape[1:]
+        return Matrix(packed, unswizzle_scales(swizzled, rows, 2 * half // BLOCK), bias)
+
+    fc1 = matrix(weights.fc1_weights, weights.fc1_scales, weights.fc1_bias)
+    return fc1, matrix(weights.fc2_weights, weights.fc2_scales, weights.fc2_bias)
 
 
 def in_vllm(file: str, folder: Path | None = None) -> Path:

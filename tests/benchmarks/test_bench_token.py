@@ -18,7 +18,7 @@ from peers import marlin
 from timing import relative_error
 from token_bench import check, measure, model, operators, picture, results
 from token_bench.check import ReferenceExperts
-from token_bench.model import Dense, ExpertTensors, ForkExperts, MarlinExperts, Model, fork_experts
+from token_bench.model import Dense, ForkExperts, Model, fork_experts, marlin_experts, random_experts
 from token_bench.operators import PAGE, TorchAttention, TorchOperators
 
 from flashinfer.sm12x.models import MODELS
@@ -57,8 +57,9 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, int], Callable[[st
     watch(TorchAttention, "__call__", lambda given, out: (given[1], given[2], given[5], out))
 
     def experts(given: Any, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        t = given[0].tensors
-        return (*given[1:], t.fc1, t.fc1_scales, t.fc1_bias, t.fc2, t.fc2_scales, t.fc2_bias, out)
+        t = given[0].weights
+        parts = (t.fc1_weights, t.fc1_scales, t.fc1_bias, t.fc2_weights, t.fc2_scales, t.fc2_bias)
+        return (*given[1:], *parts, out)
 
     watch(ForkExperts, "__call__", experts)
 
@@ -354,17 +355,7 @@ class MarlinOfTorch:
     """The driver of vLLM's Marlin, on operators that torch computes."""
 
     def prepare(self, weights: Any) -> Any:
-        experts, hidden, half = weights.fc2_weights.shape
-        given = test_bench_marlin.TorchOperators(), test_bench_marlin.swiglu
-        layer = marlin._Layer(*given, experts, hidden, 2 * half, weights.input.device)
-        layer.load(weights)
-        return layer
-
-    def random(self, experts: int, hidden: int, inter: int, generator: torch.Generator) -> Any:
-        given = test_bench_marlin.TorchOperators(), test_bench_marlin.swiglu
-        layer = marlin._Layer(*given, experts, hidden, inter, generator.device)
-        layer.fill(generator)
-        return layer
+        return marlin._Layer(test_bench_marlin.TorchOperators(), test_bench_marlin.swiglu, weights)
 
 
 @pytest.fixture
@@ -376,11 +367,10 @@ def three_sms(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_stacks_agree_on_a_step() -> None:
     """The fork's experts, Marlin's and the float64 reference, with the same weights."""
     print("seed 2")
-    peer = MarlinOfTorch()
     makers: dict[str, Callable[[torch.Generator], Any]] = {
-        "reference": lambda g: ReferenceExperts(ExpertTensors.random(SMALL, g)),
+        "reference": lambda g: ReferenceExperts(random_experts(SMALL, g)),
         "fork": fork_experts(SMALL, "a16"),
-        "vllm": lambda g: MarlinExperts(peer, SMALL, ExpertTensors.random(SMALL, g), g),
+        "vllm": marlin_experts(SMALL, MarlinOfTorch()),
     }
     models = {name: Model(SMALL, make, ("bf16",), 2, positions=64) for name, make in makers.items()}
     step = Step(3, 20)
@@ -443,19 +433,6 @@ def test_the_check_sees_who_disagrees_and_who_fails(
     assert status == 1
     assert [text.endswith("DISAGREES") for text in told] == [False, True] * 4 + [False] * 5
     assert told[8:] == ["RuntimeError: triton attention: not here"] * 4 + ["OSError: no library"]
-
-
-@pytest.mark.usefixtures("three_sms")
-def test_random_marlin_weights_have_the_layout_of_real_ones() -> None:
-    print("seed 1")
-    generator = torch.Generator().manual_seed(1)
-    peer = MarlinOfTorch()
-    nothing = torch.empty(0)
-    real = peer.prepare(ExpertTensors.random(SMALL, generator).inputs(nothing, nothing, nothing))
-    random = peer.random(SMALL.experts, SMALL.hidden, SMALL.inter, generator)
-    for name in ("fc1", "fc1_scales", "fc1_bias", "fc2", "fc2_scales", "fc2_bias"):
-        one, other = getattr(real, name), getattr(random, name)
-        assert (one.shape, one.dtype) == (other.shape, other.dtype), name
 
 
 def test_attention_sees_the_window_and_the_sink() -> None:
