@@ -39,6 +39,7 @@ from flashinfer.sm12x.perfmodel.step import (
 )
 
 from . import picture
+from .predict import rates, span_and_middle, tokens_per_second
 
 HERE = Path(__file__).parent
 PUBLISHED, FROZEN, BY_BYTES = (HERE / name for name in ("published.csv", "hindcast_frozen.csv", "hindcast_bytes.csv"))
@@ -95,11 +96,6 @@ def predicted(row: Figure) -> Predicted:
     return predict(row.model, step, row.gpus, Given(loaded(row.gpu), routing=ROUTING, engine_us=engine))
 
 
-def rates(step: Predicted) -> tuple[float, float, float]:
-    """Tokens/s: slow, at the middle of the times, fast."""
-    return step.rate(step.slow), step.middle_rate, step.rate(step.fast)
-
-
 def earlier(path: Path) -> dict[str, tuple[float, float, float]]:
     """Tokens/s by row, slow, middle and fast: :data:`FROZEN` or :data:`BY_BYTES`."""
     with path.open(encoding="utf-8", newline="") as file:
@@ -107,13 +103,6 @@ def earlier(path: Path) -> dict[str, tuple[float, float, float]]:
             line["name"]: (float(line["slow"]), float(line["middle"]), float(line["fast"]))
             for line in csv.DictReader(file)
         }
-
-
-def span(ends: tuple[float, float, float]) -> str:
-    """Slow to fast and, in brackets, the middle."""
-    digits = 0 if ends[1] >= 1000 else 1
-    slow, middle, fast = (f"{end:,.{digits}f}" for end in ends)
-    return f"{slow} - {fast} ({middle})"
 
 
 def table() -> str:
@@ -129,8 +118,8 @@ def table() -> str:
             [
                 row.name,
                 row.role,
-                *(span(kept[row.name]) if row.name in kept else "-" for kept in before),
-                span(now),
+                *(span_and_middle(*kept[row.name]) if row.name in kept else "-" for kept in before),
+                span_and_middle(*now),
                 f"{row.value:,g}",
                 error,
                 "yes" if fits else "no",
@@ -236,7 +225,7 @@ def streams(zipfs: Sequence[float]) -> str:
             routing = Routing(zipf=zipf)
             line.append(f"{touched(MODELS[LAYER_MODEL], step, routing):.0f}")
             given = Given(DEVICES["GB10"], routing=(routing, routing))
-            line.append(span(rates(predict(LAYER_MODEL, step, given=given))))
+            line.append(tokens_per_second(predict(LAYER_MODEL, step, given=given)))
         body.append(line)
     headers = ["streams", *(head for zipf in zipfs for head in (f"Zipf {zipf:g}: experts", "tokens/s"))]
     return github(body, headers)
@@ -313,9 +302,9 @@ def cards() -> str:
             layer = next(row for row in predict(model, step, given=given).rows if row.part == "MoE")
             line.append(f"{layer.fast / layer.calls:,.0f} - {layer.slow / layer.calls:,.0f}")
         for dense, count in (("bf16", 1), ("mxfp4", 1), ("mxfp4", 16), ("mxfp4", 64)):
-            line.append(span(rates(own(model, Step(count, 1024, formats=formats_of(dense), **FUSED), name))))
+            line.append(tokens_per_second(own(model, Step(count, 1024, formats=formats_of(dense), **FUSED), name)))
         prompt = Step(1, PROMPT, PROMPT, formats=formats_of("mxfp4"), dense_tokens="mxfp8", fused_router=True)
-        line.append(span(rates(own(model, prompt, name))))
+        line.append(tokens_per_second(own(model, prompt, name)))
         body.append(line)
     headers = [
         "card",

@@ -13,6 +13,7 @@ import bench_token
 import pytest
 import torch
 from token_bench import hindcast
+from token_bench.predict import rates, tokens_per_second
 
 import flashinfer
 from flashinfer.sm12x.models import MODELS, MoELayer, matrix_bytes
@@ -68,10 +69,10 @@ def test_no_published_figure_stands_in_the_predicting_code() -> None:
 
 def test_a_prediction_does_not_read_what_was_published(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     rows = hindcast.rows()
-    before = [hindcast.rates(hindcast.predicted(row)) for row in rows]
+    before = [rates(hindcast.predicted(row)) for row in rows]
     monkeypatch.setattr(hindcast, "PUBLISHED", tmp_path / "absent.csv")
     mean_work.cache_clear()
-    after = [hindcast.rates(hindcast.predicted(dataclasses.replace(row, value=math.nan))) for row in rows]
+    after = [rates(hindcast.predicted(dataclasses.replace(row, value=math.nan))) for row in rows]
     assert after == before
 
 
@@ -100,7 +101,7 @@ def test_the_command_counts_rows_inside(capsys: pytest.CaptureFixture[str], tmp_
     page = (REPO / "docs" / "hindcast.md").read_text(encoding="utf-8")
     assert out.splitlines()[-1] in page
     for row in hindcast.rows():  # the page has what is predicted today
-        assert hindcast.span(hindcast.rates(hindcast.predicted(row))) in page, row.name
+        assert tokens_per_second(hindcast.predicted(row)) in page, row.name
 
 
 def entropy_and_gini(zipf: float) -> tuple[float, float]:
