@@ -20,10 +20,10 @@ from flashinfer.sm12x.models import MODELS, MoELayer, matrix_bytes
 from flashinfer.sm12x.perfmodel import gb10
 from flashinfer.sm12x.perfmodel import step as model
 from flashinfer.sm12x.perfmodel.devices import DEVICES, GB10
-from flashinfer.sm12x.perfmodel.moe import known_fits, mean_work, planned
+from flashinfer.sm12x.perfmodel.moe import mean_work
 from flashinfer.sm12x.perfmodel.peers import PEERS
-from flashinfer.sm12x.perfmodel.routing import PUBLISHED, UNIFORM, Routing, routed
-from flashinfer.sm12x.perfmodel.step import Given, Step, formats_of, kept, kept_kernel, on_device, predict
+from flashinfer.sm12x.perfmodel.routing import PUBLISHED, Routing, routed
+from flashinfer.sm12x.perfmodel.step import Given, Step, formats_of, kept_kernel, on_device, predict
 
 REPO = Path(bench_token.__file__).parents[1]
 SM12X = Path(flashinfer.__file__).parent / "sm12x"
@@ -147,21 +147,6 @@ def test_skew_touches_fewer_experts_and_one_stream_as_many() -> None:
     assert {row.part: row for row in skewed.rows}["O"] == {row.part: row for row in plain.rows}["O"]
 
 
-def test_kept_experts_and_those_by_fits_agree() -> None:
-    """Where both exist: at the batches that are kept."""
-    size = MODELS["gpt-oss-120b"]
-    for tokens in (1, 4, 64):
-        assert known_fits(0, planned(size.moe, 0, tokens), (size.hidden, size.inter))
-        by_kept = model.fork_experts("gpt-oss-120b", size, Step(tokens, 1024), Given(GB10))
-        by_fits = model.fork_experts("gpt-oss-120b", size, Step(1, 1024, tokens, verified=True), Given(GB10))
-        assert by_fits == pytest.approx(by_kept, rel=0.01)
-
-
-def test_a_gb10_by_counts_is_a_gb10() -> None:
-    for kernel in kept().values():
-        assert on_device(kernel, True, GB10) == on_device(kernel, False, GB10) == (kernel.fast, kernel.slow)
-
-
 def test_a_card_moves_each_resource_by_its_own_rate() -> None:
     line = kept_kernel("MoE", "gpt-oss-20b", 1, 1, "mxfp4", "mxfp8")
     double = dataclasses.replace(GB10, dram=(472.0, 440.0))
@@ -254,12 +239,9 @@ def test_a_step_of_others_has_none_of_this_forks_kernels() -> None:
     assert {row.by for row in step.rows} == {"bytes + launch"}
     experts = next(row for row in step.rows if row.part == "MoE")
     assert experts.fast == pytest.approx(experts.bytes / 236e3 + 36 * (2 * gb10.FIXED_US["gemm"][0] + 6 * 2.0))
+    assert matrix_bytes(64, 64, "q8_0") == 64 * 64 + 2 * 64 * 2  # llama.cpp's blocks
     engine = predict("gpt-oss-120b", Step(1, 1024, fork=False), given=Given(GB10, engine_us=(0.0, 1600.0)))
     assert engine.slow - predict("gpt-oss-120b", Step(1, 1024, fork=False)).slow == pytest.approx(1600)
-
-
-def test_llama_cpps_blocks() -> None:
-    assert matrix_bytes(64, 64, "q8_0") == 64 * 64 + 2 * 64 * 2
 
 
 def test_a_window_pays_by_what_it_yields() -> None:
@@ -287,4 +269,3 @@ def test_cards_that_cannot_hold_a_model_are_left_out() -> None:
     lines = [line for line in table.splitlines() if "gpt-oss-120b" in line]
     assert len(lines) == 1 and "RTX PRO 6000" in lines[0]
     assert sum("gpt-oss-20b" in line for line in table.splitlines()) == len(DEVICES) - 1
-    assert Routing(0.0, 0.0) == UNIFORM
