@@ -45,6 +45,14 @@ def step_of(weights: str, context: int = 1024, **named: Any) -> Step:
     return Step(1, context, formats=formats_of(weights), **named)
 
 
+def rows_of(predicted: model.Predicted) -> dict[str, model.Row]:
+    return {row.part: row for row in predicted.rows}
+
+
+def bytes_of(step: Step) -> dict[str, float]:
+    return {part.name: part.bytes for part in parts_of(MODELS[MODEL], step)}
+
+
 def test_kept_kernels_are_of_todays_sizes() -> None:
     """Weights of each kept line; the experts' times are those of the doctor's fits, which are of MXFP8 input.
 
@@ -90,57 +98,51 @@ def test_ranges_are_in_order_and_add_up() -> None:
 
 def test_a_small_part_is_its_bytes_and_a_launch() -> None:
     step = step_of("bf16", 8192)
-    rows = {row.part: row for row in model.predict(MODEL, step).rows}
-    parts = {part.name: part.bytes for part in parts_of(MODELS[MODEL], step)}
-    norms = rows["norms"]
-    assert norms.fast == pytest.approx(parts["norms"] / 236e3 + 73 * FIXED_US["small"][0])
-    assert norms.slow == pytest.approx(parts["norms"] / 220e3 + 73 * FIXED_US["small"][1])
-    qkv = rows["QKV"]
-    assert qkv.fast == pytest.approx(parts["QKV"] / 236e3 + 36 * FIXED_US["gemm"][0])
+    rows, parts = rows_of(model.predict(MODEL, step)), bytes_of(step)
+    assert rows["norms"].fast == pytest.approx(parts["norms"] / 236e3 + 73 * FIXED_US["small"][0])
+    assert rows["norms"].slow == pytest.approx(parts["norms"] / 220e3 + 73 * FIXED_US["small"][1])
+    assert rows["QKV"].fast == pytest.approx(parts["QKV"] / 236e3 + 36 * FIXED_US["gemm"][0])
     attention = rows["attention, full"]
     assert attention.slow == pytest.approx(1.1 * parts["attention, full"] / 220e3 + 18 * FIXED_US["attention"][1])
 
 
-def test_the_forks_router_takes_three_parts_in_two_launches() -> None:
-    (one, two), step = (predict.headline(1, fused_router=fused)[2] for fused in (False, True)), step_of("mxfp4")
-    before, after = ({row.part: row for row in each.rows} for each in (one, two))
-    assert "top-k" not in after
-    assert (after["norms"].calls, before["norms"].calls) == (37, 73)
-    bytes_ = {part.name: part.bytes for part in parts_of(MODELS[MODEL], dataclasses.replace(step, fused_router=True))}
-    # The bytes are those counted, within 1 % of the part's own.
-    assert after["router"].slow == pytest.approx(bytes_["router"] / 220e3 + 36 * FIXED_US["router"][1], rel=0.01)
-    assert after["router"].by == "fork, virtual SM121"
-    changed = {"norms", "router", "top-k"}
-    assert {name: row for name, row in after.items() if name not in changed} == {
-        name: row for name, row in before.items() if name not in changed
-    }
+@pytest.mark.parametrize(
+    ("fused", "gone", "part", "changed", "fixed", "off"),
+    [
+        ("fused_router", {"top-k"}, "router", {"norms", "router"}, 36 * FIXED_US["router"][1], 0.01),
+        (
+            "fused_attention",
+            {"rope", "KV write"},
+            "attention, full",
+            {"attention, full", "attention, window"},
+            18 * FIXED_US["decode_attention"][1],
+            0.05,
+        ),
+    ],
+)
+def test_a_kernel_of_the_forks_takes_several_parts(
+    fused: str, gone: set[str], part: str, changed: set[str], fixed: float, off: float
+) -> None:
+    """Its bytes are those counted, within ``off`` of the part's own; other parts stay as they were."""
+    one, two = (predict.headline(1, **{fused: used})[2] for used in (False, True))
+    before, after = rows_of(one), rows_of(two)
+    assert set(before) - set(after) == gone
+    assert {name for name, row in after.items() if row != before[name]} == changed
+    assert after[part].by == "fork, virtual SM121"
+    bytes_ = bytes_of(step_of("mxfp4", **{fused: True}))[part]
+    assert after[part].slow == pytest.approx(bytes_ / 220e3 + fixed, rel=off)
     assert two.middle_rate > one.middle_rate
-
-
-def test_the_forks_attention_takes_three_parts_in_one_launch() -> None:
-    (one, two), step = (predict.headline(1, fused_attention=fused)[2] for fused in (False, True)), step_of("mxfp4")
-    before, after = ({row.part: row for row in each.rows} for each in (one, two))
-    assert set(before) - set(after) == {"rope", "KV write"}
-    fused = dataclasses.replace(step, fused_attention=True)
-    bytes_ = {part.name: part.bytes for part in parts_of(MODELS[MODEL], fused)}["attention, full"]
-    own = 1024 * 2 * 8 * 64 * 2 + 2 * 64 * 64 * 2 + 64 * 4 + 2 * 8 * 64 * 2 + 64 * 2
-    assert bytes_ == 18 * own
-    counted = after["attention, full"]
-    assert counted.by == "fork, virtual SM121"
-    assert counted.slow == pytest.approx(bytes_ / 220e3 + 18 * FIXED_US["decode_attention"][1], rel=0.05)
-    (elsewhere,) = [
-        row
-        for row in model.predict(MODEL, step_of("mxfp4", 1000, fused_attention=True)).rows
-        if row.part == "attention, full"
-    ]
+    if part == "router":
+        assert (after["norms"].calls, before["norms"].calls) == (37, 73)
+        return
+    assert bytes_ == 18 * (1024 * 2 * 8 * 64 * 2 + 2 * 64 * 64 * 2 + 64 * 4 + 2 * 8 * 64 * 2 + 64 * 2)
+    elsewhere = rows_of(model.predict(MODEL, step_of("mxfp4", 1000, fused_attention=True)))[part]
     assert elsewhere.by == "bytes + launch"  # no such context was run
-    assert elsewhere.slow == pytest.approx(counted.slow, rel=0.1)
-    assert after["O"] == before["O"]
-    assert two.middle_rate > one.middle_rate
+    assert elsewhere.slow == pytest.approx(after[part].slow, rel=0.1)
 
 
 def test_a_prompt_is_bound_by_arithmetic() -> None:
-    rows = {row.part: row for row in model.predict(MODEL, step_of("bf16", 2048, new=2048)).rows}
+    rows = rows_of(model.predict(MODEL, step_of("bf16", 2048, new=2048)))
     cycles = 48 * 2.418e3
     n, k = MODELS[MODEL].matrices["QKV"]
     flops = 2 * 2048 * n * k
@@ -150,7 +152,7 @@ def test_a_prompt_is_bound_by_arithmetic() -> None:
     fast = 4 * 64 * 64 * pairs / (1024 * 0.73 * cycles)
     assert rows["attention, full"].fast == pytest.approx(18 * (fast + FIXED_US["attention"][0]))
     # One sequence's logits: as in decode.
-    decode = {row.part: row for row in model.predict(MODEL, step_of("bf16")).rows}
+    decode = rows_of(model.predict(MODEL, step_of("bf16")))
     assert rows["LM head"] == decode["LM head"]
 
 
@@ -232,13 +234,13 @@ def test_a_report_takes_the_place_of_ranges(report: Path) -> None:
     given = from_report(report)
     slower = dataclasses.replace(GB10, dram=(210.0, 210.0), bf16=(600.0, 600.0))
     assert given == Given(slower, pytest.approx((2.5, 4.5)), {1: 290.0, 64: 7000.0})
-    rows = {row.part: row for row in model.predict(MODEL, step_of("bf16"), given=given).rows}
+    rows = rows_of(model.predict(MODEL, step_of("bf16"), given=given))
     assert rows["MoE"].fast == rows["MoE"].slow == 36 * 290.0
-    parts = {part.name: part.bytes for part in parts_of(MODELS[MODEL], step_of("bf16"))}
+    parts = bytes_of(step_of("bf16"))
     assert rows["LM head"].fast == pytest.approx(parts["LM head"] / 210e3 + FIXED_US["gemm"][0])
     # Layers of other shapes were not measured.
     assert model.predict(MODEL, step_of("bf16"), 2, given).rows != model.predict(MODEL, step_of("bf16"), 2).rows
-    two = {row.part: row for row in model.predict(MODEL, step_of("bf16"), 2, given).rows}
+    two = rows_of(model.predict(MODEL, step_of("bf16"), 2, given))
     assert two["MoE"].fast < two["MoE"].slow
 
 
