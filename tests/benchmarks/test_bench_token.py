@@ -14,6 +14,7 @@ import pytest
 import test_bench_marlin
 import torch
 from peers import marlin
+from printed import cells
 from timing import relative_error
 from token_bench import check, measure, model, operators, picture, results
 from token_bench.model import Dense, ForkExperts, Model, fork_experts
@@ -218,19 +219,15 @@ def test_a_step_survives_json_and_its_table_adds_up(tmp_path: Path) -> None:
     machine, (loaded,) = results.load(tmp_path / "deep" / "token.json")
     assert (machine, loaded) == ({"gpu": "none"}, step)
     assert loaded.tokens_per_second == pytest.approx(4 / 2000e-6)
-    lines = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in results.by_part(loaded, 3000.0).splitlines()
-    ]
-    cells = {line[0]: line for line in lines}
-    assert cells["MoE"][2:] == ["4", "1,500.0", "3,000.00", "1,000.0", "75.0%"]
-    assert cells["gaps"][3] == "200.0"
-    assert cells["all"][2:6] == ["9", "2,000.0", "3,001.00", "1,000.3"]
-    (line,) = results.by_kernel(loaded).splitlines()[2:]
-    part, name, *numbers = (cell.strip() for cell in line.strip("|").split("|"))
+    rows = {line[0]: line for line in cells(results.by_part(loaded, 3000.0))}
+    assert rows["MoE"][2:] == ["4", "1,500.0", "3,000.00", "1,000.0", "75.0%"]
+    assert rows["gaps"][3] == "200.0"
+    assert rows["all"][2:6] == ["9", "2,000.0", "3,001.00", "1,000.3"]
+    _, (part, name, *numbers) = cells(results.by_kernel(loaded))
     assert (part, numbers) == ("MoE", ["4", "1,500.0", "375.00"])
     assert name == "void stream<a/b>" + 71 * "x" + "..."
-    overview = results.overview([loaded], 3000.0)
-    assert "| 2.000 | 2,000 " in " ".join(overview.split())
+    _, overview = cells(results.overview([loaded], 3000.0))
+    assert overview[5:7] == ["2.000", "2,000"]
 
 
 def test_segments_add_up_and_the_floor_is_drawn(tmp_path: Path) -> None:
@@ -376,7 +373,7 @@ def test_the_check_sees_who_disagrees_and_who_fails(
     def run(equip: Callable[..., None], peer: Callable[[], Any] = MarlinOfTorch) -> tuple[int, list[str], str]:
         status = check.check(arguments, peer, equip, "cpu")
         out = capsys.readouterr().out
-        return status, [line.split("|")[-2].strip() for line in out.splitlines()[2:]], out
+        return status, [line[-1] for line in cells(out)[1:]], out
 
     status, told, out = run(lambda *_: None)
     assert "fork router_top_k" in out and "fork decode_attention" in out

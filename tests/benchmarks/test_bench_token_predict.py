@@ -13,6 +13,7 @@ from typing import Any
 import bench_token
 import pytest
 from emulate import CONTEXTS, DECODE, PREFILL
+from printed import cells
 from token_bench import predict, results
 
 from flashinfer.sm12x.models import MODELS, matrix_bytes
@@ -253,10 +254,8 @@ def test_prediction_and_report_stand_side_by_side(
     before, after = (predict.headline(1, MODEL, given, **fused)[0] for given in (None, from_report(report)))
     table = predict.side_by_side(before, after)
     assert table in out
-    moe = next(line for line in table.splitlines() if line.startswith("| MoE"))
-    cells = [cell.strip() for cell in moe.strip("|").split("|")]
-    (row,) = [row for row in before.rows if row.part == "MoE"]
-    assert cells == ["MoE", "fork, measured", predict.span(row.fast, row.slow, 0), "10,440"]
+    row = rows_of(before)["MoE"]
+    assert ["MoE", "fork, measured", predict.span(row.fast, row.slow, 0), "10,440"] in cells(table)
     assert re.search(r"^published, 2 Sparks, vLLM CUTLASS, context [\d,]+, tokens/s: 71.43$", out, re.MULTILINE)
     assert (tmp_path / "t_predicted.md").read_text(encoding="utf-8").strip() in out
 
@@ -276,9 +275,9 @@ def test_a_step_measured_on_a_gb10_has_its_prediction_beside_it(tmp_path: Path) 
         assert text.count("predicted us") == tables
         if tables:
             predicted = model.predict(MODEL, step)
-            (row,) = [row for row in predicted.rows if row.part == "O"]
-            (line,) = [line for line in text.splitlines() if line.startswith("| O ") and line.count("|") == 9]
-            assert line.split("|")[-2].strip() == predict.span(row.fast, row.slow, 0)
+            row = rows_of(predicted)["O"]
+            (line,) = [line for line in cells(text) if line[0] == "O" and len(line) == 8]
+            assert line[-1] == predict.span(row.fast, row.slow, 0)
             assert predict.span(predicted.fast, predicted.slow, 0) in text
     assert predict.of_measured(dataclasses.replace(steps[0], step=dataclasses.replace(step, sequences=100))) is None
 
@@ -300,23 +299,17 @@ def test_a_report_of_no_use_is_refused(text: str, why: str, tmp_path: Path, caps
 
 def test_tables_hold_what_was_predicted() -> None:
     steps = predict.headline(1)
-    table = [
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in predict.by_part(steps, DENSE_FORMATS).splitlines()
-    ]
-    rows = {line[0]: line for line in table}
-    for name, row in zip(
-        MATRICES, (next(r for r in steps[2].rows if r.part == name) for name in MATRICES), strict=True
-    ):
+    rows, mxfp4 = {line[0]: line for line in cells(predict.by_part(steps, DENSE_FORMATS))}, rows_of(steps[2])
+    for name in MATRICES:
+        row = mxfp4[name]
         assert rows[name][-3:] == [
             f"{row.bytes / 1e6:,.1f}",
             f"{row.bytes / MIDDLE.dram_gb_per_second / 1e3:,.0f}",
             predict.span(row.fast, row.slow, 0),
         ]
     assert rows["all"][-1] == predict.span(steps[2].fast, steps[2].slow, 0)
-    assert len(predict.overview(steps).splitlines()) == 2 + len(steps)
-    by_context = predict.by_context(MODEL, 2).splitlines()
+    assert len(cells(predict.overview(steps))) == 1 + len(steps)
+    by_context = {line[0]: line for line in cells(predict.by_context(MODEL, 2))}
     one = model.predict(MODEL, step_of("mxfp4", 8192, kv="fp8"), 2)
-    (line,) = [text for text in by_context if text.startswith("| 8,192")]
-    assert predict.tokens_per_second(one) == line.strip("|").split("|")[-1].strip()
-    assert set(itertools.chain(*(line.split(":")[0:1] for line in model.told()))) >= {"DRAM", "attention's cache"}
+    assert by_context["8,192"][-1] == predict.tokens_per_second(one)
+    assert {line.split(":")[0] for line in model.told()} >= {"DRAM", "attention's cache"}

@@ -17,6 +17,7 @@ import peers
 import pytest
 import timing
 import torch
+from printed import cells
 from timing import Entry, Row
 
 import flashinfer
@@ -160,11 +161,9 @@ def test_dense_layers_and_their_peers(monkeypatch: pytest.MonkeyPatch, capsys: p
     given = [bench_dense_mx.Peer("cuBLAS bf16", "bf16", bench_dense_mx.BF16_TOLERANCE, bench_dense_mx.cublas)]
     given += [bench_dense_mx.Peer("doubled", "mxfp8", 0.5, doubled), bench_dense_mx.Peer("absent", "mxfp4", 1, refuse)]
     timing.add_peers(bench_dense_mx.peer_attempts(given, layers, 3))
-    head, _, *lines = timing.as_table(rows).splitlines()
-    assert [cell.strip() for cell in head.strip("|").split("|")][-3:] == ["cuBLAS bf16", "doubled", "absent"]
-    for line in lines:
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        assert cells[-3:] == ["20.0", "20.0 DISAGREES", "failed"]
+    head, *lines = cells(timing.as_table(rows))
+    assert head[-3:] == ["cuBLAS bf16", "doubled", "absent"]
+    assert [line[-3:] for line in lines] == [["20.0", "20.0 DISAGREES", "failed"]] * 2
     assert rows[1].peers["absent"].note == "OSError: no library"
     # A weight that is not the one which was multiplied.
     inputs.weights["mxfp4"] = (wrong[0].flip(0), wrong[1])
