@@ -54,7 +54,7 @@ from flashinfer.sm12x.probe.target import find_target
 from flashinfer.sm12x.probe.timing import sustained_read
 from flashinfer.testing.virtual_device import in_own_process
 
-ATTENTION = ("xqa", "triton", "torch")
+ATTENTION = ("xqa", "triton", "fa3", "torch")
 DECODE = [(1, context) for context in (128, 1024, 8192, 32_768, 131_072)] + [(n, 1024) for n in (4, 16, 64)]
 READ_BYTES = 1 << 30
 
@@ -72,7 +72,7 @@ def attention_of(name: str, size: Size) -> Any:
     """An attention by its name in --attention."""
     if name == "triton":
         return operators.TritonAttention(size.heads, size.kv_heads, size.head)
-    return operators.XqaAttention() if name == "xqa" else operators.TorchAttention()
+    return {"xqa": operators.XqaAttention, "fa3": operators.Fa3Attention, "torch": operators.TorchAttention}[name]()
 
 
 class Unavailable:

@@ -209,6 +209,15 @@ class XqaAttention:
         )
 
 
+def paged(q: torch.Tensor, kv: torch.Tensor, cache: Cache, batch: Batch) -> dict[str, Any]:
+    """What vLLM's attentions of pages take alike."""
+    keys, values = kv.transpose(2, 3).unbind(1)
+    return {
+        "q": q, "k": keys, "v": values, "cu_seqlens_q": batch.starts, "max_seqlen_q": batch.new, "seqused_k": batch.lengths,
+        "max_seqlen_k": batch.context, "softmax_scale": q.shape[-1] ** -0.5, "causal": True, "block_table": cache.table,
+    }  # fmt: skip
+
+
 class TritonAttention:
     """vLLM's TRITON_ATTN kernel, which decodes and prefills."""
 
@@ -229,21 +238,11 @@ class TritonAttention:
     def __call__(
         self, q: torch.Tensor, kv: torch.Tensor, cache: Cache, batch: Batch, sinks: torch.Tensor, window: int
     ) -> torch.Tensor:
-        keys, values = kv.transpose(2, 3).unbind(1)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        scale = self._one.expand(batch.sequences, keys.shape[2])
+        scale = self._one.expand(batch.sequences, kv.shape[2])
         self._call(
-            q=q,
-            k=keys,
-            v=values,
+            **paged(q, kv, cache, batch),
             out=out,
-            cu_seqlens_q=batch.starts,
-            max_seqlen_q=batch.new,
-            seqused_k=batch.lengths,
-            max_seqlen_k=batch.context,
-            softmax_scale=q.shape[-1] ** -0.5,
-            causal=True,
-            block_table=cache.table,
             window_size=(window - 1, 0) if window else (-1, -1),
             softcap=0,
             q_descale=None,
@@ -258,3 +257,28 @@ class TritonAttention:
             kv_quant_mode=self._modes[kv.dtype],
         )
         return out
+
+
+class Fa3Attention:
+    """vLLM's FlashAttention 3, its default on Hopper; SM12x has none."""
+
+    by = "vLLM FlashAttention 3"
+
+    def __init__(self) -> None:
+        self._call = importlib.import_module("vllm.vllm_flash_attn").flash_attn_varlen_func
+        self._sinks: dict[int, torch.Tensor] = {}
+
+    def __call__(
+        self, q: torch.Tensor, kv: torch.Tensor, cache: Cache, batch: Batch, sinks: torch.Tensor, window: int
+    ) -> torch.Tensor:
+        if kv.dtype != q.dtype:
+            raise ValueError("FlashAttention 3 is measured with a bf16 cache: with fp8 it wants fp8 queries")
+        # It wants them in the queries' type; a model would keep them so.
+        if sinks.data_ptr() not in self._sinks:
+            self._sinks[sinks.data_ptr()] = sinks.to(q.dtype)
+        return self._call(
+            **paged(q, kv, cache, batch),
+            window_size=[window - 1, 0] if window else [-1, -1],
+            fa_version=3,
+            s_aux=self._sinks[sinks.data_ptr()],
+        )
