@@ -23,12 +23,10 @@ and not drawn, and one that fails is named with the reason.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 
 import emulate
 import host_cost
@@ -38,18 +36,19 @@ from peers import PEERS, TOLERANCE, Layer, Peer, find_peers
 from timing import (
     Entry,
     Row,
-    add_peers,
     allow,
+    layer_parser,
     load,
     machine,
     measured,
     names,
     numbers,
     once,
+    parse_layers,
     publish,
     relative_error,
+    report,
     share_of_bound,
-    wrong,
 )
 
 from flashinfer.fused_moe.sm12x_planner import plan_moe
@@ -71,54 +70,42 @@ CHECKED_TOKENS = 32  # rows of a batch that are compared with the float64 refere
 SEED = 0
 
 
-@dataclasses.dataclass
-class Plan:
-    """What is to be measured."""
-
-    models: list[str]
-    tokens: list[int]
-    modes: list[int]
-    tactics: str = ""
-    upstream: bool = False
-    repeats: int = 30
-    peers: list[Peer] = dataclasses.field(default_factory=list)
-    device: str = "cuda"
-
-
-def batches(plan: Plan) -> Iterator[tuple[str, Batch, Iterator[Batch]]]:
+def batches(arguments: argparse.Namespace, device: str) -> Iterator[tuple[str, Batch, Iterator[Batch]]]:
     """For each model its name, its weights, and its batches: the same ones each time they are asked for."""
-    for model in plan.models:
-        weights = make_layer(model, max(plan.tokens), SEED, plan.device)
-        progress = tqdm.tqdm(plan.tokens, desc=model, disable=None)
+    for model in arguments.models:
+        weights = make_layer(model, max(arguments.tokens), SEED, device)
+        progress = tqdm.tqdm(arguments.tokens, desc=model, disable=None)
         yield model, weights, (route(weights, tokens, SEED + tokens) for tokens in progress)
 
 
-def measure(plan: Plan) -> list[Row]:
+def measure(arguments: argparse.Namespace, device: str = "cuda") -> list[Row]:
     """Ours and the floor for each model and number of tokens."""
     read = StreamingRead()
     rows = []
-    for model, _, of_model in batches(plan):
+    for model, _, of_model in batches(arguments, device):
         for batch in of_model:
-            floor, experts, size = read.time(batch.inputs, plan.repeats)
+            floor, experts, size = read.time(batch.inputs, arguments.repeats)
             what = {"model": model, "tokens": batch.num_tokens, "experts": experts, "MB": size / 1e6}
-            ours = {MODE_NAMES[mode]: measure_ours(plan, batch.of_mode(mode), mode) for mode in plan.modes}
+            ours = {MODE_NAMES[mode]: measure_ours(arguments, batch.of_mode(mode), mode) for mode in arguments.modes}
             rows.append(Row(what, {"read us": floor}, ours))
     return rows
 
 
-def peer_attempts(plan: Plan, rows: list[Row]) -> Iterator[tuple[Row, str, Callable[[], Entry]]]:
+def peer_attempts(
+    arguments: argparse.Namespace, peers: Sequence[Peer], rows: list[Row], device: str = "cuda"
+) -> Iterator[tuple[Row, str, Callable[[], Entry]]]:
     """Measurements of the peers, on the same batches."""
-    remaining = iter(rows)
-    for _, weights, of_model in batches(plan):
-        layers = {peer.name: once(functools.partial(peer.prepare, weights.inputs)) for peer in plan.peers}
+    remaining, repeats = iter(rows), arguments.repeats
+    for _, weights, of_model in batches(arguments, device):
+        layers = {peer.name: once(functools.partial(peer.prepare, weights.inputs)) for peer in peers}
         for batch in of_model:
             row = next(remaining)
             assert row.what["tokens"] == batch.num_tokens
-            for mode in plan.modes if plan.upstream else ():
+            for mode in arguments.modes if arguments.upstream else ():
                 inputs = batch.of_mode(mode)
-                yield row, f"upstream {MODE_NAMES[mode]}", functools.partial(measure_upstream, inputs, plan.repeats)
+                yield row, f"upstream {MODE_NAMES[mode]}", functools.partial(measure_upstream, inputs, repeats)
             for name, layer in layers.items():
-                yield row, name, functools.partial(measure_peer, layer, batch, plan.repeats)
+                yield row, name, functools.partial(measure_peer, layer, batch, repeats)
 
 
 def checked_rows(inputs: MoEInputs) -> torch.Tensor:
@@ -128,17 +115,17 @@ def checked_rows(inputs: MoEInputs) -> torch.Tensor:
     return torch.linspace(0, tokens - 1, count, device=inputs.input.device).round().long()
 
 
-def measure_ours(plan: Plan, inputs: MoEInputs, mode: int) -> Entry:
+def measure_ours(arguments: argparse.Namespace, inputs: MoEInputs, mode: int) -> Entry:
     """``cutlass_fused_moe`` with the planner's tactics, and with those of ``--tactics``."""
     rows = checked_rows(inputs)
     expected = moe_reference(rows_of(inputs, rows), accumulation_on(inputs.input.device))
     call = layer_call(inputs)
-    entry = measured(call, share_of_bound(call()[rows], *expected), plan.repeats)
+    entry = measured(call, share_of_bound(call()[rows], *expected), arguments.repeats)
     entry.tactics = "/".join(dict.fromkeys(planned_tactics(inputs, mode)))
-    for name in forced_tactics(plan.tactics, mode):
+    for name in forced_tactics(arguments.tactics, mode):
         call = layer_call(inputs, [tactic(name)] * 2)
         entry.used = max(entry.used or 0.0, share_of_bound(call()[rows], *expected))
-        entry.forced[name] = time_graph(call, plan.repeats).median
+        entry.forced[name] = time_graph(call, arguments.repeats).median
     return entry
 
 
@@ -180,30 +167,17 @@ def forced_tactics(wanted: str, mode: int) -> list[str]:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = layer_parser(__doc__, PEERS)
     parser.add_argument(
         "--models",
         type=names,
         help=f"of {', '.join(MODELS)}, or all. Default: {', '.join(DEFAULT_MODELS)}; of a prediction, the first",
     )
-    parser.add_argument("--tokens", type=numbers, help="default: 1 to 8192; of a prediction, 1 to 64, 2048 and 8192")
     parser.add_argument("--modes", type=numbers, help="0, 1: W4A8; 2: W4A16. Default: all; of a prediction, 1 and 2")
     parser.add_argument("--tactics", default="", help="time these too (names of sm12x-instances, or all)")
-    parser.add_argument(
-        "--peers", type=names, help=f"these must be there; default: those of {', '.join(PEERS)} that are"
-    )
-    parser.add_argument("--vllm", type=Path, help="folder of vLLM's package, where it is not installed")
     parser.add_argument("--upstream", action="store_true", help="upstream's module too (SM12x; 40 minutes to build)")
     parser.add_argument("--host", action="store_true", help="only what a call of one token costs the host")
-    parser.add_argument("--predict", action="store_true", help="measure nothing: the predicted GB10 table")
-    parser.add_argument("--render", type=Path, help="measure nothing: table and plot of this JSON")
-    parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument(
-        "--out", type=Path, default=Path(__file__).parent / "out", help="folder of the JSON and the plot"
-    )
-    arguments = parser.parse_args(argv)
+    arguments = parse_layers(parser, argv)
     predicts = not arguments.host and (arguments.predict or not torch.cuda.is_available())
     if arguments.models is None:
         arguments.models = list(DEFAULT_MODELS[:1] if predicts else DEFAULT_MODELS)
@@ -214,43 +188,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if arguments.modes is None:
         arguments.modes = list(PREDICTED_MODES if predicts else MODE_NAMES)
     allow(parser, arguments, models=MODELS, modes=MODE_NAMES, peers=PEERS)
-    if min(arguments.tokens) < 1:
-        parser.error(f"--tokens: {min(arguments.tokens)} is less than 1")
-    if arguments.repeats < 1:
-        parser.error(f"--repeats is {arguments.repeats}; it must be at least 1")
     return arguments
-
-
-def report_host_cost(arguments: argparse.Namespace) -> int:
-    model = arguments.models[0]
-    if torch.cuda.is_available():
-        print(f"host cost of a call, {model}, one token, output and workspace given, {machine()['gpu']}")
-        print(host_cost.as_table(host_cost.on_gpu(model, arguments.modes, SEED)))
-    else:
-        print(f"host cost of a call, {model}, one token: no GPU, so Python only, with a module that does nothing")
-        print(host_cost.as_table(host_cost.with_stub(model, arguments.modes)))
-    return 0
-
-
-def run_on_gpu(arguments: argparse.Namespace) -> int:
-    chosen = arguments.peers is not None
-    peers = find_peers(arguments.peers if chosen else list(PEERS), arguments.vllm, chosen)
-    plan = Plan(
-        arguments.models,
-        arguments.tokens,
-        arguments.modes,
-        arguments.tactics,
-        arguments.upstream,
-        arguments.repeats,
-        peers,
-    )
-    about, path = machine(), arguments.out / "moe.json"
-    rows = measure(plan)
-    if peers or arguments.upstream:
-        publish(about, rows, path, TITLE)  # in case a peer takes the process down
-        add_peers(peer_attempts(plan, rows))
-    publish(about, rows, path, TITLE)
-    return wrong(rows)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -260,7 +198,13 @@ def main(argv: list[str] | None = None) -> int:
         publish(*load(arguments.render), arguments.out / "moe.json", TITLE)
         return 0
     if arguments.host:
-        return report_host_cost(arguments)
+        if not torch.cuda.is_available():
+            print("bench: --host needs a GPU", file=sys.stderr)
+            return 2
+        model = arguments.models[0]
+        print(f"host cost of a call, {model}, one token, output and workspace given, {machine()['gpu']}")
+        print(host_cost.table(model, arguments.modes, SEED))
+        return 0
     if arguments.predict or not torch.cuda.is_available():
         if not arguments.predict:
             print("no GPU here: the prediction for a GB10 instead (--help for what a GPU measures)\n")
@@ -268,7 +212,10 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.upstream and not has_block_scaled_mma(torch.cuda.current_device()):
         print("bench: --upstream needs an SM12x GPU; elsewhere upstream takes other weight layouts", file=sys.stderr)
         return 2
-    return run_on_gpu(arguments)
+    peers = find_peers(PEERS, arguments.peers, arguments.vllm)
+    rows = measure(arguments)
+    attempts = peer_attempts(arguments, peers, rows) if peers or arguments.upstream else ()
+    return report(rows, attempts, arguments.out / "moe.json", TITLE)
 
 
 if __name__ == "__main__":

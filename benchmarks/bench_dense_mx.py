@@ -14,9 +14,9 @@ disagrees; peers against a tolerance: one that disagrees or fails is marked.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
+import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -25,22 +25,21 @@ from typing import Any
 
 import emulate
 import torch
-from peers import LIBRARY, in_vllm
+from peers import LIBRARY, find_peers, in_vllm
 from timing import (
     Entry,
     Row,
-    add_peers,
     allow,
+    layer_parser,
     load,
-    machine,
     measured,
     names,
-    numbers,
     once,
+    parse_layers,
     publish,
-    reason,
+    quantized,
     relative_error,
-    wrong,
+    report,
 )
 from timing import share_of_bound as share_of
 
@@ -56,7 +55,6 @@ from flashinfer.testing.virtual_device import in_own_process
 
 TITLE = "dense layers of gpt-oss-120b"
 TOKENS, PREDICTED_TOKENS = (1, 2, 4, 8, 16, 32, 64), (1, 8, 16, 64, 512, 2048, 8192)
-PEERS = ("marlin", "humming")
 CHECKED_ROWS = 512
 BF16_TOLERANCE = 1e-2
 # bf16: roundings of the result, and of up to three sums over parts of K before it, by 2**-9 of a value at most. fp8: tokens
@@ -66,13 +64,6 @@ SEED = 0
 
 Bind = Callable[[torch.Tensor], Callable[[], torch.Tensor]]
 """A layer with its weights: takes tokens, gives a call that returns the layer's output."""
-
-
-def quantized(weight: torch.Tensor, weights: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values and linear scales, by chunks of rows."""
-    one = mx_cpu.quantize_mxfp4_linear if weights == "mxfp4" else mx_cpu.quantize_mxfp8_linear
-    values, scales = zip(*(one(rows) for rows in weight.split(16_384)), strict=True)
-    return torch.cat([v.view(torch.uint8) for v in values]).view(values[0].dtype), torch.cat(scales)
 
 
 @dataclasses.dataclass
@@ -196,33 +187,22 @@ def humming(weights: str, activation: str, inputs: Inputs) -> Bind:
     return bind
 
 
-def find_peers(wanted: Sequence[str] | None, vllm: Path | None) -> list[Peer]:
-    """cuBLAS, and those of ``wanted``; None: those of :data:`PEERS` that are there.
+def load_marlin(vllm: Path | None) -> list[Peer]:
+    return [Peer("Marlin W4A16", "mxfp4", BF16_TOLERANCE, functools.partial(marlin, in_vllm(LIBRARY, vllm)))]
 
-    Raises
-    ------
-    SystemExit
-        One that was named is not there.
-    """
-    found = [Peer("cuBLAS bf16", "bf16", BF16_TOLERANCE, cublas)]
-    for name in PEERS if wanted is None else wanted:
-        try:
-            if name == "marlin":
-                prepare = functools.partial(marlin, in_vllm(LIBRARY, vllm))
-                found.append(Peer("Marlin W4A16", "mxfp4", BF16_TOLERANCE, prepare))
-            else:
-                import peers.humming  # noqa: F401
 
-                found += [
-                    Peer(f"HUMMING {weights} {tokens}", weights, limit, functools.partial(humming, weights, tokens))
-                    for weights in ("mxfp4", "mxfp8")
-                    for tokens, limit in HUMMING_TOLERANCE.items()
-                ]
-        except Exception as error:
-            if wanted is not None:
-                raise SystemExit(f"{name} cannot be measured: {reason(error)}") from error
-            print(f"{name}: not measured: {reason(error)}")
-    return found
+def load_humming(_: Path | None) -> list[Peer]:
+    import peers.humming  # noqa: F401
+
+    return [
+        Peer(f"HUMMING {weights} {tokens}", weights, limit, functools.partial(humming, weights, tokens))
+        for weights in ("mxfp4", "mxfp8")
+        for tokens, limit in HUMMING_TOLERANCE.items()
+    ]
+
+
+PEERS = {"marlin": load_marlin, "humming": load_humming}
+"""Beside cuBLAS."""
 
 
 def peer_attempts(
@@ -243,27 +223,11 @@ def peer_attempts(
                 yield row, peer.name, functools.partial(attempt, peer, bind, inputs, x)
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=names, default=list(DENSE_LAYERS), help=f"of {', '.join(DENSE_LAYERS)}")
-    parser.add_argument("--tokens", type=numbers, help="default: 1 to 64; of a prediction, to 8192")
-    parser.add_argument(
-        "--peers", type=names, help=f"these must be there; default: those of {', '.join(PEERS)} that are"
-    )
-    parser.add_argument("--vllm", type=Path, help="folder of vLLM's package, where it is not installed")
-    parser.add_argument("--predict", action="store_true", help="measure nothing: the predicted GB10 table")
-    parser.add_argument("--render", type=Path, help="measure nothing: table and plot of this JSON")
-    parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument(
-        "--out", type=Path, default=Path(__file__).parent / "out", help="folder of the JSON and the plot"
-    )
-    arguments = parser.parse_args(argv)
-    allow(parser, arguments, layers=DENSE_LAYERS, peers=PEERS)
-    return arguments
-
-
 def main(argv: list[str] | None = None) -> int:
-    arguments = parse(argv)
+    parser = layer_parser(__doc__, PEERS)
+    parser.add_argument("--layers", type=names, default=list(DENSE_LAYERS), help=f"of {', '.join(DENSE_LAYERS)}")
+    arguments = parse_layers(parser, argv)
+    allow(parser, arguments, layers=DENSE_LAYERS, peers=PEERS)
     path = arguments.out / "dense.json"
     if arguments.render is not None:
         publish(*load(arguments.render), path, TITLE)
@@ -271,15 +235,14 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.predict or not torch.cuda.is_available():
         return int(in_own_process(emulate.predict_dense, arguments.layers, arguments.tokens or PREDICTED_TOKENS))
     os.environ["FLASHINFER_SM12X_MOE"] = "1"  # a Hopper runs this family too
-    peers = find_peers(arguments.peers, arguments.vllm)
+    found = find_peers(PEERS, arguments.peers, arguments.vllm)
+    peers = [Peer("cuBLAS bf16", "bf16", BF16_TOLERANCE, cublas), *itertools.chain(*found)]
     layers = measure(arguments.layers, arguments.tokens or TOKENS, arguments.repeats)
     rows = [row for _, of_layer in layers for row in of_layer]
-    publish(machine(), rows, path, TITLE)  # in case a peer takes the process down
-    add_peers(peer_attempts(peers, layers, arguments.repeats))
-    publish(machine(), rows, path, TITLE)
+    status = report(rows, peer_attempts(peers, layers, arguments.repeats), path, TITLE)
     used: Any = [entry.used for row in rows for entry in row.ours.values()]
     print(f"at most {max(used):.3f} of a bound")
-    return wrong(rows)
+    return status
 
 
 if __name__ == "__main__":

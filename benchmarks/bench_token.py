@@ -5,7 +5,7 @@
     python benchmarks/bench_token.py --report spark.json      # beside what sm12x-doctor --probe found on a GB10
     python benchmarks/bench_token.py --models gpt-oss-20b --decode 1x1024,4x1024 --prefill 2048
     python benchmarks/bench_token.py --hindcast               # without a GPU: others' figures, predicted by the same model
-    python benchmarks/bench_token.py --build                  # compile what they need, side by side, and nothing else
+    python -m flashinfer sm12x-build --vllm bf16              # compile what they need
     python benchmarks/bench_token.py --check                  # small models: all stacks agree with torch
     python benchmarks/bench_token.py --render token.json      # tables and picture of an earlier run, no GPU needed
 
@@ -19,10 +19,8 @@ torch's where it is not. Each row of a table names who computed it; a stack that
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import gc
 import itertools
-import multiprocessing
 import os
 import sys
 import time
@@ -32,14 +30,11 @@ from typing import Any
 
 import emulate
 import torch
-from flashinfer.jit.xqa import gen_xqa_module
 from peers import load_marlin
 from timing import allow, machine, names, numbers, reason
 from token_bench import check, hindcast, measure, operators, picture, predict, results
 from token_bench.model import Model, fork_experts, marlin_experts
 
-from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm120_module
-from flashinfer.jit.sm12x.modules import gen_decode_module, gen_dense_module, gen_probe_module, gen_router_module
 from flashinfer.sm12x.models import MODELS
 from flashinfer.sm12x.models import Model as Size
 from flashinfer.sm12x.perfmodel.step import (
@@ -149,46 +144,6 @@ def stack_name(stack: str, step: Step) -> str:
 
 def not_measured(name: str, stack: str, step: Step, why: str) -> results.Measured:
     return results.Measured(model=name, stack=stack_name(stack, step), step=step, note=why)
-
-
-def compile_module(what: tuple[Any, ...]) -> str:
-    """Build one module, in a process of its own; returns what there is to say of it."""
-    began = time.monotonic()
-    generators = {
-        "moe": gen_cutlass_fused_moe_sm120_module,
-        "dense": gen_dense_module,
-        "probe": gen_probe_module,
-        "router": gen_router_module,
-        "decode": gen_decode_module,
-    }
-    try:
-        if what[0] == "xqa":
-            _, kv, window = what
-            size = next(iter(MODELS.values()))
-            dtype = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}[kv]
-            ratio = size.heads // size.kv_heads
-            gen_xqa_module(torch.bfloat16, dtype, 16, size.head, ratio, window, torch.bfloat16).build_and_load()
-        else:
-            generators[what[0]]().build(need_lock=True)
-    except Exception as error:
-        return f"{what}: {reason(error)}"
-    return f"{what}: {time.monotonic() - began:.0f} s"
-
-
-def build_all(kinds: list[str]) -> int:
-    """Compile side by side; what fails is told, and fails again when it is needed."""
-    wanted = [
-        ("moe",),
-        ("dense",),
-        ("probe",),
-        ("router",),
-        ("decode",),
-        *(("xqa", kv, window) for kv in kinds for window in (False, True)),
-    ]
-    with concurrent.futures.ProcessPoolExecutor(len(wanted), multiprocessing.get_context("spawn")) as pool:
-        for told in pool.map(compile_module, wanted):
-            print(told, flush=True)
-    return 0
 
 
 def run_on_gpu(arguments: argparse.Namespace) -> int:
@@ -383,7 +338,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--prefill-attention", choices=ATTENTION, default="triton")
     parser.add_argument("--activations", choices=("a8", "a16"), default="a8", help="of the fork's experts")
     parser.add_argument("--vllm", type=Path, help="folder of vLLM's package, where it is not installed")
-    parser.add_argument("--build", action="store_true", help="only compile what the steps need")
     parser.add_argument("--check", action="store_true", help="only whether the stacks agree, on small models")
     parser.add_argument("--render", type=Path, help="measure nothing: tables and picture of this JSON")
     parser.add_argument("--predict", action="store_true", help="measure nothing: the predicted GB10 tables")
@@ -429,8 +383,6 @@ def main(argv: list[str] | None = None) -> int:
         return print_hindcast(arguments)
     if arguments.report is not None or arguments.predict or not torch.cuda.is_available():
         return print_prediction(arguments)
-    if arguments.build:
-        return build_all(arguments.kv)
     if arguments.check:
         return check.check(arguments, lambda: load_marlin(arguments.vllm), equip)
     return run_on_gpu(arguments)

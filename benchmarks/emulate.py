@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 from timing import github
@@ -33,7 +33,8 @@ from flashinfer.jit.sm12x.modules import gen_dense_module
 from flashinfer.sm12x.models import MODELS, MOE_LAYERS, MoELayer
 from flashinfer.sm12x.perfmodel import dense, gb10, moe, step
 from flashinfer.sm12x.perfmodel.gb10 import FIXED_US, MULTIPROCESSORS, SCHEDULERS, Counts, Launch, Times
-from flashinfer.sm12x.perfmodel.moe import Fit, Fits, Tactics, Work, fits_as_csv, planned, predict, work_of
+from flashinfer.sm12x.perfmodel.moe import Fit, Fits, Tactics, Work, planned, predict, work_of
+from flashinfer.sm12x.perfmodel.routing import routed
 from flashinfer.sm12x.perfmodel.step import KV_BYTES, LAYER_MODEL, MATRICES, TOKENS_BESIDE, Kernel
 from flashinfer.sm12x.probe import layer as probed
 from flashinfer.testing import DenseCase, MoECase, make_dense_inputs, make_moe_inputs
@@ -43,6 +44,7 @@ from flashinfer.testing.moe_layers import DENSE_LAYERS, DENSE_VARIANTS, MODE_NAM
 from flashinfer.testing.router_reference import make_router_inputs
 from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
 
+P = ParamSpec("P")
 EMULATED_EXPERTS = 2
 TOKENS_AS = {"bf16": "bf16", "mxfp8": "quantize_bf16", "mxfp4": "bf16_to_mxfp4"}
 """Formats of a dense layer's tokens, by what they are multiplied as: they come in bf16."""
@@ -105,7 +107,7 @@ class Run:
 
     def ids(self, top_k: int) -> torch.Tensor:
         if self.rows == 0:
-            return moe.random_ids(MoELayer(0, 0, self.experts, top_k), self.tokens, 0).int()
+            return routed(MoELayer(0, 0, self.experts, top_k), self.tokens, 1, 0).int()
         return torch.arange(self.experts, dtype=torch.int32).repeat(self.rows).view(self.tokens, top_k)
 
 
@@ -288,14 +290,19 @@ def dense_table(lines: Sequence[DenseLine]) -> str:
     return github(body, headers)
 
 
-def unless_impossible(predicts: Callable[[], None]) -> int:
-    """An exit status: 2, and why, where the emulator cannot run."""
-    try:
-        predicts()
-    except RuntimeError as error:
-        print(f"bench: no prediction: {error}", file=sys.stderr)
-        return 2
-    return 0
+def unless_impossible(predicts: Callable[P, None]) -> Callable[P, int]:
+    """``predicts``, with an exit status: 2, and why, where the emulator cannot run."""
+
+    @functools.wraps(predicts)
+    def run(*arguments: P.args, **named: P.kwargs) -> int:
+        try:
+            predicts(*arguments, **named)
+        except RuntimeError as error:
+            print(f"bench: no prediction: {error}", file=sys.stderr)
+            return 2
+        return 0
+
+    return run
 
 
 def say(table: str, floor: str, layers: str) -> None:
@@ -304,38 +311,32 @@ def say(table: str, floor: str, layers: str) -> None:
     print("\n".join(f"- {line}" for line in gb10.told(layers)))
 
 
-def predict_moe(models: Sequence[str], tokens: Sequence[int], modes: Sequence[int]) -> int:
+@unless_impossible
+def predict_moe(models: Sequence[str], tokens: Sequence[int], modes: Sequence[int]) -> None:
     """Print the table of MoE layers."""
-
-    def predicts() -> None:
-        lines = list(moe_lines([MOE_LAYERS[model] for model in models], tokens, modes, {}))
-        names = [model for model in models for _ in range(len(modes) * len(tokens))]
-        table = moe_table(list(zip(names, lines, strict=True)))
-        say(table, "weights and scales of the touched experts", "MoE")
-
-    return unless_impossible(predicts)
+    lines = moe_lines([MOE_LAYERS[model] for model in models], tokens, modes, {})
+    names = [model for model in models for _ in range(len(modes) * len(tokens))]
+    table = moe_table(list(zip(names, lines, strict=True)))
+    say(table, "weights and scales of the touched experts", "MoE")
 
 
-def predict_dense(layers: Sequence[str], tokens: Sequence[int]) -> int:
+@unless_impossible
+def predict_dense(layers: Sequence[str], tokens: Sequence[int]) -> None:
     """Print the table of gpt-oss-120b's dense layers."""
-
-    def predicts() -> None:
-        build_emulator()
-        lines = []
-        with virtual_device("sm_121a", strict=False) as device:
-            device.module(gen_dense_module)
-            for name, count, (weights, activation) in itertools.product(layers, tokens, DENSE_VARIANTS):
-                if name == "lm_head" and count > dense.FEW_TOKENS:
-                    continue  # a batch's logits are of its sequences' last tokens
-                began = time.perf_counter()
-                line = dense_line(device, name, DENSE_LAYERS[name], count, weights, activation)
-                took = f"{time.perf_counter() - began:.0f} s"
-                what = f"{name}, {count} tokens, {weights} weights, {activation} tokens"
-                print(f"emulated {what}: {took}" if line else f"{what}: by cuBLAS, no prediction", flush=True)
-                lines += [line] if line else []
-        say(dense_table(lines), "weights and scales", "dense")
-
-    return unless_impossible(predicts)
+    build_emulator()
+    lines = []
+    with virtual_device("sm_121a", strict=False) as device:
+        device.module(gen_dense_module)
+        for name, count, (weights, activation) in itertools.product(layers, tokens, DENSE_VARIANTS):
+            if name == "lm_head" and count > dense.FEW_TOKENS:
+                continue  # a batch's logits are of its sequences' last tokens
+            began = time.perf_counter()
+            line = dense_line(device, name, DENSE_LAYERS[name], count, weights, activation)
+            took = f"{time.perf_counter() - began:.0f} s"
+            what = f"{name}, {count} tokens, {weights} weights, {activation} tokens"
+            print(f"emulated {what}: {took}" if line else f"{what}: by cuBLAS, no prediction", flush=True)
+            lines += [line] if line else []
+    say(dense_table(lines), "weights and scales", "dense")
 
 
 # --- what a step of gpt-oss needs -------------------------------------------------------------------------------------
@@ -410,22 +411,19 @@ def kernels() -> Iterator[Kernel]:
             yield attention_kernel(device, 1, "bf16", sequences, context)
 
 
-def renew() -> int:
+@unless_impossible
+def renew() -> None:
     """Run all that is kept with :mod:`flashinfer.sm12x.perfmodel` again, and write it."""
-
-    def predicts() -> None:
-        fitted: Fits = {}
-        layer = MOE_LAYERS[probed.MODEL]
-        for _ in moe_lines([layer], probed.TOKENS, [probed.MODE], fitted):
-            pass
-        with virtual_device("sm_121a", strict=False) as device:
-            # The others that the planner could choose: a test holds its choice against them.
-            for row in candidates(True, 1, *layer[:2]):
-                key = (probed.MODE, (row.index, row.index), layer[:2])
-                if row.activation == "mxfp8" and key not in fitted:
-                    fitted[key] = fit_layer(device, layer, probed.MODE, key[1])[0]
-        step.write_kernels(list(kernels()))
-        moe.FITS.write_text(fits_as_csv(fitted), encoding="utf-8")
-        print(f"wrote {step.KERNELS} and {moe.FITS}")
-
-    return unless_impossible(predicts)
+    fitted: Fits = {}
+    layer = MOE_LAYERS[probed.MODEL]
+    for _ in moe_lines([layer], probed.TOKENS, [probed.MODE], fitted):
+        pass
+    with virtual_device("sm_121a", strict=False) as device:
+        # The others that the planner could choose: a test holds its choice against them.
+        for row in candidates(True, 1, *layer[:2]):
+            key = (probed.MODE, (row.index, row.index), layer[:2])
+            if row.activation == "mxfp8" and key not in fitted:
+                fitted[key] = fit_layer(device, layer, probed.MODE, key[1])[0]
+    step.write_kernels(list(kernels()))
+    moe.write_fits(moe.FITS, [(moe.columns(*key), fits) for key, fits in fitted.items()])
+    print(f"wrote {step.KERNELS} and {moe.FITS}")

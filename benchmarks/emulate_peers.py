@@ -30,7 +30,7 @@ from flashinfer.jit.sm12x.spec import JitSpecSm12x
 from flashinfer.sm12x.models import MODELS, SCALE_BLOCK
 from flashinfer.sm12x.perfmodel import peers
 from flashinfer.sm12x.perfmodel.gb10 import MULTIPROCESSORS, Counts, Launch
-from flashinfer.sm12x.perfmodel.moe import Fit, Work
+from flashinfer.sm12x.perfmodel.moe import Fit, Work, write_fits
 from flashinfer.sm12x.perfmodel.step import LAYER_MODEL
 from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
 
@@ -206,26 +206,25 @@ RUNS = (("CUTLASS", 64, 1), ("CUTLASS", 64, 2), ("CUTLASS", 128, 1), ("Marlin", 
 """Kernel, tile and GPUs that share the layer, of the published rows."""
 
 
-def renew() -> int:
+@unless_impossible
+def renew() -> None:
     """Run all that is kept again, and write it."""
-
-    def counts() -> None:
-        build_emulator()
-        fitted: dict[tuple[str, tuple[int, int], int], list[Fit]] = {}
-        with virtual_device("sm_121a", strict=False) as device:
-            for name, tile, ranks in RUNS:
-                gemm = KERNELS[name](device, tile)
-                hidden, inter = peers.PEERS[name].padded(MODELS[LAYER_MODEL].split(ranks).moe)
-                for n, k in ((2 * inter, hidden), (hidden, inter)):
-                    began = time.perf_counter()
-                    fit, deviation = fit_peer(device, gemm, tile, n, k)
-                    fitted.setdefault((name, (hidden, inter), tile), []).append(fit)
-                    took = f"{time.perf_counter() - began:.0f} s"
-                    print(f"{name}, tile {tile}, N {n}, K {k}: {took}, check off by {deviation:.1%}", flush=True)
-        peers.FITS.write_text(peers.fits_as_csv(fitted), encoding="utf-8")
-        print(f"wrote {peers.FITS}")
-
-    return unless_impossible(counts)
+    build_emulator()
+    fitted = []
+    with virtual_device("sm_121a", strict=False) as device:
+        for name, tile, ranks in RUNS:
+            gemm = KERNELS[name](device, tile)
+            hidden, inter = peers.PEERS[name].padded(MODELS[LAYER_MODEL].split(ranks).moe)
+            fits = []
+            for n, k in ((2 * inter, hidden), (hidden, inter)):
+                began = time.perf_counter()
+                fit, deviation = fit_peer(device, gemm, tile, n, k)
+                fits.append(fit)
+                took = f"{time.perf_counter() - began:.0f} s"
+                print(f"{name}, tile {tile}, N {n}, K {k}: {took}, check off by {deviation:.1%}", flush=True)
+            fitted.append(({"kernel": name, "hidden": hidden, "inter": inter}, fits))
+    write_fits(peers.FITS, fitted)
+    print(f"wrote {peers.FITS}")
 
 
 if __name__ == "__main__":

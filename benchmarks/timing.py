@@ -20,10 +20,12 @@ import torch
 from tabulate import tabulate
 
 import flashinfer
+from flashinfer.quantization import mx_cpu
 from flashinfer.sm12x.probe.timing import Sample, time_graph
 from flashinfer.testing import BoundViolation, check_within_bound
 
 T = TypeVar("T")
+QUANTIZED_ROWS = 16_384
 
 
 def machine() -> dict[str, Any]:
@@ -63,6 +65,35 @@ def allow(parser: argparse.ArgumentParser, arguments: argparse.Namespace, **allo
     for option, known in allowed.items():
         if unknown := set(getattr(arguments, option) or ()) - set(known):
             parser.error(f"--{option.replace('_', '-')}: {sorted(unknown)} are not among {sorted(known)}")
+
+
+def layer_parser(description: str | None, peers: Iterable[str]) -> argparse.ArgumentParser:
+    """The options that benchmarks of layers share."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--tokens", type=numbers, help="of the batches; a prediction has fewer by default")
+    parser.add_argument(
+        "--peers", type=names, help=f"these must be there; default: those of {', '.join(peers)} that are"
+    )
+    parser.add_argument("--vllm", type=Path, help="folder of vLLM's package, where it is not installed")
+    parser.add_argument("--predict", action="store_true", help="measure nothing: the predicted GB10 table")
+    parser.add_argument("--render", type=Path, help="measure nothing: table and plot of this JSON")
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "out", help="folder of the JSON and the plot"
+    )
+    return parser
+
+
+def parse_layers(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments, with the shared ones checked."""
+    arguments = parser.parse_args(argv)
+    if arguments.tokens and min(arguments.tokens) < 1:
+        parser.error(f"--tokens: {min(arguments.tokens)} is less than 1")
+    if arguments.repeats < 1:
+        parser.error(f"--repeats is {arguments.repeats}; it must be at least 1")
+    return arguments
 
 
 def github(body: Sequence[Sequence[Any]], headers: Sequence[str]) -> str:
@@ -127,6 +158,13 @@ class Row:
         peers = [e.sample.median for e in self.peers.values() if e.sample is not None and not e.disagrees]
         ours = [e.sample.median for e in self.ours.values() if e.sample is not None and not e.disagrees]
         return min(peers) / max(ours) if peers and ours and len(self.reads) == 1 else None
+
+
+def quantized(weight: torch.Tensor, weights: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values in ``mxfp4`` or ``mxfp8`` and linear scales, by chunks of rows."""
+    one = mx_cpu.quantize_mxfp4_linear if weights == "mxfp4" else mx_cpu.quantize_mxfp8_linear
+    values, scales = zip(*(one(rows) for rows in weight.split(QUANTIZED_ROWS)), strict=True)
+    return torch.cat([v.view(torch.uint8) for v in values]).view(values[0].dtype), torch.cat(scales)
 
 
 def relative_error(output: torch.Tensor, reference: torch.Tensor) -> float:
@@ -311,3 +349,15 @@ def wrong(rows: Sequence[Row]) -> int:
     for what in found:
         print(f"bench: {what} disagrees with the reference", file=sys.stderr)
     return int(bool(found))
+
+
+def report(
+    rows: Sequence[Row], attempts: Iterable[tuple[Row, str, Callable[[], Entry]]], path: Path, title: str
+) -> int:
+    """Publish ours and, where there are ``attempts``, the peers after that; an exit status."""
+    about = machine()
+    publish(about, rows, path, title)  # in case a peer takes the process down
+    if attempts:
+        add_peers(attempts)
+        publish(about, rows, path, title)
+    return wrong(rows)

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from timing import reason
 
 from flashinfer.testing import MoEInputs
 from flashinfer.testing.moe_layers import Batch
+from flashinfer.testing.mxfp_formats import BLOCK, unswizzle_scales
 
+T = TypeVar("T")
 LIBRARY, MOE_LIBRARY = "_C_stable_libtorch.abi3.so", "_moe_C_stable_libtorch.abi3.so"
 # A peer rounds to bfloat16 after FC1, the activation, FC2 and the sum, and may round the routing weights: five roundings,
 # each of at most 2**-8 / 2 of a value, and the activation's slope (at most 1.1) on the first.
@@ -41,6 +43,36 @@ class Peer(Protocol):
     def prepare(self, weights: MoEInputs) -> Layer:
         """Lay the weights of a layer out as this implementation wants them."""
         ...
+
+
+class Matrix(NamedTuple):
+    """A GEMM's weights of all experts: packed e2m1 ``[E, N, K / 2]``, linear scale bytes ``[E, N, K / 32]``, bias ``[E, N]``."""
+
+    packed: torch.Tensor
+    scales: torch.Tensor
+    bias: torch.Tensor
+
+    def rows(self, arrange: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Matrix:
+        """``arrange(gate, up)`` of FC1's rows, which are ``[up; gate]``."""
+        halves = (part.chunk(2, dim=1) for part in self)
+        return Matrix(*(arrange(gate, up) for up, gate in halves))
+
+
+def gate_first(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """For :meth:`Matrix.rows`: ``[gate; up]``."""
+    return torch.cat((gate, up), dim=1)
+
+
+def matrices(weights: MoEInputs) -> tuple[Matrix, Matrix]:
+    """FC1's and FC2's."""
+
+    def matrix(packed: torch.Tensor, swizzled: torch.Tensor, bias: torch.Tensor | None) -> Matrix:
+        assert bias is not None
+        rows, half = packed.shape[1:]
+        return Matrix(packed, unswizzle_scales(swizzled, rows, 2 * half // BLOCK), bias)
+
+    fc1 = matrix(weights.fc1_weights, weights.fc1_scales, weights.fc1_bias)
+    return fc1, matrix(weights.fc2_weights, weights.fc2_scales, weights.fc2_bias)
 
 
 def in_vllm(file: str, folder: Path | None = None) -> Path:
@@ -101,21 +133,23 @@ PEERS: dict[str, Callable[[Path | None], Peer]] = {
 }
 
 
-def find_peers(wanted: Sequence[str], vllm: Path | None, all_of_them: bool) -> list[Peer]:
-    """The peers among ``wanted`` that are there; says of each whether it is, or why not.
+def find_peers(
+    loaders: Mapping[str, Callable[[Path | None], T]], wanted: Sequence[str] | None, vllm: Path | None
+) -> list[T]:
+    """Those that load, of ``wanted`` or, when that is None, of all; says of each whether it does, or why not.
 
     Raises
     ------
     SystemExit
-        With ``all_of_them``, one cannot be used: a table without it is not what was asked for.
+        One of ``wanted`` cannot be used: a table without it is not what was asked for.
     """
     found = []
-    for name in wanted:
+    for name in loaders if wanted is None else wanted:
         try:
-            found.append(PEERS[name](vllm))
+            found.append(loaders[name](vllm))
             print(f"{name}: found")
         except Exception as error:  # a library for another torch, no triton, no GPU: whatever it is, the others go on
-            if all_of_them:
+            if wanted is not None:
                 raise SystemExit(f"{name} cannot be measured: {reason(error)}") from error
             print(f"{name}: not measured: {reason(error)}")
     return found

@@ -21,9 +21,10 @@ import torch
 from flashinfer.sm12x.probe.timing import time_graph
 from flashinfer.testing import MoEInputs
 from flashinfer.testing.moe_layers import ALPHA, LIMIT, Batch
-from flashinfer.testing.mxfp_formats import unswizzle_scales
+from flashinfer.testing.mxfp_formats import BLOCK
 
-BLOCK = 32
+from . import gate_first, matrices
+
 # Tile along N and K and blocks of an SM: those of upstream's list whose tile along K holds four blocks of 32.
 CONFIGS = ((128, 128, 2), (256, 128, 1), (128, 256, 2), (256, 128, 2), (256, 256, 1))
 # Most rows of an expert, on average, with which upstream takes blocks of so many; beyond, 64.
@@ -68,22 +69,18 @@ class _Layer:
         self._kernels, self._swiglu, self._sum = kernels, swiglu, weighted_sum
         experts, hidden, half = weights.fc2_weights.shape
         self.experts, self.hidden, self.inter = experts, hidden, 2 * half
-        assert weights.fc1_bias is not None
-        assert weights.fc2_bias is not None
-        fc1 = [unswizzle_scales(scales, 4 * half, hidden // BLOCK) for scales in weights.fc1_scales]
-        fc2 = [unswizzle_scales(scales, hidden, self.inter // BLOCK) for scales in weights.fc2_scales]
+        fc1, fc2 = matrices(weights)
         view = prepare_cutile_mxfp4_weights(
-            weights.fc1_weights,
-            torch.stack(fc1),
-            weights.fc2_weights,
-            torch.stack(fc2),
+            fc1.packed,
+            fc1.scales,
+            fc2.packed,
+            fc2.scales,
             num_local_experts=experts,
             hidden_size=hidden,
             intermediate_size=self.inter,
         )
         self.fc1, self.fc2 = ([view[name + part] for part in ("", "_scale", "_global_scale")] for name in ("w1", "w2"))
-        up, gate = weights.fc1_bias.chunk(2, dim=1)
-        self.fc1_bias, self.fc2_bias = torch.cat((gate, up), dim=1), weights.fc2_bias
+        self.fc1_bias, self.fc2_bias = fc1.rows(gate_first).bias, fc2.bias
 
     def bind(self, batch: Batch) -> Callable[[], torch.Tensor]:
         """The call with the fastest tactic of each GEMM."""

@@ -26,9 +26,10 @@ from humming.tune import get_heuristics_config
 
 from flashinfer.testing import MoEInputs
 from flashinfer.testing.moe_layers import ALPHA, LIMIT, Batch
-from flashinfer.testing.mxfp_formats import unswizzle_scales
+from flashinfer.testing.mxfp_formats import BLOCK
 
-from .marlin import BLOCK, routing_buffers
+from . import gate_first, matrices
+from .marlin import routing_buffers
 
 N_MULTIPLE, K_MULTIPLE = 256, 128  # vLLM's padding
 LOCKS_PER_SM = 8
@@ -143,24 +144,13 @@ class Humming:
         return _Layer(self.operators, self._sum, weights)
 
 
-def _gate_first(tensor: torch.Tensor) -> torch.Tensor:
-    """Rows ``[up; gate]`` as ``[gate; up]``."""
-    up, gate = tensor.chunk(2, dim=1)
-    return torch.cat((gate, up), dim=1)
-
-
 class _Layer:
     def __init__(self, operators: Any, weighted_sum: Callable[..., None], weights: MoEInputs) -> None:
         self._operators, self._sum = operators, weighted_sum
-        experts, hidden, half = weights.fc2_weights.shape
-        inter = 2 * half
-        self.experts, self.inter = experts, inter
-        assert weights.fc1_bias is not None
-        assert weights.fc2_bias is not None
-        linear = torch.stack([unswizzle_scales(s, 2 * inter, hidden // BLOCK) for s in weights.fc1_scales])
-        self.fc1 = Gemm(_gate_first(weights.fc1_weights), _gate_first(linear), _gate_first(weights.fc1_bias))
-        linear = torch.stack([unswizzle_scales(s, hidden, inter // BLOCK) for s in weights.fc2_scales])
-        self.fc2 = Gemm(weights.fc2_weights, linear, weights.fc2_bias)
+        self.experts, _, half = weights.fc2_weights.shape
+        self.inter = 2 * half
+        fc1, fc2 = matrices(weights)
+        self.fc1, self.fc2 = Gemm(*fc1.rows(gate_first)), Gemm(*fc2)
 
     def bind(self, batch: Batch) -> Callable[[], torch.Tensor]:
         inputs = batch.inputs
@@ -171,11 +161,9 @@ class _Layer:
         # One grouping where both schedules have blocks of the same size.
         groupings = {block: routing_buffers(rows, self.experts, block, device) for block in blocks}
 
-        def empty(*shape: int) -> torch.Tensor:
-            return torch.empty(shape, dtype=torch.bfloat16, device=device)
-
-        hidden, activated = empty(rows, 2 * self.inter), empty(rows, self.inter)
-        parts, output = empty(rows, inputs.input.shape[1]), empty(*inputs.input.shape)
+        new = inputs.input.new_empty
+        hidden, activated, output = new(rows, 2 * self.inter), new(rows, self.inter), new(inputs.input.shape)
+        parts = new(rows, output.shape[1])
 
         def multiply(gemm: Gemm, a: torch.Tensor, c: torch.Tensor, block: int, top_k: int) -> None:
             order, owners, used = groupings[block]

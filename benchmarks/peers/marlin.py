@@ -19,9 +19,10 @@ import torch
 
 from flashinfer.testing import MoEInputs
 from flashinfer.testing.moe_layers import ALPHA, LIMIT, Batch
-from flashinfer.testing.mxfp_formats import unswizzle_scales
+from flashinfer.testing.mxfp_formats import BLOCK
 
-BLOCK = 32
+from . import Matrix, matrices
+
 BLOCKS_PER_SM = 4  # of the lock words that the kernel wants per multiprocessor
 TOKEN_BLOCKS = (8, 16, 32, 48, 64)
 FILL = 0.9  # the smallest token block is taken that an expert's mean share fills no more than this
@@ -83,10 +84,6 @@ def routing_buffers(
     return order, owners, used
 
 
-def _two_halves(tensor: torch.Tensor, inter: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return tensor[:, :inter], tensor[:, inter : 2 * inter]
-
-
 class Marlin:
     """vLLM's library, loaded."""
 
@@ -106,65 +103,31 @@ class Marlin:
             raise RuntimeError(f"moe_wna16_marlin_gemm is another version's, not vLLM 0.33's: {schema}")
 
     def prepare(self, weights: MoEInputs) -> _Layer:
-        experts, hidden, half = weights.fc2_weights.shape
-        layer = _Layer(self.operators, self._swiglu, experts, hidden, 2 * half, weights.input.device)
-        layer.load(weights)
-        return layer
+        return _Layer(self.operators, self._swiglu, weights)
 
-    def random(self, experts: int, hidden: int, inter: int, generator: torch.Generator) -> _Layer:
-        """A layer of random weights, for its time: nothing is converted."""
-        layer = _Layer(self.operators, self._swiglu, experts, hidden, inter, generator.device)
-        layer.fill(generator)
-        return layer
+
+def _arranged(matrix: Matrix, parts: int, n: int, k: int) -> Matrix:
+    """In Marlin's order: each of ``parts`` of the rows grown to ``n``, the last one first, and K to ``k``."""
+
+    def grown(tensor: torch.Tensor, *columns: int) -> torch.Tensor:
+        return torch.cat([_grown(part, n, *columns) for part in reversed(tensor.chunk(parts, dim=1))], dim=1)
+
+    packed = torch.stack([repack(expert) for expert in grown(matrix.packed, k // 2)])
+    scales = permute_scales(grown(matrix.scales, k // BLOCK)).view(torch.float8_e8m0fnu)
+    return Matrix(packed, scales, permute_bias(grown(matrix.bias)))
 
 
 class _Layer:
-    def __init__(
-        self, operators: Any, swiglu: Callable[..., None], experts: int, hidden: int, inter: int, device: torch.device
-    ) -> None:
+    def __init__(self, operators: Any, swiglu: Callable[..., None], weights: MoEInputs) -> None:
         self._operators, self._swiglu = operators, swiglu
-        self.experts, self.hidden, self.inter = experts, pad(hidden, 256), pad(inter, 128)
+        self.experts, self.columns, half = weights.fc2_weights.shape
+        self.hidden, self.inter = pad(self.columns, 256), pad(2 * half, 128)
+        device = weights.fc2_weights.device
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         self.locks = torch.zeros(processors * BLOCKS_PER_SM, dtype=torch.int32, device=device)
-
-    def load(self, weights: MoEInputs) -> None:
-        """Lay out ``weights``."""
-        experts, hidden, half = weights.fc2_weights.shape
-        inter = 2 * half
-        assert weights.fc1_bias is not None
-        assert weights.fc2_bias is not None
-        # FC1's rows as [gate; up], each half padded by itself.
-        up, gate = _two_halves(weights.fc1_weights, inter)
-        self.fc1 = torch.stack([self._fc1_expert(gate[e], up[e]) for e in range(experts)])
-        self.fc2 = torch.stack([repack(_grown(expert, self.hidden, self.inter // 2)) for expert in weights.fc2_weights])
-        linear = torch.stack([unswizzle_scales(s, 2 * inter, hidden // BLOCK) for s in weights.fc1_scales])
-        up, gate = _two_halves(linear, inter)
-        rows = [_grown(part, self.inter, self.hidden // BLOCK) for part in (gate, up)]
-        self.fc1_scales = permute_scales(torch.cat(rows, dim=1)).view(torch.float8_e8m0fnu)
-        linear = torch.stack([unswizzle_scales(s, hidden, inter // BLOCK) for s in weights.fc2_scales])
-        self.fc2_scales = permute_scales(_grown(linear, self.hidden, self.inter // BLOCK)).view(torch.float8_e8m0fnu)
-        up, gate = _two_halves(weights.fc1_bias, inter)
-        self.fc1_bias = permute_bias(torch.cat([_grown(part, self.inter) for part in (gate, up)], dim=1))
-        self.fc2_bias = permute_bias(_grown(weights.fc2_bias, self.hidden))
-
-    def fill(self, generator: torch.Generator) -> None:
-        """Random weights; a sum of K products is about 1."""
-        device = generator.device
-
-        def matrix(n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            shape = (self.experts, k // 16, 2 * n)
-            words = torch.randint(-(2**31), 2**31, shape, dtype=torch.int32, device=device, generator=generator)
-            low = 125 - (k.bit_length() + 1) // 2
-            shape = (self.experts, k // BLOCK, n)
-            scales = torch.randint(low, low + 3, shape, dtype=torch.uint8, device=device, generator=generator)
-            bias = 0.1 * torch.randn(self.experts, n, device=device, generator=generator)
-            return words, scales.view(torch.float8_e8m0fnu), bias.bfloat16()
-
-        self.fc1, self.fc1_scales, self.fc1_bias = matrix(2 * self.inter, self.hidden)
-        self.fc2, self.fc2_scales, self.fc2_bias = matrix(self.hidden, self.inter)
-
-    def _fc1_expert(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        return repack(torch.cat([_grown(part, self.inter, self.hidden // 2) for part in (gate, up)]))
+        fc1, fc2 = matrices(weights)
+        self.fc1 = _arranged(fc1, 2, self.inter, self.hidden)  # [gate; up], each half padded by itself
+        self.fc2 = _arranged(fc2, 1, self.hidden, self.inter)
 
     def bind(self, batch: Batch) -> Callable[[], torch.Tensor]:
         inputs = batch.inputs
@@ -173,33 +136,26 @@ class _Layer:
         block = next((b for b in TOKEN_BLOCKS if rows / self.experts / b < FILL), TOKEN_BLOCKS[-1])
         order, owners, used = routing_buffers(rows, self.experts, block, device)
         x = _grown(inputs.input, self.hidden)
-
-        def empty(*shape: int) -> torch.Tensor:
-            return torch.empty(shape, dtype=torch.bfloat16, device=device)
-
-        hidden, activated = empty(rows, 2 * self.inter), empty(rows, self.inter)
-        parts, output = empty(rows, self.hidden), empty(tokens, self.hidden)
+        hidden, activated = x.new_empty(rows, 2 * self.inter), x.new_empty(rows, self.inter)
+        parts, output = x.new_empty(rows, self.hidden), torch.empty_like(x)
         ids, final_scales = inputs.token_selected_experts, inputs.token_final_scales
 
-        def gemm(
-            a: torch.Tensor, c: torch.Tensor, w: torch.Tensor, bias: torch.Tensor, scales: torch.Tensor, top_k: int,
-            weighted: bool, n: int, k: int,
-        ) -> None:  # fmt: skip
+        def gemm(a: torch.Tensor, c: torch.Tensor, matrix: Matrix, top_k: int, weighted: bool) -> None:
             self._operators.moe_wna16_marlin_gemm(
-                a, c, w, bias, scales,
+                a, c, matrix.packed, matrix.bias, matrix.scales,
                 None, None, None,  # no scales of a, no global scale, no zero points
                 self.locks, order, owners, used, final_scales, block, top_k, weighted, FLOAT4_E2M1,
-                a.shape[0], n, k,
+                a.shape[0], c.shape[1], a.shape[1],
                 False, True, False,  # no atomic additions; sums in float32; zero points are no floats
                 -1, -1, -1,  # tile and occupancy: its own choice
             )  # fmt: skip
 
         def run() -> torch.Tensor:
             self._operators.moe_align_block_size(ids, self.experts, block, order, owners, used, None, None)
-            gemm(x, hidden, self.fc1, self.fc1_bias, self.fc1_scales, top_k, False, 2 * self.inter, self.hidden)
+            gemm(x, hidden, self.fc1, top_k, False)
             self._swiglu(hidden, activated, ALPHA, LIMIT)
-            gemm(activated, parts, self.fc2, self.fc2_bias, self.fc2_scales, 1, True, self.hidden, self.inter)
+            gemm(activated, parts, self.fc2, 1, True)
             self._operators.moe_sum(parts.view(tokens, top_k, self.hidden), output, None, None)
-            return output[:, : inputs.fc2_weights.shape[1]]
+            return output[:, : self.columns]
 
         return run

@@ -21,9 +21,9 @@ from triton_kernels.tensor_details import layout
 
 from flashinfer.testing import MoEInputs
 from flashinfer.testing.moe_layers import ALPHA, LIMIT, Batch
-from flashinfer.testing.mxfp_formats import unswizzle_scales
 
-BLOCK = 32
+from . import matrices
+
 NUM_WARPS = 8
 SM12X_TOKEN_BLOCKS = (16, 32)  # more does not fit its shared memory in more than one stage
 
@@ -43,9 +43,8 @@ class TritonKernels:
         return _Layer(weights, self.major == 12)
 
 
-def _interleaved(tensor: torch.Tensor) -> torch.Tensor:
-    """Rows ``[up; gate]`` as gate 0, up 0, gate 1, up 1, ..."""
-    up, gate = tensor.chunk(2, dim=1)
+def _interleaved(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Rows gate 0, up 0, gate 1, up 1, ..."""
     return torch.stack((gate, up), dim=2).flatten(1, 2)
 
 
@@ -63,18 +62,13 @@ def _matrix(packed: torch.Tensor, scales: torch.Tensor) -> tuple[Any, Any]:
 
 class _Layer:
     def __init__(self, weights: MoEInputs, sm12x: bool) -> None:
-        experts, hidden, half = weights.fc2_weights.shape
-        inter = 2 * half
-        self.sm12x = sm12x
-        assert weights.fc1_bias is not None
-        assert weights.fc2_bias is not None
-        linear = torch.stack([unswizzle_scales(s, 2 * inter, hidden // BLOCK) for s in weights.fc1_scales])
-        self.fc1, self.fc1_precision = _matrix(_interleaved(weights.fc1_weights), _interleaved(linear))
-        linear = torch.stack([unswizzle_scales(s, hidden, inter // BLOCK) for s in weights.fc2_scales])
-        self.fc2, self.fc2_precision = _matrix(weights.fc2_weights, linear)
-        self.fc1_bias = _interleaved(weights.fc1_bias).float()
-        self.fc2_bias = weights.fc2_bias.float()
-        self.experts, self.inter = experts, inter
+        self.experts, _, half = weights.fc2_weights.shape
+        self.inter, self.sm12x = 2 * half, sm12x
+        fc1, fc2 = matrices(weights)
+        fc1 = fc1.rows(_interleaved)
+        self.fc1, self.fc1_precision = _matrix(fc1.packed, fc1.scales)
+        self.fc2, self.fc2_precision = _matrix(fc2.packed, fc2.scales)
+        self.fc1_bias, self.fc2_bias = fc1.bias.float(), fc2.bias.float()
         specs = FnSpecs("swiglu", swiglu_fn, ("alpha", "limit"))
         self.activation = FusedActivation(specs, (ALPHA, LIMIT), 2)
 

@@ -14,9 +14,9 @@ from timing import github, reason, relative_error
 
 from flashinfer.sm12x.models import Model as Size
 from flashinfer.sm12x.perfmodel.step import Step, formats_of
-from flashinfer.testing import moe_reference
+from flashinfer.testing import MoEInputs, moe_reference
 
-from .model import ExpertTensors, ForkExperts, MarlinExperts, Model
+from .model import Experts, ForkExperts, Model, fork_experts, marlin_experts, random_experts
 
 SMALL = Size(layers=2, experts=8, vocab=4096)
 STEPS = (Step(3, 300), Step(1, 40, 40))
@@ -31,8 +31,8 @@ a W4A8 layer 2.6 % apart and out of a W4A16 one 0.4 %, both computed in float64.
 class ReferenceExperts(ForkExperts):
     """The float64 reference of the operator."""
 
-    def __init__(self, tensors: ExpertTensors) -> None:
-        super().__init__(tensors, ACTIVATIONS)
+    def __init__(self, weights: MoEInputs) -> None:
+        super().__init__(weights, ACTIVATIONS)
         self.by = "float64"
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -51,20 +51,14 @@ def check(
     """
     formats = tuple(dict.fromkeys(("bf16", *arguments.dense)))
 
-    def model(make: Callable[[torch.Generator], Any]) -> Model:
+    def model(make: Callable[[torch.Generator], Experts]) -> Model:
         return Model(SMALL, make, formats, device=device, positions=4096)
 
-    def fork(generator: torch.Generator) -> ForkExperts:
-        return ForkExperts(ExpertTensors.random(SMALL, generator), ACTIVATIONS)
-
-    stacks: dict[str, Callable[[], Model]] = {"fork": lambda: model(fork)}
-
-    def vllm() -> Model:
-        peer = make_marlin()
-        return model(lambda g: MarlinExperts(peer, SMALL, ExpertTensors.random(SMALL, g), g))
-
-    stacks["vllm"] = vllm
-    reference = model(lambda generator: ReferenceExperts(ExpertTensors.random(SMALL, generator)))
+    stacks: dict[str, Callable[[], Model]] = {
+        "fork": lambda: model(fork_experts(SMALL, ACTIVATIONS)),
+        "vllm": lambda: model(marlin_experts(SMALL, make_marlin())),
+    }
+    reference = model(lambda generator: ReferenceExperts(random_experts(SMALL, generator)))
     lines, wrong = [], False
     for stack in arguments.stacks:
         try:

@@ -30,15 +30,16 @@ from flashinfer.sm12x.perfmodel.step import (
     ENGINE_US,
     LAYER_MODEL,
     REACHED,
+    Given,
     Predicted,
     Step,
     formats_of,
-    given_by,
     predict,
     touched,
 )
 
 from . import picture
+from .predict import rates, span_and_middle, tokens_per_second
 
 HERE = Path(__file__).parent
 PUBLISHED, FROZEN, BY_BYTES = (HERE / name for name in ("published.csv", "hindcast_frozen.csv", "hindcast_bytes.csv"))
@@ -92,12 +93,7 @@ def predicted(row: Figure) -> Predicted:
     server, _, experts = row.engine.partition(" ")
     step = Step(row.sequences, row.context, row.new, row.kv, formats_of(row.dense), fork=False, experts=experts)
     engine = ENGINE_US if server == "vLLM" else (0.0, 0.0)
-    return predict(row.model, step, row.gpus, given_by(loaded(row.gpu), routing=ROUTING, engine_us=engine))
-
-
-def rates(step: Predicted) -> tuple[float, float, float]:
-    """Tokens/s: slow, at the middle of the times, fast."""
-    return step.rate(step.slow), step.middle_rate, step.rate(step.fast)
+    return predict(row.model, step, row.gpus, Given(loaded(row.gpu), routing=ROUTING, engine_us=engine))
 
 
 def earlier(path: Path) -> dict[str, tuple[float, float, float]]:
@@ -107,13 +103,6 @@ def earlier(path: Path) -> dict[str, tuple[float, float, float]]:
             line["name"]: (float(line["slow"]), float(line["middle"]), float(line["fast"]))
             for line in csv.DictReader(file)
         }
-
-
-def span(ends: tuple[float, float, float]) -> str:
-    """Slow to fast and, in brackets, the middle."""
-    digits = 0 if ends[1] >= 1000 else 1
-    slow, middle, fast = (f"{end:,.{digits}f}" for end in ends)
-    return f"{slow} - {fast} ({middle})"
 
 
 def table() -> str:
@@ -129,8 +118,8 @@ def table() -> str:
             [
                 row.name,
                 row.role,
-                *(span(kept[row.name]) if row.name in kept else "-" for kept in before),
-                span(now),
+                *(span_and_middle(*kept[row.name]) if row.name in kept else "-" for kept in before),
+                span_and_middle(*now),
                 f"{row.value:,g}",
                 error,
                 "yes" if fits else "no",
@@ -162,7 +151,7 @@ def inputs() -> str:
 
 def own(model: str, step: Step, device: str = "GB10", ranks: int = 1) -> Predicted:
     """This fork in a server: routing as published, the engine, and of a GB10 the MMA rates that others reached."""
-    return predict(model, step, ranks, given_by(loaded(device), routing=ROUTING, engine_us=ENGINE_US))
+    return predict(model, step, ranks, Given(loaded(device), routing=ROUTING, engine_us=ENGINE_US))
 
 
 FUSED = {"fused_router": True, "fused_attention": True}
@@ -235,8 +224,8 @@ def streams(zipfs: Sequence[float]) -> str:
         for zipf in zipfs:
             routing = Routing(zipf=zipf)
             line.append(f"{touched(MODELS[LAYER_MODEL], step, routing):.0f}")
-            given = given_by(DEVICES["GB10"], routing=(routing, routing))
-            line.append(span(rates(predict(LAYER_MODEL, step, given=given))))
+            given = Given(DEVICES["GB10"], routing=(routing, routing))
+            line.append(tokens_per_second(predict(LAYER_MODEL, step, given=given)))
         body.append(line)
     headers = ["streams", *(head for zipf in zipfs for head in (f"Zipf {zipf:g}: experts", "tokens/s"))]
     return github(body, headers)
@@ -255,7 +244,7 @@ def window_cost(dense: str, window: int, shared: float) -> float:
     routing = Routing(shared=shared)
 
     def middle(step: Step) -> float:
-        done = predict(LAYER_MODEL, step, given=given_by(DEVICES["GB10"], routing=(routing, routing)))
+        done = predict(LAYER_MODEL, step, given=Given(DEVICES["GB10"], routing=(routing, routing)))
         return (done.fast + done.slow) / 2
 
     formats = formats_of(dense)
@@ -300,7 +289,7 @@ def cards() -> str:
         if name == "GB10" or device.gigabytes <= gigabytes:
             continue
         line = [name, model]
-        given = given_by(device)
+        given = Given(device)
         for tokens in (1, 64, PROMPT):
             new = tokens if tokens == PROMPT else 1
             step = Step(
@@ -313,9 +302,9 @@ def cards() -> str:
             layer = next(row for row in predict(model, step, given=given).rows if row.part == "MoE")
             line.append(f"{layer.fast / layer.calls:,.0f} - {layer.slow / layer.calls:,.0f}")
         for dense, count in (("bf16", 1), ("mxfp4", 1), ("mxfp4", 16), ("mxfp4", 64)):
-            line.append(span(rates(own(model, Step(count, 1024, formats=formats_of(dense), **FUSED), name))))
+            line.append(tokens_per_second(own(model, Step(count, 1024, formats=formats_of(dense), **FUSED), name)))
         prompt = Step(1, PROMPT, PROMPT, formats=formats_of("mxfp4"), dense_tokens="mxfp8", fused_router=True)
-        line.append(span(rates(own(model, prompt, name))))
+        line.append(tokens_per_second(own(model, prompt, name)))
         body.append(line)
     headers = [
         "card",

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
+from timing import QUANTIZED_ROWS, quantized
 
 from flashinfer.decode import decode_attention
 from flashinfer.fused_moe import cutlass_fused_moe, router_top_k
@@ -20,13 +21,12 @@ from flashinfer.quantization import mx_cpu
 from flashinfer.sm12x.models import Model as Size
 from flashinfer.sm12x.perfmodel.step import DENSE_FORMATS, Step, TokenFormat
 from flashinfer.testing import MoEInputs
-from flashinfer.testing import moe_layers as layers_module
 from flashinfer.testing.moe_layers import ALPHA, BETA, LIMIT
+from flashinfer.testing.moe_layers import Batch as RoutedBatch
 
 from .operators import EPSILON, PAGE, Batch, Cache, TorchAttention, TorchOperators, rope_table
 
 ROUTER_SCALE = 4.0  # experts' logits lie apart, so that rounding seldom decides which are taken
-QUANTIZED_ROWS = 16_384
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
 
@@ -40,10 +40,8 @@ class Dense:
             if name == "bf16":
                 self.weights[name] = (weight,)
                 continue
-            quantize = mx_cpu.quantize_mxfp4_linear if name == "mxfp4" else mx_cpu.quantize_mxfp8_linear
-            values, scales = zip(*(quantize(rows) for rows in weight.split(QUANTIZED_ROWS)), strict=True)
-            joined = torch.cat([part.view(torch.uint8) for part in values]).view(values[0].dtype)
-            self.weights[name] = (joined, mx_cpu.swizzle_128x4(torch.cat(scales)))
+            values, scales = quantized(weight, name)
+            self.weights[name] = (values, mx_cpu.swizzle_128x4(scales))
 
     def __call__(self, x: torch.Tensor, weights: str, tokens: TokenFormat) -> torch.Tensor:
         values, *scales = self.weights[weights]
@@ -60,37 +58,26 @@ class Experts(Protocol):
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor: ...
 
 
-@dataclasses.dataclass(frozen=True)
-class ExpertTensors:
-    """A layer's experts as ``cutlass_fused_moe`` takes them: rows of FC1 are [up; gate], scales swizzled."""
+def random_experts(size: Size, generator: torch.Generator) -> MoEInputs:
+    """A layer's experts, random, as the W4A16 call has them; without tokens and their routing."""
+    device, e = generator.device, size.experts
+    nothing = torch.empty(0, device=device)
 
-    fc1: torch.Tensor
-    fc1_scales: torch.Tensor
-    fc1_bias: torch.Tensor
-    fc2: torch.Tensor
-    fc2_scales: torch.Tensor
-    fc2_bias: torch.Tensor
+    def matrix(rows: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        values = torch.randint(0, 256, (e, rows, k // 2), dtype=torch.uint8, device=device, generator=generator)
+        # e2m1's codes have a root mean square of 2.9; a row's sum of K products is to be about 1.
+        low = 125 - (k.bit_length() + 1) // 2
+        shape = (e, -(-rows // 128) * 128, -(-k // 128) * 4)
+        scales = torch.randint(low, low + 3, shape, dtype=torch.uint8, device=device, generator=generator)
+        return values, scales, normal(e, rows, scale=0.1, generator=generator)
 
-    @classmethod
-    def random(cls, size: Size, generator: torch.Generator) -> ExpertTensors:
-        device, e = generator.device, size.experts
-
-        def matrix(rows: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            values = torch.randint(0, 256, (e, rows, k // 2), dtype=torch.uint8, device=device, generator=generator)
-            # e2m1's codes have a root mean square of 2.9; a row's sum of K products is to be about 1.
-            low = 125 - (k.bit_length() + 1) // 2
-            shape = (e, -(-rows // 128) * 128, -(-k // 128) * 4)
-            scales = torch.randint(low, low + 3, shape, dtype=torch.uint8, device=device, generator=generator)
-            return values, scales, normal(e, rows, scale=0.1, generator=generator)
-
-        return cls(*matrix(2 * size.inter, size.hidden), *matrix(size.hidden, size.inter))
-
-    def inputs(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> MoEInputs:
-        """The W4A16 call."""
-        return MoEInputs(
-            x, ids, weights, self.fc1, self.fc1_scales, self.fc2, self.fc2_scales, fc1_bias=self.fc1_bias,
-            fc2_bias=self.fc2_bias,
-        )  # fmt: skip
+    *fc1, fc1_bias = matrix(2 * size.inter, size.hidden)
+    *fc2, fc2_bias = matrix(size.hidden, size.inter)
+    alpha, beta, limit = (torch.full((e,), value, device=device) for value in (ALPHA, BETA, LIMIT))
+    return MoEInputs(
+        nothing, nothing, nothing, *fc1, *fc2, fc1_bias=fc1_bias, fc2_bias=fc2_bias, swiglu_alpha=alpha, swiglu_beta=beta,
+        swiglu_limit=limit,
+    )  # fmt: skip
 
 
 def normal(*shape: int, scale: float, generator: torch.Generator) -> torch.Tensor:
@@ -104,41 +91,32 @@ def normal(*shape: int, scale: float, generator: torch.Generator) -> torch.Tenso
 class ForkExperts:
     """This fork's layer: ``activations`` "a8", MXFP8 inside, or "a16"."""
 
-    def __init__(self, tensors: ExpertTensors, activations: str) -> None:
+    def __init__(self, weights: MoEInputs, activations: str) -> None:
         self.by = f"fork cutlass_fused_moe, W4{activations.upper()}"
-        self.tensors = tensors
-        experts, device = tensors.fc1.shape[0], tensors.fc1.device
-        alpha, beta, limit, one = (torch.full((experts,), value, device=device) for value in (ALPHA, BETA, LIMIT, 1.0))
-        self._changes: dict[str, Any] = {"swiglu_alpha": alpha, "swiglu_beta": beta, "swiglu_limit": limit}
         if activations == "a8":
-            self._changes |= {"fc1_global": one, "fc2_global": one}
+            one = torch.ones(len(weights.fc1_weights), device=weights.fc1_weights.device)
+            weights = dataclasses.replace(weights, fc1_global=one, fc2_global=one)
+        self.weights = weights
 
     def inputs(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> MoEInputs:
         """The call."""
-        return dataclasses.replace(self.tensors.inputs(x, ids, weights), **self._changes)
+        return dataclasses.replace(self.weights, input=x, token_selected_experts=ids, token_final_scales=weights)
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return cutlass_fused_moe(**self.inputs(x, ids, weights).arguments())
 
 
 class MarlinExperts:
-    """vLLM's Marlin; ``tensors`` None: random ones in its own layout."""
+    """vLLM's Marlin (:mod:`peers.marlin`)."""
 
     by = "vLLM Marlin, W4A16"
 
-    def __init__(self, peer: Any, size: Size, tensors: ExpertTensors | None, generator: torch.Generator) -> None:
-        e, device = size.experts, generator.device
-        placeholder = torch.empty((e, size.hidden, size.inter // 2), device="meta")
-        nothing = torch.empty(0, device=device)
-        if tensors is not None:
-            self._layer = peer.prepare(tensors.inputs(nothing, nothing, nothing))
-        else:
-            self._layer = peer.random(e, size.hidden, size.inter, generator)
-        self._empty = MoEInputs(nothing, nothing, nothing, placeholder, nothing, placeholder, nothing)
+    def __init__(self, peer: Any, weights: MoEInputs) -> None:
+        self._layer, self._nothing = peer.prepare(weights), weights.input
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        inputs = dataclasses.replace(self._empty, input=x, token_selected_experts=ids, token_final_scales=weights)
-        return self._layer.bind(layers_module.Batch(inputs, weights))()
+        inputs = MoEInputs(x, ids, weights, *[self._nothing] * 4)
+        return self._layer.bind(RoutedBatch(inputs, weights))()
 
 
 @dataclasses.dataclass
@@ -320,9 +298,9 @@ class Model:
 
 def fork_experts(size: Size, activations: str) -> Callable[[torch.Generator], ForkExperts]:
     """For :class:`Model`: this fork's, random."""
-    return lambda generator: ForkExperts(ExpertTensors.random(size, generator), activations)
+    return lambda generator: ForkExperts(random_experts(size, generator), activations)
 
 
 def marlin_experts(size: Size, peer: Any) -> Callable[[torch.Generator], MarlinExperts]:
-    """For :class:`Model`: vLLM's Marlin (:mod:`peers.marlin`), random."""
-    return lambda generator: MarlinExperts(peer, size, None, generator)
+    """For :class:`Model`: vLLM's, random."""
+    return lambda generator: MarlinExperts(peer, random_experts(size, generator))

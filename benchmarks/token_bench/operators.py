@@ -209,6 +209,15 @@ class XqaAttention:
         )
 
 
+def paged(q: torch.Tensor, kv: torch.Tensor, cache: Cache, batch: Batch) -> dict[str, Any]:
+    """What vLLM's attentions of pages take alike."""
+    keys, values = kv.transpose(2, 3).unbind(1)
+    return {
+        "q": q, "k": keys, "v": values, "cu_seqlens_q": batch.starts, "max_seqlen_q": batch.new, "seqused_k": batch.lengths,
+        "max_seqlen_k": batch.context, "softmax_scale": q.shape[-1] ** -0.5, "causal": True, "block_table": cache.table,
+    }  # fmt: skip
+
+
 class TritonAttention:
     """vLLM's TRITON_ATTN kernel, which decodes and prefills."""
 
@@ -229,22 +238,12 @@ class TritonAttention:
     def __call__(
         self, q: torch.Tensor, kv: torch.Tensor, cache: Cache, batch: Batch, sinks: torch.Tensor, window: int
     ) -> torch.Tensor:
-        keys, values = kv.transpose(2, 3).unbind(1)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        scale = self._one.expand(batch.sequences, keys.shape[2])
+        scale = self._one.expand(batch.sequences, kv.shape[2])
         self._call(
-            q=q,
-            k=keys,
-            v=values,
+            **paged(q, kv, cache, batch),
             out=out,
-            cu_seqlens_q=batch.starts,
-            max_seqlen_q=batch.new,
-            seqused_k=batch.lengths,
-            max_seqlen_k=batch.context,
-            softmax_scale=q.shape[-1] ** -0.5,
-            causal=True,
             window_size=(window - 1, 0) if window else (-1, -1),
-            block_table=cache.table,
             softcap=0,
             q_descale=None,
             k_descale=scale,
@@ -255,7 +254,7 @@ class TritonAttention:
             softmax_segm_max=self._max,
             softmax_segm_expsum=self._sum,
             sinks=sinks,
-            kv_quant_mode=self._modes[keys.dtype],
+            kv_quant_mode=self._modes[kv.dtype],
         )
         return out
 
@@ -272,24 +271,14 @@ class Fa3Attention:
     def __call__(
         self, q: torch.Tensor, kv: torch.Tensor, cache: Cache, batch: Batch, sinks: torch.Tensor, window: int
     ) -> torch.Tensor:
-        keys, values = kv.transpose(2, 3).unbind(1)
-        if keys.dtype != q.dtype:
+        if kv.dtype != q.dtype:
             raise ValueError("FlashAttention 3 is measured with a bf16 cache: with fp8 it wants fp8 queries")
         # It wants them in the queries' type; a model would keep them so.
         if sinks.data_ptr() not in self._sinks:
             self._sinks[sinks.data_ptr()] = sinks.to(q.dtype)
         return self._call(
-            q=q,
-            k=keys,
-            v=values,
-            max_seqlen_q=batch.new,
-            cu_seqlens_q=batch.starts,
-            max_seqlen_k=batch.context,
-            seqused_k=batch.lengths,
-            softmax_scale=q.shape[-1] ** -0.5,
-            causal=True,
+            **paged(q, kv, cache, batch),
             window_size=[window - 1, 0] if window else [-1, -1],
-            block_table=cache.table,
             fa_version=3,
             s_aux=self._sinks[sinks.data_ptr()],
         )

@@ -41,6 +41,21 @@ def span(fast: float, slow: float, digits: int = 1) -> str:
     return f"{fast:,.{digits}f} - {slow:,.{digits}f}"
 
 
+def tokens_per_second(predicted: Predicted) -> str:
+    """Slow to fast and, in brackets, at the middle of the times."""
+    return span_and_middle(*rates(predicted))
+
+
+def rates(predicted: Predicted) -> tuple[float, float, float]:
+    """Tokens/s: slow, at the middle of the times, fast."""
+    return predicted.rate(predicted.slow), predicted.middle_rate, predicted.rate(predicted.fast)
+
+
+def span_and_middle(slow: float, middle: float, fast: float) -> str:
+    digits = 0 if middle >= 1000 else 1
+    return f"{span(slow, fast, digits)} ({middle:,.{digits}f})"
+
+
 def by_part(predicted: Sequence[Predicted], names: Sequence[str]) -> str:
     """Parts of several predictions of the same step, side by side: microseconds of all calls."""
     headers = ["part", "calls"]
@@ -69,7 +84,7 @@ def by_context(model: str, ranks: int, **fused: bool) -> str:
         steps = [
             predict(model, Step(1, context, 1, kv, formats_of(weights), **fused), ranks) for kv, weights in columns
         ]
-        body.append([f"{context:,}", *(f"{rates(each)} ({each.middle_rate:.1f})" for each in steps)])
+        body.append([f"{context:,}", *map(tokens_per_second, steps)])
     headers = ["context", *(f"{weights}, {kv} KV" for kv, weights in columns)]
     return github(body, headers)
 
@@ -118,15 +133,11 @@ def side_by_side(before: Predicted, after: Predicted) -> str:
         [a.part, a.by, span(b.fast, b.slow, 0), f"{a.fast:,.0f}" if a.fast == a.slow else span(a.fast, a.slow, 0)]
         for b, a in zip(before.rows, after.rows, strict=True)
     ]
-    for name, each in (("all, us", lambda p: span(p.fast, p.slow, 0)), ("tokens/s", rates)):
-        body.append([name, "", each(before), each(after)])
+    steps = (before, after)
+    body.append(["all, us", "", *(span(each.fast, each.slow, 0) for each in steps)])
+    body.append(["tokens/s", "", *(span(each.rate(each.slow), each.rate(each.fast)) for each in steps)])
     headers = ["part", "by", "predicted us", "with the report us"]
     return github(body, headers)
-
-
-def rates(predicted: Predicted) -> str:
-    """Tokens/s, slow and fast."""
-    return span(predicted.rate(predicted.slow), predicted.rate(predicted.fast))
 
 
 def headline(ranks: int, model: str = LAYER_MODEL, given: Given | None = None, **fused: bool) -> list[Predicted]:

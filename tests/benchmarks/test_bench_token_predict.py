@@ -13,11 +13,13 @@ from typing import Any
 import bench_token
 import pytest
 from emulate import CONTEXTS, DECODE, PREFILL
+from printed import cells
 from token_bench import predict, results
 
 from flashinfer.sm12x.models import MODELS, matrix_bytes
 from flashinfer.sm12x.perfmodel import moe
 from flashinfer.sm12x.perfmodel import step as model
+from flashinfer.sm12x.perfmodel.devices import GB10
 from flashinfer.sm12x.perfmodel.gb10 import FAST, FIXED_US, MIDDLE
 from flashinfer.sm12x.perfmodel.step import (
     ALL_REDUCE_US,
@@ -31,6 +33,7 @@ from flashinfer.sm12x.perfmodel.step import (
     formats_of,
     from_report,
     kept,
+    kept_kernel,
     parts_of,
 )
 from flashinfer.sm12x.probe import layer
@@ -43,12 +46,20 @@ def step_of(weights: str, context: int = 1024, **named: Any) -> Step:
     return Step(1, context, formats=formats_of(weights), **named)
 
 
+def rows_of(predicted: model.Predicted) -> dict[str, model.Row]:
+    return {row.part: row for row in predicted.rows}
+
+
+def bytes_of(step: Step) -> dict[str, float]:
+    return {part.name: part.bytes for part in parts_of(MODELS[MODEL], step)}
+
+
 def test_kept_kernels_are_of_todays_sizes() -> None:
     """Weights of each kept line; the experts' times are those of the doctor's fits, which are of MXFP8 input.
 
     What the layer does beside, with bf16 input, is less than 1 %.
     """
-    lines = kept()
+    lines = kept().values()
     for line in lines:
         if line.kind == "MoE":
             experts = MODELS[line.model].split(line.ranks).moe
@@ -60,14 +71,11 @@ def test_kept_kernels_are_of_todays_sizes() -> None:
         n, k = MODELS[line.model].split(line.ranks).matrices[line.kind]
         assert line.megabytes == matrix_bytes(n, k, line.weights) / 1e6
     for tokens in (1, 4, 64, 2048):
-        (line,) = [
-            each for each in lines if (each.kind, each.model, each.ranks, each.tokens) == ("MoE", MODEL, 1, tokens)
-        ]
+        line = kept_kernel("MoE", MODEL, 1, tokens, "mxfp4", "mxfp8")
         assert (line.fast, line.slow) == pytest.approx(
             moe.predicted_range(MODELS[MODEL].moe, layer.MODE, tokens), rel=0.01
         )
-    keys = {tuple(value for value in dataclasses.astuple(line) if not isinstance(value, float)) for line in lines}
-    assert len(keys) == len(lines)
+    assert len(lines) == len(model.KERNELS.read_text(encoding="utf-8").splitlines()) - 1
     assert {line.tokens for line in lines} == {*DECODE, *PREFILL}
 
 
@@ -91,57 +99,51 @@ def test_ranges_are_in_order_and_add_up() -> None:
 
 def test_a_small_part_is_its_bytes_and_a_launch() -> None:
     step = step_of("bf16", 8192)
-    rows = {row.part: row for row in model.predict(MODEL, step).rows}
-    parts = {part.name: part.bytes for part in parts_of(MODELS[MODEL], step)}
-    norms = rows["norms"]
-    assert norms.fast == pytest.approx(parts["norms"] / 236e3 + 73 * FIXED_US["small"][0])
-    assert norms.slow == pytest.approx(parts["norms"] / 220e3 + 73 * FIXED_US["small"][1])
-    qkv = rows["QKV"]
-    assert qkv.fast == pytest.approx(parts["QKV"] / 236e3 + 36 * FIXED_US["gemm"][0])
+    rows, parts = rows_of(model.predict(MODEL, step)), bytes_of(step)
+    assert rows["norms"].fast == pytest.approx(parts["norms"] / 236e3 + 73 * FIXED_US["small"][0])
+    assert rows["norms"].slow == pytest.approx(parts["norms"] / 220e3 + 73 * FIXED_US["small"][1])
+    assert rows["QKV"].fast == pytest.approx(parts["QKV"] / 236e3 + 36 * FIXED_US["gemm"][0])
     attention = rows["attention, full"]
     assert attention.slow == pytest.approx(1.1 * parts["attention, full"] / 220e3 + 18 * FIXED_US["attention"][1])
 
 
-def test_the_forks_router_takes_three_parts_in_two_launches() -> None:
-    (one, two), step = (predict.headline(1, fused_router=fused)[2] for fused in (False, True)), step_of("mxfp4")
-    before, after = ({row.part: row for row in each.rows} for each in (one, two))
-    assert "top-k" not in after
-    assert (after["norms"].calls, before["norms"].calls) == (37, 73)
-    bytes_ = {part.name: part.bytes for part in parts_of(MODELS[MODEL], dataclasses.replace(step, fused_router=True))}
-    # The bytes are those counted, within 1 % of the part's own.
-    assert after["router"].slow == pytest.approx(bytes_["router"] / 220e3 + 36 * FIXED_US["router"][1], rel=0.01)
-    assert after["router"].by == "fork, virtual SM121"
-    changed = {"norms", "router", "top-k"}
-    assert {name: row for name, row in after.items() if name not in changed} == {
-        name: row for name, row in before.items() if name not in changed
-    }
+@pytest.mark.parametrize(
+    ("fused", "gone", "part", "changed", "fixed", "off"),
+    [
+        ("fused_router", {"top-k"}, "router", {"norms", "router"}, 36 * FIXED_US["router"][1], 0.01),
+        (
+            "fused_attention",
+            {"rope", "KV write"},
+            "attention, full",
+            {"attention, full", "attention, window"},
+            18 * FIXED_US["decode_attention"][1],
+            0.05,
+        ),
+    ],
+)
+def test_a_kernel_of_the_forks_takes_several_parts(
+    fused: str, gone: set[str], part: str, changed: set[str], fixed: float, off: float
+) -> None:
+    """Its bytes are those counted, within ``off`` of the part's own; other parts stay as they were."""
+    one, two = (predict.headline(1, **{fused: used})[2] for used in (False, True))
+    before, after = rows_of(one), rows_of(two)
+    assert set(before) - set(after) == gone
+    assert {name for name, row in after.items() if row != before[name]} == changed
+    assert after[part].by == "fork, virtual SM121"
+    bytes_ = bytes_of(step_of("mxfp4", **{fused: True}))[part]
+    assert after[part].slow == pytest.approx(bytes_ / 220e3 + fixed, rel=off)
     assert two.middle_rate > one.middle_rate
-
-
-def test_the_forks_attention_takes_three_parts_in_one_launch() -> None:
-    (one, two), step = (predict.headline(1, fused_attention=fused)[2] for fused in (False, True)), step_of("mxfp4")
-    before, after = ({row.part: row for row in each.rows} for each in (one, two))
-    assert set(before) - set(after) == {"rope", "KV write"}
-    fused = dataclasses.replace(step, fused_attention=True)
-    bytes_ = {part.name: part.bytes for part in parts_of(MODELS[MODEL], fused)}["attention, full"]
-    own = 1024 * 2 * 8 * 64 * 2 + 2 * 64 * 64 * 2 + 64 * 4 + 2 * 8 * 64 * 2 + 64 * 2
-    assert bytes_ == 18 * own
-    counted = after["attention, full"]
-    assert counted.by == "fork, virtual SM121"
-    assert counted.slow == pytest.approx(bytes_ / 220e3 + 18 * FIXED_US["decode_attention"][1], rel=0.05)
-    (elsewhere,) = [
-        row
-        for row in model.predict(MODEL, step_of("mxfp4", 1000, fused_attention=True)).rows
-        if row.part == "attention, full"
-    ]
+    if part == "router":
+        assert (after["norms"].calls, before["norms"].calls) == (37, 73)
+        return
+    assert bytes_ == 18 * (1024 * 2 * 8 * 64 * 2 + 2 * 64 * 64 * 2 + 64 * 4 + 2 * 8 * 64 * 2 + 64 * 2)
+    elsewhere = rows_of(model.predict(MODEL, step_of("mxfp4", 1000, fused_attention=True)))[part]
     assert elsewhere.by == "bytes + launch"  # no such context was run
-    assert elsewhere.slow == pytest.approx(counted.slow, rel=0.1)
-    assert after["O"] == before["O"]
-    assert two.middle_rate > one.middle_rate
+    assert elsewhere.slow == pytest.approx(after[part].slow, rel=0.1)
 
 
 def test_a_prompt_is_bound_by_arithmetic() -> None:
-    rows = {row.part: row for row in model.predict(MODEL, step_of("bf16", 2048, new=2048)).rows}
+    rows = rows_of(model.predict(MODEL, step_of("bf16", 2048, new=2048)))
     cycles = 48 * 2.418e3
     n, k = MODELS[MODEL].matrices["QKV"]
     flops = 2 * 2048 * n * k
@@ -151,7 +153,7 @@ def test_a_prompt_is_bound_by_arithmetic() -> None:
     fast = 4 * 64 * 64 * pairs / (1024 * 0.73 * cycles)
     assert rows["attention, full"].fast == pytest.approx(18 * (fast + FIXED_US["attention"][0]))
     # One sequence's logits: as in decode.
-    decode = {row.part: row for row in model.predict(MODEL, step_of("bf16")).rows}
+    decode = rows_of(model.predict(MODEL, step_of("bf16")))
     assert rows["LM head"] == decode["LM head"]
 
 
@@ -208,11 +210,10 @@ def a_line(**named: Any) -> Kernel:
 
 
 def test_a_measured_rate_moves_what_dram_binds() -> None:
-    line = a_line()
-    assert model.on_fork(line, Given()) == (line.fast, line.slow)
-    assert model.on_fork(line, Given(dram=(200.0, 200.0))) == pytest.approx((116.5 + 5, 116.5 + 12))
-    bound = dataclasses.replace(line, bound="mma")
-    assert model.on_fork(bound, Given(dram=(200.0, 200.0))) == (line.fast, line.slow)
+    line, slower = a_line(), dataclasses.replace(GB10, dram=(200.0, 200.0))
+    assert model.on_device(line, False, slower) == pytest.approx((116.5 + 5, 116.5 + 12))
+    bound = a_line(mma=120.0, fast=125.0, slow=132.0, bound="mma")
+    assert model.on_device(bound, True, slower) == (bound.fast, bound.slow)
 
 
 @pytest.fixture
@@ -232,14 +233,15 @@ def report(tmp_path: Path) -> Path:
 
 def test_a_report_takes_the_place_of_ranges(report: Path) -> None:
     given = from_report(report)
-    assert given == Given((210.0, 210.0), (600.0, 600.0), pytest.approx((2.5, 4.5)), {1: 290.0, 64: 7000.0})
-    rows = {row.part: row for row in model.predict(MODEL, step_of("bf16"), given=given).rows}
+    slower = dataclasses.replace(GB10, dram=(210.0, 210.0), bf16=(600.0, 600.0))
+    assert given == Given(slower, pytest.approx((2.5, 4.5)), {1: 290.0, 64: 7000.0})
+    rows = rows_of(model.predict(MODEL, step_of("bf16"), given=given))
     assert rows["MoE"].fast == rows["MoE"].slow == 36 * 290.0
-    parts = {part.name: part.bytes for part in parts_of(MODELS[MODEL], step_of("bf16"))}
+    parts = bytes_of(step_of("bf16"))
     assert rows["LM head"].fast == pytest.approx(parts["LM head"] / 210e3 + FIXED_US["gemm"][0])
     # Layers of other shapes were not measured.
     assert model.predict(MODEL, step_of("bf16"), 2, given).rows != model.predict(MODEL, step_of("bf16"), 2).rows
-    two = {row.part: row for row in model.predict(MODEL, step_of("bf16"), 2, given).rows}
+    two = rows_of(model.predict(MODEL, step_of("bf16"), 2, given))
     assert two["MoE"].fast < two["MoE"].slow
 
 
@@ -252,10 +254,8 @@ def test_prediction_and_report_stand_side_by_side(
     before, after = (predict.headline(1, MODEL, given, **fused)[0] for given in (None, from_report(report)))
     table = predict.side_by_side(before, after)
     assert table in out
-    moe = next(line for line in table.splitlines() if line.startswith("| MoE"))
-    cells = [cell.strip() for cell in moe.strip("|").split("|")]
-    (row,) = [row for row in before.rows if row.part == "MoE"]
-    assert cells == ["MoE", "fork, measured", predict.span(row.fast, row.slow, 0), "10,440"]
+    row = rows_of(before)["MoE"]
+    assert ["MoE", "fork, measured", predict.span(row.fast, row.slow, 0), "10,440"] in cells(table)
     assert re.search(r"^published, 2 Sparks, vLLM CUTLASS, context [\d,]+, tokens/s: 71.43$", out, re.MULTILINE)
     assert (tmp_path / "t_predicted.md").read_text(encoding="utf-8").strip() in out
 
@@ -275,9 +275,9 @@ def test_a_step_measured_on_a_gb10_has_its_prediction_beside_it(tmp_path: Path) 
         assert text.count("predicted us") == tables
         if tables:
             predicted = model.predict(MODEL, step)
-            (row,) = [row for row in predicted.rows if row.part == "O"]
-            (line,) = [line for line in text.splitlines() if line.startswith("| O ") and line.count("|") == 9]
-            assert line.split("|")[-2].strip() == predict.span(row.fast, row.slow, 0)
+            row = rows_of(predicted)["O"]
+            (line,) = [line for line in cells(text) if line[0] == "O" and len(line) == 8]
+            assert line[-1] == predict.span(row.fast, row.slow, 0)
             assert predict.span(predicted.fast, predicted.slow, 0) in text
     assert predict.of_measured(dataclasses.replace(steps[0], step=dataclasses.replace(step, sequences=100))) is None
 
@@ -299,23 +299,17 @@ def test_a_report_of_no_use_is_refused(text: str, why: str, tmp_path: Path, caps
 
 def test_tables_hold_what_was_predicted() -> None:
     steps = predict.headline(1)
-    table = [
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in predict.by_part(steps, DENSE_FORMATS).splitlines()
-    ]
-    rows = {line[0]: line for line in table}
-    for name, row in zip(
-        MATRICES, (next(r for r in steps[2].rows if r.part == name) for name in MATRICES), strict=True
-    ):
+    rows, mxfp4 = {line[0]: line for line in cells(predict.by_part(steps, DENSE_FORMATS))}, rows_of(steps[2])
+    for name in MATRICES:
+        row = mxfp4[name]
         assert rows[name][-3:] == [
             f"{row.bytes / 1e6:,.1f}",
             f"{row.bytes / MIDDLE.dram_gb_per_second / 1e3:,.0f}",
             predict.span(row.fast, row.slow, 0),
         ]
     assert rows["all"][-1] == predict.span(steps[2].fast, steps[2].slow, 0)
-    assert len(predict.overview(steps).splitlines()) == 2 + len(steps)
-    by_context = predict.by_context(MODEL, 2).splitlines()
+    assert len(cells(predict.overview(steps))) == 1 + len(steps)
+    by_context = {line[0]: line for line in cells(predict.by_context(MODEL, 2))}
     one = model.predict(MODEL, step_of("mxfp4", 8192, kv="fp8"), 2)
-    (line,) = [text for text in by_context if text.startswith("| 8,192")]
-    assert f"{predict.rates(one)} ({one.middle_rate:.1f})" == line.strip("|").split("|")[-1].strip()
-    assert set(itertools.chain(*(line.split(":")[0:1] for line in model.told()))) >= {"DRAM", "attention's cache"}
+    assert by_context["8,192"][-1] == predict.tokens_per_second(one)
+    assert {line.split(":")[0] for line in model.told()} >= {"DRAM", "attention's cache"}

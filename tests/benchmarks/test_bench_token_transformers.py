@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from peers import matrices
 from token_bench.model import Dense, ForkExperts, Layer, Model, fork_experts
 from token_bench.operators import PAGE, Batch
 
@@ -34,25 +35,15 @@ def wide(dense: Dense, weights: str) -> torch.Tensor:
 
 def experts_of(experts: ForkExperts) -> dict[str, torch.Tensor]:
     """transformers' parameters: gate and up in turn, inputs first."""
-    tensors = experts.tensors
+
+    def in_turn(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return torch.stack([gate, up], dim=2).flatten(1, 2)
+
     parts = {}
-    for name, values, scales, bias in (
-        ("gate_up_proj", tensors.fc1, tensors.fc1_scales, tensors.fc1_bias),
-        ("down_proj", tensors.fc2, tensors.fc2_scales, tensors.fc2_bias),
-    ):
-        _, rows, half = values.shape
-        matrix = torch.stack(
-            [
-                dequantize_mxfp4(v, unswizzle_scales(s, rows, half // 16)).float()
-                for v, s in zip(values, scales, strict=True)
-            ]
-        )
-        if name == "gate_up_proj":
-            up, gate = matrix.chunk(2, dim=1)
-            matrix = torch.stack([gate, up], dim=2).flatten(1, 2)
-            up, gate = bias.chunk(2, dim=1)
-            bias = torch.stack([gate, up], dim=2).flatten(1, 2)
-        parts[name], parts[f"{name}_bias"] = matrix.transpose(1, 2).contiguous(), bias.float()
+    fc1, fc2 = matrices(experts.weights)
+    for name, (packed, scales, bias) in (("gate_up_proj", fc1.rows(in_turn)), ("down_proj", fc2)):
+        wide = torch.stack([dequantize_mxfp4(*expert).float() for expert in zip(packed, scales, strict=True)])
+        parts[name], parts[f"{name}_bias"] = wide.transpose(1, 2).contiguous(), bias.float()
     return parts
 
 

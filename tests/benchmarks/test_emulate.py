@@ -14,6 +14,7 @@ import emulate
 import format_error
 import pytest
 import torch
+from printed import cells
 
 from flashinfer.jit import env as jit_env
 from flashinfer.jit.sm12x.instances import DENSE_INSTANCES, INSTANCES, Instance
@@ -305,9 +306,7 @@ def test_tables_without_a_gpu_say_what_they_are(
     assert "GB10 (SM121): prediction, not a measurement" in printed
     for line in gb10.told("MoE"):
         assert f"- {line}\n" in printed
-    head, _, *rows = (
-        [cell.strip() for cell in line.strip("|").split("|")] for line in printed.splitlines() if line[:1] == "|"
-    )
+    head, *rows = cells(printed)
     for model in ("gpt-oss-120b", "gpt-oss-20b"):
         tokens = [row[2] for row in rows if row[:2] == [model, "W4A16"]]
         assert tokens == ["1", "2", "4", "8", "16", "32", "64", "2,048", "8,192"]
@@ -361,7 +360,7 @@ def test_what_the_doctors_probe_times_is_predicted(tmp_path: Path, monkeypatch: 
     assert moe.known_fits(layer.MODE, (0, 1), MOE[:2]) == []
     assert moe.predicted_range(MOE, 2, 1) is None
     monkeypatch.setattr(moe, "FITS", tmp_path / "fits.csv")
-    moe.FITS.write_text(moe.fits_as_csv({(2, (0, 1), (64, 32)): fits, (0, (0, 1), (64, 32)): []}))
+    moe.write_fits(moe.FITS, [(moe.columns(2, (0, 1), (64, 32)), fits), (moe.columns(0, (0, 1), (64, 32)), [])])
     assert moe.known_fits(2, (0, 1), (64, 32)) == fits
 
 

@@ -13,16 +13,17 @@ import bench_token
 import pytest
 import torch
 from token_bench import hindcast
+from token_bench.predict import rates, tokens_per_second
 
 import flashinfer
 from flashinfer.sm12x.models import MODELS, MoELayer, matrix_bytes
 from flashinfer.sm12x.perfmodel import gb10
 from flashinfer.sm12x.perfmodel import step as model
 from flashinfer.sm12x.perfmodel.devices import DEVICES, GB10
-from flashinfer.sm12x.perfmodel.moe import known_fits, mean_work, planned
+from flashinfer.sm12x.perfmodel.moe import mean_work
 from flashinfer.sm12x.perfmodel.peers import PEERS
-from flashinfer.sm12x.perfmodel.routing import PUBLISHED, UNIFORM, Routing, routed
-from flashinfer.sm12x.perfmodel.step import Step, formats_of, given_by, kept, on_device, predict
+from flashinfer.sm12x.perfmodel.routing import PUBLISHED, Routing, routed
+from flashinfer.sm12x.perfmodel.step import Given, Step, formats_of, kept_kernel, on_device, predict
 
 REPO = Path(bench_token.__file__).parents[1]
 SM12X = Path(flashinfer.__file__).parent / "sm12x"
@@ -68,10 +69,10 @@ def test_no_published_figure_stands_in_the_predicting_code() -> None:
 
 def test_a_prediction_does_not_read_what_was_published(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     rows = hindcast.rows()
-    before = [hindcast.rates(hindcast.predicted(row)) for row in rows]
+    before = [rates(hindcast.predicted(row)) for row in rows]
     monkeypatch.setattr(hindcast, "PUBLISHED", tmp_path / "absent.csv")
     mean_work.cache_clear()
-    after = [hindcast.rates(hindcast.predicted(dataclasses.replace(row, value=math.nan))) for row in rows]
+    after = [rates(hindcast.predicted(dataclasses.replace(row, value=math.nan))) for row in rows]
     assert after == before
 
 
@@ -99,8 +100,9 @@ def test_the_command_counts_rows_inside(capsys: pytest.CaptureFixture[str], tmp_
     assert sum(" yes" in line[-12:] for line in lines) == inside
     page = (REPO / "docs" / "hindcast.md").read_text(encoding="utf-8")
     assert out.splitlines()[-1] in page
-    for row in hindcast.rows():  # the page has what is predicted today
-        assert hindcast.span(hindcast.rates(hindcast.predicted(row))) in page, row.name
+    steps = {row.name: hindcast.predicted(row) for row in hindcast.rows()} | hindcast.own_steps()
+    for name, step in steps.items():  # the page has what is predicted today
+        assert tokens_per_second(step) in page, name
 
 
 def entropy_and_gini(zipf: float) -> tuple[float, float]:
@@ -134,46 +136,28 @@ def test_a_token_keeps_a_share_of_the_experts_before_it() -> None:
 
 
 def test_skew_touches_fewer_experts_and_one_stream_as_many() -> None:
-    size, given = MODELS["gpt-oss-120b"], given_by(GB10)
+    size, given = MODELS["gpt-oss-120b"], Given(GB10)
     touched = [model.touched(size, Step(32, 1024), Routing(zipf=zipf)) for zipf in (0.0, 0.9, 1.5)]
     assert touched[0] > touched[1] > touched[2] > 4
     assert model.touched(size, Step(1, 1024), PUBLISHED[0]) == 4
     plain, skewed = (
         predict("gpt-oss-120b", Step(32, 1024, formats=formats_of("mxfp4")), given=each)
-        for each in (given, given_by(GB10, routing=PUBLISHED))
+        for each in (given, Given(GB10, routing=PUBLISHED))
     )
     assert skewed.fast < skewed.slow < plain.fast
     assert {row.part: row for row in skewed.rows}["O"] == {row.part: row for row in plain.rows}["O"]
 
 
-def test_kept_experts_and_those_by_fits_agree() -> None:
-    """Where both exist: at the batches that are kept."""
-    size = MODELS["gpt-oss-120b"]
-    for tokens in (1, 4, 64):
-        assert known_fits(0, planned(size.moe, 0, tokens), (size.hidden, size.inter))
-        by_kept = model.fork_experts("gpt-oss-120b", size, Step(tokens, 1024), given_by(GB10))
-        by_fits = model.fork_experts("gpt-oss-120b", size, Step(1, 1024, tokens, verified=True), given_by(GB10))
-        assert by_fits == pytest.approx(by_kept, rel=0.01)
-
-
-def test_a_gb10_by_counts_is_a_gb10() -> None:
-    twin = given_by(dataclasses.replace(GB10, name="twin"))
-    for kernel in kept():
-        assert on_device(kernel, twin) == pytest.approx((kernel.fast, kernel.slow))
-
-
 def test_a_card_moves_each_resource_by_its_own_rate() -> None:
-    (line,) = [
-        each for each in kept() if (each.kind, each.model, each.ranks, each.tokens) == ("MoE", "gpt-oss-20b", 1, 1)
-    ]
-    double = given_by(dataclasses.replace(GB10, name="double", dram=(472.0, 440.0)))
-    for got, before, rate in zip(on_device(line, double), (line.fast, line.slow), (236.0, 220.0), strict=True):
+    line = kept_kernel("MoE", "gpt-oss-20b", 1, 1, "mxfp4", "mxfp8")
+    double = dataclasses.replace(GB10, dram=(472.0, 440.0))
+    for got, before, rate in zip(on_device(line, False, double), (line.fast, line.slow), (236.0, 220.0), strict=True):
         assert before - got == pytest.approx(line.dram * 233 / rate / 2)
     # A prompt's MMAs: with more SMs the experts take less, until DRAM binds.
-    prompt = next(each for each in kept() if (each.kind, each.model, each.tokens) == ("MoE", "gpt-oss-20b", 8192))
+    prompt = kept_kernel("MoE", "gpt-oss-20b", 1, 8192, "mxfp4", "mxfp8")
     assert prompt.mma > prompt.dram / 4
-    more = given_by(dataclasses.replace(GB10, name="more", multiprocessors=4800, dram=(23_600.0, 22_000.0)))
-    assert on_device(prompt, more)[0] < prompt.fast / 2
+    more = dataclasses.replace(GB10, multiprocessors=4800, dram=(23_600.0, 22_000.0))
+    assert on_device(prompt, True, more)[0] < prompt.fast / 2
 
 
 def test_others_hand_large_tensors_through_dram() -> None:
@@ -237,7 +221,7 @@ def test_experts_of_vllms_rows_are_counted() -> None:
 
 def test_counted_experts_by_hand() -> None:
     """Of one token DRAM binds both GEMMs: their bytes, two GEMMs' and six to eight small launches' fixed times."""
-    given = given_by(hindcast.loaded("GB10"))
+    given = Given(hindcast.loaded("GB10"))
     step = Step(1, 1024, fork=False, experts="Marlin")
     counted = sum(launch.counts.bytes for launch in PEERS["Marlin"].launches(LAYER, 1))
     fast, slow = model.counted_experts(MODELS["gpt-oss-120b"], step, given)
@@ -256,12 +240,9 @@ def test_a_step_of_others_has_none_of_this_forks_kernels() -> None:
     assert {row.by for row in step.rows} == {"bytes + launch"}
     experts = next(row for row in step.rows if row.part == "MoE")
     assert experts.fast == pytest.approx(experts.bytes / 236e3 + 36 * (2 * gb10.FIXED_US["gemm"][0] + 6 * 2.0))
-    engine = predict("gpt-oss-120b", Step(1, 1024, fork=False), given=given_by(GB10, engine_us=(0.0, 1600.0)))
+    assert matrix_bytes(64, 64, "q8_0") == 64 * 64 + 2 * 64 * 2  # llama.cpp's blocks
+    engine = predict("gpt-oss-120b", Step(1, 1024, fork=False), given=Given(GB10, engine_us=(0.0, 1600.0)))
     assert engine.slow - predict("gpt-oss-120b", Step(1, 1024, fork=False)).slow == pytest.approx(1600)
-
-
-def test_llama_cpps_blocks() -> None:
-    assert matrix_bytes(64, 64, "q8_0") == 64 * 64 + 2 * 64 * 2
 
 
 def test_a_window_pays_by_what_it_yields() -> None:
@@ -289,4 +270,3 @@ def test_cards_that_cannot_hold_a_model_are_left_out() -> None:
     lines = [line for line in table.splitlines() if "gpt-oss-120b" in line]
     assert len(lines) == 1 and "RTX PRO 6000" in lines[0]
     assert sum("gpt-oss-20b" in line for line in table.splitlines()) == len(DEVICES) - 1
-    assert Routing(0.0, 0.0) == UNIFORM

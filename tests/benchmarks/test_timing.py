@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import re
@@ -16,6 +17,7 @@ import peers
 import pytest
 import timing
 import torch
+from printed import cells
 from timing import Entry, Row
 
 import flashinfer
@@ -65,18 +67,18 @@ def given_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def plan(monkeypatch: pytest.MonkeyPatch) -> bench.Plan:
+def arguments(monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
     monkeypatch.setitem(moe_layers.MODELS, MODEL, MoELayer(128, 64, 8, 2))
     monkeypatch.setattr(bench, "planned_tactics", lambda inputs, mode: ("bf16_m8_k128", "bf16_m8_k128"))
-    return bench.Plan([MODEL], TOKENS, [0, 1, 2], repeats=3, device="cpu")
+    return bench.parse(["--models", MODEL, "--tokens", ",".join(map(str, TOKENS)), "--modes", "0,1,2"])
 
 
-def test_rows_of_all_modes_and_peers(plan: bench.Plan, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_of_all_modes_and_peers(arguments: argparse.Namespace) -> None:
     absent = GivenPeer("absent", error=RuntimeError("cannot lay out\nmore"), at="prepare")
     failing = GivenPeer("failing", error=ValueError("no such batch"), at="bind")
-    plan.peers = [GivenPeer("right"), GivenPeer("wrong", 1.1), absent, failing]
-    rows = bench.measure(plan)
-    timing.add_peers(bench.peer_attempts(plan, rows))
+    rows = bench.measure(arguments, "cpu")
+    others = [GivenPeer("right"), GivenPeer("wrong", 1.1), absent, failing]
+    timing.add_peers(bench.peer_attempts(arguments, others, rows, "cpu"))
     assert absent.prepared == 1
     assert [(row.what["model"], row.what["tokens"]) for row in rows] == [(MODEL, n) for n in TOKENS]
     for row in rows:
@@ -96,7 +98,9 @@ def test_rows_of_all_modes_and_peers(plan: bench.Plan, capsys: pytest.CaptureFix
     assert table.count(" bf16_m8_k128 bf16_m8_k128 bf16_m8_k128 |") == len(TOKENS)
 
 
-def test_a_wrong_result_is_seen_at_any_number_of_tokens(plan: bench.Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_result_is_seen_at_any_number_of_tokens(
+    arguments: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     right = flashinfer.cutlass_fused_moe
 
     def wrong(**named: Any) -> torch.Tensor:
@@ -105,30 +109,29 @@ def test_a_wrong_result_is_seen_at_any_number_of_tokens(plan: bench.Plan, monkey
         return output
 
     monkeypatch.setattr(moe_layers, "cutlass_fused_moe", wrong)
-    rows = bench.measure(plan)
+    rows = bench.measure(arguments, "cpu")
     assert all(entry.disagrees for row in rows for entry in row.ours.values())
 
 
-def test_modes_are_the_same_layer(plan: bench.Plan) -> None:
-    batch = moe_layers.route(moe_layers.make_layer(MODEL, 4, 3, "cpu"), 4, 5)
+@pytest.mark.usefixtures("arguments")
+def test_modes_are_the_same_layer() -> None:
+    batch, again = (moe_layers.route(moe_layers.make_layer(MODEL, 4, 3, "cpu"), 4, 5) for _ in range(2))
     references = [moe_reference(batch.of_mode(mode))[0] for mode in range(3)]
     for reference in references[:2]:
         # e4m3 activations: two roundings of 2**-4 relative at most, in each of two GEMMs.
         assert timing.relative_error(reference, references[2]) < 4 * 2.0**-4
     assert torch.equal(batch.inputs.token_selected_experts, batch.logits.topk(2).indices.int())
     assert torch.allclose(batch.inputs.token_final_scales.sum(1), torch.ones(4))
-    again = moe_layers.route(moe_layers.make_layer(MODEL, 4, 3, "cpu"), 4, 5)
     assert torch.equal(again.inputs.input, batch.inputs.input)
     assert torch.equal(again.logits, batch.logits)
 
 
 def test_a_lost_context_ends_the_peers_and_keeps_ours(
-    plan: bench.Plan, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: argparse.Namespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(timing, "context_error", lambda: "an illegal memory access was encountered")
-    plan.peers = [GivenPeer("right"), GivenPeer("next")]
-    rows = bench.measure(plan)
-    timing.add_peers(bench.peer_attempts(plan, rows))
+    rows = bench.measure(arguments, "cpu")
+    timing.add_peers(bench.peer_attempts(arguments, [GivenPeer("right"), GivenPeer("next")], rows, "cpu"))
     assert [list(row.peers) for row in rows] == [["right"], [], []]
     assert all(len(row.ours) == 3 for row in rows)
     assert "no peer is measured from here on" in capsys.readouterr().err
@@ -158,11 +161,9 @@ def test_dense_layers_and_their_peers(monkeypatch: pytest.MonkeyPatch, capsys: p
     given = [bench_dense_mx.Peer("cuBLAS bf16", "bf16", bench_dense_mx.BF16_TOLERANCE, bench_dense_mx.cublas)]
     given += [bench_dense_mx.Peer("doubled", "mxfp8", 0.5, doubled), bench_dense_mx.Peer("absent", "mxfp4", 1, refuse)]
     timing.add_peers(bench_dense_mx.peer_attempts(given, layers, 3))
-    head, _, *lines = timing.as_table(rows).splitlines()
-    assert [cell.strip() for cell in head.strip("|").split("|")][-3:] == ["cuBLAS bf16", "doubled", "absent"]
-    for line in lines:
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        assert cells[-3:] == ["20.0", "20.0 DISAGREES", "failed"]
+    head, *lines = cells(timing.as_table(rows))
+    assert head[-3:] == ["cuBLAS bf16", "doubled", "absent"]
+    assert [line[-3:] for line in lines] == [["20.0", "20.0 DISAGREES", "failed"]] * 2
     assert rows[1].peers["absent"].note == "OSError: no library"
     # A weight that is not the one which was multiplied.
     inputs.weights["mxfp4"] = (wrong[0].flip(0), wrong[1])
@@ -208,12 +209,12 @@ def test_exit_status_tells_whether_ours_agrees(
 ) -> None:
     rows = _rows()
     rows[1].ours["W4A16"] = dataclasses.replace(rows[1].ours["W4A16"], used=used)
-    monkeypatch.setattr(bench, "measure", lambda plan: rows)
-    monkeypatch.setattr(bench, "find_peers", lambda *arguments: [])
+    monkeypatch.setattr(bench, "measure", lambda *arguments: rows)
     monkeypatch.setattr(bench_dense_mx, "measure", lambda *arguments: [(None, rows)])
-    monkeypatch.setattr(bench_dense_mx, "find_peers", lambda *arguments: [])
+    monkeypatch.setattr(bench_dense_mx, "peer_attempts", lambda *arguments: ())
     for benchmark in (bench, bench_dense_mx):
-        monkeypatch.setattr(benchmark, "machine", lambda: {"gpu": "G", "date": "2000-01-01"})
+        monkeypatch.setattr(benchmark, "find_peers", lambda *arguments: [])
+    monkeypatch.setattr(timing, "machine", lambda: {"gpu": "G", "date": "2000-01-01"})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for main in (bench.main, bench_dense_mx.main):
         assert main(["--out", str(tmp_path)]) == status
@@ -246,24 +247,17 @@ def test_bad_arguments(main: Any, arguments: list[str], text: str, capsys: pytes
 
 def test_peers_that_are_not_there_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One that was asked for by name ends the run; others are told, with the reason."""
-    for find, names in ((peers.find_peers, ["marlin"]), (bench_dense_mx.find_peers, ["marlin"])):
-        wanted: Any = (names, tmp_path, True) if find is peers.find_peers else (names, tmp_path)
-        with pytest.raises(SystemExit, match=rf"marlin cannot be measured: RuntimeError: {tmp_path} has no "):
-            find(*wanted)
-    assert peers.find_peers(["marlin"], tmp_path, False) == []
-    assert f"marlin: not measured: RuntimeError: {tmp_path} has no _moe_C_stable" in capsys.readouterr().out
-    assert bench_dense_mx.find_peers(None, tmp_path)[0].name == "cuBLAS bf16"
-    assert f"marlin: not measured: RuntimeError: {tmp_path} has no _C_stable" in capsys.readouterr().out
+    for loaders, library in ((peers.PEERS, peers.MOE_LIBRARY), (bench_dense_mx.PEERS, peers.LIBRARY)):
+        with pytest.raises(SystemExit, match=rf"marlin cannot be measured: RuntimeError: {tmp_path} has no {library}"):
+            peers.find_peers(loaders, ["marlin"], tmp_path)
+        peers.find_peers(loaders, None, tmp_path)
+        assert f"marlin: not measured: RuntimeError: {tmp_path} has no {library}" in capsys.readouterr().out
     (tmp_path / peers.MOE_LIBRARY).write_text("not a library")
     with pytest.raises(SystemExit, match="marlin cannot be measured: "):
-        peers.find_peers(["marlin"], tmp_path, True)
+        peers.find_peers(peers.PEERS, ["marlin"], tmp_path)
 
 
-def test_host_cost_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("times the real launcher where there is a GPU")
-    assert bench.main(["--host", "--models", "gpt-oss-20b"]) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| W4A")]
-    assert len(lines) == 3
-    for line in lines:
-        assert float(line.split("|")[3]) > 0
+def test_host_cost_needs_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert bench.main(["--host"]) == 2
+    assert "--host needs a GPU" in capsys.readouterr().err

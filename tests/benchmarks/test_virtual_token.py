@@ -22,7 +22,7 @@ def test_the_times_that_are_kept_are_those_of_the_kernels(kind: str) -> None:
             seen = emulate.attention_kernel(device, 1, "bf16", 1, 1024 if kind == "attention, full" else 0)
     about = {name: value for name, value in vars(seen).items() if not isinstance(value, float) and name != "bound"}
     assert seen is not None and seen.kind == kind
-    (line,) = [each for each in step.kept() if about.items() <= vars(each).items()]
+    (line,) = [each for each in step.kept().values() if about.items() <= vars(each).items()]
     for name, value in vars(line).items():
         told = getattr(seen, name)
         assert told == (pytest.approx(value, rel=0.03) if isinstance(value, float) else value), (

@@ -97,11 +97,6 @@ def work_of(ids: torch.Tensor, tile: int) -> Work:
     return Work(ids.shape[0], int((per_expert > 0).sum()), tiles, ids.numel())
 
 
-def random_ids(layer: MoELayer, tokens: int, seed: int) -> torch.Tensor:
-    """A uniform routing, ``[tokens, top_k]``."""
-    return routed(layer, tokens, 1, seed)
-
-
 @functools.cache
 def mean_work(layer: MoELayer, tokens: int, tile: int, routing: Routing = UNIFORM, new: int = 1) -> Work:
     """The mean over routings of ``tokens``, each ``new`` of them of one sequence."""
@@ -115,7 +110,7 @@ def mean_work(layer: MoELayer, tokens: int, tile: int, routing: Routing = UNIFOR
 def reread_bytes(layer: MoELayer, tokens: int, tactic: int, fc1: bool, blocks: int) -> float:
     """What one GEMM of a pair reads from DRAM beyond once, for one random routing; FC2 its contributions, too."""
     row = INSTANCES[tactic]
-    rows = torch.bincount(random_ids(layer, tokens, 0).flatten(), minlength=layer.experts).tolist()
+    rows = torch.bincount(routed(layer, tokens, 1, 0).flatten(), minlength=layer.experts).tolist()
     outputs, k = (2 * layer.inter, layer.hidden) if fc1 else (layer.hidden, layer.inter)
     scales = row.k_tile / SCALE_BLOCK
     weights = ROW_TILE * (row.k_tile / 2 + scales)
@@ -174,47 +169,43 @@ def planned(layer: MoELayer, mode: int, tokens: int) -> Tactics:
     return int(first), int(second)
 
 
-FIT_COLUMNS = "tile,by_tokens,warps,blocks,constant,per_tile,per_row"
+COUNTS = ("constant", "per_tile", "per_row")
+FIT_COLUMNS = ("tile", "by_tokens", "warps", "blocks", *COUNTS)
 """Of a file of fits, behind those that tell whose they are; counts are four numbers in their order."""
 
 
-def fit_cells(fit: Fit) -> str:
-    """One line's :data:`FIT_COLUMNS`."""
-    counts = (" ".join(map(repr, each.values())) for each in (fit.constant, fit.per_tile, fit.per_row))
-    return ",".join(map(str, (fit.tile, int(fit.by_tokens), fit.warps, fit.blocks, *counts)))
+def write_fits(path: Path, fitted: Sequence[tuple[Mapping[str, object], Sequence[Fit]]]) -> None:
+    """For :func:`fits_in`: one line a launch, of the columns that tell whose it is and its own."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        lines = csv.DictWriter(file, [*fitted[0][0], *FIT_COLUMNS], lineterminator="\n")
+        lines.writeheader()
+        for whose, fits in fitted:
+            for fit in fits:
+                counts = {name: " ".join(map(repr, getattr(fit, name).values())) for name in COUNTS}
+                lines.writerow({**whose, **vars(fit), **counts, "by_tokens": int(fit.by_tokens)})
 
 
-def fits_in(path: Path, **about: object) -> list[Fit]:
-    """The fits of a file's lines whose columns say ``about``."""
+def fits_in(path: Path, **whose: object) -> list[Fit]:
+    """The fits of a file's lines whose columns say ``whose``."""
     found = []
     with path.open(encoding="utf-8", newline="") as lines:
         for line in csv.DictReader(lines):
-            if all(line[column] == str(value) for column, value in about.items()):
-                constant, per_tile, per_row = (
-                    Counts(*map(float, line[name].split())) for name in ("constant", "per_tile", "per_row")
-                )
+            if all(line[column] == str(value) for column, value in whose.items()):
+                counts = {name: Counts(*map(float, line[name].split())) for name in COUNTS}
                 tile, by_tokens = int(line["tile"]), line["by_tokens"] == "1"
-                warps, blocks = float(line["warps"]), int(line["blocks"])
-                found.append(Fit(tile, by_tokens, constant, per_tile, per_row, warps, blocks))
+                found.append(Fit(tile, by_tokens, **counts, warps=float(line["warps"]), blocks=int(line["blocks"])))
     return found
 
 
-def fits_as_csv(fitted: Mapping[tuple[int, Tactics, tuple[int, int]], Sequence[Fit]]) -> str:
-    """What :func:`known_fits` reads."""
-    lines = [f"mode,fc1,fc2,hidden,inter,{FIT_COLUMNS}"]
-    for (mode, tactics, sizes), fits in fitted.items():
-        lines += [",".join(map(str, (mode, *_names(tactics), *sizes, fit_cells(fit)))) for fit in fits]
-    return "\n".join(lines) + "\n"
+def columns(mode: int, tactics: Tactics, sizes: tuple[int, int]) -> dict[str, object]:
+    """Those of :data:`FITS` that tell whose a fit is."""
+    fc1, fc2 = (INSTANCES[tactic].name for tactic in tactics)
+    return {"mode": mode, "fc1": fc1, "fc2": fc2, "hidden": sizes[0], "inter": sizes[1]}
 
 
 def known_fits(mode: int, tactics: Tactics, sizes: tuple[int, int]) -> list[Fit]:
     """Fits that are kept with the package; empty where there are none."""
-    (fc1, fc2), (hidden, inter) = _names(tactics), sizes
-    return fits_in(FITS, mode=mode, fc1=fc1, fc2=fc2, hidden=hidden, inter=inter)
-
-
-def _names(tactics: Tactics) -> list[str]:
-    return [INSTANCES[tactic].name for tactic in tactics]
+    return fits_in(FITS, **columns(mode, tactics, sizes))
 
 
 def predicted_range(layer: MoELayer, mode: int, tokens: int) -> tuple[float, float] | None:

@@ -15,12 +15,11 @@ of an expert happen to keep pace. The fast end has them do, the slow end not.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..models import SCALE_BLOCK, MoELayer
 from .gb10 import Counts, Launch
-from .moe import FIT_COLUMNS, Fit, fit_cells, fits_in, mean_work
+from .moe import fits_in, mean_work
 from .routing import UNIFORM, Routing
 
 FITS = Path(__file__).with_name("gb10_peers.csv")
@@ -92,11 +91,3 @@ PEERS = {
     "CUTLASS": Peer("CUTLASS", "mxfp8", 128, 128, (MXFP8, BF16), (2 * BF16, MXFP8)),
     "Marlin": Peer("Marlin", "bf16", 256, 128, (BF16,), (2 * BF16, BF16)),
 }
-
-
-def fits_as_csv(fitted: Mapping[tuple[str, tuple[int, int], int], Sequence[Fit]]) -> str:
-    """What :meth:`Peer.launches` reads, by kernel, sizes and tile."""
-    lines = [f"kernel,hidden,inter,{FIT_COLUMNS}"]
-    for (name, sizes, _), fits in fitted.items():
-        lines += [",".join(map(str, (name, *sizes, fit_cells(fit)))) for fit in fits]
-    return "\n".join(lines) + "\n"

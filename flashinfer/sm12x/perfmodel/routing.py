@@ -28,8 +28,6 @@ class Routing(NamedTuple):
 UNIFORM = Routing()
 PUBLISHED = Routing(zipf=1.5), Routing(zipf=0.9)
 """Independent streams: few and many experts, which are fast and slow."""
-PUBLISHED_SHARED = (0.44, 0.26)
-"""Of a verify window: fast and slow."""
 
 
 def routed(layer: MoELayer, sequences: int, new: int, seed: int, routing: Routing = UNIFORM) -> torch.Tensor:

@@ -28,10 +28,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from ...jit.sm12x.instances import INSTANCES
 from ..models import MODELS, Model, matrix_bytes
 from . import gb10
 from .devices import GB10, Device
-from .gb10 import CYCLES, FAST, FIXED_US, MIDDLE, MMA_FLOPS_PER_CYCLE, SLOW, Times
+from .gb10 import CYCLES, FIXED_US, MIDDLE, MMA_FLOPS_PER_CYCLE, Times
 from .moe import known_fits, mean_work, planned
 from .moe import predict as predict_layer
 from .peers import PEERS
@@ -115,6 +116,11 @@ class Step:
     @property
     def prefill(self) -> bool:
         return self.new > 1
+
+    @property
+    def related(self) -> int:
+        """Tokens of one sequence that may share experts: a draft's; a prompt's are taken to be independent."""
+        return self.new if self.verified else 1
 
 
 def formats_of(weights: str) -> dict[str, str]:
@@ -214,35 +220,37 @@ class Kernel(Times):
     context: int = 0
 
 
-COLUMNS = (
-    "kind", "model", "ranks", "tokens", "weights", "activation", "context", "megabytes", "dram", "issue", "mma", "shared",
-    "fast", "slow", "bound",
-)  # fmt: skip
+COLUMNS = Kernel.__annotations__ | Times.__annotations__
+"""Of the file, with their types."""
 
 
 def write_kernels(kernels: Iterable[Kernel]) -> None:
     """For :func:`kept`: one line each."""
     with KERNELS.open("w", encoding="utf-8", newline="") as file:
-        lines = csv.writer(file, lineterminator="\n")
-        lines.writerow(COLUMNS)
-        lines.writerows([getattr(kernel, column) for column in COLUMNS] for kernel in kernels)
+        lines = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        lines.writeheader()
+        lines.writerows(map(vars, kernels))
+
+
+Key = tuple[str, str, int, int, str, str, int]
+"""A kernel's ``kind``, ``model``, ``ranks``, ``tokens``, ``weights``, ``activation`` and ``context``."""
 
 
 @functools.cache
-def kept() -> list[Kernel]:
+def kept() -> dict[Key, Kernel]:
     """What was emulated."""
-    words, whole = ("kind", "model", "weights", "activation", "bound"), ("ranks", "tokens", "context")
-
-    def value(column: str, text: str) -> Any:
-        return text if column in words else int(text) if column in whole else float(text)
-
+    types: dict[str, Any] = {"str": str, "int": int, "float": float}
     with KERNELS.open(encoding="utf-8", newline="") as lines:
-        return [
-            Kernel(**{column: value(column, text) for column, text in line.items()}) for line in csv.DictReader(lines)
+        kernels = [
+            Kernel(**{name: types[COLUMNS[name]](text) for name, text in line.items()})
+            for line in csv.DictReader(lines)
         ]
+    return {
+        (each.kind, each.model, each.ranks, each.tokens, each.weights, each.activation, each.context): each
+        for each in kernels
+    }
 
 
-@functools.cache
 def kept_kernel(
     kind: str, model: str, ranks: int, tokens: int, weights: str, activation: str, context: int = 0
 ) -> Kernel:
@@ -253,17 +261,13 @@ def kept_kernel(
     ValueError
         There are none for so many tokens.
     """
-    wanted = (kind, model, ranks, weights, activation, context)
-    fitting = {
-        line.tokens: line
-        for line in kept()
-        if (line.kind, line.model, line.ranks, line.weights, line.activation, line.context) == wanted
-    }
-    if tokens in fitting:
-        return fitting[tokens]
+    if kernel := kept().get((kind, model, ranks, tokens, weights, activation, context)):
+        return kernel
+    others = (kind, model, ranks, weights, activation, context)
+    batches = [str(key[3]) for key in kept() if (*key[:3], *key[4:]) == others]
     raise ValueError(
         f"no prediction of {kind} for {tokens} tokens of {model} on {ranks} GPU(s), {weights} and tokens in {activation}: "
-        f"{', '.join(map(str, fitting)) or 'none'} only"
+        f"{', '.join(batches) or 'none'} only"
     )
 
 
@@ -274,11 +278,9 @@ class Given:
     ``engine_us`` is what the engine adds to a step.
     """
 
-    dram: tuple[float, float] = (FAST.dram_gb_per_second, SLOW.dram_gb_per_second)
-    bf16: tuple[float, float] = (FAST.bf16_flops_per_cycle, SLOW.bf16_flops_per_cycle)
+    device: Device = GB10
     small_us: tuple[float, float] = FIXED_US["small"]
     layers: Mapping[int, float] = dataclasses.field(default_factory=dict)
-    device: Device = GB10
     routing: tuple[Routing, Routing] = (UNIFORM, UNIFORM)
     engine_us: tuple[float, float] = (0.0, 0.0)
 
@@ -335,43 +337,19 @@ class Predicted:
         return self.rate((self.fast + self.slow) / 2)
 
 
-def given_by(device: Device, **named: Any) -> Given:
-    """What a prediction takes from a device's row; ``named`` are other fields."""
-    return Given(device.dram, device.bf16, device=device, **named)
+def on_device(kernel: Times, scaled: bool, device: Device) -> tuple[float, float]:
+    """Microseconds of one call on a device: the kept range, moved by what its busiest resource takes there and on a GB10.
 
-
-def on_device(kernel: Kernel, given: Given) -> tuple[float, float]:
-    """Microseconds of one call on another device than a GB10: its counts over that device's rates, and its fixed time.
-
-    The fixed time is what the kept range has beyond the busiest resource. Blocks are taken to fill the device; the streamed
-    layer multiplies in bf16.
+    ``scaled``: its MMAs are block-scaled ones, else those of bf16. Blocks are taken to fill the device.
     """
-    scaled = kernel.activation != "bf16" and not (
-        kernel.kind == "MoE" and kernel.bound == "dram" and kernel.tokens <= 64
-    )
-    ends = []
-    for end, (kept_end, by) in enumerate(((kernel.fast, FAST), (kernel.slow, SLOW))):
 
-        def busiest(dram: float, bf16: float, cycles: float, sustained: float) -> float:
-            mma = kernel.mma / sustained if scaled else kernel.mma * MIDDLE.bf16_flops_per_cycle / bf16
-            others = max(mma, kernel.issue, kernel.shared) * CYCLES / cycles
-            return max(kernel.dram * MIDDLE.dram_gb_per_second / dram, others)
+    def busiest(on: Device, end: int) -> float:
+        mma = kernel.mma / on.sustained[end] if scaled else kernel.mma * MIDDLE.bf16_flops_per_cycle / on.bf16[end]
+        others = max(mma, kernel.issue, kernel.shared) * CYCLES / on.cycles
+        return max(kernel.dram * MIDDLE.dram_gb_per_second / on.dram[end], others)
 
-        device = given.device
-        fixed = kept_end - busiest(by.dram_gb_per_second, by.bf16_flops_per_cycle, CYCLES, 1.0)
-        ends.append(busiest(given.dram[end], given.bf16[end], device.cycles, device.sustained[end]) + fixed)
-    return ends[0], ends[1]
-
-
-def on_fork(kernel: Kernel, given: Given) -> tuple[float, float]:
-    """Microseconds of one call, the kept range moved to ``given``'s DRAM rate where DRAM is what binds."""
-    if given.device != GB10:
-        return on_device(kernel, given)
-    if kernel.bound != "dram":
-        return kernel.fast, kernel.slow
-    usual, middle = Given().dram, MIDDLE.dram_gb_per_second
-    moved = [kernel.dram * middle * (1 / rate - 1 / before) for rate, before in zip(given.dram, usual, strict=True)]
-    return kernel.fast + moved[0], kernel.slow + moved[1]
+    fast, slow = (busiest(device, end) - busiest(GB10, end) for end in (0, 1))
+    return kernel.fast + fast, kernel.slow + slow
 
 
 def flops_of(size: Model, step: Step, part: str) -> float:
@@ -386,6 +364,13 @@ def flops_of(size: Model, step: Step, part: str) -> float:
     return 2.0 * n * k * (step.logits if part == "LM head" else step.tokens)
 
 
+def others_experts_us(given: Given) -> tuple[float, float]:
+    """Microseconds of the launches of others' MoE layer."""
+    gemms, small = OTHERS_EXPERTS["gemm"], OTHERS_EXPERTS["small"]
+    fast, slow = (gemms[end] * FIXED_US["gemm"][end] + small[end] * given.small_us[end] for end in (0, 1))
+    return fast, slow
+
+
 def counted_experts(size: Model, step: Step, given: Given) -> tuple[float, float]:
     """Microseconds of others' experts by the counts of their GEMMs; launches beside these are small.
 
@@ -394,50 +379,32 @@ def counted_experts(size: Model, step: Step, given: Given) -> tuple[float, float
     ValueError
         They were not emulated so.
     """
-    peer, ends = PEERS[step.experts], []
+    peer, device, ends = PEERS[step.experts], given.device, []
     if peer.operand == "bf16":
-        reached = REACHED["gemm"]
-        given = dataclasses.replace(given, bf16=(given.bf16[0] * reached[0], given.bf16[1] * reached[1]))
-    fixed = [
-        OTHERS_EXPERTS["gemm"][end] * FIXED_US["gemm"][end] + OTHERS_EXPERTS["small"][end] * given.small_us[end]
-        for end in (0, 1)
-    ]
-    handed = peer.handed(size.moe, step.tokens, given.device.l2_bytes)
+        fast, slow = (rate * reached for rate, reached in zip(device.bf16, REACHED["gemm"], strict=True))
+        device = dataclasses.replace(device, bf16=(fast, slow))
+    handed = peer.handed(size.moe, step.tokens, device.l2_bytes)
     for end in (0, 1):
         launches = peer.launches(size.moe, step.tokens, given.routing[end], keep_pace=end == 0)
         megabytes = sum(launch.counts.bytes for launch in launches) / 1e6
-        line = gb10.times(launches, peer.operand, megabytes, (fixed[0], fixed[1]))
-        kernel = Kernel(
-            kind="experts of others", model="", ranks=size.ranks, tokens=step.tokens, weights="mxfp4",
-            activation=peer.operand, **line,
-        )  # fmt: skip
-        ends.append(on_device(kernel, given)[end] + handed / given.dram[end] / 1e3)
+        times = Times(**gb10.times(launches, peer.operand, megabytes, others_experts_us(given)))
+        ends.append(on_device(times, peer.operand != "bf16", device)[end] + handed / device.dram[end] / 1e3)
     return ends[0], ends[1]
 
 
 def others(parts: tuple[Part, Part], size: Model, step: Step, given: Given) -> tuple[float, float]:
     """Microseconds of one call of what is not this fork's, or was not emulated so; ``parts`` by the routing of each end."""
-    part = parts[0]
-    kind = (
-        "attention"
-        if part.name.startswith("attention")
-        else "gemm"
-        if part.name in (*MATRICES, "router", "MoE")
-        else ""
-    )
-    ends = []
-    for end in (0, 1):
-        kilobytes = parts[end].bytes / part.calls / 1e3
-        time = kilobytes / given.dram[end] * (STREAMED[end] if kind == "attention" else 1.0)
+    name, device, ends = parts[0].name, given.device, []
+    attention, experts = name.startswith("attention"), name == "MoE"
+    for end, part in enumerate(parts):
+        time = part.bytes / part.calls / 1e3 / device.dram[end] * (STREAMED[end] if attention else 1.0)
         fixed = given.small_us[end]
-        if kind:
-            experts = part.name == "MoE"
-            rate = MMA_FLOPS_PER_CYCLE if experts else given.bf16[end]
-            reached = REACHED["experts" if experts else kind][end]
-            time = max(time, flops_of(size, step, part.name) / (rate * reached * given.device.cycles))
-            fixed = FIXED_US["decode_attention" if kind == "attention" and step.fused_attention else kind][end]
-        if part.name == "MoE":
-            fixed = OTHERS_EXPERTS["gemm"][end] * fixed + OTHERS_EXPERTS["small"][end] * given.small_us[end]
+        if attention or experts or name in (*MATRICES, "router"):
+            rate = MMA_FLOPS_PER_CYCLE if experts else device.bf16[end]
+            reached = REACHED["attention" if attention else "experts" if experts else "gemm"][end]
+            time = max(time, flops_of(size, step, name) / (rate * reached * device.cycles))
+            kind = ("decode_attention" if step.fused_attention else "attention") if attention else "gemm"
+            fixed = others_experts_us(given)[end] if experts else FIXED_US[kind][end]
         ends.append(time + fixed)
     return ends[0], ends[1]
 
@@ -472,19 +439,15 @@ def kernel_of(model: str, size: Model, step: Step, part: str) -> Kernel | None:
         return kept_kernel("router", model, 1, kept_batch(step.tokens), "bf16", "bf16")
     if part.startswith("attention") and step.fused_attention:
         context = 0 if part == "attention, window" and step.context >= size.window else step.context
-        try:
-            return kept_kernel(part, LAYER_MODEL, size.ranks, step.sequences, step.kv, "bf16", context)
-        except ValueError:
-            return None
+        return kept().get((part, LAYER_MODEL, size.ranks, step.sequences, step.kv, "bf16", context))
     return None
 
 
 def touched(size: Model, step: Step, routing: Routing) -> float:
-    """How many experts a layer touches, on average; a prompt's tokens are taken to be independent."""
+    """How many experts a layer touches, on average."""
     if routing == UNIFORM:
         return mean_experts(size, step.tokens)
-    new = step.new if step.verified else 1
-    return mean_work(size.moe, step.tokens, 0, routing, new).experts
+    return mean_work(size.moe, step.tokens, 0, routing, step.related).experts
 
 
 def fork_experts(model: str, size: Model, step: Step, given: Given) -> tuple[float, float]:
@@ -495,42 +458,33 @@ def fork_experts(model: str, size: Model, step: Step, given: Given) -> tuple[flo
     ValueError
         There are neither.
     """
+    layer, device = size.moe, given.device
+    tactics = planned(layer, FITTED_MODE, step.tokens)
+    scaled = INSTANCES[tactics[0]].operand != "bf16"
+    fits = known_fits(FITTED_MODE, tactics, (layer.hidden, layer.inter))
+    key = ("MoE", model, size.ranks, step.tokens, "mxfp4", "mxfp8")
     uniform = given.routing == (UNIFORM, UNIFORM) and not step.verified
-    tactics = planned(size.moe, FITTED_MODE, step.tokens)
-    fits = known_fits(FITTED_MODE, tactics, (size.moe.hidden, size.moe.inter))
-    if uniform and any(
-        (line.kind, line.model, line.ranks, line.tokens) == ("MoE", model, size.ranks, step.tokens) for line in kept()
-    ):
-        fits = []
-    if not fits:
-        return on_fork(kept_kernel("MoE", model, size.ranks, step.tokens, "mxfp4", "mxfp8"), given)
-    ends = []
-    for end in (0, 1):
-        new = step.new if step.verified else 1
-        line = predict_layer(size.moe, FITTED_MODE, step.tokens, tactics, fits, given.routing[end], new)
-        kernel = Kernel(
-            kind="MoE", model=model, ranks=size.ranks, tokens=step.tokens, weights="mxfp4", activation="mxfp8",
-            **{field.name: getattr(line, field.name) for field in dataclasses.fields(Times)},
-        )  # fmt: skip
-        ends.append(on_fork(kernel, given)[end])
-    return ends[0], ends[1]
+    if not fits or (uniform and (*key, 0) in kept()):
+        return on_device(kept_kernel(*key), scaled, device)
+    lines = [
+        predict_layer(layer, FITTED_MODE, step.tokens, tactics, fits, routing, step.related)
+        for routing in given.routing
+    ]
+    return on_device(lines[0], scaled, device)[0], on_device(lines[1], scaled, device)[1]
 
 
 def row_of(model: str, size: Model, step: Step, parts: tuple[Part, Part], given: Given) -> Row:
     """One part's range; ``parts`` are it by the routing of each end."""
-    part = parts[0]
-    measured = given.layers.get(step.tokens) if (model, size.ranks) == (LAYER_MODEL, 1) else None
-    kernel = None if part.name == "MoE" else kernel_of(model, size, step, part.name)
+    part, counted = parts[0], "fork, virtual SM121"
+    measured = given.layers.get(step.tokens) if (model, size.ranks, step.fork) == (LAYER_MODEL, 1, True) else None
     if part.name == "all-reduce":
         ends, by = all_reduce_us(BF16 * size.hidden * step.tokens / 1e3), "RDMA, published"
+    elif part.name == "MoE" and measured is not None:
+        ends, by = (measured, measured), "fork, measured"
     elif part.name == "MoE" and step.fork:
-        ends, by = (
-            ((measured, measured), "fork, measured")
-            if measured is not None
-            else (fork_experts(model, size, step, given), "fork, virtual SM121")
-        )
-    elif kernel is not None:
-        ends, by = on_fork(kernel, given), "fork, virtual SM121"
+        ends, by = fork_experts(model, size, step, given), counted
+    elif (kernel := kernel_of(model, size, step, part.name)) is not None:
+        ends, by = on_device(kernel, kernel.activation != "bf16", given.device), counted
     elif part.name == "MoE" and step.experts:
         ends, by = counted_experts(size, step, given), f"{step.experts}, virtual SM121"
     else:
@@ -573,23 +527,21 @@ def from_report(path: Path) -> Given:
         raise ValueError(f"{path} is no report of sm12x-doctor --probe: {error!r}") from error
     if not device.get("gb10"):
         raise ValueError(f"{path} is of {device.get('name', 'no GPU')}: what is predicted here is a GB10")
-    usual = Given()
 
     def both(value: float | None, otherwise: tuple[float, float]) -> tuple[float, float]:
         return otherwise if value is None else (value, value)
 
     launch = measured.get("launch", {}).get("plain", {}).get("graph_us")
     # A small kernel's own time stays as it is.
-    small = usual.small_us if launch is None else tuple(fixed - GRAPH_NODE_US + launch for fixed in usual.small_us)
+    small = (
+        FIXED_US["small"] if launch is None else tuple(fixed - GRAPH_NODE_US + launch for fixed in FIXED_US["small"])
+    )
     layers = {
         int(name.split()[0]): line["layer_us"] for name, line in measured.get("layer", {}).items() if "tokens" in name
     }
-    return Given(
-        both(measured.get("dram", {}).get("gigabytes_per_second"), usual.dram),
-        both(measured.get("mma", {}).get("bf16", {}).get("flops_per_clock"), usual.bf16),
-        (small[0], small[1]),
-        layers,
-    )
+    dram = both(measured.get("dram", {}).get("gigabytes_per_second"), GB10.dram)
+    bf16 = both(measured.get("mma", {}).get("bf16", {}).get("flops_per_clock"), GB10.bf16)
+    return Given(dataclasses.replace(GB10, dram=dram, bf16=bf16), (small[0], small[1]), layers)
 
 
 def told() -> list[str]:
