@@ -3,18 +3,24 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 
+from flashinfer.jit import cpp_ext
 from flashinfer.jit.sm12x import build as engine
 from flashinfer.jit.sm12x import modules, toolchain
 from flashinfer.jit.sm12x.spec import JitSpecSm12x
 
 FAKE_COMPILER = """#!{python} -IS
 # Understands -c, -o, -MF, -I, --version; "compiles" by copying the text of the source and of the headers it includes.
-# A line "// fake: <what>" in the source asks for: sleep <s>, kill, enospc, fail <text>, allocate <MiB>, silent.
+# A line "// fake: <what>" in the source asks for: sleep <s>, kill, kill-once, enospc, fail <text>, silent.
 import os, re, sys, time
 home = os.path.dirname(os.path.abspath(__file__))
 if "--version" in sys.argv:
@@ -59,10 +65,6 @@ for what in re.findall(r"// fake: (.+)", text):
     elif verb == "fail":
         print("some warning first" + chr(10) + source + ":3:7: error: " + rest)
         sys.exit(2)
-    elif verb == "allocate":
-        block = bytearray(int(rest) << 20)
-        for i in range(0, len(block), 4096):
-            block[i] = 1
     elif verb == "silent":
         sys.exit(0)
 with open(output, "w") as out:
@@ -70,6 +72,14 @@ with open(output, "w") as out:
 with open(depfile, "w") as out:
     out.write(output + ": " + (" \\\\" + chr(10) + " ").join(p.replace("$", "$$").replace("#", "\\\\#").replace(" ", "\\\\ ") for p in read) + chr(10))
 """
+
+
+BUILD = (
+    "import signal, sys; from pathlib import Path; sys.path.insert(0, sys.argv[1]); from jit_fakes import Project;"
+    "signal.signal(signal.SIGINT, signal.default_int_handler);"
+    "print(len(Project(Path(sys.argv[2]), cache=Path(sys.argv[3])).build().compiled))"
+)
+"""Builds a project; with the usual meaning of SIGINT even where the tests run with it ignored."""
 
 
 @dataclass
@@ -125,9 +135,24 @@ class Project:
         with engine.module_lock(plan.lock_path) as lock:
             return engine.build(plan, lock=lock, **kwargs)  # type: ignore[arg-type]
 
+    def command(self, cache: Path | None = None) -> list[str]:
+        """Builds it in a process of its own, which prints how many sources it compiled."""
+        return [sys.executable, "-c", BUILD, str(Path(__file__).parent), str(self.root), str(cache or self.cache)]
+
+    def start(self) -> subprocess.Popen[str]:
+        return subprocess.Popen(self.command(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def change_compiler(self, before: str, inserted: str) -> None:
+        """Insert code into the compiler."""
+        self.compiler.write_text(self.compiler.read_text().replace(before, inserted + before, 1))
+
     @property
     def fresh(self) -> bool:
         return not engine.why_stale(self.plan())
+
+    def object_text(self, name: str) -> str:
+        path = self.cache / "demo" / "obj" / f"{name}.o"
+        return path.read_text() if path.exists() else ""
 
     def calls(self) -> list[str]:
         """Sources compiled since the last call, sorted."""
@@ -138,6 +163,22 @@ class Project:
 
     def with_flags(self, *flags: str) -> Project:
         return replace(self, flags=flags)
+
+
+@contextmanager
+def umask(mask: int) -> Iterator[None]:
+    before = os.umask(mask)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_found() -> None:
+        raise toolchain.ToolchainError("no CUDA compiler found")
+
+    monkeypatch.setattr(cpp_ext, "find_toolkit", none_found)
 
 
 def _has_toolkit() -> bool:
