@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from flashinfer.jit import cpp_ext
+from flashinfer.jit import env as jit_env
 from flashinfer.jit.sm12x import build as engine
 from flashinfer.jit.sm12x import modules, toolchain
 from flashinfer.jit.sm12x.spec import JitSpecSm12x
@@ -28,7 +29,6 @@ if "--version" in sys.argv:
     sys.exit(0)
 args = sys.argv[1:]
 value = lambda flag: args[args.index(flag) + 1] if flag in args else None
-include_dirs = [b for a, b in zip(args, args[1:]) if a == "-I"]
 source, output, depfile = value("-c"), value("-o"), value("-MF")
 if source is None:  # link
     with open(output, "wb") as out:
@@ -41,12 +41,10 @@ with open(os.path.join(home, "calls"), "a") as log:
 read = [source]
 text = open(source).read()
 for name in re.findall(r'#include "(.+?)"', text):
-    for folder in include_dirs:
-        header = os.path.join(folder, name)
-        if os.path.exists(header):
-            read.append(header)
-            text += open(header).read()
-            break
+    header = os.path.join(value("-I"), name)
+    if os.path.exists(header):
+        read.append(header)
+        text += open(header).read()
     else:
         print(source + ":1:10: fatal error: " + name + ": No such file or directory")
         sys.exit(1)
@@ -86,16 +84,13 @@ BUILD = (
 class Project:
     """Sources, a compiler and a cache in a folder of their own, or a cache that is elsewhere.
 
-    ``a.cu`` includes ``one.h``; ``b.cu`` includes ``one.h`` and ``two.h``; ``c.cu`` includes nothing. Headers are looked
-    for in the folders ``before``, then in ``src/first`` and ``src``, then in those ``after``.
+    ``a.cu`` includes ``one.h``; ``b.cu`` includes ``one.h`` and ``two.h``; ``c.cu`` includes nothing.
     """
 
     root: Path
     flags: tuple[str, ...] = ("-DX=1",)
     names: list[str] = field(default_factory=lambda: ["a", "b", "c"])
     cache: Path = field(default=None)  # type: ignore[assignment]
-    before: tuple[Path, ...] = ()
-    after: tuple[Path, ...] = ()
 
     def __post_init__(self) -> None:
         self.cache = self.cache or self.root / "cache"
@@ -114,12 +109,9 @@ class Project:
         engine.compiler_identity.cache_clear()
         toolchain.compiler_banner.cache_clear()
         src = self.root / "src"
-        folders = (*self.before, src / "first", src, *self.after)
-        includes = tuple(word for folder in folders for word in ("-I", str(folder)))
-        sources = [src / f"{name}.cu" for name in self.names] + sorted(self.cache.glob("generated/*.cu"))
+        flags = (*self.flags, "-I", str(src))
         steps = tuple(
-            engine.CompileStep(f"{source.stem}.o", source, str(self.compiler), (*self.flags, *includes))
-            for source in sources
+            engine.CompileStep(f"{name}.o", src / f"{name}.cu", str(self.compiler), flags) for name in self.names
         )
         return engine.ModulePlan(
             name="demo",
@@ -172,6 +164,11 @@ def umask(mask: int) -> Iterator[None]:
         yield
     finally:
         os.umask(before)
+
+
+def use_cache(root: Path, patch: pytest.MonkeyPatch) -> None:
+    for name, folder in (("BASE", ""), ("WORKSPACE", ""), ("JIT", "cached_ops"), ("GEN_SRC", "generated")):
+        patch.setattr(jit_env, f"FLASHINFER_{name}_DIR", root / folder)
 
 
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

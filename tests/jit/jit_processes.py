@@ -25,3 +25,10 @@ def answer_of(library: Path) -> str:
     done = forked_python.run(["-c", code, str(library)])
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
+
+
+def printed_by(code: str, folder: Path, base: str, **variables: str) -> str:
+    """What ``code`` prints, run in ``folder`` with a cache of its own."""
+    result = run_python(["-c", code], base, cwd=folder, **variables)
+    assert result.returncode == 0, result.stderr
+    return result.stdout

@@ -7,7 +7,9 @@ import errno
 import fcntl
 import logging
 import os
+import shutil
 import signal
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -276,6 +278,39 @@ def test_full_disk_in_the_cache(project: Project, monkeypatch: pytest.MonkeyPatc
     assert not project.fresh
     project.build()
     assert project.fresh
+
+
+def _can_mount() -> bool:
+    if shutil.which("unshare") is None or os.geteuid() != 0:
+        return False
+    command = ["unshare", "-m", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
+    return subprocess.run(command, capture_output=True).returncode == 0
+
+
+@pytest.mark.skipif(not _can_mount(), reason="a disk that is full takes the right to mount one")
+def test_disk_that_fills_while_linking(project: Project) -> None:
+    """What the linker says of it must not need the same disk."""
+    fills = (
+        'if source is None and "-o" in args:\n'
+        "    try:\n"
+        '        open(output, "wb").write(bytes(1 << 22))\n'
+        "    except OSError as error:\n"
+        '        print("/usr/bin/ld: final link failed: " + error.strerror)\n'
+        "        sys.exit(1)\n"
+    )
+    project.change_compiler("if source is None:", fills)
+    small = project.root / "small"
+    small.mkdir()
+    script = 'mount -t tmpfs -o size=256k tmpfs "$0" && exec "$@"'
+    built = subprocess.run(
+        ["unshare", "-m", "sh", "-c", script, str(small), *project.command(small / "cache")],
+        capture_output=True,
+        text=True,
+    )
+    assert built.returncode == 1
+    assert "JitBuildError: building demo failed: " in built.stderr
+    assert "No space left on device" in built.stderr
+    assert " is full. Make room, or set FLASHINFER_WORKSPACE_BASE" in built.stderr
 
 
 def test_unwritable_cache(project: Project) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import forked_python
 import pytest
 from jit_fakes import needs_nvcc, no_compiler, small_spec
-from jit_processes import answer_of
+from jit_processes import answer_of, printed_by
 
 from flashinfer.jit import core, cpp_ext, fused_moe
 from flashinfer.jit import env as jit_env
@@ -416,3 +416,25 @@ def test_a_row_that_says_otherwise_than_the_layout_of_shared_memory_does_not_com
     spec = modules._spec("wrong_row", [], modules._MOE_TEMPLATE, [wrong])
     with pytest.raises(RuntimeError, match=r"flashinfer/jit/sm12x/instances\.py says otherwise"):
         spec.build(need_lock=True)
+
+
+def test_relative_cache_is_the_same_folder_for_child_processes(tmp_path: Path) -> None:
+    code = "from flashinfer.jit import env; import os; print(env.FLASHINFER_JIT_DIR, os.environ[{!r}], sep='\\n')"
+    jit_dir, base = printed_by(code.format("FLASHINFER_WORKSPACE_BASE"), tmp_path, "rel").splitlines()
+    assert Path(jit_dir).is_relative_to(tmp_path / "rel")
+    assert base == str(tmp_path / "rel")
+
+
+@needs_nvcc
+@pytest.mark.parametrize("base", ["rel", "$HOME a"])
+def test_cache_paths_that_nvcc_would_have_a_shell_read(base: str, tmp_path: Path) -> None:
+    """A relative one, and one with a ``$``; the source is a generated one, which lies in the cache."""
+    code = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r});"
+        "import jit_fakes; from flashinfer.jit import env;"
+        "spec = jit_fakes.small_spec(env.FLASHINFER_GEN_SRC_DIR); spec.build(need_lock=True);"
+        "print(spec.try_load().answer(), spec.plan.library)"
+    )
+    answer, library = printed_by(code, tmp_path, base).strip().split(" ", 1)
+    assert answer == "41"
+    assert Path(library).is_relative_to(tmp_path / base)

@@ -268,22 +268,16 @@ def test_upstreams_modules_are_not_built_there_either(workspace: Path, monkeypat
         cpp_ext.run_ninja(odd, odd / "build.ninja", False)
 
 
+IN_A_MODULE = ("obj", "obj/a.o", "build.ninja", ".ninja_deps", "inputs.json", "demo.so")
+
+
 @needs_root
-@pytest.mark.parametrize("what", ["obj", "obj/a.o", "build.ninja", ".ninja_deps", "inputs.json", "demo.so"])
-def test_what_another_user_left_in_a_module_is_not_used(project: Project, what: str) -> None:
+@pytest.mark.parametrize("what", [*(f"demo/{name}" for name in IN_A_MODULE), "tmp"])
+def test_what_another_user_left_in_a_module_or_among_locks_is_not_used(project: Project, what: str) -> None:
     project.build()
-    os.chown(project.plan().folder / what, ANOTHER, ANOTHER)
+    os.chown(project.cache / what, ANOTHER, ANOTHER)
     project.write("c.cu", "int another;\n")
     with pytest.raises(UntrustedCacheError, match=f"{what} belongs to user {ANOTHER}"):
-        project.build()
-
-
-@needs_root
-def test_a_folder_of_locks_that_another_user_has_is_not_used(project: Project) -> None:
-    folder = project.plan().lock_path.parent
-    folder.mkdir(parents=True)
-    os.chown(folder, ANOTHER, ANOTHER)
-    with pytest.raises(UntrustedCacheError, match=f"{folder} belongs to user {ANOTHER}"):
         project.build()
 
 

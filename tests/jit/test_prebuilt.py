@@ -17,8 +17,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from jit_fakes import needs_nvcc, no_compiler, small_spec
-from jit_processes import answer_of
+from jit_fakes import needs_nvcc, no_compiler, small_spec, use_cache
+from jit_processes import answer_of, printed_by
 from layer_toys import REPO, load_tool
 
 from flashinfer.jit import core
@@ -48,11 +48,6 @@ def built(tmp_path_factory: pytest.TempPathFactory, tool: ModuleType) -> Path:
         spec.build(need_lock=True)
         (root / "cache" / "entry.json").write_text(json.dumps(tool.entry_of(spec)))
     return (root / "cache").rename(root / "kept")
-
-
-def use_cache(root: Path, patch: pytest.MonkeyPatch) -> None:
-    for name, folder in (("BASE", ""), ("WORKSPACE", ""), ("JIT", "cached_ops"), ("GEN_SRC", "generated")):
-        patch.setattr(jit_env, f"FLASHINFER_{name}_DIR", root / folder)
 
 
 def toy() -> JitSpecSm12x:
@@ -274,6 +269,49 @@ def test_building_says_what_is_prebuilt(workspace: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.stdout == f"fused_moe_120: is prebuilt: {libraries['fused_moe_120']}\n", done.stderr
     assert not list((workspace / "other").rglob("*.o"))
+
+
+# --- what upstream's wheels have ---------------------------------------------------------------------------------------
+
+
+PROVIDER = """
+from types import SimpleNamespace
+__version__ = {version!r}
+def get_jit_cache_providers():
+    return [SimpleNamespace(provider_id="sm", distribution="flashinfer-jit-cache-sm", version=__version__,
+            jit_cache_dir={folder!r}, cuda_architectures=[{arch!r}], modules={modules!r})]
+"""
+"""A package as upstream's wheels of prebuilt modules are."""
+
+
+@pytest.mark.parametrize("arch", ["12.1a", "12.0f", "12.0a"])
+def test_upstreams_prebuilt_modules_are_not_taken_for_ours(arch: str, tmp_path: Path) -> None:
+    names = ["fused_moe_120", "gemm_mxfp4_sm12x", "norm"]
+    for name in names:
+        (tmp_path / "aot" / name).mkdir(parents=True)
+        library = tmp_path / "aot" / name / f"{name}.so"
+        subprocess.run(["c++", "-shared", "-fPIC", "-x", "c++", "/dev/null", "-o", str(library)], check=True)
+    from flashinfer.version import __version__ as version
+
+    package = tmp_path / "flashinfer_jit_cache"
+    package.mkdir()
+    tag = f"sm{arch.replace('.', '')}"
+    text = PROVIDER.format(version=version, folder=str(tmp_path / "aot"), arch=tag, modules=names)
+    (package / "__init__.py").write_text(text)
+    code = (
+        "from flashinfer.jit import core, env, fused_moe; from flashinfer.jit.sm12x import modules\n"
+        "specs = fused_moe.gen_cutlass_fused_moe_sm120_module(), modules.gen_group_gemm_module()\n"
+        "for spec in specs:\n"
+        "    print(spec.name, len(env.get_aot_artifacts(spec.name)), spec.is_aot, spec.is_compiled, spec.try_load())\n"
+        "print(core.gen_jit_spec('norm', []).is_aot)"
+    )
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    printed = printed_by(code, tmp_path, str(tmp_path), FLASHINFER_CUDA_ARCH_LIST=arch, PYTHONPATH=path)
+    assert printed.splitlines() == [
+        "fused_moe_120 1 False False None",  # the package offers one
+        "gemm_mxfp4_sm12x 1 False False None",
+        "True",  # modules that are upstream's come from there
+    ]
 
 
 # --- making one -------------------------------------------------------------------------------------------------------

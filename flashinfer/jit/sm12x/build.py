@@ -238,7 +238,7 @@ def hash_file(path: str | Path) -> str | None:
     return digest.hexdigest()
 
 
-def _recorded(plan: ModulePlan) -> dict[str, str]:
+def _read_record(plan: ModulePlan) -> dict[str, str]:
     """``inputs.json``: path -> hash of the library and of each file that a compiler read for it; empty if there is none.
 
     The library's path is relative to the module's folder.
@@ -261,12 +261,12 @@ def _changed(plan: ModulePlan, record: dict[str, str]) -> Iterator[str]:
 
 def files_read(plan: ModulePlan) -> list[str]:
     """Every file that compilers read for a library that is fresh."""
-    return sorted(_recorded(plan).keys() - {plan.library.name})
+    return sorted(_read_record(plan).keys() - {plan.library.name})
 
 
 def why_stale(plan: ModulePlan) -> str:
     """Why a build would have something to do; empty when the library is what it would make. Writes nothing."""
-    record = _recorded(plan)
+    record = _read_record(plan)
     if plan.library.name not in record or not plan.library.is_file():
         return "it is not built yet"
     try:
@@ -396,14 +396,14 @@ def _bring_up_to_date(
                 raise JitBuildError(plan.name, what, plan.log, hint_for(status, said))
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    _record(plan, began)
+    _record_inputs(plan, began)
     _logger.info("%s is built", plan.name)
     return list(dict.fromkeys(made))  # a compiler that was killed has a line as well
 
 
 def _remove_stale(plan: ModulePlan) -> None:
     """Remove the objects whose files have other contents than when they were made, and a damaged library."""
-    record = _recorded(plan)
+    record = _read_record(plan)
     changed = set(_changed(plan, record))
     if changed:
         for output, files in {**_dependencies(plan), plan.library.name: [plan.library.name]}.items():
@@ -415,7 +415,7 @@ def _remove_stale(plan: ModulePlan) -> None:
     _write_record(plan, record)
 
 
-def _record(plan: ModulePlan, began: float) -> None:
+def _record_inputs(plan: ModulePlan, began: float) -> None:
     """Write down what a library was made from that ninja has just brought up to date."""
     files = {path for read in _dependencies(plan).values() for path in read}
     record = {path: hash_file(plan.folder / path) or "" for path in sorted({plan.library.name, *files})}
