@@ -46,18 +46,8 @@ if TYPE_CHECKING:
     def __getattr__(name: str) -> Any: ...
 
 
-_group: Any = _upstream.cli
-
-
-def _say_versions(context: Any, _option: Any, asked: bool) -> None:
-    if asked and not context.resilient_parsing:
-        click.echo(f"flashinfer-sm12x {__fork_version__} over {UPSTREAM_DISTRIBUTION} {_upstream.__version__}")
-        context.exit()
-
-
-_group = click.option(
-    "--version", is_flag=True, expose_value=False, is_eager=True, callback=_say_versions, help="Show both versions"
-)(_group)
+_versions = f"flashinfer-sm12x %(version)s over {UPSTREAM_DISTRIBUTION} {_upstream.__version__}"
+_group: Any = click.version_option(__fork_version__, message=_versions, help="Show both versions")(_upstream.cli)
 
 
 def _ensure_modules_registered() -> list[Any]:

@@ -30,15 +30,11 @@ if TYPE_CHECKING:
     def __getattr__(name: str) -> Any: ...
 
 
-def _share_log_handlers(name: str) -> None:
-    """Give a standard logger the handlers and the level of upstream's JIT logger, which stands outside the hierarchy."""
-    logger = logging.getLogger(name)
-    logger.handlers = list(_upstream.logger.handlers)
-    logger.setLevel(_upstream.logger.level)
-    logger.propagate = False
-
-
-_share_log_handlers("flashinfer.jit.sm12x")
+# Upstream's JIT logger stands outside the hierarchy.
+_engine_logger = logging.getLogger("flashinfer.jit.sm12x")
+_engine_logger.handlers = list(_upstream.logger.handlers)
+_engine_logger.setLevel(_upstream.logger.level)
+_engine_logger.propagate = False
 
 
 def require_trusted_sources(sources: Iterable[Path]) -> None:

@@ -26,7 +26,6 @@ from packaging.version import Version
 from . import env as jit_env
 from .sm12x import toolchain
 from .sm12x.diagnosis import JitBuildError, first_error_line, hint_for
-from .sm12x.jobs import GIB, parallel_jobs
 from .sm12x.toolchain import find_ninja
 from .sm12x.trust import PRIVATE, make_folder, require_trusted, require_trusted_tree
 
@@ -36,9 +35,6 @@ if TYPE_CHECKING:
 
 
 _log = logging.getLogger("flashinfer.jit.sm12x")
-
-UPSTREAM_MOE_JOB_MEMORY = 6 * GIB
-"""What a compiler of upstream's fused MoE modules may need: 5.5 GB have been measured on SM120."""
 
 
 @functools.cache
@@ -138,8 +134,7 @@ def run_ninja(workdir: Path, ninja_file: Path, verbose: bool, max_jobs: int | No
         workdir: The module's folder; the full output of a failed build goes to ``build.log`` in it.
         ninja_file: The build file.
         verbose: Show the output while it is made.
-        max_jobs: Compilers at once. When omitted, ``MAX_JOBS``, else ninja's own choice; for the fused MoE modules no
-            more than memory allows.
+        max_jobs: Compilers at once. When omitted, ``MAX_JOBS``, else ninja's own choice.
 
     Raises:
         UntrustedCacheError: another user can write to the cache.
@@ -154,23 +149,14 @@ def run_ninja(workdir: Path, ninja_file: Path, verbose: bool, max_jobs: int | No
             f"the cache path holds a $, which upstream's build files do not quote: {workdir}",
             hint="set FLASHINFER_WORKSPACE_BASE to a folder without one",
         )
-    if max_jobs is None and not os.environ.get("MAX_JOBS") and workdir.name.startswith("fused_moe"):
-        max_jobs, reason = parallel_jobs(UPSTREAM_MOE_JOB_MEMORY)
-        _log.info("building %s: %d compilers at once (%s)", workdir.name, max_jobs, reason)
     if max_jobs is None:
         max_jobs = _upstream._get_num_workers()
+    jobs = ["-j", str(max_jobs)] if max_jobs else []
     make_folder(workdir)
     # nvcc's files have names that others could guess, and take in /tmp.
     with tempfile.TemporaryDirectory(dir=workdir, prefix=".compilers-") as scratch:
         done = subprocess.run(
-            [
-                *PRIVATE,
-                find_ninja(),
-                "-v",
-                "-f",
-                str(ninja_file.resolve()),
-                *(["-j", str(max_jobs)] if max_jobs else []),
-            ],
+            [*PRIVATE, find_ninja(), "-v", "-f", str(ninja_file.resolve()), *jobs],
             stdout=None if verbose else subprocess.PIPE,
             stderr=subprocess.STDOUT,
             cwd=workdir.resolve(),

@@ -13,11 +13,15 @@ from flashinfer._layer import extend
 
 _upstream = extend(globals())
 
-from .cpp_ext import UPSTREAM_MOE_JOB_MEMORY
+from .sm12x.jobs import GIB
 
 if TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any: ...
+
+
+UPSTREAM_JOB_MEMORY = 6 * GIB
+"""What a compiler of upstream's module may need: 5.5 GB have been measured on SM120."""
 
 
 def gen_cutlass_fused_moe_sm120_module(use_fast_build: bool = False) -> Any:
@@ -68,7 +72,7 @@ def gen_cutlass_fused_moe_sm120_upstream_module(use_fast_build: bool = False) ->
     spec = _upstream.gen_cutlass_fused_moe_sm120_module(use_fast_build)
     targets = _upstream.current_compilation_context.TARGET_CUDA_ARCHS
     architectures = sorted(target for target in targets if target[0] == 12)
-    return JitSpecSm12x.adopt(spec, architectures, UPSTREAM_MOE_JOB_MEMORY)
+    return JitSpecSm12x.adopt(spec, architectures, UPSTREAM_JOB_MEMORY)
 
 
 def gen_cutlass_fused_moe_module(

@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from jit_fakes import FAKE_COMPILER, Project
+from jit_fakes import FAKE_COMPILER, Project, use_cache
 
 from flashinfer.jit import core
-from flashinfer.jit import env as jit_env
 from flashinfer.jit.sm12x import build as engine
 
 
@@ -49,8 +48,7 @@ def jit_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixtu
 @pytest.fixture
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of its own, compiling for 12.1a."""
-    for name, folder in (("BASE", ""), ("WORKSPACE", ""), ("JIT", "cached_ops"), ("GEN_SRC", "generated")):
-        monkeypatch.setattr(jit_env, f"FLASHINFER_{name}_DIR", tmp_path / folder)
+    use_cache(tmp_path, monkeypatch)
     for variable in ("JIT_DEBUG", "JIT_VERBOSE", "JIT_LINEINFO", "DISABLE_JIT", "SM12X_EMBED_PTX", "NVCC"):
         monkeypatch.delenv(f"FLASHINFER_{variable}", raising=False)
     monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "12.1a")

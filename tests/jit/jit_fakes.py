@@ -3,18 +3,25 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 
+from flashinfer.jit import cpp_ext
+from flashinfer.jit import env as jit_env
 from flashinfer.jit.sm12x import build as engine
 from flashinfer.jit.sm12x import modules, toolchain
 from flashinfer.jit.sm12x.spec import JitSpecSm12x
 
 FAKE_COMPILER = """#!{python} -IS
 # Understands -c, -o, -MF, -I, --version; "compiles" by copying the text of the source and of the headers it includes.
-# A line "// fake: <what>" in the source asks for: sleep <s>, kill, enospc, fail <text>, allocate <MiB>, silent.
+# A line "// fake: <what>" in the source asks for: sleep <s>, kill, kill-once, enospc, fail <text>, silent.
 import os, re, sys, time
 home = os.path.dirname(os.path.abspath(__file__))
 if "--version" in sys.argv:
@@ -22,7 +29,6 @@ if "--version" in sys.argv:
     sys.exit(0)
 args = sys.argv[1:]
 value = lambda flag: args[args.index(flag) + 1] if flag in args else None
-include_dirs = [b for a, b in zip(args, args[1:]) if a == "-I"]
 source, output, depfile = value("-c"), value("-o"), value("-MF")
 if source is None:  # link
     with open(output, "wb") as out:
@@ -35,12 +41,10 @@ with open(os.path.join(home, "calls"), "a") as log:
 read = [source]
 text = open(source).read()
 for name in re.findall(r'#include "(.+?)"', text):
-    for folder in include_dirs:
-        header = os.path.join(folder, name)
-        if os.path.exists(header):
-            read.append(header)
-            text += open(header).read()
-            break
+    header = os.path.join(value("-I"), name)
+    if os.path.exists(header):
+        read.append(header)
+        text += open(header).read()
     else:
         print(source + ":1:10: fatal error: " + name + ": No such file or directory")
         sys.exit(1)
@@ -59,10 +63,6 @@ for what in re.findall(r"// fake: (.+)", text):
     elif verb == "fail":
         print("some warning first" + chr(10) + source + ":3:7: error: " + rest)
         sys.exit(2)
-    elif verb == "allocate":
-        block = bytearray(int(rest) << 20)
-        for i in range(0, len(block), 4096):
-            block[i] = 1
     elif verb == "silent":
         sys.exit(0)
 with open(output, "w") as out:
@@ -72,20 +72,25 @@ with open(depfile, "w") as out:
 """
 
 
+BUILD = (
+    "import signal, sys; from pathlib import Path; sys.path.insert(0, sys.argv[1]); from jit_fakes import Project;"
+    "signal.signal(signal.SIGINT, signal.default_int_handler);"
+    "print(len(Project(Path(sys.argv[2]), cache=Path(sys.argv[3])).build().compiled))"
+)
+"""Builds a project; with the usual meaning of SIGINT even where the tests run with it ignored."""
+
+
 @dataclass
 class Project:
     """Sources, a compiler and a cache in a folder of their own, or a cache that is elsewhere.
 
-    ``a.cu`` includes ``one.h``; ``b.cu`` includes ``one.h`` and ``two.h``; ``c.cu`` includes nothing. Headers are looked
-    for in the folders ``before``, then in ``src/first`` and ``src``, then in those ``after``.
+    ``a.cu`` includes ``one.h``; ``b.cu`` includes ``one.h`` and ``two.h``; ``c.cu`` includes nothing.
     """
 
     root: Path
     flags: tuple[str, ...] = ("-DX=1",)
     names: list[str] = field(default_factory=lambda: ["a", "b", "c"])
     cache: Path = field(default=None)  # type: ignore[assignment]
-    before: tuple[Path, ...] = ()
-    after: tuple[Path, ...] = ()
 
     def __post_init__(self) -> None:
         self.cache = self.cache or self.root / "cache"
@@ -104,12 +109,9 @@ class Project:
         engine.compiler_identity.cache_clear()
         toolchain.compiler_banner.cache_clear()
         src = self.root / "src"
-        folders = (*self.before, src / "first", src, *self.after)
-        includes = tuple(word for folder in folders for word in ("-I", str(folder)))
-        sources = [src / f"{name}.cu" for name in self.names] + sorted(self.cache.glob("generated/*.cu"))
+        flags = (*self.flags, "-I", str(src))
         steps = tuple(
-            engine.CompileStep(f"{source.stem}.o", source, str(self.compiler), (*self.flags, *includes))
-            for source in sources
+            engine.CompileStep(f"{name}.o", src / f"{name}.cu", str(self.compiler), flags) for name in self.names
         )
         return engine.ModulePlan(
             name="demo",
@@ -125,9 +127,24 @@ class Project:
         with engine.module_lock(plan.lock_path) as lock:
             return engine.build(plan, lock=lock, **kwargs)  # type: ignore[arg-type]
 
+    def command(self, cache: Path | None = None) -> list[str]:
+        """Builds it in a process of its own, which prints how many sources it compiled."""
+        return [sys.executable, "-c", BUILD, str(Path(__file__).parent), str(self.root), str(cache or self.cache)]
+
+    def start(self) -> subprocess.Popen[str]:
+        return subprocess.Popen(self.command(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def change_compiler(self, before: str, inserted: str) -> None:
+        """Insert code into the compiler."""
+        self.compiler.write_text(self.compiler.read_text().replace(before, inserted + before, 1))
+
     @property
     def fresh(self) -> bool:
         return not engine.why_stale(self.plan())
+
+    def object_text(self, name: str) -> str:
+        path = self.cache / "demo" / "obj" / f"{name}.o"
+        return path.read_text() if path.exists() else ""
 
     def calls(self) -> list[str]:
         """Sources compiled since the last call, sorted."""
@@ -138,6 +155,27 @@ class Project:
 
     def with_flags(self, *flags: str) -> Project:
         return replace(self, flags=flags)
+
+
+@contextmanager
+def umask(mask: int) -> Iterator[None]:
+    before = os.umask(mask)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def use_cache(root: Path, patch: pytest.MonkeyPatch) -> None:
+    for name, folder in (("BASE", ""), ("WORKSPACE", ""), ("JIT", "cached_ops"), ("GEN_SRC", "generated")):
+        patch.setattr(jit_env, f"FLASHINFER_{name}_DIR", root / folder)
+
+
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_found() -> None:
+        raise toolchain.ToolchainError("no CUDA compiler found")
+
+    monkeypatch.setattr(cpp_ext, "find_toolkit", none_found)
 
 
 def _has_toolkit() -> bool:

@@ -3,23 +3,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from pathlib import Path
 
-import forked_python
 import pytest
 import torch
 from click.testing import CliRunner, Result
 from jit_fakes import needs_nvcc, small_spec
+from jit_processes import run_python
 
 from flashinfer.jit.sm12x import inspect_sass, modules
 from flashinfer.jit.sm12x.toolchain import ToolchainError
-
-
-def _cli(workspace: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "FLASHINFER_WORKSPACE_BASE": str(workspace), "FLASHINFER_CUDA_ARCH_LIST": "12.1a"}
-    return forked_python.run(["-m", "flashinfer", *arguments], env={**environment, **variables})
 
 
 def _invoke(*arguments: str) -> Result:
@@ -30,7 +23,7 @@ def _invoke(*arguments: str) -> Result:
 
 @needs_nvcc
 def test_modules_are_listed(tmp_path: Path) -> None:
-    listed = _cli(tmp_path, "list-modules").stdout
+    listed = run_python(["-m", "flashinfer", "list-modules"], tmp_path).stdout
     for name in ("fused_moe_120", "fused_moe_120_upstream", "gemm_mxfp4_sm12x"):
         assert f"  {name} - Not Compiled" in listed
 
@@ -46,10 +39,10 @@ def test_only_what_compiles_needs_a_compiler(tmp_path: Path) -> None:
         "clear-cache": "Cache cleared",
     }
     for argument, text in said.items():
-        done = _cli(tmp_path, argument, CUDA_HOME=none)
+        done = run_python(["-m", "flashinfer", argument], tmp_path, CUDA_HOME=none)
         assert (done.returncode, text in done.stdout, "Traceback" in done.stderr) == (0, True, False), done
     for argument in ("sm12x-build", "sm12x-instances", "export-compile-commands"):
-        done = _cli(tmp_path, argument, CUDA_HOME=none)
+        done = run_python(["-m", "flashinfer", argument], tmp_path, CUDA_HOME=none)
         (line,) = done.stderr.splitlines()
         assert done.returncode == 1
         assert line.startswith(f"Error: CUDA_HOME={none} holds no bin/nvcc. ")

@@ -13,14 +13,16 @@ from typing import Any
 
 import forked_python
 import pytest
-from jit_fakes import needs_nvcc, small_spec
+from jit_fakes import needs_nvcc, no_compiler, small_spec
+from jit_processes import answer_of, printed_by
 
 from flashinfer.jit import core, cpp_ext, fused_moe
 from flashinfer.jit import env as jit_env
 from flashinfer.jit.core import MissingJITCacheError
-from flashinfer.jit.sm12x import jobs, modules, toolchain
+from flashinfer.jit.sm12x import inspect_sass, modules, toolchain
 from flashinfer.jit.sm12x.diagnosis import JitBuildError
 from flashinfer.jit.sm12x.instances import GEMM_INSTANCES, INSTANCES, MAIN_MODULE, index_of
+from flashinfer.jit.sm12x.report import as_table, instance_rows
 from flashinfer.jit.sm12x.spec import JitSpecSm12x
 
 pytestmark = pytest.mark.usefixtures("workspace")
@@ -102,19 +104,14 @@ def test_3rdparty_cutlass_comes_before_the_wheels(tmp_path: Path, monkeypatch: p
 
 
 @needs_nvcc
-def test_debug_build(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_debug_build_and_embedded_ptx_which_has_a_name_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHINFER_JIT_DEBUG", "1")
-    flags = modules.gen_fused_moe_module().plan.steps[0].flags
-    assert {"-O0", "-g", "--device-debug"} <= set(flags)
-    assert "-O3" not in flags
-
-
-@needs_nvcc
-def test_embedded_ptx_has_a_name_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHINFER_SM12X_EMBED_PTX", "1")
     spec = modules.gen_fused_moe_module()
     assert spec.name == "fused_moe_120_ptx"
     flags = spec.plan.steps[0].flags
+    assert {"-O0", "-g", "--device-debug"} <= set(flags)
+    assert "-O3" not in flags
     assert "-gencode=arch=compute_121a,code=compute_121a" in flags
     assert "--compress-mode=none" in flags
 
@@ -138,7 +135,7 @@ def test_upstreams_module_has_a_name_and_folders_of_its_own(workspace: Path) -> 
     ours = fused_moe.gen_cutlass_fused_moe_sm120_module()
     assert upstream.name == "fused_moe_120_upstream"
     assert len(upstream.sources) > 50
-    assert upstream.job_memory >= 5.5e9
+    assert upstream.job_memory == 6 << 30
     assert core.jit_spec_registry.get_all_specs()["fused_moe_120_upstream"] is upstream
     assert "-DENABLE_FP4" in upstream.extra_cuda_cflags
     assert not {source.parent for source in ours.sources} & {source.parent for source in upstream.sources}
@@ -193,10 +190,7 @@ def test_upstreams_ninja_file_links_against_this_toolkit(workspace: Path) -> Non
 
 
 def test_headers_without_a_compiler_are_a_cuda_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def none_found() -> None:
-        raise toolchain.ToolchainError("no CUDA compiler found")
-
-    monkeypatch.setattr(cpp_ext, "find_toolkit", none_found)
+    no_compiler(monkeypatch)
     monkeypatch.setattr(toolchain, "DEFAULT_ROOT", tmp_path / "none")
     monkeypatch.delenv("CUDA_PATH", raising=False)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
@@ -221,35 +215,6 @@ def test_upstreams_failed_build_is_as_short(workspace: Path) -> None:
     assert lines[-1] == f"Log: {workspace}/cached_ops/broken/build.log"
     assert len(lines) == 3
     assert "FAILED: " in (workspace / "cached_ops" / "broken" / "build.log").read_text()
-
-
-@pytest.mark.parametrize(
-    ("name", "max_jobs", "free", "expected"),
-    [
-        ("fused_moe_120_upstream", None, 20, 3),  # 20 GiB * 0.9 / 6 GiB
-        ("fused_moe_120_upstream", None, 1, 1),
-        ("fused_moe_120_upstream", None, 999, 16),
-        ("fused_moe_120_upstream", "5", 1, 5),
-        ("norm", None, 1, None),
-    ],
-)
-def test_upstreams_moe_module_gets_no_more_jobs_than_fit(
-    name: str, max_jobs: str | None, free: int, expected: int | None, workspace: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen = []
-
-    def run(command: list[str], **_: Any) -> Any:
-        seen.append(int(command[command.index("-j") + 1]) if "-j" in command else None)
-        return subprocess.CompletedProcess(command, 0)
-
-    monkeypatch.setattr(cpp_ext.subprocess, "run", run)
-    monkeypatch.setattr(jobs, "available_memory", lambda: free << 30)
-    monkeypatch.setattr(jobs, "usable_cores", lambda: 16)
-    monkeypatch.delenv("MAX_JOBS", raising=False)
-    if max_jobs:
-        monkeypatch.setenv("MAX_JOBS", max_jobs)
-    cpp_ext.run_ninja(workspace / name, workspace / "build.ninja", False)
-    assert seen == [expected]
 
 
 @needs_nvcc
@@ -284,12 +249,8 @@ def test_real_build_loads_without_a_driver_and_follows_its_headers(
         stale.build_and_load()
     assert caught.value.spec is stale
     monkeypatch.delenv("FLASHINFER_DISABLE_JIT")
-    code = (  # another process: this one has the old library loaded
-        "import sys, tvm_ffi; print(tvm_ffi.load_module(sys.argv[1]).answer())"
-    )
     stale.build(need_lock=True)
-    out = forked_python.run(["-c", code, str(stale.jit_library_path)])
-    assert out.stdout.strip() == "42", out.stderr
+    assert answer_of(stale.jit_library_path) == "42"
     needed = subprocess.run(["readelf", "-d", str(stale.jit_library_path)], capture_output=True, text=True).stdout
     assert "libcudart.so" in needed
     assert "libcuda.so" not in needed
@@ -375,39 +336,24 @@ def test_aot_builds_and_packages(workspace: Path, monkeypatch: pytest.MonkeyPatc
     names = ("CSRC_DIR", "INCLUDE_DIR")
     for name in (*(f"FLASHINFER_{name}" for name in names), "CUTLASS_INCLUDE_DIRS", "SPDLOG_INCLUDE_DIR"):
         monkeypatch.setattr(jit_env, name, getattr(jit_env, name))
-    monkeypatch.setattr(
-        aot._upstream,
-        "compile_and_package_modules",
-        _with_modules(aot, lambda: [small_spec(workspace, "ours"), core.gen_jit_spec("theirs", [theirs])]),
-    )
+    made = [small_spec(workspace, "ours"), core.gen_jit_spec("theirs", [theirs])]
+    monkeypatch.setattr(aot, "gen_all_modules", lambda *_: made)
     out = workspace / "out"
     aot.compile_and_package_modules(out, workspace / "build", Path(aot.__file__).parents[1], skip_prebuilt=False)
     assert sorted(path.name for path in out.rglob("*.so")) == ["ours.so", "theirs.so"]
     assert (workspace / "build" / "upstream" / "csrc" / "quantization.cu").is_file()
 
 
-def _with_modules(aot: Any, make: Any) -> Any:
-    upstream = aot._upstream.compile_and_package_modules
-
-    def compile_these(*args: Any, **kwargs: Any) -> None:
-        before = aot.__dict__["gen_all_modules"]
-        aot.__dict__["gen_all_modules"] = lambda *_: make()
-        try:
-            upstream(*args, **kwargs)
-        finally:
-            aot.__dict__["gen_all_modules"] = before
-
-    return compile_these
+def _need_cuobjdump() -> None:
+    try:
+        inspect_sass.find_tool()
+    except toolchain.ToolchainError as error:
+        pytest.skip(str(error))
 
 
 @needs_nvcc
 def test_machine_code_is_read(workspace: Path) -> None:
-    from flashinfer.jit.sm12x.inspect_sass import find_tool, inspect
-
-    try:
-        find_tool()
-    except toolchain.ToolchainError as error:
-        pytest.skip(str(error))
+    _need_cuobjdump()
     spec = small_spec(workspace)
     spec.sources[0].write_text(
         "#include <mma.h>\nusing namespace nvcuda::wmma;\n"
@@ -424,7 +370,7 @@ def test_machine_code_is_read(workspace: Path) -> None:
         "  p[0] = local[n & 63];\n}\n"
     )
     spec.build(need_lock=True)
-    kernels = {kernel.name.split("(")[0]: kernel for kernel in inspect(spec.jit_library_path)}
+    kernels = {kernel.name.split("(")[0]: kernel for kernel in inspect_sass.inspect(spec.jit_library_path)}
     assert set(kernels) == {"with_mma", "with_spills"}
     mma, spills = kernels["with_mma"], kernels["with_spills"]
     assert mma.architecture == spills.architecture == "sm_121a"
@@ -439,13 +385,7 @@ def test_machine_code_is_read(workspace: Path) -> None:
 @needs_nvcc
 def test_table_of_instances_as_built(workspace: Path) -> None:
     """One instance of the real module: its rows hold what its machine code does."""
-    from flashinfer.jit.sm12x.inspect_sass import find_tool
-    from flashinfer.jit.sm12x.report import as_table, instance_rows
-
-    try:
-        find_tool()
-    except toolchain.ToolchainError as error:
-        pytest.skip(str(error))
+    _need_cuobjdump()
     row = MAIN_MODULE[0]
     whole = modules.gen_fused_moe_module()
     source = next(source for source in whole.sources if source.stem == row.name)
@@ -466,7 +406,6 @@ def test_table_of_instances_as_built(workspace: Path) -> None:
 
 
 @needs_nvcc
-@pytest.mark.usefixtures("workspace")
 @pytest.mark.parametrize("name", ["bf16_m8_k128", "stream_bf16_m8"])
 @pytest.mark.parametrize("change", [{"shared_bytes": 16}, {"stages": -1}], ids=str)
 def test_a_row_that_says_otherwise_than_the_layout_of_shared_memory_does_not_compile(
@@ -477,3 +416,25 @@ def test_a_row_that_says_otherwise_than_the_layout_of_shared_memory_does_not_com
     spec = modules._spec("wrong_row", [], modules._MOE_TEMPLATE, [wrong])
     with pytest.raises(RuntimeError, match=r"flashinfer/jit/sm12x/instances\.py says otherwise"):
         spec.build(need_lock=True)
+
+
+def test_relative_cache_is_the_same_folder_for_child_processes(tmp_path: Path) -> None:
+    code = "from flashinfer.jit import env; import os; print(env.FLASHINFER_JIT_DIR, os.environ[{!r}], sep='\\n')"
+    jit_dir, base = printed_by(code.format("FLASHINFER_WORKSPACE_BASE"), tmp_path, "rel").splitlines()
+    assert Path(jit_dir).is_relative_to(tmp_path / "rel")
+    assert base == str(tmp_path / "rel")
+
+
+@needs_nvcc
+@pytest.mark.parametrize("base", ["rel", "$HOME a"])
+def test_cache_paths_that_nvcc_would_have_a_shell_read(base: str, tmp_path: Path) -> None:
+    """A relative one, and one with a ``$``; the source is a generated one, which lies in the cache."""
+    code = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r});"
+        "import jit_fakes; from flashinfer.jit import env;"
+        "spec = jit_fakes.small_spec(env.FLASHINFER_GEN_SRC_DIR); spec.build(need_lock=True);"
+        "print(spec.try_load().answer(), spec.plan.library)"
+    )
+    answer, library = printed_by(code, tmp_path, base).strip().split(" ", 1)
+    assert answer == "41"
+    assert Path(library).is_relative_to(tmp_path / base)

@@ -13,9 +13,9 @@ import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
-import forked_python
 import pytest
-from jit_fakes import Project, needs_nvcc, small_spec
+from jit_fakes import Project, needs_nvcc, small_spec, umask
+from jit_processes import run_python
 
 from flashinfer.jit import activation, core, cpp_ext, cute_dsl_core
 from flashinfer.jit import env as jit_env
@@ -233,11 +233,8 @@ def test_the_owners_own_group_may_write(cache: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_folders_are_private_whatever_the_umask_is(tmp_path: Path) -> None:
-    before = os.umask(0)
-    try:
+    with umask(0):
         make_folder(tmp_path / "a" / "b")
-    finally:
-        os.umask(before)
     assert [(tmp_path / name).stat().st_mode & 0o777 for name in ("a", "a/b")] == [0o755, 0o755]
 
 
@@ -271,82 +268,59 @@ def test_upstreams_modules_are_not_built_there_either(workspace: Path, monkeypat
         cpp_ext.run_ninja(odd, odd / "build.ninja", False)
 
 
+IN_A_MODULE = ("obj", "obj/a.o", "build.ninja", ".ninja_deps", "inputs.json", "demo.so")
+
+
 @needs_root
-@pytest.mark.parametrize("what", ["obj", "obj/a.o", "build.ninja", ".ninja_deps", "inputs.json", "demo.so"])
-def test_what_another_user_left_in_a_module_is_not_used(project: Project, what: str) -> None:
+@pytest.mark.parametrize("what", [*(f"demo/{name}" for name in IN_A_MODULE), "tmp"])
+def test_what_another_user_left_in_a_module_or_among_locks_is_not_used(project: Project, what: str) -> None:
     project.build()
-    os.chown(project.plan().folder / what, ANOTHER, ANOTHER)
+    os.chown(project.cache / what, ANOTHER, ANOTHER)
     project.write("c.cu", "int another;\n")
     with pytest.raises(UntrustedCacheError, match=f"{what} belongs to user {ANOTHER}"):
         project.build()
 
 
-@needs_root
-def test_a_folder_of_locks_that_another_user_has_is_not_used(project: Project) -> None:
-    folder = project.plan().lock_path.parent
-    folder.mkdir(parents=True)
-    os.chown(folder, ANOTHER, ANOTHER)
-    with pytest.raises(UntrustedCacheError, match=f"{folder} belongs to user {ANOTHER}"):
-        project.build()
-
-
 @needs_nvcc
 @needs_root
-def test_a_generated_source_of_another_user_is_not_compiled(workspace: Path) -> None:
-    spec = small_spec(jit_env.FLASHINFER_GEN_SRC_DIR)
-    os.chown(spec.sources[0], ANOTHER, ANOTHER)
-    with pytest.raises(UntrustedCacheError, match=f"small.cu belongs to user {ANOTHER}"):
-        spec.build(need_lock=True)
-
-
-@needs_nvcc
-@needs_root
-def test_what_lies_beside_a_generated_source_counts(workspace: Path) -> None:
-    """``#include "..."`` finds it first."""
+@pytest.mark.parametrize("name", ["small.cu", "answer.h"])
+def test_a_generated_source_and_what_lies_beside_it_of_another_user_are_not_compiled(
+    name: str, workspace: Path
+) -> None:
+    """``#include "..."`` finds what lies beside it first."""
     spec = small_spec(jit_env.FLASHINFER_GEN_SRC_DIR)
     plain = core.gen_jit_spec("plain", [spec.sources[0]])
-    os.chown(spec.sources[0].with_name("answer.h"), ANOTHER, ANOTHER)
+    os.chown(spec.sources[0].with_name(name), ANOTHER, ANOTHER)
     for each in (spec, plain):
-        with pytest.raises(UntrustedCacheError, match=f"answer.h belongs to user {ANOTHER}"):
+        with pytest.raises(UntrustedCacheError, match=f"{name} belongs to user {ANOTHER}"):
             each.build(need_lock=True)
 
 
 @needs_nvcc
-@pytest.mark.parametrize("umask", [0o000, 0o002])
-def test_a_build_is_private_whatever_the_umask_is(umask: int, workspace: Path) -> None:
-    before = os.umask(umask)
-    try:
+@pytest.mark.parametrize("mask", [0o000, 0o002])
+def test_a_build_is_private_whatever_the_umask_is(mask: int, workspace: Path) -> None:
+    with umask(mask):
         spec = small_spec(workspace)
         spec.build(need_lock=True)
-    finally:
-        os.umask(before)
     modes = {path.name: path.stat().st_mode for path in (spec.build_dir, *spec.build_dir.rglob("*"), spec.lock_path)}
     assert not {name: oct(mode) for name, mode in modes.items() if mode & 0o022}
     assert modes["small.lock"] & 0o077 == 0
     require_trusted_tree(spec.build_dir)
 
 
-@pytest.mark.parametrize("workdir", ["cached_ops/norm", "cached_ops"], ids=["a module", "many modules"])
-def test_upstreams_compilers_have_a_folder_of_their_own(
-    workdir: str, workspace: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In /tmp others could guess the names of nvcc's files. Of many modules the folder is that of all, locks included."""
-    folder = workspace / workdir
-    (folder / "tmp").mkdir(parents=True)
-    (folder / "tmp" / "norm.lock").touch()
-    ninja_file = folder / "tmp" / "all.ninja"
+def test_upstreams_compilers_have_a_folder_of_their_own(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In /tmp others could guess the names of nvcc's files."""
+    folder = workspace / "cached_ops" / "norm"
+    folder.mkdir(parents=True)
+    ninja_file = folder / "build.ninja"
     ninja_file.write_text("rule say\n command = touch $out && echo $$TMPDIR > $out\nbuild said: say\n")
     monkeypatch.setenv("TMPDIR", "/elsewhere")
-    before = os.umask(0)
-    try:
+    with umask(0):
         cpp_ext.run_ninja(folder, ninja_file, False)
-    finally:
-        os.umask(before)
     said = Path((folder / "said").read_text().strip())
     assert said.parent == folder
     assert not said.exists()
     assert (folder / "said").stat().st_mode & 0o777 == 0o644
-    assert sorted(path.name for path in (folder / "tmp").iterdir()) == ["all.ninja", "norm.lock"]
     assert os.environ["TMPDIR"] == "/elsewhere"
 
 
@@ -364,12 +338,9 @@ def test_libraries_to_link_against_that_another_user_left_are_not_used(workspace
 def test_upstreams_module_is_private_and_not_loaded_where_others_write(workspace: Path) -> None:
     source = workspace / "plain.cpp"
     source.write_text('extern "C" int f() { return 1; }\n')
-    before = os.umask(0o002)
-    try:
+    with umask(0o002):
         spec = core.gen_jit_spec("plain", [source])
         spec.build(need_lock=True)
-    finally:
-        os.umask(before)
     assert spec.build_dir.stat().st_mode & 0o022 == 0
     spec.load()
     spec.build_dir.chmod(0o777)
@@ -381,9 +352,7 @@ def test_upstreams_module_is_private_and_not_loaded_where_others_write(workspace
 
 def test_compilers_leave_nothing_outside_the_build(project: Project, tmp_path: Path) -> None:
     """Their files are in the module's folder, those of a builder that was killed until the next build."""
-    compiler = project.compiler.read_text()
-    leave = 'import tempfile; tempfile.mkstemp(prefix="left-")\n'
-    project.compiler.write_text(compiler.replace("read = [source]", leave + "read = [source]"))
+    project.change_compiler("read = [source]", 'import tempfile; tempfile.mkstemp(prefix="left-")\n')
     left = project.plan().folder / "tmp" / "of a builder that was killed"
     left.mkdir(parents=True)
     before = set(Path(tempfile.gettempdir()).iterdir())
@@ -408,9 +377,7 @@ if os.geteuid() == 0:
 
 
 def _run(code: str, base: Path, *arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "FLASHINFER_WORKSPACE_BASE": str(base), "FLASHINFER_CUDA_ARCH_LIST": "12.1a"}
-    words = ["-c", WITHOUT_OVERRIDE + code, *map(str, arguments)]
-    return forked_python.run(words, env={**environment, **variables})
+    return run_python(["-c", WITHOUT_OVERRIDE + code, *map(str, arguments)], base, **variables)
 
 
 def _set_writable(folder: Path, writable: bool) -> None:
@@ -510,13 +477,10 @@ def test_a_workspace_that_another_user_prepared_is_left_alone(what: str, tmp_pat
     assert sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize("umask", [0o000, 0o002])
-def test_what_upstream_generates_is_private_whatever_the_umask_is(umask: int, workspace: Path) -> None:
-    before = os.umask(umask)
-    try:
+@pytest.mark.parametrize("mask", [0o000, 0o002])
+def test_what_upstream_generates_is_private_whatever_the_umask_is(mask: int, workspace: Path) -> None:
+    with umask(mask):
         spec = activation.gen_act_and_mul_module("silu")
-    finally:
-        os.umask(before)
     assert len(spec.sources) > 0
     core.require_trusted_sources(spec.sources)
 
@@ -564,11 +528,8 @@ def test_objects_of_cute_dsl_are_private_and_not_loaded_where_others_write(
     (workspace / "cached_ops").mkdir()
     spec = cute_dsl_core.JitSpecCuteDsl("norm", "rms", _Kernel, "0123")
     assert spec.try_load() is None
-    before = os.umask(0)
-    try:
+    with umask(0):
         assert spec.build_and_load() == "norm_rms"
-    finally:
-        os.umask(before)
     assert spec.try_load() == "norm_rms"
     assert [path.stat().st_mode & 0o777 for path in (spec.module_dir, spec.object_path, spec.meta_path)] == [
         0o755,

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import logging
 import os
@@ -17,28 +16,22 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import forked_python
 import pytest
-from jit_fakes import needs_nvcc, small_spec
+from jit_fakes import needs_nvcc, no_compiler, small_spec, use_cache
+from jit_processes import answer_of, printed_by
+from layer_toys import REPO, load_tool
 
-from flashinfer.jit import core, cpp_ext
+from flashinfer.jit import core
 from flashinfer.jit import env as jit_env
-from flashinfer.jit.sm12x import modules, prebuilt, toolchain
+from flashinfer.jit.sm12x import modules, prebuilt
 from flashinfer.jit.sm12x.build import hash_file
 from flashinfer.jit.sm12x.instances import HOPPER, SM12X
 from flashinfer.jit.sm12x.spec import JitSpecSm12x
 
-REPO = Path(__file__).resolve().parents[2]
-
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("kernels_wheel", REPO / "tools" / "kernels_wheel.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_tool("kernels_wheel")
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +48,6 @@ def built(tmp_path_factory: pytest.TempPathFactory, tool: ModuleType) -> Path:
         spec.build(need_lock=True)
         (root / "cache" / "entry.json").write_text(json.dumps(tool.entry_of(spec)))
     return (root / "cache").rename(root / "kept")
-
-
-def use_cache(root: Path, patch: pytest.MonkeyPatch) -> None:
-    for name, folder in (("BASE", ""), ("WORKSPACE", ""), ("JIT", "cached_ops"), ("GEN_SRC", "generated")):
-        patch.setattr(jit_env, f"FLASHINFER_{name}_DIR", root / folder)
 
 
 def toy() -> JitSpecSm12x:
@@ -121,18 +109,11 @@ def lines(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     core.logger.removeHandler(caplog.handler)
 
 
-def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none_found() -> None:
-        raise toolchain.ToolchainError("no CUDA compiler found")
-
-    monkeypatch.setattr(cpp_ext, "find_toolkit", none_found)
-    monkeypatch.setenv("PATH", "")
-
-
 @needs_nvcc
 def test_it_is_used_without_a_compiler_and_without_a_cache(installed: Installed, monkeypatch, lines) -> None:
     shutil.rmtree(installed.cached.parents[1])
     no_compiler(monkeypatch)
+    monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "1")
     assert installed.load() == (installed.library, 41)
     assert not installed.cached.parents[1].exists()
@@ -147,21 +128,12 @@ def test_it_comes_before_the_cache(installed: Installed, lines) -> None:
 
 
 @needs_nvcc
-@pytest.mark.parametrize("left", [None, "folder", "module", "file"])
-def test_where_none_is_installed_nothing_is_said(
-    installed: Installed, left: str | None, lines, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("left", ["nothing", "folder", "module"])
+def test_where_none_is_installed_nothing_is_said(installed: Installed, left: str, lines) -> None:
     if left == "module":  # a wheel that does not have this one
         installed.write(modules=[{**installed.entry, "name": "other"}])
-        assert installed.load() == (installed.cached, 41)
-        assert lines() == []
-        return
-    shutil.rmtree(installed.package)
-    if left == "file":  # a module of the package's name, beside a manifest in the working directory
-        installed.package.with_suffix(".py").write_text("raise SystemExit('it was imported')")
-        monkeypatch.chdir(installed.package.parent)
-        Path("manifest.json").write_text(json.dumps({**manifest_here(), "modules": [installed.entry]}))
-        shutil.copy(installed.cached, installed.entry["library"])
+    else:
+        shutil.rmtree(installed.package)
     if left == "folder":  # what an uninstalled package leaves where something else lies in its folder
         installed.package.mkdir()
     assert installed.load() == (installed.cached, 41)
@@ -184,71 +156,40 @@ def replace_by_no_library(i: Installed) -> None:
     i.write(modules=[{**i.entry, "sha256": hash_file(i.library)}])
 
 
-DAMAGES: dict[str, tuple[Callable[[Installed], Any], str]] = {
-    "truncated": (truncate, "small-121a.so is truncated or altered: its digest is not that of manifest.json"),
-    "altered": (alter_a_byte, "small-121a.so is truncated or altered: its digest is not that of manifest.json"),
-    "missing": (lambda i: i.library.unlink(), "No such file or directory: "),
-    "not a library": (replace_by_no_library, "it does not load: "),
-    "no manifest": (lambda i: (i.package / "manifest.json").unlink(), "manifest.json is missing or damaged (FileNot"),
-    "no JSON": (lambda i: (i.package / "manifest.json").write_text("{"), "manifest.json is missing or damaged (JSON"),
-    "no object": (lambda i: (i.package / "manifest.json").write_text("[]"), "manifest.json is missing or damaged (Ty"),
-    "no modules": (lambda i: i.write(modules=None), "manifest.json is missing or damaged (TypeError"),
-    "half an entry": (lambda i: i.write(modules=[{"name": "small"}]), "manifest.json is missing or damaged (KeyError"),
-    "older format": (lambda i: i.write(format=0), f"has format 0, this is format {prebuilt.FORMAT}"),
-    "older fork": (lambda i: i.write(fork="0.0.9"), f"has fork 0.0.9, this is fork {prebuilt.__fork_version__}"),
-    "older TVM-FFI": (lambda i: i.write(tvm_ffi="0.0"), f"has tvm_ffi 0.0, this is tvm_ffi {prebuilt.ffi_series()}"),
-    "other platform": (
-        lambda i: i.write(platform="linux-riscv64"),
-        f"has platform linux-riscv64, this is platform {prebuilt.platform_name()}",
-    ),
-    "other architecture": (
-        lambda i: i.write(modules=[{**i.entry, "architectures": "12.0f"}]),
-        "has it for 12.0f, and 12.1a is compiled for",
-    ),
-    "other sources": (lambda i: i.write(modules=[{**i.entry, "sources": ["generated:src/x.cu"]}]), "other sources: "),
-    "other flags": (
-        lambda i: i.write(modules=[{**i.entry, "flags": [*i.entry["flags"], "-lineinfo"]}]),
-        "it was built with other flags: --lineinfo",
-    ),
-}
+def write(text: str) -> Callable[[Installed], Any]:
+    return lambda i: (i.package / "manifest.json").write_text(text)
 
 
-def replace_by_a_pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-def nested(i: Installed) -> None:
-    (i.package / "manifest.json").write_text("[" * 1_000_000)
-
-
-def test_reasons_are_short_and_of_one_line() -> None:
-    short = prebuilt._short(ValueError("a\n\x1b[31m" + "b" * 10_000))
-    assert short == f"a??[31m{'b' * 393} ..."
+def in_manifest(**changes: Any) -> Callable[[Installed], None]:
+    return lambda i: i.write(**changes)
 
 
 def in_entry(**changes: Any) -> Callable[[Installed], None]:
     return lambda i: i.write(modules=[{**i.entry, **changes}])
 
 
-DAMAGES |= {
-    "library elsewhere": (in_entry(library="../../x.so"), "is no library in this folder"),
-    "absolute library": (in_entry(library="/usr/lib/x.so"), "is no library in this folder"),
-    "library of no name": (in_entry(library=""), "is no regular file"),
-    "no digest": (in_entry(library="none.so", sha256="absent"), "is no library in this folder"),
-    "null digest": (in_entry(library="none.so", sha256=None), "missing or damaged (TypeError"),
-    "null hash": (lambda i: i.write(modules=[{**i.entry, "files": {"tree:none.h": None}}]), "is not what it was built"),
-    "device among files": (in_entry(files={"tree:../../../../../dev/zero": "0" * 64}), "names no file of the tree"),
-    "absolute file": (in_entry(files={"/dev/zero": "0" * 64}), "names no file of the tree"),
-    "list of files": (in_entry(files=["tree:README.md"] * 9), "is no library in this folder"),
-    "nested": (nested, "missing or damaged (RecursionError"),
-    "pipe for a manifest": (lambda i: replace_by_a_pipe(i.package / "manifest.json"), "is no regular file"),
-    "pipe for a library": (lambda i: replace_by_a_pipe(i.library), "is no regular file"),
-    "device for a library": (lambda i: (i.library.unlink(), i.library.symlink_to("/dev/zero")), "is no regular file"),
-    "huge manifest": (
-        lambda i: os.truncate(i.package / "manifest.json", 1 << 40),
-        "is no regular file of at most 1 MiB",
-    ),
+OTHER_BYTES = "small-121a.so is missing, truncated or altered: its digest is not that of manifest.json"
+DAMAGES: dict[str, tuple[Callable[[Installed], Any], str]] = {
+    "truncated": (truncate, OTHER_BYTES),
+    "altered": (alter_a_byte, OTHER_BYTES),
+    "missing": (lambda i: i.library.unlink(), OTHER_BYTES),
+    "device": (lambda i: (i.library.unlink(), i.library.symlink_to("/dev/zero")), OTHER_BYTES),
+    "missing, no digest": (in_entry(library="none.so", sha256=None), "none.so is missing"),
+    "not a library": (replace_by_no_library, "it does not load: "),
+    "no manifest": (lambda i: (i.package / "manifest.json").unlink(), "manifest.json is missing or damaged (FileNot"),
+    "no JSON": (write("{"), "manifest.json is missing or damaged (JSON"),
+    "no object": (write("[]"), "manifest.json is missing or damaged (Ty"),
+    "half an entry": (in_manifest(modules=[{"name": "small"}]), "manifest.json is missing or damaged (KeyError"),
+    "list of files": (in_entry(files=["tree:README.md"]), "manifest.json is missing or damaged (Attr"),
+    "older format": (in_manifest(format=0), f"has format 0, this is format {prebuilt.FORMAT}"),
+    "older fork": (in_manifest(fork="0.0.9"), f"has fork 0.0.9, this is fork {prebuilt.__fork_version__}"),
+    "older TVM-FFI": (in_manifest(tvm_ffi="0.0"), f"has tvm_ffi 0.0, this is tvm_ffi {prebuilt.ffi_series()}"),
+    "other platform": (in_manifest(platform="linux-x"), f"linux-x, this is platform {prebuilt.platform_name()}"),
+    "other architecture": (in_entry(architectures="12.0f"), "has it for 12.0f, and 12.1a is compiled for"),
+    "other sources": (in_entry(sources=["generated:src/x.cu"]), "other sources: "),
+    "other flags": (in_entry(flags=["-lineinfo"]), "it was built with other flags: --lineinfo, "),
+    "no such header": (in_entry(files={"tree:none.h": None}), "none.h is not what it was built from"),
+    "no such folder": (in_entry(files={"/dev/zero": "0" * 64}), "manifest.json is missing or damaged (KeyError"),
 }
 
 
@@ -268,9 +209,7 @@ def test_a_stale_one_is_passed_over_and_the_module_is_built(installed: Installed
     header = jit_env.FLASHINFER_GEN_SRC_DIR / "src" / "answer.h"
     header.write_text("#define ANSWER 42\n")
     assert installed.load()[0] == installed.cached
-    code = "import sys, tvm_ffi; print(tvm_ffi.load_module(sys.argv[1]).answer())"  # this process has the old one
-    done = forked_python.run(["-c", code, str(installed.cached)])
-    assert done.stdout == "42\n", done.stderr
+    assert answer_of(installed.cached) == "42"
     assert lines() == [f"the prebuilt small is passed over: {header} is not what it was built from"]
 
 
@@ -305,6 +244,7 @@ def test_the_modules_are_found_for_their_architecture_without_a_compiler(
     workspace: Path, monkeypatch: pytest.MonkeyPatch, lines
 ) -> None:
     no_compiler(monkeypatch)
+    monkeypatch.setenv("PATH", "")
     libraries = install_without_building(workspace / "site")
     monkeypatch.syspath_prepend(str(workspace / "site"))
     assert {spec.name: spec.prebuilt for spec in modules.gen_shipped_modules()} == libraries
@@ -329,6 +269,49 @@ def test_building_says_what_is_prebuilt(workspace: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.stdout == f"fused_moe_120: is prebuilt: {libraries['fused_moe_120']}\n", done.stderr
     assert not list((workspace / "other").rglob("*.o"))
+
+
+# --- what upstream's wheels have ---------------------------------------------------------------------------------------
+
+
+PROVIDER = """
+from types import SimpleNamespace
+__version__ = {version!r}
+def get_jit_cache_providers():
+    return [SimpleNamespace(provider_id="sm", distribution="flashinfer-jit-cache-sm", version=__version__,
+            jit_cache_dir={folder!r}, cuda_architectures=[{arch!r}], modules={modules!r})]
+"""
+"""A package as upstream's wheels of prebuilt modules are."""
+
+
+@pytest.mark.parametrize("arch", ["12.1a", "12.0f", "12.0a"])
+def test_upstreams_prebuilt_modules_are_not_taken_for_ours(arch: str, tmp_path: Path) -> None:
+    names = ["fused_moe_120", "gemm_mxfp4_sm12x", "norm"]
+    for name in names:
+        (tmp_path / "aot" / name).mkdir(parents=True)
+        library = tmp_path / "aot" / name / f"{name}.so"
+        subprocess.run(["c++", "-shared", "-fPIC", "-x", "c++", "/dev/null", "-o", str(library)], check=True)
+    from flashinfer.version import __version__ as version
+
+    package = tmp_path / "flashinfer_jit_cache"
+    package.mkdir()
+    tag = f"sm{arch.replace('.', '')}"
+    text = PROVIDER.format(version=version, folder=str(tmp_path / "aot"), arch=tag, modules=names)
+    (package / "__init__.py").write_text(text)
+    code = (
+        "from flashinfer.jit import core, env, fused_moe; from flashinfer.jit.sm12x import modules\n"
+        "specs = fused_moe.gen_cutlass_fused_moe_sm120_module(), modules.gen_group_gemm_module()\n"
+        "for spec in specs:\n"
+        "    print(spec.name, len(env.get_aot_artifacts(spec.name)), spec.is_aot, spec.is_compiled, spec.try_load())\n"
+        "print(core.gen_jit_spec('norm', []).is_aot)"
+    )
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    printed = printed_by(code, tmp_path, str(tmp_path), FLASHINFER_CUDA_ARCH_LIST=arch, PYTHONPATH=path)
+    assert printed.splitlines() == [
+        "fused_moe_120 1 False False None",  # the package offers one
+        "gemm_mxfp4_sm12x 1 False False None",
+        "True",  # modules that are upstream's come from there
+    ]
 
 
 # --- making one -------------------------------------------------------------------------------------------------------
@@ -376,12 +359,18 @@ def test_the_same_sources_make_the_same_bytes(tool: ModuleType, workspace: Path)
     assert made[0] == made[1]
 
 
-def test_pip_installs_a_wheel_by_its_hash(tool: ModuleType, tmp_path: Path) -> None:
+def test_a_wheel_is_packed_and_pip_installs_it_by_its_hash(tool: ModuleType, tmp_path: Path) -> None:
     package = tmp_path / "stage" / prebuilt.PACKAGE
     package.mkdir(parents=True)
     for name in ("small-121a.so", "__init__.py", "manifest.json"):
         (package / name).touch()
     wheels = [tool.pack(package, "0.1.0", processor, tmp_path / "dist") for processor in tool.PROCESSORS]
+    assert wheels[1].name == "flashinfer_sm12x_kernels-0.1.0-py3-none-manylinux_2_31_aarch64.whl"
+    names = zipfile.ZipFile(wheels[1]).namelist()
+    assert [name for name in names if "dist-info" not in name] == [
+        f"{prebuilt.PACKAGE}/{name}" for name in ("__init__.py", "manifest.json", "small-121a.so")
+    ]
+    assert {Path(name).name for name in names} >= {"LICENSE", "NOTICE"}
     again = tool.pack(package, "0.1.0", "aarch64", tmp_path / "again")
     assert again.read_bytes() == wheels[1].read_bytes()
     (tmp_path / "dist" / "kernels.txt").write_text(tool.requirement_of(wheels))
@@ -402,24 +391,6 @@ def test_the_library_looks_for_the_runtime_beside_the_wheel(workspace: Path) -> 
     flags = dataclasses.replace(small_spec(workspace), runtime_dirs=folders).plan.link_flags
     assert f"-Wl,-rpath,{':'.join(folders)}" in flags
     assert not [flag for flag in small_spec(workspace).plan.link_flags if "$ORIGIN" in flag]
-
-
-def test_a_wheel_is_packed(tool: ModuleType, tmp_path: Path) -> None:
-    package = tmp_path / "stage" / prebuilt.PACKAGE
-    package.mkdir(parents=True)
-    (package / "small-121a.so").write_bytes(b"library")
-    for name in ("__init__.py", "manifest.json"):
-        (package / name).touch()
-    wheel = tool.pack(package, "0.1.0", "aarch64", tmp_path / "dist")
-    assert wheel.name == "flashinfer_sm12x_kernels-0.1.0-py3-none-manylinux_2_31_aarch64.whl"
-    names = zipfile.ZipFile(wheel).namelist()
-    assert [name for name in names if "dist-info" not in name] == [
-        f"{prebuilt.PACKAGE}/{name}" for name in ("__init__.py", "manifest.json", "small-121a.so")
-    ]
-    assert {Path(name).name for name in names} >= {"LICENSE", "NOTICE"}
-    target = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", tmp_path / "x"]
-    done = subprocess.run([*target, wheel], capture_output=True, text=True)
-    assert f"{wheel.name} is not a supported wheel on this platform" in done.stderr or os.uname().machine == "aarch64"
 
 
 def test_without_the_cross_compiler_it_says_what_to_install(tool: ModuleType, tmp_path: Path, monkeypatch) -> None:

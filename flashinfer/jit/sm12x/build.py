@@ -10,9 +10,9 @@
     build.log            what the last build printed
     tmp/                 the compilers' TMPDIR, removed behind a build
 
-A library is loaded, without ninja, where ``build.ninja`` is what would be written now and no hash has changed. Ninja
-itself compares times and commands. So each command holds what the compilers are and what their environment adds, and a
-build begins by removing the objects of files whose content changed, whatever their times are.
+Ninja compares times and commands; each command holds what the compilers are and what their environment adds. Hashes
+serve where times do not: a library is loaded, without ninja, where ``build.ninja`` is what would be written now and no
+hash has changed, and a build begins by removing the objects of files that changed, even to ones with older times.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import IO
@@ -189,7 +189,7 @@ def _build_lines(
     return f"build {output}: {rule} {paths}\n  command = {shell}\n"
 
 
-@dataclass
+@dataclass(frozen=True)
 class BuildReport:
     """What a call of :func:`build` did.
 
@@ -200,10 +200,10 @@ class BuildReport:
         wall_seconds: From the lock to the finished library.
     """
 
-    compiled: list[str] = field(default_factory=list)
-    linked: bool = False
-    cpu_seconds: float = 0.0
-    wall_seconds: float = 0.0
+    compiled: list[str]
+    linked: bool
+    cpu_seconds: float
+    wall_seconds: float
 
 
 @functools.cache
@@ -238,53 +238,43 @@ def hash_file(path: str | Path) -> str | None:
     return digest.hexdigest()
 
 
-@dataclass
-class _Record:
-    """``inputs.json``: the hash of the library, and of each file that a compiler read. Null: it changed meanwhile."""
+def _read_record(plan: ModulePlan) -> dict[str, str]:
+    """``inputs.json``: path -> hash of the library and of each file that a compiler read for it; empty if there is none.
 
-    library: str | None
-    files: dict[str, str | None]
+    The library's path is relative to the module's folder.
+    """
+    try:
+        data = json.loads((plan.folder / "inputs.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return data if isinstance(data, dict) else {}
 
-    @classmethod
-    def read(cls, folder: Path) -> _Record | None:
-        try:
-            data = json.loads((folder / "inputs.json").read_bytes())
-            record = cls(data["library"], dict(data["files"]))
-            values = (record.library, *record.files.values())
-            return record if all(value is None or isinstance(value, str) for value in values) else None
-        except (OSError, ValueError, LookupError, TypeError, RecursionError):
-            return None
 
-    def write(self, folder: Path) -> None:
-        write_atomically(folder / "inputs.json", json.dumps(vars(self), indent=1))
+def _write_record(plan: ModulePlan, record: dict[str, str]) -> None:
+    write_atomically(plan.folder / "inputs.json", json.dumps(record, indent=1))
 
-    def changed(self) -> dict[str, str | None]:
-        """The files whose content is another one, with its hash now."""
-        now = {path: hash_file(path) for path in self.files}
-        return {path: digest for path, digest in now.items() if digest is None or digest != self.files[path]}
+
+def _changed(plan: ModulePlan, record: dict[str, str]) -> Iterator[str]:
+    """The recorded paths whose content is another one now."""
+    return (path for path, digest in record.items() if not digest or hash_file(plan.folder / path) != digest)
 
 
 def files_read(plan: ModulePlan) -> list[str]:
     """Every file that compilers read for a library that is fresh."""
-    record = _Record.read(plan.folder)
-    return sorted(record.files) if record else []
+    return sorted(_read_record(plan).keys() - {plan.library.name})
 
 
 def why_stale(plan: ModulePlan) -> str:
     """Why a build would have something to do; empty when the library is what it would make. Writes nothing."""
-    record = _Record.read(plan.folder)
-    if record is None or not plan.library.is_file():
+    record = _read_record(plan)
+    if plan.library.name not in record or not plan.library.is_file():
         return "it is not built yet"
     try:
         if plan.ninja_path.read_text(encoding="utf-8", errors="replace") != plan.ninja_text:
             return "sources, flags, compiler or its variables changed"
     except OSError as error:
         return f"{plan.ninja_path}: {error.strerror}"
-    for path in record.changed():
-        return f"{path} changed"
-    if record.library is None or hash_file(plan.library) != record.library:
-        return f"{plan.library.name} is damaged"
-    return ""
+    return next((f"{path} changed" for path in _changed(plan, record)), "")
 
 
 @contextmanager
@@ -354,18 +344,18 @@ def build(plan: ModulePlan, verbose: bool = False, max_jobs: int | None = None, 
         ToolchainError: ninja is not installed.
         KeyboardInterrupt: with a line that says what stays.
     """
-    started, cpu, report = time.monotonic(), _compilers_cpu(), BuildReport()
+    started, cpu = time.monotonic(), _compilers_cpu()
     try:
         require_trusted_tree(plan.folder)
-        if reason := why_stale(plan):
-            _bring_up_to_date(plan, reason, report, verbose, max_jobs, lock)
+        reason = why_stale(plan)
+        made = _bring_up_to_date(plan, reason, verbose, max_jobs, lock) if reason else []
     except KeyboardInterrupt:
         said = f"building {plan.name} was interrupted: objects that are built stay, and a new run resumes from there"
         raise KeyboardInterrupt(said) from None
     except OSError as error:
         raise explain_os_error(plan.name, plan.folder, error) from error
-    report.wall_seconds, report.cpu_seconds = time.monotonic() - started, _compilers_cpu() - cpu
-    return report
+    compiled = [name for name in made if name != plan.library.name]
+    return BuildReport(compiled, compiled != made, _compilers_cpu() - cpu, time.monotonic() - started)
 
 
 def _compilers_cpu() -> float:
@@ -374,8 +364,9 @@ def _compilers_cpu() -> float:
 
 
 def _bring_up_to_date(
-    plan: ModulePlan, reason: str, report: BuildReport, verbose: bool, max_jobs: int | None, lock: int | None
-) -> None:
+    plan: ModulePlan, reason: str, verbose: bool, max_jobs: int | None, lock: int | None
+) -> list[str]:
+    """Run ninja; the names of what it made, objects and library."""
     make_folder(plan.folder / "obj")
     write_atomically(plan.ninja_path, plan.ninja_text)
     _remove_stale(plan)
@@ -392,10 +383,10 @@ def _bring_up_to_date(
             head = f"{reason}; {jobs} compilers at once ({decided_by})"
             log.write(f"# {about}\n# {plan.description}\n# {head}\n")
             _logger.info("building %s: %s", plan.name, head)
-            ended: dict[str, None] = {}
+            made: list[str] = []
             for together in dict.fromkeys((jobs, 1)):
                 status, output = _run_ninja(plan, together, verbose, lock, log)
-                ended.update((name, None) for _, name in re.findall(_DONE, output, re.MULTILINE))
+                made += [name for _, name in re.findall(_DONE, output, re.MULTILINE)]
                 if status == 0:
                     break
                 name, status, said = _failure(status, output)
@@ -405,41 +396,36 @@ def _bring_up_to_date(
                 raise JitBuildError(plan.name, what, plan.log, hint_for(status, said))
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    report.linked = plan.library.name in ended
-    report.compiled = [name for name in ended if name != plan.library.name]
-    _record(plan, began)
+    _record_inputs(plan, began)
     _logger.info("%s is built", plan.name)
+    return list(dict.fromkeys(made))  # a compiler that was killed has a line as well
 
 
 def _remove_stale(plan: ModulePlan) -> None:
-    """Remove the objects, or the library, whose files have other contents than when they were made."""
-    record = _Record.read(plan.folder)
-    if record is None:  # nobody knows what is there
-        shutil.rmtree(plan.folder / "obj", ignore_errors=True)
-        make_folder(plan.folder / "obj")
-        record = _Record(None, {})
-    changed = record.changed()
+    """Remove the objects whose files have other contents than when they were made, and a damaged library."""
+    record = _read_record(plan)
+    changed = set(_changed(plan, record))
     if changed:
-        for name, files in _dependencies(plan).items():
-            if not changed.keys().isdisjoint(files):
-                (plan.folder / name).unlink(missing_ok=True)
-    if hash_file(plan.library) != record.library:
-        plan.library.unlink(missing_ok=True)
+        for output, files in {**_dependencies(plan), plan.library.name: [plan.library.name]}.items():
+            if not changed.isdisjoint(files):
+                (plan.folder / output).unlink(missing_ok=True)
     # What is compiled from now on is made of them as they are now, should this build be killed.
-    _Record(None, {**record.files, **changed}).write(plan.folder)
+    record.update((path, hash_file(plan.folder / path) or "") for path in changed)
+    record.pop(plan.library.name, None)
+    _write_record(plan, record)
 
 
-def _record(plan: ModulePlan, began: float) -> None:
+def _record_inputs(plan: ModulePlan, began: float) -> None:
     """Write down what a library was made from that ninja has just brought up to date."""
     files = {path for read in _dependencies(plan).values() for path in read}
-    hashes = {path: hash_file(path) for path in sorted(files)}
+    record = {path: hash_file(plan.folder / path) or "" for path in sorted({plan.library.name, *files})}
     now = time.time()
     for path in files:
         with contextlib.suppress(OSError):
             if began <= os.stat(path).st_mtime <= now:
                 _logger.warning("%s was edited while %s was built; build again", path, plan.name)
-                hashes[path] = None
-    _Record(hash_file(plan.library), hashes).write(plan.folder)
+                record[path] = ""
+    _write_record(plan, record)
 
 
 def _dependencies(plan: ModulePlan) -> dict[str, list[str]]:

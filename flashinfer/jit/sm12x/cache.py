@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,24 +82,18 @@ def _module(folder: Path, target: str) -> CachedModule:
 def _sizes(folder: Path) -> Iterator[int]:
     for parent, _, names in os.walk(folder):
         for name in names:
-            try:
+            with suppress(OSError):  # a compiler has just removed it
                 state = os.lstat(os.path.join(parent, name))
-            except OSError:
-                continue
-            if not os.path.islink(os.path.join(parent, name)):
-                yield state.st_size
+                yield 0 if stat.S_ISLNK(state.st_mode) else state.st_size
 
 
-def chosen(
-    modules: list[CachedModule], name: str | None, older_than_days: float | None, now: float | None = None
-) -> list[CachedModule]:
+def chosen(modules: list[CachedModule], name: str | None, older_than_days: float | None) -> list[CachedModule]:
     """Those that ``clear`` removes.
 
     Args:
         modules: What there is.
         name: Only modules of this name; this fork's when omitted.
         older_than_days: Only what was built longer ago than that.
-        now: Seconds since the epoch; the present when omitted.
 
     Raises:
         ValueError: there is no module of that name; the message lists those that there are.
@@ -105,7 +101,7 @@ def chosen(
     if name is not None and name not in {module.name for module in modules}:
         there = ", ".join(sorted({module.name for module in modules})) or "none"
         raise ValueError(f"the cache has no module {name!r}; it has: {there}")
-    limit = float("inf") if older_than_days is None else (time.time() if now is None else now) - older_than_days * 86400
+    limit = float("inf") if older_than_days is None else time.time() - older_than_days * 86400
     return [m for m in modules if (m.ours if name is None else m.name == name) and m.built < limit]
 
 

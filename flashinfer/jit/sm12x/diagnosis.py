@@ -14,18 +14,9 @@ from . import toolchain
 
 
 class JitBuildError(RuntimeError):
-    """A module could not be built.
-
-    Attributes:
-        module: The module's name.
-        log_path: The file with the compiler's full output, or None when there is none.
-        hint: What to do about it, or None when the cause is not a known one.
-    """
+    """A module could not be built; the text has the first error, what to do where the cause is known, and the log's path."""
 
     def __init__(self, module: str, what: str, log_path: Path | None = None, hint: str | None = None) -> None:
-        self.module = module
-        self.log_path = log_path
-        self.hint = hint
         lines = [f"building {module} failed: {what}"]
         if hint:
             lines.append(f"Hint: {hint}")
@@ -99,7 +90,7 @@ def hint_for(returncode: int, output: str) -> str | None:
     if missing is not None:
         return _missing_header(missing.group(1) or missing.group(2))
     if "No space left on device" in output:
-        return _disk_full(None)
+        return _disk_full("the file system of the cache or of TMPDIR")
     ended_by = ending_signal(returncode, output)
     if ended_by is not None:
         return _ended_by(ended_by)
@@ -158,15 +149,9 @@ def _missing_header(header: str) -> str:
     return f"no include folder holds {header}; the log shows the folders that were searched"
 
 
-def _disk_full(folder: Path | None) -> str:
-    where = "the file system of the cache or of TMPDIR"
-    if folder is not None:
-        try:
-            where = f"the file system of {folder} ({shutil.disk_usage(folder).free >> 20} MiB free)"
-        except OSError:
-            where = f"the file system of {folder}"
+def _disk_full(file_system: str) -> str:
     return (
-        f"{where} is full. Make room, or set FLASHINFER_WORKSPACE_BASE to a folder on another one. "
+        f"{file_system} is full. Make room, or set FLASHINFER_WORKSPACE_BASE to a folder on another one. "
         "'python -m flashinfer clear-cache' removes all built modules"
     )
 
@@ -176,8 +161,11 @@ def explain_os_error(module: str, folder: Path, error: OSError) -> JitBuildError
     reason = os.strerror(error.errno) if error.errno else str(error)
     at = error.filename or folder
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        existing = next((path for path in (folder, *folder.parents) if path.exists()), None)
-        return JitBuildError(module, f"{reason}: {at}", hint=_disk_full(existing))
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        free = shutil.disk_usage(existing).free >> 20
+        return JitBuildError(
+            module, f"{reason}: {at}", hint=_disk_full(f"the file system of {existing} ({free} MiB free)")
+        )
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
         return JitBuildError(
             module,

@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from ...sm12x import variables
 from .. import core, cpp_ext
@@ -24,10 +24,7 @@ from .diagnosis import JitBuildError
 from .jobs import DEFAULT_JOB_MEMORY
 from .trust import require_trusted_tree
 
-if TYPE_CHECKING:
-    _JitSpecNvcc: Any = object
-else:
-    _JitSpecNvcc = core.JitSpecNvcc
+_JitSpecNvcc: Any = core.JitSpecNvcc
 
 
 @dataclass

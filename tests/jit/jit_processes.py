@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a process of its own does with a cache or a library."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import forked_python
+
+
+def run_python(
+    words: Sequence[str], base: Path | str, cwd: Path | None = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """``python WORDS`` with a cache of its own, compiling for 12.1a."""
+    environment = {**os.environ, "FLASHINFER_WORKSPACE_BASE": str(base), "FLASHINFER_CUDA_ARCH_LIST": "12.1a"}
+    return forked_python.run(words, env={**environment, **variables}, cwd=cwd)
+
+
+def answer_of(library: Path) -> str:
+    """What the module of :func:`small_spec` at a path answers to another process, which has no other one loaded."""
+    code = "import sys, tvm_ffi; print(tvm_ffi.load_module(sys.argv[1]).answer())"
+    done = forked_python.run(["-c", code, str(library)])
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def printed_by(code: str, folder: Path, base: str, **variables: str) -> str:
+    """What ``code`` prints, run in ``folder`` with a cache of its own."""
+    result = run_python(["-c", code], base, cwd=folder, **variables)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
