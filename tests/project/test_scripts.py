@@ -81,7 +81,6 @@ def test_what_is_missing_is_said_in_a_line(line: str, said: str, tmp_path: Path)
         ("watch_server.py model --vocabulary 2", "--vocabulary: prompts are of ids from 2 on"),
         ("compare_vllm.py model --streams x", "argument --streams: 'x' is not a positive whole number"),
         ("compare_vllm.py model --streams 1,,2", "argument --streams: '' is not a positive whole number"),
-        ("agreement.py --layers 1,x", "argument --layers: 'x' is not a positive whole number"),
         ("profile_decode.py --layers 0", "argument --layers: '0' is not a positive whole number"),
     ],
 )
