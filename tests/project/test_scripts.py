@@ -76,7 +76,7 @@ def test_what_is_missing_is_said_in_a_line(line: str, said: str, tmp_path: Path)
         ("random_checkpoint.py folder --experts 3", "--experts: 3 are fewer than the 4 of a token"),
         ("random_checkpoint.py folder --vocabulary 5", "--vocabulary: 5 has no room for the tokenizer's 9 own"),
         ("soak_server.py model --streams x", "argument --streams: 'x' is not a positive whole number"),
-        ("soak_server.py model --layers 2", "give one of: a model, --layers N, --url URL"),
+        ("soak_server.py model --layers 2", "give a model, or --layers N"),
         ("watch_server.py model --streams 0", "argument --streams: '0' is not a positive whole number"),
         ("watch_server.py model --vocabulary 2", "--vocabulary: prompts are of ids from 2 on"),
         ("compare_vllm.py model --streams x", "argument --streams: 'x' is not a positive whole number"),
