@@ -39,11 +39,6 @@ def test_without_an_active_environment_the_checkouts_own_is_used() -> None:
     assert create_env("--find").stdout.strip() == str(REPO / ".venv")
 
 
-def test_an_incomplete_active_environment_is_not_used(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "env")], check=True)
-    assert create_env("--find", VIRTUAL_ENV=str(tmp_path / "env")).stdout.strip() == str(REPO / ".venv")
-
-
 def test_an_active_environment_of_another_pin_is_not_used(tmp_path: Path) -> None:
     """Complete but for one pinned package of another version."""
     tool = load_tool("create_env")
@@ -155,18 +150,15 @@ def test_the_demo_runs_on_a_gpu_that_has_kernels(found: Any, ran: Any, monkeypat
 BLOCK_SCALED = "use the block-scaled FP4 MMA"
 
 
+@dataclasses.dataclass
 class Row:
     """As much of a report's row as the demo's checks read."""
 
-    def __init__(self, **values: Any) -> None:
-        self.__dict__.update(
-            instance="mxfp8_m8_k128",
-            gemm="fc1",
-            tensor_instructions=14,
-            block_scaled_mmas=14,
-            local_accesses=0,
-        )
-        self.__dict__.update(values)
+    instance: str = "mxfp8_m8_k128"
+    gemm: str = "fc1"
+    tensor_instructions: int = 14
+    block_scaled_mmas: int = 14
+    local_accesses: int = 0
 
 
 @pytest.mark.parametrize(
@@ -195,14 +187,7 @@ class Launch:
 
     def __init__(self, kernel: str, mmas: int = 24, reports: tuple[str, ...] = (), status: str = "ok") -> None:
         self.kernel, self.reports, self.clean = kernel, reports, status == "ok" and not reports
-        self.counters = SimpleNamespace(
-            warp_instructions=1200,
-            by_class={"mma": mmas} if mmas else {},
-            global_distinct_bytes=2_500_000,
-            shared_bank_conflicts=7,
-        )
-        self.predicted = SimpleNamespace(seconds=9.16e-6, bound="dram")
-        self.host_seconds = 0.25
+        self.counters = SimpleNamespace(by_class={"mma": mmas} if mmas else {})
 
 
 PROLOGUE, LAYER = "_ZN3moe8prologueEv", "_Z21streamed_layer_kernelIvEvv"
@@ -225,14 +210,6 @@ FC1, FC2 = "_Z19grouped_gemm_kernelILN5sm12x4RoleE0EEvv", "_Z19grouped_gemm_kern
 def test_the_demo_sees_what_is_wrong_with_launches(launches: list[Launch], failing: list[str]) -> None:
     checks = load_tool("demo").launch_checks("W4A8", launches)
     assert [what for what, holds in checks if not holds] == failing
-
-
-def test_the_demo_lists_what_a_launch_did() -> None:
-    rows = load_tool("demo").launch_rows("W4A8", [Launch(PROLOGUE, 0), Launch(FC2)])
-    assert rows == [
-        ["W4A8", "prologue", 1200, 0, "2.50", 7, "9.2", "dram", 0, "0.2"],
-        ["W4A8", "FC2", 1200, 24, "2.50", 7, "9.2", "dram", 0, "0.2"],
-    ]
 
 
 def test_the_demo_refuses_no_tokens() -> None:

@@ -18,19 +18,7 @@ sys.path.append(str(REPO / "scripts"))
 
 WITHOUT = """
 import runpy, sys
-class Missing:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("aiohttp", "safetensors", "tokenizers", "transformers", "vllm"):
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-sys.meta_path.insert(0, Missing())
-import importlib.util
-real = importlib.util.find_spec
-def find_spec(name, package=None):
-    try:
-        return real(name, package)
-    except ModuleNotFoundError:
-        return None
-importlib.util.find_spec = find_spec
+sys.modules.update(dict.fromkeys(("aiohttp", "safetensors", "tokenizers", "transformers", "vllm")))  # none can be found
 sys.argv = sys.argv[1:]
 sys.path.insert(0, sys.argv[0].rpartition("/")[0])
 runpy.run_path(sys.argv[0], run_name="__main__")
