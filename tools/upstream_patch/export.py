@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from flashinfer._version import UPSTREAM_VERSION
+
 from . import style
 from .compose import with_figures
 from .edits import apply, mismatch
 from .topics import TOPICS, Topic
-from .tree import ExportError, Files, base_of, commit, git, lay_out_wheel, pinned_version, work_tree
+from .tree import ExportError, Files, base_of, commit, git, lay_out_wheel, work_tree
 
 BRANCH = "sm12x/"
 # Of what is committed upstream, folders of which the wheel has the files.
@@ -126,7 +128,7 @@ def _checked(chosen: Sequence[Topic], folder: Path, revision: str) -> list[Expor
             "\n".join(
                 [
                     f"upstream{f' {version}' if version else ''} is not what these edits were written for "
-                    f"({pinned_version()}); nothing was written.",
+                    f"({UPSTREAM_VERSION}); nothing was written.",
                     *dict.fromkeys(wrong),
                     *([f"These topics fit: {' '.join(f'--topic {name}' for name in fit[1:])}"] if fit[1:] else []),
                 ]

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import shutil
 import subprocess
 import tempfile
@@ -11,9 +10,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from flashinfer._layer import wheel_root
+from flashinfer._version import UPSTREAM_DISTRIBUTION, UPSTREAM_VERSION
+
 FORK = Path(__file__).resolve().parents[2]
 
-_DISTRIBUTION = "flashinfer-python"
 # Where a source tree has what the wheel keeps in flashinfer/data. Headers of others are submodules there: links here.
 _SOURCES = ("csrc", "include")
 _SUBMODULES = {"cutlass": "3rdparty/cutlass", "spdlog": "3rdparty/spdlog", "cccl": "3rdparty/cccl"}
@@ -28,26 +29,6 @@ class ExportError(RuntimeError):
     """Nothing was exported; the message says why and what to do."""
 
 
-def pinned_version() -> str:
-    """The version of upstream that this fork extends."""
-    version: dict[str, str] = {}
-    exec((FORK / "flashinfer" / "_version.py").read_text(encoding="utf-8"), version)
-    return version["UPSTREAM_VERSION"]
-
-
-def pinned_wheel() -> Path:
-    """The ``flashinfer`` folder of the installed wheel that this fork extends.
-
-    Raises:
-        ExportError: it is not installed.
-    """
-    for found in importlib.metadata.distributions(name=_DISTRIBUTION):
-        package = Path(str(found.locate_file("flashinfer"))).resolve()
-        if found.version == pinned_version() and package != FORK / "flashinfer" and package.is_dir():
-            return package
-    raise ExportError(f"{_DISTRIBUTION}=={pinned_version()} is not installed: run 'make env', or name a checkout")
-
-
 def lay_out_wheel(folder: Path) -> None:
     """Make ``folder`` upstream's source tree, as far as the wheel has it, with one commit.
 
@@ -55,7 +36,7 @@ def lay_out_wheel(folder: Path) -> None:
     submodules upstream, are links into the wheel, as is ``flashinfer/data`` into the tree: an editable install of
     upstream's makes those.
     """
-    wheel = pinned_wheel()
+    wheel = wheel_root()
     data = folder / "flashinfer" / "data"
     shutil.copytree(wheel, folder / "flashinfer", ignore=shutil.ignore_patterns("__pycache__", "*.pyc", "data"))
     data.mkdir()
@@ -71,7 +52,7 @@ def lay_out_wheel(folder: Path) -> None:
     (folder / ".git" / "info" / "exclude").write_text(_UNTRACKED, encoding="utf-8")
     # No compression: a quarter of a gigabyte of generated kernels, for a tree that lives an hour.
     git(folder, "-c", "core.compression=0", "-c", "core.fsync=none", "add", "--all")
-    commit(folder, f"The files of {_DISTRIBUTION} {pinned_version()}")
+    commit(folder, f"The files of {UPSTREAM_DISTRIBUTION} {UPSTREAM_VERSION}")
 
 
 def git(folder: Path, *arguments: str) -> str:
