@@ -39,7 +39,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--url", help="measure the server that is up there, in place of starting any")
-    parser.add_argument("--ways", help=f"of {'; '.join(WAYS)}; with ; between")
+    parser.add_argument("--ways", default=";".join(WAYS), help="some of them, with ; between (default: %(default)s)")
     parser.add_argument(
         "--streams", type=vllm_server.positives, default="1,2,4,8,16", help="concurrent requests, with commas between"
     )
@@ -48,7 +48,9 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--output", type=vllm_server.positive, default=256, help="tokens of an answer")
     given = vllm_server.parse(parser, "the servers' logs")
-    given.ways = vllm_server.chosen(parser, given.ways, WAYS) or list(WAYS)
+    given.ways = [way.strip() for way in given.ways.split(";")]
+    if unknown := [way for way in given.ways if way not in WAYS]:
+        parser.error(f"--ways: {unknown[0]!r} is none of {'; '.join(WAYS)}")
     return given
 
 

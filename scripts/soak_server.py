@@ -36,17 +36,16 @@ with contextlib.suppress(ImportError):  # --help does without
 
 WORDS = "river seven under green paper from clock quiet along stone".split()
 TOOL = {"name": "look_up", "parameters": {"type": "object", "properties": {"word": {"type": "string"}}}}
+KINDS = ("completions", "streams", "chats", "cancelled")
 CHECKED_PROMPT = list(range(100, 112))  # shorter than a block of KV cache: no prefix of it is cached
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", help="a model of vLLM's; or --layers, or --url")
+    parser.add_argument("model", nargs="?", help="a model of vLLM's; or --layers")
     parser.add_argument(
         "--layers", type=vllm_server.positive, help="write and serve a random gpt-oss-20b of so many layers"
     )
-    parser.add_argument("--url", help="a server that is up, e.g. http://127.0.0.1:8000; give --pid to have its memory")
-    parser.add_argument("--pid", type=vllm_server.positive, help="process of the server at --url")
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument(
         "--rounds", type=vllm_server.positive, default=12, help="at least so many, however long they take"
@@ -62,8 +61,8 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, default=0)
     given = vllm_server.parse(parser, "the results and the server's log")
-    if sum(bool(given_by) for given_by in (given.model, given.layers, given.url)) != 1:
-        parser.error("give one of: a model, --layers N, --url URL")
+    if bool(given.model) == bool(given.layers):
+        parser.error("give a model, or --layers N")
     return given
 
 
@@ -75,77 +74,44 @@ class Client:
         self.random = random.Random(given.seed)
         self.counts: Counter[str] = Counter()
 
-    def body(self, stream: bool) -> dict[str, Any]:
-        prompt = [self.random.randrange(2, 1000) for _ in range(self.random.randint(1, self.given.input))]
-        tokens = self.random.randint(1, self.given.output)
-        # Half of them sampled, half greedy.
-        temperature = self.random.choice([0.0, 1.0])
-        return {
+    async def send(self, kind: str) -> None:
+        """One request of a kind; what comes back must be as many tokens as were asked for."""
+        chat, cancel = kind == "chats", kind == "cancelled"
+        length = self.random.randint(1, self.given.input)
+        body: dict[str, Any] = {
             "model": self.model,
-            "prompt": prompt,
-            "max_tokens": tokens,
-            "temperature": temperature,
+            "max_tokens": 4 * self.given.output if cancel else self.random.randint(1, self.given.output),
+            "temperature": self.random.choice([0.0, 1.0]),  # half of them sampled, half greedy
             "ignore_eos": True,
-            "stream": stream,
-            "stream_options": {"include_usage": True} if stream else None,
         }
-
-    async def complete(self) -> None:
-        body = self.body(stream=False)
-        async with self.session.post(f"{self.url}/v1/completions", json=body) as answer:
+        if chat:  # gpt-oss's format, half of them with a tool
+            body["messages"] = [{"role": "user", "content": " ".join(self.random.choices(WORDS, k=length))}]
+            if self.random.random() < 0.5:
+                body["tools"] = [{"type": "function", "function": TOOL}]
+        else:
+            body["prompt"] = [self.random.randrange(2, 1000) for _ in range(length)]
+        if kind in ("streams", "cancelled") or (chat and self.random.random() < 0.5):
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        wanted = self.random.randint(0, 8) if cancel else -1
+        seen, usage = 0, None
+        async with self.session.post(f"{self.url}/v1/{'chat/' * chat}completions", json=body) as answer:
             answer.raise_for_status()
-            usage = (await answer.json())["usage"]
-        self.note("completions", usage["completion_tokens"], body)
-
-    async def stream(self) -> None:
-        body = self.body(stream=True)
-        tokens = 0
-        async with self.session.post(f"{self.url}/v1/completions", json=body) as answer:
-            answer.raise_for_status()
-            async for event in vllm_server.events(answer):
-                if usage := event.get("usage"):
-                    tokens = usage["completion_tokens"]
-        self.note("streams", tokens, body)
-
-    async def chat(self) -> None:
-        """gpt-oss's chat format, half of them with a tool and half streamed; an answer may end where it likes."""
-        tool, stream = self.random.random() < 0.5, self.random.random() < 0.5
-        body = self.body(stream)
-        text = " ".join(self.random.choices(WORDS, k=len(body.pop("prompt"))))
-        body["messages"] = [{"role": "user", "content": text}]
-        if tool:
-            body["tools"] = [{"type": "function", "function": TOOL}]
-        usage = None
-        async with self.session.post(f"{self.url}/v1/chat/completions", json=body) as answer:
-            answer.raise_for_status()
-            if not stream:
+            if "stream" not in body:
                 usage = (await answer.json())["usage"]
             else:
                 async for event in vllm_server.events(answer):
                     usage = event.get("usage") or usage
-        if usage is None or not 0 < usage["completion_tokens"] <= body["max_tokens"]:
-            raise RuntimeError(f"a chat with max_tokens {body['max_tokens']} says that it used {usage}")
-        self.counts["chats"] += 1
-        self.counts["tokens"] += usage["completion_tokens"]
-
-    async def cancel(self) -> None:
-        """Hang up after a few tokens, or before the first."""
-        body = {**self.body(stream=True), "max_tokens": 4 * self.given.output}
-        wanted = self.random.randint(0, 8)
-        async with self.session.post(f"{self.url}/v1/completions", json=body) as answer:
-            answer.raise_for_status()
-            seen = 0
-            async for _ in vllm_server.events(answer):
-                if seen >= wanted:
-                    break
-                seen += 1
-            answer.close()
-        self.counts["cancelled"] += 1
-
-    def note(self, kind: str, tokens: int, body: dict[str, Any]) -> None:
-        if tokens != body["max_tokens"]:
-            raise RuntimeError(f"{kind}: {tokens} tokens came for max_tokens {body['max_tokens']} with ignore_eos")
+                    if seen == wanted:
+                        answer.close()  # hangs up
+                        break
+                    seen += 1
         self.counts[kind] += 1
+        if cancel:
+            return
+        tokens = usage["completion_tokens"] if usage else 0
+        # A chat may end where it likes.
+        if not (0 < tokens <= body["max_tokens"] if chat else tokens == body["max_tokens"]):
+            raise RuntimeError(f"{kind}: {tokens} tokens came for max_tokens {body['max_tokens']} with ignore_eos")
         self.counts["tokens"] += tokens
 
     async def checked(self) -> list[int]:
@@ -174,14 +140,13 @@ class Client:
 
     async def round(self) -> None:
         few = max(1, self.given.streams // 16)
-        for kind in (self.complete, self.stream, self.chat, self.cancel):
-            await asyncio.gather(*(kind() for _ in range(few)))
-        kinds = (self.complete, self.stream, self.chat, self.cancel)
-        await asyncio.gather(*(kinds[index % 4]() for index in range(self.given.streams)))
+        for kind in KINDS:
+            await asyncio.gather(*(self.send(kind) for _ in range(few)))
+        await asyncio.gather(*(self.send(KINDS[index % len(KINDS)]) for index in range(self.given.streams)))
         await self.idle()
 
 
-async def soak(url: str, pid: int | None, given: argparse.Namespace, rows: list[dict[str, Any]]) -> str:
+async def soak(url: str, pid: int, given: argparse.Namespace, rows: list[dict[str, Any]]) -> str:
     """Rounds until the time is up; what is wrong, or an empty text. ``rows`` gets a row of figures for each round."""
     timeout = aiohttp.ClientTimeout(total=600)
     connector = aiohttp.TCPConnector(limit=0)
@@ -191,7 +156,7 @@ async def soak(url: str, pid: int | None, given: argparse.Namespace, rows: list[
         client = Client(session, url, model, given)
         await client.round()
         first = await client.checked()
-        print("| minute | completions | streams | chats | cancelled | tokens/s | host MiB | GPU MiB |")
+        print(f"| minute | {' | '.join(KINDS)} | tokens/s | host MiB | GPU MiB |")
         print("|---:|---:|---:|---:|---:|---:|---:|---:|", flush=True)
         start = time.monotonic()
         while (minutes := (time.monotonic() - start) / 60) < given.minutes or len(rows) < given.rounds:
@@ -202,9 +167,9 @@ async def soak(url: str, pid: int | None, given: argparse.Namespace, rows: list[
                 return f"the greedy answer to one prompt was {first} and is {answer_now} after {minutes:.1f} minutes"
             row = {
                 "minute": round(minutes, 2),
-                **{kind: done[kind] for kind in ("completions", "streams", "chats", "cancelled")},
+                **{kind: done[kind] for kind in KINDS},
                 "tokens_per_s": round(done["tokens"] / seconds),
-                "host_mib": None if pid is None else round(vllm_server.host_mib(pid), 1),
+                "host_mib": round(vllm_server.host_mib(pid), 1),
                 "gpu_mib": vllm_server.gpu_mib(),
             }
             rows.append(row)
@@ -229,28 +194,25 @@ def growth(rows: list[dict[str, Any]], allowed: float) -> str:
 def main() -> None:
     given = arguments()
     vllm_server.need("aiohttp")
+    rows: list[dict[str, Any]] = []
+    out = vllm_server.folder(given.out, "soak_server_results_")
+    log = out / "server.log"
+    print(f"seed {given.seed}; results and log: {out}", flush=True)
     with tempfile.TemporaryDirectory(prefix="soak_server_") as temporary:
-        out = vllm_server.folder(given.out, "soak_server_results_")
-        rows: list[dict[str, Any]] = []
-        print(f"seed {given.seed}; results and log: {out}", flush=True)
         try:
-            if given.url:
-                wrong = asyncio.run(soak(given.url, given.pid, given, rows))
-            else:
-                model = given.model or temporary
-                if given.layers:
-                    random_checkpoint.write(Path(temporary), given.seed, {"num_hidden_layers": given.layers})
-                command = [*vllm_server.VLLM, "serve", model, "--port", str(given.port), *given.server]
-                url = f"http://127.0.0.1:{given.port}"
-                with vllm_server.serving(command, url, out / "server.log", given.start) as server:
-                    try:
-                        wrong = asyncio.run(soak(url, server.pid, given, rows))
-                    except (aiohttp.ClientError, OSError) as error:
-                        how = vllm_server.ended(server) or "runs"
-                        wrong = f"{type(error).__name__}: {error}; the server {how}; its log is {out / 'server.log'}"
-        except (RuntimeError, aiohttp.ClientError, OSError) as error:
+            if given.layers:
+                random_checkpoint.write(Path(temporary), given.seed, {"num_hidden_layers": given.layers})
+            model, url = given.model or temporary, f"http://127.0.0.1:{given.port}"
+            command = [*vllm_server.VLLM, "serve", model, "--port", str(given.port), *given.server]
+            with vllm_server.serving(command, url, log, given.start) as server:
+                try:
+                    wrong = asyncio.run(soak(url, server.pid, given, rows))
+                except (aiohttp.ClientError, OSError) as error:
+                    how = vllm_server.ended(server) or "runs"
+                    wrong = f"{type(error).__name__}: {error}; the server {how}; its log is {log}"
+        except (RuntimeError, OSError) as error:
             wrong = f"{type(error).__name__}: {error}"
-        (out / "soak.json").write_text(json.dumps({"wrong": wrong, "seed": given.seed, "rounds": rows}, indent=1))
+    (out / "soak.json").write_text(json.dumps({"wrong": wrong, "seed": given.seed, "rounds": rows}, indent=1))
     if wrong:
         sys.exit(f"not well: {wrong}")
     print(f"well: {len(rows)} rounds, no growth, no request left behind, the same greedy answer throughout")

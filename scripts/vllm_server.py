@@ -16,7 +16,7 @@ import tempfile
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +47,6 @@ def parse(parser: argparse.ArgumentParser, out: str) -> argparse.Namespace:
     words = sys.argv[1:]
     at = words.index("--") if "--" in words else len(words)
     return parser.parse_args(words[:at], argparse.Namespace(server=words[at + 1 :]))
-
-
-def chosen(parser: argparse.ArgumentParser, given: str | None, ways: Iterable[str]) -> list[str]:
-    """Those of ``ways`` that ``--ways`` names, with ``;`` between; none where it is not given."""
-    wanted = [way.strip() for way in given.split(";")] if given else []
-    if unknown := [way for way in wanted if way not in ways]:
-        parser.error(f"--ways: {unknown[0]!r} is none of {'; '.join(ways)}")
-    return wanted
 
 
 def folder(given: Path | None, prefix: str) -> Path:

@@ -41,7 +41,6 @@ LONG = (
     "tests/jit/test_jit_trust.py::test_prebuilt_cache_that_can_only_be_read_is_used",
     "tests/jit/test_prebuilt.py::test_the_same_sources_make_the_same_bytes",
     "tests/layer/test_upstream_modules.py::test_no_public_name_is_lost",
-    "tests/layer/test_upstream_modules.py::test_the_two_interpreters_differ_as_meant",
     "tests/layer/test_upstream_modules.py::test_the_wheels_other_top_level_package_finds_its_code",
     "tests/layer/test_upstream_modules.py::test_what_imports_and_what_does_not_is_the_same",
     "tests/moe/test_cutlass_fused_moe_mxfp4.py::test_gpt_oss_120b_layer",

@@ -22,6 +22,7 @@ import collections
 import concurrent.futures
 import dataclasses
 import datetime
+import itertools
 import os
 import queue
 import re
@@ -30,7 +31,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -74,7 +74,6 @@ class Outcome:
     mutation: Mutation
     verdict: str
     by: str = ""
-    seconds: float = 0.0
     cpu_seconds: float = 0.0
 
 
@@ -158,6 +157,11 @@ def copy_tree(source: Path, target: Path) -> None:
         (target / "emulator").symlink_to(source / "emulator", target_is_directory=True)
 
 
+def replace_tree(target: Path, source: Path) -> None:
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(source, target)
+
+
 @dataclasses.dataclass
 class Worker:
     """A copy of the tree, a build cache, and the cores that its processes may use.
@@ -177,15 +181,6 @@ class Worker:
         """Copy the tree."""
         copy_tree(source, self.tree)
         self.cache.mkdir(exist_ok=True)
-
-    def keep_cache(self) -> None:
-        """What is in the cache now is that of the unchanged tree."""
-        shutil.rmtree(self.seed, ignore_errors=True)
-        shutil.copytree(self.cache, self.seed)
-
-    def restore_cache(self) -> None:
-        shutil.rmtree(self.cache, ignore_errors=True)
-        shutil.copytree(self.seed, self.cache)
 
     def run_tests(self, tests: Sequence[str]) -> tuple[int, str, float]:
         """pytest's exit status, its output, and the CPU time of it and all that it started. -1: it took too long."""
@@ -224,10 +219,10 @@ class Worker:
         """Apply it, run its tests until one fails, and take it back."""
         outcome = Outcome(mutation, "survived", mutation.equivalent)
         path = self.tree / mutation.file
-        started, original, times = time.monotonic(), path.read_text(encoding="utf-8"), path.stat()
+        original, times = path.read_text(encoding="utf-8"), path.stat()
         try:
             path.write_text(changed(original, mutation), encoding="utf-8")
-            self.restore_cache()
+            replace_tree(self.cache, self.seed)
             for test in mutation.tests:
                 code, text, cpu = self.run_tests([test])
                 outcome.cpu_seconds += cpu
@@ -240,7 +235,6 @@ class Worker:
         finally:
             path.write_text(original, encoding="utf-8")
             os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # ninja compares it
-        outcome.seconds = time.monotonic() - started
         if outcome.verdict == "survived" and mutation.equivalent:
             outcome.verdict = "equivalent"
         return outcome
@@ -295,40 +289,25 @@ def run(
         Worker(work / str(i), cores, limit, preload) for i, cores in enumerate(share_cores(min(jobs, len(mutations))))
     ]
     print(f"the tests without any change, in {', '.join(str(worker.folder) for worker in workers)}", flush=True)
+    idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+    number = itertools.count(1)
 
     def begin(worker: Worker) -> None:
         worker.prepare(root)
         run_baseline(worker, tests)
-        worker.keep_cache()
+        replace_tree(worker.seed, worker.cache)  # what is in the cache now is that of the unchanged tree
+        idle.put(worker)
+
+    def attempt(mutation: Mutation) -> Outcome:
+        worker = idle.get()
+        outcome = worker.try_mutation(mutation)
+        idle.put(worker)
+        print(f"{next(number)}/{len(mutations)} {outcome.verdict:10} {mutation.name}: {outcome.by}", flush=True)
+        return outcome
 
     with concurrent.futures.ThreadPoolExecutor(len(workers)) as pool:
         list(pool.map(begin, workers))
-
-    outcomes: dict[str, Outcome] = {}
-    todo: queue.SimpleQueue[Mutation] = queue.SimpleQueue()
-    for mutation in mutations:
-        todo.put(mutation)
-    lock = threading.Lock()
-
-    def work_on(worker: Worker) -> None:
-        while True:
-            try:
-                mutation = todo.get_nowait()
-            except queue.Empty:
-                return
-            outcome = worker.try_mutation(mutation)
-            with lock:
-                outcomes[mutation.name] = outcome
-                print(
-                    f"{len(outcomes)}/{len(mutations)} {outcome.verdict:10} {mutation.name}: {outcome.by}", flush=True
-                )
-
-    threads = [threading.Thread(target=work_on, args=(worker,)) for worker in workers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [outcomes[mutation.name] for mutation in mutations]
+        return list(pool.map(attempt, mutations))
 
 
 def run_baseline(worker: Worker, tests: Sequence[str]) -> None:

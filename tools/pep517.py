@@ -18,7 +18,6 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 from setuptools import build_meta
@@ -46,46 +45,15 @@ def without_egg_info() -> Iterator[None]:
         shutil.rmtree(EGG_INFO, ignore_errors=True)
 
 
-def get_requires_for_build_wheel(config_settings: dict[str, Any] | None = None) -> list[str]:
-    with elsewhere():
-        return build_meta.get_requires_for_build_wheel(config_settings)
-
-
-def prepare_metadata_for_build_wheel(metadata_directory: str, config_settings: dict[str, Any] | None = None) -> str:
-    with elsewhere():
-        return build_meta.prepare_metadata_for_build_wheel(metadata_directory, config_settings)
-
+# The hooks of PEP 517 and PEP 660: setuptools' own, each in one of the contexts above.
+get_requires_for_build_wheel = elsewhere()(build_meta.get_requires_for_build_wheel)
+prepare_metadata_for_build_wheel = elsewhere()(build_meta.prepare_metadata_for_build_wheel)
+build_wheel = elsewhere()(build_meta.build_wheel)
 
 get_requires_for_build_editable = get_requires_for_build_wheel
 prepare_metadata_for_build_editable = prepare_metadata_for_build_wheel
+build_editable = mock.patch.dict(os.environ, {"FLASHINFER_SM12X_EDITABLE": "1"})(build_wheel)
 
-
-def build_wheel(
-    wheel_directory: str,
-    config_settings: dict[str, Any] | None = None,
-    metadata_directory: str | None = None,
-) -> str:
-    """Build the wheel that ``pip install .`` installs (PEP 517)."""
-    with elsewhere():
-        return build_meta.build_wheel(wheel_directory, config_settings, metadata_directory)
-
-
-def build_editable(
-    wheel_directory: str,
-    config_settings: dict[str, Any] | None = None,
-    metadata_directory: str | None = None,
-) -> str:
-    """Build the wheel that ``pip install -e .`` installs (PEP 660)."""
-    with mock.patch.dict(os.environ, {"FLASHINFER_SM12X_EDITABLE": "1"}):
-        return build_wheel(wheel_directory, config_settings, metadata_directory)
-
-
-def get_requires_for_build_sdist(config_settings: dict[str, Any] | None = None) -> list[str]:
-    with elsewhere():
-        return build_meta.get_requires_for_build_sdist(config_settings)
-
-
-def build_sdist(sdist_directory: str, config_settings: dict[str, Any] | None = None) -> str:
-    """Build the source distribution, whose file list setuptools wants in the checkout."""
-    with without_egg_info():
-        return build_meta.build_sdist(sdist_directory, config_settings)
+get_requires_for_build_sdist = elsewhere()(build_meta.get_requires_for_build_sdist)
+# Its file list setuptools wants in the checkout.
+build_sdist = without_egg_info()(build_meta.build_sdist)

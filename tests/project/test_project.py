@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The project's own tools and pages: environment set-up, demo, and what the README promises to list."""
+"""The project's own tools: environment set-up, demo, what CI runs commands with."""
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import os
 import re
@@ -16,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from layer_toys import OURS, REPO, UPSTREAM, load_tool
+from layer_toys import REPO, UPSTREAM, load_tool
 
 from flashinfer import _layer, _version
 
@@ -37,11 +36,6 @@ def test_pins_agree() -> None:
 
 def test_without_an_active_environment_the_checkouts_own_is_used() -> None:
     assert create_env("--find").stdout.strip() == str(REPO / ".venv")
-
-
-def test_an_incomplete_active_environment_is_not_used(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "env")], check=True)
-    assert create_env("--find", VIRTUAL_ENV=str(tmp_path / "env")).stdout.strip() == str(REPO / ".venv")
 
 
 def test_an_active_environment_of_another_pin_is_not_used(tmp_path: Path) -> None:
@@ -155,18 +149,15 @@ def test_the_demo_runs_on_a_gpu_that_has_kernels(found: Any, ran: Any, monkeypat
 BLOCK_SCALED = "use the block-scaled FP4 MMA"
 
 
+@dataclasses.dataclass
 class Row:
     """As much of a report's row as the demo's checks read."""
 
-    def __init__(self, **values: Any) -> None:
-        self.__dict__.update(
-            instance="mxfp8_m8_k128",
-            gemm="fc1",
-            tensor_instructions=14,
-            block_scaled_mmas=14,
-            local_accesses=0,
-        )
-        self.__dict__.update(values)
+    instance: str = "mxfp8_m8_k128"
+    gemm: str = "fc1"
+    tensor_instructions: int = 14
+    block_scaled_mmas: int = 14
+    local_accesses: int = 0
 
 
 @pytest.mark.parametrize(
@@ -195,14 +186,7 @@ class Launch:
 
     def __init__(self, kernel: str, mmas: int = 24, reports: tuple[str, ...] = (), status: str = "ok") -> None:
         self.kernel, self.reports, self.clean = kernel, reports, status == "ok" and not reports
-        self.counters = SimpleNamespace(
-            warp_instructions=1200,
-            by_class={"mma": mmas} if mmas else {},
-            global_distinct_bytes=2_500_000,
-            shared_bank_conflicts=7,
-        )
-        self.predicted = SimpleNamespace(seconds=9.16e-6, bound="dram")
-        self.host_seconds = 0.25
+        self.counters = SimpleNamespace(by_class={"mma": mmas} if mmas else {})
 
 
 PROLOGUE, LAYER = "_ZN3moe8prologueEv", "_Z21streamed_layer_kernelIvEvv"
@@ -225,14 +209,6 @@ FC1, FC2 = "_Z19grouped_gemm_kernelILN5sm12x4RoleE0EEvv", "_Z19grouped_gemm_kern
 def test_the_demo_sees_what_is_wrong_with_launches(launches: list[Launch], failing: list[str]) -> None:
     checks = load_tool("demo").launch_checks("W4A8", launches)
     assert [what for what, holds in checks if not holds] == failing
-
-
-def test_the_demo_lists_what_a_launch_did() -> None:
-    rows = load_tool("demo").launch_rows("W4A8", [Launch(PROLOGUE, 0), Launch(FC2)])
-    assert rows == [
-        ["W4A8", "prologue", 1200, 0, "2.50", 7, "9.2", "dram", 0, "0.2"],
-        ["W4A8", "FC2", 1200, 24, "2.50", 7, "9.2", "dram", 0, "0.2"],
-    ]
 
 
 def test_the_demo_refuses_no_tokens() -> None:
@@ -285,16 +261,3 @@ def test_ci_gives_up_roots_privileges(toolkit: Path) -> None:
         pytest.skip(result.stderr)
     assert (result.stdout, result.returncode) == ("", 1)
     assert "Permission denied" in result.stderr
-
-
-def test_the_docs_list_each_variable_that_the_fork_reads() -> None:
-    variable = re.compile(r"FLASHINFER_SM12X_[A-Z_]+|FLASHINFER_CUDA_ARCH_LIST|MAX_JOBS")
-    names = set()
-    for file in OURS.rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            value = getattr(node, "value", None)
-            if isinstance(node, ast.Constant) and isinstance(value, str) and variable.fullmatch(value):
-                names.add(value)
-    assert {"FLASHINFER_CUDA_ARCH_LIST", "MAX_JOBS", "FLASHINFER_SM12X_MOE"} <= names
-    page = (REPO / "docs/troubleshooting.md").read_text(encoding="utf-8")
-    assert [name for name in sorted(names) if f"| `{name}` |" not in page] == []

@@ -29,6 +29,9 @@ KNOWN = {"xqa-copies": "undefined behaviour"}
 
 # A checkout for what the wheel has not: see conftest.py.
 CHECKOUT = os.environ.get("UPSTREAM_CHECKOUT", "")
+needs_checkout = pytest.mark.skipif(
+    not CHECKOUT, reason="UPSTREAM_CHECKOUT names no checkout, and the wheel lacks this"
+)
 
 # Programs that compile upstream's headers and run on the virtual GPU.
 _SPEC = importlib.util.spec_from_file_location("upstream_programs", REPO / "emulator/tests/upstream/conftest.py")
@@ -103,7 +106,7 @@ UPSTREAMS = {
 PASSING = {"group-gemm": 8, "moe": 12}
 
 
-@pytest.mark.skipif(not CHECKOUT, reason="UPSTREAM_CHECKOUT names no checkout, and the wheel has no tests")
+@needs_checkout
 @pytest.mark.parametrize("topic", UPSTREAMS)
 def test_upstreams_own_tests(merged, on_the_virtual_gpu, topic):
     """With cublas-headers merged: upstream's quantization modules, which they call, do not build here without it."""
@@ -119,7 +122,7 @@ def test_upstreams_own_tests(merged, on_the_virtual_gpu, topic):
     print(f"upstream's test of {topic}: {launches[0]}; {PASSING[topic]} passed", file=sys.stderr)
 
 
-@pytest.mark.skipif(not CHECKOUT, reason="UPSTREAM_CHECKOUT names no checkout, and the wheel has no settings")
+@needs_checkout
 def test_mypy_as_upstream_runs_it(merged, tmp_path):
     settings = tmp_path / "pyproject.toml"
     settings.write_text(git(Path(CHECKOUT), "show", "HEAD:pyproject.toml"), encoding="utf-8")
@@ -143,7 +146,7 @@ ROUTINES = {
 }
 
 
-@pytest.mark.skipif(not CHECKOUT, reason="UPSTREAM_CHECKOUT names no checkout, and the wheel has no benchmarks")
+@needs_checkout
 @pytest.mark.parametrize("routine", ROUTINES)
 def test_routines_of_the_benchmark(merged, on_the_virtual_gpu, routine):
     """What it prints is of one run that nobody timed; --refcheck compares the GEMMs' results."""
@@ -162,7 +165,7 @@ def test_routines_of_the_benchmark(merged, on_the_virtual_gpu, routine):
     assert "[ERROR]" not in done.stdout
 
 
-@pytest.mark.skipif(not CHECKOUT, reason="UPSTREAM_CHECKOUT names no checkout, and the wheel has no tests")
+@needs_checkout
 def test_the_trace_template_of_mm_bf16_fp4(merged, without_fork, on_the_virtual_gpu, tmp_path):
     """Upstream's tests of templates take the new one, and what is added to its example dumps a definition."""
     options = ("-q", "-W", "ignore", "-p", "no:cacheprovider", "--import-mode=importlib")

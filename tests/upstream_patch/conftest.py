@@ -56,11 +56,10 @@ def merged(exported: tuple[Path, list[export.Exported]]) -> Iterator[Path]:
     """The work tree with all topics: the last of the kernels' branches, and the others merged into it."""
     folder, done = exported
     tree.git(folder, "checkout", "--quiet", "--detach", done[-1].branch)
-    identity = {"GIT_AUTHOR_NAME": "test", "GIT_AUTHOR_EMAIL": "test@localhost"}
-    identity |= {name.replace("AUTHOR", "COMMITTER"): text for name, text in identity.items()}
+    identity = ("-c", "user.name=test", "-c", "user.email=test@localhost")
     for each in done:
         if not each.topic.after and each.topic.name != "lean-module":
-            tree.git(folder, "merge", "--quiet", "--no-edit", each.branch, environment=identity)
+            tree.git(folder, *identity, "merge", "--quiet", "--no-edit", each.branch)
     yield folder
     tree.git(folder, "checkout", "--quiet", "main")
 

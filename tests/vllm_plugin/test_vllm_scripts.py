@@ -118,7 +118,7 @@ def test_compare_vllm_takes_words_for_its_servers_after_two_dashes():
 
 @pytest.mark.parametrize(
     ("script", "words"),
-    [("agreement.py", ()), ("profile_decode.py", ("--layers", "1")), ("verify_gpu.py", ("--quick",))],
+    [("profile_decode.py", ("--layers", "1")), ("verify_gpu.py", ("--quick",))],
 )
 def test_scripts_say_in_a_line_that_there_is_no_gpu(script, words):
     done = run(script, *words, CUDA_VISIBLE_DEVICES="")
@@ -221,26 +221,6 @@ def test_kinds_of_kernels():
         "unheard of": "other",
     }
     assert {name: profile_decode.kind_of(name) for name in names} == names
-
-
-def test_agreement_compares_up_to_the_first_token_that_differs():
-    import agreement
-
-    first = [(5, {5: -0.1, 6: -2.0, 7: -3.0}), (6, {6: -0.2, 5: -1.0, 8: -4.0})]
-    other = [(5, {5: -0.3, 6: -2.0, 9: -5.0}), (5, {5: -0.5, 6: -0.7, 8: -4.0})]
-    found = agreement.compare([first, first], [first, other])
-    # Token 7 counts as -5, the least that the other gave: |0.2| + 0 + |2.0| and 0.5 + 0.5 + 0, by the 8 compared.
-    assert found == pytest.approx(
-        {
-            "first tokens": 1.0,
-            "all tokens": 3 / 4,
-            "of 8 best": (3 + 3 + 2 + 3) / 4,
-            "mean difference of log probabilities": (2.2 / 8 + 1.0 / 8) / 4,
-            "positions": 4,
-        }
-    )
-    longer = [*other, (1, {1: 0.0})]
-    assert agreement.compare([[*first, (2, {2: 0.0})]], [longer])["positions"] == 2
 
 
 def rows(done: subprocess.CompletedProcess[str]) -> list[list[str]]:

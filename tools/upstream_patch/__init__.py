@@ -2,11 +2,10 @@
 """Turns this fork, a layer over upstream's wheel, into branches for pull requests: ordinary edits of upstream's files.
 
 ===========  =======================================================================================================
-``text``     new files at upstream's paths, which take definitions from the fork; ``edits`` and ``messages`` of topics
-``topics``   what each pull request holds, and behind which other it comes
+``text``     a folder for each topic: its message, its edits, and new files, which take definitions from the fork
+``topics``   what each pull request holds of the fork's C++, and behind which other it comes
 ``edits``    changes of upstream's files, each with the hash of what it was written for
-``compose``  definitions of the fork's, and its C++ sources with their headers at upstream's paths
-``figures``  measured figures, from this fork's pages into messages
+``compose``  definitions of the fork's, its C++ sources with their headers at upstream's paths, figures of its pages
 ``style``    upstream's licence header, line lengths, formatters
 ``tree``     git, and the pinned wheel as a source tree of upstream's
 ``export``   all of it, one branch after the other

@@ -7,11 +7,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from . import style
-from .compose import ComposeError
-from .export import UpstreamMovedError, export
+from .export import export
 from .topics import TOPICS
-from .tree import TreeError, git
+from .tree import ExportError, git
 
 
 def main() -> int:
@@ -38,7 +36,7 @@ def main() -> int:
     given = parser.parse_args()
     try:
         done = export(given.onto, given.topic, base=given.base)
-    except (TreeError, UpstreamMovedError, style.StyleError, ComposeError) as error:
+    except ExportError as error:
         print(error, file=sys.stderr)
         return 1
     for each in done:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""New files of upstream's tree: texts of ``text/`` with definitions of the fork's, and the fork's C++ at other paths."""
+"""What topics hold of the fork: definitions of its Python, its C++ at other paths, measured figures of its pages."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ import itertools
 import posixpath
 import re
 from collections.abc import Iterable, Mapping
-from pathlib import Path
+from typing import TypeGuard
 
-from .tree import FORK
+from .tree import FORK, ExportError
 
-TEXT = Path(__file__).parent / "text"
 _TAKE = re.compile(r"^# take (\S+): (.+)$", re.MULTILINE)
 _INCLUDE = re.compile(r'^(\s*#include ")([^"]+)(")', re.MULTILINE)
 _LEFT_OUT = re.compile(r'(?:\n// [^\n]*)*\n#include "([^"]+)"$', re.MULTILINE)
@@ -25,23 +24,27 @@ _ALONE = re.compile(r"{% if alone %}\n.*?{% endif %}\n", re.DOTALL)
 _NOT_ALONE = re.compile(r"{% if not alone %}\n(.*?){% endif %}\n", re.DOTALL)
 
 
-class ComposeError(RuntimeError):
-    """The fork's sources are not what a topic says of them."""
-
-
 def fork_text(path: str) -> str:
     """A file of this fork."""
     file = FORK / path
     if not file.is_file():
-        raise ComposeError(f"the fork has no {path}")
+        raise ExportError(f"the fork has no {path}")
     return file.read_text(encoding="utf-8")
+
+
+# --- Python -----------------------------------------------------------------------------------------------------------
+
+
+def with_definitions(text: str) -> str:
+    """``text`` with definitions of the fork where it says ``# take FILE: NAME NAME``."""
+    return _TAKE.sub(lambda match: definitions(match[1], match[2].split()), text)
 
 
 def definitions(source: str, names: Iterable[str]) -> str:
     """Top-level definitions of a Python module of this fork, in its order, with the comments in front of them.
 
     Raises:
-        ComposeError: one is not there.
+        ExportError: one is not there.
     """
     lines = fork_text(source).splitlines()
     body = ast.parse("\n".join(lines)).body
@@ -55,17 +58,18 @@ def definitions(source: str, names: Iterable[str]) -> str:
         while first > 1 and lines[first - 2].startswith("#"):
             first -= 1
         # A string behind an assignment documents it.
-        documented = isinstance(node, (ast.Assign, ast.AnnAssign)) and _is_text(behind)
+        documented = isinstance(node, (ast.Assign, ast.AnnAssign)) and is_text(behind)
         last = (behind if documented else node).end_lineno or node.lineno
         # Neighbours stay neighbours.
         whole += ("\n" if first == end + 1 else "\n\n") + "\n".join(lines[first - 1 : last])
         end = last
     if wanted:
-        raise ComposeError(f"{source} defines no {', '.join(sorted(wanted))}")
+        raise ExportError(f"{source} defines no {', '.join(sorted(wanted))}")
     return whole.strip("\n")
 
 
-def _is_text(node: ast.stmt | None) -> bool:
+def is_text(node: ast.AST | None) -> TypeGuard[ast.Expr]:
+    """Whether a statement is a string and nothing else, which documents something."""
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
@@ -76,53 +80,32 @@ def _defined(node: ast.stmt) -> set[str]:
     return {target.id for target in targets if isinstance(target, ast.Name)}
 
 
-def with_definitions(text: str) -> str:
-    """``text`` with definitions of the fork where it says ``# take FILE: NAME NAME``."""
-    return _TAKE.sub(lambda match: definitions(match[1], match[2].split()), text)
-
-
-def text_of(path: str) -> str:
-    """What ``text/`` has for a new Python file of upstream's tree."""
-    return with_definitions((TEXT / path).read_text(encoding="utf-8"))
-
-
-def headers_of(roots: Iterable[str]) -> list[str]:
-    """The fork's headers that ``roots`` (paths in the fork) include, directly or not; sorted, without the roots."""
-    seen: set[str] = set()
-    stack = list(roots)
-    first = set(stack)
-    while stack:
-        path = stack.pop()
-        for _, name, _ in _INCLUDE.findall(fork_text(path)):
-            found = _resolve(path, name)
-            if found is not None and found not in seen and found not in LEFT_OUT:
-                seen.add(found)
-                stack.append(found)
-    return sorted(seen - first)
-
-
-def _resolve(path: str, name: str) -> str | None:
-    """The fork's file that ``path`` includes as ``name``; None when it is upstream's."""
-    candidates = [posixpath.join(posixpath.dirname(path), name), *(f"{folder}/{name}" for folder in _INCLUDE_DIRS)]
-    for candidate in map(posixpath.normpath, candidates):
-        if (FORK / candidate).is_file():
-            return candidate
-    return None
+# --- C++ --------------------------------------------------------------------------------------------------------------
 
 
 def cxx_files(roots: Mapping[str, str], moved: Mapping[str, str]) -> dict[str, str]:
-    """C++ sources with the headers that they need, ready for upstream's tree.
+    """C++ sources with the headers that they include, directly or not, ready for upstream's tree.
 
     Args:
         roots: From paths in the fork to paths in upstream's tree.
-        moved: The same of headers that other topics bring, or that these roots include, where the paths differ.
+        moved: The same of headers that other topics bring, where the paths differ.
 
     Returns:
         From paths in upstream's tree to texts; an include of a file that has moved names its new place.
     """
-    places = {**moved, **roots}
-    paths = [*roots, *headers_of(roots)]
-    return {places.get(path, path): _with_includes(path, places) for path in paths}
+    places, wanted, files = {**moved, **roots}, list(roots), {}
+    for path in wanted:
+        found = {_resolve(path, name) for _, name, _ in _INCLUDE.findall(fork_text(path))}
+        wanted += [header for header in found if header and header not in (*wanted, *LEFT_OUT)]
+        files[places.get(path, path)] = _with_includes(path, places)
+    return files
+
+
+def _resolve(path: str, name: str) -> str | None:
+    """The fork's file that ``path`` includes as ``name``; None when it is upstream's."""
+    folders = (posixpath.dirname(path), *_INCLUDE_DIRS)
+    candidates = [posixpath.normpath(posixpath.join(folder, name)) for folder in folders]
+    return next((candidate for candidate in candidates if (FORK / candidate).is_file()), None)
 
 
 def _with_includes(path: str, places: Mapping[str, str]) -> str:
@@ -145,3 +128,36 @@ def _with_includes(path: str, places: Mapping[str, str]) -> str:
 
     text = _INCLUDE.sub(renamed, _LEFT_OUT.sub(kept, fork_text(path))).rstrip("\n") + "\n"
     return _NOT_ALONE.sub(r"\1\n", _ALONE.sub("", text))
+
+
+# --- measured figures, so that a message quotes what the pages say and nothing else -----------------------------------
+
+# From what a message names to a page, what stands in front of the table there, and how many cells name a row.
+_TABLES = {
+    "layer": ("docs/performance.md", "**gpt-oss-120b** (H = I = 2880", 1),
+    "dense": ("docs/performance.md", "## Dense layers, H200", 2),
+}
+_PLACEHOLDER = re.compile(r"\{(layer|dense)\|([^|}]+)\|([^|}]+)\}")
+
+
+def with_figures(message: str) -> str:
+    """A message with ``{layer|TOKENS|COLUMN}`` and ``{dense|LAYER TOKENS|COLUMN}`` as the pages have them.
+
+    Raises:
+        ExportError: a page has no such table, row or column.
+    """
+    return _PLACEHOLDER.sub(lambda match: _figure(*match.groups()), message)
+
+
+def _figure(table: str, row: str, column: str) -> str:
+    page, start, keys = _TABLES[table]
+    lines = fork_text(page).partition(start)[2].splitlines()
+    behind = itertools.dropwhile(lambda line: not line.startswith("|"), lines)
+    there = itertools.takewhile(lambda line: line.startswith("|"), behind)
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in there]
+    name = [""] * keys
+    for cells in rows:
+        name = [cell or above for cell, above in zip(cells, name, strict=False)]  # an empty one is that above
+        if " ".join(name) == row and column in rows[0]:
+            return cells[rows[0].index(column)].partition(" ")[0]
+    raise ExportError(f"{page} has no figure for {{{table}|{row}|{column}}}")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Changes of upstream's files: each says where it goes, and how what stands there was when the change was written.
 
-A file of ``text/edits`` holds places, and the changes of each::
+An ``edits.txt`` holds places, and the changes of each::
 
     === FILE                                the file
     === FILE HASH NAME.OF.A.DEFINITION      a function or class of a Python module, decorators included
@@ -87,81 +87,63 @@ _CHANGE = re.compile(r"--- (before|after|replace) (.+?)(?: --> (.+))?")
 
 def read(text: str) -> list[Edit]:
     """The edits of a file, in its order."""
-    places: list[Place] = []
-    found: list[Edit] = []
+    place, found = Place(""), []
     for line in text.splitlines():
         if match := _PLACE.fullmatch(line):
             file, sha, lines, first, definition = match.groups(default="")
-            places.append(Place(file, definition, first, int(lines or 1), sha))
+            place = Place(file, definition, first, int(lines or 1), sha)
         elif match := _CHANGE.fullmatch(line):
             how: Any = match[1]
-            found.append(Edit(places[-1], match[2], "", how, match[3] or ""))
+            found.append(Edit(place, match[2], "", how, match[3] or ""))
         else:
             found[-1] = replace(found[-1], text=f"{found[-1].text}{line}\n")
     return found
 
 
 def definition_lines(source: str, name: str) -> tuple[int, int] | None:
-    """First line (of the decorators) and last line, from 1, of the definition called ``name``; None without one."""
+    """Index of the first line (of the decorators) and of the one behind the last, of the definition called ``name``;
+    None without one."""
     body: Sequence[ast.stmt] = ast.parse(source).body
-    found: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | None = None
+    bounds = None
     for part in name.split("."):
-        named = [
-            node
-            for node in body
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and node.name == part
-        ]
+        kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+        named = [node for node in body if isinstance(node, kinds) and node.name == part]
         if not named:
             return None
-        found = named[-1]
-        body = found.body
-    assert found is not None
-    assert found.end_lineno is not None
-    return min([found.lineno, *(decorator.lineno for decorator in found.decorator_list)]), found.end_lineno
+        body = named[-1].body
+        first = min([named[-1].lineno, *(decorator.lineno for decorator in named[-1].decorator_list)])
+        bounds = first - 1, named[-1].end_lineno or first
+    return bounds
 
 
 def _bounds(place: Place, source: str) -> tuple[int, int] | str:
-    """First and last line of a place, from 1; or what is the matter."""
+    """Index of the first line of a place and of the one behind its last; or what is the matter."""
     if place.definition:
         return definition_lines(source, place.definition) or "is not there any more"
+    lines = source.splitlines()
     if not place.first:
-        return 1, len(source.splitlines())
-    at = [number for number, line in enumerate(source.splitlines(), 1) if line.startswith(place.first)]
-    if len(at) != 1:
-        return "is not there any more" if not at else f"stands there {len(at)} times"
-    return at[0], at[0] + place.lines - 1
+        return 0, len(lines)
+    at = [index for index, line in enumerate(lines) if line.startswith(place.first)]
+    return (at[0], at[0] + place.lines) if len(at) == 1 else _not_once(len(at))
 
 
-def _lines(source: str, bounds: tuple[int, int]) -> str:
-    return "\n".join(source.splitlines()[bounds[0] - 1 : bounds[1]])
-
-
-def _elsewhere(place: Place, files: Files) -> str:
-    """Where else in the tree a definition of that name is."""
-    name = place.definition.rpartition(".")[2]
-    if not name:
-        return ""
-    for form in (f"def {name}(", f"class {name}"):
-        found = [path for path in files.containing(form, ".py") if path != place.file]
-        if found:
-            return f"; a definition of that name is in {', '.join(found[:3])}"
-    return ""
+def _not_once(count: int) -> str:
+    return f"stands there {count} times" if count else "is not there any more"
 
 
 def mismatch(place: Place, files: Files) -> str:
     """How the base commit's text at ``place`` differs from what the edit was written for; empty when it does not."""
     source = files.original(place.file)
-    if source is None and files.text(place.file) is not None:
-        return ""  # a topic in front of this one has made it
     if source is None:
-        return f"{place.name}: there is no such file{_elsewhere(place, files)}"
+        made = files.text(place.file) is not None  # by a topic in front of this one
+        return "" if made else f"{place.name}: there is no such file"
     try:
         bounds = _bounds(place, source)
     except SyntaxError as error:
         return f"{place.name}: the file is no Python ({error.msg}, line {error.lineno})"
     if isinstance(bounds, str):
-        return f"{place.name} {bounds}{_elsewhere(place, files)}"
-    now = text_hash(_lines(source, bounds))
+        return f"{place.name} {bounds}"
+    now = text_hash("\n".join(source.splitlines()[slice(*bounds)]))
     if place.sha and now != place.sha:
         return f"{place.name} has changed (its text hashes to {now}, and the edit was written for {place.sha})"
     return ""
@@ -175,22 +157,21 @@ def apply(edit: Edit, files: Files) -> str:
     if isinstance(bounds, str):
         return f"{edit.place.name} {bounds}"
     lines = source.splitlines()
-    found = [index for index in range(bounds[0] - 1, bounds[1]) if lines[index].strip().startswith(edit.anchor.strip())]
+
+    def beginning(text: str, start: int) -> list[int]:
+        return [index for index in range(start, bounds[1]) if lines[index].strip().startswith(text.strip())]
+
+    found = beginning(edit.anchor, bounds[0])
     if len(found) != 1:
-        many = "is not there any more" if not found else f"stands there {len(found)} times"
-        return f"{edit.place.name}: the line {edit.anchor.strip()!r} {many}"
-    first = last = found[0]
+        return f"{edit.place.name}: the line {edit.anchor.strip()!r} {_not_once(len(found))}"
+    first = found[0] + (edit.how == "after")
+    end = found[0] + (edit.how != "before")
     if edit.through:
-        ends = [index for index in range(first, bounds[1]) if lines[index].strip().startswith(edit.through.strip())]
-        if not ends:
+        last = beginning(edit.through, first)
+        if not last:
             return f"{edit.place.name}: the line {edit.through.strip()!r} is not there any more"
-        last = ends[0]
+        end = last[0] + 1
     text = with_definitions(edit.text)
-    new = (text if text == edit.text else style.formatted(text) + "\n\n").splitlines()
-    if edit.how == "replace":
-        lines[first : last + 1] = new
-    else:
-        at = first + (edit.how == "after")
-        lines[at:at] = new
+    lines[first:end] = (text if text == edit.text else style.formatted(text) + "\n\n").splitlines()
     files.changed[edit.place.file] = "\n".join(lines) + "\n"
     return ""

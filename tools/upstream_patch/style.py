@@ -15,31 +15,25 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from .tree import FORK
+from .compose import is_text
+from .tree import FORK, ExportError
 
 PYTHON_COLUMNS = 88
 CXX_SUFFIXES = (".cu", ".cuh", ".h", ".inl")
-RUFF_SETTINGS = """
-[lint]
-select = ["E", "F", "B", "SIM"]
-ignore = [
-    "E402", "F405", "F403", "E741", "E501", "SIM118", "B019", "E902", "SIM102", "SIM108", "E731", "B020", "SIM103", "B023",
-]
-"""
-CLANG_FORMAT_SETTINGS = (
-    "BasedOnStyle: Google\nDerivePointerAlignment: false\nColumnLimit: 100\nPointerAlignment: Left\n"
+# What upstream's settings say, for a tree without any.
+RUFF_CHECK = (
+    "--isolated",
+    "--select=E,F,B,SIM",
+    "--ignore=E402,F405,F403,E741,E501,SIM118,B019,E902,SIM102,SIM108,E731,B020,SIM103,B023",
 )
+CLANG_FORMAT = "{BasedOnStyle: Google, DerivePointerAlignment: false, ColumnLimit: 100, PointerAlignment: Left}"
 
 COPYRIGHT = "Copyright (c) 2026 by FlashInfer team."
 # Modules there begin with two comments or with the licence's notice; C++ sources with the notice.
 _PYTHON_HEADER = f"# SPDX-FileCopyrightText: {COPYRIGHT}\n# SPDX-License-Identifier: Apache-2.0\n"
-
-
-class StyleError(RuntimeError):
-    """A formatter is missing, or refuses what was exported."""
 
 
 @functools.cache
@@ -97,67 +91,55 @@ def _docstring_lines(text: str) -> set[int]:
     """Indices of the lines of docstrings, and of strings that document assignments."""
     found: set[int] = set()
     for node in ast.walk(ast.parse(text)):
-        value = node.value if isinstance(node, ast.Expr) else None
-        if isinstance(value, ast.Constant) and isinstance(value.value, str) and value.end_lineno is not None:
-            found |= set(range(value.lineno - 1, value.end_lineno))
+        if is_text(node):
+            found |= set(range(node.lineno - 1, node.end_lineno or node.lineno))
     return found
 
 
 # --- formatters -------------------------------------------------------------------------------------------------------
 
 
-def _tool(name: str) -> str:
+def tool(name: str) -> str:
+    """A formatter, of this environment or on PATH.
+
+    Raises:
+        ExportError: there is none.
+    """
     beside = Path(sys.executable).with_name(name)
     found = str(beside) if beside.is_file() else shutil.which(name)
     if found is None:
-        raise StyleError(f"{name} is not installed: pip install -r requirements-dev.txt")
+        raise ExportError(f"{name} is not installed: pip install -r requirements-dev.txt")
     return found
 
 
-def _run(command: Sequence[str], folder: Path) -> None:
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+def _run(*command: str, folder: Path | None = None, given: str | None = None) -> str:
+    done = subprocess.run(command, cwd=folder, input=given, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise StyleError(f"{' '.join(command[:3])} refuses what was exported:\n{done.stdout}{done.stderr}".rstrip())
+        said = f"{' '.join(command[:3])} refuses what was exported:\n{done.stdout}{done.stderr}"
+        raise ExportError(said.rstrip())
+    return done.stdout
 
 
 def formatted(text: str) -> str:
     """A part of a Python file, as upstream's formatter leaves it."""
-    command = [_tool("ruff"), "format", "--isolated", "--no-cache", "-"]
-    done = subprocess.run(command, input=wrapped(text), capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise StyleError(done.stderr)
-    return done.stdout
+    return _run(tool("ruff"), "format", "--isolated", "--no-cache", "-", given=wrapped(text))
 
 
-def format_files(tree: Path, new: Iterable[str], edited: Iterable[str]) -> None:
+def format_files(tree: Path, new: Sequence[str], edited: Sequence[str]) -> None:
     """Format new files, and lint what is new or edited, as upstream's pre-commit does.
 
     Edited files are not formatted: another version of a formatter would change lines that no topic does.
 
     Raises:
-        StyleError: a formatter is missing, or finds something to say.
+        ExportError: a formatter is missing, or finds something to say.
     """
-    settings = tree / ".git-ruff.toml"
-    clang_format = tree / ".clang-format"
-    bring = not clang_format.is_file()
-    own = (tree / "pyproject.toml").is_file() and "[tool.ruff" in (tree / "pyproject.toml").read_text(encoding="utf-8")
-    new, edited = list(new), list(edited)
-    try:
-        if not own:
-            settings.write_text(RUFF_SETTINGS, encoding="utf-8")
-        if bring:
-            clang_format.write_text(CLANG_FORMAT_SETTINGS, encoding="utf-8")
-        configuration = [] if own else ["--config", str(settings)]
-        python = [path for path in new if path.endswith(".py")]
-        if python:
-            _run([_tool("ruff"), "format", "--quiet", "--no-cache", *configuration, *python], tree)
-        linted = python + [path for path in edited if path.endswith(".py")]
-        if linted:
-            _run([_tool("ruff"), "check", "--quiet", "--no-cache", *configuration, *linted], tree)
-        cxx = [path for path in new if path.endswith(CXX_SUFFIXES)]
-        if cxx:
-            _run([_tool("clang-format"), "-i", *cxx], tree)
-    finally:
-        settings.unlink(missing_ok=True)
-        if bring:
-            clang_format.unlink(missing_ok=True)
+    project = tree / "pyproject.toml"
+    own = project.is_file() and "[tool.ruff" in project.read_text(encoding="utf-8")
+    python = [path for path in new if path.endswith(".py")]
+    if python:
+        _run(tool("ruff"), "format", "--quiet", "--no-cache", *(() if own else ("--isolated",)), *python, folder=tree)
+    if linted := python + [path for path in edited if path.endswith(".py")]:
+        _run(tool("ruff"), "check", "--quiet", "--no-cache", *(() if own else RUFF_CHECK), *linted, folder=tree)
+    if cxx := [path for path in new if path.endswith(CXX_SUFFIXES)]:
+        settings = "file" if (tree / ".clang-format").is_file() else CLANG_FORMAT
+        _run(tool("clang-format"), f"--style={settings}", "-i", *cxx, folder=tree)

@@ -3,48 +3,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from . import edits
-from .compose import TEXT, cxx_files, text_of
+from .compose import cxx_files, with_definitions
+from .edits import Edit, read
+
+TEXT = Path(__file__).parent / "text"
 
 
 @dataclass(frozen=True)
 class Topic:
-    """One pull request: a branch with one commit. Its message is ``text/messages/NAME.txt``.
+    """One pull request: a branch with one commit, of what ``text/NAME`` holds and some C++ of the fork's.
+
+    ``message.txt`` is the commit's message, ``edits.txt`` its changes of files of upstream's or of topics in front of
+    this one; every other file there is new, at its path in upstream's tree.
 
     Attributes:
         name: Of the branch, behind ``sm12x/``.
         after: The topic whose branch it starts from; empty: upstream's own.
-        new: Files that upstream has not; their texts are at the same paths in ``text/``.
         cxx: From paths of C++ sources in the fork to paths in upstream's tree; their headers come along.
     """
 
     name: str
     after: str = ""
-    new: Sequence[str] = ()
     cxx: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def message(self) -> str:
         """The commit's, with figures still to be filled in."""
-        return (TEXT / "messages" / f"{self.name}.txt").read_text(encoding="utf-8")
+        return (TEXT / self.name / "message.txt").read_text(encoding="utf-8")
 
     @property
-    def edits(self) -> list[edits.Edit]:
-        """Changes of files of upstream's, or of topics in front of this one: ``text/edits/NAME.txt``."""
-        file = TEXT / "edits" / f"{self.name}.txt"
-        return edits.read(file.read_text(encoding="utf-8")) if file.is_file() else []
+    def edits(self) -> list[Edit]:
+        return read((TEXT / self.name / "edits.txt").read_text(encoding="utf-8"))
 
     @property
     def tests(self) -> list[str]:
-        """Test files among :attr:`new`."""
-        return [path for path in self.new if path.rpartition("/")[2].startswith("test_")]
+        """Paths of its test files in upstream's tree."""
+        folder = TEXT / self.name
+        return sorted(str(path.relative_to(folder)) for path in folder.rglob("test_*.py"))
 
-    def files(self, moved: Mapping[str, str]) -> dict[str, str]:
-        """Texts of the files that it adds, before they are formatted; ``moved`` as in :func:`cxx_files`."""
-        return {**cxx_files(self.cxx, moved), **{path: text_of(path) for path in self.new}}
+    def files(self) -> dict[str, str]:
+        """Texts of the files that it adds, before they are formatted."""
+        folder = TEXT / self.name
+        python = {str(path.relative_to(folder)): path.read_text(encoding="utf-8") for path in folder.rglob("*.py")}
+        return {**cxx_files(self.cxx, MOVED), **{path: with_definitions(text) for path, text in python.items()}}
 
 
 _MOE_GEMM = "csrc/nv_internal/tensorrt_llm/kernels/cutlass_kernels/moe_gemm"
@@ -52,21 +57,12 @@ _LAUNCHER = f"{_MOE_GEMM}/launchers/moe_gemm_sm120_mixed_input_launcher"
 _BACKEND = "csrc/fused_moe/cutlass_backend"
 
 _TOPICS = (
-    Topic("architectures", new=("tests/jit/test_cuda_arch_list.py",)),
-    Topic("cublas-headers", new=("tests/jit/test_headers_without_cublas.py",)),
-    Topic("group-gemm-scales", new=("tests/gemm/test_group_gemm_fp8_short_groups.py",)),
-    Topic("xqa-copies", new=("tests/attention/test_xqa_short_sequences.py",)),
+    Topic("architectures"),
+    Topic("cublas-headers"),
+    Topic("group-gemm-scales"),
+    Topic("xqa-copies"),
     Topic(
         "lean-module",
-        new=(
-            "flashinfer/jit/sm12x/__init__.py",
-            "flashinfer/jit/sm12x/common.py",
-            "flashinfer/jit/sm12x/instances.py",
-            "flashinfer/jit/sm12x/moe.py",
-            "tests/moe/test_sm12x_moe_module.py",
-            "tests/test_helpers/mx_formats.py",
-            "tests/test_helpers/sm12x_moe.py",
-        ),
         cxx={
             f"{_LAUNCHER}.cu": "csrc/sm12x/sm12x_launcher.cu",
             f"{_LAUNCHER}.h": "csrc/sm12x/sm12x_launcher.h",
@@ -81,13 +77,6 @@ _TOPICS = (
     Topic(
         "group-gemm",
         after="lean-module",
-        new=(
-            "benchmarks/bench_group_gemm_mxfp4_sm12x.py",
-            "flashinfer/gemm/group_gemm_sm12x.py",
-            "flashinfer/jit/sm12x/group_gemm.py",
-            "flashinfer/jit/sm12x/heuristics.py",
-            "tests/gemm/test_group_gemm_mxfp4_sm12x.py",
-        ),
         cxx={
             "csrc/group_gemm_mxfp4_sm12x_binding.cu": "csrc/sm12x/sm12x_group_gemm_binding.cu",
             "csrc/gemm/sm12x_group_gemm_instance.cu.jinja": "csrc/sm12x/sm12x_group_gemm_instance.jinja",
@@ -97,25 +86,14 @@ _TOPICS = (
     Topic(
         "dense",
         after="group-gemm",
-        new=(
-            "flashinfer/gemm/gemm_sm12x_mx.py",
-            "flashinfer/jit/sm12x/dense.py",
-            "tests/gemm/test_gemm_sm12x_mx.py",
-        ),
         cxx={
             "csrc/dense_mx_sm12x_binding.cu": "csrc/sm12x/sm12x_dense_binding.cu",
             "csrc/gemm/sm12x_dense_instance.cu.jinja": "csrc/sm12x/sm12x_dense_instance.jinja",
         },
     ),
-    Topic(
-        "moe",
-        after="dense",
-        new=(
-            "flashinfer/fused_moe/sm12x_moe.py",
-            "flashinfer/fused_moe/sm12x_moe_checks.py",
-            "tests/moe/test_sm12x_fused_moe.py",
-        ),
-    ),
-    Topic("streamed-layer", after="moe", new=("tests/moe/test_sm12x_streamed_moe.py",)),
+    Topic("moe", after="dense"),
+    Topic("streamed-layer", after="moe"),
 )
 TOPICS: dict[str, Topic] = {topic.name: topic for topic in _TOPICS}
+# The fork's C++ that lies elsewhere in upstream's tree, whichever topic brings it.
+MOVED: dict[str, str] = {source: place for topic in _TOPICS for source, place in topic.cxx.items()}
