@@ -33,18 +33,18 @@ class DenseCall(NamedTuple):
     x_scale: torch.Tensor | None
     weight: torch.Tensor
     weight_scale: torch.Tensor
-    alpha: torch.Tensor | None
-    bias: torch.Tensor | None
-    residual: torch.Tensor | None
-    out_dtype: torch.dtype | None
-    activation: str
-    swizzled_x_scale: bool
-    constant_weights: bool
-    enable_pdl: bool | None
-    tactic: str | None
-    top_k: int  # 0: of dense_mx
-    first_index: int
-    caller: str  # of _NAMES
+    alpha: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    residual: torch.Tensor | None = None
+    out_dtype: torch.dtype | None = None
+    activation: str = "bf16"
+    swizzled_x_scale: bool = True
+    constant_weights: bool = False
+    enable_pdl: bool | None = None
+    tactic: str | None = None
+    top_k: int = 0  # of dense_mx
+    first_index: int = 0
+    caller: str = "dense_mx"  # of _NAMES
 
     @property
     def k(self) -> int:

@@ -32,7 +32,7 @@ from ..sm12x.checks import (
     round_up,
 )
 from ..sm12x.devices import checks_values
-from ..sm12x.operator import define, is_traced, validated
+from ..sm12x.operator import OutputOperator
 
 OPERATOR = "flashinfer::sm12x_group_gemm_mxfp4"
 ROW_ALIGNMENT = 8  # of n: a store of 16 bytes
@@ -203,35 +203,12 @@ def _compute(call: GroupGemmCall, problem: GroupGemmProblem) -> None:
     launch(backend, call, tactic)
 
 
-def _run(call: GroupGemmCall) -> None:
-    _compute(call, validate(call))
+def _new_output(call: GroupGemmCall) -> torch.Tensor:
+    shape, dtype = (call.a.shape[0], call.b.shape[1]), call.out_dtype or torch.bfloat16
+    return torch.empty(shape, dtype=dtype, device=call.a.device)
 
 
-_operator = define("sm12x_group_gemm_mxfp4", GroupGemmCall, _run, mutates=("out",))
-
-
-_known: dict[Any, GroupGemmProblem] = {}
-
-
-def group_gemm(call: GroupGemmCall) -> torch.Tensor:
-    """The output of a call, which is allocated where the call brings none.
-
-    Raises
-    ------
-    TypeError, ValueError
-        Before any launch, naming the argument, what it was and what it may be.
-    """
-    problem = None if is_traced(call) else validated(validate, call, _known)
-    out = call.out
-    if out is None:
-        shape, dtype = (call.a.shape[0], call.b.shape[1]), call.out_dtype or torch.bfloat16
-        out = torch.empty(shape, dtype=dtype, device=call.a.device)
-        call = call._replace(out=out)
-    if problem is None:
-        _operator(call)
-    else:
-        _compute(call, problem)
-    return out
+group_gemm = OutputOperator("sm12x_group_gemm_mxfp4", GroupGemmCall, validate, _compute, _new_output, ("out",))
 
 
 class SM12xGroupGemmRunner(tune.Runner):
