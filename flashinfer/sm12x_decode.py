@@ -11,7 +11,7 @@ import torch
 
 from .api_logging import flashinfer_api
 from .jit.sm12x.modules import gen_decode_module
-from .sm12x.backend import Backend, kernels, plain_torch
+from .sm12x.backend import Backend, kernels, plain_torch, workspace_size
 from .sm12x.checks import (
     ELEMENT,
     POINTER_ALIGNMENT,
@@ -213,11 +213,7 @@ def decode_workspace_size(device: torch.device) -> int:
 
 
 def _workspace_bytes(backend: Backend, device: torch.device) -> int:
-    size: int | None = backend.memo.get("sm12x_decode_workspace_size")
-    if size is None:
-        ask = backend.module(gen_decode_module).sm12x_decode_workspace_size
-        size = backend.memo["sm12x_decode_workspace_size"] = int(backend.call(ask, device.index or 0, writes=()))
-    return size
+    return workspace_size(backend, gen_decode_module, "sm12x_decode_workspace_size", device.index or 0)
 
 
 def split_cache(kv_cache: Any, kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -268,7 +264,6 @@ def validate(call: DecodeCall, names: Mapping[str, str] | None = None) -> Decode
     ``names`` are what fields are called by a caller that calls them otherwise. Returns the call, its numbers as Python's.
     """
     query, keys, values, out = call.query, call.keys, call.values, call.out
-    require_tensor_type("query", query)
     require_computing_device("query", query)
     device = query.device
     require_served("decode_attention", device)

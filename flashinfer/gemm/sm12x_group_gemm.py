@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import operator
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ from ..jit.sm12x.instances import GEMM_INSTANCES, MAX_EXPERTS, index_of
 from ..jit.sm12x.modules import gen_group_gemm_module
 from ..quantization.mx_cpu import dequantize_mxfp4_linear, dequantize_mxfp8_linear, unswizzle_128x4
 from ..sm12x import tune
-from ..sm12x.backend import Backend, kernels, plain_torch
+from ..sm12x.backend import Backend, kernels, plain_torch, workspace_size
 from ..sm12x.checks import (
     BLOCK_SIZE,
     ELEMENT,
@@ -148,9 +147,8 @@ def launch(backend: Backend, call: GroupGemmCall, tactic: int) -> None:
     """Run a valid call of at least one row that has its output."""
     module, out = backend.module(gen_group_gemm_module), call.out
     assert out is not None
-    if OPERATOR not in backend.memo:
-        backend.memo[OPERATOR] = max(1, int(backend.call(module.sm12x_group_gemm_workspace_size, writes=())))
-    workspace = backend.empty(backend.memo[OPERATOR])
+    size = workspace_size(backend, gen_group_gemm_module, "sm12x_group_gemm_workspace_size")
+    workspace = backend.empty(size)
     backend.call(
         module.sm12x_group_gemm_run,
         out,
@@ -215,10 +213,9 @@ class SM12xGroupGemmRunner(tune.Runner):
     """Times the grouped GEMM with each instance; ``inputs`` are ``a`` and ``b``, rows are split evenly over the groups."""
 
     def __init__(self, backend: Backend, problem: GroupGemmProblem) -> None:
+        super().__init__(backend)
         self.num_groups = problem.num_groups
         self.out_dtype = problem.out_dtype
-        self._backend_cache = backend
-        self._profile_cache: dict[int, GroupGemmCall] = {}
 
     def key(self, inputs: list[torch.Tensor]) -> tuple[Any, ...]:
         """Types and number of groups."""
@@ -228,32 +225,30 @@ class SM12xGroupGemmRunner(tune.Runner):
         """Names of the instances."""
         return [row.name for row in GEMM_INSTANCES]
 
-    def _profile(self, a: torch.Tensor, b: torch.Tensor) -> GroupGemmCall:
-        held = self._profile_cache.get(a.shape[0])
-        if held is None:
-            (cum_m, k), n, device = a.shape, b.shape[1], a.device
-            blocks = round_up(k // BLOCK_SIZE, 4)
-            steps = torch.arange(self.num_groups + 1, device=device)
-            unit = functools.partial(torch.full, fill_value=0x7F, dtype=torch.uint8, device=device)
-            held = self._profile_cache[cum_m] = GroupGemmCall(
-                torch.empty((cum_m, n), dtype=self.out_dtype, device=device),
-                a,
-                b,
-                unit((scale_rows(cum_m, self.num_groups), blocks)),
-                unit((self.num_groups, round_up(n, 128), blocks)),
-                (steps * cum_m // self.num_groups).to(torch.int32),
-                self.out_dtype,
-                [],
-                True,
-                None,
-            )
-        return held._replace(a=a, b=b)
+    def make_profile(self, inputs: list[torch.Tensor]) -> GroupGemmCall:
+        """A call of as many rows."""
+        a, b = inputs
+        (cum_m, k), n, device = a.shape, b.shape[1], a.device
+        blocks = round_up(k // BLOCK_SIZE, 4)
+        steps = torch.arange(self.num_groups + 1, device=device)
+        return GroupGemmCall(
+            out=torch.empty((cum_m, n), dtype=self.out_dtype, device=device),
+            a=a,
+            b=b,
+            a_scale=tune.unit_scales(scale_rows(cum_m, self.num_groups), blocks, device=device),
+            b_scale=tune.unit_scales(self.num_groups, round_up(n, 128), blocks, device=device),
+            m_indptr=(steps * cum_m // self.num_groups).to(torch.int32),
+            out_dtype=self.out_dtype,
+            tiles=[],
+            swap_ab=True,
+            tactic=None,
+        )
 
     def run(self, inputs: list[torch.Tensor], tactic: str | None) -> torch.Tensor:
         """The GEMM once."""
-        call = self._profile(*inputs)
-        assert call.out is not None
-        problem = GroupGemmProblem(call.a.shape[0], self.num_groups, call.b.shape[1], call.a.shape[1], self.out_dtype)
-        backend = self._backend_cache
-        launch(backend, call, planned_tactic(backend, problem) if tactic is None else index_of(tactic))
-        return call.out
+        a, b = inputs
+        call = self.profile(inputs)._replace(a=a, b=b)
+        problem = GroupGemmProblem(a.shape[0], self.num_groups, b.shape[1], a.shape[1], self.out_dtype)
+        launch(self.backend, call, planned_tactic(self.backend, problem) if tactic is None else index_of(tactic))
+        out: torch.Tensor = call.out
+        return out

@@ -16,6 +16,7 @@ import torch
 
 from ..autotuner import AutoTuner, DynamicTensorSpec, TunableRunner, TuningConfig
 from . import devices
+from .backend import Backend
 
 _NOTHING = (0, 0, 0, None)
 _MOST_REMEMBERED = 4096
@@ -27,8 +28,25 @@ class Runner(TunableRunner):
     """Times a call with each of its tactics.
 
     ``inputs[0]`` are token rows, whose number is tuned over.  Subclasses say what tells calls apart (:meth:`key`), which
-    tactics there are (:meth:`names`), and run one (:meth:`run`).
+    tactics there are (:meth:`names`), what is called (:meth:`make_profile`), and run one (:meth:`run`).
     """
+
+    def __init__(self, backend: Backend) -> None:
+        # Names that end in _cache stay out of the runner's hash (TunableRunner.__hash__).
+        self._backend_cache = backend
+        self._profile_cache: dict[int, Any] = {}
+
+    @property
+    def backend(self) -> Backend:
+        """What runs the call."""
+        return self._backend_cache
+
+    def profile(self, inputs: list[torch.Tensor]) -> Any:
+        """What :meth:`make_profile` gave for as many tokens; one at a time: an LM head's outputs are large."""
+        tokens = inputs[0].shape[0]
+        if tokens not in self._profile_cache:
+            self._profile_cache = {tokens: self.make_profile(inputs)}
+        return self._profile_cache[tokens]
 
     def key(self, inputs: list[torch.Tensor]) -> tuple[Any, ...]:
         """What besides the shapes tells saved tactics apart; the same in every process."""
@@ -36,6 +54,10 @@ class Runner(TunableRunner):
 
     def names(self, tokens: int) -> list[str]:
         """Tactics for so many tokens."""
+        raise NotImplementedError
+
+    def make_profile(self, inputs: list[torch.Tensor]) -> Any:
+        """A call for the number of tokens of ``inputs``, with whatever else it takes."""
         raise NotImplementedError
 
     def run(self, inputs: list[torch.Tensor], tactic: str | None) -> torch.Tensor:
@@ -63,6 +85,11 @@ class Runner(TunableRunner):
     ) -> torch.Tensor:
         """As upstream's tuner calls it."""
         return self.run(inputs, None if tactic == -1 else tactic)
+
+
+def unit_scales(*shape: int, device: torch.device) -> torch.Tensor:
+    """UE8M0 scales of 1."""
+    return torch.full(shape, 0x7F, dtype=torch.uint8, device=device)
 
 
 @functools.lru_cache(maxsize=16)

@@ -86,9 +86,15 @@ def sglang_modules(give_modules):
     )
 
 
-def experts_call(recorded: Callable[..., torch.Tensor]) -> Callable[..., Any]:
-    """SGLang's call of ``cutlass_fused_moe``, which is ``recorded``."""
-    return sglangs(
+def experts_call() -> tuple[Callable[..., Any], list[dict[str, Any]]]:
+    """SGLang's call of ``cutlass_fused_moe``, and a list that gets the arguments of each."""
+    calls = []
+
+    def recorded(**words: Any) -> torch.Tensor:
+        calls.append(words)
+        return flashinfer.fused_moe.cutlass_fused_moe(**words)
+
+    run = sglangs(
         "srt/layers/moe/moe_runner/flashinfer_cutlass.py",
         "_fused_experts_flashinfer_mxfp4_cutlass",
         {
@@ -101,6 +107,7 @@ def experts_call(recorded: Callable[..., torch.Tensor]) -> Callable[..., Any]:
             "envs": Named(SGLANG_FLASHINFER_MOE_FUSED_FINALIZE=Named(get=lambda: True)),
         },
     )
+    return run, calls
 
 
 def test_sglangs_experts_are_within_the_references_bound(sglang_modules):
@@ -166,13 +173,7 @@ def test_sglangs_experts_are_within_the_references_bound(sglang_modules):
     process(Named(_padded_hidden=256, _padded_intermediate=128), layer)
     assert layer.w13_weight.shape == (EXPERTS, 2 * 128, 256 // 2)
 
-    calls = []
-
-    def recorded(**words: Any) -> torch.Tensor:
-        calls.append(words)
-        return flashinfer.fused_moe.cutlass_fused_moe(**words)
-
-    run = experts_call(recorded)
+    run, calls = experts_call()
     # As _apply_sm120_cutlass fills it; what it leaves out is None there.
     left_out = ("w13_humming_residual_scale", "w2_humming_residual_scale", "humming_fc2_act_scale")
     quant_info = Named(
@@ -382,13 +383,7 @@ def test_deepseek_v4s_experts_are_within_the_references_bound(sglang_modules, gi
     ids = torch.rand((tokens, experts), generator=generator).topk(top_k).indices.to(torch.int32)
     weights = 1.5 * torch.rand((tokens, top_k), generator=generator)  # its factor of routed experts is in them
 
-    calls = []
-
-    def recorded(**words: Any) -> torch.Tensor:
-        calls.append(words)
-        return flashinfer.fused_moe.cutlass_fused_moe(**words)
-
-    call = experts_call(recorded)
+    call, calls = experts_call()
     for rank in range(ranks):
         door = DeepSeekV4(give_modules, call)
         door.load(checkpoint, limit, rank, ranks)
