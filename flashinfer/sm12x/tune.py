@@ -9,7 +9,6 @@ one token to the next, but those of a small batch would from one profiling run t
 from __future__ import annotations
 
 import functools
-import warnings
 from typing import Any
 
 import torch
@@ -118,23 +117,6 @@ def _state(tuner: Any) -> Any:
         return None
 
 
-@functools.cache
-def _warn_of_numbers(operator: str) -> None:
-    warnings.warn(
-        f"a cache file of the autotuner has tactics of {operator} as numbers, from before they had names; they are not "
-        "used: tune once more, into a new file",
-        stacklevel=5,
-    )
-
-
-def _refuse_numbers(tuner: Any, operator: str) -> None:
-    """Say once if a file that ``tuner`` has loaded is from before tactics had names; its keys match no call any more."""
-    for key, (_, tactic) in getattr(tuner, "_file_configs", {}).items():
-        if operator in key and isinstance(tactic, int) and tactic != -1:
-            _warn_of_numbers(operator)
-            return
-
-
 def tuned(operator: str, runner: Runner, most_tokens: int, inputs: list[torch.Tensor], **named: Any) -> str | None:
     """The tactic that upstream's autotuner has for this call, which is on a GPU; None: the planner's.
 
@@ -148,7 +130,6 @@ def tuned(operator: str, runner: Runner, most_tokens: int, inputs: list[torch.Te
         if key in _remembered:
             known: str | None = _remembered[key]
             return known
-    _refuse_numbers(tuner, operator)
     if key is None:
         _, tactic = tuner.choose_one(operator, [runner], config(most_tokens), inputs, **named)
     else:  # not choose_one, which warns of shapes that were not tuned: the planner's tactic for them is no fallback
