@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -258,11 +257,8 @@ def _require_rows(name: str, value: torch.Tensor, shape: tuple[int, ...], device
     require_memory(name, value)
 
 
-def validate(call: DecodeCall, names: Mapping[str, str] | None = None) -> DecodeCall:
-    """Check a call's metadata and addresses; the exceptions of :func:`decode_attention`.
-
-    ``names`` are what fields are called by a caller that calls them otherwise. Returns the call, its numbers as Python's.
-    """
+def validate(call: DecodeCall) -> DecodeCall:
+    """Check a call's metadata and addresses; the call with its numbers as Python's. Raises as :func:`decode_attention`."""
     query, keys, values, out = call.query, call.keys, call.values, call.out
     require_computing_device("query", query)
     device = query.device
@@ -270,10 +266,9 @@ def validate(call: DecodeCall, names: Mapping[str, str] | None = None) -> Decode
     require_switches(call, "constant_cache")
     q_len = require_int("q_len_per_req", call.q_len_per_req, 1, MAX_Q_LEN)
     window_left = require_int("window_left", call.window_left, -(2**31))
-    names, bounds = names or {}, (SMALLEST_SCALE, 1 / SMALLEST_SCALE, "which a captured launch holds")
+    bounds = SMALLEST_SCALE, 1 / SMALLEST_SCALE, "which a captured launch holds"
     sm_scale, k_scale, v_scale = (
-        require_float(names.get(name, name), getattr(call, name), *bounds)
-        for name in ("sm_scale", "k_scale", "v_scale")
+        require_float(name, getattr(call, name), *bounds) for name in ("sm_scale", "k_scale", "v_scale")
     )
     _, kv_heads, page_size, head = keys.shape
     if keys.dtype not in CACHE_DTYPES or keys.device != device:

@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -86,7 +88,7 @@ def group_gemm_mxfp8_mxfp4_nt_groupwise(
     require_computing_device("a", a)
     if devices.serves(a.device):
         tiles = [mma_sm, tile_m, tile_n, tile_k]
-        return group_gemm(call_of(GroupGemmCall, given, tiles=tiles, tactic=None))
+        return group_gemm(call_of(GroupGemmCall, given, tiles=tiles))
     return _upstream.group_gemm_mxfp8_mxfp4_nt_groupwise(**given)
 
 
@@ -132,10 +134,7 @@ def mm_fp4(
             raise ValueError(f"block_size is {block_size}; with use_nvfp4=False it must be 32 (MXFP4)")
         return sm12x_mm.mm_mxfp4(a, b, a_descale, b_descale, alpha, out_dtype, out, enable_pdl)
 
-    def upstreams() -> torch.Tensor:
-        computed: torch.Tensor = _upstream.mm_fp4(**given)
-        return computed
-
+    upstreams: Callable[[], torch.Tensor] = functools.partial(_upstream.mm_fp4, **given)
     require_tensor_type("a", a)
     if sm12x_mm.takes_mm_fp4(a.device, backend, use_nvfp4):
         return ours()
@@ -172,10 +171,7 @@ def mm_mxfp8(
             raise ValueError("mm_mxfp8 on this fork's kernels takes 128x4 scales: use_8x4_sf_layout must be False")
         return sm12x_mm.mm_mxfp8(a, b, a_descale, b_descale, out, out_dtype)
 
-    def upstreams() -> torch.Tensor:
-        computed: torch.Tensor = _upstream.mm_mxfp8(**given)
-        return computed
-
+    upstreams: Callable[[], torch.Tensor] = functools.partial(_upstream.mm_mxfp8, **given)
     require_tensor_type("a", a)
     if backend == sm12x_mm.BACKEND or a.device.type == "cpu":
         return ours()

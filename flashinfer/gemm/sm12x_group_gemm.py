@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import operator
 from typing import Any, NamedTuple
@@ -51,18 +50,7 @@ class GroupGemmCall(NamedTuple):
     out_dtype: torch.dtype | None
     tiles: list[int]
     swap_ab: bool
-    tactic: int | None
-
-
-@dataclasses.dataclass(frozen=True)
-class GroupGemmProblem:
-    """Sizes of a validated call."""
-
-    cum_m: int
-    num_groups: int
-    n: int
-    k: int
-    out_dtype: torch.dtype
+    tactic: int | None = None
 
 
 def scale_rows(cum_m: int, num_groups: int) -> int:
@@ -83,8 +71,8 @@ def _require_tiles(call: GroupGemmCall) -> None:
             raise ValueError(f"{name} is {describe(value)}; it must be {listed}")
 
 
-def validate(call: GroupGemmCall) -> GroupGemmProblem:
-    """Check the metadata and addresses of a call and return its sizes; looks at no element.
+def validate(call: GroupGemmCall) -> torch.dtype:
+    """Check the metadata and addresses of a call, and return its output's dtype; looks at no element.
 
     Raises
     ------
@@ -123,7 +111,7 @@ def validate(call: GroupGemmCall) -> GroupGemmProblem:
     if call.tactic is not None and call.tactic not in (allowed := [row.index for row in GEMM_INSTANCES]):
         raise ValueError(f"tactic is {call.tactic}; it must be one of {allowed}")
     require_apart(call, {"out": ()})
-    return GroupGemmProblem(cum_m, groups, n, k, out_dtype)
+    return out_dtype
 
 
 def check_group_ends(m_indptr: torch.Tensor, cum_m: int) -> None:
@@ -136,11 +124,12 @@ def check_group_ends(m_indptr: torch.Tensor, cum_m: int) -> None:
             raise ValueError(f"m_indptr[{group + 1}] is {last}, below m_indptr[{group}] = {first}; it must not descend")
 
 
-def planned_tactic(backend: Backend, problem: GroupGemmProblem) -> int:
+def planned_tactic(backend: Backend, call: GroupGemmCall) -> int:
     """The planner's choice."""
     from ..fused_moe.sm12x_planner import plan_group_gemm
 
-    return plan_group_gemm(problem.cum_m, problem.num_groups, backend.block_scaled_mma, backend.unified_memory)
+    rows, groups = call.a.shape[0], call.b.shape[0]
+    return plan_group_gemm(rows, groups, backend.block_scaled_mma, backend.unified_memory)
 
 
 def launch(backend: Backend, call: GroupGemmCall, tactic: int) -> None:
@@ -180,12 +169,12 @@ def group_gemm_cpu(call: GroupGemmCall) -> None:
         call.out[first:last] = x @ w.T
 
 
-def _compute(call: GroupGemmCall, problem: GroupGemmProblem) -> None:
+def _compute(call: GroupGemmCall, out_dtype: torch.dtype) -> None:
     """Compute a valid call that has its output."""
-    device = call.a.device
+    device, rows = call.a.device, call.a.shape[0]
     if checks_values(device):
-        check_group_ends(call.m_indptr, problem.cum_m)
-    if problem.cum_m == 0:
+        check_group_ends(call.m_indptr, rows)
+    if rows == 0:
         return
     backend = kernels(device)
     if backend is None:
@@ -194,9 +183,10 @@ def _compute(call: GroupGemmCall, problem: GroupGemmProblem) -> None:
         return
     tactic = call.tactic
     if tactic is None:
-        tactic = planned_tactic(backend, problem)
+        tactic = planned_tactic(backend, call)
         if backend.is_cuda and not tune.is_idle():
-            name = tune.tuned(OPERATOR, SM12xGroupGemmRunner(backend, problem), MOST_TOKENS, [call.a, call.b])
+            runner = SM12xGroupGemmRunner(backend, call.b.shape[0], out_dtype)
+            name = tune.tuned(OPERATOR, runner, MOST_TOKENS, [call.a, call.b])
             tactic = tactic if name is None else index_of(name)
     launch(backend, call, tactic)
 
@@ -212,10 +202,10 @@ group_gemm = OutputOperator("sm12x_group_gemm_mxfp4", GroupGemmCall, validate, _
 class SM12xGroupGemmRunner(tune.Runner):
     """Times the grouped GEMM with each instance; ``inputs`` are ``a`` and ``b``, rows are split evenly over the groups."""
 
-    def __init__(self, backend: Backend, problem: GroupGemmProblem) -> None:
+    def __init__(self, backend: Backend, num_groups: int, out_dtype: torch.dtype) -> None:
         super().__init__(backend)
-        self.num_groups = problem.num_groups
-        self.out_dtype = problem.out_dtype
+        self.num_groups = num_groups
+        self.out_dtype = out_dtype
 
     def key(self, inputs: list[torch.Tensor]) -> tuple[Any, ...]:
         """Types and number of groups."""
@@ -241,14 +231,12 @@ class SM12xGroupGemmRunner(tune.Runner):
             out_dtype=self.out_dtype,
             tiles=[],
             swap_ab=True,
-            tactic=None,
         )
 
     def run(self, inputs: list[torch.Tensor], tactic: str | None) -> torch.Tensor:
         """The GEMM once."""
         a, b = inputs
         call = self.profile(inputs)._replace(a=a, b=b)
-        problem = GroupGemmProblem(a.shape[0], self.num_groups, b.shape[1], a.shape[1], self.out_dtype)
-        launch(self.backend, call, planned_tactic(self.backend, problem) if tactic is None else index_of(tactic))
+        launch(self.backend, call, planned_tactic(self.backend, call) if tactic is None else index_of(tactic))
         out: torch.Tensor = call.out
         return out

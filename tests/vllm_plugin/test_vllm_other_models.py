@@ -10,7 +10,7 @@ import checkpoint
 import pytest
 import served
 import torch
-from experts_reference import _mxfp8
+from experts_reference import _mxfp8, random_mxfp4
 from test_vllm_models import serve
 
 HIDDEN, INTER, EXPERTS, TOP_K = 256, 128, 8, 3
@@ -35,12 +35,8 @@ def expert_weights(seed: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Packed values and scale bytes of each expert's gate (w1), up (w3) and down (w2)."""
     print("seed", seed)
     generator = torch.Generator().manual_seed(seed)
-    made = {}
-    for name, rows, k in (("w1", INTER, HIDDEN), ("w3", INTER, HIDDEN), ("w2", HIDDEN, INTER)):
-        values = torch.randint(0, 256, (EXPERTS, rows, k // 2), dtype=torch.uint8, generator=generator)
-        scales = torch.randint(121, 124, (EXPERTS, rows, k // 32), dtype=torch.uint8, generator=generator)
-        made[name] = values, scales
-    return made
+    sizes = {"w1": (INTER, HIDDEN), "w3": (INTER, HIDDEN), "w2": (HIDDEN, INTER)}
+    return {name: random_mxfp4(generator, EXPERTS, *size) for name, size in sizes.items()}
 
 
 def built(door: str, **options: Any) -> Any:
