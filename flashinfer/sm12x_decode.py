@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from .api_logging import flashinfer_api
 from .jit.sm12x.modules import gen_decode_module
-from .sm12x.backend import Backend, kernels, plain_torch
+from .sm12x.backend import Backend, kernels, plain_torch, workspace_size
 from .sm12x.checks import (
     ELEMENT,
     POINTER_ALIGNMENT,
@@ -29,7 +28,7 @@ from .sm12x.checks import (
     strides_overlap,
 )
 from .sm12x.devices import checks_values, require_served
-from .sm12x.operator import define, is_traced
+from .sm12x.operator import call_of, define, is_traced
 
 HEAD = 64
 GROUP = 8  # query heads of a KV head
@@ -140,26 +139,8 @@ def decode_attention(
     """
     keys, values = split_cache(kv_cache, kv_layout)
     require_tensor_type("query", query)
-    call = DecodeCall(
-        out=out,
-        keys=keys,
-        values=values,
-        workspace_buffer=workspace_buffer,
-        query=query,
-        key=key,
-        value=value,
-        block_tables=block_tables,
-        seq_lens=seq_lens,
-        rope_table=rope_table,
-        sinks=sinks,
-        q_len_per_req=q_len_per_req,
-        window_left=window_left,
-        sm_scale=HEAD**-0.5 if sm_scale is None else sm_scale,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        constant_cache=constant_cache,
-        enable_pdl=enable_pdl,
-    )
+    scale = HEAD**-0.5 if sm_scale is None else sm_scale
+    call = call_of(DecodeCall, locals(), sm_scale=scale)
     traced = is_traced(call)
     if not traced:
         call = validate(call)
@@ -231,11 +212,7 @@ def decode_workspace_size(device: torch.device) -> int:
 
 
 def _workspace_bytes(backend: Backend, device: torch.device) -> int:
-    size: int | None = backend.memo.get("sm12x_decode_workspace_size")
-    if size is None:
-        ask = backend.module(gen_decode_module).sm12x_decode_workspace_size
-        size = backend.memo["sm12x_decode_workspace_size"] = int(backend.call(ask, device.index or 0, writes=()))
-    return size
+    return workspace_size(backend, gen_decode_module, "sm12x_decode_workspace_size", device.index or 0)
 
 
 def split_cache(kv_cache: Any, kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -280,23 +257,18 @@ def _require_rows(name: str, value: torch.Tensor, shape: tuple[int, ...], device
     require_memory(name, value)
 
 
-def validate(call: DecodeCall, names: Mapping[str, str] | None = None) -> DecodeCall:
-    """Check a call's metadata and addresses; the exceptions of :func:`decode_attention`.
-
-    ``names`` are what fields are called by a caller that calls them otherwise. Returns the call, its numbers as Python's.
-    """
+def validate(call: DecodeCall) -> DecodeCall:
+    """Check a call's metadata and addresses; the call with its numbers as Python's. Raises as :func:`decode_attention`."""
     query, keys, values, out = call.query, call.keys, call.values, call.out
-    require_tensor_type("query", query)
     require_computing_device("query", query)
     device = query.device
     require_served("decode_attention", device)
     require_switches(call, "constant_cache")
     q_len = require_int("q_len_per_req", call.q_len_per_req, 1, MAX_Q_LEN)
     window_left = require_int("window_left", call.window_left, -(2**31))
-    names, bounds = names or {}, (SMALLEST_SCALE, 1 / SMALLEST_SCALE, "which a captured launch holds")
+    bounds = SMALLEST_SCALE, 1 / SMALLEST_SCALE, "which a captured launch holds"
     sm_scale, k_scale, v_scale = (
-        require_float(names.get(name, name), getattr(call, name), *bounds)
-        for name in ("sm_scale", "k_scale", "v_scale")
+        require_float(name, getattr(call, name), *bounds) for name in ("sm_scale", "k_scale", "v_scale")
     )
     _, kv_heads, page_size, head = keys.shape
     if keys.dtype not in CACHE_DTYPES or keys.device != device:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from flashinfer.gemm import sm12x_group_gemm
-from flashinfer.gemm.sm12x_group_gemm import GroupGemmCall, GroupGemmProblem
+from flashinfer.gemm.sm12x_group_gemm import GroupGemmCall
 from flashinfer.testing.virtual_device import VirtualDevice
 
 
@@ -19,12 +19,9 @@ def launch_group_gemm(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The kernels alone, into memory that held NaN before unless ``out`` is given; nothing is validated."""
-    (rows, k), (groups, n, _) = operands["a"].shape, operands["b"].shape
     if out is None:
-        out = torch.full((rows, n), torch.nan, dtype=torch.bfloat16)
-    problem = GroupGemmProblem(rows, groups, n, k, out.dtype)
-    options = {"out_dtype": out.dtype, "tiles": [1, 128, 128, 128], "swap_ab": True, "tactic": None}
-    call = GroupGemmCall(**operands, **options, out=out)  # type: ignore[arg-type]
-    planned = sm12x_group_gemm.planned_tactic(device, problem)
+        out = torch.full((operands["a"].shape[0], operands["b"].shape[1]), torch.nan, dtype=torch.bfloat16)
+    call = GroupGemmCall(**operands, out=out, out_dtype=out.dtype, tiles=[1, 128, 128, 128], swap_ab=True)
+    planned = sm12x_group_gemm.planned_tactic(device, call)
     sm12x_group_gemm.launch(device, call, planned if tactic is None else tactic)
     return out

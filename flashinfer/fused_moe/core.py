@@ -46,6 +46,7 @@ from ..sm12x.checks import (
     require_output_dtype,
     require_tensor_type,
 )
+from ..sm12x.operator import call_of
 from ..tllm_enums import ActivationType
 from ..trace.templates.moe import cutlass_fused_moe_trace
 from .sm12x_autotuner import SM12xStageRunner
@@ -64,6 +65,7 @@ from .sm12x_validation import (
 _SM12X_ARCHITECTURES = ("120", "121")
 _MOE_PARAMETERS = tuple(inspect.signature(_upstream.cutlass_fused_moe).parameters)
 _WORKSPACE_PARAMETERS = tuple(inspect.signature(_upstream.cutlass_fused_moe_workspace_size).parameters)
+_MODE_PARAMETERS = tuple(inspect.signature(select_mode).parameters)[2:]  # behind the two dtypes
 
 
 @functools.cache
@@ -99,9 +101,7 @@ class _Sm12xModule:
 
     def MoERunner(self, **options: Any) -> Any:
         """What upstream's unified ``MoELayer`` tunes with; options as upstream's class of this name has them."""
-        names = ("use_packed_weights", "use_wfp4afp8_humming", "use_deepseek_fp8_block_scale", "activation_type")
-        scaling = (options["use_mxfp8_act_scaling"], options["use_w4_group_scaling"])
-        mode = select_mode(options["x_dtype"], options["weight_dtype"], *scaling, *(options[name] for name in names))
+        mode = select_mode(options["x_dtype"], options["weight_dtype"], **_selected(options, _MODE_PARAMETERS))
         if mode is None or not devices.serves(torch.device("cuda", torch.cuda.current_device())):
             return self.__getattr__("MoERunner")(**options)
         taken = (options[name] for name in ("output_dtype", "top_k", "ep_size", "enable_pdl"))
@@ -119,25 +119,15 @@ def get_cutlass_fused_moe_module(backend: str = "100", use_fast_build: bool = Fa
     return _upstream.get_cutlass_fused_moe_module(backend, use_fast_build)
 
 
-def _reject_foreign_options(
-    min_latency_mode: bool,
-    cluster_size: int,
-    cluster_rank: int,
-    clamped_relu2_limit: Any,
-    situ_beta: Any,
-    situ_linear_beta: Any,
-) -> None:
+def _reject_foreign_options(given: dict[str, Any]) -> None:
     """Raise for options of upstream's signature that mean nothing to the MXFP4 SwiGLU modes."""
-    if min_latency_mode:
+    if given["min_latency_mode"]:
         raise NotImplementedError("min_latency_mode is True; MXFP4 weights run without it, pass False")
-    if cluster_size != 1 or cluster_rank != 0:
-        raise ValueError(f"cluster_size is {cluster_size!r}, cluster_rank {cluster_rank!r}; they must be 1 and 0")
-    for name, value in (
-        ("clamped_relu2_limit", clamped_relu2_limit),
-        ("situ_beta", situ_beta),
-        ("situ_linear_beta", situ_linear_beta),
-    ):
-        if value is not None:
+    size, rank = given["cluster_size"], given["cluster_rank"]
+    if size != 1 or rank != 0:
+        raise ValueError(f"cluster_size is {size!r}, cluster_rank {rank!r}; they must be 1 and 0")
+    for name in ("clamped_relu2_limit", "situ_beta", "situ_linear_beta"):
+        if given[name] is not None:
             raise ValueError(f"{name} is given; it belongs to another activation_type, pass None")
 
 
@@ -245,62 +235,20 @@ def cutlass_fused_moe(
         Before any launch, naming the argument, what it was and what it may be.  Expert ids are checked on the
         CPU, and on CUDA with ``FLASHINFER_SM12X_CHECK=1``.
     """
+    given = locals().copy()
     if backend == "cutlass":
         require_tensor_type("input", input)
         require_tensor_type("fc1_expert_weights", fc1_expert_weights)
-        mode = select_mode(
-            input.dtype,
-            fc1_expert_weights.dtype,
-            use_mxfp8_act_scaling,
-            use_w4_group_scaling,
-            use_packed_weights,
-            use_wfp4afp8_humming,
-            use_deepseek_fp8_block_scale,
-            activation_type,
-        )
+        mode = select_mode(input.dtype, fc1_expert_weights.dtype, **_selected(given, _MODE_PARAMETERS))
         if mode is not None and devices.serves(input.device):
-            _reject_foreign_options(
-                min_latency_mode,
-                cluster_size,
-                cluster_rank,
-                clamped_relu2_limit,
-                situ_beta,
-                situ_linear_beta,
-            )
-            call = MoECall(
-                output=output,
-                workspace_buffer=workspace_buffer,
-                input=input,
-                input_sf=input_sf,
-                token_selected_experts=token_selected_experts,
-                token_final_scales=token_final_scales,
-                fc1_expert_weights=fc1_expert_weights,
-                fc1_expert_biases=fc1_expert_biases,
-                fc2_expert_weights=fc2_expert_weights,
-                fc2_expert_biases=fc2_expert_biases,
-                quant_scales=quant_scales,
-                swiglu_alpha=swiglu_alpha,
-                swiglu_beta=swiglu_beta,
-                swiglu_limit=swiglu_limit,
-                activation_type=int(activation_type),
-                output_dtype=output_dtype,
-                moe_mode=int(mode),
-                swizzled_input_sf=swizzled_input_sf,
-                tp_size=tp_size,
-                tp_rank=tp_rank,
-                ep_size=ep_size,
-                ep_rank=ep_rank,
-                enable_alltoall=enable_alltoall,
-                tune_max_num_tokens=tune_max_num_tokens,
-                enable_pdl=enable_pdl,
-                profile_ids=profile_ids,
-            )
+            _reject_foreign_options(given)
+            call = call_of(MoECall, given, activation_type=int(activation_type), moe_mode=int(mode))
             return fused_moe(call)
         if mode is not None:
             require_computing_device("input", input)
         if input.device.type == "cpu":
             raise _cpu_mode_error(input, fc1_expert_weights, activation_type)
-    return _upstream.cutlass_fused_moe(**_selected(locals(), _MOE_PARAMETERS))
+    return _upstream.cutlass_fused_moe(**_selected(given, _MOE_PARAMETERS))
 
 
 def _workspace_device(given: Any) -> torch.device:
@@ -347,66 +295,34 @@ def cutlass_fused_moe_workspace_size(
         For MXFP4 weights: a size that is no positive integer, ranks outside their groups, experts that ``ep_size`` does
         not divide, ``top_k`` above the number of experts, or a dtype that no call may have.  A device that is not there.
     """
+    given = locals().copy()
     where = _workspace_device(device)
-    mode = select_mode(
-        x_dtype,
-        weight_dtype,
-        use_mxfp8_act_scaling,
-        use_w4_group_scaling,
-        use_packed_weights,
-        use_wfp4afp8_humming,
-        use_deepseek_fp8_block_scale,
-        activation_type,
-    )
+    mode = select_mode(x_dtype, weight_dtype, **_selected(given, _MODE_PARAMETERS))
     if backend == "cutlass" and mode is not None and devices.serves(where):
-        problem = _workspace_problem(
-            mode,
-            max_num_tokens,
-            hidden_size,
-            intermediate_size,
-            num_experts_total,
-            top_k,
-            (tp_size, tp_rank, ep_size, ep_rank),
-            x_dtype,
-            output_dtype,
-        )
+        problem = _workspace_problem(mode, given)
         runs = kernels(where)
         return 0 if runs is None else workspace_bytes(runs, problem, not runs.block_scaled_mma)
     if where.type == "cpu" and backend == "cutlass":
         raise NotImplementedError(
             f"on the CPU only MXFP4 weights are served; got x_dtype {x_dtype}, weight_dtype {weight_dtype}"
         )
-    given = locals()
-    return int(
-        _upstream.cutlass_fused_moe_workspace_size(**_selected(given, _WORKSPACE_PARAMETERS))
-    )
+    return int(_upstream.cutlass_fused_moe_workspace_size(**_selected(given, _WORKSPACE_PARAMETERS)))
 
 
-def _workspace_problem(
-    mode: Mode,
-    max_num_tokens: Any,
-    hidden_size: Any,
-    intermediate_size: Any,
-    num_experts_total: Any,
-    top_k: Any,
-    parallel: tuple[Any, Any, Any, Any],
-    x_dtype: Any,
-    output_dtype: Any,
-) -> MoEProblem:
-    ep_size, ep_rank = require_parallel_sizes(*parallel)
-    num_tokens = require_int("max_num_tokens", max_num_tokens, 1)
-    total = require_int(
-        "num_experts_total", num_experts_total, 1, MAX_EXPERTS * ep_size, f"{MAX_EXPERTS} a rank of ep_size"
-    )
+def _workspace_problem(mode: Mode, given: dict[str, Any]) -> MoEProblem:
+    """The largest problem of calls of ``mode``, from the arguments of :func:`cutlass_fused_moe_workspace_size`."""
+    ep_size, ep_rank = require_parallel_sizes(*(given[name] for name in ("tp_size", "tp_rank", "ep_size", "ep_rank")))
+    num_tokens = require_int("max_num_tokens", given["max_num_tokens"], 1)
+    most = MAX_EXPERTS * ep_size
+    total = require_int("num_experts_total", given["num_experts_total"], 1, most, f"{MAX_EXPERTS} a rank of ep_size")
     if total % ep_size:
         raise ValueError(f"num_experts_total is {total}; it must be a multiple of ep_size, {ep_size}")
-    top_k = require_int("top_k", top_k, 1, total, "num_experts_total")
+    top_k = require_int("top_k", given["top_k"], 1, total, "num_experts_total")
     require_pairs("max_num_tokens", num_tokens, top_k)
-    hidden = require_k_alignment("hidden_size", hidden_size)
-    inter = require_k_alignment("intermediate_size", intermediate_size)
-    if x_dtype not in INPUT_DTYPES[mode]:
+    hidden, inter = (require_k_alignment(name, given[name]) for name in ("hidden_size", "intermediate_size"))
+    if given["x_dtype"] not in INPUT_DTYPES[mode]:
         allowed = " or ".join(map(str, INPUT_DTYPES[mode]))
-        raise ValueError(f"x_dtype is {describe(x_dtype)}; mode {mode.name} takes {allowed}")
-    require_output_dtype("output_dtype", output_dtype)
+        raise ValueError(f"x_dtype is {describe(given['x_dtype'])}; mode {mode.name} takes {allowed}")
+    require_output_dtype("output_dtype", given["output_dtype"])
     local = total // ep_size
     return MoEProblem(mode, num_tokens, hidden, inter, local, top_k, ep_rank * local, total)

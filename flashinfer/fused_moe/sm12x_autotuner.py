@@ -19,6 +19,7 @@ from ..jit.sm12x.instances import tactic as number
 from ..sm12x import tune
 from ..sm12x.backend import Backend, kernels
 from ..sm12x.checks import BLOCK_SIZE, round_up
+from ..sm12x.operator import call_of
 from .sm12x_launch import as_bytes, default_tactics, launch, workspace_bytes
 from .sm12x_planner import computes_layer, resolved_pair
 from .sm12x_validation import SWIGLU, Mode, MoECall, MoEProblem
@@ -35,15 +36,13 @@ class SM12xMoERunner(tune.Runner):
     """
 
     def __init__(self, backend: Backend, problem: MoEProblem, call: MoECall, gemm_idx: int) -> None:
+        super().__init__(backend)
         self.gemm_idx = gemm_idx
         self.problem = problem._replace(num_tokens=0)
         self.output_dtype = call.output_dtype
         self.swizzled_input_sf = bool(call.swizzled_input_sf)
         self.enable_pdl = backend.pdl(call.enable_pdl)
-        # Names that end in _cache stay out of the runner's hash (TunableRunner.__hash__).
-        self._backend_cache = backend
         self._call_cache = call
-        self._profile_cache: dict[int, tuple[MoEProblem, MoECall, torch.Tensor]] = {}
 
     def key(self, inputs: list[torch.Tensor]) -> tuple[Any, ...]:
         """Sizes and types that are no shape of ``inputs``."""
@@ -61,20 +60,16 @@ class SM12xMoERunner(tune.Runner):
     def names(self, tokens: int) -> list[str]:
         """Rows of the device's table that fit this mode, GEMM and number of tokens."""
         problem = self.problem
+        sizes = tokens * problem.top_k, problem.hidden, problem.inter
         return [
             row.name
-            for row in candidates(
-                self._backend_cache.block_scaled_mma, tokens * problem.top_k, problem.hidden, problem.inter
-            )
+            for row in candidates(self.backend.block_scaled_mma, *sizes)
             if row.activation == problem.mode.activation and not (self.gemm_idx == 2 and computes_layer(row.index))
         ]
 
-    def _profile(self, activations: torch.Tensor) -> tuple[MoEProblem, MoECall, torch.Tensor]:
-        tokens = activations.shape[0]
-        held = self._profile_cache.get(tokens)
-        if held is not None:
-            return held
-        device, backend = activations.device, self._backend_cache
+    def make_profile(self, inputs: list[torch.Tensor]) -> tuple[MoEProblem, MoECall, torch.Tensor]:
+        """The call with as many tokens, and a workspace."""
+        tokens, device, backend = inputs[0].shape[0], inputs[0].device, self.backend
         problem = self.problem._replace(num_tokens=tokens)
         generator = torch.Generator().manual_seed(_ROUTING_SEED)
         scores = torch.rand((tokens, problem.num_experts_total), generator=generator)
@@ -84,7 +79,7 @@ class SM12xMoERunner(tune.Runner):
             rows, blocks = tokens, problem.hidden // BLOCK_SIZE
             if self.swizzled_input_sf:
                 rows, blocks = round_up(rows, 128), round_up(blocks, 4)
-            input_sf = torch.full((rows, blocks), 0x7F, dtype=torch.uint8, device=device)
+            input_sf = tune.unit_scales(rows, blocks, device=device)
         call = self._call_cache._replace(
             output=torch.empty((tokens, problem.hidden), dtype=self.output_dtype, device=device),
             input_sf=input_sf,
@@ -92,13 +87,12 @@ class SM12xMoERunner(tune.Runner):
             token_final_scales=torch.full((tokens, problem.top_k), 1 / problem.top_k, device=device),
         )
         workspace = backend.empty(workspace_bytes(backend, problem, not backend.block_scaled_mma))
-        self._profile_cache[tokens] = problem, call, workspace
         return problem, call, workspace
 
     def run(self, inputs: list[torch.Tensor], tactic: str | None) -> torch.Tensor:
         """The layer once on ``inputs[0]``, with ``tactic`` for this runner's GEMM."""
-        problem, call, workspace = self._profile(inputs[0])
-        call, backend = call._replace(input=inputs[0]), self._backend_cache
+        problem, call, workspace = self.profile(inputs)
+        call, backend = call._replace(input=inputs[0]), self.backend
         own = -1 if tactic is None else index_of(tactic)
         default = default_tactics(problem, backend.block_scaled_mma, backend.unified_memory)
         tactics = resolved_pair((own, -1) if self.gemm_idx == 1 else (-1, own), default)
@@ -107,8 +101,8 @@ class SM12xMoERunner(tune.Runner):
                 raise RuntimeError(f"tactic {tactic} needs all SMs of the device, and this stream has fewer")
             pair = default_tactics(problem, backend.block_scaled_mma, backend.unified_memory, False)
             launch(backend, problem, call, workspace, pair)
-        assert call.output is not None
-        return call.output
+        output: torch.Tensor = call.output
+        return output
 
 
 class SM12xStageRunner(TunableRunner):
@@ -139,27 +133,25 @@ class SM12xStageRunner(TunableRunner):
             inter = 2 * columns * fc2.dtype.itemsize
             problem = MoEProblem(self.mode, 0, hidden, inter, experts, self.top_k, 0, experts * self.ep_size)
 
-            def unit_scales(rows: int, k: int) -> torch.Tensor:
-                shape = (experts, round_up(rows, 128), round_up(k // BLOCK_SIZE, 4))
-                return torch.full(shape, 0x7F, dtype=torch.uint8, device=x.device)
-
-            scales = [unit_scales(2 * inter, hidden), unit_scales(hidden, inter)]
-            if self.mode is not Mode.W4A16:
-                ones = torch.ones(experts, device=x.device)
-                scales = [scales[0], ones, scales[1], ones]
-            call = MoECall(
-                **{**dict.fromkeys(MoECall._fields), "input": x, "fc1_expert_weights": fc1, "fc2_expert_weights": fc2},
-            )._replace(
-                quant_scales=scales,
-                activation_type=SWIGLU,
-                output_dtype=self.output_dtype,
-                moe_mode=int(self.mode),
-                swizzled_input_sf=True,
-                enable_pdl=self.enable_pdl,
+            fc1_scales, fc2_scales = (
+                tune.unit_scales(experts, round_up(rows, 128), round_up(k // BLOCK_SIZE, 4), device=x.device)
+                for rows, k in ((2 * inter, hidden), (hidden, inter))
             )
+            ones = [] if self.mode is Mode.W4A16 else [torch.ones(experts, device=x.device)]
+            given = dict.fromkeys(MoECall._fields) | {
+                "input": x,
+                "fc1_expert_weights": fc1,
+                "fc2_expert_weights": fc2,
+                "quant_scales": [fc1_scales, *ones, fc2_scales, *ones],
+                "activation_type": SWIGLU,
+                "output_dtype": self.output_dtype,
+                "moe_mode": int(self.mode),
+                "swizzled_input_sf": True,
+                "enable_pdl": self.enable_pdl,
+            }
             backend = kernels(x.device)
             assert backend is not None, "tactics are timed on a GPU"
-            runner = self._runner_cache[key] = SM12xMoERunner(backend, problem, call, gemm_idx)
+            runner = self._runner_cache[key] = SM12xMoERunner(backend, problem, call_of(MoECall, given), gemm_idx)
         return runner
 
     def get_cache_key_extras(self, inputs: list[torch.Tensor]) -> tuple[Any, ...]:

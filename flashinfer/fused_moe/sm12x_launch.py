@@ -10,7 +10,7 @@ import torch
 
 from ..jit.fused_moe import gen_cutlass_fused_moe_sm120_instance_module, gen_cutlass_fused_moe_sm120_module
 from ..jit.sm12x.instances import INSTANCES, MAIN_MODULE, candidates
-from ..sm12x.backend import Backend, kernels
+from ..sm12x.backend import Backend, kernels, workspace_size
 from .sm12x_planner import plan_moe
 from .sm12x_validation import SWIGLU_STEP, MoECall, MoEProblem
 
@@ -44,13 +44,9 @@ def prepare(hidden: int, inter: int, device: torch.device | None = None) -> None
 
 def workspace_bytes(backend: Backend, problem: MoEProblem, in_bf16: bool) -> int:
     """Bytes of workspace; ``in_bf16`` where quantized activations may be kept as bfloat16, as other GPUs' MMAs want them."""
-    size: int | None = backend.memo.get((problem, in_bf16))
-    if size is None:
-        sizes = problem.num_tokens, problem.hidden, problem.inter, problem.num_local_experts, problem.top_k
-        ask = moe_module(backend).sm12x_moe_workspace_size
-        size = max(1, int(backend.call(ask, *sizes, int(problem.mode), in_bf16, writes=())))
-        backend.memo[problem, in_bf16] = size
-    return size
+    sizes = problem.num_tokens, problem.hidden, problem.inter, problem.num_local_experts, problem.top_k
+    ask = gen_cutlass_fused_moe_sm120_module, "sm12x_moe_workspace_size"
+    return workspace_size(backend, *ask, *sizes, int(problem.mode), in_bf16)
 
 
 @functools.lru_cache(maxsize=4096)

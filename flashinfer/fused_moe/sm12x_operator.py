@@ -6,15 +6,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from ..jit.sm12x.instances import INSTANCES
 from ..sm12x import tune
 from ..sm12x.backend import kernels, plain_torch
 from ..sm12x.devices import checks_values
-from ..sm12x.operator import define, is_traced, validated
+from ..sm12x.operator import OutputOperator
 from .sm12x_autotuner import tuned_tactics
 from .sm12x_cpu import moe_cpu
 from .sm12x_launch import default_tactics, launch, workspace_bytes
@@ -64,33 +62,11 @@ def compute(call: MoECall, problem: MoEProblem) -> None:
     launch(backend, problem, call, workspace, pair)
 
 
-def _run(call: MoECall) -> None:
-    compute(call, validate(call))
+def _new_output(call: MoECall) -> torch.Tensor:
+    shape = call.input.shape[0], call.fc2_expert_weights.shape[1]
+    return torch.empty(shape, dtype=call.output_dtype, device=call.input.device)
 
 
-_operator = define("sm12x_cutlass_fused_moe", MoECall, _run, mutates=("output", "workspace_buffer"))
-
-
-_known: dict[Any, MoEProblem] = {}
-
-
-def fused_moe(call: MoECall) -> torch.Tensor:
-    """The output of a call, which is allocated where the call brings none.
-
-    Raises
-    ------
-    TypeError, ValueError
-        Before any launch, naming the argument, what it was and what it may be.
-    """
-    traced = is_traced((*call, *call.quant_scales) if isinstance(call.quant_scales, (list, tuple)) else call)
-    problem = None if traced else validated(validate, call, _known)
-    output = call.output
-    if output is None:
-        shape = call.input.shape[0], call.fc2_expert_weights.shape[1]
-        output = torch.empty(shape, dtype=call.output_dtype, device=call.input.device)
-        call = call._replace(output=output)
-    if problem is None:
-        _operator(call)
-    else:
-        compute(call, problem)
-    return output
+fused_moe = OutputOperator(
+    "sm12x_cutlass_fused_moe", MoECall, validate, compute, _new_output, ("output", "workspace_buffer")
+)

@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +24,9 @@ if TYPE_CHECKING:
 from ..api_logging import flashinfer_api
 from ..sm12x import devices
 from ..sm12x.checks import require_computing_device, require_tensor_type
-from . import sm12x_group_gemm, sm12x_mm
+from ..sm12x.operator import call_of
+from . import sm12x_mm
+from .sm12x_group_gemm import GroupGemmCall, group_gemm
 
 
 # The signature is upstream's, parameter by parameter.
@@ -80,38 +84,12 @@ def group_gemm_mxfp8_mxfp4_nt_groupwise(
     -----
     ``k`` is a multiple of 32 and ``n`` of 8.
     """
-    require_tensor_type("a", a)
+    given = locals().copy()
     require_computing_device("a", a)
     if devices.serves(a.device):
         tiles = [mma_sm, tile_m, tile_n, tile_k]
-        call = sm12x_group_gemm.GroupGemmCall(
-            out=out,
-            a=a,
-            b=b,
-            a_scale=a_scale,
-            b_scale=b_scale,
-            m_indptr=m_indptr,
-            out_dtype=out_dtype,
-            tiles=tiles,
-            swap_ab=swap_ab,
-            tactic=None,
-        )
-        return sm12x_group_gemm.group_gemm(call)
-    return _upstream.group_gemm_mxfp8_mxfp4_nt_groupwise(
-        a,
-        b,
-        a_scale,
-        b_scale,
-        m_indptr,
-        mma_sm,
-        tile_m,
-        tile_n,
-        tile_k,
-        swap_ab,
-        out,
-        out_dtype,
-        skip_check=skip_check,
-    )
+        return group_gemm(call_of(GroupGemmCall, given, tiles=tiles))
+    return _upstream.group_gemm_mxfp8_mxfp4_nt_groupwise(**given)
 
 
 # Which compute capabilities the operator serves is asked through attributes that upstream's decorator sets.
@@ -146,6 +124,8 @@ def mm_fp4(
     ValueError
         Upstream's, and for the calls above: ``use_8x4_sf_layout``, or operands that do not fit each other.
     """
+    given = locals().copy()
+
     def ours() -> torch.Tensor:
         sm12x_mm.require_backend(_upstream.mm_fp4, backend)
         if use_8x4_sf_layout:
@@ -154,36 +134,14 @@ def mm_fp4(
             raise ValueError(f"block_size is {block_size}; with use_nvfp4=False it must be 32 (MXFP4)")
         return sm12x_mm.mm_mxfp4(a, b, a_descale, b_descale, alpha, out_dtype, out, enable_pdl)
 
-    def upstreams() -> torch.Tensor:
-        # `backend` by name: upstream looks for it among named arguments.
-        computed: torch.Tensor = _upstream.mm_fp4(
-            a,
-            b,
-            a_descale,
-            b_descale,
-            alpha,
-            out_dtype,
-            out,
-            block_size,
-            use_8x4_sf_layout,
-            backend=backend,
-            use_nvfp4=use_nvfp4,
-            enable_pdl=enable_pdl,
-            skip_check=skip_check,
-        )
-        return computed
-
+    upstreams: Callable[[], torch.Tensor] = functools.partial(_upstream.mm_fp4, **given)
     require_tensor_type("a", a)
     if sm12x_mm.takes_mm_fp4(a.device, backend, use_nvfp4):
         return ours()
     return upstreams() if use_nvfp4 else sm12x_mm.automatic(a.device, backend, upstreams, ours)
 
 
-for _attribute, _answer in (
-    ("is_backend_supported", sm12x_mm.with_backend(_upstream.mm_fp4.is_backend_supported)),
-    ("is_compute_capability_supported", _upstream.mm_fp4.is_compute_capability_supported),
-):
-    setattr(mm_fp4, _attribute, _answer)
+sm12x_mm.answer_for(mm_fp4, _upstream.mm_fp4)
 
 
 # fmt: off
@@ -205,25 +163,19 @@ def mm_mxfp8(
     ValueError
         Upstream's, and for the calls above: ``use_8x4_sf_layout``, or operands that do not fit each other.
     """
+    given = locals().copy()
+
     def ours() -> torch.Tensor:
         sm12x_mm.require_backend(_upstream.mm_mxfp8, backend)
         if use_8x4_sf_layout:
             raise ValueError("mm_mxfp8 on this fork's kernels takes 128x4 scales: use_8x4_sf_layout must be False")
         return sm12x_mm.mm_mxfp8(a, b, a_descale, b_descale, out, out_dtype)
 
-    def upstreams() -> torch.Tensor:
-        operands = (a, b, a_descale, b_descale, out, out_dtype, use_8x4_sf_layout)
-        computed: torch.Tensor = _upstream.mm_mxfp8(*operands, backend=backend, skip_check=skip_check)
-        return computed
-
+    upstreams: Callable[[], torch.Tensor] = functools.partial(_upstream.mm_mxfp8, **given)
     require_tensor_type("a", a)
     if backend == sm12x_mm.BACKEND or a.device.type == "cpu":
         return ours()
     return sm12x_mm.automatic(a.device, backend, upstreams, ours)
 
 
-for _attribute, _answer in (
-    ("is_backend_supported", sm12x_mm.with_backend(_upstream.mm_mxfp8.is_backend_supported)),
-    ("is_compute_capability_supported", _upstream.mm_mxfp8.is_compute_capability_supported),
-):
-    setattr(mm_mxfp8, _attribute, _answer)
+sm12x_mm.answer_for(mm_mxfp8, _upstream.mm_mxfp8)

@@ -8,7 +8,7 @@ formats exactly. For very many, there, weights are dequantized to bfloat16 some 
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 
@@ -31,7 +31,7 @@ from ..sm12x.checks import (
     require_tensor,
 )
 from ..sm12x.devices import require_served
-from ..sm12x.operator import define, is_traced, validated
+from ..sm12x.operator import OutputOperator, call_of
 from .sm12x_dense_launch import (
     BF16,
     MXFP4_SWIZZLED,
@@ -208,55 +208,15 @@ def dense_mx(
     below ``2^-124`` may lose their last bits. ``k`` is a multiple of 32; ``n`` may be anything.
     """
     forced = None if tactic is None else str(tactic)
-    return compute(
-        DenseCall(
-            out=out,
-            x=x,
-            x_scale=x_scale,
-            weight=weight,
-            weight_scale=weight_scale,
-            alpha=alpha,
-            bias=bias,
-            residual=residual,
-            out_dtype=out_dtype,
-            activation=activation,
-            swizzled_x_scale=swizzled_x_scale,
-            constant_weights=constant_weights,
-            enable_pdl=enable_pdl,
-            tactic=forced,
-            top_k=0,
-            first_index=0,
-            caller="dense_mx",
-        )
-    )
+    return compute(call_of(DenseCall, locals(), tactic=forced))
 
 
-_known: dict[Any, tuple[torch.dtype, int]] = {}
-
-
-def compute(call: DenseCall) -> torch.Tensor:
-    """The output of a call, which is allocated where the call brings none."""
-    traced = is_traced(call)
-    token_format = -1
-    if not traced:
-        dtype, token_format = validated(validate, call, _known)
-        call = call._replace(out_dtype=dtype)
-    if call.out is None:
-        call = call._replace(out=call.new_output())
-    if traced:
-        _operator(call)
-    else:
-        run(call, token_format)
-    out: Any = call.out
-    return out
-
-
-def _run_operator(call: DenseCall) -> None:
-    dtype, token_format = validate(call)
+def _run(call: DenseCall, checked: tuple[torch.dtype, int]) -> None:
+    dtype, token_format = checked
     run(call._replace(out_dtype=dtype), token_format)
 
 
-_operator = define("sm12x_dense_mx", DenseCall, _run_operator, mutates=("out",))
+compute = OutputOperator("sm12x_dense_mx", DenseCall, validate, _run, DenseCall.new_output, ("out",))
 
 
 def instance_for(backend: Backend | None, call: DenseCall, token_format: int) -> Instance | None:

@@ -11,7 +11,7 @@ import torch
 from ..jit.sm12x.instances import DENSE_INSTANCES, Format, Instance
 from ..jit.sm12x.modules import gen_dense_module, multiplies_in_half
 from ..quantization import mx_cpu
-from ..sm12x.backend import Backend, plain_torch
+from ..sm12x.backend import Backend, plain_torch, workspace_size
 from ..sm12x.checks import BLOCK_SIZE
 
 DEQUANTIZED_BYTES = 64 << 20
@@ -33,18 +33,18 @@ class DenseCall(NamedTuple):
     x_scale: torch.Tensor | None
     weight: torch.Tensor
     weight_scale: torch.Tensor
-    alpha: torch.Tensor | None
-    bias: torch.Tensor | None
-    residual: torch.Tensor | None
-    out_dtype: torch.dtype | None
-    activation: str
-    swizzled_x_scale: bool
-    constant_weights: bool
-    enable_pdl: bool | None
-    tactic: str | None
-    top_k: int  # 0: of dense_mx
-    first_index: int
-    caller: str  # of _NAMES
+    alpha: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    residual: torch.Tensor | None = None
+    out_dtype: torch.dtype | None = None
+    activation: str = "bf16"
+    swizzled_x_scale: bool = True
+    constant_weights: bool = False
+    enable_pdl: bool | None = None
+    tactic: str | None = None
+    top_k: int = 0  # of dense_mx
+    first_index: int = 0
+    caller: str = "dense_mx"  # of _NAMES
 
     @property
     def k(self) -> int:
@@ -197,7 +197,7 @@ def launch(
     writes = [out]
     largest: tuple[Any, ...] = ()
     if top_k is not None:
-        size = _size(backend, "sm12x_row_top_k_workspace_size", m, n, top_k.indices.shape[1])
+        size = workspace_size(backend, gen_dense_module, "sm12x_row_top_k_workspace_size", m, n, top_k.indices.shape[1])
         largest = (*top_k, backend.empty(size))
         writes += [top_k.values, top_k.indices, largest[-1]]
     if row is None:
@@ -208,24 +208,14 @@ def launch(
         return
     workspace = None
     if not row.streamed:
-        size = _size(backend, "sm12x_dense_gemm_workspace_size", m, call.k, row.index, token_format)
-        workspace = backend.empty(size)
+        sizes = m, call.k, row.index, token_format
+        workspace = backend.empty(workspace_size(backend, gen_dense_module, "sm12x_dense_gemm_workspace_size", *sizes))
         writes.append(workspace)
     function = module.sm12x_dense_run if top_k is None else module.sm12x_dense_top_k_run
     tensors = (out, *call[1 : DenseCall._fields.index("out_dtype")])
     backend.call(
         function, *largest, *tensors, workspace, token_format, row.index, call.constant_weights, pdl, writes=writes
     )
-
-
-def _size(backend: Backend, function: str, *sizes: int) -> int:
-    """Bytes that a function of the kernels' module says, remembered."""
-    key = function, sizes
-    if key not in backend.memo:
-        ask = getattr(backend.module(gen_dense_module), function)
-        backend.memo[key] = int(backend.call(ask, *sizes, writes=()))
-    size: int = backend.memo[key]
-    return size
 
 
 def _token_values(call: DenseCall, token_format: int) -> torch.Tensor:

@@ -40,15 +40,13 @@ class SM12xDenseRunner(tune.Runner):
     """
 
     def __init__(self, backend: Backend, call: DenseCall, token_format: int) -> None:
+        super().__init__(backend)
         self.token_format = token_format
         self.on_sm12x = backend.block_scaled_mma
         self.weights = weights_of(call.weight)
         self.k = call.k
         self.out_dtype = call.out_dtype
-        # Names that end in _cache stay out of the runner's hash (TunableRunner.__hash__).
-        self._backend_cache = backend
         self._call_cache = call._replace(constant_weights=False, enable_pdl=None)
-        self._profile_cache: dict[int, DenseCall] = {}
 
     def key(self, inputs: list[torch.Tensor]) -> tuple[Any, ...]:
         """Formats."""
@@ -66,35 +64,31 @@ class SM12xDenseRunner(tune.Runner):
         ]
         return [*names, DEQUANTIZED] if operand == "bf16" else names
 
-    def _profile(self, x: torch.Tensor) -> DenseCall:
-        tokens = x.shape[0]
-        held = self._profile_cache.get(tokens)
-        if held is None:
-            given = self._call_cache
-            out = torch.empty((tokens, given.weight.shape[0]), dtype=self.out_dtype, device=x.device)
-            scale = given.x_scale
-            if scale is not None:
-                blocks = self.k // BLOCK_SIZE
-                linear = self.token_format == MXFP8_LINEAR
-                size = tokens * blocks if linear else mx_cpu.swizzled_size(tokens, blocks)
-                scale = torch.full((size,), 0x7F, dtype=torch.uint8, device=x.device).view(scale.dtype)
-            residual = None if given.residual is None else torch.zeros_like(out)
-            held = given._replace(out=out, x_scale=scale, residual=residual)
-            self._profile_cache = {tokens: held}  # one at a time: an LM head's outputs are large
-        return held._replace(x=x)
+    def make_profile(self, inputs: list[torch.Tensor]) -> DenseCall:
+        """The call with an output, scales and a residual of as many tokens."""
+        x, given = inputs[0], self._call_cache
+        tokens, blocks = x.shape[0], self.k // BLOCK_SIZE
+        out = torch.empty((tokens, given.weight.shape[0]), dtype=self.out_dtype, device=x.device)
+        scale = given.x_scale
+        if scale is not None:
+            linear = self.token_format == MXFP8_LINEAR
+            size = tokens * blocks if linear else mx_cpu.swizzled_size(tokens, blocks)
+            scale = tune.unit_scales(size, device=x.device).view(scale.dtype)
+        residual = None if given.residual is None else torch.zeros_like(out)
+        return given._replace(out=out, x_scale=scale, residual=residual)
 
     def run(self, inputs: list[torch.Tensor], tactic: str | None) -> torch.Tensor:
         """The layer once on ``inputs[0]``."""
-        call = self._profile(inputs[0])
+        call = self.profile(inputs)._replace(x=inputs[0])
         if tactic is None:
             operand = gemm_operand(self.weights, self.token_format, self.on_sm12x)
             sizes = inputs[0].shape[0], call.weight.shape[0], self.k
-            row = choose(self.weights, *sizes, self.on_sm12x, operand, self._backend_cache.sm_count)
+            row = choose(self.weights, *sizes, self.on_sm12x, operand, self.backend.sm_count)
         else:
             row = None if tactic == DEQUANTIZED else _BY_NAME[tactic]
-        launch(self._backend_cache, row, call, self.token_format)
-        assert call.out is not None
-        return call.out
+        launch(self.backend, row, call, self.token_format)
+        out: torch.Tensor = call.out
+        return out
 
 
 def tuned_instance(backend: Backend, call: DenseCall, token_format: int, planned: Instance | None) -> Instance | None:

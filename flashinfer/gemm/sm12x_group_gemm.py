@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import itertools
 import operator
 from typing import Any, NamedTuple
@@ -15,7 +13,7 @@ from ..jit.sm12x.instances import GEMM_INSTANCES, MAX_EXPERTS, index_of
 from ..jit.sm12x.modules import gen_group_gemm_module
 from ..quantization.mx_cpu import dequantize_mxfp4_linear, dequantize_mxfp8_linear, unswizzle_128x4
 from ..sm12x import tune
-from ..sm12x.backend import Backend, kernels, plain_torch
+from ..sm12x.backend import Backend, kernels, plain_torch, workspace_size
 from ..sm12x.checks import (
     BLOCK_SIZE,
     ELEMENT,
@@ -32,7 +30,7 @@ from ..sm12x.checks import (
     round_up,
 )
 from ..sm12x.devices import checks_values
-from ..sm12x.operator import define, is_traced, validated
+from ..sm12x.operator import OutputOperator
 
 OPERATOR = "flashinfer::sm12x_group_gemm_mxfp4"
 ROW_ALIGNMENT = 8  # of n: a store of 16 bytes
@@ -52,18 +50,7 @@ class GroupGemmCall(NamedTuple):
     out_dtype: torch.dtype | None
     tiles: list[int]
     swap_ab: bool
-    tactic: int | None
-
-
-@dataclasses.dataclass(frozen=True)
-class GroupGemmProblem:
-    """Sizes of a validated call."""
-
-    cum_m: int
-    num_groups: int
-    n: int
-    k: int
-    out_dtype: torch.dtype
+    tactic: int | None = None
 
 
 def scale_rows(cum_m: int, num_groups: int) -> int:
@@ -84,8 +71,8 @@ def _require_tiles(call: GroupGemmCall) -> None:
             raise ValueError(f"{name} is {describe(value)}; it must be {listed}")
 
 
-def validate(call: GroupGemmCall) -> GroupGemmProblem:
-    """Check the metadata and addresses of a call and return its sizes; looks at no element.
+def validate(call: GroupGemmCall) -> torch.dtype:
+    """Check the metadata and addresses of a call, and return its output's dtype; looks at no element.
 
     Raises
     ------
@@ -124,7 +111,7 @@ def validate(call: GroupGemmCall) -> GroupGemmProblem:
     if call.tactic is not None and call.tactic not in (allowed := [row.index for row in GEMM_INSTANCES]):
         raise ValueError(f"tactic is {call.tactic}; it must be one of {allowed}")
     require_apart(call, {"out": ()})
-    return GroupGemmProblem(cum_m, groups, n, k, out_dtype)
+    return out_dtype
 
 
 def check_group_ends(m_indptr: torch.Tensor, cum_m: int) -> None:
@@ -137,20 +124,20 @@ def check_group_ends(m_indptr: torch.Tensor, cum_m: int) -> None:
             raise ValueError(f"m_indptr[{group + 1}] is {last}, below m_indptr[{group}] = {first}; it must not descend")
 
 
-def planned_tactic(backend: Backend, problem: GroupGemmProblem) -> int:
+def planned_tactic(backend: Backend, call: GroupGemmCall) -> int:
     """The planner's choice."""
     from ..fused_moe.sm12x_planner import plan_group_gemm
 
-    return plan_group_gemm(problem.cum_m, problem.num_groups, backend.block_scaled_mma, backend.unified_memory)
+    rows, groups = call.a.shape[0], call.b.shape[0]
+    return plan_group_gemm(rows, groups, backend.block_scaled_mma, backend.unified_memory)
 
 
 def launch(backend: Backend, call: GroupGemmCall, tactic: int) -> None:
     """Run a valid call of at least one row that has its output."""
     module, out = backend.module(gen_group_gemm_module), call.out
     assert out is not None
-    if OPERATOR not in backend.memo:
-        backend.memo[OPERATOR] = max(1, int(backend.call(module.sm12x_group_gemm_workspace_size, writes=())))
-    workspace = backend.empty(backend.memo[OPERATOR])
+    size = workspace_size(backend, gen_group_gemm_module, "sm12x_group_gemm_workspace_size")
+    workspace = backend.empty(size)
     backend.call(
         module.sm12x_group_gemm_run,
         out,
@@ -182,12 +169,12 @@ def group_gemm_cpu(call: GroupGemmCall) -> None:
         call.out[first:last] = x @ w.T
 
 
-def _compute(call: GroupGemmCall, problem: GroupGemmProblem) -> None:
+def _compute(call: GroupGemmCall, out_dtype: torch.dtype) -> None:
     """Compute a valid call that has its output."""
-    device = call.a.device
+    device, rows = call.a.device, call.a.shape[0]
     if checks_values(device):
-        check_group_ends(call.m_indptr, problem.cum_m)
-    if problem.cum_m == 0:
+        check_group_ends(call.m_indptr, rows)
+    if rows == 0:
         return
     backend = kernels(device)
     if backend is None:
@@ -196,52 +183,29 @@ def _compute(call: GroupGemmCall, problem: GroupGemmProblem) -> None:
         return
     tactic = call.tactic
     if tactic is None:
-        tactic = planned_tactic(backend, problem)
+        tactic = planned_tactic(backend, call)
         if backend.is_cuda and not tune.is_idle():
-            name = tune.tuned(OPERATOR, SM12xGroupGemmRunner(backend, problem), MOST_TOKENS, [call.a, call.b])
+            runner = SM12xGroupGemmRunner(backend, call.b.shape[0], out_dtype)
+            name = tune.tuned(OPERATOR, runner, MOST_TOKENS, [call.a, call.b])
             tactic = tactic if name is None else index_of(name)
     launch(backend, call, tactic)
 
 
-def _run(call: GroupGemmCall) -> None:
-    _compute(call, validate(call))
+def _new_output(call: GroupGemmCall) -> torch.Tensor:
+    shape, dtype = (call.a.shape[0], call.b.shape[1]), call.out_dtype or torch.bfloat16
+    return torch.empty(shape, dtype=dtype, device=call.a.device)
 
 
-_operator = define("sm12x_group_gemm_mxfp4", GroupGemmCall, _run, mutates=("out",))
-
-
-_known: dict[Any, GroupGemmProblem] = {}
-
-
-def group_gemm(call: GroupGemmCall) -> torch.Tensor:
-    """The output of a call, which is allocated where the call brings none.
-
-    Raises
-    ------
-    TypeError, ValueError
-        Before any launch, naming the argument, what it was and what it may be.
-    """
-    problem = None if is_traced(call) else validated(validate, call, _known)
-    out = call.out
-    if out is None:
-        shape, dtype = (call.a.shape[0], call.b.shape[1]), call.out_dtype or torch.bfloat16
-        out = torch.empty(shape, dtype=dtype, device=call.a.device)
-        call = call._replace(out=out)
-    if problem is None:
-        _operator(call)
-    else:
-        _compute(call, problem)
-    return out
+group_gemm = OutputOperator("sm12x_group_gemm_mxfp4", GroupGemmCall, validate, _compute, _new_output, ("out",))
 
 
 class SM12xGroupGemmRunner(tune.Runner):
     """Times the grouped GEMM with each instance; ``inputs`` are ``a`` and ``b``, rows are split evenly over the groups."""
 
-    def __init__(self, backend: Backend, problem: GroupGemmProblem) -> None:
-        self.num_groups = problem.num_groups
-        self.out_dtype = problem.out_dtype
-        self._backend_cache = backend
-        self._profile_cache: dict[int, GroupGemmCall] = {}
+    def __init__(self, backend: Backend, num_groups: int, out_dtype: torch.dtype) -> None:
+        super().__init__(backend)
+        self.num_groups = num_groups
+        self.out_dtype = out_dtype
 
     def key(self, inputs: list[torch.Tensor]) -> tuple[Any, ...]:
         """Types and number of groups."""
@@ -251,32 +215,28 @@ class SM12xGroupGemmRunner(tune.Runner):
         """Names of the instances."""
         return [row.name for row in GEMM_INSTANCES]
 
-    def _profile(self, a: torch.Tensor, b: torch.Tensor) -> GroupGemmCall:
-        held = self._profile_cache.get(a.shape[0])
-        if held is None:
-            (cum_m, k), n, device = a.shape, b.shape[1], a.device
-            blocks = round_up(k // BLOCK_SIZE, 4)
-            steps = torch.arange(self.num_groups + 1, device=device)
-            unit = functools.partial(torch.full, fill_value=0x7F, dtype=torch.uint8, device=device)
-            held = self._profile_cache[cum_m] = GroupGemmCall(
-                torch.empty((cum_m, n), dtype=self.out_dtype, device=device),
-                a,
-                b,
-                unit((scale_rows(cum_m, self.num_groups), blocks)),
-                unit((self.num_groups, round_up(n, 128), blocks)),
-                (steps * cum_m // self.num_groups).to(torch.int32),
-                self.out_dtype,
-                [],
-                True,
-                None,
-            )
-        return held._replace(a=a, b=b)
+    def make_profile(self, inputs: list[torch.Tensor]) -> GroupGemmCall:
+        """A call of as many rows."""
+        a, b = inputs
+        (cum_m, k), n, device = a.shape, b.shape[1], a.device
+        blocks = round_up(k // BLOCK_SIZE, 4)
+        steps = torch.arange(self.num_groups + 1, device=device)
+        return GroupGemmCall(
+            out=torch.empty((cum_m, n), dtype=self.out_dtype, device=device),
+            a=a,
+            b=b,
+            a_scale=tune.unit_scales(scale_rows(cum_m, self.num_groups), blocks, device=device),
+            b_scale=tune.unit_scales(self.num_groups, round_up(n, 128), blocks, device=device),
+            m_indptr=(steps * cum_m // self.num_groups).to(torch.int32),
+            out_dtype=self.out_dtype,
+            tiles=[],
+            swap_ab=True,
+        )
 
     def run(self, inputs: list[torch.Tensor], tactic: str | None) -> torch.Tensor:
         """The GEMM once."""
-        call = self._profile(*inputs)
-        assert call.out is not None
-        problem = GroupGemmProblem(call.a.shape[0], self.num_groups, call.b.shape[1], call.a.shape[1], self.out_dtype)
-        backend = self._backend_cache
-        launch(backend, call, planned_tactic(backend, problem) if tactic is None else index_of(tactic))
-        return call.out
+        a, b = inputs
+        call = self.profile(inputs)._replace(a=a, b=b)
+        launch(self.backend, call, planned_tactic(self.backend, call) if tactic is None else index_of(tactic))
+        out: torch.Tensor = call.out
+        return out

@@ -68,15 +68,18 @@ def automatic(
     return ours()
 
 
-def with_backend(is_backend_supported: Callable[..., Any]) -> Callable[..., bool]:
-    """Upstream's question which backends a function has, and for which compute capabilities (120 for 12.0), with ours."""
+def answer_for(function: Callable[..., Any], upstreams: Any) -> None:
+    """Have ``function`` say as ``upstreams`` which backends it has, and for which compute capabilities (120 for 12.0); ours
+    besides."""
 
-    def answer(backend: str, cc: int | None = None) -> bool:
+    def is_backend_supported(backend: str, cc: int | None = None) -> bool:
         if backend == BACKEND:
             return cc is None or cc // 10 == 12 or cc == 90
-        return bool(is_backend_supported(backend, cc))
+        return bool(upstreams.is_backend_supported(backend, cc))
 
-    return answer
+    attributes = vars(function)
+    attributes["is_backend_supported"] = is_backend_supported
+    attributes["is_compute_capability_supported"] = upstreams.is_compute_capability_supported
 
 
 def require_backend(function: Callable[..., Any], backend: Any) -> None:
@@ -113,26 +116,17 @@ def _multiply(
     if alpha is not None:
         require_tensor_type("alpha", alpha)
         alpha = alpha.reshape(1) if alpha.layout is torch.strided and alpha.numel() == 1 else alpha
-    none: dict[str, Any] = dict.fromkeys(DenseCall._fields)
     return compute(
         DenseCall(
-            **{
-                **none,
-                "x": a.contiguous(),
-                "x_scale": _straight(a_descale),
-                "weight": rows,
-                "weight_scale": _straight(b_descale),
-                "alpha": alpha,
-                "out": out,
-                "out_dtype": out_dtype,
-                "activation": "bf16",
-                "swizzled_x_scale": True,
-                "constant_weights": False,
-                "enable_pdl": enable_pdl,
-                "top_k": 0,
-                "first_index": 0,
-                "caller": "mm",
-            }
+            out=out,
+            x=a.contiguous(),
+            x_scale=_straight(a_descale),
+            weight=rows,
+            weight_scale=_straight(b_descale),
+            alpha=alpha,
+            out_dtype=out_dtype,
+            enable_pdl=enable_pdl,
+            caller="mm",
         )
     )
 

@@ -24,7 +24,6 @@ from ..sm12x.checks import (
     require_computing_device,
     require_storage,
     require_tensor,
-    require_tensor_type,
 )
 from ..tllm_enums import SfLayout
 from ..trace.templates.quantize import mxfp4_quantize_trace
@@ -34,11 +33,6 @@ from . import mx_cpu
 def _only_upstream_has(layout: Any) -> bool:
     """Upstream takes CPU tensors with 8x4 scales too, through a CUDA device."""
     return layout == SfLayout.layout_8x4 and torch.cuda.is_available()
-
-
-def _require_tensor(name: str, value: Any) -> None:
-    require_tensor_type(name, value)
-    require_computing_device(name, value)
 
 
 @flashinfer_api(trace=mxfp4_quantize_trace)
@@ -83,7 +77,7 @@ def mxfp4_quantize(
         No tensor, or neither on a CUDA device nor on the CPU; an unknown rule.  On the CPU, and with ``"mse"``: another
         dtype, K no multiple of 32, or a layout that the CPU does not make.
     """
-    _require_tensor("a", a)
+    require_computing_device("a", a)
     upstreams = a.device.type != "cpu" or _only_upstream_has(sfLayout)
     if mx_cpu.check_scale_rule(scale_rule) == "amax" and upstreams:
         return _upstream.mxfp4_quantize(a, backend, enable_pdl, sfLayout)
@@ -124,8 +118,8 @@ def mxfp4_dequantize(
         No tensor, or neither on a CUDA device nor on the CPU.  On the CPU: another dtype, rank or K, scales of another
         size, or a layout that the CPU does not read.
     """
-    _require_tensor("a_fp4", a_fp4)
-    _require_tensor("a_sf", a_sf)
+    require_computing_device("a_fp4", a_fp4)
+    require_computing_device("a_sf", a_sf)
     if a_fp4.device.type != "cpu" or a_sf.device.type != "cpu" or _only_upstream_has(sfLayout):
         return _upstream.mxfp4_dequantize(a_fp4, a_sf, sfLayout)
     layout = mx_cpu.check_layout("sfLayout", sfLayout)
@@ -173,7 +167,7 @@ def block_scale_interleave(unswizzled_sf: torch.Tensor, *, out: torch.Tensor | N
         No tensor, or neither on a CUDA device nor on the CPU.  Where it is not upstream's: another dtype or rank, or an
         ``out`` that does not fit.
     """
-    _require_tensor("unswizzled_sf", unswizzled_sf)
+    require_computing_device("unswizzled_sf", unswizzled_sf)
     if unswizzled_sf.device.type != "cpu" and not devices.serves(unswizzled_sf.device):
         return _upstream.block_scale_interleave(unswizzled_sf, out=out)
     dense = unswizzled_sf.layout is torch.strided

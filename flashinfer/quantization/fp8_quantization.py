@@ -22,7 +22,6 @@ from ..sm12x.checks import (
     require_choice,
     require_computing_device,
     require_int,
-    require_tensor_type,
     round_up,
 )
 from ..tllm_enums import SfLayout
@@ -82,17 +81,9 @@ def mxfp8_quantize(
         ``input`` is no tensor, or neither on a CUDA device nor on the CPU; an unknown rule.  On the CPU, and with
         ``"mse"``: another dtype, K or ``alignment`` no multiple of 32, or a layout that the CPU does not make.
     """
-    require_tensor_type("input", input)
     require_computing_device("input", input)
     if mx_cpu.check_scale_rule(scale_rule) == "amax" and input.device.type != "cpu":
-        return _upstream.mxfp8_quantize(
-            input,
-            is_sf_swizzled_layout,
-            alignment,
-            enable_pdl,
-            backend,
-            sf_swizzle_layout,
-        )
+        return _upstream.mxfp8_quantize(input, is_sf_swizzled_layout, alignment, enable_pdl, backend, sf_swizzle_layout)
     require_choice("backend", backend, get_args(Backend))
     require_int("is_sf_swizzled_layout", is_sf_swizzled_layout, 0, 1, "True or False")
     if sf_swizzle_layout is None:

@@ -145,6 +145,15 @@ def kernels(device: torch.device) -> Backend | None:
     return _active_virtual[0](name) if _active_virtual else None
 
 
+def workspace_size(backend: Backend, generate: Callable[..., Any], function: str, *sizes: int) -> int:
+    """Bytes that a function of the module of ``generate`` says, at least one; remembered."""
+    size: int | None = backend.memo.get((function, sizes))
+    if size is None:
+        ask = getattr(backend.module(generate), function)
+        size = backend.memo[function, sizes] = max(1, int(backend.call(ask, *sizes, writes=())))
+    return size
+
+
 @contextlib.contextmanager
 def plain_torch(device: torch.device) -> Iterator[None]:
     """What torch computes in here is not recorded for autograd, not cast by autocast, and on ``device`` by default."""

@@ -147,8 +147,9 @@ def require_rank(name: str, value: Any, rank: int, expected: str = "") -> None:
         raise ValueError(f"{name} is {describe(value)}; it must be {expected}")
 
 
-def require_computing_device(name: str, tensor: torch.Tensor) -> None:
-    """Raise ``ValueError`` unless ``tensor`` is where something computes: CUDA or the CPU."""
+def require_computing_device(name: str, tensor: Any) -> None:
+    """Raise unless ``tensor`` is one that is where something computes: CUDA or the CPU."""
+    require_tensor_type(name, tensor)
     if tensor.device.type not in ("cuda", "cpu"):
         raise ValueError(f"{name} is {describe(tensor)}; it must be on a CUDA device or the CPU")
 

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import inspect
 import typing
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
 _TENSORS = {torch.Tensor, torch.nn.Parameter}
 _VALUES = {torch.dtype, type(None), bool, int, float, str}
-_ORDINARY = {*_TENSORS, *_VALUES, list, tuple}
+_ORDINARY = _TENSORS | _VALUES
 _PLAIN = torch.Tensor.__torch_dispatch__
+_Call = TypeVar("_Call", bound=NamedTuple)
 # A private count of active modes (FakeTensorMode and others); a torch without it is asked by the tensors' types alone.
 _modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 
@@ -67,12 +68,23 @@ def define(
     return lambda arguments: traced(*arguments)
 
 
-def is_traced(call: tuple[Any, ...]) -> bool:
+def call_of(call: type[_Call], given: Mapping[str, Any], **others: Any) -> _Call:
+    """A ``call`` of a public function's arguments, which are its ``locals()``, and of ``others``; else of defaults."""
+    values = {**call._field_defaults, **given, **others}
+    return call(*[values[field] for field in call._fields])
+
+
+def is_traced(call: Sequence[Any]) -> bool:
     """Whether something other than the kernels is to see this call: a compiler, a mode, a subclass of tensors."""
     if torch.compiler.is_compiling() or _modes():
         return True
-    unusual = [value for value in call if isinstance(value, torch.Tensor)] if set(map(type, call)) - _ORDINARY else ()
-    return any(type(value).__torch_dispatch__ is not _PLAIN for value in unusual)
+    for value in [value for value in call if type(value) not in _ORDINARY]:
+        if isinstance(value, (list, tuple)):
+            if is_traced(value):
+                return True
+        elif isinstance(value, torch.Tensor) and type(value).__torch_dispatch__ is not _PLAIN:
+            return True
+    return False
 
 
 def _metadata(values: Sequence[Any]) -> tuple[Any, ...]:
@@ -115,3 +127,52 @@ def validated(validate: Callable[[Any], Any], call: tuple[Any, ...], known: dict
             known.clear()
         known[key] = found
     return found
+
+
+class OutputOperator(Generic[_Call]):
+    """An operator whose calls bring memory for the output, or get some. A call of it returns that.
+
+    Parameters
+    ----------
+    name, call
+        As in :func:`define`.
+    validate : callable
+        Checks a call before any launch; what it gives is remembered (:func:`validated`).
+    compute : callable
+        Computes a valid call that has its output, given what ``validate`` gave.
+    new_output : callable
+        Memory for the output of a call that is valid or traced.
+    mutates : sequence of str
+        Fields that ``compute`` writes, the output's first.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        call: type[_Call],
+        validate: Callable[[_Call], Any],
+        compute: Callable[[_Call, Any], None],
+        new_output: Callable[[_Call], torch.Tensor],
+        mutates: Sequence[str],
+    ) -> None:
+        self.validate, self.compute, self.new_output = validate, compute, new_output
+        self.output = mutates[0]
+        self.known: dict[Any, Any] = {}
+
+        def run(call: _Call) -> None:
+            compute(call, validate(call))
+
+        self.traced = define(name, call, run, mutates=mutates)
+
+    def __call__(self, call: _Call) -> torch.Tensor:
+        traced = is_traced(call)
+        checked = None if traced else validated(self.validate, call, self.known)
+        output: torch.Tensor | None = getattr(call, self.output)
+        if output is None:
+            output = self.new_output(call)
+            call = call._replace(**{self.output: output})
+        if traced:
+            self.traced(call)
+        else:
+            self.compute(call, checked)
+        return output

@@ -9,13 +9,13 @@ one token to the next, but those of a small batch would from one profiling run t
 from __future__ import annotations
 
 import functools
-import warnings
 from typing import Any
 
 import torch
 
 from ..autotuner import AutoTuner, DynamicTensorSpec, TunableRunner, TuningConfig
 from . import devices
+from .backend import Backend
 
 _NOTHING = (0, 0, 0, None)
 _MOST_REMEMBERED = 4096
@@ -27,8 +27,25 @@ class Runner(TunableRunner):
     """Times a call with each of its tactics.
 
     ``inputs[0]`` are token rows, whose number is tuned over.  Subclasses say what tells calls apart (:meth:`key`), which
-    tactics there are (:meth:`names`), and run one (:meth:`run`).
+    tactics there are (:meth:`names`), what is called (:meth:`make_profile`), and run one (:meth:`run`).
     """
+
+    def __init__(self, backend: Backend) -> None:
+        # Names that end in _cache stay out of the runner's hash (TunableRunner.__hash__).
+        self._backend_cache = backend
+        self._profile_cache: dict[int, Any] = {}
+
+    @property
+    def backend(self) -> Backend:
+        """What runs the call."""
+        return self._backend_cache
+
+    def profile(self, inputs: list[torch.Tensor]) -> Any:
+        """What :meth:`make_profile` gave for as many tokens; one at a time: an LM head's outputs are large."""
+        tokens = inputs[0].shape[0]
+        if tokens not in self._profile_cache:
+            self._profile_cache = {tokens: self.make_profile(inputs)}
+        return self._profile_cache[tokens]
 
     def key(self, inputs: list[torch.Tensor]) -> tuple[Any, ...]:
         """What besides the shapes tells saved tactics apart; the same in every process."""
@@ -36,6 +53,10 @@ class Runner(TunableRunner):
 
     def names(self, tokens: int) -> list[str]:
         """Tactics for so many tokens."""
+        raise NotImplementedError
+
+    def make_profile(self, inputs: list[torch.Tensor]) -> Any:
+        """A call for the number of tokens of ``inputs``, with whatever else it takes."""
         raise NotImplementedError
 
     def run(self, inputs: list[torch.Tensor], tactic: str | None) -> torch.Tensor:
@@ -65,6 +86,11 @@ class Runner(TunableRunner):
         return self.run(inputs, None if tactic == -1 else tactic)
 
 
+def unit_scales(*shape: int, device: torch.device) -> torch.Tensor:
+    """UE8M0 scales of 1."""
+    return torch.full(shape, 0x7F, dtype=torch.uint8, device=device)
+
+
 @functools.lru_cache(maxsize=16)
 def config(most_tokens: int) -> TuningConfig:
     """Token counts to tune at: the buckets of MoE layers."""
@@ -91,23 +117,6 @@ def _state(tuner: Any) -> Any:
         return None
 
 
-@functools.cache
-def _warn_of_numbers(operator: str) -> None:
-    warnings.warn(
-        f"a cache file of the autotuner has tactics of {operator} as numbers, from before they had names; they are not "
-        "used: tune once more, into a new file",
-        stacklevel=5,
-    )
-
-
-def _refuse_numbers(tuner: Any, operator: str) -> None:
-    """Say once if a file that ``tuner`` has loaded is from before tactics had names; its keys match no call any more."""
-    for key, (_, tactic) in getattr(tuner, "_file_configs", {}).items():
-        if operator in key and isinstance(tactic, int) and tactic != -1:
-            _warn_of_numbers(operator)
-            return
-
-
 def tuned(operator: str, runner: Runner, most_tokens: int, inputs: list[torch.Tensor], **named: Any) -> str | None:
     """The tactic that upstream's autotuner has for this call, which is on a GPU; None: the planner's.
 
@@ -121,7 +130,6 @@ def tuned(operator: str, runner: Runner, most_tokens: int, inputs: list[torch.Te
         if key in _remembered:
             known: str | None = _remembered[key]
             return known
-    _refuse_numbers(tuner, operator)
     if key is None:
         _, tactic = tuner.choose_one(operator, [runner], config(most_tokens), inputs, **named)
     else:  # not choose_one, which warns of shapes that were not tuned: the planner's tactic for them is no fallback

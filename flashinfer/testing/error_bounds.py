@@ -229,6 +229,12 @@ def affine_error(
     return scaled + FLOAT32_ROUNDOFF * ((product * factor).abs() + result.abs() + 2 * scaled)
 
 
+def _clamped(value: torch.Tensor, error: torch.Tensor, low: float, high: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """``value`` between ``low`` and ``high``, and how far anything within ``error`` of it can lie from that."""
+    middle, above, below = (each.clamp(low, high) for each in (value, value + error, value - error))
+    return middle, torch.maximum(above - middle, middle - below)
+
+
 def swiglu(
     up: torch.Tensor,
     gate: torch.Tensor,
@@ -239,15 +245,8 @@ def swiglu(
     limit: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``g sigmoid(alpha g) (u + beta)`` of the clamped gate and up projections, and its bound."""
-    g, u = gate.clamp(max=limit), up.clamp(-limit, limit)
-    g_error = torch.maximum(
-        (gate + gate_error).clamp(max=limit) - g,
-        g - (gate - gate_error).clamp(max=limit),
-    )
-    u_error = torch.maximum(
-        (up + up_error).clamp(-limit, limit) - u,
-        u - (up - up_error).clamp(-limit, limit),
-    )
+    g, g_error = _clamped(gate, gate_error, -torch.inf, limit)
+    u, u_error = _clamped(up, up_error, -limit, limit)
     sigmoid = torch.sigmoid(alpha * g)
     swish = g * sigmoid
     slope = (sigmoid + alpha * g * sigmoid * (1 - sigmoid)).abs()
@@ -266,11 +265,8 @@ def swiglu_step(
     """``min(silu(g), limit) clamp(u, -limit, limit)`` of the gate and up projections, and its bound."""
     ones = torch.ones_like(up)
     silu, error = swiglu(ones, gate, torch.zeros_like(up), gate_error, 1.0, 0.0, torch.inf)
-    clamped = []
-    for value, off, low in ((silu, error, -torch.inf), (up, up_error, -limit)):
-        middle, above, below = (each.clamp(low, limit) for each in (value, value + off, value - off))
-        clamped.append((middle, torch.maximum(above - middle, middle - below)))
-    (s, s_error), (u, u_error) = clamped
+    s, s_error = _clamped(silu, error, -torch.inf, limit)
+    u, u_error = _clamped(up, up_error, -limit, limit)
     error = s.abs() * u_error + u.abs() * s_error + s_error * u_error
     return s * u, error + 2 * FLOAT32_ROUNDOFF * ((s * u).abs() + error) + _UNDERFLOW
 

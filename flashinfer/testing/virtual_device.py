@@ -87,17 +87,23 @@ def in_own_process(function: Callable[..., Any], *arguments: Any) -> Any:
     preload = importlib.import_module("vsm.preload").preload()
     if not preload:
         return function(*arguments)
-    before = os.environ.get("LD_PRELOAD")
-    os.environ["LD_PRELOAD"] = preload
+    context = multiprocessing.get_context("spawn")
+    with _environment("LD_PRELOAD", preload), concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """Within it, a variable of the environment has that value."""
+    before = os.environ.get(name)
+    os.environ[name] = value
     try:
-        context = multiprocessing.get_context("spawn")
-        with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
-            return pool.submit(function, *arguments).result()
+        yield
     finally:
         if before is None:
-            del os.environ["LD_PRELOAD"]
+            del os.environ[name]
         else:
-            os.environ["LD_PRELOAD"] = before
+            os.environ[name] = before
 
 
 def _check_architecture(name: str) -> None:
@@ -112,17 +118,13 @@ def compiling_for(architecture: str = "sm_121a") -> Iterator[None]:
 
     _check_architecture(architecture)
     context = core.current_compilation_context
-    before, embed = set(context.TARGET_CUDA_ARCHS), os.environ.get(_EMBED_PTX)
+    before = set(context.TARGET_CUDA_ARCHS)
     context.TARGET_CUDA_ARCHS = {ARCHITECTURES[architecture]}
-    os.environ[_EMBED_PTX] = "1"
     try:
-        yield
+        with _environment(_EMBED_PTX, "1"):
+            yield
     finally:
         context.TARGET_CUDA_ARCHS = before
-        if embed is None:
-            del os.environ[_EMBED_PTX]
-        else:
-            os.environ[_EMBED_PTX] = embed
 
 
 class VirtualDevice:
@@ -200,8 +202,7 @@ class VirtualDevice:
 
         The tensor must not outlive the device's context.
         """
-        if self._failure:
-            raise VirtualDeviceError(f"the virtual device stopped at an earlier fault: {self._failure}")
+        self._require_no_failure()
         runtime = ctypes.CDLL("libcudart.so.13")  # the shim: it is loaded already
         address = ctypes.c_void_p()
         if size <= 0 or runtime.cudaMalloc(ctypes.byref(address), ctypes.c_size_t(size)) != 0:
@@ -212,6 +213,10 @@ class VirtualDevice:
         # The tensor keeps the buffer alive; when both are gone, the memory goes.
         weakref.finalize(buffer, self._release, runtime, start)
         return torch.frombuffer(buffer, dtype=torch.uint8)
+
+    def _require_no_failure(self) -> None:
+        if self._failure:
+            raise VirtualDeviceError(f"the virtual device stopped at an earlier fault: {self._failure}")
 
     def pdl(self, wanted: bool | None) -> bool:
         """Whether kernels are launched as programmatic dependents: unless ``wanted`` is False."""
@@ -251,8 +256,7 @@ class VirtualDevice:
             VirtualDeviceError: a launch was refused or failed; with ``strict``, a watcher reported. After a fault the
                 device answers nothing more, as a GPU's context does: enter a new one.
         """
-        if self._failure:
-            raise VirtualDeviceError(f"the virtual device stopped at an earlier fault: {self._failure}")
+        self._require_no_failure()
         tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor) and argument.numel()]
         for tensor in tensors:
             if tensor.device.type != "cpu":
@@ -261,9 +265,8 @@ class VirtualDevice:
         ranges: list[tuple[int, int, bool]] = []
         for start, size in sorted({_byte_range(tensor) for tensor in tensors if tensor.data_ptr() not in self._owned}):
             end, writes_it = start + size, writable is None or start in writable
-            if (
-                ranges and start < ranges[-1][1]
-            ):  # keys and values of one cache, or parts of rows, lie in between each other
+            # Keys and values of one cache, or parts of rows, lie in between each other.
+            if ranges and start < ranges[-1][1]:
                 start, last, before = ranges.pop()
                 end, writes_it = max(end, last), writes_it or before
             ranges.append((start, end, writes_it))

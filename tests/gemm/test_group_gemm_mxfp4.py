@@ -131,12 +131,12 @@ def test_other_devices_are_upstreams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         gemm_base._upstream,
         "group_gemm_mxfp8_mxfp4_nt_groupwise",
-        lambda *args, **kwargs: seen.update(args=args, kwargs=kwargs),
+        lambda **named: seen.update(named),
     )
     group_gemm_mxfp4_nt_groupwise(**inputs, mma_sm=2, tile_m=128, tile_n=192, tile_k=256, swap_ab=False)
-    operands = tuple(inputs[name] for name in ("a", "b", "a_scale", "b_scale", "m_indptr"))
-    assert all(given is passed for given, passed in zip(operands, seen["args"][:5], strict=True))
-    assert seen["args"][5:] == (2, 128, 192, 256, False, None, None)
+    assert all(seen.pop(name) is given for name, given in inputs.items())
+    tiles = {"mma_sm": 2, "tile_m": 128, "tile_n": 192, "tile_k": 256, "swap_ab": False}
+    assert seen == tiles | {"out": None, "out_dtype": None, "skip_check": False}
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])

@@ -6,8 +6,6 @@ of the same dtypes and layouts, on a GPU of the same name.
 from __future__ import annotations
 
 import dataclasses
-import json
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -65,7 +63,6 @@ def restart(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     def forget() -> None:
         sm12x_launch.default_tactics.cache_clear()
         tune._remembered.clear()
-        tune._warn_of_numbers.cache_clear()
         AutoTuner.get().clear_cache()
 
     return forget
@@ -174,38 +171,6 @@ def test_a_name_that_is_gone_is_told_and_not_used(
     with autotune(False, cache=cache):
         assert call() == numbers[default]
     assert any(f"cached tactic '{BEST}'" in line for line in lines), lines
-
-
-def test_numbers_of_before_are_refused_in_one_line(
-    call: Callable[[], int], restart: Callable[[], None], tmp_path: Path
-) -> None:
-    """Once a tactic was its row's number, and keys ended in a digest of the table."""
-    cache = tmp_path / "tactics.json"
-    default, number = call(), instances.index_of(BEST)
-    with autotune(True, cache=str(cache)):
-        assert call() == number
-    today = json.loads(cache.read_text())
-
-    def file_of(key_of: Callable[[str], str]) -> None:
-        """The file with numbers for names, under other keys."""
-        numbered = {}
-        for key, value in today.items():
-            ours = isinstance(value, list) and value[0].startswith("SM12x")
-            known = ours and value[1] != -1
-            numbered[key_of(key) if ours else key] = [value[0], number, *value[2:]] if known else value
-        cache.write_text(json.dumps(numbered))
-        restart()
-
-    file_of(lambda key: key.removesuffix("))") + ", '0123456789abcdef'))")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with autotune(False, cache=str(cache)):
-            assert [call(), call()] == [default, default]
-    lines = [str(each.message) for each in caught if "as numbers, from before they had names" in str(each.message)]
-    assert lines and len(lines) == len(set(lines)), "once for an operator"
-    file_of(lambda key: key)
-    with autotune(False, cache=str(cache)):
-        assert call() == default
 
 
 def test_calls_of_other_dtypes_and_layouts_are_tuned_apart(

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Experts of transformers' gpt-oss with MXFP8 activations, as W4A8 has them: in float32, quantized where the
-contract says."""
+contract says. And random weights."""
 
 from __future__ import annotations
 
@@ -31,3 +31,11 @@ def forward(
             inner = _mxfp8(gate * torch.sigmoid(1.702 * gate) * (up + 1))
             output[token] += weight * (inner @ down_proj[expert] + experts.down_proj_bias[expert])
     return output.to(hidden.dtype)
+
+
+def random_mxfp4(
+    generator: torch.Generator, experts: int, rows: int, k: int, low: int = 121
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Packed values of experts' matrices ``[rows, k]``, and linear scale bytes of three octaves from ``low`` on."""
+    values = torch.randint(0, 256, (experts, rows, k // 2), dtype=torch.uint8, generator=generator)
+    return values, torch.randint(low, low + 3, (experts, rows, k // 32), dtype=torch.uint8, generator=generator)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
+import reference_attention
 import torch
 
 PAGE = 16
@@ -34,16 +35,11 @@ def forward(
     starts = batch.starts
     for sequence, (pages, length) in enumerate(zip(batch.pages, batch.lengths, strict=True)):
         k, v = (
-            part[pages].transpose(1, 2).flatten(0, 1)[:length].float().repeat_interleave(heads // kv_heads, 1)
-            for part in (keys, values)
+            part[pages].transpose(1, 2).flatten(0, 1)[:length].float() * scale
+            for part, scale in ((keys, layer._k_scale_float), (values, layer._v_scale_float))
         )
-        new = query[starts[sequence] : starts[sequence + 1]].float()
-        scores = torch.einsum("qhd,khd->hqk", new, k * layer._k_scale_float) * layer.impl.scale
-        distance = torch.arange(length - len(new), length)[:, None] - torch.arange(length)
-        scores.masked_fill_((distance < 0) | (distance >= (layer.sliding_window or length)), float("-inf"))
-        sinks = layer.impl.sinks.float().view(-1, 1, 1).expand(-1, len(new), 1)
-        weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
-        out[starts[sequence] : starts[sequence + 1]] = torch.einsum("hqk,khd->qhd", weights, v * layer._v_scale_float)
+        new = slice(starts[sequence], starts[sequence + 1])
+        out[new] = reference_attention.attended(layer, query[new], k, v)
     return out.view(len(query), -1)
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 import served
 import torch
 from paged import Batch, Paged
-from test_vllm_models import ON_THE_CPU, table
+from test_vllm_models import serve, table
 
 SEED = 3
 # Heads as decode_attention takes them, and a window that the prompts reach beyond.
@@ -53,18 +52,22 @@ def loaded(folder) -> Iterator[Any]:
 
 
 def engine(folder: Any, chosen: dict[str, str], *words: str) -> Any:
-    words = (*ON_THE_CPU, "--attention-backend", "FLASHINFER", *words)
-    return served.engine_config(str(folder), *words, "--additional-config", json.dumps({"sm12x": chosen}))
+    return serve(folder, chosen, "--attention-backend", "FLASHINFER", *words)
 
 
 def tokens_of(sequence: int, count: int) -> list[int]:
     return ((torch.arange(count) + 100 * sequence) * 2654435761 % checkpoint.CONFIG["vocab_size"]).tolist()
 
 
-def answers(steps: Paged, rows: int = 0, sequences: int = 0, **context: Any) -> tuple[torch.Tensor, list[Batch]]:
-    """float32 logits of both sequences' decode steps, behind their prompts: ``[steps, sequence, vocabulary]``."""
+def prefill(steps: Paged) -> None:
+    """The prompts, one after the other."""
     for sequence, length in enumerate(PROMPTS):
         steps.step(tokens_of(sequence, length), Batch([length], [length], [PAGES[sequence]]))
+
+
+def answers(steps: Paged, rows: int = 0, sequences: int = 0, **context: Any) -> tuple[torch.Tensor, list[Batch]]:
+    """float32 logits of both sequences' decode steps, behind their prompts: ``[steps, sequence, vocabulary]``."""
+    prefill(steps)
     found, batches = [], []
     for step in range(NEW):
         lengths = [length + step + 1 for length in PROMPTS]
@@ -260,23 +263,9 @@ def test_modules_that_cannot_be_built_leave_the_steps_to_vllm(folder, log, monke
 
 @pytest.mark.parametrize("words", [(), ("--enable-expert-parallel",)], ids=["tensor parallel", "expert parallel"])
 def test_two_ranks_decode_as_one(loaded, folder, tmp_path, words):
-    from test_vllm_processes import start
-    from vllm.utils.network_utils import get_open_port
+    from test_vllm_processes import two_ranks
 
-    target, port = tmp_path / "logits.pt", str(get_open_port())
-    chosen = (
-        "--additional-config",
-        json.dumps({"sm12x": {"moe": "mxfp4-a16"}}),
-        "--tensor-parallel-size",
-        "2",
-    )
-    ranks = [
-        start("decode_rank.py", str(rank), port, str(folder), str(target), *chosen, *words, VIRTUAL_GPU_COUNT="2")
-        for rank in range(2)
-    ]
-    outputs = [process.communicate()[0] for process in ranks]
-    assert [process.returncode for process in ranks] == [0, 0], "\n".join(outputs)
-    found, vllms = torch.load(target)
+    (found, vllms), _ = two_ranks("decode", folder, tmp_path / "logits.pt", {"moe": "mxfp4-a16"}, *words)
     alone, _ = answers(Paged(*loaded({"moe": "mxfp4-a16"})))
     for other in (vllms, alone):
         distance = (found.log_softmax(-1) - other.log_softmax(-1)).abs().mean()

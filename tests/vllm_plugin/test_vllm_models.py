@@ -135,36 +135,35 @@ def chosen_kernels(folder: Any, chosen: dict[str, str], *words: str) -> dict[str
         return served.kernels(served.built(config))
 
 
-def test_dense_formats_are_the_forks_and_marlin_by_name(checkpoint_folder):
-    formats = {"qkv": "mxfp8", "o": "mxfp4", "lm_head": "mxfp8-a8"}
-    found = chosen_kernels(checkpoint_folder, formats)
-    assert found["qkv"] == found["o"] == found["lm_head"] == "ForkKernel"
-    found = chosen_kernels(checkpoint_folder, formats, "--linear-backend", "marlin")
-    assert found["qkv"] == found["lm_head"] == "MarlinMxfp8LinearKernel"
-    assert found["o"] == "MarlinMxFp4LinearKernel"
+FORMATS = {"qkv": "mxfp8", "o": "mxfp4", "lm_head": "mxfp8-a8"}
+MARLINS = {"qkv": "MarlinMxfp8LinearKernel", "o": "MarlinMxFp4LinearKernel", "lm_head": "MarlinMxfp8LinearKernel"}
+VLLMS = {"moe": "MARLIN MarlinExperts"}
+LEFT = "flashinfer-sm12x: the experts are left to vLLM: "
 
 
-def test_an_explicit_moe_backend_wins_and_is_named(checkpoint_folder, log):
-    found = chosen_kernels(checkpoint_folder, {}, "--moe-backend", "marlin")
-    assert found["moe"] == "MARLIN MarlinExperts"
-    assert "flashinfer-sm12x: the experts are left to vLLM: --moe-backend marlin" in log
-
-
-def test_flashinfer_cutlass_by_name_is_this_fork(checkpoint_folder):
-    """vLLM alone refuses it here: it looks for the bf16 variant, which it keeps to Hopper."""
-    found = chosen_kernels(checkpoint_folder, {}, "--moe-backend", "flashinfer_cutlass")
-    assert found["moe"] == "FLASHINFER_CUTLASS_MXFP4_MXFP8 SM12xExperts"
-
-
-def test_the_experts_can_be_left_to_vllm(checkpoint_folder, log):
-    assert chosen_kernels(checkpoint_folder, {"moe": "vllm"})["moe"] == "MARLIN MarlinExperts"
-    assert "flashinfer-sm12x: the experts are left to vLLM: chosen" in log
-
-
-def test_lora_is_left_to_vllm_with_the_reason(checkpoint_folder, log):
-    found = chosen_kernels(checkpoint_folder, {}, "--enable-lora")
-    assert "SM12x" not in found["moe"]
-    assert "flashinfer-sm12x: the experts are left to vLLM: kernel does not support LoRA" in log
+@pytest.mark.parametrize(
+    ("chosen", "words", "expected", "said"),
+    [
+        (FORMATS, (), dict.fromkeys(FORMATS, "ForkKernel"), ""),
+        (FORMATS, ("--linear-backend", "marlin"), MARLINS, ""),
+        (
+            {"qkv": "mxfp4"},
+            ("--quantization-config", '{"linear": "mxfp8"}', "--linear-backend", "emulation"),
+            dict.fromkeys(("qkv", "o"), "EmulationMxfp8LinearKernel"),
+            "",
+        ),
+        ({}, ("--moe-backend", "marlin"), VLLMS, f"{LEFT}--moe-backend marlin"),
+        # vLLM alone refuses it here: it looks for the bf16 variant, which it keeps to Hopper.
+        ({}, ("--moe-backend", "flashinfer_cutlass"), {"moe": "FLASHINFER_CUTLASS_MXFP4_MXFP8 SM12xExperts"}, ""),
+        ({"moe": "vllm"}, (), VLLMS, f"{LEFT}chosen"),
+        ({}, ("--enable-lora",), VLLMS, f"{LEFT}kernel does not support LoRA"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_kernels_are_those_that_were_chosen_and_named(checkpoint_folder, log, chosen, words, expected, said):
+    found = chosen_kernels(checkpoint_folder, chosen, *words)
+    assert found == found | expected
+    assert not said or said in log
 
 
 def test_speculative_decoding_verifies_by_these_kernels_and_drafts_by_vllms(checkpoint_folder, tmp_path, monkeypatch):
@@ -199,12 +198,6 @@ def test_speculative_decoding_verifies_by_these_kernels_and_drafts_by_vllms(chec
     assert drafter.lm_head.weight.dtype == torch.bfloat16
     assert drafted[:, :64].isfinite().all()
     assert drafted.shape == (len(TOKENS), checkpoint.CONFIG["vocab_size"])
-
-
-def test_quantization_config_of_vllms_own_wins_for_dense_layers(checkpoint_folder):
-    words = ("--quantization-config", '{"linear": "mxfp8"}', "--linear-backend", "emulation")
-    found = chosen_kernels(checkpoint_folder, {"qkv": "mxfp4"}, *words)
-    assert found["qkv"] == found["o"] == "EmulationMxfp8LinearKernel"
 
 
 def test_a_module_that_cannot_be_built_leaves_the_experts_to_vllm(checkpoint_folder, log, monkeypatch):

@@ -4,22 +4,17 @@ output, on CPU tensors, beside a reference in float32."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import checkpoint
 import pytest
 import served
 import torch
-from experts_reference import _mxfp8
-from test_vllm_models import ON_THE_CPU
+from experts_reference import _mxfp8, random_mxfp4
+from test_vllm_models import serve
 
 HIDDEN, INTER, EXPERTS, TOP_K = 256, 128, 8, 3
 LIMIT = 2.0
-
-
-def config_of(folder: Any, *words: str, **chosen: str) -> Any:
-    return served.engine_config(str(folder), *ON_THE_CPU, "--additional-config", json.dumps({"sm12x": chosen}), *words)
 
 
 def quantization(door: str) -> Any:
@@ -40,34 +35,28 @@ def expert_weights(seed: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Packed values and scale bytes of each expert's gate (w1), up (w3) and down (w2)."""
     print("seed", seed)
     generator = torch.Generator().manual_seed(seed)
-    made = {}
-    for name, rows, k in (("w1", INTER, HIDDEN), ("w3", INTER, HIDDEN), ("w2", HIDDEN, INTER)):
-        values = torch.randint(0, 256, (EXPERTS, rows, k // 2), dtype=torch.uint8, generator=generator)
-        scales = torch.randint(121, 124, (EXPERTS, rows, k // 32), dtype=torch.uint8, generator=generator)
-        made[name] = values, scales
-    return made
+    sizes = {"w1": (INTER, HIDDEN), "w3": (INTER, HIDDEN), "w2": (HIDDEN, INTER)}
+    return {name: random_mxfp4(generator, EXPERTS, *size) for name, size in sizes.items()}
 
 
-def layer_of(
-    config: Any, door: str, activation: str, limit: float | None, weights: dict[str, tuple[torch.Tensor, torch.Tensor]]
-) -> Any:
-    """The experts as vLLM builds, loads and prepares them."""
+def built(door: str, **options: Any) -> Any:
+    """The experts as vLLM builds them."""
     from vllm.model_executor.layers.fused_moe import FusedMoEFactory
-    from vllm.model_executor.model_loader.utils import process_weights_after_loading
     from vllm.utils.torch_utils import set_default_torch_dtype
 
+    prefix = "model.layers.0.mlp.experts"
     with set_default_torch_dtype(torch.bfloat16):
-        layer = FusedMoEFactory(
-            num_experts=EXPERTS,
-            top_k=TOP_K,
-            hidden_size=HIDDEN,
-            intermediate_size=INTER,
-            renormalize=True,
-            activation=activation,
-            swiglu_limit=limit,
-            quant_config=quantization(door),
-            prefix="model.layers.0.mlp.experts",
-        )
+        return FusedMoEFactory(EXPERTS, TOP_K, HIDDEN, INTER, quant_config=quantization(door), prefix=prefix, **options)
+
+
+def method_of(layer: Any) -> Any:
+    return next(module.quant_method for module in layer.modules() if hasattr(module, "quant_method"))
+
+
+def load(layer: Any, config: Any, weights: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """As vLLM loads and prepares the experts."""
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
     parameters = dict(layer.named_parameters())
     for name, (values, scales) in weights.items():
         stem = "w2" if name == "w2" else "w13"
@@ -76,7 +65,6 @@ def layer_of(
             for expert in range(EXPERTS):
                 parameter.weight_loader(parameter, tensor[expert], f"{name}.{suffix}", name, expert)
     process_weights_after_loading(layer, config.model_config, torch.device("cpu"))
-    return layer
 
 
 def reference(
@@ -116,7 +104,7 @@ def reference(
 def test_the_experts_are_the_forks_and_agree_with_the_reference(
     checkpoint_folder, log, door, activation, limit, backend
 ):
-    config = config_of(checkpoint_folder, "--moe-backend", backend)
+    config = serve(checkpoint_folder, {}, "--moe-backend", backend)
     weights = expert_weights(5)
     print("seed", 6)
     generator = torch.Generator().manual_seed(6)
@@ -125,9 +113,9 @@ def test_the_experts_are_the_forks_and_agree_with_the_reference(
     with served.parallel_groups(config):
         from vllm.forward_context import set_forward_context
 
-        layer = layer_of(config, door, activation, limit, weights)
-        method = next(m.quant_method for m in layer.modules() if hasattr(m, "quant_method"))
-        assert type(method.moe_kernel.fused_experts).__name__ == "SM12xMxfp4Experts"
+        layer = built(door, renormalize=True, activation=activation, swiglu_limit=limit)
+        load(layer, config, weights)
+        assert type(method_of(layer).moe_kernel.fused_experts).__name__ == "SM12xMxfp4Experts"
         with torch.inference_mode(), set_forward_context(None, config, num_tokens=len(hidden)):
             got = layer(hidden, logits).float()
     assert any("this fork's, W4A8 from bf16" in message for message in log)
@@ -142,23 +130,12 @@ def test_the_experts_are_the_forks_and_agree_with_the_reference(
         assert (other - expected).norm() / expected.norm() > 2.0**-4
 
 
-def test_another_backend_by_name_and_another_choice_win(checkpoint_folder, log):
-    for words, chosen, reason in (
-        (("--moe-backend", "marlin"), {}, "--moe-backend marlin"),
-        ((), {"moe": "vllm"}, "chosen"),
-    ):
-        config = config_of(checkpoint_folder, *words, **chosen)
-        with served.parallel_groups(config):
-            from vllm.model_executor.layers.fused_moe import FusedMoEFactory
-
-            layer = FusedMoEFactory(
-                EXPERTS,
-                TOP_K,
-                HIDDEN,
-                INTER,
-                quant_config=quantization("DeepSeek-V4"),
-                prefix="model.layers.0.mlp.experts",
-            )
-            method = next(m.quant_method for m in layer.modules() if hasattr(m, "quant_method"))
-            assert method.experts_cls.__name__ == "MarlinExperts"
-        assert f"flashinfer-sm12x: the experts are left to vLLM: {reason}" in log
+@pytest.mark.parametrize(
+    ("words", "chosen", "reason"),
+    [(("--moe-backend", "marlin"), {}, "--moe-backend marlin"), ((), {"moe": "vllm"}, "chosen")],
+)
+def test_another_backend_by_name_and_another_choice_win(checkpoint_folder, log, words, chosen, reason):
+    config = serve(checkpoint_folder, chosen, *words)
+    with served.parallel_groups(config):
+        assert method_of(built("DeepSeek-V4")).experts_cls.__name__ == "MarlinExperts"
+    assert f"flashinfer-sm12x: the experts are left to vLLM: {reason}" in log

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,21 @@ def start(program: str, *words: str, **environment: str) -> subprocess.Popen[str
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+
+def two_ranks(kind: str, folder: Path, target: Path, chosen: dict[str, str], *words: str) -> tuple[Any, list[str]]:
+    """What rank 0 of ``rank.py`` saved, and what both ranks printed."""
+    from vllm.utils.network_utils import get_open_port
+
+    port = str(get_open_port())
+    words = ("--tensor-parallel-size", "2", "--additional-config", json.dumps({"sm12x": chosen}), *words)
+    ranks = [
+        start("rank.py", kind, str(rank), port, str(folder), str(target), *words, VIRTUAL_GPU_COUNT="2")
+        for rank in range(2)
+    ]
+    outputs = [process.communicate()[0] for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], "\n".join(outputs)
+    return torch.load(target), outputs
 
 
 @pytest.mark.parametrize(
@@ -67,17 +83,7 @@ DENSE = {"qkv": "mxfp8", "o": "mxfp8", "lm_head": "mxfp8"}
 )
 def test_two_ranks_agree_with_transformers(checkpoint_folder, tmp_path, words, kinds):
     """A rank's shard of the experts has 48 of 96 columns, no whole number of blocks: vLLM's loader splits 64 and 32."""
-    from vllm.utils.network_utils import get_open_port
-
-    target, port = tmp_path / "logits.pt", str(get_open_port())
-    chosen = ("--additional-config", json.dumps({"sm12x": kinds}))
-    words = ("--tensor-parallel-size", "2", *chosen, *words)
-    ranks = [
-        start("rank.py", str(rank), port, str(checkpoint_folder), str(target), *words, VIRTUAL_GPU_COUNT="2")
-        for rank in range(2)
-    ]
-    outputs = [process.communicate()[0] for process in ranks]
-    assert [process.returncode for process in ranks] == [0, 0], "\n".join(outputs)
+    logits, outputs = two_ranks("prefill", checkpoint_folder, tmp_path / "logits.pt", kinds, *words)
     assert all("SM12xExperts" in output for output in outputs)
     assert all(("EmulationMxfp8LinearKernel" in output) == bool(kinds) for output in outputs)
-    check(torch.load(target), checkpoint_folder, "a8", kinds)
+    check(logits, checkpoint_folder, "a8", kinds)

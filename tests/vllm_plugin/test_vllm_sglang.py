@@ -22,6 +22,7 @@ from typing import Any, Optional
 
 import pytest
 import torch
+from experts_reference import random_mxfp4
 
 import flashinfer
 from flashinfer.testing import MoEInputs, check_within_bound, moe_reference, swizzle_scales
@@ -86,9 +87,15 @@ def sglang_modules(give_modules):
     )
 
 
-def experts_call(recorded: Callable[..., torch.Tensor]) -> Callable[..., Any]:
-    """SGLang's call of ``cutlass_fused_moe``, which is ``recorded``."""
-    return sglangs(
+def experts_call() -> tuple[Callable[..., Any], list[dict[str, Any]]]:
+    """SGLang's call of ``cutlass_fused_moe``, and a list that gets the arguments of each."""
+    calls = []
+
+    def recorded(**words: Any) -> torch.Tensor:
+        calls.append(words)
+        return flashinfer.fused_moe.cutlass_fused_moe(**words)
+
+    run = sglangs(
         "srt/layers/moe/moe_runner/flashinfer_cutlass.py",
         "_fused_experts_flashinfer_mxfp4_cutlass",
         {
@@ -101,29 +108,26 @@ def experts_call(recorded: Callable[..., torch.Tensor]) -> Callable[..., Any]:
             "envs": Named(SGLANG_FLASHINFER_MOE_FUSED_FINALIZE=Named(get=lambda: True)),
         },
     )
+    return run, calls
 
 
 def test_sglangs_experts_are_within_the_references_bound(sglang_modules):
     print("seed", 11)
     generator = torch.Generator().manual_seed(11)
 
-    def scales(rows: int, k: int) -> torch.Tensor:
-        return torch.randint(121, 124, (EXPERTS, rows, k // 32), generator=generator, dtype=torch.uint8)
-
-    def packed(rows: int, k: int) -> torch.Tensor:
-        return torch.randint(0, 256, (EXPERTS, rows, k // 2), generator=generator, dtype=torch.uint8)
-
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(torch.bfloat16)
 
+    w13, w13_scale = random_mxfp4(generator, EXPERTS, 2 * INTER, HIDDEN)
+    w2, w2_scale = random_mxfp4(generator, EXPERTS, HIDDEN, INTER)
     # As the checkpoint has them: gate and up rows in turn.
     layer = Named(
         num_local_experts=EXPERTS,
-        w13_weight=packed(2 * INTER, HIDDEN),
-        w13_weight_scale=scales(2 * INTER, HIDDEN),
+        w13_weight=w13,
+        w13_weight_scale=w13_scale,
         w13_weight_bias=normal(EXPERTS, 2 * INTER),
-        w2_weight=packed(HIDDEN, INTER),
-        w2_weight_scale=scales(HIDDEN, INTER),
+        w2_weight=w2,
+        w2_weight_scale=w2_scale,
         w2_weight_bias=normal(EXPERTS, HIDDEN),
     )
     hidden = normal(TOKENS, HIDDEN)
@@ -166,13 +170,7 @@ def test_sglangs_experts_are_within_the_references_bound(sglang_modules):
     process(Named(_padded_hidden=256, _padded_intermediate=128), layer)
     assert layer.w13_weight.shape == (EXPERTS, 2 * 128, 256 // 2)
 
-    calls = []
-
-    def recorded(**words: Any) -> torch.Tensor:
-        calls.append(words)
-        return flashinfer.fused_moe.cutlass_fused_moe(**words)
-
-    run = experts_call(recorded)
+    run, calls = experts_call()
     # As _apply_sm120_cutlass fills it; what it leaves out is None there.
     left_out = ("w13_humming_residual_scale", "w2_humming_residual_scale", "humming_fc2_act_scale")
     quant_info = Named(
@@ -365,30 +363,16 @@ def test_deepseek_v4s_experts_are_within_the_references_bound(sglang_modules, gi
     print("seed", 23)
     generator = torch.Generator().manual_seed(23)
 
-    def packed(rows: int, k: int) -> torch.Tensor:
-        shape = (experts, rows, k // 2)
-        return torch.randint(-128, 128, shape, generator=generator, dtype=torch.int8)
-
-    def scales(rows: int, k: int, low: int) -> torch.Tensor:
-        shape = (experts, rows, k // 32)
-        exponents = torch.randint(low, low + 3, shape, generator=generator, dtype=torch.uint8)
-        return exponents.view(torch.float8_e8m0fnu)
-
     # As the checkpoint has them: w1 is the gate, w3 the linear half.
-    checkpoint = {"w1": packed(inter, hidden), "w2": packed(hidden, inter), "w3": packed(inter, hidden)}
-    checkpoint |= {f"{name}_scale": scales(inter, hidden, 124) for name in ("w1", "w3")}
-    checkpoint["w2_scale"] = scales(hidden, inter, 121)
+    checkpoint = {}
+    for name, rows, k, low in (("w1", inter, hidden, 124), ("w2", hidden, inter, 121), ("w3", inter, hidden, 124)):
+        values, scales = random_mxfp4(generator, experts, rows, k, low)
+        checkpoint |= {name: values.view(torch.int8), f"{name}_scale": scales.view(torch.float8_e8m0fnu)}
     x = torch.randn(tokens, hidden, generator=generator).to(torch.bfloat16)
     ids = torch.rand((tokens, experts), generator=generator).topk(top_k).indices.to(torch.int32)
     weights = 1.5 * torch.rand((tokens, top_k), generator=generator)  # its factor of routed experts is in them
 
-    calls = []
-
-    def recorded(**words: Any) -> torch.Tensor:
-        calls.append(words)
-        return flashinfer.fused_moe.cutlass_fused_moe(**words)
-
-    call = experts_call(recorded)
+    call, calls = experts_call()
     for rank in range(ranks):
         door = DeepSeekV4(give_modules, call)
         door.load(checkpoint, limit, rank, ranks)

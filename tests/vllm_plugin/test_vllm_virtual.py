@@ -9,7 +9,7 @@ import pytest
 import served
 import torch
 from paged import Batch, Paged
-from test_vllm_decode import CHANGES, PAGES, PROMPTS, SEED, attention_in_pytorch, folder, loaded, tokens_of  # noqa: F401
+from test_vllm_decode import CHANGES, PAGES, PROMPTS, SEED, attention_in_pytorch, folder, loaded, prefill, tokens_of  # noqa: F401
 from test_vllm_models import serve
 from test_vllm_scripts import SCRIPTS, run
 
@@ -61,8 +61,7 @@ def test_a_decode_step_is_the_executors_on_the_virtual_sm121(loaded, tmp_path): 
     checkpoint.write(tmp_path, SEED, **CHANGES, num_hidden_layers=1)
     config, model = loaded({"moe": "mxfp4-a16", "qkv": "mxfp4", "o": "mxfp8", "lm_head": "mxfp4"}, folder=tmp_path)
     steps = Paged(config, model)
-    for sequence, length in enumerate(PROMPTS):
-        steps.step(tokens_of(sequence, length), Batch([length], [length], [PAGES[sequence]]))
+    prefill(steps)
     (cache,) = (layer.kv_cache for layer in steps.layers.values())
     before = cache.clone()
 
