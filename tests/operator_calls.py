@@ -26,6 +26,17 @@ Arguments = dict[str, Any]
 SEED = 5
 
 
+def on(device: torch.device, arguments: Arguments) -> Arguments:
+    """Arguments with all tensors of the CPU's on ``device``, those in lists and tuples, too."""
+
+    def move(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(move, value))
+        return value.to(device) if isinstance(value, torch.Tensor) and value.device.type == "cpu" else value
+
+    return {name: move(value) for name, value in arguments.items()}
+
+
 def _dense(tokens: str = "bf16", **more: Any) -> Arguments:
     case = DenseCase(3, 72, 96, bias=torch.bfloat16, alpha=True, residual=True, tokens=tokens, **more)
     inputs = make_dense_inputs(case, SEED)
@@ -97,7 +108,7 @@ def moved_to(tensor: torch.Tensor, offset: int) -> torch.Tensor:
 
 
 def _strided(tensor: torch.Tensor) -> torch.Tensor:
-    wide = torch.zeros((*tensor.shape, 2), dtype=tensor.dtype)
+    wide = torch.zeros((*tensor.shape, 2), dtype=tensor.dtype, device=tensor.device)
     wide[..., 0] = tensor
     return wide[..., 0]
 

@@ -117,25 +117,6 @@ def test_the_smallest_strides(device: VirtualDevice, layout: str, fp8: bool) -> 
     run(device, case)
 
 
-@pytest.mark.parametrize("name", ["query", "key", "value", "kv_cache", "rope_table", "out"])
-def test_rows_that_vectors_cannot_load(device: VirtualDevice, name: str) -> None:
-    """Of the cache, keys or values."""
-    arguments = make_decode_case([20], 1, 36).arguments
-    arguments["kv_cache"] = keys, values = [part.contiguous() for part in arguments["kv_cache"].unbind(1)]
-    arguments["out"] = torch.empty(arguments["query"].shape, dtype=torch.bfloat16)
-
-    def off(tensor: torch.Tensor) -> torch.Tensor:
-        step = 8 // tensor.element_size()
-        memory = torch.zeros(tensor.numel() * 2 + step, dtype=tensor.dtype)
-        return memory[step:].as_strided(tensor.shape, tensor.stride(), step)
-
-    choices = [[off(keys), values], [keys, off(values)]] if name == "kv_cache" else [off(arguments[name])]
-    for choice in choices:
-        with pytest.raises(ValueError, match=rf"^{name}.* starts at address 0x\w+; it must be aligned to 16 bytes"):
-            decode_attention(**arguments | {name: choice})
-    assert device.launches == []
-
-
 @pytest.mark.parametrize("rope", [None, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("appends", [False, True], ids=["cached", "appends"])
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])

@@ -68,17 +68,11 @@ def test_only_what_upstream_refuses_on_sm12x_is_taken_from_it(monkeypatch, backe
     assert sm12x_mm.takes_mm_fp4(torch.device("cuda", 0), backend, nvfp4) is ours
 
 
-def test_out_is_written_and_checked():
+def test_out_is_written():
     a, b, a_scales, b_scales, *_ = operands(2, 8, 64, seed=6)
-    given = {"block_size": 32, "backend": "cute-dsl", "use_nvfp4": False}
     out = torch.empty(2, 8, dtype=torch.bfloat16)
-    assert flashinfer.mm_fp4(a, b, a_scales, b_scales, out=out, **given) is out
-    with pytest.raises(ValueError, match=r"out is torch.bfloat16 \(8, 2\).*shape \(2, 8\)"):
-        flashinfer.mm_fp4(a, b, a_scales, b_scales, out=out.t().contiguous(), **given)
-    with pytest.raises(ValueError, match=r"b_descale is .* it must be 512 contiguous bytes: 128x4 scales of 8 rows"):
-        flashinfer.mm_fp4(a, b, a_scales, b_scales[:, :64], **given)
-    with pytest.raises(ValueError, match="takes 128x4 scales"):
-        flashinfer.mm_fp4(a, b, a_scales, b_scales, use_8x4_sf_layout=True, **given)
+    options = {"block_size": 32, "backend": "cute-dsl", "use_nvfp4": False}
+    assert flashinfer.mm_fp4(a, b, a_scales, b_scales, out=out, **options) is out
 
 
 @pytest.mark.parametrize("k", [160, 192])
@@ -102,25 +96,6 @@ def test_mxfp8_and_16_bit_tokens_by_upstreams_names(k):
     assert torch.equal(got, dense(x, w4, w4_sf, alpha=alpha))
     got = flashinfer.gemm.mm_bf16_mxfp8(x, w8, w_sf, out_dtype=torch.float16)
     assert torch.equal(got, dense(x, w8, w_sf, out_dtype=torch.float16))
-
-
-def test_bad_calls_by_upstreams_names_are_refused():
-    x8, scales = mx_cpu.quantize_mxfp8_linear(torch.randn(4, 64))
-    sf = mx_cpu.swizzle_128x4(scales)
-    with pytest.raises(ValueError, match=r"b is .*it must be column-major"):
-        flashinfer.mm_mxfp8(x8, torch.zeros(64, 8, dtype=torch.float8_e4m3fn), sf, sf, backend="sm12x")
-    with pytest.raises(ValueError, match="use_8x4_sf_layout must be False"):
-        flashinfer.mm_mxfp8(x8, x8.t(), sf, sf, use_8x4_sf_layout=True, backend="sm12x")
-    with pytest.raises(ValueError, match=r"a is torch.bfloat16 .* must be a matrix of torch.float8_e4m3fn"):
-        flashinfer.mm_mxfp8(x8.bfloat16(), x8.t(), sf, sf, backend="sm12x")
-    with pytest.raises(ValueError, match="block_size is 16; with backend='sm12x' it must be 32"):
-        flashinfer.mm_bf16_fp4(x8.bfloat16(), x8, sf, backend="sm12x")
-    with pytest.raises(ValueError, match=r"b is torch.bfloat16"):
-        flashinfer.gemm.mm_bf16_mxfp8(x8.bfloat16(), x8.bfloat16(), sf)
-    with pytest.raises(ValueError, match=r"a_descale is .* it must be 512 contiguous bytes"):
-        flashinfer.mm_mxfp8(x8, x8.t(), sf[:64], sf, backend="sm12x")
-    with pytest.raises(ValueError, match=r"a is torch.float16"):
-        flashinfer.gemm.mm_bf16_mxfp8(x8.half(), x8, sf)
 
 
 @pytest.mark.parametrize("name", ["mm_fp4", "mm_mxfp8", "mm_bf16_fp4"])

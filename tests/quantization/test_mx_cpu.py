@@ -192,50 +192,6 @@ def test_old_module_names_hold_the_same_functions() -> None:
     assert flashinfer.fp8_quantization.mxfp8_quantize is mxfp8_quantize is flashinfer.mxfp8_quantize
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: mxfp8_quantize(torch.zeros(2, 48)), r"input is torch.float32 \(2, 48\).*multiple of 32"),
-        (lambda: mxfp8_quantize(torch.zeros(2, 64, dtype=torch.int32)), "input is torch.int32"),
-        (lambda: mxfp8_quantize(torch.zeros(2, 64), alignment=48), "alignment is 48"),
-        (
-            lambda: mxfp8_quantize(torch.zeros(2, 64), sf_swizzle_layout=SfLayout.layout_8x4),
-            "layout_8x4 exists on CUDA only",
-        ),
-        (lambda: mxfp4_quantize(torch.zeros(2, 33)), r"a is torch.float32 \(2, 33\)"),
-        (lambda: mxfp4_quantize(torch.zeros(2, 64), sfLayout=SfLayout.layout_8x4), "layout_8x4"),
-        (
-            lambda: mxfp4_dequantize(torch.zeros(2, 16, dtype=torch.uint8), torch.zeros(3, dtype=torch.uint8)),
-            "a_sf holds 3 bytes; layout_128x4 scales of a 2 x 32 matrix have 512",
-        ),
-        (lambda: mxfp4_dequantize(torch.zeros(2, 17, dtype=torch.uint8), torch.zeros(512)), "a_fp4 is torch.uint8"),
-        *(
-            (
-                lambda dtype=dtype: mxfp4_dequantize(
-                    torch.zeros(2, 16, dtype=torch.uint8), torch.zeros(512, dtype=torch.uint8).view(dtype)
-                ),
-                f"a_sf is {dtype} .*must be dense, torch.uint8 or torch.float8_e8m0fnu",
-            )
-            for dtype in (torch.bool, torch.int8, torch.float8_e4m3fn, torch.int32, torch.float32)
-        ),
-        (
-            lambda: mxfp8_quantize(torch.zeros(2, 64), backend="xyz"),
-            "backend is 'xyz'; it must be 'cuda' or 'cute-dsl'",
-        ),
-        (lambda: block_scale_interleave(torch.zeros(4, 4)), "unswizzled_sf is torch.float32"),
-    ],
-)
-def test_bad_input_is_named(call, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # layout_8x4 would be upstream's
-    with pytest.raises(ValueError, match=message):
-        call()
-
-
-def test_a_text_is_no_switch() -> None:
-    with pytest.raises(TypeError, match="is_sf_swizzled_layout is 'False'; it must be an integer"):
-        mxfp8_quantize(torch.zeros(2, 64), is_sf_swizzled_layout="False")  # type: ignore[arg-type]
-
-
 def test_what_is_quantized_needs_no_gradient() -> None:
     weight = torch.nn.Parameter(torch.ones(2, 64))
     for quantize in (mxfp8_quantize, mxfp4_quantize):
@@ -309,13 +265,6 @@ def test_a_block_without_finite_error_keeps_the_scale_of_its_amax() -> None:
     expected, by_amax = mxfp8_quantize(x, False)
     assert torch.equal(_bits(values[0]), _bits(expected[0]))
     assert torch.equal(scales[:2], by_amax[:2])
-
-
-def test_an_unknown_scale_rule_is_named() -> None:
-    x = torch.zeros(1, 32)
-    for quantize in (mxfp4_quantize, mxfp8_quantize):
-        with pytest.raises(ValueError, match=r"scale_rule is 'least'; it must be one of 'amax', 'mse'"):
-            quantize(x, scale_rule="least")
 
 
 def test_packed_values_may_start_at_any_byte() -> None:
