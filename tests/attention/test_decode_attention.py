@@ -15,7 +15,6 @@ from flashinfer.decode import decode_attention, prepare_decode_attention
 from flashinfer.sm12x.probe.mma import accumulation_on
 from flashinfer.testing.decode_reference import (
     OPERANDS,
-    DecodeCase,
     check_decoded,
     check_one_element,
     far_away,
@@ -212,26 +211,6 @@ def test_the_pages_that_windows_see_are_checked(
         return
     with pytest.raises(ValueError, match=rf"block_tables\[{place[0]}, {place[1]}\] is 8; pages that a sequence sees"):
         decode_attention(**arguments, **named)
-
-
-def test_compiled_with_fullgraph(device: torch.device) -> None:
-    cases = [make_decode_case([30, 50], 1, 6, device=device) for _ in range(2)]
-
-    def layer(case: DecodeCase, query: torch.Tensor) -> torch.Tensor:
-        return decode_attention(**{**case.arguments, "query": query * 2}) + 1
-
-    compiled = torch.compile(
-        lambda query: layer(cases[0], query),
-        fullgraph=True,
-        backend="aot_eager" if device.type == "cpu" else "inductor",
-    )
-    ours, expected = (
-        call(case.arguments["query"])
-        for call, case in zip((compiled, lambda query: layer(cases[1], query)), cases, strict=True)
-    )
-    assert torch.equal(ours, expected)
-    for mine, theirs in zip(cases[0].cache(), cases[1].cache(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
 
 
 def test_workspaces_of_streams_and_of_graphs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from virtual_devices import ALL_WATCHERS, virtual_fixture
 
 from flashinfer.decode import decode_attention
 from flashinfer.jit.sm12x.modules import gen_decode_module
@@ -25,22 +25,12 @@ from flashinfer.testing.decode_reference import (
 )
 from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
 
-ALL_WATCHERS = 31
 DISTINCT = 8  # counts what is touched: a bit for every sector
 SMS = 48
 
-
-@pytest.fixture
-def device() -> Iterator[VirtualDevice]:
-    with virtual_device("sm_121a", watch=ALL_WATCHERS) as made:
-        yield made
-
-
-@pytest.fixture
-def weak_device() -> Iterator[VirtualDevice]:
-    """Writes reach other blocks late, unless something orders them."""
-    with virtual_device("sm_121a", watch=ALL_WATCHERS, weak_memory=7) as made:
-        yield made
+device = virtual_fixture(watch=ALL_WATCHERS)
+# Writes reach other blocks late, unless something orders them.
+weak_device = virtual_fixture(watch=ALL_WATCHERS, weak_memory=7)
 
 
 def run(device: VirtualDevice, case: DecodeCase, **named: Any) -> torch.Tensor:

@@ -209,18 +209,6 @@ def test_sums_in_few_bits_turn_that_block_scaled_mma_off(
         assert forced == (["bf16"] * 5 if variable == "1" else ["mxfp8", "mxfp4", "mxfp4", "mxfp8", "bf16"])
 
 
-def test_compiled_with_fullgraph(device: torch.device) -> None:
-    inputs = on(device, DenseCase(5, 96, 160, bias=torch.bfloat16), 11)
-
-    def layer(x: torch.Tensor) -> torch.Tensor:
-        return dense_mx(x, *inputs.arguments[1:], inputs.named["bias"], constant_weights=True, tactic=0) * 2
-
-    backend = "aot_eager" if device.type == "cpu" else "inductor"
-    compiled = torch.compile(layer, fullgraph=True, backend=backend)
-    x = inputs.arguments[0]
-    torch.testing.assert_close(compiled(x), layer(x), rtol=0, atol=0)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 16, 40])
 def test_a_captured_graph_replays(device: torch.device, tokens: int) -> None:

@@ -78,21 +78,6 @@ def test_no_tokens(device: torch.device) -> None:
     assert found.values.shape == found.indices.shape == (0, 3)
 
 
-@pytest.mark.parametrize("keeps", [False, True], ids=["", "logits"])
-def test_compiled_with_fullgraph(device: torch.device, keeps: bool) -> None:
-    arguments = random_arguments(device, DenseCase(5, 96, 160, bias=torch.bfloat16), 11)
-    x = arguments.pop("x")
-
-    def layer(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        logits = torch.zeros(5, 96, dtype=torch.bfloat16, device=x.device) if keeps else None
-        found = dense_mx_top_k(x, **arguments, top_k=2, logits=logits, tactic=0)
-        return found.values + 1, found.indices, x if logits is None else logits * 2
-
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager" if device.type == "cpu" else "inductor")
-    for ours, expected in zip(compiled(x), layer(x), strict=True):
-        torch.testing.assert_close(ours, expected, rtol=0, atol=0)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("m", [1, 40])
 @pytest.mark.parametrize("top_k", [1, 4])

@@ -191,16 +191,3 @@ def test_replays_from_a_cuda_graph(device: torch.device) -> None:
     out.fill_(torch.nan)
     graph.replay()
     assert torch.equal(out, expected)
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiles_without_graph_breaks(backend: str) -> None:
-    inputs = make_group_gemm_inputs([3, 5], 64, 96, 9)
-    expected = group_gemm_mxfp4_nt_groupwise(**inputs)
-    torch.compiler.reset()
-
-    @torch.compile(backend=backend, fullgraph=True)
-    def gemm(a: torch.Tensor) -> torch.Tensor:
-        return group_gemm_mxfp4_nt_groupwise(**{**inputs, "a": a}) + 0
-
-    assert torch.equal(gemm(inputs["a"]), expected)

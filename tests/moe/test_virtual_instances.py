@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import virtual_moe
+from virtual_devices import ALL_WATCHERS, RACES, assert_clean
 from virtual_group_gemm import launch_group_gemm
 from virtual_moe import run_moe
 
@@ -47,8 +48,6 @@ from flashinfer.testing.moe_inputs import group_gemm_inputs_with_not_numbers, mo
 from flashinfer.testing.moe_layers import case_of
 from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
 
-ALL_WATCHERS = 31  # vsm.Watch.ALL, races included, and ARRIVALS: GB10's rule
-RACES = 2
 # Keeping a clock for each thread takes three times as long: each kind of kernel has it in some of its tests, those that are
 # marked so. In all of them with this variable, which is too long for every change.
 RACES_VARIABLE = "FLASHINFER_TEST_RACES"
@@ -72,6 +71,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[VirtualDevice]:
     races = request.node.get_closest_marker("races") is not None or os.environ.get(RACES_VARIABLE) == "1"
     with virtual_device("sm_121a", watch=ALL_WATCHERS if races else ALL_WATCHERS - RACES) as made:
         yield made
+        assert_clean(made)
 
 
 def names(instances: list[Instance] | tuple[Instance, ...]) -> list[str]:
@@ -297,7 +297,6 @@ def test_a_grouped_gemm_instance(device, instance, activation):
         out, *group_gemm_reference(**call, accumulation=TENSOR_CORE), f"{instance.name}, seed {seed}"
     )
     print(f"{used:.1%} of the bound")
-    assert all(launch.clean for launch in device.launches), device.launches
     (launch,) = gemm_launches(device)
     assert_instance(launch, instance)
     if n == HIDDEN:
@@ -315,7 +314,6 @@ def test_what_is_no_number_stays_in_its_row_or_column(device, activation):
         check_within_bound(out, reference, bound, what)
         assert what == "numbers" or reference.isnan().any() or reference.isinf().any()
         assert not reference[:9].isnan().all() and not reference[9:].isnan().all()
-    assert all(launch.clean for launch in device.launches), device.launches
 
 
 @pytest.mark.parametrize(("experts", "mode"), [(128, 1), (32, 2)], ids=["120b, bf16 input", "20b, W4A16"])
@@ -476,7 +474,6 @@ def test_any_weight_scale(device, instance, exponent):
         scales.copy_(torch.randint(low, low + 4, scales.shape, generator=generator, dtype=torch.uint8))
     output = run_moe(device, inputs, mode, [instance.index] * 2)
     check_within_bound(output, *moe_reference(inputs, TENSOR_CORE), f"scales from {exponent}")
-    assert all(launch.clean for launch in device.launches), device.launches
 
 
 @pytest.mark.parametrize(
@@ -507,7 +504,6 @@ def test_what_is_no_number_stays_where_it_is(device, instance, mode, swizzled):
         assert not tokens.all()
         nan += int(tokens.any())
     assert nan >= 14
-    assert all(launch.clean for launch in device.launches), device.launches
 
 
 def test_the_launcher_refuses_tactics_that_make_no_layer(device, monkeypatch):

@@ -6,17 +6,15 @@ Layers stand one behind the other, because much of what a launch must wait for i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
+from virtual_devices import ALL_WATCHERS, virtual_fixture
 from virtual_moe import LayerCall, run_layers, run_moe
 
 from flashinfer.jit.sm12x.instances import INSTANCES
 from flashinfer.testing import TENSOR_CORE, MoECase, check_within_bound, make_moe_inputs, moe_reference
-from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
+from flashinfer.testing.virtual_device import VirtualDevice
 
-ALL_WATCHERS = 31  # vsm.Watch.ALL, races included, and ARRIVALS: GB10's rule
 # The first of each kind, with a mode whose input is bfloat16: what a layer leaves for the next one.
 KINDS = {
     f"{'streamed' if streamed else 'pair'} {activation}": (row.index, 2 if activation == "bf16" else 1)
@@ -26,11 +24,7 @@ KINDS = {
 }
 EACH_KIND = pytest.mark.parametrize(("tactic", "mode"), KINDS.values(), ids=list(KINDS))
 
-
-@pytest.fixture
-def device() -> Iterator[VirtualDevice]:
-    with virtual_device("sm_121a", watch=ALL_WATCHERS) as made:
-        yield made
+device = virtual_fixture(watch=ALL_WATCHERS)
 
 
 @EACH_KIND

@@ -293,3 +293,35 @@ def test_a_matrix_of_no_elements_has_results_of_none(rows: int, k: int) -> None:
     if k:
         assert mxfp8_quantize(torch.empty(rows, k))[0].shape == (rows, k)
         assert mxfp4_quantize(torch.empty(rows, k))[0].shape == (rows, k // 2)
+
+
+def test_a_strided_storage_that_was_resized_is_not_read() -> None:
+    """torch's own operations read beyond it."""
+
+    def resized(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        tensor = torch.zeros(*shape[:-1], 2 * shape[-1], dtype=dtype)[..., ::2]
+        tensor.untyped_storage().resize_(tensor.element_size())
+        return tensor
+
+    scales, packed = torch.zeros(512, dtype=torch.uint8), torch.zeros(4, 32, dtype=torch.uint8)
+    calls = {
+        "input": lambda: mxfp8_quantize(resized(4, 64, dtype=torch.bfloat16)),
+        "a": lambda: mxfp4_quantize(resized(4, 64, dtype=torch.bfloat16)),
+        "a_fp4": lambda: mxfp4_dequantize(resized(4, 32, dtype=torch.uint8), scales),
+        "a_sf": lambda: mxfp4_dequantize(packed, resized(512, dtype=torch.uint8)),
+        "unswizzled_sf": lambda: block_scale_interleave(resized(4, 8, dtype=torch.uint8)),
+    }
+    for name, call in calls.items():
+        with pytest.raises(ValueError, match=rf"^{name} is .*, of which its storage holds \d bytes; it was resized$"):
+            call()
+
+
+@pytest.mark.parametrize(("quantize", "name"), [(mxfp8_quantize, "sf_swizzle_layout"), (mxfp4_quantize, "sfLayout")])
+def test_quantizers_take_any_strides_and_a_layouts_number(quantize, name: str) -> None:
+    values = torch.randn(4, 64, generator=_seeded(1))
+    strided = torch.empty(4, 64, 2)[..., 0].copy_(values)
+    assert not strided.is_contiguous()
+    for layout in (SfLayout.layout_128x4, LINEAR):
+        expected = quantize(values, **{name: layout})
+        for found in (quantize(values, **{name: int(layout)}), quantize(strided, **{name: layout})):
+            assert all(torch.equal(_bits(a), _bits(b)) for a, b in zip(found, expected, strict=True))

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from virtual_devices import ALL_WATCHERS, virtual_fixture
 
 from flashinfer.fused_moe import router_top_k, sm12x_router
 from flashinfer.jit.sm12x.modules import gen_router_module
@@ -19,15 +19,9 @@ from flashinfer.testing.router_reference import (
     with_one_element,
     with_small_rows,
 )
-from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
+from flashinfer.testing.virtual_device import VirtualDevice
 
-ALL_WATCHERS = 31
-
-
-@pytest.fixture
-def device() -> Iterator[VirtualDevice]:
-    with virtual_device("sm_121a", watch=ALL_WATCHERS) as made:
-        yield made
+device = virtual_fixture(watch=ALL_WATCHERS)
 
 
 def run(device: VirtualDevice, arguments: dict[str, Any], **named: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from flashinfer.tllm_enums import ActivationType, SfLayout
-from operator_calls import OPERATORS, WRONG, Arguments, moved_to, on
+from operator_calls import NUMBERS, OPERATORS, WRONG, Arguments, moved_to, on
 
 import flashinfer
 from flashinfer.decode import decode_attention
@@ -88,6 +88,8 @@ def ends(*rows: int) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.int32)
 
 
+EITHER = (TypeError, ValueError)
+BAD_LAYOUTS = ("swizzled", 7, 2.5, [0], SfLayout.layout_8x4)
 OTHER_KINDS = "^cutlass_fused_moe on CPU tensors serves MXFP4 weights"
 # On a GPU they are upstream's.
 ON_THE_CPU = ("MoE, other kinds", "MoE workspace, other kinds",
@@ -408,7 +410,10 @@ BAD: dict[str, list[tuple[Any, ...]]] = {
     "mxfp8_quantize": [
         ({"input": lambda x: x[:, :48]}, r"input is torch.float32 \(2, 48\).*multiple of 32"),
         ({"input": lambda x: x.int()}, "input is torch.int32"),
-        ({"alignment": 48}, "alignment is 48"),
+        ({"input": lambda x: x[0, 0]}, "^input.* is .*; "),
+        ({"input": lambda x: x[:, :0]}, "^input.* is .*; "),
+        *(({"alignment": bad}, "^alignment.* is .*; ", EITHER) for bad in (*NUMBERS, 48) if bad is not True),
+        *(({"sf_swizzle_layout": bad}, "^sf_swizzle_layout.* is .*; ", EITHER) for bad in BAD_LAYOUTS),
         ({"sf_swizzle_layout": SfLayout.layout_8x4}, "layout_8x4 exists on CUDA only"),
         ({"backend": "xyz"}, "backend is 'xyz'; it must be 'cuda' or 'cute-dsl'"),
         ({"scale_rule": "least"}, r"scale_rule is 'least'; it must be one of 'amax', 'mse'"),
@@ -416,7 +421,10 @@ BAD: dict[str, list[tuple[Any, ...]]] = {
     ],
     "mxfp4_quantize": [
         ({"a": lambda x: x[:, :33]}, r"a is torch.float32 \(2, 33\)"),
-        ({"sfLayout": SfLayout.layout_8x4}, "layout_8x4"),
+        ({"a": lambda x: x.int()}, "a is torch.int32"),
+        ({"a": lambda x: x[0, 0]}, "^a.* is .*; "),
+        ({"a": lambda x: x[:, :0]}, "^a.* is .*; "),
+        *(({"sfLayout": bad}, "^sfLayout.* is .*; ", EITHER) for bad in BAD_LAYOUTS),
         ({"scale_rule": "least"}, r"scale_rule is 'least'; it must be one of 'amax', 'mse'"),
     ],
     "mxfp4_dequantize": [
@@ -447,7 +455,7 @@ def test_a_bad_argument_is_named(
     operator: str,
     changes: Arguments,
     message: str,
-    error: type[Exception],
+    error: type[Exception] | tuple[type[Exception], ...],
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -12,6 +12,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from virtual_devices import ALL_WATCHERS
 from virtual_group_gemm import launch_group_gemm
 from virtual_moe import arguments_of, run_moe
 
@@ -40,7 +41,6 @@ from flashinfer.testing.row_top_k_reference import largest_of_rows
 from flashinfer.testing.virtual_device import VirtualDevice, VirtualDeviceError, virtual_device
 
 SEEDS = (1, 2, 3)
-ALL_WATCHERS = 31  # vsm.Watch.ALL, races included, and ARRIVALS: GB10's rule
 # Units of both GEMMs of a pair are cut between blocks; every block of a streamed layer has some of each.
 SIZES = {"num_tokens": 6, "hidden": 512, "inter": 512, "num_experts": 4, "top_k": 2}
 RELAXED_ARRIVAL = "red.relaxed.gpu.global.add.u32"
