@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,8 +46,6 @@ def profiler(monkeypatch: pytest.MonkeyPatch, module: RecordingModule) -> Profil
     monkeypatch.setattr(
         AutoTuner, "_profile_single_kernel", lambda tuner, *given, **named: made(tuner, *given, **named)
     )
-    monkeypatch.setattr(AutoTuner, "_get_l2_cache_size_in_bytes", lambda tuner, device_id=None: 0)
-    AutoTuner.get().clear_cache()
     return made
 
 
@@ -172,31 +169,6 @@ def test_another_layer_does_not_get_this_ones_tactics(
         assert tactics() == wanted
     flashinfer.cutlass_fused_moe(**other)
     assert (module.launches[-1]["tactic_fc1"], module.launches[-1]["tactic_fc2"]) == default
-
-
-def test_a_tactic_of_the_file_that_is_gone_is_not_used(
-    module: RecordingModule, profiler: Profiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache = tmp_path / "tactics.json"
-    tactics = caller(module)
-    default = tactics()
-    wanted = two_others(0, default)
-    profiler.times = {(1, wanted[0]): 0.5, (2, wanted[1]): 0.25}
-    with autotune(True, cache=str(cache)):
-        tactics()
-    saved = json.loads(cache.read_text())
-    changed = 0
-    for value in saved.values():
-        if isinstance(value, list) and value[:1] == ["SM12xMoERunner"]:
-            value[1] = "mxfp8_m8_k64"
-            changed += 1
-    assert changed >= 2
-    cache.write_text(json.dumps(saved))
-    AutoTuner.get().clear_cache()
-    lines = logged(monkeypatch)
-    with autotune(False, cache=str(cache)):
-        assert tactics() == default
-    assert any("cached tactic 'mxfp8_m8_k64'" in line for line in lines), lines
 
 
 def test_profile_ids_win_over_what_was_tuned(module: RecordingModule, profiler: Profiler) -> None:
