@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -153,19 +154,13 @@ def test_planted_faults_leave_the_bound(device: torch.device) -> None:
     inputs = make_group_gemm_inputs([9, 5], 64, 128, 5, device, data="lattice")
     reference, bound = group_gemm_reference(**inputs)
 
-    def flip_nibble(wrong: Arguments) -> None:
-        wrong["b"][1, 3, 7] ^= 0x02
-
-    def next_scale(wrong: Arguments) -> None:
-        wrong["b_scale"][0, 0, 2] += 1
-
-    def next_row_scale(wrong: Arguments) -> None:
-        wrong["a_scale"][0, 1] += 1
-
-    def shift_group(wrong: Arguments) -> None:
-        wrong["m_indptr"][1] -= 1
-
-    for fault in (flip_nibble, next_scale, next_row_scale, shift_group):
+    faults: list[Callable[[Arguments], Any]] = [
+        lambda wrong: wrong["b"][1, 3, 7].bitwise_xor_(0x02),  # a weight
+        lambda wrong: wrong["b_scale"][0, 0, 2].add_(1),
+        lambda wrong: wrong["a_scale"][0, 1].add_(1),
+        lambda wrong: wrong["m_indptr"][1].sub_(1),  # a group begins a row early
+    ]
+    for fault in faults:
         wrong = {name: tensor.clone() for name, tensor in inputs.items()}
         fault(wrong)
         with pytest.raises(BoundViolation):

@@ -94,9 +94,8 @@ def test_shapes_of_a_stream(device: VirtualDevice, name: str, n: int, k: int) ->
 
 
 KINDS = ("m8_w2", "m32_gemm", "m64_gemm_mxfp8")
-
-
-@pytest.mark.parametrize(
+# Each kind of instance with each format of tokens that it takes.
+EACH_FORMAT = pytest.mark.parametrize(
     ("name", "tokens"),
     [
         (row.name, tokens)
@@ -106,6 +105,9 @@ KINDS = ("m8_w2", "m32_gemm", "m64_gemm_mxfp8")
         if row.operand in gemm_operands(row.weights, choice) and (row.weights == "mxfp4" or "to_mxfp4" not in tokens)
     ],
 )
+
+
+@EACH_FORMAT
 def test_formats_of_tokens_and_what_is_added(device: VirtualDevice, name: str, tokens: str) -> None:
     choice = FORMATS.index(tokens)
     for k in (416, 320):  # one block in the last word of scales, and two
@@ -152,16 +154,7 @@ def test_scales_at_both_ends_and_nan(device: VirtualDevice, row: Instance) -> No
     check_within_bound(out, *expected, row.name)
 
 
-@pytest.mark.parametrize(
-    ("name", "tokens"),
-    [
-        (row.name, tokens)
-        for row in DENSE_INSTANCES
-        if row.name.endswith((*KINDS, "m64_gemm_mxfp4"))
-        for choice, tokens in enumerate(FORMATS)
-        if row.operand in gemm_operands(row.weights, choice) and (row.weights == "mxfp4" or "to_mxfp4" not in tokens)
-    ],
-)
+@EACH_FORMAT
 def test_what_is_no_number_stays_in_its_row_or_column(device: VirtualDevice, name: str, tokens: str) -> None:
     print("seed", 17)
     out_dtype = torch.float16 if "16" in tokens else torch.float32

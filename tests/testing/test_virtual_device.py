@@ -33,6 +33,11 @@ ROOT = Path(__file__).parents[2]
 RUNTIME = Path(sysconfig.get_path("purelib")) / "nvidia" / "cu13" / "lib" / "libcudart.so.13"
 
 
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+
+
 @pytest.fixture
 def device() -> Iterator[VirtualDevice]:
     with virtual_device("sm_121a") as made:
@@ -45,13 +50,7 @@ def test_the_name_is_a_function_and_a_module_whoever_imports_first():
     )
     later = "import flashinfer.testing as t; from flashinfer.testing import virtual_device; t.virtual_device('sm_1')"
     for program in (code, later):
-        done = subprocess.run(
-            [sys.executable, "-c", f"with_ = lambda c: c.__enter__()\n{program}.__enter__()"],
-            capture_output=True,
-            text=True,
-            check=False,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )
+        done = run_python(f"{program}.__enter__()")
         assert "architecture is 'sm_1'; the virtual device can be sm_121a" in done.stderr, done.stderr
 
 
@@ -74,13 +73,7 @@ def test_the_environment_variable_is_checked(monkeypatch):
 
 def test_the_environment_variable_makes_a_device_for_the_process():
     code = "from flashinfer.testing.virtual_device import active; a = active(); print(a is active(), a.architecture)"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "FLASHINFER_VIRTUAL_DEVICE": "sm_121a"},
-    )
+    done = run_python(code, FLASHINFER_VIRTUAL_DEVICE="sm_121a")
     assert done.stdout.split() == ["True", "sm_121a"], done.stderr
 
 
@@ -101,13 +94,7 @@ def behind_a_real_runtime(preload: str) -> subprocess.CompletedProcess:
         "from flashinfer.testing.virtual_device import virtual_device\n"
         "with virtual_device() as device:\n    print(device.empty(3).shape)"
     )
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "LD_PRELOAD": preload},
-    )
+    return run_python(code, LD_PRELOAD=preload)
 
 
 @pytest.mark.skipif(not RUNTIME.is_file(), reason="no CUDA runtime wheel is installed")
