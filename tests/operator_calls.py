@@ -60,6 +60,21 @@ def _moe(mode: int) -> Arguments:
     return make_moe_inputs(MoECase(3, 96, 64, 4, 2, mode), SEED).arguments()
 
 
+def workspace_sizes() -> Arguments:
+    """Of ``cutlass_fused_moe_workspace_size``."""
+    return {
+        "max_num_tokens": 8,
+        "hidden_size": 160,
+        "intermediate_size": 96,
+        "num_experts_total": 8,
+        "top_k": 3,
+        "x_dtype": torch.bfloat16,
+        "weight_dtype": torch.int64,
+        "use_mxfp8_act_scaling": True,
+        "device": torch.device("cpu"),
+    }
+
+
 def _decode(**more: Any) -> Arguments:
     arguments = make_decode_case([17, 5], 1, SEED, **more).arguments
     return {**arguments, "out": torch.zeros(arguments["query"].shape, dtype=torch.bfloat16)}

@@ -131,7 +131,6 @@ def check_case(
     device: torch.device,
     tactics: list[list[int] | None] | None = None,
     where: str = "device",
-    graphs: bool = True,
 ) -> list[Outcome]:
     """Assert a case for each pair of ``tactics`` (``None``: the default) and return what was seen.
 
@@ -152,7 +151,7 @@ def check_case(
         again = run(inputs, device, 0x00, profile_ids)
         assert same_bits(first, again), f"{label}: a second run differs"
         checks.append("repeat")
-        if device.type == "cuda" and graphs and case.num_tokens:
+        if device.type == "cuda" and case.num_tokens:
             assert same_bits(first, replayed(inputs, device, profile_ids)), f"{label}: a graph replay differs"
             checks.append("graph")
         outcomes.append(Outcome(used, tuple(checks)))

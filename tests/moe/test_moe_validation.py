@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every bad call raises before anything runs, and names the argument, what it was and what it may be."""
+"""Expert ids, padding and workspaces, and what may be an integer. Other bad calls: ``tests/sm12x/test_bad_calls.py``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from moe_recording import WORKSPACE, RecordingModule, layer_arguments
+from operator_calls import workspace_sizes
 
 import flashinfer
 from flashinfer.fused_moe import cutlass_fused_moe, cutlass_fused_moe_workspace_size
@@ -91,28 +92,16 @@ def test_expert_ids_are_global(device: torch.device, monkeypatch: pytest.MonkeyP
         flashinfer.cutlass_fused_moe(**arguments)
 
 
-SIZE = {
-    "max_num_tokens": 8,
-    "hidden_size": 160,
-    "intermediate_size": 96,
-    "num_experts_total": 8,
-    "top_k": 3,
-    "x_dtype": torch.bfloat16,
-    "weight_dtype": torch.int64,
-    "use_mxfp8_act_scaling": True,
-}
-
-
 @pytest.mark.parametrize(("given", "seen"), [("cuda", 0), ("cuda:0", 0), ("cuda:2", 2)])
 def test_workspace_size_of_a_device_that_is_not_there(given: str, seen: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
     message = f"^device is {given}; it must be the CPU or one of the {seen} CUDA devices here$"
     with pytest.raises(ValueError, match=message):
-        cutlass_fused_moe_workspace_size(**SIZE, device=given)  # type: ignore[arg-type]
+        cutlass_fused_moe_workspace_size(**workspace_sizes() | {"device": given})
 
 
 def test_workspace_size(device: torch.device) -> None:
-    size = cutlass_fused_moe_workspace_size(**SIZE, device=device)
+    size = cutlass_fused_moe_workspace_size(**workspace_sizes() | {"device": device})
     assert size == 0 if device.type == "cpu" else size > 0
     if device.type == "cuda":
         arguments = _arguments(1, device)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from flashinfer.tllm_enums import ActivationType, SfLayout
-from operator_calls import NUMBERS, OPERATORS, WRONG, Arguments, moved_to, on
+from operator_calls import NUMBERS, OPERATORS, WRONG, Arguments, moved_to, on, workspace_sizes
 
 import flashinfer
 from flashinfer.decode import decode_attention
@@ -35,11 +35,6 @@ def _dense(weights: str = "mxfp4", **more: Any) -> Arguments:
     return dict(zip(("x", "weight", "weight_scale"), inputs.arguments, strict=True)) | scale
 
 
-def _size() -> Arguments:
-    return {"max_num_tokens": 8, "hidden_size": 160, "intermediate_size": 96, "num_experts_total": 8, "top_k": 3,
-            "x_dtype": torch.bfloat16, "weight_dtype": torch.int64, "use_mxfp8_act_scaling": True, "device": "cpu"}  # fmt: skip
-
-
 def _group_gemm() -> Arguments:
     return dict(make_group_gemm_inputs([3, 5], 64, 96, 6))
 
@@ -48,8 +43,8 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], Arguments]]] = {
     **{f"MoE {mode}": (flashinfer.cutlass_fused_moe, lambda mode=mode: _moe(mode)) for mode in range(3)},
     "MoE, other kinds": (flashinfer.cutlass_fused_moe, lambda: _moe(0)),
     "MoE, SwigluStep": (flashinfer.cutlass_fused_moe, lambda: _moe(0, swiglu_step=True)),
-    "MoE workspace, other kinds": (cutlass_fused_moe_workspace_size, _size),
-    "MoE workspace": (cutlass_fused_moe_workspace_size, _size),
+    "MoE workspace, other kinds": (cutlass_fused_moe_workspace_size, workspace_sizes),
+    "MoE workspace": (cutlass_fused_moe_workspace_size, workspace_sizes),
     "grouped GEMM": (group_gemm_mxfp4_nt_groupwise, _group_gemm),
     "dense_mx": (dense_mx, _dense),
     "dense_mx, MXFP8 weights": (dense_mx, lambda: _dense("mxfp8")),
@@ -467,6 +462,8 @@ def test_a_bad_argument_is_named(
         monkeypatch.setenv("FLASHINFER_SM12X_CHECK", "1")
     else:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # layout_8x4 would be upstream's
+    if "device" in arguments:
+        arguments["device"] = device
     for key, change in changes.items():
         name, _, index = key.rstrip("]").partition("[")
         held, place = (list(arguments[name]), int(index)) if index else (arguments, name)

@@ -13,26 +13,22 @@ from typing import Any
 
 import pytest
 import torch
-from operator_calls import OPERATORS, Arguments, changes, get_tensor, moved_to, name_of, outcome, places, put_tensor
+from operator_calls import (
+    OPERATORS,
+    Arguments,
+    changes,
+    get_tensor,
+    moved_to,
+    name_of,
+    outcome,
+    places,
+    put_tensor,
+    workspace_sizes,
+)
 
 import flashinfer
 from flashinfer.fused_moe import cutlass_fused_moe_workspace_size
 from flashinfer.gemm import sm12x_group_gemm
-
-
-def _sizes() -> Arguments:
-    return {
-        "max_num_tokens": 8,
-        "hidden_size": 160,
-        "intermediate_size": 96,
-        "num_experts_total": 8,
-        "top_k": 3,
-        "x_dtype": torch.bfloat16,
-        "weight_dtype": torch.uint8,
-        "use_mxfp8_act_scaling": True,
-        "device": "cpu",
-    }
-
 
 ON_THE_CPU: dict[str, tuple[Callable[..., Any], Callable[[], Arguments]]] = {
     **OPERATORS,
@@ -41,7 +37,7 @@ ON_THE_CPU: dict[str, tuple[Callable[..., Any], Callable[[], Arguments]]] = {
         flashinfer.cutlass_fused_moe,
         lambda: {**OPERATORS["MoE 0"][1](), "workspace_buffer": torch.zeros(4096, dtype=torch.uint8)},
     ),
-    "workspace size": (cutlass_fused_moe_workspace_size, _sizes),
+    "workspace size": (cutlass_fused_moe_workspace_size, workspace_sizes),
     # Their kernels are upstream's.
     "mxfp8_quantize": (flashinfer.mxfp8_quantize, lambda: {"input": torch.ones(4, 64)}),
     "mxfp4_quantize": (flashinfer.mxfp4_quantize, lambda: {"a": torch.ones(4, 64)}),
