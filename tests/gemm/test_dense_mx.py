@@ -83,7 +83,6 @@ def test_every_instance(device: torch.device, row: Any) -> None:
 def test_what_is_no_number_stays_in_its_row_or_column(device: torch.device, weights: str, tokens: str) -> None:
     if weights == "mxfp8" and tokens.endswith("to_mxfp4"):
         pytest.skip("tokens are rounded to MXFP4 for MXFP4 weights")
-    print("seed", 10)
     case = DenseCase(5, 40, 96, weights, tokens, torch.float32, True, True, torch.float32)
     for what, inputs in dense_inputs_with_not_numbers(case, 10):
         arguments = [tensor.to(device) for tensor in inputs.arguments]

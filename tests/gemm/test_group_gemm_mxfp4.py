@@ -141,7 +141,6 @@ def test_other_devices_are_upstreams(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_what_is_no_number_stays_in_its_row_or_column(dtype: torch.dtype, device: torch.device) -> None:
-    print("seeds", 10, 11)
     accumulation = accumulation_on(device)
     inputs = make_group_gemm_inputs([9, 0, 5], 136, 160, 10, device, dtype)
     for what, call in group_gemm_inputs_with_not_numbers(inputs, 11):

@@ -156,7 +156,6 @@ def test_scales_at_both_ends_and_nan(device: VirtualDevice, row: Instance) -> No
 
 @EACH_FORMAT
 def test_what_is_no_number_stays_in_its_row_or_column(device: VirtualDevice, name: str, tokens: str) -> None:
-    print("seed", 17)
     out_dtype = torch.float16 if "16" in tokens else torch.float32
     case = DenseCase(5, 40, 96, BY_NAME[name].weights, tokens, torch.float32, True, True, out_dtype)
     for what, inputs in dense_inputs_with_not_numbers(case, 17):
@@ -242,7 +241,6 @@ def test_token_scales_in_whole_words_are_read_where_they_are(device: VirtualDevi
 
 @pytest.mark.parametrize("k", [416, 192])
 def test_linear_token_scales_may_start_anywhere_where_they_are_no_words(device: VirtualDevice, k: int) -> None:
-    print("seed", 16)
     inputs = make_dense_inputs(DenseCase(8, 130, k, "mxfp8", "mxfp8_linear"), 16)
     x, *weight = inputs.arguments
     x, scales = x[1:], inputs.named["x_scale"][1:]
@@ -262,7 +260,6 @@ def test_upstreams_names(device: VirtualDevice) -> None:
         return wide[:, : rows.shape[1]]
 
     for weights, tokens in (("mxfp4", "mxfp4"), ("mxfp8", "mxfp8"), ("mxfp4", "bf16"), ("mxfp8", "bf16")):
-        print("seed", 18)
         inputs = make_dense_inputs(DenseCase(m, n, k, weights, tokens), 18)
         (x, weight, scale), x_scale = inputs.arguments, inputs.named.get("x_scale")
         if tokens == "mxfp4":
@@ -284,7 +281,6 @@ def test_weights_are_dequantized_in_pieces(
     device: VirtualDevice, weights: str, dequantized_rows: int, dequantized_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What cuBLAS gets, piece by piece, by the kernel that dequantizes; whole chunks of 128 rows, however many fit."""
-    print("seed", 19)
     k, n = 192, 700
     case = DenseCase(20, n, k, weights, "mxfp8_linear", torch.float32, True, True, torch.float32)
     inputs = make_dense_inputs(case, 19)
@@ -364,7 +360,6 @@ def test_a_layer_reads_what_the_one_before_it_writes(
     device: VirtualDevice, weights: str, names: tuple[str, str]
 ) -> None:
     """Programmatic dependent launches: weights are on their way before the launch in front has ended, tokens are not."""
-    print("seed", 60)
     rows = [BY_NAME[f"dense_{weights}_{name}"] for name in names]
     first = make_dense_inputs(DenseCase(5, 96, 160, weights, tokens_for(rows[0])), 60)
     second = make_dense_inputs(DenseCase(5, 80, 96, weights, tokens_for(rows[1])), 61)
@@ -410,7 +405,6 @@ def test_copies_that_others_pass(name: str, k: int, rounds: int) -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_a_weight_that_the_layer_in_front_writes(device: VirtualDevice, name: str) -> None:
     """``constant_weights=False``: the second layer's weights are the bytes that the first one is still writing."""
-    print("seed", 70)
     row = BY_NAME[f"dense_mxfp4_{name}"]
     first, second = (
         make_dense_inputs(DenseCase(m, 64, 128, tokens=tokens_for(row)), seed) for m, seed in ((16, 70), (5, 71))
@@ -439,7 +433,6 @@ def test_a_weight_that_the_layer_in_front_writes(device: VirtualDevice, name: st
 @pytest.mark.parametrize("tokens", FORMATS)
 def test_rows_are_dequantized_exactly(device: VirtualDevice, tokens: str) -> None:
     """What cuBLAS multiplies, for very many tokens: each value as the bfloat16 that it equals, NaN and infinity included."""
-    print("seed", 80)
     module = device.module(gen_dense_module)
     for what, inputs in dense_inputs_with_not_numbers(DenseCase(37, 8, 416, tokens=tokens), 80):
         wide = torch.full((37, 416), torch.nan, dtype=torch.bfloat16)

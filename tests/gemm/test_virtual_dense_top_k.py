@@ -105,7 +105,6 @@ def test_weak_memory(top_k: int) -> None:
 @pytest.mark.parametrize("tactic", ["dense_mxfp4_m8_w2", "dense_mxfp4_m32_gemm"])
 def test_a_search_behind_a_search(device: VirtualDevice, tactic: str) -> None:
     """Programmatic dependent launches that use one workspace in turn, full of what was there before."""
-    print("seeds 5, 6")
     module, place = device.module(gen_dense_module), {"dense_mxfp4_m8_w2": 0, "dense_mxfp4_m32_gemm": 6}[tactic]
     made = [make_dense_inputs(DenseCase(5, 6000, 64), seed) for seed in (5, 6)]
     ranks = device.empty(int(device.call(module.sm12x_row_top_k_workspace_size, 5, 6000, 1)))

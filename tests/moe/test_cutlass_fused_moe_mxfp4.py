@@ -318,7 +318,6 @@ def test_what_is_no_number_stays_where_it_is(mode: int, swizzled: bool, device: 
 
     Where the reference stays what it was, outputs do, to the bit.
     """
-    print("seeds", 30, 31)
     inputs = make_moe_inputs(MoECase(12, 160, 96, 6, 2, mode, swizzled_input_sf=swizzled), 30, device)
     made = moe_inputs_with_not_numbers(inputs, 31)
     _, numbers = next(made)

@@ -306,7 +306,6 @@ def test_a_grouped_gemm_instance(device, instance, activation):
 @pytest.mark.parametrize("activation", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["e4m3", "e5m2"])
 def test_what_is_no_number_stays_in_its_row_or_column(device, activation):
     """Of a grouped GEMM."""
-    print("seeds", 450, 451)
     inputs = make_group_gemm_inputs([9, 0, 5], 136, 160, 450, dtype=activation)
     for what, call in group_gemm_inputs_with_not_numbers(inputs, 451):
         out = launch_group_gemm(device, call, GEMM_INSTANCES[0].index)

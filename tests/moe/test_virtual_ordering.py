@@ -83,7 +83,6 @@ def test_a_unit_is_staged_when_the_one_before_it_has_left(device: VirtualDevice,
     """K is no longer than the ring, so that no warp waits for a stage that another one is reading; and a block has
     several units, so that a fast warp can be an epilogue ahead."""
     tactic, mode = KINDS[kind]
-    print("seed", 740)
     inputs = make_moe_inputs(MoECase(35, 256, 1600, 4, 2, mode), 740)
     output = run_moe(device, inputs, mode, [tactic, tactic])
     check_within_bound(output, *moe_reference(inputs, TENSOR_CORE), kind)
@@ -97,7 +96,6 @@ def test_a_unit_is_staged_when_the_one_before_it_has_left(device: VirtualDevice,
 def test_a_tokens_sum_is_made_before_the_next_unit_takes_its_place(device: VirtualDevice, kind: str) -> None:
     """FC2 has short, whole units, some blocks two of them: nothing else keeps a fast warp from the next one's tokens."""
     tactic, mode = KINDS[kind]
-    print("seed", 750)
     inputs = make_moe_inputs(MoECase(35, 1600, 96, 4, 2, mode), 750)
     output = run_moe(device, inputs, mode, [tactic, tactic])
     check_within_bound(output, *moe_reference(inputs, TENSOR_CORE), kind)

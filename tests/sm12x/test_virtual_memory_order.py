@@ -156,7 +156,6 @@ def test_a_family_where_writes_come_late(family: str, seed: int) -> None:
 @pytest.mark.parametrize("mode", [Mode.MXFP8_INPUT, Mode.W4A16], ids=["MXFP8", "W4A16"])
 def test_sums_over_slots_where_no_unit_is_cut(mode: Mode) -> None:
     """Adding up the parts of a unit orders more than itself: here nothing but the sums orders what they read."""
-    print("seed", 6)
     inputs = make_moe_inputs(MoECase(6, 160, 96, 4, 2, int(mode)), 6)
     with virtual_device(watch=ALL_WATCHERS, weak_memory=1) as device:
         output = run_moe(device, inputs, int(mode), tactics_of(mode, False))
@@ -166,7 +165,6 @@ def test_sums_over_slots_where_no_unit_is_cut(mode: Mode) -> None:
 @pytest.mark.parametrize("mode", [Mode.MXFP8_INPUT, Mode.W4A16], ids=["MXFP8", "W4A16"])
 def test_blocks_that_leave_parts_of_two_units(mode: Mode) -> None:
     """Of one that began before the block's share, and of one that goes on behind it: each has a place of its own."""
-    print("seed", 7)
     inputs = make_moe_inputs(MoECase(6, 384, 1600, 2, 2, int(mode)), 7)
     with virtual_device(watch=ALL_WATCHERS, weak_memory=1) as device:
         output = run_moe(device, inputs, int(mode), tactics_of(mode, False))

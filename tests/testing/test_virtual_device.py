@@ -118,7 +118,6 @@ def test_a_real_runtime_behind_the_preloaded_one_does_no_harm(monkeypatch):
     ids=["two groups", "empty groups", "more rows than a tile"],
 )
 def test_group_gemm_kernels_keep_the_bound(device, rows, n, k):
-    print("seed", 11)
     call = make_group_gemm_inputs(rows, n, k, 11)
     check_within_bound(launch_group_gemm(device, call), *group_gemm_reference(**call, accumulation=TENSOR_CORE))
     assert all(launch.clean for launch in device.launches)
@@ -130,7 +129,6 @@ def test_group_gemm_kernels_keep_the_bound(device, rows, n, k):
 
 @pytest.mark.parametrize("mode", [0, 1, 2], ids=["MXFP8 input", "bf16 input", "W4A16"])
 def test_moe_kernels_keep_the_bound(device, mode):
-    print("seed", 12)
     case = MoECase(num_tokens=5, hidden=256, inter=128, num_experts=4, top_k=2, mode=mode)
     inputs = make_moe_inputs(case, seed=12)
     check_within_bound(run_moe(device, inputs, mode), *moe_reference(inputs, TENSOR_CORE))
@@ -139,7 +137,6 @@ def test_moe_kernels_keep_the_bound(device, mode):
 
 
 def test_the_public_operators_use_the_active_device():
-    print("seeds", 15, 16)
     call = make_group_gemm_inputs([5, 3], 128, 256, 15)
     with flashinfer.testing.virtual_device("sm_121a") as device:
         out = flashinfer.gemm.group_gemm_mxfp4_nt_groupwise(**call)
@@ -157,7 +154,6 @@ def test_the_public_operators_use_the_active_device():
 
 
 def test_rows_outside_the_tensors_are_a_fault_with_its_place(device):
-    print("seed", 13)
     call = make_group_gemm_inputs([5, 3], 128, 256, 13)
     good = launch_group_gemm(device, call)
     call["m_indptr"][2] = 4000  # rows that a does not have
@@ -173,7 +169,6 @@ def test_rows_outside_the_tensors_are_a_fault_with_its_place(device):
 
 
 def test_a_device_works_after_another_one_faulted():
-    print("seed", 14)
     call = make_group_gemm_inputs([5, 3], 128, 256, 14)
     call["m_indptr"][2] = 4000
     with virtual_device() as device, pytest.raises(VirtualDeviceError):
