@@ -152,25 +152,6 @@ def test_the_cache_file_is_honoured_by_another_process(
     assert profiler.asked == []
 
 
-@pytest.mark.parametrize("changes", [{"top_k": 2}, {"hidden": 192}, {"inter": 128}])
-def test_another_layer_does_not_get_this_ones_tactics(
-    changes: dict[str, int], module: RecordingModule, profiler: Profiler
-) -> None:
-    tactics = caller(module)
-    wanted = two_others(0, tactics())
-    profiler.times = {(1, wanted[0]): 0.5, (2, wanted[1]): 0.25}
-    with autotune(True):
-        assert tactics() == wanted
-    other = layer_arguments(0, **changes)
-    AutoTuner.get().clear_cache()
-    flashinfer.cutlass_fused_moe(**other)
-    default = module.launches[-1]["tactic_fc1"], module.launches[-1]["tactic_fc2"]
-    with autotune(True):
-        assert tactics() == wanted
-    flashinfer.cutlass_fused_moe(**other)
-    assert (module.launches[-1]["tactic_fc1"], module.launches[-1]["tactic_fc2"]) == default
-
-
 def test_profile_ids_win_over_what_was_tuned(module: RecordingModule, profiler: Profiler) -> None:
     default = caller(module)()
     wanted = two_others(0, default)

@@ -29,10 +29,13 @@ from flashinfer.testing.dense_reference import TOKENS
 
 BEST = "mxfp8_m128_k128"  # what the profiler finds fastest; no planner's choice for the sizes below
 BEST_DENSE = "dense_mxfp4_m8_w3"
-# Calls of the same shapes that are not tuned together.
+# Calls that are not tuned together, most of them of the same shapes.
 KINDS: dict[str, list[Any]] = {
     "MoE": [
         {},
+        {"top_k": 2},
+        {"hidden": 192},
+        {"inter": 128},
         {"swizzled_input_sf": False},
         {"output_dtype": torch.float16},
         {"mode": 1},
@@ -46,6 +49,7 @@ KINDS: dict[str, list[Any]] = {
     "dense": [
         *(DenseCase(8, 256, 640, tokens=tokens) for tokens in TOKENS),
         *(DenseCase(8, 256, 640, out_dtype=dtype) for dtype in (torch.float32, torch.float16)),
+        DenseCase(8, 512, 640),
     ],
 }
 Call = Callable[..., str]
