@@ -137,19 +137,9 @@ def test_no_sequences(device: torch.device) -> None:
 @pytest.mark.parametrize(
     ("name", "place", "value", "text"),
     [
-        (
-            "seq_lens",
-            (1,),
-            65,
-            r"seq_lens\[1\] is 65; it must be from 0 to 64, 4 pages of 16, as block_tables has",
-        ),
+        ("seq_lens", (1,), 65, r"seq_lens\[1\] is 65; it must be from 0 to 64, 4 pages of 16, as block_tables has"),
         ("seq_lens", (0,), -1, r"seq_lens\[0\] is -1; it must be from 0 to 64"),
-        (
-            "seq_lens",
-            (1,),
-            62,
-            r"seq_lens\[1\] is 62; it must be from 0 to 61, as many positions as rope_table has",
-        ),
+        ("seq_lens", (1,), 62, r"seq_lens\[1\] is 62; it must be from 0 to 61, as many positions as rope_table has"),
         ("block_tables", (0, 2), 8, r"block_tables\[0, 2\] is 8; pages that a sequence sees must be from 0 to 7"),
         ("block_tables", (1, 0), -1, r"block_tables\[1, 0\] is -1; "),
     ],

@@ -17,12 +17,7 @@ from flashinfer.gemm import gemm_base, group_gemm_mxfp4_nt_groupwise, sm12x_grou
 from flashinfer.jit.sm12x.instances import GEMM_INSTANCES
 from flashinfer.sm12x import devices
 from flashinfer.sm12x.probe.mma import accumulation_on
-from flashinfer.testing import (
-    BoundViolation,
-    check_within_bound,
-    group_gemm_reference,
-    make_group_gemm_inputs,
-)
+from flashinfer.testing import BoundViolation, check_within_bound, group_gemm_reference, make_group_gemm_inputs
 from flashinfer.testing.moe_inputs import group_gemm_inputs_with_not_numbers
 
 Arguments = dict[str, Any]

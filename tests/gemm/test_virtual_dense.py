@@ -347,12 +347,7 @@ def test_quantized_tokens_go_to_block_scaled_mmas(device: VirtualDevice) -> None
 
 @pytest.mark.parametrize(
     "names",
-    [
-        ("m8_w2", "m8_w2"),
-        ("m32_gemm", "m8_w2"),
-        ("m8_w2", "m32_gemm"),
-        ("m64_gemm_mxfp8", "m64_gemm_mxfp8"),
-    ],
+    [("m8_w2", "m8_w2"), ("m32_gemm", "m8_w2"), ("m8_w2", "m32_gemm"), ("m64_gemm_mxfp8", "m64_gemm_mxfp8")],
     ids="-".join,
 )
 @pytest.mark.parametrize("weights", ["mxfp4", "mxfp8"])

@@ -14,12 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from moe_harness import (
-    check_case,
-    run,
-    same_bits,
-    workspace_bytes,
-)
+from moe_harness import check_case, run, same_bits, workspace_bytes
 
 import flashinfer
 from flashinfer.fused_moe.sm12x_validation import Mode
@@ -257,10 +252,7 @@ def test_views_of_weights_and_scales_give_the_same_bits(mode: int, device: torch
     viewed = dict(arguments)
     for name in ("fc1_expert_weights", "fc2_expert_weights"):
         viewed[name] = arguments[name].view(torch.int64)
-    for view in (
-        lambda scales: scales.view(torch.int32),
-        lambda scales: scales.flatten(),
-    ):
+    for view in (lambda scales: scales.view(torch.int32), lambda scales: scales.flatten()):
         viewed["quant_scales"] = [view(s) if s.ndim == 3 else s for s in arguments["quant_scales"]]
         assert same_bits(flashinfer.cutlass_fused_moe(**viewed), expected)
     if mode == 0:
@@ -340,11 +332,7 @@ def test_larger_workspace_and_int8_are_taken(device: torch.device) -> None:
         assert same_bits(output, expected)
 
 
-@settings(
-    deadline=None,
-    max_examples=12,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 2**32))
 def test_random_layers(device: torch.device, seed: int) -> None:
     """Sizes, routing, shards, layouts and dtypes drawn independently, as ``gpu_sweep --quick`` draws them."""

@@ -17,12 +17,7 @@ import flashinfer
 from flashinfer.fused_moe import cutlass_fused_moe, cutlass_fused_moe_workspace_size
 from flashinfer.fused_moe.sm12x_validation import MoECall, validate
 from flashinfer.sm12x.probe.mma import accumulation_on
-from flashinfer.testing import (
-    MoECase,
-    check_within_bound,
-    make_moe_inputs,
-    moe_reference,
-)
+from flashinfer.testing import MoECase, check_within_bound, make_moe_inputs, moe_reference
 
 Arguments = dict[str, Any]
 CASE = MoECase(6, 160, 96, 8, 3, 0)

@@ -14,21 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flashinfer
-from flashinfer.quantization import (
-    block_scale_interleave,
-    mx_cpu,
-    mxfp4_dequantize,
-    mxfp4_quantize,
-    mxfp8_quantize,
-)
+from flashinfer.quantization import block_scale_interleave, mx_cpu, mxfp4_dequantize, mxfp4_quantize, mxfp8_quantize
 from flashinfer.quantization.mx_cpu import dequantize_mxfp4_linear, dequantize_mxfp8_linear, swizzled_size
-from flashinfer.testing import (
-    dequantize_mxfp4,
-    dequantize_mxfp8,
-    quantize_mxfp4,
-    quantize_mxfp8,
-    swizzle_scales,
-)
+from flashinfer.testing import dequantize_mxfp4, dequantize_mxfp8, quantize_mxfp4, quantize_mxfp8, swizzle_scales
 
 LINEAR = SfLayout.layout_linear
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)

@@ -228,8 +228,7 @@ def test_only_the_kind_that_is_narrow_is_multiplied_in_half(
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["", "[]", "{}", '{"mma_sum_bits": 13}', '{"mma_sum_bits": []}', '{"mma_sum_bits": {"mxf8f6f4": 0}}'],
+    "text", ["", "[]", "{}", '{"mma_sum_bits": 13}', '{"mma_sum_bits": []}', '{"mma_sum_bits": {"mxf8f6f4": 0}}']
 )
 def test_a_probes_file_that_is_none_is_named(text: str, workspace: Path) -> None:
     (workspace / modules.PROBE_FILE).write_text(text)

@@ -22,13 +22,7 @@ from flashinfer.testing import (
     make_moe_inputs,
     moe_reference,
 )
-from flashinfer.testing.error_bounds import (
-    FLOAT32_ROUNDOFF,
-    dot_error,
-    requantize_mxfp8,
-    round_to_bfloat16,
-    swiglu,
-)
+from flashinfer.testing.error_bounds import FLOAT32_ROUNDOFF, dot_error, requantize_mxfp8, round_to_bfloat16, swiglu
 from flashinfer.testing.mxfp_formats import Operand, decode_scales, lowest_bits, quantize_mxfp8
 
 
