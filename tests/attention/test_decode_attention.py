@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from operator_calls import on
 from recording_backend import RecordingBackend
 
 from flashinfer import sm12x_decode
@@ -134,6 +135,16 @@ def test_no_sequences(device: torch.device) -> None:
     assert decode_attention(**arguments).shape == (0, 8, 64)
 
 
+def zeros(q_len: int) -> dict[str, torch.Tensor]:
+    """Two sequences of three pages, and of four; the first one's fourth is none."""
+    return {
+        "query": torch.zeros(2 * q_len, 8, 64, dtype=torch.bfloat16),
+        "kv_cache": torch.zeros(8, 2, 1, 16, 64, dtype=torch.bfloat16),
+        "block_tables": torch.tensor([[0, 1, 2, -7], [4, 5, 6, 7]], dtype=torch.int32),
+        "seq_lens": torch.tensor([48, 61], dtype=torch.int32),
+    }
+
+
 @pytest.mark.parametrize(
     ("name", "place", "value", "text"),
     [
@@ -149,16 +160,8 @@ def test_a_position_that_is_not_there_is_named(
 ) -> None:
     """On a GPU by request only; what a sequence does not see may be anything."""
     monkeypatch.setenv("FLASHINFER_SM12X_CHECK", "1")
-    print("seed 1")
-    generator = torch.Generator().manual_seed(1)
-    arguments = {
-        "query": torch.randn(2, 8, 64, generator=generator).bfloat16(),
-        "kv_cache": torch.randn(8, 2, 1, 16, 64, generator=generator).bfloat16(),
-        "block_tables": torch.tensor([[0, 1, 2, -7], [99, 5, 6, 7]], dtype=torch.int32),
-        "seq_lens": torch.tensor([48, 61], dtype=torch.int32),
-        "rope_table": torch.randn(61 if "rope" in text else 64, 64, generator=generator),
-    }
-    arguments = {name: tensor.to(device) for name, tensor in arguments.items()}
+    arguments = on(device, zeros(1) | {"rope_table": torch.zeros(61 if "rope" in text else 64, 64)})
+    arguments["block_tables"][1, 0] = 99
     window = 15 if name == "seq_lens" else 47
     if name == "seq_lens":
         decode_attention(**arguments, window_left=window)
@@ -185,16 +188,8 @@ def test_the_pages_that_windows_see_are_checked(
     q_len: int, window_left: int, place: tuple[int, int], is_seen: bool, device: torch.device, monkeypatch: Any
 ) -> None:
     monkeypatch.setenv("FLASHINFER_SM12X_CHECK", "1")
-    print("seed 1")
-    generator = torch.Generator().manual_seed(1)
-    arguments = {
-        "query": torch.randn(2 * q_len, 8, 64, generator=generator).bfloat16(),
-        "kv_cache": torch.randn(8, 2, 1, 16, 64, generator=generator).bfloat16(),
-        "block_tables": torch.tensor([[0, 1, 2, -7], [4, 5, 6, 7]], dtype=torch.int32),
-        "seq_lens": torch.tensor([48, 61], dtype=torch.int32),
-    }
+    arguments = on(device, zeros(q_len))
     arguments["block_tables"][place] = 8
-    arguments = {name: tensor.to(device) for name, tensor in arguments.items()}
     named = {"window_left": window_left, "q_len_per_req": q_len}
     if not is_seen:
         decode_attention(**arguments, **named)

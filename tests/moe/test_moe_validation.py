@@ -98,12 +98,6 @@ def test_workspace_size_of_a_device_that_is_not_there(given: str, seen: int, mon
 def test_workspace_size(device: torch.device) -> None:
     size = cutlass_fused_moe_workspace_size(**workspace_sizes() | {"device": device})
     assert size == 0 if device.type == "cpu" else size > 0
-    if device.type == "cuda":
-        arguments = _arguments(1, device)
-        with pytest.raises(ValueError, match=r"^workspace_buffer holds 10 bytes; this call needs \d+"):
-            flashinfer.cutlass_fused_moe(
-                **arguments, workspace_buffer=torch.empty(10, dtype=torch.uint8, device=device)
-            )
 
 
 @pytest.mark.parametrize("one", [True, np.int64(1)], ids=["True", "numpy"])
