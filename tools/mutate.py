@@ -95,7 +95,7 @@ def read_list(path: Path) -> list[Mutation]:
             if name in mutations:
                 raise ValueError(f"{name} stands twice")
             tests, text = entry
-            old, new = (MARKED.sub(lambda match, kept=kept: match[kept] or "", text) for kept in (1, 2))
+            old, new = MARKED.sub(r"\1", text), MARKED.sub(r"\2", text)
             if not tests and name not in equivalent:
                 raise ValueError(f"{name} names no test")
             parts = (re.split("(::| -k )", names.get(test, test), maxsplit=1) for test in tests)
