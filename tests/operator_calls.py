@@ -26,6 +26,17 @@ Arguments = dict[str, Any]
 SEED = 5
 
 
+def on(device: torch.device, arguments: Arguments) -> Arguments:
+    """Arguments with all tensors of the CPU's on ``device``, those in lists and tuples, too."""
+
+    def move(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(move, value))
+        return value.to(device) if isinstance(value, torch.Tensor) and value.device.type == "cpu" else value
+
+    return {name: move(value) for name, value in arguments.items()}
+
+
 def _dense(tokens: str = "bf16", **more: Any) -> Arguments:
     case = DenseCase(3, 72, 96, bias=torch.bfloat16, alpha=True, residual=True, tokens=tokens, **more)
     inputs = make_dense_inputs(case, SEED)
@@ -47,6 +58,21 @@ def _matrices(form: str) -> Arguments:
 
 def _moe(mode: int) -> Arguments:
     return make_moe_inputs(MoECase(3, 96, 64, 4, 2, mode), SEED).arguments()
+
+
+def workspace_sizes() -> Arguments:
+    """Of ``cutlass_fused_moe_workspace_size``."""
+    return {
+        "max_num_tokens": 8,
+        "hidden_size": 160,
+        "intermediate_size": 96,
+        "num_experts_total": 8,
+        "top_k": 3,
+        "x_dtype": torch.bfloat16,
+        "weight_dtype": torch.int64,
+        "use_mxfp8_act_scaling": True,
+        "device": torch.device("cpu"),
+    }
 
 
 def _decode(**more: Any) -> Arguments:
@@ -97,7 +123,7 @@ def moved_to(tensor: torch.Tensor, offset: int) -> torch.Tensor:
 
 
 def _strided(tensor: torch.Tensor) -> torch.Tensor:
-    wide = torch.zeros((*tensor.shape, 2), dtype=tensor.dtype)
+    wide = torch.zeros((*tensor.shape, 2), dtype=tensor.dtype, device=tensor.device)
     wide[..., 0] = tensor
     return wide[..., 0]
 

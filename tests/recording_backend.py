@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import pytest
 import torch
+from flashinfer.autotuner import AutoTuner
 
 from flashinfer.jit.sm12x.instances import INSTANCES, SM12X
+from flashinfer.sm12x import backend, tune
 
 
 class RecordingBackend:
@@ -39,3 +43,20 @@ class RecordingBackend:
 
     def pdl(self, wanted: bool | None) -> bool:
         return wanted is not False
+
+
+@contextlib.contextmanager
+def recording_tuner(
+    monkeypatch: pytest.MonkeyPatch, recording: RecordingBackend | None = None, time: Callable[..., float] | None = None
+) -> Iterator[AutoTuner]:
+    """Upstream's autotuner without a GPU, empty before and after: launches go to ``recording``, ``time`` times tactics."""
+    if recording is not None:
+        monkeypatch.setattr(backend, "_active_virtual", [lambda _name: recording])
+    if time is not None:
+        monkeypatch.setattr(AutoTuner, "_profile_single_kernel", lambda tuner, *given, **named: time(*given, **named))
+    monkeypatch.setattr(AutoTuner, "_get_l2_cache_size_in_bytes", lambda tuner, device_id=None: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(tune, "_remembered", {})
+    AutoTuner.get().clear_cache()
+    yield AutoTuner.get()
+    AutoTuner.get().clear_cache()

@@ -56,7 +56,13 @@ def register_instance(device: VirtualDevice, module: Any, tactic: int) -> None:
         module.sm12x_register_instance(tactic, instance.sm12x_instance_address())
 
 
-def run_moe(device: VirtualDevice, inputs: MoEInputs, mode: int, tactics: Sequence[int] | None = None) -> torch.Tensor:
+def run_moe(
+    device: VirtualDevice,
+    inputs: MoEInputs,
+    mode: int,
+    tactics: Sequence[int] | None = None,
+    workspace: torch.Tensor | None = None,
+) -> torch.Tensor:
     """The layer's output, ``[tokens, hidden]``, in memory that held NaN before; ``tactics`` are places, the planner's if None."""
     problem = problem_of(inputs, mode)
     output = torch.full((problem.num_tokens, problem.hidden), float("nan"), dtype=inputs.output_dtype)
@@ -64,7 +70,8 @@ def run_moe(device: VirtualDevice, inputs: MoEInputs, mode: int, tactics: Sequen
     in_bf16 = any(INSTANCES[tactic].multiplies == "mxfp8_as_bf16" for tactic in pair)
     for tactic in pair:
         sm12x_launch.ensure_instance(device, tactic)
-    workspace = device.empty(sm12x_launch.workspace_bytes(device, problem, in_bf16))
+    if workspace is None:
+        workspace = device.empty(sm12x_launch.workspace_bytes(device, problem, in_bf16))
     known = {name: value for name, value in inputs.arguments().items() if name in MoECall._fields}
     call = MoECall(**dict.fromkeys(MoECall._fields))._replace(**known, output=output)  # type: ignore[arg-type]
     sm12x_launch.launch(device, problem, call, workspace, pair)

@@ -41,6 +41,7 @@ else:
 
 ROOT = Path(__file__).resolve().parents[1]
 LIST = "tests/mutations.toml"
+MARKED = re.compile(r"\[-(.*?)-\]|\{\+(.*?)\+\}", re.DOTALL)  # as git diff --word-diff marks what goes and what comes
 PYTEST = (sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "-m", "not gpu")
 PLUGINS = ("-p", "no:cacheprovider", "-p", "separate_instances")
 GOOD = ("caught", "equivalent")
@@ -88,11 +89,12 @@ def read_list(path: Path) -> list[Mutation]:
     mutations: dict[str, Mutation] = {}
     for file, entries in data["changes"].items():
         for name, entry in entries.items():
-            if list(map(type, entry)) != [list, str, str]:
-                raise ValueError(f"{name} is {entry}; it must be [[tests], old, new]")
+            if list(map(type, entry)) != [list, str] or not MARKED.search(entry[1]):
+                raise ValueError(f"{name} is {entry}; it must be [[tests], text with [-old-] or {{+new+}}]")
             if name in mutations:
                 raise ValueError(f"{name} stands twice")
-            tests, old, new = entry
+            tests, text = entry
+            old, new = MARKED.sub(r"\1", text), MARKED.sub(r"\2", text)
             if not tests and name not in equivalent:
                 raise ValueError(f"{name} names no test")
             parts = (re.split("(::| -k )", names.get(test, test), maxsplit=1) for test in tests)

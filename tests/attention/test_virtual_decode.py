@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from virtual_devices import ALL_WATCHERS, virtual_fixture
 
 from flashinfer.decode import decode_attention
 from flashinfer.jit.sm12x.modules import gen_decode_module
@@ -25,22 +25,12 @@ from flashinfer.testing.decode_reference import (
 )
 from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
 
-ALL_WATCHERS = 31
 DISTINCT = 8  # counts what is touched: a bit for every sector
 SMS = 48
 
-
-@pytest.fixture
-def device() -> Iterator[VirtualDevice]:
-    with virtual_device("sm_121a", watch=ALL_WATCHERS) as made:
-        yield made
-
-
-@pytest.fixture
-def weak_device() -> Iterator[VirtualDevice]:
-    """Writes reach other blocks late, unless something orders them."""
-    with virtual_device("sm_121a", watch=ALL_WATCHERS, weak_memory=7) as made:
-        yield made
+device = virtual_fixture(watch=ALL_WATCHERS)
+# Writes reach other blocks late, unless something orders them.
+weak_device = virtual_fixture(watch=ALL_WATCHERS, weak_memory=7)
 
 
 def run(device: VirtualDevice, case: DecodeCase, **named: Any) -> torch.Tensor:
@@ -115,25 +105,6 @@ def test_the_smallest_strides(device: VirtualDevice, layout: str, fp8: bool) -> 
     case = make_decode_case([70, 20, 3], 2, 31, layout=layout, fp8=fp8, q_len=2)
     put_apart(case)
     run(device, case)
-
-
-@pytest.mark.parametrize("name", ["query", "key", "value", "kv_cache", "rope_table", "out"])
-def test_rows_that_vectors_cannot_load(device: VirtualDevice, name: str) -> None:
-    """Of the cache, keys or values."""
-    arguments = make_decode_case([20], 1, 36).arguments
-    arguments["kv_cache"] = keys, values = [part.contiguous() for part in arguments["kv_cache"].unbind(1)]
-    arguments["out"] = torch.empty(arguments["query"].shape, dtype=torch.bfloat16)
-
-    def off(tensor: torch.Tensor) -> torch.Tensor:
-        step = 8 // tensor.element_size()
-        memory = torch.zeros(tensor.numel() * 2 + step, dtype=tensor.dtype)
-        return memory[step:].as_strided(tensor.shape, tensor.stride(), step)
-
-    choices = [[off(keys), values], [keys, off(values)]] if name == "kv_cache" else [off(arguments[name])]
-    for choice in choices:
-        with pytest.raises(ValueError, match=rf"^{name}.* starts at address 0x\w+; it must be aligned to 16 bytes"):
-            decode_attention(**arguments | {name: choice})
-    assert device.launches == []
 
 
 @pytest.mark.parametrize("rope", [None, torch.bfloat16, torch.float32], ids=str)

@@ -7,14 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from operator_calls import on
 
 from flashinfer.gemm import dense_mx, dense_mx_top_k
 from flashinfer.testing import DenseCase, make_dense_inputs
 from flashinfer.testing.row_top_k_reference import largest_of_rows, with_unusual_outputs
-
-
-def on(device: torch.device, arguments: dict[str, Any]) -> dict[str, Any]:
-    return {key: v.to(device) if isinstance(v, torch.Tensor) else v for key, v in arguments.items()}
 
 
 def random_arguments(device: torch.device, case: DenseCase, seed: int) -> dict[str, Any]:
@@ -79,47 +76,6 @@ def test_no_tokens(device: torch.device) -> None:
     arguments["x"] = arguments["x"][:0]
     found = dense_mx_top_k(**arguments, top_k=3)
     assert found.values.shape == found.indices.shape == (0, 3)
-
-
-BAD: list[tuple[str, Any, type[Exception], str]] = [
-    ("top_k", 0, ValueError, r"top_k is 0; it must be an integer in \[1, 8\], no more than the weight has rows"),
-    ("top_k", 9, ValueError, r"top_k is 9"),
-    ("top_k", 1.0, TypeError, r"top_k is 1.0"),
-    ("first_index", -1, ValueError, r"first_index is -1"),
-    ("logits", torch.zeros(3, 41), ValueError, r"logits is .*shape \(3, 40\)"),
-    ("logits", torch.zeros(3, 40, dtype=torch.float64), ValueError, r"out_dtype is torch.float64"),
-    ("x", None, TypeError, r"x is None"),
-    ("tactic", 99, ValueError, r"tactic is '99'"),
-]
-
-
-@pytest.mark.parametrize(("name", "value", "error", "text"), BAD, ids=[f"{n}-{i}" for i, (n, *_) in enumerate(BAD)])
-def test_a_bad_argument_is_named(name: str, value: Any, error: type[Exception], text: str) -> None:
-    arguments = random_arguments(torch.device("cpu"), DenseCase(3, 40, 64), 1)
-    del arguments["out_dtype"]
-    with pytest.raises(error, match=text):
-        dense_mx_top_k(**{**arguments, name: value})
-
-
-def test_more_than_there_are() -> None:
-    arguments = random_arguments(torch.device("cpu"), DenseCase(3, 5, 64), 2)
-    with pytest.raises(ValueError, match=r"top_k is 6; it must be an integer in \[1, 5\]"):
-        dense_mx_top_k(**arguments, top_k=6)
-
-
-@pytest.mark.parametrize("keeps", [False, True], ids=["", "logits"])
-def test_compiled_with_fullgraph(device: torch.device, keeps: bool) -> None:
-    arguments = random_arguments(device, DenseCase(5, 96, 160, bias=torch.bfloat16), 11)
-    x = arguments.pop("x")
-
-    def layer(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        logits = torch.zeros(5, 96, dtype=torch.bfloat16, device=x.device) if keeps else None
-        found = dense_mx_top_k(x, **arguments, top_k=2, logits=logits, tactic=0)
-        return found.values + 1, found.indices, x if logits is None else logits * 2
-
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager" if device.type == "cpu" else "inductor")
-    for ours, expected in zip(compiled(x), layer(x), strict=True):
-        torch.testing.assert_close(ours, expected, rtol=0, atol=0)
 
 
 @pytest.mark.gpu

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import random
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 from flashinfer.autotuner import AutoTuner, autotune, autotuner
-from recording_backend import RecordingBackend
+from recording_backend import RecordingBackend, recording_tuner
 
 from flashinfer.gemm import dense_mx, sm12x_dense_launch, sm12x_dense_tuning
 from flashinfer.gemm.sm12x_dense_tuning import DEQUANTIZED, MOST_TOKENS
 from flashinfer.jit.sm12x.instances import DENSE_INSTANCES
 from flashinfer.quantization.mx_cpu import swizzled_size
-from flashinfer.sm12x import backend, devices, tune
+from flashinfer.sm12x import tune
 
 N, K = 256, 640
 FORMATS = ("bf16", "mxfp8", "swizzled", "linear", "mxfp4")
@@ -48,7 +47,7 @@ class Stand:
         self.operands.append(call)
         self.launches.append((DEQUANTIZED, call.x.shape[0]))
 
-    def profile(self, tuner: AutoTuner, runner: Any, inputs: Any, tactic: Any, config: Any, **named: Any) -> float:
+    def profile(self, runner: Any, inputs: Any, tactic: Any, config: Any, **named: Any) -> float:
         assert config.use_cold_l2_cache and config.use_cuda_graph
         runner(inputs, tactic=tactic)
         if tactic != -1:
@@ -60,18 +59,9 @@ class Stand:
 @pytest.fixture
 def stand(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stand]:
     made = Stand()
-    recording = RecordingBackend(made)
-    monkeypatch.setattr(backend, "_active_virtual", [lambda _name: recording])
     monkeypatch.setattr(sm12x_dense_launch, "_multiply_dequantized", made.dequantized)
-    monkeypatch.setattr(tune, "_remembered", {})
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(
-        AutoTuner, "_profile_single_kernel", lambda tuner, *given, **named: made.profile(tuner, *given, **named)
-    )
-    monkeypatch.setattr(AutoTuner, "_get_l2_cache_size_in_bytes", lambda tuner, device_id=None: 0)
-    AutoTuner.get().clear_cache()
-    yield made
-    AutoTuner.get().clear_cache()
+    with recording_tuner(monkeypatch, RecordingBackend(made), made.profile):
+        yield made
 
 
 def arguments(
@@ -143,96 +133,36 @@ def test_profiles_have_operands_of_their_size(stand: Stand, form: str) -> None:
             assert operands.x_scale.numel() == size
 
 
-def test_a_call_of_many_tokens_tunes_and_takes_the_planners(stand: Stand, tmp_path: Path, monkeypatch: Any) -> None:
-    """As vLLM warms up: with the most tokens a batch may have. The next layer and the next process find what was tuned."""
+def test_a_call_of_many_tokens_tunes_and_takes_the_planners(stand: Stand, monkeypatch: Any) -> None:
+    """As vLLM warms up: with the most tokens a batch may have. The next layer finds what was tuned."""
     lines: list[str] = []
     AutoTuner.get()._logged_invalid_tactic.clear()
     monkeypatch.setattr(autotuner.logger, "warning", lines.append)
-    cache = tmp_path / "tactics.json"
     best = "dense_mxfp4_m16_w2"
     planned = took(stand, 4 * MOST_TOKENS)
     stand.times = {best: 0.5, "dense_mxfp4_m32_gemm": 0.75}
-    with autotune(True, cache=str(cache)):
+    with autotune(True):
         assert took(stand, 4 * MOST_TOKENS) == planned
         timed = len(stand.timed)
         assert took(stand, 4 * MOST_TOKENS) == planned
+    assert len(stand.timed) == timed
     assert took(stand, 3) == best
     assert took(stand, MOST_TOKENS) == "dense_mxfp4_m32_gemm" != planned
-    assert sm12x_dense_tuning.OPERATOR in cache.read_text()
-    AutoTuner.get().clear_cache()
-    tune._remembered.clear()
-    assert took(stand, 3) != best
-    with autotune(False, cache=str(cache)):
-        assert took(stand, 3) == best
-    with autotune(True, cache=str(cache)):
-        assert took(stand, 4 * MOST_TOKENS) == planned
-        assert took(stand, 3) == best
-    assert len(stand.timed) == timed
     assert not [line for line in lines if "cached tactic" in line]
 
 
-def test_other_layers_are_tuned_apart(stand: Stand, tmp_path: Path) -> None:
-    seed = random.randrange(1000)
-    print("seed", seed)
-    calls: list[dict[str, Any]] = [{}, {"weights": "mxfp8"}, {"form": "mxfp8"}, {"form": "linear"}, {"n": 2 * N}]
-    random.Random(seed).shuffle(calls)
-    planned = [took(stand, 8, **call) for call in calls]
-    stand.times = {"dense_mxfp4_m8_w3": 0.5, "dense_mxfp8_m8_w3": 0.5, DEQUANTIZED: 0.25}
-    best, cache = [], str(tmp_path / "tactics.json")
-    for place, call in enumerate(calls):
-        assert [took(stand, 8, **other) for other in calls[place:]] == planned[place:]
-        with autotune(True, cache=cache):
-            best.append(took(stand, 8, **call))
-        assert (best[-1] == DEQUANTIZED) is (call.get("form", "bf16") == "bf16")
-    assert [took(stand, 8, **call) for call in calls * 2] == best * 2
-    AutoTuner.get().clear_cache()
-    assert [took(stand, 8, **call) for call in calls] == planned
-    with autotune(False, cache=cache):
-        assert [took(stand, 8, **call) for call in calls] == best
-
-
-def forget() -> None:
-    """Another process begins."""
+@pytest.mark.parametrize("form", FORMATS)
+def test_cublas_is_taken_of_bfloat16_tokens_alone(stand: Stand, form: str, tmp_path: Path) -> None:
+    """Also by what is in a file."""
+    stand.times, cache = {DEQUANTIZED: 0.25}, str(tmp_path / "tactics.json")
+    assert took(stand, 8, form=form) != DEQUANTIZED
+    with autotune(True, cache=cache):
+        assert (took(stand, 8, form=form) == DEQUANTIZED) is (form == "bf16")
+    assert sm12x_dense_tuning.OPERATOR in Path(cache).read_text()
     AutoTuner.get().clear_cache()
     tune._remembered.clear()
-
-
-def test_calls_of_other_dtypes_and_layouts_are_tuned_apart(stand: Stand, tmp_path: Path) -> None:
-    """In a process, and by a file in another one."""
-    calls: list[dict[str, Any]] = [
-        *({"form": form} for form in FORMATS),
-        {"form": "mxfp8", "dtype": torch.float16},
-        {"out_dtype": torch.float32},
-        {"out_dtype": torch.float16},
-    ]
-    best = "dense_mxfp4_m8_w3"
-    stand.times = {best: 0.5}
-    for tuned in calls:
-        cache = str(tmp_path / "tactics.json")
-        with autotune(True, cache=cache):
-            assert took(stand, 8, **tuned) == best
-        assert [call for call in calls if took(stand, 8, **call) == best] == [tuned]
-        forget()
-        with autotune(False, cache=cache):
-            assert [call for call in calls if took(stand, 8, **call) == best] == [tuned]
-        forget()
-        Path(cache).unlink()
-
-
-def test_a_gpus_tactics_are_not_those_of_another(stand: Stand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    best, cache = "dense_mxfp4_m8_w3", str(tmp_path / "tactics.json")
-    stand.times = {best: 0.5}
-
-    def on(name: str) -> str:
-        monkeypatch.setattr(devices, "gpu_name", lambda device: name)
-        return took(stand, 8)
-
-    with autotune(True, cache=cache):
-        assert on("NVIDIA GB10") == best
-    assert on("NVIDIA GB10") == best != on("NVIDIA GeForce RTX 5090")
-    forget()
     with autotune(False, cache=cache):
-        assert on("NVIDIA GB10") == best != on("NVIDIA GeForce RTX 5090")
+        assert (took(stand, 8, form=form) == DEQUANTIZED) is (form == "bf16")
 
 
 def test_a_forced_instance_wins(stand: Stand) -> None:

@@ -78,7 +78,6 @@ def launch(
     ids=["two groups", "ragged and empty", "one row"],
 )
 def test_it_keeps_the_bound(library, tile, rows, n, k):
-    print("seed", 21)
     call = make_group_gemm_inputs(rows, n, k, 21)
     out = torch.full((sum(rows), n), float("nan"), dtype=torch.bfloat16)
     with virtual_device("sm_121a") as device:

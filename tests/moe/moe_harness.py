@@ -11,14 +11,7 @@ import torch
 
 import flashinfer
 from flashinfer.sm12x.probe.mma import accumulation_on
-from flashinfer.testing import (
-    Accumulation,
-    MoECase,
-    MoEInputs,
-    check_within_bound,
-    make_moe_inputs,
-    moe_reference,
-)
+from flashinfer.testing import Accumulation, MoECase, MoEInputs, check_within_bound, make_moe_inputs, moe_reference
 
 
 @dataclasses.dataclass
@@ -76,10 +69,7 @@ def run(inputs: MoEInputs, device: torch.device, byte: int, profile_ids: list[in
     """One call into poisoned memory."""
     output, workspace = poisoned(inputs, device, byte)
     result = flashinfer.cutlass_fused_moe(
-        **inputs.arguments(),
-        output=output,
-        workspace_buffer=workspace,
-        profile_ids=profile_ids,
+        **inputs.arguments(), output=output, workspace_buffer=workspace, profile_ids=profile_ids
     )
     assert result.data_ptr() == output.data_ptr()
     return output
@@ -99,10 +89,7 @@ def replayed(inputs: MoEInputs, device: torch.device, profile_ids: list[int] | N
     output, workspace = poisoned(inputs, device, 0x5A)
     with captured_graph() as graph:
         flashinfer.cutlass_fused_moe(
-            **inputs.arguments(),
-            output=output,
-            workspace_buffer=workspace,
-            profile_ids=profile_ids,
+            **inputs.arguments(), output=output, workspace_buffer=workspace, profile_ids=profile_ids
         )
     for byte in (0xFF, 0x00):
         output.fill_(torch.nan)
@@ -126,12 +113,7 @@ def reference_of(inputs: MoEInputs, accumulation: Accumulation, where: str) -> t
 
 
 def check_case(
-    case: MoECase,
-    seed: int,
-    device: torch.device,
-    tactics: list[list[int] | None] | None = None,
-    where: str = "device",
-    graphs: bool = True,
+    case: MoECase, seed: int, device: torch.device, tactics: list[list[int] | None] | None = None, where: str = "device"
 ) -> list[Outcome]:
     """Assert a case for each pair of ``tactics`` (``None``: the default) and return what was seen.
 
@@ -152,7 +134,7 @@ def check_case(
         again = run(inputs, device, 0x00, profile_ids)
         assert same_bits(first, again), f"{label}: a second run differs"
         checks.append("repeat")
-        if device.type == "cuda" and graphs and case.num_tokens:
+        if device.type == "cuda" and case.num_tokens:
             assert same_bits(first, replayed(inputs, device, profile_ids)), f"{label}: a graph replay differs"
             checks.append("graph")
         outcomes.append(Outcome(used, tuple(checks)))

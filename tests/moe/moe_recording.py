@@ -9,12 +9,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 from flashinfer.autotuner import AutoTuner, autotuner
-from recording_backend import RecordingBackend
+from recording_backend import RecordingBackend, recording_tuner
 
 from flashinfer.jit.sm12x.instances import INSTANCES
-from flashinfer.sm12x import backend, tune
 from flashinfer.testing import MoECase, make_moe_inputs
 
 CASE = MoECase(6, 160, 96, 8, 3, 0)
@@ -56,12 +54,8 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordingModule]:
     """Launches go to the module that is given, which ``.backend`` belongs to; the autotuner starts empty."""
     module = RecordingModule()
     module.backend = RecordingBackend(module)
-    monkeypatch.setattr(backend, "_active_virtual", [lambda _name: module.backend])
-    monkeypatch.setattr(tune, "_remembered", {})
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    AutoTuner.get().clear_cache()
-    yield module
-    AutoTuner.get().clear_cache()
+    with recording_tuner(monkeypatch, module.backend):
+        yield module
 
 
 def logged(monkeypatch: pytest.MonkeyPatch) -> list[str]:

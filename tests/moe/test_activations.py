@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
@@ -63,25 +62,6 @@ def test_swiglu_bias_is_another_name_of_swiglu(device: torch.device) -> None:
     named = arguments | {"activation_type": ActivationType.SwigluBias}
     assert same_bits(flashinfer.cutlass_fused_moe(**named), expected)
     assert same_bits(flashinfer.cutlass_fused_moe(**arguments | {"activation_type": 3}), expected)
-
-
-@pytest.mark.parametrize("name", ["swiglu_alpha", "swiglu_beta"])
-def test_swiglu_step_has_neither_alpha_nor_beta(name: str, device: torch.device) -> None:
-    arguments: dict[str, Any] = make_moe_inputs(STEP, 44, device).arguments()
-    arguments[name] = torch.ones(4, device=device)
-    with pytest.raises(ValueError, match=f"^{name} is given; activation_type SwigluStep has swiglu_limit alone"):
-        flashinfer.cutlass_fused_moe(**arguments)
-
-
-@pytest.mark.parametrize(
-    "activation", [a for a in ActivationType if a.name not in ("Swiglu", "SwigluBias", "SwigluStep")]
-)
-def test_others_are_refused_by_name_on_the_cpu(activation: ActivationType) -> None:
-    arguments = make_moe_inputs(STEP, 45).arguments() | {"activation_type": activation}
-    with pytest.raises(
-        NotImplementedError, match=rf"Swiglu or SwigluStep, .* activation_type ActivationType.{activation.name}[.]"
-    ):
-        flashinfer.cutlass_fused_moe(**arguments)
 
 
 def test_the_bound_holds_for_what_lies_within_the_errors() -> None:

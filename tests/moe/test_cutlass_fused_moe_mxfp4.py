@@ -14,12 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from moe_harness import (
-    check_case,
-    run,
-    same_bits,
-    workspace_bytes,
-)
+from moe_harness import check_case, run, same_bits, workspace_bytes
 
 import flashinfer
 from flashinfer.fused_moe.sm12x_validation import Mode
@@ -32,6 +27,7 @@ from flashinfer.testing import (
     check_within_bound,
     make_moe_inputs,
     moe_reference,
+    quantize_mxfp8,
     swizzle_scales,
     unswizzle_scales,
 )
@@ -70,8 +66,6 @@ def test_intermediate_sizes(inter: int, mode: int, device: torch.device) -> None
 @pytest.mark.parametrize("mode", MODES)
 def test_shard_of_720_padded_with_zeros(mode: int, device: torch.device) -> None:
     """gpt-oss over four ranks: I = 720 is no multiple of 32, so callers pad FC1's rows and FC2's columns with zeros."""
-    from flashinfer.testing import swizzle_scales, unswizzle_scales
-
     inter, padded = 720, 736
     whole = make_moe_inputs(MoECase(7, 160, inter, 4, 2, mode, output_dtype=torch.float16), 28, device)
     assert whole.fc1_bias is not None
@@ -242,8 +236,6 @@ def test_inside_quantization_equals_quantizing_outside(input_dtype: torch.dtype,
     case = MoECase(33, 288, 96, 4, 2, 1, input_dtype=input_dtype)
     inputs = make_moe_inputs(case, 15, device)
     inside = run(inputs, device, 0xFF, None)
-    from flashinfer.testing import quantize_mxfp8, swizzle_scales
-
     values, scales = quantize_mxfp8(inputs.input)
     outside = dataclasses.replace(inputs, input=values, input_sf=swizzle_scales(scales).flatten())
     reference, bound = moe_reference(outside, accumulation_on(device))
@@ -260,10 +252,7 @@ def test_views_of_weights_and_scales_give_the_same_bits(mode: int, device: torch
     viewed = dict(arguments)
     for name in ("fc1_expert_weights", "fc2_expert_weights"):
         viewed[name] = arguments[name].view(torch.int64)
-    for view in (
-        lambda scales: scales.view(torch.int32),
-        lambda scales: scales.flatten(),
-    ):
+    for view in (lambda scales: scales.view(torch.int32), lambda scales: scales.flatten()):
         viewed["quant_scales"] = [view(s) if s.ndim == 3 else s for s in arguments["quant_scales"]]
         assert same_bits(flashinfer.cutlass_fused_moe(**viewed), expected)
     if mode == 0:
@@ -315,71 +304,22 @@ def test_duplicate_expert_of_a_token_counts_twice(device: torch.device) -> None:
     check_within_bound(run(inputs, device, 0xFF, None), reference, bound)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
-def test_poisoned_token_stays_alone(mode: int, poison: float, device: torch.device) -> None:
-    inputs = make_moe_inputs(MoECase(20, 160, 96, 4, 2, mode), 20, device)
-    clean = run(inputs, device, 0xFF, None)
-    values = inputs.input.clone().float()
-    values[7, 33] = poison
-    if mode == 0 and poison != poison:
-        inputs.input = values.to(torch.float8_e4m3fn)
-    elif mode == 0:
-        pytest.skip("e4m3 has no infinity")
-    else:
-        inputs.input = values.to(inputs.input.dtype)
-    poisoned = run(inputs, device, 0xFF, None)
-    others = [token for token in range(20) if token != 7]
-    assert same_bits(poisoned[others], clean[others])
-    if poison != poison:
-        assert torch.isnan(poisoned[7]).all()
+@pytest.mark.parametrize(("mode", "swizzled"), [(0, True), (0, False), (1, True), (2, True)])
+def test_what_is_no_number_stays_where_it_is(mode: int, swizzled: bool, device: torch.device) -> None:
+    """NaN and infinity in each operand: the outputs that are NaN are the reference's, of other tokens and experts none.
 
-
-@pytest.mark.parametrize("mode", MODES)
-def test_nan_scale_of_fc1_reaches_only_the_tokens_of_its_expert(mode: int, device: torch.device) -> None:
-    inputs = make_moe_inputs(MoECase(20, 160, 96, 4, 2, mode), 21, device)
-    clean = run(inputs, device, 0xFF, None)
-    inputs.fc1_scales.view(4, -1)[2, 0] = 255  # expert 2, row 0 (up), block 0
-    dirty = run(inputs, device, 0xFF, None)
-    affected = (inputs.token_selected_experts == 2).any(1)
-    assert affected.any()
-    assert (~affected).any()
-    assert torch.isnan(dirty[affected]).all()
-    assert same_bits(dirty[~affected], clean[~affected])
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_nan_scale_of_fc2_reaches_only_its_output_column(mode: int, device: torch.device) -> None:
-    inputs = make_moe_inputs(MoECase(20, 160, 96, 4, 2, mode), 22, device)
-    clean = run(inputs, device, 0xFF, None)
-    inputs.fc2_scales.view(4, -1)[1, 5 * 16 + 2] = 255  # expert 1, output 5, block 2
-    dirty = run(inputs, device, 0xFF, None)
-    expected = torch.zeros(20, 160, dtype=torch.bool, device=device)
-    expected[:, 5] = (inputs.token_selected_experts == 1).any(1)
-    assert expected.any()
-    assert torch.equal(torch.isnan(dirty), expected)
-    assert same_bits(dirty[~expected], clean[~expected])
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_what_is_no_number_stays_where_it_is(mode: int, device: torch.device) -> None:
-    """NaN and infinity in each operand: the outputs that are NaN are the reference's, of other tokens and experts none."""
-    print("seeds", 30, 31)
-    inputs = make_moe_inputs(MoECase(12, 160, 96, 6, 2, mode), 30, device)
-    for what, changed in moe_inputs_with_not_numbers(inputs, 31):
+    Where the reference stays what it was, outputs do, to the bit.
+    """
+    inputs = make_moe_inputs(MoECase(12, 160, 96, 6, 2, mode, swizzled_input_sf=swizzled), 30, device)
+    made = moe_inputs_with_not_numbers(inputs, 31)
+    _, numbers = next(made)
+    before, output_before = moe_reference(numbers, accumulation_on(device))[0], run(numbers, device, 0xFF, None)
+    for what, changed in made:
         reference, bound = moe_reference(changed, accumulation_on(device))
-        check_within_bound(run(changed, device, 0xFF, None), reference, bound, what)
-
-
-def test_nan_input_scale_reaches_only_its_token(device: torch.device) -> None:
-    inputs = make_moe_inputs(MoECase(20, 160, 96, 4, 2, 0, swizzled_input_sf=False), 23, device)
-    clean = run(inputs, device, 0xFF, None)
-    assert inputs.input_sf is not None
-    inputs.input_sf[4, 1] = 255
-    dirty = run(inputs, device, 0xFF, None)
-    assert torch.isnan(dirty[4]).all()
-    others = [token for token in range(20) if token != 4]
-    assert same_bits(dirty[others], clean[others])
+        output = run(changed, device, 0xFF, None)
+        check_within_bound(output, reference, bound, what)
+        kept = reference == before
+        assert same_bits(output[kept], output_before[kept]), what
 
 
 def test_larger_workspace_and_int8_are_taken(device: torch.device) -> None:
@@ -392,19 +332,7 @@ def test_larger_workspace_and_int8_are_taken(device: torch.device) -> None:
         assert same_bits(output, expected)
 
 
-def test_workspace_for_the_most_tokens_serves_fewer(device: torch.device) -> None:
-    sizes = []
-    for tokens in (1, 8, 64, 65, 300, 4096):
-        inputs = make_moe_inputs(MoECase(tokens, 96, 64, 4, 2, 0), 25, device)
-        sizes.append(workspace_bytes(inputs, device))
-    assert sizes == sorted(sizes)
-
-
-@settings(
-    deadline=None,
-    max_examples=12,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 2**32))
 def test_random_layers(device: torch.device, seed: int) -> None:
     """Sizes, routing, shards, layouts and dtypes drawn independently, as ``gpu_sweep --quick`` draws them."""

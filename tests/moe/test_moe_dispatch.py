@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import re
 import warnings
@@ -13,14 +12,13 @@ from typing import Any
 import pytest
 import torch
 from flashinfer.tllm_enums import ActivationType
-from moe_recording import CASE, WORKSPACE, RecordingModule, layer_arguments
+from moe_recording import WORKSPACE, RecordingModule, layer_arguments
 
 import flashinfer
 from flashinfer.fused_moe import core, sm12x_launch, sm12x_planner
 from flashinfer.fused_moe.sm12x_planner import computes_layer, resolved_pair
 from flashinfer.jit.sm12x.instances import HOPPER, INSTANCES, MAIN_MODULE, SM12X, Instance, index_of, tactic
 from flashinfer.sm12x import devices
-from flashinfer.testing import make_moe_inputs
 
 
 def numbers(tactics: Iterable[int]) -> list[int]:
@@ -320,22 +318,3 @@ def test_unified_layer_tunes_this_forks_tactics(
     flashinfer.cutlass_fused_moe(**arguments, profile_ids=[tactics[0], tactics[-1]])
     launched = module.launches[-1]["tactic_fc1"], module.launches[-1]["tactic_fc2"]
     assert numbers(launched) == [tactics[0], tactics[-1]]
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("mode", [0, 1, 2])
-def test_compiles_without_graph_breaks(backend: str, mode: int) -> None:
-    inputs = make_moe_inputs(dataclasses.replace(CASE, mode=mode), 3)
-    arguments = inputs.arguments()
-    x = arguments.pop("input")
-    expected = flashinfer.cutlass_fused_moe(x, **arguments)
-    torch.compiler.reset()
-
-    @torch.compile(backend=backend, fullgraph=True)
-    def layer(x: torch.Tensor, output: torch.Tensor | None) -> torch.Tensor:
-        return flashinfer.cutlass_fused_moe(x, **arguments, output=output) + 0
-
-    assert torch.equal(layer(x, None), expected)
-    output = torch.empty_like(expected)
-    assert torch.equal(layer(x, output), expected)
-    assert torch.equal(output, expected), "the compiled call writes the given output"

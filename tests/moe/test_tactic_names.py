@@ -18,17 +18,22 @@ from moe_recording import WORKSPACE, RecordingModule, layer_arguments
 
 import flashinfer
 from flashinfer.fused_moe import sm12x_autotuner, sm12x_launch, sm12x_operator, sm12x_planner
-from flashinfer.gemm import sm12x_group_gemm
+from flashinfer.gemm import sm12x_dense_launch, sm12x_group_gemm
 from flashinfer.jit.sm12x import instances
-from flashinfer.jit.sm12x.instances import GEMM_INSTANCES, INSTANCES, MAIN_MODULE, SM12X
+from flashinfer.jit.sm12x.instances import DENSE_INSTANCES, GEMM_INSTANCES, INSTANCES, MAIN_MODULE, SM12X
 from flashinfer.sm12x import devices, tune
-from flashinfer.testing import make_group_gemm_inputs
+from flashinfer.testing import DenseCase, make_dense_inputs, make_group_gemm_inputs
+from flashinfer.testing.dense_reference import TOKENS
 
 BEST = "mxfp8_m128_k128"  # what the profiler finds fastest; no planner's choice for the sizes below
-# Calls of the same shapes that are not tuned together.
+BEST_DENSE = "dense_mxfp4_m8_w3"
+# Calls that are not tuned together, most of them of the same shapes.
 KINDS: dict[str, list[Any]] = {
     "MoE": [
         {},
+        {"top_k": 2},
+        {"hidden": 192},
+        {"inter": 128},
         {"swizzled_input_sf": False},
         {"output_dtype": torch.float16},
         {"mode": 1},
@@ -39,7 +44,14 @@ KINDS: dict[str, list[Any]] = {
         (torch.float8_e5m2, torch.bfloat16),
         (torch.float8_e4m3fn, torch.float16),
     ],
+    "dense": [
+        *(DenseCase(8, 256, 640, tokens=tokens) for tokens in TOKENS),
+        *(DenseCase(8, 256, 640, out_dtype=dtype) for dtype in (torch.float32, torch.float16)),
+        DenseCase(8, 512, 640),
+    ],
 }
+Call = Callable[..., str]
+EVERY_OPERATOR = pytest.mark.parametrize("call", list(KINDS), indirect=True)
 
 
 @pytest.fixture
@@ -49,10 +61,9 @@ def profiled(monkeypatch: pytest.MonkeyPatch, module: RecordingModule) -> list[s
 
     def time(tuner: Any, runner: Any, inputs: Any, tactic: str, config: Any, **named: Any) -> float:
         asked.append(tactic)
-        return 0.5 if tactic == BEST else 1.0
+        return 0.5 if tactic in (BEST, BEST_DENSE) else 1.0
 
     monkeypatch.setattr(AutoTuner, "_profile_single_kernel", time)
-    monkeypatch.setattr(AutoTuner, "_get_l2_cache_size_in_bytes", lambda tuner, device_id=None: 0)
     return asked
 
 
@@ -75,43 +86,51 @@ def call(
     module: RecordingModule,
     profiled: list[str],
     restart: Callable[[], None],
-) -> Callable[..., int]:
-    """An operator that answers with the number of the tactic launched; ``kind``: one of :data:`KINDS`."""
-    if request.param == "MoE":
-        restart()
-
-        def layer(kind: int = 0) -> int:
-            flashinfer.cutlass_fused_moe(**layer_arguments(**KINDS["MoE"][kind]), tune_max_num_tokens=8)
-            return int(module.launches[-1]["tactic_fc1"])
-
-        return layer
-
-    launched: list[int] = []
+) -> Call:
+    """An operator that answers with the name of the tactic launched; ``kind``: one of :data:`KINDS`."""
+    restart()
+    launched: list[str] = []
 
     class Recorder:
         def sm12x_group_gemm_workspace_size(self) -> int:
             return WORKSPACE
 
         def sm12x_group_gemm_run(self, *given: Any) -> None:
-            launched.append(given[7])
+            launched.append(instances.INSTANCES[given[7]].name)
 
-    module.backend.recorded = Recorder()
-    restart()
+        def sm12x_dense_gemm_workspace_size(self, *_: int) -> int:
+            return WORKSPACE
 
-    def gemm(kind: int = 0) -> int:
+        def sm12x_dense_run(self, *given: Any) -> None:
+            launched.append(DENSE_INSTANCES[given[-3]].name)
+
+    def layer(kind: int = 0) -> str:
+        flashinfer.cutlass_fused_moe(**layer_arguments(**KINDS["MoE"][kind]), tune_max_num_tokens=8)
+        return instances.INSTANCES[module.launches[-1]["tactic_fc1"]].name
+
+    def gemm(kind: int = 0) -> str:
         dtype, out_dtype = KINDS["grouped GEMM"][kind]
         made = make_group_gemm_inputs([3, 5], 64, 96, 0, dtype=dtype)
         flashinfer.gemm.group_gemm_mxfp4_nt_groupwise(**made, out_dtype=out_dtype)
         return launched[-1]
 
-    return gemm
+    def dense(kind: int = 0) -> str:
+        inputs = make_dense_inputs(KINDS["dense"][kind], 0)
+        flashinfer.gemm.dense_mx(*inputs.arguments, **inputs.named)
+        return launched[-1]
+
+    if request.param == "MoE":
+        return layer
+    module.backend.recorded = Recorder()
+    monkeypatch.setattr(sm12x_dense_launch, "_multiply_dequantized", lambda *_: launched.append("dequantized"))
+    return gemm if request.param == "grouped GEMM" else dense
 
 
 TABLES = {"INSTANCES": INSTANCES, "SM12X": SM12X, "MAIN_MODULE": MAIN_MODULE, "GEMM_INSTANCES": GEMM_INSTANCES}
 
 
-def renumber(monkeypatch: pytest.MonkeyPatch, tables: dict[str, tuple[instances.Instance, ...]]) -> dict[str, int]:
-    """Replace the tables everywhere; the places of the rows' names."""
+def renumber(monkeypatch: pytest.MonkeyPatch, tables: dict[str, tuple[instances.Instance, ...]]) -> None:
+    """Replace the tables everywhere, and the places of the rows' names."""
     numbers = {row.name: number for number, row in enumerate(tables["INSTANCES"])}
     monkeypatch.setattr(instances, "_PLACES", numbers)
     for place in (
@@ -125,86 +144,83 @@ def renumber(monkeypatch: pytest.MonkeyPatch, tables: dict[str, tuple[instances.
     ):
         for name in tables.keys() & vars(place).keys():
             monkeypatch.setattr(place, name, tables[name])
-    return numbers
 
 
 def test_a_file_serves_a_process_whose_rows_have_moved(
-    call: Callable[[], int],
-    profiled: list[str],
-    restart: Callable[[], None],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    call: Call, profiled: list[str], restart: Callable[[], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = str(tmp_path / "tactics.json")
-    before = instances.index_of(BEST)
-    assert call() != before
+    assert call() != BEST
     with autotune(True, cache=cache):
-        assert call() == before
+        assert call() == BEST
     profiled.clear()
 
     def other(rows: tuple[instances.Instance, ...]) -> tuple[instances.Instance, ...]:
         return tuple(dataclasses.replace(row, stages=row.stages + 1) for row in reversed(rows))
 
-    tables = {name: other(rows) for name, rows in TABLES.items()}
-    after = renumber(monkeypatch, tables)[BEST]
-    assert after != before
+    before = instances.index_of(BEST)
+    renumber(monkeypatch, {name: other(rows) for name, rows in TABLES.items()})
+    assert instances.index_of(BEST) != before
     restart()
     with autotune(False, cache=cache):
-        assert call() == after
+        assert call() == BEST
     assert profiled == []
 
 
 def test_a_name_that_is_gone_is_told_and_not_used(
-    call: Callable[[], int],
-    restart: Callable[[], None],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    call: Call, restart: Callable[[], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = str(tmp_path / "tactics.json")
-    default = INSTANCES[call()].name
+    default = call()
     with autotune(True, cache=cache):
-        call()
-    left = {name: tuple(row for row in rows if row.name != BEST) for name, rows in TABLES.items()}
-    numbers = renumber(monkeypatch, left)
+        assert call() == BEST
+    renumber(monkeypatch, {name: tuple(row for row in rows if row.name != BEST) for name, rows in TABLES.items()})
     restart()
     lines = moe_recording.logged(monkeypatch)
     with autotune(False, cache=cache):
-        assert call() == numbers[default]
+        assert call() == default
     assert any(f"cached tactic '{BEST}'" in line for line in lines), lines
 
 
+@EVERY_OPERATOR
 def test_calls_of_other_dtypes_and_layouts_are_tuned_apart(
-    call: Callable[..., int], restart: Callable[[], None], tmp_path: Path, request: pytest.FixtureRequest
+    call: Call, restart: Callable[[], None], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """In a process, and by a file in another one."""
-    best, kinds = instances.index_of(BEST), range(len(KINDS[request.node.callspec.params["call"]]))
+    kinds = range(len(KINDS[request.node.callspec.params["call"]]))
+
+    def tuned_kinds() -> list[int]:
+        return [kind for kind in kinds if call(kind) in (BEST, BEST_DENSE)]
+
     for tuned in kinds:
         cache = str(tmp_path / f"{tuned}.json")
         with autotune(True, cache=cache):
-            assert call(tuned) == best
-        assert [kind for kind in kinds if call(kind) == best] == [tuned]
+            call(tuned)
+        assert tuned_kinds() == [tuned]
         restart()
         with autotune(False, cache=cache):
-            assert [kind for kind in kinds if call(kind) == best] == [tuned]
+            assert tuned_kinds() == [tuned]
         restart()
 
 
+@EVERY_OPERATOR
 def test_a_gpus_tactics_are_not_those_of_another(
-    call: Callable[..., int], restart: Callable[[], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    call: Call, restart: Callable[[], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    best, cache = instances.index_of(BEST), str(tmp_path / "tactics.json")
+    cache = str(tmp_path / "tactics.json")
 
-    def on(name: str) -> int:
+    def is_tuned_on(name: str) -> bool:
         monkeypatch.setattr(devices, "gpu_name", lambda device: name)
-        return call()
+        return call() in (BEST, BEST_DENSE)
 
     with autotune(True, cache=cache):
-        assert on("NVIDIA GB10") == best
-    assert [on("NVIDIA GeForce RTX 5090"), on("NVIDIA GB10")] == [on("a third"), best]
-    assert on("a third") != best
+        assert is_tuned_on("NVIDIA GB10")
+    assert not is_tuned_on("NVIDIA GeForce RTX 5090")
+    assert is_tuned_on("NVIDIA GB10")
     restart()
     with autotune(False, cache=cache):
-        assert on("NVIDIA GB10") == best != on("NVIDIA GeForce RTX 5090")
+        assert is_tuned_on("NVIDIA GB10")
+        assert not is_tuned_on("NVIDIA GeForce RTX 5090")
 
 
 def test_numbers_are_what_names_say_and_no_place_of_before() -> None:

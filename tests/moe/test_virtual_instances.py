@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import virtual_moe
+from virtual_devices import ALL_WATCHERS, RACES, assert_clean
 from virtual_group_gemm import launch_group_gemm
 from virtual_moe import run_moe
 
@@ -47,8 +47,6 @@ from flashinfer.testing.moe_inputs import group_gemm_inputs_with_not_numbers, mo
 from flashinfer.testing.moe_layers import case_of
 from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
 
-ALL_WATCHERS = 31  # vsm.Watch.ALL, races included, and ARRIVALS: GB10's rule
-RACES = 2
 # Keeping a clock for each thread takes three times as long: each kind of kernel has it in some of its tests, those that are
 # marked so. In all of them with this variable, which is too long for every change.
 RACES_VARIABLE = "FLASHINFER_TEST_RACES"
@@ -72,6 +70,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[VirtualDevice]:
     races = request.node.get_closest_marker("races") is not None or os.environ.get(RACES_VARIABLE) == "1"
     with virtual_device("sm_121a", watch=ALL_WATCHERS if races else ALL_WATCHERS - RACES) as made:
         yield made
+        assert_clean(made)
 
 
 def names(instances: list[Instance] | tuple[Instance, ...]) -> list[str]:
@@ -109,11 +108,12 @@ def layer_launch(device: VirtualDevice) -> Any:
 
 
 def assert_instance(launch: Any, instance: Instance) -> None:
-    """The kernel's template arguments are the instance's: token tile, K tile, stages, blocks per SM."""
+    """The kernel's template arguments are the instance's: token tile, K tile, stages, blocks per SM; of a streamed one token
+    tile, words of K, warps."""
     sizes = (instance.token_tile, instance.k_tile, instance.stages, instance.blocks_per_sm)
-    found = re.search(r"Li(\d+)ELi(\d+)ELi(\d+)ELi(\d+)E", launch.kernel)
-    assert found, launch.kernel
-    assert tuple(map(int, found.groups())) == sizes, launch.kernel
+    if instance.streamed:
+        sizes = (instance.token_tile, instance.k_tile // 128, instance.mma_warps)
+    assert "".join(f"Li{size}E" for size in sizes) in launch.kernel, launch.kernel
 
 
 def assert_shares(launch: Any, instance: Instance, rows_of_experts: list[int], row_tiles: int, k: int) -> None:
@@ -297,7 +297,6 @@ def test_a_grouped_gemm_instance(device, instance, activation):
         out, *group_gemm_reference(**call, accumulation=TENSOR_CORE), f"{instance.name}, seed {seed}"
     )
     print(f"{used:.1%} of the bound")
-    assert all(launch.clean for launch in device.launches), device.launches
     (launch,) = gemm_launches(device)
     assert_instance(launch, instance)
     if n == HIDDEN:
@@ -307,7 +306,6 @@ def test_a_grouped_gemm_instance(device, instance, activation):
 @pytest.mark.parametrize("activation", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["e4m3", "e5m2"])
 def test_what_is_no_number_stays_in_its_row_or_column(device, activation):
     """Of a grouped GEMM."""
-    print("seeds", 450, 451)
     inputs = make_group_gemm_inputs([9, 0, 5], 136, 160, 450, dtype=activation)
     for what, call in group_gemm_inputs_with_not_numbers(inputs, 451):
         out = launch_group_gemm(device, call, GEMM_INSTANCES[0].index)
@@ -315,7 +313,6 @@ def test_what_is_no_number_stays_in_its_row_or_column(device, activation):
         check_within_bound(out, reference, bound, what)
         assert what == "numbers" or reference.isnan().any() or reference.isinf().any()
         assert not reference[:9].isnan().all() and not reference[9:].isnan().all()
-    assert all(launch.clean for launch in device.launches), device.launches
 
 
 @pytest.mark.parametrize(("experts", "mode"), [(128, 1), (32, 2)], ids=["120b, bf16 input", "20b, W4A16"])
@@ -372,10 +369,7 @@ def test_a_streamed_layer(device, instance, mode, sizes):
     rows = torch.bincount(inputs.token_selected_experts.flatten(), minlength=4)
     assert int(rows.max()) > instance.token_tile  # several tiles for an expert, the last of them partly filled
     assert int(rows.max()) % instance.token_tile or int(rows.min()) % instance.token_tile
-    launch = layer_launch(device)
-    found = re.search(r"Li(\d+)ELi(\d+)ELi(\d+)E", launch.kernel)
-    assert found, launch.kernel
-    assert tuple(map(int, found.groups())) == (instance.token_tile, instance.k_tile // 128, instance.mma_warps)
+    assert_instance(layer_launch(device), instance)
 
 
 # K beyond 3,072: of whole words and with one to three blocks of 32 in the last, where a stage's tail holds partial sums;
@@ -386,10 +380,8 @@ def test_a_streamed_layer_with_a_long_k(device, instance, mode, sizes):
     hidden, inter = sizes
     case = MoECase(5, hidden, inter, num_experts=3, top_k=2, mode=mode, swizzled_input_sf=hidden % 128 == 0)
     check_moe(device, case, 610 + instance.index)
-    launch = layer_launch(device)
-    found = re.search(r"Li(\d+)ELi(\d+)ELi(\d+)E", launch.kernel)
-    assert found, launch.kernel
-    assert tuple(map(int, found.groups())) == (8, 3, 12)
+    assert (instance.token_tile, instance.k_tile, instance.mma_warps) == (8, 384, 12)
+    assert_instance(layer_launch(device), instance)
 
 
 @pytest.mark.parametrize(
@@ -476,7 +468,6 @@ def test_any_weight_scale(device, instance, exponent):
         scales.copy_(torch.randint(low, low + 4, scales.shape, generator=generator, dtype=torch.uint8))
     output = run_moe(device, inputs, mode, [instance.index] * 2)
     check_within_bound(output, *moe_reference(inputs, TENSOR_CORE), f"scales from {exponent}")
-    assert all(launch.clean for launch in device.launches), device.launches
 
 
 @pytest.mark.parametrize(
@@ -507,7 +498,6 @@ def test_what_is_no_number_stays_where_it_is(device, instance, mode, swizzled):
         assert not tokens.all()
         nan += int(tokens.any())
     assert nan >= 14
-    assert all(launch.clean for launch in device.launches), device.launches
 
 
 def test_the_launcher_refuses_tactics_that_make_no_layer(device, monkeypatch):

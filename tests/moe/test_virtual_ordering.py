@@ -6,17 +6,15 @@ Layers stand one behind the other, because much of what a launch must wait for i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
+from virtual_devices import ALL_WATCHERS, virtual_fixture
 from virtual_moe import LayerCall, run_layers, run_moe
 
 from flashinfer.jit.sm12x.instances import INSTANCES
 from flashinfer.testing import TENSOR_CORE, MoECase, check_within_bound, make_moe_inputs, moe_reference
-from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
+from flashinfer.testing.virtual_device import VirtualDevice
 
-ALL_WATCHERS = 31  # vsm.Watch.ALL, races included, and ARRIVALS: GB10's rule
 # The first of each kind, with a mode whose input is bfloat16: what a layer leaves for the next one.
 KINDS = {
     f"{'streamed' if streamed else 'pair'} {activation}": (row.index, 2 if activation == "bf16" else 1)
@@ -26,11 +24,7 @@ KINDS = {
 }
 EACH_KIND = pytest.mark.parametrize(("tactic", "mode"), KINDS.values(), ids=list(KINDS))
 
-
-@pytest.fixture
-def device() -> Iterator[VirtualDevice]:
-    with virtual_device("sm_121a", watch=ALL_WATCHERS) as made:
-        yield made
+device = virtual_fixture(watch=ALL_WATCHERS)
 
 
 @EACH_KIND
@@ -89,7 +83,6 @@ def test_a_unit_is_staged_when_the_one_before_it_has_left(device: VirtualDevice,
     """K is no longer than the ring, so that no warp waits for a stage that another one is reading; and a block has
     several units, so that a fast warp can be an epilogue ahead."""
     tactic, mode = KINDS[kind]
-    print("seed", 740)
     inputs = make_moe_inputs(MoECase(35, 256, 1600, 4, 2, mode), 740)
     output = run_moe(device, inputs, mode, [tactic, tactic])
     check_within_bound(output, *moe_reference(inputs, TENSOR_CORE), kind)
@@ -103,7 +96,6 @@ def test_a_unit_is_staged_when_the_one_before_it_has_left(device: VirtualDevice,
 def test_a_tokens_sum_is_made_before_the_next_unit_takes_its_place(device: VirtualDevice, kind: str) -> None:
     """FC2 has short, whole units, some blocks two of them: nothing else keeps a fast warp from the next one's tokens."""
     tactic, mode = KINDS[kind]
-    print("seed", 750)
     inputs = make_moe_inputs(MoECase(35, 1600, 96, 4, 2, mode), 750)
     output = run_moe(device, inputs, mode, [tactic, tactic])
     check_within_bound(output, *moe_reference(inputs, TENSOR_CORE), kind)

@@ -3,15 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
+from virtual_devices import virtual_fixture
 
 import flashinfer
 from flashinfer.jit.sm12x.instances import IN_KERNEL_ENTRIES, INSTANCES, MAIN_MODULE
 from flashinfer.testing import Accumulation, MoECase, MoEInputs, check_within_bound, make_moe_inputs, moe_reference
-from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
+from flashinfer.testing.virtual_device import VirtualDevice
 
 WIDE = Accumulation(25)  # an H200's and a B200's
 HIDDEN, INTER, EXPERTS, TOP_K = 352, 160, 6, 2
@@ -20,11 +19,7 @@ MODES = {0: "MXFP8 input", 1: "bf16 input", 2: "W4A16"}
 # route up to 32 in registers.
 FEW, MANY = 9, IN_KERNEL_ENTRIES // TOP_K + 3
 
-
-@pytest.fixture
-def device() -> Iterator[VirtualDevice]:
-    with virtual_device("sm_121a", accumulation_bits=WIDE.sum_bits) as made:
-        yield made
+device = virtual_fixture(accumulation_bits=WIDE.sum_bits)
 
 
 def tactics() -> list[object]:

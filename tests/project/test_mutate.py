@@ -36,6 +36,13 @@ def toy(tmp_path: Path) -> Path:
     return root
 
 
+def test_what_goes_and_what_comes_is_marked(tmp_path: Path) -> None:
+    path = tmp_path / "list.toml"
+    path.write_text('[changes.f]\na = [["t"], "i[0] = [-one-]{+++two+};[-\\n  wait();-]"]')
+    (mutation,) = mutate.read_list(path)
+    assert (mutation.old, mutation.new) == ("i[0] = one;\n  wait();", "i[0] = ++two;")
+
+
 def test_the_list_can_be_applied() -> None:
     mutations = mutate.read_list(REPO / mutate.LIST)
     compiled = [mutation for mutation in mutations if mutation.file.startswith(("include/", "csrc/"))]
@@ -119,7 +126,7 @@ def test_the_command_fails_where_tests_of_the_days_changes_fail_anyway(toy: Path
     (toy / "tests" / "test_toy.py").write_text(
         TOY["tests/test_toy.py"] + "\n\ndef test_nothing():\n    assert toy.area(2, 3) == 7\n"
     )
-    entry = '"{0}" = [["tests/test_toy.py::{0}"], "a * b", "a"]\n'
+    entry = '"{0}" = [["tests/test_toy.py::{0}"], "a[- * b-]"]\n'
     (toy / mutate.LIST).write_text('[changes."toy.py"]\n' + entry.format("test_area") + entry.format("test_nothing"))
     status = []
     for turn in range(2):
@@ -168,10 +175,10 @@ def test_consecutive_turns_go_round_the_list() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('[changes.f]\na = [[], "x", "y"]', "a names no test"),
-        ('[changes.f]\na = [["t"], "x"]', r"a is .*; it must be \[\[tests\], old, new\]"),
-        ('[changes.f]\na = [["t"], "x", "y"]\n[changes.g]\na = [["t"], "x", "y"]', "a stands twice"),
-        ('equivalent.b = "why"\n[changes.f]\na = [["t"], "x", "y"]', "equivalent names no change: b"),
+        ('[changes.f]\na = [[], "[-x-]"]', "a names no test"),
+        ('[changes.f]\na = [["t"], "x"]', r"a is .*; it must be \[\[tests\], text with \[-old-\] or \{\+new\+\}\]"),
+        ('[changes.f]\na = [["t"], "[-x-]"]\n[changes.g]\na = [["t"], "{+y+}"]', "a stands twice"),
+        ('equivalent.b = "why"\n[changes.f]\na = [["t"], "[-x-]{+y+}"]', "equivalent names no change: b"),
     ],
 )
 def test_an_incomplete_entry_is_refused(text: str, message: str, tmp_path: Path) -> None:

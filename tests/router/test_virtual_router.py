@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from virtual_devices import ALL_WATCHERS, virtual_fixture
 
 from flashinfer.fused_moe import router_top_k, sm12x_router
 from flashinfer.jit.sm12x.modules import gen_router_module
@@ -19,15 +19,9 @@ from flashinfer.testing.router_reference import (
     with_one_element,
     with_small_rows,
 )
-from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
+from flashinfer.testing.virtual_device import VirtualDevice
 
-ALL_WATCHERS = 31
-
-
-@pytest.fixture
-def device() -> Iterator[VirtualDevice]:
-    with virtual_device("sm_121a", watch=ALL_WATCHERS) as made:
-        yield made
+device = virtual_fixture(watch=ALL_WATCHERS)
 
 
 def run(device: VirtualDevice, arguments: dict[str, Any], **named: Any) -> Any:
@@ -92,15 +86,6 @@ def test_rows_too_long_for_a_tile(device: VirtualDevice) -> None:
     arguments = make_router_inputs(3, 16_384, 2, 2, 2, norms=True)
     check_routed(run(device, arguments), arguments)
     assert device.launches[-2].grid[0] == 2  # tiles of two tokens
-
-
-@pytest.mark.parametrize("name", ["hidden_states", "residual", "norm_weight", "weight"])
-def test_rows_that_vectors_cannot_load(device: VirtualDevice, name: str) -> None:
-    arguments = make_router_inputs(3, 64, 8, 2, 7, adds=True, norms=True)
-    arguments[name] = off(arguments[name], 4)
-    with pytest.raises(ValueError, match=rf"^{name} starts at address 0x\w+; it must be aligned to 16 bytes"):
-        router_top_k(**arguments)
-    assert device.launches == []
 
 
 def test_a_bias_between_words(device: VirtualDevice) -> None:

@@ -13,26 +13,22 @@ from typing import Any
 
 import pytest
 import torch
-from operator_calls import OPERATORS, Arguments, changes, get_tensor, moved_to, name_of, outcome, places, put_tensor
+from operator_calls import (
+    OPERATORS,
+    Arguments,
+    changes,
+    get_tensor,
+    moved_to,
+    name_of,
+    outcome,
+    places,
+    put_tensor,
+    workspace_sizes,
+)
 
 import flashinfer
 from flashinfer.fused_moe import cutlass_fused_moe_workspace_size
 from flashinfer.gemm import sm12x_group_gemm
-
-
-def _sizes() -> Arguments:
-    return {
-        "max_num_tokens": 8,
-        "hidden_size": 160,
-        "intermediate_size": 96,
-        "num_experts_total": 8,
-        "top_k": 3,
-        "x_dtype": torch.bfloat16,
-        "weight_dtype": torch.uint8,
-        "use_mxfp8_act_scaling": True,
-        "device": "cpu",
-    }
-
 
 ON_THE_CPU: dict[str, tuple[Callable[..., Any], Callable[[], Arguments]]] = {
     **OPERATORS,
@@ -41,12 +37,24 @@ ON_THE_CPU: dict[str, tuple[Callable[..., Any], Callable[[], Arguments]]] = {
         flashinfer.cutlass_fused_moe,
         lambda: {**OPERATORS["MoE 0"][1](), "workspace_buffer": torch.zeros(4096, dtype=torch.uint8)},
     ),
-    "workspace size": (cutlass_fused_moe_workspace_size, _sizes),
+    "workspace size": (cutlass_fused_moe_workspace_size, workspace_sizes),
+    # Their kernels are upstream's.
+    "mxfp8_quantize": (flashinfer.mxfp8_quantize, lambda: {"input": torch.ones(4, 64)}),
+    "mxfp4_quantize": (flashinfer.mxfp4_quantize, lambda: {"a": torch.ones(4, 64)}),
+    "mxfp4_dequantize": (
+        flashinfer.mxfp4_dequantize,
+        lambda: dict(zip(("a_fp4", "a_sf"), flashinfer.mxfp4_quantize(torch.ones(4, 64)), strict=True)),
+    ),
+    "block_scale_interleave": (
+        flashinfer.block_scale_interleave,
+        lambda: {"unswizzled_sf": torch.ones(4, 8).byte(), "out": torch.ones(1024).byte()},
+    ),
 }
 # What a message says of a value that no argument may have.
 SAID = {
     "None": "None", "list": r"a list of 2|1\.0", "numpy array": r"a numpy\.ndarray, uint8 \(", "float": r"2\.5",
     "string": "'tensor'", "on meta": "meta", "sparse": r"layout torch\.sparse_coo", "torch.complex64": r"torch\.complex64",
+    "a storage that was resized": r"its storage holds \d+ bytes",
 }  # fmt: skip
 SAID_OF_NUMBERS = {
     "None": "None", "'2'": "'?2'?", "2.5": r"2\.5", "-3": "-3", "1099511627776": "1099511627776", "[1]": r"a list of 1|\[1\]|\['1'\]",
@@ -87,7 +95,7 @@ def test_an_error_names_the_argument_and_what_was_given(name: str) -> None:
         exact = (
             rf"{re.escape(named)}(?!\w).*(?:{said})"
             if said
-            else rf"(?:{names})(?!\w).*(?: is| are| has| starts at| overlaps| runs from) "
+            else rf"(?:{names})(?!\w).*(?: is| are| has| holds| starts at| overlaps| runs from) "
         )
         clear = kind in ("TypeError", "ValueError") and re.match(exact + ".*; ", text)
         clear = clear and (len(text) < 400 or named in LONG)

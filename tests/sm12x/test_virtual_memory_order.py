@@ -12,20 +12,19 @@ from itertools import pairwise
 
 import pytest
 import torch
+from virtual_devices import ALL_WATCHERS
 from virtual_group_gemm import launch_group_gemm
-from virtual_moe import arguments_of, run_moe
+from virtual_moe import run_moe
 
 from flashinfer.decode import decode_attention
 from flashinfer.fused_moe import router_top_k
 from flashinfer.fused_moe.sm12x_validation import Mode
 from flashinfer.gemm import dense_mx, dense_mx_top_k
-from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm120_module
 from flashinfer.jit.sm12x.instances import GEMM_INSTANCES, INSTANCES
 from flashinfer.testing import (
     TENSOR_CORE,
     DenseCase,
     MoECase,
-    MoEInputs,
     check_within_bound,
     dense_reference,
     group_gemm_reference,
@@ -40,7 +39,6 @@ from flashinfer.testing.row_top_k_reference import largest_of_rows
 from flashinfer.testing.virtual_device import VirtualDevice, VirtualDeviceError, virtual_device
 
 SEEDS = (1, 2, 3)
-ALL_WATCHERS = 31  # vsm.Watch.ALL, races included, and ARRIVALS: GB10's rule
 # Units of both GEMMs of a pair are cut between blocks; every block of a streamed layer has some of each.
 SIZES = {"num_tokens": 6, "hidden": 512, "inter": 512, "num_experts": 4, "top_k": 2}
 RELAXED_ARRIVAL = "red.relaxed.gpu.global.add.u32"
@@ -158,7 +156,6 @@ def test_a_family_where_writes_come_late(family: str, seed: int) -> None:
 @pytest.mark.parametrize("mode", [Mode.MXFP8_INPUT, Mode.W4A16], ids=["MXFP8", "W4A16"])
 def test_sums_over_slots_where_no_unit_is_cut(mode: Mode) -> None:
     """Adding up the parts of a unit orders more than itself: here nothing but the sums orders what they read."""
-    print("seed", 6)
     inputs = make_moe_inputs(MoECase(6, 160, 96, 4, 2, int(mode)), 6)
     with virtual_device(watch=ALL_WATCHERS, weak_memory=1) as device:
         output = run_moe(device, inputs, int(mode), tactics_of(mode, False))
@@ -168,7 +165,6 @@ def test_sums_over_slots_where_no_unit_is_cut(mode: Mode) -> None:
 @pytest.mark.parametrize("mode", [Mode.MXFP8_INPUT, Mode.W4A16], ids=["MXFP8", "W4A16"])
 def test_blocks_that_leave_parts_of_two_units(mode: Mode) -> None:
     """Of one that began before the block's share, and of one that goes on behind it: each has a place of its own."""
-    print("seed", 7)
     inputs = make_moe_inputs(MoECase(6, 384, 1600, 2, 2, int(mode)), 7)
     with virtual_device(watch=ALL_WATCHERS, weak_memory=1) as device:
         output = run_moe(device, inputs, int(mode), tactics_of(mode, False))
@@ -211,29 +207,6 @@ def test_more_arrivals_than_blocks_stop_the_layer() -> None:
         assert [launch.status for launch in device.launches] == ["ok", "trap"]
 
 
-def run_on(device: VirtualDevice, inputs: MoEInputs, mode: Mode, tactics: list[int], workspace: torch.Tensor) -> None:
-    """The layer on a workspace that the caller keeps, against its reference."""
-    tokens, top_k = inputs.token_selected_experts.shape
-    experts, hidden, half = inputs.fc2_weights.shape
-    module = device.module(gen_cutlass_fused_moe_sm120_module)
-    size = module.sm12x_moe_workspace_size(tokens, hidden, 2 * half, experts, top_k, int(mode), False)
-    assert size <= workspace.numel()
-    output = torch.full((tokens, hidden), float("nan"), dtype=inputs.output_dtype)
-    device.call(
-        module.sm12x_moe_run,
-        *arguments_of(inputs, output),
-        workspace,
-        int(mode),
-        inputs.swizzled_input_sf,
-        0,
-        experts,
-        *tactics,
-        True,
-        writes=(output, workspace),
-    )
-    check_within_bound(output, *moe_reference(inputs, TENSOR_CORE), f"{tokens} tokens, {hidden} x {2 * half}")
-
-
 @pytest.mark.parametrize("mode", [Mode.MXFP8_INPUT, Mode.W4A16], ids=["MXFP8", "W4A16"])
 @KINDS
 def test_one_workspace_for_calls_of_all_shapes(streamed: bool, mode: Mode) -> None:
@@ -249,5 +222,6 @@ def test_one_workspace_for_calls_of_all_shapes(streamed: bool, mode: Mode) -> No
                 if discards:
                     device.discard(workspace, seed=i)
                 inputs = make_moe_inputs(MoECase(tokens, hidden, inter, experts, top_k, int(mode)), 50 + i)
-                run_on(device, inputs, mode, tactics, workspace)
+                output = run_moe(device, inputs, int(mode), tactics, workspace)
+                check_within_bound(output, *moe_reference(inputs, TENSOR_CORE), f"{shapes[i]}")
         assert all(launch.clean for launch in device.launches), device.launches

@@ -90,7 +90,6 @@ def test_a_pair_of_gemms_on_the_virtual_sm121() -> None:
 def run_dense(row: Instance) -> tuple[torch.Tensor, DenseInputs]:
     """As above."""
     inputs = make_dense_inputs(DenseCase(5, 48 * 128, 2048, row.weights, row.operand, out_dtype=torch.float32), 93)
-    print("seed", 93)
     tokens, weight, scales = inputs.arguments
     for operand in (tokens, weight):
         operand.view(torch.uint8).bitwise_and_(0x77 if operand.dtype == torch.uint8 else 0x7F)
@@ -229,8 +228,7 @@ def test_only_the_kind_that_is_narrow_is_multiplied_in_half(
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["", "[]", "{}", '{"mma_sum_bits": 13}', '{"mma_sum_bits": []}', '{"mma_sum_bits": {"mxf8f6f4": 0}}'],
+    "text", ["", "[]", "{}", '{"mma_sum_bits": 13}', '{"mma_sum_bits": []}', '{"mma_sum_bits": {"mxf8f6f4": 0}}']
 )
 def test_a_probes_file_that_is_none_is_named(text: str, workspace: Path) -> None:
     (workspace / modules.PROBE_FILE).write_text(text)

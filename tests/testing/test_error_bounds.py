@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -21,13 +22,7 @@ from flashinfer.testing import (
     make_moe_inputs,
     moe_reference,
 )
-from flashinfer.testing.error_bounds import (
-    FLOAT32_ROUNDOFF,
-    dot_error,
-    requantize_mxfp8,
-    round_to_bfloat16,
-    swiglu,
-)
+from flashinfer.testing.error_bounds import FLOAT32_ROUNDOFF, dot_error, requantize_mxfp8, round_to_bfloat16, swiglu
 from flashinfer.testing.mxfp_formats import Operand, decode_scales, lowest_bits, quantize_mxfp8
 
 
@@ -154,60 +149,22 @@ def test_check_within_bound_compares_rounded_ends() -> None:
 
 
 # Planted faults: each is a mistake that a kernel can make.  Lattice data makes FC1 exact, so that one wrong block shows.
-def _lattice_inputs(mode: int) -> MoEInputs:
-    case = MoECase(24, 352, 416, 4, 2, mode, data="lattice", output_dtype=torch.float16)
-    return make_moe_inputs(case, 9)
-
-
-def _wrong_weight_block(inputs: MoEInputs) -> None:
-    inputs.fc1_weights[1, 77, 16:32] ^= 0x88  # one 32-block of one row, signs flipped
-
-
-def _wrong_fc2_block(inputs: MoEInputs) -> None:
-    inputs.fc2_weights[2, 200, 48:64] = inputs.fc2_weights[2, 200, 64:80]
-
-
-def _wrong_fc1_scale(inputs: MoEInputs) -> None:
-    inputs.fc1_scales.view(4, -1)[1, 700] += 1
-
-
-def _wrong_fc2_scale(inputs: MoEInputs) -> None:
-    inputs.fc2_scales.view(4, -1)[3, 1030] += 1
-
-
-def _swapped_nibbles(inputs: MoEInputs) -> None:
+def _swap_nibbles(inputs: MoEInputs) -> None:
     byte = inputs.fc2_weights[0, 5, 3].item()
     inputs.fc2_weights[0, 5, 3] = (byte >> 4) | (byte & 15) << 4 if byte >> 4 != byte & 15 else byte ^ 0x31
 
 
-def _wrong_tile(inputs: MoEInputs) -> None:
-    inputs.fc2_weights[:, 128:256] = inputs.fc2_weights[:, 0:128]
-
-
-def _wrong_bias(inputs: MoEInputs) -> None:
-    assert inputs.fc2_bias is not None
-    inputs.fc2_bias[2, 17] += 0.25
-
-
-def _wrong_expert(inputs: MoEInputs) -> None:
-    inputs.token_selected_experts[3, 0] = 6 - inputs.token_selected_experts[3].sum()
-
-
-def _swapped_gate_and_up(inputs: MoEInputs) -> None:
-    inputs.fc1_weights = inputs.fc1_weights.roll(416, dims=1).contiguous()
-
-
-FAULTS: list[Callable[[MoEInputs], None]] = [
-    _wrong_weight_block,
-    _wrong_fc2_block,
-    _wrong_fc1_scale,
-    _wrong_fc2_scale,
-    _swapped_nibbles,
-    _wrong_tile,
-    _wrong_bias,
-    _wrong_expert,
-    _swapped_gate_and_up,
-]
+FAULTS: dict[str, Callable[[MoEInputs], Any]] = {
+    "signs of one block of one row": lambda inputs: inputs.fc1_weights[1, 77, 16:32].bitwise_xor_(0x88),
+    "a block of FC2": lambda inputs: inputs.fc2_weights[2, 200, 48:64].copy_(inputs.fc2_weights[2, 200, 64:80]),
+    "a scale of FC1": lambda inputs: inputs.fc1_scales.view(4, -1)[1, 700].add_(1),
+    "a scale of FC2": lambda inputs: inputs.fc2_scales.view(4, -1)[3, 1030].add_(1),
+    "swapped nibbles": _swap_nibbles,
+    "a tile": lambda inputs: inputs.fc2_weights[:, 128:256].copy_(inputs.fc2_weights[:, :128]),
+    "a bias": lambda inputs: inputs.fc2_bias[2, 17].add_(0.25),
+    "an expert": lambda inputs: inputs.token_selected_experts[3, 0].copy_(6 - inputs.token_selected_experts[3].sum()),
+    "swapped gate and up": lambda inputs: inputs.fc1_weights.copy_(inputs.fc1_weights.roll(416, dims=1)),
+}
 
 
 def _copy(inputs: MoEInputs) -> MoEInputs:
@@ -216,13 +173,14 @@ def _copy(inputs: MoEInputs) -> MoEInputs:
 
 
 @pytest.mark.parametrize("mode", [0, 1, 2])
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__.strip("_"))
-def test_planted_fault_leaves_the_bound(fault: Callable[[MoEInputs], None], mode: int) -> None:
-    inputs = _lattice_inputs(mode)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_fault_leaves_the_bound(fault: str, mode: int) -> None:
+    case = MoECase(24, 352, 416, 4, 2, mode, data="lattice", output_dtype=torch.float16)
+    inputs = make_moe_inputs(case, 9)
     reference, bound = moe_reference(inputs)
     check_within_bound(flashinfer.cutlass_fused_moe(**inputs.arguments()), reference, bound)
     faulty = _copy(inputs)
-    fault(faulty)
+    FAULTS[fault](faulty)
     with pytest.raises(BoundViolation):
         check_within_bound(flashinfer.cutlass_fused_moe(**faulty.arguments()), reference, bound)
 
@@ -232,7 +190,7 @@ def test_wrong_tile_of_ordinary_data_leaves_the_bound(mode: int) -> None:
     inputs = make_moe_inputs(MoECase(8, 736, 736, 4, 2, mode), 10)
     reference, bound = moe_reference(inputs)
     faulty = _copy(inputs)
-    _wrong_tile(faulty)
+    FAULTS["a tile"](faulty)
     with pytest.raises(BoundViolation):
         check_within_bound(flashinfer.cutlass_fused_moe(**faulty.arguments()), reference, bound)
 

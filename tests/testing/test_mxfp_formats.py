@@ -18,13 +18,7 @@ from flashinfer.testing import (
     swizzle_scales,
     unswizzle_scales,
 )
-from flashinfer.testing.mxfp_formats import (
-    decode_e2m1,
-    decode_scales,
-    power_of_two,
-    round_to_e4m3,
-    scale_exponents,
-)
+from flashinfer.testing.mxfp_formats import decode_e2m1, decode_scales, power_of_two, round_to_e4m3, scale_exponents
 
 
 def _seeded(seed: int) -> torch.Generator:

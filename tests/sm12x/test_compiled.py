@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operators in ``torch.compile(fullgraph=True)``, with and without an output that is given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from operator_calls import OPERATORS, WRITTEN, Arguments, on
+
+# The other two look at the annotations of upstream's functions, which Dynamo does not trace.
+COMPILED = [name for name in OPERATORS if name not in ("mm_fp4", "mm_mxfp8")]
+TOKENS = ("input", "a", "x", "query", "hidden_states")
+
+
+@pytest.mark.parametrize("gives", [False, True], ids=["", "out"])
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_compiled_call_gives_and_writes_the_same_bits(name: str, gives: bool, device: torch.device) -> None:
+    function, make = OPERATORS[name]
+
+    def layer(tokens: str, arguments: Arguments) -> list[Any]:
+        found = function(**{**arguments, tokens: arguments[tokens].clone()})
+        return [each + 0 for each in (found if isinstance(found, tuple) else (found,))]
+
+    def outcome(call: Any) -> list[torch.Tensor]:
+        arguments = {key: v for key, v in on(device, make()).items() if gives or key not in WRITTEN}
+        results = call(next(key for key in TOKENS if key in arguments), arguments)
+        return results + [arguments[key] for key in (*WRITTEN, "kv_cache") if key in arguments]
+
+    torch.compiler.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager" if device.type == "cpu" else "inductor")
+    for ours, expected in zip(outcome(compiled), outcome(layer), strict=True):
+        assert torch.equal(ours.view(torch.uint8), expected.view(torch.uint8))
