@@ -26,11 +26,6 @@ void require_range(int64_t value, int64_t low, int64_t high, const char* name) {
       << name << " is " << value << "; it must be from " << low << " to " << high;
 }
 
-template <class T>
-T* data(const TensorView& tensor) {
-  return static_cast<T*>(tensor.data_ptr());
-}
-
 void check(cudaError_t error, const char* what) { check_status({error, what}); }
 
 // pieces: int64 [n], addresses; vectors: int32 [n]; sums: int32 [n, 16].
@@ -78,21 +73,7 @@ void mma_rate(TensorView a, TensorView b, TensorView c, TensorView d, TensorView
         "MMAs");
 }
 
-enum class LaunchKind : int64_t { kPlain, kDependent, kEightWarps };
-
-template <class Params>
-cudaError_t launch_cooperative(void (*kernel)(Params), const Params& params, int blocks, const LaunchOptions& options) {
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeCooperative;
-  attribute.val.cooperative = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(kOrderThreads);
-  config.stream = options.stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, params);
-}
+enum class LaunchKind : int64_t { kPlain, kDependent, kCooperative };
 
 // steps: int32 [launches + 1]; as many launches as that, one behind the other, of `blocks` blocks; of kind 0 (plain),
 // 1 (programmatic stream serialization) or 2 (cooperative).
@@ -105,9 +86,8 @@ void launch_steps(TensorView steps, int64_t kind, int64_t blocks) {
   require_range(blocks, 1, options.device_sms, "the number of blocks");
   for (int index = 0; index + 1 < steps.numel(); ++index) {
     const LaunchStepParams params = {data<int32_t>(steps), index};
-    check(how == LaunchKind::kEightWarps
-              ? launch_cooperative(launch_step_kernel, params, static_cast<int>(blocks), options)
-              : launch_kernel(launch_step_kernel, params, static_cast<int>(blocks), kOrderThreads, 0, options),
+    check(launch_kernel(launch_step_kernel, params, static_cast<int>(blocks), kOrderThreads, 0, options,
+                        how == LaunchKind::kCooperative),
           "a chain of launches");
   }
 }

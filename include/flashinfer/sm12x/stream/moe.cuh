@@ -248,7 +248,7 @@ class StreamMultiplier {
   const StreamBlock& shared;
   int warp_, lane_;
   bool releases_ = false;  // not in the warm-up
-  RingPlace place_;
+  ptx::RingPlace place_;
   SlabMultiplier<Config> slab_;
 };
 
@@ -421,7 +421,7 @@ class StreamEpilogue {
   const StreamBlock& shared;
   int warp_, lane_;
   int warps_;
-  RingPlace place_;
+  ptx::RingPlace place_;
   StridedUnits to_fill_, to_finish_;
 };
 
