@@ -2,9 +2,6 @@
 //
 // TVM-FFI bindings of the SM12x MXFP4 MoE. Python has validated shapes, dtypes and layouts (flashinfer/fused_moe); what
 // is checked here again is only what would otherwise read or write out of bounds.
-#include <climits>
-#include <string>
-
 #include "nv_internal/tensorrt_llm/kernels/cutlass_kernels/moe_gemm/launchers/moe_gemm_sm120_mixed_input_launcher.h"
 #include "sm12x_binding_utils.h"
 #include "sm12x_register_instance_binding.h"

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Barriers, fences, dependent launches and waiting: thin wrappers of PTX instructions (PTX ISA 9.0, section 9.7.13),
-// and the fences that GB10 needs in front of arrivals; and where a role stands in a ring of stages.
+// and the fences that GB10 needs in front of arrivals.
 #pragma once
 
 #include <cstdint>
@@ -74,26 +74,6 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity
         : "memory");
   } while (done == 0);
 }
-
-// A place in a ring of stages, and the parity of the phase that it is in.
-struct RingPlace {
-  int stage = 0;
-  uint32_t parity = 0;
-
-  __device__ __forceinline__ void advance(int stages) {
-    if (++stage == stages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-  __device__ __forceinline__ void advance(int steps, int stages) {
-    stage += steps;
-    while (stage >= stages) {
-      stage -= stages;
-      parity ^= 1;
-    }
-  }
-};
 
 // Makes mbarrier.init visible to the async proxy's completions.
 __device__ __forceinline__ void fence_barrier_init() {

@@ -17,7 +17,7 @@
 //
 //   knob               value                where it is set
 //   tokens a tile      8 or 16              flashinfer/jit/sm12x/instances.py, a row each
-//   K of an MMA warp   256 or 384           there, `words` of 128
+//   K of an MMA warp   256 or 384           there, `k_tile`
 //   MMA warps          12, which share K    there, `mma_warps`
 //   epilogue warps     4                    kEpilogueWarps (params.h)
 //   stages             up to 16             ring_stages (gemm/dense_mx_sm120.cuh), by shared memory
@@ -109,7 +109,7 @@ __device__ __forceinline__ void multiply_units(const DenseParams& p, const Dense
   SlabMultiplier<Shape> slab;
   slab.enter(p.gemm, ring.stage(0), warp, lane);
   if (!slab.belongs()) return;
-  ptx::RingPlace place;
+  RingPlace place;
   place.advance(slab.chunk(), ring.stages);
   ptx::wait_for_prerequisite_grids();  // tokens are there
   for (int first = 0; first < p.num_tokens; first += Shape::kTokenTile) {
@@ -176,7 +176,7 @@ __device__ __forceinline__ void run_epilogue_warp(const DenseParams& p, const De
   const StoreEpilogue& e = p.epilogue;
   const float scale = load_or(e.alpha, 0, 1.0f);
   const int row = slab_row<Shape>(lane / 4, g.pitch);
-  ptx::RingPlace first_place;
+  RingPlace first_place;
   first_place.advance(warp * g.chunks, ring.stages);
   for (DenseStep step(work, warp); !step.ended(work); step.advance(work, epilogue_warps)) {
     const int first_token = step.tile * Shape::kTokenTile;
@@ -191,7 +191,7 @@ __device__ __forceinline__ void run_epilogue_warp(const DenseParams& p, const De
         }
       }
       float sums[Shape::kTokenSteps][4] = {};
-      ptx::RingPlace place = first_place;
+      RingPlace place = first_place;
       for (int chunk = 0; chunk < g.chunks; ++chunk) {
         if (slab == 0) ptx::mbarrier_wait(ring.done(place.stage), place.parity);
         add_partials<Shape>(g, ring.stage(place.stage), chunk, slab, row, lane, count, sums);

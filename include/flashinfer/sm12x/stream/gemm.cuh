@@ -60,6 +60,26 @@ struct StreamRing {
   __device__ __forceinline__ uint64_t* barrier(int i) const { return reinterpret_cast<uint64_t*>(base) + i; }
 };
 
+// A place in the ring, and the parity of the phase that it is in.
+struct RingPlace {
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void advance(int stages) {
+    if (++stage == stages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+  __device__ __forceinline__ void advance(int steps, int stages) {
+    stage += steps;
+    while (stage >= stages) {
+      stage -= stages;
+      parity ^= 1;
+    }
+  }
+};
+
 // Fills a stage with a unit of a matrix: weights, the scales of their K, their biases. One thread, when nobody uses the
 // stage any more; it arrives at `full`, and the rest of its warp must.
 template <class Ring>

@@ -248,7 +248,7 @@ class StreamMultiplier {
   const StreamBlock& shared;
   int warp_, lane_;
   bool releases_ = false;  // not in the warm-up
-  ptx::RingPlace place_;
+  RingPlace place_;
   SlabMultiplier<Config> slab_;
 };
 
@@ -421,7 +421,7 @@ class StreamEpilogue {
   const StreamBlock& shared;
   int warp_, lane_;
   int warps_;
-  ptx::RingPlace place_;
+  RingPlace place_;
   StridedUnits to_fill_, to_finish_;
 };
 

@@ -99,51 +99,52 @@ struct Epilogue {
   const GroupedGemmParams<Config::kRole>& p;
   const SharedStorage<Config>& shared;
   const Unit& unit;
-  int warp, lane;
   Accumulators<Config>& accumulators;
 
   // `own` is the thread's own token of the tile (threads below num_tokens).
-  __device__ __forceinline__ void finish(const OwnToken& own) const {
+  __device__ __forceinline__ void finish(int warp, int lane, const OwnToken& own) const {
     if constexpr (Config::kRole == Role::kFc1) {
-      finish_fc1();
+      finish_fc1(warp, lane);
     } else if constexpr (Config::kRole == Role::kFc2) {
-      finish_fc2(own);
+      finish_fc2(warp, lane, own);
     } else {
-      store_output();
+      store_output(warp, lane);
     }
   }
 
  private:
   // Row within the half, and token within the tile, of accumulator `value` of token step `step`.
-  __device__ __forceinline__ int row_of(int value) const { return 16 * (warp % 4) + lane / 4 + 8 * (value / 2); }
-  __device__ __forceinline__ int token_of(int step, int value) const {
+  static __device__ __forceinline__ int row_of(int warp, int lane, int value) {
+    return 16 * (warp % 4) + lane / 4 + 8 * (value / 2);
+  }
+  static __device__ __forceinline__ int token_of(int warp, int lane, int step, int value) {
     return Config::kWarpTokens * (warp / 4) + 8 * step + 2 * (lane % 4) + value % 2;
   }
 
   // FC1: global scale, bias, SwiGLU, and what FC2 reads: MXFP8 values with their scales, the same dequantized to bf16,
   // or bf16 (W4A16). Half 0 of the row tile are 64 up rows, half 1 the matching gate rows, so that a thread has both
   // operands of SwiGLU.
-  __device__ __forceinline__ void finish_fc1() const {
-    activate();
+  __device__ __forceinline__ void finish_fc1(int warp, int lane) const {
+    activate(warp, lane);
     if constexpr (Config::kActivation == Element::kBf16) {
       ptx::named_barrier_sync<Config::kConsumerThreads>(kConsumerBarrier);  // the staging area is free again
-      round_to_bf16();
+      round_to_bf16(warp, lane);
     } else {
-      quantize();
+      quantize(warp, lane);
     }
     ptx::named_barrier_sync<Config::kConsumerThreads>(kConsumerBarrier);
-    store_act();
+    store_act(warp, lane);
   }
 
   // Leaves act values in accumulators[0]; rows beyond inter_size become 0.
-  __device__ __forceinline__ void activate() const {
+  __device__ __forceinline__ void activate(int warp, int lane) const {
     const int inter = p.rows / 2;
     const Fc1Epilogue& e = p.epilogue;
     const float scale = Config::Policy::kAccumulatorScale * load_or(e.global_scale, unit.expert, 1.0f);
     const Swiglu swiglu = Swiglu::of_expert(e.swiglu, unit.expert);
 #pragma unroll
     for (int upper = 0; upper < 2; ++upper) {
-      const int row = unit.row_tile * kRowHalf + row_of(2 * upper);
+      const int row = unit.row_tile * kRowHalf + row_of(warp, lane, 2 * upper);
       const bool exists = row < inter;
       float bias_up = 0.0f, bias_gate = 0.0f;
       if (exists && e.bias != nullptr) {
@@ -164,7 +165,7 @@ struct Epilogue {
   }
 
   // A 32-block of act is the 16 rows of two neighbouring warps.
-  __device__ __forceinline__ void quantize() const {
+  __device__ __forceinline__ void quantize(int warp, int lane) const {
     const auto& act = accumulators[0];
     float* amax = shared.template scratch<float>();  // [4][kTokenTile]
 #pragma unroll
@@ -176,7 +177,7 @@ struct Epilogue {
         for (int distance = 4; distance < 32; distance *= 2) {
           largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, distance));
         }
-        if (lane < 4) amax[(warp % 4) * Config::kTokenTile + token_of(step, parity)] = largest;
+        if (lane < 4) amax[(warp % 4) * Config::kTokenTile + token_of(warp, lane, step, parity)] = largest;
       }
     }
     ptx::named_barrier_sync<Config::kConsumerThreads>(kConsumerBarrier);
@@ -188,18 +189,18 @@ struct Epilogue {
     for (int step = 0; step < Config::kTokenSteps; ++step) {
 #pragma unroll
       for (int parity = 0; parity < 2; ++parity) {
-        const int token = token_of(step, parity);
+        const int token = token_of(warp, lane, step, parity);
         const float* of_warp = amax + (warp % 4 & ~1) * Config::kTokenTile + token;
         const Mxfp8Rounding rounding(fmaxf(of_warp[0], of_warp[Config::kTokenTile]));
         const float low = act[step][parity], high = act[step][parity + 2];
         if constexpr (Config::kOperand == Element::kBf16) {
           const uint32_t dequantized = rounding.pair_as_bf16(low, high);
-          stage_bf16(token, row_of(0), static_cast<uint16_t>(dequantized));
-          stage_bf16(token, row_of(2), static_cast<uint16_t>(dequantized >> 16));
+          stage_bf16(token, row_of(warp, lane, 0), static_cast<uint16_t>(dequantized));
+          stage_bf16(token, row_of(warp, lane, 2), static_cast<uint16_t>(dequantized >> 16));
           continue;
         }
         const uint16_t pair = rounding.pair(low, high);
-        uint8_t* staged = shared.staging() + token * Config::kStagingPitch + row_of(0);
+        uint8_t* staged = shared.staging() + token * Config::kStagingPitch + row_of(warp, lane, 0);
         staged[0] = static_cast<uint8_t>(pair);
         staged[8] = static_cast<uint8_t>(pair >> 8);
         if (lane < 4 && warp % 2 == 0 && token < unit.num_tokens) {
@@ -219,12 +220,12 @@ struct Epilogue {
     reinterpret_cast<uint16_t*>(staged)[packed_place(row)] = value;
   }
 
-  __device__ __forceinline__ void round_to_bf16() const {
+  __device__ __forceinline__ void round_to_bf16(int warp, int lane) const {
 #pragma unroll
     for (int step = 0; step < Config::kTokenSteps; ++step) {
 #pragma unroll
       for (int value = 0; value < 4; ++value) {
-        stage_bf16(token_of(step, value), row_of(value),
+        stage_bf16(token_of(warp, lane, step, value), row_of(warp, lane, value),
                    __bfloat16_as_ushort(__float2bfloat16_rn(accumulators[0][step][value])));
       }
     }
@@ -232,7 +233,7 @@ struct Epilogue {
 
   // Staged rows to memory, 16 bytes a thread; inter_size is a multiple of 32, so a piece is inside or outside as a
   // whole.
-  __device__ __forceinline__ void store_act() const {
+  __device__ __forceinline__ void store_act(int warp, int lane) const {
     constexpr int kBlockPieces = Config::kBlockBytes / 16;
     constexpr int kTileBlocks = kRowHalf / kScaleBlock;
     const int inter = p.rows / 2, first_block = unit.row_tile * kTileBlocks;
@@ -257,7 +258,7 @@ struct Epilogue {
   // FC2: global scale, bias, routing weight, and the sum over a token's experts. Every expert's partial output goes to
   // its own row of a float32 buffer; whoever delivers a token's last partial output for a row tile adds them up in slot
   // order and rounds once. The order of the sum is that of the slots, whoever comes last.
-  __device__ __forceinline__ void finish_fc2(const OwnToken& own) const {
+  __device__ __forceinline__ void finish_fc2(int warp, int lane, const OwnToken& own) const {
     const int thread = 32 * warp + lane;
     int* pairs = shared.template scratch<int>();
     float* weights = shared.template scratch<float>() + Config::kTokenTile;
@@ -267,7 +268,7 @@ struct Epilogue {
       weights[thread] = own.weight;
     }
     ptx::named_barrier_sync<Config::kConsumerThreads>(kConsumerBarrier);
-    store_partial_outputs(pairs, weights);
+    store_partial_outputs(warp, lane, pairs, weights);
 
     ptx::named_barrier_sync<Config::kConsumerThreads>(kConsumerBarrier);
     const int row_tiles = ceil_div(p.rows, kRowTile);
@@ -287,11 +288,13 @@ struct Epilogue {
     ptx::named_barrier_sync<Config::kConsumerThreads>(kConsumerBarrier);  // the scratch area is free again
   }
 
-  __device__ __forceinline__ void store_partial_outputs(const int* pairs, const float* weights) const {
-    const float scale = load_or(p.epilogue.global_scale, unit.expert, 1.0f);
-    for_each_output(scale, static_cast<int64_t>(unit.expert) * p.rows, [&](int token, int row, float value) {
-      p.epilogue.partial_outputs[static_cast<int64_t>(pairs[token]) * p.rows + row] = value * weights[token];
-    });
+  __device__ __forceinline__ void store_partial_outputs(int warp, int lane, const int* pairs,
+                                                        const float* weights) const {
+    const float scale = Config::Policy::kAccumulatorScale * load_or(p.epilogue.global_scale, unit.expert, 1.0f);
+    for_each_output(
+        warp, lane, scale, static_cast<int64_t>(unit.expert) * p.rows, [&](int token, int row, float value) {
+          p.epilogue.partial_outputs[static_cast<int64_t>(pairs[token]) * p.rows + row] = value * weights[token];
+        });
   }
 
   // Sums of all tokens that are complete.
@@ -321,9 +324,10 @@ struct Epilogue {
   }
 
   // The grouped GEMM's epilogue, and a dense layer's.
-  __device__ __forceinline__ void store_output() const {
+  __device__ __forceinline__ void store_output(int warp, int lane) const {
     const StoreEpilogue& e = p.epilogue;
-    for_each_output(load_or(e.alpha, 0, 1.0f), 0, [&](int token, int row, float value) {
+    const float scale = Config::Policy::kAccumulatorScale * load_or(e.alpha, 0, 1.0f);
+    for_each_output(warp, lane, scale, 0, [&](int token, int row, float value) {
       const int64_t at = static_cast<int64_t>(unit.first_token + token) * p.rows + row;
       if (e.residual != nullptr) value += load_scalar(e.residual, at, e.output_type);
       store_scalar(e.output, at, e.output_type, value);
@@ -332,13 +336,13 @@ struct Epilogue {
 
   // take(token of the tile, row, value) for each of a thread's outputs: its sum, scaled, and the row's bias.
   template <class Take>
-  __device__ __forceinline__ void for_each_output(float scale, int64_t first_bias, const Take& take) const {
-    scale *= Config::Policy::kAccumulatorScale;
+  __device__ __forceinline__ void for_each_output(int warp, int lane, float scale, int64_t first_bias,
+                                                  const Take& take) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
       for (int upper = 0; upper < 2; ++upper) {
-        const int row = unit.row_tile * kRowTile + half * kRowHalf + row_of(2 * upper);
+        const int row = unit.row_tile * kRowTile + half * kRowHalf + row_of(warp, lane, 2 * upper);
         if (row >= p.rows) continue;
         const float bias =
             p.epilogue.bias != nullptr ? load_scalar(p.epilogue.bias, first_bias + row, p.epilogue.bias_type) : 0.0f;
@@ -346,7 +350,7 @@ struct Epilogue {
         for (int step = 0; step < Config::kTokenSteps; ++step) {
 #pragma unroll
           for (int parity = 0; parity < 2; ++parity) {
-            const int token = token_of(step, parity);
+            const int token = token_of(warp, lane, step, parity);
             if (token >= unit.num_tokens) continue;
             take(token, row, fmaf(accumulators[half][step][2 * upper + parity], scale, bias));
           }

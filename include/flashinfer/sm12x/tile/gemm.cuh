@@ -18,8 +18,6 @@
 //                   1 producer
 #pragma once
 
-#include <type_traits>
-
 #include "../moe/routing.cuh"
 #include "epilogues.cuh"
 #include "mainloop.cuh"
@@ -69,7 +67,8 @@ __device__ __forceinline__ void consume(const GroupedGemmParams<Config::kRole>& 
   const int blocks = p.k / kScaleBlock;
   ptx::wait_for_prerequisite_grids();
 
-  ptx::RingPlace place;
+  int stage = 0;
+  uint32_t phase = 0;
   TileScheduler scheduler(work);
   for (WorkTile tile = scheduler.next(); tile.tiles > 0; tile = scheduler.next()) {
     const Unit unit = units.locate(tile.unit);
@@ -79,23 +78,26 @@ __device__ __forceinline__ void consume(const GroupedGemmParams<Config::kRole>& 
     Accumulators<Config> accumulators = {};
     mma::RowNans nans[2];
     for (int k_tile = tile.first; k_tile < tile.first + tile.tiles; ++k_tile) {
-      ptx::mbarrier_wait(shared.full(place.stage), place.parity);
+      ptx::mbarrier_wait(shared.full(stage), phase);
       const int valid_blocks = blocks - k_tile * (Config::kKTile / kScaleBlock);
-      const StageScales<Config> scales(shared, place.stage, at, warp, lane);
+      const StageScales<Config> scales(shared, stage, at, warp, lane);
       if (valid_blocks >= Config::kKTile / kScaleBlock && scales.fold()) {
-        consume_tile<Config, true>(shared, place.stage, at, scales, valid_blocks, lane, accumulators, nans);
+        consume_tile<Config, true>(shared, stage, at, scales, valid_blocks, lane, accumulators, nans);
       } else {
-        consume_tile<Config, false>(shared, place.stage, at, scales, valid_blocks, lane, accumulators, nans);
+        consume_tile<Config, false>(shared, stage, at, scales, valid_blocks, lane, accumulators, nans);
       }
-      ptx::mbarrier_arrive(shared.empty(place.stage));  // every reader for itself: racecheck follows a barrier only so
-      place.advance(SharedStorage<Config>::kStages);
+      ptx::mbarrier_arrive(shared.empty(stage));  // every reader for itself: racecheck follows a barrier only so
+      if (++stage == SharedStorage<Config>::kStages) {
+        stage = 0;
+        phase ^= 1;
+      }
     }
     spread_nan<Config>(nans, accumulators);
     if (tile.tiles < work.k_tiles &&
         !reduce_split<Config>(p.partials, p.split_arrivals, shared, work, tile.unit, thread, accumulators)) {
       continue;
     }
-    Epilogue<Config>{p, shared, unit, warp, lane, accumulators}.finish(own);
+    Epilogue<Config>{p, shared, unit, accumulators}.finish(warp, lane, own);
   }
 }
 

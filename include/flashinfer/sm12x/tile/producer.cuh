@@ -47,14 +47,18 @@ class Producer {
     ptx::wait_for_prerequisite_grids();
 
     Cursor cursor(*this);
-    ptx::RingPlace place = {0, 1};  // flips when the ring wraps; a first pass over the ring waits for nobody
+    int stage = 0;
+    uint32_t phase = 1;  // flips when the ring wraps; a first pass over the ring waits for nobody
     for (int i = 0; i < tiles; ++i, cursor.advance()) {
       if (i >= SharedStorage<Config>::kStages) {
-        ptx::mbarrier_wait(shared.empty(place.stage), place.parity);
-        issue_weights(place.stage, cursor);
+        ptx::mbarrier_wait(shared.empty(stage), phase);
+        issue_weights(stage, cursor);
       }
-      issue_tokens(place.stage, cursor);
-      place.advance(SharedStorage<Config>::kStages);
+      issue_tokens(stage, cursor);
+      if (++stage == SharedStorage<Config>::kStages) {
+        stage = 0;
+        phase ^= 1;
+      }
     }
   }
 
