@@ -11,22 +11,22 @@ using tvm::ffi::Optional;
 using tvm::ffi::TensorView;
 
 // Rows as the kernels read them; `k` elements each.
-TokenRows dense_rows(const TensorView& data, const Optional<TensorView>& scales, int64_t format, int k) {
+TokenRows dense_rows(const TensorView& values, const Optional<TensorView>& scales, int64_t format, int k) {
   TVM_FFI_CHECK(format >= 0 && format <= static_cast<int>(TokenFormat::kQuantizeF16ToMxfp4), ValueError)
       << "the format is " << format << "; it may be 0 to 7";
-  TokenRows rows = {data.data_ptr(), nullptr, static_cast<TokenFormat>(format), k};
+  TokenRows rows = {values.data_ptr(), nullptr, static_cast<TokenFormat>(format), k};
   const int packed = rows.format == TokenFormat::kMxfp4Swizzled ? 2 : 1;
   TVM_FFI_CHECK(k > 0 && k % kScaleBlock == 0, ValueError) << "k is " << k << "; it must be a multiple of 32";
-  TVM_FFI_CHECK(packed * data.size(1) == k, ValueError)
-      << "a row holds " << packed * data.size(1) << " elements, not " << k;
+  TVM_FFI_CHECK(packed * values.size(1) == k, ValueError)
+      << "a row holds " << packed * values.size(1) << " elements, not " << k;
   if (!have_scales(rows.format)) return rows;
   TVM_FFI_CHECK(scales.has_value(), ValueError) << "quantized rows need their scales";
-  const int count = checked_int(data.size(0), "the number of rows");
+  const int count = checked_int(values.size(0), "the number of rows");
   const int64_t needed = rows.format == TokenFormat::kMxfp8Linear ? static_cast<int64_t>(count) * (k / kScaleBlock)
                                                                   : swizzled_scale_bytes(count, k);
   TVM_FFI_CHECK(scales.value().numel() >= needed, ValueError)
       << "there are " << scales.value().numel() << " scales; " << needed << " are needed";
-  rows.scales = static_cast<const uint8_t*>(scales.value().data_ptr());
+  rows.scales = data<const uint8_t>(scales.value());
   return rows;
 }
 
@@ -47,18 +47,18 @@ void run_dense(TensorView out, TensorView tokens, Optional<TensorView> token_sca
   TVM_FFI_CHECK(weight_scales.numel() >= swizzled_scale_bytes(n, k), ValueError) << "weight_scales is too small";
   if (m == 0 || n == 0) return;
   DenseArguments a = {instance, m, n, k, rows};
-  a.weights = static_cast<const uint8_t*>(weights.data_ptr());
-  a.weight_scales = static_cast<const uint8_t*>(weight_scales.data_ptr());
+  a.weights = data<const uint8_t>(weights);
+  a.weight_scales = data<const uint8_t>(weight_scales);
   StoreEpilogue& epilogue = a.epilogue;
   epilogue.output = stores ? out.data_ptr() : nullptr;
   epilogue.output_type = scalar_type(out, "out");
-  epilogue.alpha = floats_or_null(alpha);
-  epilogue.bias = pointer_or_null(bias);
+  epilogue.alpha = data_or_null<const float>(alpha);
+  epilogue.bias = data_or_null<const void>(bias);
   if (bias.has_value()) {
     TVM_FFI_CHECK(bias.value().numel() == n, ValueError) << "bias must have n elements";
     epilogue.bias_type = scalar_type(bias.value(), "bias");
   }
-  epilogue.residual = pointer_or_null(residual);
+  epilogue.residual = data_or_null<const void>(residual);
   if (residual.has_value()) {
     TVM_FFI_CHECK(residual.value().numel() == static_cast<int64_t>(m) * n &&
                       scalar_type(residual.value(), "residual") == epilogue.output_type,
@@ -75,7 +75,7 @@ void run_dense(TensorView out, TensorView tokens, Optional<TensorView> token_sca
     return;
   }
   TVM_FFI_CHECK(workspace.has_value(), ValueError) << "tactic " << tactic << " needs a workspace";
-  a.workspace = static_cast<uint8_t*>(workspace.value().data_ptr());
+  a.workspace = data<uint8_t>(workspace.value());
   a.workspace_bytes = static_cast<size_t>(workspace.value().numel());
   check_status(run_dense_gemm(a, options));
 }

@@ -29,10 +29,10 @@ RowTopKParams row_top_k(TensorView values, TensorView indices, int64_t first_ind
       << "top " << p.top_k << " of " << n;
   TVM_FFI_CHECK(values.numel() == indices.numel(), ValueError) << "values and indices must be [rows, top_k]";
   TVM_FFI_CHECK(ranks.numel() >= row_top_k_workspace_size(p.num_rows, n, p.top_k), ValueError) << "ranks is too small";
-  p.ranks = static_cast<uint64_t*>(ranks.data_ptr());
+  p.ranks = data<uint64_t>(ranks);
   p.first_index = first_index;
-  p.values = static_cast<float*>(values.data_ptr());
-  p.indices = static_cast<int64_t*>(indices.data_ptr());
+  p.values = data<float>(values);
+  p.indices = data<int64_t>(indices);
   return p;
 }
 

@@ -33,13 +33,13 @@ void group_gemm_run(TensorView out, TensorView a, TensorView a_sf, TensorView b,
       << "a_scale must start at a multiple of 4 bytes";  // copied in words
   if (g.cum_m == 0) return;
   g.a = a.data_ptr();
-  g.a_scales = static_cast<const uint8_t*>(a_sf.data_ptr());
-  g.b = static_cast<const uint8_t*>(b.data_ptr());
-  g.b_scales = static_cast<const uint8_t*>(b_sf.data_ptr());
-  g.m_indptr = static_cast<const int32_t*>(m_indptr.data_ptr());
+  g.a_scales = data<const uint8_t>(a_sf);
+  g.b = data<const uint8_t>(b);
+  g.b_scales = data<const uint8_t>(b_sf);
+  g.m_indptr = data<const int32_t>(m_indptr);
   g.output = out.data_ptr();
   g.output_type = scalar_type(out, "out");
-  g.workspace = static_cast<uint8_t*>(workspace.data_ptr());
+  g.workspace = data<uint8_t>(workspace);
   g.workspace_bytes = static_cast<size_t>(workspace.numel());
   const Element element = type.code == kDLFloat8_e5m2 ? Element::kE5m2 : Element::kE4m3;
   check_status(

@@ -12,16 +12,14 @@
 
 namespace flashinfer::sm12x {
 
-inline const void* pointer_or_null(const tvm::ffi::Optional<tvm::ffi::TensorView>& tensor) {
-  return tensor.has_value() ? tensor.value().data_ptr() : nullptr;
+template <class T>
+T* data(const tvm::ffi::TensorView& tensor) {
+  return static_cast<T*>(tensor.data_ptr());
 }
 
-inline const uint8_t* bytes_or_null(const tvm::ffi::Optional<tvm::ffi::TensorView>& tensor) {
-  return static_cast<const uint8_t*>(pointer_or_null(tensor));
-}
-
-inline const float* floats_or_null(const tvm::ffi::Optional<tvm::ffi::TensorView>& tensor) {
-  return static_cast<const float*>(pointer_or_null(tensor));
+template <class T>
+T* data_or_null(const tvm::ffi::Optional<tvm::ffi::TensorView>& tensor) {
+  return tensor.has_value() ? data<T>(tensor.value()) : nullptr;
 }
 
 inline ScalarType scalar_type(const tvm::ffi::TensorView& tensor, const char* name) {

@@ -44,12 +44,9 @@ void decode_run(TensorView out, TensorView key_cache, TensorView value_cache, Te
   TVM_FFI_CHECK(workspace.numel() >= decode_workspace_bytes(options.device_sms), ValueError)
       << "workspace is too small";
 
-  auto rows = [](const Optional<TensorView>& tensor) {
-    return static_cast<const __nv_bfloat16*>(pointer_or_null(tensor));
-  };
-  params.query = static_cast<const __nv_bfloat16*>(query.data_ptr());
-  params.key = rows(key);
-  params.value = rows(value);
+  params.query = data<const __nv_bfloat16>(query);
+  params.key = data_or_null<const __nv_bfloat16>(key);
+  params.value = data_or_null<const __nv_bfloat16>(value);
   params.query_stride = query.stride(0);
   params.key_stride = key.has_value() ? key.value().stride(0) : 0;
   params.value_stride = value.has_value() ? value.value().stride(0) : 0;
@@ -58,13 +55,13 @@ void decode_run(TensorView out, TensorView key_cache, TensorView value_cache, Te
   params.page_stride = key_cache.stride(0);
   params.head_stride = key_cache.stride(1);
   params.position_stride = key_cache.stride(2);
-  params.block_tables = static_cast<const int32_t*>(block_tables.data_ptr());
+  params.block_tables = data<const int32_t>(block_tables);
   params.table_stride = block_tables.stride(0);
-  params.seq_lens = static_cast<const int32_t*>(seq_lens.data_ptr());
-  params.rope_table = pointer_or_null(rope_table);
+  params.seq_lens = data<const int32_t>(seq_lens);
+  params.rope_table = data_or_null<const void>(rope_table);
   params.rope_is_float32 = rope_table.has_value() && rope_table.value().dtype().bits == 32;
-  params.sinks = floats_or_null(sinks);
-  params.out = static_cast<__nv_bfloat16*>(out.data_ptr());
+  params.sinks = data_or_null<const float>(sinks);
+  params.out = data<__nv_bfloat16>(out);
   params.score_scale = static_cast<float>(score_scale);
   params.key_scale = static_cast<float>(key_scale);
   params.value_scale = static_cast<float>(value_scale);

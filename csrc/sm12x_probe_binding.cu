@@ -2,8 +2,6 @@
 //
 // TVM-FFI face of the kernels that measure a GPU (flashinfer/sm12x/probe): its memory, its MMAs, its launches and
 // the order of its arrivals. Sizes are checked here, before any launch.
-#include <algorithm>
-
 #include "flashinfer/sm12x/launch.h"
 #include "flashinfer/sm12x/probe/arrival_order.cuh"
 #include "flashinfer/sm12x/probe/launch_order.cuh"
@@ -24,11 +22,6 @@ void require_size(const TensorView& tensor, int64_t elements, int bits, const ch
 void require_range(int64_t value, int64_t low, int64_t high, const char* name) {
   TVM_FFI_CHECK(low <= value && value <= high, ValueError)
       << name << " is " << value << "; it must be from " << low << " to " << high;
-}
-
-template <class T>
-T* data(const TensorView& tensor) {
-  return static_cast<T*>(tensor.data_ptr());
 }
 
 void check(cudaError_t error, const char* what) { check_status({error, what}); }
@@ -78,21 +71,7 @@ void mma_rate(TensorView a, TensorView b, TensorView c, TensorView d, TensorView
         "MMAs");
 }
 
-enum class LaunchKind : int64_t { kPlain, kDependent, kEightWarps };
-
-template <class Params>
-cudaError_t launch_cooperative(void (*kernel)(Params), const Params& params, int blocks, const LaunchOptions& options) {
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeCooperative;
-  attribute.val.cooperative = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(kOrderThreads);
-  config.stream = options.stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, params);
-}
+enum class LaunchKind : int64_t { kPlain, kDependent, kCooperative };
 
 // steps: int32 [launches + 1]; as many launches as that, one behind the other, of `blocks` blocks; of kind 0 (plain),
 // 1 (programmatic stream serialization) or 2 (cooperative).
@@ -105,9 +84,8 @@ void launch_steps(TensorView steps, int64_t kind, int64_t blocks) {
   require_range(blocks, 1, options.device_sms, "the number of blocks");
   for (int index = 0; index + 1 < steps.numel(); ++index) {
     const LaunchStepParams params = {data<int32_t>(steps), index};
-    check(how == LaunchKind::kEightWarps
-              ? launch_cooperative(launch_step_kernel, params, static_cast<int>(blocks), options)
-              : launch_kernel(launch_step_kernel, params, static_cast<int>(blocks), kOrderThreads, 0, options),
+    check(launch_kernel(launch_step_kernel, params, static_cast<int>(blocks), kOrderThreads, 0, options,
+                        how == LaunchKind::kCooperative),
           "a chain of launches");
   }
 }

@@ -12,10 +12,11 @@ using tvm::ffi::TensorView;
 
 namespace {
 
-const __nv_bfloat16* rows_or_null(const Optional<TensorView>& tensor, int64_t elements, const char* name) {
-  if (!tensor.has_value()) return nullptr;
-  TVM_FFI_CHECK(tensor.value().numel() == elements, ValueError) << name << " must have " << elements << " elements";
-  return static_cast<const __nv_bfloat16*>(tensor.value().data_ptr());
+template <class T>
+T* checked_or_null(const Optional<TensorView>& tensor, int64_t elements, const char* name) {
+  TVM_FFI_CHECK(!tensor.has_value() || tensor.value().numel() == elements, ValueError)
+      << name << " must have " << elements << " elements";
+  return data_or_null<T>(tensor);
 }
 
 }  // namespace
@@ -37,23 +38,20 @@ void router_run(TensorView top_k_weights, TensorView top_k_ids, TensorView logit
                 ValueError)
       << "top_k_weights and top_k_ids must be [tokens, top_k]";
   RouterParams params = {};
-  params.hidden = static_cast<const __nv_bfloat16*>(hidden.data_ptr());
-  params.residual = rows_or_null(residual, elements, "residual");
-  params.norm_weight = rows_or_null(norm_weight, k, "norm_weight");
-  params.weight = static_cast<const __nv_bfloat16*>(weight.data_ptr());
-  params.bias = rows_or_null(bias, experts, "bias");
-  params.sum = const_cast<__nv_bfloat16*>(rows_or_null(sum, elements, "sum"));
-  params.normed = const_cast<__nv_bfloat16*>(rows_or_null(normed, elements, "normed"));
+  params.hidden = data<const __nv_bfloat16>(hidden);
+  params.residual = checked_or_null<const __nv_bfloat16>(residual, elements, "residual");
+  params.norm_weight = checked_or_null<const __nv_bfloat16>(norm_weight, k, "norm_weight");
+  params.weight = data<const __nv_bfloat16>(weight);
+  params.bias = checked_or_null<const __nv_bfloat16>(bias, experts, "bias");
+  params.sum = checked_or_null<__nv_bfloat16>(sum, elements, "sum");
+  params.normed = checked_or_null<__nv_bfloat16>(normed, elements, "normed");
   TVM_FFI_CHECK((params.sum != nullptr) == (params.residual != nullptr), ValueError) << "sum goes with residual";
   TVM_FFI_CHECK((params.normed != nullptr) == (params.norm_weight != nullptr), ValueError)
       << "normed goes with norm_weight";
-  params.logits = static_cast<float*>(logits.data_ptr());
-  params.top_k_weights = static_cast<float*>(top_k_weights.data_ptr());
-  params.top_k_ids = static_cast<int32_t*>(top_k_ids.data_ptr());
-  if (is_padding.has_value()) {
-    TVM_FFI_CHECK(is_padding.value().numel() == tokens, ValueError) << "is_padding must have " << tokens << " elements";
-    params.is_padding = static_cast<const bool*>(is_padding.value().data_ptr());
-  }
+  params.logits = data<float>(logits);
+  params.top_k_weights = data<float>(top_k_weights);
+  params.top_k_ids = data<int32_t>(top_k_ids);
+  params.is_padding = checked_or_null<const bool>(is_padding, tokens, "is_padding");
   params.epsilon = static_cast<float>(epsilon);
   params.rounds_logits = rounds_logits;
   params.num_tokens = tokens;

@@ -2,9 +2,6 @@
 //
 // TVM-FFI bindings of the SM12x MXFP4 MoE. Python has validated shapes, dtypes and layouts (flashinfer/fused_moe); what
 // is checked here again is only what would otherwise read or write out of bounds.
-#include <climits>
-#include <string>
-
 #include "nv_internal/tensorrt_llm/kernels/cutlass_kernels/moe_gemm/launchers/moe_gemm_sm120_mixed_input_launcher.h"
 #include "sm12x_binding_utils.h"
 #include "sm12x_register_instance_binding.h"
@@ -33,9 +30,8 @@ const Instance* checked_instance(int64_t tactic, Element activation) {
 
 ExpertWeights expert_weights(const TensorView& weights, const TensorView& scales, const Optional<TensorView>& global,
                              const Optional<TensorView>& bias, const char* name) {
-  return {static_cast<const uint8_t*>(weights.data_ptr()), static_cast<const uint8_t*>(scales.data_ptr()),
-          floats_or_null(global), pointer_or_null(bias),
-          bias.has_value() ? scalar_type(bias.value(), name) : ScalarType::kBf16};
+  return {data<const uint8_t>(weights), data<const uint8_t>(scales), data_or_null<const float>(global),
+          data_or_null<const void>(bias), bias.has_value() ? scalar_type(bias.value(), name) : ScalarType::kBf16};
 }
 
 }  // namespace
@@ -88,7 +84,7 @@ bool moe_run(TensorView output, TensorView input, Optional<TensorView> input_sf,
   const Element activation = a.shape.mode == MoeMode::kBf16Activations ? Element::kBf16 : Element::kE4m3;
   a.input = input.data_ptr();
   if (a.shape.mode == MoeMode::kQuantizeInput) a.input_type = scalar_type(input, "input");
-  a.input_sf = bytes_or_null(input_sf);
+  a.input_sf = data_or_null<const uint8_t>(input_sf);
   TVM_FFI_CHECK(a.shape.mode != MoeMode::kMxfp8Input || a.input_sf != nullptr, ValueError)
       << "MXFP8 input needs its scales (input_sf)";
   // Copied in words; linear rows that are no whole words, byte by byte.
@@ -96,18 +92,18 @@ bool moe_run(TensorView output, TensorView input, Optional<TensorView> input_sf,
   TVM_FFI_CHECK(!whole_words || reinterpret_cast<uintptr_t>(a.input_sf) % sizeof(uint32_t) == 0, ValueError)
       << "input_sf must start at a multiple of 4 bytes";
   a.swizzled_input_sf = swizzled_input_sf;
-  a.ids = static_cast<const int32_t*>(token_selected_experts.data_ptr());
-  a.routing_weights = floats_or_null(token_final_scales);
+  a.ids = data<const int32_t>(token_selected_experts);
+  a.routing_weights = data_or_null<const float>(token_final_scales);
   a.first_expert = static_cast<int>(first_expert);
   a.fc1 = expert_weights(fc1_w, fc1_sf, fc1_global, fc1_bias, "fc1_expert_biases");
   a.fc2 = expert_weights(fc2_w, fc2_sf, fc2_global, fc2_bias, "fc2_expert_biases");
-  a.swiglu.alpha = floats_or_null(swiglu_alpha);
-  a.swiglu.beta = floats_or_null(swiglu_beta);
-  a.swiglu.limit = floats_or_null(swiglu_limit);
+  a.swiglu.alpha = data_or_null<const float>(swiglu_alpha);
+  a.swiglu.beta = data_or_null<const float>(swiglu_beta);
+  a.swiglu.limit = data_or_null<const float>(swiglu_limit);
   a.swiglu.step = swiglu_step;
   a.output = output.data_ptr();
   a.output_type = scalar_type(output, "output");
-  a.workspace = static_cast<uint8_t*>(workspace.data_ptr());
+  a.workspace = data<uint8_t>(workspace);
   a.workspace_bytes = static_cast<size_t>(workspace.numel());
   a.fc1_instance = checked_instance(tactic_fc1, activation);
   a.fc2_instance = checked_instance(tactic_fc2, activation);

@@ -21,19 +21,27 @@ struct LaunchOptions {
 };
 
 // A kernel behind the launches before it in the stream, or, with dependent_launch, beside them until it waits for them.
+// `cooperative`: all of its blocks are resident together.
 template <class Params>
 cudaError_t launch_kernel(void (*kernel)(Params), const Params& params, int blocks, int threads, int shared_bytes,
-                          const LaunchOptions& options) {
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+                          const LaunchOptions& options, bool cooperative = false) {
+  cudaLaunchAttribute attributes[2];
+  unsigned count = 0;
+  if (options.dependent_launch) {
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (cooperative) {
+    attributes[count].id = cudaLaunchAttributeCooperative;
+    attributes[count++].val.cooperative = 1;
+  }
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
   config.stream = options.stream;
-  config.attrs = &attribute;
-  config.numAttrs = options.dependent_launch ? 1 : 0;
+  config.attrs = attributes;
+  config.numAttrs = count;
   return cudaLaunchKernelEx(&config, kernel, params);
 }
 
@@ -59,28 +67,21 @@ struct Status {
   const char* what = nullptr;
 };
 
-using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
-                                 const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
-                                 CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-
-// The driver's entry point, through the runtime: the library does not link libcuda.
-inline EncodeTiled encode_tiled() {
-  static const EncodeTiled function = [] {
-    void* entry = nullptr;
-    cudaDriverEntryPointQueryResult found;
-    const cudaError_t error =
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
-    return error == cudaSuccess && found == cudaDriverEntryPointSuccess ? reinterpret_cast<EncodeTiled>(entry)
-                                                                        : nullptr;
-  }();
-  return function;
+// A call of the driver's that came with CUDA `version`, found through the runtime: the library does not link libcuda.
+// Null where the driver is older.
+template <class Function>
+Function* driver_call(const char* name, unsigned version) {
+  void* entry = nullptr;
+  cudaDriverEntryPointQueryResult found;
+  const cudaError_t error = cudaGetDriverEntryPointByVersion(name, &entry, version, cudaEnableDefault, &found);
+  return error == cudaSuccess && found == cudaDriverEntryPointSuccess ? reinterpret_cast<Function*>(entry) : nullptr;
 }
 
 // A 3-D tensor map, dense but for `strides`; `refused` says what the driver did not take.
 inline Status encode_tensor_map(CUtensorMapDataType type, const uint8_t* data, const cuuint64_t (&sizes)[3],
                                 const cuuint64_t (&strides)[2], const cuuint32_t (&box)[3], CUtensorMapSwizzle swizzle,
                                 CUtensorMapL2promotion promotion, const char* refused, CUtensorMap* map) {
-  const EncodeTiled encode = encode_tiled();
+  static const auto encode = driver_call<decltype(cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled", 12000);
   if (encode == nullptr) return {cudaErrorSymbolNotFound, "the driver has no cuTensorMapEncodeTiled"};
   const cuuint32_t steps[3] = {1, 1, 1};
   const CUresult result = encode(map, type, 3, const_cast<uint8_t*>(data), sizes, strides, box, steps,

@@ -79,16 +79,6 @@ struct RouterParams {
   bool constant_weights;  // nothing in front of the launch writes `weight`
 };
 
-namespace detail {
-
-__device__ __forceinline__ float warp_sum(float value) {
-#pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) value += __shfl_xor_sync(kAllLanes, value, distance);
-  return value;
-}
-
-}  // namespace detail
-
 // The tile's rows in shared memory as the experts see them, and, where `writes`, in global memory. Behind the rows lie
 // their residuals, the norm's weights and sums of squares. Each row is a team of warps' own: a thread copies, adds and
 // norms the same chunks of it, so that the block waits only for the sums. Ends without a barrier.
@@ -132,7 +122,8 @@ __device__ __forceinline__ void norm_tile(const RouterParams& p, int64_t first_t
     for (int i = 0; i < kRouterChunk; ++i) sum = fmaf(x[i], x[i], sum);
   }
   if (!norms) return;
-  sum = detail::warp_sum(sum);
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(kAllLanes, sum, distance);
   if (lane == 0) squares[warp] = sum;
   __syncthreads();
   sum = 0.0f;

@@ -76,10 +76,6 @@ __device__ __forceinline__ void expand_to_bf16(uint32_t nibbles, uint32_t factor
   for (int i = 0; i < 4; ++i) pair[i] = ptx::bf16x2_multiply(pair[i], factor);
 }
 
-// 2^126 * 2^(s - 127) as a pair of bfloat16, for s up to kLargestFoldedScale; above that it would overflow.
-constexpr uint32_t kLargestFoldedScale = 128;
-__device__ __forceinline__ uint32_t folded_factor(uint32_t s) { return (s + 126u) * 0x00800080u; }
-
 // Byte `kByte` of four scales, in both halves.
 template <int kByte>
 __device__ __forceinline__ uint32_t scale_of(uint32_t scales) {
@@ -102,21 +98,29 @@ __device__ __forceinline__ void expand_e4m3_to_bf16(uint32_t bytes, uint32_t fac
   for (int i = 0; i < 2; ++i) pair[i] = ptx::bf16x2_multiply(pair[i], factor);
 }
 
+// How an expansion whose values come out times 2^-kBias takes block scales s: 2^kBias undoes it, and 2^kBias * 2^(s -
+// 127), as a pair of bfloat16, scales the values besides. That is for s up to kLargestFoldedScale, above which it would
+// overflow.
+template <uint32_t kBias>
+struct FoldedScale {
+  static constexpr uint32_t kUndo = (kBias + 127u) * 0x00800080u;
+  static constexpr uint32_t kLargestFoldedScale = 254u - kBias;
+  static __device__ __forceinline__ uint32_t folded_factor(uint32_t s) { return (s + kBias) * 0x00800080u; }
+  // Of byte `kByte` of four scales.
+  template <int kByte>
+  static __device__ __forceinline__ uint32_t folded_factor_of(uint32_t scales) {
+    return scale_of<kByte>(scales) * 128u + kBias * 0x00800080u;
+  }
+};
+
 // A lane's block of 32 weights, 16 bytes of MXFP4 or 32 of MXFP8, eight at a time as bfloat16 pairs. `nan` collects
 // what is_nan() looks at.
 template <int kBlockBytes, Saves kSaves>
 struct Expansion;
 
 template <Saves kSaves>
-struct Expansion<16, kSaves> {
+struct Expansion<16, kSaves> : FoldedScale<126> {
   static constexpr bool kHasNan = false;
-  static constexpr uint32_t kUndo = kTwoTo126Pair;
-  static constexpr uint32_t kLargestFoldedScale = mma::kLargestFoldedScale;
-  static __device__ __forceinline__ uint32_t folded_factor(uint32_t s) { return mma::folded_factor(s); }
-  template <int kByte>
-  static __device__ __forceinline__ uint32_t folded_factor_of(uint32_t scales) {
-    return scale_of<kByte>(scales) * 128u + 126u * 0x00800080u;
-  }
   static __device__ __forceinline__ bool is_nan(uint32_t) { return false; }
   static __device__ __forceinline__ void eight(const uint32_t* block, int q, uint32_t factor, uint32_t (&pair)[4],
                                                uint32_t&) {
@@ -125,15 +129,8 @@ struct Expansion<16, kSaves> {
 };
 
 template <Saves kSaves>
-struct Expansion<32, kSaves> {
+struct Expansion<32, kSaves> : FoldedScale<120> {
   static constexpr bool kHasNan = true;
-  static constexpr uint32_t kUndo = 0x7B807B80u;  // 2^120
-  static constexpr uint32_t kLargestFoldedScale = 134;  // 2^120 * 2^(s - 127) is a bfloat16
-  static __device__ __forceinline__ uint32_t folded_factor(uint32_t s) { return (s + 120u) * 0x00800080u; }
-  template <int kByte>
-  static __device__ __forceinline__ uint32_t folded_factor_of(uint32_t scales) {
-    return scale_of<kByte>(scales) * 128u + 120u * 0x00800080u;
-  }
   // A magnitude of 0x7F is NaN: one more carries into the sign's place.
   static __device__ __forceinline__ bool is_nan(uint32_t collected) { return (collected & 0x80808080u) != 0; }
   static __device__ __forceinline__ void eight(const uint32_t* block, int q, uint32_t factor, uint32_t (&pair)[4],
@@ -150,9 +147,9 @@ struct Expansion<32, kSaves> {
   }
 };
 
-// Nonzero if one of four scales exceeds kLargestFoldedScale: its top bit is set, and another one.
+// Nonzero if one of four scales exceeds what MXFP4's expansion folds: its top bit is set, and another one.
 __device__ __forceinline__ uint32_t exceeds_folded_scale(uint32_t scales) {
-  static_assert(kLargestFoldedScale == 0x80);
+  static_assert(FoldedScale<126>::kLargestFoldedScale == 0x80);
   return scales & ((scales & 0x7F7F7F7Fu) + 0x7F7F7F7Fu) & 0x80808080u;
 }
 

@@ -123,7 +123,7 @@ __device__ __forceinline__ void accumulate_scaled(float (&accumulator)[4], const
   accumulator[3] = fmaf(partial[3], row_plus_8, accumulator[3]);
 }
 
-// The same pairs on SM89/SM90, and on SM12x where a kind of its block-scaled MMA is not to be used (arch.h). Hopper's
+// The same pairs on SM89/SM90, and on SM12x where a kind of its block-scaled MMA is not to be used (types.h). Hopper's
 // mma.sync has no native FP8 (ptxas converts both operands to half), so this policy expands to half itself, which is
 // exact for e2m1, e4m3 and e5m2 and cheaper.
 template <Element kOperand, Element kWeights>
@@ -264,15 +264,9 @@ struct Bf16Policy {
 
 // The policy of this compilation pass: the only place where architectures differ.
 template <Element kOperand, Element kWeights>
-struct PolicyOf {
-  using type = std::conditional_t<FLASHINFER_SM12X_DEVICE && uses_block_scaled_mma(kOperand),
-                                  BlockScaledPolicy<kOperand, kWeights>, HalfPolicy<kOperand, kWeights>>;
-};
-template <Element kWeights>
-struct PolicyOf<Element::kBf16, kWeights> {
-  using type = Bf16Policy<kWeights>;
-};
-template <Element kOperand, Element kWeights = Element::kE2m1>
-using Policy = typename PolicyOf<kOperand, kWeights>::type;
+using Policy =
+    std::conditional_t<kOperand == Element::kBf16, Bf16Policy<kWeights>,
+                       std::conditional_t<FLASHINFER_SM12X_DEVICE && uses_block_scaled_mma(kOperand),
+                                          BlockScaledPolicy<kOperand, kWeights>, HalfPolicy<kOperand, kWeights>>>;
 
 }  // namespace flashinfer::sm12x::mma

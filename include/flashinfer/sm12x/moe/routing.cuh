@@ -4,11 +4,10 @@
 // steps serve four sorts, which differ in where pairs and places are kept:
 //
 //   route_with_one_warp  GEMM kernels, few pairs: in registers, no launch of its own
-//   sort_pairs         prologue.cuh, any number: a count of each of sixteen warps
-//   route_many           stream/moe_scheduler.cuh: pairs in shared memory; tiles of tokens come of
-//                        the same pass
-//   route_few            stream/moe_scheduler.cuh, up to 32 pairs: one a lane, since nothing hides
-//                        what one token's routing takes
+//   sort_pairs           prologue.cuh, any number: a count of each of sixteen warps
+//   route_many           stream/moe_scheduler.cuh: pairs in shared memory; tiles of tokens come of the same pass
+//   route_few            stream/moe_scheduler.cuh, up to 32 pairs: one a lane, since nothing hides what one token's
+//                        routing takes
 //
 // Stable and free of floating point, hence the same order on every run.
 #pragma once
@@ -65,12 +64,11 @@ __device__ __forceinline__ int exclusive_offsets(const int* counts, int* offsets
   return carry;
 }
 
-// Routes at most kMaxPairs pairs with one warp: offsets[0..num_experts] and, at its place in expert order, each
+// Routes at most kInKernelPairs pairs with one warp: offsets[0..num_experts] and, at its place in expert order, each
 // pair's number.
-template <int kMaxPairs>
 __device__ __forceinline__ void route_with_one_warp(const int32_t* ids, int num_pairs, int first_expert,
                                                     int num_experts, int* offsets, uint16_t* order, int lane) {
-  constexpr int kChunks = kMaxPairs / 32;
+  constexpr int kChunks = kInKernelPairs / 32;
   for (int e = lane; e < num_experts; e += 32) offsets[e] = 0;
   __syncwarp();
   int expert[kChunks], place[kChunks];

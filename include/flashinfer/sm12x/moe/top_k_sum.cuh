@@ -4,18 +4,10 @@
 // and are not read.
 #pragma once
 
+#include "../rows/scalar.cuh"
 #include "routing.cuh"
 
 namespace flashinfer::sm12x {
-
-__device__ __forceinline__ void add_to(float& sum, float value) { sum += value; }
-
-__device__ __forceinline__ void add_to(float4& sum, const float4& value) {
-  sum.x += value.x;
-  sum.y += value.y;
-  sum.z += value.z;
-  sum.w += value.w;
-}
 
 // Some columns of some tokens at a time: one after the other, the latencies of their loads would add up. `partial
 // outputs` is [tokens x top_k, hidden].

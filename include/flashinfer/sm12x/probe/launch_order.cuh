@@ -33,11 +33,11 @@ struct LaunchOverlapParams {
 };
 
 __global__ void __launch_bounds__(kOrderThreads) launch_overlap_kernel(const LaunchOverlapParams params) {
-  const int64_t began = nanoseconds(), first_cycle = cycles();
+  const int64_t began = nanoseconds(), first_cycle = clock64();
   ptx::launch_dependent_grids();
   ptx::wait_for_prerequisite_grids();
   const int64_t waited = nanoseconds();
-  while (cycles() - first_cycle < params.cycles) {}
+  while (clock64() - first_cycle < params.cycles) {}
   if (threadIdx.x == 0) {
     int64_t* times = params.times + 3 * static_cast<int64_t>(blockIdx.x);
     times[0] = began;

@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(32 * kMmaMaxWarps) mma_rate_kernel(const MmaRa
   }
 
   __syncthreads();
-  const int64_t first_cycle = cycles(), first_nanosecond = nanoseconds();
+  const int64_t first_cycle = clock64(), first_nanosecond = nanoseconds();
 #pragma unroll 4
   for (int iteration = 0; iteration < params.iterations; ++iteration) {
 #pragma unroll
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(32 * kMmaMaxWarps) mma_rate_kernel(const MmaRa
     }
   }
   __syncthreads();
-  const int64_t last_cycle = cycles(), last_nanosecond = nanoseconds();
+  const int64_t last_cycle = clock64(), last_nanosecond = nanoseconds();
 
   if (threadIdx.x == 0) {
     int64_t* times = params.times + 4 * static_cast<int64_t>(blockIdx.x);

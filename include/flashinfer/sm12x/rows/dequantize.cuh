@@ -3,8 +3,6 @@
 // Rows in microscaling formats as bfloat16, which holds each of their values exactly.
 #pragma once
 
-#include <algorithm>
-
 #include "../launch.h"
 #include "load.cuh"
 

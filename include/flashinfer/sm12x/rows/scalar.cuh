@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Loads and stores of the element types that callers choose at run time (biases, outputs).
+// Loads and stores of the element types that callers choose at run time (biases, outputs), and sums of numbers and of
+// fours of them.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -37,6 +38,22 @@ __device__ __forceinline__ float round_scalar(float value, ScalarType type) {
 
 __device__ __forceinline__ float load_or(const float* data, int index, float absent) {
   return data != nullptr ? data[index] : absent;
+}
+
+__device__ __forceinline__ void add_to(float& sum, float value) { sum += value; }
+
+__device__ __forceinline__ void add_to(float4& sum, const float4& value) {
+  sum.x += value.x;
+  sum.y += value.y;
+  sum.z += value.z;
+  sum.w += value.w;
+}
+
+__device__ __forceinline__ void add_to(float (&sum)[4], const float4& value) {
+  sum[0] += value.x;
+  sum[1] += value.y;
+  sum[2] += value.z;
+  sum[3] += value.w;
 }
 
 }  // namespace flashinfer::sm12x

@@ -8,8 +8,6 @@
 // No counters and no memory that must hold something before: the end of the first launch is the grid barrier.
 #pragma once
 
-#include <algorithm>
-
 #include "../launch.h"
 #include "../ptx/sync.cuh"
 #include "../types.h"

@@ -17,7 +17,7 @@
 //
 //   knob               value                where it is set
 //   tokens a tile      8 or 16              flashinfer/jit/sm12x/instances.py, a row each
-//   K of an MMA warp   256 or 384           there, `words` of 128
+//   K of an MMA warp   256 or 384           there, `k_tile`
 //   MMA warps          12, which share K    there, `mma_warps`
 //   epilogue warps     4                    kEpilogueWarps (params.h)
 //   stages             up to 16             ring_stages (gemm/dense_mx_sm120.cuh), by shared memory

@@ -11,6 +11,7 @@
 #include "../ptx/memory.cuh"
 #include "../ptx/mma.cuh"
 #include "../ptx/sync.cuh"
+#include "../rows/scalar.cuh"
 #include "params.h"
 
 namespace flashinfer::sm12x {
@@ -402,17 +403,11 @@ __device__ __forceinline__ void add_partials(const StreamedGemm& g, const uint8_
     const uint8_t* from = stage + first.offset[step] + slab * first.next_slab;
     const float4 last_part = *reinterpret_cast<const float4*>(stage + last.offset[step] + slab * last.next_slab);
     auto& sum = sums[step];
-    auto add = [&sum](const float4& part) {
-      sum[0] += part.x;
-      sum[1] += part.y;
-      sum[2] += part.z;
-      sum[3] += part.w;
-    };
 #pragma unroll 11
     for (int warp = 0; warp < warps - 1; ++warp) {
-      add(*reinterpret_cast<const float4*>(from + warp * Shape::kWords * Shape::kWordBytes));
+      add_to(sum, *reinterpret_cast<const float4*>(from + warp * Shape::kWords * Shape::kWordBytes));
     }
-    add(last_part);
+    add_to(sum, last_part);
   }
 }
 

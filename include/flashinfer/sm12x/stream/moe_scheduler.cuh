@@ -194,10 +194,9 @@ __device__ __forceinline__ TileCounts route_many(const StreamedLayerParams& p, c
 template <class Config>
 __device__ __forceinline__ TileCounts route_few(const StreamedLayerParams& p, const StreamBlock& shared, int expert,
                                                 int lane) {
-  constexpr unsigned kAll = kAllLanes;
   int place = 0, of_expert = 0, before_in_expert = 0;
   for (int other = 0; other < p.num_pairs; ++other) {
-    const int theirs = __shfl_sync(kAll, expert, other);
+    const int theirs = __shfl_sync(kAllLanes, expert, other);
     place += theirs >= 0 && (theirs < expert || (theirs == expert && other < lane));
     of_expert += theirs == expert;
     before_in_expert += theirs == expert && other < lane;
@@ -207,10 +206,10 @@ __device__ __forceinline__ TileCounts route_few(const StreamedLayerParams& p, co
   const bool wide = heads && count > kNarrowTokens;
   const int order = heads ? (wide ? place : 32 + place) : INT_MAX;
   int tile = 0;
-  for (int other = 0; other < p.num_pairs; ++other) tile += __shfl_sync(kAll, order, other) < order;
+  for (int other = 0; other < p.num_pairs; ++other) tile += __shfl_sync(kAllLanes, order, other) < order;
   if (expert >= 0) shared.order()[place] = static_cast<uint16_t>(lane);
   if (heads) shared.tiles()[tile] = TokenTile::make(expert, place, count);
-  return {__popc(__ballot_sync(kAll, heads)), __popc(__ballot_sync(kAll, wide))};
+  return {__popc(__ballot_sync(kAllLanes, heads)), __popc(__ballot_sync(kAllLanes, wide))};
 }
 
 }  // namespace flashinfer::sm12x

@@ -25,6 +25,7 @@ __device__ __forceinline__ bool reduce_split(float4* partials, int* arrivals, co
                                              const WorkSplit& work, int unit, int thread,
                                              Accumulators<Config>& accumulators) {
   constexpr int kVectors = 2 * Config::kTokenSteps;  // float4 of one thread
+  auto& own = reinterpret_cast<float (&)[kVectors][4]>(accumulators);
   const int first = (unit - work.first_shared_unit()) * work.k_tiles;
   const int first_block = work.owner(first), last_block = work.owner(first + work.k_tiles - 1);
   // A block has at most two parts: one of a unit that began before its k-tiles, one of a unit that goes on behind it.
@@ -35,12 +36,8 @@ __device__ __forceinline__ bool reduce_split(float4* partials, int* arrivals, co
   };
   float4* mine = slot(blockIdx.x);
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-#pragma unroll
-    for (int step = 0; step < Config::kTokenSteps; ++step) {
-      const auto& a = accumulators[half][step];
-      mine[(half * Config::kTokenSteps + step) * Config::kConsumerThreads] = make_float4(a[0], a[1], a[2], a[3]);
-    }
+  for (int v = 0; v < kVectors; ++v) {
+    mine[v * Config::kConsumerThreads] = make_float4(own[v][0], own[v][1], own[v][2], own[v][3]);
   }
   ptx::named_barrier_sync<Config::kConsumerThreads>(kConsumerBarrier);
   if (thread == 0) *shared.flag() = ptx::is_last_to_arrive(arrivals + first_block, last_block - first_block + 1);
@@ -50,9 +47,7 @@ __device__ __forceinline__ bool reduce_split(float4* partials, int* arrivals, co
 
   // Several parts are fetched at once: one after the other, their latencies would be the tail of a small layer.
   constexpr int kBatch = kVectors <= 4 ? 4 : 1;
-  float4 sum[kVectors];
-#pragma unroll
-  for (int v = 0; v < kVectors; ++v) sum[v] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  float4 sum[kVectors] = {};
   for (int base = first_block; base <= last_block; base += kBatch) {
     float4 part[kBatch][kVectors];
 #pragma unroll
@@ -65,49 +60,56 @@ __device__ __forceinline__ bool reduce_split(float4* partials, int* arrivals, co
     for (int i = 0; i < kBatch; ++i) {
       if (base + i > last_block) break;
 #pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        sum[v].x += part[i][v].x;
-        sum[v].y += part[i][v].y;
-        sum[v].z += part[i][v].z;
-        sum[v].w += part[i][v].w;
-      }
+      for (int v = 0; v < kVectors; ++v) add_to(sum[v], part[i][v]);
     }
   }
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-#pragma unroll
-    for (int step = 0; step < Config::kTokenSteps; ++step) {
-      const float4 total = sum[half * Config::kTokenSteps + step];
-      auto& a = accumulators[half][step];
-      a[0] = total.x;
-      a[1] = total.y;
-      a[2] = total.z;
-      a[3] = total.w;
-    }
+  for (int v = 0; v < kVectors; ++v) {
+    own[v][0] = sum[v].x;
+    own[v][1] = sum[v].y;
+    own[v][2] = sum[v].z;
+    own[v][3] = sum[v].w;
   }
   return true;
 }
 
-// FC1's epilogue: global scale, bias, SwiGLU, and what FC2 reads: MXFP8 values with their scales, the same dequantized
-// to bf16, or bf16 (W4A16). Half 0 of the row tile are 64 up rows, half 1 the matching gate rows, so that a thread has
-// both operands of SwiGLU.
-template <class Config>
-class Fc1Finish {
-  static constexpr int kValues = 4;
+// What FC2's epilogue knows of a token, loaded while the mainloop runs.
+struct OwnToken {
+  int pair;  // (token, slot) number
+  float weight;
+};
 
- public:
-  static __device__ __forceinline__ void finish(const GroupedGemmParams<Role::kFc1>& p,
-                                                const SharedStorage<Config>& shared, const Unit& unit, int warp,
-                                                int lane, Accumulators<Config>& accumulators) {
-    activate(p, unit, warp, lane, accumulators);
-    if constexpr (Config::kActivation == Element::kBf16) {
-      ptx::named_barrier_sync<Config::kConsumerThreads>(kConsumerBarrier);  // the staging area is free again
-      round_to_bf16(shared, warp, lane, accumulators);
-    } else {
-      quantize(p, shared, unit, warp, lane, accumulators);
+// FC2: the pair that this thread's token of the tile came from.
+template <class Config>
+__device__ __forceinline__ OwnToken own_token(const GroupedGemmParams<Config::kRole>& p,
+                                              const SharedStorage<Config>& shared, const Unit& unit, int thread) {
+  if constexpr (Config::kRole == Role::kFc2) {
+    if (thread < unit.num_tokens) {
+      const int position = unit.first_token + thread;
+      const int pair = p.order != nullptr ? p.order[position] : static_cast<int>(shared.order()[position]);
+      return {pair, load_or(p.epilogue.routing_weights, pair, 1.0f)};
     }
-    ptx::named_barrier_sync<Config::kConsumerThreads>(kConsumerBarrier);
-    store(p, shared, unit, 32 * warp + lane);
+  }
+  return {};
+}
+
+// A unit's epilogue, by the consumer warps, whose accumulators hold its sums.
+template <class Config>
+struct Epilogue {
+  const GroupedGemmParams<Config::kRole>& p;
+  const SharedStorage<Config>& shared;
+  const Unit& unit;
+  Accumulators<Config>& accumulators;
+
+  // `own` is the thread's own token of the tile (threads below num_tokens).
+  __device__ __forceinline__ void finish(int warp, int lane, const OwnToken& own) const {
+    if constexpr (Config::kRole == Role::kFc1) {
+      finish_fc1(warp, lane);
+    } else if constexpr (Config::kRole == Role::kFc2) {
+      finish_fc2(warp, lane, own);
+    } else {
+      store_output(warp, lane);
+    }
   }
 
  private:
@@ -119,9 +121,23 @@ class Fc1Finish {
     return Config::kWarpTokens * (warp / 4) + 8 * step + 2 * (lane % 4) + value % 2;
   }
 
+  // FC1: global scale, bias, SwiGLU, and what FC2 reads: MXFP8 values with their scales, the same dequantized to bf16,
+  // or bf16 (W4A16). Half 0 of the row tile are 64 up rows, half 1 the matching gate rows, so that a thread has both
+  // operands of SwiGLU.
+  __device__ __forceinline__ void finish_fc1(int warp, int lane) const {
+    activate(warp, lane);
+    if constexpr (Config::kActivation == Element::kBf16) {
+      ptx::named_barrier_sync<Config::kConsumerThreads>(kConsumerBarrier);  // the staging area is free again
+      round_to_bf16(warp, lane);
+    } else {
+      quantize(warp, lane);
+    }
+    ptx::named_barrier_sync<Config::kConsumerThreads>(kConsumerBarrier);
+    store_act(warp, lane);
+  }
+
   // Leaves act values in accumulators[0]; rows beyond inter_size become 0.
-  static __device__ __forceinline__ void activate(const GroupedGemmParams<Role::kFc1>& p, const Unit& unit, int warp,
-                                                  int lane, Accumulators<Config>& accumulators) {
+  __device__ __forceinline__ void activate(int warp, int lane) const {
     const int inter = p.rows / 2;
     const Fc1Epilogue& e = p.epilogue;
     const float scale = Config::Policy::kAccumulatorScale * load_or(e.global_scale, unit.expert, 1.0f);
@@ -149,15 +165,14 @@ class Fc1Finish {
   }
 
   // A 32-block of act is the 16 rows of two neighbouring warps.
-  static __device__ __forceinline__ void quantize(const GroupedGemmParams<Role::kFc1>& p,
-                                                  const SharedStorage<Config>& shared, const Unit& unit, int warp,
-                                                  int lane, Accumulators<Config>& act) {
+  __device__ __forceinline__ void quantize(int warp, int lane) const {
+    const auto& act = accumulators[0];
     float* amax = shared.template scratch<float>();  // [4][kTokenTile]
 #pragma unroll
     for (int step = 0; step < Config::kTokenSteps; ++step) {
 #pragma unroll
       for (int parity = 0; parity < 2; ++parity) {
-        float largest = fmaxf(fabsf(act[0][step][parity]), fabsf(act[0][step][parity + 2]));
+        float largest = fmaxf(fabsf(act[step][parity]), fabsf(act[step][parity + 2]));
 #pragma unroll
         for (int distance = 4; distance < 32; distance *= 2) {
           largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, distance));
@@ -177,11 +192,11 @@ class Fc1Finish {
         const int token = token_of(warp, lane, step, parity);
         const float* of_warp = amax + (warp % 4 & ~1) * Config::kTokenTile + token;
         const Mxfp8Rounding rounding(fmaxf(of_warp[0], of_warp[Config::kTokenTile]));
-        const float low = act[0][step][parity], high = act[0][step][parity + 2];
+        const float low = act[step][parity], high = act[step][parity + 2];
         if constexpr (Config::kOperand == Element::kBf16) {
           const uint32_t dequantized = rounding.pair_as_bf16(low, high);
-          stage_bf16(shared, token, row_of(warp, lane, 0), static_cast<uint16_t>(dequantized));
-          stage_bf16(shared, token, row_of(warp, lane, 2), static_cast<uint16_t>(dequantized >> 16));
+          stage_bf16(token, row_of(warp, lane, 0), static_cast<uint16_t>(dequantized));
+          stage_bf16(token, row_of(warp, lane, 2), static_cast<uint16_t>(dequantized >> 16));
           continue;
         }
         const uint16_t pair = rounding.pair(low, high);
@@ -200,28 +215,25 @@ class Fc1Finish {
     }
   }
 
-  static __device__ __forceinline__ void stage_bf16(const SharedStorage<Config>& shared, int token, int row,
-                                                    uint16_t value) {
+  __device__ __forceinline__ void stage_bf16(int token, int row, uint16_t value) const {
     uint8_t* staged = shared.staging() + token * Config::kStagingPitch;
     reinterpret_cast<uint16_t*>(staged)[packed_place(row)] = value;
   }
 
-  static __device__ __forceinline__ void round_to_bf16(const SharedStorage<Config>& shared, int warp, int lane,
-                                                       const Accumulators<Config>& act) {
+  __device__ __forceinline__ void round_to_bf16(int warp, int lane) const {
 #pragma unroll
     for (int step = 0; step < Config::kTokenSteps; ++step) {
 #pragma unroll
-      for (int value = 0; value < kValues; ++value) {
-        stage_bf16(shared, token_of(warp, lane, step, value), row_of(warp, lane, value),
-                   __bfloat16_as_ushort(__float2bfloat16_rn(act[0][step][value])));
+      for (int value = 0; value < 4; ++value) {
+        stage_bf16(token_of(warp, lane, step, value), row_of(warp, lane, value),
+                   __bfloat16_as_ushort(__float2bfloat16_rn(accumulators[0][step][value])));
       }
     }
   }
 
   // Staged rows to memory, 16 bytes a thread; inter_size is a multiple of 32, so a piece is inside or outside as a
   // whole.
-  static __device__ __forceinline__ void store(const GroupedGemmParams<Role::kFc1>& p,
-                                               const SharedStorage<Config>& shared, const Unit& unit, int thread) {
+  __device__ __forceinline__ void store_act(int warp, int lane) const {
     constexpr int kBlockPieces = Config::kBlockBytes / 16;
     constexpr int kTileBlocks = kRowHalf / kScaleBlock;
     const int inter = p.rows / 2, first_block = unit.row_tile * kTileBlocks;
@@ -229,7 +241,7 @@ class Fc1Finish {
     const int last_block = Config::kTokenScales ? inter / kScaleBlock : kScaleChunkBlocks * scale_words(inter);
     const bool last_tile = (unit.row_tile + 1) * kRowHalf >= inter;
     const int blocks = last_tile ? last_block - first_block : kTileBlocks;
-    for (int i = thread; i < unit.num_tokens * blocks * kBlockPieces; i += Config::kConsumerThreads) {
+    for (int i = 32 * warp + lane; i < unit.num_tokens * blocks * kBlockPieces; i += Config::kConsumerThreads) {
       const int token = i / (blocks * kBlockPieces), piece = i - token * (blocks * kBlockPieces);
       const int block = first_block + piece / kBlockPieces, byte = 16 * (piece % kBlockPieces);
       const int position = unit.first_token + token;
@@ -242,54 +254,11 @@ class Fc1Finish {
       *reinterpret_cast<uint4*>(p.epilogue.act + at + byte) = value;
     }
   }
-};
 
-// FC2's epilogue: global scale, bias, routing weight, and the sum over a token's experts. Every expert's partial output
-// goes to its own row of a float32 buffer; whoever delivers a token's last partial output for a row tile adds them up
-// in slot order and rounds once. The order of the sum is that of the slots, whoever comes last.
-
-// What FC2's epilogue knows of a token, loaded while the mainloop runs.
-struct OwnToken {
-  int pair;  // (token, slot) number
-  float weight;
-};
-
-// take(token of the tile, row, value) for each of a thread's outputs: its sum, scaled, and the row's bias.
-template <class Config, class Params, class Take>
-__device__ __forceinline__ void for_each_output(const Params& p, const Unit& unit, float scale, int64_t first_bias,
-                                                int warp, int lane, const Accumulators<Config>& accumulators,
-                                                const Take& take) {
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-#pragma unroll
-    for (int upper = 0; upper < 2; ++upper) {
-      const int row = unit.row_tile * kRowTile + half * kRowHalf + 16 * (warp % 4) + lane / 4 + 8 * upper;
-      if (row >= p.rows) continue;
-      const float bias =
-          p.epilogue.bias != nullptr ? load_scalar(p.epilogue.bias, first_bias + row, p.epilogue.bias_type) : 0.0f;
-#pragma unroll
-      for (int step = 0; step < Config::kTokenSteps; ++step) {
-#pragma unroll
-        for (int parity = 0; parity < 2; ++parity) {
-          const int token = Config::kWarpTokens * (warp / 4) + 8 * step + 2 * (lane % 4) + parity;
-          if (token >= unit.num_tokens) continue;
-          take(token, row, fmaf(accumulators[half][step][2 * upper + parity], scale, bias));
-        }
-      }
-    }
-  }
-}
-
-template <class Config>
-class Fc2Finish {
-  using Params = GroupedGemmParams<Role::kFc2>;
-  static constexpr int kTogether = Config::kTokenTile <= 16 ? 1 : 4;  // tokens summed at a time
-
- public:
-  // `own` is the thread's own token of the tile (threads below num_tokens).
-  static __device__ __forceinline__ void finish(const Params& p, const SharedStorage<Config>& shared, const Unit& unit,
-                                                const OwnToken& own, int warp, int lane,
-                                                const Accumulators<Config>& accumulators) {
+  // FC2: global scale, bias, routing weight, and the sum over a token's experts. Every expert's partial output goes to
+  // its own row of a float32 buffer; whoever delivers a token's last partial output for a row tile adds them up in slot
+  // order and rounds once. The order of the sum is that of the slots, whoever comes last.
+  __device__ __forceinline__ void finish_fc2(int warp, int lane, const OwnToken& own) const {
     const int thread = 32 * warp + lane;
     int* pairs = shared.template scratch<int>();
     float* weights = shared.template scratch<float>() + Config::kTokenTile;
@@ -299,7 +268,7 @@ class Fc2Finish {
       weights[thread] = own.weight;
     }
     ptx::named_barrier_sync<Config::kConsumerThreads>(kConsumerBarrier);
-    store_partial_outputs(p, unit, pairs, weights, warp, lane, accumulators);
+    store_partial_outputs(warp, lane, pairs, weights);
 
     ptx::named_barrier_sync<Config::kConsumerThreads>(kConsumerBarrier);
     const int row_tiles = ceil_div(p.rows, kRowTile);
@@ -315,24 +284,22 @@ class Fc2Finish {
       if (lane == 0) complete[warp] = mask;
     }
     ptx::named_barrier_sync<Config::kConsumerThreads>(kConsumerBarrier);
-    sum_complete(p, unit, pairs, complete, thread);
+    sum_complete(pairs, complete, thread);
     ptx::named_barrier_sync<Config::kConsumerThreads>(kConsumerBarrier);  // the scratch area is free again
   }
 
- private:
-  static __device__ __forceinline__ void store_partial_outputs(const Params& p, const Unit& unit, const int* pairs,
-                                                               const float* weights, int warp, int lane,
-                                                               const Accumulators<Config>& accumulators) {
+  __device__ __forceinline__ void store_partial_outputs(int warp, int lane, const int* pairs,
+                                                        const float* weights) const {
     const float scale = Config::Policy::kAccumulatorScale * load_or(p.epilogue.global_scale, unit.expert, 1.0f);
-    const int64_t first_bias = static_cast<int64_t>(unit.expert) * p.rows;
-    for_each_output<Config>(p, unit, scale, first_bias, warp, lane, accumulators, [&](int token, int row, float value) {
-      p.epilogue.partial_outputs[static_cast<int64_t>(pairs[token]) * p.rows + row] = value * weights[token];
-    });
+    for_each_output(
+        warp, lane, scale, static_cast<int64_t>(unit.expert) * p.rows, [&](int token, int row, float value) {
+          p.epilogue.partial_outputs[static_cast<int64_t>(pairs[token]) * p.rows + row] = value * weights[token];
+        });
   }
 
   // Sums of all tokens that are complete.
-  static __device__ __forceinline__ void sum_complete(const Params& p, const Unit& unit, const int* pairs,
-                                                      const uint32_t* complete, int thread) {
+  __device__ __forceinline__ void sum_complete(const int* pairs, const uint32_t* complete, int thread) const {
+    constexpr int kTogether = Config::kTokenTile <= 16 ? 1 : 4;  // tokens summed at a time
     const int row = unit.row_tile * kRowTile + thread;
     if (thread >= kRowTile || row >= p.rows) return;
     for (int first = 0; first < unit.num_tokens; first += 32) {
@@ -355,19 +322,42 @@ class Fc2Finish {
       }
     }
   }
-};
 
-// The grouped GEMM's epilogue, and a dense layer's.
-template <class Config>
-__device__ __forceinline__ void store_output(const GroupedGemmParams<Role::kStore>& p, const Unit& unit, int warp,
-                                             int lane, const Accumulators<Config>& accumulators) {
-  const StoreEpilogue& e = p.epilogue;
-  const float scale = Config::Policy::kAccumulatorScale * load_or(e.alpha, 0, 1.0f);
-  for_each_output<Config>(p, unit, scale, 0, warp, lane, accumulators, [&](int token, int row, float value) {
-    const int64_t at = static_cast<int64_t>(unit.first_token + token) * p.rows + row;
-    if (e.residual != nullptr) value += load_scalar(e.residual, at, e.output_type);
-    store_scalar(e.output, at, e.output_type, value);
-  });
-}
+  // The grouped GEMM's epilogue, and a dense layer's.
+  __device__ __forceinline__ void store_output(int warp, int lane) const {
+    const StoreEpilogue& e = p.epilogue;
+    const float scale = Config::Policy::kAccumulatorScale * load_or(e.alpha, 0, 1.0f);
+    for_each_output(warp, lane, scale, 0, [&](int token, int row, float value) {
+      const int64_t at = static_cast<int64_t>(unit.first_token + token) * p.rows + row;
+      if (e.residual != nullptr) value += load_scalar(e.residual, at, e.output_type);
+      store_scalar(e.output, at, e.output_type, value);
+    });
+  }
+
+  // take(token of the tile, row, value) for each of a thread's outputs: its sum, scaled, and the row's bias.
+  template <class Take>
+  __device__ __forceinline__ void for_each_output(int warp, int lane, float scale, int64_t first_bias,
+                                                  const Take& take) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int upper = 0; upper < 2; ++upper) {
+        const int row = unit.row_tile * kRowTile + half * kRowHalf + row_of(warp, lane, 2 * upper);
+        if (row >= p.rows) continue;
+        const float bias =
+            p.epilogue.bias != nullptr ? load_scalar(p.epilogue.bias, first_bias + row, p.epilogue.bias_type) : 0.0f;
+#pragma unroll
+        for (int step = 0; step < Config::kTokenSteps; ++step) {
+#pragma unroll
+          for (int parity = 0; parity < 2; ++parity) {
+            const int token = token_of(warp, lane, step, parity);
+            if (token >= unit.num_tokens) continue;
+            take(token, row, fmaf(accumulators[half][step][2 * upper + parity], scale, bias));
+          }
+        }
+      }
+    }
+  }
+};
 
 }  // namespace flashinfer::sm12x

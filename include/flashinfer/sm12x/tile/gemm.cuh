@@ -18,8 +18,6 @@
 //                   1 producer
 #pragma once
 
-#include <type_traits>
-
 #include "../moe/routing.cuh"
 #include "epilogues.cuh"
 #include "mainloop.cuh"
@@ -41,8 +39,7 @@ __device__ __forceinline__ void load_routing(const GroupedGemmParams<Config::kRo
     if (lane < 2) offsets[lane] = lane * p.num_pairs;
     __syncwarp();
   } else {
-    route_with_one_warp<kInKernelPairs>(p.ids, p.num_pairs, p.first_expert, p.num_experts, offsets, shared.order(),
-                                        lane);
+    route_with_one_warp(p.ids, p.num_pairs, p.first_expert, p.num_experts, offsets, shared.order(), lane);
   }
   for (int e = lane; e < p.num_experts; e += 32) {
     tile_prefix[e] = ceil_div(offsets[e + 1] - offsets[e], Config::kTokenTile);
@@ -61,86 +58,48 @@ __device__ __forceinline__ void clear_token_stages(const SharedStorage<Config>& 
   ptx::fence_async_proxy();  // packed rows come by bulk copies, which are not ordered behind these writes otherwise
 }
 
+// A consumer warp: multiplies the block's work tiles, and finishes the units whose sum the block has.
 template <class Config>
-class Consumer {
-  using Params = GroupedGemmParams<Config::kRole>;
+__device__ __forceinline__ void consume(const GroupedGemmParams<Config::kRole>& p, const SharedStorage<Config>& shared,
+                                        const UnitMap<Config::kTokenTile>& units, const WorkSplit& work, int warp,
+                                        int lane) {
+  const int thread = 32 * warp + lane;
+  const int blocks = p.k / kScaleBlock;
+  ptx::wait_for_prerequisite_grids();
 
- public:
-  static __device__ __forceinline__ void consume(const Params& p, const SharedStorage<Config>& shared,
-                                                 const UnitMap<Config::kTokenTile>& units, const WorkSplit& work,
-                                                 int warp, int lane) {
-    const int thread = 32 * warp + lane;
-    const int blocks = p.k / kScaleBlock;
-    ptx::wait_for_prerequisite_grids();
+  int stage = 0;
+  uint32_t phase = 0;
+  TileScheduler scheduler(work);
+  for (WorkTile tile = scheduler.next(); tile.tiles > 0; tile = scheduler.next()) {
+    const Unit unit = units.locate(tile.unit);
+    const OperandOffsets<Config> at = operand_offsets<Config>(unit, p.rows, warp, lane);
+    const OwnToken own = own_token<Config>(p, shared, unit, thread);
 
-    int stage = 0;
-    uint32_t phase = 0;
-    TileScheduler scheduler(work);
-    for (WorkTile tile = scheduler.next(); tile.tiles > 0; tile = scheduler.next()) {
-      const Unit unit = units.locate(tile.unit);
-      const OperandOffsets<Config> at = operand_offsets<Config>(unit, p.rows, warp, lane);
-      const OwnToken own = own_token(p, shared, unit, thread);
-
-      Accumulators<Config> accumulators;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-#pragma unroll
-        for (int step = 0; step < Config::kTokenSteps; ++step) {
-#pragma unroll
-          for (int value = 0; value < 4; ++value) accumulators[half][step][value] = 0.0f;
-        }
+    Accumulators<Config> accumulators = {};
+    mma::RowNans nans[2];
+    for (int k_tile = tile.first; k_tile < tile.first + tile.tiles; ++k_tile) {
+      ptx::mbarrier_wait(shared.full(stage), phase);
+      const int valid_blocks = blocks - k_tile * (Config::kKTile / kScaleBlock);
+      const StageScales<Config> scales(shared, stage, at, warp, lane);
+      if (valid_blocks >= Config::kKTile / kScaleBlock && scales.fold()) {
+        consume_tile<Config, true>(shared, stage, at, scales, valid_blocks, lane, accumulators, nans);
+      } else {
+        consume_tile<Config, false>(shared, stage, at, scales, valid_blocks, lane, accumulators, nans);
       }
-      mma::RowNans nans[2];
-      for (int k_tile = tile.first; k_tile < tile.first + tile.tiles; ++k_tile) {
-        ptx::mbarrier_wait(shared.full(stage), phase);
-        const int valid_blocks = blocks - k_tile * (Config::kKTile / kScaleBlock);
-        const StageScales<Config> scales(shared, stage, at, warp, lane);
-        if (valid_blocks >= Config::kKTile / kScaleBlock && scales.fold()) {
-          consume_tile<Config, true>(shared, stage, at, scales, valid_blocks, lane, accumulators, nans);
-        } else {
-          consume_tile<Config, false>(shared, stage, at, scales, valid_blocks, lane, accumulators, nans);
-        }
-        ptx::mbarrier_arrive(shared.empty(stage));  // every reader for itself: racecheck follows a barrier only so
-        if (++stage == SharedStorage<Config>::kStages) {
-          stage = 0;
-          phase ^= 1;
-        }
-      }
-      spread_nan<Config>(nans, accumulators);
-      if (tile.tiles < work.k_tiles &&
-          !reduce_split<Config>(p.partials, p.split_arrivals, shared, work, tile.unit, thread, accumulators)) {
-        continue;
-      }
-      finish(p, shared, unit, own, warp, lane, accumulators);
-    }
-  }
-
- private:
-  // FC2: the pair that this thread's token of the tile came from; loaded early, used in the epilogue.
-  static __device__ __forceinline__ OwnToken own_token(const Params& p, const SharedStorage<Config>& shared,
-                                                       const Unit& unit, int thread) {
-    if constexpr (Config::kRole == Role::kFc2) {
-      if (thread < unit.num_tokens) {
-        const int position = unit.first_token + thread;
-        const int pair = p.order != nullptr ? p.order[position] : static_cast<int>(shared.order()[position]);
-        return {pair, load_or(p.epilogue.routing_weights, pair, 1.0f)};
+      ptx::mbarrier_arrive(shared.empty(stage));  // every reader for itself: racecheck follows a barrier only so
+      if (++stage == SharedStorage<Config>::kStages) {
+        stage = 0;
+        phase ^= 1;
       }
     }
-    return {};
-  }
-
-  static __device__ __forceinline__ void finish(const Params& p, const SharedStorage<Config>& shared, const Unit& unit,
-                                                const OwnToken& own, int warp, int lane,
-                                                Accumulators<Config>& accumulators) {
-    if constexpr (Config::kRole == Role::kFc1) {
-      Fc1Finish<Config>::finish(p, shared, unit, warp, lane, accumulators);
-    } else if constexpr (Config::kRole == Role::kFc2) {
-      Fc2Finish<Config>::finish(p, shared, unit, own, warp, lane, accumulators);
-    } else {
-      store_output<Config>(p, unit, warp, lane, accumulators);
+    spread_nan<Config>(nans, accumulators);
+    if (tile.tiles < work.k_tiles &&
+        !reduce_split<Config>(p.partials, p.split_arrivals, shared, work, tile.unit, thread, accumulators)) {
+      continue;
     }
+    Epilogue<Config>{p, shared, unit, accumulators}.finish(warp, lane, own);
   }
-};
+}
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
@@ -178,7 +137,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
   if (warp == Config::kConsumerWarps) {  // the producer warp
     Producer<Config>(p, shared, units, work, lane).produce();
   } else {  // consumer warps
-    Consumer<Config>::consume(p, shared, units, work, warp, lane);
+    consume<Config>(p, shared, units, work, warp, lane);
   }
 }
 

@@ -6,6 +6,7 @@
 #include <cuda.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "../moe/swiglu.cuh"
 #include "../types.h"
@@ -51,21 +52,6 @@ struct StoreEpilogue {
 };
 
 template <Role kRole>
-struct EpilogueOf;
-template <>
-struct EpilogueOf<Role::kFc1> {
-  using type = Fc1Epilogue;
-};
-template <>
-struct EpilogueOf<Role::kFc2> {
-  using type = Fc2Epilogue;
-};
-template <>
-struct EpilogueOf<Role::kStore> {
-  using type = StoreEpilogue;
-};
-
-template <Role kRole>
 struct GroupedGemmParams {
   CUtensorMap weights;           // bytes [E][rows][k / 2]; k of an MXFP8 dense layer
   const uint8_t* weight_scales;  // 128x4, expert after expert
@@ -86,7 +72,9 @@ struct GroupedGemmParams {
 
   float4* partials;  // [grid][2][kRowTile * kTokenTile / 4]
   int* split_arrivals;  // [grid], zeroed by the prologue
-  typename EpilogueOf<kRole>::type epilogue;
+  std::conditional_t<kRole == Role::kFc1, Fc1Epilogue,
+                     std::conditional_t<kRole == Role::kFc2, Fc2Epilogue, StoreEpilogue>>
+      epilogue;
 };
 
 }  // namespace flashinfer::sm12x

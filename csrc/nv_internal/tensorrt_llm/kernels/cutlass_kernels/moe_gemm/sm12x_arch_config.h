@@ -4,9 +4,6 @@
 // configurations may run there. The device's side (limits that kernels are built for) is flashinfer/sm12x/types.h.
 #pragma once
 
-#include <cuda.h>
-#include <cuda_runtime.h>
-
 #include <map>
 #include <mutex>
 
@@ -18,21 +15,13 @@ inline Status device_attribute(cudaDeviceAttr attribute, int device, int* value)
   return {cudaDeviceGetAttribute(value, attribute, device), "an attribute of the device"};
 }
 
-// A call of the driver's that came with CUDA 12.4, found through the runtime (this library does not link libcuda); null
-// where the driver is older.
-template <class Function>
-Function* driver_call(const char* name) {
-  void* entry = nullptr;
-  cudaDriverEntryPointQueryResult found;
-  const cudaError_t error = cudaGetDriverEntryPointByVersion(name, &entry, 12040, cudaEnableDefault, &found);
-  return error == cudaSuccess && found == cudaDriverEntryPointSuccess ? reinterpret_cast<Function*>(entry) : nullptr;
-}
+constexpr unsigned kSmsOfContexts = 12040;  // CUDA that brought the driver's calls below
 
 // SMs that the current context may use, of `all`: under MPS a client may have a share only.
 inline int context_sms(int all) {
-  static const auto get_current = driver_call<CUresult(CUcontext*)>("cuCtxGetCurrent");
+  static const auto get_current = driver_call<CUresult(CUcontext*)>("cuCtxGetCurrent", kSmsOfContexts);
   static const auto get_resource =
-      driver_call<CUresult(CUcontext, CUdevResource*, CUdevResourceType)>("cuCtxGetDevResource");
+      driver_call<CUresult(CUcontext, CUdevResource*, CUdevResourceType)>("cuCtxGetDevResource", kSmsOfContexts);
   CUcontext context;
   CUdevResource resource;
   if (get_current == nullptr || get_resource == nullptr || get_current(&context) != CUDA_SUCCESS ||
@@ -44,9 +33,9 @@ inline int context_sms(int all) {
 
 // SMs of a stream's green context; `others` where it belongs to none.
 inline int stream_sms(cudaStream_t stream, int others) {
-  static const auto get_context = driver_call<CUresult(CUstream, CUgreenCtx*)>("cuStreamGetGreenCtx");
+  static const auto get_context = driver_call<CUresult(CUstream, CUgreenCtx*)>("cuStreamGetGreenCtx", kSmsOfContexts);
   static const auto get_resource =
-      driver_call<CUresult(CUgreenCtx, CUdevResource*, CUdevResourceType)>("cuGreenCtxGetDevResource");
+      driver_call<CUresult(CUgreenCtx, CUdevResource*, CUdevResourceType)>("cuGreenCtxGetDevResource", kSmsOfContexts);
   CUgreenCtx context = nullptr;
   CUdevResource resource;
   if (get_context == nullptr || get_resource == nullptr || get_context(stream, &context) != CUDA_SUCCESS ||

@@ -125,19 +125,9 @@ struct StreamedLayerInstance {
   }
 
   static cudaError_t launch(const StreamedLayerParams& params, int shared_bytes, const LaunchOptions& options) {
-    cudaLaunchAttribute attributes[2];
-    attributes[0].id = cudaLaunchAttributeCooperative;
-    attributes[0].val.cooperative = 1;
-    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[1].val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(static_cast<unsigned>(options.sm_count));
-    config.blockDim = dim3(Config::kThreads);
-    config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
-    config.stream = options.stream;
-    config.attrs = attributes;
-    config.numAttrs = options.dependent_launch ? 2 : 1;
-    return cudaLaunchKernelEx(&config, streamed_layer_kernel<Config>, params);
+    return launch_kernel(streamed_layer_kernel<Config>, params, options.sm_count, Config::kThreads, shared_bytes,
+                         options,
+                         /*cooperative=*/true);
   }
   static Instance describe(int index) {
     Instance instance = {index, kActivation, Element::kBf16, Element::kE2m1, kTokenTile, kWords * kScaleChunkElements};
