@@ -28,7 +28,7 @@ from .sm12x.checks import (
     strides_overlap,
 )
 from .sm12x.devices import checks_values, require_served
-from .sm12x.operator import call_of, define, is_traced
+from .sm12x.operator import define, is_traced
 
 HEAD = 64
 GROUP = 8  # query heads of a KV head
@@ -139,8 +139,26 @@ def decode_attention(
     """
     keys, values = split_cache(kv_cache, kv_layout)
     require_tensor_type("query", query)
-    scale = HEAD**-0.5 if sm_scale is None else sm_scale
-    call = call_of(DecodeCall, locals(), sm_scale=scale)
+    call = DecodeCall(
+        out=out,
+        keys=keys,
+        values=values,
+        workspace_buffer=workspace_buffer,
+        query=query,
+        key=key,
+        value=value,
+        block_tables=block_tables,
+        seq_lens=seq_lens,
+        rope_table=rope_table,
+        sinks=sinks,
+        q_len_per_req=q_len_per_req,
+        window_left=window_left,
+        sm_scale=HEAD**-0.5 if sm_scale is None else sm_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        constant_cache=constant_cache,
+        enable_pdl=enable_pdl,
+    )
     traced = is_traced(call)
     if not traced:
         call = validate(call)

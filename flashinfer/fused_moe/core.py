@@ -46,7 +46,6 @@ from ..sm12x.checks import (
     require_output_dtype,
     require_tensor_type,
 )
-from ..sm12x.operator import call_of
 from ..tllm_enums import ActivationType
 from ..trace.templates.moe import cutlass_fused_moe_trace
 from .sm12x_autotuner import SM12xStageRunner
@@ -119,15 +118,14 @@ def get_cutlass_fused_moe_module(backend: str = "100", use_fast_build: bool = Fa
     return _upstream.get_cutlass_fused_moe_module(backend, use_fast_build)
 
 
-def _reject_foreign_options(given: dict[str, Any]) -> None:
+def _reject_foreign_options(min_latency_mode: bool, cluster_size: int, cluster_rank: int, **others: Any) -> None:
     """Raise for options of upstream's signature that mean nothing to the MXFP4 SwiGLU modes."""
-    if given["min_latency_mode"]:
+    if min_latency_mode:
         raise NotImplementedError("min_latency_mode is True; MXFP4 weights run without it, pass False")
-    size, rank = given["cluster_size"], given["cluster_rank"]
-    if size != 1 or rank != 0:
-        raise ValueError(f"cluster_size is {size!r}, cluster_rank {rank!r}; they must be 1 and 0")
-    for name in ("clamped_relu2_limit", "situ_beta", "situ_linear_beta"):
-        if given[name] is not None:
+    if cluster_size != 1 or cluster_rank != 0:
+        raise ValueError(f"cluster_size is {cluster_size!r}, cluster_rank {cluster_rank!r}; they must be 1 and 0")
+    for name, value in others.items():
+        if value is not None:
             raise ValueError(f"{name} is given; it belongs to another activation_type, pass None")
 
 
@@ -235,20 +233,62 @@ def cutlass_fused_moe(
         Before any launch, naming the argument, what it was and what it may be.  Expert ids are checked on the
         CPU, and on CUDA with ``FLASHINFER_SM12X_CHECK=1``.
     """
-    given = locals().copy()
     if backend == "cutlass":
         require_tensor_type("input", input)
         require_tensor_type("fc1_expert_weights", fc1_expert_weights)
-        mode = select_mode(input.dtype, fc1_expert_weights.dtype, **_selected(given, _MODE_PARAMETERS))
+        mode = select_mode(
+            input.dtype,
+            fc1_expert_weights.dtype,
+            use_mxfp8_act_scaling,
+            use_w4_group_scaling,
+            use_packed_weights,
+            use_wfp4afp8_humming,
+            use_deepseek_fp8_block_scale,
+            activation_type,
+        )
         if mode is not None and devices.serves(input.device):
-            _reject_foreign_options(given)
-            call = call_of(MoECall, given, activation_type=int(activation_type), moe_mode=int(mode))
+            _reject_foreign_options(
+                min_latency_mode,
+                cluster_size,
+                cluster_rank,
+                clamped_relu2_limit=clamped_relu2_limit,
+                situ_beta=situ_beta,
+                situ_linear_beta=situ_linear_beta,
+            )
+            call = MoECall(
+                output=output,
+                workspace_buffer=workspace_buffer,
+                input=input,
+                input_sf=input_sf,
+                token_selected_experts=token_selected_experts,
+                token_final_scales=token_final_scales,
+                fc1_expert_weights=fc1_expert_weights,
+                fc1_expert_biases=fc1_expert_biases,
+                fc2_expert_weights=fc2_expert_weights,
+                fc2_expert_biases=fc2_expert_biases,
+                quant_scales=quant_scales,
+                swiglu_alpha=swiglu_alpha,
+                swiglu_beta=swiglu_beta,
+                swiglu_limit=swiglu_limit,
+                activation_type=int(activation_type),
+                output_dtype=output_dtype,
+                moe_mode=int(mode),
+                swizzled_input_sf=swizzled_input_sf,
+                tp_size=tp_size,
+                tp_rank=tp_rank,
+                ep_size=ep_size,
+                ep_rank=ep_rank,
+                enable_alltoall=enable_alltoall,
+                tune_max_num_tokens=tune_max_num_tokens,
+                enable_pdl=enable_pdl,
+                profile_ids=profile_ids,
+            )
             return fused_moe(call)
         if mode is not None:
             require_computing_device("input", input)
         if input.device.type == "cpu":
             raise _cpu_mode_error(input, fc1_expert_weights, activation_type)
-    return _upstream.cutlass_fused_moe(**_selected(given, _MOE_PARAMETERS))
+    return _upstream.cutlass_fused_moe(**_selected(locals(), _MOE_PARAMETERS))
 
 
 def _workspace_device(given: Any) -> torch.device:

@@ -19,7 +19,6 @@ from ..jit.sm12x.instances import tactic as number
 from ..sm12x import tune
 from ..sm12x.backend import Backend, kernels
 from ..sm12x.checks import BLOCK_SIZE, round_up
-from ..sm12x.operator import call_of
 from .sm12x_launch import as_bytes, default_tactics, launch, workspace_bytes
 from .sm12x_planner import computes_layer, resolved_pair
 from .sm12x_validation import SWIGLU, Mode, MoECall, MoEProblem
@@ -138,7 +137,7 @@ class SM12xStageRunner(TunableRunner):
                 for rows, k in ((2 * inter, hidden), (hidden, inter))
             )
             ones = [] if self.mode is Mode.W4A16 else [torch.ones(experts, device=x.device)]
-            given = dict.fromkeys(MoECall._fields) | {
+            given: dict[str, Any] = dict.fromkeys(MoECall._fields) | {
                 "input": x,
                 "fc1_expert_weights": fc1,
                 "fc2_expert_weights": fc2,
@@ -151,7 +150,7 @@ class SM12xStageRunner(TunableRunner):
             }
             backend = kernels(x.device)
             assert backend is not None, "tactics are timed on a GPU"
-            runner = self._runner_cache[key] = SM12xMoERunner(backend, problem, call_of(MoECall, given), gemm_idx)
+            runner = self._runner_cache[key] = SM12xMoERunner(backend, problem, MoECall(**given), gemm_idx)
         return runner
 
     def get_cache_key_extras(self, inputs: list[torch.Tensor]) -> tuple[Any, ...]:

@@ -21,7 +21,7 @@ from ..sm12x.checks import (
     require_tensor,
 )
 from ..sm12x.devices import require_served
-from ..sm12x.operator import call_of, define, is_traced
+from ..sm12x.operator import define, is_traced
 
 MAX_EXPERTS = 512
 MAX_TOP_K = 32
@@ -108,7 +108,19 @@ def router_top_k(
     NotImplementedError
         The GPU has no kernels of this family.
     """
-    call = call_of(RouterCall, locals())
+    call = RouterCall(
+        hidden_states=hidden_states,
+        weight=weight,
+        bias=bias,
+        residual=residual,
+        norm_weight=norm_weight,
+        is_padding=is_padding,
+        top_k=top_k,
+        eps=eps,
+        logits_dtype=logits_dtype,
+        constant_weights=constant_weights,
+        enable_pdl=enable_pdl,
+    )
     topk_weights, topk_ids, logits, normed, total = _operator(call) if is_traced(call) else _run(call)
     if norm_weight is None:
         normed = hidden_states if residual is None else total

@@ -56,11 +56,21 @@ def mm_bf16_fp4(
     ValueError
         Upstream's; with ``backend="sm12x"`` another ``block_size``, and as ``dense_mx``.
     """
-    given = locals().copy()
     if backend == sm12x_mm.BACKEND:
         _require_mxfp4(block_size)
         return sm12x_mm.mm_bf16(a, b, b_descale, alpha, out_dtype, out, enable_pdl)
-    return _upstream.mm_bf16_fp4(**given)
+    return _upstream.mm_bf16_fp4(
+        a=a,
+        b=b,
+        b_descale=b_descale,
+        alpha=alpha,
+        backend=backend,
+        out_dtype=out_dtype,
+        out=out,
+        block_size=block_size,
+        enable_pdl=enable_pdl,
+        skip_check=skip_check,
+    )
 
 
 sm12x_mm.answer_for(mm_bf16_fp4, _upstream.mm_bf16_fp4)

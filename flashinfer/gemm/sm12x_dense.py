@@ -31,7 +31,7 @@ from ..sm12x.checks import (
     require_tensor,
 )
 from ..sm12x.devices import require_served
-from ..sm12x.operator import OutputOperator, call_of
+from ..sm12x.operator import OutputOperator
 from .sm12x_dense_launch import (
     BF16,
     MXFP4_SWIZZLED,
@@ -208,7 +208,27 @@ def dense_mx(
     below ``2^-124`` may lose their last bits. ``k`` is a multiple of 32; ``n`` may be anything.
     """
     forced = None if tactic is None else str(tactic)
-    return compute(call_of(DenseCall, locals(), tactic=forced))
+    return compute(
+        DenseCall(
+            out=out,
+            x=x,
+            x_scale=x_scale,
+            weight=weight,
+            weight_scale=weight_scale,
+            alpha=alpha,
+            bias=bias,
+            residual=residual,
+            out_dtype=out_dtype,
+            activation=activation,
+            swizzled_x_scale=swizzled_x_scale,
+            constant_weights=constant_weights,
+            enable_pdl=enable_pdl,
+            tactic=forced,
+            top_k=0,
+            first_index=0,
+            caller="dense_mx",
+        )
+    )
 
 
 def _run(call: DenseCall, checked: tuple[torch.dtype, int]) -> None:

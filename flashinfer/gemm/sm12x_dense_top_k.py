@@ -10,7 +10,7 @@ import torch
 from ..api_logging import flashinfer_api
 from ..jit.sm12x.instances import Format
 from ..sm12x.checks import require_int
-from ..sm12x.operator import call_of, define, is_traced
+from ..sm12x.operator import define, is_traced
 from .sm12x_dense import run, validate
 from .sm12x_dense_launch import DenseCall, RowTopK
 
@@ -85,7 +85,25 @@ def dense_mx_top_k(
         The GPU has no kernels of this family.
     """
     forced = None if tactic is None else str(tactic)
-    call = call_of(DenseCall, locals(), out=logits, tactic=forced, caller="dense_mx_top_k")
+    call = DenseCall(
+        out=logits,
+        x=x,
+        x_scale=x_scale,
+        weight=weight,
+        weight_scale=weight_scale,
+        alpha=alpha,
+        bias=bias,
+        residual=residual,
+        out_dtype=out_dtype,
+        activation=activation,
+        swizzled_x_scale=swizzled_x_scale,
+        constant_weights=constant_weights,
+        enable_pdl=enable_pdl,
+        tactic=forced,
+        top_k=top_k,
+        first_index=first_index,
+        caller="dense_mx_top_k",
+    )
     return LargestOutputs(*(_operator(call) if is_traced(call) else _run(call)))
 
 

@@ -2,14 +2,14 @@
 """A call as one tuple of its arguments, and the opaque operator that ``torch.compile`` and other tracers see in its place.
 
 The fields of a call's type are the operator's schema: whoever handles a call after the public function made it has them by
-name.
+name. The public function names each of them: Dynamo of torch 2.11 cannot trace ``locals()``.
 """
 
 from __future__ import annotations
 
 import inspect
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -66,12 +66,6 @@ def define(
     registered.register_fake(lambda *arguments: None if fake is None else fake(call(*arguments)))
     traced = getattr(torch.ops.flashinfer, name)
     return lambda arguments: traced(*arguments)
-
-
-def call_of(call: type[_Call], given: Mapping[str, Any], **others: Any) -> _Call:
-    """A ``call`` of a public function's arguments, which are its ``locals()``, and of ``others``; else of defaults."""
-    values = {**call._field_defaults, **given, **others}
-    return call(*[values[field] for field in call._fields])
 
 
 def is_traced(call: Sequence[Any]) -> bool:
