@@ -2,10 +2,8 @@
 """MXFP4 experts on ``flashinfer.fused_moe.cutlass_fused_moe``: gpt-oss's W4A8 or W4A16, the weights unpadded; other
 models' by vLLM's own method (:func:`install`), W4A8.
 
-vLLM has a path to the same operator. This one differs in three things: W4A16 exists on SM12x, the layer may quantize
-its
-input itself (one launch fewer, and no need for nvidia-cutlass-dsl), and hidden sizes stay as they are. vLLM pads
-2880 to
+vLLM has a path to the same operator. This one differs in three things: W4A16 exists on SM12x, the layer may quantize its
+input itself (one launch fewer, and no need for nvidia-cutlass-dsl), and hidden sizes stay as they are. vLLM pads 2880 to
 2944, 4.5 % more bytes of weights for every token and a copy of every activation; the kernels take multiples of 32.
 """
 

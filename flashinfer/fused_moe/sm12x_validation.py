@@ -132,7 +132,7 @@ def select_mode(
     """The MXFP4 mode that dtypes and flags ask for, or ``None`` when the call is of another kind.
 
     The flags and the weights' dtype decide; an input dtype that does not fit the mode is an error of
-    :func:`validate_moe`, not another kind of call.
+    :func:`validate`, not another kind of call.
     """
     if (
         weight_dtype not in WEIGHT_DTYPES

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """MXFP4 and MXFP8 in torch's own operations, vectorized; for CPU tensors, and for what CUDA ones need once at load time.
 
-The semantics are those of OCP Microscaling Formats v1.0 and of upstream's CUDA quantizers: scales are ``amax / element_max``
-rounded up to a power of two (the rule ``"amax"``), values round to nearest even and saturate.  All of it is done on the bits
+The formats are those of OCP Microscaling Formats v1.0, the rounding is that of upstream's CUDA quantizers: scales are
+``amax / element_max`` rounded up to a power of two (the rule ``"amax"``), values round to nearest even and saturate.  All of it is done on the bits
 of float32, which hold every value exactly, so that the results equal those of the float64 reference bit for bit.
 
 The rule ``"mse"`` takes that scale or its half, whichever leaves the smaller squared error over the block, summed in

@@ -262,7 +262,7 @@ struct Bf16Policy {
   }
 };
 
-// The policy of this compilation pass: the only place where architectures differ.
+// The policy of this compilation pass: the only place where the MMA differs between architectures.
 template <Element kOperand, Element kWeights>
 using Policy =
     std::conditional_t<kOperand == Element::kBf16, Bf16Policy<kWeights>,

@@ -9,8 +9,8 @@
 
 namespace flashinfer::sm12x {
 
-// Some columns of some tokens at a time: one after the other, the latencies of their loads would add up. `partial
-// outputs` is [tokens x top_k, hidden].
+// Some columns of some tokens at a time: one after the other, the latencies of their loads would add up.
+// `partial_outputs` is [tokens x top_k, hidden].
 template <class Vector, int kTokens, class Params>
 __device__ __forceinline__ void sum_slots(const Params& p, const float* partial_outputs, int hidden, int column,
                                           const int (&tokens)[kTokens], Vector (&sum)[kTokens]) {

@@ -8,13 +8,13 @@
 // The wait needs all blocks to be resident together: a cooperative launch.
 //
 //   knob               value                where it is set
-//   tokens a tile      8, on Hopper or 16   flashinfer/jit/sm12x/instances.py, a row each
+//   tokens a tile      8, on Hopper 8 or 16  flashinfer/jit/sm12x/instances.py, a row each
 //   K of an MMA warp   256 or 384           there, `k_tile`
 //   MMA warps          12, groups share K   there, `mma_warps`
 //   epilogue warps     4, of which 2 to 4   kEpilogueWarps, epilogue_warps_of (params.h)
 //                      fill the ring
 //   stages             2 to 16              what fits shared memory (the launcher); at most kMaxStreamStages
-//   weight rows        16, 32 or 64         StreamedGemmPlan (params.h): a slab for each group of MMA warps
+//   rows of a unit     16, 32 or 64         StreamedGemmPlan (params.h): a slab for each group of MMA warps
 //
 // Below, from top to bottom: token fragments, the MMA warps, the epilogue warps, the kernel.
 #pragma once
@@ -280,8 +280,8 @@ class StreamEpilogue {
 
   __device__ __forceinline__ void finish_units() {
     const bool has_stages = warp_ < warps_;
-    // Prime one stage per epilogue warp: enough to keep memory busy, and later stages do not queue ahead of the first
-    // weights and of code. The first copies begin one after the other, because loads issued together complete together.
+    // Prime one stage per epilogue warp: enough to keep memory busy, and later stages, each filled when one has landed,
+    // do not queue ahead of the first weights and of code. The first copies begin one after the other, because loads issued together complete together.
     for (int stage = warp_; has_stages && stage < shared.stages && !to_fill_.ended(); stage += warps_) {
       if (stage < warps_) {
         ptx::wait_cycles(warp_ * kFirstFillCycles);
@@ -440,7 +440,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   const bool few = p.num_pairs <= 32;
   if (epilogue_warp == 1) {
     for (int stage = lane; stage < shared.stages; stage += 32) {
-      ptx::mbarrier_init(shared.full(stage), 32);  // of the warp that fills it
+      ptx::mbarrier_init(shared.full(stage), 32);  // lanes of the warp that fills it
       ptx::mbarrier_init(shared.done(stage), 32 * Config::kMmaWarps);
     }
     if (lane == 0) {

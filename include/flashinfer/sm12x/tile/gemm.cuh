@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The grouped GEMM of the family: for every expert, [rows, k] MXFP4 weights times the token rows routed to it.
+// The grouped GEMM of the family: for every expert, [rows, k] MXFP4 (of a dense layer also MXFP8) weights times the token rows routed to it.
 //
 // Weights are the MMA's M operand and stay packed up to the registers; tokens are its N operand, so that eight of them
 // already fill an MMA. One producer warp keeps a ring of stages full, the other warps consume it. Schedules: with token
@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
   ptx::launch_dependent_grids();  // their producers may start to stream weights; they wait for this grid's results
-  if (p.offsets != nullptr) ptx::wait_for_prerequisite_grids();  // the prologue routes
+  if (p.offsets != nullptr) ptx::wait_for_prerequisite_grids();  // the prologue routes, or a caller gave offsets
 
   if (warp == 0) {
     load_routing<Config>(p, shared, lane);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// One k-tile of one warp: 2 x 16 weight rows (16 of either half of the row tile) against the warp's tokens.
+// One k-tile of one warp: 2 x 16 weight rows (16 of each half of the row tile) against the warp's tokens.
 #pragma once
 
 #include <type_traits>
@@ -54,7 +54,7 @@ __device__ __forceinline__ OperandOffsets<Config> operand_offsets(const Unit& un
   return at;
 }
 
-// Factors that a warp shares through shared memory where sums are scaled: of its 32 rows (16 of either half) and of its
+// Factors that a warp shares through shared memory where sums are scaled: of its 32 rows (16 of each half) and of its
 // tokens, four 32-blocks each.
 template <class Config>
 struct WarpFactors {
@@ -152,10 +152,10 @@ class StageScales {
   const uint32_t* token_words_;
   WarpFactors<Config> factors_;
   int lane_;
-  uint32_t held_[Config::kWords][4];  // of rows g and g + 8 of either half
+  uint32_t held_[Config::kWords][4];  // of rows g and g + 8 of each half
 };
 
-// A row of weights with a NaN gives NaN for every token. `nans` holds what this lane saw of its rows of either half.
+// A row of weights with a NaN gives NaN for every token. `nans` holds what this lane saw of its rows of each half.
 template <class Config>
 __device__ __forceinline__ void spread_nan(const mma::RowNans (&nans)[2], Accumulators<Config>& accumulators) {
   if constexpr (Config::Policy::kCollectsNans) {

@@ -71,7 +71,7 @@ struct GroupedGemmParams {
   const int32_t* order;  // [pairs] likewise
 
   float4* partials;  // [grid][2][kRowTile * kTokenTile / 4]
-  int* split_arrivals;  // [grid], zeroed by the prologue
+  int* split_arrivals;  // [grid], zeroed by the launch in front
   std::conditional_t<kRole == Role::kFc1, Fc1Epilogue,
                      std::conditional_t<kRole == Role::kFc2, Fc2Epilogue, StoreEpilogue>>
       epilogue;

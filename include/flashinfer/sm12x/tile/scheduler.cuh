@@ -58,7 +58,7 @@ struct UnitMap {
   }
 };
 
-// What blocks do of `units` of `k_tiles` each.
+// How `units` of `k_tiles` each are divided among blocks.
 struct WorkSplit {
   int k_tiles;
   int blocks;  // that have work
