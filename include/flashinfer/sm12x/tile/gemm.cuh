@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
   ptx::launch_dependent_grids();  // their producers may start to stream weights; they wait for this grid's results
-  if (p.offsets != nullptr) ptx::wait_for_prerequisite_grids();  // the prologue routes, or a caller gave offsets
+  if (p.offsets != nullptr) ptx::wait_for_prerequisite_grids();  // the prologue, or a caller, routes
 
   if (warp == 0) {
     load_routing<Config>(p, shared, lane);
