@@ -6,9 +6,9 @@
     scripts/soak_server.py --layers 4 --minutes 5           # a gpt-oss of random weights, nothing is downloaded
 
 Rounds of: completions, streamed completions, streams whose client hangs up after a few tokens, chats with and without
-a tool, ``--streams`` of all of these at once. After each round, with nothing left to do, the server must hold no request and no KV cache, and one
-greedy answer must be what it was in the first round. Printed for each round: requests, tokens/s, memory of the
-server's processes and of the GPUs. Memory has grown if its median of the last third of the rounds is more than
+a tool, ``--streams`` of all of these at once. After each round, with nothing left to do, the server must hold no
+request and no KV cache, and one greedy answer must be what it was in the first round. Printed for each round: requests,
+tokens/s, memory of the server's processes and of the GPUs. Memory has grown if its median of the last third of the rounds is more than
 ``--allow-mib`` above that of the middle third; the first third warms up. Exit status: 0 all is well, 1 it is not,
 with the reason in the last line. What stands after ``--`` goes to ``vllm serve``. Needs what vLLM needs.
 """

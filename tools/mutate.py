@@ -302,8 +302,10 @@ def run(
 
     def attempt(mutation: Mutation) -> Outcome:
         worker = idle.get()
-        outcome = worker.try_mutation(mutation)
-        idle.put(worker)
+        try:
+            outcome = worker.try_mutation(mutation)
+        finally:
+            idle.put(worker)
         print(f"{next(number)}/{len(mutations)} {outcome.verdict:10} {mutation.name}: {outcome.by}", flush=True)
         return outcome
 

@@ -128,7 +128,7 @@ def test_it_comes_before_the_cache(installed: Installed, lines) -> None:
 
 
 @needs_nvcc
-@pytest.mark.parametrize("left", ["nothing", "folder", "module"])
+@pytest.mark.parametrize("left", ["nothing", "folder", "module", "file"])
 def test_where_none_is_installed_nothing_is_said(installed: Installed, left: str, lines) -> None:
     if left == "module":  # a wheel that does not have this one
         installed.write(modules=[{**installed.entry, "name": "other"}])
@@ -136,6 +136,8 @@ def test_where_none_is_installed_nothing_is_said(installed: Installed, left: str
         shutil.rmtree(installed.package)
     if left == "folder":  # what an uninstalled package leaves where something else lies in its folder
         installed.package.mkdir()
+    if left == "file":  # a module of the package's name
+        installed.package.with_suffix(".py").write_text("raise SystemExit('it was imported')")
     assert installed.load() == (installed.cached, 41)
     assert len(lines()) == (left == "folder")
 
@@ -178,6 +180,7 @@ DAMAGES: dict[str, tuple[Callable[[Installed], Any], str]] = {
     "not a library": (replace_by_no_library, "it does not load: "),
     "no manifest": (lambda i: (i.package / "manifest.json").unlink(), "manifest.json is missing or damaged (FileNot"),
     "no JSON": (write("{"), "manifest.json is missing or damaged (JSON"),
+    "nested": (write("[" * 100_000), "manifest.json is missing or damaged (Rec"),
     "no object": (write("[]"), "manifest.json is missing or damaged (Ty"),
     "half an entry": (in_manifest(modules=[{"name": "small"}]), "manifest.json is missing or damaged (KeyError"),
     "list of files": (in_entry(files=["tree:README.md"]), "manifest.json is missing or damaged (Attr"),

@@ -182,11 +182,18 @@ def test_the_demo_sees_what_is_wrong_with_machine_code(rows: list[Row], failing:
 
 
 class Launch:
-    """As much of a virtual launch as the demo's checks read."""
+    """As much of a virtual launch as the demo reads."""
 
     def __init__(self, kernel: str, mmas: int = 24, reports: tuple[str, ...] = (), status: str = "ok") -> None:
         self.kernel, self.reports, self.clean = kernel, reports, status == "ok" and not reports
-        self.counters = SimpleNamespace(by_class={"mma": mmas} if mmas else {})
+        self.counters = SimpleNamespace(
+            warp_instructions=1200,
+            by_class={"mma": mmas} if mmas else {},
+            global_distinct_bytes=2_500_000,
+            shared_bank_conflicts=7,
+        )
+        self.predicted = SimpleNamespace(seconds=9.16e-6, bound="dram")
+        self.host_seconds = 0.25
 
 
 PROLOGUE, LAYER = "_ZN3moe8prologueEv", "_Z21streamed_layer_kernelIvEvv"
@@ -209,6 +216,14 @@ FC1, FC2 = "_Z19grouped_gemm_kernelILN5sm12x4RoleE0EEvv", "_Z19grouped_gemm_kern
 def test_the_demo_sees_what_is_wrong_with_launches(launches: list[Launch], failing: list[str]) -> None:
     checks = load_tool("demo").launch_checks("W4A8", launches)
     assert [what for what, holds in checks if not holds] == failing
+
+
+def test_the_demo_lists_what_a_launch_did() -> None:
+    rows = load_tool("demo").launch_rows("W4A8", [Launch(PROLOGUE, 0), Launch(FC2)])
+    assert rows == [
+        ["W4A8", "prologue", 1200, 0, "2.50", 7, "9.2", "dram", 0, "0.2"],
+        ["W4A8", "FC2", 1200, 24, "2.50", 7, "9.2", "dram", 0, "0.2"],
+    ]
 
 
 def test_the_demo_refuses_no_tokens() -> None:

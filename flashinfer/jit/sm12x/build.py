@@ -238,16 +238,16 @@ def hash_file(path: str | Path) -> str | None:
     return digest.hexdigest()
 
 
-def _read_record(plan: ModulePlan) -> dict[str, str]:
-    """``inputs.json``: path -> hash of the library and of each file that a compiler read for it; empty if there is none.
+def _read_record(plan: ModulePlan) -> dict[str, str] | None:
+    """``inputs.json``: path -> hash of the library and of each file that a compiler read for it; None if it is no such thing.
 
     The library's path is relative to the module's folder.
     """
     try:
         data = json.loads((plan.folder / "inputs.json").read_bytes())
     except (OSError, ValueError, RecursionError):
-        return {}
-    return data if isinstance(data, dict) else {}
+        return None
+    return data if isinstance(data, dict) and all(isinstance(digest, str) for digest in data.values()) else None
 
 
 def _write_record(plan: ModulePlan, record: dict[str, str]) -> None:
@@ -261,13 +261,13 @@ def _changed(plan: ModulePlan, record: dict[str, str]) -> Iterator[str]:
 
 def files_read(plan: ModulePlan) -> list[str]:
     """Every file that compilers read for a library that is fresh."""
-    return sorted(_read_record(plan).keys() - {plan.library.name})
+    return sorted((_read_record(plan) or {}).keys() - {plan.library.name})
 
 
 def why_stale(plan: ModulePlan) -> str:
     """Why a build would have something to do; empty when the library is what it would make. Writes nothing."""
     record = _read_record(plan)
-    if plan.library.name not in record or not plan.library.is_file():
+    if record is None or plan.library.name not in record or not plan.library.is_file():
         return "it is not built yet"
     try:
         if plan.ninja_path.read_text(encoding="utf-8", errors="replace") != plan.ninja_text:
@@ -404,6 +404,10 @@ def _bring_up_to_date(
 def _remove_stale(plan: ModulePlan) -> None:
     """Remove the objects whose files have other contents than when they were made, and a damaged library."""
     record = _read_record(plan)
+    if record is None:  # nobody knows what the objects were made of
+        shutil.rmtree(plan.folder / "obj", ignore_errors=True)
+        make_folder(plan.folder / "obj")
+        record = {}
     changed = set(_changed(plan, record))
     if changed:
         for output, files in {**_dependencies(plan), plan.library.name: [plan.library.name]}.items():

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -14,9 +15,16 @@ from . import toolchain
 
 
 class JitBuildError(RuntimeError):
-    """A module could not be built; the text has the first error, what to do where the cause is known, and the log's path."""
+    """A module could not be built.
+
+    Attributes:
+        module: The module's name.
+        log_path: The file with the compiler's full output, or None when there is none.
+        hint: What to do about it, or None when the cause is not a known one.
+    """
 
     def __init__(self, module: str, what: str, log_path: Path | None = None, hint: str | None = None) -> None:
+        self.module, self.log_path, self.hint = module, log_path, hint
         lines = [f"building {module} failed: {what}"]
         if hint:
             lines.append(f"Hint: {hint}")
@@ -162,10 +170,10 @@ def explain_os_error(module: str, folder: Path, error: OSError) -> JitBuildError
     at = error.filename or folder
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         existing = next(path for path in (folder, *folder.parents) if path.exists())
-        free = shutil.disk_usage(existing).free >> 20
-        return JitBuildError(
-            module, f"{reason}: {at}", hint=_disk_full(f"the file system of {existing} ({free} MiB free)")
-        )
+        where = f"the file system of {existing}"
+        with contextlib.suppress(OSError):
+            where += f" ({shutil.disk_usage(existing).free >> 20} MiB free)"
+        return JitBuildError(module, f"{reason}: {at}", hint=_disk_full(where))
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
         return JitBuildError(
             module,

@@ -130,7 +130,7 @@ def find(spec: JitSpecSm12x) -> tuple[Path | None, str]:
         return (_library_for(spec, folder, built) if built else None), ""
     except _Unfit as error:
         return None, str(error)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         return None, f"{folder / MANIFEST} is missing or damaged ({type(error).__name__}: {error})"
 
 

@@ -281,7 +281,8 @@ class StreamEpilogue {
   __device__ __forceinline__ void finish_units() {
     const bool has_stages = warp_ < warps_;
     // Prime one stage per epilogue warp: enough to keep memory busy, and later stages, each filled when one has landed,
-    // do not queue ahead of the first weights and of code. The first copies begin one after the other, because loads issued together complete together.
+    // do not queue ahead of the first weights and of code. The first copies begin one after the other, because loads
+    // issued together complete together.
     for (int stage = warp_; has_stages && stage < shared.stages && !to_fill_.ended(); stage += warps_) {
       if (stage < warps_) {
         ptx::wait_cycles(warp_ * kFirstFillCycles);

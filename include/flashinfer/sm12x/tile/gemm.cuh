@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The grouped GEMM of the family: for every expert, [rows, k] MXFP4 (of a dense layer also MXFP8) weights times the token rows routed to it.
+// The grouped GEMM of the family: for every expert, [rows, k] MXFP4 weights (of a dense layer also MXFP8) times the
+// token rows routed to it.
 //
 // Weights are the MMA's M operand and stay packed up to the registers; tokens are its N operand, so that eight of them
 // already fill an MMA. One producer warp keeps a ring of stages full, the other warps consume it. Schedules: with token

@@ -181,9 +181,9 @@ class Producer {
     __syncwarp();
   }
 
-  // 16-byte copies by all lanes: one bulk copy a row would be issued by one lane at a time, and the consumers would wait
-  // for this warp. So that they do not, a copy is three instructions (compare, address, copy), the check of the end 17
-  // for four of them; all else is done once a unit.
+  // 16-byte copies by all lanes: one bulk copy a row would be issued by one lane at a time, and consumers would wait for
+  // this warp. So that they do not, a copy is three instructions (compare, address, copy), the check of the end 17 for
+  // four of them; all else is done once a unit.
   __device__ __forceinline__ void gather_rows(int stage, const Cursor& at) const {
     const int row = lane / kPieces;
     const bool within_k = lane % kPieces * kPieceElements < valid_k(at.k_tile);
