@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // bf16, fp16 or float32 to MXFP8 or MXFP4: e4m3 or e2m1 values and one UE8M0 scale per 32 elements of a row, in the
-// formats of OCP MX v1.0. The scale is upstream's, amax / 448 or / 6 rounded up to a power of two, so that nothing
-// saturates. In quantize_eight four lanes share a block, eight elements (16 bytes) each.
+// formats of OCP MX v1.0. The scale is amax / 448 or / 6, rounded up to a power of two, so that no value saturates. In
+// quantize_eight four lanes share a block, eight elements (16 bytes) each.
 #pragma once
 
 #include <cuda_bf16.h>
