@@ -290,6 +290,10 @@ BAD: dict[str, list[tuple[Any, ...]]] = {
         ({"kv_cache": lambda t: wide(t)}, "kv_cache has heads of 128; they must be of 64"),
         ({"kv_cache": lambda t: t[..., :8, :]}, "kv_cache has pages of 8; it must be a power of two from 16 on"),
         ({"kv_cache": lambda t: wide(t)[..., ::2]}, "kv_cache has strides .* the last must be 1"),
+        (
+            {"kv_cache": lambda t: tuple(t[:1, part].expand(len(t), -1, -1, -1) for part in (0, 1))},
+            "where key is given they are written, and may not be expanded",
+        ),
         ({"kv_layout": "DHN"}, "kv_layout is 'DHN'; it must be 'HND' or 'NHD'"),
         ({"block_tables": lambda t: t.long()}, r"block_tables is torch.int64 .* must be int32 \(2, max_pages\)"),
         ({"block_tables": lambda t: t[:1]}, r"must be int32 \(2, max_pages\)"),
