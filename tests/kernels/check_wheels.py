@@ -37,7 +37,15 @@ VLLM_TVM_FFI = "0.1.11"
 SHIPPED = [
     (folder, name)
     for folder in ("120f", "121a")
-    for name in ("decode_sm12x", "dense_mx_sm12x", "fused_moe_120", "gemm_mxfp4_sm12x", "router_sm12x")
+    for name in (
+        "decode_sm12x",
+        "dense_mx_sm12x",
+        "fused_moe_120",
+        "fused_moe_120_stream_bf16_m8_w3",
+        "fused_moe_120_stream_mxfp8_as_bf16_m8_w3",
+        "gemm_mxfp4_sm12x",
+        "router_sm12x",
+    )
 ]
 
 
