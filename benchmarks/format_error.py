@@ -21,7 +21,7 @@ import torch
 from tabulate import tabulate
 
 import flashinfer
-from flashinfer.fused_moe.sm12x_cpu import swiglu, swiglu_step
+from flashinfer.fused_moe.sm12x_activations import ACTIVATIONS
 from flashinfer.quantization import mx_cpu
 from flashinfer.sm12x.models import Activation, MoELayer
 from flashinfer.testing import Accumulation, MoEInputs, make_moe_inputs
@@ -100,7 +100,7 @@ def sums_errors(widths: Iterable[int], seed: int) -> Iterator[list[Any]]:
         yield row + [lost_of_one_sign(tokens, LONG_K, bits, generator) for tokens in SUMS]
 
 
-ACTIVATIONS: dict[str, Activation] = {
+COLUMNS: dict[str, Activation] = {
     "Swiglu": "plain",
     "Swiglu, limit": "clamp",
     "Swiglu, alpha, beta, limit, biases": "gpt-oss",
@@ -116,6 +116,7 @@ def exact_layer(inputs: MoEInputs) -> torch.Tensor:
         blocks = k // mx_cpu.BLOCK_SIZE
         return mx_cpu.dequantize_mxfp4_linear(weights, mx_cpu.unswizzle_128x4(scales, rows, blocks)).double()
 
+    _, compute, defaults = ACTIVATIONS[inputs.activation_type]
     output = torch.zeros(inputs.input.shape, dtype=torch.float64)
     for expert in range(inputs.fc1_weights.shape[0]):
         token, slot = (inputs.token_selected_experts == expert).nonzero(as_tuple=True)
@@ -123,15 +124,8 @@ def exact_layer(inputs: MoEInputs) -> torch.Tensor:
         if inputs.fc1_bias is not None:
             inner += inputs.fc1_bias[expert]
         up, gate = inner.chunk(2, -1)
-        alpha, beta, limit = (
-            absent if given is None else float(given[expert])
-            for given, absent in (
-                (inputs.swiglu_alpha, 1.0),
-                (inputs.swiglu_beta, 0.0),
-                (inputs.swiglu_limit, torch.inf),
-            )
-        )
-        act = swiglu_step(up, gate, limit) if inputs.swiglu_step else swiglu(up, gate, alpha, beta, limit)
+        given = {name: getattr(inputs, name) for name in defaults}
+        act = compute(up, gate, *(defaults[name] if x is None else float(x[expert]) for name, x in given.items()))
         of_expert = act @ matrix(inputs.fc2_weights[expert], inputs.fc2_scales[expert]).T
         if inputs.fc2_bias is not None:
             of_expert += inputs.fc2_bias[expert]
@@ -141,7 +135,7 @@ def exact_layer(inputs: MoEInputs) -> torch.Tensor:
 
 def activation_errors(seed: int) -> Iterator[list[Any]]:
     """Rows of the table of ``--activations``: an activation, and the error in each mode."""
-    for name, activation in ACTIVATIONS.items():
+    for name, activation in COLUMNS.items():
         inputs = make_moe_inputs(case_of(MoELayer(1024, 512, 8, 2, activation), 64, 2), seed)
         exact, batch = exact_layer(inputs), Batch(inputs, torch.empty(0))
         results = (flashinfer.cutlass_fused_moe(**batch.of_mode(mode).arguments()) for mode in MODE_NAMES)

@@ -39,7 +39,7 @@ void run_dense(TensorView out, TensorView tokens, Optional<TensorView> token_sca
   const Instance* instance = find_instance(checked_int(tactic, "tactic"));
   TVM_FFI_CHECK(instance != nullptr, ValueError) << "tactic " << tactic << " of the dense layer does not exist";
   const int m = checked_int(tokens.size(0), "the number of tokens"), n = checked_int(weights.size(0), "n");
-  const int k = checked_int((instance->weights == Element::kE2m1 ? 2 : 1) * weights.size(1), "k");
+  const int k = checked_int(weights.size(1) * kScaleBlock / block_bytes(instance->weights), "k");
   const TokenRows rows = dense_rows(tokens, token_scales, token_format, k);
   const bool stores = ranks == nullptr || out.size(0) != 0;
   TVM_FFI_CHECK((out.size(0) == m || !stores) && out.size(1) == n, ValueError)

@@ -45,7 +45,7 @@ def arguments_of(inputs: MoEInputs, output: torch.Tensor) -> tuple[Any, ...]:
         inputs.swiglu_alpha,
         inputs.swiglu_beta,
         inputs.swiglu_limit,
-        inputs.swiglu_step,
+        inputs.activation_type,
     )
 
 

@@ -29,7 +29,7 @@ void router_run(TensorView top_k_weights, TensorView top_k_ids, TensorView logit
   const int experts = checked_int(weight.size(0), "the number of experts");
   const int top_k = checked_int(top_k_ids.size(1), "top_k");
   const int64_t elements = hidden.numel();
-  TVM_FFI_CHECK(k > 0 && k % kRouterChunk == 0 && k <= kRouterMaxK, ValueError) << "k is " << k;
+  TVM_FFI_CHECK(k > 0 && k % kRouterVector == 0 && k <= kRouterMaxK, ValueError) << "k is " << k;
   TVM_FFI_CHECK(weight.numel() == static_cast<int64_t>(experts) * k, ValueError) << "weight must be [experts, k]";
   TVM_FFI_CHECK(experts <= kRouterMaxExperts && top_k <= 32 && top_k <= experts, ValueError)
       << experts << " experts, top " << top_k;

@@ -16,9 +16,8 @@ from ..quantization.mx_cpu import (
     unswizzle_128x4,
 )
 from ..sm12x.checks import BLOCK_SIZE
-from .sm12x_validation import SWIGLU_STEP, Mode, MoECall, MoEProblem
-
-DEFAULT_STEP_LIMIT = 7.0  # upstream's, as kDefaultStepLimit (swiglu.cuh)
+from .sm12x_activations import ACTIVATIONS
+from .sm12x_validation import Mode, MoECall, MoEProblem
 
 
 def _activations(
@@ -48,22 +47,6 @@ def _gemm(x: torch.Tensor, packed: torch.Tensor, swizzled_scales: torch.Tensor) 
     return x @ dequantize_mxfp4_linear(packed, scales).T
 
 
-def swiglu(up: torch.Tensor, gate: torch.Tensor, alpha: float, beta: float, limit: float) -> torch.Tensor:
-    """``g sigmoid(alpha g) (u + beta)`` of the clamped projections; NaN passes through the clamps."""
-    gate = gate.clamp(max=limit)
-    up = up.clamp(-limit, limit)
-    return gate * torch.sigmoid(alpha * gate) * (up + beta)
-
-
-def swiglu_step(up: torch.Tensor, gate: torch.Tensor, limit: float) -> torch.Tensor:
-    """``min(silu(g), limit) clamp(u, -limit, limit)``; NaN passes through the clamps."""
-    return (gate * torch.sigmoid(gate)).clamp(max=limit) * up.clamp(-limit, limit)
-
-
-def _value(tensor: torch.Tensor | None, expert: int, absent: float) -> float:
-    return absent if tensor is None else float(tensor[expert])
-
-
 def moe_cpu(problem: MoEProblem, call: MoECall) -> None:
     """Write the layer's result into the output of a valid call.
 
@@ -74,6 +57,7 @@ def moe_cpu(problem: MoEProblem, call: MoECall) -> None:
     fc1_scales, fc1_global, fc2_scales, fc2_global = call.weight_scales
     fc1_scales, fc2_scales = (scales.view(torch.uint8).view(experts, -1) for scales in (fc1_scales, fc2_scales))
     x = _activations(problem, call.input, call.input_sf, call.swizzled_input_sf)
+    _, compute, defaults = ACTIVATIONS[call.activation_type]
     total = torch.zeros((problem.num_tokens, problem.hidden), dtype=torch.float32)
     local_ids = call.token_selected_experts - problem.first_expert
     used = torch.unique(local_ids)
@@ -85,16 +69,9 @@ def moe_cpu(problem: MoEProblem, call: MoECall) -> None:
         if call.fc1_expert_biases is not None:
             hidden += call.fc1_expert_biases[expert].float()
         up, gate = hidden.chunk(2, dim=1)
-        if call.activation_type == SWIGLU_STEP:
-            activation = swiglu_step(up, gate, _value(call.swiglu_limit, expert, DEFAULT_STEP_LIMIT))
-        else:
-            activation = swiglu(
-                up,
-                gate,
-                _value(call.swiglu_alpha, expert, 1.0),
-                _value(call.swiglu_beta, expert, 0.0),
-                _value(call.swiglu_limit, expert, float("inf")),
-            )
+        given = {name: getattr(call, name) for name in defaults}
+        numbers = [defaults[name] if each is None else float(each[expert]) for name, each in given.items()]
+        activation = compute(up, gate, *numbers)
         if problem.mode is Mode.W4A16:
             activation = activation.bfloat16().float()
         else:

@@ -12,7 +12,7 @@ from ..jit.fused_moe import gen_cutlass_fused_moe_sm120_instance_module, gen_cut
 from ..jit.sm12x.instances import INSTANCES, MAIN_MODULE, candidates
 from ..sm12x.backend import Backend, kernels, workspace_size
 from .sm12x_planner import plan_moe
-from .sm12x_validation import SWIGLU_STEP, MoECall, MoEProblem
+from .sm12x_validation import MoECall, MoEProblem
 
 
 def moe_module(backend: Backend) -> Any:
@@ -94,7 +94,7 @@ def launch(
         call.swiglu_alpha,
         call.swiglu_beta,
         call.swiglu_limit,
-        call.activation_type == SWIGLU_STEP,
+        call.activation_type,
         workspace,
         int(problem.mode),
         call.swizzled_input_sf,

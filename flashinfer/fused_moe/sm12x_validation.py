@@ -32,13 +32,11 @@ from ..sm12x.checks import (
     require_tensor_type,
     round_up,
 )
+from .sm12x_activations import ACTIVATIONS
 
 WEIGHT_DTYPES = (torch.uint8, torch.int64)
 # The unified MoE layer hands linear scales over as views in e4m3.
 LINEAR_SCALE_DTYPES = (*UE8M0_DTYPES, torch.float8_e4m3fn)
-SWIGLU = 3  # ActivationType.Swiglu
-SWIGLU_STEP = 7  # ActivationType.SwigluStep
-ACTIVATIONS = (SWIGLU, 5, SWIGLU_STEP)  # 5: SwigluBias, Swiglu with its parameters by another name
 PADDING_EXPERT = -1  # what vLLM gives the slots of padding tokens
 
 
@@ -313,10 +311,11 @@ def validate(call: MoECall) -> MoEProblem:
     for name, tensor, shape, dtypes, alignment in optional:
         if tensor is not None:
             require_tensor(name, tensor, [shape], dtypes, device, alignment=alignment)
-    if call.activation_type == SWIGLU_STEP:
-        for name in ("swiglu_alpha", "swiglu_beta"):
-            if getattr(call, name) is not None:
-                raise ValueError(f"{name} is given; activation_type SwigluStep has swiglu_limit alone, pass None")
+    activation = ACTIVATIONS[call.activation_type]
+    for name in ("swiglu_alpha", "swiglu_beta", "swiglu_limit"):
+        if getattr(call, name) is not None and name not in activation.defaults:
+            taken = " and ".join(activation.defaults)
+            raise ValueError(f"{name} is given; activation_type {activation.name} has {taken} alone, pass None")
     if call.workspace_buffer is not None:
         require_rank("workspace_buffer", call.workspace_buffer, 1, "a 1-D torch.uint8 or torch.int8 tensor")
         size, dtypes = tuple(call.workspace_buffer.shape), (torch.uint8, torch.int8)

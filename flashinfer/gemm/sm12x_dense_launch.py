@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from ..jit.sm12x.instances import DENSE_INSTANCES, Format, Instance
+from ..jit.sm12x.instances import DENSE_INSTANCES, FORMATS, Format, Instance
 from ..jit.sm12x.modules import gen_dense_module, multiplies_in_half
 from ..quantization import mx_cpu
 from ..sm12x.backend import Backend, plain_torch, workspace_size
@@ -123,7 +123,7 @@ def choose(
 def choose_instance(weights: str, num_tokens: int, n: int, k: int, operand: Format, sm_count: int) -> Instance:
     """The instance for ``num_tokens`` rows and a weight ``[n, k]``; a GEMM multiplies the tokens as ``operand``."""
     rows = [row for row in DENSE_INSTANCES if row.weights == weights and row.longest_k >= k]
-    passes = 2 if n * k // (2 if weights == "mxfp4" else 1) <= SECOND_PASS_BYTES else 1
+    passes = 2 if n * k * FORMATS[weights].bits // 8 <= SECOND_PASS_BYTES else 1
     streams = [row for row in rows if row.streamed and passes * row.token_tile >= num_tokens]
     if streams:
         return min(streams, key=lambda row: (-(-num_tokens // row.token_tile), row.token_tile, row.k_tile))
@@ -137,7 +137,8 @@ def choose_instance(weights: str, num_tokens: int, n: int, k: int, operand: Form
 @functools.cache
 def _mma_is_used(operand: Format) -> bool:
     """Whether this machine's MMA of ``operand`` adds up widely enough; read once, as modules are built once."""
-    return operand == "bf16" or not multiplies_in_half({"mxfp8": "mxf8f6f4", "mxfp4": "mxf4"}[operand])
+    kind = FORMATS[operand].mma
+    return kind is None or not multiplies_in_half(kind)
 
 
 def gemm_operand(weights: str, token_format: int, on_sm12x: bool) -> Format:

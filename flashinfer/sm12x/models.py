@@ -6,6 +6,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal, NamedTuple
 
+from ..jit.sm12x.instances import FORMATS
+
 SCALE_BLOCK = 32
 
 
@@ -14,12 +16,11 @@ def matrix_bytes(rows: int, k: int, weights: str) -> int:
 
     ``q8_0`` is llama.cpp's: blocks of 32 int8 values and a 2-byte scale.
     """
-    if weights == "bf16":
-        return 2 * rows * k
     if weights == "q8_0":
         return rows * k // SCALE_BLOCK * (SCALE_BLOCK + 2)
+    elements = FORMATS[weights]
     scales = -(-rows // 128) * 128 * (-(-k // SCALE_BLOCK // 4) * 4)
-    return rows * k // (2 if weights == "mxfp4" else 1) + scales
+    return rows * k * elements.bits // 8 + (scales if elements.mma else 0)
 
 
 Activation = Literal["gpt-oss", "clamp", "step", "plain"]

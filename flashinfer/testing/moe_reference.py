@@ -63,6 +63,11 @@ class MoEInputs:
         """Whether activations stay bfloat16; otherwise they are MXFP8."""
         return self.fc1_global is None
 
+    @property
+    def activation_type(self) -> ActivationType:
+        """By the number of which the kernels know the activation."""
+        return ActivationType.SwigluStep if self.swiglu_step else ActivationType.Swiglu
+
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of ``cutlass_fused_moe``."""
         scales = (
@@ -85,7 +90,7 @@ class MoEInputs:
             "swiglu_alpha": self.swiglu_alpha,
             "swiglu_beta": self.swiglu_beta,
             "swiglu_limit": self.swiglu_limit,
-            "activation_type": ActivationType.SwigluStep if self.swiglu_step else ActivationType.Swiglu,
+            "activation_type": self.activation_type,
             "ep_size": self.ep_size,
             "ep_rank": self.ep_rank,
             "use_mxfp8_act_scaling": not self.w4a16,

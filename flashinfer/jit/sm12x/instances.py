@@ -13,7 +13,7 @@ The layout of shared memory is C++'s (``tile/storage.cuh``, ``stream/params.h``)
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Literal, NamedTuple
 
 ROW_TILE = 128
 MAX_EXPERTS = 512  # local experts whose routing tables fit the block's shared memory
@@ -22,6 +22,24 @@ IN_KERNEL_ENTRIES = 256  # (token, slot) pairs that the kernels route by themsel
 STREAM_ENTRIES = 1024  # (token, slot) pairs that a streamed layer takes
 
 Format = Literal["mxfp4", "mxfp8", "bf16"]
+
+
+class ElementFormat(NamedTuple):
+    """What a matrix's elements are, in memory and as an MMA takes them."""
+
+    element: str
+    """The name in ``sm12x/types.h``."""
+    bits: int
+    mma: str | None
+    """The kind of SM12x's MMA that takes such tokens with their UE8M0 scales, one for 32 elements; None: without scales."""
+
+
+FORMATS: dict[str, ElementFormat] = {
+    "bf16": ElementFormat("kBf16", 16, None),
+    "mxfp8": ElementFormat("kE4m3", 8, "mxf8f6f4"),
+    "mxfp4": ElementFormat("kE2m1", 4, "mxf4"),
+}
+
 Layer = Literal["moe", "dense"]
 _MULTIPLIES = ("mxfp8", "mxfp8_as_bf16", "bf16")
 
@@ -103,6 +121,10 @@ class Instance:
     def index(self) -> int:
         """The row's place in :data:`INSTANCES` or :data:`DENSE_INSTANCES`."""
         return _PLACES[self.name]
+
+    def element(self, matrix: Literal["activation", "operand", "weights"]) -> str:
+        """The C++ name of one of its formats."""
+        return f"Element::{FORMATS[getattr(self, matrix)].element}"
 
     @property
     def streamed(self) -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ...jit.sm12x.instances import ROW_TILE, Instance
-from ..models import SCALE_BLOCK, matrix_bytes
+from ..models import matrix_bytes
 from .gb10 import FIXED_US, L2_CAPACITY, MULTIPROCESSORS, SECOND_LAUNCH_US, Counts, Launch, times
 from .l2 import Gemm, dram_bytes, walk
 
@@ -85,10 +85,8 @@ def launches_of(
 def reread_bytes(row: Instance, layer: tuple[int, int], tokens: int, blocks: int) -> float:
     """What a GEMM reads from DRAM beyond once."""
     n, k = layer
-    scales = 128 / SCALE_BLOCK
-    weights = ROW_TILE * ((64 if row.weights == "mxfp4" else 128) + scales)
-    row_bytes = {"bf16": 256, "mxfp8": 128 + scales, "mxfp4": 64 + scales}[row.operand]
-    gemm = Gemm([tokens], -(-n // ROW_TILE), -(-k // 128), row.token_tile, weights, row_bytes)
+    weights, row_bytes = (matrix_bytes(128, 128, elements) / 128 for elements in (row.weights, row.operand))
+    gemm = Gemm([tokens], -(-n // ROW_TILE), -(-k // 128), row.token_tile, ROW_TILE * weights, row_bytes)
     return dram_bytes(gemm, blocks, L2_CAPACITY) - gemm.once()
 
 

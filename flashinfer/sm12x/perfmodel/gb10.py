@@ -12,12 +12,16 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from ...jit.sm12x.instances import FORMATS
+
 MULTIPROCESSORS = 48
 SCHEDULERS = 4
 GIGAHERTZ = 2.418
 L2_MEGABYTES = 24.0
 L2_USABLE = 0.8
 MMA_FLOPS_PER_CYCLE = 2048
+BLOCK_SCALED_FLOPS_PER_CYCLE = {"mxf8f6f4": float(MMA_FLOPS_PER_CYCLE), "mxf4": 2.0 * MMA_FLOPS_PER_CYCLE}
+"""By the kind of MMA, per SM."""
 ISSUE_PER_WARP = 0.42
 ISSUE_CEILING = 0.6
 L2_CAPACITY = 1e6 * L2_MEGABYTES * L2_USABLE
@@ -87,8 +91,8 @@ def told(layers: str) -> list[str]:
 
 def mma_rates() -> dict[str, tuple[float, float]]:
     """FLOP per cycle and SM, slow and fast; of bf16 and f16, on GeForce and on RTX PRO."""
-    bf16, scaled = (SLOW.bf16_flops_per_cycle, FAST.bf16_flops_per_cycle), float(MMA_FLOPS_PER_CYCLE)
-    return {"bf16": bf16, "f16": bf16, "mxf8f6f4": (scaled,) * 2, "mxf4": (2 * scaled,) * 2}
+    bf16 = SLOW.bf16_flops_per_cycle, FAST.bf16_flops_per_cycle
+    return {"bf16": bf16, "f16": bf16} | {kind: (rate,) * 2 for kind, rate in BLOCK_SCALED_FLOPS_PER_CYCLE.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,8 +136,8 @@ class Launch:
         share = min(self.blocks / MULTIPROCESSORS, 1.0) if self.blocks else 1.0
         cycles = CYCLES * share
         issue = min(ISSUE_CEILING, ISSUE_PER_WARP * self.warps)
-        scaled = MMA_FLOPS_PER_CYCLE
-        flops = {"bf16": by.bf16_flops_per_cycle, "mxfp8": scaled, "mxfp4": 2 * scaled}[operand]
+        kind = FORMATS[operand].mma
+        flops = BLOCK_SCALED_FLOPS_PER_CYCLE[kind] if kind else by.bf16_flops_per_cycle
         return {
             "dram": self.counts.bytes / (1e3 * by.dram_gb_per_second),
             "issue": self.counts.instructions / (cycles * SCHEDULERS * issue),

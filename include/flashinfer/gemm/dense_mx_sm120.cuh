@@ -31,11 +31,11 @@ struct DenseArguments {
   size_t workspace_bytes;
 };
 
-// A ring's stages: whole units of `g`, so that a stage always is of the same chunk. A warp waits only for stages of its
-// own chunk; of one that changed hands it would miss a phase, and take the parity of the one before for that of the
+// A ring's stages: whole units of `g`, so that a stage always is of the same slice. A warp waits only for stages of its
+// own slice; of one that changed hands it would miss a phase, and take the parity of the one before for that of the
 // next.
 inline int ring_stages(const StreamedGemm& g, int ring_bytes, int stage_bytes) {
-  return std::min(ring_bytes / stage_bytes, kMaxStreamStages) / g.chunks * g.chunks;
+  return std::min(ring_bytes / stage_bytes, kMaxStreamStages) / g.slices * g.slices;
 }
 
 // Chunks of a unit: as few as leave the ring five stages or more (one being multiplied, one being finished, the others
@@ -44,9 +44,9 @@ inline StreamedGemm plan_dense(const Instance& instance, int n, int k, int ring_
   StreamedGemm best = {};
   const int words = instance.k_tile / kScaleChunkElements;  // that a warp takes
   int most = 0;
-  for (int chunks = 1; chunks <= ceil_div(scale_words(k), words) && most < 5; ++chunks) {
+  for (int slices = 1; slices <= ceil_div(scale_words(k), words) && most < 5; ++slices) {
     const StreamedGemmPlan plan = {instance.weights, words, instance.mma_warps, instance.token_tile, 1, n, k,
-                                   chunks,           true};
+                                   slices,           true};
     const StreamedGemm g = plan.make();
     if (g.groups == 0) continue;
     const int bytes = plan.stage_bytes(g), stages = ring_stages(g, ring_bytes, bytes);
@@ -77,7 +77,7 @@ inline Status run_dense_stream(const DenseArguments& a, const LaunchOptions& opt
   p.epilogue = a.epilogue;
   p.ranks = a.ranks;
   const int blocks = std::min(p.gemm.units, options.sm_count);
-  *ranks_of_token = blocks * epilogue_warps_of(p.stages, p.gemm.chunks);
+  *ranks_of_token = blocks * epilogue_warps_of(p.stages, p.gemm.slices);
   return {a.instance->stream_dense(p, blocks, p.stages * p.stage_bytes + kDenseFixedBytes, options), "dense layer"};
 }
 

@@ -35,22 +35,22 @@ constexpr int kRouterWarps = 16;
 constexpr int kRouterThreads = 32 * kRouterWarps;
 constexpr int kRouterTokens = 8;  // of a tile, at most; the other eight rows of an MMA are zeros
 constexpr int kRouterExperts = 8;  // that a block multiplies at a time: an MMA's columns
-constexpr int kRouterChunk = 8;  // elements of 16 bytes
-constexpr int kRouterStep = 4;  // chunks of two MMAs
+constexpr int kRouterVector = 8;  // elements of 16 bytes
+constexpr int kRouterStep = 4;  // vectors of two MMAs
 constexpr int kRouterHeldSteps = 6;  // of a warp, of the weights: K up to 3,072 in registers
 constexpr int kRouterMaxK = 16 * 1024;
 constexpr int kRouterMaxExperts = 512;
 constexpr int kRouterExpertsPerLane = kRouterMaxExperts / 32;
 constexpr int kRouterTopKWarps = 4;
 
-// Chunks from one row of the tile to the next: whole steps, and the rows of an MMA have no bank conflict.
-FLASHINFER_SM12X_HOST_DEVICE constexpr int router_pitch(int chunks) { return ceil_div(chunks - 4, 8) * 8 + 4; }
+// Vectors from one row of the tile to the next: whole steps, and the rows of an MMA have no bank conflict.
+FLASHINFER_SM12X_HOST_DEVICE constexpr int router_pitch(int vectors) { return ceil_div(vectors - 4, 8) * 8 + 4; }
 
 // A tile's rows; behind them residuals, the norm's weights and sums of squares, and then, in their place, parts of
 // logits.
 constexpr int router_shared_bytes(int tile, int k, bool adds, bool norms) {
-  const int chunks = k / kRouterChunk, row = 16 * router_pitch(chunks);
-  const int for_norm = (adds ? tile * row : 0) + (norms ? 16 * chunks : 0) + 4 * kRouterWarps;
+  const int vectors = k / kRouterVector, row = 16 * router_pitch(vectors);
+  const int for_norm = (adds ? tile * row : 0) + (norms ? 16 * vectors : 0) + 4 * kRouterWarps;
   const int for_parts = 4 * kRouterWarps * kRouterTokens * kRouterExperts;
   return tile * row + (for_norm > for_parts ? for_norm : for_parts);
 }
@@ -81,45 +81,45 @@ struct RouterParams {
 
 // The tile's rows in shared memory as the experts see them, and, where `writes`, in global memory. Behind the rows lie
 // their residuals, the norm's weights and sums of squares. Each row is a team of warps' own: a thread copies, adds and
-// norms the same chunks of it, so that the block waits only for the sums. Ends without a barrier.
+// norms the same vectors of it, so that the block waits only for the sums. Ends without a barrier.
 __device__ __forceinline__ void norm_tile(const RouterParams& p, int64_t first_token, int count, uint4* rows,
                                           bool writes) {
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
-  const int chunks = p.k / kRouterChunk, pitch = router_pitch(chunks);
+  const int vectors = p.k / kRouterVector, pitch = router_pitch(vectors);
   const bool adds = p.residual != nullptr, norms = p.norm_weight != nullptr;
   const int team = p.team, token = thread >> (31 - __clz(team)), own = thread & (team - 1);
   const bool has_token = token < count;
   uint4* const row = rows + token * pitch;
   uint4* const residual = row + p.tile * pitch;
   uint4* const scales = rows + p.tile * pitch * (adds ? 2 : 1);
-  auto* squares = reinterpret_cast<float*>(scales + (norms ? chunks : 0));  // of warps
-  const int64_t at = (first_token + token) * chunks;
-  const int end = has_token ? chunks : 0;
-  for (int chunk = own; chunk < end; chunk += team) {
-    ptx::copy_16_bytes_if(true, row + chunk, reinterpret_cast<const uint4*>(p.hidden) + at + chunk);
-    ptx::copy_16_bytes_if(adds, residual + chunk, reinterpret_cast<const uint4*>(p.residual) + at + chunk);
+  auto* squares = reinterpret_cast<float*>(scales + (norms ? vectors : 0));  // of warps
+  const int64_t at = (first_token + token) * vectors;
+  const int end = has_token ? vectors : 0;
+  for (int vector = own; vector < end; vector += team) {
+    ptx::copy_16_bytes_if(true, row + vector, reinterpret_cast<const uint4*>(p.hidden) + at + vector);
+    ptx::copy_16_bytes_if(adds, residual + vector, reinterpret_cast<const uint4*>(p.residual) + at + vector);
   }
-  for (int chunk = thread; norms && chunk < chunks; chunk += kRouterThreads) {
-    ptx::copy_16_bytes_if(true, scales + chunk, reinterpret_cast<const uint4*>(p.norm_weight) + chunk);
+  for (int vector = thread; norms && vector < vectors; vector += kRouterThreads) {
+    ptx::copy_16_bytes_if(true, scales + vector, reinterpret_cast<const uint4*>(p.norm_weight) + vector);
   }
   // The last step of a row may reach beyond it: zeros times zeros.
-  if (has_token && chunks + own < ceil_div(chunks, kRouterStep) * kRouterStep) row[chunks + own] = {};
+  if (has_token && vectors + own < ceil_div(vectors, kRouterStep) * kRouterStep) row[vectors + own] = {};
   ptx::wait_for_copies();
 
-  float x[kRouterChunk], other[kRouterChunk], sum = 0.0f;
-  for (int chunk = own; (adds || norms) && chunk < end; chunk += team) {
-    unpack_eight<true>(row[chunk], x);
+  float x[kRouterVector], other[kRouterVector], sum = 0.0f;
+  for (int vector = own; (adds || norms) && vector < end; vector += team) {
+    unpack_eight<true>(row[vector], x);
     if (adds) {
-      unpack_eight<true>(residual[chunk], other);
+      unpack_eight<true>(residual[vector], other);
 #pragma unroll
-      for (int i = 0; i < kRouterChunk; ++i) x[i] += other[i];
+      for (int i = 0; i < kRouterVector; ++i) x[i] += other[i];
       const uint4 total = pack_eight_bf16(x);
       unpack_eight<true>(total, x);  // the norm is of what the next layer adds to
-      row[chunk] = total;
-      if (writes) reinterpret_cast<uint4*>(p.sum)[at + chunk] = total;
+      row[vector] = total;
+      if (writes) reinterpret_cast<uint4*>(p.sum)[at + vector] = total;
     }
 #pragma unroll
-    for (int i = 0; i < kRouterChunk; ++i) sum = fmaf(x[i], x[i], sum);
+    for (int i = 0; i < kRouterVector; ++i) sum = fmaf(x[i], x[i], sum);
   }
   if (!norms) return;
 #pragma unroll
@@ -129,36 +129,36 @@ __device__ __forceinline__ void norm_tile(const RouterParams& p, int64_t first_t
   sum = 0.0f;
   for (int i = 0; i < team / 32; ++i) sum += squares[(token * team) / 32 + i];
   const float factor = rsqrtf(sum / static_cast<float>(p.k) + p.epsilon);
-  for (int chunk = own; chunk < end; chunk += team) {
-    unpack_eight<true>(row[chunk], x);
-    unpack_eight<true>(scales[chunk], other);
+  for (int vector = own; vector < end; vector += team) {
+    unpack_eight<true>(row[vector], x);
+    unpack_eight<true>(scales[vector], other);
 #pragma unroll
-    for (int i = 0; i < kRouterChunk; ++i) x[i] *= factor * other[i];
+    for (int i = 0; i < kRouterVector; ++i) x[i] *= factor * other[i];
     const uint4 normed = pack_eight_bf16(x);
-    row[chunk] = normed;
-    if (writes) reinterpret_cast<uint4*>(p.normed)[at + chunk] = normed;
+    row[vector] = normed;
+    if (writes) reinterpret_cast<uint4*>(p.normed)[at + vector] = normed;
   }
 }
 
-// What a lane multiplies of eight experts' rows: of expert `lane / 4`, chunk `lane % 4` of each of its warp's steps,
+// What a lane multiplies of eight experts' rows: of expert `lane / 4`, vector `lane % 4` of each of its warp's steps,
 // which are `warp`, `warp + kRouterWarps`, ...
 struct RouterWeights {
-  static constexpr int kStride = kRouterWarps * kRouterStep;  // chunks from one of its steps to the next
+  static constexpr int kStride = kRouterWarps * kRouterStep;  // vectors from one of its steps to the next
 
   const uint4* first;
-  int chunks_left;  // of the row, from `first` on; 0 without an expert
+  int vectors_left;  // of the row, from `first` on; 0 without an expert
   uint4 held[kRouterHeldSteps];
 
   __device__ __forceinline__ uint4 load(int i) const {
-    return ptx::load_16_bytes_if(kStride * i < chunks_left, first + kStride * i);
+    return ptx::load_16_bytes_if(kStride * i < vectors_left, first + kStride * i);
   }
   __device__ __forceinline__ void hold(const RouterParams& p, int group) {
     const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-    const int expert = group * kRouterExperts + lane / 4, chunk = kRouterStep * warp + lane % 4;
-    const int chunks = p.k / kRouterChunk;
+    const int expert = group * kRouterExperts + lane / 4, vector = kRouterStep * warp + lane % 4;
+    const int vectors = p.k / kRouterVector;
     const bool exists = expert < p.num_experts;
-    first = reinterpret_cast<const uint4*>(p.weight) + (exists ? int64_t{expert} * chunks : 0) + chunk;
-    chunks_left = exists ? chunks - chunk : 0;
+    first = reinterpret_cast<const uint4*>(p.weight) + (exists ? int64_t{expert} * vectors : 0) + vector;
+    vectors_left = exists ? vectors - vector : 0;
 #pragma unroll
     for (int i = 0; i < kRouterHeldSteps; ++i) held[i] = load(i);
   }
@@ -167,7 +167,7 @@ struct RouterWeights {
 __global__ void __launch_bounds__(kRouterThreads) router_logits_kernel(const __grid_constant__ RouterParams p) {
   extern __shared__ uint4 shared[];  // [tile, pitch], and what norm_tile puts behind
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
-  const int chunks = p.k / kRouterChunk, pitch = router_pitch(chunks), steps = ceil_div(chunks, kRouterStep);
+  const int vectors = p.k / kRouterVector, pitch = router_pitch(vectors), steps = ceil_div(vectors, kRouterStep);
   const int tile = static_cast<int>(blockIdx.x) / p.blocks_of_tile;
   const int block = static_cast<int>(blockIdx.x) - tile * p.blocks_of_tile, first_token = tile * p.tile;
   const int first_group = block * p.groups;

@@ -118,6 +118,10 @@ FLASHINFER_SM12X_HOST_DEVICE constexpr int row_bytes(Element element, int k) {
   return k / kScaleBlock * block_bytes(element);
 }
 
+// Registers of 32 bits that a block of weights is to each lane of a quad. One: elements 8t.. of the block, t the lane's
+// place in its quad. Two: elements 4t.. and 16 + 4t...
+FLASHINFER_SM12X_HOST_DEVICE constexpr int lane_registers(Element weights) { return block_bytes(weights) / 16; }
+
 // Words along K of a matrix with k elements a row.
 FLASHINFER_SM12X_HOST_DEVICE constexpr int scale_words(int k) { return ceil_div(k, kScaleChunkElements); }
 

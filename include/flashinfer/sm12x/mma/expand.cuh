@@ -113,13 +113,12 @@ struct FoldedScale {
   }
 };
 
-// A lane's block of 32 weights, 16 bytes of MXFP4 or 32 of MXFP8, eight at a time as bfloat16 pairs. `nan` collects
-// what is_nan() looks at.
-template <int kBlockBytes, Saves kSaves>
+// A lane's block of 32 weights, eight at a time as bfloat16 pairs. `nan` collects what is_nan() looks at.
+template <Element kWeights, Saves kSaves>
 struct Expansion;
 
 template <Saves kSaves>
-struct Expansion<16, kSaves> : FoldedScale<126> {
+struct Expansion<Element::kE2m1, kSaves> : FoldedScale<126> {
   static constexpr bool kHasNan = false;
   static __device__ __forceinline__ bool is_nan(uint32_t) { return false; }
   static __device__ __forceinline__ void eight(const uint32_t* block, int q, uint32_t factor, uint32_t (&pair)[4],
@@ -129,7 +128,7 @@ struct Expansion<16, kSaves> : FoldedScale<126> {
 };
 
 template <Saves kSaves>
-struct Expansion<32, kSaves> : FoldedScale<120> {
+struct Expansion<Element::kE4m3, kSaves> : FoldedScale<120> {
   static constexpr bool kHasNan = true;
   // A magnitude of 0x7F is NaN: one more carries into the sign's place.
   static __device__ __forceinline__ bool is_nan(uint32_t collected) { return (collected & 0x80808080u) != 0; }

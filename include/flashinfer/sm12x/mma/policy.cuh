@@ -57,7 +57,7 @@ struct BlockScaledPolicy {
   static constexpr Scaling kScaling = Scaling::kInMma;
   static constexpr int kParts = 1;
   static constexpr int kBlocks = kE2m1 ? 2 : 1;
-  static constexpr int kWeightWords = kBlocks * block_bytes(kWeights) / 16;
+  static constexpr int kWeightWords = kBlocks * lane_registers(kWeights);
   static constexpr int kTokenPiece = 8 / kWeightWords;
   static constexpr float kAccumulatorScale = 1.0f;
   static constexpr bool kCollectsNans = false;
@@ -132,7 +132,7 @@ struct HalfPolicy {
   static constexpr Scaling kScaling = Scaling::kInSums;
   static constexpr int kParts = 1;
   static constexpr int kBlocks = 1;
-  static constexpr int kWeightWords = block_bytes(kWeights) / 16;
+  static constexpr int kWeightWords = lane_registers(kWeights);
   static constexpr int kTokenPiece = kE2m1 ? 4 : 8 / kWeightWords;
   static constexpr float kAccumulatorScale =
       (kWeights == Element::kE2m1 ? kHalfExpansion : 1.0f) * (kE2m1 ? kHalfExpansion : 1.0f);
@@ -213,9 +213,9 @@ struct Bf16Policy {
   static constexpr int kParts = 2;
   static constexpr int kBlocks = 1;
   static constexpr int kTokenPiece = 16;
-  static constexpr int kWeightWords = kWeights == Element::kE2m1 ? 1 : 2;
+  static constexpr int kWeightWords = lane_registers(kWeights);
   static constexpr float kAccumulatorScale = 1.0f;
-  using BlockExpansion = Expansion<block_bytes(kWeights), Saves::kIntegerPipe>;
+  using BlockExpansion = Expansion<kWeights, Saves::kIntegerPipe>;
   static constexpr bool kCollectsNans = BlockExpansion::kHasNan;
 
   struct RowScales {

@@ -55,7 +55,7 @@ __device__ __forceinline__ void sort_pairs(const PrologueParams& p, int* counts,
   for (int i = threadIdx.x; i < kPrologueWarps * p.num_experts; i += kPrologueThreads) counts[i] = 0;
   __syncthreads();
   auto expert_of = [&](int i) { return i < end ? local_expert(p.ids[i], p.first_expert, p.num_experts) : -1; };
-  for (int base = begin; base < end; base += 32) count_chunk(expert_of(base + lane), mine, lane);
+  for (int base = begin; base < end; base += 32) count_pairs(expert_of(base + lane), mine, lane);
   __syncthreads();
   for (int e = threadIdx.x; e < p.num_experts; e += kPrologueThreads) {
     int before = 0;
@@ -72,7 +72,7 @@ __device__ __forceinline__ void sort_pairs(const PrologueParams& p, int* counts,
   for (int e = threadIdx.x; e <= p.num_experts; e += kPrologueThreads) p.offsets[e] = totals[e];
   for (int base = begin; base < end; base += 32) {
     const int expert = expert_of(base + lane);
-    const int place = count_chunk(expert, mine, lane);
+    const int place = count_pairs(expert, mine, lane);
     const int position = expert >= 0 ? totals[expert] + place : -1;
     if (expert >= 0) p.order[position] = base + lane;
     if (p.positions != nullptr && base + lane < end) p.positions[base + lane] = position;

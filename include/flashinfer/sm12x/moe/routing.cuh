@@ -25,9 +25,9 @@ __device__ __forceinline__ int local_expert(int id, int first_expert, int num_ex
   return local < static_cast<unsigned>(num_experts) ? static_cast<int>(local) : -1;
 }
 
-// Adds one chunk of up to 32 pairs to `counts` and returns this lane's place among the pairs of its expert counted
+// Adds up to 32 pairs to `counts` and returns this lane's place among the pairs of its expert counted
 // so far. `expert` is -1 for lanes without a local pair. All lanes call.
-__device__ __forceinline__ int count_chunk(int expert, int* counts, int lane) {
+__device__ __forceinline__ int count_pairs(int expert, int* counts, int lane) {
   const unsigned peers = __match_any_sync(kAllLanes, expert);
   const unsigned before = peers & ((1u << lane) - 1u);
   int base = 0;
@@ -79,7 +79,7 @@ __device__ __forceinline__ void route_with_one_warp(const int32_t* ids, int num_
   }
 #pragma unroll
   for (int c = 0; c < kChunks; ++c) {
-    if (32 * c < num_pairs) place[c] = count_chunk(expert[c], offsets, lane);
+    if (32 * c < num_pairs) place[c] = count_pairs(expert[c], offsets, lane);
   }
   exclusive_offsets(offsets, offsets, num_experts, lane);
 #pragma unroll

@@ -11,10 +11,26 @@
 
 namespace flashinfer::sm12x {
 
-// Of each local expert; null: 1, 0 and infinity. With `step` a limit alone; null: kDefaultStepLimit.
+// By FlashInfer's numbers (ActivationType).
+enum class Activation : int {
+  kSwiglu = 3,  // gate sigmoid(alpha gate) (up + beta), the gate at most the limit
+  kSwigluBias = 5,  // the same
+  kSwigluStep = 7,  // silu(gate) up, the SiLU at most the limit
+};
+
+constexpr bool is_known(Activation activation) {
+  switch (activation) {
+    case Activation::kSwiglu:
+    case Activation::kSwigluBias:
+    case Activation::kSwigluStep: return true;
+  }
+  return false;
+}
+
+// Of each local expert; null: 1, 0 and infinity. kSwigluStep has a limit alone; null: kDefaultStepLimit.
 struct SwigluOfExperts {
   const float *alpha, *beta, *limit;
-  bool step;
+  Activation activation;
 };
 
 constexpr float kDefaultStepLimit = 7.0f;
@@ -24,8 +40,9 @@ struct Swiglu {
   bool step;
 
   static __device__ __forceinline__ Swiglu of_expert(const SwigluOfExperts& experts, int expert) {
+    const bool step = experts.activation == Activation::kSwigluStep;
     return {load_or(experts.alpha, expert, 1.0f), load_or(experts.beta, expert, 0.0f),
-            load_or(experts.limit, expert, experts.step ? kDefaultStepLimit : INFINITY), experts.step};
+            load_or(experts.limit, expert, step ? kDefaultStepLimit : INFINITY), step};
   }
 
   // NaN passes the clamps, as a value and as the limit.

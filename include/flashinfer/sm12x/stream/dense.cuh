@@ -110,7 +110,7 @@ __device__ __forceinline__ void multiply_units(const DenseParams& p, const Dense
   slab.enter(p.gemm, ring.stage(0), warp, lane);
   if (!slab.belongs()) return;
   RingPlace place;
-  place.advance(slab.chunk(), ring.stages);
+  place.advance(slab.slice(), ring.stages);
   ptx::wait_for_prerequisite_grids();  // tokens are there
   for (int first = 0; first < p.num_tokens; first += Shape::kTokenTile) {
     const int count = min(Shape::kTokenTile, p.num_tokens - first);
@@ -121,7 +121,7 @@ __device__ __forceinline__ void multiply_units(const DenseParams& p, const Dense
       if (slab.works()) slab.multiply(place.stage * ring.stage_bytes, row, count);
       __syncwarp();
       ptx::mbarrier_arrive(ring.done(place.stage));
-      place.advance(p.gemm.chunks, ring.stages);
+      place.advance(p.gemm.slices, ring.stages);
     }
   }
 }
@@ -153,15 +153,15 @@ template <class Shape>
 __device__ __forceinline__ void run_epilogue_warp(const DenseParams& p, const DenseRing& ring, const DenseWork& work,
                                                   int warp, int lane) {
   const StreamedGemm& g = p.gemm;
-  const int ring_units = ring.stages / g.chunks, epilogue_warps = epilogue_warps_of(ring.stages, g.chunks);
+  const int ring_units = ring.stages / g.slices, epilogue_warps = epilogue_warps_of(ring.stages, g.slices);
   if (warp >= epilogue_warps) return;
   if (!p.weights_first) ptx::wait_for_prerequisite_grids();
   // Prime one stage per epilogue warp, so that later stages do not queue ahead of the first weights and of code. Not
   // where another epilogue warp might fill that stage again meanwhile, and end the phase that is waited for.
-  const bool one_by_one = g.chunks == 1 || epilogue_warps == 1;
-  for (int stage = warp; stage < min(ring.stages, work.steps * g.chunks); stage += epilogue_warps) {
+  const bool one_by_one = g.slices == 1 || epilogue_warps == 1;
+  for (int stage = warp; stage < min(ring.stages, work.steps * g.slices); stage += epilogue_warps) {
     if (one_by_one && stage >= epilogue_warps) ptx::mbarrier_wait(ring.full(stage - epilogue_warps), 0);
-    fill_chunk(g, ring, stage, DenseStep(work, stage / g.chunks).weight_unit(), stage % g.chunks, lane);
+    fill_slice(g, ring, stage, DenseStep(work, stage / g.slices).weight_unit(), stage % g.slices, lane);
   }
   ptx::wait_for_prerequisite_grids();  // what the outputs replace has been read
 
@@ -177,7 +177,7 @@ __device__ __forceinline__ void run_epilogue_warp(const DenseParams& p, const De
   const float scale = load_or(e.alpha, 0, 1.0f);
   const int row = slab_row<Shape>(lane / 4, g.pitch);
   RingPlace first_place;
-  first_place.advance(warp * g.chunks, ring.stages);
+  first_place.advance(warp * g.slices, ring.stages);
   for (DenseStep step(work, warp); !step.ended(work); step.advance(work, epilogue_warps)) {
     const int first_token = step.tile * Shape::kTokenTile;
     const int count = min(Shape::kTokenTile, p.num_tokens - first_token);
@@ -192,14 +192,14 @@ __device__ __forceinline__ void run_epilogue_warp(const DenseParams& p, const De
       }
       float sums[Shape::kTokenSteps][4] = {};
       RingPlace place = first_place;
-      for (int chunk = 0; chunk < g.chunks; ++chunk) {
+      for (int slice = 0; slice < g.slices; ++slice) {
         if (slab == 0) ptx::mbarrier_wait(ring.done(place.stage), place.parity);
-        add_partials<Shape>(g, ring.stage(place.stage), chunk, slab, row, lane, count, sums);
+        add_partials<Shape>(g, ring.stage(place.stage), slice, slab, row, lane, count, sums);
         if (slab == g.groups - 1) {
           __syncwarp();
           DenseStep next = step;
           next.advance(work, ring_units);
-          if (!next.ended(work)) fill_chunk(g, ring, place.stage, next.weight_unit(), chunk, lane);
+          if (!next.ended(work)) fill_slice(g, ring, place.stage, next.weight_unit(), slice, lane);
         }
         place.advance(ring.stages);
       }
@@ -221,7 +221,7 @@ __device__ __forceinline__ void run_epilogue_warp(const DenseParams& p, const De
         largest.leave(ranks + static_cast<int64_t>(first_token) * pitch, pitch, count, lane);
       }
     }
-    first_place.advance(epilogue_warps * g.chunks, ring.stages);
+    first_place.advance(epilogue_warps * g.slices, ring.stages);
   }
 }
 

@@ -105,12 +105,12 @@ __device__ __forceinline__ void fill_stage(const StreamedGemm& g, const Ring& ri
   }
 }
 
-// The same of one chunk of a unit of one matrix of one part, row by row where a stage pads them. One warp.
+// The same of one slice of a unit of one matrix of one part, row by row where a stage pads them. One warp.
 template <class Ring>
-__device__ __forceinline__ void fill_chunk(const StreamedGemm& g, const Ring& ring, int stage, int unit, int chunk,
+__device__ __forceinline__ void fill_slice(const StreamedGemm& g, const Ring& ring, int stage, int unit, int slice,
                                            int lane) {
   const int rows = g.part_rows(), first = unit * rows, valid = min(rows, g.out - first);
-  const int bytes = min(g.chunk_bytes, g.row_bytes - chunk * g.chunk_bytes);
+  const int bytes = min(g.slice_bytes, g.row_bytes - slice * g.slice_bytes);
   uint8_t* to = ring.stage(stage);
   uint64_t* full = ring.full(stage);
 
@@ -119,14 +119,14 @@ __device__ __forceinline__ void fill_chunk(const StreamedGemm& g, const Ring& ri
     *reinterpret_cast<uint4*>(to + i) = make_uint4(0, 0, 0, 0);
   }
   // Every lane arrives for what it writes and copies itself: racecheck follows a barrier only so.
-  const uint8_t* from = g.weights + static_cast<int64_t>(first) * g.row_bytes + chunk * g.chunk_bytes;
+  const uint8_t* from = g.weights + static_cast<int64_t>(first) * g.row_bytes + slice * g.slice_bytes;
   const bool whole = g.pitch == g.row_bytes;
   const bool elected = ptx::elect_one();
   const int lanes_rows = whole ? (elected ? valid : 0) : (valid - lane + 31) / 32;
   ptx::fence_async_proxy();  // partial sums were written and read where the copies go
   ptx::mbarrier_arrive_expect(full, lanes_rows * bytes + (elected ? g.piece_bytes() : 0));
   if (elected) {
-    ptx::tensor_copy_3d(to + g.scale_offset, &g.scales, (first % 32 & ~(g.piece_rows - 1)) * 4, chunk * g.stage_words,
+    ptx::tensor_copy_3d(to + g.scale_offset, &g.scales, (first % 32 & ~(g.piece_rows - 1)) * 4, slice * g.stage_words,
                         first / kScaleChunkRows, full);
     if (whole) ptx::bulk_copy(to, from, valid * bytes, full);
   }
@@ -139,7 +139,7 @@ __device__ __forceinline__ void fill_chunk(const StreamedGemm& g, const Ring& ri
 // of 16-byte blocks, pair the rows whose distance is half the 128-byte period of the banks, if there is one.
 template <class Shape>
 __device__ __forceinline__ int slab_row(int g, int pitch) {
-  if (Shape::kWeights != Element::kE2m1) return g;
+  if (lane_registers(Shape::kWeights) != 1) return g;
   const int sixteens = pitch % 128 / 16;
   if (sixteens % 2 != 0) return (g >> 1) | (g & 1) << 2;  // rows r and r + 4
   if (sixteens % 4 != 0) return (g & 4) | (g & 2) >> 1 | (g & 1) << 1;  // rows r and r + 2
@@ -185,7 +185,7 @@ struct PartialPlace {
 template <class Shape>
 class SlabMultiplier {
   static constexpr int kSteps = Shape::kTokenSteps, kWords = Shape::kWords;
-  using Expansion = mma::Expansion<Shape::kBlockBytes, mma::Saves::kInstructions>;
+  using Expansion = mma::Expansion<Shape::kWeights, mma::Saves::kInstructions>;
   using Block = uint32_t[Shape::kBlockBytes / 4];
 
   // Where a lane finds one word's operands in the first stage: weights of row g, and their scale but for the row's
@@ -200,19 +200,19 @@ class SlabMultiplier {
   // Where the lane's operands lie; `first_stage` is its address. Warps beyond those that K and the groups need have no
   // work.
   __device__ __forceinline__ void enter(const StreamedGemm& g, const void* first_stage, int warp, int lane) {
-    const unsigned unit_warps = Shape::kChunked ? g.stage_warps * g.chunks : g.k_warps;
+    const unsigned unit_warps = Shape::kSliced ? g.stage_warps * g.slices : g.k_warps;
     const unsigned group = static_cast<unsigned>(warp) / unit_warps;
     const int group_warp = warp - group * unit_warps;
-    chunk_ = Shape::kChunked ? static_cast<unsigned>(group_warp) / static_cast<unsigned>(g.stage_warps) : 0;
-    const int stage_warp = Shape::kChunked ? group_warp - chunk_ * g.stage_warps : group_warp;
-    const int chunk_word = Shape::kChunked ? chunk_ * g.stage_words : 0;
+    slice_ = Shape::kSliced ? static_cast<unsigned>(group_warp) / static_cast<unsigned>(g.stage_warps) : 0;
+    const int stage_warp = Shape::kSliced ? group_warp - slice_ * g.stage_warps : group_warp;
+    const int slice_word = Shape::kSliced ? slice_ * g.stage_words : 0;
     belongs_ = group < static_cast<unsigned>(g.groups);
     works_ = belongs_ && group_warp < g.k_warps;
-    first_word_ = chunk_word + stage_warp * kWords;
+    first_word_ = slice_word + stage_warp * kWords;
     const int row = slab_row<Shape>(lane / 4, g.pitch);
     const uint32_t base = ptx::shared_address(first_stage);
     const LaneRows<Shape> rows(g, row);
-    const PartialPlace<Shape> partial(g, rows, chunk_word, stage_warp, lane);
+    const PartialPlace<Shape> partial(g, rows, slice_word, stage_warp, lane);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       partial_[step] = base + partial.offset[step] + group * partial.next_slab;
@@ -227,8 +227,8 @@ class SlabMultiplier {
       // A lane whose block of 32 lies beyond K takes the word's first, or the first word's: what it multiplies with is
       // 0.
       int word = stage_warp * kWords + w;
-      if (chunk_word + word >= g.words) word -= w;
-      const int k_block = (chunk_word + word) * kScaleChunkBlocks + lane % 4;
+      if (slice_word + word >= g.words) word -= w;
+      const int k_block = (slice_word + word) * kScaleChunkBlocks + lane % 4;
       const int t = k_block * kScaleBlock < g.k ? lane % 4 : 0;
       const uint32_t column = base + group * rows.next_slab + word * Shape::kWordBytes + t * Shape::kBlockBytes;
       operands_[w].weights = column + rows.low;
@@ -242,7 +242,7 @@ class SlabMultiplier {
   // One of the warps that release stages of a dense layer; of a MoE layer's stage each warp does.
   __device__ __forceinline__ bool belongs() const { return belongs_; }
   // The stage of a unit that holds the warp's K.
-  __device__ __forceinline__ int chunk() const { return chunk_; }
+  __device__ __forceinline__ int slice() const { return slice_; }
   // First of the warp's words.
   __device__ __forceinline__ int first_word() const { return first_word_; }
 
@@ -379,7 +379,7 @@ class SlabMultiplier {
     }
   }
 
-  int chunk_ = 0, first_word_ = 0;
+  int slice_ = 0, first_word_ = 0;
   bool belongs_ = false, works_ = false;
   Operands operands_[kWords];
   uint32_t next_weights_ = 0, next_scale_ = 0;  // from row g to row g + 8
@@ -391,11 +391,11 @@ class SlabMultiplier {
 // What the lanes that share an output's K made of a slab in one stage, in the order of K, so that the sum is the same
 // on every run. Values `parity` and `parity + 2` of a step are those of token 2t + parity, for row g and row g + 8.
 template <class Shape>
-__device__ __forceinline__ void add_partials(const StreamedGemm& g, const uint8_t* stage, int chunk, int slab, int row,
+__device__ __forceinline__ void add_partials(const StreamedGemm& g, const uint8_t* stage, int slice, int slab, int row,
                                              int lane, int count, float (&sums)[Shape::kTokenSteps][4]) {
   const LaneRows<Shape> rows(g, row);
-  const int warps = Shape::kChunked ? min(g.stage_warps, g.k_warps - chunk * g.stage_warps) : g.k_warps;
-  const int first_word = Shape::kChunked ? chunk * g.stage_words : 0;
+  const int warps = Shape::kSliced ? min(g.stage_warps, g.k_warps - slice * g.stage_warps) : g.k_warps;
+  const int first_word = Shape::kSliced ? slice * g.stage_words : 0;
   const PartialPlace<Shape> first(g, rows, first_word, 0, lane), last(g, rows, first_word, warps - 1, lane);
 #pragma unroll
   for (int step = 0; step < Shape::kTokenSteps; ++step) {

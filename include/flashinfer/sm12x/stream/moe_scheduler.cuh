@@ -150,7 +150,7 @@ __device__ __forceinline__ TileCounts route_many(const StreamedLayerParams& p, c
   for (int e = lane; e < p.num_experts; e += 32) counts[e] = 0;
   __syncwarp();
 #pragma unroll 1
-  for (int base = 0; base < p.num_pairs; base += 32) count_chunk(expert_of(base + lane), counts, lane);
+  for (int base = 0; base < p.num_pairs; base += 32) count_pairs(expert_of(base + lane), counts, lane);
   auto wide_tiles = [](int count) {
     return kTile <= kNarrowTokens ? 0 : count / kTile + (count % kTile > kNarrowTokens ? 1 : 0);
   };
@@ -183,7 +183,7 @@ __device__ __forceinline__ TileCounts route_many(const StreamedLayerParams& p, c
 #pragma unroll 1
   for (int base = 0; base < p.num_pairs; base += 32) {
     const int expert = expert_of(base + lane);
-    const int place = count_chunk(expert, counts, lane);
+    const int place = count_pairs(expert, counts, lane);
     if (expert >= 0) shared.order()[offsets[expert] + place] = static_cast<uint16_t>(base + lane);
   }
   return tiles;

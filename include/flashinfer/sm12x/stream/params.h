@@ -21,7 +21,7 @@ constexpr int kEpilogueWarps = 4;  // of a block: fill stages and finish outputs
 constexpr int kNarrowTokens = 8;  // the N side of an MMA
 
 // Weights are matrices of whole rows, one or many; a slab is 16 rows, all of K. A unit of work is the slabs of all
-// groups of warps; it is one stage of the ring, or, where a slab is large, `chunks` of them along K, each for the warps
+// groups of warps; it is one stage of the ring, or, where a slab is large, `slices` of them along K, each for the warps
 // whose K it holds.
 //
 // A matrix has one part, or two of equal size, of which a slab takes 8 rows each: a lane has up and gate of a SwiGLU.
@@ -38,8 +38,8 @@ struct StreamedGemm {
   int k_warps;  // MMA warps that share K, `Shape::kWords` words each
   int stage_warps;  // of them, those that share a stage
   int stage_words;  // of a stage
-  int chunks;  // stages of a unit
-  int chunk_bytes;  // of a row in a stage; the last chunk's may be fewer
+  int slices;  // stages of a unit
+  int slice_bytes;  // of a row in a stage; the last slice's may be fewer
   int groups;  // of warps, and slabs of a unit: 1, 2 or 4
   int units;  // that one tile of tokens needs
   int pitch;  // bytes from row to row of a stage: row_bytes, or padded where rows are copied one by one
@@ -60,18 +60,18 @@ struct StreamedGemm {
 
 // Warps that keep a ring of such units filled. Never more than stages: a warp could wait at a stage for a phase of
 // `done` before another warp's unit there has completed the one in front, whose parity would be taken for it.
-FLASHINFER_SM12X_HOST_DEVICE int epilogue_warps_of(int stages, int chunks) {
-  return stages / chunks < kEpilogueWarps ? stages / chunks : kEpilogueWarps;
+FLASHINFER_SM12X_HOST_DEVICE int epilogue_warps_of(int stages, int slices) {
+  return stages / slices < kEpilogueWarps ? stages / slices : kEpilogueWarps;
 }
 
 // What is fixed at compile time. A slab's K is shared out among warps, kWords words of 128 to each, and a warp keeps
 // its part of the tile's tokens in registers: 16 of them for 8 tokens and one word.
 //
-// kChunked_: one matrix of one part, of any number of rows, whose units may be several stages; else units are whole, of
+// kSliced_: one matrix of one part, of any number of rows, whose units may be several stages; else units are whole, of
 // one stage each, with their biases.
-template <Element kWeights_, int kTokenTile_, int kWords_, int kMmaWarps_, bool kChunked_>
+template <Element kWeights_, int kTokenTile_, int kWords_, int kMmaWarps_, bool kSliced_>
 struct StreamShape {
-  static constexpr bool kChunked = kChunked_;
+  static constexpr bool kSliced = kSliced_;
   static constexpr Element kWeights = kWeights_;
   static constexpr int kTokenTile = kTokenTile_;
   static constexpr int kWords = kWords_;
@@ -82,7 +82,7 @@ struct StreamShape {
   static constexpr int kWordBytes = word_bytes(kWeights);
 
   static constexpr FLASHINFER_SM12X_HOST_DEVICE bool two_parts(const StreamedGemm& g) {
-    return !kChunked && g.parts == 2;
+    return !kSliced && g.parts == 2;
   }
 
   static_assert(kTokenTile == 8 || kTokenTile == 16, "partial sums replace a lane's two rows of weights");
@@ -97,8 +97,8 @@ struct StreamedGemmPlan {
   int parts;
   int out;
   int k;
-  int chunks;
-  bool chunked;  // StreamShape::kChunked
+  int slices;
+  bool sliced;  // StreamShape::kSliced
 
   constexpr StreamedGemm make() const {
     StreamedGemm g = {};
@@ -108,13 +108,13 @@ struct StreamedGemmPlan {
     g.row_bytes = row_bytes(format, k);
     g.words = scale_words(k);
     g.k_warps = ceil_div(g.words, words);
-    g.stage_warps = ceil_div(g.k_warps, chunks);
-    g.chunks = ceil_div(g.k_warps, g.stage_warps);
-    g.stage_words = g.chunks == 1 ? g.words : g.stage_warps * words;
-    g.chunk_bytes = g.chunks == 1 ? g.row_bytes : g.stage_words * word_bytes(format);
-    for (int groups = g.chunks == 1 ? kMaxGroups : 1; groups > 0 && g.groups == 0; groups /= 2) {
-      const bool whole = chunked || out % (groups * g.slab_outputs()) == 0;
-      if (groups * g.stage_warps * g.chunks <= mma_warps && whole) g.groups = groups;
+    g.stage_warps = ceil_div(g.k_warps, slices);
+    g.slices = ceil_div(g.k_warps, g.stage_warps);
+    g.stage_words = g.slices == 1 ? g.words : g.stage_warps * words;
+    g.slice_bytes = g.slices == 1 ? g.row_bytes : g.stage_words * word_bytes(format);
+    for (int groups = g.slices == 1 ? kMaxGroups : 1; groups > 0 && g.groups == 0; groups /= 2) {
+      const bool whole = sliced || out % (groups * g.slab_outputs()) == 0;
+      if (groups * g.stage_warps * g.slices <= mma_warps && whole) g.groups = groups;
     }
     if (g.groups == 0) return g;
     g.units = ceil_div(out, g.part_rows());
@@ -124,15 +124,15 @@ struct StreamedGemmPlan {
     // Eight lanes, two rows of four blocks, are served together by shared memory. Where whole rows do not lie well in
     // its 128-byte period, they are set apart: by half of it where a block is 16 bytes, by 16 where lanes leave such
     // gaps.
-    const bool mxfp4 = format == Element::kE2m1;
-    if (chunked && (g.chunks > 1 || !mxfp4 || g.row_bytes % 128 == 0)) {
-      g.pitch = round_up(g.stage_words * word_bytes(format), 128) + (mxfp4 ? 64 : 16);
+    const bool one_register = lane_registers(format) == 1;
+    if (sliced && (g.slices > 1 || !one_register || g.row_bytes % 128 == 0)) {
+      g.pitch = round_up(g.stage_words * word_bytes(format), 128) + (one_register ? 64 : 16);
     }
     g.piece_rows = g.part_rows() < 32 ? g.part_rows() : 32;
     g.scale_offset = round_up(kSlabRows * g.groups * g.pitch, 128);
     g.bias_offset = g.scale_offset + parts * g.piece_bytes();
     g.tail_offset = g.bias_offset;
-    if (!chunked) g.tail_offset += kSlabRows * g.groups * static_cast<int>(sizeof(float));
+    if (!sliced) g.tail_offset += kSlabRows * g.groups * static_cast<int>(sizeof(float));
     g.tail_offset = round_up(g.tail_offset, 16);
     return g;
   }

@@ -18,7 +18,7 @@ using Accumulators = float[2][Config::kTokenSteps][4];
 template <class Config>
 struct OperandOffsets {
   uint32_t weights[2];      // shared-memory byte offset of this lane's ldmatrix row, per half
-  uint32_t swizzle;         // XOR for the 16-byte chunk index of that row
+  uint32_t swizzle;         // XOR for the index of the 16-byte vector of that row
   int scale_row[2][2];      // word of rows g and g + 8, per half
   int first_token;          // of the warp within the tile
   uint32_t tokens[2];       // byte offset of this lane's piece of even and of odd 32-blocks of its first token
@@ -41,7 +41,7 @@ __device__ __forceinline__ OperandOffsets<Config> operand_offsets(const Unit& un
       at.scale_row[half][i] = chunk * Config::kWords * kScaleChunkRows + word_in_chunk(row);
     }
   }
-  // The TMA swizzle: 64-byte rows XOR the chunk with address bits 7..8, 128-byte rows with bits 7..9.
+  // The TMA swizzle: 64-byte rows XOR the vector with address bits 7..8, 128-byte rows with bits 7..9.
   at.swizzle = Config::kWeightPitch == 64 ? (matrix_row >> 1) & 3 : matrix_row & 7;
   at.first_token = Config::kWarpTokens * (warp / 4);
   const int token = at.first_token + lane / 4;
@@ -205,8 +205,8 @@ __device__ __forceinline__ void consume_tile(const SharedStorage<Config>& shared
 #pragma unroll
         for (int load = 0; load < kLoads; ++load) {
           uint32_t matrices[4];
-          const uint32_t chunk = (kLoads * (4 * word + 2 * kPair) + 2 * load + lane / 16) ^ at.swizzle;
-          ptx::load_matrix_x4(matrices, weights + at.weights[half] + 16 * chunk);
+          const uint32_t vector = (kLoads * (4 * word + 2 * kPair) + 2 * load + lane / 16) ^ at.swizzle;
+          ptx::load_matrix_x4(matrices, weights + at.weights[half] + 16 * vector);
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             const int matrix = 2 * load + i;

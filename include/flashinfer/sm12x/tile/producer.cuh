@@ -11,16 +11,6 @@
 
 namespace flashinfer::sm12x {
 
-// First weight row of half `half` of a row tile.
-template <class Config>
-__device__ __forceinline__ int half_row(int row_tile, int half, int rows) {
-  if constexpr (Config::kRole == Role::kFc1) {
-    return (half == 0 ? 0 : rows / 2) + row_tile * kRowHalf;  // up, gate
-  } else {
-    return row_tile * kRowTile + half * kRowHalf;
-  }
-}
-
 template <class Config>
 class Producer {
   using Params = GroupedGemmParams<Config::kRole>;

@@ -133,4 +133,14 @@ struct SharedStorage {
   __device__ __forceinline__ uint8_t* at(int offset) const { return reinterpret_cast<uint8_t*>(base + offset); }
 };
 
+// First weight row of half `half` of a row tile.
+template <class Config>
+__device__ __forceinline__ int half_row(int row_tile, int half, int rows) {
+  if constexpr (Config::kRole == Role::kFc1) {
+    return (half == 0 ? 0 : rows / 2) + row_tile * kRowHalf;  // up, gate
+  } else {
+    return row_tile * kRowTile + half * kRowHalf;
+  }
+}
+
 }  // namespace flashinfer::sm12x
