@@ -23,9 +23,12 @@ if TYPE_CHECKING:
 
 from ..api_logging import flashinfer_api
 from ..sm12x import devices
-from ..sm12x.checks import require_computing_device, require_tensor_type
+from ..sm12x.checks import require_choice, require_computing_device, require_tensor_type
 from . import sm12x_mm
 from .sm12x_group_gemm import GroupGemmCall, group_gemm
+
+# Here and not in the functions: torch.compile traces these.
+_MM_FP4_BACKENDS, _MM_MXFP8_BACKENDS = map(sm12x_mm.backends_of, (_upstream.mm_fp4, _upstream.mm_mxfp8))
 
 
 # The signature is upstream's, parameter by parameter.
@@ -148,7 +151,7 @@ def mm_fp4(
         Upstream's, and for the calls above: ``use_8x4_sf_layout``, or operands that do not fit each other.
     """
     def ours() -> torch.Tensor:
-        sm12x_mm.require_backend(_upstream.mm_fp4, backend)
+        require_choice("backend", backend, _MM_FP4_BACKENDS)
         if use_8x4_sf_layout:
             raise ValueError("mm_fp4 with MXFP4 operands takes 128x4 scales: use_8x4_sf_layout must be False")
         if block_size != 32:
@@ -200,7 +203,7 @@ def mm_mxfp8(
         Upstream's, and for the calls above: ``use_8x4_sf_layout``, or operands that do not fit each other.
     """
     def ours() -> torch.Tensor:
-        sm12x_mm.require_backend(_upstream.mm_mxfp8, backend)
+        require_choice("backend", backend, _MM_MXFP8_BACKENDS)
         if use_8x4_sf_layout:
             raise ValueError("mm_mxfp8 on this fork's kernels takes 128x4 scales: use_8x4_sf_layout must be False")
         return sm12x_mm.mm_mxfp8(a, b, a_descale, b_descale, out, out_dtype)

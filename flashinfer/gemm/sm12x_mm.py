@@ -26,7 +26,6 @@ from ..sm12x.checks import (
     ELEMENT,
     describe,
     has_no_shape,
-    require_choice,
     require_computing_device,
     require_memory,
     require_output_dtype,
@@ -82,10 +81,9 @@ def answer_for(function: Callable[..., Any], upstreams: Any) -> None:
     attributes["is_compute_capability_supported"] = upstreams.is_compute_capability_supported
 
 
-def require_backend(function: Callable[..., Any], backend: Any) -> None:
-    """Raise ``ValueError`` unless ``backend`` is one that upstream's ``function`` lists, or ours."""
-    listed = get_args(get_type_hints(inspect.unwrap(function))["backend"])
-    require_choice("backend", backend, (*listed, BACKEND))
+def backends_of(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Those that upstream's ``function`` lists, and ours."""
+    return (*get_args(get_type_hints(inspect.unwrap(function))["backend"]), BACKEND)
 
 
 def _rows(name: str, matrix: torch.Tensor) -> torch.Tensor:

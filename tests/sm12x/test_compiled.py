@@ -9,13 +9,11 @@ import pytest
 import torch
 from operator_calls import OPERATORS, WRITTEN, Arguments, on
 
-# The other two look at the annotations of upstream's functions, which Dynamo does not trace.
-COMPILED = [name for name in OPERATORS if name not in ("mm_fp4", "mm_mxfp8")]
 TOKENS = ("input", "a", "x", "query", "hidden_states")
 
 
 @pytest.mark.parametrize("gives", [False, True], ids=["", "out"])
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("name", OPERATORS)
 def test_a_compiled_call_gives_and_writes_the_same_bits(name: str, gives: bool, device: torch.device) -> None:
     function, make = OPERATORS[name]
 
