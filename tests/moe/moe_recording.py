@@ -19,7 +19,7 @@ CASE = MoECase(6, 160, 96, 8, 3, 0)
 WORKSPACE = 4096
 ARGUMENTS = (
     "output", "input", "input_sf", "ids", "final_scales", "fc1_w", "fc1_sf", "fc1_global", "fc1_bias", "fc2_w", "fc2_sf",
-    "fc2_global", "fc2_bias", "alpha", "beta", "limit", "activation", "workspace", "mode", "swizzled_input_sf", "first_expert",
+    "fc2_global", "fc2_bias", "alpha", "beta", "limit", "activation_type", "workspace", "mode", "swizzled_input_sf", "first_expert",
     "num_experts_total", "tactic_fc1", "tactic_fc2", "enable_pdl",
 )  # fmt: skip
 

@@ -72,7 +72,7 @@ def test_launch_gets_what_the_binding_declares(mode: int, module: RecordingModul
     assert launch["alpha"] is arguments["swiglu_alpha"]
     assert launch["beta"] is arguments["swiglu_beta"]
     assert launch["limit"] is arguments["swiglu_limit"]
-    assert launch["activation"] == ActivationType.Swiglu
+    assert launch["activation_type"] == ActivationType.Swiglu
     assert launch["workspace"].shape == (WORKSPACE,)
     assert (launch["mode"], launch["first_expert"], launch["num_experts_total"]) == (mode, 0, 8)
     default = sm12x_planner.plan_moe(6, 3, 8, 160, 96, mode, True)
@@ -84,7 +84,7 @@ def test_the_activation_reaches_the_launch(module: RecordingModule) -> None:
     arguments = layer_arguments(0) | {"swiglu_alpha": None, "swiglu_beta": None}
     for activation in (ActivationType.SwigluStep, 7, ActivationType.SwigluBias, 3):
         flashinfer.cutlass_fused_moe(**arguments | {"activation_type": activation})
-        assert module.launches[-1]["activation"] == activation
+        assert module.launches[-1]["activation_type"] == activation
 
 
 def test_options_reach_the_launch(module: RecordingModule) -> None:

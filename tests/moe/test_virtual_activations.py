@@ -50,7 +50,7 @@ def test_kernels_know_the_activations_of_the_table_and_no_others() -> None:
         for number in ActivationType:
             given.number = number
             if number not in ACTIVATIONS:
-                with pytest.raises(ValueError, match=f"activation {int(number)} is not known"):
+                with pytest.raises(ValueError, match=f"activation_type {int(number)} is none"):
                     run_moe(device, given, 0, tactics)
             elif ACTIVATIONS[number].name == "Swiglu":
                 assert torch.equal(run_moe(device, given, 0, tactics), expected)

@@ -54,7 +54,7 @@ bool moe_run(TensorView output, TensorView input, Optional<TensorView> input_sf,
              Optional<TensorView> token_final_scales, TensorView fc1_w, TensorView fc1_sf,
              Optional<TensorView> fc1_global, Optional<TensorView> fc1_bias, TensorView fc2_w, TensorView fc2_sf,
              Optional<TensorView> fc2_global, Optional<TensorView> fc2_bias, Optional<TensorView> swiglu_alpha,
-             Optional<TensorView> swiglu_beta, Optional<TensorView> swiglu_limit, int64_t activation,
+             Optional<TensorView> swiglu_beta, Optional<TensorView> swiglu_limit, int64_t activation_type,
              TensorView workspace, int64_t mode, bool swizzled_input_sf, int64_t first_expert,
              int64_t num_experts_total, int64_t tactic_fc1, int64_t tactic_fc2, bool enable_pdl) {
   MoeArguments a = {};
@@ -81,7 +81,7 @@ bool moe_run(TensorView output, TensorView input, Optional<TensorView> input_sf,
       << "local experts [" << first_expert << ", " << first_expert + a.shape.num_experts << ") of "
       << num_experts_total;
 
-  const Element tokens = a.shape.mode == MoeMode::kBf16Activations ? Element::kBf16 : Element::kE4m3;
+  const Element activation = a.shape.mode == MoeMode::kBf16Activations ? Element::kBf16 : Element::kE4m3;
   a.input = input.data_ptr();
   if (a.shape.mode == MoeMode::kQuantizeInput) a.input_type = scalar_type(input, "input");
   a.input_sf = data_or_null<const uint8_t>(input_sf);
@@ -100,14 +100,14 @@ bool moe_run(TensorView output, TensorView input, Optional<TensorView> input_sf,
   a.swiglu.alpha = data_or_null<const float>(swiglu_alpha);
   a.swiglu.beta = data_or_null<const float>(swiglu_beta);
   a.swiglu.limit = data_or_null<const float>(swiglu_limit);
-  a.swiglu.activation = static_cast<Activation>(activation);
-  TVM_FFI_CHECK(is_known(a.swiglu.activation), ValueError) << "activation " << activation << " is not known";
+  TVM_FFI_CHECK(a.swiglu.set_activation(activation_type), ValueError)
+      << "activation_type " << activation_type << " is none of these kernels'";
   a.output = output.data_ptr();
   a.output_type = scalar_type(output, "output");
   a.workspace = data<uint8_t>(workspace);
   a.workspace_bytes = static_cast<size_t>(workspace.numel());
-  a.fc1_instance = checked_instance(tactic_fc1, tokens);
-  a.fc2_instance = checked_instance(tactic_fc2, tokens);
+  a.fc1_instance = checked_instance(tactic_fc1, activation);
+  a.fc2_instance = checked_instance(tactic_fc2, activation);
   a.shape.as_bf16 = a.fc1_instance->is_pair() && a.fc1_instance->operand == Element::kBf16;
 
   const LaunchOptions options = launch_options(input, enable_pdl);

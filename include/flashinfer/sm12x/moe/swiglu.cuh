@@ -11,26 +11,20 @@
 
 namespace flashinfer::sm12x {
 
-// By FlashInfer's numbers (ActivationType).
-enum class Activation : int {
-  kSwiglu = 3,  // gate sigmoid(alpha gate) (up + beta), the gate at most the limit
-  kSwigluBias = 5,  // the same
-  kSwigluStep = 7,  // silu(gate) up, the SiLU at most the limit
-};
-
-constexpr bool is_known(Activation activation) {
-  switch (activation) {
-    case Activation::kSwiglu:
-    case Activation::kSwigluBias:
-    case Activation::kSwigluStep: return true;
-  }
-  return false;
-}
-
-// Of each local expert; null: 1, 0 and infinity. kSwigluStep has a limit alone; null: kDefaultStepLimit.
+// Of each local expert; null: 1, 0 and infinity. With `step` a limit alone; null: kDefaultStepLimit.
 struct SwigluOfExperts {
   const float *alpha, *beta, *limit;
-  Activation activation;
+  bool step;
+
+  // By the number of flashinfer.ActivationType. False: it is none of these.
+  bool set_activation(int64_t activation_type) {
+    switch (activation_type) {
+      case 3:  // Swiglu
+      case 5: step = false; return true;  // SwigluBias, the same
+      case 7: step = true; return true;  // SwigluStep
+      default: return false;
+    }
+  }
 };
 
 constexpr float kDefaultStepLimit = 7.0f;
@@ -40,9 +34,8 @@ struct Swiglu {
   bool step;
 
   static __device__ __forceinline__ Swiglu of_expert(const SwigluOfExperts& experts, int expert) {
-    const bool step = experts.activation == Activation::kSwigluStep;
     return {load_or(experts.alpha, expert, 1.0f), load_or(experts.beta, expert, 0.0f),
-            load_or(experts.limit, expert, step ? kDefaultStepLimit : INFINITY), step};
+            load_or(experts.limit, expert, experts.step ? kDefaultStepLimit : INFINITY), experts.step};
   }
 
   // NaN passes the clamps, as a value and as the limit.
