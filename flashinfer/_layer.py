@@ -33,7 +33,7 @@ Rules that follow from it, each with a test in ``tests/layer``:
   ``__upstream_file__`` remains as the wheel's file.
 * A module docstring of ours wins over upstream's; without one, upstream's stays.
 
-The docs (``docs/development.md``) tell it with a picture.
+``docs/development.md`` tells it with a table.
 """
 
 from __future__ import annotations

@@ -23,6 +23,22 @@ TOY = {
     "tests/test_toy.py": "import toy\n\n\ndef test_area():\n    assert toy.area(2, 3) == 6\n",
 }
 
+ONLY_TEST_ALL = [
+    "packed rows are copied from 32 bits of bytes",
+    "the grid counter is raised relaxed and without its fence",
+    "blocks count themselves without a fence",
+    "binaries for the family do without fences",
+    "outputs of a layer are counted in 32 bits",
+    "partial outputs are written at 32 bits",
+    "packed rows are counted in 32 bits of bytes",
+    "a dense layer's tokens are counted in 32 bits of bytes",
+    "partial outputs are read at 32 bits",
+    "outputs of a streamed dense layer are counted in 32 bits",
+    "scales of a dense layer's tokens have no room for what fills their last word",
+    "logits are searched at 32 bits",
+]
+"""The mutations that ``make test`` does not notice, in the order of the list."""
+
 
 @pytest.fixture
 def toy(tmp_path: Path) -> Path:
@@ -79,9 +95,8 @@ def test_every_test_of_the_lists_can_be_collected() -> None:
         if all(slow_tests.is_slow(node) for test in mutation.tests for node in nodes[test])
     ]
     page = (REPO / "docs" / "evidence.md").read_text(encoding="utf-8")
-    told = re.search(r"only `make test-all` notices:\n\n((?:\* .*\n(?:  .*\n)*)*)", page)
-    assert told is not None
-    assert re.findall(r"^\* (.*)$", told[1].replace("\n  ", " "), re.MULTILINE) == left
+    assert left == ONLY_TEST_ALL
+    assert f"{len(left)} of the mutations only `make test-all` notices" in page
 
 
 def test_every_outcome(toy: Path, tmp_path: Path) -> None:
