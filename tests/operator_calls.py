@@ -137,10 +137,10 @@ def parameter(tensor: torch.Tensor) -> torch.Tensor:
     return torch.nn.Parameter(tensor, requires_grad=tensor.is_floating_point())
 
 
-def _resized(tensor: torch.Tensor) -> torch.Tensor:
-    """As FSDP leaves a parameter that is sharded: it has a shape, and no memory."""
+def _resized(tensor: torch.Tensor, size: int) -> torch.Tensor:
+    """To no bytes, as FSDP leaves a parameter that is sharded: it has a shape, and no memory."""
     made = tensor.clone()
-    made.untyped_storage().resize_(0)
+    made.untyped_storage().resize_(size)
     return made
 
 
@@ -168,7 +168,8 @@ WRONG: dict[str, Callable[[torch.Tensor], Any]] = {
     "eight bytes on": lambda tensor: moved_to(tensor, 8),
     "a parameter": parameter,
     "negative bit": lambda tensor: torch._neg_view(tensor) if tensor.dtype in (torch.float32, torch.bfloat16) else tensor,
-    "a storage that was resized": _resized,
+    "a storage that was resized": lambda tensor: _resized(tensor, 0),
+    "a storage that was cut short": lambda tensor: _resized(tensor, tensor.nbytes - 1),
     "nested": lambda tensor: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
     "without a shape": lambda tensor: torch.nn.UninitializedParameter(),
     **{

@@ -22,6 +22,8 @@ from ..sm12x.checks import (
     SCALE_WORD,
     UE8M0_DTYPES,
     describe,
+    is_placed,
+    is_tensor,
     require_apart,
     require_int,
     require_k_alignment,
@@ -58,6 +60,8 @@ INPUT_DTYPES = {
     Mode.HALF_INPUT: (torch.bfloat16, torch.float16),
     Mode.W4A16: (torch.bfloat16,),
 }
+BIAS_DTYPES = {torch.bfloat16: (torch.bfloat16,), torch.float16: (torch.bfloat16, torch.float16)}
+"""By the output's dtype."""
 _QUANT_SCALES = {
     Mode.MXFP8_INPUT: "[fc1 weight scales, fc1 global scale, fc2 weight scales, fc2 global scale]",
     Mode.HALF_INPUT: "[fc1 weight scales, fc1 global scale, fc2 weight scales, fc2 global scale]",
@@ -174,21 +178,22 @@ def require_swizzled_scales(
 ) -> None:
     """Raise unless ``value`` holds 128x4 block scales of ``groups`` matrices ``[rows, k]``."""
     accepted = swizzled_scale_shapes(groups, rows, k)
+    if is_tensor(value) and (value.dtype, value.shape) in accepted:
+        if not is_placed(value, device, alignment):
+            require_tensor(name, value, [value.shape], [value.dtype], device, "128x4 block scales", alignment)
+        return
     expected = " or ".join(f"{dtype} {shape}" for dtype, shape in accepted)
     expected = f"contiguous 128x4 block scales, {expected}, on {device}"
     require_tensor_type(name, value, expected)
-    if (value.dtype, value.shape) in accepted:
-        return require_tensor(name, value, [value.shape], [value.dtype], device, "128x4 block scales", alignment)
     raise ValueError(f"{name} is {describe(value)}; it must be {expected}")
 
 
 def require_parallel_sizes(tp_size: Any, tp_rank: Any, ep_size: Any, ep_rank: Any) -> tuple[int, int]:
     """``(ep_size, ep_rank)``; raises unless both ranks lie inside their groups."""
-    checked = []
-    for name, size, rank in (("tp", tp_size, tp_rank), ("ep", ep_size, ep_rank)):
-        size = require_int(f"{name}_size", size, 1)
-        checked += [size, require_int(f"{name}_rank", rank, 0, size - 1, f"below {name}_size")]
-    return checked[2], checked[3]
+    tp_size = require_int("tp_size", tp_size, 1)
+    require_int("tp_rank", tp_rank, 0, tp_size - 1, "below tp_size")
+    ep_size = require_int("ep_size", ep_size, 1)
+    return ep_size, require_int("ep_rank", ep_rank, 0, ep_size - 1, "below ep_size")
 
 
 def require_pairs(name: str, num_tokens: int, top_k: int) -> None:
@@ -215,7 +220,8 @@ def _weight_sizes(fc1: Any, fc2: Any, device: torch.device) -> tuple[int, int, i
     shape = (experts, 2 * inter, hidden // (2 * fc1.dtype.itemsize))
     what = "[experts, 2 * inter, hidden / 2] bytes, inter and hidden as fc2_expert_weights has them"
     require_tensor("fc1_expert_weights", fc1, [shape], [fc1.dtype], device, what)
-    require_tensor("fc2_expert_weights", fc2, [tuple(fc2.shape)], [fc2.dtype], device)
+    if not is_placed(fc2, device):
+        require_tensor("fc2_expert_weights", fc2, [tuple(fc2.shape)], [fc2.dtype], device)
     return experts, hidden, inter
 
 
@@ -231,15 +237,8 @@ def _check_quant_scales(problem: MoEProblem, quant_scales: Any, device: torch.de
     for index, rows, k in ((0, 2 * inter, hidden), (step, hidden, inter)):
         require_swizzled_scales(f"quant_scales[{index}]", quant_scales[index], experts, rows, k, device, 16)
         if count == 4:
-            require_tensor(
-                f"quant_scales[{index + 1}]",
-                quant_scales[index + 1],
-                [(experts,)],
-                [torch.float32],
-                device,
-                "one factor per local expert",
-                ELEMENT,
-            )
+            name, factors, what = f"quant_scales[{index + 1}]", quant_scales[index + 1], "one factor per local expert"
+            require_tensor(name, factors, [(experts,)], [torch.float32], device, what, ELEMENT)
 
 
 def _check_input_sf(problem: MoEProblem, input_sf: Any, swizzled: bool, device: torch.device) -> None:
@@ -298,7 +297,7 @@ def validate(call: MoECall) -> MoEProblem:
     problem = MoEProblem(mode, tokens, hidden, inter, experts, top_k, ep_rank * experts, total)
     _check_quant_scales(problem, call.quant_scales, device)
     _check_input_sf(problem, call.input_sf, call.swizzled_input_sf, device)
-    biases, float32 = tuple(dict.fromkeys((torch.bfloat16, call.output_dtype))), (torch.float32,)
+    biases, float32 = BIAS_DTYPES[call.output_dtype], (torch.float32,)
     optional: tuple[tuple[str, Any, tuple[int, ...], tuple[torch.dtype, ...], int], ...] = (
         ("token_final_scales", call.token_final_scales, (tokens, top_k), float32, ELEMENT),
         ("fc1_expert_biases", call.fc1_expert_biases, (experts, 2 * inter), biases, 16),

@@ -52,6 +52,7 @@ from .sm12x_dense_launch import (
 from .sm12x_dense_tuning import tuned_instance
 
 OUTPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_ACTIVATIONS = get_args(Format)
 _UNQUANTIZED: dict[tuple[str, torch.dtype], int] = {
     ("bf16", torch.bfloat16): BF16,
     ("mxfp8", torch.bfloat16): QUANTIZE_BF16,
@@ -69,7 +70,7 @@ _NAMES = {
 
 def _token_format(call: DenseCall, name: str) -> int:
     x, activation = call.x, call.activation
-    require_choice("activation", activation, get_args(Format))
+    require_choice("activation", activation, _ACTIVATIONS)
     if call.x_scale is None:
         if (activation, x.dtype) in _UNQUANTIZED:
             return _UNQUANTIZED[activation, x.dtype]
@@ -233,7 +234,7 @@ def dense_mx(
 
 def _run(call: DenseCall, checked: tuple[torch.dtype, int]) -> None:
     dtype, token_format = checked
-    run(call._replace(out_dtype=dtype), token_format)
+    run(call if call.out_dtype is dtype else call._replace(out_dtype=dtype), token_format)
 
 
 compute = OutputOperator("sm12x_dense_mx", DenseCall, validate, _run, DenseCall.new_output, ("out",))

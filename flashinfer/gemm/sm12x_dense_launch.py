@@ -120,6 +120,7 @@ def choose(
     return choose_instance(weights, num_tokens, n, k, operand, sm_count)
 
 
+@functools.lru_cache(maxsize=4096)
 def choose_instance(weights: str, num_tokens: int, n: int, k: int, operand: Format, sm_count: int) -> Instance:
     """The instance for ``num_tokens`` rows and a weight ``[n, k]``; a GEMM multiplies the tokens as ``operand``."""
     rows = [row for row in DENSE_INSTANCES if row.weights == weights and row.longest_k >= k]

@@ -7,12 +7,14 @@ a GPU, on the virtual one and on the CPU alike: addresses and overlaps are check
 
 from __future__ import annotations
 
+import functools
 import operator
 import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 INT32_MAX = 2**31 - 1  # rows, columns, expert ids: the kernels count in int32
 BLOCK_SIZE = 32  # elements that share one UE8M0 scale (OCP MX v1.0, section 5.2)
@@ -31,7 +33,7 @@ def round_up(value: int, multiple: int) -> int:
 
 def has_no_shape(tensor: torch.Tensor) -> bool:
     """Whether asking for its shape raises torch's own words: nested, or a parameter that is not initialized."""
-    return tensor.is_nested or isinstance(tensor, (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer))
+    return tensor.is_nested or isinstance(tensor, UninitializedTensorMixin)
 
 
 def describe(value: Any) -> str:
@@ -63,7 +65,7 @@ def require_int(name: str, value: Any, low: int, high: int = INT32_MAX, why: str
     ValueError
         Out of bounds.
     """
-    if type(value) is int and low <= value <= high:
+    if isinstance(value, int) and low <= value <= high:
         return value
     expected = f"an integer in [{low}, {high}]{f', {why}' if why else ''}"
     try:
@@ -96,12 +98,12 @@ def require_float(name: str, value: Any, low: float, high: float, why: str = "")
     ValueError
         Out of bounds.
     """
+    if isinstance(value, (int, float)) and low <= value <= high:
+        return float(value)
     expected = f"a number in [{low:g}, {high:g}]{f', {why}' if why else ''}"
-    if isinstance(value, torch.Tensor) or not isinstance(value, (int, float)):
+    if not isinstance(value, (int, float)):
         raise TypeError(f"{name} is {describe(value)}; it must be {expected}")
-    if not low <= value <= high:
-        raise ValueError(f"{name} is {value}; it must be {expected}")
-    return float(value)
+    raise ValueError(f"{name} is {value}; it must be {expected}")
 
 
 def require_k_alignment(name: str, value: Any) -> int:
@@ -133,18 +135,24 @@ def require_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
 # --- tensors ----------------------------------------------------------------------------------------------------------
 
 
+def is_tensor(value: Any) -> bool:
+    """Whether ``value`` is a tensor that may be asked for its shape."""
+    return isinstance(value, torch.Tensor) and not has_no_shape(value)
+
+
 def require_tensor_type(name: str, value: Any, expected: str = "a torch.Tensor") -> None:
     """Raise ``TypeError`` unless ``value`` is a tensor; ``expected`` says which one it must be."""
-    if not isinstance(value, torch.Tensor) or has_no_shape(value):
+    if not is_tensor(value):
         raise TypeError(f"{name} is {describe(value)}; it must be {expected}")
 
 
 def require_rank(name: str, value: Any, rank: int, expected: str = "") -> None:
     """Raise unless ``value`` is a tensor of ``rank`` dimensions; ``expected`` says which one it must be."""
+    if is_tensor(value) and value.ndim == rank:
+        return
     expected = expected or f"a {rank}-D tensor"
     require_tensor_type(name, value, expected)
-    if value.ndim != rank:
-        raise ValueError(f"{name} is {describe(value)}; it must be {expected}")
+    raise ValueError(f"{name} is {describe(value)}; it must be {expected}")
 
 
 def require_computing_device(name: str, tensor: Any) -> None:
@@ -156,13 +164,11 @@ def require_computing_device(name: str, tensor: Any) -> None:
 
 def require_storage(name: str, tensor: torch.Tensor) -> None:
     """Raise ``ValueError`` where a storage was resized and holds a tensor no more; torch itself reads beyond it."""
-    if not tensor.numel():
-        return
     try:
         held = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size()
     except (RuntimeError, NotImplementedError):  # a wrapper without a storage of its own
         return
-    if _bytes(tensor) > held:
+    if _bytes(tensor) > held and tensor.numel():
         raise ValueError(f"{name} is {describe(tensor)}, of which its storage holds {held} bytes; it was resized")
 
 
@@ -174,13 +180,15 @@ def require_memory(name: str, tensor: torch.Tensor, alignment: int = POINTER_ALI
     """
     if tensor.layout is not torch.strided:
         raise ValueError(f"{name} is {describe(tensor)}; it must be dense")
-    if not tensor.numel() or tensor.is_meta:
-        return
-    alignment = alignment or tensor.element_size()
     try:
         start = tensor.data_ptr()
     except RuntimeError:
-        raise ValueError(f"{name} has no memory of its own, as under torch.func's vmap, grad and jvp") from None
+        start = None
+    if not start and (not tensor.numel() or tensor.is_meta):
+        return
+    if start is None:
+        raise ValueError(f"{name} has no memory of its own, as under torch.func's vmap, grad and jvp")
+    alignment = alignment or tensor.element_size()
     if start % alignment:
         raise ValueError(
             f"{name} starts at address {start:#x}; it must be aligned to {alignment} bytes "
@@ -191,6 +199,25 @@ def require_memory(name: str, tensor: torch.Tensor, alignment: int = POINTER_ALI
     require_storage(name, tensor)
     if not start:
         raise ValueError(f"{name} is {describe(tensor)}, at no address")
+
+
+def is_placed(tensor: torch.Tensor, device: torch.device, alignment: int = POINTER_ALIGNMENT) -> bool:
+    """Whether a tensor is contiguous, on ``device``, aligned and in memory, told in the fewest steps.
+
+    Where it is not told, :func:`require_tensor` knows what is wrong, or that nothing is.
+    """
+    try:
+        start, storage = tensor.data_ptr(), tensor.untyped_storage()
+        return (
+            tensor.device == device
+            and tensor.is_contiguous()
+            and start > 0
+            and start % (alignment or tensor.itemsize) == 0
+            and not tensor.is_neg()
+            and start + tensor.nbytes <= storage.data_ptr() + storage.nbytes()
+        )
+    except (RuntimeError, NotImplementedError):  # without an address, strides or a storage of its own
+        return False
 
 
 def require_tensor(
@@ -212,15 +239,12 @@ def require_tensor(
         Another shape, dtype or device, not contiguous, or another address.
     """
     try:
-        if (
-            isinstance(value, torch.Tensor)
-            and value.dtype in dtypes
-            and value.shape in shapes
-            and value.device == device
-            and value.is_contiguous()
-        ):
-            require_memory(name, value, alignment)
-            return
+        if isinstance(value, torch.Tensor) and value.dtype in dtypes and value.shape in shapes:
+            if is_placed(value, device, alignment):
+                return
+            if value.device == device and value.is_contiguous():
+                require_memory(name, value, alignment)
+                return
     except RuntimeError:  # a layout without strides or addresses
         pass
     expected = (
@@ -254,14 +278,15 @@ def require_scales(
     """
     blocks = k // BLOCK_SIZE
     needed = swizzled_size(rows, blocks) if swizzled else rows * blocks
+    if is_tensor(scales) and scales.numel() == needed:
+        require_tensor(name, scales, [scales.shape], UE8M0_DTYPES, device, "UE8M0 block scales", alignment)
+        return
     layout = "128x4" if swizzled else "linear"
     expected = (
         f"{needed} contiguous bytes: {layout} scales of {rows} rows and {blocks} blocks of 32, "
         f"{' or '.join(map(str, UE8M0_DTYPES))}, on {device}"
     )
     require_tensor_type(name, scales, expected)
-    if scales.numel() == needed:
-        return require_tensor(name, scales, [scales.shape], UE8M0_DTYPES, device, "UE8M0 block scales", alignment)
     raise ValueError(f"{name} is {describe(scales)}; it must be {expected}")
 
 
@@ -276,9 +301,11 @@ def _bytes(tensor: torch.Tensor) -> int:
     return (last + 1) * tensor.element_size()
 
 
-def _end(tensor: torch.Tensor) -> int:
-    """The address behind the last byte."""
-    return tensor.data_ptr() + _bytes(tensor)
+@functools.cache
+def _tensor_fields(kind: type) -> list[tuple[int, str]]:
+    """Places and names of a call's fields that hold tensors, or lists of them."""
+    annotated = enumerate(kind.__annotations__.items())
+    return [(place, field) for place, (field, annotation) in annotated if "Tensor" in str(annotation)]
 
 
 def require_apart(call: Any, written: Mapping[str, Sequence[str]], names: Mapping[str, str] | None = None) -> None:
@@ -293,18 +320,21 @@ def require_apart(call: Any, written: Mapping[str, Sequence[str]], names: Mappin
     names : mapping, optional
         What the caller knows fields as, where it is not the field's name.
     """
-    given = [(field, getattr(call, field)) for field in written]
-    targets = [(field, tensor, tensor.data_ptr(), _end(tensor)) for field, tensor in given if tensor is not None]
+    given = [(field, tensor) for field in written if (tensor := getattr(call, field)) is not None]
+    targets = [(field, tensor, start := tensor.data_ptr(), start + _bytes(tensor)) for field, tensor in given]
     if not targets:
         return
-    most = max(last for *_, last in targets)
-    for field, value in zip(call._fields, call, strict=True):
-        for other in value if isinstance(value, (list, tuple)) else (value,):
-            if not isinstance(other, torch.Tensor) or (start := other.data_ptr()) >= most:
-                continue
-            end = _end(other)
+    for place, field in _tensor_fields(call.__class__):
+        value = call[place]
+        if value is None:
+            continue
+        for other in (value,) if isinstance(value, torch.Tensor) else value:
+            start, end = other.data_ptr(), 0
             for target, tensor, first, last in targets:
-                if start >= last or first >= end or field == target or start == end:
+                if start >= last or field == target:
+                    continue
+                end = end or start + _bytes(other)
+                if first >= end or start == end:
                     continue
                 alike = other.dtype == tensor.dtype, other.shape == tensor.shape, other.stride() == tensor.stride()
                 if all(alike) and (field in written[target] if start == first else not elements_overlap(tensor, other)):

@@ -14,9 +14,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-_TENSORS = {torch.Tensor, torch.nn.Parameter}
-_VALUES = {torch.dtype, type(None), bool, int, float, str}
-_ORDINARY = _TENSORS | _VALUES
+_ORDINARY = {torch.Tensor, torch.nn.Parameter, torch.dtype, type(None), bool, int, float, str}
 _PLAIN = torch.Tensor.__torch_dispatch__
 _Call = TypeVar("_Call", bound=NamedTuple)
 # A private count of active modes (FakeTensorMode and others); a torch without it is asked by the tensors' types alone.
@@ -81,48 +79,6 @@ def is_traced(call: Sequence[Any]) -> bool:
     return False
 
 
-def _metadata(values: Sequence[Any]) -> tuple[Any, ...]:
-    """All of some arguments that a check looks at; ``TypeError`` where that is more than types, metadata and options.
-
-    What is contiguous has the strides of its shape. One integer in a tensor is an index to Python, and may change.
-    """
-    found: list[Any] = []
-    for value in values:
-        kind = type(value)
-        if kind in _TENSORS:
-            if value.numel() == 1 and not value.is_floating_point():
-                raise TypeError
-            found += value.data_ptr(), value.shape, value.dtype, value.device, value.is_contiguous(), value.is_neg()
-        elif kind is list or kind is tuple:
-            found += kind, _metadata(value)
-        elif kind in _VALUES:
-            found += kind, value
-        else:
-            raise TypeError
-    return tuple(found)
-
-
-_MOST_KNOWN = 4096
-
-
-def validated(validate: Callable[[Any], Any], call: tuple[Any, ...], known: dict[Any, Any]) -> Any:
-    """``validate(call)``, or what it gave for a call of the same types, metadata, addresses and options.
-
-    It may depend on nothing else, and what is kept may hold no tensor.
-    """
-    try:
-        key = _metadata(call)
-        found = known.get(key)
-    except (RuntimeError, TypeError):  # a tensor without an address, or something whose value a check may not know
-        return validate(call)
-    if found is None:
-        found = validate(call)
-        if len(known) >= _MOST_KNOWN:
-            known.clear()
-        known[key] = found
-    return found
-
-
 class OutputOperator(Generic[_Call]):
     """An operator whose calls bring memory for the output, or get some. A call of it returns that.
 
@@ -131,7 +87,7 @@ class OutputOperator(Generic[_Call]):
     name, call
         As in :func:`define`.
     validate : callable
-        Checks a call before any launch; what it gives is remembered (:func:`validated`).
+        Checks a call before any launch.
     compute : callable
         Computes a valid call that has its output, given what ``validate`` gave.
     new_output : callable
@@ -151,7 +107,6 @@ class OutputOperator(Generic[_Call]):
     ) -> None:
         self.validate, self.compute, self.new_output = validate, compute, new_output
         self.output = mutates[0]
-        self.known: dict[Any, Any] = {}
 
         def run(call: _Call) -> None:
             compute(call, validate(call))
@@ -160,7 +115,7 @@ class OutputOperator(Generic[_Call]):
 
     def __call__(self, call: _Call) -> torch.Tensor:
         traced = is_traced(call)
-        checked = None if traced else validated(self.validate, call, self.known)
+        checked = None if traced else self.validate(call)
         output: torch.Tensor | None = getattr(call, self.output)
         if output is None:
             output = self.new_output(call)

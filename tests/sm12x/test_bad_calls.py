@@ -474,3 +474,15 @@ def test_a_bad_argument_is_named(
         arguments[name] = held if index else held[name]
     with pytest.raises(error, match=message):
         function(**on(device, arguments))
+
+
+def test_a_tensor_that_changed_in_place_is_checked_again() -> None:
+    """``resize_`` and ``set_`` leave the object what it was."""
+    arguments = _moe(0) | {"output": torch.empty(6, 160, dtype=torch.bfloat16)}
+    flashinfer.cutlass_fused_moe(**arguments)
+    arguments["output"].resize_(6, 64)
+    with pytest.raises(ValueError, match=r"^output"):
+        flashinfer.cutlass_fused_moe(**arguments)
+    arguments["output"].set_(torch.empty(6, 320, dtype=torch.bfloat16)[:, ::2])
+    with pytest.raises(ValueError, match=r"^output"):
+        flashinfer.cutlass_fused_moe(**arguments)

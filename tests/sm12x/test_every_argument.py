@@ -54,7 +54,7 @@ ON_THE_CPU: dict[str, tuple[Callable[..., Any], Callable[[], Arguments]]] = {
 SAID = {
     "None": "None", "list": r"a list of 2|1\.0", "numpy array": r"a numpy\.ndarray, uint8 \(", "float": r"2\.5",
     "string": "'tensor'", "on meta": "meta", "sparse": r"layout torch\.sparse_coo", "torch.complex64": r"torch\.complex64",
-    "a storage that was resized": r"its storage holds \d+ bytes",
+    "a storage that was resized": r"its storage holds \d+ bytes", "a storage that was cut short": r"its storage holds \d+ bytes",
 }  # fmt: skip
 SAID_OF_NUMBERS = {
     "None": "None", "'2'": "'?2'?", "2.5": r"2\.5", "-3": "-3", "1099511627776": "1099511627776", "[1]": r"a list of 1|\[1\]|\['1'\]",
