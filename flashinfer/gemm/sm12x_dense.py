@@ -41,6 +41,7 @@ from .sm12x_dense_launch import (
     QUANTIZE_BF16_TO_MXFP4,
     QUANTIZE_F16,
     QUANTIZE_F16_TO_MXFP4,
+    WEIGHT_FORMATS,
     DenseCall,
     RowTopK,
     choose,
@@ -103,8 +104,8 @@ def validate(call: DenseCall) -> tuple[torch.dtype, int]:
     device = x.device
     token_format = _token_format(call, x_name)
     n, packed = weight.shape
-    require_tensor(weight_name, weight, [(n, packed)], [torch.uint8, torch.float8_e4m3fn], device)
-    if token_format in (QUANTIZE_BF16_TO_MXFP4, QUANTIZE_F16_TO_MXFP4) and weight.dtype is not torch.uint8:
+    require_tensor(weight_name, weight, [(n, packed)], tuple(WEIGHT_FORMATS), device)
+    if token_format in (QUANTIZE_BF16_TO_MXFP4, QUANTIZE_F16_TO_MXFP4) and weights_of(weight) != "mxfp4":
         raise ValueError(f"weight is {describe(weight)}; with activation='mxfp4' it must be uint8 (MXFP4)")
     m, k = x.shape[0], require_k_alignment("k", call.k)
     columns = k // 2 if token_format == MXFP4_SWIZZLED else k

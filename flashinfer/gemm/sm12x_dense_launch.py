@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,6 +24,13 @@ DEQUANTIZED_ROWS = 2048
 # Formats of token rows, as the kernels number them (TokenFormat in types.h).
 BF16, QUANTIZE_BF16, QUANTIZE_F16, MXFP8_SWIZZLED, MXFP8_LINEAR, MXFP4_SWIZZLED = range(6)
 QUANTIZE_BF16_TO_MXFP4, QUANTIZE_F16_TO_MXFP4 = 6, 7
+
+WEIGHT_FORMATS: dict[torch.dtype, Format] = {torch.uint8: "mxfp4", torch.float8_e4m3fn: "mxfp8"}
+_DEQUANTIZE: dict[str, tuple[int, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]] = {
+    "mxfp4": (MXFP4_SWIZZLED, mx_cpu.dequantize_mxfp4_linear),
+    "mxfp8": (MXFP8_SWIZZLED, mx_cpu.dequantize_mxfp8_linear),
+}
+"""Of weights: the format of rows that the kernels' module dequantizes, and the function on the CPU."""
 
 
 class DenseCall(NamedTuple):
@@ -49,7 +57,7 @@ class DenseCall(NamedTuple):
     @property
     def k(self) -> int:
         """Elements of a row."""
-        return self.weight.shape[1] * (2 if self.weight.dtype is torch.uint8 else 1)
+        return self.weight.shape[1] * 8 // FORMATS[weights_of(self.weight)].bits
 
     def new_output(self) -> torch.Tensor:
         """Memory for all outputs of a valid call, or of one that is traced."""
@@ -78,9 +86,9 @@ class RowTopK(NamedTuple):
         self.indices.copy_(places + self.first_index)
 
 
-def weights_of(weight: torch.Tensor) -> Literal["mxfp4", "mxfp8"]:
+def weights_of(weight: torch.Tensor) -> Format:
     """The format of a weight: packed bytes are MXFP4, e4m3 is MXFP8."""
-    return "mxfp8" if weight.dtype is torch.float8_e4m3fn else "mxfp4"
+    return WEIGHT_FORMATS[weight.dtype]
 
 
 # Where one way overtakes another: measured on an H200 for gpt-oss's layers, a prediction on SM12x.
@@ -253,7 +261,7 @@ def _finish(call: DenseCall, rows: slice, columns: slice, product: torch.Tensor)
 def _compute_on_cpu(call: DenseCall, token_format: int) -> None:
     weight, k = call.weight, call.k
     scales = mx_cpu.unswizzle_128x4(call.weight_scale, weight.shape[0], k // BLOCK_SIZE)
-    dequantize = mx_cpu.dequantize_mxfp4_linear if weight.dtype is torch.uint8 else mx_cpu.dequantize_mxfp8_linear
+    _, dequantize = _DEQUANTIZE[weights_of(weight)]
     tokens = _token_values(call, token_format)
     chunk = max(1, DEQUANTIZED_BYTES // (4 * k))
     for first in range(0, weight.shape[0], chunk):
@@ -264,7 +272,7 @@ def _compute_on_cpu(call: DenseCall, token_format: int) -> None:
 def _multiply_dequantized(module: Any, call: DenseCall, token_format: int) -> None:
     """Many tokens on a GPU: both operands as bfloat16, some rows of weights at a time, by cuBLAS."""
     x, weight, k = call.x, call.weight, call.k
-    n, weight_format = weight.shape[0], MXFP4_SWIZZLED if weight.dtype is torch.uint8 else MXFP8_SWIZZLED
+    n, (weight_format, _) = weight.shape[0], _DEQUANTIZE[weights_of(weight)]
     tokens = x
     if token_format != BF16:
         tokens = torch.empty((x.shape[0], k), dtype=torch.bfloat16, device=x.device)

@@ -43,7 +43,7 @@ __device__ __forceinline__ void pack_block(const uint4 (&eights)[4], TokenBlock&
 #pragma unroll
   for (int q = 0; q < 4; ++q) {
     uint4 k = eights[q];
-    if (kWeights == Element::kE4m3) {
+    if (lane_registers(kWeights) == 2) {
       k = make_uint4(__byte_perm(k.x, k.z, 0x5410), __byte_perm(k.y, k.w, 0x5410), __byte_perm(k.x, k.z, 0x7632),
                      __byte_perm(k.y, k.w, 0x7632));
     }
