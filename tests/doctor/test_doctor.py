@@ -119,7 +119,7 @@ def test_json_keeps_its_form(machine: Machine) -> None:
     assert (
         list(doctor.CHECKS)
         == (
-            "import pythonpath variables build gpu driver kernel-log torch architectures disk modules memory "
+            "import variables build gpu driver kernel-log torch architectures disk modules memory "
             "headroom probe vllm vllm-plugin vllm-flashinfer"
         ).split()
     )

@@ -51,7 +51,6 @@ GIVEN: list[tuple[Any, ...]] = [
     ("headroom", memory(100.0), "ok", "", "", ""),
     ("headroom", memory(99.9), "warn", "", "| head", "--gpu-memory-utilization 0.91 or less"),
     ("headroom", memory(1), "warn", "", "| head", "--gpu-memory-utilization 0.00"),
-    ("driver", {"gpus": {"gpus": [{"name": "RTX", "capability": "12.0", "driver": checks.WEDGED[0]}]}}, "ok", "", "", ""),
     ("probe", probed(None, None), "ok", "was not probed", "", ""),
     ("probe", probed(13, 25), "ok", "20 are needed, so half precision takes the place of mxf8f6f4", "", ""),
     ("probe", probed(19, 13), "ok", "half precision takes the place of mxf8f6f4 and mxf4", "", ""),
