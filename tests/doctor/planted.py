@@ -136,8 +136,6 @@ PLANTED = {
         "unset FLASHINFER_SM12X_VLLM", {"FLASHINFER_SM12X_VLLM": "qkv=int4"}, mends=True),
     "switched_off": Planted("variables", "warn", "upstream's kernels run in place of", "unset FLASHINFER_SM12X_MOE",
         {"FLASHINFER_SM12X_MOE": "0"}, mends=True),
-    "checks_left_on": Planted("variables", "warn", "waits for the GPU", "unset FLASHINFER_SM12X_CHECK",
-        {"FLASHINFER_SM12X_CHECK": "1"}, mends=True),
 
     "cuda_home_that_points_at_nothing": Planted("build", "fail", "holds no bin/nvcc", "unset CUDA_HOME",
         {"CUDA_HOME": "{root}/none"}, mends=True),

@@ -58,9 +58,8 @@ GIVEN: list[tuple[Any, ...]] = [
     ("disk", {"folder": {"free_bytes": 8 << 30, "folder": "cache"}}, "ok", "", "", ""),
     ("disk", {"folder": {"free_bytes": 1 << 29, "folder": "cache"}}, "warn", "", "sm12x-cache list", "make room"),
     ("disk", {"folder": {"free_bytes": 1 << 20, "folder": "cache"}}, "fail", "", "sm12x-cache list", "make room"),
-    ("memory", {"memory": {"available": 1 << 30, "jobs": 1, "reason": "2 cores"}}, "warn", "1 compiler at once", "sm12x-build", ""),
     # A check that fails itself is one unknown.
-    ("memory", {"memory": {"available": "a lot", "jobs": 1, "reason": ""}}, "unknown", "the check itself failed", "--json", ""),
+    ("disk", {"folder": {"free_bytes": "a lot", "folder": "cache"}}, "unknown", "the check itself failed", "--json", ""),
 ]
 # fmt: on
 

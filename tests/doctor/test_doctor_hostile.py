@@ -186,7 +186,7 @@ def test_signs_that_an_output_lacks_are_escaped() -> None:
     assert output.buffer.getvalue() == b"\\xe4\n"  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("words", ["--timeout nan", "--timeout 0", "--timeout 1e9", "--timeout", "--bogus", "x"])
+@pytest.mark.parametrize("words", ["--timeout x", "--timeout", "--bogus", "x"])
 def test_a_wrong_command_line_is_2(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit) as ended:
         doctor.main(words.split())

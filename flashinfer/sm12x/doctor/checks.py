@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from .. import variables
@@ -29,6 +30,9 @@ HEADROOM = 8 * GIB
 """Of unified memory that the host keeps: with 2 GB left hosts were seen to wedge."""
 
 CUDA_13_DRIVER = 580
+
+BLOCK_SCALED = ("mxf8f6f4", "mxf4")
+"""Kinds of MMA that only SM12x has, and in whose place others may stand."""
 
 Outcome = tuple[str, ...] | None
 
@@ -251,15 +255,6 @@ def check_modules(a: Answers) -> Outcome:
     return "warn", text, f"{CLI} sm12x-build", "or the first request builds it"
 
 
-def check_memory(a: Answers) -> Outcome:
-    """Memory, and the compilers that it allows at once."""
-    available, jobs = a("memory", "available"), a("memory", "jobs")
-    text = f"{available / GIB:.1f} GiB free: {jobs} compiler{'s' * (jobs != 1)} at once ({a('memory', 'reason')})"
-    if available < 2 * GIB:
-        return "warn", text, f"MAX_JOBS=1 {CLI} sm12x-build", "before the model is loaded"
-    return "ok", text
-
-
 def check_headroom(a: Answers) -> Outcome:
     """Host memory on a GPU that has none of its own: beside vLLM's share, the host's."""
     if not _unified(a):
@@ -284,11 +279,16 @@ def check_probe(a: Answers) -> Outcome:
         return None  # 'import' or 'modules' says why
     if None in bits.values():
         return "ok", "the width of MMAs' sums was not probed (--probe does): block-scaled MMAs are used"
-    needed = a("modules", "narrowest_sum")
-    text = f"block-scaled MMAs keep {', '.join(f'{count} bits ({kind})' for kind, count in bits.items())} of a sum"
-    narrow = [kind for kind, count in bits.items() if count < needed]
-    instead = f", so half precision takes the place of {' and '.join(narrow)}" if narrow else ""
-    return "ok", f"{text}; {needed} are needed{instead}"
+    return "ok", sums_text(bits, a("modules", "narrowest_sum"))
+
+
+def sums_text(bits: Mapping[str, int], needed: int) -> str:
+    """The width in which each kind of MMA adds up, and what takes the place of those that are too narrow."""
+    text = (
+        f"MMAs keep {', '.join(f'{count} bits ({kind})' for kind, count in bits.items())} of a sum; {needed} are needed"
+    )
+    narrow = [kind for kind in BLOCK_SCALED if bits.get(kind, needed) < needed]
+    return f"{text}, so half precision takes the place of {' and '.join(narrow)}" if narrow else text
 
 
 def check_vllm(a: Answers) -> Outcome:

@@ -201,11 +201,9 @@ def ask_modules() -> None:
 
 
 def ask_memory() -> None:
-    """Memory that is free, and the compilers that a build would run at once."""
-    jobs = importlib.import_module("_sm12x.jit.sm12x.jobs")
-    together, reason = jobs.parallel_jobs()
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    tell(available=jobs.available_memory(), reason=reason, jobs=together, total=total)
+    """Memory of the host: free, and all."""
+    available = importlib.import_module("_sm12x.jit.sm12x.jobs").available_memory()
+    tell(available=available, total=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 
 def ask_vllm(additional_config: str = "{}") -> None:
