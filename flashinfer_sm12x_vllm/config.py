@@ -59,6 +59,7 @@ class SM12xGptOssHook(GptOssForCausalLMConfig):
         if isinstance(vllm_config.additional_config, dict):
             # vLLM's compile cache hashes this and not the environment; workers get it wherever they are started.
             vllm_config.additional_config[settings.KEY] = dataclasses.asdict(chosen)
+        dense.require_compiler(chosen, vllm_config)
         if chosen.graphs == "spark":
             _propose_graph_sizes(vllm_config)
         GptOssForCausalLMConfig.verify_and_update_config(vllm_config)

@@ -8,9 +8,12 @@ computes instead.
 
 from __future__ import annotations
 
+import importlib.util
+import json
 from typing import Any
 
 import torch
+from vllm.config import set_current_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.kernels import linear
 from vllm.model_executor.layers.linear import LinearMethodBase
@@ -18,12 +21,13 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.parameter import ModelWeightParameter
 from vllm.model_executor.utils import replace_parameter
 
-from . import table
+from . import settings, table
 from .settings import Choice
 
 logger = init_logger("vllm.flashinfer_sm12x")
 
 BLOCK_SIZE = 32
+PREBUILT = "flashinfer_sm12x_kernels"  # the package of a wheel of kernels
 # Rows quantized at once: 24 MB in float32 for a hidden size of 2880, of which MXFP4's scale rule holds some six.
 CHUNK_ROWS = 2048
 
@@ -71,11 +75,45 @@ def make_kernel(choice: Choice, shape: tuple[int, int]) -> Any:
     ValueError
         vLLM's, when the kernel that was named cannot serve the format.
     """
-    if linear._get_linear_backend(quantization=choice.weights) == "auto":
+    if _is_ours(choice.weights):
         return ForkKernel(choice)
     if choice.weights == "mxfp8":
         return linear.init_mxfp8_linear_kernel(weight_shape=shape)
     return linear.init_mxfp4_linear_kernel(activation_quant_key=None)
+
+
+def require_compiler(chosen: settings.Settings, vllm_config: Any) -> None:
+    """Refuse quantized layers whose kernel nothing can compile, before weights are loaded. A look at files: no compiler
+    is started, CUDA stays untouched, and whether prebuilt kernels fit is seen when they are loaded.
+
+    Raises
+    ------
+    ValueError
+        There is neither a CUDA compiler nor a wheel of kernels; with what to install and how to do without.
+    """
+    if vllm_config.device_config.device_type != "cuda" or importlib.util.find_spec(PREBUILT) is not None:
+        return
+    kinds = ["lm_head"]
+    if vllm_config.model_config.quantization_config is None:  # else --quantization-config may name the others
+        kinds = ["qkv", "o", "lm_head"]
+    with set_current_vllm_config(vllm_config):
+        weights = {kind: chosen.choice(kind).weights for kind in kinds}
+        ours = [kind for kind in kinds if weights[kind] != "bf16" and _is_ours(weights[kind])]
+    toolchain = settings.load("jit/sm12x/toolchain.py")
+    try:
+        if ours:
+            toolchain.discover()
+    except toolchain.ToolchainError as error:
+        off = json.dumps({settings.KEY: dict.fromkeys(ours, "bf16")})
+        raise ValueError(
+            f"flashinfer-sm12x: {', '.join(ours)} are to be quantized, and their kernel cannot be compiled here: {error}. "
+            f"Or install prebuilt kernels (docs/serving.md), or leave these layers to vLLM: --additional-config '{off}'"
+        ) from None
+
+
+def _is_ours(weights: str) -> bool:
+    """Whether this fork's kernel computes the format: ``--linear-backend`` names none of vLLM's."""
+    return bool(linear._get_linear_backend(quantization=weights) == "auto")
 
 
 def quantize(weight: torch.Tensor, weights: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 
-def _variables() -> Any:
-    """The fork's table of variables; vLLM has plugins registered before anything may import flashinfer."""
-    file = Path(__file__).resolve().parents[1] / "flashinfer" / "sm12x" / "variables.py"
-    spec = importlib.util.spec_from_file_location("_flashinfer_sm12x_variables", file)
+def load(path: str) -> Any:
+    """A file of ``flashinfer/`` that needs nothing of it; vLLM has plugins registered before it may be imported."""
+    file = Path(__file__).resolve().parents[1] / "flashinfer" / path
+    spec = importlib.util.spec_from_file_location(f"_flashinfer_sm12x_{file.stem}", file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -29,7 +29,7 @@ def _variables() -> Any:
     return module
 
 
-variables = _variables()
+variables = load("sm12x/variables.py")
 VARIABLE: str = variables.PLUGIN
 KEY = "sm12x"
 

@@ -52,6 +52,7 @@ LONG = (
     "tests/project/test_mutate.py::test_every_outcome",
     "tests/project/test_mutate.py::test_every_test_of_the_lists_can_be_collected",
     "tests/project/test_mutate.py::test_the_command_fails_where_tests_of_the_days_changes_fail_anyway",
+    "tests/project/test_project.py::test_the_demo_runs",
     "tests/project/test_prose.py::test_each_one_liner_for_the_reader_runs",
     "tests/project/test_scripts.py::test_arguments_are_refused_before_anything_starts",
     "tests/project/test_scripts.py::test_help_needs_nothing_of_vllm",

@@ -23,7 +23,7 @@ from flashinfer.sm12x.doctor import questions
 PAGE = (REPO / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 
 # The toy wheel has nothing to build, and memory is that of the machine that the test runs on.
-NOT_FAKED = {"modules", "headroom", "memory"}
+NOT_FAKED = {"modules", "headroom"}
 
 
 def test_a_healthy_machine(machine: Machine) -> None:
@@ -90,8 +90,6 @@ def test_a_fork_that_only_the_working_directory_gives_is_not_what_a_server_impor
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ('{"SM12X": {"qkv": "mxfp8"}}', "'SM12X' is no key that a plugin reads; 'sm12x' is"),
-        ('{"qkv": "mxfp8"}', "'qkv' stands at the top; it is a key of 'sm12x'"),
         ('{"sm12x": {"qkv": "int4"}}', "qkv is 'int4'; it may be bf16"),
         ("{", "Expecting property name"),
         ('{"other": {"qkv": 1}}', ""),
@@ -116,13 +114,6 @@ def test_json_keeps_its_form(machine: Machine) -> None:
         assert finding["state"] in doctor.STATES
     listed = [finding["check"] for finding in data["findings"]]
     assert listed == [check for check in doctor.CHECKS if check in listed]
-    assert (
-        list(doctor.CHECKS)
-        == (
-            "import pythonpath variables build gpu driver kernel-log torch architectures disk modules memory "
-            "headroom probe vllm vllm-plugin vllm-flashinfer"
-        ).split()
-    )
 
 
 def test_the_page_has_each_check_and_no_other() -> None:

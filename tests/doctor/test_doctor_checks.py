@@ -51,7 +51,6 @@ GIVEN: list[tuple[Any, ...]] = [
     ("headroom", memory(100.0), "ok", "", "", ""),
     ("headroom", memory(99.9), "warn", "", "| head", "--gpu-memory-utilization 0.91 or less"),
     ("headroom", memory(1), "warn", "", "| head", "--gpu-memory-utilization 0.00"),
-    ("driver", {"gpus": {"gpus": [{"name": "RTX", "capability": "12.0", "driver": checks.WEDGED[0]}]}}, "ok", "", "", ""),
     ("probe", probed(None, None), "ok", "was not probed", "", ""),
     ("probe", probed(13, 25), "ok", "20 are needed, so half precision takes the place of mxf8f6f4", "", ""),
     ("probe", probed(19, 13), "ok", "half precision takes the place of mxf8f6f4 and mxf4", "", ""),
@@ -59,9 +58,8 @@ GIVEN: list[tuple[Any, ...]] = [
     ("disk", {"folder": {"free_bytes": 8 << 30, "folder": "cache"}}, "ok", "", "", ""),
     ("disk", {"folder": {"free_bytes": 1 << 29, "folder": "cache"}}, "warn", "", "sm12x-cache list", "make room"),
     ("disk", {"folder": {"free_bytes": 1 << 20, "folder": "cache"}}, "fail", "", "sm12x-cache list", "make room"),
-    ("memory", {"memory": {"available": 1 << 30, "jobs": 1, "reason": "2 cores"}}, "warn", "1 compiler at once", "sm12x-build", ""),
     # A check that fails itself is one unknown.
-    ("memory", {"memory": {"available": "a lot", "jobs": 1, "reason": ""}}, "unknown", "the check itself failed", "--json", ""),
+    ("disk", {"folder": {"free_bytes": "a lot", "folder": "cache"}}, "unknown", "the check itself failed", "--json", ""),
 ]
 # fmt: on
 

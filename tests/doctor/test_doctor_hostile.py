@@ -3,14 +3,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from doctor_machine import DOCTOR, Machine
+from doctor_machine import DOCTOR, Machine, healthy
 from layer_toys import write_fork, write_tree
+
+from flashinfer.sm12x import doctor, variables
 
 HOSTILE = {
     "sleeps": "import time; time.sleep(600)",
@@ -54,7 +60,7 @@ def test_programs_and_a_flashinfer_that_hang_end_in_unknown(machine: Machine) ->
     for pid in (machine.root / "hang").read_text().split():
         state = Path(f"/proc/{pid}/stat")
         assert not state.exists() or state.read_text().split()[2] == "Z", "what the question started outlives it"
-    assert found["pythonpath"][0] == "ok"
+    assert found["variables"][0] == "ok"
     assert found.seconds < 40
 
 
@@ -134,3 +140,57 @@ def test_a_copy_of_which_a_part_is_cut_off_says_so_in_a_line(machine: Machine) -
     assert result.returncode == 1
     assert result.stderr.startswith("python -m flashinfer: this copy of the fork is not whole: ")
     assert len(result.stderr.splitlines()) == 1
+
+
+# --- in this process: facts, variables and command lines --------------------------------------------------------------
+
+ODD: list[Any] = [None, "", "x\n\udc80\x1b[ä", -1, 1e308, [], ["x"], {"x": 1}, "12.1", "no answer within 1 s"]
+BUILT = {"workspace": "/cache", "architectures": ["12.1a"], "probed_sum_bits": {"mxf4": 20}, "narrowest_sum": 20}
+MODULES = BUILT | {"module fused_moe_120": {"prebuilt": False, "stale": "x", "passed_over": ""}}
+Ended = Callable[..., str]
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Ended:
+    """Runs the doctor with given facts and variables; its table. The JSON and the exit status must agree."""
+
+    def run(facts: dict[str, dict[str, Any]], environ: dict[str, str]) -> str:
+        monkeypatch.setattr(doctor, "ask", lambda *_: {question: dict(told) for question, told in facts.items()})
+        monkeypatch.setattr(doctor, "os", SimpleNamespace(environ=environ))
+        status = doctor.main(["--json"])
+        rows = json.loads(capsys.readouterr().out)["findings"]
+        assert status == int(any(row["state"] in ("fail", "unknown") for row in rows))
+        return doctor.as_text([doctor.Finding(**row) for row in rows])
+
+    return run
+
+
+def test_whatever_questions_tell_and_variables_hold_the_table_is_printed(machine: Machine, ended: Ended) -> None:
+    facts = machine.diagnose().data["facts"] | {"modules": MODULES}
+    facts |= {f"probe-{part}": told for part, told in healthy().items()}
+    counts = re.compile(r"\d+ ok, \d+ warn, \d+ fail, \d+ unknown$")
+    for question, told in facts.items():
+        for fact in (*told, "failed", "error"):
+            less = {question: {name: value for name, value in told.items() if name != fact}}
+            assert "the check itself failed" not in ended(facts | less, {}), (question, fact)
+            for odd in ODD:
+                assert counts.search(ended(facts | {question: {**told, fact: odd}}, {})), (question, fact, odd)
+    for name in (*variables.TABLE, "PYTHONPATH", "VLLM_PLUGINS", "CUDA_VISIBLE_DEVICES"):
+        for odd in ("", "0", "1", "/x:/y", *filter(None, map(str, ODD))):
+            assert counts.search(ended(facts, {name: odd})), (name, odd)
+
+
+def test_signs_that_an_output_lacks_are_escaped() -> None:
+    output = io.TextIOWrapper(io.BytesIO(), "ascii")
+    assert doctor.say("ä", output)
+    assert output.buffer.getvalue() == b"\\xe4\n"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("words", ["--timeout x", "--timeout", "--bogus", "x"])
+def test_a_wrong_command_line_is_2(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit) as ended:
+        doctor.main(words.split())
+    assert ended.value.code == 2
+    # Python 3.11.2's argparse, Debian 12's, writes to whatever standard error is.
+    monkeypatch.setattr(doctor.argparse.ArgumentParser, "_print_message", lambda *_: doctor.sys.nowhere)
+    assert doctor.main(words.split()) == 2

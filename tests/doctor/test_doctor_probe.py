@@ -7,49 +7,13 @@ import json
 from typing import Any
 
 import pytest
-from doctor_machine import DOCTOR, REPO, Machine
+from doctor_machine import DOCTOR, ORDERS, REPO, Machine, healthy
 from doctor_machine import findings as all_findings
 from layer_toys import write_tree
 
 from flashinfer.sm12x import doctor
 from flashinfer.sm12x.doctor.probe_checks import KINDS, PROBE_CHECKS
 from flashinfer.sm12x.probe import PARTS, mma, parts
-
-ORDERS = [f"{how} {fenced} fence" for how in ("stores", "copies") for fenced in ("with", "without")]
-
-
-def healthy() -> dict[str, dict[str, Any]]:
-    """What the parts would tell of a GB10 that does as predicted."""
-    rates = {"bf16": 1000, "f16": 1000, "mxf8f6f4": 2040, "mxf4": 4080}
-    ranges = {"bf16": [512, 1024], "f16": [512, 1024], "mxf8f6f4": [2048, 2048], "mxf4": [4096, 4096]}
-    cost = {"host_us": 2.0, "stream_us": 2.5, "graph_us": 1.3}
-    overlap = {"first_us": 41.0, "began_before_end_us": 39.5, "released_after_end_us": 1.0}
-    layers = {1: (250, 227, [239, 272]), 4: (900, 860, [866, 944]), 64: (6400, 6238, [6214, 6681])}
-    layers[2048] = (8800, 7275, [8444, 9071])
-    device = {"name": "NVIDIA GB10", "capability": [12, 1], "sm_count": 48}
-    return {
-        "device": {**device, "virtual": False, "gb10": True, "sm12x": True},
-        "build": {"seconds": 20.0},
-        "dram": {"wrong": False, "gigabytes_per_second": 233.4, "predicted": [220.0, 236.0]},
-        "mma": {
-            kind: {"wrong": 0, "flops_per_clock": rate, "tflops": 230.0, "gigahertz": 2.41, "predicted": ranges[kind]}
-            for kind, rate in rates.items()
-        },
-        "sums": {"bf16": 21, "f16": 21, "mxf8f6f4": 20, "mxf4": 20, "needed": 20},
-        "launch": {
-            **{f"{kind} out of order": 0 for kind in ("plain", "dependent", "cooperative")},
-            **dict.fromkeys(("plain", "dependent", "cooperative"), cost),
-            **dict.fromkeys(("overlap", "overlap_shared", "overlap_graph"), overlap),
-            "overlap_plain": overlap | {"began_before_end_us": -0.9},
-        },
-        "order": {name: {"compared": 1_000_000, "wrong": 0} for name in ORDERS},
-        "build-layers": {"seconds": 0.1},
-        "tactics": {"count": 113, "used": {"MoE": 0.93, "dense": 0.99}, "wrong": []},
-        "layer": {
-            f"{tokens} tokens": {"layer_us": time, "read_us": read, "predicted": predicted}
-            for tokens, (time, read, predicted) in layers.items()
-        },
-    }
 
 
 def findings(measured: dict[str, dict[str, Any]]) -> dict[str, doctor.Finding]:
@@ -74,9 +38,9 @@ PLANTED: dict[str, tuple[str, dict[str, Any], str, str, str, str]] = {
                                    "predicted": [4096, 4096]}},
                   "probe-mma-mxf4", "warn", "2,048 FLOP per clock and SM; predicted: 4,096", "nvidia-smi -q"),
     "wrong MMAs": ("mma", {"f16": {"wrong": 7}}, "probe-mma-f16", "fail", "7 results", "report"),
-    "narrow packed sums": ("sums", {"mxf4": 13}, "probe-sums", "warn", "tokens are multiplied as MXFP8", "sm12x-build"),
-    "narrow sums": ("sums", {"mxf8f6f4": 13}, "probe-sums", "warn", "multiplied in half precision", "sm12x-build"),
-    "narrow bf16": ("sums", {"bf16": 13}, "probe-sums", "warn", "bf16 13,", "there is no other MMA"),
+    "narrow packed sums": ("sums", {"mxf4": 13}, "probe-sums", "warn", "so half precision takes the place of mxf4", "sm12x-build"),
+    "narrow sums": ("sums", {"mxf8f6f4": 13}, "probe-sums", "warn", "takes the place of mxf8f6f4", "sm12x-build"),
+    "narrow bf16": ("sums", {"bf16": 13}, "probe-sums", "warn", "13 bits (bf16)", "there is no other MMA"),
     "launches out of order": ("launch", {"dependent out of order": 3}, "probe-launch", "fail", "3 of the dependent",
                               "report"),
     "slow launches": ("launch", {"plain": {"host_us": 9.0, "stream_us": 30.0, "graph_us": 25.0}}, "probe-launch",

@@ -3,18 +3,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
 from layer_toys import REPO, UPSTREAM, load_tool
 
 from flashinfer import _layer, _version
@@ -103,127 +99,21 @@ def test_progress_is_a_line_that_moves_on_a_terminal_alone(
     assert re.search(r"compiling, 3 of 19: \d s\n$", out)
 
 
-def test_the_demos_layer_is_a_call_of_each_mode() -> None:
-    from flashinfer.testing import MoECase, make_moe_inputs
+def test_the_demo_runs() -> None:
+    """All of it, as ``make demo`` does once the emulator is there; what it compiles the virtual device's tests share."""
+    result = subprocess.run([sys.executable, str(REPO / "tools" / "demo.py")], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    titles = re.findall(r"^([1-5])\. ", result.stdout, re.MULTILINE)
+    assert titles[:4] == ["1", "2", "3", "4"]
+    holding, checked = map(int, re.findall(r"^(\d+) of (\d+) checks hold$", result.stdout, re.MULTILINE)[0])
+    assert holding == checked == result.stdout.count("\nok   ") > 10
 
-    def form(inputs: Any) -> dict[str, Any]:
-        values = {field.name: getattr(inputs, field.name) for field in dataclasses.fields(inputs)}
-        return {
-            name: (value.shape, value.dtype) if isinstance(value, torch.Tensor) else value
-            for name, value in values.items()
-        }
 
+def test_the_demo_fails_where_there_is_nothing_to_check() -> None:
     demo = load_tool("demo")
-    drawn = make_moe_inputs(MoECase(3, 64, 96, 4, 2, mode=1), 7)
-    for mode in demo.MODES:
-        assert form(demo.inputs_of(mode, drawn)) == form(make_moe_inputs(MoECase(3, 64, 96, 4, 2, mode=mode), 7))
-
-
-@pytest.mark.parametrize(
-    ("found", "ran"),
-    [
-        (None, None),
-        (("A100", (8, 0)), None),
-        (("H200", (9, 0)), {"FLASHINFER_SM12X_MOE": "1"}),
-        (("GB10", (12, 1)), {}),
-    ],
-)
-def test_the_demo_runs_on_a_gpu_that_has_kernels(found: Any, ran: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a stand-in for the script."""
-    demo, calls = load_tool("demo"), []
-
-    def run(command: list[str], env: dict[str, str]) -> SimpleNamespace:
-        calls.append({name: env[name] for name in env if name.startswith("FLASHINFER_SM12X_MOE")})
-        assert "FLASHINFER_CUDA_ARCH_LIST" not in env
-        assert Path(command[1]).is_file()
-        return SimpleNamespace(returncode=3)
-
-    monkeypatch.setattr(demo.subprocess, "run", run)
-    monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "12.1a")
-    monkeypatch.delenv("FLASHINFER_SM12X_MOE", raising=False)
-    checks = demo.run_on_gpu(found)
-    assert calls == ([] if ran is None else [ran])
-    assert checks == ([] if ran is None else [(f"the layer on the {found[0]}", False)])
-
-
-BLOCK_SCALED = "use the block-scaled FP4 MMA"
-
-
-@dataclasses.dataclass
-class Row:
-    """As much of a report's row as the demo's checks read."""
-
-    instance: str = "mxfp8_m8_k128"
-    gemm: str = "fc1"
-    tensor_instructions: int = 14
-    block_scaled_mmas: int = 14
-    local_accesses: int = 0
-
-
-@pytest.mark.parametrize(
-    ("rows", "failing"),
-    [
-        ([Row(), Row(gemm="fc2"), Row(instance="bf16_m8_k128", block_scaled_mmas=0)], []),
-        ([Row(), Row(gemm="layer", block_scaled_mmas=0)], []),
-        ([], ["0 kernels have matrix instructions", f"0 W4A8 GEMM kernels {BLOCK_SCALED}: 0 QMMA.SF with E2M1 in all"]),
-        ([Row(tensor_instructions=0)], ["1 kernels have matrix instructions"]),
-        ([Row(), Row(local_accesses=3)], ["no kernel spills or uses local memory (LDL, STL) but mxfp8_m8_k128 fc1: 3"]),
-        (
-            [Row(), Row(block_scaled_mmas=0)],
-            [f"2 W4A8 GEMM kernels {BLOCK_SCALED}: 14 QMMA.SF with E2M1 in all"],
-        ),
-        ([Row(), Row(instance="bf16_m8_k128")], ["1 other kernels use none"]),
-    ],
-    ids=["good", "streamed layer in bfloat16", "none", "no MMA", "spills", "W4A8 without", "W4A16 with"],
-)
-def test_the_demo_sees_what_is_wrong_with_machine_code(rows: list[Row], failing: list[str]) -> None:
-    checks = load_tool("demo").machine_code_checks(rows)
-    assert [what for what, holds in checks if not holds] == failing
-
-
-class Launch:
-    """As much of a virtual launch as the demo reads."""
-
-    def __init__(self, kernel: str, mmas: int = 24, reports: tuple[str, ...] = (), status: str = "ok") -> None:
-        self.kernel, self.reports, self.clean = kernel, reports, status == "ok" and not reports
-        self.counters = SimpleNamespace(
-            warp_instructions=1200,
-            by_class={"mma": mmas} if mmas else {},
-            global_distinct_bytes=2_500_000,
-            shared_bank_conflicts=7,
-        )
-        self.predicted = SimpleNamespace(seconds=9.16e-6, bound="dram")
-        self.host_seconds = 0.25
-
-
-PROLOGUE, LAYER = "_ZN3moe8prologueEv", "_Z21streamed_layer_kernelIvEvv"
-FC1, FC2 = "_Z19grouped_gemm_kernelILN5sm12x4RoleE0EEvv", "_Z19grouped_gemm_kernelILN5sm12x4RoleE1EEvv"
-
-
-@pytest.mark.parametrize(
-    ("launches", "failing"),
-    [
-        ([Launch(PROLOGUE, 0), Launch(FC1), Launch(FC2)], []),
-        ([Launch(PROLOGUE, 0), Launch(LAYER)], []),
-        ([], ["W4A8: FC1 and FC2 ran, with MMAs"]),
-        ([Launch(PROLOGUE, 0), Launch(FC1)], ["W4A8: FC1 and FC2 ran, with MMAs"]),
-        ([Launch(FC1), Launch(FC2, 0)], ["W4A8: FC1 and FC2 ran, with MMAs"]),
-        ([Launch(FC1, reports=("a race",)), Launch(FC2)], ["W4A8: 2 launches, all watchers silent\na race"]),
-        ([Launch(FC1, status="deadlock"), Launch(FC2)], ["W4A8: 2 launches, all watchers silent"]),
-    ],
-    ids=["good", "streamed", "none", "no FC2", "no MMA", "a report", "a deadlock"],
-)
-def test_the_demo_sees_what_is_wrong_with_launches(launches: list[Launch], failing: list[str]) -> None:
-    checks = load_tool("demo").launch_checks("W4A8", launches)
-    assert [what for what, holds in checks if not holds] == failing
-
-
-def test_the_demo_lists_what_a_launch_did() -> None:
-    rows = load_tool("demo").launch_rows("W4A8", [Launch(PROLOGUE, 0), Launch(FC2)])
-    assert rows == [
-        ["W4A8", "prologue", 1200, 0, "2.50", 7, "9.2", "dram", 0, "0.2"],
-        ["W4A8", "FC2", 1200, 24, "2.50", 7, "9.2", "dram", 0, "0.2"],
-    ]
+    assert [holds for _, holds in demo.machine_code_checks([])] == [False, True, False, True]
+    assert [holds for _, holds in demo.launch_checks("W4A8", [])] == [False, True]
+    assert demo.run_on_gpu(None) == demo.run_on_gpu(("A100", (8, 0))) == []
 
 
 def test_the_demo_refuses_no_tokens() -> None:

@@ -327,6 +327,31 @@ def test_a_mistake_ends_the_start_with_what_is_allowed(checkpoint_folder):
         serve(checkpoint_folder, {"qkv": "int4"})
 
 
+def test_dense_layers_that_nothing_can_compile_end_the_start_before_weights_are_loaded(
+    checkpoint_folder, tmp_path, monkeypatch
+):
+    from virtual_gpu_platform import VirtualGpu
+
+    def start(*words: str) -> None:
+        """On the CPU nothing is compiled: only the config, by a platform that says cuda."""
+        with monkeypatch.context() as patch:
+            patch.setattr(VirtualGpu, "device_type", "cuda")
+            serve(checkpoint_folder, {"qkv": "mxfp8", "lm_head": "mxfp4"}, *words)
+
+    start()
+    monkeypatch.setenv("CUDA_HOME", "/none")
+    remedy = r"""qkv, lm_head are to .*: CUDA_HOME=/none holds no bin/nvcc.*pip install.*{"qkv": "bf16", "lm_head": "bf16"}"""
+    with pytest.raises(ValueError, match=remedy):
+        start()
+    with pytest.raises(ValueError, match="flashinfer-sm12x: lm_head are to be quantized"):
+        start("--quantization-config", '{"linear": "mxfp8"}')
+    start("--linear-backend", "emulation")
+    serve(checkpoint_folder, {})
+    (tmp_path / "flashinfer_sm12x_kernels").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    start()
+
+
 def test_graph_sizes_are_proposed_and_a_users_win(checkpoint_folder):
     def sizes(*words: str) -> list[int]:
         return served.engine_config(str(checkpoint_folder), *words).compilation_config.cudagraph_capture_sizes

@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from .. import variables
@@ -30,9 +31,8 @@ HEADROOM = 8 * GIB
 
 CUDA_13_DRIVER = 580
 
-WEDGED = ("580.159.03", "580.173.02", "595.84", "595.91.07")
-"""Drivers with which a GB10 was reported to wedge until it was powered off, when unified memory ran out:
-NVIDIA/open-gpu-kernel-modules#1358, MiaAI-Lab/DeepSeek-v4-Flash-DSpark-2x-DGX-Spark#17."""
+BLOCK_SCALED = ("mxf8f6f4", "mxf4")
+"""Kinds of MMA that only SM12x has, and in whose place others may stand."""
 
 Outcome = tuple[str, ...] | None
 
@@ -84,21 +84,6 @@ def check_import(a: Answers) -> Outcome:
     if os.path.realpath(folder) != os.path.realpath(PACKAGE):
         return "warn", f"the fork in {folder} is imported; this doctor is of {PACKAGE}", FIRST, SERVER
     return "ok", f"the fork {a('import', 'fork')} over flashinfer {a('import', 'version')}, {found['file']}"
-
-
-def check_pythonpath(a: Answers) -> Outcome:
-    """Other forks where Python looks."""
-    forks = a("path", "forks")
-    places = {os.path.realpath(os.path.join(fork, "flashinfer")): fork for fork in reversed(forks)}
-    if len(places) < 2:
-        return "ok", f"forks on sys.path: {', '.join(forks) or 'none'}"
-    listed = a.environ.get("PYTHONPATH", "").split(os.pathsep)
-    ours = places.pop(os.path.realpath(PACKAGE), str(TREE))
-    kept = dict.fromkeys([ours, *(entry for entry in listed if entry not in places.values())])
-    named = set(places.values()) <= set(listed)
-    command = f"export PYTHONPATH={shlex.quote(os.pathsep.join(kept))}"
-    text = f"{len(forks)} forks: {', '.join(forks)}; the first is imported"
-    return "warn", text, command if named else f"{PIP} uninstall --yes flashinfer-sm12x"
 
 
 def check_variables(a: Answers) -> Outcome:
@@ -164,7 +149,7 @@ def _unified(a: Answers) -> bool:
 
 
 def check_driver(a: Answers) -> Outcome:
-    """The driver's version: against the toolkit's, and against reports of wedged hosts."""
+    """The driver's version, against the toolkit's."""
     gpus = a.get("gpus", "gpus")
     if not gpus:
         return ("unknown", "no driver answers", "nvidia-smi") if a.gpus() else None
@@ -174,9 +159,6 @@ def check_driver(a: Answers) -> Outcome:
         text = f"driver {driver} is older than {CUDA_13_DRIVER}, which CUDA {cuda} needs"
         command = f"{SUDO}apt-get install --yes nvidia-driver-{CUDA_13_DRIVER}-open"
         return "fail", text, command, "or as the system's vendor says"
-    if _unified(a) and driver in WEDGED:
-        text = f"driver {driver}: GB10s were reported to hang until powered off when their unified memory runs out"
-        return "warn", text, "", "leave the host memory (see 'headroom'): no driver is known to be free of it"
     return "ok", f"driver {driver}"
 
 
@@ -238,10 +220,7 @@ def _runs_on(entry: str, capability: str) -> bool:
 
 
 def check_disk(a: Answers) -> Outcome:
-    """Room for the cache, and for temporary files."""
-    if error := a.get("folder", "temporary_error"):
-        command = "unset TMPDIR" if a.environ.get("TMPDIR") else "df -h /tmp"
-        return "warn", f"nothing can be written where temporary files go: {error}", command, "or make room there"
+    """Room for the cache."""
     free, folder = a("folder", "free_bytes"), a("folder", "folder")
     text = f"{free / GIB:.1f} GiB free for {folder}"
     if free < DISK_NEEDED:
@@ -276,15 +255,6 @@ def check_modules(a: Answers) -> Outcome:
     return "warn", text, f"{CLI} sm12x-build", "or the first request builds it"
 
 
-def check_memory(a: Answers) -> Outcome:
-    """Memory, and the compilers that it allows at once."""
-    available, jobs = a("memory", "available"), a("memory", "jobs")
-    text = f"{available / GIB:.1f} GiB free: {jobs} compiler{'s' * (jobs != 1)} at once ({a('memory', 'reason')})"
-    if available < 2 * GIB:
-        return "warn", text, f"MAX_JOBS=1 {CLI} sm12x-build", "before the model is loaded"
-    return "ok", text
-
-
 def check_headroom(a: Answers) -> Outcome:
     """Host memory on a GPU that has none of its own: beside vLLM's share, the host's."""
     if not _unified(a):
@@ -309,20 +279,16 @@ def check_probe(a: Answers) -> Outcome:
         return None  # 'import' or 'modules' says why
     if None in bits.values():
         return "ok", "the width of MMAs' sums was not probed (--probe does): block-scaled MMAs are used"
-    needed = a("modules", "narrowest_sum")
-    text = f"block-scaled MMAs keep {', '.join(f'{count} bits ({kind})' for kind, count in bits.items())} of a sum"
-    narrow = [kind for kind, count in bits.items() if count < needed]
-    instead = f", so half precision takes the place of {' and '.join(narrow)}" if narrow else ""
-    return "ok", f"{text}; {needed} are needed{instead}"
+    return "ok", sums_text(bits, a("modules", "narrowest_sum"))
 
 
-FORMER_VARIABLES = {
-    r"VLLM_(USE_)?FLASHINFER_MOE_\w+": "the plugin gives gpt-oss's experts to this fork",
-    "VLLM_MXFP4_BACKEND|VLLM_MXFP4_USE_MARLIN": "--moe-backend chooses",
-    "VLLM_ATTENTION_BACKEND": "--attention-backend chooses",
-    "VLLM_USE_CUDA_GRAPH": "graphs are used without --enforce-eager",
-}
-"""What recipes for older vLLMs set, and what stands in its place."""
+def sums_text(bits: Mapping[str, int], needed: int) -> str:
+    """The width in which each kind of MMA adds up, and what takes the place of those that are too narrow."""
+    text = (
+        f"MMAs keep {', '.join(f'{count} bits ({kind})' for kind, count in bits.items())} of a sum; {needed} are needed"
+    )
+    narrow = [kind for kind in BLOCK_SCALED if bits.get(kind, needed) < needed]
+    return f"{text}, so half precision takes the place of {' and '.join(narrow)}" if narrow else text
 
 
 def check_vllm(a: Answers) -> Outcome:
@@ -333,15 +299,9 @@ def check_vllm(a: Answers) -> Outcome:
     if version != VLLM_VERSION:
         text = f"vLLM {version or 'of an unknown version'}; the fork is made for {VLLM_VERSION}"
         return "warn", f"{text}, what follows may differ", INSTALL_VLLM
-    former = {
-        name: instead
-        for name in a.get("vllm", "unread") or ()
-        for pattern, instead in FORMER_VARIABLES.items()
-        if re.fullmatch(pattern, name)
-    }
-    if former:
-        text = "; ".join(f"{name}: {instead}" for name, instead in former.items())
-        return "warn", f"vLLM {version} does not read {text}", "; ".join(f"unset {name}" for name in former), SERVER
+    if unread := a.get("vllm", "unread"):
+        why = "where an older recipe set them: docs/troubleshooting.md has what took their place"
+        return "warn", f"vLLM {version} does not read {', '.join(unread)}", "", why
     return "ok", f"vLLM {version}"
 
 

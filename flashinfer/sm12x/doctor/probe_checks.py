@@ -13,12 +13,12 @@ from typing import Any
 
 from ..probe import TOKENS
 from .asking import CLI, Answers
-from .checks import Outcome
+from .checks import BLOCK_SCALED, Outcome, sums_text
 
 SLACK = 0.95
 """Of a predicted range's slow end: what is slower than that is not as predicted."""
 
-KINDS = ("bf16", "f16", "mxf8f6f4", "mxf4")
+KINDS = ("bf16", "f16", *BLOCK_SCALED)
 SLOW_LAUNCH_US = 10.0
 """A node of a CUDA graph takes about 1.3 us."""
 
@@ -57,7 +57,7 @@ def dram(a: Answers) -> Outcome:
 
 def mma(a: Answers, kind: str) -> Outcome:
     """Results and rate of one kind of MMA."""
-    if kind.startswith("mx") and not a("probe-device", "sm12x"):
+    if kind in BLOCK_SCALED and not a("probe-device", "sm12x"):
         return None
     found = a("probe-mma", kind)
     if found["wrong"]:
@@ -68,27 +68,18 @@ def mma(a: Answers, kind: str) -> Outcome:
     return _beside(f"{rate:,.0f} FLOP per clock and SM", rate, found.get("predicted"), more=more)
 
 
-INSTEAD = {
-    "mxf8f6f4": "MXFP8 is multiplied in half precision (dense layers: as bf16)",
-    "mxf4": "MXFP4 tokens are multiplied as MXFP8 or bf16",
-}
-
-
 def sums(a: Answers) -> Outcome:
     """The width in which MMAs add up."""
     needed = a("probe-sums", "needed")
     bits = {kind: a("probe-sums", kind) for kind in KINDS if a.get("probe-sums", kind) is not None}
-    text = "fraction bits of a sum: " + ", ".join(f"{kind} {width}" for kind, width in bits.items())
-    narrow = [kind for kind, width in bits.items() if width < needed]
+    text = sums_text(bits, needed)
+    narrow = {kind for kind, width in bits.items() if width < needed}
     if not narrow:
-        return "ok", f"{text}: rounding results to bf16 costs more ({needed} are needed for that)"
-    text += f"; with fewer than {needed}, sums cost more than rounding results to bf16"
+        return "ok", text
     if a("probe-device", "virtual"):
         return "warn", text, "", "nothing: the virtual device was made so"
-    instead = [INSTEAD[kind] for kind in narrow if kind in INSTEAD]
-    if not instead:
+    if narrow.isdisjoint(BLOCK_SCALED):
         return "warn", text, "", "there is no other MMA to multiply with; report this, with the file"
-    text += f", so {' and '.join(instead)} from now on"
     return "warn", text, f"{CLI} sm12x-build", "FLASHINFER_SM12X_HALF_MMA=0 keeps the block-scaled MMAs"
 
 

@@ -18,7 +18,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import types
 from pathlib import Path
 from typing import Any
@@ -62,11 +61,9 @@ def tell(**facts: Any) -> None:
 
 
 def ask_path() -> None:
-    """What Python finds by the name of flashinfer, and which forks and plugins and which vLLM are there."""
+    """What Python finds by the name of flashinfer, and which vLLM and which of its plugins are there."""
     spec = importlib.util.find_spec("flashinfer")
     tell(found=None if spec is None else {"file": spec.origin, "folders": list(spec.submodule_search_locations or ())})
-    entries = [entry or "." for entry in dict.fromkeys(sys.path)]
-    tell(forks=[entry for entry in entries if os.path.isfile(os.path.join(entry, "flashinfer", "_layer.py"))])
     tell(vllm=next((found.version for found in importlib.metadata.distributions(name="vllm")), None))
     tell(plugins=[point.name for point in importlib.metadata.entry_points(group="vllm.general_plugins")])
 
@@ -174,15 +171,10 @@ def ask_torch() -> None:
 
 
 def ask_folder() -> None:
-    """Room for the cache, and for temporary files."""
+    """Room for the cache."""
     folder = _cache()
     there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     tell(free_bytes=shutil.disk_usage(there).free, folder=folder)
-    try:
-        with tempfile.TemporaryFile(dir=os.environ.get("TMPDIR")) as file:
-            file.write(bytes(1 << 20))
-    except OSError as error:
-        tell(temporary_error=str(error))
 
 
 def ask_modules() -> None:
@@ -209,11 +201,9 @@ def ask_modules() -> None:
 
 
 def ask_memory() -> None:
-    """Memory that is free, and the compilers that a build would run at once."""
-    jobs = importlib.import_module("_sm12x.jit.sm12x.jobs")
-    together, reason = jobs.parallel_jobs()
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    tell(available=jobs.available_memory(), reason=reason, jobs=together, total=total)
+    """Memory of the host: free, and all."""
+    available = importlib.import_module("_sm12x.jit.sm12x.jobs").available_memory()
+    tell(available=available, total=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 
 def ask_vllm(additional_config: str = "{}") -> None:
