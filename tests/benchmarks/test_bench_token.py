@@ -346,9 +346,6 @@ def test_steps_of_a_run() -> None:
     assert (steps[1].sequences, steps[1].context, steps[1].tokens) == (4, 1024, 4)
     assert (steps[4].new, steps[4].context, steps[4].prefill) == (512, 512, True)
     assert model.DTYPES[steps[2].kv] is torch.float8_e4m3fn
-    both = list(bench_token.steps_of(arguments, ["bf16"], ["separate", "fork"], separate))
-    assert [step.fused_router for step in both] == [False] * 5 + [True] * 5
-    assert bench_token.stack_name("fork", both[-1]) == "fork, dense bf16, its router"
     # A prompt's attention is not the fork's.
     both = list(bench_token.steps_of(arguments, ["bf16"], ["fork"], ["separate", "fork"]))
     assert [(step.fused_attention, step.prefill) for step in both] == [

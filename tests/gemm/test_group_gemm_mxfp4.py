@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,10 +16,8 @@ from flashinfer.gemm import gemm_base, group_gemm_mxfp4_nt_groupwise, sm12x_grou
 from flashinfer.jit.sm12x.instances import GEMM_INSTANCES
 from flashinfer.sm12x import devices
 from flashinfer.sm12x.probe.mma import accumulation_on
-from flashinfer.testing import BoundViolation, check_within_bound, group_gemm_reference, make_group_gemm_inputs
+from flashinfer.testing import check_within_bound, group_gemm_reference, make_group_gemm_inputs
 from flashinfer.testing.moe_inputs import group_gemm_inputs_with_not_numbers
-
-Arguments = dict[str, Any]
 
 
 def with_tactic(inputs: dict[str, torch.Tensor], tactic: int | None, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -139,23 +136,6 @@ def test_what_is_no_number_stays_in_its_row_or_column(dtype: torch.dtype, device
         out = torch.full((14, 136), torch.nan, dtype=torch.float16, device=device)
         group_gemm_mxfp4_nt_groupwise(**call, out=out)
         check_within_bound(out, *group_gemm_reference(**call, accumulation=accumulation), what)
-
-
-def test_planted_faults_leave_the_bound(device: torch.device) -> None:
-    inputs = make_group_gemm_inputs([9, 5], 64, 128, 5, device, data="lattice")
-    reference, bound = group_gemm_reference(**inputs)
-
-    faults: list[Callable[[Arguments], Any]] = [
-        lambda wrong: wrong["b"][1, 3, 7].bitwise_xor_(0x02),  # a weight
-        lambda wrong: wrong["b_scale"][0, 0, 2].add_(1),
-        lambda wrong: wrong["a_scale"][0, 1].add_(1),
-        lambda wrong: wrong["m_indptr"][1].sub_(1),  # a group begins a row early
-    ]
-    for fault in faults:
-        wrong = {name: tensor.clone() for name, tensor in inputs.items()}
-        fault(wrong)
-        with pytest.raises(BoundViolation):
-            check_within_bound(group_gemm_mxfp4_nt_groupwise(**wrong, out_dtype=torch.float16), reference, bound)
 
 
 def test_unknown_tactic_is_refused(device: torch.device) -> None:
