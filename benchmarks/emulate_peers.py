@@ -68,24 +68,17 @@ def upstreams_gemm(device: VirtualDevice, tile: int) -> Callable[..., None]:
     built = library("upstream_group_gemm", source, "c++17", ["-DCUTLASS_ENABLE_GDC_FOR_SM100=1"])
     function = built[f"group_gemm_{tile}_{str(tile <= 64).lower()}"]
 
-    def run(
-        a: torch.Tensor,
-        b: torch.Tensor,
-        a_scale: torch.Tensor,
-        b_scale: torch.Tensor,
-        m_indptr: torch.Tensor,
-        out: torch.Tensor,
-    ) -> None:
-        spaces = [device.empty(WORKSPACE) for _ in range(2)]
+    def run(out: torch.Tensor, **operands: torch.Tensor) -> None:
+        spaces, (*matrices, m_indptr) = [device.empty(WORKSPACE) for _ in range(2)], operands.values()
+        (groups, n, _), k = operands["b"].shape, operands["a"].shape[1]
 
         def call(*given: torch.Tensor) -> None:
             first, second, *others = (ctypes.c_void_p(tensor.data_ptr()) for tensor in given)
             size = ctypes.c_size_t(WORKSPACE)
-            groups, n = b.shape[:2]
-            if (status := function(first, size, second, size, *others, n, a.shape[1], groups)) != 0:
+            if (status := function(first, size, second, size, *others, n, k, groups)) != 0:
                 raise RuntimeError(f"upstream's grouped GEMM answered {status}")
 
-        device.call(call, *spaces, a, b, a_scale, b_scale, out, m_indptr, writes=(*spaces, out))
+        device.call(call, *spaces, *matrices, out, m_indptr, writes=(*spaces, out))
 
     return run
 

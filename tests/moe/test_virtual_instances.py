@@ -196,21 +196,22 @@ def test_both_gemms_choose_for_themselves(device, pair):
         assert_instance(launch, INSTANCES[number])
 
 
+def optional(given: bool) -> dict[str, Any]:
+    return {"biases": given, "swiglu_parameters": given, "global_scales": given}
+
+
 @pytest.mark.races
-@pytest.mark.parametrize("biases", [True, False], ids=["biases", "none"])
-@pytest.mark.parametrize("mode", [0, 1, 2], ids=["MXFP8 input", "bf16 input", "W4A16"])
-def test_optional_tensors(device, mode, biases):
-    case = MoECase(7, 352, INTER, 4, 2, mode, biases=biases, swiglu_parameters=biases, global_scales=biases)
+@pytest.mark.parametrize("mode", [0, 1, 2], ids=["MXFP8 input", "16-bit input", "W4A16"])
+@pytest.mark.parametrize(
+    "changes",
+    [optional(True), optional(False), {"bias_dtype": torch.float32, "output_dtype": torch.float16}],
+    ids=["all", "none", "other dtypes"],
+)
+def test_optional_tensors_and_dtypes(device, mode, changes):
+    case = MoECase(7, 352, INTER, 4, 2, mode, **changes)
+    if mode == 1 and "output_dtype" in changes:
+        case = dataclasses.replace(case, input_dtype=torch.float16)
     check_moe(device, case, 301)
-
-
-@pytest.mark.races
-@pytest.mark.parametrize("mode", [1, 2], ids=["fp16 input", "W4A16"])
-def test_other_dtypes(device, mode):
-    dtypes = {"bias_dtype": torch.float32, "output_dtype": torch.float16}
-    if mode == 1:
-        dtypes["input_dtype"] = torch.float16
-    check_moe(device, MoECase(6, 352, INTER, 4, 2, mode, **dtypes), 306)
 
 
 def test_more_tokens_than_the_grid_packs_at_once(device):
