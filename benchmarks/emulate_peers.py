@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counts of grouped GEMMs that others wrote on the virtual SM121, for :mod:`flashinfer.sm12x.perfmodel.peers`.
 
-Upstream's SM120 MXFP4 GEMM is ``tests/gemm/upstream_group_gemm.cu``, Marlin's ``emulator/tests/upstream/marlin_moe.cu``:
+Upstream's SM120 MXFP4 GEMM is ``tests/benchmarks/upstream_group_gemm.cu``, Marlin's ``emulator/tests/upstream/marlin_moe.cu``:
 those whose results the tests hold against float64. Here they run in a layer's full sizes on a few experts, and are fitted as
 this fork's are (:func:`emulate.fit_launch`).
 """
@@ -32,6 +32,7 @@ from flashinfer.sm12x.perfmodel import peers
 from flashinfer.sm12x.perfmodel.gb10 import MULTIPROCESSORS, Counts, Launch
 from flashinfer.sm12x.perfmodel.moe import Fit, Work, write_fits
 from flashinfer.sm12x.perfmodel.step import LAYER_MODEL
+from flashinfer.testing import make_group_gemm_inputs
 from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
 
 WORKSPACE = 32 << 20
@@ -47,12 +48,12 @@ def library(
     name: str, source: Path, standard: str, defines: Sequence[str], folders: Sequence[Path] = ()
 ) -> ctypes.CDLL:
     """A source of others' kernels, compiled for SM121 with its PTX, and loaded."""
-    targets = [f"-gencode=arch=compute_121a,code={code}" for code in ("sm_121a", "compute_121a")]
+    target = "-gencode=arch=compute_121a,code=compute_121a"  # no machine code: nothing reads it
     spec = JitSpecSm12x(
         name=name,
         sources=[source],
         extra_cflags=[],
-        extra_cuda_cflags=[f"-std={standard}", "-O3", "-DNDEBUG", "-w", "--compress-mode=none", *defines, *targets],
+        extra_cuda_cflags=[f"-std={standard}", "-O3", "-DNDEBUG", "-w", "--compress-mode=none", *defines, target],
         extra_ldflags=None,
         extra_include_dirs=list(folders),
         architectures=((12, "1a"),),
@@ -61,23 +62,15 @@ def library(
     return ctypes.CDLL(str(spec.plan.library))
 
 
-def cutlass(device: VirtualDevice, tile: int) -> GroupedGemm:
-    """Upstream's grouped GEMM, as its test compiles it; up to 64 rows of a tile its operands change places."""
-    source = fork_root() / "tests" / "gemm" / "upstream_group_gemm.cu"
-    built = library("test_upstream_group_gemm", source, "c++17", ["-DCUTLASS_ENABLE_GDC_FOR_SM100=1"])
+def upstreams_gemm(device: VirtualDevice, tile: int) -> Callable[..., None]:
+    """Upstream's grouped GEMM by its operands' names; up to 64 rows of a tile its operands change places."""
+    source = fork_root() / "tests" / "benchmarks" / "upstream_group_gemm.cu"
+    built = library("upstream_group_gemm", source, "c++17", ["-DCUTLASS_ENABLE_GDC_FOR_SM100=1"])
     function = built[f"group_gemm_{tile}_{str(tile <= 64).lower()}"]
 
-    def run(rows: Sequence[int], n: int, k: int) -> None:
-        def random(*shape: int) -> torch.Tensor:
-            return torch.randint(0, 120, shape, dtype=torch.uint8)  # no NaN among e4m3
-
-        groups, total, blocks = len(rows), sum(rows), -(-k // (4 * SCALE_BLOCK)) * 4
-        row_blocks = -(-n // 128) * 128
-        tensors = [
-            *(device.empty(WORKSPACE) for _ in range(2)), random(total, k), random(groups, n, k // 2),
-            random(total + 128 * groups, blocks), random(groups, row_blocks, blocks),
-            torch.empty((total, n), dtype=torch.bfloat16), torch.tensor([0, *itertools.accumulate(rows)], dtype=torch.int32),
-        ]  # fmt: skip
+    def run(out: torch.Tensor, **operands: torch.Tensor) -> None:
+        spaces, (*matrices, m_indptr) = [device.empty(WORKSPACE) for _ in range(2)], operands.values()
+        (groups, n, _), k = operands["b"].shape, operands["a"].shape[1]
 
         def call(*given: torch.Tensor) -> None:
             first, second, *others = (ctypes.c_void_p(tensor.data_ptr()) for tensor in given)
@@ -85,7 +78,18 @@ def cutlass(device: VirtualDevice, tile: int) -> GroupedGemm:
             if (status := function(first, size, second, size, *others, n, k, groups)) != 0:
                 raise RuntimeError(f"upstream's grouped GEMM answered {status}")
 
-        device.call(call, *tensors)
+        device.call(call, *spaces, *matrices, out, m_indptr, writes=(*spaces, out))
+
+    return run
+
+
+def cutlass(device: VirtualDevice, tile: int) -> GroupedGemm:
+    """Upstream's grouped GEMM."""
+    gemm = upstreams_gemm(device, tile)
+
+    def run(rows: Sequence[int], n: int, k: int) -> None:
+        out = torch.empty((sum(rows), n), dtype=torch.bfloat16)
+        gemm(**make_group_gemm_inputs(rows, n, k, 0), out=out)
 
     return run
 

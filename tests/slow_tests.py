@@ -43,7 +43,6 @@ LONG = (
     "tests/layer/test_upstream_modules.py::test_no_public_name_is_lost",
     "tests/layer/test_upstream_modules.py::test_the_wheels_other_top_level_package_finds_its_code",
     "tests/layer/test_upstream_modules.py::test_what_imports_and_what_does_not_is_the_same",
-    "tests/moe/test_cutlass_fused_moe_mxfp4.py::test_gpt_oss_120b_layer",
     "tests/moe/test_moe_planner.py::test_sm12x_takes_a_tactic_within_ten_percent_of_the_models_best",
     "tests/moe/test_virtual_launcher.py::test_every_part_of_a_dense_layers_workspace_is_as_large_as_what_it_holds",
     "tests/moe/test_virtual_launcher.py::test_largest_outputs_of_rows_beyond_31_bits",

@@ -118,18 +118,10 @@ def load_humming(vllm: Path | None) -> Peer:
     return Humming(in_vllm(MOE_LIBRARY, vllm))
 
 
-def load_cutile(_: Path | None) -> Peer:
-    """cuTile's MoE kernels of the installed flashinfer wheel, with the package cuda-tile."""
-    from .cutile import CuTile
-
-    return CuTile()
-
-
 PEERS: dict[str, Callable[[Path | None], Peer]] = {
     "marlin": load_marlin,
     "triton_kernels": load_triton_kernels,
     "humming": load_humming,
-    "cutile": load_cutile,
 }
 
 

@@ -22,11 +22,9 @@ from flashinfer.sm12x.perfmodel import step as model
 from flashinfer.sm12x.perfmodel.devices import GB10
 from flashinfer.sm12x.perfmodel.gb10 import FAST, FIXED_US, MIDDLE
 from flashinfer.sm12x.perfmodel.step import (
-    ALL_REDUCE_US,
     DENSE_FORMATS,
     KV_BYTES,
     MATRICES,
-    TOKENS_BESIDE,
     Given,
     Kernel,
     Step,
@@ -157,20 +155,6 @@ def test_a_prompt_is_bound_by_arithmetic() -> None:
     assert rows["LM head"] == decode["LM head"]
 
 
-def test_fewer_bytes_are_faster_and_two_sparks_too() -> None:
-    for ranks in (1, 2):
-        bf16, mxfp8, mxfp4 = predict.headline(ranks)
-        assert bf16.middle_rate < mxfp8.middle_rate < mxfp4.middle_rate
-        assert bf16.floor > mxfp8.floor > mxfp4.floor
-    for one, two in zip(predict.headline(1), predict.headline(2), strict=True):
-        assert one.middle_rate < two.middle_rate < 2 * one.middle_rate
-        reduced = two.rows[[row.part for row in two.rows].index("all-reduce")]
-        assert (reduced.fast, reduced.slow) == pytest.approx(tuple(73 * end for end in ALL_REDUCE_US[8]))
-    for context in (8192, 131_072):
-        wide, narrow = (model.predict(MODEL, step_of("mxfp4", context, kv=kv)) for kv in ("bf16", "fp8"))
-        assert narrow.slow < wide.slow
-
-
 def test_what_was_not_emulated_is_named() -> None:
     with pytest.raises(
         ValueError,
@@ -182,24 +166,6 @@ def test_what_was_not_emulated_is_named() -> None:
         ValueError, match=r"QKV for 8192 tokens .* mxfp4 and tokens in bf16: 1, 4, 16, 64, 512, 2048 only"
     ):
         model.predict(MODEL, prompt)  # cuBLAS and dequantized weights
-
-
-def test_what_tokens_are_rounded_to_counts_in_prompts() -> None:
-    def qkv(tokens: Any, sequences: int = 1, new: int = 2048) -> model.Row:
-        step = Step(sequences, max(new, 1024), new, formats=formats_of("mxfp4"), dense_tokens=tokens)
-        return model.predict(MODEL, step).rows[2]
-
-    bf16, mxfp8, mxfp4 = (qkv(tokens) for tokens in TOKENS_BESIDE["mxfp4"])
-    assert bf16.part == "QKV"
-    # The bf16 MMA's rate is a quarter to half of e4m3's, which is half of packed e2m1's.
-    assert mxfp4.slow < mxfp8.fast < mxfp8.slow < bf16.fast
-    few = [qkv(tokens, new=1).slow for tokens in TOKENS_BESIDE["mxfp4"]]
-    assert few == pytest.approx([few[0]] * 3, rel=0.01)  # DRAM hides what rounding a token takes
-    assert qkv("mxfp8", sequences=64, new=1).slow < qkv("bf16", sequences=64, new=1).slow
-    prompts = [each.step for each in predict.batches(MODEL) if each.step.new == 2048]
-    assert [(step.formats["O"], step.dense_tokens) for step in prompts] == [
-        (weights, tokens) for weights in DENSE_FORMATS for tokens in TOKENS_BESIDE[weights]
-    ]
 
 
 def a_line(**named: Any) -> Kernel:

@@ -16,7 +16,6 @@ import pytest
 import torch
 from printed import cells
 
-from flashinfer.jit import env as jit_env
 from flashinfer.jit.sm12x.instances import DENSE_INSTANCES, INSTANCES, Instance
 from flashinfer.sm12x.models import MODELS, MOE_LAYERS, MoELayer
 from flashinfer.sm12x.perfmodel import dense, gb10, moe
@@ -24,7 +23,6 @@ from flashinfer.sm12x.perfmodel.gb10 import FAST, FIXED_US, MIDDLE, SECOND_LAUNC
 from flashinfer.sm12x.perfmodel.moe import Fit, Work
 from flashinfer.sm12x.probe import layer
 
-REPO = Path(__file__).resolve().parents[2]
 MODEL = "gpt-oss-120b"
 MOE = MODELS[MODEL].moe
 TACTIC = next(row.index for row in INSTANCES if row.activation == "mxfp8")
@@ -317,15 +315,11 @@ def test_tables_without_a_gpu_say_what_they_are(
     assert (told["MB"], told["floor us"], told["fixed us"]) == (f"{line.megabytes:,.0f}", f"{line.floor:,.0f}", "34")
     assert told["bound by"] == line.bound
     assert printed.count("\nemulated ") == 2, "the two models share their GEMMs' sizes"
-    # What takes minutes is announced before it begins, with where its results stay.
+    # What takes minutes is announced before it begins.
     announced = ["building the emulator", "building fused_moe_120", "module of gen_", "built in", "[1/2] emul", "[2/2]"]
     assert [printed.index(text) for text in announced] == sorted(printed.index(text) for text in announced)
-    assert f"kept in {REPO / 'emulator' / 'build'}" in printed
-    assert f"kept in {jit_env.FLASHINFER_JIT_DIR}" in printed
-    # Not by way of a call that swallows make's output, and not quietly.
-    ((make, *arguments),) = ran
+    ((make, *_),) = ran
     assert Path(make).name == "make"
-    assert {"-s", "--silent", "--quiet"}.isdisjoint(arguments)
     assert bench_dense_mx.main(["--tokens", "1,8192", "--layers", "qkv,lm_head"]) == 0
     printed = capsys.readouterr().out
     assert "qkv, 8192 tokens, mxfp4 weights, bf16 tokens: by cuBLAS, no prediction" in printed

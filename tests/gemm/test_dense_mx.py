@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from operator_calls import on
 
 from flashinfer.gemm import sm12x_dense_launch
 from flashinfer.gemm.sm12x_dense import dense_mx
@@ -23,24 +24,22 @@ from flashinfer.gemm.sm12x_dense_launch import (
     choose,
     instance,
 )
-from flashinfer.jit import core
 from flashinfer.jit.sm12x import modules
 from flashinfer.jit.sm12x.instances import Format
 from flashinfer.sm12x.probe.mma import accumulation_on
-from flashinfer.testing import DenseCase, check_within_bound, dense_reference, make_dense_inputs
+from flashinfer.testing import DenseCase, DenseInputs, check_within_bound, dense_reference, make_dense_inputs
 from flashinfer.testing.dense_reference import TOKENS, TOKENS_OF, dense_inputs_with_not_numbers
 
 
-def on(device: torch.device, case: DenseCase, seed: int) -> Any:
-    print("seed", seed)
-    inputs = make_dense_inputs(case, seed)
-    inputs.arguments = tuple(tensor.to(device) for tensor in inputs.arguments)
-    inputs.named = {key: v.to(device) if isinstance(v, torch.Tensor) else v for key, v in inputs.named.items()}
+def moved(device: torch.device, inputs: DenseInputs) -> DenseInputs:
+    inputs.arguments = tuple(tensor.to(device) for tensor in inputs.arguments)  # type: ignore[assignment]
+    inputs.named = on(device, inputs.named)
     return inputs
 
 
 def check(device: torch.device, case: DenseCase, seed: int, **named: Any) -> None:
-    inputs = on(device, case, seed)
+    print("seed", seed)
+    inputs = moved(device, make_dense_inputs(case, seed))
     out = torch.full((case.num_tokens, case.n), torch.nan, dtype=case.out_dtype, device=device)
     assert dense_mx(*inputs.arguments, **inputs.named, out=out, **named) is out
     check_within_bound(out, *dense_reference(inputs, accumulation_on(device)), f"{case}, seed {seed}")
@@ -85,11 +84,11 @@ def test_what_is_no_number_stays_in_its_row_or_column(device: torch.device, weig
         pytest.skip("tokens are rounded to MXFP4 for MXFP4 weights")
     case = DenseCase(5, 40, 96, weights, tokens, torch.float32, True, True, torch.float32)
     for what, inputs in dense_inputs_with_not_numbers(case, 10):
-        arguments = [tensor.to(device) for tensor in inputs.arguments]
-        named = {key: v.to(device) if isinstance(v, torch.Tensor) else v for key, v in inputs.named.items()}
+        expected = dense_reference(inputs, accumulation_on(device))
+        moved(device, inputs)
         out = torch.full((5, 40), torch.nan, device=device)
-        dense_mx(*arguments, **named, out=out)
-        check_within_bound(out.cpu(), *dense_reference(inputs, accumulation_on(device)), what)
+        dense_mx(*inputs.arguments, **inputs.named, out=out)
+        check_within_bound(out.cpu(), *expected, what)
 
 
 def test_dequantized_weights_in_several_pieces(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +101,7 @@ def test_dequantized_weights_in_several_pieces(device: torch.device, monkeypatch
 
 
 def test_no_tokens(device: torch.device) -> None:
-    inputs = on(device, DenseCase(1, 64, 64), 9)
+    inputs = moved(device, make_dense_inputs(DenseCase(1, 64, 64), 9))
     x, *weight = inputs.arguments
     assert dense_mx(x[:0], *weight).shape == (0, 64)
     assert dense_mx(x, weight[0][:0], weight[1][:0]).shape == (1, 0)
@@ -193,14 +192,6 @@ def test_sums_in_few_bits_turn_that_block_scaled_mma_off(
         ("mxfp4", BF16),
     ]
     assert [sm12x_dense_launch.gemm_operand(*call, True) for call in calls] == expected
-    # A tactic that a caller forces sums in float32, too: the kernels of that kind, and no others, are compiled so.
-    monkeypatch.setattr(modules.jit_env, "FLASHINFER_GEN_SRC_DIR", tmp_path / "generated")
-    monkeypatch.setattr(core.current_compilation_context, "TARGET_CUDA_ARCHS", {(12, "1a")})
-    spec = modules.gen_dense_module()
-    assert spec.name == "dense_mx_sm12x" + "".join(f"_half_{kind}" for kind in ("mxf8f6f4", "mxf4") if kind in narrow)
-    flags = {flag for flag in spec.extra_cuda_cflags if "SM12X_HALF" in flag}
-    assert flags == {f"-DFLASHINFER_SM12X_HALF_{kind.upper()}=1" for kind in narrow}
-    assert ("_half" in modules.gen_fused_moe_module().name) == ("mxf8f6f4" in narrow)
     assert {sm12x_dense_launch.gemm_operand(*call, False) for call in calls} == {"bf16"}  # compute capability 9.0
     for variable in ("0", "1"):
         monkeypatch.setenv("FLASHINFER_SM12X_HALF_MMA", variable)
@@ -213,7 +204,7 @@ def test_sums_in_few_bits_turn_that_block_scaled_mma_off(
 def test_a_captured_graph_replays(device: torch.device, tokens: int) -> None:
     if device.type == "cpu":
         pytest.skip("graphs are of CUDA")
-    inputs = on(device, DenseCase(tokens, 640, 2880, bias=torch.bfloat16), 12)
+    inputs = moved(device, make_dense_inputs(DenseCase(tokens, 640, 2880, bias=torch.bfloat16), 12))
     eager = dense_mx(*inputs.arguments, inputs.named["bias"], constant_weights=True)
     out = torch.full_like(eager, torch.nan)
     graph = torch.cuda.CUDAGraph()
@@ -231,7 +222,7 @@ def test_launches_behind_each_other_see_each_others_results(device: torch.device
     """Programmatic dependent launches: each layer's tokens are the outputs of the one before."""
     if device.type == "cpu":
         pytest.skip("streams are of CUDA")
-    inputs = on(device, DenseCase(4, 512, 512, "mxfp8"), 13)
+    inputs = moved(device, make_dense_inputs(DenseCase(4, 512, 512, "mxfp8"), 13))
     x, weight, scale = inputs.arguments
     step = x
     expected = x
@@ -244,7 +235,7 @@ def test_launches_behind_each_other_see_each_others_results(device: torch.device
 
 
 def test_an_output_may_be_the_residual_and_nothing_else_that_is_read(device: torch.device) -> None:
-    inputs = on(device, DenseCase(3, 64, 64, residual=True), 14)
+    inputs = moved(device, make_dense_inputs(DenseCase(3, 64, 64, residual=True), 14))
     expected = dense_mx(*inputs.arguments, **inputs.named)
     residual = inputs.named["residual"]
     assert dense_mx(*inputs.arguments, **inputs.named, out=residual) is residual

@@ -18,9 +18,10 @@ from flashinfer.gemm.sm12x_dense_tuning import DEQUANTIZED, MOST_TOKENS
 from flashinfer.jit.sm12x.instances import DENSE_INSTANCES
 from flashinfer.quantization.mx_cpu import swizzled_size
 from flashinfer.sm12x import tune
+from flashinfer.testing import DenseCase, make_dense_inputs
 
 N, K = 256, 640
-FORMATS = ("bf16", "mxfp8", "swizzled", "linear", "mxfp4")
+FORMATS = ("bf16", "quantize_bf16", "mxfp8", "mxfp8_linear", "mxfp4")
 
 
 class Stand:
@@ -64,29 +65,9 @@ def stand(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stand]:
         yield made
 
 
-def arguments(
-    tokens: int,
-    weights: str = "mxfp4",
-    form: str = "bf16",
-    n: int = N,
-    dtype: torch.dtype = torch.bfloat16,
-    **more: Any,
-) -> dict[str, Any]:
-    def empty(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype)
-
-    mxfp4, blocks = weights == "mxfp4", K // 32
-    made: dict[str, Any] = {
-        "weight": empty(n, K // 2) if mxfp4 else empty(n, K, dtype=torch.float8_e4m3fn),
-        "weight_scale": empty(swizzled_size(n, blocks)),
-        **more,
-    }
-    if form in ("bf16", "mxfp8"):
-        return made | {"x": empty(tokens, K, dtype=dtype), "activation": form}
-    made["x"] = empty(tokens, K // 2) if form == "mxfp4" else empty(tokens, K, dtype=torch.float8_e4m3fn)
-    linear = form == "linear"
-    made["x_scale"] = empty(tokens, blocks) if linear else empty(swizzled_size(tokens, blocks))
-    return made | {"swizzled_x_scale": not linear}
+def arguments(tokens: int, weights: str = "mxfp4", form: str = "bf16", **more: Any) -> dict[str, Any]:
+    inputs = make_dense_inputs(DenseCase(tokens, N, K, weights, form, **more), 0)
+    return dict(zip(("x", "weight", "weight_scale"), inputs.arguments, strict=True)) | inputs.named
 
 
 def took(stand: Stand, *given: Any, **named: Any) -> str:
@@ -118,18 +99,17 @@ def test_what_takes_a_call_is_timed_and_the_best_is_used(stand: Stand, weights: 
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_profiles_have_operands_of_their_size(stand: Stand, form: str) -> None:
-    residual = torch.empty((8, N), dtype=torch.float16)
     with autotune(True):
-        dense_mx(**arguments(8, form=form), residual=residual, out_dtype=torch.float16)
+        dense_mx(**arguments(8, form=form, residual=True, out_dtype=torch.float16))
     assert {operands.x.shape[0] for operands in stand.operands} >= {1, 2, 4, 8, 256, MOST_TOKENS}
     for operands in stand.operands:
         tokens = operands.x.shape[0]
         assert operands.out.shape == operands.residual.shape == (tokens, N)
         assert operands.out.dtype == operands.residual.dtype == torch.float16
-        if form in ("bf16", "mxfp8"):
+        if form in ("bf16", "quantize_bf16"):
             assert operands.x_scale is None
         else:
-            size = tokens * K // 32 if form == "linear" else swizzled_size(tokens, K // 32)
+            size = tokens * K // 32 if form == "mxfp8_linear" else swizzled_size(tokens, K // 32)
             assert operands.x_scale.numel() == size
 
 

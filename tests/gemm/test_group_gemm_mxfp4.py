@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,10 +16,8 @@ from flashinfer.gemm import gemm_base, group_gemm_mxfp4_nt_groupwise, sm12x_grou
 from flashinfer.jit.sm12x.instances import GEMM_INSTANCES
 from flashinfer.sm12x import devices
 from flashinfer.sm12x.probe.mma import accumulation_on
-from flashinfer.testing import BoundViolation, check_within_bound, group_gemm_reference, make_group_gemm_inputs
+from flashinfer.testing import check_within_bound, group_gemm_reference, make_group_gemm_inputs
 from flashinfer.testing.moe_inputs import group_gemm_inputs_with_not_numbers
-
-Arguments = dict[str, Any]
 
 
 def with_tactic(inputs: dict[str, torch.Tensor], tactic: int | None, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -57,22 +54,19 @@ def _check(
         assert torch.equal(results[0].view(torch.int16), results[1].view(torch.int16)), "repeats bit for bit"
 
 
-@pytest.mark.parametrize("sizes", [[1], [4, 0, 9], [0, 0, 130, 1], [128, 128, 128], [257, 3]])
-@pytest.mark.parametrize("data", ["normal", "lattice"])
-def test_group_sizes(sizes: list[int], data: str, device: torch.device) -> None:
-    _check(sizes, 136, 288, device, data=data)
-
-
-@pytest.mark.parametrize("n", [8, 32, 120, 128, 720, 2880])
-@pytest.mark.parametrize("k", [32, 96, 128, 192, 736])
-def test_extents(n: int, k: int, device: torch.device) -> None:
-    _check([5, 12], n, k, device, seed=n + k, data="lattice")
+# Groups, N and K at both ends and around the tiles of 128.
+CORNERS = [
+    ([1], 8, 32), ([4, 0, 9], 136, 288), ([0, 0, 130, 1], 120, 96), ([128, 128, 128], 128, 128), ([257, 3], 32, 192),
+    ([5, 12], 720, 736), ([5, 12], 2880, 736),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16])
-def test_dtypes(dtype: torch.dtype, out_dtype: torch.dtype, device: torch.device) -> None:
-    _check([17, 6], 64, 256, device, seed=1, dtype=dtype, out_dtype=out_dtype)
+@pytest.mark.parametrize("data", ["normal", "lattice"])
+def test_corners(data: str, dtype: torch.dtype, device: torch.device) -> None:
+    for place, (sizes, n, k) in enumerate(CORNERS):
+        out_dtype = (torch.bfloat16, torch.float16)[place % 2]
+        _check(sizes, n, k, device, seed=n + k, dtype=dtype, out_dtype=out_dtype, data=data)
 
 
 def test_all_groups_empty(device: torch.device) -> None:
@@ -142,23 +136,6 @@ def test_what_is_no_number_stays_in_its_row_or_column(dtype: torch.dtype, device
         out = torch.full((14, 136), torch.nan, dtype=torch.float16, device=device)
         group_gemm_mxfp4_nt_groupwise(**call, out=out)
         check_within_bound(out, *group_gemm_reference(**call, accumulation=accumulation), what)
-
-
-def test_planted_faults_leave_the_bound(device: torch.device) -> None:
-    inputs = make_group_gemm_inputs([9, 5], 64, 128, 5, device, data="lattice")
-    reference, bound = group_gemm_reference(**inputs)
-
-    faults: list[Callable[[Arguments], Any]] = [
-        lambda wrong: wrong["b"][1, 3, 7].bitwise_xor_(0x02),  # a weight
-        lambda wrong: wrong["b_scale"][0, 0, 2].add_(1),
-        lambda wrong: wrong["a_scale"][0, 1].add_(1),
-        lambda wrong: wrong["m_indptr"][1].sub_(1),  # a group begins a row early
-    ]
-    for fault in faults:
-        wrong = {name: tensor.clone() for name, tensor in inputs.items()}
-        fault(wrong)
-        with pytest.raises(BoundViolation):
-            check_within_bound(group_gemm_mxfp4_nt_groupwise(**wrong, out_dtype=torch.float16), reference, bound)
 
 
 def test_unknown_tactic_is_refused(device: torch.device) -> None:

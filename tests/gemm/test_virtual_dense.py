@@ -110,7 +110,11 @@ EACH_FORMAT = pytest.mark.parametrize(
 @EACH_FORMAT
 def test_formats_of_tokens_and_what_is_added(device: VirtualDevice, name: str, tokens: str) -> None:
     choice = FORMATS.index(tokens)
-    for k in (416, 320):  # one block in the last word of scales, and two
+    for k in (
+        416,
+        320,
+        256,
+    ):  # one block in the last word of scales, two, and four: whole words are read where they are
         case = DenseCase(
             7,
             72,
@@ -233,12 +237,6 @@ def test_random_shapes_and_scales_of_mxfp4_tokens(device: VirtualDevice, name: s
     check_within_bound(out, reference, bound, f"{case}, seed {seed}")
 
 
-@pytest.mark.parametrize("weights", ["mxfp4", "mxfp8"])
-def test_token_scales_in_whole_words_are_read_where_they_are(device: VirtualDevice, weights: str) -> None:
-    for tokens in ("mxfp8", "mxfp8_linear"):
-        check(device, DenseCase(70, 130, 256, weights, tokens), 12, f"dense_{weights}_m64_gemm_mxfp8")
-
-
 @pytest.mark.parametrize("k", [416, 192])
 def test_linear_token_scales_may_start_anywhere_where_they_are_no_words(device: VirtualDevice, k: int) -> None:
     inputs = make_dense_inputs(DenseCase(8, 130, k, "mxfp8", "mxfp8_linear"), 16)
@@ -345,6 +343,24 @@ def test_quantized_tokens_go_to_block_scaled_mmas(device: VirtualDevice) -> None
         assert operand in device.launches[-1].kernel
 
 
+def run_both(
+    device: VirtualDevice, rows: list[Instance], calls: list[tuple[torch.Tensor, ...]], constant_weights: bool
+) -> None:
+    """Two layers ``(out, x, weight, weight_scale)``, programmatic dependent launches, one behind the other."""
+    module = device.module(gen_dense_module)
+    # As large as the largest of these layers needs.
+    spaces = [None if row.streamed else device.empty(workspace_size(device, 16, 160, row)) for row in rows]
+
+    def launch(*_tensors: torch.Tensor) -> None:
+        for row, (out, x, weight, scale), space in zip(rows, calls, spaces, strict=True):
+            operands, token_format = (out, x, None, weight, scale, None, None, None), FORMATS.index(tokens_for(row))
+            module.sm12x_dense_run(*operands, space, token_format, row.index, constant_weights, True)
+
+    known = {tensor.data_ptr(): tensor for call in reversed(calls) for tensor in call}
+    device.call(launch, *known.values(), writes=[out for out, *_ in calls])
+    assert all(found.programmatic for found in device.launches[-2:])
+
+
 @pytest.mark.parametrize(
     "names",
     [("m8_w2", "m8_w2"), ("m32_gemm", "m8_w2"), ("m8_w2", "m32_gemm"), ("m64_gemm_mxfp8", "m64_gemm_mxfp8")],
@@ -354,31 +370,15 @@ def test_quantized_tokens_go_to_block_scaled_mmas(device: VirtualDevice) -> None
 def test_a_layer_reads_what_the_one_before_it_writes(
     device: VirtualDevice, weights: str, names: tuple[str, str]
 ) -> None:
-    """Programmatic dependent launches: weights are on their way before the launch in front has ended, tokens are not."""
+    """Weights are on their way before the launch in front has ended, tokens are not."""
     rows = [BY_NAME[f"dense_{weights}_{name}"] for name in names]
     first = make_dense_inputs(DenseCase(5, 96, 160, weights, tokens_for(rows[0])), 60)
     second = make_dense_inputs(DenseCase(5, 80, 96, weights, tokens_for(rows[1])), 61)
     between, out = (torch.full((5, n), torch.nan, dtype=torch.bfloat16) for n in (96, 80))
-    module = device.module(gen_dense_module)
-    spaces = [
-        None if row.streamed else device.empty(workspace_size(device, 5, k, row))
-        for row, k in zip(rows, (160, 96), strict=True)
-    ]
-
-    def launch(*_tensors: torch.Tensor) -> None:
-        for row, inputs, x, y, space in zip(
-            rows, (first, second), (first.arguments[0], between), (between, out), spaces, strict=True
-        ):
-            weight, scale = inputs.arguments[1:]
-            token_format = FORMATS.index(tokens_for(row))
-            operands = (y, x, None, weight, scale, None, None, None)
-            module.sm12x_dense_run(*operands, space, token_format, row.index, True, True)
-
-    device.call(launch, *first.arguments, *second.arguments, between, out, writes=(between, out))
-    check_within_bound(between, *dense_reference(first), "first")
     second.arguments = (between, *second.arguments[1:])
+    run_both(device, rows, [(between, *first.arguments), (out, *second.arguments)], constant_weights=True)
+    check_within_bound(between, *dense_reference(first), "first")
     check_within_bound(out, *dense_reference(second), "second")
-    assert all(found.programmatic for found in device.launches[-2:])
 
 
 # Rings of a GB10 whose units are several stages.
@@ -407,22 +407,10 @@ def test_a_weight_that_the_layer_in_front_writes(device: VirtualDevice, name: st
     written = torch.full((16, 64), torch.nan, dtype=torch.bfloat16)
     x, _, scale = second.arguments  # of 64 rows and 128 elements, of which 32 rows are used
     weight, out = written.view(torch.uint8).view(32, 64), torch.full((5, 32), torch.nan, dtype=torch.bfloat16)
-    module = device.module(gen_dense_module)
-    spaces = [None if row.streamed else device.empty(workspace_size(device, 16, 128, row)) for _ in range(2)]
-
-    def launch(*_tensors: torch.Tensor) -> None:
-        for operands, space in (
-            ((written, first.arguments[0], None, *first.arguments[1:]), spaces[0]),
-            ((out, x, None, weight, scale), spaces[1]),
-        ):
-            token_format = FORMATS.index(tokens_for(row))
-            module.sm12x_dense_run(*operands, None, None, None, space, token_format, row.index, False, True)
-
-    device.call(launch, *first.arguments, x, scale, written, out, writes=(written, out))
-    check_within_bound(written, *dense_reference(first), "first")
     second.arguments = (x, weight, scale)
+    run_both(device, [row, row], [(written, *first.arguments), (out, *second.arguments)], constant_weights=False)
+    check_within_bound(written, *dense_reference(first), "first")
     check_within_bound(out, *dense_reference(second), "second")
-    assert all(found.programmatic for found in device.launches[-2:])
 
 
 @pytest.mark.parametrize("tokens", FORMATS)

@@ -6,11 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from moe_recording import RecordingModule, recording
+from moe_recording import RecordingModule
+from recording_backend import recording_tuner
 
 
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordingModule]:
-    """Stands in for ``fused_moe_120`` (``moe_recording``)."""
-    with recording(monkeypatch) as recorder:
-        yield recorder
+    """Stands in for ``fused_moe_120`` (``moe_recording``); the autotuner starts empty."""
+    made = RecordingModule()
+    with recording_tuner(monkeypatch, made.backend):
+        yield made

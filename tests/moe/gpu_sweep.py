@@ -21,9 +21,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -39,6 +37,7 @@ from flashinfer.jit.sm12x.instances import DENSE_INSTANCES, GEMM_INSTANCES, INST
 from flashinfer.sm12x.devices import has_block_scaled_mma, serves_cuda
 from flashinfer.sm12x.models import MOE_LAYERS
 from flashinfer.sm12x.probe.mma import accumulation_on
+from flashinfer.sm12x.probe.timing import captured
 from flashinfer.testing import (
     DenseCase,
     MoECase,
@@ -88,16 +87,8 @@ def instance_cases(extra: bool) -> list[Work]:
     for num_tokens in (1, 7, 40, 150):
         for data in ("normal", "lattice"):
             for mode in MODES:  # innermost: a run that is cut short has seen each
-                case = MoECase(
-                    num_tokens,
-                    416,
-                    352,
-                    8,
-                    3,
-                    mode,
-                    data=data,
-                    output_dtype=torch.float16,  # type: ignore[arg-type]
-                )
+                sizes = num_tokens, 416, 352, 8, 3, mode
+                case = MoECase(*sizes, data=data, output_dtype=torch.float16)  # type: ignore[arg-type]
                 pairs = tactics_of(mode, case, extra)
                 numbers = {row.number: row for row in INSTANCES}
                 forced = [pair[0] for pair in pairs if pair and not numbers[pair[0]].streamed]
@@ -221,7 +212,7 @@ def dense_cases(rng: random.Random, count: int, options: argparse.Namespace) -> 
             label = f"{case}, tactic {row.name if row else 'default'}, seed {seed}"
             results = []
             for capture in (False, False, True):
-                run = captured(call) if capture else call
+                run = captured(call).replay if capture else call
                 if not options.no_poison:
                     out.fill_(torch.nan)
                 run()
@@ -232,14 +223,6 @@ def dense_cases(rng: random.Random, count: int, options: argparse.Namespace) -> 
             assert all(same_bits(results[0], result) for result in results[1:]), f"{label}: another run differs"
             runs += 1
     return runs, worst
-
-
-def captured(call: Callable[[], Any]) -> Callable[[], Any]:
-    """A replay of the call's CUDA graph; the call has run before."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

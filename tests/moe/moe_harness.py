@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator
 
 import torch
 
 import flashinfer
 from flashinfer.sm12x.probe.mma import accumulation_on
+from flashinfer.sm12x.probe.timing import captured
 from flashinfer.testing import Accumulation, MoECase, MoEInputs, check_within_bound, make_moe_inputs, moe_reference
 
 
@@ -75,22 +74,11 @@ def run(inputs: MoEInputs, device: torch.device, byte: int, profile_ids: list[in
     return output
 
 
-@contextlib.contextmanager
-def captured_graph() -> Iterator[torch.cuda.CUDAGraph]:
-    """Capture what runs inside into the graph that is yielded, on a side stream that waits for the current one."""
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        yield graph
-
-
 def replayed(inputs: MoEInputs, device: torch.device, profile_ids: list[int] | None) -> torch.Tensor:
     """The output after capturing the call in a CUDA graph, poisoning all it writes, and replaying it twice."""
     output, workspace = poisoned(inputs, device, 0x5A)
-    with captured_graph() as graph:
-        flashinfer.cutlass_fused_moe(
-            **inputs.arguments(), output=output, workspace_buffer=workspace, profile_ids=profile_ids
-        )
+    arguments = {**inputs.arguments(), "output": output, "workspace_buffer": workspace, "profile_ids": profile_ids}
+    graph = captured(lambda: flashinfer.cutlass_fused_moe(**arguments))
     for byte in (0xFF, 0x00):
         output.fill_(torch.nan)
         workspace.fill_(byte)

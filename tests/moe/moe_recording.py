@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from flashinfer.autotuner import AutoTuner, autotuner
-from recording_backend import RecordingBackend, recording_tuner
+from recording_backend import RecordingBackend
 
 from flashinfer.jit.sm12x.instances import INSTANCES
 from flashinfer.testing import MoECase, make_moe_inputs
@@ -32,7 +30,7 @@ class RecordingModule:
         self.registered: list[tuple[int, int]] = []
         self.sizes: list[tuple[int, ...]] = []
         self.few_sms = False  # the stream has fewer than the device
-        self.backend: Any = None
+        self.backend = RecordingBackend(self)
 
     def sm12x_moe_workspace_size(self, *sizes: int) -> int:
         self.sizes.append(sizes)
@@ -47,15 +45,6 @@ class RecordingModule:
 
     def sm12x_register_instance(self, index: int, address: int) -> None:
         self.registered.append((index, address))
-
-
-@contextlib.contextmanager
-def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordingModule]:
-    """Launches go to the module that is given, which ``.backend`` belongs to; the autotuner starts empty."""
-    module = RecordingModule()
-    module.backend = RecordingBackend(module)
-    with recording_tuner(monkeypatch, module.backend):
-        yield module
 
 
 def logged(monkeypatch: pytest.MonkeyPatch) -> list[str]:

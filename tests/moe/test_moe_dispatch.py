@@ -16,7 +16,7 @@ from moe_recording import WORKSPACE, RecordingModule, layer_arguments
 
 import flashinfer
 from flashinfer.fused_moe import core, sm12x_launch, sm12x_planner
-from flashinfer.fused_moe.sm12x_planner import computes_layer, resolved_pair
+from flashinfer.fused_moe.sm12x_planner import computes_layer
 from flashinfer.jit.sm12x.instances import HOPPER, INSTANCES, MAIN_MODULE, SM12X, Instance, index_of, tactic
 from flashinfer.sm12x import devices
 
@@ -41,42 +41,18 @@ def test_one_function_under_all_names() -> None:
 
 
 @pytest.mark.parametrize("mode", [0, 1, 2])
-def test_launch_gets_what_the_binding_declares(mode: int, module: RecordingModule) -> None:
+def test_a_launch_gets_the_planners_tactics_and_tensors_as_they_are(mode: int, module: RecordingModule) -> None:
+    """No copies: only weights and scales are seen as bytes. That each is in its place the virtual SM121 shows."""
     arguments = layer_arguments(mode)
-    for name in ("fc1_expert_weights", "fc2_expert_weights"):
-        arguments[name] = arguments[name].view(torch.int64)
-    arguments["quant_scales"] = [s.view(torch.int32) if s.ndim == 3 else s for s in arguments["quant_scales"]]
-    result = flashinfer.cutlass_fused_moe(**arguments)
-    (launch,) = module.launches
-    assert launch["output"] is result
-    assert (result.shape, result.dtype) == ((6, 160), torch.bfloat16)
-    assert launch["input"] is arguments["input"]
-    assert launch["input_sf"] is arguments["input_sf"]
-    assert launch["ids"] is arguments["token_selected_experts"]
-    assert launch["final_scales"] is arguments["token_final_scales"]
-    for name, shape in (
-        ("fc1_w", (8, 192, 80)),
-        ("fc2_w", (8, 160, 48)),
-        ("fc1_sf", (8, 256, 8)),
-        ("fc2_sf", (8, 256, 4)),
-    ):
-        assert launch[name].dtype == torch.uint8
-        assert launch[name].shape == shape
-    if mode == 2:
-        assert launch["fc1_global"] is launch["fc2_global"] is None
-    else:
-        assert launch["fc1_global"] is arguments["quant_scales"][1]
-        assert launch["fc2_global"] is arguments["quant_scales"][3]
-    assert launch["fc1_bias"] is arguments["fc1_expert_biases"]
-    assert launch["fc2_bias"] is arguments["fc2_expert_biases"]
-    assert launch["alpha"] is arguments["swiglu_alpha"]
-    assert launch["beta"] is arguments["swiglu_beta"]
-    assert launch["limit"] is arguments["swiglu_limit"]
-    assert launch["activation_type"] == ActivationType.Swiglu
+    result = flashinfer.cutlass_fused_moe(**arguments, enable_pdl=False)
+    flashinfer.cutlass_fused_moe(**arguments, enable_pdl=True)
+    launch, other = module.launches
+    assert (launch["enable_pdl"], other["enable_pdl"]) == (False, True)
+    given = {each.data_ptr() for each in (*arguments.values(), *arguments["quant_scales"]) if torch.is_tensor(each)}
+    taken = {each.data_ptr() for each in launch.values() if torch.is_tensor(each)}
+    assert taken - given == {result.data_ptr(), launch["workspace"].data_ptr()}
     assert launch["workspace"].shape == (WORKSPACE,)
-    assert (launch["mode"], launch["first_expert"], launch["num_experts_total"]) == (mode, 0, 8)
-    default = sm12x_planner.plan_moe(6, 3, 8, 160, 96, mode, True)
-    assert (launch["tactic_fc1"], launch["tactic_fc2"]) == default
+    assert (launch["tactic_fc1"], launch["tactic_fc2"]) == sm12x_planner.plan_moe(6, 3, 8, 160, 96, mode, True)
     assert module.sizes == [(6, 160, 96, 8, 3, mode, False)]  # no room for bfloat16: the MMA takes block scales
 
 
@@ -85,20 +61,6 @@ def test_the_activation_reaches_the_launch(module: RecordingModule) -> None:
     for activation in (ActivationType.SwigluStep, 7, ActivationType.SwigluBias, 3):
         flashinfer.cutlass_fused_moe(**arguments | {"activation_type": activation})
         assert module.launches[-1]["activation_type"] == activation
-
-
-def test_options_reach_the_launch(module: RecordingModule) -> None:
-    arguments = layer_arguments(0, swizzled_input_sf=False, ep_size=2, ep_rank=1)
-    output = torch.empty(6, 160, dtype=torch.bfloat16)
-    workspace = torch.empty(WORKSPACE + 128, dtype=torch.int8)
-    workspace = workspace[-workspace.data_ptr() % 128 :][:WORKSPACE]
-    result = flashinfer.cutlass_fused_moe(**arguments, output=output, workspace_buffer=workspace, enable_pdl=True)
-    (launch,) = module.launches
-    assert result is output is launch["output"]
-    assert launch["workspace"] is workspace
-    assert launch["enable_pdl"] is True
-    assert launch["swizzled_input_sf"] is False
-    assert (launch["first_expert"], launch["num_experts_total"]) == (4, 8)
 
 
 def test_absent_routing_weights_reach_the_kernels_as_such(module: RecordingModule) -> None:
@@ -130,15 +92,6 @@ def test_no_tokens_launch_nothing(module: RecordingModule) -> None:
     arguments = layer_arguments(1, num_tokens=0)
     assert flashinfer.cutlass_fused_moe(**arguments).shape == (0, 160)
     assert module.launches == []
-
-
-def test_profile_ids_force_tactics(module: RecordingModule) -> None:
-    first, *_, last = [row.index for row in SM12X if row.activation == "mxfp8" and not row.streamed]
-    default = sm12x_planner.plan_moe(6, 3, 8, 160, 96, 0, True)
-    flashinfer.cutlass_fused_moe(**layer_arguments(0), profile_ids=numbers([first, last]))
-    flashinfer.cutlass_fused_moe(**layer_arguments(0), profile_ids=numbers([-1, last]))
-    tactics = [(launch["tactic_fc1"], launch["tactic_fc2"]) for launch in module.launches]
-    assert tactics == [(first, last), resolved_pair([-1, last], default)]
 
 
 def test_tactics_of_different_operands_are_refused(module: RecordingModule) -> None:

@@ -13,7 +13,6 @@ from flashinfer.autotuner import AutoTuner, autotune
 from moe_recording import RecordingModule, layer_arguments, logged
 
 import flashinfer
-from flashinfer.fused_moe import sm12x_autotuner, sm12x_planner
 from flashinfer.fused_moe.sm12x_planner import computes_layer, resolved_pair, wanted_tactics
 from flashinfer.fused_moe.sm12x_validation import Mode
 from flashinfer.jit.sm12x import instances
@@ -74,13 +73,14 @@ def two_others(mode: int, default: tuple[int, int]) -> tuple[int, int]:
 
 @pytest.mark.parametrize("mode", [0, 1, 2])
 def test_every_tactic_that_fits_is_timed_for_both_gemms_and_the_best_are_used(
-    mode: int, module: RecordingModule, profiler: Profiler
+    mode: int, module: RecordingModule, profiler: Profiler, tmp_path: Path
 ) -> None:
-    tactics = caller(module, mode)
+    """And kept for another process, which has nothing but the file: the tuner is emptied."""
+    tactics, cache = caller(module, mode), str(tmp_path / "tactics.json")
     default = tactics()
     wanted = two_others(mode, default)
     profiler.times = {(1, wanted[0]): 0.5, (2, wanted[1]): 0.25}
-    with autotune(True):
+    with autotune(True, cache=cache):
         assert tactics() == wanted
     for gemm in (1, 2):
         asked = {(tactic, tokens) for which, tactic, tokens in profiler.asked if which == gemm}
@@ -99,6 +99,11 @@ def test_every_tactic_that_fits_is_timed_for_both_gemms_and_the_best_are_used(
     timed = len(profiler.asked)
     with autotune(True):
         assert tactics() == wanted
+    AutoTuner.get().clear_cache()
+    assert tactics() == default
+    for tunes in (False, True):
+        with autotune(tunes, cache=cache):
+            assert tactics() == wanted
     assert len(profiler.asked) == timed, "what was timed is not timed again"
     assert all(config.use_cold_l2_cache and config.use_cuda_graph for config in profiler.configs)
 
@@ -128,28 +133,6 @@ def test_a_device_without_block_scales_times_what_was_made_for_it(module: Record
     assert {tactic for tactic in asked - {-1} if INSTANCES[tactic] not in MAIN_MODULE} <= set(module.backend.built)
 
 
-def test_the_cache_file_is_honoured_by_another_process(
-    module: RecordingModule, profiler: Profiler, tmp_path: Path
-) -> None:
-    """Another process has nothing but the file: the tuner is emptied, and profiling again would fail."""
-    cache = tmp_path / "tactics.json"
-    tactics = caller(module)
-    default = tactics()
-    wanted = two_others(0, default)
-    profiler.times = {(1, wanted[0]): 0.5, (2, wanted[1]): 0.25}
-    with autotune(True, cache=str(cache)):
-        assert tactics() == wanted
-    assert all(operator in cache.read_text() for operator in sm12x_autotuner.OPERATORS)
-    AutoTuner.get().clear_cache()
-    assert tactics() == default
-    profiler.asked.clear()
-    with autotune(False, cache=str(cache)):
-        assert tactics() == wanted
-    with autotune(True, cache=str(cache)):
-        assert tactics() == wanted
-    assert profiler.asked == []
-
-
 def test_profile_ids_win_over_what_was_tuned(module: RecordingModule, profiler: Profiler) -> None:
     default = caller(module)()
     wanted = two_others(0, default)
@@ -161,17 +144,11 @@ def test_profile_ids_win_over_what_was_tuned(module: RecordingModule, profiler: 
     assert caller(module)() == wanted
 
 
-@pytest.fixture
-def whole(monkeypatch: pytest.MonkeyPatch) -> int:
-    """A tactic of W4A8 that is made to compute the whole layer, alone."""
-    tactic = offered(0, 2)[-1]
-    for place in (sm12x_planner, sm12x_autotuner):
-        monkeypatch.setattr(place, "computes_layer", lambda index: index == tactic)
-    return tactic
+STREAMED = instances.index_of("stream_mxfp8_as_bf16_m8")
 
 
-def test_pairs_with_a_tactic_that_computes_the_layer(whole: int) -> None:
-    one, other = [tactic for tactic in offered(0, 2) if tactic != whole][:2]
+def test_pairs_with_a_tactic_that_computes_the_layer() -> None:
+    whole, (one, other) = STREAMED, offered(0, 2)[:2]
     assert resolved_pair((-1, -1), (one, other)) == (one, other)
     assert resolved_pair((other, -1), (one, one)) == (other, one)
     assert resolved_pair((-1, other), (one, one)) == (one, other)
@@ -204,23 +181,17 @@ def test_pairs_keep_activations_alike() -> None:
 
 @pytest.mark.parametrize("best", [True, False])
 def test_a_tactic_that_computes_the_layer_is_tuned_as_fc1s(
-    best: bool, whole: int, module: RecordingModule, profiler: Profiler
+    best: bool, module: RecordingModule, profiler: Profiler
 ) -> None:
     tactics = caller(module)
-    default = tactics()
-    free = [tactic for tactic in offered(0, 2) if tactic not in (whole, *default)]
-    wanted = (whole, whole) if best else (free[0], free[-1])
-    profiler.times = {(1, wanted[0]): 0.5, (2, free[-1]): 0.25}
+    wanted = (STREAMED, STREAMED) if best else two_others(0, tactics())
+    profiler.times = {(1, wanted[0]): 0.5, (2, offered(0, 2)[-1]): 0.25}
     with autotune(True):
         assert tactics() == wanted
-    assert (1, whole) in {(gemm, tactic) for gemm, tactic, _ in profiler.asked}
-    assert (2, whole) not in {(gemm, tactic) for gemm, tactic, _ in profiler.asked}
-    assert (whole, whole) in {(launch["tactic_fc1"], launch["tactic_fc2"]) for launch in module.launches}
-    assert all(
-        launch["tactic_fc1"] == launch["tactic_fc2"]
-        for launch in module.launches
-        if whole in (launch["tactic_fc1"], launch["tactic_fc2"])
-    )
+    timed = {(gemm, tactic) for gemm, tactic, _ in profiler.asked}
+    assert (1, STREAMED) in timed and (2, STREAMED) not in timed
+    launched = {(launch["tactic_fc1"], launch["tactic_fc2"]) for launch in module.launches}
+    assert {pair for pair in launched if STREAMED in pair} == {(STREAMED, STREAMED)}
     assert tactics() == wanted
 
 
@@ -234,20 +205,19 @@ def test_a_call_of_many_tokens_finds_and_leaves_the_tactics_of_few(
     cache = tmp_path / "tactics.json"
     lines = logged(monkeypatch)
     few, many = caller(module), caller(module, num_tokens=instances.STREAM_ENTRIES)
-    stream = instances.index_of("stream_mxfp8_as_bf16_m8")
-    profiler.times = {(1, stream): 0.5}
+    profiler.times = {(1, STREAMED): 0.5}
     default, _ = many()
     with autotune(True, cache=str(cache)):
         pair = many()
         asked = len(profiler.asked)
-        assert (1, stream) in {(gemm, tactic) for gemm, tactic, _ in profiler.asked}
+        assert (1, STREAMED) in {(gemm, tactic) for gemm, tactic, _ in profiler.asked}
         assert many() == pair
     assert pair[0] == default
-    assert stream not in pair
-    assert few() == (stream, stream)
+    assert STREAMED not in pair
+    assert few() == (STREAMED, STREAMED)
     AutoTuner.get().clear_cache()
     with autotune(True, cache=str(cache)):
         assert many() == pair
-        assert few() == (stream, stream)
+        assert few() == (STREAMED, STREAMED)
     assert len(profiler.asked) == asked
     assert not [line for line in lines if "cached tactic" in line]

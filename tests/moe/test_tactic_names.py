@@ -5,7 +5,6 @@ of the same dtypes and layouts, on a GPU of the same name.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,10 @@ from flashinfer.autotuner import AutoTuner, autotune
 from moe_recording import WORKSPACE, RecordingModule, layer_arguments
 
 import flashinfer
-from flashinfer.fused_moe import sm12x_autotuner, sm12x_launch, sm12x_operator, sm12x_planner
-from flashinfer.gemm import sm12x_dense_launch, sm12x_group_gemm
+from flashinfer.fused_moe import sm12x_launch
+from flashinfer.gemm import sm12x_dense_launch
 from flashinfer.jit.sm12x import instances
-from flashinfer.jit.sm12x.instances import DENSE_INSTANCES, GEMM_INSTANCES, INSTANCES, MAIN_MODULE, SM12X
+from flashinfer.jit.sm12x.instances import DENSE_INSTANCES
 from flashinfer.sm12x import devices, tune
 from flashinfer.testing import DenseCase, make_dense_inputs, make_group_gemm_inputs
 from flashinfer.testing.dense_reference import TOKENS
@@ -126,60 +125,24 @@ def call(
     return gemm if request.param == "grouped GEMM" else dense
 
 
-TABLES = {"INSTANCES": INSTANCES, "SM12X": SM12X, "MAIN_MODULE": MAIN_MODULE, "GEMM_INSTANCES": GEMM_INSTANCES}
-
-
-def renumber(monkeypatch: pytest.MonkeyPatch, tables: dict[str, tuple[instances.Instance, ...]]) -> None:
-    """Replace the tables everywhere, and the places of the rows' names."""
-    numbers = {row.name: number for number, row in enumerate(tables["INSTANCES"])}
-    monkeypatch.setattr(instances, "_PLACES", numbers)
-    for place in (
-        instances,
-        sm12x_planner,
-        sm12x_autotuner,
-        sm12x_launch,
-        sm12x_operator,
-        sm12x_group_gemm,
-        moe_recording,
-    ):
-        for name in tables.keys() & vars(place).keys():
-            monkeypatch.setattr(place, name, tables[name])
-
-
-def test_a_file_serves_a_process_whose_rows_have_moved(
+def test_a_file_holds_names_and_one_that_is_gone_is_told_and_not_used(
     call: Call, profiled: list[str], restart: Callable[[], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache = str(tmp_path / "tactics.json")
-    assert call() != BEST
-    with autotune(True, cache=cache):
-        assert call() == BEST
-    profiled.clear()
-
-    def other(rows: tuple[instances.Instance, ...]) -> tuple[instances.Instance, ...]:
-        return tuple(dataclasses.replace(row, stages=row.stages + 1) for row in reversed(rows))
-
-    before = instances.index_of(BEST)
-    renumber(monkeypatch, {name: other(rows) for name, rows in TABLES.items()})
-    assert instances.index_of(BEST) != before
-    restart()
-    with autotune(False, cache=cache):
-        assert call() == BEST
-    assert profiled == []
-
-
-def test_a_name_that_is_gone_is_told_and_not_used(
-    call: Call, restart: Callable[[], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache = str(tmp_path / "tactics.json")
+    """The tables' places and numbers are of one version."""
+    cache = tmp_path / "tactics.json"
     default = call()
-    with autotune(True, cache=cache):
-        assert call() == BEST
-    renumber(monkeypatch, {name: tuple(row for row in rows if row.name != BEST) for name, rows in TABLES.items()})
+    with autotune(True, cache=str(cache)):
+        assert call() == BEST != default
+    profiled.clear()
+    text = cache.read_text()
+    assert f'"{BEST}"' in text
+    cache.write_text(text.replace(BEST, "mxfp8_m128_k8"))
     restart()
     lines = moe_recording.logged(monkeypatch)
-    with autotune(False, cache=cache):
+    with autotune(False, cache=str(cache)):
         assert call() == default
-    assert any(f"cached tactic '{BEST}'" in line for line in lines), lines
+    assert any("cached tactic 'mxfp8_m128_k8'" in line for line in lines), lines
+    assert profiled == []
 
 
 @EVERY_OPERATOR

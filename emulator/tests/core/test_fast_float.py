@@ -11,7 +11,6 @@ from bits import HEADER
 from vsm.device import Device, pack
 
 COUNT = 1 << 17
-SIGN = np.uint32(0x80000000)
 
 
 def kernel(instruction: str) -> str:
