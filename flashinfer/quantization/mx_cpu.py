@@ -180,7 +180,8 @@ def dequantize_mxfp4_linear(
 
 
 def arrange_scales(linear: torch.Tensor, layout: SfLayout) -> torch.Tensor:
-    """Linear scales ``[rows, blocks]`` in ``layout``."""
+    """Linear scales ``[..., blocks]`` in ``layout``, all rows as one matrix's."""
+    linear = linear.reshape(-1, linear.shape[-1])
     return swizzle_128x4(linear) if layout is SfLayout.layout_128x4 else linear
 
 
