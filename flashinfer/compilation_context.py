@@ -34,23 +34,27 @@ _EXAMPLE = (
 )
 
 
-def parse_arch_list(value: str) -> set[tuple[int, str]]:
-    """``(major, minor with suffix)`` of each entry, e.g. ``{(12, "1a")}``, as in ``TARGET_CUDA_ARCHS``.
+def split_arch_list(value: str) -> list[tuple[int, str, str]]:
+    """The entries of ``FLASHINFER_CUDA_ARCH_LIST``: major, minor, and the suffix or nothing, each as it stands there.
 
-    Args:
-        value: Compute capabilities such as ``12.1a`` or ``8.9``, separated by spaces or semicolons.
+    Parameters
+    ----------
+    value : str
+        Compute capabilities such as ``12.1a`` or ``8.9``, separated by spaces or semicolons.
 
-    Raises:
-        ValueError: an entry is not a compute capability, has a suffix that its architecture does not have, or there is
-            none at all. The message quotes the entry and gives valid examples.
+    Raises
+    ------
+    ValueError
+        An entry is not a compute capability, has a suffix that its architecture does not have, or there is none at all.
+        The message quotes the entry and gives valid examples.
     """
     entries = [entry for entry in re.split(r"[\s;]+", value) if entry]
     if not entries:
         raise ValueError(f"{ARCH_LIST_VARIABLE} is set but names no architecture: {value!r}. {_EXAMPLE}")
-    return {_parse_entry(entry, value) for entry in entries}
+    return [_split_entry(entry, value) for entry in entries]
 
 
-def _parse_entry(entry: str, value: str) -> tuple[int, str]:
+def _split_entry(entry: str, value: str) -> tuple[int, str, str]:
     within = "" if entry == value else f" in {value!r}"
     match = _ENTRY.fullmatch(entry)
     if match is None:
@@ -65,6 +69,19 @@ def _parse_entry(entry: str, value: str) -> tuple[int, str]:
             f"{ARCH_LIST_VARIABLE}: {entry!r}{within}: the suffix {suffix!r} exists from compute capability "
             f"{oldest}.0 on. {_EXAMPLE}"
         )
+    return major, minor, suffix
+
+
+def parse_arch_list(value: str) -> set[tuple[int, str]]:
+    """``(major, minor with suffix)`` of each entry, e.g. ``{(12, "1a")}``, as in ``TARGET_CUDA_ARCHS``.
+
+    Raises:
+        ValueError: as :func:`split_arch_list`.
+    """
+    return {_with_suffix(*parts) for parts in split_arch_list(value)}
+
+
+def _with_suffix(major: int, minor: str, suffix: str) -> tuple[int, str]:
     if suffix:
         return major, minor + suffix
     if major == 12:
