@@ -38,11 +38,11 @@ Rules that follow from it, each with a test in ``tests/layer``:
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import linecache
 import sys
 from collections.abc import Iterator
-from functools import cache
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.readers import MultiplexedPath
 from pathlib import Path
@@ -67,7 +67,7 @@ def fork_root() -> Path:
     return _OURS.parent
 
 
-@cache
+@functools.cache
 def wheel_root() -> Path:
     """The ``flashinfer/`` directory of the pinned wheel, looked for on ``sys.path``.
 
@@ -160,19 +160,9 @@ def _layer_package(namespace: dict[str, Any], spec: ModuleSpec, upstream: Path) 
     locations = namespace["__path__"]
     if str(upstream) not in locations:
         locations.append(str(upstream))
-    spec.loader = namespace["__loader__"] = _LayeredLoader(spec, upstream)
-
-
-class _LayeredLoader(SourceFileLoader):
-    """Loader of a layered package: ``importlib.resources`` finds what lies in either directory."""
-
-    def __init__(self, spec: ModuleSpec, upstream: Path) -> None:
-        assert spec.origin is not None
-        super().__init__(spec.name, spec.origin)
-        self._files = _LayeredFiles(Path(spec.origin).parent, upstream)
-
-    def get_resource_reader(self, name: str | None = None) -> Any:
-        return SimpleNamespace(files=lambda: self._files)
+    assert spec.origin is not None
+    reader = SimpleNamespace(files=functools.partial(_LayeredFiles, Path(spec.origin).parent, upstream))
+    vars(spec.loader)["get_resource_reader"] = lambda _name: reader
 
 
 class _LayeredFiles(MultiplexedPath):

@@ -21,7 +21,7 @@ from flashinfer.testing.virtual_device import VirtualDevice
 
 
 def _gen_launcher_module() -> Any:
-    sources = [modules._csrc() / name for name in (modules._MOE_BINDING, modules._LAUNCHER, modules._REGISTRY)]
+    sources = [modules._MOE_BINDING, modules._LAUNCHER, modules._REGISTRY]
     return modules._spec(f"{modules.FUSED_MOE}_launcher", sources, modules._MOE_TEMPLATE, [])
 
 

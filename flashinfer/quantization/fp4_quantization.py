@@ -84,8 +84,7 @@ def mxfp4_quantize(
     mx_cpu.check_float_input("a", a)
     layout = mx_cpu.check_layout("sfLayout", sfLayout)
     packed, scales = mx_cpu.quantize_mxfp4_linear(a.detach(), scale_rule)
-    linear = scales.reshape(-1, scales.shape[-1])
-    return packed, mx_cpu.arrange_scales(linear, layout)
+    return packed, mx_cpu.arrange_scales(scales, layout)
 
 
 @flashinfer_api

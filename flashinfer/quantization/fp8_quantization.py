@@ -96,5 +96,4 @@ def mxfp8_quantize(
     padding = round_up(input.shape[-1], alignment) - input.shape[-1]
     padded = torch.nn.functional.pad(input.detach(), (0, padding))
     values, scales = mx_cpu.quantize_mxfp8_linear(padded, scale_rule)
-    linear = scales.reshape(-1, scales.shape[-1])
-    return values, mx_cpu.arrange_scales(linear, sf_swizzle_layout).reshape(-1)
+    return values, mx_cpu.arrange_scales(scales, sf_swizzle_layout).reshape(-1)

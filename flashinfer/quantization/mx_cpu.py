@@ -65,19 +65,17 @@ def _scale_bytes(amax: torch.Tensor, max_exponent: int, max_mantissa: int) -> to
     return torch.where(torch.isinf(amax), 254, biased.clamp(0, 254)).to(torch.uint8).contiguous()
 
 
-def _inverse_scales(scale_bytes: torch.Tensor) -> torch.Tensor:
-    """``2^(127 - s)`` as float32; for s = 254 that is the subnormal ``2^-127``."""
-    exponent = 254 - scale_bytes.to(torch.int32)
-    bits = torch.where(exponent > 0, exponent << _MANTISSA_BITS, 1 << (_MANTISSA_BITS - 1))
-    return bits.view(torch.float32)
-
-
 def decode_scale_bytes(scale_bytes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """UE8M0 bytes as ``dtype``, which is float32 or bfloat16: ``2^(s - 127)``, NaN for 255."""
     exponent = scale_bytes.to(torch.int32)
     bits = torch.where(exponent > 0, exponent << _MANTISSA_BITS, 1 << (_MANTISSA_BITS - 1))
     bits[exponent == 255] = 0x7FC00000
     return bits.view(torch.float32).to(dtype)
+
+
+def _inverse_scales(scale_bytes: torch.Tensor) -> torch.Tensor:
+    """``2^(127 - s)`` as float32 of bytes up to 254; for that one it is the subnormal ``2^-127``."""
+    return decode_scale_bytes(254 - scale_bytes, torch.float32)
 
 
 def _to_e4m3(scaled: torch.Tensor) -> torch.Tensor:
@@ -182,7 +180,8 @@ def dequantize_mxfp4_linear(
 
 
 def arrange_scales(linear: torch.Tensor, layout: SfLayout) -> torch.Tensor:
-    """Linear scales ``[rows, blocks]`` in ``layout``."""
+    """Linear scales ``[..., blocks]`` in ``layout``, all rows as one matrix's."""
+    linear = linear.reshape(-1, linear.shape[-1])
     return swizzle_128x4(linear) if layout is SfLayout.layout_128x4 else linear
 
 

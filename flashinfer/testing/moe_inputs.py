@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from .gemm_reference import padded_group_offsets
 from .moe_reference import MoEInputs
 from .mxfp_formats import (
     BLOCK,
@@ -252,11 +253,10 @@ def make_group_gemm_inputs(
 
 def _scales_of_groups(linear: torch.Tensor, ends: Sequence[int]) -> torch.Tensor:
     """Each group's scales begin at a multiple of 128 rows that leaves room for every group before it; the rest is 0."""
-    groups, blocks = len(ends) - 1, linear.shape[1]
-    rows = (linear.shape[0] + 127 * groups) // 128 * 128
+    blocks = linear.shape[1]
+    *starts, rows = padded_group_offsets(torch.tensor(ends))
     scales = linear.new_zeros((rows, blocks + -blocks % 4))
-    for group, (first, last) in enumerate(itertools.pairwise(ends)):
-        start = (first + 127 * group) // 128 * 128
+    for start, (first, last) in zip(starts, itertools.pairwise(ends), strict=True):
         swizzled = swizzle_scales(linear[first:last])
         scales[start : start + swizzled.shape[0]] = swizzled
     return scales

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from decode_cases import *  # noqa: F403
 from operator_calls import on
 from recording_backend import RecordingBackend
 
@@ -15,16 +16,28 @@ from flashinfer import sm12x_decode
 from flashinfer.decode import decode_attention, prepare_decode_attention
 from flashinfer.sm12x.probe.mma import accumulation_on
 from flashinfer.testing.decode_reference import (
-    OPERANDS,
+    DecodeCase,
     check_decoded,
-    check_one_element,
     far_away,
     make_decode_case,
-    put_apart,
-    put_one_element,
     random_decode_case,
 )
 from flashinfer.testing.error_bounds import FLOAT32_ROUNDOFF, check_within_bound
+
+
+@pytest.fixture
+def place(device: torch.device) -> torch.device:
+    return device
+
+
+@pytest.fixture
+def attend(device: torch.device) -> Any:
+    def attend(case: DecodeCase) -> torch.Tensor:
+        out = decode_attention(**case.arguments)
+        check_decoded(out, case, accumulation_on(device))
+        return out
+
+    return attend
 
 
 def test_random_shapes(device: torch.device) -> None:
@@ -36,57 +49,9 @@ def test_random_shapes(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
-@pytest.mark.parametrize("layout", ["HND", "NHD"])
-def test_the_smallest_strides(device: torch.device, layout: str, fp8: bool) -> None:
-    case = make_decode_case([70, 20, 3], 2, 31, layout=layout, fp8=fp8, q_len=2, device=device)
-    put_apart(case)
-    check_decoded(decode_attention(**case.arguments), case, accumulation_on(device))
-
-
-# Windows within a tile's tokens and across tiles; those that no sequence fills, some behind int32's end.
-@pytest.mark.parametrize("window_left", [0, 2, 15, 30, 2**30 + 1, 2**31 - 65, 2**31 - 2, 2**31 - 1])
-@pytest.mark.parametrize("q_len", [5, 64])
-def test_windows_against_new_tokens(device: torch.device, q_len: int, window_left: int) -> None:
-    case = make_decode_case([q_len + 30, q_len, 3, 0], 1, 32, window_left=window_left, q_len=q_len, device=device)
-    check_decoded(decode_attention(**case.arguments), case, accumulation_on(device))
-
-
-@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 def test_elements_beyond_32_bits(fp8: bool) -> None:
     case = make_decode_case([70, 61, 45], 2, 33, q_len=2, window_left=40, page_size=1024, fp8=fp8)
     check_decoded(far_away(case, decode_attention), case, accumulation_on(torch.device("cpu")))
-
-
-@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
-def test_scores_that_are_all_minus_infinity(device: torch.device, sinks: bool) -> None:
-    """Only a sink leaves a quotient then: NaN without, zeros with it."""
-    case = make_decode_case([50, 20], 1, 35, rope=None, sinks=sinks, device=device)
-    for keys in (case.keys, case.arguments["key"]):
-        keys[..., 5] = -1 - keys[..., 5].abs()
-    case.cache()[0].copy_(case.keys)
-    case.arguments["query"][1, 3, 5] = torch.inf
-    check_decoded(decode_attention(**case.arguments), case, accumulation_on(device))
-
-
-@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
-@pytest.mark.parametrize("operand", OPERANDS)
-@pytest.mark.parametrize(
-    ("fp8", "lengths", "window_left"),
-    [(False, [40, 70, 2], 30), (True, [40, 70, 2], 30), (False, [40, 300, 0], -1), (False, [40, 2], -1)],
-    ids=["bf16", "fp8", "split", "short"],
-)
-def test_what_is_no_number_stays_where_it_belongs(
-    device: torch.device, fp8: bool, lengths: list[int], window_left: int, operand: str, value: float
-) -> None:
-    sinks = operand == "sinks" or value == torch.inf
-    outputs = []
-    for changes in (False, True):
-        case = make_decode_case(lengths, 2, 34, q_len=3, window_left=window_left, fp8=fp8, sinks=sinks, device=device)
-        if changes:
-            put_one_element(case, operand, value)
-        outputs.append(decode_attention(**case.arguments))
-        check_decoded(outputs[-1], case, accumulation_on(device))
-    check_one_element(*outputs, case, operand)
 
 
 def test_keys_and_values_as_two_tensors(device: torch.device) -> None:

@@ -4,23 +4,21 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from decode_cases import *  # noqa: F403
 from virtual_devices import ALL_WATCHERS, virtual_fixture
 
 from flashinfer.decode import decode_attention
 from flashinfer.jit.sm12x.modules import gen_decode_module
 from flashinfer.testing.decode_reference import (
-    OPERANDS,
     DecodeCase,
     check_decoded,
-    check_one_element,
     far_away,
     make_decode_case,
-    put_apart,
-    put_one_element,
     random_decode_case,
 )
 from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
@@ -39,6 +37,16 @@ def run(device: VirtualDevice, case: DecodeCase, **named: Any) -> torch.Tensor:
     assert all(launch.clean for launch in device.launches), device.launches
     check_decoded(out, case)
     return out
+
+
+@pytest.fixture
+def place() -> torch.device:
+    return torch.device("cpu")
+
+
+@pytest.fixture
+def attend(device: VirtualDevice) -> Any:
+    return partial(run, device)
 
 
 # Lengths around a chunk, a page, a block's eight chunks; two splits and more; one token alone; none.
@@ -71,13 +79,6 @@ def test_windows(device: VirtualDevice, window_left: int, q_len: int) -> None:
     run(device, make_decode_case([140, 16, 3, 170], 1, window_left, window_left=window_left, q_len=q_len))
 
 
-# Windows within a tile's tokens and across tiles; those that no sequence fills, some behind int32's end.
-@pytest.mark.parametrize("window_left", [0, 2, 15, 30, 2**30 + 1, 2**31 - 65, 2**31 - 2, 2**31 - 1])
-@pytest.mark.parametrize("q_len", [5, 64])
-def test_windows_against_new_tokens(device: VirtualDevice, q_len: int, window_left: int) -> None:
-    run(device, make_decode_case([q_len + 30, q_len, 3, 0], 1, 32, window_left=window_left, q_len=q_len))
-
-
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 def test_elements_beyond_32_bits(fp8: bool) -> None:
     case = make_decode_case([70, 61, 45], 2, 33, q_len=2, window_left=40, page_size=1024, fp8=fp8)
@@ -97,14 +98,6 @@ def test_several_tokens(device: VirtualDevice, q_len: int, fp8: bool) -> None:
 @pytest.mark.parametrize("page_size", [16, 64])
 def test_pages(device: VirtualDevice, layout: str, page_size: int) -> None:
     run(device, make_decode_case([70, 128, 65], 2, page_size, layout=layout, page_size=page_size))
-
-
-@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
-@pytest.mark.parametrize("layout", ["HND", "NHD"])
-def test_the_smallest_strides(device: VirtualDevice, layout: str, fp8: bool) -> None:
-    case = make_decode_case([70, 20, 3], 2, 31, layout=layout, fp8=fp8, q_len=2)
-    put_apart(case)
-    run(device, case)
 
 
 @pytest.mark.parametrize("rope", [None, torch.bfloat16, torch.float32], ids=str)
@@ -168,36 +161,6 @@ def test_where_nothing_is_rounded_but_the_output(
 def test_nothing_is_written_without_new_keys(device: VirtualDevice) -> None:
     """The cache is read-only then: a write would be reported."""
     run(device, make_decode_case([90], 1, 2, appends=False))
-
-
-@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
-def test_scores_that_are_all_minus_infinity(device: VirtualDevice, sinks: bool) -> None:
-    """Only a sink leaves a quotient then: NaN without, zeros with it."""
-    case = make_decode_case([50, 20], 1, 35, rope=None, sinks=sinks)
-    for keys in (case.keys, case.cache()[0], case.arguments["key"]):
-        keys[..., 5] = -1 - keys[..., 5].abs()
-    case.arguments["query"][1, 3, 5] = torch.inf
-    run(device, case)
-
-
-@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
-@pytest.mark.parametrize("operand", OPERANDS)
-@pytest.mark.parametrize(
-    ("fp8", "lengths", "window_left"),
-    [(False, [40, 70, 2], 30), (True, [40, 70, 2], 30), (False, [40, 300, 0], -1), (False, [40, 2], -1)],
-    ids=["bf16", "fp8", "split", "short"],
-)
-def test_what_is_no_number_stays_where_it_belongs(
-    device: VirtualDevice, fp8: bool, lengths: list[int], window_left: int, operand: str, value: float
-) -> None:
-    sinks = operand == "sinks" or value == torch.inf
-    outputs = []
-    for changes in (False, True):
-        case = make_decode_case(lengths, 2, 34, q_len=3, window_left=window_left, fp8=fp8, sinks=sinks)
-        if changes:
-            put_one_element(case, operand, value)
-        outputs.append(run(device, case))
-    check_one_element(*outputs, case, operand)
 
 
 def run_two(device: VirtualDevice, constant_cache: bool, lengths_too: bool) -> None:

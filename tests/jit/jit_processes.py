@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
 import forked_python
+
+from flashinfer.jit.sm12x import inspect_sass
 
 
 def run_python(
@@ -25,6 +28,13 @@ def answer_of(library: Path) -> str:
     done = forked_python.run(["-c", code, str(library)])
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
+
+
+def named_barriers(library: Path) -> list[int]:
+    """Of each kernel that has any: the highest one's number and one."""
+    number = r"EIATTR_NUM_BARRIERS\s+Format:\s+EIFMT_BVAL\s+Value:\s+(0x\w+)"
+    elf = inspect_sass._run(inspect_sass.find_tool(), ["--dump-elf", str(library)])
+    return [int(found, 16) for found in re.findall(number, elf)]
 
 
 def printed_by(code: str, folder: Path, base: str, **variables: str) -> str:

@@ -253,16 +253,7 @@ def test_nothing_is_loaded_or_built_in_a_cache_that_others_write_to(
     assert spec.plan.folder == spec.build_dir
 
 
-def test_upstreams_modules_are_not_built_there_either(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def ninja(*_: object, **__: object) -> None:
-        raise AssertionError("ninja was run")
-
-    monkeypatch.setattr(cpp_ext.subprocess, "run", ninja)
-    workdir = workspace / "cached_ops" / "norm"
-    workdir.mkdir(parents=True)
-    workdir.parent.chmod(0o777)
-    with pytest.raises(UntrustedCacheError, match="cached_ops is writable by everybody"):
-        cpp_ext.run_ninja(workdir, workdir / "build.ninja", False)
+def test_a_cache_that_upstreams_build_files_do_not_quote(workspace: Path) -> None:
     odd = workspace / "a$b"
     with pytest.raises(JitBuildError, match=r"the cache path holds a \$"):
         cpp_ext.run_ninja(odd, odd / "build.ninja", False)
@@ -425,21 +416,6 @@ def test_prebuilt_cache_that_can_only_be_read_is_used(tmp_path: Path) -> None:
         assert sorted(base.rglob("*")) == before
     finally:
         _set_writable(base, True)
-
-
-def test_import_with_a_cache_that_can_only_be_read(tmp_path: Path) -> None:
-    base, temporary = tmp_path / "base", tmp_path / "tmp"
-    temporary.mkdir()
-    modules = base / ".cache" / "flashinfer" / "0.7.2.post1" / "121a" / "cached_ops"
-    modules.mkdir(parents=True)
-    _set_writable(base, False)
-    code = "from flashinfer.jit import env; print(env.PREBUILT_JIT_DIR, env.FLASHINFER_JIT_DIR)"
-    try:
-        result = _run(code, base, TMPDIR=str(temporary))
-    finally:
-        _set_writable(base, True)
-    other = temporary / f"flashinfer-{os.geteuid()}" / "0.7.2.post1" / "121a" / "cached_ops"
-    assert result.stdout.split() == [str(modules), str(other)], result.stderr
 
 
 @pytest.mark.parametrize(("mapped", "who"), [("0 0 4294967295", 0), ("1000 1000 1", 65534), ("0 100000 65536", 0)])

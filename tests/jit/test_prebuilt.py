@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -90,7 +91,7 @@ class Installed:
 
 def manifest_here() -> dict[str, Any]:
     about = {"format": prebuilt.FORMAT, "fork": prebuilt.__fork_version__, "tvm_ffi": prebuilt.ffi_series()}
-    return {**about, "platform": prebuilt.platform_name()}
+    return {**about, "platform": sysconfig.get_platform()}
 
 
 @pytest.fixture
@@ -187,7 +188,7 @@ DAMAGES: dict[str, tuple[Callable[[Installed], Any], str]] = {
     "older format": (in_manifest(format=0), f"has format 0, this is format {prebuilt.FORMAT}"),
     "older fork": (in_manifest(fork="0.0.9"), f"has fork 0.0.9, this is fork {prebuilt.__fork_version__}"),
     "older TVM-FFI": (in_manifest(tvm_ffi="0.0"), f"has tvm_ffi 0.0, this is tvm_ffi {prebuilt.ffi_series()}"),
-    "other platform": (in_manifest(platform="linux-x"), f"linux-x, this is platform {prebuilt.platform_name()}"),
+    "other platform": (in_manifest(platform="linux-x"), f"linux-x, this is platform {sysconfig.get_platform()}"),
     "other architecture": (in_entry(architectures="12.0f"), "has it for 12.0f, and 12.1a is compiled for"),
     "other sources": (in_entry(sources=["generated:src/x.cu"]), "other sources: "),
     "other flags": (in_entry(flags=["-lineinfo"]), "it was built with other flags: --lineinfo, "),

@@ -9,31 +9,21 @@ layer must have; what the plain wheel lacks on this machine, vLLM does without i
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 from layer_toys import OURS, REPO, Run
 
 LOOKUPS: dict[str, list[str]] = json.loads((Path(__file__).parent / "vllm_0_33_0_lookups.json").read_text())
 
-# What each of vLLM's yes/no questions about the MoE path needs.
-CUTLASS_FUSED_MOE = {
+# What its MoE path needs of them.
+MOE_PATH = {
+    "flashinfer": """fp4_quantize nvfp4_block_scale_interleave mxfp8_quantize mxfp4_quantize block_scale_interleave
+        autotune_v2""".split(),
     "flashinfer.fused_moe": ["cutlass_fused_moe", "trtllm_fp4_block_scale_moe"],
-    "flashinfer": ["fp4_quantize", "nvfp4_block_scale_interleave"],
-}
-MXFP4_PATH = {
-    "flashinfer": ["mxfp8_quantize", "mxfp4_quantize", "block_scale_interleave", "autotune_v2"],
     "flashinfer.fp4_quantization": ["block_scale_interleave"],
     "flashinfer.autotuner": ["autotune", "AutoTuner"],
     "flashinfer.fused_moe.core": ["ActivationType", "get_w2_permute_indices_with_cache"],
 }
-
-# What ``vllm serve`` 0.33.0 takes for the options that lead to these kernels (vllm/config/kernel.py, quantization.py).
-MOE_BACKENDS = set(
-    """auto triton batched_triton deep_gemm deep_gemm_mega_moe cutlass flashinfer_trtllm flashinfer_cutlass
-    flashinfer_cutedsl flashinfer_moe_ep_cutedsl flashinfer_b12x b12x flashinfer_moe_ep_mega_deep_gemm marlin humming
-    triton_unfused aiter aiter_mega_moe aiter_triton_mxfp4_bf16 aiter_triton_mxfp4_mxfp4 flydsl hpc emulation rdna3""".split()
-)
 
 LOOK = """
 import importlib, importlib.util, json, os, sys
@@ -66,17 +56,11 @@ def look(run_python: Run, wanted: dict[str, list[str]], kind: str, path: list[Pa
 
 
 def test_every_lookup_gives_what_the_wheel_gives_and_the_moe_path_all(run_python: Run) -> None:
-    asked = (LOOKUPS, CUTLASS_FUSED_MOE, MXFP4_PATH)
-    wanted = {
-        module: sorted({name for names in asked for name in names.get(module, ())})
-        for names in asked
-        for module in names
-    }
-    plain = look(run_python, wanted, "plain", [])
-    layer = look(run_python, wanted, "layer", [REPO])
+    plain = look(run_python, LOOKUPS, "plain", [])
+    layer = look(run_python, LOOKUPS, "layer", [REPO])
     assert layer == plain
     assert sum(isinstance(names, list) and len(names) for names in plain.values()) > 100
-    for module, names in (*CUTLASS_FUSED_MOE.items(), *MXFP4_PATH.items()):
+    for module, names in MOE_PATH.items():
         assert set(names) <= set(layer[module])
 
 
@@ -109,15 +93,3 @@ def test_import_needs_no_toolkit(run_python: Run, tmp_path: Path) -> None:
     """Not even to look for one: neither ``nvcc`` on PATH nor ``CUDA_HOME``."""
     env = {"CUDA_HOME": "", "CUDA_PATH": "", "PATH": str(tmp_path)}
     run_python("-c", "import flashinfer.fused_moe, flashinfer.gemm", path=[REPO], env=env)
-
-
-def test_the_documented_commands_are_such_that_vllm_takes() -> None:
-    """``make test-vllm`` gives them to vLLM's own parser; this much can be seen without it."""
-    pages = [REPO / "README.md", *(REPO / "docs").glob("*.md")]
-    served = [
-        line for page in pages for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("vllm ")
-    ]
-    assert served
-    for line in served:
-        options = dict(re.findall(r"(--[\w.-]+) (\S+)", line))
-        assert options.get("--moe-backend", "auto") in MOE_BACKENDS, line

@@ -194,16 +194,6 @@ def test_fake_tensors_leave_nothing_behind() -> None:
     assert torch.equal(mxfp4_dequantize(values, scales), torch.ones(2, 32))
 
 
-def test_nan_marks_its_element_or_block_only() -> None:
-    values = torch.ones(2, 64)
-    values[1, 40] = math.nan
-    quantized, scales = mxfp8_quantize(values, False)
-    assert torch.isnan(quantized.float()).nonzero().tolist() == [[1, 40]]
-    assert (scales == 119).all()
-    _, scales = mxfp4_quantize(values, sfLayout=LINEAR)
-    assert scales.tolist() == [[125, 125], [125, 255]]
-
-
 def _values_of(element: str) -> torch.Tensor:
     """All magnitudes of the format, in float64."""
     if element == "mxfp8":

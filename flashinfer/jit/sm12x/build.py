@@ -297,7 +297,13 @@ def module_lock(path: Path, wait: bool = True) -> Iterator[int]:
             try:
                 with contextlib.suppress(PermissionError):
                     os.fchmod(descriptor, 0o600)  # who may read it could hold it
-                _lock(descriptor, path, wait)
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    if not wait:
+                        raise
+                    _logger.info("%s: another process is building it (lock %s); waiting", path.stem, path)
+                    fcntl.flock(descriptor, fcntl.LOCK_EX)
                 if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
                     break
             except BaseException:
@@ -312,16 +318,6 @@ def module_lock(path: Path, wait: bool = True) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
-
-
-def _lock(descriptor: int, path: Path, wait: bool) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        if not wait:
-            raise
-        _logger.info("%s: another process is building it (lock %s); waiting", path.stem, path)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 
 def build(plan: ModulePlan, verbose: bool = False, max_jobs: int | None = None, lock: int | None = None) -> BuildReport:

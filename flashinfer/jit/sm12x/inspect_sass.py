@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the machine code of a built module shows: registers, shared memory, spills, named barriers, tensor instructions.
+"""What the machine code of a built module shows: registers, shared memory, spills, tensor instructions.
 
 Read with ``cuobjdump``, which comes with the toolkit or from PyPI (``nvidia-cuda-cuobjdump``, and
 ``nvidia-cuda-nvdisasm`` for its disassembler).
@@ -32,7 +32,6 @@ class KernelCode:
         registers: Per thread.
         stack: Bytes of local memory per thread that hold a frame; 0 without spills and local arrays.
         static_shared: Bytes of shared memory per block that the launch does not choose.
-        barriers: Named barriers that a block takes: the highest one's number and one. An SM of SM12x has 24 of them.
         instructions: Opcode with its modifiers -> how many there are.
     """
 
@@ -41,7 +40,6 @@ class KernelCode:
     registers: int
     stack: int
     static_shared: int
-    barriers: int
     instructions: Counter[str]
 
     def count(self, pattern: str | re.Pattern[str]) -> int:
@@ -100,12 +98,8 @@ def inspect(path: Path) -> list[KernelCode]:
     tool = find_tool()
     usage = _resource_usage(_run(tool, ["--dump-resource-usage", str(path)]))
     code = _instruction_counts(_run(tool, ["--dump-sass", str(path)]))
-    barriers = _barriers(_run(tool, ["--dump-elf", str(path)]))
     names = _demangle(sorted({name for _, name in usage}))
-    kernels = [
-        KernelCode(names[at[1]], at[0], *used, barriers.get(at, 0), code.get(at, Counter()))
-        for at, used in usage.items()
-    ]
+    kernels = [KernelCode(names[at[1]], at[0], *used, code.get(at, Counter())) for at, used in usage.items()]
     return sorted(kernels, key=lambda kernel: (kernel.architecture, kernel.name))
 
 
@@ -131,17 +125,6 @@ def _resource_usage(text: str) -> dict[tuple[str, str], tuple[int, int, int]]:
             registers, stack, shared = map(int, match.groups())
             usage[architecture, name] = (registers, stack, shared)
     return usage
-
-
-def _barriers(text: str) -> dict[tuple[str, str], int]:
-    found: dict[tuple[str, str], int] = {}
-    architecture = name = ""
-    pattern = r"^arch = (\S+)|^\.nv\.info\.(\S+)|EIATTR_NUM_BARRIERS\s+Format:\s+EIFMT_BVAL\s+Value:\s+(0x\w+)"
-    for match in re.finditer(pattern, text, flags=re.MULTILINE):
-        architecture, name = match[1] or architecture, match[2] or name
-        if match[3]:
-            found[architecture, name] = int(match[3], 16)
-    return found
 
 
 def _instruction_counts(text: str) -> dict[tuple[str, str], Counter[str]]:

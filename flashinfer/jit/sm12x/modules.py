@@ -49,14 +49,8 @@ _MOE_TEMPLATE = "fused_moe/cutlass_backend/sm12x_moe_instance.cu.jinja"
 _LAUNCHER = "nv_internal/tensorrt_llm/kernels/cutlass_kernels/moe_gemm/launchers/moe_gemm_sm120_mixed_input_launcher.cu"
 _REGISTRY = "sm12x_registry.cu"
 _MOE_BINDING = "fused_moe/cutlass_backend/flashinfer_sm12x_fused_moe_binding.cu"
-_INSTANCE_BINDING = "fused_moe/cutlass_backend/flashinfer_sm12x_instance_binding.cpp"
-_GEMM_TEMPLATE = "gemm/sm12x_group_gemm_instance.cu.jinja"
 _GEMM_BINDING = "group_gemm_mxfp4_sm12x_binding.cu"
-_DENSE_TEMPLATE = "gemm/sm12x_dense_instance.cu.jinja"
 _DENSE_BINDING = "dense_mx_sm12x_binding.cu"
-_ROUTER_BINDING = "fused_moe/sm12x_router_binding.cu"
-_DECODE_BINDING = "sm12x_decode_attention_binding.cu"
-_PROBE_BINDING = "sm12x_probe_binding.cu"
 
 EMBED_PTX_VARIABLE = "FLASHINFER_SM12X_EMBED_PTX"
 """Set to 1, modules carry the PTX of their SM12x kernels too, uncompressed, under names that end in ``_ptx``."""
@@ -142,8 +136,7 @@ def gen_fused_moe_module() -> JitSpecSm12x:
     Raises:
         RuntimeError: no architecture of the family is to be compiled for; the message says what to set.
     """
-    sources = [_csrc() / _MOE_BINDING, _csrc() / _LAUNCHER, _csrc() / _REGISTRY]
-    return _spec(FUSED_MOE, sources, _MOE_TEMPLATE, MAIN_MODULE)
+    return _spec(FUSED_MOE, [_MOE_BINDING, _LAUNCHER, _REGISTRY], _MOE_TEMPLATE, MAIN_MODULE)
 
 
 def gen_fused_moe_instance_module(instance: Instance) -> JitSpecSm12x:
@@ -155,7 +148,8 @@ def gen_fused_moe_instance_module(instance: Instance) -> JitSpecSm12x:
     """
     if instance in MAIN_MODULE:
         raise ValueError(f"{instance.name} is part of {FUSED_MOE} and has no module of its own")
-    return _spec(f"{FUSED_MOE}_{instance.name}", [_csrc() / _INSTANCE_BINDING], _MOE_TEMPLATE, [instance], alone=True)
+    binding = "fused_moe/cutlass_backend/flashinfer_sm12x_instance_binding.cpp"
+    return _spec(f"{FUSED_MOE}_{instance.name}", [binding], _MOE_TEMPLATE, [instance], alone=True)
 
 
 def gen_group_gemm_module() -> JitSpecSm12x:
@@ -164,8 +158,8 @@ def gen_group_gemm_module() -> JitSpecSm12x:
     Raises:
         RuntimeError: as :func:`gen_fused_moe_module`.
     """
-    sources = [_csrc() / _GEMM_BINDING, _csrc() / _REGISTRY]
-    return _spec(GROUP_GEMM, sources, _GEMM_TEMPLATE, GEMM_INSTANCES)
+    template = "gemm/sm12x_group_gemm_instance.cu.jinja"
+    return _spec(GROUP_GEMM, [_GEMM_BINDING, _REGISTRY], template, GEMM_INSTANCES)
 
 
 def gen_dense_module() -> JitSpecSm12x:
@@ -174,8 +168,8 @@ def gen_dense_module() -> JitSpecSm12x:
     Raises:
         RuntimeError: as :func:`gen_fused_moe_module`.
     """
-    sources = [_csrc() / _DENSE_BINDING, _csrc() / _REGISTRY]
-    return _spec(DENSE, sources, _DENSE_TEMPLATE, DENSE_INSTANCES, mma_kinds=MMA_KINDS)
+    template = "gemm/sm12x_dense_instance.cu.jinja"
+    return _spec(DENSE, [_DENSE_BINDING, _REGISTRY], template, DENSE_INSTANCES, mma_kinds=MMA_KINDS)
 
 
 def gen_router_module() -> JitSpecSm12x:
@@ -184,7 +178,7 @@ def gen_router_module() -> JitSpecSm12x:
     Raises:
         RuntimeError: as :func:`gen_fused_moe_module`.
     """
-    return _spec(ROUTER, [_csrc() / _ROUTER_BINDING])
+    return _spec(ROUTER, ["fused_moe/sm12x_router_binding.cu"])
 
 
 def gen_decode_module() -> JitSpecSm12x:
@@ -193,7 +187,7 @@ def gen_decode_module() -> JitSpecSm12x:
     Raises:
         RuntimeError: as :func:`gen_fused_moe_module`.
     """
-    return _spec(DECODE, [_csrc() / _DECODE_BINDING])
+    return _spec(DECODE, ["sm12x_decode_attention_binding.cu"])
 
 
 def gen_operator_modules() -> list[JitSpecSm12x]:
@@ -221,7 +215,7 @@ def gen_probe_module() -> JitSpecSm12x:
     Raises:
         RuntimeError: as :func:`gen_fused_moe_module`.
     """
-    return _spec(PROBE, [_csrc() / _PROBE_BINDING], flags=["-DFLASHINFER_SM12X_FENCE_ARRIVALS=0"])
+    return _spec(PROBE, ["sm12x_probe_binding.cu"], flags=["-DFLASHINFER_SM12X_FENCE_ARRIVALS=0"])
 
 
 MODULES = {
@@ -336,13 +330,14 @@ def _include_dirs() -> list[Path]:
 
 def _spec(
     name: str,
-    sources: Sequence[Path],
+    sources: Sequence[str | Path],
     template: str = "",
     instances: Iterable[Instance] = (),
     alone: bool = False,
     flags: Sequence[str] = (),
     mma_kinds: Iterable[str] = MMA_KINDS[:1],
 ) -> JitSpecSm12x:
+    """``sources``, which lie in ``csrc``, and one of the template for each instance."""
     architectures = target_architectures()
     embed_ptx = variables.read(EMBED_PTX_VARIABLE)
     in_half = [kind for kind in mma_kinds if template and multiplies_in_half(kind)]
@@ -354,7 +349,10 @@ def _spec(
     ]
     spec = JitSpecSm12x(
         name=name,
-        sources=[*sources, *(_render(name, template, instances, alone) if template else [])],
+        sources=[
+            *(_csrc() / source for source in sources),
+            *(_render(name, template, instances, alone) if template else []),
+        ],
         extra_cflags=_cxx_flags(),
         extra_cuda_cflags=flags,
         extra_ldflags=None,

@@ -46,11 +46,6 @@ class _Unfit(Exception):
     """Why a library cannot be used."""
 
 
-def platform_name() -> str:
-    """What libraries must be made for, such as ``linux-aarch64``."""
-    return sysconfig.get_platform()
-
-
 def ffi_series() -> str:
     """``0.1`` of an apache-tvm-ffi such as ``0.1.15``: its C interface stays compatible within such a series."""
     return ".".join(tvm_ffi.__version__.split(".")[:2])
@@ -139,7 +134,7 @@ def _manifest_for_this_machine(folder: Path) -> Any:
     expected = {
         "format": FORMAT,
         "fork": __fork_version__,
-        "platform": platform_name(),
+        "platform": sysconfig.get_platform(),  # such as linux-aarch64
         "tvm_ffi": ffi_series(),
     }
     for what, here in expected.items():

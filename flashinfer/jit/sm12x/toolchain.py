@@ -88,11 +88,6 @@ class Toolkit:
             raise ToolchainError(f"{self.nvcc} --version names no CUDA release; it printed: {text.strip()[:200]!r}")
         return Version(match.group(1))
 
-    @property
-    def extra_include_dirs(self) -> tuple[Path, ...]:
-        """Header folders beyond the toolkit's own."""
-        return self.include_dirs[1:]
-
     def find_library(self, stem: str) -> Path:
         """The shared library ``lib<stem>.so`` or its newest versioned file.
 
@@ -239,18 +234,14 @@ def _toolkit(root: Path, origin: str, wheels: Sequence[Path]) -> Toolkit:
     missing = [header for header in COMPANION_HEADERS if not (root / "include" / header).is_file()]
     includes = [companion / "include" for companion in companions]
     includes = [folder for folder in includes if any((folder / header).is_file() for header in missing)]
-    libraries = [root / "lib64", root / "lib", root / "targets" / _target_name() / "lib"]
+    machine = {"aarch64": "sbsa"}.get(os.uname().machine, os.uname().machine)
+    libraries = [root / "lib64", root / "lib", root / "targets" / f"{machine}-linux" / "lib"]
     libraries += [companion / "lib" for companion in companions]
     return replace(
         toolkit,
         include_dirs=tuple(dict.fromkeys([root / "include", *includes])),
         library_dirs=tuple(dict.fromkeys(folder for folder in libraries if any(folder.glob("lib*")))),
     )
-
-
-def _target_name() -> str:
-    machine = os.uname().machine
-    return {"aarch64": "sbsa-linux"}.get(machine, f"{machine}-linux")
 
 
 def _companion_roots(toolkit: Toolkit, wheels: Sequence[Path]) -> list[Path]:
