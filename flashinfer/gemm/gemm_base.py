@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -85,12 +86,36 @@ def group_gemm_mxfp8_mxfp4_nt_groupwise(
     -----
     ``k`` is a multiple of 32 and ``n`` of 8.
     """
-    arguments = dict(locals())
     require_computing_device("a", a)
     if devices.serves(a.device):
         tiles = [mma_sm, tile_m, tile_n, tile_k]
-        return group_gemm(GroupGemmCall(out, a, b, a_scale, b_scale, m_indptr, out_dtype, tiles, swap_ab))
-    return _upstream.group_gemm_mxfp8_mxfp4_nt_groupwise(**arguments)
+        call = GroupGemmCall(
+            out=out,
+            a=a,
+            b=b,
+            a_scale=a_scale,
+            b_scale=b_scale,
+            m_indptr=m_indptr,
+            out_dtype=out_dtype,
+            tiles=tiles,
+            swap_ab=swap_ab,
+        )
+        return group_gemm(call)
+    return _upstream.group_gemm_mxfp8_mxfp4_nt_groupwise(
+        a=a,
+        b=b,
+        a_scale=a_scale,
+        b_scale=b_scale,
+        m_indptr=m_indptr,
+        mma_sm=mma_sm,
+        tile_m=tile_m,
+        tile_n=tile_n,
+        tile_k=tile_k,
+        swap_ab=swap_ab,
+        out=out,
+        out_dtype=out_dtype,
+        skip_check=skip_check,
+    )
 
 
 # Which compute capabilities the operator serves is asked through attributes that upstream's decorator sets.
@@ -125,8 +150,6 @@ def mm_fp4(
     ValueError
         Upstream's, and for the calls above: ``use_8x4_sf_layout``, or operands that do not fit each other.
     """
-    upstreams = functools.partial(_upstream.mm_fp4, **locals())  # by name: upstream's decorator looks for the backend there
-
     def ours() -> torch.Tensor:
         require_choice("backend", backend, _MM_FP4_BACKENDS)
         if use_8x4_sf_layout:
@@ -135,6 +158,22 @@ def mm_fp4(
             raise ValueError(f"block_size is {block_size}; with use_nvfp4=False it must be 32 (MXFP4)")
         return sm12x_mm.mm_mxfp4(a, b, a_descale, b_descale, alpha, out_dtype, out, enable_pdl)
 
+    upstreams: Callable[[], torch.Tensor] = functools.partial(
+        _upstream.mm_fp4,
+        a=a,
+        b=b,
+        a_descale=a_descale,
+        b_descale=b_descale,
+        alpha=alpha,
+        out_dtype=out_dtype,
+        out=out,
+        block_size=block_size,
+        use_8x4_sf_layout=use_8x4_sf_layout,
+        backend=backend,
+        use_nvfp4=use_nvfp4,
+        enable_pdl=enable_pdl,
+        skip_check=skip_check,
+    )
     require_tensor_type("a", a)
     if sm12x_mm.takes_mm_fp4(a.device, backend, use_nvfp4):
         return ours()
@@ -163,14 +202,24 @@ def mm_mxfp8(
     ValueError
         Upstream's, and for the calls above: ``use_8x4_sf_layout``, or operands that do not fit each other.
     """
-    upstreams = functools.partial(_upstream.mm_mxfp8, **locals())
-
     def ours() -> torch.Tensor:
         require_choice("backend", backend, _MM_MXFP8_BACKENDS)
         if use_8x4_sf_layout:
             raise ValueError("mm_mxfp8 on this fork's kernels takes 128x4 scales: use_8x4_sf_layout must be False")
         return sm12x_mm.mm_mxfp8(a, b, a_descale, b_descale, out, out_dtype)
 
+    upstreams: Callable[[], torch.Tensor] = functools.partial(
+        _upstream.mm_mxfp8,
+        a=a,
+        b=b,
+        a_descale=a_descale,
+        b_descale=b_descale,
+        out=out,
+        out_dtype=out_dtype,
+        use_8x4_sf_layout=use_8x4_sf_layout,
+        backend=backend,
+        skip_check=skip_check,
+    )
     require_tensor_type("a", a)
     if backend == sm12x_mm.BACKEND or a.device.type == "cpu":
         return ours()
