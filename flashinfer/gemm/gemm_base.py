@@ -69,7 +69,7 @@ def group_gemm_mxfp8_mxfp4_nt_groupwise(
     out_dtype : torch.dtype, optional
         bfloat16 (default) or float16; that of ``out`` if given.
     skip_check : bool
-        Upstream's switch; here checks cost one look-up for known shapes and are always made.
+        Upstream's switch; here checks are always made.
 
     Returns
     -------
