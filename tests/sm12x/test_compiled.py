@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ TOKENS = ("input", "a", "x", "query", "hidden_states")
 @pytest.mark.parametrize("name", OPERATORS)
 def test_a_compiled_call_gives_and_writes_the_same_bits(name: str, gives: bool, device: torch.device) -> None:
     function, make = OPERATORS[name]
+    if name in ("mm_fp4", "mm_mxfp8"):  # by name: Dynamo does not trace how upstream chooses among its own
+        function = functools.partial(function, backend="sm12x")
 
     def layer(tokens: str, arguments: Arguments) -> list[Any]:
         found = function(**{**arguments, tokens: arguments[tokens].clone()})
