@@ -10,7 +10,6 @@ from pathlib import Path
 from flashinfer._version import UPSTREAM_VERSION
 
 from . import style
-from .compose import with_figures
 from .edits import apply, mismatch
 from .topics import TOPICS, Topic
 from .tree import ExportError, Files, base_of, commit, git, lay_out_wheel, work_tree
@@ -146,4 +145,4 @@ def _write(each: Exported, tree: Path) -> None:
         file.write_text(each.state[path], encoding="utf-8")
     style.format_files(tree, each.new, each.edited)
     git(tree, "add", "--force", "--", *own)
-    commit(tree, with_figures(each.topic.message))
+    commit(tree, each.topic.message)

@@ -32,7 +32,7 @@ class Topic:
 
     @property
     def message(self) -> str:
-        """The commit's, with figures still to be filled in."""
+        """The commit's."""
         return (TEXT / self.name / "message.txt").read_text(encoding="utf-8")
 
     @property
