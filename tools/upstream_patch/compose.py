@@ -36,8 +36,8 @@ def fork_text(path: str) -> str:
 
 
 def with_definitions(text: str) -> str:
-    """``text`` with definitions of the fork where it says ``# take FILE: NAME NAME``."""
-    return _TAKE.sub(lambda match: definitions(match[1], match[2].split()), text)
+    """``text`` with definitions of the fork where it says ``# take FILE: NAME NAME``; upstream's is its own there."""
+    return _TAKE.sub(lambda match: definitions(match[1], match[2].split()).replace("upstream's", "the"), text)
 
 
 def definitions(source: str, names: Iterable[str]) -> str:

@@ -11,7 +11,7 @@ import torch
 
 from ..jit.sm12x.group_gemm import gen_sm12x_group_gemm_module
 from ..jit.sm12x.heuristics import choose_group_gemm
-from ..utils import device_support_pdl
+from ..utils import device_support_pdl, supported_compute_capability
 
 
 @functools.cache
@@ -22,13 +22,10 @@ def get_sm12x_group_gemm_module():
 # take flashinfer/gemm/sm12x_group_gemm.py: scale_rows
 
 
-def check_group_gemm_mxfp4_sm12x(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_scale: torch.Tensor,
-    b_scale: torch.Tensor,
-    m_indptr: torch.Tensor,
-    out: Optional[torch.Tensor],
+@supported_compute_capability([120, 121])
+def sm12x_group_gemm_requirement(
+    a: torch.Tensor, b: torch.Tensor, a_scale: torch.Tensor, b_scale: torch.Tensor, m_indptr: torch.Tensor,
+    out: Optional[torch.Tensor] = None, **_,
 ) -> bool:
     """Raise ``ValueError`` unless the kernels can read the tensors where they are."""
     num_groups, n = b.shape[:2]
@@ -49,11 +46,7 @@ def check_group_gemm_mxfp4_sm12x(
 
 
 def group_gemm_mxfp4_sm12x(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_scale: torch.Tensor,
-    b_scale: torch.Tensor,
-    m_indptr: torch.Tensor,
+    a: torch.Tensor, b: torch.Tensor, a_scale: torch.Tensor, b_scale: torch.Tensor, m_indptr: torch.Tensor,
     out: torch.Tensor,
 ) -> torch.Tensor:
     """Write the products of all groups into ``out``; arguments are checked ones of
@@ -64,14 +57,7 @@ def group_gemm_mxfp4_sm12x(
     module = get_sm12x_group_gemm_module()
     workspace = torch.empty(module.sm12x_group_gemm_workspace_size(), dtype=torch.uint8, device=a.device)
     module.sm12x_group_gemm_run(
-        out,
-        a,
-        a_scale,
-        b,
-        b_scale,
-        m_indptr,
-        workspace,
-        choose_group_gemm(a.shape[0], b.shape[0]).index,
-        device_support_pdl(a.device),
+        out, a, a_scale, b, b_scale, m_indptr, workspace,
+        choose_group_gemm(a.shape[0], b.shape[0]).index, device_support_pdl(a.device),
     )
     return out
