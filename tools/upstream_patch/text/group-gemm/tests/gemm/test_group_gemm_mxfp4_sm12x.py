@@ -3,19 +3,15 @@ import torch
 
 from flashinfer.gemm import group_gemm_mxfp4_nt_groupwise
 from flashinfer.jit.sm12x.heuristics import choose_group_gemm
-from flashinfer.utils import get_compute_capability
 from tests.test_helpers.mx_formats import (
+    assert_close,
     dequantize_mxfp4,
     dequantize_mxfp8,
     quantize_mxfp4,
     quantize_mxfp8,
+    skip_unless_sm12x,
     swizzle_scales,
 )
-
-
-def _skip_unless_sm12x():
-    if get_compute_capability(torch.device("cuda"))[0] != 12:
-        pytest.skip("backend='sm12x' is for SM120 and SM121")
 
 
 def _make_groups(rows, n, k, fp8_dtype=torch.float8_e4m3fn):
@@ -44,11 +40,7 @@ def _make_groups(rows, n, k, fp8_dtype=torch.float8_e4m3fn):
 
 
 def _assert_close(out, expected, magnitude, k):
-    # Half a unit in the last place of the output, and float32 sums in any order.
-    unit = 2.0**-8 if out.dtype == torch.bfloat16 else 2.0**-11
-    bound = unit * expected.abs() + (k + 2) * 2.0**-24 * magnitude + 1e-7
-    worst = ((out.double() - expected).abs() / bound).max().item()
-    assert worst <= 1, f"{worst:.2f} of the bound"
+    assert_close(out, expected, (k + 2) * 2.0**-24 * magnitude + 1e-7)  # float32 sums in any order
 
 
 @pytest.mark.parametrize("rows", [[5, 3], [40, 0, 23], [130], [300, 1, 0, 19]])
@@ -56,7 +48,7 @@ def _assert_close(out, expected, magnitude, k):
 @pytest.mark.parametrize("fp8_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16])
 def test_group_gemm_mxfp4_sm12x(rows, n, k, fp8_dtype, out_dtype):
-    _skip_unless_sm12x()
+    skip_unless_sm12x()
     *operands, expected, magnitude = _make_groups(rows, n, k, fp8_dtype)
     out = group_gemm_mxfp4_nt_groupwise(*operands, out_dtype=out_dtype, backend="sm12x")
     assert out.dtype == out_dtype
@@ -64,7 +56,7 @@ def test_group_gemm_mxfp4_sm12x(rows, n, k, fp8_dtype, out_dtype):
 
 
 def test_out_is_written_and_repeats():
-    _skip_unless_sm12x()
+    skip_unless_sm12x()
     *operands, expected, magnitude = _make_groups([70, 0, 9], 128, 256)
     out = torch.empty(79, 128, dtype=torch.bfloat16, device="cuda")
     again = group_gemm_mxfp4_nt_groupwise(*operands, out=out, backend="sm12x")
@@ -74,7 +66,7 @@ def test_out_is_written_and_repeats():
 
 
 def test_errors_come_before_a_launch():
-    _skip_unless_sm12x()
+    skip_unless_sm12x()
     a, b, a_scale, b_scale, m_indptr, _, _ = _make_groups([8, 8], 128, 128)
     with pytest.raises(ValueError, match="a_scale must have shape"):
         group_gemm_mxfp4_nt_groupwise(a, b, a_scale[:128], b_scale, m_indptr, backend="sm12x")
