@@ -1,3 +1,6 @@
+import itertools
+from collections.abc import Sequence
+
 import pytest
 import torch
 
@@ -14,29 +17,21 @@ from tests.test_helpers.mx_formats import (
 )
 
 
+# take flashinfer/testing/moe_inputs.py: _scales_of_groups
+
+
 def _make_groups(rows, n, k, fp8_dtype=torch.float8_e4m3fn):
     torch.manual_seed(0)
-    cum_m, groups = sum(rows), len(rows)
-    a, a_sf = quantize_mxfp8(torch.randn(cum_m, k, device="cuda"))
+    a, a_sf = quantize_mxfp8(torch.randn(sum(rows), k, device="cuda"))
     if fp8_dtype == torch.float8_e5m2:
         a = a.float().to(fp8_dtype)
-    b, b_sf = quantize_mxfp4(torch.randn(groups, n, k, device="cuda"))
-    ends = torch.tensor([0, *rows]).cumsum(0)
-    a_scale = torch.zeros((cum_m + 127 * groups) // 128 * 128, (k // 32 + 3) // 4 * 4, dtype=torch.uint8, device="cuda")
-    expected = torch.zeros(cum_m, n, dtype=torch.float64, device="cuda")
-    magnitude = torch.zeros_like(expected)
-    for group in range(groups):
-        first, last = int(ends[group]), int(ends[group + 1])
-        x = dequantize_mxfp8(a[first:last], a_sf[first:last])
-        w = dequantize_mxfp4(b[group], b_sf[group])
-        expected[first:last] = x @ w.T
-        magnitude[first:last] = x.abs() @ w.abs().T
-        if first < last:
-            start = (first + 127 * group) // 128 * 128
-            swizzled = swizzle_scales(a_sf[first:last])
-            a_scale[start : start + swizzled.shape[0]] = swizzled
-    m_indptr = ends.to(device="cuda", dtype=torch.int32)
-    return a, b, a_scale, swizzle_scales(b_sf), m_indptr, expected, magnitude
+    b, b_sf = quantize_mxfp4(torch.randn(len(rows), n, k, device="cuda"))
+    groups = list(zip(dequantize_mxfp8(a, a_sf).split(rows), dequantize_mxfp4(b, b_sf), strict=True))
+    expected = torch.cat([x @ w.T for x, w in groups])
+    magnitude = torch.cat([x.abs() @ w.abs().T for x, w in groups])
+    ends = [0, *itertools.accumulate(rows)]
+    m_indptr = torch.tensor(ends, dtype=torch.int32, device="cuda")
+    return a, b, _scales_of_groups(a_sf, ends), swizzle_scales(b_sf), m_indptr, expected, magnitude
 
 
 def _assert_close(out, expected, magnitude, k):
