@@ -5,7 +5,6 @@ shared memory.
 """
 
 import functools
-from typing import Optional
 
 import torch
 
@@ -23,10 +22,7 @@ def get_sm12x_group_gemm_module():
 
 
 @supported_compute_capability([120, 121])
-def sm12x_group_gemm_requirement(
-    a: torch.Tensor, b: torch.Tensor, a_scale: torch.Tensor, b_scale: torch.Tensor, m_indptr: torch.Tensor,
-    out: Optional[torch.Tensor] = None, **_,
-) -> bool:
+def sm12x_group_gemm_requirement(a, b, a_scale, b_scale, m_indptr, out, **_):
     """Raise ``ValueError`` unless the kernels can read the tensors where they are."""
     num_groups, n = b.shape[:2]
     blocks = (a.shape[1] // 32 + 3) // 4 * 4
@@ -46,7 +42,11 @@ def sm12x_group_gemm_requirement(
 
 
 def group_gemm_mxfp4_sm12x(
-    a: torch.Tensor, b: torch.Tensor, a_scale: torch.Tensor, b_scale: torch.Tensor, m_indptr: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    m_indptr: torch.Tensor,
     out: torch.Tensor,
 ) -> torch.Tensor:
     """Write the products of all groups into ``out``; arguments are checked ones of
@@ -57,7 +57,14 @@ def group_gemm_mxfp4_sm12x(
     module = get_sm12x_group_gemm_module()
     workspace = torch.empty(module.sm12x_group_gemm_workspace_size(), dtype=torch.uint8, device=a.device)
     module.sm12x_group_gemm_run(
-        out, a, a_scale, b, b_scale, m_indptr, workspace,
-        choose_group_gemm(a.shape[0], b.shape[0]).index, device_support_pdl(a.device),
+        out,
+        a,
+        a_scale,
+        b,
+        b_scale,
+        m_indptr,
+        workspace,
+        choose_group_gemm(a.shape[0], b.shape[0]).index,
+        device_support_pdl(a.device),
     )
     return out

@@ -27,15 +27,31 @@ def _run(layer, mode, tactic):
     workspace = torch.empty(size, dtype=torch.uint8, device="cuda")
     output = torch.empty(tokens, hidden, dtype=torch.bfloat16, device="cuda")
     module.sm12x_moe_run(
-        output, given["input"], given.get("input_sf"), given["token_selected_experts"], given["token_final_scales"],
-        given["fc1_expert_weights"], fc1_sf, fc1_global, given["fc1_expert_biases"],
-        given["fc2_expert_weights"], fc2_sf, fc2_global, given["fc2_expert_biases"],
-        given["swiglu_alpha"], given["swiglu_beta"], given["swiglu_limit"],
+        output,
+        given["input"],
+        given.get("input_sf"),
+        given["token_selected_experts"],
+        given["token_final_scales"],
+        given["fc1_expert_weights"],
+        fc1_sf,
+        fc1_global,
+        given["fc1_expert_biases"],
+        given["fc2_expert_weights"],
+        fc2_sf,
+        fc2_global,
+        given["fc2_expert_biases"],
+        given["swiglu_alpha"],
+        given["swiglu_beta"],
+        given["swiglu_limit"],
         False,  # not SwigluStep
-        workspace, number,
+        workspace,
+        number,
         True,  # input_sf is 128x4
-        0, experts,  # the rank's first expert, and all of them
-        tactic, tactic, device_support_pdl(torch.device("cuda")),
+        0,
+        experts,  # the rank's first expert, and all of them
+        tactic,
+        tactic,
+        device_support_pdl(torch.device("cuda")),
     )
     return output
 

@@ -64,7 +64,9 @@ def make_layer(tokens: int, top_k: int, experts: int, hidden: int, inter: int) -
 
 def assert_layer(out: torch.Tensor, layer: Layer, w4a8: bool, first: int = 0, last: Optional[int] = None) -> None:
     """``out`` against float64; experts ``[first, last)`` of ``layer`` contribute."""
-    fc1, fc2, ids = (layer.named[name] for name in ("fc1_expert_weights", "fc2_expert_weights", "token_selected_experts"))
+    fc1, fc2, ids = (
+        layer.named[name] for name in ("fc1_expert_weights", "fc2_expert_weights", "token_selected_experts")
+    )
     fc1_bias, fc2_bias = (layer.named[f"fc{index}_expert_biases"].double() for index in (1, 2))
     x = dequantize_mxfp8(*quantize_mxfp8(layer.x)) if w4a8 else layer.x.double()
     expected = torch.zeros(out.shape, dtype=torch.float64, device=out.device)

@@ -57,7 +57,11 @@ def test_output_workspace_and_forced_tactics():
     output = torch.empty(20, 128, dtype=torch.float16, device="cuda")
     for name in ("mxfp8_m8_k128", "mxfp8_m16_k128"):
         out = _run(
-            layer, "mxfp8", output_dtype=torch.float16, output=output, workspace_buffer=workspace,
+            layer,
+            "mxfp8",
+            output_dtype=torch.float16,
+            output=output,
+            workspace_buffer=workspace,
             profile_ids=[tactic(name), -1],
         )
         assert out is output
