@@ -65,6 +65,9 @@ def test_messages_are_fit_for_a_pull_request(exported):
         assert blank == ""
         assert max(map(len, body)) <= 88, max(body, key=len)
         assert not FORK_WORDS.search("\n".join(body)), each.branch
+        assert not re.search(r"\d us\b", "\n".join(body)) or re.search(r"\(20\d\d-\d\d-\d\d", "\n".join(body)), (
+            "undated times"
+        )
         tests = next(line for line in body if line.startswith(("Tests: pytest ", "Reproducer: tests/")))
         for path in re.findall(r"tests/\S+\.py", tests):
             assert path in each.topic.tests

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What topics hold of the fork: definitions of its Python, its C++ at other paths, measured figures of its pages."""
+"""What topics hold of the fork: definitions of its Python, its C++ at other paths."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def fork_text(path: str) -> str:
 
 
 def with_definitions(text: str) -> str:
-    """``text`` with definitions of the fork where it says ``# take FILE: NAME NAME``."""
-    return _TAKE.sub(lambda match: definitions(match[1], match[2].split()), text)
+    """``text`` with definitions of the fork where it says ``# take FILE: NAME NAME``; upstream's is its own there."""
+    return _TAKE.sub(lambda match: definitions(match[1], match[2].split()).replace("upstream's", "the"), text)
 
 
 def definitions(source: str, names: Iterable[str]) -> str:
@@ -128,36 +128,3 @@ def _with_includes(path: str, places: Mapping[str, str]) -> str:
 
     text = _INCLUDE.sub(renamed, _LEFT_OUT.sub(kept, fork_text(path))).rstrip("\n") + "\n"
     return _NOT_ALONE.sub(r"\1\n", _ALONE.sub("", text))
-
-
-# --- measured figures, so that a message quotes what the pages say and nothing else -----------------------------------
-
-# From what a message names to a page, what stands in front of the table there, and how many cells name a row.
-_TABLES = {
-    "layer": ("docs/performance.md", "**gpt-oss-120b** (H = I = 2880", 1),
-    "dense": ("docs/performance.md", "## Dense layers, H200", 2),
-}
-_PLACEHOLDER = re.compile(r"\{(layer|dense)\|([^|}]+)\|([^|}]+)\}")
-
-
-def with_figures(message: str) -> str:
-    """A message with ``{layer|TOKENS|COLUMN}`` and ``{dense|LAYER TOKENS|COLUMN}`` as the pages have them.
-
-    Raises:
-        ExportError: a page has no such table, row or column.
-    """
-    return _PLACEHOLDER.sub(lambda match: _figure(*match.groups()), message)
-
-
-def _figure(table: str, row: str, column: str) -> str:
-    page, start, keys = _TABLES[table]
-    lines = fork_text(page).partition(start)[2].splitlines()
-    behind = itertools.dropwhile(lambda line: not line.startswith("|"), lines)
-    there = itertools.takewhile(lambda line: line.startswith("|"), behind)
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in there]
-    name = [""] * keys
-    for cells in rows:
-        name = [cell or above for cell, above in zip(cells, name, strict=False)]  # an empty one is that above
-        if " ".join(name) == row and column in rows[0]:
-            return cells[rows[0].index(column)].partition(" ")[0]
-    raise ExportError(f"{page} has no figure for {{{table}|{row}|{column}}}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes of upstream's files: each says where it goes, and how what stands there was when the change was written.
+"""Changes of files, upstream's above all: each says where it goes, and how what stands there was when it was written.
 
 An ``edits.txt`` holds places, and the changes of each::
 
@@ -135,7 +135,7 @@ def mismatch(place: Place, files: Files) -> str:
     """How the base commit's text at ``place`` differs from what the edit was written for; empty when it does not."""
     source = files.original(place.file)
     if source is None:
-        made = files.text(place.file) is not None  # by a topic in front of this one
+        made = files.text(place.file) is not None  # by this topic or one in front of it
         return "" if made else f"{place.name}: there is no such file"
     try:
         bounds = _bounds(place, source)

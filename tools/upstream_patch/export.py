@@ -10,7 +10,6 @@ from pathlib import Path
 from flashinfer._version import UPSTREAM_VERSION
 
 from . import style
-from .compose import with_figures
 from .edits import apply, mismatch
 from .topics import TOPICS, Topic
 from .tree import ExportError, Files, base_of, commit, git, lay_out_wheel, work_tree
@@ -64,16 +63,17 @@ def _changes(topic: Topic, files: Files) -> tuple[Exported, list[str]]:
     outside = {edit.place.file for edit in edits if not edit.place.file.startswith(IN_WHEEL)}
     left_out = sorted(path for path in outside if files.original(path) is None)
     edits = [edit for edit in edits if edit.place.file not in left_out]
-    wrong = [said for place in dict.fromkeys(edit.place for edit in edits) if (said := mismatch(place, files))]
-    for edit in edits:
-        if not wrong and (said := apply(edit, files)):
-            wrong.append(said)
-    new = topic.files()
+    new, wrong = topic.files(), []
     for path, text in new.items():
         if files.original(path) is not None:
             wrong.append(f"{path}: upstream has a file of that name")
-        text = style.with_header(path, text)
-        files.changed[path] = style.wrapped(text) if path.endswith(".py") else text
+        files.changed[path] = style.with_header(path, text)
+    wrong += [said for place in dict.fromkeys(edit.place for edit in edits) if (said := mismatch(place, files))]
+    for edit in edits:
+        if not wrong and (said := apply(edit, files)):
+            wrong.append(said)
+    for path in [path for path in new if path.endswith(".py")]:
+        files.changed[path] = style.wrapped(files.changed[path])
     own = sorted({*new, *(edit.place.file for edit in edits)})
     edited = [path for path in own if files.original(path) is not None]
     return Exported(topic, [path for path in own if path not in edited], edited, left_out, files.changed), wrong
@@ -146,4 +146,4 @@ def _write(each: Exported, tree: Path) -> None:
         file.write_text(each.state[path], encoding="utf-8")
     style.format_files(tree, each.new, each.edited)
     git(tree, "add", "--force", "--", *own)
-    commit(tree, with_figures(each.topic.message))
+    commit(tree, each.topic.message)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Upstream's formatting: its licence header, its line lengths, its formatters with its own settings.
+"""Upstream's formatting: its licence header, its line lengths, its formatters.
 
-The settings are those of the tree. A tree without any, the wheel's, gets the ones pinned here, which are those of
-upstream's repository in August 2026. Comments and paragraphs of docstrings are wrapped here: ruff leaves them as they are.
+Their settings are those of upstream's repository in August 2026: the wheel has none. Comments and paragraphs of docstrings
+are wrapped here: ruff leaves them as they are.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from .tree import FORK, ExportError
 
 PYTHON_COLUMNS = 88
 CXX_SUFFIXES = (".cu", ".cuh", ".h", ".inl")
-# What upstream's settings say, for a tree without any.
 RUFF_CHECK = (
     "--isolated",
     "--select=E,F,B,SIM",
@@ -133,13 +132,10 @@ def format_files(tree: Path, new: Sequence[str], edited: Sequence[str]) -> None:
     Raises:
         ExportError: a formatter is missing, or finds something to say.
     """
-    project = tree / "pyproject.toml"
-    own = project.is_file() and "[tool.ruff" in project.read_text(encoding="utf-8")
     python = [path for path in new if path.endswith(".py")]
     if python:
-        _run(tool("ruff"), "format", "--quiet", "--no-cache", *(() if own else ("--isolated",)), *python, folder=tree)
+        _run(tool("ruff"), "format", "--quiet", "--no-cache", "--isolated", *python, folder=tree)
     if linted := python + [path for path in edited if path.endswith(".py")]:
-        _run(tool("ruff"), "check", "--quiet", "--no-cache", *(() if own else RUFF_CHECK), *linted, folder=tree)
+        _run(tool("ruff"), "check", "--quiet", "--no-cache", *RUFF_CHECK, *linted, folder=tree)
     if cxx := [path for path in new if path.endswith(CXX_SUFFIXES)]:
-        settings = "file" if (tree / ".clang-format").is_file() else CLANG_FORMAT
-        _run(tool("clang-format"), f"--style={settings}", "-i", *cxx, folder=tree)
+        _run(tool("clang-format"), f"--style={CLANG_FORMAT}", "-i", *cxx, folder=tree)

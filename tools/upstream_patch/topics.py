@@ -17,8 +17,8 @@ TEXT = Path(__file__).parent / "text"
 class Topic:
     """One pull request: a branch with one commit, of what ``text/NAME`` holds and some C++ of the fork's.
 
-    ``message.txt`` is the commit's message, ``edits.txt`` its changes of files of upstream's or of topics in front of
-    this one; every other file there is new, at its path in upstream's tree.
+    ``message.txt`` is the commit's message, ``edits.txt`` its changes of files of upstream's, of topics in front of
+    this one, or of its own; every other file there is new, at its path in upstream's tree.
 
     Attributes:
         name: Of the branch, behind ``sm12x/``.
@@ -32,7 +32,7 @@ class Topic:
 
     @property
     def message(self) -> str:
-        """The commit's, with figures still to be filled in."""
+        """The commit's."""
         return (TEXT / self.name / "message.txt").read_text(encoding="utf-8")
 
     @property

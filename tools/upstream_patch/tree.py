@@ -21,9 +21,6 @@ _SUBMODULES = {"cutlass": "3rdparty/cutlass", "spdlog": "3rdparty/spdlog", "cccl
 # Made by an editable install of upstream's, and ignored by its git.
 _UNTRACKED = "flashinfer/data\nflashinfer/_build_meta.py\n3rdparty\n__pycache__\n"
 
-# Settings of formatters, which a checkout has and the wheel has not.
-_SETTINGS = (".clang-format", "pyproject.toml")
-
 
 class ExportError(RuntimeError):
     """Nothing was exported; the message says why and what to do."""
@@ -92,14 +89,12 @@ def base_of(folder: Path, wanted: str) -> str:
 
 @contextmanager
 def work_tree(folder: Path, base: str) -> Iterator[Path]:
-    """A second work tree of the repository, at ``base``, with the formatters' settings alone; the first stays as it is."""
+    """A second work tree of the repository, at ``base``, without its files; the first stays as it is."""
     with tempfile.TemporaryDirectory(prefix="upstream_patch_") as place:
         tree = Path(place) / "tree"
         git(folder, "worktree", "add", "--quiet", "--detach", "--no-checkout", str(tree), base)
         try:
             git(tree, "reset", "--quiet", base)
-            if there := git(tree, "ls-files", "--", *_SETTINGS).split():
-                git(tree, "checkout", "--quiet", "--", *there)
             yield tree
         finally:
             git(folder, "worktree", "remove", "--force", str(tree))

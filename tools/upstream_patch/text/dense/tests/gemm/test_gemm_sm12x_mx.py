@@ -4,50 +4,33 @@ import torch
 from flashinfer import mm_fp4, mm_mxfp8
 from flashinfer.gemm import mm_bf16_fp4, prepare_bf16_fp4_weights
 from flashinfer.jit.sm12x.instances import DENSE_INSTANCES
-from flashinfer.utils import get_compute_capability
 from tests.test_helpers.mx_formats import (
+    assert_close,
     dequantize_mxfp4,
     dequantize_mxfp8,
     quantize_mxfp4,
     quantize_mxfp8,
+    skip_unless_sm12x,
     swizzle_scales,
 )
 
 
-def _skip_unless_sm12x():
-    if get_compute_capability(torch.device("cuda"))[0] != 12:
-        pytest.skip("backend='sm12x' is for SM120 and SM121")
-
-
 def _assert_close(out, x, w, alpha=1.0):
-    expected = alpha * (x @ w.T)
     magnitude = abs(alpha) * (x.abs() @ w.abs().T)
-    unit = 2.0**-8 if out.dtype == torch.bfloat16 else 2.0**-11
-    bound = unit * expected.abs() + (x.shape[1] + 3) * 2.0**-24 * magnitude + 1e-7
-    worst = ((out.double() - expected).abs() / bound).max().item()
-    assert worst <= 1, f"{worst:.2f} of the bound"
+    assert_close(out, alpha * (x @ w.T), (x.shape[1] + 3) * 2.0**-24 * magnitude + 1e-7)
 
 
 @pytest.mark.parametrize("m", [1, 9, 40, 200])
 @pytest.mark.parametrize("n,k", [(128, 128), (200, 288)])
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16])
 def test_mm_fp4(m, n, k, out_dtype):
-    _skip_unless_sm12x()
+    skip_unless_sm12x()
     torch.manual_seed(0)
     a, a_sf = quantize_mxfp4(torch.randn(m, k, device="cuda"))
     b, b_sf = quantize_mxfp4(torch.randn(n, k, device="cuda"))
     alpha = torch.tensor([0.75], device="cuda")
-    out = mm_fp4(
-        a,
-        b.T,
-        swizzle_scales(a_sf),
-        swizzle_scales(b_sf).T,
-        alpha,
-        out_dtype,
-        block_size=32,
-        backend="sm12x",
-        use_nvfp4=False,
-    )
+    scales = swizzle_scales(a_sf), swizzle_scales(b_sf).T
+    out = mm_fp4(a, b.T, *scales, alpha, out_dtype, block_size=32, backend="sm12x", use_nvfp4=False)
     assert out.dtype == out_dtype
     _assert_close(out, dequantize_mxfp4(a, a_sf), dequantize_mxfp4(b, b_sf), 0.75)
 
@@ -56,7 +39,7 @@ def test_mm_fp4(m, n, k, out_dtype):
 @pytest.mark.parametrize("n,k", [(128, 128), (200, 288)])
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16])
 def test_mm_mxfp8(m, n, k, out_dtype):
-    _skip_unless_sm12x()
+    skip_unless_sm12x()
     torch.manual_seed(0)
     a, a_sf = quantize_mxfp8(torch.randn(m, k, device="cuda"))
     b, b_sf = quantize_mxfp8(torch.randn(n, k, device="cuda"))
@@ -69,7 +52,7 @@ def test_mm_mxfp8(m, n, k, out_dtype):
 @pytest.mark.parametrize("m", [1, 9, 40, 100])
 @pytest.mark.parametrize("n,k", [(128, 128), (200, 288)])
 def test_mm_bf16_fp4(m, n, k):
-    _skip_unless_sm12x()
+    skip_unless_sm12x()
     torch.manual_seed(0)
     a = torch.randn(m, k, device="cuda").to(torch.bfloat16)
     b, b_sf = quantize_mxfp4(torch.randn(n, k, device="cuda"))
@@ -80,7 +63,7 @@ def test_mm_bf16_fp4(m, n, k):
 
 
 def test_mm_bf16_fp4_trace():
-    _skip_unless_sm12x()
+    skip_unless_sm12x()
     torch.manual_seed(0)
     a = torch.randn(9, 288, device="cuda").to(torch.bfloat16)
     b, b_sf = quantize_mxfp4(torch.randn(200, 288, device="cuda"))
@@ -95,7 +78,7 @@ def test_mm_bf16_fp4_trace():
 
 
 def test_what_a_backend_takes_is_checked():
-    _skip_unless_sm12x()
+    skip_unless_sm12x()
     a, a_sf = quantize_mxfp4(torch.randn(4, 128, device="cuda"))
     b, b_sf = quantize_mxfp4(torch.randn(128, 128, device="cuda"))
     scales = swizzle_scales(a_sf), swizzle_scales(b_sf).T
@@ -104,7 +87,7 @@ def test_what_a_backend_takes_is_checked():
         mm_fp4(a, b.T, *scales, use_8x4_sf_layout=True, **named)
     with pytest.raises(ValueError, match="a_descale must be 512 uint8"):
         mm_fp4(a, b.T, scales[0][:64], scales[1], **named)
-    with pytest.raises(ValueError, match="block_size must be 32"):
+    with pytest.raises(ValueError, match="block_size must be 16 for FP4, or 32"):
         x = torch.zeros(4, 128, dtype=torch.bfloat16, device="cuda")
         mm_bf16_fp4(x, b, scales[1], backend="sm12x")
 

@@ -5,13 +5,12 @@ shared memory.
 """
 
 import functools
-from typing import Optional
 
 import torch
 
 from ..jit.sm12x.group_gemm import gen_sm12x_group_gemm_module
 from ..jit.sm12x.heuristics import choose_group_gemm
-from ..utils import device_support_pdl
+from ..utils import device_support_pdl, supported_compute_capability
 
 
 @functools.cache
@@ -22,14 +21,8 @@ def get_sm12x_group_gemm_module():
 # take flashinfer/gemm/sm12x_group_gemm.py: scale_rows
 
 
-def check_group_gemm_mxfp4_sm12x(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_scale: torch.Tensor,
-    b_scale: torch.Tensor,
-    m_indptr: torch.Tensor,
-    out: Optional[torch.Tensor],
-) -> bool:
+@supported_compute_capability([120, 121])
+def sm12x_group_gemm_requirement(a, b, a_scale, b_scale, m_indptr, out, **_):
     """Raise ``ValueError`` unless the kernels can read the tensors where they are."""
     num_groups, n = b.shape[:2]
     blocks = (a.shape[1] // 32 + 3) // 4 * 4

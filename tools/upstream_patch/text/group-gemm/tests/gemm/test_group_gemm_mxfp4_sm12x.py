@@ -1,54 +1,41 @@
+import itertools
+from collections.abc import Sequence
+
 import pytest
 import torch
 
 from flashinfer.gemm import group_gemm_mxfp4_nt_groupwise
 from flashinfer.jit.sm12x.heuristics import choose_group_gemm
-from flashinfer.utils import get_compute_capability
 from tests.test_helpers.mx_formats import (
+    assert_close,
     dequantize_mxfp4,
     dequantize_mxfp8,
     quantize_mxfp4,
     quantize_mxfp8,
+    skip_unless_sm12x,
     swizzle_scales,
 )
 
 
-def _skip_unless_sm12x():
-    if get_compute_capability(torch.device("cuda"))[0] != 12:
-        pytest.skip("backend='sm12x' is for SM120 and SM121")
+# take flashinfer/testing/moe_inputs.py: _scales_of_groups
 
 
 def _make_groups(rows, n, k, fp8_dtype=torch.float8_e4m3fn):
     torch.manual_seed(0)
-    cum_m, groups = sum(rows), len(rows)
-    a, a_sf = quantize_mxfp8(torch.randn(cum_m, k, device="cuda"))
+    a, a_sf = quantize_mxfp8(torch.randn(sum(rows), k, device="cuda"))
     if fp8_dtype == torch.float8_e5m2:
         a = a.float().to(fp8_dtype)
-    b, b_sf = quantize_mxfp4(torch.randn(groups, n, k, device="cuda"))
-    ends = torch.tensor([0, *rows]).cumsum(0)
-    a_scale = torch.zeros((cum_m + 127 * groups) // 128 * 128, (k // 32 + 3) // 4 * 4, dtype=torch.uint8, device="cuda")
-    expected = torch.zeros(cum_m, n, dtype=torch.float64, device="cuda")
-    magnitude = torch.zeros_like(expected)
-    for group in range(groups):
-        first, last = int(ends[group]), int(ends[group + 1])
-        x = dequantize_mxfp8(a[first:last], a_sf[first:last])
-        w = dequantize_mxfp4(b[group], b_sf[group])
-        expected[first:last] = x @ w.T
-        magnitude[first:last] = x.abs() @ w.abs().T
-        if first < last:
-            start = (first + 127 * group) // 128 * 128
-            swizzled = swizzle_scales(a_sf[first:last])
-            a_scale[start : start + swizzled.shape[0]] = swizzled
-    m_indptr = ends.to(device="cuda", dtype=torch.int32)
-    return a, b, a_scale, swizzle_scales(b_sf), m_indptr, expected, magnitude
+    b, b_sf = quantize_mxfp4(torch.randn(len(rows), n, k, device="cuda"))
+    groups = list(zip(dequantize_mxfp8(a, a_sf).split(rows), dequantize_mxfp4(b, b_sf), strict=True))
+    expected = torch.cat([x @ w.T for x, w in groups])
+    magnitude = torch.cat([x.abs() @ w.abs().T for x, w in groups])
+    ends = [0, *itertools.accumulate(rows)]
+    m_indptr = torch.tensor(ends, dtype=torch.int32, device="cuda")
+    return a, b, _scales_of_groups(a_sf, ends), swizzle_scales(b_sf), m_indptr, expected, magnitude
 
 
 def _assert_close(out, expected, magnitude, k):
-    # Half a unit in the last place of the output, and float32 sums in any order.
-    unit = 2.0**-8 if out.dtype == torch.bfloat16 else 2.0**-11
-    bound = unit * expected.abs() + (k + 2) * 2.0**-24 * magnitude + 1e-7
-    worst = ((out.double() - expected).abs() / bound).max().item()
-    assert worst <= 1, f"{worst:.2f} of the bound"
+    assert_close(out, expected, (k + 2) * 2.0**-24 * magnitude + 1e-7)  # float32 sums in any order
 
 
 @pytest.mark.parametrize("rows", [[5, 3], [40, 0, 23], [130], [300, 1, 0, 19]])
@@ -56,7 +43,7 @@ def _assert_close(out, expected, magnitude, k):
 @pytest.mark.parametrize("fp8_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16])
 def test_group_gemm_mxfp4_sm12x(rows, n, k, fp8_dtype, out_dtype):
-    _skip_unless_sm12x()
+    skip_unless_sm12x()
     *operands, expected, magnitude = _make_groups(rows, n, k, fp8_dtype)
     out = group_gemm_mxfp4_nt_groupwise(*operands, out_dtype=out_dtype, backend="sm12x")
     assert out.dtype == out_dtype
@@ -64,7 +51,7 @@ def test_group_gemm_mxfp4_sm12x(rows, n, k, fp8_dtype, out_dtype):
 
 
 def test_out_is_written_and_repeats():
-    _skip_unless_sm12x()
+    skip_unless_sm12x()
     *operands, expected, magnitude = _make_groups([70, 0, 9], 128, 256)
     out = torch.empty(79, 128, dtype=torch.bfloat16, device="cuda")
     again = group_gemm_mxfp4_nt_groupwise(*operands, out=out, backend="sm12x")
@@ -74,7 +61,7 @@ def test_out_is_written_and_repeats():
 
 
 def test_errors_come_before_a_launch():
-    _skip_unless_sm12x()
+    skip_unless_sm12x()
     a, b, a_scale, b_scale, m_indptr, _, _ = _make_groups([8, 8], 128, 128)
     with pytest.raises(ValueError, match="a_scale must have shape"):
         group_gemm_mxfp4_nt_groupwise(a, b, a_scale[:128], b_scale, m_indptr, backend="sm12x")

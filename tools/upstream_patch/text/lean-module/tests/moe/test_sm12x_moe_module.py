@@ -5,12 +5,12 @@ import torch
 
 from flashinfer.jit.sm12x.instances import INSTANCES
 from flashinfer.jit.sm12x.moe import gen_sm12x_moe_module
-from flashinfer.utils import device_support_pdl, get_compute_capability
-from tests.test_helpers.mx_formats import quantize_mxfp8, swizzle_scales
+from flashinfer.utils import device_support_pdl
+from tests.test_helpers.mx_formats import skip_unless_sm12x
 from tests.test_helpers.sm12x_moe import assert_layer, make_layer
 
 # Activations, as the module numbers them.
-MXFP8_INPUT, HALF_INPUT, W4A16 = range(3)
+MODES = ["mxfp8", "half", "bf16"]
 
 
 @functools.cache
@@ -18,43 +18,37 @@ def _module():
     return gen_sm12x_moe_module().build_and_load()
 
 
-def _run(layer, mode, tactic, output_dtype=torch.bfloat16):
-    module = _module()
-    tokens, hidden = layer.x.shape
-    experts, _, half_inter = layer.fc2.shape
-    size = module.sm12x_moe_workspace_size(tokens, hidden, 2 * half_inter, experts, layer.ids.shape[1], mode, False)
+def _run(layer, mode, tactic):
+    module, given, number = _module(), layer.arguments(mode), MODES.index(mode)
+    (tokens, hidden), (experts, _, half_inter) = layer.x.shape, given["fc2_expert_weights"].shape
+    top_k, scales = given["token_selected_experts"].shape[1], given["quant_scales"]
+    fc1_sf, fc1_global, fc2_sf, fc2_global = scales if len(scales) == 4 else (scales[0], None, scales[1], None)
+    size = module.sm12x_moe_workspace_size(tokens, hidden, 2 * half_inter, experts, top_k, number, False)
     workspace = torch.empty(size, dtype=torch.uint8, device="cuda")
-    output = torch.empty(tokens, hidden, dtype=output_dtype, device="cuda")
-    x, x_sf = layer.x.to(torch.bfloat16), None
-    if mode == MXFP8_INPUT:
-        x, linear = quantize_mxfp8(layer.x)
-        x_sf = swizzle_scales(linear)
-    scales = layer.w4a8_scales
-    if mode == W4A16:
-        scales[1] = scales[3] = None
+    output = torch.empty(tokens, hidden, dtype=torch.bfloat16, device="cuda")
     module.sm12x_moe_run(
         output,
-        x,
-        x_sf,
-        layer.ids,
-        layer.weights,
-        layer.fc1,
-        scales[0],
-        scales[1],
-        layer.fc1_bias,
-        layer.fc2,
-        scales[2],
-        scales[3],
-        layer.fc2_bias,
-        layer.alpha,
-        layer.beta,
-        layer.limit,
-        False,
+        given["input"],
+        given.get("input_sf"),
+        given["token_selected_experts"],
+        given["token_final_scales"],
+        given["fc1_expert_weights"],
+        fc1_sf,
+        fc1_global,
+        given["fc1_expert_biases"],
+        given["fc2_expert_weights"],
+        fc2_sf,
+        fc2_global,
+        given["fc2_expert_biases"],
+        given["swiglu_alpha"],
+        given["swiglu_beta"],
+        given["swiglu_limit"],
+        False,  # not SwigluStep
         workspace,
-        mode,
-        True,
+        number,
+        True,  # input_sf is 128x4
         0,
-        experts,
+        experts,  # the rank's first expert, and all of them
         tactic,
         tactic,
         device_support_pdl(torch.device("cuda")),
@@ -65,15 +59,13 @@ def _run(layer, mode, tactic, output_dtype=torch.bfloat16):
 @pytest.mark.parametrize("row", INSTANCES, ids=lambda row: row.name)
 @pytest.mark.parametrize("tokens", [1, 7, 70])
 def test_sm12x_moe_module(row, tokens):
-    if get_compute_capability(torch.device("cuda"))[0] != 12:
-        pytest.skip("the module is for SM120 and SM121")
+    skip_unless_sm12x()
     layer = make_layer(tokens, top_k=2, experts=4, hidden=256, inter=160)
-    modes = [W4A16] if row.activation == "bf16" else [MXFP8_INPUT, HALF_INPUT]
     if not row.takes(tokens * 2, 256, 160):
         pytest.skip("more rows than a streamed layer takes")
-    for mode in modes:
+    for mode in ["bf16"] if row.activation == "bf16" else ["mxfp8", "half"]:
         out = _run(layer, mode, row.index)
-        assert_layer(out, layer, w4a8=mode != W4A16)
+        assert_layer(out, layer, w4a8=mode != "bf16")
         assert torch.equal(out, _run(layer, mode, row.index))
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 
 from tests.test_helpers.mx_formats import (
+    assert_close,
     dequantize_mxfp4,
     dequantize_mxfp8,
     quantize_mxfp4,
@@ -18,29 +19,24 @@ from tests.test_helpers.mx_formats import (
 
 @dataclasses.dataclass
 class Layer:
-    """A layer and its batch; scales are linear, and 128x4 where kernels take them."""
+    """A layer and its batch: tokens in float32, linear scales, and arguments of cutlass_fused_moe that every mode has."""
 
-    x: torch.Tensor  # float32 (tokens, hidden)
-    ids: torch.Tensor
-    weights: torch.Tensor  # of the routing
-    fc1: torch.Tensor
+    x: torch.Tensor
     fc1_sf: torch.Tensor
-    fc2: torch.Tensor
     fc2_sf: torch.Tensor
-    fc1_bias: torch.Tensor
-    fc2_bias: torch.Tensor
-    alpha: torch.Tensor
-    beta: torch.Tensor
-    limit: torch.Tensor
-    ones: torch.Tensor
+    named: dict[str, Any]
 
-    @property
-    def w4a8_scales(self):
-        return [swizzle_scales(self.fc1_sf), self.ones, swizzle_scales(self.fc2_sf), self.ones]
-
-    @property
-    def w4a16_scales(self):
-        return [swizzle_scales(self.fc1_sf), swizzle_scales(self.fc2_sf)]
+    def arguments(self, mode: str) -> dict[str, Any]:
+        """Of cutlass_fused_moe: W4A8 of MXFP8 tokens ("mxfp8") or of such as are quantized inside ("half"), or W4A16 ("bf16")."""
+        given = {**self.named, "input": self.x.to(torch.bfloat16), "output_dtype": torch.bfloat16}
+        fc1_sf, fc2_sf = swizzle_scales(self.fc1_sf), swizzle_scales(self.fc2_sf)
+        if mode == "bf16":
+            return {**given, "quant_scales": [fc1_sf, fc2_sf], "use_w4_group_scaling": True}
+        if mode == "mxfp8":
+            given["input"], linear = quantize_mxfp8(self.x)
+            given["input_sf"] = swizzle_scales(linear)
+        ones = torch.ones(len(fc1_sf), device="cuda")
+        return {**given, "quant_scales": [fc1_sf, ones, fc2_sf, ones], "use_mxfp8_act_scaling": True}
 
 
 def make_layer(tokens: int, top_k: int, experts: int, hidden: int, inter: int) -> Layer:
@@ -51,53 +47,45 @@ def make_layer(tokens: int, top_k: int, experts: int, hidden: int, inter: int) -
 
     fc1, fc1_sf = quantize_mxfp4(torch.randn(experts, 2 * inter, hidden, device="cuda") / hidden**0.5)
     fc2, fc2_sf = quantize_mxfp4(torch.randn(experts, hidden, inter, device="cuda") / inter**0.5)
-    logits = torch.randn(tokens, experts, device="cuda")
-    weights, ids = logits.softmax(-1).topk(top_k, dim=-1)
-    return Layer(
-        bf16(tokens, hidden).float(),
-        ids.to(torch.int32),
-        weights.contiguous(),
-        fc1,
-        fc1_sf,
-        fc2,
-        fc2_sf,
-        bf16(experts, 2 * inter),
-        bf16(experts, hidden),
-        torch.full((experts,), 1.702, device="cuda"),
-        torch.ones(experts, device="cuda"),
-        torch.full((experts,), 7.0, device="cuda"),
-        torch.ones(experts, device="cuda"),
-    )
+    weights, ids = torch.randn(tokens, experts, device="cuda").softmax(-1).topk(top_k, dim=-1)
+    named = {
+        "token_selected_experts": ids.to(torch.int32),
+        "token_final_scales": weights.contiguous(),
+        "fc1_expert_weights": fc1,
+        "fc2_expert_weights": fc2,
+        "fc1_expert_biases": bf16(experts, 2 * inter),
+        "fc2_expert_biases": bf16(experts, hidden),
+        "swiglu_alpha": torch.full((experts,), 1.702, device="cuda"),
+        "swiglu_beta": torch.ones(experts, device="cuda"),
+        "swiglu_limit": torch.full((experts,), 7.0, device="cuda"),
+    }
+    return Layer(bf16(tokens, hidden).float(), fc1_sf, fc2_sf, named)
 
 
 def assert_layer(out: torch.Tensor, layer: Layer, w4a8: bool, first: int = 0, last: Optional[int] = None) -> None:
     """``out`` against float64; experts ``[first, last)`` of ``layer`` contribute."""
-    last = layer.fc1.shape[0] if last is None else last
-    x = layer.x.double()
-    if w4a8:
-        x = dequantize_mxfp8(*quantize_mxfp8(layer.x))
+    fc1, fc2, ids = (
+        layer.named[name] for name in ("fc1_expert_weights", "fc2_expert_weights", "token_selected_experts")
+    )
+    fc1_bias, fc2_bias = (layer.named[f"fc{index}_expert_biases"].double() for index in (1, 2))
+    x = dequantize_mxfp8(*quantize_mxfp8(layer.x)) if w4a8 else layer.x.double()
     expected = torch.zeros(out.shape, dtype=torch.float64, device=out.device)
     magnitude = torch.zeros_like(expected)
-    for expert in range(first, last):
-        token, slot = (layer.ids == expert).nonzero(as_tuple=True)
+    for expert in range(first, len(fc1) if last is None else last):
+        token, slot = (ids == expert).nonzero(as_tuple=True)
         if token.numel() == 0:
             continue
-        w1 = dequantize_mxfp4(layer.fc1[expert], layer.fc1_sf[expert])
-        w2 = dequantize_mxfp4(layer.fc2[expert], layer.fc2_sf[expert])
-        up, gate = (x[token] @ w1.T + layer.fc1_bias[expert].double()).chunk(2, dim=1)
-        limit = float(layer.limit[expert])
+        w1 = dequantize_mxfp4(fc1[expert], layer.fc1_sf[expert])
+        w2 = dequantize_mxfp4(fc2[expert], layer.fc2_sf[expert])
+        up, gate = (x[token] @ w1.T + fc1_bias[expert]).chunk(2, dim=1)
+        alpha, beta, limit = (float(layer.named[f"swiglu_{name}"][expert]) for name in ("alpha", "beta", "limit"))
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        sigmoid = torch.sigmoid(float(layer.alpha[expert]) * gate)
-        act = gate * sigmoid * (up + float(layer.beta[expert]))
+        act = gate * torch.sigmoid(alpha * gate) * (up + beta)
         if w4a8:
             act = dequantize_mxfp8(*quantize_mxfp8(act))
-        share = layer.weights[token, slot].double().unsqueeze(1)
-        bias = layer.fc2_bias[expert].double()
-        expected.index_add_(0, token, share * (act @ w2.T + bias))
-        magnitude.index_add_(0, token, share * (act.abs() @ w2.abs().T + bias.abs()))
-    # The output's rounding; and of activations those to bfloat16, or the e4m3 that a
-    # float32 sum and a float64 one round to different neighbours.
-    unit = 2.0**-8 if out.dtype == torch.bfloat16 else 2.0**-11
-    bound = unit * expected.abs() + 2.0**-8 * magnitude + 1e-6
-    worst = ((out.double() - expected).abs() / bound).max().item()
-    assert worst <= 1, f"{worst:.2f} of the bound"
+        share = layer.named["token_final_scales"][token, slot].double().unsqueeze(1)
+        expected.index_add_(0, token, share * (act @ w2.T + fc2_bias[expert]))
+        magnitude.index_add_(0, token, share * (act.abs() @ w2.abs().T + fc2_bias[expert].abs()))
+    # Of activations the rounding to bfloat16, or the e4m3 that a float32 sum and a float64 one round to different
+    # neighbours.
+    assert_close(out, expected, 2.0**-8 * magnitude + 1e-6)
