@@ -21,7 +21,8 @@ import torch
 from tabulate import tabulate
 
 import flashinfer
-from flashinfer.fused_moe.sm12x_activations import ACTIVATIONS
+from flashinfer.fused_moe.sm12x_cpu import activate
+from flashinfer.fused_moe.sm12x_validation import ACTIVATIONS
 from flashinfer.quantization import mx_cpu
 from flashinfer.sm12x.models import Activation, MoELayer
 from flashinfer.testing import Accumulation, MoEInputs, make_moe_inputs
@@ -116,7 +117,6 @@ def exact_layer(inputs: MoEInputs) -> torch.Tensor:
         blocks = k // mx_cpu.BLOCK_SIZE
         return mx_cpu.dequantize_mxfp4_linear(weights, mx_cpu.unswizzle_128x4(scales, rows, blocks)).double()
 
-    _, compute, defaults = ACTIVATIONS[inputs.activation_type]
     output = torch.zeros(inputs.input.shape, dtype=torch.float64)
     for expert in range(inputs.fc1_weights.shape[0]):
         token, slot = (inputs.token_selected_experts == expert).nonzero(as_tuple=True)
@@ -124,8 +124,7 @@ def exact_layer(inputs: MoEInputs) -> torch.Tensor:
         if inputs.fc1_bias is not None:
             inner += inputs.fc1_bias[expert]
         up, gate = inner.chunk(2, -1)
-        given = {name: getattr(inputs, name) for name in defaults}
-        act = compute(up, gate, *(defaults[name] if x is None else float(x[expert]) for name, x in given.items()))
+        act = activate(ACTIVATIONS[inputs.activation_type], inputs, expert, up, gate)
         of_expert = act @ matrix(inputs.fc2_weights[expert], inputs.fc2_scales[expert]).T
         if inputs.fc2_bias is not None:
             of_expert += inputs.fc2_bias[expert]

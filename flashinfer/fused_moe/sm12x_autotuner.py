@@ -19,10 +19,9 @@ from ..jit.sm12x.instances import tactic as number
 from ..sm12x import tune
 from ..sm12x.backend import Backend, kernels
 from ..sm12x.checks import BLOCK_SIZE, round_up
-from .sm12x_activations import SWIGLU
 from .sm12x_launch import as_bytes, default_tactics, launch, workspace_bytes
 from .sm12x_planner import computes_layer, resolved_pair
-from .sm12x_validation import Mode, MoECall, MoEProblem
+from .sm12x_validation import SWIGLU, Mode, MoECall, MoEProblem
 
 OPERATORS = ("flashinfer::sm12x_moe::fc1", "flashinfer::sm12x_moe::fc2")
 _ROUTING_SEED = 0

@@ -7,6 +7,9 @@ the sums.  An expert of gpt-oss-120b takes 150 MB while it is worked on.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from ..quantization.mx_cpu import (
@@ -16,8 +19,7 @@ from ..quantization.mx_cpu import (
     unswizzle_128x4,
 )
 from ..sm12x.checks import BLOCK_SIZE
-from .sm12x_activations import ACTIVATIONS
-from .sm12x_validation import Mode, MoECall, MoEProblem
+from .sm12x_validation import ACTIVATIONS, Activation, Mode, MoECall, MoEProblem
 
 
 def _activations(
@@ -47,6 +49,31 @@ def _gemm(x: torch.Tensor, packed: torch.Tensor, swizzled_scales: torch.Tensor) 
     return x @ dequantize_mxfp4_linear(packed, scales).T
 
 
+def swiglu(up: torch.Tensor, gate: torch.Tensor, alpha: float, beta: float, limit: float) -> torch.Tensor:
+    """``g sigmoid(alpha g) (u + beta)`` of the clamped projections; NaN passes through the clamps."""
+    gate = gate.clamp(max=limit)
+    up = up.clamp(-limit, limit)
+    return gate * torch.sigmoid(alpha * gate) * (up + beta)
+
+
+def swiglu_step(up: torch.Tensor, gate: torch.Tensor, limit: float) -> torch.Tensor:
+    """``min(silu(g), limit) clamp(u, -limit, limit)``; NaN passes through the clamps."""
+    return (gate * torch.sigmoid(gate)).clamp(max=limit) * up.clamp(-limit, limit)
+
+
+FORMULAS: dict[str, Callable[..., torch.Tensor]] = {"Swiglu": swiglu, "SwigluStep": swiglu_step}
+"""Of up and gate, and a number for each of :attr:`.sm12x_validation.Activation.defaults`, by its name."""
+
+
+def activate(
+    activation: Activation, parameters: Any, expert: int, up: torch.Tensor, gate: torch.Tensor
+) -> torch.Tensor:
+    """An expert's activation; ``parameters`` has the tensors of :attr:`Activation.defaults`, or None, as attributes."""
+    given = {name: getattr(parameters, name) for name in activation.defaults}
+    numbers = (activation.defaults[name] if each is None else float(each[expert]) for name, each in given.items())
+    return FORMULAS[activation.name](up, gate, *numbers)
+
+
 def moe_cpu(problem: MoEProblem, call: MoECall) -> None:
     """Write the layer's result into the output of a valid call.
 
@@ -57,7 +84,6 @@ def moe_cpu(problem: MoEProblem, call: MoECall) -> None:
     fc1_scales, fc1_global, fc2_scales, fc2_global = call.weight_scales
     fc1_scales, fc2_scales = (scales.view(torch.uint8).view(experts, -1) for scales in (fc1_scales, fc2_scales))
     x = _activations(problem, call.input, call.input_sf, call.swizzled_input_sf)
-    _, compute, defaults = ACTIVATIONS[call.activation_type]
     total = torch.zeros((problem.num_tokens, problem.hidden), dtype=torch.float32)
     local_ids = call.token_selected_experts - problem.first_expert
     used = torch.unique(local_ids)
@@ -69,9 +95,7 @@ def moe_cpu(problem: MoEProblem, call: MoECall) -> None:
         if call.fc1_expert_biases is not None:
             hidden += call.fc1_expert_biases[expert].float()
         up, gate = hidden.chunk(2, dim=1)
-        given = {name: getattr(call, name) for name in defaults}
-        numbers = [defaults[name] if each is None else float(each[expert]) for name, each in given.items()]
-        activation = compute(up, gate, *numbers)
+        activation = activate(ACTIVATIONS[call.activation_type], call, expert, up, gate)
         if problem.mode is Mode.W4A16:
             activation = activation.bfloat16().float()
         else:

@@ -34,11 +34,28 @@ from ..sm12x.checks import (
     require_tensor_type,
     round_up,
 )
-from .sm12x_activations import ACTIVATIONS
 
 WEIGHT_DTYPES = (torch.uint8, torch.int64)
 # The unified MoE layer hands linear scales over as views in e4m3.
 LINEAR_SCALE_DTYPES = (*UE8M0_DTYPES, torch.float8_e4m3fn)
+
+
+class Activation(NamedTuple):
+    """A gated activation of the kernels (``moe/swiglu.cuh``)."""
+
+    name: str
+    defaults: dict[str, float]
+    """The arguments of ``cutlass_fused_moe`` that give each expert a number, and that number without them."""
+
+
+_SWIGLU = Activation("Swiglu", {"swiglu_alpha": 1.0, "swiglu_beta": 0.0, "swiglu_limit": float("inf")})
+SWIGLU = 3
+ACTIVATIONS = {
+    SWIGLU: _SWIGLU,
+    5: _SWIGLU,  # SwigluBias, Swiglu with its parameters by another name
+    7: Activation("SwigluStep", {"swiglu_limit": 7.0}),  # kDefaultStepLimit
+}
+"""By ``ActivationType``'s numbers."""
 PADDING_EXPERT = -1  # what vLLM gives the slots of padding tokens
 
 

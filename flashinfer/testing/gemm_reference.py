@@ -10,7 +10,7 @@ from .mxfp_formats import BLOCK, Operand, unswizzle_scales
 
 
 def padded_group_offsets(m_indptr: torch.Tensor) -> list[int]:
-    """First row of each group's scales in ``a_scale``: upstream starts every group at a multiple of 128 rows.
+    """First row of each group's scales in ``a_scale``: each starts at a multiple of 128 rows.
 
     Group ``g`` of rows ``[m_indptr[g], m_indptr[g + 1])`` starts at ``(m_indptr[g] + 127 g) // 128 * 128``.
     """

@@ -10,7 +10,7 @@ import torch
 from flashinfer.tllm_enums import ActivationType
 from virtual_moe import run_moe
 
-from flashinfer.fused_moe.sm12x_activations import ACTIVATIONS
+from flashinfer.fused_moe.sm12x_validation import ACTIVATIONS
 from flashinfer.jit.sm12x.instances import index_of
 from flashinfer.testing import TENSOR_CORE, MoECase, MoEInputs, check_within_bound, make_moe_inputs, moe_reference
 from flashinfer.testing.virtual_device import virtual_device

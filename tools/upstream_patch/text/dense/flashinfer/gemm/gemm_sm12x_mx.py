@@ -5,13 +5,13 @@ block-scaled MMA, else of bfloat16, which holds every value of these formats exa
 """
 
 import functools
-from typing import Any, Dict, List, Literal, NamedTuple, Optional, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
 import torch
 
 from ..autotuner import OptimizationProfile, TunableRunner
 from ..jit.sm12x.dense import gen_sm12x_dense_module
-from ..jit.sm12x.instances import DENSE_INSTANCES, Format, Instance
+from ..jit.sm12x.instances import DENSE_INSTANCES, FORMATS, Format, Instance
 from ..utils import device_support_pdl, get_device_sm_count, supported_compute_capability
 
 # Formats of tokens, as TokenFormat of types.h numbers them.
@@ -21,7 +21,7 @@ MXFP4_SWIZZLED = 5
 # As what a GEMM multiplies them. mm_fp4's weights are MXFP4 as its tokens are: kind::mxf4 multiplies both as they come.
 _OPERANDS: Dict[int, Format] = {BF16: "bf16", MXFP8_SWIZZLED: "mxfp8", MXFP4_SWIZZLED: "mxfp4"}
 
-# take flashinfer/gemm/sm12x_dense_launch.py: SECOND_PASS_BYTES FEW_TILES GEMM_TILE_COST weights_of choose_instance
+# take flashinfer/gemm/sm12x_dense_launch.py: WEIGHT_FORMATS SECOND_PASS_BYTES FEW_TILES GEMM_TILE_COST weights_of choose_instance
 
 
 class DenseCall(NamedTuple):
@@ -40,7 +40,7 @@ class DenseCall(NamedTuple):
 
     @property
     def k(self) -> int:
-        return self.weight.shape[1] * (2 if weights_of(self.weight) == "mxfp4" else 1)
+        return self.weight.shape[1] * 8 // FORMATS[weights_of(self.weight)].bits
 
 
 def _contiguous_scales(scales: Any) -> Any:

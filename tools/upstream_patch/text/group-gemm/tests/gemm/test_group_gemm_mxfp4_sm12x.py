@@ -17,6 +17,7 @@ from tests.test_helpers.mx_formats import (
 )
 
 
+# take flashinfer/testing/gemm_reference.py: padded_group_offsets
 # take flashinfer/testing/moe_inputs.py: _scales_of_groups
 
 

@@ -20,7 +20,6 @@ from ..utils import BackendSupportedError, device_support_pdl, get_compute_capab
 from .sm12x_moe_checks import (
     BLOCK_SIZE,
     INPUT_DTYPES,
-    SWIGLU_STEP,
     Mode,
     MoECall,
     MoEProblem,
