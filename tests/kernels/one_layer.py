@@ -61,7 +61,7 @@ def main(folder: Path, site: Path) -> None:
 
     class Recording(VirtualDevice):
         def call(self, function: Any, *arguments: Any, writes: Any = None) -> Any:
-            if writes is not None:
+            if writes:  # the size of a workspace is asked for without
                 calls.append(encode("sm12x_moe_run", int(self._runtime.settings.watch), arguments))
             return super().call(function, *arguments, writes=writes)
 

@@ -38,7 +38,7 @@ inline int ring_stages(const StreamedGemm& g, int ring_bytes, int stage_bytes) {
   return std::min(ring_bytes / stage_bytes, kMaxStreamStages) / g.slices * g.slices;
 }
 
-// Chunks of a unit: as few as leave the ring five stages or more (one being multiplied, one being finished, the others
+// Slices of a unit: as few as leave the ring five stages or more (one being multiplied, one being finished, the others
 // under way), else as many as give it most.
 inline StreamedGemm plan_dense(const Instance& instance, int n, int k, int ring_bytes, int* stage_bytes) {
   StreamedGemm best = {};
