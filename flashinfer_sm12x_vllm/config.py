@@ -77,7 +77,7 @@ def _propose_graph_sizes(vllm_config: Any) -> None:
 
 def install() -> None:
     """Register the classes above; what another plugin has replaced stays as it is."""
-    register_quantization_config("gpt_oss_mxfp4")(SM12xGptOssConfig)
+    register_quantization_config(dense.CHECKPOINTS)(SM12xGptOssConfig)
     ModelRegistry.register_model(ARCHITECTURE, MODEL)
     if MODELS_CONFIG_MAP.get(ARCHITECTURE) is GptOssForCausalLMConfig:
         MODELS_CONFIG_MAP[ARCHITECTURE] = SM12xGptOssHook

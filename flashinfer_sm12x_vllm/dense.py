@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +28,8 @@ from .settings import Choice
 logger = init_logger("vllm.flashinfer_sm12x")
 
 BLOCK_SIZE = 32
-PREBUILT = "flashinfer_sm12x_kernels"  # the package of a wheel of kernels
+CHECKPOINTS = "gpt_oss_mxfp4"  # what vLLM calls the quantization of gpt-oss' own
+PREBUILT = "flashinfer_sm12x_kernels"  # jit.sm12x.prebuilt.PACKAGE, which imports tvm_ffi
 # Rows quantized at once: 24 MB in float32 for a hidden size of 2880, of which MXFP4's scale rule holds some six.
 CHUNK_ROWS = 2048
 
@@ -83,19 +85,23 @@ def make_kernel(choice: Choice, shape: tuple[int, int]) -> Any:
 
 
 def require_compiler(chosen: settings.Settings, vllm_config: Any) -> None:
-    """Refuse quantized layers whose kernel nothing can compile, before weights are loaded. A look at files: no compiler
-    is started, CUDA stays untouched, and whether prebuilt kernels fit is seen when they are loaded.
+    """Refuse quantized layers whose kernel nothing can compile, before weights are loaded.
+
+    CUDA stays untouched: ``nvcc`` is asked for its version. Whether prebuilt kernels fit is seen when they are loaded, and
+    other nodes may have what this one lacks.
 
     Raises
     ------
     ValueError
         There is neither a CUDA compiler nor a wheel of kernels; with what to install and how to do without.
     """
-    if vllm_config.device_config.device_type != "cuda" or importlib.util.find_spec(PREBUILT) is not None:
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    elsewhere = parallel.distributed_executor_backend == "ray" or parallel.nnodes > 1
+    if vllm_config.device_config.device_type != "cuda" or elsewhere or _has_prebuilt():
         return
-    kinds = ["lm_head"]
-    if vllm_config.model_config.quantization_config is None:  # else --quantization-config may name the others
-        kinds = ["qkv", "o", "lm_head"]
+    # The others are this fork's in such checkpoints, unless --quantization-config names them.
+    quantizes = model.quantization == CHECKPOINTS and model.quantization_config is None
+    kinds = ["qkv", "o", "lm_head"] if quantizes else ["lm_head"]
     with set_current_vllm_config(vllm_config):
         weights = {kind: chosen.choice(kind).weights for kind in kinds}
         ours = [kind for kind in kinds if weights[kind] != "bf16" and _is_ours(weights[kind])]
@@ -109,6 +115,15 @@ def require_compiler(chosen: settings.Settings, vllm_config: Any) -> None:
             f"flashinfer-sm12x: {', '.join(ours)} are to be quantized, and their kernel cannot be compiled here: {error}. "
             f"Or install prebuilt kernels (docs/serving.md), or leave these layers to vLLM: --additional-config '{off}'"
         ) from None
+
+
+def _has_prebuilt() -> bool:
+    try:
+        spec = importlib.util.find_spec(PREBUILT)
+    except (ImportError, ValueError):  # a module of that name without a spec
+        return False
+    folders = (spec.submodule_search_locations if spec else None) or ()
+    return any(Path(folder, "manifest.json").is_file() for folder in folders)
 
 
 def _is_ours(weights: str) -> bool:

@@ -155,7 +155,7 @@ def select_mode(
     """
     if (
         weight_dtype not in WEIGHT_DTYPES
-        or activation_type not in ACTIVATIONS
+        or activation_type not in tuple(ACTIVATIONS)  # compared, not hashed: it may be a tensor
         or use_packed_weights
         or use_wfp4afp8_humming
         or use_deepseek_fp8_block_scale

@@ -166,7 +166,7 @@ def require_storage(name: str, tensor: torch.Tensor) -> None:
     """Raise ``ValueError`` where a storage was resized and holds a tensor no more; torch itself reads beyond it."""
     try:
         held = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size()
-    except (RuntimeError, NotImplementedError):  # a wrapper without a storage of its own
+    except RuntimeError:  # a wrapper without a storage of its own
         return
     if _bytes(tensor) > held and tensor.numel():
         raise ValueError(f"{name} is {describe(tensor)}, of which its storage holds {held} bytes; it was resized")
@@ -216,7 +216,7 @@ def is_placed(tensor: torch.Tensor, device: torch.device, alignment: int = POINT
             and not tensor.is_neg()
             and start + tensor.nbytes <= storage.data_ptr() + storage.nbytes()
         )
-    except (RuntimeError, NotImplementedError):  # without an address, strides or a storage of its own
+    except RuntimeError:  # without an address, strides or a storage of its own
         return False
 
 

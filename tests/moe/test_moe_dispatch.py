@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from flashinfer.tllm_enums import ActivationType
@@ -61,6 +62,16 @@ def test_the_activation_reaches_the_launch(module: RecordingModule) -> None:
     for activation in (ActivationType.SwigluStep, 7, ActivationType.SwigluBias, 3):
         flashinfer.cutlass_fused_moe(**arguments | {"activation_type": activation})
         assert module.launches[-1]["activation_type"] == activation
+
+
+def test_an_activation_is_compared_with_the_kernels(module: RecordingModule) -> None:
+    arguments = layer_arguments(0)
+    for activation in (torch.tensor(3), np.array(3)):
+        flashinfer.cutlass_fused_moe(**arguments | {"activation_type": activation})
+        assert module.launches[-1]["activation_type"] == 3
+    for activation in ([3], np.array(1), None):
+        with pytest.raises(NotImplementedError, match="activation_type"):
+            flashinfer.cutlass_fused_moe(**arguments | {"activation_type": activation})
 
 
 def test_absent_routing_weights_reach_the_kernels_as_such(module: RecordingModule) -> None:

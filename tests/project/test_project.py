@@ -9,6 +9,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from layer_toys import REPO, UPSTREAM, load_tool
@@ -107,6 +109,38 @@ def test_the_demo_runs() -> None:
     assert titles[:4] == ["1", "2", "3", "4"]
     holding, checked = map(int, re.findall(r"^(\d+) of (\d+) checks hold$", result.stdout, re.MULTILINE)[0])
     assert holding == checked == result.stdout.count("\nok   ") > 10
+
+
+@pytest.mark.parametrize(
+    ("changed", "failing"),
+    [
+        ({}, []),
+        ({"local_accesses": 3}, ["spills"]),
+        ({"block_scaled_mmas": 0}, ["W4A8"]),
+        ({"tensor_instructions": 0}, ["have matrix"]),
+        ({"instance": "bf16_m8_k128"}, ["W4A8", "other kernels"]),
+    ],
+)
+def test_the_demo_sees_what_is_wrong_with_machine_code(changed: dict[str, Any], failing: list[str]) -> None:
+    good = {
+        "instance": "mxfp8_m8_k128",
+        "gemm": "fc1",
+        "tensor_instructions": 14,
+        "block_scaled_mmas": 14,
+        "local_accesses": 0,
+    }
+    checks = load_tool("demo").machine_code_checks([SimpleNamespace(**good | changed)])
+    failed = [what for what, holds in checks if not holds]
+    assert len(failed) == len(failing)
+    assert all(words in what for words, what in zip(failing, failed, strict=True))
+
+
+@pytest.mark.parametrize(("clean", "mmas"), [(True, 24), (False, 24), (True, 0)], ids=["good", "a report", "no MMA"])
+def test_the_demo_sees_what_is_wrong_with_launches(clean: bool, mmas: int) -> None:
+    counters = SimpleNamespace(by_class={"mma": mmas} if mmas else {})
+    launch = SimpleNamespace(kernel="_Z21streamed_layer_kernelIvEvv", clean=clean, counters=counters, reports=())
+    checks = load_tool("demo").launch_checks("W4A8", [launch])
+    assert [holds for _, holds in checks] == [mmas > 0, clean]
 
 
 def test_the_demo_fails_where_there_is_nothing_to_check() -> None:

@@ -332,6 +332,8 @@ def test_dense_layers_that_nothing_can_compile_end_the_start_before_weights_are_
 ):
     from virtual_gpu_platform import VirtualGpu
 
+    from flashinfer.jit.sm12x import prebuilt
+
     def start(*words: str) -> None:
         """On the CPU nothing is compiled: only the config, by a platform that says cuda."""
         with monkeypatch.context() as patch:
@@ -347,8 +349,13 @@ def test_dense_layers_that_nothing_can_compile_end_the_start_before_weights_are_
         start("--quantization-config", '{"linear": "mxfp8"}')
     start("--linear-backend", "emulation")
     serve(checkpoint_folder, {})
-    (tmp_path / "flashinfer_sm12x_kernels").mkdir()
+    start("--distributed-executor-backend", "ray")
+    folder = tmp_path / prebuilt.PACKAGE
+    folder.mkdir()
     monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=remedy):
+        start()  # nothing is in it
+    (folder / "manifest.json").touch()
     start()
 
 

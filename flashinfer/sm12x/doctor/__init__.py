@@ -69,7 +69,7 @@ def diagnose(answers: Answers, timeout: float = 60) -> list[Finding]:
             outcome = check(answers)
         except Unanswered as error:
             slow = "no answer within" in str(error)
-            again = f"{CLI} sm12x-doctor --timeout {4 * timeout:g}" if slow else ""
+            again = f"{CLI} sm12x-doctor --timeout {min(4 * timeout, LONGEST):g}" if slow else ""
             outcome = "unknown", str(error), again, "" if slow else "mend what stopped it"
         except Exception as error:  # a fact of a form that nobody foresaw: the other checks still count
             report = "report this, with the output"
@@ -103,11 +103,21 @@ def as_json(findings: Sequence[Finding], facts: Mapping[str, Facts]) -> str:
     return json.dumps({"format": FORMAT, **versions(), "findings": found, "facts": facts}, indent=1)
 
 
+LONGEST = 86400.0
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 1 <= value <= LONGEST:
+        raise argparse.ArgumentTypeError(f"{text} is not from 1 to {LONGEST:g}")
+    return value
+
+
 def parser() -> argparse.ArgumentParser:
     """Of the command line, where click may be missing."""
     made = argparse.ArgumentParser(prog="sm12x-doctor", description="Find what keeps the SM12x kernels from running")
     made.add_argument("--json", action="store_true", help="Emit JSON instead of a table")
-    made.add_argument("--timeout", type=float, default=60.0, help="Seconds that each question may take (60)")
+    made.add_argument("--timeout", type=_seconds, default=60.0, help="Seconds that each question may take (60)")
     made.add_argument("--probe", action="store_true", help="Measure the GPU, too: minutes in which it is busy")
     made.add_argument("--report", default=REPORT, metavar="FILE", help=f"For what was measured ({REPORT})")
     made.add_argument("--additional-config", default="{}", metavar="JSON", help="As vLLM will get it, to be checked")
