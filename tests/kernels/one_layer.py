@@ -10,6 +10,7 @@ Checks the layer against the float64 reference, that the module is the one in SI
 from __future__ import annotations
 
 import json
+import re
 import struct
 import sys
 from pathlib import Path
@@ -84,7 +85,7 @@ def main(folder: Path, site: Path) -> None:
             assert spec.prebuilt is not None, spec.name
             spec.build_and_load()
     lines = Path("/proc/self/maps").read_text().splitlines()
-    mapped = {line.split()[-1] for line in lines if line.endswith("_sm12x.so") or "/fused_moe_120" in line}
+    mapped = {line.split()[-1] for line in lines if re.search(r"/(\w+_sm12x|fused_moe_120\w*)(-\w+)?\.so$", line)}
     assert len(mapped) == 7, mapped
     assert all(Path(path).is_relative_to(site / "flashinfer_sm12x_kernels") for path in mapped), mapped
     assert not list(jit_env.FLASHINFER_JIT_DIR.rglob("*.so"))
