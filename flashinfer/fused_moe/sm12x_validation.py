@@ -22,7 +22,6 @@ from ..sm12x.checks import (
     SCALE_WORD,
     UE8M0_DTYPES,
     describe,
-    is_placed,
     is_tensor,
     require_apart,
     require_int,
@@ -196,9 +195,7 @@ def require_swizzled_scales(
     """Raise unless ``value`` holds 128x4 block scales of ``groups`` matrices ``[rows, k]``."""
     accepted = swizzled_scale_shapes(groups, rows, k)
     if is_tensor(value) and (value.dtype, value.shape) in accepted:
-        if not is_placed(value, device, alignment):
-            require_tensor(name, value, [value.shape], [value.dtype], device, "128x4 block scales", alignment)
-        return
+        return require_tensor(name, value, [value.shape], [value.dtype], device, "128x4 block scales", alignment)
     expected = " or ".join(f"{dtype} {shape}" for dtype, shape in accepted)
     expected = f"contiguous 128x4 block scales, {expected}, on {device}"
     require_tensor_type(name, value, expected)
@@ -237,8 +234,7 @@ def _weight_sizes(fc1: Any, fc2: Any, device: torch.device) -> tuple[int, int, i
     shape = (experts, 2 * inter, hidden // (2 * fc1.dtype.itemsize))
     what = "[experts, 2 * inter, hidden / 2] bytes, inter and hidden as fc2_expert_weights has them"
     require_tensor("fc1_expert_weights", fc1, [shape], [fc1.dtype], device, what)
-    if not is_placed(fc2, device):
-        require_tensor("fc2_expert_weights", fc2, [tuple(fc2.shape)], [fc2.dtype], device)
+    require_tensor("fc2_expert_weights", fc2, [tuple(fc2.shape)], [fc2.dtype], device)
     return experts, hidden, inter
 
 

@@ -157,7 +157,8 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Any:
         pytest.fail(f"there is no {' and no '.join(missing)}: apt-get install g++-aarch64-linux-gnu qemu-user")
     folder = tmp_path_factory.mktemp("aarch64")
     include = Path(tvm_ffi.__file__).parent / "include"
-    run("aarch64-linux-gnu-g++", "-std=c++17", "-O1", "-I", include, HERE / "replay.cpp", "-o", folder / "replay")
+    includes = ["-I", include, "-I", REPO / "emulator" / "src" / "shim"]
+    run("aarch64-linux-gnu-g++", "-std=c++17", "-O1", *includes, HERE / "replay.cpp", "-o", folder / "replay")
     tag = f"{sys.version_info.major}{sys.version_info.minor}"
     platforms = ["--platform=manylinux_2_28_aarch64", "--platform=manylinux2014_aarch64", f"--python-version={tag}"]
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", *platforms]

@@ -7,6 +7,7 @@
 //                                              first argument go to OUTPUT, the launches as JSON to stdout
 //
 // LIBRARY is libtvm_ffi.so. CALL is what check_wheels.py writes: the function's name and its arguments.
+#include <control.h>  // of the emulator
 #include <dlfcn.h>
 #include <tvm/ffi/c_api.h>
 
@@ -88,14 +89,14 @@ std::vector<int64_t> dense_strides(const std::vector<int64_t>& shape) {
 }
 
 void replay(void* runtime, void* module, const char* call, const char* output) {
-  const auto configure =
-      find<int(const char*, int, uint32_t, uint64_t, int, int, uint32_t)>(runtime, "vsm_runtime_configure");
-  const auto allow = find<void(uint64_t, uint64_t, int)>(runtime, "vsm_runtime_register");
+  const auto configure = find<decltype(vsm_runtime_configure)>(runtime, "vsm_runtime_configure");
+  const auto allow = find<decltype(vsm_runtime_register)>(runtime, "vsm_runtime_register");
+  const uint8_t exact[6] = {};  // sums of MMAs
   File file(call);
   std::string name(file.read<uint32_t>(), '\0');
   file.read(name.data(), name.size());
   const auto watch = file.read<uint32_t>();
-  if (configure("sm_121a", 0, watch, 0, 1, 1, 0) != 0) fail("there is no sm_121a");
+  if (configure("sm_121a", 0, watch, 0, 1, 1, exact) != 0) fail("there is no sm_121a");
 
   const auto count = file.read<uint32_t>();
   std::vector<Tensor> tensors(count);
@@ -117,7 +118,7 @@ void replay(void* runtime, void* module, const char* call, const char* output) {
   TVMFFIAny result = {};
   const int status = function(nullptr, arguments.data(), static_cast<int32_t>(count), &result);
   uint64_t dropped = 0;
-  std::puts(find<char*(uint64_t*)>(runtime, "vsm_runtime_take_launches")(&dropped));
+  std::puts(find<decltype(vsm_runtime_take_launches)>(runtime, "vsm_runtime_take_launches")(&dropped));
   if (status != 0) fail(name + " raised an error");
   std::ofstream(output, std::ios::binary)
       .write(static_cast<const char*>(tensors[0].view.data), static_cast<std::streamsize>(tensors[0].bytes));
