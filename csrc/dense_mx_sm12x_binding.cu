@@ -12,13 +12,12 @@ using tvm::ffi::TensorView;
 
 // Rows as the kernels read them; `k` elements each.
 TokenRows dense_rows(const TensorView& values, const Optional<TensorView>& scales, int64_t format, int k) {
-  TVM_FFI_CHECK(format >= 0 && format <= static_cast<int>(TokenFormat::kQuantizeF16ToMxfp4), ValueError)
-      << "the format is " << format << "; it may be 0 to 7";
+  TVM_FFI_CHECK(format >= 0 && format < kTokenFormats, ValueError)
+      << "the format is " << format << "; it may be 0 to " << kTokenFormats - 1;
   TokenRows rows = {values.data_ptr(), nullptr, static_cast<TokenFormat>(format), k};
-  const int packed = rows.format == TokenFormat::kMxfp4Swizzled ? 2 : 1;
   TVM_FFI_CHECK(k > 0 && k % kScaleBlock == 0, ValueError) << "k is " << k << "; it must be a multiple of 32";
-  TVM_FFI_CHECK(packed * values.size(1) == k, ValueError)
-      << "a row holds " << packed * values.size(1) << " elements, not " << k;
+  const int64_t row_elements = elements_per_byte(rows.format) * values.size(1);
+  TVM_FFI_CHECK(row_elements == k, ValueError) << "a row holds " << row_elements << " elements, not " << k;
   if (!have_scales(rows.format)) return rows;
   TVM_FFI_CHECK(scales.has_value(), ValueError) << "quantized rows need their scales";
   const int count = checked_int(values.size(0), "the number of rows");

@@ -158,7 +158,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("folder", type=Path, help="a new or an empty one")
     parser.add_argument("--layers", type=vllm_server.positive, default=4)
     parser.add_argument("--experts", type=vllm_server.positive, default=32, help="128 for gpt-oss-120b")
-    parser.add_argument("--vocabulary", type=vllm_server.positive, default=201088)
+    parser.add_argument("--vocabulary", type=vllm_server.positive, default=GPT_OSS_20B["vocab_size"])
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     if given.experts < GPT_OSS_20B["num_experts_per_tok"]:

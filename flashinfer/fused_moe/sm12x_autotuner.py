@@ -18,7 +18,7 @@ from ..jit.sm12x.instances import INSTANCES, candidates, index_of
 from ..jit.sm12x.instances import tactic as number
 from ..sm12x import tune
 from ..sm12x.backend import Backend, kernels
-from ..sm12x.checks import BLOCK_SIZE, round_up
+from ..sm12x.checks import BLOCK_SIZE, padded_scales
 from .sm12x_launch import as_bytes, default_tactics, launch, workspace_bytes
 from .sm12x_planner import computes_layer, resolved_pair
 from .sm12x_validation import SWIGLU, Mode, MoECall, MoEProblem
@@ -77,7 +77,7 @@ class SM12xMoERunner(tune.Runner):
         if problem.mode is Mode.MXFP8_INPUT:
             rows, blocks = tokens, problem.hidden // BLOCK_SIZE
             if self.swizzled_input_sf:
-                rows, blocks = round_up(rows, 128), round_up(blocks, 4)
+                rows, blocks = padded_scales(rows, blocks)
             input_sf = tune.unit_scales(rows, blocks, device=device)
         call = self._call_cache._replace(
             output=torch.empty((tokens, problem.hidden), dtype=self.output_dtype, device=device),
@@ -133,7 +133,7 @@ class SM12xStageRunner(TunableRunner):
             problem = MoEProblem(self.mode, 0, hidden, inter, experts, self.top_k, 0, experts * self.ep_size)
 
             fc1_scales, fc2_scales = (
-                tune.unit_scales(experts, round_up(rows, 128), round_up(k // BLOCK_SIZE, 4), device=x.device)
+                tune.unit_scales(experts, *padded_scales(rows, k // BLOCK_SIZE), device=x.device)
                 for rows, k in ((2 * inter, hidden), (hidden, inter))
             )
             ones = [] if self.mode is Mode.W4A16 else [torch.ones(experts, device=x.device)]

@@ -23,6 +23,7 @@ from ..sm12x.checks import (
     UE8M0_DTYPES,
     describe,
     is_tensor,
+    padded_scales,
     require_apart,
     require_int,
     require_k_alignment,
@@ -31,7 +32,6 @@ from ..sm12x.checks import (
     require_switches,
     require_tensor,
     require_tensor_type,
-    round_up,
 )
 
 WEIGHT_DTYPES = (torch.uint8, torch.int64)
@@ -177,7 +177,7 @@ def swizzled_scale_shapes(groups: int | None, rows: int, k: int) -> tuple[tuple[
     Bytes ``[groups, pad128(rows), pad4(k / 32)]``, their int32 view with a quarter of the last extent, and the flat
     bytes that ``block_scale_interleave`` returns.
     """
-    padded_rows, blocks = round_up(rows, 128), round_up(-(-k // BLOCK_SIZE), 4)
+    padded_rows, blocks = padded_scales(rows, -(-k // BLOCK_SIZE))
     lead = () if groups is None else (groups,)
     count = padded_rows * blocks * (1 if groups is None else groups)
     return (

@@ -21,13 +21,13 @@ from ..sm12x.checks import (
     SCALE_WORD,
     UE8M0_DTYPES,
     describe,
+    padded_scales,
     require_apart,
     require_int,
     require_k_alignment,
     require_output_dtype,
     require_rank,
     require_tensor,
-    round_up,
 )
 from ..sm12x.devices import checks_values
 from ..sm12x.operator import OutputOperator
@@ -96,13 +96,13 @@ def validate(call: GroupGemmCall) -> torch.dtype:
     require_tensor("a", a, [(cum_m, k)], [torch.float8_e4m3fn, torch.float8_e5m2], device)
     require_tensor("b", b, [(groups, n, half)], [torch.uint8], device)
     require_tensor("m_indptr", call.m_indptr, [(groups + 1,)], [torch.int32], device, alignment=ELEMENT)
-    blocks, needed = round_up(k // BLOCK_SIZE, 4), scale_rows(cum_m, groups)
+    (padded_n, blocks), needed = padded_scales(n, k // BLOCK_SIZE), scale_rows(cum_m, groups)
     if a_scale.shape[0] < needed:
         raise ValueError(
             f"a_scale is {describe(a_scale)}; it must have at least (cum_m + 127 * groups) // 128 * 128 = {needed} rows"
         )
     require_tensor("a_scale", a_scale, [(a_scale.shape[0], blocks)], UE8M0_DTYPES, device, alignment=SCALE_WORD)
-    require_tensor("b_scale", call.b_scale, [(groups, round_up(n, 128), blocks)], UE8M0_DTYPES, device)
+    require_tensor("b_scale", call.b_scale, [(groups, padded_n, blocks)], UE8M0_DTYPES, device)
     if out_dtype is None:
         out_dtype = out.dtype if isinstance(out, torch.Tensor) else torch.bfloat16
     out_dtype = require_output_dtype("out_dtype", out_dtype)
@@ -163,7 +163,7 @@ def group_gemm_cpu(call: GroupGemmCall) -> None:
         if rows == 0:
             continue
         offset = scale_rows(first, group)
-        scales = unswizzle_128x4(call.a_scale[offset : offset + round_up(rows, 128)], rows, blocks)
+        scales = unswizzle_128x4(call.a_scale[offset : offset + padded_scales(rows, blocks)[0]], rows, blocks)
         x = dequantize_mxfp8_linear(call.a[first:last], scales)
         w = dequantize_mxfp4_linear(call.b[group], unswizzle_128x4(call.b_scale[group], n, blocks))
         call.out[first:last] = x @ w.T
@@ -219,14 +219,14 @@ class SM12xGroupGemmRunner(tune.Runner):
         """A call of as many rows."""
         a, b = inputs
         (cum_m, k), n, device = a.shape, b.shape[1], a.device
-        blocks = round_up(k // BLOCK_SIZE, 4)
+        padded_n, blocks = padded_scales(n, k // BLOCK_SIZE)
         steps = torch.arange(self.num_groups + 1, device=device)
         return GroupGemmCall(
             out=torch.empty((cum_m, n), dtype=self.out_dtype, device=device),
             a=a,
             b=b,
             a_scale=tune.unit_scales(scale_rows(cum_m, self.num_groups), blocks, device=device),
-            b_scale=tune.unit_scales(self.num_groups, round_up(n, 128), blocks, device=device),
+            b_scale=tune.unit_scales(self.num_groups, padded_n, blocks, device=device),
             m_indptr=(steps * cum_m // self.num_groups).to(torch.int32),
             out_dtype=self.out_dtype,
             tiles=[],

@@ -18,7 +18,7 @@ from typing import Any, Literal, cast, get_args
 
 import torch
 
-from ..sm12x.checks import BLOCK_SIZE, describe, require_storage, round_up
+from ..sm12x.checks import BLOCK_SIZE, describe, padded_scales, require_storage
 from ..sm12x.checks import swizzled_size as swizzled_size
 from ..sm12x.operator import is_traced
 from ..tllm_enums import SfLayout
@@ -33,7 +33,7 @@ _E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 def swizzle_128x4(linear: torch.Tensor) -> torch.Tensor:
     """Linear scale bytes ``[..., rows, blocks]`` to the 128x4 layout ``[..., pad128(rows), pad4(blocks)]``, padded with 0."""
     *matrices, rows, blocks = linear.shape
-    padded_rows, padded_blocks = round_up(rows, 128), round_up(blocks, 4)
+    padded_rows, padded_blocks = padded_scales(rows, blocks)
     padded = linear.new_zeros((*matrices, padded_rows, padded_blocks))
     padded[..., :rows, :blocks] = linear
     tiles = padded.view(*matrices, padded_rows // 128, 4, 32, padded_blocks // 4, 4)
@@ -42,7 +42,7 @@ def swizzle_128x4(linear: torch.Tensor) -> torch.Tensor:
 
 def unswizzle_128x4(swizzled: torch.Tensor, rows: int, blocks: int) -> torch.Tensor:
     """The linear ``[rows, blocks]`` of 128x4 scales of any byte-compatible shape and dtype."""
-    padded_rows, padded_blocks = round_up(rows, 128), round_up(blocks, 4)
+    padded_rows, padded_blocks = padded_scales(rows, blocks)
     tiles = swizzled.reshape(-1).view(torch.uint8)
     tiles = tiles.view(padded_rows // 128, padded_blocks // 4, 32, 4, 4)
     linear = tiles.permute(0, 3, 2, 1, 4).reshape(padded_rows, padded_blocks)

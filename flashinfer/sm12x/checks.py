@@ -31,6 +31,11 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+def padded_scales(rows: int, blocks: int) -> tuple[int, int]:
+    """Rows and K-blocks of the 128x4 layout that holds the scales of ``rows`` rows and ``blocks`` K-blocks."""
+    return round_up(rows, 128), round_up(blocks, 4)
+
+
 def has_no_shape(tensor: torch.Tensor) -> bool:
     """Whether asking for its shape raises torch's own words: nested, or a parameter that is not initialized."""
     return tensor.is_nested or isinstance(tensor, UninitializedTensorMixin)
@@ -257,7 +262,8 @@ def require_tensor(
 
 def swizzled_size(rows: int, blocks: int) -> int:
     """Bytes of the 128x4 scales of a matrix of ``rows`` rows and ``blocks`` K-blocks."""
-    return round_up(rows, 128) * round_up(blocks, 4)
+    padded_rows, padded_blocks = padded_scales(rows, blocks)
+    return padded_rows * padded_blocks
 
 
 def require_scales(

@@ -158,7 +158,7 @@ _STREAM_M8 = (
     Instance("bf16", "bf16", 8, 256, 3, 1, 95232, mma_warps=12),
 )
 
-# For a K of 3,104 to 4,608; two stages fit a GB10 up to 4,640.
+# For a K of 3,104 to 4,608, of which a GB10 holds two stages. Stages and bytes here are, as above, those of gpt-oss.
 _STREAM_M8_W3 = (
     Instance("mxfp8", "bf16", 8, 384, 3, 1, 95232, mma_warps=12),
     Instance("bf16", "bf16", 8, 384, 3, 1, 95232, mma_warps=12),

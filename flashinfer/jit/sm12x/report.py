@@ -106,7 +106,7 @@ def _row(instance: Instance, kernel: KernelCode) -> InstanceRow:
 
 
 def _gemm_of(kernel: str) -> str:
-    """Which GEMM of the layer a kernel is, from the ``Role`` among its template arguments (``grouped_gemm.cuh``)."""
+    """Which GEMM of the layer a kernel is, from the ``Role`` among its template arguments (``types.h``)."""
     if "streamed_layer_kernel" in kernel:
         return "layer"
     match = re.search(r"Role\)(\d)", kernel) or re.search(r"4RoleE(\d)", kernel)

@@ -67,11 +67,18 @@ enum class TokenFormat : int {
   kQuantizeF16ToMxfp4 = 7,
 };
 
+constexpr int kTokenFormats = 8;
+
 // Whether rows are multiplied as MXFP4's values.
-constexpr bool are_mxfp4(TokenFormat format) { return format >= TokenFormat::kMxfp4Swizzled; }
-constexpr bool have_scales(TokenFormat format) {
-  return format >= TokenFormat::kMxfp8Swizzled && format <= TokenFormat::kMxfp4Swizzled;
+constexpr bool are_mxfp4(TokenFormat format) {
+  return format == TokenFormat::kMxfp4Swizzled || format == TokenFormat::kQuantizeBf16ToMxfp4 ||
+         format == TokenFormat::kQuantizeF16ToMxfp4;
 }
+constexpr bool have_scales(TokenFormat format) {
+  return format == TokenFormat::kMxfp8Swizzled || format == TokenFormat::kMxfp8Linear ||
+         format == TokenFormat::kMxfp4Swizzled;
+}
+constexpr int elements_per_byte(TokenFormat format) { return format == TokenFormat::kMxfp4Swizzled ? 2 : 1; }
 
 struct TokenRows {
   const void* data;  // [rows, k], e2m1 two to a byte
@@ -85,7 +92,7 @@ enum class MoeMode : int { kMxfp8Input = 0, kQuantizeInput = 1, kBf16Activations
 
 // What a GEMM of tiles is used for: where token rows come from and what happens to the accumulators.
 enum class Role : int {
-  kFc1 = 0,  // token rows by expert order through `order`; bias, SwiGLU, requantization
+  kFc1 = 0,  // token rows in expert order, MXFP8 through `order`, bf16 packed so; bias, SwiGLU, requantization
   kFc2 = 1,  // token rows in expert order; bias, routing weight, top-k sum
   kStore = 2,  // token rows in group order; plain store
 };

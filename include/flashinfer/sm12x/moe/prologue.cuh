@@ -2,7 +2,8 @@
 //
 // What has to be in place before FC1 reads tokens: arrival counters, quantized activations or scales in whole words,
 // zero rows for tokens without a local expert, and, where there are too many pairs for the GEMM kernels to sort by
-// themselves, the routing. With programmatic dependent launch FC1's producer already streams weights meanwhile.
+// themselves, the routing. With programmatic dependent launch FC1's producer already streams weights meanwhile, unless
+// it needs that routing.
 #pragma once
 
 #include "../mma/expand.cuh"

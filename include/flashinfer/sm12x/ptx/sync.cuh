@@ -111,8 +111,8 @@ __device__ __forceinline__ unsigned load_acquire_gpu(const unsigned* counter) {
   return value;
 }
 
-// True in one lane of a warp all of whose lanes are here (section 9.7.13.14). In a branch on it, and not on the lane's
-// number, the compiler knows that one lane is active: otherwise each bulk copy there becomes a loop over the lanes.
+// True in one lane of a warp all of whose lanes are here (section 9.7.13.14). In a branch on it the compiler knows that
+// one lane is active. In the streamed kernels it made each bulk copy in a branch on the lane's number a loop over lanes.
 __device__ __forceinline__ bool elect_one() {
   uint32_t elected;
   asm volatile(

@@ -51,7 +51,7 @@ __device__ __forceinline__ uint32_t block_scale(float amax) {
   return static_cast<uint32_t>(max(scale, 0));
 }
 
-// 2^(127 - scale), what values are multiplied with before they are rounded.
+// 2^(127 - scale), what values are multiplied with before they are rounded. The scale is 255 only beside NaN.
 __device__ __forceinline__ float inverse_scale(uint32_t scale) {
   return __uint_as_float(scale == 254u ? 0x00400000u : (254u - scale) << 23);
 }
@@ -59,7 +59,7 @@ __device__ __forceinline__ float inverse_scale(uint32_t scale) {
 // Rounding of a block to a format, whichever lanes hold it: `largest` over all of its elements, then a Rounding of
 // that, then its elements in any order. Nothing else in the family rounds to these formats.
 //
-// MXFP8 has NaN: it does not count for the block's maximum and stays NaN itself.
+// MXFP8 has NaN: it does not count for the maximum of a block with numbers, and stays NaN itself.
 struct Mxfp8Rounding {
   using Eight = uint2;  // elements
 
@@ -90,7 +90,7 @@ struct Mxfp8Rounding {
   }
 };
 
-// MXFP4 has no NaN, which is larger than all: a block with one has the scale that is.
+// MXFP4 has no NaN. Here NaN counts as larger than every number, so a block with one has UE8M0's NaN as its scale.
 struct Mxfp4Rounding {
   using Eight = uint32_t;  // element 0 is the lowest nibble
 

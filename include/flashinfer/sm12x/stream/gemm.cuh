@@ -118,7 +118,7 @@ __device__ __forceinline__ void fill_slice(const StreamedGemm& g, const Ring& ri
   for (int i = valid * g.pitch + 16 * lane; i < rows * g.pitch; i += 16 * 32) {
     *reinterpret_cast<uint4*>(to + i) = make_uint4(0, 0, 0, 0);
   }
-  // Every lane arrives for what it writes and copies itself: racecheck follows a barrier only so.
+  // Every lane arrives for what it writes and copies itself: racecheck sees no order otherwise.
   const uint8_t* from = g.weights + static_cast<int64_t>(first) * g.row_bytes + slice * g.slice_bytes;
   const bool whole = g.pitch == g.row_bytes;
   const bool elected = ptx::elect_one();

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The whole layer as one stream of weights, for few tokens: routing, FC1, SwiGLU, FC2 and the top-k sum in one launch
-// of one block per SM. A block streams its range of FC1's weight rows and, without a gap, its range of FC2's: whole
+// The layer as one stream of weights, for few tokens: routing, FC1, SwiGLU, FC2 and the top-k sum in one launch of one
+// block per SM, behind a small one that packs the layer's input (rows/pack.cuh). MMAs are bfloat16's, W4A8 too: its
+// values are exact in bfloat16. A block streams its range of FC1's weight rows and, without a gap, its range of FC2's: whole
 // rows, contiguous in memory, up to a shared memory full of them under way. FC2's arithmetic waits until all blocks are
 // through with FC1; its weights do not.
 //
@@ -15,6 +16,22 @@
 //                      fill the ring
 //   stages             2 to 16              what fits shared memory (the launcher); at most kMaxStreamStages
 //   rows of a unit     16, 32 or 64         StreamedGemmPlan (params.h): a slab for each group of MMA warps
+//
+//   MMA warps                                epilogue warps
+//   a unit of zeros, into the instruction    warp 1 initialized the barriers, before __syncthreads
+//     cache; arrive at warmed_up             wait for the launch in front; warp 0 routes
+//   wait at kRoutedBarrier                   arrive at kRoutedBarrier
+//                                            fill the first stages; the last one after warmed_up
+//   each unit of the block:                  every warp that fills, each of its units:
+//     wait for full[stage]                     wait for done[stage]
+//     multiply; leave partial sums over        add the groups' partial sums
+//       the weights just read (gemm.cuh)       fill the stage with a later unit -> full[stage]
+//     arrive at done[stage]                    bias, SwiGLU or routing weight; store
+//   FC2: first wait for act_ready            FC1's end: grid barrier; warp 0 arrives at act_ready
+//                                            FC2's end: grid barrier; the top-k sum
+//
+// A stage holds a unit's weight rows over all of K, their scales and biases. Each stage's units belong to one epilogue
+// warp; with three stages three of the four fill and finish.
 //
 // Below, from top to bottom: token fragments, the MMA warps, the epilogue warps, the kernel.
 #pragma once
@@ -74,7 +91,8 @@ class TokenFragments {
     }
   }
 
-  // FC2: `count` rows of act from row `first` on, which FC1 left in float32; to MXFP8 (W4A8) or bfloat16 (W4A16).
+  // FC2: `count` rows of act from row `first` on, which FC1 left in float32; as bfloat16, rounded to MXFP8 before (W4A8)
+  // or not (W4A16).
   //
   // This code runs once for each tile, so what it costs is mostly fetching it: blocks are converted in a loop, through
   // which the registers shift, instead of once each in unrolled code. While one is converted, the next one's values are
@@ -238,7 +256,7 @@ class StreamMultiplier {
     }
   }
 
-  // The warp is through with a stage, every lane for itself: racecheck follows a barrier only so.
+  // The warp is through with a stage. Every lane arrives: racecheck sees no order otherwise.
   __device__ __forceinline__ void release() {
     __syncwarp();
     if (releases_) ptx::mbarrier_arrive(shared.done(place_.stage));

@@ -17,6 +17,20 @@
 //   weight rows     128, in two halves       kRowTile (types.h)
 //   warps           4 or 8 consumers, then   GemmConfig (storage.cuh)
 //                   1 producer
+//
+//   producer (the last warp)                consumers
+//   initializes full and empty              warp 0 routes, or reads the offsets
+//   clears the tokens' stages; __syncthreads
+//   weights of the first stages             wait for the launches in front
+//   wait for the launches in front          each k-tile:
+//   each k-tile:                              wait for full[stage]
+//     wait for empty[stage], copy weights     MMAs: 16 rows of each half a warp; of 128 tokens, half
+//       and their scales, then token rows     arrive at empty[stage]
+//       and theirs -> full[stage]           each tile of the output: the epilogue; where K is split among blocks,
+//                                             by the last block to arrive
+//
+// A stage holds 128 weight rows of `k_tile` elements, their scales, token rows and, but of bf16, their scales. Weights
+// and packed rows come by bulk copies, whose bytes full[stage] counts; MXFP8 rows by each lane's own copies.
 #pragma once
 
 #include "../moe/routing.cuh"
@@ -87,7 +101,7 @@ __device__ __forceinline__ void consume(const GroupedGemmParams<Config::kRole>& 
       } else {
         consume_tile<Config, false>(shared, stage, at, scales, valid_blocks, lane, accumulators, nans);
       }
-      ptx::mbarrier_arrive(shared.empty(stage));  // every reader for itself: racecheck follows a barrier only so
+      ptx::mbarrier_arrive(shared.empty(stage));  // every thread that read: racecheck sees no order otherwise
       if (++stage == SharedStorage<Config>::kStages) {
         stage = 0;
         phase ^= 1;

@@ -6,7 +6,7 @@
 #include <type_traits>
 
 #include "../mma/policy.cuh"
-#include "producer.cuh"
+#include "scheduler.cuh"
 #include "storage.cuh"
 
 namespace flashinfer::sm12x {

@@ -28,7 +28,8 @@ class Producer {
       : p(params), shared(storage), units(map), work(split), lane(lane), words(scale_words(params.k)) {}
 
   // Streams the block's k-tiles. The first kStages stages' weights are on their way before the wait for the kernels
-  // that this one depends on: weights depend on nobody.
+  // that this one depends on, if this kernel routes by itself: they depend on the routing alone. Where it comes from a
+  // kernel in front (`offsets`), the block has waited already.
   __device__ __forceinline__ void produce() {
     const int tiles = work.tiles(blockIdx.x), ahead = min(SharedStorage<Config>::kStages, tiles);
     Cursor early(*this);

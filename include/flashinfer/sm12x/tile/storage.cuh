@@ -61,7 +61,7 @@ struct GemmConfig {
   static constexpr int kStagingPitch = kRowHalf / kScaleBlock * kBlockBytes + 16;
   static constexpr int kStagingBytes = kRole == Role::kFc1 ? kTokenTile * kStagingPitch : 0;
 
-  // bf16 rows are what a Hopper runs of a layer: there the ring takes what its blocks leave of shared memory.
+  // On Hopper the ring of bf16 rows takes what its blocks leave of shared memory; rows of 8 bits keep their stages.
   static constexpr int kStageBytes = kWeightStage + kScaleStage + kTokenStage + kTokenScaleStage;
   static constexpr int kBesideRing = kStagingBytes + 16 * kTokenTile + 4096;  // barriers, routing tables, alignment
   static constexpr int kHopperBlockBytes =

@@ -5,6 +5,7 @@ import torch
 
 from flashinfer.jit.sm12x.instances import INSTANCES
 from flashinfer.jit.sm12x.moe import gen_sm12x_moe_module
+from flashinfer.tllm_enums import ActivationType
 from flashinfer.utils import device_support_pdl
 from tests.test_helpers.mx_formats import skip_unless_sm12x
 from tests.test_helpers.sm12x_moe import assert_layer, make_layer
@@ -43,7 +44,7 @@ def _run(layer, mode, tactic):
         given["swiglu_alpha"],
         given["swiglu_beta"],
         given["swiglu_limit"],
-        False,  # not SwigluStep
+        int(ActivationType.Swiglu),
         workspace,
         number,
         True,  # input_sf is 128x4

@@ -29,7 +29,7 @@ from .sm12x_moe_checks import (
     require_output_dtype,
     require_pairs,
     require_parallel_sizes,
-    round_up,
+    padded_scales,
     select_mode,
     validate,
 )
