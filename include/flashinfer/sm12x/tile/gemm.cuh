@@ -18,19 +18,21 @@
 //   warps           4 or 8 consumers, then   GemmConfig (storage.cuh)
 //                   1 producer
 //
+//   all warps: with `offsets`, wait for the launches in front. Warp 0 routes, or reads the offsets; the last warp
+//   initializes the barriers; all clear the tokens' stages. __syncthreads
+//
 //   producer (the last warp)                consumers
-//   initializes full and empty              warp 0 routes, or reads the offsets
-//   clears the tokens' stages; __syncthreads
-//   weights of the first stages             wait for the launches in front
+//   copy weights of the first stages        wait for the launches in front
 //   wait for the launches in front          each k-tile:
 //   each k-tile:                              wait for full[stage]
-//     wait for empty[stage], copy weights     MMAs: 16 rows of each half a warp; of 128 tokens, half
-//       and their scales, then token rows     arrive at empty[stage]
-//       and theirs -> full[stage]           each tile of the output: the epilogue; where K is split among blocks,
+//     after the first round of the ring:      MMAs: 16 rows of each half a warp; of 128 tokens, half
+//       wait for empty[stage], copy weights   every thread arrives at empty[stage]
+//     copy token rows -> full[stage]        each tile of the output: the epilogue; where K is split among blocks,
 //                                             by the last block to arrive
 //
-// A stage holds 128 weight rows of `k_tile` elements, their scales, token rows and, but of bf16, their scales. Weights
-// and packed rows come by bulk copies, whose bytes full[stage] counts; MXFP8 rows by each lane's own copies.
+// A stage holds 128 weight rows of `k_tile` elements and one chunk of scales (of FC1 up to three), token rows and,
+// unless they are bf16, their scales. Weights and bf16 rows come by bulk copies, whose bytes full[stage] counts; other
+// rows and their scales by copies of each lane, which arrives too.
 #pragma once
 
 #include "../moe/routing.cuh"
@@ -123,7 +125,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
   const SharedStorage<Config> shared(dynamic_shared);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
-  ptx::launch_dependent_grids();  // their producers may start to stream weights; they wait for this grid's results
+  ptx::launch_dependent_grids();  // those that route by themselves may stream weights; all wait for this grid's results
   if (p.offsets != nullptr) ptx::wait_for_prerequisite_grids();  // the prologue, or a caller, routes
 
   if (warp == 0) {

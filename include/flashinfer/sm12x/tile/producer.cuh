@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The producer warp: keeps the ring of stages filled. A stage holds everything that its consumers need for one k-tile
-// of one unit: packed weights, weight scales, token rows, token scales.
+// of one unit: packed weights, weight scales, token rows and, unless those are bf16, token scales.
 #pragma once
 
 #include "../moe/routing.cuh"
