@@ -159,8 +159,8 @@ struct LaneRows {
   }
 };
 
-// The partial sums of a lane replace weights that it alone has read; lanes whose block lies beyond K use the stage's
-// tail.
+// The partial sums of a lane replace weights of its own block of K; lanes whose block lies beyond K use the stage's
+// tail. Those have read another lane's weights, of their own warp, which is through with them all (__syncwarp).
 template <class Shape>
 struct PartialPlace {
   int offset[Shape::kTokenSteps];  // in the stage's first slab

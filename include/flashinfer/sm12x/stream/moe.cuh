@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The layer as one stream of weights, for few tokens: routing, FC1, SwiGLU, FC2 and the top-k sum in one launch of one
-// block per SM, behind a small one that packs the layer's input (rows/pack.cuh). MMAs are bfloat16's, W4A8 too: its
-// values are exact in bfloat16. A block streams its range of FC1's weight rows and, without a gap, its range of FC2's: whole
-// rows, contiguous in memory, up to a shared memory full of them under way. FC2's arithmetic waits until all blocks are
-// through with FC1; its weights do not.
+// block per SM, behind a small one that packs the layer's input (rows/pack.cuh). MMAs are bfloat16's, W4A8 too: within
+// bfloat16's range its values are exact. A block streams its range of FC1's weight rows and, without a gap, its range
+// of FC2's: whole rows, contiguous in memory, up to a shared memory full of them under way. FC2's arithmetic waits
+// until all blocks are through with FC1; its weights do not.
 //
 // The wait needs all blocks to be resident together: a cooperative launch.
 //
@@ -17,21 +17,25 @@
 //   stages             2 to 16              what fits shared memory (the launcher); at most kMaxStreamStages
 //   rows of a unit     16, 32 or 64         StreamedGemmPlan (params.h): a slab for each group of MMA warps
 //
+//   warp 1 of the epilogue initializes the barriers; with more than 32 pairs all wait for the launch in front.
+//   __syncthreads
+//
 //   MMA warps                                epilogue warps
-//   a unit of zeros, into the instruction    warp 1 initialized the barriers, before __syncthreads
-//     cache; arrive at warmed_up             wait for the launch in front; warp 0 routes
-//   wait at kRoutedBarrier                   arrive at kRoutedBarrier
+//   a slab of zeros, into the instruction    wait for the launch in front; warp 0 routes
+//     cache; arrive at warmed_up             arrive at kRoutedBarrier
+//   wait at kRoutedBarrier
 //                                            fill the first stages; the last one after warmed_up
 //   each unit of the block:                  every warp that fills, each of its units:
 //     wait for full[stage]                     wait for done[stage]
-//     multiply; leave partial sums over        add the groups' partial sums
-//       the weights just read (gemm.cuh)       fill the stage with a later unit -> full[stage]
-//     arrive at done[stage]                    bias, SwiGLU or routing weight; store
+//     multiply; leave partial sums over        of each slab: add the partial sums of the warps that share K;
+//       the weights just read (gemm.cuh)         bias, SwiGLU or routing weight; store
+//     arrive at done[stage]                    the last slab's sums read: fill the stage -> full[stage]
 //   FC2: first wait for act_ready            FC1's end: grid barrier; warp 0 arrives at act_ready
 //                                            FC2's end: grid barrier; the top-k sum
 //
-// A stage holds a unit's weight rows over all of K, their scales and biases. Each stage's units belong to one epilogue
-// warp; with three stages three of the four fill and finish.
+// A stage holds a unit's weight rows over all of K, their scales and biases, and a tail for the sums of lanes beyond
+// K. Of a block's units number u has stage u % stages, and epilogue warp u % warps fills and finishes it; with three
+// stages three of the four warps do.
 //
 // Below, from top to bottom: token fragments, the MMA warps, the epilogue warps, the kernel.
 #pragma once
@@ -91,8 +95,8 @@ class TokenFragments {
     }
   }
 
-  // FC2: `count` rows of act from row `first` on, which FC1 left in float32; as bfloat16, rounded to MXFP8 before (W4A8)
-  // or not (W4A16).
+  // FC2: `count` rows of act from row `first` on, which FC1 left in float32; as bfloat16, rounded to MXFP8 before
+  // (W4A8) or not (W4A16).
   //
   // This code runs once for each tile, so what it costs is mostly fetching it: blocks are converted in a loop, through
   // which the registers shift, instead of once each in unrolled code. While one is converted, the next one's values are
@@ -179,10 +183,10 @@ class StreamMultiplier {
   __device__ __forceinline__ StreamMultiplier(const StreamBlock& block, int warp, int lane)
       : shared(block), warp_(warp), lane_(lane) {}
 
-  // Each GEMM begins with a warm-up: FC1 with a slab of zeros (as narrow tiles take it), while routing and the packing
-  // of tokens are under way, FC2 without, while other blocks are at FC1. Both without tokens: what counts is that code
-  // is fetched, which behind a ring full of weights would take microseconds. It must be this loop, not a copy of its
-  // code.
+  // Each GEMM begins with a warm-up: FC1 with a slab of zeros (as narrow tiles take it), while routing and, of few
+  // pairs, the packing of tokens are under way, FC2 without, while other blocks are at FC1. Both without tokens: what
+  // counts is that code is fetched, which behind a ring full of weights would take microseconds. It must be this loop,
+  // not a copy of its code.
   __device__ __forceinline__ void multiply_units(const StreamedLayerParams& p) {
     enter(p.gemm[0]);
     int gemm = 0;

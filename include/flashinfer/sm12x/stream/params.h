@@ -15,7 +15,7 @@
 namespace flashinfer::sm12x {
 
 constexpr int kSlabRows = 16;  // the M side of an MMA
-constexpr int kMaxGroups = 4;  // 32 rows of a part lie within one chunk of scales
+constexpr int kMaxGroups = 4;  // at most 64 rows of a part, of one chunk of scales
 constexpr int kMaxStreamStages = 16;
 constexpr int kEpilogueWarps = 4;  // of a block: fill stages and finish outputs
 constexpr int kNarrowTokens = 8;  // the N side of an MMA
