@@ -24,12 +24,12 @@ from .sm12x_moe_checks import (
     MoECall,
     MoEProblem,
     describe,
+    padded_scales,
     require_int,
     require_k_alignment,
     require_output_dtype,
     require_pairs,
     require_parallel_sizes,
-    padded_scales,
     select_mode,
     validate,
 )
