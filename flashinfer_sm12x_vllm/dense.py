@@ -81,6 +81,7 @@ def make_kernel(choice: Choice, shape: tuple[int, int]) -> Any:
         return ForkKernel(choice)
     if choice.weights == "mxfp8":
         return linear.init_mxfp8_linear_kernel(weight_shape=shape)
+    assert choice.weights == "mxfp4"  # "bf16" has no kernel object
     return linear.init_mxfp4_linear_kernel(activation_quant_key=None)
 
 

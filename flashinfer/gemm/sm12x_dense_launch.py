@@ -157,15 +157,18 @@ def gemm_operand(weights: str, token_format: int, on_sm12x: bool) -> Format:
     return [operand for operand in gemm_operands(weights, token_format) if _mma_is_used(operand)][-1]
 
 
+@functools.cache
 def gemm_operands(weights: str, token_format: int) -> tuple[Format, ...]:
     """As what GEMMs can multiply tokens of this format without rounding; what is chosen on SM12x last."""
+    exact: tuple[Format, ...] = ("bf16", "mxfp8")
     if token_format == BF16:
-        return ("bf16",)
-    if token_format in (QUANTIZE_BF16_TO_MXFP4, QUANTIZE_F16_TO_MXFP4):
-        return ("bf16", "mxfp4")
-    if token_format == MXFP4_SWIZZLED and weights == "mxfp4":
-        return ("bf16", "mxfp8", "mxfp4")
-    return ("bf16", "mxfp8")
+        exact = ("bf16",)
+    elif token_format in (QUANTIZE_BF16_TO_MXFP4, QUANTIZE_F16_TO_MXFP4):
+        exact = ("bf16", "mxfp4")
+    elif token_format == MXFP4_SWIZZLED:
+        exact = ("bf16", "mxfp8", "mxfp4")
+    built = {row.operand for row in DENSE_INSTANCES if row.weights == weights and not row.streamed}
+    return tuple(operand for operand in exact if operand in built)
 
 
 def instance(tactic: int | str | None, weights: str, k: int, token_format: int = QUANTIZE_BF16) -> Instance:

@@ -67,7 +67,7 @@ enum class TokenFormat : int {
   kQuantizeF16ToMxfp4 = 7,
 };
 
-constexpr int kTokenFormats = 8;
+constexpr int kTokenFormats = static_cast<int>(TokenFormat::kQuantizeF16ToMxfp4) + 1;
 
 // Whether rows are multiplied as MXFP4's values.
 constexpr bool are_mxfp4(TokenFormat format) {
