@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The layer as one stream of weights, for few tokens: routing, FC1, SwiGLU, FC2 and the top-k sum in one launch of one
-// block per SM, behind a small one that packs the layer's input (rows/pack.cuh). MMAs are bfloat16's, W4A8 too: within
-// bfloat16's range its values are exact. A block streams its range of FC1's weight rows and, without a gap, its range
-// of FC2's: whole rows, contiguous in memory, up to a shared memory full of them under way. FC2's arithmetic waits
-// until all blocks are through with FC1; its weights do not.
+// block per SM, behind a small one that packs the layer's input and zeroes the counters of the grid barriers
+// (rows/pack.cuh). MMAs are bfloat16's, W4A8 too: within bfloat16's range its values are exact. A block streams its
+// range of FC1's units and, without a gap, its range of FC2's, up to a shared memory full of them under way. A unit is
+// rows of one expert over all of K, contiguous in memory (in FC1 two pieces, up and gate); an expert with several tiles
+// of tokens is streamed for each. FC2's arithmetic waits until all blocks are through with FC1; its weights do not.
 //
 // The wait needs all blocks to be resident together: a cooperative launch.
 //
@@ -17,25 +18,36 @@
 //   stages             2 to 16              what fits shared memory (the launcher); at most kMaxStreamStages
 //   rows of a unit     16, 32 or 64         StreamedGemmPlan (params.h): a slab for each group of MMA warps
 //
-//   warp 1 of the epilogue initializes the barriers; with more than 32 pairs all wait for the launch in front.
+// 512 threads: warps 0 to 11 multiply, 12 to 15 are the epilogue's, E0 to E3. Arrivals at a barrier: full 32 (the warp
+// that fills), done and warmed_up 384 (all MMA threads), act_ready 1, kRoutedBarrier 512, kEpilogueBarrier 128.
+//
+//   E1 initializes the barriers. With more than 32 pairs all wait for the launch in front and write each pair's expert
+//   into the ring, where routing works until the first stage is filled.
 //   __syncthreads
 //
 //   MMA warps                                epilogue warps
-//   a slab of zeros, into the instruction    wait for the launch in front; warp 0 routes
-//     cache; arrive at warmed_up             arrive at kRoutedBarrier
-//   wait at kRoutedBarrier
-//                                            fill the first stages; the last one after warmed_up
+//   multiply a slab of zeros, which fetches  wait for the launch in front; E0 routes
+//     code, unless routing works in its      kEpilogueBarrier; arrive at kRoutedBarrier
+//     stage; arrive at warmed_up
+//   wait at kRoutedBarrier                   fill the first stages: one a warp, another when that one is full; the
+//                                              ring's last one after warmed_up
 //   each unit of the block:                  every warp that fills, each of its units:
-//     wait for full[stage]                     wait for done[stage]
-//     multiply; leave partial sums over        of each slab: add the partial sums of the warps that share K;
-//       the weights just read (gemm.cuh)         bias, SwiGLU or routing weight; store
-//     arrive at done[stage]                    the last slab's sums read: fill the stage -> full[stage]
-//   FC2: first wait for act_ready            FC1's end: grid barrier; warp 0 arrives at act_ready
+//     of another tile than before: tokens      wait for done[stage]
+//       from global memory into registers,     of each slab: add the partial sums of the warps that share K;
+//       FC2's of W4A8 rounded to MXFP8           of the last slab now fill the stage -> full[stage];
+//     wait for full[stage]                       global scale, bias, SwiGLU or routing weight; store
+//     multiply; leave partial sums over
+//       the weights just read (gemm.cuh)
+//     arrive at done[stage]
+//   FC1's end: fetch the code that loads     FC1's end: grid barrier; E0 arrives at act_ready
+//     FC2's tokens; wait for act_ready
 //                                            FC2's end: grid barrier; the top-k sum
 //
-// A stage holds a unit's weight rows over all of K, their scales and biases, and a tail for the sums of lanes beyond
-// K. Of a block's units number u has stage u % stages, and epilogue warp u % warps fills and finishes it; with three
-// stages three of the four warps do.
+// A grid barrier is kEpilogueBarrier, E0's arrival at a counter in global memory and its wait for all blocks', and
+// kEpilogueBarrier again.
+//
+// A stage holds a unit's weight rows, their scales and biases, and a tail for the sums of lanes beyond K. Of a block's
+// units number u has stage u % stages; epilogue warp u % warps finishes it, and fills the stage with unit u + stages.
 //
 // Below, from top to bottom: token fragments, the MMA warps, the epilogue warps, the kernel.
 #pragma once
