@@ -12,7 +12,8 @@
 //   knob               value                where it is set
 //   tokens a tile      8, on Hopper 8 or 16  flashinfer/jit/sm12x/instances.py, a row each
 //   K of an MMA warp   256 or 384           there, `k_tile`
-//   MMA warps          12, groups share K   there, `mma_warps`
+//   MMA warps          12, in groups whose  there, `mma_warps`
+//                      warps share K
 //   epilogue warps     4, of which 2 to 4   kEpilogueWarps, epilogue_warps_of (params.h)
 //                      fill the ring
 //   stages             2 to 16              what fits shared memory (the launcher); at most kMaxStreamStages
@@ -31,14 +32,15 @@
 //     stage; arrive at warmed_up
 //   wait at kRoutedBarrier                   fill the first stages: one a warp, another when that one is full; the
 //                                              ring's last one after warmed_up
-//   each unit of the block:                  every warp that fills, each of its units:
+//   each unit of the block:                  every warp that fills, each unit that it finishes:
 //     of another tile than before: tokens      wait for done[stage]
-//       from global memory into registers,     of each slab: add the partial sums of the warps that share K;
-//       FC2's of W4A8 rounded to MXFP8           of the last slab now fill the stage -> full[stage];
-//     wait for full[stage]                       global scale, bias, SwiGLU or routing weight; store
-//     multiply; leave partial sums over
+//       from global memory into registers,     of each slab: read its biases; add the partial sums of the
+//       FC2's of W4A8 rounded to MXFP8           warps that share K; behind the last slab's
+//     wait for full[stage]                         fill the stage -> full[stage];
+//     multiply; leave partial sums over          global scale, bias, SwiGLU or routing weight; store
 //       the weights just read (gemm.cuh)
-//     arrive at done[stage]
+//     arrive at done[stage], warps without
+//       work for this K too
 //   FC1's end: fetch the code that loads     FC1's end: grid barrier; E0 arrives at act_ready
 //     FC2's tokens; wait for act_ready
 //                                            FC2's end: grid barrier; the top-k sum
@@ -47,7 +49,8 @@
 // kEpilogueBarrier again.
 //
 // A stage holds a unit's weight rows, their scales and biases, and a tail for the sums of lanes beyond K. Of a block's
-// units number u has stage u % stages; epilogue warp u % warps finishes it, and fills the stage with unit u + stages.
+// units number u has stage u % stages; epilogue warp u % warps finishes it, and fills the stage with unit u + stages,
+// which may be another warp's to finish.
 //
 // Below, from top to bottom: token fragments, the MMA warps, the epilogue warps, the kernel.
 #pragma once

@@ -18,7 +18,7 @@
 //   warps           4 or 8 consumers, then   GemmConfig (storage.cuh)
 //                   1 producer
 //
-// Arrivals at a barrier: full 1, or 33 where rows have scales; empty and kConsumerBarrier all consumers' threads.
+// Arrivals at a barrier: full 1, or 33 where token rows have scales; empty and kConsumerBarrier all consumers' threads.
 //
 //   all warps: with `offsets`, wait for the launches in front. Warp 0 reads the offsets, or routes, or has one group of
 //   all rows; the last warp initializes the barriers; all clear the tokens' stages. __syncthreads. A block without work
@@ -30,12 +30,14 @@
 //   each k-tile:                              wait for full[stage]
 //     after the first round of the ring:      MMAs: 16 rows of each half a warp; of 128 tokens, half
 //       wait for empty[stage], copy weights   every thread arrives at empty[stage]
-//     copy token rows -> full[stage]        each tile of the output: the epilogue, which shares memory by
-//                                             kConsumerBarrier; where K is split among blocks, by the last to arrive
+//     copy token rows -> full[stage]        each tile of the output, where K is split among blocks: this
+//                                             block's part to memory; on with the last block to arrive there
+//                                           the epilogue
 //
 // A stage holds 128 weight rows of `k_tile` elements, for each 128 of those one chunk of scales (of FC1 up to three),
-// token rows and, unless they are bf16, their scales. Weights and bf16 rows come by bulk copies, whose bytes full[stage]
-// counts; other rows and their scales by copies of each lane, which arrives too.
+// token rows and, unless they are bf16, their scales. Weights, their scales and bf16 rows come by bulk copies, whose
+// bytes full[stage] counts; other rows and their scales by copies of each lane, which arrives too. Consumers wait for
+// each other at kConsumerBarrier: where K is split, and where FC1's and FC2's epilogues share memory.
 #pragma once
 
 #include "../moe/routing.cuh"
