@@ -30,9 +30,10 @@
 //   each k-tile:                              wait for full[stage]
 //     after the first round of the ring:      MMAs: 16 rows of each half a warp; of 128 tokens, half
 //       wait for empty[stage], copy weights   every thread arrives at empty[stage]
-//     copy token rows -> full[stage]        each tile of the output, where K is split among blocks: this
-//                                             block's part to memory; on with the last block to arrive there
-//                                           the epilogue
+//     copy token rows -> full[stage]        each tile of the output:
+//                                             if K is split among blocks: this one's sums to memory; the last
+//                                               block to arrive adds all, others take their next tile
+//                                             the epilogue
 //
 // A stage holds 128 weight rows of `k_tile` elements, for each 128 of those one chunk of scales (of FC1 up to three),
 // token rows and, unless they are bf16, their scales. Weights, their scales and bf16 rows come by bulk copies, whose
