@@ -48,9 +48,9 @@
 // A grid barrier is kEpilogueBarrier, E0's arrival at a counter in global memory and its wait for all blocks', and
 // kEpilogueBarrier again.
 //
-// A stage holds a unit's weight rows, their scales and biases, and a tail for the sums of lanes beyond K. Of a block's
-// units number u has stage u % stages; epilogue warp u % warps finishes it, and fills the stage with unit u + stages,
-// which may be another warp's to finish.
+// A stage holds a unit's weight rows, their scales and biases, and a tail for the sums of lanes beyond K. Unit
+// u of a block has stage u % stages. Of F warps that fill, number u % F finishes it, and fills the stage with unit
+// u + stages, which may be another warp's to finish.
 //
 // Below, from top to bottom: token fragments, the MMA warps, the epilogue warps, the kernel.
 #pragma once

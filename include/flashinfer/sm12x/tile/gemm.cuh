@@ -25,20 +25,21 @@
 //   waits for the launches in front and ends.
 //
 //   producer (the last warp)                consumers
-//   copy weights of the first stages        wait for the launches in front
+//   weights of the first stages -> full     wait for the launches in front
 //   wait for the launches in front          each k-tile:
 //   each k-tile:                              wait for full[stage]
 //     after the first round of the ring:      MMAs: 16 rows of each half a warp; of 128 tokens, half
-//       wait for empty[stage], copy weights   every thread arrives at empty[stage]
-//     copy token rows -> full[stage]        each tile of the output:
-//                                             if K is split among blocks: this one's sums to memory; the last
+//       wait for empty[stage], then           every thread arrives at empty[stage]
+//       weights -> full[stage]              each tile of the output:
+//     token rows -> full[stage]               if K is split among blocks: this one's sums to memory; the last
 //                                               block to arrive adds all, others take their next tile
 //                                             the epilogue
 //
 // A stage holds 128 weight rows of `k_tile` elements, for each 128 of those one chunk of scales (of FC1 up to three),
-// token rows and, unless they are bf16, their scales. Weights, their scales and bf16 rows come by bulk copies, whose
-// bytes full[stage] counts; other rows and their scales by copies of each lane, which arrives too. Consumers wait for
-// each other at kConsumerBarrier: where K is split, and where FC1's and FC2's epilogues share memory.
+// token rows and, unless they are bf16, their scales. Weights, their scales and bf16 rows come by bulk copies: full's
+// one arrival, with the weights, announces the bytes of all three. Other rows and their scales come by copies of each
+// lane, which arrives too. Consumers wait for each other at kConsumerBarrier: where K is split, and in FC1's and FC2's
+// epilogues.
 #pragma once
 
 #include "../moe/routing.cuh"
