@@ -28,7 +28,7 @@
 //
 //   MMA warps                                epilogue warps
 //   multiply a slab of zeros, which fetches  wait for the launch in front; E0 routes
-//     code, unless routing works in its      kEpilogueBarrier; arrive at kRoutedBarrier
+//     code, unless routing may need its      kEpilogueBarrier; arrive at kRoutedBarrier
 //     stage; arrive at warmed_up
 //   wait at kRoutedBarrier                   fill the first stages: one a warp, another when that one is full; the
 //                                              ring's last one after warmed_up
@@ -48,8 +48,8 @@
 // A grid barrier is kEpilogueBarrier, E0's arrival at a counter in global memory and its wait for all blocks', and
 // kEpilogueBarrier again.
 //
-// A stage holds a unit's weight rows, their scales and biases, and a tail for the sums of lanes beyond K. Unit
-// u of a block has stage u % stages. Of F warps that fill, number u % F finishes it, and fills the stage with unit
+// A stage holds a unit's weight rows, their scales and biases, and a tail for the sums of lanes beyond K. A block's
+// unit u has stage u % stages. Of F warps that fill, number u % F finishes it, and fills the stage with unit
 // u + stages, which may be another warp's to finish.
 //
 // Below, from top to bottom: token fragments, the MMA warps, the epilogue warps, the kernel.
