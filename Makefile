@@ -9,6 +9,8 @@
 #   make mutate   change the code on purpose, line by line, and see which tests notice (MUTATE_ARGS="--help")
 #   make kernels  wheels of compiled kernels for x86-64 and aarch64, in dist/ (KERNELS_ARGS="--help")
 #   make test-kernels   those wheels: compared, installed, run, also on an emulated aarch64 (not in make test)
+#   make test-compilers   the machine code of every kernel by every nvcc of CUDA 13 (not in make test); by some with
+#                  COMPILERS="newest" or versions, some kernels with PYTEST_ARGS="-k streamed"
 #   make test-upstream-patch   branches for upstream's pull requests: whole modules, all tests (not in make test);
 #                  upstream's own tests, too, with UPSTREAM_CHECKOUT=<a git checkout of upstream's>
 #   make test-vllm   vLLM 0.33.0's own code with the plugin, in $(VLLM_VENV) beside .venv (not in make test)
@@ -37,6 +39,7 @@ TEST_JOBS ?= $(shell n=$$(nproc); [ $$n -gt 4 ] && echo 4 || echo $$n)
 BENCH_ARGS ?=
 MUTATE_ARGS ?=
 KERNELS_ARGS ?=
+COMPILERS ?= all
 DEMO_ARGS ?=
 
 CXX_SOURCES = $(shell git ls-files 'include/*.cuh' 'include/*.h' 'csrc/*.cu' 'csrc/*.cpp' 'csrc/*.cuh' 'csrc/*.h' \
@@ -46,8 +49,8 @@ CXX_SOURCES = $(shell git ls-files 'include/*.cuh' 'include/*.h' 'csrc/*.cu' 'cs
 VLLM_VENV ?= .venv-vllm
 VLLM_TESTS = $(VLLM_VENV)/bin/python -m pytest -p no:cacheprovider
 
-.PHONY: all env compiler emulator test test-slow test-all test-host test-vllm test-kernels test-upstream-patch kernels mutate demo bench lint
-.PHONY: format clean distclean
+.PHONY: all env compiler emulator test test-slow test-all test-host test-vllm test-kernels test-compilers test-upstream-patch kernels mutate demo bench
+.PHONY: lint format clean distclean
 all: test
 
 # Quick when nothing is missing.
@@ -115,6 +118,10 @@ kernels: env
 
 test-kernels: env emulator
 	$(PY) -m pytest -s tests/kernels/check_wheels.py $(PYTEST_ARGS)
+
+test-compilers: env
+	$(PY) tools/compilers.py $(COMPILERS)
+	COMPILERS="$(COMPILERS)" $(RUN_TESTS) tests/jit/check_compilers.py $(PYTEST_ARGS)
 
 test-upstream-patch: env emulator
 	$(PY) -m pytest -p no:cacheprovider tests/upstream_patch/check_exported.py $(PYTEST_ARGS)

@@ -21,7 +21,7 @@ from flashinfer.jit.sm12x.spec import JitSpecSm12x
 
 FAKE_COMPILER = """#!{python} -IS
 # Understands -c, -o, -MF, -I, --version; "compiles" by copying the text of the source and of the headers it includes.
-# A line "// fake: <what>" in the source asks for: sleep <s>, kill, kill-once, enospc, fail <text>, silent.
+# A line "// fake: <what>" in the source asks for: sleep <s>, kill, kill-once, enospc, fail <text>, say <text>, silent.
 import os, re, sys, time
 home = os.path.dirname(os.path.abspath(__file__))
 if "--version" in sys.argv:
@@ -63,6 +63,8 @@ for what in re.findall(r"// fake: (.+)", text):
     elif verb == "fail":
         print("some warning first" + chr(10) + source + ":3:7: error: " + rest)
         sys.exit(2)
+    elif verb == "say":
+        print(rest)
     elif verb == "silent":
         sys.exit(0)
 with open(output, "w") as out:

@@ -18,6 +18,7 @@ import pytest
 from jit_fakes import Project
 
 from flashinfer.jit.sm12x import build as engine
+from flashinfer.jit.sm12x import toolchain
 from flashinfer.jit.sm12x.diagnosis import JitBuildError
 
 pytestmark = pytest.mark.privileges
@@ -351,6 +352,52 @@ def test_log_and_progress(
     ]
     told = [record.getMessage() for record in jit_log.records if record.levelno >= logging.INFO]
     assert told == [lines[0], lines[-1]]  # it took no ten seconds
+
+
+SPILLS = "// fake: say ptxas warning : Local memory used for function '_Z1kPi', size of stack frame: {} bytes\n"
+
+
+def test_spills_are_told_until_they_are_gone(project: Project, jit_log: pytest.LogCaptureFixture) -> None:
+    """One line with the compiler, the objects and the remedy; also after a build that compiled others, or nothing."""
+
+    def told() -> list[str]:
+        lines = [record.getMessage() for record in jit_log.records if record.levelno == logging.WARNING]
+        jit_log.clear()
+        return lines
+
+    project.write("a.cu", SPILLS.format(8) + SPILLS.format(16) + SPILLS.format(8))
+    project.write("b.cu", SPILLS.format(24))
+    project.write("c.cu", "// fake: fail no such thing\n")
+    with pytest.raises(JitBuildError, match="no such thing"):
+        project.build(max_jobs=1)
+    assert told() == []
+    project.write("c.cu", "int c;\n")
+    project.build()
+    (line,) = told()
+    assert line.startswith("demo works, but more slowly than it should: nvcc 13.0.1 spills registers to memory in ")
+    assert "in a.o (16 bytes a thread), b.o (24 bytes a thread). nvcc 13.0 to 13.5, without flags of your own, " in line
+    assert line.endswith(f"does not. Name one in CUDA_HOME, or install one: {toolchain.PIP_COMMAND}")
+    assert project.build().compiled == []
+    assert told() == [line]
+    project.write("c.cu", "int c2;\n")
+    assert project.build().compiled == ["c.o"]
+    assert told() == [line]
+    project.write("a.cu", "int a;\n")
+    project.build()
+    assert "in b.o (24 bytes a thread). nvcc" in told()[0]
+    project.names.remove("b")
+    project.build()
+    assert told() == []
+
+
+@pytest.mark.parametrize("damage", ["[]", "{", '{"a.o": "16"}'])
+def test_a_damaged_list_of_spills_tells_nothing(
+    damage: str, project: Project, jit_log: pytest.LogCaptureFixture
+) -> None:
+    project.build()
+    (project.plan().folder / "spills.json").write_text(damage)
+    project.build()
+    assert not [record for record in jit_log.records if record.levelno == logging.WARNING]
 
 
 def test_write_atomically(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import re
 import shutil
@@ -343,7 +344,7 @@ def _need_cuobjdump() -> None:
 
 
 @needs_nvcc
-def test_machine_code_is_read(workspace: Path) -> None:
+def test_machine_code_is_read(workspace: Path, jit_log: pytest.LogCaptureFixture) -> None:
     _need_cuobjdump()
     spec = small_spec(workspace)
     spec.sources[0].write_text(
@@ -370,6 +371,8 @@ def test_machine_code_is_read(workspace: Path) -> None:
     assert spills.local_accesses >= 65
     assert spills.stack >= 256
     assert 8 <= mma.registers <= 255
+    (told,) = (record.getMessage() for record in jit_log.records if record.levelno == logging.WARNING)
+    assert f"src_small.o ({spills.stack} bytes a thread)" in told
     assert shutil.which("c++filt") is None or "half const*" in mma.name or "__half const*" in mma.name
 
 

@@ -7,6 +7,7 @@
     fused_moe_120.so     the library; linked under another name, then renamed
     inputs.json          hashes of the library and of every file that it was made from; written last
     obj/                 the objects, so that an edit compiles only what it touches
+    spills.json          objects whose kernels spill registers, and how many bytes
     build.log            what the last build printed
     tmp/                 the compilers' TMPDIR, removed behind a build
 
@@ -42,7 +43,15 @@ from pathlib import Path
 from typing import IO
 
 from ...sm12x import variables
-from .diagnosis import JitBuildError, explain_os_error, first_error_line, hint_for, was_killed
+from .diagnosis import (
+    JitBuildError,
+    explain_os_error,
+    first_error_line,
+    hint_for,
+    local_memory,
+    spill_warning,
+    was_killed,
+)
 from .jobs import DEFAULT_JOB_MEMORY, parallel_jobs
 from .toolchain import ToolchainError, compiler_banner, find_ninja
 from .trust import PRIVATE, make_folder, require_trusted, require_trusted_tree, write_atomically
@@ -323,7 +332,8 @@ def module_lock(path: Path, wait: bool = True) -> Iterator[int]:
 def build(plan: ModulePlan, verbose: bool = False, max_jobs: int | None = None, lock: int | None = None) -> BuildReport:
     """Bring the library up to date. The caller holds :func:`module_lock`.
 
-    A compiler that was killed, most likely for memory, is run again with no other beside it.
+    A compiler that was killed, most likely for memory, is run again with no other beside it. A line tells of kernels that
+    spill registers, also where all was fresh.
 
     Args:
         plan: What to build.
@@ -345,6 +355,7 @@ def build(plan: ModulePlan, verbose: bool = False, max_jobs: int | None = None, 
         require_trusted_tree(plan.folder)
         reason = why_stale(plan)
         made = _bring_up_to_date(plan, reason, verbose, max_jobs, lock) if reason else []
+        _tell_of_spills(plan)
     except KeyboardInterrupt:
         said = f"building {plan.name} was interrupted: objects that are built stay, and a new run resumes from there"
         raise KeyboardInterrupt(said) from None
@@ -372,6 +383,7 @@ def _bring_up_to_date(
     shutil.rmtree(scratch, ignore_errors=True)  # of a build that was killed
     make_folder(scratch)
     try:
+        _note_spills(plan)  # of a build that was killed
         plan.log.unlink(missing_ok=True)
         plan.log.touch(mode=0o644)
         with open(plan.log, "w", encoding="utf-8", errors="replace") as log:
@@ -393,8 +405,40 @@ def _bring_up_to_date(
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     _record_inputs(plan, began)
+    _note_spills(plan)
     _logger.info("%s is built", plan.name)
     return list(dict.fromkeys(made))  # a compiler that was killed has a line as well
+
+
+def _spilling(plan: ModulePlan) -> dict[str, int]:
+    """``spills.json``: name of an object -> bytes; empty if it is not there, or no such thing."""
+    try:
+        data = json.loads((plan.folder / "spills.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return {name: size for name, size in data.items() if isinstance(size, int)} if isinstance(data, dict) else {}
+
+
+def _note_spills(plan: ModulePlan) -> None:
+    """Bring ``spills.json`` up to date with the log, which tells of the objects that were compiled last."""
+    try:
+        log = plan.log.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return
+    spilling = _spilling(plan)
+    # What a compiler printed stands behind its command.
+    _, *said = re.split(_DONE, log, flags=re.MULTILINE)
+    spilling.update(zip(said[1::3], map(local_memory, said[2::3]), strict=True))
+    names = {step.name for step in plan.steps}
+    spilling = {name: size for name, size in spilling.items() if size and name in names}
+    write_atomically(plan.folder / "spills.json", json.dumps(spilling, indent=1))
+
+
+def _tell_of_spills(plan: ModulePlan) -> None:
+    spilling = _spilling(plan)
+    if spilling:
+        compiler = next(step.compiler for step in plan.steps if step.name in spilling)
+        _logger.warning("%s", spill_warning(plan.name, compiler_identity(compiler), spilling))
 
 
 def _remove_stale(plan: ModulePlan) -> None:

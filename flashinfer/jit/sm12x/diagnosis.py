@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 
 from . import toolchain
@@ -127,6 +128,41 @@ def hint_for(returncode: int, output: str) -> str | None:
     if re.search(r"Permission denied|Read-only file system", output):
         return "a folder that the compiler writes to is not writable: the cache, or TMPDIR"
     return None
+
+
+COMPILERS_WITHOUT_SPILLS = ("13.0", "13.5")
+"""The oldest and the newest release of nvcc of which ``make test-compilers`` has shown that no kernel spills."""
+
+WARN_OF_LOCAL_MEMORY = "-Xptxas=--warn-on-local-memory-usage"
+"""The compiler's flag with which :func:`local_memory` finds something."""
+
+
+def local_memory(said: str) -> int:
+    """Bytes of each thread's local memory, of the kernel that takes most: what does not fit its registers. 0: of none.
+
+    Args:
+        said: What a compiler printed that was given :data:`WARN_OF_LOCAL_MEMORY`.
+    """
+    return max(
+        map(int, re.findall(r"Local memory used for function .*, size of stack frame: (\d+) bytes", said)), default=0
+    )
+
+
+def spill_warning(module: str, banner: str, spilling: Mapping[str, int]) -> str:
+    """A line on kernels that are slower than they should be, and what to do about it.
+
+    Args:
+        module: The module's name.
+        banner: What the compiler calls itself.
+        spilling: Names of objects -> what :func:`local_memory` found.
+    """
+    version = re.search(r"\bV(\d+[.\d]*)", banner)
+    objects = ", ".join(f"{name} ({size} bytes a thread)" for name, size in sorted(spilling.items()))
+    return (
+        f"{module} works, but more slowly than it should: nvcc {version[1] if version else 'of unknown version'} spills "
+        f"registers to memory in {objects}. nvcc {' to '.join(COMPILERS_WITHOUT_SPILLS)}, without flags of your own, does "
+        f"not. Name one in CUDA_HOME, or install one: {toolchain.PIP_COMMAND}"
+    )
 
 
 def _ended_by(number: signal.Signals) -> str:

@@ -96,8 +96,12 @@ def inspect(path: Path) -> list[KernelCode]:
         ToolchainError: there is no ``cuobjdump``, or it cannot read the file.
     """
     tool = find_tool()
-    usage = _resource_usage(_run(tool, ["--dump-resource-usage", str(path)]))
-    code = _instruction_counts(_run(tool, ["--dump-sass", str(path)]))
+    return kernels_of(_run(tool, ["--dump-resource-usage", str(path)]), _run(tool, ["--dump-sass", str(path)]))
+
+
+def kernels_of(resource_usage: str, sass: str) -> list[KernelCode]:
+    """The same, of what ``cuobjdump`` printed with ``--dump-resource-usage`` and with ``--dump-sass``."""
+    usage, code = _resource_usage(resource_usage), _instruction_counts(sass)
     names = _demangle(sorted({name for _, name in usage}))
     kernels = [KernelCode(names[at[1]], at[0], *used, code.get(at, Counter())) for at, used in usage.items()]
     return sorted(kernels, key=lambda kernel: (kernel.architecture, kernel.name))

@@ -34,6 +34,7 @@ from flashinfer.sm12x.models import MODELS
 
 from .. import core, cpp_ext
 from .. import env as jit_env
+from .diagnosis import WARN_OF_LOCAL_MEMORY
 from .instances import DENSE_INSTANCES, GEMM_INSTANCES, MAIN_MODULE, SM12X, Instance
 from .spec import JitSpecSm12x
 from .trust import require_trusted, require_trusted_tree, write_atomically
@@ -398,6 +399,8 @@ def _cuda_flags(architectures: Iterable[tuple[int, str]], embed_ptx: bool) -> li
     flags += ["-O0", "-g", "--device-debug"] if _debug() else ["-O3", "-DNDEBUG"]
     if variables.read("FLASHINFER_JIT_LINEINFO") and not _debug():
         flags.append("-lineinfo")
+    if not _debug():  # whose kernels keep their variables in memory
+        flags.append(WARN_OF_LOCAL_MEMORY)
     flags.append(f"--compress-mode={'none' if embed_ptx else 'size'}")
     for major, minor in architectures:
         code = f"{major}{minor}"

@@ -190,7 +190,9 @@ __device__ __forceinline__ void consume_tile(const SharedStorage<Config>& shared
   const uint32_t weights = ptx::shared_address(shared.weights(stage));
   const uint8_t* tokens[2] = {shared.tokens(stage) + at.tokens[0], shared.tokens(stage) + at.tokens[1]};
 
-#pragma unroll
+  // Words whose factors go through shared memory cannot overlap, so they are not unrolled: two of them spilled registers.
+  constexpr int kUnrolledWords = Policy::kScaling == mma::Scaling::kInSums ? 1 : Config::kWords;
+#pragma unroll kUnrolledWords
   for (int word = 0; word < Config::kWords; ++word) {
     if (kPlain || kScaleChunkBlocks * word < valid_blocks) scales.begin_word(word);  // others were not copied
     auto block_pair = [&](auto pair_constant) {

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a GB10 asks of machine code, read back from it: no arrival at an mbarrier without a fence before it, since it does
-not reliably honour the release ordering of ``mbarrier.arrive`` (``include/flashinfer/sm12x/ptx/sync.cuh``), and few named
-barriers.
+"""What kernels' machine code must show, read back from it: that of the modules as the environment's compiler builds them,
+and fences on each architecture. ``check_compilers.py`` asks the same of other compilers.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import machine_code
 import pytest
-from jit_processes import named_barriers
 
 from flashinfer._layer import fork_root
 from flashinfer.jit import core
@@ -27,57 +26,6 @@ try:
     inspect_sass.find_tool()
 except toolchain.ToolchainError as error:
     pytestmark = pytest.mark.skip(reason=str(error))
-
-INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:\{\s*)?(?:@!?U?P\w+\s+)?([A-Z][\w.]*)")
-ARRIVAL = re.compile(r"SYNCS\.ARRIVE|ARRIVES\.")
-FENCE = re.compile(r"MEMBAR\.(SC|ALL)\.(CTA|GPU|SYS)")
-# What a warp does to memory, where control may come from elsewhere, and a proxy fence, part of which is the fence before it:
-# none may stand between a fence and its arrival.
-BETWEEN = re.compile(r"LD|ST|ATOM|RED|UBLKCP|UTMALDG|CCTL|BRA|BRX|CALL|RET|EXIT|WARPSYNC|BAR|BSYNC|FENCE\.VIEW\.ASYNC")
-
-
-def arrivals(sass: str) -> tuple[int, int]:
-    """How many arrivals at mbarriers there are, and how many of them come straight behind a fence."""
-    found = fenced = 0
-    behind_fence = False
-    for line in sass.splitlines():
-        if line.lstrip().startswith(".L_"):  # a label
-            behind_fence = False
-        if (match := INSTRUCTION.match(line)) is None:
-            continue
-        opcode = match[1]
-        if ARRIVAL.match(opcode):
-            found += 1
-            fenced += behind_fence
-            behind_fence = False
-        elif FENCE.match(opcode):
-            behind_fence = True
-        elif BETWEEN.match(opcode):
-            behind_fence = False
-    return found, fenced
-
-
-def grid_counters(sass: str) -> tuple[int, int]:
-    """The same of reductions and atomics that count blocks in global memory, for fences of the device."""
-    found = fenced = 0
-    behind_fence = False
-    for line in sass.splitlines():
-        if (match := INSTRUCTION.match(line)) is None:
-            continue
-        opcode = match[1]
-        if re.match(r"(REDG?|ATOMG?)\.E\.ADD", opcode):
-            found += 1
-            fenced += behind_fence
-        elif re.match(r"MEMBAR\.\w+\.GPU", opcode):
-            behind_fence = True
-        elif re.match(r"STG|BAR", opcode):
-            behind_fence = False
-    return found, fenced
-
-
-def disassembled(path: Path) -> str:
-    return inspect_sass._run(inspect_sass.find_tool(), ["--dump-sass", str(path)])
-
 
 # The system counts a program's memory from what started it: so it is asked below a process that has imported nothing.
 NINJA = """#!{python} -IS
@@ -130,7 +78,7 @@ class Compiled:
             built = self.folder / f"{step.source.stem}.{minor}.o"
             done = subprocess.run(step.command(str(step.source), str(built)), capture_output=True, text=True)
             assert done.returncode == 0, done.stderr
-            code[step.source.stem] = disassembled(built)
+            code[step.source.stem] = machine_code.dumped("sass", built)
         return code
 
     def machine_code_as_built(self) -> dict[str, str]:
@@ -140,7 +88,9 @@ class Compiled:
             inside = row in modules.MAIN_MODULE  # not where a plugin makes every instance a module of its own
             generate = modules.gen_fused_moe_module if inside else partial(modules.gen_fused_moe_instance_module, row)
             spec = embedding_ptx(generate, self.patch, self.folder)
-            code[row.name] = disassembled(spec.jit_library_path.parent / "obj" / f"{spec.name}_{row.name}.o")
+            code[row.name] = machine_code.dumped(
+                "sass", spec.jit_library_path.parent / "obj" / f"{spec.name}_{row.name}.o"
+            )
         return code
 
 
@@ -155,11 +105,11 @@ def test_arrivals_have_fences_wherever_a_gb10_may_run_them(minor: str, runs_on_g
     code = compiled.machine_code(minor) if minor != "1a" else compiled.machine_code_as_built()
     assert set(code) == compiled.names
     for name, sass in code.items():
-        found, fenced = arrivals(sass)
+        found, fenced = machine_code.arrivals(sass)
         assert found >= 6, (name, found)  # of both kernels of a pair, or of the streamed layer
         assert fenced == (found if runs_on_gb10 else 0), (name, found, fenced)
         if runs_on_gb10:
-            counters, with_fence = grid_counters(sass)
+            counters, with_fence = machine_code.grid_counters(sass)
             assert counters == with_fence > 0, (name, counters, with_fence)
 
 
@@ -167,7 +117,7 @@ def test_arrivals_without_their_fence_are_found(compiled: Compiled, monkeypatch:
     monkeypatch.setenv("FLASHINFER_EXTRA_CUDAFLAGS", "-DFLASHINFER_SM12X_FENCE_ARRIVALS=0")
     del compiled.rows[1:]
     (sass,) = compiled.machine_code("1a").values()
-    found, fenced = arrivals(sass)
+    found, fenced = machine_code.arrivals(sass)
     assert found > fenced
 
 
@@ -184,24 +134,10 @@ def test_fences_stand_in_one_place() -> None:
     assert all(body.lstrip().startswith("fence_before_arrival();") for body in arriving)
 
 
-SINGLE = [row for row in INSTANCES if row not in MAIN_MODULE]
-
-
-@pytest.mark.parametrize(
-    "generate",
-    [*modules.MODULES.values(), *(partial(modules.gen_fused_moe_instance_module, row) for row in SINGLE)],
-    ids=[*modules.MODULES, *(row.name for row in SINGLE)],
-)
-def test_no_kernel_takes_many_named_barriers_and_no_experts_spill(
-    generate: Callable[[], JitSpecSm12x], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Of the 24 that an SM has, three a block leave room for eight blocks, more than fit otherwise. Others' kernel with 13
-    was alone on a GB10's SM, which made its cooperative launch too large (b12x#363). Spills lie on a kernel's stack.
-    """
-    spec = embedding_ptx(generate, monkeypatch, tmp_path)
-    assert max(named_barriers(spec.jit_library_path)) <= 3
-    if spec.name.startswith(modules.FUSED_MOE):
-        dumped = inspect_sass._run(inspect_sass.find_tool(), ["--dump-resource-usage", str(spec.jit_library_path)])
-        usage = inspect_sass._resource_usage(dumped)
-        assert usage
-        assert not [name for name, (_, stack, _) in usage.items() if stack]
+@pytest.mark.parametrize("module", [*modules.MODULES, *(row.name for row in INSTANCES if row not in MAIN_MODULE)])
+def test_machine_code_as_built(module: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    of_module = [unit for unit in machine_code.units() if module in (unit.module, unit.stem)]
+    spec = embedding_ptx(of_module[0].generate, monkeypatch, tmp_path)
+    objects = {step.source.stem: spec.plan.object_path(step) for step in spec.plan.steps}
+    wrong = {str(unit): machine_code.faults(objects[unit.stem], unit, "sm_121a") for unit in of_module}
+    assert not {unit: faults for unit, faults in wrong.items() if faults}
