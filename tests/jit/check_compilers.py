@@ -77,7 +77,7 @@ def test_a_kernel_that_spills_is_told(toolkit: toolchain.Toolkit, tmp_path: Path
         "#pragma unroll\n  for (int i = 0; i < 64; ++i) x[i] = p[i];\n"
         "#pragma unroll\n  for (int i = 0; i < 64; ++i) p[i] = x[63 - i];\n}\n"
     )
-    flags = (*modules._cuda_flags([(12, "1a")], False), "-maxrregcount=32")
+    flags = (*modules._cuda_flags([(12, "1a")], False), diagnosis.WARN_OF_LOCAL_MEMORY, "-maxrregcount=32")
     code, said = compiled(CompileStep("spills.o", source, str(toolkit.nvcc), flags), tmp_path)
     unit = machine_code.Unit("none", modules.gen_probe_module, "spills", None)
     assert len(machine_code.faults(code, unit, "sm_121a")) == 1

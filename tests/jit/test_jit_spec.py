@@ -20,7 +20,7 @@ from jit_processes import answer_of, named_barriers, printed_by
 from flashinfer.jit import core, cpp_ext, fused_moe
 from flashinfer.jit import env as jit_env
 from flashinfer.jit.core import MissingJITCacheError
-from flashinfer.jit.sm12x import inspect_sass, modules, toolchain
+from flashinfer.jit.sm12x import diagnosis, inspect_sass, modules, toolchain
 from flashinfer.jit.sm12x.diagnosis import JitBuildError
 from flashinfer.jit.sm12x.instances import INSTANCES, MAIN_MODULE, index_of
 from flashinfer.jit.sm12x.report import as_table, instance_rows
@@ -336,6 +336,26 @@ def test_aot_builds_and_packages(workspace: Path, monkeypatch: pytest.MonkeyPatc
     assert (workspace / "build" / "upstream" / "csrc" / "quantization.cu").is_file()
 
 
+@pytest.mark.parametrize("name", modules.MODULES)
+def test_compilers_are_asked_to_tell_of_spills_where_there_must_be_none(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def asked() -> bool:
+        return diagnosis.WARN_OF_LOCAL_MEMORY in modules.MODULES[name]().extra_cuda_cflags
+
+    assert asked()
+    _set_archs(monkeypatch, (12, "0f"), (12, "1a"))
+    assert asked()
+    _set_archs(monkeypatch, (9, "0a"), (12, "1a"))
+    assert not asked()
+    _set_archs(monkeypatch, (12, "1a"))
+    monkeypatch.setenv("FLASHINFER_SM12X_HALF_MMA", "1")
+    assert asked() == (name in (modules.ROUTER, modules.DECODE, modules.PROBE))
+    monkeypatch.delenv("FLASHINFER_SM12X_HALF_MMA")
+    monkeypatch.setenv("FLASHINFER_JIT_DEBUG", "1")
+    assert not asked()
+
+
 def _need_cuobjdump() -> None:
     try:
         inspect_sass.find_tool()
@@ -347,6 +367,7 @@ def _need_cuobjdump() -> None:
 def test_machine_code_is_read(workspace: Path, jit_log: pytest.LogCaptureFixture) -> None:
     _need_cuobjdump()
     spec = small_spec(workspace)
+    spec.extra_cuda_cflags.append(diagnosis.WARN_OF_LOCAL_MEMORY)
     spec.sources[0].write_text(
         "#include <mma.h>\nusing namespace nvcuda::wmma;\n"
         "__global__ void with_mma(const half* a, const half* b, float* c) {\n"

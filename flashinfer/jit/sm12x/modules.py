@@ -348,6 +348,10 @@ def _spec(
         *flags,
         *(f"-DFLASHINFER_SM12X_HALF_{kind.upper()}=1" for kind in in_half),
     ]
+    # Kernels that must not spill: not a debugger's, which keep variables in memory, nor the half-precision GEMMs, which
+    # Hopper has too.
+    if not _debug() and not in_half and all(major == 12 for major, _ in architectures):
+        flags.append(WARN_OF_LOCAL_MEMORY)
     spec = JitSpecSm12x(
         name=name,
         sources=[
@@ -399,8 +403,6 @@ def _cuda_flags(architectures: Iterable[tuple[int, str]], embed_ptx: bool) -> li
     flags += ["-O0", "-g", "--device-debug"] if _debug() else ["-O3", "-DNDEBUG"]
     if variables.read("FLASHINFER_JIT_LINEINFO") and not _debug():
         flags.append("-lineinfo")
-    if not _debug():  # whose kernels keep their variables in memory
-        flags.append(WARN_OF_LOCAL_MEMORY)
     flags.append(f"--compress-mode={'none' if embed_ptx else 'size'}")
     for major, minor in architectures:
         code = f"{major}{minor}"

@@ -201,36 +201,33 @@ class StreamMultiplier {
   // not a copy of its code.
   __device__ __forceinline__ void multiply_units(const StreamedLayerParams& p) {
     enter(p.gemm[0]);
-    int gemm = 0;
     bool warm_up = true;
     TokenTile tile = {};  // no tokens
-    StreamScheduler scheduler;
+    StreamScheduler scheduler;  // at FC1, before its first span
     StreamScheduler::Span span = {0, prepare_warm_up() ? 1 : 0};
     place_ = {shared.stages - 1, 1};  // a phase that counts as complete, and whose successor is the ring's first
 #pragma unroll 1
     for (;;) {
-      if (slab_.works()) load_tokens(p, gemm, tile);
-      if (!warm_up || gemm == 0) multiply(span, tile.count());
-      if (warm_up && gemm == 1) {
+      if (slab_.works()) load_tokens(p, scheduler.gemm, tile);
+      if (!warm_up || scheduler.gemm == 0) multiply(span, tile.count(), !warm_up);
+      if (warm_up && scheduler.gemm == 1) {
         warm_up = false;
         ptx::mbarrier_wait(shared.act_ready(), 0);
         tile = shared.tiles()[scheduler.tile];
         continue;
       }
       if (warm_up) {
-        warm_up = false;
         place_ = {};
-        releases_ = true;
-        ptx::mbarrier_arrive(shared.warmed_up());  // every lane, like release()
+        ptx::mbarrier_arrive(shared.warmed_up());  // every lane, as at `done`
         // Epilogue warps arrive behind their wait for the grid in front, which packed the tokens.
         ptx::named_barrier_sync<Config::kThreads>(kRoutedBarrier);
       }
 
+      const int before = scheduler.gemm;
       span = scheduler.next_span(p, shared);
       if (scheduler.ended()) break;
-      if (scheduler.gemm == 1 && gemm == 0) {
-        gemm = 1;
-        warm_up = true;
+      warm_up = scheduler.gemm != before;
+      if (warm_up) {
         tile = {};
         enter(p.gemm[1]);
       } else {
@@ -262,26 +259,21 @@ class StreamMultiplier {
 
   __device__ __forceinline__ void enter(const StreamedGemm& g) { slab_.enter(g, shared.stage(0), warp_, lane_); }
 
-  // Units of one span, whose tile has `count` tokens.
-  __device__ __forceinline__ void multiply(const StreamScheduler::Span& span, int count) {
+  // Units of one span, whose tile has `count` tokens. `filled`: epilogue warps filled their stages, and will again.
+  __device__ __forceinline__ void multiply(const StreamScheduler::Span& span, int count, bool filled) {
     for (int i = 0; i < span.units; ++i) {
       const uint32_t row = slab_.first_row(span.unit + i);
       ptx::mbarrier_wait(shared.full(place_.stage), place_.parity);
       if (slab_.works()) slab_.multiply(place_.stage * shared.stage_bytes, row, count);
-      release();
+      // The warp is through with the stage. Every lane arrives: racecheck sees no order otherwise.
+      __syncwarp();
+      if (filled) ptx::mbarrier_arrive(shared.done(place_.stage));
+      place_.advance(shared.stages);
     }
-  }
-
-  // The warp is through with a stage. Every lane arrives: racecheck sees no order otherwise.
-  __device__ __forceinline__ void release() {
-    __syncwarp();
-    if (releases_) ptx::mbarrier_arrive(shared.done(place_.stage));
-    place_.advance(shared.stages);
   }
 
   const StreamBlock& shared;
   int warp_, lane_;
-  bool releases_ = false;  // not in the warm-up
   RingPlace place_;
   SlabMultiplier<Config> slab_;
 };
@@ -344,7 +336,7 @@ class StreamEpilogue {
     if (ptx::elect_one()) {
       fill_stage(p.gemm[to_fill_.gemm()], shared, stage, shared.tiles()[to_fill_.tile()].expert(), to_fill_.unit());
     } else {
-      ptx::mbarrier_arrive(shared.full(stage));  // for what this lane may have read there, as release() does
+      ptx::mbarrier_arrive(shared.full(stage));  // for what this lane may have read there, as at `done`
     }
     to_fill_.advance(p, shared);
   }
