@@ -59,8 +59,10 @@ inline Status encode_weights(const uint8_t* weights, Element element, int expert
   const cuuint64_t sizes[3] = {bytes, static_cast<cuuint64_t>(rows), static_cast<cuuint64_t>(experts)};
   const cuuint64_t strides[2] = {bytes, bytes * static_cast<cuuint64_t>(rows)};
   const cuuint32_t box[3] = {static_cast<cuuint32_t>(span), kRowHalf, 1};
-  return encode_tensor_map(CU_TENSOR_MAP_DATA_TYPE_UINT8, weights, sizes, strides, box,
-                           span == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+  const CUtensorMapSwizzle swizzle = span == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
+                                     : span == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                                  : CU_TENSOR_MAP_SWIZZLE_NONE;  // MXFP6: 96
+  return encode_tensor_map(CU_TENSOR_MAP_DATA_TYPE_UINT8, weights, sizes, strides, box, swizzle,
                            CU_TENSOR_MAP_L2_PROMOTION_L2_128B, "cuTensorMapEncodeTiled refused the weights", map);
 }
 
@@ -89,7 +91,7 @@ template <Role kRole>
 Status fill_gemm(GroupedGemmParams<kRole>& gemm, const Instance& instance, const uint8_t* weights,
                  const uint8_t* scales, int experts, int rows, int k, const SplitBuffers& split) {
   gemm.weight_scales = scales;
-  gemm.weight_scale_pitch = swizzled_scale_bytes(rows, k);
+  gemm.weight_scale_pitch = swizzled_scale_bytes(instance.weights, rows, k);
   gemm.rows = rows;
   gemm.k = k;
   gemm.num_experts = experts;

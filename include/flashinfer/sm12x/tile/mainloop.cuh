@@ -38,11 +38,11 @@ __device__ __forceinline__ OperandOffsets<Config> operand_offsets(const Unit& un
     for (int i = 0; i < 2; ++i) {
       const int row = start % kScaleChunkRows + row_group + lane / 4 + 8 * i;  // may reach into the next chunk
       const int chunk = (Config::kRole == Role::kFc1 ? half : 0) + row / kScaleChunkRows;
-      at.scale_row[half][i] = chunk * Config::kWords * kScaleChunkRows + word_in_chunk(row);
+      at.scale_row[half][i] = chunk * Config::kScaleWords * kScaleChunkRows + word_in_chunk(row);
     }
   }
-  // The TMA swizzle: 64-byte rows XOR the vector with address bits 7..8, 128-byte rows with bits 7..9.
-  at.swizzle = Config::kWeightPitch == 64 ? (matrix_row >> 1) & 3 : matrix_row & 7;
+  // The TMA swizzle: 64-byte rows XOR the vector with address bits 7..8, 128-byte rows with bits 7..9; others have none.
+  at.swizzle = Config::kWeightPitch % 64 != 0 ? 0 : Config::kWeightPitch == 64 ? (matrix_row >> 1) & 3 : matrix_row & 7;
   at.first_token = Config::kWarpTokens * (warp / 4);
   const int token = at.first_token + lane / 4;
   // Odd rows in expert order have neighbouring blocks swapped.
@@ -94,6 +94,7 @@ template <class Config>
 class StageScales {
   using Policy = typename Config::Policy;
   static constexpr mma::Scaling kScaling = Policy::kScaling;
+  static constexpr int kOfBlock = kScaleBlock / scale_block(Config::kWeights);  // scales of 32 weights
 
  public:
   __device__ __forceinline__ StageScales(const SharedStorage<Config>& shared, int stage,
@@ -105,15 +106,17 @@ class StageScales {
         lane_(lane) {
     if constexpr (kScaling == mma::Scaling::kInWeights) {
 #pragma unroll
-      for (int i = 0; i < 4 * Config::kWords; ++i) {
+      for (int i = 0; i < 4 * Config::kScaleWords; ++i) {
         held_[i / 4][i % 4] = row_words_[i / 4 * kScaleChunkRows + at.scale_row[i % 4 / 2][i % 2]];
+        // Of a block's two, the scale of the lane's elements 8t.. comes first.
+        if constexpr (kOfBlock == 2) held_[i / 4][i % 4] >>= lane % 4 / 2 * 8;
       }
     }
   }
 
   // Whether the policy can fold all of this warp's row scales into its expansion of weights.
   __device__ __forceinline__ bool fold() const {
-    if constexpr (kScaling != mma::Scaling::kInWeights) return true;
+    if constexpr (kScaling != mma::Scaling::kInWeights || kOfBlock == 2) return true;
     uint32_t exceeding = 0;
 #pragma unroll
     for (int i = 0; i < 4 * Config::kWords; ++i) exceeding |= mma::exceeds_folded_scale(held_[i / 4][i % 4]);
@@ -133,7 +136,8 @@ class StageScales {
     } else if constexpr (kScaling == mma::Scaling::kInSums) {
       return factors_.of_rows(half, block, lane_);
     } else {
-      return {held_[word][2 * half], held_[word][2 * half + 1]};
+      const auto& held = held_[word * kOfBlock + block * kOfBlock / kScaleChunkBlocks];
+      return {held[2 * half], held[2 * half + 1]};
     }
   }
   __device__ __forceinline__ typename Policy::TokenScales of_tokens(int word, int step, int block) const {
@@ -152,7 +156,7 @@ class StageScales {
   const uint32_t* token_words_;
   WarpFactors<Config> factors_;
   int lane_;
-  uint32_t held_[Config::kWords][4];  // of rows g and g + 8 of each half
+  uint32_t held_[Config::kScaleWords][4];  // of rows g and g + 8 of each half
 };
 
 // A row of weights with a NaN gives NaN for every token. `nans` holds what this lane saw of its rows of each half.
@@ -174,6 +178,14 @@ __device__ __forceinline__ void spread_nan(const mma::RowNans (&nans)[2], Accumu
   }
 }
 
+// MXFP6: of a row of ldmatrix, the pairs of two blocks, the lane's eight of block `block`, rotated for place_e2m3<0>. A
+// lane has got the word whose number is its place in the quad.
+__device__ __forceinline__ uint32_t pairs_of_lane(uint32_t word, int block, int lane) {
+  const int t = lane % 4;
+  const uint32_t pairs = __shfl_sync(kAllLanes, word, (lane & ~3) + 2 * block + t / 2);
+  return __funnelshift_r(pairs, pairs, t % 2 * 4);
+}
+
 // kPlain: K does not end within the tile, and its scales fold.
 template <class Config, bool kPlain>
 __device__ __forceinline__ void consume_tile(const SharedStorage<Config>& shared, int stage,
@@ -193,12 +205,22 @@ __device__ __forceinline__ void consume_tile(const SharedStorage<Config>& shared
 #pragma unroll
   for (int word = 0; word < Config::kWords; ++word) {
     if (kPlain || kScaleChunkBlocks * word < valid_blocks) scales.begin_word(word);  // others were not copied
+    // MXFP6's pairs behind the nibbles: of two blocks, rows g and g + 8; of the next two, likewise. [half]
+    uint32_t pairs[2][4];
+    if constexpr (Config::kWeights == Element::kE2m3) {
+      const int blocks = kPlain ? kScaleChunkBlocks : min(kScaleChunkBlocks, valid_blocks - kScaleChunkBlocks * word);
+      const uint32_t at_pairs = weights + word * word_bytes(Element::kE2m3) + blocks * kNibbleBytes + lane / 16 * 16;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) ptx::load_matrix_x4(pairs[half], at_pairs + at.weights[half]);
+    }
     auto block_pair = [&](auto pair_constant) {
       constexpr int kPair = decltype(pair_constant)::value;
       constexpr int kWeightWords = Policy::kWeightWords;
-      // A matrix of ldmatrix is 16 bytes of 8 rows: one block of MXFP4, half of one of MXFP8. [half][MMA's blocks of
-      // the pair]
+      // A matrix of ldmatrix is 16 bytes of 8 rows: one block of MXFP4 or of MXFP6's nibbles, half of one of MXFP8.
+      // [half][MMA's blocks of the pair]
+      constexpr bool kTwoPlanes = Config::kWeights == Element::kE2m3;
       constexpr int kLoads = block_bytes(Config::kWeights) / 16;
+      constexpr int kFirstWords = kTwoPlanes ? 1 : kWeightWords;
       uint32_t row[2][2 / Policy::kBlocks][kWeightWords], row_plus_8[2][2 / Policy::kBlocks][kWeightWords];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -210,8 +232,15 @@ __device__ __forceinline__ void consume_tile(const SharedStorage<Config>& shared
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             const int matrix = 2 * load + i;
-            row[half][matrix / kWeightWords][matrix % kWeightWords] = matrices[2 * i];
-            row_plus_8[half][matrix / kWeightWords][matrix % kWeightWords] = matrices[2 * i + 1];
+            row[half][matrix / kFirstWords][matrix % kFirstWords] = matrices[2 * i];
+            row_plus_8[half][matrix / kFirstWords][matrix % kFirstWords] = matrices[2 * i + 1];
+          }
+        }
+        if constexpr (kTwoPlanes) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            row[half][i][1] = pairs_of_lane(pairs[half][2 * kPair], i, lane);
+            row_plus_8[half][i][1] = pairs_of_lane(pairs[half][2 * kPair + 1], i, lane);
           }
         }
       }

@@ -50,10 +50,11 @@ struct GemmConfig {
   static constexpr int kTokenPitch = kTokenScales ? kTokenBytes + kTokenPadding : kPackedRowBytes;
   static constexpr int kWeightPitch = row_bytes(kWeights, kKTile);
   static constexpr int kWords = kKTile / kScaleChunkElements;
+  static constexpr int kScaleWords = kWords * words_of_scales(kWeights);  // of a weight row
   static constexpr int kScaleChunks = kRole == Role::kFc1 ? 3 : 1;  // up; gate, which may straddle two
 
   static constexpr int kWeightStage = kRowTile * kWeightPitch;
-  static constexpr int kScaleStage = kScaleChunks * kWords * kScaleChunkBytes;
+  static constexpr int kScaleStage = kScaleChunks * kScaleWords * kScaleChunkBytes;
   static constexpr int kTokenStage = kTokenTile * kTokenPitch * (kTokenScales ? 1 : kWords);
   static constexpr int kTokenScaleStage = kTokenScales ? 4 * kWords * kTokenTile : 0;
 
@@ -69,8 +70,8 @@ struct GemmConfig {
   static constexpr int kHopperStages = kBf16 ? (kHopperBlockBytes - kBesideRing) / kStageBytes : kStages;
 
   static_assert(kOperand == kActivation || kOperand == Element::kBf16, "bfloat16 holds any scaled activation");
-  static_assert(kKTile % 128 == 0 && (kWeightPitch == 64 || kWeightPitch == 128),
-                "a weight row of a stage is one 64- or 128-byte swizzle span");
+  static_assert(kKTile % 128 == 0 && (kWeightPitch == 64 || kWeightPitch == 128 || kWeights == Element::kE2m3),
+                "a weight row of a stage is one 64- or 128-byte swizzle span; MXFP6's, of 96 bytes, are not swizzled");
   static_assert(kTokenTile == 128 || (kTokenTile % 8 == 0 && kTokenTile <= 64), "registers of four consumer warps");
   static_assert(kStages >= 2 && kHopperStages >= 2, "the ring overlaps copies with arithmetic");
   static_assert(kWeightStage % 1024 == 0 && kScaleStage % 16 == 0 && kTokenStage % 16 == 0);
