@@ -160,13 +160,6 @@ class Row:
         return min(peers) / max(ours) if peers and ours and len(self.reads) == 1 else None
 
 
-def quantized(weight: torch.Tensor, weights: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values in ``mxfp4`` or ``mxfp8`` and linear scales, by chunks of rows."""
-    one = mx_cpu.quantize_mxfp4_linear if weights == "mxfp4" else mx_cpu.quantize_mxfp8_linear
-    values, scales = zip(*(one(rows) for rows in weight.split(QUANTIZED_ROWS)), strict=True)
-    return torch.cat([v.view(torch.uint8) for v in values]).view(values[0].dtype), torch.cat(scales)
-
-
 def relative_error(output: torch.Tensor, reference: torch.Tensor) -> float:
     """Frobenius norm of the difference over that of the reference."""
     return float((output.double() - reference.double()).norm() / reference.double().norm())

@@ -16,7 +16,7 @@ import torch
 
 import flashinfer
 from flashinfer.decode import decode_attention
-from flashinfer.gemm import dense_mx, dense_mx_top_k, group_gemm_mxfp4_nt_groupwise, mm_bf16_mxfp8
+from flashinfer.gemm import dense_block_scaled, dense_block_scaled_top_k, group_gemm_mxfp4_nt_groupwise, mm_bf16_mxfp8
 from flashinfer.quantization import mx_cpu
 from flashinfer.testing import DenseCase, MoECase, make_dense_inputs, make_group_gemm_inputs, make_moe_inputs
 from flashinfer.testing.decode_reference import make_decode_case
@@ -87,11 +87,11 @@ def _out(make: Callable[[], Arguments], name: str, *shape: int) -> Callable[[], 
 OPERATORS: dict[str, tuple[Callable[..., Any], Callable[[], Arguments]]] = {
     **{f"MoE {mode}": (flashinfer.cutlass_fused_moe, _out(lambda mode=mode: _moe(mode), "output", 3, 96)) for mode in range(3)},
     "grouped GEMM": (group_gemm_mxfp4_nt_groupwise, _out(lambda: dict(make_group_gemm_inputs([3, 5], 64, 96, SEED)), "out", 8, 64)),
-    "dense_mx": (dense_mx, _out(_dense, "out", 3, 72)),
-    "dense_mx, MXFP8 tokens": (dense_mx, _out(lambda: _dense("mxfp8"), "out", 3, 72)),
-    "dense_mx, linear scales": (dense_mx, _out(lambda: _dense("mxfp8_linear", weights="mxfp8"), "out", 3, 72)),
-    "dense_mx_top_k": (dense_mx_top_k, _out(_dense, "logits", 3, 72)),
-    "dense_mx_top_k, MXFP8 tokens": (dense_mx_top_k, _out(lambda: _dense("mxfp8"), "logits", 3, 72)),
+    "dense_block_scaled": (dense_block_scaled, _out(_dense, "out", 3, 72)),
+    "dense_block_scaled, MXFP8 tokens": (dense_block_scaled, _out(lambda: _dense("mxfp8"), "out", 3, 72)),
+    "dense_block_scaled, linear scales": (dense_block_scaled, _out(lambda: _dense("mxfp8_linear", weights="mxfp8"), "out", 3, 72)),
+    "dense_block_scaled_top_k": (dense_block_scaled_top_k, _out(_dense, "logits", 3, 72)),
+    "dense_block_scaled_top_k, MXFP8 tokens": (dense_block_scaled_top_k, _out(lambda: _dense("mxfp8"), "logits", 3, 72)),
     "mm_fp4": (
         functools.partial(flashinfer.mm_fp4, block_size=32, use_nvfp4=False),
         _out(lambda: _matrices("fp4") | {"alpha": torch.tensor([0.5])}, "out", 3, 72),

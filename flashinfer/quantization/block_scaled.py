@@ -22,7 +22,16 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
-from ..sm12x.checks import BLOCK_SIZE, describe, require_choice, require_k_alignment, require_rank
+from ..sm12x.checks import (
+    BLOCK_SIZE,
+    NVFP4_SCALES,
+    UE8M0,
+    BlockScales,
+    describe,
+    require_choice,
+    require_k_alignment,
+    require_rank,
+)
 from . import mx_cpu
 
 WeightFormat = Literal["mxfp4", "nvfp4", "mxfp6", "mxint8", "mxfp8"]
@@ -37,30 +46,39 @@ class Layout(NamedTuple):
 
     dtype: torch.dtype
     """Of packed values."""
-    scale_block: int
-    """Elements that share a scale."""
-    scale_dtypes: tuple[torch.dtype, ...]
+    scales: BlockScales
     columns: Callable[[int], int]
     """Elements of ``dtype`` in a row of k values."""
+    k: Callable[[int], int]
+    """Values of a row that is so wide; 0 where none is."""
     dequantize: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     """``[rows, columns]`` and linear scale bytes to float32 ``[rows, k]``, without a global scale."""
 
-    def k(self, columns: int) -> int:
-        """Values of a row; 0 where no row is that wide."""
-        k = columns // self.columns(64) * 64
-        k += BLOCK_SIZE if self.columns(k + BLOCK_SIZE) <= columns else 0
-        return k if self.columns(k) == columns else 0
 
 
-_UE8M0 = (torch.uint8, torch.float8_e8m0fnu)
-_E4M3 = (torch.uint8, torch.float8_e4m3fn)
+def _half(k: int) -> int:
+    return k // 2
+
+
+def _double(columns: int) -> int:
+    return 2 * columns
+
+
+def _same(k: int) -> int:
+    return k
+
+
+def _mxfp6_k(columns: int) -> int:
+    k = columns // 24 * BLOCK_SIZE
+    return k if mx_cpu.mxfp6_columns(k) == columns else 0
+
 
 LAYOUTS: dict[str, Layout] = {
-    "mxfp4": Layout(torch.uint8, 32, _UE8M0, lambda k: k // 2, mx_cpu.dequantize_mxfp4_linear),
-    "nvfp4": Layout(torch.uint8, 16, _E4M3, lambda k: k // 2, mx_cpu.dequantize_nvfp4_linear),
-    "mxfp6": Layout(torch.uint8, 32, _UE8M0, mx_cpu.mxfp6_columns, mx_cpu.dequantize_mxfp6_linear),
-    "mxint8": Layout(torch.int8, 32, _UE8M0, lambda k: k, mx_cpu.dequantize_mxint8_linear),
-    "mxfp8": Layout(torch.float8_e4m3fn, 32, _UE8M0, lambda k: k, mx_cpu.dequantize_mxfp8_linear),
+    "mxfp4": Layout(torch.uint8, UE8M0, _half, _double, mx_cpu.dequantize_mxfp4_linear),
+    "nvfp4": Layout(torch.uint8, NVFP4_SCALES, _half, _double, mx_cpu.dequantize_nvfp4_linear),
+    "mxfp6": Layout(torch.uint8, UE8M0, mx_cpu.mxfp6_columns, _mxfp6_k, mx_cpu.dequantize_mxfp6_linear),
+    "mxint8": Layout(torch.int8, UE8M0, _same, _same, mx_cpu.dequantize_mxint8_linear),
+    "mxfp8": Layout(torch.float8_e4m3fn, UE8M0, _same, _same, mx_cpu.dequantize_mxfp8_linear),
 }
 
 _QUANTIZERS: dict[str, Callable[..., tuple[torch.Tensor, torch.Tensor]]] = {
@@ -108,6 +126,20 @@ def quantize_weight(
     TypeError, ValueError
         Naming the argument, what it was and what it may be.
     """
+    values, scales, global_scale = quantize_rows(weight, weight_format, scale_rule)
+    return BlockScaledWeight(values, mx_cpu.swizzle_128x4(scales), global_scale)
+
+
+def quantize_rows(
+    weight: torch.Tensor, weight_format: WeightFormat, scale_rule: mx_cpu.ScaleRule | None = None
+) -> BlockScaledWeight:
+    """:func:`quantize_weight` with linear scales, uint8 ``[n, k / scale_block]``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As :func:`quantize_weight`.
+    """
     require_rank("weight", weight, 2, "a float matrix [n, k]")
     mx_cpu.check_float_input("weight", weight)
     require_choice("weight_format", weight_format, WEIGHT_FORMATS)
@@ -117,7 +149,8 @@ def quantize_weight(
     more = () if global_scale is None else (global_scale,)
     quantize = _QUANTIZERS[weight_format]
     values, scales = zip(*(quantize(rows, *more, rule) for rows in weight.split(CHUNK_ROWS)), strict=True)
-    return BlockScaledWeight(torch.cat(values), mx_cpu.swizzle_128x4(torch.cat(scales)), global_scale)
+    bytes_ = torch.cat([rows.view(torch.uint8) for rows in values])  # not of every dtype of 8 bits torch has a cat
+    return BlockScaledWeight(bytes_.view(values[0].dtype), torch.cat(scales), global_scale)
 
 
 def dequantize_weight(weight: BlockScaledWeight, weight_format: WeightFormat, k: int) -> torch.Tensor:
@@ -134,7 +167,7 @@ def dequantize_weight(weight: BlockScaledWeight, weight_format: WeightFormat, k:
     rows, columns = weight.values.shape[0], layout.columns(require_k_alignment("k", k))
     if weight.values.shape[1] != columns or weight.values.dtype != layout.dtype:
         raise ValueError(f"values is {describe(weight.values)}; it must be {layout.dtype} [n, {columns}]")
-    linear = mx_cpu.unswizzle_128x4(weight.scales, rows, k // layout.scale_block)
+    linear = mx_cpu.unswizzle_128x4(weight.scales, rows, k // layout.scales.block)
     parts = [layout.dequantize(*part) for part in _chunks(weight.values, linear)]
     whole = torch.cat(parts) if parts else weight.values.new_empty((0, k), dtype=torch.float32)
     return whole if weight.global_scale is None else whole * weight.global_scale

@@ -24,7 +24,7 @@ from typing import Any, Literal, cast, get_args
 
 import torch
 
-from ..sm12x.checks import BLOCK_SIZE, describe, padded_scales, require_storage, round_up
+from ..sm12x.checks import BLOCK_SIZE, NVFP4_SCALES, describe, padded_scales, require_storage, round_up
 from ..sm12x.checks import swizzled_size as swizzled_size
 from ..sm12x.operator import is_traced
 from ..tllm_enums import SfLayout
@@ -276,7 +276,7 @@ def dequantize_mxfp6_linear(rows: torch.Tensor, scales: torch.Tensor) -> torch.T
 
 # --- NVFP4 --------------------------------------------------------------------------------------------------------------
 
-NVFP4_BLOCK = 16
+NVFP4_BLOCK = NVFP4_SCALES.block
 _E4M3_MAX = 448.0
 _E4M3_NAN = 0x7F
 

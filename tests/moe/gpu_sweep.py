@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sweep of ``cutlass_fused_moe``, the grouped GEMM and ``dense_mx`` over formats, instances and shapes, on a GPU.
+"""Sweep of ``cutlass_fused_moe``, the grouped GEMM and ``dense_block_scaled`` over formats, instances and shapes, on a GPU.
 
 Needs no pytest, so that it can run under ``compute-sanitizer``::
 
@@ -31,7 +31,7 @@ from moe_harness import check_case, same_bits
 
 from flashinfer.fused_moe.sm12x_validation import Mode
 from flashinfer.gemm import sm12x_group_gemm
-from flashinfer.gemm.sm12x_dense import dense_mx
+from flashinfer.gemm.sm12x_dense import dense_block_scaled
 from flashinfer.gemm.sm12x_dense_launch import gemm_operands
 from flashinfer.jit.sm12x.instances import DENSE_INSTANCES, GEMM_INSTANCES, INSTANCES, SM12X
 from flashinfer.sm12x.devices import has_block_scaled_mma, serves_cuda
@@ -207,7 +207,7 @@ def dense_cases(rng: random.Random, count: int, options: argparse.Namespace) -> 
         rows = [row for row in DENSE_INSTANCES if row.weights == case.weights and row.longest_k >= case.k]
         for row in (None, *(row for row in rows if row.operand in operands)):
             call = functools.partial(
-                dense_mx, *arguments, **named, out=out, tactic=row.index if row else None, constant_weights=True
+                dense_block_scaled, *arguments, **named, out=out, tactic=row.index if row else None, constant_weights=True
             )
             label = f"{case}, tactic {row.name if row else 'default'}, seed {seed}"
             results = []

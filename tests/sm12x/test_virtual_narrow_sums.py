@@ -14,7 +14,7 @@ from virtual_group_gemm import launch_group_gemm
 from virtual_moe import run_moe
 
 from flashinfer.fused_moe.sm12x_validation import Mode
-from flashinfer.gemm.sm12x_dense import dense_mx
+from flashinfer.gemm.sm12x_dense import dense_block_scaled
 from flashinfer.jit import core
 from flashinfer.jit.sm12x import modules
 from flashinfer.jit.sm12x.instances import DENSE_INSTANCES, GEMM_INSTANCES, Instance
@@ -96,7 +96,7 @@ def run_dense(row: Instance) -> tuple[torch.Tensor, DenseInputs]:
     scales.fill_(127), inputs.named["x_scale"].fill_(127)
     out = torch.full((5, 48 * 128), torch.nan, dtype=torch.float32)
     with virtual_device("sm_121a", accumulation_bits=EIGHT_BITS) as device:
-        dense_mx(*inputs.arguments, **inputs.named, out=out, tactic=row.name)
+        dense_block_scaled(*inputs.arguments, **inputs.named, out=out, tactic=row.name)
         assert all(launch.clean for launch in device.launches)
     return out, inputs
 
@@ -156,7 +156,7 @@ def multiply_one(row: Instance, x: float, weight: float, exponent: int, elements
     scales, x_scales = (torch.full((512,), 127 + e, dtype=torch.uint8) for e in (-exponent, exponent))
     operands = quantized(tokens, row.operand), quantized(weights, row.weights), scales
     with virtual_device("sm_121a") as device:
-        found = dense_mx(*operands, x_scale=x_scales, out_dtype=torch.float32, tactic=row.name)
+        found = dense_block_scaled(*operands, x_scale=x_scales, out_dtype=torch.float32, tactic=row.name)
         assert all(launch.clean for launch in device.launches)
     return float(found), x * weight * elements
 
