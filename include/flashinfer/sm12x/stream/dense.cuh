@@ -104,8 +104,7 @@ struct DenseStep {
 };
 
 template <class Shape>
-__device__ __forceinline__ void multiply_units(const DenseParams& p, const DenseRing& ring, const DenseWork& work,
-                                               int warp, int lane) {
+__device__ __forceinline__ void multiply_units(const DenseParams& p, const DenseRing& ring, int warp, int lane) {
   SlabMultiplier<Shape> slab;
   slab.enter(p.gemm, ring.stage(0), warp, lane);
   if (!slab.belongs()) return;
@@ -115,8 +114,8 @@ __device__ __forceinline__ void multiply_units(const DenseParams& p, const Dense
   for (int first = 0; first < p.num_tokens; first += Shape::kTokenTile) {
     const int count = min(Shape::kTokenTile, p.num_tokens - first);
     load_tokens<Shape>(p, slab, first, count, lane);
-    uint32_t row = slab.first_row(blockIdx.x);
-    for (int left = work.units; left > 0; --left, row += gridDim.x * slab.unit_rows()) {
+    for (int unit = static_cast<int>(blockIdx.x); unit < p.gemm.units; unit += static_cast<int>(gridDim.x)) {
+      const uint32_t row = slab.first_row(unit);
       ptx::mbarrier_wait(ring.full(place.stage), place.parity);
       if (slab.works()) slab.multiply(place.stage * ring.stage_bytes, row, count);
       __syncwarp();
@@ -241,11 +240,10 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) dense_layer_kernel(const _
     ptx::fence_barrier_init();
   }
   __syncthreads();
-  const DenseWork work(p, Shape::kTokenTile);
   if (warp < Shape::kMmaWarps) {
-    multiply_units<Shape>(p, ring, work, warp, lane);
+    multiply_units<Shape>(p, ring, warp, lane);
   } else {  // epilogue warps
-    run_epilogue_warp<Shape>(p, ring, work, warp - Shape::kMmaWarps, lane);
+    run_epilogue_warp<Shape>(p, ring, DenseWork(p, Shape::kTokenTile), warp - Shape::kMmaWarps, lane);
   }
 }
 

@@ -272,10 +272,8 @@ class SlabMultiplier {
     __syncwarp();
   }
 
-  // First row of the warp's slab in a unit, and from a unit to the next; counted on by the caller, so that it is there
-  // when a stage has landed.
+  // First row of the warp's slab in a unit. Callers ask before they wait for the unit's stage.
   __device__ __forceinline__ uint32_t first_row(uint32_t unit) const { return unit * unit_rows_ + first_row_; }
-  __device__ __forceinline__ uint32_t unit_rows() const { return unit_rows_; }
 
   // The warp's slab from row `row` on, which lies `stage` bytes behind the first stage, with a tile of `count` tokens.
   // Leaves partial sums there.

@@ -81,8 +81,8 @@ class TokenFragments {
   static constexpr int kSteps = Config::kTokenSteps, kWords = Config::kWords, kBlocks = kSteps * kWords;
   using Blocks = TokenBlock[kSteps][kWords];
   // Where registers are short a block's values are not held while the next one's arrive, and those of MXFP8 are loaded
-  // twice, since their maximum comes first. Three words of bfloat16 would spill 76 bytes.
-  static constexpr bool kHold = kSteps == 1 && (kWords < 3 || Config::kActivation != Element::kBf16);
+  // twice, since their maximum comes first.
+  static constexpr bool kHold = kSteps == 1;
 
  public:
   // FC1: `count` rows of the layer's input; `row_of` tells which of them token i of the tile is.
@@ -114,8 +114,8 @@ class TokenFragments {
   // (W4A8) or not (W4A16).
   //
   // This code runs once for each tile, so what it costs is mostly fetching it: blocks are converted in a loop, through
-  // which the registers shift, instead of once each in unrolled code. While one is converted, the next one's values are
-  // on their way, if there are registers to hold them.
+  // which the registers shift, instead of once each in unrolled code. The next one's values take the registers of those
+  // that have been converted, and are on their way while the rest is, if there are registers to hold a block.
   static __device__ __forceinline__ void load_act(Blocks& tokens, const StreamedLayerParams& p, int first_word,
                                                   int lane, int count, int first) {
     const int first_block = first_word * kScaleChunkBlocks + lane % 4, k = p.gemm[1].k;
@@ -126,31 +126,29 @@ class TokenFragments {
       const bool wanted = token < count && k_block * kScaleBlock < k;
       return {p.act + (wanted ? static_cast<int64_t>(first + token) * k + k_block * kScaleBlock : 0), wanted};
     };
-    float ahead[4][8];
+    float eights[4][8];  // of the block that is converted next
     if constexpr (kHold) {
       const Source from = source(0);
 #pragma unroll
-      for (int q = 0; q < 4; ++q) from.load_eight(q, ahead[q]);
+      for (int q = 0; q < 4; ++q) from.load_eight(q, eights[q]);
     }
 #pragma unroll 1
     for (int i = 0; i < kBlocks; ++i) {
       shift_blocks<kBlocks>(blocks);
       if constexpr (kHold) {
-        float values[4][8];
         const Source next = i + 1 < kBlocks ? source(i + 1) : Source{p.act, false};
+        auto held = [&](int q, auto& x) {
 #pragma unroll
-        for (int q = 0; q < 4; ++q) {
-#pragma unroll
-          for (int v = 0; v < 8; ++v) values[q][v] = ahead[q][v];
-          next.load_eight(q, ahead[q]);
-        }
-        convert(last, [&](int q, auto& x) {
-#pragma unroll
-          for (int v = 0; v < 8; ++v) x[v] = values[q][v];
+          for (int v = 0; v < 8; ++v) x[v] = eights[q][v];
+        };
+        convert(held, [&](int q, const uint4& eight) {
+          set_eight(last, q, eight);
+          next.load_eight(q, eights[q]);
         });
       } else {
         const Source from = source(i);
-        convert(last, [&](int q, auto& x) { from.load_eight(q, x); });
+        convert([&](int q, auto& x) { from.load_eight(q, x); },
+                [&](int q, const uint4& eight) { set_eight(last, q, eight); });
       }
     }
   }
@@ -173,20 +171,19 @@ class TokenFragments {
     }
   };
 
-  // `eight_of(q, x)` gives elements 8q.. of the block.
-  template <class EightOf>
-  static __device__ __forceinline__ void convert(TokenBlock& to, const EightOf& eight_of) {
+  // As requantize_block, or, of W4A16, without rounding to MXFP8.
+  template <class Load, class Take>
+  static __device__ __forceinline__ void convert(const Load& load, const Take& take) {
     if constexpr (Config::kActivation == Element::kBf16) {
       float x[8];
 #pragma unroll
       for (int q = 0; q < 4; ++q) {
-        eight_of(q, x);
-        set_eight(to, q,
-                  make_uint4(ptx::f32x2_to_bf16x2(x[0], x[4]), ptx::f32x2_to_bf16x2(x[1], x[5]),
-                             ptx::f32x2_to_bf16x2(x[2], x[6]), ptx::f32x2_to_bf16x2(x[3], x[7])));
+        load(q, x);
+        take(q, make_uint4(ptx::f32x2_to_bf16x2(x[0], x[4]), ptx::f32x2_to_bf16x2(x[1], x[5]),
+                           ptx::f32x2_to_bf16x2(x[2], x[6]), ptx::f32x2_to_bf16x2(x[3], x[7])));
       }
     } else {
-      requantize_block(eight_of, [&](int q, const uint4& eight) { set_eight(to, q, eight); });
+      requantize_block(load, take);
     }
   }
 };
@@ -267,8 +264,8 @@ class StreamMultiplier {
 
   // Units of one span, whose tile has `count` tokens.
   __device__ __forceinline__ void multiply(const StreamScheduler::Span& span, int count) {
-    uint32_t row = slab_.first_row(span.unit);
-    for (int left = span.units; left > 0; --left, row += slab_.unit_rows()) {
+    for (int i = 0; i < span.units; ++i) {
+      const uint32_t row = slab_.first_row(span.unit + i);
       ptx::mbarrier_wait(shared.full(place_.stage), place_.parity);
       if (slab_.works()) slab_.multiply(place_.stage * shared.stage_bytes, row, count);
       release();
