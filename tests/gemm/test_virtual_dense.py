@@ -84,9 +84,11 @@ def test_panels_of_tokens(device: VirtualDevice, name: str) -> None:
 
 
 # Whole words and a part of one; one, two and four groups of warps; fewer units than blocks and many; rows in one piece and
-# row by row.
+# row by row; a slice whose pitch is as many bytes as a row has (640 of MXFP4, 416 of MXFP6).
 @pytest.mark.parametrize(
-    ("n", "k"), [(1, 32), (17, 64), (300, 128), (40, 416), (1600, 512), (33, 1536), (64, 2048), (130, 2880)], ids=str
+    ("n", "k"),
+    [(1, 32), (17, 64), (300, 128), (40, 416), (72, 640), (1600, 512), (33, 1536), (64, 2048), (130, 2880)],
+    ids=str,
 )
 @pytest.mark.parametrize("name", ["dense_mxfp4_m8_w2", "dense_mxfp8_m16_w2", "dense_mxfp6_m8_w2", "dense_nvfp4_m16_w2"])
 def test_shapes_of_a_stream(device: VirtualDevice, name: str, n: int, k: int) -> None:
@@ -194,7 +196,7 @@ def test_what_is_no_number_stays_in_its_row_or_column(device: VirtualDevice, nam
         out = run(inputs, case, name)
         reference, bound = dense_reference(inputs)
         check_within_bound(out, reference, bound, what)
-        everywhere = reference.isnan().all() or reference.isinf().all()
+        everywhere = not reference.isfinite().any()  # a sum of zero times infinity is NaN
         assert everywhere == ("alpha" in what)
 
 
@@ -330,6 +332,7 @@ def test_weights_are_dequantized_in_pieces(
         x=x,
         weight=weight,
         weight_scale=weight_scale,
+        weight_format=weights,
         **{key: named[key] for key in ("x_scale", "alpha", "bias", "residual")},
     )
     sm12x_dense_launch._multiply_dequantized(Module, call, FORMATS.index("mxfp8_linear"))

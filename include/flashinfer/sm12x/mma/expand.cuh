@@ -112,8 +112,8 @@ __device__ __forceinline__ void expand_int8_to_bf16(uint32_t bytes, uint32_t fac
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const uint32_t two = bytes >> (8 * i);
-    const uint32_t number = (two & 0x007F007Fu) | 0x01000100u;
-    const uint32_t negative_offset = (two & 0x00800080u) | 0x81008100u;
+    const uint32_t number = ptx::and_or(two, 0x007F007Fu, 0x01000100u);
+    const uint32_t negative_offset = ptx::and_or(two, 0x00800080u, 0x81008100u);
     pair[i] = ptx::bf16x2_fma(number, factor, ptx::bf16x2_multiply(negative_offset, factor));
   }
 }
@@ -166,16 +166,16 @@ __device__ __forceinline__ void expand_e2m3_to_halves(uint32_t nibbles, uint32_t
 }
 
 // Two scales of NVFP4, E4M3 without their sign bits (which nobody reads), one in each half: as a pair of bfloat16, times
-// 2^kNvScaleExponent. In place the bits of one are it times 2^-120, subnormals included. The values that e2m1's
-// expansion makes with such a factor come out times 2^-8: 2^126 times the largest scale is no bfloat16.
+// 2^kNvScaleExponent; NaN of NaN, 0x7F. In place the bits of one are it times 2^-120, subnormals included. The values
+// that e2m1's expansion makes with such a factor come out times 2^-8: 2^126 times the largest scale is no bfloat16.
 constexpr int kNvScaleExponent = 118;
 constexpr float kNvExpansion = 256.0f;  // 2^8 undoes it
 
-__device__ __forceinline__ uint32_t nv_factors(uint32_t scales, uint32_t& nan) {
+__device__ __forceinline__ uint32_t nv_factors(uint32_t scales) {
   constexpr uint32_t kTwoTo119Pair = 0x7B007B00u;
   static_assert(2 * 119 - 120 == kNvScaleExponent && kNvScaleExponent == 126 - 8);
-  nan |= scales + 0x00010001u;  // of 0x7F, which is NaN, bit 7
-  return ptx::bf16x2_multiply(ptx::bf16x2_multiply(scales << 4, kTwoTo119Pair), kTwoTo119Pair);
+  const uint32_t nan = ((scales + 0x00010001u) & 0x00800080u) * 255u;  // the exponent's bits; the mantissa is not 0
+  return nan | ptx::bf16x2_multiply(ptx::bf16x2_multiply(scales << 4, kTwoTo119Pair), kTwoTo119Pair);
 }
 
 // How an expansion whose values come out times 2^-kBias takes block scales s: 2^kBias undoes it, and 2^kBias * 2^(s -
@@ -199,6 +199,7 @@ struct FoldedScale {
 template <Element kWeights, Saves kSaves>
 struct Expansion;
 
+// Of elements; a NaN scale makes NaN of them all.
 struct WithoutNan {
   static constexpr bool kHasNan = false;
   static __device__ __forceinline__ bool is_nan(uint32_t) { return false; }
@@ -261,10 +262,8 @@ struct Expansion<Element::kE2m3, kSaves> : FoldedScale<126>, WithoutNan {
 
 // `factors`: nv_factors of the block's two scales.
 template <Saves kSaves>
-struct Expansion<Element::kNvE2m1, kSaves> {
+struct Expansion<Element::kNvE2m1, kSaves> : WithoutNan {
   static constexpr float kAccumulatorScale = kNvExpansion;
-  static constexpr bool kHasNan = true;
-  static __device__ __forceinline__ bool is_nan(uint32_t collected) { return (collected & 0x00800080u) != 0; }
   static __device__ __forceinline__ void eight(const uint32_t* block, int q, uint32_t factors, uint32_t (&pair)[4],
                                                uint32_t&) {
     expand_to_bf16<kSaves>(block[q], __byte_perm(factors, 0, q < 2 ? 0x1010 : 0x3232), pair);

@@ -65,6 +65,14 @@ __device__ __forceinline__ uint32_t select_bits(uint32_t mask, uint32_t a, uint3
   return result;
 }
 
+// `a & mask | bits`. Of two constants an instruction can hold one; given this in C++, the compiler makes two of it, and
+// not a register with the other.
+__device__ __forceinline__ uint32_t and_or(uint32_t a, uint32_t mask, uint32_t bits) {
+  uint32_t result;
+  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(result) : "r"(a), "r"(mask), "r"(bits));
+  return result;
+}
+
 // Byte `kByte` of four UE8M0 scales as a float32: 2^(s - 127); s = 0 is the subnormal 2^-127, s = 255 is NaN.
 template <int kByte>
 __device__ __forceinline__ float ue8m0_to_f32(uint32_t scales) {

@@ -114,10 +114,10 @@ __device__ __forceinline__ void multiply_units(const DenseParams& p, const Dense
   for (int first = 0; first < p.num_tokens; first += Shape::kTokenTile) {
     const int count = min(Shape::kTokenTile, p.num_tokens - first);
     load_tokens<Shape>(p, slab, first, count, lane);
-    for (int unit = static_cast<int>(blockIdx.x); unit < p.gemm.units; unit += static_cast<int>(gridDim.x)) {
-      const uint32_t row = slab.first_row(unit);
+    for (int unit = static_cast<int>(blockIdx.x); unit < p.gemm.units; unit += ptx::grid_blocks()) {
+      const uint32_t row = slab.first_row(unit, p.gemm.part_rows());
       ptx::mbarrier_wait(ring.full(place.stage), place.parity);
-      if (slab.works()) slab.multiply(place.stage * ring.stage_bytes, row, count);
+      if (slab.works()) slab.multiply(place.stage * ring.stage_bytes, row, count, p.gemm.next_weights);
       __syncwarp();
       ptx::mbarrier_arrive(ring.done(place.stage));
       place.advance(p.gemm.slices, ring.stages);

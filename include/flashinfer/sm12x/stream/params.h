@@ -44,7 +44,8 @@ struct StreamedGemm {
   int slice_bytes;  // of a row in a stage; the last slice's may be fewer
   int groups;  // of warps, and slabs of a unit: 1, 2 or 4
   int units;  // that one tile of tokens needs
-  int pitch;  // bytes from row to row of a stage: row_bytes, or padded where rows are copied one by one
+  int pitch;  // bytes from row to row of a stage: row_bytes, or padded, or of a slice, where rows are copied one by one
+  uint32_t next_weights;  // bytes from row g of a slab to row g + 8
   int piece_rows;  // of 32 that a scale piece holds: those of a unit's part. A power of two
   int scale_offset;  // in a stage, behind the weights: a piece for each part
   int bias_offset;  // in a stage, behind the scales: biases of each part
@@ -136,6 +137,7 @@ struct StreamedGemmPlan {
     if (sliced && (g.slices > 1 || !sixteen || g.row_bytes % 128 == 0)) {
       g.pitch = round_up(g.stage_words * word_bytes(format), 128) + (sixteen ? 64 : 16);
     }
+    g.next_weights = static_cast<uint32_t>((parts == 2 ? g.part_rows() : 8) * g.pitch);
     g.piece_rows = g.part_rows() < 32 ? g.part_rows() : 32;
     g.scale_offset = round_up(kSlabRows * g.groups * g.pitch, 128);
     g.bias_offset = g.scale_offset + parts * g.piece_bytes();

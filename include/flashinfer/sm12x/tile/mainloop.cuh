@@ -32,7 +32,7 @@ __device__ __forceinline__ OperandOffsets<Config> operand_offsets(const Unit& un
   const int matrix_row = row_group + lane % 16;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    at.weights[half] = half * (Config::kWeightStage / 2) + matrix_row * Config::kWeightPitch;
+    at.weights[half] = (half * kRowHalf + matrix_row) * Config::kFirstPitch;
     const int start = half_row<Config>(unit.row_tile, half, rows);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -41,8 +41,8 @@ __device__ __forceinline__ OperandOffsets<Config> operand_offsets(const Unit& un
       at.scale_row[half][i] = chunk * Config::kScaleWords * kScaleChunkRows + word_in_chunk(row);
     }
   }
-  // The TMA swizzle: 64-byte rows XOR the vector with address bits 7..8, 128-byte rows with bits 7..9; others have none.
-  at.swizzle = Config::kWeightPitch % 64 != 0 ? 0 : Config::kWeightPitch == 64 ? (matrix_row >> 1) & 3 : matrix_row & 7;
+  // The TMA swizzle: 64-byte rows XOR the vector with address bits 7..8, 128-byte rows with bits 7..9.
+  at.swizzle = Config::kFirstPitch == 64 ? (matrix_row >> 1) & 3 : matrix_row & 7;
   at.first_token = Config::kWarpTokens * (warp / 4);
   const int token = at.first_token + lane / 4;
   // Odd rows in expert order have neighbouring blocks swapped.
@@ -97,8 +97,9 @@ class StageScales {
   static constexpr int kOfBlock = kScaleBlock / scale_block(Config::kWeights);  // scales of 32 weights
 
  public:
+  // `valid_blocks`: of 32 weights, that K still has; of what is beyond nothing was copied.
   __device__ __forceinline__ StageScales(const SharedStorage<Config>& shared, int stage,
-                                         const OperandOffsets<Config>& at, int warp, int lane)
+                                         const OperandOffsets<Config>& at, int valid_blocks, int warp, int lane)
       : at_(at),
         row_words_(reinterpret_cast<const uint32_t*>(shared.scales(stage))),
         token_words_(shared.token_scales(stage) + at.first_token),
@@ -107,9 +108,11 @@ class StageScales {
     if constexpr (kScaling == mma::Scaling::kInWeights) {
 #pragma unroll
       for (int i = 0; i < 4 * Config::kScaleWords; ++i) {
-        held_[i / 4][i % 4] = row_words_[i / 4 * kScaleChunkRows + at.scale_row[i % 4 / 2][i % 2]];
+        uint32_t& held = held_[i / 4][i % 4];
+        const bool copied = Config::kScaleWords == 1 || i / 4 * kScaleChunkBlocks < valid_blocks * kOfBlock;
+        held = copied ? row_words_[i / 4 * kScaleChunkRows + at.scale_row[i % 4 / 2][i % 2]] : 0;
         // Of a block's two, the scale of the lane's elements 8t.. comes first.
-        if constexpr (kOfBlock == 2) held_[i / 4][i % 4] >>= lane % 4 / 2 * 8;
+        if constexpr (kOfBlock == 2) held >>= lane % 4 / 2 * 8;
       }
     }
   }
@@ -205,20 +208,23 @@ __device__ __forceinline__ void consume_tile(const SharedStorage<Config>& shared
 #pragma unroll
   for (int word = 0; word < Config::kWords; ++word) {
     if (kPlain || kScaleChunkBlocks * word < valid_blocks) scales.begin_word(word);  // others were not copied
-    // MXFP6's pairs behind the nibbles: of two blocks, rows g and g + 8; of the next two, likewise. [half]
+    // MXFP6's pairs: of two blocks, rows g and g + 8; of the next two, likewise. [half] Swizzled rows of 32 bytes: the
+    // vector XOR address bit 7.
     uint32_t pairs[2][4];
-    if constexpr (Config::kWeights == Element::kE2m3) {
-      const int blocks = kPlain ? kScaleChunkBlocks : min(kScaleChunkBlocks, valid_blocks - kScaleChunkBlocks * word);
-      const uint32_t at_pairs = weights + word * word_bytes(Element::kE2m3) + blocks * kNibbleBytes + lane / 16 * 16;
+    if constexpr (Config::kTwoPlanes) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) ptx::load_matrix_x4(pairs[half], at_pairs + at.weights[half]);
+      for (int half = 0; half < 2; ++half) {
+        const uint32_t row = at.weights[half] / Config::kFirstPitch;
+        const uint32_t vector = (lane / 16) ^ (row >> 2 & 1);
+        ptx::load_matrix_x4(pairs[half], weights + Config::kFirstPlane + row * Config::kSecondPitch + 16 * vector);
+      }
     }
     auto block_pair = [&](auto pair_constant) {
       constexpr int kPair = decltype(pair_constant)::value;
       constexpr int kWeightWords = Policy::kWeightWords;
       // A matrix of ldmatrix is 16 bytes of 8 rows: one block of MXFP4 or of MXFP6's nibbles, half of one of MXFP8.
       // [half][MMA's blocks of the pair]
-      constexpr bool kTwoPlanes = Config::kWeights == Element::kE2m3;
+      constexpr bool kTwoPlanes = Config::kTwoPlanes;
       constexpr int kLoads = block_bytes(Config::kWeights) / 16;
       constexpr int kFirstWords = kTwoPlanes ? 1 : kWeightWords;
       uint32_t row[2][2 / Policy::kBlocks][kWeightWords], row_plus_8[2][2 / Policy::kBlocks][kWeightWords];

@@ -135,9 +135,15 @@ class Producer {
       ptx::mbarrier_arrive_expect(shared.full(stage), Config::kWeightStage + chunks * scale_bytes + token_bytes);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        ptx::tensor_copy_3d(shared.weights(stage) + half * (Config::kWeightStage / 2), &p.weights,
-                            at.k_tile * Config::kWeightPitch, half_row<Config>(at.unit.row_tile, half, p.rows),
-                            at.unit.expert, shared.full(stage));
+        const int row = half_row<Config>(at.unit.row_tile, half, p.rows), first = at.k_tile * Config::kWeightBytes;
+        uint8_t* to = shared.weights(stage);
+        ptx::tensor_copy_3d(to + half * kRowHalf * Config::kFirstPitch, &p.weights, first, row, at.unit.expert,
+                            shared.full(stage));
+        if constexpr (Config::kTwoPlanes) {
+          to += Config::kFirstPlane + half * kRowHalf * Config::kSecondPitch;
+          ptx::tensor_copy_3d(to, &p.second_plane, first + valid / kScaleBlock * kNibbleBytes, row, at.unit.expert,
+                              shared.full(stage));
+        }
       }
       const uint8_t* expert_scales = p.weight_scales + at.unit.expert * p.weight_scale_pitch;
       for (int chunk = 0; chunk < chunks; ++chunk) {
