@@ -47,7 +47,7 @@ from flashinfer.testing import (
     make_dense_inputs,
     make_group_gemm_inputs,
 )
-from flashinfer.testing.dense_reference import TOKENS
+from flashinfer.testing.dense_reference import TOKENS, WEIGHTS
 from flashinfer.testing.moe_layers import case_of
 
 MODES = (0, 1, 2)
@@ -172,7 +172,7 @@ def random_dense_case(rng: random.Random, quick: bool) -> DenseCase:
 
     With ``quick``, which is for the sanitizers, no tokens enough for cuBLAS, whose kernels they report.
     """
-    weights = rng.choice(("mxfp4", "mxfp8"))
+    weights = rng.choice(tuple(WEIGHTS))
     return DenseCase(
         num_tokens=rng.choice((1, 3, 8, 16, 17, rng.randint(1, 255 if quick else 300))),
         n=rng.choice((1, 40, 200, 736, rng.randint(1, 1000)) if quick else (1, 40, 2880, 5120, rng.randint(1, 3000))),

@@ -221,7 +221,7 @@ def _dense_streams(weights: str) -> tuple[Instance, ...]:
     return tuple(_dense(weights, tile, k_tile, mma_warps=12) for tile, k_tile in ((8, 256), (8, 384), (16, 256)))
 
 
-DENSE_INSTANCES: tuple[Instance, ...] = (
+MX_DENSE_INSTANCES: tuple[Instance, ...] = (
     *_dense_streams("mxfp4"),
     *_dense_streams("mxfp8"),
     _dense("mxfp4", 32, stages=3),
@@ -234,6 +234,11 @@ DENSE_INSTANCES: tuple[Instance, ...] = (
     _dense("mxfp8", 128, operand="mxfp8", stages=2),
     _dense("mxfp4", 64, operand="mxfp4", stages=6),
     _dense("mxfp4", 128, operand="mxfp4", stages=4),
+)
+"""Rows of the dense layer whose weights SM12x's MMA takes with their scales: those of upstream's ``mm_*``."""
+
+DENSE_INSTANCES: tuple[Instance, ...] = (
+    *MX_DENSE_INSTANCES,
     *_dense_streams("mxint8"),
     _dense("mxint8", 32, stages=3),
     _dense("mxint8", 48, stages=3),

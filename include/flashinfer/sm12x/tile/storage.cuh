@@ -37,7 +37,9 @@ struct GemmConfig {
   // Registers for more blocks than a GB10's shared memory holds: parts with more of it fill up. Not where SM12x would
   // spill.
   static constexpr bool kBf16 = kOperand == Element::kBf16;
-  static constexpr int kHopperBlocks = kTokenTile <= 24 ? 4 : 3;  // of bf16 rows, measured
+  // Of bf16 rows on Hopper, measured of MXFP4; other formats' expansions spill in wide tiles of three.
+  static constexpr bool kExpandsLittle = kWeights == Element::kE2m1 || kWeights == Element::kE4m3;
+  static constexpr int kHopperBlocks = kTokenTile <= 24 ? 4 : kTokenTile <= 40 || kExpandsLittle ? 3 : 2;
   static constexpr int kSm12xBlocks = kTokenTile <= 8 ? 4 : kTokenTile <= 16 && !kBf16 ? 3 : kBlocksPerSm;
   static constexpr int kMinBlocks = kBf16 && !kForSm12x ? kHopperBlocks : kSm12xBlocks;
 
