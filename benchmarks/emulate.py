@@ -218,7 +218,9 @@ def emulate_dense(device: VirtualDevice, row: Instance, case: tuple[int, int, in
     """One layer ``(tokens, n, k)``."""
     tokens, n, k = case
     inputs = make_dense_inputs(DenseCase(tokens, n, k, row.weights, TOKENS_AS[activation]), 0)
-    call = functools.partial(dense_block_scaled, *inputs.arguments, **inputs.named, constant_weights=True, tactic=row.name)
+    call = functools.partial(
+        dense_block_scaled, *inputs.arguments, **inputs.named, constant_weights=True, tactic=row.name
+    )
     return unreported(launches_of(device, call), f"{row.name} with {tokens} tokens")
 
 
@@ -402,9 +404,7 @@ def kernels() -> Iterator[Kernel]:
             about = {"kind": "MoE", "model": model, "ranks": ranks, "tokens": line.tokens}
             yield kernel(line, **about, weights="mxfp4", activation="mxfp8")
     with virtual_device("sm_121a", strict=False) as device:
-        for ranks, kind, weights, tokens in itertools.product(
-            (1, 2), MATRICES, DENSE_FORMATS[1:], (*DECODE, *PREFILL)
-        ):
+        for ranks, kind, weights, tokens in itertools.product((1, 2), MATRICES, DENSE_FORMATS[1:], (*DECODE, *PREFILL)):
             if kind == "LM head" and tokens in PREFILL:
                 continue  # a prompt's logits are of its last token
             for activation in TOKENS_BESIDE[weights]:

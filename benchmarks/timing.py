@@ -20,7 +20,6 @@ import torch
 from tabulate import tabulate
 
 import flashinfer
-from flashinfer.quantization import mx_cpu
 from flashinfer.sm12x.probe.timing import Sample, time_graph
 from flashinfer.testing import BoundViolation, check_within_bound
 

@@ -55,7 +55,6 @@ class Layout(NamedTuple):
     """``[rows, columns]`` and linear scale bytes to float32 ``[rows, k]``, without a global scale."""
 
 
-
 def _half(k: int) -> int:
     return k // 2
 

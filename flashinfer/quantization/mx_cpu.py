@@ -286,7 +286,11 @@ def nvfp4_global_scale(values: torch.Tensor) -> torch.Tensor:
 
     Infinity and NaN take no part.
     """
-    amax = values.abs().float().nan_to_num(nan=0.0, posinf=0.0).amax().reshape(1) if values.numel() else values.new_zeros(1)
+    amax = (
+        values.abs().float().nan_to_num(nan=0.0, posinf=0.0).amax().reshape(1)
+        if values.numel()
+        else values.new_zeros(1)
+    )
     fraction, exponent = torch.frexp(amax.double() / (6.0 * _E4M3_MAX))
     exponent = torch.where(fraction == 0.5, exponent - 1, exponent).clamp(-126, 127)
     return torch.where(amax > 0, torch.ldexp(torch.ones_like(fraction), exponent), 1.0).float()
@@ -327,7 +331,9 @@ def decode_nvfp4_scales(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tenso
 
 def dequantize_nvfp4_linear(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """``[rows, K / 2]`` bytes with linear E4M3 bytes ``[rows, K / 16]`` to float32 ``[rows, K]``, without the global scale."""
-    unit = torch.full((packed.shape[0], packed.shape[1] * 2 // BLOCK_SIZE), 127, dtype=torch.uint8, device=packed.device)
+    unit = torch.full(
+        (packed.shape[0], packed.shape[1] * 2 // BLOCK_SIZE), 127, dtype=torch.uint8, device=packed.device
+    )
     blocks = dequantize_mxfp4_linear(packed, unit).unflatten(-1, (-1, NVFP4_BLOCK))
     return (blocks * decode_nvfp4_scales(scales, torch.float32).unsqueeze(-1)).flatten(-2)
 

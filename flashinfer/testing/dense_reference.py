@@ -29,6 +29,8 @@ from .mxfp_formats import (
 
 TOKENS = ("bf16", "quantize_bf16", "quantize_f16", "mxfp8", "mxfp8_linear", "mxfp4", "bf16_to_mxfp4", "f16_to_mxfp4")
 """Formats of tokens, as the kernels number them; those that are quantized inside are bf16 and f16, to MXFP8 or MXFP4."""
+
+
 class Weights(NamedTuple):
     """A format of weights."""
 

@@ -106,7 +106,9 @@ def test_the_older_name_tells_the_format_by_the_dtype(device: torch.device, form
     expected = dense_block_scaled(*inputs.arguments, weight_format=form)
     assert torch.equal(dense_mx(*inputs.arguments), expected)
     x, weight, scales = inputs.arguments
-    with pytest.raises(ValueError, match=r"weight is torch.int8 .* must be torch.uint8 or torch.float8_e4m3fn, or name"):
+    with pytest.raises(
+        ValueError, match=r"weight is torch.int8 .* must be torch.uint8 or torch.float8_e4m3fn, or name"
+    ):
         dense_mx(x, weight.view(torch.int8), scales)
 
 

@@ -12,7 +12,7 @@ from virtual_devices import ALL_WATCHERS, RACES, virtual_fixture
 
 import flashinfer
 from flashinfer.gemm import sm12x_dense_launch
-from flashinfer.gemm.sm12x_dense import dense_block_scaled, dense_mx
+from flashinfer.gemm.sm12x_dense import dense_block_scaled
 from flashinfer.gemm.sm12x_dense_launch import gemm_operands
 from flashinfer.jit.sm12x.instances import DENSE_INSTANCES, Instance
 from flashinfer.jit.sm12x.modules import gen_dense_module

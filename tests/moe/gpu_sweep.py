@@ -207,7 +207,12 @@ def dense_cases(rng: random.Random, count: int, options: argparse.Namespace) -> 
         rows = [row for row in DENSE_INSTANCES if row.weights == case.weights and row.longest_k >= case.k]
         for row in (None, *(row for row in rows if row.operand in operands)):
             call = functools.partial(
-                dense_block_scaled, *arguments, **named, out=out, tactic=row.index if row else None, constant_weights=True
+                dense_block_scaled,
+                *arguments,
+                **named,
+                out=out,
+                tactic=row.index if row else None,
+                constant_weights=True,
             )
             label = f"{case}, tactic {row.name if row else 'default'}, seed {seed}"
             results = []

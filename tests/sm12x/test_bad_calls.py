@@ -260,23 +260,38 @@ BAD: dict[str, list[tuple[Any, ...]]] = {
         ({"activation": "fp8"}, r"activation is 'fp8'; it must be 'mxfp4', 'mxfp8' or 'bf16'"),
         ({"x_scale": torch.zeros(6, dtype=torch.uint8)}, "with x_scale it must be float8_e4m3fn"),
         ({"tactic": 99}, r"tactic is '99'"),
-        ({"weight_format": "fp4"}, r"weight_format is 'fp4'; it must be 'mxfp4', 'nvfp4', 'mxfp6', 'mxint8' or 'mxfp8'"),
+        (
+            {"weight_format": "fp4"},
+            r"weight_format is 'fp4'; it must be 'mxfp4', 'nvfp4', 'mxfp6', 'mxint8' or 'mxfp8'",
+        ),
         ({"weight_format": None}, r"weight_format is None; it must be"),
         ({"weight_format": "mxint8"}, r"weight is torch.uint8 .* must be .*torch.int8, .*\(weight_format='mxint8'\)"),
         ({"weight_format": "mxfp6"}, r"weight is torch.uint8 .*; a row of mxfp6 is 24 bytes for each 32 elements"),
-        ({"weight_format": "nvfp4"}, r"weight_scale is .*512 contiguous bytes: 128x4 scales of 40 rows and 4 blocks of 16"),
+        (
+            {"weight_format": "nvfp4"},
+            r"weight_scale is .*512 contiguous bytes: 128x4 scales of 40 rows and 4 blocks of 16",
+        ),
     ],
     "dense_block_scaled, mxint8": [
-        ({"weight": lambda t: t.view(torch.uint8)}, r"weight is torch.uint8 .* must be a contiguous tensor of torch.int8"),
+        (
+            {"weight": lambda t: t.view(torch.uint8)},
+            r"weight is torch.uint8 .* must be a contiguous tensor of torch.int8",
+        ),
         ({"activation": "mxfp4"}, r"activation is 'mxfp4'; with mxint8 weights it may be bf16, mxfp8"),
     ],
     "dense_block_scaled, mxfp6": [
         ({"weight": lambda t: t[:, :40].contiguous()}, r"weight is .*; a row of mxfp6 is 24 bytes"),
-        ({"weight": lambda t: t.view(torch.int8)}, r"weight is torch.int8 .* must be a contiguous tensor of torch.uint8"),
+        (
+            {"weight": lambda t: t.view(torch.int8)},
+            r"weight is torch.int8 .* must be a contiguous tensor of torch.uint8",
+        ),
         ({"weight_format": "mxfp4"}, r"x is .* must be .*shape \(3, 96\)"),
     ],
     "dense_block_scaled, nvfp4": [
-        ({"weight_scale": lambda t: t.view(torch.float8_e8m0fnu)}, r"weight_scale is torch.float8_e8m0fnu .*E4M3 block"),
+        (
+            {"weight_scale": lambda t: t.view(torch.float8_e8m0fnu)},
+            r"weight_scale is torch.float8_e8m0fnu .*E4M3 block",
+        ),
         ({"weight_format": "mxfp4"}, r"weight_scale is .*512 contiguous bytes|k is"),
     ],
     "dense_block_scaled_top_k": [
@@ -422,7 +437,10 @@ BAD: dict[str, list[tuple[Any, ...]]] = {
     ],
     "mm_bf16_fp4": [
         ({"block_size": 64}, r"block_size is 64; with backend='sm12x' it must be 16 \(NVFP4\) or 32"),
-        ({"block_size": 16}, r"b_descale is .* it must be 512 contiguous bytes: 128x4 scales of 72 rows and 4 blocks of 16"),
+        (
+            {"block_size": 16},
+            r"b_descale is .* it must be 512 contiguous bytes: 128x4 scales of 72 rows and 4 blocks of 16",
+        ),
     ],
     "mm_bf16_mxfp8": [
         ({"a": lambda a: a.half()}, r"a is torch.float16"),

@@ -244,7 +244,7 @@ DENSE_INSTANCES: tuple[Instance, ...] = (
     _dense("mxint8", 48, stages=3),
     *_dense_streams("mxfp6"),
     _dense("mxfp6", 32, stages=3),
-    _dense("mxfp6", 64, stages=3),
+    _dense("mxfp6", 48, stages=3),
     _dense("mxfp6", 64, operand="mxfp8", stages=3),
     _dense("mxfp6", 128, operand="mxfp8", stages=2),
     *_dense_streams("nvfp4"),
