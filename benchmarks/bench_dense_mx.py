@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time gpt-oss-120b's dense layers (QKV, O, LM head) in MXFP4 and MXFP8, beside their floor and what others have.
+"""Time gpt-oss-120b's dense layers (QKV, O, LM head) in each format, beside their floor and what others have.
 
     python benchmarks/bench_dense_mx.py                    # without a GPU: the predicted GB10 table
     python benchmarks/bench_dense_mx.py --layers lm_head --tokens 1,8 --peers marlin
 
-The floors are plain streaming reads of the weights and scales in MXFP4 and in MXFP8. cuBLAS multiplies the same weight in
+The floors are plain streaming reads of the weights and scales in each format. cuBLAS multiplies the same weight in
 bfloat16; Marlin is vLLM's W4A16 kernel, installed or in the folder that --vllm names; HUMMING, where it is installed, takes
 each format of the weight with bf16 tokens and with e4m3 ones (fp8: one scale a token; on SM12x MXFP8). Every number is the
 median of replays of a CUDA graph, each after a write of 256 MB so that L2 holds nothing of the layer. All are compared with
@@ -37,16 +37,17 @@ from timing import (
     once,
     parse_layers,
     publish,
-    quantized,
     relative_error,
     report,
 )
 from timing import share_of_bound as share_of
 
-from flashinfer.gemm.sm12x_dense import dense_mx
+from flashinfer.gemm.sm12x_dense import dense_block_scaled
 from flashinfer.quantization import mx_cpu
+from flashinfer.quantization.block_scaled import WEIGHT_FORMATS, BlockScaledWeight, quantize_rows
 from flashinfer.sm12x.probe.mma import accumulation_on
 from flashinfer.sm12x.probe.timing import StreamingRead
+from flashinfer.testing.dense_reference import WEIGHTS
 from flashinfer.testing.error_bounds import affine_error, dot_error
 from flashinfer.testing.moe_layers import DENSE_LAYERS, DENSE_VARIANTS
 from flashinfer.testing.mxfp_formats import Operand
@@ -68,10 +69,10 @@ Bind = Callable[[torch.Tensor], Callable[[], torch.Tensor]]
 
 @dataclasses.dataclass
 class Inputs:
-    """A layer: its weight in bf16, by format its values and linear scales, its bias, and batches of tokens."""
+    """A layer: its weight in bf16, by format with linear scales, its bias, and batches of tokens."""
 
     wide: torch.Tensor
-    weights: dict[str, tuple[torch.Tensor, torch.Tensor]]
+    weights: dict[str, BlockScaledWeight]
     bias: torch.Tensor
     batches: list[torch.Tensor]
 
@@ -83,7 +84,7 @@ class Inputs:
             return torch.randn(*shape, generator=generator, device=device).bfloat16()
 
         wide = normal(n, k)
-        weights = {format_: quantized(wide, format_) for format_ in ("mxfp4", "mxfp8")}
+        weights = {format_: quantize_rows(wide, format_) for format_ in WEIGHT_FORMATS}  # type: ignore[arg-type]
         return cls(wide, weights, normal(n), [normal(count, k) for count in tokens])
 
     def checked(self, weights: str) -> tuple[torch.Tensor, Operand | None, torch.Tensor]:
@@ -92,20 +93,21 @@ class Inputs:
         rows = torch.cat([torch.arange(CHECKED_ROWS // 2), torch.arange(n - CHECKED_ROWS // 2, n)]).to(self.wide.device)
         if weights == "bf16":
             return rows, None, self.wide[rows].double()
-        values, scales = self.weights[weights]
+        values, scales, factor = self.weights[weights]
         raw = values.view(torch.uint8)[rows].view(values.dtype)
-        w = (Operand.of_mxfp4 if weights == "mxfp4" else Operand.of_mxfp8)(raw, scales[rows])
-        return rows, w, w.values
+        w = WEIGHTS[weights].operand(raw, scales[rows])
+        return rows, w, w.values if factor is None else w.values * factor.double()
 
 
 def share_of_bound(out: torch.Tensor, inputs: Inputs, x: torch.Tensor, weights: str, activation: str) -> float:
     """The share of its bound that an element of the checked rows of the weight uses."""
-    rows, w, values = inputs.checked(weights)
+    rows, w, _ = inputs.checked(weights)
     assert w is not None
-    tokens = operand(x, activation)
-    product = tokens.values @ values.T
-    result = product + inputs.bias[rows].double()
-    bound = affine_error(product, dot_error(tokens, w, accumulation_on(out.device)), 1.0, result)
+    tokens, given = operand(x, activation), inputs.weights[weights].global_scale
+    factor = 1.0 if given is None else given.double()
+    product = tokens.values @ w.values.T
+    result = product * factor + inputs.bias[rows].double()
+    bound = affine_error(product, dot_error(tokens, w, accumulation_on(out.device)), factor, result)
     return share_of(out[:, rows], result, bound)
 
 
@@ -117,19 +119,20 @@ def measure(
     found = []
     for name in layers:
         inputs = Inputs.random(*DENSE_LAYERS[name], tokens, device)
-        swizzled = {format_: mx_cpu.swizzle_128x4(scales) for format_, (_, scales) in inputs.weights.items()}
+        given = {form: each._replace(scales=mx_cpu.swizzle_128x4(each.scales)) for form, each in inputs.weights.items()}
         floors = {
-            f"read {format_}": read.time_tensors([values.view(torch.uint8), swizzled[format_]], repeats)[0]
-            for format_, (values, _) in inputs.weights.items()
+            f"read {form}": read.time_tensors([each.values.view(torch.uint8), each.scales], repeats)[0]
+            for form, each in given.items()
         }
         rows = []
         for x in inputs.batches:
             row = Row({"layer": name, "tokens": len(x)}, floors)
             out = torch.full((len(x), len(inputs.bias)), torch.nan, dtype=torch.bfloat16, device=device)
             for weights, activation in DENSE_VARIANTS:
+                values, scales, factor = given[weights]
                 call = functools.partial(
-                    dense_mx, x, inputs.weights[weights][0], swizzled[weights], inputs.bias, activation=activation,
-                    out=out, constant_weights=True,
+                    dense_block_scaled, x, values, scales, inputs.bias, weight_format=weights, activation=activation,
+                    alpha=factor, out=out, constant_weights=True,
                 )  # fmt: skip
                 call()
                 used = share_of_bound(out, inputs, x, weights, activation)
@@ -159,7 +162,7 @@ def marlin(library: Path, inputs: Inputs) -> Bind:
     from peers.marlin import BLOCKS_PER_SM, FLOAT4_E2M1, permute_bias, permute_scales, repack
 
     torch.ops.load_library(library)
-    packed, linear = inputs.weights["mxfp4"]
+    packed, linear, _ = inputs.weights["mxfp4"]
     n, k = packed.shape[0], 2 * packed.shape[1]
     weight = torch.cat([repack(part) for part in packed.split(8192)], dim=1)
     scales = permute_scales(linear.unsqueeze(0))[0].view(torch.float8_e8m0fnu)
@@ -173,7 +176,7 @@ def humming(weights: str, activation: str, inputs: Inputs) -> Bind:
     """HUMMING's GEMM."""
     from peers.humming import Gemm
 
-    gemm = Gemm(*inputs.weights[weights], inputs.bias, activation, map(len, inputs.batches))
+    gemm = Gemm(*inputs.weights[weights][:2], inputs.bias, activation, map(len, inputs.batches))
 
     def bind(x: torch.Tensor) -> Callable[[], torch.Tensor]:
         out = torch.full((len(x), len(inputs.bias)), torch.nan, dtype=torch.bfloat16, device=x.device)

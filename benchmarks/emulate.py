@@ -24,7 +24,7 @@ import flashinfer
 from flashinfer._layer import fork_root
 from flashinfer.decode import decode_attention
 from flashinfer.fused_moe import router_top_k
-from flashinfer.gemm.sm12x_dense import dense_mx
+from flashinfer.gemm.sm12x_dense import dense_block_scaled
 from flashinfer.gemm.sm12x_dense_launch import choose, gemm_operand
 from flashinfer.jit import env as jit_env
 from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm120_module
@@ -35,7 +35,14 @@ from flashinfer.sm12x.perfmodel import dense, gb10, moe, step
 from flashinfer.sm12x.perfmodel.gb10 import FIXED_US, MULTIPROCESSORS, SCHEDULERS, Counts, Launch, Times
 from flashinfer.sm12x.perfmodel.moe import Fit, Fits, Tactics, Work, planned, predict, work_of
 from flashinfer.sm12x.perfmodel.routing import routed
-from flashinfer.sm12x.perfmodel.step import KV_BYTES, LAYER_MODEL, MATRICES, TOKENS_BESIDE, Kernel
+from flashinfer.sm12x.perfmodel.step import (
+    DENSE_FORMATS,
+    KV_BYTES,
+    LAYER_MODEL,
+    MATRICES,
+    TOKENS_BESIDE,
+    Kernel,
+)
 from flashinfer.sm12x.probe import layer as probed
 from flashinfer.testing import DenseCase, MoECase, make_dense_inputs, make_moe_inputs
 from flashinfer.testing.decode_reference import make_decode_case
@@ -211,7 +218,9 @@ def emulate_dense(device: VirtualDevice, row: Instance, case: tuple[int, int, in
     """One layer ``(tokens, n, k)``."""
     tokens, n, k = case
     inputs = make_dense_inputs(DenseCase(tokens, n, k, row.weights, TOKENS_AS[activation]), 0)
-    call = functools.partial(dense_mx, *inputs.arguments, **inputs.named, constant_weights=True, tactic=row.name)
+    call = functools.partial(
+        dense_block_scaled, *inputs.arguments, **inputs.named, constant_weights=True, tactic=row.name
+    )
     return unreported(launches_of(device, call), f"{row.name} with {tokens} tokens")
 
 
@@ -326,7 +335,8 @@ def predict_dense(layers: Sequence[str], tokens: Sequence[int]) -> None:
     build_emulator()
     lines = []
     with virtual_device("sm_121a", strict=False) as device:
-        device.module(gen_dense_module)
+        for form in dict(DENSE_VARIANTS):
+            device.module(gen_dense_module, form)
         for name, count, (weights, activation) in itertools.product(layers, tokens, DENSE_VARIANTS):
             if name == "lm_head" and count > dense.FEW_TOKENS:
                 continue  # a batch's logits are of its sequences' last tokens
@@ -394,10 +404,7 @@ def kernels() -> Iterator[Kernel]:
             about = {"kind": "MoE", "model": model, "ranks": ranks, "tokens": line.tokens}
             yield kernel(line, **about, weights="mxfp4", activation="mxfp8")
     with virtual_device("sm_121a", strict=False) as device:
-        device.module(gen_dense_module)
-        for ranks, kind, weights, tokens in itertools.product(
-            (1, 2), MATRICES, ("mxfp8", "mxfp4"), (*DECODE, *PREFILL)
-        ):
+        for ranks, kind, weights, tokens in itertools.product((1, 2), MATRICES, DENSE_FORMATS[1:], (*DECODE, *PREFILL)):
             if kind == "LM head" and tokens in PREFILL:
                 continue  # a prompt's logits are of its last token
             for activation in TOKENS_BESIDE[weights]:

@@ -20,7 +20,6 @@ import torch
 from tabulate import tabulate
 
 import flashinfer
-from flashinfer.quantization import mx_cpu
 from flashinfer.sm12x.probe.timing import Sample, time_graph
 from flashinfer.testing import BoundViolation, check_within_bound
 
@@ -158,13 +157,6 @@ class Row:
         peers = [e.sample.median for e in self.peers.values() if e.sample is not None and not e.disagrees]
         ours = [e.sample.median for e in self.ours.values() if e.sample is not None and not e.disagrees]
         return min(peers) / max(ours) if peers and ours and len(self.reads) == 1 else None
-
-
-def quantized(weight: torch.Tensor, weights: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values in ``mxfp4`` or ``mxfp8`` and linear scales, by chunks of rows."""
-    one = mx_cpu.quantize_mxfp4_linear if weights == "mxfp4" else mx_cpu.quantize_mxfp8_linear
-    values, scales = zip(*(one(rows) for rows in weight.split(QUANTIZED_ROWS)), strict=True)
-    return torch.cat([v.view(torch.uint8) for v in values]).view(values[0].dtype), torch.cat(scales)
 
 
 def relative_error(output: torch.Tensor, reference: torch.Tensor) -> float:

@@ -16,13 +16,14 @@ TokenRows dense_rows(const TensorView& values, const Optional<TensorView>& scale
       << "the format is " << format << "; it may be 0 to " << kTokenFormats - 1;
   TokenRows rows = {values.data_ptr(), nullptr, static_cast<TokenFormat>(format), k};
   TVM_FFI_CHECK(k > 0 && k % kScaleBlock == 0, ValueError) << "k is " << k << "; it must be a multiple of 32";
-  const int64_t row_elements = elements_per_byte(rows.format) * values.size(1);
-  TVM_FFI_CHECK(row_elements == k, ValueError) << "a row holds " << row_elements << " elements, not " << k;
+  const Element element = element_of(rows.format);
+  const int64_t width = have_scales(rows.format) ? row_bytes(element, k) : k;
+  TVM_FFI_CHECK(values.size(1) == width, ValueError) << "a row is " << values.size(1) << " wide, not " << width;
   if (!have_scales(rows.format)) return rows;
   TVM_FFI_CHECK(scales.has_value(), ValueError) << "quantized rows need their scales";
   const int count = checked_int(values.size(0), "the number of rows");
   const int64_t needed = rows.format == TokenFormat::kMxfp8Linear ? static_cast<int64_t>(count) * (k / kScaleBlock)
-                                                                  : swizzled_scale_bytes(count, k);
+                                                                  : swizzled_scale_bytes(element, count, k);
   TVM_FFI_CHECK(scales.value().numel() >= needed, ValueError)
       << "there are " << scales.value().numel() << " scales; " << needed << " are needed";
   rows.scales = data<const uint8_t>(scales.value());
@@ -38,12 +39,15 @@ void run_dense(TensorView out, TensorView tokens, Optional<TensorView> token_sca
   const Instance* instance = find_instance(checked_int(tactic, "tactic"));
   TVM_FFI_CHECK(instance != nullptr, ValueError) << "tactic " << tactic << " of the dense layer does not exist";
   const int m = checked_int(tokens.size(0), "the number of tokens"), n = checked_int(weights.size(0), "n");
-  const int k = checked_int(weights.size(1) * kScaleBlock / block_bytes(instance->weights), "k");
+  const int k = row_elements(instance->weights, checked_int(weights.size(1), "the bytes of a row"));
   const TokenRows rows = dense_rows(tokens, token_scales, token_format, k);
   const bool stores = ranks == nullptr || out.size(0) != 0;
   TVM_FFI_CHECK((out.size(0) == m || !stores) && out.size(1) == n, ValueError)
       << "out must be [" << m << ", " << n << "]";
-  TVM_FFI_CHECK(weight_scales.numel() >= swizzled_scale_bytes(n, k), ValueError) << "weight_scales is too small";
+  TVM_FFI_CHECK(weights.size(1) == row_bytes(instance->weights, k), ValueError)
+      << "a row of weights is " << weights.size(1) << " bytes, not " << row_bytes(instance->weights, k);
+  TVM_FFI_CHECK(weight_scales.numel() >= swizzled_scale_bytes(instance->weights, n, k), ValueError)
+      << "weight_scales is too small";
   if (m == 0 || n == 0) return;
   DenseArguments a = {instance, m, n, k, rows};
   a.weights = data<const uint8_t>(weights);

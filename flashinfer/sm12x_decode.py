@@ -230,7 +230,7 @@ def decode_workspace_size(device: torch.device) -> int:
 
 
 def _workspace_bytes(backend: Backend, device: torch.device) -> int:
-    return workspace_size(backend, gen_decode_module, "sm12x_decode_workspace_size", device.index or 0)
+    return workspace_size(backend, backend.module(gen_decode_module), "sm12x_decode_workspace_size", device.index or 0)
 
 
 def split_cache(kv_cache: Any, kv_layout: str) -> tuple[torch.Tensor, torch.Tensor]:

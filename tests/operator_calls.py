@@ -16,8 +16,9 @@ import torch
 
 import flashinfer
 from flashinfer.decode import decode_attention
-from flashinfer.gemm import dense_mx, dense_mx_top_k, group_gemm_mxfp4_nt_groupwise, mm_bf16_mxfp8
+from flashinfer.gemm import dense_block_scaled, dense_block_scaled_top_k, group_gemm_mxfp4_nt_groupwise, mm_bf16_mxfp8
 from flashinfer.quantization import mx_cpu
+from flashinfer.quantization.block_scaled import quantize_weight
 from flashinfer.testing import DenseCase, MoECase, make_dense_inputs, make_group_gemm_inputs, make_moe_inputs
 from flashinfer.testing.decode_reference import make_decode_case
 from flashinfer.testing.router_reference import make_router_inputs
@@ -47,6 +48,9 @@ def _matrices(form: str) -> Arguments:
     print("seed", SEED)
     generator = torch.Generator().manual_seed(SEED)
     a, b = (torch.randn(rows, 96, generator=generator).bfloat16() for rows in (3, 72))
+    if form == "bf16 nvfp4":
+        weight = quantize_weight(b, "nvfp4")
+        return {"a": a, "b": weight.values, "b_descale": weight.scales, "alpha": weight.global_scale}
     quantize = mx_cpu.quantize_mxfp4_linear if "fp4" in form else mx_cpu.quantize_mxfp8_linear
     values, scales = quantize(b)
     made = {"b_descale": mx_cpu.swizzle_128x4(scales)}
@@ -87,11 +91,15 @@ def _out(make: Callable[[], Arguments], name: str, *shape: int) -> Callable[[], 
 OPERATORS: dict[str, tuple[Callable[..., Any], Callable[[], Arguments]]] = {
     **{f"MoE {mode}": (flashinfer.cutlass_fused_moe, _out(lambda mode=mode: _moe(mode), "output", 3, 96)) for mode in range(3)},
     "grouped GEMM": (group_gemm_mxfp4_nt_groupwise, _out(lambda: dict(make_group_gemm_inputs([3, 5], 64, 96, SEED)), "out", 8, 64)),
-    "dense_mx": (dense_mx, _out(_dense, "out", 3, 72)),
-    "dense_mx, MXFP8 tokens": (dense_mx, _out(lambda: _dense("mxfp8"), "out", 3, 72)),
-    "dense_mx, linear scales": (dense_mx, _out(lambda: _dense("mxfp8_linear", weights="mxfp8"), "out", 3, 72)),
-    "dense_mx_top_k": (dense_mx_top_k, _out(_dense, "logits", 3, 72)),
-    "dense_mx_top_k, MXFP8 tokens": (dense_mx_top_k, _out(lambda: _dense("mxfp8"), "logits", 3, 72)),
+    "dense_block_scaled": (dense_block_scaled, _out(_dense, "out", 3, 72)),
+    "dense_block_scaled, MXFP8 tokens": (dense_block_scaled, _out(lambda: _dense("mxfp8"), "out", 3, 72)),
+    "dense_block_scaled, linear scales": (dense_block_scaled, _out(lambda: _dense("mxfp8_linear", weights="mxfp8"), "out", 3, 72)),
+    **{
+        f"dense_block_scaled, {form}": (dense_block_scaled, _out(lambda form=form: _dense(weights=form), "out", 3, 72))
+        for form in ("mxint8", "mxfp6", "nvfp4")
+    },
+    "dense_block_scaled_top_k": (dense_block_scaled_top_k, _out(_dense, "logits", 3, 72)),
+    "dense_block_scaled_top_k, MXFP8 tokens": (dense_block_scaled_top_k, _out(lambda: _dense("mxfp8"), "logits", 3, 72)),
     "mm_fp4": (
         functools.partial(flashinfer.mm_fp4, block_size=32, use_nvfp4=False),
         _out(lambda: _matrices("fp4") | {"alpha": torch.tensor([0.5])}, "out", 3, 72),
@@ -100,6 +108,10 @@ OPERATORS: dict[str, tuple[Callable[..., Any], Callable[[], Arguments]]] = {
     "mm_bf16_fp4": (
         functools.partial(flashinfer.mm_bf16_fp4, block_size=32, backend="sm12x"),
         _out(lambda: _matrices("bf16 fp4") | {"alpha": torch.tensor([0.5])}, "out", 3, 72),
+    ),
+    "mm_bf16_fp4, NVFP4": (
+        functools.partial(flashinfer.mm_bf16_fp4, block_size=16, backend="sm12x"),
+        _out(lambda: _matrices("bf16 nvfp4"), "out", 3, 72),
     ),
     "mm_bf16_mxfp8": (mm_bf16_mxfp8, _out(lambda: _matrices("bf16 fp8") | {"alpha": torch.tensor([0.5])}, "out", 3, 72)),
     "decode": (decode_attention, _decode),

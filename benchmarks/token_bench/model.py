@@ -12,12 +12,12 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from timing import QUANTIZED_ROWS, quantized
+from timing import QUANTIZED_ROWS
 
 from flashinfer.decode import decode_attention
 from flashinfer.fused_moe import cutlass_fused_moe, router_top_k
-from flashinfer.gemm.sm12x_dense import dense_mx
-from flashinfer.quantization import mx_cpu
+from flashinfer.gemm.sm12x_dense import dense_block_scaled
+from flashinfer.quantization.block_scaled import quantize_weight
 from flashinfer.sm12x.models import Model as Size
 from flashinfer.sm12x.perfmodel.step import DENSE_FORMATS, Step, TokenFormat
 from flashinfer.testing import MoEInputs
@@ -35,19 +35,18 @@ class Dense:
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, formats: tuple[str, ...]) -> None:
         self.bias = bias
-        self.weights: dict[str, tuple[torch.Tensor, ...]] = {}
-        for name in formats:
-            if name == "bf16":
-                self.weights[name] = (weight,)
-                continue
-            values, scales = quantized(weight, name)
-            self.weights[name] = (values, mx_cpu.swizzle_128x4(scales))
+        self.weights: dict[str, tuple[torch.Tensor | None, ...]] = {
+            name: (weight,) if name == "bf16" else quantize_weight(weight, name)  # type: ignore[arg-type]
+            for name in formats
+        }
 
     def __call__(self, x: torch.Tensor, weights: str, tokens: TokenFormat) -> torch.Tensor:
-        values, *scales = self.weights[weights]
         if weights == "bf16":
-            return F.linear(x, values, self.bias)
-        return dense_mx(x, values, scales[0], self.bias, activation=tokens, constant_weights=True)
+            return F.linear(x, *self.weights[weights], self.bias)  # type: ignore[arg-type]
+        values, scales, factor = self.weights[weights]
+        return dense_block_scaled(
+            x, values, scales, self.bias, weight_format=weights, alpha=factor, activation=tokens, constant_weights=True
+        )  # type: ignore[arg-type]
 
 
 class Experts(Protocol):

@@ -45,8 +45,7 @@ def prepare(hidden: int, inter: int, device: torch.device | None = None) -> None
 def workspace_bytes(backend: Backend, problem: MoEProblem, in_bf16: bool) -> int:
     """Bytes of workspace; ``in_bf16`` where quantized activations may be kept as bfloat16, as other GPUs' MMAs want them."""
     sizes = problem.num_tokens, problem.hidden, problem.inter, problem.num_local_experts, problem.top_k
-    ask = gen_cutlass_fused_moe_sm120_module, "sm12x_moe_workspace_size"
-    return workspace_size(backend, *ask, *sizes, int(problem.mode), in_bf16)
+    return workspace_size(backend, moe_module(backend), "sm12x_moe_workspace_size", *sizes, int(problem.mode), in_bf16)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Upstream's bfloat16 x FP4 GEMM, with MXFP4 weights (``block_size=32``) by this fork's kernels: ``backend="sm12x"``."""
+"""Upstream's bfloat16 x FP4 GEMM by this fork's kernels, ``backend="sm12x"``: NVFP4 weights, and MXFP4 (``block_size=32``)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ if TYPE_CHECKING:
 from ..api_logging import flashinfer_api
 from . import sm12x_mm
 
-MXFP4_BLOCK = 32
+FORMATS = {16: "nvfp4", 32: "mxfp4"}
 
 
-def _require_mxfp4(block_size: int) -> None:
-    if block_size != MXFP4_BLOCK:
-        raise ValueError(f"block_size is {block_size}; with backend='sm12x' it must be 32 (MXFP4)")
+def _format_of(block_size: int) -> str:
+    if block_size not in FORMATS:
+        raise ValueError(f"block_size is {block_size}; with backend='sm12x' it must be 16 (NVFP4) or 32 (MXFP4)")
+    return FORMATS[block_size]
 
 
 def prepare_bf16_fp4_weights(
@@ -32,7 +33,7 @@ def prepare_bf16_fp4_weights(
 ) -> Any:
     """Upstream's; with ``backend="sm12x"`` nothing is to be prepared, and the three come back as they are."""
     if backend == sm12x_mm.BACKEND:
-        _require_mxfp4(block_size)
+        _format_of(block_size)
         return b, b_descale, alpha
     return _upstream.prepare_bf16_fp4_weights(b, b_descale, alpha, backend=backend, block_size=block_size)
 
@@ -47,18 +48,18 @@ def mm_bf16_fp4(
     enable_pdl: bool = True, skip_check: bool = False,
 ) -> torch.Tensor:
     # fmt: on
-    """Upstream's, whose documentation holds; ``backend="sm12x"`` multiplies MXFP4 weights (W4A16), also on the CPU.
+    """Upstream's, whose documentation holds; ``backend="sm12x"`` multiplies as well on the CPU, and MXFP4 weights besides.
 
-    With it ``b`` is ``[n, k / 2]``, two e2m1 a byte, ``b_descale`` UE8M0 in 128x4 layout, and ``block_size`` 32.
+    With it ``b`` is ``[n, k / 2]``, two e2m1 a byte, ``b_descale`` in 128x4 layout: E4M3 with a ``block_size`` of 16 (NVFP4, as
+    ``nvfp4_quantize`` makes it), UE8M0 with one of 32 (MXFP4). k is a multiple of 32.
 
     Raises
     ------
     ValueError
-        Upstream's; with ``backend="sm12x"`` another ``block_size``, and as ``dense_mx``.
+        Upstream's; with ``backend="sm12x"`` another ``block_size``, and as ``dense_block_scaled``.
     """
     if backend == sm12x_mm.BACKEND:
-        _require_mxfp4(block_size)
-        return sm12x_mm.mm_bf16(a, b, b_descale, alpha, out_dtype, out, enable_pdl)
+        return sm12x_mm.mm_bf16(a, b, b_descale, alpha, out_dtype, out, enable_pdl, _format_of(block_size))
     return _upstream.mm_bf16_fp4(
         a=a,
         b=b,

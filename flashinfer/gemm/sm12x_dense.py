@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dense layers with weights in MXFP4 or MXFP8 on SM12x's own kernels and on the CPU: the operator and its contract.
+"""Dense layers with block-scaled weights on SM12x's own kernels and on the CPU: the operator and its contract.
 
 Few tokens are one stream of weights (``include/flashinfer/sm12x/stream/dense.cuh``), more are a GEMM
-(``tile/gemm.cuh``): of quantized tokens by SM12x's block-scaled MMA, else of bfloat16, which holds every value of these
-formats exactly. For very many, there, weights are dequantized to bfloat16 some rows at a time, and cuBLAS multiplies them.
+(``tile/gemm.cuh``): of quantized tokens by SM12x's block-scaled MMA where it takes the weights, else of bfloat16, which
+holds every value of these formats exactly. For very many, there, weights are dequantized to bfloat16 some rows at a time,
+and cuBLAS multiplies them.
 """
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 
 from ..jit.sm12x.instances import Format, Instance
+from ..quantization.block_scaled import LAYOUTS, WEIGHT_FORMATS, WeightFormat
 from ..sm12x import tune
 from ..sm12x.backend import Backend, kernels
 from ..sm12x.checks import (
@@ -29,6 +31,7 @@ from ..sm12x.checks import (
     require_scales,
     require_switches,
     require_tensor,
+    require_tensor_type,
 )
 from ..sm12x.devices import require_served
 from ..sm12x.operator import OutputOperator
@@ -41,14 +44,12 @@ from .sm12x_dense_launch import (
     QUANTIZE_BF16_TO_MXFP4,
     QUANTIZE_F16,
     QUANTIZE_F16_TO_MXFP4,
-    WEIGHT_FORMATS,
     DenseCall,
     RowTopK,
     choose,
     gemm_operand,
     instance,
     launch,
-    weights_of,
 )
 from .sm12x_dense_tuning import tuned_instance
 
@@ -62,8 +63,8 @@ _UNQUANTIZED: dict[tuple[str, torch.dtype], int] = {
     ("mxfp4", torch.float16): QUANTIZE_F16_TO_MXFP4,
 }
 _NAMES = {
-    "dense_mx": {},
-    "dense_mx_top_k": {"out": "logits"},
+    "dense_block_scaled": {},
+    "dense_block_scaled_top_k": {"out": "logits"},
     "mm": {"x": "a", "weight": "b", "x_scale": "a_descale", "weight_scale": "b_descale"},
 }
 """What the arguments of a call are known as to who made it."""
@@ -104,13 +105,15 @@ def validate(call: DenseCall) -> tuple[torch.dtype, int]:
     device = x.device
     token_format = _token_format(call, x_name)
     n, packed = weight.shape
-    require_tensor(weight_name, weight, [(n, packed)], tuple(WEIGHT_FORMATS), device)
-    if token_format in (QUANTIZE_BF16_TO_MXFP4, QUANTIZE_F16_TO_MXFP4) and weights_of(weight) != "mxfp4":
-        raise ValueError(f"weight is {describe(weight)}; with activation='mxfp4' it must be uint8 (MXFP4)")
-    m, k = x.shape[0], require_k_alignment("k", call.k)
+    layout = LAYOUTS[call.weight_format]
+    require_tensor(weight_name, weight, [(n, packed)], (layout.dtype,), device, f"weight_format={call.weight_format!r}")
+    if token_format in (QUANTIZE_BF16_TO_MXFP4, QUANTIZE_F16_TO_MXFP4) and call.weight_format != "mxfp4":
+        raise ValueError(f"activation is 'mxfp4'; with {call.weight_format} weights it may be bf16, mxfp8")
+    m, k = x.shape[0], _row_elements(weight_name, call)
     columns = k // 2 if token_format == MXFP4_SWIZZLED else k
     require_tensor(x_name, x, [(m, columns)], [x.dtype], device, f"k as {weight_name}'s")
-    require_scales(names.get("weight_scale", "weight_scale"), call.weight_scale, n, k, device)
+    scale_name = names.get("weight_scale", "weight_scale")
+    require_scales(scale_name, call.weight_scale, n, k, device, formats=layout.scales)
     if x_scale is not None:
         linear = token_format == MXFP8_LINEAR
         # Rows that are no whole words of scales are read by bytes.
@@ -132,12 +135,23 @@ def validate(call: DenseCall) -> tuple[torch.dtype, int]:
     return out_dtype, token_format
 
 
-def dense_mx(
+def _row_elements(name: str, call: DenseCall) -> int:
+    """Elements of a row of the weight."""
+    k = call.k
+    if k == 0 and call.weight_format == "mxfp6":
+        raise ValueError(
+            f"{name} is {describe(call.weight)}; a row of mxfp6 is 24 bytes for each 32 elements, up to a multiple of 16"
+        )
+    return require_k_alignment("k", k)
+
+
+def dense_block_scaled(
     x: torch.Tensor,
     weight: torch.Tensor,
     weight_scale: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
+    weight_format: WeightFormat,
     activation: Format = "bf16",
     x_scale: torch.Tensor | None = None,
     swizzled_x_scale: bool = True,
@@ -149,7 +163,7 @@ def dense_mx(
     enable_pdl: bool | None = None,
     tactic: int | str | None = None,
 ) -> torch.Tensor:
-    """``alpha * x @ weight.T + bias + residual`` with a weight in MXFP4 or MXFP8.
+    """``alpha * x @ weight.T + bias + residual`` with a block-scaled weight, as ``quantize_weight`` makes it.
 
     On SM12x (and, with ``FLASHINFER_SM12X_MOE=1``, on compute capability 9.0) these are this fork's kernels; CPU tensors
     are computed on the CPU. Results are the same on every run.
@@ -160,15 +174,26 @@ def dense_mx(
         ``[m, k]``: bfloat16 (or float16 where it is rounded inside); float8_e4m3fn with ``x_scale`` (MXFP8); uint8
         ``[m, k / 2]``, two e2m1 a byte, with ``x_scale`` (MXFP4).
     weight : torch.Tensor
-        ``[n, k]`` float8_e4m3fn (MXFP8), or ``[n, k / 2]`` uint8, two e2m1 a byte, the even element in the low nibble
-        (MXFP4).
+        ``[n, ...]``, rows of ``weight_format``:
+
+        ==========  ================  ======================================================================================
+        mxfp4       uint8 k / 2       two e2m1 a byte, the even element in the low nibble
+        nvfp4       uint8 k / 2       the same
+        mxfp6       uint8 24 k / 32   e2m3, up to a multiple of 16 bytes; in ``include/flashinfer/sm12x/types.h``'s order
+        mxint8      int8 k            64ths, -128 is -2
+        mxfp8       float8_e4m3fn k
+        ==========  ================  ======================================================================================
     weight_scale : torch.Tensor
-        UE8M0 bytes (uint8 or float8_e8m0fnu) in 128x4 layout: ``pad128(n) * pad4(k / 32)`` of them, of any shape.
+        In 128x4 layout, of any shape: UE8M0 bytes (uint8 or float8_e8m0fnu), ``pad128(n) * pad4(k / 32)`` of them; of
+        nvfp4 E4M3 (uint8 or float8_e4m3fn), ``pad128(n) * pad4(k / 16)``, whose sign bits are not read. 255, or E4M3's
+        0x7F, is NaN, which a whole row of the output then is.
     bias : torch.Tensor, optional
         ``[n]`` bfloat16, float16 or float32.
+    weight_format : str
+        The format of ``weight``, one of ``quantization.block_scaled.WEIGHT_FORMATS``; nothing is told from its bytes.
     activation : str
         ``"bf16"``: x is multiplied as it is (W4A16, W8A16). ``"mxfp8"``: it is rounded to MXFP8 first, inside (W4A8,
-        W8A8). ``"mxfp4"``, of MXFP4 weights: it is rounded to MXFP4 (W4A4), by ``mxfp4_quantize``'s rule, where a block with
+        W8A8); of nvfp4 and mxint8 weights, which SM12x's MMA does not take, that gains nothing. ``"mxfp4"``, of MXFP4 weights: it is rounded to MXFP4 (W4A4), by ``mxfp4_quantize``'s rule, where a block with
         a NaN is NaN; SM12x's MMA has twice the rate then. Without meaning with ``x_scale``.
     x_scale : torch.Tensor, optional
         UE8M0 bytes of ``x``: 128x4 (``pad128(m) * pad4(k / 32)``), or linear ``[m, k / 32]``. They start at a
@@ -176,7 +201,7 @@ def dense_mx(
     swizzled_x_scale : bool
         Which of the two.
     alpha : torch.Tensor, optional
-        One float32, a factor of the product.
+        One float32, a factor of the product: NVFP4's global scale.
     residual : torch.Tensor, optional
         ``[m, n]`` of the output's dtype, added.
     out : torch.Tensor, optional
@@ -209,6 +234,7 @@ def dense_mx(
     Products are exact; sums are those of the device's tensor cores, of float32 on the CPU. e4m3 values whose scale is
     below ``2^-124`` may lose their last bits. ``k`` is a multiple of 32; ``n`` may be anything.
     """
+    require_choice("weight_format", weight_format, WEIGHT_FORMATS)
     forced = None if tactic is None else str(tactic)
     return compute(
         DenseCall(
@@ -221,6 +247,7 @@ def dense_mx(
             bias=bias,
             residual=residual,
             out_dtype=out_dtype,
+            weight_format=weight_format,
             activation=activation,
             swizzled_x_scale=swizzled_x_scale,
             constant_weights=constant_weights,
@@ -228,9 +255,35 @@ def dense_mx(
             tactic=forced,
             top_k=0,
             first_index=0,
-            caller="dense_mx",
+            caller="dense_block_scaled",
         )
     )
+
+
+FORMATS_BY_DTYPE: dict[torch.dtype, WeightFormat] = {torch.uint8: "mxfp4", torch.float8_e4m3fn: "mxfp8"}
+"""What the older names, which have no ``weight_format``, take a weight for."""
+
+
+def format_of(weight: Any) -> WeightFormat:
+    """By :data:`FORMATS_BY_DTYPE`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Not a tensor; another dtype.
+    """
+    allowed = " or ".join(map(str, FORMATS_BY_DTYPE))
+    require_tensor_type("weight", weight, f"a tensor of {allowed}")
+    if weight.dtype not in FORMATS_BY_DTYPE:
+        raise ValueError(f"weight is {describe(weight)}; it must be {allowed}, or name its weight_format")
+    return FORMATS_BY_DTYPE[weight.dtype]
+
+
+def dense_mx(
+    x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None = None, **named: Any
+) -> torch.Tensor:
+    """:func:`dense_block_scaled` of a weight whose dtype names its format: uint8 is MXFP4, float8_e4m3fn MXFP8."""
+    return dense_block_scaled(x, weight, weight_scale, bias, weight_format=format_of(weight), **named)
 
 
 def _run(call: DenseCall, checked: tuple[torch.dtype, int]) -> None:
@@ -249,7 +302,7 @@ def instance_for(backend: Backend | None, call: DenseCall, token_format: int) ->
     ValueError
         As :func:`instance`.
     """
-    weights = weights_of(call.weight)
+    weights = call.weight_format
     row = None if call.tactic is None else instance(call.tactic, weights, call.k, token_format)
     if backend is None or row is not None:
         return None if backend is None else row
@@ -272,7 +325,7 @@ def run(call: DenseCall, token_format: int, top_k: RowTopK | None = None) -> Non
     ValueError
         As :func:`instance`.
     """
-    require_served("dense_mx", call.x.device)
+    require_served("dense_block_scaled", call.x.device)
     backend = kernels(call.x.device)
     row = instance_for(backend, call, token_format)
     if call.out is None and not (call.top_k == 1 and row is not None and row.streamed):

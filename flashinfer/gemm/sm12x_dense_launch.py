@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +11,7 @@ import torch
 from ..jit.sm12x.instances import DENSE_INSTANCES, FORMATS, Format, Instance
 from ..jit.sm12x.modules import gen_dense_module, multiplies_in_half
 from ..quantization import mx_cpu
+from ..quantization.block_scaled import LAYOUTS
 from ..sm12x.backend import Backend, plain_torch, workspace_size
 from ..sm12x.checks import BLOCK_SIZE
 
@@ -24,17 +24,11 @@ DEQUANTIZED_ROWS = 2048
 # Formats of token rows, as the kernels number them (TokenFormat in types.h).
 BF16, QUANTIZE_BF16, QUANTIZE_F16, MXFP8_SWIZZLED, MXFP8_LINEAR, MXFP4_SWIZZLED = range(6)
 QUANTIZE_BF16_TO_MXFP4, QUANTIZE_F16_TO_MXFP4 = 6, 7
-
-WEIGHT_FORMATS: dict[torch.dtype, Format] = {torch.uint8: "mxfp4", torch.float8_e4m3fn: "mxfp8"}
-_DEQUANTIZE: dict[str, tuple[int, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]] = {
-    "mxfp4": (MXFP4_SWIZZLED, mx_cpu.dequantize_mxfp4_linear),
-    "mxfp8": (MXFP8_SWIZZLED, mx_cpu.dequantize_mxfp8_linear),
-}
-"""Of weights: the format of rows that the kernels' module dequantizes, and the function on the CPU."""
+_ROWS_OF_WEIGHTS = {"mxfp4": MXFP4_SWIZZLED, "mxfp8": MXFP8_SWIZZLED, "mxfp6": 8, "mxint8": 9, "nvfp4": 10}
 
 
 class DenseCall(NamedTuple):
-    """The arguments of one call, named as in :func:`dense_mx`; its tensors in the order of the kernels' module."""
+    """The arguments of one call, named as in :func:`dense_block_scaled`; its tensors in the order of the kernels' module."""
 
     out: torch.Tensor | None
     x: torch.Tensor
@@ -45,19 +39,20 @@ class DenseCall(NamedTuple):
     bias: torch.Tensor | None = None
     residual: torch.Tensor | None = None
     out_dtype: torch.dtype | None = None
+    weight_format: str = "mxfp4"
     activation: str = "bf16"
     swizzled_x_scale: bool = True
     constant_weights: bool = False
     enable_pdl: bool | None = None
     tactic: str | None = None
-    top_k: int = 0  # of dense_mx
+    top_k: int = 0  # of dense_block_scaled
     first_index: int = 0
-    caller: str = "dense_mx"  # of _NAMES
+    caller: str = "dense_block_scaled"  # of _NAMES
 
     @property
     def k(self) -> int:
-        """Elements of a row."""
-        return self.weight.shape[1] * 8 // FORMATS[weights_of(self.weight)].bits
+        """Elements of a row; 0 where none of the format is as wide."""
+        return LAYOUTS[self.weight_format].k(self.weight.shape[1])
 
     def new_output(self) -> torch.Tensor:
         """Memory for all outputs of a valid call, or of one that is traced."""
@@ -86,11 +81,6 @@ class RowTopK(NamedTuple):
         self.indices.copy_(places + self.first_index)
 
 
-def weights_of(weight: torch.Tensor) -> Format:
-    """The format of a weight: packed bytes are MXFP4, e4m3 is MXFP8."""
-    return WEIGHT_FORMATS[weight.dtype]
-
-
 # Where one way overtakes another: measured on an H200 for gpt-oss's layers, a prediction on SM12x.
 SECOND_PASS_BYTES = 12 << 20
 """Weights that are streamed twice, for two tiles of tokens, rather than multiplied by a GEMM: L2 still has them."""
@@ -103,8 +93,9 @@ GEMM_TILE_COST = {"bf16": {32: 1.0, 48: 1.2, 64: 1.45}, "mxfp8": {64: 1.0, 128: 
 DEQUANTIZED_TOKENS = {False: 256, True: 4096}
 """From so many tokens on cuBLAS multiplies dequantized weights: on Hopper, whose cuBLAS has wgmma, and on SM12x. Quantized tokens
 stay with SM12x's block-scaled MMA, whose rate is two to eight times that of bfloat16."""
-DEQUANTIZED_IN_PIECES_TOKENS = {"mxfp4": 1024, "mxfp8": 512}
-"""The same on Hopper where the weight is dequantized in pieces (``DEQUANTIZED_BYTES``), as an LM head is: measured."""
+DEQUANTIZED_IN_PIECES_TOKENS = {"mxfp4": 1024, "nvfp4": 1024, "mxfp6": 512, "mxint8": 512, "mxfp8": 512}
+"""The same on Hopper where the weight is dequantized in pieces (``DEQUANTIZED_BYTES``), as an LM head is: measured for MXFP4
+and MXFP8, and taken to be alike for formats of about as many bits."""
 
 
 def choose(
@@ -192,6 +183,11 @@ def instance(tactic: int | str | None, weights: str, k: int, token_format: int =
     raise ValueError(f"tactic is {tactic!r}; for {weights} weights with k = {k} and {tokens} tokens it may be {names}")
 
 
+def dense_module(backend: Backend, weights: str) -> Any:
+    """The loaded module of the layers whose weights have a format; built on first use."""
+    return backend.module(gen_dense_module, weights)
+
+
 def launch(
     backend: Backend | None, row: Instance | None, call: DenseCall, token_format: int, top_k: RowTopK | None = None
 ) -> None:
@@ -202,7 +198,7 @@ def launch(
             if top_k is not None and call.out is not None:
                 top_k.compute_on_cpu(call.out)
         return
-    module, pdl = backend.module(gen_dense_module), backend.pdl(call.enable_pdl)
+    module, pdl = dense_module(backend, call.weight_format), backend.pdl(call.enable_pdl)
     m, n = call.x.shape[0], call.weight.shape[0]
     out = call.out
     if out is None:  # nothing of it is written; its dtype is read
@@ -210,7 +206,7 @@ def launch(
     writes = [out]
     largest: tuple[Any, ...] = ()
     if top_k is not None:
-        size = workspace_size(backend, gen_dense_module, "sm12x_row_top_k_workspace_size", m, n, top_k.indices.shape[1])
+        size = workspace_size(backend, module, "sm12x_row_top_k_workspace_size", m, n, top_k.indices.shape[1])
         largest = (*top_k, backend.empty(size))
         writes += [top_k.values, top_k.indices, largest[-1]]
     if row is None:
@@ -222,7 +218,7 @@ def launch(
     workspace = None
     if not row.streamed:
         sizes = m, call.k, row.index, token_format
-        workspace = backend.empty(workspace_size(backend, gen_dense_module, "sm12x_dense_gemm_workspace_size", *sizes))
+        workspace = backend.empty(workspace_size(backend, module, "sm12x_dense_gemm_workspace_size", *sizes))
         writes.append(workspace)
     function = module.sm12x_dense_run if top_k is None else module.sm12x_dense_top_k_run
     tensors = (out, *call[1 : DenseCall._fields.index("out_dtype")])
@@ -262,31 +258,31 @@ def _finish(call: DenseCall, rows: slice, columns: slice, product: torch.Tensor)
 
 
 def _compute_on_cpu(call: DenseCall, token_format: int) -> None:
-    weight, k = call.weight, call.k
-    scales = mx_cpu.unswizzle_128x4(call.weight_scale, weight.shape[0], k // BLOCK_SIZE)
-    _, dequantize = _DEQUANTIZE[weights_of(weight)]
+    weight, k, layout = call.weight, call.k, LAYOUTS[call.weight_format]
+    scales = mx_cpu.unswizzle_128x4(call.weight_scale, weight.shape[0], k // layout.scales.block)
     tokens = _token_values(call, token_format)
     chunk = max(1, DEQUANTIZED_BYTES // (4 * k))
     for first in range(0, weight.shape[0], chunk):
         part = slice(first, first + chunk)
-        _finish(call, slice(None), part, tokens @ dequantize(weight[part], scales[part]).T)
+        _finish(call, slice(None), part, tokens @ layout.dequantize(weight[part], scales[part]).T)
 
 
 def _multiply_dequantized(module: Any, call: DenseCall, token_format: int) -> None:
     """Many tokens on a GPU: both operands as bfloat16, some rows of weights at a time, by cuBLAS."""
     x, weight, k = call.x, call.weight, call.k
-    n, (weight_format, _) = weight.shape[0], _DEQUANTIZE[weights_of(weight)]
+    n, rows_format = weight.shape[0], _ROWS_OF_WEIGHTS[call.weight_format]
     tokens = x
     if token_format != BF16:
         tokens = torch.empty((x.shape[0], k), dtype=torch.bfloat16, device=x.device)
         module.sm12x_dequantize_rows(tokens, x, call.x_scale, token_format)
     chunk = max(128, DEQUANTIZED_BYTES // (2 * k) // 128 * 128)  # whole chunks of scales
     dequantized = torch.empty((min(n, chunk), k), dtype=torch.bfloat16, device=x.device)
-    scales = call.weight_scale.view(torch.uint8).reshape(-1, mx_cpu.swizzled_size(1, k // BLOCK_SIZE))  # of 128 rows
+    blocks = k // LAYOUTS[call.weight_format].scales.block
+    scales = call.weight_scale.view(torch.uint8).reshape(-1, mx_cpu.swizzled_size(1, blocks))  # of 128 rows
     for first in range(0, n, chunk):
         part = slice(first, min(n, first + chunk))
         some = dequantized[: part.stop - first]
-        module.sm12x_dequantize_rows(some, weight[part], scales[first // 128 :], weight_format)
+        module.sm12x_dequantize_rows(some, weight[part], scales[first // 128 :], rows_format)
         for row in range(0, x.shape[0], DEQUANTIZED_ROWS):
             rows = slice(row, row + DEQUANTIZED_ROWS)
             _finish(call, rows, part, torch.mm(tokens[rows], some.T, out_dtype=torch.float32))

@@ -3,22 +3,23 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ..api_logging import flashinfer_api
 from ..jit.sm12x.instances import Format
-from ..sm12x.checks import require_int
+from ..quantization.block_scaled import WEIGHT_FORMATS, WeightFormat
+from ..sm12x.checks import require_choice, require_int
 from ..sm12x.operator import define, is_traced
-from .sm12x_dense import run, validate
+from .sm12x_dense import format_of, run, validate
 from .sm12x_dense_launch import DenseCall, RowTopK
 
 MAX_TOP_K = 8  # kMaxRowTopK in row_top_k.cuh
 
 
 class LargestOutputs(NamedTuple):
-    """What :func:`dense_mx_top_k` gives."""
+    """What :func:`dense_block_scaled_top_k` gives."""
 
     values: torch.Tensor
     """float32 ``[m, top_k]``: the outputs, as ``out_dtype`` holds them, by falling size."""
@@ -27,12 +28,13 @@ class LargestOutputs(NamedTuple):
 
 
 @flashinfer_api
-def dense_mx_top_k(
+def dense_block_scaled_top_k(
     x: torch.Tensor,
     weight: torch.Tensor,
     weight_scale: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
+    weight_format: WeightFormat,
     top_k: int = 1,
     first_index: int = 0,
     logits: torch.Tensor | None = None,
@@ -46,31 +48,31 @@ def dense_mx_top_k(
     enable_pdl: bool | None = None,
     tactic: int | str | None = None,
 ) -> LargestOutputs:
-    """The ``top_k`` largest of each row of :func:`~flashinfer.gemm.dense_mx`, and where they stand.
+    """The ``top_k`` largest of each row of :func:`~flashinfer.gemm.dense_block_scaled`, and where they stand.
 
     An LM head's argmax for greedy decoding. What is compared is each output as ``out_dtype`` holds it, so that the
-    result is that of ``dense_mx(...)`` and a search of its rows: of equal outputs the first counts, as in ``torch.argmax``
+    result is that of ``dense_block_scaled(...)`` and a search of its rows: of equal outputs the first counts, as in ``torch.argmax``
     of a CPU tensor, and NaN is larger than any number. Results are the same on every run.
 
-    With ``top_k=1`` and few tokens (where ``dense_mx`` is a stream of weights: 16, or 8 with a ``k`` above 3,072) the
+    With ``top_k=1`` and few tokens (where the layer is a stream of weights: 16, or 8 with a ``k`` above 3,072) the
     layer compares its outputs itself, and they are not written unless ``logits`` is given. Otherwise they are, to
     ``logits`` or to memory of the call's own, and two small launches read them once more.
 
     Parameters
     ----------
-    x, weight, weight_scale, bias, activation, x_scale, swizzled_x_scale, alpha, residual
-        As in ``dense_mx``.
+    x, weight, weight_scale, bias, weight_format, activation, x_scale, swizzled_x_scale, alpha, residual
+        As in ``dense_block_scaled``.
     top_k : int
         Outputs of a row, 1 to 8, no more than ``n``.
     first_index : int
         What the first column counts as, 0 or more: where this rank's part of a vocabulary begins.
         ``values.argmax`` over all ranks' results, in their order, is then the whole vocabulary's.
     logits : torch.Tensor, optional
-        ``[m, n]``: gets all outputs; as ``out`` in ``dense_mx``.
+        ``[m, n]``: gets all outputs; as ``out`` in ``dense_block_scaled``.
     out_dtype : torch.dtype, optional
         bfloat16 (default), float16 or float32; that of ``logits`` if given.
     constant_weights, enable_pdl, tactic
-        As in ``dense_mx``.
+        As in ``dense_block_scaled``.
 
     Returns
     -------
@@ -84,6 +86,7 @@ def dense_mx_top_k(
     NotImplementedError
         The GPU has no kernels of this family.
     """
+    require_choice("weight_format", weight_format, WEIGHT_FORMATS)
     forced = None if tactic is None else str(tactic)
     call = DenseCall(
         out=logits,
@@ -95,6 +98,7 @@ def dense_mx_top_k(
         bias=bias,
         residual=residual,
         out_dtype=out_dtype,
+        weight_format=weight_format,
         activation=activation,
         swizzled_x_scale=swizzled_x_scale,
         constant_weights=constant_weights,
@@ -102,9 +106,19 @@ def dense_mx_top_k(
         tactic=forced,
         top_k=top_k,
         first_index=first_index,
-        caller="dense_mx_top_k",
+        caller="dense_block_scaled_top_k",
     )
     return LargestOutputs(*(_operator(call) if is_traced(call) else _run(call)))
+
+
+def dense_mx_top_k(
+    x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None = None, **named: Any
+) -> LargestOutputs:
+    """:func:`dense_block_scaled_top_k` of a weight whose dtype names its format: uint8 is MXFP4, float8_e4m3fn MXFP8."""
+    found: LargestOutputs = dense_block_scaled_top_k(
+        x, weight, weight_scale, bias, weight_format=format_of(weight), **named
+    )
+    return found
 
 
 def _outputs(call: DenseCall) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,7 +17,7 @@ from ..quantization import mx_cpu
 from ..sm12x import tune
 from ..sm12x.backend import Backend
 from ..sm12x.checks import BLOCK_SIZE
-from .sm12x_dense_launch import MXFP8_LINEAR, DenseCall, choose, gemm_operand, launch, weights_of
+from .sm12x_dense_launch import MXFP8_LINEAR, DenseCall, choose, gemm_operand, launch
 
 OPERATOR = "flashinfer::sm12x_dense_mx"
 DEQUANTIZED = "widened"  # as cache files of the autotuner have it
@@ -43,7 +43,7 @@ class SM12xDenseRunner(tune.Runner):
         super().__init__(backend)
         self.token_format = token_format
         self.on_sm12x = backend.block_scaled_mma
-        self.weights = weights_of(call.weight)
+        self.weights = call.weight_format
         self.k = call.k
         self.out_dtype = call.out_dtype
         self._call_cache = call._replace(constant_weights=False, enable_pdl=None)

@@ -136,7 +136,7 @@ def launch(backend: Backend, call: GroupGemmCall, tactic: int) -> None:
     """Run a valid call of at least one row that has its output."""
     module, out = backend.module(gen_group_gemm_module), call.out
     assert out is not None
-    size = workspace_size(backend, gen_group_gemm_module, "sm12x_group_gemm_workspace_size")
+    size = workspace_size(backend, module, "sm12x_group_gemm_workspace_size")
     workspace = backend.empty(size)
     backend.call(
         module.sm12x_group_gemm_run,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Upstream's dense GEMMs by their names on :func:`~flashinfer.gemm.sm12x_dense.dense_mx`: backend ``"sm12x"``.
+"""Upstream's dense GEMMs by their names on :func:`~flashinfer.gemm.dense_block_scaled`: backend ``"sm12x"``.
 
 =======================================  ==========  ==========  ====================================================
 call                                     tokens      weights     also taken
@@ -9,6 +9,7 @@ call                                     tokens      weights     also taken
                                                                  where upstream has no backend for the call
 ``mm_mxfp8``                             MXFP8       MXFP8       CPU tensors; ``auto`` likewise
 ``mm_bf16_fp4(block_size=32)``           bfloat16    MXFP4
+``mm_bf16_fp4(block_size=16)``           bfloat16    NVFP4
 ``mm_bf16_mxfp8`` (no name of upstream)  bfloat16    MXFP8       every call
 =======================================  ==========  ==========  ====================================================
 """
@@ -109,8 +110,9 @@ def _multiply(
     out_dtype: Any,
     out: Any,
     enable_pdl: bool | None,
+    weight_format: str,
 ) -> torch.Tensor:
-    """``dense_mx``, whose errors name the arguments of ``mm_*``."""
+    """``dense_block_scaled``, whose errors name the arguments of ``mm_*``."""
     if alpha is not None:
         require_tensor_type("alpha", alpha)
         alpha = alpha.reshape(1) if alpha.layout is torch.strided and alpha.numel() == 1 else alpha
@@ -123,6 +125,7 @@ def _multiply(
             weight_scale=_straight(b_descale),
             alpha=alpha,
             out_dtype=out_dtype,
+            weight_format=weight_format,
             enable_pdl=enable_pdl,
             caller="mm",
         )
@@ -169,7 +172,7 @@ def mm_mxfp4(
     out : torch.Tensor, optional
         ``[m, n]`` of ``out_dtype``.
     enable_pdl : bool, optional
-        As in ``dense_mx``.
+        As in ``dense_block_scaled``.
 
     Raises
     ------
@@ -181,7 +184,7 @@ def mm_mxfp4(
     _require_same_k(a, b)
     require_output_dtype("out_dtype", out_dtype)
     rows = _rows("b", b).view(torch.uint8)
-    return _multiply(a.view(torch.uint8), rows, a_descale, b_descale, alpha, out_dtype, out, enable_pdl)
+    return _multiply(a.view(torch.uint8), rows, a_descale, b_descale, alpha, out_dtype, out, enable_pdl, "mxfp4")
 
 
 def mm_mxfp8(
@@ -214,7 +217,7 @@ def mm_mxfp8(
         _require_matrix(name, matrix, (torch.float8_e4m3fn,))
     _require_same_k(a, b)
     require_output_dtype("out_dtype", out_dtype)
-    return _multiply(a, _rows("b", b), a_descale, b_descale, None, out_dtype, out, None)
+    return _multiply(a, _rows("b", b), a_descale, b_descale, None, out_dtype, out, None, "mxfp8")
 
 
 def mm_bf16(
@@ -224,11 +227,12 @@ def mm_bf16(
     alpha: torch.Tensor | None,
     out_dtype: torch.dtype | None,
     out: torch.Tensor | None,
-    enable_pdl: bool | None = None,
+    enable_pdl: bool | None,
+    weight_format: str,
 ) -> torch.Tensor:
-    """``alpha * a @ b.T`` of bfloat16 ``[m, k]`` and a weight ``[n, k]`` in MXFP4 (packed) or MXFP8.
+    """``alpha * a @ b.T`` of bfloat16 ``[m, k]`` and a weight ``[n, k]`` in MXFP4 or NVFP4 (packed) or MXFP8.
 
-    ``b_descale`` is 128x4; ``alpha`` one float32; ``out`` of ``out_dtype``, by default ``a``'s.
+    ``b_descale`` is 128x4; ``alpha`` one float32, NVFP4's global scale; ``out`` of ``out_dtype``, by default ``a``'s.
 
     Raises
     ------
@@ -239,7 +243,7 @@ def mm_bf16(
     _require_matrix("b", b, (*PACKED_DTYPES, torch.float8_e4m3fn))
     rows = b if b.dtype is torch.float8_e4m3fn else b.view(torch.uint8)
     dtype = require_output_dtype("out_dtype", a.dtype if out_dtype is None else out_dtype, OUTPUT_DTYPES)
-    return _multiply(a, rows, None, b_descale, alpha, dtype, out, enable_pdl)
+    return _multiply(a, rows, None, b_descale, alpha, dtype, out, enable_pdl, weight_format)
 
 
 def mm_bf16_mxfp8(
@@ -276,4 +280,4 @@ def mm_bf16_mxfp8(
     require_tensor_type("b", b)
     if b.dtype is not torch.float8_e4m3fn:
         raise ValueError(f"b is {describe(b)}; it must be float8_e4m3fn (mm_bf16_fp4 takes packed MXFP4)")
-    return mm_bf16(a, b, b_descale, alpha, out_dtype, out)
+    return mm_bf16(a, b, b_descale, alpha, out_dtype, out, None, "mxfp8")

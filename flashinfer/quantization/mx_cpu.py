@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MXFP4 and MXFP8 in torch's own operations, vectorized; for CPU tensors, and for what CUDA ones need once at load time.
+"""Block-scaled formats in torch's own operations, vectorized; for CPU tensors, and for what CUDA ones need once at load time.
 
-The formats are those of OCP Microscaling Formats v1.0, the rounding is that of upstream's CUDA quantizers: scales are
-``amax / element_max`` rounded up to a power of two (the rule ``"amax"``), values round to nearest even and saturate.  All of it is done on the bits
-of float32, which hold every value exactly, so that the results equal those of the float64 reference bit for bit.
+MXFP4, MXFP6 (e2m3), MXFP8 and MXINT8 are those of OCP Microscaling Formats v1.0, the rounding is that of upstream's CUDA
+quantizers: scales are ``amax / element_max`` rounded up to a power of two (the rule ``"amax"``), values round to nearest
+even and saturate.  All of it is done on the bits of float32, which hold every value exactly, so that the results equal
+those of the float64 reference bit for bit.
 
 The rule ``"mse"`` takes that scale or its half, whichever leaves the smaller squared error over the block, summed in
 float32: for weights, whose quantization is done once. Its double never does: below the block's maximum it has no values
 that the scale itself lacks.
+
+NVFP4 is e2m1 with an E4M3 scale for 16 elements and a float32 factor for the matrix. Here that factor is the power of two
+with which the largest block's ``amax / 6`` lies in (224, 448], so that scales, scaled values and products are exact in
+float32. A block's scale is ``amax / 6`` rounded to nearest (``"amax"``), or that or ``amax / 4``, by the squared error
+(``"mse"``): with the latter the two largest magnitudes are 6 and 4 of 1.5 times as fine a grid ("Four Over Six").
 """
 
 from __future__ import annotations
@@ -18,7 +24,7 @@ from typing import Any, Literal, cast, get_args
 
 import torch
 
-from ..sm12x.checks import BLOCK_SIZE, describe, padded_scales, require_storage
+from ..sm12x.checks import BLOCK_SIZE, NVFP4_SCALES, describe, padded_scales, require_storage, round_up
 from ..sm12x.checks import swizzled_size as swizzled_size
 from ..sm12x.operator import is_traced
 from ..tllm_enums import SfLayout
@@ -82,6 +88,18 @@ def _to_e4m3(scaled: torch.Tensor) -> torch.Tensor:
     return scaled.clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
 
 
+def _to_int8(scaled: torch.Tensor) -> torch.Tensor:
+    """In 64ths; NaN is 0."""
+    return (64.0 * scaled).round().clamp(-128.0, 127.0).nan_to_num(nan=0.0).to(torch.int8)
+
+
+def _round_to_e2m3(scaled: torch.Tensor) -> torch.Tensor:
+    """The nearest magnitudes of e2m3: multiples of 1/8 below 2, of 1/4 below 4, of 1/2 to 7.5."""
+    magnitude = scaled.abs()
+    steps = torch.where(magnitude < 2.0, 8.0, torch.where(magnitude < 4.0, 4.0, 2.0))
+    return ((magnitude * steps).round() / steps).clamp(max=7.5)
+
+
 def _e2m1_magnitudes(scaled: torch.Tensor) -> torch.Tensor:
     """Codes 0 to 7 of the nearest magnitude."""
     magnitude = scaled.abs()
@@ -106,8 +124,8 @@ def _choose_scales(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scale bytes by ``rule``, from those of the amax rule, and the blocks over them.
 
-    ``rounded`` gives the magnitudes, or the values, that elements round to. A block that the half does not better keeps its
-    scale, as one with infinity or NaN does.
+    ``rounded`` gives what elements round to, or its magnitude. A block that the half does not better keeps its scale, as one
+    with infinity or NaN does.
     """
     scaled = blocks * _inverse_scales(scales).unsqueeze(-1)
     if check_scale_rule(rule) == "amax":
@@ -138,12 +156,186 @@ def quantize_mxfp4_linear(values: torch.Tensor, scale_rule: ScaleRule = "amax") 
     scales = _scale_bytes(_block_amax(blocks), 2, 0x400000)  # 6 = 1.5 * 2^2
     magnitudes = torch.tensor(_E2M1_VALUES, device=values.device)
     scales, scaled = _choose_scales(blocks, scales, scale_rule, lambda x: magnitudes[_e2m1_magnitudes(x).int()])
-    codes = _e2m1_magnitudes(scaled)
-    isnan = torch.isnan(scaled)
-    codes |= (torch.signbit(scaled) & ~isnan).to(torch.uint8) << 3
-    scales = torch.where(isnan.any(-1), 255, scales).to(torch.uint8)
-    codes = codes.flatten(-2)
-    return codes[..., 0::2] | (codes[..., 1::2] << 4), scales
+    return _pack_e2m1(scaled), _with_nan(scales, scaled, 255)
+
+
+def _with_nan(scales: torch.Tensor, blocks: torch.Tensor, nan: int) -> torch.Tensor:
+    """Scale bytes with ``nan`` where a block holds a NaN, for elements that have none."""
+    return torch.where(torch.isnan(blocks).any(-1), nan, scales).to(torch.uint8)
+
+
+def _signs(scaled: torch.Tensor, place: int) -> torch.Tensor:
+    """Sign bits, those of NaN clear, at bit ``place`` of a byte."""
+    return (torch.signbit(scaled) & ~torch.isnan(scaled)).to(torch.uint8) << place
+
+
+def _pack_e2m1(scaled: torch.Tensor) -> torch.Tensor:
+    """Blocks ``[..., blocks, size]`` as bytes ``[..., K / 2]``, the even element in the low nibble."""
+    codes = (_e2m1_magnitudes(scaled) | _signs(scaled, 3)).flatten(-2)
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+def quantize_mxint8_linear(values: torch.Tensor, scale_rule: ScaleRule = "amax") -> tuple[torch.Tensor, torch.Tensor]:
+    """``[..., K]`` floats to (int8 ``[..., K]`` in 64ths, linear scale bytes ``[..., K / 32]``); NaN gives scale 255."""
+    blocks = values.float().unflatten(-1, (-1, BLOCK_SIZE))
+    scales = _scale_bytes(_block_amax(blocks), 0, 0x7E0000)  # 127 / 64 = 1.984375 * 2^0
+    scales, scaled = _choose_scales(blocks, scales, scale_rule, lambda x: _to_int8(x).float() / 64.0)
+    return _to_int8(scaled).flatten(-2), _with_nan(scales, scaled, 255)
+
+
+def dequantize_mxint8_linear(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """``[..., K]`` int8 with linear scale bytes to float32; -128 is -2."""
+    blocks = (values.float() / 64.0).unflatten(-1, (-1, BLOCK_SIZE))
+    return (blocks * decode_scale_bytes(scales, torch.float32).unsqueeze(-1)).flatten(-2)
+
+
+# --- MXFP6: the layout of a row (sm12x/types.h) -----------------------------------------------------------------------
+
+_WORD = 128
+"""Elements whose nibbles lie together, and behind them their pairs of bits; the last of a row may be fewer."""
+
+
+def mxfp6_columns(k: int) -> int:
+    """Bytes of a row of ``k`` elements: 24 for 32 of them, and 8 that nobody reads where their number is odd."""
+    return round_up(k // BLOCK_SIZE * 24, 16)
+
+
+def _bit_places(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of 16 elements, in their 32-bit word: where the upper exponent bit is, and the sign."""
+    element = torch.arange(16, device=device)
+    rotation, inside = 4 * (element // 8) + 2 * (element % 2), 8 * (element % 8 // 2)
+    return inside + rotation, (inside + 7 + rotation) % 32
+
+
+def _in_words(codes: torch.Tensor, blocks: int) -> list[torch.Tensor]:
+    """``[..., blocks, size]`` as words of four blocks, and what is left: ``[..., words, blocks of a word, size]``."""
+    whole = blocks - blocks % 4
+    parts = [codes[..., :whole, :].unflatten(-2, (-1, 4))] if whole else []
+    return parts + ([codes[..., whole:, :].unsqueeze(-3)] if blocks % 4 else [])
+
+
+def pack_e2m3(codes: torch.Tensor) -> torch.Tensor:
+    """Six-bit codes (sign, two exponent bits, three mantissa bits) ``[..., K]`` as the bytes of MXFP6's rows."""
+    blocks = codes.unflatten(-1, (-1, BLOCK_SIZE))
+    nibbles = blocks & 15
+    nibbles = nibbles[..., 0::2] | (nibbles[..., 1::2] << 4)
+    upper, sign = _bit_places(codes.device)
+    halves = blocks.unflatten(-1, (2, 16)).long()
+    words = ((halves >> 4 & 1) << upper | (halves >> 5 & 1) << sign).sum(-1)
+    pairs = words.to(torch.int32).view(torch.uint8) if words.numel() else words.new_zeros((*words.shape[:-1], 8)).byte()
+    count = blocks.shape[-2]
+    planes = zip(_in_words(nibbles, count), _in_words(pairs, count), strict=True)
+    rows = torch.cat([torch.cat([part.flatten(-2) for part in each], -1).flatten(-2) for each in planes], -1)
+    return torch.nn.functional.pad(rows, (0, mxfp6_columns(codes.shape[-1]) - rows.shape[-1]))
+
+
+def unpack_e2m3(rows: torch.Tensor, k: int) -> torch.Tensor:
+    """The codes ``[..., K]`` of :func:`pack_e2m3`'s rows, as uint8."""
+    upper, sign = _bit_places(rows.device)
+    found, at = [], 0
+    blocks = k // BLOCK_SIZE
+    for words, of_word in ((blocks // 4, 4), (1, blocks % 4)):
+        if not words or not of_word:
+            continue
+        part = rows[..., at : at + words * of_word * 24].unflatten(-1, (words, of_word * 24))
+        at += words * of_word * 24
+        nibbles = part[..., : of_word * 16].unflatten(-1, (of_word, 16))
+        lower = torch.stack([nibbles & 15, nibbles >> 4], -1).flatten(-2)
+        pairs = part[..., of_word * 16 :].contiguous().view(torch.int32).unflatten(-1, (of_word, 2)).long() & 0xFFFFFFFF
+        bits = pairs.unsqueeze(-1)
+        above = (bits >> upper & 1) << 4 | (bits >> sign & 1) << 5
+        found.append((lower | above.flatten(-2)).flatten(-3))
+    return torch.cat(found, -1).to(torch.uint8)
+
+
+def _e2m3_codes(scaled: torch.Tensor) -> torch.Tensor:
+    value = _round_to_e2m3(scaled).nan_to_num(nan=0.0)
+    upper = torch.where(value < 4.0, 16.0 + 4.0 * (value - 2.0), 24.0 + 2.0 * (value - 4.0))
+    return torch.where(value < 2.0, 8.0 * value, upper).to(torch.uint8) | _signs(scaled, 5)
+
+
+def quantize_mxfp6_linear(values: torch.Tensor, scale_rule: ScaleRule = "amax") -> tuple[torch.Tensor, torch.Tensor]:
+    """``[..., K]`` floats to (packed e2m3, linear scale bytes ``[..., K / 32]``); NaN gives scale 255.
+
+    A row is :func:`mxfp6_columns` bytes; ``sm12x/types.h`` has its order.
+    """
+    blocks = values.float().unflatten(-1, (-1, BLOCK_SIZE))
+    scales = _scale_bytes(_block_amax(blocks), 2, 0x700000)  # 7.5 = 1.875 * 2^2
+    scales, scaled = _choose_scales(blocks, scales, scale_rule, _round_to_e2m3)
+    return pack_e2m3(_e2m3_codes(scaled).flatten(-2)), _with_nan(scales, scaled, 255)
+
+
+def dequantize_mxfp6_linear(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Packed e2m3 with linear scale bytes ``[..., K / 32]`` to float32 ``[..., K]``."""
+    codes = unpack_e2m3(rows, BLOCK_SIZE * scales.shape[-1]).int()
+    exponent, mantissa = codes >> 3 & 3, (codes & 7).float() / 8.0
+    magnitude = torch.where(exponent == 0, mantissa, (1.0 + mantissa) * (1 << exponent).float() / 2.0)
+    blocks = torch.where(codes >= 32, -magnitude, magnitude).unflatten(-1, (-1, BLOCK_SIZE))
+    return (blocks * decode_scale_bytes(scales, torch.float32).unsqueeze(-1)).flatten(-2)
+
+
+# --- NVFP4 --------------------------------------------------------------------------------------------------------------
+
+NVFP4_BLOCK = NVFP4_SCALES.block
+_E4M3_MAX = 448.0
+_E4M3_NAN = 0x7F
+
+
+def nvfp4_global_scale(values: torch.Tensor) -> torch.Tensor:
+    """``[1]`` float32: the power of two over which the largest magnitude's sixth lies in (224, 448]; 1 of zeros.
+
+    Infinity and NaN take no part.
+    """
+    amax = (
+        values.abs().float().nan_to_num(nan=0.0, posinf=0.0).amax().reshape(1)
+        if values.numel()
+        else values.new_zeros(1)
+    )
+    fraction, exponent = torch.frexp(amax.double() / (6.0 * _E4M3_MAX))
+    exponent = torch.where(fraction == 0.5, exponent - 1, exponent).clamp(-126, 127)
+    return torch.where(amax > 0, torch.ldexp(torch.ones_like(fraction), exponent), 1.0).float()
+
+
+def quantize_nvfp4_linear(
+    values: torch.Tensor, global_scale: torch.Tensor, scale_rule: ScaleRule = "amax"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[..., K]`` floats to (packed e2m1 ``[..., K / 2]``, linear E4M3 bytes ``[..., K / 16]``); NaN gives scale 0x7F.
+
+    ``global_scale`` is :func:`nvfp4_global_scale`'s of the whole matrix, or any power of two.
+    """
+    blocks = (values.float() / global_scale.to(values.device)).unflatten(-1, (-1, NVFP4_BLOCK))
+    amax = _block_amax(blocks).clamp(max=6.0 * _E4M3_MAX)
+    magnitudes = torch.tensor(_E2M1_VALUES, device=values.device)
+
+    def candidate(divisor: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Scales, the blocks over them, and their squared errors."""
+        scales = _to_e4m3(amax / divisor)
+        wide = scales.float().unsqueeze(-1)
+        scaled = torch.where(wide == 0, 0.0, blocks / wide)
+        error = (magnitudes[_e2m1_magnitudes(scaled).int()] * wide - blocks.abs()).square().sum(-1)
+        return scales.view(torch.uint8), scaled, error
+
+    scales, scaled, error = candidate(6.0)
+    if check_scale_rule(scale_rule) == "mse":
+        fine, fine_scaled, fine_error = candidate(4.0)
+        better = fine_error < error
+        scales = torch.where(better, fine, scales)
+        scaled = torch.where(better.unsqueeze(-1), fine_scaled, scaled)
+    return _pack_e2m1(scaled), _with_nan(scales, blocks, _E4M3_NAN)
+
+
+def decode_nvfp4_scales(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """E4M3 bytes as ``dtype``: the sign bit is not read, 0x7F is NaN."""
+    return (scales.view(torch.uint8) & 0x7F).view(torch.float8_e4m3fn).to(dtype)
+
+
+def dequantize_nvfp4_linear(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """``[rows, K / 2]`` bytes with linear E4M3 bytes ``[rows, K / 16]`` to float32 ``[rows, K]``, without the global scale."""
+    unit = torch.full(
+        (packed.shape[0], packed.shape[1] * 2 // BLOCK_SIZE), 127, dtype=torch.uint8, device=packed.device
+    )
+    blocks = dequantize_mxfp4_linear(packed, unit).unflatten(-1, (-1, NVFP4_BLOCK))
+    return (blocks * decode_nvfp4_scales(scales, torch.float32).unsqueeze(-1)).flatten(-2)
 
 
 def _four_element_table(device: torch.device) -> torch.Tensor:

@@ -145,11 +145,11 @@ def kernels(device: torch.device) -> Backend | None:
     return _active_virtual[0](name) if _active_virtual else None
 
 
-def workspace_size(backend: Backend, generate: Callable[..., Any], function: str, *sizes: int) -> int:
-    """Bytes that a function of the module of ``generate`` says, at least one; remembered."""
+def workspace_size(backend: Backend, module: Any, function: str, *sizes: int) -> int:
+    """Bytes that a function of a loaded module says, at least one; remembered by its name."""
     size: int | None = backend.memo.get((function, sizes))
     if size is None:
-        ask = getattr(backend.module(generate), function)
+        ask = getattr(module, function)
         size = backend.memo[function, sizes] = max(1, int(backend.call(ask, *sizes, writes=())))
     return size
 

@@ -11,7 +11,7 @@ import functools
 import operator
 import reprlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
@@ -24,6 +24,18 @@ SCALE_WORD = 4  # bytes; the kernels load scales of tokens as 32-bit words
 ELEMENT = 0  # as an alignment: that of the tensor's own elements
 OUTPUT_DTYPES = (torch.bfloat16, torch.float16)
 UE8M0_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
+
+
+class BlockScales(NamedTuple):
+    """What the scales of a format are: their name, dtypes, and the elements that share one."""
+
+    name: str
+    dtypes: tuple[torch.dtype, ...]
+    block: int
+
+
+UE8M0 = BlockScales("UE8M0", UE8M0_DTYPES, BLOCK_SIZE)
+NVFP4_SCALES = BlockScales("E4M3", (torch.uint8, torch.float8_e4m3fn), 16)
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -274,23 +286,24 @@ def require_scales(
     device: torch.device,
     swizzled: bool = True,
     alignment: int = POINTER_ALIGNMENT,
+    formats: BlockScales = UE8M0,
 ) -> None:
-    """Raise unless ``scales`` are the UE8M0 bytes of a matrix ``[rows, k]``, in any shape that holds as many as the layout.
+    """Raise unless ``scales`` are the bytes of a matrix ``[rows, k]``, in any shape that holds as many as the layout.
 
     Raises
     ------
     TypeError, ValueError
-        Not a tensor; another dtype (e4m3 scales are NVFP4's), size, device or address, or not contiguous.
+        Not a tensor; another dtype, size, device or address, or not contiguous.
     """
-    blocks = k // BLOCK_SIZE
+    blocks = k // formats.block
     needed = swizzled_size(rows, blocks) if swizzled else rows * blocks
     if is_tensor(scales) and scales.numel() == needed:
-        require_tensor(name, scales, [scales.shape], UE8M0_DTYPES, device, "UE8M0 block scales", alignment)
+        require_tensor(name, scales, [scales.shape], formats.dtypes, device, f"{formats.name} block scales", alignment)
         return
     layout = "128x4" if swizzled else "linear"
     expected = (
-        f"{needed} contiguous bytes: {layout} scales of {rows} rows and {blocks} blocks of 32, "
-        f"{' or '.join(map(str, UE8M0_DTYPES))}, on {device}"
+        f"{needed} contiguous bytes: {layout} scales of {rows} rows and {blocks} blocks of {formats.block}, "
+        f"{' or '.join(map(str, formats.dtypes))}, on {device}"
     )
     require_tensor_type(name, scales, expected)
     raise ValueError(f"{name} is {describe(scales)}; it must be {expected}")

@@ -8,19 +8,19 @@ from typing import Literal, NamedTuple
 
 from ..jit.sm12x.instances import FORMATS
 
-SCALE_BLOCK = 32
+SCALE_BLOCK = 32  # of the MX formats
 
 
 def matrix_bytes(rows: int, k: int, weights: str) -> int:
-    """Values ``[rows, k]`` in ``bf16``, ``mxfp8`` or ``mxfp4``, and scales as they lie in memory; bf16 has none.
+    """Values ``[rows, k]`` in one of ``FORMATS``, and scales as they lie in memory; bf16 has none.
 
     ``q8_0`` is llama.cpp's: blocks of 32 int8 values and a 2-byte scale.
     """
     if weights == "q8_0":
         return rows * k // SCALE_BLOCK * (SCALE_BLOCK + 2)
     elements = FORMATS[weights]
-    scales = -(-rows // 128) * 128 * (-(-k // SCALE_BLOCK // 4) * 4)
-    return rows * k * elements.bits // 8 + (scales if elements.mma else 0)
+    blocks = -(-k // elements.scale_block // 4) * 4 if elements.scale_block else 0
+    return rows * elements.row_bytes(k) + -(-rows // 128) * 128 * blocks
 
 
 Activation = Literal["gpt-oss", "clamp", "step", "plain"]

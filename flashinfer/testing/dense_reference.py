@@ -1,20 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``dense_mx`` in float64, with the bound on any float32 implementation of it, and inputs for it."""
+"""``dense_block_scaled`` in float64, with the bound on any float32 implementation of it, and inputs for it."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 
 from .error_bounds import FLOAT32_ROUNDOFF, TENSOR_CORE, Accumulation, affine_error, dot_error
 from .mxfp_formats import (
     BLOCK,
+    NVFP4_BLOCK,
+    NVFP4_NAN_SCALE,
     Operand,
     quantize_mxfp4,
+    quantize_mxfp6,
     quantize_mxfp8,
+    quantize_mxint8,
+    quantize_nvfp4,
     swizzle_scales,
     swizzled_place,
     unswizzle_scales,
@@ -24,6 +29,24 @@ from .mxfp_formats import (
 
 TOKENS = ("bf16", "quantize_bf16", "quantize_f16", "mxfp8", "mxfp8_linear", "mxfp4", "bf16_to_mxfp4", "f16_to_mxfp4")
 """Formats of tokens, as the kernels number them; those that are quantized inside are bf16 and f16, to MXFP8 or MXFP4."""
+
+
+class Weights(NamedTuple):
+    """A format of weights."""
+
+    quantize: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    operand: Callable[[torch.Tensor, torch.Tensor], Operand]
+    scale_block: int = BLOCK
+
+
+WEIGHTS = {
+    "mxfp4": Weights(quantize_mxfp4, Operand.of_mxfp4),
+    "mxfp8": Weights(quantize_mxfp8, Operand.of_mxfp8),
+    "mxfp6": Weights(quantize_mxfp6, Operand.of_mxfp6),
+    "mxint8": Weights(quantize_mxint8, Operand.of_mxint8),
+    "nvfp4": Weights(quantize_nvfp4, Operand.of_nvfp4, NVFP4_BLOCK),
+}
+
 TOKENS_OF = {"bf16": "bf16", "mxfp8": "quantize_bf16", "mxfp4": "mxfp4"}
 """Tokens that an instance takes, by its operand."""
 
@@ -32,7 +55,7 @@ TOKENS_OF = {"bf16": "bf16", "mxfp8": "quantize_bf16", "mxfp4": "mxfp4"}
 class DenseCase:
     """A call: sizes, formats, and what besides the product it has.
 
-    ``tokens`` is one of :data:`TOKENS`.
+    ``tokens`` is one of :data:`TOKENS`, ``weights`` of :data:`WEIGHTS`.
     """
 
     num_tokens: int
@@ -48,7 +71,7 @@ class DenseCase:
 
 @dataclasses.dataclass
 class DenseInputs:
-    """Arguments of ``dense_mx``; tests may change what they hold, the reference reads them."""
+    """Arguments of ``dense_block_scaled``; tests may change what they hold, the reference reads them."""
 
     tokens: str
     arguments: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -70,10 +93,9 @@ class DenseInputs:
 
     def weights(self) -> Operand:
         """The weights."""
-        _, weight, scales = self.arguments
-        packed = weight.dtype == torch.uint8
-        blocks = weight.shape[1] // (BLOCK // 2 if packed else BLOCK)
-        return (Operand.of_mxfp4 if packed else Operand.of_mxfp8)(weight, unswizzle_scales(scales, len(weight), blocks))
+        x, weight, scales = self.arguments
+        form, k = WEIGHTS[self.named["weight_format"]], x.shape[1] * (2 if x.dtype is torch.uint8 else 1)
+        return form.operand(weight, unswizzle_scales(scales, len(weight), k // form.scale_block))
 
 
 def _random_matrix(rows: int, k: int, generator: torch.Generator) -> torch.Tensor:
@@ -85,7 +107,7 @@ def _random_matrix(rows: int, k: int, generator: torch.Generator) -> torch.Tenso
 
 
 def make_dense_inputs(case: DenseCase, seed: int) -> DenseInputs:
-    """Random arguments for a case; 128x4 scales have random bytes in their padding, which nobody may use."""
+    """Random arguments for a case; 128x4 scales, and MXFP6's rows, have random bytes in their padding, which nobody may use."""
     generator = torch.Generator().manual_seed(seed)
 
     def swizzled(linear: torch.Tensor) -> torch.Tensor:
@@ -94,9 +116,10 @@ def make_dense_inputs(case: DenseCase, seed: int) -> DenseInputs:
         noise = torch.randint(0, 256, scales.shape, dtype=torch.uint8, generator=generator)
         return torch.where(used, scales, noise)
 
-    quantize = quantize_mxfp4 if case.weights == "mxfp4" else quantize_mxfp8
-    weight, linear = quantize(_random_matrix(case.n, case.k, generator))
-    named: dict[str, Any] = {"out_dtype": case.out_dtype}
+    weight, linear = WEIGHTS[case.weights].quantize(_random_matrix(case.n, case.k, generator))
+    if case.weights == "mxfp6" and case.k // BLOCK % 2:
+        weight[:, -8:] = torch.randint(0, 256, (case.n, 8), dtype=torch.uint8, generator=generator)
+    named: dict[str, Any] = {"weight_format": case.weights, "out_dtype": case.out_dtype}
     tokens = x = _random_matrix(case.num_tokens, case.k, generator)
     if case.tokens in ("bf16", "quantize_bf16", "bf16_to_mxfp4"):
         tokens = x.bfloat16()
@@ -128,9 +151,9 @@ def dense_inputs_with_not_numbers(case: DenseCase, seed: int) -> Iterator[tuple[
     generator = torch.Generator().manual_seed(seed + 1)
     m, n, k = case.num_tokens, case.n, case.k
     token, column, element = (int(torch.randint(count, (), generator=generator)) for count in (m, n, k))
-    block = element // BLOCK
+    block, of_weight = element // BLOCK, WEIGHTS[case.weights].scale_block
     x, weight, weight_scale = inputs.arguments
-    weight_scale = with_nan_padding(weight_scale, n, k // BLOCK)
+    weight_scale = with_nan_padding(weight_scale, n, k // of_weight)
     x_scale = inputs.named.get("x_scale")
     if x_scale is not None and inputs.named.get("swizzled_x_scale", True):
         x_scale = with_nan_padding(x_scale, m, k // BLOCK)
@@ -148,7 +171,7 @@ def dense_inputs_with_not_numbers(case: DenseCase, seed: int) -> Iterator[tuple[
         "x": (token, element),
         "x_scale": scale_place,
         "weight": (column, element),
-        "weight_scale": swizzled_place(weight_scale, n, k // BLOCK, (column, block)),
+        "weight_scale": swizzled_place(weight_scale, n, k // of_weight, (column, element // of_weight)),
         "bias": (column,),
         "alpha": (0,),
         "residual": (token, column),
@@ -160,9 +183,11 @@ def dense_inputs_with_not_numbers(case: DenseCase, seed: int) -> Iterator[tuple[
 
     yield "numbers", made(operands)
     for name, value in operands.items():
-        if value is None or (value.dtype is torch.uint8 and not name.endswith("_scale")):  # each e2m1 is a number
+        integers = value is not None and value.dtype in (torch.uint8, torch.int8)
+        if value is None or (integers and not name.endswith("_scale")):  # each of them is a number
             continue
-        for what, changed in with_not_numbers(value, places[name]):
+        scales = (NVFP4_NAN_SCALE, 0xFF) if name == "weight_scale" and case.weights == "nvfp4" else ()
+        for what, changed in with_not_numbers(value, places[name], scales):
             yield f"{what} in {name}", made({**operands, name: changed})
 
 

@@ -20,7 +20,17 @@ MODELS = models.MOE_LAYERS
 
 DENSE_LAYERS = {name.lower().replace(" ", "_"): shape for name, shape in models.MODELS["gpt-oss-120b"].matrices.items()}
 """gpt-oss-120b's: rows and K of the weight."""
-DENSE_VARIANTS = (("mxfp4", "bf16"), ("mxfp4", "mxfp8"), ("mxfp4", "mxfp4"), ("mxfp8", "bf16"), ("mxfp8", "mxfp8"))
+DENSE_VARIANTS = (
+    ("mxfp4", "bf16"),
+    ("mxfp4", "mxfp8"),
+    ("mxfp4", "mxfp4"),
+    ("nvfp4", "bf16"),
+    ("mxfp6", "bf16"),
+    ("mxfp6", "mxfp8"),
+    ("mxint8", "bf16"),
+    ("mxfp8", "bf16"),
+    ("mxfp8", "mxfp8"),
+)
 """Formats of the weight, and as what tokens, which come in bf16, are multiplied."""
 
 MODE_NAMES = {0: "W4A8 mxfp8", 1: "W4A8 bf16", 2: "W4A16"}

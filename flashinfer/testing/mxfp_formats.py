@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MXFP4 and MXFP8 in float64, written to be read next to the OCP Microscaling Formats specification v1.0.
+"""Block-scaled formats in float64, written to be read next to the OCP Microscaling Formats specification v1.0.
 
-Every function works on any device and keeps its tensors there.  Values are exact: e2m1, e4m3, e5m2 and UE8M0 all fit
-float64, and so do their products.
+Every function works on any device and keeps its tensors there.  Values are exact: e2m1, e2m3, e4m3, e5m2, int8 and UE8M0
+all fit float64, and so do their products.  MXFP6's order in memory is this project's (``sm12x/types.h``); NVFP4 is e2m1
+with an E4M3 scale, whose sign is not read, for 16 elements.
 """
 
 from __future__ import annotations
@@ -83,6 +84,60 @@ def dequantize_mxfp8(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor
     return _scale_(values.to(torch.float64, copy=True), scales)
 
 
+_INT8_UNIT = 2.0**-6  # section 5.3.5
+E2M3_MAX = 7.5
+NVFP4_BLOCK = 16
+NVFP4_NAN_SCALE = 0x7F
+_E2M3_MAGNITUDES = (*(m / 8 for m in range(8)), *(2.0**e * (1 + m / 8) for e in range(3) for m in range(8)))  # 5.3.4
+
+
+def dequantize_mxint8(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """int8 ``[..., K]`` with linear UE8M0 scales ``[..., K / 32]`` to float64 ``[..., K]``."""
+    return _scale_(values.double() * _INT8_UNIT, scales)
+
+
+def _bits_of_mxfp6(k: int) -> torch.Tensor:
+    """Places ``[K, 6]`` of an element's bits in its row, the sign first: bit ``p % 8`` of byte ``p // 8``."""
+    places = []
+    for element in range(k):
+        word, i = divmod(element, 128)  # two planes: 16 bytes of each block, then 8 of each
+        block, i = divmod(i, 32)
+        blocks = min(4, (k - 128 * word) // 32)
+        nibble = 8 * (96 * word + 16 * block) + 4 * i
+        half, i = divmod(i, 16)
+        rotation = 4 * (i // 8) + 2 * (i % 2)
+        pairs, byte = 8 * (96 * word + 16 * blocks + 8 * block + 4 * half), 8 * (i % 8 // 2)
+        sign = pairs + (byte + 7 + rotation) % 32
+        places.append([sign, pairs + byte + rotation, nibble + 3, nibble + 2, nibble + 1, nibble])
+    return torch.tensor(places)
+
+
+def decode_e2m3(rows: torch.Tensor, k: int) -> torch.Tensor:
+    """Values of MXFP6's packed rows ``[n, bytes]``, float64 ``[n, k]``."""
+    places = _bits_of_mxfp6(k).to(rows.device)
+    bits = rows.long()[:, places // 8] >> places % 8 & 1
+    codes = (bits[..., 1:] * torch.tensor([16, 8, 4, 2, 1], device=rows.device)).sum(-1)
+    magnitudes = torch.tensor(_E2M3_MAGNITUDES, dtype=torch.float64, device=rows.device)[codes]
+    return torch.where(bits[..., 0] == 1, -magnitudes, magnitudes)
+
+
+def dequantize_mxfp6(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Packed rows ``[n, bytes]`` with linear UE8M0 scales ``[n, K / 32]`` to float64 ``[n, K]``."""
+    return _scale_(decode_e2m3(rows, BLOCK * scales.shape[-1]), scales)
+
+
+def decode_nvfp4_scales(scales: torch.Tensor) -> torch.Tensor:
+    """E4M3 bytes without their sign bits as float64, NaN for 0x7F."""
+    magnitudes = scales.view(torch.uint8) & 0x7F
+    return magnitudes.view(torch.float8_e4m3fn).double()
+
+
+def dequantize_nvfp4(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """``[n, K / 2]`` bytes with linear E4M3 scales ``[n, K / 16]`` to float64 ``[n, K]``, without the global scale."""
+    blocks = decode_e2m1(packed).unflatten(-1, (-1, NVFP4_BLOCK))
+    return (blocks * decode_nvfp4_scales(scales).unsqueeze(-1)).flatten(-2)
+
+
 def scale_exponents(amax: torch.Tensor, element_max: float) -> torch.Tensor:
     """Exponents of the scales for blocks of largest magnitude ``amax``: ``amax / element_max`` up to a power of two.
 
@@ -112,6 +167,65 @@ def block_amax(values: torch.Tensor) -> torch.Tensor:
     return padded.unflatten(-1, (-1, BLOCK)).amax(-1)
 
 
+def quantize_mxint8(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Float ``[..., K]`` to (int8 ``[..., K]``, linear UE8M0 ``[..., K / 32]``).
+
+    The scale is ``amax / (127 / 64)`` rounded up to a power of two; a block that holds a NaN gets the NaN scale.
+    """
+    scales = _scales_of(values, 127 * _INT8_UNIT)
+    scaled = values.double() / _per_element(scales, values.shape[-1])
+    codes = torch.round(scaled / _INT8_UNIT).clamp(-128, 127).nan_to_num(nan=0.0)
+    return codes.to(torch.int8), _nan_scales(scales, values)
+
+
+def quantize_mxfp6(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Float ``[n, K]`` to (packed e2m3 rows, linear UE8M0 ``[n, K / 32]``); the scale is ``amax / 7.5``, as above."""
+    k = values.shape[-1]
+    scales = _scales_of(values, E2M3_MAX)
+    scaled = values.double() / _per_element(scales, k)
+    codes = _nearest_codes(scaled, _E2M3_MAGNITUDES) + 32 * (torch.signbit(scaled) & ~torch.isnan(scaled))
+    bits = codes.unsqueeze(-1) >> torch.tensor([5, 4, 3, 2, 1, 0], device=values.device) & 1
+    places = _bits_of_mxfp6(k).to(values.device)
+    rows = torch.zeros((len(values), -(-(k // BLOCK) * 24 // 16) * 16), dtype=torch.int64, device=values.device)
+    for bit in range(6):
+        rows.index_add_(1, places[:, bit] // 8, bits[..., bit] << places[:, bit] % 8)
+    return rows.to(torch.uint8), _nan_scales(scales, values)
+
+
+def quantize_nvfp4(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Float ``[n, K]`` to (packed e2m1 ``[n, K / 2]``, linear E4M3 ``[n, K / 16]``), for a global scale of 1.
+
+    The scale is ``amax / 6`` to the nearest E4M3; a block that holds a NaN gets the NaN scale.
+    """
+    blocks = values.double().unflatten(-1, (-1, NVFP4_BLOCK))
+    wanted = blocks.abs().nan_to_num(nan=0.0, posinf=torch.inf).amax(-1) / E2M1_MAX
+    scales = round_to_e4m3(wanted)
+    scaled = torch.where(scales.unsqueeze(-1) == 0, 0.0, blocks / scales.unsqueeze(-1)).flatten(-2)
+    codes = _nearest_codes(scaled, E2M1_VALUES) + 8 * (torch.signbit(scaled) & ~torch.isnan(scaled))
+    found = scales.float().to(torch.float8_e4m3fn).view(torch.uint8)
+    found = torch.where(torch.isnan(blocks).any(-1), NVFP4_NAN_SCALE, found).to(torch.uint8)
+    return (codes[..., 0::2] + 16 * codes[..., 1::2]).to(torch.uint8), found
+
+
+def _scales_of(values: torch.Tensor, element_max: float) -> torch.Tensor:
+    return (scale_exponents(block_amax(values.double()), element_max) + SCALE_BIAS).to(torch.uint8)
+
+
+def _nan_scales(scales: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """``scales``, NaN where a block of ``values`` holds one: for elements that have none."""
+    isnan = torch.nn.functional.pad(torch.isnan(values), (0, -values.shape[-1] % BLOCK))
+    return torch.where(isnan.unflatten(-1, (-1, BLOCK)).any(-1), NAN_SCALE, scales).to(torch.uint8)
+
+
+def _nearest_codes(scaled: torch.Tensor, magnitudes: tuple[float, ...]) -> torch.Tensor:
+    """Codes of the nearest magnitudes, saturated; NaN is 0. Of two equally near ones that with an even code wins."""
+    table = torch.tensor(magnitudes, dtype=torch.float64, device=scaled.device)
+    distance = (scaled.abs().clamp(max=magnitudes[-1]).unsqueeze(-1) - table).abs()
+    codes = torch.arange(len(magnitudes), device=scaled.device)
+    even_first = torch.cat([codes[0::2], codes[1::2]])
+    return torch.where(torch.isnan(scaled), 0, even_first[distance[..., even_first].argmin(-1)])
+
+
 def quantize_mxfp8(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Float ``[..., K]`` to (e4m3 ``[..., K]``, linear UE8M0 ``[..., ceil(K / 32)]``).
 
@@ -130,20 +244,10 @@ def quantize_mxfp4(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     The scale is ``amax / 6`` rounded up to a power of two (byte 0 for an all-zero block); values are rounded to nearest
     even and saturated, so infinity becomes 6.  e2m1 has no NaN: a block that holds one gets the NaN scale.
     """
-    k = values.shape[-1]
-    exponents = scale_exponents(block_amax(values.double()), E2M1_MAX)
-    scales = (exponents + SCALE_BIAS).to(torch.uint8)
-    scaled = values.double() / _per_element(scales, k)
-    table = torch.tensor(E2M1_VALUES, dtype=torch.float64, device=values.device)
-    distance = (scaled.abs().clamp(max=E2M1_MAX).unsqueeze(-1) - table).abs()
-    # Of two equally near values the one with an even code wins.
-    even_first = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7], device=values.device)
-    codes = even_first[distance[..., even_first].argmin(-1)] + 8 * torch.signbit(scaled)
-    codes = torch.where(torch.isnan(values), 0, codes)
-    isnan = torch.nn.functional.pad(torch.isnan(values), (0, -k % BLOCK))
-    holds_nan = isnan.unflatten(-1, (-1, BLOCK)).any(-1)
-    scales = torch.where(holds_nan, NAN_SCALE, scales).to(torch.uint8)
-    return (codes[..., 0::2] + 16 * codes[..., 1::2]).to(torch.uint8), scales
+    scales = _scales_of(values, E2M1_MAX)
+    scaled = values.double() / _per_element(scales, values.shape[-1])
+    codes = _nearest_codes(scaled, E2M1_VALUES) + 8 * (torch.signbit(scaled) & ~torch.isnan(scaled))
+    return (codes[..., 0::2] + 16 * codes[..., 1::2]).to(torch.uint8), _nan_scales(scales, values)
 
 
 def swizzle_scales(linear: torch.Tensor) -> torch.Tensor:
@@ -195,9 +299,14 @@ _NOT_NUMBERS: dict[torch.dtype, tuple[float, ...]] = {
 }
 
 
-def with_not_numbers(tensor: torch.Tensor, place: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Copies of floating-point values, or of UE8M0 bytes, with each value that is no number at ``place``, and its name."""
-    for value in _NOT_NUMBERS.get(tensor.dtype, (torch.nan, torch.inf, -torch.inf)):
+def with_not_numbers(
+    tensor: torch.Tensor, place: Any, values: tuple[int, ...] = ()
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Copies of floating-point values, or of UE8M0 bytes, with each value that is no number at ``place``, and its name.
+
+    ``values``: the bytes that are none, of other formats.
+    """
+    for value in values or _NOT_NUMBERS.get(tensor.dtype, (torch.nan, torch.inf, -torch.inf)):
         changed = tensor.clone()
         (changed.view(torch.uint8) if tensor.dtype in _NOT_NUMBERS else changed)[place] = value
         yield f"{changed[place].float().item() if tensor.dtype is not torch.uint8 else torch.nan}", changed
@@ -218,7 +327,7 @@ class Operand:
     Attributes
     ----------
     form : str
-        ``"bf16"``, ``"mxfp8"`` or ``"mxfp4"``.
+        ``"bf16"``, or a block-scaled format.
     values : torch.Tensor
         float64 ``[rows, K]``.
     least : torch.Tensor
@@ -259,6 +368,26 @@ class Operand:
         """Bytes ``[rows, K / 2]`` with linear scales ``[rows, K / 32]``."""
         lowest = _look_up_nibbles(packed, lowest_bits(_e2m1_table(packed.device)))
         return cls("mxfp4", dequantize_mxfp4(packed, linear), decode_scales(linear), _scaled_lowest(lowest, linear))
+
+    @classmethod
+    def of_mxfp6(cls, packed: torch.Tensor, linear: torch.Tensor) -> Operand:
+        """Packed rows with linear scales ``[rows, K / 32]``; the least exponent of e2m3 is 0."""
+        return cls("mxfp6", dequantize_mxfp6(packed, linear), decode_scales(linear))
+
+    @classmethod
+    def of_mxint8(cls, values: torch.Tensor, linear: torch.Tensor) -> Operand:
+        """int8 ``[rows, K]`` with linear scales ``[rows, K / 32]``, which no MMA takes but as bfloat16."""
+        return cls.as_bf16("mxint8", dequantize_mxint8(values, linear))
+
+    @classmethod
+    def of_nvfp4(cls, packed: torch.Tensor, linear: torch.Tensor) -> Operand:
+        """Bytes ``[rows, K / 2]`` with linear E4M3 scales ``[rows, K / 16]``, without the global scale; as bfloat16."""
+        return cls.as_bf16("nvfp4", dequantize_nvfp4(packed, linear))
+
+    @classmethod
+    def as_bf16(cls, form: str, values: torch.Tensor) -> Operand:
+        """Values that are bfloat16's, whatever their format."""
+        return cls(form, values, cls.of_bf16(values).least)
 
     def __getitem__(self, rows: Any) -> Operand:
         return Operand(self.form, self.values[rows], self.least[rows], self.lowest[rows])

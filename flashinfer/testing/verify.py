@@ -13,7 +13,7 @@ import torch
 from ..fused_moe import cutlass_fused_moe
 from ..fused_moe.sm12x_validation import Mode
 from ..gemm import group_gemm_mxfp4_nt_groupwise
-from ..gemm.sm12x_dense import dense_mx
+from ..gemm.sm12x_dense import dense_block_scaled
 from ..jit.sm12x.instances import DENSE_INSTANCES, INSTANCES, MAIN_MODULE
 from .dense_reference import TOKENS_OF, DenseCase, dense_reference, make_dense_inputs
 from .error_bounds import Accumulation, BoundViolation, check_within_bound
@@ -134,7 +134,7 @@ def gemm_results(
 def dense_results(
     shapes: Iterable[tuple[int, int]], seed: int, device: torch.device, accumulation: Accumulation
 ) -> Iterator[Result]:
-    """``dense_mx`` by each of its tactics, of ``(n, k)`` weights, with more tokens than a tile has."""
+    """``dense_block_scaled`` by each of its tactics, of ``(n, k)`` weights, with more tokens than a tile has."""
 
     def moved(value: Any) -> Any:
         return value.to(device) if isinstance(value, torch.Tensor) else value
@@ -147,5 +147,5 @@ def dense_results(
             inputs = make_dense_inputs(case, seed)
             reference, bound = (moved(value) for value in dense_reference(inputs, accumulation))
             named = {name: moved(value) for name, value in inputs.named.items()}
-            call = functools.partial(dense_mx, *map(moved, inputs.arguments), **named, tactic=row.name)
+            call = functools.partial(dense_block_scaled, *map(moved, inputs.arguments), **named, tactic=row.name)
             yield judged(f"dense {n} x {k}, {case.num_tokens} tokens, {row.name}", call, reference, bound)

@@ -166,7 +166,7 @@ def test_dense_layers_and_their_peers(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert [line[-3:] for line in lines] == [["20.0", "20.0 DISAGREES", "failed"]] * 2
     assert rows[1].peers["absent"].note == "OSError: no library"
     # A weight that is not the one which was multiplied.
-    inputs.weights["mxfp4"] = (wrong[0].flip(0), wrong[1])
+    inputs.weights["mxfp4"] = wrong._replace(values=wrong[0].flip(0))
     x = inputs.batches[1]
     out = flashinfer.gemm.sm12x_dense.dense_mx(
         x, wrong[0], flashinfer.quantization.mx_cpu.swizzle_128x4(wrong[1]), inputs.bias

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``dense_mx`` on the CPU, and on a GPU that serves the family: results within the bound, arguments, graphs, compilation."""
+"""``dense_block_scaled`` on the CPU, and on a GPU that serves the family: results within the bound, arguments, graphs, compilation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from operator_calls import on
 
 from flashinfer.gemm import sm12x_dense_launch
-from flashinfer.gemm.sm12x_dense import dense_mx
+from flashinfer.gemm.sm12x_dense import dense_block_scaled, dense_mx
 from flashinfer.gemm.sm12x_dense_launch import (
     BF16,
     DENSE_INSTANCES,
@@ -28,7 +28,7 @@ from flashinfer.jit.sm12x import modules
 from flashinfer.jit.sm12x.instances import Format
 from flashinfer.sm12x.probe.mma import accumulation_on
 from flashinfer.testing import DenseCase, DenseInputs, check_within_bound, dense_reference, make_dense_inputs
-from flashinfer.testing.dense_reference import TOKENS, TOKENS_OF, dense_inputs_with_not_numbers
+from flashinfer.testing.dense_reference import TOKENS, TOKENS_OF, WEIGHTS, dense_inputs_with_not_numbers
 
 
 def moved(device: torch.device, inputs: DenseInputs) -> DenseInputs:
@@ -41,14 +41,14 @@ def check(device: torch.device, case: DenseCase, seed: int, **named: Any) -> Non
     print("seed", seed)
     inputs = moved(device, make_dense_inputs(case, seed))
     out = torch.full((case.num_tokens, case.n), torch.nan, dtype=case.out_dtype, device=device)
-    assert dense_mx(*inputs.arguments, **inputs.named, out=out, **named) is out
+    assert dense_block_scaled(*inputs.arguments, **inputs.named, out=out, **named) is out
     check_within_bound(out, *dense_reference(inputs, accumulation_on(device)), f"{case}, seed {seed}")
 
 
-@pytest.mark.parametrize("weights", ["mxfp4", "mxfp8"])
+@pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_formats(device: torch.device, weights: str, tokens: str) -> None:
-    if weights == "mxfp8" and tokens.endswith("to_mxfp4"):
+    if weights != "mxfp4" and tokens.endswith("to_mxfp4"):
         pytest.skip("tokens are rounded to MXFP4 for MXFP4 weights")
     seed = int(torch.randint(2**31, ()))
     print("seed", seed)
@@ -77,27 +77,39 @@ def test_every_instance(device: torch.device, row: Any) -> None:
     check(device, case, 7, tactic=row.index)
 
 
-@pytest.mark.parametrize("weights", ["mxfp4", "mxfp8"])
+@pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_what_is_no_number_stays_in_its_row_or_column(device: torch.device, weights: str, tokens: str) -> None:
-    if weights == "mxfp8" and tokens.endswith("to_mxfp4"):
+    if weights != "mxfp4" and tokens.endswith("to_mxfp4"):
         pytest.skip("tokens are rounded to MXFP4 for MXFP4 weights")
     case = DenseCase(5, 40, 96, weights, tokens, torch.float32, True, True, torch.float32)
     for what, inputs in dense_inputs_with_not_numbers(case, 10):
         expected = dense_reference(inputs, accumulation_on(device))
         moved(device, inputs)
         out = torch.full((5, 40), torch.nan, device=device)
-        dense_mx(*inputs.arguments, **inputs.named, out=out)
+        dense_block_scaled(*inputs.arguments, **inputs.named, out=out)
         check_within_bound(out.cpu(), *expected, what)
 
 
 def test_dequantized_weights_in_several_pieces(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sm12x_dense_launch, "DEQUANTIZED_TOKENS", {False: 1, True: 1})
-    monkeypatch.setattr(sm12x_dense_launch, "DEQUANTIZED_IN_PIECES_TOKENS", {"mxfp4": 1, "mxfp8": 1})
+    monkeypatch.setattr(sm12x_dense_launch, "DEQUANTIZED_IN_PIECES_TOKENS", dict.fromkeys(WEIGHTS, 1))
     for rows in (256, 300, 1):  # of bfloat16; of the CPU's float32 half as many
         monkeypatch.setattr(sm12x_dense_launch, "DEQUANTIZED_BYTES", rows * 160 * 2)
-        for weights in ("mxfp4", "mxfp8"):
+        for weights in WEIGHTS:
             check(device, DenseCase(20, 700, 160, weights, "quantize_bf16", torch.bfloat16, True, True), 8)
+
+
+@pytest.mark.parametrize("form", ["mxfp4", "mxfp8"])
+def test_the_older_name_tells_the_format_by_the_dtype(device: torch.device, form: str) -> None:
+    inputs = moved(device, make_dense_inputs(DenseCase(3, 64, 96, form), 14))
+    expected = dense_block_scaled(*inputs.arguments, weight_format=form)
+    assert torch.equal(dense_mx(*inputs.arguments), expected)
+    x, weight, scales = inputs.arguments
+    with pytest.raises(
+        ValueError, match=r"weight is torch.int8 .* must be torch.uint8 or torch.float8_e4m3fn, or name"
+    ):
+        dense_mx(x, weight.view(torch.int8), scales)
 
 
 def test_no_tokens(device: torch.device) -> None:
@@ -236,9 +248,9 @@ def test_launches_behind_each_other_see_each_others_results(device: torch.device
 
 def test_an_output_may_be_the_residual_and_nothing_else_that_is_read(device: torch.device) -> None:
     inputs = moved(device, make_dense_inputs(DenseCase(3, 64, 64, residual=True), 14))
-    expected = dense_mx(*inputs.arguments, **inputs.named)
+    expected = dense_block_scaled(*inputs.arguments, **inputs.named)
     residual = inputs.named["residual"]
-    assert dense_mx(*inputs.arguments, **inputs.named, out=residual) is residual
+    assert dense_block_scaled(*inputs.arguments, **inputs.named, out=residual) is residual
     assert torch.equal(residual, expected)
     x = inputs.arguments[0]
     with pytest.raises(ValueError, match="out overlaps x"):

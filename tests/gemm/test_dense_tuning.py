@@ -13,7 +13,7 @@ import torch
 from flashinfer.autotuner import AutoTuner, autotune, autotuner
 from recording_backend import RecordingBackend, recording_tuner
 
-from flashinfer.gemm import dense_mx, sm12x_dense_launch, sm12x_dense_tuning
+from flashinfer.gemm import dense_block_scaled, sm12x_dense_launch, sm12x_dense_tuning
 from flashinfer.gemm.sm12x_dense_tuning import DEQUANTIZED, MOST_TOKENS
 from flashinfer.jit.sm12x.instances import DENSE_INSTANCES
 from flashinfer.quantization.mx_cpu import swizzled_size
@@ -71,7 +71,7 @@ def arguments(tokens: int, weights: str = "mxfp4", form: str = "bf16", **more: A
 
 
 def took(stand: Stand, *given: Any, **named: Any) -> str:
-    dense_mx(**arguments(*given, **named))
+    dense_block_scaled(**arguments(*given, **named))
     return stand.launches[-1][0]
 
 
@@ -100,7 +100,7 @@ def test_what_takes_a_call_is_timed_and_the_best_is_used(stand: Stand, weights: 
 @pytest.mark.parametrize("form", FORMATS)
 def test_profiles_have_operands_of_their_size(stand: Stand, form: str) -> None:
     with autotune(True):
-        dense_mx(**arguments(8, form=form, residual=True, out_dtype=torch.float16))
+        dense_block_scaled(**arguments(8, form=form, residual=True, out_dtype=torch.float16))
     assert {operands.x.shape[0] for operands in stand.operands} >= {1, 2, 4, 8, 256, MOST_TOKENS}
     for operands in stand.operands:
         tokens = operands.x.shape[0]
@@ -148,8 +148,8 @@ def test_cublas_is_taken_of_bfloat16_tokens_alone(stand: Stand, form: str, tmp_p
 def test_a_forced_instance_wins(stand: Stand) -> None:
     stand.times = {"dense_mxfp4_m8_w3": 0.5}
     with autotune(True):
-        dense_mx(**arguments(8), tactic="dense_mxfp4_m16_w2")
+        dense_block_scaled(**arguments(8), tactic="dense_mxfp4_m16_w2")
         assert stand.timed == []
-        dense_mx(**arguments(8))
-    dense_mx(**arguments(8), tactic="dense_mxfp4_m16_w2")
+        dense_block_scaled(**arguments(8))
+    dense_block_scaled(**arguments(8), tactic="dense_mxfp4_m16_w2")
     assert stand.launches[-1][0] == "dense_mxfp4_m16_w2"

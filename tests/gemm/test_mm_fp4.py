@@ -14,6 +14,7 @@ from flashinfer.utils import BackendSupportedError
 import flashinfer
 from flashinfer.gemm import gemm_base, gemm_bf16_fp4, sm12x_mm
 from flashinfer.quantization import mx_cpu
+from flashinfer.quantization.block_scaled import quantize_weight
 from flashinfer.sm12x import devices
 
 
@@ -46,7 +47,7 @@ def test_only_what_upstream_refuses_on_sm12x_is_taken_from_it(monkeypatch, backe
 
 
 @pytest.mark.parametrize("k", [160, 192])
-def test_each_function_is_a_call_of_dense_mx(k):
+def test_each_function_is_a_call_of_dense_block_scaled(k):
     """Whose results are held to their bound elsewhere."""
     m, n = 3, 70
     print("seed", 8)
@@ -72,6 +73,11 @@ def test_each_function_is_a_call_of_dense_mx(k):
     weights = flashinfer.gemm.prepare_bf16_fp4_weights(w4, w4_sf, alpha, backend="sm12x", block_size=32)
     got = flashinfer.mm_bf16_fp4(x, *weights, backend="sm12x", block_size=32)
     assert torch.equal(got, dense(x, w4, w4_sf, alpha=alpha))
+    nv = quantize_weight(w, "nvfp4")
+    weights = flashinfer.gemm.prepare_bf16_fp4_weights(*nv, backend="sm12x")
+    got = flashinfer.mm_bf16_fp4(x, *weights, backend="sm12x")
+    expected = flashinfer.gemm.dense_block_scaled(x, *nv[:2], weight_format="nvfp4", alpha=nv.global_scale)
+    assert torch.equal(got, expected)
     got = flashinfer.gemm.mm_bf16_mxfp8(x, w8, w8_sf, out_dtype=torch.float16)
     assert torch.equal(got, dense(x, w8, w8_sf, out_dtype=torch.float16))
 

@@ -12,7 +12,7 @@ from virtual_devices import ALL_WATCHERS, RACES, virtual_fixture
 
 import flashinfer
 from flashinfer.gemm import sm12x_dense_launch
-from flashinfer.gemm.sm12x_dense import dense_mx
+from flashinfer.gemm.sm12x_dense import dense_block_scaled
 from flashinfer.gemm.sm12x_dense_launch import gemm_operands
 from flashinfer.jit.sm12x.instances import DENSE_INSTANCES, Instance
 from flashinfer.jit.sm12x.modules import gen_dense_module
@@ -29,7 +29,7 @@ from flashinfer.testing import (
     unswizzle_scales,
 )
 from flashinfer.testing.dense_reference import TOKENS as FORMATS
-from flashinfer.testing.dense_reference import TOKENS_OF, dense_inputs_with_not_numbers
+from flashinfer.testing.dense_reference import TOKENS_OF, WEIGHTS, dense_inputs_with_not_numbers
 from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
 
 SMS = 48
@@ -44,13 +44,13 @@ def tokens_for(row: Instance) -> str:
 
 
 def workspace_size(device: VirtualDevice, num_tokens: int, k: int, row: Instance, tokens: str | None = None) -> int:
-    module, token_format = device.module(gen_dense_module), FORMATS.index(tokens or tokens_for(row))
+    module, token_format = device.module(gen_dense_module, row.weights), FORMATS.index(tokens or tokens_for(row))
     return int(device.call(module.sm12x_dense_gemm_workspace_size, num_tokens, k, row.index, token_format))
 
 
 def run(inputs: DenseInputs, case: DenseCase, tactic: str | None) -> torch.Tensor:
     out = torch.full((case.num_tokens, case.n), torch.nan, dtype=case.out_dtype)
-    return dense_mx(*inputs.arguments, **inputs.named, out=out, tactic=tactic)
+    return dense_block_scaled(*inputs.arguments, **inputs.named, out=out, tactic=tactic)
 
 
 def check(device: VirtualDevice, case: DenseCase, seed: int, tactic: str | None = None) -> torch.Tensor:
@@ -84,11 +84,13 @@ def test_panels_of_tokens(device: VirtualDevice, name: str) -> None:
 
 
 # Whole words and a part of one; one, two and four groups of warps; fewer units than blocks and many; rows in one piece and
-# row by row.
+# row by row; a slice whose pitch is as many bytes as a row has (640 of MXFP4, 416 of MXFP6).
 @pytest.mark.parametrize(
-    ("n", "k"), [(1, 32), (17, 64), (300, 128), (40, 416), (1600, 512), (33, 1536), (64, 2048), (130, 2880)], ids=str
+    ("n", "k"),
+    [(1, 32), (17, 64), (300, 128), (40, 416), (72, 640), (1600, 512), (33, 1536), (64, 2048), (130, 2880)],
+    ids=str,
 )
-@pytest.mark.parametrize("name", ["dense_mxfp4_m8_w2", "dense_mxfp8_m16_w2"])
+@pytest.mark.parametrize("name", ["dense_mxfp4_m8_w2", "dense_mxfp8_m16_w2", "dense_mxfp6_m8_w2", "dense_nvfp4_m16_w2"])
 def test_shapes_of_a_stream(device: VirtualDevice, name: str, n: int, k: int) -> None:
     check(device, DenseCase(5, n, k, BY_NAME[name].weights), 2 + n, name)
 
@@ -144,18 +146,46 @@ def test_scales_at_both_ends_and_nan(device: VirtualDevice, row: Instance) -> No
         inputs.named["x_scale"].sub_(100)
     else:
         x.mul_(2.0**-100)
-    swizzled = scales.reshape(2, 32, 4, 4)  # word along K, row % 32, row / 32, block
-    swizzled[0, 3, 0, 1] = 200  # 2^73: row 3
+    swizzled = scales.reshape(-1, 32, 4, 4)  # word along K, row % 32, row / 32, block
+    largest = 0x7E if row.weights == "nvfp4" else 200  # 448, 2^73
+    swizzled[0, 3, 0, 1] = largest  # row 3
     swizzled[1, 25, 0, 2] = 255  # NaN: row 25, of another slab
     weight.view(torch.uint8)[20, 5] = 0x7F if row.weights == "mxfp8" else 0x77
-    linear = unswizzle_scales(scales, 48, 8)
-    assert int(linear[3, 1]) == 200
+    linear = unswizzle_scales(scales, 48, 4 * len(swizzled))
+    assert int(linear[3, 1]) == largest
     assert int(linear[25, 6]) == 255
     expected = dense_reference(inputs)
     bad = torch.isnan(expected[0]).all(0).nonzero().flatten().tolist()
     assert bad == ([20, 25] if row.weights == "mxfp8" else [25])
     out = run(inputs, case, row.name)
     check_within_bound(out, *expected, row.name)
+
+
+EVERY_WEIGHT = [
+    (form, kind)
+    for form in ("mxint8", "mxfp6", "nvfp4")
+    for kind in ("m8_w2", "m8_w3", "m16_w2", "m32_gemm", "m64_gemm_mxfp8")
+    if f"dense_{form}_{kind}" in BY_NAME
+]
+
+
+@pytest.mark.parametrize(("form", "kind"), EVERY_WEIGHT)
+@pytest.mark.parametrize("k", [32, 96, 288, 512])  # one, three and one blocks in the last word, and four
+def test_every_code_and_scale_of_a_weight(device: VirtualDevice, form: str, kind: str, k: int) -> None:
+    """Random bytes: each int8, -128 among them, each e2m3, each E4M3 scale with its sign, subnormal ones and both NaN."""
+    case = DenseCase(3, 80, k, form, TOKENS_OF[BY_NAME[f"dense_{form}_{kind}"].operand], out_dtype=torch.float32)
+    inputs = make_dense_inputs(case, 90 + k)
+    generator = torch.Generator().manual_seed(91)
+    _, weight, scales = inputs.arguments
+    codes = torch.randint(0, 256, weight.shape, dtype=torch.uint8, generator=generator)
+    weight.view(torch.uint8).copy_(codes)
+    if form == "nvfp4":
+        scales.copy_(torch.arange(scales.numel()).to(torch.uint8).view(scales.shape))
+    out = run(inputs, case, f"dense_{form}_{kind}")
+    reference, bound = dense_reference(inputs)
+    check_within_bound(out, reference, bound, f"{form} {kind}")
+    assert form == "nvfp4" or torch.isfinite(out).all()
+    assert torch.isfinite(out).any()
 
 
 @EACH_FORMAT
@@ -166,7 +196,7 @@ def test_what_is_no_number_stays_in_its_row_or_column(device: VirtualDevice, nam
         out = run(inputs, case, name)
         reference, bound = dense_reference(inputs)
         check_within_bound(out, reference, bound, what)
-        everywhere = reference.isnan().all() or reference.isinf().all()
+        everywhere = not reference.isfinite().any()  # a sum of zero times infinity is NaN
         assert everywhere == ("alpha" in what)
 
 
@@ -244,7 +274,7 @@ def test_linear_token_scales_may_start_anywhere_where_they_are_no_words(device: 
     x, scales = x[1:], inputs.named["x_scale"][1:]
     assert scales.data_ptr() % 4 != 0
     inputs.arguments, inputs.named["x_scale"] = (x, *weight), scales
-    out = dense_mx(*inputs.arguments, **inputs.named, tactic="dense_mxfp8_m64_gemm_mxfp8")
+    out = dense_block_scaled(*inputs.arguments, **inputs.named, tactic="dense_mxfp8_m64_gemm_mxfp8")
     check_within_bound(out, *dense_reference(inputs), "rows from the second on")
 
 
@@ -274,7 +304,7 @@ def test_upstreams_names(device: VirtualDevice) -> None:
 
 
 @pytest.mark.parametrize(("dequantized_rows", "dequantized_tokens"), [(128, 2048), (300, 13), (90, 7), (5, 2048)])
-@pytest.mark.parametrize("weights", ["mxfp4", "mxfp8"])
+@pytest.mark.parametrize("weights", WEIGHTS)
 def test_weights_are_dequantized_in_pieces(
     device: VirtualDevice, weights: str, dequantized_rows: int, dequantized_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -288,7 +318,8 @@ def test_weights_are_dequantized_in_pieces(
     class Module:
         @staticmethod
         def sm12x_dequantize_rows(*arguments: Any) -> None:
-            device.call(device.module(gen_dense_module).sm12x_dequantize_rows, *arguments, writes=arguments[:1])
+            module = device.module(gen_dense_module, weights)
+            device.call(module.sm12x_dequantize_rows, *arguments, writes=arguments[:1])
             pieces.append(arguments[1].shape[0])
 
     monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype: a.to(out_dtype) @ b.to(out_dtype))
@@ -301,6 +332,7 @@ def test_weights_are_dequantized_in_pieces(
         x=x,
         weight=weight,
         weight_scale=weight_scale,
+        weight_format=weights,
         **{key: named[key] for key in ("x_scale", "alpha", "bias", "residual")},
     )
     sm12x_dense_launch._multiply_dequantized(Module, call, FORMATS.index("mxfp8_linear"))
@@ -347,12 +379,12 @@ def run_both(
     device: VirtualDevice, rows: list[Instance], calls: list[tuple[torch.Tensor, ...]], constant_weights: bool
 ) -> None:
     """Two layers ``(out, x, weight, weight_scale)``, programmatic dependent launches, one behind the other."""
-    module = device.module(gen_dense_module)
+    loaded = [device.module(gen_dense_module, row.weights) for row in rows]
     # As large as the largest of these layers needs.
     spaces = [None if row.streamed else device.empty(workspace_size(device, 16, 160, row)) for row in rows]
 
     def launch(*_tensors: torch.Tensor) -> None:
-        for row, (out, x, weight, scale), space in zip(rows, calls, spaces, strict=True):
+        for row, module, (out, x, weight, scale), space in zip(rows, loaded, calls, spaces, strict=True):
             operands, token_format = (out, x, None, weight, scale, None, None, None), FORMATS.index(tokens_for(row))
             module.sm12x_dense_run(*operands, space, token_format, row.index, constant_weights, True)
 
@@ -416,12 +448,27 @@ def test_a_weight_that_the_layer_in_front_writes(device: VirtualDevice, name: st
 @pytest.mark.parametrize("tokens", FORMATS)
 def test_rows_are_dequantized_exactly(device: VirtualDevice, tokens: str) -> None:
     """What cuBLAS multiplies, for very many tokens: each value as the bfloat16 that it equals, NaN and infinity included."""
-    module = device.module(gen_dense_module)
+    module = device.module(gen_dense_module, "mxfp4")
     for what, inputs in dense_inputs_with_not_numbers(DenseCase(37, 8, 416, tokens=tokens), 80):
         wide = torch.full((37, 416), torch.nan, dtype=torch.bfloat16)
         rows, scale = inputs.arguments[0], inputs.named.get("x_scale")
         device.call(module.sm12x_dequantize_rows, wide, rows, scale, FORMATS.index(tokens), writes=(wide,))
         exact = inputs.multiplied().values
+        torch.testing.assert_close(wide, exact.bfloat16(), rtol=0, atol=0, equal_nan=True, msg=what)
+        assert torch.equal(wide.double(), exact) or what != "numbers"
+
+
+@pytest.mark.parametrize("form", ["mxfp6", "mxint8", "nvfp4"])
+@pytest.mark.parametrize("k", [32, 96, 416])
+def test_weights_are_dequantized_exactly(device: VirtualDevice, form: str, k: int) -> None:
+    module = device.module(gen_dense_module, form)
+    for what, inputs in dense_inputs_with_not_numbers(DenseCase(2, 37, k, form), 82):
+        _, weight, scales = inputs.arguments
+        weight.view(torch.uint8).copy_(torch.randint(0, 256, weight.shape, dtype=torch.uint8))
+        wide = torch.full((37, k), torch.nan, dtype=torch.bfloat16)
+        rows = sm12x_dense_launch._ROWS_OF_WEIGHTS[form]
+        device.call(module.sm12x_dequantize_rows, wide, weight, scales, rows, writes=(wide,))
+        exact = inputs.weights().values
         torch.testing.assert_close(wide, exact.bfloat16(), rtol=0, atol=0, equal_nan=True, msg=what)
         assert torch.equal(wide.double(), exact) or what != "numbers"
 
@@ -441,11 +488,11 @@ def test_16_bit_values_are_rounded_to_mxfp4(device: VirtualDevice, dtype: torch.
     x = (bits | signs).flatten(1).to(torch.int16).view(dtype)
     expected = dequantize_mxfp4(*quantize_mxfp4(x.float()))
     name = "bf16_to_mxfp4" if dtype is torch.bfloat16 else "f16_to_mxfp4"
-    wide, module = torch.full((96, 416), torch.nan, dtype=torch.bfloat16), device.module(gen_dense_module)
+    wide, module = torch.full((96, 416), torch.nan, dtype=torch.bfloat16), device.module(gen_dense_module, "mxfp4")
     device.call(module.sm12x_dequantize_rows, wide, x, None, FORMATS.index(name), writes=(wide,))
     torch.testing.assert_close(wide, expected.bfloat16(), rtol=0, atol=0, equal_nan=True)
     inputs = make_dense_inputs(DenseCase(96, 40, 416, tokens=name, out_dtype=torch.float32), 81)
     inputs.arguments = (x, *inputs.arguments[1:])
-    out = dense_mx(*inputs.arguments, **inputs.named, tactic="dense_mxfp4_m64_gemm_mxfp4")
+    out = dense_block_scaled(*inputs.arguments, **inputs.named, tactic="dense_mxfp4_m64_gemm_mxfp4")
     check_within_bound(out, *dense_reference(inputs), name)
     assert out[1].isnan().all()

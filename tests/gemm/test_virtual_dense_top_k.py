@@ -9,7 +9,7 @@ import pytest
 import torch
 from virtual_devices import ALL_WATCHERS, virtual_fixture
 
-from flashinfer.gemm import dense_mx_top_k
+from flashinfer.gemm import dense_block_scaled_top_k
 from flashinfer.jit.sm12x.modules import gen_dense_module
 from flashinfer.testing import DenseCase, check_within_bound, dense_reference, make_dense_inputs
 from flashinfer.testing.row_top_k_reference import largest_of_rows, with_unusual_outputs
@@ -32,10 +32,10 @@ def check(device: VirtualDevice, case: DenseCase, seed: int, **named: Any) -> No
     inputs = make_dense_inputs(case, seed)
     kept = {key: value for key, value in inputs.named.items() if key != "out_dtype"}
     logits = torch.full((case.num_tokens, case.n), torch.nan, dtype=case.out_dtype)
-    both = dense_mx_top_k(*inputs.arguments, **kept, **named, logits=logits)
+    both = dense_block_scaled_top_k(*inputs.arguments, **kept, **named, logits=logits)
     check_within_bound(logits, *dense_reference(inputs), f"{case}, seed {seed}")
     values, indices = largest_of_rows(logits, named.get("top_k", 1))
-    alone = dense_mx_top_k(*inputs.arguments, **inputs.named, **named)
+    alone = dense_block_scaled_top_k(*inputs.arguments, **inputs.named, **named)
     for found in (both, alone):
         assert torch.equal(found.values, values)
         assert torch.equal(found.indices, indices + named.get("first_index", 0))
@@ -89,7 +89,7 @@ def test_ties_and_what_is_no_number(device: VirtualDevice, tactic: str, kind: st
     for top_k in (1, 4):
         values, indices = largest_of_rows(logits, top_k)
         for kept in (None, torch.full((9, 3000), 9.0, dtype=torch.bfloat16)):
-            found = dense_mx_top_k(**arguments, top_k=top_k, logits=kept, tactic=tactic)
+            found = dense_block_scaled_top_k(**arguments, top_k=top_k, logits=kept, tactic=tactic)
             assert torch.equal(found.indices, indices)
             assert torch.equal(found.values.nan_to_num(9e9), values.nan_to_num(9e9))
             assert kept is None or torch.equal(kept.nan_to_num(9e9), logits.nan_to_num(9e9))
@@ -105,7 +105,8 @@ def test_weak_memory(top_k: int) -> None:
 @pytest.mark.parametrize("tactic", ["dense_mxfp4_m8_w2", "dense_mxfp4_m32_gemm"])
 def test_a_search_behind_a_search(device: VirtualDevice, tactic: str) -> None:
     """Programmatic dependent launches that use one workspace in turn, full of what was there before."""
-    module, place = device.module(gen_dense_module), {"dense_mxfp4_m8_w2": 0, "dense_mxfp4_m32_gemm": 6}[tactic]
+    module = device.module(gen_dense_module, "mxfp4")
+    place = {"dense_mxfp4_m8_w2": 0, "dense_mxfp4_m32_gemm": 6}[tactic]
     made = [make_dense_inputs(DenseCase(5, 6000, 64), seed) for seed in (5, 6)]
     ranks = device.empty(int(device.call(module.sm12x_row_top_k_workspace_size, 5, 6000, 1)))
     space = device.empty(int(device.call(module.sm12x_dense_gemm_workspace_size, 5, 64, 6, 0)))

@@ -304,7 +304,7 @@ def test_aot_lists_the_modules_for_these_gpus(monkeypatch: pytest.MonkeyPatch) -
     assert names == [
         "fused_moe_120",
         "gemm_mxfp4_sm12x",
-        "dense_mx_sm12x",
+        *(f"dense_{form}_sm12x" for form in ("mxfp4", "mxfp8", "mxint8", "mxfp6", "nvfp4")),
         "router_sm12x",
         "decode_sm12x",
         "fused_moe_120_stream_mxfp8_as_bf16_m8_w3",

@@ -39,7 +39,7 @@ SHIPPED = [
     for folder in ("120f", "121a")
     for name in (
         "decode_sm12x",
-        "dense_mx_sm12x",
+        *(f"dense_{form}_sm12x" for form in ("mxfp4", "mxfp8", "mxint8", "mxfp6", "nvfp4")),
         "fused_moe_120",
         "fused_moe_120_stream_bf16_m8_w3",
         "fused_moe_120_stream_mxfp8_as_bf16_m8_w3",

@@ -80,7 +80,11 @@ def main(folder: Path, site: Path) -> None:
 
     for architecture in ((12, "0f"), (12, "1a")):  # the modules as they ship, over the emulator's runtime
         core.current_compilation_context.TARGET_CUDA_ARCHS = {architecture}
-        for generate in (modules.gen_fused_moe_module, modules.gen_group_gemm_module, modules.gen_dense_module):
+        for generate in (
+            modules.gen_fused_moe_module,
+            modules.gen_group_gemm_module,
+            modules.MODULES["dense_mxfp4_sm12x"],
+        ):
             spec = generate()
             assert spec.prebuilt is not None, spec.name
             spec.build_and_load()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sweep of ``cutlass_fused_moe``, the grouped GEMM and ``dense_mx`` over formats, instances and shapes, on a GPU.
+"""Sweep of ``cutlass_fused_moe``, the grouped GEMM and ``dense_block_scaled`` over formats, instances and shapes, on a GPU.
 
 Needs no pytest, so that it can run under ``compute-sanitizer``::
 
@@ -31,7 +31,7 @@ from moe_harness import check_case, same_bits
 
 from flashinfer.fused_moe.sm12x_validation import Mode
 from flashinfer.gemm import sm12x_group_gemm
-from flashinfer.gemm.sm12x_dense import dense_mx
+from flashinfer.gemm.sm12x_dense import dense_block_scaled
 from flashinfer.gemm.sm12x_dense_launch import gemm_operands
 from flashinfer.jit.sm12x.instances import DENSE_INSTANCES, GEMM_INSTANCES, INSTANCES, SM12X
 from flashinfer.sm12x.devices import has_block_scaled_mma, serves_cuda
@@ -47,7 +47,7 @@ from flashinfer.testing import (
     make_dense_inputs,
     make_group_gemm_inputs,
 )
-from flashinfer.testing.dense_reference import TOKENS
+from flashinfer.testing.dense_reference import TOKENS, WEIGHTS
 from flashinfer.testing.moe_layers import case_of
 
 MODES = (0, 1, 2)
@@ -172,7 +172,7 @@ def random_dense_case(rng: random.Random, quick: bool) -> DenseCase:
 
     With ``quick``, which is for the sanitizers, no tokens enough for cuBLAS, whose kernels they report.
     """
-    weights = rng.choice(("mxfp4", "mxfp8"))
+    weights = rng.choice(tuple(WEIGHTS))
     return DenseCase(
         num_tokens=rng.choice((1, 3, 8, 16, 17, rng.randint(1, 255 if quick else 300))),
         n=rng.choice((1, 40, 200, 736, rng.randint(1, 1000)) if quick else (1, 40, 2880, 5120, rng.randint(1, 3000))),
@@ -207,7 +207,12 @@ def dense_cases(rng: random.Random, count: int, options: argparse.Namespace) -> 
         rows = [row for row in DENSE_INSTANCES if row.weights == case.weights and row.longest_k >= case.k]
         for row in (None, *(row for row in rows if row.operand in operands)):
             call = functools.partial(
-                dense_mx, *arguments, **named, out=out, tactic=row.index if row else None, constant_weights=True
+                dense_block_scaled,
+                *arguments,
+                **named,
+                out=out,
+                tactic=row.index if row else None,
+                constant_weights=True,
             )
             label = f"{case}, tactic {row.name if row else 'default'}, seed {seed}"
             results = []

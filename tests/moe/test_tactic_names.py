@@ -115,7 +115,7 @@ def call(
 
     def dense(kind: int = 0) -> str:
         inputs = make_dense_inputs(KINDS["dense"][kind], 0)
-        flashinfer.gemm.dense_mx(*inputs.arguments, **inputs.named)
+        flashinfer.gemm.dense_block_scaled(*inputs.arguments, **inputs.named)
         return launched[-1]
 
     if request.param == "MoE":

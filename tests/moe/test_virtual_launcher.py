@@ -24,7 +24,7 @@ from virtual_moe import arguments_of, register_instance, run_moe
 
 from flashinfer._layer import fork_root
 from flashinfer.fused_moe.sm12x_validation import Mode
-from flashinfer.gemm import dense_mx
+from flashinfer.gemm import dense_block_scaled
 from flashinfer.gemm.sm12x_group_gemm import GroupGemmCall, group_gemm, scale_rows
 from flashinfer.jit import fused_moe
 from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm120_module
@@ -81,6 +81,7 @@ class Arena {""",
     ),
 )
 _changed: dict[Any, Any] = {}
+MXFP4_DENSE = modules.MODULES[modules.DENSE.format("mxfp4")]
 
 
 def with_changes(
@@ -131,7 +132,8 @@ def apart(device: VirtualDevice, monkeypatch: pytest.MonkeyPatch) -> VirtualDevi
     def chosen(generate: Callable[..., Any], *arguments: Any) -> Any:
         if generate not in sources:
             return module(generate, *arguments)
-        return with_changes(device, generate, PARTS_APART, Path(sources[generate]).stem)
+        given = modules.MODULES[modules.DENSE.format(*arguments)] if arguments else generate
+        return with_changes(device, given, PARTS_APART, Path(sources[generate]).stem)
 
     monkeypatch.setattr(device, "module", chosen)
     return device
@@ -178,7 +180,7 @@ def test_every_part_of_a_dense_layers_workspace_is_as_large_as_what_it_holds(
     for m, k in ((70, 320), (3, 96)):
         inputs = make_dense_inputs(DenseCase(m, 200, k, name.split("_")[1], tokens), 9)
         out = torch.full((m, 200), torch.nan, dtype=torch.bfloat16)
-        dense_mx(*inputs.arguments, **inputs.named, out=out, tactic=name)
+        dense_block_scaled(*inputs.arguments, **inputs.named, out=out, tactic=name)
         check_within_bound(out, *dense_reference(inputs), f"{name}, {tokens}, {m} tokens")
 
 
@@ -302,7 +304,7 @@ def test_outputs_of_a_streamed_dense_layer_beyond_31_bits(device: VirtualDevice)
         (header, "steps(units * tiles)", f"steps(units * (tiles - {far // tile}))"),
         (header, "for (int first = 0; first < p.num_tokens;", f"for (int first = {far}; first < p.num_tokens;"),
     )
-    module = with_changes(device, modules.gen_dense_module, changes, "dense_mxfp4_m8_w2")
+    module = with_changes(device, MXFP4_DENSE, changes, "dense_mxfp4_m8_w2")
     near = make_dense_inputs(DenseCase(rows, n, k, residual=True), 17)
     x, residual = sparse(far + rows, k, dtype=torch.bfloat16), sparse(far + rows, n, dtype=torch.bfloat16)
     out = sparse(far + rows, n, dtype=torch.bfloat16)
@@ -325,7 +327,7 @@ def test_largest_outputs_of_rows_beyond_31_bits(device: VirtualDevice) -> None:
         ),
         (header, "row = blockIdx.x;", f"row = {far} + blockIdx.x;"),
     )
-    module = with_changes(device, modules.gen_dense_module, changes, Path(modules._DENSE_BINDING).stem)
+    module = with_changes(device, MXFP4_DENSE, changes, Path(modules._DENSE_BINDING).stem)
     logits = sparse(far + 2, n, dtype=torch.bfloat16)
     logits[far:] = torch.randn(2, n, generator=torch.Generator().manual_seed(18)).bfloat16()
     values, indices = sparse(far + 2, top_k, dtype=torch.float32), sparse(far + 2, top_k, dtype=torch.int64)
@@ -367,7 +369,7 @@ def test_a_workspace_that_lacks_a_byte_is_refused(
     calls: dict[str, Callable[[], Any]] = {
         "pair": lambda: run_moe(device, layer, 2, [index_of("bf16_m8_k128")] * 2),
         "streamed": lambda: run_moe(device, layer, 2, [index_of("stream_bf16_m8")] * 2),
-        "dense": lambda: dense_mx(*dense.arguments, tactic="dense_mxfp4_m32_gemm"),
+        "dense": lambda: dense_block_scaled(*dense.arguments, weight_format="mxfp4", tactic="dense_mxfp4_m32_gemm"),
         "grouped GEMM": lambda: group_gemm(GroupGemmCall(**groups, **GROUP_GEMM, out=None)),
     }
     with pytest.raises(Exception, match="the workspace is too small"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MXFP4 and MXFP8 on CPU tensors equal the float64 reference bit for bit."""
+"""Block-scaled formats on CPU tensors equal the float64 reference bit for bit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,14 @@ from hypothesis import strategies as st
 import flashinfer
 from flashinfer.quantization import block_scale_interleave, mx_cpu, mxfp4_dequantize, mxfp4_quantize, mxfp8_quantize
 from flashinfer.quantization.mx_cpu import dequantize_mxfp4_linear, dequantize_mxfp8_linear, swizzled_size
-from flashinfer.testing import dequantize_mxfp4, dequantize_mxfp8, quantize_mxfp4, quantize_mxfp8, swizzle_scales
+from flashinfer.testing import (
+    dequantize_mxfp4,
+    dequantize_mxfp8,
+    mxfp_formats,
+    quantize_mxfp4,
+    quantize_mxfp8,
+    swizzle_scales,
+)
 
 LINEAR = SfLayout.layout_linear
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -59,6 +66,15 @@ def _check_bitwise(values: torch.Tensor) -> None:
     expected, expected_scales = quantize_mxfp4(values)
     assert torch.equal(scales, expected_scales)
     assert torch.equal(packed, expected)
+    for quantize, reference in (
+        (mx_cpu.quantize_mxint8_linear, mxfp_formats.quantize_mxint8),
+        (mx_cpu.quantize_mxfp6_linear, mxfp_formats.quantize_mxfp6),
+        (lambda values: mx_cpu.quantize_nvfp4_linear(values, torch.ones(1)), mxfp_formats.quantize_nvfp4),
+    ):
+        packed, scales = quantize(values)
+        expected, expected_scales = reference(values)
+        assert torch.equal(scales, expected_scales)
+        assert torch.equal(packed, expected)
 
 
 @pytest.mark.parametrize("make", [_every_value, _wide_range])

@@ -19,7 +19,7 @@ from operator_calls import NUMBERS, OPERATORS, WRONG, Arguments, moved_to, on, w
 import flashinfer
 from flashinfer.decode import decode_attention
 from flashinfer.fused_moe import cutlass_fused_moe_workspace_size
-from flashinfer.gemm import dense_mx, dense_mx_top_k, group_gemm_mxfp4_nt_groupwise
+from flashinfer.gemm import dense_block_scaled, dense_block_scaled_top_k, group_gemm_mxfp4_nt_groupwise
 from flashinfer.testing import DenseCase, MoECase, make_dense_inputs, make_group_gemm_inputs, make_moe_inputs
 from flashinfer.testing.decode_reference import make_decode_case
 from flashinfer.testing.router_reference import make_router_inputs
@@ -31,7 +31,7 @@ def _moe(mode: int, **changes: Any) -> Arguments:
 
 def _dense(weights: str = "mxfp4", **more: Any) -> Arguments:
     inputs = make_dense_inputs(DenseCase(3, 40, 64, weights, **more), 1)
-    scale = {key: value for key, value in inputs.named.items() if "x_scale" in key}
+    scale = {key: value for key, value in inputs.named.items() if "x_scale" in key or key == "weight_format"}
     return dict(zip(("x", "weight", "weight_scale"), inputs.arguments, strict=True)) | scale
 
 
@@ -46,10 +46,14 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], Arguments]]] = {
     "MoE workspace, other kinds": (cutlass_fused_moe_workspace_size, workspace_sizes),
     "MoE workspace": (cutlass_fused_moe_workspace_size, workspace_sizes),
     "grouped GEMM": (group_gemm_mxfp4_nt_groupwise, _group_gemm),
-    "dense_mx": (dense_mx, _dense),
-    "dense_mx, MXFP8 weights": (dense_mx, lambda: _dense("mxfp8")),
-    "dense_mx, linear scales": (dense_mx, lambda: _dense(tokens="mxfp8_linear")),
-    "dense_mx_top_k": (dense_mx_top_k, _dense),
+    "dense_block_scaled": (dense_block_scaled, _dense),
+    "dense_block_scaled, MXFP8 weights": (dense_block_scaled, lambda: _dense("mxfp8")),
+    "dense_block_scaled, linear scales": (dense_block_scaled, lambda: _dense(tokens="mxfp8_linear")),
+    **{
+        f"dense_block_scaled, {form}": (dense_block_scaled, lambda form=form: _dense(form))
+        for form in ("mxint8", "mxfp6", "nvfp4")
+    },
+    "dense_block_scaled_top_k": (dense_block_scaled_top_k, _dense),
     **{name: OPERATORS[name] for name in ("mm_fp4", "mm_mxfp8", "mm_bf16_fp4", "mm_bf16_mxfp8")},
     "decode": (decode_attention, lambda: make_decode_case([3, 20], 2, 5).arguments),
     "router": (flashinfer.fused_moe.router_top_k, lambda: make_router_inputs(3, 64, 8, 2, 5)),
@@ -236,7 +240,7 @@ BAD: dict[str, list[tuple[Any, ...]]] = {
         ({"m_indptr": ends(1, 3, 8)}, r"^m_indptr runs from 1 to 8"),
         ({"m_indptr": ends(0, 9, 8)}, r"^m_indptr\[2\] is 8, below m_indptr\[1\] = 9"),
     ],
-    "dense_mx": [
+    "dense_block_scaled": [
         ({"x": lambda t: t.float()}, r"x is torch.float32 .*must be bfloat16"),
         ({"x": lambda t: t[0]}, r"x is .* it must be a 2-D tensor"),
         ({"x": lambda t: t[:, :32]}, r"x is .*shape \(3, 64\)"),
@@ -256,8 +260,41 @@ BAD: dict[str, list[tuple[Any, ...]]] = {
         ({"activation": "fp8"}, r"activation is 'fp8'; it must be 'mxfp4', 'mxfp8' or 'bf16'"),
         ({"x_scale": torch.zeros(6, dtype=torch.uint8)}, "with x_scale it must be float8_e4m3fn"),
         ({"tactic": 99}, r"tactic is '99'"),
+        (
+            {"weight_format": "fp4"},
+            r"weight_format is 'fp4'; it must be 'mxfp4', 'nvfp4', 'mxfp6', 'mxint8' or 'mxfp8'",
+        ),
+        ({"weight_format": None}, r"weight_format is None; it must be"),
+        ({"weight_format": "mxint8"}, r"weight is torch.uint8 .* must be .*torch.int8, .*\(weight_format='mxint8'\)"),
+        ({"weight_format": "mxfp6"}, r"weight is torch.uint8 .*; a row of mxfp6 is 24 bytes for each 32 elements"),
+        (
+            {"weight_format": "nvfp4"},
+            r"weight_scale is .*512 contiguous bytes: 128x4 scales of 40 rows and 4 blocks of 16",
+        ),
     ],
-    "dense_mx_top_k": [
+    "dense_block_scaled, mxint8": [
+        (
+            {"weight": lambda t: t.view(torch.uint8)},
+            r"weight is torch.uint8 .* must be a contiguous tensor of torch.int8",
+        ),
+        ({"activation": "mxfp4"}, r"activation is 'mxfp4'; with mxint8 weights it may be bf16, mxfp8"),
+    ],
+    "dense_block_scaled, mxfp6": [
+        ({"weight": lambda t: t[:, :40].contiguous()}, r"weight is .*; a row of mxfp6 is 24 bytes"),
+        (
+            {"weight": lambda t: t.view(torch.int8)},
+            r"weight is torch.int8 .* must be a contiguous tensor of torch.uint8",
+        ),
+        ({"weight_format": "mxfp4"}, r"x is .* must be .*shape \(3, 96\)"),
+    ],
+    "dense_block_scaled, nvfp4": [
+        (
+            {"weight_scale": lambda t: t.view(torch.float8_e8m0fnu)},
+            r"weight_scale is torch.float8_e8m0fnu .*E4M3 block",
+        ),
+        ({"weight_format": "mxfp4"}, r"weight_scale is .*512 contiguous bytes|k is"),
+    ],
+    "dense_block_scaled_top_k": [
         ({"top_k": 0}, r"top_k is 0; it must be an integer in \[1, 8\], no more than the weight has rows"),
         ({"top_k": 9}, r"top_k is 9"),
         ({"top_k": 1.0}, r"top_k is 1.0", TypeError),
@@ -378,10 +415,10 @@ BAD: dict[str, list[tuple[Any, ...]]] = {
         *(({"output_dtype": bad}, "^output_dtype.* is .*; ") for bad in (None, torch.float32)),
         *(({"device": bad}, "^device.* is .*; ") for bad in (2.5, "cudax", "meta", [0])),
     ],
-    "dense_mx, MXFP8 weights": [
-        ({"activation": "mxfp4"}, r"weight is .*with activation='mxfp4' it must be uint8"),
+    "dense_block_scaled, MXFP8 weights": [
+        ({"activation": "mxfp4"}, r"activation is 'mxfp4'; with mxfp8 weights it may be bf16, mxfp8"),
     ],
-    "dense_mx, linear scales": [
+    "dense_block_scaled, linear scales": [
         ({"swizzled_x_scale": True}, r"x_scale is .* it must be 512 contiguous bytes: 128x4 scales of 3 rows"),
     ],
     "mm_fp4": [
@@ -399,7 +436,11 @@ BAD: dict[str, list[tuple[Any, ...]]] = {
         ({"a_descale": lambda s: s[:64]}, r"a_descale is .* it must be 512 contiguous bytes"),
     ],
     "mm_bf16_fp4": [
-        ({"block_size": 16}, "block_size is 16; with backend='sm12x' it must be 32"),
+        ({"block_size": 64}, r"block_size is 64; with backend='sm12x' it must be 16 \(NVFP4\) or 32"),
+        (
+            {"block_size": 16},
+            r"b_descale is .* it must be 512 contiguous bytes: 128x4 scales of 72 rows and 4 blocks of 16",
+        ),
     ],
     "mm_bf16_mxfp8": [
         ({"a": lambda a: a.half()}, r"a is torch.float16"),

@@ -139,8 +139,8 @@ ALIGNMENTS = {
         4: "input_sf token_selected_experts token_final_scales quant_scales[1] quant_scales[3] swiglu_alpha swiglu_beta swiglu_limit",
     },
     "grouped GEMM": {16: "a b b_scale out", 4: "a_scale m_indptr"},
-    "dense_mx, MXFP8 tokens": {16: "x weight weight_scale", 4: "x_scale alpha", 2: "bias residual out"},
-    "dense_mx, linear scales": {16: "x weight weight_scale", 4: "alpha", 2: "bias residual out", 1: "x_scale"},
+    "dense_block_scaled, MXFP8 tokens": {16: "x weight weight_scale", 4: "x_scale alpha", 2: "bias residual out"},
+    "dense_block_scaled, linear scales": {16: "x weight weight_scale", 4: "alpha", 2: "bias residual out", 1: "x_scale"},
     "decode": {16: "query kv_cache key value rope_table out", 4: "block_tables seq_lens sinks"},
     "router": {16: "hidden_states weight residual norm_weight", 2: "bias", 1: "is_padding"},
 }  # fmt: skip

@@ -15,7 +15,7 @@ from virtual_devices import virtual_fixture
 
 import flashinfer
 from flashinfer.fused_moe import cutlass_fused_moe_workspace_size
-from flashinfer.gemm import dense_mx
+from flashinfer.gemm import dense_block_scaled
 from flashinfer.jit.sm12x.instances import INSTANCES
 from flashinfer.testing import DenseCase, MoECase, make_dense_inputs, make_group_gemm_inputs, make_moe_inputs
 from flashinfer.testing.virtual_device import VirtualDevice
@@ -107,13 +107,13 @@ def dense(tactic: str, linear: bool = False) -> dict[str, Any]:
 @pytest.mark.parametrize("tactic", TACTICS)
 def test_what_a_dense_layer_takes_by_elements_may_start_at_any(device: VirtualDevice, tactic: str) -> None:
     for linear, names in ((False, ("out", "residual", "bias", "alpha")), (True, ("x_scale",))):
-        expected = dense_mx(**dense(tactic, linear))
+        expected = dense_block_scaled(**dense(tactic, linear))
         for name in names:
             size = dense(tactic, linear)[name].element_size()
             for offset in (size, 8, 8 + size):
                 arguments = dense(tactic, linear)
                 arguments[name] = moved_to(arguments[name], offset)
-                assert torch.equal(dense_mx(**arguments), expected), (name, offset)
+                assert torch.equal(dense_block_scaled(**arguments), expected), (name, offset)
 
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["pair", "streamed"])
@@ -139,6 +139,6 @@ def test_one_row_of_a_wider_tensor(device: VirtualDevice, streamed: bool) -> Non
     layer = make_dense_inputs(DenseCase(1, 36, 96, residual=True), 905)
     x, *weight = layer.arguments
     named = {"tactic": "dense_mxfp4_m8_w2" if streamed else "dense_mxfp4_m32_gemm", **layer.named}
-    expected = dense_mx(x, *weight, **named)
+    expected = dense_block_scaled(x, *weight, **named)
     named |= {name: first_row(layer.named["residual"].clone()) for name in ("out", "residual")}
-    assert torch.equal(dense_mx(first_row(x), *weight, **named), expected)
+    assert torch.equal(dense_block_scaled(first_row(x), *weight, **named), expected)

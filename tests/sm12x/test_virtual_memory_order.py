@@ -19,7 +19,7 @@ from virtual_moe import run_moe
 from flashinfer.decode import decode_attention
 from flashinfer.fused_moe import router_top_k
 from flashinfer.fused_moe.sm12x_validation import Mode
-from flashinfer.gemm import dense_mx, dense_mx_top_k
+from flashinfer.gemm import dense_block_scaled, dense_block_scaled_top_k
 from flashinfer.jit.sm12x.instances import GEMM_INSTANCES, INSTANCES
 from flashinfer.testing import (
     TENSOR_CORE,
@@ -102,12 +102,12 @@ def run_dense(tactic: str, top_k: int = 0) -> Callable[[VirtualDevice, int], Non
         if top_k:
             logits = torch.full((20, 2500), torch.nan, dtype=torch.bfloat16)
             named = {key: value for key, value in inputs.named.items() if key != "out_dtype"}
-            found = dense_mx_top_k(*inputs.arguments, **named, top_k=top_k, logits=logits, tactic=tactic)
+            found = dense_block_scaled_top_k(*inputs.arguments, **named, top_k=top_k, logits=logits, tactic=tactic)
             values, indices = largest_of_rows(logits, top_k)
             assert torch.equal(found.values, values)
             assert torch.equal(found.indices, indices)
         else:
-            logits = dense_mx(*inputs.arguments, **inputs.named, tactic=tactic)
+            logits = dense_block_scaled(*inputs.arguments, **inputs.named, tactic=tactic)
             cut = device.launches[-1].counters.by_class["atomic"] > 0
             assert cut == tactic.endswith("gemm")
         check_within_bound(logits, *dense_reference(inputs))

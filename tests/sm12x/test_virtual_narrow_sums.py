@@ -14,10 +14,11 @@ from virtual_group_gemm import launch_group_gemm
 from virtual_moe import run_moe
 
 from flashinfer.fused_moe.sm12x_validation import Mode
-from flashinfer.gemm.sm12x_dense import dense_mx
+from flashinfer.gemm.sm12x_dense import dense_block_scaled
 from flashinfer.jit import core
 from flashinfer.jit.sm12x import modules
 from flashinfer.jit.sm12x.instances import DENSE_INSTANCES, GEMM_INSTANCES, Instance
+from flashinfer.quantization import mx_cpu
 from flashinfer.testing import (
     SM120_SUM_BITS,
     TENSOR_CORE,
@@ -96,7 +97,7 @@ def run_dense(row: Instance) -> tuple[torch.Tensor, DenseInputs]:
     scales.fill_(127), inputs.named["x_scale"].fill_(127)
     out = torch.full((5, 48 * 128), torch.nan, dtype=torch.float32)
     with virtual_device("sm_121a", accumulation_bits=EIGHT_BITS) as device:
-        dense_mx(*inputs.arguments, **inputs.named, out=out, tactic=row.name)
+        dense_block_scaled(*inputs.arguments, **inputs.named, out=out, tactic=row.name)
         assert all(launch.clean for launch in device.launches)
     return out, inputs
 
@@ -150,13 +151,16 @@ def multiply_one(row: Instance, x: float, weight: float, exponent: int, elements
     def quantized(values: torch.Tensor, form: str) -> torch.Tensor:
         if form == "mxfp8":
             return values.to(torch.float8_e4m3fn)
+        if form == "mxfp6":
+            return mx_cpu.pack_e2m3(torch.where(values == 0, 0, torch.where(values == 7.5, 31, 1)).to(torch.uint8))
         nibbles = torch.where(values == 0, 0, torch.where(values == 6, 7, 1)).to(torch.uint8)
         return nibbles[:, ::2] | nibbles[:, 1::2] << 4
 
     scales, x_scales = (torch.full((512,), 127 + e, dtype=torch.uint8) for e in (-exponent, exponent))
     operands = quantized(tokens, row.operand), quantized(weights, row.weights), scales
     with virtual_device("sm_121a") as device:
-        found = dense_mx(*operands, x_scale=x_scales, out_dtype=torch.float32, tactic=row.name)
+        named = {"weight_format": row.weights, "x_scale": x_scales, "out_dtype": torch.float32}
+        found = dense_block_scaled(*operands, **named, tactic=row.name)
         assert all(launch.clean for launch in device.launches)
     return float(found), x * weight * elements
 
@@ -165,9 +169,11 @@ def multiply_one(row: Instance, x: float, weight: float, exponent: int, elements
 @pytest.mark.parametrize("row", DENSE, ids=lambda row: row.name)
 def test_token_scales_that_half_precision_takes(row: Instance) -> None:
     """Those with which any block's sum is a float32 (docs/kernels.md), and that one more step in the exponent is too much."""
-    largest, smallest = {"mxfp4": 6.0, "mxfp8": 448.0}, {"mxfp4": 0.5, "mxfp8": 2.0**-9}
+    largest = {"mxfp4": 6.0, "mxfp6": 7.5, "mxfp8": 448.0}
+    smallest = {"mxfp4": 0.5, "mxfp6": 0.125, "mxfp8": 2.0**-9}
     lowest, highest = {
         ("mxfp8", "mxfp4"): (-125, 125),
+        ("mxfp8", "mxfp6"): (-123, 125),
         ("mxfp8", "mxfp8"): (-127, 105),
         ("mxfp4", "mxfp4"): (-119, 127),
     }[row.operand, row.weights]
@@ -215,7 +221,7 @@ def test_only_the_kind_that_is_narrow_is_multiplied_in_half(
     (workspace / modules.PROBE_FILE).write_text(json.dumps({"mma_sum_bits": bits}))
     operands = {row.name: row.operand for row in DENSE if row.weights == "mxfp4"}
     assert set(operands.values()) == {"mxfp8", "mxfp4"}
-    steps = {step.source.stem: step for step in modules.gen_dense_module().plan.steps}
+    steps = {step.source.stem: step for step in modules.gen_dense_module("mxfp4").plan.steps}
     for name, operand in operands.items():
         compiler, flags = steps[name].compiler, [flag for flag in steps[name].flags if not flag.startswith("-gencode")]
         ptx = workspace / f"{name}.ptx"

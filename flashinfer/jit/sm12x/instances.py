@@ -22,22 +22,32 @@ IN_KERNEL_ENTRIES = 256  # (token, slot) pairs that the kernels route by themsel
 STREAM_ENTRIES = 1024  # (token, slot) pairs that a streamed layer takes
 
 Format = Literal["mxfp4", "mxfp8", "bf16"]
+"""Of tokens: what activations may be rounded to, and how they are multiplied."""
 
 
 class ElementFormat(NamedTuple):
-    """What a matrix's elements are, in memory and as an MMA takes them."""
+    """What a matrix's elements are, in memory and as an MMA takes them. The formats of weights are the rows' that are no bf16."""
 
     element: str
     """The name in ``sm12x/types.h``."""
     bits: int
-    mma: str | None
-    """The kind of SM12x's MMA that takes such tokens with their UE8M0 scales, one for 32 elements; None: without scales."""
+    scale_block: int | None
+    """Elements that share a scale; None: no scales."""
+    mma: str | None = None
+    """The kind of SM12x's MMA that takes tokens of the format with their scales."""
+
+    def row_bytes(self, k: int) -> int:
+        """Of ``k`` elements: a multiple of 16, as copies want it."""
+        return -(-k * self.bits // 8 // 16) * 16
 
 
 FORMATS: dict[str, ElementFormat] = {
     "bf16": ElementFormat("kBf16", 16, None),
-    "mxfp8": ElementFormat("kE4m3", 8, "mxf8f6f4"),
-    "mxfp4": ElementFormat("kE2m1", 4, "mxf4"),
+    "mxfp8": ElementFormat("kE4m3", 8, 32, "mxf8f6f4"),
+    "mxfp4": ElementFormat("kE2m1", 4, 32, "mxf4"),
+    "mxfp6": ElementFormat("kE2m3", 6, 32),
+    "mxint8": ElementFormat("kInt8", 8, 32),
+    "nvfp4": ElementFormat("kNvE2m1", 4, 16),
 }
 
 Layer = Literal["moe", "dense"]
@@ -71,7 +81,7 @@ class Instance:
         Of a stream of weights, which is one block per SM: warps that share K. A MoE layer is FC1 and FC2 in one launch
         then. 0: GEMMs of tiles.
     weights : str
-        ``"mxfp4"`` or ``"mxfp8"``.
+        Of a MoE layer ``"mxfp4"``; of a dense layer one of ``quantization.block_scaled.WEIGHT_FORMATS``.
     layer : str
         ``"moe"`` or ``"dense"``.
     """
@@ -84,7 +94,7 @@ class Instance:
     blocks_per_sm: int = 1
     shared_bytes: int = 0
     mma_warps: int = 0
-    weights: Format = "mxfp4"
+    weights: str = "mxfp4"
     layer: Layer = "moe"
 
     @property
@@ -203,17 +213,17 @@ GEMM_INSTANCES: tuple[Instance, ...] = tuple(row for row in PAIRS if row.operand
 """What the grouped GEMM is compiled for."""
 
 
-def _dense(weights: Format, token_tile: int, k_tile: int = 128, operand: Format = "bf16", **more: int) -> Instance:
+def _dense(weights: str, token_tile: int, k_tile: int = 128, operand: Format = "bf16", **more: int) -> Instance:
     return Instance(operand, operand, token_tile, k_tile, weights=weights, layer="dense", **more)
 
 
-DENSE_INSTANCES: tuple[Instance, ...] = (
-    _dense("mxfp4", 8, 256, mma_warps=12),
-    _dense("mxfp4", 8, 384, mma_warps=12),
-    _dense("mxfp4", 16, 256, mma_warps=12),
-    _dense("mxfp8", 8, 256, mma_warps=12),
-    _dense("mxfp8", 8, 384, mma_warps=12),
-    _dense("mxfp8", 16, 256, mma_warps=12),
+def _dense_streams(weights: str) -> tuple[Instance, ...]:
+    return tuple(_dense(weights, tile, k_tile, mma_warps=12) for tile, k_tile in ((8, 256), (8, 384), (16, 256)))
+
+
+MX_DENSE_INSTANCES: tuple[Instance, ...] = (
+    *_dense_streams("mxfp4"),
+    *_dense_streams("mxfp8"),
     _dense("mxfp4", 32, stages=3),
     _dense("mxfp4", 64, stages=3),
     _dense("mxfp8", 32, stages=3),
@@ -224,6 +234,22 @@ DENSE_INSTANCES: tuple[Instance, ...] = (
     _dense("mxfp8", 128, operand="mxfp8", stages=2),
     _dense("mxfp4", 64, operand="mxfp4", stages=6),
     _dense("mxfp4", 128, operand="mxfp4", stages=4),
+)
+"""Rows of the dense layer whose weights SM12x's MMA takes with their scales: those of upstream's ``mm_*``."""
+
+DENSE_INSTANCES: tuple[Instance, ...] = (
+    *MX_DENSE_INSTANCES,
+    *_dense_streams("mxint8"),
+    _dense("mxint8", 32, stages=3),
+    _dense("mxint8", 48, stages=3),
+    *_dense_streams("mxfp6"),
+    _dense("mxfp6", 32, stages=3),
+    _dense("mxfp6", 48, stages=3),
+    _dense("mxfp6", 64, operand="mxfp8", stages=3),
+    _dense("mxfp6", 128, operand="mxfp8", stages=2),
+    *_dense_streams("nvfp4"),
+    _dense("nvfp4", 32, stages=3),
+    _dense("nvfp4", 64, stages=3),
 )
 """Every row of the dense layer. Its numbers are places: new rows come last."""
 

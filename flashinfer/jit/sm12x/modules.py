@@ -5,7 +5,7 @@
 ``fused_moe_120``                the MXFP4 MoE layer: binding, launcher, one source per instance of ``MAIN_MODULE``
 ``fused_moe_120_<instance>``     another instance, registered with the module above
 ``gemm_mxfp4_sm12x``             the public MXFP4 grouped GEMM
-``dense_mx_sm12x``               dense layers with weights in MXFP4 or MXFP8
+``dense_<format>_sm12x``         dense layers with weights in a block-scaled format, such as ``dense_mxfp4_sm12x``
 ``router_sm12x``                 a mixture of experts' router, with the norm in front of it
 ``decode_sm12x``                 decode attention, with rope and append
 ``probe_sm12x``                  kernels that measure a GPU (``flashinfer.sm12x.probe``)
@@ -21,7 +21,8 @@ parallel and an edit of the table rebuilds what it touches.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +36,13 @@ from flashinfer.sm12x.models import MODELS
 from .. import core, cpp_ext
 from .. import env as jit_env
 from .diagnosis import WARN_OF_LOCAL_MEMORY
-from .instances import DENSE_INSTANCES, GEMM_INSTANCES, MAIN_MODULE, SM12X, Instance
+from .instances import DENSE_INSTANCES, FORMATS, GEMM_INSTANCES, MAIN_MODULE, SM12X, Instance
 from .spec import JitSpecSm12x
 from .trust import require_trusted, require_trusted_tree, write_atomically
 
 FUSED_MOE = "fused_moe_120"
 GROUP_GEMM = "gemm_mxfp4_sm12x"
-DENSE = "dense_mx_sm12x"
+DENSE = "dense_{}_sm12x"
 ROUTER = "router_sm12x"
 DECODE = "decode_sm12x"
 PROBE = "probe_sm12x"
@@ -163,14 +164,20 @@ def gen_group_gemm_module() -> JitSpecSm12x:
     return _spec(GROUP_GEMM, [_GEMM_BINDING, _REGISTRY], template, GEMM_INSTANCES)
 
 
-def gen_dense_module() -> JitSpecSm12x:
-    """The spec of ``dense_mx_sm12x``.
+def gen_dense_module(weights: str) -> JitSpecSm12x:
+    """The spec of ``dense_<weights>_sm12x``: a model has dense weights in one or two formats.
+
+    Args:
+        weights: The format of the weights, one that rows of ``DENSE_INSTANCES`` have.
 
     Raises:
         RuntimeError: as :func:`gen_fused_moe_module`.
     """
+    rows = [row for row in DENSE_INSTANCES if row.weights == weights]
+    operands = {FORMATS[row.operand].mma for row in rows}
     template = "gemm/sm12x_dense_instance.cu.jinja"
-    return _spec(DENSE, [_DENSE_BINDING, _REGISTRY], template, DENSE_INSTANCES, mma_kinds=MMA_KINDS)
+    kinds = [kind for kind in MMA_KINDS if kind in operands]
+    return _spec(DENSE.format(weights), [_DENSE_BINDING, _REGISTRY], template, rows, mma_kinds=kinds)
 
 
 def gen_router_module() -> JitSpecSm12x:
@@ -219,10 +226,13 @@ def gen_probe_module() -> JitSpecSm12x:
     return _spec(PROBE, ["sm12x_probe_binding.cu"], flags=["-DFLASHINFER_SM12X_FENCE_ARRIVALS=0"])
 
 
-MODULES = {
+MODULES: dict[str, Callable[[], JitSpecSm12x]] = {
     FUSED_MOE: gen_fused_moe_module,
     GROUP_GEMM: gen_group_gemm_module,
-    DENSE: gen_dense_module,
+    **{
+        DENSE.format(weights): partial(gen_dense_module, weights)
+        for weights in dict.fromkeys(row.weights for row in DENSE_INSTANCES)
+    },
     ROUTER: gen_router_module,
     DECODE: gen_decode_module,
     PROBE: gen_probe_module,

@@ -39,14 +39,17 @@ from .peers import PEERS
 from .routing import UNIFORM, Routing
 
 BF16, FP32, INT32 = 2, 4, 4
-DENSE_FORMATS = ("bf16", "mxfp8", "mxfp4")
+DENSE_FORMATS = ("bf16", "mxfp8", "mxint8", "mxfp6", "nvfp4", "mxfp4")
 TokenFormat = Literal["bf16", "mxfp8", "mxfp4"]
 TOKENS_BESIDE: dict[str, tuple[TokenFormat, ...]] = {
     "bf16": ("bf16",),
     "mxfp8": ("bf16", "mxfp8"),
+    "mxint8": ("bf16",),
+    "mxfp6": ("bf16", "mxfp8"),
+    "nvfp4": ("bf16",),
     "mxfp4": ("bf16", "mxfp8", "mxfp4"),
 }
-"""Formats to which a dense layer can round its tokens, by that of its weight."""
+"""Formats to which a dense layer rounds its tokens, by that of its weight: where that gains something."""
 KV_BYTES = {"bf16": 2, "fp8": 1}
 MATRICES = ("QKV", "O", "LM head")
 

@@ -19,6 +19,7 @@ from ...jit import env as jit_env
 from ...jit.fused_moe import gen_cutlass_fused_moe_sm120_module
 from ...jit.sm12x import modules
 from ...jit.sm12x.trust import write_atomically
+from ...quantization.block_scaled import WEIGHT_FORMATS
 from ...testing.verify import Result, dense_results, gemm_results, moe_results
 from ..models import MOE_LAYERS
 from ..perfmodel import gb10, moe
@@ -51,21 +52,23 @@ def probe_device(target: Target, tell: Tell) -> None:
 
 def probe_build(target: Target, tell: Tell) -> None:
     """The kernels that measure."""
-    _build(target, tell, modules.gen_probe_module)
+    _build(target, tell, (modules.gen_probe_module,))
 
 
 def probe_build_layers(target: Target, tell: Tell) -> None:
     """The layers' kernels."""
-    _build(target, tell, gen_cutlass_fused_moe_sm120_module, modules.gen_group_gemm_module, modules.gen_dense_module)
+    dense = [(modules.gen_dense_module, form) for form in WEIGHT_FORMATS]
+    _build(target, tell, (gen_cutlass_fused_moe_sm120_module,), (modules.gen_group_gemm_module,), *dense)
 
 
-def _build(target: Target, tell: Tell, *generators: Callable[[], Any]) -> None:
+def _build(target: Target, tell: Tell, *calls: tuple[Any, ...]) -> None:
+    """Modules by their generators and what these are given."""
     began = time.perf_counter()
-    for generate in generators:
+    for generate, *given in calls:
         if target.virtual is not None:
-            target.virtual.module(generate)
+            target.virtual.module(generate, *given)
         else:
-            generate().build(need_lock=True)
+            generate(*given).build(need_lock=True)
     tell(seconds=time.perf_counter() - began)
 
 

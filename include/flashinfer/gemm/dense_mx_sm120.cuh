@@ -17,7 +17,7 @@ struct DenseArguments {
   int n;
   int k;  // a multiple of 32
   TokenRows tokens;
-  const uint8_t* weights;  // [n, k / 2] or [n, k]
+  const uint8_t* weights;  // [n, row_bytes(instance's format, k)]
   const uint8_t* weight_scales;  // 128x4
   StoreEpilogue epilogue;
 

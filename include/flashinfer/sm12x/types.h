@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The vocabulary of the family, for host and device: element types, token formats and roles; the sizes of the
-// MXFP4/MXFP8 formats and the 128x4 layout of their scales; what an SM120/SM121 is. Everything in this family that
+// block-scaled formats and the 128x4 layout of their scales; what an SM120/SM121 is. Everything in this family that
 // depends on the architecture reads it from here.
 //
-// The 128x4 ("swizzled", SFA/SFB) layout of UE8M0 block scales, seen as 32-bit words: a word holds one row's scales of
-// four consecutive K-blocks, byte i for block 4w + i. Rows are padded to 128, K-blocks to 4.
+// The 128x4 ("swizzled", SFA/SFB) layout of block scales, seen as 32-bit words: a word holds one row's scales of four
+// consecutive scale blocks, byte i for block 4w + i. Rows are padded to 128, scale blocks to 4.
 #pragma once
 
 #include <cstdint>
@@ -49,8 +49,10 @@ static_assert(sizeof(char) == 0, "the SM12x MXFP4 family needs compute capabilit
 namespace flashinfer::sm12x {
 
 // What a token or a weight is, in memory and as an MMA takes it. MXFP8 is e4m3 (tokens of the grouped GEMM may be
-// e5m2), MXFP4 is e2m1, two to a byte, each with a UE8M0 scale for 32 elements.
-enum class Element : int { kE4m3 = 0, kE5m2 = 1, kBf16 = 2, kE2m1 = 3 };
+// e5m2), MXFP4 is e2m1, two to a byte, each with a UE8M0 scale for 32 elements. Weights of dense layers besides: MXFP6
+// is e2m3 (packed as below), MXINT8 is int8 in 64ths, with such scales, too. NVFP4 is kNvE2m1: e2m1 with an
+// E4M3 scale for 16 elements.
+enum class Element : int { kE4m3 = 0, kE5m2 = 1, kBf16 = 2, kE2m1 = 3, kE2m3 = 4, kInt8 = 5, kNvE2m1 = 6 };
 
 // Biases and outputs, by the caller's choice.
 enum class ScalarType : int { kBf16 = 0, kF16 = 1, kF32 = 2 };
@@ -65,9 +67,12 @@ enum class TokenFormat : int {
   kMxfp4Swizzled = 5,  // e2m1, scales in the 128x4 layout; this and what follows of dense layers
   kQuantizeBf16ToMxfp4 = 6,
   kQuantizeF16ToMxfp4 = 7,
+  kMxfp6Swizzled = 8,  // this and what follows: rows of weights, to be dequantized
+  kMxint8Swizzled = 9,
+  kNvfp4Swizzled = 10,  // without their global scale
 };
 
-constexpr int kTokenFormats = static_cast<int>(TokenFormat::kQuantizeF16ToMxfp4) + 1;
+constexpr int kTokenFormats = static_cast<int>(TokenFormat::kNvfp4Swizzled) + 1;
 
 // Whether rows are multiplied as MXFP4's values.
 constexpr bool are_mxfp4(TokenFormat format) {
@@ -76,9 +81,18 @@ constexpr bool are_mxfp4(TokenFormat format) {
 }
 constexpr bool have_scales(TokenFormat format) {
   return format == TokenFormat::kMxfp8Swizzled || format == TokenFormat::kMxfp8Linear ||
-         format == TokenFormat::kMxfp4Swizzled;
+         format == TokenFormat::kMxfp4Swizzled || format >= TokenFormat::kMxfp6Swizzled;
 }
-constexpr int elements_per_byte(TokenFormat format) { return format == TokenFormat::kMxfp4Swizzled ? 2 : 1; }
+// What rows that have_scales are made of.
+constexpr Element element_of(TokenFormat format) {
+  switch (format) {
+    case TokenFormat::kMxfp4Swizzled: return Element::kE2m1;
+    case TokenFormat::kMxfp6Swizzled: return Element::kE2m3;
+    case TokenFormat::kMxint8Swizzled: return Element::kInt8;
+    case TokenFormat::kNvfp4Swizzled: return Element::kNvE2m1;
+    default: return Element::kE4m3;
+  }
+}
 
 struct TokenRows {
   const void* data;  // [rows, k], e2m1 two to a byte
@@ -114,20 +128,56 @@ constexpr int kScaleChunkElements = kScaleChunkBlocks * kScaleBlock;
 constexpr int kScaleChunkBytes = kScaleChunkRows * kScaleChunkBlocks;
 static_assert(kScaleChunkBytes == 512 && kScaleChunkElements == 128, "128x4 scale chunks");
 
-// Bytes of a block of 32 elements, of the 128 of a word of scales, and of a row.
+// Bytes of a block of 32 elements, and of the 128 of a word of UE8M0 scales.
 FLASHINFER_SM12X_HOST_DEVICE constexpr int block_bytes(Element element) {
-  return element == Element::kBf16 ? 2 * kScaleBlock : element == Element::kE2m1 ? kScaleBlock / 2 : kScaleBlock;
+  switch (element) {
+    case Element::kBf16: return 2 * kScaleBlock;
+    case Element::kE2m1:
+    case Element::kNvE2m1: return kScaleBlock / 2;
+    case Element::kE2m3: return kScaleBlock * 3 / 4;
+    default: return kScaleBlock;
+  }
 }
 FLASHINFER_SM12X_HOST_DEVICE constexpr int word_bytes(Element element) {
   return kScaleChunkBlocks * block_bytes(element);
 }
+
+// Bulk copies and tensor maps take multiples of 16 bytes: a row of MXFP6 with an odd number of blocks ends in 8 bytes
+// that nobody reads.
 FLASHINFER_SM12X_HOST_DEVICE constexpr int row_bytes(Element element, int k) {
-  return k / kScaleBlock * block_bytes(element);
+  return round_up(k / kScaleBlock * block_bytes(element), 16);
+}
+// Elements of such a row.
+FLASHINFER_SM12X_HOST_DEVICE constexpr int row_elements(Element element, int bytes) {
+  return bytes / block_bytes(element) * kScaleBlock;
 }
 
-// Registers of 32 bits that a block of weights is to each lane of a quad. One: elements 8t.. of the block, t the lane's
-// place in its quad. Two: elements 4t.. and 16 + 4t...
-FLASHINFER_SM12X_HOST_DEVICE constexpr int lane_registers(Element weights) { return block_bytes(weights) / 16; }
+// MXFP6: 128 elements, or what a row's last has of them, are two planes, 16 bytes of every block and then 8 of every
+// block, so that loads are aligned. An element is s e1 e0 m2 m1 m0.
+//
+//   nibbles    e0 m2 m1 m0 of element i in nibble i, as e2m1 lies in MXFP4
+//   pairs      s e1: of element 16 h + 8 e + i (e = 0, 1; i < 8), e1 is bit 8 (i / 2) + r and s bit 8 (i / 2) + 7 + r
+//              (mod 32) of 32-bit word h, r = 4 e + 2 (i % 2)
+//
+// A word of pairs rotated right by r then has what four elements lack beside the nibbles of each of its bytes.
+constexpr int kNibbleBytes = 16, kPairBytes = 8;  // of a block
+
+// Which elements of a block a lane of a quad has in an MMA, t its place there: 8t.. (eights), or 4t.. and 16 + 4t...
+FLASHINFER_SM12X_HOST_DEVICE constexpr bool lanes_take_eights(Element weights) {
+  return weights == Element::kE2m1 || weights == Element::kNvE2m1 || weights == Element::kE2m3;
+}
+
+// Elements that share a scale, and the words of four scales of a row with k elements.
+FLASHINFER_SM12X_HOST_DEVICE constexpr int scale_block(Element element) {
+  return element == Element::kNvE2m1 ? kScaleBlock / 2 : kScaleBlock;
+}
+FLASHINFER_SM12X_HOST_DEVICE constexpr int scale_words(Element element, int k) {
+  return ceil_div(k, kScaleChunkBlocks * scale_block(element));
+}
+// The same of 128 elements.
+FLASHINFER_SM12X_HOST_DEVICE constexpr int words_of_scales(Element element) {
+  return scale_words(element, kScaleChunkElements);
+}
 
 // Words along K of a matrix with k elements a row.
 FLASHINFER_SM12X_HOST_DEVICE constexpr int scale_words(int k) { return ceil_div(k, kScaleChunkElements); }
@@ -158,8 +208,8 @@ FLASHINFER_SM12X_HOST_DEVICE int64_t swizzled_scale_place(int64_t row, int k_blo
 FLASHINFER_SM12X_HOST_DEVICE ScaleRow linear_scale_row(int64_t row, int pitch_words) { return {row * pitch_words, 1}; }
 
 // Bytes of one matrix's scales in the 128x4 layout.
-FLASHINFER_SM12X_HOST_DEVICE constexpr int64_t swizzled_scale_bytes(int rows, int k) {
-  return static_cast<int64_t>(round_up(rows, kScaleChunkRows)) * scale_words(k) * kScaleChunkBlocks;
+FLASHINFER_SM12X_HOST_DEVICE constexpr int64_t swizzled_scale_bytes(Element element, int rows, int k) {
+  return static_cast<int64_t>(round_up(rows, kScaleChunkRows)) * scale_words(element, k) * kScaleChunkBlocks;
 }
 
 // Weight rows of a tile, in two halves of 64: one TMA box each. FC1 takes one half from the up rows and one from the

@@ -51,16 +51,17 @@ inline SplitBuffers take_split_buffers(Arena& arena, int device_sms) {
 
 inline size_t packed_bytes(size_t rows, int k) { return rows * scale_words(k) * kPackedRowBytes; }
 
-// Packed weights as a 3-D tensor of bytes [experts][rows][bytes of a row]; a box is 64 rows of one k-tile.
-inline Status encode_weights(const uint8_t* weights, Element element, int experts, int rows, int k, int k_tile,
+// Packed weights as a 3-D tensor of bytes [experts][rows][bytes of a row]; a box is 64 rows of `span` bytes.
+inline Status encode_weights(const uint8_t* weights, Element element, int experts, int rows, int k, int span,
                              CUtensorMap* map) {
   const cuuint64_t bytes = static_cast<cuuint64_t>(row_bytes(element, k));
-  const int span = row_bytes(element, k_tile);
   const cuuint64_t sizes[3] = {bytes, static_cast<cuuint64_t>(rows), static_cast<cuuint64_t>(experts)};
   const cuuint64_t strides[2] = {bytes, bytes * static_cast<cuuint64_t>(rows)};
   const cuuint32_t box[3] = {static_cast<cuuint32_t>(span), kRowHalf, 1};
-  return encode_tensor_map(CU_TENSOR_MAP_DATA_TYPE_UINT8, weights, sizes, strides, box,
-                           span == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+  const CUtensorMapSwizzle swizzle = span == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
+                                     : span == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                                  : CU_TENSOR_MAP_SWIZZLE_32B;
+  return encode_tensor_map(CU_TENSOR_MAP_DATA_TYPE_UINT8, weights, sizes, strides, box, swizzle,
                            CU_TENSOR_MAP_L2_PROMOTION_L2_128B, "cuTensorMapEncodeTiled refused the weights", map);
 }
 
@@ -89,13 +90,20 @@ template <Role kRole>
 Status fill_gemm(GroupedGemmParams<kRole>& gemm, const Instance& instance, const uint8_t* weights,
                  const uint8_t* scales, int experts, int rows, int k, const SplitBuffers& split) {
   gemm.weight_scales = scales;
-  gemm.weight_scale_pitch = swizzled_scale_bytes(rows, k);
+  gemm.weight_scale_pitch = swizzled_scale_bytes(instance.weights, rows, k);
   gemm.rows = rows;
   gemm.k = k;
   gemm.num_experts = experts;
   gemm.partials = split.partials;
   gemm.split_arrivals = split.arrivals + (kRole == Role::kFc2 ? split.blocks : 0);
-  return encode_weights(weights, instance.weights, experts, rows, k, instance.k_tile, &gemm.weights);
+  const int blocks = instance.k_tile / kScaleBlock;
+  int span = row_bytes(instance.weights, instance.k_tile);  // of a k-tile
+  if (instance.weights == Element::kE2m3) {
+    Status r = encode_weights(weights, instance.weights, experts, rows, k, blocks * kPairBytes, &gemm.second_plane);
+    if (r.error) return r;
+    span = blocks * kNibbleBytes;
+  }
+  return encode_weights(weights, instance.weights, experts, rows, k, span, &gemm.weights);
 }
 
 inline Status launch_prologue(const PrologueParams& params, const LaunchOptions& options) {

@@ -1,8 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Weights of a 32-bit word, eight e2m1 or four e4m3, expanded in registers. Nibble i of a word is K element 8t + i of a
-// row's 32-block, t the lane's place in its quad. The order of K inside a block is free as long as both operands agree,
-// so each expansion takes the order that costs least, and the token side (policy.cuh) follows it.
+// Weights expanded in registers: a 32-bit word of eight e2m1, of four e4m3 or four int8; of e2m3 a word of nibbles and
+// one of pairs (types.h). The order of K inside a block is free as long as both operands agree, so each expansion takes
+// the order that costs least, and the token side (policy.cuh) follows it.
+//
+//   format            to bfloat16, instructions for eight weights
+//   MXFP4, NVFP4      14
+//   MXFP6             14.5
+//   MXINT8            18
+//   MXFP8             24, 6 of them look for NaN
 #pragma once
 
 #include <cstdint>
@@ -98,11 +104,86 @@ __device__ __forceinline__ void expand_e4m3_to_bf16(uint32_t bytes, uint32_t fac
   for (int i = 0; i < 2; ++i) pair[i] = ptx::bf16x2_multiply(pair[i], factor);
 }
 
+// Four int8, in 64ths, times 2^-126: with its sign bit h apart, l the other seven, a byte is l - 128 h. 2^-125 (1 + l /
+// 128) is l in the mantissa of a bfloat16, and 2^-125 or, if h is set, 2^-124 from it leaves (l - 128 h) 2^-132: h is
+// the lowest bit of that exponent. A fused multiply-add scales and subtracts; it rounds nothing, for the result is a
+// bfloat16. pair[0] = elements 0, 2; pair[1] = 1, 3. Nine instructions.
+__device__ __forceinline__ void expand_int8_to_bf16(uint32_t bytes, uint32_t factor, uint32_t (&pair)[2]) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t two = bytes >> (8 * i);
+    const uint32_t number = ptx::and_or(two, 0x007F007Fu, 0x01000100u);
+    const uint32_t negative_offset = ptx::and_or(two, 0x00800080u, 0x81008100u);
+    pair[i] = ptx::bf16x2_fma(number, factor, ptx::bf16x2_multiply(negative_offset, factor));
+  }
+}
+
+// Eight e2m3, a word of nibbles and one of pairs that is rotated right by kRotation for elements 0, 2, 4 and 6 and by
+// two more for the others. Of each half of a result the upper byte is s.......e1 of the pairs, the lower e0 m2 m1 m0....
+// of the nibbles: in place they are the value times 2^-126, as e2m1's are. pair[i] = elements i, i + 4.
+constexpr uint32_t kE2m3InPlace = 0x81F081F0u;
+
+template <int kRotation>
+__device__ __forceinline__ void place_e2m3(uint32_t nibbles, uint32_t pairs, uint32_t (&pair)[4]) {
+  const uint32_t even = nibbles << 4, signs = __funnelshift_r(pairs, pairs, kRotation);
+  const uint32_t odd_signs = __funnelshift_r(pairs, pairs, kRotation + 2);
+  pair[0] = __byte_perm(even, signs, 0x6240) & kE2m3InPlace;
+  pair[1] = __byte_perm(nibbles, odd_signs, 0x6240) & kE2m3InPlace;
+  pair[2] = __byte_perm(even, signs, 0x7351) & kE2m3InPlace;
+  pair[3] = __byte_perm(nibbles, odd_signs, 0x7351) & kE2m3InPlace;
+}
+
+template <int kRotation>
+__device__ __forceinline__ void expand_e2m3_to_bf16(uint32_t nibbles, uint32_t pairs, uint32_t factor,
+                                                    uint32_t (&pair)[4]) {
+  place_e2m3<kRotation>(nibbles, pairs, pair);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) pair[i] = ptx::bf16x2_multiply(pair[i], factor);
+}
+
+// In 8-bit containers (00xxxxxx), as kind::mxf8f6f4 reads e2m3: elements 0, 2, 4, 6 and 1, 3, 5, 7. `pairs` is rotated
+// for the former.
+__device__ __forceinline__ void expand_e2m3_to_containers(uint32_t nibbles, uint32_t pairs, uint32_t& even,
+                                                          uint32_t& odd) {
+  auto containers = [](uint32_t magnitudes, uint32_t pairs) {  // s is bit 7 of a byte, e1 bit 0
+    const uint32_t upper = ptx::select_bits(0x20202020u, pairs >> 2, pairs << 4);
+    return ptx::select_bits(0x0F0F0F0Fu, magnitudes, upper) & 0x3F3F3F3Fu;
+  };
+  even = containers(nibbles, pairs);
+  odd = containers(nibbles >> 4, __funnelshift_r(pairs, pairs, 2));
+}
+
+// As halves, times 2^-14 and in the order of expand_to_halves: from where place_e2m3 has them, a magnitude's five bits
+// go up by three.
+__device__ __forceinline__ void expand_e2m3_to_halves(uint32_t nibbles, uint32_t pairs, uint32_t (&pair)[4]) {
+  uint32_t placed[4];
+  place_e2m3<0>(nibbles, pairs, placed);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t from = placed[i % 2 * 2 + i / 2];
+    pair[i] = ptx::select_bits(0x80008000u, from, from << 3) & 0x8F808F80u;
+  }
+}
+
+// Two scales of NVFP4, E4M3 without their sign bits (which nobody reads), one in each half: as a pair of bfloat16, times
+// 2^kNvScaleExponent; NaN of NaN, 0x7F. In place the bits of one are it times 2^-120, subnormals included. The values
+// that e2m1's expansion makes with such a factor come out times 2^-8: 2^126 times the largest scale is no bfloat16.
+constexpr int kNvScaleExponent = 118;
+constexpr float kNvExpansion = 256.0f;  // 2^8 undoes it
+
+__device__ __forceinline__ uint32_t nv_factors(uint32_t scales) {
+  constexpr uint32_t kTwoTo119Pair = 0x7B007B00u;
+  static_assert(2 * 119 - 120 == kNvScaleExponent && kNvScaleExponent == 126 - 8);
+  const uint32_t nan = ((scales + 0x00010001u) & 0x00800080u) * 255u;  // the exponent's bits; the mantissa is not 0
+  return nan | ptx::bf16x2_multiply(ptx::bf16x2_multiply(scales << 4, kTwoTo119Pair), kTwoTo119Pair);
+}
+
 // How an expansion whose values come out times 2^-kBias takes block scales s: 2^kBias undoes it, and 2^kBias * 2^(s -
 // 127), as a pair of bfloat16, scales the values besides. That is for s up to kLargestFoldedScale, above which it would
 // overflow.
 template <uint32_t kBias>
 struct FoldedScale {
+  static constexpr float kAccumulatorScale = 1.0f;
   static constexpr uint32_t kUndo = (kBias + 127u) * 0x00800080u;
   static constexpr uint32_t kLargestFoldedScale = 254u - kBias;
   static __device__ __forceinline__ uint32_t folded_factor(uint32_t s) { return (s + kBias) * 0x00800080u; }
@@ -113,14 +194,19 @@ struct FoldedScale {
   }
 };
 
-// A lane's block of 32 weights, eight at a time as bfloat16 pairs. `nan` collects what is_nan() looks at.
+// A lane's block of 32 weights, eight at a time as bfloat16 pairs. `nan` collects what is_nan() looks at. Sums are to be
+// multiplied by kAccumulatorScale.
 template <Element kWeights, Saves kSaves>
 struct Expansion;
 
-template <Saves kSaves>
-struct Expansion<Element::kE2m1, kSaves> : FoldedScale<126> {
+// Of elements; a NaN scale makes NaN of them all.
+struct WithoutNan {
   static constexpr bool kHasNan = false;
   static __device__ __forceinline__ bool is_nan(uint32_t) { return false; }
+};
+
+template <Saves kSaves>
+struct Expansion<Element::kE2m1, kSaves> : FoldedScale<126>, WithoutNan {
   static __device__ __forceinline__ void eight(const uint32_t* block, int q, uint32_t factor, uint32_t (&pair)[4],
                                                uint32_t&) {
     expand_to_bf16<kSaves>(block[q], factor, pair);
@@ -143,6 +229,44 @@ struct Expansion<Element::kE4m3, kSaves> : FoldedScale<120> {
       pair[2 * half] = two[0];
       pair[2 * half + 1] = two[1];
     }
+  }
+};
+
+template <Saves kSaves>
+struct Expansion<Element::kInt8, kSaves> : FoldedScale<126>, WithoutNan {
+  static __device__ __forceinline__ void eight(const uint32_t* block, int q, uint32_t factor, uint32_t (&pair)[4],
+                                               uint32_t&) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint32_t two[2];
+      expand_int8_to_bf16(block[2 * q + half], factor, two);
+      pair[2 * half] = two[0];
+      pair[2 * half + 1] = two[1];
+    }
+  }
+};
+
+// Four words of nibbles, then two of pairs.
+template <Saves kSaves>
+struct Expansion<Element::kE2m3, kSaves> : FoldedScale<126>, WithoutNan {
+  static __device__ __forceinline__ void eight(const uint32_t* block, int q, uint32_t factor, uint32_t (&pair)[4],
+                                               uint32_t&) {
+    const uint32_t pairs = block[4 + q / 2];
+    if (q % 2 == 0) {
+      expand_e2m3_to_bf16<0>(block[q], pairs, factor, pair);
+    } else {
+      expand_e2m3_to_bf16<4>(block[q], pairs, factor, pair);
+    }
+  }
+};
+
+// `factors`: nv_factors of the block's two scales.
+template <Saves kSaves>
+struct Expansion<Element::kNvE2m1, kSaves> : WithoutNan {
+  static constexpr float kAccumulatorScale = kNvExpansion;
+  static __device__ __forceinline__ void eight(const uint32_t* block, int q, uint32_t factors, uint32_t (&pair)[4],
+                                               uint32_t&) {
+    expand_to_bf16<kSaves>(block[q], __byte_perm(factors, 0, q < 2 ? 0x1010 : 0x3232), pair);
   }
 };
 

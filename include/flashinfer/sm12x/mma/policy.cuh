@@ -11,7 +11,7 @@
 // add to the same sums; or kBlocks of them, two neighbours, by one MMA.
 //
 // Lane 4g + t takes kTokenPiece bytes of token g, piece t of its block, and kWeightWords words of 32 bits of each of
-// its rows of weights.
+// its rows of weights; of MXFP6 a word of nibbles and one of pairs, for its eight elements rotated to the right place.
 //
 // A policy is that of an operand type, what tokens are in shared memory: MXFP8 or MXFP4 as it is, or bfloat16, which
 // W4A16 brings and which holds a scaled MXFP8 or MXFP4 value exactly.
@@ -38,8 +38,11 @@ struct RowNans {
   uint32_t row = 0, row_plus_8 = 0;
 };
 
+// A lane's words of weights of one block.
+constexpr int weight_words(Element weights) { return weights == Element::kE2m3 ? 2 : block_bytes(weights) / 16; }
+
 // A lane's two words of 32 bytes of tokens, as weights lie beside them (expand.cuh): elements 8t.. of MXFP8, one piece,
-// beside MXFP4; elements 4t.. and 16 + 4t.. of MXFP8 beside MXFP8; elements 8t.. of two blocks of MXFP4.
+// beside MXFP4 and MXFP6; elements 4t.. and 16 + 4t.. of MXFP8 beside MXFP8; elements 8t.. of two blocks of MXFP4.
 template <int kPiece>
 __device__ __forceinline__ uint2 load_token_piece(const uint8_t* piece) {
   if constexpr (kPiece == 8) return *reinterpret_cast<const uint2*>(piece);
@@ -47,9 +50,9 @@ __device__ __forceinline__ uint2 load_token_piece(const uint8_t* piece) {
   return make_uint2(words[0], words[4]);
 }
 
-// SM12x, MXFP8 x MXFP4 or MXFP8, MXFP4 x MXFP4: scales go into the MMA. MXFP4 weights beside MXFP8 need four
-// instructions a word. Operands of one format need none: a lane has 32-bit words t and 4 + t of 32 bytes of each of its
-// rows, a block of MXFP8 or two of MXFP4.
+// SM12x, MXFP8 x MXFP4, MXFP6 or MXFP8, MXFP4 x MXFP4: scales go into the MMA. MXFP4 weights beside MXFP8 need four
+// instructions a word, MXFP6 twelve. Operands of one format need none: a lane has 32-bit words t and 4 + t of 32 bytes
+// of each of its rows, a block of MXFP8 or two of MXFP4.
 template <Element kOperand, Element kWeights>
 struct BlockScaledPolicy {
   static constexpr bool kE2m1 = kOperand == Element::kE2m1;
@@ -57,8 +60,8 @@ struct BlockScaledPolicy {
   static constexpr Scaling kScaling = Scaling::kInMma;
   static constexpr int kParts = 1;
   static constexpr int kBlocks = kE2m1 ? 2 : 1;
-  static constexpr int kWeightWords = kBlocks * lane_registers(kWeights);
-  static constexpr int kTokenPiece = 8 / kWeightWords;
+  static constexpr int kWeightWords = kBlocks * weight_words(kWeights);
+  static constexpr int kTokenPiece = !kE2m1 && lanes_take_eights(kWeights) ? 8 : 4;
   static constexpr float kAccumulatorScale = 1.0f;
   static constexpr bool kCollectsNans = false;
 
@@ -87,15 +90,21 @@ struct BlockScaledPolicy {
   static __device__ __forceinline__ Weights expand(const uint32_t (&row)[kWeightWords],
                                                    const uint32_t (&row_plus_8)[kWeightWords], const RowScales&,
                                                    RowNans&) {
-    if constexpr (kWeightWords == 2) return {{row[0], row_plus_8[0], row[1], row_plus_8[1]}};
     Weights w;
-    expand_to_containers(row[0], w.a[0], w.a[2]);
-    expand_to_containers(row_plus_8[0], w.a[1], w.a[3]);
+    if constexpr (kWeights == Element::kE2m3) {
+      expand_e2m3_to_containers(row[0], row[1], w.a[0], w.a[2]);
+      expand_e2m3_to_containers(row_plus_8[0], row_plus_8[1], w.a[1], w.a[3]);
+    } else if constexpr (kWeightWords == 2) {
+      w = {{row[0], row_plus_8[0], row[1], row_plus_8[1]}};
+    } else {
+      expand_to_containers(row[0], w.a[0], w.a[2]);
+      expand_to_containers(row_plus_8[0], w.a[1], w.a[3]);
+    }
     return w;
   }
   static __device__ __forceinline__ Tokens load_tokens(const uint8_t* piece) {
     const uint2 k = load_token_piece<kTokenPiece>(piece);
-    if constexpr (kWeightWords == 2) return {{k.x, k.y}};
+    if constexpr (kTokenPiece == 4) return {{k.x, k.y}};
     return {{__byte_perm(k.x, k.y, 0x6420), __byte_perm(k.x, k.y, 0x7531)}};
   }
   template <int kBlock, int kPart>
@@ -132,10 +141,10 @@ struct HalfPolicy {
   static constexpr Scaling kScaling = Scaling::kInSums;
   static constexpr int kParts = 1;
   static constexpr int kBlocks = 1;
-  static constexpr int kWeightWords = lane_registers(kWeights);
-  static constexpr int kTokenPiece = kE2m1 ? 4 : 8 / kWeightWords;
+  static constexpr int kWeightWords = weight_words(kWeights);
+  static constexpr int kTokenPiece = !kE2m1 && lanes_take_eights(kWeights) ? 8 : 4;
   static constexpr float kAccumulatorScale =
-      (kWeights == Element::kE2m1 ? kHalfExpansion : 1.0f) * (kE2m1 ? kHalfExpansion : 1.0f);
+      (kWeights == Element::kE4m3 ? 1.0f : kHalfExpansion) * (kE2m1 ? kHalfExpansion : 1.0f);
   static constexpr bool kCollectsNans = false;
   using RowScales = RowFactors;
   using TokenScales = TokenFactors;
@@ -195,6 +204,8 @@ struct HalfPolicy {
   static __device__ __forceinline__ void to_halves_of_row(const uint32_t (&row)[kWeightWords], uint32_t (&pair)[4]) {
     if constexpr (kWeights == Element::kE2m1) {
       expand_to_halves(row[0], pair);
+    } else if constexpr (kWeights == Element::kE2m3) {
+      expand_e2m3_to_halves(row[0], row[1], pair);
     } else {
 #pragma unroll
       for (int i = 0; i < 4; ++i) pair[i] = ptx::e4m3x2_to_f16x2(static_cast<uint16_t>(row[i / 2] >> (16 * (i % 2))));
@@ -202,8 +213,9 @@ struct HalfPolicy {
   }
 };
 
-// bf16 x MXFP4 or MXFP8, on every architecture: W4A16 and W8A16, and MXFP8 tokens that have been dequantized. A scaled
-// weight is exact wherever it is a bfloat16, so that MMAs accumulate final values and nothing is left to do for a sum.
+// bf16 x weights of any format, on every architecture: W4A16, W8A16 and so on, and MXFP8 tokens that have been
+// dequantized. A scaled weight is exact wherever it is a bfloat16, so that MMAs accumulate final values; NVFP4's times a
+// power of two.
 //
 // A block of MXFP4 is one matrix of ldmatrix, of which the lane gets elements 8t.. of its row; of MXFP8 it is two, of
 // which the lane gets elements 4t.. and 16 + 4t... Tokens are packed accordingly (rows/load.cuh, rows/pack.cuh).
@@ -213,13 +225,13 @@ struct Bf16Policy {
   static constexpr int kParts = 2;
   static constexpr int kBlocks = 1;
   static constexpr int kTokenPiece = 16;
-  static constexpr int kWeightWords = lane_registers(kWeights);
-  static constexpr float kAccumulatorScale = 1.0f;
+  static constexpr int kWeightWords = weight_words(kWeights);
   using BlockExpansion = Expansion<kWeights, Saves::kIntegerPipe>;
+  static constexpr float kAccumulatorScale = BlockExpansion::kAccumulatorScale;
   static constexpr bool kCollectsNans = BlockExpansion::kHasNan;
 
   struct RowScales {
-    uint32_t row, row_plus_8;  // words of four
+    uint32_t row, row_plus_8;  // words of four; of NVFP4 two blocks', the lane's in bytes 0 and 2
   };
   struct TokenScales {};
   struct Weights {
@@ -254,11 +266,27 @@ struct Bf16Policy {
   template <int kBlock, bool kFolded>
   static __device__ __forceinline__ void expand_scaled(const uint32_t (&words)[kWeightWords], uint32_t scales,
                                                        uint32_t (&pair)[4], uint32_t& nan) {
-    const uint32_t factor = kFolded ? BlockExpansion::template folded_factor_of<kBlock>(scales) : BlockExpansion::kUndo;
-    BlockExpansion::eight(words, 0, factor, pair, nan);
-    const uint32_t scale = scale_pair(scales >> (8 * kBlock) & 0xFFu);
+    if constexpr (kWeights == Element::kNvE2m1) {
+      const uint32_t scale = scale_of<kBlock % 2 * 2>(scales) & 0x007F007Fu;
+      BlockExpansion::eight(words, 0, nv_factors(scale), pair, nan);
+    } else if constexpr (kFolded) {
+      eight(words, BlockExpansion::template folded_factor_of<kBlock>(scales), pair, nan);
+    } else {
+      eight(words, BlockExpansion::kUndo, pair, nan);
+      const uint32_t scale = scale_pair(scales >> (8 * kBlock) & 0xFFu);
 #pragma unroll
-    for (int i = 0; !kFolded && i < 4; ++i) pair[i] = ptx::bf16x2_multiply(pair[i], scale);
+      for (int i = 0; i < 4; ++i) pair[i] = ptx::bf16x2_multiply(pair[i], scale);
+    }
+  }
+
+  // The lane's words of a block, by one factor.
+  static __device__ __forceinline__ void eight(const uint32_t (&words)[kWeightWords], uint32_t factor,
+                                               uint32_t (&pair)[4], uint32_t& nan) {
+    if constexpr (kWeights == Element::kE2m3) {
+      expand_e2m3_to_bf16<0>(words[0], words[1], factor, pair);
+    } else {
+      BlockExpansion::eight(words, 0, factor, pair, nan);
+    }
   }
 };
 

@@ -49,17 +49,27 @@ __device__ __forceinline__ uint32_t e4m3x2_to_bf16x2(uint16_t e4m3, float scale)
   return f32x2_to_bf16x2(pair.x * scale, pair.y * scale);
 }
 
-__device__ __forceinline__ uint32_t bf16x2_multiply(uint32_t a, uint32_t b) {
-  uint32_t result;  // fma with -0: mul.bf16x2 needs sm_90, this also runs on sm_89, and -0 keeps the sign of zeros
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(0x80008000u));
+__device__ __forceinline__ uint32_t bf16x2_fma(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t result;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
   return result;
 }
+// mul.bf16x2 needs sm_90, this also runs on sm_89, and -0 keeps the sign of zeros.
+__device__ __forceinline__ uint32_t bf16x2_multiply(uint32_t a, uint32_t b) { return bf16x2_fma(a, b, 0x80008000u); }
 
 // Bits of `a` where the mask is set, of `b` elsewhere. Given this in C++, the compiler moves a mask of the result into
 // both operands: an instruction more for each use of the word.
 __device__ __forceinline__ uint32_t select_bits(uint32_t mask, uint32_t a, uint32_t b) {
   uint32_t result;
   asm("lop3.b32 %0, %1, %2, %3, 0xCA;" : "=r"(result) : "r"(mask), "r"(a), "r"(b));
+  return result;
+}
+
+// `a & mask | bits`. Of two constants an instruction can hold one; given this in C++, the compiler makes two of it, and
+// not a register with the other.
+__device__ __forceinline__ uint32_t and_or(uint32_t a, uint32_t mask, uint32_t bits) {
+  uint32_t result;
+  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(result) : "r"(a), "r"(mask), "r"(bits));
   return result;
 }
 

@@ -95,6 +95,20 @@ __device__ __forceinline__ uint32_t load_shared_byte(uint32_t address) {
   return byte;
 }
 
+// Two bytes, and eight, aligned.
+__device__ __forceinline__ uint32_t load_shared_half(uint32_t address) {
+  uint32_t half;
+  asm("{\n\t.reg .u16 half;\n\tld.shared.u16 half, [%1];\n\tcvt.u32.u16 %0, half;\n\t}"
+      : "=r"(half)
+      : "r"(address)
+      : "memory");
+  return half;
+}
+
+__device__ __forceinline__ void load_shared_pair(uint32_t* words, uint32_t address) {
+  asm("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "r"(address) : "memory");
+}
+
 __device__ __forceinline__ void store_shared_byte(uint32_t address, uint32_t byte) {
   asm volatile("st.shared.u8 [%0], %1;" ::"r"(address), "r"(byte) : "memory");
 }

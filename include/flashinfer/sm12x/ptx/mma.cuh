@@ -44,8 +44,8 @@ __device__ __forceinline__ void mma_16816(float (&d)[4], const uint32_t (&a)[4],
   }
 }
 
-// Block-scaled 16x8x32: a is e4m3, or e2m1 in 8-bit containers (00xxxx00); b is e4m3 or e5m2. Or 16x8x64, both packed
-// e2m1, at twice the rate. `scale_a` and `scale_b` hold four UE8M0 scales each, of which kByte picks one, or the first
+// Block-scaled 16x8x32: a is e4m3, or in 8-bit containers e2m1 (00xxxx00) or e2m3 (00xxxxxx); b is e4m3 or, not beside
+// e2m3, e5m2. Or 16x8x64, both packed e2m1, at twice the rate. `scale_a` and `scale_b` hold four UE8M0 scales each, of which kByte picks one, or the first
 // of two. Lanes 4i and 4i+1 supply rows i and i+8 of a, lane 4i supplies column i of b (thread-id 0 on both sides).
 #define FLASHINFER_MXF8F6F4 "mxf8f6f4.block_scale.scale_vec::1X.m16n8k32"
 #define FLASHINFER_BLOCK_SCALED_MMA(kind, a_type, b_type)                                                            \
@@ -57,7 +57,8 @@ __device__ __forceinline__ void mma_16816(float (&d)[4], const uint32_t (&a)[4],
 template <int kByte, Element kA, Element kB>
 __device__ __forceinline__ void mma_block_scaled(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
                                                  uint32_t scale_a, uint32_t scale_b) {
-  static_assert((kA == Element::kE2m1 || kA == Element::kE4m3) && kB != Element::kBf16, "elements with block scales");
+  static_assert(kA == Element::kE2m1 || kA == Element::kE2m3 || kA == Element::kE4m3, "elements with UE8M0 scales");
+  static_assert(kB == Element::kE4m3 || (kB == Element::kE5m2 && kA != Element::kE2m3) || kB == Element::kE2m1);
   if constexpr (kB == Element::kE2m1) {
     static_assert(kB != Element::kE2m1 || (kA == kB && kByte % 2 == 0),
                   "scale_vec::2X takes bytes 0 and 1, or 2 and 3");
@@ -68,6 +69,8 @@ __device__ __forceinline__ void mma_block_scaled(float (&d)[4], const uint32_t (
     } else {
       FLASHINFER_BLOCK_SCALED_MMA(FLASHINFER_MXF8F6F4, "e2m1", "e5m2");
     }
+  } else if constexpr (kA == Element::kE2m3) {
+    FLASHINFER_BLOCK_SCALED_MMA(FLASHINFER_MXF8F6F4, "e2m3", "e4m3");
   } else if constexpr (kB == Element::kE4m3) {
     FLASHINFER_BLOCK_SCALED_MMA(FLASHINFER_MXF8F6F4, "e4m3", "e4m3");
   } else {

@@ -24,6 +24,13 @@
 
 namespace flashinfer::sm12x::ptx {
 
+// gridDim.x, read where it is asked for: of a value that it could keep, ptxas makes a register where there is none left.
+__device__ __forceinline__ int grid_blocks() {
+  int blocks;
+  asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(blocks));
+  return blocks;
+}
+
 constexpr bool kFenceArrivals = FLASHINFER_SM12X_FENCE_ARRIVALS;
 
 // In front of every arrival at an mbarrier.

@@ -109,6 +109,9 @@ struct RowLoader {
       case TokenFormat::kMxfp4Swizzled: return load_mxfp4(eights);
       case TokenFormat::kQuantizeBf16ToMxfp4:
       case TokenFormat::kQuantizeF16ToMxfp4: return load_quantized_to_mxfp4(eights);
+      case TokenFormat::kMxfp6Swizzled: return load_mxfp6(eights);
+      case TokenFormat::kMxint8Swizzled: return load_mxint8(eights);
+      case TokenFormat::kNvfp4Swizzled: return load_nvfp4(eights);
       default: return load_mxfp8(eights);
     }
   }
@@ -117,6 +120,13 @@ struct RowLoader {
   __device__ __forceinline__ const uint8_t* at(int bytes_of_block) const {
     const int64_t block = row * (rows.k / kScaleBlock) + k_block;
     return static_cast<const uint8_t*>(rows.data) + (wanted ? block * bytes_of_block : 0);
+  }
+
+  // Bits of a scale, the `i`-th of a block's.
+  __device__ __forceinline__ uint32_t scale_bits(Element element, int i) const {
+    const int of_block = kScaleBlock / scale_block(element);
+    const int64_t place = swizzled_scale_place(row, k_block * of_block + i, scale_words(element, rows.k));
+    return wanted ? rows.scales[place] : 0;
   }
 
   __device__ __forceinline__ float scale() const {
@@ -156,11 +166,67 @@ struct RowLoader {
   }
 
   static __device__ __forceinline__ uint4 from_eight_nibbles(uint32_t nibbles, float scale) {
-    const uint32_t factor = ptx::f32x2_to_bf16x2(scale, scale);
     uint32_t pair[4];
     mma::expand_to_bf16<mma::Saves::kInstructions>(nibbles, mma::kTwoTo126Pair, pair);
+    return times(pair, scale);
+  }
+
+  static __device__ __forceinline__ uint4 times(const uint32_t (&pair)[4], float scale) {
+    const uint32_t factor = ptx::f32x2_to_bf16x2(scale, scale);
     return make_uint4(ptx::bf16x2_multiply(pair[0], factor), ptx::bf16x2_multiply(pair[1], factor),
                       ptx::bf16x2_multiply(pair[2], factor), ptx::bf16x2_multiply(pair[3], factor));
+  }
+
+  // A word of 128 elements, or what the row's last has of them, in two planes (types.h).
+  __device__ __forceinline__ void load_mxfp6(uint4 (&eights)[4]) const {
+    const int first = k_block & ~(kScaleChunkBlocks - 1), block = k_block - first;
+    const int blocks = min(kScaleChunkBlocks, rows.k / kScaleBlock - first);
+    const int64_t start = row * row_bytes(Element::kE2m3, rows.k) + first * block_bytes(Element::kE2m3);
+    const uint8_t* word = static_cast<const uint8_t*>(rows.data) + (wanted ? start : 0);
+    const uint4 nibbles = ptx::load_16_bytes_if(wanted, word + block * kNibbleBytes);
+    const uint8_t* at_pairs = word + blocks * kNibbleBytes + block * kPairBytes;
+    const uint2 pairs = wanted ? *reinterpret_cast<const uint2*>(at_pairs) : make_uint2(0, 0);
+    const float s = ptx::ue8m0_to_f32<0>(scale_bits(Element::kE2m3, 0));
+    const uint32_t of[6] = {nibbles.x, nibbles.y, nibbles.z, nibbles.w, pairs.x, pairs.y};
+    load_eights<Element::kE2m3>(of, s, eights);
+  }
+
+  __device__ __forceinline__ void load_mxint8(uint4 (&eights)[4]) const {
+    const uint8_t* from = at(kScaleBlock);
+    const uint4 low = ptx::load_16_bytes_if(wanted, from), high = ptx::load_16_bytes_if(wanted, from + 16);
+    const float s = ptx::ue8m0_to_f32<0>(scale_bits(Element::kInt8, 0));
+    const uint32_t of[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+    load_eights<Element::kInt8>(of, s, eights);
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {  // (0, 2), (1, 3), (4, 6), (5, 7)
+      const uint4 k = eights[q];
+      eights[q] = make_uint4(__byte_perm(k.x, k.z, 0x5410), __byte_perm(k.y, k.w, 0x5410),
+                             __byte_perm(k.x, k.z, 0x7632), __byte_perm(k.y, k.w, 0x7632));
+    }
+  }
+
+  // Of the words that an expansion takes; in the order in which it gives them.
+  template <Element kElement>
+  static __device__ __forceinline__ void load_eights(const uint32_t* block, float scale, uint4 (&eights)[4]) {
+    using Expansion = mma::Expansion<kElement, mma::Saves::kInstructions>;
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+      uint32_t pair[4], nan = 0;
+      Expansion::eight(block, q, Expansion::kUndo, pair, nan);
+      eights[q] = times(pair, scale);
+    }
+  }
+
+  __device__ __forceinline__ void load_nvfp4(uint4 (&eights)[4]) const {
+    const uint4 block = ptx::load_16_bytes_if(wanted, at(kScaleBlock / 2));
+    const uint32_t words[4] = {block.x, block.y, block.z, block.w};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t halves = ptx::e4m3x2_to_f16x2(scale_bits(Element::kNvE2m1, i) & 0x7F);
+      const float s = __half2float(reinterpret_cast<const __half2&>(halves).x);
+      eights[2 * i] = from_eight_nibbles(words[2 * i], s);
+      eights[2 * i + 1] = from_eight_nibbles(words[2 * i + 1], s);
+    }
   }
 
   template <bool kIsBf16>

@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kPackRowsThreads) pack_rows_kernel(const __gri
     uint4* to = reinterpret_cast<uint4*>(p.packed + packed_offset(p.num_rows, row, k_block));
 #pragma unroll
     for (int t = 0; t < 4; ++t) {
-      if (lane_registers(p.weights) == 1) {
+      if (lanes_take_eights(p.weights)) {
         to[t] = eights[t];  // lane t of an MMA has elements 8t..
       } else {
         // Elements 4t.. and 16 + 4t..: (0, 2), (1, 3) of each four.

@@ -24,7 +24,7 @@
 //   weight rows        16, 32 or 64         StreamedGemmPlan (params.h): a slab for each group of MMA warps
 //
 // Tokens come as bfloat16 (W4A16, W8A16), are rounded to MXFP8 or MXFP4 here, or come so. Weights and tokens are exact
-// in bfloat16 whatever the format, so that one kind of MMA serves all.
+// in bfloat16 whatever the format (NVFP4's global scale is `alpha`), so that one kind of MMA serves all.
 #pragma once
 
 #include "../rows/load.cuh"
@@ -43,7 +43,7 @@ __device__ __forceinline__ void pack_block(const uint4 (&eights)[4], TokenBlock&
 #pragma unroll
   for (int q = 0; q < 4; ++q) {
     uint4 k = eights[q];
-    if (lane_registers(kWeights) == 2) {
+    if (!lanes_take_eights(kWeights)) {
       k = make_uint4(__byte_perm(k.x, k.z, 0x5410), __byte_perm(k.y, k.w, 0x5410), __byte_perm(k.x, k.z, 0x7632),
                      __byte_perm(k.y, k.w, 0x7632));
     }
@@ -114,10 +114,10 @@ __device__ __forceinline__ void multiply_units(const DenseParams& p, const Dense
   for (int first = 0; first < p.num_tokens; first += Shape::kTokenTile) {
     const int count = min(Shape::kTokenTile, p.num_tokens - first);
     load_tokens<Shape>(p, slab, first, count, lane);
-    for (int unit = static_cast<int>(blockIdx.x); unit < p.gemm.units; unit += static_cast<int>(gridDim.x)) {
-      const uint32_t row = slab.first_row(unit);
+    for (int unit = static_cast<int>(blockIdx.x); unit < p.gemm.units; unit += ptx::grid_blocks()) {
+      const uint32_t row = slab.first_row(unit, p.gemm.part_rows());
       ptx::mbarrier_wait(ring.full(place.stage), place.parity);
-      if (slab.works()) slab.multiply(place.stage * ring.stage_bytes, row, count);
+      if (slab.works()) slab.multiply(place.stage * ring.stage_bytes, row, count, p.gemm.next_weights);
       __syncwarp();
       ptx::mbarrier_arrive(ring.done(place.stage));
       place.advance(p.gemm.slices, ring.stages);
@@ -151,6 +151,7 @@ struct LargestOutputs {
 template <class Shape>
 __device__ __forceinline__ void run_epilogue_warp(const DenseParams& p, const DenseRing& ring, const DenseWork& work,
                                                   int warp, int lane) {
+  using Slab = SlabMultiplier<Shape>;
   const StreamedGemm& g = p.gemm;
   const int ring_units = ring.stages / g.slices, epilogue_warps = epilogue_warps_of(ring.stages, g.slices);
   if (warp >= epilogue_warps) return;
@@ -207,7 +208,7 @@ __device__ __forceinline__ void run_epilogue_warp(const DenseParams& p, const De
         const int token = i / 4 * 8 + 2 * (lane % 4) + i % 2, out = output + (i % 4 < 2 ? 0 : 8);
         if (token >= count || out >= g.out) continue;
         const int64_t at = static_cast<int64_t>(first_token + token) * g.out + out;
-        float value = fmaf(sums[i / 4][i % 4], scale, bias[i % 4 / 2]);
+        float value = fmaf(Slab::kAccumulatorScale * sums[i / 4][i % 4], scale, bias[i % 4 / 2]);
         if (e.residual != nullptr) value += load_scalar(e.residual, at, e.output_type);
         if (ranks != nullptr) largest.add(i, round_scalar(value, e.output_type), out);
         if (e.output != nullptr) store_scalar(e.output, at, e.output_type, value);

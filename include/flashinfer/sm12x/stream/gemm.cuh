@@ -7,6 +7,8 @@
 // g: a whole scale block of each. The order of K inside a block is free as long as both operands agree.
 #pragma once
 
+#include <type_traits>
+
 #include "../mma/expand.cuh"
 #include "../ptx/memory.cuh"
 #include "../ptx/mma.cuh"
@@ -120,14 +122,13 @@ __device__ __forceinline__ void fill_slice(const StreamedGemm& g, const Ring& ri
   }
   // Every lane arrives for what it writes and copies itself: racecheck sees no order otherwise.
   const uint8_t* from = g.weights + static_cast<int64_t>(first) * g.row_bytes + slice * g.slice_bytes;
-  const bool whole = g.pitch == g.row_bytes;
+  const bool whole = g.slices == 1 && g.pitch == g.row_bytes;  // a slice's pitch may be as many bytes by chance
   const bool elected = ptx::elect_one();
   const int lanes_rows = whole ? (elected ? valid : 0) : (valid - lane + 31) / 32;
   ptx::fence_async_proxy();  // partial sums were written and read where the copies go
   ptx::mbarrier_arrive_expect(full, lanes_rows * bytes + (elected ? g.piece_bytes() : 0));
   if (elected) {
-    ptx::tensor_copy_3d(to + g.scale_offset, &g.scales, (first % 32 & ~(g.piece_rows - 1)) * 4, slice * g.stage_words,
-                        first / kScaleChunkRows, full);
+    ptx::tensor_copy_3d(to + g.scale_offset, &g.scales, (first % 32 & ~(g.piece_rows - 1)) * 4, slice * g.stage_scale_words, first / kScaleChunkRows, full);
     if (whole) ptx::bulk_copy(to, from, valid * bytes, full);
   }
   for (int row = lane; !whole && row < valid; row += 32) {
@@ -139,7 +140,7 @@ __device__ __forceinline__ void fill_slice(const StreamedGemm& g, const Ring& ri
 // of 16-byte blocks, pair the rows whose distance is half the 128-byte period of the banks, if there is one.
 template <class Shape>
 __device__ __forceinline__ int slab_row(int g, int pitch) {
-  if (lane_registers(Shape::kWeights) != 1) return g;
+  if (!lanes_take_eights(Shape::kWeights)) return g;
   const int sixteens = pitch % 128 / 16;
   if (sixteens % 2 != 0) return (g >> 1) | (g & 1) << 2;  // rows r and r + 4
   if (sixteens % 4 != 0) return (g & 4) | (g & 2) >> 1 | (g & 1) << 1;  // rows r and r + 2
@@ -172,7 +173,7 @@ struct PartialPlace {
     const int word = warp * Shape::kWords, t = lane % 4;
     const bool within = ((first_word + word) * kScaleChunkBlocks + t) * kScaleBlock < g.k;
     const int tail = g.tail_offset + lane * 16;
-    const int column = word * Shape::kWordBytes + t * Shape::kBlockBytes;
+    const int column = word * Shape::kWordBytes + t * Shape::kFirstPlaneBytes;
     next_slab = within ? rows.next_slab : Shape::kTokenSteps * 32 * 16;
 #pragma unroll
     for (int step = 0; step < Shape::kTokenSteps; ++step) {
@@ -188,13 +189,15 @@ class SlabMultiplier {
   using Expansion = mma::Expansion<Shape::kWeights, mma::Saves::kInstructions>;
   using Block = uint32_t[Shape::kBlockBytes / 4];
 
-  // Where a lane finds one word's operands in the first stage: weights of row g, and their scale but for the row's
+  // Where a lane finds one word's operands in the first stage: weights of row g, and their scales but for the row's
   // quarter of the chunk. Those of row g + 8 lie the same distance behind, whatever the word.
   struct Operands {
     uint32_t weights, scale;
   };
 
  public:
+  static constexpr float kAccumulatorScale = Expansion::kAccumulatorScale;
+
   TokenBlock tokens[kSteps][kWords];
 
   // Where the lane's operands lie; `first_stage` is its address. Warps beyond those that K and the groups need have no
@@ -218,7 +221,6 @@ class SlabMultiplier {
       partial_[step] = base + partial.offset[step] + group * partial.next_slab;
     }
     first_row_ = group * g.slab_outputs();
-    unit_rows_ = g.part_rows();
     second_part_ = Shape::two_parts(g) ? g.out : 0;
     const uint32_t in_piece =
         16 * (first_row_ & (g.piece_rows - 1));  // of the slab's first row: where its quarter begins
@@ -228,13 +230,20 @@ class SlabMultiplier {
       // 0.
       int word = stage_warp * kWords + w;
       if (slice_word + word >= g.words) word -= w;
-      const int k_block = (slice_word + word) * kScaleChunkBlocks + lane % 4;
-      const int t = k_block * kScaleBlock < g.k ? lane % 4 : 0;
-      const uint32_t column = base + group * rows.next_slab + word * Shape::kWordBytes + t * Shape::kBlockBytes;
-      operands_[w].weights = column + rows.low;
-      operands_[w].scale = base + g.scale_offset + in_piece + 16 * (word * g.piece_rows + row) + t;
+      const int first_block = (slice_word + word) * kScaleChunkBlocks;
+      const int t = (first_block + lane % 4) * kScaleBlock < g.k ? lane % 4 : 0;
+      const uint32_t column = base + group * rows.next_slab + word * Shape::kWordBytes + rows.low;
+      operands_[w].weights = column + t * Shape::kFirstPlaneBytes;
+      if constexpr (Shape::kTwoPlanes) {
+        const int blocks = min(kScaleChunkBlocks, g.k / kScaleBlock - first_block);  // of the word
+        const int distance = blocks * kNibbleBytes + t * kPairBytes - t * Shape::kFirstPlaneBytes;
+        second_plane_ |= distance << (8 * w);
+      }
+      const int scale = t * Shape::kScaleWords;  // the lane's first of the word's
+      const int scale_word = word * Shape::kScaleWords + scale / kScaleChunkBlocks;
+      operands_[w].scale =
+          base + g.scale_offset + in_piece + 16 * (scale_word * g.piece_rows + row) + scale % kScaleChunkBlocks;
     }
-    next_weights_ = rows.high - rows.low;
     next_scale_ = Shape::two_parts(g) ? g.piece_bytes() : 8 * 16;
   }
 
@@ -247,14 +256,14 @@ class SlabMultiplier {
   __device__ __forceinline__ int first_word() const { return first_word_; }
 
   // A slab of zeros in the stage `stage` bytes behind the first, whose first row is row 0.
-  __device__ __forceinline__ void clear(uint32_t stage) const {
+  __device__ __forceinline__ void clear(uint32_t stage, uint32_t next_weights) const {
     constexpr float kZeros[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {
 #pragma unroll
       for (int i = 0; i < Shape::kBlockBytes; i += 16) {
         ptx::store_shared_vector(operands_[w].weights + stage + i, kZeros);
-        ptx::store_shared_vector(operands_[w].weights + stage + next_weights_ + i, kZeros);
+        ptx::store_shared_vector(operands_[w].weights + stage + next_weights + i, kZeros);
       }
       ptx::store_shared_byte(operands_[w].scale + stage + quarter(first_row_), 0);
       ptx::store_shared_byte(operands_[w].scale + stage + next_scale_ + quarter(first_row_ + second_part_), 0);
@@ -262,16 +271,18 @@ class SlabMultiplier {
     __syncwarp();
   }
 
-  // First row of the warp's slab in a unit. Callers ask before they wait for the unit's stage.
-  __device__ __forceinline__ uint32_t first_row(uint32_t unit) const { return unit * unit_rows_ + first_row_; }
+  // First row of the warp's slab in a unit of `unit_rows`. Callers ask before they wait for the unit's stage.
+  __device__ __forceinline__ uint32_t first_row(uint32_t unit, uint32_t unit_rows) const {
+    return unit * unit_rows + first_row_;
+  }
 
   // The warp's slab from row `row` on, which lies `stage` bytes behind the first stage, with a tile of `count` tokens.
-  // Leaves partial sums there.
-  __device__ __forceinline__ void multiply(uint32_t stage, uint32_t row, int count) const {
+  // Leaves partial sums there. `next_weights`: StreamedGemm's, which a launch of one GEMM need not keep in a register.
+  __device__ __forceinline__ void multiply(uint32_t stage, uint32_t row, int count, uint32_t next_weights) const {
     if (kSteps == 1 || count > kNarrowTokens) {
-      multiply_slab<kSteps>(stage, row);
+      multiply_slab<kSteps>(stage, row, next_weights);
     } else {
-      multiply_slab<1>(stage, row);
+      multiply_slab<1>(stage, row, next_weights);
     }
   }
 
@@ -283,43 +294,65 @@ class SlabMultiplier {
   // A chunk of scales holds rows r, r + 32, r + 64 and r + 96 side by side.
   static __device__ __forceinline__ uint32_t quarter(uint32_t row) { return (row >> 3) & 12; }
 
-  __device__ __forceinline__ void load_weights(int w, uint32_t stage, Block (&rows)[2]) const {
+  __device__ __forceinline__ void load_weights(int w, uint32_t stage, uint32_t next_weights, Block (&rows)[2]) const {
 #pragma unroll
-    for (int i = 0; i < Shape::kBlockBytes / 16; ++i) {
-      ptx::load_shared_vector(&rows[0][4 * i], operands_[w].weights + stage + 16 * i);
-      ptx::load_shared_vector(&rows[1][4 * i], operands_[w].weights + stage + next_weights_ + 16 * i);
+    for (int r = 0; r < 2; ++r) {
+      const uint32_t row = stage + r * next_weights;
+#pragma unroll
+      for (int i = 0; i < Shape::kFirstPlaneBytes / 16; ++i) {
+        ptx::load_shared_vector(&rows[r][4 * i], operands_[w].weights + row + 16 * i);
+      }
+      if constexpr (Shape::kTwoPlanes) {
+        ptx::load_shared_pair(&rows[r][4], operands_[w].weights + row + (second_plane_ >> (8 * w) & 0xFFu));
+      }
     }
+  }
+
+  // A block's scale, or its two.
+  static __device__ __forceinline__ uint32_t load_scales(uint32_t address) {
+    return Shape::kScaleWords == 2 ? ptx::load_shared_half(address) : ptx::load_shared_byte(address);
   }
 
   // kActive: token steps that hold tokens. `row`: the slab's first, in the first part.
   template <int kActive>
-  __device__ __forceinline__ void multiply_slab(uint32_t stage, uint32_t row) const {
+  __device__ __forceinline__ void multiply_slab(uint32_t stage, uint32_t row, uint32_t next_weights) const {
     const uint32_t low_quarter = stage + quarter(row), high_quarter = stage + next_scale_ + quarter(row + second_part_);
     Block weights[kWords][2];
-    uint32_t scales[kWords][2], largest = 0, nan[2] = {0, 0};
+    uint32_t scales[kWords][2], nan[2] = {0, 0};
     // Words whose weights are asked for before scales are looked at: all where registers allow, else the first.
     constexpr int kAhead = kSteps == 1 && kWords * Shape::kBlockBytes <= 64 ? kWords : 1;
+    // Scales are looked at together, to see whether they fold; NVFP4's, which do, come with their weights.
+    constexpr int kScalesAhead = Shape::kScaleWords == 2 ? kAhead : kWords;
+    auto load_word_scales = [&](int w) {
+      scales[w][0] = load_scales(operands_[w].scale + low_quarter);
+      scales[w][1] = load_scales(operands_[w].scale + high_quarter);
+    };
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {
-      if (w < kAhead) load_weights(w, stage, weights[w]);
-      scales[w][0] = ptx::load_shared_byte(operands_[w].scale + low_quarter);
-      scales[w][1] = ptx::load_shared_byte(operands_[w].scale + high_quarter);
+      if (w < kAhead) load_weights(w, stage, next_weights, weights[w]);
+      if (w < kScalesAhead) load_word_scales(w);
     }
-#pragma unroll
-    for (int w = 0; w < kWords; ++w) largest = max(largest, max(scales[w][0], scales[w][1]));
     float chain[kActive][kChains<kActive>][4] = {};
-    if (__any_sync(kAllLanes, largest > Expansion::kLargestFoldedScale)) {
+    auto multiply_words = [&](auto large, const auto& factor) {
 #pragma unroll
       for (int w = 0; w < kWords; ++w) {
-        if (w >= kAhead) load_weights(w, stage, weights[w]);
-        multiply_word<true>(weights[w], mma::scale_pair(scales[w][0]), mma::scale_pair(scales[w][1]), w, chain, nan);
+        if (w >= kAhead) load_weights(w, stage, next_weights, weights[w]);
+        if (w >= kScalesAhead) load_word_scales(w);
+        multiply_word<decltype(large)::value>(weights[w], factor(scales[w][0]), factor(scales[w][1]), w, chain, nan);
       }
+    };
+    if constexpr (Shape::kScaleWords == 2) {
+      multiply_words(std::false_type{}, [](uint32_t two) {
+        return mma::nv_factors(__byte_perm(two, 0, 0x4140) & 0x007F007Fu);
+      });
     } else {
+      uint32_t largest = 0;
 #pragma unroll
-      for (int w = 0; w < kWords; ++w) {
-        if (w >= kAhead) load_weights(w, stage, weights[w]);
-        multiply_word<false>(weights[w], Expansion::folded_factor(scales[w][0]), Expansion::folded_factor(scales[w][1]),
-                             w, chain, nan);
+      for (int w = 0; w < kWords; ++w) largest = max(largest, max(scales[w][0], scales[w][1]));
+      if (__any_sync(kAllLanes, largest > Expansion::kLargestFoldedScale)) {
+        multiply_words(std::true_type{}, [](uint32_t s) { return mma::scale_pair(s); });
+      } else {
+        multiply_words(std::false_type{}, [](uint32_t s) { return Expansion::folded_factor(s); });
       }
     }
     if (Expansion::kHasNan) spread_nan(nan, chain);
@@ -342,12 +375,17 @@ class SlabMultiplier {
 #pragma unroll
     for (int q = 0; q < 4; ++q) {
       uint32_t of_low[4], of_high[4];
-      Expansion::eight(weights[0], q, kLargeScales ? Expansion::kUndo : low_factor, of_low, nan[0]);
-      Expansion::eight(weights[1], q, kLargeScales ? Expansion::kUndo : high_factor, of_high, nan[1]);
+      if constexpr (kLargeScales) {
+        Expansion::eight(weights[0], q, Expansion::kUndo, of_low, nan[0]);
+        Expansion::eight(weights[1], q, Expansion::kUndo, of_high, nan[1]);
 #pragma unroll
-      for (int i = 0; kLargeScales && i < 4; ++i) {
-        of_low[i] = ptx::bf16x2_multiply(of_low[i], low_factor);
-        of_high[i] = ptx::bf16x2_multiply(of_high[i], high_factor);
+        for (int i = 0; i < 4; ++i) {
+          of_low[i] = ptx::bf16x2_multiply(of_low[i], low_factor);
+          of_high[i] = ptx::bf16x2_multiply(of_high[i], high_factor);
+        }
+      } else {
+        Expansion::eight(weights[0], q, low_factor, of_low, nan[0]);
+        Expansion::eight(weights[1], q, high_factor, of_high, nan[1]);
       }
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
@@ -380,9 +418,10 @@ class SlabMultiplier {
   int slice_ = 0, first_word_ = 0;
   bool belongs_ = false, works_ = false;
   Operands operands_[kWords];
-  uint32_t next_weights_ = 0, next_scale_ = 0;  // from row g to row g + 8
+  uint32_t second_plane_ = 0;  // byte w: from word w's weights to the second plane's
+  uint32_t next_scale_ = 0;  // from row g to row g + 8
   uint32_t partial_[kSteps];
-  uint32_t first_row_ = 0, unit_rows_ = 0;  // the slab's first row in the first unit, and from unit to unit
+  uint32_t first_row_ = 0;  // the slab's in the first unit
   uint32_t second_part_ = 0;  // from a row to its row of the other part
 };
 

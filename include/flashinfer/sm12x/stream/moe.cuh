@@ -253,18 +253,22 @@ class StreamMultiplier {
   __device__ __forceinline__ bool prepare_warm_up() const {
     const uint32_t stage = (shared.stages - 1) * shared.stage_bytes;
     if (!slab_.works() || stage < StreamStorage::kRouting) return false;
-    slab_.clear(stage);
+    slab_.clear(stage, next_weights_);
     return true;
   }
 
-  __device__ __forceinline__ void enter(const StreamedGemm& g) { slab_.enter(g, shared.stage(0), warp_, lane_); }
+  __device__ __forceinline__ void enter(const StreamedGemm& g) {
+    next_weights_ = g.next_weights;
+    unit_rows_ = g.part_rows();
+    slab_.enter(g, shared.stage(0), warp_, lane_);
+  }
 
   // Units of one span, whose tile has `count` tokens. `filled`: epilogue warps filled their stages, and will again.
   __device__ __forceinline__ void multiply(const StreamScheduler::Span& span, int count, bool filled) {
     for (int i = 0; i < span.units; ++i) {
-      const uint32_t row = slab_.first_row(span.unit + i);
+      const uint32_t row = slab_.first_row(span.unit + i, unit_rows_);
       ptx::mbarrier_wait(shared.full(place_.stage), place_.parity);
-      if (slab_.works()) slab_.multiply(place_.stage * shared.stage_bytes, row, count);
+      if (slab_.works()) slab_.multiply(place_.stage * shared.stage_bytes, row, count, next_weights_);
       // The warp is through with the stage. Every lane arrives: racecheck sees no order otherwise.
       __syncwarp();
       if (filled) ptx::mbarrier_arrive(shared.done(place_.stage));
@@ -275,6 +279,7 @@ class StreamMultiplier {
   const StreamBlock& shared;
   int warp_, lane_;
   RingPlace place_;
+  uint32_t next_weights_ = 0, unit_rows_ = 0;  // of the GEMM
   SlabMultiplier<Config> slab_;
 };
 

@@ -35,14 +35,17 @@ struct StreamedGemm {
   int k;
   int row_bytes;
   int words;  // of 128 along K
+  int scale_words;  // of four scales along K
   int k_warps;  // MMA warps that share K, `Shape::kWords` words each
   int stage_warps;  // of them, those that share a stage
   int stage_words;  // of a stage
+  int stage_scale_words;
   int slices;  // stages of a unit
   int slice_bytes;  // of a row in a stage; the last slice's may be fewer
   int groups;  // of warps, and slabs of a unit: 1, 2 or 4
   int units;  // that one tile of tokens needs
-  int pitch;  // bytes from row to row of a stage: row_bytes, or padded where rows are copied one by one
+  int pitch;  // bytes from row to row of a stage: row_bytes, or padded, or of a slice, where rows are copied one by one
+  uint32_t next_weights;  // bytes from row g of a slab to row g + 8
   int piece_rows;  // of 32 that a scale piece holds: those of a unit's part. A power of two
   int scale_offset;  // in a stage, behind the weights: a piece for each part
   int bias_offset;  // in a stage, behind the scales: biases of each part
@@ -55,7 +58,7 @@ struct StreamedGemm {
   FLASHINFER_SM12X_HOST_DEVICE constexpr int part_rows() const { return slab_outputs() * groups; }  // of a unit
   FLASHINFER_SM12X_HOST_DEVICE int bias_bytes() const { return bias_type == ScalarType::kF32 ? 4 : 2; }
   // Bytes of a stage's scale pieces, of one copy.
-  FLASHINFER_SM12X_HOST_DEVICE constexpr int piece_bytes() const { return stage_words * piece_rows * 16; }
+  FLASHINFER_SM12X_HOST_DEVICE constexpr int piece_bytes() const { return stage_scale_words * piece_rows * 16; }
 };
 
 // Warps that keep a ring of such units filled. Never more than stages: a warp could wait at a stage for a phase of
@@ -80,6 +83,10 @@ struct StreamShape {
   static constexpr int kTokenSteps = kTokenTile / kNarrowTokens;
   static constexpr int kBlockBytes = block_bytes(kWeights);
   static constexpr int kWordBytes = word_bytes(kWeights);
+  static constexpr int kScaleWords = words_of_scales(kWeights);  // of a word of 128
+  // MXFP6's blocks are in two planes, of which the first is laid out as MXFP4 is.
+  static constexpr bool kTwoPlanes = kWeights == Element::kE2m3;
+  static constexpr int kFirstPlaneBytes = kTwoPlanes ? kNibbleBytes : kBlockBytes;  // of a block
 
   static constexpr FLASHINFER_SM12X_HOST_DEVICE bool two_parts(const StreamedGemm& g) {
     return !kSliced && g.parts == 2;
@@ -107,10 +114,12 @@ struct StreamedGemmPlan {
     g.k = k;
     g.row_bytes = row_bytes(format, k);
     g.words = scale_words(k);
+    g.scale_words = sm12x::scale_words(format, k);
     g.k_warps = ceil_div(g.words, words);
     g.stage_warps = ceil_div(g.k_warps, slices);
     g.slices = ceil_div(g.k_warps, g.stage_warps);
     g.stage_words = g.slices == 1 ? g.words : g.stage_warps * words;
+    g.stage_scale_words = g.slices == 1 ? g.scale_words : g.stage_words * words_of_scales(format);
     g.slice_bytes = g.slices == 1 ? g.row_bytes : g.stage_words * word_bytes(format);
     for (int groups = g.slices == 1 ? kMaxGroups : 1; groups > 0 && g.groups == 0; groups /= 2) {
       const bool whole = sliced || out % (groups * g.slab_outputs()) == 0;
@@ -122,12 +131,13 @@ struct StreamedGemmPlan {
     g.scale_pitch = ceil_div(parts * out, kScaleChunkRows);
     g.pitch = g.row_bytes;
     // Eight lanes, two rows of four blocks, are served together by shared memory. Where whole rows do not lie well in
-    // its 128-byte period, they are set apart: by half of it where a block is 16 bytes, by 16 where lanes leave such
-    // gaps.
-    const bool one_register = lane_registers(format) == 1;
-    if (sliced && (g.slices > 1 || !one_register || g.row_bytes % 128 == 0)) {
-      g.pitch = round_up(g.stage_words * word_bytes(format), 128) + (one_register ? 64 : 16);
+    // its 128-byte period, they are set apart: by half of it where lanes take 16 bytes of a block, by 16 where they take
+    // 32 and leave such gaps.
+    const bool sixteen = lanes_take_eights(format);
+    if (sliced && (g.slices > 1 || !sixteen || g.row_bytes % 128 == 0)) {
+      g.pitch = round_up(g.stage_words * word_bytes(format), 128) + (sixteen ? 64 : 16);
     }
+    g.next_weights = static_cast<uint32_t>((parts == 2 ? g.part_rows() : 8) * g.pitch);
     g.piece_rows = g.part_rows() < 32 ? g.part_rows() : 32;
     g.scale_offset = round_up(kSlabRows * g.groups * g.pitch, 128);
     g.bias_offset = g.scale_offset + parts * g.piece_bytes();
@@ -151,11 +161,11 @@ constexpr StreamedGemmPlan moe_stream_plan(int k_tile, int mma_warps, int token_
 // 128x4 scales as words [matrices x row chunks][words along K][128]; a box is `piece_rows` rows of the chunk's 32, all
 // words of a stage.
 inline Status encode_scales(const uint8_t* scales, int matrices, StreamedGemm* g) {
-  const cuuint64_t words = static_cast<cuuint64_t>(g->words);
+  const cuuint64_t words = static_cast<cuuint64_t>(g->scale_words);
   const cuuint64_t sizes[3] = {kScaleChunkRows, words, static_cast<cuuint64_t>(matrices) * g->scale_pitch};
   const cuuint64_t strides[2] = {kScaleChunkBytes, words * kScaleChunkBytes};
   const cuuint32_t box[3] = {static_cast<cuuint32_t>(g->piece_rows * kScaleChunkBlocks),
-                             static_cast<cuuint32_t>(g->stage_words), 1};
+                             static_cast<cuuint32_t>(g->stage_scale_words), 1};
   return encode_tensor_map(CU_TENSOR_MAP_DATA_TYPE_UINT32, scales, sizes, strides, box, CU_TENSOR_MAP_SWIZZLE_NONE,
                            CU_TENSOR_MAP_L2_PROMOTION_NONE, "cuTensorMapEncodeTiled refused the scales", &g->scales);
 }

@@ -290,7 +290,7 @@ struct Epilogue {
 
   __device__ __forceinline__ void store_partial_outputs(int warp, int lane, const int* pairs,
                                                         const float* weights) const {
-    const float scale = Config::Policy::kAccumulatorScale * load_or(p.epilogue.global_scale, unit.expert, 1.0f);
+    const float scale = load_or(p.epilogue.global_scale, unit.expert, 1.0f);
     for_each_output(
         warp, lane, scale, static_cast<int64_t>(unit.expert) * p.rows, [&](int token, int row, float value) {
           p.epilogue.partial_outputs[static_cast<int64_t>(pairs[token]) * p.rows + row] = value * weights[token];
@@ -326,7 +326,7 @@ struct Epilogue {
   // The grouped GEMM's epilogue, and a dense layer's.
   __device__ __forceinline__ void store_output(int warp, int lane) const {
     const StoreEpilogue& e = p.epilogue;
-    const float scale = Config::Policy::kAccumulatorScale * load_or(e.alpha, 0, 1.0f);
+    const float scale = load_or(e.alpha, 0, 1.0f);
     for_each_output(warp, lane, scale, 0, [&](int token, int row, float value) {
       const int64_t at = static_cast<int64_t>(unit.first_token + token) * p.rows + row;
       if (e.residual != nullptr) value += load_scalar(e.residual, at, e.output_type);
@@ -352,7 +352,8 @@ struct Epilogue {
           for (int parity = 0; parity < 2; ++parity) {
             const int token = token_of(warp, lane, step, parity);
             if (token >= unit.num_tokens) continue;
-            take(token, row, fmaf(accumulators[half][step][2 * upper + parity], scale, bias));
+            const float sum = Config::Policy::kAccumulatorScale * accumulators[half][step][2 * upper + parity];
+            take(token, row, fmaf(sum, scale, bias));
           }
         }
       }

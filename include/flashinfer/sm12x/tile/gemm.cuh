@@ -104,7 +104,7 @@ __device__ __forceinline__ void consume(const GroupedGemmParams<Config::kRole>& 
     for (int k_tile = tile.first; k_tile < tile.first + tile.tiles; ++k_tile) {
       ptx::mbarrier_wait(shared.full(stage), phase);
       const int valid_blocks = blocks - k_tile * (Config::kKTile / kScaleBlock);
-      const StageScales<Config> scales(shared, stage, at, warp, lane);
+      const StageScales<Config> scales(shared, stage, at, valid_blocks, warp, lane);
       if (valid_blocks >= Config::kKTile / kScaleBlock && scales.fold()) {
         consume_tile<Config, true>(shared, stage, at, scales, valid_blocks, lane, accumulators, nans);
       } else {
@@ -139,6 +139,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
     load_routing<Config>(p, shared, lane);
   } else if (warp == Config::kConsumerWarps && lane == 0) {
     ptx::prefetch_tensor_map(&p.weights);
+    if constexpr (Config::kTwoPlanes) ptx::prefetch_tensor_map(&p.second_plane);
     for (int stage = 0; stage < SharedStorage<Config>::kStages; ++stage) {
       // The producer's announcement, and one arrival of each of its lanes for the rows and scales that they copy.
       ptx::mbarrier_init(shared.full(stage), Config::kTokenScales ? 1 + 32 : 1);

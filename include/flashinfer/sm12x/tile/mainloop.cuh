@@ -32,17 +32,17 @@ __device__ __forceinline__ OperandOffsets<Config> operand_offsets(const Unit& un
   const int matrix_row = row_group + lane % 16;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    at.weights[half] = half * (Config::kWeightStage / 2) + matrix_row * Config::kWeightPitch;
+    at.weights[half] = (half * kRowHalf + matrix_row) * Config::kFirstPitch;
     const int start = half_row<Config>(unit.row_tile, half, rows);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = start % kScaleChunkRows + row_group + lane / 4 + 8 * i;  // may reach into the next chunk
       const int chunk = (Config::kRole == Role::kFc1 ? half : 0) + row / kScaleChunkRows;
-      at.scale_row[half][i] = chunk * Config::kWords * kScaleChunkRows + word_in_chunk(row);
+      at.scale_row[half][i] = chunk * Config::kScaleWords * kScaleChunkRows + word_in_chunk(row);
     }
   }
   // The TMA swizzle: 64-byte rows XOR the vector with address bits 7..8, 128-byte rows with bits 7..9.
-  at.swizzle = Config::kWeightPitch == 64 ? (matrix_row >> 1) & 3 : matrix_row & 7;
+  at.swizzle = Config::kFirstPitch == 64 ? (matrix_row >> 1) & 3 : matrix_row & 7;
   at.first_token = Config::kWarpTokens * (warp / 4);
   const int token = at.first_token + lane / 4;
   // Odd rows in expert order have neighbouring blocks swapped.
@@ -94,10 +94,12 @@ template <class Config>
 class StageScales {
   using Policy = typename Config::Policy;
   static constexpr mma::Scaling kScaling = Policy::kScaling;
+  static constexpr int kOfBlock = kScaleBlock / scale_block(Config::kWeights);  // scales of 32 weights
 
  public:
+  // `valid_blocks`: of 32 weights, that K still has; of what is beyond nothing was copied.
   __device__ __forceinline__ StageScales(const SharedStorage<Config>& shared, int stage,
-                                         const OperandOffsets<Config>& at, int warp, int lane)
+                                         const OperandOffsets<Config>& at, int valid_blocks, int warp, int lane)
       : at_(at),
         row_words_(reinterpret_cast<const uint32_t*>(shared.scales(stage))),
         token_words_(shared.token_scales(stage) + at.first_token),
@@ -105,15 +107,19 @@ class StageScales {
         lane_(lane) {
     if constexpr (kScaling == mma::Scaling::kInWeights) {
 #pragma unroll
-      for (int i = 0; i < 4 * Config::kWords; ++i) {
-        held_[i / 4][i % 4] = row_words_[i / 4 * kScaleChunkRows + at.scale_row[i % 4 / 2][i % 2]];
+      for (int i = 0; i < 4 * Config::kScaleWords; ++i) {
+        uint32_t& held = held_[i / 4][i % 4];
+        const bool copied = Config::kScaleWords == 1 || i / 4 * kScaleChunkBlocks < valid_blocks * kOfBlock;
+        held = copied ? row_words_[i / 4 * kScaleChunkRows + at.scale_row[i % 4 / 2][i % 2]] : 0;
+        // Of a block's two, the scale of the lane's elements 8t.. comes first.
+        if constexpr (kOfBlock == 2) held >>= lane % 4 / 2 * 8;
       }
     }
   }
 
   // Whether the policy can fold all of this warp's row scales into its expansion of weights.
   __device__ __forceinline__ bool fold() const {
-    if constexpr (kScaling != mma::Scaling::kInWeights) return true;
+    if constexpr (kScaling != mma::Scaling::kInWeights || kOfBlock == 2) return true;
     uint32_t exceeding = 0;
 #pragma unroll
     for (int i = 0; i < 4 * Config::kWords; ++i) exceeding |= mma::exceeds_folded_scale(held_[i / 4][i % 4]);
@@ -133,7 +139,8 @@ class StageScales {
     } else if constexpr (kScaling == mma::Scaling::kInSums) {
       return factors_.of_rows(half, block, lane_);
     } else {
-      return {held_[word][2 * half], held_[word][2 * half + 1]};
+      const auto& held = held_[word * kOfBlock + block * kOfBlock / kScaleChunkBlocks];
+      return {held[2 * half], held[2 * half + 1]};
     }
   }
   __device__ __forceinline__ typename Policy::TokenScales of_tokens(int word, int step, int block) const {
@@ -152,7 +159,7 @@ class StageScales {
   const uint32_t* token_words_;
   WarpFactors<Config> factors_;
   int lane_;
-  uint32_t held_[Config::kWords][4];  // of rows g and g + 8 of each half
+  uint32_t held_[Config::kScaleWords][4];  // of rows g and g + 8 of each half
 };
 
 // A row of weights with a NaN gives NaN for every token. `nans` holds what this lane saw of its rows of each half.
@@ -172,6 +179,14 @@ __device__ __forceinline__ void spread_nan(const mma::RowNans (&nans)[2], Accumu
       }
     }
   }
+}
+
+// MXFP6: of a row of ldmatrix, the pairs of two blocks, the lane's eight of block `block`, rotated for place_e2m3<0>. A
+// lane has got the word whose number is its place in the quad.
+__device__ __forceinline__ uint32_t pairs_of_lane(uint32_t word, int block, int lane) {
+  const int t = lane % 4;
+  const uint32_t pairs = __shfl_sync(kAllLanes, word, (lane & ~3) + 2 * block + t / 2);
+  return __funnelshift_r(pairs, pairs, t % 2 * 4);
 }
 
 // kPlain: K does not end within the tile, and its scales fold.
@@ -195,12 +210,25 @@ __device__ __forceinline__ void consume_tile(const SharedStorage<Config>& shared
 #pragma unroll kUnrolledWords
   for (int word = 0; word < Config::kWords; ++word) {
     if (kPlain || kScaleChunkBlocks * word < valid_blocks) scales.begin_word(word);  // others were not copied
+    // MXFP6's pairs: of two blocks, rows g and g + 8; of the next two, likewise. [half] Swizzled rows of 32 bytes: the
+    // vector XOR address bit 7.
+    uint32_t pairs[2][4];
+    if constexpr (Config::kTwoPlanes) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint32_t row = at.weights[half] / Config::kFirstPitch;
+        const uint32_t vector = (lane / 16) ^ (row >> 2 & 1);
+        ptx::load_matrix_x4(pairs[half], weights + Config::kFirstPlane + row * Config::kSecondPitch + 16 * vector);
+      }
+    }
     auto block_pair = [&](auto pair_constant) {
       constexpr int kPair = decltype(pair_constant)::value;
       constexpr int kWeightWords = Policy::kWeightWords;
-      // A matrix of ldmatrix is 16 bytes of 8 rows: one block of MXFP4, half of one of MXFP8. [half][MMA's blocks of
-      // the pair]
+      // A matrix of ldmatrix is 16 bytes of 8 rows: one block of MXFP4 or of MXFP6's nibbles, half of one of MXFP8.
+      // [half][MMA's blocks of the pair]
+      constexpr bool kTwoPlanes = Config::kTwoPlanes;
       constexpr int kLoads = block_bytes(Config::kWeights) / 16;
+      constexpr int kFirstWords = kTwoPlanes ? 1 : kWeightWords;
       uint32_t row[2][2 / Policy::kBlocks][kWeightWords], row_plus_8[2][2 / Policy::kBlocks][kWeightWords];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -212,8 +240,15 @@ __device__ __forceinline__ void consume_tile(const SharedStorage<Config>& shared
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             const int matrix = 2 * load + i;
-            row[half][matrix / kWeightWords][matrix % kWeightWords] = matrices[2 * i];
-            row_plus_8[half][matrix / kWeightWords][matrix % kWeightWords] = matrices[2 * i + 1];
+            row[half][matrix / kFirstWords][matrix % kFirstWords] = matrices[2 * i];
+            row_plus_8[half][matrix / kFirstWords][matrix % kFirstWords] = matrices[2 * i + 1];
+          }
+        }
+        if constexpr (kTwoPlanes) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            row[half][i][1] = pairs_of_lane(pairs[half][2 * kPair], i, lane);
+            row_plus_8[half][i][1] = pairs_of_lane(pairs[half][2 * kPair + 1], i, lane);
           }
         }
       }

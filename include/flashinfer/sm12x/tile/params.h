@@ -53,7 +53,8 @@ struct StoreEpilogue {
 
 template <Role kRole>
 struct GroupedGemmParams {
-  CUtensorMap weights;           // bytes [E][rows][k / 2]; k of an MXFP8 dense layer
+  CUtensorMap weights;           // bytes [E][rows][row_bytes]; of MXFP6 boxes of its first plane
+  CUtensorMap second_plane;      // of MXFP6
   const uint8_t* weight_scales;  // 128x4, expert after expert
   int64_t weight_scale_pitch;    // bytes from one expert's scales to the next
   int rows;                      // weight rows of an expert (FC1: 2 * inter, up rows first)

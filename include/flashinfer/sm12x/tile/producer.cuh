@@ -129,21 +129,28 @@ class Producer {
   __device__ __forceinline__ void issue_weights(int stage, const Cursor& at) const {
     if (lane == 0) {
       const int valid = valid_k(at.k_tile);
-      const int scale_bytes = ceil_div(valid, kScaleChunkElements) * kScaleChunkBytes;
+      const int scale_bytes = scale_words(Config::kWeights, valid) * kScaleChunkBytes;
       const int chunks = num_scale_chunks(at.unit.row_tile);
       const int token_bytes = Config::kTokenScales ? 0 : words_of(at.k_tile) * at.unit.num_tokens * kPackedRowBytes;
       ptx::mbarrier_arrive_expect(shared.full(stage), Config::kWeightStage + chunks * scale_bytes + token_bytes);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        ptx::tensor_copy_3d(shared.weights(stage) + half * (Config::kWeightStage / 2), &p.weights,
-                            at.k_tile * Config::kWeightPitch, half_row<Config>(at.unit.row_tile, half, p.rows),
-                            at.unit.expert, shared.full(stage));
+        const int row = half_row<Config>(at.unit.row_tile, half, p.rows), first = at.k_tile * Config::kWeightBytes;
+        uint8_t* to = shared.weights(stage);
+        ptx::tensor_copy_3d(to + half * kRowHalf * Config::kFirstPitch, &p.weights, first, row, at.unit.expert,
+                            shared.full(stage));
+        if constexpr (Config::kTwoPlanes) {
+          to += Config::kFirstPlane + half * kRowHalf * Config::kSecondPitch;
+          ptx::tensor_copy_3d(to, &p.second_plane, first + valid / kScaleBlock * kNibbleBytes, row, at.unit.expert,
+                              shared.full(stage));
+        }
       }
       const uint8_t* expert_scales = p.weight_scales + at.unit.expert * p.weight_scale_pitch;
       for (int chunk = 0; chunk < chunks; ++chunk) {
-        const int64_t word =
-            static_cast<int64_t>(chunk_block(at.unit.row_tile, chunk)) * words + at.k_tile * Config::kWords;
-        ptx::bulk_copy(shared.scales(stage) + chunk * Config::kWords * kScaleChunkBytes,
+        const int64_t word = static_cast<int64_t>(chunk_block(at.unit.row_tile, chunk)) *
+                                 scale_words(Config::kWeights, p.k) +
+                             at.k_tile * Config::kScaleWords;
+        ptx::bulk_copy(shared.scales(stage) + chunk * Config::kScaleWords * kScaleChunkBytes,
                        expert_scales + word * kScaleChunkBytes, scale_bytes, shared.full(stage));
       }
     }

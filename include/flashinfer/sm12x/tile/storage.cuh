@@ -37,7 +37,9 @@ struct GemmConfig {
   // Registers for more blocks than a GB10's shared memory holds: parts with more of it fill up. Not where SM12x would
   // spill.
   static constexpr bool kBf16 = kOperand == Element::kBf16;
-  static constexpr int kHopperBlocks = kTokenTile <= 24 ? 4 : 3;  // of bf16 rows, measured
+  // Of bf16 rows on Hopper, measured of MXFP4; other formats' expansions spill in wide tiles of three.
+  static constexpr bool kExpandsLittle = kWeights == Element::kE2m1 || kWeights == Element::kE4m3;
+  static constexpr int kHopperBlocks = kTokenTile <= 24 ? 4 : kTokenTile <= 40 || kExpandsLittle ? 3 : 2;
   static constexpr int kSm12xBlocks = kTokenTile <= 8 ? 4 : kTokenTile <= 16 && !kBf16 ? 3 : kBlocksPerSm;
   static constexpr int kMinBlocks = kBf16 && !kForSm12x ? kHopperBlocks : kSm12xBlocks;
 
@@ -48,12 +50,18 @@ struct GemmConfig {
   // bytes, has no bank conflict; packed rows lie word by word.
   static constexpr int kTokenPadding = 4 * Policy::kTokenPiece;
   static constexpr int kTokenPitch = kTokenScales ? kTokenBytes + kTokenPadding : kPackedRowBytes;
-  static constexpr int kWeightPitch = row_bytes(kWeights, kKTile);
+  static constexpr int kWeightBytes = row_bytes(kWeights, kKTile);  // of a row in a stage
+  // MXFP6's planes lie apart in a stage, each swizzled: else eight rows of 96 bytes would meet in half of the banks.
+  static constexpr bool kTwoPlanes = kWeights == Element::kE2m3;
+  static constexpr int kSecondPitch = kTwoPlanes ? kKTile / kScaleBlock * kPairBytes : 0;
+  static constexpr int kFirstPitch = kWeightBytes - kSecondPitch;
   static constexpr int kWords = kKTile / kScaleChunkElements;
+  static constexpr int kScaleWords = kWords * words_of_scales(kWeights);  // of a weight row
   static constexpr int kScaleChunks = kRole == Role::kFc1 ? 3 : 1;  // up; gate, which may straddle two
 
-  static constexpr int kWeightStage = kRowTile * kWeightPitch;
-  static constexpr int kScaleStage = kScaleChunks * kWords * kScaleChunkBytes;
+  static constexpr int kFirstPlane = kRowTile * kFirstPitch;
+  static constexpr int kWeightStage = kRowTile * kWeightBytes;
+  static constexpr int kScaleStage = kScaleChunks * kScaleWords * kScaleChunkBytes;
   static constexpr int kTokenStage = kTokenTile * kTokenPitch * (kTokenScales ? 1 : kWords);
   static constexpr int kTokenScaleStage = kTokenScales ? 4 * kWords * kTokenTile : 0;
 
@@ -69,8 +77,9 @@ struct GemmConfig {
   static constexpr int kHopperStages = kBf16 ? (kHopperBlockBytes - kBesideRing) / kStageBytes : kStages;
 
   static_assert(kOperand == kActivation || kOperand == Element::kBf16, "bfloat16 holds any scaled activation");
-  static_assert(kKTile % 128 == 0 && (kWeightPitch == 64 || kWeightPitch == 128),
+  static_assert(kKTile % 128 == 0 && (kFirstPitch == 64 || kFirstPitch == 128),
                 "a weight row of a stage is one 64- or 128-byte swizzle span");
+  static_assert(!kTwoPlanes || kSecondPitch == 32, "and of MXFP6 one of 32 bytes besides");
   static_assert(kTokenTile == 128 || (kTokenTile % 8 == 0 && kTokenTile <= 64), "registers of four consumer warps");
   static_assert(kStages >= 2 && kHopperStages >= 2, "the ring overlaps copies with arithmetic");
   static_assert(kWeightStage % 1024 == 0 && kScaleStage % 16 == 0 && kTokenStage % 16 == 0);

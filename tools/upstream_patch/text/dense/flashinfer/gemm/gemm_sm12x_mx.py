@@ -21,7 +21,14 @@ MXFP4_SWIZZLED = 5
 # As what a GEMM multiplies them. mm_fp4's weights are MXFP4 as its tokens are: kind::mxf4 multiplies both as they come.
 _OPERANDS: Dict[int, Format] = {BF16: "bf16", MXFP8_SWIZZLED: "mxfp8", MXFP4_SWIZZLED: "mxfp4"}
 
-# take flashinfer/gemm/sm12x_dense_launch.py: WEIGHT_FORMATS SECOND_PASS_BYTES FEW_TILES GEMM_TILE_COST weights_of choose_instance
+WEIGHT_FORMATS: Dict[torch.dtype, str] = {torch.uint8: "mxfp4", torch.float8_e4m3fn: "mxfp8"}
+
+# take flashinfer/gemm/sm12x_dense_launch.py: SECOND_PASS_BYTES FEW_TILES GEMM_TILE_COST choose_instance
+
+
+def weights_of(weight: torch.Tensor) -> str:
+    """Packed bytes are MXFP4, e4m3 is MXFP8."""
+    return WEIGHT_FORMATS[weight.dtype]
 
 
 class DenseCall(NamedTuple):

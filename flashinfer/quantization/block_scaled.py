@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights in block-scaled formats: what each is in memory, and the quantizers, on any device.
+
+==========  =======================  =============================  ==========================  ======================
+format      elements                 ``values`` of ``[n, k]``       a scale for                 bits an element
+==========  =======================  =============================  ==========================  ======================
+``mxfp4``   e2m1                     uint8 ``[n, k / 2]``           32, UE8M0                   4.25
+``nvfp4``   e2m1                     uint8 ``[n, k / 2]``           16, E4M3; one float32       4.5
+``mxfp6``   e2m3                     uint8 ``[n, 24 (k / 32)]``     32, UE8M0                   6.25
+``mxint8``  int8 in 64ths            int8 ``[n, k]``                32, UE8M0                   8.25
+``mxfp8``   e4m3                     float8_e4m3fn ``[n, k]``       32, UE8M0                   8.25
+==========  =======================  =============================  ==========================  ======================
+
+Rows of MXFP6 are rounded up to multiples of 16 bytes; ``include/flashinfer/sm12x/types.h`` has their order. MXFP4,
+MXFP6, MXFP8 and MXINT8 are those of OCP Microscaling Formats v1.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+
+from ..sm12x.checks import (
+    BLOCK_SIZE,
+    NVFP4_SCALES,
+    UE8M0,
+    BlockScales,
+    describe,
+    require_choice,
+    require_k_alignment,
+    require_rank,
+)
+from . import mx_cpu
+
+WeightFormat = Literal["mxfp4", "nvfp4", "mxfp6", "mxint8", "mxfp8"]
+WEIGHT_FORMATS: tuple[str, ...] = get_args(WeightFormat)
+
+CHUNK_ROWS = 2048
+"""Rows that are quantized at once: 24 MB in float32 for a hidden size of 2880, of which a scale rule holds some six."""
+
+
+class Layout(NamedTuple):
+    """A format in memory."""
+
+    dtype: torch.dtype
+    """Of packed values."""
+    scales: BlockScales
+    columns: Callable[[int], int]
+    """Elements of ``dtype`` in a row of k values."""
+    k: Callable[[int], int]
+    """Values of a row that is so wide; 0 where none is."""
+    dequantize: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    """``[rows, columns]`` and linear scale bytes to float32 ``[rows, k]``, without a global scale."""
+
+
+def _half(k: int) -> int:
+    return k // 2
+
+
+def _double(columns: int) -> int:
+    return 2 * columns
+
+
+def _same(k: int) -> int:
+    return k
+
+
+def _mxfp6_k(columns: int) -> int:
+    k = columns // 24 * BLOCK_SIZE
+    return k if mx_cpu.mxfp6_columns(k) == columns else 0
+
+
+LAYOUTS: dict[str, Layout] = {
+    "mxfp4": Layout(torch.uint8, UE8M0, _half, _double, mx_cpu.dequantize_mxfp4_linear),
+    "nvfp4": Layout(torch.uint8, NVFP4_SCALES, _half, _double, mx_cpu.dequantize_nvfp4_linear),
+    "mxfp6": Layout(torch.uint8, UE8M0, mx_cpu.mxfp6_columns, _mxfp6_k, mx_cpu.dequantize_mxfp6_linear),
+    "mxint8": Layout(torch.int8, UE8M0, _same, _same, mx_cpu.dequantize_mxint8_linear),
+    "mxfp8": Layout(torch.float8_e4m3fn, UE8M0, _same, _same, mx_cpu.dequantize_mxfp8_linear),
+}
+
+_QUANTIZERS: dict[str, Callable[..., tuple[torch.Tensor, torch.Tensor]]] = {
+    "mxfp4": mx_cpu.quantize_mxfp4_linear,
+    "nvfp4": mx_cpu.quantize_nvfp4_linear,
+    "mxfp6": mx_cpu.quantize_mxfp6_linear,
+    "mxint8": mx_cpu.quantize_mxint8_linear,
+    "mxfp8": mx_cpu.quantize_mxfp8_linear,
+}
+
+
+class BlockScaledWeight(NamedTuple):
+    """A quantized weight ``[n, k]``, as ``dense_block_scaled`` takes it."""
+
+    values: torch.Tensor
+    """``[n, columns]`` of the format's dtype."""
+    scales: torch.Tensor
+    """Bytes in 128x4 layout, ``[pad128(n), pad4(k / scale_block)]`` uint8."""
+    global_scale: torch.Tensor | None
+    """NVFP4: float32 ``[1]``, a factor of all values (``alpha``)."""
+
+
+def best_rule(weight_format: str) -> mx_cpu.ScaleRule:
+    """The scale rule that leaves less error in a format: the better of two scales; MXFP8 gains nothing by it."""
+    return "amax" if weight_format == "mxfp8" else "mse"
+
+
+def quantize_weight(
+    weight: torch.Tensor, weight_format: WeightFormat, scale_rule: mx_cpu.ScaleRule | None = None
+) -> BlockScaledWeight:
+    """A weight in a block-scaled format, by chunks of rows.
+
+    Parameters
+    ----------
+    weight : torch.Tensor
+        ``[n, k]`` bfloat16, float16 or float32 on any device; k a positive multiple of 32.
+    weight_format : str
+        One of :data:`WEIGHT_FORMATS`.
+    scale_rule : str, optional
+        ``"amax"``: the least scale with which no value of the block saturates (NVFP4: its sixth to nearest). ``"mse"``: that or
+        one finer, whichever leaves the smaller squared error (``mx_cpu``). By default :func:`best_rule`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the argument, what it was and what it may be.
+    """
+    values, scales, global_scale = quantize_rows(weight, weight_format, scale_rule)
+    return BlockScaledWeight(values, mx_cpu.swizzle_128x4(scales), global_scale)
+
+
+def quantize_rows(
+    weight: torch.Tensor, weight_format: WeightFormat, scale_rule: mx_cpu.ScaleRule | None = None
+) -> BlockScaledWeight:
+    """:func:`quantize_weight` with linear scales, uint8 ``[n, k / scale_block]``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As :func:`quantize_weight`.
+    """
+    require_rank("weight", weight, 2, "a float matrix [n, k]")
+    mx_cpu.check_float_input("weight", weight)
+    require_choice("weight_format", weight_format, WEIGHT_FORMATS)
+    rule = best_rule(weight_format) if scale_rule is None else mx_cpu.check_scale_rule(scale_rule)
+    weight = weight.detach()
+    global_scale = mx_cpu.nvfp4_global_scale(weight) if weight_format == "nvfp4" else None
+    more = () if global_scale is None else (global_scale,)
+    quantize = _QUANTIZERS[weight_format]
+    values, scales = zip(*(quantize(rows, *more, rule) for rows in weight.split(CHUNK_ROWS)), strict=True)
+    bytes_ = torch.cat([rows.view(torch.uint8) for rows in values])  # not of every dtype of 8 bits torch has a cat
+    return BlockScaledWeight(bytes_.view(values[0].dtype), torch.cat(scales), global_scale)
+
+
+def dequantize_weight(weight: BlockScaledWeight, weight_format: WeightFormat, k: int) -> torch.Tensor:
+    """``[n, k]`` float32, exact but where a global scale is no power of two.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An unknown format; values that are no rows of ``k`` elements of it.
+    """
+    require_choice("weight_format", weight_format, WEIGHT_FORMATS)
+    layout = LAYOUTS[weight_format]
+    require_rank("values", weight.values, 2, "packed rows")
+    rows, columns = weight.values.shape[0], layout.columns(require_k_alignment("k", k))
+    if weight.values.shape[1] != columns or weight.values.dtype != layout.dtype:
+        raise ValueError(f"values is {describe(weight.values)}; it must be {layout.dtype} [n, {columns}]")
+    linear = mx_cpu.unswizzle_128x4(weight.scales, rows, k // layout.scales.block)
+    parts = [layout.dequantize(*part) for part in _chunks(weight.values, linear)]
+    whole = torch.cat(parts) if parts else weight.values.new_empty((0, k), dtype=torch.float32)
+    return whole if weight.global_scale is None else whole * weight.global_scale
+
+
+def _chunks(*matrices: torch.Tensor) -> Iterator[tuple[Any, ...]]:
+    return zip(*(matrix.split(CHUNK_ROWS) for matrix in matrices), strict=True)
