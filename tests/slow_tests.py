@@ -29,6 +29,7 @@ LONG = (
     "tests/install/test_install.py::test_building_leaves_the_checkout_as_it_was",
     "tests/install/test_install.py::test_installing_again_replaces",
     "tests/install/test_install.py::test_uninstalling_removes_all_of_it",
+    "tests/install/test_pips_compiler.py",
     "tests/jit/test_arrival_fences.py::test_arrivals_have_fences_wherever_a_gb10_may_run_them",
     "tests/jit/test_arrival_fences.py::test_arrivals_without_their_fence_are_found",
     "tests/jit/test_arrival_fences.py::test_no_kernel_takes_many_named_barriers_and_no_experts_spill",

@@ -44,6 +44,8 @@ def find_toolkit() -> toolchain.Toolkit:
         ToolchainError: none is found; see :func:`flashinfer.jit.sm12x.toolchain.discover`.
     """
     toolkit = toolchain.discover()
+    for reason in toolkit.passed_over:
+        _log.warning("a CUDA compiler is passed over: %s", reason)
     _log.debug("CUDA toolkit %s (found through %s)", toolkit.root, toolkit.origin)
     return toolkit
 

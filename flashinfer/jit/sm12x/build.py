@@ -111,9 +111,9 @@ def host_compiler() -> str:
 
 
 def compile_step(name: str, source: Path, nvcc: Path, flags: Sequence[str]) -> CompileStep:
-    """One source, by the compilers and the launchers that variables name; else by the toolkit's ``nvcc`` or ``c++``."""
+    """One source, by the toolkit's ``nvcc`` or the host compiler that variables name, behind the launchers that they name."""
     if source.suffix == ".cu":
-        compiler, launcher = variables.read("FLASHINFER_NVCC") or str(nvcc), "FLASHINFER_NVCC_LAUNCHER"
+        compiler, launcher = str(nvcc), "FLASHINFER_NVCC_LAUNCHER"
         host = variables.read("CC")
         flags = [*(["-ccbin", host] if host else []), *flags]
     else:
