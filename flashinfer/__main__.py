@@ -132,7 +132,11 @@ def sm12x_build_cmd(everything: bool, kv_cache: str | None, verbose: bool) -> No
         own = [*_sm12x_specs(everything), *operators]
         if len(own) + len(specs) > 1:
             parts = [(own, "this fork's"), (specs, "upstream's")]
-            told = [f"{len(part)} of {whose}, {sum(len(spec.sources) for spec in part)} sources" for part, whose in parts if part]
+            told = [
+                f"{len(part)} of {whose}, {sum(len(spec.sources) for spec in part)} sources"
+                for part, whose in parts
+                if part
+            ]
             click.echo(f"{len(own) + len(specs)} modules: {'; '.join(told)}")
         for spec in own:
             if spec.prebuilt is not None:

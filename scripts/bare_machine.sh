@@ -121,7 +121,7 @@ watch_memory() {
   local most=0 now
   while sleep 1; do
     now=$(find /proc -maxdepth 2 -name root -lname "$folder" -printf '%h/smaps_rollup\n' 2>/dev/null |
-      xargs --no-run-if-empty awk '/^Pss:/ { sum += $2 } END { print int(sum / 1024) }' 2>/dev/null | head -n 1)
+      xargs --no-run-if-empty awk '/^Pss:/ { sum += $2 } END { print int(sum / 1024) }' 2>/dev/null | head -n 1) || true
     [ "${now:-0}" -le $most ] || { most=$now && echo "$most" > "$1"; }
   done
 }

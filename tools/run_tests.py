@@ -25,8 +25,8 @@ EMULATOR = "emulator/tests"
 NO_TESTS = 5  # pytest's exit status
 
 TAKE_A_VALUE = (
-    *("-k", "-m", "-n", "-p", "-c", "-o", "-r", "-W"),
-    *("--ignore", "--ignore-glob", "--deselect", "--maxfail", "--tb", "--durations", "--junitxml", "--basetemp", "--rootdir"),
+    *"-k -m -n -p -c -o -r -W".split(),
+    *"--ignore --ignore-glob --deselect --maxfail --tb --durations --junitxml --basetemp --rootdir".split(),
 )
 """Options of pytest's behind which a word is no test, even if a file has that name."""
 
@@ -52,8 +52,12 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="test processes beside each other (1)")
     parser.add_argument("--upstream", action="store_true", help="kernels that others wrote on the emulator, too")
-    parser.add_argument("--among", nargs="+", default=[], metavar="FOLDER", help="in place of all, where no test is named")
-    parser.add_argument("-m", dest="marks", default="", metavar="MARKS", help="as pytest's; one among its arguments wins")
+    parser.add_argument(
+        "--among", nargs="+", default=[], metavar="FOLDER", help="in place of all, where no test is named"
+    )
+    parser.add_argument(
+        "-m", dest="marks", default="", metavar="MARKS", help="as pytest's; one among its arguments wins"
+    )
     options, rest = parser.parse_known_args(arguments)
     named, given = split(rest)
     if options.marks:
@@ -115,10 +119,10 @@ def run(part: Part, jobs: int, given: Sequence[str]) -> int:
     share = max(1, len(os.sched_getaffinity(0)) // jobs)
     environment = {"OMP_NUM_THREADS": str(share), **os.environ}
     if part.preload:
-        command = [sys.executable, "-m", "vsm.preload"]
-        path = str(ROOT / "emulator" / "python")
-        found = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, text=True, check=True)
-        environment["LD_PRELOAD"] = found.stdout.strip()
+        asked = {**os.environ, "PYTHONPATH": str(ROOT / "emulator" / "python")}
+        environment["LD_PRELOAD"] = subprocess.check_output(
+            [sys.executable, "-m", "vsm.preload"], env=asked, text=True
+        ).strip()
     command = [sys.executable, "-m", "pytest", *part.options, *given, *dict.fromkeys(part.tests)]
     return subprocess.run(command, cwd=ROOT, env=environment).returncode
 

@@ -53,14 +53,12 @@ class Environment:
         self.python, self.base = root / "bin" / "python", root / "base"
         (self.site,) = root.glob("lib/python*/site-packages")
         compilers = {str(file) for name in COMPILER for file in _files(name)}
+        metadata = tuple(f"{name.replace('-', '_')}-" for name in COMPILER)
         for entry in site_packages.iterdir():
             if entry.name == "nvidia":  # many wheels lay files there
                 _link(entry, self.site / "nvidia", compilers, site_packages)
-            elif entry.suffix not in (".pth", ".dist-info") or not entry.name.startswith(
-                tuple(name.replace("-", "_") for name in COMPILER)
-            ):
-                if entry.suffix != ".pth":
-                    (self.site / entry.name).symlink_to(entry)
+            elif entry.suffix != ".pth" and not entry.name.startswith(metadata):
+                (self.site / entry.name).symlink_to(entry)
 
     def pip(self, *words: str) -> None:
         command = [sys.executable, "-m", "pip", "--python", str(self.python), "--disable-pip-version-check", *words]
@@ -69,7 +67,11 @@ class Environment:
 
     def run(self, code: str, status: int = 0, **variables: str) -> subprocess.CompletedProcess[str]:
         """``python -c code`` as a user's shell without any of the tests' variables would run it."""
-        kept = {name: text for name, text in os.environ.items() if not name.startswith(("PYTHON", "FLASHINFER", "CUDA", "NVCC"))}
+        kept = {
+            name: text
+            for name, text in os.environ.items()
+            if not name.startswith(("PYTHON", "FLASHINFER", "CUDA", "NVCC"))
+        }
         own = {"FLASHINFER_WORKSPACE_BASE": str(self.base), "FLASHINFER_CUDA_ARCH_LIST": "12.1a", "PATH": SYSTEM}
         environment = {**kept, "PYTHONPATH": str(REPO), **own, **variables}
         done = subprocess.run([self.python, "-c", code], env=environment, capture_output=True, text=True)

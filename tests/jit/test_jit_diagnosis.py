@@ -84,7 +84,7 @@ CASES = [
     (
         1,
         0,
-        "cuda_toolkit.h:41:8: error: #error \"CUDA compiler and CUDA toolkit headers are incompatible, please check\"",
+        'cuda_toolkit.h:41:8: error: #error "CUDA compiler and CUDA toolkit headers are incompatible, please check"',
         "different CUDA releases",
     ),
     (
@@ -104,7 +104,7 @@ CASES = [
     (
         1,
         0,
-        "/tmp/z.cudafe1.stub.c:13:188: error: macro \"__cudaLaunch\" passed 2 arguments, but takes just 1",
+        '/tmp/z.cudafe1.stub.c:13:188: error: macro "__cudaLaunch" passed 2 arguments, but takes just 1',
         'pip install "nvidia-cuda-nvcc==13.0.*"',
     ),
     (1, 0, "/tmp/x.s: Fatal error: can't write 4096 bytes to section: 'No space left on device'", "is full"),

@@ -100,7 +100,11 @@ NEWER = {"cuda_nvcc": "13.5.37", "cuda_crt": "13.5.37", "nvvm": "13.5.37", "cuda
         ({"cuda_nvcc": "13.5.37"}, "nvidia-cuda-nvcc 13.5.37 and nvidia-cuda-crt 13.0.88 in {root} disagree", "13.0"),
         ({"cuda_crt": "13.5.37"}, "nvidia-cuda-nvcc 13.0.88 and nvidia-cuda-crt 13.5.37 in {root} disagree", "13.0"),
         ({"nvvm": "13.1.80"}, "nvidia-cuda-nvcc 13.0.88 and nvidia-nvvm 13.1.80 in {root} disagree", "13.0"),
-        ({"cuda_runtime": "13.2.75"}, "nvidia-cuda-nvcc 13.0.88 and nvidia-cuda-runtime 13.2.75 in {root} disagree", "13.2"),
+        (
+            {"cuda_runtime": "13.2.75"},
+            "nvidia-cuda-nvcc 13.0.88 and nvidia-cuda-runtime 13.2.75 in {root} disagree",
+            "13.2",
+        ),
         ({"nvvm": None}, "nvidia-nvvm is missing beside nvidia-cuda-nvcc 13.0.88 in {root}", "13.0"),
         ({"cuda_runtime": None}, "nvidia-cuda-runtime is missing beside nvidia-cuda-nvcc 13.0.88 in {root}", "13.0"),
     ],
@@ -161,7 +165,9 @@ def test_a_toolkit_that_is_named_is_not_passed_over(tmp_path: Path, variable: st
     wheels = install_wheels(tmp_path, **NEWER)
     whole = make_toolkit(tmp_path / "cuda")
     root = wheels / "cu13"
-    with pytest.raises(ToolchainError, match=rf"^{variable}={root}: nvidia-cuda-nvcc 13\.5\.37 and .* disagree\. .*unset"):
+    with pytest.raises(
+        ToolchainError, match=rf"^{variable}={root}: nvidia-cuda-nvcc 13\.5\.37 and .* disagree\. .*unset"
+    ):
         discover({variable: str(root), "PATH": str(whole / "bin")}, [wheels], whole)
     link = tmp_path / "link"
     link.symlink_to(root)
@@ -203,7 +209,7 @@ def test_the_compiler_that_a_variable_names_is_the_one_that_is_looked_at(tmp_pat
         discover({**environ, "CUDA_HOME": str(whole)}, [])
     with pytest.raises(ToolchainError, match=f"^FLASHINFER_NVCC={nvcc}: {nvcc} has no headers: "):
         discover(environ, [], whole)
-    with pytest.raises(ToolchainError, match="^FLASHINFER_NVCC=nvcc-none is not a program"):
+    with pytest.raises(ToolchainError, match=r"^FLASHINFER_NVCC=nvcc-none is not a program"):
         discover({**environ, "FLASHINFER_NVCC": "nvcc-none"}, [], whole)
 
 

@@ -12,7 +12,11 @@ from layer_toys import REPO, load_tool
 
 tool = load_tool("run_tests")
 VIRTUAL = sorted(str(path.relative_to(REPO)) for path in REPO.glob("tests/*/test_virtual_*.py"))
-HOST_FILE, VIRTUAL_FILE, EMULATOR_FILE = "tests/project/test_prose.py", "tests/gemm/test_virtual_dense.py", "emulator/tests/tma"
+HOST_FILE, VIRTUAL_FILE, EMULATOR_FILE = (
+    "tests/project/test_prose.py",
+    "tests/gemm/test_virtual_dense.py",
+    "emulator/tests/tma",
+)
 
 
 @pytest.fixture
@@ -114,7 +118,9 @@ def test_make_prints_nothing_of_its_own(target: str, words: str, tmp_path: Path)
 
 def test_a_process_runs_pytest_and_gives_its_status(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     test = tmp_path / "test_one.py"
-    test.write_text("import pytest\ndef test_one(): assert 1 == 2\n@pytest.mark.skip(reason='why')\ndef test_two(): pass\n")
+    test.write_text(
+        "import pytest\ndef test_one(): assert 1 == 2\n@pytest.mark.skip(reason='why')\ndef test_two(): pass\n"
+    )
     assert tool.main(["--jobs", "1", "-c", str(REPO / "pyproject.toml"), str(test)]) == 1
     out = capfd.readouterr().out
     assert "1 failed, 1 skipped" in out

@@ -336,7 +336,11 @@ def test_vllm_and_this_fork_end_at_the_same_compiler(tmp_path, monkeypatch, plac
     from flashinfer.jit.sm12x import toolchain
 
     for name in ("named", "also", "pip/nvidia/cu13"):
-        for file, text in (("bin/nvcc", "#!/bin/sh\necho release 13.0"), ("cuda_runtime.h", ""), ("cuda_runtime_api.h", RUNTIME)):
+        for file, text in (
+            ("bin/nvcc", "#!/bin/sh\necho release 13.0"),
+            ("cuda_runtime.h", ""),
+            ("cuda_runtime_api.h", RUNTIME),
+        ):
             path = tmp_path / name / ("include" if file.endswith(".h") else "") / file
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)

@@ -77,7 +77,9 @@ def test_a_start_comes_as_far_as_it_can_without_a_gpu(tmp_path):
     process = start("start_up.py", CUDA_HOME=str(tmp_path))
     output = process.communicate()[0]
     assert process.returncode == 1, output
-    assert f"qkv, o, lm_head are to be quantized, and their kernel cannot be compiled here: CUDA_HOME={tmp_path}" in output
+    assert (
+        f"qkv, o, lm_head are to be quantized, and their kernel cannot be compiled here: CUDA_HOME={tmp_path}" in output
+    )
 
 
 DENSE = {"qkv": "mxfp8", "o": "mxfp8", "lm_head": "mxfp8"}

@@ -69,6 +69,7 @@ _DONE = r"\[(\d+)/(\d+)\] .* -o (?:\S*/)?(\S+?)(?:\.new && mv .*)?\s*$"
 _SECONDS_BETWEEN_LINES = 10
 """Of a build's progress in the log; each line of it is in ``build.log``, and here at level DEBUG."""
 
+
 class Progress:
     """How far a build is, in the log: each step at level DEBUG, at most one in ten seconds at level INFO. Several ninjas may
     tell theirs."""

@@ -231,7 +231,9 @@ def _named_driver(environ: Mapping[str, str]) -> Path | None:
         return None
     found = shutil.which(name, path=environ.get("PATH", ""))
     if found is None:
-        raise ToolchainError(f"FLASHINFER_NVCC={name} is not a program. Correct it, or unset it to use the toolkit's nvcc")
+        raise ToolchainError(
+            f"FLASHINFER_NVCC={name} is not a program. Correct it, or unset it to use the toolkit's nvcc"
+        )
     return Path(found)
 
 
