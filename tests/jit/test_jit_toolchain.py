@@ -200,6 +200,10 @@ def test_the_compiler_that_a_variable_names_is_the_one_that_is_looked_at(tmp_pat
     environ = {"PATH": "/bin:/usr/bin", "CUDA_HOME": str(whole), "FLASHINFER_NVCC": str(nvcc)}
     found = discover(environ, [])
     assert (found.root, found.nvcc, str(found.version), found.origin) == (whole, nvcc, "13.5", "CUDA_HOME")
+    pips = install_wheels(tmp_path / "site", **NEWER) / "cu13"
+    assert discover({**environ, "CUDA_HOME": str(pips)}, []).nvcc == nvcc  # whose pieces are its own
+    with pytest.raises(ToolchainError, match=f"^CUDA_HOME={whole}: nvidia-cuda-nvcc .* in {pips} disagree"):
+        discover({**environ, "FLASHINFER_NVCC": str(pips / "bin" / "nvcc")}, [])
     del environ["CUDA_HOME"]
     found = discover(environ, [], whole)
     assert (found.root, found.nvcc, found.origin) == (other, nvcc, "FLASHINFER_NVCC")

@@ -35,7 +35,7 @@ from packaging.version import Version
 
 COMPILER_WHEELS = ("nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm", "nvidia-cuda-runtime")
 """The pieces of which a compiler is made: driver and assembler, headers it generates calls for, code generator, runtime.
-No two of different releases compile a kernel, and pip's requirements do not tie them to each other."""
+No mixture of 13.0's and 13.5's compiles a kernel, and pip's requirements do not tie them to each other."""
 
 
 def pip_command(release: str = "13.0") -> str:
@@ -103,11 +103,15 @@ class Toolkit:
         return Version(match.group(1))
 
     @property
+    def compiler_root(self) -> Path:
+        """The toolkit that the compiler is of; another than ``root`` where a variable names the compiler alone."""
+        return self.root if self.nvcc == self.root / "bin" / "nvcc" else _root_of(self.nvcc)
+
+    @property
     def runtime_header(self) -> Path:
         """``cuda_runtime_api.h`` as the compiler finds it, whose own toolkit comes first; where it ought to be if it is
         not there."""
-        own = self.nvcc == self.root / "bin" / "nvcc"
-        roots = [self.root] if own else [_root_of(self.nvcc), self.root]
+        roots = dict.fromkeys([self.compiler_root, self.root])
         folders = [folder for root in roots for folder in (root / "include", root / "targets" / _target() / "include")]
         headers = [folder / "cuda_runtime_api.h" for folder in folders]
         return next(filter(Path.is_file, headers), headers[0])
@@ -251,7 +255,7 @@ def _why_unusable(toolkit: Toolkit, needed: Version) -> str:
     """Why a toolkit compiles nothing; an empty text if it does.
 
     CUDA's headers of C++'s library (``cuda/std/__cccl/cuda_toolkit.h``) refuse a compiler whose release is not that of
-    ``CUDART_VERSION``. Upstream's modules include them, this fork's do not and would only be built of two releases.
+    ``CUDART_VERSION``. Upstream's modules include them; this fork's do not, and would be built from two releases.
     """
     try:
         release = toolkit.version
@@ -259,12 +263,14 @@ def _why_unusable(toolkit: Toolkit, needed: Version) -> str:
         return str(error)
     if release < needed:
         return f"{toolkit.nvcc} is of CUDA {release}, but {needed} or later is needed"
-    pieces = _wheels_of(toolkit.root)
+    root = toolkit.compiler_root
+    pieces = _wheels_of(root)
+    driver, *_ = COMPILER_WHEELS
     for name, version in pieces.items():
         if version is None:
-            return f"{name} is missing beside {COMPILER_WHEELS[0]} {pieces[COMPILER_WHEELS[0]]} in {toolkit.root}"
+            return f"{name} is missing beside {driver} {pieces[driver]} in {root}"
         if version.release[:2] != release.release[:2]:
-            return f"{COMPILER_WHEELS[0]} {pieces[COMPILER_WHEELS[0]]} and {name} {version} in {toolkit.root} disagree"
+            return f"{driver} {pieces[driver]} and {name} {version} in {root} disagree"
     header = toolkit.runtime_header
     headers = _release_of(header)
     if headers is None:
@@ -299,7 +305,7 @@ def _remedy(toolkits: Iterable[Toolkit], needed: Version) -> str:
     """The command that installs what can be used where these cannot: the compiler for the headers that a torch brought."""
     for toolkit in toolkits:
         headers = _release_of(toolkit.runtime_header)
-        if _wheels_of(toolkit.root) and headers is not None and headers >= needed:
+        if _wheels_of(toolkit.compiler_root) and headers is not None and headers >= needed:
             return pip_command(str(headers))
     return PIP_COMMAND
 
