@@ -3,8 +3,8 @@
 #
 #   make demo     compile fused_moe_120 for SM121, look into its machine code, run a gpt-oss-120b layer on the CPU
 #                 backend, by the kernels themselves on the virtual SM121 and, where there is one, on a GPU
-#   make test     the tests but for those that take long (PYTEST_ARGS="-k layer" to choose some); make test-all all of
-#                 them, make test-slow those that make test leaves out; docs/evidence.md says which
+#   make test     the tests but for those that take long (PYTEST_ARGS="-k layer" or PYTEST_ARGS=tests/gemm to choose
+#                 some); make test-all all of them, make test-slow those that make test leaves out; docs/evidence.md says which
 #   make test-host   tests that run no kernel: the layer over the wheel, installing, building
 #   make mutate   change the code on purpose, line by line, and see which tests notice (MUTATE_ARGS="--help")
 #   make kernels  wheels of compiled kernels for x86-64 and aarch64, in dist/ (KERNELS_ARGS="--help")
@@ -65,36 +65,15 @@ compiler:
 emulator: compiler
 	$(MAKE) -C emulator -j$(TEST_JOBS)
 
-# Three runs, because a process has one CUDA runtime: tests that load a real one, tests that bring the virtual GPU's, and
-# the emulator's own. A process that is done takes tests of the other's, but of the emulator's none: their files compile
-# programs for themselves. UPSTREAM=1 adds kernels that others wrote on the emulator, a minute or two of compiler each.
-# Upstream's kernel on the virtual GPU comes first: one compiler for minutes, beside which the other process goes on.
-VIRTUAL_TESTS := $(sort $(wildcard tests/*/test_virtual_*.py))
-VIRTUAL_TESTS := $(filter %_upstream.py,$(VIRTUAL_TESTS)) $(filter-out %_upstream.py,$(VIRTUAL_TESTS))
-EMULATOR_TESTS = emulator/tests $(if $(UPSTREAM),,--ignore=emulator/tests/upstream)
-# With more threads than its share of the cores, torch takes ten times as long over the references' small operations.
-SHARE = $(shell n=$$(( $$(nproc) / $(TEST_JOBS) )); [ $$n -gt 0 ] && echo $$n || echo 1)
-RUN_TESTS = OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),$(SHARE)) $(PY) -m pytest -n $(TEST_JOBS)
-# Tests that load a real runtime often wait for processes that they start.
-HOST_JOBS = $(shell echo $$(( $(TEST_JOBS) + 1 )))
-# A torch that brings CUDA would load its runtime before the virtual GPU's.
-PRELOAD = LD_PRELOAD="$$(PYTHONPATH=emulator/python $(PY) -m vsm.preload)"
-
-# tests/slow_tests.py decides what is slow; of the emulator's own tests none is, but for others' kernels.
+# tests/slow_tests.py decides what is slow. UPSTREAM=1 adds kernels that others wrote on the emulator, a minute or two of
+# compiler each.
 test: CHOICE = -m "not slow"
 test-slow: CHOICE = -m slow
-test-slow: EMULATOR_TESTS = $(if $(UPSTREAM),emulator/tests/upstream)
-# All three, whatever the first ones find. With PYTEST_ARGS a part may have nothing to run, but not each of them.
 test test-slow test-all: compiler env emulator
-	status=5; \
-	run() { env "$$@"; case $$?:$$status in $(if $(PYTEST_ARGS),5,-):* | 0:0 | 0:1) ;; 0:5) status=0 ;; *) status=1 ;; esac; }; \
-	run $(RUN_TESTS) -n $(HOST_JOBS) --dist worksteal tests $(addprefix --ignore=,$(VIRTUAL_TESTS)) $(CHOICE) $(PYTEST_ARGS); \
-	run $(PRELOAD) $(RUN_TESTS) --dist worksteal $(VIRTUAL_TESTS) $(CHOICE) $(PYTEST_ARGS); \
-	$(if $(EMULATOR_TESTS),run $(RUN_TESTS) --dist loadfile $(EMULATOR_TESTS) $(CHOICE) $(PYTEST_ARGS);) \
-	exit $$status
+	@$(PY) tools/run_tests.py --jobs $(TEST_JOBS) $(if $(UPSTREAM),--upstream) $(CHOICE) $(PYTEST_ARGS)
 
 test-host: env
-	$(RUN_TESTS) --dist worksteal $(addprefix tests/,layer install doctor project jit) $(PYTEST_ARGS)
+	@$(PY) tools/run_tests.py --among $(addprefix tests/,layer install doctor project jit) --jobs $(TEST_JOBS) $(PYTEST_ARGS)
 
 mutate: env emulator
 	$(PY) tools/mutate.py $(MUTATE_ARGS)

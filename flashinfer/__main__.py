@@ -113,11 +113,13 @@ def _sm12x_specs(everything: bool) -> list[Any]:
     "--vllm",
     "kv_cache",
     type=click.Choice(["bf16", "fp8"]),
-    help="All that gpt-oss in vLLM starts with, for that KV cache: all operators, upstream's attention and sampler",
+    help="All that vLLM loads for gpt-oss with that type of KV cache: fused_moe_120, this fork's other operators, and of "
+    "upstream's modules the attention with sinks (decode and prefill, with and without a window) and the sampler, which take "
+    "the longest",
 )
 @click.option("--verbose", is_flag=True, help="Show the compilers' commands and output")
 def sm12x_build_cmd(everything: bool, kv_cache: str | None, verbose: bool) -> None:
-    """Build fused_moe_120 now rather than at the first request"""
+    """Build modules now rather than when they are first used: fused_moe_120, or more of them"""
     import torch
 
     from .jit.core import build_jit_specs
@@ -127,7 +129,16 @@ def sm12x_build_cmd(everything: bool, kv_cache: str | None, verbose: bool) -> No
         operators = modules.gen_operator_modules()[1:] if everything or kv_cache else []
         caches = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
         specs = modules.gen_vllm_modules(caches[kv_cache]) if kv_cache else []
-        for spec in [*_sm12x_specs(everything), *operators]:
+        own = [*_sm12x_specs(everything), *operators]
+        if len(own) + len(specs) > 1:
+            parts = [(own, "this fork's"), (specs, "upstream's")]
+            told = [
+                f"{len(part)} of {whose}, {sum(len(spec.sources) for spec in part)} sources"
+                for part, whose in parts
+                if part
+            ]
+            click.echo(f"{len(own) + len(specs)} modules: {'; '.join(told)}")
+        for spec in own:
             if spec.prebuilt is not None:
                 click.echo(f"{spec.name}: is prebuilt: {spec.prebuilt}")
                 continue

@@ -29,6 +29,7 @@ LONG = (
     "tests/install/test_install.py::test_building_leaves_the_checkout_as_it_was",
     "tests/install/test_install.py::test_installing_again_replaces",
     "tests/install/test_install.py::test_uninstalling_removes_all_of_it",
+    "tests/install/test_pips_compiler.py",
     "tests/jit/test_jit_command_line.py::test_only_what_compiles_needs_a_compiler",
     "tests/jit/test_jit_spec.py::test_a_row_that_says_otherwise_than_the_layout_of_shared_memory_does_not_compile",
     "tests/jit/test_jit_spec.py::test_cache_paths_that_nvcc_would_have_a_shell_read",

@@ -7,6 +7,7 @@ their first load finds them fresh; that engine's log lines go where upstream's d
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,7 @@ _upstream = extend(globals())
 from ..sm12x import variables
 from . import cpp_ext
 from . import env as jit_env
+from .sm12x.build import Progress
 from .sm12x.jobs import parallel_jobs
 from .sm12x.trust import make_folder, require_trusted, require_trusted_tree
 
@@ -110,15 +112,27 @@ def build_jit_specs(specs: Sequence[Any], verbose: bool = False, skip_prebuilt: 
         spec.build(verbose=verbose, need_lock=True, max_jobs=max_jobs)
     if not others:
         return
-    jobs, _ = parallel_jobs(max_jobs=max_jobs)
+    jobs, decided_by = parallel_jobs(max_jobs=max_jobs)
     at_once = min(jobs, len(others))
+    steps = {spec.name: len(spec.sources) + 1 for spec in others}  # the library, too
+    done = dict.fromkeys(steps, 0)
+    total = sum(steps.values())
+    _engine_logger.info(
+        "building %d modules of upstream's, %d steps, %d compilers at once (%s)", len(others), total, jobs, decided_by
+    )
+    progress = Progress("upstream's modules")
 
     # Not one ninja for all, as upstream has it: its log would lie in another folder than that of the ninja which a load
     # starts, and that would compile everything again.
+    def tell(spec: Any, made: int, _: int, name: str) -> None:
+        done[spec.name] = made
+        progress.tell(sum(done.values()), total, f"{spec.name}: {name}")
+
     def build(spec: Any) -> None:
         with FileLock(spec.lock_path, thread_local=False):
             spec.write_ninja()
-            cpp_ext.run_ninja(spec.build_dir, spec.ninja_path, verbose, max_jobs=jobs // at_once)
+            cpp_ext.run_ninja(spec.build_dir, spec.ninja_path, verbose, jobs // at_once, functools.partial(tell, spec))
+            done[spec.name] = steps[spec.name]  # of a module that was built in part ninja counts the rest
 
     with ThreadPoolExecutor(at_once) as pool:
         list(pool.map(build, others))

@@ -12,6 +12,7 @@ import logging
 import os
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from packaging.version import Version
 
 from . import env as jit_env
 from .sm12x import toolchain
+from .sm12x.build import NINJA_STATUS, Progress, finished_step
 from .sm12x.diagnosis import JitBuildError, first_error_line, hint_for
 from .sm12x.toolchain import find_ninja
 from .sm12x.trust import PRIVATE, make_folder, require_trusted_tree
@@ -44,6 +46,8 @@ def find_toolkit() -> toolchain.Toolkit:
         ToolchainError: none is found; see :func:`flashinfer.jit.sm12x.toolchain.discover`.
     """
     toolkit = toolchain.discover()
+    for reason in toolkit.passed_over:
+        _log.warning("a CUDA compiler is passed over: %s", reason)
     _log.debug("CUDA toolkit %s (found through %s)", toolkit.root, toolkit.origin)
     return toolkit
 
@@ -122,7 +126,13 @@ def generate_ninja_build_for_op(
     )
 
 
-def run_ninja(workdir: Path, ninja_file: Path, verbose: bool, max_jobs: int | None = None) -> None:
+def run_ninja(
+    workdir: Path,
+    ninja_file: Path,
+    verbose: bool,
+    max_jobs: int | None = None,
+    tell: Callable[[int, int, str], object] | None = None,
+) -> None:
     """Build a module of upstream's, in a folder that ``write_ninja`` found trusted.
 
     Args:
@@ -130,6 +140,7 @@ def run_ninja(workdir: Path, ninja_file: Path, verbose: bool, max_jobs: int | No
         ninja_file: The build file.
         verbose: Show the output while it is made.
         max_jobs: Compilers at once. When omitted, ``MAX_JOBS``, else ninja's own choice.
+        tell: Gets how many steps are done, how many there are, and what the last one made; the log does when omitted.
 
     Raises:
         JitBuildError: the build failed; with the first real error, a hint where the cause is a known one, and the log.
@@ -145,22 +156,31 @@ def run_ninja(workdir: Path, ninja_file: Path, verbose: bool, max_jobs: int | No
         max_jobs = _upstream._get_num_workers()
     jobs = ["-j", str(max_jobs)] if max_jobs else []
     make_folder(workdir)
+    tell = tell or Progress(workdir.name).tell
+    said = []
     # nvcc's files have names that others could guess, and take in /tmp.
-    with tempfile.TemporaryDirectory(dir=workdir, prefix=".compilers-") as scratch:
-        done = subprocess.run(
+    with (
+        tempfile.TemporaryDirectory(dir=workdir, prefix=".compilers-") as scratch,
+        subprocess.Popen(
             [*PRIVATE, find_ninja(), "-v", "-f", str(ninja_file.resolve()), *jobs],
-            stdout=None if verbose else subprocess.PIPE,
+            stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             cwd=workdir.resolve(),
-            env={**os.environ, "TMPDIR": scratch},
+            env={**os.environ, "TMPDIR": scratch, "NINJA_STATUS": NINJA_STATUS},
             text=True,
             errors="replace",
-        )
-    if done.returncode == 0:
+        ) as ninja,
+    ):
+        assert ninja.stdout is not None
+        for line in ninja.stdout:
+            said.append(line)
+            if verbose:
+                print(line, end="", flush=True)
+            if step := finished_step(line):
+                tell(*step)
+        status = ninja.wait()
+    if status == 0:
         return
-    if verbose:
-        raise JitBuildError(workdir.name, "the output above has the reason")
-    log = workdir / "build.log"
-    log.write_text(done.stdout, encoding="utf-8")
-    what = first_error_line(done.stdout)
-    raise JitBuildError(workdir.name, what, log, hint_for(done.returncode, done.stdout))
+    log, output = workdir / "build.log", "".join(said)
+    log.write_text(output, encoding="utf-8")
+    raise JitBuildError(workdir.name, first_error_line(output), log, hint_for(status, output))

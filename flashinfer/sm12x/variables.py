@@ -223,7 +223,7 @@ TABLE: Mapping[str, Variable] = {
     "FLASHINFER_EXTRA_CFLAGS": Variable("flags", "none", "Added when C++ is compiled."),
     "FLASHINFER_EXTRA_CUDAFLAGS": Variable("flags", "none", "Added when CUDA is compiled."),
     "FLASHINFER_EXTRA_LDFLAGS": Variable("flags", "none", "Added when a module is linked."),
-    "CUDA_HOME": Variable("a folder", "`nvcc` on `PATH`, then pip's, then `/usr/local/cuda`", "The CUDA toolkit."),
+    "CUDA_HOME": Variable("a folder", "`nvcc` on `PATH`, then `/usr/local/cuda`, then pip's", "The CUDA toolkit."),
     "CUDA_PATH": Variable("a folder", "as `CUDA_HOME`", "The CUDA toolkit where `CUDA_HOME` is unset."),
     "CC": Variable("a program", "nvcc's choice", "The host compiler of CUDA sources."),
     "CXX": Variable("a program", "`c++`", "Compiles C++ and links."),

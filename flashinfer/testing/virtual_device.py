@@ -88,8 +88,23 @@ def in_own_process(function: Callable[..., Any], *arguments: Any) -> Any:
     if not preload:
         return function(*arguments)
     context = multiprocessing.get_context("spawn")
-    with _environment("LD_PRELOAD", preload), concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
+    with (
+        _environment("LD_PRELOAD", preload),
+        _environment(*_known_gpus()),
+        concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool,
+    ):
         return pool.submit(function, *arguments).result()
+
+
+def _known_gpus() -> tuple[str, str]:
+    """A variable and its value that spare a process the question for its GPUs, and give it this one's cache: there torch
+    counts the virtual runtime's and cannot use it."""
+    from flashinfer.jit import core
+
+    known = core.current_compilation_context.TARGET_CUDA_ARCHS
+    if not known:
+        return "CUDA_VISIBLE_DEVICES", ""
+    return "FLASHINFER_CUDA_ARCH_LIST", " ".join(f"{major}.{minor}" for major, minor in sorted(known))
 
 
 @contextlib.contextmanager

@@ -108,7 +108,8 @@ class Machine:
         }
         for folder in ("cache", "home", "bin", "toolkit/lib64", "tree/flashinfer_sm12x_vllm"):
             (self.root / folder).mkdir(mode=0o755, parents=True)
-        write_tree(self.root / "toolkit", {"include/cuda_runtime.h": ""})
+        headers = {"cuda_runtime.h": "", "cuda_runtime_api.h": "#define CUDART_VERSION 13000\n", "curand_kernel.h": ""}
+        write_tree(self.root / "toolkit" / "include", headers)
         (self.root / "toolkit" / "lib64" / "libcudart.so").symlink_to(parts.runtime)
         self.program("toolkit/bin/nvcc", NVCC)
         for name in (*PROGRAMS.split(), IF_THERE):

@@ -83,6 +83,17 @@ def _toolkit_of_pips(m: Machine) -> None:
     (wheels / "lib64").rename(wheels / "lib")
 
 
+def _of_two_releases(folder: str) -> Callable[[Machine], object]:
+    """The toolkit, or a copy of it, with headers of a later release than its compiler."""
+
+    def plant(m: Machine) -> None:
+        if not (m.root / folder).exists():
+            shutil.copytree(m.root / "toolkit", m.root / folder)
+        write_tree(m.root / folder, {"include/cuda_runtime_api.h": "#define CUDART_VERSION 13050\n"})
+
+    return plant
+
+
 def _plain(text: str) -> Callable[[Machine], object]:
     """A module of the wheel's that its import imports."""
     return lambda m: write_tree(m.wheel / "flashinfer", {"plain.py": text})
@@ -96,6 +107,7 @@ FIRST = f"export PYTHONPATH={REPO}${{PYTHONPATH:+:$PYTHONPATH}}"
 ELSEWHERE = "&& export FLASHINFER_WORKSPACE_BASE="
 WHEEL = f'"flashinfer-python=={UPSTREAM}"'
 CUBINS = f"flashinfer-cubin version (0.6.4) does not match flashinfer version ({UPSTREAM})"
+THE_TOOLKIT = {"CUDA_HOME": "{root}/toolkit"}  # named: else one of the machine that runs the tests may be taken
 OLD_NVCC = """[ $1 != --version ] && echo "nvcc fatal   : Unsupported gpu architecture 'compute_121a'" && exit 1
 echo 'release 12.4, V12.4.1'"""
 XID = "[ 7.1] NVRM: Xid (PCI:0000:01:00): 79"
@@ -139,10 +151,18 @@ PLANTED = {
 
     "cuda_home_that_points_at_nothing": Planted("build", "fail", "holds no bin/nvcc", "unset CUDA_HOME",
         {"CUDA_HOME": "{root}/none"}, mends=True),
-    "old_compiler": Planted("build", "fail", "does not know compute_121a", 'install "nvidia-cuda-nvcc==13.0.*"',
-        plant=_program(OLD_NVCC, "toolkit/bin/nvcc")),
-    "compiler_that_is_none": Planted("build", "fail", "names no CUDA release",
-        plant=_program("echo hello", "toolkit/bin/nvcc")),
+    "old_compiler": Planted("build", "fail", "is of CUDA 12.4, but 12.9 or later is needed",
+        'install "nvidia-cuda-nvcc==13.0.*"', THE_TOOLKIT, plant=_program(OLD_NVCC, "toolkit/bin/nvcc")),
+    "headers_of_another_release": Planted("build", "fail", "toolkit/include/cuda_runtime_api.h of 13.5",
+        'install "nvidia-cuda-nvcc==13.0.*"', THE_TOOLKIT, plant=_of_two_releases("toolkit")),
+    "headers_that_are_gone": Planted("build", "fail", "has no headers:", 'install "nvidia-cuda-nvcc==13.0.*"', THE_TOOLKIT,
+        plant=lambda m: m.remove("toolkit/include/cuda_runtime_api.h")),
+    "headers_that_upstreams_sampler_needs": Planted("build", "fail", "curand_kernel.h is not part of this CUDA toolkit",
+        "install nvidia-curand", plant=lambda m: m.remove("toolkit/include/curand_kernel.h")),
+    "cuda_home_of_two_releases": Planted("build", "fail", "is of CUDA 13.0, but", "unset CUDA_HOME",
+        {"CUDA_HOME": "{root}/mixed"}, mends=True, plant=_of_two_releases("mixed")),
+    "compiler_that_is_none": Planted("build", "fail", "names no CUDA release", 'install "nvidia-cuda-nvcc==13.0.*"',
+        THE_TOOLKIT, plant=_program("echo hello", "toolkit/bin/nvcc")),
     "toolkit_without_a_runtime": Planted("build", "fail", "libcudart.so", 'install "nvidia-cuda-nvcc==13.0.*"',
         plant=lambda m: m.remove("toolkit/lib64/libcudart.so")),
     "no_ninja": Planted("build", "fail", "ninja, which runs the compilers, is not installed", "pip install ninja",

@@ -21,7 +21,8 @@ from flashinfer.jit.sm12x.spec import JitSpecSm12x
 
 FAKE_COMPILER = """#!{python} -IS
 # Understands -c, -o, -MF, -I, --version; "compiles" by copying the text of the source and of the headers it includes.
-# A line "// fake: <what>" in the source asks for: sleep <s>, kill, kill-once, enospc, fail <text>, say <text>, silent.
+# A line "// fake: <what>" in the source asks for: wait (until there is a file "go" beside it), kill, kill-once, enospc,
+# fail <text>, say <text>, silent.
 import os, re, sys, time
 home = os.path.dirname(os.path.abspath(__file__))
 if "--version" in sys.argv:
@@ -50,8 +51,11 @@ for name in re.findall(r'#include "(.+?)"', text):
         sys.exit(1)
 for what in re.findall(r"// fake: (.+)", text):
     verb, _, rest = what.partition(" ")
-    if verb == "sleep":
-        time.sleep(float(rest))
+    if verb == "wait":
+        for _ in range(90000):
+            if os.path.exists(os.path.join(os.path.dirname(source), "go")):
+                break
+            time.sleep(0.01)
     elif verb == "kill":
         os.kill(os.getpid(), 9)
     elif verb == "kill-once" and not os.path.exists(os.path.join(home, "killed")):

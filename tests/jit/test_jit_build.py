@@ -12,6 +12,7 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -123,11 +124,12 @@ def test_without_a_record_all_is_compiled_again(project: Project, damage: str) -
 
 
 def test_source_edited_while_it_is_compiled_is_compiled_again(project: Project) -> None:
-    source = project.write("c.cu", "// fake: sleep 0.8\nint before;\n")
+    source = project.write("c.cu", "// fake: wait\nint before;\n")
     child = project.start()
-    _wait_for(lambda: "c.cu" in _calls_so_far(project))
+    _wait_for(lambda: "c.cu" in _calls_so_far(project), child)
     source.write_text("int after;\n")
-    assert child.wait(timeout=30) == 0
+    project.write("go", "")
+    assert child.wait(LONGEST) == 0
     assert not project.fresh
     project.build()
     assert "int after;" in project.plan().library.read_text()
@@ -138,17 +140,26 @@ def _calls_so_far(project: Project) -> list[str]:
     return log.read_text().splitlines() if log.exists() else []
 
 
-def _wait_for(condition: object, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]
+LONGEST = 900
+"""Seconds, on however busy a machine; what waits is woken by what happens and not by a clock."""
+
+
+def _wait_for(condition: Callable[[], bool], child: subprocess.Popen[str]) -> None:
+    """Until the child has done something; it fails where the child ends without."""
+    deadline = time.monotonic() + LONGEST
+    while not condition():
+        ended = child.poll() is not None
+        assert condition() or not ended, f"it ended with {child.returncode}: {child.communicate()}"
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.02)
 
 
 def test_two_processes_build_once(project: Project) -> None:
-    project.write("c.cu", "// fake: sleep 0.5\nint c;\n")
+    project.write("c.cu", "// fake: wait\nint c;\n")
     children = [project.start() for _ in range(2)]
-    counts = [child.communicate(timeout=300)[0] for child in children]
+    _wait_for(lambda: "c.cu" in _calls_so_far(project), children[0])
+    project.write("go", "")
+    counts = [child.communicate(timeout=LONGEST)[0] for child in children]
     assert sorted(counts) == ["0\n", "3\n"]
     assert project.calls() == ALL
 
@@ -157,9 +168,9 @@ def test_killed_builders_compilers_hold_the_lock_and_nothing_false_stays(project
     project.build()
     project.calls()
     project.write("b.cu", "int another;\n")
-    project.write("c.cu", "// fake: sleep 3\nint c;\n")
+    project.write("c.cu", "// fake: wait\nint c;\n")
     child = project.start()
-    _wait_for(lambda: "c.cu" in _calls_so_far(project) and "another" in project.object_text("b"))
+    _wait_for(lambda: "c.cu" in _calls_so_far(project) and "another" in project.object_text("b"), child)
     child.send_signal(signal.SIGKILL)
     child.communicate()
     assert _compilers_of(project)
@@ -169,6 +180,7 @@ def test_killed_builders_compilers_hold_the_lock_and_nothing_false_stays(project
     project.calls()
 
     project.write("c.cu", "int c;\n")
+    threading.Timer(0.5, project.write, ["go", ""]).start()
     report = project.build()  # waits for them
     assert not _compilers_of(project)
     assert (report.compiled, project.calls()) == (["c.o"], ["c.cu"])
@@ -197,11 +209,11 @@ def _compilers_of(project: Project) -> list[int]:
 
 
 def test_interrupted_build_frees_the_lock_ends_its_compilers_and_says_what_stays(project: Project) -> None:
-    project.write("c.cu", "// fake: sleep 60\nint c;\n")
+    project.write("c.cu", "// fake: wait\nint c;\n")
     child = project.start()
-    _wait_for(lambda: project.plan().log.is_file() and project.plan().log.read_text().count("\n[") == 2)
+    _wait_for(lambda: project.plan().log.is_file() and project.plan().log.read_text().count("\n[") == 2, child)
     child.send_signal(signal.SIGINT)
-    _, said = child.communicate(timeout=20)
+    _, said = child.communicate(timeout=LONGEST)
     assert child.returncode == -signal.SIGINT
     assert said.splitlines()[-1] == (
         "KeyboardInterrupt: building demo was interrupted: objects that are built stay, and a new run resumes from there"

@@ -81,6 +81,32 @@ CASES = [
         "/usr/bin/ld: cannot find -lcudart: No such file or directory\ncollect2: error: ld returned 1 exit status",
         "no libcudart",
     ),
+    (
+        1,
+        0,
+        'cuda_toolkit.h:41:8: error: #error "CUDA compiler and CUDA toolkit headers are incompatible, please check"',
+        "different CUDA releases",
+    ),
+    (
+        255,
+        0,
+        "ptxas /tmp/z.ptx, line 9; fatal   : Unsupported .version 9.5; current version is '9.0'\n"
+        "ptxas fatal   : Ptx assembly aborted due to errors",
+        "different CUDA releases",
+    ),
+    (
+        1,
+        0,
+        "Command-line error: invalid option: --simt-only\n\n1 catastrophic error detected in this compilation.\n"
+        "Compilation terminated.",
+        "different CUDA releases",
+    ),
+    (
+        1,
+        0,
+        '/tmp/z.cudafe1.stub.c:13:188: error: macro "__cudaLaunch" passed 2 arguments, but takes just 1',
+        'pip install "nvidia-cuda-nvcc==13.0.*"',
+    ),
     (1, 0, "/tmp/x.s: Fatal error: can't write 4096 bytes to section: 'No space left on device'", "is full"),
     (
         2,

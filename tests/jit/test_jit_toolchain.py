@@ -15,8 +15,13 @@ from flashinfer.jit.sm12x.toolchain import ToolchainError, discover, link_shim, 
 
 
 def make_toolkit(
-    root: Path, version: str = "13.0", libraries: str | None = "lib64", headers: tuple[str, ...] = ()
+    root: Path,
+    version: str = "13.0",
+    libraries: str | None = "lib64",
+    headers: tuple[str, ...] = (),
+    cudart: str | None = None,
 ) -> Path:
+    """Of ``version``, with a runtime header of ``cudart`` if that is another."""
     nvcc = root / "bin" / "nvcc"
     nvcc.parent.mkdir(parents=True)
     nvcc.write_text(f'#!/bin/sh\necho "Cuda compilation tools, release {version}, V{version}.88"\n')
@@ -25,6 +30,9 @@ def make_toolkit(
         path = root / "include" / header
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("CUresult CUDAAPI cuInit(unsigned int);\n#define cuMemAlloc cuMemAlloc_v2\n")
+    major, minor = (cudart or version).split(".")
+    api = f"#define CUDART_VERSION  {int(major) * 1000 + int(minor) * 10}\n"
+    (root / "include" / "cuda_runtime_api.h").write_text(api)
     if libraries:
         (root / libraries).mkdir()
         (root / libraries / "libcudart.so.13").write_bytes(b"")
@@ -48,15 +56,165 @@ def test_order_of_the_places(tmp_path: Path) -> None:
         del environ[drop]
     toolkit = discover(environ, wheels, default)
     found.append((toolkit.origin, toolkit.root))
-    toolkit = discover(environ, [], default)
+    toolkit = discover(environ, wheels, tmp_path / "none")
     found.append((toolkit.origin, toolkit.root))
     assert found == [
         ("CUDA_HOME", named),
         ("CUDA_PATH", other),
         ("PATH", on_path),
-        ("pip", wheel),
         ("default", default),
+        ("pip", wheel),
     ]
+
+
+def install_wheels(site: Path, **versions: str | None) -> Path:
+    """``site/nvidia``, as pip leaves it with the pieces of a compiler of these versions; those not named are 13.0.88."""
+    wanted = dict.fromkeys(toolchain.COMPILER_WHEELS, "13.0.88") | {
+        f"nvidia-{name.replace('_', '-')}": version for name, version in versions.items()
+    }
+    release = {name: ".".join(version.split(".")[:2]) for name, version in wanted.items() if version}
+    compiler, runtime = release["nvidia-cuda-nvcc"], release.get("nvidia-cuda-runtime", "13.0")
+    root = make_toolkit(site / "nvidia" / "cu13", compiler, "lib", cudart=runtime)
+    if "nvidia-cuda-runtime" not in release:
+        (root / "include" / "cuda_runtime_api.h").unlink()
+    for name, version in wanted.items():
+        if version:
+            info = site / f"{name.replace('-', '_')}-{version}.dist-info"
+            info.mkdir()
+            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    return site / "nvidia"
+
+
+def only_pips(site: Path) -> toolchain.Toolkit:
+    return discover({"PATH": ""}, [site / "nvidia"], site / "no default")
+
+
+NEWER = {"cuda_nvcc": "13.5.37", "cuda_crt": "13.5.37", "nvvm": "13.5.37", "cuda_runtime": "13.0.96"}
+"""What ``pip install vllm==0.33.0`` brings: torch pins the runtime, nobody the compiler."""
+
+
+@pytest.mark.parametrize(
+    ("versions", "disagree", "release"),
+    [
+        (NEWER, "nvidia-cuda-nvcc 13.5.37 and nvidia-cuda-runtime 13.0.96 in {root} disagree", "13.0"),
+        ({"cuda_nvcc": "13.5.37"}, "nvidia-cuda-nvcc 13.5.37 and nvidia-cuda-crt 13.0.88 in {root} disagree", "13.0"),
+        ({"cuda_crt": "13.5.37"}, "nvidia-cuda-nvcc 13.0.88 and nvidia-cuda-crt 13.5.37 in {root} disagree", "13.0"),
+        ({"nvvm": "13.1.80"}, "nvidia-cuda-nvcc 13.0.88 and nvidia-nvvm 13.1.80 in {root} disagree", "13.0"),
+        (
+            {"cuda_runtime": "13.2.75"},
+            "nvidia-cuda-nvcc 13.0.88 and nvidia-cuda-runtime 13.2.75 in {root} disagree",
+            "13.2",
+        ),
+        ({"nvvm": None}, "nvidia-nvvm is missing beside nvidia-cuda-nvcc 13.0.88 in {root}", "13.0"),
+        ({"cuda_runtime": None}, "nvidia-cuda-runtime is missing beside nvidia-cuda-nvcc 13.0.88 in {root}", "13.0"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_pips_pieces_of_different_releases(
+    tmp_path: Path, versions: dict[str, str | None], disagree: str, release: str
+) -> None:
+    """One line says which two disagree, and installs the compiler of the release that the runtime's headers have."""
+    install_wheels(tmp_path, **versions)
+    with pytest.raises(ToolchainError) as caught:
+        only_pips(tmp_path)
+    root = tmp_path / "nvidia" / "cu13"
+    assert str(caught.value) == (
+        f"no CUDA compiler can be used: {disagree.format(root=root)}. Install one that can: "
+        f"{toolchain.pip_command(release)}"
+    )
+    assert f'"nvidia-nvvm=={release}.*"' in str(caught.value)
+
+
+def test_pips_pieces_of_one_release(tmp_path: Path) -> None:
+    install_wheels(tmp_path, cuda_nvcc="13.0.48", cuda_runtime="13.0.96")
+    found = only_pips(tmp_path)
+    assert (found.origin, found.passed_over) == ("pip", ())
+
+
+@pytest.mark.parametrize("origin", ["CUDA_HOME", "CUDA_PATH", "PATH", "default"])
+def test_a_whole_toolkit_comes_before_pips_pieces(tmp_path: Path, origin: str) -> None:
+    """And says nothing of them."""
+    wheels = install_wheels(tmp_path, **NEWER)
+    whole = make_toolkit(tmp_path / "cuda")
+    environ = {"PATH": str(whole / "bin") if origin == "PATH" else ""}
+    environ |= {origin: str(whole)} if origin.startswith("CUDA") else {}
+    found = discover(environ, [wheels], whole if origin == "default" else tmp_path / "none")
+    assert (found.root, found.origin, found.passed_over) == (whole, origin, ())
+
+
+def test_a_toolkit_whose_headers_are_of_another_release_is_passed_over(tmp_path: Path) -> None:
+    on_path = make_toolkit(tmp_path / "path", version="13.5", cudart="13.0")
+    default = make_toolkit(tmp_path / "default", cudart="12.8")
+    wheels = install_wheels(tmp_path)
+    environ = {"PATH": str(on_path / "bin")}
+    found = discover(environ, [wheels], default)
+    reasons = (
+        f"{on_path}/bin/nvcc is of CUDA 13.5, but {on_path}/include/cuda_runtime_api.h of 13.0",
+        f"{default}/bin/nvcc is of CUDA 13.0, but {default}/include/cuda_runtime_api.h of 12.8",
+    )
+    assert (found.origin, found.passed_over) == ("pip", reasons)
+    with pytest.raises(ToolchainError) as caught:
+        discover(environ, [], default)
+    assert str(caught.value) == (
+        f"no CUDA compiler can be used: {'; '.join(reasons)}. Install one that can: {toolchain.PIP_COMMAND}"
+    )
+
+
+@pytest.mark.parametrize("variable", ["CUDA_HOME", "CUDA_PATH"])
+def test_a_toolkit_that_is_named_is_not_passed_over(tmp_path: Path, variable: str) -> None:
+    wheels = install_wheels(tmp_path, **NEWER)
+    whole = make_toolkit(tmp_path / "cuda")
+    root = wheels / "cu13"
+    with pytest.raises(
+        ToolchainError, match=rf"^{variable}={root}: nvidia-cuda-nvcc 13\.5\.37 and .* disagree\. .*unset"
+    ):
+        discover({variable: str(root), "PATH": str(whole / "bin")}, [wheels], whole)
+    link = tmp_path / "link"
+    link.symlink_to(root)
+    with pytest.raises(ToolchainError, match=rf"^{variable}={link}: nvidia-cuda-nvcc 13\.5\.37 and .* disagree"):
+        discover({variable: str(link), "PATH": ""}, [])
+
+
+def test_a_compiler_too_old_for_what_is_to_be_compiled_is_passed_over(tmp_path: Path) -> None:
+    """So that installing a newer one by pip helps."""
+    old = make_toolkit(tmp_path / "cuda", version="12.8")
+    wheels = install_wheels(tmp_path)
+    for listed, origin in (("12.1a", "pip"), ("9.0a;12.0f", "pip"), ("12.0a", "default"), ("", "default")):
+        assert discover({"PATH": "", "FLASHINFER_CUDA_ARCH_LIST": listed}, [wheels], old).origin == origin, listed
+    older = make_toolkit(tmp_path / "older", version="12.6")
+    assert discover({"PATH": ""}, [wheels], older).origin == "pip"
+
+
+def test_headers_are_found_where_conda_has_them(tmp_path: Path) -> None:
+    root = make_toolkit(tmp_path / "cuda")
+    folder = root / "targets" / toolchain._target() / "include"
+    folder.mkdir(parents=True)
+    (root / "include" / "cuda_runtime_api.h").rename(folder / "cuda_runtime_api.h")
+    assert discover({"CUDA_HOME": str(root)}, []).runtime_header == folder / "cuda_runtime_api.h"
+
+
+def test_the_compiler_that_a_variable_names_is_the_one_that_is_looked_at(tmp_path: Path) -> None:
+    """Its own headers come first; where it has none it sees those of the toolkit."""
+    whole, other = make_toolkit(tmp_path / "cuda"), make_toolkit(tmp_path / "other", version="13.5")
+    nvcc = other / "bin" / "nvcc"
+    environ = {"PATH": "/bin:/usr/bin", "CUDA_HOME": str(whole), "FLASHINFER_NVCC": str(nvcc)}
+    found = discover(environ, [])
+    assert (found.root, found.nvcc, str(found.version), found.origin) == (whole, nvcc, "13.5", "CUDA_HOME")
+    pips = install_wheels(tmp_path / "site", **NEWER) / "cu13"
+    assert discover({**environ, "CUDA_HOME": str(pips)}, []).nvcc == nvcc  # whose pieces are its own
+    with pytest.raises(ToolchainError, match=f"^CUDA_HOME={whole}: nvidia-cuda-nvcc .* in {pips} disagree"):
+        discover({**environ, "FLASHINFER_NVCC": str(pips / "bin" / "nvcc")}, [])
+    del environ["CUDA_HOME"]
+    found = discover(environ, [], whole)
+    assert (found.root, found.nvcc, found.origin) == (other, nvcc, "FLASHINFER_NVCC")
+    for header in (other / "include").iterdir():
+        header.unlink()
+    with pytest.raises(ToolchainError, match=f"^CUDA_HOME={whole}: {nvcc} is of CUDA 13.5, but {whole}/.* of 13.0"):
+        discover({**environ, "CUDA_HOME": str(whole)}, [])
+    with pytest.raises(ToolchainError, match=f"^FLASHINFER_NVCC={nvcc}: {nvcc} has no headers: "):
+        discover(environ, [], whole)
+    with pytest.raises(ToolchainError, match=r"^FLASHINFER_NVCC=nvcc-none is not a program"):
+        discover({**environ, "FLASHINFER_NVCC": "nvcc-none"}, [], whole)
 
 
 def test_none_found_names_the_pip_command(tmp_path: Path) -> None:
@@ -77,7 +235,7 @@ def test_named_folder_without_a_compiler_is_an_error_and_not_passed_over(tmp_pat
 def test_newest_wheel_wins(tmp_path: Path) -> None:
     make_toolkit(tmp_path / "cu9")
     make_toolkit(tmp_path / "cu13")
-    assert discover({"PATH": ""}, [tmp_path]).root == tmp_path / "cu13"
+    assert discover({"PATH": ""}, [tmp_path], tmp_path / "none").root == tmp_path / "cu13"
 
 
 @pytest.mark.parametrize("kind", ["link", "script"])
@@ -129,7 +287,8 @@ def test_complete_toolkit_gets_nothing_added(tmp_path: Path) -> None:
     ],
 )
 def test_toolkit_too_old(tmp_path: Path, version: str, architecture: tuple[int, str], needed: str) -> None:
-    toolkit = discover({"CUDA_HOME": str(make_toolkit(tmp_path / "cuda", version=version))}, [])
+    root = make_toolkit(tmp_path / "cuda", version=version)
+    toolkit = toolchain.Toolkit(root, root / "bin" / "nvcc", "CUDA_HOME")
     with pytest.raises(
         ToolchainError, match=rf"12\.{architecture[1]} needs CUDA {needed} or later, .* is {version}\. .*pip"
     ):

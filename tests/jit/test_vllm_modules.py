@@ -6,6 +6,8 @@ from __future__ import annotations
 import hashlib
 import importlib
 import inspect
+import itertools
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,11 @@ from flashinfer.jit.xqa import gen_xqa_module
 from layer_toys import REPO, Run
 
 import flashinfer.decode as decode
+from flashinfer.jit import cpp_ext
 from flashinfer.jit import env as jit_env
+from flashinfer.jit.sm12x import build as engine
 from flashinfer.jit.sm12x import modules
+from flashinfer.jit.sm12x.diagnosis import JitBuildError
 
 xqa = importlib.import_module("flashinfer.xqa")  # the package has a function of that name
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
@@ -123,6 +128,8 @@ BUILT_THEN_LOADED = """
 import sys
 from pathlib import Path
 from flashinfer.jit import core, cpp_ext
+from flashinfer.jit.sm12x import build
+build._SECONDS_BETWEEN_LINES = 0  # each step is told
 folder, specs = Path(sys.argv[1]), []
 for name in ("one", "two"):
     (folder / f"{name}.cu").write_text(f"__global__ void {name}(float* x) {{ *x = 1; }}\\n")
@@ -151,3 +158,62 @@ def test_what_was_built_beforehand_is_not_compiled_by_the_start(
     env = {"FLASHINFER_WORKSPACE_BASE": str(tmp_path), "FLASHINFER_CUDA_ARCH_LIST": "12.1a"}
     done = run_python("-c", BUILT_THEN_LOADED, str(tmp_path), path=[REPO, site_packages], env=env)
     assert done.stdout == "three is a Spec; build_jit_specs compiles modules by nvcc only\n"
+    told = [line.partition("flashinfer.jit: ")[2] for line in done.stderr.splitlines()]
+    assert told.pop(0).startswith("building 2 modules of upstream's, 4 steps, ")
+    assert [line.rpartition(" ")[0] for line in told] == [
+        f"upstream's modules [{step}/4] {line.split('] ')[1].split(':')[0]}:" for step, line in enumerate(told, 1)
+    ]
+    files = ["one: one.so", "two: two.so", *(f"{name}: {tmp_path.name}_{name}.cuda.o" for name in ("one", "two"))]
+    assert sorted(line.split("] ")[1] for line in told) == sorted(files)
+
+
+NINJA_FILE = """
+rule make
+  command = sh {folder}/nvcc -c $in -o $out
+build {folder}/a.cuda.o: make {folder}/a.cu
+build {folder}/b.cuda.o: make {folder}/a.cu | {folder}/a.cuda.o
+build {folder}/demo.so: make {folder}/a.cuda.o | {folder}/b.cuda.o
+"""
+
+
+def ninja_file(folder: Path, compiler: str) -> Path:
+    """Of three steps; the compiler is a shell's script, whose fourth argument is the output."""
+    folder.mkdir(parents=True)
+    (folder / "a.cu").touch()
+    (folder / "nvcc").write_text(compiler)
+    path = folder / "build.ninja"
+    path.write_text(NINJA_FILE.format(folder=folder))
+    return path
+
+
+def test_a_build_of_upstreams_is_told_while_it_goes_on(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, jit_log: pytest.LogCaptureFixture
+) -> None:
+    """Where vLLM's start compiles one, too."""
+    folder = workspace / "cached_ops" / "demo"
+    file = ninja_file(folder, 'touch "$4"')
+    steps = [(1, 3, "a.cuda.o"), (2, 3, "b.cuda.o"), (3, 3, "demo.so")]
+    seen: list[tuple[int, int, str]] = []
+    cpp_ext.run_ninja(folder, file, False, tell=lambda *step: seen.append(step))
+    assert seen == steps
+    for name in ("a.cuda.o", "b.cuda.o", "demo.so"):
+        (folder / name).unlink()
+    clock = itertools.count(0, 6).__next__  # three steps in 18 s, and a clock that is read once for each
+    monkeypatch.setattr(engine.time, "monotonic", clock)
+    cpp_ext.run_ninja(folder, file, False)
+    told = [(record.levelno, record.getMessage()) for record in jit_log.records]
+    assert [message for _, message in told] == [f"demo [{done}/{total}] {name}" for done, total, name in steps]
+    assert [level for level, _ in told] == [logging.DEBUG, logging.INFO, logging.DEBUG]
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+def test_a_build_of_upstreams_that_fails_leaves_its_log(
+    workspace: Path, capsys: pytest.CaptureFixture[str], verbose: bool
+) -> None:
+    folder = workspace / "cached_ops" / "demo"
+    fails = "echo 'a.cu(3): error: it is wrong'; exit 1"
+    with pytest.raises(JitBuildError, match=r"^building demo failed: a\.cu\(3\): error: it is wrong") as caught:
+        cpp_ext.run_ninja(folder, ninja_file(folder, fails), verbose)
+    assert caught.value.log_path == folder / "build.log"
+    assert "a.cu(3): error: it is wrong" in caught.value.log_path.read_text()
+    assert ("it is wrong" in capsys.readouterr().out) == verbose

@@ -86,6 +86,24 @@ def test_a_torch_with_cuda_gets_a_process_of_its_own(monkeypatch):
     assert os.environ["LD_PRELOAD"] == ""
 
 
+@pytest.mark.parametrize(
+    ("known", "variable", "value"),
+    [
+        (set(), "CUDA_VISIBLE_DEVICES", ""),
+        ({(12, "1a"), (9, "0a")}, "FLASHINFER_CUDA_ARCH_LIST", "9.0a 12.1a"),
+    ],
+)
+def test_that_process_does_not_ask_torch_for_gpus_and_has_the_same_cache(monkeypatch, known, variable, value):
+    """torch would count the virtual runtime's and complain that it fails, each time that it is asked."""
+    from flashinfer.jit import core
+
+    monkeypatch.setattr(core.current_compilation_context, "TARGET_CUDA_ARCHS", known)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.delenv(variable, raising=False)
+    assert in_own_process(os.getenv, variable) == value
+    assert variable not in os.environ
+
+
 def behind_a_real_runtime(preload: str) -> subprocess.CompletedProcess:
     """A process that loads a real runtime by its path, as a torch with CUDA does, and then asks for a device."""
     code = (

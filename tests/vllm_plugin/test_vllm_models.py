@@ -29,6 +29,7 @@ REPO = Path(__file__).parents[2]
 # Eager, with the PyTorch versions of vLLM's small operators.
 ON_THE_CPU = ("--compilation-config", '{"mode": 0, "custom_ops": ["none"], "cudagraph_mode": "NONE"}')
 DENSE_MXFP4 = {"qkv": "mxfp4", "o": "mxfp4", "lm_head": "mxfp4"}
+RUNTIME = "#define CUDART_VERSION 13000"
 TOKENS = (torch.arange(29) * 2654435761 + 12345) % checkpoint.CONFIG["vocab_size"]
 
 
@@ -325,6 +326,35 @@ def test_there_are_lines_to_test():
 def test_a_mistake_ends_the_start_with_what_is_allowed(checkpoint_folder):
     with pytest.raises(ValueError, match="qkv is 'int4'; it may be bf16, mxfp8"):
         serve(checkpoint_folder, {"qkv": "int4"})
+
+
+@pytest.mark.parametrize("place", ["CUDA_HOME", "CUDA_PATH", "PATH", "/usr/local/cuda"])
+def test_vllm_and_this_fork_end_at_the_same_compiler(tmp_path, monkeypatch, place):
+    """Also where two are there, and where pip's is another."""
+    from vllm.utils import flashinfer as vllm_flashinfer
+
+    from flashinfer.jit.sm12x import toolchain
+
+    for name in ("named", "also", "pip/nvidia/cu13"):
+        for file, text in (
+            ("bin/nvcc", "#!/bin/sh\necho release 13.0"),
+            ("cuda_runtime.h", ""),
+            ("cuda_runtime_api.h", RUNTIME),
+        ):
+            path = tmp_path / name / ("include" if file.endswith(".h") else "") / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+            path.chmod(0o755)
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(variable, raising=False)
+    home, default = str(tmp_path / "named"), str(tmp_path / "also")
+    monkeypatch.setenv("PATH", f"{home}/bin:/bin" if place == "PATH" else "/bin")
+    monkeypatch.setattr(vllm_flashinfer, "_DEFAULT_CUDA_HOME", home if place.startswith("/") else default)
+    if place.startswith("CUDA"):
+        monkeypatch.setenv(place, home)
+    default_root = Path(vllm_flashinfer._DEFAULT_CUDA_HOME)
+    found = toolchain.discover(wheels=[tmp_path / "pip" / "nvidia"], default_root=default_root)
+    assert str(found.nvcc) == vllm_flashinfer._flashinfer_nvcc_path() == f"{home}/bin/nvcc"
 
 
 def test_dense_layers_that_nothing_can_compile_end_the_start_before_weights_are_loaded(

@@ -68,6 +68,20 @@ def test_elsewhere_vllms_choices_are_what_they_were(checkpoint_folder, capabilit
     assert result["seconds"] < 0.1  # of CPU, in every process that vLLM starts
 
 
+def test_a_start_comes_as_far_as_it_can_without_a_gpu(tmp_path):
+    """What ``scripts/bare_machine.sh ubuntu-vllm`` runs; without a compiler it ends with the plugin's line."""
+    process = start("start_up.py")
+    output = process.communicate()[0]
+    assert process.returncode == 0, output
+    assert {"plugin: installed", "has_flashinfer: True"} <= set(output.splitlines())
+    process = start("start_up.py", CUDA_HOME=str(tmp_path))
+    output = process.communicate()[0]
+    assert process.returncode == 1, output
+    assert (
+        f"qkv, o, lm_head are to be quantized, and their kernel cannot be compiled here: CUDA_HOME={tmp_path}" in output
+    )
+
+
 DENSE = {"qkv": "mxfp8", "o": "mxfp8", "lm_head": "mxfp8"}
 
 

@@ -34,6 +34,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -68,11 +69,37 @@ COMPILER_ENVIRONMENT = (
 )
 """Variables that change what a compiler makes of the same command."""
 
-_DONE = r"(\[\d+/\d+\]) .* -o (?:obj/)?(\S+?)(?:\.new && mv .*)?$"
-"""A line of ninja's: how much is done, and what has been made."""
+NINJA_STATUS = "[%f/%t] "
+"""Ninja's variable, for :func:`finished_step`."""
+
+_DONE = r"\[(\d+)/(\d+)\] .* -o (?:\S*/)?(\S+?)(?:\.new && mv .*)?\s*$"
+"""A line of ninja's: how many steps are done and how many there are, and what has been made."""
 
 _SECONDS_BETWEEN_LINES = 10
 """Of a build's progress in the log; each line of it is in ``build.log``, and here at level DEBUG."""
+
+
+class Progress:
+    """How far a build is, in the log: each step at level DEBUG, at most one in ten seconds at level INFO. Several ninjas may
+    tell theirs."""
+
+    def __init__(self, what: str) -> None:
+        self._what, self._said, self._lock = what, time.monotonic(), threading.Lock()
+
+    def tell(self, done: int, total: int, name: str) -> None:
+        """``name`` is made, as the ``done``-th of ``total``."""
+        with self._lock:
+            now = time.monotonic()
+            news = now - self._said >= _SECONDS_BETWEEN_LINES
+            self._said = now if news else self._said
+            _logger.log(logging.INFO if news else logging.DEBUG, "%s [%d/%d] %s", self._what, done, total, name)
+
+
+def finished_step(line: str) -> tuple[int, int, str] | None:
+    """Of a line that ninja prints when a step is done: how many are, how many there are, and what it made."""
+    done = re.match(_DONE, line)
+    return (int(done[1]), int(done[2]), done[3]) if done else None
+
 
 _RULES = """\
 rule compile
@@ -120,9 +147,9 @@ def host_compiler() -> str:
 
 
 def compile_step(name: str, source: Path, nvcc: Path, flags: Sequence[str]) -> CompileStep:
-    """One source, by the compilers and the launchers that variables name; else by the toolkit's ``nvcc`` or ``c++``."""
+    """One source, by the toolkit's ``nvcc`` or the host compiler that variables name, behind the launchers that they name."""
     if source.suffix == ".cu":
-        compiler, launcher = variables.read("FLASHINFER_NVCC") or str(nvcc), "FLASHINFER_NVCC_LAUNCHER"
+        compiler, launcher = str(nvcc), "FLASHINFER_NVCC_LAUNCHER"
         host = variables.read("CC")
         flags = [*(["-ccbin", host] if host else []), *flags]
     else:
@@ -394,7 +421,7 @@ def _bring_up_to_date(
             made: list[str] = []
             for together in dict.fromkeys((jobs, 1)):
                 status, output = _run_ninja(plan, together, verbose, lock, log)
-                made += [name for _, name in re.findall(_DONE, output, re.MULTILINE)]
+                made += [name for _, _, name in re.findall(_DONE, output, re.MULTILINE)]
                 if status == 0:
                     break
                 name, status, said = _failure(status, output)
@@ -488,7 +515,7 @@ def _dependencies(plan: ModulePlan) -> dict[str, list[str]]:
 def _run_ninja(plan: ModulePlan, jobs: int, verbose: bool, lock: int | None, log: IO[str]) -> tuple[int, str]:
     """Run ninja; its exit status, and its output, which also goes to the log."""
     # Relative: nvcc has a shell expand a $ in TMPDIR.
-    environment = {**os.environ, "TMPDIR": "tmp", "NINJA_STATUS": "[%f/%t] "}
+    environment = {**os.environ, "TMPDIR": "tmp", "NINJA_STATUS": NINJA_STATUS}
     process = subprocess.Popen(
         [*PRIVATE, find_ninja(), "--verbose", "-j", str(jobs)],
         stdin=subprocess.DEVNULL,
@@ -501,7 +528,7 @@ def _run_ninja(plan: ModulePlan, jobs: int, verbose: bool, lock: int | None, log
         text=True,
         errors="replace",
     )
-    lines, said = [], time.monotonic()
+    lines, progress = [], Progress(plan.name)
     try:
         assert process.stdout is not None
         for line in process.stdout:
@@ -510,10 +537,8 @@ def _run_ninja(plan: ModulePlan, jobs: int, verbose: bool, lock: int | None, log
             log.flush()
             if verbose:
                 print(line, end="", file=sys.stderr, flush=True)
-            if done := re.match(_DONE, line):
-                news = time.monotonic() - said >= _SECONDS_BETWEEN_LINES
-                said = time.monotonic() if news else said
-                _logger.log(logging.INFO if news else logging.DEBUG, "%s %s %s", plan.name, *done.groups())
+            if step := finished_step(line):
+                progress.tell(*step)
         process.wait()
     finally:
         process.terminate()

@@ -47,14 +47,20 @@ _SIGNAL_NAMES = {
 _ERROR_LINES = (
     r"\S.*:\d+:(?:\d+:)? (?:fatal )?error: .*",  # GCC, Clang
     r"\S.*\(\d+\): (?:catastrophic )?error\b.*",  # cudafe++
-    r"ptxas (?:fatal|error|.*; error)\b.*",
+    r"ptxas (?:fatal|error|.*; (?:error|fatal))\b.*",
     r"(?:nvcc|nvlink|fatbinary) (?:fatal|error)\b.*",
     r".*\bundefined reference to\b.*",
     r"\S*ld(?:\.\w+)?: .*",
-    r"(?:Fatal )?[Ee]rror: .*",
+    r"(?:Fatal |Command-line )?[Ee]rror: .*",
     r".*No space left on device.*",
     rf".*\b(?:{'|'.join(_SIGNAL_NAMES)})\b.*",
 )
+
+_PIECES_THAT_DISAGREE = (
+    r"CUDA toolkit headers are incompatible|Unsupported \.version \d|Command-line error: invalid option: --|"
+    r'macro "__cudaLaunch" (?:passed|requires) '
+)
+"""What each pair says: runtime's headers, code generator newer than the assembler, older than the driver, crt's headers."""
 
 
 def first_error_line(output: str) -> str:
@@ -103,6 +109,12 @@ def hint_for(returncode: int, output: str) -> str | None:
     ended_by = ending_signal(returncode, output)
     if ended_by is not None:
         return _ended_by(ended_by)
+    if re.search(_PIECES_THAT_DISAGREE, output):
+        return (
+            "the compiler and its headers or its code generator are of different CUDA releases: the toolkit is of several, or "
+            "CPATH, NVCC_PREPEND_FLAGS or FLASHINFER_EXTRA_CUDAFLAGS puts another's headers in front. One whole: "
+            f"{toolchain.PIP_COMMAND}"
+        )
     suffix = re.search(r"not supported on \.target '(sm_(\d+))'", output)
     if suffix is not None:
         number = suffix.group(2)

@@ -8,13 +8,17 @@ Three kinds of toolkit are understood:
 - the wheels of PyPI (``site-packages/nvidia/cu13``): ``bin/`` and ``include/``, but ``lib/`` in place of
   ``lib64/``, versioned libraries only (``libcudart.so.13``, no ``libcudart.so``), and no stub of the driver.
 
-The first of these that exists is used: ``CUDA_HOME``, ``CUDA_PATH``, ``nvcc`` on ``PATH``, the wheels,
-``/usr/local/cuda``. Nothing here imports the rest of FlashInfer, for the doctor.
+The first of these that exists is used: ``CUDA_HOME``, ``CUDA_PATH``, ``FLASHINFER_NVCC``'s own, ``nvcc`` on ``PATH``,
+``/usr/local/cuda``, the wheels. The wheels come last because pip puts pieces of different releases side by side, and
+because vLLM and upstream look in the other places, in this order. What compiles nothing is passed over: a compiler
+beside headers or pieces of another release, or one that is too old. Nothing here imports the rest of FlashInfer, for
+the doctor.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -29,11 +33,17 @@ from pathlib import Path
 
 from packaging.version import Version
 
-PIP_COMMAND = (
-    'pip install "nvidia-cuda-nvcc==13.0.*" "nvidia-cuda-crt==13.0.*" "nvidia-nvvm==13.0.*" '
-    '"nvidia-cuda-runtime==13.0.*" nvidia-curand'
-)
-"""What installs a toolkit that this package can use, without root."""
+COMPILER_WHEELS = ("nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm", "nvidia-cuda-runtime")
+"""The pieces of which a compiler is made: driver and assembler, headers it generates calls for, code generator, runtime.
+No mixture of 13.0's and 13.5's compiles a kernel, and pip's requirements do not tie them to each other."""
+
+
+def pip_command(release: str = "13.0") -> str:
+    """What installs a toolkit that this package can use, all of one release, without root."""
+    return " ".join(["pip install", *(f'"{name}=={release}.*"' for name in COMPILER_WHEELS), "nvidia-curand"])
+
+
+PIP_COMMAND = pip_command()
 
 DEFAULT_ROOT = Path("/usr/local/cuda")
 """Where NVIDIA's installers put the toolkit; used when nothing else names one."""
@@ -58,7 +68,8 @@ COMPANION_HEADERS: Mapping[str, str] = {
 
 
 class ToolchainError(RuntimeError):
-    """No usable CUDA compiler: none found, a broken one named, or one too old for the architecture."""
+    """No usable CUDA compiler: none found, a broken one named, one beside headers or pieces of another release, or one
+    too old for the architecture."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +78,12 @@ class Toolkit:
 
     Attributes:
         root: What ``CUDA_HOME`` would name.
-        nvcc: The compiler driver.
-        origin: What led to it, for messages: ``CUDA_HOME``, ``CUDA_PATH``, ``PATH``, ``pip``, ``default``.
+        nvcc: The compiler driver; ``FLASHINFER_NVCC``, if that is set.
+        origin: What led to it, for messages: ``CUDA_HOME``, ``CUDA_PATH``, ``FLASHINFER_NVCC``, ``PATH``, ``default``,
+            ``pip``.
         include_dirs: Its own header folder first, then those of wheels that hold what it lacks.
         library_dirs: Existing folders with its libraries, in search order.
+        passed_over: Other toolkits that come before it and compile nothing, and why.
     """
 
     root: Path
@@ -78,6 +91,7 @@ class Toolkit:
     origin: str
     include_dirs: tuple[Path, ...] = field(default=())
     library_dirs: tuple[Path, ...] = field(default=())
+    passed_over: tuple[str, ...] = field(default=())
 
     @property
     def version(self) -> Version:
@@ -87,6 +101,20 @@ class Toolkit:
         if match is None:
             raise ToolchainError(f"{self.nvcc} --version names no CUDA release; it printed: {text.strip()[:200]!r}")
         return Version(match.group(1))
+
+    @property
+    def compiler_root(self) -> Path:
+        """The toolkit that the compiler is of; another than ``root`` where a variable names the compiler alone."""
+        return self.root if self.nvcc == self.root / "bin" / "nvcc" else _root_of(self.nvcc)
+
+    @property
+    def runtime_header(self) -> Path:
+        """``cuda_runtime_api.h`` as the compiler finds it, whose own toolkit comes first; where it ought to be if it is
+        not there."""
+        roots = dict.fromkeys([self.compiler_root, self.root])
+        folders = [folder for root in roots for folder in (root / "include", root / "targets" / _target() / "include")]
+        headers = [folder / "cuda_runtime_api.h" for folder in folders]
+        return next(filter(Path.is_file, headers), headers[0])
 
     def find_library(self, stem: str) -> Path:
         """The shared library ``lib<stem>.so`` or its newest versioned file.
@@ -141,41 +169,145 @@ def wheel_folders() -> list[Path]:
 def discover(
     environ: Mapping[str, str] | None = None,
     wheels: Sequence[Path] | None = None,
-    default_root: Path = DEFAULT_ROOT,
+    default_root: Path | None = None,
 ) -> Toolkit:
     """Find the CUDA toolkit.
 
     Args:
         environ: The environment to read; the process's own when omitted.
         wheels: Folders to search for CUDA's wheels; those on ``sys.path`` when omitted.
-        default_root: The last resort.
+        default_root: Where to look for a toolkit that nothing names; :data:`DEFAULT_ROOT` when omitted.
 
     Raises:
-        ToolchainError: ``CUDA_HOME`` or ``CUDA_PATH`` names a folder without ``bin/nvcc``, or there is
-            no toolkit at all; the message gives the command that installs one.
+        ToolchainError: ``CUDA_HOME``, ``CUDA_PATH`` or ``FLASHINFER_NVCC`` names what compiles nothing, or no toolkit is
+            left at all; a line says what disagrees, or what was looked for, and has the command that installs one.
     """
     environ = os.environ if environ is None else environ
     wheels = wheel_folders() if wheels is None else wheels
-    for variable in ("CUDA_HOME", "CUDA_PATH"):
-        if environ.get(variable):
-            root = Path(environ[variable])
-            if not _is_executable(root / "bin" / "nvcc"):
-                raise ToolchainError(
-                    f"{variable}={environ[variable]} holds no bin/nvcc. Point it at a CUDA toolkit of 12.8 or "
-                    f"later, or unset it to use nvcc on PATH or the one that this installs: {PIP_COMMAND}"
-                )
-            return _toolkit(root, variable, wheels)
+    default_root = DEFAULT_ROOT if default_root is None else default_root
+    needed = _needed_version(environ)
+    driver = _named_driver(environ)
+    for variable in ("CUDA_HOME", "CUDA_PATH", "FLASHINFER_NVCC"):
+        if not environ.get(variable):
+            continue
+        root = _root_of(driver) if variable == "FLASHINFER_NVCC" and driver else Path(environ[variable])
+        if not driver and not _is_executable(root / "bin" / "nvcc"):
+            raise ToolchainError(
+                f"{variable}={environ[variable]} holds no bin/nvcc. Point it at a CUDA toolkit of {_MINIMUM_VERSION} or "
+                f"later, or unset it to use nvcc on PATH or the one that this installs: {PIP_COMMAND}"
+            )
+        toolkit = _toolkit(root, variable, wheels, driver)
+        if reason := _why_unusable(toolkit, needed):
+            raise ToolchainError(
+                f"{variable}={environ[variable]}: {reason}. Point it at another toolkit, or unset it to use nvcc on PATH "
+                f"or the one that this installs: {_remedy([toolkit], needed)}"
+            )
+        return toolkit
     on_path = shutil.which("nvcc", path=environ.get("PATH", ""))
-    if on_path is not None:
-        return _toolkit(_root_of(Path(on_path)), "PATH", wheels)
-    for root in _wheel_toolkits(wheels):
-        return _toolkit(root, "pip", wheels)
+    places = [(_root_of(Path(on_path)), "PATH")] if on_path is not None else []
     if _is_executable(default_root / "bin" / "nvcc"):
-        return _toolkit(default_root, "default", wheels)
-    raise ToolchainError(
-        "no CUDA compiler found: CUDA_HOME and CUDA_PATH are not set, nvcc is not on PATH, "
-        f"no wheel brings one, and {default_root} has none. Install one with: {PIP_COMMAND}"
-    )
+        places.append((default_root, "default"))
+    places += [(root, "pip") for root in _wheel_toolkits(wheels)]
+    passed_over: dict[str, Toolkit] = {}
+    for root, origin in places:
+        toolkit = _toolkit(root, origin, wheels)
+        reason = _why_unusable(toolkit, needed)
+        if not reason:
+            return replace(toolkit, passed_over=tuple(passed_over))
+        passed_over[reason] = toolkit
+    if not passed_over:
+        raise ToolchainError(
+            f"no CUDA compiler found: CUDA_HOME and CUDA_PATH are not set, nvcc is not on PATH, {default_root} has none, "
+            f"and no wheel brings one. Install one with: {PIP_COMMAND}"
+        )
+    command = _remedy(passed_over.values(), needed)
+    raise ToolchainError(f"no CUDA compiler can be used: {'; '.join(passed_over)}. Install one that can: {command}")
+
+
+def _named_driver(environ: Mapping[str, str]) -> Path | None:
+    """The program that ``FLASHINFER_NVCC`` names.
+
+    Raises:
+        ToolchainError: there is none.
+    """
+    name = environ.get("FLASHINFER_NVCC")
+    if not name:
+        return None
+    found = shutil.which(name, path=environ.get("PATH", ""))
+    if found is None:
+        raise ToolchainError(
+            f"FLASHINFER_NVCC={name} is not a program. Correct it, or unset it to use the toolkit's nvcc"
+        )
+    return Path(found)
+
+
+def _needed_version(environ: Mapping[str, str]) -> Version:
+    """The oldest toolkit that knows all that ``FLASHINFER_CUDA_ARCH_LIST`` names."""
+    listed = re.findall(r"\b(\d+)\.(\d[af]?)", environ.get("FLASHINFER_CUDA_ARCH_LIST", ""))
+    return max(map(_version_for, ((int(major), minor) for major, minor in listed)), default=Version(_MINIMUM_VERSION))
+
+
+def _version_for(architecture: tuple[int, str]) -> Version:
+    return Version(_LATER_VERSIONS.get(architecture, _MINIMUM_VERSION))
+
+
+def _why_unusable(toolkit: Toolkit, needed: Version) -> str:
+    """Why a toolkit compiles nothing; an empty text if it does.
+
+    CUDA's headers of C++'s library (``cuda/std/__cccl/cuda_toolkit.h``) refuse a compiler whose release is not that of
+    ``CUDART_VERSION``. Upstream's modules include them; this fork's do not, and would be built from two releases.
+    """
+    try:
+        release = toolkit.version
+    except ToolchainError as error:
+        return str(error)
+    if release < needed:
+        return f"{toolkit.nvcc} is of CUDA {release}, but {needed} or later is needed"
+    root = toolkit.compiler_root
+    pieces = _wheels_of(root)
+    driver, *_ = COMPILER_WHEELS
+    for name, version in pieces.items():
+        if version is None:
+            return f"{name} is missing beside {driver} {pieces[driver]} in {root}"
+        if version.release[:2] != release.release[:2]:
+            return f"{driver} {pieces[driver]} and {name} {version} in {root} disagree"
+    header = toolkit.runtime_header
+    headers = _release_of(header)
+    if headers is None:
+        return f"{toolkit.nvcc} has no headers: {header} is missing"
+    if headers != release:
+        return f"{toolkit.nvcc} is of CUDA {release}, but {header} of {headers}"
+    return ""
+
+
+def _wheels_of(root: Path) -> dict[str, Version | None]:
+    """The versions of :data:`COMPILER_WHEELS`, if pip put the compiler there; None for one that is missing."""
+    root = root.resolve()
+    if root.parent.name != "nvidia":
+        return {}
+    found: dict[str, Version | None] = {}
+    for name in COMPILER_WHEELS:
+        distributions = importlib.metadata.distributions(name=name, path=[str(root.parents[1])])
+        found[name] = next((Version(each.version) for each in distributions), None)
+    return found if found[COMPILER_WHEELS[0]] else {}
+
+
+def _release_of(header: Path) -> Version | None:
+    """What ``CUDART_VERSION`` says in ``cuda_runtime_api.h``; None if that is not there."""
+    try:
+        match = re.search(r"^\s*#\s*define\s+CUDART_VERSION\s+(\d+)", header.read_text(errors="replace"), re.MULTILINE)
+    except OSError:
+        return None
+    return Version(f"{int(match[1]) // 1000}.{int(match[1]) % 1000 // 10}") if match else None
+
+
+def _remedy(toolkits: Iterable[Toolkit], needed: Version) -> str:
+    """The command that installs what can be used where these cannot: the compiler for the headers that a torch brought."""
+    for toolkit in toolkits:
+        headers = _release_of(toolkit.runtime_header)
+        if _wheels_of(toolkit.compiler_root) and headers is not None and headers >= needed:
+            return pip_command(str(headers))
+    return PIP_COMMAND
 
 
 def require_architectures(toolkit: Toolkit, architectures: Iterable[tuple[int, str]]) -> None:
@@ -189,8 +321,8 @@ def require_architectures(toolkit: Toolkit, architectures: Iterable[tuple[int, s
         ToolchainError: it is too old for one of them; the message names both versions.
     """
     for major, minor in sorted(architectures):
-        needed = _LATER_VERSIONS.get((major, minor), _MINIMUM_VERSION)
-        if toolkit.version < Version(needed):
+        needed = _version_for((major, minor))
+        if toolkit.version < needed:
             raise ToolchainError(
                 f"building for compute capability {major}.{minor} needs CUDA {needed} or later, but {toolkit.nvcc} "
                 f"(found through {toolkit.origin}) is {toolkit.version}. Install a newer one: {PIP_COMMAND}"
@@ -224,18 +356,22 @@ def _root_of(nvcc: Path) -> Path:
     return nvcc.parent.parent
 
 
+def _target() -> str:
+    """What NVIDIA calls this kind of machine."""
+    return f"{'sbsa' if os.uname().machine == 'aarch64' else os.uname().machine}-linux"
+
+
 def _has_runtime_header(root: Path) -> bool:
     return (root / "include" / "cuda_runtime.h").is_file()
 
 
-def _toolkit(root: Path, origin: str, wheels: Sequence[Path]) -> Toolkit:
-    toolkit = Toolkit(root, root / "bin" / "nvcc", origin)
+def _toolkit(root: Path, origin: str, wheels: Sequence[Path], driver: Path | None = None) -> Toolkit:
+    toolkit = Toolkit(root, driver or root / "bin" / "nvcc", origin)
     companions = _companion_roots(toolkit, wheels)
     missing = [header for header in COMPANION_HEADERS if not (root / "include" / header).is_file()]
     includes = [companion / "include" for companion in companions]
     includes = [folder for folder in includes if any((folder / header).is_file() for header in missing)]
-    machine = {"aarch64": "sbsa"}.get(os.uname().machine, os.uname().machine)
-    libraries = [root / "lib64", root / "lib", root / "targets" / f"{machine}-linux" / "lib"]
+    libraries = [root / "lib64", root / "lib", root / "targets" / _target() / "lib"]
     libraries += [companion / "lib" for companion in companions]
     return replace(
         toolkit,

@@ -104,11 +104,12 @@ def check_variables(a: Answers) -> Outcome:
 
 
 def check_build(a: Answers) -> Outcome:
-    """Three lines of CUDA: compiled, linked and loaded where modules are."""
+    """A few lines of CUDA: compiled, linked and loaded where modules are."""
     error = a("build", "error")
     if error is None:
         version, nvcc, origin = (a("build", fact) for fact in ("version", "nvcc", "origin"))
-        return "ok", f"CUDA {version} {nvcc}, found through {origin}, compiles, links and loads"
+        text = f"CUDA {version} {nvcc}, found through {origin}, compiles, links and loads"
+        return "ok", "; passed over: ".join([text, *a("build", "passed_over")])
     state, why = "fail", ""
     if a.modules() and not any(fact["stale"] for fact in a.modules().values()):
         state, why = "warn", "this fork's modules need none, upstream's (vLLM's attention) may"

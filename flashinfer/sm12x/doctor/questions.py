@@ -43,9 +43,15 @@ VLLM_QUESTIONS = (
 """Of ``vllm.utils.flashinfer``; the last one asks a server, unless the plugin knows better."""
 
 SOURCE = """\
+#include <curand_kernel.h>
+#if __has_include(<cuda/std/version>)
+#include <cuda/std/version>
+#endif
 __global__ void sm12x_doctor(int* out) { *out = 12; }
 extern "C" int sm12x_doctor_loads() { return 12; }
 """
+"""With what the headers of upstream's modules ask of a compiler: the sampler's, and CUDA's C++ library, whose own check it
+is that compiler and headers are of one release."""
 
 SUSPECTS = (
     "CUDA_HOME CUDA_PATH FLASHINFER_NVCC FLASHINFER_NVCC_LAUNCHER CC CXX NVCC_CCBIN NVCC_PREPEND_FLAGS NVCC_APPEND_FLAGS "
@@ -76,7 +82,8 @@ def ask_import() -> None:
 
 
 def ask_build() -> None:
-    """Whether three lines of CUDA are compiled, linked and loaded as a module is; else what to leave out that they are."""
+    """Whether a few lines of CUDA are compiled, linked and loaded as modules are, this fork's and upstream's; else what to
+    leave out that they are."""
     error = _try_build()
     tell(error=error)
     if error is None:
@@ -108,14 +115,17 @@ def _try_build() -> str | None:
     folder = _cache() / f"doctor-{os.getpid()}"
     try:
         toolkit = toolchain.discover()
-        tell(nvcc=toolkit.nvcc, origin=toolkit.origin, version=str(toolkit.version))
+        tell(nvcc=toolkit.nvcc, origin=toolkit.origin, version=str(toolkit.version), passed_over=toolkit.passed_over)
         listed = os.environ.get("FLASHINFER_CUDA_ARCH_LIST", "")
         targets = re.findall(r"\b(\d+)\.(\d[af])", listed) or [("12", "0a")]
         codes = [f"-gencode=arch=compute_{a}{b},code=sm_{a}{b}" for a, b in targets]
         with build.module_lock(folder / "doctor.lock") as lock:
             source = folder / "doctor.cu"
             build.write_atomically(source, SOURCE)
-            step = build.compile_step("doctor.o", source, toolkit.nvcc, ["--compiler-options=-fPIC", *codes])
+            includes = [f"-I{path}" for path in _upstreams_cccl()]
+            includes += [word for path in toolkit.include_dirs for word in ("-isystem", str(path))]
+            flags = ["-std=c++17", "--compiler-options=-fPIC", *codes, *includes]
+            step = build.compile_step("doctor.o", source, toolkit.nvcc, flags)
             runtime = toolkit.find_library("cudart")
             links = ("-shared", str(runtime), f"-Wl,-rpath,{runtime.parent}", "-Wl,-z,now")
             plan = build.ModulePlan("doctor", folder, folder / "doctor.lock", (step,), build.host_compiler(), links)
@@ -127,6 +137,13 @@ def _try_build() -> str | None:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return None
+
+
+def _upstreams_cccl() -> list[Path]:
+    """CUDA's C++ library as upstream's wheel has it; nothing where there is no wheel."""
+    wheels = importlib.metadata.distributions(name="flashinfer-python")
+    folders = [Path(str(wheel.locate_file("flashinfer/data/cccl/libcudacxx/include"))) for wheel in wheels]
+    return [folder for folder in folders if folder.is_dir()][:1]
 
 
 def _cache() -> Path:

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tests each of the three processes of ``make test`` gets."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from layer_toys import REPO, load_tool
+
+tool = load_tool("run_tests")
+VIRTUAL = sorted(str(path.relative_to(REPO)) for path in REPO.glob("tests/*/test_virtual_*.py"))
+HOST_FILE, VIRTUAL_FILE, EMULATOR_FILE = (
+    "tests/project/test_prose.py",
+    "tests/gemm/test_virtual_dense.py",
+    "emulator/tests/tma",
+)
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], list[str]]]:
+    """Of each process its tests, and its options."""
+    processes: list[tuple[list[str], list[str]]] = []
+
+    def run(part: Any, jobs: int, given: list[str]) -> int:
+        processes.append((part.tests, [*part.options, *given]))
+        return 0
+
+    monkeypatch.setattr(tool, "run", run)
+    monkeypatch.chdir(REPO)
+    return processes
+
+
+def test_all_tests_are_run_once(started: Any) -> None:
+    assert tool.main(["--jobs", "2", "-m", "not slow"]) == 0
+    (host, host_options), (device, _), (emulator, options) = started
+    assert (host, sorted(device), emulator) == (["tests"], VIRTUAL, ["emulator/tests"])
+    assert {option.removeprefix("--ignore=") for option in host_options} >= set(VIRTUAL)
+    assert "--ignore=emulator/tests/upstream" in options
+    assert host_options[-2:] == options[-2:] == ["-m", "not slow"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ((HOST_FILE,), [[HOST_FILE]]),
+        ((f"{HOST_FILE}::test_each[a]", "-x"), [[f"{HOST_FILE}::test_each[a]"]]),
+        ((f"./{VIRTUAL_FILE}",), [[VIRTUAL_FILE]]),
+        (("--lf", EMULATOR_FILE), [[EMULATOR_FILE]]),
+        ((HOST_FILE, VIRTUAL_FILE, EMULATOR_FILE), [[HOST_FILE], [VIRTUAL_FILE], [EMULATOR_FILE]]),
+        (("tests/gemm",), [["tests/gemm"], [path for path in VIRTUAL if path.startswith("tests/gemm/")]]),
+        (("-k", "docs"), [["tests"], VIRTUAL, ["emulator/tests"]]),  # a folder has that name
+        (("--ignore", "tests/gemm"), [["tests"], VIRTUAL, ["emulator/tests"]]),
+        ((".",), [["tests"], VIRTUAL, ["emulator/tests"]]),
+        ((str(REPO / HOST_FILE),), [[HOST_FILE]]),
+    ],
+)
+def test_what_is_named_is_all_that_is_run(started: Any, words: tuple[str, ...], expected: list[list[str]]) -> None:
+    assert tool.main(["--jobs", "2", *words]) == 0
+    assert [sorted(tests) for tests, _ in started] == expected
+    for _, options in started:
+        assert not any(Path(word).exists() for word in options if word not in words)
+
+
+def test_folders_take_the_place_of_all_where_no_test_is_named(started: Any) -> None:
+    tool.main(["--among", "tests/jit", "tests/layer", "--jobs", "2", "-m", "privileges"])
+    assert started == [(["tests/jit", "tests/layer"], started[0][1])]
+    assert started.pop()[1][-2:] == ["-m", "privileges"]
+    tool.main(["--among", "tests/jit", "--jobs", "2", HOST_FILE])
+    assert [tests for tests, _ in started] == [[HOST_FILE]]
+
+
+def test_the_emulator_has_slow_tests_of_other_peoples_kernels_only(started: Any) -> None:
+    tool.main(["-m", "slow"])
+    assert len(started) == 2
+    tool.main(["--upstream", "-m", "slow"])
+    assert started[-1][0] == ["emulator/tests/upstream"]
+    assert not any("ignore" in option for option in started[-1][1])
+
+
+@pytest.mark.parametrize(
+    ("words", "statuses", "expected"),
+    [
+        ((), (0, 0, 0), 0),
+        ((), (1, 0, 0), 1),
+        ((), (0, 5, 0), 1),
+        (("-k", "x"), (5, 0, 5), 0),
+        (("-k", "x"), (5, 0, 1), 1),
+        (("-k", "x"), (5, 5, 5), 5),
+    ],
+)
+def test_exit_status(
+    monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], statuses: tuple[int, ...], expected: int
+) -> None:
+    left = iter(statuses)
+    monkeypatch.setattr(tool, "run", lambda *_: next(left))
+    assert tool.main(words) == expected
+    assert list(left) == []
+
+
+@pytest.mark.parametrize(
+    ("target", "words"), [("test", "-m not slow"), ("test-slow", "-m slow"), ("test-all", ""), ("test-host", "")]
+)
+def test_make_prints_nothing_of_its_own(target: str, words: str, tmp_path: Path) -> None:
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text('#!/bin/sh\necho "$@"\n')
+    python.chmod(0o755)
+    done = [word for what in ("compiler", "env", "emulator") for word in ("-o", what)]
+    command = ["make", *done, target, f"VENV={tmp_path}", f"PYTEST_ARGS={HOST_FILE} -x", "TEST_JOBS=2"]
+    shown = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True).stdout
+    assert shown.startswith("tools/run_tests.py ")
+    assert " ".join(f"--jobs 2 {words} {HOST_FILE} -x".split()) in shown
+    assert shown.count("\n") == 1
+
+
+def test_a_process_runs_pytest_and_gives_its_status(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    test = tmp_path / "test_one.py"
+    test.write_text(
+        "import pytest\ndef test_one(): assert 1 == 2\n@pytest.mark.skip(reason='why')\ndef test_two(): pass\n"
+    )
+    assert tool.main(["--jobs", "1", "-c", str(REPO / "pyproject.toml"), str(test)]) == 1
+    out = capfd.readouterr().out
+    assert "1 failed, 1 skipped" in out
+    assert "SKIPPED" not in out.partition("short test summary")[2]

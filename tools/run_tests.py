@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run the tests: ``make test``, ``make test-slow`` and ``make test-all``. Needs an environment that is complete.
+
+    python tools/run_tests.py --jobs 2 [--upstream] [-m "not slow"] [PYTEST'S ARGUMENTS, AND TESTS BY PATH OR NODE ID]
+
+In three processes, because a process has one CUDA runtime: tests that load a real one, tests that bring the virtual GPU's,
+and the emulator's own. Each takes of the tests that are named those that are its own; without any, all. The exit status is
+1 if a process failed, whatever the others did, and 5 if none had a test to run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VIRTUAL = "tests/*/test_virtual_*.py"
+EMULATOR = "emulator/tests"
+NO_TESTS = 5  # pytest's exit status
+
+TAKE_A_VALUE = (
+    *"-k -m -n -p -c -o -r -W".split(),
+    *"--ignore --ignore-glob --deselect --maxfail --tb --durations --junitxml --basetemp --rootdir".split(),
+)
+"""Options of pytest's behind which a word is no test, even if a file has that name."""
+
+
+@dataclass
+class Part:
+    """The tests of one process.
+
+    Attributes:
+        tests: Files, folders and node ids.
+        options: Of pytest's.
+        preload: Whether the emulator's runtime has to be loaded before torch's, where torch brings one.
+    """
+
+    tests: list[str]
+    options: list[str] = field(default_factory=list)
+    preload: bool = False
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="test processes beside each other (1)")
+    parser.add_argument("--upstream", action="store_true", help="kernels that others wrote on the emulator, too")
+    parser.add_argument(
+        "--among", nargs="+", default=[], metavar="FOLDER", help="in place of all, where no test is named"
+    )
+    parser.add_argument(
+        "-m", dest="marks", default="", metavar="MARKS", help="as pytest's; one among its arguments wins"
+    )
+    options, rest = parser.parse_known_args(arguments)
+    named, given = split(rest)
+    if options.marks:
+        given = ["-m", options.marks, *given]
+    if not named:
+        # Of the emulator's tests only those of kernels that others wrote are slow.
+        some = [f"{EMULATOR}/upstream"] * options.upstream if options.marks == "slow" else [EMULATOR]
+        named = options.among or ["tests", *some]
+    statuses = [run(part, options.jobs, given) for part in parts(named, options.jobs, options.upstream)]
+    if all(status == NO_TESTS for status in statuses):
+        return NO_TESTS
+    # What was chosen may leave a process without a test, but not all tests.
+    allowed = (0, NO_TESTS) if rest else (0,)
+    return int(any(status not in allowed for status in statuses))
+
+
+def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The tests that are named, and all else."""
+    named: list[str] = []
+    others: list[str] = []
+    for before, word in zip(["", *arguments], arguments, strict=False):
+        is_test = not word.startswith("-") and before not in TAKE_A_VALUE and Path(word.split("::")[0]).exists()
+        (named if is_test else others).append(word)
+    return named, others
+
+
+def parts(named: Sequence[str], jobs: int, upstream: bool) -> list[Part]:
+    """The processes that have one of these tests to run."""
+    virtual = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(VIRTUAL))
+    # Upstream's kernel on the virtual GPU comes first: one compiler for minutes, beside which the other process goes on.
+    virtual.sort(key=lambda path: not path.endswith("_upstream.py"))
+    left_out = [f"--ignore={path}" for path in virtual]
+    # A process that is done takes tests of the other's, but of the emulator's none: their files compile programs for
+    # themselves. Tests that load a real runtime often wait for processes that they start.
+    host = Part([], [*left_out, "-n", str(jobs + 1), "--dist", "worksteal"])
+    device = Part([], ["-n", str(jobs), "--dist", "worksteal"], preload=True)
+    emulator = Part([], ["-n", str(jobs), "--dist", "loadfile"])
+    if not upstream:
+        emulator.options.append(f"--ignore={EMULATOR}/upstream")
+    for test in named:
+        file, *names = test.split("::")
+        path = os.path.relpath(Path(file).resolve(), ROOT)
+        test = "::".join([path, *names])
+        if path.split("/")[0] == "emulator":
+            emulator.tests.append(test)
+        elif fnmatch.fnmatch(path, VIRTUAL):
+            device.tests.append(test)
+        elif path == ".":
+            return parts(["tests", EMULATOR], jobs, upstream)
+        else:
+            host.tests.append(test)
+            device.tests += [each for each in virtual if each.startswith(f"{path}/")]
+    return [part for part in (host, device, emulator) if part.tests]
+
+
+def run(part: Part, jobs: int, given: Sequence[str]) -> int:
+    """One process; its exit status."""
+    # With more threads than its share of the cores, torch takes ten times as long over the references' small operations.
+    share = max(1, len(os.sched_getaffinity(0)) // jobs)
+    environment = {"OMP_NUM_THREADS": str(share), **os.environ}
+    if part.preload:
+        asked = {**os.environ, "PYTHONPATH": str(ROOT / "emulator" / "python")}
+        environment["LD_PRELOAD"] = subprocess.check_output(
+            [sys.executable, "-m", "vsm.preload"], env=asked, text=True
+        ).strip()
+    command = [sys.executable, "-m", "pytest", *part.options, *given, *dict.fromkeys(part.tests)]
+    return subprocess.run(command, cwd=ROOT, env=environment).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
