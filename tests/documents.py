@@ -28,7 +28,9 @@ def tracked(*patterns: str) -> list[Path]:
 
 def code_lines(page: Path) -> list[str]:
     """Lines of a page's blocks of shell, continued ones as one."""
-    blocks = [block for language, block in FENCE.findall(page.read_text(encoding="utf-8")) if language in ("sh", "bash")]
+    blocks = [
+        block for language, block in FENCE.findall(page.read_text(encoding="utf-8")) if language in ("sh", "bash")
+    ]
     return [line for block in blocks for line in CONTINUED.sub(" ", block).splitlines()]
 
 
@@ -48,7 +50,9 @@ def serve_commands() -> list[Serve]:
             continue
         text = CONTINUED.sub(" ", file.read_text(encoding="utf-8"))
         for variables, words in SERVE.findall(text):
-            split = shlex.split(words.replace("{{", "{").replace("}}", "}") if file.suffix == ".py" else words, comments=True)
+            split = shlex.split(
+                words.replace("{{", "{").replace("}}", "}") if file.suffix == ".py" else words, comments=True
+            )
             pairs = dict(pair.split("=", 1) for pair in shlex.split(variables))
             found.append(Serve(file, pairs, split))
     return found

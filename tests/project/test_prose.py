@@ -54,6 +54,19 @@ def test_the_readme_fits_a_page() -> None:
     assert len(text.split()) <= 950
 
 
+def test_the_readmes_figures_are_those_of_the_performance_page() -> None:
+    table = re.search(
+        r"^\| streams \|.*?(?=\n\n)", (REPO / "README.md").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
+    assert table is not None
+    rows = [
+        row.replace(" - ", "-") for row in (REPO / "docs" / "performance.md").read_text(encoding="utf-8").splitlines()
+    ]
+    assert len(table[0].splitlines()) == 6
+    for row in table[0].splitlines()[2:]:
+        assert row in rows
+
+
 def test_each_documented_server_leaves_the_host_its_memory_and_answers_this_machine_alone() -> None:
     """Whoever pastes a line runs it as it stands: vLLM's own defaults are 0.92 of the memory and every interface."""
     found = serve_commands()
