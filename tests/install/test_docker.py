@@ -175,6 +175,9 @@ def test_the_development_files_mount_the_checkouts() -> None:
         assert service["environment"]["PYTHONPATH"] == "/vllm:/src"
 
 
+DEFAULTS = "--gpu-memory-utilization {} --max-num-seqs 32"
+
+
 def started(tmp_path: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """The entry point, with a stand-in for Python that fails and one for vLLM that writes its words."""
     for name, script in {"python": "echo a table; exit 1", "vllm": 'echo "$@"'}.items():
@@ -188,26 +191,21 @@ def test_the_entry_point_warns_and_starts(tmp_path: Path) -> None:
     """Whatever the doctor finds."""
     done = started(tmp_path, "a model", "--port", "1")
     assert done.returncode == 0
-    assert done.stdout.startswith("a table\nserve a model --port 1 ")
+    assert done.stdout == f"a table\nserve a model {DEFAULTS.format(SHARE)} --port 1\n"
     assert "starts all the same" in done.stderr
 
 
 @pytest.mark.parametrize(
     ("words", "variables", "expected"),
     [
-        ("m", {}, f"m --gpu-memory-utilization {SHARE} --max-num-seqs 32"),
-        ("m", {"MEMORY": ""}, f"m --gpu-memory-utilization {SHARE} --max-num-seqs 32"),
-        ("m", {"MEMORY": "0.6"}, "m --gpu-memory-utilization 0.6 --max-num-seqs 32"),
-        ("m --max-num-seqs 16", {}, f"m --max-num-seqs 16 --gpu-memory-utilization {SHARE}"),
-        ("m --gpu-memory-utilization 0.5", {"MEMORY": "0.6"}, "m --gpu-memory-utilization 0.5 --max-num-seqs 32"),
-        ("m --gpu_memory_utilization=0.5", {}, "m --gpu_memory_utilization=0.5 --max-num-seqs 32"),
-        ("m --max_num_seqs=2", {}, f"m --max_num_seqs=2 --gpu-memory-utilization {SHARE}"),
-        ("m --config file.yaml", {}, "m --config file.yaml"),
-        (
-            "m --config-format hf",
-            {},
-            f"m --config-format hf --gpu-memory-utilization {SHARE} --max-num-seqs 32",
-        ),
+        ("m", {}, f"m {DEFAULTS.format(SHARE)}"),
+        ("m", {"MEMORY": ""}, f"m {DEFAULTS.format(SHARE)}"),
+        ("m", {"MEMORY": "0.6"}, f"m {DEFAULTS.format(0.6)}"),
+        ("m --max-num-seqs 16", {}, f"m {DEFAULTS.format(SHARE)} --max-num-seqs 16"),  # vLLM takes the last
+        ("--model m", {}, f"{DEFAULTS.format(SHARE)} --model m"),
+        ("", {}, DEFAULTS.format(SHARE)),
+        ("m --config file.yaml", {"MEMORY": "0.6"}, "m --config file.yaml"),
+        ("m --config-format hf", {}, f"m {DEFAULTS.format(SHARE)} --config-format hf"),
     ],
 )
 def test_words_of_docker_run_leave_the_host_its_memory(

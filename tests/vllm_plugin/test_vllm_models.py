@@ -320,6 +320,14 @@ def test_the_documents_lines_start_a_server_as_far_as_the_engine(
         assert (chosen["qkv"], chosen["o"], chosen["lm_head"]) == ("mxfp8",) * 3
 
 
+def test_the_last_of_an_option_counts(checkpoint_folder):
+    """So the words of ``docker run`` and those behind a script's ``--`` win over defaults, whatever they call an option."""
+    words = ("--gpu-memory-utilization", "0.7", "--max-num-seqs", "32", "--device-memory-utilization", "0.5")
+    config = served.engine_config(str(checkpoint_folder), *words, "--max_num_seqs=16")
+    assert config.cache_config.gpu_memory_utilization == 0.5
+    assert config.scheduler_config.max_num_seqs == 16
+
+
 def test_there_are_lines_to_test():
     assert len(documented_lines()) >= 8
     assert sum("--max-num-batched-tokens" in words for _, words in documented_lines()) == 1
