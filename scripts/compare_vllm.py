@@ -3,7 +3,7 @@
 """Serve a model with vLLM several ways, one after the other, and print one table of what ``vllm bench serve`` measured.
 
     scripts/compare_vllm.py openai/gpt-oss-20b
-    scripts/compare_vllm.py openai/gpt-oss-120b --streams 1,4,16 -- --gpu-memory-utilization 0.6
+    scripts/compare_vllm.py openai/gpt-oss-120b --streams 1,4,16 -- --max-num-batched-tokens 8192
     scripts/compare_vllm.py openai/gpt-oss-120b --url http://127.0.0.1:8000 --streams 1 --input 2048,6144 --output 32
 
 Prompts are random token ids for ``/v1/completions``, and no two measurements have a prompt in common, so that none
