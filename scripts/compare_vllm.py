@@ -93,7 +93,10 @@ def measure_all(given: argparse.Namespace, way: str, url: str, folder: Path) -> 
 def main() -> None:
     given = arguments()
     vllm_server.need("vllm")
-    if not given.url:
+    if given.url:
+        if not vllm_server.healthy(given.url):
+            sys.exit(f"no server is ready at {given.url}: {given.url}/health does not answer")
+    else:
         vllm_server.gpu_bytes()
         if any("fork" in way for way in given.ways):
             vllm_server.need_fork()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import http.client
 import importlib.metadata
 import importlib.util
 import json
@@ -166,7 +167,7 @@ def healthy(url: str) -> bool:
     try:
         with urllib.request.urlopen(f"{url}/health", timeout=5):
             return True
-    except OSError:
+    except (OSError, ValueError, http.client.HTTPException):  # not there, no URL, no HTTP
         return False
 
 

@@ -106,6 +106,14 @@ def test_that_there_is_no_gpu_is_said_in_a_line(line: str, tmp_path: Path, vllm:
     assert (done.stdout, sorted((tmp_path / "brought").iterdir())) == ("", brought)
 
 
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "localhost:8000", "8000"])
+def test_a_server_that_does_not_answer_is_said_in_a_line(url: str, vllm: str) -> None:
+    done = run(str(REPO / "scripts" / "compare_vllm.py"), "model", "--url", url, PYTHONPATH=vllm)
+    (only,) = done.stderr.splitlines()
+    assert only.startswith(f"no server is ready at {url}: ")
+    assert done.returncode == 1
+
+
 @pytest.mark.parametrize("line", ["compare_vllm.py model --ways {way}", "profile_decode.py model --set moe=mxfp4-a16"])
 def test_another_flashinfer_is_not_measured_as_this_fork(
     line: str, tmp_path: Path, vllm: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
