@@ -31,7 +31,7 @@ from typing import Any
 import emulate
 import torch
 from peers import load_marlin
-from timing import allow, machine, names, numbers, reason
+from timing import allow, file, machine, names, numbers, reason
 from token_bench import check, hindcast, measure, operators, picture, predict, results
 from token_bench.model import Model, fork_experts, marlin_experts
 
@@ -339,7 +339,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--activations", choices=("a8", "a16"), default="a8", help="of the fork's experts")
     parser.add_argument("--vllm", type=Path, help="folder of vLLM's package, where it is not installed")
     parser.add_argument("--check", action="store_true", help="only whether the stacks agree, on small models")
-    parser.add_argument("--render", type=Path, help="measure nothing: tables and picture of this JSON")
+    parser.add_argument("--render", type=file, help="measure nothing: tables and picture of this JSON")
     parser.add_argument("--predict", action="store_true", help="measure nothing: the predicted GB10 tables")
     parser.add_argument(
         "--hindcast", action="store_true", help="measure nothing: what others published beside what the model predicts"
@@ -381,6 +381,9 @@ def main(argv: list[str] | None = None) -> int:
         return int(in_own_process(emulate.renew))
     if arguments.hindcast:
         return print_hindcast(arguments)
+    if arguments.check and not torch.cuda.is_available():
+        print("bench: --check runs kernels, and there is no GPU: torch.cuda.is_available() is False", file=sys.stderr)
+        return 2
     if arguments.report is not None or arguments.predict or not torch.cuda.is_available():
         return print_prediction(arguments)
     if arguments.check:

@@ -66,6 +66,13 @@ def allow(parser: argparse.ArgumentParser, arguments: argparse.Namespace, **allo
             parser.error(f"--{option.replace('_', '-')}: {sorted(unknown)} are not among {sorted(known)}")
 
 
+def file(text: str) -> Path:
+    """An argument that is a file."""
+    if not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a file")
+    return Path(text)
+
+
 def layer_parser(description: str | None, peers: Iterable[str]) -> argparse.ArgumentParser:
     """The options that benchmarks of layers share."""
     parser = argparse.ArgumentParser(
@@ -77,7 +84,7 @@ def layer_parser(description: str | None, peers: Iterable[str]) -> argparse.Argu
     )
     parser.add_argument("--vllm", type=Path, help="folder of vLLM's package, where it is not installed")
     parser.add_argument("--predict", action="store_true", help="measure nothing: the predicted GB10 table")
-    parser.add_argument("--render", type=Path, help="measure nothing: table and plot of this JSON")
+    parser.add_argument("--render", type=file, help="measure nothing: table and plot of this JSON")
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument(
         "--out", type=Path, default=Path(__file__).parent / "out", help="folder of the JSON and the plot"

@@ -12,6 +12,7 @@ instructions, and with the first that fails.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
 import shutil
@@ -125,6 +126,11 @@ def main() -> int:
         "--copy", action="append", default=[], type=Path, metavar="FILE", help="To the same place inside"
     )
     options = parser.parse_args()
+    for program, package in {"debootstrap": "debootstrap", "unshare": "util-linux", "chroot": "coreutils"}.items():
+        if shutil.which(program) is None:
+            parser.error(f"there is no {program}: apt-get install {package}")
+    if os.geteuid():
+        parser.error("it makes a root file system, which only root may: sudo -E")
     files = [Path("/etc/resolv.conf"), *options.copy]
     image = Image(options.root.resolve(), dict(each.split("=", 1) for each in options.build_arg), files)
     table: list[str] = []

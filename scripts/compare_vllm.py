@@ -3,12 +3,13 @@
 """Serve a model with vLLM several ways, one after the other, and print one table of what ``vllm bench serve`` measured.
 
     scripts/compare_vllm.py openai/gpt-oss-20b
-    scripts/compare_vllm.py openai/gpt-oss-120b --streams 1,4,16 -- --gpu-memory-utilization 0.85
+    scripts/compare_vllm.py openai/gpt-oss-120b --streams 1,4,16 -- --max-num-batched-tokens 8192
     scripts/compare_vllm.py openai/gpt-oss-120b --url http://127.0.0.1:8000 --streams 1 --input 2048,6144 --output 32
 
 Prompts are random token ids for ``/v1/completions``, and no two measurements have a prompt in common, so that none
 is found in the prefix cache. They need no text that a person would read: a server of random weights will do. What
-stands after ``--`` goes to each server. Needs what vLLM needs, and the standard library.
+stands after ``--`` goes to each server. Servers listen on 127.0.0.1 and, where the GPU has no memory of its own, take
+this fork's share of it and not vLLM's. Needs what vLLM needs, and the standard library.
 """
 
 from __future__ import annotations
@@ -92,6 +93,13 @@ def measure_all(given: argparse.Namespace, way: str, url: str, folder: Path) -> 
 def main() -> None:
     given = arguments()
     vllm_server.need("vllm")
+    if given.url:
+        if not vllm_server.healthy(given.url):
+            sys.exit(f"no server is ready at {given.url}: {given.url}/health does not answer")
+    else:
+        vllm_server.gpu_bytes()
+        if any("fork" in way for way in given.ways):
+            vllm_server.need_fork()
     folder = vllm_server.folder(given.out, "compare_vllm_")
     print("| served by | streams | prompt | tokens/s | ms a token | ms to the first | tokens/s of the prompt |")
     print("|---|---:|---:|---:|---:|---:|---:|", flush=True)
@@ -101,7 +109,7 @@ def main() -> None:
     for way in given.ways:
         variables, words = WAYS[way]
         name = way.replace(" ", "_").replace(",", "")
-        command = [*vllm_server.VLLM, "serve", given.model, "--port", str(given.port), *words, *given.server]
+        command = vllm_server.serve(given.model, given, *words)
         url = f"http://127.0.0.1:{given.port}"
         with vllm_server.serving(command, url, folder / f"{name}.log", given.start, variables):
             measure_all(given, way, url, folder / name)

@@ -15,6 +15,7 @@ host's or a launch's. On Hopper set FLASHINFER_SM12X_MOE=1. Exit status 1 with a
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
 import sys
@@ -25,8 +26,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 import vllm_server
+
+with contextlib.suppress(ImportError):  # --help does without
+    import torch
 
 # Kinds of work by what their kernels' names hold, looked through from the top.
 KINDS: dict[str, tuple[str, ...]] = {
@@ -123,7 +126,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--top", type=vllm_server.positive, default=20, help="kernels in the table")
     parser.add_argument("--set", default="", help="settings of the plugin as key=value pairs with commas between")
     parser.add_argument("--moe-backend", default="auto")
-    parser.add_argument("--share", type=float, default=0.8, help="of the GPU's memory, for the engine")
+    parser.add_argument(
+        "--share", type=float, help="of the GPU's memory, for the engine (default: 0.92, on a Spark 0.7)"
+    )
     given = parser.parse_args()
     if bool(given.model) == bool(given.layers):
         parser.error("give a model, or --layers N")
@@ -132,8 +137,10 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     given = arguments()
-    if not torch.cuda.is_available():
-        sys.exit("no GPU: torch.cuda.is_available() is False, and vLLM's engine needs one")
+    vllm_server.need("torch", "vllm")
+    share = given.share or vllm_server.share(vllm_server.gpu_bytes())
+    if given.set:
+        vllm_server.need_fork()
     # The engine's worker has to be this process, for the profiler to see it.
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_KV_CACHE_LAYOUT": "HND"}
     try:
@@ -151,7 +158,7 @@ def main() -> None:
             max_model_len=given.context + given.steps + 8,
             max_num_seqs=given.batch,
             enable_prefix_caching=False,
-            gpu_memory_utilization=given.share,
+            gpu_memory_utilization=share,
             moe_backend=given.moe_backend,
             additional_config={"sm12x": dict(pair.split("=", 1) for pair in given.set.split(",") if pair)},
         )

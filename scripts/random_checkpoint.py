@@ -12,13 +12,16 @@ their size through the layers and the router's logits lie apart. A layer takes 0
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 import vllm_server
+
+with contextlib.suppress(ImportError):  # --help does without
+    import torch
 
 GPT_OSS_20B: dict[str, Any] = {
     "architectures": ["GptOssForCausalLM"],
@@ -170,8 +173,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     given = arguments()
-    for package in ("safetensors", "tokenizers", "transformers"):
-        vllm_server.need(package)
+    vllm_server.need("torch", "safetensors", "tokenizers", "transformers")
     try:
         given.folder.mkdir(parents=True, exist_ok=True)
         if any(given.folder.iterdir()):

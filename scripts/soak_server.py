@@ -2,15 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serve for some minutes what real clients do, and see that memory does not grow and that answers stay the same.
 
-    scripts/soak_server.py openai/gpt-oss-20b --minutes 10 -- --gpu-memory-utilization 0.8
+    scripts/soak_server.py openai/gpt-oss-20b --minutes 10 -- --kv-cache-dtype fp8
     scripts/soak_server.py --layers 4 --minutes 5           # a gpt-oss of random weights, nothing is downloaded
 
-Rounds of: completions, streamed completions, streams whose client hangs up after a few tokens, chats with and without
-a tool, ``--streams`` of all of these at once. After each round, with nothing left to do, the server must hold no
-request and no KV cache, and one greedy answer must be what it was in the first round. Printed for each round: requests,
-tokens/s, memory of the server's processes and of the GPUs. Memory has grown if its median of the last third of the rounds is more than
-``--allow-mib`` above that of the middle third; the first third warms up. Exit status: 0 all is well, 1 it is not,
-with the reason in the last line. What stands after ``--`` goes to ``vllm serve``. Needs what vLLM needs.
+Rounds of: completions, streamed completions, streams whose client hangs up after a few tokens, chats with and without a
+tool, ``--streams`` of all of these at once. After each round, with nothing left to do, the server must hold no request
+and no KV cache, and one greedy answer must be what it was in the first round. Printed for each round: requests,
+tokens/s, memory of the server's processes and of the GPUs. Memory has grown if its median of the last third of the
+rounds is more than ``--allow-mib`` above that of the middle third; the first third warms up. Exit status: 0 all is
+well, 1 it is not, with the reason in the last line. What stands after ``--`` goes to ``vllm serve``. Needs what vLLM
+needs.
 """
 
 from __future__ import annotations
@@ -193,7 +194,8 @@ def growth(rows: list[dict[str, Any]], allowed: float) -> str:
 
 def main() -> None:
     given = arguments()
-    vllm_server.need("aiohttp")
+    vllm_server.need("vllm", "aiohttp")
+    vllm_server.gpu_bytes()
     rows: list[dict[str, Any]] = []
     out = vllm_server.folder(given.out, "soak_server_results_")
     log = out / "server.log"
@@ -203,8 +205,7 @@ def main() -> None:
             if given.layers:
                 random_checkpoint.write(Path(temporary), given.seed, {"num_hidden_layers": given.layers})
             model, url = given.model or temporary, f"http://127.0.0.1:{given.port}"
-            command = [*vllm_server.VLLM, "serve", model, "--port", str(given.port), *given.server]
-            with vllm_server.serving(command, url, log, given.start) as server:
+            with vllm_server.serving(vllm_server.serve(model, given), url, log, given.start) as server:
                 try:
                     wrong = asyncio.run(soak(url, server.pid, given, rows))
                 except (aiohttp.ClientError, OSError) as error:

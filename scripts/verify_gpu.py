@@ -25,14 +25,17 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-import torch
+import vllm_server
+
+with contextlib.suppress(ImportError):  # --help does without
+    import torch
 
 if TYPE_CHECKING:
     from flashinfer.testing import Accumulation
     from flashinfer.testing.verify import Result
 
 HEADS, KV_HEADS, HEAD, PAGE, WINDOW = 64, 8, 64, 16, 128
-KV = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+KV = {"bf16": "bfloat16", "fp8": "float8_e4m3fn"}
 
 
 def arguments() -> argparse.Namespace:
@@ -47,17 +50,18 @@ def arguments() -> argparse.Namespace:
 
 def missing(given: argparse.Namespace) -> str:
     """What this machine lacks, in a line, or an empty text."""
-    if given.virtual:
-        return ""
-    if not torch.cuda.is_available():
+    vllm_server.need("torch", "flashinfer")
+    if not given.virtual and not torch.cuda.is_available():
         return "no GPU: torch.cuda.is_available() is False (--virtual runs the kernels on the virtual SM121)"
-    import flashinfer
-
+    try:
+        import flashinfer
+    except ImportError as error:
+        return str(error)
     if not hasattr(flashinfer, "__fork_version__"):
         return f"'import flashinfer' is {flashinfer.__file__}, not the fork: put its folder first on PYTHONPATH"
     from flashinfer.sm12x.devices import serves_cuda
 
-    if not serves_cuda(torch.cuda.current_device()):
+    if not given.virtual and not serves_cuda(torch.cuda.current_device()):
         return f"{torch.cuda.get_device_name()} is not SM12x; compute capability 9.0 needs FLASHINFER_SM12X_MOE=1"
     return ""
 
@@ -109,7 +113,7 @@ class Pages:
     """A KV cache of one sequence in pages of HND order, permuted as in a server; ``key`` and ``value`` are what it holds,
     in bf16."""
 
-    def __init__(self, length: int, generator: torch.Generator, stored: torch.dtype = torch.bfloat16) -> None:
+    def __init__(self, length: int, generator: torch.Generator, stored: torch.dtype) -> None:
         device = generator.device
         count = -(-length // PAGE)
 
@@ -131,7 +135,7 @@ def attention(given: argparse.Namespace, device: torch.device) -> Iterator[Resul
     generator = torch.Generator(device).manual_seed(given.seed)
     sinks = torch.randn(HEADS, device=device, generator=generator)
     workspace = torch.zeros(256 << 20, dtype=torch.uint8, device=device)
-    stored = KV[given.kv]
+    stored = getattr(torch, KV[given.kv])
     lengths = (1, 100, 1000) if given.quick else (1, 15, 100, 1000, 8192, 32768)
     if given.kv == "fp8" and torch.cuda.get_device_capability(device)[0] == 9:
         lengths = ()  # Hopper's XQA multiplies e4m3 there: another kernel, of other roundings

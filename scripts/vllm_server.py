@@ -5,9 +5,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
+import http.client
+import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -20,8 +24,25 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parents[1]
+
 # The Python that runs the script, so that `vllm` need not be on PATH and is the one beside it.
 VLLM = (sys.executable, "-m", "vllm.entrypoints.cli.main")
+VLLM_COMMAND = "pip install vllm==0.33.0"
+
+
+def _host_memory() -> Any:
+    """The checkout's own, loaded as a file: ``import flashinfer`` may be the plain wheel, and takes torch."""
+    spec = importlib.util.spec_from_file_location("host_memory", ROOT / "flashinfer" / "sm12x" / "host_memory.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look there
+    spec.loader.exec_module(module)
+    return module
+
+
+host_memory = _host_memory()
 
 
 def positive(text: str) -> int:
@@ -56,20 +77,75 @@ def folder(given: Path | None, prefix: str) -> Path:
     return out
 
 
-def need(package: str) -> None:
+def need(*packages: str) -> None:
     """End with a line that says what is missing.
 
     Raises
     ------
     SystemExit
-        The package is not installed for the Python that runs the script.
+        One of the packages is not installed for the Python that runs the script.
     """
-    if importlib.util.find_spec(package) is None:
-        sys.exit(f"{package} is not installed for {sys.executable}; vLLM brings it: pip install vllm==0.33.0")
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            brings = "" if package == "vllm" else ", and vLLM brings it"
+            sys.exit(f"{package} is not installed for {sys.executable}{brings}: {VLLM_COMMAND}")
+
+
+def need_fork() -> None:
+    """End with a line where vLLM would serve without this fork.
+
+    Raises
+    ------
+    SystemExit
+        vLLM's plugin of this fork is not installed for the Python that runs the script.
+    """
+    plugins = importlib.metadata.entry_points(group="vllm.general_plugins")
+    if "flashinfer_sm12x" not in plugins.names:
+        sys.exit(
+            f"this fork is not installed for {sys.executable}, and vLLM would serve without it: pip install {ROOT}"
+        )
+
+
+@functools.cache
+def gpu_bytes() -> int:
+    """Memory of the first GPU, as torch tells it in a process of its own, which leaves nothing on the GPU.
+
+    Raises
+    ------
+    SystemExit
+        There is no GPU, or torch cannot be imported.
+    """
+    code = "import torch; print(torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory)"
+    asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    if asked.returncode:
+        sys.exit(f"torch cannot tell the GPU's memory: {(asked.stderr.strip() or 'no message').splitlines()[-1]}")
+    if asked.stdout.strip() == "False":
+        why = "`python -m flashinfer sm12x-doctor` says why there is none"
+        sys.exit(f"no GPU: torch.cuda.is_available() is False, and vLLM's engine needs one; {why}")
+    return int(asked.stdout)
+
+
+def share(gpu: int) -> float:
+    """vLLM's share of a GPU with ``gpu`` bytes: this fork's where the host has no other memory, else vLLM's own.
+
+    What cannot be told counts as the host's memory: too small a share costs KV cache, too large a one the host.
+    """
+    host = host_memory.read()
+    return host_memory.SHARE if host is None or host_memory.is_shared(host, gpu) else host_memory.VLLM_SHARE
+
+
+def serve(model: str, given: argparse.Namespace, *words: str) -> list[str]:
+    """The command of a server that answers this machine alone; options after ``--`` take the place of the defaults."""
+    defaults = {"--host": "127.0.0.1", "--gpu-memory-utilization": str(share(gpu_bytes()))}
+    own = {word.partition("=")[0].replace("_", "-") for word in given.server}
+    command = [*VLLM, "serve", model, "--port", str(given.port)]
+    for option, value in defaults.items():
+        command += [] if option in own else [option, value]
+    return [*command, *words, *given.server]
 
 
 class ServerEnded(RuntimeError):
-    """The server is gone, or was not ready in time; the text says how it ended and where its log is."""
+    """The server is gone, or was not ready in time; the text says how it ended, why, and where its log is."""
 
 
 def ended(server: subprocess.Popen[bytes]) -> str:
@@ -80,11 +156,18 @@ def ended(server: subprocess.Popen[bytes]) -> str:
     return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
 
 
+def reason(log: Path) -> str:
+    """The last error that a log names, behind a colon; an engine's goes before the server's that refers to it."""
+    named = re.findall(r"\b[\w.]*(?:Error|Exception): .*", log.read_text(errors="replace"))
+    named = [line for line in named if "root cause above" not in line]
+    return f": {named[-1][:300]}" if named else ""
+
+
 def healthy(url: str) -> bool:
     try:
         with urllib.request.urlopen(f"{url}/health", timeout=5):
             return True
-    except OSError:
+    except (OSError, ValueError, http.client.HTTPException):  # not there, no URL, no HTTP
         return False
 
 
@@ -115,7 +198,7 @@ def serving(
         end = time.monotonic() + seconds
         while not healthy(url):
             if how := ended(server):
-                raise ServerEnded(f"the server {how} while it started; its log is {log}")
+                raise ServerEnded(f"the server {how} while it started{reason(log)}; its log is {log}")
             if time.monotonic() > end:
                 raise ServerEnded(f"the server was not ready after {seconds} s; its log is {log}")
             time.sleep(1)

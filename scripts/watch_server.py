@@ -104,7 +104,7 @@ class Watch:
         """Work through ``work``; the requests in flight when the server was lost and how it ended, or nothing."""
         self.starts += 1
         log = self.out / f"server_{self.starts}.log"
-        command = [*vllm_server.VLLM, "serve", self.given.model, "--port", str(self.given.port), *self.given.server]
+        command = vllm_server.serve(self.given.model, self.given)
         with vllm_server.serving(command, self.url, log, self.given.start, variables) as server:
             in_flight, error = asyncio.run(self._send(work, streams))
             if not in_flight:
@@ -179,7 +179,8 @@ def reproduce(watch: Watch, lost: list[Request]) -> str:
 
 def main() -> None:
     given = arguments()
-    vllm_server.need("aiohttp")
+    vllm_server.need("vllm", "aiohttp")
+    vllm_server.gpu_bytes()
     out = vllm_server.folder(given.out, "watch_server_")
     work = requests(given)
     total, crashes, watch = len(work), 0, Watch(given, out)

@@ -50,7 +50,7 @@ NEXT = """
 Next
   on a Spark      in the environment of vLLM 0.33.0, in a checkout there: pip install .
                   python -m flashinfer sm12x-build --vllm bf16
-                  vllm serve openai/gpt-oss-120b --gpu-memory-utilization 0.8 \\
+                  vllm serve openai/gpt-oss-120b --host 127.0.0.1 --gpu-memory-utilization 0.7 \\
                     --additional-config '{{"sm12x": "spark"}}'
   here            {python} -m flashinfer sm12x-doctor    what this machine has, and what it lacks
                   make test      the tests that find most; docs/evidence.md has the others"""

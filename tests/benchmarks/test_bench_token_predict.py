@@ -12,6 +12,7 @@ from typing import Any
 
 import bench_token
 import pytest
+import torch
 from emulate import CONTEXTS, DECODE, PREFILL
 from printed import cells
 from token_bench import predict, results
@@ -261,6 +262,20 @@ def test_a_report_of_no_use_is_refused(text: str, why: str, tmp_path: Path, caps
     (tmp_path / "bad.json").write_text(text)
     assert bench_token.main(["--report", str(tmp_path / "bad.json")]) == 2
     assert why in capsys.readouterr().err
+
+
+def test_what_needs_a_gpu_or_a_file_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert bench_token.main(["--check", "--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == (
+        "bench: --check runs kernels, and there is no GPU: torch.cuda.is_available() is False\n"
+    )
+    with pytest.raises(SystemExit):
+        bench_token.main(["--render", str(tmp_path / "absent.json")])
+    assert "argument --render: '" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_tables_hold_what_was_predicted() -> None:

@@ -5,16 +5,20 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+from documents import code_lines
 from layer_toys import REPO
 
 from flashinfer.sm12x.doctor import checks
+from flashinfer.sm12x.host_memory import SHARE
 
 DOCKER = REPO / "docker"
 RECIPES = [DOCKER / "Dockerfile", DOCKER / "Dockerfile.dev"]
@@ -69,12 +73,74 @@ def test_two_nodes_differ_by_rank_only() -> None:
     node0, node1 = re.findall(r"  node\d:\n(.*?)\n\n", text, re.DOTALL)
     differences = set(node0.splitlines()) ^ set(node1.splitlines())
     assert differences == {
-        "      - --node-rank=0",
-        "      - --node-rank=1",
-        "      - --headless",
-        "    healthcheck:",
+        "      --node-rank=0",
+        "      --node-rank=1",
+        "      --host=${LISTEN_ADDRESS:-127.0.0.1}",
+        "      --port=${LISTEN_PORT:-8000}",
+        "      --headless",
+        '      test: "curl --fail --silent --output /dev/null '
+        'http://${LISTEN_ADDRESS:-127.0.0.1}:${LISTEN_PORT:-8000}/health"',
         "      disable: true  # it answers no requests",
     }
+
+
+def services(file: str) -> dict[str, Any]:
+    return pytest.importorskip("yaml").safe_load((DOCKER / file).read_text())["services"]
+
+
+def test_each_server_takes_further_flags_and_answers_this_machine_alone() -> None:
+    """``FLAGS`` are split as in a shell, for which a command is a text and not a list."""
+    for file in ("compose.yaml", "compose.dev.yaml"):
+        for name, service in services(file).items():
+            command = service.get("command")
+            if name in ("dev", "doctor"):
+                assert not command
+                continue
+            assert command.startswith("${MODEL:-openai/gpt-oss-120b} "), (file, name)
+            assert command.endswith(" ${FLAGS:-}"), (file, name)
+            assert "MEMORY" in service["environment"], (file, name)
+            published = service.get("ports", [])
+            if service.get("network_mode") != "host":
+                assert published == ["${LISTEN_ADDRESS:-127.0.0.1}:${LISTEN_PORT:-8000}:8000"], (file, name)
+            else:
+                assert published == []
+                assert ("--host=${LISTEN_ADDRESS:-127.0.0.1}" in command) != ("--headless" in command), name
+
+
+def test_a_model_is_downloaded_once_and_what_was_compiled_stays() -> None:
+    """Compose's files and ``docker run``, as docs/serving.md has it, mean the same volumes."""
+    yaml = pytest.importorskip("yaml")
+    texts = {file: (DOCKER / file).read_text() for file in ("compose.yaml", "compose.dev.yaml")}
+    volumes = {file: yaml.safe_load(text)["volumes"] for file, text in texts.items()}
+    models = volumes["compose.yaml"]["models"]["name"]
+    assert volumes["compose.dev.yaml"]["models"]["name"] == models
+    for file in texts:
+        for service in services(file).values():
+            assert any(re.fullmatch(r"\$\{MODELS:-models\}:.*/\.cache/huggingface", v) for v in service["volumes"])
+    mounts = dict(mount.split(":")[::-1] for mount in services("compose.yaml")["serve"]["volumes"] if "$" not in mount)
+    named = {volumes["compose.yaml"][name]["name"]: target for target, name in mounts.items()}
+    named[models] = "/home/server/.cache/huggingface"
+    run = [line for line in code_lines(REPO / "docs" / "serving.md") if line.startswith("docker run ")]
+    assert run
+    for line in run:
+        words = shlex.split(line)
+        given = [words[at + 1] for at, word in enumerate(words) if word == "--volume"]
+        assert dict(mount.split(":") for mount in given) == named
+        (published,) = (words[at + 1] for at, word in enumerate(words) if word == "--publish")
+        assert published == "127.0.0.1:8000:8000"
+    # Where a server of the image compiles: all of it below the folder that a volume keeps.
+    assert "TRITON_CACHE_DIR=/home/server/.cache/triton" in (DOCKER / "Dockerfile").read_text()
+
+
+def test_both_halves_of_a_port_carry_a_token() -> None:
+    """NCCL takes the devices that it is told; the second one of a Spark's port has its name with P2 in front."""
+    pairs = []
+    for text in ((DOCKER / "compose.yaml").read_text(), (REPO / "docs" / "serving.md").read_text()):
+        pairs += re.findall(r"\b(?:NCCL_IB_HCA=|RDMA_DEVICES=|RDMA_DEVICES:-)([\w,]+)", text)
+    assert len(pairs) == 3
+    for pair in pairs:
+        first, second = pair.split(",")
+        assert second == first.replace("rocep", "roceP2p")
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
@@ -102,21 +168,47 @@ def test_compose_reads_the_files(file: str, profiles: list[str], expected: set[s
 
 
 def test_the_development_files_mount_the_checkouts() -> None:
-    yaml = pytest.importorskip("yaml")
-    services = yaml.safe_load((DOCKER / "compose.dev.yaml").read_text())["services"]
-    assert {name: service["profiles"] for name, service in services.items()} == {"dev": ["dev"], "serve": ["serve"]}
-    for service in services.values():
+    found = services("compose.dev.yaml")
+    assert {name: service["profiles"] for name, service in found.items()} == {"dev": ["dev"], "serve": ["serve"]}
+    for service in found.values():
         assert service["volumes"][:2] == ["..:/src", "${VLLM_CHECKOUT:-no-vllm}:/vllm"]
         assert service["environment"]["PYTHONPATH"] == "/vllm:/src"
 
 
-def test_the_entry_point_warns_and_starts(tmp_path: Path) -> None:
-    """Whatever the doctor finds: a stand-in for Python fails, one for vLLM writes its words."""
+DEFAULTS = "--gpu-memory-utilization {} --max-num-seqs 32"
+
+
+def started(tmp_path: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """The entry point, with a stand-in for Python that fails and one for vLLM that writes its words."""
     for name, script in {"python": "echo a table; exit 1", "vllm": 'echo "$@"'}.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / name).chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
-    command = [str(DOCKER / "serve.sh"), "a model", "--port", "1"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "a table\nserve a model --port 1\n")
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", **variables}
+    return subprocess.run([str(DOCKER / "serve.sh"), *words], env=environment, capture_output=True, text=True)
+
+
+def test_the_entry_point_warns_and_starts(tmp_path: Path) -> None:
+    """Whatever the doctor finds."""
+    done = started(tmp_path, "a model", "--port", "1")
+    assert done.returncode == 0
+    assert done.stdout == f"a table\nserve a model {DEFAULTS.format(SHARE)} --port 1\n"
     assert "starts all the same" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "variables", "expected"),
+    [
+        ("m", {}, f"m {DEFAULTS.format(SHARE)}"),
+        ("m", {"MEMORY": ""}, f"m {DEFAULTS.format(SHARE)}"),
+        ("m", {"MEMORY": "0.6"}, f"m {DEFAULTS.format(0.6)}"),
+        ("m --max-num-seqs 16", {}, f"m {DEFAULTS.format(SHARE)} --max-num-seqs 16"),  # vLLM takes the last
+        ("--model m", {}, f"{DEFAULTS.format(SHARE)} --model m"),
+        ("", {}, DEFAULTS.format(SHARE)),
+        ("m --config file.yaml", {"MEMORY": "0.6"}, "m --config file.yaml"),
+        ("m --config-format hf", {}, f"m {DEFAULTS.format(SHARE)} --config-format hf"),
+    ],
+)
+def test_words_of_docker_run_leave_the_host_its_memory(
+    words: str, variables: dict[str, str], expected: str, tmp_path: Path
+) -> None:
+    assert started(tmp_path, *words.split(), **variables).stdout.splitlines()[-1] == f"serve {expected}"

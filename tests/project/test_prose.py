@@ -7,25 +7,17 @@ import ast
 import os
 import re
 import shlex
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import forked_python
 import pytest
+from documents import FENCE, code_lines, serve_commands, tracked
 from layer_toys import REPO
 
+from flashinfer.sm12x.host_memory import SHARE
+
 ONLY_LINK = re.compile(r"\W*\[[^]]*\]\([^)]*\)\W*")
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-
-
-def tracked(*patterns: str) -> list[Path]:
-    """Files of the repository, new ones included; not what tools and users put beside them."""
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *patterns]
-    listed = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
-    if listed.returncode:
-        pytest.skip(f"not a git checkout: {listed.stderr.strip()}")
-    return [path for name in sorted(set(listed.stdout.splitlines())) if (path := REPO / name).is_file()]
 
 
 def commands(program: str) -> list[tuple[Path, list[str]]]:
@@ -33,9 +25,7 @@ def commands(program: str) -> list[tuple[Path, list[str]]]:
     found = []
     for page in tracked("*.md"):
         text = page.read_text(encoding="utf-8")
-        lines = [
-            line for language, block in FENCE.findall(text) if language in ("sh", "bash") for line in block.splitlines()
-        ]
+        lines = code_lines(page)
         lines += re.findall(r"`([^`\n]+)`", FENCE.sub("", text))
         for part in (part.strip() for line in lines for part in line.split("&&")):
             if part == program or part.startswith(f"{program} "):
@@ -56,6 +46,47 @@ def test_prose_fits_the_line() -> None:
 
 def test_pages_can_be_read_in_one_sitting() -> None:
     assert [page.name for page in tracked("*.md") if len(page.read_text(encoding="utf-8").splitlines()) > 500] == []
+
+
+def test_the_readme_fits_a_page() -> None:
+    text = (REPO / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 110
+    assert len(text.split()) <= 950
+
+
+def test_the_readmes_figures_are_those_of_the_performance_page() -> None:
+    table = re.search(
+        r"^\| streams \|.*?(?=\n\n)", (REPO / "README.md").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
+    assert table is not None
+    rows = [
+        row.replace(" - ", "-") for row in (REPO / "docs" / "performance.md").read_text(encoding="utf-8").splitlines()
+    ]
+    assert len(table[0].splitlines()) == 6
+    for row in table[0].splitlines()[2:]:
+        assert row in rows
+
+
+def test_each_documented_server_leaves_the_host_its_memory_and_answers_this_machine_alone() -> None:
+    """Whoever pastes a line runs it as it stands: vLLM's own defaults are 0.92 of the memory and every interface."""
+    found = serve_commands()
+    assert {serve.file.name for serve in found} >= {"README.md", "serving.md", "demo.py"}
+    assert len(found) >= 9
+    for file, variables, words in found:
+        said = f"{file.relative_to(REPO)}: {variables} vllm serve {shlex.join(words)}"
+        assert option(words, "--gpu-memory-utilization") == str(SHARE), said
+        if "--headless" not in words:  # it serves no requests
+            assert option(words, "--host") == "127.0.0.1", said
+    sglang = [line for page in tracked("*.md") for line in code_lines(page) if "sglang.launch_server" in line]
+    assert sglang
+    for line in sglang:  # its own default is 127.0.0.1
+        assert option(shlex.split(line), "--mem-fraction-static") == str(SHARE)
+        assert "--host" not in line
+
+
+def option(words: list[str], name: str) -> str:
+    """What follows it, or an empty text."""
+    return words[words.index(name) + 1] if name in words else ""
 
 
 def headings(page: Path) -> set[str]:

@@ -1,29 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command lines that cannot work end with one line, and ``--help`` needs nothing of vLLM."""
+"""Command lines that cannot work end with one line, ``--help`` needs nothing of vLLM, and servers harm no host."""
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import os
 import socket
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import forked_python
 import pytest
 
+from flashinfer.sm12x import host_memory
+
 REPO = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(path.name for path in (REPO / "scripts").glob("*.py") if path.name != "vllm_server.py")
 sys.path.append(str(REPO / "scripts"))
 
+BROUGHT = ("aiohttp", "flashinfer", "safetensors", "tokenizers", "torch", "transformers", "vllm")
+"""What scripts need and an environment of vLLM's has."""
+
 WITHOUT = """
 import runpy, sys
-sys.modules.update(dict.fromkeys(("aiohttp", "safetensors", "tokenizers", "transformers", "vllm")))  # none can be found
-sys.argv = sys.argv[1:]
+sys.modules.update(dict.fromkeys(sys.argv[1].split(",")))  # none can be found
+sys.argv = sys.argv[2:]
 sys.path.insert(0, sys.argv[0].rpartition("/")[0])
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-"""Runs a script as if nothing of vLLM's were installed."""
+"""Runs a script as if the packages of the first argument were not installed."""
 
 
 def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -33,28 +41,152 @@ def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return forked_python.run(words, env=environment)
 
 
+@pytest.fixture
+def vllm(tmp_path: Path) -> str:
+    """``PYTHONPATH`` of an environment of vLLM's without a GPU, as far as scripts look before they start a server."""
+    torch = "class cuda:\n    is_available = lambda: False"
+    for name, text in {"aiohttp": "", "torch": torch, "vllm": ""}.items():
+        (tmp_path / "brought" / name).mkdir(parents=True)
+        (tmp_path / "brought" / name / "__init__.py").write_text(text)
+    return f"{REPO}{os.pathsep}{tmp_path / 'brought'}"
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_help_needs_nothing_of_vllm(script: str) -> None:
-    done = run("-c", WITHOUT, str(REPO / "scripts" / script), "--help")
+    done = run("-c", WITHOUT, ",".join(BROUGHT), str(REPO / "scripts" / script), "--help")
     assert done.stdout.startswith("usage: "), done.stderr
     assert done.returncode == 0
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "gone", "said"),
     [
-        ("soak_server.py model", "aiohttp is not installed for "),
-        ("watch_server.py model", "aiohttp is not installed for "),
-        ("compare_vllm.py model", "vllm is not installed for "),
-        ("random_checkpoint.py {tmp}/new", "safetensors is not installed for "),
+        ("soak_server.py model", "vllm", "vllm is not installed for {python}: pip install "),
+        ("soak_server.py model", "aiohttp", "aiohttp is not installed for {python}, and vLLM brings it: pip install "),
+        ("watch_server.py model", "vllm", "vllm is not installed for "),
+        ("watch_server.py model", "aiohttp", "aiohttp is not installed for "),
+        ("compare_vllm.py model", "vllm", "vllm is not installed for "),
+        ("compare_vllm.py model --url http://127.0.0.1:1", "vllm", "vllm is not installed for "),
+        ("profile_decode.py model", "torch", "torch is not installed for "),
+        ("profile_decode.py model", "vllm", "vllm is not installed for "),
+        ("verify_gpu.py", "torch", "torch is not installed for "),
+        ("verify_gpu.py --virtual", "flashinfer", "flashinfer is not installed for "),
+        ("random_checkpoint.py {tmp}/new", "torch", "torch is not installed for "),
+        ("random_checkpoint.py {tmp}/new", "safetensors", "safetensors is not installed for "),
     ],
 )
-def test_what_is_missing_is_said_in_a_line(line: str, said: str, tmp_path: Path) -> None:
+def test_what_is_missing_is_said_in_a_line(line: str, gone: str, said: str, tmp_path: Path, vllm: str) -> None:
     script, *words = line.format(tmp=tmp_path).split()
-    done = run("-c", WITHOUT, str(REPO / "scripts" / script), *words)
+    done = run("-c", WITHOUT, gone, str(REPO / "scripts" / script), *words, PYTHONPATH=vllm)
     (only,) = done.stderr.splitlines()
-    assert only.startswith(said)
+    assert only.startswith(said.format(python=sys.executable))
     assert done.returncode == 1
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "compare_vllm.py model",
+        "profile_decode.py model",
+        "soak_server.py model",
+        "soak_server.py --layers 1",
+        "verify_gpu.py --quick",
+        "watch_server.py model",
+    ],
+)
+def test_that_there_is_no_gpu_is_said_in_a_line(line: str, tmp_path: Path, vllm: str) -> None:
+    """And before anything is written or started."""
+    script, *words = line.split()
+    brought = sorted((tmp_path / "brought").iterdir())
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(tmp_path / "brought")}
+    done = run(str(REPO / "scripts" / script), *words, PYTHONPATH=vllm, **hidden)
+    (only,) = done.stderr.splitlines()
+    assert only.startswith("no GPU: torch.cuda.is_available() is False")
+    assert done.returncode == 1
+    assert (done.stdout, sorted((tmp_path / "brought").iterdir())) == ("", brought)
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "localhost:8000", "8000"])
+def test_a_server_that_does_not_answer_is_said_in_a_line(url: str, vllm: str) -> None:
+    done = run(str(REPO / "scripts" / "compare_vllm.py"), "model", "--url", url, PYTHONPATH=vllm)
+    (only,) = done.stderr.splitlines()
+    assert only.startswith(f"no server is ready at {url}: ")
+    assert done.returncode == 1
+
+
+@pytest.mark.parametrize("line", ["compare_vllm.py model --ways {way}", "profile_decode.py model --set moe=mxfp4-a16"])
+def test_another_flashinfer_is_not_measured_as_this_fork(
+    line: str, tmp_path: Path, vllm: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """vLLM takes options of a plugin that it has not, so that the table would say what is not so."""
+    import vllm_server
+
+    monkeypatch.setattr(vllm_server, "gpu_bytes", lambda: 1 << 36)
+    monkeypatch.setattr(vllm_server, "need", lambda *_: None)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), str(REPO / "scripts")])
+    script, *words = line.format(way="fork").split(" ", 3)
+    module = importlib.import_module(script.removesuffix(".py"))
+    words = [words[0], words[1], "fork, W4A8" if words[2] == "fork" else words[2]]
+    monkeypatch.setattr(sys, "argv", [script, *words])
+    with pytest.raises(SystemExit, match=f"this fork is not installed for .*: pip install {REPO}"):
+        module.main()
+
+
+@pytest.mark.parametrize(
+    ("gpu", "own", "share"),
+    [
+        (128 << 30, [], host_memory.SHARE),  # the host's memory, as on a Spark
+        (16 << 30, [], host_memory.VLLM_SHARE),  # a card's own
+        (128 << 30, ["--gpu-memory-utilization", "0.5"], None),
+        (128 << 30, ["--gpu_memory_utilization=0.5"], None),
+    ],
+)
+def test_servers_leave_the_host_its_memory_and_answer_this_machine_alone(
+    gpu: int, own: list[str], share: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import vllm_server
+
+    host = host_memory.HostMemory(100 << 30, 128 << 30)
+    monkeypatch.setattr(vllm_server, "gpu_bytes", lambda: gpu)
+    monkeypatch.setattr(vllm_server.host_memory, "read", lambda: host)
+    given = argparse.Namespace(port=1, server=[*own, "--max-num-seqs", "2"])
+    words = vllm_server.serve("model", given, "--additional-config", "{}")[len(vllm_server.VLLM) :]
+    expected = [] if share is None else ["--gpu-memory-utilization", str(share)]
+    assert words == [
+        *("serve", "model", "--port", "1", "--host", "127.0.0.1", *expected, "--additional-config", "{}"),
+        *(*own, "--max-num-seqs", "2"),
+    ]
+    monkeypatch.setattr(vllm_server.host_memory, "read", lambda: None)  # no /proc: who knows
+    assert vllm_server.share(gpu) == host_memory.SHARE
+    given = argparse.Namespace(port=1, server=["--host=0.0.0.0"])
+    assert "127.0.0.1" not in vllm_server.serve("model", given)
+
+
+def test_scripts_start_servers_by_that_command_alone() -> None:
+    for script in SCRIPTS:
+        text = (REPO / "scripts" / script).read_text()
+        assert '"serve", ' not in text.replace('"bench", "serve"', ""), script
+        assert text.count("vllm_server.serving(") == text.count("vllm_server.serve("), script
+
+
+def test_why_a_server_ended_while_it_started_is_said(tmp_path: Path) -> None:
+    import vllm_server
+
+    said = """
+        print("INFO: so far so good")
+        print("(EngineCore pid=7) ERROR 11-26 21:00:00 [core.py:1] torch.OutOfMemoryError: CUDA out of memory.")
+        print("(APIServer pid=6) RuntimeError: Engine core initialization failed. See root cause above. Failed: {}")
+        raise SystemExit(1)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(said)]
+    log = tmp_path / "log"
+    with (
+        pytest.raises(vllm_server.ServerEnded) as ended,
+        vllm_server.serving(command, "http://127.0.0.1:9", log, 60),
+    ):
+        pytest.fail("it was entered")
+    how = "the server ended with status 1 while it started: torch.OutOfMemoryError: CUDA out of memory.; its log is"
+    assert str(ended.value) == f"{how} {log}"
 
 
 @pytest.mark.parametrize(
@@ -83,7 +215,7 @@ def test_a_checkpoint_is_not_written_over(tmp_path: Path, monkeypatch: pytest.Mo
     import random_checkpoint
     import vllm_server
 
-    monkeypatch.setattr(vllm_server, "need", lambda package: None)
+    monkeypatch.setattr(vllm_server, "need", lambda *packages: None)
     monkeypatch.setattr(random_checkpoint, "write", lambda *_: pytest.fail("it was written"))
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr(sys, "argv", ["random_checkpoint.py", str(tmp_path)])

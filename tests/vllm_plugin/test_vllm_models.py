@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import json
-import re
 import shlex
 import sys
 from pathlib import Path
@@ -24,6 +23,9 @@ import pytest
 import reference_attention
 import served
 import torch
+from documents import serve_commands
+
+from flashinfer.sm12x.host_memory import SHARE
 
 REPO = Path(__file__).parents[2]
 # Eager, with the PyTorch versions of vLLM's small operators.
@@ -285,42 +287,51 @@ def test_weights_are_quantized_with_one_bf16_copy_at_a_time(checkpoint_folder, m
     assert max(alive) == 1
 
 
-PAGES = ("README.md", "docs/serving.md")
-# Written as in a shell, with variables in front; the second Spark's line waits for the first's.
-SERVE = re.compile(r"^((?:\w+=\S+ )*)vllm serve openai/gpt-oss-120b(.*)$", re.MULTILINE)
-
-
-def documented_lines() -> list[tuple[str, str]]:
-    text = "".join((REPO / page).read_text() for page in PAGES).replace("\\\n", " ")
-    return SERVE.findall(text)
+def documented_lines() -> list[tuple[dict[str, str], list[str]]]:
+    """Variables and words behind the model's name; the second Spark's line waits for the first's."""
+    return [
+        (variables, [word for word in words[1:] if word != "--headless"])
+        for _, variables, words in serve_commands()
+        if words[0] == "openai/gpt-oss-120b"
+    ]
 
 
 # An older recipe's word, which docs/troubleshooting.md says changes nothing.
-LINES = [*documented_lines(), ("", " --quantization mxfp4")]
+LINES = [*documented_lines(), ({}, ["--quantization", "mxfp4"])]
 
 
-@pytest.mark.parametrize(("variables", "words"), LINES, ids=lambda text: text.strip()[:60] or "-")
+@pytest.mark.parametrize(("variables", "words"), LINES, ids=lambda given: shlex.join(given)[:60] or "-")
 def test_the_documents_lines_start_a_server_as_far_as_the_engine(
     checkpoint_folder, tmp_path, monkeypatch, variables, words
 ):
-    if "DRAFT" in words:
+    if any("DRAFT" in word for word in words):
         checkpoint.write_draft(tmp_path / "draft", 6, 64)
-        words = words.replace("DRAFT", str(tmp_path / "draft"))
-    for pair in shlex.split(variables):
-        monkeypatch.setenv(*pair.split("=", 1))
+        words = [word.replace("DRAFT", str(tmp_path / "draft")) for word in words]
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setenv("VIRTUAL_GPU_COUNT", "2")
     with mock.patch("vllm.utils.network_utils.get_ip", return_value="127.0.0.1"):
-        config = served.engine_config(str(checkpoint_folder), *shlex.split(words.removesuffix(" --headless")))
+        config = served.engine_config(str(checkpoint_folder), *words)
     assert type(config.quant_config).__name__ == "SM12xGptOssConfig"
     chosen = config.additional_config["sm12x"]
     assert chosen["moe"] == "mxfp4"
-    if "mxfp8" in variables + words:
+    if "--quantization" not in words:
+        assert config.cache_config.gpu_memory_utilization == SHARE
+    if "mxfp8" in f"{variables} {words}":
         assert (chosen["qkv"], chosen["o"], chosen["lm_head"]) == ("mxfp8",) * 3
+
+
+def test_the_last_of_an_option_counts(checkpoint_folder):
+    """So the words of ``docker run`` and those behind a script's ``--`` win over defaults, whatever they call an option."""
+    words = ("--gpu-memory-utilization", "0.7", "--max-num-seqs", "32", "--device-memory-utilization", "0.5")
+    config = served.engine_config(str(checkpoint_folder), *words, "--max_num_seqs=16")
+    assert config.cache_config.gpu_memory_utilization == 0.5
+    assert config.scheduler_config.max_num_seqs == 16
 
 
 def test_there_are_lines_to_test():
     assert len(documented_lines()) >= 8
-    assert sum("--max-num-batched-tokens 8192" in words for _, words in documented_lines()) == 1
+    assert sum("--max-num-batched-tokens" in words for _, words in documented_lines()) == 1
 
 
 def test_a_mistake_ends_the_start_with_what_is_allowed(checkpoint_folder):

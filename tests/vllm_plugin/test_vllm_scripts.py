@@ -18,16 +18,19 @@ HERE = Path(__file__).parent
 SCRIPTS = HERE.parents[1] / "scripts"
 
 
-def run(script: str, *words: str, fault: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
-    """A script in a process of its own, whose server is ``completions_server.py``."""
+def run(
+    script: str, *words: str, fault: str = "", gpu: bool = True, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """A script in a process of its own, whose server is ``completions_server.py``; ``gpu``: it asks for none."""
     program = (
         "import runpy, sys, vllm_server; "
         f"vllm_server.VLLM = (sys.executable, {str(HERE / 'completions_server.py')!r}); "
+        f"{'' if gpu else '#'}vllm_server.gpu_bytes = lambda: 1 << 36\n"
         f"sys.argv[0] = {script!r}; runpy.run_path({str(SCRIPTS / script)!r}, run_name='__main__')"
     )
     return subprocess.run(
         [sys.executable, "-c", program, *words],
-        env={**os.environ, "PYTHONPATH": str(SCRIPTS), "FAULT": fault, **variables},
+        env={**os.environ, "PYTHONPATH": f"{SCRIPTS}{os.pathsep}{SCRIPTS.parent}", "FAULT": fault, **variables},
         capture_output=True,
         text=True,
         timeout=1800,  # a first run compiles
@@ -117,11 +120,17 @@ def test_compare_vllm_takes_words_for_its_servers_after_two_dashes():
 
 
 @pytest.mark.parametrize(
-    ("script", "words"),
-    [("profile_decode.py", ("--layers", "1")), ("verify_gpu.py", ("--quick",))],
+    "line",
+    [
+        "profile_decode.py --layers 1",
+        "compare_vllm.py model",
+        "soak_server.py --layers 1",
+        "watch_server.py model",
+        "verify_gpu.py --quick",
+    ],
 )
-def test_scripts_say_in_a_line_that_there_is_no_gpu(script, words):
-    done = run(script, *words, CUDA_VISIBLE_DEVICES="")
+def test_scripts_say_in_a_line_that_there_is_no_gpu(line):
+    done = run(*line.split(), gpu=False, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 1
     assert len(done.stderr.splitlines()) == 1
     assert done.stderr.startswith("no GPU: torch.cuda.is_available() is False")
@@ -157,8 +166,9 @@ def test_verify_gpus_pages_hold_the_sequence(kv):
     import verify_gpu
 
     print("seed", 4)
-    pages = verify_gpu.Pages(37, torch.Generator().manual_seed(4), verify_gpu.KV[kv])
-    assert pages.cache.dtype == verify_gpu.KV[kv]
+    stored = getattr(torch, verify_gpu.KV[kv])
+    pages = verify_gpu.Pages(37, torch.Generator().manual_seed(4), stored)
+    assert pages.cache.dtype == stored
     for index, tokens in enumerate((pages.key, pages.value)):
         for token in (0, 15, 16, 36):
             page = pages.order[token // verify_gpu.PAGE]
