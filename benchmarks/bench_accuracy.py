@@ -67,6 +67,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--name", default="accuracy", help="of the files")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out", help="folder of the files")
     arguments = parser.parse_args(argv)
+    if arguments.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error(f"--device: torch finds no GPU for {arguments.device}; --device cpu")
     if arguments.window < 2:
         parser.error("--window: of one token none is predicted")
     return arguments

@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import dataclasses
+import http.client
 import itertools
 import json
 import math
@@ -101,8 +102,8 @@ def post(url: str, path: str, body: Mapping[str, Any]) -> Any:
             f"{url}{path}: {error.code}: {said[:300]}\nit must be vLLM 0.33.0's, started with "
             f"{' '.join(FORCING)} --max-logprobs {body.get('sampling_params', {}).get('logprobs', 64)}"
         ) from None
-    except OSError as error:
-        raise Refused(f"{url} does not answer: {error}") from None
+    except (OSError, http.client.HTTPException) as error:
+        raise Refused(f"{url} does not answer: {error!r}") from None
 
 
 @dataclasses.dataclass
@@ -119,25 +120,27 @@ def served_model(url: str) -> str:
     try:
         with urllib.request.urlopen(f"{url}/v1/models", timeout=60) as answer:
             return str(json.load(answer)["data"][0]["id"])
-    except OSError as error:
-        raise Refused(f"{url} does not answer: {error}") from None
+    except (OSError, http.client.HTTPException) as error:
+        raise Refused(f"{url} does not answer: {error!r}") from None
 
 
-def read(given: argparse.Namespace, url: str) -> Asked:
-    """The text in tokens of the server's, cut into windows of equal length.
+def tokenized(given: argparse.Namespace, url: str, model: str) -> list[list[int]]:
+    """The texts in tokens, by the server."""
+    texts = [path.read_text(encoding="utf-8") for path in ([given.text] if given.text else sorted(TEXTS.glob("*.txt")))]
+    bodies = ({"model": model, "prompt": text, "add_special_tokens": False} for text in texts)
+    return [post(url, "/tokenize", body)["tokens"] for body in bodies]
+
+
+def read(given: argparse.Namespace, model: str, texts: Sequence[list[int]]) -> Asked:
+    """The texts cut into windows of equal length.
 
     Raises
     ------
     Refused
         There are fewer tokens than one window has.
     """
-    model, size = served_model(url), given.prompt + given.decode
-    paths = [given.text] if given.text else sorted(TEXTS.glob("*.txt"))
-    windows: list[list[int]] = []
-    for path in paths:
-        text = path.read_text(encoding="utf-8")
-        tokens = post(url, "/tokenize", {"model": model, "prompt": text, "add_special_tokens": False})["tokens"]
-        windows += [tokens[at : at + size] for at in range(0, len(tokens) - size + 1, size)]
+    size = given.prompt + given.decode
+    windows = [tokens[at : at + size] for tokens in texts for at in range(0, len(tokens) - size + 1, size)]
     if not windows:
         raise Refused(f"the text has no {size} tokens in a row: shorten --prompt or --decode, or give more --text")
     # The default texts are of several kinds: some of each.
@@ -272,28 +275,29 @@ def main() -> None:
         vllm_server.need("vllm")
     folder = vllm_server.folder(given.out, "compare_answers_")
     asked: Asked | None = None
+    texts: list[list[int]] = []
     reference: dict[str, Windows] = {}
     for name, url in servers(given, folder):
+        print(f"{name}:", file=sys.stderr, flush=True)
+        model = served_model(url)
+        said = tokenized(given, url, model)
         first = asked is None
         if asked is None:
-            asked = read(given, url)
-        asked.model = served_model(url)
-        print(f"{name}:", file=sys.stderr, flush=True)
+            texts, asked = said, read(given, model, said)
+        elif said != texts:
+            raise Refused(f"{url} serves {model}, which has other tokens for the same text than {asked.model}")
+        asked.model = model
         found = measured(url, asked, given.streams)
         targets = [window[asked.prompt + 1 :] for window in asked.windows]
         if first:
-            tokens = sum(map(len, targets))
-            print(f"{asked.model}: {tokens:,} tokens in {len(targets)} windows, against {name}\n")
+            print(f"{model}: {sum(map(len, targets)):,} tokens in {len(targets)} windows, against {name}\n")
             head = ("served by", "path", "KL, at least", "99th percentile", "same first choice", "perplexity")
             line((*head, "outside the top"))
             line(("---", "---", *["---:"] * 5))
             reference, decodes = found, [path for path in found if path != "prefill"]
             for path in decodes[1:]:
-                show(
-                    f"{name}, itself",
-                    f"{decodes[0]} / {path.split()[-1]}",
-                    compare(found[decodes[0]], found[path], targets),
-                )
+                alone = compare(found[decodes[0]], found[path], targets)
+                show(f"{name}, itself", f"{decodes[0]} / {path.split()[-1]}", alone)
             continue
         for path, windows in found.items():
             show(name, path, compare(reference[path], windows, targets))

