@@ -96,8 +96,6 @@ def post(url: str, path: str, body: Mapping[str, Any]) -> Any:
             return json.load(answer)
     except urllib.error.HTTPError as error:
         said = error.read().decode(errors="replace")
-        if error.code == 404 and path.startswith("/inference"):
-            said = "it has no such address"
         raise Refused(
             f"{url}{path}: {error.code}: {said[:300]}\nit must be vLLM 0.33.0's, started with "
             f"{' '.join(FORCING)} --max-logprobs {body.get('sampling_params', {}).get('logprobs', 64)}"
