@@ -3,10 +3,11 @@
 """How far one vLLM server's next-token probabilities are from another's, on the same text: decode and prefill apart.
 
     scripts/compare_answers.py openai/gpt-oss-120b --text notes.txt
-    scripts/compare_answers.py openai/gpt-oss-20b --ways "fork, W4A16;fork, W4A8;vLLM alone" --streams 1,16
+    scripts/compare_answers.py openai/gpt-oss-20b --ways "moe=mxfp4-a16;spark,moe=mxfp4-a16;0" --streams 1,16
     scripts/compare_answers.py --urls http://127.0.0.1:8000,http://127.0.0.1:8001 --top 20
 
-The first server is the reference. Servers are started one after the other, or those at --urls are asked. In decode every
+The first server is the reference. Those of --ways are started one after the other: each is a value of FLASHINFER_SM12X_VLLM
+(docs/serving.md), and 0 is vLLM without this fork's plugin. Or those at --urls are asked. In decode every
 server is made to write the same tokens, those of the text, so that each step has one answer to compare: vLLM computes them
 in its decode steps, --streams at a time, and says what it would have chosen. In prefill it reads the same text as a prompt.
 
@@ -36,9 +37,13 @@ from pathlib import Path
 from typing import Any
 
 import vllm_server
-from compare_vllm import WAYS
 
-TEXTS = Path(__file__).resolve().parents[1] / "benchmarks" / "accuracy_bench" / "texts" / "evaluation"
+REPO = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPO))
+
+from flashinfer_sm12x_vllm.settings import VARIABLE, variables  # noqa: E402  (imports nothing of vLLM)
+
+TEXTS = REPO / "benchmarks" / "accuracy_bench" / "texts" / "evaluation"
 FORCING = ("--enable-trace-replay", "--enable-scale-out")
 SEED, RESAMPLES = 0, 1000
 LEAST = 1e-6
@@ -56,8 +61,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--urls", help="servers that are up, with commas between, in place of starting any")
     parser.add_argument(
         "--ways",
-        default="fork, W4A16;fork, dense MXFP4",
-        help=f"of {'; '.join(WAYS)}, with ; between (default: %(default)s)",
+        default="moe=mxfp4-a16;spark",
+        help=f"to serve, values of {VARIABLE} with ; between (default: %(default)s)",
     )
     parser.add_argument("--text", type=Path, help="a file to read; default: the texts of benchmarks/bench_accuracy.py")
     parser.add_argument("--tokens", type=vllm_server.positive, default=2048, help="to compare (default: %(default)s)")
@@ -72,8 +77,11 @@ def arguments() -> argparse.Namespace:
     given = vllm_server.parse(parser, "the servers' logs")
     given.ways = [way.strip() for way in given.ways.split(";")]
     given.urls = [url.rstrip("/") for url in given.urls.split(",")] if given.urls else []
-    if unknown := [way for way in given.ways if way not in WAYS]:
-        parser.error(f"--ways: {unknown[0]!r} is none of {'; '.join(WAYS)}")
+    for way in given.ways:
+        try:
+            variables.read(VARIABLE, {VARIABLE: way})
+        except variables.VariableError as error:
+            parser.error(f"--ways: {error}")
     if bool(given.model) == bool(given.urls):
         parser.error("give a model, whose servers are started, or --urls")
     if len(given.urls or given.ways) < 2:
@@ -258,13 +266,12 @@ def servers(given: argparse.Namespace, folder: Path) -> Iterator[tuple[str, str]
     if given.urls:
         yield from ((url, url) for url in given.urls)
         return
-    for way in given.ways:
-        variables, words = WAYS[way]
-        command = [*vllm_server.VLLM, "serve", given.model, "--port", str(given.port), *words]
+    for at, way in enumerate(given.ways):
+        command = [*vllm_server.VLLM, "serve", given.model, "--port", str(given.port)]
         command += [*FORCING, "--max-logprobs", str(given.top), *given.server]
-        url, log = f"http://127.0.0.1:{given.port}", folder / f"{way.replace(' ', '_').replace(',', '')}.log"
-        with vllm_server.serving(command, url, log, given.start, variables):
-            yield way, url
+        url, log = f"http://127.0.0.1:{given.port}", folder / f"server_{at}.log"
+        with vllm_server.serving(command, url, log, given.start, {VARIABLE: way}):
+            yield "vLLM alone" if way == "0" else way, url
 
 
 def main() -> None:
@@ -276,8 +283,8 @@ def main() -> None:
     texts: list[list[int]] = []
     reference: dict[str, Windows] = {}
     for name, url in servers(given, folder):
-        print(f"{name}:", file=sys.stderr, flush=True)
         model = served_model(url)
+        print(f"{name}:", file=sys.stderr, flush=True)
         said = tokenized(given, url, model)
         first = asked is None
         if asked is None:

@@ -16,7 +16,6 @@ import reference_attention
 import served
 import torch
 import vllm_server
-from compare_vllm import WAYS
 from random_checkpoint import HARMONY_TOKENS
 from test_vllm_models import ON_THE_CPU
 
@@ -24,7 +23,7 @@ HERE = Path(__file__).parent
 REPO = HERE.parents[1]
 VOCABULARY = checkpoint.CONFIG["vocab_size"]
 PROMPT, DECODE = 5, 12
-REFERENCE, OTHER = "fork, W4A16", "fork, dense MXFP4"
+REFERENCE, OTHER = "moe=mxfp4-a16", "spark"
 ENVIRONMENT = {
     "PYTHONPATH": os.pathsep.join(map(str, [REPO, HERE, HERE / "platform", REPO / "scripts"])),
     "VLLM_USE_V2_MODEL_RUNNER": "1",  # by default where there is Triton, which a CPU has not
@@ -74,7 +73,8 @@ def log_probabilities(
     from vllm.model_executor.layers.attention import Attention
 
     monkeypatch.setattr(Attention, "forward", reference_attention.forward)
-    config = served.engine_config(str(folder), *ON_THE_CPU, *WAYS[way][1])
+    monkeypatch.setenv("FLASHINFER_SM12X_VLLM", way)
+    config = served.engine_config(str(folder), *ON_THE_CPU)
     with served.parallel_groups(config):
         model = served.load_model(config)
         rows = [served.logits(config, model, torch.tensor(window))[PROMPT:-1] for window in windows]
