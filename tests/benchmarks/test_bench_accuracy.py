@@ -172,6 +172,20 @@ def test_tokens_are_rounded_where_a_choice_says_so_and_nowhere_else(text: str, r
         assert same == (form == "bf16"), name
 
 
+def test_the_head_multiplies_rounded_tokens() -> None:
+    subject, windows = llama(), some_windows()
+    plain, rounded = parse("lm_head=mxfp8"), parse("lm_head=mxfp8-a8")
+    found = scores(subject, windows, [plain, rounded])
+    exact = hidden_states(subject, windows, Choice())
+    weight = formats.round_weight(subject.head.weight.data, "mxfp8")
+    expected, first = (
+        linear(states, weight).log_softmax(-1) for states in (formats.round_tokens(exact, "mxfp8"), exact)
+    )
+    targets = torch.tensor([token for window in windows for token in window[1:]])[:, None]
+    torch.testing.assert_close(found[rounded].nll, -expected.gather(1, targets)[:, 0])
+    torch.testing.assert_close(found[plain].nll, -first.gather(1, targets)[:, 0])
+
+
 def test_the_cache_holds_e4m3_of_what_attention_reads() -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
