@@ -12,8 +12,8 @@ GB10 as ``bench_token.py --predict`` has them. All is computed in float32, so th
 weights are quantized by the operators' own quantizers. A model without experts has MLPs in their place: their weights stay as
 they are, as gpt-oss's do.
 
-A KL is the model's that it was measured on. Small models feel errors more than large ones: of a default run the order and
-the ratios hold for gpt-oss, the figures do not.
+A KL is the model's that it was measured on. Small models feel errors more than large ones: from the default model the order
+and the ratios can be expected to carry over to gpt-oss, the figures cannot.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import sys
 from pathlib import Path
 
 import torch
-from accuracy_bench import choices, measure, models, results, texts
+from accuracy_bench import choices, formats, measure, models, results, texts
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -105,6 +105,8 @@ def main(argv: list[str] | None = None) -> int:
         print("bench: --text: there are fewer than 16 tokens in it", file=sys.stderr)
         return 2
     wanted = arguments.choices or choices.default()
+    if not formats.has_gguf():
+        print(f"{choices.LLAMA_CPP_NAME} is left out: its quantizer is gguf's (pip install gguf)", file=sys.stderr)
     if subject.packed_experts:  # whose operator takes no tokens of llama.cpp's
         wanted = [dataclasses.replace(each, experts="bf16") if each.is_llama_cpp else each for each in wanted]
     bootstrap = measure.Bootstrap(windows)

@@ -13,7 +13,7 @@ from flashinfer.sm12x.models import MODELS, matrix_bytes
 from flashinfer.sm12x.perfmodel.step import LAYER_MODEL, MATRICES, TOKENS_BESIDE, Predicted, Step, predict
 from flashinfer.sm12x.variables import PRESETS
 
-from .formats import BF16, OURS, Q8_0, WEIGHTS, has_gguf
+from .formats import BF16, OURS, Q8_0, SERVED, WEIGHTS, has_gguf
 
 CONTEXT = 1024
 KV = ("bf16", "fp8")
@@ -78,6 +78,8 @@ def parse(text: str) -> Choice:
         Naming the word, and what may stand there.
     """
     if text.strip() == LLAMA_CPP_NAME:
+        if not has_gguf():
+            raise ValueError(f"{LLAMA_CPP_NAME}: its quantizer is gguf's, which is not installed: pip install gguf")
         return LLAMA_CPP
     words: dict[str, str] = {}
     for item in (item.strip() for item in text.split(",")):
@@ -122,21 +124,15 @@ def parse(text: str) -> Choice:
 
 
 def of_weights() -> list[Choice]:
-    """Every format in QKV and O, and every one in the LM head; upstream's rule for scales once."""
-    mixed = [BF16, *(name for name in OURS if not name.endswith("-amax"))]
-    return [Choice(body, body, head) for body, head in itertools.product(mixed, mixed)] + [
-        Choice(name, name, name) for name in OURS if name not in mixed
-    ]
+    """Every format that is served in QKV and O, with every one in the LM head; others in all three."""
+    mixed = [BF16, *SERVED]
+    served = [Choice(body, body, head) for body, head in itertools.product(mixed, mixed)]
+    return served + [Choice(name, name, name) for name in OURS if name not in SERVED]
 
 
 def of_modes() -> list[Choice]:
     """What is rounded beside the weights, one at a time, and tokens of dense layers as each format's kernels have them."""
-    dense = [
-        Choice(name, name, name, tokens)
-        for name in OURS
-        if not name.endswith("-amax")
-        for tokens in TOKENS_BESIDE[WEIGHTS[name].stored][1:]
-    ]
+    dense = [Choice(name, name, name, tokens) for name in SERVED for tokens in TOKENS_BESIDE[name][1:]]
     return [Choice(experts="mxfp8"), Choice(kv="fp8"), *dense]
 
 

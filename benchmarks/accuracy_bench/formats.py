@@ -26,11 +26,16 @@ class Format(NamedTuple):
     stored : str
         What the predictor calls it: its bytes, and the kernel's time.
     rounded : callable
-        ``[rows, K]`` floats on the CPU to what the format holds of them, float32.
+        A whole matrix ``[n, K]`` of floats on the CPU to what the format holds of it, float32.
     """
 
     stored: str
     rounded: Callable[[torch.Tensor], torch.Tensor]
+
+
+def _by_rows(rounded: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Of a format whose rows do not depend on each other."""
+    return lambda weight: torch.cat([rounded(rows) for rows in weight.split(CHUNK_ROWS)])
 
 
 def _q8_0(rows: torch.Tensor) -> torch.Tensor:
@@ -51,13 +56,15 @@ def _mxfp4(rows: torch.Tensor, rule: mx_cpu.ScaleRule = "amax") -> torch.Tensor:
 
 BF16, Q8_0 = "bf16", "q8_0"
 WEIGHTS: dict[str, Format] = {
-    Q8_0: Format("q8_0", _q8_0),
-    "mxfp8": Format("mxfp8", _mxfp8),
-    "mxfp4": Format("mxfp4", lambda rows: _mxfp4(rows, "mse")),
-    "mxfp4-amax": Format("mxfp4", _mxfp4),
+    Q8_0: Format("q8_0", _by_rows(_q8_0)),
+    "mxfp8": Format("mxfp8", _by_rows(_mxfp8)),
+    "mxfp4": Format("mxfp4", _by_rows(lambda rows: _mxfp4(rows, "mse"))),
+    "mxfp4-amax": Format("mxfp4", _by_rows(_mxfp4)),
 }
 """Beside bf16, which is the reference. MXFP4's scales are the plugin's, of the least squared error; ``-amax``: upstream's."""
 OURS = tuple(name for name in WEIGHTS if name != Q8_0)
+SERVED = tuple(name for name in OURS if WEIGHTS[name].stored == name)
+"""What the plugin quantizes to."""
 
 TOKENS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"mxfp8": _mxfp8, "mxfp4": _mxfp4, Q8_0: _q8_0}
 """To what a layer can round its tokens, by the rule of the kernels that do."""
@@ -68,9 +75,8 @@ def has_gguf() -> bool:
 
 
 def round_weight(weight: torch.Tensor, name: str) -> torch.Tensor:
-    """``[rows, K]`` as the format leaves it: float32, on the weight's device. The CPU rounds, wherever the weight is."""
-    parts = (WEIGHTS[name].rounded(rows.cpu()).to(weight.device) for rows in weight.split(CHUNK_ROWS))
-    return torch.cat(list(parts))
+    """``[n, K]`` as the format leaves it: float32, on the weight's device. The CPU rounds, wherever the weight is."""
+    return WEIGHTS[name].rounded(weight.cpu()).to(weight.device)
 
 
 def round_tokens(tokens: torch.Tensor, name: str) -> torch.Tensor:

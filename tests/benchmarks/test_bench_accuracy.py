@@ -268,6 +268,14 @@ def test_an_unknown_choice_ends_with_a_line(text: str, said: str, capsys: pytest
     assert said in capsys.readouterr().err.splitlines()[-1]
 
 
+def test_without_gguf_llama_cpp_is_told_to_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert LLAMA_CPP in choices.default()
+    monkeypatch.setattr(choices, "has_gguf", lambda: False)
+    assert LLAMA_CPP not in choices.default()
+    with pytest.raises(ValueError, match="pip install gguf"):
+        parse("llama.cpp")
+
+
 def test_each_preset_can_be_measured() -> None:
     from flashinfer.sm12x.variables import PRESETS
 
