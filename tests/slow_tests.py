@@ -19,6 +19,7 @@ from layer_toys import REPO, load_tool
 
 VIRTUAL = "tests/*/test_virtual_*.py"
 LONG = (
+    "tests/benchmarks/test_bench_accuracy.py::test_smollm2s_order_of_formats",
     "tests/doctor/test_doctor.py::test_a_planted_state_is_named_and_its_command_mends_it",
     "tests/doctor/test_doctor.py::test_additional_config_is_checked_as_vllm_will_have_it",
     "tests/doctor/test_doctor.py::test_this_environment_with_a_broken_file_of_a_probe",

@@ -73,6 +73,7 @@ def test_help_needs_nothing_of_vllm(script: str) -> None:
         ("verify_gpu.py --virtual", "flashinfer", "flashinfer is not installed for "),
         ("random_checkpoint.py {tmp}/new", "torch", "torch is not installed for "),
         ("random_checkpoint.py {tmp}/new", "safetensors", "safetensors is not installed for "),
+        ("compare_answers.py model", "vllm", "vllm is not installed for "),
     ],
 )
 def test_what_is_missing_is_said_in_a_line(line: str, gone: str, said: str, tmp_path: Path, vllm: str) -> None:
@@ -86,6 +87,7 @@ def test_what_is_missing_is_said_in_a_line(line: str, gone: str, said: str, tmp_
 @pytest.mark.parametrize(
     "line",
     [
+        "compare_answers.py model",
         "compare_vllm.py model",
         "profile_decode.py model",
         "soak_server.py model",
@@ -106,6 +108,14 @@ def test_that_there_is_no_gpu_is_said_in_a_line(line: str, tmp_path: Path, vllm:
     assert (done.stdout, sorted((tmp_path / "brought").iterdir())) == ("", brought)
 
 
+def test_answers_of_a_server_that_is_not_up_are_said_in_a_line(vllm: str) -> None:
+    words = ("--urls", "http://127.0.0.1:9,http://127.0.0.1:9")
+    done = run(str(REPO / "scripts" / "compare_answers.py"), *words, PYTHONPATH=vllm)
+    (only,) = done.stderr.splitlines()
+    assert only.startswith("http://127.0.0.1:9 does not answer: ")
+    assert done.returncode == 1
+
+
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9", "localhost:8000", "8000"])
 def test_a_server_that_does_not_answer_is_said_in_a_line(url: str, vllm: str) -> None:
     done = run(str(REPO / "scripts" / "compare_vllm.py"), "model", "--url", url, PYTHONPATH=vllm)
@@ -114,7 +124,14 @@ def test_a_server_that_does_not_answer_is_said_in_a_line(url: str, vllm: str) ->
     assert done.returncode == 1
 
 
-@pytest.mark.parametrize("line", ["compare_vllm.py model --ways {way}", "profile_decode.py model --set moe=mxfp4-a16"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "compare_answers.py model --tokens 9",
+        "compare_vllm.py model --ways {way}",
+        "profile_decode.py model --set moe=mxfp4-a16",
+    ],
+)
 def test_another_flashinfer_is_not_measured_as_this_fork(
     line: str, tmp_path: Path, vllm: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -199,6 +216,16 @@ def test_why_a_server_ended_while_it_started_is_said(tmp_path: Path) -> None:
         ("soak_server.py model --layers 2", "give a model, or --layers N"),
         ("watch_server.py model --streams 0", "argument --streams: '0' is not a positive whole number"),
         ("watch_server.py model --vocabulary 2", "--vocabulary: prompts are of ids from 2 on"),
+        ("compare_answers.py model --urls x", "give a model, whose servers are started, or --urls"),
+        ("compare_answers.py", "give a model, whose servers are started, or --urls"),
+        ("compare_answers.py --urls http://x", "two servers are compared, or more: the first is the reference"),
+        ("compare_answers.py model --ways spark", "two servers are compared, or more: the first is the reference"),
+        (
+            "compare_answers.py model --ways spark;sparks",
+            "--ways: FLASHINFER_SM12X_VLLM: 'sparks' is no key=value and no",
+        ),
+        ("compare_answers.py model --decode 1", "--decode: the first token is the prompt's, so that two are the least"),
+        ("compare_answers.py model --streams 1,0", "argument --streams: '0' is not a positive whole number"),
         ("compare_vllm.py model --streams x", "argument --streams: 'x' is not a positive whole number"),
         ("compare_vllm.py model --streams 1,,2", "argument --streams: '' is not a positive whole number"),
         ("profile_decode.py --layers 0", "argument --layers: '0' is not a positive whole number"),

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can be chosen for gpt-oss-120b, in the words of the plugin's settings, and what a token of it then takes on a GB10."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+from token_bench.hindcast import Figure, rows
+
+from flashinfer.sm12x.models import MODELS, matrix_bytes
+from flashinfer.sm12x.perfmodel.step import LAYER_MODEL, MATRICES, TOKENS_BESIDE, Predicted, Step, predict
+from flashinfer.sm12x.variables import PRESETS
+
+from .formats import BF16, OURS, Q8_0, SERVED, WEIGHTS, has_gguf
+
+CONTEXT = 1024
+KV = ("bf16", "fp8")
+TOKEN_FORMATS = {"a16": BF16, "a8": "mxfp8", "a4": "mxfp4"}
+EXPERTS = {f"mxfp4-{suffix}": TOKEN_FORMATS[suffix] for suffix in ("a16", "a8")}
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """Formats of the dense weights, to what dense layers and experts round their tokens, and the KV cache's format.
+
+    What is bf16 stays as it is in the reference.
+    """
+
+    qkv: str = BF16
+    o: str = BF16
+    lm_head: str = BF16
+    tokens: str = BF16
+    experts: str = BF16
+    kv: str = BF16
+
+    @property
+    def body(self) -> Choice:
+        """All that hidden states depend on."""
+        tokens = BF16 if self.qkv == self.o == BF16 else self.tokens
+        return dataclasses.replace(self, lm_head=BF16, tokens=tokens)
+
+    @property
+    def is_llama_cpp(self) -> bool:
+        return self.qkv == Q8_0
+
+    @property
+    def weights(self) -> str:
+        """QKV, O and LM head in a cell of a table."""
+        parts = [self.qkv, *([self.o] if self.o != self.qkv else [])]
+        body = ", ".join(parts)
+        return body if body == self.lm_head else f"{body} / {self.lm_head}"
+
+    @property
+    def modes(self) -> str:
+        """What is rounded beside the weights, in a cell."""
+        told = [] if self.tokens == BF16 else [f"dense tokens {self.tokens}"]
+        told += [] if self.experts == BF16 else [f"experts' tokens {self.experts}"]
+        told += [] if self.kv == BF16 else ["KV e4m3"]
+        return ", ".join(told)
+
+    def __str__(self) -> str:
+        return f"{self.weights}{', ' if self.modes else ''}{self.modes}"
+
+
+LLAMA_CPP = Choice(Q8_0, Q8_0, Q8_0, Q8_0, Q8_0)
+"""llama.cpp's gpt-oss: dense weights in Q8_0; all matrices multiply tokens of int8 with a scale for 32 of them."""
+LLAMA_CPP_NAME = "llama.cpp"
+
+
+def parse(text: str) -> Choice:
+    """``mxfp8``, ``spark``, ``qkv=mxfp4,o=mxfp4,lm_head=mxfp8``, ``mxfp8,moe=mxfp4-a8,kv=fp8`` or ``llama.cpp``; later words win.
+
+    Raises
+    ------
+    ValueError
+        Naming the word, and what may stand there.
+    """
+    if text.strip() == LLAMA_CPP_NAME:
+        if not has_gguf():
+            raise ValueError(f"{LLAMA_CPP_NAME}: its quantizer is gguf's, which is not installed: pip install gguf")
+        return LLAMA_CPP
+    words: dict[str, str] = {}
+    for item in (item.strip() for item in text.split(",")):
+        key, given, value = item.partition("=")
+        if given:
+            words[key.strip()] = value.strip()
+        elif item in PRESETS:
+            words |= PRESETS[item]
+        else:
+            words |= dict.fromkeys(("qkv", "o", "lm_head"), item)
+    named: dict[str, str] = {}
+    tokens: dict[str, str] = {}
+    for key, value in words.items():
+        if key in ("qkv", "o", "lm_head"):
+            weights, _, suffix = value.rpartition("-")
+            if suffix not in TOKEN_FORMATS:
+                weights, suffix = value, "a16"
+            if weights != BF16 and weights not in OURS:
+                allowed = ", ".join([BF16, *OURS])
+                raise ValueError(
+                    f"{text!r}: {key} is {value!r}; it may be {allowed}, the formats with -a16, -a8 or -a4 behind, and all of it "
+                    f"{', '.join(PRESETS)} or {LLAMA_CPP_NAME}"
+                )
+            named[key] = weights
+            if weights != BF16:
+                tokens[key] = TOKEN_FORMATS[suffix]
+        elif key == "moe" and value in EXPERTS:
+            named["experts"] = EXPERTS[value]
+        elif key == "kv" and value in KV:
+            named["kv"] = value
+        else:
+            allowed = f"qkv, o and lm_head, a format each; moe, {' or '.join(EXPERTS)}; kv, {' or '.join(KV)}"
+            raise ValueError(f"{text!r}: {key}={value} is not known; what may be chosen is {allowed}")
+    if len(set(tokens.values())) > 1:
+        raise ValueError(f"{text!r}: the dense layers round their tokens alike, or not at all")
+    choice = Choice(**named, tokens=next(iter(tokens.values()), BF16))
+    for kind in tokens:
+        stored = WEIGHTS[named[kind]].stored
+        if choice.tokens not in TOKENS_BESIDE.get(stored, (BF16,)):
+            raise ValueError(f"{text!r}: no kernel has tokens of {choice.tokens} beside weights of {named[kind]}")
+    return choice
+
+
+def of_weights() -> list[Choice]:
+    """Every format that is served in QKV and O, with every one in the LM head; others in all three."""
+    mixed = [BF16, *SERVED]
+    served = [Choice(body, body, head) for body, head in itertools.product(mixed, mixed)]
+    return served + [Choice(name, name, name) for name in OURS if name not in SERVED]
+
+
+def of_modes() -> list[Choice]:
+    """What is rounded beside the weights, one at a time, and tokens of dense layers as each format's kernels have them."""
+    dense = [Choice(name, name, name, tokens) for name in SERVED for tokens in TOKENS_BESIDE[name][1:]]
+    return [Choice(experts="mxfp8"), Choice(kv="fp8"), *dense]
+
+
+def stored(name: str) -> str:
+    """What the predictor calls a format of weights."""
+    return name if name == BF16 else WEIGHTS[name].stored
+
+
+def predicted(choice: Choice) -> Predicted:
+    """A step of gpt-oss-120b on one GB10 with the plugin's launches, one stream, context 1,024.
+
+    Experts with bf16 tokens take as long as with MXFP8 ones (docs/performance.md). Of llama.cpp only the bytes are of use.
+    """
+    formats = dict(zip(MATRICES, map(stored, (choice.qkv, choice.o, choice.lm_head)), strict=True))
+    if choice.is_llama_cpp:
+        return predict(LAYER_MODEL, Step(1, CONTEXT, formats=formats, fork=False))
+    tokens: Any = choice.tokens
+    fused = {"fused_router": True, "fused_attention": True}
+    return predict(LAYER_MODEL, Step(1, CONTEXT, kv=choice.kv, formats=formats, dense_tokens=tokens, **fused))
+
+
+def bits(choice: Choice) -> float:
+    """Of a dense weight of gpt-oss-120b, on average over QKV, O and LM head, scales included."""
+    size = MODELS[LAYER_MODEL]
+    calls = {"QKV": size.layers, "O": size.layers, "LM head": 1}
+    total = weights = 0
+    for name, form in zip(MATRICES, (choice.qkv, choice.o, choice.lm_head), strict=True):
+        n, k = size.matrices[name]
+        total += calls[name] * matrix_bytes(n, k, stored(form))
+        weights += calls[name] * n * k
+    return 8 * total / weights
+
+
+def published() -> Figure:
+    """llama.cpp's tokens/s on one GB10, one stream."""
+    (figure,) = (
+        row
+        for row in rows()
+        if (row.engine, row.gpu, row.gpus, row.model, row.dense) == ("llama.cpp", "GB10", 1, LAYER_MODEL, "q8_0")
+        and (row.sequences, row.new) == (1, 1)
+        and row.context <= CONTEXT
+    )
+    return figure
+
+
+def default() -> list[Choice]:
+    """Weights, modes, and llama.cpp's where ``gguf`` is installed."""
+    return [*of_weights(), *of_modes(), *([LLAMA_CPP] if has_gguf() else [])]

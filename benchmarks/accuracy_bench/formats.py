@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Formats that the instrument compares, one row each, and what they leave of a matrix.
+
+The quantizers are the operators' own, so that what is measured is what is served. Q8_0 is llama.cpp's, by its own ``gguf``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from flashinfer.quantization import mx_cpu
+
+CHUNK_ROWS = 2048
+"""Rows that are rounded at once: the largest LM heads take gigabytes in float32."""
+
+
+class Format(NamedTuple):
+    """A format of weights.
+
+    Attributes
+    ----------
+    stored : str
+        What the predictor calls it: its bytes, and the kernel's time.
+    rounded : callable
+        A whole matrix ``[n, K]`` of floats on the CPU to what the format holds of it, float32.
+    """
+
+    stored: str
+    rounded: Callable[[torch.Tensor], torch.Tensor]
+
+
+def _by_rows(rounded: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Of a format whose rows do not depend on each other."""
+    return lambda weight: torch.cat([rounded(rows) for rows in weight.split(CHUNK_ROWS)])
+
+
+def _q8_0(rows: torch.Tensor) -> torch.Tensor:
+    from gguf import GGMLQuantizationType, quants
+
+    packed = quants.quantize(rows.float().numpy(), GGMLQuantizationType.Q8_0)
+    return torch.from_numpy(quants.dequantize(packed, GGMLQuantizationType.Q8_0)).view(rows.shape)
+
+
+def _mxfp8(rows: torch.Tensor) -> torch.Tensor:
+    return mx_cpu.dequantize_mxfp8_linear(*mx_cpu.quantize_mxfp8_linear(rows))
+
+
+def _mxfp4(rows: torch.Tensor, rule: mx_cpu.ScaleRule = "amax") -> torch.Tensor:
+    packed, scales = mx_cpu.quantize_mxfp4_linear(rows, rule)
+    return mx_cpu.dequantize_mxfp4_linear(packed.flatten(0, -2), scales.flatten(0, -2)).view(rows.shape)
+
+
+BF16, Q8_0 = "bf16", "q8_0"
+WEIGHTS: dict[str, Format] = {
+    Q8_0: Format("q8_0", _by_rows(_q8_0)),
+    "mxfp8": Format("mxfp8", _by_rows(_mxfp8)),
+    "mxfp4": Format("mxfp4", _by_rows(lambda rows: _mxfp4(rows, "mse"))),
+    "mxfp4-amax": Format("mxfp4", _by_rows(_mxfp4)),
+}
+"""Beside bf16, which is the reference. MXFP4's scales are the plugin's, of the least squared error; ``-amax``: upstream's."""
+OURS = tuple(name for name in WEIGHTS if name != Q8_0)
+SERVED = tuple(name for name in OURS if WEIGHTS[name].stored == name)
+"""What the plugin quantizes to."""
+
+TOKENS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"mxfp8": _mxfp8, "mxfp4": _mxfp4, Q8_0: _q8_0}
+"""To what a layer can round its tokens, by the rule of the kernels that do."""
+
+
+def has_gguf() -> bool:
+    return importlib.util.find_spec("gguf") is not None
+
+
+def round_weight(weight: torch.Tensor, name: str) -> torch.Tensor:
+    """``[n, K]`` as the format leaves it: float32, on the weight's device. The CPU rounds, wherever the weight is."""
+    return WEIGHTS[name].rounded(weight.cpu()).to(weight.device)
+
+
+def round_tokens(tokens: torch.Tensor, name: str) -> torch.Tensor:
+    """``[..., K]`` as a layer that rounds its tokens to ``name`` multiplies them, in the dtype that they have."""
+    device = "cpu" if name == Q8_0 else tokens.device  # gguf's are numpy's arrays
+    return TOKENS[name](tokens.to(device)).to(tokens)

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far quantization moves the next token's distribution: KL divergences against the model's own, token by token.
+
+Hidden states of each choice are computed once, with QKV and O quantized layer by layer, beside their originals; LM heads are
+multiplied with them in chunks, so that nothing holds the logits of all tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+from tqdm import tqdm
+
+from flashinfer.sm12x_decode import to_cache
+
+from .choices import Choice
+from .formats import BF16, round_tokens, round_weight
+from .models import Subject
+
+BATCH_TOKENS = 2048
+CHUNK_LOGITS = 1 << 24
+"""Logits that are computed at once: 64 MB in float32, of which some six are held."""
+RESAMPLES, SEED = 1000, 0
+
+
+@dataclasses.dataclass
+class Scores:
+    """Of each predicted token, float32 or bool ``[tokens]``: KL against the reference, its first choice kept, and -log p."""
+
+    kl: torch.Tensor
+    same: torch.Tensor
+    nll: torch.Tensor
+
+
+@contextlib.contextmanager
+def quantized(subject: Subject, choice: Choice) -> Iterator[None]:
+    """QKV and O as ``choice`` has them; afterwards they are as before.
+
+    Queries, keys and values are quantized as the one matrix that they are in a server: NVFP4 has a scale of the whole matrix.
+    """
+    originals: list[tuple[nn.Linear, torch.Tensor]] = []
+    try:
+        for attention in subject.attentions:
+            for layers, name in ((subject.qkv(attention), choice.qkv), ([attention.o_proj], choice.o)):
+                if name == BF16:
+                    continue
+                originals += [(layer, layer.weight.data) for layer in layers]
+                whole = round_weight(torch.cat([layer.weight.data for layer in layers]), name)
+                for layer, rows in zip(layers, whole.split([layer.out_features for layer in layers]), strict=True):
+                    layer.weight.data = rows.to(layer.weight.dtype)
+        yield
+    finally:
+        for layer, weight in originals:
+            layer.weight.data = weight
+
+
+@contextlib.contextmanager
+def rounding(subject: Subject, choice: Choice) -> Iterator[None]:
+    """Tokens of dense layers and of experts, and the KV cache, as ``choice`` rounds them."""
+    from transformers.cache_utils import Cache
+
+    def rounds(name: str) -> Any:
+        return lambda _, given: (round_tokens(given[0], name), *given[1:])
+
+    update = Cache.update
+
+    def update_rounded(self: Cache, keys: torch.Tensor, values: torch.Tensor, *more: Any, **named: Any) -> Any:
+        stored = (to_cache(each, torch.float8_e4m3fn, 1.0).to(each.dtype) for each in (keys, values))
+        return update(self, *stored, *more, **named)
+
+    with contextlib.ExitStack() as undo:
+        for attention in subject.attentions:
+            for layers, name in ((subject.qkv(attention), choice.qkv), ([attention.o_proj], choice.o)):
+                if choice.tokens != BF16 and name != BF16:
+                    for layer in layers:
+                        undo.callback(layer.register_forward_pre_hook(rounds(choice.tokens)).remove)
+        if choice.experts != BF16:
+            for layer in subject.mlps:
+                undo.callback(layer.register_forward_pre_hook(rounds(choice.experts)).remove)
+            for experts in subject.packed_experts:
+                assert choice.experts == "mxfp8"
+                experts.a8 = True
+                undo.callback(setattr, experts, "a8", False)
+        if choice.kv != BF16:
+            Cache.update = update_rounded
+            undo.callback(setattr, Cache, "update", update)
+        yield
+
+
+def hidden_states(subject: Subject, windows: Sequence[Sequence[int]], choice: Choice) -> torch.Tensor:
+    """Of each token that predicts one of its window, ``[tokens, hidden]``."""
+    found = []
+    size = max(map(len, windows))
+    rows = max(1, BATCH_TOKENS // size)
+    with torch.inference_mode(), quantized(subject, choice), rounding(subject, choice):
+        for at in range(0, len(windows), rows):
+            batch = windows[at : at + rows]
+            # No token sees those behind it, so that what fills a row up is never seen.
+            ids = torch.tensor([[*window, *[0] * (size - len(window))] for window in batch], device=subject.device)
+            hidden = subject.model.base_model(ids, use_cache=choice.kv != BF16).last_hidden_state
+            found += [row[: len(window) - 1] for row, window in zip(hidden, batch, strict=True)]
+    return torch.cat(found)
+
+
+def scores(subject: Subject, windows: Sequence[Sequence[int]], choices: Sequence[Choice]) -> dict[Choice, Scores]:
+    """Each choice against the model as it is, on the same tokens."""
+    reference = Choice()
+    bodies = list(dict.fromkeys([reference, *(choice.body for choice in choices)]))
+    hidden = {body: hidden_states(subject, windows, body) for body in tqdm(bodies, "QKV, O and tokens", unit="choice")}
+    targets = torch.tensor([token for window in windows for token in window[1:]], device=subject.device)
+    heads = list(dict.fromkeys(choice.lm_head for choice in choices))
+    found: dict[Choice, list[Scores]] = {choice: [] for choice in choices}
+    weight, bias = (None if each is None else each.data.float() for each in (subject.head.weight, subject.head.bias))
+    assert weight is not None
+    rows = max(1, CHUNK_LOGITS // len(weight))
+    progress = tqdm(total=len(choices) * len(targets), desc="LM heads", unit="token")
+    with torch.inference_mode(), progress:
+        for name in heads:
+            rounded = weight if name == BF16 else round_weight(weight, name)
+            of_head = [choice for choice in choices if choice.lm_head == name]
+            for at in range(0, len(targets), rows):
+                part = slice(at, at + rows)
+                expected = linear(hidden[reference][part].float(), weight, bias).log_softmax(-1)
+                probability, first = expected.exp(), expected.argmax(-1)
+                for choice in of_head:
+                    states = hidden[choice.body][part]
+                    if name != BF16 and choice.tokens != BF16:
+                        states = round_tokens(states, choice.tokens)
+                    got = linear(states.float(), rounded, bias).log_softmax(-1)
+                    nll = -got.gather(-1, targets[part, None]).squeeze(-1)
+                    same = got.argmax(-1) == first
+                    kl = (probability * (expected - got)).sum(-1)
+                    found[choice].append(Scores(kl.cpu(), same.cpu(), nll.cpu()))
+                    progress.update(len(nll))
+            del rounded
+    return {
+        choice: Scores(*(torch.cat([getattr(part, field) for part in parts]) for field in ("kl", "same", "nll")))
+        for choice, parts in found.items()
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """A statistic of the tokens, and its 95 % bootstrap interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+class Bootstrap:
+    """Statistics of tokens with intervals from windows drawn again: tokens of one window are not independent."""
+
+    def __init__(self, windows: Sequence[Sequence[int]]) -> None:
+        generator = torch.Generator().manual_seed(SEED)
+        lengths = torch.tensor([len(window) - 1 for window in windows])
+        drawn = torch.randint(len(windows), (RESAMPLES, len(windows)), generator=generator)
+        times = torch.zeros(RESAMPLES, len(windows)).scatter_add_(1, drawn, torch.ones_like(drawn, dtype=torch.float32))
+        self._times = torch.repeat_interleave(times, lengths, dim=1)  # of each token, in each resample
+
+    def _interval(self, value: float, resampled: torch.Tensor) -> Estimate:
+        low, high = torch.quantile(resampled.double(), torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+        return Estimate(value, low, high)
+
+    def mean(self, values: torch.Tensor) -> Estimate:
+        resampled = self._times @ values.float() / self._times.sum(1)
+        return self._interval(float(values.double().mean()), resampled)
+
+    def quantile(self, values: torch.Tensor, share: float) -> Estimate:
+        """The least value that at least ``share`` of the tokens do not exceed."""
+        ordered, order = values.double().sort()
+        reached = self._times[:, order].cumsum(1)
+        at = torch.searchsorted(reached, share * reached[:, -1:]).squeeze(1)  # the last column reaches all
+        return self._interval(float(ordered[math.ceil(round(share * len(values), 6)) - 1]), ordered[at])

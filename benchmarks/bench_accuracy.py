@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What formats and modes cost in accuracy on a trained language model, beside the tokens/s that they bring.
+
+    python benchmarks/bench_accuracy.py                                  # SmolLM2-135M: 15 minutes of two cores at most
+    python benchmarks/bench_accuracy.py --model ~/gpt-oss-20b            # a checkpoint's folder, or a GGUF file
+    python benchmarks/bench_accuracy.py --text notes.txt --choices "spark;spark-mxfp8;qkv=mxfp8,o=mxfp8,lm_head=mxfp4"
+
+The model reads text. For each choice its next token's distribution is compared with its own without quantization: the mean
+of the KL divergence in nats and its 99th percentile, with 95 % bootstrap intervals over windows of text, how often the most
+likely token stays the same, and the perplexity. Beside them stand the bytes of a gpt-oss-120b token and its tokens/s on a
+GB10 as ``bench_token.py --predict`` has them. All is computed in float32, so that formats alone make the difference. The
+weights are quantized by the operators' own quantizers. A model without experts has MLPs in their place: their weights stay as
+they are, as gpt-oss's do.
+
+A KL is the model's that it was measured on. Small models feel errors more than large ones: from the default model the order
+and the ratios can be expected to carry over to gpt-oss, the figures cannot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+from pathlib import Path
+
+import torch
+from accuracy_bench import choices, formats, measure, models, results, texts
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    def several(text: str) -> list[choices.Choice]:
+        try:
+            return list(dict.fromkeys(choices.parse(item) for item in text.split(";") if item.strip()))
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    def positive(text: str) -> int:
+        if not text.isdecimal() or int(text) < 1:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+        return int(text)
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument(
+        "--model", type=Path, help="a checkpoint's folder or a GGUF file; default: SmolLM2-135M-Instruct"
+    )
+    parser.add_argument("--text", type=Path, help="a file to read; default: the texts that come with the benchmark")
+    parser.add_argument(
+        "--tokens", type=positive, default=8192, help="at most so many of the text (default: %(default)s)"
+    )
+    parser.add_argument("--window", type=positive, default=256, help="tokens in a row (default: %(default)s)")
+    parser.add_argument(
+        "--choices",
+        type=several,
+        help='with ; between: a preset, a format, or pairs such as "qkv=mxfp8,o=mxfp8,lm_head=mxfp4,moe=mxfp4-a8,kv=fp8"',
+    )
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: %(default)s)"
+    )
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="float32", help="of all but the experts (default: %(default)s)"
+    )
+    parser.add_argument("--name", default="accuracy", help="of the files")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out", help="folder of the files")
+    arguments = parser.parse_args(argv)
+    if arguments.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error(f"--device: torch finds no GPU for {arguments.device}; --device cpu")
+    if arguments.window < 2:
+        parser.error("--window: of one token none is predicted")
+    return arguments
+
+
+def report(subject: models.Subject, windows: list[list[int]], text: str, found: list[results.Result]) -> str:
+    weights = [each for each in found if not each.choice.modes or each.published]
+    modes = [each for each in found if each.choice.modes and not each.published]
+    tokens = sum(len(window) - 1 for window in windows)
+    told = [
+        f"{subject.name}: {tokens:,} predicted tokens in {len(windows)} windows of {text}; in brackets 95 % intervals."
+    ]
+    if subject.note:
+        told.append(f"The reference: {subject.note}.")
+    if weights:
+        told.append(results.table(weights, subject.name, results.frontier(weights)))
+        told.append("Bold: the frontier. Nothing that is predicted faster loses less.")
+    if modes:
+        told.append(results.table(modes, subject.name))
+    return "\n\n".join(told)
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parse(argv)
+    os.environ.setdefault("FLASHINFER_SM12X_MOE", "1")
+    try:
+        read = texts.texts("evaluation") if arguments.text is None else [arguments.text.read_text(encoding="utf-8")]
+        subject = models.load(arguments.model, DTYPES[arguments.dtype], arguments.device)
+    except (models.ModelError, OSError, UnicodeDecodeError) as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 2
+    windows = texts.windows(read, subject.encode, arguments.window, arguments.tokens)
+    if not windows:
+        print("bench: --text: there are fewer than 16 tokens in it", file=sys.stderr)
+        return 2
+    wanted = arguments.choices or choices.default()
+    if not formats.has_gguf():
+        print(f"{choices.LLAMA_CPP_NAME} is left out: its quantizer is gguf's (pip install gguf)", file=sys.stderr)
+    if subject.packed_experts:  # whose operator takes no tokens of llama.cpp's
+        wanted = [dataclasses.replace(each, experts="bf16") if each.is_llama_cpp else each for each in wanted]
+    bootstrap = measure.Bootstrap(windows)
+    scores = measure.scores(subject, windows, wanted)
+    found = [results.result(choice, scores[choice], bootstrap) for choice in wanted]
+    told = report(subject, windows, str(arguments.text or "the benchmark's texts"), found)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    path = arguments.out / f"{arguments.name}.md"
+    path.write_text(told + "\n", encoding="utf-8")
+    print(f"\n{told}\n\nwrote {path}")
+    try:
+        results.draw(
+            [each for each in found if not each.choice.modes or each.published], subject.name, path.with_suffix(".svg")
+        )
+        print(f"wrote {path.with_suffix('.svg')}")
+    except ImportError as error:
+        print(f"no picture: {error}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
