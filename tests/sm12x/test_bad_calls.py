@@ -176,7 +176,7 @@ BAD: dict[str, list[tuple[Any, ...]]] = {
         ({"tp_size": -1}, "^tp_size is -1"),
         ({"tp_size": 2, "tp_rank": 5}, r"^tp_rank is 5; it must be an integer in \[0, 1\], below tp_size"),
         ({"cluster_size": 2}, "^cluster_size is 2, cluster_rank 0; they must be 1 and 0"),
-        ({"use_w4_group_scaling": True}, "^use_mxfp8_act_scaling and use_w4_group_scaling are both True"),
+        ({"use_w4_group_scaling": True}, "^input is torch.float8_e4m3fn .*torch.bfloat16"),
         ({"profile_ids": [0]}, r"^profile_ids is \[0\]; it must be \[fc1_tactic, fc2_tactic\]"),
         (
             {"profile_ids": [0, 99]},
@@ -196,6 +196,8 @@ BAD: dict[str, list[tuple[Any, ...]]] = {
         ({"profile_ids": [0, -1]}, r"^profile_ids is \[0, -1\].*mode W4A16, one of 3008128 \(bf16_m8_k128\), 3016128 "),
     ],
     "MoE 1": [
+        ({"use_w4_group_scaling": True}, "^quant_scales is a list of 4; mode AUTO takes the 2 tensors"),
+        ({"use_w4_group_scaling": True, "input": lambda x: x.half()}, "^input is torch.float16 .*torch.bfloat16"),
         ({"input": lambda x: x[0]}, r"^input is torch.bfloat16 \(160,\).*2-D"),
         ({"input": lambda x: x[:, :128].contiguous()}, r"^input is torch.bfloat16 \(6, 128\).*\(6, 160\)"),
         ({"input": strided}, r"^input is .*strides \(320, 2\); it must be a contiguous tensor"),
@@ -266,11 +268,7 @@ BAD: dict[str, list[tuple[Any, ...]]] = {
         ),
         ({"weight_format": None}, r"weight_format is None; it must be"),
         ({"weight_format": "mxint8"}, r"weight is torch.uint8 .* must be .*torch.int8, .*\(weight_format='mxint8'\)"),
-        ({"weight_format": "mxfp6"}, r"weight is torch.uint8 .*; a row of mxfp6 is 24 bytes for each 32 elements"),
-        (
-            {"weight_format": "nvfp4"},
-            r"weight_scale is .*512 contiguous bytes: 128x4 scales of 40 rows and 4 blocks of 16",
-        ),
+        ({"weight_format": "mxfp6"}, r"x is torch.bfloat16 .* must be .*shape \(3, 32\)"),  # of 32 bytes, 8 padding
     ],
     "dense_block_scaled, mxint8": [
         (
@@ -292,7 +290,7 @@ BAD: dict[str, list[tuple[Any, ...]]] = {
             {"weight_scale": lambda t: t.view(torch.float8_e8m0fnu)},
             r"weight_scale is torch.float8_e8m0fnu .*E4M3 block",
         ),
-        ({"weight_format": "mxfp4"}, r"weight_scale is .*512 contiguous bytes|k is"),
+        ({"weight_scale": lambda t: t[:64]}, r"weight_scale is .*512 contiguous bytes: .* 40 rows and 4 blocks of 16"),
     ],
     "dense_block_scaled_top_k": [
         ({"top_k": 0}, r"top_k is 0; it must be an integer in \[1, 8\], no more than the weight has rows"),
@@ -439,7 +437,7 @@ BAD: dict[str, list[tuple[Any, ...]]] = {
         ({"block_size": 64}, r"block_size is 64; with backend='sm12x' it must be 16 \(NVFP4\) or 32"),
         (
             {"block_size": 16},
-            r"b_descale is .* it must be 512 contiguous bytes: 128x4 scales of 72 rows and 4 blocks of 16",
+            r"b_descale is .* it must be 1024 contiguous bytes: 128x4 scales of 72 rows and 6 blocks of 16",
         ),
     ],
     "mm_bf16_mxfp8": [

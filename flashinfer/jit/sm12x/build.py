@@ -455,7 +455,7 @@ def _note_spills(plan: ModulePlan) -> None:
     spilling = _spilling(plan)
     # What a compiler printed stands behind its command.
     _, *said = re.split(_DONE, log, flags=re.MULTILINE)
-    spilling.update(zip(said[1::3], map(local_memory, said[2::3]), strict=True))
+    spilling.update(zip(said[2::4], map(local_memory, said[3::4]), strict=True))
     names = {step.name for step in plan.steps}
     spilling = {name: size for name, size in spilling.items() if size and name in names}
     write_atomically(plan.folder / "spills.json", json.dumps(spilling, indent=1))
