@@ -103,6 +103,11 @@ class _Sm12xModule:
         mode = select_mode(options["x_dtype"], options["weight_dtype"], **_selected(options, _MODE_PARAMETERS))
         if mode is None or not devices.serves(torch.device("cuda", torch.cuda.current_device())):
             return self.__getattr__("MoERunner")(**options)
+        if mode is Mode.AUTO:
+            raise ValueError(
+                "use_mxfp8_act_scaling and use_w4_group_scaling are both True; tactics of MXFP4 weights are those of one "
+                "mode: pass the first for W4A8 or the second for W4A16"
+            )
         taken = (options[name] for name in ("output_dtype", "top_k", "ep_size", "enable_pdl"))
         return SM12xStageRunner(mode, *taken)
 
@@ -178,7 +183,9 @@ def cutlass_fused_moe(
     ----------
     input : torch.Tensor
         ``[M, H]``: ``float8_e4m3fn`` with ``input_sf``, or bfloat16/float16 that is quantized to MXFP8 inside
-        (both with ``use_mxfp8_act_scaling``), or bfloat16 used as it is (``use_w4_group_scaling``).
+        (both with ``use_mxfp8_act_scaling``), or bfloat16 used as it is (``use_w4_group_scaling``).  With both flags the
+        planner chooses by M: bfloat16 is used as it is where that takes at most 3 % longer, and quantized elsewhere
+        (``flashinfer.fused_moe.sm12x_planner.plan_mode``); the CPU chooses as a GB10.
     token_selected_experts : torch.Tensor
         int32 ``[M, top_k]``, global expert ids.  Experts of other ranks contribute nothing, and neither does -1, which
         marks padding: a token without any expert of this rank gets a row of zeros.
@@ -190,8 +197,8 @@ def cutlass_fused_moe(
     output_dtype : torch.dtype
         bfloat16 or float16.
     quant_scales : list of torch.Tensor
-        W4A8: ``[fc1_sf, fc1_global, fc2_sf, fc2_global]``; W4A16: ``[fc1_sf, fc2_sf]``.  Block scales are UE8M0 in 128x4
-        layout per expert: uint8 ``[E, pad128(rows), pad4(K / 32)]``, its int32 view, or the flat bytes.  Global scales are
+        W4A8: ``[fc1_sf, fc1_global, fc2_sf, fc2_global]``; W4A16, and with both flags: ``[fc1_sf, fc2_sf]``.  Block
+        scales are UE8M0 in 128x4 layout per expert: uint8 ``[E, pad128(rows), pad4(K / 32)]``, its int32 view, or the flat bytes.  Global scales are
         float32 ``[E]`` and multiply the GEMMs' results.
     fc1_expert_biases, fc2_expert_biases : torch.Tensor, optional
         bfloat16 or ``output_dtype``, ``[E, 2 I]`` (added before the clamps) and ``[E, H]`` (before the routing weight).
@@ -286,9 +293,19 @@ def cutlass_fused_moe(
             return fused_moe(call)
         if mode is not None:
             require_computing_device("input", input)
+        _reject_auto(mode, input.device)
         if input.device.type == "cpu":
             raise _cpu_mode_error(input, fc1_expert_weights, activation_type)
     return _upstream.cutlass_fused_moe(**_selected(locals(), _MOE_PARAMETERS))
+
+
+def _reject_auto(mode: Mode | None, device: torch.device) -> None:
+    """Raise for :attr:`Mode.AUTO` where upstream's kernels would compute."""
+    if mode is Mode.AUTO:
+        raise ValueError(
+            f"use_mxfp8_act_scaling and use_w4_group_scaling are both True; on {device} upstream's kernels compute, which "
+            "take the first for W4A8 or the second for W4A16, not both"
+        )
 
 
 def _workspace_device(given: Any) -> torch.device:
@@ -341,7 +358,11 @@ def cutlass_fused_moe_workspace_size(
     if backend == "cutlass" and mode is not None and devices.serves(where):
         problem = _workspace_problem(mode, given)
         runs = kernels(where)
-        return 0 if runs is None else workspace_bytes(runs, problem, not runs.block_scaled_mma)
+        if runs is None:
+            return 0
+        modes = (Mode.HALF_INPUT, Mode.W4A16) if mode is Mode.AUTO else (mode,)
+        return max(workspace_bytes(runs, problem._replace(mode=each), not runs.block_scaled_mma) for each in modes)
+    _reject_auto(mode, where)
     if where.type == "cpu" and backend == "cutlass":
         raise NotImplementedError(
             f"on the CPU only MXFP4 weights are served; got x_dtype {x_dtype}, weight_dtype {weight_dtype}"

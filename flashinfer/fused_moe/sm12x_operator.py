@@ -16,8 +16,8 @@ from ..sm12x.operator import OutputOperator
 from .sm12x_autotuner import tuned_tactics
 from .sm12x_cpu import moe_cpu
 from .sm12x_launch import default_tactics, launch, workspace_bytes
-from .sm12x_planner import resolved_pair, wanted_tactics
-from .sm12x_validation import MoECall, MoEProblem, check_expert_ids, validate
+from .sm12x_planner import plan_mode, resolved_pair, wanted_tactics
+from .sm12x_validation import Mode, MoECall, MoEProblem, check_expert_ids, validate
 
 
 def compute(call: MoECall, problem: MoEProblem) -> None:
@@ -26,6 +26,10 @@ def compute(call: MoECall, problem: MoEProblem) -> None:
     backend = kernels(device)
     if not call.enable_alltoall and checks_values(device):
         check_expert_ids(call.token_selected_experts, problem.num_experts_total)
+    # The CPU computes what a GB10 would.
+    features = () if backend is None else (backend.block_scaled_mma, backend.unified_memory)
+    sizes = problem.num_tokens, problem.top_k, problem.num_local_experts
+    problem = problem._replace(mode=plan_mode(problem.mode, *sizes, *features))
     wanted = None
     if call.profile_ids is not None:
         wanted = wanted_tactics(call.profile_ids, problem.mode, INSTANCES if backend is None else backend.tactics)
@@ -49,6 +53,9 @@ def compute(call: MoECall, problem: MoEProblem) -> None:
             "(cutlass_fused_moe_workspace_size() tells it)"
         )
     if wanted is None and backend.is_cuda and not tune.is_idle():
+        if call.moe_mode == Mode.AUTO and tune.is_tuning():
+            other = Mode.HALF_INPUT if problem.mode is Mode.W4A16 else Mode.W4A16
+            tuned_tactics(backend, problem._replace(mode=other), call, default)  # for calls of other sizes
         tactics = tuned_tactics(backend, problem, call, default)
     if launch(backend, problem, call, workspace, tactics):
         return

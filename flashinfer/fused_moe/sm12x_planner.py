@@ -29,6 +29,7 @@ class Choice:
 
 Limits = tuple[tuple[float, int], ...]
 _END = float("inf")
+AS_FAST = 1.03
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,11 +44,14 @@ class DeviceClass:
         The same for pairs of GEMM kernels.
     gemms : tuple
         The same for the grouped GEMM.
+    exact : float
+        The limit up to which W4A16 takes at most :data:`AS_FAST` times as long as W4A8 from bfloat16.
     """
 
     streamed: Limits
     pairs: Limits
     gemms: Limits
+    exact: float
 
 
 # An expert's rows take ceil(rows / tile) tiles. On an H200 a tile costs, relative to a streamed one of 8 (docs/log.md):
@@ -57,20 +61,41 @@ _HOPPER = DeviceClass(
     ((5.9, 8), (14.5, 16)),
     ((4.8, 8), (12.0, 16), (20.0, 24), (26.0, 32), (38.0, 40), (63.5, 64), (84.0, 40), (_END, 64)),
     ((8.5, 8), (_END, 16)),
+    _END,  # MXFP8 tokens are multiplied as bfloat16 there, after they were quantized
 )
 _SM12X_PAIRS = ((6.0, 8), (14.0, 16), (20.0, 24), (28.0, 32), (36.0, 40), (64.0, 64), (_END, 128))
 # A tile that is too narrow reads weights twice, and a GB10 waits for memory: the streamed layer ends earlier there.
-_SM12X = DeviceClass(((4.5, 8),), _SM12X_PAIRS, _SM12X_PAIRS)
+_SM12X = DeviceClass(((4.5, 8),), _SM12X_PAIRS, _SM12X_PAIRS, 16.0)
 # A card reads 1.6 to 2.3 times a GB10's bytes for each clock of an SM, so that MMAs of padded rows bind it: at 64 to 256
 # rows a half-empty tile of 128 costs up to 20 % more than tiles of 64 by the counts of the virtual GPU (docs/hindcast.md).
 _CARD_PAIRS = (*_SM12X_PAIRS[:-2], (256.0, 64), (_END, 128))
-_CARD = DeviceClass(_SM12X.streamed, _CARD_PAIRS, _CARD_PAIRS)
+_CARD = DeviceClass(_SM12X.streamed, _CARD_PAIRS, _CARD_PAIRS, 16.0)
 
 
 def expected_rows(num_rows: int, num_experts: int) -> float:
     """Rows of a busy expert when ``num_rows`` rows fall on ``num_experts`` experts at random: the mean over the experts that are hit."""
     hit = num_experts * (1.0 - (1.0 - 1.0 / num_experts) ** num_rows)
     return num_rows / hit if hit else 0.0
+
+
+def _device_class(block_scaled_mma: bool, unified_memory: bool) -> DeviceClass:
+    return (_SM12X if unified_memory else _CARD) if block_scaled_mma else _HOPPER
+
+
+def plan_mode(
+    mode: Mode,
+    num_tokens: int,
+    top_k: int,
+    num_local_experts: int,
+    block_scaled_mma: bool = True,
+    unified_memory: bool = True,
+) -> Mode:
+    """What :attr:`Mode.AUTO` is for so many tokens: W4A16 where it is as fast, else W4A8; other modes stay as they are."""
+    if mode is not Mode.AUTO:
+        return mode
+    rows = expected_rows(num_tokens * top_k, num_local_experts)
+    exact = rows <= _device_class(block_scaled_mma, unified_memory).exact
+    return Mode.W4A16 if exact else Mode.HALF_INPUT
 
 
 def choose(
@@ -89,7 +114,7 @@ def choose(
     ``unified_memory``, a GB10's, an SM12x device is a card.
     """
     rows = expected_rows(num_rows, num_experts)
-    device = (_SM12X if unified_memory else _CARD) if block_scaled_mma else _HOPPER
+    device = _device_class(block_scaled_mma, unified_memory)
     busy = f"{rows:.1f} rows for an expert that is hit"
     fitting = GEMM_INSTANCES
     if layer is not None:
@@ -125,8 +150,9 @@ def plan_moe(
     ``stream/moe_scheduler.cuh``), so that it does not change the choice, unless the layer may not use all of them.
     """
     rows = num_tokens * top_k
+    planned = plan_mode(Mode(mode), num_tokens, top_k, num_local_experts, block_scaled_mma, unified_memory)
     index = choose(
-        Mode(mode).activation, rows, num_local_experts, block_scaled_mma, (hidden, inter), all_sms, unified_memory
+        planned.activation, rows, num_local_experts, block_scaled_mma, (hidden, inter), all_sms, unified_memory
     ).instance.index
     return index, index
 
@@ -199,7 +225,7 @@ def wanted_tactics(profile_ids: Sequence[int], mode: Mode, rows: Sequence[Instan
 
 # --- for people: python -m flashinfer sm12x-plan --------------------------------------------------------------------
 
-MODES = {"w4a8": Mode.MXFP8_INPUT, "w4a8-bf16": Mode.HALF_INPUT, "w4a16": Mode.W4A16}
+MODES = {"auto": Mode.AUTO, "w4a8": Mode.MXFP8_INPUT, "w4a8-bf16": Mode.HALF_INPUT, "w4a16": Mode.W4A16}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -280,8 +306,9 @@ def explain(layer: Layer, mode: Mode, tokens: Sequence[int], device: Device) -> 
         if count < 1:
             raise ValueError(f"tokens is {count}; it must be at least 1")
         rows = count * layer.top_k
-        sizes, unified = (layer.hidden, layer.inter), device.unified_memory
-        choice = choose(mode.activation, rows, layer.experts, device.block_scaled_mma, sizes, unified_memory=unified)
+        sizes, features = (layer.hidden, layer.inter), (device.block_scaled_mma, device.unified_memory)
+        activation = plan_mode(mode, count, layer.top_k, layer.experts, *features).activation
+        choice = choose(activation, rows, layer.experts, features[0], sizes, unified_memory=features[1])
         gemm = choice.instance.number, choice.instance.name
         explained.append(Explained(count, expected_rows(rows, layer.experts), *gemm, *gemm, choice.reason))
     return explained

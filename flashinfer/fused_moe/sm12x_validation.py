@@ -59,15 +59,17 @@ PADDING_EXPERT = -1  # what vLLM gives the slots of padding tokens
 
 
 class Mode(enum.IntEnum):
-    """The three combinations of activations and MXFP4 weights; the numbers are the kernel module's."""
+    """Activations that MXFP4 weights are multiplied by; the numbers of the first three are the kernel module's."""
 
     MXFP8_INPUT = 0  # W4A8, the caller quantized the input
     HALF_INPUT = 1  # W4A8, bf16/fp16 input quantized inside
     W4A16 = 2
+    AUTO = 3  # the planner makes W4A16 or HALF_INPUT of it, by a call's tokens (sm12x_planner.plan_mode)
 
     @property
     def activation(self) -> Format:
-        """Name of the activation format in the instance tables."""
+        """Name of the activation format in the instance tables; :attr:`AUTO` has none yet."""
+        assert self is not Mode.AUTO
         return "bf16" if self is Mode.W4A16 else "mxfp8"
 
 
@@ -75,6 +77,7 @@ INPUT_DTYPES = {
     Mode.MXFP8_INPUT: (torch.float8_e4m3fn,),
     Mode.HALF_INPUT: (torch.bfloat16, torch.float16),
     Mode.W4A16: (torch.bfloat16,),
+    Mode.AUTO: (torch.bfloat16,),
 }
 BIAS_DTYPES = {torch.bfloat16: (torch.bfloat16,), torch.float16: (torch.bfloat16, torch.float16)}
 """By the output's dtype."""
@@ -82,6 +85,7 @@ _QUANT_SCALES = {
     Mode.MXFP8_INPUT: "[fc1 weight scales, fc1 global scale, fc2 weight scales, fc2 global scale]",
     Mode.HALF_INPUT: "[fc1 weight scales, fc1 global scale, fc2 weight scales, fc2 global scale]",
     Mode.W4A16: "[fc1 weight scales, fc2 weight scales]",
+    Mode.AUTO: "[fc1 weight scales, fc2 weight scales]",
 }
 
 
@@ -162,10 +166,7 @@ def select_mode(
         return None
     if use_mxfp8_act_scaling:
         if use_w4_group_scaling:
-            raise ValueError(
-                "use_mxfp8_act_scaling and use_w4_group_scaling are both True; MXFP4 weights take the first for "
-                "MXFP8 activations (W4A8) or the second for bfloat16 activations (W4A16), not both"
-            )
+            return Mode.AUTO
         return Mode.HALF_INPUT if input_dtype in INPUT_DTYPES[Mode.HALF_INPUT] else Mode.MXFP8_INPUT
     return Mode.W4A16 if use_w4_group_scaling else None
 
@@ -239,7 +240,7 @@ def _weight_sizes(fc1: Any, fc2: Any, device: torch.device) -> tuple[int, int, i
 
 
 def _check_quant_scales(problem: MoEProblem, quant_scales: Any, device: torch.device) -> None:
-    count = 2 if problem.mode is Mode.W4A16 else 4
+    count = 2 if problem.mode in (Mode.W4A16, Mode.AUTO) else 4
     if not isinstance(quant_scales, (list, tuple)) or len(quant_scales) != count:
         raise ValueError(
             f"quant_scales is {describe(quant_scales)}; mode {problem.mode.name} takes the {count} tensors "

@@ -143,6 +143,11 @@ def tuned(operator: str, runner: Runner, most_tokens: int, inputs: list[torch.Te
     return name
 
 
+def is_tuning() -> bool:
+    """Whether tactics are timed now: inside ``autotune(True)``."""
+    return bool(AutoTuner.get().is_tuning_mode)
+
+
 def is_idle() -> bool:
     """Whether the tuner has nothing and times nothing, so that no runner need be made to ask it."""
     return _state(AutoTuner.get()) == _NOTHING

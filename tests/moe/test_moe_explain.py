@@ -50,13 +50,16 @@ def test_shows_what_the_planner_gives_a_call(model: str, device: str, mode: str)
         fc1, fc2 = (INSTANCES[tactic] for tactic in planned)
         assert (row["fc1"], row["fc2"]) == (fc1.number, fc2.number)
         assert (row["fc1_instance"], row["fc2_instance"]) == (fc1.name, fc2.name)
-        assert {INSTANCES[tactic].activation for tactic in planned} == {Mode(number).activation}
+        sizes = row["tokens"], layer.top_k, layer.experts
+        used = sm12x_planner.plan_mode(Mode(number), *sizes, gpu.block_scaled_mma, gpu.unified_memory)
+        assert {INSTANCES[tactic].activation for tactic in planned} == {used.activation}
         assert row["reason"]
     assert shown["device"] == dataclasses.asdict(gpu)
 
 
 def test_the_reason_is_of_the_tactic_that_is_shown() -> None:
-    for mode, tokens, block_scaled in itertools.product(Mode, (1, 3, 8, 37, 64, 512, 8192), (True, False)):
+    modes = set(Mode) - {Mode.AUTO}
+    for mode, tokens, block_scaled in itertools.product(modes, (1, 3, 8, 37, 64, 512, 8192), (True, False)):
         activation: Any = mode.activation
         choice = sm12x_planner.choose(activation, tokens * 4, 128, block_scaled, (2880, 2880))
         assert choice.instance.index in sm12x_planner.plan_moe(tokens, 4, 128, 2880, 2880, int(mode), block_scaled)
@@ -66,7 +69,7 @@ def test_table_names_the_layer_and_gives_a_line_per_token_count() -> None:
     result = plan("--tokens", "1,64", "--hidden", "2048", "--inter", "768", "--top-k", "8", "--sm-count", "36")
     assert result.exit_code == 0, result.output
     first, header, _, *lines = result.output.strip().splitlines()
-    assert first == ("hidden 2048, inter 768, 128 experts, top-8, w4a8-bf16; GB10, 36 SMs, MMA with block scales")
+    assert first == ("hidden 2048, inter 768, 128 experts, top-8, auto; GB10, 36 SMs, MMA with block scales")
     assert [cell.strip() for cell in header.strip("|").split("|")] == [
         "tokens", "rows/expert", "FC1", "FC1's instance", "FC2", "FC2's instance", "why",
     ]  # fmt: skip
@@ -86,7 +89,7 @@ def test_rows_per_expert() -> None:
         (["--tokens", "1,,2"], "'1,,2' is no list of numbers"),
         (["--tokens", "0"], "tokens is 0; it must be at least 1"),
         (["--model", "llama"], "--model is 'llama'; it may be gpt-oss-120b, gpt-oss-20b"),
-        (["--mode", "w8a8"], "--mode is 'w8a8'; it may be w4a8, w4a8-bf16, w4a16"),
+        (["--mode", "w8a8"], "--mode is 'w8a8'; it may be auto, w4a8, w4a8-bf16, w4a16"),
         (["--device", "b200"], "--device is 'b200'; it may be gb10, rtx5090, h200"),
         (["--sm-count", "0"], "sm_count is 0; it must be at least 1"),
         (

@@ -87,7 +87,7 @@ def _mode(given: dict[str, Any], device: torch.device, x_dtype: torch.dtype, wei
     if major != 12:
         raise BackendSupportedError(f"backend='sm12x' is for SM120 and SM121, not SM{major}{minor}")
     mode = select_mode(x_dtype, weight_dtype, **_selected(given, _MODE_PARAMETERS))
-    if mode is None:
+    if mode in (None, Mode.AUTO):
         raise ValueError(
             "backend='sm12x' takes MXFP4 weights (uint8 or int64), SwiGLU, and "
             "use_mxfp8_act_scaling (W4A8) or use_w4_group_scaling (W4A16)"
