@@ -237,11 +237,15 @@ def print_prediction(arguments: argparse.Namespace) -> int:
     for count in ranks:
         steps = predict.headline(count, name, **fused)
         where = "one Spark" if count == 1 else "two Sparks, one of them"
-        told += [f"{name}, {where}, one stream, context 1,024, bf16 KV", predict.by_part(steps, DENSE_FORMATS)]
+        told += [
+            f"{name}, {where}, one stream, context 1,024, bf16 KV",
+            predict.by_part(steps, list(predict.PRESET_FORMATS)),
+        ]
         bars += [predicted_bar(step) for step in steps]
         if given is not None and count == 1:
-            for before, after in zip(steps, predict.headline(count, name, given, **fused), strict=True):
-                told += [f"with the report, dense layers in {before.step.formats['QKV']}"]
+            after_all = predict.headline(count, name, given, **fused)
+            for preset, before, after in zip(predict.PRESET_FORMATS, steps, after_all, strict=True):
+                told += [f"with the report, {preset}"]
                 told += [predict.side_by_side(before, after)]
     for count in ranks:
         told += [
@@ -312,7 +316,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--models", type=names, default=["gpt-oss-120b"], help=f"of {', '.join(MODELS)}")
     parser.add_argument("--stacks", type=names, default=["fork", "vllm"], help="fork, vllm")
-    parser.add_argument("--dense", type=names, default=list(DENSE_FORMATS), help="the fork's QKV, O and LM head")
+    parser.add_argument(
+        "--dense", type=names, help="the fork's QKV, O and LM head; default: all that --dense-tokens go with"
+    )
     parser.add_argument(
         "--dense-tokens",
         type=names,
@@ -360,6 +366,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out", help="folder of the files")
     arguments = parser.parse_args(argv)
     made_by = ("fork", "separate")
+    if arguments.dense is None:
+        beside = TOKENS_BESIDE.items()
+        arguments.dense = [
+            name for name, tokens in beside if name == "bf16" or set(tokens) & set(arguments.dense_tokens)
+        ]
     allow(parser, arguments, models=MODELS, stacks=("fork", "vllm"), dense=DENSE_FORMATS, dense_tokens=DENSE_FORMATS)
     allow(parser, arguments, kv=KV_BYTES, router=made_by, decode_attention=made_by)
     for weights in arguments.dense:

@@ -55,7 +55,8 @@ P = ParamSpec("P")
 EMULATED_EXPERTS = 2
 TOKENS_AS = {"bf16": "bf16", "mxfp8": "quantize_bf16", "mxfp4": "bf16_to_mxfp4"}
 """Formats of a dense layer's tokens, by what they are multiplied as: they come in bf16."""
-STEP_MODE = 1  # W4A8 from bf16, the plugin's default
+STEP_MODES = {1: "mxfp8", 2: "bf16"}
+"""From bf16 input, as the plugin has them, and to what each rounds the tokens."""
 DECODE, PREFILL = (1, 4, 16, 64), (512, 2048, 8192)
 CONTEXTS = (128, 1024, 8192, 32_768, 131_072)
 
@@ -400,9 +401,9 @@ def kernels() -> Iterator[Kernel]:
     """All that :mod:`flashinfer.sm12x.perfmodel.step` looks up; two GPUs share a gpt-oss-120b only."""
     for model, ranks in ((LAYER_MODEL, 1), (LAYER_MODEL, 2), ("gpt-oss-20b", 1)):
         size = MODELS[model].split(ranks)
-        for line in moe_lines([size.moe], [*DECODE, *PREFILL], [STEP_MODE], {}):
+        for line in moe_lines([size.moe], [*DECODE, *PREFILL], list(STEP_MODES), {}):
             about = {"kind": "MoE", "model": model, "ranks": ranks, "tokens": line.tokens}
-            yield kernel(line, **about, weights="mxfp4", activation="mxfp8")
+            yield kernel(line, **about, weights="mxfp4", activation=STEP_MODES[line.mode])
     with virtual_device("sm_121a", strict=False) as device:
         for ranks, kind, weights, tokens in itertools.product((1, 2), MATRICES, DENSE_FORMATS[1:], (*DECODE, *PREFILL)):
             if kind == "LM head" and tokens in PREFILL:
@@ -423,14 +424,15 @@ def renew() -> None:
     """Run all that is kept with :mod:`flashinfer.sm12x.perfmodel` again, and write it."""
     fitted: Fits = {}
     layer = MOE_LAYERS[probed.MODEL]
-    for _ in moe_lines([layer], probed.TOKENS, [probed.MODE], fitted):
+    for _ in moe_lines([layer], probed.TOKENS, list(step.FITTED_MODES.values()), fitted):
         pass
     with virtual_device("sm_121a", strict=False) as device:
         # The others that the planner could choose: a test holds its choice against them.
         for row in candidates(True, 1, *layer[:2]):
-            key = (probed.MODE, (row.index, row.index), layer[:2])
-            if row.activation == "mxfp8" and key not in fitted:
-                fitted[key] = fit_layer(device, layer, probed.MODE, key[1])[0]
+            mode = step.FITTED_MODES[row.activation]
+            key = (mode, (row.index, row.index), layer[:2])
+            if key not in fitted:
+                fitted[key] = fit_layer(device, layer, mode, key[1])[0]
     step.write_kernels(list(kernels()))
     moe.write_fits(moe.FITS, [(moe.columns(*key), fits) for key, fits in fitted.items()])
     print(f"wrote {step.KERNELS} and {moe.FITS}")

@@ -246,7 +246,10 @@ def _token_counts(_context: Any, _option: Any, text: str) -> list[int]:
     "--model", default="gpt-oss-120b", show_default=True, help="Sizes of the layer: gpt-oss-120b, gpt-oss-20b"
 )
 @click.option(
-    "--mode", default="auto", show_default=True, help="w4a8 (MXFP8 input), w4a8-bf16, w4a16 or auto, as vLLM's plugin has it"
+    "--mode",
+    default="auto",
+    show_default=True,
+    help="w4a8 (MXFP8 input), w4a8-bf16, w4a16 or auto, as vLLM's plugin has it",
 )
 @click.option("--device", default="gb10", show_default=True, help="gb10 or h200")
 @click.option("--sm-count", type=int, help="Multiprocessors, instead of the device's")

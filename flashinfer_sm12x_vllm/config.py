@@ -56,6 +56,8 @@ class SM12xGptOssHook(GptOssForCausalLMConfig):
     @staticmethod
     def verify_and_update_config(vllm_config: Any) -> None:
         chosen = settings.resolve(vllm_config.additional_config)
+        for line in settings.changed_presets(vllm_config.additional_config):
+            logger.info_once("flashinfer-sm12x: %s (docs/accuracy.md)", line)
         if isinstance(vllm_config.additional_config, dict):
             # vLLM's compile cache hashes this and not the environment; workers get it wherever they are started.
             vllm_config.additional_config[settings.KEY] = dataclasses.asdict(chosen)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""QKV, O and the LM head in MXFP8 or MXFP4, quantized while they are loaded, on this fork's kernels.
+"""QKV, O and the LM head in a block-scaled format, quantized while they are loaded, on this fork's kernels.
 
 A weight is materialized in bf16 when its checkpoint tensors arrive, quantized by rows and freed before the next: one
 layer's bf16 copy is the most that is there beside the model. With ``--linear-backend`` vLLM's kernel of that name
-computes instead.
+computes instead, of the formats that vLLM has.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from .settings import Choice
 logger = init_logger("vllm.flashinfer_sm12x")
 
 BLOCK_SIZE = 32
+VLLMS = ("mxfp8", "mxfp4")  # formats of which --linear-backend may name a kernel of vLLM's
 CHECKPOINTS = "gpt_oss_mxfp4"  # what vLLM calls the quantization of gpt-oss' own
 PREBUILT = "flashinfer_sm12x_kernels"  # jit.sm12x.prebuilt.PACKAGE, which imports tvm_ffi
-# Rows quantized at once: 24 MB in float32 for a hidden size of 2880, of which MXFP4's scale rule holds some six.
-CHUNK_ROWS = 2048
 
 
 class ForkKernel:
     """This fork's dense layer behind the interface of vLLM's linear kernels."""
 
     def __init__(self, choice: Choice) -> None:
+        self.weights: Any = choice.weights
         self.activation: Any = "mxfp8" if choice.activations == "a8" else "bf16"
 
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -50,19 +50,21 @@ class ForkKernel:
         if layer.weight.is_cuda:
             backend = kernels(layer.weight.device)
             assert backend is not None
-            backend.module(gen_dense_module)
+            backend.module(gen_dense_module, self.weights)
 
     def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """``x @ weight.T + bias`` for ``[..., K]``, in ``x``'s dtype."""
-        from flashinfer.gemm.sm12x_dense import dense_mx
+        from flashinfer.gemm.sm12x_dense import dense_block_scaled
 
         rows = x.reshape(-1, x.shape[-1]).contiguous()
-        out = dense_mx(
+        out = dense_block_scaled(
             rows,
             layer.weight,
             layer.weight_scale,
             bias,
+            weight_format=self.weights,
             activation=self.activation,
+            alpha=layer.weight_global_scale,
             out_dtype=x.dtype,
             constant_weights=True,
         )
@@ -79,6 +81,11 @@ def make_kernel(choice: Choice, shape: tuple[int, int]) -> Any:
     """
     if _is_ours(choice.weights):
         return ForkKernel(choice)
+    if choice.weights not in VLLMS:
+        raise ValueError(
+            f"--linear-backend {linear._get_linear_backend(quantization=choice.weights)}: vLLM has no kernel that multiplies "
+            f"{choice.weights} weights as this plugin makes them; it may be auto, or the layer in {' or '.join(VLLMS)}"
+        )
     if choice.weights == "mxfp8":
         return linear.init_mxfp8_linear_kernel(weight_shape=shape)
     assert choice.weights == "mxfp4"  # "bf16" has no kernel object
@@ -132,23 +139,6 @@ def _is_ours(weights: str) -> bool:
     return bool(linear._get_linear_backend(quantization=weights) == "auto")
 
 
-def quantize(weight: torch.Tensor, weights: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """``[N, K]`` floats to packed values and linear scale bytes ``[N, K / 32]``, by chunks of rows.
-
-    MXFP4's scales are those of the least squared error, 3 to 9 % less of it than by the largest magnitude; MXFP8's gain
-    nothing by that (docs/performance.md).
-    """
-    from flashinfer.quantization import mx_cpu
-
-    def one(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if weights == "mxfp8":
-            return mx_cpu.quantize_mxfp8_linear(rows)
-        return mx_cpu.quantize_mxfp4_linear(rows, "mse")
-
-    values, scales = zip(*(one(rows) for rows in weight.split(CHUNK_ROWS)), strict=True)
-    return torch.cat(values), torch.cat(scales)
-
-
 class DenseMethod(LinearMethodBase):
     """A linear layer or an LM head whose bf16 weight is quantized when it is loaded."""
 
@@ -199,10 +189,14 @@ class DenseMethod(LinearMethodBase):
     def process_weights_after_loading(self, layer: Any) -> None:
         if getattr(layer, "_already_called_process_weights_after_loading", False):
             return
-        values, scales = quantize(layer.weight, self.choice.weights)
+        from flashinfer.quantization.block_scaled import quantize_rows
+
+        weights: Any = self.choice.weights
+        quantized = quantize_rows(layer.weight, weights)
         layer.input_scale = None
-        replace_parameter(layer, "weight", values)
-        replace_parameter(layer, "weight_scale", scales)
+        replace_parameter(layer, "weight", quantized.values)
+        replace_parameter(layer, "weight_scale", quantized.scales)
+        replace_parameter(layer, "weight_global_scale", quantized.global_scale)
         self.kernel.process_weights_after_loading(layer)
         layer._already_called_process_weights_after_loading = True
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MXFP4 experts on ``flashinfer.fused_moe.cutlass_fused_moe``: gpt-oss's W4A8 or W4A16, the weights unpadded; other
-models' by vLLM's own method (:func:`install`), W4A8.
+"""MXFP4 experts on ``flashinfer.fused_moe.cutlass_fused_moe``, W4A16 or W4A8 by a step's number of tokens: gpt-oss's, the
+weights unpadded; other models' by vLLM's own method (:func:`install`).
 
 vLLM has a path to the same operator. This one differs in three things: W4A16 exists on SM12x, the layer may quantize its
 input itself (one launch fewer, and no need for nvidia-cutlass-dsl), and hidden sizes stay as they are. vLLM pads 2880 to
@@ -10,6 +10,7 @@ input itself (one launch fewer, and no need for nvidia-cutlass-dsl), and hidden 
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -42,8 +43,9 @@ logger = init_logger("vllm.flashinfer_sm12x")
 BACKENDS = {
     "a8": Mxfp4MoeBackend.FLASHINFER_CUTLASS_MXFP4_MXFP8,
     "a16": Mxfp4MoeBackend.FLASHINFER_CUTLASS_MXFP4_BF16,
+    "auto": Mxfp4MoeBackend.FLASHINFER_CUTLASS_MXFP4_BF16,
 }
-ACTIVATION_KEYS = {"a8": kMxfp8Dynamic, "a16": None}
+ACTIVATION_KEYS = {"a8": kMxfp8Dynamic, "a16": None, "auto": None}
 # --moe-backend values that mean this operator.
 OUR_BACKENDS = ("auto", "flashinfer_cutlass")
 BLOCK_SIZE = 32
@@ -67,6 +69,49 @@ class SM12xExperts(FlashInferExperts):
         return True
 
 
+class SM12xAutoExperts(SM12xExperts):
+    """The same in W4A16 where that takes no longer, and in W4A8 elsewhere: the operator chooses by a call's tokens."""
+
+    def apply(
+        self,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        activation: MoEActivation,
+        **_unused: Any,
+    ) -> None:
+        """vLLM's call, but for the mode, which vLLM has no name for."""
+        from flashinfer.fused_moe import cutlass_fused_moe
+
+        assert self.w1_scale is not None
+        assert self.w2_scale is not None
+        cutlass_fused_moe(
+            input=hidden_states,
+            token_selected_experts=topk_ids.to(torch.int),
+            token_final_scales=topk_weights,
+            fc1_expert_weights=w1,
+            fc2_expert_weights=w2,
+            output_dtype=self.out_dtype,
+            quant_scales=[self.w1_scale.view(torch.int32), self.w2_scale.view(torch.int32)],
+            fc1_expert_biases=self.w1_bias,
+            fc2_expert_biases=self.w2_bias,
+            swiglu_alpha=self.gemm1_alpha,
+            swiglu_beta=self.gemm1_beta,
+            swiglu_limit=self.gemm1_clamp_limit,
+            tp_size=self.tp_size,
+            tp_rank=self.tp_rank,
+            ep_size=self.ep_size,
+            ep_rank=self.ep_rank,
+            output=output,
+            use_mxfp8_act_scaling=True,
+            use_w4_group_scaling=True,
+            activation_type=flashinfer_cutlass_moe.activation_to_flashinfer_type(activation),
+        )
+
+
 class SM12xQuantizedInputExperts(SM12xExperts):
     """The same, given MXFP8 by vLLM's quantizer."""
 
@@ -76,7 +121,7 @@ class SM12xQuantizedInputExperts(SM12xExperts):
 
 
 class SM12xMxfp4Experts(SM12xExperts):
-    """The same for other models, whose weights vLLM's own method prepares: W4A8 from bf16."""
+    """:class:`SM12xExperts` of other models, whose weights vLLM's own method prepares: W4A8 from bf16."""
 
     @staticmethod
     def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
@@ -88,6 +133,34 @@ class SM12xMxfp4Experts(SM12xExperts):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         _require_contiguous_experts(layer.expert_map, self.ep_rank, self.num_experts)
+
+
+class SM12xMxfp4AutoExperts(SM12xAutoExperts, SM12xMxfp4Experts):
+    """The same, in the mode of :class:`SM12xAutoExperts`."""
+
+
+def activations_of(moe: Any, chosen: Settings) -> str:
+    """To what a layer's experts round their tokens: ``a8`` (MXFP8), ``a16`` (not at all), or ``auto``, by their number."""
+    if _user_moe_activation_override():  # mxfp8: reason_against() leaves the others to vLLM
+        return "a8"
+    activations = chosen.choice("moe").activations
+    if activations != "auto":
+        return activations
+    # W4A16 takes bf16 alone, and tokens that vLLM quantized are MXFP8.
+    return "a8" if chosen.moe_input == "mxfp8" or moe.in_dtype is not torch.bfloat16 else "auto"
+
+
+def most_exact_tokens(moe: Any) -> float:
+    """The most tokens of a step that ``auto`` experts multiply as they are; infinite where that is any number."""
+    from flashinfer.fused_moe.sm12x_planner import most_exact_tokens
+    from flashinfer.sm12x.backend import kernels
+
+    device = torch.device(moe.device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    backend = kernels(device)
+    features = () if backend is None else (backend.block_scaled_mma, backend.unified_memory)
+    return most_exact_tokens(moe.experts_per_token, moe.num_local_experts, *features)
 
 
 @functools.cache
@@ -133,6 +206,8 @@ def reason_against(moe: Any, chosen: Settings, experts: type[SM12xExperts] = SM1
     batched = parallel.use_batched_activation_format
     formats = mk.FusedMoEActivationFormat
     key = ACTIVATION_KEYS[chosen.choice("moe").activations]
+    if issubclass(experts, SM12xMxfp4Experts) and chosen.moe == "auto":
+        key = kMxfp8Dynamic  # as which vLLM's method prepares the weights
     supported, reason = experts.is_supported_config(
         experts, moe, kMxfp4Static, key, formats.BatchedExperts if batched else formats.Standard
     )
@@ -148,9 +223,10 @@ def make_method(moe: Any, chosen: Settings) -> GptOssMxfp4MoEMethod:
     if reason:
         logger.warning_once("flashinfer-sm12x: the experts are left to vLLM: %s", reason, scope="global")
         return VllmMoEMethod(moe, reason)
-    # --quantization-config.moe.activation mxfp8, if given, names the activations.
-    activations = "a8" if _user_moe_activation_override() else chosen.choice("moe").activations
-    experts = SM12xQuantizedInputExperts if (activations, chosen.moe_input) == ("a8", "mxfp8") else SM12xExperts
+    activations = activations_of(moe, chosen)
+    experts = SM12xAutoExperts if activations == "auto" else SM12xExperts
+    if (activations, chosen.moe_input) == ("a8", "mxfp8"):
+        experts = SM12xQuantizedInputExperts
     return SM12xMoEMethod(moe, activations, experts, "default" if chosen.moe == Settings.moe else "chosen")
 
 
@@ -176,8 +252,11 @@ class SM12xMoEMethod(GptOssMxfp4MoEMethod):
         self.weight_dtype = "gpt_oss_mxfp4"
         self.mxfp4_backend, self.experts_cls = BACKENDS[activations], experts_cls
         self.max_capture_size = moe.max_capture_size
-        given = "MXFP8 by vLLM" if experts_cls is SM12xQuantizedInputExperts else "bf16"
-        table.note("moe", "flashinfer-sm12x", f"mxfp4-{activations}, input {given}", why)
+        form = f"mxfp4-{activations}, input {'MXFP8 by vLLM' if experts_cls is SM12xQuantizedInputExperts else 'bf16'}"
+        if activations == "auto":
+            most = most_exact_tokens(moe)
+            form = "mxfp4-a16" if most == math.inf else f"mxfp4-a16 up to {most:,} tokens a step, mxfp4-a8 beyond"
+        table.note("moe", "flashinfer-sm12x", form, why)
 
     def maybe_roundup_sizes(
         self, hidden_size: int, intermediate_size_per_partition: int, act_dtype: torch.dtype, moe_parallel_config: Any
@@ -226,8 +305,10 @@ def ours_first(select: Callable[..., Any]) -> Callable[..., Any]:
         if activation_key is None:
             reason = reason_against(moe, settings.current(), SM12xMxfp4Experts)
         if not reason:
-            logger.info_once("flashinfer-sm12x: the experts are this fork's, W4A8 from bf16")
-            return BACKENDS["a8"], SM12xMxfp4Experts
+            auto = activations_of(moe, settings.current()) == "auto"
+            mode = "W4A16 in short steps, W4A8 in long ones" if auto else "W4A8 from bf16"
+            logger.info_once("flashinfer-sm12x: the experts are this fork's, %s", mode)
+            return BACKENDS["a8"], SM12xMxfp4AutoExperts if auto else SM12xMxfp4Experts
         logger.warning_once("flashinfer-sm12x: the experts are left to vLLM: %s", reason, scope="global")
         return select(moe) if activation_key is None else select(moe, activation_key=activation_key)
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be chosen: ``--additional-config '{"sm12x": "spark"}'`` or ``'{"sm12x": {"qkv": "mxfp8"}}'``, or
+"""What can be chosen: ``--additional-config '{"sm12x": "spark"}'`` or ``'{"sm12x": {"qkv": "mxint8"}}'``, or
 ``FLASHINFER_SM12X_VLLM`` where that is out of reach.
 
 The variable is ``0`` (the plugin does nothing), ``1``, or text as the command line may have it: a preset, ``key=value``
-pairs, or both with commas between them: ``FLASHINFER_SM12X_VLLM=spark,lm_head=mxfp8``. What the command line chooses wins
+pairs, or both with commas between them: ``FLASHINFER_SM12X_VLLM=spark,lm_head=bf16``. What the command line chooses wins
 over the variable.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,7 +37,7 @@ KEY = "sm12x"
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """A layer kind's weight format (``mxfp4``, ``mxfp8``, ``bf16``, ``vllm``) and its activations (``a8``, ``a16``)."""
+    """A layer kind's weight format, ``bf16`` or ``vllm``, and its activations: ``a8``, ``a16``, of experts also ``auto``."""
 
     weights: str
     activations: str
@@ -49,7 +50,7 @@ class Choice:
 class Settings:
     """One value of ``variables.CHOICES`` for each key."""
 
-    moe: str = "mxfp4"
+    moe: str = "auto"
     qkv: str = "bf16"
     o: str = "bf16"
     lm_head: str = "bf16"
@@ -61,8 +62,11 @@ class Settings:
     def choice(self, kind: str) -> Choice:
         """The choice for ``moe``, ``qkv``, ``o`` or ``lm_head``.
 
-        Without ``-a8`` or ``-a16`` the experts take MXFP8 activations (W4A8) and dense layers bf16 ones.
+        Without ``-a8`` or ``-a16`` the experts take MXFP8 activations (W4A8) and dense layers bf16 ones. ``auto`` experts
+        take either, by a step's number of tokens.
         """
+        if (kind, self.moe) == ("moe", "auto"):
+            return Choice("mxfp4", "auto")
         weights, _, activations = getattr(self, kind).partition("-")
         return Choice(weights, activations or ("a8" if kind == "moe" else "a16"))
 
@@ -113,7 +117,17 @@ def resolve(additional_config: Any) -> Settings:
             f"{origin} is {given!r}; it must be {' or '.join(map(repr, variables.PRESETS))}, or an object with keys of "
             f"{', '.join(variables.CHOICES)}"
         )
-    return Settings(**{**(variables.read(VARIABLE) or {}), **chosen})
+    together = {**(variables.read(VARIABLE) or {}), **chosen}
+    variables.check_together(together)
+    return Settings(**together)
+
+
+def changed_presets(additional_config: Any) -> list[str]:
+    """What to say of presets that are named by the command line or the variable, for :data:`CHANGED_PRESETS` of them."""
+    given = additional_config.get(KEY) if isinstance(additional_config, Mapping) else None
+    named = [os.environ.get(VARIABLE, ""), given if isinstance(given, str) else ""]
+    presets = dict.fromkeys(preset for text in named for preset in variables.presets_in(text))
+    return [variables.CHANGED_PRESETS[preset] for preset in presets if preset in variables.CHANGED_PRESETS]
 
 
 def current() -> Settings:

@@ -28,7 +28,7 @@ def faster(kind: str, backend: str, weights: str) -> str:
     if kind == "moe":
         return "" if backend == "flashinfer-sm12x" else "the fork's experts, where the reason can go"
     if weights == "bf16":
-        return '"sm12x": "spark" (MXFP4, a quarter of the bytes) or "spark-mxfp8" (half), at some accuracy'
+        return '"sm12x": "spark" or "spark-int8", half of the bytes at next to no loss (docs/accuracy.md)'
     return ""
 
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from typing import Any
 
 from token_bench.hindcast import Figure, rows
@@ -124,9 +123,10 @@ def parse(text: str) -> Choice:
 
 
 def of_weights() -> list[Choice]:
-    """Every format that is served in QKV and O, with every one in the LM head; others in all three."""
+    """Every format in all three; those that are served in one of QKV with O and the LM head, and beside the presets' head."""
     mixed = [BF16, *SERVED]
-    served = [Choice(body, body, head) for body, head in itertools.product(mixed, mixed)]
+    heads = {BF16: mixed} | {name: [BF16, PRESETS["spark"]["lm_head"], name] for name in SERVED}
+    served = [Choice(body, body, head) for body in mixed for head in dict.fromkeys(heads[body])]
     return served + [Choice(name, name, name) for name in OURS if name not in SERVED]
 
 
@@ -144,14 +144,15 @@ def stored(name: str) -> str:
 def predicted(choice: Choice) -> Predicted:
     """A step of gpt-oss-120b on one GB10 with the plugin's launches, one stream, context 1,024.
 
-    Experts with bf16 tokens take as long as with MXFP8 ones (docs/performance.md). Of llama.cpp only the bytes are of use.
+    Of llama.cpp only the bytes are of use.
     """
     formats = dict(zip(MATRICES, map(stored, (choice.qkv, choice.o, choice.lm_head)), strict=True))
     if choice.is_llama_cpp:
         return predict(LAYER_MODEL, Step(1, CONTEXT, formats=formats, fork=False))
     tokens: Any = choice.tokens
     fused = {"fused_router": True, "fused_attention": True}
-    return predict(LAYER_MODEL, Step(1, CONTEXT, kv=choice.kv, formats=formats, dense_tokens=tokens, **fused))
+    step = Step(1, CONTEXT, kv=choice.kv, formats=formats, dense_tokens=tokens, expert_tokens=choice.experts, **fused)
+    return predict(LAYER_MODEL, step)
 
 
 def bits(choice: Choice) -> float:

@@ -13,9 +13,10 @@ from typing import NamedTuple
 import torch
 
 from flashinfer.quantization import mx_cpu
+from flashinfer.quantization.block_scaled import WeightFormat, dequantize_weight, quantize_weight
 
 CHUNK_ROWS = 2048
-"""Rows that are rounded at once: the largest LM heads take gigabytes in float32."""
+"""Rows that gguf rounds at once: the largest LM heads take gigabytes in float32."""
 
 
 class Format(NamedTuple):
@@ -33,9 +34,17 @@ class Format(NamedTuple):
     rounded: Callable[[torch.Tensor], torch.Tensor]
 
 
-def _by_rows(rounded: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Of a format whose rows do not depend on each other."""
-    return lambda weight: torch.cat([rounded(rows) for rows in weight.split(CHUNK_ROWS)])
+def _ours(stored: WeightFormat, rule: mx_cpu.ScaleRule | None = None) -> Format:
+    """A format of the operators', by the rule that the plugin takes unless another is named."""
+
+    def rounded(weight: torch.Tensor) -> torch.Tensor:
+        return dequantize_weight(quantize_weight(weight, stored, rule), stored, weight.shape[1])
+
+    return Format(stored, rounded)
+
+
+def _q8_0_by_rows(weight: torch.Tensor) -> torch.Tensor:
+    return torch.cat([_q8_0(rows) for rows in weight.split(CHUNK_ROWS)])
 
 
 def _q8_0(rows: torch.Tensor) -> torch.Tensor:
@@ -49,19 +58,22 @@ def _mxfp8(rows: torch.Tensor) -> torch.Tensor:
     return mx_cpu.dequantize_mxfp8_linear(*mx_cpu.quantize_mxfp8_linear(rows))
 
 
-def _mxfp4(rows: torch.Tensor, rule: mx_cpu.ScaleRule = "amax") -> torch.Tensor:
-    packed, scales = mx_cpu.quantize_mxfp4_linear(rows, rule)
+def _mxfp4(rows: torch.Tensor) -> torch.Tensor:
+    packed, scales = mx_cpu.quantize_mxfp4_linear(rows)
     return mx_cpu.dequantize_mxfp4_linear(packed.flatten(0, -2), scales.flatten(0, -2)).view(rows.shape)
 
 
 BF16, Q8_0 = "bf16", "q8_0"
 WEIGHTS: dict[str, Format] = {
-    Q8_0: Format("q8_0", _by_rows(_q8_0)),
-    "mxfp8": Format("mxfp8", _by_rows(_mxfp8)),
-    "mxfp4": Format("mxfp4", _by_rows(lambda rows: _mxfp4(rows, "mse"))),
-    "mxfp4-amax": Format("mxfp4", _by_rows(_mxfp4)),
+    Q8_0: Format("q8_0", _q8_0_by_rows),
+    "mxint8": _ours("mxint8"),
+    "mxfp8": _ours("mxfp8"),
+    "mxfp6": _ours("mxfp6"),
+    "nvfp4": _ours("nvfp4"),
+    "mxfp4": _ours("mxfp4"),
+    "mxfp4-amax": _ours("mxfp4", "amax"),
 }
-"""Beside bf16, which is the reference. MXFP4's scales are the plugin's, of the least squared error; ``-amax``: upstream's."""
+"""Beside bf16, which is the reference. Scales are by the plugin's rule; ``-amax``: by the largest magnitude, as upstream's."""
 OURS = tuple(name for name in WEIGHTS if name != Q8_0)
 SERVED = tuple(name for name in OURS if WEIGHTS[name].stored == name)
 """What the plugin quantizes to."""

@@ -26,7 +26,6 @@ from flashinfer.sm12x.perfmodel.devices import DEVICES, GB10, Device
 from flashinfer.sm12x.perfmodel.routing import PUBLISHED as ROUTING
 from flashinfer.sm12x.perfmodel.routing import Routing
 from flashinfer.sm12x.perfmodel.step import (
-    DENSE_FORMATS,
     ENGINE_US,
     LAYER_MODEL,
     REACHED,
@@ -39,7 +38,7 @@ from flashinfer.sm12x.perfmodel.step import (
 )
 
 from . import picture
-from .predict import rates, span_and_middle, tokens_per_second
+from .predict import PRESET_FORMATS, rates, span_and_middle, tokens_per_second
 
 HERE = Path(__file__).parent
 PUBLISHED, FROZEN, BY_BYTES = (HERE / name for name in ("published.csv", "hindcast_frozen.csv", "hindcast_bytes.csv"))
@@ -160,15 +159,15 @@ PROMPT = 2048
 
 
 def own_steps() -> dict[str, Predicted]:
-    """One stream in each format, streams, and a prompt: gpt-oss-120b on one GB10."""
-    mxfp4 = formats_of("mxfp4")
+    """One stream with each preset, streams, and a prompt: gpt-oss-120b on one GB10."""
     found = {
-        f"1 stream, {dense}": own(LAYER_MODEL, Step(1, 1024, formats=formats_of(dense), **FUSED))
-        for dense in DENSE_FORMATS
+        f"1 stream, {preset}": own(LAYER_MODEL, Step(1, 1024, formats=formats, **FUSED))
+        for preset, formats in PRESET_FORMATS.items()
     }
     for count in (4, 16, 64):
-        found[f"{count} streams, mxfp4"] = own(LAYER_MODEL, Step(count, 1024, formats=mxfp4, **FUSED))
-    prompt = Step(1, PROMPT, PROMPT, formats=mxfp4, dense_tokens="mxfp8", fused_router=True)
+        step = Step(count, 1024, formats=PRESET_FORMATS["spark"], **FUSED)
+        found[f"{count} streams, spark"] = own(LAYER_MODEL, step)
+    prompt = Step(1, PROMPT, PROMPT, formats=formats_of("mxfp4"), dense_tokens="mxfp8", fused_router=True)
     return found | {f"prompt of {PROMPT:,}, mxfp4": own(LAYER_MODEL, prompt)}
 
 
@@ -219,7 +218,7 @@ def streams(zipfs: Sequence[float]) -> str:
     """Tokens/s of several streams on one GB10 by the exponent of the experts' popularity, without an engine."""
     body = []
     for count in STREAMS:
-        step = Step(count, 1024, formats=formats_of("mxfp4"), **FUSED)
+        step = Step(count, 1024, formats=PRESET_FORMATS["spark"], **FUSED)
         line = [str(count)]
         for zipf in zipfs:
             routing = Routing(zipf=zipf)
@@ -236,7 +235,7 @@ DRAFT_SHARE = 0.143
 WINDOWS = range(2, 9)
 
 
-def window_cost(dense: str, window: int, shared: float) -> float:
+def window_cost(preset: str, window: int, shared: float) -> float:
     """How many plain steps a step costs that drafts ``window - 1`` tokens and verifies: tokens it has to yield to pay.
 
     At the middle of the times; ``shared`` is the share of experts that a token has in common with the one before it.
@@ -247,7 +246,7 @@ def window_cost(dense: str, window: int, shared: float) -> float:
         done = predict(LAYER_MODEL, step, given=Given(DEVICES["GB10"], routing=(routing, routing)))
         return (done.fast + done.slow) / 2
 
-    formats = formats_of(dense)
+    formats = PRESET_FORMATS[preset]
     plain = middle(Step(1, 1024, formats=formats, fused_router=True, verified=True))
     verify = middle(Step(1, 1024, window, formats=formats, fused_router=True, verified=True))
     draft = DRAFT_SHARE * middle(Step(1, 1024, fused_router=True, verified=True))
@@ -268,14 +267,14 @@ def acceptance(window: int, tokens: float) -> float:
 def windows(shares: Sequence[float]) -> str:
     """Tokens that a verify step has to yield to pay and, in brackets, with which acceptance of each draft it does."""
     body = []
-    for dense, window in itertools.product(DENSE_FORMATS, WINDOWS):
-        line = [dense, str(window)]
+    for preset, window in itertools.product(PRESET_FORMATS, WINDOWS):
+        line = [preset, str(window)]
         for share in shares:
-            cost = window_cost(dense, window, share)
+            cost = window_cost(preset, window, share)
             wanted = acceptance(window, cost)
             line.append(f"{cost:.2f} ({'never' if wanted > 1 else f'{wanted:.0%}'})")
         body.append(line)
-    return github(body, ["QKV, O, LM head", "window", *(f"{share:.0%} shared" for share in shares)])
+    return github(body, ["preset", "window", *(f"{share:.0%} shared" for share in shares)])
 
 
 # --- SM120 cards ------------------------------------------------------------------------------------------------------

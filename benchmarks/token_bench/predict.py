@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 from emulate import CONTEXTS
@@ -15,6 +16,7 @@ from flashinfer.sm12x.perfmodel.step import (
     DENSE_FORMATS,
     KV_BYTES,
     LAYER_MODEL,
+    MATRICES,
     TOKENS_BESIDE,
     Given,
     Predicted,
@@ -22,8 +24,19 @@ from flashinfer.sm12x.perfmodel.step import (
     formats_of,
     predict,
 )
+from flashinfer.sm12x.variables import PRESETS
 
 from .results import Measured
+
+PRESET_FORMATS = {
+    "bf16": formats_of("bf16"),
+    **{
+        name: dict(zip(MATRICES, (preset["qkv"], preset["o"], preset["lm_head"]), strict=True))
+        for name, preset in PRESETS.items()
+        if name != "spark-mxfp8"  # the same bytes as spark-int8, and more loss
+    },
+}
+"""What the plugin's presets make of QKV, O and LM head, and what is there without one."""
 
 
 def of_measured(measured: Measured) -> dict[str, tuple[float, float]] | None:
@@ -77,16 +90,12 @@ def by_part(predicted: Sequence[Predicted], names: Sequence[str]) -> str:
 
 
 def by_context(model: str, ranks: int, **fused: bool) -> str:
-    """Tokens/s of one stream, slow and fast end and, in brackets, at the middle of the times: contexts down, choices across."""
-    columns = [(kv, weights) for kv in KV_BYTES for weights in DENSE_FORMATS]
+    """Tokens/s of one stream, slow and fast end and, in brackets, at the middle of the times: contexts down, presets across."""
     body = []
-    for context in CONTEXTS:
-        steps = [
-            predict(model, Step(1, context, 1, kv, formats_of(weights), **fused), ranks) for kv, weights in columns
-        ]
-        body.append([f"{context:,}", *map(tokens_per_second, steps)])
-    headers = ["context", *(f"{weights}, {kv} KV" for kv, weights in columns)]
-    return github(body, headers)
+    for context, kv in itertools.product(CONTEXTS, KV_BYTES):
+        steps = [Step(1, context, 1, kv, formats, **fused) for formats in PRESET_FORMATS.values()]
+        body.append([f"{context:,}", kv, *(tokens_per_second(predict(model, step, ranks)) for step in steps)])
+    return github(body, ["context", "KV", *PRESET_FORMATS])
 
 
 def overview(predicted: Sequence[Predicted]) -> str:
@@ -98,7 +107,7 @@ def overview(predicted: Sequence[Predicted]) -> str:
         body.append(
             [
                 str(each.size.ranks),
-                step.formats["QKV"],
+                " / ".join(dict.fromkeys((step.formats["QKV"], step.formats["LM head"]))),
                 step.dense_tokens,
                 step.kv,
                 what,
@@ -141,8 +150,8 @@ def side_by_side(before: Predicted, after: Predicted) -> str:
 
 
 def headline(ranks: int, model: str = LAYER_MODEL, given: Given | None = None, **fused: bool) -> list[Predicted]:
-    """One stream at a context of 1,024, in each format; ``fused``: of :class:`Step`."""
-    steps = [Step(1, 1024, formats=formats_of(weights), **fused) for weights in DENSE_FORMATS]
+    """One stream at a context of 1,024 with each of :data:`PRESET_FORMATS`; ``fused``: of :class:`Step`."""
+    steps = [Step(1, 1024, formats=formats, **fused) for formats in PRESET_FORMATS.values()]
     return [predict(model, step, ranks, given) for step in steps]
 
 

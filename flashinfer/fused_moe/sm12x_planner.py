@@ -9,6 +9,7 @@ tiles cost no scale arithmetic, are predictions until somebody has measured them
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -30,6 +31,7 @@ class Choice:
 Limits = tuple[tuple[float, int], ...]
 _END = float("inf")
 AS_FAST = 1.03
+"""How many times as long as W4A8 an exact layer may take to be preferred; a test holds the limits to the model."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +43,9 @@ class DeviceClass:
     streamed : tuple
         Limits and token tiles of the streamed layer; past the last limit it is not used.
     pairs : tuple
-        The same for pairs of GEMM kernels.
+        The same for pairs of GEMM kernels in W4A8.
+    exact_pairs : tuple
+        The same in W4A16.
     gemms : tuple
         The same for the grouped GEMM.
     exact : float
@@ -50,6 +54,7 @@ class DeviceClass:
 
     streamed: Limits
     pairs: Limits
+    exact_pairs: Limits
     gemms: Limits
     exact: float
 
@@ -57,19 +62,24 @@ class DeviceClass:
 # An expert's rows take ceil(rows / tile) tiles. On an H200 a tile costs, relative to a streamed one of 8 (docs/log.md):
 # streamed 16, 1.26; pairs of 8, 16, 24, 32, 40, 64: 1.33, 1.39, 1.54, 1.77, 1.95, 2.63. Limits are where the cheapest
 # changes if an expert's rows are Poisson distributed: at 64 rows two tiles of 40 cost less than the 1.5 of 64 that it takes.
+_HOPPER_PAIRS = ((4.8, 8), (12.0, 16), (20.0, 24), (26.0, 32), (38.0, 40), (63.5, 64), (84.0, 40), (_END, 64))
 _HOPPER = DeviceClass(
     ((5.9, 8), (14.5, 16)),
-    ((4.8, 8), (12.0, 16), (20.0, 24), (26.0, 32), (38.0, 40), (63.5, 64), (84.0, 40), (_END, 64)),
+    _HOPPER_PAIRS,
+    _HOPPER_PAIRS,
     ((8.5, 8), (_END, 16)),
     _END,  # MXFP8 tokens are multiplied as bfloat16 there, after they were quantized
 )
 _SM12X_PAIRS = ((6.0, 8), (14.0, 16), (20.0, 24), (28.0, 32), (36.0, 40), (64.0, 64), (_END, 128))
-# A tile that is too narrow reads weights twice, and a GB10 waits for memory: the streamed layer ends earlier there.
-_SM12X = DeviceClass(((4.5, 8),), _SM12X_PAIRS, _SM12X_PAIRS, 16.0)
+# In W4A16 tiles of 16 and 24 have two blocks on an SM, whose weights and tokens share its L2: up to 5 % more bytes.
+_SM12X_EXACT_PAIRS = ((6.0, 8), (28.0, 32), (36.0, 40), (_END, 64))
+# A tile that is too narrow reads weights twice, and a GB10 waits for memory: the streamed layer ends earlier there. Tokens
+# in bf16 are twice the bytes of MXFP8 ones, 3 % of a layer's at 24 rows.
+_SM12X = DeviceClass(((4.5, 8),), _SM12X_PAIRS, _SM12X_EXACT_PAIRS, _SM12X_PAIRS, 24.0)
 # A card reads 1.6 to 2.3 times a GB10's bytes for each clock of an SM, so that MMAs of padded rows bind it: at 64 to 256
 # rows a half-empty tile of 128 costs up to 20 % more than tiles of 64 by the counts of the virtual GPU (docs/hindcast.md).
 _CARD_PAIRS = (*_SM12X_PAIRS[:-2], (256.0, 64), (_END, 128))
-_CARD = DeviceClass(_SM12X.streamed, _CARD_PAIRS, _CARD_PAIRS, 16.0)
+_CARD = DeviceClass(_SM12X.streamed, _CARD_PAIRS, _SM12X_EXACT_PAIRS, _CARD_PAIRS, _SM12X.exact)
 
 
 def expected_rows(num_rows: int, num_experts: int) -> float:
@@ -98,6 +108,21 @@ def plan_mode(
     return Mode.W4A16 if exact else Mode.HALF_INPUT
 
 
+def most_exact_tokens(top_k: int, num_local_experts: int, *features: bool) -> float:
+    """The most tokens that :attr:`Mode.AUTO` multiplies as they are; infinite where that is any number.
+
+    ``features`` are :func:`plan_mode`'s last two parameters.
+    """
+    most = 1 << 20
+    if plan_mode(Mode.AUTO, most, top_k, num_local_experts, *features) is Mode.W4A16:
+        return _END
+
+    def rounded(tokens: int) -> bool:
+        return plan_mode(Mode.AUTO, tokens, top_k, num_local_experts, *features) is not Mode.W4A16
+
+    return bisect.bisect(range(most), False, key=rounded) - 1
+
+
 def choose(
     activation: Format,
     num_rows: int,
@@ -123,7 +148,8 @@ def choose(
     for row in fitting if all_sms else ():
         if row.streamed and row.token_tile == tile:
             return Choice(row, f"{busy}: the layer as one stream of weights, token tile {tile}")
-    wanted = next(tile for limit, tile in (device.gemms if layer is None else device.pairs) if rows <= limit)
+    pairs = device.exact_pairs if activation == "bf16" else device.pairs
+    wanted = next(tile for limit, tile in (device.gemms if layer is None else pairs) if rows <= limit)
     gemms = [row for row in fitting if not row.streamed]
     tiles = sorted({row.token_tile for row in gemms})
     tile = next((tile for tile in tiles if tile >= wanted), tiles[-1])

@@ -66,10 +66,21 @@ def _architecture(text: str) -> str:
     return ("sm_121a",)[("sm_121a",).index(text)]
 
 
-_DENSE = ("bf16", "mxfp8", "mxfp8-a16", "mxfp8-a8", "mxfp4", "mxfp4-a16", "mxfp4-a8")
+_TOKENS = {
+    "mxint8": ("a16",),
+    "mxfp8": ("a16", "a8"),
+    "mxfp6": ("a16", "a8"),
+    "nvfp4": ("a16",),
+    "mxfp4": ("a16", "a8"),
+}
+"""Formats of dense weights, and to what their tokens may be rounded beside them."""
+_DENSE = (
+    "bf16",
+    *(name for form, tokens in _TOKENS.items() for name in (form, *(f"{form}-{each}" for each in tokens))),
+)
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
-    "moe": ("mxfp4", "mxfp4-a8", "mxfp4-a16", "vllm"),
+    "moe": ("auto", "mxfp4", "mxfp4-a8", "mxfp4-a16", "vllm"),
     "qkv": _DENSE,
     "o": _DENSE,
     "lm_head": _DENSE,
@@ -80,11 +91,30 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 }
 """What the plugin of vLLM lets a user choose: key -> its values."""
 
+
+def _dense(body: str, lm_head: str) -> Mapping[str, str]:
+    return {"qkv": body, "o": body, "lm_head": lm_head}
+
+
 PRESETS: Mapping[str, Mapping[str, str]] = {
-    "spark": dict.fromkeys(("qkv", "o", "lm_head"), "mxfp4"),
-    "spark-mxfp8": dict.fromkeys(("qkv", "o", "lm_head"), "mxfp8"),
+    "spark": _dense("mxfp6", "mxint8"),
+    "spark-int8": _dense("mxint8", "mxint8"),
+    "spark-fast": _dense("nvfp4", "mxint8"),
+    "spark-mxfp4": _dense("mxfp4", "mxfp4"),
+    "spark-mxfp8": _dense("mxfp8", "mxfp8"),
 }
-"""Choices under one name: the dense layers in a quarter or half of the checkpoint's bytes."""
+"""Dense layers' choices under one name; docs/accuracy.md has what each loses."""
+
+CHANGED_PRESETS: Mapping[str, str] = {
+    "spark": "'spark' is MXFP6 in QKV and O and MXINT8 in the LM head; MXFP4 in all three, which it was, is 'spark-mxfp4'",
+    "spark-mxfp8": "'spark-mxfp8' is MXFP8, as it was; 'spark-int8' has the same bytes and loses less",
+}
+"""What to say once to who chooses a name that meant another choice, or is no longer the best of its kind."""
+
+
+def presets_in(text: str) -> list[str]:
+    """The presets that :func:`parse_choices` would find."""
+    return [item for item in map(str.strip, text.split(",")) if item in PRESETS]
 
 
 def check_choices(given: Mapping[str, Any], origin: str) -> dict[str, str]:
@@ -100,6 +130,19 @@ def check_choices(given: Mapping[str, Any], origin: str) -> dict[str, str]:
             hint = " (the checkpoint's experts are MXFP4 and stay so)" if key == "moe" else ""
             raise VariableError(f"{origin}: {key} is {value!r}{hint}; it may be {', '.join(CHOICES[key])}")
     return dict(given)
+
+
+def check_together(chosen: Mapping[str, str]) -> None:
+    """Refuse choices that exclude each other, wherever each of them was made.
+
+    Raises:
+        VariableError: naming both, and which may go.
+    """
+    if (chosen.get("moe"), chosen.get("moe_input")) == ("mxfp4-a16", "mxfp8"):
+        raise VariableError(
+            "moe is 'mxfp4-a16' and moe_input 'mxfp8': experts that multiply bf16 tokens take no MXFP8 input; choose moe "
+            "'mxfp4-a8', or moe_input 'bf16'"
+        )
 
 
 PLUGIN = "FLASHINFER_SM12X_VLLM"
@@ -139,7 +182,7 @@ TABLE: Mapping[str, Variable] = {
         (False, "upstream's kernels run in place of this fork's"),
     ),
     PLUGIN: Variable(
-        "0, 1, spark, spark-mxfp8 or pairs such as qkv=mxfp8,o=mxfp8",
+        f"0, 1, {', '.join(PRESETS)} or pairs such as qkv=mxint8,o=mxfp6",
         "1",
         "`0` switches vLLM's plugin off; presets and pairs are its [choices](serving.md#choices).",
         _plugin_choices,

@@ -28,7 +28,7 @@ from token_bench import predict
 from torch.nn.functional import linear
 
 from flashinfer import mxfp4_dequantize, mxfp4_quantize, mxfp8_quantize
-from flashinfer.quantization import mx_cpu
+from flashinfer.quantization.block_scaled import quantize_weight
 
 REPO = Path(__file__).parents[2]
 LINEAR = SfLayout.layout_linear
@@ -237,8 +237,10 @@ def test_queries_keys_and_values_are_quantized_as_one_matrix(monkeypatch: pytest
     [
         ("bf16", Choice()),
         ("mxfp8", Choice("mxfp8", "mxfp8", "mxfp8")),
-        ("spark", Choice("mxfp4", "mxfp4", "mxfp4")),
-        ("spark, lm_head=mxfp8", Choice("mxfp4", "mxfp4", "mxfp8")),
+        ("spark", Choice("mxfp6", "mxfp6", "mxint8")),
+        ("spark-mxfp4", Choice("mxfp4", "mxfp4", "mxfp4")),
+        ("spark-mxfp4, lm_head=mxfp8", Choice("mxfp4", "mxfp4", "mxfp8")),
+        ("nvfp4, lm_head=mxint8", Choice("nvfp4", "nvfp4", "mxint8")),
         ("mxfp4-amax", Choice("mxfp4-amax", "mxfp4-amax", "mxfp4-amax")),
         ("mxfp4-amax-a4", Choice("mxfp4-amax", "mxfp4-amax", "mxfp4-amax", "mxfp4")),
         ("qkv=mxfp8-a8,moe=mxfp4-a8,kv=fp8", Choice("mxfp8", tokens="mxfp8", experts="mxfp8", kv="fp8")),
@@ -252,7 +254,7 @@ def test_choices_are_in_the_words_of_the_plugin(text: str, choice: Choice) -> No
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("mxfp5", "qkv is 'mxfp5'; it may be bf16, mxfp8, mxfp4, mxfp4-amax"),
+        ("mxfp5", "qkv is 'mxfp5'; it may be bf16, mxint8, mxfp8, mxfp6, nvfp4, mxfp4, mxfp4-amax"),
         ("q8_0", "qkv is 'q8_0'; it may be"),
         ("qkv=", "qkv is ''"),
         ("head=mxfp4", "head=mxfp4 is not known; what may be chosen is qkv, o and lm_head"),
@@ -260,6 +262,8 @@ def test_choices_are_in_the_words_of_the_plugin(text: str, choice: Choice) -> No
         ("kv=e5m2", "kv=e5m2 is not known"),
         ("qkv=mxfp8-a8,o=mxfp8", "round their tokens alike"),
         ("mxfp8-a4", "no kernel has tokens of mxfp4 beside weights of mxfp8"),
+        ("mxint8-a8", "no kernel has tokens of mxfp8 beside weights of mxint8"),
+        ("nvfp4-a4", "no kernel has tokens of mxfp4 beside weights of nvfp4"),
     ],
 )
 def test_an_unknown_choice_ends_with_a_line(text: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -288,17 +292,23 @@ def test_each_preset_can_be_measured() -> None:
 
 def test_bytes_and_speed_are_the_predictors() -> None:
     fused = {"fused_router": True, "fused_attention": True}
-    for step, name in zip(predict.headline(1, **fused), ("bf16", "mxfp8", "mxfp4"), strict=True):
+    for step, name in zip(predict.headline(1, **fused), predict.PRESET_FORMATS, strict=True):
         found = choices.predicted(parse(name))
         assert predict.rates(found) == predict.rates(step)
         assert found.bytes == step.bytes
     assert choices.bits(Choice()) == 16
     assert choices.bits(parse("mxfp8")) == pytest.approx(8.25, abs=0.01)
     assert choices.bits(parse("mxfp4")) == pytest.approx(4.25, abs=0.01)
+    assert choices.bits(parse("nvfp4")) == pytest.approx(4.5, abs=0.01)
+    assert choices.bits(parse("mxfp6")) == pytest.approx(6.25, abs=0.01)
+    assert choices.bits(parse("mxint8")) == choices.bits(parse("mxfp8"))
     assert choices.bits(LLAMA_CPP) == 8.5
     mixed = choices.predicted(parse("lm_head=mxfp4"))
     assert choices.predicted(parse("mxfp4")).bytes < mixed.bytes < choices.predicted(Choice()).bytes
     assert choices.predicted(parse("kv=fp8")).bytes < choices.predicted(Choice()).bytes
+    exact, rounded = (choices.predicted(parse(f"moe=mxfp4-{each}")) for each in ("a16", "a8"))
+    assert (exact.fast, exact.slow) == pytest.approx((rounded.fast, rounded.slow), rel=1e-3)
+    assert exact.fast != rounded.fast, "each by its own counts"
 
 
 def test_llama_cpps_speed_is_the_published_one() -> None:
@@ -311,9 +321,8 @@ def test_llama_cpps_speed_is_the_published_one() -> None:
 def test_bits_are_those_of_what_the_quantizers_make(name: str) -> None:
     """K of whole 128, so that scales in 128x4 layout have no padding."""
     weight = torch.ones(128, 4096)
-    quantize = mx_cpu.quantize_mxfp8_linear if name == "mxfp8" else mx_cpu.quantize_mxfp4_linear
-    values, scales = quantize(weight)
-    made = 8 * (values.nbytes + mx_cpu.swizzle_128x4(scales).nbytes) / weight.numel()
+    made = quantize_weight(weight, choices.stored(name))
+    made = 8 * (made.values.nbytes + made.scales.nbytes) / weight.numel()
     assert choices.matrix_bytes(128, 4096, choices.stored(name)) * 8 / weight.numel() == made
 
 
@@ -554,7 +563,8 @@ def test_smollm2s_order_of_formats(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "output.weight" not in matrices  # the head is the embedding
     assert {"Q4_1", "Q8_0"} == set(re.findall(r"\bQ\d_\d\b", models.DEFAULT_NOTE))
 
-    wanted = "mxfp8;mxfp4;mxfp4-amax;qkv=mxfp4,o=mxfp4;lm_head=mxfp4;llama.cpp;moe=mxfp4-a8;kv=fp8"
+    wanted = "mxint8;mxfp8;mxfp6;nvfp4;mxfp4;mxfp4-amax;qkv=mxfp4,o=mxfp4;lm_head=mxfp4;llama.cpp;moe=mxfp4-a8;kv=fp8"
+    wanted += ";spark;spark-fast"
     line = ["--window", "64", "--tokens", "640", "--choices", wanted, "--out", str(tmp_path), "--device", "cpu"]
     assert bench_accuracy.main(line) == 0
     out = capsys.readouterr().out
@@ -574,9 +584,14 @@ def test_smollm2s_order_of_formats(tmp_path: Path, capsys: pytest.CaptureFixture
 
     llama_cpp = ("llama.cpp, q8_0", "dense tokens q8_0, experts' tokens q8_0")
     less(llama_cpp, ("mxfp8", ""), ("mxfp4 / bf16", ""), ("mxfp4", ""))
+    less(("mxint8", ""), ("mxfp6 / mxint8", ""), ("mxfp8", ""), ("nvfp4 / mxint8", ""), ("nvfp4", ""), ("mxfp4", ""))
+    assert found["mxint8", ""].value <= found["mxfp8", ""].value / 10, "at equal bytes"
+    assert found["nvfp4", ""].value <= found["mxfp4", ""].value / 2
+    assert found["mxfp6 / mxint8", ""].value <= 0.025, "what the preset spark promises"
     less(("mxfp4 / bf16", ""), ("bf16 / mxfp4", ""))  # the LM head is the worst place for four bits
     less(("bf16", "experts' tokens mxfp8"), ("mxfp8", ""))
     less(("bf16", "KV e4m3"), ("mxfp8", ""))
+    assert found["mxfp6", ""].value < found["mxfp8", ""].value * 2
     assert found["mxfp4", ""].value < found["mxfp4-amax", ""].value
     assert 0.02 < found["mxfp8", ""].value < 0.08
     assert 0.4 < found["mxfp4", ""].value < 1.2

@@ -124,7 +124,7 @@ def test_a_kernel_of_the_forks_takes_several_parts(
     fused: str, gone: set[str], part: str, changed: set[str], fixed: float, off: float
 ) -> None:
     """Its bytes are those counted, within ``off`` of the part's own; other parts stay as they were."""
-    one, two = (predict.headline(1, **{fused: used})[2] for used in (False, True))
+    one, two = (predict.headline(1, **{fused: used})[-1] for used in (False, True))
     before, after = rows_of(one), rows_of(two)
     assert set(before) - set(after) == gone
     assert {name for name, row in after.items() if row != before[name]} == changed
@@ -159,7 +159,7 @@ def test_a_prompt_is_bound_by_arithmetic() -> None:
 def test_what_was_not_emulated_is_named() -> None:
     with pytest.raises(
         ValueError,
-        match=r"no prediction of MoE for 3 tokens of gpt-oss-120b on 2 GPU\(s\), mxfp4 and tokens in mxfp8: 1, 4",
+        match=r"no prediction of MoE for 3 tokens of gpt-oss-120b on 2 GPU\(s\), mxfp4 and tokens in bf16: 1, 4",
     ):
         model.predict(MODEL, Step(3, 1024), 2)
     prompt = Step(1, 8192, 8192, formats=formats_of("mxfp4"))
@@ -279,8 +279,8 @@ def test_what_needs_a_gpu_or_a_file_says_so(
 
 
 def test_tables_hold_what_was_predicted() -> None:
-    steps = predict.headline(1)
-    rows, mxfp4 = {line[0]: line for line in cells(predict.by_part(steps, DENSE_FORMATS))}, rows_of(steps[2])
+    steps, names = predict.headline(1), list(predict.PRESET_FORMATS)
+    rows, mxfp4 = {line[0]: line for line in cells(predict.by_part(steps, names))}, rows_of(steps[-1])
     for name in MATRICES:
         row = mxfp4[name]
         assert rows[name][-3:] == [
@@ -288,9 +288,10 @@ def test_tables_hold_what_was_predicted() -> None:
             f"{row.bytes / MIDDLE.dram_gb_per_second / 1e3:,.0f}",
             predict.span(row.fast, row.slow, 0),
         ]
-    assert rows["all"][-1] == predict.span(steps[2].fast, steps[2].slow, 0)
+    assert rows["all"][-1] == predict.span(steps[-1].fast, steps[-1].slow, 0)
     assert len(cells(predict.overview(steps))) == 1 + len(steps)
-    by_context = {line[0]: line for line in cells(predict.by_context(MODEL, 2))}
+    by_context = {(line[0], line[1]): line for line in cells(predict.by_context(MODEL, 2))}
     one = model.predict(MODEL, step_of("mxfp4", 8192, kv="fp8"), 2)
-    assert by_context["8,192"][-1] == predict.tokens_per_second(one)
+    assert by_context["8,192", "fp8"][-1] == predict.tokens_per_second(one)
+    assert by_context["8,192", "bf16"][-1] != predict.tokens_per_second(one)
     assert {line.split(":")[0] for line in model.told()} >= {"DRAM", "attention's cache"}

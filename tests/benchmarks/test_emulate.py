@@ -22,6 +22,7 @@ from flashinfer.sm12x.perfmodel import dense, gb10, moe
 from flashinfer.sm12x.perfmodel.gb10 import FAST, FIXED_US, MIDDLE, SECOND_LAUNCH_US, SLOW, Counts, Launch
 from flashinfer.sm12x.perfmodel.moe import Fit, Work
 from flashinfer.sm12x.probe import layer
+from flashinfer.testing.moe_layers import DENSE_VARIANTS
 
 MODEL = "gpt-oss-120b"
 MOE = MODELS[MODEL].moe
@@ -281,7 +282,7 @@ class NoDevice:
     def __enter__(self) -> NoDevice:
         return self
 
-    def module(self, generate: Any) -> None:
+    def module(self, generate: Any, *arguments: str) -> None:
         print(f"module of {generate.__name__}")
 
     def __exit__(self, *_error: Any) -> None:
@@ -323,8 +324,9 @@ def test_tables_without_a_gpu_say_what_they_are(
     assert bench_dense_mx.main(["--tokens", "1,8192", "--layers", "qkv,lm_head"]) == 0
     printed = capsys.readouterr().out
     assert "qkv, 8192 tokens, mxfp4 weights, bf16 tokens: by cuBLAS, no prediction" in printed
-    assert printed.count("\n| qkv ") == 5 + 3
-    assert printed.count("\n| lm_head ") == 5  # a batch's logits are of its last tokens
+    rounded = sum(tokens != "bf16" for _, tokens in DENSE_VARIANTS)
+    assert printed.count("\n| qkv ") == len(DENSE_VARIANTS) + rounded
+    assert printed.count("\n| lm_head ") == len(DENSE_VARIANTS)  # a batch's logits are of its last tokens
     assert all(f"- {line}\n" in printed for line in gb10.told("dense"))
 
 
@@ -352,7 +354,7 @@ def test_what_the_doctors_probe_times_is_predicted(tmp_path: Path, monkeypatch: 
         assert moe.predicted_range(MOE, layer.MODE, tokens) == (line.fast, line.slow)
         assert 0.95 * line.floor < line.fast < line.slow < 1.5 * line.floor + 100
     assert moe.known_fits(layer.MODE, (0, 1), MOE[:2]) == []
-    assert moe.predicted_range(MOE, 2, 1) is None
+    assert moe.predicted_range(MoELayer(64, 32, 8, 2), layer.MODE, 1) is None
     monkeypatch.setattr(moe, "FITS", tmp_path / "fits.csv")
     moe.write_fits(moe.FITS, [(moe.columns(2, (0, 1), (64, 32)), fits), (moe.columns(0, (0, 1), (64, 32)), [])])
     assert moe.known_fits(2, (0, 1), (64, 32)) == fits

@@ -64,7 +64,9 @@ def test_the_cpu_computes_either_mode_bit_for_bit() -> None:
     for tokens in (1, 16, at - 1, at, at + 1):
         given = arguments(tokens, Mode.W4A16)
         got = flashinfer.cutlass_fused_moe(**given | BOTH)
-        results = {mode: flashinfer.cutlass_fused_moe(**arguments(tokens, mode)) for mode in (Mode.W4A16, Mode.HALF_INPUT)}
+        results = {
+            mode: flashinfer.cutlass_fused_moe(**arguments(tokens, mode)) for mode in (Mode.W4A16, Mode.HALF_INPUT)
+        }
         assert not results[Mode.W4A16].equal(results[Mode.HALF_INPUT]), "the two round differently"
         assert got.equal(results[Mode.W4A16 if tokens < at else Mode.HALF_INPUT])
 
@@ -109,7 +111,7 @@ def test_upstreams_kernels_are_not_asked_for_both(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(devices, "serves", lambda device: False)
     given = layer_arguments(Mode.W4A16) | BOTH
     given["input"] = given["input"].to("meta")
-    with pytest.raises(ValueError, match="^use_mxfp8_act_scaling and use_w4_group_scaling are both True; on meta"):
+    with pytest.raises(ValueError, match=r"^use_mxfp8_act_scaling and use_w4_group_scaling are both True; on meta"):
         core._reject_auto(Mode.AUTO, given["input"].device)
 
 

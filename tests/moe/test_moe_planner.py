@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 
 from flashinfer.fused_moe import sm12x_planner
-from flashinfer.jit.sm12x.instances import INSTANCES, STREAM_ENTRIES, Format, candidates
-from flashinfer.sm12x.models import MOE_LAYERS
-from flashinfer.sm12x.perfmodel import gb10, moe
+from flashinfer.fused_moe.sm12x_validation import Mode
+from flashinfer.jit.sm12x.instances import INSTANCES, STREAM_ENTRIES, Format, Instance, candidates
+from flashinfer.sm12x.models import MOE_LAYERS, MoELayer
+from flashinfer.sm12x.perfmodel import gb10, moe, step
 
 # Time of a token tile of one expert on an H200, relative to a streamed tile of 8 (docs/log.md, "Grid of tactics").
 STREAMED, PAIR = True, False
@@ -81,27 +83,55 @@ GPUS = [(48, 2.418, True)] + [
 ]
 
 
+def modelled(layer: MoELayer, tokens: int, row: Instance, gpu: tuple[int, float, bool], bf16_flops: int = 512) -> float:
+    """Microseconds by a tactic's counts on the virtual SM121; a card has 9.5 GB/s of sustained DRAM reads for each SM, as sold."""
+    sms, gigahertz, unified = gpu
+    rates = gb10.Rates(gb10.MIDDLE.dram_gb_per_second if unified else 9.5 * sms, bf16_flops)
+    others = gb10.CYCLES / (1e3 * gigahertz * sms)
+    pair = (row.index, row.index)
+    fits = moe.known_fits(step.FITTED_MODES[row.activation], pair, (layer.hidden, layer.inter))
+    assert fits, f"{row.name} was not emulated"
+    busy = [launch.busy(row.operand, rates) for launch in moe.launches_of(layer, tokens, pair, fits)]
+    times = [max(us * (1 if name == "dram" else others) for name, us in each.items()) for each in busy]
+    return sum(times) + sum(gb10.FIXED_US["MoE"]) / 2 + (0 if row.streamed else gb10.SECOND_GEMM_US)
+
+
+def planned(layer: MoELayer, tokens: int, mode: Mode, unified: bool) -> Instance:
+    chosen, _ = sm12x_planner.plan_moe(tokens, layer.top_k, layer.experts, *layer[:2], mode, unified_memory=unified)
+    return INSTANCES[chosen]
+
+
+@pytest.mark.parametrize(("mode", "gpus"), [(Mode.MXFP8_INPUT, GPUS), (Mode.W4A16, GPUS[:1])], ids=["W4A8", "W4A16"])
 @pytest.mark.parametrize("model", ["gpt-oss-20b", "gpt-oss-120b"])
-def test_sm12x_takes_a_tactic_within_ten_percent_of_the_models_best(model: str) -> None:
-    """By counts of all tactics on the virtual SM121; a card has 9.5 GB/s of sustained DRAM reads for each SM, as sold of these."""
+def test_sm12x_takes_a_tactic_within_ten_percent_of_the_models_best(model: str, mode: Mode, gpus: list[Any]) -> None:
     layer = MOE_LAYERS[model]
-    fixed = sum(gb10.FIXED_US["MoE"]) / 2
-    for tokens, (sms, gigahertz, unified) in itertools.product(GRID, GPUS):
-        rates = gb10.Rates(gb10.MIDDLE.dram_gb_per_second if unified else 9.5 * sms, 512)
-        others = gb10.CYCLES / (1e3 * gigahertz * sms)
-        costs = {}
-        for row in candidates(True, tokens * layer.top_k, layer.hidden, layer.inter):
-            if row.activation != "mxfp8":
-                continue
-            pair = (row.index, row.index)
-            fits = moe.known_fits(0, pair, (layer.hidden, layer.inter))
-            assert fits, f"{row.name} was not emulated"
-            busy = [launch.busy(row.operand, rates) for launch in moe.launches_of(layer, tokens, pair, fits)]
-            times = [max(us * (1 if name == "dram" else others) for name, us in each.items()) for each in busy]
-            costs[row.index] = sum(times) + fixed + (0 if row.streamed else gb10.SECOND_GEMM_US)
-        sizes = (tokens, layer.top_k, layer.experts, layer.hidden, layer.inter)
-        chosen, _ = sm12x_planner.plan_moe(*sizes, 0, unified_memory=unified)
-        assert costs[chosen] <= 1.1 * min(costs.values()), (sms, unified, tokens, INSTANCES[chosen].name, costs)
+    for tokens, gpu in itertools.product(GRID, gpus):
+        rows = candidates(True, tokens * layer.top_k, layer.hidden, layer.inter)
+        costs = {row: modelled(layer, tokens, row, gpu, 768) for row in rows if row.activation == mode.activation}
+        chosen = planned(layer, tokens, mode, gpu[2])
+        assert costs[chosen] <= 1.1 * min(costs.values()), (gpu, tokens, chosen.name, costs)
+
+
+@pytest.mark.parametrize("bf16_flops", [512, 1024])
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("model", ["gpt-oss-20b", "gpt-oss-120b"])
+def test_auto_takes_no_longer_than_w4a8_beyond_three_percent(
+    model: str, gpu: tuple[int, float, bool], bf16_flops: int
+) -> None:
+    """And half as many more would: the switch is neither too late nor much too early."""
+    layer = MOE_LAYERS[model]
+    most = int(sm12x_planner.most_exact_tokens(layer.top_k, layer.experts, True, gpu[2]))
+
+    def ratio(tokens: int) -> float:
+        exact, rounded = (
+            modelled(layer, tokens, planned(layer, tokens, mode, gpu[2]), gpu, bf16_flops)
+            for mode in (Mode.W4A16, Mode.MXFP8_INPUT)
+        )
+        return exact / rounded
+
+    for tokens in sorted({*(count for count in GRID if count < most), most // 3, most // 2, most}):
+        assert ratio(tokens) <= sm12x_planner.AS_FAST, tokens
+    assert ratio(most + most // 2) > sm12x_planner.AS_FAST
 
 
 def test_a_gb10s_choices_are_those_of_before_cards_had_their_own() -> None:

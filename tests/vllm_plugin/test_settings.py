@@ -20,7 +20,7 @@ def no_variable(monkeypatch):
 def test_the_defaults_are_the_forks_experts_and_vllms_dense_layers():
     chosen = settings.resolve({})
     assert chosen == Settings()
-    assert chosen.choice("moe") == Choice("mxfp4", "a8")
+    assert chosen.choice("moe") == Choice("mxfp4", "auto")
     assert {str(chosen.choice(kind)) for kind in ("qkv", "o", "lm_head")} == {"bf16"}
 
 
@@ -40,16 +40,20 @@ def test_the_variable_says_the_same_and_the_command_line_wins(monkeypatch):
     assert settings.resolve({"sm12x": {"qkv": "bf16"}}) == Settings(moe="mxfp4-a16", qkv="bf16")
 
 
-MXFP4, MXFP8 = (dict.fromkeys(("qkv", "o", "lm_head"), weights) for weights in ("mxfp4", "mxfp8"))
+MXFP4, MXINT8, MXFP8 = (dict.fromkeys(("qkv", "o", "lm_head"), weights) for weights in ("mxfp4", "mxint8", "mxfp8"))
+SPARK = {"qkv": "mxfp6", "o": "mxfp6", "lm_head": "mxint8"}
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("spark", MXFP4),
+        ("spark", SPARK),
+        ("spark-int8", MXINT8),
+        ("spark-fast", {**MXINT8, "qkv": "nvfp4", "o": "nvfp4"}),
+        ("spark-mxfp4", MXFP4),
         ("spark-mxfp8", MXFP8),
-        ("spark, lm_head = bf16", {**MXFP4, "lm_head": "bf16"}),
-        ("lm_head=bf16,spark", {**MXFP4, "lm_head": "bf16"}),
+        ("spark, lm_head = bf16", {**SPARK, "lm_head": "bf16"}),
+        ("lm_head=bf16,spark", {**SPARK, "lm_head": "bf16"}),
         ("moe=mxfp4-a16,spark-mxfp8", {**MXFP8, "moe": "mxfp4-a16"}),
     ],
 )
@@ -58,7 +62,44 @@ def test_a_preset_is_choices_by_one_name(monkeypatch, text, expected):
     monkeypatch.setenv(settings.VARIABLE, text)
     assert settings.resolve({}) == Settings(**expected)
     assert settings.resolve({"sm12x": {"o": "bf16"}}) == Settings(**{**expected, "o": "bf16"})
-    assert settings.resolve({"sm12x": "spark"}) == Settings(**{**expected, **MXFP4})
+    assert settings.resolve({"sm12x": "spark"}) == Settings(**{**expected, **SPARK})
+
+
+@pytest.mark.parametrize(
+    ("variable", "given", "words"),
+    [
+        ("", "spark", ["'spark' is MXFP6 in QKV and O"]),
+        ("spark,moe=mxfp4-a8", {}, ["'spark' is MXFP6 in QKV and O"]),
+        ("spark", "spark-mxfp8, o=bf16", ["'spark' is MXFP6", "'spark-mxfp8' is MXFP8, as it was"]),
+        ("spark", "spark", ["'spark' is MXFP6"]),
+        ("1", "spark-int8", []),
+        ("", {"qkv": "mxfp6"}, []),
+        ("moe=mxfp4-a8", None, []),
+    ],
+)
+def test_a_name_that_meant_another_choice_says_what_it_means(monkeypatch, variable, given, words):
+    monkeypatch.setenv(settings.VARIABLE, variable)
+    said = settings.changed_presets({"other": 1} if given is None else {"sm12x": given})
+    assert len(said) == len(words)
+    for line, start in zip(said, words, strict=True):
+        assert line.startswith(start)
+
+
+@pytest.mark.parametrize(
+    ("variable", "given"),
+    [
+        ("", {"moe": "mxfp4-a16", "moe_input": "mxfp8"}),
+        ("moe=mxfp4-a16", {"moe_input": "mxfp8"}),
+        ("moe_input=mxfp8", "moe=mxfp4-a16"),
+    ],
+)
+def test_choices_that_exclude_each_other_end_the_start(monkeypatch, variable, given):
+    monkeypatch.setenv(settings.VARIABLE, variable)
+    with pytest.raises(
+        ValueError, match=r"^moe is 'mxfp4-a16' and moe_input 'mxfp8': .* choose moe 'mxfp4-a8', or moe_input"
+    ):
+        settings.resolve({"sm12x": given})
+    assert settings.resolve({"sm12x": {"moe": "auto", "moe_input": "mxfp8"}}).moe_input == "mxfp8"
 
 
 @pytest.mark.parametrize(("value", "on"), [("", True), ("1", True), ("0", False), ("qkv=mxfp8", True)])
@@ -79,10 +120,11 @@ def test_what_resolve_gives_can_be_written_back():
     ("given", "words"),
     [
         ({"head": "mxfp8"}, "'head' is no key of it; the keys are moe, qkv, o, lm_head"),
-        ({"qkv": "fp8"}, "qkv is 'fp8'; it may be bf16, mxfp8, mxfp8-a16"),
-        ({"moe": "bf16"}, r"moe is 'bf16' \(the checkpoint's experts are MXFP4 and stay so\); it may be mxfp4"),
-        (["qkv"], r"is \['qkv'\]; it must be 'spark' or 'spark-mxfp8', or an object with keys of moe"),
-        ("sparc", r"'sparc' is no key=value and no preset; it may be spark, spark-mxfp8, pairs such as moe="),
+        ({"qkv": "fp8"}, "qkv is 'fp8'; it may be bf16, mxint8, mxint8-a16, mxfp8, mxfp8-a16"),
+        ({"moe": "bf16"}, r"moe is 'bf16' \(the checkpoint's experts are MXFP4 and stay so\); it may be auto, mxfp4"),
+        ({"qkv": "nvfp4-a8"}, "qkv is 'nvfp4-a8'; it may be bf16"),
+        (["qkv"], r"is \['qkv'\]; it must be 'spark' or 'spark-int8' or .*, or an object with keys of moe"),
+        ("sparc", r"'sparc' is no key=value and no preset; it may be spark, spark-int8, .*, pairs such as moe="),
         ("", r"'' is no key=value and no preset"),
         ("spark,", r"'' is no key=value and no preset"),
         ("spark,qkv=fp8", r"qkv is 'fp8'; it may be bf16"),
@@ -118,7 +160,7 @@ def test_other_plugins_keys_pass():
     [
         (
             "yes",
-            "FLASHINFER_SM12X_VLLM: 'yes' is no key=value and no preset; it may be 0, 1, spark, spark-mxfp8, pairs",
+            "FLASHINFER_SM12X_VLLM: 'yes' is no key=value and no preset; it may be 0, 1, spark, spark-int8, .*, pairs",
         ),
         ("o=int4", "FLASHINFER_SM12X_VLLM: o is 'int4'; it may be bf16"),
     ],

@@ -8,6 +8,7 @@ it is the scale of what may differ: vLLM keeps activations in bf16 too, and roun
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import shlex
@@ -26,6 +27,7 @@ import torch
 from documents import serve_commands
 
 from flashinfer.sm12x.host_memory import SHARE
+from flashinfer_sm12x_vllm import moe
 
 REPO = Path(__file__).parents[2]
 # Eager, with the PyTorch versions of vLLM's small operators.
@@ -52,17 +54,23 @@ def logits(folder: Any, chosen: dict[str, str], *words: str) -> torch.Tensor:
         return served.logits(config, served.load_model(config), TOKENS)
 
 
-def quantized(kinds: dict[str, str], name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` as the format that ``kinds`` gives its kind of layer leaves it."""
-    from flashinfer.quantization import mx_cpu
+def quantized(folder: Any, kinds: dict[str, str], name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` as the format that ``kinds`` gives its kind of layer leaves it; Q, K and V are quantized as one."""
+    from flashinfer.quantization.block_scaled import dequantize_weight, quantize_weight
 
     suffixes = {"q_proj.weight": "qkv", "k_proj.weight": "qkv", "v_proj.weight": "qkv", "o_proj.weight": "o"}
     kind = "lm_head" if name == "lm_head.weight" else suffixes.get(".".join(name.split(".")[-2:]))
     if kind not in kinds:
         return tensor
-    if kinds[kind] == "mxfp8":
-        return mx_cpu.dequantize_mxfp8_linear(*mx_cpu.quantize_mxfp8_linear(tensor)).to(tensor.dtype)
-    return mx_cpu.dequantize_mxfp4_linear(*mx_cpu.quantize_mxfp4_linear(tensor, "mse")).to(tensor.dtype)
+    form: Any = kinds[kind]
+    rows = {name: tensor}
+    if kind == "qkv":
+        layer = name.rsplit(".", 2)[0]
+        saved = checkpoint.load(folder)
+        rows = {f"{layer}.{part}_proj.weight": saved[f"{layer}.{part}_proj.weight"] for part in "qkv"}
+    whole = torch.cat(list(rows.values()))
+    whole = dequantize_weight(quantize_weight(whole, form), form, whole.shape[1]).to(tensor.dtype)
+    return dict(zip(rows, whole.split([len(part) for part in rows.values()]), strict=True))[name]
 
 
 def check(got: torch.Tensor, folder: Any, activations: str, kinds: dict[str, str] | None = None) -> None:
@@ -70,13 +78,13 @@ def check(got: torch.Tensor, folder: Any, activations: str, kinds: dict[str, str
 
     forward = experts_reference.forward if activations == "a8" else GptOssExperts.forward
     with mock.patch.object(GptOssExperts, "forward", forward), torch.inference_mode():
-        model = checkpoint.reference_model(folder, functools.partial(quantized, kinds or {}))
+        model = checkpoint.reference_model(folder, functools.partial(quantized, folder, kinds or {}))
         exact = model(TOKENS[None]).logits[0].float()
         inexact = [model.to(torch.bfloat16)(TOKENS[None]).logits[0].float()]
         for seed in range(3):
             # Rounding may send a token to another expert, or may not: parameters that are off by as much show both.
             generator = torch.Generator().manual_seed(seed)
-            model = checkpoint.reference_model(folder, functools.partial(quantized, kinds or {}))
+            model = checkpoint.reference_model(folder, functools.partial(quantized, folder, kinds or {}))
             for parameter in model.parameters():
                 parameter.mul_(1 + 2.0**-8 * (torch.rand(parameter.shape, generator=generator) - 0.5))
             inexact.append(model(TOKENS[None]).logits[0].float())
@@ -89,16 +97,44 @@ def check(got: torch.Tensor, folder: Any, activations: str, kinds: dict[str, str
 
 @pytest.mark.parametrize(
     ("chosen", "activations"),
-    [({}, "a8"), ({"moe_input": "mxfp8"}, "a8"), ({"moe": "mxfp4-a16"}, "a16")],
-    ids=["W4A8", "W4A8 quantized by vLLM", "W4A16"],
+    [
+        ({}, "a16"),
+        ({"moe_input": "mxfp8"}, "a8"),
+        ({"moe": "mxfp4"}, "a8"),
+        ({"moe": "mxfp4-a8"}, "a8"),
+        ({"moe": "mxfp4-a16"}, "a16"),
+    ],
+    ids=["auto", "W4A8 quantized by vLLM", "mxfp4", "W4A8", "W4A16"],
 )
 def test_a_model_of_the_forks_experts_agrees_with_transformers(checkpoint_folder, chosen, activations):
     check(logits(checkpoint_folder, chosen), checkpoint_folder, activations)
 
 
+@pytest.fixture
+def few_exact_tokens(monkeypatch):
+    """The planner of a GPU on which W4A16 is as fast as W4A8 for very few tokens: 29 are in W4A8."""
+    from flashinfer.fused_moe import sm12x_planner
+
+    monkeypatch.setattr(sm12x_planner, "_SM12X", dataclasses.replace(sm12x_planner._SM12X, exact=1.7))
+
+
+@pytest.mark.usefixtures("few_exact_tokens")
+def test_experts_are_in_the_mode_of_a_steps_tokens(checkpoint_folder, log):
+    check(logits(checkpoint_folder, {}), checkpoint_folder, "a8")
+    assert table(log)["moe"][1] == "mxfp4-a16 up to 2 tokens a step, mxfp4-a8 beyond"
+
+
 @pytest.mark.parametrize(
     "kinds",
-    [{"qkv": "mxfp8"}, {"o": "mxfp4"}, {"lm_head": "mxfp8"}, {"qkv": "mxfp4", "o": "mxfp8", "lm_head": "mxfp4"}],
+    [
+        {"qkv": "mxfp8"},
+        {"o": "mxfp4"},
+        {"lm_head": "mxfp8"},
+        {"qkv": "mxfp4", "o": "mxfp8", "lm_head": "mxfp4"},
+        {"qkv": "mxfp6", "o": "mxfp6", "lm_head": "mxint8"},
+        {"qkv": "mxint8", "o": "nvfp4", "lm_head": "mxfp6"},
+        {"qkv": "nvfp4", "o": "mxint8", "lm_head": "nvfp4"},
+    ],
     ids=lambda kinds: ", ".join(f"{kind} {weights}" for kind, weights in kinds.items()),
 )
 def test_each_dense_choice_agrees_with_transformers_on_quantized_weights(checkpoint_folder, kinds, log):
@@ -127,7 +163,9 @@ def test_the_table_names_each_kind_of_layer_once(checkpoint_folder, log):
     logits(checkpoint_folder, {})
     rows = table(log)
     assert list(rows) == ["moe", "qkv", "o", "lm_head", "attention", "decode"]
-    assert rows["moe"][:3] == ("flashinfer-sm12x", "mxfp4-a8, input bf16", "default")
+    most = moe.most_exact_tokens(SimpleNamespace(device="cpu", experts_per_token=4, num_local_experts=8))
+    told = f"mxfp4-a16 up to {most:,} tokens a step, mxfp4-a8 beyond"
+    assert rows["moe"][:3] == ("flashinfer-sm12x", told, "default")
     assert rows["qkv"][:3] == ("vLLM's (cuBLAS)", "bf16", "default")
     assert '"sm12x": "spark"' in rows["qkv"][3]
 

@@ -4,6 +4,7 @@ output, on CPU tensors, beside a reference in float32."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import checkpoint
@@ -12,6 +13,8 @@ import served
 import torch
 from experts_reference import _mxfp8, random_mxfp4
 from test_vllm_models import serve
+
+from flashinfer.fused_moe import sm12x_planner
 
 HIDDEN, INTER, EXPERTS, TOP_K = 256, 128, 8, 3
 LIMIT = 2.0
@@ -68,16 +71,17 @@ def load(layer: Any, config: Any, weights: dict[str, tuple[torch.Tensor, torch.T
 
 
 def reference(
-    hidden: torch.Tensor, logits: torch.Tensor, weights: dict[str, Any], activation: str, limit: float | None
+    hidden: torch.Tensor, logits: torch.Tensor, weights: dict[str, Any], activation: str, limit: float | None, mode: str
 ) -> torch.Tensor:
-    """float32, rounded to MXFP8 where W4A8 rounds."""
+    """float32, rounded to MXFP8 where W4A8 rounds, and to bf16 where W4A16 does."""
+    rounded = _mxfp8 if mode == "a8" else lambda x: x.to(torch.bfloat16).float()
     dense = {
         name: checkpoint.dequantize(values.unflatten(-1, (-1, 16)), scales)
         for name, (values, scales) in weights.items()
     }
     chances, ids = logits.softmax(-1).topk(TOP_K)
     chances = chances / chances.sum(-1, keepdim=True)
-    given, bound = _mxfp8(hidden.float()), limit or float("inf")
+    given, bound = rounded(hidden.float()), limit or float("inf")
     output = torch.zeros_like(given)
     for token in range(len(hidden)):
         for chance, expert in zip(chances[token], ids[token].tolist(), strict=True):
@@ -86,11 +90,19 @@ def reference(
                 inner = torch.nn.functional.silu(gate).clamp(max=bound) * up.clamp(-bound, bound)
             else:
                 inner = torch.nn.functional.silu(gate.clamp(max=bound)) * up.clamp(-bound, bound)
-            output[token] += chance * (dense["w2"][expert] @ _mxfp8(inner))
+            output[token] += chance * (dense["w2"][expert] @ rounded(inner))
     return output
 
 
-@pytest.mark.parametrize("backend", ["auto", "flashinfer_cutlass"])
+@pytest.mark.parametrize(
+    ("backend", "moe", "tokens", "mode"),
+    [
+        ("auto", "auto", 9, "a16"),
+        ("auto", "auto", 200, "a8"),
+        ("flashinfer_cutlass", "auto", 9, "a16"),
+        ("auto", "mxfp4-a8", 9, "a8"),
+    ],
+)
 @pytest.mark.parametrize(
     ("door", "activation", "limit"),
     [
@@ -102,31 +114,34 @@ def reference(
     ],
 )
 def test_the_experts_are_the_forks_and_agree_with_the_reference(
-    checkpoint_folder, log, door, activation, limit, backend
+    checkpoint_folder, log, monkeypatch, door, activation, limit, backend, moe, tokens, mode
 ):
-    config = serve(checkpoint_folder, {}, "--moe-backend", backend)
+    monkeypatch.setattr(sm12x_planner, "_SM12X", dataclasses.replace(sm12x_planner._SM12X, exact=16.0))
+    config = serve(checkpoint_folder, {"moe": moe}, "--moe-backend", backend)
     weights = expert_weights(5)
     print("seed", 6)
     generator = torch.Generator().manual_seed(6)
-    hidden = torch.randn((9, HIDDEN), generator=generator).to(torch.bfloat16)
-    logits = torch.randn((9, EXPERTS), generator=generator).to(torch.bfloat16)
+    hidden = torch.randn((tokens, HIDDEN), generator=generator).to(torch.bfloat16)
+    logits = torch.randn((tokens, EXPERTS), generator=generator).to(torch.bfloat16)
     with served.parallel_groups(config):
         from vllm.forward_context import set_forward_context
 
         layer = built(door, renormalize=True, activation=activation, swiglu_limit=limit)
         load(layer, config, weights)
-        assert type(method_of(layer).moe_kernel.fused_experts).__name__ == "SM12xMxfp4Experts"
+        auto = "Auto" if moe == "auto" else ""
+        assert type(method_of(layer).moe_kernel.fused_experts).__name__ == f"SM12xMxfp4{auto}Experts"
         with torch.inference_mode(), set_forward_context(None, config, num_tokens=len(hidden)):
             got = layer(hidden, logits).float()
-    assert any("this fork's, W4A8 from bf16" in message for message in log)
-    expected = reference(hidden, logits.float(), weights, activation, limit)
+    told = "W4A16 in short steps, W4A8 in long ones" if auto else "W4A8 from bf16"
+    assert any(f"this fork's, {told}" in message for message in log)
+    expected = reference(hidden, logits.float(), weights, activation, limit, mode)
     # Rounding to bf16 leaves at most 2^-9 of each value; act, summed in another order, may round to another MXFP8 value in
     # a few places.
     error = (got - expected).norm() / expected.norm()
     print(f"error {float(error):.4f}")
     assert error < 2.0**-8
     if limit is not None:  # else the clamp decides nothing
-        other = reference(hidden, logits.float(), weights, activation, None)
+        other = reference(hidden, logits.float(), weights, activation, None, mode)
         assert (other - expected).norm() / expected.norm() > 2.0**-4
 
 

@@ -28,6 +28,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from ...fused_moe.sm12x_planner import plan_mode
+from ...fused_moe.sm12x_validation import Mode
 from ...jit.sm12x.instances import INSTANCES
 from ..models import MODELS, Model, matrix_bytes
 from . import gb10
@@ -76,8 +78,8 @@ and, of 48 KB, four (b12x #295). A token's hidden state is 5.8 KB."""
 GRAPH_NODE_US = 1.3  # Megatron-LM #6064
 LAYER_MODEL = "gpt-oss-120b"
 """Of the doctor's probe. Dense layers and attention are the same in all models, and kept as this one's."""
-FITTED_MODE = 0
-"""Of the fits that are kept: MXFP8 input, less than 1 % from bf16 input."""
+FITTED_MODES = {"mxfp8": 0, "bf16": 2}
+"""Of the fits that are kept, by that to which experts round their tokens; MXFP8 input is less than 1 % from bf16 input."""
 KEPT_BATCHES = (1, 4, 16, 64)
 KERNELS = Path(__file__).with_name("gb10_kernels.csv")
 """``benchmarks/bench_token.py --emulate`` writes it."""
@@ -88,7 +90,8 @@ class Step:
     """``new`` tokens of each of ``sequences``, whose cache then holds ``context`` tokens, the new ones among them.
 
     ``kv`` is the cache's format, ``formats`` that of each of :data:`MATRICES`, ``dense_tokens`` that to which they round
-    their tokens, of :data:`TOKENS_BESIDE` for each (bf16 beside bf16, always). ``fused_router``: the norm in front of the
+    their tokens, of :data:`TOKENS_BESIDE` for each (bf16 beside bf16, always). ``expert_tokens``: the same of experts, "bf16",
+    "mxfp8", or "auto", which is either by their number, as ``cutlass_fused_moe`` with both flags. ``fused_router``: the norm in front of the
     router, the router and the top-k are one part, "router", by this fork's ``router_top_k``. ``fused_attention``: rope and KV
     write are part of the attention, this fork's ``decode_attention``. Without ``fork`` nothing is this fork's: experts and
     dense layers are their bytes, their FLOPs and launches, too, but for experts of a kernel that was counted: ``experts`` is its
@@ -103,6 +106,7 @@ class Step:
     fused_router: bool = False
     fused_attention: bool = False
     dense_tokens: TokenFormat = "bf16"
+    expert_tokens: str = "auto"
     fork: bool = True
     experts: str = ""
     verified: bool = False
@@ -210,7 +214,7 @@ def parts_of(model: Model, step: Step, experts: float | None = None) -> list[Par
 class Kernel(Times):
     """One call: ``kind`` is "MoE" or one of the dense layers, ``weights`` its format, ``activation`` that of its tokens.
 
-    The experts' tokens are rounded to MXFP8. Or ``kind`` is a part of a step that this fork's router or decode attention
+    Or ``kind`` is a part of a step that this fork's router or decode attention
     computes; of attention ``tokens`` are sequences, ``weights`` the cache's format and ``context`` the full layers' context.
     """
 
@@ -462,17 +466,18 @@ def fork_experts(model: str, size: Model, step: Step, given: Given) -> tuple[flo
         There are neither.
     """
     layer, device = size.moe, given.device
-    tactics = planned(layer, FITTED_MODE, step.tokens)
+    activation = step.expert_tokens
+    if activation == "auto":
+        activation = plan_mode(Mode.AUTO, step.tokens, layer.top_k, layer.experts).activation
+    mode = FITTED_MODES[activation]
+    tactics = planned(layer, mode, step.tokens)
     scaled = INSTANCES[tactics[0]].operand != "bf16"
-    fits = known_fits(FITTED_MODE, tactics, (layer.hidden, layer.inter))
-    key = ("MoE", model, size.ranks, step.tokens, "mxfp4", "mxfp8")
+    fits = known_fits(mode, tactics, (layer.hidden, layer.inter))
+    key = ("MoE", model, size.ranks, step.tokens, "mxfp4", activation)
     uniform = given.routing == (UNIFORM, UNIFORM) and not step.verified
     if not fits or (uniform and (*key, 0) in kept()):
         return on_device(kept_kernel(*key), scaled, device)
-    lines = [
-        predict_layer(layer, FITTED_MODE, step.tokens, tactics, fits, routing, step.related)
-        for routing in given.routing
-    ]
+    lines = [predict_layer(layer, mode, step.tokens, tactics, fits, routing, step.related) for routing in given.routing]
     return on_device(lines[0], scaled, device)[0], on_device(lines[1], scaled, device)[1]
 
 
