@@ -8,7 +8,7 @@ step into a full CUDA graph, or runs models eagerly; all else, torch.compile wit
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from vllm.v1.attention.backends.flashinfer import (
 )
 from vllm.v1.attention.backends.utils import get_flashinfer_layout_string
 
-from . import settings, table
+from . import memory, settings, table
 from .moe import SM12xMoEMethod
 
 logger = init_logger("vllm.flashinfer_sm12x")
@@ -70,6 +70,11 @@ class SM12xGptOssForCausalLM(GptOssForCausalLM):
                     return steps.run(input_ids, step, *buffers)
                 steps.warm_up(input_ids, step, *buffers)
         return super().forward(input_ids, positions, intermediate_tensors, inputs_embeds)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """As vLLM's model does, unless the host runs out of memory (:func:`.memory.watched`)."""
+        loaded: set[str] = super().load_weights(memory.watched(weights))
+        return loaded
 
 
 def reason_against(config: VllmConfig, model: Any) -> str:

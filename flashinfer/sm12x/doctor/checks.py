@@ -15,19 +15,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from .. import variables
+from ..host_memory import GIB, HEADROOM, SHARE
 from .asking import CLI, PACKAGE, PIP, PLUGIN, PYTHON, TREE, Answers, numbers, versions
 
 VLLM_VERSION = "0.33.0"
 INSTALL_VLLM = f"{PIP} install vllm=={VLLM_VERSION}"
-VLLM_SHARE = 0.92
-"""Of the GPU's memory, what vLLM takes unless ``--gpu-memory-utilization`` says otherwise."""
-
-GIB = 1 << 30
 DISK_NEEDED = GIB
 """A build of all default modules, objects and compilers' temporary files included, takes less."""
-
-HEADROOM = 8 * GIB
-"""Of unified memory that the host keeps: with 2 GB left hosts were seen to wedge."""
 
 CUDA_13_DRIVER = 580
 
@@ -261,14 +255,16 @@ def check_headroom(a: Answers) -> Outcome:
     if not _unified(a):
         return None
     available, total = a("memory", "available"), a("memory", "total")
-    left = available - VLLM_SHARE * total
+    left = available - SHARE * total
     text = f"unified memory: {available / GIB:.0f} of {total / GIB:.0f} GiB are free"
     if left >= HEADROOM:
-        return "ok", f"{text}, {left / GIB:.0f} GiB beside vLLM's {VLLM_SHARE:.0%}"
+        return "ok", f"{text}, {left / GIB:.0f} GiB beside a --gpu-memory-utilization of {SHARE}"
     share = max(0.0, (available - HEADROOM) / total)
-    why = f"pass --gpu-memory-utilization {int(share * 100) / 100:.2f} or less to vllm serve, or stop what holds memory"
-    text += f": vLLM's {VLLM_SHARE:.0%} leaves the host less than {HEADROOM // GIB} GiB, and without memory it hangs"
-    return "warn", text, "ps -eo rss,pid,args --sort=-rss | head", why
+    why = f"stop what holds memory, or pass --gpu-memory-utilization {int(share * 100) / 100:.2f} or less to vllm serve"
+    text += (
+        f": a --gpu-memory-utilization of {SHARE} leaves the host less than {HEADROOM // GIB} GiB, and without memory "
+    )
+    return "warn", f"{text}it hangs", "ps -eo rss,pid,args --sort=-rss | head", why
 
 
 def check_probe(a: Answers) -> Outcome:
