@@ -102,7 +102,8 @@ def require_compiler(chosen: settings.Settings, vllm_config: Any) -> None:
         return
     # The others are this fork's in such checkpoints, unless --quantization-config names them.
     quantizes = model.quantization == CHECKPOINTS and model.quantization_config is None
-    kinds = ["qkv", "o", "lm_head"] if quantizes else ["lm_head"]
+    kinds = ["qkv", "o"] if quantizes else []
+    kinds += ["lm_head"] if model.runner_type == "generate" else []
     with set_current_vllm_config(vllm_config):
         weights = {kind: chosen.choice(kind).weights for kind in kinds}
         ours = [kind for kind in kinds if weights[kind] != "bf16" and _is_ours(weights[kind])]
