@@ -55,7 +55,7 @@ from .diagnosis import (
 )
 from .jobs import DEFAULT_JOB_MEMORY, parallel_jobs
 from .toolchain import ToolchainError, compiler_banner, find_ninja
-from .trust import PRIVATE, make_folder, require_trusted, require_trusted_tree, write_atomically
+from .trust import PRIVATE, make_folder, read_file, require_trusted, require_trusted_tree, write_atomically
 
 _logger = logging.getLogger("flashinfer.jit.sm12x")
 
@@ -280,7 +280,7 @@ def _read_record(plan: ModulePlan) -> dict[str, str] | None:
     The library's path is relative to the module's folder.
     """
     try:
-        data = json.loads((plan.folder / "inputs.json").read_bytes())
+        data = json.loads(read_file(plan.folder / "inputs.json"))
     except (OSError, ValueError, RecursionError):
         return None
     return data if isinstance(data, dict) and all(isinstance(digest, str) for digest in data.values()) else None
@@ -306,7 +306,7 @@ def why_stale(plan: ModulePlan) -> str:
     if record is None or plan.library.name not in record or not plan.library.is_file():
         return "it is not built yet"
     try:
-        if plan.ninja_path.read_text(encoding="utf-8", errors="replace") != plan.ninja_text:
+        if read_file(plan.ninja_path) != plan.ninja_text.encode():
             return "sources, flags, compiler or its variables changed"
     except OSError as error:
         return f"{plan.ninja_path}: {error.strerror}"
@@ -440,7 +440,7 @@ def _bring_up_to_date(
 def _spilling(plan: ModulePlan) -> dict[str, int]:
     """``spills.json``: name of an object -> bytes; empty if it is not there, or no such thing."""
     try:
-        data = json.loads((plan.folder / "spills.json").read_bytes())
+        data = json.loads(read_file(plan.folder / "spills.json"))
     except (OSError, ValueError, RecursionError):
         return {}
     return {name: size for name, size in data.items() if isinstance(size, int)} if isinstance(data, dict) else {}
@@ -449,7 +449,7 @@ def _spilling(plan: ModulePlan) -> dict[str, int]:
 def _note_spills(plan: ModulePlan) -> None:
     """Bring ``spills.json`` up to date with the log, which tells of the objects that were compiled last."""
     try:
-        log = plan.log.read_text(encoding="utf-8", errors="replace")
+        log = read_file(plan.log).decode(errors="replace")
     except OSError:
         return
     spilling = _spilling(plan)
