@@ -55,7 +55,8 @@ is that compiler and headers are of one release."""
 
 SUSPECTS = (
     "CUDA_HOME CUDA_PATH FLASHINFER_NVCC FLASHINFER_NVCC_LAUNCHER CC CXX NVCC_CCBIN NVCC_PREPEND_FLAGS NVCC_APPEND_FLAGS "
-    "CPATH C_INCLUDE_PATH CPLUS_INCLUDE_PATH LIBRARY_PATH LD_LIBRARY_PATH LD_PRELOAD"
+    "CPATH C_INCLUDE_PATH CPLUS_INCLUDE_PATH LIBRARY_PATH LD_LIBRARY_PATH LD_PRELOAD FLASHINFER_EXTRA_CUDAFLAGS "
+    "FLASHINFER_EXTRA_LDFLAGS"
 ).split()
 """Variables without which a build is tried again where it failed."""
 
@@ -94,7 +95,7 @@ def ask_build() -> None:
             tell(blame=name)
             return
         os.environ[name] = text
-    for parent in (os.path.expanduser("~"), "/var/tmp", "/tmp"):
+    for parent in filter(os.path.isabs, (os.path.expanduser("~"), "/var/tmp", "/tmp")):
         folder = os.path.join(parent, f"flashinfer-{os.geteuid()}")
         made = not os.path.exists(folder)
         os.environ["FLASHINFER_WORKSPACE_BASE"] = folder
@@ -109,11 +110,13 @@ def ask_build() -> None:
 def _try_build() -> str | None:
     """Why it failed, or None."""
     build = importlib.import_module("_sm12x.jit.sm12x.build")
+    variables = importlib.import_module("_sm12x.sm12x.variables")
     toolchain = importlib.import_module("_sm12x.jit.sm12x.toolchain")
     toolchain.compiler_banner.cache_clear()
     build.compiler_identity.cache_clear()
-    folder = _cache() / f"doctor-{os.getpid()}"
+    folder = None
     try:
+        folder = _cache() / f"doctor-{os.getpid()}"
         toolkit = toolchain.discover()
         tell(nvcc=toolkit.nvcc, origin=toolkit.origin, version=str(toolkit.version), passed_over=toolkit.passed_over)
         listed = os.environ.get("FLASHINFER_CUDA_ARCH_LIST", "")
@@ -124,10 +127,12 @@ def _try_build() -> str | None:
             build.write_atomically(source, SOURCE)
             includes = [f"-I{path}" for path in _upstreams_cccl()]
             includes += [word for path in toolkit.include_dirs for word in ("-isystem", str(path))]
-            flags = ["-std=c++17", "--compiler-options=-fPIC", *codes, *includes]
+            extra = variables.read("FLASHINFER_EXTRA_CUDAFLAGS")
+            flags = ["-std=c++17", "--compiler-options=-fPIC", *codes, *includes, *extra]
             step = build.compile_step("doctor.o", source, toolkit.nvcc, flags)
             runtime = toolkit.find_library("cudart")
             links = ("-shared", str(runtime), f"-Wl,-rpath,{runtime.parent}", "-Wl,-z,now")
+            links += variables.read("FLASHINFER_EXTRA_LDFLAGS")
             plan = build.ModulePlan("doctor", folder, folder / "doctor.lock", (step,), build.host_compiler(), links)
             build.build(plan, max_jobs=1, lock=lock)
             if ctypes.CDLL(str(plan.library)).sm12x_doctor_loads() != 12:
@@ -135,7 +140,8 @@ def _try_build() -> str | None:
     except (OSError, RuntimeError, ValueError, AttributeError) as error:
         return str(error)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
     return None
 
 
@@ -147,7 +153,15 @@ def _upstreams_cccl() -> list[Path]:
 
 
 def _cache() -> Path:
-    base = os.environ.get("FLASHINFER_WORKSPACE_BASE") or os.path.expanduser("~")
+    """Where ``jit/env.py`` has the cache.
+
+    Raises:
+        ValueError: FLASHINFER_WORKSPACE_BASE is none, or there is neither that nor a home folder.
+    """
+    variables = importlib.import_module("_sm12x.sm12x.variables")
+    base = variables.read("FLASHINFER_WORKSPACE_BASE")
+    if not base and not os.path.isabs(base := os.path.expanduser("~")):
+        raise ValueError("there is neither FLASHINFER_WORKSPACE_BASE nor a home folder")
     return Path(base).absolute() / ".cache" / "flashinfer"
 
 
