@@ -68,6 +68,7 @@ CASES = [
         "FLASHINFER_CUDA_ARCH_LIST=12.1a",
     ),
     (1, 0, "nvcc fatal   : Unsupported gpu architecture 'compute_121a'", "this nvcc does not know compute_121a"),
+    (1, 0, "nvcc fatal   : Unsupported gpu architecture 'compute_122a'", "no GPU of this family is that"),
     (
         1,
         0,

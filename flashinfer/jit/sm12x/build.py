@@ -45,6 +45,7 @@ from typing import IO
 
 from ...sm12x import variables
 from .diagnosis import (
+    WITHOUT_A_WORD,
     JitBuildError,
     explain_os_error,
     first_error_line,
@@ -554,5 +555,6 @@ def _failure(status: int, output: str) -> tuple[str, int, str]:
     if block is None:
         return "ninja", status, output
     code, name, said = block.groups()
-    # Without a word and, of an older ninja, without a status: a shell's child that was killed.
-    return name, int(code) if code else 1 if said else 128 + signal.SIGKILL, said
+    if code or said:
+        return name, int(code) if code else 1, said
+    return name, 128 + signal.SIGKILL, WITHOUT_A_WORD  # as if it was killed, which is tried again alone
