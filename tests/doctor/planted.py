@@ -113,6 +113,26 @@ def _uv(m: Machine) -> None:
     m.program("bin/uv", f'echo uv "$@" >> {m.root}/installed')
 
 
+def _uv_without_torch(m: Machine) -> None:
+    _uv(m)
+    shutil.rmtree(m.site / "torch")
+
+
+def _uv_with_torch_without_cuda(m: Machine) -> None:
+    _uv(m)
+    m.torch(None, [])
+
+
+def _no_gpu_in_wsl(m: Machine) -> None:
+    _no_gpu(m)
+    m.program("bin/systemd-detect-virt", "echo wsl")
+
+
+def _old_driver_without_apt_get(m: Machine) -> None:
+    m.remove("bin/apt-get")
+    m.gpus("NVIDIA GB10, 12.1, 570.86.10")
+
+
 def _plain(text: str) -> Callable[[Machine], object]:
     """A module of the wheel's that its import imports."""
     return lambda m: write_tree(m.wheel / "flashinfer", {"plain.py": text})
@@ -250,9 +270,9 @@ PLANTED = {
     "old_driver_in_a_virtual_machine": Planted("driver", "fail", "570.86.10 is older than 580", why="a virtual machine",
         plant=_guest("kvm", "NVIDIA GB10, 12.1, 570.86.10")),
     "old_driver_without_apt_get": Planted("driver", "fail", "570.86.10 is older than 580", why="this system has no apt-get",
-        plant=lambda m: (m.remove("bin/apt-get"), m.gpus("NVIDIA GB10, 12.1, 570.86.10"))),
+        plant=_old_driver_without_apt_get),
     "no_gpu_in_wsl": Planted("gpu", "warn", "no GPU", why="whose driver is Windows's",
-        plant=lambda m: (_no_gpu(m), _guest("wsl")(m))),
+        plant=_no_gpu_in_wsl),
     "complaint_in_the_kernels_log": Planted("kernel-log", "warn", f"1 complaints of the driver, the last: {XID}",
         "nvidia-smi -q", plant=_program(f"echo '[ 7.0] NVRM: loading'; echo '{XID}, GPU has fallen off'", "bin/dmesg")),
     "memory_that_ran_out": Planted("kernel-log", "warn", "NV_ERR_NO_MEMORY",
@@ -265,9 +285,9 @@ PLANTED = {
     "no_torch": Planted("torch", "fail", "torch is not installed", "pip install vllm==0.33.0",
         plant=lambda m: shutil.rmtree(m.site / "torch")),
     "no_torch_in_an_environment_of_uvs": Planted("torch", "fail", "torch is not installed",
-        "bin/uv pip install --python", plant=lambda m: (shutil.rmtree(m.site / "torch"), _uv(m))),
+        "bin/uv pip install --python", plant=_uv_without_torch),
     "torch_without_cuda_in_an_environment_of_uvs": Planted("torch", "fail", "without CUDA", "bin/uv pip uninstall --python",
-        plant=lambda m: (m.torch(None, []), _uv(m))),
+        plant=_uv_with_torch_without_cuda),
     "capability_of_which_torch_and_driver_disagree": Planted("torch", "warn", "torch says compute capability 12.0, the driver 12.1",
         why="the driver knows better", plant=lambda m: m.torch("13.0", [("NVIDIA GB10", (12, 0))])),
     "hidden_gpu": Planted("torch", "fail", "sees no GPU, the driver does", "unset CUDA_VISIBLE_DEVICES",
