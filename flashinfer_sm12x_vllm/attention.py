@@ -10,28 +10,33 @@ needed, a compiler is.
 from __future__ import annotations
 
 import functools
+import shutil
 from typing import Any
 
 from vllm.logger import init_logger
 from vllm.utils import flashinfer as vllm_flashinfer
 
-from . import devices, settings
+from . import compiler, devices, settings
 
 logger = init_logger("vllm.flashinfer_sm12x")
 
 
-def can_compile() -> bool:
-    """Whether FlashInfer's JIT finds nvcc and ninja where vLLM looks for them."""
-    import shutil
-
-    return vllm_flashinfer._flashinfer_nvcc_path() is not None and shutil.which("ninja") is not None
+def why_not_compiled() -> str:
+    """Why XQA cannot be compiled here, and what to do; an empty text if it can: vLLM and FlashInfer look in places of
+    their own."""
+    if reason := compiler.why_none():
+        return reason
+    if vllm_flashinfer._flashinfer_nvcc_path() is None:
+        return "vLLM finds no nvcc: put it into CUDA_HOME"
+    return "" if shutil.which("ninja") else "vLLM finds no ninja: put it on PATH"
 
 
 def advice() -> str:
-    """What to install so that FlashInfer's attention is chosen."""
-    if can_compile():
+    """What to do so that FlashInfer's attention is chosen."""
+    reason = why_not_compiled()
+    if not reason:
         return 'FLASHINFER (XQA decode): no --attention-backend, and "attention": "flashinfer"'
-    return "FLASHINFER (XQA decode): put nvcc (CUDA_HOME) and ninja (PATH) there, or pip install flashinfer-cubin"
+    return f"FLASHINFER (XQA decode): {reason}; or pip install flashinfer-cubin"
 
 
 def why(backend: str) -> str:
@@ -39,7 +44,7 @@ def why(backend: str) -> str:
     if "FLASHINFER" in backend:
         prefill = "FA2" if devices.block_scaled() else "FA3"  # as flashinfer.utils.determine_attention_backend has it
         return f"XQA decode, {prefill} prefill with sinks; compiled here, no cubin needed"
-    return "no compiler for XQA" if not can_compile() else "vLLM's choice"
+    return "no compiler for XQA" if why_not_compiled() else "vLLM's choice"
 
 
 def install() -> None:
@@ -54,7 +59,7 @@ def install() -> None:
 
         config = get_current_vllm_config_or_none()
         chosen = settings.resolve(None if config is None else config.additional_config)
-        if chosen.attention == "flashinfer" and can_compile():
+        if chosen.attention == "flashinfer" and not why_not_compiled():
             return True
         return bool(asked())
 

@@ -15,7 +15,7 @@ from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
 from vllm.model_executor.models import ModelRegistry
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP, GptOssForCausalLMConfig
 
-from . import dense, moe, settings, table
+from . import dense, memory, moe, settings, table
 
 logger = init_logger("vllm.flashinfer_sm12x")
 
@@ -51,7 +51,7 @@ class SM12xGptOssConfig(GptOssMxfp4Config):
 
 
 class SM12xGptOssHook(GptOssForCausalLMConfig):
-    """Checks the settings before any process is started, and proposes the sizes of CUDA graphs."""
+    """Checks the settings before any process is started, proposes the sizes of CUDA graphs, bounds memory's share."""
 
     @staticmethod
     def verify_and_update_config(vllm_config: Any) -> None:
@@ -61,6 +61,7 @@ class SM12xGptOssHook(GptOssForCausalLMConfig):
         if isinstance(vllm_config.additional_config, dict):
             # vLLM's compile cache hashes this and not the environment; workers get it wherever they are started.
             vllm_config.additional_config[settings.KEY] = dataclasses.asdict(chosen)
+        memory.bound_share(vllm_config)
         dense.require_compiler(chosen, vllm_config)
         if chosen.graphs == "spark":
             _propose_graph_sizes(vllm_config)

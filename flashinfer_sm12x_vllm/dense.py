@@ -22,7 +22,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.parameter import ModelWeightParameter
 from vllm.model_executor.utils import replace_parameter
 
-from . import settings, table
+from . import compiler, settings, table
 from .settings import Choice
 
 logger = init_logger("vllm.flashinfer_sm12x")
@@ -101,7 +101,7 @@ def require_compiler(chosen: settings.Settings, vllm_config: Any) -> None:
     Raises
     ------
     ValueError
-        There is neither a CUDA compiler nor a wheel of kernels; with what to install and how to do without.
+        There is neither a CUDA compiler for this GPU nor a wheel of kernels; with what to install and how to do without.
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     elsewhere = parallel.distributed_executor_backend == "ray" or parallel.nnodes > 1
@@ -109,20 +109,17 @@ def require_compiler(chosen: settings.Settings, vllm_config: Any) -> None:
         return
     # The others are this fork's in such checkpoints, unless --quantization-config names them.
     quantizes = model.quantization == CHECKPOINTS and model.quantization_config is None
-    kinds = ["qkv", "o", "lm_head"] if quantizes else ["lm_head"]
+    kinds = ["qkv", "o"] if quantizes else []
+    kinds += ["lm_head"] if model.runner_type == "generate" else []
     with set_current_vllm_config(vllm_config):
         weights = {kind: chosen.choice(kind).weights for kind in kinds}
         ours = [kind for kind in kinds if weights[kind] != "bf16" and _is_ours(weights[kind])]
-    toolchain = settings.load("jit/sm12x/toolchain.py")
-    try:
-        if ours:
-            toolchain.discover()
-    except toolchain.ToolchainError as error:
+    if ours and (reason := compiler.why_none()):
         off = json.dumps({settings.KEY: dict.fromkeys(ours, "bf16")})
         raise ValueError(
-            f"flashinfer-sm12x: {', '.join(ours)} are to be quantized, and their kernel cannot be compiled here: {error}. "
+            f"flashinfer-sm12x: {', '.join(ours)} are to be quantized, and their kernel cannot be compiled here: {reason}. "
             f"Or install prebuilt kernels (docs/serving.md), or leave these layers to vLLM: --additional-config '{off}'"
-        ) from None
+        )
 
 
 def _has_prebuilt() -> bool:

@@ -11,7 +11,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-from . import dense, settings, table
+from . import dense, reach, settings, table
 
 logger = init_logger("vllm.flashinfer_sm12x")
 
@@ -25,25 +25,30 @@ class SM12xParallelLMHead(ParallelLMHead):
     def __init__(
         self, num_embeddings: int, embedding_dim: int, *args: Any, prefix: str = "", quant_method: Any = None, **kw: Any
     ) -> None:
-        if quant_method is None and prefix == "lm_head" and _serves_gpt_oss():
+        model = _model_that_is_built() if quant_method is None and prefix == "lm_head" else None
+        if model is not None and model.hf_config.model_type == "gpt_oss":
             choice = settings.current().choice("lm_head")
-            if choice.weights == "bf16":
+            if model.runner_type != "generate":
+                # vLLM takes the head away, or reads its bf16 rows for a classifier's.
+                table.note("lm_head", "none", "", f"--runner {model.runner_type}")
+            elif choice.weights == "bf16":
                 table.note("lm_head", "vLLM's (cuBLAS)", "bf16", "default")
             else:
                 quant_method = dense.DenseMethod("lm_head", choice)
+        elif model is not None:
+            reach.tell_of_another_model(model.architecture)
         super().__init__(num_embeddings, embedding_dim, *args, prefix=prefix, quant_method=quant_method, **kw)
 
 
-def _serves_gpt_oss() -> bool:
-    """Whether the model that is being built is gpt-oss, and no draft beside it."""
+def _model_that_is_built() -> Any:
+    """The config of the model that is being built, and no draft beside it; or None."""
     from vllm.config import get_current_vllm_config_or_none
 
     tags = sys.modules.get("vllm.compilation.backends")  # what loads a draft has imported it
     if tags is not None and tags.model_tag != "backbone":
-        return False
+        return None
     config = get_current_vllm_config_or_none()
-    model = None if config is None else config.model_config
-    return model is not None and model.hf_config.model_type == "gpt_oss"
+    return None if config is None else config.model_config
 
 
 def install() -> None:

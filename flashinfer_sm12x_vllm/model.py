@@ -8,7 +8,7 @@ step into a full CUDA graph, or runs models eagerly; all else, torch.compile wit
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from vllm.v1.attention.backends.flashinfer import (
 )
 from vllm.v1.attention.backends.utils import get_flashinfer_layout_string
 
-from . import settings, table
+from . import memory, reach, settings, table
 from .moe import SM12xMoEMethod
 
 logger = init_logger("vllm.flashinfer_sm12x")
@@ -46,6 +46,7 @@ class SM12xGptOssForCausalLM(GptOssForCausalLM):
         self.decode_steps = None if reason else DecodeSteps(vllm_config, self.model)
         if self.decode_steps is None:
             table.note("decode", "vLLM's layers", "", reason)
+            reach.tell_of_gpt_oss(vllm_config, self.model)  # whose experts this fork's decode steps do not take
             return
         # Buffers: sleep mode, level 2, keeps nothing else. vLLM rounds its table to the model's type at each call, too.
         rope = self.model.layers[0].attn.rotary_emb.cos_sin_cache.to(torch.bfloat16)
@@ -70,6 +71,11 @@ class SM12xGptOssForCausalLM(GptOssForCausalLM):
                     return steps.run(input_ids, step, *buffers)
                 steps.warm_up(input_ids, step, *buffers)
         return super().forward(input_ids, positions, intermediate_tensors, inputs_embeds)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """As vLLM's model does, unless the host runs out of memory (:func:`.memory.watched`)."""
+        loaded: set[str] = super().load_weights(memory.watched(weights))
+        return loaded
 
 
 def reason_against(config: VllmConfig, model: Any) -> str:

@@ -13,6 +13,7 @@ from . import attention
 logger = init_logger("vllm.flashinfer_sm12x")
 
 ORDER = ("moe", "qkv", "o", "lm_head", "attention", "decode")
+AS_CHECKPOINT = "as the checkpoint"  # of a format that is no choice here
 _rows: dict[str, tuple[str, str, str]] = {}
 
 
@@ -23,6 +24,8 @@ def note(kind: str, backend: str, weights: str, why: str) -> None:
 
 def faster(kind: str, backend: str, weights: str) -> str:
     """What a user could change to have this kind of layer faster, or an empty text."""
+    if weights.endswith(AS_CHECKPOINT):
+        return ""
     if kind == "attention":
         return attention.advice() if "FLASHINFER" not in backend else ""
     if kind == "moe":

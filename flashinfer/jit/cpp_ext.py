@@ -23,6 +23,7 @@ _upstream = extend(globals())
 import torch
 from packaging.version import Version
 
+from ..sm12x import variables
 from . import env as jit_env
 from .sm12x import toolchain
 from .sm12x.build import NINJA_STATUS, Progress, finished_step
@@ -84,6 +85,15 @@ def get_cuda_version() -> Version:
         if torch.version.cuda is None:
             raise
         return Version(torch.version.cuda)
+
+
+def parse_env_flags(env_var_name: str) -> list[str]:
+    """The flags that a variable holds.
+
+    Raises:
+        VariableError: its quotes do not close. Upstream parts it at each space then, and each compiler's error is another.
+    """
+    return list(variables.read(env_var_name))
 
 
 def get_system_includes(cuda_home: str) -> list[Any]:

@@ -2,7 +2,8 @@
 """Folders of the cache, of sources and of headers.
 
 Adds to upstream: a CUTLASS checkout in ``3rdparty/cutlass`` comes before the wheel's; a relative
-``FLASHINFER_WORKSPACE_BASE`` means the same folder for compilers and child processes, which run elsewhere; a cache that
+``FLASHINFER_WORKSPACE_BASE`` means the same folder for compilers and child processes, which run elsewhere, and is the
+home folder of a user who has none; a cache that
 cannot be written is used for what is prebuilt in it, or says what to do about it.
 """
 
@@ -15,10 +16,22 @@ import stat
 
 from flashinfer._layer import extend, fork_root
 
-if os.environ.get("FLASHINFER_WORKSPACE_BASE"):
-    os.environ["FLASHINFER_WORKSPACE_BASE"] = os.path.abspath(os.environ["FLASHINFER_WORKSPACE_BASE"])
+from ..sm12x import variables
+
+if _base := variables.read("FLASHINFER_WORKSPACE_BASE"):
+    os.environ["FLASHINFER_WORKSPACE_BASE"] = os.path.abspath(_base)
 else:
     os.environ.pop("FLASHINFER_WORKSPACE_BASE", None)
+
+
+if not os.path.isabs(os.path.expanduser("~")):  # nor has the system's list of users the user
+    if not _base:
+        raise RuntimeError(
+            "there is no folder for FlashInfer's cache: HOME is not set, and the user has no entry in the system's list of "
+            "users. Set FLASHINFER_WORKSPACE_BASE to a folder that you may write to"
+        )
+    # Upstream asks for the home folder in several places, also where it then takes the workspace.
+    os.environ["HOME"] = os.environ["FLASHINFER_WORKSPACE_BASE"]
 
 _upstream = extend(globals())
 

@@ -23,7 +23,8 @@ tokens in bf16. Nothing here was measured on a GB10.
 """
 
 HEADROOM = 8 * GIB
-"""What a host keeps free. The reports' last samples before a host stopped answering are 6.3 and 7 GiB."""
+"""What a host keeps free: below it the plugin ends a load of weights, and the doctor warns of a start. The reports' last
+samples before a host stopped answering are 6.3 and 7 GiB."""
 
 VLLM_SHARE = 0.92
 """What vLLM 0.33.0 takes unless it is told otherwise."""

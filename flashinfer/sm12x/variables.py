@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -60,6 +61,19 @@ _LEVELS = ("debug", "info", "warning", "error", "critical")
 
 def _level(text: str) -> str:
     return _LEVELS[_LEVELS.index(text.lower())].upper()
+
+
+def _words(text: str) -> tuple[str, ...]:
+    """As a shell would part them."""
+    return tuple(shlex.split(text))
+
+
+def _folder(text: str) -> str:
+    """``~`` and ``~name`` are home folders also where no shell has put these in."""
+    path = os.path.expanduser(text)
+    if path.startswith("~"):
+        raise ValueError
+    return path
 
 
 def _architecture(text: str) -> str:
@@ -214,7 +228,10 @@ TABLE: Mapping[str, Variable] = {
         "What modules are compiled for.",
     ),
     "FLASHINFER_WORKSPACE_BASE": Variable(
-        "a folder", "the home folder", "The cache is `.cache/flashinfer` in this folder."
+        "a folder; ~ and ~name are home folders of users that there are",
+        "the home folder",
+        "The cache is `.cache/flashinfer` in this folder.",
+        _folder,
     ),
     "FLASHINFER_ALLOW_SHARED_CACHE": _switch(
         "0",
@@ -263,9 +280,15 @@ TABLE: Mapping[str, Variable] = {
     "FLASHINFER_NVCC": Variable("a program", "the toolkit's", "The CUDA compiler."),
     "FLASHINFER_NVCC_LAUNCHER": Variable("a command", "none", "Stands before the CUDA compiler: `ccache`, `distcc`."),
     "FLASHINFER_CXX_LAUNCHER": Variable("a command", "none", "Stands before the C++ compiler."),
-    "FLASHINFER_EXTRA_CFLAGS": Variable("flags", "none", "Added when C++ is compiled."),
-    "FLASHINFER_EXTRA_CUDAFLAGS": Variable("flags", "none", "Added when CUDA is compiled."),
-    "FLASHINFER_EXTRA_LDFLAGS": Variable("flags", "none", "Added when a module is linked."),
+    "FLASHINFER_EXTRA_CFLAGS": Variable(
+        "flags, quoted as for a shell", "none", "Added when C++ is compiled.", _words, ()
+    ),
+    "FLASHINFER_EXTRA_CUDAFLAGS": Variable(
+        "flags, quoted as for a shell", "none", "Added when CUDA is compiled.", _words, ()
+    ),
+    "FLASHINFER_EXTRA_LDFLAGS": Variable(
+        "flags, quoted as for a shell", "none", "Added when a module is linked.", _words, ()
+    ),
     "CUDA_HOME": Variable("a folder", "`nvcc` on `PATH`, then `/usr/local/cuda`, then pip's", "The CUDA toolkit."),
     "CUDA_PATH": Variable("a folder", "as `CUDA_HOME`", "The CUDA toolkit where `CUDA_HOME` is unset."),
     "CC": Variable("a program", "nvcc's choice", "The host compiler of CUDA sources."),

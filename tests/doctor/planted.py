@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from doctor_machine import REPO, UPSTREAM, Machine
+from doctor_machine import NVCC, REPO, UPSTREAM, Machine
 from layer_toys import FORK_FILES, write_fork, write_tree, write_wheel
 
 
@@ -22,8 +22,10 @@ class Planted:
         variables: That are set; ``{root}`` is the machine's folder.
         mounts: A shell's script whose mounts every process sees.
         plant: What else is done to the machine.
-        mends: Whether the finding is gone when the command has run; else it installs, shows more, or there is none.
+        mends: Whether the finding is gone when the command has run; else it installs, shows more, or there is none. None
+            where it depends on what else the machine that runs the tests has.
         loses: Entries of the user's variables that it takes away.
+        why: A part of the row's.
     """
 
     check: str
@@ -33,8 +35,9 @@ class Planted:
     variables: Mapping[str, str] = field(default_factory=dict)
     mounts: str = ""
     plant: Callable[[Machine], object] = id
-    mends: bool = False
+    mends: bool | None = False
     loses: tuple[str, ...] = ()
+    why: str = ""
 
     def into(self, machine: Machine) -> None:
         self.plant(machine)
@@ -94,6 +97,42 @@ def _of_two_releases(folder: str) -> Callable[[Machine], object]:
     return plant
 
 
+def _guest(kind: str, *gpus: str) -> Callable[[Machine], object]:
+    """By systemd's name, with these GPUs."""
+
+    def plant(m: Machine) -> None:
+        m.program("bin/systemd-detect-virt", f"echo {kind}")
+        if gpus:
+            m.gpus(*gpus)
+
+    return plant
+
+
+def _uv(m: Machine) -> None:
+    shutil.rmtree(m.site / "pip")
+    m.program("bin/uv", f'echo uv "$@" >> {m.root}/installed')
+
+
+def _uv_without_torch(m: Machine) -> None:
+    _uv(m)
+    shutil.rmtree(m.site / "torch")
+
+
+def _uv_with_torch_without_cuda(m: Machine) -> None:
+    _uv(m)
+    m.torch(None, [])
+
+
+def _no_gpu_in_wsl(m: Machine) -> None:
+    _no_gpu(m)
+    m.program("bin/systemd-detect-virt", "echo wsl")
+
+
+def _old_driver_without_apt_get(m: Machine) -> None:
+    m.remove("bin/apt-get")
+    m.gpus("NVIDIA GB10, 12.1, 570.86.10")
+
+
 def _plain(text: str) -> Callable[[Machine], object]:
     """A module of the wheel's that its import imports."""
     return lambda m: write_tree(m.wheel / "flashinfer", {"plain.py": text})
@@ -110,6 +149,9 @@ CUBINS = f"flashinfer-cubin version (0.6.4) does not match flashinfer version ({
 THE_TOOLKIT = {"CUDA_HOME": "{root}/toolkit"}  # named: else one of the machine that runs the tests may be taken
 OLD_NVCC = """[ $1 != --version ] && echo "nvcc fatal   : Unsupported gpu architecture 'compute_121a'" && exit 1
 echo 'release 12.4, V12.4.1'"""
+SILENT_NVCC = "case $1 in --version) echo 'release 13.0, V13.0.88' ;; *) exit 1 ;; esac"
+NVCC_OF_121 = f"""case "$*" in *compute_12[2-9]*) echo "nvcc fatal   : Unsupported gpu architecture 'compute_122a'"; exit 1 ;; esac
+{NVCC}"""
 XID = "[ 7.1] NVRM: Xid (PCI:0000:01:00): 79"
 
 # fmt: off
@@ -127,6 +169,9 @@ PLANTED = {
         plant=_plain("import tvm_ffi")),
     "cubins_of_another_version": Planted("import", "fail", "flashinfer-cubin version (0.6.4) does not match",
         f'install "flashinfer-cubin=={UPSTREAM}"', plant=_plain(f"raise RuntimeError({CUBINS!r})")),
+    "import_that_needs_its_docstrings": Planted("import", "fail", "TypeError: unsupported operand", "unset PYTHONOPTIMIZE",
+        {"PYTHONOPTIMIZE": "2"}, mends=True, plant=_plain("def f():\n    'x'\nf.__doc__ += 'y'\n")),
+    "path_without_the_scripts_folder": Planted("import", "ok", "the fork 0.1.0 over", variables={"PYTHONSAFEPATH": "1"}),
     "fork_of_another_checkout": Planted("import", "warn", "this doctor is of", FIRST, mends=True, loses=("/other",),
         plant=lambda m: m.path.insert(0, _other_fork(m))),
 
@@ -152,17 +197,17 @@ PLANTED = {
     "cuda_home_that_points_at_nothing": Planted("build", "fail", "holds no bin/nvcc", "unset CUDA_HOME",
         {"CUDA_HOME": "{root}/none"}, mends=True),
     "old_compiler": Planted("build", "fail", "is of CUDA 12.4, but 12.9 or later is needed",
-        'install "nvidia-cuda-nvcc==13.0.*"', THE_TOOLKIT, plant=_program(OLD_NVCC, "toolkit/bin/nvcc")),
+        'install "nvidia-cuda-nvcc==13.0.*"', THE_TOOLKIT, mends=None, plant=_program(OLD_NVCC, "toolkit/bin/nvcc")),
     "headers_of_another_release": Planted("build", "fail", "toolkit/include/cuda_runtime_api.h of 13.5",
-        'install "nvidia-cuda-nvcc==13.0.*"', THE_TOOLKIT, plant=_of_two_releases("toolkit")),
-    "headers_that_are_gone": Planted("build", "fail", "has no headers:", 'install "nvidia-cuda-nvcc==13.0.*"', THE_TOOLKIT,
+        'install "nvidia-cuda-nvcc==13.0.*"', THE_TOOLKIT, mends=None, plant=_of_two_releases("toolkit")),
+    "headers_that_are_gone": Planted("build", "fail", "has no headers:", 'install "nvidia-cuda-nvcc==13.0.*"', THE_TOOLKIT, mends=None,
         plant=lambda m: m.remove("toolkit/include/cuda_runtime_api.h")),
     "headers_that_upstreams_sampler_needs": Planted("build", "fail", "curand_kernel.h is not part of this CUDA toolkit",
         "install nvidia-curand", plant=lambda m: m.remove("toolkit/include/curand_kernel.h")),
     "cuda_home_of_two_releases": Planted("build", "fail", "is of CUDA 13.0, but", "unset CUDA_HOME",
         {"CUDA_HOME": "{root}/mixed"}, mends=True, plant=_of_two_releases("mixed")),
     "compiler_that_is_none": Planted("build", "fail", "names no CUDA release", 'install "nvidia-cuda-nvcc==13.0.*"',
-        THE_TOOLKIT, plant=_program("echo hello", "toolkit/bin/nvcc")),
+        THE_TOOLKIT, mends=None, plant=_program("echo hello", "toolkit/bin/nvcc")),
     "toolkit_without_a_runtime": Planted("build", "fail", "libcudart.so", 'install "nvidia-cuda-nvcc==13.0.*"',
         plant=lambda m: m.remove("toolkit/lib64/libcudart.so")),
     "no_ninja": Planted("build", "fail", "ninja, which runs the compilers, is not installed", "pip install ninja",
@@ -178,8 +223,24 @@ PLANTED = {
     "cxx": Planted("build", "fail", "clang++-99", "unset CXX", {"CXX": "clang++-99"}, mends=True),
     "flags_that_nvcc_does_not_know": Planted("build", "fail", "--bogus", "unset NVCC_APPEND_FLAGS",
         {"NVCC_APPEND_FLAGS": "--bogus"}, mends=True),
+    "flags_whose_quotes_do_not_close": Planted("variables", "fail", "FLASHINFER_EXTRA_CUDAFLAGS is '-D\"x'; it may be flags",
+        "unset FLASHINFER_EXTRA_CUDAFLAGS", {"FLASHINFER_EXTRA_CUDAFLAGS": '-D"x'}, mends=True),
+    "flags_of_this_projects_that_nvcc_does_not_know": Planted("build", "fail", "--bogus", "unset FLASHINFER_EXTRA_CUDAFLAGS",
+        {"FLASHINFER_EXTRA_CUDAFLAGS": "--bogus"}, mends=True),
+    "flags_that_the_linker_does_not_know": Planted("build", "fail", "--bogus", "unset FLASHINFER_EXTRA_LDFLAGS",
+        {"FLASHINFER_EXTRA_LDFLAGS": "-Wl,--bogus"}, mends=True),
+    "workspace_of_nobody": Planted("variables", "fail", "FLASHINFER_WORKSPACE_BASE is '~no-such-user/x'",
+        "unset FLASHINFER_WORKSPACE_BASE", {"FLASHINFER_WORKSPACE_BASE": "~no-such-user/x"}, mends=True),
     "launcher_that_is_gone": Planted("build", "fail", "no-ccache", "unset FLASHINFER_NVCC_LAUNCHER",
         {"FLASHINFER_NVCC_LAUNCHER": "no-ccache"}, mends=True),
+
+    "compiler_that_ends_without_a_word": Planted("build", "fail", "toolkit/bin/nvcc ends so by itself, without a word",
+        variables=THE_TOOLKIT, plant=_program(SILENT_NVCC, "toolkit/bin/nvcc")),
+    "host_compiler_that_ends_without_a_word": Planted("build", "fail", "bin/g++ ends so by itself, without a word",
+        plant=_program("exit 1", "bin/c++", "bin/g++")),
+    "architecture_that_no_gpu_has": Planted("build", "fail", "no GPU of this family is that",
+        "unset FLASHINFER_CUDA_ARCH_LIST", THE_TOOLKIT | {"FLASHINFER_CUDA_ARCH_LIST": "12.2a"}, mends=True,
+        plant=_program(NVCC_OF_121, "toolkit/bin/nvcc")),
 
     "cache_of_everybody": Planted("build", "fail", "writable by everybody", ELSEWHERE, mends=True, loses=("/cache",),
         plant=_cache_of_everybody),
@@ -202,6 +263,16 @@ PLANTED = {
         plant=lambda m: m.gpus("NVIDIA H200, 9.0, 580.95.05")),
     "old_driver": Planted("driver", "fail", "570.86.10 is older than 580",
         "apt-get install --yes nvidia-driver-580-open", plant=lambda m: m.gpus("NVIDIA GB10, 12.1, 570.86.10")),
+    "old_driver_in_wsl": Planted("driver", "fail", "570.86.10 is older than 580", why="whose driver is Windows's",
+        plant=_guest("wsl", "NVIDIA GB10, 12.1, 570.86.10")),
+    "old_driver_in_a_container": Planted("driver", "fail", "570.86.10 is older than 580", why="whose driver is the host's",
+        plant=_guest("docker", "NVIDIA GB10, 12.1, 570.86.10")),
+    "old_driver_in_a_virtual_machine": Planted("driver", "fail", "570.86.10 is older than 580", why="a virtual machine",
+        plant=_guest("kvm", "NVIDIA GB10, 12.1, 570.86.10")),
+    "old_driver_without_apt_get": Planted("driver", "fail", "570.86.10 is older than 580", why="this system has no apt-get",
+        plant=_old_driver_without_apt_get),
+    "no_gpu_in_wsl": Planted("gpu", "warn", "no GPU", why="whose driver is Windows's",
+        plant=_no_gpu_in_wsl),
     "complaint_in_the_kernels_log": Planted("kernel-log", "warn", f"1 complaints of the driver, the last: {XID}",
         "nvidia-smi -q", plant=_program(f"echo '[ 7.0] NVRM: loading'; echo '{XID}, GPU has fallen off'", "bin/dmesg")),
     "memory_that_ran_out": Planted("kernel-log", "warn", "NV_ERR_NO_MEMORY",
@@ -213,11 +284,20 @@ PLANTED = {
         plant=lambda m: m.torch(None, [])),
     "no_torch": Planted("torch", "fail", "torch is not installed", "pip install vllm==0.33.0",
         plant=lambda m: shutil.rmtree(m.site / "torch")),
+    "no_torch_in_an_environment_of_uvs": Planted("torch", "fail", "torch is not installed",
+        "bin/uv pip install --python", plant=_uv_without_torch),
+    "torch_without_cuda_in_an_environment_of_uvs": Planted("torch", "fail", "without CUDA", "bin/uv pip uninstall --python",
+        plant=_uv_with_torch_without_cuda),
+    "capability_of_which_torch_and_driver_disagree": Planted("torch", "warn", "torch says compute capability 12.0, the driver 12.1",
+        why="the driver knows better", plant=lambda m: m.torch("13.0", [("NVIDIA GB10", (12, 0))])),
     "hidden_gpu": Planted("torch", "fail", "sees no GPU, the driver does", "unset CUDA_VISIBLE_DEVICES",
         {"CUDA_VISIBLE_DEVICES": ""}, mends=True),
 
     "another_vllm": Planted("vllm", "warn", "vLLM 0.31.0", "pip install vllm==0.33.0",
         plant=lambda m: m.vllm("0.31.0")),
+    "vllm_with_a_builders_label": Planted("vllm", "ok", "vLLM 0.33.0+cu130", plant=lambda m: m.vllm("0.33.0+cu130")),
+    "nightly_vllm_with_a_label": Planted("vllm", "warn", "vLLM 0.33.1.dev12+g0123abc.cu130", "pip install vllm==0.33.0",
+        plant=lambda m: m.vllm("0.33.1.dev12+g0123abc.cu130")),
     "variable_of_an_older_vllm": Planted("vllm", "warn", "vLLM 0.33.0 does not read VLLM_ATTENTION_BACKEND",
         variables={"VLLM_ATTENTION_BACKEND": "FLASHINFER", "VLLM_KV_CACHE_LAYOUT": "HND"}),
     "vllm_without_ninja": Planted("vllm-flashinfer", "fail", "vLLM finds no ninja", "export PATH=",

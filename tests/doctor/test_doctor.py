@@ -15,6 +15,7 @@ import pytest
 from doctor_machine import REPO, UPSTREAM, Machine
 from layer_toys import OURS, write_tree
 from planted import PLANTED
+from readers import read_by_its_reader
 
 from flashinfer.jit.sm12x import prebuilt
 from flashinfer.sm12x import doctor
@@ -55,13 +56,17 @@ def test_a_planted_state_is_named_and_its_command_mends_it(machine: Machine, nam
     assert (state, expected.found in found) == (expected.state, True), (state, found)
     assert expected.command in command
     assert bool(command) == bool(expected.command)
+    assert expected.why in why
     assert bool(command or why) == (state != "ok")
     assert before.status == int(not {"fail", "unknown"}.isdisjoint(before.states().values()))
     commands = [finding["command"] for finding in before.data["findings"] if finding["command"]]
+    for each in commands:
+        read_by_its_reader(each, machine.environment())
     after, variables, statuses = machine.paste(commands)
     assert not {2, 127}.intersection(statuses), "a command that no shell takes"
-    assert (expected.found in after[expected.check][1]) != expected.mends, after[expected.check]
-    wanted = re.search(r"(?:pip|apt-get) (?:un)?install (.*)", command)
+    if expected.mends is not None:
+        assert (expected.found in after[expected.check][1]) != expected.mends, after[expected.check]
+    wanted = re.search(r"(?:pip|apt-get) (?:un)?install (?:--python \S+ )?(.*)", command)
     if wanted:
         assert all(word in machine.installed() for word in shlex.split(wanted[1].split("&&")[0]))
     assert commands or not machine.installed()

@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
-from doctor_machine import findings
+from doctor_machine import findings, healthy
+from layer_toys import write_tree
+from readers import read_by_its_reader
 
-from flashinfer.sm12x.doctor import checks
+from flashinfer.sm12x.doctor import checks, questions
 
 SPARK = {"gpus": [{"name": "GB10", "capability": "12.1", "driver": "580.95.05"}]}
 MOE, CHANGED = "module fused_moe_120", "x.cuh changed"
@@ -34,6 +38,17 @@ def memory(gib: float) -> dict[str, Any]:
     return {"gpus": SPARK, "memory": {"available": int(gib * checks.GIB), "total": 100 * checks.GIB}}
 
 
+def gpus(*capabilities: str) -> dict[str, Any]:
+    return {"gpus": [{"name": "GPU", "capability": each, "driver": "580.95.05"} for each in capabilities]}
+
+
+def seen(*capabilities: str) -> dict[str, Any]:
+    """By torch."""
+    return {"torch": "2", "cuda": "13.0", **gpus(*capabilities)}
+
+
+NO_TORCH = {"torch": {"failed": "ModuleNotFoundError: No module named 'torch'"}}
+
 # check, facts, state, a part of what is found, the end of the command, a part of the reason; and the environment
 # fmt: off
 GIVEN: list[tuple[Any, ...]] = [
@@ -47,10 +62,29 @@ GIVEN: list[tuple[Any, ...]] = [
     ("build", build_of(module()), "warn", "no CUDA compiler", "-m pip install x", "need none"),
     ("build", build_of(module(), module("changed")), "fail", "no CUDA compiler", "-m pip install x", ""),
     ("build", build_of(), "fail", "no CUDA compiler", "-m pip install x", ""),
-    ("headroom", memory(100.5), "ok", "", "", ""),
-    ("headroom", memory(100.0), "ok", "", "", ""),
-    ("headroom", memory(99.9), "warn", "", "| head", "--gpu-memory-utilization 0.91 or less"),
+    ("headroom", memory(78.5), "ok", "", "", ""),
+    ("headroom", memory(78.0), "ok", "8 GiB beside a --gpu-memory-utilization of 0.7", "", ""),
+    ("headroom", memory(77.9), "warn", "leaves the host less than 8 GiB", "| head", "--gpu-memory-utilization 0.69 or less"),
     ("headroom", memory(1), "warn", "", "| head", "--gpu-memory-utilization 0.00"),
+    ("modules", {"modules": {"error": "/c/build.ninja is no file and no folder. Remove it: rm '/c d/build.ninja'"}}, "fail",
+     "is no file and no folder", "rm '/c d/build.ninja'", ""),
+    ("torch", NO_TORCH | {"installer": {"pip": False, "ensurepip": True}}, "fail", "not installed",
+     "-m pip install vllm==0.33.0", ""),
+    ("torch", NO_TORCH | {"installer": {"pip": False}}, "fail", "not installed", "",
+     "has neither pip nor uv: with the program that made its environment, pip install vllm==0.33.0"),
+    ("torch", NO_TORCH | {"installer": {"pip": True, "uv": "/u/uv", "managed": True, "ensurepip": True}}, "fail",
+     "not installed", "", "make an environment, python3 -m venv ~/venv, install there, pip install vllm==0.33.0"),
+    ("torch", NO_TORCH | {"installer": {"pip": True, "managed": True, "ensurepip": False}}, "fail", "not installed", "", "apt-get install python3-venv"),
+    ("build", {"build": {"error": "apt-get install g++"}, "system": {"apt": False}}, "fail", "g++", "", "has no apt-get"),
+    ("architectures", {"modules": {"architectures": ["12.1a"]}, "gpus": gpus("12.1", "8.9", "6.1")}, "ok", "12.1a", "", ""),
+    ("architectures", {"modules": {"architectures": ["12.0a"]}, "gpus": gpus("12.1", "8.9")}, "fail", "not run on", " }12.1a\"", ""),
+    ("architectures", {"modules": {"architectures": ["8.9"]}, "gpus": gpus("8.9")}, "ok", "8.9", "", ""),
+    ("torch", {"torch": seen("12.0"), "gpus": gpus("12.1")}, "warn", "torch says compute capability 12.0, the driver 12.1",
+     "export FLASHINFER_CUDA_ARCH_LIST=12.1a", "the driver knows better"),
+    ("torch", {"torch": seen("12.1"), "gpus": gpus("12.1", "8.9")}, "ok", "torch 2", "", ""),  # CUDA_VISIBLE_DEVICES
+    ("vllm", {"path": {"vllm": "0.33.0+cu130.d20261101"}}, "ok", "0.33.0+cu130", "", ""),
+    ("vllm", {"path": {"vllm": "0.33.0rc1+cu130"}}, "warn", "0.33.0rc1", "install vllm==0.33.0", ""),
+    ("vllm", {"path": {"vllm": "10.33.0"}}, "warn", "10.33.0", "install vllm==0.33.0", ""),
     ("probe", probed(None, None), "ok", "was not probed", "", ""),
     ("probe", probed(13, 25), "ok", "20 are needed, so half precision takes the place of mxf8f6f4", "", ""),
     ("probe", probed(19, 13), "ok", "half precision takes the place of mxf8f6f4 and mxf4", "", ""),
@@ -68,6 +102,8 @@ GIVEN: list[tuple[Any, ...]] = [
 def test_facts_get_their_row(given: tuple[Any, ...]) -> None:
     check, facts, state, found, command, why, *environ = given
     row = findings(facts, *environ)[check]
+    if row.command:
+        read_by_its_reader(row.command, {"PATH": os.environ["PATH"], **(environ[0] if environ else {})})
     assert (row.state, found in row.found, row.command.endswith(command), why in row.why) == (
         state,
         True,
@@ -84,6 +120,82 @@ def test_rows_that_do_not_apply_are_left_out() -> None:
     rtx = {"gpus": [{"name": "RTX", "capability": "12.0", "driver": "580"}]}
     assert "headroom" not in findings({"gpus": rtx, "memory": {"available": 1, "total": 2}})
     assert "architectures" not in findings({"gpus": SPARK})
+
+
+def test_a_managed_python_takes_pip_where_the_user_said_so() -> None:
+    facts = NO_TORCH | {"installer": {"pip": True, "managed": True}}
+    assert findings(facts, {"PIP_BREAK_SYSTEM_PACKAGES": "1"})["torch"].command.endswith("-m pip install vllm==0.33.0")
+
+
+def test_the_row_of_a_probe_is_left_to_the_probe_that_ran() -> None:
+    """What was asked before it says that nothing was probed, or would have its new file removed."""
+    for before in (
+        {"probed_sum_bits": {"mxf4": None}, "narrowest_sum": 20},
+        {"probe_error": "none", "workspace": "/c"},
+    ):
+        measured = {f"probe-{part}": facts for part, facts in healthy().items()}
+        assert "probe" not in findings({"modules": before, **measured})
+        assert "probe" in findings(
+            {"modules": before, **measured, "probe-sums": {"failed": "it was killed by SIGSEGV"}}
+        )
+
+
+@pytest.mark.parametrize(
+    ("left", "variables", "guest"),
+    [
+        ({"proc/sys/kernel/osrelease": "6.6.87.2-microsoft-standard-WSL2"}, {}, "WSL2"),
+        ({"proc/sys/kernel/osrelease": "6.11.0-1016-nvidia", ".dockerenv": ""}, {}, "container"),
+        ({"run/.containerenv": ""}, {}, "container"),
+        ({}, {"container": "oci"}, "container"),
+        ({"proc/sys/kernel/osrelease": "6.11.0-1016-nvidia"}, {}, None),
+    ],
+)
+def test_a_guest_is_told_by_what_it_leaves(
+    left: dict[str, str], variables: dict[str, str], guest: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where systemd's program is not there, as in images."""
+    write_tree(tmp_path, left)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("container", raising=False)
+    for name, text in variables.items():
+        monkeypatch.setenv(name, text)
+    assert questions.guest(tmp_path) == guest
+
+
+@pytest.mark.parametrize(
+    ("kind", "guest"),
+    [
+        ("none", None),
+        ("wsl", "WSL2"),
+        ("docker", "container"),
+        ("podman", "container"),
+        ("kvm", "VM"),
+        ("vmware", "VM"),
+    ],
+)
+def test_a_guest_is_told_by_systemd(
+    kind: str, guest: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "systemd-detect-virt"
+    program.write_text(f"#!/bin/sh\necho {kind}\n[ {kind} != none ]\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    write_tree(tmp_path, {".dockerenv": ""})
+    assert questions.guest(tmp_path) == guest
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_python_of_the_systems_is_managed_and_an_environment_of_it_is_not(
+    own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As Debian marks it (PEP 668)."""
+    write_tree(tmp_path, {"EXTERNALLY-MANAGED": "[externally-managed]"})
+    monkeypatch.setattr(
+        questions.sysconfig, "get_path", lambda name, _scheme: str(tmp_path) if name == "stdlib" else ""
+    )
+    monkeypatch.setattr(questions.sys, "prefix", questions.sys.base_prefix if own else "/venv")
+    questions.ask_installer()
+    assert f'"managed": {str(own).lower()}' in capsys.readouterr().out
 
 
 def test_the_file_of_a_probe_that_is_none() -> None:

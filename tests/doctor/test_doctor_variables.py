@@ -18,7 +18,7 @@ from flashinfer.sm12x import variables
 PAGE = (REPO / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 
 READ_ELSEWHERE = {
-    "CUDA_HOME", "CUDA_PATH", "CXX", "MAX_JOBS", "FLASHINFER_CUDA_ARCH_LIST", "FLASHINFER_WORKSPACE_BASE",
+    "CUDA_HOME", "CUDA_PATH", "CXX", "MAX_JOBS", "FLASHINFER_CUDA_ARCH_LIST", "FLASHINFER_NVCC", "FLASHINFER_WORKSPACE_BASE",
     "PATH", "TMPDIR", "LD_PRELOAD", "VSM_ACCUMULATION_BITS", "FLASHINFER_SM12X_EMBED_PTX", "_FLASHINFER_SM12X_PROBE",
 }  # fmt: skip
 """Names that code reads without the table: those of compilers and upstream, and what it sets and puts back."""
@@ -116,6 +116,9 @@ BAD = {
     "FLASHINFER_VIRTUAL_DEVICE": "gb10",
     "FLASHINFER_LOGLEVEL": "info",
     "FLASHINFER_LOGGING_LEVEL": "loud",
+    "FLASHINFER_EXTRA_CFLAGS": "-D'x",
+    "FLASHINFER_EXTRA_CUDAFLAGS": '-D"x',
+    "FLASHINFER_EXTRA_LDFLAGS": "-Wl,'x",
 }
 
 
@@ -139,6 +142,10 @@ def first_use(name: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[], object
         "FLASHINFER_LOGLEVEL": variables.check_imported,
         "FLASHINFER_LOGGING_LEVEL": variables.check_imported,
         "FLASHINFER_JIT_VERBOSE": lambda: modules.gen_router_module().build(),
+        **{
+            f"FLASHINFER_EXTRA_{kind}FLAGS": lambda: modules.gen_router_module().plan.steps
+            for kind in ("C", "CUDA", "LD")
+        },
     }
     monkeypatch.setattr(devices, "_capability", lambda _index: (12, 1))
     return uses.get(name, modules.gen_router_module)
@@ -164,6 +171,8 @@ def test_a_bad_value_is_told_alike_by_its_first_use_and_the_doctor(name: str, mo
         ("FLASHINFER_SM12X_CHECK", "", False),
         ("FLASHINFER_SM12X_CHECK", "1", True),
         ("FLASHINFER_DISABLE_JIT", "0", True),  # as upstream reads it
+        ("FLASHINFER_EXTRA_CUDAFLAGS", """-DA='b c' "-DD" """, ("-DA=b c", "-DD")),
+        ("FLASHINFER_EXTRA_LDFLAGS", "", ()),
         ("MAX_JOBS", "", None),
         ("MAX_JOBS", "12", 12),
         ("FLASHINFER_SM12X_VLLM", "", {}),

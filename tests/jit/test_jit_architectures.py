@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
+from pathlib import Path
 
 import forked_python
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 import flashinfer.compilation_context as context
 from flashinfer.compilation_context import CompilationContext, parse_arch_list
+from flashinfer.sm12x import variables
 
 
 @pytest.mark.parametrize(
@@ -118,6 +120,41 @@ def test_import_without_gpu_and_without_the_variable(tmp_path: object) -> None:
     result = _import_flashinfer(str(tmp_path))
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == f"{tmp_path}/.cache/flashinfer/0.7.2.post1/cached_ops"
+
+
+WITHOUT_A_HOME = """
+import os, pwd
+os.environ.pop("HOME", None)
+def nobody(uid): raise KeyError(uid)
+pwd.getpwuid = nobody
+if not os.environ["FLASHINFER_WORKSPACE_BASE"]: del os.environ["FLASHINFER_WORKSPACE_BASE"]
+import flashinfer
+print(flashinfer.jit.env.FLASHINFER_CACHE_DIR)
+"""
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_user_without_a_home_needs_the_workspace_alone(named: bool, tmp_path: object) -> None:
+    environment = {**os.environ, "FLASHINFER_WORKSPACE_BASE": str(tmp_path) if named else ""}
+    result = forked_python.run(["-c", WITHOUT_A_HOME], env=environment)
+    if named:
+        assert result.stdout.strip() == f"{tmp_path}/.cache/flashinfer", result.stderr
+    else:
+        assert result.stderr.strip().endswith("Set FLASHINFER_WORKSPACE_BASE to a folder that you may write to")
+
+
+@pytest.mark.parametrize(("named", "meant"), [("~/x", "{}/x"), ("~no-such-user/x", ""), ("/~/x", "/~/x")])
+def test_a_tilde_in_the_workspace_is_a_home_folder(named: str, meant: str, tmp_path: Path) -> None:
+    read = {"FLASHINFER_WORKSPACE_BASE": named}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(tmp_path))
+        if meant:
+            assert variables.read("FLASHINFER_WORKSPACE_BASE", read) == meant.format(tmp_path)
+        else:
+            with pytest.raises(variables.VariableError, match="~no-such-user/x'; it may be a folder; ~ and ~name are"):
+                variables.read("FLASHINFER_WORKSPACE_BASE", read)
+    if named == "~/x":
+        assert _import_flashinfer("~/x", HOME=str(tmp_path)).stdout.startswith(f"{tmp_path}/x/.cache/flashinfer/")
 
 
 def test_import_with_an_unwritable_cache_says_what_to_do(tmp_path: object) -> None:

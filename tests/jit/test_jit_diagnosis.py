@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from flashinfer.jit.sm12x.diagnosis import JitBuildError, explain_os_error, first_error_line, hint_for, was_killed
+from flashinfer.jit.sm12x import build
+from flashinfer.jit.sm12x.diagnosis import (
+    WITHOUT_A_WORD,
+    JitBuildError,
+    explain_os_error,
+    first_error_line,
+    hint_for,
+    was_killed,
+)
 
 CASES = [
     (
@@ -68,6 +76,7 @@ CASES = [
         "FLASHINFER_CUDA_ARCH_LIST=12.1a",
     ),
     (1, 0, "nvcc fatal   : Unsupported gpu architecture 'compute_121a'", "this nvcc does not know compute_121a"),
+    (1, 0, "nvcc fatal   : Unsupported gpu architecture 'compute_122a'", "no GPU of this family is that"),
     (
         1,
         0,
@@ -150,3 +159,15 @@ def test_system_errors(number: int, expected: str, tmp_path: Path) -> None:
     assert str(error).startswith("building demo failed: ")
     assert expected in str(error)
     assert str(tmp_path) in str(error)
+
+
+def test_an_end_without_a_word_is_no_proof_that_memory_ran_out() -> None:
+    """ninja before 1.12 does not tell the status, so a compiler that does nothing looks like one that was killed."""
+    output = "FAILED: {}obj/a.o \nnvcc -c a.cu -o obj/a.o\nninja: build stopped: subcommand failed.\n"
+    name, status, said = build._failure(1, output.format(""))
+    assert (name, said) == ("a.o", WITHOUT_A_WORD)
+    assert was_killed(status, said), "it is tried again alone"
+    hint = hint_for(status, said) or ""
+    assert "memory ran out" in hint
+    assert "--version" in hint
+    assert build._failure(1, output.format("[code=1] ")) == ("a.o", 1, "")

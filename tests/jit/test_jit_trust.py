@@ -6,10 +6,13 @@ from __future__ import annotations
 import grp
 import os
 import pwd
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +22,7 @@ from jit_processes import run_python
 
 from flashinfer.jit import activation, core, cpp_ext, cute_dsl_core
 from flashinfer.jit import env as jit_env
-from flashinfer.jit.sm12x import trust
+from flashinfer.jit.sm12x import modules, trust
 from flashinfer.jit.sm12x.diagnosis import JitBuildError
 from flashinfer.jit.sm12x.trust import (
     ALLOW_VARIABLE,
@@ -131,7 +134,7 @@ def test_root_made_a_folder_in_a_folder_of_all(cache: Path, monkeypatch: pytest.
 WITHOUT_ROOT = """
 import ctypes, os, sys
 from pathlib import Path
-from flashinfer.jit.sm12x import trust
+from flashinfer.jit.sm12x import modules, trust
 libc = ctypes.CDLL(None, use_errno=True)
 os.setgroups([])
 os.setresgid(*[user := int(sys.argv[1])] * 3)
@@ -540,3 +543,56 @@ def test_temporary_workspace_that_somebody_else_prepared_is_passed_over(
 
 def _refuse() -> None:
     raise PermissionError
+
+
+@pytest.fixture
+def waits() -> Iterator[None]:
+    """Ends a test that waits for a pipe's other end."""
+
+    def end(*_: object) -> None:
+        raise AssertionError("it waits for a pipe that nobody writes to")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+PIPES = ("build.ninja", "inputs.json", "spills.json", "build.log", ".ninja_log", "obj/a.o")
+
+
+@pytest.mark.parametrize("name", PIPES)
+@pytest.mark.parametrize("whose", ["this family's", "upstream's"])
+@pytest.mark.usefixtures("waits")
+def test_a_pipe_in_a_modules_folder_is_named_with_what_removes_it(whose: str, name: str, workspace: Path) -> None:
+    if whose == "upstream's":
+        spec = activation.gen_act_and_mul_module("silu")
+        folder, use = spec.build_dir, spec.write_ninja
+    else:
+        spec = small_spec(workspace)
+        folder, use = spec.plan.folder, lambda: small_spec(workspace).plan
+    pipe = folder / name
+    pipe.parent.mkdir(parents=True, exist_ok=True, mode=0o755)
+    os.mkfifo(pipe)
+    with pytest.raises(UntrustedCacheError, match=re.escape(f"{pipe} is no file and no folder")) as error:
+        use()
+    command = str(error.value).rpartition("Remove it: ")[2]
+    subprocess.run(["/bin/sh", "-ec", command], check=True)
+    use()
+
+
+@pytest.mark.usefixtures("waits")
+def test_a_pipe_in_place_of_a_probes_file_is_told(workspace: Path) -> None:
+    pipe = Path(jit_env.FLASHINFER_WORKSPACE_DIR) / modules.PROBE_FILE
+    pipe.parent.mkdir(parents=True, exist_ok=True, mode=0o755)
+    os.mkfifo(pipe)
+    with pytest.raises(ValueError, match=rf"{re.escape(str(pipe))} is not what a probe writes .*no file.* remove it"):
+        modules.probed_sum_bits("mxf4")
+
+
+@pytest.mark.usefixtures("waits")
+def test_a_pipe_is_replaced_by_what_is_written(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "source.cu")
+    trust.write_atomically(tmp_path / "source.cu", "int x;")
+    assert (tmp_path / "source.cu").read_text() == "int x;"

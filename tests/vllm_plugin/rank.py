@@ -5,6 +5,9 @@ steps, the executor's and then those of vLLM's layers."""
 from __future__ import annotations
 
 import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # documents
 
 import paged
 import reference_attention

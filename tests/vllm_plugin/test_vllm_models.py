@@ -490,7 +490,7 @@ def test_attention_with_sinks_needs_a_compiler_or_cubins(monkeypatch, compiler, 
     from flashinfer_sm12x_vllm import attention
 
     monkeypatch.setattr(vllm_flashinfer, "has_nvidia_artifactory", lambda: server)
-    monkeypatch.setattr(attention, "can_compile", lambda: compiler)
+    monkeypatch.setattr(attention, "why_not_compiled", lambda: "" if compiler else "no compiler")
     attention.install()
     attention.install()
     supports = vllm_flashinfer.supports_trtllm_attention.__wrapped__

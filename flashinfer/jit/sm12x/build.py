@@ -45,6 +45,7 @@ from typing import IO
 
 from ...sm12x import variables
 from .diagnosis import (
+    WITHOUT_A_WORD,
     JitBuildError,
     explain_os_error,
     first_error_line,
@@ -55,7 +56,7 @@ from .diagnosis import (
 )
 from .jobs import DEFAULT_JOB_MEMORY, parallel_jobs
 from .toolchain import ToolchainError, compiler_banner, find_ninja
-from .trust import PRIVATE, make_folder, require_trusted, require_trusted_tree, write_atomically
+from .trust import PRIVATE, make_folder, read_file, require_trusted, require_trusted_tree, write_atomically
 
 _logger = logging.getLogger("flashinfer.jit.sm12x")
 
@@ -280,7 +281,7 @@ def _read_record(plan: ModulePlan) -> dict[str, str] | None:
     The library's path is relative to the module's folder.
     """
     try:
-        data = json.loads((plan.folder / "inputs.json").read_bytes())
+        data = json.loads(read_file(plan.folder / "inputs.json"))
     except (OSError, ValueError, RecursionError):
         return None
     return data if isinstance(data, dict) and all(isinstance(digest, str) for digest in data.values()) else None
@@ -306,7 +307,7 @@ def why_stale(plan: ModulePlan) -> str:
     if record is None or plan.library.name not in record or not plan.library.is_file():
         return "it is not built yet"
     try:
-        if plan.ninja_path.read_text(encoding="utf-8", errors="replace") != plan.ninja_text:
+        if read_file(plan.ninja_path) != plan.ninja_text.encode():
             return "sources, flags, compiler or its variables changed"
     except OSError as error:
         return f"{plan.ninja_path}: {error.strerror}"
@@ -440,7 +441,7 @@ def _bring_up_to_date(
 def _spilling(plan: ModulePlan) -> dict[str, int]:
     """``spills.json``: name of an object -> bytes; empty if it is not there, or no such thing."""
     try:
-        data = json.loads((plan.folder / "spills.json").read_bytes())
+        data = json.loads(read_file(plan.folder / "spills.json"))
     except (OSError, ValueError, RecursionError):
         return {}
     return {name: size for name, size in data.items() if isinstance(size, int)} if isinstance(data, dict) else {}
@@ -449,7 +450,7 @@ def _spilling(plan: ModulePlan) -> dict[str, int]:
 def _note_spills(plan: ModulePlan) -> None:
     """Bring ``spills.json`` up to date with the log, which tells of the objects that were compiled last."""
     try:
-        log = plan.log.read_text(encoding="utf-8", errors="replace")
+        log = read_file(plan.log).decode(errors="replace")
     except OSError:
         return
     spilling = _spilling(plan)
@@ -554,5 +555,6 @@ def _failure(status: int, output: str) -> tuple[str, int, str]:
     if block is None:
         return "ninja", status, output
     code, name, said = block.groups()
-    # Without a word and, of an older ninja, without a status: a shell's child that was killed.
-    return name, int(code) if code else 1 if said else 128 + signal.SIGKILL, said
+    if code or said:
+        return name, int(code) if code else 1, said
+    return name, 128 + signal.SIGKILL, WITHOUT_A_WORD  # as if it was killed, which is tried again alone

@@ -63,6 +63,12 @@ _PIECES_THAT_DISAGREE = (
 """What each pair says: runtime's headers, code generator newer than the assembler, older than the driver, crt's headers."""
 
 
+WITHOUT_A_WORD = "it ended without a word"
+"""In place of a compiler's output where there is none and ninja, before 1.12, does not tell the exit status."""
+
+KNOWN = ("12.0", "12.0a", "12.0f", "12.1", "12.1a", "12.1f")
+
+
 def first_error_line(output: str) -> str:
     """The first line of a compiler's output that reports an error; else its last line; else an empty string."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
@@ -106,6 +112,11 @@ def hint_for(returncode: int, output: str) -> str | None:
         return _missing_header(missing.group(1) or missing.group(2))
     if "No space left on device" in output:
         return _disk_full("the file system of the cache or of TMPDIR")
+    if output == WITHOUT_A_WORD:
+        return (
+            "either the compiler was killed because memory ran out (dmesg says so): free some, or set MAX_JOBS=1; or it does "
+            "not work at all: run it with --version, and the host compiler that it runs, c++ --version"
+        )
     ended_by = ending_signal(returncode, output)
     if ended_by is not None:
         return _ended_by(ended_by)
@@ -124,6 +135,12 @@ def hint_for(returncode: int, output: str) -> str | None:
         )
     unknown = re.search(r"(?:Unsupported gpu architecture|Value) '(\w+)'", output)
     if unknown is not None and "gpu" in output.lower():
+        number = re.sub(r"\D*(\d+)(\d)([af]?)", r"\1.\2\3", unknown.group(1))
+        if number not in KNOWN:
+            return (
+                f"this nvcc does not know {unknown.group(1)}, and no GPU of this family is that. FLASHINFER_CUDA_ARCH_LIST is "
+                "12.1a for a DGX Spark, 12.0a for RTX 50 and RTX PRO Blackwell"
+            )
         return (
             f"this nvcc does not know {unknown.group(1)}: 12.0a needs CUDA 12.8, 12.1a and the suffix f need 12.9. "
             f"Install a newer one: {toolchain.PIP_COMMAND}"

@@ -38,7 +38,7 @@ from .. import env as jit_env
 from .diagnosis import WARN_OF_LOCAL_MEMORY
 from .instances import DENSE_INSTANCES, FORMATS, GEMM_INSTANCES, MAIN_MODULE, SM12X, Instance
 from .spec import JitSpecSm12x
-from .trust import require_trusted, require_trusted_tree, write_atomically
+from .trust import read_file, require_trusted, require_trusted_tree, write_atomically
 
 FUSED_MOE = "fused_moe_120"
 GROUP_GEMM = "gemm_mxfp4_sm12x"
@@ -99,7 +99,7 @@ def probed_sum_bits(kind: str) -> int | None:
     path = Path(jit_env.FLASHINFER_WORKSPACE_DIR) / PROBE_FILE
     require_trusted(path)
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))["mma_sum_bits"].get(kind)
+        found = json.loads(read_file(path))["mma_sum_bits"].get(kind)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

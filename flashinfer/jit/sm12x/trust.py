@@ -9,6 +9,7 @@ import functools
 import grp
 import os
 import pwd
+import shlex
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -58,15 +59,36 @@ def require_trusted(path: Path) -> None:
 
 
 def require_trusted_tree(folder: Path) -> None:
-    """:func:`require_trusted` of a folder and of all that lies in it.
+    """:func:`require_trusted` of a folder and of all that lies in it, where nothing may be but folders and files.
 
     Raises:
-        UntrustedCacheError, OSError: as there.
+        UntrustedCacheError: as there, or a pipe, a socket or a device lies there: whoever opens a pipe waits, ninja too.
+        OSError: as there.
     """
     require_trusted(folder)
     for parent, folders, files in os.walk(folder):
         for name in (*folders, *files):
-            require_trusted(Path(parent, name))
+            path = Path(parent, name)
+            require_trusted(path)
+            with contextlib.suppress(FileNotFoundError):  # a link to nothing; a file that another process removes
+                mode = path.stat().st_mode
+                if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                    raise UntrustedCacheError(
+                        f"the FlashInfer cache is not used: {path} is no file and no folder, and opening it could wait for "
+                        f"ever. Remove it: rm {shlex.quote(str(path))}"
+                    )
+
+
+def read_file(path: str | Path) -> bytes:
+    """The content of a regular file.
+
+    Raises:
+        OSError: it is none, as a pipe that nobody writes to and that would be waited for, or it cannot be read.
+    """
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "it is no file", str(path))
+        return file.read()
 
 
 def _components(path: str) -> Iterator[tuple[str, os.stat_result]]:
@@ -167,7 +189,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     """
     data = content.encode() if isinstance(content, str) else content
     try:
-        if path.read_bytes() == data:
+        if read_file(path) == data:
             return
     except OSError:
         pass

@@ -25,7 +25,6 @@ PACKAGE = Path(os.path.abspath(__file__)).parents[2]
 TREE = PACKAGE.parent
 INTERPRETER = sys.executable or os.path.realpath("/proc/self/exe")
 PYTHON = shlex.quote(INTERPRETER)
-PIP = f"{PYTHON} -m pip"
 CLI = f"{PYTHON} -m flashinfer"
 PLUGIN = "flashinfer_sm12x"
 LONGEST_LINE = 1 << 20
@@ -170,6 +169,11 @@ def versions() -> dict[str, str]:
     names: dict[str, Any] = {}
     exec((PACKAGE / "_version.py").read_text(encoding="utf-8"), names)
     return {"fork": names["__fork_version__"], "upstream": names["UPSTREAM_VERSION"]}
+
+
+def public_version(version: str) -> str:
+    """Without what a builder adds behind a plus: ``0.33.0+cu130`` is 0.33.0, a nightly of the next one is not."""
+    return version.strip().removeprefix("v").partition("+")[0]
 
 
 def numbers(version: str) -> tuple[int, ...]:

@@ -10,24 +10,18 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from .. import variables
-from .asking import CLI, PACKAGE, PIP, PLUGIN, PYTHON, TREE, Answers, numbers, versions
+from ..host_memory import GIB, HEADROOM, SHARE
+from .asking import CLI, INTERPRETER, PACKAGE, PLUGIN, PYTHON, Answers, numbers, public_version, versions
+from .remedies import FIRST, SERVER, driver_package, has_ninja, named_in, pip, prepend
 
 VLLM_VERSION = "0.33.0"
-INSTALL_VLLM = f"{PIP} install vllm=={VLLM_VERSION}"
-VLLM_SHARE = 0.92
-"""Of the GPU's memory, what vLLM takes unless ``--gpu-memory-utilization`` says otherwise."""
-
-GIB = 1 << 30
+INSTALL_VLLM = f"install vllm=={VLLM_VERSION}"
 DISK_NEEDED = GIB
 """A build of all default modules, objects and compilers' temporary files included, takes less."""
-
-HEADROOM = 8 * GIB
-"""Of unified memory that the host keeps: with 2 GB left hosts were seen to wedge."""
 
 CUDA_13_DRIVER = 580
 
@@ -37,19 +31,9 @@ BLOCK_SCALED = ("mxf8f6f4", "mxf4")
 Outcome = tuple[str, ...] | None
 
 
-def prepend(variable: str, entry: object) -> str:
-    """A command that puts a folder in front of what a variable lists."""
-    return f"export {variable}={shlex.quote(str(entry))}${{{variable}:+:${variable}}}"
-
-
-FIRST = prepend("PYTHONPATH", TREE)
-SUDO = "" if os.geteuid() == 0 else "sudo "
-SERVER = "the server's environment needs it, too"
-
-
-def install(package: str, options: str = "") -> str:
-    """A command that installs a package of upstream's in the version that this fork extends."""
-    return f'{PIP} install {options}"{package}=={versions()["upstream"]}"'
+def upstreams(a: Answers, package: str, options: str = "") -> tuple[str, str]:
+    """What installs a package of upstream's in the version that this fork extends."""
+    return pip(a, f'install {options}"{package}=={versions()["upstream"]}"')
 
 
 def check_import(a: Answers) -> Outcome:
@@ -73,14 +57,17 @@ def check_import(a: Answers) -> Outcome:
         text = f"importing {found['file']}: {why}"
         if "no answer" in why or "killed" in why:
             return "unknown", text, f"{PYTHON} -X importtime -c 'import flashinfer'"
+        if blame := a.get("import", "blame"):
+            return "fail", text, f"unset {blame}", f"without {blame}={a.environ.get(blame)} it works; {SERVER}"
         if command := re.search(r"Install it with:\s+(.*)", why):
-            return "fail", text, command[1]
+            words = re.search(r"-m pip (install .*)", command[1])
+            return "fail", text, *(pip(a, words[1]) if words else (command[1],))
         if other := re.search(r"([\w-]+) version \(.*does not match", why):
-            return "fail", text, install(other[1])
+            return "fail", text, *upstreams(a, other[1])
         if "FLASHINFER_" in why:
             return "fail", text, "", "see 'variables' and what the error names"
         options = "" if "No module named" in why else "--force-reinstall --no-deps "
-        return "fail", text, install("flashinfer-python", options)
+        return "fail", text, *upstreams(a, "flashinfer-python", options)
     if os.path.realpath(folder) != os.path.realpath(PACKAGE):
         return "warn", f"the fork in {folder} is imported; this doctor is of {PACKAGE}", FIRST, SERVER
     return "ok", f"the fork {a('import', 'fork')} over flashinfer {a('import', 'version')}, {found['file']}"
@@ -119,8 +106,11 @@ def check_build(a: Answers) -> Outcome:
         folder = shlex.quote(elsewhere)
         command = f"mkdir -p -m 755 {folder} && export FLASHINFER_WORKSPACE_BASE={folder}"
         why = f"there it works; {SERVER}"
-    elif named := re.search(r"\b(pip|apt-get) install ([^\n]+)", error):
-        command = f"{PIP} install {named[2]}" if named[1] == "pip" else f"{SUDO}apt-get install --yes {named[2]}"
+    elif (remedy := named_in(a, error)) is not None:
+        command, why = remedy[0], "; ".join(filter(None, (remedy[1], why)))
+    elif (silent := a.get("build", "silent")) is not None:
+        error += f"; {silent} ends so by itself, without a word"
+        command, why = "", "install that program anew, or name another: nvcc by CUDA_HOME, the host's by CC and CXX"
     else:
         command, why = "", why or "mend what the error names"
     return state, " ".join(error.split()), command, why
@@ -133,9 +123,9 @@ def check_gpu(a: Answers) -> Outcome:
         if failed := a.get("gpus", "failed"):
             return "unknown", f"nvidia-smi: {failed}", "nvidia-smi", "where it hangs, too: restart the machine"
         if error := a.get("gpus", "error"):
-            return "fail", f"nvidia-smi: {error}", "", "load or install the driver; in a container: --gpus all"
+            return "fail", f"nvidia-smi: {error}", "", _driver_words(a, "load or install the driver")
         text = "no GPU: CPU tensors and the virtual SM121 work, kernels do not run"
-        return "warn", text, "", "on a machine with one: install its driver; in a container: --gpus all"
+        return "warn", text, "", _driver_words(a, "on a machine with one: install its driver")
     text = ", ".join(f"{name} ({capability})" for name, capability in gpus)
     if any(capability.startswith("12.") for _, capability in gpus):
         return "ok", text
@@ -143,6 +133,12 @@ def check_gpu(a: Answers) -> Outcome:
         why = "because FLASHINFER_SM12X_MOE=1 (Hopper's MMAs, slower than wgmma)"
         return "ok", f"{text}: runs this fork's kernels {why}"
     return "warn", f"{text}: none is of the SM12x family, so upstream's kernels run", "", "nothing, if that is meant"
+
+
+def _driver_words(a: Answers, words: str) -> str:
+    """What to do about a driver, unless it is another system's."""
+    guest = a.facts.get("system", {}).get("guest")
+    return driver_package(a, "")[1] if guest else f"{words}; in a container: --gpus all"
 
 
 def _unified(a: Answers) -> bool:
@@ -158,8 +154,7 @@ def check_driver(a: Answers) -> Outcome:
     cuda = a.get("build", "version") or a.get("torch", "cuda") or ""
     if cuda.startswith("13.") and numbers(driver)[:1] < (CUDA_13_DRIVER,):
         text = f"driver {driver} is older than {CUDA_13_DRIVER}, which CUDA {cuda} needs"
-        command = f"{SUDO}apt-get install --yes nvidia-driver-{CUDA_13_DRIVER}-open"
-        return "fail", text, command, "or as the system's vendor says"
+        return "fail", text, *driver_package(a, f"nvidia-driver-{CUDA_13_DRIVER}-open")
     return "ok", f"driver {driver}"
 
 
@@ -182,18 +177,33 @@ def check_kernel_log(a: Answers) -> Outcome:
 def check_torch(a: Answers) -> Outcome:
     """torch, and whether it sees the GPUs that the driver sees."""
     if "No module named 'torch'" in (a.get("torch", "failed") or ""):
-        return "fail", "torch is not installed", INSTALL_VLLM, "vLLM brings its own"
+        command, why = pip(a, INSTALL_VLLM)
+        return "fail", "torch is not installed", command, why or "vLLM brings its own"
     torch, cuda = a("torch", "torch"), a("torch", "cuda")
     there = a.get("gpus", "gpus")
     if cuda is None and there:
-        command = f"{PIP} uninstall --yes torch && {INSTALL_VLLM}"
-        return "fail", f"torch {torch} is a build without CUDA: it does not see the GPU", command, "vLLM brings its own"
+        commands = [pip(a, words) for words in ("uninstall --yes torch", INSTALL_VLLM)]
+        why = next((why for _, why in commands if why), "vLLM brings its own")
+        command = " && ".join(command for command, _ in commands if command)
+        return "fail", f"torch {torch} is a build without CUDA: it does not see the GPU", command, why
     if cuda is not None and there and not a("torch", "gpus"):
         text = f"torch {torch} (CUDA {cuda}) sees no GPU, the driver does"
         if "CUDA_VISIBLE_DEVICES" in a.environ:
             return "fail", text, "unset CUDA_VISIBLE_DEVICES", SERVER
         return "fail", text, "", "the driver may be older than that CUDA"
+    if there and (gpus := a.get("torch", "gpus")):
+        says, driven = ({gpu["capability"] for gpu in each} for each in (gpus, there))
+        if not says <= driven:
+            text = f"torch says compute capability {_list(says)}, the driver {_list(driven)}: kernels are compiled for torch's"
+            served = _list(gpu for gpu in driven if gpu.startswith("12."))
+            known = served and "FLASHINFER_CUDA_ARCH_LIST" not in a.environ
+            command = f"export FLASHINFER_CUDA_ARCH_LIST={served}a" if known and " " not in served else ""
+            return "warn", text, command, f"the driver knows better; a torch for its CUDA says the same; {SERVER}"
     return "ok", f"torch {torch}, " + (f"CUDA {cuda}" if cuda else "a build without CUDA")
+
+
+def _list(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))
 
 
 def check_architectures(a: Answers) -> Outcome:
@@ -202,7 +212,7 @@ def check_architectures(a: Answers) -> Outcome:
     if listed is None:
         return None  # nothing is imported: 'import' says why
     name = "FLASHINFER_CUDA_ARCH_LIST"
-    capabilities = sorted({capability for _, capability in a.gpus()})
+    capabilities = sorted({capability for _, capability in a.gpus() if _served(a, capability)})
     missing = [gpu for gpu in capabilities if not any(_runs_on(entry, gpu) for entry in listed)]
     if not listed:
         text = f"no GPU and no {name}: it is not known what to compile for"
@@ -212,6 +222,11 @@ def check_architectures(a: Answers) -> Outcome:
     if missing:
         return "fail", f"{', '.join(listed)} does not run on compute capability {', '.join(missing)}", command, SERVER
     return "ok", ", ".join(listed)
+
+
+def _served(a: Answers, capability: str) -> bool:
+    """Whether this fork's kernels run on a GPU; nothing need be compiled for a display's of another family."""
+    return capability.startswith("12.") or (capability == "9.0" and a.environ.get("FLASHINFER_SM12X_MOE") == "1")
 
 
 def _runs_on(entry: str, capability: str) -> bool:
@@ -237,6 +252,8 @@ def check_modules(a: Answers) -> Outcome:
         if a.get("import", "failed"):
             return None
         if error := a.get("modules", "error"):
+            if remedy := re.search(r"Remove it: (rm .*)", error):
+                return "fail", error, remedy[1]
             return "warn", f"it cannot be told whether they are fresh: {error}", "", "the rows above say what to do"
         return "unknown", f"not told: {a('modules', 'failed')}"
     words = [
@@ -247,8 +264,8 @@ def check_modules(a: Answers) -> Outcome:
     passed_over = [f"{name}: {fact['passed_over']}" for name, fact in found.items() if fact["passed_over"]]
     if passed_over:
         text = f"prebuilt kernels are passed over ({passed_over[0]}); {text}"
-        why = "or install the wheel that this fork makes"
-        return "warn", text, f"{PIP} uninstall --yes flashinfer-sm12x-kernels", why
+        command, why = pip(a, "uninstall --yes flashinfer-sm12x-kernels")
+        return "warn", text, command, why or "or install the wheel that this fork makes"
     if all(not fact["stale"] for name, fact in found.items() if name.startswith("fused_moe_120")):
         return "ok", text  # the others are small, and built when first used
     if a.environ.get("FLASHINFER_DISABLE_JIT"):
@@ -261,18 +278,22 @@ def check_headroom(a: Answers) -> Outcome:
     if not _unified(a):
         return None
     available, total = a("memory", "available"), a("memory", "total")
-    left = available - VLLM_SHARE * total
+    left = available - SHARE * total
     text = f"unified memory: {available / GIB:.0f} of {total / GIB:.0f} GiB are free"
     if left >= HEADROOM:
-        return "ok", f"{text}, {left / GIB:.0f} GiB beside vLLM's {VLLM_SHARE:.0%}"
+        return "ok", f"{text}, {left / GIB:.0f} GiB beside a --gpu-memory-utilization of {SHARE}"
     share = max(0.0, (available - HEADROOM) / total)
-    why = f"pass --gpu-memory-utilization {int(share * 100) / 100:.2f} or less to vllm serve, or stop what holds memory"
-    text += f": vLLM's {VLLM_SHARE:.0%} leaves the host less than {HEADROOM // GIB} GiB, and without memory it hangs"
-    return "warn", text, "ps -eo rss,pid,args --sort=-rss | head", why
+    why = f"stop what holds memory, or pass --gpu-memory-utilization {int(share * 100) / 100:.2f} or less to vllm serve"
+    text += (
+        f": a --gpu-memory-utilization of {SHARE} leaves the host less than {HEADROOM // GIB} GiB, and without memory "
+    )
+    return "warn", f"{text}it hangs", "ps -eo rss,pid,args --sort=-rss | head", why
 
 
 def check_probe(a: Answers) -> Outcome:
     """What a probe of the GPU left, which decides how MXFP8 and MXFP4 tokens are multiplied."""
+    if "needed" in a.facts.get("probe-sums", {}):
+        return None  # measured just now, after this question: 'probe-sums' has it
     if error := a.get("modules", "probe_error"):
         return "fail", error, f"rm {shlex.quote(a('modules', 'workspace'))}/sm12x_probe.json"
     bits = a.get("modules", "probed_sum_bits")
@@ -297,9 +318,9 @@ def check_vllm(a: Answers) -> Outcome:
     version = a("path", "vllm")
     if version is None and a.get("vllm", "found") is False:
         return "ok", f"not installed here; the fork is made for {VLLM_VERSION}"
-    if version != VLLM_VERSION:
+    if version is None or public_version(version) != VLLM_VERSION:
         text = f"vLLM {version or 'of an unknown version'}; the fork is made for {VLLM_VERSION}"
-        return "warn", f"{text}, what follows may differ", INSTALL_VLLM
+        return "warn", f"{text}, what follows may differ", *pip(a, INSTALL_VLLM)
     if unread := a.get("vllm", "unread"):
         why = "where an older recipe set them: docs/troubleshooting.md has what took their place"
         return "warn", f"vLLM {version} does not read {', '.join(unread)}", "", why
@@ -342,16 +363,16 @@ def check_vllm_flashinfer(a: Answers) -> Outcome:
         if a("vllm", "has_flashinfer_cubin") or a("vllm", "has_nvidia_artifactory"):
             return "ok", f"{text}; attention by FLASHINFER"
         why = "there is no flashinfer-cubin, and NVIDIA's server of cubins does not answer"
-        return "warn", f"{text}; attention by TRITON_ATTN: {why}", install("flashinfer-cubin")
+        return "warn", f"{text}; attention by TRITON_ATTN: {why}", *upstreams(a, "flashinfer-cubin")
     lacks = [what for what in ("nvcc", "ninja") if not a("vllm", what)]
     if a("vllm", "has_flashinfer") or not lacks:
         return "fail", f"{text}: the flashinfer that vLLM imports lacks functions", FIRST, SERVER
     text += f": vLLM finds no {' and no '.join(lacks)}, and no flashinfer-cubin, and does without FlashInfer"
-    scripts, nvcc = Path(sys.executable).parent, a.get("build", "nvcc")
+    nvcc, why = a.get("build", "nvcc"), ""
     if "nvcc" in lacks and nvcc is None:
         return "fail", text, "", "see 'build'"
     commands = [f"export CUDA_HOME={shlex.quote(str(Path(nvcc).parents[1]))}"] if "nvcc" in lacks else []
     if "ninja" in lacks:
-        commands += [] if os.path.exists(scripts / "ninja") else [f"{PIP} install ninja"]
-        commands.append(prepend("PATH", scripts))
-    return "fail", text, " && ".join(commands), SERVER
+        command, why = ("", "") if has_ninja() else pip(a, "install ninja")
+        commands += [each for each in (command, prepend("PATH", Path(INTERPRETER).parent)) if each and not why]
+    return "fail", text, " && ".join(commands), "; ".join(filter(None, (why, SERVER)))

@@ -18,13 +18,16 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import types
 from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    # This file's folder, which Python puts first: no other program has it there. The tree as in __main__.py.
-    del sys.path[0]
+    # This file's folder, which Python puts first unless PYTHONSAFEPATH is set: no other program has it there. The tree as
+    # in __main__.py.
+    if not getattr(sys.flags, "safe_path", False):
+        del sys.path[0]
     _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     for _name, _folder in (("_sm12x", ""), ("_sm12x.jit", "jit")):
         sys.modules[_name] = types.ModuleType(_name)
@@ -55,9 +58,14 @@ is that compiler and headers are of one release."""
 
 SUSPECTS = (
     "CUDA_HOME CUDA_PATH FLASHINFER_NVCC FLASHINFER_NVCC_LAUNCHER CC CXX NVCC_CCBIN NVCC_PREPEND_FLAGS NVCC_APPEND_FLAGS "
-    "CPATH C_INCLUDE_PATH CPLUS_INCLUDE_PATH LIBRARY_PATH LD_LIBRARY_PATH LD_PRELOAD"
+    "CPATH C_INCLUDE_PATH CPLUS_INCLUDE_PATH LIBRARY_PATH LD_LIBRARY_PATH LD_PRELOAD FLASHINFER_EXTRA_CUDAFLAGS "
+    "FLASHINFER_EXTRA_LDFLAGS FLASHINFER_CUDA_ARCH_LIST"
 ).split()
 """Variables without which a build is tried again where it failed."""
+
+
+PYTHONS = ("PYTHONOPTIMIZE", "PYTHONWARNINGS", "LD_LIBRARY_PATH", "LD_PRELOAD")
+"""Variables without which an import is tried again where it failed: -OO takes the docstrings that upstream's code edits."""
 
 
 def tell(**facts: Any) -> None:
@@ -76,9 +84,64 @@ def ask_path() -> None:
 
 def ask_import() -> None:
     """What ``import flashinfer`` gives."""
-    import flashinfer
-
+    try:
+        import flashinfer
+    except BaseException:
+        for name in filter(os.environ.get, PYTHONS):
+            without = {other: text for other, text in os.environ.items() if other != name}
+            again = [sys.executable, "-c", "import flashinfer"]
+            if subprocess.run(again, env=without, stdin=subprocess.DEVNULL, capture_output=True).returncode == 0:
+                tell(blame=name)
+                break
+        raise
     tell(version=flashinfer.__version__, fork=getattr(flashinfer, "__fork_version__", None))
+
+
+def ask_installer() -> None:
+    """What this Python can be given packages by."""
+    found = {name: importlib.util.find_spec(name) is not None for name in ("pip", "ensurepip")}
+    own = sys.prefix == sys.base_prefix
+    marker = Path(sysconfig.get_path("stdlib", sysconfig.get_default_scheme()), "EXTERNALLY-MANAGED")
+    tell(**found, uv=shutil.which("uv"), managed=own and marker.is_file())
+
+
+def ask_system() -> None:
+    """Whose driver it is, and how this system gets packages."""
+    tell(guest=guest(), apt=shutil.which("apt-get") is not None, sudo=shutil.which("sudo") is not None)
+
+
+def guest(root: Path = Path("/")) -> str | None:
+    """``WSL2``, ``container`` or ``VM``, where the driver is another system's; None on a machine of its own.
+
+    By systemd's program, else by what each leaves; of a VM without that program nothing is known.
+    """
+    if (program := shutil.which("systemd-detect-virt")) is not None:
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            kind = subprocess.run([program], capture_output=True, text=True, timeout=10).stdout.strip()
+            if kind and kind != "none":
+                return {"wsl": "WSL2"}.get(kind) or ("container" if kind in CONTAINERS else "VM")
+            if kind:
+                return None
+    with contextlib.suppress(OSError):
+        if "microsoft" in (root / "proc/sys/kernel/osrelease").read_text().lower():
+            return "WSL2"
+    if "container" in os.environ or any((root / name).exists() for name in (".dockerenv", "run/.containerenv")):
+        return "container"
+    return None
+
+
+CONTAINERS = (
+    "docker",
+    "podman",
+    "lxc",
+    "lxc-libvirt",
+    "systemd-nspawn",
+    "rkt",
+    "openvz",
+    "proot",
+    "pouch",
+    "container-other",
+)
 
 
 def ask_build() -> None:
@@ -94,7 +157,10 @@ def ask_build() -> None:
             tell(blame=name)
             return
         os.environ[name] = text
-    for parent in (os.path.expanduser("~"), "/var/tmp", "/tmp"):
+    if (program := _silent(error)) is not None:
+        tell(silent=program)
+        return
+    for parent in filter(os.path.isabs, (os.path.expanduser("~"), "/var/tmp", "/tmp")):
         folder = os.path.join(parent, f"flashinfer-{os.geteuid()}")
         made = not os.path.exists(folder)
         os.environ["FLASHINFER_WORKSPACE_BASE"] = folder
@@ -109,34 +175,64 @@ def ask_build() -> None:
 def _try_build() -> str | None:
     """Why it failed, or None."""
     build = importlib.import_module("_sm12x.jit.sm12x.build")
+    variables = importlib.import_module("_sm12x.sm12x.variables")
     toolchain = importlib.import_module("_sm12x.jit.sm12x.toolchain")
     toolchain.compiler_banner.cache_clear()
     build.compiler_identity.cache_clear()
-    folder = _cache() / f"doctor-{os.getpid()}"
+    folder = None
     try:
+        folder = _cache() / f"doctor-{os.getpid()}"
         toolkit = toolchain.discover()
         tell(nvcc=toolkit.nvcc, origin=toolkit.origin, version=str(toolkit.version), passed_over=toolkit.passed_over)
-        listed = os.environ.get("FLASHINFER_CUDA_ARCH_LIST", "")
-        targets = re.findall(r"\b(\d+)\.(\d[af])", listed) or [("12", "0a")]
+        targets = _targets()
+        toolchain.require_architectures(toolkit, [(int(major), minor) for major, minor in targets])
         codes = [f"-gencode=arch=compute_{a}{b},code=sm_{a}{b}" for a, b in targets]
         with build.module_lock(folder / "doctor.lock") as lock:
             source = folder / "doctor.cu"
             build.write_atomically(source, SOURCE)
             includes = [f"-I{path}" for path in _upstreams_cccl()]
             includes += [word for path in toolkit.include_dirs for word in ("-isystem", str(path))]
-            flags = ["-std=c++17", "--compiler-options=-fPIC", *codes, *includes]
+            extra = variables.read("FLASHINFER_EXTRA_CUDAFLAGS")
+            flags = ["-std=c++17", "--compiler-options=-fPIC", *codes, *includes, *extra]
             step = build.compile_step("doctor.o", source, toolkit.nvcc, flags)
             runtime = toolkit.find_library("cudart")
             links = ("-shared", str(runtime), f"-Wl,-rpath,{runtime.parent}", "-Wl,-z,now")
+            links += variables.read("FLASHINFER_EXTRA_LDFLAGS")
             plan = build.ModulePlan("doctor", folder, folder / "doctor.lock", (step,), build.host_compiler(), links)
             build.build(plan, max_jobs=1, lock=lock)
             if ctypes.CDLL(str(plan.library)).sm12x_doctor_loads() != 12:
                 return "the library that was compiled does not do what its source says"
     except (OSError, RuntimeError, ValueError, AttributeError) as error:
-        return str(error)
+        return str(error).partition("\nLog: ")[0]  # which is removed
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
     return None
+
+
+def _targets() -> list[tuple[str, str]]:
+    """What is compiled for: the list's architectures, else the GPUs' that the driver tells of and that are served."""
+    listed = re.findall(r"\b(\d+)\.(\d)([af]?)", os.environ.get("FLASHINFER_CUDA_ARCH_LIST", ""))
+    if not listed and (program := shutil.which("nvidia-smi")) is not None:
+        query = [program, "--query-gpu=compute_cap", "--format=csv,noheader"]
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            told = subprocess.run(query, capture_output=True, text=True, errors="replace", timeout=20).stdout
+            listed = re.findall(r"\b(12)\.(\d)()", told)
+    targets = [(major, minor + (suffix or "a" * (int(major) >= 9))) for major, minor, suffix in listed]
+    return list(dict.fromkeys(targets)) or [("12", "0a")]
+
+
+def _silent(error: str) -> str | None:
+    """Of a build that failed without a word, the program that does so by itself: the host's compilers, which nvcc runs."""
+    if not re.search(r": exit status \d+$|it ended without a word", error):
+        return None
+    for name in (os.environ.get("CC") or os.environ.get("NVCC_CCBIN") or "g++", os.environ.get("CXX") or "c++"):
+        command = [name, "-x", "c++", "-fsyntax-only", "/dev/null"]
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=20)
+            if done.returncode and not (done.stdout + done.stderr).strip():
+                return shutil.which(name) or name
+    return str(importlib.import_module("_sm12x.jit.sm12x.toolchain").discover().nvcc)
 
 
 def _upstreams_cccl() -> list[Path]:
@@ -147,7 +243,15 @@ def _upstreams_cccl() -> list[Path]:
 
 
 def _cache() -> Path:
-    base = os.environ.get("FLASHINFER_WORKSPACE_BASE") or os.path.expanduser("~")
+    """Where ``jit/env.py`` has the cache.
+
+    Raises:
+        ValueError: FLASHINFER_WORKSPACE_BASE is none, or there is neither that nor a home folder.
+    """
+    variables = importlib.import_module("_sm12x.sm12x.variables")
+    base = variables.read("FLASHINFER_WORKSPACE_BASE")
+    if not base and not os.path.isabs(base := os.path.expanduser("~")):
+        raise ValueError("there is neither FLASHINFER_WORKSPACE_BASE nor a home folder")
     return Path(base).absolute() / ".cache" / "flashinfer"
 
 
