@@ -272,7 +272,7 @@ def print_hindcast(arguments: argparse.Namespace) -> int:
     """What others measured beside what the model says of it, and what the model then says of this fork."""
     told = {
         "Inputs of the model, which are no rows": hindcast.inputs(),
-        "Streams: gpt-oss-120b, MXFP4 dense layers, one GB10, context 1,024, no engine; predicted, tokens/s": hindcast.streams(
+        "Streams: gpt-oss-120b, spark, one GB10, context 1,024, no engine; predicted, tokens/s": hindcast.streams(
             arguments.zipf
         ),
         "Verify windows: tokens that a step has to yield to pay, and the acceptance of each draft; predicted": hindcast.windows(

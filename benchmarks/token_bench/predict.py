@@ -28,13 +28,15 @@ from flashinfer.sm12x.variables import PRESETS
 
 from .results import Measured
 
-PRESET_FORMATS = {
-    "bf16": formats_of("bf16"),
-    **{
-        name: dict(zip(MATRICES, (preset["qkv"], preset["o"], preset["lm_head"]), strict=True))
-        for name, preset in PRESETS.items()
-        if name != "spark-mxfp8"  # the same bytes as spark-int8, and more loss
-    },
+SHOWN_PRESETS = (
+    "spark-int8",
+    "spark",
+    "spark-fast",
+    "spark-mxfp4",
+)  # spark-mxfp8 has spark-int8's bytes, and more loss
+PRESET_FORMATS = {"bf16": formats_of("bf16")} | {
+    name: dict(zip(MATRICES, map(PRESETS[name].__getitem__, ("qkv", "o", "lm_head")), strict=True))
+    for name in SHOWN_PRESETS
 }
 """What the plugin's presets make of QKV, O and LM head, and what is there without one."""
 
