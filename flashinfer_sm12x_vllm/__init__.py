@@ -2,8 +2,8 @@
 """vLLM's plugin of the SM12x fork: gpt-oss on this fork's kernels, without a file of vLLM's being touched.
 
 vLLM calls :func:`register` in every process through the entry point group ``vllm.general_plugins``. Where no GPU of the
-SM12x family is (:mod:`.devices`), or where it is switched off, it returns before it imports anything of vLLM's model
-code.
+SM12x family is (:mod:`.devices`), where it is switched off, or where ``import flashinfer`` is not this fork
+(``flashinfer._version``), it returns before it imports anything of vLLM's model code.
 
 ===============  =====================================================================================
 ``settings``     what a user can choose, from where, and the errors
@@ -21,6 +21,7 @@ code.
 from __future__ import annotations
 
 import logging
+import os
 
 _registered = False
 
@@ -40,14 +41,22 @@ def register() -> None:
     if _registered:
         return
     _registered = True
+    log = logging.getLogger("vllm.flashinfer_sm12x")
     try:
+        for name in ("FLASHINFER_SM12X_VLLM", "FLASHINFER_SM12X_MOE"):
+            if os.environ.get(name, "").strip() == "0":
+                outcome = f"{name}=0 switches it off"
+                log.info("flashinfer-sm12x: %s", outcome)
+                return
         from . import devices, settings
 
-        if not settings.switched_on():
-            outcome = f"{settings.VARIABLE}=0 switches it off"
+        if aside := settings.load("_version.py").upstream_alone():
+            outcome = f"it steps aside: {aside}"
+            log.warning("flashinfer-sm12x: the plugin steps aside and all is vLLM's: %s", aside)
             return
+        settings.variables.read(settings.VARIABLE)  # a bad value ends the start here
         if not devices.served():
-            outcome = "no GPU here is served, or FLASHINFER_SM12X_MOE=0"
+            outcome = "no GPU here is served"
             return
         from . import attention, config, lm_head, moe
 
@@ -61,7 +70,7 @@ def register() -> None:
         if type(error).__name__ == "VariableError":  # by name: the table of variables itself may be what is missing
             raise
         # A server without this fork is better than none.
-        logging.getLogger("vllm.flashinfer_sm12x").warning(
+        log.warning(
             "flashinfer-sm12x: the plugin could not be installed and vLLM goes on without it: %s: %s",
             type(error).__name__,
             error,

@@ -67,17 +67,6 @@ class Settings:
         return Choice(weights, activations or ("a8" if kind == "moe" else "a16"))
 
 
-def switched_on() -> bool:
-    """Whether ``FLASHINFER_SM12X_VLLM`` leaves the plugin on, which it does unless it is ``0``.
-
-    Raises
-    ------
-    ValueError
-        It is none of what it may be.
-    """
-    return variables.read(VARIABLE) is not None
-
-
 def _require_our_key(additional_config: Mapping[Any, Any]) -> None:
     """Refuse settings of ours that stand elsewhere than under :data:`KEY`; other plugins' keys pass."""
     for key, value in additional_config.items():

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from ..._version import SWITCH
 from .. import variables
 from .asking import CLI, PACKAGE, PIP, PLUGIN, PYTHON, TREE, Answers, numbers, versions
 
@@ -69,6 +70,12 @@ def check_import(a: Answers) -> Outcome:
     folder = os.path.dirname(found["file"])
     if not os.path.isfile(os.path.join(folder, "_layer.py")):
         return "fail", f"the plain wheel in {folder} is imported, not the fork", FIRST, SERVER
+    if aside := a.get("path", "aside"):
+        text = f"upstream's package is imported without this fork: {aside}"
+        if aside.startswith(SWITCH):
+            return "warn", text, f"unset {SWITCH}", SERVER
+        why = "unless other packages need the one that is there: then a newer flashinfer-sm12x may serve it"
+        return "fail", text, install("flashinfer-python", "--force-reinstall --no-deps "), why
     if (why := a.get("import", "failed")) and a.get("import", "fork") is None:
         text = f"importing {found['file']}: {why}"
         if "no answer" in why or "killed" in why:
@@ -234,7 +241,7 @@ def check_modules(a: Answers) -> Outcome:
     """What is prebuilt or built, and whether it is fresh."""
     found = a.modules()
     if not found:
-        if a.get("import", "failed"):
+        if a.get("import", "failed") or a.get("path", "aside"):
             return None
         if error := a.get("modules", "error"):
             return "warn", f"it cannot be told whether they are fresh: {error}", "", "the rows above say what to do"
@@ -326,6 +333,8 @@ def check_vllm_plugin(a: Answers) -> Outcome:
     off = [name for name in (variables.PLUGIN, "FLASHINFER_SM12X_MOE") if a.environ.get(name, "").strip() == "0"]
     if off:
         return "warn", f"the plugin is switched off: {', '.join(f'{name}=0' for name in off)}", f"unset {' '.join(off)}"
+    if a.get("path", "aside"):
+        return "fail", f"{outcome}: vLLM's own choices", "", "see 'import'"
     if outcome.startswith("no GPU"):
         state = "fail" if any(capability.startswith("12.") for _, capability in a.gpus()) else "ok"
         return state, f"{outcome}: vLLM's own choices", *(("", "see 'gpu' and 'torch'") if state == "fail" else ())
