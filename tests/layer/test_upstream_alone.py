@@ -45,13 +45,13 @@ def about(result: subprocess.CompletedProcess[str]) -> dict[str, object]:
     return json.loads(result.stdout)
 
 
-def warning(version: str, site: Path) -> str:
+def warning(version: str, site: Path, python: Path | str = sys.executable) -> str:
     from flashinfer._version import TESTED_VERSIONS, __fork_version__
 
     return (
         f"flashinfer-sm12x steps aside, and 'import flashinfer' is upstream's package alone: flashinfer-python {version} in "
         f"{site} is none that flashinfer-sm12x {__fork_version__} was tested with ({', '.join(TESTED_VERSIONS)}). For this "
-        f'fork\'s kernels: "{sys.executable}" -m pip install --force-reinstall --no-deps '
+        f'fork\'s kernels: "{python}" -m pip install --force-reinstall --no-deps '
         f'"flashinfer-python=={TESTED_VERSIONS[0]}", unless other packages need the one that is there; then a newer '
         "flashinfer-sm12x may serve it\n"
     )
@@ -171,9 +171,9 @@ def test_a_thread_waits_until_upstreams_package_is_imported(run_python: Run, for
 
 
 @pytest.fixture(scope="module")
-def environment(site_packages: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """The real wheel under another version."""
-    return environment_with(tmp_path_factory.mktemp("environment"), site_packages, UNTESTED)
+def python(site_packages: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment's in which the wheel says that it is of another version."""
+    return environment_with(site_packages, tmp_path_factory.mktemp("other") / "environment", UNTESTED)
 
 
 REAL = """
@@ -187,15 +187,25 @@ print(json.dumps({
 """
 
 
-def test_the_real_wheel_under_another_version(run_python: Run, environment: list[Path], tmp_path: Path) -> None:
+def test_the_real_wheel_under_another_version(run_python: Run, python: Path, tmp_path: Path) -> None:
     variables = {"FLASHINFER_WORKSPACE_BASE": str(tmp_path)}
-    layered = run_python("-c", REAL, path=[REPO, *environment], bare=True, env=variables)
-    assert about(layered) == about(run_python("-c", REAL, path=environment, bare=True, env=variables))
-    assert layered.stderr == warning(UNTESTED, environment[0])
+    with_fork, without = (run_python("-c", REAL, path=path, python=python, env=variables) for path in ([REPO], []))
+    assert about(with_fork) == about(without)
+    (site,) = python.parents[1].glob("lib/python*/site-packages")
+    assert with_fork.stderr == warning(UNTESTED, site, python)
 
 
-def test_b12x_finds_the_code_of_that_wheel(run_python: Run, environment: list[Path]) -> None:
+def test_b12x_finds_the_code_of_that_wheel(run_python: Run, python: Path) -> None:
     code = "import b12x, b12x._lib.compile_plan as m; print(b12x.__file__, m.__file__, b12x.__path__, hasattr(b12x, 'OpMeta'))"
-    found = [run_python("-c", code, path=path, bare=True).stdout for path in ([REPO, *environment], environment)]
+    found = [run_python("-c", code, path=path, python=python).stdout for path in ([REPO], [])]
     assert found[0] == found[1]
     assert str(OURS) not in found[0]
+
+
+def test_the_doctor_runs_and_says_it(run_python: Run, python: Path) -> None:
+    words = ("-m", "flashinfer", "sm12x-doctor", "--json")
+    done = run_python(*words, path=[REPO], python=python, check=False)
+    finding = json.loads(done.stdout)["findings"][0]
+    assert (finding["check"], finding["state"], done.returncode) == ("import", "fail", 1)
+    assert f"flashinfer-python {UNTESTED} in " in finding["found"]
+    assert finding["command"].endswith('install --force-reinstall --no-deps "flashinfer-python==0.7.2.post1"')
