@@ -7,12 +7,13 @@ SM12x family is (:mod:`.devices`), where it is switched off, or where ``import f
 
 ===============  =====================================================================================
 ``settings``     what a user can choose, from where, and the errors
+``contacts``     what the plugin touches of vLLM, and which part goes without it where that moved
 ``devices``      whether this machine's GPU is one that the fork serves
 ``config``       gpt-oss's quantization config and its hook into vLLM's config: where the choices are made
 ``moe``          the MoE layer: weights into the fork's layout, the experts classes, the build
 ``dense``        QKV, O and the LM head in MXFP8 or MXFP4
 ``lm_head``      the LM head's class
-``model``        the model's class: decode steps by an executor over vLLM's layers
+``model``        the model's class: decode steps by an executor over vLLM's layers; ``model_class`` is what vLLM imports
 ``attention``    FlashInfer's attention with sinks on a machine without a network
 ``table``        the table in the log
 ===============  =====================================================================================
@@ -58,13 +59,24 @@ def register() -> None:
         if not devices.served():
             outcome = "no GPU here is served"
             return
-        from . import attention, config, lm_head, moe
+        from . import contacts
+
+        if reason := contacts.why_not("config"):
+            outcome = f"vLLM's code moved: {reason}"
+            return
+        from . import config
 
         config.install()
-        moe.install()
-        lm_head.install()
-        attention.install()
+        left = []
+        for part in ("experts", "dense", "head", "attention"):
+            module = contacts.module(part)
+            if module is None:
+                left.append(part)
+            elif part != "dense":  # which the quantization config makes
+                module.install()
         outcome = "installed"
+        if left:
+            outcome += f", but what it touches of vLLM moved for: {', '.join(left)}"
     except Exception as error:
         outcome = f"{type(error).__name__}: {error}"
         if type(error).__name__ == "VariableError":  # by name: the table of variables itself may be what is missing

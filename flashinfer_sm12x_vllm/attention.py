@@ -12,23 +12,27 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from vllm.logger import init_logger
-from vllm.utils import flashinfer as vllm_flashinfer
+from . import contacts, devices, settings
 
-from . import devices, settings
 
-logger = init_logger("vllm.flashinfer_sm12x")
+def _vllm_flashinfer() -> Any:
+    """Where vLLM asks what FlashInfer can do; not imported above, because the table of the log is made without it, too."""
+    from vllm.utils import flashinfer
+
+    return flashinfer
 
 
 def can_compile() -> bool:
     """Whether FlashInfer's JIT finds nvcc and ninja where vLLM looks for them."""
     import shutil
 
-    return vllm_flashinfer._flashinfer_nvcc_path() is not None and shutil.which("ninja") is not None
+    return _vllm_flashinfer()._flashinfer_nvcc_path() is not None and shutil.which("ninja") is not None
 
 
 def advice() -> str:
     """What to install so that FlashInfer's attention is chosen."""
+    if contacts.why_not("attention"):
+        return ""
     if can_compile():
         return 'FLASHINFER (XQA decode): no --attention-backend, and "attention": "flashinfer"'
     return "FLASHINFER (XQA decode): put nvcc (CUDA_HOME) and ninja (PATH) there, or pip install flashinfer-cubin"
@@ -39,11 +43,12 @@ def why(backend: str) -> str:
     if "FLASHINFER" in backend:
         prefill = "FA2" if devices.block_scaled() else "FA3"  # as flashinfer.utils.determine_attention_backend has it
         return f"XQA decode, {prefill} prefill with sinks; compiled here, no cubin needed"
-    return "no compiler for XQA" if not can_compile() else "vLLM's choice"
+    return "vLLM's choice" if contacts.why_not("attention") or can_compile() else "no compiler for XQA"
 
 
 def install() -> None:
     """Answer vLLM's question with yes where kernels are compiled here; it is asked again where they are not."""
+    vllm_flashinfer = _vllm_flashinfer()
     asked: Any = vllm_flashinfer.has_nvidia_artifactory
     if hasattr(asked, "sm12x_original"):
         return

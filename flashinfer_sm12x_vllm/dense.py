@@ -28,7 +28,6 @@ from .settings import Choice
 logger = init_logger("vllm.flashinfer_sm12x")
 
 BLOCK_SIZE = 32
-CHECKPOINTS = "gpt_oss_mxfp4"  # what vLLM calls the quantization of gpt-oss' own
 PREBUILT = "flashinfer_sm12x_kernels"  # jit.sm12x.prebuilt.PACKAGE, which imports tvm_ffi
 # Rows quantized at once: 24 MB in float32 for a hidden size of 2880, of which MXFP4's scale rule holds some six.
 CHUNK_ROWS = 2048
@@ -101,7 +100,7 @@ def require_compiler(chosen: settings.Settings, vllm_config: Any) -> None:
     if vllm_config.device_config.device_type != "cuda" or elsewhere or _has_prebuilt():
         return
     # The others are this fork's in such checkpoints, unless --quantization-config names them.
-    quantizes = model.quantization == CHECKPOINTS and model.quantization_config is None
+    quantizes = model.quantization == settings.CHECKPOINTS and model.quantization_config is None
     kinds = ["qkv", "o", "lm_head"] if quantizes else ["lm_head"]
     with set_current_vllm_config(vllm_config):
         weights = {kind: chosen.choice(kind).weights for kind in kinds}

@@ -32,6 +32,7 @@ def load(path: str) -> Any:
 variables = load("sm12x/variables.py")
 VARIABLE: str = variables.PLUGIN
 KEY = "sm12x"
+CHECKPOINTS = "gpt_oss_mxfp4"  # what vLLM calls the quantization of gpt-oss' own
 
 
 @dataclasses.dataclass(frozen=True)

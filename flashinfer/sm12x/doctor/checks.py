@@ -326,6 +326,8 @@ def check_vllm_plugin(a: Answers) -> Outcome:
     if outcome == "installed":
         chosen = ", ".join(f"{key} {value}" for key, value in a("vllm", "settings").items())
         return "ok", f"installed: gpt-oss's experts are this fork's ({chosen})"
+    if outcome.startswith("installed"):
+        return "warn", outcome, INSTALL_VLLM, "those parts are vLLM's own; its log names what moved"
     listed = a.environ.get("VLLM_PLUGINS")
     if listed is not None and PLUGIN not in listed.split(","):
         command = 'export VLLM_PLUGINS="${VLLM_PLUGINS:+$VLLM_PLUGINS,}' + f'{PLUGIN}"'
