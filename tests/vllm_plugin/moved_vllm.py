@@ -63,6 +63,8 @@ if __name__ == "__main__":
     import reference_attention
     import served
     import torch
+
+    sys.path.append(str(Path(__file__).parents[1]))  # what test_vllm_models imports
     from test_vllm_models import ON_THE_CPU, TOKENS
     from vllm.model_executor.layers.attention import Attention
 
