@@ -47,7 +47,7 @@ def register() -> None:
         for name in ("FLASHINFER_SM12X_VLLM", "FLASHINFER_SM12X_MOE"):
             if os.environ.get(name, "").strip() == "0":
                 outcome = f"{name}=0 switches it off"
-                log.info("flashinfer-sm12x: %s", outcome)
+                log.warning("flashinfer-sm12x: %s", outcome)  # vLLM may not have set its log's level yet
                 return
         from . import devices, settings
 
