@@ -2,11 +2,13 @@
 """FlashInfer with MXFP4 mixture-of-experts kernels for SM120 and SM121 (RTX Blackwell, DGX Spark).
 
 A layer over the wheel ``flashinfer-python``: everything that is not here comes from there (``flashinfer._layer``).
-``__version__`` is the wheel's, ``__fork_version__`` is this layer's.
+``__version__`` is the wheel's, ``__fork_version__`` is this layer's. Over a wheel that was not tested, and with
+``FLASHINFER_SM12X_MOE=0``, this is the wheel's package, without ``__fork_version__``.
 """
 
+_before = set(globals())
+
 import sys as _sys
-from typing import TYPE_CHECKING, Any
 
 # While `python -m flashinfer COMMAND` imports this package, argv is ["-m", COMMAND, ...]; before COMMAND there stood
 # `-m flashinfer`, `-mflashinfer` or `-Xdev -Bm flashinfer`.
@@ -22,25 +24,34 @@ if _as_program and _sys.argv[1:2] == ["sm12x-doctor"]:
     except OSError as error:
         raise SystemExit(f"python -m flashinfer: this copy of the fork is not whole: {error}") from None
 
-try:
-    from flashinfer._layer import extend
+from flashinfer._version import upstream_alone as _upstream_alone
 
+if _reason := _upstream_alone():
+    from flashinfer._layer import hand_over as _hand_over
+
+    _hand_over(globals(), _before, _reason)
+else:
     try:
-        _upstream = extend(globals())
-    except ValueError:
-        from flashinfer.sm12x.variables import check_imported as _check_imported
+        from flashinfer._layer import extend as extend
 
-        _check_imported()
+        try:
+            _upstream = extend(globals())
+        except ValueError:
+            from flashinfer.sm12x.variables import check_imported as _check_imported
+
+            _check_imported()
+            raise
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        # The wheel, the cache or a variable, and what mends it.
+        if _as_program:
+            raise SystemExit(f"python -m flashinfer: {error}") from None
         raise
-except (ImportError, OSError, RuntimeError, ValueError) as error:
-    # The wheel, the cache or a variable, and what mends it.
-    if _as_program:
-        raise SystemExit(f"python -m flashinfer: {error}") from None
-    raise
 
-from flashinfer._version import __fork_version__ as __fork_version__
+    from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    __version__: str
+    from flashinfer._version import __fork_version__ as __fork_version__
 
-    def __getattr__(name: str) -> Any: ...
+    if TYPE_CHECKING:
+        __version__ = __fork_version__  # of its type
+
+        def __getattr__(name: str) -> Any: ...

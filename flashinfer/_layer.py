@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How this package lies over the pinned ``flashinfer-python`` wheel.
+"""How this package lies over a tested ``flashinfer-python`` wheel.
 
 The fork holds only the modules it adds or changes; every other module is the wheel's. Two things make the two
 directories one package:
@@ -33,16 +33,19 @@ Rules that follow from it, each with a test in ``tests/layer``:
   ``__upstream_file__`` remains as the wheel's file.
 * A module docstring of ours wins over upstream's; without one, upstream's stays.
 
+Over a wheel of another version, and with ``FLASHINFER_SM12X_MOE=0``, nothing is layered: :func:`hand_over` makes the
+package the wheel's.
+
 ``docs/development.md`` tells it with a table.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import linecache
+import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.readers import MultiplexedPath
 from pathlib import Path
@@ -50,9 +53,15 @@ from types import SimpleNamespace
 from typing import Any
 
 from flashinfer._version import (
+    SWITCH,
     UPSTREAM_DISTRIBUTION,
-    UPSTREAM_VERSION,
+    Wheel,
     __fork_version__,
+    installed_wheels,
+    needed,
+    remedy,
+    tested_wheel,
+    upstream_spec,
 )
 
 _OURS = Path(__file__).resolve().parent
@@ -67,33 +76,73 @@ def fork_root() -> Path:
     return _OURS.parent
 
 
-@functools.cache
 def wheel_root() -> Path:
-    """The ``flashinfer/`` directory of the pinned wheel, looked for on ``sys.path``.
+    """The ``flashinfer/`` directory of the wheel that is extended, looked for on ``sys.path``.
 
     Raises:
-        ImportError: no installed wheel has the version that this fork extends. The message lists what was found and
+        ImportError: no installed wheel has a version that this fork extends. The message lists what was found and
             gives the command that installs what is needed.
     """
-    found = []
-    for dist in importlib.metadata.distributions(name=UPSTREAM_DISTRIBUTION):
-        package = Path(str(dist.locate_file("flashinfer"))).resolve()
-        complete = package != _OURS and (package / "__init__.py").is_file()
-        if complete and dist.version == UPSTREAM_VERSION:
-            return package
-        found.append(
-            f"{UPSTREAM_DISTRIBUTION} {dist.version} in {package.parent}"
-            + ("" if complete else ", without its package directory flashinfer/")
-        )
-    needed = f"{UPSTREAM_DISTRIBUTION}=={UPSTREAM_VERSION}"
-    reinstall = "--force-reinstall --no-deps " if found else ""
+    return _wheel().package
+
+
+@functools.cache
+def _wheel() -> Wheel:
+    wheel = tested_wheel()
+    if wheel is not None:
+        return wheel
+    found = "; ".join(map(str, installed_wheels()))
     raise ImportError(
-        f"flashinfer (the SM12x fork {__fork_version__} in {fork_root()}) extends the wheel {needed}.\n"
-        f"Found: {'; '.join(found) or f'no {UPSTREAM_DISTRIBUTION} on sys.path'}.\n"
-        f'Install it with:  "{sys.executable}" -m pip install {reinstall}"{needed}"',
+        f"flashinfer (the SM12x fork {__fork_version__} in {fork_root()}) extends the wheel {needed()}.\n"
+        f"Found: {found or f'no {UPSTREAM_DISTRIBUTION} on sys.path'}.\n"
+        f"Install it with:  {remedy('--force-reinstall --no-deps ' if found else '')}",
         name="flashinfer",
         path=str(_OURS),
     )
+
+
+def hand_over(namespace: dict[str, Any], before: Set[str], reason: str) -> None:
+    """Make the package that Python is importing upstream's, as if this fork were not on ``sys.path``.
+
+    Args:
+        namespace: ``globals()`` of our ``flashinfer/__init__.py``, which executes nothing more of its own after that.
+        before: The names in it when our code began.
+        reason: :func:`flashinfer._version.upstream_alone`'s; a warning says it once, unless a user asked for it.
+    """
+    spec: Any = upstream_spec()
+    logger: Any = logging.getLogger("flashinfer_sm12x")
+    if not reason.startswith(SWITCH) and not hasattr(logger, "said"):
+        logger.said = True  # this module is forgotten below
+        # Not warnings.warn, which may be made an error: that is no way to serve upstream's package.
+        logger.warning(
+            "flashinfer-sm12x steps aside, and 'import flashinfer' is upstream's package alone: %s. For this fork's kernels: "
+            "%s, unless other packages need the one that is there; then a newer flashinfer-sm12x may serve it",
+            reason,
+            remedy("--force-reinstall --no-deps "),
+        )
+    for name in set(namespace) - before:
+        del namespace[name]
+    for name in [name for name, module in sys.modules.items() if _is_ours(name, module)]:
+        del sys.modules[name]  # upstream may have a module of that name
+    module = sys.modules[spec.name]
+    namespace.update(
+        __doc__=None,
+        __file__=spec.origin,
+        __cached__=spec.cached,
+        __loader__=spec.loader,
+        __path__=spec.submodule_search_locations,
+        __spec__=spec,
+    )
+    spec._initializing = True  # as Python has it of a module that other threads must wait for
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        spec._initializing = False
+
+
+def _is_ours(name: str, module: Any) -> bool:
+    file = getattr(module, "__file__", None)
+    return name.startswith("flashinfer.") and file is not None and Path(file).resolve().is_relative_to(_OURS)
 
 
 def extend(namespace: dict[str, Any]) -> Any:
@@ -106,7 +155,7 @@ def extend(namespace: dict[str, Any]) -> Any:
         A namespace object with upstream's definitions as attributes, as they were before the caller replaced any.
 
     Raises:
-        ImportError: the wheel is missing or of another version, or has no module of this name.
+        ImportError: no wheel of a tested version is there, or it has no module of this name.
         RuntimeError: the caller was not imported as a module (``python path/to/file.py``).
     """
     spec = namespace.get("__spec__")
@@ -149,8 +198,7 @@ def _upstream_source(spec: ModuleSpec) -> Path:
         if source.is_file():
             return source
     raise ImportError(
-        f"{spec.name} calls extend(), but {UPSTREAM_DISTRIBUTION} {UPSTREAM_VERSION} in {wheel_root().parent} has no "
-        f"such module: there is nothing to extend",
+        f"{spec.name} calls extend(), but {_wheel()} has no such module: there is nothing to extend",
         name=spec.name,
     )
 

@@ -2,18 +2,22 @@
 """vLLM's plugin of the SM12x fork: gpt-oss on this fork's kernels, without a file of vLLM's being touched.
 
 vLLM calls :func:`register` in every process through the entry point group ``vllm.general_plugins``. Where no GPU of the
-SM12x family is (:mod:`.devices`), or where it is switched off, it returns before it imports anything of vLLM's model
-code.
+SM12x family is (:mod:`.devices`), where it is switched off, or where ``import flashinfer`` is not this fork
+(``flashinfer._version``), it returns before it imports anything of vLLM's model code.
 
 ===============  =====================================================================================
 ``settings``     what a user can choose, from where, and the errors
+``contacts``     what the plugin touches of vLLM, and which part goes without it where that moved
 ``devices``      whether this machine's GPU is one that the fork serves
 ``config``       gpt-oss's quantization config and its hook into vLLM's config: where the choices are made
 ``moe``          the MoE layer: weights into the fork's layout, the experts classes, the build
-``dense``        QKV, O and the LM head in MXFP8 or MXFP4
+``dense``        QKV, O and the LM head in block-scaled formats
 ``lm_head``      the LM head's class
-``model``        the model's class: decode steps by an executor over vLLM's layers
+``model``        the model's class: decode steps by an executor over vLLM's layers; ``model_class`` is what vLLM imports
 ``attention``    FlashInfer's attention with sinks on a machine without a network
+``compiler``     whether this machine can compile for its GPU
+``memory``       vLLM's share of a memory that is the host's, too, and the weights' load watched
+``reach``        what is said of choices that do not apply
 ``table``        the table in the log
 ===============  =====================================================================================
 """
@@ -21,6 +25,7 @@ code.
 from __future__ import annotations
 
 import logging
+import os
 
 _registered = False
 
@@ -40,28 +45,47 @@ def register() -> None:
     if _registered:
         return
     _registered = True
+    log = logging.getLogger("vllm.flashinfer_sm12x")
     try:
+        for name in ("FLASHINFER_SM12X_VLLM", "FLASHINFER_SM12X_MOE"):
+            if os.environ.get(name, "").strip() == "0":
+                outcome = f"{name}=0 switches it off"
+                log.warning("flashinfer-sm12x: %s", outcome)  # vLLM may not have set its log's level yet
+                return
         from . import devices, settings
 
-        if not settings.switched_on():
-            outcome = f"{settings.VARIABLE}=0 switches it off"
+        if aside := settings.load("_version.py").upstream_alone():
+            outcome = f"it steps aside: {aside}"
+            log.warning("flashinfer-sm12x: the plugin steps aside and all is vLLM's: %s", aside)
             return
+        settings.variables.read(settings.VARIABLE)  # a bad value ends the start here
         if not devices.served():
-            outcome = "no GPU here is served, or FLASHINFER_SM12X_MOE=0"
+            outcome = "no GPU here is served"
             return
-        from . import attention, config, lm_head, moe
+        from . import contacts
+
+        if reason := contacts.why_not("config"):
+            outcome = f"vLLM's code moved: {reason}"
+            return
+        from . import config
 
         config.install()
-        moe.install()
-        lm_head.install()
-        attention.install()
+        left = []
+        for part in ("experts", "dense", "head", "attention"):
+            module = contacts.module(part)
+            if module is None:
+                left.append(part)
+            elif part != "dense":  # which the quantization config makes
+                module.install()
         outcome = "installed"
+        if left:
+            outcome += f", but what it touches of vLLM moved for: {', '.join(left)}"
     except Exception as error:
         outcome = f"{type(error).__name__}: {error}"
         if type(error).__name__ == "VariableError":  # by name: the table of variables itself may be what is missing
             raise
         # A server without this fork is better than none.
-        logging.getLogger("vllm.flashinfer_sm12x").warning(
+        log.warning(
             "flashinfer-sm12x: the plugin could not be installed and vLLM goes on without it: %s: %s",
             type(error).__name__,
             error,

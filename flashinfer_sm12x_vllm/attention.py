@@ -13,12 +13,14 @@ import functools
 import shutil
 from typing import Any
 
-from vllm.logger import init_logger
-from vllm.utils import flashinfer as vllm_flashinfer
+from . import compiler, contacts, devices, settings
 
-from . import compiler, devices, settings
 
-logger = init_logger("vllm.flashinfer_sm12x")
+def _vllm_flashinfer() -> Any:
+    """Where vLLM asks what FlashInfer can do; not imported above, because the table of the log is made without it, too."""
+    from vllm.utils import flashinfer
+
+    return flashinfer
 
 
 def why_not_compiled() -> str:
@@ -26,13 +28,15 @@ def why_not_compiled() -> str:
     their own."""
     if reason := compiler.why_none():
         return reason
-    if vllm_flashinfer._flashinfer_nvcc_path() is None:
+    if _vllm_flashinfer()._flashinfer_nvcc_path() is None:
         return "vLLM finds no nvcc: put it into CUDA_HOME"
     return "" if shutil.which("ninja") else "vLLM finds no ninja: put it on PATH"
 
 
 def advice() -> str:
     """What to do so that FlashInfer's attention is chosen."""
+    if contacts.why_not("attention"):
+        return ""
     reason = why_not_compiled()
     if not reason:
         return 'FLASHINFER (XQA decode): no --attention-backend, and "attention": "flashinfer"'
@@ -44,11 +48,12 @@ def why(backend: str) -> str:
     if "FLASHINFER" in backend:
         prefill = "FA2" if devices.block_scaled() else "FA3"  # as flashinfer.utils.determine_attention_backend has it
         return f"XQA decode, {prefill} prefill with sinks; compiled here, no cubin needed"
-    return "no compiler for XQA" if why_not_compiled() else "vLLM's choice"
+    return "vLLM's choice" if contacts.why_not("attention") or not why_not_compiled() else "no compiler for XQA"
 
 
 def install() -> None:
     """Answer vLLM's question with yes where kernels are compiled here; it is asked again where they are not."""
+    vllm_flashinfer = _vllm_flashinfer()
     asked: Any = vllm_flashinfer.has_nvidia_artifactory
     if hasattr(asked, "sm12x_original"):
         return

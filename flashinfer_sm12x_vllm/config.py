@@ -12,15 +12,15 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
-from vllm.model_executor.models import ModelRegistry
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP, GptOssForCausalLMConfig
+from vllm.model_executor.models.registry import ModelRegistry
 
-from . import dense, memory, moe, settings, table
+from . import contacts, memory, settings, table
 
 logger = init_logger("vllm.flashinfer_sm12x")
 
 ARCHITECTURE = "GptOssForCausalLM"
-MODEL = "flashinfer_sm12x_vllm.model:SM12xGptOssForCausalLM"  # by name: it imports what may ask for CUDA
+MODEL = "flashinfer_sm12x_vllm.model_class:SM12xGptOssForCausalLM"  # by name: it imports what may ask for CUDA
 # Suffixes of vLLM's module names.
 DENSE_KINDS = {".qkv_proj": "qkv", ".o_proj": "o"}
 # Decode batches of a Spark are small, and a size that is not captured is padded to the next. Every size to 8, and steps of
@@ -32,11 +32,15 @@ class SM12xGptOssConfig(GptOssMxfp4Config):
     """gpt-oss's quantization config, with experts and dense layers as :mod:`.settings` has them."""
 
     def _make_moe_method(self, moe_config: Any) -> Any:
+        moe = contacts.module("experts")
+        if moe is None:
+            return super()._make_moe_method(moe_config)
         return moe.make_method(moe_config, settings.current())
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         kind = next((kind for suffix, kind in DENSE_KINDS.items() if prefix.endswith(suffix)), None)
-        if kind is None or not isinstance(layer, LinearBase):
+        dense = contacts.module("dense")
+        if kind is None or not isinstance(layer, LinearBase) or dense is None:
             return super().get_quant_method(layer, prefix)
         choice = settings.current().choice(kind)
         online = self.online_quantization_config
@@ -62,7 +66,8 @@ class SM12xGptOssHook(GptOssForCausalLMConfig):
             # vLLM's compile cache hashes this and not the environment; workers get it wherever they are started.
             vllm_config.additional_config[settings.KEY] = dataclasses.asdict(chosen)
         memory.bound_share(vllm_config)
-        dense.require_compiler(chosen, vllm_config)
+        if dense := contacts.module("dense"):
+            dense.require_compiler(chosen, vllm_config)
         if chosen.graphs == "spark":
             _propose_graph_sizes(vllm_config)
         GptOssForCausalLMConfig.verify_and_update_config(vllm_config)
@@ -78,9 +83,15 @@ def _propose_graph_sizes(vllm_config: Any) -> None:
     compilation.cudagraph_capture_sizes = sorted({*(size for size in GRAPH_SIZES if size <= most), most})
 
 
+replaced: Any = None
+"""vLLM's entry for the model, in whose place :data:`MODEL` is."""
+
+
 def install() -> None:
     """Register the classes above; what another plugin has replaced stays as it is."""
-    register_quantization_config(dense.CHECKPOINTS)(SM12xGptOssConfig)
+    global replaced
+    register_quantization_config(settings.CHECKPOINTS)(SM12xGptOssConfig)
+    replaced = ModelRegistry.models.get(ARCHITECTURE)
     ModelRegistry.register_model(ARCHITECTURE, MODEL)
     if MODELS_CONFIG_MAP.get(ARCHITECTURE) is GptOssForCausalLMConfig:
         MODELS_CONFIG_MAP[ARCHITECTURE] = SM12xGptOssHook

@@ -29,7 +29,6 @@ logger = init_logger("vllm.flashinfer_sm12x")
 
 BLOCK_SIZE = 32
 VLLMS = ("mxfp8", "mxfp4")  # formats of which --linear-backend may name a kernel of vLLM's
-CHECKPOINTS = "gpt_oss_mxfp4"  # what vLLM calls the quantization of gpt-oss' own
 PREBUILT = "flashinfer_sm12x_kernels"  # jit.sm12x.prebuilt.PACKAGE, which imports tvm_ffi
 
 
@@ -108,7 +107,7 @@ def require_compiler(chosen: settings.Settings, vllm_config: Any) -> None:
     if vllm_config.device_config.device_type != "cuda" or elsewhere or _has_prebuilt():
         return
     # The others are this fork's in such checkpoints, unless --quantization-config names them.
-    quantizes = model.quantization == CHECKPOINTS and model.quantization_config is None
+    quantizes = model.quantization == settings.CHECKPOINTS and model.quantization_config is None
     kinds = ["qkv", "o"] if quantizes else []
     kinds += ["lm_head"] if model.runner_type == "generate" else []
     with set_current_vllm_config(vllm_config):

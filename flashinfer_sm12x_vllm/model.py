@@ -42,7 +42,11 @@ class SM12xGptOssForCausalLM(GptOssForCausalLM):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        reason = reason_against(vllm_config, self.model) or prepare(self.model)
+        try:
+            reason = reason_against(vllm_config, self.model) or prepare(self.model)
+        except (AttributeError, KeyError, TypeError) as error:  # what no class says of its objects
+            reason = f"vLLM's model is not that of vLLM 0.33.0: {error}"
+            logger.warning("flashinfer-sm12x: decode steps are left to vLLM: %s", reason)
         self.decode_steps = None if reason else DecodeSteps(vllm_config, self.model)
         if self.decode_steps is None:
             table.note("decode", "vLLM's layers", "", reason)
@@ -117,6 +121,8 @@ def _reason_against_layer(layer: Any) -> str:
     attention, mlp = layer.attn, layer.mlp
     kernel, experts = attention.attn, mlp.experts.routed_experts
     heads = (kernel.num_heads, kernel.num_kv_heads, kernel.head_size)
+    if not (hasattr(kernel, "_k_scale_float") and hasattr(kernel, "_v_scale_float")):  # which no method gives it
+        return "vLLM's attention keeps the scales of its KV cache elsewhere than vLLM 0.33.0 does"
     if not isinstance(experts.quant_method, SM12xMoEMethod):
         return "the experts are vLLM's"
     if experts.moe_config.hidden_dim != mlp.hidden_size or mlp.hidden_size % 8:

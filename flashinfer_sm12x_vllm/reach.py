@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm.logger import init_logger
 
-from . import dense, moe, settings, table
+from . import contacts, settings, table
 
 logger = init_logger("vllm.flashinfer_sm12x")
 
@@ -27,7 +27,7 @@ def tell_of_gpt_oss(vllm_config: Any, model: Any) -> None:
     """Of a gpt-oss in another format than its own, whose layers ask no class of this fork: the table, and what of the
     choices does not apply."""
     quantization = vllm_config.model_config.quantization
-    if quantization == dense.CHECKPOINTS:
+    if quantization == settings.CHECKPOINTS:
         return
     what = quantization or "bf16"
     given = chosen(OF_OWN_MXFP4)
@@ -71,8 +71,8 @@ def _pairs(given: dict[str, str]) -> str:
 
 
 def _is_ours(method: Any) -> bool:
-    experts = getattr(method, "experts_cls", None)
-    return experts is not None and issubclass(experts, moe.SM12xExperts)
+    ours, experts = contacts.module("experts"), getattr(method, "experts_cls", None)
+    return ours is not None and experts is not None and issubclass(experts, ours.SM12xExperts)
 
 
 def _has_head(vllm_config: Any) -> bool:

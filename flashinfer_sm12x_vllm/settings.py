@@ -33,6 +33,7 @@ def load(path: str) -> Any:
 variables = load("sm12x/variables.py")
 VARIABLE: str = variables.PLUGIN
 KEY = "sm12x"
+CHECKPOINTS = "gpt_oss_mxfp4"  # what vLLM calls the quantization of gpt-oss' own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,17 +70,6 @@ class Settings:
             return Choice("mxfp4", "auto")
         weights, _, activations = getattr(self, kind).partition("-")
         return Choice(weights, activations or ("a8" if kind == "moe" else "a16"))
-
-
-def switched_on() -> bool:
-    """Whether ``FLASHINFER_SM12X_VLLM`` leaves the plugin on, which it does unless it is ``0``.
-
-    Raises
-    ------
-    ValueError
-        It is none of what it may be.
-    """
-    return variables.read(VARIABLE) is not None
 
 
 def _require_our_key(additional_config: Mapping[Any, Any]) -> None:

@@ -42,6 +42,7 @@ LONG = (
     "tests/jit/test_machine_code.py::test_arrivals_without_their_fence_are_found",
     "tests/jit/test_machine_code.py::test_machine_code_as_built",
     "tests/jit/test_prebuilt.py::test_the_same_sources_make_the_same_bytes",
+    "tests/layer/test_bases.py::test_the_tests_of_this_folder_over_another_base",
     "tests/layer/test_upstream_modules.py::test_no_public_name_is_lost",
     "tests/layer/test_upstream_modules.py::test_the_wheels_other_top_level_package_finds_its_code",
     "tests/layer/test_upstream_modules.py::test_what_imports_and_what_does_not_is_the_same",

@@ -91,7 +91,8 @@ def missing(env: Path, files: Sequence[str] = REQUIREMENTS) -> list[str]:
     wanted = ["torch any"]
     for file in files:
         for line in (ROOT / file).read_text(encoding="utf-8").splitlines():
-            match = re.match(r"([\w.-]+)(?:==([\w.]+))?", line)
+            # Of a closed range the last, which pip takes.
+            match = re.match(r"([\w.-]+)(?:(?:==|>=[\w.]+,<=)([\w.]+))?", line)
             if match and not line.startswith("#"):
                 wanted.append(f"{match[1]} {match[2] or 'any'}")
     probe = subprocess.run(

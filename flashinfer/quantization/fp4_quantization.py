@@ -168,7 +168,8 @@ def block_scale_interleave(unswizzled_sf: torch.Tensor, *, out: torch.Tensor | N
     """
     require_computing_device("unswizzled_sf", unswizzled_sf)
     if unswizzled_sf.device.type != "cpu" and not devices.serves(unswizzled_sf.device):
-        return _upstream.block_scale_interleave(unswizzled_sf, out=out)
+        given = {} if out is None else {"out": out}  # 0.7.2 has no such argument
+        return _upstream.block_scale_interleave(unswizzled_sf, **given)
     dense = unswizzled_sf.layout is torch.strided
     if not dense or unswizzled_sf.ndim not in (2, 3) or unswizzled_sf.dtype not in (torch.uint8, torch.bfloat16):
         raise ValueError(

@@ -129,8 +129,14 @@ class Machine:
         (self.tree / "flashinfer").symlink_to(REPO / "flashinfer")
         for name in ("__init__.py", "settings.py", "devices.py"):
             shutil.copy(REPO / "flashinfer_sm12x_vllm" / name, self.tree / "flashinfer_sm12x_vllm")
-        for name in ("config", "moe", "lm_head", "attention"):
+        for name in ("config", "moe", "dense", "lm_head", "attention"):
             self.plugin_part(name, "def install(): pass")
+        self.plugin_part(
+            "contacts",
+            "import importlib\n"
+            "def why_not(part): return ''\n"
+            "def module(part): return importlib.import_module('.' + {'experts': 'moe', 'head': 'lm_head'}.get(part, part), __package__)",
+        )
         self.package("flashinfer-sm12x", "0.1.0", plugin="flashinfer_sm12x = flashinfer_sm12x_vllm:register")
 
     def program(self, name: str, script: str) -> None:

@@ -161,7 +161,7 @@ PLANTED = {
     "empty_namespace_package": Planted("import", "fail", "empty namespace package", FIRST, mends=True,
         plant=_empty_namespace_package),
     "no_flashinfer": Planted("import", "fail", "no flashinfer on sys.path", FIRST, mends=True, plant=_no_flashinfer),
-    "wheel_of_another_version": Planted("import", "fail", "extends the wheel",
+    "wheel_of_another_version": Planted("import", "fail", "is none that flashinfer-sm12x",
         f"pip install --force-reinstall --no-deps {WHEEL}", plant=_wheel_of_another_version),
     "wheel_of_which_a_part_is_cut_off": Planted("import", "fail", "SyntaxError: '(' was never closed",
         f"--no-deps {WHEEL}", plant=_plain("print(")),
@@ -174,6 +174,9 @@ PLANTED = {
     "path_without_the_scripts_folder": Planted("import", "ok", "the fork 0.1.0 over", variables={"PYTHONSAFEPATH": "1"}),
     "fork_of_another_checkout": Planted("import", "warn", "this doctor is of", FIRST, mends=True, loses=("/other",),
         plant=lambda m: m.path.insert(0, _other_fork(m))),
+
+    "fork_switched_off": Planted("import", "warn", "imported without this fork: FLASHINFER_SM12X_MOE=0",
+        "unset FLASHINFER_SM12X_MOE", {"FLASHINFER_SM12X_MOE": "0"}, mends=True),
 
     "misspelled_name": Planted("variables", "warn",
         "FLASHINFER_SM12X_CHEKC is no variable of this project; FLASHINFER_SM12X_CHECK is",

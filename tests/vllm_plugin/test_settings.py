@@ -102,10 +102,19 @@ def test_choices_that_exclude_each_other_end_the_start(monkeypatch, variable, gi
     assert settings.resolve({"sm12x": {"moe": "auto", "moe_input": "mxfp8"}}).moe_input == "mxfp8"
 
 
-@pytest.mark.parametrize(("value", "on"), [("", True), ("1", True), ("0", False), ("qkv=mxfp8", True)])
-def test_the_variable_switches_the_plugin(monkeypatch, value, on):
-    monkeypatch.setenv(settings.VARIABLE, value)
-    assert settings.switched_on() is on
+@pytest.mark.parametrize("name", [settings.VARIABLE, "FLASHINFER_SM12X_MOE"])
+def test_0_switches_the_plugin_off_before_anything_of_it_is_imported(monkeypatch, caplog, name):
+    """Also where the other variable has a bad value and the rest of the plugin is gone."""
+    import flashinfer_sm12x_vllm as plugin
+
+    monkeypatch.setattr(plugin, "_registered", False)
+    for each in (settings.VARIABLE, "FLASHINFER_SM12X_MOE"):
+        monkeypatch.setenv(each, "on")
+    monkeypatch.setenv(name, "0")
+    monkeypatch.setitem(sys.modules, "flashinfer_sm12x_vllm.settings", None)
+    plugin.register()
+    assert plugin.outcome == f"{name}=0 switches it off"
+    assert caplog.messages == [f"flashinfer-sm12x: {name}=0 switches it off"]
 
 
 def test_what_resolve_gives_can_be_written_back():

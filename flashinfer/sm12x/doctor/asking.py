@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TextIO, cast
 
+from ..._version import UPSTREAM_VERSION, __fork_version__
 from .questions import MARK
 
 PACKAGE = Path(os.path.abspath(__file__)).parents[2]
@@ -165,10 +166,8 @@ def say(text: str, stream: TextIO | None) -> bool:
 
 
 def versions() -> dict[str, str]:
-    """The ``fork``'s version and that of the wheel it extends, ``upstream``."""
-    names: dict[str, Any] = {}
-    exec((PACKAGE / "_version.py").read_text(encoding="utf-8"), names)
-    return {"fork": names["__fork_version__"], "upstream": names["UPSTREAM_VERSION"]}
+    """The ``fork``'s version and that of the wheel to install under it, ``upstream``."""
+    return {"fork": __fork_version__, "upstream": UPSTREAM_VERSION}
 
 
 def public_version(version: str) -> str:

@@ -13,6 +13,7 @@ import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from ..._version import SWITCH
 from .. import variables
 from ..host_memory import GIB, HEADROOM, SHARE
 from .asking import CLI, INTERPRETER, PACKAGE, PLUGIN, PYTHON, Answers, numbers, public_version, versions
@@ -53,6 +54,12 @@ def check_import(a: Answers) -> Outcome:
     folder = os.path.dirname(found["file"])
     if not os.path.isfile(os.path.join(folder, "_layer.py")):
         return "fail", f"the plain wheel in {folder} is imported, not the fork", FIRST, SERVER
+    if aside := a.get("path", "aside"):
+        text = f"upstream's package is imported without this fork: {aside}"
+        if aside.startswith(SWITCH):
+            return "warn", text, f"unset {SWITCH}", SERVER
+        why = "unless other packages need the one that is there: then a newer flashinfer-sm12x may serve it"
+        return "fail", text, install("flashinfer-python", "--force-reinstall --no-deps "), why
     if (why := a.get("import", "failed")) and a.get("import", "fork") is None:
         text = f"importing {found['file']}: {why}"
         if "no answer" in why or "killed" in why:
@@ -249,7 +256,7 @@ def check_modules(a: Answers) -> Outcome:
     """What is prebuilt or built, and whether it is fresh."""
     found = a.modules()
     if not found:
-        if a.get("import", "failed"):
+        if a.get("import", "failed") or a.get("path", "aside"):
             return None
         if error := a.get("modules", "error"):
             if remedy := re.search(r"Remove it: (rm .*)", error):
@@ -340,6 +347,8 @@ def check_vllm_plugin(a: Answers) -> Outcome:
     if outcome == "installed":
         chosen = ", ".join(f"{key} {value}" for key, value in a("vllm", "settings").items())
         return "ok", f"installed: gpt-oss's experts are this fork's ({chosen})"
+    if outcome.startswith("installed"):
+        return "warn", outcome, INSTALL_VLLM, "those parts are vLLM's own; its log names what moved"
     listed = a.environ.get("VLLM_PLUGINS")
     if listed is not None and PLUGIN not in listed.split(","):
         command = 'export VLLM_PLUGINS="${VLLM_PLUGINS:+$VLLM_PLUGINS,}' + f'{PLUGIN}"'
@@ -347,6 +356,8 @@ def check_vllm_plugin(a: Answers) -> Outcome:
     off = [name for name in (variables.PLUGIN, "FLASHINFER_SM12X_MOE") if a.environ.get(name, "").strip() == "0"]
     if off:
         return "warn", f"the plugin is switched off: {', '.join(f'{name}=0' for name in off)}", f"unset {' '.join(off)}"
+    if a.get("path", "aside"):
+        return "fail", f"{outcome}: vLLM's own choices", "", "see 'import'"
     if outcome.startswith("no GPU"):
         state = "fail" if any(capability.startswith("12.") for _, capability in a.gpus()) else "ok"
         return state, f"{outcome}: vLLM's own choices", *(("", "see 'gpu' and 'torch'") if state == "fail" else ())

@@ -75,9 +75,11 @@ def tell(**facts: Any) -> None:
 
 
 def ask_path() -> None:
-    """What Python finds by the name of flashinfer, and which vLLM and which of its plugins are there."""
+    """What Python finds by the name of flashinfer, why that is upstream's package alone, and which vLLM and which of its
+    plugins are there."""
     spec = importlib.util.find_spec("flashinfer")
     tell(found=None if spec is None else {"file": spec.origin, "folders": list(spec.submodule_search_locations or ())})
+    tell(aside=importlib.import_module("_sm12x._version").upstream_alone())
     tell(vllm=next((found.version for found in importlib.metadata.distributions(name="vllm")), None))
     tell(plugins=[point.name for point in importlib.metadata.entry_points(group="vllm.general_plugins")])
 

@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM imports as gpt-oss's model class: :mod:`.model`'s, or vLLM's own where what that one touches moved."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.model_executor.models.registry import ModelRegistry
+
+from . import config, contacts, table
+
+
+def _chosen() -> Any:
+    model = contacts.module("decode")
+    if model is not None:
+        return model.SM12xGptOssForCausalLM
+    table.note("decode", "vLLM's layers", "", contacts.why_not("decode"))
+    # Where the plugin is not registered, vLLM's own entry is still there.
+    return (config.replaced or ModelRegistry.models[config.ARCHITECTURE]).load_model_cls()
+
+
+SM12xGptOssForCausalLM = _chosen()

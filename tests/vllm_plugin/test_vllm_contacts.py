@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the plugin touches of vLLM: each contact removed and changed in turn, and a gpt-oss where vLLM moved."""
+
+from __future__ import annotations
+
+import ast
+import enum
+import importlib
+import inspect
+import json
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+import pytest
+from test_vllm_processes import start
+
+from flashinfer_sm12x_vllm import contacts
+
+PLUGIN = Path(contacts.__file__).parent
+EVERY = [(part, contact) for part in contacts.TABLE for contact in contacts.contacts(part)]
+
+
+def name_of(part: str, contact: contacts.Contact) -> str:
+    return f"{part} {contact.module.rpartition('.')[2]}.{contact.path}"
+
+
+def test_nothing_moved():
+    assert [said for _, contact in EVERY if (said := contacts.probe(contact))] == []
+
+
+def found(contact: contacts.Contact) -> tuple[Any, str]:
+    """What holds the contact, and its name in it: a module, or that class of the bases which has it."""
+    holder: Any = importlib.import_module(contact.module)
+    *outer, name = contact.path.split(".")
+    for each in outer:
+        holder = getattr(holder, each)
+    if isinstance(holder, type) or not isinstance(holder, ModuleType):
+        holder = holder if isinstance(holder, type) or name in vars(holder) else type(holder)
+    if isinstance(holder, type):
+        holder = next((base for base in holder.__mro__ if name in vars(base)), holder)
+    return holder, name
+
+
+# Every class has an __init__; those are among the next test's.
+REMOVED = [(part, contact) for part, contact in EVERY if not contact.path.endswith("__init__")]
+
+
+@pytest.mark.parametrize(("part", "contact"), REMOVED, ids=[name_of(*each) for each in REMOVED])
+def test_a_contact_that_is_gone_is_named(monkeypatch, part, contact):
+    holder, name = found(contact)
+    if isinstance(holder, type) and issubclass(holder, enum.Enum) and name in holder.__members__:
+        # A member cannot be deleted: the class has another in its place.
+        others = {each: each for each in holder.__members__ if each != name}
+        module = importlib.import_module(contact.module)
+        monkeypatch.setattr(module, contact.path.partition(".")[0], type("Other", (), others))
+    elif name in vars(holder):
+        for base in [
+            each for each in getattr(holder, "__mro__", [holder]) if name in vars(each) and each is not object
+        ]:
+            monkeypatch.delattr(base, name)
+        if contact.module == "vllm.envs":
+            monkeypatch.delitem(holder.environment_variables, name, raising=False)
+    elif contact.module == "vllm.envs":
+        monkeypatch.delitem(holder.environment_variables, name)
+    if isinstance(holder, type):
+        rename_in_class(monkeypatch, holder, name)
+    assert contacts.probe(contact) == f"{contact} is gone"
+
+
+def rename_in_class(monkeypatch: Any, cls: type, name: str) -> None:
+    """As if the authors called a field, or what methods assign to ``self``, otherwise."""
+    for base in cls.__mro__:
+        annotations = vars(base).get("__annotations__", {})
+        if name in annotations:
+            monkeypatch.delitem(annotations, name)
+    real = contacts._assigned
+    monkeypatch.setattr(contacts, "_assigned", lambda base: real(base) - {name})
+
+
+CALLED = [(part, contact) for part, contact in EVERY if contact.call is not None or contact.takes is not None]
+
+
+@pytest.mark.parametrize(("part", "contact"), CALLED, ids=[name_of(*each) for each in CALLED])
+def test_a_contact_that_takes_something_else_is_named(monkeypatch, part, contact):
+    holder, name = found(contact)
+    written = inspect.getattr_static(holder, name)
+
+    def moved(self: Any, something_else: Any, /, *, and_more: Any) -> None: ...
+
+    def alone(something_else: Any, /, *, and_more: Any) -> None: ...
+
+    of_instances = isinstance(written, FunctionType) and isinstance(holder, type)
+    changed: Any = moved if of_instances else alone
+    if isinstance(written, staticmethod):
+        changed = staticmethod(alone)
+    elif isinstance(written, classmethod):
+        changed = classmethod(moved)
+    monkeypatch.setattr(holder, name, changed)
+    assert contacts.probe(contact).startswith(f"{contact} takes (something_else, and_more)")
+
+
+def imported(file: Path) -> set[str]:
+    """``module.name`` of vLLM's that a file of the plugin imports."""
+    names = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "vllm":
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+NOT_PROBED = {"vllm.platforms.current_platform"}  # asked before anything, and where that fails all is left to vLLM
+
+
+def test_all_that_the_plugin_imports_of_vllm_is_in_the_table():
+    """By what it is, since a name may be imported from where vLLM exports it."""
+    known = set()
+    for _, contact in EVERY:
+        module = importlib.import_module(contact.module)
+        known |= {id(module), id(getattr(module, contact.path.partition(".")[0]))}
+    missing = []
+    for file in sorted(PLUGIN.glob("*.py")):
+        for name in sorted(imported(file) - NOT_PROBED):
+            holder, _, attribute = name.rpartition(".")
+            what = getattr(importlib.import_module(holder), attribute, None)
+            if id(what) not in known:
+                missing.append(f"{file.name}: {name}")
+    assert missing == []
+
+
+def run(folder: Path, names: list[str], *words: str) -> dict[str, Any]:
+    process = start("moved_vllm.py", str(folder), json.dumps(names), *words, VIRTUAL_GPU_CAPABILITY="12.1")
+    output = process.communicate()[0]
+    assert process.returncode == 0, output
+    result = json.loads(output.rpartition("RESULT")[2])
+    assert result["read"], "nothing of vLLM's was renamed"
+    assert result["finite"]
+    return result
+
+
+CHOSEN = '{"sm12x": {"moe": "mxfp4-a16", "qkv": "mxfp4", "lm_head": "mxfp8"}}'
+OURS = {"moe": "FLASHINFER_CUTLASS_MXFP4_BF16 SM12xExperts", "qkv": "ForkKernel", "lm_head": "ForkKernel"}
+THEIRS = {"qkv": "UnquantizedLinearMethod", "lm_head": "UnquantizedEmbeddingMethod"}
+DECODE = {**OURS, "class": "GptOssForCausalLM"}
+
+
+@pytest.mark.parametrize(
+    ("names", "said", "expected"),
+    [
+        (
+            ["FlashInferDecodeKernel"],
+            "decode steps are left to vLLM: vllm.v1.attention.backends.flashinfer.Flash",
+            DECODE,
+        ),
+        (["_ensure_moe_quant_config_init"], "decode steps are left to vLLM: ", DECODE),
+        (["initialize_online_processing"], "QKV, O and the LM head are left to vLLM: ", {"moe": OURS["moe"], **THEIRS}),
+        (["op_registry_oot"], "the LM head is left to vLLM: ", {**OURS, "lm_head": THEIRS["lm_head"]}),
+        (["_flashinfer_nvcc_path"], "the choice of the attention is left to vLLM: ", OURS),
+        (["_user_moe_activation_override"], "the experts are left to vLLM: ", {"qkv": OURS["qkv"]}),
+        (["register_quantization_config"], "all of gpt-oss is left to vLLM: ", THEIRS),
+    ],
+    ids=["decode steps", "decode steps, a private call", "dense layers", "head", "attention", "experts", "all"],
+)
+def test_a_gpt_oss_loads_and_answers_where_vllm_moved(checkpoint_folder, names, said, expected):
+    result = run(checkpoint_folder, names, "--additional-config", CHOSEN)
+    lines = [line for line in result["log"] if "left to vLLM" in line]
+    assert lines[0].startswith(f"flashinfer-sm12x: {said}"), lines
+    assert f"{names[0]}" in lines[0]
+    assert lines[0].endswith(" is gone. This fork is made for vLLM 0.33.0")
+    found = {**result["kernels"], "class": result["class"]}
+    assert {name: found[name] for name in expected} == expected
+    parts = {line.split(" left to")[0] for line in lines}
+    assert len(parts) == len(lines), "each part says it once"
