@@ -13,7 +13,7 @@ import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from ..._version import SWITCH
+from ..._version import SWITCH, needed
 from .. import variables
 from ..host_memory import GIB, HEADROOM, SHARE
 from .asking import CLI, INTERPRETER, PACKAGE, PLUGIN, PYTHON, Answers, numbers, public_version, versions
@@ -59,7 +59,8 @@ def check_import(a: Answers) -> Outcome:
         if aside.startswith(SWITCH):
             return "warn", text, f"unset {SWITCH}", SERVER
         why = "unless other packages need the one that is there: then a newer flashinfer-sm12x may serve it"
-        return "fail", text, install("flashinfer-python", "--force-reinstall --no-deps "), why
+        command, how = pip(a, f"install --force-reinstall --no-deps {needed()}")
+        return "fail", text, command, f"{how}; {why}" if how else why
     if (why := a.get("import", "failed")) and a.get("import", "fork") is None:
         text = f"importing {found['file']}: {why}"
         if "no answer" in why or "killed" in why:
