@@ -50,7 +50,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--text", type=Path, help="a file to read; default: the texts that come with the benchmark")
     parser.add_argument(
-        "--tokens", type=positive, default=8192, help="at most so many of the text (default: %(default)s)"
+        "--tokens", type=positive, default=6144, help="at most so many of the text (default: %(default)s)"
     )
     parser.add_argument("--window", type=positive, default=256, help="tokens in a row (default: %(default)s)")
     parser.add_argument(

@@ -31,7 +31,9 @@ class RecordingBackend:
         self.built: list[int] = []
         self.wanted_pdl: list[bool | None] = []
 
-    def module(self, _generate: Any, *tactic: int) -> Any:
+    def module(self, _generate: Any, *of: Any) -> Any:
+        """A module that launches, or one of a tactic, by its number."""
+        tactic = [each for each in of if isinstance(each, int)]
         self.built += tactic
         return types.SimpleNamespace(sm12x_instance_address=lambda: 4711) if tactic else self.recorded
 

@@ -123,9 +123,9 @@ def parse(text: str) -> Choice:
 
 
 def of_weights() -> list[Choice]:
-    """Every format in all three; those that are served in one of QKV with O and the LM head, and beside the presets' head."""
+    """Every format in all three, in the LM head alone, and in QKV and O beside the presets' head; others in all three."""
     mixed = [BF16, *SERVED]
-    heads = {BF16: mixed} | {name: [BF16, PRESETS["spark"]["lm_head"], name] for name in SERVED}
+    heads = {BF16: mixed} | {name: [PRESETS["spark"]["lm_head"], name] for name in SERVED}
     served = [Choice(body, body, head) for body in mixed for head in dict.fromkeys(heads[body])]
     return served + [Choice(name, name, name) for name in OURS if name not in SERVED]
 

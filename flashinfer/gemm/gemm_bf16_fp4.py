@@ -23,7 +23,7 @@ FORMATS = {16: "nvfp4", 32: "mxfp4"}
 
 
 def _format_of(block_size: int) -> str:
-    if block_size not in FORMATS:
+    if not isinstance(block_size, int) or block_size not in FORMATS:
         raise ValueError(f"block_size is {block_size}; with backend='sm12x' it must be 16 (NVFP4) or 32 (MXFP4)")
     return FORMATS[block_size]
 

@@ -195,11 +195,11 @@ def quantize_mxfp6(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def quantize_nvfp4(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Float ``[n, K]`` to (packed e2m1 ``[n, K / 2]``, linear E4M3 ``[n, K / 16]``), for a global scale of 1.
 
-    The scale is ``amax / 6`` to the nearest E4M3; a block that holds a NaN gets the NaN scale.
+    The scale is ``amax / 6`` in float32 to the nearest E4M3; a block that holds a NaN gets the NaN scale.
     """
     blocks = values.double().unflatten(-1, (-1, NVFP4_BLOCK))
-    wanted = blocks.abs().nan_to_num(nan=0.0, posinf=torch.inf).amax(-1) / E2M1_MAX
-    scales = round_to_e4m3(wanted)
+    amax = blocks.abs().nan_to_num(nan=0.0, posinf=torch.inf).amax(-1)
+    scales = round_to_e4m3((amax / E2M1_MAX).float().double())
     scaled = torch.where(scales.unsqueeze(-1) == 0, 0.0, blocks / scales.unsqueeze(-1)).flatten(-2)
     codes = _nearest_codes(scaled, E2M1_VALUES) + 8 * (torch.signbit(scaled) & ~torch.isnan(scaled))
     found = scales.float().to(torch.float8_e4m3fn).view(torch.uint8)

@@ -260,7 +260,7 @@ def test_a_window_pays_by_what_it_yields() -> None:
     assert hindcast.acceptance(2, 2.5) == math.inf
     costs = {
         (dense, window, shared): hindcast.window_cost(dense, window, shared)
-        for dense in ("bf16", "mxfp4")
+        for dense in ("bf16", "spark-mxfp4")
         for window in (2, 8)
         for shared in (0.0, 0.8)
     }
@@ -271,7 +271,7 @@ def test_a_window_pays_by_what_it_yields() -> None:
         if shared:
             assert cost < costs[dense, window, 0.0]
         if dense == "bf16":  # what all tokens of a window read once is the larger part
-            assert cost < costs["mxfp4", window, shared]
+            assert cost < costs["spark-mxfp4", window, shared]
 
 
 def test_cards_that_cannot_hold_a_model_are_left_out() -> None:

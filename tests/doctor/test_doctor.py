@@ -33,7 +33,7 @@ def test_a_healthy_machine(machine: Machine) -> None:
     assert {found.states()[check] for check in set(found.states()) - NOT_FAKED} == {"ok"}
     assert found["modules"][0] == "unknown"
     assert found.status == 1  # for that
-    assert "experts are this fork's (moe mxfp4, qkv bf16" in found["vllm-plugin"][1]
+    assert "experts are this fork's (moe auto, qkv bf16" in found["vllm-plugin"][1]
 
 
 @pytest.mark.parametrize(("state", "status"), [("ok", 0), ("warn", 0), ("fail", 1), ("unknown", 1)])

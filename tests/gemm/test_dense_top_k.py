@@ -64,7 +64,8 @@ def test_a_vocabulary_in_parts(device: torch.device) -> None:
         parts = []
         for rank in (0, 1, 2):
             weight, scale = arguments["weight"][256 * rank :][:256], arguments["weight_scale"][2 * rank :][:2]
-            parts.append(dense_block_scaled_top_k(arguments["x"], weight, scale, first_index=256 * rank))
+            part = arguments | {"weight": weight, "weight_scale": scale}
+            parts.append(dense_block_scaled_top_k(**part, first_index=256 * rank))
         values, indices = (torch.cat(pieces, dim=1) for pieces in zip(*parts, strict=True))
         best = values.argmax(1, keepdim=True)
         assert torch.equal(indices.gather(1, best), whole.indices)

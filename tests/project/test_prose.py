@@ -55,16 +55,21 @@ def test_the_readme_fits_a_page() -> None:
 
 
 def test_the_readmes_figures_are_those_of_the_performance_page() -> None:
-    table = re.search(
-        r"^\| streams \|.*?(?=\n\n)", (REPO / "README.md").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    """And a preset's are those of the page of choices: its speed, and its loss."""
+    readme, performance, serving = (
+        (REPO / page).read_text(encoding="utf-8") for page in ("README.md", "docs/performance.md", "docs/serving.md")
     )
-    assert table is not None
-    rows = [
-        row.replace(" - ", "-") for row in (REPO / "docs" / "performance.md").read_text(encoding="utf-8").splitlines()
-    ]
-    assert len(table[0].splitlines()) == 6
-    for row in table[0].splitlines()[2:]:
-        assert row in rows
+    (measured,) = re.findall(r"^\*\*H100\*\*.*?(?=\n\n)", readme, re.MULTILINE | re.DOTALL)
+    ranges = re.findall(r"\b[\d,]+-[\d,]*\d\b", measured.partition("streams")[2])
+    assert len(ranges) == 8
+    for found in ranges:
+        assert found.replace("-", " - ") in performance, found
+    presets = re.findall(r"^\| \*{0,2}`(spark[\w-]*)`\*{0,2} \|.*\| ([\d. -]+) \| ([\d.]+) \|$", readme, re.MULTILINE)
+    assert len(presets) == 4
+    for name, speed, loss in presets:
+        (row,) = re.findall(rf"^\| `{name}` \|.*", serving, re.MULTILINE)
+        assert f"| {speed} |" in row
+        assert row.endswith(f"| {loss} |")
 
 
 def test_each_documented_server_leaves_the_host_its_memory_and_answers_this_machine_alone() -> None:
