@@ -392,5 +392,5 @@ def elements_overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether two tensors of one shape and one set of strides, whose elements lie apart, share memory."""
     width = first.element_size()
     dims = sorted(zip(first.stride(), first.shape, strict=True), reverse=True)
-    in_bytes = [(extent, stride * width) for stride, extent in dims]
+    in_bytes = [(extent, stride * width) for stride, extent in dims if extent > 1]  # other strides mean nothing
     return first.numel() > 0 and _meet(second.data_ptr() - first.data_ptr(), width, in_bytes)
