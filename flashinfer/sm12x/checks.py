@@ -353,7 +353,7 @@ def require_apart(call: Any, written: Mapping[str, Sequence[str]], names: Mappin
                 if start >= last or field == target:
                     continue
                 end = end or start + _bytes(other)
-                if first >= end or start == end:
+                if first >= end:  # also of an empty one, whose address is 0
                     continue
                 alike = other.dtype == tensor.dtype, other.shape == tensor.shape, other.stride() == tensor.stride()
                 if all(alike) and (field in written[target] if start == first else not elements_overlap(tensor, other)):
