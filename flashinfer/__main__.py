@@ -9,6 +9,7 @@ the others say in a line what is missing.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -44,6 +45,18 @@ from tabulate import tabulate
 if TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any: ...
+
+
+class Days(click.ParamType):
+    """A number of days, finite and not negative; click's own ranges let NaN pass."""
+
+    name = "days"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        with suppress(ValueError):
+            if 0 <= (days := float(value)) < math.inf:
+                return days
+        self.fail(f"{value!r} is no number of days; it must be 0 or more, and finite", param, ctx)
 
 
 _versions = f"flashinfer-sm12x %(version)s over {UPSTREAM_DISTRIBUTION} {_upstream.__version__}"
@@ -183,7 +196,7 @@ def sm12x_cache_list_cmd() -> None:
 
 @sm12x_cache_cmd.command("clear")
 @click.option("--module", metavar="NAME", help="Only this module, which may be upstream's; else all of this fork")
-@click.option("--older-than", type=click.FloatRange(min=0), metavar="DAYS", help="Only what was built longer ago")
+@click.option("--older-than", type=Days(), metavar="DAYS", help="Only what was built longer ago")
 @click.option("--dry-run", is_flag=True, help="Say what would be removed")
 def sm12x_cache_clear_cmd(module: str | None, older_than: float | None, dry_run: bool) -> None:
     """Remove compiled modules, those of all architectures"""

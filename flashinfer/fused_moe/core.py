@@ -199,13 +199,14 @@ def cutlass_fused_moe(
     quant_scales : list of torch.Tensor
         W4A8: ``[fc1_sf, fc1_global, fc2_sf, fc2_global]``; W4A16, and with both flags: ``[fc1_sf, fc2_sf]``.  Block
         scales are UE8M0 in 128x4 layout per expert: uint8 ``[E, pad128(rows), pad4(K / 32)]``, its int32 view, or the flat bytes.  Global scales are
-        float32 ``[E]`` and multiply the GEMMs' results.
+        float32 ``[E]`` and multiply the GEMMs' results.  255 is NaN.  An expert that has weights beyond float32 (4 with
+        a scale byte of 253 or more) makes what they reach infinite, NaN or anything, by the backend, and nothing else.
     fc1_expert_biases, fc2_expert_biases : torch.Tensor, optional
         bfloat16 or ``output_dtype``, ``[E, 2 I]`` (added before the clamps) and ``[E, H]`` (before the routing weight).
     input_sf : torch.Tensor, optional
         uint8 scales of an e4m3 input, 128x4, or linear ``[M, H / 32]`` with ``swizzled_input_sf=False``.
     swiglu_alpha, swiglu_beta, swiglu_limit : torch.Tensor, optional
-        float32 ``[E]``; absent they are 1, 0 and infinity.  With ``g = min(gate, limit)`` and
+        float32 ``[E]``; absent they are 1, 0 and infinity.  No limit is below 0.  With ``g = min(gate, limit)`` and
         ``u = clamp(up, -limit, limit)`` the activation is ``g * sigmoid(alpha * g) * (u + beta)``.
     activation_type : ActivationType
         ``Swiglu``, which is the formula above, and ``SwigluBias``, which is the same; or ``SwigluStep``:
@@ -237,8 +238,8 @@ def cutlass_fused_moe(
     Raises
     ------
     ValueError, TypeError, NotImplementedError
-        Before any launch, naming the argument, what it was and what it may be.  Expert ids are checked on the
-        CPU, and on CUDA with ``FLASHINFER_SM12X_CHECK=1``.
+        Before any launch, naming the argument, what it was and what it may be.  Expert ids and ``swiglu_limit`` are
+        checked on the CPU, and on CUDA with ``FLASHINFER_SM12X_CHECK=1``.
     """
     if backend == "cutlass":
         require_tensor_type("input", input)

@@ -17,15 +17,17 @@ from .sm12x_autotuner import tuned_tactics
 from .sm12x_cpu import moe_cpu
 from .sm12x_launch import default_tactics, launch, workspace_bytes
 from .sm12x_planner import plan_mode, resolved_pair, wanted_tactics
-from .sm12x_validation import Mode, MoECall, MoEProblem, check_expert_ids, validate
+from .sm12x_validation import Mode, MoECall, MoEProblem, check_expert_ids, check_limits, validate
 
 
 def compute(call: MoECall, problem: MoEProblem) -> None:
     """Compute a valid call that has its output."""
     device = call.input.device
     backend = kernels(device)
-    if not call.enable_alltoall and checks_values(device):
-        check_expert_ids(call.token_selected_experts, problem.num_experts_total)
+    if checks_values(device):
+        check_limits(call.swiglu_limit)
+        if not call.enable_alltoall:
+            check_expert_ids(call.token_selected_experts, problem.num_experts_total)
     # The CPU computes what a GB10 would.
     features = () if backend is None else (backend.block_scaled_mma, backend.unified_memory)
     sizes = problem.num_tokens, problem.top_k, problem.num_local_experts

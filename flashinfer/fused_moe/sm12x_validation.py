@@ -2,8 +2,8 @@
 """What an MXFP4 MoE call may look like, for every backend.
 
 :func:`select_mode` decides from dtypes and flags whether a call is one of the three MXFP4 modes, :func:`validate` checks
-everything that metadata and addresses tell, and :func:`check_expert_ids` what only the values tell.  All errors name the
-argument, what it was and what it may be.
+everything that metadata and addresses tell, and :func:`check_expert_ids` and :func:`check_limits` what only the values
+tell.  All errors name the argument, what it was and what it may be.
 """
 
 from __future__ import annotations
@@ -354,3 +354,17 @@ def check_expert_ids(token_selected_experts: torch.Tensor, num_experts: int) -> 
             f"token_selected_experts[{token}, {slot}] is {value}; expert ids must be in [0, {num_experts}), or "
             f"{PADDING_EXPERT} for padding ({int(bad.sum())} of {bad.numel()} are not)"
         )
+
+
+def check_limits(swiglu_limit: torch.Tensor | None) -> None:
+    """Raise ``ValueError`` when an expert's limit is below 0: no number lies in ``[-limit, limit]`` then.
+
+    NaN is a limit, of NaN.  Reads the values, so it synchronizes.
+    """
+    if swiglu_limit is None or not bool((bad := swiglu_limit < 0).any()):
+        return
+    expert = int(bad.nonzero()[0])
+    raise ValueError(
+        f"swiglu_limit[{expert}] is {float(swiglu_limit[expert]):g}; it must not be below 0, and infinity is no limit "
+        f"({int(bad.sum())} of {bad.numel()} are)"
+    )

@@ -17,23 +17,32 @@ if TYPE_CHECKING:
 
 
 from ..api_logging import flashinfer_api
+from ..sm12x.checks import describe
 from . import sm12x_mm
 
 FORMATS = {16: "nvfp4", 32: "mxfp4"}
 
 
-def _format_of(block_size: int) -> str:
-    if not isinstance(block_size, int) or block_size not in FORMATS:
-        raise ValueError(f"block_size is {block_size}; with backend='sm12x' it must be 16 (NVFP4) or 32 (MXFP4)")
-    return FORMATS[block_size]
+def _format_of(block_size: Any) -> str:
+    if block_size not in tuple(FORMATS):  # compared, not hashed: it may be anything
+        raise ValueError(
+            f"block_size is {describe(block_size)}; with backend='sm12x' it must be 16 (NVFP4) or 32 (MXFP4)"
+        )
+    return FORMATS[int(block_size)]
 
 
 def prepare_bf16_fp4_weights(
     b: torch.Tensor, b_descale: torch.Tensor, alpha: torch.Tensor | None = None, *, backend: str, block_size: int = 16
 ) -> Any:
-    """Upstream's; with ``backend="sm12x"`` nothing is to be prepared, and the three come back as they are."""
+    """Upstream's; with ``backend="sm12x"`` nothing is to be prepared, and the three come back as they are.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Upstream's; with ``backend="sm12x"`` what ``mm_bf16_fp4`` would say of the three.
+    """
     if backend == sm12x_mm.BACKEND:
-        _format_of(block_size)
+        sm12x_mm.require_weight(b, b_descale, alpha, _format_of(block_size))
         return b, b_descale, alpha
     return _upstream.prepare_bf16_fp4_weights(b, b_descale, alpha, backend=backend, block_size=block_size)
 

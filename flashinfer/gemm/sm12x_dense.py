@@ -186,7 +186,8 @@ def dense_block_scaled(
     weight_scale : torch.Tensor
         In 128x4 layout, of any shape: UE8M0 bytes (uint8 or float8_e8m0fnu), ``pad128(n) * pad4(k / 32)`` of them; of
         nvfp4 E4M3 (uint8 or float8_e4m3fn), ``pad128(n) * pad4(k / 16)``, whose sign bits are not read. 255, or E4M3's
-        0x7F, is NaN, which a whole row of the output then is.
+        0x7F, is NaN, which a whole row of the output then is. Outputs of weights beyond float32, ``2^(s - 127)`` times
+        an element, are infinite, NaN or right, by the backend.
     bias : torch.Tensor, optional
         ``[n]`` bfloat16, float16 or float32.
     weight_format : str

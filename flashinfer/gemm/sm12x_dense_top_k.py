@@ -10,7 +10,7 @@ import torch
 from ..api_logging import flashinfer_api
 from ..jit.sm12x.instances import Format
 from ..quantization.block_scaled import WEIGHT_FORMATS, WeightFormat
-from ..sm12x.checks import require_choice, require_int
+from ..sm12x.checks import describe, require_choice, require_int
 from ..sm12x.operator import define, is_traced
 from .sm12x_dense import format_of, run, validate
 from .sm12x_dense_launch import DenseCall, RowTopK
@@ -128,7 +128,10 @@ def _outputs(call: DenseCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _run(call: DenseCall) -> tuple[torch.Tensor, torch.Tensor]:
     dtype, token_format = validate(call)
-    most = min(MAX_TOP_K, call.weight.shape[0])
+    n = call.weight.shape[0]
+    if n == 0:
+        raise ValueError(f"weight is {describe(call.weight)}; it must have rows, of whose outputs some are the largest")
+    most = min(MAX_TOP_K, n)
     top_k = require_int("top_k", call.top_k, 1, most, "no more than the weight has rows")
     first_index = require_int("first_index", call.first_index, 0, 2**62)
     call = call._replace(top_k=top_k, out_dtype=dtype)

@@ -35,7 +35,7 @@ from ..sm12x.checks import (
 )
 from ..sm12x.operator import is_traced
 from ..utils import BackendSupportedError
-from .sm12x_dense import OUTPUT_DTYPES, compute
+from .sm12x_dense import OUTPUT_DTYPES, compute, validate
 from .sm12x_dense_launch import DenseCall
 
 BACKEND = "sm12x"
@@ -101,7 +101,7 @@ def _straight(scales: Any) -> Any:
     return scales.t() if matrix and scales.ndim == 2 and not scales.is_contiguous() else scales
 
 
-def _multiply(
+def _call(
     a: Any,
     rows: torch.Tensor,
     a_descale: Any,
@@ -111,24 +111,22 @@ def _multiply(
     out: Any,
     enable_pdl: bool | None,
     weight_format: str,
-) -> torch.Tensor:
-    """``dense_block_scaled``, whose errors name the arguments of ``mm_*``."""
+) -> DenseCall:
+    """Of ``dense_block_scaled``, whose errors name the arguments of ``mm_*``."""
     if alpha is not None:
         require_tensor_type("alpha", alpha)
         alpha = alpha.reshape(1) if alpha.layout is torch.strided and alpha.numel() == 1 else alpha
-    return compute(
-        DenseCall(
-            out=out,
-            x=a.contiguous(),
-            x_scale=_straight(a_descale),
-            weight=rows,
-            weight_scale=_straight(b_descale),
-            alpha=alpha,
-            out_dtype=out_dtype,
-            weight_format=weight_format,
-            enable_pdl=enable_pdl,
-            caller="mm",
-        )
+    return DenseCall(
+        out=out,
+        x=a.contiguous(),
+        x_scale=_straight(a_descale),
+        weight=rows,
+        weight_scale=_straight(b_descale),
+        alpha=alpha,
+        out_dtype=out_dtype,
+        weight_format=weight_format,
+        enable_pdl=enable_pdl,
+        caller="mm",
     )
 
 
@@ -140,6 +138,22 @@ def _require_matrix(name: str, value: Any, dtypes: tuple[torch.dtype, ...]) -> N
     require_computing_device(name, value)
     if not is_traced((value,)):
         require_memory(name, value, ELEMENT)  # a view of what was resized is torch's own error
+
+
+def require_weight(b: Any, b_descale: Any, alpha: Any, weight_format: str) -> None:
+    """Raise, as :func:`mm_bf16` does, unless the three are a weight ``[n, k]`` in MXFP4 or NVFP4.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the argument, what it was and what it may be.
+    """
+    _require_matrix("b", b, PACKED_DTYPES)
+    rows = b.view(torch.uint8)
+    # A call of no tokens has everything but them.
+    tokens = torch.empty((0, 2 * rows.shape[1]), dtype=torch.bfloat16, device=b.device)
+    if not is_traced((b, b_descale, alpha)):  # what is traced has no addresses; the call itself is checked
+        validate(_call(tokens, rows, None, b_descale, alpha, torch.bfloat16, None, None, weight_format))
 
 
 def _require_same_k(a: torch.Tensor, b: torch.Tensor) -> None:
@@ -184,7 +198,7 @@ def mm_mxfp4(
     _require_same_k(a, b)
     require_output_dtype("out_dtype", out_dtype)
     rows = _rows("b", b).view(torch.uint8)
-    return _multiply(a.view(torch.uint8), rows, a_descale, b_descale, alpha, out_dtype, out, enable_pdl, "mxfp4")
+    return compute(_call(a.view(torch.uint8), rows, a_descale, b_descale, alpha, out_dtype, out, enable_pdl, "mxfp4"))
 
 
 def mm_mxfp8(
@@ -217,7 +231,7 @@ def mm_mxfp8(
         _require_matrix(name, matrix, (torch.float8_e4m3fn,))
     _require_same_k(a, b)
     require_output_dtype("out_dtype", out_dtype)
-    return _multiply(a, _rows("b", b), a_descale, b_descale, None, out_dtype, out, None, "mxfp8")
+    return compute(_call(a, _rows("b", b), a_descale, b_descale, None, out_dtype, out, None, "mxfp8"))
 
 
 def mm_bf16(
@@ -243,7 +257,7 @@ def mm_bf16(
     _require_matrix("b", b, (*PACKED_DTYPES, torch.float8_e4m3fn))
     rows = b if b.dtype is torch.float8_e4m3fn else b.view(torch.uint8)
     dtype = require_output_dtype("out_dtype", a.dtype if out_dtype is None else out_dtype, OUTPUT_DTYPES)
-    return _multiply(a, rows, None, b_descale, alpha, dtype, out, enable_pdl, weight_format)
+    return compute(_call(a, rows, None, b_descale, alpha, dtype, out, enable_pdl, weight_format))
 
 
 def mm_bf16_mxfp8(

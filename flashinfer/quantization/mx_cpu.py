@@ -340,8 +340,9 @@ def dequantize_nvfp4_linear(packed: torch.Tensor, scales: torch.Tensor) -> torch
 
 def _four_element_table(device: torch.device) -> torch.Tensor:
     """bfloat16 values of every pair of packed bytes: entry ``b0 + 256 b1`` holds four of them as one int64."""
-    nibble = torch.tensor([*_E2M1_VALUES, *(-v for v in _E2M1_VALUES)])
-    pair = torch.arange(65536)
+    # On the CPU whatever torch's default device is: a later call's is another.
+    nibble = torch.tensor([*_E2M1_VALUES, *(-v for v in _E2M1_VALUES)], device="cpu")
+    pair = torch.arange(65536, device="cpu")
     values = torch.stack([nibble[(pair >> shift) & 15] for shift in (0, 4, 8, 12)], 1)
     return values.to(torch.bfloat16).view(torch.int64).view(-1).to(device)
 

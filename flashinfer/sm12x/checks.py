@@ -353,7 +353,7 @@ def require_apart(call: Any, written: Mapping[str, Sequence[str]], names: Mappin
                 if start >= last or field == target:
                     continue
                 end = end or start + _bytes(other)
-                if first >= end or start == end:
+                if first >= end:  # also of an empty one, whose address is 0
                     continue
                 alike = other.dtype == tensor.dtype, other.shape == tensor.shape, other.stride() == tensor.stride()
                 if all(alike) and (field in written[target] if start == first else not elements_overlap(tensor, other)):
@@ -392,5 +392,5 @@ def elements_overlap(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether two tensors of one shape and one set of strides, whose elements lie apart, share memory."""
     width = first.element_size()
     dims = sorted(zip(first.stride(), first.shape, strict=True), reverse=True)
-    in_bytes = [(extent, stride * width) for stride, extent in dims]
+    in_bytes = [(extent, stride * width) for stride, extent in dims if extent > 1]  # other strides mean nothing
     return first.numel() > 0 and _meet(second.data_ptr() - first.data_ptr(), width, in_bytes)

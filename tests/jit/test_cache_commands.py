@@ -80,6 +80,15 @@ def test_clear_removes_what_it_says(cache: Path, arguments: tuple[str, ...], exp
     assert removed_by(cache, *arguments) == expected
 
 
+@pytest.mark.parametrize("days", ["nan", "-nan", "inf", "-inf", "-1", "-0.5", "1e999", "soon", ""])
+def test_what_is_no_number_of_days_removes_nothing(cache: Path, days: str) -> None:
+    before = contents(cache)
+    result = invoke("clear", "--older-than", days)
+    assert result.exit_code == 2
+    assert f"{days!r} is no number of days; it must be 0 or more, and finite" in result.output
+    assert contents(cache) == before
+
+
 def test_every_module_of_the_table_is_named_as_there(workspace: Path) -> None:
     """So that one table serves: what builds, what loads and what is cleared."""
     for name, generate in MODULES.items():

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from flashinfer.tllm_enums import ActivationType
 from moe_recording import WORKSPACE, RecordingModule, layer_arguments
 from operator_calls import workspace_sizes
 
@@ -85,6 +86,27 @@ def test_expert_ids_are_global(device: torch.device, monkeypatch: pytest.MonkeyP
     arguments["token_selected_experts"][5, 2] = 16
     with pytest.raises(ValueError, match=r"\[5, 2\] is 16; expert ids must be in \[0, 16\), or -1"):
         flashinfer.cutlass_fused_moe(**arguments)
+
+
+@pytest.mark.parametrize("activation", [ActivationType.Swiglu, ActivationType.SwigluStep])
+@pytest.mark.parametrize("alltoall", [False, True])
+def test_a_limit_below_zero_is_no_limit(
+    activation: ActivationType, alltoall: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``[-limit, limit]`` is empty, and what clamps to it is the order of a minimum and a maximum."""
+    if device.type == "cuda":
+        monkeypatch.setenv("FLASHINFER_SM12X_CHECK", "1")
+    arguments = _arguments(1, device)
+    arguments.update(activation_type=activation, enable_alltoall=alltoall, swiglu_alpha=None, swiglu_beta=None)
+    limits = arguments["swiglu_limit"] = torch.full((8,), torch.inf, device=device)
+    for allowed in (0.0, -0.0, 1e-45, torch.inf, torch.nan):
+        limits[3] = allowed
+        flashinfer.cutlass_fused_moe(**arguments)
+    for refused, shown in ((-1e-45, "-1.4013e-45"), (-7.0, "-7"), (-torch.inf, "-inf")):
+        limits[3] = refused
+        message = rf"^swiglu_limit\[3\] is {shown}; it must not be below 0, and infinity is no limit \(1 of 8 are\)$"
+        with pytest.raises(ValueError, match=message):
+            flashinfer.cutlass_fused_moe(**arguments)
 
 
 @pytest.mark.parametrize(("given", "seen"), [("cuda", 0), ("cuda:0", 0), ("cuda:2", 2)])

@@ -5,6 +5,7 @@ lines of it changed, the parts of its workspace, and what lies far from where it
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import mmap
 import random
@@ -29,7 +30,7 @@ from flashinfer.gemm.sm12x_group_gemm import GroupGemmCall, group_gemm, scale_ro
 from flashinfer.jit import fused_moe
 from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm120_module
 from flashinfer.jit.sm12x import modules
-from flashinfer.jit.sm12x.instances import GEMM_INSTANCES, INSTANCES, MAX_EXPERTS, index_of
+from flashinfer.jit.sm12x.instances import GEMM_INSTANCES, INSTANCES, MAX_EXPERTS, STREAM_ENTRIES, index_of
 from flashinfer.testing import (
     TENSOR_CORE,
     DenseCase,
@@ -159,6 +160,35 @@ def test_every_part_of_a_layers_workspace_is_as_large_as_what_it_holds(
     apart: VirtualDevice, name: str, case: MoECase
 ) -> None:
     inputs = make_moe_inputs(case, 8)
+    output = run_moe(apart, inputs, case.mode, [index_of(name)] * 2)
+    check_within_bound(output, *moe_reference(inputs, TENSOR_CORE), f"{name}, {case}")
+
+
+OF_A8 = ("stream_mxfp8_as_bf16_m8", "mxfp8_m8_k128", "mxfp8_as_bf16_m16_k128")
+OF_MODES = {0: OF_A8, 1: OF_A8, 2: ("stream_bf16_m8", "bf16_m8_k128")}
+
+
+def at_limits() -> list[Any]:
+    """Layers of all modes with the most pairs that a stream takes, with a token more, and with 140 tokens.
+
+    A part is as large as the largest of what modes and tactics put there: act is e4m3, packed bfloat16, or float32 as long
+    as a stream may come. Each must be full in one of these.
+    """
+    found = []
+    for (mode, names), top_k in itertools.product(OF_MODES.items(), (1, 4)):
+        most = STREAM_ENTRIES // top_k
+        for name, tokens, sizes in itertools.product(names, (140, most, most + 1), ((32, 96), (96, 32))):
+            if INSTANCES[index_of(name)].takes(tokens * top_k, *sizes):
+                case = MoECase(tokens, *sizes, 128 if top_k == 4 else 3, top_k, mode, biases=False)
+                found.append(pytest.param(name, case, id=f"{name}, mode {mode}, {tokens} x {top_k}, {sizes}"))
+    return found
+
+
+@pytest.mark.parametrize(("name", "case"), at_limits())
+def test_every_part_of_a_layers_workspace_is_as_large_at_its_limits(
+    apart: VirtualDevice, name: str, case: MoECase
+) -> None:
+    inputs = make_moe_inputs(case, 11)
     output = run_moe(apart, inputs, case.mode, [index_of(name)] * 2)
     check_within_bound(output, *moe_reference(inputs, TENSOR_CORE), f"{name}, {case}")
 

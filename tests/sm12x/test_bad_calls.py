@@ -301,6 +301,10 @@ BAD: dict[str, list[tuple[Any, ...]]] = {
         ({"logits": torch.zeros(3, 40, dtype=torch.float64)}, r"out_dtype is torch.float64"),
         ({"tactic": 99}, r"tactic is '99'"),
         ({"weight": lambda w: w[:5], "top_k": 6}, r"top_k is 6; it must be an integer in \[1, 5\]"),
+        (
+            {"weight": lambda w: w[:0], "weight_scale": lambda s: s[:0]},
+            r"^weight is torch.uint8 \(0, 32\) on \w+(:0)?; it must have rows, of whose outputs some are the largest$",
+        ),
     ],
     "decode": [
         ({"query": lambda t: t.float()}, r"query is torch.float32 .* must be torch.bfloat16 \(2, 16, 64\)"),

@@ -28,7 +28,12 @@ from operator_calls import (
 
 import flashinfer
 from flashinfer.fused_moe import cutlass_fused_moe_workspace_size
-from flashinfer.gemm import sm12x_group_gemm
+from flashinfer.gemm import prepare_bf16_fp4_weights, sm12x_group_gemm
+
+
+def _prepare(b: torch.Tensor, b_descale: torch.Tensor, alpha: torch.Tensor | None = None, block_size: int = 32) -> Any:
+    return prepare_bf16_fp4_weights(b, b_descale, alpha, backend="sm12x", block_size=block_size)
+
 
 ON_THE_CPU: dict[str, tuple[Callable[..., Any], Callable[[], Arguments]]] = {
     **OPERATORS,
@@ -44,6 +49,12 @@ ON_THE_CPU: dict[str, tuple[Callable[..., Any], Callable[[], Arguments]]] = {
     "mxfp4_dequantize": (
         flashinfer.mxfp4_dequantize,
         lambda: dict(zip(("a_fp4", "a_sf"), flashinfer.mxfp4_quantize(torch.ones(4, 64)), strict=True)),
+    ),
+    "prepare_bf16_fp4_weights": (
+        _prepare,
+        lambda: {
+            name: value for name, value in OPERATORS["mm_bf16_fp4"][1]().items() if name in ("b", "b_descale", "alpha")
+        },
     ),
     "block_scale_interleave": (
         flashinfer.block_scale_interleave,

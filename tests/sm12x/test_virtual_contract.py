@@ -7,6 +7,7 @@ A call runs on the CPU and on the virtual SM121, in memory of its own. What both
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +16,17 @@ import torch
 from operator_calls import OPERATORS, SEED, changes, outcome, parameter
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import flashinfer
+from flashinfer.quantization.block_scaled import WEIGHT_FORMATS, dequantize_weight, quantize_weight
 from flashinfer.testing.virtual_device import virtual_device
+
+KEEPING = (
+    "flashinfer.quantization",
+    "flashinfer.gemm.sm12x_",
+    "flashinfer.fused_moe.sm12x_",
+    "flashinfer.sm12x_decode",
+    "flashinfer.sm12x.checks",
+)
 
 
 def _alike(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
@@ -67,6 +78,18 @@ def _default_device(name: str) -> Iterator[None]:
         torch.set_default_device(None)
 
 
+def forget_everything() -> None:
+    """Empty what functions of the fork keep from call to call, but not the modules that they have loaded."""
+    cleared = 0
+    for module_name, module in list(sys.modules.items()):
+        if module_name.startswith(KEEPING):
+            for value in list(vars(module).values()):
+                if hasattr(value, "cache_clear"):
+                    value.cache_clear()
+                    cleared += 1
+    assert cleared > 3
+
+
 MODES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
     "inference mode": torch.inference_mode,
@@ -96,6 +119,55 @@ def test_modes_of_torch_change_nothing(name: str, virtual: bool) -> None:
         assert (kind, text) == ("", "")
         for ours, theirs in zip(results, expected[2], strict=True):
             assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_the_first_call_may_come_under_another_default_device(name: str) -> None:
+    """On the CPU: what a call keeps for later ones is made as those need it."""
+    function, make = OPERATORS[name]
+    print("seed", SEED)
+    expected, arguments = outcome(function, make()), make()
+    forget_everything()
+    with _default_device("meta"):
+        kind, text, results = outcome(function, arguments)
+    again = outcome(function, make())
+    assert (kind, text) == again[:2] == ("", "")
+    for first, second, theirs in zip(results, again[2], expected[2], strict=True):
+        assert torch.equal(first.view(torch.uint8), theirs.view(torch.uint8))
+        assert torch.equal(second.view(torch.uint8), theirs.view(torch.uint8))
+
+
+QUANTIZED: dict[str, Callable[[torch.Tensor], Any]] = {
+    "mxfp4_quantize": flashinfer.mxfp4_quantize,
+    "mxfp4_quantize, mse": lambda x: flashinfer.mxfp4_quantize(x, scale_rule="mse"),
+    "mxfp4_dequantize": lambda x: (flashinfer.mxfp4_dequantize(x.view(torch.uint8)[:, :64], x.view(torch.uint8)[:2]),),
+    "mxfp8_quantize": lambda x: flashinfer.mxfp8_quantize(x, alignment=96),
+    "mxfp8_quantize, mse": lambda x: flashinfer.mxfp8_quantize(x, scale_rule="mse"),
+    "block_scale_interleave": lambda x: (flashinfer.block_scale_interleave(x.view(torch.uint8)),),
+    **{
+        f"quantize_weight, {form} {rule}": lambda x, form=form, rule=rule: quantize_weight(x, form, rule)
+        for form in WEIGHT_FORMATS
+        for rule in ("amax", "mse")
+    },
+    **{
+        f"dequantize_weight, {form}": lambda x, form=form: (dequantize_weight(quantize_weight(x, form), form, 64),)
+        for form in WEIGHT_FORMATS
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_quantizers_take_no_default_device(name: str) -> None:
+    """The first call, and later ones; their arguments say where they compute."""
+    print("seed", SEED)
+    x = torch.randn(128, 64, generator=torch.Generator().manual_seed(SEED))
+    expected = QUANTIZED[name](x)
+    forget_everything()
+    with _default_device("meta"):
+        found = QUANTIZED[name](x)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours is None) == (theirs is None)
+        assert theirs is None or torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
 
 @pytest.mark.parametrize("virtual", [False, True], ids=["CPU", "virtual"])

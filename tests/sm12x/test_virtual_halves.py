@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operands one half of whose rows, columns or blocks is much larger than the other, on the virtual SM121.
+
+The half is that whose number has a bit set, or clear: for bits 0 to 2 lanes of an MMA, for bit 3 its two groups of rows, then
+the two MMAs of a warp, and warps; along K the blocks of a scale word, and words. What a kernel asks of a group and not of each
+row, as whether all scales are small enough to be multiplied while weights are expanded, differs then between groups.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+import torch
+from virtual_devices import virtual_fixture
+from virtual_group_gemm import launch_group_gemm
+from virtual_moe import run_moe
+
+from flashinfer.gemm import dense_block_scaled
+from flashinfer.jit.sm12x.instances import DENSE_INSTANCES, GEMM_INSTANCES, MAIN_MODULE, Instance
+from flashinfer.testing import (
+    TENSOR_CORE,
+    DenseCase,
+    MoECase,
+    check_within_bound,
+    dense_reference,
+    group_gemm_reference,
+    make_dense_inputs,
+    make_group_gemm_inputs,
+    make_moe_inputs,
+    moe_reference,
+    swizzle_scales,
+)
+from flashinfer.testing.dense_reference import TOKENS_OF
+from flashinfer.testing.virtual_device import VirtualDevice
+
+device = virtual_fixture()
+SEED = 17
+BLOCK = 32
+
+
+class Half(NamedTuple):
+    """Rows, or blocks of K, in whose number a bit has a value."""
+
+    axis: int
+    bit: int
+    value: int
+
+    def of(self, rows: int, blocks: int) -> torch.Tensor:
+        """``[rows, blocks]``, whether a block is of the large ones."""
+        numbers = torch.arange((rows, blocks)[self.axis])
+        chosen = (numbers >> self.bit & 1) == self.value
+        return (chosen[:, None] if self.axis == 0 else chosen).expand(rows, blocks)
+
+    def exponents(self, rows: int, blocks: int, seed: int) -> torch.Tensor:
+        """UE8M0 bytes: of the large half above 128, which no expansion folds; of a sum's terms none is lost."""
+        low, high = (116, 130) if self.axis == 0 else (125, 130)
+        uneven = (11 * torch.arange(rows)[:, None] + 7 * torch.arange(blocks) + seed) // 3 % 2
+        return (torch.where(self.of(rows, blocks), high, low) + uneven).to(torch.uint8)
+
+
+ROWS = [Half(0, bit, value) for bit in range(7) for value in (0, 1)]
+BLOCKS = [Half(1, bit, value) for bit in range(3) for value in (0, 1)]
+TOKENS = [half for half in (*ROWS, *BLOCKS) if half.bit < 6]
+
+
+def halves() -> Iterator[tuple[Half, Half, int]]:
+    """Of weights and of tokens, and a seed: each at least once."""
+    tokens = itertools.cycle(TOKENS)
+    for seed, weights in enumerate((*ROWS, *BLOCKS), start=SEED):
+        yield weights, next(tokens), seed
+
+
+def stretch(x: torch.Tensor, half: Half) -> torch.Tensor:
+    """Tokens whose large half is 2^4 times as large, of rows 2^12."""
+    rows, k = x.shape
+    factor = torch.where(half.of(rows, k // BLOCK), 2.0 ** (12 if half.axis == 0 else 4), 1.0)
+    return (x.float().unflatten(1, (-1, BLOCK)) * factor.unsqueeze(-1)).flatten(1).to(x.dtype)
+
+
+@pytest.mark.parametrize("instance", MAIN_MODULE, ids=lambda row: row.name)
+def test_a_layer(device: VirtualDevice, instance: Instance) -> None:
+    mode = 2 if instance.activation == "bf16" else 0
+    hidden, inter, tokens = 256, 256, max(instance.token_tile, 16)
+    print("seeds from", SEED)
+    for of_weights, of_tokens, seed in halves():
+        case = MoECase(tokens, hidden, inter, 2, 1, mode, biases=False, swiglu_parameters=False, global_scales=False)
+        inputs = make_moe_inputs(case, seed)
+        for scales, rows, k in ((inputs.fc1_scales, 2 * inter, hidden), (inputs.fc2_scales, hidden, inter)):
+            linear = torch.stack([of_weights.exponents(rows, k // BLOCK, seed + expert) for expert in range(2)])
+            scales.view(torch.uint8).copy_(swizzle_scales(linear).view(scales.shape))
+        if mode == 2:
+            inputs.input = stretch(inputs.input, of_tokens)
+        else:
+            assert inputs.input_sf is not None
+            linear = of_tokens.exponents(tokens, hidden // BLOCK, seed) - 10
+            inputs.input_sf.view(torch.uint8).copy_(swizzle_scales(linear).view(inputs.input_sf.shape))
+        reference, bound = moe_reference(inputs, TENSOR_CORE)
+        assert torch.isfinite(bound).all()
+        output = run_moe(device, inputs, mode, [instance.index] * 2)
+        check_within_bound(output, reference, bound, f"{of_weights}, tokens {of_tokens}, seed {seed}")
+
+
+@pytest.mark.parametrize("instance", GEMM_INSTANCES, ids=lambda row: row.name)
+def test_a_grouped_gemm(device: VirtualDevice, instance: Instance) -> None:
+    n, k, groups = 128, 256, [instance.token_tile, 5]
+    print("seeds from", SEED)
+    for of_weights, of_tokens, seed in halves():
+        call = make_group_gemm_inputs(groups, n, k, seed)
+        linear = torch.stack([of_weights.exponents(n, k // BLOCK, seed + group) for group in range(2)])
+        call["b_scale"].view(torch.uint8).copy_(swizzle_scales(linear).view(call["b_scale"].shape))
+        rows = call["a_scale"].shape[0]
+        linear = of_tokens.exponents(rows, k // BLOCK, seed) - 10
+        call["a_scale"].view(torch.uint8).copy_(swizzle_scales(linear).view(call["a_scale"].shape))
+        reference, bound = group_gemm_reference(**call, accumulation=TENSOR_CORE)
+        assert torch.isfinite(bound).all()
+        out = launch_group_gemm(device, call, instance.index)
+        check_within_bound(out, reference, bound, f"{of_weights}, tokens {of_tokens}, seed {seed}")
+
+
+@pytest.mark.parametrize("instance", DENSE_INSTANCES, ids=lambda row: row.name)
+def test_a_dense_layer(device: VirtualDevice, instance: Instance) -> None:
+    n, k, tokens, form = 128, 256, instance.token_tile, instance.weights
+    print("seeds from", SEED)
+    for of_weights, of_tokens, seed in halves():
+        inputs = make_dense_inputs(DenseCase(tokens, n, k, form, TOKENS_OF[instance.operand]), seed)
+        x, weight, scales = inputs.arguments
+        if form == "nvfp4":  # E4M3: a large one is 2^9 times a small one, two blocks of 16 in one of 32
+            linear = (of_weights.exponents(n, k // BLOCK, seed) > 128).repeat_interleave(2, 1)
+            linear = torch.where(linear, 0x75, 0x2D).to(torch.uint8)
+        else:
+            linear = of_weights.exponents(n, k // BLOCK, seed)
+        scales = swizzle_scales(linear).view(scales.shape)
+        if "x_scale" in inputs.named:
+            of_x = swizzle_scales(of_tokens.exponents(tokens, k // BLOCK, seed) - 10)
+            inputs.named["x_scale"] = of_x.view(inputs.named["x_scale"].shape)
+        else:
+            x = stretch(x, of_tokens)
+        inputs.arguments = x, weight, scales
+        reference, bound = dense_reference(inputs)
+        assert torch.isfinite(bound).all()
+        out = torch.full((tokens, n), torch.nan, dtype=torch.bfloat16)
+        dense_block_scaled(*inputs.arguments, **inputs.named, out=out, tactic=instance.name)
+        check_within_bound(out, reference, bound, f"{of_weights}, tokens {of_tokens}, seed {seed}")
