@@ -67,7 +67,10 @@ def _scale_bytes(amax: torch.Tensor, max_exponent: int, max_mantissa: int) -> to
     mantissa carries into the exponent, one with the same or a smaller mantissa does not.
     """
     carry = (1 << _MANTISSA_BITS) - 1 - max_mantissa
-    biased = ((amax.view(torch.int32) + carry) >> _MANTISSA_BITS) - max_exponent
+    bits = amax.view(torch.int32)
+    biased = ((bits + carry) >> _MANTISSA_BITS) - max_exponent
+    if max_exponent == 0:  # byte 0 is half of the least normal number: of subnormal ones mantissas have another limit
+        biased = torch.where(bits <= (1 << _MANTISSA_BITS | max_mantissa) >> 1, 0, biased)
     return torch.where(torch.isinf(amax), 254, biased.clamp(0, 254)).to(torch.uint8).contiguous()
 
 
