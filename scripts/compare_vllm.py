@@ -28,7 +28,7 @@ import vllm_server
 # Name: (variables, words of the command line).
 WAYS: dict[str, tuple[dict[str, str], list[str]]] = {
     "vLLM alone": ({"FLASHINFER_SM12X_VLLM": "0"}, []),
-    "fork, W4A8": ({}, []),
+    "fork, W4A8": ({}, ["--additional-config", '{"sm12x": {"moe": "mxfp4-a8"}}']),
     "fork, W4A16": ({}, ["--additional-config", '{"sm12x": {"moe": "mxfp4-a16"}}']),
     "fork, dense MXFP8": ({}, ["--additional-config", '{"sm12x": {"qkv": "mxfp8", "o": "mxfp8", "lm_head": "mxfp8"}}']),
     "fork, dense MXFP4": ({}, ["--additional-config", '{"sm12x": {"qkv": "mxfp4", "o": "mxfp4", "lm_head": "mxfp4"}}']),
