@@ -105,7 +105,7 @@ def test_another_model_says_that_the_choices_are_gpt_osss(tmp_path, log, monkeyp
     model = built(tmp_path, "spark")
     (line,) = said(log)
     assert line.endswith(
-        "qkv=mxfp4, o=mxfp4, lm_head=mxfp4 do not apply to LlamaForCausalLM: these choices are gpt-oss's"
+        "qkv=mxfp6, o=mxfp6, lm_head=mxint8 do not apply to LlamaForCausalLM: these choices are gpt-oss's"
     )
     assert type(model.lm_head.quant_method).__name__ == "UnquantizedEmbeddingMethod"
 
