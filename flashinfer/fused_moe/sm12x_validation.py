@@ -64,7 +64,7 @@ class Mode(enum.IntEnum):
     MXFP8_INPUT = 0  # W4A8, the caller quantized the input
     HALF_INPUT = 1  # W4A8, bf16/fp16 input quantized inside
     W4A16 = 2
-    AUTO = 3  # the planner makes W4A16 or HALF_INPUT of it, by a call's tokens (sm12x_planner.plan_mode)
+    AUTO = 3  # W4A16 or HALF_INPUT, by a call's tokens
 
     @property
     def activation(self) -> Format:

@@ -107,7 +107,7 @@ class Unit(NamedTuple):
         kind = FORMATS[self.row.operand].mma
         if kind is None:
             return r"HMMA\.16816\.F32\.BF16"
-        weights = {"mxfp4": "E2M1", "mxfp8": "E4M3"}[self.row.weights]
+        weights = {"mxfp4": "E2M1", "mxfp6": "E2M3", "mxfp8": "E4M3"}[self.row.weights]
         if kind == "mxf4":
             return rf"OMMA\.SF\.16864\.F32\.{weights}\.E2M1\.E8"
         return rf"QMMA\.SF\.16832\.F32\.{weights}\.{'E[45]M[32]' if self.module == modules.GROUP_GEMM else 'E4M3'}\.E8"
@@ -115,10 +115,12 @@ class Unit(NamedTuple):
 
 def units() -> Iterator[Unit]:
     """Every source with kernels."""
-    tables = {modules.FUSED_MOE: MAIN_MODULE, modules.GROUP_GEMM: GEMM_INSTANCES, modules.DENSE: DENSE_INSTANCES}
+    dense = {modules.DENSE.format(row.weights): row.weights for row in DENSE_INSTANCES}
+    tables = {module: [row for row in DENSE_INSTANCES if row.weights == each] for module, each in dense.items()}
+    tables |= {modules.FUSED_MOE: MAIN_MODULE, modules.GROUP_GEMM: GEMM_INSTANCES}
     for module, generate in modules.MODULES.items():
         others = {modules.FUSED_MOE: modules._LAUNCHER, modules.GROUP_GEMM: modules._GEMM_BINDING}
-        binding = {modules.DENSE: modules._DENSE_BINDING, modules.ROUTER: "sm12x_router_binding.cu"}
+        binding = dict.fromkeys(dense, modules._DENSE_BINDING) | {modules.ROUTER: "sm12x_router_binding.cu"}
         more = {modules.DECODE: "sm12x_decode_attention_binding.cu", modules.PROBE: "sm12x_probe_binding.cu"}
         yield Unit(module, generate, Path((others | binding | more)[module]).stem, None)
         for row in tables.get(module, ()):

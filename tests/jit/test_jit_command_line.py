@@ -33,7 +33,7 @@ def test_only_what_compiles_needs_a_compiler(tmp_path: Path) -> None:
     none = str(tmp_path / "none")
     said = {
         "--help": "sm12x-build",
-        "sm12x-plan": "stream_mxfp8_as_bf16_m8",
+        "sm12x-plan": "stream_bf16_m8",
         "collect-env": "torch.version.cuda",
         "list-modules": "fused_moe_120 - Not Compiled",
         "clear-cache": "Cache cleared",

@@ -208,4 +208,4 @@ def test_the_doctor_runs_and_says_it(run_python: Run, python: Path) -> None:
     finding = json.loads(done.stdout)["findings"][0]
     assert (finding["check"], finding["state"], done.returncode) == ("import", "fail", 1)
     assert f"flashinfer-python {UNTESTED} in " in finding["found"]
-    assert finding["command"].endswith("install --force-reinstall --no-deps flashinfer-python==0.7.2.post1")
+    assert finding["command"].endswith('install --force-reinstall --no-deps "flashinfer-python==0.7.2.post1"')

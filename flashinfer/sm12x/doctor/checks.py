@@ -59,7 +59,7 @@ def check_import(a: Answers) -> Outcome:
         if aside.startswith(SWITCH):
             return "warn", text, f"unset {SWITCH}", SERVER
         why = "unless other packages need the one that is there: then a newer flashinfer-sm12x may serve it"
-        reinstall, how = pip(a, f"install --force-reinstall --no-deps {needed()}")
+        reinstall, how = pip(a, f'install --force-reinstall --no-deps "{needed()}"')
         return "fail", text, reinstall, f"{how}; {why}" if how else why
     if (why := a.get("import", "failed")) and a.get("import", "fork") is None:
         text = f"importing {found['file']}: {why}"
