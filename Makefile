@@ -100,7 +100,7 @@ test-kernels: env emulator
 
 test-compilers: env
 	$(PY) tools/compilers.py $(COMPILERS)
-	COMPILERS="$(COMPILERS)" $(RUN_TESTS) tests/jit/check_compilers.py $(PYTEST_ARGS)
+	COMPILERS="$(COMPILERS)" $(PY) tools/run_tests.py --jobs $(TEST_JOBS) tests/jit/check_compilers.py $(PYTEST_ARGS)
 
 test-upstream-patch: env emulator
 	$(PY) -m pytest -p no:cacheprovider tests/upstream_patch/check_exported.py $(PYTEST_ARGS)

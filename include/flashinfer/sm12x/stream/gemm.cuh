@@ -164,6 +164,8 @@ struct LaneRows {
 // tail. Those have read another lane's weights, of their own warp, which is through with them all (__syncwarp).
 template <class Shape>
 struct PartialPlace {
+  static constexpr int kTailStep = 32 * 16;  // bytes of a token step in the tail
+
   int offset[Shape::kTokenSteps];  // in the stage's first slab
   int next_slab;
 
@@ -174,10 +176,10 @@ struct PartialPlace {
     const bool within = ((first_word + word) * kScaleChunkBlocks + t) * kScaleBlock < g.k;
     const int tail = g.tail_offset + lane * 16;
     const int column = word * Shape::kWordBytes + t * Shape::kFirstPlaneBytes;
-    next_slab = within ? rows.next_slab : Shape::kTokenSteps * 32 * 16;
+    next_slab = within ? rows.next_slab : Shape::kTokenSteps * kTailStep;
 #pragma unroll
     for (int step = 0; step < Shape::kTokenSteps; ++step) {
-      offset[step] = within ? (step == 0 ? rows.low : rows.high) + column : tail + step * 32 * 16;
+      offset[step] = within ? (step == 0 ? rows.low : rows.high) + column : tail + step * kTailStep;
     }
   }
 };
@@ -216,10 +218,7 @@ class SlabMultiplier {
     const uint32_t base = ptx::shared_address(first_stage);
     const LaneRows<Shape> rows(g, row);
     const PartialPlace<Shape> partial(g, rows, slice_word, stage_warp, lane);
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      partial_[step] = base + partial.offset[step] + group * partial.next_slab;
-    }
+    first_partial_ = base + partial.offset[0] + group * partial.next_slab;
     first_row_ = group * g.slab_outputs();
     second_part_ = Shape::two_parts(g) ? g.out : 0;
     const uint32_t in_piece =
@@ -313,6 +312,13 @@ class SlabMultiplier {
     return Shape::kScaleWords == 2 ? ptx::load_shared_half(address) : ptx::load_shared_byte(address);
   }
 
+  // Where a token step's partial sums go in the first stage (PartialPlace): where weights of the first word were, or in
+  // the tail. Worked out where it is needed, for with sixteen tokens there is no register to keep a second one.
+  __device__ __forceinline__ uint32_t partial(int step, uint32_t next_weights) const {
+    const bool in_weights = first_partial_ == operands_[0].weights;
+    return first_partial_ + step * (in_weights ? next_weights : PartialPlace<Shape>::kTailStep);
+  }
+
   // kActive: token steps that hold tokens. `row`: the slab's first, in the first part.
   template <int kActive>
   __device__ __forceinline__ void multiply_slab(uint32_t stage, uint32_t row, uint32_t next_weights) const {
@@ -363,7 +369,7 @@ class SlabMultiplier {
 #pragma unroll
         for (int i = 0; i < 4; ++i) chain[step][0][i] += chain[step][1][i];
       }
-      ptx::store_shared_vector(partial_[step] + stage, chain[step][0]);
+      ptx::store_shared_vector(stage + partial(step, next_weights), chain[step][0]);
     }
   }
 
@@ -420,7 +426,7 @@ class SlabMultiplier {
   Operands operands_[kWords];
   uint32_t second_plane_ = 0;  // byte w: from word w's weights to the second plane's
   uint32_t next_scale_ = 0;  // from row g to row g + 8
-  uint32_t partial_[kSteps];
+  uint32_t first_partial_ = 0;  // of the first token step
   uint32_t first_row_ = 0;  // the slab's in the first unit
   uint32_t second_part_ = 0;  // from a row to its row of the other part
 };
