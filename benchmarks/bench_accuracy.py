@@ -25,13 +25,15 @@ import sys
 from pathlib import Path
 
 import torch
-from accuracy_bench import choices, formats, measure, models, results, texts
+from accuracy_bench import choices, results
+
+from flashinfer.sm12x.accuracy import choice, formats, measure, models, texts
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    def several(text: str) -> list[choices.Choice]:
+    def several(text: str) -> list[choice.Choice]:
         try:
             return list(dict.fromkeys(choices.parse(item) for item in text.split(";") if item.strip()))
         except ValueError as error:

@@ -5,8 +5,9 @@
     examples/transformers_gpt_oss.py openai/gpt-oss-20b "The streets of"
     scripts/random_checkpoint.py /tmp/small --layers 1 && examples/transformers_gpt_oss.py /tmp/small "t5 t7"
 
-All but the experts is transformers' own code. Runs on the GPU, or on the CPU where there is none: the operator computes
-the same contract there. Needs transformers, safetensors and this fork; on Hopper set FLASHINFER_SM12X_MOE=1.
+``flashinfer/sm12x/accuracy/gpt_oss.py`` has the experts: how a checkpoint's weights are laid out, and the call. Runs on
+the GPU, or on the CPU where there is none. Needs transformers, safetensors and this fork; on Hopper set
+FLASHINFER_SM12X_MOE=1.
 """
 
 from __future__ import annotations
@@ -16,100 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from transformers import AutoTokenizer, GptOssConfig, GptOssForCausalLM
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
+from transformers import AutoTokenizer
 
-import flashinfer
-from flashinfer.fused_moe import cutlass_fused_moe
-
-# The checkpoint's tensors of a layer's experts, after "model.layers.N.mlp.experts.".
-NAMES = [f"{matrix}_{part}" for matrix in ("gate_up_proj", "down_proj") for part in ("blocks", "scales", "bias")]
-
-
-class FlashInferExperts(torch.nn.Module):
-    """In place of transformers' ``GptOssExperts``: the same call, packed weights.
-
-    Parameters
-    ----------
-    config : GptOssConfig
-        For the activation's constants.
-    tensors : dict
-        The checkpoint's, by the names in :data:`NAMES`: blocks ``[E, rows, K / 32, 16]`` uint8, scales
-        ``[E, rows, K / 32]`` uint8, biases ``[E, rows]`` bf16; rows of ``gate_up_proj`` are gate and up in turn.
-    activations : str
-        ``"a8"``: MXFP8 inside the layer (W4A8), ``"a16"``: bf16 (W4A16).
-    """
-
-    def __init__(self, config: GptOssConfig, tensors: dict[str, torch.Tensor], activations: str) -> None:
-        super().__init__()
-        self.a8 = activations == "a8"
-        for name, tensor in tensors.items():
-            if name.startswith("gate_up"):  # the operator takes [up; gate]
-                tensor = torch.cat([tensor[:, 1::2], tensor[:, 0::2]], dim=1)
-            if name.endswith("blocks"):
-                tensor = tensor.flatten(2)
-            elif name.endswith("scales"):  # in tiles of 128 x 4
-                experts, rows, blocks = tensor.shape
-                tiles = flashinfer.block_scale_interleave(tensor.contiguous())
-                tensor = tiles.view(experts, -(-rows // 128) * 128, -(-blocks // 4) * 4)
-            tensor = tensor.contiguous()
-            if tensor.data_ptr() % 16:  # as a file that is mapped has it
-                tensor = tensor.clone()
-            self.register_buffer(name, tensor, persistent=False)
-        experts, device = self.down_proj_bias.shape[0], self.down_proj_bias.device
-        constants = {"alpha": config.swiglu_alpha, "beta": 1.0, "limit": config.swiglu_limit, "one": 1.0}
-        for name, value in constants.items():
-            self.register_buffer(name, torch.full((experts,), value, device=device), persistent=False)
-
-    def forward(
-        self, hidden_states: torch.Tensor, router_indices: torch.Tensor, routing_weights: torch.Tensor
-    ) -> torch.Tensor:
-        """``[tokens, hidden]`` bf16, with ids and weights ``[tokens, top_k]``."""
-        scales = [self.gate_up_proj_scales, self.down_proj_scales]
-        if self.a8:
-            scales = [scales[0], self.one, scales[1], self.one]
-        return cutlass_fused_moe(
-            hidden_states,
-            router_indices.to(torch.int32),
-            routing_weights.float(),
-            self.gate_up_proj_blocks,
-            self.down_proj_blocks,
-            output_dtype=hidden_states.dtype,
-            quant_scales=scales,
-            fc1_expert_biases=self.gate_up_proj_bias,
-            fc2_expert_biases=self.down_proj_bias,
-            swiglu_alpha=self.alpha,
-            swiglu_beta=self.beta,
-            swiglu_limit=self.limit,
-            use_mxfp8_act_scaling=self.a8,
-            use_w4_group_scaling=not self.a8,
-        )
-
-
-def load(folder: Path, activations: str = "a8", device: torch.device | str = "cpu") -> GptOssForCausalLM:
-    """The model of a gpt-oss checkpoint, in bf16, with :class:`FlashInferExperts`.
-
-    Raises
-    ------
-    RuntimeError
-        The checkpoint lacks a tensor of the model, or has one that the model lacks.
-    """
-    config = GptOssConfig.from_pretrained(folder)
-    # Weights stay packed: transformers' own quantizer is not to see them.
-    del config.quantization_config
-    tensors: dict[str, torch.Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt", device=str(device)) as opened:
-            tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (no mapping)
-    with torch.device("meta"):
-        model = GptOssForCausalLM._from_config(config, attn_implementation="eager", dtype=torch.bfloat16)
-    for index, layer in enumerate(model.model.layers):
-        at = f"model.layers.{index}.mlp.experts."
-        layer.mlp.experts = FlashInferExperts(config, {name: tensors.pop(at + name) for name in NAMES}, activations)
-    model.model.rotary_emb = GptOssRotaryEmbedding(config).to(device)
-    model.load_state_dict(tensors, assign=True)
-    return model.eval()
+from flashinfer.sm12x.accuracy.gpt_oss import load
 
 
 def main() -> None:

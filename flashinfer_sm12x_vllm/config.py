@@ -42,7 +42,8 @@ class SM12xGptOssConfig(GptOssMxfp4Config):
         dense = contacts.module("dense")
         if kind is None or not isinstance(layer, LinearBase) or dense is None:
             return super().get_quant_method(layer, prefix)
-        choice = settings.current().choice(kind)
+        chosen = settings.current()
+        choice = chosen.choice(kind)
         online = self.online_quantization_config
         if online is not None and online.resolve_quant_method_cls(type(layer), prefix) is not None:
             # --quantization-config names this layer: the user said it in vLLM's own words.
@@ -51,7 +52,7 @@ class SM12xGptOssConfig(GptOssMxfp4Config):
         if choice.weights == "bf16":
             table.note(kind, "vLLM's (cuBLAS)", "bf16", "default")
             return super().get_quant_method(layer, prefix)
-        return dense.DenseMethod(kind, choice)
+        return dense.DenseMethod(kind, choice, chosen.folder(kind), prefix)
 
 
 class SM12xGptOssHook(GptOssForCausalLMConfig):

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""QKV, O and the LM head in a block-scaled format, quantized while they are loaded, on this fork's kernels.
+"""QKV, O and the LM head in a block-scaled format, quantized while they are loaded or before, on this fork's kernels.
 
 A weight is materialized in bf16 when its checkpoint tensors arrive, quantized by rows and freed before the next: one
-layer's bf16 copy is the most that is there beside the model. With ``--linear-backend`` vLLM's kernel of that name
+layer's bf16 copy is the most that is there beside the model. What a folder of ``sm12x-quantize`` holds takes the place
+of the checkpoint's weight, once that has been seen to be the one that was quantized. With ``--linear-backend`` vLLM's kernel of that name
 computes instead, of the formats that vLLM has.
 """
 
@@ -22,7 +23,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.parameter import ModelWeightParameter
 from vllm.model_executor.utils import replace_parameter
 
-from . import compiler, settings, table
+from . import compiler, dense_folder, settings, table
 from .settings import Choice
 
 logger = init_logger("vllm.flashinfer_sm12x")
@@ -140,8 +141,9 @@ class DenseMethod(LinearMethodBase):
 
     uses_meta_device = True  # vLLM's loader finishes such layers one by one
 
-    def __init__(self, kind: str, choice: Choice) -> None:
+    def __init__(self, kind: str, choice: Choice, folder: str = "", prefix: str = "") -> None:
         self.kind, self.choice = kind, choice
+        self.quantized = dense_folder.Layer(folder, kind, prefix) if folder else None
 
     def create_weights(
         self,
@@ -168,6 +170,8 @@ class DenseMethod(LinearMethodBase):
         layer.weight_block_size = None
         data = torch.empty(rows, input_size_per_partition, device="meta", dtype=params_dtype)
         loader = attributes.get("weight_loader")
+        if self.quantized is not None:
+            loader = self.quantized.watch(loader)
         layer.register_parameter(
             "weight", ModelWeightParameter(data=data, input_dim=1, output_dim=0, weight_loader=loader)
         )
@@ -180,7 +184,10 @@ class DenseMethod(LinearMethodBase):
                 f'{{"sm12x": {{"{self.kind}": "{self.choice.weights}-a8"}}}}, or start with --dtype bfloat16'
             )
         backend = "flashinfer-sm12x" if ours else f"vLLM's {type(self.kernel).__name__}"
-        table.note(self.kind, backend, str(self.choice), "chosen" if ours else "--linear-backend")
+        why = "chosen" if ours else "--linear-backend"
+        table.note(
+            self.kind, backend, str(self.choice), why if self.quantized is None else f"{why}, {self.quantized.name}"
+        )
 
     def process_weights_after_loading(self, layer: Any) -> None:
         if getattr(layer, "_already_called_process_weights_after_loading", False):
@@ -188,7 +195,10 @@ class DenseMethod(LinearMethodBase):
         from flashinfer.quantization.block_scaled import quantize_rows
 
         weights: Any = self.choice.weights
-        quantized = quantize_rows(layer.weight, weights)
+        if self.quantized is None:
+            quantized = quantize_rows(layer.weight, weights)
+        else:
+            quantized = self.quantized.weight(layer)
         layer.input_scale = None
         replace_parameter(layer, "weight", quantized.values)
         replace_parameter(layer, "weight_scale", quantized.scales)

@@ -27,14 +27,15 @@ class SM12xParallelLMHead(ParallelLMHead):
     ) -> None:
         model = _model_that_is_built() if quant_method is None and prefix == "lm_head" else None
         if model is not None and model.hf_config.model_type == "gpt_oss":
-            choice = settings.current().choice("lm_head")
+            chosen = settings.current()
+            choice = chosen.choice("lm_head")
             if model.runner_type != "generate":
                 # vLLM takes the head away, or reads its bf16 rows for a classifier's.
                 table.note("lm_head", "none", "", f"--runner {model.runner_type}")
             elif choice.weights == "bf16":
                 table.note("lm_head", "vLLM's (cuBLAS)", "bf16", "default")
             else:
-                quant_method = dense.DenseMethod("lm_head", choice)
+                quant_method = dense.DenseMethod("lm_head", choice, chosen.folder("lm_head"), prefix)
         elif model is not None:
             reach.tell_of_another_model(model.architecture)
         super().__init__(num_embeddings, embedding_dim, *args, prefix=prefix, quant_method=quant_method, **kw)

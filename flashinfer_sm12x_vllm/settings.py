@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What can be chosen: ``--additional-config '{"sm12x": "spark"}'`` or ``'{"sm12x": {"qkv": "mxint8"}}'``, or
-``FLASHINFER_SM12X_VLLM`` where that is out of reach.
+``FLASHINFER_SM12X_VLLM`` where that is out of reach; ``{"sm12x": {"dense": "FOLDER"}}`` has layers that
+``sm12x-quantize`` made.
 
 The variable is ``0`` (the plugin does nothing), ``1``, or text as the command line may have it: a preset, ``key=value``
 pairs, or both with commas between them: ``FLASHINFER_SM12X_VLLM=spark,lm_head=bf16``. What the command line chooses wins
@@ -31,6 +32,7 @@ def load(path: str) -> Any:
 
 
 variables = load("sm12x/variables.py")
+manifest = load("sm12x/quantize/manifest.py")
 VARIABLE: str = variables.PLUGIN
 KEY = "sm12x"
 CHECKPOINTS = "gpt_oss_mxfp4"  # what vLLM calls the quantization of gpt-oss' own
@@ -49,7 +51,7 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """One value of ``variables.CHOICES`` for each key."""
+    """One value of ``variables.CHOICES`` for each key, and the folder of quantized layers if there is one."""
 
     moe: str = "auto"
     qkv: str = "bf16"
@@ -59,6 +61,7 @@ class Settings:
     graphs: str = "spark"
     attention: str = "flashinfer"
     decode: str = "fused"
+    dense: str = ""
 
     def choice(self, kind: str) -> Choice:
         """The choice for ``moe``, ``qkv``, ``o`` or ``lm_head``.
@@ -71,12 +74,19 @@ class Settings:
         weights, _, activations = getattr(self, kind).partition("-")
         return Choice(weights, activations or ("a8" if kind == "moe" else "a16"))
 
+    def folder(self, kind: str) -> str:
+        """The folder that holds layers of a kind, on this machine; or empty."""
+        if not self.dense:
+            return ""
+        folder = manifest.located(self.dense)
+        return str(folder) if kind in manifest.finished(folder).formats else ""
+
 
 def _require_our_key(additional_config: Mapping[Any, Any]) -> None:
     """Refuse settings of ours that stand elsewhere than under :data:`KEY`; other plugins' keys pass."""
     for key, value in additional_config.items():
         name = "".join(filter(str.isalnum, str(key).lower()))
-        if key in variables.CHOICES and not isinstance(value, Mapping):
+        if key in variables.KEYS and not isinstance(value, Mapping):
             raise variables.VariableError(
                 f"--additional-config: {key!r} stands at the top; it is a key of {KEY!r}: {{{KEY!r}: {{{key!r}: {value!r}}}}}"
             )
@@ -105,16 +115,41 @@ def resolve(additional_config: Any) -> Settings:
     else:
         raise variables.VariableError(
             f"{origin} is {given!r}; it must be {' or '.join(map(repr, variables.PRESETS))}, or an object with keys of "
-            f"{', '.join(variables.CHOICES)}"
+            f"{', '.join(variables.KEYS)}"
         )
-    together = {**(variables.read(VARIABLE) or {}), **chosen}
+    of_variable = variables.read(VARIABLE) or {}
+    together = {**variables.with_preset(of_variable), **variables.with_preset(chosen)}
     variables.check_together(together)
+    if together.get(variables.FOLDER):
+        together |= _formats_of_folder(together, {*of_variable, *chosen})
     return Settings(**together)
+
+
+def _formats_of_folder(together: Mapping[str, str], named: set[str]) -> dict[str, str]:
+    """What the folder's layers are; presets give way to it, ``named`` keys must agree with it.
+
+    Raises
+    ------
+    ValueError
+        They do not; or the folder cannot be used.
+    """
+    folder = manifest.finished(manifest.located(together[variables.FOLDER]))
+    found = {}
+    for kind, weights in folder.formats.items():
+        chosen = together.get(kind, "bf16") if kind in named else weights
+        if chosen.partition("-")[0] != weights:
+            raise variables.VariableError(
+                f"{kind} is {chosen!r}, and {together[variables.FOLDER]!r}, the folder under {variables.FOLDER!r}, has it in "
+                f"{weights}: leave {kind} out, or choose a folder that was quantized with --{kind.replace('_', '-')} bf16"
+            )
+        found[kind] = chosen
+    return found
 
 
 def changed_presets(additional_config: Any) -> list[str]:
     """What to say of presets that are named by the command line or the variable, for :data:`CHANGED_PRESETS` of them."""
     given = additional_config.get(KEY) if isinstance(additional_config, Mapping) else None
+    given = given.get(variables.PRESET) if isinstance(given, Mapping) else given
     named = [os.environ.get(VARIABLE, ""), given if isinstance(given, str) else ""]
     presets = dict.fromkeys(preset for text in named for preset in variables.presets_in(text))
     return [variables.CHANGED_PRESETS[preset] for preset in presets if preset in variables.CHANGED_PRESETS]

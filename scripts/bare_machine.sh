@@ -33,7 +33,8 @@ case $kind in
     ;;
   ubuntu-vllm)
     packages+=" curl git g++ python3-dev"
-    vllm="source ~/vllm/bin/activate && export FLASHINFER_CUDA_ARCH_LIST=12.1a"  # no GPU is here to ask
+    # Not in the checkout, which Python would take for what is installed. No GPU is here to ask.
+    vllm="cd && source ~/vllm/bin/activate && export FLASHINFER_CUDA_ARCH_LIST=12.1a"
     # A toolkit that BIND shows has all that is needed; else pip brings one.
     cuda="export CUDA_HOME=\"\$(python -c 'from flashinfer.jit.cpp_ext import find_toolkit; print(find_toolkit().root)')\""
     case " ${BIND:-} " in *" /usr/local/cuda "*) extra= cuda=: ;; *) extra=[cuda] ;; esac
@@ -41,7 +42,7 @@ case $kind in
       "$vllm && pip install --quiet \"\$HOME/checkout$extra\"" \
       "$vllm && $cuda && python -m flashinfer sm12x-build --vllm bf16" \
       "$vllm && $cuda && python -m flashinfer sm12x-doctor || true" \
-      "$vllm && $cuda && python tests/vllm_plugin/start_up.py"
+      "$vllm && $cuda && python checkout/tests/vllm_plugin/start_up.py"
     ;;
   debian-cpu)
     [ $# -gt 0 ] || set -- "python3 -m venv .venv && .venv/bin/pip install --quiet ${TORCH:-torch} . pytest hypothesis" \

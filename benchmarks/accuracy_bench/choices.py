@@ -3,64 +3,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from token_bench.hindcast import Figure, rows
 
+from flashinfer.sm12x.accuracy.choice import Choice
+from flashinfer.sm12x.accuracy.formats import BF16, OURS, Q8_0, SERVED, WEIGHTS, has_gguf
 from flashinfer.sm12x.models import MODELS, matrix_bytes
 from flashinfer.sm12x.perfmodel.step import LAYER_MODEL, MATRICES, TOKENS_BESIDE, Predicted, Step, predict
 from flashinfer.sm12x.variables import PRESETS
-
-from .formats import BF16, OURS, Q8_0, SERVED, WEIGHTS, has_gguf
 
 CONTEXT = 1024
 KV = ("bf16", "fp8")
 TOKEN_FORMATS = {"a16": BF16, "a8": "mxfp8", "a4": "mxfp4"}
 EXPERTS = {f"mxfp4-{suffix}": TOKEN_FORMATS[suffix] for suffix in ("a16", "a8")}
-
-
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """Formats of the dense weights, to what dense layers and experts round their tokens, and the KV cache's format.
-
-    What is bf16 stays as it is in the reference.
-    """
-
-    qkv: str = BF16
-    o: str = BF16
-    lm_head: str = BF16
-    tokens: str = BF16
-    experts: str = BF16
-    kv: str = BF16
-
-    @property
-    def body(self) -> Choice:
-        """All that hidden states depend on."""
-        tokens = BF16 if self.qkv == self.o == BF16 else self.tokens
-        return dataclasses.replace(self, lm_head=BF16, tokens=tokens)
-
-    @property
-    def is_llama_cpp(self) -> bool:
-        return self.qkv == Q8_0
-
-    @property
-    def weights(self) -> str:
-        """QKV, O and LM head in a cell of a table."""
-        parts = [self.qkv, *([self.o] if self.o != self.qkv else [])]
-        body = ", ".join(parts)
-        return body if body == self.lm_head else f"{body} / {self.lm_head}"
-
-    @property
-    def modes(self) -> str:
-        """What is rounded beside the weights, in a cell."""
-        told = [] if self.tokens == BF16 else [f"dense tokens {self.tokens}"]
-        told += [] if self.experts == BF16 else [f"experts' tokens {self.experts}"]
-        told += [] if self.kv == BF16 else ["KV e4m3"]
-        return ", ".join(told)
-
-    def __str__(self) -> str:
-        return f"{self.weights}{', ' if self.modes else ''}{self.modes}"
 
 
 LLAMA_CPP = Choice(Q8_0, Q8_0, Q8_0, Q8_0, Q8_0)

@@ -13,8 +13,10 @@ from timing import github
 from token_bench import picture
 from token_bench.predict import rates, span_and_middle
 
-from .choices import LLAMA_CPP_NAME, Choice, bits, predicted, published
-from .measure import Bootstrap, Estimate, Scores
+from flashinfer.sm12x.accuracy.choice import Choice
+from flashinfer.sm12x.accuracy.measure import Bootstrap, Estimate, Scores
+
+from .choices import LLAMA_CPP_NAME, bits, predicted, published
 
 PERCENTILE = 0.99
 

@@ -17,6 +17,7 @@ MXFP6, MXFP8 and MXINT8 are those of OCP Microscaling Formats v1.0.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -51,8 +52,15 @@ class Layout(NamedTuple):
     """Elements of ``dtype`` in a row of k values."""
     k: Callable[[int], int]
     """Values of a row that is so wide; 0 where none is."""
+    quantize: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    """Floats ``[rows, k]``, the global scale if the format has one, and a scale rule, to packed values and linear scale bytes."""
     dequantize: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     """``[rows, columns]`` and linear scale bytes to float32 ``[rows, k]``, without a global scale."""
+    elements: mx_cpu.Elements
+    candidates: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    """Blocks ``[..., size]``, over the global scale if there is one, to two scale bytes of each: the one of the rule
+    ``"amax"``, and the finer one beside it of ``"mse"``."""
+    decode_scales: Callable[[torch.Tensor, torch.dtype], torch.Tensor]
 
 
 def _half(k: int) -> int:
@@ -72,20 +80,41 @@ def _mxfp6_k(columns: int) -> int:
     return k if mx_cpu.mxfp6_columns(k) == columns else 0
 
 
-LAYOUTS: dict[str, Layout] = {
-    "mxfp4": Layout(torch.uint8, UE8M0, _half, _double, mx_cpu.dequantize_mxfp4_linear),
-    "nvfp4": Layout(torch.uint8, NVFP4_SCALES, _half, _double, mx_cpu.dequantize_nvfp4_linear),
-    "mxfp6": Layout(torch.uint8, UE8M0, mx_cpu.mxfp6_columns, _mxfp6_k, mx_cpu.dequantize_mxfp6_linear),
-    "mxint8": Layout(torch.int8, UE8M0, _same, _same, mx_cpu.dequantize_mxint8_linear),
-    "mxfp8": Layout(torch.float8_e4m3fn, UE8M0, _same, _same, mx_cpu.dequantize_mxfp8_linear),
-}
+def _layout(
+    name: str,
+    dtype: torch.dtype,
+    columns: Callable[[int], int],
+    k: Callable[[int], int],
+    elements: mx_cpu.Elements,
+    scales: BlockScales = UE8M0,
+    candidates: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None,
+    decode_scales: Callable[[torch.Tensor, torch.dtype], torch.Tensor] = mx_cpu.decode_scale_bytes,
+) -> Layout:
+    quantize, dequantize = (getattr(mx_cpu, f"{verb}_{name}_linear") for verb in ("quantize", "dequantize"))
+    if candidates is None:
+        candidates = functools.partial(_scale_and_half, getattr(mx_cpu, f"{name}_scale"))
+    return Layout(dtype, scales, columns, k, quantize, dequantize, elements, candidates, decode_scales)
 
-_QUANTIZERS: dict[str, Callable[..., tuple[torch.Tensor, torch.Tensor]]] = {
-    "mxfp4": mx_cpu.quantize_mxfp4_linear,
-    "nvfp4": mx_cpu.quantize_nvfp4_linear,
-    "mxfp6": mx_cpu.quantize_mxfp6_linear,
-    "mxint8": mx_cpu.quantize_mxint8_linear,
-    "mxfp8": mx_cpu.quantize_mxfp8_linear,
+
+def _scale_and_half(
+    scale: Callable[[torch.Tensor], torch.Tensor], blocks: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    whole = scale(blocks)
+    return whole, mx_cpu.finer_scale(whole)
+
+
+def _sixth_and_fourth(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return mx_cpu.nvfp4_scale(blocks, 6.0), mx_cpu.nvfp4_scale(blocks, 4.0)
+
+
+LAYOUTS: dict[str, Layout] = {
+    "mxfp4": _layout("mxfp4", torch.uint8, _half, _double, mx_cpu.E2M1),
+    "nvfp4": _layout(
+        "nvfp4", torch.uint8, _half, _double, mx_cpu.E2M1, NVFP4_SCALES, _sixth_and_fourth, mx_cpu.decode_nvfp4_scales
+    ),
+    "mxfp6": _layout("mxfp6", torch.uint8, mx_cpu.mxfp6_columns, _mxfp6_k, mx_cpu.E2M3),
+    "mxint8": _layout("mxint8", torch.int8, _same, _same, mx_cpu.INT8),
+    "mxfp8": _layout("mxfp8", torch.float8_e4m3fn, _same, _same, mx_cpu.E4M3),
 }
 
 
@@ -146,7 +175,7 @@ def quantize_rows(
     weight = weight.detach()
     global_scale = mx_cpu.nvfp4_global_scale(weight) if weight_format == "nvfp4" else None
     more = () if global_scale is None else (global_scale,)
-    quantize = _QUANTIZERS[weight_format]
+    quantize = LAYOUTS[weight_format].quantize
     values, scales = zip(*(quantize(rows, *more, rule) for rows in weight.split(CHUNK_ROWS)), strict=True)
     bytes_ = torch.cat([rows.view(torch.uint8) for rows in values])  # not of every dtype of 8 bits torch has a cat
     return BlockScaledWeight(bytes_.view(values[0].dtype), torch.cat(scales), global_scale)
@@ -161,13 +190,27 @@ def dequantize_weight(weight: BlockScaledWeight, weight_format: WeightFormat, k:
         An unknown format; values that are no rows of ``k`` elements of it.
     """
     require_choice("weight_format", weight_format, WEIGHT_FORMATS)
+    require_rank("values", weight.values, 2, "packed rows")
+    blocks = require_k_alignment("k", k) // LAYOUTS[weight_format].scales.block
+    linear = mx_cpu.unswizzle_128x4(weight.scales, weight.values.shape[0], blocks)
+    return dequantize_rows(weight._replace(scales=linear), weight_format, k)
+
+
+def dequantize_rows(weight: BlockScaledWeight, weight_format: WeightFormat, k: int) -> torch.Tensor:
+    """:func:`dequantize_weight` of linear scales.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As :func:`dequantize_weight`.
+    """
+    require_choice("weight_format", weight_format, WEIGHT_FORMATS)
     layout = LAYOUTS[weight_format]
     require_rank("values", weight.values, 2, "packed rows")
-    rows, columns = weight.values.shape[0], layout.columns(require_k_alignment("k", k))
+    columns = layout.columns(require_k_alignment("k", k))
     if weight.values.shape[1] != columns or weight.values.dtype != layout.dtype:
         raise ValueError(f"values is {describe(weight.values)}; it must be {layout.dtype} [n, {columns}]")
-    linear = mx_cpu.unswizzle_128x4(weight.scales, rows, k // layout.scales.block)
-    parts = [layout.dequantize(*part) for part in _chunks(weight.values, linear)]
+    parts = [layout.dequantize(*part) for part in _chunks(weight.values, weight.scales)]
     whole = torch.cat(parts) if parts else weight.values.new_empty((0, k), dtype=torch.float32)
     return whole if weight.global_scale is None else whole * weight.global_scale
 

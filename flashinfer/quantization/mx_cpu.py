@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 
@@ -60,18 +60,30 @@ def _block_amax(blocks: torch.Tensor) -> torch.Tensor:
     return blocks.abs().nan_to_num(nan=0.0, posinf=torch.inf).amax(-1)
 
 
-def _scale_bytes(amax: torch.Tensor, max_exponent: int, max_mantissa: int) -> torch.Tensor:
-    """UE8M0 bytes of ``amax / element_max`` rounded up to a power of two.
+def _scale_of_blocks(blocks: torch.Tensor, max_exponent: int, max_mantissa: int) -> torch.Tensor:
+    """UE8M0 bytes of ``amax / element_max`` rounded up to a power of two, of blocks ``[..., size]``.
 
     ``element_max`` is ``2^max_exponent`` times the significand whose mantissa bits are ``max_mantissa``: an amax with a larger
     mantissa carries into the exponent, one with the same or a smaller mantissa does not.
     """
     carry = (1 << _MANTISSA_BITS) - 1 - max_mantissa
+    amax = _block_amax(blocks)
     bits = amax.view(torch.int32)
     biased = ((bits + carry) >> _MANTISSA_BITS) - max_exponent
     if max_exponent == 0:  # byte 0 is half of the least normal number: of subnormal ones mantissas have another limit
         biased = torch.where(bits <= (1 << _MANTISSA_BITS | max_mantissa) >> 1, 0, biased)
     return torch.where(torch.isinf(amax), 254, biased.clamp(0, 254)).to(torch.uint8).contiguous()
+
+
+mxfp4_scale = functools.partial(_scale_of_blocks, max_exponent=2, max_mantissa=0x400000)  # 6 = 1.5 * 2^2
+mxfp6_scale = functools.partial(_scale_of_blocks, max_exponent=2, max_mantissa=0x700000)  # 7.5 = 1.875 * 2^2
+mxfp8_scale = functools.partial(_scale_of_blocks, max_exponent=8, max_mantissa=0x600000)  # 448 = 1.75 * 2^8
+mxint8_scale = functools.partial(_scale_of_blocks, max_exponent=0, max_mantissa=0x7E0000)  # 127 / 64 = 1.984375 * 2^0
+
+
+def finer_scale(scales: torch.Tensor) -> torch.Tensor:
+    """The halves of UE8M0 scales; 0, the smallest, stays."""
+    return torch.where(scales != 0, scales - 1, scales)
 
 
 def decode_scale_bytes(scale_bytes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -135,14 +147,14 @@ def _choose_scales(
         return scales, scaled
     whole = (rounded(scaled).abs() - scaled.abs()).square().sum(-1)
     half = (rounded(2.0 * scaled).abs() / 2.0 - scaled.abs()).square().sum(-1)
-    chosen = torch.where((half < whole) & (scales != 0), scales - 1, scales)
+    chosen = torch.where(half < whole, finer_scale(scales), scales)
     return chosen, blocks * _inverse_scales(chosen).unsqueeze(-1)
 
 
 def quantize_mxfp8_linear(values: torch.Tensor, scale_rule: ScaleRule = "amax") -> tuple[torch.Tensor, torch.Tensor]:
     """``[..., K]`` floats to (e4m3 ``[..., K]``, linear scale bytes ``[..., K / 32]``)."""
     blocks = values.float().unflatten(-1, (-1, BLOCK_SIZE))
-    scales = _scale_bytes(_block_amax(blocks), 8, 0x600000)  # 448 = 1.75 * 2^8
+    scales = mxfp8_scale(blocks)
     scales, scaled = _choose_scales(blocks, scales, scale_rule, lambda x: _to_e4m3(x).float())
     return _to_e4m3(scaled).flatten(-2), scales
 
@@ -156,7 +168,7 @@ def dequantize_mxfp8_linear(values: torch.Tensor, scales: torch.Tensor) -> torch
 def quantize_mxfp4_linear(values: torch.Tensor, scale_rule: ScaleRule = "amax") -> tuple[torch.Tensor, torch.Tensor]:
     """``[..., K]`` floats to (packed e2m1 ``[..., K / 2]``, linear scale bytes ``[..., K / 32]``); NaN gives scale 255."""
     blocks = values.float().unflatten(-1, (-1, BLOCK_SIZE))
-    scales = _scale_bytes(_block_amax(blocks), 2, 0x400000)  # 6 = 1.5 * 2^2
+    scales = mxfp4_scale(blocks)
     magnitudes = torch.tensor(_E2M1_VALUES, device=values.device)
     scales, scaled = _choose_scales(blocks, scales, scale_rule, lambda x: magnitudes[_e2m1_magnitudes(x).int()])
     return _pack_e2m1(scaled), _with_nan(scales, scaled, 255)
@@ -181,7 +193,7 @@ def _pack_e2m1(scaled: torch.Tensor) -> torch.Tensor:
 def quantize_mxint8_linear(values: torch.Tensor, scale_rule: ScaleRule = "amax") -> tuple[torch.Tensor, torch.Tensor]:
     """``[..., K]`` floats to (int8 ``[..., K]`` in 64ths, linear scale bytes ``[..., K / 32]``); NaN gives scale 255."""
     blocks = values.float().unflatten(-1, (-1, BLOCK_SIZE))
-    scales = _scale_bytes(_block_amax(blocks), 0, 0x7E0000)  # 127 / 64 = 1.984375 * 2^0
+    scales = mxint8_scale(blocks)
     scales, scaled = _choose_scales(blocks, scales, scale_rule, lambda x: _to_int8(x).float() / 64.0)
     return _to_int8(scaled).flatten(-2), _with_nan(scales, scaled, 255)
 
@@ -263,7 +275,7 @@ def quantize_mxfp6_linear(values: torch.Tensor, scale_rule: ScaleRule = "amax") 
     A row is :func:`mxfp6_columns` bytes; ``sm12x/types.h`` has its order.
     """
     blocks = values.float().unflatten(-1, (-1, BLOCK_SIZE))
-    scales = _scale_bytes(_block_amax(blocks), 2, 0x700000)  # 7.5 = 1.875 * 2^2
+    scales = mxfp6_scale(blocks)
     scales, scaled = _choose_scales(blocks, scales, scale_rule, _round_to_e2m3)
     return pack_e2m3(_e2m3_codes(scaled).flatten(-2)), _with_nan(scales, scaled, 255)
 
@@ -299,6 +311,11 @@ def nvfp4_global_scale(values: torch.Tensor) -> torch.Tensor:
     return torch.where(amax > 0, torch.ldexp(torch.ones_like(fraction), exponent), 1.0).float()
 
 
+def nvfp4_scale(blocks: torch.Tensor, divisor: float) -> torch.Tensor:
+    """E4M3 bytes of ``amax / divisor`` rounded to nearest, of blocks ``[..., size]`` over the global scale."""
+    return _to_e4m3(_block_amax(blocks).clamp(max=6.0 * _E4M3_MAX) / divisor).view(torch.uint8)
+
+
 def quantize_nvfp4_linear(
     values: torch.Tensor, global_scale: torch.Tensor, scale_rule: ScaleRule = "amax"
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -307,16 +324,15 @@ def quantize_nvfp4_linear(
     ``global_scale`` is :func:`nvfp4_global_scale`'s of the whole matrix, or any power of two.
     """
     blocks = (values.float() / global_scale.to(values.device)).unflatten(-1, (-1, NVFP4_BLOCK))
-    amax = _block_amax(blocks).clamp(max=6.0 * _E4M3_MAX)
     magnitudes = torch.tensor(_E2M1_VALUES, device=values.device)
 
     def candidate(divisor: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Scales, the blocks over them, and their squared errors."""
-        scales = _to_e4m3(amax / divisor)
-        wide = scales.float().unsqueeze(-1)
+        scales = nvfp4_scale(blocks, divisor)
+        wide = decode_nvfp4_scales(scales, torch.float32).unsqueeze(-1)
         scaled = torch.where(wide == 0, 0.0, blocks / wide)
         error = (magnitudes[_e2m1_magnitudes(scaled).int()] * wide - blocks.abs()).square().sum(-1)
-        return scales.view(torch.uint8), scaled, error
+        return scales, scaled, error
 
     scales, scaled, error = candidate(6.0)
     if check_scale_rule(scale_rule) == "mse":
@@ -339,6 +355,32 @@ def dequantize_nvfp4_linear(packed: torch.Tensor, scales: torch.Tensor) -> torch
     )
     blocks = dequantize_mxfp4_linear(packed, unit).unflatten(-1, (-1, NVFP4_BLOCK))
     return (blocks * decode_nvfp4_scales(scales, torch.float32).unsqueeze(-1)).flatten(-2)
+
+
+# --- Elements without their scales ----------------------------------------------------------------------------------------
+
+
+class Elements(NamedTuple):
+    """What stands in the blocks of a format."""
+
+    round: Callable[[torch.Tensor], torch.Tensor]
+    """Values over their scales, float32 without NaN, to the nearest elements."""
+    pack: Callable[[torch.Tensor], torch.Tensor]
+    """Blocks ``[..., blocks, size]`` of values over their scales to rows as they are stored."""
+
+
+def _nearest_e2m1(scaled: torch.Tensor) -> torch.Tensor:
+    magnitudes = torch.tensor(_E2M1_VALUES, device=scaled.device)
+    return torch.copysign(magnitudes[_e2m1_magnitudes(scaled).int()], scaled)
+
+
+E2M1 = Elements(_nearest_e2m1, _pack_e2m1)
+E2M3 = Elements(
+    lambda scaled: torch.copysign(_round_to_e2m3(scaled), scaled),
+    lambda blocks: pack_e2m3(_e2m3_codes(blocks).flatten(-2)),
+)
+E4M3 = Elements(lambda scaled: _to_e4m3(scaled).float(), lambda blocks: _to_e4m3(blocks).flatten(-2))
+INT8 = Elements(lambda scaled: _to_int8(scaled).float() / 64.0, lambda blocks: _to_int8(blocks).flatten(-2))
 
 
 def _four_element_table(device: torch.device) -> torch.Tensor:

@@ -105,6 +105,10 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 }
 """What the plugin of vLLM lets a user choose: key -> its values."""
 
+FOLDER, PRESET = "dense", "preset"
+"""Keys beside those: a folder of ``sm12x-quantize``'s or a name of one on the hub, and one of :data:`PRESETS`."""
+KEYS = (*CHOICES, FOLDER, PRESET)
+
 
 def _dense(body: str, lm_head: str) -> Mapping[str, str]:
     return {"qkv": body, "o": body, "lm_head": lm_head}
@@ -132,17 +136,24 @@ def presets_in(text: str) -> list[str]:
 
 
 def check_choices(given: Mapping[str, Any], origin: str) -> dict[str, str]:
-    """The same keys and values, where :data:`CHOICES` has them.
+    """The same keys and values, where they are of :data:`KEYS`.
 
     Raises:
         VariableError: an unknown key or value, naming ``origin``, where it stands, and what it may be.
     """
     for key, value in given.items():
-        if key not in CHOICES:
-            raise VariableError(f"{origin}: {key!r} is no key of it; the keys are {', '.join(CHOICES)}")
-        if value not in CHOICES[key]:
+        if key not in KEYS:
+            raise VariableError(f"{origin}: {key!r} is no key of it; the keys are {', '.join(KEYS)}")
+        if key == FOLDER:
+            if not isinstance(value, str):
+                raise VariableError(
+                    f"{origin}: {key} is {value!r}; it may be a folder of sm12x-quantize's, or a name on the hub"
+                )
+            continue
+        allowed = tuple(PRESETS) if key == PRESET else CHOICES[key]
+        if value not in allowed:
             hint = " (the checkpoint's experts are MXFP4 and stay so)" if key == "moe" else ""
-            raise VariableError(f"{origin}: {key} is {value!r}{hint}; it may be {', '.join(CHOICES[key])}")
+            raise VariableError(f"{origin}: {key} is {value!r}{hint}; it may be {', '.join(allowed)}")
     return dict(given)
 
 
@@ -163,7 +174,8 @@ PLUGIN = "FLASHINFER_SM12X_VLLM"
 
 
 def parse_choices(text: str, origin: str, also: str = "") -> dict[str, str]:
-    """``spark``, ``qkv=mxfp8,o=mxfp8`` or both, in which a pair wins over a preset; ``also`` is what else it may be.
+    """``spark``, ``qkv=mxfp8,o=mxfp8`` or both, in which a pair wins over a preset; ``also`` is what else it may be. The
+    last preset is kept under :data:`PRESET`.
 
     Raises:
         VariableError: as :func:`check_choices`, or an item that is neither.
@@ -174,11 +186,18 @@ def parse_choices(text: str, origin: str, also: str = "") -> dict[str, str]:
         if "=" not in item and item not in PRESETS:
             raise VariableError(
                 f"{origin}: {item!r} is no key=value and no preset; it may be {also}{', '.join(PRESETS)}, pairs such as "
-                f"moe=mxfp4-a16,qkv=mxfp8 with the keys {', '.join(CHOICES)}, or both with commas between them"
+                f"moe=mxfp4-a16,qkv=mxfp8 with the keys {', '.join(KEYS)}, or both with commas between them"
             )
-        chosen |= PRESETS.get(item, {})
+        if item in PRESETS:
+            chosen[PRESET] = item
     pairs = (item.partition("=") for item in items if "=" in item)
     return chosen | check_choices({key.strip(): value.strip() for key, _, value in pairs}, origin)
+
+
+def with_preset(chosen: Mapping[str, str]) -> dict[str, str]:
+    """Choices with those of a preset among them in its place; what is chosen beside it wins."""
+    pairs = {key: value for key, value in chosen.items() if key != PRESET}
+    return {**PRESETS.get(chosen.get(PRESET, ""), {}), **pairs}
 
 
 def _plugin_choices(text: str) -> dict[str, str] | None:

@@ -19,9 +19,8 @@ from unittest import mock
 import bench_accuracy
 import pytest
 import torch
-from accuracy_bench import choices, formats, measure, models, results, texts
-from accuracy_bench.choices import LLAMA_CPP, Choice, parse
-from accuracy_bench.measure import Bootstrap, Estimate, hidden_states, scores
+from accuracy_bench import choices, results
+from accuracy_bench.choices import LLAMA_CPP, parse
 from flashinfer.tllm_enums import SfLayout
 from printed import cells
 from token_bench import predict
@@ -29,6 +28,9 @@ from torch.nn.functional import linear
 
 from flashinfer import mxfp4_dequantize, mxfp4_quantize, mxfp8_quantize
 from flashinfer.quantization.block_scaled import quantize_weight
+from flashinfer.sm12x.accuracy import formats, measure, models, texts
+from flashinfer.sm12x.accuracy.choice import Choice
+from flashinfer.sm12x.accuracy.measure import Bootstrap, Estimate, hidden_states, scores
 
 REPO = Path(__file__).parents[2]
 LINEAR = SfLayout.layout_linear

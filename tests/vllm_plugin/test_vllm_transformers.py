@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``examples/transformers_gpt_oss.py``: transformers' gpt-oss with this fork's experts, on CPU tensors."""
+"""``flashinfer/sm12x/accuracy/gpt_oss.py`` and its example: transformers' gpt-oss with this fork's experts, on CPU tensors."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import pytest
 import torch
 from test_vllm_models import TOKENS, check
 
+from flashinfer.sm12x.accuracy import gpt_oss
+
 REPO = Path(__file__).parents[2]
-sys.path.insert(0, str(REPO / "examples"))
-import transformers_gpt_oss  # noqa: E402
 
 
 @pytest.mark.parametrize("activations", ["a8", "a16"])
 def test_logits_are_transformers_own(checkpoint_folder, activations):
-    model = transformers_gpt_oss.load(checkpoint_folder, activations)
+    model = gpt_oss.load(checkpoint_folder, activations)
     with torch.inference_mode():
         check(model(TOKENS[None]).logits[0].float(), checkpoint_folder, activations)
 
@@ -29,7 +29,7 @@ def test_each_layers_experts_are_within_the_references_bound(checkpoint_folder, 
     """Of what each layer was given in a forward pass of the whole model, element by element."""
     from flashinfer.testing import MoEInputs, check_within_bound, moe_reference
 
-    model = transformers_gpt_oss.load(checkpoint_folder, activations)
+    model = gpt_oss.load(checkpoint_folder, activations)
     used = []
 
     def judge(experts, given, output):

@@ -10,19 +10,23 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.functional import linear
 from tqdm import tqdm
 
-from flashinfer.sm12x_decode import to_cache
-
-from .choices import Choice
+from ...sm12x_decode import to_cache
+from ..quantize.folder import Folder
+from ..quantize.manifest import HEAD
+from .choice import Choice
 from .formats import BF16, round_tokens, round_weight
 from .models import Subject
+
+_Key = TypeVar("_Key")
 
 BATCH_TOKENS = 2048
 CHUNK_LOGITS = 1 << 24
@@ -39,6 +43,11 @@ class Scores:
     nll: torch.Tensor
 
 
+def folder_weight(folder: str, names: list[str]) -> torch.Tensor:
+    """What ``sm12x-quantize`` made of layers that are one matrix, float32 on the CPU."""
+    return Folder(Path(folder)).dequantized(names)
+
+
 @contextlib.contextmanager
 def quantized(subject: Subject, choice: Choice) -> Iterator[None]:
     """QKV and O as ``choice`` has them; afterwards they are as before.
@@ -46,13 +55,17 @@ def quantized(subject: Subject, choice: Choice) -> Iterator[None]:
     Queries, keys and values are quantized as the one matrix that they are in a server: NVFP4 has a scale of the whole matrix.
     """
     originals: list[tuple[nn.Linear, torch.Tensor]] = []
+    names = {module: name for name, module in subject.model.named_modules()}
     try:
         for attention in subject.attentions:
             for layers, name in ((subject.qkv(attention), choice.qkv), ([attention.o_proj], choice.o)):
                 if name == BF16:
                     continue
                 originals += [(layer, layer.weight.data) for layer in layers]
-                whole = round_weight(torch.cat([layer.weight.data for layer in layers]), name)
+                if choice.folder:
+                    whole = folder_weight(choice.folder, [names[layer] for layer in layers]).to(subject.device)
+                else:
+                    whole = round_weight(torch.cat([layer.weight.data for layer in layers]), name)
                 for layer, rows in zip(layers, whole.split([layer.out_features for layer in layers]), strict=True):
                     layer.weight.data = rows.to(layer.weight.dtype)
         yield
@@ -69,11 +82,12 @@ def rounding(subject: Subject, choice: Choice) -> Iterator[None]:
     def rounds(name: str) -> Any:
         return lambda _, given: (round_tokens(given[0], name), *given[1:])
 
-    update = Cache.update
+    cache: Any = Cache
+    unrounded = cache.update
 
     def update_rounded(self: Cache, keys: torch.Tensor, values: torch.Tensor, *more: Any, **named: Any) -> Any:
         stored = (to_cache(each, torch.float8_e4m3fn, 1.0).to(each.dtype) for each in (keys, values))
-        return update(self, *stored, *more, **named)
+        return unrounded(self, *stored, *more, **named)
 
     with contextlib.ExitStack() as undo:
         for attention in subject.attentions:
@@ -89,24 +103,77 @@ def rounding(subject: Subject, choice: Choice) -> Iterator[None]:
                 experts.a8 = True
                 undo.callback(setattr, experts, "a8", False)
         if choice.kv != BF16:
-            Cache.update = update_rounded
-            undo.callback(setattr, Cache, "update", update)
+            cache.update = update_rounded
+            undo.callback(setattr, Cache, "update", unrounded)
         yield
+
+
+def batch(windows: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Windows as rows ``[windows, tokens]``, and where their tokens are: no token sees those behind it, so that what fills a
+    row up is never seen."""
+    size = max(map(len, windows))
+    ids = torch.tensor([[*window, *[0] * (size - len(window))] for window in windows], device=device)
+    lengths = torch.tensor([len(window) for window in windows], device=device)
+    return ids, torch.arange(size, device=device) < lengths[:, None]
 
 
 def hidden_states(subject: Subject, windows: Sequence[Sequence[int]], choice: Choice) -> torch.Tensor:
     """Of each token that predicts one of its window, ``[tokens, hidden]``."""
     found = []
-    size = max(map(len, windows))
-    rows = max(1, BATCH_TOKENS // size)
+    rows = max(1, BATCH_TOKENS // max(map(len, windows)))
     with torch.inference_mode(), quantized(subject, choice), rounding(subject, choice):
         for at in range(0, len(windows), rows):
-            batch = windows[at : at + rows]
-            # No token sees those behind it, so that what fills a row up is never seen.
-            ids = torch.tensor([[*window, *[0] * (size - len(window))] for window in batch], device=subject.device)
-            hidden = subject.model.base_model(ids, use_cache=choice.kv != BF16).last_hidden_state
-            found += [row[: len(window) - 1] for row, window in zip(hidden, batch, strict=True)]
+            part = windows[at : at + rows]
+            hidden = subject.model.base_model(
+                batch(part, subject.device)[0], use_cache=choice.kv != BF16
+            ).last_hidden_state
+            found += [row[: len(window) - 1] for row, window in zip(hidden, part, strict=True)]
     return torch.cat(found)
+
+
+class Case(NamedTuple):
+    """A model's states before its LM head ``[tokens, hidden]``, and the head: its name, its weight made from the float32 one
+    of the reference, and to what it rounds its tokens. Heads of one name are made once."""
+
+    states: torch.Tensor
+    head: str
+    weight: Callable[[torch.Tensor], torch.Tensor]
+    tokens: str = BF16
+
+
+def losses(
+    subject: Subject, windows: Sequence[Sequence[int]], reference: torch.Tensor, cases: Mapping[_Key, Case]
+) -> dict[_Key, Scores]:
+    """Each case against the model's own head behind the states ``reference``."""
+    targets = torch.tensor([token for window in windows for token in window[1:]], device=subject.device)
+    found: dict[_Key, list[Scores]] = {key: [] for key in cases}
+    weight, bias = (None if each is None else each.data.float() for each in (subject.head.weight, subject.head.bias))
+    assert weight is not None
+    rows = max(1, CHUNK_LOGITS // len(weight))
+    progress = tqdm(total=len(cases) * len(targets), desc="LM heads", unit="token")
+    with torch.inference_mode(), progress:
+        for name in dict.fromkeys(case.head for case in cases.values()):
+            of_head = {key: case for key, case in cases.items() if case.head == name}
+            rounded = next(iter(of_head.values())).weight(weight)
+            for at in range(0, len(targets), rows):
+                part = slice(at, at + rows)
+                expected = linear(reference[part].float(), weight, bias).log_softmax(-1)
+                probability, first = expected.exp(), expected.argmax(-1)
+                for key, case in of_head.items():
+                    states = case.states[part]
+                    if case.tokens != BF16:
+                        states = round_tokens(states, case.tokens)
+                    got = linear(states.float(), rounded, bias).log_softmax(-1)
+                    nll = -got.gather(-1, targets[part, None]).squeeze(-1)
+                    same = got.argmax(-1) == first
+                    kl = (probability * (expected - got)).sum(-1)
+                    found[key].append(Scores(kl.cpu(), same.cpu(), nll.cpu()))
+                    progress.update(len(nll))
+            del rounded
+    return {
+        key: Scores(*(torch.cat([getattr(part, field) for part in parts]) for field in ("kl", "same", "nll")))
+        for key, parts in found.items()
+    }
 
 
 def scores(subject: Subject, windows: Sequence[Sequence[int]], choices: Sequence[Choice]) -> dict[Choice, Scores]:
@@ -114,36 +181,16 @@ def scores(subject: Subject, windows: Sequence[Sequence[int]], choices: Sequence
     reference = Choice()
     bodies = list(dict.fromkeys([reference, *(choice.body for choice in choices)]))
     hidden = {body: hidden_states(subject, windows, body) for body in tqdm(bodies, "QKV, O and tokens", unit="choice")}
-    targets = torch.tensor([token for window in windows for token in window[1:]], device=subject.device)
-    heads = list(dict.fromkeys(choice.lm_head for choice in choices))
-    found: dict[Choice, list[Scores]] = {choice: [] for choice in choices}
-    weight, bias = (None if each is None else each.data.float() for each in (subject.head.weight, subject.head.bias))
-    assert weight is not None
-    rows = max(1, CHUNK_LOGITS // len(weight))
-    progress = tqdm(total=len(choices) * len(targets), desc="LM heads", unit="token")
-    with torch.inference_mode(), progress:
-        for name in heads:
-            rounded = weight if name == BF16 else round_weight(weight, name)
-            of_head = [choice for choice in choices if choice.lm_head == name]
-            for at in range(0, len(targets), rows):
-                part = slice(at, at + rows)
-                expected = linear(hidden[reference][part].float(), weight, bias).log_softmax(-1)
-                probability, first = expected.exp(), expected.argmax(-1)
-                for choice in of_head:
-                    states = hidden[choice.body][part]
-                    if name != BF16 and choice.tokens != BF16:
-                        states = round_tokens(states, choice.tokens)
-                    got = linear(states.float(), rounded, bias).log_softmax(-1)
-                    nll = -got.gather(-1, targets[part, None]).squeeze(-1)
-                    same = got.argmax(-1) == first
-                    kl = (probability * (expected - got)).sum(-1)
-                    found[choice].append(Scores(kl.cpu(), same.cpu(), nll.cpu()))
-                    progress.update(len(nll))
-            del rounded
-    return {
-        choice: Scores(*(torch.cat([getattr(part, field) for part in parts]) for field in ("kl", "same", "nll")))
-        for choice, parts in found.items()
-    }
+
+    def case(choice: Choice) -> Case:
+        states = hidden[choice.body]
+        if choice.lm_head == BF16:
+            return Case(states, BF16, lambda weight: weight)
+        if choice.folder:
+            return Case(states, choice.folder, lambda weight: folder_weight(choice.folder, [HEAD]).to(weight))
+        return Case(states, choice.lm_head, lambda weight: round_weight(weight, choice.lm_head), choice.tokens)
+
+    return losses(subject, windows, hidden[reference], {choice: case(choice) for choice in choices})
 
 
 @dataclasses.dataclass(frozen=True)

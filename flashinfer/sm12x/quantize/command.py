@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command ``sm12x-quantize``: opens the model, runs, and tells what it cost and what it brought."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import resource
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from ..accuracy import measure, models, texts
+from ..accuracy.formats import BF16
+from .manifest import MANIFEST, FolderError
+from .run import QUANTIZED, ROUNDED, QuantizeError, Run, with_losses
+
+WINDOW = 256
+"""Tokens in a row."""
+HELD_OUT = 4096
+"""Tokens that losses are measured on, at most."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What the command line asks for."""
+
+    checkpoint: str
+    out: Path
+    formats: dict[str, str]
+    text: Path | None
+    tokens: int
+    device: str
+
+
+def opened(request: Request) -> models.Subject:
+    """The model of a folder, a GGUF file, a name on the hub, or the default one of the accuracy benchmark."""
+    device = request.device
+    if request.checkpoint == models.DEFAULT:
+        return models.load(None, torch.float32, device)
+    path = Path(request.checkpoint).expanduser()
+    if not path.exists():
+        path = from_hub(request.checkpoint, ["*.json", "*.jinja", "*.model", "model*.safetensors"], "a checkpoint")
+    # On a CPU float32 costs nothing that matters; a Spark's memory holds gpt-oss-120b as it is.
+    return models.load(path, torch.float32 if device == "cpu" else torch.bfloat16, device)
+
+
+def from_hub(name: str, patterns: list[str], what: str) -> Path:
+    """A repository's files out of the hub's cache, downloaded if they are not there.
+
+    Raises
+    ------
+    FolderError
+        There is no such repository, or it cannot be reached.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except (HFValidationError, OSError, ValueError) as error:
+        said = str(error).strip().partition("\n")[0]
+        raise FolderError(f"{name} is no folder of {what}, and no name of one on the hub: {said}") from error
+
+
+def peak_memory(device: str) -> str:
+    """The most that this process had, and its GPU's."""
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)
+    if not device.startswith("cuda"):
+        return f"{host:.1f} GiB"
+    return f"{host:.1f} GiB of the host's memory and {torch.cuda.max_memory_allocated() / (1 << 30):.1f} of the GPU's"
+
+
+def quantize(request: Request, say: Callable[[str], None]) -> None:
+    """Fill the folder.
+
+    Raises
+    ------
+    FolderError, QuantizeError, models.ModelError, OSError
+        In a line, before anything is written if that can be known.
+    """
+    os.environ.setdefault("FLASHINFER_SM12X_MOE", "1")  # gpt-oss's experts run on this fork's operator, on Hopper too
+    began = time.monotonic()
+    read = texts.texts("calibration") if request.text is None else [request.text.read_text(encoding="utf-8")]
+    if set(request.formats.values()) == {BF16}:
+        raise QuantizeError("--qkv, --o and --lm-head are all bf16: nothing is to be quantized")
+    if (request.out / MANIFEST).exists():
+        raise FolderError(f"{request.out} is finished: choose another folder, or remove it")
+    subject = opened(request)
+    windows = texts.windows(read, subject.encode, WINDOW, request.tokens)
+    if not windows:
+        raise QuantizeError("--text: there are fewer than 16 tokens in it")
+    run = Run(subject, request.out, request.formats, windows)
+    widest = max(
+        layer.in_features for both in run.attentions.values() for each in both for layer in each.parts.values()
+    )
+    tokens = sum(map(len, windows))
+    say(
+        f"{subject.name}: {tokens:,} tokens of {request.text or 'the texts that come along'}, layers of K up to {widest:,}"
+    )
+    if tokens < 2 * widest:
+        say(f"fewer than {2 * widest:,} tokens: a longer --text loses less (docs/accuracy.md)")
+    if run.done:
+        say(f"{request.out}: {run.done} of its files are there already")
+    held_out = texts.windows(texts.texts("evaluation"), subject.encode, WINDOW, HELD_OUT)
+    losses = with_losses(run, held_out)
+    bootstrap = measure.Bootstrap(held_out)
+    kl = {name: bootstrap.mean(scores.kl) for name, scores in losses.items()}
+    minutes, memory = (time.monotonic() - began) / 60, peak_memory(request.device)
+    run.finish(
+        {
+            "text": str(request.text or "the texts that come along"),
+            "kl": {name: dataclasses.asdict(each) for name, each in kl.items()},
+            "minutes": minutes,
+            "peak_memory": memory,
+        }
+    )
+    say("")
+    say(f"KL on {subject.name}, {sum(len(w) - 1 for w in held_out):,} tokens of other text (95 % interval):")
+    for name in (ROUNDED, QUANTIZED):
+        say(f"  {name:22} {kl[name].value:.4f} ({kl[name].low:.4f} to {kl[name].high:.4f})")
+    size = sum(path.stat().st_size for path in request.out.glob("*.safetensors")) / 1e9
+    formats = ", ".join(f"{kind} {name}" for kind, name in run.manifest.formats.items())
+    say(f"{request.out}: {formats}; {size:.2f} GB, {minutes:.1f} minutes, at most {memory}")
+    say(
+        f"""serve it: vllm serve {request.checkpoint} --additional-config '{{"sm12x": {{"dense": "{request.out}"}}}}'"""
+    )
