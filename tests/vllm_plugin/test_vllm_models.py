@@ -73,18 +73,22 @@ def quantized(folder: Any, kinds: dict[str, str], name: str, tensor: torch.Tenso
     return dict(zip(rows, whole.split([len(part) for part in rows.values()]), strict=True))[name]
 
 
-def check(got: torch.Tensor, folder: Any, activations: str, kinds: dict[str, str] | None = None) -> None:
+def check(
+    got: torch.Tensor, folder: Any, activations: str, kinds: dict[str, str] | None = None, change: Any = None
+) -> None:
+    """``change``, of ``checkpoint.reference_model``, in place of weights that are rounded to ``kinds``."""
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
+    change = change or functools.partial(quantized, folder, kinds or {})
     forward = experts_reference.forward if activations == "a8" else GptOssExperts.forward
     with mock.patch.object(GptOssExperts, "forward", forward), torch.inference_mode():
-        model = checkpoint.reference_model(folder, functools.partial(quantized, folder, kinds or {}))
+        model = checkpoint.reference_model(folder, change)
         exact = model(TOKENS[None]).logits[0].float()
         inexact = [model.to(torch.bfloat16)(TOKENS[None]).logits[0].float()]
         for seed in range(3):
             # Rounding may send a token to another expert, or may not: parameters that are off by as much show both.
             generator = torch.Generator().manual_seed(seed)
-            model = checkpoint.reference_model(folder, functools.partial(quantized, folder, kinds or {}))
+            model = checkpoint.reference_model(folder, change)
             for parameter in model.parameters():
                 parameter.mul_(1 + 2.0**-8 * (torch.rand(parameter.shape, generator=generator) - 0.5))
             inexact.append(model(TOKENS[None]).logits[0].float())

@@ -122,8 +122,7 @@ def quantize(request: Request, say: Callable[[str], None]) -> None:
     for name in (ROUNDED, QUANTIZED):
         say(f"  {name:22} {kl[name].value:.4f} ({kl[name].low:.4f} to {kl[name].high:.4f})")
     size = sum(path.stat().st_size for path in request.out.glob("*.safetensors")) / 1e9
-    formats = ", ".join(f"{kind} {name}" for kind, name in run.manifest.formats.items())
-    say(f"{request.out}: {formats}; {size:.2f} GB, {minutes:.1f} minutes, at most {memory}")
+    say(f"{request.out}: {run.manifest.told_formats}; {size:.2f} GB, {minutes:.1f} minutes, at most {memory}")
     say(
         f"""serve it: vllm serve {request.checkpoint} --additional-config '{{"sm12x": {{"dense": "{request.out}"}}}}'"""
     )

@@ -47,6 +47,10 @@ class Manifest:
     files: dict[str, str] = dataclasses.field(default_factory=dict)
     told: dict[str, Any] = dataclasses.field(default_factory=dict)
 
+    @property
+    def told_formats(self) -> str:
+        return ", ".join(f"{kind} {name}" for kind, name in self.formats.items())
+
     def write(self, path: Path) -> None:
         text = json.dumps({"version": VERSION, **dataclasses.asdict(self)}, indent=1)
         replace_bytes(path, (text + "\n").encode())

@@ -127,7 +127,7 @@ class Run:
             raise FolderError(f"{folder} is finished: choose another folder, or remove it")
         if (folder / UNFINISHED).exists():
             before = Manifest.read(folder / UNFINISHED)
-            theirs, ours = ({"formats": each.formats, **each.run} for each in (before, self.manifest))
+            theirs, ours = ({"formats": each.told_formats, **each.run} for each in (before, self.manifest))
             if differs := [
                 f"{key} was {theirs.get(key)}, is {ours[key]}" for key in ours if theirs.get(key) != ours[key]
             ]:
