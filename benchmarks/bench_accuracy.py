@@ -58,7 +58,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--choices",
         type=several,
-        help='with ; between: a preset, a format, or pairs such as "qkv=mxfp8,o=mxfp8,lm_head=mxfp4,moe=mxfp4-a8,kv=fp8"',
+        help='with ; between: a preset, a format, pairs such as "qkv=mxfp8,o=mxfp8,lm_head=mxfp4,moe=mxfp4-a8,kv=fp8", or '
+        "folder= and what sm12x-quantize made of the same model",
     )
     parser.add_argument(
         "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default: %(default)s)"

@@ -136,7 +136,7 @@ for command in "$@"; do
   inside 1000 "$command" || status=$?
   kill $watcher
   outcome=$([ $status = 0 ] || echo ", exit status $status")
-  command=${command##*12.1a && }
+  command=${command##*&& }
   table+=$'\n'$(printf '%-92s %9d %8d%s' "${command:0:92}" $((SECONDS - started)) "$(cat "$memory")" "$outcome")
   [ $status = 0 ] || break
 done

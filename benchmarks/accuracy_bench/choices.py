@@ -11,6 +11,7 @@ from flashinfer.sm12x.accuracy.choice import Choice
 from flashinfer.sm12x.accuracy.formats import BF16, OURS, Q8_0, SERVED, WEIGHTS, has_gguf
 from flashinfer.sm12x.models import MODELS, matrix_bytes
 from flashinfer.sm12x.perfmodel.step import LAYER_MODEL, MATRICES, TOKENS_BESIDE, Predicted, Step, predict
+from flashinfer.sm12x.quantize.manifest import finished, located
 from flashinfer.sm12x.variables import PRESETS
 
 CONTEXT = 1024
@@ -25,7 +26,8 @@ LLAMA_CPP_NAME = "llama.cpp"
 
 
 def parse(text: str) -> Choice:
-    """``mxfp8``, ``spark``, ``qkv=mxfp4,o=mxfp4,lm_head=mxfp8``, ``mxfp8,moe=mxfp4-a8,kv=fp8`` or ``llama.cpp``; later words win.
+    """``mxfp8``, ``spark``, ``qkv=mxfp4,o=mxfp4,lm_head=mxfp8``, ``mxfp8,moe=mxfp4-a8,kv=fp8``, ``llama.cpp``, or ``folder=``
+    and one of ``sm12x-quantize``'s; later words win.
 
     Raises
     ------
@@ -61,12 +63,14 @@ def parse(text: str) -> Choice:
             named[key] = weights
             if weights != BF16:
                 tokens[key] = TOKEN_FORMATS[suffix]
+        elif key == "folder":
+            named |= {**finished(located(value)).formats, "folder": str(located(value))}
         elif key == "moe" and value in EXPERTS:
             named["experts"] = EXPERTS[value]
         elif key == "kv" and value in KV:
             named["kv"] = value
         else:
-            allowed = f"qkv, o and lm_head, a format each; moe, {' or '.join(EXPERTS)}; kv, {' or '.join(KV)}"
+            allowed = f"qkv, o and lm_head, a format each; moe, {' or '.join(EXPERTS)}; kv, {' or '.join(KV)}; folder"
             raise ValueError(f"{text!r}: {key}={value} is not known; what may be chosen is {allowed}")
     if len(set(tokens.values())) > 1:
         raise ValueError(f"{text!r}: the dense layers round their tokens alike, or not at all")

@@ -23,7 +23,7 @@ from ..sm12x.checks import require_choice, require_rank
 from . import mx_cpu
 from .block_scaled import LAYOUTS, WEIGHT_FORMATS, BlockScaledWeight, Layout, WeightFormat
 
-DAMPING = 0.01
+DAMPING = 0.003
 """Of the mean of G's diagonal, added to the diagonal: what the tokens did not show weighs so much."""
 
 CHUNK_ROWS = 16384

@@ -40,7 +40,8 @@ class Choice:
         """QKV, O and LM head in a cell of a table."""
         parts = [self.qkv, *([self.o] if self.o != self.qkv else [])]
         body = ", ".join(parts)
-        return body if body == self.lm_head else f"{body} / {self.lm_head}"
+        told = body if body == self.lm_head else f"{body} / {self.lm_head}"
+        return f"{told}, by sm12x-quantize" if self.folder else told
 
     @property
     def modes(self) -> str:
