@@ -194,16 +194,27 @@ def sm12x_build_cmd(everything: bool, kv_cache: str | None, verbose: bool) -> No
 @_group.command("sm12x-quantize")
 @click.argument("checkpoint")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), required=True, help="Folder to write")
-@click.option("--text", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="What the model reads")
 @click.option(
-    "--tokens", type=click.IntRange(16, 65536), default=8192, show_default=True, help="At most so many of the text"
+    "--text",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="What the model reads; by default texts that come along",
+)
+@click.option(
+    "--tokens", type=click.IntRange(16, 65536), help="At most so many of it; by default 4 for each input of a layer"
 )
 @click.option("--qkv", type=_FORMATS, default="mxfp6", show_default=True)
 @click.option("--o", type=_FORMATS, default="mxfp6", show_default=True)
 @click.option("--lm-head", type=_FORMATS, default="mxfp6", show_default=True)
 @click.option("--device", help="cuda or cpu; by default cuda where torch finds one")
 def sm12x_quantize_cmd(
-    checkpoint: str, out: Path, text: Path | None, tokens: int, qkv: str, o: str, lm_head: str, device: str | None
+    checkpoint: str,
+    out: Path,
+    text: Path | None,
+    tokens: int | None,
+    qkv: str,
+    o: str,
+    lm_head: str,
+    device: str | None,
 ) -> None:
     """Quantize QKV, O and LM head of CHECKPOINT once, with error feedback, for vLLM's plugin to load
 

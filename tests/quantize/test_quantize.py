@@ -368,6 +368,9 @@ def test_the_command_tells_loss_size_and_how_to_serve(tmp_path: Path, toy: model
     assert status == 0, said
     assert f"toy: 360 tokens of {text}, layers of K up to 96" in said
     assert "fewer than" not in said
+    assert (
+        quantize("toy", "--out", str(tmp_path / "g"), "--text", str(text), "--tokens", "280", "--device", "cpu")[0] == 0
+    )
     losses = [line.split() for line in said.splitlines() if line.startswith("  ")]
     assert [line[:3] for line in losses] == [["rounded", "to", "nearest"], ["with", "error", "feedback"]]
     kl = Folder(out).manifest.told["kl"]
@@ -375,6 +378,22 @@ def test_the_command_tells_loss_size_and_how_to_serve(tmp_path: Path, toy: model
     assert "qkv mxfp6, o mxfp6, lm_head nvfp4; 0.00 GB, " in said
     assert f"""serve it: vllm serve toy --additional-config '{{"sm12x": {{"dense": "{out}"}}}}'""" in said
     assert quantize("toy", "--out", str(out), "--device", "cpu")[0] == 1
+    few = quantize("toy", "--out", str(tmp_path / "g"), "--text", str(text), "--tokens", "280", "--device", "cpu")
+    assert "fewer than 288 tokens: more of them, by --text and --tokens, lose less" in few[1]
+
+
+def test_by_default_four_tokens_are_read_for_each_input(tmp_path: Path, toy: models.Subject) -> None:
+    status, said = quantize("toy", "--out", str(tmp_path / "f"), "--device", "cpu")
+    assert status == 0, said
+    assert "toy: 384 tokens of the texts that come along, layers of K up to 96" in said
+    assert Folder(tmp_path / "f").manifest.run["tokens"] == 384
+
+
+def test_the_texts_to_look_at_suffice_for_gpt_oss_and_share_nothing_with_those_for_losses() -> None:
+    read, measured = texts.calibration(), texts.texts("evaluation")
+    assert sum(len(each.split()) for each in read) > 4 * 4096
+    lines = {line for each in measured for line in each.splitlines() if len(line) > 30}
+    assert not lines & {line for each in read for line in each.splitlines()}
 
 
 @pytest.mark.parametrize(

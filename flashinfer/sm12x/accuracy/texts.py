@@ -7,6 +7,7 @@ text looks at that.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -16,6 +17,16 @@ FOLDER = Path(__file__).parent / "texts"
 def texts(kind: str) -> list[str]:
     """Those of ``evaluation`` or ``calibration``: prose and code."""
     return [path.read_text(encoding="utf-8") for path in sorted((FOLDER / kind).glob("*.txt"))]
+
+
+def calibration() -> list[str]:
+    """What a quantizer looks at: the texts for it, then the chapters of Python's language reference, which every Python
+    brings: some 120,000 tokens of prose and code."""
+    try:
+        chapters = importlib.import_module("pydoc_data.topics").topics
+    except ImportError:  # a Python that was cut down
+        chapters = {}
+    return [*texts("calibration"), *(chapters[name] for name in sorted(chapters))]
 
 
 def windows(texts: Sequence[str], encode: Callable[[str], list[int]], size: int, most: int) -> list[list[int]]:

@@ -15,10 +15,12 @@ import torch
 from ..accuracy import measure, models, texts
 from ..accuracy.formats import BF16
 from .manifest import MANIFEST, FolderError
-from .run import QUANTIZED, ROUNDED, QuantizeError, Run, with_losses
+from .run import QUANTIZED, ROUNDED, QuantizeError, Run, attention_layers, with_losses
 
 WINDOW = 256
 """Tokens in a row."""
+TOKENS_OF_AN_INPUT, FEWEST = 4, 3
+"""Tokens that are read, and at least wanted, for each input of the widest layer: more change nothing (docs/accuracy.md)."""
 HELD_OUT = 4096
 """Tokens that losses are measured on, at most."""
 
@@ -31,7 +33,7 @@ class Request:
     out: Path
     formats: dict[str, str]
     text: Path | None
-    tokens: int
+    tokens: int | None
     device: str
 
 
@@ -83,25 +85,26 @@ def quantize(request: Request, say: Callable[[str], None]) -> None:
     """
     os.environ.setdefault("FLASHINFER_SM12X_MOE", "1")  # gpt-oss's experts run on this fork's operator, on Hopper too
     began = time.monotonic()
-    read = texts.texts("calibration") if request.text is None else [request.text.read_text(encoding="utf-8")]
+    read = texts.calibration() if request.text is None else [request.text.read_text(encoding="utf-8")]
     if set(request.formats.values()) == {BF16}:
         raise QuantizeError("--qkv, --o and --lm-head are all bf16: nothing is to be quantized")
     if (request.out / MANIFEST).exists():
         raise FolderError(f"{request.out} is finished: choose another folder, or remove it")
     subject = opened(request)
-    windows = texts.windows(read, subject.encode, WINDOW, request.tokens)
+    both = attention_layers(subject).values()
+    widest = max(layer.in_features for pair in both for layers in pair for layer in layers.parts.values())
+    windows = texts.windows(read, subject.encode, WINDOW, request.tokens or TOKENS_OF_AN_INPUT * widest)
     if not windows:
         raise QuantizeError("--text: there are fewer than 16 tokens in it")
     run = Run(subject, request.out, request.formats, windows)
-    widest = max(
-        layer.in_features for both in run.attentions.values() for each in both for layer in each.parts.values()
-    )
     tokens = sum(map(len, windows))
     say(
         f"{subject.name}: {tokens:,} tokens of {request.text or 'the texts that come along'}, layers of K up to {widest:,}"
     )
-    if tokens < 2 * widest:
-        say(f"fewer than {2 * widest:,} tokens: a longer --text loses less (docs/accuracy.md)")
+    if tokens < FEWEST * widest:
+        say(
+            f"fewer than {FEWEST * widest:,} tokens: more of them, by --text and --tokens, lose less (docs/accuracy.md)"
+        )
     if run.done:
         say(f"{request.out}: {run.done} of its files are there already")
     held_out = texts.windows(texts.texts("evaluation"), subject.encode, WINDOW, HELD_OUT)
