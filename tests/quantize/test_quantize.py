@@ -368,9 +368,6 @@ def test_the_command_tells_loss_size_and_how_to_serve(tmp_path: Path, toy: model
     assert status == 0, said
     assert f"toy: 360 tokens of {text}, layers of K up to 96" in said
     assert "fewer than" not in said
-    assert (
-        quantize("toy", "--out", str(tmp_path / "g"), "--text", str(text), "--tokens", "280", "--device", "cpu")[0] == 0
-    )
     losses = [line.split() for line in said.splitlines() if line.startswith("  ")]
     assert [line[:3] for line in losses] == [["rounded", "to", "nearest"], ["with", "error", "feedback"]]
     kl = Folder(out).manifest.told["kl"]
@@ -423,7 +420,7 @@ def test_a_model_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: (_ for _ in ()).throw(OSError("404")))
     status, said = quantize("no/such", "--out", str(tmp_path / "f"), "--device", "cpu")
     assert status == 1
-    assert "no/such is no folder of a checkpoint, and no name of one on the hub: 404" in said
+    assert "no/such is no checkpoint's folder, and no name of one on the hub: 404" in said
     (tmp_path / "empty").mkdir()
     status, said = quantize(str(tmp_path / "empty"), "--out", str(tmp_path / "f"), "--device", "cpu")
     assert status == 1

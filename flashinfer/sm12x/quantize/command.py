@@ -14,7 +14,7 @@ import torch
 
 from ..accuracy import measure, models, texts
 from ..accuracy.formats import BF16
-from .manifest import MANIFEST, FolderError
+from .manifest import MANIFEST, FolderError, from_hub
 from .run import QUANTIZED, ROUNDED, QuantizeError, Run, attention_layers, with_losses
 
 WINDOW = 256
@@ -44,27 +44,11 @@ def opened(request: Request) -> models.Subject:
         return models.load(None, torch.float32, device)
     path = Path(request.checkpoint).expanduser()
     if not path.exists():
-        path = from_hub(request.checkpoint, ["*.json", "*.jinja", "*.model", "model*.safetensors"], "a checkpoint")
+        path = from_hub(
+            request.checkpoint, ["*.json", "*.jinja", "*.model", "model*.safetensors"], "checkpoint's folder"
+        )
     # On a CPU float32 costs nothing that matters; a Spark's memory holds gpt-oss-120b as it is.
     return models.load(path, torch.float32 if device == "cpu" else torch.bfloat16, device)
-
-
-def from_hub(name: str, patterns: list[str], what: str) -> Path:
-    """A repository's files out of the hub's cache, downloaded if they are not there.
-
-    Raises
-    ------
-    FolderError
-        There is no such repository, or it cannot be reached.
-    """
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
-    except (HFValidationError, OSError, ValueError) as error:
-        said = str(error).strip().partition("\n")[0]
-        raise FolderError(f"{name} is no folder of {what}, and no name of one on the hub: {said}") from error
 
 
 def peak_memory(device: str) -> str:

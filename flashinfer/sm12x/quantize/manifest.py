@@ -106,12 +106,21 @@ def located(name: str) -> Path:
         There is neither.
     """
     path = Path(name).expanduser()
-    if path.is_dir():
-        return path
+    return path if path.is_dir() else from_hub(name, [MANIFEST, "*.safetensors"], "folder")
+
+
+def from_hub(name: str, patterns: list[str], what: str) -> Path:
+    """A repository's files on the Hugging Face hub, downloaded if they are not there.
+
+    Raises
+    ------
+    FolderError
+        There is no such repository, or it cannot be reached; ``name`` is no ``what`` either.
+    """
     try:
         from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(name, allow_patterns=[MANIFEST, "*.safetensors"]))
+        return Path(snapshot_download(name, allow_patterns=patterns))
     except (ImportError, OSError, ValueError) as error:  # the hub's own errors are of the last two
         said = str(error).strip().partition("\n")[0]
-        raise FolderError(f"{name} is no folder, and no name of one on the hub: {said}") from error
+        raise FolderError(f"{name} is no {what}, and no name of one on the hub: {said}") from error
