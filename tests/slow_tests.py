@@ -61,6 +61,7 @@ LONG = (
     "tests/project/test_scripts.py::test_the_doctor_comes_before_all_that_may_be_broken",
     "tests/project/test_scripts.py::test_what_is_missing_is_said_in_a_line",
     "tests/project/test_typing.py",
+    "tests/quantize/test_quantize.py::test_smollm2s_losses",
     "tests/upstream_patch/test_exported.py",
     "tests/upstream_patch/test_moved_upstream.py",
 )

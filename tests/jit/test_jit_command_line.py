@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from click.testing import CliRunner, Result
 from jit_fakes import needs_nvcc, small_spec
 from jit_processes import run_python
+from layer_toys import REPO
 
 from flashinfer.jit.sm12x import inspect_sass, modules
 from flashinfer.jit.sm12x.toolchain import ToolchainError
@@ -119,3 +122,32 @@ def test_interrupted_command_says_what_stays(workspace: Path, monkeypatch: pytes
     shown = _invoke("sm12x-build")
     assert shown.exit_code == 1
     assert shown.output.splitlines() == ["Error: building small was interrupted: 3 of 5 objects are built and stay"]
+
+
+@pytest.mark.parametrize(
+    ("there", "in_checkout", "on_path", "told"),
+    [
+        ("another", True, False, True),
+        ("another", False, False, False),
+        ("another", True, True, False),
+        ("this one", True, False, False),
+        ("removed", True, False, False),
+        ("", True, False, False),
+    ],
+)
+def test_a_build_in_a_checkout_beside_an_installation_says_whose_modules_it_makes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, there: str, in_checkout: bool, on_path: bool, told: bool
+) -> None:
+    """Python finds the checkout in the working directory, vLLM finds what is installed."""
+    from flashinfer import __main__ as command
+
+    (tmp_path / "another").mkdir()
+    tree = REPO if there == "this one" else tmp_path / there
+    monkeypatch.setitem(sys.modules, "_flashinfer_sm12x", SimpleNamespace(_TREE=str(tree)) if there else None)  # type: ignore[arg-type]
+    monkeypatch.chdir(REPO if in_checkout else tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(REPO) if on_path else "")
+    monkeypatch.setattr(command, "_sm12x_specs", lambda everything: [])
+    done = _invoke("sm12x-build")
+    assert done.exit_code == 0, done.output
+    said = f"this builds the modules of {REPO}, which Python found in the working directory; {tree} is installed"
+    assert (said in done.output) == told

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -194,6 +196,135 @@ def test_a_bad_value_ends_the_start_and_all_else_that_fails_does_not(monkeypatch
     with pytest.raises(ValueError, match=f"^{name}"):
         plugin.register()
     assert name in plugin.outcome
+
+
+# --- A folder of sm12x-quantize ---------------------------------------------------------------------------------------
+
+
+def folder_of(path: Path, **formats: str) -> str:
+    """A folder as far as settings read it: its manifest."""
+    path.mkdir()
+    settings.manifest.Manifest(formats, {}).write(path / settings.manifest.MANIFEST)
+    return str(path)
+
+
+@pytest.mark.parametrize("preset", ["spark", "spark-mxfp8", ""])
+def test_a_folders_layers_are_as_the_folder_has_them_and_the_rest_as_a_preset(tmp_path, monkeypatch, preset):
+    folder = folder_of(tmp_path / "f", qkv="nvfp4", o="mxfp6")
+    head = {"lm_head": settings.variables.PRESETS[preset]["lm_head"]} if preset else {}
+    expected = Settings(qkv="nvfp4", o="mxfp6", dense=folder, **head)
+    together = {"dense": folder, **({"preset": preset} if preset else {})}
+    text = ",".join(filter(None, [preset, f"dense={folder}"]))
+    assert settings.resolve({"sm12x": together}) == expected
+    assert settings.resolve({"sm12x": text}) == expected
+    assert [expected.folder(kind) for kind in ("qkv", "o", "lm_head", "moe")] == [folder, folder, "", ""]
+    monkeypatch.setenv(settings.VARIABLE, text)
+    assert settings.resolve({}) == expected
+    assert settings.resolve({"sm12x": {"lm_head": "bf16"}}) == Settings(qkv="nvfp4", o="mxfp6", dense=folder)
+    # The command line's preset gives way to the variable's folder, too; an empty name takes the folder away.
+    assert settings.resolve({"sm12x": "spark-int8"}) == Settings(qkv="nvfp4", o="mxfp6", lm_head="mxint8", dense=folder)
+    assert settings.resolve({"sm12x": {"dense": "", "preset": "spark"}}) == Settings(**SPARK)
+
+
+def test_another_folder_on_the_command_line_wins(tmp_path, monkeypatch):
+    of_variable, given = folder_of(tmp_path / "v", qkv="mxfp4"), folder_of(tmp_path / "c", o="mxfp8")
+    monkeypatch.setenv(settings.VARIABLE, f"dense={of_variable}")
+    assert settings.resolve({"sm12x": {"dense": given}}) == Settings(o="mxfp8", dense=given)
+
+
+def test_tokens_beside_a_folders_format_may_be_chosen(tmp_path):
+    folder = folder_of(tmp_path / "f", qkv="mxfp6", o="mxint8", lm_head="mxfp8")
+    chosen = settings.resolve({"sm12x": {"dense": folder, "qkv": "mxfp6-a8", "o": "mxint8-a16", "lm_head": "mxfp8"}})
+    assert [str(chosen.choice(kind)) for kind in ("qkv", "o", "lm_head")] == ["mxfp6-a8", "mxint8-a16", "mxfp8-a16"]
+
+
+@pytest.mark.parametrize(
+    ("variable", "given", "said"),
+    [
+        ("", {"qkv": "mxfp4"}, "qkv is 'mxfp4', and "),
+        ("", {"qkv": "bf16", "preset": "spark"}, "qkv is 'bf16', and "),
+        ("qkv=mxfp8-a8", {}, "qkv is 'mxfp8-a8', and "),
+        ("", {"lm_head": "mxint8"}, "lm_head is 'mxint8', and "),
+    ],
+)
+def test_a_choice_that_contradicts_the_folder_ends_the_start(tmp_path, monkeypatch, variable, given, said):
+    monkeypatch.setenv(settings.VARIABLE, variable)
+    folder = folder_of(tmp_path / "f", qkv="mxfp6", lm_head="mxfp4")
+    kind, option, weights = ("qkv", "qkv", "mxfp6") if said.startswith("qkv") else ("lm_head", "lm-head", "mxfp4")
+    with pytest.raises(settings.variables.VariableError) as error:
+        settings.resolve({"sm12x": {"dense": folder, **given}})
+    assert str(error.value) == (
+        f"{said}{folder!r}, the folder under 'dense', has it in {weights}: leave {kind} out, or choose a folder that was "
+        f"quantized with --{option} bf16"
+    )
+
+
+def test_a_folder_among_what_resolve_gives_can_be_written_back(tmp_path, monkeypatch):
+    """A worker gets that, with the variable still set; a hook of another start gets it with what was changed."""
+    import dataclasses
+
+    folder = folder_of(tmp_path / "f", qkv="mxfp6", o="mxfp6")
+    monkeypatch.setenv(settings.VARIABLE, f"spark,dense={folder},o=mxfp6-a8")
+    chosen = settings.resolve({})
+    assert chosen == Settings(qkv="mxfp6", o="mxfp6-a8", lm_head="mxint8", dense=folder)
+    written = dataclasses.asdict(chosen)
+    assert settings.resolve({"sm12x": written}) == chosen
+    monkeypatch.delenv(settings.VARIABLE)
+    assert settings.resolve({"sm12x": written}) == chosen
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"dense": 7}, r"'sm12x': dense is 7; it may be a folder of sm12x-quantize's, or a name on the hub"),
+        ({"dense": None}, r"'sm12x': dense is None; it may be a folder"),
+        ({"preset": "sparc"}, r"'sm12x': preset is 'sparc'; it may be spark, spark-int8"),
+        ({"dense": "/nowhere"}, r"^/nowhere is no folder, and no name of one on the hub: "),
+        ("spark,dense=/nowhere", r"^/nowhere is no folder, and no name of one on the hub: "),
+    ],
+)
+def test_what_is_no_folder_and_no_preset_is_named(given, words):
+    pytest.importorskip("huggingface_hub")
+    with pytest.raises(ValueError, match=words) as error:
+        settings.resolve({"sm12x": given})
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("key", "value"), [("dense", "/somewhere"), ("preset", "spark")])
+def test_a_folder_that_stands_at_the_top_is_told_where_it_belongs(key, value):
+    with pytest.raises(ValueError, match=f"^--additional-config: '{key}' stands at the top; it is a key of 'sm12x'"):
+        settings.resolve({key: value})
+
+
+def test_a_preset_under_its_key_says_what_it_means():
+    assert len(settings.changed_presets({"sm12x": {"preset": "spark", "qkv": "mxfp6"}})) == 1
+    assert settings.changed_presets({"sm12x": {"preset": "spark-int8"}}) == []
+
+
+def test_the_hub_is_asked_once(tmp_path, monkeypatch):
+    """Every layer of a model asks for its settings; and a name that is not there yet is asked for again."""
+    folder = Path(folder_of(tmp_path / "f", qkv="mxfp6"))
+    calls: list[str] = []
+
+    def locate(name: str) -> Any:
+        calls.append(name)
+        if len(calls) == 1:
+            raise settings.manifest.FolderError("not yet")
+        return folder
+
+    monkeypatch.setattr(settings.manifest, "located", locate)
+    settings.located.cache_clear()
+    with pytest.raises(ValueError, match="not yet"):
+        settings.resolve({"sm12x": {"dense": "someone/dense"}})
+    chosen = settings.resolve({"sm12x": {"dense": "someone/dense"}})
+    assert (
+        chosen
+        == settings.resolve({"sm12x": {"dense": "someone/dense"}})
+        == Settings(qkv="mxfp6", dense="someone/dense")
+    )
+    assert chosen.folder("qkv") == str(folder)
+    assert calls == ["someone/dense"] * 2
+    settings.located.cache_clear()
 
 
 def test_an_additional_config_of_another_kind_is_left_alone():
