@@ -68,6 +68,7 @@ class SM12xGptOssHook(GptOssForCausalLMConfig):
             vllm_config.additional_config[settings.KEY] = dataclasses.asdict(chosen)
         memory.bound_share(vllm_config)
         if dense := contacts.module("dense"):
+            dense.dense_folder.require(chosen, vllm_config)
             dense.require_compiler(chosen, vllm_config)
         if chosen.graphs == "spark":
             _propose_graph_sizes(vllm_config)

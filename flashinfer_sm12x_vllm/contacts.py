@@ -120,13 +120,15 @@ TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "dense": {
         "vllm.config": ("set_current_vllm_config(1)",),
         "vllm.config.vllm": tuple(
-            f"VllmConfig.{name}" for name in ("model_config", "parallel_config", "device_config")
+            f"VllmConfig.{name}" for name in ("model_config", "parallel_config", "device_config", "load_config")
         ),
         "vllm.config.parallel": ("ParallelConfig.distributed_executor_backend", "ParallelConfig.nnodes"),
         "vllm.config.model": (
             *"ModelConfig.quantization ModelConfig.quantization_config ModelConfig.runner_type".split(),
+            "ModelConfig.hf_config",
         ),
         "vllm.config.device": ("DeviceConfig.device_type",),
+        "vllm.config.load": ("LoadConfig.load_format",),
         "vllm.model_executor.kernels.linear": (
             "_get_linear_backend(0, quantization)",
             "init_mxfp8_linear_kernel(0, weight_shape)",
@@ -136,6 +138,8 @@ TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "LinearMethodBase.create_weights <- (layer, input_size_per_partition, output_partition_sizes, input_size, "
             "output_size, params_dtype, extra_weight_attrs)",
             "LinearMethodBase.apply <- (layer, x, bias)",
+            "QKVParallelLinear.weight_loader(3)",
+            "RowParallelLinear.weight_loader(2)",
         ),
         "vllm.model_executor.model_loader.reload.layerwise": (
             "get_layerwise_info(1)",
@@ -146,7 +150,10 @@ TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             "ModelWeightParameter.__init__(0, data, input_dim, output_dim, weight_loader)",
         ),
         "vllm.model_executor.utils": ("replace_parameter(3)",),
-        f"{LAYERS}.vocab_parallel_embedding": ("UnquantizedEmbeddingMethod.tie_weights(2)",),
+        f"{LAYERS}.vocab_parallel_embedding": (
+            "UnquantizedEmbeddingMethod.tie_weights(2)",
+            "ParallelLMHead.weight_loader(2)",
+        ),
     },
     "head": {
         "vllm.config.vllm": ("VllmConfig.model_config",),

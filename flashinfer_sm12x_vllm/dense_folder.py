@@ -15,12 +15,44 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.model_executor.parameter import ModelWeightParameter
 
+from . import settings
 from .settings import manifest
 
 if TYPE_CHECKING:
     from flashinfer.quantization.block_scaled import BlockScaledWeight
 
 SHARDS = {"q_proj": "q", "k_proj": "k", "v_proj": "v"}  # what vLLM calls the rows of QKV
+
+
+def require(chosen: settings.Settings, vllm_config: Any) -> None:
+    """Refuse a folder that lacks layers of the model, or a file, before any process is started; bytes are looked at when
+    they are loaded.
+
+    Raises
+    ------
+    ValueError
+        What is missing; or ``--load-format dummy``, which loads no weights to compare with the folder's.
+    """
+    if not chosen.dense:
+        return
+    folder = settings.located(chosen.dense)
+    if vllm_config.load_config.load_format == "dummy":
+        raise manifest.FolderError(
+            f"--load-format dummy loads no checkpoint, of which {folder} could be: leave 'dense' out, and choose formats"
+        )
+    found = manifest.finished(folder)
+    for file in found.files:
+        if not (folder / file).is_file():
+            raise manifest.FolderError(f"{folder} lacks {file}, which its manifest names: copy it again")
+    count = vllm_config.model_config.hf_config.num_hidden_layers
+    for kind in found.formats:
+        numbers = {_number(name) for name, module in found.modules.items() if module.kind == kind}
+        wanted = {None} if kind == "lm_head" else set(range(count))
+        if missing := wanted - numbers:
+            first = "LM head" if kind == "lm_head" else f"{kind} of layer {min(missing)}"
+            raise manifest.FolderError(
+                f"{folder} has no {first}, and the model has {count} layers: it was made of another model"
+            )
 
 
 class Layer:

@@ -11,6 +11,7 @@ over the variable.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import os
 import sys
@@ -36,6 +37,13 @@ manifest = load("sm12x/quantize/manifest.py")
 VARIABLE: str = variables.PLUGIN
 KEY = "sm12x"
 CHECKPOINTS = "gpt_oss_mxfp4"  # what vLLM calls the quantization of gpt-oss' own
+
+
+@functools.cache
+def located(name: str) -> Path:
+    """``manifest.located``; each layer asks, and the hub is asked once a process."""
+    found: Path = manifest.located(name)
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +86,7 @@ class Settings:
         """The folder that holds layers of a kind, on this machine; or empty."""
         if not self.dense:
             return ""
-        folder = manifest.located(self.dense)
+        folder = located(self.dense)
         return str(folder) if kind in manifest.finished(folder).formats else ""
 
 
@@ -133,7 +141,7 @@ def _formats_of_folder(together: Mapping[str, str], named: set[str]) -> dict[str
     ValueError
         They do not; or the folder cannot be used.
     """
-    folder = manifest.finished(manifest.located(together[variables.FOLDER]))
+    folder = manifest.finished(located(together[variables.FOLDER]))
     found = {}
     for kind, weights in folder.formats.items():
         chosen = together.get(kind, "bf16") if kind in named else weights
