@@ -47,12 +47,13 @@ def require(chosen: settings.Settings, vllm_config: Any) -> None:
     count = vllm_config.model_config.hf_config.num_hidden_layers
     for kind in found.formats:
         numbers = {_number(name) for name, module in found.modules.items() if module.kind == kind}
-        wanted = {None} if kind == "lm_head" else set(range(count))
-        if missing := wanted - numbers:
-            first = "LM head" if kind == "lm_head" else f"{kind} of layer {min(missing)}"
-            raise manifest.FolderError(
-                f"{folder} has no {first}, and the model has {count} layers: it was made of another model"
-            )
+        wanted: list[int | None] = [None] if kind == "lm_head" else [*range(count)]
+        for number in wanted:
+            if number not in numbers:
+                layer = "LM head" if number is None else f"{kind} of layer {number}"
+                raise manifest.FolderError(
+                    f"{folder} has no {layer}, and the model has {count} layers: it was made of another model"
+                )
 
 
 class Layer:

@@ -96,6 +96,7 @@ def test_a_fork_that_only_the_working_directory_gives_is_not_what_a_server_impor
     ("config", "words"),
     [
         ('{"sm12x": {"qkv": "int4"}}', "qkv is 'int4'; it may be bf16"),
+        ('{"sm12x": {"dense": "/nowhere"}}', "vLLM does not start: /nowhere is no folder"),
         ("{", "Expecting property name"),
         ('{"other": {"qkv": 1}}', ""),
     ],
@@ -103,6 +104,7 @@ def test_a_fork_that_only_the_working_directory_gives_is_not_what_a_server_impor
 def test_additional_config_is_checked_as_vllm_will_have_it(machine: Machine, config: str, words: str) -> None:
     state, found, _, _ = machine.diagnose("--additional-config", config)["vllm-plugin"]
     assert (state, words in found) == ("fail" if words else "ok", True), found
+    assert words or found.endswith("decode fused)")
 
 
 # --- what is printed --------------------------------------------------------------------------------------------------

@@ -346,7 +346,7 @@ def check_vllm_plugin(a: Answers) -> Outcome:
         return "warn", f"no entry point {PLUGIN} in vllm.general_plugins: vLLM takes its own choices", FIRST, SERVER
     outcome = a("vllm", "outcome") or "vLLM could not load it"
     if outcome == "installed":
-        chosen = ", ".join(f"{key} {value}" for key, value in a("vllm", "settings").items())
+        chosen = ", ".join(f"{key} {value}" for key, value in a("vllm", "settings").items() if value)
         return "ok", f"installed: gpt-oss's experts are this fork's ({chosen})"
     if outcome.startswith("installed"):
         return "warn", outcome, INSTALL_VLLM, "those parts are vLLM's own; its log names what moved"
