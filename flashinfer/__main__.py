@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -124,7 +124,7 @@ def _installed_elsewhere() -> Path | None:
     except ImportError:  # on PYTHONPATH
         return None
     installed = Path(_flashinfer_sm12x._TREE)
-    here = Path.cwd() == _TREE and str(_TREE) not in os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    here = Path(sys.path[0]).resolve() == _TREE and str(_TREE) not in sys.path[1:]
     return installed if here and installed.is_dir() and not installed.samefile(_TREE) else None
 
 

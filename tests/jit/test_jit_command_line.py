@@ -144,8 +144,8 @@ def test_a_build_in_a_checkout_beside_an_installation_says_whose_modules_it_make
     (tmp_path / "another").mkdir()
     tree = REPO if there == "this one" else tmp_path / there
     monkeypatch.setitem(sys.modules, "_flashinfer_sm12x", SimpleNamespace(_TREE=str(tree)) if there else None)  # type: ignore[arg-type]
-    monkeypatch.chdir(REPO if in_checkout else tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(REPO) if on_path else "")
+    rest = [each for each in sys.path if each not in ("", str(REPO))] + [str(REPO)] * on_path
+    monkeypatch.setattr(sys, "path", [str(REPO if in_checkout else tmp_path), *rest])
     monkeypatch.setattr(command, "_sm12x_specs", lambda everything: [])
     done = _invoke("sm12x-build")
     assert done.exit_code == 0, done.output
