@@ -25,10 +25,14 @@ import sys
 from pathlib import Path
 
 import torch
-from accuracy_bench import choices, results
+from accuracy_bench import choices, experts, results
 
 from flashinfer.sm12x.accuracy import choice, formats, measure, models, texts
 
+EXPERTS = (
+    'Experts under "moe": "auto", a layer of random weights with gpt-oss-120b\'s experts and top-k: a decode step is exact, '
+    "each chunk of a long prompt is rounded. Error of the outputs; times of gpt-oss-120b's own layer, predicted."
+)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -115,7 +119,8 @@ def main(argv: list[str] | None = None) -> int:
     bootstrap = measure.Bootstrap(windows)
     scores = measure.scores(subject, windows, wanted)
     found = [results.result(choice, scores[choice], bootstrap) for choice in wanted]
-    told = report(subject, windows, str(arguments.text or "the benchmark's texts"), found)
+    modes = "" if arguments.choices else f"\n\n{EXPERTS}\n\n{experts.table()}"
+    told = report(subject, windows, str(arguments.text or "the benchmark's texts"), found) + modes
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / f"{arguments.name}.md"
     path.write_text(told + "\n", encoding="utf-8")

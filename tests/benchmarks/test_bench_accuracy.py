@@ -19,7 +19,7 @@ from unittest import mock
 import bench_accuracy
 import pytest
 import torch
-from accuracy_bench import choices, results
+from accuracy_bench import choices, experts, results
 from accuracy_bench.choices import LLAMA_CPP, parse
 from flashinfer.tllm_enums import SfLayout
 from printed import cells
@@ -520,6 +520,24 @@ def test_a_gpt_oss_checkpoint_runs_on_the_operators_experts(
     assert 0 < found["llama.cpp, q8_0", "dense tokens q8_0"] < found["mxfp8", ""]
     assert (tmp_path / "accuracy.md").read_text(encoding="utf-8").strip() in out
     assert "KL of the next token, toy-oss" in (tmp_path / "accuracy.svg").read_text(encoding="utf-8")
+
+
+def test_the_operator_changes_its_mode_where_the_table_says() -> None:
+    """Exact up to the switch; rounded tokens cost some percent of the outputs, those of bf16 outputs alone a half ulp."""
+    rows = [row for row in cells(experts.table()) if row[0][0].isdigit()]
+    assert [row[:2] for row in rows] == [
+        ["1", "W4A16"],
+        ["16", "W4A16"],
+        ["766", "W4A16"],
+        ["767", "W4A16"],
+        ["768", "W4A8"],
+    ]
+    for row in rows:
+        exact, rounded = (float(row[i].split()[0]) / 100 for i in (2, 3))
+        assert exact < 2**-8 / 3**0.5, "uniform within half an ulp, at most"
+        assert 0.02 < rounded < 0.08
+    for row in rows[:2]:
+        assert row[4] == row[5], "as fast"
 
 
 def test_smollm2s_order_of_formats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

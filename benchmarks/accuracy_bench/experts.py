@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts under ``"moe": "auto"``: which mode the operator takes for how many tokens, and what it and the other lose."""
+
+from __future__ import annotations
+
+import torch
+from timing import github
+
+from flashinfer.fused_moe import cutlass_fused_moe
+from flashinfer.fused_moe.sm12x_planner import Mode, most_exact_tokens, plan_mode
+from flashinfer.sm12x.models import MODELS
+from flashinfer.sm12x.perfmodel.moe import predicted_range
+from flashinfer.sm12x.perfmodel.step import FITTED_MODES, LAYER_MODEL
+from flashinfer.testing import MoECase, MoEInputs, make_moe_inputs, moe_reference
+
+HIDDEN, INTER = 256, 128
+"""A size that a CPU multiplies in a second. The switch depends on experts and top-k, which are the model's."""
+MODES = {Mode.W4A16: "W4A16", Mode.HALF_INPUT: "W4A8"}
+FLAGS = {
+    Mode.W4A16: {"use_w4_group_scaling": True},
+    Mode.HALF_INPUT: {"use_mxfp8_act_scaling": True},
+    Mode.AUTO: {"use_w4_group_scaling": True, "use_mxfp8_act_scaling": True},
+}
+
+
+def output(inputs: MoEInputs, mode: Mode) -> torch.Tensor:
+    """The operator's, of bf16 tokens."""
+    scales = [inputs.fc1_scales, inputs.fc2_scales]
+    if mode is Mode.HALF_INPUT:
+        ones = torch.ones(len(inputs.fc1_weights))
+        scales = [scales[0], ones, scales[1], ones]
+    result: torch.Tensor = cutlass_fused_moe(
+        inputs.input,
+        inputs.token_selected_experts,
+        inputs.token_final_scales,
+        inputs.fc1_weights,
+        inputs.fc2_weights,
+        output_dtype=torch.bfloat16,
+        quant_scales=scales,
+        fc1_expert_biases=inputs.fc1_bias,
+        fc2_expert_biases=inputs.fc2_bias,
+        swiglu_alpha=inputs.swiglu_alpha,
+        swiglu_beta=inputs.swiglu_beta,
+        swiglu_limit=inputs.swiglu_limit,
+        **FLAGS[mode],
+    )
+    return result
+
+
+def table(seed: int = 0) -> str:
+    """A row for each number of tokens: the mode, both modes' error, and both modes' time on a GB10, predicted.
+
+    An error is that of the layer's outputs, of random weights and tokens, over the outputs in float64. Times are the whole
+    layer's, of W4A8 with tokens that are MXFP8 already.
+    """
+    layer = MODELS[LAYER_MODEL].moe
+    switch = int(most_exact_tokens(layer.top_k, layer.experts))
+    rows = []
+    for tokens in (1, 16, switch - 1, switch, switch + 1):
+        case = MoECase(tokens, HIDDEN, INTER, layer.experts, layer.top_k, int(Mode.W4A16))
+        inputs = make_moe_inputs(case, seed)
+        exact, _ = moe_reference(inputs)
+        found = {mode: output(inputs, mode) for mode in FLAGS}
+        (taken,) = (mode for mode in MODES if torch.equal(found[mode], found[Mode.AUTO]))
+        assert taken is plan_mode(Mode.AUTO, tokens, layer.top_k, layer.experts)
+        errors = (float((found[mode].double() - exact).norm() / exact.norm()) for mode in MODES)
+        times = (predicted_range(layer, FITTED_MODES[mode.activation], tokens) for mode in MODES)
+        rows.append(
+            [
+                f"{tokens:,}",
+                MODES[taken],
+                *(f"{100 * error:.2f} %" for error in errors),
+                *("-" if time is None else "{:,.0f} - {:,.0f}".format(*time) for time in times),
+            ]
+        )
+    told = [f"{what}, {mode}" for what in ("error", "GB10, us") for mode in MODES.values()]
+    return github(rows, ["tokens", "auto takes", *told])
