@@ -47,7 +47,8 @@ class SM12xGptOssConfig(GptOssMxfp4Config):
         online = self.online_quantization_config
         if online is not None and online.resolve_quant_method_cls(type(layer), prefix) is not None:
             # --quantization-config names this layer: the user said it in vLLM's own words.
-            table.note(kind, "as --quantization-config says", "vLLM's", "asked for")
+            instead = f", in place of {chosen.dense}" if chosen.folder(kind) else ""
+            table.note(kind, "as --quantization-config says", "vLLM's", f"asked for{instead}")
             return super().get_quant_method(layer, prefix)
         if choice.weights == "bf16":
             table.note(kind, "vLLM's (cuBLAS)", "bf16", "default")

@@ -40,9 +40,9 @@ CHECKPOINTS = "gpt_oss_mxfp4"  # what vLLM calls the quantization of gpt-oss' ow
 
 
 @functools.cache
-def located(name: str) -> Path:
+def located(name: str, *patterns: str) -> Path:
     """``manifest.located``; each layer asks, and the hub is asked once a process."""
-    found: Path = manifest.located(name)
+    found: Path = manifest.located(name, patterns) if patterns else manifest.located(name)
     return found
 
 
@@ -141,7 +141,8 @@ def _formats_of_folder(together: Mapping[str, str], named: set[str]) -> dict[str
     ValueError
         They do not; or the folder cannot be used.
     """
-    folder = manifest.finished(located(together[variables.FOLDER]))
+    name = together[variables.FOLDER]
+    folder = manifest.finished(located(name, manifest.MANIFEST))  # its weights when layers ask for them
     found = {}
     for kind, weights in folder.formats.items():
         chosen = together.get(kind, "bf16") if kind in named else weights

@@ -277,6 +277,7 @@ Q = "model.layers.0.self_attn.q_proj"
         ),
         (lambda path: changed_manifest(path, lambda told: told.pop("files")), r"is no manifest"),
         (lambda path: changed_manifest(path, lambda told: told["formats"].update(qkv="int3")), r"is no manifest"),
+        (lambda path: changed_manifest(path, lambda told: told["formats"].update(moe="mxfp4")), r"is no manifest"),
         (lambda path: changed_manifest(path, lambda told: told["files"].pop(FILES[1])), r"is no manifest"),
         (
             lambda path: changed_manifest(path, lambda told: told["modules"].pop(Q)),
@@ -421,6 +422,9 @@ def test_a_model_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     status, said = quantize("no/such", "--out", str(tmp_path / "f"), "--device", "cpu")
     assert status == 1
     assert "no/such is no checkpoint's folder, and no name of one on the hub: 404" in said
+    status, said = quantize("/nowhere", "--out", str(tmp_path / "f"), "--device", "cpu")
+    assert status == 1
+    assert "/nowhere is no checkpoint's folder, and no name of one on the hub, which are OWNER/NAME" in said
     (tmp_path / "empty").mkdir()
     status, said = quantize(str(tmp_path / "empty"), "--out", str(tmp_path / "f"), "--device", "cpu")
     assert status == 1

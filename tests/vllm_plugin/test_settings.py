@@ -279,8 +279,8 @@ def test_a_folder_among_what_resolve_gives_can_be_written_back(tmp_path, monkeyp
         ({"dense": 7}, r"'sm12x': dense is 7; it may be a folder of sm12x-quantize's, or a name on the hub"),
         ({"dense": None}, r"'sm12x': dense is None; it may be a folder"),
         ({"preset": "sparc"}, r"'sm12x': preset is 'sparc'; it may be spark, spark-int8"),
-        ({"dense": "/nowhere"}, r"^/nowhere is no folder, and no name of one on the hub: "),
-        ("spark,dense=/nowhere", r"^/nowhere is no folder, and no name of one on the hub: "),
+        ({"dense": "/nowhere"}, r"^/nowhere is no folder, and no name of one on the hub, which are OWNER/NAME$"),
+        ("spark,dense=/nowhere", r"^/nowhere is no folder, and no name of one on the hub, which are OWNER/NAME$"),
     ],
 )
 def test_what_is_no_folder_and_no_preset_is_named(given, words):
@@ -306,8 +306,8 @@ def test_the_hub_is_asked_once(tmp_path, monkeypatch):
     folder = Path(folder_of(tmp_path / "f", qkv="mxfp6"))
     calls: list[str] = []
 
-    def locate(name: str) -> Any:
-        calls.append(name)
+    def locate(name: str, patterns: Any = ("all",)) -> Any:
+        calls.append(" ".join([name, *patterns]))
         if len(calls) == 1:
             raise settings.manifest.FolderError("not yet")
         return folder
@@ -323,7 +323,10 @@ def test_the_hub_is_asked_once(tmp_path, monkeypatch):
         == Settings(qkv="mxfp6", dense="someone/dense")
     )
     assert chosen.folder("qkv") == str(folder)
-    assert calls == ["someone/dense"] * 2
+    assert chosen.folder("o") == ""
+    assert calls == [f"someone/dense {settings.manifest.MANIFEST}"] * 2 + ["someone/dense all"], (
+        "weights when a layer wants them"
+    )
     settings.located.cache_clear()
 
 

@@ -102,5 +102,7 @@ def load(folder: Path, activations: str = "a8", device: torch.device | str = "cp
         at = f"model.layers.{index}.mlp.experts."
         layer.mlp.experts = FlashInferExperts(config, {name: tensors.pop(at + name) for name in NAMES}, activations)
     model.model.rotary_emb = GptOssRotaryEmbedding(config).to(device)
+    if config.tie_word_embeddings:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     model.load_state_dict(tensors, assign=True)
     return model.eval()

@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +66,8 @@ class Manifest:
                 raise FolderError(f"{path} is of another version of the fork; quantize again, or install that one")
             modules = {name: Module(**each) for name, each in found.pop("modules").items()}
             manifest = cls(modules=modules, **found)
-            known = all(manifest.formats[each.kind] in FORMATS for each in modules.values())
+            known = all(kind in KINDS and name in FORMATS for kind, name in manifest.formats.items())
+            known = known and all(each.kind in manifest.formats for each in modules.values())
             if not known or not all(each.file in manifest.files for each in modules.values()):
                 raise KeyError
         except (UnicodeDecodeError, json.JSONDecodeError, AttributeError, KeyError, TypeError) as error:
@@ -97,8 +100,9 @@ def finished(path: Path) -> Manifest:
     raise FolderError(f"{path} is no folder of sm12x-quantize's: it has no {MANIFEST}")
 
 
-def located(name: str) -> Path:
-    """A folder on disk, or the copy of one on the Hugging Face hub, downloaded if it is not there.
+def located(name: str, patterns: Sequence[str] = (MANIFEST, "*.safetensors")) -> Path:
+    """A folder on disk, or the copy of one on the Hugging Face hub: what of it is not there is downloaded, as far as
+    ``patterns`` go.
 
     Raises
     ------
@@ -106,10 +110,10 @@ def located(name: str) -> Path:
         There is neither.
     """
     path = Path(name).expanduser()
-    return path if path.is_dir() else from_hub(name, [MANIFEST, "*.safetensors"], "folder")
+    return path if path.is_dir() else from_hub(name, patterns, "folder")
 
 
-def from_hub(name: str, patterns: list[str], what: str) -> Path:
+def from_hub(name: str, patterns: Sequence[str], what: str) -> Path:
     """A repository's files on the Hugging Face hub, downloaded if they are not there.
 
     Raises
@@ -117,10 +121,12 @@ def from_hub(name: str, patterns: list[str], what: str) -> Path:
     FolderError
         There is no such repository, or it cannot be reached; ``name`` is no ``what`` either.
     """
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):  # what the hub calls its repositories
+        raise FolderError(f"{name} is no {what}, and no name of one on the hub, which are OWNER/NAME")
     try:
         from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        return Path(snapshot_download(name, allow_patterns=list(patterns)))
     except (ImportError, OSError, ValueError) as error:  # the hub's own errors are of the last two
         said = str(error).strip().partition("\n")[0]
         raise FolderError(f"{name} is no {what}, and no name of one on the hub: {said}") from error
