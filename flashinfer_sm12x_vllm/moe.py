@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from vllm.config import get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe import modular_kernel as mk
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
@@ -294,6 +295,14 @@ class SM12xMoEMethod(GptOssMxfp4MoEMethod):
                 layer.register_buffer(f"sm12x_{name}", tensor, persistent=False)
 
 
+_built_for: Any = None  # vLLM's config when it last selected MXFP4 experts
+
+
+def were_built() -> bool:
+    """Whether the model that vLLM is building has MXFP4 experts, which gpt-oss's own are not counted among."""
+    return _built_for is not None and _built_for is get_current_vllm_config_or_none()
+
+
 def ours_first(select: Callable[..., Any]) -> Callable[..., Any]:
     """What vLLM selects MXFP4 experts by, but :class:`SM12xMxfp4Experts` where this fork serves the layer.
 
@@ -301,6 +310,8 @@ def ours_first(select: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def selected(moe: Any, activation_key: Any = None) -> Any:
+        global _built_for
+        _built_for = get_current_vllm_config_or_none()
         reason = f"the checkpoint asks for activations of {activation_key}"
         if activation_key is None:
             reason = reason_against(moe, settings.current(), SM12xMxfp4Experts)

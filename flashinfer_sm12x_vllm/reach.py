@@ -56,10 +56,19 @@ def tell_of_gpt_oss(vllm_config: Any, model: Any) -> None:
 
 
 def tell_of_another_model(architecture: str) -> None:
-    """Of the choices that are gpt-oss's alone, where another model's head is built."""
+    """Of the choices that are gpt-oss's alone, and of ``moe`` where no MXFP4 experts were built, where another model's head
+    is: behind its layers."""
     if given := chosen(tuple(key for key in OF_LAYERS if key != "moe")):
         logger.warning_once(
             "flashinfer-sm12x: %s do not apply to %s: these choices are gpt-oss's",
+            _pairs(given),
+            architecture,
+            scope="global",
+        )
+    experts = contacts.module("experts")
+    if (given := chosen(("moe",))) and experts is not None and not experts.were_built():
+        logger.warning_once(
+            "flashinfer-sm12x: %s does not apply to %s: it has no MXFP4 experts",
             _pairs(given),
             architecture,
             scope="global",

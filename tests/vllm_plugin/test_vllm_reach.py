@@ -49,7 +49,7 @@ def changed(folder: Path, **changes: Any) -> Path:
 
 
 def said(log: list[str]) -> list[str]:
-    return [message for message in log if "do not apply" in message]
+    return [message for message in log if "not apply" in message]
 
 
 def built(folder: Path, chosen: Any, *words: str) -> Any:
@@ -102,11 +102,12 @@ def test_another_model_says_that_the_choices_are_gpt_osss(tmp_path, log, monkeyp
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1, "hidden_size": 128}
     config |= {"intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 64}
     (tmp_path / "config.json").write_text(json.dumps(config | {"torch_dtype": "bfloat16"}))
-    model = built(tmp_path, "spark")
-    (line,) = said(log)
+    model = built(tmp_path, "spark,moe=mxfp4-a8")
+    line, experts = said(log)
     assert line.endswith(
         "qkv=mxfp6, o=mxfp6, lm_head=mxint8 do not apply to LlamaForCausalLM: these choices are gpt-oss's"
     )
+    assert experts.endswith("moe=mxfp4-a8 does not apply to LlamaForCausalLM: it has no MXFP4 experts")
     assert type(model.lm_head.quant_method).__name__ == "UnquantizedEmbeddingMethod"
 
 
