@@ -187,7 +187,8 @@ def scores(subject: Subject, windows: Sequence[Sequence[int]], choices: Sequence
         if choice.lm_head == BF16:
             return Case(states, BF16, lambda weight: weight)
         if choice.folder:
-            return Case(states, choice.folder, lambda weight: folder_weight(choice.folder, [HEAD]).to(weight))
+            of_folder = lambda weight: folder_weight(choice.folder, [HEAD]).to(weight)  # noqa: E731
+            return Case(states, choice.folder, of_folder, choice.tokens)
         return Case(states, choice.lm_head, lambda weight: round_weight(weight, choice.lm_head), choice.tokens)
 
     return losses(subject, windows, hidden[reference], {choice: case(choice) for choice in choices})
