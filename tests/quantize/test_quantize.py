@@ -431,6 +431,16 @@ def test_a_model_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "is no folder of a checkpoint (it has no config.json)" in said
 
 
+def test_a_model_of_the_hub_is_called_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    llama().model.save_pretrained(tmp_path / "0a1b2c")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: str(tmp_path / "0a1b2c"))
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *_, **__: None)
+    request = command.Request("somebody/toy", tmp_path / "f", MIXED, None, None, "cpu")
+    assert command.opened(request).name == "somebody/toy"
+
+
 def test_the_formats_are_the_operators() -> None:
     assert sorted(manifest.FORMATS) == sorted(WEIGHT_FORMATS)
 

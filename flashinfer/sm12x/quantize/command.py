@@ -42,13 +42,15 @@ def opened(request: Request) -> models.Subject:
     device = request.device
     if request.checkpoint == models.DEFAULT:
         return models.load(None, torch.float32, device)
-    path = Path(request.checkpoint).expanduser()
-    if not path.exists():
-        path = from_hub(
-            request.checkpoint, ["*.json", "*.jinja", "*.model", "model*.safetensors"], "checkpoint's folder"
-        )
     # On a CPU float32 costs nothing that matters; a Spark's memory holds gpt-oss-120b as it is.
-    return models.load(path, torch.float32 if device == "cpu" else torch.bfloat16, device)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    path = Path(request.checkpoint).expanduser()
+    if path.exists():
+        return models.load(path, dtype, device)
+    path = from_hub(request.checkpoint, ["*.json", "*.jinja", "*.model", "model*.safetensors"], "checkpoint's folder")
+    subject = models.load(path, dtype, device)
+    subject.name = request.checkpoint  # the folder's is a commit's
+    return subject
 
 
 def peak_memory(device: str) -> str:
@@ -111,5 +113,5 @@ def quantize(request: Request, say: Callable[[str], None]) -> None:
     size = sum(path.stat().st_size for path in request.out.glob("*.safetensors")) / 1e9
     say(f"{request.out}: {run.manifest.told_formats}; {size:.2f} GB, {minutes:.1f} minutes, at most {memory}")
     say(
-        f"""serve it: vllm serve {request.checkpoint} --additional-config '{{"sm12x": {{"dense": "{request.out}"}}}}'"""
+        f"""serve it: vllm serve {request.checkpoint} --additional-config '{{"sm12x": {{"dense": "{request.out.resolve()}"}}}}'"""
     )
