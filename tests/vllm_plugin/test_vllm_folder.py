@@ -390,7 +390,7 @@ def lose_a_file(folder: Path) -> None:
 
 
 AT_THE_START = [
-    (shutil.rmtree, "is no folder, and no name of one on the hub: "),
+    (shutil.rmtree, "is no folder, and no name of one on the hub, which are OWNER/NAME"),
     (empty, f"is no folder of sm12x-quantize's: it has no {MANIFEST}"),
     (unfinish, "was not finished: run the same sm12x-quantize again"),
     (garbage, "is no manifest of sm12x-quantize's"),

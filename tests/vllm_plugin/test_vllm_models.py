@@ -199,7 +199,7 @@ LEFT = "flashinfer-sm12x: the experts are left to vLLM: "
         ),
         ({}, ("--moe-backend", "marlin"), VLLMS, f"{LEFT}--moe-backend marlin"),
         # vLLM alone refuses it here: it looks for the bf16 variant, which it keeps to Hopper.
-        ({}, ("--moe-backend", "flashinfer_cutlass"), {"moe": "FLASHINFER_CUTLASS_MXFP4_MXFP8 SM12xExperts"}, ""),
+        ({}, ("--moe-backend", "flashinfer_cutlass"), {"moe": "FLASHINFER_CUTLASS_MXFP4_BF16 SM12xAutoExperts"}, ""),
         ({"moe": "vllm"}, (), VLLMS, f"{LEFT}chosen"),
         ({}, ("--enable-lora",), VLLMS, f"{LEFT}kernel does not support LoRA"),
     ],
@@ -346,9 +346,18 @@ LINES = [*documented_lines(), ({}, ["--quantization", "mxfp4"])]
 def test_the_documents_lines_start_a_server_as_far_as_the_engine(
     checkpoint_folder, tmp_path, monkeypatch, variables, words
 ):
+    from flashinfer_sm12x_vllm import dense_folder
+    from flashinfer_sm12x_vllm.settings import manifest
+
     if any("DRAFT" in word for word in words):
         checkpoint.write_draft(tmp_path / "draft", 6, 64)
         words = [word.replace("DRAFT", str(tmp_path / "draft")) for word in words]
+    if any('"dense"' in word for word in words):  # a folder of another model's layers, whose names are not looked at
+        (tmp_path / "f").mkdir()
+        folder = manifest.Manifest(dict.fromkeys(manifest.KINDS, "mxfp6"), {})
+        folder.write(tmp_path / "f" / manifest.MANIFEST)
+        monkeypatch.setattr(dense_folder, "require", lambda *_: None)
+        words = [word.replace("~/gpt-oss-120b-mxfp6", str(tmp_path / "f")) for word in words]
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("VIRTUAL_GPU_COUNT", "2")
@@ -356,7 +365,7 @@ def test_the_documents_lines_start_a_server_as_far_as_the_engine(
         config = served.engine_config(str(checkpoint_folder), *words)
     assert type(config.quant_config).__name__ == "SM12xGptOssConfig"
     chosen = config.additional_config["sm12x"]
-    assert chosen["moe"] == "mxfp4"
+    assert chosen["moe"] == "auto"
     if "--quantization" not in words:
         assert config.cache_config.gpu_memory_utilization == SHARE
     if "mxfp8" in f"{variables} {words}":
@@ -377,7 +386,7 @@ def test_there_are_lines_to_test():
 
 
 def test_a_mistake_ends_the_start_with_what_is_allowed(checkpoint_folder):
-    with pytest.raises(ValueError, match="qkv is 'int4'; it may be bf16, mxfp8"):
+    with pytest.raises(ValueError, match="qkv is 'int4'; it may be bf16, mxint8, "):
         serve(checkpoint_folder, {"qkv": "int4"})
 
 
