@@ -3,8 +3,8 @@
 
 A weight is materialized in bf16 when its checkpoint tensors arrive, quantized by rows and freed before the next: one
 layer's bf16 copy is the most that is there beside the model. What a folder of ``sm12x-quantize`` holds takes the place
-of the checkpoint's weight, once that has been seen to be the one that was quantized. With ``--linear-backend`` vLLM's kernel of that name
-computes instead, of the formats that vLLM has.
+of the checkpoint's weight, once that has been seen to be the one that was quantized. With ``--linear-backend`` vLLM's
+kernel of that name computes instead, of the formats that vLLM has.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from timing import github
 
@@ -16,34 +18,15 @@ from flashinfer.testing import MoECase, MoEInputs, make_moe_inputs, moe_referenc
 HIDDEN, INTER = 256, 128
 """A size that a CPU multiplies in a second. The switch depends on experts and top-k, which are the model's."""
 MODES = {Mode.W4A16: "W4A16", Mode.HALF_INPUT: "W4A8"}
-FLAGS = {
-    Mode.W4A16: {"use_w4_group_scaling": True},
-    Mode.HALF_INPUT: {"use_mxfp8_act_scaling": True},
-    Mode.AUTO: {"use_w4_group_scaling": True, "use_mxfp8_act_scaling": True},
-}
 
 
 def output(inputs: MoEInputs, mode: Mode) -> torch.Tensor:
-    """The operator's, of bf16 tokens."""
-    scales = [inputs.fc1_scales, inputs.fc2_scales]
+    """The operator's, of the inputs of W4A16."""
     if mode is Mode.HALF_INPUT:
         ones = torch.ones(len(inputs.fc1_weights))
-        scales = [scales[0], ones, scales[1], ones]
-    result: torch.Tensor = cutlass_fused_moe(
-        inputs.input,
-        inputs.token_selected_experts,
-        inputs.token_final_scales,
-        inputs.fc1_weights,
-        inputs.fc2_weights,
-        output_dtype=torch.bfloat16,
-        quant_scales=scales,
-        fc1_expert_biases=inputs.fc1_bias,
-        fc2_expert_biases=inputs.fc2_bias,
-        swiglu_alpha=inputs.swiglu_alpha,
-        swiglu_beta=inputs.swiglu_beta,
-        swiglu_limit=inputs.swiglu_limit,
-        **FLAGS[mode],
-    )
+        inputs = dataclasses.replace(inputs, fc1_global=ones, fc2_global=ones)
+    both = {"use_mxfp8_act_scaling": True, "use_w4_group_scaling": True} if mode is Mode.AUTO else {}
+    result: torch.Tensor = cutlass_fused_moe(**inputs.arguments() | both)
     return result
 
 
@@ -60,7 +43,7 @@ def table(seed: int = 0) -> str:
         case = MoECase(tokens, HIDDEN, INTER, layer.experts, layer.top_k, int(Mode.W4A16))
         inputs = make_moe_inputs(case, seed)
         exact, _ = moe_reference(inputs)
-        found = {mode: output(inputs, mode) for mode in FLAGS}
+        found = {mode: output(inputs, mode) for mode in (*MODES, Mode.AUTO)}
         (taken,) = (mode for mode in MODES if torch.equal(found[mode], found[Mode.AUTO]))
         assert taken is plan_mode(Mode.AUTO, tokens, layer.top_k, layer.experts)
         errors = (float((found[mode].double() - exact).norm() / exact.norm()) for mode in MODES)

@@ -228,9 +228,6 @@ def test_weights_that_are_not_finite_are_named(tmp_path: Path, value: float) -> 
         Run(subject, tmp_path / "g", MIXED, some_windows()).fill()
 
 
-def spoil_nothing(path: Path) -> None: ...
-
-
 def truncate(path: Path) -> None:
     file = path / FILES[1]
     file.write_bytes(file.read_bytes()[:-1])
@@ -429,6 +426,16 @@ def test_a_model_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     status, said = quantize(str(tmp_path / "empty"), "--out", str(tmp_path / "f"), "--device", "cpu")
     assert status == 1
     assert "is no folder of a checkpoint (it has no config.json)" in said
+
+
+def test_a_folder_that_cannot_be_used_is_told_before_the_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "letter.txt").write_text("dear")
+    monkeypatch.setattr(command, "opened", lambda request: pytest.fail("it was loaded"))
+    status, said = quantize("toy", "--out", str(tmp_path), "--device", "cpu")
+    assert status == 1
+    assert "is not empty, and was not begun by sm12x-quantize: choose another folder" in said
 
 
 def test_a_model_of_the_hub_is_called_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,8 @@ import torch
 
 from ..accuracy import measure, models, texts
 from ..accuracy.formats import BF16
-from .manifest import MANIFEST, FolderError, from_hub
-from .run import QUANTIZED, ROUNDED, QuantizeError, Run, attention_layers, with_losses
+from .manifest import from_hub
+from .run import QUANTIZED, ROUNDED, QuantizeError, Run, attention_layers, begun, with_losses
 
 WINDOW = 256
 """Tokens in a row."""
@@ -74,8 +74,7 @@ def quantize(request: Request, say: Callable[[str], None]) -> None:
     read = texts.calibration() if request.text is None else [request.text.read_text(encoding="utf-8")]
     if set(request.formats.values()) == {BF16}:
         raise QuantizeError("--qkv, --o and --lm-head are all bf16: nothing is to be quantized")
-    if (request.out / MANIFEST).exists():
-        raise FolderError(f"{request.out} is finished: choose another folder, or remove it")
+    begun(request.out)  # before a model is loaded, which takes minutes
     subject = opened(request)
     both = attention_layers(subject).values()
     widest = max(layer.in_features for pair in both for layers in pair for layer in layers.parts.values())

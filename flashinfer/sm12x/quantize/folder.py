@@ -58,9 +58,8 @@ def from_tensors(name: str, weight_format: str, tensors: Mapping[str, torch.Tens
 
 def join(parts: list[BlockScaledWeight]) -> BlockScaledWeight:
     """Weights with linear scales below each other; of NVFP4 with one global scale."""
-    values = torch.cat(
-        [part.values.view(torch.uint8) for part in parts]
-    )  # not of every dtype of 8 bits torch has a cat
+    # Not of every dtype of 8 bits torch has a cat.
+    values = torch.cat([part.values.view(torch.uint8) for part in parts])
     scales = torch.cat([part.scales for part in parts])
     return BlockScaledWeight(values.view(parts[0].values.dtype), scales, parts[0].global_scale)
 

@@ -3,8 +3,8 @@
 on through the quantized layers; the LM head at the end. So each layer's inputs are those it has when the folder serves.
 
 transformers' code runs the model, gpt-oss's experts packed on this fork's operator: what fits a Spark beside the
-checkpoint, where vLLM's engine would have taken the rest of memory for its KV cache. One layer's float64 copy is the most
-that is there beside the model, 16,384 rows of the head's.
+checkpoint. Beside the model there is at most one layer's float64 copy (16,384 rows of the head's), or, while losses are
+measured, the head in float32 twice: as it was and as it has become.
 
 A layer whose file is there already is read and not quantized again. The forward pass before it is the same, so that a run
 that was interrupted ends with the bytes of one that was not.
@@ -89,6 +89,23 @@ def gram(rows: torch.Tensor) -> torch.Tensor:
     return rows.t() @ rows
 
 
+def begun(folder: Path) -> Manifest | None:
+    """What an interrupted run left in a folder to write to; None if it is empty or not there.
+
+    Raises
+    ------
+    FolderError
+        It is finished, or holds something else.
+    """
+    if (folder / MANIFEST).exists():
+        raise FolderError(f"{folder} is finished: choose another folder, or remove it")
+    if (folder / UNFINISHED).exists():
+        return Manifest.read(folder / UNFINISHED)
+    if folder.exists() and any(folder.iterdir()):
+        raise FolderError(f"{folder} is not empty, and was not begun by sm12x-quantize: choose another folder")
+    return None
+
+
 class Run:
     """A folder that is being filled.
 
@@ -123,10 +140,7 @@ class Run:
             "torch": torch.__version__,
         }
         self.manifest = Manifest({kind: name for kind, name in formats.items() if name != BF16}, run)
-        if (folder / MANIFEST).exists():
-            raise FolderError(f"{folder} is finished: choose another folder, or remove it")
-        if (folder / UNFINISHED).exists():
-            before = Manifest.read(folder / UNFINISHED)
+        if before := begun(folder):
             theirs, ours = ({"formats": each.told_formats, **each.run} for each in (before, self.manifest))
             if differs := [
                 f"{key} was {theirs.get(key)}, is {ours[key]}" for key in ours if theirs.get(key) != ours[key]
@@ -135,8 +149,6 @@ class Run:
                     f"{folder} was begun by another run ({'; '.join(differs)}): choose another folder, or remove it"
                 )
             self.manifest = before
-        elif folder.exists() and any(folder.iterdir()):
-            raise FolderError(f"{folder} is not empty, and was not begun by sm12x-quantize: choose another folder")
         folder.mkdir(parents=True, exist_ok=True)
         self.manifest.write(folder / UNFINISHED)
 
