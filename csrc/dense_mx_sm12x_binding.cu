@@ -30,18 +30,25 @@ TokenRows dense_rows(const TensorView& values, const Optional<TensorView>& scale
   return rows;
 }
 
-// `workspace`: of a GEMM, none of a stream of weights. `ranks`: null, or where a stream of weights leaves those of its
-// largest outputs, and how many for a token; then `out` may have no rows.
+// What a dense layer may be told beside its operands; of a stream of weights alone but for what a GEMM ignores.
+struct DenseExtras {
+  RowNorm norm;
+  Optional<TensorView> next_weights;
+  uint64_t* ranks;  // null, or where a stream leaves those of its largest outputs; then `out` may have no rows
+  int* ranks_of_token;  // how many for a token
+};
+
+// `workspace`: of a GEMM, none of a stream of weights.
 void run_dense(TensorView out, TensorView tokens, Optional<TensorView> token_scales, TensorView weights,
                TensorView weight_scales, Optional<TensorView> alpha, Optional<TensorView> bias,
                Optional<TensorView> residual, Optional<TensorView> workspace, int64_t token_format, int64_t tactic,
-               bool weights_first, bool enable_pdl, uint64_t* ranks = nullptr, int* ranks_of_token = nullptr) {
+               bool weights_first, bool enable_pdl, const DenseExtras& extras) {
   const Instance* instance = find_instance(checked_int(tactic, "tactic"));
   TVM_FFI_CHECK(instance != nullptr, ValueError) << "tactic " << tactic << " of the dense layer does not exist";
   const int m = checked_int(tokens.size(0), "the number of tokens"), n = checked_int(weights.size(0), "n");
   const int k = row_elements(instance->weights, checked_int(weights.size(1), "the bytes of a row"));
   const TokenRows rows = dense_rows(tokens, token_scales, token_format, k);
-  const bool stores = ranks == nullptr || out.size(0) != 0;
+  const bool stores = extras.ranks == nullptr || out.size(0) != 0;
   TVM_FFI_CHECK((out.size(0) == m || !stores) && out.size(1) == n, ValueError)
       << "out must be [" << m << ", " << n << "]";
   TVM_FFI_CHECK(weights.size(1) == row_bytes(instance->weights, k), ValueError)
@@ -71,12 +78,15 @@ void run_dense(TensorView out, TensorView tokens, Optional<TensorView> token_sca
   const LaunchOptions options = launch_options(tokens, enable_pdl);
   if (instance->stream_dense != nullptr) {
     a.weights_first = weights_first;
-    a.ranks = ranks;
+    a.ranks = extras.ranks;
+    a.norm = extras.norm;
+    a.next = read_ahead_of(extras.next_weights, options);
     int left = 0;
     check_status(run_dense_stream(a, options, &left));
-    if (ranks != nullptr) *ranks_of_token = left;
+    if (extras.ranks != nullptr) *extras.ranks_of_token = left;
     return;
   }
+  TVM_FFI_CHECK(extras.norm.weight == nullptr, ValueError) << "tactic " << tactic << " has no norm in front of it";
   TVM_FFI_CHECK(workspace.has_value(), ValueError) << "tactic " << tactic << " needs a workspace";
   a.workspace = data<uint8_t>(workspace.value());
   a.workspace_bytes = static_cast<size_t>(workspace.value().numel());
@@ -86,9 +96,26 @@ void run_dense(TensorView out, TensorView tokens, Optional<TensorView> token_sca
 void dense_run(TensorView out, TensorView tokens, Optional<TensorView> token_scales, TensorView weights,
                TensorView weight_scales, Optional<TensorView> alpha, Optional<TensorView> bias,
                Optional<TensorView> residual, Optional<TensorView> workspace, int64_t token_format, int64_t tactic,
-               bool weights_first, bool enable_pdl) {
+               Optional<TensorView> next_weights, bool weights_first, bool enable_pdl) {
   run_dense(out, tokens, token_scales, weights, weight_scales, alpha, bias, residual, workspace, token_format, tactic,
-            weights_first, enable_pdl);
+            weights_first, enable_pdl, {{}, next_weights, nullptr, nullptr});
+}
+
+// A dense layer behind an RMSNorm of its bfloat16 tokens, of a tactic that streams: one tile of them.
+void dense_normed_run(Optional<TensorView> sum, Optional<TensorView> addend, TensorView norm_weight, double epsilon,
+                      TensorView out, TensorView tokens, TensorView weights, TensorView weight_scales,
+                      Optional<TensorView> alpha, Optional<TensorView> bias, int64_t tactic,
+                      Optional<TensorView> next_weights, bool weights_first, bool enable_pdl) {
+  TVM_FFI_CHECK(norm_weight.numel() == tokens.size(1), ValueError) << "norm_weight must have k elements";
+  for (const auto* rows : {&sum, &addend}) {
+    TVM_FFI_CHECK(rows->has_value() == sum.has_value() && (!rows->has_value() || rows->value().numel() == tokens.numel()),
+                  ValueError)
+        << "residual and what it adds up to must be [tokens, k], both or neither";
+  }
+  const RowNorm norm = {norm_weight.data_ptr(), data_or_null<const void>(addend), data_or_null<void>(sum),
+                        static_cast<float>(epsilon)};
+  run_dense(out, tokens, {}, weights, weight_scales, alpha, bias, {}, {}, static_cast<int64_t>(TokenFormat::kBf16),
+            tactic, weights_first, enable_pdl, {norm, next_weights, nullptr, nullptr});
 }
 
 int64_t dense_gemm_workspace_size(int64_t num_tokens, int64_t k, int64_t tactic, int64_t token_format) {
@@ -103,6 +130,7 @@ int64_t dense_gemm_workspace_size(int64_t num_tokens, int64_t k, int64_t tactic,
 }  // namespace flashinfer::sm12x
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sm12x_dense_run, flashinfer::sm12x::dense_run);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(sm12x_dense_normed_run, flashinfer::sm12x::dense_normed_run);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sm12x_dense_gemm_workspace_size, flashinfer::sm12x::dense_gemm_workspace_size);
 
 // What operators besides the dense layer are made of.

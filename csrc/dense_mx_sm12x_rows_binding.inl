@@ -57,7 +57,7 @@ void dense_top_k_run(TensorView values, TensorView indices, int64_t first_index,
   TVM_FFI_CHECK(p.num_rows > 0 && tokens.size(0) == p.num_rows, ValueError) << "indices must have a row for each token";
   const bool fused = leaves_ranks(checked_int(tactic, "tactic"), p.top_k);
   run_dense(out, tokens, token_scales, weights, weight_scales, alpha, bias, residual, workspace, token_format, tactic,
-            weights_first, enable_pdl, fused ? p.ranks : nullptr, &p.count);
+            weights_first, enable_pdl, {{}, {}, fused ? p.ranks : nullptr, &p.count});
   if (!fused) return row_top_k_run(values, indices, first_index, ranks, out, enable_pdl);
   check_status(run_top_k_of_ranks(p, launch_options(tokens, enable_pdl)));
 }

@@ -5,6 +5,7 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <climits>
 
 #include "nv_internal/tensorrt_llm/kernels/cutlass_kernels/moe_gemm/sm12x_arch_config.h"
@@ -63,6 +64,18 @@ inline LaunchOptions launch_options(const tvm::ffi::TensorView& tensor, bool dep
   LaunchOptions options;
   check_status(find_launch_options(stream_of(tensor), dependent_launch, tensor.device().device_id, &options));
   return options;
+}
+
+// What a launch reads ahead of a tensor that the next one reads: as much of its beginning as one share in
+// kReadAheadShare of L2 holds, which leaves room for what both of them stream meanwhile.
+inline ReadAhead read_ahead_of(const tvm::ffi::Optional<tvm::ffi::TensorView>& tensor, const LaunchOptions& options) {
+  constexpr int kReadAheadShare = 4;
+  if (!tensor.has_value()) return {};
+  const tvm::ffi::TensorView& view = tensor.value();
+  TVM_FFI_CHECK(reinterpret_cast<uintptr_t>(view.data_ptr()) % 16 == 0, ValueError)
+      << "next_weights must start at a multiple of 16 bytes";
+  const int64_t bytes = view.numel() * (view.dtype().bits * view.dtype().lanes) / 8;
+  return {view.data_ptr(), std::min<int64_t>(bytes, options.l2_bytes / kReadAheadShare) / 16 * 16};
 }
 
 }  // namespace flashinfer::sm12x

@@ -39,6 +39,7 @@ class ForkKernel:
     def __init__(self, choice: Choice) -> None:
         self.weights: Any = choice.weights
         self.activation: Any = "mxfp8" if choice.activations == "a8" else "bf16"
+        self.next_weights: torch.Tensor | None = None  # of a decode step's call, while it runs
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Scales into the kernels' layout; the module, if this process has not built it yet."""
@@ -66,9 +67,38 @@ class ForkKernel:
             activation=self.activation,
             alpha=layer.weight_global_scale,
             out_dtype=x.dtype,
+            next_weights=self.next_weights,
             constant_weights=True,
         )
         return out.view(*x.shape[:-1], layer.weight.shape[0])
+
+    def norms(self, layer: Any, rows: int) -> bool:
+        """Whether :meth:`apply_behind_norm` is one launch for so many rows."""
+        from flashinfer.gemm.sm12x_dense_norm import most_tokens
+
+        return self.activation == "bf16" and rows <= most_tokens(self.weights, layer.input_size_per_partition)
+
+    def apply_behind_norm(
+        self, layer: Any, x: torch.Tensor, residual: torch.Tensor | None, norm: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The layer of ``x + residual`` ``[rows, K]`` behind vLLM's RMSNorm ``norm``, and that sum."""
+        from flashinfer.gemm import rmsnorm_dense_block_scaled
+
+        out, total = rmsnorm_dense_block_scaled(
+            x,
+            norm.weight,
+            layer.weight,
+            layer.weight_scale,
+            layer.bias,
+            weight_format=self.weights,
+            residual=residual,
+            eps=norm.variance_epsilon,
+            alpha=layer.weight_global_scale,
+            out_dtype=x.dtype,
+            next_weights=self.next_weights,
+            constant_weights=True,
+        )
+        return out, total
 
 
 def make_kernel(choice: Choice, shape: tuple[int, int]) -> Any:

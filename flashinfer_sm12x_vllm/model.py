@@ -8,7 +8,8 @@ step into a full CUDA graph, or runs models eagerly; all else, torch.compile wit
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -27,7 +28,8 @@ from vllm.v1.attention.backends.flashinfer import (
 from vllm.v1.attention.backends.utils import get_flashinfer_layout_string
 
 from . import memory, reach, settings, table
-from .moe import SM12xMoEMethod
+from .dense import ForkKernel
+from .moe import SM12xAutoExperts, SM12xMoEMethod
 
 logger = init_logger("vllm.flashinfer_sm12x")
 
@@ -47,7 +49,7 @@ class SM12xGptOssForCausalLM(GptOssForCausalLM):
         except (AttributeError, KeyError, TypeError) as error:  # what no class says of its objects
             reason = f"vLLM's model is not that of vLLM 0.33.0: {error}"
             logger.warning("flashinfer-sm12x: decode steps are left to vLLM: %s", reason)
-        self.decode_steps = None if reason else DecodeSteps(vllm_config, self.model)
+        self.decode_steps = None if reason else DecodeSteps(vllm_config, self.model, self.lm_head)
         if self.decode_steps is None:
             table.note("decode", "vLLM's layers", "", reason)
             reach.tell_of_gpt_oss(vllm_config, self.model)  # whose experts this fork's decode steps do not take
@@ -169,8 +171,8 @@ def decode_workspace(device: torch.device) -> torch.Tensor:
 class DecodeSteps:
     """Runs the layers of a built gpt-oss, whose weights and caches stay where they are, for steps of decodes alone."""
 
-    def __init__(self, config: VllmConfig, model: Any) -> None:
-        self.model = model
+    def __init__(self, config: VllmConfig, model: Any, head: Any) -> None:
+        self.model, self.head = model, head
         self.eager = _runs_eagerly(config)
         self._warm: set[int] = set()
 
@@ -213,15 +215,16 @@ class DecodeSteps:
         """Hidden states ``[rows, hidden]`` behind the last norm, as ``GptOssModel.forward`` returns them."""
         hidden = self.model.embed_input_ids(input_ids)
         residual = None
-        for layer in self.model.layers:
-            if residual is None:
-                residual, hidden = hidden, _norm(layer.input_layernorm, hidden)
-            else:
-                _add_and_norm(layer.input_layernorm, hidden, residual)
-            qkv, _ = layer.attn.qkv_proj(hidden)
-            attended = attend(layer.attn.attn, qkv, step[layer.attn.attn.layer_name], rope, workspace)
-            hidden, _ = layer.attn.o_proj(attended)
-            hidden, residual = route_and_compute(layer, hidden, residual)
+        following = [layer.attn.qkv_proj for layer in self.model.layers[1:]] + [self.head]
+        for layer, next_layer in zip(self.model.layers, following, strict=True):
+            attention, router = layer.attn, layer.mlp.router
+            with reading_ahead(fork_kernel(attention.qkv_proj), attention.o_proj):
+                qkv, residual = norm_and_project(layer.input_layernorm, attention.qkv_proj, hidden, residual)
+            attended = attend(attention.attn, qkv, step[attention.attn.layer_name], rope, workspace)
+            with reading_ahead(fork_kernel(attention.o_proj), router):
+                hidden, _ = attention.o_proj(attended)
+            with reading_ahead(experts_of(layer), next_layer):
+                hidden, residual = route_and_compute(layer, hidden, residual)
         assert residual is not None
         _add_and_norm(self.model.norm, hidden, residual)
         return hidden
@@ -240,6 +243,46 @@ def _is_decode(metadata: Any, rows: int) -> bool:
         and decode.q_cu_seq_lens is None
         and metadata.num_decodes <= rows
     )
+
+
+def fork_kernel(linear: Any) -> ForkKernel | None:
+    """A linear layer's kernel, if that is this fork's."""
+    kernel = getattr(linear.quant_method, "kernel", None)
+    return kernel if isinstance(kernel, ForkKernel) else None
+
+
+def experts_of(layer: Any) -> SM12xAutoExperts | None:
+    """A layer's experts, if they read ahead."""
+    experts = layer.mlp.experts.routed_experts.quant_method.moe_kernel.fused_experts
+    return experts if isinstance(experts, SM12xAutoExperts) else None
+
+
+@contextlib.contextmanager
+def reading_ahead(kernel: ForkKernel | SM12xAutoExperts | None, layer: Any) -> Iterator[None]:
+    """Calls of ``kernel`` in here bring the weight of ``layer`` into L2 when they have none of their own left to ask for."""
+    weight = getattr(layer, "weight", None)
+    if kernel is not None and weight is not None and weight.is_contiguous():  # kernels of vLLM's may keep it otherwise
+        kernel.next_weights = weight.detach()
+    try:
+        yield
+    finally:
+        if kernel is not None:
+            kernel.next_weights = None  # torch.compile traces such calls, and takes no tensor for a constant
+
+
+def norm_and_project(
+    norm: Any, linear: Any, hidden: torch.Tensor, residual: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``linear`` of ``hidden + residual`` behind the norm, and that sum; both arguments may be overwritten."""
+    kernel = fork_kernel(linear)
+    if kernel is not None and kernel.norms(linear, len(hidden)):
+        return kernel.apply_behind_norm(linear, hidden, residual, norm)
+    if residual is None:
+        residual, hidden = hidden, _norm(norm, hidden)
+    else:
+        _add_and_norm(norm, hidden, residual)
+    projected, _ = linear(hidden)
+    return projected, residual
 
 
 def _norm(norm: Any, x: torch.Tensor) -> torch.Tensor:

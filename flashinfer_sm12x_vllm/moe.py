@@ -73,6 +73,8 @@ class SM12xExperts(FlashInferExperts):
 class SM12xAutoExperts(SM12xExperts):
     """The same in W4A16 where that takes no longer, and in W4A8 elsewhere: the operator chooses by a call's tokens."""
 
+    next_weights: torch.Tensor | None = None  # of a decode step's call, while it runs
+
     def apply(
         self,
         output: torch.Tensor,
@@ -84,12 +86,13 @@ class SM12xAutoExperts(SM12xExperts):
         activation: MoEActivation,
         **_unused: Any,
     ) -> None:
-        """vLLM's call, but for the mode, which vLLM has no name for."""
-        from flashinfer.fused_moe import cutlass_fused_moe
+        """``cutlass_fused_moe`` with both of its mode's flags, which vLLM has no name for, and what is read ahead."""
+        from flashinfer.fused_moe.core import moe_reading_ahead
 
         assert self.w1_scale is not None
         assert self.w2_scale is not None
-        cutlass_fused_moe(
+        moe_reading_ahead(
+            self.next_weights,
             input=hidden_states,
             token_selected_experts=topk_ids.to(torch.int),
             token_final_scales=topk_weights,

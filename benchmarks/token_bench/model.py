@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from timing import QUANTIZED_ROWS
 
 from flashinfer.decode import decode_attention
-from flashinfer.fused_moe import cutlass_fused_moe, router_top_k
-from flashinfer.gemm.sm12x_dense import dense_block_scaled
+from flashinfer.fused_moe import router_top_k
+from flashinfer.fused_moe.core import moe_reading_ahead
+from flashinfer.gemm import dense_block_scaled, rmsnorm_dense_block_scaled
 from flashinfer.quantization.block_scaled import quantize_weight
 from flashinfer.sm12x.models import Model as Size
 from flashinfer.sm12x.perfmodel.step import DENSE_FORMATS, Step, TokenFormat
@@ -40,13 +41,37 @@ class Dense:
             for name in formats
         }
 
-    def __call__(self, x: torch.Tensor, weights: str, tokens: TokenFormat) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, weights: str, tokens: TokenFormat, following: torch.Tensor | None = None
+    ) -> torch.Tensor:
         if weights == "bf16":
             return F.linear(x, *self.weights[weights], self.bias)  # type: ignore[arg-type]
         values, scales, factor = self.weights[weights]
         return dense_block_scaled(
-            x, values, scales, self.bias, weight_format=weights, alpha=factor, activation=tokens, constant_weights=True
-        )  # type: ignore[arg-type]
+            x, values, scales, self.bias, weight_format=weights, alpha=factor, activation=tokens,
+            next_weights=following, constant_weights=True,
+        )  # type: ignore[arg-type]  # fmt: skip
+
+    def behind_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        norm: torch.Tensor,
+        weights: str,
+        following: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Outputs of ``x + residual`` behind the norm, and that sum."""
+        values, scales, factor = self.weights[weights]
+        return rmsnorm_dense_block_scaled(
+            x, norm, values, scales, self.bias, weight_format=weights, alpha=factor, residual=residual, eps=EPSILON,
+            next_weights=following, constant_weights=True,
+        )  # type: ignore[arg-type]  # fmt: skip
+
+    def rows(self, weights: str) -> torch.Tensor:
+        """The weight itself, which a launch in front may read ahead."""
+        rows = self.weights[weights][0]
+        assert rows is not None
+        return rows
 
 
 class Experts(Protocol):
@@ -54,7 +79,9 @@ class Experts(Protocol):
 
     by: str
 
-    def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor: ...
+    def __call__(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, following: torch.Tensor | None = None
+    ) -> torch.Tensor: ...
 
 
 def random_experts(size: Size, generator: torch.Generator) -> MoEInputs:
@@ -101,8 +128,10 @@ class ForkExperts:
         """The call."""
         return dataclasses.replace(self.weights, input=x, token_selected_experts=ids, token_final_scales=weights)
 
-    def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return cutlass_fused_moe(**self.inputs(x, ids, weights).arguments())
+    def __call__(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, following: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return moe_reading_ahead(following, **self.inputs(x, ids, weights).arguments())
 
 
 class MarlinExperts:
@@ -113,7 +142,9 @@ class MarlinExperts:
     def __init__(self, peer: Any, weights: MoEInputs) -> None:
         self._layer, self._nothing = peer.prepare(weights), weights.input
 
-    def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, following: torch.Tensor | None = None
+    ) -> torch.Tensor:
         inputs = MoEInputs(x, ids, weights, *[self._nothing] * 4)
         return self._layer.bind(RoutedBatch(inputs, weights))()
 
@@ -241,10 +272,17 @@ class Model:
         for index, layer in enumerate(self.layers):
             windowed = size.windowed(index)
             cache = batch.window if windowed else batch.full
-            mark("norms")
-            x, residual = operators.norm(x, residual, layer.norms[0])
-            mark("QKV")
-            qkv = layer.qkv(x, step.formats["QKV"], step.dense_tokens)
+            following = self._following(step, index)
+            if step.fused_norm:
+                mark("QKV")
+                qkv, residual = layer.qkv.behind_norm(
+                    x, residual, layer.norms[0], step.formats["QKV"], following["QKV"]
+                )
+            else:
+                mark("norms")
+                x, residual = operators.norm(x, residual, layer.norms[0])
+                mark("QKV")
+                qkv = layer.qkv(x, step.formats["QKV"], step.dense_tokens, following["QKV"])
             q, k, v = qkv.split((queries, keys, keys), dim=1)
             part, window = ("attention, window", size.window) if windowed else ("attention, full", 0)
             rows = q.view(tokens, size.heads, size.head)
@@ -264,7 +302,7 @@ class Model:
                 mark(part)
                 x = attention(rows, caches[index], cache, batch, layer.sinks, window)
             mark("O")
-            x = layer.o(x.view(tokens, queries), step.formats["O"], step.dense_tokens)
+            x = layer.o(x.view(tokens, queries), step.formats["O"], step.dense_tokens, following["O"])
             if step.fused_router:
                 mark("router")
                 routed = router_top_k(
@@ -281,7 +319,7 @@ class Model:
                 weights, ids = operators.top_k(logits, size.top_k)
             self.chosen.append(ids)
             mark("MoE")
-            x = layer.experts(x, ids, weights)
+            x = layer.experts(x, ids, weights, following["MoE"])
         mark("norms")
         x, _ = operators.norm(x, residual, self.norm)
         mark("LM head")
@@ -289,6 +327,15 @@ class Model:
         logits = self.lm_head(last, step.formats["LM head"], step.dense_tokens)
         mark("argmax")
         return logits, logits.argmax(-1)
+
+    def _following(self, step: Step, index: int) -> dict[str, torch.Tensor | None]:
+        """What launches behind those of a layer read whatever happens, by part."""
+        if not step.reads_ahead:
+            return dict.fromkeys(("QKV", "O", "MoE"))
+        layer, formats = self.layers[index], step.formats
+        last = index + 1 == len(self.layers)
+        behind = self.lm_head.rows(formats["LM head"]) if last else self.layers[index + 1].qkv.rows(formats["QKV"])
+        return {"QKV": layer.o.rows(formats["O"]), "O": layer.router[0], "MoE": behind}
 
     def experts_touched(self) -> float:
         """Of the last step, the mean over the layers."""

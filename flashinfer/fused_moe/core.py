@@ -300,6 +300,26 @@ def cutlass_fused_moe(
     return _upstream.cutlass_fused_moe(**_selected(locals(), _MOE_PARAMETERS))
 
 
+def moe_reading_ahead(next_weights: torch.Tensor | None, **arguments: Any) -> torch.Tensor:
+    """``cutlass_fused_moe(**arguments)`` of MXFP4 weights on a device that this fork serves, whose streamed layer brings
+    ``next_weights`` into L2, as :func:`~flashinfer.gemm.dense_block_scaled` does: upstream's signature has no place for it.
+    """
+    given = _MOE_DEFAULTS | arguments
+    dtypes = given["input"].dtype, given["fc1_expert_weights"].dtype
+    mode = select_mode(*dtypes, **_selected(given, _MODE_PARAMETERS))
+    if mode is None:
+        raise ValueError(f"input is {dtypes[0]} and weights are {dtypes[1]}; they must be a mode of MXFP4 weights")
+    given |= {"moe_mode": int(mode), "activation_type": int(given["activation_type"]), "next_weights": next_weights}
+    return fused_moe(MoECall(**_selected(given, MoECall._fields)))
+
+
+_MOE_DEFAULTS = {
+    name: parameter.default
+    for name, parameter in inspect.signature(inspect.unwrap(cutlass_fused_moe)).parameters.items()
+    if parameter.default is not inspect.Parameter.empty
+}
+
+
 def _reject_auto(mode: Mode | None, device: torch.device) -> None:
     """Raise for :attr:`Mode.AUTO` where upstream's kernels would compute."""
     if mode is Mode.AUTO:

@@ -100,6 +100,7 @@ def launch(
         problem.first_expert,
         problem.num_experts_total,
         *tactics,
+        call.next_weights,
         backend.pdl(call.enable_pdl),
         writes=(output, workspace),
     )

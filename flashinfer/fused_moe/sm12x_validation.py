@@ -29,6 +29,7 @@ from ..sm12x.checks import (
     require_k_alignment,
     require_output_dtype,
     require_rank,
+    require_read_ahead,
     require_switches,
     require_tensor,
     require_tensor_type,
@@ -118,6 +119,7 @@ class MoECall(NamedTuple):
     tune_max_num_tokens: int
     enable_pdl: bool | None
     profile_ids: list[int] | None
+    next_weights: torch.Tensor | None = None  # as in dense_block_scaled
 
     @property
     def weight_scales(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
@@ -334,6 +336,7 @@ def validate(call: MoECall) -> MoEProblem:
         size, dtypes = tuple(call.workspace_buffer.shape), (torch.uint8, torch.int8)
         require_tensor("workspace_buffer", call.workspace_buffer, [size], dtypes, device)
     require_int("tune_max_num_tokens", call.tune_max_num_tokens, 1)
+    require_read_ahead(call.next_weights, device)
     require_apart(call, {"output": (), "workspace_buffer": ()})
     return problem
 

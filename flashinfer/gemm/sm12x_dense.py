@@ -28,6 +28,7 @@ from ..sm12x.checks import (
     require_k_alignment,
     require_output_dtype,
     require_rank,
+    require_read_ahead,
     require_scales,
     require_switches,
     require_tensor,
@@ -65,6 +66,7 @@ _UNQUANTIZED: dict[tuple[str, torch.dtype], int] = {
 _NAMES = {
     "dense_block_scaled": {},
     "dense_block_scaled_top_k": {"out": "logits"},
+    "rmsnorm_dense_block_scaled": {},
     "mm": {"x": "a", "weight": "b", "x_scale": "a_descale", "weight_scale": "b_descale"},
 }
 """What the arguments of a call are known as to who made it."""
@@ -131,6 +133,7 @@ def validate(call: DenseCall) -> tuple[torch.dtype, int]:
         if tensor is not None:
             require_tensor(name, tensor, shapes, dtypes, device, alignment=ELEMENT)
     require_switches(call, "swizzled_x_scale", "constant_weights")
+    require_read_ahead(call.next_weights, device)
     require_apart(call, {"out": ("residual",)}, names)
     return out_dtype, token_format
 
@@ -159,6 +162,7 @@ def dense_block_scaled(
     residual: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    next_weights: torch.Tensor | None = None,
     constant_weights: bool = False,
     enable_pdl: bool | None = None,
     tactic: int | str | None = None,
@@ -209,6 +213,10 @@ def dense_block_scaled(
         ``[m, n]``; may be ``residual`` itself, and else shares memory with no argument.
     out_dtype : torch.dtype, optional
         bfloat16 (default), float16 or float32; that of ``out`` if given.
+    next_weights : torch.Tensor, optional
+        What a launch behind this one reads whatever happens, as the next layer's weight: contiguous, of any shape and
+        dtype. Where this layer is a stream of weights, its beginning (up to a quarter of L2) is brought into L2 when no more
+        of this layer's own weights are to be asked for. It changes no result, and nothing where it is no stream, nor on the CPU.
     constant_weights : bool
         Nothing in front of this call on its stream writes ``weight`` or ``weight_scale``, so that they may be read while
         it still runs, as a model's weights may.
@@ -251,6 +259,7 @@ def dense_block_scaled(
             weight_format=weight_format,
             activation=activation,
             swizzled_x_scale=swizzled_x_scale,
+            next_weights=next_weights,
             constant_weights=constant_weights,
             enable_pdl=enable_pdl,
             tactic=forced,

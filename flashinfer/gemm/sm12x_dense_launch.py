@@ -42,6 +42,7 @@ class DenseCall(NamedTuple):
     weight_format: str = "mxfp4"
     activation: str = "bf16"
     swizzled_x_scale: bool = True
+    next_weights: torch.Tensor | None = None
     constant_weights: bool = False
     enable_pdl: bool | None = None
     tactic: str | None = None
@@ -222,9 +223,11 @@ def launch(
         writes.append(workspace)
     function = module.sm12x_dense_run if top_k is None else module.sm12x_dense_top_k_run
     tensors = (out, *call[1 : DenseCall._fields.index("out_dtype")])
-    backend.call(
-        function, *largest, *tensors, workspace, token_format, row.index, call.constant_weights, pdl, writes=writes
-    )
+    ahead = (
+        (call.next_weights,) if top_k is None else ()
+    )  # nothing is known to follow where a step's results are chosen
+    choice = (token_format, row.index, *ahead, call.constant_weights, pdl)
+    backend.call(function, *largest, *tensors, workspace, *choice, writes=writes)
 
 
 def _token_values(call: DenseCall, token_format: int) -> torch.Tensor:

@@ -272,6 +272,17 @@ def require_tensor(
     raise ValueError(f"{name} is {describe(value)}; it must be {expected}")
 
 
+def require_read_ahead(value: Any, device: torch.device) -> None:
+    """Raise unless ``next_weights`` is None or contiguous memory on ``device``, from a multiple of 16 bytes on."""
+    if value is None:
+        return
+    expected = f"a contiguous tensor on {device}"
+    require_tensor_type("next_weights", value, expected)
+    if has_no_shape(value) or value.device != device or value.layout is not torch.strided or not value.is_contiguous():
+        raise ValueError(f"next_weights is {describe(value)}; it must be {expected}")
+    require_memory("next_weights", value)
+
+
 def swizzled_size(rows: int, blocks: int) -> int:
     """Bytes of the 128x4 scales of a matrix of ``rows`` rows and ``blocks`` K-blocks."""
     padded_rows, padded_blocks = padded_scales(rows, blocks)

@@ -19,6 +19,8 @@ from .dense_reference import DenseCase as DenseCase
 from .dense_reference import DenseInputs as DenseInputs
 from .dense_reference import dense_reference as dense_reference
 from .dense_reference import make_dense_inputs as make_dense_inputs
+from .dense_reference import make_norm_inputs as make_norm_inputs
+from .dense_reference import normed_dense_reference as normed_dense_reference
 from .error_bounds import ANY_ORDER as ANY_ORDER
 from .error_bounds import SM120_SUM_BITS as SM120_SUM_BITS
 from .error_bounds import TENSOR_CORE as TENSOR_CORE

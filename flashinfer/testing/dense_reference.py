@@ -210,6 +210,51 @@ def dense_reference(inputs: DenseInputs, accumulation: Accumulation = TENSOR_COR
     return result, torch.where(free, torch.inf, bound)
 
 
+def make_norm_inputs(inputs: DenseInputs, seed: int, adds: bool = True, eps: float = 1e-5) -> dict[str, Any]:
+    """Random arguments that ``rmsnorm_dense_block_scaled`` takes beside those of :func:`make_dense_inputs`, by name."""
+    generator = torch.Generator().manual_seed(seed)
+    x = inputs.arguments[0]
+    named: dict[str, Any] = {"norm_weight": torch.randn(x.shape[1], generator=generator).bfloat16(), "eps": eps}
+    if adds:
+        named["residual"] = (4 * torch.randn(x.shape, generator=generator)).bfloat16()
+    return named
+
+
+def normed_dense_reference(
+    inputs: DenseInputs,
+    norm: dict[str, Any],
+    total: torch.Tensor,
+    factor_last: bool,
+    accumulation: Accumulation = TENSOR_CORE,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``rmsnorm_dense_block_scaled`` in float64 and its bound, of rows that add up to ``total``.
+
+    ``factor_last``: what is rounded to bfloat16 is the sum times the norm's weight, as in a stream of weights, which
+    multiplies with a row's factor afterwards; else the factor is in it, and both neighbours of the rounded number are allowed
+    where float32 cannot tell them apart.
+    """
+    rows, scale, k = total.double(), norm["norm_weight"].double(), total.shape[1]
+    factor = torch.rsqrt(rows.square().mean(-1, keepdim=True) + norm["eps"])
+    # Of the mean (k + 2) roundings, halved by the root; rsqrt's two units in the last place; products.
+    factor_error = (k / 2 + 9) * FLOAT32_ROUNDOFF
+    normed = rows * scale if factor_last else rows * scale * factor
+    tokens, w = normed.bfloat16(), inputs.weights()
+    x = Operand.of_bf16(tokens)
+    product, error = x.values @ w.values.T, dot_error(x, w, accumulation)
+    if not factor_last:
+        nearest = factor_error * normed.abs()
+        apart = torch.maximum(*((normed + side).bfloat16().double() - x.values for side in (nearest, -nearest)))
+        least = torch.minimum(*((normed + side).bfloat16().double() - x.values for side in (nearest, -nearest)))
+        error = error + torch.maximum(apart, -least) @ w.values.abs().T
+        factor, factor_error = torch.ones_like(factor), 0.0
+    alpha, bias = inputs.named.get("alpha"), inputs.named.get("bias")
+    whole = factor * (1.0 if alpha is None else alpha.double())
+    result = product * whole + (0.0 if bias is None else bias.double())
+    relative = factor_error + FLOAT32_ROUNDOFF  # of alpha times the factor
+    error = error * (1 + relative) + relative * product.abs()
+    return result, affine_error(product, error, whole, result)
+
+
 def _overflows(rows: torch.Tensor) -> torch.Tensor:
     """Whether a row has a number that float32 has not."""
     return (torch.isfinite(rows) & torch.isinf(rows.float())).any(-1)

@@ -27,7 +27,6 @@ import torch
 from documents import serve_commands
 
 from flashinfer.sm12x.host_memory import SHARE
-from flashinfer_sm12x_vllm import moe
 
 REPO = Path(__file__).parents[2]
 # Eager, with the PyTorch versions of vLLM's small operators.
@@ -164,6 +163,8 @@ def table(log: list[str]) -> dict[str, tuple[str, ...]]:
 
 
 def test_the_table_names_each_kind_of_layer_once(checkpoint_folder, log):
+    from flashinfer_sm12x_vllm import moe
+
     logits(checkpoint_folder, {})
     rows = table(log)
     assert list(rows) == ["moe", "qkv", "o", "lm_head", "attention", "decode"]

@@ -56,7 +56,8 @@ bool moe_run(TensorView output, TensorView input, Optional<TensorView> input_sf,
              Optional<TensorView> fc2_global, Optional<TensorView> fc2_bias, Optional<TensorView> swiglu_alpha,
              Optional<TensorView> swiglu_beta, Optional<TensorView> swiglu_limit, int64_t activation_type,
              TensorView workspace, int64_t mode, bool swizzled_input_sf, int64_t first_expert,
-             int64_t num_experts_total, int64_t tactic_fc1, int64_t tactic_fc2, bool enable_pdl) {
+             int64_t num_experts_total, int64_t tactic_fc1, int64_t tactic_fc2, Optional<TensorView> next_weights,
+             bool enable_pdl) {
   MoeArguments a = {};
   a.shape.mode = checked_mode(mode);
   a.shape.num_tokens = checked_int(input.size(0), "the number of tokens");
@@ -111,6 +112,7 @@ bool moe_run(TensorView output, TensorView input, Optional<TensorView> input_sf,
   a.shape.as_bf16 = a.fc1_instance->is_pair() && a.fc1_instance->operand == Element::kBf16;
 
   const LaunchOptions options = launch_options(input, enable_pdl);
+  a.next = read_ahead_of(next_weights, options);
   if (!takes_sms(*a.fc1_instance, options)) return false;
   check_status(run_moe(a, options));
   return true;

@@ -93,7 +93,8 @@ class Step:
     their tokens, of :data:`TOKENS_BESIDE` for each (bf16 beside bf16, always). ``expert_tokens``: the same of experts, "bf16",
     "mxfp8", or "auto", which is either by their number, as ``cutlass_fused_moe`` with both flags. ``fused_router``: the norm in front of the
     router, the router and the top-k are one part, "router", by this fork's ``router_top_k``. ``fused_attention``: rope and KV
-    write are part of the attention, this fork's ``decode_attention``. Without ``fork`` nothing is this fork's: experts and
+    write are part of the attention, this fork's ``decode_attention``. ``fused_norm``: the norm in front of QKV is part of it
+    (``rmsnorm_dense_block_scaled``). ``reads_ahead``: this fork's streams bring the next launch's weights into L2. Without ``fork`` nothing is this fork's: experts and
     dense layers are their bytes, their FLOPs and launches, too, but for experts of a kernel that was counted: ``experts`` is its
     name, of :data:`.peers.PEERS`. ``verified``: logits of all new tokens, as of a draft's.
     """
@@ -105,6 +106,8 @@ class Step:
     formats: Mapping[str, str] = dataclasses.field(default_factory=lambda: formats_of("bf16"))
     fused_router: bool = False
     fused_attention: bool = False
+    fused_norm: bool = False
+    reads_ahead: bool = False
     dense_tokens: TokenFormat = "bf16"
     expert_tokens: str = "auto"
     fork: bool = True
@@ -175,7 +178,8 @@ def parts_of(model: Model, step: Step, experts: float | None = None) -> list[Par
         return cache + tokens * 2 * queries + FP32 * model.heads
 
     routing = model.top_k * (FP32 + INT32)
-    norm, norms = 4 * tokens * row + row, (1 if step.fused_router else 2) * layers + 1
+    norm, norms = 4 * tokens * row + row, (not step.fused_norm) * layers + (not step.fused_router) * layers + 1
+    qkv_norm = layers * (norm - tokens * row) - tokens * row  # rows are read as its tokens
     router = model.experts * (row + BF16)
     # Logits are bf16, or float32 between the two launches of the fork's.
     router += (
@@ -187,8 +191,8 @@ def parts_of(model: Model, step: Step, experts: float | None = None) -> list[Par
     found = {
         "embedding": (1, tokens * 2 * row),
         # The first one reads no residual, and every one writes what it added up.
-        "norms": (norms, norms * norm - 2 * tokens * row),
-        "QKV": (layers, layers * dense("QKV", tokens, bias=True)),
+        "norms": (norms, norms * norm - (1 if step.fused_norm else 2) * tokens * row),
+        "QKV": (layers, layers * dense("QKV", tokens, bias=True) + step.fused_norm * qkv_norm),
         "rope": (layers, layers * tokens * (2 * (queries + keys) + BF16 * model.head)),
         "KV write": (layers, layers * tokens * (2 * keys + kv_row)),
         "attention, full": (layers - windowed, (layers - windowed) * attention(step.context)),

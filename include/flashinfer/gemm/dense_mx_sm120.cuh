@@ -25,6 +25,8 @@ struct DenseArguments {
   // before it ends. Null, or ranks of the largest outputs: [num_tokens][at most kEpilogueWarps x SMs].
   bool weights_first;
   uint64_t* ranks;
+  RowNorm norm;
+  ReadAhead next;
 
   // Of a GEMM.
   uint8_t* workspace;
@@ -62,7 +64,7 @@ inline StreamedGemm plan_dense(const Instance& instance, int n, int k, int ring_
 // `ranks_of_token`: how many there are, if any.
 inline Status run_dense_stream(const DenseArguments& a, const LaunchOptions& options, int* ranks_of_token) {
   DenseParams p = {};
-  const int ring_bytes = options.shared_bytes - kDenseFixedBytes;
+  const int ring_bytes = options.shared_bytes - DenseStorage::kRing;
   p.gemm = plan_dense(*a.instance, a.n, a.k, ring_bytes, &p.stage_bytes);
   if (p.gemm.groups == 0) return {cudaErrorInvalidValue, "K is too long for this dense tactic"};
   p.stages = ring_stages(p.gemm, ring_bytes, p.stage_bytes);
@@ -76,9 +78,14 @@ inline Status run_dense_stream(const DenseArguments& a, const LaunchOptions& opt
   p.weights_first = a.weights_first;
   p.epilogue = a.epilogue;
   p.ranks = a.ranks;
+  p.norm = a.norm;
+  p.next = a.next;
+  if (a.norm.weight != nullptr && (a.num_tokens > a.instance->token_tile || a.tokens.format != TokenFormat::kBf16)) {
+    return {cudaErrorInvalidValue, "a norm in front of this dense tactic takes one tile of bfloat16 tokens"};
+  }
   const int blocks = std::min(p.gemm.units, options.sm_count);
   *ranks_of_token = blocks * epilogue_warps_of(p.stages, p.gemm.slices);
-  return {a.instance->stream_dense(p, blocks, p.stages * p.stage_bytes + kDenseFixedBytes, options), "dense layer"};
+  return {a.instance->stream_dense(p, blocks, p.stages * p.stage_bytes + DenseStorage::kRing, options), "dense layer"};
 }
 
 // Whether rows of a format need memory before they are rows of the operand with scales in words: values, or scales

@@ -18,6 +18,7 @@ struct LaunchOptions {
   int sm_count;  // that kernels of the stream may use: fewer in a green context, or under MPS with a limited share
   bool sm12x;             // compute capability 12.x, else Hopper
   int shared_bytes;  // that a block may have
+  int l2_bytes;
 };
 
 // A kernel behind the launches before it in the stream, or, with dependent_launch, beside them until it waits for them.

@@ -101,6 +101,13 @@ struct TokenRows {
   int k;
 };
 
+// What launches behind this one read whatever happens: its blocks bring it into L2 when they have no more weights of
+// their own to ask for. A hint, that changes no result.
+struct ReadAhead {
+  const void* data;  // aligned to 16, or null
+  int64_t bytes;  // a multiple of 16
+};
+
 // Of a MoE layer: how its activations come and are multiplied.
 enum class MoeMode : int { kMxfp8Input = 0, kQuantizeInput = 1, kBf16Activations = 2 };
 

@@ -34,6 +34,12 @@ __device__ __forceinline__ void prefetch_to_l2(const void* global) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(global)));
 }
 
+// Contiguous bytes, a multiple of 16, from an address aligned to 16 (section 9.7.9.25.4.3).
+__device__ __forceinline__ void bulk_prefetch_to_l2(const void* global, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(global)), "r"(bytes)
+               : "memory");
+}
+
 // Sixteen aligned bytes, or zeros. A predicate instead of a branch: the code is fetched whether or not it is wanted.
 __device__ __forceinline__ uint4 load_16_bytes_if(bool wanted, const void* global) {
   uint4 loaded;

@@ -34,7 +34,10 @@
 
 namespace flashinfer::sm12x {
 
-using DenseRing = StreamRing<kDenseFixedBytes>;
+struct DenseRing : StreamRing<DenseStorage::kRing> {
+  // Of the tokens, by each of the warps that share K.
+  __device__ __forceinline__ float* squares() const { return reinterpret_cast<float*>(base + DenseStorage::kSquares); }
+};
 
 // A block as RowLoader gives it, in the order in which expanded weights of the format come: pairs of elements i and i +
 // 4 of eight, or i and i + 2 of four.
@@ -71,6 +74,85 @@ __device__ __forceinline__ void load_tokens(const DenseParams& p, SlabMultiplier
     load(i, blocks[kBlocks - 1]);
   }
 }
+
+// A tile's tokens behind the norm, but for their factors: the sum of squares that this warp has of each goes to
+// `squares`, one of the first group's warps; null for others. Block 0's first group writes what the rows add up to.
+template <class Shape>
+__device__ __forceinline__ void load_normed_tokens(const DenseParams& p, SlabMultiplier<Shape>& slab, int count,
+                                                   float* squares, int lane) {
+  constexpr int kBlocks = Shape::kTokenSteps * Shape::kWords;
+  constexpr int kAtOnce = Shape::kTokenSteps == 1 ? 4 : 2;  // eights on their way: registers are short beside 16 tokens
+  const bool writes = p.norm.sum != nullptr && blockIdx.x == 0 && squares != nullptr;
+  TokenBlock* const blocks = &slab.tokens[0][0];
+  float square = 0.0f;
+#pragma unroll 1
+  for (int i = 0; i < kBlocks; ++i) {
+    shift_blocks<kBlocks>(blocks);
+    const int token = 8 * (i / Shape::kWords) + lane / 4;
+    const int k_block = (slab.first_word() + i % Shape::kWords) * kScaleChunkBlocks + lane % 4;
+    const bool wanted = token < count && k_block * kScaleBlock < p.gemm.k;
+    const int64_t at = wanted ? (static_cast<int64_t>(token) * p.gemm.k + k_block * kScaleBlock) / 8 : 0;
+    const auto of_row = [&](const void* from, int64_t eight, bool exists) {
+      return ptx::load_16_bytes_if(wanted && exists, static_cast<const uint4*>(from) + eight);
+    };
+    uint4 eights[4], addends[kAtOnce], weights[kAtOnce];
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+      if (q % kAtOnce == 0) {
+#pragma unroll
+        for (int n = 0; n < kAtOnce; ++n) {
+          eights[q + n] = of_row(p.tokens.data, at + q + n, true);
+          addends[n] = of_row(p.norm.addend, at + q + n, p.norm.addend != nullptr);
+          weights[n] = of_row(p.norm.weight, (wanted ? k_block * kScaleBlock / 8 : 0) + q + n, true);
+        }
+      }
+      float x[8], other[8];
+      unpack_eight<true>(eights[q], x);
+      unpack_eight<true>(addends[q % kAtOnce], other);
+#pragma unroll
+      for (int v = 0; v < 8; ++v) x[v] += other[v];
+      const uint4 sum = pack_eight_bf16(x);  // the norm is of what the next layer adds to
+      if (writes && wanted) static_cast<uint4*>(p.norm.sum)[at + q] = sum;
+      unpack_eight<true>(sum, x);
+      unpack_eight<true>(weights[q % kAtOnce], other);
+#pragma unroll
+      for (int v = 0; v < 8; ++v) {
+        square = fmaf(x[v], x[v], square);
+        x[v] *= other[v];
+      }
+      eights[q] = detail::from_eight_bf16(pack_eight_bf16(x));
+    }
+    pack_block<Shape::kWeights>(eights, blocks[kBlocks - 1]);
+    if ((i + 1) % Shape::kWords == 0) {
+      square += __shfl_xor_sync(kAllLanes, square, 1);
+      square += __shfl_xor_sync(kAllLanes, square, 2);
+      if (squares != nullptr && lane % 4 == 0) squares[token] = square;
+      square = 0.0f;
+    }
+  }
+}
+
+// What the norm multiplies a lane's tokens with, 2t and 2t + 1 of each step, once the MMA warps have left their squares;
+// 1 without a norm.
+template <class Shape>
+struct RowFactors {
+  float of[2 * Shape::kTokenSteps];
+
+  __device__ __forceinline__ RowFactors() {
+#pragma unroll
+    for (int i = 0; i < 2 * Shape::kTokenSteps; ++i) of[i] = 1.0f;
+  }
+  __device__ __forceinline__ void read(const DenseParams& p, const float* squares, int lane) {
+#pragma unroll
+    for (int i = 0; i < 2 * Shape::kTokenSteps; ++i) {
+      float sum = 0.0f;
+      for (int warp = 0; warp < p.gemm.k_warps; ++warp) {
+        sum += squares[warp * Shape::kTokenTile + i / 2 * 8 + 2 * (lane % 4) + i % 2];
+      }
+      of[i] = rsqrtf(sum / static_cast<float>(p.gemm.k) + p.norm.epsilon);
+    }
+  }
+};
 
 // A block's work: `units` of the weights for each tile of tokens, `steps` in all, units of the first tile first.
 struct DenseWork {
@@ -113,7 +195,13 @@ __device__ __forceinline__ void multiply_units(const DenseParams& p, const Dense
   ptx::wait_for_prerequisite_grids();  // tokens are there
   for (int first = 0; first < p.num_tokens; first += Shape::kTokenTile) {
     const int count = min(Shape::kTokenTile, p.num_tokens - first);
-    load_tokens<Shape>(p, slab, first, count, lane);
+    if (p.norm.weight == nullptr) {
+      load_tokens<Shape>(p, slab, first, count, lane);
+    } else if (slab.works()) {
+      const bool of_first_group = warp < p.gemm.stage_warps * p.gemm.slices;
+      float* squares = of_first_group ? ring.squares() + slab.first_word() / Shape::kWords * Shape::kTokenTile : nullptr;
+      load_normed_tokens<Shape>(p, slab, count, squares, lane);
+    }
     for (int unit = static_cast<int>(blockIdx.x); unit < p.gemm.units; unit += ptx::grid_blocks()) {
       const uint32_t row = slab.first_row(unit, p.gemm.part_rows());
       ptx::mbarrier_wait(ring.full(place.stage), place.parity);
@@ -172,6 +260,8 @@ __device__ __forceinline__ void run_epilogue_warp(const DenseParams& p, const De
     __syncwarp();
   }
   LargestOutputs<Shape> largest;
+  RowFactors<Shape> factors;
+  bool normed = p.norm.weight == nullptr, ahead = false;  // factors are known; what comes behind has been asked for
 
   const StoreEpilogue& e = p.epilogue;
   const float scale = load_or(e.alpha, 0, 1.0f);
@@ -199,16 +289,25 @@ __device__ __forceinline__ void run_epilogue_warp(const DenseParams& p, const De
           __syncwarp();
           DenseStep next = step;
           next.advance(work, ring_units);
-          if (!next.ended(work)) fill_slice(g, ring, place.stage, next.weight_unit(), slice, lane);
+          if (!next.ended(work)) {
+            fill_slice(g, ring, place.stage, next.weight_unit(), slice, lane);
+          } else if (!ahead) {
+            ahead = true;
+            read_ahead(p.next, static_cast<int>(blockIdx.x) * epilogue_warps + warp, pitch);
+          }
         }
         place.advance(ring.stages);
+      }
+      if (!normed) {  // the warps of all slices have arrived, behind their squares
+        normed = true;
+        factors.read(p, ring.squares(), lane);
       }
 #pragma unroll
       for (int i = 0; i < 4 * Shape::kTokenSteps; ++i) {
         const int token = i / 4 * 8 + 2 * (lane % 4) + i % 2, out = output + (i % 4 < 2 ? 0 : 8);
         if (token >= count || out >= g.out) continue;
         const int64_t at = static_cast<int64_t>(first_token + token) * g.out + out;
-        float value = fmaf(Slab::kAccumulatorScale * sums[i / 4][i % 4], scale, bias[i % 4 / 2]);
+        float value = fmaf(Slab::kAccumulatorScale * sums[i / 4][i % 4], scale * factors.of[i / 4 * 2 + i % 2], bias[i % 4 / 2]);
         if (e.residual != nullptr) value += load_scalar(e.residual, at, e.output_type);
         if (ranks != nullptr) largest.add(i, round_scalar(value, e.output_type), out);
         if (e.output != nullptr) store_scalar(e.output, at, e.output_type, value);
@@ -223,6 +322,7 @@ __device__ __forceinline__ void run_epilogue_warp(const DenseParams& p, const De
     }
     first_place.advance(epilogue_warps * g.slices, ring.stages);
   }
+  if (!ahead) read_ahead(p.next, static_cast<int>(blockIdx.x) * epilogue_warps + warp, pitch);
 }
 
 template <class Shape>

@@ -136,6 +136,16 @@ __device__ __forceinline__ void fill_slice(const StreamedGemm& g, const Ring& ri
   }
 }
 
+// What comes behind a launch, in as many parts as it has warps that fill rings: part `part` of `parts`. All lanes call.
+__device__ __forceinline__ void read_ahead(const ReadAhead& next, int part, int parts) {
+  const int64_t sixteens = next.bytes / 16;
+  const int64_t begin = sixteens * part / parts, end = sixteens * (part + 1) / parts;
+  if (begin < end && ptx::elect_one()) {
+    ptx::bulk_prefetch_to_l2(static_cast<const uint8_t*>(next.data) + 16 * begin,
+                             static_cast<uint32_t>(16 * (end - begin)));
+  }
+}
+
 // MMA row g as a row of the slab's eight. Eight lanes (two rows of four blocks) are served together by shared memory:
 // of 16-byte blocks, pair the rows whose distance is half the 128-byte period of the banks, if there is one.
 template <class Shape>

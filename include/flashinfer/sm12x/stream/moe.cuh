@@ -330,6 +330,7 @@ class StreamEpilogue {
     grid_barrier(p.blocks_done);
     if (warp_ == 0 && lane_ == 0) ptx::mbarrier_arrive(shared.act_ready());
     for (; has_stages && !to_finish_.ended(); next()) finish<1>();
+    if (has_stages && !ahead_) ask_ahead();
     grid_barrier(p.blocks_done + 1);
     sum_outputs();
   }
@@ -337,13 +338,21 @@ class StreamEpilogue {
  private:
   // The next of the units to fill with, if there is one.
   __device__ __forceinline__ void fill(int stage) {
-    if (to_fill_.ended()) return;
+    if (to_fill_.ended()) {
+      if (!ahead_) ask_ahead();
+      return;
+    }
     if (ptx::elect_one()) {
       fill_stage(p.gemm[to_fill_.gemm()], shared, stage, shared.tiles()[to_fill_.tile()].expert(), to_fill_.unit());
     } else {
       ptx::mbarrier_arrive(shared.full(stage));  // for what this lane may have read there, as at `done`
     }
     to_fill_.advance(p, shared);
+  }
+
+  __device__ __forceinline__ void ask_ahead() {
+    ahead_ = true;
+    read_ahead(p.next, static_cast<int>(blockIdx.x) * warps_ + warp_, static_cast<int>(gridDim.x) * warps_);
   }
 
   __device__ __forceinline__ void next() {
@@ -453,6 +462,7 @@ class StreamEpilogue {
   const StreamBlock& shared;
   int warp_, lane_;
   int warps_;
+  bool ahead_ = false;  // what comes behind the layer has been asked for
   RingPlace place_;
   StridedUnits to_fill_, to_finish_;
 };

@@ -170,13 +170,32 @@ inline Status encode_scales(const uint8_t* scales, int matrices, StreamedGemm* g
                            CU_TENSOR_MAP_L2_PROMOTION_NONE, "cuTensorMapEncodeTiled refused the scales", &g->scales);
 }
 
-constexpr int kDenseFixedBytes = 256;  // of shared memory, beside the ring
+// RMSNorm of a dense layer's tokens, x + addend, in front of the product. The sums times the norm's weight, rounded to
+// bfloat16, are what is multiplied; a token's factor, 1 / sqrt(mean(sum^2) + epsilon), waits for the epilogue, so that
+// no MMA waits for it. One tile of bfloat16 tokens.
+struct RowNorm {
+  const void* weight;  // bfloat16 [k], or null: no norm
+  const void* addend;  // bfloat16 [num_tokens, k], or null
+  void* sum;  // bfloat16 [num_tokens, k]: rounded, with an addend; else null
+  float epsilon;
+};
+
+// Shared memory of a dense layer's block beside the ring: barriers, and the sums of squares that the warps that share K
+// have of a tile's tokens, [warps][token tile].
+struct DenseStorage {
+  static constexpr int kMostWarps = 12, kMostTokens = 16;
+  static constexpr int kSquares = 8 * 2 * kMaxStreamStages;
+  static constexpr int kRing = kSquares + 4 * kMostWarps * kMostTokens;
+};
+static_assert(DenseStorage::kRing % 128 == 0);
 
 struct DenseParams {
   StreamedGemm gemm;
   TokenRows tokens;
   int num_tokens;
   bool weights_first;  // weights do not depend on the launch in front: they may be read before it ends
+  RowNorm norm;
+  ReadAhead next;
   StoreEpilogue epilogue;  // its output may be null where there are ranks
   uint64_t*
       ranks;  // [num_tokens][blocks][epilogue warps], or null: of the largest output that each epilogue warp has seen
@@ -200,6 +219,7 @@ struct StreamedLayerParams {
   float* act;  // [pairs, inter], in expert order
   float* partial_outputs;  // [pairs, hidden], by pair
   unsigned* blocks_done;  // [2] with FC1, with FC2; zeroed by moe_pack_kernel
+  ReadAhead next;
   void* output;  // [tokens, hidden]
   ScalarType output_type;
   int stages;

@@ -58,7 +58,8 @@ inline Status find_launch_options(cudaStream_t stream, bool dependent_launch, in
       for (const Status& status :
            {device_attribute(cudaDevAttrMultiProcessorCount, device, &facts.device_sms),
             device_attribute(cudaDevAttrComputeCapabilityMajor, device, &major),
-            device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device, &facts.shared_bytes)}) {
+            device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device, &facts.shared_bytes),
+            device_attribute(cudaDevAttrL2CacheSize, device, &facts.l2_bytes)}) {
         if (status.error) return status;
       }
       facts.sm_count = context_sms(facts.device_sms);

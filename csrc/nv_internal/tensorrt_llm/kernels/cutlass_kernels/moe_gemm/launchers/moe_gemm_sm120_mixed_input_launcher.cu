@@ -138,6 +138,7 @@ Status run_streamed_moe(const MoeArguments& a, const MoeWorkspace& w, const Laun
   p.blocks_done = reinterpret_cast<unsigned*>(w.split.arrivals);
   p.output = a.output;
   p.output_type = a.output_type;
+  p.next = a.next;
 
   PackTokensParams pack = pack_params(a, w, nullptr);
   pack.counters = p.blocks_done;

@@ -33,6 +33,7 @@ struct MoeArguments {
   SwigluOfExperts swiglu;
   void* output;
   ScalarType output_type;
+  ReadAhead next;  // by a streamed layer
   uint8_t* workspace;
   size_t workspace_bytes;
   const Instance* fc1_instance;

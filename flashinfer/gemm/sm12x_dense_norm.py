@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A dense layer with the RMSNorm in front of it: one launch of a decode step where vLLM's layers take two."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..api_logging import flashinfer_api
+from ..jit.sm12x.instances import DENSE_INSTANCES
+from ..quantization.block_scaled import WEIGHT_FORMATS, WeightFormat
+from ..sm12x.backend import kernels, plain_torch
+from ..sm12x.checks import require_choice, require_float, require_tensor
+from ..sm12x.devices import require_served
+from ..sm12x.operator import define, is_traced
+from .sm12x_dense import instance_for, run, validate
+from .sm12x_dense_launch import DenseCall, dense_module
+
+LARGEST_EPS = 3.4e38  # the kernels hold it as float32
+
+
+class NormedDense(NamedTuple):
+    """What :func:`rmsnorm_dense_block_scaled` gives."""
+
+    output: torch.Tensor
+    """``[m, n]`` of ``out_dtype``."""
+    residual: torch.Tensor
+    """bfloat16 ``[m, k]``: ``x + residual``, or ``x`` itself without ``residual``."""
+
+
+@flashinfer_api
+def rmsnorm_dense_block_scaled(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    weight_format: WeightFormat,
+    residual: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    alpha: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    next_weights: torch.Tensor | None = None,
+    constant_weights: bool = False,
+    enable_pdl: bool | None = None,
+    tactic: int | str | None = None,
+) -> NormedDense:
+    """:func:`~flashinfer.gemm.dense_block_scaled` behind an addition and an RMSNorm, as a layer's QKV projection is.
+
+    ``s = x + residual``, rounded to bfloat16; ``h = s / sqrt(mean(s^2) + eps) * norm_weight``; ``alpha * h @ weight.T +
+    bias``. ``h`` is rounded to bfloat16 once. With few tokens (one tile of the layer's stream of weights: up to 16, or 8
+    with a ``k`` above 3,072) all is one launch, and what is rounded is ``s * norm_weight``, whose factor the sums get. With
+    more, and on the CPU, the norm is computed in front by torch.
+
+    Parameters
+    ----------
+    x : torch.Tensor
+        ``[m, k]`` bfloat16.
+    norm_weight : torch.Tensor
+        ``[k]`` bfloat16.
+    weight, weight_scale, bias, weight_format, alpha, next_weights, constant_weights, enable_pdl, tactic
+        As in ``dense_block_scaled``.
+    residual : torch.Tensor, optional
+        ``[m, k]`` bfloat16, added first.
+    eps : float
+        Of the norm; finite, not negative.
+    out_dtype : torch.dtype, optional
+        bfloat16 (default), float16 or float32.
+
+    Returns
+    -------
+    NormedDense
+        New tensors, but for ``residual`` where it is ``x``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Before any launch, naming the argument, what it was and what it may be.
+    NotImplementedError
+        The GPU has no kernels of this family.
+    """
+    require_choice("weight_format", weight_format, WEIGHT_FORMATS)
+    call = NormedCall(
+        x=x,
+        norm_weight=norm_weight,
+        residual=residual,
+        eps=eps,
+        weight=weight,
+        weight_scale=weight_scale,
+        alpha=alpha,
+        bias=bias,
+        next_weights=next_weights,
+        out_dtype=out_dtype,
+        weight_format=weight_format,
+        constant_weights=constant_weights,
+        enable_pdl=enable_pdl,
+        tactic=None if tactic is None else str(tactic),
+    )
+    output, total = _operator(call) if is_traced(call) else _run(call)
+    return NormedDense(output, x if residual is None else total)
+
+
+class NormedCall(NamedTuple):
+    """The arguments of one call of :func:`rmsnorm_dense_block_scaled`."""
+
+    x: torch.Tensor
+    norm_weight: torch.Tensor
+    residual: torch.Tensor | None
+    eps: float
+    weight: torch.Tensor
+    weight_scale: torch.Tensor
+    alpha: torch.Tensor | None
+    bias: torch.Tensor | None
+    next_weights: torch.Tensor | None
+    out_dtype: torch.dtype | None
+    weight_format: str
+    constant_weights: bool
+    enable_pdl: bool | None
+    tactic: str | None
+
+    def dense(self) -> DenseCall:
+        """The layer behind the norm, of the tokens in front of it."""
+        return DenseCall(
+            out=None,
+            x=self.x,
+            x_scale=None,
+            weight=self.weight,
+            weight_scale=self.weight_scale,
+            alpha=self.alpha,
+            bias=self.bias,
+            residual=None,
+            out_dtype=self.out_dtype,
+            weight_format=self.weight_format,
+            activation="bf16",
+            swizzled_x_scale=True,
+            next_weights=self.next_weights,
+            constant_weights=self.constant_weights,
+            enable_pdl=self.enable_pdl,
+            tactic=self.tactic,
+            caller="rmsnorm_dense_block_scaled",
+        )
+
+
+def most_tokens(weight_format: str, k: int) -> int:
+    """Tokens that one launch norms and multiplies, for rows of ``k``; 0: none."""
+    rows = [row for row in DENSE_INSTANCES if row.weights == weight_format and row.streamed and row.longest_k >= k]
+    return max((row.token_tile for row in rows), default=0)
+
+
+def _outputs(call: NormedCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """The layer's, and what the rows add up to; the latter empty where nothing is added."""
+    (m, k), n = call.x.shape, call.weight.shape[0]
+    rows = 0 if call.residual is None else m
+    return (
+        torch.empty((m, n), dtype=call.out_dtype or torch.bfloat16, device=call.x.device),
+        torch.empty((rows, k), dtype=torch.bfloat16, device=call.x.device),
+    )
+
+
+def _run(call: NormedCall) -> tuple[torch.Tensor, torch.Tensor]:
+    dense = call.dense()
+    dtype, token_format = validate(dense)
+    device, (m, k) = call.x.device, call.x.shape
+    eps = require_float("eps", call.eps, 0.0, LARGEST_EPS)
+    require_tensor("norm_weight", call.norm_weight, [(k,)], [torch.bfloat16], device, "k as weight's")
+    if call.residual is not None:
+        require_tensor("residual", call.residual, [(m, k)], [torch.bfloat16], device)
+    require_served("rmsnorm_dense_block_scaled", device)
+    output, total = _outputs(call)
+    if m == 0:
+        return output, total
+    backend = kernels(device)
+    row = instance_for(backend, dense, token_format)
+    if backend is not None and row is not None and row.streamed and m <= row.token_tile and len(call.weight):
+        backend.call(
+            dense_module(backend, call.weight_format).sm12x_dense_normed_run,
+            None if call.residual is None else total,
+            call.residual,
+            call.norm_weight,
+            eps,
+            output,
+            call.x,
+            call.weight,
+            call.weight_scale,
+            call.alpha,
+            call.bias,
+            row.index,
+            call.next_weights,
+            call.constant_weights,
+            backend.pdl(call.enable_pdl),
+            writes=[output] if call.residual is None else [output, total],
+        )
+        return output, total
+    with plain_torch(device):
+        rows = call.x.float()
+        if call.residual is not None:
+            rows = total.copy_(rows + call.residual.float()).float()
+        factors = torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps)
+        normed = (rows * factors * call.norm_weight.float()).bfloat16()
+    run(dense._replace(out=output, x=normed, out_dtype=dtype), token_format)
+    return output, total
+
+
+_operator = define("sm12x_rmsnorm_dense", NormedCall, _run, _outputs)
