@@ -365,7 +365,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--norm",
         type=names,
         default=["fork"],
-        help="in front of the fork's QKV: fork (rmsnorm_dense_block_scaled, up to 16 tokens), separate",
+        help="in front of the fork's QKV: fork (rmsnorm_dense_block_scaled, up to 8 tokens), separate",
     )
     parser.add_argument(
         "--read-ahead", type=names, default=["yes"], help="whether the fork's streams bring the next weights into L2"

@@ -66,10 +66,10 @@ inline LaunchOptions launch_options(const tvm::ffi::TensorView& tensor, bool dep
   return options;
 }
 
-// What a launch reads ahead of a tensor that the next one reads: as much of its beginning as one share in
-// kReadAheadShare of L2 holds, which leaves room for what both of them stream meanwhile.
+// What a launch reads ahead of a tensor that the next one reads: of its beginning as much as memory brings while launches
+// change, and a twelfth of L2 holds: 4 MB on an H100, where more made steps longer (docs/log.md), 2 MB on a GB10.
 inline ReadAhead read_ahead_of(const tvm::ffi::Optional<tvm::ffi::TensorView>& tensor, const LaunchOptions& options) {
-  constexpr int kReadAheadShare = 4;
+  constexpr int kReadAheadShare = 12;
   if (!tensor.has_value()) return {};
   const tvm::ffi::TensorView& view = tensor.value();
   TVM_FFI_CHECK(reinterpret_cast<uintptr_t>(view.data_ptr()) % 16 == 0, ValueError)

@@ -63,6 +63,7 @@ std::string counters_json(const Counters& c) {
   field(s, "global_sectors", c.global_sectors);
   field(s, "async_load_bytes", c.async_load_bytes);
   field(s, "async_store_bytes", c.async_store_bytes);
+  field(s, "prefetched_bytes", c.prefetched_bytes);
   field(s, "global_distinct_bytes", c.global_distinct_bytes);
   field(s, "shared_accesses", c.shared_accesses);
   field(s, "shared_wavefronts", c.shared_wavefronts);

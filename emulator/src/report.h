@@ -82,6 +82,9 @@ struct Counters {
   uint64_t global_sectors = 0;          // 32-byte sectors touched, summed over warp accesses
   uint64_t async_load_bytes = 0;        // bulk and tensor copies into shared memory
   uint64_t async_store_bytes = 0;
+  // Bulk prefetches alone: a plain one names a cache line, whose size the ISA leaves open, and the lanes of a warp may
+  // name one line 32 times. No part of the other counters of bytes: a prefetch is a hint.
+  uint64_t prefetched_bytes = 0;
   uint64_t global_distinct_bytes = 0;   // distinct 32-byte sectors read or written x 32
   uint64_t shared_accesses = 0;         // warp-wide accesses
   uint64_t shared_wavefronts = 0;       // passes they need: 32 banks of 4 bytes

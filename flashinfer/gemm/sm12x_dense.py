@@ -215,7 +215,7 @@ def dense_block_scaled(
         bfloat16 (default), float16 or float32; that of ``out`` if given.
     next_weights : torch.Tensor, optional
         What a launch behind this one reads whatever happens, as the next layer's weight: contiguous, of any shape and
-        dtype. Where this layer is a stream of weights, its beginning (up to a quarter of L2) is brought into L2 when no more
+        dtype. Where this layer is a stream of weights, its beginning (up to a twelfth of L2) is brought into L2 when no more
         of this layer's own weights are to be asked for. It changes no result, and nothing where it is no stream, nor on the CPU.
     constant_weights : bool
         Nothing in front of this call on its stream writes ``weight`` or ``weight_scale``, so that they may be read while

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ..api_logging import flashinfer_api
-from ..jit.sm12x.instances import DENSE_INSTANCES
+from ..jit.sm12x.instances import DENSE_INSTANCES, Instance
 from ..quantization.block_scaled import WEIGHT_FORMATS, WeightFormat
 from ..sm12x.backend import kernels, plain_torch
 from ..sm12x.checks import require_choice, require_float, require_tensor
@@ -17,6 +17,7 @@ from ..sm12x.operator import define, is_traced
 from .sm12x_dense import instance_for, run, validate
 from .sm12x_dense_launch import DenseCall, dense_module
 
+MOST_TOKENS = 8  # kNarrowTokens: beside more the kernels have no registers for a norm
 LARGEST_EPS = 3.4e38  # the kernels hold it as float32
 
 
@@ -50,9 +51,8 @@ def rmsnorm_dense_block_scaled(
     """:func:`~flashinfer.gemm.dense_block_scaled` behind an addition and an RMSNorm, as a layer's QKV projection is.
 
     ``s = x + residual``, rounded to bfloat16; ``h = s / sqrt(mean(s^2) + eps) * norm_weight``; ``alpha * h @ weight.T +
-    bias``. ``h`` is rounded to bfloat16 once. With few tokens (one tile of the layer's stream of weights: up to 16, or 8
-    with a ``k`` above 3,072) all is one launch, and what is rounded is ``s * norm_weight``, whose factor the sums get. With
-    more, and on the CPU, the norm is computed in front by torch.
+    bias``. ``h`` is rounded to bfloat16 once. Up to eight tokens all is one launch, and what is rounded is ``s *
+    norm_weight``, whose factor the sums get. With more, and on the CPU, the norm is computed in front by torch.
 
     Parameters
     ----------
@@ -143,10 +143,15 @@ class NormedCall(NamedTuple):
         )
 
 
+def norms(row: Instance) -> bool:
+    """Whether an instance takes the norm into its launch."""
+    return row.streamed and row.token_tile == MOST_TOKENS
+
+
 def most_tokens(weight_format: str, k: int) -> int:
     """Tokens that one launch norms and multiplies, for rows of ``k``; 0: none."""
-    rows = [row for row in DENSE_INSTANCES if row.weights == weight_format and row.streamed and row.longest_k >= k]
-    return max((row.token_tile for row in rows), default=0)
+    rows = (row for row in DENSE_INSTANCES if row.weights == weight_format and row.longest_k >= k)
+    return MOST_TOKENS if any(map(norms, rows)) else 0
 
 
 def _outputs(call: NormedCall) -> tuple[torch.Tensor, torch.Tensor]:
@@ -173,7 +178,7 @@ def _run(call: NormedCall) -> tuple[torch.Tensor, torch.Tensor]:
         return output, total
     backend = kernels(device)
     row = instance_for(backend, dense, token_format)
-    if backend is not None and row is not None and row.streamed and m <= row.token_tile and len(call.weight):
+    if backend is not None and row is not None and norms(row) and m <= MOST_TOKENS and len(call.weight):
         backend.call(
             dense_module(backend, call.weight_format).sm12x_dense_normed_run,
             None if call.residual is None else total,

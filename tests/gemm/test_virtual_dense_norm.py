@@ -11,6 +11,7 @@ import torch
 from virtual_devices import ALL_WATCHERS, virtual_fixture
 
 from flashinfer.gemm import dense_block_scaled, rmsnorm_dense_block_scaled
+from flashinfer.gemm.sm12x_dense_norm import norms
 from flashinfer.jit.sm12x.instances import DENSE_INSTANCES, Instance
 from flashinfer.testing import (
     DenseCase,
@@ -22,7 +23,7 @@ from flashinfer.testing import (
 from flashinfer.testing.virtual_device import VirtualDevice
 
 SMS, L2_BYTES = 48, 24 << 20
-STREAMS = [row for row in DENSE_INSTANCES if row.streamed]
+STREAMS = [row for row in DENSE_INSTANCES if norms(row)]
 
 device = virtual_fixture(watch=ALL_WATCHERS)
 
@@ -107,17 +108,18 @@ def test_what_is_no_number_stays_in_its_row(device: VirtualDevice, operand: str,
         assert torch.isnan(after.output[2]).all()
 
 
-def test_more_tokens_than_a_tile_are_normed_in_front(device: VirtualDevice) -> None:
-    case = DenseCase(40, 72, 320, bias=torch.bfloat16)
+@pytest.mark.parametrize(("m", "kernel"), [(9, "dense_layer_kernel"), (40, "grouped_gemm_kernel")])
+def test_more_tokens_are_normed_in_front(device: VirtualDevice, m: int, kernel: str) -> None:
+    case = DenseCase(m, 72, 320, bias=torch.bfloat16)
     inputs = make_dense_inputs(case, 5)
     norm = make_norm_inputs(inputs, 5)
     x, *weights = inputs.arguments
     out, total = rmsnorm_dense_block_scaled(x, norm["norm_weight"], *weights, **inputs.named, residual=norm["residual"])
     check_within_bound(out, *normed_dense_reference(inputs, norm, total, factor_last=False))
-    assert any("grouped_gemm_kernel" in launch.kernel for launch in device.launches)
+    assert kernel in device.launches[-1].kernel
 
 
-# A few bytes, as many as there are epilogue warps' shares, and no multiple of 16; more than a quarter of L2.
+# A few bytes, as many as there are epilogue warps' shares, and no multiple of 16; more than a twelfth of L2.
 @pytest.mark.parametrize("bytes_ahead", [0, 8, 16, 4096 + 24, 7 << 20])
 @pytest.mark.parametrize(("m", "n"), [(1, 5120), (3, 40), (16, 16 * SMS * 6)])
 def test_what_is_read_ahead(device: VirtualDevice, m: int, n: int, bytes_ahead: int) -> None:
@@ -128,4 +130,4 @@ def test_what_is_read_ahead(device: VirtualDevice, m: int, n: int, bytes_ahead: 
     out = dense_block_scaled(*inputs.arguments, **inputs.named, next_weights=following)
     assert torch.equal(out, plain)
     launch = device.launches[-1]
-    assert launch.prefetched_bytes == min(bytes_ahead, L2_BYTES // 4) // 16 * 16
+    assert launch.counters.prefetched_bytes == min(bytes_ahead, L2_BYTES // 12) // 16 * 16

@@ -50,6 +50,14 @@ def compiled(step: CompileStep, to: Path) -> tuple[Path, str]:
     return to / "out.fatbin", done.stdout + done.stderr
 
 
+def release_of(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")))
+
+
+def release(found: toolchain.Toolkit) -> tuple[int, ...]:
+    return release_of(toolchain.compiler_banner(found.nvcc).rpartition("V")[2].split()[0])
+
+
 @pytest.mark.parametrize("toolkit", VERSIONS, indirect=True)
 @pytest.mark.parametrize(("unit", "architecture"), CASES, ids=[f"{unit}-{name}" for unit, name in CASES])
 def test_machine_code(
@@ -64,6 +72,9 @@ def test_machine_code(
     (step,) = (step for step in unit.generate().plan.steps if step.source.stem == unit.stem)
     code, said = compiled(step, tmp_path)
     faults = machine_code.faults(code, unit, f"sm_{major}{minor}")
+    if architecture == "9.0a" and release(toolkit) < release_of(diagnosis.HOPPER_WITHOUT_SPILLS):
+        assert all(" spills: " in fault for fault in faults)
+        return
     assert not faults
     assert diagnosis.local_memory(said) == 0
 

@@ -46,6 +46,7 @@ class Counters:
     """Counts of one launch. Bytes, instructions of warps unless said otherwise.
 
     ``global_distinct_bytes`` is 0 unless the distinct watch is on; it counts distinct 32-byte sectors times 32.
+    ``prefetched_bytes`` are those of bulk prefetches, which no other counter of bytes includes.
     ``shared_bank_conflicts`` are passes beyond the least that the access size allows.
     """
 
@@ -58,6 +59,7 @@ class Counters:
     global_sectors: int = 0
     async_load_bytes: int = 0
     async_store_bytes: int = 0
+    prefetched_bytes: int = 0
     global_distinct_bytes: int = 0
     shared_accesses: int = 0
     shared_wavefronts: int = 0

@@ -312,6 +312,9 @@ struct Warp {
   /// Host address of `bytes` bytes, after every check that applies. `space` may be kGeneric.
   uint8_t* access(const Inst& in, int lane, Space space, uint64_t address, uint32_t bytes, Access kind,
                   Manner manner = Manner::kWeak);
+  /// A prefetch of `bytes` bytes (1: of whatever line holds the address) must name global memory of one allocation. It
+  /// is a hint, so no watcher takes it for a read: what it brings in may be overwritten, or not written yet.
+  void check_prefetch(const Inst& in, int lane, uint64_t address, uint32_t bytes);
   /// Counters of one warp-wide access: sectors, bank conflicts.
   void count_access(const Inst& in, Space space, const uint64_t* addresses, uint32_t mask, uint32_t bytes, bool store);
 

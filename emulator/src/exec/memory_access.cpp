@@ -144,6 +144,15 @@ uint8_t* Warp::access(const Inst& in, int lane, Space space, uint64_t address, u
   }
 }
 
+void Warp::check_prefetch(const Inst& in, int lane, uint64_t address, uint32_t bytes) {
+  const GlobalMemory& memory = *block->launch->memory;
+  if (memory.lookup(address, bytes, block->cache)) return;
+  fail(ReportKind::kOutOfBounds, in, lane,
+       "the prefetch of " + (bytes == 1 ? "a line" : std::to_string(bytes) + " bytes") +
+           " of global memory: " + memory.describe(address),
+       "global", address);
+}
+
 namespace {
 
 // Passes over 32 banks of 4 bytes: lanes that read the same word share it. Accesses of 8 and 16 bytes a lane go in

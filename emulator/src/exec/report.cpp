@@ -59,6 +59,7 @@ void Counters::add(const Counters& o) {
   global_sectors += o.global_sectors;
   async_load_bytes += o.async_load_bytes;
   async_store_bytes += o.async_store_bytes;
+  prefetched_bytes += o.prefetched_bytes;
   global_distinct_bytes += o.global_distinct_bytes;
   shared_accesses += o.shared_accesses;
   shared_wavefronts += o.shared_wavefronts;

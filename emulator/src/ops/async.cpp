@@ -184,7 +184,12 @@ void bulk_run(Warp& w, const Inst& in, uint32_t mask) {
         w.fail(ReportKind::kMisaligned, in, i, "the size " + std::to_string(c.bytes) + " is not a multiple of 16");
       if (c.global % 16)
         w.fail(ReportKind::kMisaligned, in, i, "the global address must be 16-byte aligned", "global", c.global);
-      if (b.prefetch) return;
+      if (b.prefetch) {
+        if (c.bytes == 0) return;
+        w.check_prefetch(in, i, c.global, c.bytes);
+        w.counters().prefetched_bytes += c.bytes;
+        return;
+      }
       c.shared = shared_of(w, in, i, address_of(w, in.op[b.shared], b.shared_offset, i), 16, "the shared address");
       c.shared_to_shared = b.from_shared;
       if (b.from_shared)

@@ -237,13 +237,18 @@ void load_or_store(Form& f) {
 
 void nothing(Warp&, const Inst&, uint32_t) {}
 
-// prefetch, discard, applypriority: caches are not modelled. The address must still be one.
+void prefetch_run(Warp& w, const Inst& in, uint32_t mask) {
+  for_lanes(mask, [&](int i) { w.check_prefetch(in, i, effective(w, in, in.op[0], i), 1); });
+}
+
+// prefetch, discard, applypriority: caches are not modelled. The address must still be one; that of a prefetch of
+// .global must be one of memory that is there.
 void cache_control(Form& f) {
-  f.take_one({"global", "local", "param", "const"});
+  const bool global = f.take_one({"global", "local", "param", "const"}) == "global";
   while (!f.take_prefix("L1").empty() || !f.take_prefix("L2").empty() || f.take("tensormap")) {}
   f.expect(1, 2);
   f.address(0, Space::kGeneric);
-  f.emit(&nothing, OpClass::kSpecial);
+  f.emit(global && f.name() == "prefetch" ? &prefetch_run : &nothing, OpClass::kSpecial);
 }
 
 // form of a fence

@@ -79,6 +79,7 @@ void append(std::string* out, const Counters& c) {
   json.field("global_sectors", c.global_sectors);
   json.field("async_load_bytes", c.async_load_bytes);
   json.field("async_store_bytes", c.async_store_bytes);
+  json.field("prefetched_bytes", c.prefetched_bytes);
   json.field("global_distinct_bytes", c.global_distinct_bytes);
   json.field("shared_accesses", c.shared_accesses);
   json.field("shared_wavefronts", c.shared_wavefronts);

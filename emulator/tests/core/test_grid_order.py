@@ -20,6 +20,7 @@ COPY_A = """@%p mbarrier.init.shared::cta.b64 [bar], 1; fence.mbarrier_init.rele
 @%p mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar], 256;
 @%p cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [s], [%w0], 256, [bar];
 """
+PREFETCH_A = "@%p cp.async.bulk.prefetch.L2.global [%w0], 256; prefetch.global.L2 [%w0];"
 DONE = "L: mbarrier.try_wait.parity.shared::cta.b64 %p, [bar], 0; @!%p bra L;"
 STORE_ASYNC = """add.u32 %r2, %r0, %r0; add.u32 %r2, %r2, %r2; mov.u32 %r3, s; add.u32 %r2, %r2, %r3; st.shared.u32 [%r2], %r0;
 fence.proxy.async.shared::cta; bar.sync 0;
@@ -105,6 +106,8 @@ def test_one_warp_waits_for_the_others(run):
         {"bodies": (STORE_A + TRIGGER, LOAD_B + STORE_B), "why": "other bytes"},
         {"bodies": (LOAD_A + TRIGGER, LOAD_A), "why": "both read"},
         {"bodies": (STORE_A, LOAD_A), "why": "the first lets nobody start before its end"},
+        {"bodies": (STORE_A + TRIGGER, PREFETCH_A), "why": "a prefetch is a hint"},
+        {"bodies": (PREFETCH_A + TRIGGER, STORE_A), "why": "nor is it overtaken by a write"},
         {"bodies": (STORE_A + TRIGGER, LOAD_A), "programmatic": False, "why": "stream order"},
         {"bodies": (STORE_A + TRIGGER, LOAD_A), "streams": (1, 2), "why": "another stream: no order to lose"},
         {"bodies": (STORE_A + TRIGGER, LOAD_A), "watch": Watch.ALL & ~Watch.FENCES, "why": "not watched"},

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import struct
 
 import pytest
-from bits import f16, f32, f64, u
-from vsm.device import Watch
+from bits import HEADER, f16, f32, f64, u
+from vsm.device import Watch, pack
 
 PRELUDE = """.reg .pred %p, %q; .reg .b16 %h<4>; .reg .b32 %r<10>; .reg .b64 %w<10>; .reg .f32 %f<4>; .reg .b128 %x;
 ld.param.u64 %w0, [out]; mov.u32 %r0, %tid.x; mul.wide.u32 %w1, %r0, 4; add.u64 %w2, %w0, %w1;
@@ -317,6 +318,153 @@ def test_a_copy_takes_its_time(run_kernel):
     assert launch.status == "ok"
     assert [r.kind for r in launch.reports] == ["missing wait"], str(launch)
     assert words(out, 1) == (1,)
+
+
+# --- prefetches -------------------------------------------------------------------------------------------------------
+
+BULK_PREFETCH = "cp.async.bulk.prefetch.L2.global"
+PREFETCH_FORMS = [
+    "prefetch.global.L1",
+    "prefetch.global.L2",
+    "prefetch.global.L2::evict_last",
+    "prefetch.global.L2::evict_normal",
+]
+
+
+@pytest.fixture
+def prefetch_at(device):
+    """``prefetch_at(instruction, *sizes)``: one thread runs it with %w3 256 bytes into 1024 bytes of the host, of which
+    the device knows only neighbouring allocations of these sizes, from %w3 on; the launch and %w3."""
+
+    def run(instruction: str, *sizes: int):
+        host = ctypes.create_string_buffer(1024 + 256)
+        address = -(-ctypes.addressof(host) // 256) * 256 + 256
+        module = device.load(
+            HEADER + kernel(f"setp.eq.u32 %p, %r0, 0; mov.u32 %r1, 32;\n@%p {instruction}"), "prefetch"
+        )
+        out, at = device.upload(bytes(256)), address
+        for size in sizes:
+            device.register(at, size)
+            at += size
+        try:
+            return module.kernel("k").launch(1, 32, pack(out, address), watch=Watch.ALL), address
+        finally:
+            for size in reversed(sizes):
+                at -= size
+                device.unregister(at)
+            device.release(out)
+            module.unload()
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("operands", "counted"),
+    [
+        ("[%w3], 256", 256),
+        ("[%w3], 16", 16),
+        ("[%w3+240], 16", 16),
+        ("[%w3+16], %r1", 32),
+        # Of no bytes, wherever: nothing to check.
+        ("[%w3+256], 0", 0),
+        ("[%w3-256], 0", 0),
+    ],
+)
+def test_a_bulk_prefetch_inside_an_allocation_is_counted(prefetch_at, operands, counted):
+    launch, _ = prefetch_at(f"{BULK_PREFETCH} {operands};", 256)
+    clean(launch)
+    n = launch.counters
+    assert n.prefetched_bytes == counted
+    assert (n.async_load_bytes, n.global_load_bytes, n.global_sectors, n.global_distinct_bytes) == (0, 0, 0, 0)
+
+
+def test_bulk_prefetches_are_counted_by_lane_and_summed_over_blocks(run_kernel):
+    launch, _ = run_kernel(
+        kernel(f"and.b64 %w4, %w1, 112; add.u64 %w4, %w3, %w4; {BULK_PREFETCH}.L2::cache_hint [%w4], 48, %w3;"),
+        grid=3,
+        inputs=[DATA],
+    )
+    clean(launch)
+    assert launch.counters.prefetched_bytes == 3 * 32 * 48
+
+
+@pytest.mark.parametrize(
+    ("offset", "size", "where"),
+    [
+        (-16, 32, "16 bytes before an allocation of 256 bytes"),
+        (-16, 16, "16 bytes before an allocation of 256 bytes"),
+        (0, 272, "an allocation of 256 bytes"),
+        (240, 32, "an allocation of 256 bytes"),
+        (256, 16, "0 bytes behind the end of an allocation of 256 bytes"),
+        (0, 0xFFFFFFF0, "an allocation of 256 bytes"),
+    ],
+)
+def test_a_bulk_prefetch_beyond_an_allocation_is_reported(prefetch_at, offset, size, where):
+    launch, address = prefetch_at(f"{BULK_PREFETCH} [%w3+{offset}], {size};", 256)
+    (report,) = launch.reports
+    assert (launch.status, report.kind) == ("fault", "out of bounds"), str(launch)
+    assert f"the prefetch of {size} bytes of global memory" in report.text and where in report.text
+    assert (report.space, report.address, report.lane) == ("global", address + offset, 0)
+    assert BULK_PREFETCH in report.instruction
+    assert launch.counters.prefetched_bytes == 0
+
+
+def test_a_bulk_prefetch_across_two_allocations_is_reported(prefetch_at):
+    """The bytes are all there, as of two tensors that happen to lie side by side."""
+    launch, address = prefetch_at(f"{BULK_PREFETCH} [%w3+240], 32;", 256, 256)
+    (report,) = launch.reports
+    assert (launch.status, report.kind, report.address) == ("fault", "out of bounds", address + 240), str(launch)
+    assert "the prefetch of 32 bytes" in report.text
+    for offset, sizes in ((224, (256, 256)), (256, (256, 256)), (240, (512,))):
+        launch, _ = prefetch_at(f"{BULK_PREFETCH} [%w3+{offset}], 32;", *sizes)
+        clean(launch)
+        assert launch.counters.prefetched_bytes == 32
+
+
+@pytest.mark.parametrize("form", PREFETCH_FORMS)
+def test_a_plain_prefetch_names_an_address_of_an_allocation(prefetch_at, form):
+    """Any address, of whatever alignment. The line around it may hang over; no bytes of it are counted."""
+    for offset in (0, 1, 255):
+        launch, _ = prefetch_at(f"{form} [%w3+{offset}];", 256)
+        clean(launch)
+        assert (launch.counters.prefetched_bytes, launch.counters.global_distinct_bytes) == (0, 0)
+    for offset, where in (
+        (-1, "1 bytes before"),
+        (256, "0 bytes behind the end of"),
+        (300, "44 bytes behind the end of"),
+    ):
+        launch, address = prefetch_at(f"{form} [%w3+{offset}];", 256)
+        (report,) = launch.reports
+        assert (launch.status, report.kind) == ("fault", "out of bounds"), str(launch)
+        assert report.text == f"the prefetch of a line of global memory: {where} an allocation of 256 bytes"
+        assert (report.space, report.address, report.lane) == ("global", address + offset, 0)
+
+
+@pytest.mark.parametrize(
+    ("operands", "text"),
+    [
+        ("[%w3+8], 16", "the global address must be 16-byte aligned"),
+        ("[%w3+8], 0", "the global address must be 16-byte aligned"),
+        ("[%w3], 24", "the size 24 is not a multiple of 16"),
+    ],
+)
+def test_a_misaligned_bulk_prefetch_is_reported(prefetch_at, operands, text):
+    launch, _ = prefetch_at(f"{BULK_PREFETCH} {operands};", 256)
+    (report,) = launch.reports
+    assert (launch.status, report.kind, report.text) == ("fault", "misaligned", text)
+
+
+@pytest.mark.parametrize("instruction", [f"{BULK_PREFETCH} [%w3], 256;", "prefetch.global.L2 [%w3];"])
+def test_a_prefetch_does_not_read(device, instruction):
+    """Memory that nothing wrote is no fault of a prefetch. A load of it is one."""
+    for body, kinds in ((instruction, []), (instruction + " ld.global.u32 %r1, [%w3];", ["uninitialized read"])):
+        module = device.load(HEADER + kernel(body), "prefetch")
+        out, nothing = device.upload(bytes(256)), device.allocate(256)
+        launch = module.kernel("k").launch(1, 32, pack(out, nothing), watch=Watch.ALL)
+        assert [report.kind for report in launch.reports] == kinds, str(launch)
+        device.release(nothing)
+        device.release(out)
+        module.unload()
 
 
 # --- counters ---------------------------------------------------------------------------------------------------------

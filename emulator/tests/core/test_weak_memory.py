@@ -144,6 +144,19 @@ def test_a_seed_repeats(run, fault):
     assert len({tuple(run(FAULTS[fault], seed)[1]) for seed in SEEDS}) > 1
 
 
+def test_a_prefetch_is_a_hint(run):
+    """Of bytes that another block stores to, nothing ordering the two: no race. Loading them is one."""
+    load = "ld.global.u32 %r5, [%w4];"
+    prefetch = "and.b64 %w4, %w4, -16; cp.async.bulk.prefetch.L2.global [%w4], 16; prefetch.global.L2 [%w4];"
+    body = grid_barrier(RELAXED, RELAXED_POLL)
+    assert load in body
+    for seed in SEEDS:
+        launch, _ = run(body.replace(load, prefetch), seed)
+        assert launch.clean, str(launch)
+        assert launch.counters.prefetched_bytes == 16 * BLOCKS * THREADS
+        assert {report.kind for report in run(body, seed)[0].reports} == {"race"}
+
+
 def test_two_blocks_write_the_same_bytes(run):
     body = "st.global.u32 [%w0], %r1;"
     for seed in SEEDS:

@@ -80,8 +80,10 @@ inline Status run_dense_stream(const DenseArguments& a, const LaunchOptions& opt
   p.ranks = a.ranks;
   p.norm = a.norm;
   p.next = a.next;
-  if (a.norm.weight != nullptr && (a.num_tokens > a.instance->token_tile || a.tokens.format != TokenFormat::kBf16)) {
-    return {cudaErrorInvalidValue, "a norm in front of this dense tactic takes one tile of bfloat16 tokens"};
+  const bool normable = a.num_tokens <= kNarrowTokens && a.instance->token_tile == kNarrowTokens &&
+                        a.tokens.format == TokenFormat::kBf16;
+  if (a.norm.weight != nullptr && !normable) {
+    return {cudaErrorInvalidValue, "a norm in front of a dense tactic takes up to eight bfloat16 tokens, of one that has such tiles"};
   }
   const int blocks = std::min(p.gemm.units, options.sm_count);
   *ranks_of_token = blocks * epilogue_warps_of(p.stages, p.gemm.slices);

@@ -54,67 +54,91 @@ __device__ __forceinline__ void pack_block(const uint4 (&eights)[4], TokenBlock&
   }
 }
 
-// A tile's tokens, as far as the warp's K goes; zeros where there is no token, or no K.
+// Which block of 32 a lane's `i`-th is, of the tokens that its warp holds.
+template <class Shape>
+struct LaneBlock {
+  int token, k_block;
+  bool wanted;  // there is such a token, and such a K
+
+  __device__ __forceinline__ LaneBlock(const SlabMultiplier<Shape>& slab, int i, int count, int k, int lane)
+      : token(8 * (i / Shape::kWords) + lane / 4),
+        k_block((slab.first_word() + i % Shape::kWords) * kScaleChunkBlocks + lane % 4),
+        wanted(slab.works() && token < count && k_block * kScaleBlock < k) {}
+
+  // Four eights of bfloat16 rows, from number `eight` on; zeros where the block is not wanted, or there are no rows.
+  __device__ __forceinline__ void load(const void* rows, int64_t eight, uint4 (&to)[4]) const {
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+      to[q] = ptx::load_16_bytes_if(wanted && rows != nullptr, static_cast<const uint4*>(rows) + (wanted ? eight : 0) + q);
+    }
+  }
+};
+
+// A tile's tokens, as far as the warp's K goes; zeros where there is no token, or no K. bfloat16 tokens of a narrow tile
+// are all on their way at once; of others a block is, for want of registers and to keep the code short.
 template <class Shape>
 __device__ __forceinline__ void load_tokens(const DenseParams& p, SlabMultiplier<Shape>& slab, int first, int count,
                                             int lane) {
   constexpr int kBlocks = Shape::kTokenSteps * Shape::kWords;
   TokenBlock* const blocks = &slab.tokens[0][0];
-  auto load = [&](int i, TokenBlock& to) {
-    const int token = 8 * (i / Shape::kWords) + lane / 4;
-    const int k_block = (slab.first_word() + i % Shape::kWords) * kScaleChunkBlocks + lane % 4;
-    const bool wanted = slab.works() && token < count && k_block * kScaleBlock < p.gemm.k;
-    uint4 eights[4];
-    RowLoader{p.tokens, first + token, k_block, wanted}.load(eights);
-    pack_block<Shape::kWeights>(eights, to);
-  };
+  if constexpr (Shape::kTokenSteps == 1) {
+    if (p.tokens.format == TokenFormat::kBf16) {
+      uint4 rows[kBlocks][4];
+#pragma unroll
+      for (int i = 0; i < kBlocks; ++i) {
+        const LaneBlock<Shape> block(slab, i, count, p.gemm.k, lane);
+        const int64_t element = static_cast<int64_t>(first + block.token) * p.gemm.k + block.k_block * kScaleBlock;
+        block.load(p.tokens.data, element / 8, rows[i]);
+      }
+#pragma unroll
+      for (int i = 0; i < kBlocks; ++i) {
+#pragma unroll
+        for (int q = 0; q < 4; ++q) rows[i][q] = detail::from_eight_bf16(rows[i][q]);
+        pack_block<Shape::kWeights>(rows[i], blocks[i]);
+      }
+      return;
+    }
+  }
 #pragma unroll 1
   for (int i = 0; i < kBlocks; ++i) {
     shift_blocks<kBlocks>(blocks);
-    load(i, blocks[kBlocks - 1]);
+    const LaneBlock<Shape> block(slab, i, count, p.gemm.k, lane);
+    uint4 eights[4];
+    RowLoader{p.tokens, first + block.token, block.k_block, block.wanted}.load(eights);
+    pack_block<Shape::kWeights>(eights, blocks[kBlocks - 1]);
   }
 }
 
-// A tile's tokens behind the norm, but for their factors: the sum of squares that this warp has of each goes to
-// `squares`, one of the first group's warps; null for others. Block 0's first group writes what the rows add up to.
+// Tokens of a narrow tile behind the norm, but for their factors (RowNorm). The sum of squares that this warp has of each
+// goes to `squares`, one of the first group's warps; null for others. Block 0's first group writes what rows add up to.
 template <class Shape>
 __device__ __forceinline__ void load_normed_tokens(const DenseParams& p, SlabMultiplier<Shape>& slab, int count,
                                                    float* squares, int lane) {
-  constexpr int kBlocks = Shape::kTokenSteps * Shape::kWords;
-  constexpr int kAtOnce = Shape::kTokenSteps == 1 ? 4 : 2;  // eights on their way: registers are short beside 16 tokens
-  const bool writes = p.norm.sum != nullptr && blockIdx.x == 0 && squares != nullptr;
+  static_assert(Shape::kTokenSteps == 1, "beside more tokens there are no registers for their addends and weights");
+  constexpr int kBlocks = Shape::kWords;
   TokenBlock* const blocks = &slab.tokens[0][0];
   float square = 0.0f;
 #pragma unroll 1
   for (int i = 0; i < kBlocks; ++i) {
     shift_blocks<kBlocks>(blocks);
-    const int token = 8 * (i / Shape::kWords) + lane / 4;
-    const int k_block = (slab.first_word() + i % Shape::kWords) * kScaleChunkBlocks + lane % 4;
-    const bool wanted = token < count && k_block * kScaleBlock < p.gemm.k;
-    const int64_t at = wanted ? (static_cast<int64_t>(token) * p.gemm.k + k_block * kScaleBlock) / 8 : 0;
-    const auto of_row = [&](const void* from, int64_t eight, bool exists) {
-      return ptx::load_16_bytes_if(wanted && exists, static_cast<const uint4*>(from) + eight);
-    };
-    uint4 eights[4], addends[kAtOnce], weights[kAtOnce];
+    const LaneBlock<Shape> block(slab, i, count, p.gemm.k, lane);
+    const bool writes = p.norm.sum != nullptr && blockIdx.x == 0 && squares != nullptr && block.wanted;
+    const int eight = block.k_block * (kScaleBlock / 8), at = block.token * (p.gemm.k / 8) + eight;
+    uint4 eights[4], addends[4], weights[4];
+    block.load(p.tokens.data, at, eights);
+    block.load(p.norm.addend, at, addends);
+    block.load(p.norm.weight, eight, weights);
 #pragma unroll
     for (int q = 0; q < 4; ++q) {
-      if (q % kAtOnce == 0) {
-#pragma unroll
-        for (int n = 0; n < kAtOnce; ++n) {
-          eights[q + n] = of_row(p.tokens.data, at + q + n, true);
-          addends[n] = of_row(p.norm.addend, at + q + n, p.norm.addend != nullptr);
-          weights[n] = of_row(p.norm.weight, (wanted ? k_block * kScaleBlock / 8 : 0) + q + n, true);
-        }
-      }
       float x[8], other[8];
       unpack_eight<true>(eights[q], x);
-      unpack_eight<true>(addends[q % kAtOnce], other);
+      unpack_eight<true>(addends[q], other);
 #pragma unroll
       for (int v = 0; v < 8; ++v) x[v] += other[v];
       const uint4 sum = pack_eight_bf16(x);  // the norm is of what the next layer adds to
-      if (writes && wanted) static_cast<uint4*>(p.norm.sum)[at + q] = sum;
+      if (writes) static_cast<uint4*>(p.norm.sum)[at + q] = sum;
       unpack_eight<true>(sum, x);
-      unpack_eight<true>(weights[q % kAtOnce], other);
+      unpack_eight<true>(weights[q], other);
 #pragma unroll
       for (int v = 0; v < 8; ++v) {
         square = fmaf(x[v], x[v], square);
@@ -123,32 +147,21 @@ __device__ __forceinline__ void load_normed_tokens(const DenseParams& p, SlabMul
       eights[q] = detail::from_eight_bf16(pack_eight_bf16(x));
     }
     pack_block<Shape::kWeights>(eights, blocks[kBlocks - 1]);
-    if ((i + 1) % Shape::kWords == 0) {
-      square += __shfl_xor_sync(kAllLanes, square, 1);
-      square += __shfl_xor_sync(kAllLanes, square, 2);
-      if (squares != nullptr && lane % 4 == 0) squares[token] = square;
-      square = 0.0f;
-    }
   }
+  square += __shfl_xor_sync(kAllLanes, square, 1);
+  square += __shfl_xor_sync(kAllLanes, square, 2);
+  if (squares != nullptr && lane % 4 == 0) squares[lane / 4] = square;
 }
 
-// What the norm multiplies a lane's tokens with, 2t and 2t + 1 of each step, once the MMA warps have left their squares;
-// 1 without a norm.
-template <class Shape>
+// What the norm multiplies a lane's tokens 2t and 2t + 1 with, once the MMA warps have left their squares; else 1.
 struct RowFactors {
-  float of[2 * Shape::kTokenSteps];
+  float of[2] = {1.0f, 1.0f};
 
-  __device__ __forceinline__ RowFactors() {
-#pragma unroll
-    for (int i = 0; i < 2 * Shape::kTokenSteps; ++i) of[i] = 1.0f;
-  }
   __device__ __forceinline__ void read(const DenseParams& p, const float* squares, int lane) {
 #pragma unroll
-    for (int i = 0; i < 2 * Shape::kTokenSteps; ++i) {
+    for (int i = 0; i < 2; ++i) {
       float sum = 0.0f;
-      for (int warp = 0; warp < p.gemm.k_warps; ++warp) {
-        sum += squares[warp * Shape::kTokenTile + i / 2 * 8 + 2 * (lane % 4) + i % 2];
-      }
+      for (int warp = 0; warp < p.gemm.k_warps; ++warp) sum += squares[warp * kNarrowTokens + 2 * (lane % 4) + i];
       of[i] = rsqrtf(sum / static_cast<float>(p.gemm.k) + p.norm.epsilon);
     }
   }
@@ -195,13 +208,16 @@ __device__ __forceinline__ void multiply_units(const DenseParams& p, const Dense
   ptx::wait_for_prerequisite_grids();  // tokens are there
   for (int first = 0; first < p.num_tokens; first += Shape::kTokenTile) {
     const int count = min(Shape::kTokenTile, p.num_tokens - first);
-    if (p.norm.weight == nullptr) {
-      load_tokens<Shape>(p, slab, first, count, lane);
-    } else if (slab.works()) {
-      const bool of_first_group = warp < p.gemm.stage_warps * p.gemm.slices;
-      float* squares = of_first_group ? ring.squares() + slab.first_word() / Shape::kWords * Shape::kTokenTile : nullptr;
-      load_normed_tokens<Shape>(p, slab, count, squares, lane);
+    bool loaded = false;
+    if constexpr (Shape::kTokenSteps == 1) {
+      loaded = p.norm.weight != nullptr;
+      if (loaded && slab.works()) {
+        const bool of_first_group = warp < p.gemm.stage_warps * p.gemm.slices;
+        float* squares = of_first_group ? ring.squares() + slab.first_word() / Shape::kWords * kNarrowTokens : nullptr;
+        load_normed_tokens<Shape>(p, slab, count, squares, lane);
+      }
     }
+    if (!loaded) load_tokens<Shape>(p, slab, first, count, lane);
     for (int unit = static_cast<int>(blockIdx.x); unit < p.gemm.units; unit += ptx::grid_blocks()) {
       const uint32_t row = slab.first_row(unit, p.gemm.part_rows());
       ptx::mbarrier_wait(ring.full(place.stage), place.parity);
@@ -260,7 +276,7 @@ __device__ __forceinline__ void run_epilogue_warp(const DenseParams& p, const De
     __syncwarp();
   }
   LargestOutputs<Shape> largest;
-  RowFactors<Shape> factors;
+  RowFactors factors;
   bool normed = p.norm.weight == nullptr, ahead = false;  // factors are known; what comes behind has been asked for
 
   const StoreEpilogue& e = p.epilogue;
@@ -307,7 +323,7 @@ __device__ __forceinline__ void run_epilogue_warp(const DenseParams& p, const De
         const int token = i / 4 * 8 + 2 * (lane % 4) + i % 2, out = output + (i % 4 < 2 ? 0 : 8);
         if (token >= count || out >= g.out) continue;
         const int64_t at = static_cast<int64_t>(first_token + token) * g.out + out;
-        float value = fmaf(Slab::kAccumulatorScale * sums[i / 4][i % 4], scale * factors.of[i / 4 * 2 + i % 2], bias[i % 4 / 2]);
+        float value = fmaf(Slab::kAccumulatorScale * sums[i / 4][i % 4], Shape::kTokenSteps == 1 ? scale * factors.of[i % 2] : scale, bias[i % 4 / 2]);
         if (e.residual != nullptr) value += load_scalar(e.residual, at, e.output_type);
         if (ranks != nullptr) largest.add(i, round_scalar(value, e.output_type), out);
         if (e.output != nullptr) store_scalar(e.output, at, e.output_type, value);

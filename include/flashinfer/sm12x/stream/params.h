@@ -172,7 +172,7 @@ inline Status encode_scales(const uint8_t* scales, int matrices, StreamedGemm* g
 
 // RMSNorm of a dense layer's tokens, x + addend, in front of the product. The sums times the norm's weight, rounded to
 // bfloat16, are what is multiplied; a token's factor, 1 / sqrt(mean(sum^2) + epsilon), waits for the epilogue, so that
-// no MMA waits for it. One tile of bfloat16 tokens.
+// no MMA waits for it. Up to eight bfloat16 tokens.
 struct RowNorm {
   const void* weight;  // bfloat16 [k], or null: no norm
   const void* addend;  // bfloat16 [num_tokens, k], or null
@@ -181,11 +181,11 @@ struct RowNorm {
 };
 
 // Shared memory of a dense layer's block beside the ring: barriers, and the sums of squares that the warps that share K
-// have of a tile's tokens, [warps][token tile].
+// have of a narrow tile's tokens, [warps][8].
 struct DenseStorage {
-  static constexpr int kMostWarps = 12, kMostTokens = 16;
+  static constexpr int kMostWarps = 12;
   static constexpr int kSquares = 8 * 2 * kMaxStreamStages;
-  static constexpr int kRing = kSquares + 4 * kMostWarps * kMostTokens;
+  static constexpr int kRing = kSquares + 4 * kMostWarps * kNarrowTokens;
 };
 static_assert(DenseStorage::kRing % 128 == 0);
 
