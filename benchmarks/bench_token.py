@@ -35,7 +35,7 @@ from timing import allow, file, machine, names, numbers, reason
 from token_bench import check, hindcast, measure, operators, picture, predict, results
 from token_bench.model import Model, fork_experts, marlin_experts
 
-from flashinfer.gemm.sm12x_dense_norm import most_tokens
+from flashinfer.gemm.sm12x_dense_norm import MOST_TOKENS as NORM_TOKENS
 from flashinfer.sm12x.models import MODELS
 from flashinfer.sm12x.models import Model as Size
 from flashinfer.sm12x.perfmodel.step import (
@@ -114,13 +114,7 @@ def build(stack: str, size: Size, arguments: argparse.Namespace) -> Model:
 
 
 def steps_of(
-    arguments: argparse.Namespace,
-    size: Size,
-    formats: Sequence[str],
-    routers: Sequence[str],
-    attentions: Sequence[str],
-    norms: Sequence[str],
-    ahead: Sequence[str],
+    arguments: argparse.Namespace, formats: Sequence[str], routers: Sequence[str], attentions: Sequence[str]
 ) -> Iterator[Step]:
     """What is to be measured on one stack; prompts with the attention of their own only."""
     dense_layers = [
@@ -129,20 +123,16 @@ def steps_of(
         for tokens in TOKENS_BESIDE[weights]
         if weights == "bf16" or tokens in arguments.dense_tokens
     ]
-    kinds = itertools.product(dense_layers, routers, attentions, norms, ahead)
-    for (dense, dense_tokens), router, attention, norm, reads in kinds:
-        fused_norm = norm == "fork" and dense != "bf16" and dense_tokens == "bf16"
-        if norm == "fork" and not fused_norm and "separate" in norms:
-            continue  # the same step once more
+    for (dense, dense_tokens), router, attention in itertools.product(dense_layers, routers, attentions):
         common: dict[str, Any] = {
             "formats": formats_of(dense),
             "dense_tokens": dense_tokens,
             "fused_router": router == "fork",
-            "reads_ahead": reads == "yes",
         }
+        norms = router == "fork" and dense != "bf16" and dense_tokens == "bf16"
         for kv, (sequences, context) in itertools.product(arguments.kv, arguments.decode):
-            one_tile = fused_norm and sequences <= most_tokens(dense, size.hidden)
-            yield Step(sequences, context, kv=kv, **common, fused_attention=attention == "fork", fused_norm=one_tile)
+            own = {"fused_attention": attention == "fork", "fused_norm": norms and sequences <= NORM_TOKENS}
+            yield Step(sequences, context, kv=kv, **common, **own)
         for tokens in arguments.prefill if attention == attentions[0] else ():
             yield Step(1, tokens, tokens, arguments.kv[0], **common)
 
@@ -150,8 +140,7 @@ def steps_of(
 def stack_name(stack: str, step: Step) -> str:
     if stack == "vllm":
         return stack
-    parts = {"router": step.fused_router, "attention": step.fused_attention, "norm": step.fused_norm}
-    own = [name for name, used in (*parts.items(), ("reading ahead", step.reads_ahead)) if used]
+    own = [name for name, used in (("router", step.fused_router), ("attention", step.fused_attention)) if used]
     rounded = "" if step.dense_tokens == "bf16" else f" (tokens {step.dense_tokens})"
     return f"fork, dense {step.formats['QKV']}{rounded}{', its ' if own else ''}{' and '.join(own)}"
 
@@ -168,15 +157,8 @@ def run_on_gpu(arguments: argparse.Namespace) -> int:
     found: list[results.Measured] = []
     for name, stack in itertools.product(arguments.models, arguments.stacks):
         size = MODELS[name]
-        choices: Any = [["bf16"], ["separate"], ["separate"], ["separate"], ["no"]]
-        if stack == "fork":
-            choices = [
-                arguments.dense,
-                arguments.router,
-                arguments.decode_attention,
-                arguments.norm,
-                arguments.read_ahead,
-            ]
+        separate = (["bf16"], ["separate"], ["separate"])
+        choices = (arguments.dense, arguments.router, arguments.decode_attention) if stack == "fork" else separate
         model, why = None, ""
         try:
             model = build(stack, size, arguments)
@@ -184,7 +166,7 @@ def run_on_gpu(arguments: argparse.Namespace) -> int:
         except Exception as error:
             why = reason(error)
             print(f"{name}, {stack}: {why}", flush=True)
-        for step in steps_of(arguments, size, *choices):
+        for step in steps_of(arguments, *choices):
             if model is None:
                 found.append(not_measured(name, stack, step, why))
                 continue
@@ -353,22 +335,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--router",
         type=names,
         default=["fork"],
-        help="of the fork's stack: fork (its router_top_k), separate (norm, GEMM, top-k)",
+        help="of the fork's stack: fork (norms, router and top-k as in vLLM's decode steps), separate (norm, GEMM, top-k)",
     )
     parser.add_argument(
         "--decode-attention",
         type=names,
         default=["fork"],
         help="of the fork's stack: fork (its decode_attention), separate (rope, KV write, --attention)",
-    )
-    parser.add_argument(
-        "--norm",
-        type=names,
-        default=["fork"],
-        help="in front of the fork's QKV: fork (rmsnorm_dense_block_scaled, up to 8 tokens), separate",
-    )
-    parser.add_argument(
-        "--read-ahead", type=names, default=["yes"], help="whether the fork's streams bring the next weights into L2"
     )
     parser.add_argument("--attention", choices=ATTENTION, default="xqa")
     parser.add_argument("--prefill-attention", choices=ATTENTION, default="triton")
@@ -402,9 +375,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             name for name, tokens in beside if name == "bf16" or set(tokens) & set(arguments.dense_tokens)
         ]
     allow(parser, arguments, models=MODELS, stacks=("fork", "vllm"), dense=DENSE_FORMATS, dense_tokens=DENSE_FORMATS)
-    allow(
-        parser, arguments, kv=KV_BYTES, router=made_by, decode_attention=made_by, norm=made_by, read_ahead=("yes", "no")
-    )
+    allow(parser, arguments, kv=KV_BYTES, router=made_by, decode_attention=made_by)
     for weights in arguments.dense:
         beside = TOKENS_BESIDE[weights]
         if weights != "bf16" and not set(arguments.dense_tokens) & set(beside):

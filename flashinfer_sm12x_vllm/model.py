@@ -35,6 +35,7 @@ logger = init_logger("vllm.flashinfer_sm12x")
 
 HEAD = 64
 GROUP = 8  # query heads of a KV head
+FEW_PAIRS = 32  # (token, slot) pairs whose experts the layer itself chooses
 MAX_ROWS = 64  # the router is made for few tokens, and an H200 gains nothing beyond
 BF16_CACHES, E4M3_CACHES = ("auto", "bfloat16"), ("fp8", "fp8_e4m3")
 
@@ -58,6 +59,7 @@ class SM12xGptOssForCausalLM(GptOssForCausalLM):
         rope = self.model.layers[0].attn.rotary_emb.cos_sin_cache.to(torch.bfloat16)
         self.register_buffer("sm12x_rope_table", rope, persistent=False)
         self.register_buffer("sm12x_workspace", decode_workspace(rope.device), persistent=False)
+        self.register_buffer("sm12x_barrier", torch.zeros(2, dtype=torch.int32, device=rope.device), persistent=False)
         table.note("decode", "flashinfer-sm12x", f"up to {MAX_ROWS} tokens", "default")
 
     def forward(
@@ -72,7 +74,7 @@ class SM12xGptOssForCausalLM(GptOssForCausalLM):
         if steps is not None and input_ids is not None and inputs_embeds is None and intermediate_tensors is None:
             step = steps.metadata(input_ids.shape[0])
             if step is not None:
-                buffers = self.sm12x_rope_table, self.sm12x_workspace
+                buffers = self.sm12x_rope_table, self.sm12x_workspace, self.sm12x_barrier
                 if steps.taken():
                     return steps.run(input_ids, step, *buffers)
                 steps.warm_up(input_ids, step, *buffers)
@@ -211,6 +213,7 @@ class DecodeSteps:
         step: Mapping[str, FlashInferMetadata],
         rope: torch.Tensor,
         workspace: torch.Tensor,
+        barrier: torch.Tensor,
     ) -> torch.Tensor:
         """Hidden states ``[rows, hidden]`` behind the last norm, as ``GptOssModel.forward`` returns them."""
         hidden = self.model.embed_input_ids(input_ids)
@@ -223,8 +226,7 @@ class DecodeSteps:
             attended = attend(attention.attn, qkv, step[attention.attn.layer_name], rope, workspace)
             with reading_ahead(fork_kernel(attention.o_proj), router):
                 hidden, _ = attention.o_proj(attended)
-            with reading_ahead(experts_of(layer), next_layer):
-                hidden, residual = route_and_compute(layer, hidden, residual)
+            hidden, residual = route_and_compute(layer, hidden, residual, barrier, weight_of(next_layer))
         assert residual is not None
         _add_and_norm(self.model.norm, hidden, residual)
         return hidden
@@ -258,16 +260,21 @@ def experts_of(layer: Any) -> SM12xAutoExperts | None:
 
 
 @contextlib.contextmanager
-def reading_ahead(kernel: ForkKernel | SM12xAutoExperts | None, layer: Any) -> Iterator[None]:
+def reading_ahead(kernel: ForkKernel | None, layer: Any) -> Iterator[None]:
     """Calls of ``kernel`` in here bring the weight of ``layer`` into L2 when they have none of their own left to ask for."""
-    weight = getattr(layer, "weight", None)
-    if kernel is not None and weight is not None and weight.is_contiguous():  # kernels of vLLM's may keep it otherwise
-        kernel.next_weights = weight.detach()
+    if kernel is not None:
+        kernel.next_weights = weight_of(layer)
     try:
         yield
     finally:
         if kernel is not None:
             kernel.next_weights = None  # torch.compile traces such calls, and takes no tensor for a constant
+
+
+def weight_of(layer: Any) -> torch.Tensor | None:
+    """What a launch in front may read ahead; kernels of vLLM's may keep a weight where it cannot be."""
+    weight = getattr(layer, "weight", None)
+    return weight.detach() if weight is not None and weight.is_contiguous() else None
 
 
 def norm_and_project(
@@ -335,27 +342,41 @@ def attend(
     return out.view(rows, -1)
 
 
-def route_and_compute(layer: Any, hidden: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def route_and_compute(
+    layer: Any,
+    hidden: torch.Tensor,
+    residual: torch.Tensor,
+    barrier: torch.Tensor,
+    next_weights: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The experts of ``hidden + residual`` behind their norm, and that sum; rows of padding go to no expert."""
-    from flashinfer.fused_moe import router_top_k
+    from flashinfer.fused_moe import router_logits, router_top_k
 
     norm, router, runner = layer.post_attention_layernorm, layer.mlp.router, layer.mlp.experts
     padding = get_forward_context().is_padding if envs.VLLM_MOE_SKIP_PADDING else None
-    routed = router_top_k(
-        hidden,
-        router.weight,
-        runner.router.top_k,
-        router.bias,
-        residual=residual,
-        norm_weight=norm.weight,
-        eps=norm.variance_epsilon,
-        is_padding=None if padding is None else padding[: len(hidden)],
-        logits_dtype=hidden.dtype,  # as vLLM's router gives them: what is chosen is what vLLM's layers choose
-        constant_weights=True,
-    )
-    experts = runner.routed_experts
+    is_padding = None if padding is None else padding[: len(hidden)]
+    top_k, experts = runner.router.top_k, runner.routed_experts
+    given: dict[str, Any] = {
+        "bias": router.bias,
+        "residual": residual,
+        "norm_weight": norm.weight,
+        "eps": norm.variance_epsilon,
+        "logits_dtype": hidden.dtype,  # as vLLM's router gives them: what is chosen is what vLLM's layers choose
+        "constant_weights": True,
+    }
     experts._ensure_moe_quant_config_init()
-    computed = experts.forward_modular(
-        x=routed.hidden_states, topk_weights=routed.topk_weights, topk_ids=routed.topk_ids
-    )
-    return runner._maybe_reduce_final_output(computed, None), routed.residual
+    own = experts_of(layer)
+    if own is None:
+        routed = router_top_k(hidden, router.weight, top_k, is_padding=is_padding, **given)
+        computed = experts.forward_modular(
+            x=routed.hidden_states, topk_weights=routed.topk_weights, topk_ids=routed.topk_ids
+        )
+        return runner._maybe_reduce_final_output(computed, None), routed.residual
+    if len(hidden) * top_k <= FEW_PAIRS:
+        decided = router_logits(hidden, router.weight, **given)
+        routing = {"router_logits": decided.logits, "top_k": top_k, "is_padding": is_padding}
+    else:
+        decided = router_top_k(hidden, router.weight, top_k, is_padding=is_padding, **given)
+        routing = {"token_selected_experts": decided.topk_ids, "token_final_scales": decided.topk_weights}
+    computed = own.step(experts, decided.hidden_states, barrier=barrier, next_weights=next_weights, **routing)
+    return runner._maybe_reduce_final_output(computed, None), decided.residual

@@ -73,8 +73,6 @@ class SM12xExperts(FlashInferExperts):
 class SM12xAutoExperts(SM12xExperts):
     """The same in W4A16 where that takes no longer, and in W4A8 elsewhere: the operator chooses by a call's tokens."""
 
-    next_weights: torch.Tensor | None = None  # of a decode step's call, while it runs
-
     def apply(
         self,
         output: torch.Tensor,
@@ -86,34 +84,48 @@ class SM12xAutoExperts(SM12xExperts):
         activation: MoEActivation,
         **_unused: Any,
     ) -> None:
-        """``cutlass_fused_moe`` with both of its mode's flags, which vLLM has no name for, and what is read ahead."""
-        from flashinfer.fused_moe.core import moe_reading_ahead
+        """vLLM's call, but for the mode, which vLLM has no name for."""
+        from flashinfer.fused_moe import cutlass_fused_moe
 
-        assert self.w1_scale is not None
-        assert self.w2_scale is not None
-        moe_reading_ahead(
-            self.next_weights,
-            input=hidden_states,
+        cutlass_fused_moe(
             token_selected_experts=topk_ids.to(torch.int),
             token_final_scales=topk_weights,
-            fc1_expert_weights=w1,
-            fc2_expert_weights=w2,
-            output_dtype=self.out_dtype,
-            quant_scales=[self.w1_scale.view(torch.int32), self.w2_scale.view(torch.int32)],
-            fc1_expert_biases=self.w1_bias,
-            fc2_expert_biases=self.w2_bias,
-            swiglu_alpha=self.gemm1_alpha,
-            swiglu_beta=self.gemm1_beta,
-            swiglu_limit=self.gemm1_clamp_limit,
-            tp_size=self.tp_size,
-            tp_rank=self.tp_rank,
-            ep_size=self.ep_size,
-            ep_rank=self.ep_rank,
             output=output,
-            use_mxfp8_act_scaling=True,
-            use_w4_group_scaling=True,
-            activation_type=flashinfer_cutlass_moe.activation_to_flashinfer_type(activation),
+            **self._arguments(hidden_states, w1, w2, activation),
         )
+
+    def step(self, layer: Any, hidden_states: torch.Tensor, **routing: Any) -> torch.Tensor:
+        """A decode step's call: new outputs of the layer's experts for ``routing``, as ``moe_step`` takes it."""
+        from flashinfer.fused_moe import moe_step
+
+        arguments = self._arguments(hidden_states, layer.w13_weight, layer.w2_weight, layer.activation)
+        return moe_step(**routing, **arguments)
+
+    def _arguments(
+        self, hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, activation: Any
+    ) -> dict[str, Any]:
+        """``cutlass_fused_moe``'s, but for experts' ids and weights."""
+        assert self.w1_scale is not None
+        assert self.w2_scale is not None
+        return {
+            "input": hidden_states,
+            "fc1_expert_weights": w1,
+            "fc2_expert_weights": w2,
+            "output_dtype": self.out_dtype,
+            "quant_scales": [self.w1_scale.view(torch.int32), self.w2_scale.view(torch.int32)],
+            "fc1_expert_biases": self.w1_bias,
+            "fc2_expert_biases": self.w2_bias,
+            "swiglu_alpha": self.gemm1_alpha,
+            "swiglu_beta": self.gemm1_beta,
+            "swiglu_limit": self.gemm1_clamp_limit,
+            "tp_size": self.tp_size,
+            "tp_rank": self.tp_rank,
+            "ep_size": self.ep_size,
+            "ep_rank": self.ep_rank,
+            "use_mxfp8_act_scaling": True,
+            "use_w4_group_scaling": True,
+            "activation_type": flashinfer_cutlass_moe.activation_to_flashinfer_type(activation),
+        }
 
 
 class SM12xQuantizedInputExperts(SM12xExperts):

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from timing import QUANTIZED_ROWS
 
 from flashinfer.decode import decode_attention
-from flashinfer.fused_moe import router_top_k
-from flashinfer.fused_moe.core import moe_reading_ahead
+from flashinfer.fused_moe import moe_step, router_logits, router_top_k
+from flashinfer.fused_moe.sm12x_operator import FEW_PAIRS
 from flashinfer.gemm import dense_block_scaled, rmsnorm_dense_block_scaled
 from flashinfer.quantization.block_scaled import quantize_weight
 from flashinfer.sm12x.models import Model as Size
@@ -79,9 +79,7 @@ class Experts(Protocol):
 
     by: str
 
-    def __call__(
-        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, following: torch.Tensor | None = None
-    ) -> torch.Tensor: ...
+    def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor: ...
 
 
 def random_experts(size: Size, generator: torch.Generator) -> MoEInputs:
@@ -128,10 +126,14 @@ class ForkExperts:
         """The call."""
         return dataclasses.replace(self.weights, input=x, token_selected_experts=ids, token_final_scales=weights)
 
-    def __call__(
-        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, following: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        return moe_reading_ahead(following, **self.inputs(x, ids, weights).arguments())
+    def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return moe_step(**self.inputs(x, ids, weights).arguments())
+
+    def step(self, x: torch.Tensor, **routing: Any) -> torch.Tensor:
+        """As ``moe_step``, whose experts are chosen by ``routing``."""
+        arguments = dataclasses.replace(self.weights, input=x).arguments()
+        del arguments["token_selected_experts"], arguments["token_final_scales"]
+        return moe_step(**arguments, **routing)
 
 
 class MarlinExperts:
@@ -142,9 +144,7 @@ class MarlinExperts:
     def __init__(self, peer: Any, weights: MoEInputs) -> None:
         self._layer, self._nothing = peer.prepare(weights), weights.input
 
-    def __call__(
-        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, following: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         inputs = MoEInputs(x, ids, weights, *[self._nothing] * 4)
         return self._layer.bind(RoutedBatch(inputs, weights))()
 
@@ -197,6 +197,7 @@ class Model:
         self.layers = [layer() for _ in range(size.layers)]
         self.norm = vector(size.hidden, offset=1.0)
         self.lm_head = dense("LM head", bias=False)
+        self.barrier = torch.zeros(2, dtype=torch.int32, device=device)
         self.rope = rope_table(positions, size.head, device, torch.bfloat16)
         self.operators = TorchOperators()
         self.attention: Any = TorchAttention()
@@ -217,7 +218,7 @@ class Model:
             **dense,
             "attention, full": attention,
             "attention, window": attention,
-            "router": "fork router_top_k" if step.fused_router else "cuBLAS",
+            "router": "fork" if step.fused_router else "cuBLAS",
             "MoE": self.layers[0].experts.by,
         }
 
@@ -303,12 +304,13 @@ class Model:
                 x = attention(rows, caches[index], cache, batch, layer.sinks, window)
             mark("O")
             x = layer.o(x.view(tokens, queries), step.formats["O"], step.dense_tokens, following["O"])
+            experts = layer.experts
+            if step.fused_router and isinstance(experts, ForkExperts):
+                x, residual = self._route_and_compute(layer, experts, x, residual, following["MoE"])
+                continue
             if step.fused_router:
                 mark("router")
-                routed = router_top_k(
-                    x, layer.router[0], size.top_k, layer.router[1], residual=residual, norm_weight=layer.norms[1],
-                    eps=EPSILON, constant_weights=True,
-                )  # fmt: skip
+                routed = router_top_k(x, layer.router[0], size.top_k, **self._router(layer, residual))
                 weights, ids, _, x, residual = routed
             else:
                 mark("norms")
@@ -319,7 +321,7 @@ class Model:
                 weights, ids = operators.top_k(logits, size.top_k)
             self.chosen.append(ids)
             mark("MoE")
-            x = layer.experts(x, ids, weights, following["MoE"])
+            x = experts(x, ids, weights)
         mark("norms")
         x, _ = operators.norm(x, residual, self.norm)
         mark("LM head")
@@ -328,9 +330,40 @@ class Model:
         mark("argmax")
         return logits, logits.argmax(-1)
 
+    def _router(self, layer: Layer, residual: torch.Tensor) -> dict[str, Any]:
+        """What both of the fork's routers take besides rows and weight."""
+        return {
+            "bias": layer.router[1], "residual": residual, "norm_weight": layer.norms[1], "eps": EPSILON,
+            "constant_weights": True,
+        }  # fmt: skip
+
+    def _route_and_compute(
+        self,
+        layer: Layer,
+        experts: ForkExperts,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        following: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The fork's router and experts, as vLLM's plugin calls them; the experts' outputs, and what theirs are added to."""
+        self.mark("router")
+        top_k, options = self.size.top_k, self._router(layer, residual)
+        decided: Any
+        routing: dict[str, Any]
+        if len(x) * top_k <= FEW_PAIRS:
+            decided = router_logits(x, layer.router[0], **options)
+            routing = {"router_logits": decided.logits, "top_k": top_k}
+        else:
+            decided = router_top_k(x, layer.router[0], top_k, **options)
+            routing = {"token_selected_experts": decided.topk_ids, "token_final_scales": decided.topk_weights}
+        self.chosen.append(decided.logits)
+        self.mark("MoE")
+        x = experts.step(decided.hidden_states, **routing, barrier=self.barrier, next_weights=following)
+        return x, decided.residual
+
     def _following(self, step: Step, index: int) -> dict[str, torch.Tensor | None]:
         """What launches behind those of a layer read whatever happens, by part."""
-        if not step.reads_ahead:
+        if not step.fused_router:
             return dict.fromkeys(("QKV", "O", "MoE"))
         layer, formats = self.layers[index], step.formats
         last = index + 1 == len(self.layers)
@@ -339,7 +372,8 @@ class Model:
 
     def experts_touched(self) -> float:
         """Of the last step, the mean over the layers."""
-        return sum(len(ids.unique()) for ids in self.chosen) / len(self.chosen)
+        ids = (each.topk(self.size.top_k).indices if each.is_floating_point() else each for each in self.chosen)
+        return sum(len(each.unique()) for each in ids) / len(self.chosen)
 
 
 def fork_experts(size: Size, activations: str) -> Callable[[torch.Generator], ForkExperts]:

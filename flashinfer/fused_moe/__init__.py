@@ -28,4 +28,6 @@ if TYPE_CHECKING:
     def __getattr__(name: str) -> Any: ...
 
 
+from .core import moe_step as moe_step
+from .sm12x_router import router_logits as router_logits
 from .sm12x_router import router_top_k as router_top_k

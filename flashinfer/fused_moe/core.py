@@ -300,16 +300,52 @@ def cutlass_fused_moe(
     return _upstream.cutlass_fused_moe(**_selected(locals(), _MOE_PARAMETERS))
 
 
-def moe_reading_ahead(next_weights: torch.Tensor | None, **arguments: Any) -> torch.Tensor:
-    """``cutlass_fused_moe(**arguments)`` of MXFP4 weights on a device that this fork serves, whose streamed layer brings
-    ``next_weights`` into L2, as :func:`~flashinfer.gemm.dense_block_scaled` does: upstream's signature has no place for it.
+def moe_step(
+    *,
+    router_logits: torch.Tensor | None = None,
+    top_k: int = 0,
+    is_padding: torch.Tensor | None = None,
+    barrier: torch.Tensor | None = None,
+    next_weights: torch.Tensor | None = None,
+    **arguments: Any,
+) -> torch.Tensor:
+    """``cutlass_fused_moe(**arguments)`` of MXFP4 weights in a decode step, with what upstream's signature has no place for.
+
+    For a device that this fork serves.  With few tokens the layer then is one launch, where that has two and a router's
+    top-k a third.  Results are those of ``router_top_k`` and ``cutlass_fused_moe``, bit for bit.
+
+    Parameters
+    ----------
+    router_logits : torch.Tensor, optional
+        float32 ``[M, experts of all ranks]``, by which the layer chooses experts and their weights as ``router_top_k`` does:
+        itself where there are at most 32 (token, slot) pairs and it is one stream of weights, else in front.
+        ``token_selected_experts`` and ``token_final_scales`` are None beside it.
+    top_k : int
+        Experts of a token, with ``router_logits``; at most 32.
+    is_padding : torch.Tensor, optional
+        bool ``[M]``, with ``router_logits``: rows that go to no expert, whose outputs are zeros.
+    barrier : torch.Tensor, optional
+        int32 ``[2]``, zero before its first use: counters that the launch's blocks wait at.  Calls that may run at the same
+        time need one each, as they need a workspace.  Without it they are in the workspace, and a launch in front makes
+        them zero.
+    next_weights : torch.Tensor, optional
+        As in :func:`~flashinfer.gemm.dense_block_scaled`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Before any launch, naming the argument, what it was and what it may be.
     """
-    given = _MOE_DEFAULTS | arguments
+    given = _MOE_DEFAULTS | {"token_selected_experts": None, "token_final_scales": None} | arguments
+    for name in ("input", "fc1_expert_weights"):
+        require_tensor_type(name, given.get(name))
     dtypes = given["input"].dtype, given["fc1_expert_weights"].dtype
     mode = select_mode(*dtypes, **_selected(given, _MODE_PARAMETERS))
     if mode is None:
         raise ValueError(f"input is {dtypes[0]} and weights are {dtypes[1]}; they must be a mode of MXFP4 weights")
-    given |= {"moe_mode": int(mode), "activation_type": int(given["activation_type"]), "next_weights": next_weights}
+    given |= {"moe_mode": int(mode), "activation_type": int(given["activation_type"])}
+    given |= {"router_logits": router_logits, "top_k": top_k, "is_padding": is_padding, "barrier": barrier}
+    given["next_weights"] = next_weights
     return fused_moe(MoECall(**_selected(given, MoECall._fields)))
 
 

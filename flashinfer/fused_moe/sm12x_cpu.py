@@ -85,6 +85,7 @@ def moe_cpu(problem: MoEProblem, call: MoECall) -> None:
     fc1_scales, fc2_scales = (scales.view(torch.uint8).view(experts, -1) for scales in (fc1_scales, fc2_scales))
     x = _activations(problem, call.input, call.input_sf, call.swizzled_input_sf)
     total = torch.zeros((problem.num_tokens, problem.hidden), dtype=torch.float32)
+    assert call.token_selected_experts is not None
     local_ids = call.token_selected_experts - problem.first_expert
     used = torch.unique(local_ids)
     for expert in used[(used >= 0) & (used < experts)].tolist():

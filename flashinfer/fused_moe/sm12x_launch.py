@@ -80,6 +80,7 @@ def launch(
         output,
         call.input,
         None if call.input_sf is None else as_bytes(call.input_sf),
+        problem.top_k,
         call.token_selected_experts,
         call.token_final_scales,
         as_bytes(call.fc1_expert_weights),
@@ -101,7 +102,10 @@ def launch(
         problem.num_experts_total,
         *tactics,
         call.next_weights,
+        call.router_logits,
+        call.is_padding,
+        call.barrier,
         backend.pdl(call.enable_pdl),
-        writes=(output, workspace),
+        writes=(output, workspace) if call.barrier is None else (output, workspace, call.barrier),
     )
     return launched

@@ -17,7 +17,11 @@ from .sm12x_autotuner import tuned_tactics
 from .sm12x_cpu import moe_cpu
 from .sm12x_launch import default_tactics, launch, workspace_bytes
 from .sm12x_planner import plan_mode, resolved_pair, wanted_tactics
+from .sm12x_router import choose_experts
 from .sm12x_validation import Mode, MoECall, MoEProblem, check_expert_ids, check_limits, validate
+
+FEW_PAIRS = 32
+"""(token, slot) pairs whose experts a streamed layer chooses itself: kFewPairs."""
 
 
 def compute(call: MoECall, problem: MoEProblem) -> None:
@@ -26,7 +30,7 @@ def compute(call: MoECall, problem: MoEProblem) -> None:
     backend = kernels(device)
     if checks_values(device):
         check_limits(call.swiglu_limit)
-        if not call.enable_alltoall:
+        if not call.enable_alltoall and call.token_selected_experts is not None:
             check_expert_ids(call.token_selected_experts, problem.num_experts_total)
     # The CPU computes what a GB10 would.
     features = () if backend is None else (backend.block_scaled_mma, backend.unified_memory)
@@ -39,7 +43,7 @@ def compute(call: MoECall, problem: MoEProblem) -> None:
         return
     if backend is None:
         with plain_torch(device):
-            moe_cpu(problem, call)
+            moe_cpu(problem, routed(call))
         return
     default = default_tactics(problem, backend.block_scaled_mma, backend.unified_memory)
     tactics = default if wanted is None else resolved_pair(wanted, default)
@@ -54,7 +58,10 @@ def compute(call: MoECall, problem: MoEProblem) -> None:
             f"workspace_buffer holds {workspace.numel()} bytes; this call needs {needed} "
             "(cutlass_fused_moe_workspace_size() tells it)"
         )
-    if wanted is None and backend.is_cuda and not tune.is_idle():
+    tunes = wanted is None and backend.is_cuda and not tune.is_idle()
+    if tunes or not first.streamed or problem.num_tokens * problem.top_k > FEW_PAIRS:
+        call = routed(call)
+    if tunes:
         if call.moe_mode == Mode.AUTO and tune.is_tuning():
             other = Mode.HALF_INPUT if problem.mode is Mode.W4A16 else Mode.W4A16
             tuned_tactics(backend, problem._replace(mode=other), call, default)  # for calls of other sizes
@@ -68,7 +75,18 @@ def compute(call: MoECall, problem: MoEProblem) -> None:
             "share): pass tactics of a pair of GEMMs, or None"
         )
     pair = default_tactics(problem, backend.block_scaled_mma, backend.unified_memory, False)
-    launch(backend, problem, call, workspace, pair)
+    launch(backend, problem, routed(call), workspace, pair)
+
+
+def routed(call: MoECall) -> MoECall:
+    """The same call with its experts chosen, for what takes no logits."""
+    if call.router_logits is None:
+        return call
+    with plain_torch(call.input.device):
+        weights, ids = choose_experts(call.router_logits, call.top_k, call.is_padding)
+    return call._replace(
+        token_selected_experts=ids, token_final_scales=weights, router_logits=None, top_k=0, is_padding=None
+    )
 
 
 def _new_output(call: MoECall) -> torch.Tensor:
@@ -77,5 +95,5 @@ def _new_output(call: MoECall) -> torch.Tensor:
 
 
 fused_moe = OutputOperator(
-    "sm12x_cutlass_fused_moe", MoECall, validate, compute, _new_output, ("output", "workspace_buffer")
+    "sm12x_cutlass_fused_moe", MoECall, validate, compute, _new_output, ("output", "workspace_buffer", "barrier")
 )

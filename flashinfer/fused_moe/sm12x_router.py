@@ -121,10 +121,62 @@ def router_top_k(
         constant_weights=constant_weights,
         enable_pdl=enable_pdl,
     )
-    topk_weights, topk_ids, logits, normed, total = _operator(call) if is_traced(call) else _run(call)
-    if norm_weight is None:
-        normed = hidden_states if residual is None else total
-    return Routed(topk_weights, topk_ids, logits, normed, None if residual is None else total)
+    return Routed(*_called(call))
+
+
+class RouterLogits(NamedTuple):
+    """What :func:`router_logits` gives: as in :class:`Routed`."""
+
+    logits: torch.Tensor
+    hidden_states: torch.Tensor
+    residual: torch.Tensor | None
+
+
+@flashinfer_api
+def router_logits(
+    hidden_states: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    residual: torch.Tensor | None = None,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    logits_dtype: torch.dtype = torch.float32,
+    constant_weights: bool = False,
+    enable_pdl: bool | None = None,
+) -> RouterLogits:
+    """:func:`router_top_k` without its top-k, which whoever takes the logits does (``fused_moe.core.moe_step``): one launch.
+
+    Parameters, and what is raised, are as there.
+
+    Returns
+    -------
+    RouterLogits
+        New tensors, but for ``hidden_states`` where it is the argument.
+    """
+    call = RouterCall(
+        hidden_states=hidden_states,
+        weight=weight,
+        bias=bias,
+        residual=residual,
+        norm_weight=norm_weight,
+        is_padding=None,
+        top_k=0,
+        eps=eps,
+        logits_dtype=logits_dtype,
+        constant_weights=constant_weights,
+        enable_pdl=enable_pdl,
+        chooses=False,
+    )
+    return RouterLogits(*_called(call)[2:])
+
+
+def _called(call: RouterCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Weights, ids, logits, what the experts take, and the sum if there is one."""
+    weights, ids, logits, normed, total = _operator(call) if is_traced(call) else _run(call)
+    if call.norm_weight is None:
+        normed = call.hidden_states if call.residual is None else total
+    return weights, ids, logits, normed, None if call.residual is None else total
 
 
 class RouterCall(NamedTuple):
@@ -141,6 +193,7 @@ class RouterCall(NamedTuple):
     logits_dtype: torch.dtype
     constant_weights: bool
     enable_pdl: bool | None
+    chooses: bool = True  # top_k experts
 
 
 def _validate(call: RouterCall) -> RouterCall:
@@ -155,7 +208,9 @@ def _validate(call: RouterCall) -> RouterCall:
     if k % K_STEP:
         raise ValueError(f"k is {k}; it must be a multiple of {K_STEP}")
     require_int("num_experts", experts, 1, MAX_EXPERTS)
-    top_k = require_int("top_k", call.top_k, 1, min(MAX_TOP_K, experts), "no more than there are experts")
+    top_k = 0
+    if call.chooses:
+        top_k = require_int("top_k", call.top_k, 1, min(MAX_TOP_K, experts), "no more than there are experts")
     require_switches(call, "constant_weights")
     eps = require_float("eps", call.eps, 0.0, LARGEST_EPS)
     rows = (call.hidden_states.shape[0], k)
@@ -238,10 +293,20 @@ def _compute_on_cpu(outputs: list[torch.Tensor], call: RouterCall) -> None:
         logits += call.bias.float()
     if call.logits_dtype is torch.bfloat16:
         logits.copy_(logits.bfloat16())
-    order = logits.argsort(dim=1, descending=True, stable=True)[:, : topk_ids.shape[1]]
-    topk_ids.copy_(order)
+    if call.top_k:
+        weights, ids = choose_experts(logits, call.top_k, call.is_padding)
+        topk_weights.copy_(weights)
+        topk_ids.copy_(ids)
+
+
+def choose_experts(
+    logits: torch.Tensor, top_k: int, is_padding: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Routing weights, float32, and ids, int32, ``[m, top_k]``, as :func:`router_top_k` gives them for these logits."""
+    order = logits.argsort(dim=1, descending=True, stable=True)[:, :top_k]
     chosen = logits.gather(1, order)
     shares = torch.where(chosen == chosen[:, :1], 1.0, (chosen - chosen[:, :1]).exp())  # of infinities too
-    topk_weights.copy_(shares / shares.sum(1, keepdim=True))
-    if call.is_padding is not None:
-        topk_ids[call.is_padding] = -1
+    ids = order.int()
+    if is_padding is not None:
+        ids = ids.masked_fill(is_padding[:, None], -1)
+    return shares / shares.sum(1, keepdim=True), ids

@@ -36,6 +36,7 @@ from ..sm12x.checks import (
 )
 
 WEIGHT_DTYPES = (torch.uint8, torch.int64)
+MAX_TOP_K = 32  # of a router's logits: a lane each
 # The unified MoE layer hands linear scales over as views in e4m3.
 LINEAR_SCALE_DTYPES = (*UE8M0_DTYPES, torch.float8_e4m3fn)
 
@@ -97,7 +98,7 @@ class MoECall(NamedTuple):
     workspace_buffer: torch.Tensor | None
     input: torch.Tensor
     input_sf: torch.Tensor | None
-    token_selected_experts: torch.Tensor
+    token_selected_experts: torch.Tensor | None  # None: by router_logits
     token_final_scales: torch.Tensor | None
     fc1_expert_weights: torch.Tensor
     fc1_expert_biases: torch.Tensor | None
@@ -119,7 +120,12 @@ class MoECall(NamedTuple):
     tune_max_num_tokens: int
     enable_pdl: bool | None
     profile_ids: list[int] | None
-    next_weights: torch.Tensor | None = None  # as in dense_block_scaled
+    # What moe_step has besides.
+    next_weights: torch.Tensor | None = None
+    router_logits: torch.Tensor | None = None
+    top_k: int = 0
+    is_padding: torch.Tensor | None = None
+    barrier: torch.Tensor | None = None
 
     @property
     def weight_scales(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
@@ -278,6 +284,35 @@ def _check_input_sf(problem: MoEProblem, input_sf: Any, swizzled: bool, device: 
     require_tensor(name, input_sf, shapes, LINEAR_SCALE_DTYPES, device, "linear scales", alignment)
 
 
+def _require_routing(call: MoECall, tokens: int, experts: int) -> int:
+    """Check what experts are chosen by; how many a token has."""
+    device, ids = call.input.device, call.token_selected_experts
+    if call.router_logits is None:
+        require_rank("token_selected_experts", ids, 2, f"2-D int32, [{tokens}, top_k]")
+        assert ids is not None
+        shape = (tokens, ids.shape[1])
+        require_tensor("token_selected_experts", ids, [shape], [torch.int32], device, alignment=ELEMENT)
+        if call.is_padding is not None:
+            raise ValueError("is_padding is given; it belongs to router_logits, ids of -1 mark padding without them")
+        return ids.shape[1]
+    if ids is not None or call.token_final_scales is not None:
+        raise ValueError(
+            "router_logits are given; token_selected_experts and token_final_scales must be None beside them"
+        )
+    require_tensor(
+        "router_logits",
+        call.router_logits,
+        [(tokens, experts)],
+        [torch.float32],
+        device,
+        "all experts",
+        alignment=ELEMENT,
+    )
+    if call.is_padding is not None:
+        require_tensor("is_padding", call.is_padding, [(tokens,)], [torch.bool], device, alignment=ELEMENT)
+    return require_int("top_k", call.top_k, 1, min(MAX_TOP_K, experts), "no more than there are experts")
+
+
 def validate(call: MoECall) -> MoEProblem:
     """Check the metadata and addresses of a call and return its sizes.
 
@@ -296,17 +331,13 @@ def validate(call: MoECall) -> MoEProblem:
     require_rank("input", call.input, 2, f"2-D, [num_tokens, {hidden}]")
     tokens = call.input.shape[0]
     require_tensor("input", call.input, [(tokens, hidden)], INPUT_DTYPES[mode], device)
-    require_rank("token_selected_experts", call.token_selected_experts, 2, f"2-D int32, [{tokens}, top_k]")
-    top_k = call.token_selected_experts.shape[1]
-    routing = [(tokens, top_k)]
-    require_tensor(
-        "token_selected_experts", call.token_selected_experts, routing, [torch.int32], device, alignment=ELEMENT
-    )
     require_int("ep_size", ep_size, 1, INT32_MAX // experts, f"with {experts} experts a rank, since ids are int32")
     total = experts * ep_size
+    top_k = _require_routing(call, tokens, total)
+    what = "token_selected_experts.shape[1]" if call.router_logits is None else "of router_logits"
     if not 1 <= top_k <= total:
         raise ValueError(
-            f"top_k (token_selected_experts.shape[1]) is {top_k}; it must be in [1, {total}], the number of experts "
+            f"top_k ({what}) is {top_k}; it must be in [1, {total}], the number of experts "
             f"({experts} here x ep_size {ep_size})"
         )
     require_pairs("num_tokens (input.shape[0])", tokens, top_k)
@@ -337,7 +368,9 @@ def validate(call: MoECall) -> MoEProblem:
         require_tensor("workspace_buffer", call.workspace_buffer, [size], dtypes, device)
     require_int("tune_max_num_tokens", call.tune_max_num_tokens, 1)
     require_read_ahead(call.next_weights, device)
-    require_apart(call, {"output": (), "workspace_buffer": ()})
+    if call.barrier is not None:
+        require_tensor("barrier", call.barrier, [(2,)], [torch.int32], device, alignment=ELEMENT)
+    require_apart(call, {"output": (), "workspace_buffer": (), "barrier": ()})
     return problem
 
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 from operator_calls import on
 
-from flashinfer.fused_moe import cutlass_fused_moe
-from flashinfer.fused_moe.core import moe_reading_ahead
+from flashinfer.fused_moe import cutlass_fused_moe, moe_step
 from flashinfer.gemm import dense_block_scaled, rmsnorm_dense_block_scaled
 from flashinfer.gemm.sm12x_dense_norm import most_tokens
 from flashinfer.quantization.block_scaled import WEIGHT_FORMATS
@@ -139,4 +138,4 @@ def test_what_is_read_ahead_changes_nothing(device: torch.device, bytes_ahead: i
         assert torch.equal(dense_block_scaled(*arguments, **inputs.named, next_weights=following), plain)
     for case in (MoECase(3, 64, 96, 8, 2, mode=2), MoECase(3, 64, 96, 8, 2, mode=1)):
         call = on(device, make_moe_inputs(case, 7).arguments())
-        assert torch.equal(moe_reading_ahead(following, **call), cutlass_fused_moe(**call))
+        assert torch.equal(moe_step(next_weights=following, **call), cutlass_fused_moe(**call))

@@ -50,13 +50,15 @@ int64_t moe_workspace_size(int64_t num_tokens, int64_t hidden, int64_t inter, in
 }
 
 // False: nothing was launched, because the tactic needs all SMs of the device and the stream has fewer.
-bool moe_run(TensorView output, TensorView input, Optional<TensorView> input_sf, TensorView token_selected_experts,
+bool moe_run(TensorView output, TensorView input, Optional<TensorView> input_sf, int64_t top_k,
+             Optional<TensorView> token_selected_experts,
              Optional<TensorView> token_final_scales, TensorView fc1_w, TensorView fc1_sf,
              Optional<TensorView> fc1_global, Optional<TensorView> fc1_bias, TensorView fc2_w, TensorView fc2_sf,
              Optional<TensorView> fc2_global, Optional<TensorView> fc2_bias, Optional<TensorView> swiglu_alpha,
              Optional<TensorView> swiglu_beta, Optional<TensorView> swiglu_limit, int64_t activation_type,
              TensorView workspace, int64_t mode, bool swizzled_input_sf, int64_t first_expert,
              int64_t num_experts_total, int64_t tactic_fc1, int64_t tactic_fc2, Optional<TensorView> next_weights,
+             Optional<TensorView> router_logits, Optional<TensorView> is_padding, Optional<TensorView> barrier,
              bool enable_pdl) {
   MoeArguments a = {};
   a.shape.mode = checked_mode(mode);
@@ -64,10 +66,26 @@ bool moe_run(TensorView output, TensorView input, Optional<TensorView> input_sf,
   a.shape.hidden = checked_int(fc2_w.size(1), "hidden size");
   a.shape.inter = checked_int(2 * fc2_w.size(2), "intermediate size");
   a.shape.num_experts = checked_int(fc2_w.size(0), "the number of local experts");
-  a.shape.top_k = checked_int(token_selected_experts.size(1), "top_k");
+  a.shape.top_k = checked_int(top_k, "top_k");
   if (a.shape.num_tokens == 0) return true;
 
-  TVM_FFI_CHECK(a.shape.top_k >= 1, ValueError) << "token_selected_experts has no slots";
+  TVM_FFI_CHECK(a.shape.top_k >= 1, ValueError) << "top_k is " << top_k;
+  TVM_FFI_CHECK(token_selected_experts.has_value() != router_logits.has_value(), ValueError)
+      << "experts are chosen by token_selected_experts or by router_logits";
+  const int64_t tokens = a.shape.num_tokens;
+  if (router_logits.has_value()) {
+    TVM_FFI_CHECK(router_logits.value().numel() == tokens * num_experts_total, ValueError)
+        << "router_logits must be [tokens, experts]";
+    TVM_FFI_CHECK(!is_padding.has_value() || is_padding.value().numel() == tokens, ValueError)
+        << "is_padding must be [tokens]";
+    a.router = {data<const float>(router_logits.value()), data_or_null<const bool>(is_padding),
+                checked_int(num_experts_total, "the number of experts")};
+  } else {
+    TVM_FFI_CHECK(token_selected_experts.value().numel() == tokens * top_k, ValueError)
+        << "token_selected_experts must be [tokens, top_k]";
+  }
+  TVM_FFI_CHECK(!barrier.has_value() || barrier.value().numel() == 2, ValueError) << "barrier must have two elements";
+  a.barrier = data_or_null<unsigned>(barrier);
   TVM_FFI_CHECK(input.size(1) == a.shape.hidden && fc1_w.size(1) == 2 * a.shape.inter &&
                     2 * fc1_w.size(2) == a.shape.hidden && fc1_w.size(0) == a.shape.num_experts,
                 ValueError)
@@ -93,7 +111,7 @@ bool moe_run(TensorView output, TensorView input, Optional<TensorView> input_sf,
   TVM_FFI_CHECK(!whole_words || reinterpret_cast<uintptr_t>(a.input_sf) % sizeof(uint32_t) == 0, ValueError)
       << "input_sf must start at a multiple of 4 bytes";
   a.swizzled_input_sf = swizzled_input_sf;
-  a.ids = data<const int32_t>(token_selected_experts);
+  a.ids = data_or_null<const int32_t>(token_selected_experts);
   a.routing_weights = data_or_null<const float>(token_final_scales);
   a.first_expert = static_cast<int>(first_expert);
   a.fc1 = expert_weights(fc1_w, fc1_sf, fc1_global, fc1_bias, "fc1_expert_biases");

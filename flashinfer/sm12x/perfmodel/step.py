@@ -94,7 +94,7 @@ class Step:
     "mxfp8", or "auto", which is either by their number, as ``cutlass_fused_moe`` with both flags. ``fused_router``: the norm in front of the
     router, the router and the top-k are one part, "router", by this fork's ``router_top_k``. ``fused_attention``: rope and KV
     write are part of the attention, this fork's ``decode_attention``. ``fused_norm``: the norm in front of QKV is part of it
-    (``rmsnorm_dense_block_scaled``). ``reads_ahead``: this fork's streams bring the next launch's weights into L2. Without ``fork`` nothing is this fork's: experts and
+    (``rmsnorm_dense_block_scaled``). Without ``fork`` nothing is this fork's: experts and
     dense layers are their bytes, their FLOPs and launches, too, but for experts of a kernel that was counted: ``experts`` is its
     name, of :data:`.peers.PEERS`. ``verified``: logits of all new tokens, as of a draft's.
     """
@@ -107,7 +107,6 @@ class Step:
     fused_router: bool = False
     fused_attention: bool = False
     fused_norm: bool = False
-    reads_ahead: bool = False
     dense_tokens: TokenFormat = "bf16"
     expert_tokens: str = "auto"
     fork: bool = True

@@ -3,7 +3,8 @@
 // A router of a mixture of experts for few tokens, with the RMSNorm in front of it, in two launches:
 //
 //   router_logits_kernel  sum = hidden + residual, normed = RMSNorm(sum), logits = normed * weight^T + bias
-//   router_top_k_kernel   the largest logits' experts, none of padding, and the softmax over them
+//   router_top_k_kernel   the largest logits' experts, none of padding, and the softmax over them; not where whoever
+//                         takes the logits chooses (stream/moe.cuh)
 //
 // A block computes the logits of a tile of up to eight tokens for eight experts, or for several times eight where
 // blocks for eight would not all be on the device at once: by m16n8k16 MMAs whose rows are tokens and whose columns are
@@ -20,12 +21,12 @@
 #include <cstdint>
 
 #include "launch.h"
+#include "moe/choose_experts.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/mma.cuh"
 #include "ptx/sync.cuh"
 #include "rows/quantize.cuh"
-#include "rows/rank.cuh"
 #include "types.h"
 
 namespace flashinfer::sm12x {
@@ -39,8 +40,6 @@ constexpr int kRouterVector = 8;  // elements of 16 bytes
 constexpr int kRouterStep = 4;  // vectors of two MMAs
 constexpr int kRouterHeldSteps = 6;  // of a warp, of the weights: K up to 3,072 in registers
 constexpr int kRouterMaxK = 16 * 1024;
-constexpr int kRouterMaxExperts = 512;
-constexpr int kRouterExpertsPerLane = kRouterMaxExperts / 32;
 constexpr int kRouterTopKWarps = 4;
 
 // Vectors from one row of the tile to the next: whole steps, and the rows of an MMA have no bank conflict.
@@ -70,7 +69,7 @@ struct RouterParams {
   float* top_k_weights;  // [num_tokens, top_k]
   int32_t* top_k_ids;  // [num_tokens, top_k]
   float epsilon;
-  int num_tokens, k, num_experts, top_k;
+  int num_tokens, k, num_experts, top_k;  // top_k 0: logits alone
   int tile;  // tokens of a block
   int team;  // threads that norm a row: whole warps, a power of two
   int groups;  // of experts, that a block computes one after the other
@@ -215,50 +214,20 @@ __global__ void __launch_bounds__(kRouterThreads) router_logits_kernel(const __g
   }
 }
 
-// A warp a token. NaN comes first, so that the ids are valid whatever the logits are.
+// A warp a token.
 __global__ void __launch_bounds__(32 * kRouterTopKWarps) router_top_k_kernel(const __grid_constant__ RouterParams p) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int token = static_cast<int>(blockIdx.x) * kRouterTopKWarps + static_cast<int>(threadIdx.x) / 32;
   ptx::launch_dependent_grids();
   ptx::wait_for_prerequisite_grids();
   if (token >= p.num_tokens) return;
-  const float* logits = p.logits + static_cast<int64_t>(token) * p.num_experts;
-  const int per_lane = (p.num_experts + 31) / 32;
-  uint64_t ranks[kRouterExpertsPerLane];
-#pragma unroll
-  for (int i = 0; i < kRouterExpertsPerLane; ++i) {
-    if (i >= per_lane) break;
-    const int expert = lane + 32 * i;
-    ranks[i] = expert < p.num_experts ? rank_of(logits[expert], expert) : 0;
-  }
-  float largest = 0.0f, own = 0.0f, total = 0.0f;  // own: this lane's of the chosen
-  int own_id = 0;
-  for (int place = 0; place < p.top_k; ++place) {
-    uint64_t best = 0;
-#pragma unroll
-    for (int i = 0; i < kRouterExpertsPerLane; ++i) {
-      if (i >= per_lane) break;
-      best = max(best, ranks[i]);
-    }
-    best = largest_of_lanes(best);
-#pragma unroll
-    for (int i = 0; i < kRouterExpertsPerLane; ++i) {
-      if (i >= per_lane) break;
-      ranks[i] = ranks[i] == best ? 0 : ranks[i];
-    }
-    const float logit = rank_number(best);
-    if (place == 0) largest = logit;
-    const float weight = logit == largest ? 1.0f : expf(logit - largest);  // of infinities too
-    total += weight;
-    if (lane == place) {
-      own = weight;
-      own_id = rank_place(best);
-    }
-  }
+  int id;
+  float weight;
+  choose_experts(p.logits + static_cast<int64_t>(token) * p.num_experts, p.num_experts, p.top_k, lane, &id, &weight);
   if (lane < p.top_k) {
     const int64_t at = static_cast<int64_t>(token) * p.top_k + lane;
-    p.top_k_weights[at] = own / total;
-    p.top_k_ids[at] = p.is_padding != nullptr && p.is_padding[token] ? -1 : own_id;
+    p.top_k_weights[at] = weight;
+    p.top_k_ids[at] = p.is_padding != nullptr && p.is_padding[token] ? -1 : id;
   }
 }
 
@@ -282,7 +251,7 @@ inline Status run_router(RouterParams params, const LaunchOptions& options) {
   if (error != cudaSuccess) return {error, "shared memory of the router"};
   error =
       launch_kernel(router_logits_kernel, params, tiles * params.blocks_of_tile, kRouterThreads, shared_bytes, options);
-  if (error != cudaSuccess) return {error, "launch of the router's logits"};
+  if (error != cudaSuccess || params.top_k == 0) return {error, "launch of the router's logits"};
   const int top_k_blocks = ceil_div(params.num_tokens, kRouterTopKWarps);
   error = launch_kernel(router_top_k_kernel, params, top_k_blocks, 32 * kRouterTopKWarps, 0, options);
   return {error, "launch of the router's top-k"};

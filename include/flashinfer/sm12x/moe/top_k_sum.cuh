@@ -10,9 +10,9 @@
 namespace flashinfer::sm12x {
 
 // Some columns of some tokens at a time: one after the other, the latencies of their loads would add up.
-// `partial_outputs` is [tokens x top_k, hidden].
+// `partial_outputs` is [tokens x top_k, hidden], `ids` the pairs' experts.
 template <class Vector, int kTokens, class Params>
-__device__ __forceinline__ void sum_slots(const Params& p, const float* partial_outputs, int hidden, int column,
+__device__ __forceinline__ void sum_slots(const Params& p, const int32_t* ids, const float* partial_outputs, int hidden, int column,
                                           const int (&tokens)[kTokens], Vector (&sum)[kTokens]) {
   constexpr int kSlots = 4;  // of a token whose loads are in flight together
   for (int base = 0; base < p.top_k; base += kSlots) {
@@ -22,7 +22,7 @@ __device__ __forceinline__ void sum_slots(const Params& p, const float* partial_
 #pragma unroll
       for (int i = 0; i < kSlots; ++i) {
         const int pair = tokens[j] * p.top_k + base + i;
-        const bool local = base + i < p.top_k && local_expert(p.ids[pair], p.first_expert, p.num_experts) >= 0;
+        const bool local = base + i < p.top_k && local_expert(ids[pair], p.first_expert, p.num_experts) >= 0;
         // The address only where it is needed: it costs registers.
         value[j][i] = Vector{};
         if (!local) continue;

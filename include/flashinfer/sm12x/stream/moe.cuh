@@ -94,9 +94,19 @@ class TokenFragments {
       const int token = 8 * (i / kWords) + lane / 4, word = first_word + i % kWords;
       const bool wanted = token < count && word < p.gemm[0].words;
       const int row = wanted ? row_of(token) : 0, k_block = word * kScaleChunkBlocks + lane % 4;
-      const uint8_t* from = p.tokens + packed_offset(p.num_tokens, row, k_block);
+      if constexpr (Config::kActivation == Element::kBf16) {
+        const bool within = wanted && k_block * kScaleBlock < p.gemm[0].k;
+        const int64_t element = within ? static_cast<int64_t>(row) * p.gemm[0].k + k_block * kScaleBlock : 0;
+        const uint8_t* from = p.tokens + 2 * element;
 #pragma unroll
-      for (int q = 0; q < 4; ++q) set_eight(to, q, ptx::load_16_bytes_if(wanted, from + 16 * q));
+        for (int q = 0; q < 4; ++q) {
+          set_eight(to, q, detail::from_eight_bf16(ptx::load_16_bytes_if(within, from + 16 * q)));
+        }
+      } else {
+        const uint8_t* from = p.tokens + packed_offset(p.num_tokens, row, k_block);
+#pragma unroll
+        for (int q = 0; q < 4; ++q) set_eight(to, q, ptx::load_16_bytes_if(wanted, from + 16 * q));
+      }
     };
     if constexpr (kHold) {
 #pragma unroll
@@ -303,6 +313,8 @@ class StreamEpilogue {
         shared(block),
         warp_(warp),
         lane_(lane),
+        ids_(params.num_pairs <= kFewPairs ? block.few_ids() : params.ids),
+        weights_(params.num_pairs <= kFewPairs ? block.few_weights() : params.routing_weights),
         warps_(epilogue_warps_of(block.stages, 1)),
         to_fill_(params, block, warp, warps_),
         to_finish_(to_fill_) {
@@ -310,6 +322,8 @@ class StreamEpilogue {
   }
 
   __device__ __forceinline__ void finish_units() {
+    // Nobody has arrived there who does not wait for this block's arrival with FC1.
+    const unsigned done_before = warp_ == 0 && lane_ == 0 ? ptx::load_acquire_gpu(p.blocks_done + 1) : 0;
     const bool has_stages = warp_ < warps_;
     // Prime one stage per epilogue warp: enough to keep memory busy, and later stages, each filled when one has landed,
     // do not queue ahead of the first weights and of code. The first copies begin one after the other, because loads
@@ -327,11 +341,12 @@ class StreamEpilogue {
     to_fill_ = StridedUnits(p, shared, warp_ + shared.stages, warps_);
 
     for (; has_stages && to_finish_.gemm() == 0; next()) finish<0>();
-    grid_barrier(p.blocks_done);
+    grid_barrier(p.blocks_done, 0);
     if (warp_ == 0 && lane_ == 0) ptx::mbarrier_arrive(shared.act_ready());
     for (; has_stages && !to_finish_.ended(); next()) finish<1>();
     if (has_stages && !ahead_) ask_ahead();
-    grid_barrier(p.blocks_done + 1);
+    grid_barrier(p.blocks_done + 1, done_before);
+    if (blockIdx.x == 0 && warp_ == 0 && lane_ == 0) *p.blocks_done = 0;  // all are through with it
     sum_outputs();
   }
 
@@ -363,12 +378,12 @@ class StreamEpilogue {
   // Waits for the epilogue warps of all blocks; afterwards everyone may read what anyone wrote before. More arrivals
   // than blocks are those of another launch that was given the same workspace at the same time, which has overwritten
   // what it held.
-  __device__ __forceinline__ void grid_barrier(unsigned* counter) {
+  __device__ __forceinline__ void grid_barrier(unsigned* counter, unsigned before) {
     ptx::named_barrier_sync<kThreads>(kEpilogueBarrier);
     if (warp_ == 0 && lane_ == 0) {
       ptx::arrive_at_gpu_counter(counter);
       unsigned arrived;
-      while ((arrived = ptx::load_acquire_gpu(counter)) < gridDim.x) __nanosleep(32);
+      while ((arrived = ptx::load_acquire_gpu(counter) - before) < gridDim.x) __nanosleep(32);
       if (arrived > gridDim.x) __trap();
     }
     ptx::named_barrier_sync<kThreads>(kEpilogueBarrier);
@@ -435,7 +450,7 @@ class StreamEpilogue {
                                                         const float (&bias)[2], const Sums& sums) const {
     for_each_token(tile, sums, [&](int position, float low, float high) {
       const int pair = shared.order()[position];
-      const float weight = load_or(p.routing_weights, pair, 1.0f);
+      const float weight = load_or(weights_, pair, 1.0f);
       float* to = p.partial_outputs + static_cast<int64_t>(pair) * p.gemm[1].out + row;
       to[0] = fmaf(low, scale, bias[0]) * weight;
       to[8] = fmaf(high, scale, bias[1]) * weight;
@@ -449,7 +464,7 @@ class StreamEpilogue {
     for (int i = blockIdx.x * kThreads + thread; i < p.num_tokens * vectors; i += gridDim.x * kThreads) {
       const int tokens[1] = {i / vectors}, column = 4 * (i - tokens[0] * vectors);
       float4 sum[1] = {};
-      sum_slots(p, p.partial_outputs, hidden, column, tokens, sum);
+      sum_slots(p, ids_, p.partial_outputs, hidden, column, tokens, sum);
       const int64_t at = static_cast<int64_t>(tokens[0]) * hidden + column;
       store_scalar(p.output, at, p.output_type, sum[0].x);
       store_scalar(p.output, at + 1, p.output_type, sum[0].y);
@@ -461,6 +476,8 @@ class StreamEpilogue {
   const StreamedLayerParams& p;
   const StreamBlock& shared;
   int warp_, lane_;
+  const int32_t* ids_;  // of pairs
+  const float* weights_;  // of pairs, or null: 1
   int warps_;
   bool ahead_ = false;  // what comes behind the layer has been asked for
   RingPlace place_;
@@ -476,10 +493,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 
   ptx::launch_dependent_grids();
   const int epilogue_warp = warp - Config::kMmaWarps;
-  auto expert_of = [&](int pair) {
-    return pair < p.num_pairs ? local_expert(p.ids[pair], p.first_expert, p.num_experts) : -1;
+  const bool few = p.num_pairs <= kFewPairs;
+  auto expert_of = [&](const int32_t* ids, int pair) {
+    return pair < p.num_pairs ? local_expert(ids[pair], p.first_expert, p.num_experts) : -1;
   };
-  const bool few = p.num_pairs <= 32;
   if (epilogue_warp == 1) {
     for (int stage = lane; stage < shared.stages; stage += 32) {
       ptx::mbarrier_init(shared.full(stage), 32);  // lanes of the warp that fills it
@@ -496,7 +513,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   }
   if (!few) {
     ptx::wait_for_prerequisite_grids();  // ids are there
-    for (int i = threadIdx.x; i < p.num_pairs; i += Config::kThreads) shared.routing_experts()[i] = expert_of(i);
+    for (int i = threadIdx.x; i < p.num_pairs; i += Config::kThreads) shared.routing_experts()[i] = expert_of(p.ids, i);
   }
   __syncthreads();
 
@@ -505,10 +522,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     return;
   }
   // Epilogue warps.
-  ptx::wait_for_prerequisite_grids();  // ids are there, tokens packed, and the grid barrier's counters are zero
+  ptx::wait_for_prerequisite_grids();  // ids or logits are there, tokens, and the grid barrier's counters
+  if (few) find_few_experts(p, shared, epilogue_warp, lane);
   if (epilogue_warp == 0) {
     const TileCounts tiles =
-        few ? route_few<Config>(p, shared, expert_of(lane), lane) : route_many<Config>(p, shared, lane);
+        few ? route_few<Config>(p, shared, expert_of(shared.few_ids(), lane), lane) : route_many<Config>(p, shared, lane);
     if (lane < 2) shared.unit_ranges()[lane] = UnitRange::of_block(tiles, Config::kWideFifths, p.gemm[lane].units);
   }
   ptx::named_barrier_sync<32 * kEpilogueWarps>(kEpilogueBarrier);

@@ -8,7 +8,9 @@
 
 #include <climits>
 
+#include "../moe/choose_experts.cuh"
 #include "../moe/routing.cuh"
+#include "../rows/scalar.cuh"
 #include "gemm.cuh"
 
 namespace flashinfer::sm12x {
@@ -64,6 +66,9 @@ struct StreamBlock : StreamRing<StreamStorage::kRing> {
   __device__ __forceinline__ UnitRange* unit_ranges() const {
     return at<UnitRange>(Storage::kUnitRanges);
   }  // FC1's, FC2's
+  // Experts and weights of a few pairs.
+  __device__ __forceinline__ int32_t* few_ids() const { return at<int32_t>(Storage::kFewIds); }
+  __device__ __forceinline__ float* few_weights() const { return at<float>(Storage::kFewWeights); }
   __device__ __forceinline__ uint16_t* order() const { return at<uint16_t>(Storage::kOrder); }
   // While there is nothing in the ring: two numbers for each expert, one for each pair.
   __device__ __forceinline__ int* routing_counts() const { return at<int>(Storage::kRing); }
@@ -189,8 +194,33 @@ __device__ __forceinline__ TileCounts route_many(const StreamedLayerParams& p, c
   return tiles;
 }
 
-// The same for up to 32 pairs, one a lane: every lane counts those that come before its own. At one token, routing is
-// part of what nothing hides.
+// Experts and weights of a few pairs into shared memory: as the launch was given them, by the warp that routes, or by its
+// router's logits, a token to an epilogue warp.
+__device__ __forceinline__ void find_few_experts(const StreamedLayerParams& p, const StreamBlock& shared, int warp,
+                                                 int lane) {
+  if (p.router.logits == nullptr) {
+    if (warp == 0 && lane < p.num_pairs) {
+      shared.few_ids()[lane] = p.ids[lane];
+      shared.few_weights()[lane] = load_or(p.routing_weights, lane, 1.0f);
+    }
+    __syncwarp();
+    return;
+  }
+  for (int token = warp; token < p.num_tokens; token += kEpilogueWarps) {
+    int id;
+    float weight;
+    const int experts = p.router.num_experts;
+    choose_experts(p.router.logits + static_cast<int64_t>(token) * experts, experts, p.top_k, lane, &id, &weight);
+    if (lane >= p.top_k) continue;
+    if (p.router.is_padding != nullptr && p.router.is_padding[token]) id = -1;
+    shared.few_ids()[token * p.top_k + lane] = id;
+    shared.few_weights()[token * p.top_k + lane] = weight;
+  }
+  ptx::named_barrier_sync<32 * kEpilogueWarps>(kEpilogueBarrier);
+}
+
+// The same as route_many for a few pairs, one a lane: every lane counts those that come before its own. At one token,
+// routing is part of what nothing hides.
 template <class Config>
 __device__ __forceinline__ TileCounts route_few(const StreamedLayerParams& p, const StreamBlock& shared, int expert,
                                                 int lane) {

@@ -205,11 +205,21 @@ struct DenseParams {
 
 constexpr int kStreamPairs = 1024;  // (token, slot) pairs of a launch
 
+constexpr int kFewPairs = 32;  // of a launch, that one warp routes, a lane each
+
+// A router's logits, by which the layer itself chooses a token's experts, and their weights (choose_experts).
+struct RouterLogits {
+  const float* logits;  // [num_tokens, num_experts], or null
+  const bool* is_padding;  // [num_tokens], or null: rows that go to no expert
+  int num_experts;  // of all ranks
+};
+
 struct StreamedLayerParams {
   StreamedGemm gemm[2];  // FC1: up rows, then gate rows
-  const uint8_t* tokens;  // [words][num_tokens][kPackedRowBytes] (rows/load.cuh)
+  const uint8_t* tokens;  // W4A16: bfloat16 [num_tokens, k]; W4A8: [words][num_tokens][kPackedRowBytes] (rows/load.cuh)
   const int32_t* ids;  // [pairs] global expert ids
   const float* routing_weights;  // [pairs] or null: 1
+  RouterLogits router;  // of kFewPairs at most, in place of both
   int num_tokens;
   int num_pairs;
   int top_k;
@@ -218,7 +228,7 @@ struct StreamedLayerParams {
   SwigluOfExperts swiglu;
   float* act;  // [pairs, inter], in expert order
   float* partial_outputs;  // [pairs, hidden], by pair
-  unsigned* blocks_done;  // [2] with FC1, with FC2; zeroed by moe_pack_kernel
+  unsigned* blocks_done;  // [2]: 0 with FC1, which block 0 makes 0 again; any number with FC2
   ReadAhead next;
   void* output;  // [tokens, hidden]
   ScalarType output_type;
@@ -232,7 +242,9 @@ struct StreamStorage {
   static constexpr int kTiles = kBarriers + 8 * (2 * kMaxStreamStages + 2);
   static constexpr int kOrder = kTiles + 4 * kStreamPairs;
   static constexpr int kUnitRanges = kOrder + 2 * kStreamPairs;
-  static constexpr int kRing = round_up(kUnitRanges + 2 * 12, 128);
+  static constexpr int kFewIds = kUnitRanges + 2 * 12;
+  static constexpr int kFewWeights = kFewIds + 4 * kFewPairs;
+  static constexpr int kRing = round_up(kFewWeights + 4 * kFewPairs, 128);
   static constexpr int kRouting =
       2 * 4 * kMaxLocalExperts + 4 * kStreamPairs;  // bytes of the ring that routing borrows
 };

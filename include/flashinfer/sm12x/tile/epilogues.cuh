@@ -312,7 +312,7 @@ struct Epilogue {
           left &= left - 1;
         }
         float sum[kTogether] = {};
-        sum_slots(p, p.epilogue.partial_outputs, p.rows, row, tokens, sum);
+        sum_slots(p, p.ids, p.epilogue.partial_outputs, p.rows, row, tokens, sum);
 #pragma unroll
         for (int j = 0; j < kTogether; ++j) {
           if (j >= count) break;

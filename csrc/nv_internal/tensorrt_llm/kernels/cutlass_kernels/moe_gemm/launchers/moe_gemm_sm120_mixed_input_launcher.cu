@@ -79,7 +79,8 @@ PackTokensParams pack_params(const MoeArguments& a, const MoeWorkspace& w, const
 
 Status launch_pack_tokens(const PackTokensParams& params, const LaunchOptions& options) {
   const int64_t eighths = int64_t{params.num_tokens} * 4 * kScaleChunkBlocks * scale_words(params.input.k);
-  return {launch_over(moe_pack_kernel, params, eighths, kPackTokensThreads, options), "packing of tokens"};
+  return {launch_over(moe_pack_kernel, params, std::max<int64_t>(eighths, 1), kPackTokensThreads, options),
+          "packing of tokens"};
 }
 
 Status run_streamed_moe(const MoeArguments& a, const MoeWorkspace& w, const LaunchOptions& options) {
@@ -88,6 +89,9 @@ Status run_streamed_moe(const MoeArguments& a, const MoeWorkspace& w, const Laun
   const int pairs = s.num_tokens * s.top_k;
   if (a.fc1_instance != a.fc2_instance) {
     return {cudaErrorInvalidValue, "a streamed tactic computes both GEMMs: FC1 and FC2 must name the same"};
+  }
+  if (a.router.logits != nullptr && (pairs > kFewPairs || a.router.num_experts > kRouterMaxExperts)) {
+    return {cudaErrorInvalidValue, "a streamed layer chooses experts of at most 32 (token, slot) pairs, of at most 512"};
   }
   if (pairs > kStreamPairs) {
     return {cudaErrorInvalidValue, "a streamed tactic takes at most 1024 (token, slot) pairs"};
@@ -124,7 +128,8 @@ Status run_streamed_moe(const MoeArguments& a, const MoeWorkspace& w, const Laun
     p.gemm[i].bias_type = matrices[i].bias_type;
   }
 
-  p.tokens = w.tokens;
+  const bool own_rows = s.mode == MoeMode::kBf16Activations;  // as the input lies
+  p.tokens = own_rows ? static_cast<const uint8_t*>(a.input) : w.tokens;
   p.ids = a.ids;
   p.routing_weights = a.routing_weights;
   p.num_tokens = s.num_tokens;
@@ -135,17 +140,21 @@ Status run_streamed_moe(const MoeArguments& a, const MoeWorkspace& w, const Laun
   p.swiglu = a.swiglu;
   p.act = reinterpret_cast<float*>(w.act);
   p.partial_outputs = w.partial_outputs;
-  p.blocks_done = reinterpret_cast<unsigned*>(w.split.arrivals);
+  p.blocks_done = a.barrier != nullptr ? a.barrier : reinterpret_cast<unsigned*>(w.split.arrivals);
   p.output = a.output;
   p.output_type = a.output_type;
   p.next = a.next;
+  p.router = a.router;
 
   PackTokensParams pack = pack_params(a, w, nullptr);
+  if (own_rows) pack.num_tokens = 0;
   pack.counters = p.blocks_done;
-  pack.num_counters = 2;
+  pack.num_counters = a.barrier != nullptr ? 0 : 2;
   pack.prefetch = a.ids;
-  pack.prefetch_bytes = pairs * static_cast<int>(sizeof(int32_t));
-  if (Status r = launch_pack_tokens(pack, options); r.error) return r;
+  pack.prefetch_bytes = a.ids != nullptr ? pairs * static_cast<int>(sizeof(int32_t)) : 0;
+  if (pack.num_tokens > 0 || pack.num_counters > 0) {
+    if (Status r = launch_pack_tokens(pack, options); r.error) return r;
+  }
   return {instance.stream_moe(p, shared_bytes, options), "streamed layer"};
 }
 
@@ -245,6 +254,7 @@ Status run_moe(const MoeArguments& a, const LaunchOptions& options) {
   const MoeWorkspace w = lay_out(a.shape, options.device_sms, a.workspace);
   if (w.bytes > a.workspace_bytes) return {cudaErrorInvalidValue, "the workspace is too small"};
   const bool streamed = a.fc1_instance->streams_moe() || a.fc2_instance->streams_moe();
+  if (!streamed && a.ids == nullptr) return {cudaErrorInvalidValue, "a pair of GEMMs takes expert ids, not logits"};
   return streamed ? run_streamed_moe(a, w, options) : run_pair(a, w, options);
 }
 

@@ -33,7 +33,12 @@ struct MoeArguments {
   SwigluOfExperts swiglu;
   void* output;
   ScalarType output_type;
-  ReadAhead next;  // by a streamed layer
+
+  // Of a streamed layer alone. `router` in place of ids and weights. `barrier`: two counters of the caller's, [0] zero
+  // before and after each launch; null: the workspace's, which a launch in front makes zero.
+  ReadAhead next;
+  RouterLogits router;
+  unsigned* barrier;
   uint8_t* workspace;
   size_t workspace_bytes;
   const Instance* fc1_instance;
