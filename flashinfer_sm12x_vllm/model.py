@@ -35,7 +35,6 @@ logger = init_logger("vllm.flashinfer_sm12x")
 
 HEAD = 64
 GROUP = 8  # query heads of a KV head
-FEW_PAIRS = 32  # (token, slot) pairs whose experts the layer itself chooses
 MAX_ROWS = 64  # the router is made for few tokens, and an H200 gains nothing beyond
 BF16_CACHES, E4M3_CACHES = ("auto", "bfloat16"), ("fp8", "fp8_e4m3")
 
@@ -351,6 +350,7 @@ def route_and_compute(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The experts of ``hidden + residual`` behind their norm, and that sum; rows of padding go to no expert."""
     from flashinfer.fused_moe import router_logits, router_top_k
+    from flashinfer.fused_moe.sm12x_operator import CHOOSING_TOKENS
 
     norm, router, runner = layer.post_attention_layernorm, layer.mlp.router, layer.mlp.experts
     padding = get_forward_context().is_padding if envs.VLLM_MOE_SKIP_PADDING else None
@@ -372,7 +372,7 @@ def route_and_compute(
             x=routed.hidden_states, topk_weights=routed.topk_weights, topk_ids=routed.topk_ids
         )
         return runner._maybe_reduce_final_output(computed, None), routed.residual
-    if len(hidden) * top_k <= FEW_PAIRS:
+    if len(hidden) <= CHOOSING_TOKENS:
         decided = router_logits(hidden, router.weight, **given)
         routing = {"router_logits": decided.logits, "top_k": top_k, "is_padding": is_padding}
     else:

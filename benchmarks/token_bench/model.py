@@ -16,7 +16,7 @@ from timing import QUANTIZED_ROWS
 
 from flashinfer.decode import decode_attention
 from flashinfer.fused_moe import moe_step, router_logits, router_top_k
-from flashinfer.fused_moe.sm12x_operator import FEW_PAIRS
+from flashinfer.fused_moe.sm12x_operator import CHOOSING_TOKENS
 from flashinfer.gemm import dense_block_scaled, rmsnorm_dense_block_scaled
 from flashinfer.quantization.block_scaled import quantize_weight
 from flashinfer.sm12x.models import Model as Size
@@ -350,7 +350,7 @@ class Model:
         top_k, options = self.size.top_k, self._router(layer, residual)
         decided: Any
         routing: dict[str, Any]
-        if len(x) * top_k <= FEW_PAIRS:
+        if len(x) <= CHOOSING_TOKENS:
             decided = router_logits(x, layer.router[0], **options)
             routing = {"router_logits": decided.logits, "top_k": top_k}
         else:

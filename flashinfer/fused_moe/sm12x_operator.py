@@ -21,7 +21,11 @@ from .sm12x_router import choose_experts
 from .sm12x_validation import Mode, MoECall, MoEProblem, check_expert_ids, check_limits, validate
 
 FEW_PAIRS = 32
-"""(token, slot) pairs whose experts a streamed layer chooses itself: kFewPairs."""
+"""(token, slot) pairs whose experts a streamed layer can choose itself: kFewPairs."""
+
+CHOOSING_TOKENS = 1
+"""Up to so many that is faster than ``router_top_k``: on an H100 a step of one stream is 1.3 % shorter, one of four 0.5 %
+longer, since every block chooses."""
 
 
 def compute(call: MoECall, problem: MoEProblem) -> None:

@@ -50,12 +50,21 @@ def compiled(step: CompileStep, to: Path) -> tuple[Path, str]:
     return to / "out.fatbin", done.stdout + done.stderr
 
 
-def release_of(version: str) -> tuple[int, ...]:
-    return tuple(map(int, version.split(".")))
-
-
-def release(found: toolchain.Toolkit) -> tuple[int, ...]:
-    return release_of(toolchain.compiler_banner(found.nvcc).rpartition("V")[2].split()[0])
+HOPPERS_SPILLS = {
+    "dense_mxfp4_m64_gemm",
+    "dense_mxfp8_m32_gemm",
+    "dense_mxfp8_m48_gemm",
+    "bf16_m24_k128",
+    "bf16_m40_k128",
+    "bf16_m64_k128",
+    "mxfp8_as_bf16_m24_k128",
+    "mxfp8_as_bf16_m40_k128",
+    "mxfp8_as_bf16_m64_k128",
+    "stream_mxfp8_as_bf16_m16",
+}
+"""Instances that spill on compute capability 9.0, where the family is measured and not served: up to 80 bytes with each
+of 13.0.48, 13.0.88 and 13.5.37."""
+MOST_OF_HOPPER = 80
 
 
 @pytest.mark.parametrize("toolkit", VERSIONS, indirect=True)
@@ -72,8 +81,9 @@ def test_machine_code(
     (step,) = (step for step in unit.generate().plan.steps if step.source.stem == unit.stem)
     code, said = compiled(step, tmp_path)
     faults = machine_code.faults(code, unit, f"sm_{major}{minor}")
-    if architecture == "9.0a" and release(toolkit) < release_of(diagnosis.HOPPER_WITHOUT_SPILLS):
+    if architecture == "9.0a" and unit.row is not None and unit.row.name in HOPPERS_SPILLS:
         assert all(" spills: " in fault for fault in faults)
+        assert diagnosis.local_memory(said) <= MOST_OF_HOPPER
         return
     assert not faults
     assert diagnosis.local_memory(said) == 0

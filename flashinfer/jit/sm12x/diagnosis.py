@@ -162,9 +162,6 @@ def hint_for(returncode: int, output: str) -> str | None:
 COMPILERS_WITHOUT_SPILLS = ("13.0", "13.5")
 """The oldest and the newest release of nvcc of which ``make test-compilers`` has shown that no kernel for SM12x spills."""
 
-HOPPER_WITHOUT_SPILLS = "13.0.88"
-"""The oldest of them that spills nothing of what compute capability 9.0 runs either: 13.0.48 does, in ten kernels."""
-
 WARN_OF_LOCAL_MEMORY = "-Xptxas=--warn-on-local-memory-usage"
 """The compiler's flag with which :func:`local_memory` finds something."""
 
@@ -193,7 +190,7 @@ def spill_warning(module: str, banner: str, spilling: Mapping[str, int]) -> str:
     return (
         f"{module} works, but more slowly than it should: nvcc {version[1] if version else 'of unknown version'} spills "
         f"registers to memory in {objects}. nvcc {' to '.join(COMPILERS_WITHOUT_SPILLS)}, without flags of your own, does "
-        f"not (for Hopper, from {HOPPER_WITHOUT_SPILLS} on). Name one in CUDA_HOME, or install one: {toolchain.PIP_COMMAND}"
+        f"not for SM12x (of Hopper's kernels some always do). Name one in CUDA_HOME, or install one: {toolchain.PIP_COMMAND}"
     )
 
 

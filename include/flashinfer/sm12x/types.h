@@ -101,6 +101,8 @@ struct TokenRows {
   int k;
 };
 
+constexpr int kRouterMaxExperts = 512;  // of a router's logits, of all ranks
+
 // What launches behind this one read whatever happens: its blocks bring it into L2 when they have no more weights of
 // their own to ask for. A hint, that changes no result.
 struct ReadAhead {

@@ -8,8 +8,6 @@
 
 namespace flashinfer::sm12x {
 
-constexpr int kRouterMaxExperts = 512;
-
 // One warp; lane `i` gets the i-th of the chosen. NaN comes first, so that the ids are valid whatever the logits are.
 __device__ __forceinline__ void choose_experts(const float* logits, int num_experts, int top_k, int lane, int* id,
                                                float* weight) {

@@ -313,8 +313,6 @@ class StreamEpilogue {
         shared(block),
         warp_(warp),
         lane_(lane),
-        ids_(params.num_pairs <= kFewPairs ? block.few_ids() : params.ids),
-        weights_(params.num_pairs <= kFewPairs ? block.few_weights() : params.routing_weights),
         warps_(epilogue_warps_of(block.stages, 1)),
         to_fill_(params, block, warp, warps_),
         to_finish_(to_fill_) {
@@ -450,7 +448,8 @@ class StreamEpilogue {
                                                         const float (&bias)[2], const Sums& sums) const {
     for_each_token(tile, sums, [&](int position, float low, float high) {
       const int pair = shared.order()[position];
-      const float weight = load_or(weights_, pair, 1.0f);
+      const bool few = p.num_pairs <= kFewPairs;
+      const float weight = few ? shared.few_weights()[pair] : load_or(p.routing_weights, pair, 1.0f);
       float* to = p.partial_outputs + static_cast<int64_t>(pair) * p.gemm[1].out + row;
       to[0] = fmaf(low, scale, bias[0]) * weight;
       to[8] = fmaf(high, scale, bias[1]) * weight;
@@ -464,7 +463,8 @@ class StreamEpilogue {
     for (int i = blockIdx.x * kThreads + thread; i < p.num_tokens * vectors; i += gridDim.x * kThreads) {
       const int tokens[1] = {i / vectors}, column = 4 * (i - tokens[0] * vectors);
       float4 sum[1] = {};
-      sum_slots(p, ids_, p.partial_outputs, hidden, column, tokens, sum);
+      const int32_t* ids = p.num_pairs <= kFewPairs ? shared.few_ids() : p.ids;
+      sum_slots(p, ids, p.partial_outputs, hidden, column, tokens, sum);
       const int64_t at = static_cast<int64_t>(tokens[0]) * hidden + column;
       store_scalar(p.output, at, p.output_type, sum[0].x);
       store_scalar(p.output, at + 1, p.output_type, sum[0].y);
@@ -476,8 +476,6 @@ class StreamEpilogue {
   const StreamedLayerParams& p;
   const StreamBlock& shared;
   int warp_, lane_;
-  const int32_t* ids_;  // of pairs
-  const float* weights_;  // of pairs, or null: 1
   int warps_;
   bool ahead_ = false;  // what comes behind the layer has been asked for
   RingPlace place_;

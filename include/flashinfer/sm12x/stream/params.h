@@ -242,9 +242,11 @@ struct StreamStorage {
   static constexpr int kTiles = kBarriers + 8 * (2 * kMaxStreamStages + 2);
   static constexpr int kOrder = kTiles + 4 * kStreamPairs;
   static constexpr int kUnitRanges = kOrder + 2 * kStreamPairs;
-  static constexpr int kFewIds = kUnitRanges + 2 * 12;
+  static constexpr int kRing = round_up(kUnitRanges + 2 * 12, 128);
+  // Of a few pairs, behind their own order.
+  static constexpr int kFewIds = kOrder + 2 * kFewPairs;
   static constexpr int kFewWeights = kFewIds + 4 * kFewPairs;
-  static constexpr int kRing = round_up(kFewWeights + 4 * kFewPairs, 128);
+  static_assert(kFewWeights + 4 * kFewPairs <= kUnitRanges);
   static constexpr int kRouting =
       2 * 4 * kMaxLocalExperts + 4 * kStreamPairs;  // bytes of the ring that routing borrows
 };
