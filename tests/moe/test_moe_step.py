@@ -26,6 +26,7 @@ def layer(device: torch.device, case: MoECase, seed: int) -> dict[str, Any]:
 
 def random_logits(device: torch.device, tokens: int, experts: int, seed: int) -> torch.Tensor:
     """With ties, both infinities and NaN."""
+    print("seed", seed)
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(tokens, experts, generator=generator).bfloat16().float()
     for value in (torch.nan, torch.inf, -torch.inf):
@@ -43,6 +44,7 @@ def test_the_layer_chooses_as_the_router_does(
     device: torch.device, tokens: int, experts: int, top_k: int, mode: int, ranks: int
 ) -> None:
     seed = int(torch.randint(2**31, ()))
+    print("seed", seed)
     ranks = ranks if experts % ranks == 0 else 1
     arguments = layer(
         device, MoECase(tokens, 96, 64, experts, top_k, mode=mode, ep_size=ranks, ep_rank=ranks - 1), seed

@@ -23,6 +23,9 @@
 //   stages             up to 16             ring_stages (gemm/dense_mx_sm120.cuh), by shared memory
 //   weight rows        16, 32 or 64         StreamedGemmPlan (params.h): a slab for each group of MMA warps
 //
+// A narrow tile's bfloat16 tokens may be normed on their way (RowNorm). A warp that has no more stages to fill asks for
+// what the next launch reads (ReadAhead).
+//
 // Tokens come as bfloat16 (W4A16, W8A16), are rounded to MXFP8 or MXFP4 here, or come so. Weights and tokens are exact
 // in bfloat16 whatever the format (NVFP4's global scale is `alpha`), so that one kind of MMA serves all.
 #pragma once

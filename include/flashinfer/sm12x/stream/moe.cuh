@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The layer as one stream of weights, for few tokens: routing, FC1, SwiGLU, FC2 and the top-k sum in one launch of one
-// block per SM, behind a small one that packs the layer's input and zeroes the counters of the grid barriers
-// (rows/pack.cuh). MMAs are bfloat16's, W4A8 too: within bfloat16's range its values are exact. A block streams its
+// block per SM. A small one in front packs the input of W4A8 and zeroes the counters of the grid barriers
+// (rows/pack.cuh); W4A16, with counters that a caller keeps, needs none. A token's experts come as ids, or the layer
+// chooses those of a few tokens by their router's logits. MMAs are bfloat16's, W4A8 too: within bfloat16's range its values are exact. A block streams its
 // range of FC1's units and, without a gap, its range of FC2's, up to a shared memory full of them under way. A unit is
 // rows of one expert over all of K, contiguous in memory (in FC1 two pieces, up and gate); an expert with several tiles
 // of tokens is streamed for each. FC2's arithmetic waits until all blocks are through with FC1; its weights do not.
@@ -22,14 +23,14 @@
 // 512 threads: warps 0 to 11 multiply, 12 to 15 are the epilogue's, E0 to E3. Arrivals at a barrier: full 32 (the warp
 // that fills), done and warmed_up 384 (all MMA threads), act_ready 1, kRoutedBarrier 512, kEpilogueBarrier 128.
 //
-//   E1 initializes the barriers. With more than 32 pairs all wait for the launch in front and write each pair's expert
+//   E1 initializes the barriers. With more than kFewPairs all wait for the launch in front and write each pair's expert
 //   into the ring, where routing works until the first stage is filled.
 //   __syncthreads
 //
 //   MMA warps                                epilogue warps
 //   multiply a slab of zeros, which fetches  wait for the launch in front; E0 routes
-//     code, unless routing may need its      kEpilogueBarrier; arrive at kRoutedBarrier
-//     stage; arrive at warmed_up
+//     code, unless routing may need its      (by logits all choose, and meet first);
+//     stage; arrive at warmed_up             kEpilogueBarrier; arrive at kRoutedBarrier
 //   wait at kRoutedBarrier                   fill the first stages: one a warp, another when that one is full; the
 //                                              ring's last one after warmed_up
 //   each unit of the block:                  every warp that fills, each unit that it finishes:
@@ -46,7 +47,10 @@
 //                                            FC2's end: grid barrier; the top-k sum
 //
 // A grid barrier is kEpilogueBarrier, E0's arrival at a counter in global memory and its wait for all blocks', and
-// kEpilogueBarrier again.
+// kEpilogueBarrier again. FC1's counter begins at zero, and block 0 makes it so again behind FC2's barrier, when all are
+// through with FC1's; FC2's may begin anywhere.
+//
+// A warp that has no more stages to fill asks for what the next launch reads (ReadAhead).
 //
 // A stage holds a unit's weight rows, their scales and biases, and a tail for the sums of lanes beyond K. A block's
 // unit u has stage u % stages. Of F warps that fill, number u % F finishes it, and fills the stage with unit
