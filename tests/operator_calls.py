@@ -16,7 +16,14 @@ import torch
 
 import flashinfer
 from flashinfer.decode import decode_attention
-from flashinfer.gemm import dense_block_scaled, dense_block_scaled_top_k, group_gemm_mxfp4_nt_groupwise, mm_bf16_mxfp8
+from flashinfer.fused_moe import moe_step
+from flashinfer.gemm import (
+    dense_block_scaled,
+    dense_block_scaled_top_k,
+    group_gemm_mxfp4_nt_groupwise,
+    mm_bf16_mxfp8,
+    rmsnorm_dense_block_scaled,
+)
 from flashinfer.quantization import mx_cpu
 from flashinfer.quantization.block_scaled import quantize_weight
 from flashinfer.testing import DenseCase, MoECase, make_dense_inputs, make_group_gemm_inputs, make_moe_inputs
@@ -64,6 +71,22 @@ def _moe(mode: int) -> Arguments:
     return make_moe_inputs(MoECase(3, 96, 64, 4, 2, mode), SEED).arguments()
 
 
+def _step() -> Arguments:
+    arguments = _moe(2)
+    del arguments["token_selected_experts"], arguments["token_final_scales"]
+    print("seed", SEED)
+    logits = torch.randn(3, 4, generator=torch.Generator().manual_seed(SEED))
+    barrier = torch.zeros(2, dtype=torch.int32)
+    return {**arguments, "router_logits": logits, "top_k": 2, "is_padding": torch.zeros(3).bool(), "barrier": barrier}
+
+
+def _normed() -> Arguments:
+    arguments = _dense()
+    arguments.pop("residual", None)
+    residual = torch.zeros(arguments["x"].shape, dtype=torch.bfloat16)
+    return {**arguments, "norm_weight": torch.ones(arguments["x"].shape[1], dtype=torch.bfloat16), "residual": residual}
+
+
 def workspace_sizes() -> Arguments:
     """Of ``cutlass_fused_moe_workspace_size``."""
     return {
@@ -100,6 +123,17 @@ OPERATORS: dict[str, tuple[Callable[..., Any], Callable[[], Arguments]]] = {
     },
     "dense_block_scaled_top_k": (dense_block_scaled_top_k, _out(_dense, "logits", 3, 72)),
     "dense_block_scaled_top_k, MXFP8 tokens": (dense_block_scaled_top_k, _out(lambda: _dense("mxfp8"), "logits", 3, 72)),
+    "rmsnorm_dense_block_scaled": (rmsnorm_dense_block_scaled, _normed),
+    "moe_step": (moe_step, _step),
+    "moe_step, ids": (moe_step, _out(lambda: _moe(2), "output", 3, 96)),
+    "router_logits": (
+        flashinfer.fused_moe.router_logits,
+        lambda: {
+            name: value
+            for name, value in make_router_inputs(3, 64, 16, 2, SEED, adds=True, norms=True, bias=True).items()
+            if name != "top_k"
+        },
+    ),
     "mm_fp4": (
         functools.partial(flashinfer.mm_fp4, block_size=32, use_nvfp4=False),
         _out(lambda: _matrices("fp4") | {"alpha": torch.tensor([0.5])}, "out", 3, 72),

@@ -218,7 +218,7 @@ class Model:
             **dense,
             "attention, full": attention,
             "attention, window": attention,
-            "router": "fork" if step.fused_router else "cuBLAS",
+            "router": "fork router_top_k" if step.fused_router else "cuBLAS",
             "MoE": self.layers[0].experts.by,
         }
 

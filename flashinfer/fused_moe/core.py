@@ -53,6 +53,7 @@ from .sm12x_launch import workspace_bytes
 from .sm12x_operator import fused_moe
 from .sm12x_validation import (
     INPUT_DTYPES,
+    WEIGHT_DTYPES,
     Mode,
     MoECall,
     MoEProblem,
@@ -339,21 +340,35 @@ def moe_step(
     given = _MOE_DEFAULTS | {"token_selected_experts": None, "token_final_scales": None} | arguments
     for name in ("input", "fc1_expert_weights"):
         require_tensor_type(name, given.get(name))
+    require_computing_device("input", given["input"])
     dtypes = given["input"].dtype, given["fc1_expert_weights"].dtype
+    if dtypes[1] not in WEIGHT_DTYPES:
+        weights = describe(given["fc1_expert_weights"])
+        raise ValueError(f"fc1_expert_weights is {weights}; it must be {' or '.join(map(str, WEIGHT_DTYPES))}")
     mode = select_mode(*dtypes, **_selected(given, _MODE_PARAMETERS))
     if mode is None:
-        raise ValueError(f"input is {dtypes[0]} and weights are {dtypes[1]}; they must be a mode of MXFP4 weights")
+        raise ValueError(
+            f"input is {dtypes[0]}; it must be what a mode of MXFP4 weights takes, and a flag name the mode: "
+            "use_w4_group_scaling (bfloat16), use_mxfp8_act_scaling (float8_e4m3fn, bfloat16 or float16), or both"
+        )
     given |= {"moe_mode": int(mode), "activation_type": int(given["activation_type"])}
     given |= {"router_logits": router_logits, "top_k": top_k, "is_padding": is_padding, "barrier": barrier}
     given["next_weights"] = next_weights
     return fused_moe(MoECall(**_selected(given, MoECall._fields)))
 
 
+_MOE_SIGNATURE = inspect.signature(inspect.unwrap(cutlass_fused_moe)).parameters
 _MOE_DEFAULTS = {
     name: parameter.default
-    for name, parameter in inspect.signature(inspect.unwrap(cutlass_fused_moe)).parameters.items()
+    for name, parameter in _MOE_SIGNATURE.items()
     if parameter.default is not inspect.Parameter.empty
 }
+moe_step.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    [
+        *(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in _MOE_SIGNATURE.values()),
+        *list(inspect.signature(moe_step).parameters.values())[:-1],
+    ]
+)
 
 
 def _reject_auto(mode: Mode | None, device: torch.device) -> None:

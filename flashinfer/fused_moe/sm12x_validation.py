@@ -288,6 +288,8 @@ def _require_routing(call: MoECall, tokens: int, experts: int) -> int:
     """Check what experts are chosen by; how many a token has."""
     device, ids = call.input.device, call.token_selected_experts
     if call.router_logits is None:
+        if ids is None and call.top_k:
+            raise TypeError("router_logits is None; it must be a tensor where there are no token_selected_experts")
         require_rank("token_selected_experts", ids, 2, f"2-D int32, [{tokens}, top_k]")
         assert ids is not None
         shape = (tokens, ids.shape[1])

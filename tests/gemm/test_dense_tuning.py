@@ -40,7 +40,7 @@ class Stand:
         operands = types.SimpleNamespace(
             **dict(zip(sm12x_dense_launch.DenseCall._fields[:8], arguments[:8], strict=True))
         )
-        *_, index, _constant, _pdl = arguments
+        *_, index, _next_weights, _constant, _pdl = arguments
         self.operands.append(operands)
         self.launches.append((DENSE_INSTANCES[index].name, operands.x.shape[0]))
 

@@ -29,10 +29,12 @@ import moe_harness
 import torch
 from moe_harness import check_case, same_bits
 
+from flashinfer.fused_moe import cutlass_fused_moe, moe_step, router_top_k
 from flashinfer.fused_moe.sm12x_validation import Mode
-from flashinfer.gemm import sm12x_group_gemm
+from flashinfer.gemm import rmsnorm_dense_block_scaled, sm12x_group_gemm
 from flashinfer.gemm.sm12x_dense import dense_block_scaled
 from flashinfer.gemm.sm12x_dense_launch import gemm_operands
+from flashinfer.gemm.sm12x_dense_norm import most_tokens
 from flashinfer.jit.sm12x.instances import DENSE_INSTANCES, GEMM_INSTANCES, INSTANCES, SM12X
 from flashinfer.sm12x.devices import has_block_scaled_mma, serves_cuda
 from flashinfer.sm12x.models import MOE_LAYERS
@@ -46,6 +48,9 @@ from flashinfer.testing import (
     group_gemm_reference,
     make_dense_inputs,
     make_group_gemm_inputs,
+    make_moe_inputs,
+    make_norm_inputs,
+    normed_dense_reference,
 )
 from flashinfer.testing.dense_reference import TOKENS, WEIGHTS
 from flashinfer.testing.moe_layers import case_of
@@ -230,6 +235,79 @@ def dense_cases(rng: random.Random, count: int, options: argparse.Namespace) -> 
     return runs, worst
 
 
+def step_cases(rng: random.Random, count: int, options: argparse.Namespace) -> int:
+    """What a decode step adds, random: experts chosen by logits, kept counters, norms, and what is read ahead; the number of
+    runs, raises on a violation.
+    """
+    begin, runs = time.time(), 0
+    device = torch.device("cuda", torch.cuda.current_device())
+    barrier = torch.zeros(2, dtype=torch.int32, device=device)  # of all calls
+    for number in range(count):
+        if time.time() - begin > options.time_limit:
+            print(f"time limit: {count - number} steps not run")
+            break
+        seed = options.seed + number
+        print("seed", seed)
+        generator = torch.Generator(device).manual_seed(seed)
+        case = dataclasses.replace(
+            random_case(rng, options.quick), num_tokens=rng.choice((1, 1, 2, 4, 8, rng.randint(9, 40)))
+        )
+        following = torch.zeros(rng.choice((0, 8, 4112, 1 << 20, 60 << 20)), dtype=torch.uint8, device=device)
+        arguments = {
+            name: value.to(device) if isinstance(value, torch.Tensor) else value
+            for name, value in make_moe_inputs(case, seed).arguments().items()
+        }
+        arguments["quant_scales"] = [scale.to(device) for scale in arguments["quant_scales"]]
+        del arguments["token_selected_experts"], arguments["token_final_scales"]
+        logits = torch.randn(case.num_tokens, case.num_experts, device=device, generator=generator).bfloat16().float()
+        padding = torch.rand(case.num_tokens, device=device, generator=generator) < 0.2
+        # The router's own choice: these logits are its products with the unit matrix.
+        unit = torch.eye(case.num_experts, dtype=torch.bfloat16, device=device)
+        routed = router_top_k(logits.bfloat16(), unit, case.top_k, is_padding=padding)
+        wanted = cutlass_fused_moe(
+            token_selected_experts=routed.topk_ids, token_final_scales=routed.topk_weights, **arguments
+        )
+        call = functools.partial(
+            moe_step,
+            router_logits=logits,
+            top_k=case.top_k,
+            is_padding=padding,
+            barrier=barrier,
+            next_weights=following,
+            **arguments,
+        )
+        for replays in (False, True):
+            if replays:
+                captured(call).replay()
+            results = [call(), call()]
+            assert all(same_bits(wanted, result) for result in results), f"a step's {case}, seed {seed}: other bits"
+            runs += 1
+        assert int(barrier[0]) == 0, f"a step's {case}, seed {seed}: the counter is {barrier.tolist()}"
+
+        dense = dataclasses.replace(
+            random_dense_case(rng, options.quick), num_tokens=rng.randint(1, 8), tokens="bf16", residual=False
+        )
+        inputs = make_dense_inputs(dense, seed)
+        norm = make_norm_inputs(inputs, seed, adds=rng.random() < 0.8, eps=rng.choice((1e-6, 1e-5, 1.0)))
+        on_gpu = {
+            name: value.to(device) if isinstance(value, torch.Tensor) else value
+            for name, value in {
+                **dict(zip(("x", "weight", "weight_scale"), inputs.arguments, strict=True)),
+                **inputs.named,
+                **norm,
+            }.items()
+        }
+        out, total = rmsnorm_dense_block_scaled(**on_gpu, next_weights=following, constant_weights=True)
+        again = rmsnorm_dense_block_scaled(**on_gpu)
+        label = f"{dense} behind a norm, seed {seed}"
+        assert same_bits(out, again.output), f"{label}: other bits"
+        one_launch = most_tokens(dense.weights, dense.k) > 0
+        expected = normed_dense_reference(inputs, norm, total.cpu(), one_launch, accumulation_on(device))
+        check_within_bound(out.cpu(), *expected, label)
+        runs += 1
+    return runs
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small shapes and few cases")
@@ -299,9 +377,16 @@ def main(argv: list[str] | None = None) -> int:
         except Exception as error:
             failures += 1
             print(f"FAILED {error}", flush=True)
+    step_runs = 0
+    if options.only in (None, "steps"):
+        try:
+            step_runs = step_cases(rng, 15 if options.quick else 100, options)
+        except Exception as error:
+            failures += 1
+            print(f"FAILED {error}", flush=True)
     print(
         f"SUMMARY {'ok' if not failures else 'FAILED'}: {sum(checks.values())} checks {dict(checks)}, runs {dict(ran)}, "
-        f"{gemm_runs} grouped GEMMs, {dense_runs} dense layers, {failures} cases failed, at most {worst:.3f} of a bound used, {time.time() - begin:.0f} s, seed {options.seed}"
+        f"{gemm_runs} grouped GEMMs, {dense_runs} dense layers, {step_runs} parts of steps, {failures} cases failed, at most {worst:.3f} of a bound used, {time.time() - begin:.0f} s, seed {options.seed}"
     )
     return 1 if failures else 0
 

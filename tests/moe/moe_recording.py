@@ -16,9 +16,9 @@ from flashinfer.testing import MoECase, make_moe_inputs
 CASE = MoECase(6, 160, 96, 8, 3, 0)
 WORKSPACE = 4096
 ARGUMENTS = (
-    "output", "input", "input_sf", "ids", "final_scales", "fc1_w", "fc1_sf", "fc1_global", "fc1_bias", "fc2_w", "fc2_sf",
+    "output", "input", "input_sf", "top_k", "ids", "final_scales", "fc1_w", "fc1_sf", "fc1_global", "fc1_bias", "fc2_w", "fc2_sf",
     "fc2_global", "fc2_bias", "alpha", "beta", "limit", "activation_type", "workspace", "mode", "swizzled_input_sf", "first_expert",
-    "num_experts_total", "tactic_fc1", "tactic_fc2", "enable_pdl",
+    "num_experts_total", "tactic_fc1", "tactic_fc2", "next_weights", "router_logits", "is_padding", "barrier", "enable_pdl",
 )  # fmt: skip
 
 

@@ -57,7 +57,9 @@ def test_the_layer_chooses_as_the_router_does(
         wanted = cutlass_fused_moe(token_selected_experts=ids, token_final_scales=weights, **arguments)
         for given in (None, barrier, barrier):  # the counters' second use behind the first
             got = moe_step(router_logits=logits, top_k=top_k, is_padding=is_padding, barrier=given, **arguments)
-            assert torch.equal(got.nan_to_num(7.0), wanted.nan_to_num(7.0))
+            # The kernel's softmax is not torch's to the last bit; test_virtual_step.py has the router's, which is the same.
+            near = 0.0 if device.type == "cpu" else 2.0**-7
+            assert torch.allclose(got.float().nan_to_num(7.0), wanted.float().nan_to_num(7.0), rtol=near, atol=near)
         got = moe_step(token_selected_experts=ids, token_final_scales=weights, barrier=barrier, **arguments)
         assert torch.equal(got.nan_to_num(7.0), wanted.nan_to_num(7.0))
     assert barrier[0] == 0

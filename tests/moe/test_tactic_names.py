@@ -101,7 +101,7 @@ def call(
             return WORKSPACE
 
         def sm12x_dense_run(self, *given: Any) -> None:
-            launched.append(DENSE_INSTANCES[given[-3]].name)
+            launched.append(DENSE_INSTANCES[given[-4]].name)
 
     def layer(kind: int = 0) -> str:
         flashinfer.cutlass_fused_moe(**layer_arguments(**KINDS["MoE"][kind]), tune_max_num_tokens=8)
