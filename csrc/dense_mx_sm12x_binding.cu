@@ -101,23 +101,6 @@ void dense_run(TensorView out, TensorView tokens, Optional<TensorView> token_sca
             weights_first, enable_pdl, {{}, next_weights, nullptr, nullptr});
 }
 
-// A dense layer behind an RMSNorm of its bfloat16 tokens, of a tactic that streams: one tile of them.
-void dense_normed_run(Optional<TensorView> sum, Optional<TensorView> addend, TensorView norm_weight, double epsilon,
-                      TensorView out, TensorView tokens, TensorView weights, TensorView weight_scales,
-                      Optional<TensorView> alpha, Optional<TensorView> bias, int64_t tactic,
-                      Optional<TensorView> next_weights, bool weights_first, bool enable_pdl) {
-  TVM_FFI_CHECK(norm_weight.numel() == tokens.size(1), ValueError) << "norm_weight must have k elements";
-  for (const auto* rows : {&sum, &addend}) {
-    TVM_FFI_CHECK(rows->has_value() == sum.has_value() && (!rows->has_value() || rows->value().numel() == tokens.numel()),
-                  ValueError)
-        << "residual and what it adds up to must be [tokens, k], both or neither";
-  }
-  const RowNorm norm = {norm_weight.data_ptr(), data_or_null<const void>(addend), data_or_null<void>(sum),
-                        static_cast<float>(epsilon)};
-  run_dense(out, tokens, {}, weights, weight_scales, alpha, bias, {}, {}, static_cast<int64_t>(TokenFormat::kBf16),
-            tactic, weights_first, enable_pdl, {norm, next_weights, nullptr, nullptr});
-}
-
 int64_t dense_gemm_workspace_size(int64_t num_tokens, int64_t k, int64_t tactic, int64_t token_format) {
   const Instance* gemm = find_instance(checked_int(tactic, "tactic"));
   TVM_FFI_CHECK(gemm != nullptr && gemm->store != nullptr, ValueError)
@@ -130,7 +113,6 @@ int64_t dense_gemm_workspace_size(int64_t num_tokens, int64_t k, int64_t tactic,
 }  // namespace flashinfer::sm12x
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sm12x_dense_run, flashinfer::sm12x::dense_run);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(sm12x_dense_normed_run, flashinfer::sm12x::dense_normed_run);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sm12x_dense_gemm_workspace_size, flashinfer::sm12x::dense_gemm_workspace_size);
 
 // What operators besides the dense layer are made of.

@@ -67,7 +67,7 @@ inline LaunchOptions launch_options(const tvm::ffi::TensorView& tensor, bool dep
 }
 
 // What a launch reads ahead of a tensor that the next one reads: of its beginning as much as memory brings while launches
-// change, and a twelfth of L2 holds: 4 MB on an H100, where more made steps longer (docs/performance.md), 2 MB on a GB10.
+// change, a twelfth of L2. More makes others wait for their own bytes.
 inline ReadAhead read_ahead_of(const tvm::ffi::Optional<tvm::ffi::TensorView>& tensor, const LaunchOptions& options) {
   constexpr int kReadAheadShare = 12;
   if (!tensor.has_value()) return {};

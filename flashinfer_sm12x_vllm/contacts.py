@@ -205,11 +205,11 @@ TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             *"GptOssModel.aux_hidden_state_layers TransformerBlock.attn TransformerBlock.mlp".split(),
             *"TransformerBlock.input_layernorm TransformerBlock.post_attention_layernorm OAIAttention.qkv_proj".split(),
             *"OAIAttention.o_proj OAIAttention.attn OAIAttention.rotary_emb MLPBlock.router MLPBlock.experts".split(),
-            "MLPBlock.hidden_size",
+            *"MLPBlock.hidden_size GptOssForCausalLM.lm_head".split(),
         ),
         f"{LAYERS}.layernorm": ("RMSNorm.weight", "RMSNorm.variance_epsilon"),
         f"{LAYERS}.rotary_embedding.base": ("RotaryEmbeddingBase.cos_sin_cache",),
-        f"{LAYERS}.linear": ("ReplicatedLinear.bias",),
+        f"{LAYERS}.linear": ("ReplicatedLinear.bias", "ColumnParallelLinear.bias", "LinearBase.quant_method"),
         f"{LAYERS}.attention": tuple(
             f"Attention.{name}"
             for name in "layer_name num_heads num_kv_heads head_size attn_backend kv_cache_dtype impl kv_cache".split()
@@ -221,6 +221,7 @@ TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         f"{MOE}.routed_experts": (
             *"RoutedExperts.quant_method RoutedExperts.moe_config RoutedExperts._ensure_moe_quant_config_init()".split(),
             "RoutedExperts.forward_modular(0, x, topk_weights, topk_ids)",
+            "RoutedExperts.activation",
         ),
         "vllm.v1.attention.backends.flashinfer": (
             "FlashInferDecodeKernel.XQA",

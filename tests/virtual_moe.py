@@ -26,12 +26,16 @@ def problem_of(inputs: MoEInputs, mode: int) -> MoEProblem:
     return MoEProblem(Mode(mode), tokens, hidden, 2 * half, experts, top_k, first, total)
 
 
+NO_STEP = (None,) * 4  # what a decode step's call has besides: next_weights, router_logits, is_padding, barrier
+
+
 def arguments_of(inputs: MoEInputs, output: torch.Tensor) -> tuple[Any, ...]:
     """What ``sm12x_moe_run`` takes before the workspace."""
     return (
         output,
         inputs.input,
         inputs.input_sf,
+        inputs.token_selected_experts.shape[1],
         inputs.token_selected_experts,
         inputs.token_final_scales,
         inputs.fc1_weights.view(torch.uint8),
@@ -111,7 +115,7 @@ def run_layers(device: VirtualDevice, calls: Sequence[LayerCall]) -> None:
             experts = (problem.first_expert, problem.num_experts_total)
             tactics = (call.tactic, call.tactic)
             swizzled = call.inputs.swizzled_input_sf
-            module.sm12x_moe_run(*arguments, workspace, call.mode, swizzled, *experts, *tactics, True)
+            module.sm12x_moe_run(*arguments, workspace, call.mode, swizzled, *experts, *tactics, *NO_STEP, True)
 
     outputs = [call.output for call in calls]
     tensors = {workspace.data_ptr(): workspace} | {output.data_ptr(): output for output in outputs}

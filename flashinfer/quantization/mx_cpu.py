@@ -296,16 +296,17 @@ _E4M3_MAX = 448.0
 _E4M3_NAN = 0x7F
 
 
+_ROWS_AT_ONCE = 4096  # whose float32 copies are small beside a matrix
+
+
 def nvfp4_global_scale(values: torch.Tensor) -> torch.Tensor:
     """``[1]`` float32: the power of two over which the largest magnitude's sixth lies in (224, 448]; 1 of zeros.
 
     Infinity and NaN take no part.
     """
-    amax = (
-        values.abs().float().nan_to_num(nan=0.0, posinf=0.0).amax().reshape(1)
-        if values.numel()
-        else values.new_zeros(1)
-    )
+    amax = values.new_zeros(1, dtype=torch.float32)
+    for rows in values.split(_ROWS_AT_ONCE) if values.numel() else ():
+        amax = amax.maximum(rows.abs().float().nan_to_num(nan=0.0, posinf=0.0).amax())
     fraction, exponent = torch.frexp(amax.double() / (6.0 * _E4M3_MAX))
     exponent = torch.where(fraction == 0.5, exponent - 1, exponent).clamp(-126, 127)
     return torch.where(amax > 0, torch.ldexp(torch.ones_like(fraction), exponent), 1.0).float()

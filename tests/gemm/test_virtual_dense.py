@@ -387,7 +387,7 @@ def run_both(
     def launch(*_tensors: torch.Tensor) -> None:
         for row, module, (out, x, weight, scale), space in zip(rows, loaded, calls, spaces, strict=True):
             operands, token_format = (out, x, None, weight, scale, None, None, None), FORMATS.index(tokens_for(row))
-            module.sm12x_dense_run(*operands, space, token_format, row.index, constant_weights, True)
+            module.sm12x_dense_run(*operands, space, token_format, row.index, None, constant_weights, True)
 
     known = {tensor.data_ptr(): tensor for call in reversed(calls) for tensor in call}
     device.call(launch, *known.values(), writes=[out for out, *_ in calls])

@@ -21,7 +21,7 @@ import pytest
 import torch
 from virtual_devices import virtual_fixture
 from virtual_group_gemm import launch_group_gemm
-from virtual_moe import arguments_of, register_instance, run_moe
+from virtual_moe import NO_STEP, arguments_of, register_instance, run_moe
 
 from flashinfer._layer import fork_root
 from flashinfer.fused_moe.sm12x_validation import Mode
@@ -278,10 +278,10 @@ def run_far_layer(
     module = with_changes(device, gen_cutlass_fused_moe_sm120_module, changes)
     pair = index_of("bf16_m8_k128" if mode == 2 else "mxfp8_m8_k128")
     register_instance(device, module, pair)
-    tokens, top_k = arguments[3].shape
-    sizes = tokens, arguments[0].shape[1], arguments[9].shape[2] * 2, experts, top_k, mode, False
+    tokens, top_k = arguments[4].shape
+    sizes = tokens, arguments[0].shape[1], arguments[10].shape[2] * 2, experts, top_k, mode, False
     workspace = sparse(module.sm12x_moe_workspace_size(*sizes))
-    more = workspace, mode, True, 0, experts, pair, pair, True
+    more = workspace, mode, True, 0, experts, pair, pair, *NO_STEP, True
     device.call(module.sm12x_moe_run, *arguments, *more, writes=(arguments[0], workspace))
 
 
@@ -305,7 +305,7 @@ def test_tokens_of_a_layer_beyond_31_bits(device: VirtualDevice, mode: int) -> N
     weights = behind_others(near.token_final_scales)
     output = sparse(far + tokens, hidden, dtype=torch.bfloat16)
     output[far:] = torch.nan
-    arguments = output, x, x_scale, ids, weights, *arguments_of(near, output)[5:]
+    arguments = output, x, x_scale, ids.shape[1], ids, weights, *arguments_of(near, output)[6:]
     loop = "  while (token < p.num_tokens) {"
     pack_far = (f"{KERNELS}/rows/pack.cuh", loop, f"  token += {far};\n{loop}")
     run_far_layer(device, (*FEW_PREPARED, *([pack_far] if mode == 2 else [])), arguments, 3, mode)
@@ -321,7 +321,7 @@ def test_a_token_without_a_local_expert_beyond_31_bits(device: VirtualDevice) ->
     ids = torch.zeros((tokens, 1), dtype=torch.int32)
     ids[-tail:] = -1
     x, x_scale = sparse(tokens, hidden).view(torch.float8_e4m3fn), sparse(tokens + -tokens % 128, hidden // 32)
-    arguments = output, x, x_scale, ids, None, *arguments_of(layer, output)[5:]
+    arguments = output, x, x_scale, ids.shape[1], ids, None, *arguments_of(layer, output)[6:]
     run_far_layer(device, ONLY_PROLOGUE, arguments, 2)
     assert not output[-tail:].any()
     assert output[-tail - 1].isnan().all()
@@ -342,7 +342,7 @@ def test_outputs_of_a_streamed_dense_layer_beyond_31_bits(device: VirtualDevice)
     out = sparse(far + rows, n, dtype=torch.bfloat16)
     x[far:], residual[far:], out[far:] = near.arguments[0], near.named["residual"], torch.nan
     operands = out, x, None, *near.arguments[1:], None, None, residual
-    device.call(module.sm12x_dense_run, *operands, None, 0, 0, True, True, writes=(out,))
+    device.call(module.sm12x_dense_run, *operands, None, 0, 0, None, True, True, writes=(out,))
     check_within_bound(out[far:], *dense_reference(near), "far rows")
 
 
@@ -436,7 +436,8 @@ def test_threads_with_layers_of_different_sizes_do_not_take_each_others_shared_m
         output = torch.full((case.num_tokens, hidden), float("nan"), dtype=torch.bfloat16)
         size = module.sm12x_moe_workspace_size(2, hidden, inter, 2, 1, int(Mode.W4A16), False)
         workspace = torch.zeros(size, dtype=torch.uint8)
-        arguments = (*arguments_of(inputs, output), workspace, int(Mode.W4A16), False, 0, 2, tactic, tactic, True)
+        arguments = (*arguments_of(inputs, output), workspace, int(Mode.W4A16), False, 0, 2, tactic, tactic)
+        arguments = (*arguments, *NO_STEP, True)
         try:
             start.wait()
             for _ in range(12):  # without one grant for all, about one launch in five is refused

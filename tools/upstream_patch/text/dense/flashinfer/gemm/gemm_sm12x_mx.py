@@ -137,10 +137,12 @@ def run_dense(call: DenseCall, token_format: int, enable_pdl: bool, tactic: int 
         weight_scale=_contiguous_scales(call.weight_scale),
         alpha=None if call.alpha is None else call.alpha.reshape(1),
     )
-    bias = residual = None
+    bias = residual = next_weights = None
     constant_weights = False  # whether they may be read before the launch in front ends
     enable_pdl = enable_pdl and device_support_pdl(x.device)
-    module.sm12x_dense_run(*call, bias, residual, workspace, token_format, row.index, constant_weights, enable_pdl)
+    module.sm12x_dense_run(
+        *call, bias, residual, workspace, token_format, row.index, next_weights, constant_weights, enable_pdl
+    )
     return out
 
 

@@ -31,6 +31,7 @@ def _run(layer, mode, tactic):
         output,
         given["input"],
         given.get("input_sf"),
+        top_k,
         given["token_selected_experts"],
         given["token_final_scales"],
         given["fc1_expert_weights"],
@@ -52,6 +53,7 @@ def _run(layer, mode, tactic):
         experts,  # the rank's first expert, and all of them
         tactic,
         tactic,
+        *[None] * 4,  # what only a decode step's call has
         device_support_pdl(torch.device("cuda")),
     )
     return output
