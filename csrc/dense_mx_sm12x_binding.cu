@@ -30,7 +30,7 @@ TokenRows dense_rows(const TensorView& values, const Optional<TensorView>& scale
   return rows;
 }
 
-// What a dense layer may be told beside its operands; of a stream of weights alone but for what a GEMM ignores.
+// What a stream of weights may be told beside its operands. A GEMM takes no norm and ignores the others.
 struct DenseExtras {
   RowNorm norm;
   Optional<TensorView> next_weights;

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// TVM-FFI bindings of what is done with rows beside multiplying them: a norm in front, their largest outputs, and rows as
-// bfloat16.
-// Included at the end of the dense layer's binding alone.
+// TVM-FFI bindings of what is done with rows beside multiplying them: a norm in front, their largest outputs, and rows
+// as bfloat16. Included at the end of the dense layer's binding alone.
 #include "flashinfer/sm12x/rows/dequantize.cuh"
 #include "flashinfer/sm12x/rows/top_k.cuh"
 
@@ -63,17 +62,16 @@ void dense_top_k_run(TensorView values, TensorView indices, int64_t first_index,
   check_status(run_top_k_of_ranks(p, launch_options(tokens, enable_pdl)));
 }
 
-// A dense layer behind an RMSNorm of its bfloat16 tokens, of a tactic that streams: one tile of them.
+// A dense layer behind an RMSNorm of its bfloat16 tokens, of a tactic that streams: at most eight.
 void dense_normed_run(Optional<TensorView> sum, Optional<TensorView> addend, TensorView norm_weight, double epsilon,
                       TensorView out, TensorView tokens, TensorView weights, TensorView weight_scales,
                       Optional<TensorView> alpha, Optional<TensorView> bias, int64_t tactic,
                       Optional<TensorView> next_weights, bool weights_first, bool enable_pdl) {
   TVM_FFI_CHECK(norm_weight.numel() == tokens.size(1), ValueError) << "norm_weight must have k elements";
-  for (const auto* rows : {&sum, &addend}) {
-    TVM_FFI_CHECK(rows->has_value() == sum.has_value() && (!rows->has_value() || rows->value().numel() == tokens.numel()),
-                  ValueError)
-        << "residual and what it adds up to must be [tokens, k], both or neither";
-  }
+  const auto has_rows = [&](const Optional<TensorView>& rows) { return rows.value().numel() == tokens.numel(); };
+  TVM_FFI_CHECK(sum.has_value() == addend.has_value() && (!sum.has_value() || (has_rows(sum) && has_rows(addend))),
+                ValueError)
+      << "residual and what it adds up to must be [tokens, k], both or neither";
   const RowNorm norm = {norm_weight.data_ptr(), data_or_null<const void>(addend), data_or_null<void>(sum),
                         static_cast<float>(epsilon)};
   run_dense(out, tokens, {}, weights, weight_scales, alpha, bias, {}, {}, static_cast<int64_t>(TokenFormat::kBf16),

@@ -273,7 +273,7 @@ def reading_ahead(kernel: ForkKernel | None, layer: Any) -> Iterator[None]:
 def weight_of(layer: Any) -> torch.Tensor | None:
     """What a launch in front may read ahead; kernels of vLLM's may keep a weight where it cannot be."""
     weight = getattr(layer, "weight", None)
-    return weight.detach() if weight is not None and weight.is_contiguous() else None
+    return weight if weight is not None and weight.is_contiguous() else None
 
 
 def norm_and_project(
@@ -365,18 +365,17 @@ def route_and_compute(
         "constant_weights": True,
     }
     experts._ensure_moe_quant_config_init()
-    own = experts_of(layer)
-    if own is None:
-        routed = router_top_k(hidden, router.weight, top_k, is_padding=is_padding, **given)
-        computed = experts.forward_modular(
-            x=routed.hidden_states, topk_weights=routed.topk_weights, topk_ids=routed.topk_ids
-        )
-        return runner._maybe_reduce_final_output(computed, None), routed.residual
-    if len(hidden) <= CHOOSING_TOKENS:
+    own, kept = experts_of(layer), {"barrier": barrier, "next_weights": next_weights}
+    if own is not None and len(hidden) <= CHOOSING_TOKENS:
         decided = router_logits(hidden, router.weight, **given)
-        routing = {"router_logits": decided.logits, "top_k": top_k, "is_padding": is_padding}
+        computed = own.step(
+            experts, decided.hidden_states, router_logits=decided.logits, top_k=top_k, is_padding=is_padding, **kept
+        )
+        return runner._maybe_reduce_final_output(computed, None), decided.residual
+    routed = router_top_k(hidden, router.weight, top_k, is_padding=is_padding, **given)
+    rows, weights, ids = routed.hidden_states, routed.topk_weights, routed.topk_ids
+    if own is None:
+        computed = experts.forward_modular(x=rows, topk_weights=weights, topk_ids=ids)
     else:
-        decided = router_top_k(hidden, router.weight, top_k, is_padding=is_padding, **given)
-        routing = {"token_selected_experts": decided.topk_ids, "token_final_scales": decided.topk_weights}
-    computed = own.step(experts, decided.hidden_states, barrier=barrier, next_weights=next_weights, **routing)
-    return runner._maybe_reduce_final_output(computed, None), decided.residual
+        computed = own.step(experts, rows, token_selected_experts=ids, token_final_scales=weights, **kept)
+    return runner._maybe_reduce_final_output(computed, None), routed.residual

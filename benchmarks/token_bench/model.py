@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from timing import QUANTIZED_ROWS
 
 from flashinfer.decode import decode_attention
-from flashinfer.fused_moe import moe_step, router_logits, router_top_k
+from flashinfer.fused_moe import cutlass_fused_moe, moe_step, router_logits, router_top_k
 from flashinfer.fused_moe.sm12x_operator import CHOOSING_TOKENS
 from flashinfer.gemm import dense_block_scaled, rmsnorm_dense_block_scaled
 from flashinfer.quantization.block_scaled import quantize_weight
@@ -127,7 +127,7 @@ class ForkExperts:
         return dataclasses.replace(self.weights, input=x, token_selected_experts=ids, token_final_scales=weights)
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return moe_step(**self.inputs(x, ids, weights).arguments())
+        return cutlass_fused_moe(**self.inputs(x, ids, weights).arguments())
 
     def step(self, x: torch.Tensor, **routing: Any) -> torch.Tensor:
         """As ``moe_step``, whose experts are chosen by ``routing``."""

@@ -313,7 +313,8 @@ def moe_step(
     """``cutlass_fused_moe(**arguments)`` of MXFP4 weights in a decode step, with what upstream's signature has no place for.
 
     For a device that this fork serves.  With few tokens the layer then is one launch, where that has two and a router's
-    top-k a third.  Results are those of ``router_top_k`` and ``cutlass_fused_moe``, bit for bit.
+    top-k a third.  Results are those of ``router_top_k`` and ``cutlass_fused_moe``, bit for bit where the layer chooses
+    experts itself; where they are chosen in front, torch's softmax may differ in the last one.
 
     Parameters
     ----------
@@ -336,11 +337,20 @@ def moe_step(
     ------
     TypeError, ValueError
         Before any launch, naming the argument, what it was and what it may be.
+    NotImplementedError
+        The GPU has no kernels of this family, or an option is one of other modes.
     """
-    given = _MOE_DEFAULTS | {"token_selected_experts": None, "token_final_scales": None} | arguments
+    if unknown := sorted(arguments.keys() - _MOE_SIGNATURE.keys()):
+        raise TypeError(f"{unknown[0]} is no argument; it must be one of moe_step's own or of cutlass_fused_moe's")
+    given = _MOE_DEFAULTS | arguments
+    foreign = ("min_latency_mode", "cluster_size", "cluster_rank", "clamped_relu2_limit", "situ_beta", "situ_linear_beta")
+    _reject_foreign_options(**_selected(given, foreign))
+    if given["backend"] != "cutlass":
+        raise ValueError(f"backend is {given['backend']!r}; it must be 'cutlass', this fork's kernels are not chosen by it")
     for name in ("input", "fc1_expert_weights"):
         require_tensor_type(name, given.get(name))
     require_computing_device("input", given["input"])
+    devices.require_served("moe_step", given["input"].device)
     dtypes = given["input"].dtype, given["fc1_expert_weights"].dtype
     if dtypes[1] not in WEIGHT_DTYPES:
         weights = describe(given["fc1_expert_weights"])
@@ -358,10 +368,9 @@ def moe_step(
 
 
 _MOE_SIGNATURE = inspect.signature(inspect.unwrap(cutlass_fused_moe)).parameters
-_MOE_DEFAULTS = {
-    name: parameter.default
+_MOE_DEFAULTS: dict[str, Any] = {
+    name: None if parameter.default is inspect.Parameter.empty else parameter.default
     for name, parameter in _MOE_SIGNATURE.items()
-    if parameter.default is not inspect.Parameter.empty
 }
 moe_step.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
     [

@@ -296,6 +296,8 @@ def _require_routing(call: MoECall, tokens: int, experts: int) -> int:
         require_tensor("token_selected_experts", ids, [shape], [torch.int32], device, alignment=ELEMENT)
         if call.is_padding is not None:
             raise ValueError("is_padding is given; it belongs to router_logits, ids of -1 mark padding without them")
+        if call.top_k:
+            raise ValueError(f"top_k is {call.top_k}; it belongs to router_logits, pass 0 with token_selected_experts")
         return ids.shape[1]
     if ids is not None or call.token_final_scales is not None:
         raise ValueError(

@@ -51,8 +51,8 @@ def rmsnorm_dense_block_scaled(
     """:func:`~flashinfer.gemm.dense_block_scaled` behind an addition and an RMSNorm, as a layer's QKV projection is.
 
     ``s = x + residual``, rounded to bfloat16; ``h = s / sqrt(mean(s^2) + eps) * norm_weight``; ``alpha * h @ weight.T +
-    bias``. ``h`` is rounded to bfloat16 once. Up to eight tokens all is one launch, and what is rounded is ``s *
-    norm_weight``, whose factor the sums get. With more, and on the CPU, the norm is computed in front by torch.
+    bias``. ``h`` is rounded to bfloat16 once. Up to eight tokens, where they take a stream of weights (``k`` up to 4,608),
+    all is one launch, and what is rounded is ``s * norm_weight``, whose factor the sums get. With more, and on the CPU, the norm is computed in front by torch.
 
     Parameters
     ----------

@@ -76,6 +76,18 @@ def test_bytes_of_what_is_done_in_place() -> None:
     assert (parts["norms"].calls, parts["QKV"].calls, parts["attention, full"].calls) == (5, 2, 1)
 
 
+@pytest.mark.parametrize("router", [False, True])
+def test_a_norm_in_qkv_is_not_written_and_read_again(router: bool) -> None:
+    size, tokens = MODELS["gpt-oss-120b"], 4
+    apart, within = (
+        parts_of(size, Step(tokens, 512, fused_router=router, fused_norm=fused)) for fused in (False, True)
+    )
+    saved = sum(part.bytes for part in apart) - sum(part.bytes for part in within)
+    assert saved == size.layers * 2 * tokens * 2 * size.hidden
+    calls = {part.name: part.calls for part in within}
+    assert calls["norms"] == 1 + (0 if router else size.layers)
+
+
 def test_ranks_share_what_is_shared_out() -> None:
     whole, step = MODELS["gpt-oss-120b"], Step(1, 8192)
     one, two = ({part.name: part for part in parts_of(size, step)} for size in (whole, whole.split(2)))

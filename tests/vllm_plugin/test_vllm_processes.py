@@ -89,8 +89,8 @@ DENSE = {"qkv": "mxfp8", "o": "mxfp8", "lm_head": "mxfp8"}
     ("words", "kinds"),
     [
         ((), {}),
-        # In W4A16 it is as near to tensor parallel ranks as those are to it, and further from the reference by one token's
-        # expert, whose logits are near another's: W4A8's bound has room for that.
+        # W4A16's error was 1.9 times that of bf16 arithmetic and three seeds (2026-11-27), which is not understood; tensor
+        # parallel ranks keep the bound of 1.5.
         (("--enable-expert-parallel",), {"moe": "mxfp4-a8"}),
         # vLLM's emulation in PyTorch of the kernels; each rank quantizes its shard.
         (("--linear-backend", "emulation"), DENSE),

@@ -178,7 +178,8 @@ def parts_of(model: Model, step: Step, experts: float | None = None) -> list[Par
 
     routing = model.top_k * (FP32 + INT32)
     norm, norms = 4 * tokens * row + row, (not step.fused_norm) * layers + (not step.fused_router) * layers + 1
-    qkv_norm = layers * (norm - tokens * row) - tokens * row  # rows are read as its tokens
+    # In QKV its rows are not written and read again. The first one reads no residual, and writes no sum.
+    qkv_norm = (layers - 1) * (norm - 2 * tokens * row) + row
     router = model.experts * (row + BF16)
     # Logits are bf16, or float32 between the two launches of the fork's.
     router += (
@@ -190,7 +191,7 @@ def parts_of(model: Model, step: Step, experts: float | None = None) -> list[Par
     found = {
         "embedding": (1, tokens * 2 * row),
         # The first one reads no residual, and every one writes what it added up.
-        "norms": (norms, norms * norm - (1 if step.fused_norm else 2) * tokens * row),
+        "norms": (norms, norms * norm - (0 if step.fused_norm else 2) * tokens * row),
         "QKV": (layers, layers * dense("QKV", tokens, bias=True) + step.fused_norm * qkv_norm),
         "rope": (layers, layers * tokens * (2 * (queries + keys) + BF16 * model.head)),
         "KV write": (layers, layers * tokens * (2 * keys + kv_row)),

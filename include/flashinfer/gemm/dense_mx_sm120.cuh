@@ -83,7 +83,7 @@ inline Status run_dense_stream(const DenseArguments& a, const LaunchOptions& opt
   const bool normable = a.num_tokens <= kNarrowTokens && a.instance->token_tile == kNarrowTokens &&
                         a.tokens.format == TokenFormat::kBf16;
   if (a.norm.weight != nullptr && !normable) {
-    return {cudaErrorInvalidValue, "a norm in front of a dense tactic takes up to eight bfloat16 tokens, of one that has such tiles"};
+    return {cudaErrorInvalidValue, "a norm in front of a dense tactic takes up to eight bfloat16 tokens, and tiles of eight"};
   }
   const int blocks = std::min(p.gemm.units, options.sm_count);
   *ranks_of_token = blocks * epilogue_warps_of(p.stages, p.gemm.slices);

@@ -118,6 +118,7 @@ template <class Shape>
 __device__ __forceinline__ void load_normed_tokens(const DenseParams& p, SlabMultiplier<Shape>& slab, int count,
                                                    float* squares, int lane) {
   static_assert(Shape::kTokenSteps == 1, "beside more tokens there are no registers for their addends and weights");
+  static_assert(Shape::kMmaWarps <= DenseStorage::kMostWarps, "each warp that shares K has squares of its own");
   constexpr int kBlocks = Shape::kWords;
   TokenBlock* const blocks = &slab.tokens[0][0];
   float square = 0.0f;
@@ -326,7 +327,8 @@ __device__ __forceinline__ void run_epilogue_warp(const DenseParams& p, const De
         const int token = i / 4 * 8 + 2 * (lane % 4) + i % 2, out = output + (i % 4 < 2 ? 0 : 8);
         if (token >= count || out >= g.out) continue;
         const int64_t at = static_cast<int64_t>(first_token + token) * g.out + out;
-        float value = fmaf(Slab::kAccumulatorScale * sums[i / 4][i % 4], Shape::kTokenSteps == 1 ? scale * factors.of[i % 2] : scale, bias[i % 4 / 2]);
+        const float factor = Shape::kTokenSteps == 1 ? scale * factors.of[i % 2] : scale;
+        float value = fmaf(Slab::kAccumulatorScale * sums[i / 4][i % 4], factor, bias[i % 4 / 2]);
         if (e.residual != nullptr) value += load_scalar(e.residual, at, e.output_type);
         if (ranks != nullptr) largest.add(i, round_scalar(value, e.output_type), out);
         if (e.output != nullptr) store_scalar(e.output, at, e.output_type, value);
