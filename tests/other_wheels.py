@@ -39,7 +39,8 @@ def downloaded(version: str) -> Path:
 
 
 def _site_packages(environment: Path) -> Path:
-    return Path(sysconfig.get_path("purelib", "venv", {"base": str(environment), "installed_base": str(environment)}))
+    scheme = "venv" if "venv" in sysconfig.get_scheme_names() else "posix_prefix"  # Python 3.10 knows no other name
+    return Path(sysconfig.get_path("purelib", scheme, {"base": str(environment), "installed_base": str(environment)}))
 
 
 def environment_with(wheel: Path, folder: Path, version: str | None = None) -> Path:

@@ -522,6 +522,21 @@ def test_a_gpt_oss_checkpoint_runs_on_the_operators_experts(
     assert "KL of the next token, toy-oss" in (tmp_path / "accuracy.svg").read_text(encoding="utf-8")
 
 
+def test_experts_of_a_config_without_the_constants_have_gpt_osss() -> None:
+    """As transformers 5.17 makes it; they are the model's own, and the same in every release since."""
+    from transformers import GptOssConfig
+
+    from flashinfer.sm12x.accuracy.gpt_oss import ALPHA, LIMIT, FlashInferExperts
+
+    bias: Any = {"down_proj_bias": torch.zeros(2, 32, dtype=torch.bfloat16)}
+    bare = FlashInferExperts(types.SimpleNamespace(), bias, "a16")  # type: ignore[arg-type]
+    other = FlashInferExperts(GptOssConfig(swiglu_alpha=1.5, swiglu_limit=3.0), bias, "a16")
+    assert torch.equal(bare.alpha, torch.full((2,), ALPHA))
+    assert torch.equal(bare.limit, torch.full((2,), LIMIT))
+    assert (other.alpha.tolist(), other.limit.tolist()) == ([1.5] * 2, [3.0] * 2)
+    assert (GptOssConfig().swiglu_alpha, GptOssConfig().swiglu_limit) == (ALPHA, LIMIT)
+
+
 def test_the_operator_changes_its_mode_where_the_table_says() -> None:
     """Exact up to the switch; rounded tokens cost some percent of the outputs, those of bf16 outputs alone a half ulp."""
     rows = [row for row in cells(experts.table()) if row[0][0].isdigit()]

@@ -30,6 +30,8 @@ import torch
 from moe_harness import check_case, same_bits
 
 from flashinfer.fused_moe import cutlass_fused_moe, moe_step, router_top_k
+from flashinfer.fused_moe.sm12x_operator import FEW_PAIRS
+from flashinfer.fused_moe.sm12x_router import choose_experts
 from flashinfer.fused_moe.sm12x_validation import Mode
 from flashinfer.gemm import rmsnorm_dense_block_scaled, sm12x_group_gemm
 from flashinfer.gemm.sm12x_dense import dense_block_scaled
@@ -264,9 +266,11 @@ def step_cases(rng: random.Random, count: int, options: argparse.Namespace) -> i
         # The router's own choice: these logits are its products with the unit matrix.
         unit = torch.eye(case.num_experts, dtype=torch.bfloat16, device=device)
         routed = router_top_k(logits.bfloat16(), unit, case.top_k, is_padding=padding)
-        wanted = cutlass_fused_moe(
-            token_selected_experts=routed.topk_ids, token_final_scales=routed.topk_weights, **arguments
-        )
+        scales, ids = routed.topk_weights, routed.topk_ids
+        if case.num_tokens * case.top_k > FEW_PAIRS:  # chosen in front of the layer, by torch's softmax
+            scales, chosen = choose_experts(logits, case.top_k, padding)
+            assert torch.equal(chosen, ids), f"a step's {case}, seed {seed}: other experts"
+        wanted = cutlass_fused_moe(token_selected_experts=ids, token_final_scales=scales, **arguments)
         call = functools.partial(
             moe_step,
             router_logits=logits,

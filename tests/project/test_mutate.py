@@ -131,6 +131,8 @@ def test_the_checkout_may_be_another_users(toy: Path, tmp_path: Path, monkeypatc
     monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", "/dev/null")
     refused = subprocess.run(["git", "-C", str(toy), "ls-files"], capture_output=True, text=True)
+    if refused.returncode == 0:
+        pytest.skip("this git is older than that rule, and takes any user's checkout")
     assert "dubious ownership" in refused.stderr
     mutate.copy_tree(toy, tmp_path / "copy")
     assert (tmp_path / "copy" / "toy.py").read_text() == TOY["toy.py"]

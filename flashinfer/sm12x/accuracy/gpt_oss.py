@@ -19,6 +19,9 @@ from ...fused_moe import cutlass_fused_moe
 # The checkpoint's tensors of a layer's experts, after "model.layers.N.mlp.experts.".
 NAMES = [f"{matrix}_{part}" for matrix in ("gate_up_proj", "down_proj") for part in ("blocks", "scales", "bias")]
 
+ALPHA, LIMIT = 1.702, 7.0
+"""SwiGLU's, where the config does not have them: transformers 5.17 has them in the module of the experts."""
+
 
 class FlashInferExperts(torch.nn.Module):
     """In place of transformers' ``GptOssExperts``: the same call, packed weights.
@@ -52,7 +55,8 @@ class FlashInferExperts(torch.nn.Module):
             self.register_buffer(name, tensor, persistent=False)
         bias = tensors["down_proj_bias"]
         experts, device = bias.shape[0], bias.device
-        constants = {"alpha": config.swiglu_alpha, "beta": 1.0, "limit": config.swiglu_limit, "one": 1.0}
+        alpha, limit = getattr(config, "swiglu_alpha", ALPHA), getattr(config, "swiglu_limit", LIMIT)
+        constants = {"alpha": alpha, "beta": 1.0, "limit": limit, "one": 1.0}
         for name, value in constants.items():
             self.register_buffer(name, torch.full((experts,), value, device=device), persistent=False)
 
