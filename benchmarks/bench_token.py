@@ -35,7 +35,6 @@ from timing import allow, file, machine, names, numbers, reason
 from token_bench import check, hindcast, measure, operators, picture, predict, results
 from token_bench.model import Model, fork_experts, marlin_experts
 
-from flashinfer.gemm.sm12x_dense_norm import MOST_TOKENS as NORM_TOKENS
 from flashinfer.sm12x.models import MODELS
 from flashinfer.sm12x.models import Model as Size
 from flashinfer.sm12x.perfmodel.step import (
@@ -129,10 +128,8 @@ def steps_of(
             "dense_tokens": dense_tokens,
             "fused_router": router == "fork",
         }
-        norms = router == "fork" and dense != "bf16" and dense_tokens == "bf16"
         for kv, (sequences, context) in itertools.product(arguments.kv, arguments.decode):
-            own = {"fused_attention": attention == "fork", "fused_norm": norms and sequences <= NORM_TOKENS}
-            yield Step(sequences, context, kv=kv, **common, **own)
+            yield Step(sequences, context, kv=kv, **common, fused_attention=attention == "fork")
         for tokens in arguments.prefill if attention == attentions[0] else ():
             yield Step(1, tokens, tokens, arguments.kv[0], **common)
 

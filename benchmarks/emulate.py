@@ -26,6 +26,7 @@ from flashinfer.decode import decode_attention
 from flashinfer.fused_moe import router_top_k
 from flashinfer.gemm.sm12x_dense import dense_block_scaled
 from flashinfer.gemm.sm12x_dense_launch import choose, gemm_operand
+from flashinfer.gemm.sm12x_dense_norm import rmsnorm_dense_block_scaled
 from flashinfer.jit import env as jit_env
 from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm120_module
 from flashinfer.jit.sm12x.instances import INSTANCES, Instance, candidates
@@ -40,11 +41,13 @@ from flashinfer.sm12x.perfmodel.step import (
     KV_BYTES,
     LAYER_MODEL,
     MATRICES,
+    NORMED,
+    NORMED_BATCHES,
     TOKENS_BESIDE,
     Kernel,
 )
 from flashinfer.sm12x.probe import layer as probed
-from flashinfer.testing import DenseCase, MoECase, make_dense_inputs, make_moe_inputs
+from flashinfer.testing import DenseCase, MoECase, make_dense_inputs, make_moe_inputs, make_norm_inputs
 from flashinfer.testing.decode_reference import make_decode_case
 from flashinfer.testing.dense_reference import TOKENS as TOKEN_FORMATS
 from flashinfer.testing.moe_layers import DENSE_LAYERS, DENSE_VARIANTS, MODE_NAMES
@@ -215,13 +218,19 @@ def moe_lines(
 # --- dense layers -----------------------------------------------------------------------------------------------------
 
 
-def emulate_dense(device: VirtualDevice, row: Instance, case: tuple[int, int, int], activation: str) -> list[Launch]:
-    """One layer ``(tokens, n, k)``."""
+def emulate_dense(
+    device: VirtualDevice, row: Instance, case: tuple[int, int, int], activation: str, normed: bool = False
+) -> list[Launch]:
+    """One layer ``(tokens, n, k)``; ``normed``: with an addition and a norm in it."""
     tokens, n, k = case
     inputs = make_dense_inputs(DenseCase(tokens, n, k, row.weights, TOKENS_AS[activation]), 0)
-    call = functools.partial(
-        dense_block_scaled, *inputs.arguments, **inputs.named, constant_weights=True, tactic=row.name
-    )
+    named: dict[str, Any] = {**inputs.named, "constant_weights": True, "tactic": row.name}
+    if normed:
+        x, weight, weight_scale = inputs.arguments
+        named |= {"x": x, "weight": weight, "weight_scale": weight_scale, **make_norm_inputs(inputs, 0)}
+        call = functools.partial(rmsnorm_dense_block_scaled, **named)
+    else:
+        call = functools.partial(dense_block_scaled, *inputs.arguments, **named)
     return unreported(launches_of(device, call), f"{row.name} with {tokens} tokens")
 
 
@@ -237,7 +246,13 @@ class DenseLine(Times):
 
 
 def dense_line(
-    device: VirtualDevice, name: str, shape: tuple[int, int], tokens: int, weights: str, activation: str
+    device: VirtualDevice,
+    name: str,
+    shape: tuple[int, int],
+    tokens: int,
+    weights: str,
+    activation: str,
+    normed: bool = False,
 ) -> DenseLine | None:
     """A layer of ``shape``, rows and K of its weight, run and predicted; None where cuBLAS multiplies: not modelled."""
     n, k = shape
@@ -245,7 +260,10 @@ def dense_line(
     row = choose(weights, tokens, n, k, True, operand)
     if row is None:
         return None
-    runs = {(m, rows): emulate_dense(device, row, (m, rows, k), activation) for m, rows in dense.runs_for(row, tokens)}
+    runs = {
+        (m, rows): emulate_dense(device, row, (m, rows, k), activation, normed)
+        for m, rows in dense.runs_for(row, tokens)
+    }
     about = {"layer": name, "tokens": tokens, "weights": weights, "activation": activation, "instance": row.name}
     return DenseLine(**about, **dense.times_of(row, shape, dense.launches_of(row, shape, tokens, runs)))
 
@@ -362,9 +380,9 @@ def dense_kernel(
     device: VirtualDevice, ranks: int, kind: str, weights: str, tokens: int, activation: str
 ) -> Kernel | None:
     """A dense layer of one of ``ranks`` GPUs; None where cuBLAS would multiply dequantized weights."""
-    began = time.perf_counter()
-    shape = MODELS[LAYER_MODEL].split(ranks).matrices[kind]
-    line = dense_line(device, kind, shape, tokens, weights, activation)
+    began, normed = time.perf_counter(), kind == NORMED
+    shape = MODELS[LAYER_MODEL].split(ranks).matrices["QKV" if normed else kind]
+    line = dense_line(device, kind, shape, tokens, weights, activation, normed)
     what = f"{kind} of {ranks}, {tokens} tokens of {activation}, {weights}"
     print(f"{what}: {time.perf_counter() - began:.0f} s", flush=True)
     about = {"kind": kind, "model": LAYER_MODEL, "ranks": ranks, "tokens": tokens, "weights": weights}
@@ -411,6 +429,9 @@ def kernels() -> Iterator[Kernel]:
             for activation in TOKENS_BESIDE[weights]:
                 if (found := dense_kernel(device, ranks, kind, weights, tokens, activation)) is not None:
                     yield found
+        for ranks, weights, tokens in itertools.product((1, 2), DENSE_FORMATS[1:], NORMED_BATCHES):
+            if (found := dense_kernel(device, ranks, NORMED, weights, tokens, "bf16")) is not None:
+                yield found
         for model, tokens in itertools.product(MODELS, (*DECODE, *PREFILL)):
             yield router_kernel(device, model, tokens)
         for ranks, kv, context in itertools.product((1, 2), KV_BYTES, (*CONTEXTS, 0)):

@@ -176,7 +176,7 @@ def most_exact_tokens(moe: Any) -> float:
         device = torch.device("cuda", torch.cuda.current_device())
     backend = kernels(device)
     features = () if backend is None else (backend.block_scaled_mma, backend.unified_memory)
-    return most_exact_tokens(moe.experts_per_token, moe.num_local_experts, *features)
+    return most_exact_tokens(moe.experts_per_token, moe.num_experts, *features)
 
 
 @functools.cache

@@ -23,7 +23,7 @@ def problem_of(inputs: MoEInputs, mode: int) -> MoEProblem:
     tokens, top_k = inputs.token_selected_experts.shape
     experts, hidden, half = inputs.fc2_weights.shape
     first, total = inputs.ep_rank * experts, inputs.ep_size * experts
-    return MoEProblem(Mode(mode), tokens, hidden, 2 * half, experts, top_k, first, total)
+    return MoEProblem(Mode(mode), tokens, hidden, 2 * half, experts, top_k, first, total, total)
 
 
 NO_STEP = (None,) * 4  # what a decode step's call has besides: next_weights, router_logits, is_padding, barrier

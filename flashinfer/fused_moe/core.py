@@ -467,4 +467,4 @@ def _workspace_problem(mode: Mode, given: dict[str, Any]) -> MoEProblem:
         raise ValueError(f"x_dtype is {describe(given['x_dtype'])}; mode {mode.name} takes {allowed}")
     require_output_dtype("output_dtype", given["output_dtype"])
     local = total // ep_size
-    return MoEProblem(mode, num_tokens, hidden, inter, local, top_k, ep_rank * local, total)
+    return MoEProblem(mode, num_tokens, hidden, inter, local, top_k, ep_rank * local, total, total)

@@ -130,7 +130,8 @@ class SM12xStageRunner(TunableRunner):
         if runner is None:
             experts, hidden, columns = fc2.shape
             inter = 2 * columns * fc2.dtype.itemsize
-            problem = MoEProblem(self.mode, 0, hidden, inter, experts, self.top_k, 0, experts * self.ep_size)
+            total = experts * self.ep_size
+            problem = MoEProblem(self.mode, 0, hidden, inter, experts, self.top_k, 0, total, total)
 
             fc1_scales, fc2_scales = (
                 tune.unit_scales(experts, *padded_scales(rows, k // BLOCK_SIZE), device=x.device)

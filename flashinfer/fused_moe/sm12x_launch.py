@@ -53,7 +53,7 @@ def default_tactics(
     problem: MoEProblem, block_scaled_mma: bool, unified_memory: bool, all_sms: bool = True
 ) -> tuple[int, int]:
     """The planner's choice; without ``all_sms`` of the device a pair of GEMMs, whose blocks do not wait for each other."""
-    sizes = (problem.num_tokens, problem.top_k, problem.num_local_experts, problem.hidden, problem.inter)
+    sizes = (problem.num_tokens, problem.top_k, problem.routed_experts, problem.hidden, problem.inter)
     return plan_moe(*sizes, int(problem.mode), block_scaled_mma, all_sms, unified_memory)
 
 

@@ -38,7 +38,7 @@ def compute(call: MoECall, problem: MoEProblem) -> None:
             check_expert_ids(call.token_selected_experts, problem.num_experts_total)
     # The CPU computes what a GB10 would.
     features = () if backend is None else (backend.block_scaled_mma, backend.unified_memory)
-    sizes = problem.num_tokens, problem.top_k, problem.num_local_experts
+    sizes = problem.num_tokens, problem.top_k, problem.routed_experts
     problem = problem._replace(mode=plan_mode(problem.mode, *sizes, *features))
     wanted = None
     if call.profile_ids is not None:

@@ -96,29 +96,29 @@ def plan_mode(
     mode: Mode,
     num_tokens: int,
     top_k: int,
-    num_local_experts: int,
+    num_experts: int,
     block_scaled_mma: bool = True,
     unified_memory: bool = True,
 ) -> Mode:
     """What :attr:`Mode.AUTO` is for so many tokens: W4A16 where it is as fast, else W4A8; other modes stay as they are."""
     if mode is not Mode.AUTO:
         return mode
-    rows = expected_rows(num_tokens * top_k, num_local_experts)
+    rows = expected_rows(num_tokens * top_k, num_experts)
     exact = rows <= _device_class(block_scaled_mma, unified_memory).exact
     return Mode.W4A16 if exact else Mode.HALF_INPUT
 
 
-def most_exact_tokens(top_k: int, num_local_experts: int, *features: bool) -> float:
+def most_exact_tokens(top_k: int, num_experts: int, *features: bool) -> float:
     """The most tokens that :attr:`Mode.AUTO` multiplies as they are; infinite where that is any number.
 
     ``features`` are :func:`plan_mode`'s last two parameters.
     """
     most = 1 << 20
-    if plan_mode(Mode.AUTO, most, top_k, num_local_experts, *features) is Mode.W4A16:
+    if plan_mode(Mode.AUTO, most, top_k, num_experts, *features) is Mode.W4A16:
         return _END
 
     def rounded(tokens: int) -> bool:
-        return plan_mode(Mode.AUTO, tokens, top_k, num_local_experts, *features) is not Mode.W4A16
+        return plan_mode(Mode.AUTO, tokens, top_k, num_experts, *features) is not Mode.W4A16
 
     return bisect.bisect(range(most), False, key=rounded) - 1
 
@@ -132,7 +132,7 @@ def choose(
     all_sms: bool = True,
     unified_memory: bool = True,
 ) -> Choice:
-    """The default instance for ``num_rows`` token rows (tokens x top_k) on ``num_experts`` local experts.
+    """The default instance for ``num_rows`` token rows (tokens x top_k) on ``num_experts`` experts.
 
     ``layer`` is hidden and intermediate size of an MoE layer; without it only single GEMMs are chosen from.  Without
     ``all_sms`` of the device only pairs of GEMMs are: blocks of a streamed layer wait for each other.  Without
@@ -162,7 +162,7 @@ def choose(
 def plan_moe(
     num_tokens: int,
     top_k: int,
-    num_local_experts: int,
+    num_experts: int,
     hidden: int,
     inter: int,
     mode: int,
@@ -176,9 +176,9 @@ def plan_moe(
     ``stream/moe_scheduler.cuh``), so that it does not change the choice, unless the layer may not use all of them.
     """
     rows = num_tokens * top_k
-    planned = plan_mode(Mode(mode), num_tokens, top_k, num_local_experts, block_scaled_mma, unified_memory)
+    planned = plan_mode(Mode(mode), num_tokens, top_k, num_experts, block_scaled_mma, unified_memory)
     index = choose(
-        planned.activation, rows, num_local_experts, block_scaled_mma, (hidden, inter), all_sms, unified_memory
+        planned.activation, rows, num_experts, block_scaled_mma, (hidden, inter), all_sms, unified_memory
     ).instance.index
     return index, index
 

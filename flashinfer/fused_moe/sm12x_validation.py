@@ -147,6 +147,8 @@ class MoEProblem(NamedTuple):
     top_k: int
     first_expert: int
     num_experts_total: int
+    routed_experts: int
+    """Among which the tokens' slots are spread: all ranks', or this rank's where all-to-all brought its tokens alone."""
 
 
 def select_mode(
@@ -345,7 +347,8 @@ def validate(call: MoECall) -> MoEProblem:
             f"({experts} here x ep_size {ep_size})"
         )
     require_pairs("num_tokens (input.shape[0])", tokens, top_k)
-    problem = MoEProblem(mode, tokens, hidden, inter, experts, top_k, ep_rank * experts, total)
+    routed = experts if call.enable_alltoall else total
+    problem = MoEProblem(mode, tokens, hidden, inter, experts, top_k, ep_rank * experts, total, routed)
     _check_quant_scales(problem, call.quant_scales, device)
     _check_input_sf(problem, call.input_sf, call.swizzled_input_sf, device)
     biases, float32 = BIAS_DTYPES[call.output_dtype], (torch.float32,)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
@@ -76,16 +77,24 @@ def test_bytes_of_what_is_done_in_place() -> None:
     assert (parts["norms"].calls, parts["QKV"].calls, parts["attention, full"].calls) == (5, 2, 1)
 
 
-@pytest.mark.parametrize("router", [False, True])
-def test_a_norm_in_qkv_is_not_written_and_read_again(router: bool) -> None:
+def test_a_norm_in_qkv_is_not_written_and_read_again() -> None:
     size, tokens = MODELS["gpt-oss-120b"], 4
-    apart, within = (
-        parts_of(size, Step(tokens, 512, fused_router=router, fused_norm=fused)) for fused in (False, True)
-    )
+    step = Step(tokens, 512, formats=formats_of("mxint8"), fused_router=True)
+    apart, within = (parts_of(size, dataclasses.replace(step, fork=fork)) for fork in (False, True))
     saved = sum(part.bytes for part in apart) - sum(part.bytes for part in within)
     assert saved == size.layers * 2 * tokens * 2 * size.hidden
-    calls = {part.name: part.calls for part in within}
-    assert calls["norms"] == 1 + (0 if router else size.layers)
+    assert {part.name: part.calls for part in within}["norms"] == 1
+
+
+def test_which_steps_have_a_norm_in_qkv() -> None:
+    """As the plugin's: beside its router, in up to eight tokens of a step, with tokens that are not rounded."""
+    step = Step(8, 512, formats=formats_of("nvfp4"), fused_router=True)
+    assert step.fused_norm
+    without: list[dict[str, Any]] = [
+        {"sequences": 9}, {"fused_router": False}, {"new": 2}, {"formats": formats_of("bf16")}, {"fork": False},
+        {"formats": formats_of("mxfp8"), "dense_tokens": "mxfp8"},
+    ]  # fmt: skip
+    assert not [change for change in without if dataclasses.replace(step, **change).fused_norm]
 
 
 def test_ranks_share_what_is_shared_out() -> None:

@@ -14,7 +14,7 @@ from moe_recording import RecordingModule, layer_arguments
 
 import flashinfer
 from flashinfer.fused_moe import core
-from flashinfer.fused_moe.sm12x_planner import expected_rows, plan_mode
+from flashinfer.fused_moe.sm12x_planner import expected_rows, plan_mode, plan_moe
 from flashinfer.fused_moe.sm12x_validation import Mode
 from flashinfer.sm12x import devices
 from flashinfer.sm12x.models import MOE_LAYERS
@@ -82,6 +82,27 @@ def test_a_launch_has_the_mode_of_its_tokens_and_no_global_scales(
         launch = module.launches[-1]
         assert launch["mode"] == int(Mode.W4A16 if tokens < at else Mode.HALF_INPUT)
         assert launch["fc1_global"] is launch["fc2_global"] is None
+
+
+@pytest.mark.parametrize("enable_alltoall", [False, True])
+def test_slots_of_all_tokens_are_spread_over_the_experts_of_all_ranks(
+    enable_alltoall: bool, module: RecordingModule
+) -> None:
+    """A rank that has half of the experts gets half of the rows; all-to-all brings it tokens that are its own alone."""
+    ranks = 2
+    at = switch(TOP_K, EXPERTS if enable_alltoall else ranks * EXPERTS)
+    assert at != switch(TOP_K, ranks * EXPERTS if enable_alltoall else EXPERTS)
+    named = {"ep_size": ranks, "ep_rank": 1, "enable_alltoall": enable_alltoall}
+    for tokens in (at - 1, at):
+        flashinfer.cutlass_fused_moe(**arguments(tokens, Mode.W4A16) | BOTH | named)
+        assert module.launches[-1]["mode"] == int(Mode.W4A16 if tokens < at else Mode.HALF_INPUT)
+    spread = EXPERTS if enable_alltoall else ranks * EXPERTS
+    tactics = []
+    for tokens in range(1, at, 5):
+        flashinfer.cutlass_fused_moe(**arguments(tokens, Mode.W4A16) | named)
+        tactics.append((module.launches[-1]["tactic_fc1"], module.launches[-1]["tactic_fc2"]))
+    assert tactics == [plan_moe(tokens, TOP_K, spread, 64, 32, int(Mode.W4A16)) for tokens in range(1, at, 5)]
+    assert len(set(tactics)) > 1
 
 
 def test_a_workspace_holds_either_mode(module: RecordingModule) -> None:

@@ -168,7 +168,7 @@ def test_the_table_names_each_kind_of_layer_once(checkpoint_folder, log):
     logits(checkpoint_folder, {})
     rows = table(log)
     assert list(rows) == ["moe", "qkv", "o", "lm_head", "attention", "decode"]
-    most = moe.most_exact_tokens(SimpleNamespace(device="cpu", experts_per_token=4, num_local_experts=8))
+    most = moe.most_exact_tokens(SimpleNamespace(device="cpu", experts_per_token=4, num_experts=8))
     told = f"mxfp4-a16 up to {most:,} tokens a step, mxfp4-a8 beyond"
     assert rows["moe"][:3] == ("flashinfer-sm12x", told, "default")
     assert rows["qkv"][:3] == ("vLLM's (cuBLAS)", "bf16", "default")
