@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``pip install .`` and ``pip install -e .`` put into site-packages.
+"""Build the files that ``pip install .`` and ``pip install -e .`` put into site-packages.
 
 The wheel ``flashinfer-python`` owns ``site-packages/flashinfer/``; no file of it may be touched. So this
 distribution installs three things of its own names::
@@ -21,7 +21,7 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 NAME = "flashinfer_sm12x"
-# Of a CUTLASS checkout in 3rdparty/ only the headers are needed.
+# Only the headers of a CUTLASS checkout in 3rdparty/ are needed.
 SHIPPED = (
     # At the top, because pip's uninstaller leaves folders that hold nothing but folders.
     "LICENSE",
@@ -70,7 +70,7 @@ class BuildTree(build_py):
 
     def run(self) -> None:
         lib = Path(self.build_lib)
-        # What an earlier build left here would be shipped too.
+        # Files that an earlier build left here would be shipped too.
         shutil.rmtree(lib, ignore_errors=True)
         lib.mkdir(parents=True)
         tree = str(ROOT) if self.is_editable() else NAME

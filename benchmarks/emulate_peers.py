@@ -41,7 +41,7 @@ MARLIN_TILES = {8: (128, 64, 128, 3), 64: (256, 64, 256, 1)}
 one with the most of them on an SM12x."""
 
 GroupedGemm = Callable[[Sequence[int], int, int], None]
-"""Of the rows of each expert, N and K."""
+"""A function of the rows of each expert, N and K."""
 
 
 def library(
@@ -158,7 +158,7 @@ def marlin(device: VirtualDevice, tile: int) -> GroupedGemm:
 
 
 def partial_bytes(tiles: Sequence[int], n: int, k: int, tile: int) -> int:
-    """What Marlin's blocks write of sums that they share, given the rows of each tile; it stays in L2.
+    """Bytes that Marlin's blocks write of sums that they share, given the rows of each tile; they stay in L2.
 
     Blocks take equal runs of tiles along K, one column of outputs after the other; a column that is cut has a buffer.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a call of ``cutlass_fused_moe`` costs the host: Python, and the launcher behind it.
+"""Measure what a call of ``cutlass_fused_moe`` costs the host: Python, and the launcher behind it.
 
 A call is timed without waiting for its kernels, in batches small enough that the queue of launches never fills.  The
 launcher's share is the same call of the compiled module with the arguments that Python gave it.  Also counted: what the

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the benchmarks share: implementations beside their floor, checked before they are timed; tables, JSON and plot.
+"""Code that the benchmarks share: implementations beside their floor, checked before they are timed; tables, JSON and
+plot.
 
 The clock is :mod:`flashinfer.sm12x.probe.timing`: medians of replays of a CUDA graph, the floor a plain streaming read.
 """
@@ -28,7 +29,7 @@ QUANTIZED_ROWS = 16_384
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers were taken on."""
+    """The machine and the software that the numbers were taken on."""
     properties = torch.cuda.get_device_properties(0)
     return {
         "gpu": properties.name,
@@ -50,12 +51,12 @@ def reason(error: BaseException) -> str:
 
 
 def names(text: str) -> list[str]:
-    """Of an option: with commas between."""
+    """The words of an option, which stand with commas between."""
     return [item for item in text.split(",") if item]
 
 
 def numbers(text: str) -> list[int]:
-    """Of an option: with commas between."""
+    """The numbers of an option, which stand with commas between."""
     return [int(item) for item in names(text)]
 
 
@@ -205,7 +206,7 @@ def once(make: Callable[[], T]) -> Callable[[], T]:
 
 
 def context_error() -> str | None:
-    """What the CUDA context says of itself, where it is lost."""
+    """The CUDA context's error, if the context is lost; else None."""
     try:
         torch.cuda.synchronize()
         torch.zeros(1, device="cuda").item()

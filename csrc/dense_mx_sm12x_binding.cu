@@ -30,7 +30,7 @@ TokenRows dense_rows(const TensorView& values, const Optional<TensorView>& scale
   return rows;
 }
 
-// What a stream of weights may be told beside its operands. A GEMM takes no norm and ignores the others.
+// Options of a stream of weights beside its operands. A GEMM takes no norm and ignores the others.
 struct DenseExtras {
   RowNorm norm;
   Optional<TensorView> next_weights;
@@ -115,5 +115,5 @@ int64_t dense_gemm_workspace_size(int64_t num_tokens, int64_t k, int64_t tactic,
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sm12x_dense_run, flashinfer::sm12x::dense_run);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sm12x_dense_gemm_workspace_size, flashinfer::sm12x::dense_gemm_workspace_size);
 
-// What operators besides the dense layer are made of.
+// Entries of the operators that are made of dense layers.
 #include "dense_mx_sm12x_rows_binding.inl"

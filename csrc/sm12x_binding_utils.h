@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the bindings of the SM12x family share: from tensors to plain pointers, from a failed launch to an exception.
+// Helpers of the SM12x bindings: tensors become plain pointers, a failed launch becomes an exception.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -66,8 +66,8 @@ inline LaunchOptions launch_options(const tvm::ffi::TensorView& tensor, bool dep
   return options;
 }
 
-// What a launch reads ahead of a tensor that the next one reads: of its beginning as much as memory brings while launches
-// change, a twelfth of L2. More makes others wait for their own bytes.
+// A launch reads ahead the beginning of a tensor that the next one reads: a twelfth of L2, about what memory brings
+// while launches change. More makes others wait for their own bytes.
 inline ReadAhead read_ahead_of(const tvm::ffi::Optional<tvm::ffi::TensorView>& tensor, const LaunchOptions& options) {
   constexpr int kReadAheadShare = 12;
   if (!tensor.has_value()) return {};

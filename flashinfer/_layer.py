@@ -179,7 +179,7 @@ def extend(namespace: dict[str, Any]) -> Any:
     if before.get("__doc__"):
         namespace["__doc__"] = before["__doc__"]
 
-    # What upstream's code binds, also where we had imported the very same object before.
+    # Names that upstream's code binds, even if our module had imported the very same object before.
     added = {k: v for k, v in namespace.items() if before.get(k) is not v or k in code.co_names}
     _let_inspect_see_both(spec, source, added)
     namespace["__upstream_file__"] = str(source)

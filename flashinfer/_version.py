@@ -34,7 +34,7 @@ class Wheel(NamedTuple):
 
 
 def installed_wheels() -> list[Wheel]:
-    """What metadata on ``sys.path`` tells, in its order."""
+    """Upstream's wheels that metadata on ``sys.path`` names, in the order of the path."""
     ours, found = Path(__file__).resolve().parent, []
     for dist in importlib.metadata.distributions(name=UPSTREAM_DISTRIBUTION):
         package = Path(str(dist.locate_file("flashinfer"))).resolve()
@@ -49,7 +49,7 @@ def tested_wheel() -> Wheel | None:
 
 
 def needed() -> str:
-    """What to install, in words of pip's."""
+    """The requirement to install, in pip's syntax."""
     return f"{UPSTREAM_DISTRIBUTION}=={UPSTREAM_VERSION}"
 
 
@@ -63,7 +63,8 @@ def _is_a_fork(folder: str) -> bool:
 
 
 def upstream_spec() -> ModuleSpec | None:
-    """What Python would import as ``flashinfer`` if no tree of this fork were on ``sys.path``; None where that is nothing."""
+    """The spec that Python would import as ``flashinfer`` if no tree of this fork were on ``sys.path``; None if there
+    is none."""
     elsewhere = [entry for entry in sys.path if not _is_a_fork(os.path.join(entry or os.curdir, "flashinfer"))]
     for finder in sys.meta_path:
         find = getattr(finder, "find_spec", None)  # Python 3.11 still takes finders without

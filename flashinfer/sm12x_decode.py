@@ -104,11 +104,11 @@ def decode_attention(
     q_len_per_req : int
         New tokens of each sequence, at most 64.
     sm_scale : float, optional
-        Of scores; 1/8 when omitted.
+        The scale of scores; 1/8 when omitted.
     window_left : int
         Positions before its own that a token sees.
     k_scale, v_scale : float
-        What an element of the cache is multiplied with.
+        The factor that an element of the cache is multiplied with.
     kv_layout : str
         ``"HND"`` or ``"NHD"``.
     constant_cache : bool
@@ -175,7 +175,7 @@ def decode_attention(
 class DecodeCall(NamedTuple):
     """The arguments of one call of :func:`decode_attention`; keys and values are ``[num_pages, num_kv_heads, page_size, 64]``.
 
-    What the kernel reads stands in the order of its module.
+    The fields that the kernel reads stand in the order of its module.
     """
 
     out: torch.Tensor | None

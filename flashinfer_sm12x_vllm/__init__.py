@@ -30,7 +30,7 @@ import os
 _registered = False
 
 outcome = "it was not registered"
-"""What :func:`register` did; the doctor tells it."""
+"""The outcome of :func:`register`; the doctor tells it."""
 
 
 def register() -> None:

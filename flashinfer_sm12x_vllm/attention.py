@@ -34,7 +34,7 @@ def why_not_compiled() -> str:
 
 
 def advice() -> str:
-    """What to do so that FlashInfer's attention is chosen."""
+    """Advice to a user who wants FlashInfer's attention chosen."""
     if contacts.why_not("attention"):
         return ""
     reason = why_not_compiled()

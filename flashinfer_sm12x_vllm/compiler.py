@@ -13,7 +13,7 @@ toolchain = load("jit/sm12x/toolchain.py")
 def why_none() -> str:
     """Why nothing can be compiled, and what to install; an empty text if it can. CUDA stays untouched.
 
-    Of the same rules as a build's: a compiler that agrees with its headers, of a release that knows the GPU, and ninja.
+    The rules are those of a build: a compiler that agrees with its headers, of a release that knows the GPU, and ninja.
     """
     from vllm.platforms import current_platform
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the plugin touches of vLLM, by part: a part of which something moved is left to vLLM, and the others go on.
+"""The plugin's contacts with vLLM, by part: a part of which something moved is left to vLLM, and the others go on.
 
 A contact is a name, and where it matters how it is called or overridden:
 
@@ -298,7 +298,7 @@ def _named(signature: inspect.Signature) -> str:
 
 
 def probe(contact: Contact) -> str:
-    """What moved of one contact of the vLLM that is installed; an empty text where nothing did."""
+    """Tell what moved of one contact of the installed vLLM; an empty text where nothing did."""
     try:
         found: Any = importlib.import_module(contact.module)
     except Exception as error:  # what an import may fail with is vLLM's choice

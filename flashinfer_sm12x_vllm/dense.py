@@ -192,7 +192,7 @@ class DenseMethod(LinearMethodBase):
                 f"{self.kind}: a rank's shard has K = {input_size_per_partition}; {self.choice.weights} needs a multiple of "
                 f'{BLOCK_SIZE}. Choose {{"sm12x": {{"{self.kind}": "bf16"}}}} for this tensor-parallel size'
             )
-        # What vLLM's kernels read from a layer.
+        # vLLM's kernels read these attributes of a layer.
         layer.logical_widths = output_partition_sizes
         layer.input_size_per_partition = input_size_per_partition
         layer.output_size_per_partition = rows

@@ -31,7 +31,7 @@ def require(chosen: settings.Settings, vllm_config: Any) -> None:
     Raises
     ------
     ValueError
-        What is missing; or ``--load-format dummy``, which loads no weights to compare with the folder's.
+        A layer or a file is missing; or ``--load-format dummy``, which loads no weights to compare with the folder's.
     """
     if not chosen.dense:
         return
@@ -155,7 +155,7 @@ class Layer:
 
 
 def _number(name: str) -> int | None:
-    """Of a layer, by the checkpoint's name or vLLM's."""
+    """The layer's number in a module's name, the checkpoint's or vLLM's."""
     found = re.search(r"\blayers\.(\d+)\.", name)
     return int(found[1]) if found else None
 

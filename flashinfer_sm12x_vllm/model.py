@@ -271,7 +271,8 @@ def reading_ahead(kernel: ForkKernel | None, layer: Any) -> Iterator[None]:
 
 
 def weight_of(layer: Any) -> torch.Tensor | None:
-    """What a launch in front may read ahead; kernels of vLLM's may keep a weight where it cannot be."""
+    """The weight that a launch in front may read ahead; None where a kernel of vLLM's keeps it in a way that it cannot
+    be."""
     weight = getattr(layer, "weight", None)
     return weight if weight is not None and weight.is_contiguous() else None
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM imports as gpt-oss's model class: :mod:`.model`'s, or vLLM's own where what that one touches moved."""
+"""The model class of gpt-oss that vLLM imports: :mod:`.model`'s, or vLLM's own where something that :mod:`.model`
+touches moved."""
 
 from __future__ import annotations
 

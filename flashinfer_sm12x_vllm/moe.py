@@ -319,7 +319,7 @@ def were_built() -> bool:
 
 
 def ours_first(select: Callable[..., Any]) -> Callable[..., Any]:
-    """What vLLM selects MXFP4 experts by, but :class:`SM12xMxfp4Experts` where this fork serves the layer.
+    """vLLM's selection of MXFP4 experts; it gives :class:`SM12xMxfp4Experts` where this fork serves the layer.
 
     That is with ``--moe-backend auto`` and ``flashinfer_cutlass``, unless the checkpoint asks for other activations.
     """

@@ -18,14 +18,14 @@ OF_OWN_MXFP4 = ("moe", "moe_input", "qkv", "o")
 
 
 def chosen(keys: tuple[str, ...]) -> dict[str, str]:
-    """What was chosen for these keys, other than the defaults."""
+    """The choices for these keys that differ from the defaults."""
     values, defaults = (dataclasses.asdict(each) for each in (settings.current(), settings.Settings()))
     return {key: values[key] for key in keys if values[key] != defaults[key]}
 
 
 def tell_of_gpt_oss(vllm_config: Any, model: Any) -> None:
-    """Of a gpt-oss in another format than its own, whose layers ask no class of this fork: the table, and what of the
-    choices does not apply."""
+    """Log the table for a gpt-oss in another format than its own, whose layers ask no class of this fork, and warn of
+    choices that do not apply."""
     quantization = vllm_config.model_config.quantization
     if quantization == settings.CHECKPOINTS:
         return
@@ -56,8 +56,8 @@ def tell_of_gpt_oss(vllm_config: Any, model: Any) -> None:
 
 
 def tell_of_another_model(architecture: str) -> None:
-    """Of the choices that are gpt-oss's alone, and of ``moe`` where no MXFP4 experts were built, where another model's head
-    is: behind its layers."""
+    """Where another model's head is built, behind its layers, warn of the choices that are gpt-oss's alone, and of
+    ``moe`` if no MXFP4 experts were built."""
     if given := chosen(tuple(key for key in OF_LAYERS if key != "moe")):
         logger.warning_once(
             "flashinfer-sm12x: %s do not apply to %s: these choices are gpt-oss's",

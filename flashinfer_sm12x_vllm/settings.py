@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be chosen: ``--additional-config '{"sm12x": "spark"}'`` or ``'{"sm12x": {"qkv": "mxint8"}}'``, or
+"""The plugin's choices: ``--additional-config '{"sm12x": "spark"}'`` or ``'{"sm12x": {"qkv": "mxint8"}}'``, or
 ``FLASHINFER_SM12X_VLLM`` where that is out of reach; ``{"sm12x": {"dense": "FOLDER"}}`` has layers that
 ``sm12x-quantize`` made.
 
@@ -134,7 +134,7 @@ def resolve(additional_config: Any) -> Settings:
 
 
 def _formats_of_folder(together: Mapping[str, str], named: set[str]) -> dict[str, str]:
-    """What the folder's layers are; presets give way to it, ``named`` keys must agree with it.
+    """The formats of the folder's layers; presets give way to them, ``named`` keys must agree with them.
 
     Raises
     ------
@@ -156,7 +156,7 @@ def _formats_of_folder(together: Mapping[str, str], named: set[str]) -> dict[str
 
 
 def changed_presets(additional_config: Any) -> list[str]:
-    """What to say of presets that are named by the command line or the variable, for :data:`CHANGED_PRESETS` of them."""
+    """The messages about presets of :data:`CHANGED_PRESETS` that the command line or the variable names."""
     given = additional_config.get(KEY) if isinstance(additional_config, Mapping) else None
     given = given.get(variables.PRESET) if isinstance(given, Mapping) else given
     named = [os.environ.get(VARIABLE, ""), given if isinstance(given, str) else ""]

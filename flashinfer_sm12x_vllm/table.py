@@ -23,7 +23,7 @@ def note(kind: str, backend: str, weights: str, why: str) -> None:
 
 
 def faster(kind: str, backend: str, weights: str) -> str:
-    """What a user could change to have this kind of layer faster, or an empty text."""
+    """The change with which a user gets a faster layer of this kind, or an empty text."""
     if weights.endswith(AS_CHECKPOINT):
         return ""
     if kind == "attention":

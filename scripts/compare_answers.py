@@ -47,7 +47,7 @@ TEXTS = REPO / "flashinfer" / "sm12x" / "accuracy" / "texts" / "evaluation"
 FORCING = ("--enable-trace-replay", "--enable-scale-out")
 SEED, RESAMPLES = 0, 1000
 LEAST = 1e-6
-"""Of a probability that is one minus others: float32 sums are no closer."""
+"""The least value of a probability that is one minus others: float32 sums are no closer."""
 
 Row = Mapping[int, float]
 """Log probabilities by token, of one position."""
@@ -114,7 +114,7 @@ def post(url: str, path: str, body: Mapping[str, Any]) -> Any:
 
 @dataclasses.dataclass
 class Asked:
-    """What every server reads and writes: a window is a prompt and the tokens that follow it."""
+    """The tokens that every server reads and writes: a window is a prompt and the tokens that follow it."""
 
     model: str
     windows: list[list[int]]

@@ -84,7 +84,7 @@ def measure_all(given: argparse.Namespace, way: str, url: str, folder: Path) -> 
         token, first = (
             f"{found[f'mean_{name}_ms']:,.2f} ± {found[f'std_{name}_ms']:,.2f}" for name in ("tpot", "ttft")
         )
-        # Of several streams a prompt waits for others'.
+        # With several streams a prompt waits for others', so that its time gives no rate.
         prefill = f"{1000 * prompt / found['mean_ttft_ms']:,.0f}" if streams == 1 else ""
         cells = (way, streams, f"{prompt:,}", f"{found['output_throughput']:,.1f}", token, first, prefill)
         print(f"| {' | '.join(map(str, cells))} |", flush=True)

@@ -71,7 +71,7 @@ def kind_of(name: str) -> str:
 
 
 def profiled(call: Callable[[], Any], activity: Any) -> Profile:
-    """What ``call`` ran on one kind of device."""
+    """Profile what ``call`` runs on one kind of device."""
     with torch.profiler.profile(activities=[activity]) as profiler:
         call()
         if torch.cuda.is_available():

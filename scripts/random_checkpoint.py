@@ -66,7 +66,7 @@ GPT_OSS_20B: dict[str, Any] = {
 }
 # Experts lie apart, so that bf16's rounding seldom decides which are taken.
 ROUTER_SCALE = 4.0
-# What vLLM's Harmony parser looks up when a server of gpt-oss starts.
+# vLLM's Harmony parser looks these tokens up when a server of gpt-oss starts.
 HARMONY_TOKENS = ("start", "end", "message", "channel", "constrain", "return", "call")
 
 

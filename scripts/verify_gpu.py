@@ -49,7 +49,7 @@ def arguments() -> argparse.Namespace:
 
 
 def missing(given: argparse.Namespace) -> str:
-    """What this machine lacks, in a line, or an empty text."""
+    """A line that tells what this machine lacks, or an empty text."""
     vllm_server.need("torch", "flashinfer")
     if not given.virtual and not torch.cuda.is_available():
         return "no GPU: torch.cuda.is_available() is False (--virtual runs the kernels on the virtual SM121)"
@@ -104,8 +104,8 @@ def attention_reference(
 
 
 def attention_bound(reference: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """What rounding probabilities to bf16 (2^-9 each, they sum to at most 1) and float32 arithmetic can change; that of
-    the output is counted where it is compared. Twice that, for the running maximum's rescaling."""
+    """The error from rounding probabilities to bf16 (2^-9 each, they sum to at most 1) and from float32 arithmetic;
+    that of the output is counted where it is compared. It is doubled for the running maximum's rescaling."""
     return torch.full_like(reference, 2 * 2.0**-9 * float(value.abs().max()))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the pages, and texts that a program prints, have their reader type."""
+"""Commands that the pages, and texts that a program prints, have their reader type."""
 
 from __future__ import annotations
 

@@ -28,8 +28,8 @@ SECONDS = 600
 def run(
     words: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: Path | str | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """What ``subprocess.run([sys.executable, *words], capture_output=True, text=True)`` gives; ``words`` has no options but
-    ``-c`` or ``-m``."""
+    """Return as ``subprocess.run([sys.executable, *words], capture_output=True, text=True)`` does; ``words`` has no
+    options but ``-c`` or ``-m``."""
     assert words[0] in ("-c", "-m") or not words[0].startswith("-"), words
     with tempfile.TemporaryDirectory() as folder:
         files = [str(Path(folder, name)) for name in ("out", "err")]

@@ -88,7 +88,7 @@ def _normed() -> Arguments:
 
 
 def workspace_sizes() -> Arguments:
-    """Of ``cutlass_fused_moe_workspace_size``."""
+    """Arguments of ``cutlass_fused_moe_workspace_size``."""
     return {
         "max_num_tokens": 8,
         "hidden_size": 160,
@@ -340,7 +340,7 @@ def _changes_of_a_cache() -> Iterator[Change]:
 
 
 def outcome(function: Callable[..., Any], arguments: Arguments) -> tuple[str, str, list[torch.Tensor]]:
-    """What a call does: the exception's type and text, less addresses and devices' own words, or its results."""
+    """The result of a call: the exception's type and text, less addresses and devices' own words, or its results."""
     try:
         result = function(**arguments)
     except Exception as error:

@@ -16,7 +16,7 @@ from layer_toys import REPO
 UNTESTED = "99.0.0"
 DOWNLOADS = REPO / "build" / "wheels"
 PACKAGES = ("flashinfer", "b12x")
-"""What the wheel owns in site-packages, beside its metadata."""
+"""Packages that the wheel owns in site-packages, beside its metadata."""
 
 
 def downloaded(version: str) -> Path:
@@ -49,7 +49,7 @@ def environment_with(wheel: Path, folder: Path, version: str | None = None) -> P
     Args:
         wheel: A wheel; or where one is installed, and linked to.
         folder: For the environment.
-        version: What the wheel's metadata are to say, if not what they do; its files stay as they are.
+        version: The version that the wheel's metadata are to say, if not their own; its files stay as they are.
 
     Returns:
         The environment's interpreter.

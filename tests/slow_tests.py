@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``make test`` leaves to ``make test-all``: the marker ``slow`` is given here, and nowhere else.
+"""Tests that ``make test`` leaves to ``make test-all``: the marker ``slow`` is given here, and nowhere else.
 
 A test is slow
 

@@ -30,7 +30,7 @@ NO_STEP = (None,) * 4  # what a decode step's call has besides: next_weights, ro
 
 
 def arguments_of(inputs: MoEInputs, output: torch.Tensor) -> tuple[Any, ...]:
-    """What ``sm12x_moe_run`` takes before the workspace."""
+    """The arguments that ``sm12x_moe_run`` takes before the workspace."""
     return (
         output,
         inputs.input,

@@ -50,7 +50,7 @@ def chosen(words: Sequence[str]) -> list[str]:
 
 
 def toolkit(version: str) -> Path:
-    """What ``CUDA_HOME`` names to build with a version, whether or not it is installed."""
+    """The folder that ``CUDA_HOME`` names to build with a version, whether or not it is installed."""
     return FOLDER / version / "nvidia" / "cu13"
 
 

@@ -96,7 +96,7 @@ class Sources:
 
 
 def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """Of a module or a class, with those below ``if``, ``try`` and ``with``."""
+    """The statements of a module or a class, with those below ``if``, ``try`` and ``with``."""
     for node in body:
         yield node
         for field in ("body", "orelse", "handlers", "finalbody"):
@@ -127,7 +127,7 @@ def definitions(tree: ast.Module | ast.ClassDef) -> dict[str, ast.stmt]:
 
 @cache
 def assigned(cls: ast.ClassDef) -> frozenset[str]:
-    """What methods assign to ``self``, or register as a buffer."""
+    """Names that methods assign to ``self``, or register as a buffer."""
     names = set()
     for node in ast.walk(cls):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
@@ -138,7 +138,7 @@ def assigned(cls: ast.ClassDef) -> frozenset[str]:
 
 
 def signature(function: ast.FunctionDef | ast.AsyncFunctionDef, method: bool) -> inspect.Signature:
-    """Of a definition; a method's without ``self``."""
+    """The signature of a definition; a method's without ``self``."""
     kinds, arguments = inspect.Parameter, function.args
     positional = [*arguments.posonlyargs, *arguments.args]
     optional = len(positional) - len(arguments.defaults)
@@ -163,7 +163,7 @@ class Moved:
         self.sources, self.contacts = sources, load("flashinfer_sm12x_vllm/contacts.py")
 
     def probe(self, contact: Any) -> str:
-        """What :func:`flashinfer_sm12x_vllm.contacts.probe` would say, as far as sources tell."""
+        """The answer that :func:`flashinfer_sm12x_vllm.contacts.probe` would give, as far as sources tell."""
         if self.sources.module(contact.module) is None:
             return f"{contact.module} is gone"
         name, *inner = contact.path.split(".")
@@ -242,10 +242,10 @@ def layered() -> Iterator[Path]:
 
 
 def compare(before: Sources, now: Sources, show: bool) -> tuple[list[str], list[str]]:
-    """What moved of FlashInfer between two versions, as far as the layer touches it.
+    """Tell what moved of FlashInfer between two versions, as far as the layer touches it.
 
     Returns:
-        What the layer cannot be without, and what somebody must read: functions whose text changed.
+        Changes that the layer cannot be without, and those that somebody must read: functions whose text changed.
     """
     gone: list[str] = []
     changed: list[str] = []

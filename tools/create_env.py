@@ -46,7 +46,7 @@ for line in sys.argv[1:]:
 """
 
 
-# What pip or a compiler said, and what to do.
+# A message of pip or of a compiler -> what to do.
 REMEDIES = {
     r"ensurepip is not available|No module named (?:pip|venv|ensurepip)": "on Debian and Ubuntu apt-get install python3-venv",
     r"No space left on device|Disk quota exceeded": "the disk is full. A torch with CUDA and the rest need 9 GB; make room, "
@@ -91,7 +91,7 @@ def missing(env: Path, files: Sequence[str] = REQUIREMENTS) -> list[str]:
     wanted = ["torch any"]
     for file in files:
         for line in (ROOT / file).read_text(encoding="utf-8").splitlines():
-            # Of a closed range the last, which pip takes.
+            # A closed range stands for its last version, which pip takes.
             match = re.match(r"([\w.-]+)(?:(?:==|>=[\w.]+,<=)([\w.]+))?", line)
             if match and not line.startswith("#"):
                 wanted.append(f"{match[1]} {match[2] or 'any'}")
@@ -156,7 +156,7 @@ def serves_checkout(python: Path) -> bool:
 def make_venv(env: Path) -> str:
     """``python -m venv``; where the distribution split ``ensurepip`` off, the outer pip installs pip into it.
 
-    What was said if neither works, else nothing.
+    Returns the error's text if neither works, else nothing.
     """
     existed = env.exists()
     first = run([sys.executable, "-m", "venv", str(env)])

@@ -273,7 +273,7 @@ def run_on_gpu(found: tuple[str, tuple[int, int]] | None) -> list[Check]:
 
 
 def launch_title(kernel: str) -> str:
-    """What a launch is to the layer, from its kernel's mangled name."""
+    """The role of a launch in the layer, from its kernel's mangled name."""
     if "streamed_layer_kernel" in kernel:
         return "layer"
     if "moe_pack_kernel" in kernel:

@@ -30,7 +30,7 @@ WORK = ROOT / "build" / "kernels"
 PROCESSORS = ("x86_64", "aarch64")
 ARCHITECTURES = ("12.0f", "12.1a")
 SHIPPED = ("tree:csrc/", "tree:include/", "tree:3rdparty/", "generated:", "wheel:")
-"""Of the files that a compiler read: those that are the fork's or the pinned wheel's on any machine."""
+"""Prefixes of those files, of all that a compiler read, that are the fork's or the pinned wheel's on any machine."""
 
 OLDEST_SYSTEM = {"GLIBC": (2, 31), "GLIBCXX": (3, 4, 28), "CXXABI": (1, 3, 12)}
 """Symbol versions of glibc 2.31 and GCC 9.3 (Debian 11, Ubuntu 20.04): what the wheels' platform tag promises."""
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     options = parser.parse_args(arguments)
     try:
-        # What is missing for one is told before another has been compiled for minutes.
+        # All environments come first: what one lacks is told before another has been compiled for minutes.
         environments = {each: build_environment(each, WORK / each) for each in options.processor}
         wheels = [
             make_wheel(processor, environment, options.architecture, options.output, options.virtual)
@@ -161,7 +161,7 @@ def compile_modules(virtual: bool) -> dict[str, Any]:
 
 
 def entry_of(spec: Any) -> dict[str, Any]:
-    """What the manifest says of a module that has been built; ``library`` is where it lies on this machine."""
+    """The manifest's entry of a module that has been built; ``library`` is where it lies on this machine."""
     from flashinfer.jit.sm12x import build, prebuilt
 
     if stale := build.why_stale(spec.plan):

@@ -56,7 +56,7 @@ class Mutation:
         name: A few words that tell it from the others.
         file: The file, from the checkout's root.
         old, new: The text, which stands there exactly once, and what takes its place.
-        tests: What should notice, cheapest first: node ids, or ``FILE -k EXPRESSION``.
+        tests: Tests that should notice, cheapest first: node ids, or ``FILE -k EXPRESSION``.
         equivalent: Why nothing observable changes; empty where a test must notice.
     """
 
@@ -70,7 +70,8 @@ class Mutation:
 
 @dataclasses.dataclass
 class Outcome:
-    """What became of a change: a word of the module's docstring, the test or the reason, and what it cost."""
+    """The result of a change: a word of the module's docstring, the test or the reason, and the CPU seconds that it
+    took."""
 
     mutation: Mutation
     verdict: str
@@ -131,7 +132,8 @@ def test_arguments(test: str) -> list[str]:
 
 
 def emulator_preload(root: Path) -> str:
-    """What ``LD_PRELOAD`` must name so that a torch that brings CUDA runs on the emulator's runtime; else nothing."""
+    """The value that ``LD_PRELOAD`` needs so that a torch that brings CUDA runs on the emulator's runtime; else
+    nothing."""
     command = [sys.executable, "-m", "vsm.preload"]
     environment = {**os.environ, "PYTHONPATH": str(root / "emulator" / "python")}
     return subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
@@ -276,7 +278,7 @@ def run(
     """Try all of ``mutations``; the outcomes in their order.
 
     Args:
-        mutations: What to try.
+        mutations: The changes to try.
         root: The checkout. It is only read.
         work: Folder of copies and caches.
         jobs: Workers beside each other.

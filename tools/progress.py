@@ -10,8 +10,8 @@ from types import TracebackType
 
 
 class Progress:
-    """What is being done, how far it is and for how many seconds: on a terminal one line that moves, elsewhere one at the
-    beginning and one at the end.
+    """Shows what is being done, how far it is and for how many seconds: on a terminal one line that moves, elsewhere
+    one at the beginning and one at the end.
 
     Attributes:
         note: How far it is, such as ``"7 of 19"``; anyone may set it.

@@ -37,7 +37,7 @@ class Part:
 
     Attributes:
         tests: Files, folders and node ids.
-        options: Of pytest's.
+        options: Options of pytest's.
         preload: Whether the emulator's runtime has to be loaded before torch's, where torch brings one.
     """
 
@@ -63,13 +63,13 @@ def main(arguments: Sequence[str]) -> int:
     if options.marks:
         given = ["-m", options.marks, *given]
     if not named:
-        # Of the emulator's tests only those of kernels that others wrote are slow.
+        # Only those tests of the emulator that run kernels written by others are slow.
         some = [f"{EMULATOR}/upstream"] * options.upstream if options.marks == "slow" else [EMULATOR]
         named = options.among or ["tests", *some]
     statuses = [run(part, options.jobs, given) for part in parts(named, options.jobs, options.upstream)]
     if all(status == NO_TESTS for status in statuses):
         return NO_TESTS
-    # What was chosen may leave a process without a test, but not all tests.
+    # With arguments a process may be left without a test; a run of all tests finds some in each.
     allowed = (0, NO_TESTS) if rest else (0,)
     return int(any(status not in allowed for status in statuses))
 

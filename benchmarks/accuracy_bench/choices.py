@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be chosen for gpt-oss-120b, in the words of the plugin's settings, and what a token of it then takes on a GB10."""
+"""Choices for gpt-oss-120b, in the words of the plugin's settings, and the time that a token of each takes on a
+GB10."""
 
 from __future__ import annotations
 
@@ -91,20 +92,21 @@ def of_weights() -> list[Choice]:
 
 
 def of_modes() -> list[Choice]:
-    """What is rounded beside the weights, one at a time, and tokens of dense layers as each format's kernels have them."""
+    """Choices that round something beside the weights, one at a time; tokens of dense layers as each format's kernels
+    have them."""
     dense = [Choice(name, name, name, tokens) for name in SERVED for tokens in TOKENS_BESIDE[name][1:]]
     return [Choice(experts="mxfp8"), Choice(kv="fp8"), *dense]
 
 
 def stored(name: str) -> str:
-    """What the predictor calls a format of weights."""
+    """The predictor's name of a format of weights."""
     return name if name == BF16 else WEIGHTS[name].stored
 
 
 def predicted(choice: Choice) -> Predicted:
     """A step of gpt-oss-120b on one GB10 with the plugin's launches, one stream, context 1,024.
 
-    Of llama.cpp only the bytes are of use.
+    For llama.cpp only the bytes are of use.
     """
     formats = dict(zip(MATRICES, map(stored, (choice.qkv, choice.o, choice.lm_head)), strict=True))
     if choice.is_llama_cpp:
@@ -116,7 +118,7 @@ def predicted(choice: Choice) -> Predicted:
 
 
 def bits(choice: Choice) -> float:
-    """Of a dense weight of gpt-oss-120b, on average over QKV, O and LM head, scales included."""
+    """Bits of a dense weight of gpt-oss-120b, on average over QKV, O and LM head, scales included."""
     size = MODELS[LAYER_MODEL]
     calls = {"QKV": size.layers, "O": size.layers, "LM head": 1}
     total = weights = 0

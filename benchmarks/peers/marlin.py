@@ -75,7 +75,8 @@ def _grown(tensor: torch.Tensor, *sizes: int) -> torch.Tensor:
 def routing_buffers(
     rows: int, experts: int, block: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What vLLM's ``moe_align_block_size`` fills, int32: rows by expert, owners of blocks, number of rows with padding."""
+    """Buffers that vLLM's ``moe_align_block_size`` fills, int32: rows by expert, owners of blocks, number of rows with
+    padding."""
     padded = rows + experts * (block - 1)
     if rows < experts:
         padded = min(rows * block, padded)

@@ -35,7 +35,8 @@ class TritonKernels:
 
     def __init__(self) -> None:
         self.major = torch.cuda.get_device_capability()[0]
-        # What vLLM sets: without it, kernels for Hopper split K into float32 parts, and those for Blackwell are refused.
+        # vLLM sets this: without it, kernels for Hopper split K into float32 parts, and those for Blackwell are
+        # refused.
         constraints = {"split_k": 1} if self.major == 9 else {"is_persistent": True, "epilogue_subtile": 1}
         opt_flags.update_opt_flags_constraints(constraints)
 

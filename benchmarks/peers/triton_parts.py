@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What peers leave to others, one Triton kernel each: gpt-oss' gated activation, and the weighted sum of experts."""
+"""The parts that peers leave to others, one Triton kernel each: gpt-oss' gated activation, and the weighted sum of
+experts."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@
 ``sm12x_router``       which experts a token goes to: norm, logits, top-k
 =====================  =============================================================================
 
-What it shares with the other operators is :mod:`flashinfer.sm12x`.
+:mod:`flashinfer.sm12x` has the code that it shares with the other operators.
 """
 
 from __future__ import annotations

@@ -100,7 +100,8 @@ class _Sm12xModule:
         return getattr(_upstream_sm12x_module(*self._key), name)
 
     def MoERunner(self, **options: Any) -> Any:
-        """What upstream's unified ``MoELayer`` tunes with; options as upstream's class of this name has them."""
+        """The runner that upstream's unified ``MoELayer`` tunes with; it takes the options of upstream's class of this
+        name."""
         mode = select_mode(options["x_dtype"], options["weight_dtype"], **_selected(options, _MODE_PARAMETERS))
         if mode is None or not devices.serves(torch.device("cuda", torch.cuda.current_device())):
             return self.__getattr__("MoERunner")(**options)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What upstream's autotuner times of the MoE layer: the tactics of a device's instance table.
+"""Upstream's autotuner times the MoE layer's tactics, which are a device's instance table.
 
 FC1 and FC2 are tuned one after the other, each as the time of the whole layer with the other at its default, because
 FC2 starts streaming its weights while FC1 still runs.  A tactic that computes the whole layer is one of FC1's; chosen, it
@@ -105,7 +105,7 @@ class SM12xMoERunner(tune.Runner):
 
 
 class SM12xStageRunner(TunableRunner):
-    """What upstream's unified ``MoELayer`` tunes a CUTLASS backend with, for this fork's kernels.
+    """The runner with which upstream's unified ``MoELayer`` tunes a CUTLASS backend, for this fork's kernels.
 
     It takes the place of the ``MoERunner`` of upstream's module: the layer hands it activations and weights only, so it
     times them with unit scales.  Its tactics are the numbers of which the layer makes ``profile_ids``.

@@ -62,7 +62,8 @@ def swiglu_step(up: torch.Tensor, gate: torch.Tensor, limit: float) -> torch.Ten
 
 
 FORMULAS: dict[str, Callable[..., torch.Tensor]] = {"Swiglu": swiglu, "SwigluStep": swiglu_step}
-"""Of up and gate, and a number for each of :attr:`.sm12x_validation.Activation.defaults`, by its name."""
+"""An activation's name -> a function of up, gate, and a number for each of
+:attr:`.sm12x_validation.Activation.defaults`, by its name."""
 
 
 def activate(

@@ -32,7 +32,7 @@ LARGEST_EPS = 3.4e38  # the kernels hold it as float32
 
 
 class Routed(NamedTuple):
-    """What :func:`router_top_k` gives."""
+    """The results of :func:`router_top_k`."""
 
     topk_weights: torch.Tensor
     """float32 ``[m, top_k]``: softmax over the chosen logits."""
@@ -86,7 +86,7 @@ def router_top_k(
     norm_weight : torch.Tensor, optional
         ``[k]`` bfloat16; without it nothing is normed.
     eps : float
-        Of the norm; finite, not negative.
+        The norm's epsilon; finite, not negative.
     is_padding : torch.Tensor, optional
         ``[m]`` bool: rows that are no tokens and go to no expert.
     logits_dtype : torch.dtype
@@ -125,7 +125,7 @@ def router_top_k(
 
 
 class RouterLogits(NamedTuple):
-    """What :func:`router_logits` gives: as in :class:`Routed`."""
+    """The results of :func:`router_logits`; its fields are those of :class:`Routed`."""
 
     logits: torch.Tensor
     hidden_states: torch.Tensor

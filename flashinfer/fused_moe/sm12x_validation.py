@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an MXFP4 MoE call may look like, for every backend.
+"""The rules for MXFP4 MoE calls, which hold for every backend.
 
 :func:`select_mode` decides from dtypes and flags whether a call is one of the three MXFP4 modes, :func:`validate` checks
 everything that metadata and addresses tell, and :func:`check_expert_ids` and :func:`check_limits` what only the values
@@ -120,7 +120,7 @@ class MoECall(NamedTuple):
     tune_max_num_tokens: int
     enable_pdl: bool | None
     profile_ids: list[int] | None
-    # What moe_step has besides.
+    # Further arguments, which only moe_step has.
     next_weights: torch.Tensor | None = None
     router_logits: torch.Tensor | None = None
     top_k: int = 0

@@ -69,7 +69,7 @@ _NAMES = {
     "rmsnorm_dense_block_scaled": {},
     "mm": {"x": "a", "weight": "b", "x_scale": "a_descale", "weight_scale": "b_descale"},
 }
-"""What the arguments of a call are known as to who made it."""
+"""The function that was called -> those of its arguments' names that differ from the names here."""
 
 
 def _token_format(call: DenseCall, name: str) -> int:
@@ -198,8 +198,9 @@ def dense_block_scaled(
         The format of ``weight``, one of ``quantization.block_scaled.WEIGHT_FORMATS``; nothing is told from its bytes.
     activation : str
         ``"bf16"``: x is multiplied as it is (W4A16, W8A16). ``"mxfp8"``: it is rounded to MXFP8 first, inside (W4A8,
-        W8A8); of nvfp4 and mxint8 weights, which SM12x's MMA does not take, that gains nothing. ``"mxfp4"``, of MXFP4 weights: it is rounded to MXFP4 (W4A4), by ``mxfp4_quantize``'s rule, where a block with
-        a NaN is NaN; SM12x's MMA has twice the rate then. Without meaning with ``x_scale``.
+        W8A8); of nvfp4 and mxint8 weights, which SM12x's MMA does not take, that gains nothing. ``"mxfp4"``, of MXFP4
+        weights: it is rounded to MXFP4 (W4A4), by ``mxfp4_quantize``'s rule, where a block with a NaN is NaN; SM12x's
+        MMA has twice the rate then. Ignored when ``x_scale`` is given.
     x_scale : torch.Tensor, optional
         UE8M0 bytes of ``x``: 128x4 (``pad128(m) * pad4(k / 32)``), or linear ``[m, k / 32]``. They start at a
         multiple of 4 bytes, unless they are linear and k is no multiple of 128.
@@ -214,9 +215,10 @@ def dense_block_scaled(
     out_dtype : torch.dtype, optional
         bfloat16 (default), float16 or float32; that of ``out`` if given.
     next_weights : torch.Tensor, optional
-        What a launch behind this one reads whatever happens, as the next layer's weight: contiguous, of any shape and
-        dtype. Where this layer is a stream of weights, its beginning (up to a twelfth of L2) is brought into L2 when no more
-        of this layer's own weights are to be asked for. It changes no result, and nothing where it is no stream, nor on the CPU.
+        A tensor that a launch behind this one reads in any case, such as the next layer's weight: contiguous, of any
+        shape and dtype. Where this layer is a stream of weights, its beginning (up to a twelfth of L2) is brought into
+        L2 when no more of this layer's own weights are to be asked for. It changes no result, and nothing where it is
+        no stream, nor on the CPU.
     constant_weights : bool
         Nothing in front of this call on its stream writes ``weight`` or ``weight_scale``, so that they may be read while
         it still runs, as a model's weights may.
@@ -271,7 +273,7 @@ def dense_block_scaled(
 
 
 FORMATS_BY_DTYPE: dict[torch.dtype, WeightFormat] = {torch.uint8: "mxfp4", torch.float8_e4m3fn: "mxfp8"}
-"""What the older names, which have no ``weight_format``, take a weight for."""
+"""The weight format that the older functions, which take no ``weight_format``, assume for each dtype."""
 
 
 def format_of(weight: Any) -> WeightFormat:
@@ -305,7 +307,7 @@ compute = OutputOperator("sm12x_dense_mx", DenseCall, validate, _run, DenseCall.
 
 
 def instance_for(backend: Backend | None, call: DenseCall, token_format: int) -> Instance | None:
-    """What computes a valid call; None: cuBLAS on dequantized weights, or the CPU.
+    """The instance that computes a valid call; None: cuBLAS on dequantized weights, or the CPU, computes it.
 
     Raises
     ------

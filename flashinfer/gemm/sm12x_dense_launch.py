@@ -16,7 +16,7 @@ from ..sm12x.backend import Backend, plain_torch, workspace_size
 from ..sm12x.checks import BLOCK_SIZE
 
 DEQUANTIZED_BYTES = 64 << 20
-"""Of dequantized weights that a call with many tokens, or one on the CPU, holds at a time."""
+"""Bytes of dequantized weights that a call with many tokens, or one on the CPU, holds at a time."""
 
 DEQUANTIZED_ROWS = 2048
 """Tokens that such a call multiplies at a time: their float32 products are as large as the weights."""
@@ -143,7 +143,7 @@ def _mma_is_used(operand: Format) -> bool:
 
 
 def gemm_operand(weights: str, token_format: int, on_sm12x: bool) -> Format:
-    """As what a GEMM multiplies tokens of this format: bf16 unless the device has a block-scaled MMA that is used."""
+    """Operand type of the GEMM for this token format: bf16 unless the device has a block-scaled MMA that is used."""
     if not on_sm12x:
         return "bf16"
     return [operand for operand in gemm_operands(weights, token_format) if _mma_is_used(operand)][-1]
@@ -151,7 +151,7 @@ def gemm_operand(weights: str, token_format: int, on_sm12x: bool) -> Format:
 
 @functools.cache
 def gemm_operands(weights: str, token_format: int) -> tuple[Format, ...]:
-    """As what GEMMs can multiply tokens of this format without rounding; what is chosen on SM12x last."""
+    """Operand types with which GEMMs multiply tokens of this format without rounding; SM12x chooses the last."""
     exact: tuple[Format, ...] = ("bf16", "mxfp8")
     if token_format == BF16:
         exact = ("bf16",)
@@ -231,7 +231,7 @@ def launch(
 
 
 def _token_values(call: DenseCall, token_format: int) -> torch.Tensor:
-    """What the kernels multiply, as float32."""
+    """The token values that the kernels multiply, as float32."""
     x, x_scale, blocks = call.x, call.x_scale, call.k // BLOCK_SIZE
     if token_format == BF16:
         return x.float()

@@ -22,7 +22,7 @@ LARGEST_EPS = 3.4e38  # the kernels hold it as float32
 
 
 class NormedDense(NamedTuple):
-    """What :func:`rmsnorm_dense_block_scaled` gives."""
+    """The results of :func:`rmsnorm_dense_block_scaled`."""
 
     output: torch.Tensor
     """``[m, n]`` of ``out_dtype``."""
@@ -65,7 +65,7 @@ def rmsnorm_dense_block_scaled(
     residual : torch.Tensor, optional
         ``[m, k]`` bfloat16, added first.
     eps : float
-        Of the norm; finite, not negative.
+        The norm's epsilon; finite, not negative.
     out_dtype : torch.dtype, optional
         bfloat16 (default), float16 or float32.
 

@@ -19,7 +19,7 @@ MAX_TOP_K = 8  # kMaxRowTopK in row_top_k.cuh
 
 
 class LargestOutputs(NamedTuple):
-    """What :func:`dense_block_scaled_top_k` gives."""
+    """The results of :func:`dense_block_scaled_top_k`."""
 
     values: torch.Tensor
     """float32 ``[m, top_k]``: the outputs, as ``out_dtype`` holds them, by falling size."""
@@ -65,7 +65,7 @@ def dense_block_scaled_top_k(
     top_k : int
         Outputs of a row, 1 to 8, no more than ``n``.
     first_index : int
-        What the first column counts as, 0 or more: where this rank's part of a vocabulary begins.
+        The index of the first column, 0 or more: where this rank's part of a vocabulary begins.
         ``values.argmax`` over all ranks' results, in their order, is then the whole vocabulary's.
     logits : torch.Tensor, optional
         ``[m, n]``: gets all outputs; as ``out`` in ``dense_block_scaled``.

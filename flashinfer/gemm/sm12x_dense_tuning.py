@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What upstream's autotuner times of dense layers: an instance, or cuBLAS on dequantized weights.
+"""Upstream's autotuner times the tactics of dense layers: an instance, or cuBLAS on dequantized weights.
 
 The operator's name in a cache file is ``flashinfer::sm12x_dense_mx``; a tactic there is an instance's name, or
 :data:`DEQUANTIZED`. Outside ``autotune(True)`` a call takes what is remembered for its number of tokens, else the planner's
@@ -24,7 +24,8 @@ DEQUANTIZED = "widened"  # as cache files of the autotuner have it
 """cuBLAS on weights dequantized to bfloat16."""
 
 MOST_TOKENS = 1024
-"""Of a call that takes what was tuned; more are the planner's. An LM head's outputs of that many rows are 0.4 GB."""
+"""Most tokens of a call that takes the tuned tactic; with more the planner chooses. An LM head's outputs of that many
+rows are 0.4 GB."""
 
 STREAMED_PASSES = 4
 """Tiles of tokens, at most, for which a stream of weights is timed: it reads them once for each."""
@@ -92,9 +93,10 @@ class SM12xDenseRunner(tune.Runner):
 
 
 def tuned_instance(backend: Backend, call: DenseCall, token_format: int, planned: Instance | None) -> Instance | None:
-    """What the autotuner has for this call, which is on a GPU; None: cuBLAS on dequantized weights.
+    """The instance that the autotuner has for this call, which is on a GPU; None: cuBLAS on dequantized weights.
 
-    Tuned now inside ``autotune(True)``, also by a call of more than :data:`MOST_TOKENS`; else remembered, else ``planned``.
+    Inside ``autotune(True)`` a call is tuned now, also one with more than :data:`MOST_TOKENS`; outside it the
+    remembered choice is taken, else ``planned``.
     """
     if call.x.shape[0] == 0:
         return planned

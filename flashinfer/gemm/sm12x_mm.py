@@ -59,7 +59,7 @@ def _serves_sm12x(index: int) -> bool:
 def automatic(
     device: torch.device, backend: str, upstreams: Callable[[], torch.Tensor], ours: Callable[[], torch.Tensor]
 ) -> torch.Tensor:
-    """What upstream computes; with ``backend="auto"`` on SM12x this fork, where upstream has no backend for the call."""
+    """Upstream's result; with ``backend="auto"`` on SM12x this fork's, where upstream has no backend for the call."""
     try:
         return upstreams()
     except BackendSupportedError:
@@ -112,7 +112,7 @@ def _call(
     enable_pdl: bool | None,
     weight_format: str,
 ) -> DenseCall:
-    """Of ``dense_block_scaled``, whose errors name the arguments of ``mm_*``."""
+    """The call of ``dense_block_scaled`` for these arguments; its errors name the arguments of ``mm_*``."""
     if alpha is not None:
         require_tensor_type("alpha", alpha)
         alpha = alpha.reshape(1) if alpha.layout is torch.strided and alpha.numel() == 1 else alpha

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 UPSTREAM_JOB_MEMORY = 6 * GIB
-"""What a compiler of upstream's module may need: 5.5 GB have been measured on SM120."""
+"""Bytes that a compiler of upstream's module may need: 5.5 GB have been measured on SM120."""
 
 
 def gen_cutlass_fused_moe_sm120_module(use_fast_build: bool = False) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What generators of modules share.
+"""Helpers that the generators of modules share.
 
 Changes in upstream: a generated source is code, so nobody else may write to it, whatever the umask is.
 """

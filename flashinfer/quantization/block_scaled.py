@@ -46,7 +46,7 @@ class Layout(NamedTuple):
     """A format in memory."""
 
     dtype: torch.dtype
-    """Of packed values."""
+    """The dtype of packed values."""
     scales: BlockScales
     columns: Callable[[int], int]
     """Elements of ``dtype`` in a row of k values."""

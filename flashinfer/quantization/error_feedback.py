@@ -24,7 +24,8 @@ from . import mx_cpu
 from .block_scaled import LAYOUTS, WEIGHT_FORMATS, BlockScaledWeight, Layout, WeightFormat
 
 DAMPING = 0.003
-"""Of the mean of G's diagonal, added to the diagonal: what the tokens did not show weighs so much."""
+"""The share of the mean of G's diagonal that is added to the diagonal: directions that the tokens did not show get this
+weight."""
 
 CHUNK_ROWS = 16384
 """Rows that are quantized at once: rows do not depend on each other. 380 MB in float64 for a hidden size of 2880."""
@@ -126,7 +127,7 @@ def _rows(
 
 
 def _choose_scale(block: torch.Tensor, costs: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of columns ``[size, n]`` the scale bytes ``[n]``, and as float64."""
+    """Choose the scale bytes ``[n]`` of columns ``[size, n]``; returns them, and the scales as float64."""
     candidates = []
     for scales in layout.candidates(block.t().float()):
         scale = layout.decode_scales(scales, torch.float32).double()

@@ -49,7 +49,8 @@ def mxfp8_quantize(
     infinity; NaN stays NaN and takes no part in ``amax``.
 
     With ``scale_rule="mse"`` it is that scale or its half, whichever leaves the smaller squared
-    error in the block; torch's operations compute it, wherever the tensor is. Of e4m3, unlike of e2m1, it betters next to nothing.
+    error in the block; torch's operations compute it, wherever the tensor is. For e4m3, unlike for e2m1, it gains next
+    to nothing.
 
     Parameters
     ----------

@@ -216,7 +216,7 @@ def mxfp6_columns(k: int) -> int:
 
 
 def _bit_places(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of 16 elements, in their 32-bit word: where the upper exponent bit is, and the sign."""
+    """The bit positions of 16 elements in their 32-bit word: the upper exponent bit's, and the sign's."""
     element = torch.arange(16, device=device)
     rotation, inside = 4 * (element // 8) + 2 * (element % 2), 8 * (element % 8 // 2)
     return inside + rotation, (inside + 7 + rotation) % 32
@@ -362,7 +362,7 @@ def dequantize_nvfp4_linear(packed: torch.Tensor, scales: torch.Tensor) -> torch
 
 
 class Elements(NamedTuple):
-    """What stands in the blocks of a format."""
+    """How the elements in a format's blocks are rounded and packed."""
 
     round: Callable[[torch.Tensor], torch.Tensor]
     """Values over their scales, float32 without NaN, to the nearest elements."""

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the operators of the SM12x family share, in the order in which a call uses it; then predictions and the doctor.
+"""Modules that the operators of the SM12x family share, in the order in which a call uses them; predictions and the
+doctor.
 
 =============  ================================================================================
 ``operator``   a call's arguments as one tuple; the operator that ``torch.compile`` sees
 ``devices``    which GPU it is, and whether this fork or upstream computes there
 ``checks``     what an argument may be: one vocabulary for all operators
 ``tune``       what upstream's autotuner has timed
-``backend``    who runs the kernels: a CUDA device, the virtual one, or nobody (CPU tensors)
+``backend``    the backend that runs the kernels: a CUDA device, the virtual one, or none (CPU tensors)
 ``variables``  every environment variable: its values and its default
 ``models``     sizes of models and layers; bytes of a matrix
 ``perfmodel``  times on a GB10, predicted

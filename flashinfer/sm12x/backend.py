@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who runs the kernels of a call: a CUDA device, a virtual one that registered itself, or nobody.
+"""The backend that runs the kernels of a call: a CUDA device, a virtual one that registered itself, or none.
 
 An operator validates its call, asks :func:`kernels` of the tensors' device, and launches what it got, or computes on the CPU
 where that is None::
@@ -33,22 +33,22 @@ from . import devices, variables
 
 
 class Backend(Protocol):
-    """What runs compiled modules.
+    """A device, real or virtual, that runs compiled modules.
 
     Attributes
     ----------
     block_scaled_mma : bool
-        Its MMA takes block scales: what the planner asks.
+        Its MMA takes block scales; the planner asks this.
     unified_memory : bool
-        Its DRAM is a GB10's: what the planner asks, too.
+        Its DRAM is a GB10's; the planner asks this, too.
     sm_count : int
-        Its multiprocessors: what the planner of dense layers asks.
+        Its multiprocessors; the planner of dense layers asks this.
     tactics : tuple
         Rows of the instance table that a layer may be forced to, or tuned with.
     is_cuda : bool
         A CUDA device: graphs are captured there, tactics timed, and cuBLAS multiplies.
     memo : dict
-        What operators remember of it, such as sizes of workspaces.
+        Facts that operators remember of it, such as sizes of workspaces.
     """
 
     block_scaled_mma: bool
@@ -124,13 +124,13 @@ def register_virtual(active: Callable[[str], Backend | None]) -> None:
 
 
 def virtual_architecture() -> str:
-    """What ``FLASHINFER_VIRTUAL_DEVICE`` asks for, or an empty text."""
+    """The architecture that ``FLASHINFER_VIRTUAL_DEVICE`` asks for, or an empty text."""
     name: str = variables.read("FLASHINFER_VIRTUAL_DEVICE")
     return name
 
 
 def kernels(device: torch.device) -> Backend | None:
-    """What runs kernels on tensors of ``device``; None: the CPU, where operators compute by torch's own.
+    """The backend that runs kernels on tensors of ``device``; None: the CPU, where operators compute with torch.
 
     Raises
     ------
@@ -156,6 +156,7 @@ def workspace_size(backend: Backend, module: Any, function: str, *sizes: int) ->
 
 @contextlib.contextmanager
 def plain_torch(device: torch.device) -> Iterator[None]:
-    """What torch computes in here is not recorded for autograd, not cast by autocast, and on ``device`` by default."""
+    """In here torch records nothing for autograd and casts nothing by autocast, and ``device`` is the default
+    device."""
     with torch.inference_mode(), torch.autocast(device.type, enabled=False), device:
         yield

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an argument may be: the checks of all operators of the SM12x family, on whatever device.
+"""The checks of arguments for all operators of the SM12x family, on whatever device.
 
 Errors name the argument, what it was and what it may be.  Nothing here looks at an element.  A call that passes is good on
 a GPU, on the virtual one and on the CPU alike: addresses and overlaps are checked on each.
@@ -27,7 +27,7 @@ UE8M0_DTYPES = (torch.uint8, torch.float8_e8m0fnu)
 
 
 class BlockScales(NamedTuple):
-    """What the scales of a format are: their name, dtypes, and the elements that share one."""
+    """The scales of a format: their name, their dtypes, and how many elements share one."""
 
     name: str
     dtypes: tuple[torch.dtype, ...]
@@ -348,7 +348,7 @@ def require_apart(call: Any, written: Mapping[str, Sequence[str]], names: Mappin
     written : mapping
         Fields that are written, each with the fields that it may be itself: the same elements at the same addresses.
     names : mapping, optional
-        What the caller knows fields as, where it is not the field's name.
+        The caller's name for a field, where it is not the field's name.
     """
     given = [(field, tensor) for field in written if (tensor := getattr(call, field)) is not None]
     targets = [(field, tensor, start := tensor.data_ptr(), start + _bytes(tensor)) for field, tensor in given]

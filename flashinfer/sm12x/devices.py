@@ -82,5 +82,5 @@ def has_unified_memory(index: int) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def gpu_name(device: torch.device) -> str:
-    """What ``device`` is called: tactics that were timed on one GPU are those of others of its name, and of no others."""
+    """The name of ``device``: tactics that were timed on one GPU hold for others of its name, and for no others."""
     return str(torch.cuda.get_device_name(device)) if device.type == "cuda" else device.type

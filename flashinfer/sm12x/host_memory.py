@@ -23,11 +23,11 @@ tokens in bf16. Nothing here was measured on a GB10.
 """
 
 HEADROOM = 8 * GIB
-"""What a host keeps free: below it the plugin ends a load of weights, and the doctor warns of a start. The reports' last
-samples before a host stopped answering are 6.3 and 7 GiB."""
+"""Memory that a host keeps free: below it the plugin ends a load of weights, and the doctor warns of a start. The
+reports' last samples before a host stopped answering are 6.3 and 7 GiB."""
 
 VLLM_SHARE = 0.92
-"""What vLLM 0.33.0 takes unless it is told otherwise."""
+"""The share of memory that vLLM 0.33.0 takes unless it is told otherwise."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class HostMemory:
     """Bytes of a host's memory.
 
     Attributes:
-        available: What programs can still take: free, and what the kernel gives back (page cache).
+        available: Memory that programs can still take: free, and what the kernel gives back (page cache).
         total: All of it.
     """
 
@@ -44,7 +44,7 @@ class HostMemory:
 
 
 def read(meminfo: Path = Path("/proc/meminfo")) -> HostMemory | None:
-    """Of this host; None where the kernel does not tell.
+    """Read the memory of this host; None where the kernel does not tell.
 
     Limits of control groups do not count: a GPU's memory is not charged to them. Where a container is shown its own
     limits in place of the host's memory (LXC), these are what is read, and :func:`is_shared` says no.

@@ -24,7 +24,8 @@ def matrix_bytes(rows: int, k: int, weights: str) -> int:
 
 
 Activation = Literal["gpt-oss", "clamp", "step", "plain"]
-"""Of a layer's gate and up rows: alpha, beta, limit and biases; Swiglu with a limit alone; SwigluStep; Swiglu alone."""
+"""The activation of a layer's gate and up rows. In this order: with alpha, beta, limit and biases; Swiglu with a limit
+alone; SwigluStep; Swiglu alone."""
 
 
 class MoELayer(NamedTuple):
@@ -78,7 +79,7 @@ class Model:
         return layer % 2 == 0
 
     def split(self, ranks: int) -> Model:
-        """What one of ``ranks`` tensor-parallel GPUs has."""
+        """The part of the model that one of ``ranks`` tensor-parallel GPUs has."""
         return dataclasses.replace(
             self,
             inter=self.inter // ranks,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What upstream's autotuner times and remembers of the SM12x family's operators.
+"""Upstream's autotuner times and remembers tactics of the SM12x family's operators.
 
 A tactic in a cache file is an instance's name, which stays what it is whatever becomes of the tables.  Of names that are
 gone upstream's tuner says so and takes the default.  Tactics are timed with a cold L2: a layer's weights do not stay in it from
@@ -37,18 +37,18 @@ class Runner(TunableRunner):
 
     @property
     def backend(self) -> Backend:
-        """What runs the call."""
+        """The backend that runs the call."""
         return self._backend_cache
 
     def profile(self, inputs: list[torch.Tensor]) -> Any:
-        """What :meth:`make_profile` gave for as many tokens; one at a time: an LM head's outputs are large."""
+        """The call that :meth:`make_profile` gave for as many tokens; one at a time: an LM head's outputs are large."""
         tokens = inputs[0].shape[0]
         if tokens not in self._profile_cache:
             self._profile_cache = {tokens: self.make_profile(inputs)}
         return self._profile_cache[tokens]
 
     def key(self, inputs: list[torch.Tensor]) -> tuple[Any, ...]:
-        """What besides the shapes tells saved tactics apart; the same in every process."""
+        """Facts besides the shapes that tell saved tactics apart; the same in every process."""
         raise NotImplementedError
 
     def names(self, tokens: int) -> list[str]:
@@ -105,7 +105,7 @@ def config(most_tokens: int) -> TuningConfig:
 
 
 def _state(tuner: Any) -> Any:
-    """What the tuner's answers depend on outside a tuning context; None: it must be asked.
+    """The state that the tuner's answers depend on outside a tuning context; None: the tuner must be asked.
 
     These attributes are private to upstream: a tuner without them is asked on every call.
     """

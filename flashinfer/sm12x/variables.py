@@ -29,7 +29,7 @@ class Variable:
         help: What it is for; a sentence.
         parse: From its text, never empty, to its value; ``ValueError`` for a bad one.
         unset: Its value where it is unset or empty.
-        forgotten: ``(value, effect)``: meant for a while, and worth a warning where it is still set.
+        forgotten: ``(value, effect)`` of a debugging switch, worth a warning where it is left on.
     """
 
     takes: str
@@ -103,7 +103,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "attention": ("flashinfer", "vllm"),
     "decode": ("fused", "vllm"),
 }
-"""What the plugin of vLLM lets a user choose: key -> its values."""
+"""The choices that vLLM's plugin gives a user: key -> its values."""
 
 FOLDER, PRESET = "dense", "preset"
 """Keys beside those: a folder of ``sm12x-quantize``'s or a name of one on the hub, and one of :data:`PRESETS`."""
@@ -127,7 +127,8 @@ CHANGED_PRESETS: Mapping[str, str] = {
     "spark": "'spark' is MXFP6 in QKV and O and MXINT8 in the LM head; MXFP4 in all three, which it was, is 'spark-mxfp4'",
     "spark-mxfp8": "'spark-mxfp8' is MXFP8, as it was; 'spark-int8' has the same bytes and loses less",
 }
-"""What to say once to who chooses a name that meant another choice, or is no longer the best of its kind."""
+"""The message, given once, for a user who chooses a name that meant another choice, or is no longer the best of its
+kind."""
 
 
 def presets_in(text: str) -> list[str]:
@@ -387,7 +388,7 @@ def problems(environ: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
 
 
 def forgotten(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """``(name, effect)`` of variables that were meant for a while and are set."""
+    """``(name, effect)`` of debugging switches that are left on."""
     for name, variable in TABLE.items():
         if variable.forgotten is not None and environ.get(name):
             value, effect = variable.forgotten

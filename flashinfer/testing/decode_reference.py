@@ -128,7 +128,7 @@ def make_decode_case(
 
 
 OPERANDS = ("query", "key", "value", "keys", "values", "sinks")
-"""Of :func:`put_one_element`."""
+"""The operands that :func:`put_one_element` can change."""
 
 
 def put_one_element(case: DecodeCase, operand: str, value: float) -> None:

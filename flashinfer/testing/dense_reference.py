@@ -235,7 +235,7 @@ def normed_dense_reference(
     """
     rows, scale, k = total.double(), norm["norm_weight"].double(), total.shape[1]
     factor = torch.rsqrt(rows.square().mean(-1, keepdim=True) + norm["eps"])
-    # Of the mean (k + 2) roundings, halved by the root; rsqrt's two units in the last place; products.
+    # The mean has (k + 2) roundings, halved by the root; rsqrt has two units in the last place; then come products.
     factor_error = (k / 2 + 9) * FLOAT32_ROUNDOFF
     normed = rows * scale if factor_last else rows * scale * factor
     tokens, w = normed.bfloat16(), inputs.weights()

@@ -99,7 +99,7 @@ class MoEInputs:
 
 
 def _activations(inputs: MoEInputs) -> Operand:
-    """What FC1 multiplies, ``[M, H]``."""
+    """The tokens that FC1 multiplies, ``[M, H]``."""
     tokens, hidden = inputs.input.shape
     if inputs.w4a16:
         return Operand.of_bf16(inputs.input)

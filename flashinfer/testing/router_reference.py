@@ -98,7 +98,8 @@ def check_routed(routed: Any, arguments: dict[str, Any], accumulation: Accumulat
         rows = routed.residual.double()
     if (scale := arguments.get("norm_weight")) is not None:
         normed = rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps) * scale.double()
-        # Of the mean (k + 2) roundings, halved by the root; rsqrt's two units in the last place; two products.
+        # The mean has (k + 2) roundings, halved by the root; rsqrt has two units in the last place; then come two
+        # products.
         bound = (k / 2 + 9) * unit * normed.abs() + 2.0**-149
         _check(routed.hidden_states, normed, bound, "the norm")
         rows = routed.hidden_states.double()
@@ -124,7 +125,8 @@ def check_routed(routed: Any, arguments: dict[str, Any], accumulation: Accumulat
     distance = torch.where(chosen == chosen[:, :1], 0.0, chosen[:, :1] - chosen)  # of infinities too
     shares = (-distance).softmax(1)
     longest = torch.where(distance.isfinite(), distance, 0.0).amax(1, keepdim=True)
-    # Of a term: its argument's rounding, expf's two units in the last place; of their sum: a rounding each; the quotient.
+    # A term has its argument's rounding and expf's two units in the last place; their sum has a rounding each; then the
+    # quotient.
     bound = (2 * longest + 4 + 4 + top_k + 1) * unit * shares + torch.finfo(torch.float32).tiny
     _check(routed.topk_weights, shares, bound, "weights")
 

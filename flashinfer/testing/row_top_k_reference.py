@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``dense_mx_top_k`` is to find in given logits, and layers whose logits are unusual."""
+"""The results that ``dense_mx_top_k`` must find in given logits, and layers whose logits are unusual."""
 
 from __future__ import annotations
 

@@ -27,12 +27,12 @@ MODES = ("W4A8, MXFP8 input", "W4A8, bf16 input", "W4A16")
 
 @dataclass
 class Result:
-    """Of one operator and size.
+    """The result for one operator and size.
 
     Attributes:
         what: For people.
         used: The largest error as a share of its bound; infinite where it is beyond it.
-        milliseconds: Of a call on a GPU, everything in cache.
+        milliseconds: Time of a call on a GPU, everything in cache.
         wrong: What was wrong, or empty.
     """
 
@@ -98,11 +98,11 @@ def moe_results(
     Args:
         sizes: Hidden size, intermediate size, experts.
         tokens: Batches.
-        seed: Of the inputs.
-        device: Of the inputs.
+        seed: Seed of the inputs.
+        device: Device of the inputs.
         accumulation: How the device adds up.
         every_tactic: Each default tactic by itself, for both GEMMs; else the planner's choice.
-        modes: Of ``flashinfer.fused_moe.sm12x_validation.Mode``.
+        modes: Values of ``flashinfer.fused_moe.sm12x_validation.Mode``.
     """
     for hidden, inter, experts in sizes:
         for mode in modes:

@@ -147,7 +147,7 @@ class VirtualDevice:
 
     Attributes:
         architecture: ``"sm_121a"``.
-        launches: What ran so far, oldest first (``vsm.Launch``: counters, predicted time, reports).
+        launches: Launches that ran so far, oldest first (``vsm.Launch``: counters, predicted time, reports).
         strict: Whether a watcher's report raises, as a fault does.
     """
 
@@ -202,7 +202,7 @@ class VirtualDevice:
         """The loaded module of the JIT spec that ``generate(*arguments)`` gives, built for this device on first use.
 
         Raises:
-            What building raises.
+            The errors of building.
         """
         from flashinfer.jit.sm12x.modules import multiplies_in_half
 
@@ -265,7 +265,7 @@ class VirtualDevice:
             writes: The tensors among ``arguments`` that kernels may write; all, when omitted.
 
         Returns:
-            What ``function`` returns. The launches are appended to :attr:`launches`.
+            The result of ``function``. The launches are appended to :attr:`launches`.
 
         Raises:
             VirtualDeviceError: a launch was refused or failed; with ``strict``, a watcher reported. After a fault the

@@ -21,11 +21,13 @@ from flashinfer.sm12x.models import MODELS, matrix_bytes
 from flashinfer.sm12x.perfmodel import moe
 from flashinfer.sm12x.perfmodel import step as model
 from flashinfer.sm12x.perfmodel.devices import GB10
-from flashinfer.sm12x.perfmodel.gb10 import FAST, FIXED_US, MIDDLE
+from flashinfer.sm12x.perfmodel.gb10 import FAST, FIXED_US, LAUNCH_SAVED_US, MIDDLE
 from flashinfer.sm12x.perfmodel.step import (
     DENSE_FORMATS,
     KV_BYTES,
     MATRICES,
+    NORMED,
+    NORMED_BATCHES,
     Given,
     Kernel,
     Step,
@@ -65,9 +67,10 @@ def test_kept_kernels_are_of_todays_sizes() -> None:
             touched = moe.mean_work(experts, line.tokens, 0).experts
             assert line.megabytes == pytest.approx(touched * experts.expert_bytes / 1e6)
             continue
-        if line.kind not in MATRICES:
+        matrix = "QKV" if line.kind == NORMED else line.kind
+        if matrix not in MATRICES:
             continue  # below
-        n, k = MODELS[line.model].split(line.ranks).matrices[line.kind]
+        n, k = MODELS[line.model].split(line.ranks).matrices[matrix]
         assert line.megabytes == matrix_bytes(n, k, line.weights) / 1e6
     for tokens in (1, 4, 64, 2048):
         line = kept_kernel("MoE", MODEL, 1, tokens, "mxfp4", "mxfp8")
@@ -75,7 +78,7 @@ def test_kept_kernels_are_of_todays_sizes() -> None:
             moe.predicted_range(MODELS[MODEL].moe, layer.MODE, tokens), rel=0.01
         )
     assert len(lines) == len(model.KERNELS.read_text(encoding="utf-8").splitlines()) - 1
-    assert {line.tokens for line in lines} == {*DECODE, *PREFILL}
+    assert {line.tokens for line in lines} == {*DECODE, *PREFILL, *NORMED_BATCHES}
 
 
 def test_ranges_are_in_order_and_add_up() -> None:
@@ -109,7 +112,14 @@ def test_a_small_part_is_its_bytes_and_a_launch() -> None:
 @pytest.mark.parametrize(
     ("fused", "gone", "part", "changed", "fixed", "off"),
     [
-        ("fused_router", {"top-k"}, "router", {"norms", "router"}, 36 * FIXED_US["router"][1], 0.01),
+        (
+            "fused_router",
+            {"top-k"},
+            "router",
+            {"norms", "router", "QKV", "MoE"},  # its decode steps have fewer launches in all of them
+            36 * (FIXED_US["router"][1] - LAUNCH_SAVED_US["top-k"]),
+            0.01,
+        ),
         (
             "fused_attention",
             {"rope", "KV write"},
@@ -133,12 +143,46 @@ def test_a_kernel_of_the_forks_takes_several_parts(
     assert after[part].slow == pytest.approx(bytes_ / 220e3 + fixed, rel=off)
     assert two.middle_rate > one.middle_rate
     if part == "router":
-        assert (after["norms"].calls, before["norms"].calls) == (37, 73)
+        assert (after["norms"].calls, before["norms"].calls) == (1, 73)
         return
     assert bytes_ == 18 * (1024 * 2 * 8 * 64 * 2 + 2 * 64 * 64 * 2 + 64 * 4 + 2 * 8 * 64 * 2 + 64 * 2)
     elsewhere = rows_of(model.predict(MODEL, step_of("mxfp4", 1000, fused_attention=True)))[part]
     assert elsewhere.by == "bytes + launch"  # no such context was run
     assert elsewhere.slow == pytest.approx(after[part].slow, rel=0.1)
+
+
+def test_launches_that_a_decode_step_does_without() -> None:
+    """The norm in front of QKV up to eight tokens, the router's top-k at one, and what packs tokens for W4A16's stream."""
+
+    def rows(tokens: int, **named: Any) -> dict[str, model.Row]:
+        given: dict[str, Any] = {
+            "formats": formats_of("mxint8"),
+            "fused_router": True,
+            "expert_tokens": "bf16",
+            **named,
+        }
+        return rows_of(model.predict(MODEL, Step(tokens, 1024, **given)))
+
+    def of_kept(kind: str, tokens: int, weights: str, activation: str = "bf16") -> tuple[float, float]:
+        line = kept_kernel(kind, MODEL, 1, tokens, weights, activation)
+        return 36 * line.fast, 36 * line.slow
+
+    for tokens, batch in ((1, 1), (4, 4), (16, None)):
+        found = rows(tokens)
+        wanted = of_kept("QKV", tokens, "mxint8") if batch is None else of_kept(NORMED, batch, "mxint8")
+        assert (found["QKV"].fast, found["QKV"].slow) == pytest.approx(wanted)
+        assert found["norms"].calls == (37 if batch is None else 1)
+        saved = 36 * LAUNCH_SAVED_US["top-k"] if tokens == 1 else 0.0
+        wanted = of_kept("router", tokens, "bf16")
+        assert (found["router"].fast, found["router"].slow) == pytest.approx(tuple(end - saved for end in wanted))
+        for activation, less in (("bf16", 36 * LAUNCH_SAVED_US["experts"]), ("mxfp8", 0.0)):
+            experts = rows(tokens, expert_tokens=activation)["MoE"]
+            wanted = of_kept("MoE", tokens, "mxfp4", activation)
+            assert (experts.fast, experts.slow) == pytest.approx(tuple(end - less for end in wanted))
+    assert rows(8)["QKV"].slow == pytest.approx(of_kept(NORMED, 8, "mxint8")[1])
+    assert rows(64)["MoE"].slow == pytest.approx(of_kept("MoE", 64, "mxfp4")[1] - 36 * LAUNCH_SAVED_US["experts"])
+    plain, step = rows(1, fused_router=False), rows(1)
+    assert sum(row.slow for row in step.values()) < sum(row.slow for row in plain.values())
 
 
 def test_a_prompt_is_bound_by_arithmetic() -> None:

@@ -203,7 +203,9 @@ def true_counts(tokens: int, n: int, k: int) -> Counts:
 
 @pytest.fixture
 def given_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    def emulated(_device: Any, row: Instance, case: tuple[int, int, int], _activation: str) -> list[Launch]:
+    def emulated(
+        _device: Any, row: Instance, case: tuple[int, int, int], _activation: str, _normed: bool = False
+    ) -> list[Launch]:
         tokens, n, k = case
         if row.streamed:
             return [Launch(true_counts(*case), 1.25, 48, 48)]

@@ -11,7 +11,7 @@ from doctor_machine import Machine, Parts
 
 @pytest.fixture(scope="session")
 def parts(tmp_path_factory: pytest.TempPathFactory) -> Parts:
-    """What the doctor's machines share."""
+    """The files that the doctor's machines share."""
     return Parts.make(tmp_path_factory.mktemp("doctor"))
 
 

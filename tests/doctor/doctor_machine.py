@@ -73,7 +73,8 @@ VLLM_ANSWERS = {
 
 @dataclass(frozen=True)
 class Parts:
-    """What machines share: an interpreter whose environment has ``packaging`` only, and a CUDA runtime without a symbol."""
+    """Files that machines share: an interpreter whose environment has ``packaging`` only, and a CUDA runtime without a
+    symbol."""
 
     python: Path
     runtime: Path
@@ -234,7 +235,7 @@ cuda = N(is_available=lambda: bool(visible()), device_count=lambda: len(visible(
         return Diagnosis(json.loads(result.stdout), result.returncode, 0), variables, statuses
 
     def installed(self) -> str:
-        """What was given to apt-get and pip."""
+        """The lines that apt-get and pip were given."""
         file = self.root / "installed"
         return file.read_text() if file.exists() else ""
 
@@ -264,7 +265,7 @@ ORDERS = [f"{how} {fenced} fence" for how in ("stores", "copies") for fenced in 
 
 
 def healthy() -> dict[str, dict[str, Any]]:
-    """What the parts would tell of a GB10 that does as predicted."""
+    """The facts that the parts would tell of a GB10 that does as predicted."""
     rates = {"bf16": 1000, "f16": 1000, "mxf8f6f4": 2040, "mxf4": 4080}
     ranges = {"bf16": [512, 1024], "f16": [512, 1024], "mxf8f6f4": [2048, 2048], "mxf4": [4096, 4096]}
     cost = {"host_us": 2.0, "stream_us": 2.5, "graph_us": 1.3}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What may be wrong with a machine, each with the row that tells it and what its command does."""
+"""Faults that a machine may have, each with the row that tells it and what its command does."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from layer_toys import FORK_FILES, write_fork, write_tree, write_wheel
 
 @dataclass(frozen=True)
 class Planted:
-    """What is planted, the row that tells it, and what its command does.
+    """A fault, the row that tells it, and what its command does.
 
     Attributes:
-        check, state, found: Of the row; of ``found`` a part.
+        check, state, found: The row's; of ``found`` a part.
         command: A part of it; empty where there is none.
-        variables: That are set; ``{root}`` is the machine's folder.
+        variables: Those that are set; ``{root}`` is the machine's folder.
         mounts: A shell's script whose mounts every process sees.
         plant: What else is done to the machine.
         mends: Whether the finding is gone when the command has run; else it installs, shows more, or there is none. None

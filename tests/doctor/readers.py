@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What reads a remedy of the doctor's: a shell, pip's own parser of arguments, this project's parsers."""
+"""Readers of the doctor's remedies: a shell, pip's own parser of arguments, this project's parsers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def read_by_its_reader(command: str, environ: Mapping[str, str]) -> None:
 
 
 def _exported(part: str, environ: Mapping[str, str]) -> None:
-    """What the variable holds behind it is a value of its."""
+    """Once the line has run, the variable holds a value that it may have."""
     name = shlex.split(part)[1].partition("=")[0]
     script = f'{part}; printf %s "${{{name}}}"'
     done = subprocess.run(["/bin/sh", "-euc", script], env=dict(environ), capture_output=True, text=True)

@@ -128,7 +128,7 @@ def test_a_managed_python_takes_pip_where_the_user_said_so() -> None:
 
 
 def test_the_row_of_a_probe_is_left_to_the_probe_that_ran() -> None:
-    """What was asked before it says that nothing was probed, or would have its new file removed."""
+    """An earlier question would say that nothing was probed, or would have its new file removed."""
     for before in (
         {"probed_sum_bits": {"mxf4": None}, "narrowest_sum": 20},
         {"probe_error": "none", "workspace": "/c"},

@@ -78,7 +78,7 @@ def test_an_answer_may_be_longer_than_a_pipe_holds(machine: Machine) -> None:
     assert len(machine.diagnose()["gpu"][1]) > 200_000
 
 
-# What each takes away from the process itself, by a shell that then starts it.
+# Each takes something away from the process itself, by a shell that then starts it.
 DEPRIVED = {
     "no standard output": 'exec "$@" >&-',
     "no descriptors": 'exec "$@" <&- >&- 2>&-',

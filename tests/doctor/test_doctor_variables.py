@@ -125,7 +125,7 @@ BAD = {
 
 
 def first_use(name: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[], object]:
-    """What reads a variable in the product."""
+    """A call that reads a variable in the product."""
     import torch
 
     from flashinfer.jit import core

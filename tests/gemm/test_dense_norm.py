@@ -27,7 +27,7 @@ from flashinfer.testing import (
 
 
 def random_call(device: torch.device, case: DenseCase, seed: int, adds: bool = True) -> tuple[Any, dict[str, Any]]:
-    """What the reference takes, and the arguments of a call."""
+    """The reference's inputs, and the arguments of a call."""
     print("seed", seed, case, "adds" if adds else "")
     inputs = make_dense_inputs(case, seed)
     norm = make_norm_inputs(inputs, seed, adds)

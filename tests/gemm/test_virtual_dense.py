@@ -239,7 +239,7 @@ def test_a_workspace_is_what_the_tokens_need(
     assert sizes[1] - sizes[0] == (4096 - 256) * bytes_of_token
 
 
-# Of two blocks that one MMA multiplies the second may be beyond K, where scales are NaN here.
+# One MMA multiplies two blocks; the second may be beyond K, where scales are NaN here.
 @pytest.mark.parametrize("name", ["dense_mxfp4_m64_gemm_mxfp4", "dense_mxfp4_m128_gemm_mxfp4"])
 @pytest.mark.parametrize("seed", [101, 102])
 def test_random_shapes_and_scales_of_mxfp4_tokens(device: VirtualDevice, name: str, seed: int) -> None:
@@ -309,7 +309,8 @@ def test_upstreams_names(device: VirtualDevice) -> None:
 def test_weights_are_dequantized_in_pieces(
     device: VirtualDevice, weights: str, dequantized_rows: int, dequantized_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What cuBLAS gets, piece by piece, by the kernel that dequantizes; whole chunks of 128 rows, however many fit."""
+    """cuBLAS gets the weights piece by piece from the kernel that dequantizes; whole chunks of 128 rows, however many
+    fit."""
     k, n = 192, 700
     case = DenseCase(20, n, k, weights, "mxfp8_linear", torch.float32, True, True, torch.float32)
     inputs = make_dense_inputs(case, 19)
@@ -448,7 +449,7 @@ def test_a_weight_that_the_layer_in_front_writes(device: VirtualDevice, name: st
 
 @pytest.mark.parametrize("tokens", FORMATS)
 def test_rows_are_dequantized_exactly(device: VirtualDevice, tokens: str) -> None:
-    """What cuBLAS multiplies, for very many tokens: each value as the bfloat16 that it equals, NaN and infinity included."""
+    """With very many tokens cuBLAS multiplies each value as the bfloat16 that it equals, NaN and infinity included."""
     module = device.module(gen_dense_module, "mxfp4")
     for what, inputs in dense_inputs_with_not_numbers(DenseCase(37, 8, 416, tokens=tokens), 80):
         wide = torch.full((37, 416), torch.nan, dtype=torch.bfloat16)
@@ -476,7 +477,8 @@ def test_weights_are_dequantized_exactly(device: VirtualDevice, form: str, k: in
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_16_bit_values_are_rounded_to_mxfp4(device: VirtualDevice, dtype: torch.dtype) -> None:
-    """Of every size, subnormal ones, zeros, infinity and NaN among them; by both kernels that round."""
+    """The values have every size, with subnormal ones, zeros, infinity and NaN among them; both kernels that round are
+    run."""
     print("seed", 81)
     generator = torch.Generator().manual_seed(81)
     mantissa, exponents = (7, 255) if dtype is torch.bfloat16 else (10, 31)

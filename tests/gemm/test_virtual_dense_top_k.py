@@ -63,7 +63,7 @@ def test_outputs_are_compared_as_their_type_holds_them(device: VirtualDevice, ou
 @pytest.mark.parametrize("tactic", ["dense_mxfp4_m8_w2", "dense_mxfp4_m64_gemm_mxfp8"])
 @pytest.mark.parametrize("tokens", ["quantize_f16", "mxfp8", "mxfp8_linear", "mxfp4"])
 def test_tokens_of_any_format(device: VirtualDevice, tokens: str, tactic: str) -> None:
-    """Of a K whose last word of scales has two blocks."""
+    """The last word of scales of this K has two blocks."""
     check(device, DenseCase(9, 500, 320, tokens=tokens), 4, tactic=tactic)
 
 
@@ -77,7 +77,7 @@ def test_what_is_no_stream_is_searched(device: VirtualDevice, m: int) -> None:
 @pytest.mark.parametrize("n", [8, 2050, 4096])
 @pytest.mark.parametrize("top_k", [2, 5, 8])
 def test_several_of_a_row(device: VirtualDevice, n: int, top_k: int) -> None:
-    """Of chunks of 2,048, the last of which may have fewer than are asked for."""
+    """Rows are searched in chunks of 2,048; the last may have fewer outputs than are asked for."""
     check(device, DenseCase(3, n, 64), n + top_k, top_k=top_k, first_index=7)
     assert launched(device) == ["dense_layer_kernel", *SEARCH] * 2
 

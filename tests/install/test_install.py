@@ -249,7 +249,7 @@ class Pip:
         return {str(path.relative_to(self.site)) for path in contents(self.site)}
 
     def left(self) -> set[str]:
-        """What lies in site-packages that did not at first."""
+        """The files in site-packages that were not there at first."""
         return self._found() - self._before
 
 

@@ -46,7 +46,7 @@ for spec in (modules.gen_router_module(), gen_sampling_module()):
 
 
 class Environment:
-    """What this environment has, but for its CUDA compiler; pip installs another one."""
+    """A copy of this environment without its CUDA compiler; pip installs another one."""
 
     def __init__(self, root: Path, site_packages: Path) -> None:
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(root)], check=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a process of its own does with a cache or a library."""
+"""Run a process of its own on a cache or a library."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def run_python(
 
 
 def answer_of(library: Path) -> str:
-    """What the module of :func:`small_spec` at a path answers to another process, which has no other one loaded."""
+    """The answer of the module of :func:`small_spec` at a path to another process, which has no other one loaded."""
     code = "import sys, tvm_ffi; print(tvm_ffi.load_module(sys.argv[1]).answer())"
     done = forked_python.run(["-c", code, str(library)])
     assert done.returncode == 0, done.stderr
@@ -31,14 +31,14 @@ def answer_of(library: Path) -> str:
 
 
 def named_barriers(library: Path) -> list[int]:
-    """Of each kernel that has any: the highest one's number and one."""
+    """For each kernel that has any barriers: the highest one's number and one."""
     number = r"EIATTR_NUM_BARRIERS\s+Format:\s+EIFMT_BVAL\s+Value:\s+(0x\w+)"
     elf = inspect_sass._run(inspect_sass.find_tool(), ["--dump-elf", str(library)])
     return [int(found, 16) for found in re.findall(number, elf)]
 
 
 def printed_by(code: str, folder: Path, base: str, **variables: str) -> str:
-    """What ``code`` prints, run in ``folder`` with a cache of its own."""
+    """The output of ``code``, run in ``folder`` with a cache of its own."""
     result = run_python(["-c", code], base, cwd=folder, **variables)
     assert result.returncode == 0, result.stderr
     return result.stdout

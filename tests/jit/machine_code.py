@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kernels' machine code must show, read back from objects.
+"""Rules for kernels' machine code, read back from objects.
 
 On a GB10, which does not reliably honour the release ordering of ``mbarrier.arrive``
 (``include/flashinfer/sm12x/ptx/sync.cuh``), no arrival comes without a fence before it. No kernel spills, each uses the
@@ -30,8 +30,8 @@ from flashinfer.jit.sm12x.spec import JitSpecSm12x
 INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:\{\s*)?(?:@!?U?P\w+\s+)?([A-Z][\w.]*)")
 ARRIVAL = re.compile(r"SYNCS\.ARRIVE|ARRIVES\.")
 FENCE = re.compile(r"MEMBAR\.(SC|ALL)\.(CTA|GPU|SYS)")
-# What a warp does to memory, where control may come from elsewhere, and a proxy fence, part of which is the fence before it:
-# none may stand between a fence and its arrival.
+# None of these may stand between a fence and its arrival: a warp's accesses to memory, places where control may come
+# from elsewhere, and a proxy fence, part of which is the fence before it.
 BETWEEN = re.compile(r"LD|ST|ATOM|RED|UBLKCP|UTMALDG|CCTL|BRA|BRX|CALL|RET|EXIT|WARPSYNC|BAR|BSYNC|FENCE\.VIEW\.ASYNC")
 REGISTERS = 65536  # of an SM
 MOST_BARRIERS = 3
@@ -79,7 +79,7 @@ def grid_counters(sass: str) -> tuple[int, int]:
 
 
 def dumped(what: str, path: Path) -> str:
-    """What ``cuobjdump`` prints of a file, such as its ``sass``."""
+    """The output of ``cuobjdump`` about a file, such as its ``sass``."""
     return inspect_sass._run(inspect_sass.find_tool(), [f"--dump-{what}", str(path)])
 
 
@@ -131,7 +131,7 @@ def units() -> Iterator[Unit]:
 
 
 def faults(path: Path, unit: Unit, architecture: str) -> list[str]:
-    """What is wrong with machine code, a line each; empty if nothing is.
+    """Faults of machine code, a line each; empty if there is none.
 
     Args:
         path: An object or a fatbin, compiled for one architecture.

@@ -308,7 +308,7 @@ def _can_mount() -> bool:
 
 @pytest.mark.skipif(not _can_mount(), reason="a disk that is full takes the right to mount one")
 def test_disk_that_fills_while_linking(project: Project) -> None:
-    """What the linker says of it must not need the same disk."""
+    """The linker's message about it must not need the same disk."""
     fills = (
         'if source is None and "-o" in args:\n'
         "    try:\n"

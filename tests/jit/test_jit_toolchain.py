@@ -21,7 +21,7 @@ def make_toolkit(
     headers: tuple[str, ...] = (),
     cudart: str | None = None,
 ) -> Path:
-    """Of ``version``, with a runtime header of ``cudart`` if that is another."""
+    """A toolkit of ``version``, with a runtime header of ``cudart`` if that is another."""
     nvcc = root / "bin" / "nvcc"
     nvcc.parent.mkdir(parents=True)
     nvcc.write_text(f'#!/bin/sh\necho "Cuda compilation tools, release {version}, V{version}.88"\n')
@@ -90,7 +90,7 @@ def only_pips(site: Path) -> toolchain.Toolkit:
 
 
 NEWER = {"cuda_nvcc": "13.5.37", "cuda_crt": "13.5.37", "nvvm": "13.5.37", "cuda_runtime": "13.0.96"}
-"""What ``pip install vllm==0.33.0`` brings: torch pins the runtime, nobody the compiler."""
+"""The versions that ``pip install vllm==0.33.0`` brings: torch pins the runtime, nobody the compiler."""
 
 
 @pytest.mark.parametrize(

@@ -491,7 +491,7 @@ def test_a_log_that_is_no_file_is_not_opened(what: str, tmp_path: Path) -> None:
 
 
 class _Kernel:
-    """What CuTe-DSL compiled."""
+    """A kernel as CuTe-DSL compiled it."""
 
     def export_to_c(self, path: str, function_name: str) -> None:
         assert Path(path).parent.stat().st_mode & 0o077 == 0

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kernels' machine code must show, read back from it: that of the modules as the environment's compiler builds them,
-and fences on each architecture. ``check_compilers.py`` asks the same of other compilers.
+"""Tests of kernels' machine code, read back from the modules as the environment's compiler builds them, and of fences
+on each architecture. ``check_compilers.py`` asks the same of other compilers.
 """
 
 from __future__ import annotations

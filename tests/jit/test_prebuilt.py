@@ -104,7 +104,7 @@ def installed(workspace: Path, built: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def lines(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
-    """What upstream's logger of the JIT, which does not propagate, has warned of."""
+    """The warnings of upstream's logger of the JIT, which does not propagate."""
     core.logger.addHandler(caplog.handler)
     yield lambda: [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     core.logger.removeHandler(caplog.handler)

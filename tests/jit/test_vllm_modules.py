@@ -177,7 +177,7 @@ build {folder}/demo.so: make {folder}/a.cuda.o | {folder}/b.cuda.o
 
 
 def ninja_file(folder: Path, compiler: str) -> Path:
-    """Of three steps; the compiler is a shell's script, whose fourth argument is the output."""
+    """Write a file of three steps; the compiler is a shell's script, whose fourth argument is the output."""
     folder.mkdir(parents=True)
     (folder / "a.cu").touch()
     (folder / "nvcc").write_text(compiler)

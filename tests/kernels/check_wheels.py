@@ -32,7 +32,7 @@ PACKAGE = "flashinfer_sm12x_kernels"
 SYSROOT = Path("/usr/aarch64-linux-gnu")
 PROCESSORS = ("x86_64", "aarch64")
 VLLM_TVM_FFI = "0.1.11"
-"""What vLLM 0.33.0 pins: older than the one whose headers the libraries may have been compiled with."""
+"""The version that vLLM 0.33.0 pins: older than the one whose headers the libraries may have been compiled with."""
 
 SHIPPED = [
     (folder, name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``extend`` promises, on a toy wheel whose every line is known."""
+"""The promises of ``extend``, on a toy wheel whose every line is known."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def test_the_pinned_one_is_taken_from_behind_another(run_python: Run, fork: Path
 
 
 def test_metadata_without_the_package(run_python: Run, fork: Path, tmp_path: Path) -> None:
-    """What an interrupted uninstall, or an editable install of upstream, leaves behind."""
+    """An interrupted uninstall, or an editable install of upstream, leaves such metadata behind."""
     wheel = write_wheel(tmp_path / "wheel", {})
     message = import_error(run_python, [fork, wheel])
     assert f"\nFound: flashinfer-python 0.7.2.post1 in {wheel}, without its package directory flashinfer/.\n" in message

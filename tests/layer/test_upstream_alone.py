@@ -79,7 +79,7 @@ def test_0_is_as_without_the_fork_over_a_tested_wheel_too_and_says_nothing(
 
 
 def test_reload(run_python: Run, fork: Path, tmp_path: Path) -> None:
-    """Of the same module, which keeps what upstream put there, and without the warning."""
+    """It gives the same module, which keeps what upstream put there, without the warning."""
     wheel = write_wheel(tmp_path / "wheel", WHEEL_FILES, UNTESTED)
     code = """if True:
         import importlib, flashinfer.ops

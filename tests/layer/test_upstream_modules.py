@@ -55,7 +55,7 @@ def wheel_modules(site_packages: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def imported(run_python: Run, wheel_modules: list[str], site_packages: Path, tmp_path_factory: pytest.TempPathFactory):
-    """What importing each module gave: its names, or the error as text. ``imported["plain" | "layer"][module]``."""
+    """The result of importing each module: its names, or the error as text. ``imported["plain" | "layer"][module]``."""
     folder = tmp_path_factory.mktemp("modules")
     (folder / "names.json").write_text(json.dumps(wheel_modules))
     results = {}

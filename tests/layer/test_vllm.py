@@ -16,7 +16,7 @@ from layer_toys import OURS, REPO, Run
 
 LOOKUPS: dict[str, list[str]] = json.loads((Path(__file__).parent / "vllm_0_33_0_lookups.json").read_text())
 
-# What its MoE path needs of them.
+# Names of them that vLLM's MoE path needs.
 MOE_PATH = {
     "flashinfer": """fp4_quantize nvfp4_block_scale_interleave mxfp8_quantize mxfp4_quantize block_scale_interleave
         autotune_v2""".split(),

@@ -15,7 +15,7 @@ from flashinfer.testing import Accumulation, MoECase, MoEInputs, check_within_bo
 
 @dataclasses.dataclass
 class Outcome:
-    """What a case showed: the share of its bound that was used, and which checks ran."""
+    """The result of a case: the share of its bound that was used, and which checks ran."""
 
     used: float
     checks: tuple[str, ...]
@@ -27,7 +27,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def workspace_bytes(inputs: MoEInputs, device: torch.device) -> int:
-    """What ``cutlass_fused_moe_workspace_size`` asks for ``inputs``."""
+    """The bytes that ``cutlass_fused_moe_workspace_size`` asks for ``inputs``."""
     tokens, top_k = inputs.token_selected_experts.shape
     experts, hidden, half = inputs.fc2_weights.shape
     if tokens == 0:

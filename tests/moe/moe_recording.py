@@ -48,7 +48,7 @@ class RecordingModule:
 
 
 def logged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the autotuner warns of from now on, of what it has warned before included."""
+    """The autotuner's warnings from now on, those that it has given before included."""
     lines: list[str] = []
     AutoTuner.get()._logged_invalid_tactic.clear()
     monkeypatch.setattr(autotuner.logger, "warning", lines.append)

@@ -78,7 +78,7 @@ CORNERS: dict[str, MoECase] = {
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("corner", CORNERS)
 def test_corners(corner: str, mode: int, device: torch.device) -> None:
-    """What random layers seldom are."""
+    """Random layers seldom reach these corners."""
     _check(dataclasses.replace(CORNERS[corner], mode=mode), 26, device)
 
 

@@ -30,7 +30,7 @@ NARROW = 1.07 / 1.26  # of a streamed tile of 16, where it holds eight tokens or
 
 
 def expected_cost(kind: tuple[bool, int], mean: float) -> float:
-    """Of an expert whose rows are Poisson distributed."""
+    """The cost of an expert whose rows are Poisson distributed."""
     streamed, tile = kind
     narrow = NARROW if streamed and tile == 16 else 1.0
     probability, total = math.exp(-mean), 0.0

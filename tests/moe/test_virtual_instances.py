@@ -288,7 +288,7 @@ def test_a_grouped_gemm_instance(device, instance, activation):
 
 @pytest.mark.parametrize("activation", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["e4m3", "e5m2"])
 def test_what_is_no_number_stays_in_its_row_or_column(device, activation):
-    """Of a grouped GEMM."""
+    """A grouped GEMM keeps NaN and infinity in their row or column."""
     inputs = make_group_gemm_inputs([9, 0, 5], 136, 160, 450, dtype=activation)
     for what, call in group_gemm_inputs_with_not_numbers(inputs, 451):
         out = launch_group_gemm(device, call, GEMM_INSTANCES[0].index)
@@ -405,7 +405,7 @@ def test_a_streamed_layer_routes_few_and_many(device, instance, tokens):
 @pytest.mark.parametrize("tokens", [15, 45], ids=["routed in registers", "routed in shared memory"])
 @pytest.mark.parametrize("instance", [row for row in STREAMED if row.token_tile == 16], ids=lambda row: row.name)
 def test_tiles_with_more_and_with_fewer_than_eight_tokens(device, instance, tokens):
-    """Of a streamed tile of 16; those with fewer take one step of MMAs."""
+    """Streamed tiles have room for 16 tokens; those with eight or fewer take one step of MMAs."""
     hidden, inter = 288, 160
     case = MoECase(tokens, hidden, inter, 4, 2, 2 if instance.activation == "bf16" else 1)
     inputs = check_moe(device, case, 640, [instance.index] * 2)

@@ -142,8 +142,9 @@ def apart(device: VirtualDevice, monkeypatch: pytest.MonkeyPatch) -> VirtualDevi
     return device
 
 
-# Of a part that has room for several tactics, the one that needs it: many tokens with a short K fill a pair's e4m3 act and its
-# quantized tokens, few of them the streamed layer's float32. Offsets of numbers of experts that fill whole lines, and others.
+# Each case fills a part that has room for several tactics, with the tactic that needs it: many tokens with a short K
+# fill a pair's e4m3 act and its quantized tokens, few of them the streamed layer's float32. Numbers of experts whose
+# offsets fill whole lines, and others.
 @pytest.mark.parametrize(
     ("name", "case"),
     [
@@ -231,7 +232,7 @@ def sparse(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
 
 
 def test_rows_of_a_grouped_gemm_beyond_31_bits(device: VirtualDevice) -> None:
-    """Of outputs more than 2^31 elements, of tokens more than 2^32 bytes lie in front of the one group there is."""
+    """More than 2^31 elements of outputs and more than 2^32 bytes of tokens lie in front of the one group there is."""
     n, k, far, rows = 1024, 4096, 1 << 21, 5
     near = make_group_gemm_inputs([rows], n, k, 12)
     a, a_scale = sparse(far + rows, k), sparse(far + 128, k // 32)
@@ -245,7 +246,7 @@ def test_rows_of_a_grouped_gemm_beyond_31_bits(device: VirtualDevice) -> None:
 
 
 def test_scales_of_a_grouped_gemm_beyond_31_bits(device: VirtualDevice) -> None:
-    """Of the last of as many groups as there can be; its weights begin beyond 2^35 bytes."""
+    """The last of as many groups as there can be is computed; its weights begin beyond 2^35 bytes."""
     n, k, rows = 16512, 8192, 3
     near = make_group_gemm_inputs([rows], n, k, 16)
     b, b_scale = sparse(MAX_EXPERTS, n, k // 2), sparse(MAX_EXPERTS, n, k // 32)

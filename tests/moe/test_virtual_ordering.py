@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What orders a layer's launches, blocks and warps, on the virtual SM121 with every watcher on.
+"""The order of a layer's launches, blocks and warps, on the virtual SM121 with every watcher on.
 
 Layers stand one behind the other, because much of what a launch must wait for is what the launch before it still does.
 """

@@ -75,7 +75,7 @@ def test_the_virtual_device_is_asked_for_in_one_place() -> None:
 
 
 def test_headers_include_headers_only() -> None:
-    """What lies in ``include/`` needs nothing of ``csrc/``, and folders of kernels include one way."""
+    """Headers in ``include/`` need nothing of ``csrc/``, and folders of kernels include one way."""
     include = REPO / "include"
     graph: dict[str, set[str]] = {}
     for path in include.rglob("*.*h"):

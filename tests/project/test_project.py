@@ -25,7 +25,8 @@ def create_env(*arguments: str, **environment: str) -> subprocess.CompletedProce
 
 
 def test_pins_agree() -> None:
-    """What a release moves stands in ``_version.py``, in ``requirements.txt`` (``test_bases.py`` compares) and here."""
+    """The versions that a release moves stand in ``_version.py``, in ``requirements.txt`` (``test_bases.py`` compares)
+    and here."""
     assert _version.TESTED_VERSIONS[0] == _version.UPSTREAM_VERSION == UPSTREAM
     assert _layer.wheel_root().name == "flashinfer"
 

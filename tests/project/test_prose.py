@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is written about the project holds: commands exist and run, lines fit, tests say their seeds."""
+"""Texts about the project hold: commands exist and run, lines fit, tests say their seeds."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_each_documented_server_leaves_the_host_its_memory_and_answers_this_mach
 
 
 def option(words: list[str], name: str) -> str:
-    """What follows it, or an empty text."""
+    """The word that follows an option, or an empty text."""
     return words[words.index(name) + 1] if name in words else ""
 
 

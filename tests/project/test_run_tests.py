@@ -22,7 +22,7 @@ HOST_FILE, VIRTUAL_FILE, EMULATOR_FILE = (
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], list[str]]]:
-    """Of each process its tests, and its options."""
+    """The tests and the options of each process."""
     processes: list[tuple[list[str], list[str]]] = []
 
     def run(part: Any, jobs: int, given: list[str]) -> int:

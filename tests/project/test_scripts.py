@@ -22,7 +22,7 @@ SCRIPTS = sorted(path.name for path in (REPO / "scripts").glob("*.py") if path.n
 sys.path.append(str(REPO / "scripts"))
 
 BROUGHT = ("aiohttp", "flashinfer", "safetensors", "tokenizers", "torch", "transformers", "vllm")
-"""What scripts need and an environment of vLLM's has."""
+"""Packages that scripts need and an environment of vLLM's has."""
 
 WITHOUT = """
 import runpy, sys

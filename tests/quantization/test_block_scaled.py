@@ -36,7 +36,7 @@ def weight(n: int, k: int, generator: torch.Generator) -> torch.Tensor:
 
 
 def test_a_layer_of_a_quantized_weight() -> None:
-    """What a newcomer writes: quantize, multiply."""
+    """A newcomer writes this: quantize, multiply."""
     generator = seeded(0)
     w, x = torch.randn(40, 96, generator=generator), torch.randn(3, 96, generator=generator).bfloat16()
     q = quantize_weight(w, "mxint8")
@@ -91,7 +91,7 @@ def test_codes_of_mxfp6_come_back() -> None:
 
 
 def test_nvfp4s_scale_is_the_better_of_two() -> None:
-    """Of a block, amax / 6 or amax / 4 by the squared error, and each somewhere."""
+    """The scale of a block is amax / 6 or amax / 4, by the squared error, and each is the better one somewhere."""
     w = torch.randn(200, 64, generator=seeded(4))
     unit = mx_cpu.nvfp4_global_scale(w)
     blocks = w.double().view(200, 4, 16) / float(unit)

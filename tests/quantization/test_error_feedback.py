@@ -38,7 +38,7 @@ def gram_of(inputs: torch.Tensor) -> torch.Tensor:
 
 
 def error(weight: torch.Tensor, quantized: BlockScaledWeight, form: Any, inputs: torch.Tensor) -> float:
-    """Of a layer's outputs, squared."""
+    """The squared error of a layer's outputs."""
     difference = dequantize_rows(quantized, form, weight.shape[1]).double() - weight.double()
     return float((inputs.double() @ difference.t()).square().sum())
 
@@ -57,13 +57,13 @@ def by_definition(weight: torch.Tensor, gram: torch.Tensor, form: Any) -> torch.
     done: list[int] = []
 
     def best_rest() -> torch.Tensor:
-        """Of the columns ``left``, for what was rounded before."""
+        """The best values of the columns ``left``, given what was rounded before."""
         missing = exact[:, done] - found[:, done]
         return exact[:, left] + missing @ damped[done][:, left] @ torch.linalg.inv(damped[left][:, left])
 
     while left:
         block = best_rest()[:, :size]
-        # What a column's error costs when the rest makes up for it: the Schur complement of the columns behind it.
+        # The cost of a column's error when the rest makes up for it: the Schur complement of the columns behind it.
         costs = []
         for i in range(size):
             behind = left[i + 1 :]

@@ -331,7 +331,7 @@ def test_tensors_are_compressed_tensors_names_and_types(tmp_path: Path, form: st
 
 
 def test_losses_are_those_of_the_instrument(tmp_path: Path) -> None:
-    """Of rounded weights, and of the folder, as the benchmark measures them of a fresh model."""
+    """The losses of rounded weights, and of the folder, are those that the benchmark measures of a fresh model."""
     windows = some_windows(9, (40, 40))
     made = Run(llama(), tmp_path / "f", MIXED, some_windows())
     found = run.with_losses(made, windows)
@@ -346,7 +346,7 @@ def test_losses_are_those_of_the_instrument(tmp_path: Path) -> None:
 
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> models.Subject:
-    """What the command opens."""
+    """The model that the command opens."""
     subject = llama()
     monkeypatch.setattr(command, "opened", lambda request: copy.deepcopy(subject))
     return subject
@@ -453,7 +453,8 @@ def test_the_formats_are_the_operators() -> None:
 
 
 def test_smollm2s_losses(tmp_path: Path) -> None:
-    """Of NVFP4, on a cut of the texts, from half as many tokens as the command reads; docs/accuracy.md has what it loses."""
+    """NVFP4's losses, on a cut of the texts, from half as many tokens as the command reads; docs/accuracy.md has what
+    it loses."""
     subject = models.load(None, torch.float32, "cpu")
     windows = texts.windows(texts.calibration(), subject.encode, 256, 1152)
     made = Run(subject, tmp_path / "f", dict.fromkeys(MIXED, "nvfp4"), windows)

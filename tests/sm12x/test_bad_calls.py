@@ -90,9 +90,9 @@ def ends(*rows: int) -> torch.Tensor:
 EITHER = (TypeError, ValueError)
 BAD_LAYOUTS = ("swizzled", 7, 2.5, [0], SfLayout.layout_8x4)
 OTHER_KINDS = "^cutlass_fused_moe on CPU tensors serves MXFP4 weights"
-# Of the others the CPU's words are those of a GPU (test_virtual_contract.py), or a GPU's call is upstream's.
+# For the other calls the CPU's words are those of a GPU (test_virtual_contract.py), or a GPU's call is upstream's.
 ON_A_GPU = ("MoE 0", "MoE 1", "MoE 2", "MoE, SwigluStep", "MoE workspace", "grouped GEMM")
-# What is changed: a value, or how it is made of the right one. Without another type the error is a ValueError.
+# The change: a value, or how it is made of the right one. Without another type the error is a ValueError.
 BAD: dict[str, list[tuple[Any, ...]]] = {
     "MoE 0": [
         ({"input": lambda x: x.to(torch.float8_e5m2)}, r"^input is torch.float8_e5m2 \(6, 160\).*float8_e4m3fn"),

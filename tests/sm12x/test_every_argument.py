@@ -61,7 +61,7 @@ ON_THE_CPU: dict[str, tuple[Callable[..., Any], Callable[[], Arguments]]] = {
         lambda: {"unswizzled_sf": torch.ones(4, 8).byte(), "out": torch.ones(1024).byte()},
     ),
 }
-# What a message says of a value that no argument may have.
+# The message's words about a value that no argument may have.
 SAID = {
     "None": "None", "list": r"a list of 2|1\.0", "numpy array": r"a numpy\.ndarray, uint8 \(", "float": r"2\.5",
     "string": "'tensor'", "on meta": "meta", "sparse": r"layout torch\.sparse_coo", "torch.complex64": r"torch\.complex64",
@@ -143,7 +143,7 @@ def test_rows_of_the_grouped_gemm_fit_int32(groups: int, rows: int, fits: bool) 
         sm12x_group_gemm.validate(call)
 
 
-# What an operator's tensors must start at a multiple of, in bytes; the kernels copy so many at once.
+# Tensors of an operator must start at a multiple of so many bytes; the kernels copy so many at once.
 ALIGNMENTS = {
     "MoE 0": {
         16: "input fc1_expert_weights fc2_expert_weights quant_scales[0] quant_scales[2] fc1_expert_biases fc2_expert_biases output",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What shares memory with what, against sets of bytes: small tensors of all shapes, strides and distances."""
+"""Checks of which tensors share memory, against sets of bytes: small tensors of all shapes, strides and distances."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def forbidden(call: Call) -> set[tuple[str, str]]:
 
 @pytest.mark.parametrize("differing", [0.0, 0.3, 1.0], ids=["one layout", "nearly one layout", "any layouts"])
 def test_what_is_written_shares_nothing_with_another_argument(differing: float) -> None:
-    """Of calls at random, refused are those, and by those names, that the sets of bytes tell.
+    """The calls refused, of calls at random, are those that the sets of bytes tell, and by those names.
 
     Tensors of a call differ in dtype, shape or strides, each as often as ``differing`` says.
     """

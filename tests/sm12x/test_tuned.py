@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What upstream's autotuner said, remembered between calls."""
+"""Tactics of upstream's autotuner, remembered between calls."""
 
 from __future__ import annotations
 

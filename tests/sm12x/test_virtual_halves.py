@@ -67,7 +67,7 @@ TOKENS = [half for half in (*ROWS, *BLOCKS) if half.bit < 6]
 
 
 def halves() -> Iterator[tuple[Half, Half, int]]:
-    """Of weights and of tokens, and a seed: each at least once."""
+    """Halves of weights and of tokens, and a seed: each half at least once."""
     tokens = itertools.cycle(TOKENS)
     for seed, weights in enumerate((*ROWS, *BLOCKS), start=SEED):
         yield weights, next(tokens), seed

@@ -52,7 +52,7 @@ EACH_KIND = list(
 )
 """The narrowest of what routes, packs and adds up in ways of its own."""
 FORMS: dict[Format, str] = {"bf16": "bf16", "mxfp8": "mxfp8", "mxfp4": "mxfp4"}
-"""Of tokens, by what a GEMM multiplies."""
+"""The token format of a case, by what a GEMM multiplies."""
 
 
 def around(sizes: Iterable[int]) -> list[int]:
@@ -113,7 +113,7 @@ def test_pairs_that_kernels_compare_with_a_number(device: VirtualDevice, row: In
 
 @pytest.mark.parametrize("row", MAIN_MODULE, ids=lambda row: row.name)
 def test_rows_of_an_expert_around_a_tile(device: VirtualDevice, row: Instance) -> None:
-    """Of the token tile, two of them, and the eight tokens of an MMA."""
+    """The rows are around the token tile, two of them, and the eight tokens of an MMA."""
     for rows in around({8, row.token_tile, 2 * row.token_tile}):
         case = MoECase(rows, HIDDEN, INTER, 2, 1, mode_of(row), routing="one_expert", global_scales=rows % 2 == 0)
         check(device, case, row.index, rows)
@@ -187,7 +187,7 @@ def test_k_at_which_a_dense_layer_changes_its_kernel(device: VirtualDevice, form
 
 @pytest.mark.parametrize("row", INSTANCES, ids=lambda row: row.name)
 def test_a_stream_ends_where_its_table_says(row: Instance) -> None:
-    """What takes a layer of these sizes: by pairs and by K."""
+    """The table tells which sizes an instance takes: by pairs and by K."""
     longest = row.longest_k
     assert row.takes(STREAM_ENTRIES, longest, 32)
     assert row.takes(STREAM_ENTRIES + 1, 32, 32) == (not row.streamed)

@@ -173,7 +173,7 @@ def test_a_lattice_is_exact() -> None:
 
 @pytest.mark.parametrize(("bits", "k"), [(16, 2880), (18, 2880), (18, 8192), (SM120, 8192), (SM120, 32768)])
 def test_what_a_width_costs_a_sum_of_one_sign(bits: int, k: int) -> None:
-    """What the rule takes for lost, when it decides whether an MMA is used, is what the adder loses of MXFP8 x MXFP4."""
+    """The rule that decides whether an MMA is used assumes the loss that the adder has of MXFP8 x MXFP4."""
     x, w = operands("one sign", k, bits, "mxfp8")
     exact = x.values @ w.values.T
     lost = float(((exact - add_up(x, w, bits, BLOCK)) / exact).mean())

@@ -24,7 +24,7 @@ PLAIN = ("architectures", "cublas-headers")
 # Its module holds all of upstream's grouped GEMMs for SM120, dozens of CUTLASS sources: one instance is compiled below.
 SCALES = "group-gemm-scales"
 KERNELS = [name for name in TOPICS if name not in (*PLAIN, SCALES)]
-# What the watchers say of upstream's kernels with a topic's edits, too: see emulator/README.md.
+# The watchers report this of upstream's kernels with a topic's edits, too: see emulator/README.md.
 KNOWN = {"xqa-copies": "undefined behaviour"}
 
 # A checkout for what the wheel has not: see conftest.py.
@@ -149,7 +149,7 @@ ROUTINES = {
 @needs_checkout
 @pytest.mark.parametrize("routine", ROUTINES)
 def test_routines_of_the_benchmark(merged, on_the_virtual_gpu, routine):
-    """What it prints is of one run that nobody timed; --refcheck compares the GEMMs' results."""
+    """The benchmark prints one run that nobody timed; --refcheck compares the GEMMs' results."""
     if "moe" in routine:
         pytest.importorskip("triton", reason="upstream's MoE routines import triton, which this environment lacks")
     arguments = f"--routine {routine} {ROUTINES[routine]}".split()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``tools/upstream_patch`` makes of the pinned wheel: branches that need nothing of this fork.
+"""Branches that ``tools/upstream_patch`` makes of the pinned wheel; they need nothing of this fork.
 
 The whole modules, and all tests of the exported tree, are ``check_exported.py``'s (``make test-upstream-patch``).
 """
@@ -218,7 +218,8 @@ def machine_code(binary: Path, cuobjdump: Path) -> dict[str, str]:
 
 
 def test_its_machine_code_is_the_forks(group_gemm, jit_cache, tmp_path, monkeypatch):
-    """What upstream's JIT made, with its flags, beside what the fork's own command makes of the fork's sources."""
+    """The module that upstream's JIT made, with its flags, beside the one that the fork's own command makes of the
+    fork's sources."""
     from flashinfer.jit.core import current_compilation_context
     from flashinfer.jit.sm12x import inspect_sass
     from flashinfer.jit.sm12x.modules import gen_group_gemm_module

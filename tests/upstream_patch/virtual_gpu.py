@@ -32,7 +32,7 @@ _runtime.configure(architecture="sm_121a", watch=vsm.Watch.DEFAULT)
 launches: list[Any] = []
 # Kinds of reports that do not fail a test: what is known of upstream's own kernels.
 KNOWN = os.environ.get("VIRTUAL_GPU_KNOWN", "").split(",")
-# What the operators' ``backend`` is where a call names none; upstream's own default when it is not set.
+# The operators' ``backend`` where a call names none; upstream's own default when it is not set.
 BACKEND = os.environ.get("VIRTUAL_GPU_BACKEND", "")
 
 

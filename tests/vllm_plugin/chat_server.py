@@ -31,7 +31,7 @@ START = harmony.encode("<|start|>", allowed_special="all")
 
 
 def spoken(prompt: str) -> tuple[str, bool]:
-    """What gpt-oss might say to a conversation, and whether it comes to an end."""
+    """The text that gpt-oss might say to a conversation, and whether it comes to an end."""
     said = prompt.split("<|start|>")[1:]
     offered = re.search(r"^type (\w+) = ", prompt, re.MULTILINE)
     result = said[-2].startswith("functions.")
@@ -49,7 +49,7 @@ def spoken(prompt: str) -> tuple[str, bool]:
 
 
 class Engine:
-    """What ``AsyncLLM`` asks of an engine core."""
+    """The parts of an engine core that ``AsyncLLM`` asks for."""
 
     engine_ranks_managed = (0,)
     resources = types.SimpleNamespace(engine_dead=False)

@@ -37,7 +37,7 @@ def checkpoint_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def log() -> Iterator[list[str]]:
-    """What the plugin logs, message by message; messages that are logged once are new in each test."""
+    """The plugin's log, message by message; messages that are logged once are new in each test."""
     import logging
 
     from vllm import logger as vllm_logger

@@ -29,7 +29,7 @@ kept = contextlib.ExitStack()  # vLLM's process groups, for as long as the progr
 
 
 def told(logits: torch.Tensor, tokens: list[int], top: int | None) -> LogprobsTensors | None:
-    """Of each token its own log probability, the likeliest ones', and its rank, as the sampler hands them on."""
+    """The log probabilities of each token and of the likeliest ones, and its rank, as the sampler hands them on."""
     if top is None:
         return None
     every = logits.log_softmax(-1)

@@ -9,7 +9,8 @@ import torch
 
 
 def attended(layer: Any, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Of the newest tokens ``[new, heads, size]`` over a sequence ``[tokens, kv_heads, size]``, in float32."""
+    """The attention of the newest tokens ``[new, heads, size]`` over a sequence ``[tokens, kv_heads, size]``, in
+    float32."""
     group, tokens, new = layer.num_heads // layer.num_kv_heads, len(keys), len(query)
     k, v = (x.float().repeat_interleave(group, 1) for x in (keys, values))
     scores = torch.einsum("qhd,khd->hqk", query.float(), k) * layer.impl.scale

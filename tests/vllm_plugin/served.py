@@ -64,7 +64,7 @@ def built(config: Any) -> Any:
 
 
 def kernels(model: Any) -> dict[str, str]:
-    """What vLLM chose for the first layer and the head, by name."""
+    """The kernels that vLLM chose for the first layer and the head, by name."""
     layer = model.model.layers[0]
     experts = next(m.quant_method for m in layer.modules() if hasattr(m, "quant_method") and hasattr(m, "moe_config"))
     found = {"moe": f"{experts.mxfp4_backend.value} {experts.experts_cls.__name__}"}

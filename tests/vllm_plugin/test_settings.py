@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be chosen, from where, and what is said to a mistake; needs nothing of vLLM."""
+"""Settings that can be chosen, from where, and the message about a mistake; needs nothing of vLLM."""
 
 from __future__ import annotations
 

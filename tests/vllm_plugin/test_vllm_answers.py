@@ -70,7 +70,7 @@ def port() -> str:
 def log_probabilities(
     folder: Path, way: str, windows: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> torch.Tensor:
-    """Of every compared token, by vLLM's model in this process: ``[tokens, vocabulary]``."""
+    """The log probabilities of every compared token, by vLLM's model in this process: ``[tokens, vocabulary]``."""
     from vllm.model_executor.layers.attention import Attention
 
     monkeypatch.setattr(Attention, "forward", reference_attention.forward)
@@ -89,7 +89,7 @@ def rows_of(done: subprocess.CompletedProcess[str]) -> list[list[str]]:
 
 
 def test_two_servers_one_after_the_other_and_the_models_own_divergence(checkpoint_folder, text, tmp_path, monkeypatch):
-    """Of all tokens of the vocabulary the printed KL is the true one; decode and prefill are the same here."""
+    """With all tokens of the vocabulary the printed KL is the true one; decode and prefill are the same here."""
     path, windows = text
     words = [str(checkpoint_folder), "--ways", f"{REFERENCE};{OTHER}", "--text", str(path), "--streams", "1,2"]
     words += ["--prompt", str(PROMPT), "--decode", str(DECODE), "--top", str(VOCABULARY), "--out", str(tmp_path)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the plugin touches of vLLM: each contact removed and changed in turn, and a gpt-oss where vLLM moved."""
+"""The plugin's contacts with vLLM: each is removed and changed in turn, and a gpt-oss is run where vLLM moved."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_nothing_moved():
 
 
 def found(contact: contacts.Contact) -> tuple[Any, str]:
-    """What holds the contact, and its name in it: a module, or that class of the bases which has it."""
+    """The holder of the contact, and its name in it: a module, or that class of the bases which has it."""
     holder: Any = importlib.import_module(contact.module)
     *outer, name = contact.path.split(".")
     for each in outer:

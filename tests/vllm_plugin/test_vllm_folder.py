@@ -103,7 +103,7 @@ def layers(model: Any) -> Iterator[tuple[str, int, Any]]:
 
 
 def of_vllm(layer: Any, form: str, k: int) -> BlockScaledWeight:
-    """What vLLM's layer holds for the kernel, with linear scales."""
+    """The weight that vLLM's layer holds for the kernel, with linear scales."""
     scales = mx_cpu.unswizzle_128x4(layer.weight_scale, len(layer.weight), k // LAYOUTS[form].scales.block)
     return BlockScaledWeight(layer.weight.data, scales, layer.weight_global_scale)
 
@@ -119,7 +119,7 @@ def same(got: BlockScaledWeight, expected: BlockScaledWeight) -> bool:
 
 
 def from_folder(folder: Path) -> Callable[[str, torch.Tensor], torch.Tensor]:
-    """What a folder's layers are in the reference."""
+    """Replace a checkpoint's tensors by a folder's layers, for the reference."""
     quantized = Folder(folder)
 
     def change(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -279,7 +279,7 @@ def test_the_folders_layers_loaded_anew_after_sleep_are_the_same(checkpoint_fold
 
 
 def test_of_the_checkpoint_no_more_is_held_than_vllm_holds(checkpoint_folder, made, monkeypatch):
-    """What is remembered until it is hashed are the tensors that vLLM's loading has put aside for the layer."""
+    """The tensors remembered until they are hashed are those that vLLM's loading has put aside for the layer."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     from flashinfer_sm12x_vllm import dense_folder

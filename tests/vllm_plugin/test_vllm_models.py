@@ -536,7 +536,8 @@ def test_a_forward_pass_under_both_autotuners(checkpoint_folder):
 
 
 def experts_tensors(model: Any) -> dict[str, torch.Tensor]:
-    """What the layers' experts hold and read, by name: weights' scales and biases, the activation's constants."""
+    """The tensors that the layers' experts hold and read, by name: weights' scales and biases, the activation's
+    constants."""
     found = {}
     for index, layer in enumerate(model.model.layers):
         experts = layer.mlp.experts.routed_experts.quant_method.moe_kernel.fused_experts

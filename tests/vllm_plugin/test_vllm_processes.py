@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What needs processes of its own: GPUs that the plugin does not serve, and several ranks."""
+"""Tests that need processes of their own: GPUs that the plugin does not serve, and several ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def start(program: str, *words: str, **environment: str) -> subprocess.Popen[str
 
 
 def two_ranks(kind: str, folder: Path, target: Path, chosen: dict[str, str], *words: str) -> tuple[Any, list[str]]:
-    """What rank 0 of ``rank.py`` saved, and what both ranks printed."""
+    """The result that rank 0 of ``rank.py`` saved, and the output of both ranks."""
     from vllm.utils.network_utils import get_open_port
 
     port = str(get_open_port())
@@ -69,7 +69,7 @@ def test_elsewhere_vllms_choices_are_what_they_were(checkpoint_folder, capabilit
 
 
 def test_a_start_comes_as_far_as_it_can_without_a_gpu(tmp_path):
-    """What ``scripts/bare_machine.sh ubuntu-vllm`` runs; without a compiler it ends with the plugin's line."""
+    """``scripts/bare_machine.sh ubuntu-vllm`` runs this; without a compiler it ends with the plugin's line."""
     process = start("start_up.py")
     output = process.communicate()[0]
     assert process.returncode == 0, output

@@ -77,7 +77,7 @@ class _Given(types.ModuleType):
 
 @pytest.fixture
 def sglang_modules(give_modules):
-    """What the call imports inside."""
+    """The modules that the call imports inside."""
     standard = Named(format_is_bypassed=lambda output: False)
     give_modules(
         {
@@ -205,7 +205,7 @@ class DeepSeekV4:
     give_modules : callable
         The fixture.
     run : callable
-        What ``MoeRunner.run`` calls.
+        The function that ``MoeRunner.run`` calls.
     """
 
     def __init__(self, give_modules: Callable[[dict[str, dict[str, Any]]], None], run: Callable[..., Any]) -> None:
@@ -308,7 +308,7 @@ class DeepSeekV4:
         )  # fmt: skip
 
     def _process(self, layer: Any) -> None:
-        """What SGLang's FP8 method, which this one borrows, does after loading."""
+        """Process as SGLang's FP8 method, which this one borrows, does after loading."""
         process = sglangs(
             "srt/layers/quantization/fp8.py",
             "Fp8MoEMethod.process_weights_after_loading_block_quant",

@@ -26,7 +26,7 @@ def test_logits_are_transformers_own(checkpoint_folder, activations):
 
 @pytest.mark.parametrize("activations", ["a8", "a16"])
 def test_each_layers_experts_are_within_the_references_bound(checkpoint_folder, activations):
-    """Of what each layer was given in a forward pass of the whole model, element by element."""
+    """Each layer's inputs are those of a forward pass of the whole model; outputs are judged element by element."""
     from flashinfer.testing import MoEInputs, check_within_bound, moe_reference
 
     model = gpt_oss.load(checkpoint_folder, activations)

@@ -25,7 +25,7 @@ def relabelled(site_packages: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def run(python: Path | str, folder: Path, **variables: str) -> tuple[dict[str, Any], str]:
-    """What the program found, and all that it printed."""
+    """The program's result, and all that it printed."""
     path = os.pathsep.join(map(str, [REPO, HERE, HERE / "platform", REPO / "scripts"]))
     environment = {"PYTHONPATH": path, "VIRTUAL_GPU_CAPABILITY": "12.1", **variables}
     command = [str(python), str(HERE / "over_a_wheel.py"), str(folder)]

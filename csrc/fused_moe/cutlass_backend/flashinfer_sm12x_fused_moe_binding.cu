@@ -51,12 +51,11 @@ int64_t moe_workspace_size(int64_t num_tokens, int64_t hidden, int64_t inter, in
 
 // False: nothing was launched, because the tactic needs all SMs of the device and the stream has fewer.
 bool moe_run(TensorView output, TensorView input, Optional<TensorView> input_sf, int64_t top_k,
-             Optional<TensorView> token_selected_experts,
-             Optional<TensorView> token_final_scales, TensorView fc1_w, TensorView fc1_sf,
-             Optional<TensorView> fc1_global, Optional<TensorView> fc1_bias, TensorView fc2_w, TensorView fc2_sf,
-             Optional<TensorView> fc2_global, Optional<TensorView> fc2_bias, Optional<TensorView> swiglu_alpha,
-             Optional<TensorView> swiglu_beta, Optional<TensorView> swiglu_limit, int64_t activation_type,
-             TensorView workspace, int64_t mode, bool swizzled_input_sf, int64_t first_expert,
+             Optional<TensorView> token_selected_experts, Optional<TensorView> token_final_scales, TensorView fc1_w,
+             TensorView fc1_sf, Optional<TensorView> fc1_global, Optional<TensorView> fc1_bias, TensorView fc2_w,
+             TensorView fc2_sf, Optional<TensorView> fc2_global, Optional<TensorView> fc2_bias,
+             Optional<TensorView> swiglu_alpha, Optional<TensorView> swiglu_beta, Optional<TensorView> swiglu_limit,
+             int64_t activation_type, TensorView workspace, int64_t mode, bool swizzled_input_sf, int64_t first_expert,
              int64_t num_experts_total, int64_t tactic_fc1, int64_t tactic_fc2, Optional<TensorView> next_weights,
              Optional<TensorView> router_logits, Optional<TensorView> is_padding, Optional<TensorView> barrier,
              bool enable_pdl) {

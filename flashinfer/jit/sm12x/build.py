@@ -77,7 +77,8 @@ _DONE = r"\[(\d+)/(\d+)\] .* -o (?:\S*/)?(\S+?)(?:\.new && mv .*)?\s*$"
 """A line of ninja's: how many steps are done and how many there are, and what has been made."""
 
 _SECONDS_BETWEEN_LINES = 10
-"""Of a build's progress in the log; each line of it is in ``build.log``, and here at level DEBUG."""
+"""Least time between lines of a build's progress at level INFO of the log; each line is in ``build.log``, and here at
+level DEBUG."""
 
 
 class Progress:
@@ -97,7 +98,7 @@ class Progress:
 
 
 def finished_step(line: str) -> tuple[int, int, str] | None:
-    """Of a line that ninja prints when a step is done: how many are, how many there are, and what it made."""
+    """Read a line that ninja prints when a step is done: how many are done, how many there are, and what it made."""
     done = re.match(_DONE, line)
     return (int(done[1]), int(done[2]), done[3]) if done else None
 
@@ -136,14 +137,14 @@ class CompileStep:
 
     @property
     def host_compiler(self) -> str:
-        """What nvcc has do the host's part."""
+        """The compiler that nvcc runs for the host's part."""
         if "-ccbin" in self.flags[:-1]:
             return self.flags[self.flags.index("-ccbin") + 1]
         return str(variables.read("NVCC_CCBIN") or "gcc")
 
 
 def host_compiler() -> str:
-    """What compiles C++ and links."""
+    """The compiler that compiles C++ and links."""
     return str(variables.read("CXX") or "c++")
 
 
@@ -170,7 +171,7 @@ class ModulePlan:
         steps: Its sources.
         linker: The program that links.
         link_flags: Its arguments behind the objects.
-        job_memory: What a compiler may need, bytes.
+        job_memory: Bytes that a compiler may need.
         description: A line for the head of the log.
     """
 
@@ -228,13 +229,13 @@ def _build_lines(
 
 @dataclass(frozen=True)
 class BuildReport:
-    """What a call of :func:`build` did.
+    """The result of a call of :func:`build`.
 
     Attributes:
         compiled: Names of the objects that were compiled.
         linked: Whether the library was linked.
-        cpu_seconds: Of all compilers together.
-        wall_seconds: From the lock to the finished library.
+        cpu_seconds: CPU time of all compilers together.
+        wall_seconds: Time from the lock to the finished library.
     """
 
     compiled: list[str]
@@ -245,7 +246,7 @@ class BuildReport:
 
 @functools.cache
 def compiler_identity(compiler: str) -> str:
-    """What tells one compiler from another: its version banner, and the sizes of the programs beside it.
+    """Facts that tell one compiler from another: its version banner, and the sizes of the programs beside it.
 
     Upgrades in place change the banner; the sizes tell apart what a banner may not (a replaced ``ptxas``).
     """
@@ -364,13 +365,13 @@ def build(plan: ModulePlan, verbose: bool = False, max_jobs: int | None = None, 
     spill registers, also where all was fresh.
 
     Args:
-        plan: What to build.
+        plan: The plan of the library to build.
         verbose: Show commands and compiler output.
         max_jobs: Compilers at once; chosen from memory, cores and ``MAX_JOBS`` when omitted.
         lock: The lock's descriptor.
 
     Returns:
-        What was done; nothing when all was fresh.
+        The report of what was done; empty when all was fresh.
 
     Raises:
         UntrustedCacheError: another user can write to the module's folder, or has.
@@ -454,7 +455,7 @@ def _note_spills(plan: ModulePlan) -> None:
     except OSError:
         return
     spilling = _spilling(plan)
-    # What a compiler printed stands behind its command.
+    # A compiler's output follows the line of its command.
     _, *said = re.split(_DONE, log, flags=re.MULTILINE)
     spilling.update(zip(said[2::4], map(local_memory, said[3::4]), strict=True))
     names = {step.name for step in plan.steps}
@@ -481,7 +482,7 @@ def _remove_stale(plan: ModulePlan) -> None:
         for output, files in {**_dependencies(plan), plan.library.name: [plan.library.name]}.items():
             if not changed.isdisjoint(files):
                 (plan.folder / output).unlink(missing_ok=True)
-    # What is compiled from now on is made of them as they are now, should this build be killed.
+    # Steps that are compiled from now on read these files as they are now: record that, in case this build is killed.
     record.update((path, hash_file(plan.folder / path) or "") for path in changed)
     record.pop(plan.library.name, None)
     _write_record(plan, record)
@@ -548,7 +549,7 @@ def _run_ninja(plan: ModulePlan, jobs: int, verbose: bool, lock: int | None, log
 
 
 def _failure(status: int, output: str) -> tuple[str, int, str]:
-    """Of ninja's output: what failed first, its exit status, and what its command printed."""
+    """Read ninja's output: the step that failed first, its exit status, and what its command printed."""
     block = re.search(
         r"^FAILED: (?:\[code=(\d+)\] )?(?:obj/)?(\S+).*\n.*\n((?:(?!\[\d+/|ninja: |FAILED: ).*\n)*)", output, re.M
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lies in the cache of compiled modules, and removing some of it.
+"""List the cache of compiled modules, and remove some of it.
 
 The cache is ``<base>/.cache/flashinfer/<version>/<architectures>/cached_ops/<module>/``. Only folders of that form are
 listed and removed. A link in the place of one, or of one above it, is left alone, and so is what it leads to.
@@ -31,7 +31,7 @@ class CachedModule:
         name: The module's name.
         target: Version and architectures that it was built for, the two folders above ``cached_ops``.
         folder: Its folder.
-        bytes: Of all files in it; links count as nothing.
+        bytes: Size of all files in it; links count as nothing.
         built: When its library was made, seconds since the epoch; of a module without one, when its folder changed.
         complete: Whether its library is there. Whether that is fresh is for ``sm12x-doctor`` and ``sm12x-build``.
     """
@@ -91,7 +91,7 @@ def chosen(modules: list[CachedModule], name: str | None, older_than_days: float
     """Those that ``clear`` removes.
 
     Args:
-        modules: What there is.
+        modules: The modules that there are.
         name: Only modules of this name; this fork's when omitted.
         older_than_days: Only what was built longer ago than that.
 

@@ -21,7 +21,7 @@ class JitBuildError(RuntimeError):
     Attributes:
         module: The module's name.
         log_path: The file with the compiler's full output, or None when there is none.
-        hint: What to do about it, or None when the cause is not a known one.
+        hint: The remedy, or None when the cause is not a known one.
     """
 
     def __init__(self, module: str, what: str, log_path: Path | None = None, hint: str | None = None) -> None:
@@ -42,7 +42,7 @@ _SIGNAL_NAMES = {
     "Aborted": signal.SIGABRT,
     "Illegal instruction": signal.SIGILL,
 }
-"""What shells and GCC call signals (``strsignal``)."""
+"""Names that shells and GCC give to signals (``strsignal``)."""
 
 _ERROR_LINES = (
     r"\S.*:\d+:(?:\d+:)? (?:fatal )?error: .*",  # GCC, Clang
@@ -60,7 +60,8 @@ _PIECES_THAT_DISAGREE = (
     r"CUDA toolkit headers are incompatible|Unsupported \.version \d|Command-line error: invalid option: --|"
     r'macro "__cudaLaunch" (?:passed|requires) '
 )
-"""What each pair says: runtime's headers, code generator newer than the assembler, older than the driver, crt's headers."""
+"""Each alternative is one mismatch: the runtime's headers; a code generator newer than the assembler; one older than
+the driver; crt's headers."""
 
 
 WITHOUT_A_WORD = "it ended without a word"
@@ -104,7 +105,7 @@ def was_killed(returncode: int, output: str) -> bool:
 
 
 def hint_for(returncode: int, output: str) -> str | None:
-    """What to do about a failed compilation, where its cause is a known one."""
+    """The remedy for a failed compilation whose cause is a known one, else None."""
     missing = re.search(
         r"fatal error: (\S+): No such file or directory|could not open source file \"([^\"]+)\"", output
     )
@@ -170,7 +171,7 @@ def local_memory(said: str) -> int:
     """Bytes of each thread's local memory, of the kernel that takes most: what does not fit its registers. 0: of none.
 
     Args:
-        said: What a compiler printed that was given :data:`WARN_OF_LOCAL_MEMORY`.
+        said: The output of a compiler that was given :data:`WARN_OF_LOCAL_MEMORY`.
     """
     return max(
         map(int, re.findall(r"Local memory used for function .*, size of stack frame: (\d+) bytes", said)), default=0
@@ -182,7 +183,7 @@ def spill_warning(module: str, banner: str, spilling: Mapping[str, int]) -> str:
 
     Args:
         module: The module's name.
-        banner: What the compiler calls itself.
+        banner: The compiler's version banner.
         spilling: Names of objects -> what :func:`local_memory` found.
     """
     version = re.search(r"\bV(\d+[.\d]*)", banner)

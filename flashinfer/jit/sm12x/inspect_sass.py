@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the machine code of a built module shows: registers, shared memory, spills, tensor instructions.
+"""Read the machine code of a built module: registers, shared memory, spills, tensor instructions.
 
-Read with ``cuobjdump``, which comes with the toolkit or from PyPI (``nvidia-cuda-cuobjdump``, and
+It is read with ``cuobjdump``, which comes with the toolkit or from PyPI (``nvidia-cuda-cuobjdump``, and
 ``nvidia-cuda-nvdisasm`` for its disassembler).
 """
 

@@ -22,11 +22,12 @@ IN_KERNEL_ENTRIES = 256  # (token, slot) pairs that the kernels route by themsel
 STREAM_ENTRIES = 1024  # (token, slot) pairs that a streamed layer takes
 
 Format = Literal["mxfp4", "mxfp8", "bf16"]
-"""Of tokens: what activations may be rounded to, and how they are multiplied."""
+"""Formats of tokens: activations may be rounded to them, and MMAs multiply them."""
 
 
 class ElementFormat(NamedTuple):
-    """What a matrix's elements are, in memory and as an MMA takes them. The formats of weights are the rows' that are no bf16."""
+    """How a matrix's elements lie in memory and how an MMA takes them. Weights have the formats of the rows other than
+    bf16."""
 
     element: str
     """The name in ``sm12x/types.h``."""
@@ -37,7 +38,7 @@ class ElementFormat(NamedTuple):
     """The kind of SM12x's MMA that takes tokens of the format with their scales."""
 
     def row_bytes(self, k: int) -> int:
-        """Of ``k`` elements: a multiple of 16, as copies want it."""
+        """Bytes of a row of ``k`` elements: a multiple of 16, as copies want it."""
         return -(-k * self.bits // 8 // 16) * 16
 
 
@@ -61,11 +62,11 @@ class Instance:
     Attributes
     ----------
     activation : str
-        What a MoE layer rounds activations to, ``"mxfp8"`` (W4A8) or ``"bf16"`` (W4A16). A dense layer takes tokens of any
-        format that its operand holds.
+        Format to which a MoE layer rounds activations, ``"mxfp8"`` (W4A8) or ``"bf16"`` (W4A16). A dense layer takes
+        tokens of any format that its operand holds.
     operand : str
-        As what activations are multiplied: ``"mxfp8"`` or ``"mxfp4"`` by MMAs that take block scales (in half precision
-        where there are none), or ``"bf16"``, which holds the values of every format exactly.
+        Operand type in which activations are multiplied: ``"mxfp8"`` or ``"mxfp4"`` by MMAs that take block scales (in
+        half precision where there are none), or ``"bf16"``, which holds the values of every format exactly.
     token_tile : int
         Tokens of one tile: the N side of the MMA.
     k_tile : int
@@ -76,12 +77,12 @@ class Instance:
     blocks_per_sm : int
         Blocks that must fit one SM of a GB10 together; ``__launch_bounds__``' second argument is this or more.
     shared_bytes : int
-        Of a MoE layer: dynamic shared memory of a block on SM12x, of FC1 with 128 local experts; streamed, with that ring.
+        Dynamic shared memory of a MoE layer's block on SM12x, of FC1 with 128 local experts; streamed, with that ring.
     mma_warps : int
-        Of a stream of weights, which is one block per SM: warps that share K. A MoE layer is FC1 and FC2 in one launch
+        Warps that share K in a stream of weights, which is one block per SM. A MoE layer is FC1 and FC2 in one launch
         then. 0: GEMMs of tiles.
     weights : str
-        Of a MoE layer ``"mxfp4"``; of a dense layer one of ``quantization.block_scaled.WEIGHT_FORMATS``.
+        ``"mxfp4"`` for a MoE layer; for a dense layer one of ``quantization.block_scaled.WEIGHT_FORMATS``.
     layer : str
         ``"moe"`` or ``"dense"``.
     """
@@ -120,7 +121,7 @@ class Instance:
     def number(self) -> int:
         """The tactic's number: 1, 2 or 3 for what is multiplied, 4, 5 or 6 for streamed; token tile; K tile.
 
-        ``bf16_m64_k128`` is 3064128. Of a dense layer it is the place in the table.
+        ``bf16_m64_k128`` is 3064128. A dense layer's number is its place in the table.
         """
         if self.layer == "dense":
             return self.index

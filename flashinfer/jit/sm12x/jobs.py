@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many compilers may run at once: by memory, cores and ``MAX_JOBS``.
 
-Of FlashInfer this imports the table of variables only: the doctor runs it without the rest.
+Only the table of variables is imported from FlashInfer: the doctor runs this without the rest.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from ...sm12x import variables
 
 GIB = 1 << 30
 DEFAULT_JOB_MEMORY = GIB
-"""What a compiler of this fork's sources needs at most: three times what the largest one took when this was written."""
+"""Bytes that a compiler of this fork's sources needs at most: three times what the largest one took when this was
+written."""
 
 MEMORY_SHARE = 0.9
 """The part of the free memory that a build may use."""
@@ -28,7 +29,7 @@ def parallel_jobs(job_memory: int = DEFAULT_JOB_MEMORY, max_jobs: int | None = N
     """How many compilers a build that starts now runs at once, and what decided it.
 
     Args:
-        job_memory: What one of them may need, bytes.
+        job_memory: Bytes that one of them may need.
         max_jobs: Wins over all else; then ``MAX_JOBS`` does.
     """
     if max_jobs is not None:

@@ -68,13 +68,14 @@ MMA_KINDS = ("mxf8f6f4", "mxf4")
 """Block-scaled MMAs: of MXFP8 tokens, and of packed MXFP4 ones, which dense GEMMs alone multiply."""
 
 LONGEST_K = 32768
-"""Of a layer, for :data:`NARROWEST_SUM`: the switch is compiled in, and which K a module will see is not known then."""
+"""The longest K of a layer that :data:`NARROWEST_SUM` assumes: the switch is compiled in, and which K a module will see
+is not known then."""
 
 BF16_ROUNDOFF = 2.0**-9
 
 
 def drift(bits: int, k: int = LONGEST_K) -> float:
-    """What MMAs of MXFP8 and MXFP4 lose of a sum of ``k`` products of one sign, as a share of it.
+    """The loss of MMAs of MXFP8 and MXFP4 in a sum of ``k`` products of one sign, as a share of the sum.
 
     Products are cut to ``bits`` fraction bits below the sum so far (arXiv 2512.07004). The larger the sum, the more of
     them reach below that, and the more each loses: half the square of ``k 2^-bits``, as the model of the adder gives it
@@ -237,8 +238,8 @@ MODULES: dict[str, Callable[[], JitSpecSm12x]] = {
     DECODE: gen_decode_module,
     PROBE: gen_probe_module,
 }
-"""What gives each module's spec, by the name that the spec's begins with; those of single instances begin with
-:data:`FUSED_MOE`."""
+"""Beginning of a spec's name -> the function that gives the module's spec. The names of single instances' specs begin
+with :data:`FUSED_MOE`."""
 
 
 def gen_vllm_modules(kv_cache: torch.dtype) -> list[Any]:

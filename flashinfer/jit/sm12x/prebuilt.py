@@ -86,7 +86,7 @@ def path_of(name: str) -> str:
 
 
 def inputs_of(spec: JitSpecSm12x, files: Iterable[str]) -> dict[str, Any]:
-    """What decides a module's code, as it is here and now.
+    """The inputs that decide a module's code, as they are here and now.
 
     Args:
         spec: The module.
@@ -163,6 +163,6 @@ def _library_for(spec: JitSpecSm12x, folder: Path, built: dict[str, Any]) -> Pat
 
 
 def _difference(before: Sequence[str], now: Sequence[str]) -> str:
-    """What one list has and the other has not; the order, where that is all."""
+    """The entries that only one of the two lists has; or the words that the order differs, where that is all."""
     changes = [f"-{each}" for each in before if each not in now] + [f"+{each}" for each in now if each not in before]
     return ", ".join(changes) or "their order"

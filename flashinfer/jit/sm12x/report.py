@@ -30,7 +30,7 @@ class InstanceRow:
         schedule: ``multi-block``: four consumer warps, and the SM's blocks alternate; ``8-warp``: eight share a tile;
             ``streamed``: all MMA warps share K of whole weight rows, one block per SM, both GEMMs.
         blocks_per_sm: Blocks that are to fit an SM of a GB10 together.
-        threads: Of a block: one producer warp beside the consumers, or epilogue warps beside the MMA warps.
+        threads: Threads of a block: one producer warp beside the consumers, or epilogue warps beside the MMA warps.
         registers: Per thread.
         shared_bytes: Shared memory of a block, without what the driver reserves: of FC1 with 128 local experts, of a
             streamed layer with those stages.

@@ -34,8 +34,8 @@ class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
     Its fields are those of upstream's ``JitSpecNvcc``.
 
     Attributes:
-        architectures: What it is compiled for, as in ``CompilationContext.TARGET_CUDA_ARCHS``.
-        job_memory: What a compiler may need, bytes.
+        architectures: The targets it is compiled for, as in ``CompilationContext.TARGET_CUDA_ARCHS``.
+        job_memory: Bytes that a compiler may need.
         links_driver: Its code calls the driver and other libraries by name, as upstream's does.
         runtime_dirs: Where the library will look for CUDA's runtime; where the toolkit has it when empty.
     """
@@ -74,7 +74,7 @@ class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
 
     @cached_property
     def plan(self) -> engine.ModulePlan:
-        """What is built, and where: in the cache; or in one that can only be read, if the library there is fresh.
+        """The plan of what is built and where: in the cache, or in a read-only cache if the library there is fresh.
 
         Raises:
             ToolchainError: there is no CUDA compiler, or one too old for the architectures.
@@ -186,7 +186,7 @@ class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
             lock: The descriptor of a lock that the caller holds, for the compilers to hold as well.
 
         Returns:
-            What was done; nothing when all was fresh.
+            The report of what was done; empty when all was fresh.
 
         Raises:
             MissingJITCacheError: ``FLASHINFER_DISABLE_JIT`` is set.
@@ -209,7 +209,7 @@ class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
         """Load the module, building it first if it is not fresh. Processes that want it at once build it once.
 
         Raises:
-            What :meth:`build` raises.
+            The errors of :meth:`build`.
         """
         module = self.try_load()
         if module is not None:

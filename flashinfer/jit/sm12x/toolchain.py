@@ -39,7 +39,7 @@ No mixture of 13.0's and 13.5's compiles a kernel, and pip's requirements do not
 
 
 def pip_command(release: str = "13.0") -> str:
-    """What installs a toolkit that this package can use, all of one release, without root."""
+    """The command that installs a toolkit that this package can use, all of one release, without root."""
     return " ".join(["pip install", *(f'"{name}=={release}.*"' for name in COMPILER_WHEELS), "nvidia-curand"])
 
 
@@ -77,10 +77,10 @@ class Toolkit:
     """One CUDA toolkit.
 
     Attributes:
-        root: What ``CUDA_HOME`` would name.
+        root: The folder that ``CUDA_HOME`` would name.
         nvcc: The compiler driver; ``FLASHINFER_NVCC``, if that is set.
-        origin: What led to it, for messages: ``CUDA_HOME``, ``CUDA_PATH``, ``FLASHINFER_NVCC``, ``PATH``, ``default``,
-            ``pip``.
+        origin: How it was found, for messages: ``CUDA_HOME``, ``CUDA_PATH``, ``FLASHINFER_NVCC``, ``PATH``,
+            ``default``, ``pip``.
         include_dirs: Its own header folder first, then those of wheels that hold what it lacks.
         library_dirs: Existing folders with its libraries, in search order.
         passed_over: Other toolkits that come before it and compile nothing, and why.
@@ -138,7 +138,7 @@ class Toolkit:
 
 @cache
 def compiler_banner(compiler: Path | str) -> str:
-    """What ``<compiler> --version`` prints. Asked once per process and compiler."""
+    """The output of ``<compiler> --version``. Asked once per process and compiler."""
     try:
         result = subprocess.run([str(compiler), "--version"], capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError) as error:
@@ -293,7 +293,7 @@ def _wheels_of(root: Path) -> dict[str, Version | None]:
 
 
 def _release_of(header: Path) -> Version | None:
-    """What ``CUDART_VERSION`` says in ``cuda_runtime_api.h``; None if that is not there."""
+    """The release that ``CUDART_VERSION`` in ``cuda_runtime_api.h`` states; None if the header is not there."""
     try:
         match = re.search(r"^\s*#\s*define\s+CUDART_VERSION\s+(\d+)", header.read_text(errors="replace"), re.MULTILINE)
     except OSError:
@@ -357,7 +357,7 @@ def _root_of(nvcc: Path) -> Path:
 
 
 def _target() -> str:
-    """What NVIDIA calls this kind of machine."""
+    """NVIDIA's name for this kind of machine."""
     return f"{'sbsa' if os.uname().machine == 'aarch64' else os.uname().machine}-linux"
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose files are loaded and compiled. Of FlashInfer this imports the table of variables only, for the doctor."""
+"""Whose files are loaded and compiled. Only the table of variables is imported from FlashInfer, for the doctor."""
 
 from __future__ import annotations
 

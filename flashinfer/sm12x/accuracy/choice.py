@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of a model is quantized, and how: one value of it is a row of the tables."""
+"""A choice says which parts of a model are quantized, and how: each choice is a row of the tables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .formats import BF16, Q8_0
 class Choice:
     """Formats of the dense weights, to what dense layers and experts round their tokens, and the KV cache's format.
 
-    What is bf16 stays as it is in the reference.
+    Parts that are bf16 stay as they are in the reference.
     """
 
     qkv: str = BF16
@@ -22,7 +22,8 @@ class Choice:
     experts: str = BF16
     kv: str = BF16
     folder: str = ""
-    """Of ``sm12x-quantize``, whose weights QKV, O and LM head have as far as it holds them; their formats are its own."""
+    """A folder of ``sm12x-quantize``: QKV, O and LM head take their weights from it as far as it holds them, in its
+    formats."""
 
     @property
     def body(self) -> Choice:
@@ -45,7 +46,7 @@ class Choice:
 
     @property
     def modes(self) -> str:
-        """What is rounded beside the weights, in a cell."""
+        """The cell that tells what is rounded beside the weights."""
         told = [] if self.tokens == BF16 else [f"dense tokens {self.tokens}"]
         told += [] if self.experts == BF16 else [f"experts' tokens {self.experts}"]
         told += [] if self.kv == BF16 else ["KV e4m3"]

@@ -25,7 +25,7 @@ class Format(NamedTuple):
     Attributes
     ----------
     stored : str
-        What the predictor calls it: its bytes, and the kernel's time.
+        The predictor's name for it, which gives its bytes and the kernel's time.
     rounded : callable
         A whole matrix ``[n, K]`` of floats on the CPU to what the format holds of it, float32.
     """
@@ -76,7 +76,7 @@ WEIGHTS: dict[str, Format] = {
 """Beside bf16, which is the reference. Scales are by the plugin's rule; ``-amax``: by the largest magnitude, as upstream's."""
 OURS = tuple(name for name in WEIGHTS if name != Q8_0)
 SERVED = tuple(name for name in OURS if WEIGHTS[name].stored == name)
-"""What the plugin quantizes to."""
+"""The formats that the plugin quantizes to."""
 
 TOKENS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"mxfp8": _mxfp8, "mxfp4": _mxfp4, Q8_0: _q8_0}
 """To what a layer can round its tokens, by the rule of the kernels that do."""

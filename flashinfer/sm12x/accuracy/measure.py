@@ -36,7 +36,8 @@ RESAMPLES, SEED = 1000, 0
 
 @dataclasses.dataclass
 class Scores:
-    """Of each predicted token, float32 or bool ``[tokens]``: KL against the reference, its first choice kept, and -log p."""
+    """Scores of each predicted token, float32 or bool ``[tokens]``: KL against the reference, its first choice kept,
+    and -log p."""
 
     kl: torch.Tensor
     same: torch.Tensor
@@ -44,7 +45,7 @@ class Scores:
 
 
 def folder_weight(folder: str, names: list[str]) -> torch.Tensor:
-    """What ``sm12x-quantize`` made of layers that are one matrix, float32 on the CPU."""
+    """The weight that ``sm12x-quantize`` made of layers that are one matrix, float32 on the CPU."""
     return Folder(Path(folder)).dequantized(names)
 
 
@@ -118,7 +119,7 @@ def batch(windows: Sequence[Sequence[int]], device: torch.device) -> tuple[torch
 
 
 def hidden_states(subject: Subject, windows: Sequence[Sequence[int]], choice: Choice) -> torch.Tensor:
-    """Of each token that predicts one of its window, ``[tokens, hidden]``."""
+    """The hidden states ``[tokens, hidden]`` of the tokens that predict one of their window: all but its last."""
     found = []
     rows = max(1, BATCH_TOKENS // max(map(len, windows)))
     with torch.inference_mode(), quantized(subject, choice), rounding(subject, choice):

@@ -69,7 +69,7 @@ class Subject:
         return [module for module in self.model.modules() if isinstance(getattr(module, OUTPUT, None), nn.Linear)]
 
     def qkv(self, attention: Any) -> list[nn.Linear]:
-        """What is one matrix in a server: queries, keys and values, by rows."""
+        """The layers that are one matrix in a server: queries, keys and values, by rows."""
         return [layer for name in QKV if isinstance(layer := getattr(attention, name, None), nn.Linear)]
 
     @property

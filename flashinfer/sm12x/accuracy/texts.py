@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What models read: texts that come with the tree, written for it, and windows of tokens.
+"""The texts that models read, which come with the tree and were written for it, and windows of tokens.
 
 ``texts/evaluation`` is what losses are measured on. ``texts/calibration`` shares nothing with it: a quantizer that looks at
 text looks at that.
@@ -20,8 +20,8 @@ def texts(kind: str) -> list[str]:
 
 
 def calibration() -> list[str]:
-    """What a quantizer looks at: the texts for it, then the chapters of Python's language reference, which every Python
-    brings: some 120,000 tokens of prose and code."""
+    """The texts that a quantizer looks at: those for calibration, then the chapters of Python's language reference,
+    which every Python brings: some 120,000 tokens of prose and code."""
     try:
         chapters = importlib.import_module("pydoc_data.topics").topics
     except ImportError:  # a Python that was cut down

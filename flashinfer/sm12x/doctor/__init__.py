@@ -23,22 +23,22 @@ from .probe_checks import PROBE_CHECKS
 from .questions import QUESTIONS
 
 FORMAT = 2
-"""Of the JSON as :func:`as_json` has it; another number means that a key went or changed its meaning."""
+"""The version of the JSON that :func:`as_json` makes; another number means that a key went or changed its meaning."""
 
 REPORT = "sm12x-probe.json"
-"""What ``--probe`` writes, in the folder that it is run in."""
+"""The file that ``--probe`` writes, in the folder that it is run in."""
 
 STATES = ("ok", "warn", "fail", "unknown")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found.
+    """The result of one check.
 
     Attributes:
         check: Its name, a key of :data:`CHECKS`.
         state: One of :data:`STATES`; ``unknown`` where the question ended without an answer.
-        found: What there is, and what it means.
+        found: The state of things, and what it means.
         command: A line for a shell that mends it, or shows more; empty where there is none.
         why: What else to know or to do; prose.
     """
@@ -59,7 +59,7 @@ CHECKS: Mapping[str, Callable[[Answers], checks.Outcome]] = {
 
 
 def diagnose(answers: Answers, timeout: float = 60) -> list[Finding]:
-    """What the checks find; those that do not apply are left out, and so are a probe's where nothing was measured."""
+    """The findings of the checks that apply; those of a probe are left out where nothing was measured."""
     findings = []
     asked = dict(CHECKS)
     if (measured := answers.facts.get("probe-device")) is not None:
@@ -114,7 +114,7 @@ def _seconds(text: str) -> float:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the command line, where click may be missing."""
+    """The parser of the command line, for an environment that may lack click."""
     made = argparse.ArgumentParser(prog="sm12x-doctor", description="Find what keeps the SM12x kernels from running")
     made.add_argument("--json", action="store_true", help="Emit JSON instead of a table")
     made.add_argument("--timeout", type=_seconds, default=60.0, help="Seconds that each question may take (60)")

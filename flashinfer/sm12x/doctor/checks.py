@@ -33,7 +33,7 @@ Outcome = tuple[str, ...] | None
 
 
 def upstreams(a: Answers, package: str, options: str = "") -> tuple[str, str]:
-    """What installs a package of upstream's in the version that this fork extends."""
+    """The command that installs a package of upstream's in the version that this fork extends."""
     return pip(a, f'install {options}"{package}=={versions()["upstream"]}"')
 
 
@@ -82,7 +82,7 @@ def check_import(a: Answers) -> Outcome:
 
 
 def check_variables(a: Answers) -> Outcome:
-    """Misspelled names, bad values, and what was meant for a while."""
+    """Misspelled names, bad values, and debugging switches left on."""
     texts, commands, state = [], [], "warn"
     for name, text, meant in variables.problems(a.environ):
         texts.append(text)
@@ -144,7 +144,7 @@ def check_gpu(a: Answers) -> Outcome:
 
 
 def _driver_words(a: Answers, words: str) -> str:
-    """What to do about a driver, unless it is another system's."""
+    """The advice ``words`` about a driver, unless the driver is another system's."""
     guest = a.facts.get("system", {}).get("guest")
     return driver_package(a, "")[1] if guest else f"{words}; in a container: --gpus all"
 
@@ -167,7 +167,7 @@ def check_driver(a: Answers) -> Outcome:
 
 
 def check_kernel_log(a: Answers) -> Outcome:
-    """What the driver complained of since the machine started."""
+    """The driver's complaints since the machine started."""
     if not a.gpus():
         return None
     lines = a.get("log", "lines")
@@ -215,7 +215,7 @@ def _list(names: Iterable[str]) -> str:
 
 
 def check_architectures(a: Answers) -> Outcome:
-    """What is compiled for, against the GPUs that are here."""
+    """The architectures that are compiled for, against the GPUs that are here."""
     listed = a.get("modules", "architectures")
     if listed is None:
         return None  # nothing is imported: 'import' says why
@@ -254,7 +254,7 @@ def check_disk(a: Answers) -> Outcome:
 
 
 def check_modules(a: Answers) -> Outcome:
-    """What is prebuilt or built, and whether it is fresh."""
+    """The modules that are prebuilt or built, and whether they are fresh."""
     found = a.modules()
     if not found:
         if a.get("import", "failed") or a.get("path", "aside"):
@@ -299,7 +299,7 @@ def check_headroom(a: Answers) -> Outcome:
 
 
 def check_probe(a: Answers) -> Outcome:
-    """What a probe of the GPU left, which decides how MXFP8 and MXFP4 tokens are multiplied."""
+    """The result that a probe of the GPU left; it decides how MXFP8 and MXFP4 tokens are multiplied."""
     if "needed" in a.facts.get("probe-sums", {}):
         return None  # measured just now, after this question: 'probe-sums' has it
     if error := a.get("modules", "probe_error"):
@@ -336,7 +336,7 @@ def check_vllm(a: Answers) -> Outcome:
 
 
 def check_vllm_plugin(a: Answers) -> Outcome:
-    """What vLLM's loading of plugins did with the fork's, and with its settings."""
+    """How vLLM's loading of plugins dealt with the fork's, and with its settings."""
     if error := a.get("vllm", "settings_error"):
         name = error.split(":")[0]
         return "fail", f"vLLM does not start: {error}", f"unset {name}" if name in variables.TABLE else ""
@@ -366,7 +366,7 @@ def check_vllm_plugin(a: Answers) -> Outcome:
 
 
 def check_vllm_flashinfer(a: Answers) -> Outcome:
-    """What vLLM finds in FlashInfer, and so takes for attention with sinks."""
+    """The functions of FlashInfer that vLLM finds, and the attention with sinks that it therefore takes."""
     if a.get("vllm", "found") is False:
         return None
     names = ("has_flashinfer", "has_flashinfer_cutlass_fused_moe", "has_flashinfer_autotune_v2")

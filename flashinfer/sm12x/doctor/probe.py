@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from . import Finding
 
 FORMAT = 1
-"""Of the file; another number means that a key went or changed its meaning."""
+"""The version of the file's format; another number means that a key went or changed its meaning."""
 
 PREFIX = "probe-"
 

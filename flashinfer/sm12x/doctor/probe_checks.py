@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The checks of what a probe measured: :data:`PROBE_CHECKS`, as those of ``checks``.
 
-What a GB10 is predicted to do stands in the facts, beside what was measured (``sm12x.perfmodel``). On other GPUs
+The facts hold the prediction for a GB10 (``sm12x.perfmodel``) beside what was measured. On other GPUs
 nothing is predicted.
 """
 
@@ -16,7 +16,7 @@ from .asking import CLI, Answers
 from .checks import BLOCK_SCALED, Outcome, sums_text
 
 SLACK = 0.95
-"""Of a predicted range's slow end: what is slower than that is not as predicted."""
+"""A figure below this share of a predicted range's slow end is slower than predicted."""
 
 KINDS = ("bf16", "f16", *BLOCK_SCALED)
 SLOW_LAUNCH_US = 10.0
@@ -36,7 +36,7 @@ def _beside(text: str, value: float, predicted: Sequence[float] | None, unit: st
 
 
 def device(a: Answers) -> Outcome:
-    """What is measured."""
+    """The device that is measured."""
     if failed := a.get("probe-device", "failed"):
         where = "see 'gpu' and 'torch'; compute capability 12.x, or 9.0 with FLASHINFER_SM12X_MOE=1"
         return "unknown", f"nothing to measure: {failed}", "", where
@@ -84,7 +84,7 @@ def sums(a: Answers) -> Outcome:
 
 
 def launch(a: Answers) -> Outcome:
-    """What launches cost."""
+    """The cost of launches."""
     kinds = ("plain", "dependent", "cooperative")
     wrong = {kind: a("probe-launch", f"{kind} out of order") for kind in kinds}
     if any(wrong.values()):

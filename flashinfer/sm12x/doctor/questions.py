@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the doctor asks of the machine, each question in a process of its own, since each may hang or crash.
+"""The doctor asks these questions of the machine, each in a process of its own, since each may hang or crash.
 
 Run as a file, ``python questions.py QUESTION``. Each fact is one line of JSON, written as soon as it is known, so
 that what was found before a crash is not lost. Nothing of FlashInfer is imported but by the questions that are about it.
@@ -34,7 +34,7 @@ if __name__ == "__main__":
         sys.modules[_name].__path__ = [os.path.join(_PACKAGE, _folder)]
 
 MARK = "sm12x-fact "
-"""What a line with a fact starts with; libraries print lines of their own."""
+"""The start of a line with a fact; libraries print lines of their own."""
 
 VLLM_QUESTIONS = (
     "has_flashinfer_cubin",
@@ -43,7 +43,7 @@ VLLM_QUESTIONS = (
     "has_flashinfer_autotune_v2",
     "has_nvidia_artifactory",
 )
-"""Of ``vllm.utils.flashinfer``; the last one asks a server, unless the plugin knows better."""
+"""Functions of ``vllm.utils.flashinfer``; the last one asks a server, unless the plugin knows better."""
 
 SOURCE = """\
 #include <curand_kernel.h>
@@ -75,8 +75,8 @@ def tell(**facts: Any) -> None:
 
 
 def ask_path() -> None:
-    """What Python finds by the name of flashinfer, why that is upstream's package alone, and which vLLM and which of its
-    plugins are there."""
+    """The flashinfer that Python finds, why that is upstream's package alone, and which vLLM and which of its plugins
+    are there."""
     spec = importlib.util.find_spec("flashinfer")
     tell(found=None if spec is None else {"file": spec.origin, "folders": list(spec.submodule_search_locations or ())})
     tell(aside=importlib.import_module("_sm12x._version").upstream_alone())
@@ -85,7 +85,7 @@ def ask_path() -> None:
 
 
 def ask_import() -> None:
-    """What ``import flashinfer`` gives."""
+    """The versions that ``import flashinfer`` gives; if it fails, the variable that is to blame."""
     try:
         import flashinfer
     except BaseException:
@@ -100,7 +100,7 @@ def ask_import() -> None:
 
 
 def ask_installer() -> None:
-    """What this Python can be given packages by."""
+    """The tools that can install packages for this Python."""
     found = {name: importlib.util.find_spec(name) is not None for name in ("pip", "ensurepip")}
     own = sys.prefix == sys.base_prefix
     marker = Path(sysconfig.get_path("stdlib", sysconfig.get_default_scheme()), "EXTERNALLY-MANAGED")
@@ -213,7 +213,8 @@ def _try_build() -> str | None:
 
 
 def _targets() -> list[tuple[str, str]]:
-    """What is compiled for: the list's architectures, else the GPUs' that the driver tells of and that are served."""
+    """The architectures to compile for: the list's, else those of the GPUs that the driver tells of and that are
+    served."""
     listed = re.findall(r"\b(\d+)\.(\d)([af]?)", os.environ.get("FLASHINFER_CUDA_ARCH_LIST", ""))
     if not listed and (program := shutil.which("nvidia-smi")) is not None:
         query = [program, "--query-gpu=compute_cap", "--format=csv,noheader"]
@@ -225,7 +226,8 @@ def _targets() -> list[tuple[str, str]]:
 
 
 def _silent(error: str) -> str | None:
-    """Of a build that failed without a word, the program that does so by itself: the host's compilers, which nvcc runs."""
+    """The program at fault where a build failed without a word: a host compiler, which nvcc runs, that fails so by
+    itself, else nvcc."""
     if not re.search(r": exit status \d+$|it ended without a word", error):
         return None
     for name in (os.environ.get("CC") or os.environ.get("NVCC_CCBIN") or "g++", os.environ.get("CXX") or "c++"):
@@ -272,7 +274,7 @@ def ask_gpus() -> None:
 
 
 def ask_log() -> None:
-    """What the driver complained of in the kernel's log since the machine started."""
+    """The driver's complaints in the kernel's log since the machine started."""
     for command in (["dmesg"], ["journalctl", "--dmesg", "--boot", "--no-pager", "--quiet"]):
         with contextlib.suppress(OSError):
             result = subprocess.run(command, capture_output=True, text=True, errors="replace")
@@ -301,7 +303,8 @@ def ask_folder() -> None:
 
 
 def ask_modules() -> None:
-    """What modules are compiled for, and which of the family's are prebuilt, or built and fresh."""
+    """The architectures that modules are compiled for, and which of the family's modules are prebuilt, or built and
+    fresh."""
     from flashinfer.jit import core
     from flashinfer.jit import env as jit_env
     from flashinfer.jit.sm12x import build, modules, prebuilt
@@ -330,7 +333,7 @@ def ask_memory() -> None:
 
 
 def ask_vllm(additional_config: str = "{}") -> None:
-    """What vLLM finds in FlashInfer, behind its own loading of plugins, and the plugin's settings."""
+    """The functions of FlashInfer that vLLM finds once it has loaded its plugins, and the plugin's settings."""
     with contextlib.suppress(ModuleNotFoundError):
         from flashinfer_sm12x_vllm import settings
 

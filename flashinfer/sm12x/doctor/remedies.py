@@ -76,14 +76,14 @@ def driver_package(a: Answers, package: str) -> tuple[str, str]:
 
 
 def named_in(a: Answers, error: str) -> tuple[str, str] | None:
-    """What an error of a build says to install; None where it says nothing of the kind."""
+    """The installation that a build's error asks for; None where it asks for none."""
     named = re.search(r"\b(pip|apt-get) install ([^\n]+)", error)
     if not named:
         return None
     if named[1] == "apt-get":
         return apt(a, named[2])
     command, why = pip(a, f"install {named[2]}")
-    # What a variable names comes before what pip brings.
+    # A toolkit that a variable names is taken before one that pip brings.
     variable = re.match(r"(CUDA_HOME|CUDA_PATH|FLASHINFER_NVCC)=", error)
     return (f"unset {variable[1]} && {command}" if variable and command else command), why
 

@@ -44,7 +44,7 @@ def grid_of(row: Instance, tokens: int, n: int, resident: int) -> int:
 
 
 def bytes_of_parts(row: Instance, case: tuple[int, int, int], blocks: int) -> float:
-    """What the parts of units that are cut hold; ``case``: tokens, N, K."""
+    """Bytes of the partial sums of units that blocks share; ``case``: tokens, N, K."""
     tokens, n, k = case
     units, k_tiles = -(-n // ROW_TILE) * -(-tokens // row.token_tile), -(-k // 128)
     parts = 0
@@ -83,7 +83,7 @@ def launches_of(
 
 
 def reread_bytes(row: Instance, layer: tuple[int, int], tokens: int, blocks: int) -> float:
-    """What a GEMM reads from DRAM beyond once."""
+    """Bytes that a GEMM reads from DRAM again, because L2 did not keep them."""
     n, k = layer
     weights, row_bytes = (matrix_bytes(128, 128, elements) / 128 for elements in (row.weights, row.operand))
     gemm = Gemm([tokens], -(-n // ROW_TILE), -(-k // 128), row.token_tile, ROW_TILE * weights, row_bytes)

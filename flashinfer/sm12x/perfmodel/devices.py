@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is assumed of GPUs beside a GB10: the SM120 cards. Nothing here was measured by this project.
+"""Assumptions about GPUs other than a GB10: the SM120 cards. Nothing here was measured by this project.
 
 SMs, clocks, L2 and DRAM rates are as sold. Of DRAM's rate a saturating read is taken to get 85 % (as a GB10 does) to 95 %.
 Bf16 MMAs have half the rate of an RTX PRO's on GeForce. Block-scaled MMAs sustain three quarters of what the boost clock
@@ -32,12 +32,12 @@ class Device:
 
     @property
     def cycles(self) -> float:
-        """Of all multiprocessors, per microsecond."""
+        """Clock cycles per microsecond, summed over the multiprocessors."""
         return 1e3 * self.gigahertz * self.multiprocessors
 
     @property
     def l2_bytes(self) -> float:
-        """What of L2 holds tensors."""
+        """Bytes of L2 that hold tensors."""
         return 1e6 * self.l2_megabytes * gb10.L2_USABLE
 
 

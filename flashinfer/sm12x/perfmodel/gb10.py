@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is assumed of a GB10, with its sources, and the time of launches by their counts.
+"""Assumptions about a GB10, with their sources, and the time of launches by their counts.
 
 Each launch takes as long as the busiest of four resources: DRAM, issue slots, MMA, shared memory. To these come what
 launches and their tails add, during which DRAM idles. Three numbers are known only as ranges: the rate of DRAM, that of
@@ -26,7 +26,7 @@ ISSUE_PER_WARP = 0.42
 ISSUE_CEILING = 0.6
 L2_CAPACITY = 1e6 * L2_MEGABYTES * L2_USABLE
 CYCLES = 1e3 * GIGAHERTZ * MULTIPROCESSORS
-"""Of all multiprocessors, per microsecond."""
+"""Clock cycles per microsecond, summed over the multiprocessors."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,8 +50,8 @@ FIXED_US = {
 }
 """Beside the busiest resource, of one call, fast and slow, with its launch in a graph and the gap behind it.
 
-MoE: an H200 takes 14 at one token beyond its bytes and arithmetic. dense: of a layer in one launch, as which an H200 takes 10
-beyond its bytes at one token, with nothing in front of it that hides a part of that. small: vLLM's engine on an H200 takes
+MoE: an H200 takes 14 at one token beyond its bytes and arithmetic. dense: a layer is one launch; an H200 takes 10 beyond its
+bytes at one token, with nothing in front of it that hides a part of that. small: vLLM's engine on an H200 takes
 2.7 for a norm and 2.9 for the top-k, gaps included; one node of a graph is published as 1.3 (Megatron-LM #6064). gemm: as
 of dense layers (an H200 takes 9 for the router). router: this fork's, two launches: an H200 takes 6.0 for one token, norm
 and bytes included. Weights may be on their way before it begins, which is left out. attention: FlashInfer's XQA takes 10 to
@@ -63,9 +63,9 @@ LAUNCH_SAVED_US = {"experts": 0.7, "top-k": 1.0}
 router without its top-k, which the experts then do at one token. An H100's step of 36 layers is 24 and 35 us shorter, so that
 both are what is left when the experts' own part in it is paid. The norm in QKV needs no such number: its part goes."""
 SECOND_GEMM_US = 11.7
-"""What a pair of an MoE layer's GEMMs adds."""
+"""A pair of GEMMs adds this to an MoE layer."""
 SECOND_LAUNCH_US = 3.0
-"""What the second launch of a dense layer adds."""
+"""A second launch adds this to a dense layer."""
 
 
 def told(layers: str) -> list[str]:
@@ -101,7 +101,7 @@ def mma_rates() -> dict[str, tuple[float, float]]:
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """What one launch did."""
+    """Instructions, MMA operations, shared-memory wavefronts and DRAM bytes of one launch."""
 
     instructions: float = 0.0
     mma_flops: float = 0.0
@@ -168,12 +168,12 @@ class Times:
 
     @property
     def floor(self) -> float:
-        """Of reading the megabytes at 233 GB/s."""
+        """Microseconds to read the megabytes at 233 GB/s."""
         return 1e3 * self.megabytes / MIDDLE.dram_gb_per_second
 
     @property
     def shares(self) -> tuple[float, float]:
-        """Of 233 GB/s: the slow end's and the fast end's."""
+        """Shares of 233 GB/s that the slow and the fast end reach."""
         return self.floor / self.slow, self.floor / self.fast
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a pair of GEMMs reads from DRAM, given an L2 of some size: a simulation of the order in which blocks read tiles.
+"""DRAM bytes of a pair of GEMMs, given the size of L2: a simulation of the order in which blocks read tiles.
 
 Every k-tile of a unit reads a tile of weights and a tile of token rows.  Blocks walk their units as
 ``include/flashinfer/sm12x/tile/scheduler.cuh`` has them do, all at the same pace; L2 evicts what was used least
@@ -77,7 +77,7 @@ def dram_bytes(gemm: Gemm, blocks: int, capacity: float) -> float:
     """Bytes that miss an L2 of ``capacity`` bytes."""
     k_tiles, most = gemm.k_tiles, max(gemm.rows, default=0)
     weight_tiles = len(gemm.rows) * gemm.row_tiles
-    # Of each unit: the numbers of its first tile of weights and of tokens, and bytes of a tile of tokens.
+    # Each unit has the numbers of its first tiles of weights and of tokens, and the bytes of a tile of tokens.
     units = [
         (
             (expert * gemm.row_tiles + row_tile) * k_tiles,

@@ -45,7 +45,7 @@ Tactics = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What the counts of a batch are linear in."""
+    """The numbers of a batch in which its counts are linear."""
 
     tokens: float
     experts: float
@@ -108,7 +108,7 @@ def mean_work(layer: MoELayer, tokens: int, tile: int, routing: Routing = UNIFOR
 
 @functools.cache
 def reread_bytes(layer: MoELayer, tokens: int, tactic: int, fc1: bool, blocks: int) -> float:
-    """What one GEMM of a pair reads from DRAM beyond once, for one random routing; FC2 its contributions, too."""
+    """Bytes that one GEMM of a pair reads from DRAM again, for one random routing; FC2's contributions included."""
     row = INSTANCES[tactic]
     rows = torch.bincount(routed(layer, tokens, 1, 0).flatten(), minlength=layer.experts).tolist()
     outputs, k = (2 * layer.inter, layer.hidden) if fc1 else (layer.hidden, layer.inter)
@@ -164,14 +164,14 @@ def predict(
 
 
 def planned(layer: MoELayer, mode: int, tokens: int) -> Tactics:
-    """What the planner gives a GB10."""
+    """The planner's tactics for a GB10."""
     first, second = plan_moe(tokens, layer.top_k, layer.experts, layer.hidden, layer.inter, mode)
     return int(first), int(second)
 
 
 COUNTS = ("constant", "per_tile", "per_row")
 FIT_COLUMNS = ("tile", "by_tokens", "warps", "blocks", *COUNTS)
-"""Of a file of fits, behind those that tell whose they are; counts are four numbers in their order."""
+"""Columns of a file of fits, behind those that name the layer; counts are four numbers in their order."""
 
 
 def write_fits(path: Path, fitted: Sequence[tuple[Mapping[str, object], Sequence[Fit]]]) -> None:

@@ -70,19 +70,19 @@ quantizes tokens and activations in launches of their own."""
 STREAMED = (1.0, 1.1)
 """Times the bytes' time, of attention's cache: this fork's streams take up to 1.12 times a plain read on an H200."""
 REACHED = {"gemm": (0.9, 0.7), "experts": (0.79, 0.62), "attention": (0.73, 0.5)}
-"""Of the MMA rate. gemm: assumed. attention: FlashAttention-2 on an A100 (arXiv 2307.08691). experts: FP8 and CUTLASS's
+"""Shares of the MMA rate. gemm: assumed. attention: FlashAttention-2 on an A100 (arXiv 2307.08691). experts: FP8 and CUTLASS's
 grouped GEMM on a GB10, 188 and 147 of 238 TFLOPS (NVIDIA's forum, 359960), clocks under load included."""
 ENGINE_US = (0.0, 1600.0)
-"""Of a serving engine, a step: vLLM's on an H200 takes up to 250 beyond its kernels (docs/log.md), and 1,600 more than a
+"""A serving engine adds this to a step: vLLM's on an H200 takes up to 250 beyond its kernels (docs/log.md), and 1,600 more than a
 kernel that is the whole model (mirage #563)."""
 ALL_REDUCE_US: dict[float, tuple[float, float]] = {8: (15.5, 35.2), 48: (23.0, 59.0)}
 """By kilobytes: one-shot RDMA writes in a CUDA graph, four Sparks (b12x #295); NCCL, two Sparks (dgx-spark-playbooks #103)
 and, of 48 KB, four (b12x #295). A token's hidden state is 5.8 KB."""
 GRAPH_NODE_US = 1.3  # Megatron-LM #6064
 LAYER_MODEL = "gpt-oss-120b"
-"""Of the doctor's probe. Dense layers and attention are the same in all models, and kept as this one's."""
+"""The doctor's probe runs this model. Dense layers and attention are the same in all models, and kept under its name."""
 FITTED_MODES = {"mxfp8": 0, "bf16": 2}
-"""Of the fits that are kept, by that to which experts round their tokens; MXFP8 input is less than 1 % from bf16 input."""
+"""The mode of the kept fits, by the experts' token format; MXFP8 input is less than 1 % from bf16 input."""
 KEPT_BATCHES = (1, 4, 16, 64)
 NORMED, NORMED_BATCHES = "QKV behind its norm", (1, 4, 8)
 """The kind of a kept kernel, and its batches."""
@@ -246,7 +246,7 @@ class Kernel(Times):
 
 
 COLUMNS = Kernel.__annotations__ | Times.__annotations__
-"""Of the file, with their types."""
+"""Columns of the file, with their types."""
 
 
 def write_kernels(kernels: Iterable[Kernel]) -> None:
@@ -263,7 +263,7 @@ Key = tuple[str, str, int, int, str, str, int]
 
 @functools.cache
 def kept() -> dict[Key, Kernel]:
-    """What was emulated."""
+    """Kernels that were emulated, by their keys."""
     types: dict[str, Any] = {"str": str, "int": int, "float": float}
     with KERNELS.open(encoding="utf-8", newline="") as lines:
         kernels = [
@@ -298,7 +298,7 @@ def kept_kernel(
 
 @dataclasses.dataclass(frozen=True)
 class Given:
-    """What a prediction takes from elsewhere, fast and slow; ``layers``: microseconds of an MoE layer by its tokens.
+    """Inputs of a prediction, fast and slow; ``layers``: microseconds of an MoE layer by its tokens.
 
     ``engine_us`` is what the engine adds to a step.
     """
@@ -344,7 +344,7 @@ class Predicted:
 
     @property
     def bytes(self) -> float:
-        """Of memory, one GPU's."""
+        """Bytes of memory that one GPU reads and writes."""
         return sum(row.bytes for row in self.rows if row.part != "all-reduce")
 
     @property
@@ -378,7 +378,7 @@ def on_device(kernel: Times, scaled: bool, device: Device) -> tuple[float, float
 
 
 def flops_of(size: Model, step: Step, part: str) -> float:
-    """Of one call of a bf16 GEMM, of others' experts or of attention."""
+    """Operations of one call of a bf16 GEMM, of others' experts or of attention."""
     if part == "MoE":
         return 2.0 * 3 * size.inter * size.hidden * size.top_k * step.tokens
     if part.startswith("attention"):
@@ -549,7 +549,7 @@ def predict(model: str, step: Step, ranks: int = 1, given: Given | None = None) 
 
 
 def from_report(path: Path) -> Given:
-    """What a doctor's report (``sm12x-doctor --probe``) measured in place of the ranges.
+    """Measurements of a doctor's report (``sm12x-doctor --probe``), in place of the ranges.
 
     Its MoE layers have MXFP8 input, those here bf16: less than 1 % apart.
 
@@ -583,7 +583,7 @@ def from_report(path: Path) -> Given:
 
 
 def told() -> list[str]:
-    """What is assumed, a line each."""
+    """The assumptions, a line each."""
     kinds = ("small", "gemm", "router", "attention", "decode_attention")
     fixed = ", ".join(f"{kind} {FIXED_US[kind][0]:g} to {FIXED_US[kind][1]:g}" for kind in kinds)
     return [

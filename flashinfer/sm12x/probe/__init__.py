@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a GPU does: its memory, MMAs, launches and the order of its arrivals; the layers' results and times on it.
+"""Measure a GPU: its memory, MMAs, launches and the order of its arrivals; the layers' results and times on it.
 
 ``python -m flashinfer sm12x-doctor --probe`` asks for one of :data:`PARTS` at a time, each in a process of its own.
 On the virtual SM121 (``FLASHINFER_VIRTUAL_DEVICE=sm_121a``) the same kernels run and their results are the same; nothing is
@@ -22,4 +22,4 @@ PARTS = {
 order: a later one may need what an earlier one built or wrote down."""
 
 TOKENS = (1, 4, 64, 2048)
-"""Of the layer that is timed."""
+"""Numbers of tokens for which the layer is timed."""

@@ -27,7 +27,7 @@ def hand_over(target: Target, fenced: bool, copies: bool, rounds: int = ROUNDS, 
         fenced: With a block-level fence before every arrival.
         copies: Stages are filled by bulk copies, else by stores.
         rounds: Stages that each pair hands over.
-        blocks: Of eight pairs each; two on every SM, when omitted.
+        blocks: Blocks of eight pairs each; two on every SM, when omitted.
     """
     counts = torch.zeros((blocks or BLOCKS_PER_SM * target.sm_count, PAIRS, 2), dtype=torch.int32, device=target.device)
     source = source_words().to(target.device)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What launches cost, and which of them overlap (``include/flashinfer/sm12x/probe/launch_order.cuh``)."""
+"""The cost of launches, and which of them overlap (``include/flashinfer/sm12x/probe/launch_order.cuh``)."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class Kind:
     """A form of ``mma.sync``, m16n8, with float32 sums.
 
     Attributes:
-        number: Of the binding.
+        number: The kind's number in the binding.
         a, b: Formats: ``bf16``, ``f16``, ``e4m3``, ``e2m1 in bytes`` (``00xxxx00``) or ``e2m1``.
         k: Elements of a row, in 32 bytes.
         scaled: With UE8M0 block scales, which SM12x has.
@@ -92,13 +92,13 @@ def multiply(
 
     Args:
         target: Where.
-        kind: Of MMA.
+        kind: The kind of MMA.
         a: Float ``[16, k]``, values of the kind's format.
         b: Float ``[8, 8, k]``: chains, columns.
         c: Float32 ``[16, 8]``.
         iterations: How often each product is added.
         scales: UE8M0 bytes of A's rows and B's columns, the first block's the lowest.
-        blocks, warps: Of the launch.
+        blocks, warps: Blocks of the launch, and warps of a block.
     """
     place = target.device
     d = torch.full((blocks, warps, CHAINS, ROWS, COLUMNS), torch.nan, dtype=torch.float32, device=place)
@@ -141,7 +141,7 @@ def rate_of(times: torch.Tensor, flops_per_block: int) -> dict[str, float]:
 
     Args:
         times: Int64 ``[blocks, 4]``: cycles before and behind, nanoseconds before and behind.
-        flops_per_block: Of each.
+        flops_per_block: Operations of each block.
     """
     first, last, began, ended = times.double().cpu().unbind(1)
     cycles, nanoseconds = last - first, ended - began
@@ -186,7 +186,7 @@ def accumulation_of(target: Target) -> Accumulation:
 
 
 def measured_widths() -> dict[str, dict[str, int]]:
-    """What :func:`accumulation_of` measured so far: fraction bits by kind, by the target's name."""
+    """The widths that :func:`accumulation_of` measured so far: fraction bits by kind, by the target's name."""
     return {target.name: bits for target, bits in _measured.items()}
 
 

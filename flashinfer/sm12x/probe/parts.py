@@ -41,7 +41,7 @@ def run(part: str, tell: Tell) -> None:
 
 
 def probe_device(target: Target, tell: Tell) -> None:
-    """What is measured."""
+    """The device that is measured."""
     tell(name=target.name, capability=list(target.capability), sm_count=target.sm_count)
     tell(virtual=target.virtual is not None, gb10=target.capability == GB10, sm12x=target.sm12x)
     tell(torch=torch.__version__, cuda=torch.version.cuda, python=platform.python_version(), machine=platform.machine())

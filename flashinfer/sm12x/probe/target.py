@@ -27,7 +27,7 @@ class Target:
     """A GPU, or the virtual SM121.
 
     Attributes:
-        device: Of tensors; the CPU for the virtual one.
+        device: The tensors' device; the CPU for the virtual one.
         name: As the driver has it.
         capability: Compute capability.
         sm_count: Multiprocessors.
@@ -49,7 +49,7 @@ class Target:
         """Call ``sm12x_probe_<name>`` of the module ``probe_sm12x``, which is built if need be.
 
         Args:
-            name: Of the function.
+            name: The end of the function's name.
             arguments: Tensors on :attr:`device`, and numbers.
             writes: The tensors that it writes.
         """

@@ -41,7 +41,7 @@ def captured(run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
 
 
 def microseconds(call: Callable[[], Any]) -> float:
-    """What ``call`` takes on the stream."""
+    """The time that ``call`` takes on the stream."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
     call()
@@ -86,7 +86,7 @@ class Pieces:
         )
 
     def total(self) -> int:
-        """Of all 32-bit words that were read, modulo 2^32."""
+        """The sum of all 32-bit words that were read, modulo 2^32."""
         return int(self.sums.long().sum()) & 0xFFFFFFFF
 
 

@@ -27,7 +27,7 @@ HELD_OUT = 4096
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What the command line asks for."""
+    """The options of the command line."""
 
     checkpoint: str
     out: Path

@@ -79,7 +79,7 @@ class Folder:
 
     @property
     def formats(self) -> dict[str, Any]:
-        """Of each kind of layer that is in it: ``qkv``, ``o``, ``lm_head``."""
+        """The format of each kind of layer that is in the folder: ``qkv``, ``o``, ``lm_head``."""
         return self.manifest.formats
 
     def tensors(self, file: str) -> dict[str, torch.Tensor]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a folder of ``sm12x-quantize`` says of itself. :mod:`.folder` has its tensors.
+"""The manifest in which a folder of ``sm12x-quantize`` describes itself. :mod:`.folder` has its tensors.
 
 Nothing but the standard library is imported here: vLLM's plugin reads manifests before FlashInfer may be imported.
 """

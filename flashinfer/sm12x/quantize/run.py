@@ -42,7 +42,7 @@ class QuantizeError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Layers:
-    """What is quantized as one matrix: its kind, and the linear layers that are its rows, by their names."""
+    """Layers that are quantized as one matrix: their kind, and the linear layers that are its rows, by their names."""
 
     kind: str
     parts: dict[str, nn.Linear]
@@ -90,12 +90,12 @@ def gram(rows: torch.Tensor) -> torch.Tensor:
 
 
 def begun(folder: Path) -> Manifest | None:
-    """What an interrupted run left in a folder to write to; None if it is empty or not there.
+    """The manifest that an interrupted run left in a folder to write to; None if the folder is empty or not there.
 
     Raises
     ------
     FolderError
-        It is finished, or holds something else.
+        The folder is finished, or holds something else.
     """
     if (folder / MANIFEST).exists():
         raise FolderError(f"{folder} is finished: choose another folder, or remove it")
@@ -116,7 +116,7 @@ class Run:
     folder : Path
         Made, or that of a run with the same parameters, which goes on.
     formats : dict
-        Of ``qkv``, ``o`` and ``lm_head``; ``bf16`` leaves a kind out.
+        The formats of ``qkv``, ``o`` and ``lm_head``; ``bf16`` leaves a kind out.
     windows : list
         Token ids, as ``texts.windows`` cuts them.
 
@@ -204,7 +204,7 @@ class Run:
         return Quantized(layers, weight, layers.hashes())
 
     def read(self, file: str, wanted: Sequence[Layers]) -> dict[str, BlockScaledWeight]:
-        """What an earlier run left in a file, by kind."""
+        """The weights that an earlier run left in a file, by kind."""
         earlier = Folder(self.folder, self.manifest)
         for layers in wanted:
             for name, source in layers.hashes().items():
@@ -250,7 +250,7 @@ class Turn:
         return self.found[-1].weight
 
     def hook(self, layers: Layers) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
-        """What happens before the first of the layers runs: all are replaced."""
+        """The hook that runs before the first of the layers: it replaces the weights of all."""
 
         def before(_: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
             weight = self.weight(layers, given[0])

@@ -21,14 +21,15 @@ struct DenseArguments {
   const uint8_t* weight_scales;  // 128x4
   StoreEpilogue epilogue;
 
-  // Of a stream of weights. Whether no launch in front writes weights or scales: with dependent launches they are read
-  // before it ends. Null, or ranks of the largest outputs: [num_tokens][at most kEpilogueWarps x SMs].
+  // A stream of weights takes these. weights_first: no launch in front writes weights or scales, so that a dependent
+  // launch may read them before it ends. ranks: null, or those of the largest outputs, [num_tokens][at most
+  // kEpilogueWarps x SMs].
   bool weights_first;
   uint64_t* ranks;
   RowNorm norm;
   ReadAhead next;
 
-  // Of a GEMM.
+  // A GEMM takes these.
   uint8_t* workspace;
   size_t workspace_bytes;
 };
@@ -80,10 +81,11 @@ inline Status run_dense_stream(const DenseArguments& a, const LaunchOptions& opt
   p.ranks = a.ranks;
   p.norm = a.norm;
   p.next = a.next;
-  const bool normable = a.num_tokens <= kNarrowTokens && a.instance->token_tile == kNarrowTokens &&
-                        a.tokens.format == TokenFormat::kBf16;
+  const bool normable =
+      a.num_tokens <= kNarrowTokens && a.instance->token_tile == kNarrowTokens && a.tokens.format == TokenFormat::kBf16;
   if (a.norm.weight != nullptr && !normable) {
-    return {cudaErrorInvalidValue, "a norm in front of a dense tactic takes up to eight bfloat16 tokens, and tiles of eight"};
+    return {cudaErrorInvalidValue,
+            "a norm in front of a dense tactic takes up to eight bfloat16 tokens, and tiles of eight"};
   }
   const int blocks = std::min(p.gemm.units, options.sm_count);
   *ranks_of_token = blocks * epilogue_warps_of(p.stages, p.gemm.slices);

@@ -52,7 +52,7 @@ constexpr float kLog2E = 1.4426950408889634f;
 static_assert(kDecodeWarps == kDecodeGroup && kDecodeHead == 2 * 32, "merging: a warp a head, a lane two dims");
 static_assert(kDecodeMaxQLen < (kDecodeWarps - 1) * kDecodeChunk, "no warp has two chunks with new positions");
 
-// What a split leaves in the workspace for one token: unnormalized output, and of each head the maximum of the scores
+// A split leaves this in the workspace for one token: unnormalized output, and for each head the maximum of the scores
 // (base 2) and the sum of weights.
 struct DecodePartial {
   float output[kDecodeGroup][kDecodeHead];
@@ -91,7 +91,7 @@ namespace decode {
 template <bool kFp8>
 using Eight = std::conditional_t<kFp8, uint2, uint4>;  // elements of a row of the cache
 
-// Of a chunk what a lane holds, as the cache has it.
+// A lane's part of a chunk, in the cache's format.
 template <bool kFp8>
 struct Chunk {
   Eight<kFp8> keys[2][2];  // rows g, g + 8; dims from 8t and from 32 + 8t

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What every launch of the family needs on the host: plain CUDA, no framework.
+// Host code that every launch of the family uses: plain CUDA, no framework.
 #pragma once
 
 #include <cuda.h>

@@ -139,8 +139,8 @@ __device__ __forceinline__ void norm_tile(const RouterParams& p, int64_t first_t
   }
 }
 
-// What a lane multiplies of eight experts' rows: of expert `lane / 4`, vector `lane % 4` of each of its warp's steps,
-// which are `warp`, `warp + kRouterWarps`, ...
+// A lane's part of eight experts' rows: vector `lane % 4` of expert `lane / 4`, in each of its warp's steps `warp`,
+// `warp + kRouterWarps`, ...
 struct RouterWeights {
   static constexpr int kStride = kRouterWarps * kRouterStep;  // vectors from one of its steps to the next
 

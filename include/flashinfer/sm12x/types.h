@@ -10,9 +10,8 @@
 
 #include <cstdint>
 
-// Set to 1 on the command line, what a kind of block-scaled MMA would multiply, MXFP8 tokens or packed MXFP4 ones, is
-// multiplied in half precision on SM12x too, with float32 sums: for a GPU whose MMA of that kind turns out to add up in
-// fewer bits.
+// 1, on the command line: use half-precision MMAs with float32 sums in place of this block-scaled kind on SM12x, too,
+// for a GPU whose MMA of that kind (MXFP8 tokens, packed MXFP4 ones) turns out to add up in fewer bits.
 #if !defined(FLASHINFER_SM12X_HALF_MXF8F6F4)
 #define FLASHINFER_SM12X_HALF_MXF8F6F4 0
 #endif
@@ -48,7 +47,7 @@ static_assert(sizeof(char) == 0, "the SM12x MXFP4 family needs compute capabilit
 
 namespace flashinfer::sm12x {
 
-// What a token or a weight is, in memory and as an MMA takes it. MXFP8 is e4m3 (tokens of the grouped GEMM may be
+// The type of a token or a weight, in memory and as an MMA takes it. MXFP8 is e4m3 (tokens of the grouped GEMM may be
 // e5m2), MXFP4 is e2m1, two to a byte, each with a UE8M0 scale for 32 elements. Weights of dense layers besides: MXFP6
 // is e2m3 (packed as below), MXINT8 is int8 in 64ths, with such scales, too. NVFP4 is kNvE2m1: e2m1 with an
 // E4M3 scale for 16 elements.
@@ -83,7 +82,7 @@ constexpr bool have_scales(TokenFormat format) {
   return format == TokenFormat::kMxfp8Swizzled || format == TokenFormat::kMxfp8Linear ||
          format == TokenFormat::kMxfp4Swizzled || format >= TokenFormat::kMxfp6Swizzled;
 }
-// What rows that have_scales are made of.
+// The element type of rows that have scales (have_scales).
 constexpr Element element_of(TokenFormat format) {
   switch (format) {
     case TokenFormat::kMxfp4Swizzled: return Element::kE2m1;
@@ -103,17 +102,17 @@ struct TokenRows {
 
 constexpr int kRouterMaxExperts = 512;  // of a router's logits, of all ranks
 
-// What launches behind this one read whatever happens: its blocks bring it into L2 when they have no more weights of
-// their own to ask for. A hint, that changes no result.
+// Memory that the launches behind this one read whatever happens: its blocks bring it into L2 when they have no more
+// weights of their own to ask for. A hint, which changes no result.
 struct ReadAhead {
   const void* data;  // aligned to 16, or null
   int64_t bytes;  // a multiple of 16
 };
 
-// Of a MoE layer: how its activations come and are multiplied.
+// How the activations of a MoE layer come and are multiplied.
 enum class MoeMode : int { kMxfp8Input = 0, kQuantizeInput = 1, kBf16Activations = 2 };
 
-// What a GEMM of tiles is used for: where token rows come from and what happens to the accumulators.
+// The use of a tile GEMM: where token rows come from and what happens to the accumulators.
 enum class Role : int {
   kFc1 = 0,  // token rows in expert order, MXFP8 through `order`, bf16 packed so; bias, SwiGLU, requantization
   kFc2 = 1,  // token rows in expert order; bias, routing weight, top-k sum

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What launches of GEMMs of tiles have in common on the host: pieces of the workspace, tensor maps, the size of the
+// Host code that launches of tile GEMMs share: pieces of the workspace, tensor maps, the size of the
 // grid, the prologue. A launch allocates nothing and waits for nothing. For one source of a library: it brings the
 // prologue's kernel.
 #pragma once
@@ -85,7 +85,7 @@ inline Status grid_blocks(const Instance& instance, Role role, int num_experts, 
   return {};
 }
 
-// What all roles are told of a matrix [experts][rows][k], and where the parts of its split units go.
+// Fills in the fields that all roles have: a matrix [experts][rows][k], and where the parts of its split units go.
 template <Role kRole>
 Status fill_gemm(GroupedGemmParams<kRole>& gemm, const Instance& instance, const uint8_t* weights,
                  const uint8_t* scales, int experts, int rows, int k, const SplitBuffers& split) {

@@ -47,9 +47,10 @@ __device__ __forceinline__ void expand_to_halves(uint32_t nibbles, uint32_t (&pa
   pair[3] = odd & 0xFF00FF00u;
 }
 
-// What an expansion of e2m1 to bfloat16 saves. A streamed GEMM, whose twelve warps share K, is bound by the number of
-// its instructions. In the GEMM of tiles a Hopper's integer pipe, half an instruction a cycle, counts as much, and more
-// where tiles are narrow and blocks many. Left shifts can be multiplies, which go elsewhere; rotations cannot.
+// The resource that an expansion of e2m1 to bfloat16 saves. A streamed GEMM, whose twelve warps share K, is bound by
+// the number of its instructions. In the GEMM of tiles a Hopper's integer pipe, half an instruction a cycle, counts as
+// much, and more where tiles are narrow and blocks many. Left shifts can be multiplies, which go elsewhere; rotations
+// cannot.
 enum class Saves { kInstructions, kIntegerPipe };
 
 // bfloat16: sign and magnitude bits put in place are the value times 2^-126, and `factor`, a pair of bfloat16 that
@@ -119,8 +120,8 @@ __device__ __forceinline__ void expand_int8_to_bf16(uint32_t bytes, uint32_t fac
 }
 
 // Eight e2m3, a word of nibbles and one of pairs that is rotated right by kRotation for elements 0, 2, 4 and 6 and by
-// two more for the others. Of each half of a result the upper byte is s.......e1 of the pairs, the lower e0 m2 m1 m0....
-// of the nibbles: in place they are the value times 2^-126, as e2m1's are. pair[i] = elements i, i + 4.
+// two more for the others. Of each half of a result the upper byte is s.......e1 of the pairs, the lower e0 m2 m1
+// m0.... of the nibbles: in place they are the value times 2^-126, as e2m1's are. pair[i] = elements i, i + 4.
 constexpr uint32_t kE2m3InPlace = 0x81F081F0u;
 
 template <int kRotation>
@@ -165,9 +166,10 @@ __device__ __forceinline__ void expand_e2m3_to_halves(uint32_t nibbles, uint32_t
   }
 }
 
-// Two scales of NVFP4, E4M3 without their sign bits (which nobody reads), one in each half: as a pair of bfloat16, times
-// 2^kNvScaleExponent; NaN of NaN, 0x7F. In place the bits of one are it times 2^-120, subnormals included. The values
-// that e2m1's expansion makes with such a factor come out times 2^-8: 2^126 times the largest scale is no bfloat16.
+// Two scales of NVFP4, E4M3 without their sign bits (which nobody reads), one in each half: as a pair of bfloat16,
+// times 2^kNvScaleExponent; NaN of NaN, 0x7F. In place the bits of one are it times 2^-120, subnormals included. The
+// values that e2m1's expansion makes with such a factor come out times 2^-8: 2^126 times the largest scale is no
+// bfloat16.
 constexpr int kNvScaleExponent = 118;
 constexpr float kNvExpansion = 256.0f;  // 2^8 undoes it
 
@@ -187,19 +189,19 @@ struct FoldedScale {
   static constexpr uint32_t kUndo = (kBias + 127u) * 0x00800080u;
   static constexpr uint32_t kLargestFoldedScale = 254u - kBias;
   static __device__ __forceinline__ uint32_t folded_factor(uint32_t s) { return (s + kBias) * 0x00800080u; }
-  // Of byte `kByte` of four scales.
+  // The factor of byte `kByte` of four scales.
   template <int kByte>
   static __device__ __forceinline__ uint32_t folded_factor_of(uint32_t scales) {
     return scale_of<kByte>(scales) * 128u + kBias * 0x00800080u;
   }
 };
 
-// A lane's block of 32 weights, eight at a time as bfloat16 pairs. `nan` collects what is_nan() looks at. Sums are to be
-// multiplied by kAccumulatorScale.
+// A lane's block of 32 weights, eight at a time as bfloat16 pairs. `nan` collects what is_nan() looks at. Sums are to
+// be multiplied by kAccumulatorScale.
 template <Element kWeights, Saves kSaves>
 struct Expansion;
 
-// Of elements; a NaN scale makes NaN of them all.
+// The elements have no NaN; a NaN scale makes NaN of them all.
 struct WithoutNan {
   static constexpr bool kHasNan = false;
   static __device__ __forceinline__ bool is_nan(uint32_t) { return false; }

@@ -13,8 +13,8 @@
 // Lane 4g + t takes kTokenPiece bytes of token g, piece t of its block, and kWeightWords words of 32 bits of each of
 // its rows of weights; of MXFP6 a word of nibbles and one of pairs, for its eight elements rotated to the right place.
 //
-// A policy is that of an operand type, what tokens are in shared memory: MXFP8 or MXFP4 as it is, or bfloat16, which
-// W4A16 brings and which holds a scaled MXFP8 or MXFP4 value exactly.
+// A policy describes one operand type: how tokens lie in shared memory and which MMA reads them. Tokens are MXFP8,
+// MXFP4, or bfloat16, which W4A16 brings and which holds a scaled MXFP8 or MXFP4 value exactly.
 #pragma once
 
 #include <cstdint>
@@ -33,7 +33,7 @@ enum class Scaling {
   kInWeights,  // weights are multiplied by theirs as they are expanded; tokens have none
 };
 
-// What a lane saw of NaN among the weights of rows g and g + 8, where their format has one (Expansion::is_nan).
+// Whether a lane saw a NaN among the weights of rows g and g + 8, where their format has one (Expansion::is_nan).
 struct RowNans {
   uint32_t row = 0, row_plus_8 = 0;
 };
@@ -214,8 +214,8 @@ struct HalfPolicy {
 };
 
 // bf16 x weights of any format, on every architecture: W4A16, W8A16 and so on, and MXFP8 tokens that have been
-// dequantized. A scaled weight is exact wherever it is a bfloat16, so that MMAs accumulate final values; NVFP4's times a
-// power of two.
+// dequantized. A scaled weight is exact wherever it is a bfloat16, so that MMAs accumulate final values; NVFP4's times
+// a power of two.
 //
 // A block of MXFP4 is one matrix of ldmatrix, of which the lane gets elements 8t.. of its row; of MXFP8 it is two, of
 // which the lane gets elements 4t.. and 16 + 4t... Tokens are packed accordingly (rows/load.cuh, rows/pack.cuh).

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What has to be in place before FC1 reads tokens: arrival counters, quantized activations or scales in whole words,
+// Prepares what FC1 reads: arrival counters, quantized activations or scales in whole words,
 // zero rows for tokens without a local expert, and, where there are too many pairs for the GEMM kernels to sort by
 // themselves, the routing. With programmatic dependent launch FC1's producer already streams weights meanwhile, unless
 // it needs that routing.
@@ -17,7 +17,7 @@ namespace flashinfer::sm12x {
 struct PrologueParams {
   int num_tokens;
   int hidden;
-  // What is to be made of `input`, [tokens, hidden]: kQuantize*: rounded; kMxfp4Swizzled: e4m3 of packed e2m1, whose
+  // How `input`, [tokens, hidden], is converted: kQuantize*: rounded; kMxfp4Swizzled: e4m3 of packed e2m1, whose
   // scales are the caller's; kMxfp8Linear: `input` is scales, [tokens, hidden / 32], whose rows become whole words.
   // kBf16: nothing.
   TokenFormat format;

@@ -11,7 +11,7 @@
 
 namespace flashinfer::sm12x {
 
-// Of each local expert; null: 1, 0 and infinity. With `step` a limit alone; null: kDefaultStepLimit.
+// Constants of each local expert; null: 1, 0 and infinity. With `step` a limit alone; null: kDefaultStepLimit.
 struct SwigluOfExperts {
   const float *alpha, *beta, *limit;
   bool step;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What a launch costs, and whether a programmatic dependent one begins before the grid in front of it ends.
+// Measures what a launch costs, and whether a programmatic dependent one begins before the grid in front of it ends.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -11,8 +11,8 @@
 // included, has a block-level fence before it, and a counter that other blocks look at is raised behind a device-level
 // one.
 //
-// What counts is where the binary may run, and not __CUDA_ARCH__: code for 12.1, and code for the family 12.x, which a
-// GB10 takes too. Only 12.0a never runs there. Defined on the command line, the macro forces either.
+// Decided by where the binary may run, not by __CUDA_ARCH__: code for 12.1, and code for the family 12.x, which a GB10
+// takes too. Only 12.0a never runs there. Defined on the command line, the macro forces either.
 #if !defined(FLASHINFER_SM12X_FENCE_ARRIVALS)
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200 && __CUDA_ARCH__ < 1300 && \
     !(__CUDA_ARCH__ == 1200 && defined(__CUDA_ARCH_SPECIFIC__))
@@ -24,7 +24,8 @@
 
 namespace flashinfer::sm12x::ptx {
 
-// gridDim.x, read where it is asked for: of a value that it could keep, ptxas makes a register where there is none left.
+// gridDim.x, read where it is asked for: of a value that it could keep, ptxas makes a register where there is none
+// left.
 __device__ __forceinline__ int grid_blocks() {
   int blocks;
   asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(blocks));
@@ -119,7 +120,8 @@ __device__ __forceinline__ unsigned load_acquire_gpu(const unsigned* counter) {
 }
 
 // True in one lane of a warp all of whose lanes are here (section 9.7.13.14). In a branch on it the compiler knows that
-// one lane is active. In the streamed kernels it made each bulk copy in a branch on the lane's number a loop over lanes.
+// one lane is active. In the streamed kernels it made each bulk copy in a branch on the lane's number a loop over
+// lanes.
 __device__ __forceinline__ bool elect_one() {
   uint32_t elected;
   asm volatile(

@@ -3,7 +3,7 @@
 // Token rows as bfloat16, eight elements at a time, packed as bf16 MMAs want them. e4m3 * 2^s is exact in
 // bfloat16, so that bf16 MMAs multiply W4A8 without rounding, on SM12x and Hopper by the same instructions.
 //
-// Of every eight elements the order is 0, 4, 1, 5, 2, 6, 3, 7: the pairs that expand_to_bf16 makes of a 32-bit word of
+// Every eight elements lie in the order 0, 4, 1, 5, 2, 6, 3, 7: the pairs that expand_to_bf16 makes of a 32-bit word of
 // weights.
 //
 // In memory packed rows lie word by word, [words of 128 along K][rows][256 bytes], so that a tile's tokens are one
@@ -205,7 +205,7 @@ struct RowLoader {
     }
   }
 
-  // Of the words that an expansion takes; in the order in which it gives them.
+  // Loads the words that an expansion takes; elements come in the order in which it gives them.
   template <Element kElement>
   static __device__ __forceinline__ void load_eights(const uint32_t* block, float scale, uint4 (&eights)[4]) {
     using Expansion = mma::Expansion<kElement, mma::Saves::kInstructions>;
@@ -236,7 +236,7 @@ struct RowLoader {
                      [&](int q, const uint4& eight) { eights[q] = eight; });
   }
 
-  // One piece of code for both types: it stands in kernels of which few calls run it.
+  // Not specialized by type: many kernels contain this path, few calls take it.
   __device__ __forceinline__ void load_quantized_to_mxfp4(uint4 (&eights)[4]) const {
     load_16_bit(eights);
     float amax = 0.0f, x[8];

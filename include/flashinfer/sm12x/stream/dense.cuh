@@ -38,7 +38,7 @@
 namespace flashinfer::sm12x {
 
 struct DenseRing : StreamRing<DenseStorage::kRing> {
-  // Of the tokens, by each of the warps that share K.
+  // Sums of squares of the tokens, one from each of the warps that share K.
   __device__ __forceinline__ float* squares() const { return reinterpret_cast<float*>(base + DenseStorage::kSquares); }
 };
 
@@ -72,13 +72,14 @@ struct LaneBlock {
   __device__ __forceinline__ void load(const void* rows, int64_t eight, uint4 (&to)[4]) const {
 #pragma unroll
     for (int q = 0; q < 4; ++q) {
-      to[q] = ptx::load_16_bytes_if(wanted && rows != nullptr, static_cast<const uint4*>(rows) + (wanted ? eight : 0) + q);
+      to[q] =
+          ptx::load_16_bytes_if(wanted && rows != nullptr, static_cast<const uint4*>(rows) + (wanted ? eight : 0) + q);
     }
   }
 };
 
-// A tile's tokens, as far as the warp's K goes; zeros where there is no token, or no K. bfloat16 tokens of a narrow tile
-// are all on their way at once; of others a block is, for want of registers and to keep the code short.
+// A tile's tokens, as far as the warp's K goes; zeros where there is no token, or no K. bfloat16 tokens of a narrow
+// tile are all on their way at once; of others a block is, for want of registers and to keep the code short.
 template <class Shape>
 __device__ __forceinline__ void load_tokens(const DenseParams& p, SlabMultiplier<Shape>& slab, int first, int count,
                                             int lane) {
@@ -112,8 +113,9 @@ __device__ __forceinline__ void load_tokens(const DenseParams& p, SlabMultiplier
   }
 }
 
-// Tokens of a narrow tile behind the norm, but for their factors (RowNorm). The sum of squares that this warp has of each
-// goes to `squares`, one of the first group's warps; null for others. Block 0's first group writes what rows add up to.
+// Tokens of a narrow tile behind the norm, but for their factors (RowNorm). The sum of squares that this warp has of
+// each goes to `squares`, one of the first group's warps; null for others. Block 0's first group writes what rows add
+// up to.
 template <class Shape>
 __device__ __forceinline__ void load_normed_tokens(const DenseParams& p, SlabMultiplier<Shape>& slab, int count,
                                                    float* squares, int lane) {
@@ -157,7 +159,7 @@ __device__ __forceinline__ void load_normed_tokens(const DenseParams& p, SlabMul
   if (squares != nullptr && lane % 4 == 0) squares[lane / 4] = square;
 }
 
-// What the norm multiplies a lane's tokens 2t and 2t + 1 with, once the MMA warps have left their squares; else 1.
+// The norm's factors of a lane's tokens 2t and 2t + 1, once the MMA warps have left their squares; without a norm 1.
 struct RowFactors {
   float of[2] = {1.0f, 1.0f};
 
@@ -191,7 +193,7 @@ struct DenseStep {
     settle(work);
   }
   __device__ __forceinline__ bool ended(const DenseWork& work) const { return tile >= work.tiles; }
-  // Of the weights.
+  // This unit's number among the weight's.
   __device__ __forceinline__ int weight_unit() const {
     return static_cast<int>(blockIdx.x) + unit * static_cast<int>(gridDim.x);
   }

@@ -128,7 +128,8 @@ __device__ __forceinline__ void fill_slice(const StreamedGemm& g, const Ring& ri
   ptx::fence_async_proxy();  // partial sums were written and read where the copies go
   ptx::mbarrier_arrive_expect(full, lanes_rows * bytes + (elected ? g.piece_bytes() : 0));
   if (elected) {
-    ptx::tensor_copy_3d(to + g.scale_offset, &g.scales, (first % 32 & ~(g.piece_rows - 1)) * 4, slice * g.stage_scale_words, first / kScaleChunkRows, full);
+    ptx::tensor_copy_3d(to + g.scale_offset, &g.scales, (first % 32 & ~(g.piece_rows - 1)) * 4,
+                        slice * g.stage_scale_words, first / kScaleChunkRows, full);
     if (whole) ptx::bulk_copy(to, from, valid * bytes, full);
   }
   for (int row = lane; !whole && row < valid; row += 32) {
@@ -136,7 +137,8 @@ __device__ __forceinline__ void fill_slice(const StreamedGemm& g, const Ring& ri
   }
 }
 
-// What comes behind a launch, in as many parts as it has warps that fill rings: part `part` of `parts`. All lanes call.
+// Prefetches part `part` of `parts` of what the next launch reads; each warp that fills rings takes one. All lanes
+// call.
 __device__ __forceinline__ void read_ahead(const ReadAhead& next, int part, int parts) {
   const int64_t sixteens = next.bytes / 16;
   const int64_t begin = sixteens * part / parts, end = sixteens * (part + 1) / parts;
@@ -358,9 +360,8 @@ class SlabMultiplier {
       }
     };
     if constexpr (Shape::kScaleWords == 2) {
-      multiply_words(std::false_type{}, [](uint32_t two) {
-        return mma::nv_factors(__byte_perm(two, 0, 0x4140) & 0x007F007Fu);
-      });
+      multiply_words(std::false_type{},
+                     [](uint32_t two) { return mma::nv_factors(__byte_perm(two, 0, 0x4140) & 0x007F007Fu); });
     } else {
       uint32_t largest = 0;
 #pragma unroll
@@ -441,8 +442,9 @@ class SlabMultiplier {
   uint32_t second_part_ = 0;  // from a row to its row of the other part
 };
 
-// What the lanes that share an output's K made of a slab in one stage, in the order of K, so that the sum is the same
-// on every run. Values `parity` and `parity + 2` of a step are those of token 2t + parity, for row g and row g + 8.
+// Adds the sums of the lanes that share an output's K, of a slab in one stage, in the order of K, so that the result is
+// the same on every run. Values `parity` and `parity + 2` of a step are those of token 2t + parity, for row g and row g
+// + 8.
 template <class Shape>
 __device__ __forceinline__ void add_partials(const StreamedGemm& g, const uint8_t* stage, int slice, int slab, int row,
                                              int lane, int count, float (&sums)[Shape::kTokenSteps][4]) {

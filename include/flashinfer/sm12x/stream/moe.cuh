@@ -3,10 +3,11 @@
 // The layer as one stream of weights, for few tokens: routing, FC1, SwiGLU, FC2 and the top-k sum in one launch of one
 // block per SM. A small one in front packs the input of W4A8 and zeroes the counters of the grid barriers
 // (rows/pack.cuh); W4A16, with counters that a caller keeps, needs none. A token's experts come as ids, or the layer
-// chooses those of a few tokens by their router's logits. MMAs are bfloat16's, W4A8 too: within bfloat16's range its values are exact. A block streams its
-// range of FC1's units and, without a gap, its range of FC2's, up to a shared memory full of them under way. A unit is
-// rows of one expert over all of K, contiguous in memory (in FC1 two pieces, up and gate); an expert with several tiles
-// of tokens is streamed for each. FC2's arithmetic waits until all blocks are through with FC1; its weights do not.
+// chooses those of a few tokens by their router's logits. MMAs are bfloat16's, W4A8 too: within bfloat16's range its
+// values are exact. A block streams its range of FC1's units and, without a gap, its range of FC2's, up to a shared
+// memory full of them under way. A unit is rows of one expert over all of K, contiguous in memory (in FC1 two pieces,
+// up and gate); an expert with several tiles of tokens is streamed for each. FC2's arithmetic waits until all blocks
+// are through with FC1; its weights do not.
 //
 // The wait needs all blocks to be resident together: a cooperative launch.
 //
@@ -47,14 +48,14 @@
 //                                            FC2's end: grid barrier; the top-k sum
 //
 // A grid barrier is kEpilogueBarrier, E0's arrival at a counter in global memory and its wait for all blocks', and
-// kEpilogueBarrier again. FC1's counter begins at zero, and block 0 makes it so again behind FC2's barrier, when all are
-// through with FC1's; FC2's may begin anywhere.
+// kEpilogueBarrier again. FC1's counter begins at zero, and block 0 makes it so again behind FC2's barrier, when all
+// are through with FC1's; FC2's may begin anywhere.
 //
 // A warp that has no more stages to fill asks for what the next launch reads (ReadAhead).
 //
 // A stage holds a unit's weight rows, their scales and biases, and a tail for the sums of lanes beyond K. A block's
-// unit u has stage u % stages. Of F warps that fill, number u % F finishes it, and fills the stage with unit
-// u + stages, which may be another warp's to finish.
+// unit u has stage u % stages. Warp w of the F that fill finishes units w, w + F, ...; it then refills the emptied
+// stage with unit u + stages, which may be another warp's to finish.
 //
 // Below, from top to bottom: token fragments, the MMA warps, the epilogue warps, the kernel.
 #pragma once
@@ -339,7 +340,7 @@ class StreamEpilogue {
       if (stage == shared.stages - 1) ptx::mbarrier_wait(shared.warmed_up(), 0);
       fill(stage);
     }
-    // What goes into the stages that this warp will empty: its own units' successors, a ring further on.
+    // This warp refills the stages that it empties with its own units' successors, a ring further on.
     to_fill_ = StridedUnits(p, shared, warp_ + shared.stages, warps_);
 
     for (; has_stages && to_finish_.gemm() == 0; next()) finish<0>();
@@ -527,8 +528,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   ptx::wait_for_prerequisite_grids();  // ids or logits are there, tokens, and the grid barrier's counters
   if (few) find_few_experts(p, shared, epilogue_warp, lane);
   if (epilogue_warp == 0) {
-    const TileCounts tiles =
-        few ? route_few<Config>(p, shared, expert_of(shared.few_ids(), lane), lane) : route_many<Config>(p, shared, lane);
+    const TileCounts tiles = few ? route_few<Config>(p, shared, expert_of(shared.few_ids(), lane), lane)
+                                 : route_many<Config>(p, shared, lane);
     if (lane < 2) shared.unit_ranges()[lane] = UnitRange::of_block(tiles, Config::kWideFifths, p.gemm[lane].units);
   }
   ptx::named_barrier_sync<32 * kEpilogueWarps>(kEpilogueBarrier);

@@ -67,8 +67,8 @@ FLASHINFER_SM12X_HOST_DEVICE int epilogue_warps_of(int stages, int slices) {
   return stages / slices < kEpilogueWarps ? stages / slices : kEpilogueWarps;
 }
 
-// What is fixed at compile time. A slab's K is shared out among warps, kWords words of 128 to each, and a warp keeps
-// its part of the tile's tokens in registers: 16 of them for 8 tokens and one word.
+// The parameters that are fixed at compile time. A slab's K is shared out among warps, kWords words of 128 to each, and
+// a warp keeps its part of the tile's tokens in registers: 16 of them for 8 tokens and one word.
 //
 // kSliced_: one matrix of one part, of any number of rows, whose units may be several stages; else units are whole, of
 // one stage each, with their biases.
@@ -131,8 +131,8 @@ struct StreamedGemmPlan {
     g.scale_pitch = ceil_div(parts * out, kScaleChunkRows);
     g.pitch = g.row_bytes;
     // Eight lanes, two rows of four blocks, are served together by shared memory. Where whole rows do not lie well in
-    // its 128-byte period, they are set apart: by half of it where lanes take 16 bytes of a block, by 16 where they take
-    // 32 and leave such gaps.
+    // its 128-byte period, they are set apart: by half of it where lanes take 16 bytes of a block, by 16 where they
+    // take 32 and leave such gaps.
     const bool sixteen = lanes_take_eights(format);
     if (sliced && (g.slices > 1 || !sixteen || g.row_bytes % 128 == 0)) {
       g.pitch = round_up(g.stage_words * word_bytes(format), 128) + (sixteen ? 64 : 16);
@@ -243,7 +243,7 @@ struct StreamStorage {
   static constexpr int kOrder = kTiles + 4 * kStreamPairs;
   static constexpr int kUnitRanges = kOrder + 2 * kStreamPairs;
   static constexpr int kRing = round_up(kUnitRanges + 2 * 12, 128);
-  // Of a few pairs, behind their own order.
+  // Ids and weights of a few pairs, behind their order.
   static constexpr int kFewIds = kOrder + 2 * kFewPairs;
   static constexpr int kFewWeights = kFewIds + 4 * kFewPairs;
   static_assert(kFewWeights + 4 * kFewPairs <= kUnitRanges);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What happens to a unit's accumulators: the sum of a unit that was split along K, FC1's epilogue, FC2's, and a plain
+// Epilogues, which consume a unit's accumulators: the sum of a unit that was split along K, FC1's, FC2's, and a plain
 // store.
 #pragma once
 
@@ -73,7 +73,7 @@ __device__ __forceinline__ bool reduce_split(float4* partials, int* arrivals, co
   return true;
 }
 
-// What FC2's epilogue knows of a token, loaded while the mainloop runs.
+// A token's values for FC2's epilogue, loaded while the mainloop runs.
 struct OwnToken {
   int pair;  // (token, slot) number
   float weight;

@@ -111,7 +111,7 @@ class StageScales {
         uint32_t& held = held_[i / 4][i % 4];
         const bool copied = Config::kScaleWords == 1 || i / 4 * kScaleChunkBlocks < valid_blocks * kOfBlock;
         held = copied ? row_words_[i / 4 * kScaleChunkRows + at.scale_row[i % 4 / 2][i % 2]] : 0;
-        // Of a block's two, the scale of the lane's elements 8t.. comes first.
+        // A block has two scales; that of the lane's elements 8t.. comes first.
         if constexpr (kOfBlock == 2) held >>= lane % 4 / 2 * 8;
       }
     }
@@ -205,7 +205,8 @@ __device__ __forceinline__ void consume_tile(const SharedStorage<Config>& shared
   const uint32_t weights = ptx::shared_address(shared.weights(stage));
   const uint8_t* tokens[2] = {shared.tokens(stage) + at.tokens[0], shared.tokens(stage) + at.tokens[1]};
 
-  // Words whose factors go through shared memory cannot overlap, so they are not unrolled: two of them spilled registers.
+  // Words whose factors go through shared memory cannot overlap, so they are not unrolled: two of them spilled
+  // registers.
   constexpr int kUnrolledWords = Policy::kScaling == mma::Scaling::kInSums ? 1 : Config::kWords;
 #pragma unroll kUnrolledWords
   for (int word = 0; word < Config::kWords; ++word) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// What a launch of the grouped GEMM is told. Filled by the launcher, read by the kernel.
+// Parameters of a launch of the grouped GEMM. Filled by the launcher, read by the kernel.
 #pragma once
 
 #include <cuda.h>

@@ -147,9 +147,9 @@ class Producer {
       }
       const uint8_t* expert_scales = p.weight_scales + at.unit.expert * p.weight_scale_pitch;
       for (int chunk = 0; chunk < chunks; ++chunk) {
-        const int64_t word = static_cast<int64_t>(chunk_block(at.unit.row_tile, chunk)) *
-                                 scale_words(Config::kWeights, p.k) +
-                             at.k_tile * Config::kScaleWords;
+        const int64_t word =
+            static_cast<int64_t>(chunk_block(at.unit.row_tile, chunk)) * scale_words(Config::kWeights, p.k) +
+            at.k_tile * Config::kScaleWords;
         ptx::bulk_copy(shared.scales(stage) + chunk * Config::kScaleWords * kScaleChunkBytes,
                        expert_scales + word * kScaleChunkBytes, scale_bytes, shared.full(stage));
       }
@@ -179,9 +179,9 @@ class Producer {
     __syncwarp();
   }
 
-  // 16-byte copies by all lanes: one bulk copy a row would be issued by one lane at a time, and consumers would wait for
-  // this warp. So that they do not, a copy is three instructions (compare, address, copy), the check of the end 17 for
-  // four of them; all else is done once a unit.
+  // 16-byte copies by all lanes: one bulk copy a row would be issued by one lane at a time, and consumers would wait
+  // for this warp. So that they do not, a copy is three instructions (compare, address, copy), the check of the end 17
+  // for four of them; all else is done once a unit.
   __device__ __forceinline__ void gather_rows(int stage, const Cursor& at) const {
     const int row = lane / kPieces;
     const bool within_k = lane % kPieces * kPieceElements < valid_k(at.k_tile);

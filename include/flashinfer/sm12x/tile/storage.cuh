@@ -34,10 +34,9 @@ struct GemmConfig {
       kEightWarps ? kTokenTile / 2 : kTokenTile;  // a warp's tile: 2 x 16 rows, these tokens
   static constexpr int kTokenSteps = kWarpTokens / 8;
 
-  // Registers for more blocks than a GB10's shared memory holds: parts with more of it fill up. Not where SM12x would
-  // spill.
+  // Cap registers so that GPUs with more shared memory than a GB10 can hold more blocks, unless SM12x would spill.
   static constexpr bool kBf16 = kOperand == Element::kBf16;
-  // Of bf16 rows on Hopper, measured of MXFP4; other formats' expansions spill in wide tiles of three.
+  // For bf16 rows on Hopper, measured with MXFP4; other formats' expansions spill in wide tiles of three.
   static constexpr bool kExpandsLittle = kWeights == Element::kE2m1 || kWeights == Element::kE4m3;
   static constexpr int kHopperBlocks = kTokenTile <= 24 ? 4 : kTokenTile <= 40 || kExpandsLittle ? 3 : 2;
   static constexpr int kSm12xBlocks = kTokenTile <= 8 ? 4 : kTokenTile <= 16 && !kBf16 ? 3 : kBlocksPerSm;

@@ -45,7 +45,7 @@ inline int stream_sms(cudaStream_t stream, int others) {
   return static_cast<int>(resource.sm.smCount);
 }
 
-// What launches need to know of a device, asked of the driver once, and of the stream.
+// Fills in what a launch needs to know of its device, which the driver is asked once, and of its stream.
 inline Status find_launch_options(cudaStream_t stream, bool dependent_launch, int device, LaunchOptions* options) {
   static std::mutex mutex;
   static std::map<int, LaunchOptions> known;

@@ -91,7 +91,8 @@ Status run_streamed_moe(const MoeArguments& a, const MoeWorkspace& w, const Laun
     return {cudaErrorInvalidValue, "a streamed tactic computes both GEMMs: FC1 and FC2 must name the same"};
   }
   if (a.router.logits != nullptr && (pairs > kFewPairs || a.router.num_experts > kRouterMaxExperts)) {
-    return {cudaErrorInvalidValue, "a streamed layer chooses experts of at most 32 (token, slot) pairs, of at most 512"};
+    return {cudaErrorInvalidValue,
+            "a streamed layer chooses experts of at most 32 (token, slot) pairs, of at most 512"};
   }
   if (pairs > kStreamPairs) {
     return {cudaErrorInvalidValue, "a streamed tactic takes at most 1024 (token, slot) pairs"};

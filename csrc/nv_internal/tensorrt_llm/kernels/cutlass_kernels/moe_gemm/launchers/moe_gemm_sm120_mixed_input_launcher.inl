@@ -39,7 +39,7 @@ struct KernelLauncher {
   }
 };
 
-// What a rendered MoE source instantiates: both GEMMs of one tile configuration.
+// A rendered MoE source instantiates this: both GEMMs of one tile configuration.
 template <Element kActivation, Element kOperand, int kTokenTile, int kKTile, int kStages, int kBlocksPerSm>
 struct MoeInstance {
   template <Role kRole>
@@ -48,7 +48,7 @@ struct MoeInstance {
   using Fc2 = Gemm<Role::kFc2>;
 
   static constexpr bool agrees_with_table(int stages, int shared_bytes) {
-    // What multiplies in half precision instead of block-scaled MMAs keeps float factors, too.
+    // Half-precision MMAs in place of block-scaled ones need float factors in shared memory, too.
     const bool more = Fc1::Sm12xStorage::kNeedsFactors;
     const int bytes = Fc1::Sm12xStorage::bytes(128);
     return stages == kStages && (more ? bytes > shared_bytes : bytes == shared_bytes);
@@ -91,7 +91,7 @@ struct StreamedLayerInstance {
   static constexpr int kFixedBytes = StreamStorage::kRing;
   static constexpr int kRingBytes = Sm12xLimits::kSharedBytesPerBlock - kFixedBytes;
 
-  // Of a GEMM with `parts` of `out` rows; 0: K is too long.
+  // Stage bytes of a GEMM with `parts` of `out` rows; 0: K is too long.
   static constexpr int stage_bytes(int parts, int out, int k) {
     const StreamedGemmPlan plan =
         moe_stream_plan(kWords * kScaleChunkElements, kMmaWarps, kTokenTile, parts == 2, out, k);
