@@ -65,7 +65,7 @@ TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         f"{MOE}.config": (
             *"FusedMoEConfig.moe_backend FusedMoEConfig.moe_parallel_config FusedMoEConfig.num_experts".split(),
             *"FusedMoEConfig.num_local_experts FusedMoEConfig.hidden_dim FusedMoEConfig.device".split(),
-            *"FusedMoEConfig.experts_per_token FusedMoEConfig.in_dtype".split(),
+            *"FusedMoEConfig.experts_per_token FusedMoEConfig.in_dtype FusedMoEConfig.is_lora_enabled".split(),
             *"FusedMoEConfig.intermediate_size_per_partition FusedMoEConfig.max_capture_size".split(),
             *"FusedMoEParallelConfig.ep_size FusedMoEParallelConfig.ep_rank FusedMoEParallelConfig.enable_eplb".split(),
             "FusedMoEParallelConfig.use_batched_activation_format",
@@ -115,6 +115,8 @@ TABLE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         f"{LAYERS}.quantization.utils.quant_utils": ("kMxfp4Static", "kMxfp8Dynamic"),
         f"{LAYERS}.attention": ("Attention.attn_backend", "Attention.kv_cache_dtype"),
         "vllm.config.compilation": ("CompilationConfig.static_forward_context",),
+        "vllm.config.lora": ("LoRAConfig.target_modules",),
+        "vllm.config.vllm": ("VllmConfig.lora_config",),
         "vllm.model_executor.utils": ("replace_parameter(3)",),
     },
     "dense": {

@@ -9,6 +9,7 @@ input itself (one launch fewer, and no need for nvidia-cutlass-dsl), and hidden 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import time
@@ -50,6 +51,8 @@ ACTIVATION_KEYS = {"a8": kMxfp8Dynamic, "a16": None, "auto": None}
 # --moe-backend values that mean this operator.
 OUR_BACKENDS = ("auto", "flashinfer_cutlass")
 BLOCK_SIZE = 32
+# Modules of --lora-target-modules, by the last part of their names, whose adapters leave experts as they are.
+MODULES_BESIDE_EXPERTS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "embed_tokens", "lm_head")
 # Tensors that vLLM's experts make besides the weights.
 CONSTANTS = ("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit", "fake_input_scale")
 
@@ -205,6 +208,13 @@ def _fork_is_there() -> str:
     return f"'import flashinfer' is {flashinfer.__file__}, not the fork (see docs/troubleshooting.md)"
 
 
+def adapters_change_experts() -> bool:
+    """Whether a LoRA adapter of this server may change experts: ``--lora-target-modules`` names all that one may change."""
+    config = get_current_vllm_config_or_none()
+    targets = None if config is None or config.lora_config is None else config.lora_config.target_modules
+    return targets is None or any(name.rpartition(".")[2] not in MODULES_BESIDE_EXPERTS for name in targets)
+
+
 def reason_against(moe: Any, chosen: Settings, experts: type[SM12xExperts] = SM12xExperts) -> str:
     """Why this MoE layer is left to vLLM and not to ``experts``, or an empty text."""
     if chosen.moe == "vllm":
@@ -219,6 +229,10 @@ def reason_against(moe: Any, chosen: Settings, experts: type[SM12xExperts] = SM1
         return f"{moe.num_experts} experts do not divide into {parallel.ep_size} ranks"
     if parallel.enable_eplb:
         return "expert load balancing (EPLB)"
+    if moe.is_lora_enabled:
+        if issubclass(experts, SM12xMxfp4Experts):
+            return "LoRA adapters may change them"
+        return "LoRA adapters may change them; with --lora-target-modules q_proj k_proj v_proj o_proj they do not"
     batched = parallel.use_batched_activation_format
     formats = mk.FusedMoEActivationFormat
     key = ACTIVATION_KEYS[chosen.choice("moe").activations]
@@ -235,6 +249,8 @@ def reason_against(moe: Any, chosen: Settings, experts: type[SM12xExperts] = SM1
 
 def make_method(moe: Any, chosen: Settings) -> GptOssMxfp4MoEMethod:
     """The MoE method of a layer: this fork's, or vLLM's own with the reason said once."""
+    if moe.is_lora_enabled and not adapters_change_experts():
+        moe = dataclasses.replace(moe, is_lora_enabled=False)
     reason = reason_against(moe, chosen)
     if reason:
         logger.warning_once("flashinfer-sm12x: the experts are left to vLLM: %s", reason, scope="global")

@@ -185,6 +185,7 @@ FORMATS = {"qkv": "mxfp8", "o": "mxfp4", "lm_head": "mxfp8-a8"}
 MARLINS = {"qkv": "MarlinMxfp8LinearKernel", "o": "MarlinMxFp4LinearKernel", "lm_head": "MarlinMxfp8LinearKernel"}
 VLLMS = {"moe": "MARLIN MarlinExperts"}
 LEFT = "flashinfer-sm12x: the experts are left to vLLM: "
+ADAPTERS = "LoRA adapters may change them; with --lora-target-modules q_proj k_proj v_proj o_proj they do not"
 
 
 @pytest.mark.parametrize(
@@ -202,7 +203,8 @@ LEFT = "flashinfer-sm12x: the experts are left to vLLM: "
         # vLLM alone refuses it here: it looks for the bf16 variant, which it keeps to Hopper.
         ({}, ("--moe-backend", "flashinfer_cutlass"), {"moe": "FLASHINFER_CUTLASS_MXFP4_BF16 SM12xAutoExperts"}, ""),
         ({"moe": "vllm"}, (), VLLMS, f"{LEFT}chosen"),
-        ({}, ("--enable-lora",), VLLMS, f"{LEFT}kernel does not support LoRA"),
+        ({}, ("--enable-lora",), VLLMS, LEFT + ADAPTERS),
+        ({}, ("--enable-lora", "--lora-target-modules", "o_proj", "gate_up_proj"), VLLMS, LEFT + ADAPTERS),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
@@ -210,6 +212,63 @@ def test_kernels_are_those_that_were_chosen_and_named(checkpoint_folder, log, ch
     found = chosen_kernels(checkpoint_folder, chosen, *words)
     assert found == found | expected
     assert not said or said in log
+
+
+LORA = ("--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "q_proj", "k_proj", "v_proj", "o_proj")
+
+
+def adapter(seed: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """A and B of a random LoRA adapter of attention, by the checkpoint's names of its layers."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = checkpoint.CONFIG
+    hidden, heads = sizes["hidden_size"], sizes["num_attention_heads"] * sizes["head_dim"]
+    kv = sizes["num_key_value_heads"] * sizes["head_dim"]
+    shapes = {"q_proj": (heads, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, heads)}
+    return {
+        f"model.layers.{layer}.self_attn.{name}": (
+            (torch.randn(8, k, generator=generator) * k**-0.5).bfloat16(),
+            (torch.randn(n, 8, generator=generator) * 0.3).bfloat16(),
+        )
+        for layer in range(sizes["num_hidden_layers"])
+        for name, (n, k) in shapes.items()
+    }
+
+
+@pytest.mark.parametrize("kinds", [{}, {"qkv": "mxint8", "o": "mxint8"}], ids=["bf16", "quantized"])
+def test_an_adapter_of_attention_leaves_the_experts_to_the_fork(checkpoint_folder, monkeypatch, kinds):
+    """vLLM's own LoRA layers around its attention; logits are those of weights with the adapter added in."""
+    from vllm.lora import model_manager
+    from vllm.lora.layers import LoRAMapping
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.lora_weights import LoRALayerWeights
+    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+
+    monkeypatch.setattr(model_manager, "get_punica_wrapper", PunicaWrapperCPU)
+    given = adapter(4)
+    config = serve(checkpoint_folder, kinds, *LORA)
+    with served.parallel_groups(config):
+        model = served.load_model(config)
+        chosen = {**dict.fromkeys(kinds, "ForkKernel"), "moe": "FLASHINFER_CUTLASS_MXFP4_BF16 SM12xAutoExperts"}
+        assert served.kernels(model) == served.kernels(model) | chosen
+        sizes = 1, len(TOKENS), checkpoint.CONFIG["vocab_size"]
+        manager = model_manager.LoRAModelManager(model, *sizes, config.lora_config, torch.device("cpu"), config)
+        named = {name.replace("self_attn", "attn"): pair for name, pair in given.items()}
+        manager.add_adapter(LoRAModel(1, 8, {name: LoRALayerWeights(name, 8, 8, *pair) for name, pair in named.items()}))
+        manager.activate_adapter(1)
+        found = []
+        for number in (0, 1):  # without an adapter, and with it
+            manager.set_adapter_mapping(LoRAMapping((number,) * len(TOKENS), (number,), is_prefill=True))
+            found.append(served.logits(config, model, TOKENS))
+
+    def added(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        tensor = quantized(checkpoint_folder, kinds, name, tensor)
+        a, b = given.get(name.removesuffix(".weight"), (None, None))
+        return tensor if a is None or not name.endswith(".weight") else tensor.float() + b.float() @ a.float()
+
+    check(found[0], checkpoint_folder, "a16", kinds)
+    check(found[1], checkpoint_folder, "a16", change=added)
+    with pytest.raises(AssertionError):
+        check(found[0], checkpoint_folder, "a16", change=added)
 
 
 def test_speculative_decoding_verifies_by_these_kernels_and_drafts_by_vllms(checkpoint_folder, tmp_path, monkeypatch):
