@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """gpt-oss's model class: vLLM's own, and an executor over its layers for decode steps.
 
-The executor (:class:`DecodeSteps`) computes a step of decodes alone with this fork's operators: per layer QKV with its norm,
+The executor (:class:`DecodeSteps`) computes a step of decodes alone, of one token or of a window that verifies a draft,
+with this fork's operators: per layer QKV with its norm,
 attention with rope and the cache's write in it, O, the router with its norm, the experts. It runs where vLLM captures such a
 step into a full CUDA graph, or runs models eagerly; all else, torch.compile with it, is vLLM's forward.
 """
@@ -93,7 +94,6 @@ def reason_against(config: VllmConfig, model: Any) -> str:
     graphs = compilation.cudagraph_mode
     asked = {
         "LoRA": config.lora_config is not None,
-        "speculative decoding": config.speculative_config is not None,
         "transfer of the KV cache": config.kv_transfer_config is not None,
         "routed experts are returned": config.aux_output_config.enabled,
         "VLLM_BATCH_INVARIANT": envs.VLLM_BATCH_INVARIANT,
@@ -188,8 +188,6 @@ class DecodeSteps:
         found = context.attn_metadata
         if not isinstance(found, dict) or context.cudagraph_runtime_mode == CUDAGraphMode.PIECEWISE:
             return None
-        if self.model.aux_hidden_state_layers:
-            return None
         names = (layer.attn.attn.layer_name for layer in self.model.layers)
         return found if all(_is_decode(found.get(name), rows) for name in names) else None
 
@@ -213,36 +211,42 @@ class DecodeSteps:
         rope: torch.Tensor,
         workspace: torch.Tensor,
         barrier: torch.Tensor,
-    ) -> torch.Tensor:
-        """Hidden states ``[rows, hidden]`` behind the last norm, as ``GptOssModel.forward`` returns them."""
+    ) -> torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]:
+        """Hidden states ``[rows, hidden]`` behind the last norm, as ``GptOssModel.forward`` returns them: with those in
+        front of the layers that a draft reads (EAGLE3), if it reads any."""
         hidden = self.model.embed_input_ids(input_ids)
         residual = None
+        for_draft: list[torch.Tensor] = []
+        read = self.model.aux_hidden_state_layers  # by the number of layers in front
         following = [layer.attn.qkv_proj for layer in self.model.layers[1:]] + [self.head]
-        for layer, next_layer in zip(self.model.layers, following, strict=True):
+        for index, (layer, next_layer) in enumerate(zip(self.model.layers, following, strict=True)):
             attention, router = layer.attn, layer.mlp.router
             with reading_ahead(fork_kernel(attention.qkv_proj), attention.o_proj):
                 qkv, residual = norm_and_project(layer.input_layernorm, attention.qkv_proj, hidden, residual)
+            if index in read:
+                for_draft.append(residual.clone())  # vLLM's norms write over it
             attended = attend(attention.attn, qkv, step[attention.attn.layer_name], rope, workspace)
             with reading_ahead(fork_kernel(attention.o_proj), router):
                 hidden, _ = attention.o_proj(attended)
             hidden, residual = route_and_compute(layer, hidden, residual, barrier, weight_of(next_layer))
         assert residual is not None
         _add_and_norm(self.model.norm, hidden, residual)
-        return hidden
+        if len(following) in read:
+            for_draft.append(residual)
+        return (hidden, for_draft) if for_draft else hidden
 
 
 def _is_decode(metadata: Any, rows: int) -> bool:
-    """Whether a layer's step is one new token of each sequence, for XQA."""
+    """Whether a layer's step is as many new tokens of each sequence, for XQA: one, or a window that verifies a draft."""
     if not isinstance(metadata, FlashInferMetadata) or metadata.num_prefills or not metadata.causal:
         return False
     decode = metadata.decode
     return (
         isinstance(decode, FlashInferTrtllmAPIDecode)
         and decode.kernel == FlashInferDecodeKernel.XQA
-        and decode.q_len_per_req == 1
-        and decode.mask is None
-        and decode.q_cu_seq_lens is None
-        and metadata.num_decodes <= rows
+        and decode.q_cu_seq_lens is None  # else windows are of different lengths
+        and (decode.mask is None) == (decode.q_len_per_req == 1)  # of causal attention within the window
+        and metadata.num_decodes * decode.q_len_per_req <= rows
     )
 
 
@@ -308,18 +312,19 @@ def attend(
 ) -> torch.Tensor:
     """Rope, the cache's write and attention of ``qkv`` ``[rows, (heads + 2 kv_heads) 64]``; rows of padding write nothing.
 
-    A padded sequence has length 0 (FULL graphs), or there are more rows than sequences: what those rows get means nothing.
+    A padded sequence has length 0 (FULL graphs), or there are more rows than tokens: what those rows get means nothing.
     """
     from flashinfer.decode import decode_attention
 
-    rows, sequences, decode = qkv.shape[0], metadata.num_decodes, metadata.decode
+    rows, decode = qkv.shape[0], metadata.decode
+    tokens = metadata.num_decodes * decode.q_len_per_req
     cache = layer.kv_cache
     if cache.dtype is torch.uint8:
         cache = cache.view(torch.float8_e4m3fn)
     scales = (layer._k_scale_float, layer._v_scale_float) if layer.kv_cache_dtype in E4M3_CACHES else (1.0, 1.0)
     cache = cache.permute(*metadata.kv_cache_layout.layer_view_order)
     heads = (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
-    query, key, value = qkv.view(rows, -1, HEAD)[:sequences].split(heads, dim=1)
+    query, key, value = qkv.view(rows, -1, HEAD)[:tokens].split(heads, dim=1)
     out = torch.empty((rows, layer.num_heads, HEAD), dtype=qkv.dtype, device=qkv.device)
     decode_attention(
         query,
@@ -330,6 +335,7 @@ def attend(
         value=value,
         rope_table=rope,
         sinks=layer.impl.sinks,
+        q_len_per_req=decode.q_len_per_req,
         sm_scale=layer.impl.scale,
         window_left=layer.impl.window_left,
         k_scale=scales[0],
@@ -337,7 +343,7 @@ def attend(
         kv_layout=get_flashinfer_layout_string(metadata.kv_cache_layout),
         workspace_buffer=workspace,
         constant_cache=True,
-        out=out[:sequences],
+        out=out[:tokens],
     )
     return out.view(rows, -1)
 

@@ -162,9 +162,6 @@ def test_what_is_no_step_of_decodes_alone_is_vllms(loaded, monkeypatch):
     assert stock(Batch([1], [9], PAGES[:1]), cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE) == layers
     assert stock(Batch([1] * 65, [1] * 65, [[each % 23 + 1] for each in range(65)])) == layers
     assert stock(Batch([1] * 64, [1] * 64, [[each % 23 + 1] for each in range(64)])) == []
-    model.model.aux_hidden_state_layers = (1,)
-    assert stock(Batch([1], [9], PAGES[:1])) == layers
-    model.model.aux_hidden_state_layers = ()
     for change in ({"num_prefills": 1}, {"causal": False}, {"num_decodes": 2}):
         found = steps.metadata(Batch([1], [9], PAGES[:1]), 1)
         for name, value in change.items():
@@ -172,6 +169,107 @@ def test_what_is_no_step_of_decodes_alone_is_vllms(loaded, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(steps, "metadata", lambda *_, found=found: found)
             assert stock(Batch([1], [9], PAGES[:1])) == layers, change
+
+
+# Windows of up to three tokens. Four of two are eight rows, beyond which the norm of QKV is a launch of its own.
+DRAFT = ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}')
+WINDOW = 2
+
+
+def windows(steps: Paged, rows: int = 0) -> tuple[torch.Tensor, list[Batch]]:
+    """float32 logits of two steps of windows, of which all tokens are kept: ``[steps, sequence, window, vocabulary]``."""
+    prefill(steps)
+    found, batches = [], []
+    for step in (1, 2):
+        lengths = [length + step * WINDOW for length in PROMPTS]
+        new = [token for sequence, length in enumerate(lengths) for token in tokens_of(sequence, length)[-WINDOW:]]
+        batch = Batch([WINDOW] * 2, lengths, PAGES)
+        found.append(steps.step(new, batch, rows)[: 2 * WINDOW].view(2, WINDOW, -1))
+        batches.append(batch)
+    return torch.stack(found), batches
+
+
+@pytest.mark.parametrize("kinds", DENSE[:2], ids=["bf16", "quantized"])
+def test_windows_that_verify_a_draft_are_the_executors(loaded, log, kinds, monkeypatch):
+    """As near vLLM's layers as one token a step is; what rows and sequences of padding hold changes nothing."""
+    config, model = loaded({"moe": "mxfp4-a16", **kinds}, *DRAFT)
+    assert table(log)["decode"][:3] == ("flashinfer-sm12x", "up to 64 tokens", "default")
+    steps = Paged(config, model)
+    got, batches = windows(steps)
+    assert [batch.stock for batch in batches] == [[], []]
+    caches = [layer.kv_cache.clone() for layer in steps.layers.values()]
+
+    def as_replayed(batch: Batch, _: int) -> dict[str, Any]:
+        """Of four sequences, as a graph was captured; the last two have length 0 and the null page when it is replayed."""
+        if batch.new[0] != WINDOW:
+            return metadata(batch, len(batch.new))
+        four = metadata(Batch([WINDOW] * 4, [*batch.lengths, WINDOW, WINDOW], [*batch.pages, [1], [1]]), 4)
+        for each in four.values():
+            each.decode.seq_lens[2:] = 0
+            each.decode.block_tables[2:] = 0
+        return four
+
+    metadata = steps.metadata
+    for found, rows in ((metadata, 2 * WINDOW + 1), (metadata, 4 * WINDOW), (as_replayed, 4 * WINDOW)):
+        with monkeypatch.context() as patch:
+            patch.setattr(steps, "metadata", found)
+            padded, batches = windows(steps, rows)
+        assert [batch.stock for batch in batches] == [[], []]
+        assert torch.equal(padded, got)
+        assert all(map(torch.equal, caches, (layer.kv_cache for layer in steps.layers.values())))
+    assert not any(layer.kv_cache[0].any() for layer in steps.layers.values())
+    executor, model.decode_steps = model.decode_steps, None
+    vllms, batches = windows(steps)
+    assert all(batch.stock == list(steps.layers) for batch in batches)
+    assert executor is not None
+    distance = (got.log_softmax(-1) - vllms.log_softmax(-1)).abs().mean(-1)
+    print("seed", SEED, "mean differences of log probabilities", distance.flatten().tolist())
+    assert 0 < distance.max() < 0.1
+
+
+def test_windows_of_different_lengths_are_vllms(loaded):
+    config, model = loaded({}, *DRAFT)
+    steps = Paged(config, model)
+    for new, taken in (
+        ([2, 2], True),
+        ([3, 3], True),
+        ([1, 1], True),
+        ([2, 3], False),
+        ([1, 3], False),
+        ([4, 4], False),
+    ):
+        batch = Batch(new, [9 + new[0], 7 + new[1]], PAGES)
+        steps.step(tokens_of(0, sum(new)), batch)
+        assert batch.stock == ([] if taken else list(steps.layers)), new
+
+
+def test_a_draft_reads_the_states_that_vllms_layers_give_it(loaded):
+    """EAGLE3: in front of any layer, and behind the last."""
+    from vllm.forward_context import get_forward_context, set_forward_context
+
+    config, model = loaded({"moe": "mxfp4-a16", "qkv": "mxint8"}, *DRAFT)
+    steps, found = Paged(config, model), []
+    count = len(model.model.layers)
+    model.set_aux_hidden_state_layers(tuple(range(count + 1)))
+    batch = Batch([WINDOW] * 2, [length + WINDOW for length in PROMPTS], PAGES)
+    new = torch.tensor(
+        [token for sequence in range(2) for token in tokens_of(sequence, batch.lengths[sequence])[-WINDOW:]]
+    )
+    for executor in (model.decode_steps, None):
+        model.decode_steps = executor
+        prefill(steps)
+        slots = dict.fromkeys(steps.layers, batch.slots(len(new)))
+        context = set_forward_context(steps.metadata(batch, 2), config, num_tokens=len(new), slot_mapping=slots)
+        with torch.inference_mode(), context:
+            get_forward_context().additional_kwargs["batch"] = batch
+            hidden, states = model(new, batch.positions(len(new)))
+        found.append([hidden, *states])
+    assert batch.stock == list(steps.layers)  # of the second alone
+    assert [len(each) for each in found] == [2 + count] * 2
+    assert torch.equal(found[0][1], found[1][1])  # the embedding
+    for ours, vllms in zip(*found, strict=True):
+        assert (ours.float() - vllms.float()).norm() < 0.05 * vllms.float().norm()
+    assert not torch.equal(found[0][2], found[0][3])
 
 
 def test_a_compiled_model_takes_the_executor_where_a_full_graph_is_captured(loaded, monkeypatch):
@@ -216,7 +314,6 @@ def test_what_the_executor_does_not_serve_is_named(loaded, monkeypatch):
     attention = model.model.layers[1].attn.attn
     changes = [
         (config, "lora_config", object(), "LoRA"),
-        (config, "speculative_config", object(), "speculative decoding"),
         (config, "kv_transfer_config", object(), "transfer of the KV cache"),
         (config, "aux_output_config", mock.Mock(enabled=True), "routed experts are returned"),
         (config.offload_config.uva, "cpu_offload_gb", 1, "weights are offloaded"),

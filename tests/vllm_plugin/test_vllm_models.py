@@ -253,7 +253,9 @@ def test_an_adapter_of_attention_leaves_the_experts_to_the_fork(checkpoint_folde
         sizes = 1, len(TOKENS), checkpoint.CONFIG["vocab_size"]
         manager = model_manager.LoRAModelManager(model, *sizes, config.lora_config, torch.device("cpu"), config)
         named = {name.replace("self_attn", "attn"): pair for name, pair in given.items()}
-        manager.add_adapter(LoRAModel(1, 8, {name: LoRALayerWeights(name, 8, 8, *pair) for name, pair in named.items()}))
+        manager.add_adapter(
+            LoRAModel(1, 8, {name: LoRALayerWeights(name, 8, 8, *pair) for name, pair in named.items()})
+        )
         manager.activate_adapter(1)
         found = []
         for number in (0, 1):  # without an adapter, and with it
