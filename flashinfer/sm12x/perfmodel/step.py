@@ -131,8 +131,9 @@ class Step:
 
     @property
     def decode_step(self) -> bool:
-        """Whether it is one of the plugin's decode steps, of which ``moe_step`` is a part."""
-        return self.fork and self.fused_router and not self.prefill
+        """Whether it is one of the plugin's decode steps, of which ``moe_step`` is a part: one token of each sequence, or a
+        window that verifies a draft."""
+        return self.fork and self.fused_router and (self.verified or not self.prefill)
 
     @property
     def fused_norm(self) -> bool:
