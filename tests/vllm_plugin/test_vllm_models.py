@@ -219,6 +219,7 @@ LORA = ("--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "q_pro
 
 def adapter(seed: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """A and B of a random LoRA adapter of attention, by the checkpoint's names of its layers."""
+    print("seed", seed)
     generator = torch.Generator().manual_seed(seed)
     sizes = checkpoint.CONFIG
     hidden, heads = sizes["hidden_size"], sizes["num_attention_heads"] * sizes["head_dim"]
