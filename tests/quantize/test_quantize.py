@@ -371,10 +371,21 @@ def test_the_command_tells_loss_size_and_how_to_serve(tmp_path: Path, toy: model
     kl = Folder(out).manifest.told["kl"]
     assert [line[3] for line in losses] == [f"{kl[name]['value']:.4f}" for name in (ROUNDED, QUANTIZED)]
     assert "qkv mxfp6, o mxfp6, lm_head nvfp4; 0.00 GB, " in said
-    assert f"""serve it: vllm serve toy --additional-config '{{"sm12x": {{"dense": "{out}"}}}}'""" in said
+    assert "toy is no gpt-oss in MXFP4, whose folders alone vLLM's plugin serves" in said
+    assert "vllm serve" not in said
     assert quantize("toy", "--out", str(out), "--device", "cpu")[0] == 1
     few = quantize("toy", "--out", str(tmp_path / "g"), "--text", str(text), "--tokens", "280", "--device", "cpu")
     assert "fewer than 288 tokens: more of them, by --text and --tokens, lose less" in few[1]
+
+
+def test_the_folder_of_a_gpt_oss_is_served_with_readmes_words(tmp_path: Path, toy: models.Subject) -> None:
+    request = command.Request("openai/gpt-oss-20b", tmp_path / "f", {}, None, None, "cpu")
+    toy.model.a8 = False  # as packed experts have it
+    dense = f"""--additional-config '{{"sm12x": {{"dense": "{tmp_path / "f"}"}}}}'"""
+    wanted = f"vllm serve openai/gpt-oss-20b --host 127.0.0.1 --gpu-memory-utilization 0.7 {dense}"
+    assert command.how_to_serve(request, toy) == f"serve it: {wanted}"
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    assert "vllm serve openai/gpt-oss-120b --host 127.0.0.1 --gpu-memory-utilization 0.7 --additional-config" in readme
 
 
 def test_by_default_four_tokens_are_read_for_each_input(tmp_path: Path, toy: models.Subject) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from ..accuracy import measure, models, texts
 from ..accuracy.formats import BF16
+from ..host_memory import SHARE
 from .manifest import from_hub
 from .run import QUANTIZED, ROUNDED, QuantizeError, Run, attention_layers, begun, with_losses
 
@@ -59,6 +60,14 @@ def peak_memory(device: str) -> str:
     if not device.startswith("cuda"):
         return f"{host:.1f} GiB"
     return f"{host:.1f} GiB of the host's memory and {torch.cuda.max_memory_allocated() / (1 << 30):.1f} of the GPU's"
+
+
+def how_to_serve(request: Request, subject: models.Subject) -> str:
+    """The command, for a gpt-oss; for another model, that there is none."""
+    if not subject.packed_experts:
+        return f"{subject.name} is no gpt-oss in MXFP4, whose folders alone vLLM's plugin serves"
+    dense = f"""--additional-config '{{"sm12x": {{"dense": "{request.out.resolve()}"}}}}'"""
+    return f"serve it: vllm serve {request.checkpoint} --host 127.0.0.1 --gpu-memory-utilization {SHARE} {dense}"
 
 
 def quantize(request: Request, say: Callable[[str], None]) -> None:
@@ -111,6 +120,4 @@ def quantize(request: Request, say: Callable[[str], None]) -> None:
         say(f"  {name:22} {kl[name].value:.4f} ({kl[name].low:.4f} to {kl[name].high:.4f})")
     size = sum(path.stat().st_size for path in request.out.glob("*.safetensors")) / 1e9
     say(f"{request.out}: {run.manifest.told_formats}; {size:.2f} GB, {minutes:.1f} minutes, at most {memory}")
-    say(
-        f"""serve it: vllm serve {request.checkpoint} --additional-config '{{"sm12x": {{"dense": "{request.out.resolve()}"}}}}'"""
-    )
+    say(how_to_serve(request, subject))
