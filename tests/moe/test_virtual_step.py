@@ -98,6 +98,7 @@ def test_any_number_may_stand_in_the_second_counter(device: VirtualDevice) -> No
     for start in (7, -1, -20, 2**31 - 30):
         barrier = torch.tensor([0, start], dtype=torch.int32)
         assert equal(moe_step(router_logits=logits, top_k=4, barrier=barrier, **arguments), wanted)
+        assert int(barrier[0]) == 0, "as the next launch needs it"
         grown = (int(barrier[1]) - start) % 2**32
         assert grown == device.launches[-1].grid[0]
 
