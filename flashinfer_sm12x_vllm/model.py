@@ -2,9 +2,9 @@
 """gpt-oss's model class: vLLM's own, and an executor over its layers for decode steps.
 
 The executor (:class:`DecodeSteps`) computes a step of decodes alone, of one token or of a window that verifies a draft,
-with this fork's operators: per layer QKV with its norm,
-attention with rope and the cache's write in it, O, the router with its norm, the experts. It runs where vLLM captures such a
-step into a full CUDA graph, or runs models eagerly; all else, torch.compile with it, is vLLM's forward.
+with this fork's operators: per layer QKV with its norm, attention with rope and the cache's write in it, O, the router with
+its norm, the experts. It runs where vLLM captures such a step into a full CUDA graph, or runs models eagerly; all else,
+torch.compile with it, is vLLM's forward.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ ACTIVATION_KEYS = {"a8": kMxfp8Dynamic, "a16": None, "auto": None}
 OUR_BACKENDS = ("auto", "flashinfer_cutlass")
 BLOCK_SIZE = 32
 # Modules of --lora-target-modules, by the last part of their names, whose adapters leave experts as they are.
-MODULES_BESIDE_EXPERTS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "embed_tokens", "lm_head")
+ATTENTION = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj")
 # Tensors that vLLM's experts make besides the weights.
 CONSTANTS = ("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit", "fake_input_scale")
 
@@ -212,7 +212,7 @@ def adapters_change_experts() -> bool:
     """Whether a LoRA adapter of this server may change experts: ``--lora-target-modules`` names all that one may change."""
     config = get_current_vllm_config_or_none()
     targets = None if config is None or config.lora_config is None else config.lora_config.target_modules
-    return targets is None or any(name.rpartition(".")[2] not in MODULES_BESIDE_EXPERTS for name in targets)
+    return targets is None or any(name.rpartition(".")[2] not in ATTENTION for name in targets)
 
 
 def reason_against(moe: Any, chosen: Settings, experts: type[SM12xExperts] = SM12xExperts) -> str:
@@ -229,9 +229,7 @@ def reason_against(moe: Any, chosen: Settings, experts: type[SM12xExperts] = SM1
         return f"{moe.num_experts} experts do not divide into {parallel.ep_size} ranks"
     if parallel.enable_eplb:
         return "expert load balancing (EPLB)"
-    if moe.is_lora_enabled:
-        if issubclass(experts, SM12xMxfp4Experts):
-            return "LoRA adapters may change them"
+    if moe.is_lora_enabled and not issubclass(experts, SM12xMxfp4Experts):
         return "LoRA adapters may change them; with --lora-target-modules q_proj k_proj v_proj o_proj they do not"
     batched = parallel.use_batched_activation_format
     formats = mk.FusedMoEActivationFormat

@@ -90,6 +90,7 @@ def test_which_steps_have_a_norm_in_qkv() -> None:
     """As the plugin's: beside its router, in up to eight tokens of a step, with tokens that are not rounded."""
     step = Step(8, 512, formats=formats_of("nvfp4"), fused_router=True)
     assert step.fused_norm
+    assert dataclasses.replace(step, sequences=4, new=2, verified=True).fused_norm, "a draft's window"
     without: list[dict[str, Any]] = [
         {"sequences": 9}, {"fused_router": False}, {"new": 2}, {"formats": formats_of("bf16")}, {"fork": False},
         {"formats": formats_of("mxfp8"), "dense_tokens": "mxfp8"},

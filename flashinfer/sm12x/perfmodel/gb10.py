@@ -59,9 +59,9 @@ and bytes included. Weights may be on their way before it begins, which is left 
 start and a tail, too: an H200 takes 8.3 to 8.8 in a window and 9.3 to 10.2 at 1,024.
 """
 LAUNCH_SAVED_US = {"experts": 0.7, "top-k": 1.0}
-"""Less, of a decode step's call: experts without a launch in front of them (``moe_step`` with counters of the caller's), and a
-router without its top-k, which the experts then do at one token. An H100's step of 36 layers is 24 and 35 us shorter, so that
-both are what is left when the experts' own part in it is paid. The norm in QKV needs no such number: its part goes."""
+"""A decode step's call takes so much less: experts without a launch in front of them (``moe_step`` with the caller's
+counters), and a router without its top-k, which the experts then do at one token. Both are net: an H100's step of 36 layers
+is 24 and 35 us shorter. The norm in QKV needs no such number, since the part of that name goes."""
 SECOND_GEMM_US = 11.7
 """A pair of GEMMs adds this to an MoE layer."""
 SECOND_LAUNCH_US = 3.0

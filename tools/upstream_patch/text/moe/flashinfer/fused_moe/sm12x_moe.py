@@ -69,7 +69,7 @@ def choose_moe(
 
 def default_tactics(problem: MoEProblem, all_sms: bool = True) -> tuple[int, int]:
     rows = problem.num_tokens * problem.top_k
-    sizes = problem.num_local_experts, problem.hidden, problem.inter
+    sizes = problem.routed_experts, problem.hidden, problem.inter
     row = choose_moe(problem.mode.activation, rows, *sizes, all_sms)
     return row.index, row.index
 
