@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time an MXFP4 MoE layer from expert ids to output, beside its floor and beside what others have.
+"""Time an MXFP4 or NVFP4 MoE layer from expert ids to output, beside its floor and beside what others have.
 
     make bench
     make bench BENCH_ARGS="--models gpt-oss-20b --tokens 1,8,64 --modes 0 --tactics all"
+    make bench BENCH_ARGS="--models qwen3.6-35b-a3b --weights nvfp4"
     make bench BENCH_ARGS=--upstream                # on SM12x: upstream's module too
     make bench BENCH_ARGS=--host                    # what a call costs the host, in Python and in the launcher
     make bench BENCH_ARGS="--render moe.json"       # table and plot of an earlier run, no GPU needed
@@ -60,7 +61,8 @@ from flashinfer.testing import MoEInputs, moe_reference
 from flashinfer.testing.moe_layers import MODE_NAMES, MODELS, Batch, layer_call, make_layer, route, rows_of
 from flashinfer.testing.virtual_device import in_own_process
 
-TITLE = "MXFP4 MoE layer"
+TITLES = {"mxfp4": "MXFP4 MoE layer", "nvfp4": "NVFP4 MoE layer"}
+NVFP4_PEERS = ("marlin",)  # that take such weights here
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 PREDICTED_TOKENS = (1, 2, 4, 8, 16, 32, 64, 2048, 8192)
 PREDICTED_MODES = (1, 2)  # mode 0's GEMMs are mode 1's
@@ -72,7 +74,7 @@ SEED = 0
 def batches(arguments: argparse.Namespace, device: str) -> Iterator[tuple[str, Batch, Iterator[Batch]]]:
     """For each model its name, its weights, and its batches: the same ones each time they are asked for."""
     for model in arguments.models:
-        weights = make_layer(model, max(arguments.tokens), SEED, device)
+        weights = make_layer(model, max(arguments.tokens), SEED, device, arguments.weights)
         progress = tqdm.tqdm(arguments.tokens, desc=model, disable=None)
         yield model, weights, (route(weights, tokens, SEED + tokens) for tokens in progress)
 
@@ -121,7 +123,7 @@ def measure_ours(arguments: argparse.Namespace, inputs: MoEInputs, mode: int) ->
     call = layer_call(inputs)
     entry = measured(call, share_of_bound(call()[rows], *expected), arguments.repeats)
     entry.tactics = "/".join(dict.fromkeys(planned_tactics(inputs, mode)))
-    for name in forced_tactics(arguments.tactics, mode):
+    for name in forced_tactics(arguments.tactics, mode, inputs.weights):
         call = layer_call(inputs, [tactic(name)] * 2)
         entry.used = max(entry.used or 0.0, share_of_bound(call()[rows], *expected))
         entry.forced[name] = time_graph(call, arguments.repeats).median
@@ -155,13 +157,16 @@ def planned_tactics(inputs: MoEInputs, mode: int) -> tuple[str, str]:
     tokens, top_k = inputs.token_selected_experts.shape
     experts, hidden, half = inputs.fc2_weights.shape
     block_scaled = has_block_scaled_mma(inputs.input.device.index)
-    fc1, fc2 = plan_moe(tokens, top_k, experts, hidden, 2 * half, mode, block_scaled)
+    sizes = tokens, top_k, experts, hidden, 2 * half
+    fc1, fc2 = plan_moe(*sizes, mode, block_scaled, weights=inputs.weights)
     return INSTANCES[fc1].name, INSTANCES[fc2].name
 
 
-def forced_tactics(wanted: str, mode: int) -> list[str]:
-    """Names in ``--tactics`` that fit ``mode``; ``all``: of SM12x's table."""
-    names = [row.name for row in (SM12X if wanted == "all" else INSTANCES) if row.activation == Mode(mode).activation]
+def forced_tactics(wanted: str, mode: int, weights: str) -> list[str]:
+    """Names in ``--tactics`` that fit ``mode`` and the experts' format; ``all``: of SM12x's table."""
+    fitting = (weights, Mode(mode).activation)
+    table = SM12X if wanted == "all" else INSTANCES
+    names = [row.name for row in table if (row.weights, row.activation) == fitting]
     return names if wanted == "all" else [name for name in wanted.split(",") if name in names]
 
 
@@ -173,11 +178,19 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help=f"of {', '.join(MODELS)}, or all. Default: {', '.join(DEFAULT_MODELS)}; of a prediction, the first",
     )
     parser.add_argument("--modes", type=numbers, help="0, 1: W4A8; 2: W4A16. Default: all; of a prediction, 1 and 2")
+    parser.add_argument("--weights", choices=list(TITLES), default="mxfp4", help="nvfp4: W4A16 alone, beside Marlin")
     parser.add_argument("--tactics", default="", help="time these too (names of sm12x-instances, or all)")
     parser.add_argument("--upstream", action="store_true", help="upstream's module too (SM12x; 40 minutes to build)")
     parser.add_argument("--host", action="store_true", help="only what a call of one token costs the host")
     arguments = parse_layers(parser, argv)
     predicts = not arguments.host and (arguments.predict or not torch.cuda.is_available())
+    if arguments.weights == "nvfp4":
+        if arguments.render is None and (predicts or arguments.host or arguments.upstream):
+            parser.error("--weights nvfp4 is measured on a GPU, without --predict, --host and --upstream")
+        arguments.modes = [2] if arguments.modes is None else arguments.modes
+        if arguments.modes != [2]:
+            parser.error("--weights nvfp4 has --modes 2 alone")
+        arguments.peers = [name for name in arguments.peers or NVFP4_PEERS if name in NVFP4_PEERS]
     if arguments.models is None:
         arguments.models = list(DEFAULT_MODELS[:1] if predicts else DEFAULT_MODELS)
     if arguments.models == ["all"]:
@@ -194,7 +207,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parse(argv)
     os.environ.setdefault("FLASHINFER_SM12X_MOE", "1")
     if arguments.render is not None:
-        publish(*load(arguments.render), arguments.out / "moe.json", TITLE)
+        publish(*load(arguments.render), arguments.out / "moe.json", TITLES[arguments.weights])
         return 0
     if arguments.host:
         if not torch.cuda.is_available():
@@ -214,7 +227,7 @@ def main(argv: list[str] | None = None) -> int:
     peers = find_peers(PEERS, arguments.peers, arguments.vllm)
     rows = measure(arguments)
     attempts = peer_attempts(arguments, peers, rows) if peers or arguments.upstream else ()
-    return report(rows, attempts, arguments.out / "moe.json", TITLE)
+    return report(rows, attempts, arguments.out / "moe.json", TITLES[arguments.weights])
 
 
 if __name__ == "__main__":

@@ -108,3 +108,11 @@ MOE_LAYERS = {
     "glm-4.7": MoELayer(5120, 1536, 160, 8, "plain"),
 }
 """The experts of each model that tests, benchmarks and the predictor know, as one GPU has them. Only gpt-oss' have biases."""
+
+NVFP4_LAYERS = {
+    # Qwen/Qwen3.6-35B-A3B, Qwen/Qwen3-Coder-Next and MiniMaxAI/MiniMax-M2.7, config.json of each.
+    "qwen3.6-35b-a3b": MoELayer(2048, 512, 256, 8, "plain"),
+    "qwen3-coder-next": MoELayer(2048, 512, 512, 10, "plain"),
+    "minimax-m2.7": MoELayer(3072, 1536, 256, 8, "plain"),
+}
+"""The experts of models that are quantized to NVFP4."""

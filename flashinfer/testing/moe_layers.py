@@ -15,7 +15,7 @@ from .moe_inputs import MoECase, make_moe_inputs
 from .moe_reference import MoEInputs
 from .mxfp_formats import quantize_mxfp8
 
-MODELS = models.MOE_LAYERS
+MODELS = models.MOE_LAYERS | models.NVFP4_LAYERS
 """Sizes and activation of each."""
 
 DENSE_LAYERS = {name.lower().replace(" ", "_"): shape for name, shape in models.MODELS["gpt-oss-120b"].matrices.items()}
@@ -82,13 +82,14 @@ class Batch:
         return dataclasses.replace(self.inputs, **changes, input=values, input_sf=scales, swizzled_input_sf=False)
 
 
-def make_layer(model: str, num_tokens: int, seed: int, device: str) -> Batch:
-    """The weights of ``model`` and activations for up to ``num_tokens`` tokens; its routing is to be replaced.
+def make_layer(model: str, num_tokens: int, seed: int, device: str, weights: str = "mxfp4") -> Batch:
+    """The weights of ``model``, in MXFP4 or NVFP4, and activations for up to ``num_tokens`` tokens; its routing is to be
+    replaced.
 
     With gpt-oss' activation and biases, whatever the model's.
     """
     hidden, inter, experts, top_k, _ = MODELS[model]
-    inputs = make_moe_inputs(MoECase(num_tokens, hidden, inter, experts, top_k, 2), seed, device)
+    inputs = make_moe_inputs(MoECase(num_tokens, hidden, inter, experts, top_k, 2, weights=weights), seed, device)
 
     def constant(value: float) -> torch.Tensor:
         return torch.full((experts,), value, dtype=torch.float32, device=device)

@@ -127,7 +127,7 @@ def test_tactics_of_different_operands_are_refused(module: RecordingModule) -> N
 def test_an_instance_of_its_own_module_is_built_and_registered_once(
     table: tuple[Instance, ...], module: RecordingModule
 ) -> None:
-    extra = next(row.index for row in table if row not in MAIN_MODULE)
+    extra = next(row.index for row in table if row.alone)
     for _ in range(2):
         sm12x_launch.ensure_instance(module.backend, extra)
         sm12x_launch.ensure_instance(module.backend, 0)
