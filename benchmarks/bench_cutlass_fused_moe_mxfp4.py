@@ -3,7 +3,7 @@
 
     make bench
     make bench BENCH_ARGS="--models gpt-oss-20b --tokens 1,8,64 --modes 0 --tactics all"
-    make bench BENCH_ARGS="--models qwen3.6-35b-a3b --weights nvfp4"
+    make bench BENCH_ARGS="--models qwen3.6-35b-a3b"   # in NVFP4
     make bench BENCH_ARGS=--upstream                # on SM12x: upstream's module too
     make bench BENCH_ARGS=--host                    # what a call costs the host, in Python and in the launcher
     make bench BENCH_ARGS="--render moe.json"       # table and plot of an earlier run, no GPU needed
@@ -58,11 +58,10 @@ from flashinfer.sm12x.devices import has_block_scaled_mma
 from flashinfer.sm12x.probe.mma import accumulation_on
 from flashinfer.sm12x.probe.timing import StreamingRead, time_graph
 from flashinfer.testing import MoEInputs, moe_reference
-from flashinfer.testing.moe_layers import MODE_NAMES, MODELS, Batch, layer_call, make_layer, route, rows_of
+from flashinfer.testing.moe_layers import MODE_NAMES, MODELS, MODES_OF, Batch, layer_call, make_layer, route, rows_of
 from flashinfer.testing.virtual_device import in_own_process
 
-TITLES = {"mxfp4": "MXFP4 MoE layer", "nvfp4": "NVFP4 MoE layer"}
-NVFP4_PEERS = ("marlin",)  # that take such weights here
+TITLE = "MXFP4 and NVFP4 MoE layers"
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 PREDICTED_TOKENS = (1, 2, 4, 8, 16, 32, 64, 2048, 8192)
 PREDICTED_MODES = (1, 2)  # mode 0's GEMMs are mode 1's
@@ -74,7 +73,7 @@ SEED = 0
 def batches(arguments: argparse.Namespace, device: str) -> Iterator[tuple[str, Batch, Iterator[Batch]]]:
     """For each model its name, its weights, and its batches: the same ones each time they are asked for."""
     for model in arguments.models:
-        weights = make_layer(model, max(arguments.tokens), SEED, device, arguments.weights)
+        weights = make_layer(model, max(arguments.tokens), SEED, device)
         progress = tqdm.tqdm(arguments.tokens, desc=model, disable=None)
         yield model, weights, (route(weights, tokens, SEED + tokens) for tokens in progress)
 
@@ -87,7 +86,8 @@ def measure(arguments: argparse.Namespace, device: str = "cuda") -> list[Row]:
         for batch in of_model:
             floor, experts, size = read.time(batch.inputs, arguments.repeats)
             what = {"model": model, "tokens": batch.num_tokens, "experts": experts, "MB": size / 1e6}
-            ours = {MODE_NAMES[mode]: measure_ours(arguments, batch.of_mode(mode), mode) for mode in arguments.modes}
+            modes = [mode for mode in arguments.modes if mode in MODES_OF[batch.inputs.weights]]
+            ours = {MODE_NAMES[mode]: measure_ours(arguments, batch.of_mode(mode), mode) for mode in modes}
             rows.append(Row(what, {"read us": floor}, ours))
     return rows
 
@@ -178,19 +178,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help=f"of {', '.join(MODELS)}, or all. Default: {', '.join(DEFAULT_MODELS)}; of a prediction, the first",
     )
     parser.add_argument("--modes", type=numbers, help="0, 1: W4A8; 2: W4A16. Default: all; of a prediction, 1 and 2")
-    parser.add_argument("--weights", choices=list(TITLES), default="mxfp4", help="nvfp4: W4A16 alone, beside Marlin")
     parser.add_argument("--tactics", default="", help="time these too (names of sm12x-instances, or all)")
     parser.add_argument("--upstream", action="store_true", help="upstream's module too (SM12x; 40 minutes to build)")
     parser.add_argument("--host", action="store_true", help="only what a call of one token costs the host")
     arguments = parse_layers(parser, argv)
     predicts = not arguments.host and (arguments.predict or not torch.cuda.is_available())
-    if arguments.weights == "nvfp4":
-        if arguments.render is None and (predicts or arguments.host or arguments.upstream):
-            parser.error("--weights nvfp4 is measured on a GPU, without --predict, --host and --upstream")
-        arguments.modes = [2] if arguments.modes is None else arguments.modes
-        if arguments.modes != [2]:
-            parser.error("--weights nvfp4 has --modes 2 alone")
-        arguments.peers = [name for name in arguments.peers or NVFP4_PEERS if name in NVFP4_PEERS]
     if arguments.models is None:
         arguments.models = list(DEFAULT_MODELS[:1] if predicts else DEFAULT_MODELS)
     if arguments.models == ["all"]:
@@ -207,7 +199,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parse(argv)
     os.environ.setdefault("FLASHINFER_SM12X_MOE", "1")
     if arguments.render is not None:
-        publish(*load(arguments.render), arguments.out / "moe.json", TITLES[arguments.weights])
+        publish(*load(arguments.render), arguments.out / "moe.json", TITLE)
         return 0
     if arguments.host:
         if not torch.cuda.is_available():
@@ -227,7 +219,7 @@ def main(argv: list[str] | None = None) -> int:
     peers = find_peers(PEERS, arguments.peers, arguments.vllm)
     rows = measure(arguments)
     attempts = peer_attempts(arguments, peers, rows) if peers or arguments.upstream else ()
-    return report(rows, attempts, arguments.out / "moe.json", TITLES[arguments.weights])
+    return report(rows, attempts, arguments.out / "moe.json", TITLE)
 
 
 if __name__ == "__main__":

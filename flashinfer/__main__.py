@@ -130,10 +130,10 @@ def _installed_elsewhere() -> Path | None:
 
 def _sm12x_specs(everything: bool) -> list[Any]:
     from .jit.sm12x import modules
-    from .jit.sm12x.instances import INSTANCES, MOE_WEIGHTS
+    from .jit.sm12x.instances import INSTANCES, MOE_WEIGHTS, is_alone
 
     formats = MOE_WEIGHTS if everything else MOE_WEIGHTS[:1]
-    others = [row for row in INSTANCES if row.alone] if everything else []
+    others = [row for row in INSTANCES if is_alone(row)] if everything else []
     return [*map(modules.gen_fused_moe_module, formats), *map(modules.gen_fused_moe_instance_module, others)]
 
 

@@ -13,7 +13,7 @@ from flashinfer.fused_moe import sm12x_launch
 from flashinfer.fused_moe.sm12x_planner import resolved_pair
 from flashinfer.fused_moe.sm12x_validation import Mode, MoECall, MoEProblem
 from flashinfer.jit import fused_moe
-from flashinfer.jit.sm12x.instances import INSTANCES
+from flashinfer.jit.sm12x.instances import INSTANCES, is_alone
 from flashinfer.testing import MoEInputs
 from flashinfer.testing.virtual_device import VirtualDevice
 
@@ -55,7 +55,7 @@ def arguments_of(inputs: MoEInputs, output: torch.Tensor) -> tuple[Any, ...]:
 
 def register_instance(device: VirtualDevice, module: Any, tactic: int) -> None:
     """Make a tactic that is no part of ``module`` runnable by ``module``."""
-    if INSTANCES[tactic].alone:
+    if is_alone(INSTANCES[tactic]):
         instance = device.module(fused_moe.gen_cutlass_fused_moe_sm120_instance_module, tactic)
         module.sm12x_register_instance(tactic, instance.sm12x_instance_address())
 

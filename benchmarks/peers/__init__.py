@@ -65,6 +65,12 @@ def gate_first(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return torch.cat((gate, up), dim=1)
 
 
+def require_mxfp4(weights: MoEInputs) -> None:
+    """Raise ``RuntimeError`` for a peer that is given other experts than it takes here."""
+    if weights.weights != "mxfp4":
+        raise RuntimeError(f"experts in {weights.weights}, and this peer is called with MXFP4's here")
+
+
 def matrices(weights: MoEInputs) -> tuple[Matrix, Matrix]:
     """FC1's and FC2's."""
 

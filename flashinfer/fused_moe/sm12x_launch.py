@@ -13,7 +13,7 @@ from ..jit.fused_moe import (
     gen_cutlass_fused_moe_sm120_module,
     gen_cutlass_fused_moe_sm120_nvfp4_module,
 )
-from ..jit.sm12x.instances import INSTANCES, candidates
+from ..jit.sm12x.instances import INSTANCES, candidates, is_alone
 from ..sm12x.backend import Backend, kernels, workspace_size
 from .sm12x_planner import plan_moe
 from .sm12x_validation import MoECall, MoEProblem
@@ -31,7 +31,7 @@ def ensure_instance(backend: Backend, tactic: int) -> None:
     if ("instance", tactic) in backend.memo:
         return
     row = INSTANCES[tactic]
-    if row.alone:
+    if is_alone(row):
         module = backend.module(gen_cutlass_fused_moe_sm120_instance_module, tactic)
         moe_module(backend, row.weights).sm12x_register_instance(tactic, module.sm12x_instance_address())
     backend.memo["instance", tactic] = True

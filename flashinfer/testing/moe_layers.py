@@ -33,6 +33,8 @@ DENSE_VARIANTS = (
 )
 """Formats of the weight, and as what tokens, which come in bf16, are multiplied."""
 
+MODES_OF = {"mxfp4": (0, 1, 2), "nvfp4": (2,)}
+"""The modes of a format of experts."""
 MODE_NAMES = {0: "W4A8 mxfp8", 1: "W4A8 bf16", 2: "W4A16"}
 ALPHA, BETA, LIMIT = 1.702, 1.0, 7.0  # gpt-oss' activation, the only one that every peer computes
 
@@ -51,6 +53,7 @@ def case_of(layer: models.MoELayer, num_tokens: int, mode: int, **changes: Any) 
         swiglu_parameters=layer.activation != "plain",
         swiglu_step=layer.activation == "step",
         swiglu_limit_alone=layer.activation == "clamp",
+        weights=layer.weights,
     )
     return dataclasses.replace(case, **changes)
 
@@ -82,13 +85,12 @@ class Batch:
         return dataclasses.replace(self.inputs, **changes, input=values, input_sf=scales, swizzled_input_sf=False)
 
 
-def make_layer(model: str, num_tokens: int, seed: int, device: str, weights: str = "mxfp4") -> Batch:
-    """The weights of ``model``, in MXFP4 or NVFP4, and activations for up to ``num_tokens`` tokens; its routing is to be
-    replaced.
+def make_layer(model: str, num_tokens: int, seed: int, device: str) -> Batch:
+    """The weights of ``model`` and activations for up to ``num_tokens`` tokens; its routing is to be replaced.
 
     With gpt-oss' activation and biases, whatever the model's.
     """
-    hidden, inter, experts, top_k, _ = MODELS[model]
+    hidden, inter, experts, top_k, _, weights = MODELS[model]
     inputs = make_moe_inputs(MoECase(num_tokens, hidden, inter, experts, top_k, 2, weights=weights), seed, device)
 
     def constant(value: float) -> torch.Tensor:

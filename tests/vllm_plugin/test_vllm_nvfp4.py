@@ -164,7 +164,12 @@ def test_the_experts_are_the_forks_and_agree_with_the_reference(
         (("--moe-backend", "flashinfer_cutlass"), {}, {}, "--moe-backend flashinfer_cutlass"),
         ((), {"moe": "vllm"}, {}, "chosen"),
         ((), {}, {"inter": 96}, "an intermediate size of 96, which vLLM's preparation takes as multiples of 64"),
-        ((), {}, {"activation": "relu2_no_mul", "ckpt_names": ("up_proj", "down_proj", None)}, "kernel does not support"),
+        (
+            (),
+            {},
+            {"activation": "relu2_no_mul", "ckpt_names": ("up_proj", "down_proj", None)},
+            "kernel does not support",
+        ),
     ],
     ids=["another backend", "upstream's W4A4", "chosen", "an odd size", "no gate"],
 )

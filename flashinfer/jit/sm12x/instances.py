@@ -134,11 +134,6 @@ class Instance:
         return 1_000_000 * kind + 1_000 * self.token_tile + self.k_tile
 
     @property
-    def alone(self) -> bool:
-        """Whether a MoE layer's row is a small module of its own, built when a layer asks for it."""
-        return self not in MOE_MODULES[self.weights]
-
-    @property
     def index(self) -> int:
         """The row's place in :data:`INSTANCES` or :data:`DENSE_INSTANCES`."""
         return _PLACES[self.name]
@@ -200,19 +195,28 @@ PAIRS: tuple[Instance, ...] = (
 # ``fused_moe_120`` holds these.
 MAIN_MODULE: tuple[Instance, ...] = (*PAIRS, *_STREAM_M8)
 
-# NVFP4's scales are twice the bytes of MXFP4's: a GB10 holds two stages of a streamed gpt-oss layer, and one of a K
-# above 3,968, so that warps of 384 serve nobody.
-NVFP4: tuple[Instance, ...] = (
+NVFP4_PAIRS: tuple[Instance, ...] = (
     Instance("bf16", "bf16", 8, 128, 3, 2, 43848, weights="nvfp4"),
     Instance("bf16", "bf16", 16, 128, 2, 2, 35896, weights="nvfp4"),
     Instance("bf16", "bf16", 32, 128, 3, 1, 66120, weights="nvfp4"),
     Instance("bf16", "bf16", 64, 128, 3, 1, 95816, weights="nvfp4"),
-    Instance("bf16", "bf16", 8, 256, 2, 1, 76928, mma_warps=12, weights="nvfp4"),
 )
+
+# NVFP4's scales are twice the bytes of MXFP4's: a GB10 holds two stages of a streamed gpt-oss layer, and one of a K
+# above 3,968, so that warps of 384 serve nobody.
+NVFP4_STREAM = Instance("bf16", "bf16", 8, 256, 2, 1, 76928, mma_warps=12, weights="nvfp4")
+
+NVFP4: tuple[Instance, ...] = (*NVFP4_PAIRS, NVFP4_STREAM)
 """``fused_moe_120_nvfp4`` holds these."""
 
 MOE_MODULES: dict[str, tuple[Instance, ...]] = {"mxfp4": MAIN_MODULE, "nvfp4": NVFP4}
 """The rows that the module for experts of a format holds."""
+
+
+def is_alone(row: Instance) -> bool:
+    """Whether a MoE layer's row is a small module of its own, built when a layer asks for it."""
+    return row not in MOE_MODULES[row.weights]
+
 
 SM12X: tuple[Instance, ...] = (*MAIN_MODULE, *_STREAM_M8_W3, *NVFP4)
 

@@ -37,7 +37,7 @@ from flashinfer.sm12x.models import MODELS
 from .. import core, cpp_ext
 from .. import env as jit_env
 from .diagnosis import WARN_OF_LOCAL_MEMORY
-from .instances import DENSE_INSTANCES, FORMATS, GEMM_INSTANCES, MOE_MODULES, SM12X, Instance
+from .instances import DENSE_INSTANCES, FORMATS, GEMM_INSTANCES, MOE_MODULES, SM12X, Instance, is_alone
 from .spec import JitSpecSm12x
 from .trust import read_file, require_trusted, require_trusted_tree, write_atomically
 
@@ -157,7 +157,7 @@ def gen_fused_moe_instance_module(instance: Instance) -> JitSpecSm12x:
         RuntimeError: as :func:`gen_fused_moe_module`.
         ValueError: the instance is in one of those.
     """
-    if not instance.alone:
+    if not is_alone(instance):
         raise ValueError(f"{instance.name} is part of {FUSED_MOE} and has no module of its own")
     binding = "fused_moe/cutlass_backend/flashinfer_sm12x_instance_binding.cpp"
     return _spec(f"{FUSED_MOE}_{instance.name}", [binding], _MOE_TEMPLATE, [instance], alone=True)
@@ -222,7 +222,7 @@ def gen_shipped_modules() -> list[JitSpecSm12x]:
     Raises:
         RuntimeError: as :func:`gen_fused_moe_module`.
     """
-    single = [gen_fused_moe_instance_module(row) for row in SM12X if row.alone]
+    single = [gen_fused_moe_instance_module(row) for row in SM12X if is_alone(row)]
     return [*gen_operator_modules(), *single]
 
 
