@@ -4,7 +4,7 @@
 The wheel ``flashinfer-python`` owns ``site-packages/flashinfer/``; no file of it may be touched. So this
 distribution installs three things of its own names::
 
-    flashinfer_sm12x/       flashinfer/, flashinfer_sm12x_vllm/, include/, csrc/, 3rdparty/, LICENSE and NOTICE as in the
+    flashinfer_sm12x/       flashinfer/, flashinfer_sm12x_*/, include/, csrc/, 3rdparty/, LICENSE and NOTICE as in the
                             checkout (absent from an editable install)
     _flashinfer_sm12x.py    puts that directory, or the checkout, before site-packages on sys.path
     flashinfer_sm12x.pth    has Python import _flashinfer_sm12x when it starts
@@ -27,6 +27,8 @@ SHIPPED = (
     "LICENSE",
     "NOTICE",
     "flashinfer/**/*",
+    "flashinfer_sm12x_doctor/**/*.py",
+    "flashinfer_sm12x_quantize/**/*",
     "flashinfer_sm12x_vllm/*.py",
     "include/**/*",
     "csrc/**/*",

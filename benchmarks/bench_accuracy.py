@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 from accuracy_bench import choices, experts, results
 
-from flashinfer.sm12x.accuracy import choice, formats, measure, models, texts
+from flashinfer_sm12x_quantize import choice, formats, measure, models, texts
 
 EXPERTS = (
     'Experts under "moe": "auto", a layer of random weights with gpt-oss-120b\'s experts and top-k: a decode step is exact, '

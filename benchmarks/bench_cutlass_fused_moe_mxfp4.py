@@ -55,11 +55,11 @@ from flashinfer.fused_moe.sm12x_planner import plan_moe
 from flashinfer.fused_moe.sm12x_validation import Mode
 from flashinfer.jit.sm12x.instances import INSTANCES, SM12X, tactic
 from flashinfer.sm12x.devices import has_block_scaled_mma
-from flashinfer.sm12x.probe.mma import accumulation_on
-from flashinfer.sm12x.probe.timing import StreamingRead, time_graph
 from flashinfer.testing import MoEInputs, moe_reference
 from flashinfer.testing.moe_layers import MODE_NAMES, MODELS, MODES_OF, Batch, layer_call, make_layer, route, rows_of
 from flashinfer.testing.virtual_device import in_own_process
+from flashinfer_sm12x_doctor.probe.mma import accumulation_on
+from flashinfer_sm12x_doctor.probe.timing import StreamingRead, time_graph
 
 TITLE = "MXFP4 and NVFP4 MoE layers"
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)

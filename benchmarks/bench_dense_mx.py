@@ -45,14 +45,14 @@ from timing import share_of_bound as share_of
 from flashinfer.gemm.sm12x_dense import dense_block_scaled
 from flashinfer.quantization import mx_cpu
 from flashinfer.quantization.block_scaled import WEIGHT_FORMATS, BlockScaledWeight, quantize_rows
-from flashinfer.sm12x.probe.mma import accumulation_on
-from flashinfer.sm12x.probe.timing import StreamingRead
 from flashinfer.testing.dense_reference import WEIGHTS
 from flashinfer.testing.error_bounds import affine_error, dot_error
 from flashinfer.testing.moe_layers import DENSE_LAYERS, DENSE_VARIANTS
 from flashinfer.testing.mxfp_formats import Operand
 from flashinfer.testing.tensor_core_sums import operand
 from flashinfer.testing.virtual_device import in_own_process
+from flashinfer_sm12x_doctor.probe.mma import accumulation_on
+from flashinfer_sm12x_doctor.probe.timing import StreamingRead
 
 TITLE = "dense layers of gpt-oss-120b"
 TOKENS, PREDICTED_TOKENS = (1, 2, 4, 8, 16, 32, 64), (1, 8, 16, 64, 512, 2048, 8192)

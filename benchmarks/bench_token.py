@@ -31,13 +31,7 @@ from typing import Any
 import emulate
 import torch
 from peers import load_marlin
-from timing import allow, file, machine, names, numbers, reason
-from token_bench import check, hindcast, measure, operators, picture, predict, results
-from token_bench.model import Model, fork_experts, marlin_experts
-
-from flashinfer.sm12x.models import MODELS
-from flashinfer.sm12x.models import Model as Size
-from flashinfer.sm12x.perfmodel.step import (
+from perfmodel.step import (
     DENSE_FORMATS,
     KV_BYTES,
     LAYER_MODEL,
@@ -47,12 +41,18 @@ from flashinfer.sm12x.perfmodel.step import (
     formats_of,
     from_report,
 )
-from flashinfer.sm12x.perfmodel.step import (
+from perfmodel.step import (
     told as assumptions,
 )
-from flashinfer.sm12x.probe.target import find_target
-from flashinfer.sm12x.probe.timing import sustained_read
+from timing import allow, file, machine, names, numbers, reason
+from token_bench import check, hindcast, measure, operators, picture, predict, results
+from token_bench.model import Model, fork_experts, marlin_experts
+
+from flashinfer.sm12x.models import MODELS
+from flashinfer.sm12x.models import Model as Size
 from flashinfer.testing.virtual_device import in_own_process
+from flashinfer_sm12x_doctor.probe.target import find_target
+from flashinfer_sm12x_doctor.probe.timing import sustained_read
 
 ATTENTION = ("xqa", "triton", "fa3", "torch")
 DECODE = [(1, context) for context in (128, 1024, 8192, 32_768, 131_072)] + [(n, 1024) for n in (4, 16, 64)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts of the shipped kernels on the virtual SM121, for :mod:`flashinfer.sm12x.perfmodel`, and the tables of layers.
+"""Counts of the shipped kernels on the virtual SM121, for :mod:`perfmodel`, and the tables of layers.
 
 Each table is of a prediction; no part of it is a measurement of a GB10.
 """
@@ -18,6 +18,20 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec
 
 import torch
+from perfmodel import dense, gb10, moe, step
+from perfmodel.gb10 import FIXED_US, MULTIPROCESSORS, SCHEDULERS, Counts, Launch, Times
+from perfmodel.moe import Fit, Fits, Tactics, Work, planned, predict, work_of
+from perfmodel.routing import routed
+from perfmodel.step import (
+    DENSE_FORMATS,
+    KV_BYTES,
+    LAYER_MODEL,
+    MATRICES,
+    NORMED,
+    NORMED_BATCHES,
+    TOKENS_BESIDE,
+    Kernel,
+)
 from timing import github
 
 import flashinfer
@@ -32,21 +46,6 @@ from flashinfer.jit import env as jit_env
 from flashinfer.jit.sm12x.instances import INSTANCES, Instance, candidates
 from flashinfer.jit.sm12x.modules import gen_dense_module
 from flashinfer.sm12x.models import MODELS, MOE_LAYERS, MoELayer
-from flashinfer.sm12x.perfmodel import dense, gb10, moe, step
-from flashinfer.sm12x.perfmodel.gb10 import FIXED_US, MULTIPROCESSORS, SCHEDULERS, Counts, Launch, Times
-from flashinfer.sm12x.perfmodel.moe import Fit, Fits, Tactics, Work, planned, predict, work_of
-from flashinfer.sm12x.perfmodel.routing import routed
-from flashinfer.sm12x.perfmodel.step import (
-    DENSE_FORMATS,
-    KV_BYTES,
-    LAYER_MODEL,
-    MATRICES,
-    NORMED,
-    NORMED_BATCHES,
-    TOKENS_BESIDE,
-    Kernel,
-)
-from flashinfer.sm12x.probe import layer as probed
 from flashinfer.testing import DenseCase, MoECase, make_dense_inputs, make_moe_inputs, make_norm_inputs
 from flashinfer.testing.decode_reference import make_decode_case
 from flashinfer.testing.dense_reference import TOKENS as TOKEN_FORMATS
@@ -54,6 +53,7 @@ from flashinfer.testing.moe_layers import DENSE_LAYERS, DENSE_VARIANTS, MODE_NAM
 from flashinfer.testing.moe_layers import MODELS as LAYERS
 from flashinfer.testing.router_reference import make_router_inputs
 from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
+from flashinfer_sm12x_doctor.probe import layer as probed
 
 P = ParamSpec("P")
 EMULATED_EXPERTS = 2
@@ -421,7 +421,7 @@ def attention_kernel(device: VirtualDevice, ranks: int, kv: str, sequences: int,
 
 
 def kernels() -> Iterator[Kernel]:
-    """All that :mod:`flashinfer.sm12x.perfmodel.step` looks up; two GPUs share a gpt-oss-120b only."""
+    """All that :mod:`perfmodel.step` looks up; two GPUs share a gpt-oss-120b only."""
     for model, ranks in ((LAYER_MODEL, 1), (LAYER_MODEL, 2), ("gpt-oss-20b", 1)):
         size = MODELS[model].split(ranks)
         for line in moe_lines([size.moe], [*DECODE, *PREFILL], list(STEP_MODES), {}):
@@ -447,7 +447,7 @@ def kernels() -> Iterator[Kernel]:
 
 @unless_impossible
 def renew() -> None:
-    """Run all that is kept with :mod:`flashinfer.sm12x.perfmodel` again, and write it."""
+    """Run all that is kept with :mod:`perfmodel` again, and write it."""
     fitted: Fits = {}
     layer = MOE_LAYERS[probed.MODEL]
     for _ in moe_lines([layer], probed.TOKENS, list(step.FITTED_MODES.values()), fitted):

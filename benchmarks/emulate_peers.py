@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts of grouped GEMMs that others wrote on the virtual SM121, for :mod:`flashinfer.sm12x.perfmodel.peers`.
+"""Counts of grouped GEMMs that others wrote on the virtual SM121, for :mod:`perfmodel.peers`.
 
 Upstream's SM120 MXFP4 GEMM is ``tests/benchmarks/upstream_group_gemm.cu``, Marlin's ``emulator/tests/upstream/marlin_moe.cu``:
 those whose results the tests hold against float64. Here they run in a layer's full sizes on a few experts, and are fitted as
@@ -24,14 +24,14 @@ from typing import Any
 import numpy as np
 import torch
 from emulate import build_emulator, fit_launch, launches_of, seen, unless_impossible
+from perfmodel import peers
+from perfmodel.gb10 import MULTIPROCESSORS, Counts, Launch
+from perfmodel.moe import Fit, Work, write_fits
+from perfmodel.step import LAYER_MODEL
 
 from flashinfer._layer import fork_root, wheel_root
 from flashinfer.jit.sm12x.spec import JitSpecSm12x
 from flashinfer.sm12x.models import MODELS, SCALE_BLOCK
-from flashinfer.sm12x.perfmodel import peers
-from flashinfer.sm12x.perfmodel.gb10 import MULTIPROCESSORS, Counts, Launch
-from flashinfer.sm12x.perfmodel.moe import Fit, Work, write_fits
-from flashinfer.sm12x.perfmodel.step import LAYER_MODEL
 from flashinfer.testing import make_group_gemm_inputs
 from flashinfer.testing.virtual_device import VirtualDevice, virtual_device
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// TVM-FFI face of the kernels that measure a GPU (flashinfer/sm12x/probe): its memory, its MMAs, its launches and
-// the order of its arrivals. Sizes are checked here, before any launch.
+// TVM-FFI face of the kernels that measure a GPU (flashinfer_sm12x_doctor/probe): its memory, its MMAs, its launches
+// and the order of its arrivals. Sizes are checked here, before any launch.
 #include "flashinfer/sm12x/launch.h"
 #include "flashinfer/sm12x/probe/arrival_order.cuh"
 #include "flashinfer/sm12x/probe/launch_order.cuh"

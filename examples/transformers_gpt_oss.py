@@ -5,7 +5,7 @@
     examples/transformers_gpt_oss.py openai/gpt-oss-20b "The streets of"
     scripts/random_checkpoint.py /tmp/small --layers 1 && examples/transformers_gpt_oss.py /tmp/small "t5 t7"
 
-``flashinfer/sm12x/accuracy/gpt_oss.py`` has the experts: how a checkpoint's weights are laid out, and the call. Runs on
+``flashinfer_sm12x_quantize/gpt_oss.py`` has the experts: how a checkpoint's weights are laid out, and the call. Runs on
 the GPU, or on the CPU where there is none. Needs transformers, safetensors and this fork; on Hopper set
 FLASHINFER_SM12X_MOE=1.
 """
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from flashinfer.sm12x.accuracy.gpt_oss import load
+from flashinfer_sm12x_quantize.gpt_oss import load
 
 
 def main() -> None:

@@ -20,7 +20,8 @@ if _as_program and _sys.argv[1:2] == ["sm12x-doctor"]:
 
     del _sys.argv[1]
     try:
-        _runpy.run_path(_os.path.join(_os.path.dirname(__file__), "sm12x", "doctor"), run_name="__main__")
+        _tree = _os.path.dirname(_os.path.dirname(__file__))
+        _runpy.run_path(_os.path.join(_tree, "flashinfer_sm12x_doctor"), run_name="__main__")
     except OSError as error:
         raise SystemExit(f"python -m flashinfer: this copy of the fork is not whole: {error}") from None
 

@@ -224,10 +224,10 @@ def sm12x_quantize_cmd(
     """
     import torch
 
-    from .sm12x.accuracy.models import ModelError
-    from .sm12x.quantize import command
-    from .sm12x.quantize.manifest import FolderError
-    from .sm12x.quantize.run import QuantizeError
+    from flashinfer_sm12x_quantize import command
+    from flashinfer_sm12x_quantize.manifest import FolderError
+    from flashinfer_sm12x_quantize.models import ModelError
+    from flashinfer_sm12x_quantize.run import QuantizeError
 
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -245,9 +245,9 @@ def sm12x_quantize_cmd(
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def sm12x_doctor_cmd(arguments: tuple[str, ...]) -> None:
     """Find what keeps the SM12x kernels from running, and what mends it; exit status 0 if nothing failed or is unknown"""
-    from .sm12x import doctor
+    import flashinfer_sm12x_doctor
 
-    raise SystemExit(doctor.main(arguments))
+    raise SystemExit(flashinfer_sm12x_doctor.main(arguments))
 
 
 @_group.group("sm12x-cache")

@@ -10,13 +10,15 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.model_executor.parameter import ModelWeightParameter
 
+from flashinfer_sm12x_quantize import manifest
+
 from . import settings
-from .settings import manifest
 
 if TYPE_CHECKING:
     from flashinfer.quantization.block_scaled import BlockScaledWeight
@@ -75,9 +77,9 @@ class Layer:
     """
 
     def __init__(self, folder: str, kind: str, prefix: str) -> None:
-        from flashinfer.sm12x.quantize.folder import Folder
+        from flashinfer_sm12x_quantize.folder import Folder
 
-        self.name, self.folder = folder, Folder(manifest.Path(folder))
+        self.name, self.folder = folder, Folder(Path(folder))
         number = _number(prefix)
         modules = self.folder.manifest.modules
         self.parts = [name for name, each in modules.items() if (each.kind, _number(name)) == (kind, number)]
@@ -128,7 +130,7 @@ class Layer:
         )
 
     def _check(self) -> None:
-        from flashinfer.sm12x.quantize.folder import weight_hash
+        from flashinfer_sm12x_quantize.folder import weight_hash
 
         loaded, self.loaded = self.loaded, {}
         for name in self.parts:

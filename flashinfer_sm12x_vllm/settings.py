@@ -19,6 +19,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from flashinfer_sm12x_quantize import manifest  # imports nothing of flashinfer
+
 
 def load(path: str) -> Any:
     """A file of ``flashinfer/`` that needs nothing of it; vLLM has plugins registered before it may be imported."""
@@ -33,7 +35,6 @@ def load(path: str) -> Any:
 
 
 variables = load("sm12x/variables.py")
-manifest = load("sm12x/quantize/manifest.py")
 VARIABLE: str = variables.PLUGIN
 KEY = "sm12x"
 CHECKPOINTS = "gpt_oss_mxfp4"  # what vLLM calls the quantization of gpt-oss' own

@@ -43,7 +43,7 @@ sys.path.insert(0, str(REPO))
 
 from flashinfer_sm12x_vllm.settings import VARIABLE, variables  # noqa: E402  (imports nothing of vLLM)
 
-TEXTS = REPO / "flashinfer" / "sm12x" / "accuracy" / "texts" / "evaluation"
+TEXTS = REPO / "flashinfer_sm12x_quantize" / "texts" / "evaluation"
 FORCING = ("--enable-trace-replay", "--enable-scale-out")
 SEED, RESAMPLES = 0, 1000
 LEAST = 1e-6

@@ -87,6 +87,6 @@ def run_python(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say which widths of sums the bounds of a GPU's tests were made with."""
-    probe = sys.modules.get("flashinfer.sm12x.probe.mma")
+    probe = sys.modules.get("flashinfer_sm12x_doctor.probe.mma")
     for target, bits in (probe.measured_widths() if probe else {}).items():
         terminalreporter.write_line(f"{target}'s MMAs keep of a sum, in fraction bits: {bits}")

@@ -13,7 +13,8 @@ import torch
 from flashinfer.autotuner import AutoTuner
 
 from flashinfer.jit.sm12x.instances import INSTANCES, SM12X
-from flashinfer.sm12x import backend, tune
+from flashinfer.sm12x import tune
+from flashinfer.testing import virtual_device
 
 
 class RecordingBackend:
@@ -53,7 +54,7 @@ def recording_tuner(
 ) -> Iterator[AutoTuner]:
     """Upstream's autotuner without a GPU, empty before and after: launches go to ``recording``, ``time`` times tactics."""
     if recording is not None:
-        monkeypatch.setattr(backend, "_active_virtual", [lambda _name: recording])
+        monkeypatch.setattr(virtual_device, "active", lambda: recording)
     if time is not None:
         monkeypatch.setattr(AutoTuner, "_profile_single_kernel", lambda tuner, *given, **named: time(*given, **named))
     monkeypatch.setattr(AutoTuner, "_get_l2_cache_size_in_bytes", lambda tuner, device_id=None: 0)

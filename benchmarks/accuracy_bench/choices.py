@@ -6,14 +6,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from perfmodel.step import LAYER_MODEL, MATRICES, TOKENS_BESIDE, Predicted, Step, predict
 from token_bench.hindcast import Figure, rows
 
-from flashinfer.sm12x.accuracy.choice import Choice
-from flashinfer.sm12x.accuracy.formats import BF16, OURS, Q8_0, SERVED, WEIGHTS, has_gguf
 from flashinfer.sm12x.models import MODELS, matrix_bytes
-from flashinfer.sm12x.perfmodel.step import LAYER_MODEL, MATRICES, TOKENS_BESIDE, Predicted, Step, predict
-from flashinfer.sm12x.quantize.manifest import finished, located
 from flashinfer.sm12x.variables import PRESETS
+from flashinfer_sm12x_quantize.choice import Choice
+from flashinfer_sm12x_quantize.formats import BF16, OURS, Q8_0, SERVED, WEIGHTS, has_gguf
+from flashinfer_sm12x_quantize.manifest import finished, located
 
 CONTEXT = 1024
 KV = ("bf16", "fp8")

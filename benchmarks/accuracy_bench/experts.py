@@ -6,13 +6,13 @@ from __future__ import annotations
 import dataclasses
 
 import torch
+from perfmodel.moe import predicted_range
+from perfmodel.step import FITTED_MODES, LAYER_MODEL
 from timing import github
 
 from flashinfer.fused_moe import cutlass_fused_moe
 from flashinfer.fused_moe.sm12x_planner import Mode, most_exact_tokens, plan_mode
 from flashinfer.sm12x.models import MODELS
-from flashinfer.sm12x.perfmodel.moe import predicted_range
-from flashinfer.sm12x.perfmodel.step import FITTED_MODES, LAYER_MODEL
 from flashinfer.testing import MoECase, MoEInputs, make_moe_inputs, moe_reference
 
 HIDDEN, INTER = 256, 128

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from perfmodel.step import Step, formats_of
 from timing import github, reason, relative_error
 
 from flashinfer.sm12x.models import Model as Size
-from flashinfer.sm12x.perfmodel.step import Step, formats_of
 from flashinfer.testing import MoEInputs, moe_reference
 
 from .model import Experts, ForkExperts, Model, fork_experts, marlin_experts, random_experts

@@ -19,13 +19,10 @@ import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
-from timing import github
-
-from flashinfer.sm12x.models import MODELS
-from flashinfer.sm12x.perfmodel.devices import DEVICES, GB10, Device
-from flashinfer.sm12x.perfmodel.routing import PUBLISHED as ROUTING
-from flashinfer.sm12x.perfmodel.routing import Routing
-from flashinfer.sm12x.perfmodel.step import (
+from perfmodel.devices import DEVICES, GB10, Device
+from perfmodel.routing import PUBLISHED as ROUTING
+from perfmodel.routing import Routing
+from perfmodel.step import (
     ENGINE_US,
     LAYER_MODEL,
     REACHED,
@@ -36,6 +33,9 @@ from flashinfer.sm12x.perfmodel.step import (
     predict,
     touched,
 )
+from timing import github
+
+from flashinfer.sm12x.models import MODELS
 
 from . import picture
 from .predict import PRESET_FORMATS, rates, span_and_middle, tokens_per_second

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from perfmodel.step import Step, parts_of
 
-from flashinfer.sm12x.perfmodel.step import Step, parts_of
-from flashinfer.sm12x.probe.timing import Sample, captured
+from flashinfer_sm12x_doctor.probe.timing import Sample, captured
 
 from .model import Model
 from .results import Measured, Row

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
+from perfmodel.step import DENSE_FORMATS, Step, TokenFormat
 from timing import QUANTIZED_ROWS
 
 from flashinfer.decode import decode_attention
@@ -20,7 +21,6 @@ from flashinfer.fused_moe.sm12x_operator import CHOOSING_TOKENS
 from flashinfer.gemm import dense_block_scaled, rmsnorm_dense_block_scaled
 from flashinfer.quantization.block_scaled import quantize_weight
 from flashinfer.sm12x.models import Model as Size
-from flashinfer.sm12x.perfmodel.step import DENSE_FORMATS, Step, TokenFormat
 from flashinfer.testing import MoEInputs
 from flashinfer.testing.moe_layers import ALPHA, BETA, LIMIT
 from flashinfer.testing.moe_layers import Batch as RoutedBatch

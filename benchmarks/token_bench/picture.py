@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flashinfer.sm12x.perfmodel.step import PARTS
+from perfmodel.step import PARTS
 
 SEGMENTS = (*PARTS, "gaps")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of predicted steps (:mod:`flashinfer.sm12x.perfmodel.step`), and which steps they show."""
+"""Tables of predicted steps (:mod:`perfmodel.step`), and which steps they show."""
 
 from __future__ import annotations
 
@@ -8,11 +8,8 @@ import itertools
 from collections.abc import Sequence
 
 from emulate import CONTEXTS
-from timing import github
-
-from flashinfer.gemm.sm12x_dense_launch import DEQUANTIZED_TOKENS
-from flashinfer.sm12x.perfmodel.gb10 import MIDDLE
-from flashinfer.sm12x.perfmodel.step import (
+from perfmodel.gb10 import MIDDLE
+from perfmodel.step import (
     DENSE_FORMATS,
     KV_BYTES,
     LAYER_MODEL,
@@ -24,6 +21,9 @@ from flashinfer.sm12x.perfmodel.step import (
     formats_of,
     predict,
 )
+from timing import github
+
+from flashinfer.gemm.sm12x_dense_launch import DEQUANTIZED_TOKENS
 from flashinfer.sm12x.variables import PRESETS
 
 from .results import Measured

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from perfmodel.step import Step
 from timing import github, write_json
 
-from flashinfer.sm12x.perfmodel.step import Step
-from flashinfer.sm12x.probe.timing import Sample
+from flashinfer_sm12x_doctor.probe.timing import Sample
 
 NAME_WIDTH = 90  # of a kernel's name in a table
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules that the operators of the SM12x family share, in the order in which a call uses them; predictions and the
-doctor.
+"""Modules that the operators of the SM12x family share, in the order in which a call uses them.
 
 =============  ================================================================================
 ``operator``   a call's arguments as one tuple; the operator that ``torch.compile`` sees
@@ -10,8 +9,5 @@ doctor.
 ``backend``    the backend that runs the kernels: a CUDA device, the virtual one, or none (CPU tensors)
 ``variables``  every environment variable: its values and its default
 ``models``     sizes of models and layers; bytes of a matrix
-``perfmodel``  times on a GB10, predicted
-``probe``      measures a GPU: its memory, its MMAs, its launches
-``doctor``     ``python -m flashinfer sm12x-doctor``: what is wrong with this machine
 =============  ================================================================================
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backend that runs the kernels of a call: a CUDA device, a virtual one that registered itself, or none.
+"""The backend that runs the kernels of a call: a CUDA device, a virtual one, or none.
 
 An operator validates its call, asks :func:`kernels` of the tensors' device, and launches what it got, or computes on the CPU
 where that is None::
@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -30,6 +31,9 @@ import torch
 from ..jit.sm12x.instances import INSTANCES, SM12X, Instance
 from ..utils import device_support_pdl, get_device_sm_count
 from . import devices, variables
+
+VIRTUAL = "flashinfer.testing.virtual_device"
+"""The module that has the virtual device, imported only where one is asked for."""
 
 
 class Backend(Protocol):
@@ -115,20 +119,6 @@ def _cuda(device: torch.device) -> Cuda:
     return Cuda(device)
 
 
-_active_virtual: list[Callable[[str], Backend | None]] = []
-
-
-def register_virtual(active: Callable[[str], Backend | None]) -> None:
-    """Have ``active`` say which virtual device CPU tensors are computed on now, given what ``FLASHINFER_VIRTUAL_DEVICE`` is."""
-    _active_virtual[:] = [active]
-
-
-def virtual_architecture() -> str:
-    """The architecture that ``FLASHINFER_VIRTUAL_DEVICE`` asks for, or an empty text."""
-    name: str = variables.read("FLASHINFER_VIRTUAL_DEVICE")
-    return name
-
-
 def kernels(device: torch.device) -> Backend | None:
     """The backend that runs kernels on tensors of ``device``; None: the CPU, where operators compute with torch.
 
@@ -139,10 +129,10 @@ def kernels(device: torch.device) -> Backend | None:
     """
     if device.type == "cuda":
         return _cuda(device)
-    name = virtual_architecture()
-    if name and not _active_virtual:
-        importlib.import_module("flashinfer.testing.virtual_device")  # registers itself
-    return _active_virtual[0](name) if _active_virtual else None
+    if VIRTUAL not in sys.modules and not variables.read("FLASHINFER_VIRTUAL_DEVICE"):
+        return None
+    virtual: Backend | None = importlib.import_module(VIRTUAL).active()
+    return virtual
 
 
 def workspace_size(backend: Backend, module: Any, function: str, *sizes: int) -> int:

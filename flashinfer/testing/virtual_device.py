@@ -13,7 +13,7 @@ embedded, and loaded over the emulator's CUDA runtime: launcher, workspace arith
 Kernels may touch exactly the bytes of the tensors of the call. Out-of-bounds accesses, reads of memory that nothing
 wrote, missing proxy fences, deadlocks and the driver's refusals raise :class:`VirtualDeviceError`.
 
-It is a backend (:mod:`flashinfer.sm12x.backend`) that registers itself: operators find it there, and know nothing of it.
+It is a backend, which :mod:`flashinfer.sm12x.backend` loads by its name: operators find it there, and know nothing of it.
 The emulator itself (``emulator/``) knows nothing of this package.
 """
 
@@ -37,7 +37,7 @@ import torch
 
 from flashinfer._layer import fork_root
 from flashinfer.jit.sm12x.instances import INSTANCES
-from flashinfer.sm12x.backend import register_virtual, virtual_architecture
+from flashinfer.sm12x import variables
 
 from .error_bounds import SM120_SUM_BITS
 
@@ -381,19 +381,16 @@ def virtual_device(
             device.close()
 
 
-def active(name: str | None = None) -> VirtualDevice | None:
-    """The virtual device that operators on CPU tensors use now, or None.
-
-    Args:
-        name: The architecture of one for the whole process, where :func:`virtual_device` made none; by default what
-            ``FLASHINFER_VIRTUAL_DEVICE`` asks for.
+def active() -> VirtualDevice | None:
+    """The virtual device that operators on CPU tensors use now, or None: what :func:`virtual_device` made, else the one
+    that ``FLASHINFER_VIRTUAL_DEVICE`` asks for, for the whole process.
 
     Raises:
         ValueError: There is no such architecture.
     """
     if _stack:
         return _stack[-1]
-    name = virtual_architecture() if name is None else name
+    name = variables.read("FLASHINFER_VIRTUAL_DEVICE")
     return _process_device(name) if name else None
 
 
@@ -412,4 +409,3 @@ class _CallableModule(types.ModuleType):
 
 
 sys.modules[__name__].__class__ = _CallableModule
-register_virtual(active)

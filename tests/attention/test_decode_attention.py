@@ -14,7 +14,6 @@ from recording_backend import RecordingBackend
 
 from flashinfer import sm12x_decode
 from flashinfer.decode import decode_attention, prepare_decode_attention
-from flashinfer.sm12x.probe.mma import accumulation_on
 from flashinfer.testing.decode_reference import (
     DecodeCase,
     check_decoded,
@@ -23,6 +22,7 @@ from flashinfer.testing.decode_reference import (
     random_decode_case,
 )
 from flashinfer.testing.error_bounds import FLOAT32_ROUNDOFF, check_within_bound
+from flashinfer_sm12x_doctor.probe.mma import accumulation_on
 
 
 @pytest.fixture

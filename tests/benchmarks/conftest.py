@@ -1,14 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmark's modules, which lie beside the package and not in it."""
+"""The benchmark's switch, and predictions in this process."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 
 @pytest.fixture(autouse=True)

@@ -22,6 +22,7 @@ import torch
 from accuracy_bench import choices, experts, results
 from accuracy_bench.choices import LLAMA_CPP, parse
 from flashinfer.tllm_enums import SfLayout
+from perfmodel.gb10 import LAUNCH_SAVED_US
 from printed import cells
 from token_bench import predict
 from torch.nn.functional import linear
@@ -29,10 +30,9 @@ from toy_llama import VOCABULARY, llama, some_windows
 
 from flashinfer import mxfp4_dequantize, mxfp4_quantize, mxfp8_quantize
 from flashinfer.quantization.block_scaled import quantize_weight
-from flashinfer.sm12x.accuracy import formats, measure, models, texts
-from flashinfer.sm12x.accuracy.choice import Choice
-from flashinfer.sm12x.accuracy.measure import Bootstrap, Estimate, hidden_states, scores
-from flashinfer.sm12x.perfmodel.gb10 import LAUNCH_SAVED_US
+from flashinfer_sm12x_quantize import formats, measure, models, texts
+from flashinfer_sm12x_quantize.choice import Choice
+from flashinfer_sm12x_quantize.measure import Bootstrap, Estimate, hidden_states, scores
 
 REPO = Path(__file__).parents[2]
 LINEAR = SfLayout.layout_linear
@@ -528,7 +528,7 @@ def test_experts_of_a_config_without_the_constants_have_gpt_osss() -> None:
     """As transformers 5.17 makes it; they are the model's own, and the same in every release since."""
     from transformers import GptOssConfig
 
-    from flashinfer.sm12x.accuracy.gpt_oss import ALPHA, LIMIT, FlashInferExperts
+    from flashinfer_sm12x_quantize.gpt_oss import ALPHA, LIMIT, FlashInferExperts
 
     bias: Any = {"down_proj_bias": torch.zeros(2, 32, dtype=torch.bfloat16)}
     bare = FlashInferExperts(types.SimpleNamespace(), bias, "a16")  # type: ignore[arg-type]

@@ -10,8 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-
-from flashinfer.sm12x.perfmodel.l2 import Gemm, dram_bytes, walk
+from perfmodel.l2 import Gemm, dram_bytes, walk
 
 ROOT = Path(__file__).parents[2]
 

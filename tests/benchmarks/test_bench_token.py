@@ -13,6 +13,7 @@ from typing import Any
 import bench_token
 import pytest
 import torch
+from perfmodel.step import TOKENS_BESIDE, Step, formats_of, mean_experts, parts_of
 from printed import cells
 from timing import relative_error
 from token_bench import check, measure, model, results
@@ -21,10 +22,9 @@ from token_bench.operators import PAGE, TorchAttention
 
 from flashinfer.sm12x.models import MODELS
 from flashinfer.sm12x.models import Model as Size
-from flashinfer.sm12x.perfmodel.step import TOKENS_BESIDE, Step, formats_of, mean_experts, parts_of
-from flashinfer.sm12x.probe.timing import Sample
 from flashinfer.testing import MoEInputs
 from flashinfer.testing.moe_layers import Batch
+from flashinfer_sm12x_doctor.probe.timing import Sample
 
 SMALL = Size(layers=2, experts=4, hidden=160, inter=96, heads=16, kv_heads=2, top_k=2, vocab=640, window=64)
 

@@ -14,15 +14,11 @@ import bench_token
 import pytest
 import torch
 from emulate import CONTEXTS, DECODE, PREFILL
-from printed import cells
-from token_bench import predict, results
-
-from flashinfer.sm12x.models import MODELS, matrix_bytes
-from flashinfer.sm12x.perfmodel import moe
-from flashinfer.sm12x.perfmodel import step as model
-from flashinfer.sm12x.perfmodel.devices import GB10
-from flashinfer.sm12x.perfmodel.gb10 import FAST, FIXED_US, LAUNCH_SAVED_US, MIDDLE
-from flashinfer.sm12x.perfmodel.step import (
+from perfmodel import moe
+from perfmodel import step as model
+from perfmodel.devices import GB10
+from perfmodel.gb10 import FAST, FIXED_US, LAUNCH_SAVED_US, MIDDLE
+from perfmodel.step import (
     DENSE_FORMATS,
     KV_BYTES,
     MATRICES,
@@ -37,8 +33,12 @@ from flashinfer.sm12x.perfmodel.step import (
     kept_kernel,
     parts_of,
 )
-from flashinfer.sm12x.probe import layer
-from flashinfer.sm12x.probe.timing import Sample
+from printed import cells
+from token_bench import predict, results
+
+from flashinfer.sm12x.models import MODELS, matrix_bytes
+from flashinfer_sm12x_doctor.probe import layer
+from flashinfer_sm12x_doctor.probe.timing import Sample
 
 MODEL = "gpt-oss-120b"
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from peers import matrices
+from perfmodel.step import Step, formats_of
 from token_bench.model import Dense, ForkExperts, Layer, Model, fork_experts
 from token_bench.operators import PAGE, Batch
 
 from flashinfer.sm12x.models import Model as Size
-from flashinfer.sm12x.perfmodel.step import Step, formats_of
 from flashinfer.testing.mxfp_formats import dequantize_mxfp4, dequantize_mxfp8, unswizzle_scales
 
 transformers = pytest.importorskip("transformers")

@@ -14,15 +14,15 @@ import emulate
 import format_error
 import pytest
 import torch
+from perfmodel import dense, gb10, moe
+from perfmodel.gb10 import FAST, FIXED_US, MIDDLE, SECOND_LAUNCH_US, SLOW, Counts, Launch
+from perfmodel.moe import Fit, Work
 from printed import cells
 
 from flashinfer.jit.sm12x.instances import DENSE_INSTANCES, INSTANCES, Instance
 from flashinfer.sm12x.models import MODELS, MOE_LAYERS, MoELayer
-from flashinfer.sm12x.perfmodel import dense, gb10, moe
-from flashinfer.sm12x.perfmodel.gb10 import FAST, FIXED_US, MIDDLE, SECOND_LAUNCH_US, SLOW, Counts, Launch
-from flashinfer.sm12x.perfmodel.moe import Fit, Work
-from flashinfer.sm12x.probe import layer
 from flashinfer.testing.moe_layers import DENSE_VARIANTS
+from flashinfer_sm12x_doctor.probe import layer
 
 MODEL = "gpt-oss-120b"
 MOE = MODELS[MODEL].moe

@@ -12,24 +12,22 @@ from pathlib import Path
 import bench_token
 import pytest
 import torch
+from perfmodel import gb10
+from perfmodel import step as model
+from perfmodel.devices import DEVICES, GB10
+from perfmodel.moe import mean_work
+from perfmodel.peers import PEERS
+from perfmodel.routing import PUBLISHED, Routing, routed
+from perfmodel.step import Given, Step, formats_of, kept_kernel, on_device, predict
 from token_bench import hindcast
 from token_bench.predict import rates, tokens_per_second
 
-import flashinfer
 from flashinfer.sm12x.models import MODELS, MoELayer, matrix_bytes
-from flashinfer.sm12x.perfmodel import gb10
-from flashinfer.sm12x.perfmodel import step as model
-from flashinfer.sm12x.perfmodel.devices import DEVICES, GB10
-from flashinfer.sm12x.perfmodel.moe import mean_work
-from flashinfer.sm12x.perfmodel.peers import PEERS
-from flashinfer.sm12x.perfmodel.routing import PUBLISHED, Routing, routed
-from flashinfer.sm12x.perfmodel.step import Given, Step, formats_of, kept_kernel, on_device, predict
 
 REPO = Path(bench_token.__file__).parents[1]
-SM12X = Path(flashinfer.__file__).parent / "sm12x"
 PREDICTING = [
-    SM12X / "models.py",
-    *sorted((SM12X / "perfmodel").glob("*.py")),
+    REPO / "flashinfer" / "sm12x" / "models.py",
+    *sorted((REPO / "benchmarks" / "perfmodel").glob("*.py")),
     *(REPO / "benchmarks" / "token_bench" / name for name in ("predict.py", "hindcast.py")),
 ]
 LAYER = MODELS["gpt-oss-120b"].moe

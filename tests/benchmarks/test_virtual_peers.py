@@ -11,10 +11,10 @@ from __future__ import annotations
 import emulate_peers
 import pytest
 import torch
+from perfmodel.moe import Work, fits_in
+from perfmodel.peers import FITS, PEERS
 
 from flashinfer.sm12x.models import MODELS
-from flashinfer.sm12x.perfmodel.moe import Work, fits_in
-from flashinfer.sm12x.perfmodel.peers import FITS, PEERS
 from flashinfer.testing import TENSOR_CORE, check_within_bound, group_gemm_reference, make_group_gemm_inputs
 from flashinfer.testing.virtual_device import virtual_device
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import emulate
 import pytest
+from perfmodel import step
 
-from flashinfer.sm12x.perfmodel import step
 from flashinfer.testing.virtual_device import virtual_device
 
 

@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 from layer_toys import REPO, UPSTREAM, WHEEL_FILES, write_tree, write_wheel
 
-from flashinfer.sm12x import doctor
-from flashinfer.sm12x.doctor import asking, questions
-from flashinfer.sm12x.doctor.asking import Facts
+import flashinfer_sm12x_doctor as doctor
+from flashinfer_sm12x_doctor import asking, questions
+from flashinfer_sm12x_doctor.asking import Facts
 
-DOCTOR = REPO / "flashinfer" / "sm12x" / "doctor"
+DOCTOR = REPO / "flashinfer_sm12x_doctor"
 GB10 = "NVIDIA GB10, 12.1, 580.95.05"
 PROGRAMS = "bash sh c++ g++ as ld ninja mv rm mkdir chmod env grep head df cat"
 IF_THERE = "ps"  # for a command of the doctor's that tests run; images without procps lack it
@@ -127,7 +127,8 @@ class Machine:
         self.gpus(GB10)
         self.torch("13.0", [("NVIDIA GB10", (12, 1))])
         self.vllm()
-        (self.tree / "flashinfer").symlink_to(REPO / "flashinfer")
+        for name in ("flashinfer", "flashinfer_sm12x_doctor", "flashinfer_sm12x_quantize"):
+            (self.tree / name).symlink_to(REPO / name)
         for name in ("__init__.py", "settings.py", "devices.py"):
             shutil.copy(REPO / "flashinfer_sm12x_vllm" / name, self.tree / "flashinfer_sm12x_vllm")
         for name in ("config", "moe", "dense", "lm_head", "attention"):

@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from packaging.requirements import Requirement
 from pip._internal.commands import create_command
 
+import flashinfer_sm12x_doctor as doctor
 from flashinfer.__main__ import cli
 from flashinfer.compilation_context import parse_arch_list
-from flashinfer.sm12x import doctor, variables
+from flashinfer.sm12x import variables
 
 PROGRAMS = ("ps", "nvidia-smi", "dmesg", "sudo dmesg", "rm", "mkdir", "cd")
 UVS_OPTIONS = {"install": {"--force-reinstall", "--no-deps"}, "uninstall": set()}

@@ -17,9 +17,9 @@ from layer_toys import OURS, write_tree
 from planted import PLANTED
 from readers import read_by_its_reader
 
+import flashinfer_sm12x_doctor as doctor
 from flashinfer.jit.sm12x import prebuilt
-from flashinfer.sm12x import doctor
-from flashinfer.sm12x.doctor import questions
+from flashinfer_sm12x_doctor import questions
 
 PAGE = (REPO / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 

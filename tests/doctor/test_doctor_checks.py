@@ -14,7 +14,7 @@ from doctor_machine import findings, healthy
 from layer_toys import write_tree
 from readers import read_by_its_reader
 
-from flashinfer.sm12x.doctor import checks, questions
+from flashinfer_sm12x_doctor import checks, questions
 
 SPARK = {"gpus": [{"name": "GB10", "capability": "12.1", "driver": "580.95.05"}]}
 MOE, CHANGED = "module fused_moe_120", "x.cuh changed"

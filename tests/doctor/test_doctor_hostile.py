@@ -16,7 +16,8 @@ import pytest
 from doctor_machine import DOCTOR, Machine, healthy
 from layer_toys import write_fork, write_tree
 
-from flashinfer.sm12x import doctor, variables
+import flashinfer_sm12x_doctor as doctor
+from flashinfer.sm12x import variables
 
 HOSTILE = {
     "sleeps": "import time; time.sleep(600)",
@@ -128,10 +129,9 @@ def test_modules_of_pythons_names_on_the_path_do_not_stop_it(machine: Machine) -
 
 
 def test_a_copy_of_which_a_part_is_cut_off_says_so_in_a_line(machine: Machine) -> None:
-    copy = machine.root / "copy" / "flashinfer" / "sm12x"
-    copy.mkdir(parents=True)
-    shutil.copytree(DOCTOR, copy / "doctor")
-    result = machine.doctor(how=(str(copy / "doctor"),))
+    copy = machine.root / "copy" / DOCTOR.name
+    shutil.copytree(DOCTOR, copy)
+    result = machine.doctor(how=(str(copy),))
     assert result.returncode == 1
     assert result.stderr.startswith("sm12x-doctor: this copy of the fork is not whole: ")
     assert len(result.stderr.splitlines()) == 1

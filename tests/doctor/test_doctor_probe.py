@@ -10,15 +10,25 @@ import pytest
 from doctor_machine import DOCTOR, ORDERS, REPO, Machine, healthy
 from doctor_machine import findings as all_findings
 from layer_toys import write_tree
+from perfmodel import gb10, moe
 
-from flashinfer.sm12x import doctor
-from flashinfer.sm12x.doctor.probe_checks import KINDS, PROBE_CHECKS
-from flashinfer.sm12x.probe import PARTS, mma, parts
+import flashinfer_sm12x_doctor as doctor
+from flashinfer.sm12x.models import MOE_LAYERS
+from flashinfer_sm12x_doctor.probe import PARTS, TOKENS, layer, mma, parts, predicted
+from flashinfer_sm12x_doctor.probe_checks import KINDS, PROBE_CHECKS
 
 
 def findings(measured: dict[str, dict[str, Any]]) -> dict[str, doctor.Finding]:
     found = all_findings({f"probe-{part}": found for part, found in measured.items()})
     return {check: finding for check, finding in found.items() if check in PROBE_CHECKS}
+
+
+def test_a_gb10_s_ranges_are_those_of_the_predictor() -> None:
+    assert (gb10.SLOW.dram_gb_per_second, gb10.FAST.dram_gb_per_second) == predicted.DRAM_GB_PER_SECOND
+    assert gb10.mma_rates() == predicted.MMA_FLOPS_PER_CLOCK
+    size = MOE_LAYERS[layer.MODEL]
+    ends = {tokens: moe.predicted_range(size, layer.MODE, tokens) for tokens in TOKENS}
+    assert {tokens: tuple(round(end, 1) for end in both or ()) for tokens, both in ends.items()} == predicted.LAYER_US
 
 
 def test_a_gb10_that_does_as_predicted() -> None:
@@ -131,9 +141,15 @@ def run(part, tell):
 
 @pytest.fixture
 def machine(machine: Machine) -> Machine:
-    empty = dict.fromkeys(("__init__.py", "_layer.py", "sm12x/__init__.py", "sm12x/probe/__init__.py"), "")
-    parts = {"sm12x/probe/parts.py": FAKE_PARTS.format(facts=healthy())}
-    write_tree(machine.root / "fork" / "flashinfer", {**empty, **parts})
+    probe = "flashinfer_sm12x_doctor/probe"
+    empty = (
+        "flashinfer/__init__.py",
+        "flashinfer/_layer.py",
+        "flashinfer_sm12x_doctor/__init__.py",
+        f"{probe}/__init__.py",
+    )
+    parts = {f"{probe}/parts.py": FAKE_PARTS.format(facts=healthy())}
+    write_tree(machine.root / "fork", {**dict.fromkeys(empty, ""), **parts})
     machine.path = [machine.root / "fork", machine.site]
     return machine
 

@@ -13,7 +13,6 @@ from flashinfer.fused_moe import cutlass_fused_moe, moe_step
 from flashinfer.gemm import dense_block_scaled, rmsnorm_dense_block_scaled
 from flashinfer.gemm.sm12x_dense_norm import most_tokens
 from flashinfer.quantization.block_scaled import WEIGHT_FORMATS
-from flashinfer.sm12x.probe.mma import accumulation_on
 from flashinfer.testing import (
     ANY_ORDER,
     DenseCase,
@@ -24,6 +23,7 @@ from flashinfer.testing import (
     make_norm_inputs,
     normed_dense_reference,
 )
+from flashinfer_sm12x_doctor.probe.mma import accumulation_on
 
 
 def random_call(device: torch.device, case: DenseCase, seed: int, adds: bool = True) -> tuple[Any, dict[str, Any]]:

@@ -17,8 +17,8 @@ import pytest
 from documents import code_lines
 from layer_toys import REPO
 
-from flashinfer.sm12x.doctor import checks
 from flashinfer.sm12x.host_memory import SHARE
+from flashinfer_sm12x_doctor import checks
 
 DOCKER = REPO / "docker"
 RECIPES = [DOCKER / "Dockerfile", DOCKER / "Dockerfile.dev"]

@@ -25,6 +25,7 @@ from flashinfer._version import TESTED_VERSIONS, UPSTREAM_DISTRIBUTION, __fork_v
 pytestmark = pytest.mark.privileges
 
 BUILD_INPUTS = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "NOTICE")
+PACKAGES = ("flashinfer", "flashinfer_sm12x_doctor", "flashinfer_sm12x_quantize", "flashinfer_sm12x_vllm")
 WHERE = "import flashinfer; print(flashinfer.__file__)"
 
 
@@ -32,8 +33,8 @@ WHERE = "import flashinfer; print(flashinfer.__file__)"
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of what the build reads, so that it leaves nothing in the real one."""
     copy = tmp_path_factory.mktemp("checkout")
-    plugin = ("flashinfer_sm12x_vllm", *(path.name for path in REPO.glob("flashinfer_sm12x_vllm-*.dist-info")))
-    for name in ("flashinfer", *plugin, "include", "csrc", "tools"):
+    plugin = tuple(path.name for path in REPO.glob("flashinfer_sm12x_vllm-*.dist-info"))
+    for name in (*PACKAGES, *plugin, "include", "csrc", "tools"):
         shutil.copytree(REPO / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     (copy / "3rdparty" / "cutlass").mkdir(parents=True)
     shutil.copy(REPO / "3rdparty" / "cutlass" / "README.md", copy / "3rdparty" / "cutlass")
@@ -111,7 +112,7 @@ def test_the_tree_travels(normal, checkout: Path) -> None:
     shipped = {name for name in normal.namelist() if name.startswith("flashinfer_sm12x/")}
     wanted = {
         f"flashinfer_sm12x/{file.relative_to(checkout)}"
-        for top in ("flashinfer", "flashinfer_sm12x_vllm", "include", "csrc", "3rdparty")
+        for top in (*PACKAGES, "include", "csrc", "3rdparty")
         for file in (checkout / top).rglob("*")
         if file.is_file() and file.suffix != ".pyc"
     }

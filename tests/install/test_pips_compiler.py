@@ -161,7 +161,7 @@ def test_without_one_a_line_says_which_two_disagree_and_its_command_mends_it(vll
     assert not list(vllms.base.rglob("*.o"))
 
     question = "import sys; sys.argv[1:] = ['build']; import runpy; runpy.run_path({!r}, run_name='__main__')"
-    question = question.format(str(REPO / "flashinfer" / "sm12x" / "doctor" / "questions.py"))
+    question = question.format(str(REPO / "flashinfer_sm12x_doctor" / "questions.py"))
     said = vllms.run(NO_DEFAULT + question)
     assert disagree in said.stdout
 

@@ -40,8 +40,6 @@ from flashinfer.gemm.sm12x_dense_norm import most_tokens
 from flashinfer.jit.sm12x.instances import DENSE_INSTANCES, GEMM_INSTANCES, INSTANCES, SM12X
 from flashinfer.sm12x.devices import has_block_scaled_mma, serves_cuda
 from flashinfer.sm12x.models import MOE_LAYERS
-from flashinfer.sm12x.probe.mma import accumulation_on
-from flashinfer.sm12x.probe.timing import captured
 from flashinfer.testing import (
     DenseCase,
     MoECase,
@@ -56,6 +54,8 @@ from flashinfer.testing import (
 )
 from flashinfer.testing.dense_reference import TOKENS, WEIGHTS
 from flashinfer.testing.moe_layers import case_of
+from flashinfer_sm12x_doctor.probe.mma import accumulation_on
+from flashinfer_sm12x_doctor.probe.timing import captured
 
 KINDS = ((0, "mxfp4"), (1, "mxfp4"), (2, "mxfp4"), (2, "nvfp4"))
 """Modes and formats of experts."""

@@ -8,9 +8,9 @@ import dataclasses
 import torch
 
 import flashinfer
-from flashinfer.sm12x.probe.mma import accumulation_on
-from flashinfer.sm12x.probe.timing import captured
 from flashinfer.testing import Accumulation, MoECase, MoEInputs, check_within_bound, make_moe_inputs, moe_reference
+from flashinfer_sm12x_doctor.probe.mma import accumulation_on
+from flashinfer_sm12x_doctor.probe.timing import captured
 
 
 @dataclasses.dataclass

@@ -20,7 +20,6 @@ import flashinfer
 from flashinfer.fused_moe.sm12x_validation import Mode
 from flashinfer.jit.sm12x.instances import SM12X
 from flashinfer.sm12x.devices import serves_cuda
-from flashinfer.sm12x.probe.mma import accumulation_on
 from flashinfer.testing import (
     MoECase,
     MoEInputs,
@@ -32,6 +31,7 @@ from flashinfer.testing import (
     unswizzle_scales,
 )
 from flashinfer.testing.moe_inputs import moe_inputs_with_not_numbers
+from flashinfer_sm12x_doctor.probe.mma import accumulation_on
 
 MODES = (0, 1, 2)
 

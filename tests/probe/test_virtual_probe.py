@@ -7,18 +7,18 @@ import json
 from pathlib import Path
 from typing import Any
 
+import emulate
 import pytest
 import torch
+from perfmodel import moe
 
-from flashinfer._layer import fork_root
 from flashinfer.jit.sm12x import modules
 from flashinfer.jit.sm12x.instances import MAIN_MODULE
 from flashinfer.sm12x.models import MOE_LAYERS
-from flashinfer.sm12x.perfmodel import moe
-from flashinfer.sm12x.probe import arrivals, launches, layer, mma, parts, timing
-from flashinfer.sm12x.probe.target import NoTargetError, Target, find_target
 from flashinfer.testing import SM120_SUM_BITS, TENSOR_CORE, dequantize_mxfp4, verify
 from flashinfer.testing.virtual_device import VirtualDeviceError, virtual_device
+from flashinfer_sm12x_doctor.probe import arrivals, launches, layer, mma, parts, timing
+from flashinfer_sm12x_doctor.probe.target import NoTargetError, Target, find_target
 
 ALL_WATCHERS = 31  # vsm.Watch.ALL, races included, and ARRIVALS: GB10's rule
 KINDS = pytest.mark.parametrize("name", mma.KINDS)
@@ -288,11 +288,8 @@ def test_every_default_tactic_is_asked_for_once(monkeypatch: pytest.MonkeyPatch)
         assert device.launches
 
 
-def test_the_fits_that_are_kept_are_those_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fits_that_are_kept_are_those_of_the_kernels() -> None:
     """Else the kernels changed and the file did not: counts of one short batch."""
-    monkeypatch.syspath_prepend(str(fork_root() / "benchmarks"))
-    import emulate
-
     sizes = MOE_LAYERS[layer.MODEL]
     tactics = moe.planned(sizes, layer.MODE, 1)
     fits = moe.known_fits(layer.MODE, tactics, sizes[:2])

@@ -11,15 +11,40 @@ from collections.abc import Iterable, Iterator
 import pytest
 from layer_toys import REPO
 
-PACKAGES = ("flashinfer", "flashinfer_sm12x_vllm")
+PACKAGES = ("flashinfer", "flashinfer_sm12x_doctor", "flashinfer_sm12x_quantize", "flashinfer_sm12x_vllm")
 MODULES = {
     ".".join(path.relative_to(REPO).with_suffix("").parts).removesuffix(".__init__"): path
     for package in PACKAGES
     for path in sorted((REPO / package).rglob("*.py"))
 }
 
+# Folders and modules from the ground up; each may import what stands above it in this list, and nothing below. What
+# upstream has as one package with ours in it, jit, is one place.
+ORDER = """
+flashinfer._version
+flashinfer._layer
+flashinfer.jit.sm12x.instances
+flashinfer.sm12x
+flashinfer
+flashinfer.jit
+flashinfer.compilation_context
+flashinfer.aot
+flashinfer.quantization
+flashinfer.fused_moe
+flashinfer.gemm
+flashinfer.sm12x_decode
+flashinfer.decode
+flashinfer.experimental
+flashinfer.testing
+flashinfer_sm12x_quantize
+flashinfer_sm12x_vllm
+flashinfer_sm12x_doctor.probe
+flashinfer_sm12x_doctor
+flashinfer.__main__
+""".split()
+
 # They measure and check the kernels on a user's machine, with the references.
-MAY_IMPORT_TESTING = ("flashinfer.testing", "flashinfer.sm12x.probe")
+MAY_IMPORT_TESTING = ("flashinfer.testing", "flashinfer_sm12x_doctor.probe")
 
 
 def statements(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
@@ -56,6 +81,18 @@ def test_no_circle_among_the_imports() -> None:
         graphlib.TopologicalSorter(GRAPH).prepare()
     except graphlib.CycleError as error:
         pytest.fail(f"a circle: {' <- '.join(error.args[1])}")
+
+
+def place(module: str) -> int:
+    """Where in :data:`ORDER` a module stands: by the longest name there that is its own or that of a package around it."""
+    names = [name for name in ORDER if module == name or (name != "flashinfer" and module.startswith(f"{name}."))]
+    return ORDER.index(max(names, key=len))
+
+
+def test_imports_run_one_way() -> None:
+    back = {(module, name) for module, names in GRAPH.items() for name in names if place(name) > place(module)}
+    assert not back
+    assert {place(module) for module in MODULES} == set(range(len(ORDER))), "a name that nothing bears"
 
 
 def test_nothing_that_users_run_imports_testing() -> None:

@@ -130,8 +130,8 @@ def test_pages_named_in_code_messages_and_comments_exist() -> None:
 
 
 def test_each_command_of_the_cli_exists_with_its_options() -> None:
+    import flashinfer_sm12x_doctor as doctor
     from flashinfer.__main__ import _group
-    from flashinfer.sm12x import doctor
 
     for page, (_, _, _, *words) in commands("python -m flashinfer"):
         command: Any = _group

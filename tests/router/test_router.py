@@ -8,7 +8,6 @@ import torch
 from operator_calls import on
 
 from flashinfer.fused_moe import router_top_k
-from flashinfer.sm12x.probe.mma import accumulation_on
 from flashinfer.testing.router_reference import (
     OPERANDS,
     check_one_element,
@@ -17,6 +16,7 @@ from flashinfer.testing.router_reference import (
     with_one_element,
     with_small_rows,
 )
+from flashinfer_sm12x_doctor.probe.mma import accumulation_on
 
 
 @pytest.mark.parametrize("adds", [False, True], ids=["", "adds"])

@@ -21,10 +21,10 @@ from test_vllm_processes import two_ranks
 
 from flashinfer.quantization import mx_cpu
 from flashinfer.quantization.block_scaled import LAYOUTS, BlockScaledWeight, dequantize_rows
-from flashinfer.sm12x.accuracy import models
-from flashinfer.sm12x.quantize.folder import Folder, join
-from flashinfer.sm12x.quantize.manifest import MANIFEST, UNFINISHED
-from flashinfer.sm12x.quantize.run import Run
+from flashinfer_sm12x_quantize import models
+from flashinfer_sm12x_quantize.folder import Folder, join
+from flashinfer_sm12x_quantize.manifest import MANIFEST, UNFINISHED
+from flashinfer_sm12x_quantize.run import Run
 
 __all__ = ["attention_in_pytorch"]  # a fixture
 

@@ -9,7 +9,7 @@
 ``dense_<format>_sm12x``         dense layers with weights in a block-scaled format, such as ``dense_mxfp4_sm12x``
 ``router_sm12x``                 a mixture of experts' router, with the norm in front of it
 ``decode_sm12x``                 decode attention, with rope and append
-``probe_sm12x``                  kernels that measure a GPU (``flashinfer.sm12x.probe``)
+``probe_sm12x``                  kernels that measure a GPU (``flashinfer_sm12x_doctor.probe``)
 ===============================  =================================================================
 
 Where :func:`multiplies_in_half` names end in ``_half_mxf8f6f4``, ``_half_mxf4`` or both: what that kind of MMA would

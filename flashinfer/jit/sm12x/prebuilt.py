@@ -23,7 +23,7 @@ import os
 import sysconfig
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import tvm_ffi
 
@@ -34,12 +34,18 @@ from .. import core, cpp_ext
 from .. import env as jit_env
 from .build import hash_file
 
-if TYPE_CHECKING:
-    from .spec import JitSpecSm12x
-
 PACKAGE = "flashinfer_sm12x_kernels"
 MANIFEST = "manifest.json"
 FORMAT = 2
+
+
+class Spec(Protocol):
+    """What is asked of a module's JIT spec."""
+
+    name: str
+    sources: list[Path]
+    extra_cuda_cflags: list[str] | None
+    architectures: tuple[tuple[int, str], ...]
 
 
 class _Unfit(Exception):
@@ -85,7 +91,7 @@ def path_of(name: str) -> str:
     return os.path.join(folders()[folder], rest)
 
 
-def inputs_of(spec: JitSpecSm12x, files: Iterable[str]) -> dict[str, Any]:
+def inputs_of(spec: Spec, files: Iterable[str]) -> dict[str, Any]:
     """The inputs that decide a module's code, as they are here and now.
 
     Args:
@@ -105,7 +111,7 @@ def inputs_of(spec: JitSpecSm12x, files: Iterable[str]) -> dict[str, Any]:
     }
 
 
-def find(spec: JitSpecSm12x) -> tuple[Path | None, str]:
+def find(spec: Spec) -> tuple[Path | None, str]:
     """The library of an installed wheel that is what a build of the module would make.
 
     Returns:
@@ -143,7 +149,7 @@ def _manifest_for_this_machine(folder: Path) -> Any:
     return manifest
 
 
-def _library_for(spec: JitSpecSm12x, folder: Path, built: dict[str, Any]) -> Path:
+def _library_for(spec: Spec, folder: Path, built: dict[str, Any]) -> Path:
     wanted = architecture_list(spec.architectures)
     if wanted not in built:
         raise _Unfit(f"{folder} has it for {', '.join(built)}, and {wanted or 'no architecture'} is compiled for")

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import torch
 
-from ..accuracy import measure, models, texts
-from ..accuracy.formats import BF16
-from ..host_memory import SHARE
+from flashinfer.sm12x.host_memory import SHARE
+
+from . import measure, models, texts
+from .formats import BF16
 from .manifest import from_hub
 from .run import QUANTIZED, ROUNDED, QuantizeError, Run, attention_layers, begun, with_losses
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python <checkout>/flashinfer/sm12x/doctor``: the doctor where ``import flashinfer`` is what is wrong."""
+"""``python <checkout>/flashinfer_sm12x_doctor``: the doctor where ``import flashinfer`` is what is wrong."""
 
 import contextlib
 import os
@@ -19,13 +19,15 @@ if not sys.flags.isolated:
 import importlib
 import types
 
-# This tree as a package of another name, of which nothing runs but what is asked for: not flashinfer/__init__.py.
-sys.path[:] = [entry for entry in sys.path if entry != sys.path[0]]
-tree = types.ModuleType("_sm12x")
-tree.__path__ = [os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))]
-sys.modules[tree.__name__] = tree
+# This tree behind Python's own modules, and its flashinfer as a bare package: of that nothing runs but what is asked for,
+# not flashinfer/__init__.py.
+tree = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path[:] = [*(entry for entry in sys.path if entry != sys.path[0]), tree]
+package = types.ModuleType("flashinfer")
+package.__path__ = [os.path.join(tree, "flashinfer")]
+sys.modules[package.__name__] = package
 try:
-    status = importlib.import_module("_sm12x.sm12x.doctor").main(sys.argv[1:])
+    status = importlib.import_module("flashinfer_sm12x_doctor").main(sys.argv[1:])
 except SystemExit as ended:  # argparse's
     status = int(ended.code or 0)
 except KeyboardInterrupt:

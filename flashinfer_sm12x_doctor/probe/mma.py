@@ -9,8 +9,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ...testing import ANY_ORDER, Accumulation
-from ...testing.mxfp_formats import decode_e2m1
+from flashinfer.testing import ANY_ORDER, Accumulation
+from flashinfer.testing.mxfp_formats import decode_e2m1
+
 from .target import Target, find_target
 
 ROWS, COLUMNS, ROW_BYTES, CHAINS, WARPS = 16, 8, 32, 8, 16

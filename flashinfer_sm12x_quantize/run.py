@@ -23,15 +23,16 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from ..._version import __fork_version__
-from ...quantization.block_scaled import BlockScaledWeight, dequantize_rows
-from ...quantization.error_feedback import DAMPING, quantize_with_feedback
-from ..accuracy import measure
-from ..accuracy.choice import Choice
-from ..accuracy.formats import BF16, round_weight
-from ..accuracy.models import OUTPUT, Subject
+from flashinfer._version import __fork_version__
+from flashinfer.quantization.block_scaled import BlockScaledWeight, dequantize_rows
+from flashinfer.quantization.error_feedback import DAMPING, quantize_with_feedback
+
+from . import measure
+from .choice import Choice
 from .folder import Folder, join, to_tensors, weight_hash
+from .formats import BF16, round_weight
 from .manifest import HEAD, MANIFEST, UNFINISHED, FolderError, Manifest, Module, replace_bytes
+from .models import OUTPUT, Subject
 
 ROUNDED, QUANTIZED = "rounded to nearest", "with error feedback"
 

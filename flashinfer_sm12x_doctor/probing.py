@@ -11,8 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..probe import PARTS
 from .asking import Facts, ask, say, versions
+from .probe import PARTS
 
 if TYPE_CHECKING:
     from . import Finding

@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ...testing.moe_layers import layer_call, make_layer, route
+from flashinfer.testing.moe_layers import layer_call, make_layer, route
+
 from . import TOKENS
 from .target import Target
 from .timing import StreamingRead, time_graph

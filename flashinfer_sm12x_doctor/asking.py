@@ -17,13 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TextIO, cast
 
-from ..._version import UPSTREAM_VERSION, __fork_version__
+from flashinfer._version import UPSTREAM_VERSION, __fork_version__
+
 from .questions import MARK
 
-PACKAGE = Path(os.path.abspath(__file__)).parents[2]
+FOLDER = Path(os.path.abspath(__file__)).parent
+TREE = FOLDER.parent
+PACKAGE = TREE / "flashinfer"
 """The folder ``flashinfer/`` that this doctor is of."""
 
-TREE = PACKAGE.parent
 INTERPRETER = sys.executable or os.path.realpath("/proc/self/exe")
 PYTHON = shlex.quote(INTERPRETER)
 CLI = f"{PYTHON} -m flashinfer"
@@ -44,7 +46,7 @@ class _Asked:
         self._child: subprocess.Popen[bytes] | None = None
         try:
             self._child = subprocess.Popen(
-                [INTERPRETER, str(PACKAGE / "sm12x" / "doctor" / "questions.py"), *command],
+                [INTERPRETER, str(FOLDER / "questions.py"), *command],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

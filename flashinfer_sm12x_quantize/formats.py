@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from ...quantization import mx_cpu
-from ...quantization.block_scaled import WeightFormat, dequantize_weight, quantize_weight
+from flashinfer.quantization import mx_cpu
+from flashinfer.quantization.block_scaled import WeightFormat, dequantize_weight, quantize_weight
 
 CHUNK_ROWS = 2048
 """Rows that gguf rounds at once: the largest LM heads take gigabytes in float32."""

@@ -9,12 +9,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from flashinfer.fp4_quantization import block_scale_interleave
 from safetensors import safe_open
 from transformers import GptOssConfig, GptOssForCausalLM
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
 
-from ...fp4_quantization import block_scale_interleave
-from ...fused_moe import cutlass_fused_moe
+from flashinfer.fused_moe import cutlass_fused_moe
 
 # The checkpoint's tensors of a layer's experts, after "model.layers.N.mlp.experts.".
 NAMES = [f"{matrix}_{part}" for matrix in ("gate_up_proj", "down_proj") for part in ("blocks", "scales", "bias")]

@@ -19,11 +19,12 @@ from torch import nn
 from torch.nn.functional import linear
 from tqdm import tqdm
 
-from ...sm12x_decode import to_cache
-from ..quantize.folder import Folder
-from ..quantize.manifest import HEAD
+from flashinfer.sm12x_decode import to_cache
+
 from .choice import Choice
+from .folder import Folder
 from .formats import BF16, round_tokens, round_weight
+from .manifest import HEAD
 from .models import Subject
 
 _Key = TypeVar("_Key")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The checks of what a probe measured: :data:`PROBE_CHECKS`, as those of ``checks``.
 
-The facts hold the prediction for a GB10 (``sm12x.perfmodel``) beside what was measured. On other GPUs
+The facts hold the prediction for a GB10 (``probe.predicted``) beside what was measured. On other GPUs
 nothing is predicted.
 """
 
@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from ..probe import TOKENS
 from .asking import CLI, Answers
 from .checks import BLOCK_SCALED, Outcome, sums_text
+from .probe import TOKENS
 
 SLACK = 0.95
 """A figure below this share of a predicted range's slow end is slower than predicted."""

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..models import MoELayer
+from flashinfer.sm12x.models import MoELayer
 
 
 class Routing(NamedTuple):

@@ -15,15 +15,14 @@ from typing import Any
 
 import torch
 
-from ...jit import env as jit_env
-from ...jit.fused_moe import gen_cutlass_fused_moe_sm120_module
-from ...jit.sm12x import modules
-from ...jit.sm12x.trust import write_atomically
-from ...quantization.block_scaled import WEIGHT_FORMATS
-from ...testing.verify import Result, dense_results, gemm_results, moe_results
-from ..models import MOE_LAYERS
-from ..perfmodel import gb10, moe
-from . import arrivals, launches, layer, mma, timing
+from flashinfer.jit import env as jit_env
+from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm120_module
+from flashinfer.jit.sm12x import modules
+from flashinfer.jit.sm12x.trust import write_atomically
+from flashinfer.quantization.block_scaled import WEIGHT_FORMATS
+from flashinfer.testing.verify import Result, dense_results, gemm_results, moe_results
+
+from . import arrivals, launches, layer, mma, predicted, timing
 from .target import GB10, Target, find_target
 
 READ_BYTES = 1 << 30
@@ -78,7 +77,7 @@ def probe_dram(target: Target, tell: Tell) -> None:
     if target.virtual is None:
         tell(gigabytes_per_second=timing.sustained_read(target, READ_BYTES), bytes=READ_BYTES)
     if target.capability == GB10:
-        tell(predicted=[gb10.SLOW.dram_gb_per_second, gb10.FAST.dram_gb_per_second])
+        tell(predicted=predicted.DRAM_GB_PER_SECOND)
 
 
 def probe_mma(target: Target, tell: Tell) -> None:
@@ -88,7 +87,7 @@ def probe_mma(target: Target, tell: Tell) -> None:
         if target.virtual is None:
             found |= mma.measure_rate(target, kind)
         if target.capability == GB10:
-            found["predicted"] = gb10.mma_rates()[name]
+            found["predicted"] = predicted.MMA_FLOPS_PER_CLOCK[name]
         tell(**{name: found})
 
 
@@ -166,7 +165,6 @@ def probe_layer(target: Target, tell: Tell) -> None:
     if target.virtual is not None:
         return
     for line in layer.measure(target):
-        predicted = None
-        if target.capability == GB10:
-            predicted = moe.predicted_range(MOE_LAYERS[layer.MODEL], layer.MODE, line["tokens"])
-        tell(**{f"{line['tokens']} tokens": line | {"predicted": predicted}})
+        known = target.capability == GB10 and not modules.multiplies_in_half()
+        expected = predicted.LAYER_US[line["tokens"]] if known else None
+        tell(**{f"{line['tokens']} tokens": line | {"predicted": expected}})

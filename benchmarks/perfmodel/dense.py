@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 
-from ...jit.sm12x.instances import ROW_TILE, Instance
-from ..models import matrix_bytes
+from flashinfer.jit.sm12x.instances import ROW_TILE, Instance
+from flashinfer.sm12x.models import matrix_bytes
+
 from .gb10 import FIXED_US, L2_CAPACITY, MULTIPROCESSORS, SECOND_LAUNCH_US, Counts, Launch, times
 from .l2 import Gemm, dram_bytes, walk
 

@@ -17,7 +17,8 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from ..models import SCALE_BLOCK, MoELayer
+from flashinfer.sm12x.models import SCALE_BLOCK, MoELayer
+
 from .gb10 import Counts, Launch
 from .moe import fits_in, mean_work
 from .routing import UNIFORM, Routing

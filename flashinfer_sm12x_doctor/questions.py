@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    # This file's folder, which Python puts first unless PYTHONSAFEPATH is set: no other program has it there. The tree as
-    # in __main__.py.
+    # This file's folder, which Python puts first unless PYTHONSAFEPATH is set: no other program has it there. This tree's
+    # package by another name, of which nothing runs but what is asked for: flashinfer is what is asked about.
     if not getattr(sys.flags, "safe_path", False):
         del sys.path[0]
-    _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "flashinfer")
     for _name, _folder in (("_sm12x", ""), ("_sm12x.jit", "jit")):
         sys.modules[_name] = types.ModuleType(_name)
         sys.modules[_name].__path__ = [os.path.join(_PACKAGE, _folder)]
@@ -366,7 +366,7 @@ QUESTIONS = tuple(name.removeprefix("ask_") for name in globals() if name.starts
 if __name__ == "__main__":
     try:
         if sys.argv[1].startswith("probe-"):
-            parts = importlib.import_module("flashinfer.sm12x.probe.parts")
+            parts = importlib.import_module("flashinfer_sm12x_doctor.probe.parts")
             parts.run(sys.argv[1].removeprefix("probe-"), tell)
         else:
             globals()[f"ask_{sys.argv[1]}"](*sys.argv[2:])

@@ -29,12 +29,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from ...fused_moe.sm12x_operator import CHOOSING_TOKENS
-from ...fused_moe.sm12x_planner import plan_mode
-from ...fused_moe.sm12x_validation import Mode
-from ...gemm.sm12x_dense_norm import MOST_TOKENS as NORM_TOKENS
-from ...jit.sm12x.instances import INSTANCES
-from ..models import MODELS, Model, matrix_bytes
+from flashinfer.fused_moe.sm12x_operator import CHOOSING_TOKENS
+from flashinfer.fused_moe.sm12x_planner import plan_mode
+from flashinfer.fused_moe.sm12x_validation import Mode
+from flashinfer.gemm.sm12x_dense_norm import MOST_TOKENS as NORM_TOKENS
+from flashinfer.jit.sm12x.instances import INSTANCES
+from flashinfer.sm12x.models import MODELS, Model, matrix_bytes
+
 from . import gb10
 from .devices import GB10, Device
 from .gb10 import CYCLES, FIXED_US, LAUNCH_SAVED_US, MIDDLE, MMA_FLOPS_PER_CYCLE, Times

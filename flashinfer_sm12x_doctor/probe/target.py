@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from ...jit.sm12x.modules import gen_probe_module
-from ...testing.virtual_device import VirtualDevice
-from ..backend import kernels
-from ..devices import serves_cuda
+from flashinfer.jit.sm12x.modules import gen_probe_module
+from flashinfer.sm12x.backend import kernels
+from flashinfer.sm12x.devices import serves_cuda
+from flashinfer.testing.virtual_device import VirtualDevice
 
 GB10 = (12, 1)
 

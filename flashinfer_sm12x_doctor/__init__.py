@@ -3,7 +3,7 @@
 
 Every check reads facts that ``questions`` found, each question in a process of its own with a time limit; the doctor
 itself imports neither torch nor vLLM and nothing of FlashInfer but the table of variables. So it also runs by its folder,
-with whatever Python and whatever ``PYTHONPATH`` the server has: ``python <checkout>/flashinfer/sm12x/doctor``.
+with whatever Python and whatever ``PYTHONPATH`` the server has: ``python <checkout>/flashinfer_sm12x_doctor``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from . import checks, probe
+from . import checks, probing
 from .asking import CLI, Answers, Facts, Unanswered, ask, say, versions
 from .probe_checks import PROBE_CHECKS
 from .questions import QUESTIONS
@@ -137,14 +137,14 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     facts = ask(dict.fromkeys(QUESTIONS, options.timeout), {"vllm": [options.additional_config]})
     if options.probe:
-        facts |= probe.measure(options.timeout)
+        facts |= probing.measure(options.timeout)
     findings = diagnose(Answers(facts, os.environ), options.timeout)
     printed = say(as_json(findings, facts) if options.json else as_text(findings), sys.stdout)
     if not printed:
         say("sm12x-doctor: what it found cannot be printed: nobody reads its standard output", sys.stderr)
     if options.probe:
         try:
-            probe.write_report(Path(options.report), facts, findings)
+            probing.write_report(Path(options.report), facts, findings)
             say(f"probe: written to {os.path.abspath(options.report)}", sys.stderr)
         except Exception as error:  # of the file system, or facts of a form that nobody foresaw
             reason = getattr(error, "strerror", error)

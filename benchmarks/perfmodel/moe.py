@@ -26,10 +26,11 @@ from pathlib import Path
 
 import torch
 
-from ...fused_moe.sm12x_planner import plan_moe
-from ...jit.sm12x.instances import FORMATS, INSTANCES, ROW_TILE
-from ...jit.sm12x.modules import multiplies_in_half
-from ..models import SCALE_BLOCK, MoELayer
+from flashinfer.fused_moe.sm12x_planner import plan_moe
+from flashinfer.jit.sm12x.instances import FORMATS, INSTANCES, ROW_TILE
+from flashinfer.jit.sm12x.modules import multiplies_in_half
+from flashinfer.sm12x.models import SCALE_BLOCK, MoELayer
+
 from . import gb10
 from .gb10 import FIXED_US, SECOND_GEMM_US, Counts, Launch, Times, times
 from .l2 import Gemm, dram_bytes

@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m flashinfer sm12x-quantize``: QKV, O and LM head of a checkpoint, quantized once with error feedback.
+
+What a format or a mode costs on a language model is measured here, too; ``benchmarks/bench_accuracy.py`` makes tables of
+it. Needs transformers, which FlashInfer does not require, but for ``manifest`` and ``folder``, which vLLM's plugin reads.
+
+============  ================================================================================
+``manifest``  what a folder of quantized layers says of itself
+``folder``    its tensors: how they are written, read and checked
+``formats``   the formats of weights and tokens: rounding to them
+``choice``    formats by layer, as one choice
+``models``    models as transformers has them, from a folder, a hub or a GGUF file
+``gpt_oss``   transformers' gpt-oss with this fork's experts
+``texts``     what models read: for calibration, for evaluation
+``measure``   the losses of a choice
+``run``       the model over text, its layers one after the other, and the losses
+``command``   the command line
+============  ================================================================================
+
+:mod:`flashinfer.quantization.error_feedback` has the arithmetic.
+"""
