@@ -87,8 +87,8 @@ SECOND_PASS_BYTES = 12 << 20
 """Weights that are streamed twice, for two tiles of tokens, rather than multiplied by a GEMM: L2 still has them."""
 GB10_SMS = 48
 FEW_TILES = {False: 2, True: 1}
-"""Tiles of the output for each SM, of 128 rows and the fewest tokens, up to which small tiles are faster: on Hopper, measured on
-an H200, and on SM12x, where none is cut then and the next larger ones are whole for twice the tokens (a prediction)."""
+"""Tiles of the output for each SM, of 128 rows, up to which a GEMM's tiles are small: on Hopper those of the fewest tokens,
+measured on an H200; on SM12x the smallest of which no more are needed, since none of them is cut (a prediction)."""
 GEMM_TILE_COST = {"bf16": {32: 1.0, 48: 1.2, 64: 1.45}, "mxfp8": {64: 1.0, 128: 1.8}, "mxfp4": {64: 1.0, 128: 1.8}}
 """Time of a tile of so many tokens, where there are many, by what it multiplies: measured for bf16, predicted for the others."""
 DEQUANTIZED_TOKENS = {False: 256, True: 4096}
@@ -131,9 +131,10 @@ def choose_instance(
     if streams:
         return min(streams, key=lambda row: (-(-num_tokens // row.token_tile), row.token_tile, row.k_tile))
     gemms = [row for row in rows if not row.streamed and row.operand == operand]
-    smallest = min(gemms, key=lambda row: row.token_tile)
-    if -(-n // 128) * -(-num_tokens // smallest.token_tile) <= FEW_TILES[on_sm12x] * sm_count:
-        return smallest
+    gemms.sort(key=lambda row: row.token_tile)
+    for row in gemms if on_sm12x else gemms[:1]:
+        if -(-n // 128) * -(-num_tokens // row.token_tile) <= FEW_TILES[on_sm12x] * sm_count:
+            return row
     return min(gemms, key=lambda row: -(-num_tokens // row.token_tile) * GEMM_TILE_COST[operand][row.token_tile])
 
 

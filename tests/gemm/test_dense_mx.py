@@ -142,6 +142,7 @@ def test_what_is_chosen() -> None:
     assert name("mxfp8", 64, 5120, 2880, True, "mxfp8") == "dense_mxfp8_m64_gemm_mxfp8"
     assert name("mxfp8", 128, 2880, 4096, True, "mxfp8") == "dense_mxfp8_m64_gemm_mxfp8"  # 46 tiles
     assert name("mxfp8", 128, 5120, 2880, True, "mxfp8") == "dense_mxfp8_m128_gemm_mxfp8"  # 40, not 80
+    assert name("mxfp8", 129, 2880, 4096, True, "mxfp8") == "dense_mxfp8_m128_gemm_mxfp8"  # 46, not 69
     assert name("mxfp4", 8192, 5120, 2880, True, "mxfp8") == "dense_mxfp4_m128_gemm_mxfp8"
     assert name("mxfp4", 16, 201_088, 2880, True, "mxfp4") == "dense_mxfp4_m16_w2"
     assert name("mxfp4", 64, 5120, 2880, True, "mxfp4") == "dense_mxfp4_m64_gemm_mxfp4"

@@ -14,8 +14,12 @@ from flashinfer.sm12x.perfmodel import dense, gb10, step
 
 MATRICES = MODELS[step.LAYER_MODEL].matrices
 KEPT = dense.runs_in(dense.RUNS)
+NEAR = {"bf16": 1.12, "mxfp8": 1.18}
+"""What the choice may take of the model's best. The model takes all parts of cut units to reach DRAM, and has no bytes between
+L2 and the SMs: tiles of 64 bf16 tokens where more than half as many are cut, 1.118, those of 128 MXFP8 ones 1.178. A stream in
+two passes, in the place of a GEMM, takes 1.10 and, since each pass rounds the tokens, 1.164."""
 RATES = {"fast": (gb10.FAST, 0), "slow": (gb10.SLOW, 1)}
-MORE = (80, 96, 97, 128, 129, 160, 192, 256)
+MORE = (80, 96, 97, 128, 129, 160, 192, 193, 256)
 """Batches beyond those whose counts are kept; a prompt's are cuBLAS's from some number on, which is not modelled."""
 
 
@@ -54,17 +58,14 @@ CASES = pytest.mark.parametrize(("weights", "activation"), dense.PRICED_FORMATS)
 @CASES
 @pytest.mark.parametrize("matrix", MATRICES)
 @pytest.mark.parametrize("end", RATES)
-def test_sm12x_takes_an_instance_within_twelve_percent_of_the_models_best(
-    weights: str, activation: Format, matrix: str, end: str
-) -> None:
-    """More is not known of a GB10: whether the parts of cut units reach DRAM, and what L2 gives its SMs, are both assumed."""
+def test_sm12x_takes_an_instance_near_the_models_best(weights: str, activation: Format, matrix: str, end: str) -> None:
     n, k = MATRICES[matrix]
     for tokens in sorted({*batches(weights, activation, k), dense.FEW_TOKENS + 1, *MORE}):
         rows = candidates(weights, activation, k, tokens)
         costs = {row.name: modelled(row, activation, (n, k), tokens, end) for row in rows}
         chosen = choose(weights, tokens, n, k, True, activation)
         assert chosen is not None
-        assert costs[chosen.name] <= 1.12 * min(costs.values()), (tokens, chosen.name, costs)
+        assert costs[chosen.name] <= NEAR[activation] * min(costs.values()), (tokens, chosen.name, costs)
 
 
 @CASES

@@ -39,9 +39,10 @@ changes; ``benchmarks/bench_token.py --emulate`` writes it. A test emulates one 
 
 PRICED_FORMATS: tuple[tuple[str, Format], ...] = (
     ("mxfp4", "bf16"),
+    ("mxfp4", "mxfp8"),
     ("mxint8", "bf16"),
 )
-"""Of weights and tokens. The other weights have the tiles of one of these, and their bytes, or lie between them."""
+"""Of weights, and to what tokens are rounded. The other weights have the tiles of one of these, and their bytes, or lie between them."""
 
 
 class KeptRun(NamedTuple):
