@@ -43,7 +43,7 @@ from flashinfer.gemm.sm12x_dense import dense_block_scaled
 from flashinfer.gemm.sm12x_dense_launch import choose, gemm_operand
 from flashinfer.gemm.sm12x_dense_norm import rmsnorm_dense_block_scaled
 from flashinfer.jit import env as jit_env
-from flashinfer.jit.sm12x.instances import INSTANCES, Instance, candidates
+from flashinfer.jit.sm12x.instances import DENSE_INSTANCES, INSTANCES, Format, Instance, candidates
 from flashinfer.jit.sm12x.modules import gen_dense_module
 from flashinfer.sm12x.models import MODELS, MOE_LAYERS, MoELayer
 from flashinfer.testing import DenseCase, MoECase, make_dense_inputs, make_moe_inputs, make_norm_inputs
@@ -63,6 +63,8 @@ STEP_MODES = {1: "mxfp8", 2: "bf16"}
 """From bf16 input, as the plugin has them, and to what each rounds the tokens."""
 DECODE, PREFILL = (1, 4, 16, 64), (512, 2048, 8192)
 CONTEXTS = (128, 1024, 8192, 32_768, 131_072)
+PRICED = (1, 8, 64)
+"""Batches of dense layers at which each instance is priced, beside those where the planner's choice changes."""
 
 
 def launches_of(device: VirtualDevice, call: Callable[[], Any]) -> list[Any]:
@@ -272,6 +274,34 @@ def dense_line(
     return DenseLine(**about, **dense.times_of(row, shape, dense.launches_of(row, shape, tokens, runs)))
 
 
+def priced_tokens(weights: str, operand: Format, k: int) -> list[int]:
+    """The batches at which the planner's choice for a matrix of this K changes, with one token less and one more, and others."""
+    tokens = {*PRICED}
+    for n, width in MODELS[LAYER_MODEL].matrices.values():
+        if width == k:
+            chosen = [choose(weights, count, n, k, True, operand) for count in range(1, dense.FEW_TOKENS + 2)]
+            changed = [count for count in range(2, len(chosen) + 1) if chosen[count - 1] != chosen[count - 2]]
+            tokens |= {count + beside for count in changed for beside in (-1, 0, 1)}
+    return sorted(count for count in tokens if count <= dense.FEW_TOKENS)
+
+
+def dense_runs(device: VirtualDevice, weights: str, activation: Format) -> Iterator[tuple[dense.KeptRun, list[Launch]]]:
+    """Those that price each instance that the planner could choose, at each of :func:`priced_tokens` and for any larger batch."""
+    for k in sorted({k for _, k in MODELS[LAYER_MODEL].matrices.values()}):
+        for row in DENSE_INSTANCES:
+            if row.weights != weights or row.longest_k < k or (row.operand != activation and not row.streamed):
+                continue
+            began = time.perf_counter()
+            most = dense.MOST_PASSES * row.token_tile if row.streamed else 2**30
+            counts = [
+                count for count in [*priced_tokens(weights, activation, k), dense.FEW_TOKENS + 1] if count <= most
+            ]
+            for tokens, n in dict.fromkeys(run for count in counts for run in dense.runs_for(row, count)):
+                run = dense.KeptRun(row.name, activation, k, tokens, n)
+                yield run, emulate_dense(device, row, (tokens, n, k), activation)
+            print(f"{row.name} with {activation} tokens, k = {k}: {time.perf_counter() - began:.0f} s", flush=True)
+
+
 # --- tables of layers -------------------------------------------------------------------------------------------------
 
 
@@ -459,6 +489,12 @@ def renew() -> None:
             key = (mode, (row.index, row.index), layer[:2])
             if key not in fitted:
                 fitted[key] = fit_layer(device, layer, mode, key[1])[0]
+        runs = {
+            run: launches
+            for weights, activation in dense.PRICED_FORMATS
+            for run, launches in dense_runs(device, weights, activation)
+        }
+    dense.write_runs(dense.RUNS, runs)
     step.write_kernels(list(kernels()))
     moe.write_fits(moe.FITS, [(moe.columns(*key), fits) for key, fits in fitted.items()])
-    print(f"wrote {step.KERNELS} and {moe.FITS}")
+    print(f"wrote {step.KERNELS}, {moe.FITS} and {dense.RUNS}")

@@ -17,7 +17,7 @@ from flashinfer._version import SWITCH, needed
 from flashinfer.sm12x import variables
 from flashinfer.sm12x.host_memory import GIB, HEADROOM, SHARE
 
-from .asking import CLI, INTERPRETER, PACKAGE, PLUGIN, PYTHON, Answers, numbers, public_version, versions
+from .asking import CLI, INTERPRETER, PACKAGE, PLUGIN, PYTHON, Answers, Unanswered, numbers, public_version, versions
 from .remedies import FIRST, SERVER, driver_package, has_ninja, named_in, pip, prepend
 
 VLLM_VERSION = "0.33.0"
@@ -264,7 +264,7 @@ def check_modules(a: Answers) -> Outcome:
             if remedy := re.search(r"Remove it: (rm .*)", error):
                 return "fail", error, remedy[1]
             return "warn", f"it cannot be told whether they are fresh: {error}", "", "the rows above say what to do"
-        return "unknown", f"not told: {a('modules', 'failed')}"
+        raise Unanswered(f"the question 'modules' told of none: {a('modules', 'failed')}")
     words = [
         f"{name}: {'prebuilt' if fact['prebuilt'] else fact['stale'] or 'built and fresh'}"
         for name, fact in found.items()
@@ -340,7 +340,10 @@ def check_vllm_plugin(a: Answers) -> Outcome:
     """How vLLM's loading of plugins dealt with the fork's, and with its settings."""
     if error := a.get("vllm", "settings_error"):
         name = error.split(":")[0]
-        return "fail", f"vLLM does not start: {error}", f"unset {name}" if name in variables.TABLE else ""
+        text = f"vLLM does not start: {error}"
+        if name in variables.TABLE:
+            return "fail", text, f"unset {name}", SERVER
+        return "fail", text, "", "mend the choice where it is made: --additional-config, or FLASHINFER_SM12X_VLLM"
     if a.get("vllm", "found") is False:
         return None
     if PLUGIN not in a("path", "plugins"):
@@ -350,7 +353,9 @@ def check_vllm_plugin(a: Answers) -> Outcome:
         chosen = ", ".join(f"{key} {value}" for key, value in a("vllm", "settings").items() if value)
         return "ok", f"installed: gpt-oss's experts are this fork's ({chosen})"
     if outcome.startswith("installed"):
-        return "warn", outcome, INSTALL_VLLM, "those parts are vLLM's own; its log names what moved"
+        command, why = pip(a, INSTALL_VLLM)
+        words = "those parts are vLLM's own; its log names what moved"
+        return "warn", outcome, command, "; ".join(filter(None, (why, words)))
     listed = a.environ.get("VLLM_PLUGINS")
     if listed is not None and PLUGIN not in listed.split(","):
         command = 'export VLLM_PLUGINS="${VLLM_PLUGINS:+$VLLM_PLUGINS,}' + f'{PLUGIN}"'

@@ -77,7 +77,7 @@ def driver_package(a: Answers, package: str) -> tuple[str, str]:
 
 def named_in(a: Answers, error: str) -> tuple[str, str] | None:
     """The installation that a build's error asks for; None where it asks for none."""
-    named = re.search(r"\b(pip|apt-get) install ([^\n]+)", error)
+    named = re.search(r"\b(pip|apt-get) install ([^\n()]+)", error)
     if not named:
         return None
     if named[1] == "apt-get":

@@ -7,27 +7,53 @@
 2. Units that a GEMM cuts for its blocks leave parts of sums in memory: as many as the walk of the blocks has, whatever N is,
    so they are counted beside the fit, and taken to reach DRAM once, since what is read next fills L2.
 3. What a GEMM reads from DRAM more than once, because L2 is too small, comes from the same simulation as the experts'.
+4. A stream passes all weights for one tile of tokens after the other. The first pass waits for DRAM, a later one finds its
+   weights in L2 where they fit it, and then takes what it issues.
 """
 
 from __future__ import annotations
 
 import collections
+import csv
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
-from flashinfer.jit.sm12x.instances import ROW_TILE, Instance
+from flashinfer.jit.sm12x.instances import ROW_TILE, Format, Instance
 from flashinfer.sm12x.models import matrix_bytes
 
 from .gb10 import FIXED_US, L2_CAPACITY, MULTIPROCESSORS, SECOND_LAUNCH_US, Counts, Launch, times
 from .l2 import Gemm, dram_bytes, walk
 
 FEW_TOKENS = 64
+MOST_PASSES = 4
+"""Tiles of tokens up to which a stream of weights is priced."""
 Run = tuple[int, int]
 """Tokens, and rows of the weight."""
+RUNS = Path(__file__).with_name("gb10_dense.csv")
+"""One line a launch of each run that prices an instance which the planner could give gpt-oss-120b's matrices, where its choice
+changes; ``benchmarks/bench_token.py --emulate`` writes it. A test emulates one and compares."""
+
+PRICED_FORMATS: tuple[tuple[str, Format], ...] = (
+    ("mxfp4", "bf16"),
+    ("mxfp4", "mxfp8"),
+    ("mxint8", "bf16"),
+)
+"""Of weights, and to what tokens are rounded. The other weights have the tiles of one of these, and their bytes, or lie between them."""
+
+
+class KeptRun(NamedTuple):
+    """What one run of :data:`RUNS` is of: its columns in front of a launch's. ``activation``: to what the tokens are rounded."""
+
+    instance: str
+    activation: str
+    k: int
+    tokens: int
+    n: int
 
 
 def runs_for(row: Instance, tokens: int) -> list[Run]:
@@ -80,7 +106,16 @@ def launches_of(
         values = torch.tensor([each.values() for each in counts], dtype=torch.float64)
         at_size = torch.tensor(terms(tokens, n), dtype=torch.float64) @ torch.linalg.solve(system, values)
         found.append(dataclasses.replace(launch, counts=Counts(*at_size.tolist()) + beside))
-    return found
+    return passes_of(row, layer, tokens, found[0]) if row.streamed else found
+
+
+def passes_of(row: Instance, layer: tuple[int, int], tokens: int, stream: Launch) -> list[Launch]:
+    """Those of a stream's launch, as launches one after the other."""
+    passes = -(-tokens // row.token_tile)
+    weights = matrix_bytes(*layer, row.weights)
+    first = dataclasses.replace(stream.counts * (1 / passes), bytes=stream.counts.bytes)
+    later = dataclasses.replace(first, bytes=weights if weights > L2_CAPACITY else 0.0)
+    return [dataclasses.replace(stream, counts=counts) for counts in [first, *[later] * (passes - 1)]]
 
 
 def reread_bytes(row: Instance, layer: tuple[int, int], tokens: int, blocks: int) -> float:
@@ -97,3 +132,28 @@ def times_of(row: Instance, layer: tuple[int, int], launches: Sequence[Launch]) 
     fast, slow = FIXED_US["dense"]
     megabytes = matrix_bytes(*layer, row.weights) / 1e6
     return times(launches, row.operand, megabytes, (fast + second, slow + second))
+
+
+def write_runs(path: Path, runs: Mapping[KeptRun, Sequence[Launch]]) -> None:
+    """For :func:`runs_in`: one line a launch."""
+    counts = [field.name for field in dataclasses.fields(Counts)]
+    with path.open("w", encoding="utf-8", newline="") as file:
+        lines = csv.writer(file, lineterminator="\n")
+        lines.writerow([*KeptRun._fields, *counts, "warps", "blocks", "resident"])
+        for run, launches in runs.items():
+            for launch in launches:
+                values = map(round, launch.counts.values())
+                lines.writerow([*run, *values, launch.warps, launch.blocks, launch.resident])
+
+
+def runs_in(path: Path) -> dict[KeptRun, list[Launch]]:
+    """The launches of each run, in their order."""
+    runs: dict[KeptRun, list[Launch]] = {}
+    with path.open(encoding="utf-8", newline="") as file:
+        for instance, activation, k, tokens, n, *values, warps, blocks, resident in itertools.islice(
+            csv.reader(file), 1, None
+        ):
+            run = KeptRun(instance, activation, int(k), int(tokens), int(n))
+            launch = Launch(Counts(*map(float, values)), float(warps), int(blocks), int(resident))
+            runs.setdefault(run, []).append(launch)
+    return runs

@@ -86,9 +86,9 @@ class RowTopK(NamedTuple):
 SECOND_PASS_BYTES = 12 << 20
 """Weights that are streamed twice, for two tiles of tokens, rather than multiplied by a GEMM: L2 still has them."""
 GB10_SMS = 48
-FEW_TILES = {"bf16": 2, "mxfp8": 1, "mxfp4": 1}
-"""Tiles of the output for each SM, of 128 rows and the fewest tokens, up to which small tiles are faster: measured on an H200
-for bf16; for the others none is cut then (a prediction)."""
+FEW_TILES = {False: 2, True: 1}
+"""Tiles of the output for each SM, of 128 rows, up to which a GEMM's tiles are small: on Hopper those of the fewest tokens,
+measured on an H200; on SM12x the smallest of which no more are needed, since none of them is cut (a prediction)."""
 GEMM_TILE_COST = {"bf16": {32: 1.0, 48: 1.2, 64: 1.45}, "mxfp8": {64: 1.0, 128: 1.8}, "mxfp4": {64: 1.0, 128: 1.8}}
 """Time of a tile of so many tokens, where there are many, by what it multiplies: measured for bf16, predicted for the others."""
 DEQUANTIZED_TOKENS = {False: 256, True: 4096}
@@ -117,11 +117,13 @@ def choose(
         DEQUANTIZED_IN_PIECES_TOKENS[weights] if in_pieces else DEQUANTIZED_TOKENS[on_sm12x]
     ):
         return None
-    return choose_instance(weights, num_tokens, n, k, operand, sm_count)
+    return choose_instance(weights, num_tokens, n, k, operand, sm_count, on_sm12x)
 
 
 @functools.lru_cache(maxsize=4096)
-def choose_instance(weights: str, num_tokens: int, n: int, k: int, operand: Format, sm_count: int) -> Instance:
+def choose_instance(
+    weights: str, num_tokens: int, n: int, k: int, operand: Format, sm_count: int, on_sm12x: bool = True
+) -> Instance:
     """The instance for ``num_tokens`` rows and a weight ``[n, k]``; a GEMM multiplies the tokens as ``operand``."""
     rows = [row for row in DENSE_INSTANCES if row.weights == weights and row.longest_k >= k]
     passes = 2 if n * k * FORMATS[weights].bits // 8 <= SECOND_PASS_BYTES else 1
@@ -129,9 +131,10 @@ def choose_instance(weights: str, num_tokens: int, n: int, k: int, operand: Form
     if streams:
         return min(streams, key=lambda row: (-(-num_tokens // row.token_tile), row.token_tile, row.k_tile))
     gemms = [row for row in rows if not row.streamed and row.operand == operand]
-    smallest = min(gemms, key=lambda row: row.token_tile)
-    if -(-n // 128) * -(-num_tokens // smallest.token_tile) <= FEW_TILES[operand] * sm_count:
-        return smallest
+    gemms.sort(key=lambda row: row.token_tile)
+    for row in gemms if on_sm12x else gemms[:1]:
+        if -(-n // 128) * -(-num_tokens // row.token_tile) <= FEW_TILES[on_sm12x] * sm_count:
+            return row
     return min(gemms, key=lambda row: -(-num_tokens // row.token_tile) * GEMM_TILE_COST[operand][row.token_tile])
 
 

@@ -235,6 +235,39 @@ def test_counts_at_full_size(name: str, tokens: int, blocks: int) -> None:
     assert last.counts.values() == pytest.approx(expected.values(), rel=1e-9)
 
 
+def test_a_stream_of_two_passes_waits_for_dram_in_the_first() -> None:
+    """What L2 holds is multiplied anew in the time that its instructions take; what it does not hold comes from DRAM again."""
+    row, counts = BY_NAME["dense_mxfp4_m8_w3"], Counts(8e6, 3e9, 2e5, 6.5e6)
+    seen = {run: [Launch(counts, 4.0, 48, 48)] for run in dense.runs_for(row, 12)}  # whatever N is
+    first, second = dense.launches_of(row, OUT, 12, seen)
+    assert first.counts.values() == pytest.approx((4e6, 1.5e9, 1e5, 6.5e6))
+    assert second.counts.values() == pytest.approx((4e6, 1.5e9, 1e5, 0))
+    issue = 4e6 / (CYCLES * 4 * 0.6)
+    fast = dense.times_of(row, OUT, [first, second])["fast"]
+    assert fast == pytest.approx(6.5e6 / 236e3 + issue + FIXED_US["dense"][0])
+    head = MODELS[MODEL].matrices["LM head"]
+    *_, third = dense.launches_of(BY_NAME["dense_mxfp4_m8_w2"], head, 17, seen)
+    assert third.counts.bytes == head[0] * (2880 // 2 + 92)
+
+
+@pytest.mark.usefixtures("given_counts")
+def test_runs_that_are_kept_are_read_and_price_every_instance(tmp_path: Path) -> None:
+    device: Any = None
+    runs = dict(emulate.dense_runs(device, "mxint8", "bf16"))
+    dense.write_runs(tmp_path / "runs.csv", runs)
+    read = dense.runs_in(tmp_path / "runs.csv")
+    assert read.keys() == runs.keys()
+    for run, launches in runs.items():
+        for told, given in zip(read[run], launches, strict=True):
+            assert told.counts.values() == pytest.approx(given.counts.values(), abs=0.5)
+            assert (told.warps, told.blocks, told.resident) == (given.warps, given.blocks, given.resident)
+    for row in DENSE_INSTANCES:
+        if row.weights == "mxint8":
+            few = {(run.tokens, run.n) for run in runs if (run.instance, run.k) == (row.name, 2880)}
+            assert few.issuperset(dense.runs_for(row, 8))
+            assert row.streamed or few.issuperset(dense.runs_for(row, 1000))
+
+
 def test_parts_of_units_that_are_cut() -> None:
     row = BY_NAME["dense_mxfp4_m64_gemm_mxfp8"]
     part = 4.0 * 128 * 64

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import emulate
 import pytest
-from perfmodel import step
+from perfmodel import dense, step
 
+from flashinfer.jit.sm12x.instances import DENSE_INSTANCES
 from flashinfer.testing.virtual_device import virtual_device
 
 
@@ -28,3 +29,18 @@ def test_the_times_that_are_kept_are_those_of_the_kernels(kind: str) -> None:
         assert told == (pytest.approx(value, rel=0.03) if isinstance(value, float) else value), (
             f"{name}: {told}, kept {value}: bench_token.py --emulate writes the file anew"
         )
+
+
+@pytest.mark.parametrize("instance", ["dense_mxfp4_m8_w3", "dense_mxfp4_m32_gemm"])
+def test_the_runs_that_dense_layers_are_priced_by_are_those_of_the_kernels(instance: str) -> None:
+    """Eight tokens and the fewer rows of a weight."""
+    (row,) = (row for row in DENSE_INSTANCES if row.name == instance)
+    tokens, n = dense.runs_for(row, 8)[0]
+    with virtual_device("sm_121a", strict=False) as device:
+        seen = emulate.emulate_dense(device, row, (tokens, n, 4096), "bf16")
+    kept = dense.runs_in(dense.RUNS)[dense.KeptRun(instance, "bf16", 4096, tokens, n)]
+    for told, line in zip(seen, kept, strict=True):
+        assert told.counts.values() == pytest.approx(line.counts.values(), rel=0.03, abs=300), (
+            "bench_token.py --emulate writes dense.RUNS anew"
+        )
+        assert (told.warps, told.blocks, told.resident) == (line.warps, line.blocks, line.resident)

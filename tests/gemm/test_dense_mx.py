@@ -142,20 +142,23 @@ def test_what_is_chosen() -> None:
     assert name("mxfp8", 64, 5120, 2880, True, "mxfp8") == "dense_mxfp8_m64_gemm_mxfp8"
     assert name("mxfp8", 128, 2880, 4096, True, "mxfp8") == "dense_mxfp8_m64_gemm_mxfp8"  # 46 tiles
     assert name("mxfp8", 128, 5120, 2880, True, "mxfp8") == "dense_mxfp8_m128_gemm_mxfp8"  # 40, not 80
+    assert name("mxfp8", 129, 2880, 4096, True, "mxfp8") == "dense_mxfp8_m128_gemm_mxfp8"  # 46, not 69
     assert name("mxfp4", 8192, 5120, 2880, True, "mxfp8") == "dense_mxfp4_m128_gemm_mxfp8"
     assert name("mxfp4", 16, 201_088, 2880, True, "mxfp4") == "dense_mxfp4_m16_w2"
     assert name("mxfp4", 64, 5120, 2880, True, "mxfp4") == "dense_mxfp4_m64_gemm_mxfp4"
     assert name("mxfp4", 8192, 5120, 2880, True, "mxfp4") == "dense_mxfp4_m128_gemm_mxfp4"
 
 
-@pytest.mark.parametrize(("operand", "per_sm"), [("bf16", 2), ("mxfp8", 1)])
+@pytest.mark.parametrize(("operand", "on_sm12x", "per_sm"), [("bf16", True, 1), ("bf16", False, 2), ("mxfp8", True, 1)])
 @pytest.mark.parametrize("sms", [24, 48, 70, 132, 188])
-def test_small_tiles_are_taken_up_to_a_number_for_each_sm(sms: int, operand: Format, per_sm: int) -> None:
+def test_small_tiles_are_taken_up_to_a_number_for_each_sm(
+    sms: int, operand: Format, on_sm12x: bool, per_sm: int
+) -> None:
     """One tile more, and the tiles of the least cost by tokens are taken."""
     smallest, tokens = (32, 64) if operand == "bf16" else (64, 128)
     last = per_sm * sms // 2  # rows of 128 outputs, each with two of the smallest tiles of tokens
     tiles = [
-        choose("mxfp4", tokens, 128 * rows, 2880, True, operand, sms).token_tile  # type: ignore[union-attr]
+        choose("mxfp4", tokens, 128 * rows, 2880, on_sm12x, operand, sms).token_tile  # type: ignore[union-attr]
         for rows in (last, last + 1)
     ]
     assert tiles == [smallest, 2 * smallest]

@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every remedy that the doctor can give goes through what will read it.
+
+Each text of its checks tells when it is put together. States, as facts that questions would tell, must together have every
+text said, so a remedy that no state gives is found; and all that they give is read.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import sys
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doctor_machine import healthy
+from layer_toys import UPSTREAM
+from readers import read_by_its_reader, words_are_read
+from test_doctor_checks import GIVEN, MOE, SPARK, gpus, module, seen
+from test_doctor_probe import PLANTED as PROBED
+
+import flashinfer_sm12x_doctor as doctor
+from flashinfer import _version
+from flashinfer.jit.sm12x import diagnosis, toolchain
+from flashinfer_sm12x_doctor import checks, probe_checks, questions, remedies
+from flashinfer_sm12x_doctor.asking import PACKAGE, Answers
+from flashinfer_sm12x_doctor.probe import TOKENS
+
+MODULES = (remedies, checks, probe_checks, doctor)
+"""Those with remedies, in the order of their imports."""
+
+
+@dataclass(frozen=True)
+class State:
+    """A machine's, as far as the doctor asks.
+
+    Attributes:
+        facts: By question; one without any told nothing.
+        environ: The variables that are set.
+        patches: ``name -> value`` of what the checks do not ask questions for: of ``os``, or a module of the doctor's.
+    """
+
+    facts: dict[str, Any] = field(default_factory=dict)
+    environ: Mapping[str, str] = field(default_factory=dict)
+    patches: Mapping[str, Any] = field(default_factory=dict)
+
+
+def no_folder() -> str:
+    raise FileNotFoundError
+
+
+class _Telling(ast.NodeTransformer):
+    """Wraps each text of a function in a call that tells its place and its own text; of the doctor's other functions, that
+    print, none."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+        self.texts: dict[str, str] = {}
+
+    def _wrapped(self, node: ast.Constant | ast.JoinedStr, text: str) -> ast.expr:
+        place = f"{self.file}:{node.lineno}:{node.col_offset}"
+        self.texts[place] = text
+        call = ast.Call(ast.Name("__said__", ast.Load()), [ast.Constant(place), node], [])
+        return ast.copy_location(call, node)
+
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.expr:
+        text = ast.unparse(node)
+        for part in node.values:
+            if isinstance(part, ast.FormattedValue):
+                part.value = self.visit(part.value)
+        return self._wrapped(node, text)
+
+    def visit_Constant(self, node: ast.Constant) -> ast.expr:
+        return self._wrapped(node, repr(node.value)) if isinstance(node.value, str) else node
+
+    def visit_Module(self, node: ast.Module) -> ast.Module:
+        for each in node.body:
+            if isinstance(each, ast.FunctionDef) and (self.file != "__init__.py" or each.name == "diagnose"):
+                self.visit(each)
+        return node
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
+        described = ast.get_docstring(node) is not None
+        node.body = [*node.body[:described], *map(self.visit, node.body[described:])]
+        return node
+
+
+class Telling:
+    """Copies of the doctor's modules whose texts tell when they are put together."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.texts: dict[str, str] = {}
+        self.said: set[str] = set()
+        self.modules: dict[str, types.ModuleType] = {}
+        for original in MODULES:
+            assert original.__file__ is not None
+            told = _Telling(Path(original.__file__).name)
+            source = Path(original.__file__).read_text(encoding="utf-8")
+            tree = ast.fix_missing_locations(told.visit(ast.parse(source)))
+            copy = types.ModuleType(original.__name__)
+            copy.__dict__.update(
+                __file__=original.__file__, __package__=doctor.__name__, __path__=doctor.__path__, __said__=self._tell
+            )
+            monkeypatch.setitem(sys.modules, original.__name__, copy)
+            exec(compile(tree, original.__file__, "exec"), copy.__dict__)
+            self.modules[Path(original.__file__).stem] = copy
+            self.texts |= told.texts
+
+    def _tell(self, place: str, text: str) -> str:
+        self.said.add(place)
+        return text
+
+    def unsaid(self) -> list[str]:
+        return [f"{place} {text}" for place, text in self.texts.items() if place not in self.said]
+
+
+FORK: dict[str, Any] = {"found": {"file": str(PACKAGE / "__init__.py"), "folders": []}}
+IMPORTED = {"version": UPSTREAM, "fork": "0.1.0"}
+GB10S = SPARK["gpus"]
+OLD: dict[str, Any] = {"gpus": {"gpus": [{**GB10S[0], "driver": "570.86.10"}]}, "build": {"version": "13.0"}}
+MANAGED: dict[str, Any] = {"pip": True, "managed": True, "ensurepip": True}
+NO_CUDA: dict[str, Any] = {"torch": {"torch": "2", "cuda": None}, "gpus": SPARK}
+NO_COMPILER: dict[str, Any] = {"build": {"error": f"no CUDA compiler found. Install one with: {toolchain.PIP_COMMAND}"}}
+NO_HOST_COMPILER: dict[str, Any] = {"build": {"error": "missing or broken. Debian, Ubuntu: apt-get install g++"}}
+VLLM: dict[str, Any] = {
+    "found": True,
+    "nvcc": "/t/bin/nvcc",
+    "ninja": "/b/ninja",
+    **dict.fromkeys(questions.VLLM_QUESTIONS, True),
+}
+WITHOUT = VLLM | {"has_flashinfer": False, "has_flashinfer_cutlass_fused_moe": False, "has_flashinfer_cubin": False}
+LOADED: dict[str, Any] = {"vllm": "0.33.0", "plugins": ["flashinfer_sm12x"]}
+ASIDE = "flashinfer-python 0.6.4 in /site is none that flashinfer-sm12x 0.1.0 was tested with"
+
+
+def imported(failed: str, blame: str = "") -> State:
+    """``import flashinfer`` ends so, and without a variable it does not."""
+    blamed = {"blame": blame} if blame else {}
+    return State({"path": FORK, "import": {"failed": failed, **blamed}}, {blame: "2"} if blame else {})
+
+
+def plugin(outcome: str, environ: Mapping[str, str] | None = None, aside: str = "", **more: Any) -> State:
+    """vLLM's plugin ends so."""
+    facts: dict[str, Any] = {
+        "path": LOADED | {"aside": aside},
+        "vllm": VLLM | {"outcome": outcome, "settings": {"moe": "auto"}},
+    }
+    return State(facts | more, environ or {})
+
+
+def probed(part: str = "device", **facts: Any) -> State:
+    """A probe's figures, of which some are these."""
+    measured = healthy()
+    measured[part] |= facts
+    return State({f"probe-{name}": found for name, found in measured.items()})
+
+
+STATES = [
+    *(State(facts, *environ) for _, facts, _, _, _, _, *environ in GIVEN),
+    *(probed(part, **facts) for part, facts, *_ in PROBED.values()),
+    # import
+    State(patches={"os.getcwd": no_folder}),
+    State({"path": {"found": None}}),
+    State({"path": {"found": {"file": None, "folders": ["/x/flashinfer"]}}}),
+    State({"path": {"found": {"file": "/site/flashinfer/__init__.py"}}}),
+    State({"path": FORK | {"aside": "FLASHINFER_SM12X_MOE=0"}}, {"FLASHINFER_SM12X_MOE": "0"}),
+    State({"path": FORK | {"aside": ASIDE}}),
+    State({"path": FORK | {"aside": ASIDE}, "installer": MANAGED}),
+    State({"path": FORK, "import": IMPORTED}),
+    State({"path": FORK, "import": IMPORTED}, patches={"checks.PACKAGE": Path("/elsewhere")}),
+    imported("no answer within 60 s"),
+    imported("it was killed by SIGSEGV"),
+    imported("TypeError: unsupported operand", blame="PYTHONOPTIMIZE"),
+    imported(f"ImportError: Install it with:  {_version.remedy('--force-reinstall --no-deps ')}"),
+    imported("RuntimeError: Install it with:  cd"),
+    imported("flashinfer-cubin version (0.6.4) does not match flashinfer version (0.7.2)"),
+    imported("VariableError: FLASHINFER_LOGLEVEL is 'much'; it may be a whole number"),
+    imported("ModuleNotFoundError: No module named 'tvm_ffi'"),
+    imported("SyntaxError: '(' was never closed"),
+    # variables
+    State(environ={"FLASHINFER_SM12X_CHEKC": "1"}),
+    State(environ={"FLASHINFER_SM12X_CHEKC": "1", "FLASHINFER_SM12X_CHECK": "1", "FLASHINFER_SM12X_MOE": "on"}),
+    # build
+    State({"build": {"error": None, "version": "13.0", "nvcc": "/n", "origin": "PATH", "passed_over": ["/o: old"]}}),
+    State({"build": {"error": "x", "blame": "CUDA_HOME"}}, {"CUDA_HOME": "/none"}),
+    State({"build": {"error": "No space left", "elsewhere": "/var/tmp/a folder"}}),
+    State({"build": {"error": "exit status 1", "silent": "/b/g++"}}),
+    State({"build": {"error": "an unknown one"}}),
+    State({"build": {"error": f"CUDA_HOME=/t holds none. {toolchain.PIP_COMMAND}"}}),
+    State(NO_COMPILER | {"installer": {"pip": False, "uv": "/a b/uv"}}),
+    State(NO_COMPILER | {"installer": MANAGED}),
+    *(
+        State(NO_HOST_COMPILER | {"system": {"sudo": sudo}}, patches={"os.geteuid": lambda: 7})
+        for sudo in (True, False)
+    ),
+    State(NO_HOST_COMPILER, patches={"os.geteuid": lambda: 0}),
+    # gpu, driver, kernel-log
+    State({"gpus": {"failed": "no answer within 60 s"}}),
+    State({"gpus": {"error": "it couldn't communicate with the driver"}}),
+    State({"gpus": gpus("9.0")}, {"FLASHINFER_SM12X_MOE": "1"}),
+    *(State({"gpus": {"error": "no driver"}, "system": {"guest": guest}}) for guest in remedies.GUESTS),
+    State({"torch": seen("12.1")}),
+    State(OLD),
+    State(OLD | {"system": {"apt": False}}),
+    State({"gpus": SPARK, "log": {"lines": []}}),
+    State({"gpus": SPARK, "log": {"lines": ["NVRM: Xid 79"], "count": 1}}),
+    State({"gpus": SPARK, "log": {"lines": ["NVRM: Out of memory [NV_ERR_NO_MEMORY]"], "count": 1}}),
+    # torch
+    *(State(NO_CUDA | {"installer": found}) for found in ({}, MANAGED, {"pip": False, "uv": "/u/uv"})),
+    State({"torch": {"torch": "2", "cuda": None}}),
+    State({"torch": {"torch": "2", "cuda": "13.0", "gpus": []}, "gpus": SPARK}),
+    State({"torch": {"torch": "2", "cuda": "13.0", "gpus": []}, "gpus": SPARK}, {"CUDA_VISIBLE_DEVICES": ""}),
+    State({"torch": seen("12.0", "12.1"), "gpus": gpus("12.1", "12.1")}, {"FLASHINFER_CUDA_ARCH_LIST": "12.1a"}),
+    # architectures, modules, probe
+    State({"modules": {"architectures": []}}),
+    State({"modules": {"architectures": ["12.0a"]}, "gpus": gpus("9.0")}, {"FLASHINFER_SM12X_MOE": "1"}),
+    State({"modules": {"error": "no CUDA compiler found"}}),
+    State({"modules": {"failed": "ImportError: x"}}),
+    State({"modules": {"failed": "no answer within 60 s"}}),
+    State({"modules": {"probe_error": "it is not what a probe writes", "workspace": "/c d"}}),
+    State({"modules": {MOE: module("changed", passed_over="x.cuh is another")}, "installer": MANAGED}),
+    # vllm, vllm-plugin, vllm-flashinfer
+    State({"vllm": {"found": False}, "path": {"vllm": None}}),
+    State({"vllm": {"found": True}, "path": {"vllm": None}}),
+    State({"vllm": {"unread": ["VLLM_ATTENTION_BACKEND"]}, "path": {"vllm": "0.33.0"}}),
+    State({"vllm": {"settings_error": "FLASHINFER_SM12X_VLLM: 'off' is no key=value"}}),
+    State({"vllm": {"settings_error": "--additional-config: qkv is 'int4'; it may be bf16"}}),
+    State({"vllm": VLLM, "path": {"plugins": []}}),
+    plugin("installed"),
+    plugin("installed but for decode steps"),
+    plugin("installed but for decode steps", installer=MANAGED),
+    plugin("", {"VLLM_PLUGINS": "other"}),
+    plugin("it was not registered", {"FLASHINFER_SM12X_VLLM": "0", "FLASHINFER_SM12X_MOE": "0"}),
+    plugin("it steps aside", aside=ASIDE),
+    plugin("no GPU here is served"),
+    plugin("no GPU here is served", gpus=SPARK),
+    plugin("ImportError: x"),
+    State({"vllm": WITHOUT | {"has_flashinfer_cutlass_fused_moe": True, "has_nvidia_artifactory": False}}),
+    State({"vllm": WITHOUT}),
+    State({"vllm": WITHOUT | {"nvcc": None}}),
+    State({"vllm": WITHOUT | {"nvcc": None, "ninja": None}, "build": {"nvcc": "/a toolkit/bin/nvcc"}}),
+    *(
+        State({"vllm": WITHOUT | {"ninja": None}, "installer": found}, patches={"remedies.INTERPRETER": python})
+        for found in ({}, MANAGED)
+        for python in ("/none/python", sys.executable)
+    ),
+    # probe-*
+    State({"probe-device": {"failed": "RuntimeError: no GPU here is served"}}),
+    probed(virtual=True),
+    State(probed("sums", mxf4=13).facts | {"probe-device": {**healthy()["device"], "virtual": True}}),
+    State(
+        probed("order", **{"copies without fence": {"compared": 9, "wrong": 1}}).facts
+        | {"probe-device": {**healthy()["device"], "gb10": False}}
+    ),
+    *(probed("tactics", wrong=["MoE 8 experts: off"][:count]) for count in (0, 1)),
+    probed("layer", **{f"{tokens} tokens": {"layer_us": 9.0, "read_us": 8.0} for tokens in TOKENS}),
+    probed("dram", predicted=None),
+]
+"""Machines that lack one thing each; together they have every remedy given."""
+
+
+def findings_of(state: State, telling: Telling) -> list[doctor.Finding]:
+    """Of one state, each with remedies that are read."""
+    environ = {"PATH": os.environ["PATH"], **state.environ}
+    facts: dict[str, Any] = {question: {} for question in questions.QUESTIONS}
+    with pytest.MonkeyPatch.context() as patched:
+        for name, value in state.patches.items():
+            owner, _, attribute = name.partition(".")
+            patched.setattr(telling.modules.get(owner, os), attribute, value)
+        findings: list[doctor.Finding] = telling.modules["__init__"].diagnose(
+            Answers(facts | state.facts, state.environ)
+        )
+    for finding in findings:
+        assert bool(finding.command or finding.why) == (finding.state != "ok"), finding
+        if finding.command:
+            read_by_its_reader(finding.command, environ)
+        words_are_read(finding.why, environ)
+    return findings
+
+
+def test_every_remedy_is_given_by_a_state_and_read_by_its_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    telling = Telling(monkeypatch)
+    for state in STATES:
+        try:
+            findings_of(state, telling)
+        except BaseException as error:
+            raise AssertionError(f"{state}: {error}") from error
+    unsaid = telling.unsaid()
+    assert not unsaid, "no state has the doctor say these:\n" + "\n".join(unsaid)
+
+
+def texts_that_install(module: types.ModuleType) -> Iterator[str]:
+    """The errors of a module that name an installation, with ``X`` where a value would stand."""
+    source = Path(str(module.__file__)).read_text(encoding="utf-8")
+    for node in ast.walk(ast.parse(source)):
+        parts = node.values if isinstance(node, ast.JoinedStr) else [node] if isinstance(node, ast.Constant) else []
+        text = ""
+        for part in parts:
+            if isinstance(part, ast.Constant):
+                text += str(part.value)
+            elif isinstance(part, ast.FormattedValue):
+                known = ast.unparse(part.value) in ("PIP_COMMAND", "toolchain.PIP_COMMAND", "command")
+                text += toolchain.PIP_COMMAND if known else "X"
+        if re.search(r"(pip|apt-get) install \S", text):
+            yield text
+
+
+@pytest.mark.parametrize("module", [toolchain, diagnosis], ids=lambda module: module.__name__.rpartition(".")[2])
+def test_what_a_builds_errors_name_is_read_by_pip_and_apt_get(module: types.ModuleType) -> None:
+    """Whatever stands around it in the sentence."""
+    texts = list(texts_that_install(module))
+    assert len(texts) >= 5, "this test sees them"
+    for text in texts:
+        remedy = remedies.named_in(Answers({}, {}), text)
+        assert remedy is not None, text
+        assert remedy[0] or remedy[1].startswith("as root: "), remedy
+        read_by_its_reader(remedy[0] or remedy[1].removeprefix("as root: "), {})

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The dense layers' planner against a GB10's predicted times, by counts of the kernels on the virtual SM121 that are kept."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+from perfmodel import dense, gb10, step
+
+from flashinfer.gemm.sm12x_dense_launch import choose
+from flashinfer.jit.sm12x.instances import DENSE_INSTANCES, Format, Instance
+from flashinfer.sm12x.models import MODELS
+
+MATRICES = MODELS[step.LAYER_MODEL].matrices
+KEPT = dense.runs_in(dense.RUNS)
+NEAR = {"bf16": 1.12, "mxfp8": 1.18}
+"""What the choice may take of the model's best. The model takes all parts of cut units to reach DRAM, and has no bytes between
+L2 and the SMs: tiles of 64 bf16 tokens where more than half as many are cut, 1.118, those of 128 MXFP8 ones 1.178. A stream in
+two passes, in the place of a GEMM, takes 1.10 and, since each pass rounds the tokens, 1.164."""
+RATES = {"fast": (gb10.FAST, 0), "slow": (gb10.SLOW, 1)}
+MORE = (80, 96, 97, 128, 129, 160, 192, 193, 256)
+"""Batches beyond those whose counts are kept; a prompt's are cuBLAS's from some number on, which is not modelled."""
+
+
+@functools.cache
+def modelled(row: Instance, activation: str, layer: tuple[int, int], tokens: int, end: str) -> float:
+    """Microseconds at one end of the model's range."""
+    rates, place = RATES[end]
+    runs = {run: KEPT[dense.KeptRun(row.name, activation, layer[1], *run)] for run in dense.runs_for(row, tokens)}
+    launches = dense.launches_of(row, layer, tokens, runs)
+    second = 0.0 if row.streamed else gb10.SECOND_LAUNCH_US
+    return (
+        sum(max(each.busy(row.operand, rates).values()) for each in launches) + gb10.FIXED_US["dense"][place] + second
+    )
+
+
+def candidates(weights: str, activation: str, k: int, tokens: int) -> list[Instance]:
+    """What the planner chooses among; no stream of more passes than are priced, which only gets slower."""
+    rows = [row for row in DENSE_INSTANCES if row.weights == weights and row.longest_k >= k]
+    return [
+        row
+        for row in rows
+        if (tokens <= dense.MOST_PASSES * row.token_tile if row.streamed else row.operand == activation)
+    ]
+
+
+def batches(weights: str, activation: str, k: int) -> set[int]:
+    """Those whose counts are kept, up to where they are for any batch."""
+    names = {row.name for row in DENSE_INSTANCES if row.weights == weights}
+    kept = {run.tokens for run in KEPT if (run.activation, run.k) == (activation, k) and run.instance in names}
+    return {tokens for tokens in kept if tokens <= dense.FEW_TOKENS}
+
+
+CASES = pytest.mark.parametrize(("weights", "activation"), dense.PRICED_FORMATS)
+
+
+@CASES
+@pytest.mark.parametrize("matrix", MATRICES)
+@pytest.mark.parametrize("end", RATES)
+def test_sm12x_takes_an_instance_near_the_models_best(weights: str, activation: Format, matrix: str, end: str) -> None:
+    n, k = MATRICES[matrix]
+    for tokens in sorted({*batches(weights, activation, k), dense.FEW_TOKENS + 1, *MORE}):
+        rows = candidates(weights, activation, k, tokens)
+        costs = {row.name: modelled(row, activation, (n, k), tokens, end) for row in rows}
+        chosen = choose(weights, tokens, n, k, True, activation)
+        assert chosen is not None
+        assert costs[chosen.name] <= NEAR[activation] * min(costs.values()), (tokens, chosen.name, costs)
+
+
+@CASES
+def test_what_the_planner_changes_at_is_priced(weights: str, activation: Format) -> None:
+    """One token less, so many, and one more."""
+    for matrix, (n, k) in MATRICES.items():
+        priced = {*batches(weights, activation, k), dense.FEW_TOKENS + 1, *MORE}
+        chosen = [choose(weights, tokens, n, k, True, activation) for tokens in range(1, MORE[-1] + 1)]
+        changes = [tokens for tokens in range(2, len(chosen) + 1) if chosen[tokens - 1] != chosen[tokens - 2]]
+        few = {tokens + more for tokens in changes for more in (-1, 0, 1) if tokens + more <= dense.FEW_TOKENS}
+        missing = {1, 8, 64, *few, *changes} - priced
+        assert not missing, (
+            f"{matrix}, tokens {sorted(missing)}: dense.RUNS says how to renew the file; others stand here"
+        )
