@@ -224,11 +224,12 @@ def test_a_layer_is_checked_when_it_is_made_and_when_it_changed(
     for _ in range(3):
         run(**arguments)
     assert len(checked) == 1
-    tensor = get_tensor(arguments, places(layer.kept(arguments))[0])
-    tensor.data = tensor.data.clone()
-    for _ in range(3):
-        run(**arguments)
-    assert len(checked) == 2
+    for number, place in enumerate(places(layer.kept(arguments)), start=2):
+        tensor = get_tensor(arguments, place)
+        tensor.data = tensor.data.clone()
+        for _ in range(3):
+            run(**arguments)
+        assert len(checked) == number, place
 
 
 def test_each_fact_of_a_tensor_is_known() -> None:
