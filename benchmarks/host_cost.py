@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure what a call of ``cutlass_fused_moe`` costs the host: Python, and the launcher behind it.
+"""Measure what a call of ``cutlass_fused_moe``, and of an ``SM12xMoELayer``, costs the host: Python, and the launcher
+behind it.
 
 A call is timed without waiting for its kernels, in batches small enough that the queue of launches never fills.  The
 launcher's share is the same call of the compiled module with the arguments that Python gave it.  Also counted: what the
@@ -19,7 +20,7 @@ from timing import github
 
 from flashinfer.fused_moe import sm12x_launch
 from flashinfer.sm12x.backend import kernels
-from flashinfer.testing.moe_layers import MODE_NAMES, Batch, layer_call, make_layer, route
+from flashinfer.testing.moe_layers import MODE_NAMES, Batch, layer_call, make_layer, object_call, route
 
 BATCH = 100  # calls between two synchronizations: a queue of launches holds about a thousand
 BATCHES = 50
@@ -64,6 +65,7 @@ def costs(batch: Batch, mode: int) -> list[str]:
     run, arguments = module.sm12x_moe_run, recorder.arguments
     total = per_call(call)
     launcher = per_call(lambda: run(*arguments))
+    by_object = per_call(object_call(batch.of_mode(mode)))
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -72,11 +74,13 @@ def costs(batch: Batch, mode: int) -> list[str]:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     allocations = (torch.cuda.memory_stats()["allocation.all.allocated"] - before) / BATCH
-    return [MODE_NAMES[mode], f"{total:.1f}", f"{total - launcher:.1f}", f"{launcher:.1f}", f"{allocations:g}"]
+    times = (total, by_object, total - launcher, by_object - launcher, launcher)
+    return [MODE_NAMES[mode], *(f"{time:.1f}" for time in times), f"{allocations:g}"]
 
 
 def table(model: str, modes: list[int], seed: int) -> str:
     """One token of ``model`` on the current GPU: microseconds, medians over batches."""
     batch = route(make_layer(model, 1, seed, "cuda"), 1, seed)
-    headers = ["mode", "host us a call", "Python us", "launcher us", "allocations a call"]
+    headers = ["mode", "host us a call", "of a layer object", "Python us", "of a layer object", "launcher us"]
+    headers.append("allocations a call")
     return github([costs(batch, mode) for mode in modes], headers)

@@ -12,6 +12,7 @@ _upstream = extend(globals())
 from .sm12x_decode import decode_attention as decode_attention
 from .sm12x_decode import decode_workspace_size as decode_workspace_size
 from .sm12x_decode import prepare_decode_attention as prepare_decode_attention
+from .sm12x_decode_layer import DecodeAttentionLayer as DecodeAttentionLayer
 
 if TYPE_CHECKING:
 

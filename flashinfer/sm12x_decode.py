@@ -14,7 +14,10 @@ from .sm12x.backend import Backend, kernels, plain_torch, workspace_size
 from .sm12x.checks import (
     ELEMENT,
     POINTER_ALIGNMENT,
+    Span,
     describe,
+    is_held,
+    is_placed,
     require_apart,
     require_choice,
     require_computing_device,
@@ -25,6 +28,7 @@ from .sm12x.checks import (
     require_switches,
     require_tensor,
     require_tensor_type,
+    span,
     strides_overlap,
 )
 from .sm12x.devices import checks_values, require_served
@@ -165,9 +169,9 @@ def decode_attention(
     if call.out is None:
         call = call._replace(out=torch.empty(query.shape, dtype=torch.bfloat16, device=query.device))
     if traced:
-        _operator(call)
+        traced_decode(call)
     else:
-        _compute(call)
+        compute(call)
     attended: Any = call.out
     return attended
 
@@ -196,6 +200,9 @@ class DecodeCall(NamedTuple):
     v_scale: float
     constant_cache: bool
     enable_pdl: bool | None
+
+
+_FIRST_OPERAND, _BEHIND_OPERANDS = DecodeCall._fields.index("query"), DecodeCall._fields.index("q_len_per_req")
 
 
 def prepare_decode_attention(device: torch.device | None = None) -> None:
@@ -261,28 +268,44 @@ def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(stride if extent > 1 else 0 for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _require_rows(name: str, value: torch.Tensor, shape: tuple[int, ...], device: torch.device) -> None:
-    """Rows of bf16 heads that may lie apart."""
+def _require_rows(name: str, value: Any, shape: tuple[int, ...], device: torch.device) -> Span:
+    """Rows of bf16 heads that may lie apart, and where they lie."""
     require_tensor_type(name, value)
-    if tuple(value.shape) != shape or value.dtype != torch.bfloat16 or value.device != device:
+    if value.shape != shape or value.dtype != torch.bfloat16 or value.device != device:
         raise ValueError(f"{name} is {describe(value)}; it must be torch.bfloat16 {shape} on {device}")
-    rows, heads, _ = _strides(value)
-    if value.stride(2) != 1 or heads not in (0, HEAD) or rows % 8 or rows < 0:
-        raise ValueError(
-            f"{name} is {describe(value)}; the heads of a token must lie one after the other, tokens a multiple of 8 "
-            "elements apart"
-        )
-    require_memory(name, value)
+    rows, heads, dims = value.stride()
+    if dims != 1 or heads != HEAD or rows % 8 or rows < 0:
+        rows, heads, _ = _strides(value)
+        if dims != 1 or heads not in (0, HEAD) or rows % 8 or rows < 0:
+            raise ValueError(
+                f"{name} is {describe(value)}; the heads of a token must lie one after the other, tokens a multiple of 8 "
+                "elements apart"
+            )
+    start = value.data_ptr()
+    size = 2 * ((shape[0] - 1) * rows + shape[1] * HEAD) if shape[0] else 0
+    if not is_held(value, size):
+        require_memory(name, value)
+    return start, start + size
 
 
 def validate(call: DecodeCall) -> DecodeCall:
     """Check a call's metadata and addresses; the call with its numbers as Python's. Raises as :func:`decode_attention`."""
-    query, keys, values, out = call.query, call.keys, call.values, call.out
-    require_computing_device("query", query)
-    device = query.device
+    require_computing_device("query", call.query)
+    device = call.query.device
     require_served("decode_attention", device)
-    require_switches(call, "constant_cache")
+    call = require_cache(call, device)
     q_len = require_int("q_len_per_req", call.q_len_per_req, 1, MAX_Q_LEN)
+    if q_len is not call.q_len_per_req:
+        call = call._replace(q_len_per_req=q_len)
+    require_tokens(call, device)
+    require_disjoint(call)
+    return call
+
+
+def require_cache(call: DecodeCall, device: torch.device) -> DecodeCall:
+    """Check what of a call is its layer's: the cache, rope, sinks, workspace and numbers; the call with these as Python's."""
+    keys, values = call.keys, call.values
+    require_switches(call, "constant_cache")
     window_left = require_int("window_left", call.window_left, -(2**31))
     bounds = SMALLEST_SCALE, 1 / SMALLEST_SCALE, "which a captured launch holds"
     sm_scale, k_scale, v_scale = (
@@ -292,7 +315,8 @@ def validate(call: DecodeCall) -> DecodeCall:
     if keys.dtype not in CACHE_DTYPES or keys.device != device:
         allowed = " or ".join(map(str, CACHE_DTYPES))
         raise ValueError(f"kv_cache has {describe(keys)}; it must be {allowed} on {device}")
-    if keys.shape != values.shape or _strides(keys) != _strides(values) or keys.dtype != values.dtype:
+    strides = _strides(keys)
+    if keys.shape != values.shape or strides != _strides(values) or keys.dtype != values.dtype:
         raise ValueError(f"kv_cache has keys {describe(keys)} and values {describe(values)}; both must be alike")
     require_int("the number of KV heads", kv_heads, 1)
     if head != HEAD:
@@ -300,52 +324,62 @@ def validate(call: DecodeCall) -> DecodeCall:
     if page_size < CHUNK or page_size & (page_size - 1):
         raise ValueError(f"kv_cache has pages of {page_size}; it must be a power of two from {CHUNK} on")
     step = POINTER_ALIGNMENT // keys.element_size()
-    if keys.stride(3) != 1 or any(stride % step or stride < 0 for stride in _strides(keys)[:3]):
+    if keys.stride(3) != 1 or any(stride % step or stride < 0 for stride in strides[:3]):
         raise ValueError(
             f"kv_cache has strides {tuple(keys.stride())}; the last must be 1, the others multiples of {step} "
             f"({POINTER_ALIGNMENT} bytes)"
         )
     for name, part in (("kv_cache's keys", keys), ("kv_cache's values", values)):
         require_memory(name, part)
-        if call.key is not None and strides_overlap(part):
-            raise ValueError(
-                f"{name} are {describe(part)}; where key is given they are written, and may not be expanded"
-            )
-    block_tables, seq_lens = call.block_tables, call.seq_lens
+    if call.rope_table is not None:
+        require_rank("rope_table", call.rope_table, 2)
+        require_tensor("rope_table", call.rope_table, [(call.rope_table.shape[0], HEAD)], ROPE_DTYPES, device)
+    if call.sinks is not None:
+        require_tensor("sinks", call.sinks, [(GROUP * kv_heads,)], [torch.float32], device, alignment=ELEMENT)
+    if call.workspace_buffer is not None:
+        require_rank("workspace_buffer", call.workspace_buffer, 1)
+        require_tensor("workspace_buffer", call.workspace_buffer, [call.workspace_buffer.shape], [torch.uint8], device)
+    return call._replace(window_left=window_left, sm_scale=sm_scale, k_scale=k_scale, v_scale=v_scale)
+
+
+def require_tokens(call: DecodeCall, device: torch.device) -> list[Span]:
+    """Check what of a call is not its layer's, whose cache is on ``device``; where its tensors lie, ``out`` first if given."""
+    block_tables, seq_lens, out, kv_heads = call.block_tables, call.seq_lens, call.out, call.keys.shape[1]
     require_rank("seq_lens", seq_lens, 1)
     sequences = seq_lens.shape[0]
     require_tensor("seq_lens", seq_lens, [(sequences,)], [torch.int32], device, alignment=ELEMENT)
     require_tensor_type("block_tables", block_tables)
     if block_tables.ndim != 2 or block_tables.shape[0] != sequences or block_tables.dtype != torch.int32:
         raise ValueError(f"block_tables is {describe(block_tables)}; it must be int32 ({sequences}, max_pages)")
-    require_memory("block_tables", block_tables, ELEMENT)
-    if block_tables.device != device or _strides(block_tables)[1] not in (0, 1):
-        raise ValueError(f"block_tables is {describe(block_tables)}; rows must be contiguous, on {device}")
-    m, heads = sequences * q_len, GROUP * kv_heads
-    _require_rows("query", query, (m, heads, HEAD), device)
+    if not is_placed(block_tables, device, ELEMENT):
+        require_memory("block_tables", block_tables, ELEMENT)
+        if block_tables.device != device or _strides(block_tables)[1] not in (0, 1):
+            raise ValueError(f"block_tables is {describe(block_tables)}; rows must be contiguous, on {device}")
+    m, heads = sequences * call.q_len_per_req, GROUP * kv_heads
+    spans = [span(block_tables), span(seq_lens), _require_rows("query", call.query, (m, heads, HEAD), device)]
     if (call.key is None) != (call.value is None):
         missing, other = ("key", "value") if call.key is None else ("value", "key")
         raise ValueError(f"{missing} is None; it must be given where {other} is: key and value go together")
     for name, rows in (("key", call.key), ("value", call.value)):
         if rows is not None:
-            _require_rows(name, rows, (m, kv_heads, HEAD), device)
-    if call.rope_table is not None:
-        require_rank("rope_table", call.rope_table, 2)
-        require_tensor("rope_table", call.rope_table, [(call.rope_table.shape[0], HEAD)], ROPE_DTYPES, device)
-    if call.sinks is not None:
-        require_tensor("sinks", call.sinks, [(heads,)], [torch.float32], device, alignment=ELEMENT)
+            spans.append(_require_rows(name, rows, (m, kv_heads, HEAD), device))
     if out is not None:
         require_tensor("out", out, [(m, heads, HEAD)], [torch.bfloat16], device)
-    if call.workspace_buffer is not None:
-        require_rank("workspace_buffer", call.workspace_buffer, 1)
-        require_tensor("workspace_buffer", call.workspace_buffer, [call.workspace_buffer.shape], [torch.uint8], device)
+        spans.insert(0, span(out))
+    return spans
+
+
+def require_disjoint(call: DecodeCall) -> None:
+    """Raise ``ValueError`` where what a valid call writes shares memory with itself or with another argument."""
     written: dict[str, tuple[str, ...]] = {"out": ("query",), "workspace_buffer": ()}
     if call.key is not None:
+        for name, part in (("kv_cache's keys", call.keys), ("kv_cache's values", call.values)):
+            if strides_overlap(part):
+                raise ValueError(
+                    f"{name} are {describe(part)}; where key is given they are written, and may not be expanded"
+                )
         written |= {"keys": (), "values": ()}
     require_apart(call, written, {"keys": "kv_cache's keys", "values": "kv_cache's values"})
-    return call._replace(
-        q_len_per_req=q_len, window_left=window_left, sm_scale=sm_scale, k_scale=k_scale, v_scale=v_scale
-    )
 
 
 def check_values(call: DecodeCall) -> None:
@@ -396,7 +430,7 @@ def _workspace(backend: Backend, device: torch.device, given: torch.Tensor | Non
     return _workspaces[place]
 
 
-def _compute(call: DecodeCall) -> None:
+def compute(call: DecodeCall) -> None:
     """Compute a valid call that has its output."""
     device, out = call.query.device, call.out
     assert out is not None
@@ -410,14 +444,13 @@ def _compute(call: DecodeCall) -> None:
             _compute_on_cpu(call, out)
         return
     workspace = _workspace(backend, device, call.workspace_buffer)
-    operands = call[DecodeCall._fields.index("query") : DecodeCall._fields.index("q_len_per_req")]
     backend.call(
         backend.module(gen_decode_module).sm12x_decode_run,
         out,
         call.keys,
         call.values,
         workspace,
-        *operands,
+        *call[_FIRST_OPERAND:_BEHIND_OPERANDS],
         call.q_len_per_req,
         call.window_left,
         call.sm_scale * call.k_scale * LOG2_E,
@@ -430,10 +463,12 @@ def _compute(call: DecodeCall) -> None:
 
 
 def _run(call: DecodeCall) -> None:
-    _compute(validate(call))
+    compute(validate(call))
 
 
-_operator = define("sm12x_decode_attention", DecodeCall, _run, mutates=("out", "keys", "values", "workspace_buffer"))
+traced_decode = define(
+    "sm12x_decode_attention", DecodeCall, _run, mutates=("out", "keys", "values", "workspace_buffer")
+)
 
 
 def rope_rows(rows: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ All but the experts is transformers' own code. On the CPU the operator computes 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from flashinfer.fp4_quantization import block_scale_interleave
@@ -14,7 +15,7 @@ from safetensors import safe_open
 from transformers import GptOssConfig, GptOssForCausalLM
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
 
-from flashinfer.fused_moe import cutlass_fused_moe
+from flashinfer.fused_moe import SM12xMoELayer
 
 # The checkpoint's tensors of a layer's experts, after "model.layers.N.mlp.experts.".
 NAMES = [f"{matrix}_{part}" for matrix in ("gate_up_proj", "down_proj") for part in ("blocks", "scales", "bias")]
@@ -40,6 +41,7 @@ class FlashInferExperts(torch.nn.Module):
     def __init__(self, config: GptOssConfig, tensors: dict[str, torch.Tensor], activations: str) -> None:
         super().__init__()
         self.a8 = activations == "a8"
+        self._layer: SM12xMoELayer | None = None
         for name, tensor in tensors.items():
             if name.startswith("gate_up"):  # the operator takes [up; gate]
                 tensor = torch.cat([tensor[:, 1::2], tensor[:, 0::2]], dim=1)
@@ -64,16 +66,18 @@ class FlashInferExperts(torch.nn.Module):
         self, hidden_states: torch.Tensor, router_indices: torch.Tensor, routing_weights: torch.Tensor
     ) -> torch.Tensor:
         """``[tokens, hidden]`` bf16, with ids and weights ``[tokens, top_k]``."""
+        if self._layer is None:
+            self._layer = self._make_layer(hidden_states.dtype)
+        return self._layer.run(hidden_states, router_indices.to(torch.int32), routing_weights.float())
+
+    def _make_layer(self, dtype: torch.dtype) -> SM12xMoELayer:
         scales = [self.gate_up_proj_scales, self.down_proj_scales]
         if self.a8:
             scales = [scales[0], self.one, scales[1], self.one]
-        return cutlass_fused_moe(
-            hidden_states,
-            router_indices.to(torch.int32),
-            routing_weights.float(),
+        return SM12xMoELayer(
             self.gate_up_proj_blocks,
             self.down_proj_blocks,
-            output_dtype=hidden_states.dtype,
+            output_dtype=dtype,
             quant_scales=scales,
             fc1_expert_biases=self.gate_up_proj_bias,
             fc2_expert_biases=self.down_proj_bias,
@@ -83,6 +87,10 @@ class FlashInferExperts(torch.nn.Module):
             use_mxfp8_act_scaling=self.a8,
             use_w4_group_scaling=not self.a8,
         )
+
+    def _apply(self, *arguments: Any, **named: Any) -> Any:
+        self._layer = None  # its buffers become others, as on another device
+        return super()._apply(*arguments, **named)
 
 
 def load(folder: Path, activations: str = "a8", device: torch.device | str = "cpu") -> GptOssForCausalLM:

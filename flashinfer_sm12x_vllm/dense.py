@@ -40,6 +40,8 @@ class ForkKernel:
         self.weights: Any = choice.weights
         self.activation: Any = "mxfp8" if choice.activations == "a8" else "bf16"
         self.next_weights: torch.Tensor | None = None  # of a decode step's call, while it runs
+        self._of: tuple[Any, ...] = ()
+        self._made: Any = None
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Scales into the kernels' layout; the module, if this process has not built it yet."""
@@ -55,22 +57,31 @@ class ForkKernel:
 
     def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """``x @ weight.T + bias`` for ``[..., K]``, in ``x``'s dtype."""
-        from flashinfer.gemm.sm12x_dense import dense_block_scaled
-
         rows = x.reshape(-1, x.shape[-1]).contiguous()
-        out = dense_block_scaled(
-            rows,
+        out = self._dense(layer, bias, x.dtype).run(rows, next_weights=self.next_weights)
+        return out.view(*x.shape[:-1], layer.weight.shape[0])
+
+    def _dense(self, layer: Any, bias: torch.Tensor | None, dtype: torch.dtype) -> Any:
+        """The fork's object of a layer, made where vLLM gave it other tensors than the last one was made of."""
+        from flashinfer.gemm import DenseLayer
+
+        compiles = torch.compiler.is_compiling()  # what is made while that traces is the graph's
+        of = (layer.weight, layer.weight_scale, bias, layer.weight_global_scale, dtype)
+        if not compiles and self._of and all(one is other for one, other in zip(of, self._of, strict=True)):
+            return self._made
+        made = DenseLayer(
             layer.weight,
             layer.weight_scale,
             bias,
             weight_format=self.weights,
             activation=self.activation,
             alpha=layer.weight_global_scale,
-            out_dtype=x.dtype,
-            next_weights=self.next_weights,
+            out_dtype=dtype,
             constant_weights=True,
         )
-        return out.view(*x.shape[:-1], layer.weight.shape[0])
+        if not compiles:
+            self._of, self._made = of, made
+        return made
 
     def norms(self, layer: Any, rows: int) -> bool:
         """Whether :meth:`apply_behind_norm` is one launch for so many rows."""
@@ -82,21 +93,9 @@ class ForkKernel:
         self, layer: Any, x: torch.Tensor, residual: torch.Tensor | None, norm: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The layer of ``x + residual`` ``[rows, K]`` behind vLLM's RMSNorm ``norm``, and that sum."""
-        from flashinfer.gemm import rmsnorm_dense_block_scaled
-
-        out, total = rmsnorm_dense_block_scaled(
-            x,
-            norm.weight,
-            layer.weight,
-            layer.weight_scale,
-            layer.bias,
-            weight_format=self.weights,
-            residual=residual,
-            eps=norm.variance_epsilon,
-            alpha=layer.weight_global_scale,
-            out_dtype=x.dtype,
-            next_weights=self.next_weights,
-            constant_weights=True,
+        made = self._dense(layer, layer.bias, x.dtype)
+        out, total = made.run_behind_norm(
+            x, norm.weight, residual=residual, eps=norm.variance_epsilon, next_weights=self.next_weights
         )
         return out, total
 

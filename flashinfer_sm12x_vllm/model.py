@@ -175,6 +175,7 @@ class DecodeSteps:
     def __init__(self, config: VllmConfig, model: Any, head: Any) -> None:
         self.model, self.head = model, head
         self.eager = _runs_eagerly(config)
+        self.attention = [Attention(layer.attn.attn) for layer in model.layers]
         self._warm: set[int] = set()
 
     def metadata(self, rows: int) -> Mapping[str, FlashInferMetadata] | None:
@@ -225,7 +226,7 @@ class DecodeSteps:
                 qkv, residual = norm_and_project(layer.input_layernorm, attention.qkv_proj, hidden, residual)
             if index in read:
                 for_draft.append(residual.clone())  # vLLM's norms write over it
-            attended = attend(attention.attn, qkv, step[attention.attn.layer_name], rope, workspace)
+            attended = self.attention[index].attend(qkv, step[attention.attn.layer_name], rope, workspace)
             with reading_ahead(fork_kernel(attention.o_proj), router):
                 hidden, _ = attention.o_proj(attended)
             hidden, residual = route_and_compute(layer, hidden, residual, barrier, weight_of(next_layer))
@@ -307,45 +308,70 @@ def _add_and_norm(norm: Any, x: torch.Tensor, residual: torch.Tensor) -> None:
     ops.fused_add_rms_norm(x, residual, norm.weight, norm.variance_epsilon)
 
 
-def attend(
-    layer: Any, qkv: torch.Tensor, metadata: FlashInferMetadata, rope: torch.Tensor, workspace: torch.Tensor
-) -> torch.Tensor:
-    """Rope, the cache's write and attention of ``qkv`` ``[rows, (heads + 2 kv_heads) 64]``; rows of padding write nothing.
+class Attention:
+    """The attention of one layer in decode steps: rope, the cache's write and attention in one launch.
 
-    A padded sequence has length 0 (FULL graphs), or there are more rows than tokens: what those rows get means nothing.
+    The fork's object is made of the cache that vLLM gave the layer, and anew where it gives another.
     """
-    from flashinfer.decode import decode_attention
 
-    rows, decode = qkv.shape[0], metadata.decode
-    tokens = metadata.num_decodes * decode.q_len_per_req
-    cache = layer.kv_cache
-    if cache.dtype is torch.uint8:
-        cache = cache.view(torch.float8_e4m3fn)
-    scales = (layer._k_scale_float, layer._v_scale_float) if layer.kv_cache_dtype in E4M3_CACHES else (1.0, 1.0)
-    cache = cache.permute(*metadata.kv_cache_layout.layer_view_order)
-    heads = (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
-    query, key, value = qkv.view(rows, -1, HEAD)[:tokens].split(heads, dim=1)
-    out = torch.empty((rows, layer.num_heads, HEAD), dtype=qkv.dtype, device=qkv.device)
-    decode_attention(
-        query,
-        cache.split(HEAD, dim=-1),
-        decode.block_tables,
-        decode.seq_lens,
-        key=key,
-        value=value,
-        rope_table=rope,
-        sinks=layer.impl.sinks,
-        q_len_per_req=decode.q_len_per_req,
-        sm_scale=layer.impl.scale,
-        window_left=layer.impl.window_left,
-        k_scale=scales[0],
-        v_scale=scales[1],
-        kv_layout=get_flashinfer_layout_string(metadata.kv_cache_layout),
-        workspace_buffer=workspace,
-        constant_cache=True,
-        out=out[:tokens],
-    )
-    return out.view(rows, -1)
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+        self._of: tuple[Any, ...] = ()
+        self._made: Any = None
+
+    def _attention(self, layout: Any, rope: torch.Tensor, workspace: torch.Tensor) -> Any:
+        from flashinfer.decode import DecodeAttentionLayer
+
+        layer = self.layer
+        cache = layer.kv_cache
+        scales = (layer._k_scale_float, layer._v_scale_float) if layer.kv_cache_dtype in E4M3_CACHES else (1.0, 1.0)
+        tensors = (cache, rope, workspace, layer.impl.sinks)
+        of = (*tensors, cache.data_ptr(), scales, layout)  # the object has views of the cache
+        if (
+            self._of
+            and all(one is other for one, other in zip(tensors, self._of, strict=False))
+            and of[4:] == self._of[4:]
+        ):
+            return self._made
+        if cache.dtype is torch.uint8:
+            cache = cache.view(torch.float8_e4m3fn)
+        self._made = DecodeAttentionLayer(
+            cache.permute(*layout.layer_view_order).split(HEAD, dim=-1),
+            rope_table=rope,
+            sinks=layer.impl.sinks,
+            sm_scale=layer.impl.scale,
+            window_left=layer.impl.window_left,
+            k_scale=scales[0],
+            v_scale=scales[1],
+            kv_layout=get_flashinfer_layout_string(layout),
+            workspace_buffer=workspace,
+            constant_cache=True,
+        )
+        self._of = of
+        return self._made
+
+    def attend(
+        self, qkv: torch.Tensor, metadata: FlashInferMetadata, rope: torch.Tensor, workspace: torch.Tensor
+    ) -> torch.Tensor:
+        """Of ``qkv`` ``[rows, (heads + 2 kv_heads) 64]``; rows of padding write nothing.
+
+        A padded sequence has length 0 (FULL graphs), or there are more rows than tokens: what those rows get means nothing.
+        """
+        layer, rows, decode = self.layer, qkv.shape[0], metadata.decode
+        tokens = metadata.num_decodes * decode.q_len_per_req
+        heads = (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
+        query, key, value = qkv.view(rows, -1, HEAD)[:tokens].split(heads, dim=1)
+        out = torch.empty((rows, layer.num_heads, HEAD), dtype=qkv.dtype, device=qkv.device)
+        self._attention(metadata.kv_cache_layout, rope, workspace).run(
+            query,
+            decode.block_tables,
+            decode.seq_lens,
+            key=key,
+            value=value,
+            q_len_per_req=decode.q_len_per_req,
+            out=out[:tokens],
+        )
+        return out.view(rows, -1)
 
 
 def route_and_compute(

@@ -77,6 +77,9 @@ class SM12xExperts(FlashInferExperts):
 class SM12xAutoExperts(SM12xExperts):
     """The same in W4A16 where that takes no longer, and in W4A8 elsewhere: the operator chooses by a call's tokens."""
 
+    _of: tuple[Any, ...] = ()
+    _made: Any = None
+
     def apply(
         self,
         output: torch.Tensor,
@@ -89,47 +92,41 @@ class SM12xAutoExperts(SM12xExperts):
         **_unused: Any,
     ) -> None:
         """vLLM's call, but for the mode, which vLLM has no name for."""
-        from flashinfer.fused_moe import cutlass_fused_moe
-
-        cutlass_fused_moe(
-            token_selected_experts=topk_ids.to(torch.int),
-            token_final_scales=topk_weights,
-            output=output,
-            **self._arguments(hidden_states, w1, w2, activation),
-        )
+        self._layer(w1, w2, activation).run(hidden_states, topk_ids.to(torch.int), topk_weights, output=output)
 
     def step(self, layer: Any, hidden_states: torch.Tensor, **routing: Any) -> torch.Tensor:
         """A decode step's call: new outputs of the layer's experts for ``routing``, as ``moe_step`` takes it."""
-        from flashinfer.fused_moe import moe_step
+        return self._layer(layer.w13_weight, layer.w2_weight, layer.activation).run(hidden_states, **routing)
 
-        arguments = self._arguments(hidden_states, layer.w13_weight, layer.w2_weight, layer.activation)
-        return moe_step(**routing, **arguments)
+    def _layer(self, w1: torch.Tensor, w2: torch.Tensor, activation: Any) -> Any:
+        """The fork's object of these experts, made where vLLM gives other tensors than the last one was made of."""
+        from flashinfer.fused_moe import SM12xMoELayer
 
-    def _arguments(
-        self, hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, activation: Any
-    ) -> dict[str, Any]:
-        """``cutlass_fused_moe``'s, but for experts' ids and weights."""
+        of = (w1, w2, self.w1_scale, self.w2_scale, self.w1_bias, self.w2_bias)
         assert self.w1_scale is not None
         assert self.w2_scale is not None
-        return {
-            "input": hidden_states,
-            "fc1_expert_weights": w1,
-            "fc2_expert_weights": w2,
-            "output_dtype": self.out_dtype,
-            "quant_scales": [self.w1_scale.view(torch.int32), self.w2_scale.view(torch.int32)],
-            "fc1_expert_biases": self.w1_bias,
-            "fc2_expert_biases": self.w2_bias,
-            "swiglu_alpha": self.gemm1_alpha,
-            "swiglu_beta": self.gemm1_beta,
-            "swiglu_limit": self.gemm1_clamp_limit,
-            "tp_size": self.tp_size,
-            "tp_rank": self.tp_rank,
-            "ep_size": self.ep_size,
-            "ep_rank": self.ep_rank,
-            "use_mxfp8_act_scaling": True,
-            "use_w4_group_scaling": True,
-            "activation_type": flashinfer_cutlass_moe.activation_to_flashinfer_type(activation),
-        }
+        if self._of and all(one is other for one, other in zip(of, self._of, strict=True)):
+            return self._made
+        self._made = SM12xMoELayer(
+            w1,
+            w2,
+            self.out_dtype,
+            [self.w1_scale, self.w2_scale],
+            self.w1_bias,
+            self.w2_bias,
+            self.gemm1_alpha,
+            self.gemm1_beta,
+            self.gemm1_clamp_limit,
+            tp_size=self.tp_size,
+            tp_rank=self.tp_rank,
+            ep_size=self.ep_size,
+            ep_rank=self.ep_rank,
+            use_mxfp8_act_scaling=True,
+            use_w4_group_scaling=True,
+            activation_type=flashinfer_cutlass_moe.activation_to_flashinfer_type(activation),
+        )
+        self._of = of
+        return self._made
 
 
 class SM12xQuantizedInputExperts(SM12xExperts):

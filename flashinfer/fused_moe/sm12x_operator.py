@@ -39,7 +39,9 @@ def compute(call: MoECall, problem: MoEProblem) -> None:
     # The CPU computes what a GB10 would.
     features = () if backend is None else (backend.block_scaled_mma, backend.unified_memory)
     sizes = problem.num_tokens, problem.top_k, problem.routed_experts
-    problem = problem._replace(mode=plan_mode(problem.mode, *sizes, *features))
+    mode = plan_mode(problem.mode, *sizes, *features)
+    if mode is not problem.mode:
+        problem = problem._replace(mode=mode)
     wanted = None
     if call.profile_ids is not None:
         rows = INSTANCES if backend is None else backend.tactics

@@ -39,6 +39,7 @@ from ..sm12x.checks import (
 )
 
 WEIGHT_DTYPES = (torch.uint8, torch.int64)
+FLOAT32 = (torch.float32,)
 MAX_TOP_K = 32  # of a router's logits: a lane each
 # The unified MoE layer hands linear scales over as views in e4m3.
 LINEAR_SCALE_DTYPES = (*UE8M0_DTYPES, torch.float8_e4m3fn)
@@ -277,15 +278,15 @@ def _weight_sizes(fc1: Any, fc2: Any, device: torch.device) -> tuple[int, int, i
     return experts, hidden, inter
 
 
-def _check_quant_scales(problem: MoEProblem, quant_scales: Any, device: torch.device) -> None:
-    nvfp4 = problem.weights == "nvfp4"
-    count = 2 if problem.mode in (Mode.W4A16, Mode.AUTO) and not nvfp4 else 4
+def _check_quant_scales(mode: Mode, layer: CheckedExperts, quant_scales: Any) -> None:
+    nvfp4 = layer.weights == "nvfp4"
+    count = 2 if mode in (Mode.W4A16, Mode.AUTO) and not nvfp4 else 4
     if not isinstance(quant_scales, (list, tuple)) or len(quant_scales) != count:
         raise ValueError(
-            f"quant_scales is {describe(quant_scales)}; mode {problem.mode.name} takes the {count} tensors "
-            f"{_QUANT_SCALES[problem.mode]}"
+            f"quant_scales is {describe(quant_scales)}; mode {mode.name} takes the {count} tensors "
+            f"{_QUANT_SCALES[mode]}"
         )
-    experts, hidden, inter = problem.num_local_experts, problem.hidden, problem.inter
+    device, experts, hidden, inter = layer[:4]
     step = count // 2
     for index, rows, k in ((0, 2 * inter, hidden), (step, hidden, inter)):
         scales = NVFP4 if nvfp4 else UE8M0
@@ -295,18 +296,18 @@ def _check_quant_scales(problem: MoEProblem, quant_scales: Any, device: torch.de
             require_tensor(name, factors, [(experts,)], [torch.float32], device, what, ELEMENT)
 
 
-def _check_input_sf(problem: MoEProblem, input_sf: Any, swizzled: bool, device: torch.device) -> None:
-    if problem.mode is not Mode.MXFP8_INPUT:
+def _check_input_sf(mode: Mode, tokens: int, k: int, input_sf: Any, swizzled: bool, device: torch.device) -> None:
+    if mode is not Mode.MXFP8_INPUT:
         if input_sf is not None:
             raise ValueError(
-                f"input_sf is {describe(input_sf)}; mode {problem.mode.name} takes an unquantized input and no input_sf"
+                f"input_sf is {describe(input_sf)}; mode {mode.name} takes an unquantized input and no input_sf"
             )
         return
     if input_sf is None:
         raise ValueError(
             "input_sf is None; a float8_e4m3fn input needs its UE8M0 block scales (uint8, what mxfp8_quantize returns)"
         )
-    name, tokens, k = f"input_sf (swizzled_input_sf={bool(swizzled)})", problem.num_tokens, problem.hidden
+    name = f"input_sf (swizzled_input_sf={bool(swizzled)})"
     if swizzled:
         return require_swizzled_scales(name, input_sf, None, tokens, k, device, SCALE_WORD)
     blocks = k // BLOCK_SIZE
@@ -316,9 +317,9 @@ def _check_input_sf(problem: MoEProblem, input_sf: Any, swizzled: bool, device: 
     require_tensor(name, input_sf, shapes, LINEAR_SCALE_DTYPES, device, "linear scales", alignment)
 
 
-def _require_routing(call: MoECall, tokens: int, experts: int) -> int:
+def _require_routing(call: MoECall, tokens: int, experts: int, device: torch.device) -> int:
     """Check what experts are chosen by; how many a token has."""
-    device, ids = call.input.device, call.token_selected_experts
+    ids = call.token_selected_experts
     if call.router_logits is None:
         if ids is None and call.top_k:
             raise TypeError("router_logits is None; it must be a tensor where there are no token_selected_experts")
@@ -349,48 +350,46 @@ def _require_routing(call: MoECall, tokens: int, experts: int) -> int:
     return require_int("top_k", call.top_k, 1, min(MAX_TOP_K, experts), "no more than there are experts")
 
 
-def validate(call: MoECall) -> MoEProblem:
-    """Check the metadata and addresses of a call and return its sizes.
+class CheckedExperts(NamedTuple):
+    """What a layer's calls have in common, once its weights were checked."""
 
-    Looks at no element, so it needs no synchronization.
+    device: torch.device
+    num_local_experts: int
+    hidden: int
+    inter: int
+    first_expert: int
+    num_experts_total: int
+    weights: str
 
-    Raises
-    ------
-    TypeError, ValueError
-        Naming the first argument that does not fit, what it was and what it may be.
-    """
-    mode, device = Mode(call.moe_mode), call.input.device
+
+def require_experts(call: MoECall, device: torch.device) -> CheckedExperts:
+    """Check what of a call is its layer's: weights, scales, biases, the activation and its parameters, ranks."""
+    checked = _check_weights(call, device)
+    _check_parameters(call, checked)
+    return checked
+
+
+def _check_weights(call: MoECall, device: torch.device) -> CheckedExperts:
     ep_size, ep_rank = require_parallel_sizes(call.tp_size, call.tp_rank, call.ep_size, call.ep_rank)
     require_output_dtype("output_dtype", call.output_dtype)
     require_switches(call, "swizzled_input_sf", "enable_alltoall")
     experts, hidden, inter = _weight_sizes(call.fc1_expert_weights, call.fc2_expert_weights, device)
-    require_rank("input", call.input, 2, f"2-D, [num_tokens, {hidden}]")
-    tokens = call.input.shape[0]
-    require_tensor("input", call.input, [(tokens, hidden)], INPUT_DTYPES[mode], device)
-    require_int("ep_size", ep_size, 1, INT32_MAX // experts, f"with {experts} experts a rank, since ids are int32")
-    total = experts * ep_size
-    top_k = _require_routing(call, tokens, total)
-    what = "token_selected_experts.shape[1]" if call.router_logits is None else "of router_logits"
-    if not 1 <= top_k <= total:
-        raise ValueError(
-            f"top_k ({what}) is {top_k}; it must be in [1, {total}], the number of experts "
-            f"({experts} here x ep_size {ep_size})"
-        )
-    require_pairs("num_tokens (input.shape[0])", tokens, top_k)
-    routed = experts if call.enable_alltoall else total
-    weights = weights_of(mode, call.quant_scales)
-    problem = MoEProblem(mode, tokens, hidden, inter, experts, top_k, ep_rank * experts, total, routed, weights)
-    _check_quant_scales(problem, call.quant_scales, device)
-    _check_input_sf(problem, call.input_sf, call.swizzled_input_sf, device)
-    biases, float32 = BIAS_DTYPES[call.output_dtype], (torch.float32,)
+    most = INT32_MAX // experts
+    require_int("ep_size", ep_size, 1, most, f"with {experts} experts a rank, since ids are int32")
+    weights = weights_of(Mode(call.moe_mode), call.quant_scales)
+    return CheckedExperts(device, experts, hidden, inter, ep_rank * experts, experts * ep_size, weights)
+
+
+def _check_parameters(call: MoECall, layer: CheckedExperts) -> None:
+    device, experts, hidden, inter = layer[:4]
+    _check_quant_scales(Mode(call.moe_mode), layer, call.quant_scales)
+    biases = BIAS_DTYPES[call.output_dtype]
     optional: tuple[tuple[str, Any, tuple[int, ...], tuple[torch.dtype, ...], int], ...] = (
-        ("token_final_scales", call.token_final_scales, (tokens, top_k), float32, ELEMENT),
         ("fc1_expert_biases", call.fc1_expert_biases, (experts, 2 * inter), biases, 16),
         ("fc2_expert_biases", call.fc2_expert_biases, (experts, hidden), biases, 16),
-        ("swiglu_alpha", call.swiglu_alpha, (experts,), float32, ELEMENT),
-        ("swiglu_beta", call.swiglu_beta, (experts,), float32, ELEMENT),
-        ("swiglu_limit", call.swiglu_limit, (experts,), float32, ELEMENT),
-        ("output", call.output, (tokens, hidden), (call.output_dtype,), 16),
+        ("swiglu_alpha", call.swiglu_alpha, (experts,), FLOAT32, ELEMENT),
+        ("swiglu_beta", call.swiglu_beta, (experts,), FLOAT32, ELEMENT),
+        ("swiglu_limit", call.swiglu_limit, (experts,), FLOAT32, ELEMENT),
     )
     for name, tensor, shape, dtypes, alignment in optional:
         if tensor is not None:
@@ -400,16 +399,59 @@ def validate(call: MoECall) -> MoEProblem:
         if getattr(call, name) is not None and name not in activation.defaults:
             taken = " and ".join(activation.defaults)
             raise ValueError(f"{name} is given; activation_type {activation.name} has {taken} alone, pass None")
+    require_int("tune_max_num_tokens", call.tune_max_num_tokens, 1)
+
+
+def validate(call: MoECall, checked: CheckedExperts | None = None) -> MoEProblem:
+    """Check the metadata and addresses of a call and return its sizes.
+
+    Looks at no element, so it needs no synchronization.  ``checked`` is what :func:`require_experts` gave for the call's
+    layer, where that is known.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the first argument that does not fit, what it was and what it may be.
+    """
+    mode, layer = Mode(call.moe_mode), checked or _check_weights(call, call.input.device)
+    device, experts, hidden, inter, first, total, weights = layer
+    require_rank("input", call.input, 2, f"2-D, [num_tokens, {hidden}]")
+    tokens = call.input.shape[0]
+    require_tensor("input", call.input, [(tokens, hidden)], INPUT_DTYPES[mode], device)
+    top_k = _require_routing(call, tokens, total, device)
+    if not 1 <= top_k <= total:
+        what = "token_selected_experts.shape[1]" if call.router_logits is None else "of router_logits"
+        raise ValueError(
+            f"top_k ({what}) is {top_k}; it must be in [1, {total}], the number of experts "
+            f"({experts} here x ep_size {total // experts})"
+        )
+    require_pairs("num_tokens (input.shape[0])", tokens, top_k)
+    if checked is None:
+        _check_parameters(call, layer)
+    _check_input_sf(mode, tokens, hidden, call.input_sf, call.swizzled_input_sf, device)
+    if call.token_final_scales is not None:
+        shape = tokens, top_k
+        require_tensor("token_final_scales", call.token_final_scales, [shape], FLOAT32, device, alignment=ELEMENT)
+    if call.enable_pdl is not None:
+        require_switches(call)
+    written = False
+    if call.output is not None:
+        require_tensor("output", call.output, [(tokens, hidden)], (call.output_dtype,), device)
+        written = True
     if call.workspace_buffer is not None:
         require_rank("workspace_buffer", call.workspace_buffer, 1, "a 1-D torch.uint8 or torch.int8 tensor")
         size, dtypes = tuple(call.workspace_buffer.shape), (torch.uint8, torch.int8)
         require_tensor("workspace_buffer", call.workspace_buffer, [size], dtypes, device)
-    require_int("tune_max_num_tokens", call.tune_max_num_tokens, 1)
-    require_read_ahead(call.next_weights, device)
+        written = True
+    if call.next_weights is not None:
+        require_read_ahead(call.next_weights, device)
     if call.barrier is not None:
         require_tensor("barrier", call.barrier, [(2,)], [torch.int32], device, alignment=ELEMENT)
-    require_apart(call, {"output": (), "workspace_buffer": (), "barrier": ()})
-    return problem
+        written = True
+    if written:
+        require_apart(call, {"output": (), "workspace_buffer": (), "barrier": ()})
+    routed = experts if call.enable_alltoall else total
+    return MoEProblem(mode, tokens, hidden, inter, experts, top_k, first, total, routed, weights)
 
 
 def check_expert_ids(token_selected_experts: torch.Tensor, num_experts: int) -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 from .sm12x_dense import dense_block_scaled as dense_block_scaled
 from .sm12x_dense import dense_mx as dense_mx
+from .sm12x_dense_layer import DenseLayer as DenseLayer
 from .sm12x_dense_norm import rmsnorm_dense_block_scaled as rmsnorm_dense_block_scaled
 from .sm12x_dense_top_k import dense_block_scaled_top_k as dense_block_scaled_top_k
 from .sm12x_dense_top_k import dense_mx_top_k as dense_mx_top_k

@@ -9,6 +9,7 @@ and cuBLAS multiplies them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, get_args
 
 import torch
@@ -22,6 +23,7 @@ from ..sm12x.checks import (
     ELEMENT,
     SCALE_WORD,
     describe,
+    is_placed,
     require_apart,
     require_choice,
     require_computing_device,
@@ -55,7 +57,7 @@ from .sm12x_dense_launch import (
 from .sm12x_dense_tuning import tuned_instance
 
 OUTPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_ACTIVATIONS = get_args(Format)
+ACTIVATIONS = get_args(Format)
 _UNQUANTIZED: dict[tuple[str, torch.dtype], int] = {
     ("bf16", torch.bfloat16): BF16,
     ("mxfp8", torch.bfloat16): QUANTIZE_BF16,
@@ -72,11 +74,13 @@ _NAMES = {
 """The function that was called -> those of its arguments' names that differ from the names here."""
 
 
-def _token_format(call: DenseCall, name: str) -> int:
+def require_token_format(call: DenseCall, name: str) -> int:
+    """The format of a call's tokens, an argument of that name, by their dtype, ``activation`` and ``x_scale``."""
     x, activation = call.x, call.activation
-    require_choice("activation", activation, _ACTIVATIONS)
     if call.x_scale is None:
         if (activation, x.dtype) in _UNQUANTIZED:
+            if activation == "mxfp4" and call.weight_format != "mxfp4":
+                raise ValueError(f"activation is 'mxfp4'; with {call.weight_format} weights it may be bf16, mxfp8")
             return _UNQUANTIZED[activation, x.dtype]
         allowed = "bfloat16" if activation == "bf16" else "bfloat16 or float16"
         raise ValueError(f"{name} is {describe(x)}; with activation={activation!r} and no x_scale it must be {allowed}")
@@ -99,43 +103,64 @@ def validate(call: DenseCall) -> tuple[torch.dtype, int]:
         Naming the first argument that does not fit, what it was and what it may be.
     """
     names = _NAMES[call.caller]
-    x, weight, x_scale, out_dtype = call.x, call.weight, call.x_scale, call.out_dtype
-    x_name, weight_name, out_name = names.get("x", "x"), names.get("weight", "weight"), names.get("out", "out")
-    require_rank(x_name, x, 2)
-    require_rank(weight_name, weight, 2)
-    require_computing_device(x_name, x)
-    device = x.device
-    token_format = _token_format(call, x_name)
+    x_name = names.get("x", "x")
+    require_rank(x_name, call.x, 2)
+    require_rank(names.get("weight", "weight"), call.weight, 2)
+    require_computing_device(x_name, call.x)
+    require_choice("activation", call.activation, ACTIVATIONS)
+    token_format = require_token_format(call, x_name)
+    k = require_weight(call, call.x.device, names)
+    out_dtype = require_options(call)
+    require_tokens(call, k, call.x.device, out_dtype, token_format, names)
+    return out_dtype, token_format
+
+
+def require_options(call: DenseCall) -> torch.dtype:
+    """Check what of a call is no tensor, but for ``activation``; the output's dtype."""
+    out_dtype = call.out_dtype
+    if out_dtype is None:
+        out_dtype = call.out.dtype if isinstance(call.out, torch.Tensor) else torch.bfloat16
+    require_switches(call, "swizzled_x_scale", "constant_weights")
+    return require_output_dtype("out_dtype", out_dtype, OUTPUT_DTYPES)
+
+
+def require_weight(call: DenseCall, device: torch.device, names: Mapping[str, str]) -> int:
+    """Check what of a call is the layer's: the weight, which has two dimensions, its scales, bias and alpha; its k."""
+    name, weight, layout = names.get("weight", "weight"), call.weight, LAYOUTS[call.weight_format]
     n, packed = weight.shape
-    layout = LAYOUTS[call.weight_format]
-    require_tensor(weight_name, weight, [(n, packed)], (layout.dtype,), device, f"weight_format={call.weight_format!r}")
-    if token_format in (QUANTIZE_BF16_TO_MXFP4, QUANTIZE_F16_TO_MXFP4) and call.weight_format != "mxfp4":
-        raise ValueError(f"activation is 'mxfp4'; with {call.weight_format} weights it may be bf16, mxfp8")
-    m, k = x.shape[0], _row_elements(weight_name, call)
-    columns = k // 2 if token_format == MXFP4_SWIZZLED else k
-    require_tensor(x_name, x, [(m, columns)], [x.dtype], device, f"k as {weight_name}'s")
+    require_tensor(name, weight, [(n, packed)], (layout.dtype,), device, f"weight_format={call.weight_format!r}")
+    k = _row_elements(name, call)
     scale_name = names.get("weight_scale", "weight_scale")
     require_scales(scale_name, call.weight_scale, n, k, device, formats=layout.scales)
+    if call.bias is not None:
+        require_tensor("bias", call.bias, [(n,)], OUTPUT_DTYPES, device, alignment=ELEMENT)
+    if call.alpha is not None:
+        require_tensor("alpha", call.alpha, [(), (1,)], (torch.float32,), device, alignment=ELEMENT)
+    return k
+
+
+def require_tokens(
+    call: DenseCall, k: int, device: torch.device, out_dtype: torch.dtype, token_format: int, names: Mapping[str, str]
+) -> None:
+    """Check the tensors of a call that are not the layer's, whose weight has rows of ``k`` on ``device``; ``x`` is 2-D."""
+    x, x_scale = call.x, call.x_scale
+    columns = k // 2 if token_format == MXFP4_SWIZZLED else k
+    if x.shape[1] != columns or not is_placed(x, device):
+        shapes, what = [(x.shape[0], columns)], f"k as {names.get('weight', 'weight')}'s"
+        require_tensor(names.get("x", "x"), x, shapes, [x.dtype], device, what)
     if x_scale is not None:
         linear = token_format == MXFP8_LINEAR
         # Rows that are no whole words of scales are read by bytes.
         alignment = ELEMENT if linear and k % (SCALE_WORD * BLOCK_SIZE) else SCALE_WORD
-        require_scales(names.get("x_scale", "x_scale"), x_scale, m, k, device, not linear, alignment)
-    if out_dtype is None:
-        out_dtype = call.out.dtype if isinstance(call.out, torch.Tensor) else torch.bfloat16
-    require_output_dtype("out_dtype", out_dtype, OUTPUT_DTYPES)
-    for name, tensor, shapes, dtypes in (
-        ("bias", call.bias, [(n,)], OUTPUT_DTYPES),
-        ("alpha", call.alpha, [(), (1,)], (torch.float32,)),
-        ("residual", call.residual, [(m, n)], (out_dtype,)),
-        (out_name, call.out, [(m, n)], (out_dtype,)),
-    ):
+        require_scales(names.get("x_scale", "x_scale"), x_scale, x.shape[0], k, device, not linear, alignment)
+    for name, tensor in (("residual", call.residual), ("out", call.out)):
         if tensor is not None:
-            require_tensor(name, tensor, shapes, dtypes, device, alignment=ELEMENT)
-    require_switches(call, "swizzled_x_scale", "constant_weights")
-    require_read_ahead(call.next_weights, device)
-    require_apart(call, {"out": ("residual",)}, names)
-    return out_dtype, token_format
+            shape = x.shape[0], call.weight.shape[0]
+            require_tensor(names.get(name, name), tensor, [shape], (out_dtype,), device, alignment=ELEMENT)
+    if call.next_weights is not None:
+        require_read_ahead(call.next_weights, device)
+    if call.out is not None:
+        require_apart(call, {"out": ("residual",)}, names)
 
 
 def _row_elements(name: str, call: DenseCall) -> int:
@@ -314,14 +339,13 @@ def instance_for(backend: Backend | None, call: DenseCall, token_format: int) ->
     ValueError
         As :func:`instance`.
     """
-    weights = call.weight_format
-    row = None if call.tactic is None else instance(call.tactic, weights, call.k, token_format)
+    weights, k = call.weight_format, call.k
+    row = None if call.tactic is None else instance(call.tactic, weights, k, token_format)
     if backend is None or row is not None:
         return None if backend is None else row
     on_sm12x = backend.block_scaled_mma
     operand = gemm_operand(weights, token_format, on_sm12x)
-    sizes = call.x.shape[0], call.weight.shape[0], call.k
-    planned = choose(weights, *sizes, on_sm12x, operand, backend.sm_count)
+    planned = choose(weights, call.x.shape[0], call.weight.shape[0], k, on_sm12x, operand, backend.sm_count)
     if not backend.is_cuda or tune.is_idle():
         return planned
     return tuned_instance(backend, call, token_format, planned)
@@ -338,9 +362,14 @@ def run(call: DenseCall, token_format: int, top_k: RowTopK | None = None) -> Non
         As :func:`instance`.
     """
     require_served("dense_block_scaled", call.x.device)
+    run_served(call, token_format, top_k)
+
+
+def run_served(call: DenseCall, token_format: int, top_k: RowTopK | None = None) -> None:
+    """:func:`run` where it is known that this fork serves the device."""
     backend = kernels(call.x.device)
     row = instance_for(backend, call, token_format)
     if call.out is None and not (call.top_k == 1 and row is not None and row.streamed):
-        call = call._replace(out=call.new_output())
+        call = call.with_output(call.new_output())
     if call.x.shape[0] and call.weight.shape[0]:
         launch(backend, row, call, token_format, top_k)

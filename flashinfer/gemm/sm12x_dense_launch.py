@@ -55,10 +55,17 @@ class DenseCall(NamedTuple):
         """Elements of a row; 0 where none of the format is as wide."""
         return LAYOUTS[self.weight_format].k(self.weight.shape[1])
 
+    def with_output(self, out: torch.Tensor) -> DenseCall:
+        """The same call with memory for its output."""
+        return DenseCall._make((out, *self[1:]))
+
     def new_output(self) -> torch.Tensor:
         """Memory for all outputs of a valid call, or of one that is traced."""
         shape, dtype = (self.x.shape[0], self.weight.shape[0]), self.out_dtype or torch.bfloat16
         return torch.empty(shape, dtype=dtype, device=self.x.device)
+
+
+_BEHIND_TENSORS = DenseCall._fields.index("out_dtype")
 
 
 class RowTopK(NamedTuple):
@@ -147,7 +154,7 @@ def _mma_is_used(operand: Format) -> bool:
 
 def gemm_operand(weights: str, token_format: int, on_sm12x: bool) -> Format:
     """Operand type of the GEMM for this token format: bf16 unless the device has a block-scaled MMA that is used."""
-    if not on_sm12x:
+    if not on_sm12x or token_format == BF16:
         return "bf16"
     return [operand for operand in gemm_operands(weights, token_format) if _mma_is_used(operand)][-1]
 
@@ -225,7 +232,7 @@ def launch(
         workspace = backend.empty(workspace_size(backend, module, "sm12x_dense_gemm_workspace_size", *sizes))
         writes.append(workspace)
     function = module.sm12x_dense_run if top_k is None else module.sm12x_dense_top_k_run
-    tensors = (out, *call[1 : DenseCall._fields.index("out_dtype")])
+    tensors = (out, *call[1:_BEHIND_TENSORS])
     ahead = (
         (call.next_weights,) if top_k is None else ()
     )  # nothing is known to follow where a step's results are chosen

@@ -14,7 +14,7 @@ from ..sm12x.backend import kernels, plain_torch
 from ..sm12x.checks import require_choice, require_float, require_tensor
 from ..sm12x.devices import require_served
 from ..sm12x.operator import define, is_traced
-from .sm12x_dense import instance_for, run, validate
+from .sm12x_dense import instance_for, run_served, validate
 from .sm12x_dense_launch import DenseCall, dense_module
 
 MOST_TOKENS = 8  # kNarrowTokens: beside more the kernels have no registers for a norm
@@ -98,8 +98,7 @@ def rmsnorm_dense_block_scaled(
         enable_pdl=enable_pdl,
         tactic=None if tactic is None else str(tactic),
     )
-    output, total = _operator(call) if is_traced(call) else _run(call)
-    return NormedDense(output, x if residual is None else total)
+    return behind_norm(call, traced_normed(call) if is_traced(call) else _run(call))
 
 
 class NormedCall(NamedTuple):
@@ -164,15 +163,32 @@ def _outputs(call: NormedCall) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
+def behind_norm(call: NormedCall, computed: tuple[torch.Tensor, torch.Tensor]) -> NormedDense:
+    """What a call returns: ``x`` itself is the residual where nothing was added."""
+    return NormedDense(computed[0], call.x if call.residual is None else computed[1])
+
+
 def _run(call: NormedCall) -> tuple[torch.Tensor, torch.Tensor]:
     dense = call.dense()
     dtype, token_format = validate(dense)
+    eps = require_norm(call)
+    require_served("rmsnorm_dense_block_scaled", call.x.device)
+    return compute_normed(call._replace(eps=eps, out_dtype=dtype), dense, token_format)
+
+
+def require_norm(call: NormedCall) -> float:
+    """Check what a call has beside its :meth:`~NormedCall.dense` layer, whose ``x`` is checked; eps."""
     device, (m, k) = call.x.device, call.x.shape
     eps = require_float("eps", call.eps, 0.0, LARGEST_EPS)
     require_tensor("norm_weight", call.norm_weight, [(k,)], [torch.bfloat16], device, "k as weight's")
     if call.residual is not None:
         require_tensor("residual", call.residual, [(m, k)], [torch.bfloat16], device)
-    require_served("rmsnorm_dense_block_scaled", device)
+    return eps
+
+
+def compute_normed(call: NormedCall, dense: DenseCall, token_format: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute a valid call whose layer is ``dense``, where this fork serves the device."""
+    device, m = call.x.device, call.x.shape[0]
     output, total = _outputs(call)
     if m == 0:
         return output, total
@@ -184,7 +200,7 @@ def _run(call: NormedCall) -> tuple[torch.Tensor, torch.Tensor]:
             None if call.residual is None else total,
             call.residual,
             call.norm_weight,
-            eps,
+            call.eps,
             output,
             call.x,
             call.weight,
@@ -202,10 +218,10 @@ def _run(call: NormedCall) -> tuple[torch.Tensor, torch.Tensor]:
         rows = call.x.float()
         if call.residual is not None:
             rows = total.copy_(rows + call.residual.float()).float()
-        factors = torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps)
+        factors = torch.rsqrt(rows.square().mean(-1, keepdim=True) + call.eps)
         normed = (rows * factors * call.norm_weight.float()).bfloat16()
-    run(dense._replace(out=output, x=normed, out_dtype=dtype), token_format)
+    run_served(dense._replace(out=output, x=normed, out_dtype=output.dtype), token_format)
     return output, total
 
 
-_operator = define("sm12x_rmsnorm_dense", NormedCall, _run, _outputs)
+traced_normed = define("sm12x_rmsnorm_dense", NormedCall, _run, _outputs)

@@ -154,7 +154,7 @@ def require_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
 
 def is_tensor(value: Any) -> bool:
     """Whether ``value`` is a tensor that may be asked for its shape."""
-    return isinstance(value, torch.Tensor) and not has_no_shape(value)
+    return isinstance(value, torch.Tensor) and not (value.is_nested or isinstance(value, UninitializedTensorMixin))
 
 
 def require_tensor_type(name: str, value: Any, expected: str = "a torch.Tensor") -> None:
@@ -237,6 +237,19 @@ def is_placed(tensor: torch.Tensor, device: torch.device, alignment: int = POINT
         return False
 
 
+def is_held(tensor: torch.Tensor, size: int, alignment: int = POINTER_ALIGNMENT) -> bool:
+    """Whether memory holds the ``size`` bytes from a tensor's first on, aligned, told in the fewest steps.
+
+    Where it is not told, :func:`require_memory` knows what is wrong, or that nothing is.
+    """
+    try:
+        start, storage = tensor.data_ptr(), tensor.untyped_storage()
+        inside = start > 0 and start + size <= storage.data_ptr() + storage.nbytes()
+        return inside and start % alignment == 0 and not tensor.is_neg()
+    except RuntimeError:
+        return False
+
+
 def require_tensor(
     name: str,
     value: Any,
@@ -270,6 +283,32 @@ def require_tensor(
     )
     require_tensor_type(name, value, expected)
     raise ValueError(f"{name} is {describe(value)}; it must be {expected}")
+
+
+class Unchanged:
+    """Tensors that passed their checks; :meth:`holds` tells in few steps that they would pass them again.
+
+    It keeps tensors, not addresses: what ``tensor.data = other`` or a storage that was resized puts behind one, which moves
+    it, is seen at the next question.
+    """
+
+    def __init__(self, *tensors: torch.Tensor | None) -> None:
+        self._known = [
+            (each, each.data_ptr(), each.shape, each.stride(), each.dtype) for each in tensors if each is not None
+        ]
+
+    def holds(self) -> bool:
+        """Whether each is where it was, of the same shape, strides and dtype, and without the negative bit."""
+        for tensor, start, shape, strides, dtype in self._known:
+            if (
+                tensor.data_ptr() != start
+                or tensor.shape != shape
+                or tensor.stride() != strides
+                or tensor.dtype is not dtype
+                or tensor.is_neg()
+            ):
+                return False
+        return True
 
 
 def require_read_ahead(value: Any, device: torch.device) -> None:
@@ -321,6 +360,22 @@ def require_scales(
 
 
 # --- memory that several arguments name -------------------------------------------------------------------------------
+
+
+Span = tuple[int, int]
+"""Of memory: the first address, and that behind the last byte."""
+
+
+def span(tensor: torch.Tensor) -> Span:
+    """Where a tensor lies."""
+    start = tensor.data_ptr()
+    return start, start + _bytes(tensor)
+
+
+def spans_meet(some: Sequence[Span], others: Sequence[Span]) -> bool:
+    """Whether one of ``some`` has a byte of one of ``others``. If none has, no argument overlaps; if one has, its elements may
+    still lie apart (:func:`require_apart`)."""
+    return any(first < end and start < last for first, last in some for start, end in others)
 
 
 def _bytes(tensor: torch.Tensor) -> int:

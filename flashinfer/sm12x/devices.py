@@ -5,7 +5,8 @@ Environment
 -----------
 ``FLASHINFER_SM12X_MOE``
     ``0``: SM12x goes to upstream's module (``fused_moe_120_upstream``), for comparison.  ``1``: compute capability 9.0
-    runs this kernel family too.  Unset: SM12x runs it, other devices are upstream's.  Read on every call.
+    runs this kernel family too.  Unset: SM12x runs it, other devices are upstream's.  Read on every call of a function,
+    and by a layer object when its weights are checked.
 ``FLASHINFER_SM12X_CHECK``
     ``1``: expert ids, ``swiglu_limit``, ``m_indptr``, sequence lengths and pages are read back and checked before each
     launch.  This synchronizes with the device, and is skipped while a CUDA graph is captured.

@@ -70,7 +70,9 @@ def is_traced(call: Sequence[Any]) -> bool:
     """Whether something other than the kernels is to see this call: a compiler, a mode, a subclass of tensors."""
     if torch.compiler.is_compiling() or _modes():
         return True
-    for value in [value for value in call if type(value) not in _ORDINARY]:
+    for value in call:
+        if type(value) in _ORDINARY:
+            continue
         if isinstance(value, (list, tuple)):
             if is_traced(value):
                 return True
@@ -106,7 +108,7 @@ class OutputOperator(Generic[_Call]):
         mutates: Sequence[str],
     ) -> None:
         self.validate, self.compute, self.new_output = validate, compute, new_output
-        self.output = mutates[0]
+        self.output = call._fields.index(mutates[0])
 
         def run(call: _Call) -> None:
             compute(call, validate(call))
@@ -116,10 +118,10 @@ class OutputOperator(Generic[_Call]):
     def __call__(self, call: _Call) -> torch.Tensor:
         traced = is_traced(call)
         checked = None if traced else self.validate(call)
-        output: torch.Tensor | None = getattr(call, self.output)
+        output: torch.Tensor | None = call[self.output]
         if output is None:
             output = self.new_output(call)
-            call = call._replace(**{self.output: output})
+            call = call._make((*call[: self.output], output, *call[self.output + 1 :]))
         if traced:
             self.traced(call)
         else:

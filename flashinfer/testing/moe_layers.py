@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ..fused_moe import cutlass_fused_moe, cutlass_fused_moe_workspace_size
+from ..fused_moe import SM12xMoELayer, cutlass_fused_moe, cutlass_fused_moe_workspace_size
 from ..sm12x import models
 from .moe_inputs import MoECase, make_moe_inputs
 from .moe_reference import MoEInputs
@@ -134,8 +136,8 @@ def rows_of(inputs: MoEInputs, rows: torch.Tensor) -> MoEInputs:
     )
 
 
-def layer_call(inputs: MoEInputs, profile_ids: list[int] | None = None) -> Callable[[], torch.Tensor]:
-    """A call of ``cutlass_fused_moe`` that allocates nothing; its output starts as NaN."""
+def _memory(inputs: MoEInputs) -> dict[str, torch.Tensor]:
+    """An output, of NaN, and a workspace for a call."""
     tokens, top_k = inputs.token_selected_experts.shape
     experts, hidden, half = inputs.fc2_weights.shape
     device = inputs.input.device
@@ -152,11 +154,21 @@ def layer_call(inputs: MoEInputs, profile_ids: list[int] | None = None) -> Calla
         use_mxfp8_act_scaling=not inputs.w4a16,
         device=device,
     )
-    workspace = torch.empty(size, dtype=torch.uint8, device=device)
-    output = torch.full((tokens, hidden), torch.nan, dtype=inputs.output_dtype, device=device)
+    return {
+        "output": torch.full((tokens, hidden), torch.nan, dtype=inputs.output_dtype, device=device),
+        "workspace_buffer": torch.empty(size, dtype=torch.uint8, device=device),
+    }
+
+
+def layer_call(inputs: MoEInputs, profile_ids: list[int] | None = None) -> Callable[[], torch.Tensor]:
+    """A call of ``cutlass_fused_moe`` that allocates nothing; its output starts as NaN."""
+    arguments = inputs.arguments() | _memory(inputs)
+    return lambda: cutlass_fused_moe(**arguments, profile_ids=profile_ids)
+
+
+def object_call(inputs: MoEInputs) -> Callable[[], torch.Tensor]:
+    """The same by an ``SM12xMoELayer`` that is made once."""
     arguments = inputs.arguments()
-
-    def run() -> torch.Tensor:
-        return cutlass_fused_moe(**arguments, output=output, workspace_buffer=workspace, profile_ids=profile_ids)
-
-    return run
+    names = inspect.signature(SM12xMoELayer).parameters
+    layer = SM12xMoELayer(**{name: arguments.pop(name) for name in names if name in arguments})
+    return functools.partial(layer.run, **arguments, **_memory(inputs))

@@ -13,6 +13,7 @@ The layout of shared memory is C++'s (``tile/storage.cuh``, ``stream/params.h``)
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Literal, NamedTuple
 
 ROW_TILE = 128
@@ -100,12 +101,12 @@ class Instance:
     weights: str = "mxfp4"
     layer: Layer = "moe"
 
-    @property
+    @functools.cached_property
     def multiplies(self) -> str:
         """``"mxfp8_as_bf16"`` where activations are rounded to MXFP8 and multiplied as bfloat16, else the operand."""
         return self.operand if self.operand == self.activation else f"{self.activation}_as_{self.operand}"
 
-    @property
+    @functools.cached_property
     def name(self) -> str:
         """The tactic's name, a C identifier: ``bf16_m64_k128``, ``stream_bf16_m8``, ``nvfp4_stream_bf16_m8``,
         ``dense_mxfp4_m8_w3``.
@@ -133,7 +134,7 @@ class Instance:
         kind = 10 * MOE_WEIGHTS.index(self.weights) + _MULTIPLIES.index(self.multiplies) + (4 if self.streamed else 1)
         return 1_000_000 * kind + 1_000 * self.token_tile + self.k_tile
 
-    @property
+    @functools.cached_property
     def index(self) -> int:
         """The row's place in :data:`INSTANCES` or :data:`DENSE_INSTANCES`."""
         return _PLACES[self.name]
@@ -142,7 +143,7 @@ class Instance:
         """The C++ name of one of its formats."""
         return f"Element::{FORMATS[getattr(self, matrix)].element}"
 
-    @property
+    @functools.cached_property
     def streamed(self) -> bool:
         """Whether the row is a stream of weights (``include/flashinfer/sm12x/stream``), else GEMMs of tiles (``tile``)."""
         return self.mma_warps > 0

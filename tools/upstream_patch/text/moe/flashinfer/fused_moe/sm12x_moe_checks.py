@@ -25,4 +25,5 @@ from ..jit.sm12x.instances import MAX_EXPERTS, Format
 # take flashinfer/fused_moe/sm12x_validation.py: WEIGHT_DTYPES LINEAR_SCALE_DTYPES Activation _SWIGLU SWIGLU ACTIVATIONS Mode INPUT_DTYPES BIAS_DTYPES _QUANT_SCALES NVFP4
 # take flashinfer/fused_moe/sm12x_validation.py: MoECall MoEProblem select_mode weights_of swizzled_scale_shapes
 # take flashinfer/fused_moe/sm12x_validation.py: require_swizzled_scales require_parallel_sizes require_pairs
-# take flashinfer/fused_moe/sm12x_validation.py: MAX_TOP_K _weight_sizes _check_quant_scales _check_input_sf _require_routing validate
+# take flashinfer/fused_moe/sm12x_validation.py: MAX_TOP_K FLOAT32 CheckedExperts _weight_sizes _check_quant_scales _check_input_sf _require_routing
+# take flashinfer/fused_moe/sm12x_validation.py: _check_weights _check_parameters validate

@@ -13,6 +13,7 @@ sources assert at compile time that they agree.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Literal, NamedTuple
 
 # take flashinfer/jit/sm12x/instances.py: MAX_EXPERTS STREAM_ENTRIES Format Layer ElementFormat FORMATS _MULTIPLIES MOE_WEIGHTS Instance

@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layer objects against their functions: the same results and the same words, whatever becomes of what they were made of."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from operator_calls import (
+    OPERATORS,
+    WRONG,
+    Arguments,
+    changes,
+    get_tensor,
+    name_of,
+    outcome,
+    places,
+)
+
+from flashinfer.decode import DecodeAttentionLayer
+from flashinfer.fused_moe import SM12xMoELayer, moe_step
+from flashinfer.gemm import DenseLayer
+from flashinfer.sm12x.checks import Unchanged
+
+
+class Layer(NamedTuple):
+    """A class, a method of it, and the call of :data:`OPERATORS` that it takes apart."""
+
+    made: type
+    method: str
+    operator: str
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        return moe_step if self.made is SM12xMoELayer else OPERATORS[self.operator][0]
+
+    def make(self) -> Arguments:
+        """The arguments of a right call."""
+        return OPERATORS[self.operator][1]()
+
+    @property
+    def names(self) -> set[str]:
+        """Arguments that the object is made of."""
+        return set(inspect.signature(self.made).parameters) - set(self.signature.parameters)
+
+    def kept(self, arguments: Arguments) -> Arguments:
+        """Those that the object is made of."""
+        return {name: value for name, value in arguments.items() if name in self.names}
+
+    def given(self, arguments: Arguments) -> Arguments:
+        """Those of each call."""
+        return {name: value for name, value in arguments.items() if name not in self.names}
+
+    @property
+    def signature(self) -> inspect.Signature:
+        return inspect.signature(getattr(self.made, self.method))
+
+    def once(self) -> Callable[..., Any]:
+        """The function by an object that is made for each call."""
+
+        def run(**arguments: Any) -> Any:
+            return getattr(self.made(**self.kept(arguments)), self.method)(**self.given(arguments))
+
+        parameters = {**inspect.signature(self.made).parameters, **self.signature.parameters}
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        signature = inspect.Signature(
+            [each.replace(kind=keyword) for each in parameters.values() if each.name != "self"]
+        )
+        run.__signature__ = signature  # type: ignore[attr-defined]
+        return run
+
+    def of(self, arguments: Arguments) -> Callable[..., Any]:
+        """An object's method, which takes a call's own arguments out of all."""
+        method = getattr(self.made(**self.kept(arguments)), self.method)
+        return lambda **every: method(**self.given(every))
+
+
+LAYERS = {
+    **{
+        f"DenseLayer, {form}": Layer(DenseLayer, "run", form)
+        for form in ("dense_block_scaled", "dense_block_scaled, MXFP8 tokens", "dense_block_scaled, linear scales")
+    },
+    "DenseLayer behind a norm": Layer(DenseLayer, "run_behind_norm", "rmsnorm_dense_block_scaled"),
+    **{f"SM12xMoELayer, {name}": Layer(SM12xMoELayer, "run", name) for name in ("MoE 0", "MoE 1", "MoE 2", "moe_step")},
+    "DecodeAttentionLayer": Layer(DecodeAttentionLayer, "run", "decode"),
+    "DecodeAttentionLayer, fp8": Layer(DecodeAttentionLayer, "run", "decode, fp8"),
+}
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two outcomes have the same error, or the same bits."""
+    if one[:2] != other[:2]:
+        return False
+    return len(one[2]) == len(other[2]) and all(
+        first.dtype == second.dtype and torch.equal(first.view(torch.uint8), second.view(torch.uint8))
+        for first, second in zip(one[2], other[2], strict=True)
+    )
+
+
+def test_smoke() -> None:
+    """The example of docs/kernels.md."""
+    arguments = OPERATORS["dense_block_scaled"][1]()
+    layer = DenseLayer(
+        arguments["weight"],
+        arguments["weight_scale"],
+        arguments["bias"],
+        weight_format="mxfp4",
+        alpha=arguments["alpha"],
+    )
+    out = layer.run(arguments["x"], residual=arguments["residual"])
+    assert torch.equal(out, OPERATORS["dense_block_scaled"][0](**arguments))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("reused", [False, True], ids=["made", "reused"])
+def test_a_layer_says_and_computes_what_its_function_does(name: str, reused: bool) -> None:
+    """With each argument wrong in each way; ``reused``: those of a call, of one object that saw all calls before."""
+    layer = LAYERS[name]
+    own = layer.make()
+    same = layer.of(own) if reused else layer.once()
+    different, tried, refused, absent = [], 0, 0, object()
+    for named, what, change in changes(layer.once(), layer.make):
+        if (named, what) == ("out_dtype", "None"):
+            continue  # the dtype is the layer's own
+        by_function, by_layer = layer.make(), layer.make()
+        before = dict(by_layer)
+        change(by_function)
+        change(by_layer)
+        if reused:
+            if any(by_layer.get(kept, absent) is not before.get(kept, absent) for kept in layer.names):
+                continue
+            for place in places(layer.kept(own)):
+                get_tensor(own, place).copy_(get_tensor(before, place))  # a cache is written
+            by_layer |= layer.kept(own)
+        expected, got = outcome(layer.function, by_function), outcome(same, by_layer)
+        if what == "on meta":  # the device is the layer's own
+            assert got[0] == "ValueError", (named, got)
+            assert re.match(rf"{re.escape(named)}(?!\w).* on meta.*; ", got[1]), (named, got)
+            continue
+        tried, refused = tried + 1, refused + bool(expected[0])
+        if not _alike(expected, got):
+            different.append((named, what, expected[:2], got[:2]))
+    assert not different, "\n".join(map(str, different))
+    assert 10 < refused < tried
+
+
+def _put(tensor: torch.Tensor, other: Any) -> bool:
+    """``tensor.data = other``, where torch does it."""
+    try:
+        tensor.data = other
+    except (RuntimeError, TypeError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_what_a_layer_was_made_of_may_change(name: str) -> None:
+    """``tensor.data`` in each wrong way, and in right ones: a call says and computes what the function does with it."""
+    layer = LAYERS[name]
+    arguments = layer.make()
+    run = layer.of(arguments)
+    different, put = [], 0
+    for place in places(layer.kept(arguments)):
+        tensor = get_tensor(arguments, place)
+        right = tensor.data
+        other = torch.zeros_like(right)
+        other.view(torch.uint8).copy_(right.view(torch.uint8).flip(0))
+        changed = {what: wrong(right) for what, wrong in WRONG.items()} | {"other values": other, "right": right}
+        for what, data in changed.items():
+            if what == "on meta" or not _put(tensor, data):
+                continue
+            put += 1
+            expected, got = outcome(layer.function, arguments), outcome(run, arguments)
+            if not _alike(expected, got):
+                different.append((name_of(place), what, expected[:2], got[:2]))
+            assert _put(tensor, right)
+            if what in ("other values", "right") and (expected[0] or outcome(run, arguments)[0]):
+                different.append((name_of(place), what, expected[:2], outcome(run, arguments)[:2]))
+    assert not different, "\n".join(map(str, different))
+    assert put > 30
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_sleeps(name: str) -> None:
+    """Storages lose their memory and get other memory, as vLLM's sleep levels and FSDP do; refused in between."""
+    layer = LAYERS[name]
+    arguments = layer.make()
+    run = layer.of(arguments)
+    expected = outcome(layer.function, arguments)
+    assert _alike(expected, outcome(run, arguments))
+    for place in places(layer.kept(arguments)):
+        storage = get_tensor(arguments, place).untyped_storage()
+        saved, size = storage.clone(), storage.nbytes()
+        storage.resize_(0)
+        kind, text, _ = outcome(run, arguments)
+        assert kind == "ValueError"
+        assert "its storage holds 0 bytes; it was resized" in text
+        storage.resize_(size)
+        storage.copy_(saved)
+        assert _alike(outcome(layer.function, arguments), outcome(run, arguments))
+
+
+@pytest.mark.parametrize(
+    ("name", "check"),
+    [
+        ("DenseLayer, dense_block_scaled", "_require_weight"),
+        ("DecodeAttentionLayer", "_require_cache"),
+        ("SM12xMoELayer, MoE 0", "_require_experts"),
+    ],
+)
+def test_a_layer_is_checked_when_it_is_made_and_when_it_changed(
+    name: str, check: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = LAYERS[name]
+    checked: list[Any] = []
+    original = getattr(layer.made, check)
+    monkeypatch.setattr(layer.made, check, lambda made: checked.append(made) or original(made))
+    arguments = layer.make()
+    run = layer.of(arguments)
+    for _ in range(3):
+        run(**arguments)
+    assert len(checked) == 1
+    for number, place in enumerate(places(layer.kept(arguments)), start=2):
+        tensor = get_tensor(arguments, place)
+        tensor.data = tensor.data.clone()
+        for _ in range(3):
+            run(**arguments)
+        assert len(checked) == number, place
+
+
+def test_each_fact_of_a_tensor_is_known() -> None:
+    """One change at a time, with everything else as it was."""
+    square = torch.ones(4, 4)
+    facts: dict[str, Callable[[], torch.Tensor]] = {
+        "address": lambda: square.clone(),
+        "shape": lambda: square[:3],
+        "strides": lambda: square.t(),
+        "dtype": lambda: square.view(torch.int32),
+        "negative bit": lambda: torch._neg_view(square),
+    }
+    for what, changed in facts.items():
+        tensor = torch.nn.Parameter(square.detach(), requires_grad=False)
+        unchanged = Unchanged(None, tensor)
+        assert unchanged.holds()
+        tensor.data = changed()
+        assert not unchanged.holds(), what
+        tensor.data = square
+        assert unchanged.holds(), what
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_is_compiled_as_its_function(name: str) -> None:
+    """Traced: one operator in a graph, which computes by whatever the tensors are when it runs."""
+    layer = LAYERS[name]
+    arguments = layer.make()
+    torch._dynamo.reset()  # graphs of other layers count towards its limit
+    run = torch.compile(layer.of(arguments), backend="eager", fullgraph=True)
+    assert _alike(outcome(layer.function, arguments), outcome(run, arguments))
+    tensor = get_tensor(arguments, places(layer.kept(arguments))[0])
+    tensor.data = torch.zeros_like(tensor.data)
+    assert _alike(outcome(layer.function, arguments), outcome(run, arguments))
