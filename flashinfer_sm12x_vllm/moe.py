@@ -14,7 +14,7 @@ import functools
 import math
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from vllm.config import get_current_vllm_config_or_none
@@ -77,6 +77,7 @@ class SM12xExperts(FlashInferExperts):
 class SM12xAutoExperts(SM12xExperts):
     """The same in W4A16 where that takes no longer, and in W4A8 elsewhere: the operator chooses by a call's tokens."""
 
+    FLAGS: ClassVar = {"use_mxfp8_act_scaling": True, "use_w4_group_scaling": True}
     _of: tuple[Any, ...] = ()
     _made: Any = None
 
@@ -102,16 +103,15 @@ class SM12xAutoExperts(SM12xExperts):
         """The fork's object of these experts, made where vLLM gives other tensors than the last one was made of."""
         from flashinfer.fused_moe import SM12xMoELayer
 
-        of = (w1, w2, self.w1_scale, self.w2_scale, self.w1_bias, self.w2_bias)
-        assert self.w1_scale is not None
-        assert self.w2_scale is not None
+        scales = self._scales()
+        of = (w1, w2, *scales, self.w1_bias, self.w2_bias)
         if self._of and all(one is other for one, other in zip(of, self._of, strict=True)):
             return self._made
         self._made = SM12xMoELayer(
             w1,
             w2,
             self.out_dtype,
-            [self.w1_scale, self.w2_scale],
+            scales,
             self.w1_bias,
             self.w2_bias,
             self.gemm1_alpha,
@@ -121,12 +121,16 @@ class SM12xAutoExperts(SM12xExperts):
             tp_rank=self.tp_rank,
             ep_size=self.ep_size,
             ep_rank=self.ep_rank,
-            use_mxfp8_act_scaling=True,
-            use_w4_group_scaling=True,
+            **self.FLAGS,
             activation_type=flashinfer_cutlass_moe.activation_to_flashinfer_type(activation),
         )
         self._of = of
         return self._made
+
+    def _scales(self) -> list[Any]:
+        assert self.w1_scale is not None
+        assert self.w2_scale is not None
+        return [self.w1_scale, self.w2_scale]
 
 
 class SM12xQuantizedInputExperts(SM12xExperts):

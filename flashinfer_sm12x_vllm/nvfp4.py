@@ -9,12 +9,11 @@ own activations (W4A4) are not used: the fork rounds no activation, and takes ba
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-from vllm.model_executor.layers.fused_moe.experts import flashinfer_cutlass_moe
 from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import NvFp4MoeBackend
 from vllm.model_executor.layers.quantization import modelopt
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
@@ -30,8 +29,10 @@ logger = init_logger("vllm.flashinfer_sm12x")
 ROWS_OF_SCALES = 128
 
 
-class SM12xNvfp4Experts(moe.SM12xExperts):
+class SM12xNvfp4Experts(moe.SM12xAutoExperts):
     """NVFP4 experts with bfloat16 tokens, in the layout of vLLM's FlashInfer CUTLASS backend."""
+
+    FLAGS: ClassVar = {"use_w4_group_scaling": True}
 
     @staticmethod
     def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
@@ -55,42 +56,8 @@ class SM12xNvfp4Experts(moe.SM12xExperts):
         """vLLM's takes tokens for packed ones, half as wide as the output."""
         return (M, K), (0,), (M, K)
 
-    def apply(
-        self,
-        output: torch.Tensor,
-        hidden_states: torch.Tensor,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        activation: MoEActivation,
-        **_unused: Any,
-    ) -> None:
-        """vLLM's call in W4A16."""
-        from flashinfer.fused_moe import cutlass_fused_moe
-
-        of_oai = activation == MoEActivation.SWIGLUOAI_UNINTERLEAVE
-        assert self.w1_scale is not None
-        assert self.w2_scale is not None
-        cutlass_fused_moe(
-            input=hidden_states,
-            token_selected_experts=topk_ids.to(torch.int),
-            token_final_scales=topk_weights,
-            fc1_expert_weights=w1,
-            fc2_expert_weights=w2,
-            output_dtype=self.out_dtype,
-            quant_scales=[self.w1_scale, self.g1_alphas, self.w2_scale, self.g2_alphas],
-            swiglu_alpha=self.gemm1_alpha if of_oai else None,
-            swiglu_beta=self.gemm1_beta if of_oai else None,
-            swiglu_limit=self.gemm1_clamp_limit,
-            tp_size=self.tp_size,
-            tp_rank=self.tp_rank,
-            ep_size=self.ep_size,
-            ep_rank=self.ep_rank,
-            output=output,
-            use_w4_group_scaling=True,
-            activation_type=flashinfer_cutlass_moe.activation_to_flashinfer_type(activation),
-        )
+    def _scales(self) -> list[Any]:
+        return [self.w1_scale, self.g1_alphas, self.w2_scale, self.g2_alphas]
 
 
 def reason_against(config: Any, activation_key: Any) -> str:
