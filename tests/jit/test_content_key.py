@@ -16,7 +16,7 @@ from jit_fakes import Project, needs_nvcc
 
 from flashinfer.jit.sm12x import content_key, modules
 from flashinfer.jit.sm12x.build import Keys
-from flashinfer.jit.sm12x.content_key import Files, name_in, searched_by
+from flashinfer.jit.sm12x.content_key import Files, namer, searched_by
 
 pytestmark = pytest.mark.privileges
 
@@ -115,6 +115,25 @@ def test_a_header_that_comes_to_stand_before_another_counts(project: Project) ->
     assert not flagged.fresh
 
 
+def test_what_lies_beside_a_file_comes_first_for_quotes_and_does_not_count_for_angles(tmp_path: Path) -> None:
+    for name in ("a/x.cu", "a/q.h", "a/n.h", "b/q.h", "b/n.h", "b/inner/y.h"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    source = tmp_path / "a" / "x.cu"
+    for text, expected in (
+        ('#include "q.h"', ["a/q.h"]),
+        ("#include <q.h>", ["b/q.h"]),
+        ('#include_next "n.h"', ["b/n.h"]),
+        ('#include "inner/y.h"', ["b/inner/y.h"]),
+        ('#include "../b/n.h"', ["b/n.h"]),
+        (f'#include "{tmp_path}/b/n.h"', ["b/n.h"]),
+        ('// #include "q.h"', []),
+    ):
+        source.write_text(text)
+        read = Files().read_by([str(source)], [str(tmp_path / "b")]).keys() - {str(source)}
+        assert {os.path.relpath(path, tmp_path) for path in read} == set(expected), text
+
+
 def test_headers_that_include_each_other_by_another_way_each_time(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     header = tmp_path / "a" / "x.h"
@@ -165,9 +184,7 @@ def test_a_file_that_was_just_changed_is_not_remembered(tmp_path: Path, monkeypa
 
 def test_names_of_folders_in_each_other(tmp_path: Path) -> None:
     roots = {"tree": "/w/main", "wheel": "/w/main/.venv/flashinfer"}
-    named = [
-        name_in(roots, text) for text in ("-I/w/main/include", "/w/main/.venv/flashinfer/a.h", "/w/mainly/a", "/w")
-    ]
+    named = [namer(roots)(text) for text in ("-I/w/main/include", "/w/main/.venv/flashinfer/a.h", "/w/mainly/a", "/w")]
     assert named == ["-Itree:/include", "wheel:/a.h", "/w/mainly/a", "/w"]
     assert searched_by(["-Ia", "-O1", "-I", "/b", "-Ia"], "/w") == (["/w/a", "/b"], [])
 

@@ -187,7 +187,9 @@ def test_two_processes_build_once(project: Project) -> None:
     assert project.calls() == ALL
 
 
-def test_killed_builders_compilers_hold_the_lock_and_nothing_false_stays(project: Project) -> None:
+@pytest.mark.parametrize("after", ["int c3;\n", None], ids=["another content", "the same again"])
+def test_killed_builders_compilers_hold_the_lock_and_nothing_false_stays(project: Project, after: str | None) -> None:
+    """Nor what they made: with nobody left who sees whether a file was edited meanwhile."""
     project.build()
     project.calls()
     project.write("b.cu", "int another;\n")
@@ -202,7 +204,7 @@ def test_killed_builders_compilers_hold_the_lock_and_nothing_false_stays(project
     assert not project.fresh
     project.calls()
 
-    project.write("c.cu", "int c3;\n")
+    project.write("c.cu", after or "// fake: wait\nint c;\n")
     threading.Timer(0.5, project.write, ["go", ""]).start()
     report = project.build()  # waits for them
     assert not _compilers_of(project)
@@ -423,6 +425,14 @@ def test_spills_are_told_until_they_are_gone(project: Project, jit_log: pytest.L
     project.build()
     assert "in b.o (24 bytes a thread). nvcc" in told()[0]
     project.names.remove("b")
+    project.build()
+    assert told() == []
+    project.write("a.cu", SPILLS.format(8))
+    project.write("c.cu", "// fake: fail no such thing\n")
+    with pytest.raises(JitBuildError, match="no such thing"):
+        project.build(max_jobs=1)
+    project.write("a.cu", "int a;\n")
+    project.write("c.cu", "int c2;\n")
     project.build()
     assert told() == []
 

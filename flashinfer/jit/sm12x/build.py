@@ -39,11 +39,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from ...sm12x import variables
-from .content_key import Files, hash_file, key_of, name_in, searched_by
+from .content_key import Files, hash_file, key_of, namer, searched_by
 from .diagnosis import (
     WITHOUT_A_WORD,
     JitBuildError,
@@ -220,41 +221,55 @@ class Keys:
     """
 
     def __init__(self, plan: ModulePlan) -> None:
-        self._plan = plan
-        self._names: dict[str, str] = {}
+        self._plan, self._name = plan, functools.cache(namer(plan.roots))
         self.files = Files(plan.folder / "digests.json")
-        environment = [os.environ.get(name) for name in COMPILER_ENVIRONMENT]
-        self.sources = {step.name: self._read_by(step) for step in plan.steps}
-        keys = {
-            step.name: key_of(
-                self._words(step.command("", "")),
-                [compiler_identity(step.compiler), compiler_identity(step.host_compiler), *environment],
-                sorted((self._named(path), digest) for path, digest in self.sources[step.name].items()),
-            )
-            for step in plan.steps
-        }
-        self.objects = {name: f"{key}/{name}" for name, key in keys.items()}
-        link = self._words((plan.linker, *plan.link_flags))
-        self.library = key_of([*keys.values()], link, [compiler_identity(plan.linker), *environment])
+        self._environment = [os.environ.get(name) for name in COMPILER_ENVIRONMENT]
+        self._searched = functools.cache(self._search)
+        # By all files at once: what each source reads matters only where it is compiled.
+        sources: dict[tuple[str, ...], list[str]] = {}
+        for step in plan.steps:
+            sources.setdefault(step.flags, []).append(str(step.source))
+        read: dict[str, str | None] = {}
+        for flags, paths in sources.items():
+            read |= self._read(flags, paths)
+        commands = [self._commands(step) for step in plan.steps]
+        link = self._words((plan.linker, *plan.link_flags)), compiler_identity(plan.linker)
+        self.library = key_of(commands, link, self._contents(read))
 
-    def _read_by(self, step: CompileStep) -> dict[str, str | None]:
-        words = [*step.flags]
-        for name in COMPILER_ENVIRONMENT:
-            value = os.environ.get(name, "")
-            if name.endswith("FLAGS"):
+    @cached_property
+    def sources(self) -> dict[str, dict[str, str | None]]:
+        return {step.name: self._read(step.flags, [str(step.source)]) for step in self._plan.steps}
+
+    @cached_property
+    def objects(self) -> dict[str, str]:
+        return {
+            step.name: f"{key_of(self._commands(step), self._contents(self.sources[step.name]))}/{step.name}"
+            for step in self._plan.steps
+        }
+
+    def _commands(self, step: CompileStep) -> list[Any]:
+        """What is run, and by what, whatever the files hold."""
+        identities = [compiler_identity(step.compiler), compiler_identity(step.host_compiler)]
+        return [self._words(step.command(str(step.source), "")), identities, self._environment]
+
+    def _contents(self, files: Mapping[str, str | None]) -> list[tuple[str, str | None]]:
+        return sorted((self._name(path), digest) for path, digest in files.items())
+
+    def _read(self, flags: tuple[str, ...], sources: Sequence[str]) -> dict[str, str | None]:
+        folders, files = self._searched(flags)
+        return self.files.read_by([*sources, *files], folders)
+
+    def _search(self, flags: tuple[str, ...]) -> tuple[list[str], list[str]]:
+        words = [*flags]
+        for name, value in zip(COMPILER_ENVIRONMENT, self._environment, strict=True):
+            if value and name.endswith("FLAGS"):
                 words += value.split()
-            elif name.endswith("PATH"):
+            elif value and name.endswith("PATH"):
                 words += [word for folder in value.split(":") if folder for word in ("-I", folder)]
-        folders, files = searched_by(words, self._plan.folder)
-        return self.files.read_by([str(step.source), *files], folders)
+        return searched_by(words, self._plan.folder)
 
     def _words(self, words: Sequence[str]) -> list[str]:
-        return [self._named(word) for word in words if not word.startswith(WITHOUT_EFFECT)]
-
-    def _named(self, text: str) -> str:
-        if text not in self._names:
-            self._names[text] = name_in(self._plan.roots, text)
-        return self._names[text]
+        return [self._name(word) for word in words if not word.startswith(WITHOUT_EFFECT)]
 
     def find(self) -> Path | None:
         """The library that bears the key, in the module's folder or the one that can only be read, and is whole."""

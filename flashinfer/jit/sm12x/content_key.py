@@ -4,8 +4,9 @@
 What bears a key is what a build would make now, so nothing has to be recorded about it and nothing can be out of date:
 another flag, compiler or header is another name. The files that count are the source and what its ``#include`` lines
 reach through the command's include folders. All lines count, whatever ``#if`` stands around them, and for each the file
-of that name in every folder, so that neither macros nor the order of the folders matters. The system's own headers lie in
-none of the folders and count by the version of the host compiler.
+of that name in every folder, so that neither macros nor the order of the folders matters; but what ``"..."`` finds beside
+the file that has it is that. The system's own headers lie in none of the folders and count by the version of the host
+compiler.
 
 Reading and hashing files is saved by a memo: size, times and inode of a file as it was when it was hashed.
 """
@@ -13,19 +14,20 @@ Reading and hashing files is saved by a memo: size, times and inode of a file as
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
 import re
 import stat
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from .trust import read_file, write_atomically
 
-_INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include(?:_next)?[ \t]*[<"]([^>"\n]+)[>"]', re.MULTILINE)
+_INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include(_next)?[ \t]*([<"])([^>"\n]+)[>"]', re.MULTILINE)
 
 _YOUNG = 2.0
 """Seconds for which a change of a file may not show in its times: a file that was changed so lately is not remembered."""
@@ -36,16 +38,17 @@ def key_of(*facts: Any) -> str:
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:20]
 
 
-def name_in(roots: Mapping[str, str], text: str) -> str:
-    """``text`` with the names of folders in place of their paths, so that it is the same in another checkout or cache.
+def namer(roots: Mapping[str, str]) -> Callable[[str], str]:
+    """What puts the names of folders in place of their paths in a path or a flag, so that it is the same in another checkout
+    or cache.
 
     Args:
         roots: Name -> folder. Of folders in each other, the inner ones count.
-        text: A path, or a flag that holds one.
     """
-    for name, folder in sorted(roots.items(), key=lambda root: -len(root[1])):
-        text = re.sub(rf"{re.escape(folder)}(?=/|$)", f"{name}:", text)
-    return text
+    names = {folder: f"{name}:" for name, folder in roots.items()}
+    inner_first = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
+    pattern = re.compile(rf"(?:{inner_first})(?=/|$)")
+    return lambda text: pattern.sub(lambda found: names[found[0]], text) if names else text
 
 
 def hash_file(path: str | Path) -> str | None:
@@ -82,7 +85,7 @@ def searched_by(words: Sequence[str], start: str | Path) -> tuple[list[str], lis
 
 
 class _Seen(NamedTuple):
-    """A file as it was when it was read."""
+    """A file as it was when it was read; ``includes``: ``"x.h`` or ``<x.h``, by the mark that the line has."""
 
     state: list[int]
     digest: str
@@ -111,7 +114,8 @@ class Files:
         self._memo, self._known = memo, _read_memo(memo)
         self._seen: dict[str, _Seen | None] = {}
         self._entries: dict[str, frozenset[str]] = {}
-        self._reached: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+        self._real = functools.cache(os.path.realpath)
+        self._found: dict[tuple[str, tuple[str, ...]], list[str]] = {}
         self._hashed = False
 
     def digest(self, path: str | Path) -> str | None:
@@ -137,24 +141,27 @@ class Files:
                 left += self._reached_from(path, searched)
         return found
 
-    def _reached_from(self, path: str, folders: tuple[str, ...]) -> list[str]:
-        key = path, folders
-        if key not in self._reached:
-            seen = self._look(path)
-            beside = os.path.dirname(path)
-            self._reached[key] = [
-                file for name in (seen.includes if seen else ()) for file in self._named(name, (beside, *folders))
-            ]
-        return self._reached[key]
+    def _reached_from(self, path: str, folders: tuple[str, ...]) -> Iterator[str]:
+        seen = self._look(path)
+        beside = (os.path.dirname(path),)
+        for mark, name in ((line[0], line[1:]) for line in (seen.includes if seen else ())):
+            there = list(self._named(name, beside)) if mark == '"' else []
+            yield from there or self._lying_in(name, folders)
 
-    def _named(self, name: str, folders: Iterable[str]) -> Iterator[str]:
-        """The files that a line may mean; in each folder its entries tell at once that most names are not there."""
+    def _lying_in(self, name: str, folders: tuple[str, ...]) -> list[str]:
+        key = name, folders
+        if key not in self._found:
+            self._found[key] = list(self._named(name, folders))
+        return self._found[key]
+
+    def _named(self, name: str, folders: tuple[str, ...]) -> Iterator[str]:
+        """The files of that name; in each folder its entries tell at once that most are not there."""
         top = name.split("/", 1)[0]
         for folder in folders:
             if top in ("", ".", "..") or top in self._listed(folder):
                 path = os.path.join(folder, name)
-                if ".." in name:
-                    path = os.path.realpath(path)  # else files that include each other so have ever longer names
+                if ".." in name:  # else files that include each other so have ever longer names
+                    path = os.path.join(self._real(os.path.dirname(path)), os.path.basename(path))
                 if self._look(path):
                     yield path
 
@@ -182,7 +189,8 @@ class Files:
             return None
         self._hashed = True
         library = path.endswith(".so")
-        includes = [] if library else [os.fsdecode(name) for name in _INCLUDE.findall(data)]
+        lines = [] if library else _INCLUDE.findall(data)
+        includes = [("<" if after else mark.decode()) + os.fsdecode(name) for after, mark, name in lines]
         return _Seen(state, hashlib.sha256(data).hexdigest(), list(dict.fromkeys(includes)))
 
     def changed(self, paths: Iterable[str]) -> list[str]:
@@ -209,4 +217,4 @@ def _read_memo(memo: Path | None) -> dict[str, _Seen]:
 
 
 def _are_names(names: Any) -> bool:
-    return isinstance(names, list) and all(isinstance(name, str) for name in names)
+    return isinstance(names, list) and all(isinstance(name, str) and name.startswith(("<", '"')) for name in names)

@@ -23,7 +23,7 @@ from .. import core, cpp_ext
 from .. import env as jit_env
 from . import build as engine
 from . import prebuilt, toolchain
-from .content_key import Files, key_of, name_in, searched_by
+from .content_key import Files, key_of, namer, searched_by
 from .diagnosis import JitBuildError
 from .jobs import DEFAULT_JOB_MEMORY
 from .trust import require_trusted_tree
@@ -78,19 +78,19 @@ class JitSpecSm12x(_JitSpecNvcc):  # type: ignore[misc]
 
         It is the same on every machine, also one without a compiler.
         """
-        roots = self.roots
+        name = namer(self.roots)
         flags = [*core.common_nvcc_flags, *(self.extra_cflags or ()), *(self.extra_cuda_cflags or ())]
         for variable in ("FLASHINFER_EXTRA_CFLAGS", "FLASHINFER_EXTRA_CUDAFLAGS", "FLASHINFER_EXTRA_LDFLAGS"):
             flags += cpp_ext.parse_env_flags(variable)
         folders, files = searched_by(flags, os.curdir)
         folders += map(os.path.realpath, (*(self.extra_include_dirs or ()), *cpp_ext.upstreams_includes()))
-        folders = [folder for folder in folders if name_in(roots, folder) != folder]
+        folders = [folder for folder in folders if name(folder) != folder]
         sources = [os.path.realpath(source) for source in self.sources]
         read = Files().read_by([*sources, *files], folders)
         return key_of(
-            [name_in(roots, flag) for flag in flags if not flag.startswith(engine.WITHOUT_EFFECT)],
-            [name_in(roots, source) for source in sources],
-            sorted((name_in(roots, path), digest) for path, digest in read.items()),
+            [name(flag) for flag in flags if not flag.startswith(engine.WITHOUT_EFFECT)],
+            [name(source) for source in sources],
+            sorted((name(path), digest) for path, digest in read.items()),
         )
 
     @cached_property
