@@ -105,13 +105,17 @@ def test_a_header_counts_however_a_command_finds_it(
 
 def test_a_header_that_comes_to_stand_before_another_counts(project: Project) -> None:
     """Also one that ``#include_next`` or another order of folders would pass over."""
-    first = project.root / "first"
-    first.mkdir()
-    flagged = project.with_flags("-I", str(first))
+    first, second = project.root / "first", project.root / "second"
+    for folder in (first, second):
+        folder.mkdir()
+    project.write("b.cu", '#include "late.h"\n')
+    (second / "late.h").write_text("int second;\n")
+    flagged = project.with_flags("-I", str(first), "-I", str(second))
     flagged.build()
-    (first / "two.h").write_text("int shadow;\n")
+    (first / "late.h").write_text("int first;\n")
     assert flagged.build().compiled == ["b.o"]
-    (project.root / "src" / "two.h").write_text("int shadowed;\n")
+    assert "int first;" in flagged.plan().library.read_text()
+    (second / "late.h").write_text("int passed_over;\n")
     assert not flagged.fresh
 
 

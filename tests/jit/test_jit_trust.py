@@ -387,7 +387,8 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from flashinfer.jit.sm12x import build
 from jit_fakes import small_spec
-spec = small_spec(Path(sys.argv[2]))
+from flashinfer.jit import env
+spec = small_spec(Path(sys.argv[2]) if len(sys.argv) < 5 else env.FLASHINFER_GEN_SRC_DIR)
 if sys.argv[3] == "build":
     spec.build(need_lock=True)
 module = spec.try_load()
@@ -396,13 +397,15 @@ print(module and module.answer(), build.find_library(spec.plan))
 
 
 @needs_nvcc
-def test_prebuilt_cache_that_can_only_be_read_is_used(tmp_path: Path) -> None:
+@pytest.mark.parametrize("generated", [False, True], ids=["", "generated"])
+def test_prebuilt_cache_that_can_only_be_read_is_used(generated: bool, tmp_path: Path) -> None:
+    """Also for a source that is generated, which lies elsewhere then."""
     base, temporary = tmp_path / "base", tmp_path / "tmp"
     temporary.mkdir()
     here = Path(__file__).parent
 
     def run(what: str) -> subprocess.CompletedProcess[str]:
-        return _run(USE_SMALL, base, here, tmp_path, what, TMPDIR=str(temporary))
+        return _run(USE_SMALL, base, here, tmp_path, what, *["generated"] * generated, TMPDIR=str(temporary))
 
     built = run("build")
     assert built.stdout.startswith(f"41 {base}/"), built.stderr
@@ -415,10 +418,12 @@ def test_prebuilt_cache_that_can_only_be_read_is_used(tmp_path: Path) -> None:
         used = run("load")
         assert used.stdout == built.stdout, used.stderr
         assert "can only be read (Permission denied): what is fresh in it is used" in used.stderr
-        (tmp_path / "src" / "answer.h").write_text("#define ANSWER 42\n")
+        sources = next(temporary.rglob("generated")) if generated else tmp_path
+        (sources / "src" / "answer.h").write_text("#define ANSWER 42\n")
         assert run("load").stdout == "None None\n"
-        again = run("build")
-        assert again.stdout.startswith(f"42 {temporary}/flashinfer-{os.geteuid()}/"), again.stderr
+        if not generated:
+            again = run("build")
+            assert again.stdout.startswith(f"42 {temporary}/flashinfer-{os.geteuid()}/"), again.stderr
         assert sorted(base.rglob("*")) == before
     finally:
         _set_writable(base, True)
