@@ -177,7 +177,7 @@ def test_a_file_that_was_just_changed_is_not_remembered(tmp_path: Path, monkeypa
     path.write_text("one")
     now = time.time_ns()
     for age, remembered in ((0, False), (3_000_000_000, True)):
-        monkeypatch.setattr(content_key, "_state", lambda path, age=age: [3, 1, 1, now - age])
+        monkeypatch.setattr(content_key, "_state", lambda path, age=age: [3, 1, now - age, 1])
         files = Files(memo)
         before = files.digest(path)
         files.remember()

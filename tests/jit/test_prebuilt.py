@@ -364,7 +364,7 @@ def test_a_key_is_the_same_in_another_place_and_without_a_compiler(
     headers = wheel / "data" / "csrc"
     headers.mkdir(parents=True)
     monkeypatch.setattr(spec_module, "wheel_root", lambda: wheel)
-    monkeypatch.setattr(jit_env._upstream, "FLASHINFER_CSRC_DIR", headers)
+    monkeypatch.setattr(jit_env, "FLASHINFER_CSRC_DIR", headers)
     for header in (tree / "include/flashinfer/sm12x/types.h", headers / "tvm_ffi_utils.h"):
         for text in ("int one;\n", "int two;\n"):
             header.write_text(text)

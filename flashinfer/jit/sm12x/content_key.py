@@ -100,7 +100,7 @@ def _state(path: str) -> list[int] | None:
         return None
     if not stat.S_ISREG(found.st_mode):
         return None
-    return [found.st_size, found.st_mtime_ns, found.st_ino, found.st_ctime_ns]
+    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
 
 
 class Files:
@@ -194,13 +194,20 @@ class Files:
         return _Seen(state, hashlib.sha256(data).hexdigest(), list(dict.fromkeys(includes)))
 
     def changed(self, paths: Iterable[str]) -> list[str]:
-        """Those of the paths whose files are others now than when they were asked for."""
-        return [path for path in paths if _state(path) != (seen.state if (seen := self._seen[path]) else None)]
+        """Those of the paths whose files were edited since they were asked for."""
+        return [path for path in paths if not self._is_as_it_was(path)]
+
+    def _is_as_it_was(self, path: str) -> bool:
+        seen, now = self._seen[path], _state(path)
+        if seen is None or now is None:
+            return seen is now
+        # Not by its inode: some network file systems number a file anew each time.
+        return seen.state[:3] == now[:3]
 
     def remember(self) -> None:
         """Write the memo, if a file was hashed; where it cannot be written, the next process hashes again."""
         limit = (time.time() - _YOUNG) * 1e9
-        old = {path: seen for path, seen in self._seen.items() if seen and seen.state[3] < limit}
+        old = {path: seen for path, seen in self._seen.items() if seen and seen.state[2] < limit}
         if self._memo is not None and self._hashed and old != self._known:
             with contextlib.suppress(OSError):
                 write_atomically(self._memo, json.dumps(old))
