@@ -139,7 +139,9 @@ class Project:
 
     def change_compiler(self, before: str, inserted: str) -> None:
         """Insert code into the compiler."""
-        self.compiler.write_text(self.compiler.read_text().replace(before, inserted + before, 1))
+        text = self.compiler.read_text()
+        assert before in text
+        self.compiler.write_text(text.replace(before, inserted + before, 1))
 
     @property
     def fresh(self) -> bool:

@@ -348,7 +348,7 @@ def test_upstreams_module_is_private_and_not_loaded_where_others_write(workspace
 
 def test_compilers_leave_nothing_outside_the_build(project: Project, tmp_path: Path) -> None:
     """Their files are in the module's folder, those of a builder that was killed until the next build."""
-    project.change_compiler("read = [source]", 'import tempfile; tempfile.mkstemp(prefix="left-")\n')
+    project.change_compiler("text = open(source).read()", 'import tempfile; tempfile.mkstemp(prefix="left-")\n')
     left = project.plan().folder / "tmp" / "of a builder that was killed"
     left.mkdir(parents=True)
     before = set(Path(tempfile.gettempdir()).iterdir())
